@@ -1,0 +1,63 @@
+# Needs Python 3.11 with pip, and nothing else. The first call makes `.venv`.
+
+PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' \
+  2>/dev/null || command -v python3)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install
+
+.PHONY: train test fast bench lock clean
+
+train: .venv/core  # The main job: a small model learns arithmetic by GRPO.
+	$(BIN)/python -m rlinf_jax.main \
+	  --gin_file gin_configs/grpo_arithmetic.gin \
+	  --workdir runs/arithmetic --resume
+
+test: fast  # Everything that CI checks.
+	$(BIN)/python -m pytest -q -m slow
+
+fast: .venv/test  # The same without the slow tests.
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q -m 'not slow'
+
+bench: .venv/core  # What one GRPO step costs here.
+	$(BIN)/python -m experiments.bench --gin_file gin_configs/bench/grpo_step.gin
+
+lock: .venv/core  # Pins anew after a change in pyproject.toml.
+	$(PIP) --quiet uv
+	for extra in core test; do \
+	  env -u UV_FIND_LINKS UV_CUSTOM_COMPILE_COMMAND='make lock' \
+	  $(BIN)/uv pip compile pyproject.toml --quiet --no-annotate \
+	    --python-version 3.11 --python-platform x86_64-unknown-linux-gnu \
+	    --no-emit-index-url --no-emit-find-links \
+	    $$(test $$extra = core || echo --extra $$extra) \
+	    --output-file requirements/$$extra.txt || exit 1; \
+	done
+
+clean:  # Leaves `runs` alone.
+	rm -rf .venv .cache .import_linter_cache .pytest_cache .ruff_cache dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Locks are complete, so pip looks for no dependencies. A distribution may ship
+# Python without its venv's pip: then the pip at hand installs it.
+.venv/core: requirements/core.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "rlinf_jax needs Python 3.11, and $(PYTHON) is %d.%d: say make PYTHON=…" \
+	  % sys.version_info[:2])'
+	$(BIN)/python -m pip --version >/dev/null 2>&1 \
+	  || $(PYTHON) -m venv --clear .venv \
+	  || { $(PYTHON) -m venv --clear --without-pip .venv \
+	    && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	$(PIP) --no-deps -r requirements/core.txt
+	$(PIP) --no-deps --editable .
+	@touch $@
+
+.venv/test: .venv/core requirements/test.txt
+	$(PIP) --no-deps -r requirements/test.txt
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
+	  echo 'This torch is the CUDA build: its libraries follow, some gigabytes.' \
+	    'To have the CPU build, point pip at the CPU wheels of pytorch.org' \
+	    '(PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL), then make clean.'; \
+	  $(PIP) -r requirements/test.txt; }
+	@touch $@

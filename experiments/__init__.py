@@ -1,0 +1,1 @@
+"""Measurements, each with the command that gives it."""

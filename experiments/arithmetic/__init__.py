@@ -1,0 +1,1 @@
+"""Sums by GRPO: three seeds, and a control that is rewarded at random."""

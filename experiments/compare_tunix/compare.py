@@ -1,0 +1,266 @@
+"""Runs our bench and google-tunix in turn and compares what they print.
+
+Each run is a process of its own; the order is ours, tunix, ours, tunix, …, so
+that a slow spell of the machine falls on both. Needs the standard library
+alone: any Python runs it.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import random
+import resource
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+REQUIRED = (
+  'cpu_seconds_per_step',
+  'wall_seconds_per_step',
+  'first_step_seconds',
+)
+# Compared as well where both sides print them.
+OPTIONAL = ('first_step_cpu_seconds', 'peak_rss_mib')
+LEAST_PAIRS = 5
+
+
+def last_json_object(text: str) -> dict:
+  """The last line of `text` that is a JSON object with the required figures.
+
+  Raises ValueError if no line is an object, or if the last one that is lacks a
+  figure.
+  """
+  for line in reversed(text.splitlines()):
+    if not line.startswith('{'):
+      continue
+    try:
+      figures = json.loads(line)
+    except json.JSONDecodeError:
+      continue
+    missing = [name for name in REQUIRED if name not in figures]
+    if missing:
+      raise ValueError(f'The last JSON line lacks {", ".join(missing)}.')
+    return figures
+  raise ValueError('No line of the output is a JSON object.')
+
+
+def environment() -> dict[str, str]:
+  """This process's environment without what would favour one side."""
+  inherited = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(('JAX_', 'XLA_', 'PYTHON'))
+  }
+  # Cold caches: every process compiles for itself.
+  return inherited | {
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_ENABLE_COMPILATION_CACHE': 'false',
+  }
+
+
+def busy_seconds() -> float:
+  """CPU-seconds that all processes of the machine have used since boot."""
+  with open('/proc/stat') as file:
+    user, nice, system, _, _, irq, soft = file.readline().split()[1:8]
+  ticks = sum(map(int, (user, nice, system, irq, soft)))
+  return ticks / os.sysconf('SC_CLK_TCK')
+
+
+def children_seconds() -> float:
+  """CPU-seconds of this process's finished children."""
+  usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+  return usage.ru_utime + usage.ru_stime
+
+
+def run(command: list[str], timeout: float) -> dict:
+  """Runs one side and returns its figures.
+
+  To them it adds `seconds`, the wall time of the process, and `others`, the
+  mean number of cores that the rest of the machine kept busy meanwhile.
+
+  Raises RuntimeError if the command fails or prints no figures.
+  """
+  busy, own, start = busy_seconds(), children_seconds(), time.perf_counter()
+  done = subprocess.run(
+    command,
+    cwd=ROOT,
+    env=environment(),
+    capture_output=True,
+    text=True,
+    timeout=timeout,
+  )
+  seconds = time.perf_counter() - start
+  others = busy_seconds() - busy - (children_seconds() - own)
+  if done.returncode:
+    raise RuntimeError(
+      f'{shlex.join(command)} ended with exit code {done.returncode}:\n'
+      + done.stderr[-2000:]
+    )
+  try:
+    figures = last_json_object(done.stdout)
+  except ValueError as error:
+    raise RuntimeError(f'{shlex.join(command)}: {error}') from error
+  return figures | {'seconds': seconds, 'others': max(others / seconds, 0.0)}
+
+
+def interval_of_median(
+  values: list[float], level: float = 0.95, draws: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+  """Percentile bootstrap interval of the median of `values`."""
+  generator = random.Random(seed)
+  medians = sorted(
+    statistics.median(generator.choices(values, k=len(values)))
+    for _ in range(draws)
+  )
+  tail = round(draws * (1 - level) / 2)
+  return medians[tail], medians[-1 - tail]
+
+
+def compare(pairs: list[dict]) -> dict[str, dict]:
+  """For each figure: both medians and the ratio tunix/ours within pairs."""
+  names = REQUIRED + tuple(
+    name
+    for name in OPTIONAL
+    if all(name in pair[side] for pair in pairs for side in pair)
+  )
+  result = {}
+  for name in names:
+    ratios = [pair['tunix'][name] / pair['ours'][name] for pair in pairs]
+    low, high = interval_of_median(ratios)
+    result[name] = {
+      'ours': statistics.median(pair['ours'][name] for pair in pairs),
+      'tunix': statistics.median(pair['tunix'][name] for pair in pairs),
+      'ratios': ratios,
+      'ratio': statistics.median(ratios),
+      'interval': [low, high],
+    }
+  return result
+
+
+def machine(cores: str | None) -> dict:
+  """What the figures were measured on."""
+  with open('/proc/cpuinfo') as file:
+    models = [
+      line.split(':', 1)[1].strip()
+      for line in file
+      if line.startswith('model name')
+    ]
+  memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  return {
+    'cpu': models[0] if models else platform.processor(),
+    'cores': len(os.sched_getaffinity(0)),
+    'pinned_to': cores,
+    'memory_gib': round(memory / 2**30, 1),
+    'kernel': platform.release(),
+  }
+
+
+def table(result: dict) -> str:
+  """The figures as a Markdown table."""
+  where = result['machine']
+  cores = where['pinned_to']
+  others = [pair[side]['others'] for pair in result['pairs'] for side in pair]
+  lines = [
+    f'{len(result["pairs"])} pairs on {where["cpu"]}, {where["cores"]} cores, '
+    + (f'pinned to {cores}' if cores else 'not pinned')
+    + '; other processes kept '
+    f'{statistics.median(others):.2f} cores busy (at most {max(others):.2f}).',
+    '',
+    '| figure (medians) | ours | tunix | tunix / ours | 95 % interval |',
+    '| --- | ---: | ---: | ---: | ---: |',
+  ]
+  for name, row in result['figures'].items():
+    low, high = row['interval']
+    lines.append(
+      f'| {name} | {row["ours"]:.2f} | {row["tunix"]:.2f} '
+      f'| {row["ratio"]:.2f} | {low:.2f} – {high:.2f} |'
+    )
+  lines.append('')
+  for name in REQUIRED:
+    low = result['figures'][name]['interval'][0]
+    lines.append(f'{name}: tunix needs at least {low:.2f} times ours.')
+  return '\n'.join(lines)
+
+
+def commands(arguments) -> dict[str, list[str]]:
+  """The command of each side, by its name in the results."""
+  pin = ['taskset', '-c', arguments.cores] if arguments.cores else []
+  ours = [arguments.ours_python, '-m', 'experiments.bench']
+  return {
+    'ours': pin
+    + ours
+    + ['--gin_file', arguments.gin_file]
+    + shlex.split(arguments.ours_arguments),
+    'tunix': pin
+    + [arguments.tunix_python, str(HERE / 'tunix_step.py')]
+    + shlex.split(arguments.tunix_arguments),
+  }
+
+
+def parse(argv: list[str] | None):
+  parser = argparse.ArgumentParser(description=__doc__)
+  add = parser.add_argument
+  add('--ours_python', required=True, help='a Python that has our packages')
+  add('--tunix_python', required=True, help='one that has requirements.txt')
+  add('--pairs', type=int, default=7, help=f'at least {LEAST_PAIRS}')
+  add('--warm_up_pairs', type=int, default=1, help='run first, not counted')
+  add('--cores', help='pin both to these cores, as taskset -c takes them')
+  add('--gin_file', default='gin_configs/bench/grpo_step.gin')
+  add('--ours_arguments', default='', help='more for experiments.bench')
+  add('--tunix_arguments', default='', help='more for tunix_step.py')
+  add('--timeout', type=float, default=900, help='seconds a run')
+  add('--output', type=pathlib.Path, default=HERE / 'results.json')
+  arguments = parser.parse_args(argv)
+  if arguments.pairs < LEAST_PAIRS:
+    parser.error(
+      f'--pairs is {arguments.pairs}: an interval needs {LEAST_PAIRS} or more.'
+    )
+  if arguments.cores and not shutil.which('taskset'):
+    parser.error('--cores needs taskset (util-linux), which is not here.')
+  for name in ('ours_python', 'tunix_python'):
+    if not shutil.which(getattr(arguments, name)):
+      parser.error(f'--{name}: {getattr(arguments, name)} is no executable.')
+    # A virtual environment's Python is a link: absolute, but not resolved.
+    path = shutil.which(getattr(arguments, name))
+    setattr(arguments, name, os.path.abspath(path))
+  return arguments
+
+
+def main(argv: list[str] | None = None) -> None:
+  arguments = parse(argv)
+  sides = commands(arguments)
+  pairs = []
+  for number in range(-arguments.warm_up_pairs, arguments.pairs):
+    pair = {}
+    for side, command in sides.items():
+      pair[side] = run(command, arguments.timeout)
+      line = ', '.join(f'{name} {pair[side][name]:.2f}' for name in REQUIRED)
+      label = f'pair {number + 1}' if number >= 0 else 'warm-up'
+      print(f'{label} {side}: {line}', file=sys.stderr, flush=True)
+    if number >= 0:
+      pairs.append(pair)
+      # After each pair, so that a run that fails late loses none before it.
+      result = {
+        'machine': machine(arguments.cores),
+        'gin_file': arguments.gin_file,
+        'ours_arguments': arguments.ours_arguments,
+        'tunix_arguments': arguments.tunix_arguments,
+        'figures': compare(pairs),
+        'pairs': pairs,
+      }
+      arguments.output.write_text(json.dumps(result, indent=2) + '\n')
+  print(table(result))
+
+
+if __name__ == '__main__':
+  try:
+    main()
+  except (RuntimeError, subprocess.TimeoutExpired) as error:
+    sys.exit(str(error))

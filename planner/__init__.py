@@ -1,0 +1,1 @@
+"""When and where: flows, plans, and the programs that they become."""

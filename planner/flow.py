@@ -1,0 +1,309 @@
+"""The graph of a workflow, recorded by calling it with symbols.
+
+A workflow is a function `carry, *inputs -> carry, outputs` over stages. Calling
+it once with `Ref`s in place of arrays records which stage feeds which. The
+function itself stays ordinary Python: called with arrays, it just runs.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+
+from planner import listing
+from sharding import rules
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ref:
+  """A value that does not exist yet: its shape, and its place in a flow."""
+
+  id: int
+  shape: tuple[int, ...]
+  dtype: Any
+  recorder: 'Recorder' = dataclasses.field(repr=False)
+
+  def __record__(self, stage, args):
+    return self.recorder.call(stage, args)
+
+  def __getattr__(self, name):
+    if name.startswith('__'):
+      raise AttributeError(name)
+    self._refuse(f'read .{name} of')
+
+  def _refuse(self, did: str):
+    raise TypeError(
+      f'A workflow step {did} a value {self.dtype}{list(self.shape)} that no '
+      'stage has computed yet. A step only routes values between stages: move '
+      'this into a stage.'
+    )
+
+
+def _refusal(did):
+  return lambda self, *_, **__: self._refuse(did)
+
+
+for _did, _names in {
+  'did arithmetic with': 'add radd sub rsub mul rmul truediv rtruediv floordiv '
+  'rfloordiv mod rmod divmod rdivmod pow rpow matmul rmatmul neg pos abs round '
+  'and rand or ror xor rxor invert lshift rshift',
+  'compared': 'lt le gt ge eq ne',
+  'indexed': 'getitem setitem',
+  'looped over': 'iter len',
+  'looked into': 'contains',
+  'branched on': 'bool',
+  'converted': 'float int index complex array',
+}.items():
+  for _name in _names.split():
+    setattr(Ref, f'__{_name}__', _refusal(_did))
+Ref.__hash__ = object.__hash__
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+  """What is known of a value before it exists.
+
+  Attributes:
+    name: where it comes from, for people.
+    shape: its dimensions.
+    dtype: its type.
+    letters: one a dimension, '' for none: how it may be sharded.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: Any
+  letters: tuple[str, ...]
+
+  @property
+  def bytes(self) -> int:
+    return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+  """One call of a stage.
+
+  Attributes:
+    stage: what is called; the planner uses only its fields.
+    reads: ids of the values it takes.
+    writes: ids of the values it makes.
+    takes: how `reads` fold back into the arguments.
+    gives: how `writes` fold back into the result.
+  """
+
+  stage: Any
+  reads: tuple[int, ...]
+  writes: tuple[int, ...]
+  takes: Any
+  gives: Any
+
+  @property
+  def name(self) -> str:
+    return self.stage.name
+
+  @functools.cached_property
+  def rows(self) -> frozenset[int]:
+    """Which of the values it reads have rows to cut."""
+    if self.stage.grain == 'batch':
+      return frozenset()
+    args = jax.tree.unflatten(self.takes, self.reads)
+    return frozenset(
+      v
+      for i, arg in enumerate(args)
+      if i not in self.stage.whole
+      for v in jax.tree.leaves(arg)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+  """A workflow step as a graph.
+
+  Attributes:
+    nodes: stage calls, in an order that respects every edge.
+    values: what is known of every value, by id.
+    inputs: values that arrive each step.
+    outputs: values that leave each step.
+    carry: pairs `(at start of step, at end of step)` of values that persist.
+    gives: how `outputs` fold back into what the step returns.
+  """
+
+  nodes: tuple[Node, ...]
+  values: tuple[Value, ...]
+  inputs: tuple[int, ...]
+  outputs: tuple[int, ...]
+  carry: tuple[tuple[int, int], ...]
+  gives: Any
+
+  @property
+  def stages(self) -> tuple[str, ...]:
+    """Names of its stages, in order of first call."""
+    return tuple(dict.fromkeys(node.name for node in self.nodes))
+
+  def __str__(self):
+    return listing.listing(self)
+
+
+FOREIGN = (
+  'another recording. A step may keep nothing from call to call but its state.'
+)
+
+
+class Recorder:
+  """Collects nodes while a workflow runs on symbols."""
+
+  def __init__(self):
+    self.nodes: list[Node] = []
+    self.values: list[Value] = []
+
+  def new(self, origin: str, path, like) -> Ref:
+    letters = rules.spell(path, like.shape) or ('',) * len(like.shape)
+    name = origin + jax.tree_util.keystr(path, simple=True, separator='.')
+    self.values.append(Value(name, like.shape, like.dtype, letters))
+    return Ref(len(self.values) - 1, like.shape, like.dtype, self)
+
+  def tree(self, origin: str, like):
+    return jax.tree_util.tree_map_with_path(
+      functools.partial(self.new, origin), like
+    )
+
+  def call(self, stage, args):
+    reads, takes = jax.tree.flatten(args)
+    for leaf in reads:
+      if not isinstance(leaf, Ref):
+        raise TypeError(
+          f'Stage {stage.name} was given a {type(leaf).__name__} that the step '
+          'made itself. A step only routes: carry the value in the state, or '
+          'make it in a stage.'
+        )
+      if leaf.recorder is not self:
+        raise TypeError(f'Stage {stage.name} was given a value of {FOREIGN}')
+    try:
+      made = stage.shapes(*jax.tree.unflatten(takes, shapes(reads)))
+    except Exception as error:
+      error.add_note(f'This happened in stage {stage.name}, while recorded.')
+      raise
+    made = self.tree(f'{stage.name}.', made)
+    writes, gives = jax.tree.flatten(made)
+    node = Node(stage, ids(reads), ids(writes), takes, gives)
+    self.check(node)
+    self.nodes.append(node)
+    return made
+
+  def check(self, node: Node):
+    """Rows in, rows out, all of one number; marks them as rows."""
+    grain, sets = node.stage.grain, [node.rows]
+    if grain == 'row':
+      sets = [node.rows | set(node.writes)]
+    elif grain == 'split':
+      sets = [node.rows, set(node.writes)]
+    for rows in sets:
+      sizes = {self.values[v].shape[:1] for v in rows}
+      if len(sizes) > 1 or () in sizes:
+        raise TypeError(
+          f'Stage {node.name} of grain {grain!r} has values of different rows: '
+          f'{sorted(sizes)}. Name its arguments without rows in `whole`, or '
+          "call it grain 'batch'."
+        )
+      for size, *_ in sizes:
+        if size % node.stage.group:
+          raise TypeError(
+            f'Stage {node.name} keeps groups of {node.stage.group} rows '
+            f'together and was given {size} rows.'
+          )
+      for v in rows:
+        value = self.values[v]
+        if not any(value.letters):
+          letters = ('B',) + ('',) * (len(value.shape) - 1)
+          self.values[v] = dataclasses.replace(value, letters=letters)
+
+
+def ids(refs) -> tuple[int, ...]:
+  return tuple(ref.id for ref in refs)
+
+
+def shapes(tree):
+  """Shapes and types of a tree of arrays."""
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def trace(step: Callable, carry, *inputs) -> Flow:
+  """Records `step: carry, *inputs -> carry, outputs`.
+
+  Args:
+    step: the step of a workflow.
+    carry: its state, as arrays or as `jax.ShapeDtypeStruct`s.
+    *inputs: its other arguments, likewise.
+
+  Raises:
+    TypeError: if the step computes, or returns another state than it took.
+  """
+  recorder = Recorder()
+  carry = recorder.tree('state.', shapes(carry))
+  inputs = recorder.tree('input.', shapes(inputs))
+  end, outputs = _recorded(step, carry, *inputs)
+  _check_state(recorder, carry, end)
+  leaves, gives = jax.tree.flatten(outputs)
+  _check_made(recorder, leaves)
+  return Flow(
+    nodes=tuple(recorder.nodes),
+    values=tuple(recorder.values),
+    inputs=ids(jax.tree.leaves(inputs)),
+    outputs=ids(leaves),
+    carry=tuple(
+      zip(ids(jax.tree.leaves(carry)), ids(jax.tree.leaves(end)), strict=True)
+    ),
+    gives=gives,
+  )
+
+
+def _recorded(step, *args):
+  """Calls a step with `Ref`s and sees to it that two things come back."""
+  try:
+    made = step(*args)
+  except TypeError as error:
+    if str(Ref) not in str(error):
+      raise
+    # What a library says of a value that it does not know.
+    raise TypeError(
+      'A workflow step gave a value that no stage has computed yet to a '
+      f'function that is not a stage ({str(error).splitlines()[0]}) A step '
+      'only routes values between stages: move this into a stage.'
+    ) from error
+  if not isinstance(made, tuple) or len(made) != 2:
+    raise TypeError(
+      'A step must return two things, `state, outputs`; this one returned a '
+      f'{type(made).__name__}.'
+    )
+  return made
+
+
+def _check_made(recorder, leaves):
+  for leaf in leaves:
+    if not isinstance(leaf, Ref):
+      raise TypeError(
+        f'The step returns a {type(leaf).__name__} that no stage made. A step '
+        'only routes values between stages: make it in a stage.'
+      )
+    if leaf.recorder is not recorder:
+      raise TypeError(f'The step returns a value of {FOREIGN}')
+
+
+def _check_state(recorder, carry, end):
+  was, now = jax.tree.structure(carry), jax.tree.structure(end)
+  if was != now:
+    raise TypeError(
+      f'The step must return a state like the one it took: {was} became {now}.'
+    )
+  _check_made(recorder, jax.tree.leaves(end))
+  for a, b in zip(jax.tree.leaves(carry), jax.tree.leaves(end), strict=True):
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+      raise TypeError(
+        'The step must return a state like the one it took: '
+        f'{recorder.values[a.id].name} went from {a.dtype}{list(a.shape)} to '
+        f'{b.dtype}{list(b.shape)}.'
+      )

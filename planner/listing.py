@@ -1,0 +1,101 @@
+"""A flow as text, for people: a table with a row for each call of a stage."""
+
+import collections
+
+UNITS = ('B', 'KiB', 'MiB', 'GiB', 'TiB')
+COLUMNS = ('stage', 'grain', 'reads from', 'makes', 'bytes')
+SHOWN = 5  # Groups of values that a call makes; smaller ones are counted.
+WIDTH = {'reads from': 22, 'makes': 46}  # What is longer goes on below.
+
+
+def size(n: float) -> str:
+  """Bytes for people, to three digits: `3.2 MiB`."""
+  power = 0
+  while n >= 1024 and power < len(UNITS) - 1:
+    n, power = n / 1024, power + 1
+  digits = '.3g' if n < 999.5 else '.0f'  # Not 1.02e+03.
+  return f'{n:{digits}} {UNITS[power]}'
+
+
+def _head(name: str) -> str:
+  """What a value is called in what it is part of: `action`, or nothing.
+
+  Its name is a path, such as `minibatches.0.0.action` or `state.actor.step`.
+  """
+  keys = [key for key in name.split('.')[1:] if not key.isdigit()]
+  return keys[0] if keys else ''
+
+
+def _group(name, values) -> str:
+  """Values of one name: `logp 2× float32[64,128]`, `params (14 arrays)`."""
+  kinds = {f'{v.dtype}[{",".join(map(str, v.shape))}]' for v in values}
+  if len(kinds) > 1:
+    return f'{name} ({len(values)} arrays)'
+  times = f'{len(values)}× ' if len(values) > 1 else ''
+  return f'{name} {times}{kinds.pop()}'.strip()
+
+
+def _makes(values) -> list[str]:
+  """What a call makes, the largest first."""
+  groups = collections.defaultdict(list)
+  for value in values:
+    groups[_head(value.name)].append(value)
+  largest = sorted(
+    groups.items(), key=lambda group: -sum(v.bytes for v in group[1])
+  )
+  if len(largest) > SHOWN:
+    rest = sum(len(values) for _, values in largest[SHOWN - 1 :])
+    said = [_group(*group) for group in largest[: SHOWN - 1]]
+    return [*said, f'and {rest} smaller']
+  return [_group(*group) for group in largest]
+
+
+def _wrap(items, width: int) -> list[str]:
+  """A list as lines that break between items."""
+  lines = ['']
+  for i, item in enumerate(items):
+    item += ',' if i < len(items) - 1 else ''
+    if lines[-1] and len(lines[-1]) + 1 + len(item) > width:
+      lines.append('')
+    lines[-1] = f'{lines[-1]} {item}'.strip()
+  return lines
+
+
+def _row(node, values, made_by) -> list[tuple[str, ...]]:
+  """The lines of one call."""
+  writes = [values[v] for v in node.writes]
+  reads = list(dict.fromkeys(made_by[v] for v in node.reads))
+  cells = [
+    [node.name],
+    [node.stage.grain],
+    _wrap(reads, WIDTH['reads from']),
+    _wrap(_makes(writes), WIDTH['makes']),
+    [size(sum(value.bytes for value in writes))],
+  ]
+  height = max(map(len, cells))
+  cells = [cell + [''] * (height - len(cell)) for cell in cells]
+  return list(zip(*cells, strict=True))
+
+
+def listing(flow) -> str:
+  """Stage, grain, where its values come from, what it makes, and bytes."""
+  made_by = {v: node.name for node in flow.nodes for v in node.writes}
+  made_by |= dict.fromkeys(flow.inputs, 'input')
+  for v, _ in flow.carry:
+    made_by[v] = f'state.{_head(flow.values[v].name)}'.rstrip('.')
+  lines = [COLUMNS]
+  for node in flow.nodes:
+    lines += _row(node, flow.values, made_by)
+  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+  table = [
+    '  '.join(
+      cell.ljust(width) for cell, width in zip(line, widths, strict=True)
+    ).rstrip()
+    for line in lines
+  ]
+  carried = sum(flow.values[v].bytes for v, _ in flow.carry)
+  head = (
+    f'{len(flow.nodes)} stage calls; a state of {len(flow.carry)} arrays, '
+    f'{size(carried)}'
+  )
+  return '\n'.join([head, '', *table])

@@ -1,0 +1,1 @@
+"""The machine and the front door: the train loop, configuration, disks."""

@@ -1,0 +1,72 @@
+"""Trains what a gin file describes.
+
+  python -m rlinf_jax.main --gin_file gin_configs/grpo_arithmetic.gin
+  python -m rlinf_jax.main --gin_file ... --gin_bindings 'STEPS = 50' --resume
+
+This file is short on purpose: everything it could do is in a library.
+"""
+
+import os
+import pathlib
+import shutil
+import sys
+
+from absl import app, flags, logging
+
+from rlinf_jax import checkpoint, config, train
+from rlinf_jax.runtime import local
+
+flags.adopt_module_key_flags(config)
+RESUME = flags.DEFINE_bool('resume', False, 'Go on with the run in --workdir.')
+
+# What a person did or a disk refused, and can mend: a sentence, no traceback.
+MENDABLE = (
+  ValueError,
+  OSError,
+  ImportError,
+  checkpoint.CheckpointError,
+  local.StageError,
+)
+
+
+def workdir() -> pathlib.Path:
+  """--workdir, or a folder named after the last gin file."""
+  files = config.GIN_FILE.value
+  if not files:
+    raise ValueError(
+      'There is nothing to run: name a recipe, such as --gin_file '
+      'gin_configs/grpo_arithmetic.gin.'
+    )
+  return pathlib.Path(
+    config.WORKDIR.value or f'runs/{pathlib.Path(files[-1]).stem}'
+  )
+
+
+def main(_):
+  """Runs the recipe; a fault that a person can mend ends in one sentence."""
+  # orbax says forty things a save; what fails, `checkpoint` tells.
+  logging.set_verbosity(logging.FATAL)
+  os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
+  folder = None
+  try:
+    folder = workdir()
+    fresh = not folder.exists()
+    config.parse(config.GIN_FILE.value, config.GIN_BINDINGS.value, str(folder))
+    config.call(train.train, workdir=str(folder), resume=RESUME.value)
+  except KeyboardInterrupt:
+    print('Stopped. Go on with --resume.', file=sys.stderr)
+    sys.exit(130)
+  except MENDABLE as error:
+    if folder and fresh and not (folder / 'config.gin').exists():
+      # It was refused at the door: only preparations can be there.
+      shutil.rmtree(folder, ignore_errors=True)
+    print(config.message(error), file=sys.stderr, flush=True)
+    if isinstance(error, checkpoint.CheckpointError):
+      # Threads of tensorstore still call into orbax's closed event loop; their
+      # tracebacks would bury the sentence.
+      os._exit(1)
+    sys.exit(1)
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,1 @@
+"""Interprets programs with arrays."""

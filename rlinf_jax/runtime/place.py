@@ -1,0 +1,142 @@
+"""A place: devices seen as a mesh, and how values lie and stages run on it."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import threading
+
+import jax
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from planner import flow as flow_lib
+from planner import plan as plan_lib
+from rlinf_jax.runtime import microbatch
+from sharding import mesh as mesh_lib
+from sharding import rules as rules_lib
+
+
+class Place:
+  """One place of a plan on this process's devices.
+
+  Compiled calls are kept by stage, layouts and donations, so that a stage which
+  a flow calls often is compiled once.
+  """
+
+  def __init__(
+    self,
+    name: str,
+    placement: plan_lib.Placement,
+    rows: dict[str, int],
+    rules: rules_lib.Rules = rules_lib.DEFAULT,
+  ):
+    devices, there = placement.devices, jax.devices()
+    missing = [i for i in devices if i >= len(there)]
+    if missing:
+      raise ValueError(
+        f'Place {name!r} wants device {missing[0]}, and this process has '
+        f'{len(there)}: name other devices, or start with more.'
+      )
+    self.name, self.rows, self.rules = name, rows, rules
+    self.mesh = None
+    self.device = there[devices[0]]
+    if placement.axes:
+      self.mesh = mesh_lib.mesh(
+        [there[i] for i in devices], dict(placement.axes)
+      )
+    self.calls = {}
+    self.locks = {}
+
+  def layout(self, value: flow_lib.Value):
+    """How this place holds a value."""
+    if self.mesh is None:
+      return SingleDeviceSharding(self.device)
+    try:
+      spec = rules_lib.spec(self.mesh, value.letters, value.shape, self.rules)
+    except ValueError as error:
+      raise ValueError(
+        f'{value.name} on place {self.name!r}: {error}'
+      ) from None
+    return NamedSharding(self.mesh, spec)
+
+  def check_rows(self, flow: flow_lib.Flow, node: flow_lib.Node):
+    """Refuses micro-batches whose rows the devices cannot share evenly."""
+    for v in node.rows if node.name in self.rows else ():
+      value = flow.values[v]
+      shape = (self.rows[node.name], *value.shape[1:])
+      self.layout(dataclasses.replace(value, shape=shape))
+
+  def ambient(self):
+    """A context in which checkpoints are read straight to this place."""
+    return jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext()
+
+  def put(self, value: flow_lib.Value, x):
+    """`x` as this place holds `value`."""
+    return jax.device_put(x, self.layout(value))
+
+  def compile(self, flow: flow_lib.Flow, node: flow_lib.Node, donate=()):
+    """A function of the leaves that `node` reads, made ready to run."""
+    stage = node.stage
+    if stage.host:
+      return functools.partial(self._outside, flow, node)
+    reads = [flow.values[v] for v in node.reads]
+    writes = [flow.values[v] for v in node.writes]
+    spare = self._reusable(flow, node, donate)
+    key = (
+      stage,
+      node.takes,
+      tuple((v.shape, v.dtype, v.letters) for v in reads + writes),
+      spare,
+    )
+    # A thread that wants what another is compiling waits for it.
+    with self.locks.setdefault(key, threading.Lock()):
+      if key not in self.calls:
+        self.calls[key] = self._compiled(node, reads, writes, spare)
+    return self.calls[key]
+
+  def _compiled(self, node, reads, writes, spare):
+    stage = node.stage
+    rows = self.rows.get(stage.name)
+    # Already jitted: what the flow has traced is not traced again.
+    fn = stage.run
+    if rows:
+      fn = microbatch.in_microbatches(stage, rows, self._spread)
+
+    def call(*leaves):
+      return jax.tree.leaves(fn(*jax.tree.unflatten(node.takes, leaves)))
+
+    call.__name__ = stage.name  # What a profiler shows.
+    run = jax.jit(
+      call,
+      in_shardings=[self.layout(v) for v in reads],
+      out_shardings=[self.layout(v) for v in writes],
+      donate_argnums=spare,
+    )
+    like = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in reads]
+    return run.lower(*like).compile()
+
+  def _spread(self, x):
+    """Shares the rows of `x[micro-batch, row, ...]` over the devices."""
+    if self.mesh is None:
+      return x
+    letters = ('', 'B') + ('',) * (x.ndim - 2)
+    spec = rules_lib.spec(self.mesh, letters, x.shape, self.rules)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+  def _reusable(self, flow, node, donate) -> tuple[int, ...]:
+    """Positions of donated values whose memory some output can take over."""
+    room = [(flow.values[v].shape, flow.values[v].dtype) for v in node.writes]
+    spare = []
+    for i, v in enumerate(node.reads):
+      kind = flow.values[v].shape, flow.values[v].dtype
+      if v in donate and math.prod(kind[0]) > 1 and kind in room:
+        room.remove(kind)
+        spare.append(i)
+    return tuple(spare)
+
+  def _outside(self, flow, node, *leaves):
+    made = node.stage.run(*jax.tree.unflatten(node.takes, leaves))
+    return [
+      self.put(flow.values[v], x)
+      for v, x in zip(node.writes, jax.tree.leaves(made), strict=True)
+    ]

@@ -1,0 +1,267 @@
+"""The training loop."""
+
+from collections.abc import Callable
+import functools
+import json
+import math
+import pathlib
+import time
+from typing import Any, NamedTuple
+
+import jax
+
+from planner import flow as flow_lib
+from planner import listing
+from planner import plan as plan_lib
+from rlinf_jax import checkpoint as checkpoint_lib
+from rlinf_jax import config, console, record
+from rlinf_jax.runtime import local
+from rlinf_jax.runtime import timeline as timeline_lib
+from stages import base, metrics
+
+
+class Result(NamedTuple):
+  """What came of a run.
+
+  Attributes:
+    folder: of the run.
+    steps: updates made.
+    seconds: spent training, evaluations and earlier processes included.
+    metrics: the last value of each.
+  """
+
+  folder: pathlib.Path
+  steps: int
+  seconds: float
+  metrics: dict[str, float]
+
+
+def train(
+  workflow: base.Workflow,
+  source: base.Source,
+  *,
+  workdir: str,
+  steps: int,
+  seed: int = 0,
+  resume: bool = False,
+  prepare: Callable[..., Any] | None = None,
+  placement: plan_lib.Placement = plan_lib.Placement(),
+  rows: dict[str, int] | None = None,
+  evaluate_every: int = 20,
+  until: float | None = None,
+  checkpoint_every: int = 50,
+  keep: int = 2,
+  export: Callable[..., None] | None = None,
+  wandb: str | None = None,
+) -> Result:
+  """Runs a workflow to its end and leaves a run folder behind.
+
+  Args:
+    workflow: what to run.
+    source: where its batches come from.
+    workdir: the run folder.
+    steps: how many updates.
+    seed: of everything random.
+    resume: go on from the newest checkpoint in `workdir`, if there is one.
+    prepare: called with `seed` when all is checked and before parameters are
+      read: it may train the checkpoint to begin with.
+    placement: devices and mesh of the one place.
+    rows: rows that a stage takes at once, by stage, to save memory.
+    evaluate_every: updates between evaluations on held-out problems.
+    until: end early once held-out accuracy is at least this.
+    checkpoint_every: updates between checkpoints.
+    keep: how many checkpoints to keep.
+    export: `folder, params -> None`: writes the model at the end.
+    wandb: project at Weights & Biases to send metrics to as well.
+  """
+  folder = pathlib.Path(workdir)
+  finished = finished_result(folder, steps, until, resume)
+  if finished:
+    return finished
+  runtime = build(workflow, source, seed, placement, rows)
+  config.refuse_unused()
+  folder.mkdir(parents=True, exist_ok=True)
+  config.save(folder / 'config.gin')
+  (folder / 'plan.json').write_text(runtime.plan.to_json())
+  if prepare:
+    prepare(seed=seed)
+
+  runtime.compile('step')  # While the parameters are read.
+  with runtime.place.ambient():
+    runtime.load(workflow.init(jax.random.key(seed)))
+  saved = checkpoint_lib.Saved(0, None, source.init(seed), {})
+  checkpoints = checkpoint_lib.Checkpoints(folder / 'checkpoints', keep)
+  if resume and checkpoints.latest() is not None:
+    saved = checkpoints.load(runtime.state(), saved.source)
+    runtime.load(saved.state, saved.step)
+  with record.opened(folder, source, steps, saved.step, wandb) as notes:
+    notes.say(_header(folder, runtime, saved.step, steps))
+    loop = Loop(runtime, source, checkpoints, notes, seed, saved)
+    loop.run(folder, steps, evaluate_every, until, checkpoint_every)
+    result = Result(folder, loop.steps, loop.seconds(), loop.metrics)
+    if export:
+      export(folder / 'model', workflow.params(runtime.state()))
+    finish(result, notes.say)
+  return result
+
+
+def finished_result(folder, steps, until, resume) -> Result | None:
+  """The result of a run that is done already.
+
+  Raises:
+    FileExistsError: if `folder` holds a run that is not to be resumed.
+  """
+  if not resume and any(
+    (folder / name).exists() for name in ('config.gin', 'metrics.jsonl')
+  ):
+    raise FileExistsError(
+      f'{folder} already holds a run: add --resume to go on with it, or choose '
+      'another --workdir.'
+    )
+  if not (folder / 'result.json').exists():
+    return None
+  old = json.loads((folder / 'result.json').read_text())
+  reached = (
+    until is not None and old['metrics'].get('eval/accuracy', 0.0) >= until
+  )
+  if old['steps'] < steps and not reached:
+    return None
+  print(f'{folder} is done: {old["steps"]} steps. See {folder}/report.html.')
+  return Result(folder, old['steps'], old['seconds'], old['metrics'])
+
+
+def build(workflow, source, seed, placement, rows) -> local.Local:
+  """Traces a workflow and plans it on one place; computes nothing yet."""
+  key = jax.random.key(seed)
+  _, batch = source.next(source.init(seed), {})
+  state = jax.eval_shape(workflow.init, key)
+  step = flow_lib.trace(workflow.step, state, batch, key)
+  evaluate = flow_lib.trace(
+    lambda state, *inputs: (state, workflow.evaluate(state, *inputs)),
+    state,
+    source.held_out()[0],
+    key,
+  )
+  stages = dict.fromkeys((*step.stages, *evaluate.stages))
+  plan = plan_lib.one_place(stages, placement, rows)
+  return local.Local(plan, step=step, evaluate=evaluate)
+
+
+class Loop:
+  """Where a run is: what must survive from step to step."""
+
+  def __init__(self, runtime, source, checkpoints, notes, seed, saved):
+    self._runtime, self._source = runtime, source
+    self._checkpoints, self._notes = checkpoints, notes
+    self._key = jax.random.key(seed)
+    self._held_out = source.held_out()
+    self._state = saved.source
+    self.steps, self.metrics = saved.step, saved.metrics
+    self._began = time.perf_counter() - saved.metrics.get(
+      'throughput/seconds', 0.0
+    )
+
+  def run(self, folder, steps, evaluate_every, until, checkpoint_every):
+    """Trains to the end; evaluates first, in between and last."""
+    first = self.steps
+    if not first:
+      self.evaluate()
+    while self.steps < steps and not self._reached(until):
+      rows = self.step()
+      if self.steps == first + 1:
+        config.save_operative(folder / 'operative_config.gin')
+      last = self.steps == steps
+      if last or self.steps % evaluate_every == 0:
+        for name, shown in rows.items():
+          self._notes.samples(self.steps, name.split('/')[0], shown)
+        self.evaluate()
+        last |= self._reached(until)
+      if last or self.steps % checkpoint_every == 0:
+        self.save()
+    self._checkpoints.close()
+
+  def seconds(self) -> float:
+    """Since training began, time between a stop and its resumption apart."""
+    return time.perf_counter() - self._began
+
+  def _reached(self, accuracy):
+    now = self.metrics.get('eval/accuracy', -math.inf)
+    return accuracy is not None and now >= accuracy
+
+  def step(self) -> dict[str, Any]:
+    """One update; returns what it shows of its rows."""
+    start = time.perf_counter()
+    self._state, batch = self._source.next(self._state, self.metrics)
+    key = jax.random.fold_in(self._key, self.steps)
+    info = jax.device_get(self._runtime.step(batch, key))
+    seconds = time.perf_counter() - start
+    self.steps += 1
+    numbers, rows = metrics.read(info)
+    spans = self._runtime.timeline.take()
+    numbers['time/step'] = seconds
+    numbers['throughput/seconds'] = self.seconds()
+    for stage, spent in timeline_lib.seconds(spans).items():
+      numbers[f'time/{stage}'] = spent
+    for name in ('rollout/tokens', 'train/tokens'):
+      if name in numbers:
+        numbers['throughput/tokens_per_second'] = numbers[name] / seconds
+    self._notes.numbers(self.steps, numbers)
+    self._notes.spans(self.steps, spans)
+    self.metrics = self.metrics | numbers
+    return rows
+
+  def evaluate(self):
+    """Asks all held-out problems."""
+    start = time.perf_counter()
+    infos = [
+      jax.device_get(self._runtime.evaluate(batch, self._key))
+      for batch in self._held_out
+    ]
+    self._runtime.timeline.take()  # They belong to no step.
+    numbers, rows = metrics.read(functools.reduce(metrics.merge, infos))
+    numbers['time/evaluate'] = time.perf_counter() - start
+    self._notes.numbers(self.steps, numbers)
+    for name, shown in rows.items():
+      self._notes.samples(self.steps, name.split('/')[0], shown)
+    self.metrics = self.metrics | numbers
+
+  def save(self):
+    self._checkpoints.save(
+      checkpoint_lib.Saved(
+        self.steps, self._runtime.state(), self._state, self.metrics
+      )
+    )
+
+
+def _header(folder, runtime, start, steps) -> str:
+  """What runs, and where."""
+  carried = sum(x.nbytes for x in jax.tree.leaves(runtime.state()))
+  mesh = runtime.place.mesh
+  devices = dict(mesh.shape) if mesh else '1 device'
+  facts = {
+    'steps': f'{start} of {steps} done' if start else f'{steps}',
+    'state': listing.size(carried),
+    'place': f'{devices} ({jax.devices()[0].device_kind})',
+    'folder': str(folder),
+  }
+  stages = ' → '.join(runtime.flows['step'].stages)
+  return console.header(f'Training: {stages}', facts)
+
+
+def finish(result: Result, say: Callable[[str], None]):
+  """Writes the report and, last of all, result.json."""
+  from rlinf_jax import report  # It draws, and drawing is slow to import.
+
+  done = {
+    'steps': result.steps,
+    'seconds': result.seconds,
+    'metrics': {k: v for k, v in result.metrics.items() if math.isfinite(v)},
+  }
+  part = result.folder / 'result.json.part'
+  part.write_text(json.dumps(done, indent=2))
+  part.replace(result.folder / 'result.json')
+  say(
+    console.summary(
+      result.folder, result.seconds, report.attempt(result.folder)
+    )
+  )

@@ -1,0 +1,30 @@
+"""Devices as a grid with named axes."""
+
+from collections.abc import Mapping, Sequence
+import math
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+
+def mesh(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Mesh:
+  """A grid of `devices`, e.g. `mesh(jax.devices(), {'data': 2, 'fsdp': 4})`.
+
+  Axes are `Auto`: stages name no layouts, and XLA carries those of their inputs
+  through. (JAX itself defaults to `Explicit`, which makes every gather say.)
+
+  Raises:
+    ValueError: if the axes do not multiply to the number of devices.
+  """
+  need = math.prod(axes.values())
+  if len(devices) != need:
+    raise ValueError(
+      f'A mesh of {dict(axes)} needs {need} devices, got {len(devices)}: '
+      'change the axes or the devices so that the two agree.'
+    )
+  return jax.make_mesh(
+    tuple(axes.values()),
+    tuple(axes),
+    devices=devices,
+    axis_types=(AxisType.Auto,) * len(axes),
+  )

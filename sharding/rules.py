@@ -1,0 +1,116 @@
+"""From the letters in a name to a layout on a mesh.
+
+  sharding(mesh, letters_of('up_DF'), shape)  # P('fsdp', 'tensor')
+
+Parameters and everything shaped like them, such as Adam's moments, carry their
+layout in the last key of their path; nothing else has to be written down.
+Letters align right. Under `layers` one dimension without a letter lies ahead:
+the stack of a scanned layer, which is not sharded.
+"""
+
+from collections.abc import Iterable, Mapping
+import math
+import re
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Axes = str | tuple[str, ...]
+Rules = Mapping[str, Axes]
+
+DEFAULT: Rules = {
+  'B': ('data', 'fsdp'),
+  'D': 'fsdp',
+  'F': 'tensor',
+  'H': 'tensor',
+  'K': 'tensor',
+  'V': 'tensor',
+  'E': 'expert',
+}
+SUFFIX = re.compile(r'_([A-Z]+)$')
+
+
+def letters_of(name: str) -> tuple[str, ...]:
+  """The dimensions that a name spells: `up_DF` is `('D', 'F')`."""
+  match = SUFFIX.search(name)
+  return tuple(match[1]) if match else ()
+
+
+def spell(path, shape) -> tuple[str, ...] | None:
+  """One letter a dimension ('' for none), by the keys on the path to an array.
+
+  Returns:
+    None where the name spells another rank than the array has, as the
+    statistics of a factored optimiser do.
+  """
+  keys = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
+  letters = letters_of(str(keys[-1])) if keys else ()
+  if not letters:
+    return ('',) * len(shape)
+  letters = ('',) * ('layers' in keys) + letters
+  return letters if len(letters) == len(shape) else None
+
+
+def _axes(want: Axes | None) -> tuple[str, ...]:
+  return (want,) if isinstance(want, str) else want or ()
+
+
+def spec(
+  mesh: Mesh,
+  letters: Iterable[str],
+  shape: tuple[int, ...],
+  rules: Rules = DEFAULT,
+) -> PartitionSpec:
+  """The layout of an array whose dimensions have these letters.
+
+  Axes that the mesh lacks are left out; dimensions of size one are not shared.
+
+  Raises:
+    ValueError: where two letters want one mesh axis, or a dimension cannot be
+      divided evenly among its devices.
+  """
+  letters, axes, taken = tuple(letters), [], {}
+  for letter, size in zip(letters, shape, strict=True):
+    have = tuple(a for a in _axes(rules.get(letter)) if a in mesh.axis_names)
+    if size == 1:  # Where an optimiser keeps no statistics it keeps one zero.
+      have = ()
+    for axis in have:
+      if taken.setdefault(axis, letter) != letter or letters.count(letter) > 1:
+        raise ValueError(
+          f'An array of dimensions {letters} would use the mesh axis {axis!r} '
+          f'twice, for {taken[axis]} and for {letter}: give one of the letters '
+          'another axis, or none.'
+        )
+    devices = math.prod(mesh.shape[a] for a in have)
+    if size % devices:
+      raise ValueError(
+        f'Dimension {letter} of an array of shape {shape} has size {size}, '
+        f'which {devices} devices of {have} cannot share evenly: make '
+        'the mesh axis a divisor of it.'
+      )
+    axes.append(have if len(have) > 1 else have[0] if have else None)
+  return PartitionSpec(*axes)
+
+
+def shardings(tree, mesh: Mesh, rules: Rules = DEFAULT):
+  """A tree of shardings for a tree of parameters, by the names of its leaves.
+
+  Raises:
+    ValueError: for an array of two dimensions or more whose name spells none,
+      or another rank than it has. (Silence would replicate it.)
+  """
+
+  def sharding(path, leaf):
+    letters = spell(path, leaf.shape)
+    where = jax.tree_util.keystr(path)
+    if letters is None or (len(leaf.shape) > 1 and not any(letters)):
+      raise ValueError(
+        f'Parameter {where} of shape {leaf.shape} must end in one letter for '
+        'each of its dimensions (but for the first of those under `layers`).'
+      )
+    try:
+      return NamedSharding(mesh, spec(mesh, letters, leaf.shape, rules))
+    except ValueError as error:
+      raise ValueError(f'Parameter {where}: {error}') from None
+
+  return jax.tree_util.tree_map_with_path(sharding, tree)

@@ -1,0 +1,1 @@
+"""Reinforcement learning as pure functions over batches."""

@@ -1,0 +1,102 @@
+"""How much better than expected: for one trajectory or one group.
+
+Use `jax.vmap` for more, all but `whiten`, which is of a whole minibatch.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def gae(reward_T, value_T, next_value_T, discount_T, continue_T, lambda_):
+  """Generalised advantage estimation, arXiv:1506.02438 eq. 16.
+
+    δₜ = rₜ + γₜ v′ₜ − vₜ
+    Aₜ = δₜ + γₜ λ cₜ Aₜ₊₁
+
+  The return to regress a critic on is Aₜ + vₜ. One trajectory may hold several
+  episodes, one after the other.
+
+  Args:
+    reward_T: rₜ, received after the action at t.
+    value_T: vₜ, the critic's estimate at t.
+    next_value_T: v′ₜ, its estimate after the action at t: vₜ₊₁ within an
+      episode, that of the final observation where the episode is truncated.
+    discount_T: γₜ, zero only where the episode terminates after t.
+    continue_T: cₜ, zero where the episode ends after t, in either way.
+    lambda_: λ, from 0 (one step) to 1 (Monte Carlo).
+
+  Returns:
+    Aₜ.
+  """
+  delta_T = reward_T + discount_T * next_value_T - value_T
+  decay_T = discount_T * lambda_ * continue_T
+
+  def backward(advantage, step):
+    delta, decay = step
+    advantage = delta + decay * advantage
+    return advantage, advantage
+
+  # An associative scan takes longer to compile and, on CPU, to run.
+  zero = jnp.zeros((), delta_T.dtype)
+  return jax.lax.scan(backward, zero, (delta_T, decay_T), reverse=True)[1]
+
+
+def group_relative(reward_G):
+  """Group-relative advantage, arXiv:2402.03300 §4.1.2.
+
+    A = (R − mean R) / (std R + 10⁻⁶)
+
+  The deviation is the unbiased one, and A is zero where all rewards are equal:
+  there, the formula alone is rounding error over 10⁻⁶.
+  """
+  _compare('group_relative', reward_G)
+  relative_G = group_centred(reward_G) / (jnp.std(reward_G, ddof=1) + 1e-6)
+  return jnp.where(reward_G.max() == reward_G.min(), 0.0, relative_G)
+
+
+def group_centred(reward_G):
+  """Dr. GRPO's advantage, arXiv:2503.20783.   A = R − mean R"""
+  return reward_G - reward_G.mean()
+
+
+def leave_one_out(reward_G):
+  """RLOO's advantage, arXiv:2402.14740.   Aᵢ = Rᵢ − Σⱼ≠ᵢ Rⱼ / (G − 1)"""
+  _compare('leave_one_out', reward_G)
+  G = reward_G.shape[0]
+  return reward_G - (reward_G.sum() - reward_G) / (G - 1)
+
+
+def _compare(name, reward_G):
+  G = reward_G.shape[0]
+  if G < 2:
+    raise ValueError(
+      f'{name} compares the rewards of a group and was given a group of {G}: '
+      'make groups of 2 or more.'
+    )
+
+
+def last_token(reward, mask_T):
+  """Puts the reward of a sentence on its last real token, zero elsewhere."""
+  left_T = jnp.cumsum(mask_T[::-1])[::-1]  # Real tokens from here on.
+  return jnp.where((mask_T > 0) & (left_T == 1), reward, 0.0)
+
+
+def reward_to_go(reward_T, mask_T):
+  """Advantage of REINFORCE++ before whitening, arXiv:2501.03262.
+
+  Aₜ = rₜ + Aₜ₊₁   over real tokens, zero on the others
+  """
+  reward_T = reward_T * mask_T
+  return jnp.cumsum(reward_T[::-1])[::-1] * mask_T
+
+
+def whiten(x, mask):
+  """Mean zero and variance one where `mask` is one, zero elsewhere.
+
+    (x − μ) / √(σ² + 10⁻⁸),   σ² = Σ m (x − μ)² / Σ m
+
+  Of a whole minibatch, never of a piece: a stage that calls it is a barrier.
+  """
+  count = jnp.maximum(mask.sum(), 1.0)
+  centred = (x - (x * mask).sum() / count) * mask
+  return centred * jax.lax.rsqrt((centred**2).sum() / count + 1e-8)

@@ -1,0 +1,218 @@
+"""Loss terms, to be minimised, and how they are averaged.
+
+A term takes arrays of one shape, one number a token, and returns that shape.
+Weight terms and add them up, then `aggregate` once: a `metrics.Mean`, whose sum
+is the numerator and whose count is this batch's share of the denominator, which
+belongs to the whole minibatch. The means of its pieces merge to its own.
+
+`logp` is of the policy that learns, `old_logp` of the one at the start of the
+update, `behaviour_logp` of whoever drew the tokens, `ref_logp` of a reference.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from stages import metrics
+
+
+def ratio(logp, old_logp):
+  """Probability ratio, ρ = exp(clip(lp − lp_old, ±20)), finite in float32."""
+  return jnp.exp(jnp.clip(logp - old_logp, -20.0, 20.0))
+
+
+def ppo_clip(logp, old_logp, advantage, low, high, dual=None):
+  """Clipped surrogate, arXiv:1707.06347 eq. 7.
+
+    L = max(−ρ A, −clip(ρ, 1 − low, 1 + high) A)
+
+  Args:
+    logp: lp.
+    old_logp: lp_old.
+    advantage: A.
+    low: how far the ratio may fall.
+    high: how far it may rise; more than `low` is DAPO's clip-higher,
+      arXiv:2503.14476.
+    dual: c > 1. Where A < 0, L is at most −c A (dual clip, arXiv:1912.09729).
+  """
+  loss = _clipped(ratio(logp, old_logp), advantage, low, high)
+  if dual is None:
+    return loss
+  return jnp.where(advantage < 0, jnp.minimum(loss, -dual * advantage), loss)
+
+
+def _clipped(ratio, advantage, low, high):
+  clipped = jnp.clip(ratio, 1.0 - low, 1.0 + high)
+  return jnp.maximum(-ratio * advantage, -clipped * advantage)
+
+
+def sequence_ratio(logp_BT, old_logp_BT, mask_BT):
+  """GSPO's ratio, s = exp(clip(meanₜ(lp − lp_old), ±20)), on every token."""
+  return ratio(_row_mean(logp_BT - old_logp_BT, mask_BT), 0.0)
+
+
+def gspo(logp_BT, old_logp_BT, advantage_BT, mask_BT, low, high):
+  """Clipped surrogate of whole sentences, arXiv:2507.18071.
+
+    L = max(−s A, −clip(s, 1 − low, 1 + high) A)
+
+  The same on every token of a row, so that `sequence_mean_token_mean` is the
+  paper's mean over sentences.
+  """
+  ratio_BT = sequence_ratio(logp_BT, old_logp_BT, mask_BT)
+  return _clipped(ratio_BT, advantage_BT, low, high)
+
+
+def cispo(logp, old_logp, advantage, low, high):
+  """REINFORCE under a clipped weight, arXiv:2506.13585.
+
+    L = −sg(clip(ρ, 1 − low, 1 + high)) A lp
+
+  The paper bounds nothing from below: low = 1.
+  """
+  weight = jnp.clip(ratio(logp, old_logp), 1.0 - low, 1.0 + high)
+  return -jax.lax.stop_gradient(weight) * advantage * logp
+
+
+def reinforce(logp, advantage):
+  """Policy gradient.   L = −A lp"""
+  return -advantage * logp
+
+
+def clip_fraction(logp, old_logp, advantage, low, high):
+  """One where `ppo_clip` cuts the gradient: ρ < 1 − low, A < 0 or the mirror.
+
+  Measured on the raw ratio. Without an advantage (None), one wherever the ratio
+  is out of bounds, which is where `cispo` clips.
+  """
+  raw = jnp.exp(logp - old_logp)
+  fell, rose = raw < 1.0 - low, raw > 1.0 + high
+  if advantage is not None:
+    fell, rose = fell & (advantage < 0), rose & (advantage > 0)
+  return (fell | rose).astype(logp.dtype)
+
+
+def dual_clip_fraction(logp, old_logp, advantage, dual):
+  """One where the dual clip cuts the gradient: ρ > c and A < 0."""
+  raw = jnp.exp(logp - old_logp)
+  return ((raw > dual) & (advantage < 0)).astype(logp.dtype)
+
+
+def kl_k1(logp, ref_logp):
+  """Estimates KL(π‖π_ref) without bias, joschu.net/blog/kl-approx.html.
+
+  k1 = Δ,   Δ = lp − lp_ref
+  """
+  return logp - ref_logp
+
+
+def kl_k2(logp, ref_logp):
+  """Its gradient is without bias, joschu.net/blog/kl-approx.html.
+
+  k2 = ½ Δ²,   Δ = lp − lp_ref
+  """
+  return 0.5 * (logp - ref_logp) ** 2
+
+
+def kl_k3(logp, ref_logp):
+  """Estimates KL(π‖π_ref) without bias and never below zero, ibid.
+
+  k3 = exp(−Δ) − 1 + Δ,   Δ = lp − lp_ref
+  """
+  delta = logp - ref_logp
+  # By expm1: in float32, exp(−Δ) − 1 is below −Δ for small Δ.
+  return jnp.expm1(-delta) + delta
+
+
+def token_weight(old_logp, behaviour_logp, mask):
+  """How much likelier than when drawn, w = sg(exp(lp_old − lp_b)), per token.
+
+  The weight of decoupled PPO (arXiv:2505.24298) and of the correction for an
+  engine that is not the trainer, one and the same: apply it once, under
+  `truncated` or `masked`. It is one on padding.
+  """
+  log_ratio = jnp.where(mask > 0, old_logp - behaviour_logp, 0.0)
+  return jax.lax.stop_gradient(jnp.exp(log_ratio))
+
+
+def sequence_weight(old_logp_BT, behaviour_logp_BT, mask_BT):
+  """Product of a row's `token_weight`s, on every token."""
+  gap_BT = _row_sum(old_logp_BT - behaviour_logp_BT, mask_BT)
+  return jax.lax.stop_gradient(jnp.exp(gap_BT))
+
+
+def geometric_weight(old_logp_BT, behaviour_logp_BT, mask_BT):
+  """Geometric mean of a row's `token_weight`s, on every token."""
+  gap_BT = _row_mean(old_logp_BT - behaviour_logp_BT, mask_BT)
+  return jax.lax.stop_gradient(jnp.exp(gap_BT))
+
+
+def truncated(weight, cap):
+  """Weights of at most `cap`, C.   min(w, C)"""
+  return jnp.minimum(weight, cap)
+
+
+def masked(weight, cap):
+  """Weights out of [1/C, C] dropped: they are zero, and count all the same."""
+  kept = (weight >= 1.0 / cap) & (weight <= cap)
+  return jnp.where(kept, weight, 0.0)
+
+
+def value_clip(value, old_value, return_, clip):
+  """Critic's loss behind a trust region.
+
+  L = ½ max((V − R)², (V_old + clip(V − V_old, ±c) − R)²)
+  """
+  near = old_value + jnp.clip(value - old_value, -clip, clip)
+  return 0.5 * jnp.maximum((value - return_) ** 2, (near - return_) ** 2)
+
+
+def huber(value, return_, delta):
+  """Critic's loss: ½ (V − R)² as far as δ, of slope δ beyond."""
+  return optax.losses.huber_loss(value, return_, delta=delta)
+
+
+def token_mean(loss, mask) -> metrics.Mean:
+  """Σ m L / Σ m: every token weighs the same."""
+  return metrics.mean(loss, mask)
+
+
+def sequence_mean_token_mean(loss_BT, mask_BT) -> metrics.Mean:
+  """Mean over rows of means over tokens; a row without tokens counts as 0."""
+  loss_B = (loss_BT * mask_BT).sum(1) / jnp.maximum(mask_BT.sum(1), 1.0)
+  return metrics.mean(loss_B)
+
+
+def sequence_mean_token_sum(loss_BT, mask_BT) -> metrics.Mean:
+  """Mean over rows of sums over tokens; a row without tokens counts as 0."""
+  return metrics.mean((loss_BT * mask_BT).sum(1))
+
+
+def constant(length: int) -> Callable[..., metrics.Mean]:
+  """Returns Σ m L / (B · `length`), Dr. GRPO's mean, arXiv:2503.20783.
+
+  Args:
+    length: tokens that a row may have at most.
+  """
+
+  def aggregate(loss_BT, mask_BT) -> metrics.Mean:
+    total = (loss_BT * mask_BT).sum()
+    return metrics.Mean(
+      total, jnp.full((), loss_BT.shape[0] * length, total.dtype)
+    )
+
+  return aggregate
+
+
+def _row_sum(x_BT, mask_BT):
+  """Σₜ m x of each row, on every token of it."""
+  sum_B1 = (x_BT * mask_BT).sum(1, keepdims=True)
+  return jnp.broadcast_to(sum_B1, x_BT.shape)
+
+
+def _row_mean(x_BT, mask_BT):
+  """Σₜ m x / Σₜ m of each row, on every token of it."""
+  count_B1 = jnp.maximum(mask_BT.sum(1, keepdims=True), 1.0)
+  return _row_sum(x_BT, mask_BT) / count_B1

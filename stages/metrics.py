@@ -1,0 +1,141 @@
+"""What is worth knowing of a step, in forms that add up.
+
+A metric is a monoid: `merge` joins those of two pieces of a batch, so that a
+number does not depend on how the batch was cut; `value` reads it once, at the
+end. A plain array counts as a sum.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Mean(NamedTuple):
+  """A mean as its sum and its count."""
+
+  sum: jax.Array
+  count: jax.Array
+
+  def merge(self, other):
+    return Mean(self.sum + other.sum, self.count + other.count)
+
+  def value(self):
+    return {'': self.sum / np.maximum(self.count, 1e-9)}
+
+
+class Max(NamedTuple):
+  """The largest of what was seen."""
+
+  max: jax.Array
+
+  def merge(self, other):
+    return Max(jnp.maximum(self.max, other.max))
+
+  def value(self):
+    return {'': self.max}
+
+
+class Moments(NamedTuple):
+  """Mean and biased standard deviation, from sums."""
+
+  sum: jax.Array
+  square: jax.Array
+  count: jax.Array
+
+  def merge(self, other):
+    return Moments(*map(jnp.add, self, other))
+
+  def value(self):
+    count = np.maximum(self.count, 1e-9)
+    mean = self.sum / count
+    variance = np.maximum(self.square / count - mean**2, 0.0)
+    return {'_mean': mean, '_std': np.sqrt(variance)}
+
+
+class Histogram(NamedTuple):
+  """How often each whole number from zero was seen; quantiles are exact."""
+
+  count: jax.Array
+
+  def merge(self, other):
+    return Histogram(self.count + other.count)
+
+  def value(self):
+    count = np.asarray(self.count, np.float64)
+    seen = np.flatnonzero(count)
+    if not seen.size:
+      return {'_mean': np.nan, '_p95': np.nan, '_max': np.nan}
+    below = np.cumsum(count)
+    return {
+      '_mean': (count * np.arange(count.size)).sum() / below[-1],
+      '_p95': np.searchsorted(below, 0.95 * below[-1]),
+      '_max': seen[-1],
+    }
+
+
+class First(NamedTuple):
+  """The first rows of a batch as they are, for people to look at."""
+
+  rows: Any
+
+  def merge(self, other):
+    del other
+    return self
+
+
+def mean(x, mask=None) -> Mean:
+  """Mean of `x` where `mask` is one."""
+  mask = jnp.ones_like(x) if mask is None else mask
+  return Mean((x * mask).sum(), mask.sum())
+
+
+def maximum(x, mask=None) -> Max:
+  """Largest of `x` where `mask` is one."""
+  return Max(
+    x.max() if mask is None else jnp.where(mask > 0, x, -jnp.inf).max()
+  )
+
+
+def moments(x) -> Moments:
+  """Mean and standard deviation of `x`."""
+  count = jnp.full((), x.size, x.dtype)
+  return Moments(x.sum(), (x * x).sum(), count)
+
+
+def histogram(x, size: int) -> Histogram:
+  """How often each of 0 … `size` − 1 is in `x`, whole numbers."""
+  return Histogram(jnp.zeros(size, jnp.float32).at[x.astype(int)].add(1.0))
+
+
+def first(rows, n: int) -> First:
+  """The first `n` rows of a tree of arrays; no piece may have fewer."""
+  return First(jax.tree.map(lambda x: x[:n], rows))
+
+
+def is_metric(x) -> bool:
+  return hasattr(x, 'merge')
+
+
+def merge(a, b):
+  """Joins two trees of metrics; plain arrays are added."""
+  return jax.tree.map(
+    lambda x, y: x.merge(y) if is_metric(x) else x + y,
+    a,
+    b,
+    is_leaf=is_metric,
+  )
+
+
+def read(info) -> tuple[dict[str, float], dict[str, Any]]:
+  """The numbers of `info`, already on the host, and its rows apart."""
+  numbers, rows = {}, {}
+  for name, metric in info.items():
+    if isinstance(metric, First):
+      rows[name] = metric.rows
+    else:
+      values = metric.value() if is_metric(metric) else {'': metric}
+      for suffix, value in values.items():
+        numbers[name + suffix] = float(value)
+  return numbers, rows

@@ -1,0 +1,1 @@
+"""Models: `flax.linen` modules whose parameters name their dimensions."""

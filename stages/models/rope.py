@@ -1,0 +1,104 @@
+"""Rotary position embedding, arXiv:2104.09864, and how it is stretched."""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+  """How positions become angles.
+
+  Attributes:
+    base: θ; plane i turns by base^(−2i/W) radians a token.
+    kind: 'default'; 'linear' divides every angle by `factor`; 'yarn'
+      (arXiv:2309.00071) does so for slow planes only and sharpens attention;
+      'llama3' does so for planes whose wavelength exceeds the original context.
+    factor: how many times longer the context became.
+    original: tokens of context before stretching.
+    fast: 'yarn': turns within `original` from which a plane is left alone.
+    slow: 'yarn': turns below which a plane is divided in full.
+    truncate: 'yarn': round the planes at which the ramp starts and ends.
+    attention: 'yarn': scale of the embedding; computed from `factor` if None.
+    low: 'llama3': `low_freq_factor`.
+    high: 'llama3': `high_freq_factor`.
+  """
+
+  base: float = 1e6
+  kind: Literal['default', 'linear', 'yarn', 'llama3'] = 'default'
+  factor: float = 1.0
+  original: int = 32768
+  fast: float = 32.0
+  slow: float = 1.0
+  truncate: bool = True
+  attention: float | None = None
+  low: float = 1.0
+  high: float = 4.0
+
+
+def frequencies(rope: Rope, width: int) -> tuple[np.ndarray, float]:
+  """Radians a token of each of the `width / 2` planes, and the scale."""
+  plane_R = np.arange(0, width, 2, dtype=np.float32)
+  turn_R = 1.0 / rope.base ** (plane_R / np.float32(width))
+  match rope.kind:
+    case 'default':
+      return turn_R, 1.0
+    case 'linear':
+      return turn_R / rope.factor, 1.0
+    case 'yarn':
+      return _yarn(rope, width, turn_R)
+    case 'llama3':
+      return _llama3(rope, turn_R), 1.0
+  raise ValueError(
+    f"Rope kind {rope.kind!r} is not one of 'default', 'linear', 'yarn', "
+    "'llama3'."
+  )
+
+
+def _yarn(rope, width, turn_R):
+  def plane(turns):
+    """The plane that turns so many times within the original context."""
+    length = rope.original / (turns * 2 * math.pi)
+    return width * math.log(length) / (2 * math.log(rope.base))
+
+  low, high = plane(rope.fast), plane(rope.slow)
+  if rope.truncate:
+    low, high = math.floor(low), math.ceil(high)
+  low, high = max(low, 0), min(high, width - 1)
+  span = max(high - low, 0.001)
+  slow_R = np.clip((np.arange(width // 2) - low) / span, 0.0, 1.0)
+  turn_R = turn_R * (1.0 - slow_R) + turn_R / rope.factor * slow_R
+  scale = rope.attention
+  if scale is None:
+    scale = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+  return turn_R.astype(np.float32), scale
+
+
+def _llama3(rope, turn_R):
+  wavelength_R = 2 * np.pi / turn_R
+  smooth_R = (rope.original / wavelength_R - rope.low) / (rope.high - rope.low)
+  smooth_R = np.clip(smooth_R, 0.0, 1.0)
+  turn_R = (1 - smooth_R) * turn_R / rope.factor + smooth_R * turn_R
+  return turn_R.astype(np.float32)
+
+
+def angles(rope: Rope, width: int, position_BT):
+  """Cosine and sine of every plane at every position, in float32."""
+  turn_R, scale = frequencies(rope, width)
+  angle_BTR = position_BT[..., None].astype(jnp.float32) * turn_R[None, None]
+  return jnp.cos(angle_BTR) * scale, jnp.sin(angle_BTR) * scale
+
+
+def rotate(x_BTHW, cos_BTR, sin_BTR):
+  """Turns each half-split plane of each head, in float32.
+
+  x′ᵢ = xᵢ cos − xᵢ₊ᵣ sin      x′ᵢ₊ᵣ = xᵢ₊ᵣ cos + xᵢ sin
+  """
+  cos, sin = cos_BTR[:, :, None], sin_BTR[:, :, None]
+  wide = jnp.promote_types(x_BTHW.dtype, jnp.float32)
+  left, right = jnp.split(x_BTHW.astype(wide), 2, axis=-1)
+  turned = (left * cos - right * sin, right * cos + left * sin)
+  return jnp.concatenate(turned, axis=-1).astype(x_BTHW.dtype)

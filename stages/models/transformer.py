@@ -1,0 +1,336 @@
+"""A decoder-only transformer of the Qwen2 family.
+
+Grouped-query attention with biases, rotary positions, RMSNorm and a gated
+feed-forward. A sequence is read in two parts, because the completions of one
+prompt share it: the prompt once a group, then each completion, which attends to
+its prompt's keys and to its own. Learning and generating read it the same way.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+import numpy as np
+
+from stages.models import rope as rope_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """The shape of a model, in the letters of `stages/base.py`.
+
+  Attributes:
+    V: vocabulary.
+    D: model width.
+    L: layers.
+    H: query heads.
+    K: key-value heads, of which each serves H / K query heads.
+    W: width of a head.
+    F: width of the feed-forward.
+    rope: how positions become angles.
+    epsilon: of RMSNorm.
+    bias: whether query, key and value have biases.
+    tied: whether the output layer is the embedding.
+    dtype: of the arithmetic. Parameters are kept in float32 or wider, as in
+      bfloat16 an update below a part in 256 would be rounded away.
+    remat: what the backward pass keeps: 'none' to keep all, or the name of a
+      policy in `jax.checkpoint_policies`, such as 'nothing_saveable'.
+    initializer: standard deviation of fresh weights.
+  """
+
+  V: int
+  D: int
+  L: int
+  H: int
+  K: int
+  W: int
+  F: int
+  rope: rope_lib.Rope = rope_lib.Rope()
+  epsilon: float = 1e-6
+  bias: bool = True
+  tied: bool = True
+  dtype: str = 'float32'
+  remat: str = 'none'
+  initializer: float = 0.02
+
+  @property
+  def kept(self):
+    """The type that parameters are kept in."""
+    return jnp.promote_types(jnp.dtype(self.dtype), jnp.float32)
+
+  def __post_init__(self):
+    if self.H % self.K:
+      raise ValueError(
+        f'{self.H} query heads cannot share {self.K} key-value heads evenly.'
+      )
+    if self.remat != 'none' and not hasattr(
+      jax.checkpoint_policies, self.remat
+    ):
+      raise ValueError(
+        f"remat {self.remat!r} is neither 'none' nor a policy of "
+        'jax.checkpoint_policies.'
+      )
+
+
+class Context(NamedTuple):
+  """Keys and values of prompts, stacked over layers, one row a group.
+
+  Attributes:
+    key: rotated keys, [L, N, P, K, W].
+    value: values, [L, N, P, K, W].
+    mask: one where a completion may look, [N, P].
+  """
+
+  key: Array
+  value: Array
+  mask: Array
+
+
+def norm(x_BTD, scale_D, epsilon):
+  """RMSNorm, arXiv:1910.07467, in float32 or wider."""
+  wide_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
+  mean_BT1 = jnp.mean(wide_BTD * wide_BTD, -1, keepdims=True)
+  normal_BTD = wide_BTD * jax.lax.rsqrt(mean_BT1 + epsilon)
+  return normal_BTD.astype(x_BTD.dtype) * scale_D[None, None]
+
+
+def attend(q_BTHW, k_BCKW, v_BCKW, mask_BTC):
+  """Attention where `mask_BTC`, its softmax in float32 or wider."""
+  if q_BTHW.dtype != jnp.float64:
+    return jax.nn.dot_product_attention(
+      q_BTHW, k_BCKW, v_BCKW, mask=mask_BTC[:, None]
+    )
+  # The library takes every softmax in float32: in float64, an error of 1e-6.
+  B, T, H, W = q_BTHW.shape
+  K = k_BCKW.shape[2]
+  q_BTKJW = q_BTHW.reshape(B, T, K, H // K, W)
+  score_BKJTC = jnp.einsum('BTKJW,BCKW->BKJTC', q_BTKJW, k_BCKW) * W**-0.5
+  score_BKJTC = jnp.where(mask_BTC[:, None, None], score_BKJTC, -1e300)
+  weight_BKJTC = jax.nn.softmax(score_BKJTC, axis=-1)
+  seen_BTKJW = jnp.einsum('BKJTC,BCKW->BTKJW', weight_BKJTC, v_BCKW)
+  return seen_BTKJW.reshape(B, T, H, W)
+
+
+def _parameter(module, name, *shape):
+  """A parameter for use in the arithmetic of `module.config.dtype`."""
+  c = module.config
+  # `fresh` gives values; flax is asked for names and shapes only.
+  zeros = nn.initializers.zeros
+  return module.param(name, zeros, shape, c.kept).astype(c.dtype)
+
+
+class Block(nn.Module):
+  """One layer."""
+
+  config: Config
+
+  def setup(self):
+    c = self.config
+    parameter = functools.partial(_parameter, self)
+    self.query_DHW = parameter('query_DHW', c.D, c.H, c.W)
+    self.key_DKW = parameter('key_DKW', c.D, c.K, c.W)
+    self.value_DKW = parameter('value_DKW', c.D, c.K, c.W)
+    self.out_HWD = parameter('out_HWD', c.H, c.W, c.D)
+    self.gate_DF = parameter('gate_DF', c.D, c.F)
+    self.up_DF = parameter('up_DF', c.D, c.F)
+    self.down_FD = parameter('down_FD', c.F, c.D)
+    self.before_D = parameter('before_attention_D', c.D)
+    self.after_D = parameter('before_feedforward_D', c.D)
+    if c.bias:
+      self.query_HW = parameter('query_bias_HW', c.H, c.W)
+      self.key_KW = parameter('key_bias_KW', c.K, c.W)
+      self.value_KW = parameter('value_bias_KW', c.K, c.W)
+
+  def project(self, x_BTD, cos_BTR, sin_BTR):
+    """Rotated queries and keys, and values."""
+    x_BTD = norm(x_BTD, self.before_D, self.config.epsilon)
+    q_BTHW = jnp.einsum('BTD,DHW->BTHW', x_BTD, self.query_DHW)
+    k_BTKW = jnp.einsum('BTD,DKW->BTKW', x_BTD, self.key_DKW)
+    v_BTKW = jnp.einsum('BTD,DKW->BTKW', x_BTD, self.value_DKW)
+    if self.config.bias:
+      q_BTHW += self.query_HW[None, None]
+      k_BTKW += self.key_KW[None, None]
+      v_BTKW += self.value_KW[None, None]
+    q_BTHW = rope_lib.rotate(q_BTHW, cos_BTR, sin_BTR)
+    k_BTKW = rope_lib.rotate(k_BTKW, cos_BTR, sin_BTR)
+    return q_BTHW, k_BTKW, v_BTKW
+
+  def close(self, x_BTD, seen_BTHW):
+    """Adds what attention saw, then what the feed-forward makes of it."""
+    x_BTD += jnp.einsum('BTHW,HWD->BTD', seen_BTHW, self.out_HWD)
+    y_BTD = norm(x_BTD, self.after_D, self.config.epsilon)
+    gate_BTF = jnp.einsum('BTD,DF->BTF', y_BTD, self.gate_DF)
+    up_BTF = jnp.einsum('BTD,DF->BTF', y_BTD, self.up_DF)
+    hidden_BTF = nn.silu(gate_BTF) * up_BTF
+    return x_BTD + jnp.einsum('BTF,FD->BTD', hidden_BTF, self.down_FD)
+
+  def __call__(self, x_NSD, cos_NSR, sin_NSR, mask_NPP, mask_BTC):
+    """Reads each group: its prompt, then its completions end to end.
+
+    Args:
+      x_NSD: activations; S is P + group · T.
+      cos_NSR: of the angle of every position.
+      sin_NSR: likewise.
+      mask_NPP: where prompts look within themselves.
+      mask_BTC: where completions look: at their prompt, then at themselves;
+        None where there are none.
+
+    Returns:
+      Activations, and the prompts' keys and values.
+    """
+    N, P, _ = mask_NPP.shape
+    q_NSHW, k_NSKW, v_NSKW = self.project(x_NSD, cos_NSR, sin_NSR)
+    k_NPKW, v_NPKW = k_NSKW[:, :P], v_NSKW[:, :P]
+    seen_NSHW = attend(q_NSHW[:, :P], k_NPKW, v_NPKW, mask_NPP)
+    if mask_BTC is not None:
+      B, T, _ = mask_BTC.shape
+
+      def completions(x):
+        return x[:, P:].reshape(B, T, *x.shape[2:])
+
+      def context(prompt, x):
+        prompt = jnp.repeat(prompt, B // N, axis=0)
+        return jnp.concatenate([prompt, completions(x)], axis=1)
+
+      own_BTHW = attend(
+        completions(q_NSHW),
+        context(k_NPKW, k_NSKW),
+        context(v_NPKW, v_NSKW),
+        mask_BTC,
+      )
+      own = own_BTHW.reshape(N, -1, *own_BTHW.shape[2:])
+      seen_NSHW = jnp.concatenate([seen_NSHW, own], axis=1)
+    return self.close(x_NSD, seen_NSHW), (k_NPKW, v_NPKW)
+
+
+class Transformer(nn.Module):
+  """The stack: embedding, scanned layers, norm, and logits when asked for."""
+
+  config: Config
+
+  def setup(self):
+    c = self.config
+    self.embed_VD = _parameter(self, 'embed_VD', c.V, c.D)
+    self.norm_D = _parameter(self, 'norm_D', c.D)
+    if not c.tied:
+      self.unembed_DV = _parameter(self, 'unembed_DV', c.D, c.V)
+    block = Block
+    if c.remat != 'none':
+      policy = getattr(jax.checkpoint_policies, c.remat)
+      block = nn.remat(Block, policy=policy, prevent_cse=False)
+    self.layers = nn.scan(
+      block,
+      variable_axes={'params': 0},
+      split_rngs={'params': True},
+      in_axes=(nn.broadcast,) * 4,
+      length=c.L,
+    )(c)
+
+  def embed(self, token_BT):
+    # Padding may hold any id; out of range it would read NaN.
+    return jnp.take(self.embed_VD, token_BT, axis=0, mode='clip')
+
+  def logits(self, x_BTD):
+    """Logits of the next token, in float32 or wider."""
+    x_BTD = norm(x_BTD, self.norm_D, self.config.epsilon)
+    if self.config.tied:
+      logit_BTV = jnp.einsum('BTD,VD->BTV', x_BTD, self.embed_VD)
+    else:
+      logit_BTV = jnp.einsum('BTD,DV->BTV', x_BTD, self.unembed_DV)
+    return logit_BTV.astype(jnp.promote_types(logit_BTV.dtype, jnp.float32))
+
+  def read(self, token_NP, mask_NP) -> Context:
+    """Reads prompts, padded anywhere: their keys and values."""
+    _, (key, value) = self._prompts(token_NP, mask_NP)
+    return Context(key, value, mask_NP)
+
+  def complete(self, token_NP, mask_NP, token_BT, start_B):
+    """Last hidden states [B, T, D] of completions of prompts.
+
+    Args:
+      token_NP: prompts, one a group, padded anywhere.
+      mask_NP: one where a completion may look.
+      token_BT: completions, the rows of a group next to each other.
+      start_B: position of the first token of each.
+    """
+    (N, P), (B, T) = token_NP.shape, token_BT.shape
+    position_BT = start_B[:, None] + jnp.arange(T)[None]
+    mask_BTP = jnp.repeat(mask_NP[:, None] > 0, B // N, axis=0)
+    mask_BTP = jnp.broadcast_to(mask_BTP, (B, T, P))
+    mask_BTT = jnp.broadcast_to(jnp.tri(T, dtype=bool)[None], (B, T, T))
+    mask_BTC = jnp.concatenate([mask_BTP, mask_BTT], axis=-1)
+
+    def pack(x_NP, x_BT):
+      return jnp.concatenate([x_NP, x_BT.reshape(N, -1)], axis=1)
+
+    position_NS = pack(positions(mask_NP), position_BT)
+    x_NSD, _ = self._stack(
+      pack(token_NP, token_BT), position_NS, _causal(mask_NP), mask_BTC
+    )
+    return x_NSD[:, P:].reshape(B, T, -1)
+
+  def _stack(self, token_NS, position_NS, mask_NPP, mask_BTC):
+    angles = rope_lib.angles(self.config.rope, self.config.W, position_NS)
+    return self.layers(self.embed(token_NS), *angles, mask_NPP, mask_BTC)
+
+  def _prompts(self, token_NP, mask_NP):
+    return self._stack(token_NP, positions(mask_NP), _causal(mask_NP), None)
+
+  def __call__(self, token_NP, mask_NP):
+    """Logits after every token of padded sequences: the textbook forward."""
+    return self.logits(self._prompts(token_NP, mask_NP)[0])
+
+
+def positions(mask_NP):
+  """Positions of tokens, not counting padding."""
+  return jnp.cumsum(mask_NP, axis=1, dtype=jnp.int32) - 1
+
+
+def _causal(mask_NP):
+  """Where tokens of padded prompts look: back, and at real tokens."""
+  P = mask_NP.shape[1]
+  return jnp.tri(P, dtype=bool)[None] & (mask_NP[:, None] > 0)
+
+
+def layer(params: Any, i: int) -> Any:
+  """Parameters of layer `i` alone."""
+  return jax.tree.map(lambda x: x[i], params['layers'])
+
+
+def shapes(config: Config) -> Any:
+  """Shapes and types of the parameters of a model."""
+  token_11 = jnp.zeros((1, 1), jnp.int32)
+  model = Transformer(config)
+  made = jax.eval_shape(model.init, jax.random.key(0), token_11, token_11)
+  return made['params']
+
+
+def fresh(config: Config, key: jax.Array) -> Any:
+  """Fresh parameters: normal matrices, norms of one, biases of zero.
+
+  One draw for all: compiling one for each takes seconds.
+  """
+  like = shapes(config)
+
+  @jax.jit
+  def draw(key):
+    leaves, tree = jax.tree_util.tree_flatten_with_path(like)
+    ends = np.cumsum([leaf.size for _, leaf in leaves])
+    noise = jax.random.normal(key, ends[-1:], config.kept) * config.initializer
+    made = []
+    for (path, leaf), part in zip(
+      leaves, jnp.split(noise, ends[:-1]), strict=True
+    ):
+      name = path[-1].key
+      if 'bias' in name or name.endswith('_D'):
+        fill = 0.0 if 'bias' in name else 1.0
+        made.append(jnp.full(leaf.shape, fill, leaf.dtype))
+      else:
+        made.append(part.reshape(leaf.shape))
+    return jax.tree.unflatten(tree, made)
+
+  return draw(key)

@@ -1,0 +1,1 @@
+"""Tasks: problems, verifiers and worked examples."""

@@ -1,0 +1,203 @@
+"""Sums of long numbers, worked out digit by digit.
+
+A problem is `347+58=`. A worked answer adds the columns from the right, each
+with its carry, and then says the sum: `7+8=15,4+5+1=10,3+1=4;405`. Only the
+last number of a completion is judged, so a policy is free to work otherwise.
+"""
+
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stages import base, text
+from stages import stage as stages
+
+NUMBER = re.compile(r'\d+')
+HELD_OUT = 16  # One pair in so many is kept from training.
+TEMPLATE = '{a}+{b}='
+
+
+class Digits(NamedTuple):
+  """How long operands are."""
+
+  least: int = 3
+  most: int = 4
+
+
+def worked(a: int, b: int) -> str:
+  """A worked answer to `a + b`."""
+  columns, carry = [], 0
+  longest = max(len(str(a)), len(str(b)))
+  for x, y in zip(*(str(n)[::-1].ljust(longest) for n in (a, b)), strict=True):
+    digits = [d for d in (x, y) if d != ' '] + ['1'] * carry
+    total = sum(map(int, digits))
+    columns.append(f'{"+".join(digits)}={total}')
+    carry = total // 10
+  return f'{",".join(columns)};{a + b}'
+
+
+def is_held_out(a, b):
+  """Whether a pair is kept from training, in either order."""
+  low, high = np.minimum(a, b), np.maximum(a, b)
+  return (low * 7919 + high * 104729) // 7 % HELD_OUT == 0
+
+
+def pairs(rng, rows: int, digits: Digits, held_out: bool):
+  """`rows` pairs of operands, each as likely long as short."""
+  kept = np.zeros((0, 2), np.int64)
+  while len(kept) < rows:
+    n = rng.integers(digits.least, digits.most + 1, (4 * rows * HELD_OUT, 2))
+    pair = rng.integers(10 ** (n - 1), 10**n)
+    kept = np.concatenate([kept, pair[is_held_out(*pair.T) == held_out]])
+  return kept[:rows]
+
+
+def _problem(tokenizer, pair, template, chat, prompt_length) -> base.Problem:
+  texts = [template.format(a=a, b=b) for a, b in pair]
+  if chat:
+    texts = [
+      tokenizer.apply_chat_template(
+        [{'role': 'user', 'content': text}],
+        tokenize=False,
+        add_generation_prompt=True,
+      )
+      for text in texts
+    ]
+  prompt = text.prompts(tokenizer, texts, prompt_length)
+  return base.Problem(prompt, pair.sum(1).astype(np.int32))
+
+
+def _source(tokenizer, make, held) -> base.Source:
+  """A source whose batches are a function of the seed and their number."""
+
+  def init(seed):
+    return {'seed': np.array(seed), 'batch': np.array(0)}
+
+  def advance(state, metrics):
+    del metrics  # The task is as hard at the end as at the beginning.
+    rng = np.random.default_rng([int(state['seed']), int(state['batch'])])
+    # NumPy makes the sum of arrays without dimensions a mere number.
+    batch = np.asarray(state['batch'] + 1)
+    return {**state, 'batch': batch}, make(rng)
+
+  return base.Source(
+    init, advance, held, lambda *rows: text.decode(tokenizer, *rows)
+  )
+
+
+def _held_out(tokenizer, digits, rows, batch, template, chat, prompt_length):
+  if rows % batch:
+    raise ValueError(
+      f'{rows} held-out problems cannot be asked in batches of {batch}: make '
+      'one a multiple of the other.'
+    )
+
+  def held():
+    pair = pairs(np.random.default_rng(2**20), rows, digits, True)
+    return [
+      _problem(tokenizer, part, template, chat, prompt_length)
+      for part in np.split(pair, rows // batch)
+    ]
+
+  return held
+
+
+def problems(
+  checkpoint: str,
+  *,
+  rows: int,
+  prompt_length: int,
+  digits: Digits = Digits(),
+  held_out: int = 512,
+  held_out_batch: int = 256,
+  template: str = TEMPLATE,
+  chat: bool = False,
+) -> base.Source:
+  """Problems to solve, never those of the held-out set.
+
+  Args:
+    checkpoint: whose tokenizer to use.
+    rows: problems a batch.
+    prompt_length: tokens that prompts are padded to.
+    digits: how long operands are.
+    held_out: how many problems are kept for evaluation.
+    held_out_batch: how many of them are asked at once.
+    template: the text of a problem, in terms of `{a}` and `{b}`.
+    chat: whether to wrap the text in the tokenizer's chat template.
+  """
+  tokenizer = text.load(checkpoint)
+  shape = template, chat, prompt_length
+
+  def make(rng):
+    return _problem(tokenizer, pairs(rng, rows, digits, False), *shape)
+
+  held = _held_out(tokenizer, digits, held_out, held_out_batch, *shape)
+  return _source(tokenizer, make, held)
+
+
+def examples(
+  checkpoint: str,
+  *,
+  rows: int,
+  prompt_length: int,
+  length: int,
+  digits: Digits = Digits(),
+  held_out: int = 512,
+  held_out_batch: int = 256,
+) -> base.Source:
+  """Worked examples to imitate, never those of the held-out set.
+
+  Args:
+    checkpoint: whose tokenizer to use.
+    rows: examples a batch.
+    prompt_length: tokens that prompts are padded to.
+    length: tokens that worked answers are padded to.
+    digits: how long operands are.
+    held_out: how many problems are kept for evaluation.
+    held_out_batch: how many of them are asked at once.
+  """
+  tokenizer = text.load(checkpoint)
+  shape = TEMPLATE, False, prompt_length
+
+  def make(rng):
+    pair = pairs(rng, rows, digits, False)
+    prompt = _problem(tokenizer, pair, *shape).prompt
+    answers = [worked(int(a), int(b)) for a, b in pair]
+    return base.Example(prompt, *text.completions(tokenizer, answers, length))
+
+  held = _held_out(tokenizer, digits, held_out, held_out_batch, *shape)
+  return _source(tokenizer, make, held)
+
+
+def corpus(rows: int = 1000) -> list[str]:
+  """Text of the task, for a tokenizer to learn from."""
+  pair = pairs(np.random.default_rng(0), rows, Digits(1, 6), False)
+  return [TEMPLATE.format(a=a, b=b) + worked(int(a), int(b)) for a, b in pair]
+
+
+def verify(checkpoint: str) -> stages.Stage:
+  """A stage `answer, action, mask -> Verdict`: is the last number the sum?
+
+  Args:
+    checkpoint: whose tokenizer to read completions with.
+  """
+  tokenizer = text.load(checkpoint)
+
+  def judge(answer_B, action_BT, mask_BT) -> base.Verdict:
+    said = text.decode(tokenizer, action_BT, mask_BT)
+    numbers = [NUMBER.findall(s)[-1:] for s in said]
+    right_B = np.array(
+      [n == [str(a)] for n, a in zip(numbers, answer_B.tolist(), strict=True)],
+      np.float32,
+    )
+    return base.Verdict(right_B, right_B)
+
+  def like(answer, action, mask):
+    del answer, mask
+    row = jax.ShapeDtypeStruct(action.shape[:1], jnp.float32)
+    return base.Verdict(row, row)
+
+  return stages.Stage(judge, 'reward', host=True, like=like)

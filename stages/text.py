@@ -1,0 +1,120 @@
+"""Between text and tokens, on the host."""
+
+from collections.abc import Iterable, Sequence
+import functools
+import pathlib
+
+import numpy as np
+
+from stages import base
+
+END = '<|endoftext|>'
+
+
+@functools.cache
+def load(checkpoint: str):
+  """The tokenizer of a checkpoint's folder.
+
+  Raises:
+    ValueError: if there is none.
+  """
+  import transformers
+
+  # Else `transformers` would take it for the name of a model to download.
+  if not pathlib.Path(checkpoint).is_dir():
+    raise ValueError(
+      f'There is no checkpoint at {checkpoint}: give the folder of a model in '
+      'Hugging Face format.'
+    )
+  try:
+    return transformers.AutoTokenizer.from_pretrained(checkpoint)
+  except (OSError, ValueError) as error:
+    raise ValueError(
+      f'{checkpoint} holds no tokenizer that transformers can read: copy its '
+      'tokenizer.json and tokenizer_config.json there.'
+    ) from error
+
+
+def train(folder: str | pathlib.Path, texts: Iterable[str], size: int):
+  """Makes a byte-level BPE tokenizer in the manner of Qwen2, digit by digit.
+
+  Args:
+    folder: where its files go.
+    texts: what it should be good at.
+    size: most tokens it may have; merges fill what characters leave.
+
+  Returns:
+    The tokenizer.
+  """
+  import tokenizers
+  from tokenizers import decoders, models, pre_tokenizers, trainers
+  import transformers
+
+  # No byte alphabet of 256: every text of the task must be spelt by `texts`.
+  model = tokenizers.Tokenizer(models.BPE())
+  model.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Digits(individual_digits=True),
+      pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]
+  )
+  model.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=size, special_tokens=[END], show_progress=False
+  )
+  model.train_from_iterator(texts, trainer)
+  tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=model, eos_token=END, pad_token=END
+  )
+  tokenizer.save_pretrained(folder)
+  return tokenizer
+
+
+def prompts(tokenizer, texts: Sequence[str], length: int) -> base.Prompt:
+  """Texts as prompts, padded on the left to `length` tokens.
+
+  Raises:
+    ValueError: for a text of more tokens, or of none.
+  """
+  rows = tokenizer(list(texts), add_special_tokens=False)['input_ids']
+  for text, row in zip(texts, rows, strict=True):
+    if not 0 < len(row) <= length:
+      raise ValueError(
+        f'The prompt {text!r} has {len(row)} tokens and the limit is {length}: '
+        'raise prompt_length, or leave such prompts out.'
+      )
+  token_BP = np.zeros((len(rows), length), np.int32)
+  mask_BP = np.zeros((len(rows), length), np.int32)
+  for i, row in enumerate(rows):
+    token_BP[i, length - len(row) :] = row
+    mask_BP[i, length - len(row) :] = 1
+  return base.Prompt(token_BP, mask_BP)
+
+
+def completions(tokenizer, texts: Sequence[str], length: int):
+  """Texts as completions that end, padded on the right to `length` tokens.
+
+  Returns:
+    Tokens [B, T], and a mask that is one on the text and on its end.
+  """
+  rows = tokenizer(list(texts), add_special_tokens=False)['input_ids']
+  action_BT = np.zeros((len(rows), length), np.int32)
+  mask_BT = np.zeros((len(rows), length), np.float32)
+  for i, row in enumerate(rows):
+    row = [*row, tokenizer.eos_token_id]
+    if len(row) > length:
+      raise ValueError(
+        f'The example {texts[i]!r} has {len(row)} tokens and the limit is '
+        f'{length}: raise the length of completions.'
+      )
+    action_BT[i, : len(row)] = row
+    mask_BT[i, : len(row)] = 1.0
+  return action_BT, mask_BT
+
+
+def decode(tokenizer, token_BT, mask_BT) -> list[str]:
+  """Text of every row, without its end token."""
+  rows = [
+    row[keep > 0].tolist() for row, keep in zip(token_BT, mask_BT, strict=True)
+  ]
+  return tokenizer.batch_decode(rows, skip_special_tokens=True)

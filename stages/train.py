@@ -1,0 +1,146 @@
+"""Gradient steps, in two stages: `gradient` adds up over rows, `apply` is one.
+
+A loss is a sum of means whose denominators belong to the whole minibatch. A
+piece of it knows only its own share, so what travels is each numerator's
+gradient with its share of the denominator; `apply` divides, once.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from stages import base, metrics
+
+
+class Gradient(NamedTuple):
+  """What one piece of a minibatch has to say to the optimiser.
+
+  Attributes:
+    numerators: a tree like the parameters for each distinct denominator.
+    denominators: this piece's share of each.
+    info: metrics.
+  """
+
+  numerators: tuple[base.Params, ...]
+  denominators: tuple[jax.Array, ...]
+  info: base.Info
+
+
+def init(params, optimizer: optax.GradientTransformation) -> base.TrainState:
+  """The state before the first step."""
+  return base.TrainState(
+    params, optimizer.init(_wide(params)), jnp.zeros((), jnp.int32)
+  )
+
+
+def _wide(tree):
+  """In float32 or wider: in bfloat16, Adam's decay of 0.999 would be 1."""
+  return jax.tree.map(
+    lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree
+  )
+
+
+def gradient(loss: Callable) -> Callable:
+  """Returns `params, *batch -> Gradient`, whose pieces add up.
+
+  Args:
+    loss: `params, *batch -> means, info`: a tuple of `metrics.Mean`, one for
+      each distinct denominator and already weighted, to be minimised in sum.
+  """
+
+  def gradient(params, *batch) -> Gradient:
+    def numerators(params):
+      means, info = loss(params, *batch)
+      return tuple(mean.sum for mean in means), (
+        tuple(mean.count for mean in means),
+        info,
+      )
+
+    sums, pullback, (counts, info) = jax.vjp(numerators, params, has_aux=True)
+    grads = tuple(
+      pullback(tuple(jnp.full_like(s, i == j) for j, s in enumerate(sums)))[0]
+      for i in range(len(sums))
+    )
+    return Gradient(grads, counts, info)
+
+  return gradient
+
+
+def apply(optimizer: optax.GradientTransformation) -> Callable:
+  """Returns `state, Gradient -> state, info`, one step of `optimizer`.
+
+  A gradient that is not finite leaves parameters and moments as they were and
+  counts as `train/skipped`; one bad batch must not end a run of days.
+  """
+
+  def apply(state: base.TrainState, gradient: Gradient):
+    scales = [1.0 / jnp.maximum(d, 1e-6) for d in gradient.denominators]
+    grads = jax.tree.map(
+      lambda *gs: sum(
+        g * s.astype(g.dtype) for g, s in zip(gs, scales, strict=True)
+      ),
+      *_wide(gradient.numerators),
+    )
+    norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(norm)
+    updates, opt_state = optimizer.update(
+      grads, state.opt_state, _wide(state.params)
+    )
+    params = optax.apply_updates(state.params, updates)
+    params, opt_state = jax.tree.map(
+      lambda new, old: jnp.where(finite, new, old),
+      (params, opt_state),
+      (state.params, state.opt_state),
+    )
+    one = jnp.ones(())
+    info = gradient.info | {
+      'train/grad_norm': metrics.Mean(
+        jnp.where(finite, norm, 0.0), finite.astype(norm.dtype)
+      ),
+      'train/skipped': metrics.Mean(1.0 - finite, one),
+    }
+    found = optax.tree.get_all_with_path(opt_state, 'learning_rate')
+    rates = [value for _, value in found if isinstance(value, jax.Array)]
+    if rates:  # An optimiser that does not show its rate has none to log.
+      info['train/lr'] = metrics.Mean(rates[0], one)
+    return base.TrainState(params, opt_state, state.step + 1), info
+
+  return apply
+
+
+def adamw(
+  learning_rate: float,
+  *,
+  warmup: int = 0,
+  decay: int | None = None,
+  b1: float = 0.9,
+  b2: float = 0.999,
+  weight_decay: float = 0.0,
+  clip_norm: float = 1.0,
+) -> optax.GradientTransformation:
+  """AdamW behind a clip of the global norm, its rate visible to the metrics.
+
+  Args:
+    learning_rate: after the warm-up.
+    warmup: updates over which the rate rises linearly from zero.
+    decay: the update at which it has fallen linearly to zero; None keeps it.
+    b1: decay of the first moment.
+    b2: decay of the second moment.
+    weight_decay: decoupled, per unit of learning rate.
+    clip_norm: the largest global norm a gradient keeps.
+  """
+  rate = optax.linear_schedule(0.0, learning_rate, warmup)
+  if not warmup:
+    rate = optax.constant_schedule(learning_rate)
+  if decay is not None:
+    fall = optax.linear_schedule(learning_rate, 0.0, decay - warmup)
+    rate = optax.join_schedules([rate, fall], [warmup])
+  return optax.chain(
+    optax.clip_by_global_norm(clip_norm),
+    optax.inject_hyperparams(optax.adamw)(
+      rate, b1=b1, b2=b2, weight_decay=weight_decay
+    ),
+  )

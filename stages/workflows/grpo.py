@@ -1,0 +1,160 @@
+"""Group relative policy optimisation, arXiv:2402.03300."""
+
+from collections.abc import Callable
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from stages import advantages, base, losses, metrics, train
+from stages import stage as stages
+from stages.workflows import held_out
+
+
+class State(NamedTuple):
+  """What a step of GRPO reads and rewrites; no reference where none is used."""
+
+  actor: base.TrainState
+  reference: base.Params
+
+
+def grpo(
+  policy: base.Policy,
+  verify: stages.Stage,
+  optimizer: optax.GradientTransformation,
+  *,
+  group: int,
+  low: float = 0.2,
+  high: float = 0.2,
+  dual: float | None = None,
+  kl: float = 0.0,
+  entropy: float = 0.0,
+  updates: int = 1,
+  advantage: Callable = advantages.group_relative,
+  aggregate: Callable = losses.sequence_mean_token_mean,
+) -> base.Workflow:
+  """Rewards each completion against the others of its prompt.
+
+  Args:
+    policy: the model to train.
+    verify: `answer, action, mask -> base.Verdict`.
+    optimizer: how gradients become updates.
+    group: completions a prompt.
+    low: how far the probability ratio may fall.
+    high: how far it may rise; more than `low` is DAPO's clip-higher.
+    dual: bound of the loss where the advantage is negative (dual clip).
+    kl: weight of the pull towards the policy it began as; 0 keeps no copy.
+    entropy: weight of the entropy bonus.
+    updates: minibatches of one batch, each an optimiser step.
+    advantage: `reward_G -> advantage_G` of one group.
+    aggregate: `loss_BT, mask_BT -> metrics.Mean`.
+  """
+  together = functools.partial(stages.stage, group=group)
+  loss = objective(
+    functools.partial(policy.evaluate, group=group),
+    (low, high, dual),
+    kl,
+    entropy,
+    aggregate,
+  )
+  measure = stages.Stage(
+    functools.partial(describe, group=group), 'measure', 'sum', group=group
+  )
+  act = functools.partial(policy.act, group=group)
+  generate = stages.Stage(act, 'generate', whole=(0,), group=group)
+  minibatches = stages.minibatches(updates, group)
+
+  @stages.stage('repeat', 'batch')
+  def repeat(problem: base.Problem):
+    return jax.tree.map(lambda x: jnp.repeat(x, group, axis=0), problem)
+
+  @together('refer', whole=(0,))
+  def refer(params, x: base.Experience):
+    return policy.evaluate(params, x.obs, x.action, group=group).logp
+
+  @together('compare')
+  def compare(reward_B, mask_BT):
+    advantage_NG = jax.vmap(advantage)(reward_B.reshape(-1, group))
+    return advantage_NG.reshape(-1, 1) * mask_BT
+
+  gradient = stages.Stage(
+    train.gradient(loss), 'gradient', 'sum', whole=(0,), group=group
+  )
+  apply = stages.Stage(train.apply(optimizer), 'apply', 'batch')
+  fold = stages.Stage(
+    lambda *infos: functools.reduce(metrics.merge, infos), 'fold', 'batch'
+  )
+  examine = held_out.examine(policy, verify)
+
+  def init(key):
+    params = policy.init(key)
+    return State(train.init(params, optimizer), params if kl else ())
+
+  def step(state: State, problem: base.Problem, key):
+    problem = repeat(problem)
+    keys = stages.keys(key, problem.prompt)
+    x = generate(state.actor.params, problem.prompt, keys)
+    verdict = verify(problem.answer, x.action, x.mask)
+    measured = measure(x, verdict)
+    x = x._replace(advantage=compare(verdict.reward, x.mask))
+    ref_logp = refer(state.reference, x) if kl else ()
+    actor, infos = state.actor, []
+    for batch in minibatches((x, ref_logp)):
+      actor, info = apply(actor, gradient(actor.params, *batch))
+      infos.append(info)
+    info = infos[0] if updates == 1 else fold(*infos)
+    return state._replace(actor=actor), measured | info
+
+  def evaluate(state: State, problem: base.Problem, key):
+    return examine(state.actor.params, problem, key)
+
+  return base.Workflow(init, step, evaluate, lambda state: state.actor.params)
+
+
+def objective(evaluate, clip, kl, entropy, aggregate) -> Callable:
+  """What `grpo` minimises: `params, experience, ref_logp -> means, info`."""
+
+  def loss(params, x: base.Experience, ref_logp_BT):
+    now = evaluate(params, x.obs, x.action)
+    loss_BT = losses.ppo_clip(now.logp, x.logp, x.advantage, *clip)
+    ratio_BT = losses.ratio(now.logp, x.logp)
+    clipped_BT = losses.clip_fraction(now.logp, x.logp, x.advantage, *clip[:2])
+    kl_BT = losses.kl_k3(x.logp, now.logp)
+    info = {
+      'train/policy_loss': aggregate(loss_BT, x.mask),
+      'train/kl_behaviour': metrics.mean(kl_BT, x.mask),
+      'train/clip_fraction': metrics.mean(clipped_BT, x.mask),
+      'train/ratio_mean': metrics.mean(ratio_BT, x.mask),
+      'train/ratio_max': metrics.maximum(ratio_BT, x.mask),
+      # The exact one needs a pass over the vocabulary; its estimate does not.
+      'train/entropy': metrics.mean(
+        now.entropy if entropy else -x.logp, x.mask
+      ),
+    }
+    if kl:
+      kl_BT = losses.kl_k3(now.logp, ref_logp_BT)
+      info['train/kl_reference'] = metrics.mean(kl_BT, x.mask)
+      loss_BT += kl * kl_BT
+    if entropy:
+      loss_BT -= entropy * now.entropy
+    return (aggregate(loss_BT, x.mask),), info
+
+  return loss
+
+
+def describe(x: base.Experience, verdict: base.Verdict, group: int):
+  """What is worth knowing of a rollout."""
+  reward_NG = verdict.reward.reshape(-1, group)
+  alike_N = reward_NG.max(1) == reward_NG.min(1)
+  length_B, T = x.mask.sum(1), x.mask.shape[1]
+  return {
+    'rollout/reward': metrics.moments(verdict.reward),
+    'rollout/accuracy': metrics.mean(verdict.correct),
+    'rollout/groups_degenerate': metrics.mean(alike_N.astype(jnp.float32)),
+    'rollout/response_length': metrics.histogram(length_B, T + 1),
+    'rollout/truncated_fraction': metrics.mean(x.truncated),
+    'rollout/tokens': length_B.sum(),
+    'rollout/samples': metrics.first(held_out.show(x, verdict.reward), group),
+  }

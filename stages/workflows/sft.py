@@ -1,0 +1,43 @@
+"""Supervised fine-tuning: learning to imitate worked examples."""
+
+import optax
+
+from stages import base, losses, train
+from stages import stage as stages
+from stages.workflows import held_out
+
+
+def sft(
+  policy: base.Policy,
+  verify: stages.Stage,
+  optimizer: optax.GradientTransformation,
+) -> base.Workflow:
+  """Maximises the likelihood of each token of the examples' completions.
+
+  Args:
+    policy: the model to train.
+    verify: how the held-out problems are judged: `answer, action, mask ->
+      base.Verdict`.
+    optimizer: how gradients become updates.
+  """
+
+  def loss(params, x: base.Example):
+    logp_BT = policy.evaluate(params, x.prompt, x.action).logp
+    mean = losses.token_mean(-logp_BT, x.mask)
+    return (mean,), {'train/loss': mean, 'train/tokens': x.mask.sum()}
+
+  gradient = stages.Stage(train.gradient(loss), 'gradient', 'sum', whole=(0,))
+  apply = stages.Stage(train.apply(optimizer), 'apply', 'batch')
+  examine = held_out.examine(policy, verify)
+
+  def init(key):
+    return train.init(policy.init(key), optimizer)
+
+  def step(state: base.TrainState, examples: base.Example, key):
+    del key  # Nothing here is random.
+    return apply(state, gradient(state.params, examples))
+
+  def evaluate(state: base.TrainState, problem: base.Problem, key):
+    return examine(state.params, problem, key)
+
+  return base.Workflow(init, step, evaluate, lambda state: state.params)

@@ -1,0 +1,183 @@
+"""Whatever gin cannot read is told in one sentence that helps."""
+
+import subprocess
+import sys
+
+import gin
+import pytest
+
+import fake_recipe
+from fake_recipe import BASE, parse, run, write
+from rlinf_jax import config_errors
+
+
+@pytest.fixture(scope='module')
+def library(tmp_path_factory):
+  with fake_recipe.library(tmp_path_factory.mktemp('library')):
+    yield
+
+
+@pytest.fixture(autouse=True)
+def folder(library, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  fake_recipe.write('base.gin', fake_recipe.BASE)
+  yield tmp_path
+  gin.clear_config()
+
+
+def refused(*bindings, files=('base.gin',)):
+  with pytest.raises(ValueError) as error:
+    parse(*bindings, files=files)
+  return str(error.value)
+
+
+def test_a_missing_file_says_where_it_was_looked_for(folder):
+  with pytest.raises(FileNotFoundError) as error:
+    parse(files=['bsae.gin'])
+  text = str(error.value)
+  assert str(folder) in text and str(config_errors.ROOT) in text
+  assert text.endswith('did you mean `base.gin`?')
+
+
+def test_a_missing_absolute_file_says_so(folder):
+  with pytest.raises(FileNotFoundError) as error:
+    parse(files=[str(folder / 'configs/none.gin')])
+  assert f'(looked in {folder}/configs)' in str(error.value)
+
+
+def test_a_missing_include_says_who_includes_it():
+  write('top.gin', "\ninclude 'bsae.gin'")
+  with pytest.raises(FileNotFoundError) as error:
+    parse(files=['top.gin'])
+  text = str(error.value)
+  assert text.startswith('top.gin line 2: There is no gin file bsae.gin')
+  assert text.endswith('did you mean `base.gin`?')
+
+
+def test_gin_is_quiet_while_it_searches(folder):
+  write('top.gin', "include 'nowhere/none.gin'")
+  code = (
+    'from rlinf_jax import config\n'
+    'try: config.parse(["top.gin"], [], "x")\n'
+    'except FileNotFoundError as error: print(error)'
+  )
+  result = subprocess.run(
+    [sys.executable, '-c', code],
+    env={'PYTHONPATH': str(config_errors.ROOT)},
+    capture_output=True,
+    text=True,
+  )
+  assert result.stdout.startswith('top.gin line 1: There is no gin file')
+  assert result.stderr == ''
+
+
+@pytest.mark.parametrize(
+  ('binding', 'sentence'),
+  [
+    (
+      'flwos.grpo.high = 1',
+      'nothing called `flwos` is imported; did you mean `flows`?',
+    ),
+    (
+      'grpo.high = 1',
+      'nothing called `grpo` is imported; did you mean `flows.grpo`?',
+    ),
+    (
+      'flows.gpro.high = 1',
+      'there is no `flows.gpro`; did you mean `flows.grpo`?',
+    ),
+    (
+      'loop.train.workflow = @flows.gpro()',
+      'there is no `flows.gpro`; did you mean `flows.grpo`?',
+    ),
+    (
+      'loop.train.workflow = @warm/flows.gpro()',
+      'there is no `flows.gpro`; did you mean `flows.grpo`?',
+    ),
+    (
+      'flows.grpo.hihg = 1',
+      '`flows.grpo` has no parameter `hihg`; did you mean `high`?',
+    ),
+    (
+      'flows.sft.clip = 1',
+      '`flows.sft` has no parameter `clip`; there is `optimizer`, `examples`.',
+    ),
+    (
+      'from recipe_library import flwos',
+      'there is no module `recipe_library.flwos`; did you mean '
+      '`recipe_library.flows`?',
+    ),
+    (
+      'flows.grpo.high = ',
+      'cannot be read: Unable to parse value.',
+    ),
+    (
+      'flows.grpo.high 3',
+      "cannot be read in `flows.grpo.high 3`: Couldn't parse statement, "
+      "expected ':' or '='.",
+    ),
+    (
+      'flows.grpo.high = [1,',
+      'a bracket or a string is not closed (EOF in multi-line statement).',
+    ),
+    (
+      'flows.grpo.loss = token_mean',
+      '`token_mean` is not a value; put quotes around a string, `@` before a '
+      'function and `%` before a macro.',
+    ),
+    (
+      'flows.grpo = 1',
+      'the left-hand side names a function; it should name a parameter of one '
+      '(`module.function.parameter = value`) or a macro (`NAME = value`).',
+    ),
+  ],
+)
+def test_an_unreadable_binding_is_one_sentence(binding, sentence):
+  assert refused(binding) == f"--gin_bindings '{binding}': {sentence}"
+
+
+def test_a_fault_in_a_file_says_which_line():
+  write('top.gin', BASE + '\n  flows.grpo.hihg = 1\n')
+  assert refused(files=['top.gin']) == (
+    'top.gin line 15: `flows.grpo` has no parameter `hihg`; did you mean '
+    '`high`?'
+  )
+
+
+def test_a_fault_in_an_include_says_which_line_of_the_include():
+  write('top.gin', "include 'base.gin'\ninclude 'inner.gin'")
+  write('inner.gin', '\nSTEPS == 3')
+  assert refused(files=['top.gin']).startswith('inner.gin line 2: ')
+
+
+def test_a_file_without_dynamic_registration_is_told_about_it():
+  write('top.gin', 'from recipe_library import flows\nflows.none.high = 1')
+  assert 'from __gin__ import dynamic_registration' in refused(
+    files=['top.gin']
+  )
+
+
+def test_a_fault_in_an_imported_module_is_not_taken_for_one_in_the_recipe():
+  with pytest.raises(NameError, match='undefined_name'):
+    parse('from recipe_library import broken')
+  with pytest.raises(SyntaxError, match='was never closed'):
+    parse('from recipe_library import unfinished')
+
+
+def test_a_missing_argument_is_one_sentence():
+  write('small.gin', BASE.replace('  flows.grpo.group = 4\n', ''))
+  parse(files=['small.gin'])
+  with pytest.raises(ValueError) as error:
+    run()
+  assert str(error.value) == (
+    "`grpo` is not given 'group'; bind it in the recipe or with --gin_bindings."
+  )
+
+
+def test_a_call_with_too_few_arguments_inside_the_code_stays_a_type_error():
+  parse(
+    'from recipe_library import clumsy',
+    'flows.grpo.loss = @clumsy.train()',
+  )
+  with pytest.raises(TypeError, match='area'):
+    run()

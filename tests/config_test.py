@@ -1,0 +1,325 @@
+"""A recipe runs as written and from its run folder; the unused is refused."""
+
+import textwrap
+
+import gin
+import pytest
+
+import fake_recipe
+from fake_recipe import BASE, parse, run, write
+from rlinf_jax import config, config_errors
+
+
+@pytest.fixture(scope='module')
+def library(tmp_path_factory):
+  with fake_recipe.library(tmp_path_factory.mktemp('library')):
+    yield
+
+
+@pytest.fixture(autouse=True)
+def folder(library, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  fake_recipe.write('base.gin', fake_recipe.BASE)
+  yield tmp_path
+  gin.clear_config()
+
+
+def refused(*bindings, files=('base.gin',)):
+  with pytest.raises(ValueError) as error:
+    parse(*bindings, files=files)
+  return str(error.value)
+
+
+def refused_as_unused():
+  with pytest.raises(ValueError) as error:
+    config.refuse_unused()
+  return str(error.value)
+
+
+# Reading.
+
+
+def test_bindings_win_over_files_and_later_ones_over_earlier_ones():
+  parse('flows.grpo.high = 0.3', 'STEPS = 7', 'flows.grpo.high = 0.28')
+  grpo = 'grpo', ('adamw', 0.1, 0.0), 4, 0.28, None
+  assert run() == (grpo, 'runs/x', 7, 0)
+  assert config.unused() == []
+
+
+def test_a_binding_may_name_what_the_files_import_and_never_mention():
+  parse('OPTIMIZER = @optim.adam()', 'optim.adam.learning_rate = 0.5')
+  assert run()[0][1] == ('adam', 0.5)
+  assert config.unused() == ['optim.adamw.learning_rate']
+
+
+def test_a_binding_may_import():
+  parse(
+    'from recipe_library import clumsy',
+    'flows.grpo.loss = @clumsy.area',
+    'loop.train.seed = 3',
+  )
+  assert run()[3] == 3
+
+
+def test_bindings_see_the_imports_of_included_files_whatever_their_alias():
+  write(
+    'top.gin',
+    """
+    from __gin__ import dynamic_registration
+    include 'base.gin'
+    from recipe_library import optim as optimisers
+    optimisers.adamw.decay = 0.5
+    """,
+  )
+  parse('flows.grpo.high = 0.28', files=['top.gin'])
+  assert run()[0][1:4] == (('adamw', 0.1, 0.5), 4, 0.28)
+  assert config.unused() == []
+
+
+def test_parsing_again_forgets_what_was_parsed_before():
+  parse('flows.grpo.high = 0.28')
+  parse()
+  assert run()[0][3] == 0.2
+
+
+def test_files_beside_the_package_are_found_from_any_folder(
+  monkeypatch, capfd, tmp_path
+):
+  root = tmp_path / 'installed'
+  (root / 'gin_configs').mkdir(parents=True)
+  (root / 'gin_configs/other.gin').write_text(textwrap.dedent(BASE))
+  (root / 'gin_configs/top.gin').write_text("include 'gin_configs/other.gin'")
+  monkeypatch.setattr(config_errors, 'ROOT', root)
+  config._set_search.cache_clear()
+  parse(files=['gin_configs/top.gin'])
+  config._set_search.cache_clear()
+  assert run()[2] == 5
+  assert capfd.readouterr().err == ''
+
+
+def test_workdir_is_a_macro():
+  parse('flows.grpo.loss = %WORKDIR')
+  assert run()[0][4] == 'runs/x'
+  assert config.unused() == []
+
+
+def test_workdir_need_not_be_read():
+  parse()
+  run()
+  assert config.unused() == []
+
+
+def test_workdir_is_not_for_bindings():
+  assert '--workdir' in refused("WORKDIR = 'elsewhere'")
+
+
+# Calling.
+
+
+def test_a_recipe_without_a_root_is_one_sentence():
+  config.parse([], [], 'runs/x')
+
+  def never_mentioned():
+    pass
+
+  with pytest.raises(ValueError, match='give one with --gin_file'):
+    config.call(never_mentioned)
+
+
+def test_a_message_leaves_out_the_call_chain():
+  parse('loop.train.before = @flows.grpo')
+  with pytest.raises(TypeError) as error:
+    run()
+  assert 'In call to' in str(error.value)
+  assert 'In call to' not in config.message(error.value)
+
+
+# What nothing sets.
+
+
+def test_a_macro_that_is_read_must_be_set():
+  assert refused('loop.train.steps = %STPES', 'A = [%SEED]') == (
+    '`A` reads `%SEED`, which is not set; there is `A`, `OPTIMIZER`, '
+    '`STEPS`, `WORKDIR`. '
+    '`loop.train.steps` reads `%STPES`, which is not set; did you mean '
+    '`STEPS`?'
+  )
+
+
+def test_what_a_recipe_leaves_to_the_user_is_named():
+  text = refused('flows.grpo.high = %gin.REQUIRED')
+  assert "--gin_bindings 'flows.grpo.high = ...'" in text
+
+
+# What nothing reads.
+
+
+def test_a_misspelt_macro_is_refused():
+  parse('STPES = 50')
+  run()
+  assert refused_as_unused() == (
+    '`STPES` is set but nothing reads it; did you mean `STEPS`?'
+  )
+
+
+def test_a_binding_of_a_function_that_nothing_names_is_refused():
+  parse('optim.adam.learning_rate = 0.5')
+  run()
+  assert refused_as_unused() == (
+    '`optim.adam.learning_rate` is set but nothing reads it; did you mean '
+    '`optim.adamw.learning_rate`?'
+  )
+
+
+def test_a_binding_in_a_scope_that_nothing_enters_is_refused():
+  parse('wram/flows.grpo.high = 0.5')
+  run()
+  assert config.unused() == ['wram/flows.grpo.high']
+
+
+def test_a_binding_that_the_caller_overrules_is_refused():
+  parse("loop.train.workdir = 'elsewhere'")
+  assert run()[1] == 'runs/x'
+  assert config.unused() == ['loop.train.workdir']
+
+
+def test_a_binding_that_a_scope_overrules_everywhere_is_refused():
+  parse(
+    'loop.train.workflow = @small/flows.grpo()',
+    'small/flows.grpo.group = 2',
+  )
+  assert run()[0][2] == 2
+  assert config.unused() == ['flows.grpo.group']
+
+
+def test_every_unused_binding_is_named():
+  parse('STPES = 50', 'flows.sft.examples = 3')
+  run()
+  text = refused_as_unused()
+  assert '`STPES`' in text and '`flows.sft.examples`' in text
+
+
+def test_a_macro_used_only_inside_a_macro_is_used():
+  parse('STEPS = %LONG', 'LONG = %LONGER', 'LONGER = 900')
+  assert run()[2] == 900
+  assert config.unused() == []
+
+
+def test_a_macro_used_only_inside_an_unused_macro_is_refused():
+  parse('STPES = %LONG', 'LONG = 900')
+  run()
+  assert config.unused() == ['LONG', 'STPES']
+
+
+WARM = (
+  'loop.train.before = @warmup/loop.train',
+  'warmup/loop.train.workflow = @flows.sft()',
+  'warmup/loop.train.steps = %WARM_STEPS',
+  'warmup/loop.train.before = None',
+  'WARM_STEPS = 2',
+  'warmup/flows.sft.optimizer = @gentle/optim.adamw()',
+  'flows.sft.examples = 3',
+  'gentle/optim.adamw.decay = 0.5',
+)
+
+
+@pytest.mark.parametrize('resume', [False, True])
+def test_a_function_that_is_held_but_not_called_uses_its_bindings(resume):
+  parse(*WARM)
+  run(resume=resume)
+  assert config.unused() == []
+
+
+@pytest.mark.parametrize('resume', [False, True])
+def test_a_misspelt_scope_of_a_function_that_is_held_is_refused(resume):
+  parse(*WARM, 'wramup/loop.train.steps = 2')
+  run(resume=resume)
+  assert refused_as_unused() == (
+    '`wramup/loop.train.steps` is set but nothing reads it; did you mean '
+    '`warmup/loop.train.steps`?'
+  )
+
+
+def test_a_function_held_through_a_macro_is_called_in_its_readers_scope():
+  parse(
+    *WARM,
+    'LOSS = @flows.token_mean',
+    'warmup/loop.train.workflow = @flows.grpo()',
+    'warmup/flows.grpo.loss = %LOSS',
+    'warmup/flows.token_mean.scale = 2.0',
+    'flows.sft.optimizer = None',
+  )
+  run(resume=True)
+  assert config.unused() == [
+    'gentle/optim.adamw.decay',
+    'flows.sft.examples',
+    'flows.sft.optimizer',
+    'warmup/flows.sft.optimizer',
+  ]
+
+
+def test_references_inside_containers_are_used():
+  parse(
+    "flows.grpo.loss = {'a': [(@flows.token_mean, %SCALE)]}",
+    'flows.token_mean.scale = 3.0',
+    'SCALE = 4.0',
+  )
+  run()
+  assert config.unused() == []
+
+
+# Writing.
+
+
+def test_a_saved_config_runs_alone(folder):
+  write(
+    'top.gin',
+    """
+    from __gin__ import dynamic_registration
+    include 'base.gin'
+    from recipe_library import flows as f
+    from recipe_library import optim as optimisers
+    optimisers.adamw.decay = 0.5
+    f.grpo.loss = %WORKDIR
+    """,
+  )
+  parse(*WARM, 'loop.train.seed = 3', files=['top.gin'])
+  expected = run()
+  config.save('config.gin')
+  for name in ('base.gin', 'top.gin'):
+    (folder / name).unlink()
+
+  config.parse(['config.gin'], [], 'runs/x')
+  assert run() == expected
+  assert config.unused() == []
+  config.save('again.gin')
+  assert (folder / 'again.gin').read_text() == (
+    folder / 'config.gin'
+  ).read_text()
+
+  config.parse(['config.gin'], ['STEPS = 6'], 'runs/y')
+  assert run()[0][4] == 'runs/y' and run()[2] == 6
+
+
+def test_the_operative_config_shows_what_was_read_with_defaults(folder):
+  parse()
+  run()
+  config.save_operative('operative_config.gin')
+  text = (folder / 'operative_config.gin').read_text()
+  assert 'flows.grpo.high = 0.2\n' in text
+  assert 'optim.adamw.learning_rate = 0.1\n' in text
+
+
+def test_saving_leaves_no_other_file(folder):
+  parse()
+  config.save('config.gin')
+  assert {x.name for x in folder.iterdir()} == {'base.gin', 'config.gin'}
+
+
+def test_a_failed_save_leaves_the_old_file(folder, monkeypatch):
+  parse()
+  (folder / 'config.gin').write_text('old')
+  (folder / 'config.gin.part').mkdir()
+  with pytest.raises(OSError):
+    config.save('config.gin')
+  assert (folder / 'config.gin').read_text() == 'old'

@@ -1,0 +1,172 @@
+import importlib.util
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import conftest
+
+SOURCE = """
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+
+def rank(x_BT):
+  return x_BT.sum()
+
+
+def letters(x_BT, y_TD):
+  return None
+
+
+def integer(x_BT):
+  T = 7
+
+
+def digit(x_B1):
+  return x_B1
+
+
+def early(x_BT):
+  if x_BT is not None:
+    return
+  raise ValueError('Not reached.')
+
+
+def raises(x_BT):
+  raise KeyError('an error of its own')
+
+
+def scanned(x_TB):
+  def step(sum_B, x_B):
+    return sum_B + x_B, None
+
+  return jax.lax.scan(step, jnp.zeros(x_TB.shape[1]), x_TB)[0]
+
+
+def mistaken(x_TB):
+  return jax.lax.scan(lambda sum_B, x_TB: (sum_B + x_TB, None), x_TB[0], x_TB)
+
+
+class Compact(nn.Module):
+  @nn.compact
+  def __call__(self, x_BD):
+    up_DF = self.param('up_DF', nn.initializers.ones, (3, 5))
+    return x_BD[:, :3] @ up_DF
+
+
+class Setup(nn.Module):
+  def setup(self):
+    self.up_DF = self.param('up_DF', nn.initializers.ones, (3, 5))
+
+  def __call__(self, x_BD):
+    return x_BD[:, :3] @ self.up_DF
+
+
+class Untouched(nn.Module):
+  def setup(self):
+    raise RuntimeError('Somebody asked for an attribute.')
+
+
+class Holder(nn.Module):
+  def setup(self):
+    self.untouched = Untouched()
+
+  def __call__(self, x_BD):
+    return x_BD
+"""
+
+
+@pytest.fixture(scope='module')
+def probe(tmp_path_factory):
+  path = tmp_path_factory.mktemp('probe') / 'probe.py'
+  path.write_text(SOURCE)
+  loader = conftest.Loader('probe', str(path))
+  spec = importlib.util.spec_from_file_location('probe', path, loader=loader)
+  module = importlib.util.module_from_spec(spec)
+  loader.exec_module(module)
+  return module
+
+
+def test_true_names_pass(probe):
+  x_BT = jnp.ones((2, 3))
+  assert probe.rank(x_BT) == 6
+  assert probe.letters(x_BT, jnp.ones((3, 4))) is None
+  assert probe.integer(jnp.ones((2, 7))) is None
+  assert probe.digit(jnp.ones((2, 1))).shape == (2, 1)
+  assert probe.early(x_BT) is None
+  assert probe.early.__code__.co_firstlineno == 23
+  assert probe.scanned(x_BT).tolist() == [2, 2, 2]
+  for module in (probe.Compact(), probe.Setup()):
+    y, _ = module.init_with_output(jax.random.key(0), jnp.ones((2, 3)))
+    assert y.shape == (2, 5)
+
+
+@pytest.mark.parametrize('lift', [lambda f: f, jax.jit, jax.make_jaxpr])
+def test_a_wrong_rank_is_an_error(probe, lift):
+  with pytest.raises(AssertionError, match=r'rank: x_BT has shape \(3,\), of'):
+    lift(probe.rank)(jnp.ones(3))
+
+
+def test_a_mapped_array_has_lost_its_dimension(probe):
+  with pytest.raises(AssertionError, match=r'rank: x_BT has shape \(3,\), of'):
+    jax.vmap(probe.rank)(jnp.ones((2, 3)))
+  assert jax.vmap(probe.rank)(jnp.ones((4, 2, 3))).tolist() == [6] * 4
+
+
+def test_a_letter_has_one_size_in_a_function(probe):
+  with pytest.raises(AssertionError, match='y_TD .* but T is 1 in x_BT'):
+    probe.letters(jnp.ones((2, 1)), jnp.ones((3, 4)))
+  with pytest.raises(AssertionError, match='x_BT .* but T is 7 in T'):
+    probe.integer(jnp.ones((2, 3)))
+  with pytest.raises(AssertionError, match='x_B1 .* but 1 is 1 in its name'):
+    probe.digit(jnp.ones((2, 3)))
+  with pytest.raises(AssertionError, match='x_BT'):
+    probe.early(jnp.ones(3))
+
+
+def test_a_lambda_is_a_function_too(probe):
+  with pytest.raises(AssertionError, match='<lambda>: x_TB'):
+    probe.mistaken(jnp.ones((2, 3)))
+
+
+def test_parameters_of_a_module_are_checked(probe):
+  with pytest.raises(
+    AssertionError, match=r'__call__: up_DF .* D is 4 in x_BD'
+  ):
+    probe.Compact().init(jax.random.key(0), jnp.ones((2, 4)))
+  with pytest.raises(AssertionError, match=r'self.up_DF .* D is 4 in x_BD'):
+    probe.Setup().init(jax.random.key(0), jnp.ones((2, 4)))
+
+
+def test_a_module_is_not_set_up_by_being_checked(probe):
+  assert probe.Holder().apply({}, jnp.ones((2, 4))).shape == (2, 4)
+
+
+def test_an_error_is_not_replaced(probe):
+  with pytest.raises(KeyError, match='its own'):
+    probe.raises(jnp.ones(3))
+
+
+def test_other_threads_are_checked(probe):
+  caught = []
+
+  def work():
+    with pytest.raises(AssertionError, match='x_BT'):
+      probe.rank(jnp.ones(3))
+    caught.append(True)
+
+  thread = threading.Thread(target=work)
+  thread.start()
+  thread.join()
+  assert caught
+
+
+def test_every_module_of_stages_is_loaded_by_the_check():
+  from stages import metrics
+
+  assert isinstance(metrics.__loader__, conftest.Loader)
+  assert metrics.__check__ is conftest.check
+  assert jax.device_count() == 8

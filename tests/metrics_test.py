@@ -1,0 +1,164 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stages import metrics
+
+EXACT = {'rtol': 1e-12, 'atol': 1e-12}  # Another order of some float64 sums.
+
+# What each makes of whole numbers and of a mask.
+KINDS = {
+  'mean': metrics.mean,
+  'mean of all': lambda x, mask: metrics.mean(x),
+  'maximum': metrics.maximum,
+  'maximum of all': lambda x, mask: metrics.maximum(x),
+  'moments': lambda x, mask: metrics.moments(x),
+  'histogram': lambda x, mask: metrics.histogram(x, 12),
+  'plain sum': lambda x, mask: x.sum(),
+}
+
+
+@pytest.fixture(autouse=True)
+def float64():
+  with jax.enable_x64():
+    yield
+
+
+def batch(seed=0):
+  rng = np.random.default_rng(seed)
+  x = jnp.asarray(rng.integers(0, 10, (16, 3)).astype(float))
+  return x, jnp.asarray(rng.integers(0, 2, (16, 3)).astype(float))
+
+
+def in_pieces(make, pieces, *batch):
+  parts = (jnp.split(x, pieces) for x in batch)
+  return [make(*part) for part in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('pieces', [1, 2, 4, 8])
+def test_pieces_merge_to_the_whole(kind, pieces):
+  make = KINDS[kind]
+  got = functools.reduce(metrics.merge, in_pieces(make, pieces, *batch()))
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, **EXACT), got, make(*batch())
+  )
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_it_does_not_matter_which_pieces_merge_first(kind):
+  a, b, c, d = in_pieces(KINDS[kind], 4, *batch(1))
+  merge = metrics.merge
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, **EXACT),
+    merge(merge(merge(a, b), c), d),
+    merge(merge(a, b), merge(c, d)),
+  )
+
+
+def test_merge_keeps_each_metric_in_its_place():
+  info = {
+    'a': metrics.mean(jnp.ones(2)),
+    'b': (metrics.maximum(jnp.ones(2)), 3),
+  }
+  assert metrics.merge(info, info) == {
+    'a': metrics.Mean(4.0, 4.0),
+    'b': (metrics.Max(1.0), 6),
+  }
+
+
+def test_mean_by_hand():
+  mean = metrics.mean(jnp.array([[1.0, 2.0], [6.0, 9.0]]), jnp.eye(2))
+  assert mean == (10.0, 2.0)
+  assert mean.value() == {'': 5.0}
+  assert metrics.mean(jnp.array([1.0, 2.0, 6.0])).value() == {'': 3.0}
+
+
+def test_maximum_by_hand():
+  x = jnp.array([-3.0, 7.0, -1.0])
+  assert metrics.maximum(x).value() == {'': 7.0}
+  assert metrics.maximum(x, jnp.array([1.0, 0.0, 1.0])).value() == {'': -1.0}
+
+
+def test_moments_by_hand():
+  # Mean 5; squares of 9, 1, 1, 1, 0, 0, 4, 16 have the mean 4.
+  x = jnp.array([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0])
+  assert metrics.moments(x).value() == {'_mean': 5.0, '_std': 2.0}
+
+
+def test_moments_of_equal_numbers_have_no_deviation():
+  with jax.enable_x64(False):
+    moments = metrics.moments(jnp.full(7, 0.1))
+  # Sums of squares less a square: rounding of float32, under the root.
+  assert moments.value()['_std'] < 1e-4
+
+
+def test_histogram_by_hand():
+  # 95 ones, 4 threes and a five.
+  x = jnp.array([1] * 95 + [3] * 4 + [5])
+  read = metrics.histogram(x, 8).value()
+  assert read == {'_mean': 1.12, '_p95': 1, '_max': 5}
+  assert metrics.histogram(jnp.append(x, 3), 8).value()['_p95'] == 3
+
+
+@pytest.mark.parametrize('seed', range(4))
+def test_histogram_reads_what_sorting_would(seed):
+  x = np.random.default_rng(seed).integers(0, 50, 37 + seed)
+  read = metrics.histogram(jnp.asarray(x), 50).value()
+  np.testing.assert_allclose(read['_mean'], x.mean(), **EXACT)
+  # The least number that so many do not exceed.
+  assert read['_p95'] == np.quantile(x, 0.95, method='inverted_cdf')
+  assert read['_max'] == x.max()
+
+
+def test_an_empty_histogram_reads_not_a_number():
+  empty = metrics.Histogram(jnp.zeros(4))
+  assert all(np.isnan(value) for value in empty.value().values())
+
+
+def test_first_keeps_the_rows_that_came_first():
+  rows = {'token': jnp.arange(12).reshape(6, 2), 'reward': jnp.arange(6)}
+  first = metrics.first(rows, 2)
+  np.testing.assert_array_equal(first.rows['token'], [[0, 1], [2, 3]])
+  np.testing.assert_array_equal(first.rows['reward'], [0, 1])
+  later = metrics.first(jax.tree.map(lambda x: x + 50, rows), 2)
+  assert metrics.merge(first, later) is first
+
+
+def test_read_parts_numbers_from_rows():
+  numbers, rows = metrics.read(
+    jax.device_get(
+      {
+        'reward': metrics.moments(jnp.array([1.0, 3.0])),
+        'length': metrics.histogram(jnp.array([2, 2]), 4),
+        'loss': metrics.mean(jnp.array([0.5, 1.5])),
+        'ratio_max': metrics.maximum(jnp.array([0.5, 1.5])),
+        'sample': metrics.first({'reward': jnp.arange(9)}, 2),
+      }
+    )
+  )
+  assert numbers == {
+    'reward_mean': 2.0,
+    'reward_std': 1.0,
+    'length_mean': 2.0,
+    'length_p95': 2.0,
+    'length_max': 2.0,
+    'loss': 1.0,
+    'ratio_max': 1.5,
+  }
+  assert all(type(value) is float for value in numbers.values())
+  np.testing.assert_array_equal(rows.pop('sample')['reward'], [0, 1])
+  assert not rows
+
+
+def test_metrics_pass_through_a_compiled_function():
+  x, mask = batch(2)
+  for make in KINDS.values():
+    jax.tree.map(
+      functools.partial(np.testing.assert_allclose, **EXACT),
+      jax.jit(make)(x, mask),
+      make(x, mask),
+    )

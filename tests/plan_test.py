@@ -1,0 +1,77 @@
+import dataclasses
+import json
+
+import pytest
+
+from planner import plan
+import tiny
+
+PLANS = {
+  'one device': plan.one_place(['generate', 'apply']),
+  'a mesh': plan.one_place(['generate'], tiny.PLACES['mixed'], {'generate': 4}),
+  'no stages': plan.one_place([]),
+  'places': plan.Plan(
+    {'a': plan.Placement((0, 1), (('data', 2),)), 'b': plan.Placement((2,))},
+    {'generate': 'a', 'gradient': 'b', 'apply': 'b'},
+    {'gradient': 2},
+  ),
+}
+
+
+@pytest.mark.parametrize('made', PLANS.values(), ids=PLANS)
+def test_a_plan_survives_json(made):
+  assert plan.Plan.from_json(made.to_json()) == made
+
+
+def test_a_plan_can_be_edited_as_json():
+  data = json.loads(PLANS['a mesh'].to_json())
+  data['rows']['generate'] = 2
+  data['places']['all']['axes'] = [['fsdp', 8]]
+  edited = plan.Plan.from_json(json.dumps(data))
+  assert edited.rows == {'generate': 2}
+  assert edited.places['all'] == tiny.PLACES['fsdp']
+
+
+def test_one_place_holds_every_stage():
+  made = plan.one_place(('act', 'learn'), rows={'learn': 4})
+  assert made.stages == {'act': 'all', 'learn': 'all'}
+  assert list(made.places) == ['all']
+  assert made.rows == {'learn': 4}
+
+
+def test_a_plan_cannot_be_changed_in_place():
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    PLANS['one device'].stages = {}
+
+
+def test_a_stage_on_an_unknown_place_is_refused():
+  with pytest.raises(ValueError, match=r"apply .* 'b', .* one of \['a'\]"):
+    plan.Plan({'a': plan.Placement()}, {'apply': 'b'})
+
+
+def test_rows_of_an_unknown_stage_are_refused():
+  with pytest.raises(
+    ValueError, match=r"rows for 'gradeint', .*\['gradient'\]"
+  ):
+    plan.one_place(['gradient'], rows={'gradeint': 4})
+
+
+def test_several_devices_without_axes_are_refused():
+  with pytest.raises(ValueError, match=r"4 devices needs .*\('data', 4\)"):
+    plan.Placement((0, 1, 2, 3))
+
+
+@pytest.mark.parametrize('devices', [(0, 1, 2), (0,), ()])
+def test_axes_that_do_not_multiply_to_the_devices_are_refused(devices):
+  with pytest.raises(ValueError, match='axes .* needs 4 devices, and it has'):
+    plan.Placement(devices, (('data', 2), ('fsdp', 2)))
+
+
+def test_a_place_without_devices_is_refused():
+  with pytest.raises(ValueError, match='needs 1 devices, and it has 0'):
+    plan.Placement(())
+
+
+def test_a_device_named_twice_is_refused():
+  with pytest.raises(ValueError, match='names a device twice'):
+    plan.Placement((0, 0), (('data', 2),))
