@@ -51,8 +51,11 @@ def spell(path, shape) -> tuple[str, ...] | None:
   return letters if len(letters) == len(shape) else None
 
 
-def _axes(want: Axes | None) -> tuple[str, ...]:
-  return (want,) if isinstance(want, str) else want or ()
+def axes_of(mesh: Mesh, letter: str, rules: Rules = DEFAULT) -> tuple[str, ...]:
+  """The axes of `mesh` that share a dimension of this letter."""
+  want = rules.get(letter) or ()
+  want = (want,) if isinstance(want, str) else want
+  return tuple(axis for axis in want if axis in mesh.axis_names)
 
 
 def spec(
@@ -71,7 +74,7 @@ def spec(
   """
   letters, axes, taken = tuple(letters), [], {}
   for letter, size in zip(letters, shape, strict=True):
-    have = tuple(a for a in _axes(rules.get(letter)) if a in mesh.axis_names)
+    have = axes_of(mesh, letter, rules)
     if size == 1:  # Where an optimiser keeps no statistics it keeps one zero.
       have = ()
     for axis in have:

@@ -341,6 +341,27 @@ def test_micro_batches_that_a_mesh_cannot_share_are_refused():
     )
 
 
+def test_groups_that_a_mesh_would_split_are_refused():
+  # The algebra would allow it; XLA 0.10.2 does not get it right.
+  pair = stages.Stage(lambda x: x, 'pair', group=2)
+
+  def step(state, batch, key):
+    del key
+    return state, pair(batch[0])
+
+  for rows in (8, 16):
+    batch = (np.ones((rows, 2), np.float32),)
+    graph = flow.trace(step, np.ones(()), batch, KEY)
+    planned = plan.one_place(graph.stages, tiny.PLACES['data'])
+    if rows == 8:
+      with pytest.raises(
+        ValueError, match='pair takes 8 rows .* 4 groups of 2'
+      ):
+        local.Local(planned, step=graph)
+    else:
+      local.Local(planned, step=graph)
+
+
 def test_placing_changes_no_bit():
   step = learner(judge(first_column))
   states = []

@@ -60,11 +60,28 @@ class Place:
     return NamedSharding(self.mesh, spec)
 
   def check_rows(self, flow: flow_lib.Flow, node: flow_lib.Node):
-    """Refuses micro-batches whose rows the devices cannot share evenly."""
-    for v in node.rows if node.name in self.rows else ():
+    """Refuses rows at a time that the devices cannot share in whole groups.
+
+    XLA would take a group split between devices, and gives wrong numbers for it
+    (0.10.2: an embedding's gradient, where groups are fewer than devices).
+    """
+    if node.stage.host or self.mesh is None:
+      return
+    group = node.stage.group
+    axes = rules_lib.axes_of(self.mesh, 'B', self.rules)
+    devices = math.prod(self.mesh.shape[axis] for axis in axes)
+    for v in node.rows:
       value = flow.values[v]
-      shape = (self.rows[node.name], *value.shape[1:])
-      self.layout(dataclasses.replace(value, shape=shape))
+      size = self.rows.get(node.name, value.shape[0])
+      self.layout(dataclasses.replace(value, shape=(size, *value.shape[1:])))
+      if (size // group) % devices:
+        raise ValueError(
+          f'Stage {node.name} takes {size} rows at once, which are '
+          f'{size // group} groups of {group}, and the {devices} devices that '
+          f'share rows on place {self.name!r} cannot have as many each: make '
+          f'it a multiple of {group * devices} rows, or give these devices to '
+          "the mesh axis 'tensor'."
+        )
 
   def ambient(self):
     """A context in which checkpoints are read straight to this place."""
