@@ -79,16 +79,19 @@ def _score(model, params, sampling, x_BTD, action_BT) -> base.Evaluation:
 def _in_chunks(score, x_BTD, action_BT, V: int, logits: int):
   """`score`, in as few equal runs of time as keep [B, t, V] below `logits`."""
   B, T, _ = x_BTD.shape
-  n = next(
-    n
-    for n in range(1, T + 1)
-    if T % n == 0 and (n == T or B * (T // n) * V <= logits)
-  )
+  n = -(-T // max(1, logits // (B * V)))
   if n == 1:
     return score(x_BTD, action_BT)
-  chunks = jax.tree.map(
-    lambda x: jnp.moveaxis(x.reshape(B, n, T // n, *x.shape[2:]), 1, 0),
-    (x_BTD, action_BT),
-  )
+  t = -(-T // n)
+  n = -(-T // t)
+
+  def split(x):
+    padding = [(0, 0), (0, n * t - T)] + [(0, 0)] * (x.ndim - 2)
+    x = jnp.pad(x, padding).reshape(B, n, t, *x.shape[2:])
+    return jnp.moveaxis(x, 1, 0)
+
+  chunks = jax.tree.map(split, (x_BTD, action_BT))
   made = jax.lax.map(lambda chunk: jax.checkpoint(score)(*chunk), chunks)
-  return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, T), made)
+  return jax.tree.map(
+    lambda x: jnp.moveaxis(x, 0, 1).reshape(B, n * t)[:, :T], made
+  )

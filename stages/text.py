@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 import functools
 import pathlib
+import unicodedata
 
 import numpy as np
 
@@ -36,11 +37,14 @@ def load(checkpoint: str):
 
 
 def train(folder: str | pathlib.Path, texts: Iterable[str], size: int):
-  """Makes a byte-level BPE tokenizer in the manner of Qwen2, digit by digit.
+  """Makes a BPE tokenizer in the manner of Qwen2, digit by digit.
+
+  It knows the characters of `texts` and no others (`prompts` refuses them): a
+  vocabulary that begins with all 256 bytes would be five times as large.
 
   Args:
     folder: where its files go.
-    texts: what it should be good at.
+    texts: what it should be able to spell.
     size: most tokens it may have; merges fill what characters leave.
 
   Returns:
@@ -50,7 +54,6 @@ def train(folder: str | pathlib.Path, texts: Iterable[str], size: int):
   from tokenizers import decoders, models, pre_tokenizers, trainers
   import transformers
 
-  # No byte alphabet of 256: every text of the task must be spelt by `texts`.
   model = tokenizers.Tokenizer(models.BPE())
   model.pre_tokenizer = pre_tokenizers.Sequence(
     [
@@ -74,10 +77,18 @@ def prompts(tokenizer, texts: Sequence[str], length: int) -> base.Prompt:
   """Texts as prompts, padded on the left to `length` tokens.
 
   Raises:
-    ValueError: for a text of more tokens, or of none.
+    ValueError: for a text of more tokens, or of none, or with characters that
+      the tokenizer does not know.
   """
   rows = tokenizer(list(texts), add_special_tokens=False)['input_ids']
   for text, row in zip(texts, rows, strict=True):
+    # A tokenizer without a token for the unknown leaves it out in silence.
+    lost = _characters(text) - _characters(tokenizer.decode(row))
+    if lost:
+      raise ValueError(
+        f'The prompt {text!r} has {sorted(lost)}, which this tokenizer cannot '
+        'spell: leave that out of the template, or use another checkpoint.'
+      )
     if not 0 < len(row) <= length:
       raise ValueError(
         f'The prompt {text!r} has {len(row)} tokens and the limit is {length}: '
@@ -89,6 +100,10 @@ def prompts(tokenizer, texts: Sequence[str], length: int) -> base.Prompt:
     token_BP[i, length - len(row) :] = row
     mask_BP[i, length - len(row) :] = 1
   return base.Prompt(token_BP, mask_BP)
+
+
+def _characters(text: str) -> set[str]:
+  return set(unicodedata.normalize('NFKC', text)) - {' '}
 
 
 def completions(tokenizer, texts: Sequence[str], length: int):

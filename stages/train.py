@@ -125,16 +125,18 @@ def adamw(
 
   Args:
     learning_rate: after the warm-up.
-    warmup: updates over which the rate rises linearly from zero.
+    warmup: updates over which the rate rises linearly; the last has it whole.
     decay: the update at which it has fallen linearly to zero; None keeps it.
     b1: decay of the first moment.
     b2: decay of the second moment.
     weight_decay: decoupled, per unit of learning rate.
     clip_norm: the largest global norm a gradient keeps.
   """
-  rate = optax.linear_schedule(0.0, learning_rate, warmup)
-  if not warmup:
-    rate = optax.constant_schedule(learning_rate)
+  rate = optax.constant_schedule(learning_rate)
+  if warmup > 1:  # Not from zero: an update of nothing is wasted.
+    rate = optax.linear_schedule(
+      learning_rate / warmup, learning_rate, warmup - 1
+    )
   if decay is not None:
     fall = optax.linear_schedule(learning_rate, 0.0, decay - warmup)
     rate = optax.join_schedules([rate, fall], [warmup])

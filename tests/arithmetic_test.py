@@ -149,6 +149,13 @@ def test_examples_are_worked_answers_that_end(checkpoint):
     assert (batch.action[np.arange(len(last)), last] == end).all()
 
 
+@pytest.mark.parametrize('least, most', [(0, 3), (4, 3), (3, 10)])
+def test_operands_whose_sum_would_not_fit_are_refused(least, most):
+  rng, digits = np.random.default_rng(0), arithmetic.Digits(least, most)
+  with pytest.raises(ValueError, match=f'{least} to {most} digits'):
+    arithmetic.pairs(rng, 4, digits, False)
+
+
 def test_operands_are_short_as_often_as_long():
   pair = arithmetic.pairs(np.random.default_rng(0), 4000, DIGITS, False)
   assert pair.shape == (4000, 2)

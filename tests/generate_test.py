@@ -210,9 +210,11 @@ def test_chunks_of_time_do_not_change_gradients(bonus):
   same(chunked(bonus), gradient()(bonus))
 
 
-def test_chunks_of_one_token_score_alike():
+@pytest.mark.parametrize('tokens', [1, 3, 5, 7])
+def test_chunks_that_do_not_divide_a_row_score_alike(tokens):
   want = evaluate(sampling=CUT)(params(), prompts(), ACTION)
-  got = evaluate(sampling=CUT, logits=1)(params(), prompts(), ACTION)
+  chunked = evaluate(sampling=CUT, logits=tokens * B * CONFIG.V)
+  got = chunked(params(), prompts(), ACTION)
   np.testing.assert_allclose(got.logp, want.logp, rtol=0, atol=1e-5)
   np.testing.assert_allclose(got.entropy, want.entropy, rtol=0, atol=1e-5)
 

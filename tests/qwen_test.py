@@ -167,6 +167,9 @@ def test_a_broken_configuration_is_a_sentence(tmp_path):
   (tmp_path / 'config.json').write_text('{"model_type": "qwen2",')
   with pytest.raises(weights.CheckpointError, match='is not JSON .*again'):
     qwen.read_config(tmp_path)
+  (tmp_path / 'config.json').write_text('["qwen2"]')
+  with pytest.raises(weights.CheckpointError, match='model of type None'):
+    qwen.read_config(tmp_path)
 
 
 def test_what_ends_a_text_is_read_from_either_file(tmp_path):

@@ -43,6 +43,11 @@ def test_the_vocabulary_is_no_larger_than_asked(tmp_path):
     assert len(text.train(tmp_path, texts, size)) == size
 
 
+def test_what_a_tokenizer_cannot_spell_is_refused(tokenizer):
+  with pytest.raises(ValueError, match=r"'12 plus Ω=' has \[.*'Ω'\]"):
+    text.prompts(tokenizer, ['12+3=', '12 plus Ω='], 9)
+
+
 def test_prompts_are_padded_on_the_left(tokenizer):
   token, mask = text.prompts(tokenizer, ['12+345=', '7+8='], 9)
   ids = [tokenizer('12+345=')['input_ids'], tokenizer('7+8=')['input_ids']]

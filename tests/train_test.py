@@ -241,7 +241,12 @@ def rates(optimizer, updates, dtype=jnp.float32):
 @pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float32])
 def test_the_learning_rate_is_logged_as_it_warms_up(dtype):
   np.testing.assert_allclose(
-    rates(train.adamw(0.4, warmup=4), 6, dtype), [0, 0.1, 0.2, 0.3, 0.4, 0.4]
+    rates(train.adamw(0.4, warmup=4), 6, dtype), [0.1, 0.2, 0.3, 0.4, 0.4, 0.4]
+  )
+  np.testing.assert_allclose(rates(train.adamw(0.4, warmup=1), 2), [0.4, 0.4])
+  np.testing.assert_allclose(
+    rates(train.adamw(0.4, warmup=2, decay=6), 6),
+    [0.2, 0.4, 0.4, 0.3, 0.2, 0.1],
   )
   np.testing.assert_allclose(rates(train.adamw(0.4), 2, dtype), [0.4, 0.4])
 

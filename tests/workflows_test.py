@@ -6,8 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from stages import base, metrics, train, workflows
+from stages import base, losses, metrics, train, workflows
 from stages import stage as stages
+from stages.workflows.grpo import objective
 import tiny
 
 KEY = jax.random.key(0)
@@ -172,6 +173,26 @@ def test_the_kl_term_pulls_towards_the_reference_and_nowhere_else():
     state, info = workflow.step(state, problem(worth=0), KEY)
     apart.append(read(info)['train/kl_reference'])
   assert apart[-1] < apart[0] / 4
+
+
+def test_what_padding_looks_like_to_the_policy_has_no_part_in_the_loss():
+  mask = np.array([[1.0, 1.0, 0.0]], np.float32)
+  x = base.Experience((), np.ones((1, 3), np.int32), -mask, mask, (), mask)
+  aggregate = losses.sequence_mean_token_mean
+
+  def loss(logp, ref_logp):
+    def evaluate(params, obs, action):
+      return base.Evaluation(params, jnp.zeros_like(params))
+
+    f = objective(evaluate, (0.2, 0.2, None), 1.0, 0.0, aggregate)
+    return jax.value_and_grad(lambda p: f(p, x, ref_logp)[0][0].sum)(logp)
+
+  want = loss(jnp.array([[-1.0, -2.0, 0.0]]), jnp.array([[-2.0, -1.0, 0.0]]))
+  for logp, ref_logp in ((-300.0, 0.0), (0.0, -300.0), (-jnp.inf, 0.0)):
+    got = loss(
+      jnp.array([[-1.0, -2.0, logp]]), jnp.array([[-2.0, -1.0, ref_logp]])
+    )
+    tiny.assert_same_bits(got, want)
 
 
 @pytest.mark.slow

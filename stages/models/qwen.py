@@ -102,9 +102,10 @@ def read_config(
     raise weights.CheckpointError(
       f'{path} is not JSON ({error}): copy it again.'
     ) from error
-  if raw.get('model_type') != 'qwen2':
+  kind = raw.get('model_type') if isinstance(raw, dict) else None
+  if kind != 'qwen2':
     raise weights.CheckpointError(
-      f'{path} describes a model of type {raw.get("model_type")!r}; Qwen2 and '
+      f'{path} describes a model of type {kind!r}; Qwen2 and '
       "Qwen2.5, type 'qwen2', are supported."
     )
   import transformers

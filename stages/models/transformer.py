@@ -82,12 +82,10 @@ class Context(NamedTuple):
   Attributes:
     key: rotated keys, [L, N, P, K, W].
     value: values, [L, N, P, K, W].
-    mask: one where a completion may look, [N, P].
   """
 
   key: Array
   value: Array
-  mask: Array
 
 
 def norm(x_BTD, scale_D, epsilon):
@@ -246,7 +244,7 @@ class Transformer(nn.Module):
   def read(self, token_NP, mask_NP) -> Context:
     """Reads prompts, padded anywhere: their keys and values."""
     _, (key, value) = self._prompts(token_NP, mask_NP)
-    return Context(key, value, mask_NP)
+    return Context(key, value)
 
   def complete(self, token_NP, mask_NP, token_BT, start_B):
     """Last hidden states [B, T, D] of completions of prompts.

@@ -2,7 +2,8 @@
 
 A problem is `347+58=`. A worked answer adds the columns from the right, each
 with its carry, and then says the sum: `7+8=15,4+5+1=10,3+1=4;405`. Only the
-last number of a completion is judged, so a policy is free to work otherwise.
+last number of a completion is judged, as far as it got if it was cut off, so a
+policy is free to work otherwise.
 """
 
 import re
@@ -21,7 +22,7 @@ TEMPLATE = '{a}+{b}='
 
 
 class Digits(NamedTuple):
-  """How long operands are."""
+  """How long operands are, from one digit to nine: sums are of 32 bits."""
 
   least: int = 3
   most: int = 4
@@ -47,6 +48,11 @@ def is_held_out(a, b):
 
 def pairs(rng, rows: int, digits: Digits, held_out: bool):
   """`rows` pairs of operands, each as likely long as short."""
+  if not 1 <= digits.least <= digits.most <= 9:
+    raise ValueError(
+      f'Operands of {digits.least} to {digits.most} digits were asked for: '
+      'give Digits(least, most) with 1 <= least <= most <= 9.'
+    )
   kept = np.zeros((0, 2), np.int64)
   while len(kept) < rows:
     n = rng.integers(digits.least, digits.most + 1, (4 * rows * HELD_OUT, 2))

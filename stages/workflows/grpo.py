@@ -118,6 +118,8 @@ def objective(evaluate, clip, kl, entropy, aggregate) -> Callable:
 
   def loss(params, x: base.Experience, ref_logp_BT):
     now = evaluate(params, x.obs, x.action)
+    # What a policy makes of padding may be anything, and ∞ · 0 is no number.
+    now = now._replace(logp=jnp.where(x.mask > 0, now.logp, 0.0))
     loss_BT = losses.ppo_clip(now.logp, x.logp, x.advantage, *clip)
     ratio_BT = losses.ratio(now.logp, x.logp)
     clipped_BT = losses.clip_fraction(now.logp, x.logp, x.advantage, *clip[:2])
@@ -134,6 +136,7 @@ def objective(evaluate, clip, kl, entropy, aggregate) -> Callable:
       ),
     }
     if kl:
+      ref_logp_BT = jnp.where(x.mask > 0, ref_logp_BT, 0.0)
       kl_BT = losses.kl_k3(now.logp, ref_logp_BT)
       info['train/kl_reference'] = metrics.mean(kl_BT, x.mask)
       loss_BT += kl * kl_BT
