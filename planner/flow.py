@@ -8,12 +8,11 @@ function itself stays ordinary Python: called with arrays, it just runs.
 from collections.abc import Callable
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 
-from planner import listing
+from planner import graph
 from sharding import rules
 
 
@@ -62,92 +61,6 @@ for _did, _names in {
 Ref.__hash__ = object.__hash__
 
 
-@dataclasses.dataclass(frozen=True)
-class Value:
-  """What is known of a value before it exists.
-
-  Attributes:
-    name: where it comes from, for people.
-    shape: its dimensions.
-    dtype: its type.
-    letters: one a dimension, '' for none: how it may be sharded.
-  """
-
-  name: str
-  shape: tuple[int, ...]
-  dtype: Any
-  letters: tuple[str, ...]
-
-  @property
-  def bytes(self) -> int:
-    return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class Node:
-  """One call of a stage.
-
-  Attributes:
-    stage: what is called; the planner uses only its fields.
-    reads: ids of the values it takes.
-    writes: ids of the values it makes.
-    takes: how `reads` fold back into the arguments.
-    gives: how `writes` fold back into the result.
-  """
-
-  stage: Any
-  reads: tuple[int, ...]
-  writes: tuple[int, ...]
-  takes: Any
-  gives: Any
-
-  @property
-  def name(self) -> str:
-    return self.stage.name
-
-  @functools.cached_property
-  def rows(self) -> frozenset[int]:
-    """Which of the values it reads have rows to cut."""
-    if self.stage.grain == 'batch':
-      return frozenset()
-    args = jax.tree.unflatten(self.takes, self.reads)
-    return frozenset(
-      v
-      for i, arg in enumerate(args)
-      if i not in self.stage.whole
-      for v in jax.tree.leaves(arg)
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Flow:
-  """A workflow step as a graph.
-
-  Attributes:
-    nodes: stage calls, in an order that respects every edge.
-    values: what is known of every value, by id.
-    inputs: values that arrive each step.
-    outputs: values that leave each step.
-    carry: pairs `(at start of step, at end of step)` of values that persist.
-    gives: how `outputs` fold back into what the step returns.
-  """
-
-  nodes: tuple[Node, ...]
-  values: tuple[Value, ...]
-  inputs: tuple[int, ...]
-  outputs: tuple[int, ...]
-  carry: tuple[tuple[int, int], ...]
-  gives: Any
-
-  @property
-  def stages(self) -> tuple[str, ...]:
-    """Names of its stages, in order of first call."""
-    return tuple(dict.fromkeys(node.name for node in self.nodes))
-
-  def __str__(self):
-    return listing.listing(self)
-
-
 FOREIGN = (
   'another recording. A step may keep nothing from call to call but its state.'
 )
@@ -157,13 +70,13 @@ class Recorder:
   """Collects nodes while a workflow runs on symbols."""
 
   def __init__(self):
-    self.nodes: list[Node] = []
-    self.values: list[Value] = []
+    self.nodes: list[graph.Node] = []
+    self.values: list[graph.Value] = []
 
   def new(self, origin: str, path, like) -> Ref:
     letters = rules.spell(path, like.shape) or ('',) * len(like.shape)
     name = origin + jax.tree_util.keystr(path, simple=True, separator='.')
-    self.values.append(Value(name, like.shape, like.dtype, letters))
+    self.values.append(graph.Value(name, like.shape, like.dtype, letters))
     return Ref(len(self.values) - 1, like.shape, like.dtype, self)
 
   def tree(self, origin: str, like):
@@ -189,12 +102,14 @@ class Recorder:
       raise
     made = self.tree(f'{stage.name}.', made)
     writes, gives = jax.tree.flatten(made)
-    node = Node(stage, ids(reads), ids(writes), takes, gives)
+    reads = ids(reads)
+    rows = with_rows(stage, jax.tree.unflatten(takes, reads))
+    node = graph.Node(stage, reads, ids(writes), rows, takes, gives)
     self.check(node)
     self.nodes.append(node)
     return made
 
-  def check(self, node: Node):
+  def check(self, node: graph.Node):
     """Rows in, rows out, all of one number; marks them as rows."""
     grain, sets = node.stage.grain, [node.rows]
     if grain == 'row':
@@ -222,6 +137,18 @@ class Recorder:
           self.values[v] = dataclasses.replace(value, letters=letters)
 
 
+def with_rows(stage, args) -> frozenset[int]:
+  """Which of the values that a stage is given have rows to cut."""
+  if stage.grain == 'batch':
+    return frozenset()
+  return frozenset(
+    v
+    for i, arg in enumerate(args)
+    if i not in stage.whole
+    for v in jax.tree.leaves(arg)
+  )
+
+
 def ids(refs) -> tuple[int, ...]:
   return tuple(ref.id for ref in refs)
 
@@ -231,7 +158,7 @@ def shapes(tree):
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def trace(step: Callable, carry, *inputs) -> Flow:
+def trace(step: Callable, carry, *inputs) -> graph.Flow:
   """Records `step: carry, *inputs -> carry, outputs`.
 
   Args:
@@ -249,7 +176,7 @@ def trace(step: Callable, carry, *inputs) -> Flow:
   _check_state(recorder, carry, end)
   leaves, gives = jax.tree.flatten(outputs)
   _check_made(recorder, leaves)
-  return Flow(
+  return graph.Flow(
     nodes=tuple(recorder.nodes),
     values=tuple(recorder.values),
     inputs=ids(jax.tree.leaves(inputs)),

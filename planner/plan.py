@@ -39,14 +39,21 @@ class Plan:
   """Where, and how finely, every stage runs.
 
   Attributes:
-    places: name of each group of devices.
+    places: name of each group of devices; they have none in common.
     stages: the place of each stage.
-    rows: rows that a stage takes at once; a stage not named takes all.
+    rows: rows that a stage takes at once, for memory; a stage not named takes
+      all that it is given.
+    pieces: in how many pieces a batch passes from stage to stage, so that they
+      overlap.
+    evict: stages whose own carried values (an optimiser's moments, a reference)
+      wait in host memory while other stages run.
   """
 
   places: dict[str, Placement]
   stages: dict[str, str]
   rows: dict[str, int] = dataclasses.field(default_factory=dict)
+  pieces: int = 1
+  evict: tuple[str, ...] = ()
 
   def __post_init__(self):
     for stage, place in self.stages.items():
@@ -55,30 +62,55 @@ class Plan:
           f'Stage {stage} is planned on place {place!r}, which is not one of '
           f'{sorted(self.places)}.'
         )
-    for stage in self.rows:
-      if stage not in self.stages:
-        raise ValueError(
-          f'The plan gives rows for {stage!r}, which is not one of its stages '
-          f'{sorted(self.stages)}.'
-        )
+    for what, names in (('rows', self.rows), ('eviction', self.evict)):
+      for stage in names:
+        if stage not in self.stages:
+          raise ValueError(
+            f'The plan gives {what} for {stage!r}, which is not one of its '
+            f'stages {sorted(self.stages)}.'
+          )
+    if self.pieces < 1:
+      raise ValueError(
+        f'A batch cannot pass in {self.pieces} pieces: give 1 or more.'
+      )
+    taken = {}
+    for name, place in self.places.items():
+      for device in place.devices:
+        if device in taken:
+          raise ValueError(
+            f'Device {device} is in the places {taken[device]!r} and {name!r}: '
+            'a device belongs to one place; put the stages that share it there.'
+          )
+        taken[device] = name
 
   def to_json(self) -> str:
     return json.dumps(dataclasses.asdict(self), indent=2)
 
   @classmethod
   def from_json(cls, text: str) -> 'Plan':
+    """Reads a plan, and refuses what is not one.
+
+    Raises:
+      ValueError: for a field that plans do not have, or a plan that cannot be.
+    """
     plan = json.loads(text)
+    known = [field.name for field in dataclasses.fields(cls)]
+    strange = sorted(plan.keys() - set(known))
+    if strange:
+      raise ValueError(f'A plan has no {strange}: it has {known}.')
     places = {
       name: Placement(
-        tuple(place['devices']), tuple((a, n) for a, n in place['axes'])
+        tuple(place.get('devices', (0,))),
+        tuple((a, n) for a, n in place.get('axes', ())),
       )
-      for name, place in plan['places'].items()
+      for name, place in plan.pop('places').items()
     }
-    return cls(places, plan['stages'], plan['rows'])
+    evict = tuple(plan.pop('evict', ()))
+    return cls(places, evict=evict, **plan)
 
 
 def one_place(stages, placement: Placement = Placement(), rows=None) -> Plan:
   """The trivial plan: every stage on one place."""
   return Plan(
-    {'all': placement}, dict.fromkeys(stages, 'all'), dict(rows or {})
+    {'all': placement}, dict.fromkeys(stages, 'all'), rows=dict(rows or {})
   )

@@ -51,7 +51,9 @@ class Record:
     for span in spans:
       values = {
         'place': span.place,
+        'what': span.what,
         'stage': span.stage,
+        'piece': span.piece,
         'start': round(span.start, 6),
         'end': round(span.end, 6),
         'cpu': round(span.cpu, 6),

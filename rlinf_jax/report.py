@@ -227,7 +227,7 @@ def _time_cards(run: run_folder.Run) -> str:
   times = run_folder.stage_seconds(run)
   if not times:
     return ''
-  ran = {record['stage'] for record in run.timeline}
+  ran = {record['stage'] for record in run.runs}
   names = [*times, *sorted(ran - set(times))]
   colours = dict.fromkeys(names, charts.SERIES)
   places = (name for name in names if name not in run_folder.REST)
@@ -240,8 +240,8 @@ def _time_cards(run: run_folder.Run) -> str:
   }
   if stages:
     cards.append(_stacked_card(stages, colours))
-  if run.timeline:
-    cards.append(_gantt_card(run.timeline, colours))
+  if run.runs:
+    cards.append(_gantt_card(run.runs, colours))
   grid = ''.join(cards)
   return f'<h2>Where the time went</h2><div class="grid">{grid}</div>'
 
@@ -274,9 +274,9 @@ def _stacked_card(stages, colours: Mapping[str, int]) -> str:
   return _card('Seconds a step', note, picture, now, 'two-thirds')
 
 
-def _gantt_card(timeline: Sequence[Mapping], colours: Mapping[str, int]) -> str:
-  last = sorted({record['step'] for record in timeline})[-GANTT_STEPS:]
-  records = [record for record in timeline if record['step'] in last]
+def _gantt_card(runs: Sequence[Mapping], colours: Mapping[str, int]) -> str:
+  last = sorted({record['step'] for record in runs})[-GANTT_STEPS:]
+  records = [record for record in runs if record['step'] in last]
   picture = charts.gantt(records, colours, width=WHOLE)
   words = 'step' if len(last) == 1 else f'{len(last)} steps'
   return _card(

@@ -30,7 +30,7 @@ class Run(NamedTuple):
   Attributes:
     folder: where it is.
     series: every metric by name.
-    timeline: the records of timeline.jsonl.
+    runs: the records of timeline.jsonl in which a stage ran.
     samples: the records of samples.jsonl.
     result: what result.json says; None unless the run finished.
     warm_start: the run this one started from, if it lies inside.
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
   folder: pathlib.Path
   series: dict[str, Series]
-  timeline: list[dict[str, Any]]
+  runs: list[dict[str, Any]]
   samples: list[dict[str, Any]]
   result: dict[str, Any] | None
   warm_start: 'Run | None'
@@ -66,7 +66,11 @@ def read(folder: str | os.PathLike) -> Run:
   return Run(
     folder,
     {name: _series(values) for name, values in series.items()},
-    _records(folder / 'timeline.jsonl'),
+    [
+      record
+      for record in _records(folder / 'timeline.jsonl')
+      if record['what'] == 'run'
+    ],
     _records(folder / 'samples.jsonl'),
     _result(folder / 'result.json'),
     read(inside) if _records(inside / 'metrics.jsonl') else None,
@@ -97,7 +101,7 @@ def seconds(run: Run) -> float:
   """How long the run took, as far as its folder tells."""
   if run.result:
     return float(run.result['seconds'])
-  known = [record['end'] for record in run.timeline]
+  known = [record['end'] for record in run.runs]
   counted = [
     np.nansum(run.series[name].value)
     for name in ('time/step', 'time/evaluate')

@@ -87,7 +87,7 @@ def train(
     prepare(seed=seed)
 
   runtime.compile('step')  # While the parameters are read.
-  with runtime.place.ambient():
+  with runtime.ambient():
     runtime.load(workflow.init(jax.random.key(seed)))
   saved = checkpoint_lib.Saved(0, None, source.init(seed), {})
   checkpoints = checkpoint_lib.Checkpoints(folder / 'checkpoints', keep)
@@ -236,16 +236,25 @@ class Loop:
 def _header(folder, runtime, start, steps) -> str:
   """What runs, and where."""
   carried = sum(x.nbytes for x in jax.tree.leaves(runtime.state()))
-  mesh = runtime.place.mesh
-  devices = dict(mesh.shape) if mesh else '1 device'
   facts = {
     'steps': f'{start} of {steps} done' if start else f'{steps}',
     'state': listing.size(carried),
-    'place': f'{devices} ({jax.devices()[0].device_kind})',
+    'places': _places(runtime.plan),
     'folder': str(folder),
   }
-  stages = ' → '.join(runtime.flows['step'].stages)
+  stages = ' → '.join(runtime.lowered['step'].flow.stages)
   return console.header(f'Training: {stages}', facts)
+
+
+def _places(plan) -> str:
+  """Devices and mesh of every place."""
+  kind = jax.devices()[0].device_kind
+  said = []
+  for name, place in plan.places.items():
+    n = len(place.devices)
+    axes = ' '.join(f'{axis}={size}' for axis, size in place.axes)
+    said.append(f'{name}: {n} device{"s" * (n > 1)} {axes}'.rstrip())
+  return f'{", ".join(said)} ({kind})'
 
 
 def finish(result: Result, say: Callable[[str], None]):

@@ -38,7 +38,7 @@ def make_run(folder, *, steps=180, every=20, finished=True, warm_start=True):
 
   def stage(step, name, seconds):
     nonlocal now
-    record = {'step': step, 'place': 'all', 'stage': name}
+    record = {'step': step, 'place': 'all', 'what': 'run', 'stage': name}
     timeline.append({**record, 'start': now, 'end': now + seconds})
     now += seconds
     return seconds

@@ -75,3 +75,34 @@ def test_a_place_without_devices_is_refused():
 def test_a_device_named_twice_is_refused():
   with pytest.raises(ValueError, match='names a device twice'):
     plan.Placement((0, 0), (('data', 2),))
+
+
+def test_a_device_of_two_places_is_refused():
+  places = {
+    'a': plan.Placement((0, 1), (('data', 2),)),
+    'b': plan.Placement((1,)),
+  }
+  with pytest.raises(ValueError, match="Device 1 is in the places 'a' and 'b'"):
+    plan.Plan(places, {})
+
+
+def test_no_pieces_are_refused():
+  with pytest.raises(ValueError, match='pass in 0 pieces'):
+    plan.Plan({'a': plan.Placement()}, {}, pieces=0)
+
+
+def test_an_eviction_of_an_unknown_stage_is_refused():
+  with pytest.raises(ValueError, match=r"eviction for 'aply'.*\['apply'\]"):
+    plan.Plan({'a': plan.Placement()}, {'apply': 'a'}, evict=('aply',))
+
+
+def test_a_field_that_plans_do_not_have_is_refused():
+  text = '{"places": {"a": {}}, "stages": {}, "peices": 2}'
+  with pytest.raises(ValueError, match=r"no \['peices'\]: it has .*'pieces'"):
+    plan.Plan.from_json(text)
+
+
+def test_what_a_plan_leaves_out_has_a_default():
+  text = '{"places": {"a": {"devices": [3]}}, "stages": {"learn": "a"}}'
+  made = plan.Plan.from_json(text)
+  assert made == plan.Plan({'a': plan.Placement((3,))}, {'learn': 'a'})

@@ -177,7 +177,13 @@ def test_a_run_of_which_nothing_is_finite_is_shown(tmp_path):
 
 def test_several_places_have_rows_of_their_own(tmp_path):
   folder = fake_run.make_run(tmp_path / 'r', steps=2, warm_start=False)
-  record = {'step': 2, 'stage': 'generate', 'start': 0.0, 'end': 1.0}
+  record = {
+    'step': 2,
+    'what': 'run',
+    'stage': 'generate',
+    'start': 0.0,
+    'end': 1.0,
+  }
   fake_run.write_lines(
     folder / 'timeline.jsonl',
     [{**record, 'place': 'sampler'}, {**record, 'place': 'learner'}],

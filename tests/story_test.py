@@ -16,7 +16,7 @@ def make(seconds=372.0, **series):
       )
       for name, values in series.items()
     },
-    timeline=[],
+    runs=[],
     samples=[],
     result={'seconds': seconds},
     warm_start=None,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from planner import flow as flow_lib
+from planner import graph as graph_lib
 from planner import plan as plan_lib
 from stages import base, language
 from stages import stage as stages
@@ -80,7 +81,7 @@ def examples(rows=8, columns=5, seed=0) -> base.Example:
   return base.Example(prompt, action_BT.astype(np.int32), mask_BT)
 
 
-def trace(workflow: base.Workflow, batch) -> flow_lib.Flow:
+def trace(workflow: base.Workflow, batch) -> graph_lib.Flow:
   """The flow of a workflow's step."""
   key = jax.random.key(0)
   return flow_lib.trace(
@@ -88,7 +89,7 @@ def trace(workflow: base.Workflow, batch) -> flow_lib.Flow:
   )
 
 
-def trace_evaluation(workflow: base.Workflow, batch) -> flow_lib.Flow:
+def trace_evaluation(workflow: base.Workflow, batch) -> graph_lib.Flow:
   """The flow of a workflow's evaluation, which carries its state unchanged."""
   key = jax.random.key(0)
   return flow_lib.trace(
@@ -99,11 +100,20 @@ def trace_evaluation(workflow: base.Workflow, batch) -> flow_lib.Flow:
   )
 
 
+def _sum(x):
+  """A sum over rows, in the shape that all values of a random step have."""
+  return jnp.full(4, x.sum())
+
+
 ROUTED = [
   stages.Stage(lambda x: (jnp.sin(x), jnp.cos(x)), 'turn', 'batch'),
   stages.Stage(lambda x, y: x - y, 'differ'),
-  stages.Stage(lambda x, y: (x + 0.5 * y, x * y), 'add', 'sum'),
-  stages.Stage(lambda x: jnp.tanh(2 * x), 'squash', 'sum'),
+  stages.Stage(
+    lambda x, y: (_sum(jnp.sin(x + 0.5 * y)), _sum(jnp.cos(x * y))),
+    'add',
+    'sum',
+  ),
+  stages.Stage(lambda x: _sum(jnp.tanh(2 * x)), 'squash', 'sum'),
 ]
 
 

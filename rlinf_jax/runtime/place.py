@@ -9,7 +9,7 @@ import threading
 import jax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from planner import flow as flow_lib
+from planner import graph as graph_lib
 from planner import plan as plan_lib
 from rlinf_jax.runtime import microbatch
 from sharding import mesh as mesh_lib
@@ -47,7 +47,7 @@ class Place:
     self.calls = {}
     self.locks = {}
 
-  def layout(self, value: flow_lib.Value):
+  def layout(self, value: graph_lib.Value):
     """How this place holds a value."""
     if self.mesh is None:
       return SingleDeviceSharding(self.device)
@@ -59,7 +59,7 @@ class Place:
       ) from None
     return NamedSharding(self.mesh, spec)
 
-  def check_rows(self, flow: flow_lib.Flow, node: flow_lib.Node):
+  def check_rows(self, flow: graph_lib.Flow, node: graph_lib.Node):
     """Refuses rows at a time that the devices cannot share in whole groups.
 
     XLA would take a group split between devices, and gives wrong numbers for it
@@ -87,11 +87,11 @@ class Place:
     """A context in which checkpoints are read straight to this place."""
     return jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext()
 
-  def put(self, value: flow_lib.Value, x):
+  def put(self, value: graph_lib.Value, x):
     """`x` as this place holds `value`."""
     return jax.device_put(x, self.layout(value))
 
-  def compile(self, flow: flow_lib.Flow, node: flow_lib.Node, donate=()):
+  def compile(self, flow: graph_lib.Flow, node: graph_lib.Node, donate=()):
     """A function of the leaves that `node` reads, made ready to run."""
     stage = node.stage
     if stage.host:
@@ -113,14 +113,16 @@ class Place:
 
   def _compiled(self, node, reads, writes, spare):
     stage = node.stage
-    rows = self.rows.get(stage.name)
+    rows = None if graph_lib.is_plumbing(node) else self.rows.get(stage.name)
     # Already jitted: what the flow has traced is not traced again.
     fn = stage.run
     if rows:
       fn = microbatch.in_microbatches(stage, rows, self._spread)
 
     def call(*leaves):
-      return jax.tree.leaves(fn(*jax.tree.unflatten(node.takes, leaves)))
+      if node.takes is not None:
+        leaves = jax.tree.unflatten(node.takes, leaves)
+      return jax.tree.leaves(fn(*leaves))
 
     call.__name__ = stage.name  # What a profiler shows.
     run = jax.jit(
@@ -130,7 +132,15 @@ class Place:
       donate_argnums=spare,
     )
     like = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in reads]
-    return run.lower(*like).compile()
+    lowered = run.lower(*like)
+    made = [(x.shape, x.dtype) for x in jax.tree.leaves(lowered.out_info)]
+    if made != [(v.shape, v.dtype) for v in writes]:
+      raise ValueError(
+        f'Stage {stage.name} makes something else of a piece of its rows than '
+        f'of all of them ({writes[0].name} and what follows): its sums must '
+        'have one shape. Cut the batch in fewer pieces.'
+      )
+    return lowered.compile()
 
   def _spread(self, x):
     """Shares the rows of `x[micro-batch, row, ...]` over the devices."""

@@ -1,4 +1,4 @@
-"""What ran when: one record an executed stage."""
+"""What ran when: one record an executed instruction."""
 
 import collections
 import time
@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-  """A stage call.
+  """An instruction that a place carried out.
 
   Attributes:
     step: the update it belongs to, from one.
     place: where it ran.
-    stage: what ran.
+    what: 'run', 'send', 'wait' (for a value), 'evict' or 'restore'.
+    stage: what ran; where no stage did, the name of the value.
+    piece: which piece of the batch, from one, and of how many.
     start: seconds since the timeline began.
     end: likewise.
     cpu: CPU-seconds that the whole process used meanwhile.
@@ -19,14 +21,16 @@ class Span(NamedTuple):
 
   step: int
   place: str
+  what: str
   stage: str
+  piece: tuple[int, int]
   start: float
   end: float
   cpu: float
 
 
 class Timeline:
-  """Spans of the current step, on one clock."""
+  """Spans of the current step, on one clock. Places may write at once."""
 
   def __init__(self):
     self.began = time.perf_counter()
@@ -36,11 +40,15 @@ class Timeline:
     """Seconds since it began, and CPU-seconds of the process."""
     return time.perf_counter() - self.began, time.process_time()
 
-  def add(self, step: int, place: str, stage: str, start: tuple[float, float]):
-    """Records that `stage`, begun at `start`, has just ended."""
+  def add(self, step, place, what, stage, start, piece=(0, 1)):
+    """Records that `what`, begun at `start`, has just ended."""
     end = self.now()
+    piece = piece[0] + 1, piece[1]
     self.spans.append(
-      Span(step, place, stage, start[0], end[0], end[1] - start[1])
+      Span(
+        *(step, place, what, stage, piece),
+        *(start[0], end[0], end[1] - start[1]),
+      )
     )
 
   def take(self) -> list[Span]:
@@ -53,5 +61,6 @@ def seconds(spans) -> dict[str, float]:
   """Seconds by stage."""
   total = collections.defaultdict(float)
   for span in spans:
-    total[span.stage] += span.end - span.start
+    if span.what == 'run':
+      total[span.stage] += span.end - span.start
   return dict(total)

@@ -1,0 +1,106 @@
+"""A plan of several places never changes the mathematics.
+
+Moving stages between places of one device changes no bit. A batch in pieces, or
+another mesh, changes rounding.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import invariance_test
+from planner import plan as plan_lib
+from rlinf_jax.runtime import local
+import tiny
+
+STAGES = (
+  'repeat keys generate reward measure compare refer minibatches gradient '
+  'apply fold'
+).split()
+MESHES = [((), 1), ((('data', 2),), 2), ((('fsdp', 2),), 2)]
+
+
+@pytest.fixture(autouse=True, scope='module')
+def in_float64():
+  jax.config.update('jax_enable_x64', True)
+  yield
+  jax.config.update('jax_enable_x64', False)
+
+
+@functools.cache
+def workflow(updates=1):
+  return invariance_test.grpo('float64', updates=updates)
+
+
+def begin(updates):
+  return invariance_test.begin(workflow(updates))
+
+
+@functools.cache
+def eager(updates):
+  """Two steps as arrays."""
+  state, made = begin(updates), []
+  for i in range(2):
+    state, info = workflow(updates).step(state, tiny.problem(seed=i), key(i))
+    made.append((tiny.arrays(state), tiny.arrays(info)))
+  return made
+
+
+def key(i):
+  return jax.random.key(3 + i)
+
+
+def random_plan(seed) -> tuple[plan_lib.Plan, int]:
+  """A plan of one to four places, and the updates of a step it is tried on."""
+  rng = np.random.default_rng(seed)
+  places, first = {}, 0
+  for i in range(rng.integers(1, 5)):
+    axes, n = MESHES[rng.integers(len(MESHES))]
+    places[f'p{i}'] = plan_lib.Placement(tuple(range(first, first + n)), axes)
+    first += n
+  names = list(places)
+  stages = {name: names[rng.integers(len(names))] for name in STAGES}
+  pieces = int(rng.choice([1, 2, 4]))
+  rows = {}
+  if rng.integers(2):
+    rows['gradient'] = 8
+  evict = tuple(name for name in ('refer', 'apply') if rng.integers(2))
+  plan = plan_lib.Plan(places, stages, rows, pieces, evict)
+  return plan, int(rng.choice([1, 2]))
+
+
+def run(plan, updates):
+  step = tiny.trace(workflow(updates), tiny.problem())
+  runtime = local.Local(plan, step=step)
+  runtime.load(begin(updates))
+  made = []
+  for i in range(2):
+    info = runtime.step(tiny.problem(seed=i), key(i))
+    made.append((tiny.arrays(runtime.state()), tiny.arrays(info)))
+  runtime.close()
+  return made
+
+
+def compare(got, want, exact):
+  for trees in zip(got, want, strict=True):
+    for one, other in zip(*trees, strict=True):
+      if exact:
+        tiny.assert_same_bits(one, other)
+        continue
+      assert one.keys() == other.keys()
+      for name, x in other.items():
+        scale = max(1.0, float(np.abs(x).max(initial=0)))
+        np.testing.assert_allclose(
+          one[name], x, rtol=1e-9, atol=1e-9 * scale, err_msg=name
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('seed', range(24))
+def test_no_plan_changes_the_mathematics(seed):
+  plan, updates = random_plan(seed)
+  alone = all(len(place.devices) == 1 for place in plan.places.values())
+  exact = alone and plan.pieces == 1 and not plan.rows
+  compare(run(plan, updates), eager(updates), exact)
