@@ -1,8 +1,10 @@
 """A plan: where each stage runs. Plain data, to be read, kept and edited."""
 
+from collections.abc import Iterable, Mapping
 import dataclasses
 import json
 import math
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,25 +90,61 @@ class Plan:
 
   @classmethod
   def from_json(cls, text: str) -> 'Plan':
-    """Reads a plan, and refuses what is not one.
+    """Reads a plan; the inverse of `to_json`.
 
     Raises:
-      ValueError: for a field that plans do not have, or a plan that cannot be.
+      ValueError: as `of`.
     """
-    plan = json.loads(text)
-    known = [field.name for field in dataclasses.fields(cls)]
-    strange = sorted(plan.keys() - set(known))
-    if strange:
-      raise ValueError(f'A plan has no {strange}: it has {known}.')
-    places = {
-      name: Placement(
-        tuple(place.get('devices', (0,))),
-        tuple((a, n) for a, n in place.get('axes', ())),
-      )
-      for name, place in plan.pop('places').items()
-    }
-    evict = tuple(plan.pop('evict', ()))
-    return cls(places, evict=evict, **plan)
+    return of(json.loads(text))
+
+
+REST = '*'  # In a sketch: every stage that is not named.
+
+
+def of(sketch: Mapping[str, Any], stages: Iterable[str] = ()) -> Plan:
+  """The plan that a person, or a file, has in mind.
+
+    {'places': {'actor': {'devices': [0]}, 'learner': {'devices': [1]}},
+     'stages': {'generate': 'actor', '*': 'learner'}, 'pieces': 4}
+
+  Args:
+    sketch: the fields of a plan. Without places there is one, on device 0; a
+      sole place is that of all stages; else `*` stands for those not named.
+    stages: names of all stages.
+
+  Raises:
+    ValueError: for a field that plans do not have, a stage that there is not,
+      or a plan that cannot be.
+  """
+  known = [field.name for field in dataclasses.fields(Plan)]
+  strange = sorted(sketch.keys() - set(known))
+  if strange:
+    raise ValueError(f'A plan has no {strange}: it has {known}.')
+  places = {
+    name: Placement(
+      tuple(place.get('devices', (0,))),
+      tuple((axis, size) for axis, size in place.get('axes', ())),
+    )
+    for name, place in sketch.get('places', {'all': {}}).items()
+  }
+  where = dict(sketch.get('stages', {}))
+  rest = where.pop(REST, next(iter(places)) if len(places) == 1 else None)
+  stages = tuple(stages)
+  unknown = sorted(where.keys() - set(stages))
+  if stages and unknown:
+    raise ValueError(
+      f'The plan places {unknown}, which is not among the stages '
+      f'{sorted(stages)}.'
+    )
+  if rest is not None:
+    where = dict.fromkeys(stages, rest) | where
+  return Plan(
+    places,
+    where,
+    dict(sketch.get('rows', {})),
+    sketch.get('pieces', 1),
+    tuple(sketch.get('evict', ())),
+  )
 
 
 def one_place(stages, placement: Placement = Placement(), rows=None) -> Plan:

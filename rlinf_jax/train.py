@@ -1,6 +1,6 @@
 """The training loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import functools
 import json
 import math
@@ -45,8 +45,7 @@ def train(
   seed: int = 0,
   resume: bool = False,
   prepare: Callable[..., Any] | None = None,
-  placement: plan_lib.Placement = plan_lib.Placement(),
-  rows: dict[str, int] | None = None,
+  plan: Mapping[str, Any] | str | None = None,
   evaluate_every: int = 20,
   until: float | None = None,
   checkpoint_every: int = 50,
@@ -65,8 +64,8 @@ def train(
     resume: go on from the newest checkpoint in `workdir`, if there is one.
     prepare: called with `seed` when all is checked and before parameters are
       read: it may train the checkpoint to begin with.
-    placement: devices and mesh of the one place.
-    rows: rows that a stage takes at once, by stage, to save memory.
+    plan: where and how finely stages run, as `planner.plan.of` reads it, or a
+      file of such JSON; None runs all on the first device.
     evaluate_every: updates between evaluations on held-out problems.
     until: end early once held-out accuracy is at least this.
     checkpoint_every: updates between checkpoints.
@@ -78,7 +77,7 @@ def train(
   finished = finished_result(folder, steps, until, resume)
   if finished:
     return finished
-  runtime = build(workflow, source, seed, placement, rows)
+  runtime = build(workflow, source, seed, plan)
   config.refuse_unused()
   folder.mkdir(parents=True, exist_ok=True)
   config.save(folder / 'config.gin')
@@ -130,8 +129,8 @@ def finished_result(folder, steps, until, resume) -> Result | None:
   return Result(folder, old['steps'], old['seconds'], old['metrics'])
 
 
-def build(workflow, source, seed, placement, rows) -> local.Local:
-  """Traces a workflow and plans it on one place; computes nothing yet."""
+def build(workflow, source, seed, plan) -> local.Local:
+  """Traces a workflow and makes its programs; computes nothing yet."""
   key = jax.random.key(seed)
   _, batch = source.next(source.init(seed), {})
   state = jax.eval_shape(workflow.init, key)
@@ -143,7 +142,9 @@ def build(workflow, source, seed, placement, rows) -> local.Local:
     key,
   )
   stages = dict.fromkeys((*step.stages, *evaluate.stages))
-  plan = plan_lib.one_place(stages, placement, rows)
+  if isinstance(plan, str):
+    plan = json.loads(pathlib.Path(plan).read_text())
+  plan = plan_lib.of(plan or {}, stages)
   return local.Local(plan, step=step, evaluate=evaluate)
 
 

@@ -106,3 +106,32 @@ def test_what_a_plan_leaves_out_has_a_default():
   text = '{"places": {"a": {"devices": [3]}}, "stages": {"learn": "a"}}'
   made = plan.Plan.from_json(text)
   assert made == plan.Plan({'a': plan.Placement((3,))}, {'learn': 'a'})
+
+
+def test_a_sketch_of_nothing_runs_all_on_one_device():
+  assert plan.of({}, ('act', 'learn')) == plan.one_place(('act', 'learn'))
+
+
+def test_three_lines_say_collocated_disaggregated_or_hybrid():
+  names = ('generate', 'reward', 'gradient', 'apply')
+  two = {'actor': {'devices': [0]}, 'learner': {'devices': [1]}}
+  collocated = plan.of({'places': {'all': {'devices': [0]}}}, names)
+  assert set(collocated.stages.values()) == {'all'}
+  apart = plan.of(
+    {'places': two, 'stages': {'generate': 'actor', '*': 'learner'}}, names
+  )
+  assert apart.stages == dict.fromkeys(names, 'learner') | {'generate': 'actor'}
+  hybrid = plan.of(
+    {
+      'places': two,
+      'stages': {'generate': 'actor', 'reward': 'actor', '*': 'learner'},
+      'pieces': 4,
+    },
+    names,
+  )
+  assert hybrid.stages['reward'] == 'actor' and hybrid.pieces == 4
+
+
+def test_a_sketch_that_places_a_stage_there_is_not_is_refused():
+  with pytest.raises(ValueError, match=r"places \['genrate'\].*\['generate'\]"):
+    plan.of({'stages': {'genrate': 'all'}}, ('generate',))

@@ -184,7 +184,9 @@ def test_what_padding_looks_like_to_the_policy_has_no_part_in_the_loss():
     def evaluate(params, obs, action):
       return base.Evaluation(params, jnp.zeros_like(params))
 
-    f = objective(evaluate, (0.2, 0.2, None), 1.0, 0.0, aggregate)
+    f = objective(
+      evaluate, (0.2, 0.2, None), (1.0, losses.kl_k3), 0.0, aggregate
+    )
     return jax.value_and_grad(lambda p: f(p, x, ref_logp)[0][0].sum)(logp)
 
   want = loss(jnp.array([[-1.0, -2.0, 0.0]]), jnp.array([[-2.0, -1.0, 0.0]]))

@@ -1,8 +1,10 @@
 """CPU-seconds and wall seconds of a training step, stage by stage."""
 
+from collections.abc import Mapping
 import json
 import resource
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +43,7 @@ def bench(
   *,
   steps: int,
   warm: int = 2,
-  placement: plan_lib.Placement = plan_lib.Placement(),
-  rows: dict[str, int] | None = None,
+  plan: Mapping[str, Any] | None = None,
 ):
   """Runs `warm` + `steps` steps through flow, plan and runtime; prints figures.
 
@@ -52,14 +53,12 @@ def bench(
     steps: how many are measured.
     warm: how many are not; the first of all is timed from the start of the
       process.
-    placement: devices and mesh of the one place.
-    rows: rows that a stage takes at once, by stage.
+    plan: as `planner.plan.of` reads it; None runs all on the first device.
   """
   key = jax.random.key(0)
   state = jax.eval_shape(workflow.init, key)
   flow = flow_lib.trace(workflow.step, state, batch, key)
-  plan = plan_lib.one_place(flow.stages, placement, rows)
-  runtime = local.Local(plan, step=flow)
+  runtime = local.Local(plan_lib.of(plan or {}, flow.stages), step=flow)
   runtime.compile('step')  # While the parameters are made.
   runtime.load(workflow.init(key))
   wall, cpu, spans, tokens = [], [], [], 0.0

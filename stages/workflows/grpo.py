@@ -30,6 +30,7 @@ def grpo(
   high: float = 0.2,
   dual: float | None = None,
   kl: float = 0.0,
+  divergence: Callable = losses.kl_k3,
   entropy: float = 0.0,
   updates: int = 1,
   advantage: Callable = advantages.group_relative,
@@ -46,6 +47,9 @@ def grpo(
     high: how far it may rise; more than `low` is DAPO's clip-higher.
     dual: bound of the loss where the advantage is negative (dual clip).
     kl: weight of the pull towards the policy it began as; 0 keeps no copy.
+    divergence: `logp, ref_logp -> KL`, token by token: how that is estimated.
+      The gradient of `kl_k2` is that of KL(π‖π_ref), which lets go of what the
+      reference did wrong; that of `kl_k3` is of KL(π_ref‖π), which does not.
     entropy: weight of the entropy bonus.
     updates: minibatches of one batch, each an optimiser step.
     advantage: `reward_G -> advantage_G` of one group.
@@ -55,7 +59,7 @@ def grpo(
   loss = objective(
     functools.partial(policy.evaluate, group=group),
     (low, high, dual),
-    kl,
+    (kl, divergence),
     entropy,
     aggregate,
   )
@@ -115,6 +119,7 @@ def grpo(
 
 def objective(evaluate, clip, kl, entropy, aggregate) -> Callable:
   """What `grpo` minimises: `params, experience, ref_logp -> means, info`."""
+  kl, divergence = kl
 
   def loss(params, x: base.Experience, ref_logp_BT):
     now = evaluate(params, x.obs, x.action)
@@ -137,9 +142,10 @@ def objective(evaluate, clip, kl, entropy, aggregate) -> Callable:
     }
     if kl:
       ref_logp_BT = jnp.where(x.mask > 0, ref_logp_BT, 0.0)
-      kl_BT = losses.kl_k3(now.logp, ref_logp_BT)
-      info['train/kl_reference'] = metrics.mean(kl_BT, x.mask)
-      loss_BT += kl * kl_BT
+      info['train/kl_reference'] = metrics.mean(
+        losses.kl_k3(now.logp, ref_logp_BT), x.mask
+      )
+      loss_BT += kl * divergence(now.logp, ref_logp_BT)
     if entropy:
       loss_BT -= entropy * now.entropy
     return (aggregate(loss_BT, x.mask),), info
