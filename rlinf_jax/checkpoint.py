@@ -19,13 +19,14 @@ class Saved(NamedTuple):
     step: finished updates.
     state: the workflow's state.
     source: the source's state.
-    metrics: numbers of the last step, which the source reads next.
+    metrics: numbers after each of the last steps, by updates finished; as many
+      as steps may overlap, since the source reads them that much later.
   """
 
   step: int
   state: Any
   source: Any
-  metrics: dict[str, float]
+  metrics: dict[int, dict[str, float]]
 
 
 class Checkpoints:
@@ -68,7 +69,10 @@ class Checkpoints:
     state = jax.tree.map(
       lambda x: x.copy() if isinstance(x, jax.Array) else x, saved.state
     )
-    metrics = {k: float(v).hex() for k, v in saved.metrics.items()}
+    metrics = {
+      str(step): {k: float(v).hex() for k, v in numbers.items()}
+      for step, numbers in saved.metrics.items()
+    }
     self._guard(
       lambda: self._manager.save(
         saved.step,
@@ -97,7 +101,10 @@ class Checkpoints:
         metrics=ocp.args.JsonRestore(),
       ),
     )
-    metrics = {k: float.fromhex(v) for k, v in made.metrics.items()}
+    metrics = {
+      int(step): {k: float.fromhex(v) for k, v in numbers.items()}
+      for step, numbers in made.metrics.items()
+    }
     return Saved(step, made.state, made.source, metrics)
 
   def close(self):

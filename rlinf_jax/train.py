@@ -1,6 +1,8 @@
 """The training loop."""
 
+import collections
 from collections.abc import Callable, Mapping
+import contextlib
 import functools
 import json
 import math
@@ -84,24 +86,33 @@ def train(
   (folder / 'plan.json').write_text(runtime.plan.to_json())
   if prepare:
     prepare(seed=seed)
-
-  runtime.compile('step')  # While the parameters are read.
-  with runtime.ambient():
-    runtime.load(workflow.init(jax.random.key(seed)))
-  saved = checkpoint_lib.Saved(0, None, source.init(seed), {})
   checkpoints = checkpoint_lib.Checkpoints(folder / 'checkpoints', keep)
-  if resume and checkpoints.latest() is not None:
-    saved = checkpoints.load(runtime.state(), saved.source)
-    runtime.load(saved.state, saved.step)
-  with record.opened(folder, source, steps, saved.step, wandb) as notes:
+  with contextlib.closing(runtime), contextlib.ExitStack() as stack:
+    saved = begin(runtime, workflow, source, seed, checkpoints, resume)
+    notes = stack.enter_context(
+      record.opened(folder, source, steps, saved.step, wandb)
+    )
     notes.say(_header(folder, runtime, saved.step, steps))
-    loop = Loop(runtime, source, checkpoints, notes, seed, saved)
+    lag = workflow.lag
+    loop = Loop(runtime, source, checkpoints, notes, seed, saved, lag)
     loop.run(folder, steps, evaluate_every, until, checkpoint_every)
     result = Result(folder, loop.steps, loop.seconds(), loop.metrics)
     if export:
       export(folder / 'model', workflow.params(runtime.state()))
     finish(result, notes.say)
   return result
+
+
+def begin(runtime, workflow, source, seed, checkpoints, resume):
+  """Loads what a run starts from: fresh parameters or its last checkpoint."""
+  runtime.compile('step')  # While the parameters are read.
+  with runtime.ambient():
+    runtime.load(workflow.init(jax.random.key(seed)))
+  saved = checkpoint_lib.Saved(0, None, source.init(seed), {})
+  if resume and checkpoints.latest() is not None:
+    saved = checkpoints.load(runtime.state(), saved.source)
+    runtime.load(saved.state, saved.step)
+  return saved
 
 
 def finished_result(folder, steps, until, resume) -> Result | None:
@@ -149,18 +160,33 @@ def build(workflow, source, seed, plan) -> local.Local:
 
 
 class Loop:
-  """Where a run is: what must survive from step to step."""
+  """Where a run is: what must survive from step to step.
 
-  def __init__(self, runtime, source, checkpoints, notes, seed, saved):
-    self._runtime, self._source = runtime, source
+  Attributes:
+    steps: updates finished.
+    metrics: the last value of each.
+  """
+
+  def __init__(self, runtime, source, checkpoints, notes, seed, saved, lag):
+    self._runtime, self._source, self._lag = runtime, source, lag
     self._checkpoints, self._notes = checkpoints, notes
     self._key = jax.random.key(seed)
     self._held_out = source.held_out()
     self._state = saved.source
-    self.steps, self.metrics = saved.step, saved.metrics
-    self._began = time.perf_counter() - saved.metrics.get(
+    self.steps = self._begun = saved.step
+    self._known = dict(saved.metrics)  # By updates finished.
+    self._flying = collections.deque()  # Steps begun and not finished.
+    self._began = time.perf_counter() - self.metrics.get(
       'throughput/seconds', 0.0
     )
+    self._last = time.perf_counter()
+
+  @property
+  def metrics(self) -> dict[str, float]:
+    return self._known.get(self.steps, {})
+
+  def _learn(self, numbers):
+    self._known[self.steps] = self.metrics | numbers
 
   def run(self, folder, steps, evaluate_every, until, checkpoint_every):
     """Trains to the end; evaluates first, in between and last."""
@@ -168,7 +194,9 @@ class Loop:
     if not first:
       self.evaluate()
     while self.steps < steps and not self._reached(until):
-      rows = self.step()
+      # What is evaluated or saved is a state at rest.
+      rests = [n - self.steps % n for n in (evaluate_every, checkpoint_every)]
+      rows = self.step(min(steps, self.steps + min(rests)))
       if self.steps == first + 1:
         config.save_operative(folder / 'operative_config.gin')
       last = self.steps == steps
@@ -189,16 +217,36 @@ class Loop:
     now = self.metrics.get('eval/accuracy', -math.inf)
     return accuracy is not None and now >= accuracy
 
-  def step(self) -> dict[str, Any]:
-    """One update; returns what it shows of its rows."""
-    start = time.perf_counter()
-    self._state, batch = self._source.next(self._state, self.metrics)
-    key = jax.random.fold_in(self._key, self.steps)
-    info = jax.device_get(self._runtime.step(batch, key))
-    seconds = time.perf_counter() - start
+  def _begin(self):
+    """Begins the next step, while as many as the lag may not have ended."""
+    # What the source is told does not depend on which of them have.
+    told = self._known.get(self._begun - self._lag, {})
+    self._state, batch = self._source.next(self._state, told)
+    key = jax.random.fold_in(self._key, self._begun)
+    self._flying.append(self._runtime.submit(batch, key))
+    self._begun += 1
+
+  def step(self, rest: int) -> dict[str, Any]:
+    """One update; returns what it shows of its rows.
+
+    Args:
+      rest: the update after which no other may have been begun.
+    """
+    if not self._flying:
+      self._last = time.perf_counter()
+    while self._begun < min(rest, self.steps + 1 + self._lag):
+      self._begin()
+    info = self._flying.popleft().result()
+    if not self._flying:
+      self._runtime.wait()
+    info = jax.device_get(info)
+    seconds = time.perf_counter() - self._last
+    self._last += seconds
+    self._known[self.steps + 1] = self.metrics
+    self._known.pop(self.steps - self._lag, None)
     self.steps += 1
     numbers, rows = metrics.read(info)
-    spans = self._runtime.timeline.take()
+    spans = self._runtime.timeline.take(self.steps)
     numbers['time/step'] = seconds
     numbers['throughput/seconds'] = self.seconds()
     for stage, spent in timeline_lib.seconds(spans).items():
@@ -208,7 +256,7 @@ class Loop:
         numbers['throughput/tokens_per_second'] = numbers[name] / seconds
     self._notes.numbers(self.steps, numbers)
     self._notes.spans(self.steps, spans)
-    self.metrics = self.metrics | numbers
+    self._learn(numbers)
     return rows
 
   def evaluate(self):
@@ -224,12 +272,12 @@ class Loop:
     self._notes.numbers(self.steps, numbers)
     for name, shown in rows.items():
       self._notes.samples(self.steps, name.split('/')[0], shown)
-    self.metrics = self.metrics | numbers
+    self._learn(numbers)
 
   def save(self):
     self._checkpoints.save(
       checkpoint_lib.Saved(
-        self.steps, self._runtime.state(), self._state, self.metrics
+        self.steps, self._runtime.state(), self._state, self._known
       )
     )
 

@@ -72,6 +72,7 @@ class Experience(NamedTuple):
       distribution that it sampled from.
     mask: one where `action` was its own; zero after the end.
     truncated: one where the limit of length ended the row, not the policy.
+    version: updates that the parameters had seen which the row acted by.
     advantage: how much better than expected.
   """
 
@@ -80,6 +81,7 @@ class Experience(NamedTuple):
   logp: Float[Array, 'B T']
   mask: Float[Array, 'B T']
   truncated: Float[Array, ' B']
+  version: Int[Array, ' B'] | None = None
   advantage: Float[Array, 'B T'] | None = None
 
 
@@ -141,12 +143,15 @@ class Workflow(NamedTuple):
       stages; arithmetic belongs inside a stage.
     evaluate: `state, batch, key -> info`: a second flow, which reads the state.
     params: `state -> params` of the policy that the workflow makes.
+    lag: steps that may be begun before an earlier one has ended, as what they
+      read of the state is that much older.
   """
 
   init: Callable[[Key], Any]
   step: Callable[[Any, Any, Key], tuple[Any, Info]]
   evaluate: Callable[[Any, Any, Key], Info]
   params: Callable[[Any], Params]
+  lag: int = 0
 
 
 class Source(NamedTuple):

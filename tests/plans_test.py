@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import invariance_test
+from planner import flow as flow_lib
 from planner import plan as plan_lib
 from rlinf_jax.runtime import local
 import tiny
@@ -104,3 +105,34 @@ def test_no_plan_changes_the_mathematics(seed):
   alone = all(len(place.devices) == 1 for place in plan.places.values())
   exact = alone and plan.pieces == 1 and not plan.rows
   compare(run(plan, updates), eager(updates), exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('lag', [1, 2])
+def test_steps_that_overlap_by_the_lag_compute_the_same(lag):
+  late = invariance_test.grpo('float64', lag=lag)
+  state, n = invariance_test.begin(late), 5
+  sketch = {
+    'places': {'actor': {'devices': [0]}, 'learner': {'devices': [1]}},
+    'stages': dict.fromkeys(('repeat', 'keys', 'generate'), 'actor')
+    | {'*': 'learner'},
+  }
+  step = flow_lib.trace(late.step, state, tiny.problem(), key(0))
+  runtime = local.Local(plan_lib.of(sketch, step.stages), step=step)
+  runtime.load(state)
+  flying, infos = [], []
+  for i in range(n):
+    flying.append(runtime.submit(tiny.problem(seed=i), key(i)))
+    if len(flying) > lag:
+      infos.append(flying.pop(0).result())
+  infos += [made.result() for made in flying]
+  for i in range(n):
+    state, info = late.step(state, tiny.problem(seed=i), key(i))
+    tiny.assert_same_bits(infos[i], info)
+  tiny.assert_same_bits(runtime.state(), state)
+  # The actor went on while the learner was at an earlier step.
+  runs = [s for s in runtime.timeline.take() if s.what == 'run']
+  acted = {s.step: s.start for s in runs if s.stage == 'generate'}
+  learned = {s.step: s.end for s in runs if s.stage == 'apply'}
+  assert any(acted[i + 1] < learned[i] for i in range(1, n))
+  runtime.close()

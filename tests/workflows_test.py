@@ -144,7 +144,8 @@ def test_samples_are_whole_groups_for_people_to_compare():
 NAMES = """
   rollout/accuracy rollout/groups_degenerate rollout/response_length_max
   rollout/response_length_mean rollout/response_length_p95 rollout/reward_mean
-  rollout/reward_std rollout/tokens rollout/truncated_fraction
+  rollout/reward_std rollout/staleness rollout/staleness_max rollout/tokens
+  rollout/truncated_fraction
   train/clip_fraction train/entropy train/grad_norm train/kl_behaviour train/lr
   train/policy_loss train/ratio_max train/ratio_mean train/skipped
 """
@@ -177,7 +178,9 @@ def test_the_kl_term_pulls_towards_the_reference_and_nowhere_else():
 
 def test_what_padding_looks_like_to_the_policy_has_no_part_in_the_loss():
   mask = np.array([[1.0, 1.0, 0.0]], np.float32)
-  x = base.Experience((), np.ones((1, 3), np.int32), -mask, mask, (), mask)
+  x = base.Experience(
+    (), np.ones((1, 3), np.int32), -mask, mask, (), advantage=mask
+  )
   aggregate = losses.sequence_mean_token_mean
 
   def loss(logp, ref_logp):
@@ -195,6 +198,30 @@ def test_what_padding_looks_like_to_the_policy_has_no_part_in_the_loss():
       jnp.array([[-1.0, -2.0, logp]]), jnp.array([[-2.0, -1.0, ref_logp]])
     )
     tiny.assert_same_bits(got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('lag', [1, 2])
+def test_a_lagging_policy_acts_as_the_one_of_so_many_steps_ago(lag):
+  fresh, late = grpo(optax.sgd(0.1)), grpo(optax.sgd(0.1), lag=lag)
+  state, seen = late.init(KEY), []
+  for i in range(4):
+    seen.append(state.actor.params)
+    old = fresh.init(KEY)
+    old = old._replace(actor=old.actor._replace(params=seen[max(0, i - lag)]))
+    key = jax.random.key(i)
+    _, want = fresh.step(old, problem(), key)
+    state, info = late.step(state, problem(), key)
+    # It says what that one would have said, and learns from it as it is now.
+    shown, expected = (
+      metrics.read(jax.device_get(x))[1]['rollout/samples']['completion']
+      for x in (info, want)
+    )
+    np.testing.assert_array_equal(shown, expected)
+    assert read(info)['rollout/staleness'] == min(i, lag)
+    assert read(info)['rollout/staleness_max'] == min(i, lag)
+    assert (read(info)['train/ratio_max'] > 1 + 1e-4) == (i > 0)
+  assert moved(state, late.init(KEY)) > 0
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What ran when: one record an executed instruction."""
 
 import collections
+import math
 import time
 from typing import NamedTuple
 
@@ -51,10 +52,13 @@ class Timeline:
       )
     )
 
-  def take(self) -> list[Span]:
-    """The spans since it was last asked."""
-    spans, self.spans = self.spans, []
-    return spans
+  def take(self, step: float = math.inf) -> list[Span]:
+    """The spans since it was last asked, of steps up to `step`."""
+    spans = self.spans
+    taken = [span for span in spans if span.step <= step]
+    # In place: others may be adding to it.
+    spans[:] = [*(s for s in spans if s.step > step)]
+    return taken
 
 
 def seconds(spans) -> dict[str, float]:

@@ -13,11 +13,25 @@ from stages import stage as stages
 from stages.workflows import held_out
 
 
+class Version(NamedTuple):
+  """Parameters, and how many updates they have seen."""
+
+  params: base.Params
+  step: jax.Array
+
+
 class State(NamedTuple):
-  """What a step of GRPO reads and rewrites; no reference where none is used."""
+  """What a step of GRPO reads and rewrites.
+
+  Attributes:
+    actor: what learns.
+    reference: what it began as; nothing where none is used.
+    past: the actor before each of the last `lag` steps, the oldest first.
+  """
 
   actor: base.TrainState
   reference: base.Params
+  past: tuple[Version, ...]
 
 
 def grpo(
@@ -33,6 +47,7 @@ def grpo(
   divergence: Callable = losses.kl_k3,
   entropy: float = 0.0,
   updates: int = 1,
+  lag: int = 0,
   advantage: Callable = advantages.group_relative,
   aggregate: Callable = losses.sequence_mean_token_mean,
 ) -> base.Workflow:
@@ -52,6 +67,10 @@ def grpo(
       reference did wrong; that of `kl_k3` is of KL(π_ref‖π), which does not.
     entropy: weight of the entropy bonus.
     updates: minibatches of one batch, each an optimiser step.
+    lag: steps by which the policy that acts is older than the one that learns.
+      It is meaning, not speed: called with arrays it is obeyed too. What it
+      buys is that a plan may generate while an earlier step still learns. The
+      clip is then around the policy that acted.
     advantage: `reward_G -> advantage_G` of one group.
     aggregate: `loss_BT, mask_BT -> metrics.Mean`.
   """
@@ -64,15 +83,22 @@ def grpo(
     aggregate,
   )
   measure = stages.Stage(
-    functools.partial(describe, group=group), 'measure', 'sum', group=group
+    functools.partial(describe, group=group, updates=updates),
+    'measure',
+    'sum',
+    whole=(2,),
+    group=group,
   )
-  act = functools.partial(policy.act, group=group)
-  generate = stages.Stage(act, 'generate', whole=(0,), group=group)
   minibatches = stages.minibatches(updates, group)
 
   @stages.stage('repeat', 'batch')
   def repeat(problem: base.Problem):
     return jax.tree.map(lambda x: jnp.repeat(x, group, axis=0), problem)
+
+  @together('generate', whole=(0,))
+  def generate(actor: Version, prompt, key_B):
+    x = policy.act(actor.params, prompt, key_B, group=group)
+    return x._replace(version=jnp.broadcast_to(actor.step, key_B.shape))
 
   @together('refer', whole=(0,))
   def refer(params, x: base.Experience):
@@ -94,27 +120,35 @@ def grpo(
 
   def init(key):
     params = policy.init(key)
-    return State(train.init(params, optimizer), params if kl else ())
+    actor = train.init(params, optimizer)
+    past = (Version(params, actor.step),) * lag
+    return State(actor, params if kl else (), past)
 
   def step(state: State, problem: base.Problem, key):
     problem = repeat(problem)
     keys = stages.keys(key, problem.prompt)
-    x = generate(state.actor.params, problem.prompt, keys)
+    actor = state.actor
+    now = Version(actor.params, actor.step)
+    acting, *past = (*state.past, now)
+    x = generate(acting, problem.prompt, keys)
     verdict = verify(problem.answer, x.action, x.mask)
-    measured = measure(x, verdict)
+    measured = measure(x, verdict, actor.step)
     x = x._replace(advantage=compare(verdict.reward, x.mask))
     ref_logp = refer(state.reference, x) if kl else ()
-    actor, infos = state.actor, []
+    infos = []
     for batch in minibatches((x, ref_logp)):
       actor, info = apply(actor, gradient(actor.params, *batch))
       infos.append(info)
     info = infos[0] if updates == 1 else fold(*infos)
-    return state._replace(actor=actor), measured | info
+    state = State(actor, state.reference, tuple(past))
+    return state, measured | info
 
   def evaluate(state: State, problem: base.Problem, key):
     return examine(state.actor.params, problem, key)
 
-  return base.Workflow(init, step, evaluate, lambda state: state.actor.params)
+  return base.Workflow(
+    init, step, evaluate, lambda state: state.actor.params, lag
+  )
 
 
 def objective(evaluate, clip, kl, entropy, aggregate) -> Callable:
@@ -153,17 +187,22 @@ def objective(evaluate, clip, kl, entropy, aggregate) -> Callable:
   return loss
 
 
-def describe(x: base.Experience, verdict: base.Verdict, group: int):
-  """What is worth knowing of a rollout."""
+def describe(
+  x: base.Experience, verdict: base.Verdict, now, group: int, updates: int
+):
+  """What is worth knowing of a rollout, when the actor is at update `now`."""
   reward_NG = verdict.reward.reshape(-1, group)
   alike_N = reward_NG.max(1) == reward_NG.min(1)
   length_B, T = x.mask.sum(1), x.mask.shape[1]
+  stale_B = (now - x.version).astype(jnp.float32) / updates  # In steps.
   return {
     'rollout/reward': metrics.moments(verdict.reward),
     'rollout/accuracy': metrics.mean(verdict.correct),
     'rollout/groups_degenerate': metrics.mean(alike_N.astype(jnp.float32)),
     'rollout/response_length': metrics.histogram(length_B, T + 1),
     'rollout/truncated_fraction': metrics.mean(x.truncated),
+    'rollout/staleness': metrics.mean(stale_B),
+    'rollout/staleness_max': metrics.maximum(stale_B),
     'rollout/tokens': length_B.sum(),
     'rollout/samples': metrics.first(held_out.show(x, verdict.reward), group),
   }
