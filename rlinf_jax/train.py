@@ -16,7 +16,7 @@ from planner import flow as flow_lib
 from planner import listing
 from planner import plan as plan_lib
 from rlinf_jax import checkpoint as checkpoint_lib
-from rlinf_jax import config, console, record
+from rlinf_jax import config, console, record, trace
 from rlinf_jax.runtime import local
 from rlinf_jax.runtime import timeline as timeline_lib
 from stages import base, metrics
@@ -318,6 +318,7 @@ def finish(result: Result, say: Callable[[str], None]):
   part = result.folder / 'result.json.part'
   part.write_text(json.dumps(done, indent=2))
   part.replace(result.folder / 'result.json')
+  trace.write(result.folder)
   say(
     console.summary(
       result.folder, result.seconds, report.attempt(result.folder)

@@ -6,6 +6,7 @@ import dataclasses
 import queue
 import threading
 from typing import Any
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -139,7 +140,7 @@ class Local:
       steps: updates that led to it.
     """
     for worker in self._workers.values():
-      worker.turns.join()
+      worker.wait()
     self._failure = None
     self._links.clear()
     lowered, self.steps = self.lowered['step'], steps
@@ -168,7 +169,7 @@ class Local:
       StageError: if one of them failed.
     """
     for worker in self._workers.values():
-      worker.turns.join()
+      worker.wait()
     if self._failure:
       raise self._failure
 
@@ -176,7 +177,7 @@ class Local:
     """Ends the threads, each after the instruction that it is at."""
     self.fail(RuntimeError('The runtime was closed.'))
     for worker in self._workers.values():
-      worker.turns.put(None)
+      worker.close()
 
   def compile(self, name: str):
     """Begins to make every stage of a flow ready; does not wait for it."""
@@ -232,7 +233,7 @@ class Local:
     if not turn.missing:
       turn.done.set_result(jax.tree.unflatten(flow.gives, []))
     for worker in self._workers.values():
-      worker.turns.put(turn)
+      worker.begin(turn)
     return turn.done
 
   def give(self, turn: Turn, v: int, x):
@@ -288,26 +289,33 @@ class _Worker:
   Attributes:
     place: where it works.
     state: what it holds, by number in the carry.
-    turns: what it is to do, in order; None to end.
   """
 
   def __init__(self, runtime: Local, place: place_lib.Place):
-    self.runtime, self.place = runtime, place
+    # It must not keep alive what keeps it alive: its thread ends with them.
+    self.runtime, self.place = weakref.proxy(runtime), place
     self.state: dict[int, Any] = {}
-    self.turns = queue.Queue()
-    threading.Thread(target=self._work, name=place.name, daemon=True).start()
+    self._thread = futures.ThreadPoolExecutor(1, place.name)
+    self._last = None
 
-  def _work(self):
-    while True:
-      turn = self.turns.get()
-      try:
-        if turn is None:
-          return
-        self._take(turn)
-      except BaseException as error:  # noqa: BLE001 (whoever waits must know)
-        self.runtime.fail(error, turn)
-      finally:
-        self.turns.task_done()
+  def begin(self, turn: Turn):
+    """Takes a turn when those before it have been taken."""
+    self._last = self._thread.submit(self._guarded, turn)
+
+  def wait(self):
+    """Returns when all turns have been taken."""
+    if self._last:
+      self._last.result()
+
+  def close(self):
+    """Ends the thread, after the turns that it was given."""
+    self._thread.shutdown()
+
+  def _guarded(self, turn: Turn):
+    try:
+      self._take(turn)
+    except BaseException as error:  # noqa: BLE001 (whoever waits must know)
+      self.runtime.fail(error, turn)
 
   def _take(self, turn: Turn):
     """One turn of this place's program."""
