@@ -30,9 +30,7 @@ class Move(NamedTuple):
   @property
   def size(self) -> int:
     """Elements."""
-    return int(
-      np.prod([end - begin for begin, end in self.box], dtype=np.int64)
-    )
+    return math.prod(end - begin for begin, end in self.box)
 
 
 def moves(
