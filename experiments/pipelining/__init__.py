@@ -1,0 +1,1 @@
+"""What pieces are worth, and what interpreting costs."""

@@ -1,0 +1,134 @@
+"""Stages of known duration on two places: pieces against a barrier.
+
+  python -m experiments.pipelining.stream
+
+Generation with a long tail and a learner whose sums add up, each asleep for as
+long as it is said to take, so that two places overlap on any machine. Prints
+what the planner's simulation predicts and what the runtime then takes.
+"""
+
+import json
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from planner import flow as flow_lib
+from planner import passes, simulate
+from planner import plan as plan_lib
+from rlinf_jax.runtime import local
+from stages import stage as stages
+
+ROWS, STEPS = 64, 12
+# Seconds that groups of eight rows are decoded for: most end early, one late.
+TAIL = np.array([3, 3, 4, 4, 5, 6, 8, 15]) / 100
+LEARN = TAIL.sum()
+APPLY = 0.02
+
+
+class Known:
+  """The durations that the stages have."""
+
+  def seconds(self, flow, node, place):
+    del flow, place
+    piece, pieces = node.piece
+    if node.name == 'act':
+      return float(np.split(TAIL, pieces)[piece].sum())
+    return {'learn': LEARN / pieces, 'apply': APPLY}.get(node.name, 0.0)
+
+  def transfer(self, flow, value, source, target):
+    del flow, value, source, target
+    return 0.0
+
+  def switch(self, flow, value, place):
+    del flow, value, place
+    return 0.0
+
+
+def step(w, batch, key):
+  """One step: act, learn from it, apply."""
+  del key
+  return apply(w, learn(act(w, batch))), ()
+
+
+def _act(w, row_B):
+  groups = row_B[::8] // 8  # Rows are numbered: which groups are these?
+  time.sleep(float(TAIL[groups].sum()))
+  return row_B.astype(np.float32) + w
+
+
+def _learn(x_B):
+  time.sleep(LEARN * len(x_B) / ROWS)
+  return x_B.sum()
+
+
+def _apply(w, total):
+  time.sleep(APPLY)
+  return np.float32(w + total / ROWS**2)
+
+
+def _like(x):
+  return jax.ShapeDtypeStruct(x.shape, jnp.float32)
+
+
+act = stages.Stage(
+  _act, 'act', whole=(0,), host=True, like=lambda w, x: _like(x)
+)
+learn = stages.Stage(
+  _learn,
+  'learn',
+  'sum',
+  host=True,
+  like=lambda x: jax.ShapeDtypeStruct((), jnp.float32),
+)
+apply = stages.Stage(
+  _apply, 'apply', 'batch', host=True, like=lambda w, g: _like(w)
+)
+
+
+def measure(pieces: int) -> dict[str, float]:
+  """Seconds a step in so many pieces: simulated, and taken."""
+  batch, key = np.arange(ROWS, dtype=np.int32), jax.random.key(0)
+  w = jnp.zeros(())
+  flow = flow_lib.trace(step, w, batch, key)
+  plan = plan_lib.of(
+    {
+      'places': {'actor': {'devices': [0]}, 'learner': {'devices': [1]}},
+      'stages': {'act': 'actor', '*': 'learner'},
+      'pieces': pieces,
+    },
+    flow.stages,
+  )
+  cut, programs = passes.lower(flow, plan, Known())
+  runtime = local.Local(plan, step=flow, cost=Known())
+  runtime.load(w)
+  taken = []
+  for _ in range(STEPS):
+    start = time.perf_counter()
+    runtime.step(batch, key)
+    taken.append(time.perf_counter() - start)
+  runtime.close()
+  return {
+    'pieces': pieces,
+    'simulated': simulate.simulate(cut, programs, Known()).period,
+    'measured': statistics.median(taken[2:]),
+  }
+
+
+def main():
+  jax.config.update('jax_num_cpu_devices', 2)
+  rows = [measure(pieces) for pieces in (1, 2, 4, 8)]
+  print('pieces  simulated  measured  against the barrier')
+  for row in rows:
+    gain = rows[0]['measured'] / row['measured']
+    print(
+      f'{row["pieces"]:6}  {row["simulated"]:7.3f} s  {row["measured"]:6.3f} s'
+      f'  {gain:.2f} ×'
+    )
+  print(json.dumps(rows))
+
+
+if __name__ == '__main__':
+  main()
