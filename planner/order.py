@@ -2,8 +2,10 @@
 
 Streaming wants a piece taken through every stage before the next; a loop over
 time wants every piece taken one step before the next step. Both are the same
-rule: a place never waits for one node while another could run, and of those
-that could it runs the one with the longest way to go (HEFT, Topcuoglu 2002).
+rule: a place never waits for one node while another could run. Of those that
+could, it runs the one of the earliest piece, since other places wait for what
+becomes of it; then the one with the longest way to go (HEFT, Topcuoglu 2002),
+which alone would finish a long stage before a short one that follows it.
 """
 
 import dataclasses
@@ -47,13 +49,17 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
 
   left = [len(before) for before in makers]
   ready = {i: 0.0 for i in range(n) if not left[i]}
-  heap = [(0.0, -to_go[i], i) for i in ready]
+
+  def turn(i, start):
+    return start, flow.nodes[i].piece[0], -to_go[i], i
+
+  heap = [turn(i, 0.0) for i in ready]
   heapq.heapify(heap)
   while heap:
-    start, _, i = heapq.heappop(heap)
+    start, *_, i = heapq.heappop(heap)
     now = max(ready[i], free[where[i]])
     if now > start:
-      heapq.heappush(heap, (now, -to_go[i], i))
+      heapq.heappush(heap, turn(i, now))
       continue
     end[i] = free[where[i]] = now + takes[i]
     done.append(i)
@@ -61,5 +67,5 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
       left[j] -= 1
       if not left[j]:
         ready[j] = arrival(j)
-        heapq.heappush(heap, (ready[j], -to_go[j], j))
+        heapq.heappush(heap, turn(j, ready[j]))
   return dataclasses.replace(flow, nodes=tuple(flow.nodes[i] for i in done))
