@@ -1,34 +1,16 @@
 """The plans of a declared space, and what a model says of each."""
 
-import collections
 import functools
 import itertools
 from typing import NamedTuple
 
 import numpy as np
 
-from planner import cut as cut_lib
-from planner import floor, graph, listing, program
+from planner import graph, grouping, listing, program
+from planner import pieces as pieces_lib
 from planner import plan as plan_lib
-from planner import simulate as simulate_lib
 
-STEPS = 8  # Simulated; the period is that of the second half.
 SHOWN = 5  # Infeasible plans that are kept, nearest to feasible first.
-
-
-def partitions(n: int, most: int):
-  """Ways to part `n` things among at most `most` places, as sets of bits."""
-
-  def grow(i, blocks):
-    if i == n:
-      yield blocks
-      return
-    for b, block in enumerate(blocks):
-      yield from grow(i + 1, (*blocks[:b], block | 1 << i, *blocks[b + 1 :]))
-    if len(blocks) < most:
-      yield from grow(i + 1, (*blocks, 1 << i))
-
-  yield from grow(0, ())
 
 
 class Choice(NamedTuple):
@@ -51,55 +33,6 @@ class Choice(NamedTuple):
   evict: tuple[str, ...]
 
 
-class Cut:
-  """A flow in pieces.
-
-  Attributes:
-    flow: the cut flow.
-    number: of each node, by identity: they outlive being put in order.
-    group: the group of stages at whose place each node runs.
-    rows: rows at a time that each stage may take.
-    floor: bounds of the flow.
-    carried: values read along each edge of `floor`.
-  """
-
-  def __init__(self, flow, pieces, groups, rows):
-    self.pieces = pieces
-    self.flow = cut_lib.cut(flow, pieces)
-    self.number = {id(node): i for i, node in enumerate(self.flow.nodes)}
-    of = {stage: g for g, group in enumerate(groups) for stage in group}
-    where = program.locate(self.flow, apart([(s,) for s in flow.stages]))
-    self.group = np.array([of[stage] for stage in where])
-    self.rows = {s: self._fitting(s, rows.get(s, (None,))) for s in flow.stages}
-    self.floor = floor.Floor(self.flow)
-    self.carried = [
-      set(self.flow.nodes[j].writes).intersection(self.flow.nodes[i].reads)
-      for j, i in self.floor.edges
-    ]
-
-  def _fitting(self, stage, options):
-    fit, why = [], None
-    for rows in options:
-      taken = {} if rows is None else {stage: rows}
-      try:
-        program.check_rows(self.flow, apart([(stage,)], taken))
-        fit.append(rows)
-      except ValueError as error:
-        why = error
-    if not fit:
-      raise why
-    return tuple(fit)
-
-
-def apart(groups, rows=()) -> plan_lib.Plan:
-  """A plan with a device for each group, to ask where things would be."""
-  return plan_lib.Plan(
-    {group[0]: plan_lib.Placement((i,)) for i, group in enumerate(groups)},
-    {stage: group[0] for group in groups for stage in group},
-    rows=dict(rows),
-  )
-
-
 class Choices:
   """All plans of a space, priced once each.
 
@@ -115,8 +48,8 @@ class Choices:
   def __init__(self, flow, model, space):
     self.flow, self.model, self.space = flow, model, space
     self.units = space.devices // space.unit
-    self.groups = groups(flow, space.together)
-    self.blocks = list(partitions(len(self.groups), space.places))
+    self.groups = grouping.groups(flow, space.together)
+    self.blocks = list(grouping.partitions(len(self.groups), space.places))
     self.place_of = np.zeros((len(self.blocks), len(self.groups)), int)
     for p, blocks in enumerate(self.blocks):
       for b, block in enumerate(blocks):
@@ -126,9 +59,18 @@ class Choices:
     self.cuts, self.uncut = {}, {}
     for pieces in space.pieces:
       try:
-        self.cuts[pieces] = Cut(flow, pieces, self.groups, dict(space.rows))
+        self.cuts[pieces] = pieces_lib.Cut(
+          flow, pieces, self.groups, dict(space.rows)
+        )
       except ValueError as error:
         self.uncut[pieces] = str(error)
+    named = {*space.evict, *(stage for stage, _ in space.rows)}
+    strange = sorted(named - {*flow.stages})
+    if strange:
+      raise ValueError(
+        f'The space has rows or evictions for {strange}, which are not among '
+        f'the stages {list(flow.stages)} of the flow.'
+      )
     n = len(space.evict)
     self.evictions = [
       some
@@ -141,6 +83,7 @@ class Choices:
     self.smallest = functools.cache(self._smallest)
     self._seconds, self._moves, self._placements = {}, {}, {}
     self._fits, self._possible, self._homes = {}, {}, {}
+    self._columns = {}
 
   # What there is.
 
@@ -204,11 +147,17 @@ class Choices:
       )
     return self._moves[key]
 
-  def column(self, cut, block: int, units: int, axes, rows) -> np.ndarray:
-    """Seconds of every node; zero of those that are elsewhere."""
+  def column(self, cut, *option) -> np.ndarray:
+    """Of every node, on `(block, units, axes, rows)`; zero if elsewhere."""
+    key = cut.pieces, *option
+    if key not in self._columns:
+      self._columns[key] = self._column(cut, *option)
+    return self._columns[key]
+
+  def _column(self, cut, block: int, units: int, axes, rows) -> np.ndarray:
     rows, out = dict(rows), np.zeros(len(cut.flow.nodes))
     for i, g in enumerate(cut.group):
-      if block >> int(g) & 1:
+      if block >> int(g) & 1 and i not in cut.loose:
         name = cut.flow.nodes[i].name
         plumbing = graph.is_plumbing(cut.flow.nodes[i])
         taken = None if plumbing else rows[name]
@@ -228,6 +177,9 @@ class Choices:
         for blocks in with_group
       ]
       for i, node in enumerate(cut.flow.nodes):
+        if i in cut.loose:
+          least[i, units] = 0.0
+          continue
         plumbing = graph.is_plumbing(node)
         for rows in (None,) if plumbing else cut.rows[node.name]:
           for mesh in axes[cut.group[i]]:
@@ -254,8 +206,8 @@ class Choices:
       names.append(max(spent, key=spent.get))
     return names
 
-  def plan(self, choice: Choice) -> plan_lib.Plan:
-    names = self.names(choice)
+  def plan(self, choice: Choice, names=None) -> plan_lib.Plan:
+    names = names or self.names(choice)
     blocks = self.blocks[choice.part]
     places = zip(
       self.starts(choice.units), choice.units, choice.axes, strict=True
@@ -282,7 +234,7 @@ class Choices:
     """The carried values that each place of a partition holds."""
     if part not in self._homes:
       blocks = [self.stages(block) for block in self.blocks[part]]
-      held = program.homes(self.flow, apart(blocks))
+      held = program.homes(self.flow, pieces_lib.apart(blocks))
       self._homes[part] = [
         frozenset(v for v, places in held.items() if stages[0] in places)
         for stages in blocks
@@ -291,27 +243,34 @@ class Choices:
 
   def overflows(self, choice: Choice, only=None) -> bool:
     """Whether a place needs more memory than there is; it is noted then."""
-    chosen, over = self.plan(choice), False
+    if self.model.capacity == np.inf:
+      return False
+    names = [self.stages(block)[0] for block in self.blocks[choice.part]]
+    chosen, over = self.plan(choice, names), False
     for b, place in enumerate(chosen.places):
       if only in (None, b):
         need = self.model.memory(self.flow, chosen, place)
         if need > self.model.capacity:
           over = True
-          self._note(chosen, place, need)
+          self._note(choice, b, need)
     return over
 
-  def _note(self, chosen, place, need):
+  def _note(self, choice, b, need):
     there = self.model.capacity
     excess = need / there if there > 0 else need
+    if len(self.infeasible) == SHOWN and excess >= self.infeasible[-1][0]:
+      return
+    place = self.names(choice)[b]
     words = (
       f'{place} needs {listing.size(need)} on each of its '
-      f'{len(chosen.places[place].devices)} devices > {listing.size(there)} '
-      'that may be used'
+      f'{choice.units[b] * self.space.unit} devices > {listing.size(there)} '
+      f'that may be used: {excess - 1:.1%} too much'
     )
-    if len(self.infeasible) < SHOWN or excess < self.infeasible[-1][0]:
-      self.infeasible.append((excess, chosen, words))
-      self.infeasible.sort(key=lambda item: item[0])
-      del self.infeasible[SHOWN:]
+    if words in (known for _, _, known in self.infeasible):
+      return
+    self.infeasible.append((excess, self.plan(choice), words))
+    self.infeasible.sort(key=lambda item: item[0])
+    del self.infeasible[SHOWN:]
 
   def fitting(self, cut, part: int, b: int, units: int, evict):
     """The options of a place that fit in memory, whatever others look like."""
@@ -350,70 +309,3 @@ class Choices:
         )
       )
     return self._possible[key]
-
-
-class Cost:
-  """A model's prices under a plan, as `planner.cost.Cost`."""
-
-  def __init__(self, choices: Choices, choice: Choice):
-    self.choices, self.cut = choices, choices.cuts[choice.pieces]
-    self.names = choices.names(choice)
-    starts = choices.starts(choice.units)
-    self.sites = list(zip(starts, choice.units, choice.axes, strict=True))
-    self.place = dict(zip(self.names, self.sites, strict=True))
-    self.rows = dict(itertools.chain(*choice.rows))
-
-  def seconds(self, flow, node, place):
-    del flow
-    _, units, axes = self.place[place]
-    rows = None if graph.is_plumbing(node) else self.rows[node.name]
-    number = self.cut.number[id(node)]
-    return self.choices.seconds(self.cut, number, units, axes, rows)
-
-  def transfer(self, flow, value, source, target):
-    del flow
-    source, target = self.place[source], self.place[target]
-    if source == target:
-      return 0.0
-    return self.choices.transfer(self.cut, value, source, target)
-
-  def switch(self, flow, value, place):
-    placement = self.choices.placement(*self.place[place])
-    return self.choices.model.switch(flow, value, placement)
-
-
-def period(simulation: simulate_lib.Simulation) -> float:
-  """Seconds from step to step: as simulated, and no less than there is to do.
-
-  A few steps may not show what a place that falls behind will cost in the end.
-  """
-  busy = collections.Counter()
-  for span in simulation.spans:
-    if span.step == 0 and span.what != 'wait':
-      busy[span.place] += span.end - span.start
-  return max([simulation.period, *busy.values()])
-
-
-def groups(flow, together) -> list[tuple[str, ...]]:
-  """Stages by which share a place, in the order of the flow.
-
-  Raises:
-    ValueError: for stages that the flow does not have.
-  """
-  strange = sorted({s for some in together for s in some} - {*flow.stages})
-  if strange:
-    raise ValueError(
-      f'The space puts {strange} together, which are not among the stages '
-      f'{list(flow.stages)} of the flow.'
-    )
-  leader = {stage: stage for stage in flow.stages}
-  for some in together:
-    joined = {leader[stage] for stage in some}
-    first = next(s for s in flow.stages if leader[s] in joined)
-    for stage in flow.stages:
-      if leader[stage] in joined:
-        leader[stage] = first
-  members = collections.defaultdict(list)
-  for stage in flow.stages:
-    members[leader[stage]].append(stage)
-  return [tuple(members[s]) for s in flow.stages if s in members]

@@ -2,6 +2,7 @@
 
 import collections
 from collections.abc import Sequence
+import json
 import string
 from typing import Any
 
@@ -122,10 +123,24 @@ def places(flow: graph.Flow, plan) -> str:
   return '\n'.join(lines)
 
 
+def in_a_line(flow: graph.Flow, plan) -> str:
+  """A plan, as short as it can be told."""
+  said = []
+  for name, place in plan.places.items():
+    stages = [s for s in flow.stages if plan.stages[s] == name]
+    mesh = ' '.join(f'{axis}={size}' for axis, size in place.axes)
+    devices = f'{len(place.devices)} {mesh}'.rstrip()
+    said.append(f'[{" ".join(stages)}] on {devices}')
+  said += [f'{plan.pieces} pieces'] * (plan.pieces > 1)
+  said += [f'{s} {n} rows at a time' for s, n in plan.rows.items()]
+  said += [f'evicted {" ".join(plan.evict)}'] * bool(plan.evict)
+  return ', '.join(said)
+
+
 def to_json(flow: graph.Flow, plan, simulation) -> dict[str, Any]:
   """The same for programs."""
   return {
-    'plan': plan.to_json(),
+    'plan': json.loads(plan.to_json()),
     'period': simulation.period,
     'busy': busy(flow, simulation),
     'moves': moves(flow, plan),

@@ -99,71 +99,148 @@ def _calls(names, there) -> list[np.ndarray]:
   return [np.array(calls) for calls in rows.values() if len(calls) > 1]
 
 
-class Floor:
-  """Bounds for plans of a flow that has been cut.
+class Section:
+  """Nodes of a flow that cannot start before some of them have.
 
   Attributes:
-    nodes: numbers of the nodes that cannot start before a step has begun.
-    edges: pairs of numbers of such nodes, the second of which reads the first.
+    nodes: their numbers.
+    end: number of the node that is of interest; None if all are.
+    steps: how many steps on the section begins again when it has ended.
+    carried: what `end` makes that the section's first nodes read then.
+    readers: those.
   """
 
-  def __init__(self, flow: graph.Flow):
-    inputs, timed = set(flow.inputs), {}
-    before = {}
-    for i, node in enumerate(flow.nodes):
-      makers = dict.fromkeys(
-        flow.maker[v] for v in node.reads if v in flow.maker
-      )
-      before[i] = [j for j in makers if j in timed]
-      if before[i] or inputs.intersection(node.reads):
-        timed[i] = len(timed)
-    self.nodes = list(timed)
-    self.edges = [(j, i) for i in timed for j in before[i]]
-    n = len(timed)
-    ahead, behind = [[] for _ in range(n)], [[] for _ in range(n)]
-    for e, (j, i) in enumerate(self.edges):
-      ahead[timed[i]].append((timed[j], e))
-      behind[timed[j]].append((timed[i], e))
-    # Sums are added one after another: the last of them says it all.
-    chained = {
-      timed[j]
-      for j, i in self.edges
-      if flow.nodes[j].stage.name == flow.nodes[i].stage.name == 'total'
-      and graph.is_plumbing(flow.nodes[j])
-    }
+  def __init__(
+    self, flow, edges, nodes, end=None, steps=1, carried=None, readers=()
+  ):
+    self.nodes, self.end, self.steps = sorted(nodes), end, steps
+    self.carried, self.readers = carried, readers
+    row = {node: at for at, node in enumerate(self.nodes)}
+    n = len(row)
+    before, after = [[] for _ in range(n)], [[] for _ in range(n)]
+    chained = set()
+    for e, (j, i) in enumerate(edges):
+      if j in row and i in row:
+        before[row[i]].append((row[j], e))
+        after[row[j]].append((row[i], e))
+        # Sums are added one after another: the last of them says it all.
+        if _is_total(flow.nodes[j]) and _is_total(flow.nodes[i]):
+          chained.add(row[j])
     names = [
-      None if graph.is_plumbing(node) else node.name
-      for node in (flow.nodes[i] for i in self.nodes)
+      None if graph.is_plumbing(flow.nodes[i]) else flow.nodes[i].name
+      for i in self.nodes
     ]
-    self.forth = Paths(ahead, behind, range(n), names, chained)
-    self.back = Paths(behind, ahead, range(n)[::-1], names, chained)
+    self.forth = Paths(before, after, range(n), names, chained)
+    self.back = Paths(after, before, range(n)[::-1], names, chained)
 
-  def step(self, seconds, at, delays=None, last=0.0, enough=np.inf):
-    """The least seconds from the beginning of a step to its end, [K].
+  def bound(self, seconds, at, delays, wait, enough):
+    """The least seconds from the section's beginning to its end, [K].
 
     Args:
       seconds: of every node of the flow, [N, K].
       at: the number of every node's place, [N, K].
-      delays: of `edges`, between the places they connect, [E, K].
-      last: between the end of a node and the step's, [N, K].
+      delays: of the edges, [E, K]; None for none.
+      wait: of every node, [N, K]: before it, if the section has an end, else
+        after it; None for none.
       enough: bounds that reach this are good enough.
     """
-    if not self.nodes:
-      return np.zeros(seconds.shape[1])
     seconds, at = seconds[self.nodes], at[self.nodes]
-    last = last if np.isscalar(last) else last[self.nodes]
+    wait = 0.0 if wait is None else wait[self.nodes]
     shares = []
     for place in range(at.max() + 1):
       here = at == place
       shares.append((np.where(here, seconds, 0.0), np.where(here, 0.0, np.inf)))
+    if self.end is not None:
+      end = self.nodes.index(self.end)
+      head = self.forth.heads(seconds, shares, wait, delays)
+      return head[end] + seconds[end]
     head = self.forth.heads(seconds, shares, 0.0, delays)
-    tail = self.back.heads(seconds, shares, last, delays)
+    tail = self.back.heads(seconds, shares, wait, delays)
     bound = (head + seconds + tail).max(0)
     some = np.flatnonzero(bound < enough)
     for own, absent in shares:
       parts = [x[:, some] for x in (own, absent, head, tail)]
       bound[some] = np.maximum(bound[some], _one_place(*parts))
     return bound
+
+
+class Floor:
+  """Bounds for plans of a flow that has been cut.
+
+  Attributes:
+    edges: pairs of numbers of nodes, the second of which reads the first.
+    step: what cannot start before the inputs of a step are there.
+    loops: what cannot start before an earlier step has made what it reads.
+  """
+
+  def __init__(self, flow: graph.Flow):
+    self.edges = [
+      (j, i)
+      for i, node in enumerate(flow.nodes)
+      for j in dict.fromkeys(
+        flow.maker[v] for v in node.reads if v in flow.maker
+      )
+    ]
+    begins = {i for v in flow.inputs for i in flow.readers.get(v, ())}
+    self.step = Section(flow, self.edges, self._after(begins))
+    self.loops, seen, ends = [], set(), dict(flow.carry)
+    for start in ends:
+      readers, end, steps = flow.readers.get(start, ()), ends[start], 1
+      while end in ends and ends[end] != end and steps <= len(ends):
+        end, steps = ends[end], steps + 1  # A delay line.
+      maker = flow.maker.get(end)
+      nodes = self._after(readers)
+      if maker in nodes and (readers, maker, steps) not in seen:
+        seen.add((readers, maker, steps))
+        nodes = {i for i in nodes if maker in self._after([i])}
+        self.loops.append(
+          Section(flow, self.edges, nodes, maker, steps, end, readers)
+        )
+
+  def _after(self, nodes) -> set[int]:
+    """Nodes, and all that read what they make."""
+    found = set(nodes)
+    for j, i in self.edges:  # Earlier ones first.
+      if j in found:
+        found.add(i)
+    return found
+
+  def period(self, seconds, at, share, delays=None, waits=None, enough=np.inf):
+    """The least seconds from step to step, [K].
+
+    Args:
+      seconds: of every node, [N, K].
+      at: the number of every node's place, [N, K].
+      share: of a step, that passes before the next is begun.
+      delays: of `edges`, between the places they connect, [E, K].
+      waits: of every node, [N, K]: after it and before the end of a step; then
+        for each loop, before it and after the loop has begun.
+      enough: bounds that reach this are good enough.
+    """
+    bound = busiest(seconds, at)
+    waits = waits or [None] * (1 + len(self.loops))
+    sections = [(self.step, share, waits[0])]
+    if share < 1 or not self.step.nodes:  # Else loops are part of the step.
+      sections += [
+        (loop, 1 / loop.steps, wait)
+        for loop, wait in zip(self.loops, waits[1:], strict=True)
+      ]
+    for section, times, wait in sections:
+      some = np.flatnonzero(bound < enough)
+      if len(some) and times and section.nodes:
+        more = section.bound(
+          seconds[:, some],
+          at[:, some],
+          delays if delays is None else delays[:, some],
+          wait if wait is None else wait[:, some],
+          enough / times,
+        )
+        bound[some] = np.maximum(bound[some], times * more)
+    return bound
+
+
+def _is_total(node) -> bool:
+  return graph.is_plumbing(node) and node.stage.name == 'total'
 
 
 def _one_place(own, absent, head, tail):

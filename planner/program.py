@@ -81,14 +81,16 @@ def locate(flow: graph.Flow, plan) -> list[str]:
     if not graph.is_plumbing(node):
       where[i] = plan.stages[node.name]
 
+  rank = {place: i for i, place in enumerate(plan.places)}
+
   def reader(i):
-    """The place of the first stage that what a node makes goes to."""
-    for v in flow.nodes[i].writes:
-      for j in flow.readers.get(v, ()):
-        found = where[j] or reader(j)
-        if found:
-          return found
-    return None
+    """The first of the places that what a node makes goes to.
+
+    First in the plan: in the order of nodes it would change with their order.
+    """
+    readers = (j for v in flow.nodes[i].writes for j in flow.readers.get(v, ()))
+    found = {where[j] or reader(j) for j in readers} - {None}
+    return min(found, key=rank.get, default=None)
 
   for i, node in enumerate(flow.nodes):
     if where[i] is None:

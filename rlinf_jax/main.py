@@ -2,22 +2,38 @@
 
   python -m rlinf_jax.main --gin_file gin_configs/grpo_arithmetic.gin
   python -m rlinf_jax.main --gin_file ... --gin_bindings 'STEPS = 50' --resume
+  python -m rlinf_jax.main --gin_file ... --plan_only \
+    --cluster gin_configs/clusters/h100x64.gin
 
 This file is short on purpose: everything it could do is in a library.
 """
 
+import functools
 import os
 import pathlib
 import shutil
 import sys
+import tempfile
 
 from absl import app, flags, logging
 
+from planner import cluster
 from rlinf_jax import checkpoint, config, train
 from rlinf_jax.runtime import local
 
 flags.adopt_module_key_flags(config)
 RESUME = flags.DEFINE_bool('resume', False, 'Go on with the run in --workdir.')
+PLAN_ONLY = flags.DEFINE_bool(
+  'plan_only', False, 'Say which plan would be fastest, and run nothing.'
+)
+CLUSTER = flags.DEFINE_string(
+  'cluster',
+  'gin_configs/clusters/cpu.gin',
+  'For --plan_only: the gin file of the hardware, which need not be here.',
+)
+PLAN_JSON = flags.DEFINE_string(
+  'plan_json', None, 'For --plan_only: a file for the same as JSON.'
+)
 
 # What a person did or a disk refused, and can mend: a sentence, no traceback.
 MENDABLE = (
@@ -42,6 +58,21 @@ def workdir() -> pathlib.Path:
   )
 
 
+def plan_only():
+  """Prints which plan the recipe should have on the cluster."""
+  from rlinf_jax import advise  # It brings in all of the planner.
+
+  files = [*config.GIN_FILE.value, CLUSTER.value]
+  with tempfile.TemporaryDirectory() as folder:  # Nothing is left behind.
+    config.parse(files, config.GIN_BINDINGS.value, folder)
+    tell = functools.partial(
+      advise.advise,
+      cluster=config.call(cluster.Cluster),
+      output=PLAN_JSON.value,
+    )
+    config.call(train.train, workdir=folder, only_plan=tell)
+
+
 def main(_):
   """Runs the recipe; a fault that a person can mend ends in one sentence."""
   # orbax says forty things a save; what fails, `checkpoint` tells.
@@ -50,6 +81,10 @@ def main(_):
   folder = None
   try:
     folder = workdir()
+    if PLAN_ONLY.value:
+      folder = None
+      plan_only()
+      return
     fresh = not folder.exists()
     config.parse(config.GIN_FILE.value, config.GIN_BINDINGS.value, str(folder))
     config.call(train.train, workdir=str(folder), resume=RESUME.value)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from planner import flow as flow_lib
+from planner import graph as graph_lib
 from planner import listing
 from planner import plan as plan_lib
 from rlinf_jax import checkpoint as checkpoint_lib
@@ -54,7 +55,8 @@ def train(
   keep: int = 2,
   export: Callable[..., None] | None = None,
   wandb: str | None = None,
-) -> Result:
+  only_plan: Callable[..., Any] | None = None,
+) -> Result | None:
   """Runs a workflow to its end and leaves a run folder behind.
 
   Args:
@@ -67,18 +69,26 @@ def train(
     prepare: called with `seed` when all is checked and before parameters are
       read: it may train the checkpoint to begin with.
     plan: where and how finely stages run, as `planner.plan.of` reads it, or a
-      file of such JSON; None runs all on the first device.
+      file of such JSON or of what --plan_json wrote; None runs all on the first
+      device.
     evaluate_every: updates between evaluations on held-out problems.
     until: end early once held-out accuracy is at least this.
     checkpoint_every: updates between checkpoints.
     keep: how many checkpoints to keep.
     export: `folder, params -> None`: writes the model at the end.
     wandb: project at Weights & Biases to send metrics to as well.
+    only_plan: called with the flow of a step, the lag and the plan, instead of
+      running anything.
   """
   folder = pathlib.Path(workdir)
   finished = finished_result(folder, steps, until, resume)
   if finished:
     return finished
+  if only_plan:
+    flows = trace_flows(workflow, source, seed)
+    only_plan(flows[0], workflow.lag, read_plan(plan, *flows))
+    config.refuse_unused()
+    return None
   runtime = build(workflow, source, seed, plan)
   config.refuse_unused()
   folder.mkdir(parents=True, exist_ok=True)
@@ -140,8 +150,8 @@ def finished_result(folder, steps, until, resume) -> Result | None:
   return Result(folder, old['steps'], old['seconds'], old['metrics'])
 
 
-def build(workflow, source, seed, plan) -> local.Local:
-  """Traces a workflow and makes its programs; computes nothing yet."""
+def trace_flows(workflow, source, seed) -> tuple[graph_lib.Flow, ...]:
+  """The flows of a step and of an evaluation; computes nothing."""
   key = jax.random.key(seed)
   _, batch = source.next(source.init(seed), {})
   state = jax.eval_shape(workflow.init, key)
@@ -152,10 +162,23 @@ def build(workflow, source, seed, plan) -> local.Local:
     source.held_out()[0],
     key,
   )
-  stages = dict.fromkeys((*step.stages, *evaluate.stages))
+  return step, evaluate
+
+
+def read_plan(plan, step, evaluate) -> plan_lib.Plan:
+  """The plan that a recipe has in mind for two flows."""
   if isinstance(plan, str):
     plan = json.loads(pathlib.Path(plan).read_text())
-  plan = plan_lib.of(plan or {}, stages)
+    plan = plan.get('plan', plan)  # What --plan_json writes says more.
+  return plan_lib.of(
+    plan or {}, dict.fromkeys((*step.stages, *evaluate.stages))
+  )
+
+
+def build(workflow, source, seed, plan) -> local.Local:
+  """Traces a workflow and makes its programs; computes nothing yet."""
+  step, evaluate = trace_flows(workflow, source, seed)
+  plan = read_plan(plan, step, evaluate)
   return local.Local(plan, step=step, evaluate=evaluate)
 
 

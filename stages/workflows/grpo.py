@@ -101,8 +101,8 @@ def grpo(
     return x._replace(version=jnp.broadcast_to(actor.step, key_B.shape))
 
   @together('refer', whole=(0,))
-  def refer(params, x: base.Experience):
-    return policy.evaluate(params, x.obs, x.action, group=group).logp
+  def refer(params, obs, action_BT):
+    return policy.evaluate(params, obs, action_BT, group=group).logp
 
   @together('compare')
   def compare(reward_B, mask_BT):
@@ -134,7 +134,7 @@ def grpo(
     verdict = verify(problem.answer, x.action, x.mask)
     measured = measure(x, verdict, actor.step)
     x = x._replace(advantage=compare(verdict.reward, x.mask))
-    ref_logp = refer(state.reference, x) if kl else ()
+    ref_logp = refer(state.reference, x.obs, x.action) if kl else ()
     infos = []
     for batch in minibatches((x, ref_logp)):
       actor, info = apply(actor, gradient(actor.params, *batch))

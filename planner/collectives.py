@@ -1,0 +1,178 @@
+"""What devices of a mesh say to each other during a stage, in seconds.
+
+Parameters that are shared over an axis of rows are gathered before use, and
+their gradients reduced back to whoever keeps them; other gradients are added up
+among the devices that hold copies; sums over a dimension that devices share are
+added up at once. Rings are assumed: to gather n shares, a device receives
+n - 1 of them.
+"""
+
+from collections.abc import Iterator
+import dataclasses
+import functools
+import math
+import re
+
+from planner import cluster as cluster_lib
+from planner import graph
+from planner import layout as layout_lib
+from planner import plan as plan_lib
+from planner.work import Work
+
+
+def item_bytes(dtype: str) -> float:
+  """Bytes of a number of a type, by its name: 2 for bfloat16."""
+  bits = re.search(r'\d+', dtype)
+  return int(bits[0]) / 8 if bits else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """One kind of talk.
+
+  Attributes:
+    what: for people.
+    axis: along which devices talk.
+    size: bytes that each device sends.
+    messages: how many, one after the other.
+    each: whether every micro-batch says it; otherwise a call does.
+  """
+
+  what: str
+  axis: str
+  size: float
+  messages: float
+  each: bool
+
+
+class Parameters:
+  """Arguments without rows of a node, and what becomes of them on a mesh.
+
+  Attributes:
+    read: values without rows that it reads.
+    gradients: values laid out as parameters that a stage of sums writes.
+    depth: layers that are stacked in them, at least one.
+  """
+
+  def __init__(self, flow: graph.Flow, node: graph.Node, layout):
+    self.layout = layout
+    reads = dict.fromkeys(v for v in node.reads if v not in node.rows)
+    self.read = [flow.values[v] for v in reads]
+    self.gradients = []
+    if node.stage.grain == 'sum':
+      made = [flow.values[v] for v in node.writes]
+      self.gradients = [v for v in made if self._is_lettered(v)]
+    stacked = [
+      v.shape[0] for v in self.read if v.letters[:1] == ('',) and any(v.letters)
+    ]
+    self.depth = max(stacked, default=1)
+
+  def _is_lettered(self, value) -> bool:
+    return any(letter not in ('', 'B') for letter in value.letters)
+
+  def used(self, value, axes) -> tuple[str, ...]:
+    return self.layout.shared(value.letters, value.shape, axes) or ()
+
+  def ways(self, axes) -> int:
+    """Devices that share the work on them: those of axes without rows."""
+    used = {axis for value in self.read for axis in self.used(value, axes)}
+    return math.prod(
+      n for a, n in axes if a in used and a not in self.layout.of_rows
+    )
+
+  def share(self, axes) -> float:
+    """Of all their bytes, those that a device keeps."""
+    total = sum(value.bytes for value in self.read)
+    kept = sum(self.layout.local(value, axes) for value in self.read)
+    return kept / total if total else 1.0
+
+  def gathered(self, axes, item: float, axis: str | None = None) -> float:
+    """Bytes that a device has gathered over `axis`, or any axis of rows.
+
+    Args:
+      axes: of the mesh.
+      item: bytes a number, in the type of the arithmetic.
+      axis: along which.
+    """
+    sizes, size = dict(axes), 0.0
+    for value in self.read:
+      used = self.used(value, axes)
+      rows = [a for a in used if a in self.layout.of_rows]
+      if rows and (axis is None or axis in rows):
+        others = math.prod(sizes[a] for a in used if a not in rows)
+        size += math.prod(value.shape) * item / others
+    return size
+
+
+def talk(
+  parameters: Parameters, done: Work, axes: layout_lib.Axes
+) -> Iterator[Part]:
+  """What the devices of a mesh say while a node runs.
+
+  Args:
+    parameters: of the node.
+    done: the work of one micro-batch.
+    axes: of the mesh.
+  """
+  layout, depth = parameters.layout, parameters.depth
+  kind = max(done.matmul, key=done.matmul.get, default=None)
+  item = item_bytes(kind) if kind else None
+  passes = 2 if parameters.gradients else 1  # The backward pass gathers again.
+  ways = layout.row_ways(axes)
+  for axis, n in axes:
+    ring = (n - 1) / n
+    if axis not in layout.of_rows:
+      sums = [
+        pair for x, pair in done.partial.items() if axis in layout.axes_of(x)
+      ]
+      if sums:
+        count, size = map(sum, zip(*sums, strict=True))
+        yield Part('add up parts', axis, 2 * ring * size / ways, count, True)
+      continue
+    if item is not None:
+      size = parameters.gathered(axes, item, axis)
+      if size:
+        yield Part(
+          'gather parameters', axis, passes * ring * size, passes * depth, True
+        )
+    scattered = added = 0.0
+    for value in parameters.gradients:
+      local = layout.local(value, axes)
+      if axis in parameters.used(value, axes):
+        scattered += local * n
+      else:
+        added += local
+    if scattered:
+      yield Part('scatter gradients', axis, ring * scattered, depth, True)
+    if added:
+      yield Part('add up gradients', axis, 2 * ring * added, 1, False)
+
+
+class Wires:
+  """The links along the axes of placements."""
+
+  def __init__(self, cluster: cluster_lib.Cluster):
+    self.cluster = cluster
+    self.link = functools.lru_cache(None)(self._link)
+
+  def _link(self, placement: plan_lib.Placement, axis: str):
+    """The link that the slowest group of devices along an axis has.
+
+    A ring through several nodes leaves each by as many ports as it has devices
+    there.
+    """
+    there, worst = self.cluster, None
+    for group in layout_lib.along(placement.devices, placement.axes, axis):
+      nodes = {}
+      for device in group:
+        node = device // there.node
+        nodes[node] = nodes.get(node, 0) + 1
+      link = there.within
+      if len(nodes) > 1:
+        ports = min(nodes.values()) * there.between.bandwidth
+        link = cluster_lib.Link(
+          there.between.latency, min(there.within.bandwidth, ports)
+        )
+      if worst is None or link.bandwidth < worst.bandwidth:
+        worst = link
+    return worst

@@ -1,0 +1,110 @@
+"""Which stages share a place: whatever the plan, and in all possible ways."""
+
+import collections
+import itertools
+
+from planner import plan
+
+
+def partitions(n: int, most: int):
+  """Ways to part `n` things among at most `most` places, as sets of bits."""
+
+  def grow(i, blocks):
+    if i == n:
+      yield blocks
+      return
+    for b, block in enumerate(blocks):
+      yield from grow(i + 1, (*blocks[:b], block | 1 << i, *blocks[b + 1 :]))
+    if len(blocks) < most:
+      yield from grow(i + 1, (*blocks, 1 << i))
+
+  yield from grow(0, ())
+
+
+def groups(flow, together) -> list[tuple[str, ...]]:
+  """Stages that share a place, in the order of the flow.
+
+  Raises:
+    ValueError: for stages that the flow does not have.
+  """
+  strange = sorted({s for some in together for s in some} - {*flow.stages})
+  if strange:
+    raise ValueError(
+      f'The space puts {strange} together, which are not among the stages '
+      f'{list(flow.stages)} of the flow.'
+    )
+  leader = {stage: stage for stage in flow.stages}
+  for some in together:
+    joined = {leader[stage] for stage in some}
+    first = next(s for s in flow.stages if leader[s] in joined)
+    for stage in flow.stages:
+      if leader[stage] in joined:
+        leader[stage] = first
+  members = collections.defaultdict(list)
+  for stage in flow.stages:
+    members[leader[stage]].append(stage)
+  return [tuple(members[s]) for s in flow.stages if s in members]
+
+
+def glue(flow, model, devices: int, share: float = 1e-3):
+  """Puts stages that take next to no time with a neighbour of theirs.
+
+  Stages that reshape, count or shuffle would multiply the plans to be searched,
+  and change nothing. Each joins the stages with which it shares most bytes, as
+  long as a place of all devices may hold them together.
+
+  Args:
+    flow: as recorded.
+    model: a `search.Model`.
+    devices: that there are.
+    share: of all stages' seconds, below which some take next to none.
+
+  Returns:
+    Stages that go together, for `search.Space`.
+  """
+  spent = collections.Counter(dict.fromkeys(flow.stages, 0.0))
+  for node in flow.nodes:
+    if node.name in spent:
+      spent[node.name] += _least(flow, model, node, devices)
+  bytes_ = collections.Counter()
+  for i, node in enumerate(flow.nodes):
+    for v in node.reads:
+      if v in flow.maker and flow.maker[v] != i:
+        pair = frozenset((flow.nodes[flow.maker[v]].name, node.name))
+        bytes_[pair] += flow.values[v].bytes
+  some = [frozenset([stage]) for stage in flow.stages]
+  little = share * sum(spent.values())
+
+  def between(one, other):
+    pairs = itertools.product(one, other)
+    return sum(bytes_[frozenset(pair)] for pair in pairs)
+
+  def may_join(one, other):
+    if not between(one, other):
+      return False
+    both = tuple(s for s in flow.stages if s in one | other)
+    return bool(model.axes(both, devices))
+
+  found = True
+  while found:
+    found = False
+    for one in sorted(some, key=lambda some: sum(spent[s] for s in some)):
+      others = [x for x in some if x != one and may_join(one, x)]
+      if others and sum(spent[s] for s in one) < little:
+        other = max(others, key=lambda other: between(one, other))
+        some = [x for x in some if x not in (one, other)] + [one | other]
+        found = True
+        break
+  joined = [tuple(s for s in flow.stages if s in x) for x in some if len(x) > 1]
+  return tuple(sorted(joined, key=lambda stages: flow.stages.index(stages[0])))
+
+
+def _least(flow, model, node, devices) -> float:
+  """Seconds of a call on all devices, or on one if it cannot have them."""
+  for n in (devices, 1):
+    if menu := model.axes((node.name,), n):
+      return min(
+        model.seconds(flow, node, plan.Placement(tuple(range(n)), axes), None)
+        for axes in menu
+      )
+  return 0.0

@@ -1,0 +1,72 @@
+"""Numbers that say where they come from, and tables of measured ones."""
+
+import bisect
+from collections.abc import Mapping
+import dataclasses
+from typing import Literal, NamedTuple
+
+Tag = Literal['measured', 'modelled', 'assumed']
+
+
+class Number(NamedTuple):
+  """A number and where it comes from.
+
+  Attributes:
+    value: in the unit of what it is a part of.
+    tag: 'measured' on these devices, 'modelled' from what is known of them, or
+      'assumed' for want of anything better.
+  """
+
+  value: float
+  tag: Tag
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+  """Seconds of a call by its rows, measured at three numbers of rows or more.
+
+  Between them it is a straight line; beyond them it says nothing.
+  """
+
+  points: tuple[tuple[int, float], ...]
+
+  def __post_init__(self):
+    points = tuple(sorted((int(n), float(s)) for n, s in self.points))
+    object.__setattr__(self, 'points', points)
+    rows = [n for n, _ in points]
+    if len(set(rows)) < 3 or len(set(rows)) < len(rows):
+      raise ValueError(
+        f'A curve needs three numbers of rows or more, each once; got {rows}: '
+        'two points cannot show that they are not on a line.'
+      )
+
+  def at(self, rows: float) -> float | None:
+    """Seconds; None outside what was measured."""
+    known = [n for n, _ in self.points]
+    if not known[0] <= rows <= known[-1]:
+      return None
+    i = max(1, bisect.bisect_left(known, rows))
+    (n, s), (m, t) = self.points[i - 1], self.points[i]
+    return s + (t - s) * (rows - n) / (m - n)
+
+  def nearest(self, rows: float) -> tuple[int, float]:
+    """The measured end that is nearer to `rows`."""
+    return min(
+      (self.points[0], self.points[-1]), key=lambda point: abs(point[0] - rows)
+    )
+
+
+# Stage, devices and mesh axes.
+Key = tuple[str, int, tuple[tuple[str, int], ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+  """What was measured, by stage, number of devices and mesh axes.
+
+  Rows are those of one micro-batch, all devices together. A stage without rows
+  is measured as of 0.
+  """
+
+  curves: Mapping[Key, Curve] = dataclasses.field(default_factory=dict)
+  constants: Mapping[Key, float] = dataclasses.field(default_factory=dict)

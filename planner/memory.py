@@ -1,0 +1,129 @@
+"""Bytes that the devices of a place need at their worst moment."""
+
+from planner import collectives, graph, program
+from planner import plan as plan_lib
+from planner.measured import Number
+
+
+def parts(
+  flow: graph.Flow,
+  chosen: plan_lib.Plan,
+  place: str,
+  where: list[str],
+  homes: dict[int, tuple[str, ...]],
+  works,
+  layout,
+) -> tuple[str, dict[str, Number]]:
+  """The worst moment: during which stage it is, and what is there then.
+
+  Values lie on a device from being made or received until their last use. What
+  replaces a carried value takes its memory over. A batch that passes in pieces
+  counts whole, as pieces pile up before a slow stage.
+
+  Args:
+    flow: as recorded.
+    chosen: where its stages run.
+    place: which of them.
+    where: the place of every node.
+    homes: the places of every carried value.
+    works: of stages by name, as `planner.count.of_flow`.
+    layout: how values lie on meshes.
+  """
+  axes = chosen.places[place].axes
+  here = [i for i, name in enumerate(where) if name == place]
+  carried = {v for v, places in homes.items() if place in places}
+  away = evicted(flow, chosen.evict) & carried
+  resident = sum(layout.local(flow.values[v], axes) for v in carried - away)
+  worst = (
+    '',
+    {
+      'carried values': Number(resident, 'modelled'),
+    },
+  )
+  if not here:
+    return worst
+  spans = _spans(flow, here, carried)
+  most = -1.0
+  for i in here:
+    node = flow.nodes[i]
+    values = sum(
+      layout.local(flow.values[v], axes)
+      for v, (first, last) in spans.items()
+      if first <= i <= last
+    )
+    touched = away.intersection(node.reads)
+    back = sum(layout.local(flow.values[v], axes) for v in touched)
+    found = {
+      'carried values': Number(resident, 'modelled'),
+      'restored values': Number(back, 'modelled'),
+      'values between stages': Number(values, 'modelled'),
+      **within(flow, node, chosen, axes, works, layout),
+    }
+    total = sum(number.value for number in found.values())
+    if total > most:
+      most, worst = total, (node.name, found)
+  return worst
+
+
+def within(flow, node, chosen, axes, works, layout) -> dict[str, Number]:
+  """What a stage needs for itself."""
+  call = works.get(node.name)
+  if graph.is_plumbing(node) or call is None:
+    return {}
+  parameters = collectives.Parameters(flow, node, layout)
+  rows = max((flow.values[v].shape[0] for v in node.rows), default=0)
+  at_once = chosen.rows.get(node.name) or rows / chosen.pieces
+  call = call.near(at_once)
+  alive = call.each.bytes_alive * at_once / layout.row_ways(axes)
+  fixed = call.fixed.bytes_alive * parameters.share(axes)
+  matmul = call.fixed.matmul | call.each.matmul
+  item = max(map(collectives.item_bytes, matmul), default=0)
+  gathered = parameters.gathered(axes, item)
+  if parameters.gradients:  # A scanned stack gathers a layer, ahead of one.
+    gathered *= min(1.0, 2 / parameters.depth)
+  made = 0.0
+  if at_once < rows and node.stage.grain == 'sum':  # Added to what there is.
+    made = sum(layout.local(flow.values[v], axes) for v in node.writes)
+  return {
+    'activations': Number(alive + fixed, 'modelled'),
+    'gathered parameters': Number(gathered, 'modelled'),
+    'sums of a micro-batch': Number(made, 'modelled'),
+  }
+
+
+def evicted(flow: graph.Flow, names) -> set[int]:
+  """Carried values that only the stages `names` read."""
+  return {
+    start
+    for start, _ in flow.carry
+    if flow.readers.get(start)
+    and {flow.nodes[i].name for i in flow.readers[start]} <= set(names)
+  }
+
+
+def _spans(flow, here, carried) -> dict[int, tuple[int, int]]:
+  """From which node to which a value lies at a place, if it is not carried."""
+  spans, end = {}, len(flow.nodes)
+  for i in here:
+    node = flow.nodes[i]
+    for v in (*node.reads, *node.writes):
+      if v not in carried:
+        first, _ = spans.get(v, (i, i))
+        spans[v] = first, i
+  made = {v for i in here for v in flow.nodes[i].writes}
+  for start, finish in flow.carry:
+    if start in carried and start != finish and finish in made:
+      last = max(flow.readers.get(start, (-1,)))
+      if last <= flow.maker[finish]:
+        spans.pop(finish, None)  # It takes the memory of what it replaces.
+      else:
+        spans[finish] = spans[finish][0], end
+  for v in flow.outputs:
+    if v in spans and v in made:
+      spans[v] = spans[v][0], end
+  return spans
+
+
+def homes(flow: graph.Flow, chosen: plan_lib.Plan):
+  """The place of every node, and the places of every carried value."""
+  return program.locate(flow, chosen), program.homes(flow, chosen)

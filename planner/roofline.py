@@ -1,0 +1,331 @@
+"""Seconds and bytes of stages on placements, modelled from their work.
+
+A call takes its launch, then as long as its arithmetic or its traffic takes,
+whichever is longer, then what its devices say to each other. Where a stage was
+measured, that is taken instead. Every number can be asked where it comes from.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+import math
+
+from planner import cluster as cluster_lib
+from planner import collectives, graph, memory
+from planner import layout as layout_lib
+from planner import measured as measured_lib
+from planner import plan as plan_lib
+from planner.measured import Number
+from planner.work import Call
+
+
+@dataclasses.dataclass(frozen=True)
+class Assumed:
+  """What is neither on a data sheet nor counted.
+
+  Attributes:
+    products: share of the peak that matrix products reach.
+    arithmetic: share of it that other arithmetic reaches.
+    traffic: share of the bandwidth that is reached.
+    exposed: share of what devices say that no arithmetic hides.
+    host_row: seconds that a host stage spends on a row.
+  """
+
+  products: float = 0.5
+  arithmetic: float = 0.5
+  traffic: float = 0.8
+  exposed: float = 1.0
+  host_row: float = 1e-4
+
+
+class Explanation(dict):
+  """Parts by name; their parts of seconds, or of bytes, as `Number`s.
+
+  Attributes:
+    total: of them all. Of 'arithmetic' and 'traffic', which overlap, the longer
+      counts.
+  """
+
+  def __init__(self, total: Number, parts: Mapping[str, Number]):
+    super().__init__(parts)
+    self.total = total
+
+  def __str__(self):
+    lines = [('total', self.total), *self.items()]
+    return '\n'.join(f'{k:32}{n.value:12.4g}  {n.tag}' for k, n in lines)
+
+
+class Roofline:
+  """A model of costs, as `planner.search` asks for one.
+
+  Attributes:
+    capacity: bytes of a device that plans may use.
+  """
+
+  def __init__(
+    self,
+    flow: graph.Flow,
+    works: Mapping[str, Call | None],
+    cluster: cluster_lib.Cluster,
+    rules: layout_lib.Rules,
+    measured: measured_lib.Measured = measured_lib.Measured(),
+    assumed: Assumed = Assumed(),
+  ):
+    """Takes what is known.
+
+    Args:
+      flow: as recorded.
+      works: of its stages, as `planner.count.of_flow`; None for the host's.
+      cluster: what it runs on.
+      rules: axes of letters, as `sharding.rules.DEFAULT`.
+      measured: seconds of stages, which win over the model.
+      assumed: what else the model needs.
+    """
+    missing = [name for name in flow.stages if name not in works]
+    if missing:
+      raise ValueError(
+        f'Nothing is known of the work of {missing}: count the flow that is to '
+        'be planned.'
+      )
+    self.flow, self.works, self.cluster = flow, works, cluster
+    self.layout = layout_lib.Layout(rules)
+    self.wires = collectives.Wires(cluster)
+    self.measured, self.assumed = measured, assumed
+    self.capacity = cluster.capacity
+    self.axes = functools.cache(self._axes)
+    self._known, self._places = {}, {}
+
+  # Meshes.
+
+  def _axes(self, stages: tuple[str, ...], devices: int) -> Sequence:
+    """Meshes that a place of these stages may have; none if it cannot be.
+
+    Axes without rows stay within a node: they talk at every layer.
+    """
+    nodes = [n for n in self.flow.nodes if n.name in stages]
+    kinds = {
+      (value.letters, value.shape)
+      for node in nodes
+      for value in (self.flow.values[v] for v in (*node.reads, *node.writes))
+    }
+    letters = {x for some, _ in kinds for x in some if x not in ('', 'B')}
+    wanted = {axis for x in letters for axis in self.layout.axes_of(x)}
+    # The first axis of rows is for copies, and is always there.
+    names = list(self.layout.of_rows[:1])
+    names += [a for a in self.layout.of_rows[1:] if a in wanted]
+    inner = sorted(wanted - set(self.layout.of_rows))
+    most = dict.fromkeys(inner, self.cluster.node)
+
+    def fits(axes):
+      return all(
+        self.layout.shared(some, shape, axes) is not None
+        for some, shape in kinds
+      ) and all(self._can_share(self.flow, node, axes) for node in nodes)
+
+    menu = layout_lib.meshes(devices, (*names, *inner), most)
+    return tuple(axes for axes in menu if fits(axes))
+
+  def _can_share(self, flow, node, axes, rows: int | None = None) -> bool:
+    """Whether devices can have as many whole groups of rows each."""
+    if graph.is_plumbing(node) or node.stage.host or not axes:
+      return True
+    ways = self.layout.row_ways(axes)
+    return all(
+      (rows or flow.values[v].shape[0]) // node.stage.group % ways == 0
+      for v in node.rows
+    )
+
+  # Seconds.
+
+  def seconds(
+    self,
+    flow: graph.Flow,
+    node: graph.Node,
+    placement: plan_lib.Placement,
+    rows: int | None,
+  ) -> float:
+    """Of a call of a node; infinite where devices cannot share its rows."""
+    if graph.is_plumbing(node) or not node.rows:
+      return self.explain(flow, node, placement, rows).total.value
+    there = _rows(flow, node)
+    # Nodes of a stage that have as many rows cost the same.
+    key = node.name, there, rows, placement
+    if key not in self._known:
+      found = self.explain(flow, node, placement, rows)
+      self._known[key] = found.total.value
+    return self._known[key]
+
+  def explain(
+    self,
+    flow: graph.Flow,
+    node: graph.Node,
+    placement: plan_lib.Placement,
+    rows: int | None = None,
+  ) -> Explanation:
+    """What the seconds of a call are made of.
+
+    Args:
+      flow: as cut; a piece's rows are those of what it reads.
+      node: of that flow.
+      placement: where it runs.
+      rows: at a time; None for all.
+    """
+    if graph.is_plumbing(node):
+      return self._moved(flow, node, placement)
+    there = _rows(flow, node)
+    rows = rows or there
+    if there and (
+      there % rows or not self._can_share(flow, node, placement.axes, rows)
+    ):
+      return Explanation(Number(math.inf, 'modelled'), {})
+    turns = there / rows if there else 1
+    table = self.measured
+    key = node.name, len(placement.devices), tuple(placement.axes)
+    if key in table.constants:
+      return _whole(Number(table.constants[key], 'measured'), 'call')
+    curve = table.curves.get(key)
+    spent = curve and curve.at(rows)
+    if spent is not None:
+      return _whole(Number(turns * spent, 'measured'), 'call')
+    found = self._modelled(flow, node, placement, rows, turns)
+    if curve is None:
+      return found
+    near, seconds = curve.nearest(rows)
+    there = self._modelled(flow, node, placement, near, 1).total.value
+    scale = seconds / there
+    return Explanation(
+      Number(found.total.value * scale, 'modelled'),
+      {
+        **found,
+        f'times, as measured at {near} rows': Number(scale, 'measured'),
+      },
+    )
+
+  def _moved(self, flow, node, placement):
+    """What planners add moves bytes and does no more."""
+    device = self.cluster.device
+    values = [flow.values[v] for v in (*node.reads, *node.writes)]
+    size = sum(self.layout.local(value, placement.axes) for value in values)
+    spent = size / (device.bandwidth * self.assumed.traffic)
+    return Explanation(
+      Number(device.launch + spent, 'modelled'),
+      {
+        'launch': Number(device.launch, 'assumed'),
+        'traffic': Number(spent, 'modelled'),
+      },
+    )
+
+  def _modelled(self, flow, node, placement, rows, turns) -> Explanation:
+    call = self.works[node.name]
+    if call is None:
+      return self._on_host(flow, node, rows * turns)
+    call = call.near(rows)
+    device, assumed, axes = self.cluster.device, self.assumed, placement.axes
+    parameters = collectives.Parameters(flow, node, self.layout)
+    if rows:
+      ways = parameters.ways(axes)
+      share = 1 / ways, rows / self.layout.row_ways(axes) / ways
+    else:
+      share = self._share(flow, node, axes), 0.0
+    own = call.fixed.weighted(share[0], call.each, share[1])
+    arithmetic = own.other_flops / (device.vector * assumed.arithmetic) + sum(
+      flops / (device.peak(kind) * assumed.products)
+      for kind, flops in own.matmul.items()
+    )
+    traffic = own.bytes_moved / (device.bandwidth * assumed.traffic)
+    # Devices share the numbers of a kernel, not the kernels.
+    gaps = call.at(rows).kernels * device.kernel
+    parts = {
+      'launch': Number(device.launch, 'assumed'),
+      'gaps between kernels': Number(turns * gaps, 'assumed'),
+      'arithmetic': Number(turns * arithmetic, 'modelled'),
+      'traffic': Number(turns * traffic, 'modelled'),
+    }
+    total = device.launch + turns * (gaps + max(arithmetic, traffic))
+    for part in collectives.talk(parameters, call.at(rows), axes):
+      link = self.wires.link(placement, part.axis)
+      spent = link.seconds(part.size, part.messages) * assumed.exposed
+      spent *= turns if part.each else 1
+      name = f'{part.what} ({part.axis})'
+      parts[name] = Number(spent, 'modelled')
+      total += spent
+    return Explanation(Number(total, 'modelled'), parts)
+
+  def _share(self, flow, node, axes) -> float:
+    """Of the bytes of a stage without rows, those that a device has."""
+    values = [flow.values[v] for v in {*node.reads, *node.writes}]
+    size = sum(value.bytes for value in values)
+    kept = sum(self.layout.local(value, axes) for value in values)
+    return kept / size if size else 1.0
+
+  def _on_host(self, flow, node, rows) -> Explanation:
+    device = self.cluster.device
+    size = sum(flow.values[v].bytes for v in {*node.reads, *node.writes})
+    moved = device.launch + size / device.host
+    spent = self.assumed.host_row * max(rows, 1)
+    return Explanation(
+      Number(moved + spent, 'assumed'),
+      {
+        'from and to the device': Number(moved, 'modelled'),
+        'on the host': Number(spent, 'assumed'),
+      },
+    )
+
+  # Moves.
+
+  def transfer(
+    self,
+    flow: graph.Flow,
+    value: int,
+    source: plan_lib.Placement,
+    target: plan_lib.Placement,
+  ) -> float:
+    """Of a value from place to place; nothing where it is already so.
+
+    Every device of the target receives its share, all copies included, and
+    those of the source send as many bytes each.
+    """
+    if source == target:
+      return 0.0
+    local = self.layout.local(flow.values[value], target.axes)
+    sent = local * len(target.devices) / len(source.devices)
+    link = self.cluster.link((*source.devices, *target.devices))
+    return link.seconds(max(local, sent))
+
+  def switch(
+    self, flow: graph.Flow, value: int, placement: plan_lib.Placement
+  ) -> float:
+    """Of a value between the memory of devices and of their host."""
+    local = self.layout.local(flow.values[value], placement.axes)
+    return self.cluster.device.launch + local / self.cluster.device.host
+
+  # Memory.
+
+  def memory(
+    self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
+  ) -> float:
+    """Bytes that a device of a place needs at its worst moment."""
+    return self.explain_memory(flow, chosen, place).total.value
+
+  def explain_memory(
+    self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
+  ) -> Explanation:
+    """What is on a device at its worst moment."""
+    key = id(flow), tuple(chosen.stages.items()), tuple(chosen.places)
+    if key not in self._places:
+      self._places[key] = flow, memory.homes(flow, chosen)
+    _, (where, homes) = self._places[key]
+    stage, parts = memory.parts(
+      flow, chosen, place, where, homes, self.works, self.layout
+    )
+    total = sum(number.value for number in parts.values())
+    during = {f'{name}, during {stage}': n for name, n in parts.items()}
+    return Explanation(Number(total, 'modelled'), during if stage else parts)
+
+
+def _rows(flow: graph.Flow, node: graph.Node) -> int:
+  return max((flow.values[v].shape[0] for v in node.rows), default=0)
+
+
+def _whole(number: Number, what: str) -> Explanation:
+  return Explanation(number, {what: number})

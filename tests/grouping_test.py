@@ -1,0 +1,44 @@
+import itertools
+
+import pytest
+
+from planner import grouping
+import search_test
+
+
+@pytest.mark.parametrize('n', range(1, 7))
+@pytest.mark.parametrize('most', range(1, 5))
+def test_things_are_parted_in_all_ways_once(n, most):
+  parts = list(grouping.partitions(n, most))
+  assert len(set(map(frozenset, parts))) == len(parts)
+  assert all(sum(blocks) == 2**n - 1 for blocks in parts)
+  labels = itertools.product(range(n), repeat=n)  # Who is with whom.
+  with_whom = {tuple(map(some.index, some)) for some in labels}
+  count = sum(len(set(some)) <= most for some in with_whom)
+  assert len(parts) == count
+
+
+def test_stages_go_together_by_way_of_others():
+  flow = search_test.line(dict.fromkeys('abcd', 1.0))[0]
+  assert grouping.groups(flow, [('a', 'c'), ('c', 'd')]) == [
+    ('a', 'c', 'd'),
+    ('b',),
+  ]
+
+
+def test_stages_that_take_no_time_join_a_neighbour():
+  work = {'a': 0.0, 'b': 5.0, 'c': 0.0, 'd': 5.0}
+  flow, model = search_test.line(work)
+  together = grouping.glue(flow, model, 4)
+  assert sorted(s for some in together for s in some) in (
+    ['a', 'b', 'c'],
+    ['a', 'b', 'c', 'd'],
+  )
+  assert len(grouping.groups(flow, together)) == 2
+
+
+def test_stages_that_no_place_can_hold_together_stay_apart():
+  work = {'a': 5.0, 'judge': 0.0}
+  flow, model = search_test.line(work, alone=('judge',))
+  assert grouping.glue(flow, model, 4) == ()
+  assert grouping.glue(flow, model, 1) == (('a', 'judge'),)
