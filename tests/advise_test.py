@@ -4,9 +4,8 @@ import json
 import pytest
 
 from planner import cluster as cluster_lib
-from planner import count
+from planner import count, roofline
 from planner import plan as plan_lib
-from planner import roofline
 from rlinf_jax import advise
 from sharding import rules
 from stages import train, workflows
