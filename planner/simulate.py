@@ -70,54 +70,11 @@ def simulate(
       the workflow's lag.
   """
   places = [_Place(name, p, steps) for name, p in programs.items()]
-  links = collections.defaultdict(collections.deque)
-  spans, sunk = [], collections.defaultdict(list)
-
-  def begun(step):
-    """When the inputs of a step are there; None if that is not known yet."""
-    before = step - 1 - ahead
-    if before < 0:
-      return 0.0
-    ends = [place.ends[before : before + 1] for place in places]
-    return max(end for (end,) in ends) if all(ends) else None
-
-  def advance(place) -> bool:
-    """Does one instruction; False where it must wait for another place."""
-    if place.at == len(place.program):
-      place.ends.append(place.clock)
-      place.step, place.at = place.step + 1, 0
-      return True
-    op = place.program[place.at]
-    match op:
-      case Run(i):
-        seconds = cost.seconds(flow, flow.nodes[i], place.name)
-        place.spend(spans, 'run', seconds, node=i)
-      case Send(v, target) if target == SINK:
-        sunk[place.step].append(place.clock)
-      case Send(v, target):
-        lasts = cost.transfer(flow, v, place.name, target)
-        links[v, place.name, target].append(place.clock + lasts)
-      case Recv(v, source):
-        if source == SOURCE:
-          arrives = begun(place.step)
-        else:
-          link = links[v, source, place.name]
-          arrives = link.popleft() if link else None
-        if arrives is None:
-          return False
-        if arrives > place.clock:
-          place.spend(spans, 'wait', arrives - place.clock, value=v)
-      case Evict(v) | Restore(v):
-        what = 'evict' if isinstance(op, Evict) else 'restore'
-        seconds = cost.switch(flow, v, place.name)
-        place.spend(spans, what, seconds, value=v)
-    place.at += 1
-    return True
-
+  play = _Play(flow, cost, places, ahead)
   while any(place.step < steps for place in places):
     moved = False
     for place in places:
-      while place.step < steps and advance(place):
+      while place.step < steps and play.advance(place):
         moved = True
     if not moved:
       waits = {p.name: p.program[p.at] for p in places if p.step < steps}
@@ -128,4 +85,55 @@ def simulate(
   ends = [max(place.ends[i] for place in places) for i in range(steps)]
   half = steps // 2
   period = (ends[-1] - ends[half - 1]) / (steps - half) if half else ends[-1]
-  return Simulation(period, spans)
+  return Simulation(period, play.spans)
+
+
+class _Play:
+  """Programs under way, and what is on its way between them."""
+
+  def __init__(self, flow, cost, places: list[_Place], ahead: int):
+    self.flow, self.cost, self.places, self.ahead = flow, cost, places, ahead
+    self.links = collections.defaultdict(collections.deque)
+    self.spans: list[Span] = []
+
+  def begun(self, step: int) -> float | None:
+    """When the inputs of a step are there; None if that is not known yet."""
+    before = step - 1 - self.ahead
+    if before < 0:
+      return 0.0
+    ends = [place.ends[before : before + 1] for place in self.places]
+    return max(end for (end,) in ends) if all(ends) else None
+
+  def arrival(self, place: _Place, v: int, source: str) -> float | None:
+    """When a value is there; None if that is not known yet."""
+    if source == SOURCE:
+      return self.begun(place.step)
+    link = self.links[v, source, place.name]
+    return link.popleft() if link else None
+
+  def advance(self, place: _Place) -> bool:
+    """Does one instruction; False where it must wait for another place."""
+    if place.at == len(place.program):
+      place.ends.append(place.clock)
+      place.step, place.at = place.step + 1, 0
+      return True
+    flow, cost = self.flow, self.cost
+    match place.program[place.at]:
+      case Run(i):
+        seconds = cost.seconds(flow, flow.nodes[i], place.name)
+        place.spend(self.spans, 'run', seconds, node=i)
+      case Send(v, target) if target != SINK:
+        lasts = cost.transfer(flow, v, place.name, target)
+        self.links[v, place.name, target].append(place.clock + lasts)
+      case Recv(v, source):
+        arrives = self.arrival(place, v, source)
+        if arrives is None:
+          return False
+        if arrives > place.clock:
+          place.spend(self.spans, 'wait', arrives - place.clock, value=v)
+      case (Evict(v) | Restore(v)) as op:
+        what = 'evict' if isinstance(op, Evict) else 'restore'
+        seconds = cost.switch(flow, v, place.name)
+        place.spend(self.spans, what, seconds, value=v)
+    place.at += 1
+    return True
