@@ -214,7 +214,9 @@ class Local:
 
   def evaluate(self, batch, key):
     """Evaluates the state as it is; returns what it reports."""
-    return self._begin('evaluate', batch, key).result()
+    made = self._begin('evaluate', batch, key)
+    self.wait()
+    return made.result()
 
   def _begin(self, name, *inputs):
     if self._failure:
