@@ -128,7 +128,8 @@ class Local:
     """A context in which checkpoints are read straight to where they go."""
     resident = self.lowered['step'].resident
     count = collections.Counter(places[0] for places in resident)
-    return self.places[max(count, key=count.get)].ambient()
+    most = max(count, key=count.get, default=next(iter(self.places)))
+    return self.places[most].ambient()
 
   def load(self, state, steps: int = 0):
     """Lays out `state` as the plan has it; a copy, as steps overwrite it.

@@ -2,6 +2,7 @@
 
 import collections
 import math
+import threading
 import time
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ class Timeline:
   def __init__(self):
     self.began = time.perf_counter()
     self.spans: list[Span] = []
+    self._lock = threading.Lock()
 
   def now(self) -> tuple[float, float]:
     """Seconds since it began, and CPU-seconds of the process."""
@@ -45,19 +47,18 @@ class Timeline:
     """Records that `what`, begun at `start`, has just ended."""
     end = self.now()
     piece = piece[0] + 1, piece[1]
-    self.spans.append(
-      Span(
-        *(step, place, what, stage, piece),
-        *(start[0], end[0], end[1] - start[1]),
-      )
+    span = Span(
+      *(step, place, what, stage, piece),
+      *(start[0], end[0], end[1] - start[1]),
     )
+    with self._lock:
+      self.spans.append(span)
 
   def take(self, step: float = math.inf) -> list[Span]:
     """The spans since it was last asked, of steps up to `step`."""
-    spans = self.spans
-    taken = [span for span in spans if span.step <= step]
-    # In place: others may be adding to it.
-    spans[:] = [*(s for s in spans if s.step > step)]
+    with self._lock:  # A place may be adding to them.
+      taken = [span for span in self.spans if span.step <= step]
+      self.spans = [span for span in self.spans if span.step > step]
     return taken
 
 
