@@ -20,7 +20,7 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
   Args:
     flow: cut as the plan says.
     plan: where its stages run.
-    cost: as `planner.cost.Cost`: `seconds` of nodes, `transfer` of values.
+    cost: as `costs.cost.Cost`: `seconds` of nodes, `transfer` of values.
   """
   where = program.locate(flow, plan)
   n = len(flow.nodes)

@@ -1,7 +1,7 @@
 """From a flow and a plan to programs: cut what, order when, lower where."""
 
-from planner import cost as cost_lib
 from planner import cut, graph, order, program
+from planner.costs import cost as cost_lib
 
 
 def lower(

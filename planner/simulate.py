@@ -64,7 +64,7 @@ def simulate(
   Args:
     flow: as cut and ordered.
     programs: of every place.
-    cost: as `planner.cost.Cost`.
+    cost: as `planner.costs.cost.Cost`.
     steps: how many to play. The period is that of the second half.
     ahead: steps that whoever calls may begin before an earlier one has ended:
       the workflow's lag.

@@ -7,18 +7,10 @@ import os
 import pathlib
 
 from planner import cluster as cluster_lib
-from planner import (
-  count,
-  explain,
-  graph,
-  grouping,
-  listing,
-  passes,
-  roofline,
-  search,
-  simulate,
-)
+from planner import explain, graph, listing, passes, simulate
 from planner import plan as plan_lib
+from planner.costs import count, roofline
+from planner.search import exact, grouping
 from sharding import rules
 
 PIECES = (1, 2, 4, 8)
@@ -34,7 +26,7 @@ def space(flow: graph.Flow, model, cluster: cluster_lib.Cluster):
     for node in flow.nodes
     if (options := _micro_batches(flow, node, model, cluster))
   }
-  return search.Space(
+  return exact.Space(
     cluster.devices,
     unit=cluster.node if several else 1,
     pieces=PIECES,
@@ -79,7 +71,7 @@ def advise(
   seconds: float = 60.0,
   output: str | os.PathLike | None = None,
   say: Callable[[str], None] = print,
-) -> search.Found:
+) -> exact.Found:
   """Searches for the fastest plan and says why it is.
 
   Args:
@@ -93,7 +85,7 @@ def advise(
   """
   model = roofline.Roofline(flow, count.of_flow(flow), cluster, rules.DEFAULT)
   where = space(flow, model, cluster)
-  found = search.search(flow, model, where, ahead=ahead, seconds=seconds)
+  found = exact.search(flow, model, where, ahead=ahead, seconds=seconds)
   lines = [str(flow), '', _searched(where, found, cluster)]
   twin = {'space': json.loads(where.to_json()), 'ranked': []}
   if found.best is None:

@@ -4,8 +4,8 @@ import json
 import pytest
 
 from planner import cluster as cluster_lib
-from planner import count, roofline
 from planner import plan as plan_lib
+from planner.costs import count, roofline
 from rlinf_jax import advise
 from sharding import rules
 from stages import train, workflows

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from planner import count, cut
-from planner import work as work_lib
+from planner import cut
+from planner.costs import count
+from planner.costs import work as work_lib
 from stages import train, workflows
 from stages.models import transformer
 import tiny

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from planner import cost, cut, flow, graph, order, plan
+from planner import cut, flow, graph, order, plan
+from planner.costs import cost
 from stages import stage as stages
 from stages import train, workflows
 import tiny

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
-from planner import choices as choices_lib
-from planner import cut, floor, search, timing
+from planner import cut
+from planner.search import choices as choices_lib
+from planner.search import exact, floor, timing
 import search_test
 
 
@@ -73,7 +74,7 @@ def test_a_state_that_is_made_from_itself_is_a_loop():
 def test_no_plan_takes_less_than_the_bound_of_its_sizes(seed):
   flow, model, space, ahead = search_test.random_instance(seed)
   model.capacity = np.inf
-  finder = search.Search(flow, model, space, ahead, keep=1)
+  finder = exact.Search(flow, model, space, ahead, keep=1)
   choices, rng = finder.choices, np.random.default_rng(seed)
   for opened in finder.open.values():
     part = int(rng.integers(len(choices.blocks)))

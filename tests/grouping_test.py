@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from planner import grouping
+from planner.search import grouping
 import search_test
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from planner import rollout
+from planner.costs import rollout
 
 
 def step(batch, context):

@@ -11,19 +11,11 @@ from jax.sharding import NamedSharding
 import numpy as np
 import pytest
 
-from planner import (
-  cluster,
-  collectives,
-  count,
-  cut,
-  graph,
-  layout,
-  memory,
-  roofline,
-)
-from planner import measured as measured_lib
+from planner import cluster, cut, graph
 from planner import plan as plan_lib
-from planner.work import Call, Work
+from planner.costs import collectives, count, layout, memory, roofline
+from planner.costs import measured as measured_lib
+from planner.costs.work import Call, Work
 from rlinf_jax.runtime import place as place_lib
 from sharding import mesh as mesh_lib
 from sharding import rules
@@ -120,7 +112,8 @@ def explained(name, *axes, rows=None, **kwargs):
 
 
 @pytest.mark.parametrize(
-  'module', ['cluster', 'roofline', 'rollout', 'work', 'memory', 'measured']
+  'module',
+  ['cluster', *(f'costs.{m}' for m in ('memory', 'roofline', 'rollout'))],
 )
 def test_it_runs_where_jax_is_not(module):
   code = (

@@ -10,8 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from planner import algorithm1, graph, passes, plan, search
+from planner import graph, passes, plan
 from planner import simulate as simulate_lib
+from planner.search import algorithm1, exact
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -170,7 +171,7 @@ def random_instance(seed):
   rowed = [node.name for node in flow.nodes if node.rows]
   if rowed and rng.random() < 0.2:
     rows = {rowed[0]: (None, 2)}
-  space = search.Space(
+  space = exact.Space(
     devices,
     unit=2 if devices in (6, 8) and rng.random() < 0.5 else 1,
     places=int(rng.integers(1, 4)),
@@ -293,7 +294,7 @@ def brute_force(flow, model, space, ahead):
 def agrees(seed) -> bool:
   """Whether there is a plan; the search and trying everything agree."""
   flow, model, space, ahead = random_instance(seed)
-  found = search.search(flow, model, space, ahead=ahead)
+  found = exact.search(flow, model, space, ahead=ahead)
   other = algorithm1.algorithm1(flow, model, space, ahead=ahead)
   best = brute_force(flow, model, space, ahead)
   assert found.gap == 0, seed
@@ -378,7 +379,7 @@ def ppo(*, lag=0, **kwargs):
 def test_two_equal_stages_share_two_devices_in_pieces():
   # A device each: half the devices for twice as long, but both at once.
   flow, model = line({'a': 4.0, 'b': 4.0}, power=0.0)
-  found = search.search(flow, model, search.Space(2, pieces=(1, 2, 4)))
+  found = exact.search(flow, model, exact.Space(2, pieces=(1, 2, 4)))
   assert found.seconds == pytest.approx(1 + 4 * 1)  # A piece, and all of b.
   assert found.best.pieces == 4
   assert len(found.best.places) == 2
@@ -387,7 +388,7 @@ def test_two_equal_stages_share_two_devices_in_pieces():
 
 def test_stages_that_scale_share_all_devices():
   flow, model = line({'a': 4.0, 'b': 4.0}, power=1.0)
-  found = search.search(flow, model, search.Space(4, pieces=(1, 2, 4)))
+  found = exact.search(flow, model, exact.Space(4, pieces=(1, 2, 4)))
   assert list(found.best.places) == ['all']
   assert found.seconds == pytest.approx(2.0)
 
@@ -401,13 +402,13 @@ def test_devices_may_be_left_idle():
       return super().seconds(flow, node, placement, rows) + max(0, n - 2)
 
   flow, _ = line({'a': 1.0, 'b': 1.0})
-  found = search.search(flow, Slower({'a': 1.0, 'b': 1.0}), search.Space(8))
+  found = exact.search(flow, Slower({'a': 1.0, 'b': 1.0}), exact.Space(8))
   assert sum(len(p.devices) for p in found.best.places.values()) <= 4
 
 
 def test_a_stage_for_one_device_gets_one():
   flow, model = line({'a': 8.0, 'judge': 1.0}, alone=('judge',))
-  found = search.search(flow, model, search.Space(4, pieces=(1, 2, 4)))
+  found = exact.search(flow, model, exact.Space(4, pieces=(1, 2, 4)))
   places = found.best.places
   assert len(places[found.best.stages['judge']].devices) == 1
   assert len(places[found.best.stages['a']].devices) == 3
@@ -415,7 +416,7 @@ def test_a_stage_for_one_device_gets_one():
 
 def test_what_fits_nowhere_is_explained():
   flow, model = line({'a': 1.0, 'b': 1.0}, held={'a': 96.0}, capacity=8.0)
-  found = search.search(flow, model, search.Space(4))
+  found = exact.search(flow, model, exact.Space(4))
   assert (found.best, found.seconds, found.gap) == (None, math.inf, 0)
   (near, words), *_ = found.infeasible
   assert words == (
@@ -429,28 +430,26 @@ def test_memory_decides_where_and_evictions_make_room():
   flow, model = line(
     {'a': 1.0, 'b': 1.0}, held={'a': 2.0, 'b': 2.0}, capacity=4.1, change=0.5
   )
-  apart = search.search(flow, model, search.Space(2))
+  apart = exact.search(flow, model, exact.Space(2))
   assert len(apart.best.places) == 2
-  room = search.search(flow, model, search.Space(1, evict=('b',)))
+  room = exact.search(flow, model, exact.Space(1, evict=('b',)))
   assert room.best.evict == ('b',)
-  assert search.search(flow, model, search.Space(1)).best is None
+  assert exact.search(flow, model, exact.Space(1)).best is None
 
 
 def test_an_older_state_lets_steps_overlap():
   flow, model = ppo(lag=1)
-  space = search.Space(64, unit=8, pieces=(1, 2))
-  one, two = (
-    search.search(flow, model, space, ahead=ahead) for ahead in (0, 1)
-  )
+  space = exact.Space(64, unit=8, pieces=(1, 2))
+  one, two = (exact.search(flow, model, space, ahead=ahead) for ahead in (0, 1))
   assert two.seconds < one.seconds
   assert one.gap == two.gap == 0
 
 
 def test_a_search_that_is_stopped_says_how_far_it_came():
   flow, model = ppo(power=0.6)
-  space = search.Space(64, unit=8, pieces=(1, 2, 4))
-  short = search.search(flow, model, space, seconds=0.0)
-  full = search.search(flow, model, space)
+  space = exact.Space(64, unit=8, pieces=(1, 2, 4))
+  short = exact.search(flow, model, space, seconds=0.0)
+  full = exact.search(flow, model, space)
   assert 0 < short.gap < 1
   assert short.bound <= full.seconds <= short.seconds
   assert short.bound == pytest.approx(short.seconds * (1 - short.gap))
@@ -462,9 +461,9 @@ def test_a_search_that_is_stopped_says_how_far_it_came():
 @pytest.mark.parametrize('devices, limit', [(1024, 10), (4096, 60)])
 def test_eight_stages_are_planned_on_clusters(devices, limit, lag):
   flow, model = ppo(lag=lag, move=0.5, meshes=2)
-  space = search.Space(devices, unit=8, pieces=(1, 2, 4, 8))
+  space = exact.Space(devices, unit=8, pieces=(1, 2, 4, 8))
   start = time.process_time()
-  found = search.search(flow, model, space, ahead=lag)
+  found = exact.search(flow, model, space, ahead=lag)
   assert time.process_time() - start < limit
   assert found.gap == 0
   assert period(flow, model, found.best, lag) == pytest.approx(found.seconds)
@@ -472,7 +471,7 @@ def test_eight_stages_are_planned_on_clusters(devices, limit, lag):
 
 def test_algorithm_1_pipelines_as_its_formula_says():
   flow, model = line({'a': 4.0, 'b': 4.0}, power=0.0)
-  found = algorithm1.algorithm1(flow, model, search.Space(2, pieces=(1, 4)))
+  found = algorithm1.algorithm1(flow, model, exact.Space(2, pieces=(1, 4)))
   assert found.best.pieces == 4
   assert found.seconds == pytest.approx(2 + 3 * 1)
   assert (found.bound, found.gap) == (None, None)
@@ -500,22 +499,22 @@ def test_algorithm_1_takes_cycles_for_one_stage():
     outputs=(6,),
   )
   model = Synthetic({'generate': 4.0, 'gradient': 2.0, 'apply': 0.0}, power=0.0)
-  found = algorithm1.algorithm1(flow, model, search.Space(3, pieces=(1, 2)))
+  found = algorithm1.algorithm1(flow, model, exact.Space(3, pieces=(1, 2)))
   stages = found.best.stages
   assert stages['gradient'] == stages['apply'] != stages['generate']
 
 
 def test_algorithm_1_is_never_better():
   flow, model = ppo(power=0.6, move=0.5, meshes=2)
-  space = search.Space(64, unit=8, pieces=(1, 2, 4))
-  exact = search.search(flow, model, space)
+  space = exact.Space(64, unit=8, pieces=(1, 2, 4))
+  found = exact.search(flow, model, space)
   other = algorithm1.algorithm1(flow, model, space)
-  assert exact.seconds <= other.seconds
-  assert exact.bound <= other.seconds
+  assert found.seconds <= other.seconds
+  assert found.bound <= other.seconds
 
 
 def test_a_space_is_told_in_json():
-  space = search.Space(8, rows={'a': (None, 4)}, evict=('a',))
+  space = exact.Space(8, rows={'a': (None, 4)}, evict=('a',))
   told = json.loads(space.to_json())
   assert told['devices'] == 8
   assert told['rows'] == [['a', [None, 4]]]
@@ -531,24 +530,24 @@ def test_a_space_is_told_in_json():
 )
 def test_a_space_without_plans_is_refused(kwargs, why):
   with pytest.raises(ValueError, match=why):
-    search.Space(**kwargs)
+    exact.Space(**kwargs)
 
 
 def test_stages_that_there_are_not_are_refused():
   flow, model = line({'a': 1.0, 'b': 1.0})
   for strange in ({'together': (('a', 'z'),)}, {'evict': ('z',)}):
     with pytest.raises(ValueError, match=r"\['z'\].*'a', 'b'"):
-      search.search(flow, model, search.Space(2, **strange))
+      exact.search(flow, model, exact.Space(2, **strange))
 
 
 def test_a_search_needs_no_jax():
   code = (
     'import sys\n'
-    'from planner import algorithm1, search\n'
+    'from planner.search import algorithm1, exact\n'
     'import search_test as t\n'
     'flow, model = t.line({"a": 4.0, "b": 4.0})\n'
-    'found = search.search(flow, model, search.Space(2))\n'
-    'other = algorithm1.algorithm1(flow, model, search.Space(2))\n'
+    'found = exact.search(flow, model, exact.Space(2))\n'
+    'other = algorithm1.algorithm1(flow, model, exact.Space(2))\n'
     'assert found.best and other.best\n'
     'assert "jax" not in sys.modules, "jax"'
   )

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from planner import cost, passes, simulate
 from planner import flow as flow_lib
+from planner import passes, simulate
 from planner import plan as plan_lib
+from planner.costs import cost
 from rlinf_jax.runtime import local
 from stages import stage as stages
 

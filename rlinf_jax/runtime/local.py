@@ -11,11 +11,11 @@ import weakref
 import jax
 import jax.numpy as jnp
 
-from planner import cost as cost_lib
 from planner import graph as graph_lib
 from planner import passes
 from planner import plan as plan_lib
 from planner import program as program_lib
+from planner.costs import cost as cost_lib
 from rlinf_jax.runtime import place as place_lib
 from rlinf_jax.runtime import timeline as timeline_lib
 from sharding import offload

@@ -12,8 +12,8 @@ import math
 
 import numpy as np
 
-from planner import equation, loops
-from planner.work import Work
+from planner.costs import equation, loops
+from planner.costs.work import Work
 
 SOURCES = 8  # A chain of more arrays than this is cut in two.
 SCALAR = 16  # Bytes of what goes along with other things.

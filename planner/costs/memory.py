@@ -1,8 +1,9 @@
 """Bytes that the devices of a place need at their worst moment."""
 
-from planner import collectives, graph, program
+from planner import graph, program
 from planner import plan as plan_lib
-from planner.measured import Number
+from planner.costs import collectives
+from planner.costs.measured import Number
 
 
 def parts(
@@ -26,7 +27,7 @@ def parts(
     place: which of them.
     where: the place of every node.
     homes: the places of every carried value.
-    works: of stages by name, as `planner.count.of_flow`.
+    works: of stages by name, as `planner.costs.count.of_flow`.
     layout: how values lie on meshes.
   """
   axes = chosen.places[place].axes

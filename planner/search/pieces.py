@@ -3,8 +3,9 @@
 import numpy as np
 
 from planner import cut as cut_lib
-from planner import floor, graph, program
+from planner import graph, program
 from planner import plan as plan_lib
+from planner.search import floor
 
 
 class Cut:

@@ -1,6 +1,6 @@
 """What a call of a stage has to do, as plain data: arithmetic and traffic.
 
-Counted by `planner.count`, which needs JAX; read by cost models, which do not.
+Counted by `count`, which needs JAX; read by models of costs, which do not.
 """
 
 from collections.abc import Mapping, Sequence

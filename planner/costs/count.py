@@ -7,7 +7,7 @@ Traffic is an estimate: elementwise arithmetic is taken to be fused with what
 reads it, as XLA does, so that a chain reads its sources once and writes its end
 once; products, gathers, sorts and loops read and write what they are given.
 A loop that may end early, as decoding does, counts as if it did not: see
-`planner.rollout` for what it takes in the mean.
+`planner.costs.rollout` for what it takes in the mean.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +15,10 @@ import dataclasses
 
 import jax
 
-from planner import graph, walk
-from planner import work as work_lib
-from planner.work import Call, Work
+from planner import graph
+from planner.costs import walk
+from planner.costs import work as work_lib
+from planner.costs.work import Call, Work
 
 PARTS = (1, 2, 8, 64)  # Of a batch, for which its work is counted.
 

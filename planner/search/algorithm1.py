@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner import choices as choices_lib
-from planner import graph, search, timing
+from planner import graph
+from planner.search import choices as choices_lib
+from planner.search import exact, timing
 
 
 class _Way(NamedTuple):
@@ -41,19 +42,19 @@ class _Way(NamedTuple):
 
 def algorithm1(
   flow: graph.Flow,
-  model: search.Model,
-  space: search.Space,
+  model: exact.Model,
+  space: exact.Space,
   *,
   ahead: int = 0,
   keep: int = 5,
-) -> search.Found:
+) -> exact.Found:
   """Returns the plan that Algorithm 1 thinks fastest, as simulated.
 
   Args:
     flow: as recorded.
     model: of the costs.
     space: of the plans.
-    ahead: as in `search.search`; the algorithm does not know of it.
+    ahead: as in `exact.search`; the algorithm does not know of it.
     keep: how many plans to return: the best of each number of pieces.
   """
   choices = choices_lib.Choices(flow, model, space)
@@ -69,7 +70,7 @@ def algorithm1(
     if best is None or estimate < best[0]:
       best = estimate, *found
   ranked.sort(key=lambda pair: pair[1])
-  return search.Found(
+  return exact.Found(
     best=best and best[1],
     seconds=best[2] if best else np.inf,
     bound=None,

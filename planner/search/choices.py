@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner import graph, grouping, listing, program
-from planner import pieces as pieces_lib
+from planner import graph, listing, program
 from planner import plan as plan_lib
+from planner.search import grouping
+from planner.search import pieces as pieces_lib
 
 SHOWN = 5  # Infeasible plans that are kept, nearest to feasible first.
 

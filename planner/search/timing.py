@@ -6,16 +6,16 @@ import itertools
 
 import numpy as np
 
-from planner import choices as choices_lib
 from planner import graph, passes
 from planner import plan as plan_lib
 from planner import simulate as simulate_lib
+from planner.search import choices as choices_lib
 
 STEPS = 8  # Simulated; the period is that of the second half.
 
 
 class Cost:
-  """A model's prices under a plan, as `planner.cost.Cost`."""
+  """A model's prices under a plan, as `planner.costs.cost.Cost`."""
 
   def __init__(self, choices: choices_lib.Choices, choice: choices_lib.Choice):
     self.choices, self.cut = choices, choices.cuts[choice.pieces]

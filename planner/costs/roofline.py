@@ -11,12 +11,13 @@ import functools
 import math
 
 from planner import cluster as cluster_lib
-from planner import collectives, graph, memory
-from planner import layout as layout_lib
-from planner import measured as measured_lib
+from planner import graph
 from planner import plan as plan_lib
-from planner.measured import Number
-from planner.work import Call
+from planner.costs import collectives, memory
+from planner.costs import layout as layout_lib
+from planner.costs import measured as measured_lib
+from planner.costs.measured import Number
+from planner.costs.work import Call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Roofline:
 
     Args:
       flow: as recorded.
-      works: of its stages, as `planner.count.of_flow`; None for the host's.
+      works: of its stages, as `count.of_flow`; None for the host's.
       cluster: what it runs on.
       rules: axes of letters, as `sharding.rules.DEFAULT`.
       measured: seconds of stages, which win over the model.

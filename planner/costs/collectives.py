@@ -15,9 +15,9 @@ import re
 
 from planner import cluster as cluster_lib
 from planner import graph
-from planner import layout as layout_lib
 from planner import plan as plan_lib
-from planner.work import Work
+from planner.costs import layout as layout_lib
+from planner.costs.work import Work
 
 
 def item_bytes(dtype: str) -> float:

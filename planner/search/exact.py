@@ -18,9 +18,10 @@ from typing import Protocol
 
 import numpy as np
 
-from planner import choices as choices_lib
-from planner import graph, sets, timing
+from planner import graph
 from planner import plan as plan_lib
+from planner.search import choices as choices_lib
+from planner.search import sets, timing
 
 Axes = tuple[tuple[str, int], ...]
 ROUNDING = 1e-9  # Sums of the same seconds differ by less, relatively.

@@ -1,0 +1,1 @@
+"""What stages, moves and memory cost: counted, modelled and measured."""
