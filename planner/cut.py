@@ -2,8 +2,10 @@
 
 Stages of rows are repeated once a piece; the sums of pieces are added as they
 come, in the order of their rows; runs of rows are runs of pieces; before a
-stage of grain 'batch' pieces are joined again. The cut flow computes the same
-values: only when, never what.
+stage of grain 'batch' or 'slice' pieces are joined again, and runs of rows that
+a slice has made are cut into pieces as large as the others, where that comes
+out even. A loop begins and ends with whole values; its body is cut for itself.
+The cut flow computes the same values: only when, never what.
 """
 
 import dataclasses
@@ -50,6 +52,7 @@ class _Cutter:
     values: those of the flow, and pieces of them.
     parts: the pieces of a value that is in pieces.
     entire: values that exist as one.
+    runs: of runs of rows that are not cut yet, in how many pieces they pass.
     turn: when a value is due: how often its rows were joined, and the last
       piece that is in it.
   """
@@ -57,7 +60,7 @@ class _Cutter:
   def __init__(self, flow: graph.Flow, pieces: int):
     self.pieces = pieces
     self.nodes, self.values = [], list(flow.values)
-    self.parts, self.turn = {}, {}
+    self.parts, self.runs, self.turn = {}, {}, {}
     self.entire = {*flow.inputs, *(start for start, _ in flow.carry)}
 
   def new(self, v: int, pieces: int = 1) -> int:
@@ -96,6 +99,7 @@ class _Cutter:
   def repeat(self, node: graph.Node):
     """Repeats a node of rows in, rows or sums out, once a piece."""
     cut = [len(self.parts[v]) for v in node.rows if v in self.parts]
+    cut = cut or [self.runs[v] for v in node.rows if v in self.runs]
     pieces = max(cut, default=self.pieces)
     self.check(node, pieces)
     parts = {v: self.split(v, pieces) for v in sorted(node.rows)}
@@ -114,6 +118,7 @@ class _Cutter:
           writes=writes,
           rows=frozenset(parts[v][i] for v in node.rows),
           piece=(i, pieces),
+          linear=frozenset(parts[v][i] for v in node.linear),
         )
       )
       made.append(writes)
@@ -159,6 +164,11 @@ class _Cutter:
       self.whole(v)
     self.add(node)
     self.entire.update(node.writes)
+    if node.stage.grain == 'slice' and node.writes:
+      rows = max(self.values[v].shape[0] for v in node.rows)
+      for v in node.writes:
+        times, rest = divmod(self.pieces * self.values[v].shape[0], rows)
+        self.runs[v] = 1 if rest else times
 
   def check(self, node: graph.Node, pieces: int):
     for rows in {self.values[v].shape[0] for v in node.rows}:
@@ -188,6 +198,9 @@ def cut(flow: graph.Flow, pieces: int) -> graph.Flow:
       cutter.deal(node)
     elif node.stage.grain in ('row', 'sum') and node.rows:
       cutter.repeat(node)
+    elif node.body:
+      body = cut(node.body, pieces)
+      cutter.keep(dataclasses.replace(node, body=body))
     else:
       cutter.keep(node)
   for v in (*flow.outputs, *(end for _, end in flow.carry)):

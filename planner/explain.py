@@ -1,7 +1,7 @@
 """Says what a plan does and why it takes as long as it does."""
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import json
 import string
 from typing import Any
@@ -10,12 +10,31 @@ from planner import graph, listing
 from planner import simulate as simulate_lib
 
 IDLE, MOVING = '·', '~'
+PLUMBING = {'run': 'moves rows'}  # What planners add to a place's work.
 
 
 def _steady(simulation) -> list[simulate_lib.Span]:
   """What was done in a step when the pipeline was full."""
   last = max((span.step for span in simulation.spans), default=0)
   return [span for span in simulation.spans if span.step == last]
+
+
+def flows(flow: graph.Flow) -> Iterator[graph.Flow]:
+  """A flow, and those of the bodies of its loops."""
+  yield flow
+  for node in flow.nodes:
+    if node.body:
+      yield from flows(node.body)
+
+
+def stage_of(flow: graph.Flow, span: simulate_lib.Span) -> str | None:
+  """The stage that a span is of; None for what moves and waits."""
+  if span.node is None:
+    return None
+  for i in span.loop:
+    flow = flow.nodes[i].body
+  node = flow.nodes[span.node]
+  return None if graph.is_plumbing(node) else node.name
 
 
 def letters(flow: graph.Flow) -> dict[str, str]:
@@ -40,9 +59,8 @@ def chart(flow: graph.Flow, simulation, width: int = 60) -> str:
     line = lines.setdefault(span.place, [IDLE] * width)
     if span.what == 'wait':
       continue
-    mark = MOVING
-    if span.node is not None and not graph.is_plumbing(flow.nodes[span.node]):
-      mark = sign[flow.nodes[span.node].name]
+    stage = stage_of(flow, span)
+    mark = sign[stage] if stage else MOVING
     first = int((span.start - begin) * scale)
     until = int((span.end - begin) * scale)
     for i in range(first, max(until, min(first + 1, width))):
@@ -72,9 +90,7 @@ def busy(flow: graph.Flow, simulation) -> dict[str, dict[str, float]]:
   total = collections.defaultdict(lambda: collections.defaultdict(float))
   for span in _steady(simulation):
     if span.what != 'wait':
-      name = span.what
-      if span.node is not None:
-        name = flow.nodes[span.node].name
+      name = stage_of(flow, span) or PLUMBING.get(span.what, span.what)
       total[span.place][name] += span.end - span.start
   return {place: dict(stages) for place, stages in total.items()}
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from planner import graph
+from planner import linear as linear_lib
 from sharding import rules
 
 
@@ -72,6 +73,7 @@ class Recorder:
   def __init__(self):
     self.nodes: list[graph.Node] = []
     self.values: list[graph.Value] = []
+    self.reads = linear_lib.Reads()
 
   def new(self, origin: str, path, like) -> Ref:
     letters = rules.spell(path, like.shape) or ('',) * len(like.shape)
@@ -95,26 +97,47 @@ class Recorder:
         )
       if leaf.recorder is not self:
         raise TypeError(f'Stage {stage.name} was given a value of {FOREIGN}')
+    likes, body = jax.tree.unflatten(takes, shapes(reads)), None
     try:
-      made = stage.shapes(*jax.tree.unflatten(takes, shapes(reads)))
+      if hasattr(stage, 'body'):
+        body, made = trace_body(stage, *likes), likes[0]
+      else:
+        made = stage.shapes(*likes)
     except Exception as error:
       error.add_note(f'This happened in stage {stage.name}, while recorded.')
       raise
     made = self.tree(f'{stage.name}.', made)
     writes, gives = jax.tree.flatten(made)
     reads = ids(reads)
-    rows = with_rows(stage, jax.tree.unflatten(takes, reads))
-    node = graph.Node(stage, reads, ids(writes), rows, takes, gives)
+    args = jax.tree.unflatten(takes, reads)
+    node = graph.Node(
+      stage,
+      reads,
+      ids(writes),
+      with_rows(stage, args),
+      takes,
+      gives,
+      linear=used_up(stage, args),
+      body=body,
+    )
+    if body:
+      used = {v for inner in body.nodes for v in inner.linear}
+      used = frozenset(v for x, v in node.enters.items() if x in used)
+      node = dataclasses.replace(node, linear=used)
     self.check(node)
+    self.reads.add(stage.name, reads, node.linear, self.name)
     self.nodes.append(node)
     return made
+
+  def name(self, v: int) -> str:
+    return self.values[v].name
 
   def check(self, node: graph.Node):
     """Rows in, rows out, all of one number; marks them as rows."""
     grain, sets = node.stage.grain, [node.rows]
     if grain == 'row':
       sets = [node.rows | set(node.writes)]
-    elif grain == 'split':
+    elif grain in ('split', 'slice'):
       sets = [node.rows, set(node.writes)]
     for rows in sets:
       sizes = {self.values[v].shape[:1] for v in rows}
@@ -149,6 +172,11 @@ def with_rows(stage, args) -> frozenset[int]:
   )
 
 
+def used_up(stage, args) -> frozenset[int]:
+  """Which of the values that a stage is given nobody may read again."""
+  return frozenset(v for i in stage.linear for v in jax.tree.leaves(args[i]))
+
+
 def ids(refs) -> tuple[int, ...]:
   return tuple(ref.id for ref in refs)
 
@@ -176,16 +204,57 @@ def trace(step: Callable, carry, *inputs) -> graph.Flow:
   _check_state(recorder, carry, end)
   leaves, gives = jax.tree.flatten(outputs)
   _check_made(recorder, leaves)
+  kept = tuple(
+    zip(ids(jax.tree.leaves(carry)), ids(jax.tree.leaves(end)), strict=True)
+  )
+  recorder.reads.check_end(kept, ids(leaves), recorder.name)
   return graph.Flow(
     nodes=tuple(recorder.nodes),
     values=tuple(recorder.values),
     inputs=ids(jax.tree.leaves(inputs)),
     outputs=ids(leaves),
-    carry=tuple(
-      zip(ids(jax.tree.leaves(carry)), ids(jax.tree.leaves(end)), strict=True)
-    ),
+    carry=kept,
     gives=gives,
   )
+
+
+def trace_body(loop, carry, *given) -> graph.Flow:
+  """Records one round of a loop, `carry, *given -> carry, done`.
+
+  Raises:
+    TypeError: where rounds could not follow each other.
+  """
+  body = trace(loop.body, carry, *given)
+  if not body.nodes:
+    raise TypeError(f'The body of {loop.name} calls no stage.')
+  done = [(x.shape, x.dtype) for x in (body.values[v] for v in body.outputs)]
+  if done not in ([], [((), jax.numpy.dtype(bool))]):
+    raise TypeError(
+      f'The body of {loop.name} must return `carry, done`, where `done` is one '
+      'boolean that a stage has made, or None if it always goes '
+      f'round {loop.at_most} times; it returned {done}.'
+    )
+  ends = [end for _, end in body.carry]
+  for start, end in body.carry:
+    name = body.values[start].name
+    if end in body.inputs:
+      raise TypeError(
+        f'The body of {loop.name} returns what it was given as {name}: make '
+        'what it carries in a stage.'
+      )
+    if ends.count(end) > 1:
+      raise TypeError(
+        f'The body of {loop.name} returns {body.values[end].name} more than '
+        f'once, {name} being one of them: a round may overwrite what it '
+        'carries, so carry it once.'
+      )
+  for node in body.nodes:
+    for v in node.linear.intersection(body.inputs):
+      raise TypeError(
+        f'Stage {node.name} in the body of {loop.name} uses up '
+        f'{body.values[v].name} in every round: carry it.'
+      )
+  return body
 
 
 def _recorded(step, *args):

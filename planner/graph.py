@@ -44,6 +44,9 @@ class Node:
     takes: how `reads` fold back into the arguments; None where they are them.
     gives: how `writes` fold back into the result.
     piece: which piece of the batch it handles, and of how many.
+    linear: those it reads that are used up: nobody else reads them.
+    body: of a loop, one round of it, whose carry and whose inputs are what it
+      reads; None if it is none.
   """
 
   stage: Any
@@ -53,10 +56,24 @@ class Node:
   takes: Any = None
   gives: Any = None
   piece: tuple[int, int] = (0, 1)
+  linear: frozenset[int] = frozenset()
+  body: 'Flow | None' = None
 
   @property
   def name(self) -> str:
     return self.stage.name
+
+  @property
+  def enters(self) -> dict[int, int]:
+    """What a value of a loop's body is before the first round."""
+    starts = (start for start, _ in self.body.carry)
+    return dict(zip((*starts, *self.body.inputs), self.reads, strict=True))
+
+  @property
+  def leaves(self) -> dict[int, int]:
+    """What a value that a loop carries is called after the last round."""
+    starts = (start for start, _ in self.body.carry)
+    return dict(zip(starts, self.writes, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +98,17 @@ class Flow:
 
   @functools.cached_property
   def stages(self) -> tuple[str, ...]:
-    """Names of its stages, in order of first call; not what planners add."""
-    names = (n.name for n in self.nodes if not is_plumbing(n))
-    return tuple(dict.fromkeys(names))
+    """Names of its stages, in order of first call; not what planners add.
+
+    Those of the bodies of loops are among them, and loops are not.
+    """
+    names = {}
+    for node in self.nodes:
+      if node.body:
+        names.update(dict.fromkeys(node.body.stages))
+      elif not is_plumbing(node):
+        names[node.name] = None
+    return tuple(names)
 
   @functools.cached_property
   def maker(self) -> dict[int, int]:
@@ -99,6 +124,10 @@ class Flow:
         readers.setdefault(v, []).append(i)
     return {v: tuple(nodes) for v, nodes in readers.items()}
 
+  def rows_of(self, node: Node) -> int:
+    """How many rows a node is given; 0 if it has none."""
+    return max((self.values[v].shape[0] for v in node.rows), default=0)
+
   def __str__(self):
     return listing.listing(self)
 
@@ -106,6 +135,12 @@ class Flow:
 def is_plumbing(node: Node) -> bool:
   """Whether a planner has added it, to move rows or to add sums."""
   return isinstance(node.stage, Plumbing)
+
+
+def rounds(node: Node) -> int:
+  """How often a planner expects a loop to go round."""
+  stage = node.stage
+  return stage.at_most if stage.expect is None else stage.expect
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -67,7 +67,7 @@ def _row(node, values, made_by) -> list[tuple[str, ...]]:
   reads = list(dict.fromkeys(made_by[v] for v in node.reads))
   cells = [
     [node.name],
-    [node.stage.grain],
+    [f'≤ {node.stage.at_most} rounds' if node.body else node.stage.grain],
     _wrap(reads, WIDTH['reads from']),
     _wrap(_makes(writes), WIDTH['makes']),
     [size(sum(value.bytes for value in writes))],
@@ -77,15 +77,27 @@ def _row(node, values, made_by) -> list[tuple[str, ...]]:
   return list(zip(*cells, strict=True))
 
 
+def _rows(flow, made_by, indent='') -> list[tuple[str, ...]]:
+  """The lines of all calls; of a loop's body, further in."""
+  lines = []
+  made_by |= {v: node.name for node in flow.nodes for v in node.writes}
+  for node in flow.nodes:
+    (name, *rest), *more = _row(node, flow.values, made_by)
+    lines += [(indent + name, *rest), *more]
+    if node.body:
+      inner = {v: made_by[x] for v, x in node.enters.items()}
+      inner |= dict.fromkeys((start for start, _ in node.body.carry), node.name)
+      lines += _rows(node.body, inner, f'{indent}  ')
+  return lines
+
+
 def listing(flow) -> str:
   """Stage, grain, where its values come from, what it makes, and bytes."""
-  made_by = {v: node.name for node in flow.nodes for v in node.writes}
-  made_by |= dict.fromkeys(flow.inputs, 'input')
+  made_by = dict.fromkeys(flow.inputs, 'input')
   for v, _ in flow.carry:
     made_by[v] = f'state.{_head(flow.values[v].name)}'.rstrip('.')
   lines = [COLUMNS]
-  for node in flow.nodes:
-    lines += _row(node, flow.values, made_by)
+  lines += _rows(flow, made_by)
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   table = [
     '  '.join(

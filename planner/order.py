@@ -8,6 +8,7 @@ becomes of it; then the one with the longest way to go (HEFT, Topcuoglu 2002),
 which alone would finish a long stage before a short one that follows it.
 """
 
+import collections
 import dataclasses
 import heapq
 
@@ -22,9 +23,21 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
     plan: where its stages run.
     cost: as `costs.cost.Cost`: `seconds` of nodes, `transfer` of values.
   """
+  flow = dataclasses.replace(
+    flow,
+    nodes=tuple(
+      dataclasses.replace(node, body=order(node.body, plan, cost))
+      if node.body
+      else node
+      for node in flow.nodes
+    ),
+  )
   where = program.locate(flow, plan)
+  there = [tuple(part) for part in program.parts(flow, plan)]
   n = len(flow.nodes)
-  takes = [cost.seconds(flow, flow.nodes[i], where[i]) for i in range(n)]
+  takes = [
+    _seconds(flow, flow.nodes[i], where[i], plan, cost) for i in range(n)
+  ]
   makers = [
     {flow.maker[v] for v in node.reads if v in flow.maker}
     for node in flow.nodes
@@ -37,7 +50,7 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
   for i in reversed(range(n)):
     to_go[i] += max((to_go[j] for j in after[i]), default=0.0)
 
-  end, free, done = {}, dict.fromkeys(where, 0.0), []
+  end, free, done = {}, dict.fromkeys(plan.places, 0.0), []
 
   def arrival(i):
     """When the last of what a node reads is at its place."""
@@ -57,11 +70,12 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
   heapq.heapify(heap)
   while heap:
     start, *_, i = heapq.heappop(heap)
-    now = max(ready[i], free[where[i]])
+    now = max(ready[i], *(free[place] for place in there[i]))
     if now > start:
       heapq.heappush(heap, turn(i, now))
       continue
-    end[i] = free[where[i]] = now + takes[i]
+    end[i] = now + takes[i]
+    free |= dict.fromkeys(there[i], end[i])
     done.append(i)
     for j in after[i]:
       left[j] -= 1
@@ -69,3 +83,14 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
         ready[j] = arrival(j)
         heapq.heappush(heap, turn(j, ready[j]))
   return dataclasses.replace(flow, nodes=tuple(flow.nodes[i] for i in done))
+
+
+def _seconds(flow, node, place, plan, cost) -> float:
+  """Of a node; of a loop, those of its busiest place."""
+  if not node.body:
+    return cost.seconds(flow, node, place)
+  busy = collections.Counter()
+  where = program.locate(node.body, plan)
+  for inner, there in zip(node.body.nodes, where, strict=True):
+    busy[there] += _seconds(node.body, inner, there, plan, cost)
+  return graph.rounds(node) * max(busy.values(), default=0.0)

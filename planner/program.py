@@ -1,72 +1,57 @@
 """Lowers a flow and a plan to one straight-line program a place.
 
-A program is a list of seven kinds of instruction. Whoever can interpret those
+A program is a list of a few kinds of instruction. Whoever can interpret those
 can run any workflow: `simulate` does it with clocks, the runtime with arrays.
 Weight synchronisation, context switching and pipelining have no other form.
-
-Values go from place to place over links. Two ends are no place: inputs come
-from the `SOURCE` and outputs go to the `SINK`, which is whoever calls the step.
 """
 
 import collections
+import dataclasses
+import itertools
 from typing import NamedTuple
 
-from planner import graph
+from planner import graph, lifetimes
+from planner.instruction import (
+  Drop,
+  Evict,
+  Instruction,
+  Keep,
+  Recv,
+  Repeat,
+  Restore,
+  Run,
+  Send,
+  SINK,
+  SOURCE,
+  Until,
+)
 
-SOURCE, SINK = 'source', 'sink'
-
-
-class Run(NamedTuple):
-  """Call stage node `node`, which may overwrite the values in `donate`."""
-
-  node: int
-  donate: tuple[int, ...] = ()
-
-
-class Send(NamedTuple):
-  """Hand `value` to `place`."""
-
-  value: int
-  place: str
-
-
-class Recv(NamedTuple):
-  """Wait for `value` from `place`."""
-
-  value: int
-  place: str
-
-
-class Keep(NamedTuple):
-  """When all else is done, let `end` become the next step's `start`."""
-
-  end: int
-  start: int
-
-
-class Drop(NamedTuple):
-  """Forget `value`."""
-
-  value: int
-
-
-class Evict(NamedTuple):
-  """Move `value` from device to host memory."""
-
-  value: int
-
-
-class Restore(NamedTuple):
-  """Move `value` from host to device memory."""
-
-  value: int
-
-
-Instruction = Run | Send | Recv | Keep | Drop | Evict | Restore
+__all__ = [
+  'Drop',
+  'Evict',
+  'Instruction',
+  'Keep',
+  'Recv',
+  'Repeat',
+  'Restore',
+  'Run',
+  'SINK',
+  'SOURCE',
+  'Send',
+  'Until',
+  'check_rows',
+  'homes',
+  'locate',
+  'lower',
+  'parts',
+  'private',
+]
 
 
 def locate(flow: graph.Flow, plan) -> list[str]:
   """The place of every node. Rows are split where they are, joined where read.
+
+  Of a loop it is the first of the places that have a part in it.
 
   Raises:
     ValueError: for stages without a place.
@@ -76,12 +61,13 @@ def locate(flow: graph.Flow, plan) -> list[str]:
     raise ValueError(
       f'The plan has no place for {homeless}: it names {sorted(plan.stages)}.'
     )
+  rank = {place: i for i, place in enumerate(plan.places)}
   where = [None] * len(flow.nodes)
   for i, node in enumerate(flow.nodes):
-    if not graph.is_plumbing(node):
+    if node.body:
+      where[i] = min(locate(node.body, plan), key=rank.get)
+    elif not graph.is_plumbing(node):
       where[i] = plan.stages[node.name]
-
-  rank = {place: i for i, place in enumerate(plan.places)}
 
   def reader(i):
     """The first of the places that what a node makes goes to.
@@ -104,26 +90,75 @@ def locate(flow: graph.Flow, plan) -> list[str]:
   return where
 
 
+class Part(NamedTuple):
+  """What a place has to do with a node: the values it takes, and makes."""
+
+  reads: tuple[int, ...]
+  writes: tuple[int, ...]
+
+
+def parts(flow: graph.Flow, plan) -> list[dict[str, Part]]:
+  """Who takes part in every node, and in what: one place, but for loops."""
+  return [
+    _of_loop(node, plan)
+    if node.body
+    else {place: Part(node.reads, node.writes)}
+    for node, place in zip(flow.nodes, locate(flow, plan), strict=True)
+  ]
+
+
+def _of_loop(node: graph.Node, plan) -> dict[str, Part]:
+  """The same of a loop: all who have a part in its body, or hold its carry."""
+  body = node.body
+  takes, makes = node.enters, node.leaves
+  reads, writes = collections.defaultdict(dict), collections.defaultdict(dict)
+  for start, places in homes(body, plan).items():
+    for place in places:
+      reads[place][takes[start]] = None
+      writes[place][makes[start]] = None
+  for part in parts(body, plan):
+    for place, (values, _) in part.items():
+      given = [takes[v] for v in values if v in body.inputs]
+      reads[place].update(dict.fromkeys(given))
+  return {
+    place: Part(tuple(reads[place]), tuple(writes[place])) for place in reads
+  }
+
+
+def _made_at(flow: graph.Flow, there) -> dict[int, str]:
+  """The place that has each value first: where it is made, or one of those."""
+  made = {}
+  for part in there:
+    for place, (_, writes) in part.items():
+      for v in writes:
+        made.setdefault(v, place)
+  return made
+
+
 def homes(flow: graph.Flow, plan) -> dict[int, tuple[str, ...]]:
   """The places that hold each carried value from step to step.
 
   Every place that reads a carried value keeps a copy of its own, and is sent
   the next as soon as it is made. What no stage reads stays where it is made.
   """
-  where = locate(flow, plan)
+  there = parts(flow, plan)
+  made = _made_at(flow, there)
   ends = dict(flow.carry)
 
   def home(start, seen):
-    readers = flow.readers.get(start, ())
-    if readers:
-      places = dict.fromkeys(where[i] for i in readers)
-      maker = flow.maker.get(ends[start])
+    places = dict.fromkeys(
+      place
+      for i in flow.readers.get(start, ())
+      for place, part in there[i].items()
+      if start in part.reads
+    )
+    if places:
       # Its maker's place first, if it is one: what is asked for is had there.
-      first = [where[maker]] if maker is not None else []
+      first = [made[ends[start]]] if ends[start] in made else []
       return tuple(dict.fromkeys([p for p in first if p in places] + [*places]))
     end = ends[start]
-    if end in flow.maker:
-      return (where[flow.maker[end]],)
+    if end in made:
+      return (made[end],)
     if end in ends and end not in seen:
       return home(end, seen | {start})[:1]
     return (next(iter(plan.places)),)
@@ -131,26 +166,34 @@ def homes(flow: graph.Flow, plan) -> dict[int, tuple[str, ...]]:
   return {start: home(start, frozenset({start})) for start in ends}
 
 
-def lower(flow: graph.Flow, plan, resident=None) -> dict[str, tuple]:
+def lower(
+  flow: graph.Flow, plan, resident=None, loop: bool = False
+) -> dict[str, tuple]:
   """Returns the program of every place.
 
   A value is sent as soon as it is there and received when first needed. It is
   dropped after its last use; what a stage reads for the last time it may
-  overwrite, if this place alone can hold it: carried values and sums.
+  overwrite, if this place alone can hold it: carried values, sums, and what is
+  used up.
 
   Args:
     flow: cut and ordered as the plan says.
     plan: where its stages run.
     resident: the places that hold each carried value, where another flow has
       settled that; `homes` of this flow if None.
+    loop: it is the body of one, whose outputs tell everyone whether to end.
 
   Raises:
     ValueError: for a plan that the flow cannot follow.
   """
   check_rows(flow, plan)
-  where = locate(flow, plan)
+  there = parts(flow, plan)
+  made = _made_at(flow, there)
   resident = resident or homes(flow, plan)
-  needs = _needs(flow, plan, where, resident)
+  told = (SINK,)
+  if loop:
+    told = dict.fromkeys(itertools.chain(*there, *resident.values()))
+  needs = _needs(flow, there, made, resident, told)
   programs = {place: [] for place in plan.places}
   here = {place: set() for place in plan.places}
   for start, places in resident.items():
@@ -158,8 +201,8 @@ def lower(flow: graph.Flow, plan, resident=None) -> dict[str, tuple]:
       here[place].add(start)
 
   def owner(v):
-    if v in flow.maker:
-      return where[flow.maker[v]]
+    if v in made:
+      return made[v]
     return resident[v][0] if v in resident else SOURCE
 
   def send(v):
@@ -176,15 +219,21 @@ def lower(flow: graph.Flow, plan, resident=None) -> dict[str, tuple]:
 
   for start, _ in flow.carry:
     send(start)
-  for i, (node, place) in enumerate(zip(flow.nodes, where, strict=True)):
-    for v in node.reads:
-      fetch(v, place)
-    programs[place].append(Run(i))
-    here[place].update(node.writes)
+  for i, (node, part) in enumerate(zip(flow.nodes, there, strict=True)):
+    ops = repeats(i, node, plan) if node.body else {}
+    for place, (reads, writes) in part.items():
+      for v in reads:
+        fetch(v, place)
+      programs[place].append(ops.get(place, Run(i)))
+      here[place].update(writes)
     for v in node.writes:
       send(v)
   for v in flow.outputs:
-    if owner(v) == SOURCE:  # An input that is an output, by way of any place.
+    for place in told if loop else ():
+      fetch(v, place)
+      programs[place].append(Until(v))
+    if owner(v) == SOURCE and not loop:
+      # An input that is an output, by way of any place.
       fetch(v, next(iter(plan.places)))
       programs[next(iter(plan.places))].append(Send(v, SINK))
   for start, end in flow.carry:
@@ -192,26 +241,51 @@ def lower(flow: graph.Flow, plan, resident=None) -> dict[str, tuple]:
       fetch(end, place)
       programs[place].append(Keep(end, start))
 
-  idle = _private(flow, plan.evict)
+  own = private(flow, plan.evict)
+  idle = frozenset((*own, *own.values()))
   return {
-    place: tuple(_forget(_evict(program, flow, idle), flow, place, resident))
+    place: tuple(
+      lifetimes.forget(
+        lifetimes.evict(program, flow, idle), flow, place, resident
+      )
+    )
     for place, program in programs.items()
   }
 
 
-def _needs(flow, plan, where, resident):
+def repeats(i: int, node: graph.Node, plan) -> dict[str, Repeat]:
+  """What every place that has a part in a loop does.
+
+  Nothing waits in host memory between rounds: evictions are for whole steps.
+  """
+  body, takes, makes = node.body, node.enters, node.leaves
+  plan = dataclasses.replace(plan, evict=())
+  held = homes(body, plan)
+  return {
+    place: Repeat(
+      i,
+      program,
+      tuple((takes[v], v, makes[v]) for v in held if place in held[v]),
+      tuple((takes[v], v) for v in body.inputs if Recv(v, SOURCE) in program),
+    )
+    for place, program in lower(body, plan, held, loop=True).items()
+  }
+
+
+def _needs(flow, there, made, resident, told):
   """Ends other than its own that need each value, in order of first need."""
   needs = collections.defaultdict(dict)
-  for node, place in zip(flow.nodes, where, strict=True):
-    for v in node.reads:
-      needs[v][place] = None
+  for part in there:
+    for place, (reads, _) in part.items():
+      for v in reads:
+        needs[v][place] = None
   for start, end in flow.carry:
     if start != end:
       needs[end].update(dict.fromkeys(resident[start]))
   for v in flow.outputs:
-    needs[v][SINK] = None
-  for v, node in flow.maker.items():
-    needs[v].pop(where[node], None)
+    needs[v].update(dict.fromkeys(told))
+  for v, place in made.items():
+    needs[v].pop(place, None)
   return needs
 
 
@@ -241,69 +315,25 @@ def check_rows(flow: graph.Flow, plan):
         )
 
 
-def _private(flow, names) -> frozenset[int]:
-  """Carried values that the stages `names` alone read, and what they become."""
-  mine = set()
-  for start, end in flow.carry:
-    readers = {flow.nodes[i].name for i in flow.readers.get(start, ())}
-    if readers and readers <= set(names):
-      mine |= {start, end}
-  return frozenset(mine)
+def private(flow: graph.Flow, names) -> dict[int, int]:
+  """Carried values that the stages `names` alone read, and what they become.
 
+  What only moves rows reads for those who read what it makes.
+  """
 
-def _evict(program, flow, idle):
-  """Has `idle` values on the device only around the stages that touch them."""
-  out, away = [], set(idle)
-  for op in program:
-    if not isinstance(op, Run):
-      out.append(op)
-      continue
-    node = flow.nodes[op.node]
-    back = sorted(away.intersection(node.reads))
-    out += [Restore(v) for v in back]
-    out.append(op)
-    gone = sorted(idle.intersection((*node.reads, *node.writes)))
-    out += [Evict(v) for v in gone]
-  return out
+  def readers(v):
+    found = set()
+    for i in flow.readers.get(v, ()):
+      node = flow.nodes[i]
+      if graph.is_plumbing(node):
+        found = found.union(*map(readers, node.writes))
+      else:
+        found.add(node.name)
+    return found
 
-
-def _uses(op, flow):
-  """Values that an instruction reads, and those it makes."""
-  match op:
-    case Run(i, _):
-      return flow.nodes[i].reads, flow.nodes[i].writes
-    case Send(v, _) | Keep(v, _) | Restore(v) | Evict(v):
-      return (v,), ()
-    case Recv(v, _):
-      return (), (v,)
-  raise AssertionError(op)
-
-
-def _forget(program, flow, place, resident):
-  """Adds drops and donations after the last use of every value."""
-  held = {start for start, places in resident.items() if place in places}
-  # What was lent, is given away or is kept twice is not this place's alone.
-  kept = [op for op in program if isinstance(op, Keep)]
-  starts = {op.start for op in kept}
-  shared = collections.Counter(op.end for op in kept)
-  shared.update({*flow.outputs, *flow.inputs, *(held - starts)})
-  fresh = {op.start for op in kept if shared[op.end] == 1}
-  fresh |= {
-    v for node in flow.nodes if node.stage.grain == 'sum' for v in node.writes
+  names = set(names)
+  return {
+    start: end
+    for start, end in flow.carry
+    if names and (some := readers(start)) and some <= names
   }
-  seen = held - starts  # What stays as it is stays here.
-  outputs = set(flow.outputs)
-  backwards = []
-  for op in reversed(program):
-    reads, writes = _uses(op, flow)
-    last = {*reads, *writes} - seen
-    if isinstance(op, Evict) and op.value in last:
-      continue  # Nobody will ask for it again.
-    seen |= last
-    if isinstance(op, Run):
-      donate = tuple(v for v in reads if v in last & fresh - outputs)
-      op = Run(op.node, tuple(v for v in donate if donate.count(v) == 1))
-      last -= set(op.donate)
-    backwards += [Drop(v) for v in sorted(last, reverse=True)]
-    backwards.append(op)
-  return [*[Drop(v) for v in sorted(starts - seen)], *reversed(backwards)]

@@ -1,10 +1,20 @@
 """Interprets programs with clocks: how long would a step take?"""
 
 import collections
+import dataclasses
 from typing import NamedTuple
 
 from planner import graph
-from planner.program import Evict, Recv, Restore, Run, Send, SINK, SOURCE
+from planner.program import (
+  Evict,
+  Recv,
+  Repeat,
+  Restore,
+  Run,
+  Send,
+  SINK,
+  SOURCE,
+)
 
 
 class Span(NamedTuple):
@@ -18,6 +28,9 @@ class Span(NamedTuple):
     value: which value was waited for or moved; None for a run.
     start: seconds since the beginning.
     end: likewise.
+    loop: in the bodies of which loops it was, the outermost first: numbers of
+      their nodes, each in the body of the one before. `node` and `value` are
+      of the innermost.
   """
 
   step: int
@@ -27,6 +40,7 @@ class Span(NamedTuple):
   value: int | None
   start: float
   end: float
+  loop: tuple[int, ...] = ()
 
 
 class Simulation(NamedTuple):
@@ -41,25 +55,60 @@ class Simulation(NamedTuple):
   spans: list[Span]
 
 
-class _Place:
-  """Where a place is in its program."""
+@dataclasses.dataclass
+class _Frame:
+  """A program under way: of a step, or of a loop's body.
 
-  def __init__(self, name: str, program, steps: int):
-    self.name, self.program, self.steps = name, program, steps
-    self.clock, self.step, self.at = 0.0, 0, 0
+  Attributes:
+    flow: what the program is of.
+    program: of one round.
+    rounds: those that are left, this one included.
+    loop: as of `Span`.
+    at: the next instruction.
+  """
+
+  flow: graph.Flow
+  program: tuple
+  rounds: int = 1
+  loop: tuple[int, ...] = ()
+  at: int = 0
+
+
+class _Place:
+  """Where a place is: in its program, and in which loops of it."""
+
+  def __init__(self, name: str, flow: graph.Flow, program):
+    self.name = name
+    self.clock, self.step = 0.0, 0
+    self.frames = [_Frame(flow, program)]
     self.ends = []
+
+  @property
+  def frame(self) -> _Frame:
+    return self.frames[-1]
+
+  def round(self):
+    """Ends a round of the innermost program, or a step."""
+    frame = self.frame
+    frame.at, frame.rounds = 0, frame.rounds - 1
+    if len(self.frames) == 1:
+      self.ends.append(self.clock)
+      self.step, frame.rounds = self.step + 1, 1
+    elif not frame.rounds:
+      self.frames.pop()
 
   def spend(self, spans, what, seconds, node=None, value=None):
     start, self.clock = self.clock, self.clock + seconds
+    loop = self.frame.loop
     spans.append(
-      Span(self.step, self.name, what, node, value, start, self.clock)
+      Span(self.step, self.name, what, node, value, start, self.clock, loop)
     )
 
 
 def simulate(
   flow: graph.Flow, programs, cost, steps: int = 8, ahead: int = 0
 ) -> Simulation:
-  """Plays programs for some steps.
+  """Plays programs for some steps; a loop goes round as often as is expected.
 
   Args:
     flow: as cut and ordered.
@@ -69,15 +118,17 @@ def simulate(
     ahead: steps that whoever calls may begin before an earlier one has ended:
       the workflow's lag.
   """
-  places = [_Place(name, p, steps) for name, p in programs.items()]
-  play = _Play(flow, cost, places, ahead)
+  places = [_Place(name, flow, p) for name, p in programs.items()]
+  play = _Play(cost, places, ahead)
   while any(place.step < steps for place in places):
     moved = False
     for place in places:
       while place.step < steps and play.advance(place):
         moved = True
     if not moved:
-      waits = {p.name: p.program[p.at] for p in places if p.step < steps}
+      waits = {
+        p.name: p.frame.program[p.frame.at] for p in places if p.step < steps
+      }
       raise RuntimeError(
         f'The programs wait for each other, at {waits}: this is a fault of '
         'lowering, not of the plan.'
@@ -91,8 +142,8 @@ def simulate(
 class _Play:
   """Programs under way, and what is on its way between them."""
 
-  def __init__(self, flow, cost, places: list[_Place], ahead: int):
-    self.flow, self.cost, self.places, self.ahead = flow, cost, places, ahead
+  def __init__(self, cost, places: list[_Place], ahead: int):
+    self.cost, self.places, self.ahead = cost, places, ahead
     self.links = collections.defaultdict(collections.deque)
     self.spans: list[Span] = []
 
@@ -106,25 +157,31 @@ class _Play:
 
   def arrival(self, place: _Place, v: int, source: str) -> float | None:
     """When a value is there; None if that is not known yet."""
+    loop = place.frame.loop
     if source == SOURCE:
-      return self.begun(place.step)
-    link = self.links[v, source, place.name]
+      return place.clock if loop else self.begun(place.step)
+    link = self.links[loop, v, source, place.name]
     return link.popleft() if link else None
 
   def advance(self, place: _Place) -> bool:
     """Does one instruction; False where it must wait for another place."""
-    if place.at == len(place.program):
-      place.ends.append(place.clock)
-      place.step, place.at = place.step + 1, 0
+    frame, cost = place.frame, self.cost
+    if frame.at == len(frame.program):
+      place.round()
       return True
-    flow, cost = self.flow, self.cost
-    match place.program[place.at]:
+    flow = frame.flow
+    match frame.program[frame.at]:
+      case Repeat(i, program):
+        node, loop = flow.nodes[i], (*frame.loop, i)
+        rounds = graph.rounds(node)
+        place.frames.append(_Frame(node.body, program, rounds, loop))
       case Run(i):
         seconds = cost.seconds(flow, flow.nodes[i], place.name)
         place.spend(self.spans, 'run', seconds, node=i)
       case Send(v, target) if target != SINK:
         lasts = cost.transfer(flow, v, place.name, target)
-        self.links[v, place.name, target].append(place.clock + lasts)
+        arrives = place.clock + lasts
+        self.links[frame.loop, v, place.name, target].append(arrives)
       case Recv(v, source):
         arrives = self.arrival(place, v, source)
         if arrives is None:
@@ -135,5 +192,5 @@ class _Play:
         what = 'evict' if isinstance(op, Evict) else 'restore'
         seconds = cost.switch(flow, v, place.name)
         place.spend(self.spans, what, seconds, value=v)
-    place.at += 1
+    frame.at += 1
     return True

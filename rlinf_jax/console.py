@@ -10,7 +10,7 @@ import pathlib
 import sys
 from typing import NamedTuple, TextIO
 
-from rlinf_jax import writers
+from rlinf_jax import predicted, writers
 
 # What the line of a step and that of an evaluation show, in order; a field
 # that misses a metric is left out.
@@ -164,6 +164,8 @@ def summary(
   if evaluated:
     facts['accuracy'] = f'{evaluated[0]:.1%} -> {evaluated[-1]:.1%} held out'
   facts['time'] = f'{seconds / 60:.1f} minutes'
+  if said := predicted.in_words(folder):
+    facts['predicted'] = said
   facts['folder'] = str(folder)
   facts['report'] = str(report)
   return header(f'Done: {step} steps.', facts)

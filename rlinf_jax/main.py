@@ -34,6 +34,9 @@ CLUSTER = flags.DEFINE_string(
 PLAN_JSON = flags.DEFINE_string(
   'plan_json', None, 'For --plan_only: a file for the same as JSON.'
 )
+PLAN_HTML = flags.DEFINE_string(
+  'plan_html', None, 'For --plan_only: a file for the same as a page.'
+)
 
 # What a person did or a disk refused, and can mend: a sentence, no traceback.
 MENDABLE = (
@@ -69,6 +72,7 @@ def plan_only():
       advise.advise,
       cluster=config.call(cluster.Cluster),
       output=PLAN_JSON.value,
+      page=PLAN_HTML.value,
     )
     config.call(train.train, workdir=folder, only_plan=tell)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rlinf_jax import console, writers
+from planner import plan as plan_lib
+from rlinf_jax import auto, console, writers
 from stages import base
 
 
@@ -31,9 +32,10 @@ class Record:
       start: those finished before.
       wandb: project at Weights & Biases, if metrics shall go there.
     """
-    self._source = source
+    self._source, self._folder = source, folder
     self._timeline = writers.json_lines(folder / 'timeline.jsonl', start)
     self._samples = writers.json_lines(folder / 'samples.jsonl', start)
+    self._predictions = writers.json_lines(folder / 'predictions.jsonl', start)
     self._numbers = [
       writers.json_lines(folder / 'metrics.jsonl', start),
       writers.tensorboard(folder / 'events', start),
@@ -60,6 +62,17 @@ class Record:
       }
       self._timeline.write(step, values)
 
+  def plan(self, plan: plan_lib.Plan):
+    """Writes the plan by which the run goes on."""
+    (self._folder / 'plan.json').write_text(plan.to_json())
+
+  def prediction(self, step: int, prediction: auto.Prediction):
+    """Writes what steps after `step` are expected to take."""
+    stages = {name: list(n) for name, n in prediction.stages.items()}
+    self._predictions.write(
+      step, {'seconds': prediction.step, 'stages': stages}
+    )
+
   def samples(self, step: int, split: str, rows: dict[str, Any]):
     """Writes rows such as `held_out.show` makes, as text."""
     prompts = self._source.text(rows['prompt'], rows['prompt_mask'])
@@ -83,6 +96,7 @@ class Record:
       *self._numbers,
       self._timeline,
       self._samples,
+      self._predictions,
     ]:
       writer.close()
 

@@ -9,17 +9,15 @@ the run folder holds, so a run that crashed, or still runs, has a page too.
 import argparse
 from collections.abc import Mapping, Sequence
 import html
-import importlib.resources
 import os
 import pathlib
 import re
-import string
 import sys
 from typing import Any
 
 import numpy as np
 
-from rlinf_jax import charts, run_folder, story
+from rlinf_jax import charts, page, predicted, run_folder, story
 
 # Curves in the order of the page: title, what it means, its metrics by label.
 CURVES = (
@@ -81,8 +79,8 @@ def write(folder: str | os.PathLike) -> pathlib.Path:
     ValueError: one of its files is broken in the middle.
   """
   run = run_folder.read(folder)
-  template = importlib.resources.files('rlinf_jax') / 'report_template.html'
-  page = string.Template(template.read_text(encoding='utf-8')).substitute(
+  text = page.render(
+    'report_template.html',
     name=html.escape(run.folder.resolve().name),
     kind=html.escape(_kind(run)),
     state='finished' if run.result else 'unfinished',
@@ -96,7 +94,7 @@ def write(folder: str | os.PathLike) -> pathlib.Path:
   )
   path = run.folder / 'report.html'
   partial = path.with_name('report.html.tmp')
-  partial.write_text(page, encoding='utf-8')
+  partial.write_text(text, encoding='utf-8')
   return partial.replace(path)
 
 
@@ -130,29 +128,7 @@ def _figures(run: run_folder.Run) -> str:
   if speeds := run.series.get('throughput/tokens_per_second'):
     speed = np.median(speeds.value)
     figures.append(('tokens a second', f'<b>{speed:,.0f}</b>', ''))
-  return ''.join(
-    f'<div class="figure {kind}"><p>{value}</p><span>{label}</span></div>'
-    for label, value, kind in figures
-  )
-
-
-def _card(
-  title: str, note: str, body: str, now: str = '', size: str = ''
-) -> str:
-  return (
-    f'<figure class="card {size}"><figcaption><h3>{title}</h3>'
-    f'<span class="now">{now}</span><small>{note}</small></figcaption>'
-    f'{body}</figure>'
-  )
-
-
-def _key(name: str, colour: int) -> str:
-  style = f'--c: var(--s{colour})'
-  return f'<span class="key" style="{style}">{html.escape(name)}</span>'
-
-
-def _legend(colours: Mapping[str, int]) -> str:
-  return ' '.join(_key(name, colour) for name, colour in colours.items())
+  return page.figures(figures)
 
 
 def _headline_cards(run: run_folder.Run) -> str:
@@ -182,9 +158,9 @@ def _headline_card(
   change = story.ends(run, name)
   lines.append(charts.Line(*run.series[name], 1, points=exact))
   title = f'{prefix}{words}'
-  return _card(
+  return page.card(
     title[0].upper() + title[1:],
-    _legend(colours) or 'over steps',
+    page.legend(colours) or 'over steps',
     charts.curves(
       lines,
       width=width,
@@ -215,8 +191,8 @@ def _curve_cards(run: run_folder.Run) -> str:
     lines = [charts.Line(*s, i) for i, s in enumerate(found.values(), 1)]
     last = next(iter(found.values())).value[-1]
     picture = charts.curves(lines[::-1], width=THIRD, height=150)
-    note = ' '.join([note, _legend(colours)])
-    cards.append(_card(title, note, picture, story.number(last), 'third'))
+    note = ' '.join([note, page.legend(colours)])
+    cards.append(page.card(title, note, picture, story.number(last), 'third'))
   if not cards:
     return ''
   return f'<h2>Step by step</h2><div class="grid">{"".join(cards)}</div>'
@@ -242,6 +218,8 @@ def _time_cards(run: run_folder.Run) -> str:
     cards.append(_stacked_card(stages, colours))
   if run.runs:
     cards.append(_gantt_card(run.runs, colours))
+  if lines := predicted.table(run.folder):
+    cards.append(_predicted_card(lines))
   grid = ''.join(cards)
   return f'<h2>Where the time went</h2><div class="grid">{grid}</div>'
 
@@ -252,12 +230,12 @@ def _share_card(times: Mapping[str, float], colours: Mapping[str, int]) -> str:
   for name, value in times.items():
     style = f'width: {100 * value / total:.2f}%; --c: var(--s{colours[name]})'
     rows.append(
-      f'<tr><td>{_key(name, colours[name])}</td>'
+      f'<tr><td>{page.key(name, colours[name])}</td>'
       f'<td>{story.percent(value / total)}</td><td>{value:,.1f} s</td></tr>'
       f'<tr class="bar"><td colspan="3"><div style="{style}"></div></td></tr>'
     )
   table = f'<table>{"".join(rows)}</table>'
-  return _card('Shares', 'of all seconds', table, '', 'third')
+  return page.card('Shares', 'of all seconds', table, '', 'third')
 
 
 def _stacked_card(stages, colours: Mapping[str, int]) -> str:
@@ -271,7 +249,7 @@ def _stacked_card(stages, colours: Mapping[str, int]) -> str:
     note += f'; the first took {of_step[0]:.1f} s, as it compiles'
   picture = charts.stacked(step, seconds, colours, width=TWO_THIRDS, height=280)
   now = f'{np.median(of_step):.2f} s'
-  return _card('Seconds a step', note, picture, now, 'two-thirds')
+  return page.card('Seconds a step', note, picture, now, 'two-thirds')
 
 
 def _gantt_card(runs: Sequence[Mapping], colours: Mapping[str, int]) -> str:
@@ -279,9 +257,25 @@ def _gantt_card(runs: Sequence[Mapping], colours: Mapping[str, int]) -> str:
   records = [record for record in runs if record['step'] in last]
   picture = charts.gantt(records, colours, width=WHOLE)
   words = 'step' if len(last) == 1 else f'{len(last)} steps'
-  return _card(
+  return page.card(
     f'The last {words}', 'which stage ran when', picture, '', 'whole'
   )
+
+
+def _predicted_card(lines: Sequence[predicted.Line]) -> str:
+  rows = ''.join(
+    f'<tr><td>{html.escape(line.name)}</td><td>{line.predicted:.3g} s</td>'
+    f'<td>{"" if line.measured is None else f"{line.measured:.3g} s"}</td>'
+    f'<td>{"" if line.ratio is None else f"{line.ratio:.2f}"}</td>'
+    f'<td>{line.source}</td></tr>'
+    for line in lines
+  )
+  table = (
+    '<table><tr><th></th><th>predicted</th><th>measured</th><th>ratio</th>'
+    f'<th>by what was</th></tr>{rows}</table>'
+  )
+  note = 'seconds a step: the plan in simulation, and the median since'
+  return page.card('Predicted against measured', note, table, '', 'whole')
 
 
 def _sample_columns(run: run_folder.Run) -> str:

@@ -1,13 +1,10 @@
 """The training loop."""
 
-import collections
 from collections.abc import Callable, Mapping
 import contextlib
-import functools
 import json
 import math
 import pathlib
-import time
 from typing import Any, NamedTuple
 
 import jax
@@ -16,11 +13,13 @@ from planner import flow as flow_lib
 from planner import graph as graph_lib
 from planner import listing
 from planner import plan as plan_lib
+from rlinf_jax import auto, config, console, record, trace
 from rlinf_jax import checkpoint as checkpoint_lib
-from rlinf_jax import config, console, record, trace
+from rlinf_jax import loop as loop_lib
 from rlinf_jax.runtime import local
-from rlinf_jax.runtime import timeline as timeline_lib
-from stages import base, metrics
+from stages import base
+
+AUTO = 'auto'
 
 
 class Result(NamedTuple):
@@ -48,7 +47,7 @@ def train(
   seed: int = 0,
   resume: bool = False,
   prepare: Callable[..., Any] | None = None,
-  plan: Mapping[str, Any] | str | None = None,
+  plan: Mapping[str, Any] | str | None = AUTO,
   evaluate_every: int = 20,
   until: float | None = None,
   checkpoint_every: int = 50,
@@ -68,9 +67,10 @@ def train(
     resume: go on from the newest checkpoint in `workdir`, if there is one.
     prepare: called with `seed` when all is checked and before parameters are
       read: it may train the checkpoint to begin with.
-    plan: where and how finely stages run, as `planner.plan.of` reads it, or a
-      file of such JSON or of what --plan_json wrote; None runs all on the first
-      device.
+    plan: where and how finely stages run: 'auto' measures them and searches,
+      and searches again when steps are not as predicted. Else a plan as
+      `planner.plan.of` reads it, or a file of such JSON or of what --plan_json
+      wrote; None runs all on the first device.
     evaluate_every: updates between evaluations on held-out problems.
     until: end early once held-out accuracy is at least this.
     checkpoint_every: updates between checkpoints.
@@ -84,41 +84,79 @@ def train(
   finished = finished_result(folder, steps, until, resume)
   if finished:
     return finished
+  flows = trace_flows(workflow, source, seed)
   if only_plan:
-    flows = trace_flows(workflow, source, seed)
-    only_plan(flows[0], workflow.lag, read_plan(plan, *flows))
+    own = None if plan == AUTO else read_plan(plan, *flows)
+    only_plan(flows[0], workflow.lag, own)
     config.refuse_unused()
     return None
-  runtime = build(workflow, source, seed, plan)
+  runtime = None if plan == AUTO else place(plan, flows)
   config.refuse_unused()
   folder.mkdir(parents=True, exist_ok=True)
   config.save(folder / 'config.gin')
-  (folder / 'plan.json').write_text(runtime.plan.to_json())
   if prepare:
     prepare(seed=seed)
   checkpoints = checkpoint_lib.Checkpoints(folder / 'checkpoints', keep)
-  with contextlib.closing(runtime), contextlib.ExitStack() as stack:
-    saved = begin(runtime, workflow, source, seed, checkpoints, resume)
+  kept = folder / 'plan.json'
+  kept = read_plan(str(kept), *flows) if kept.exists() else None
+  runtime, watch = begin(workflow, source, seed, flows, runtime, kept)
+  with contextlib.ExitStack() as stack:
+    saved = restore(runtime, source.init(seed), checkpoints, resume)
     notes = stack.enter_context(
       record.opened(folder, source, steps, saved.step, wandb)
     )
+    notes.plan(runtime.plan)
+    if watch:
+      notes.prediction(saved.step, watch.chosen.prediction)
     notes.say(_header(folder, runtime, saved.step, steps))
-    lag = workflow.lag
-    loop = Loop(runtime, source, checkpoints, notes, seed, saved, lag)
+    loop = stack.enter_context(
+      contextlib.closing(
+        loop_lib.Loop(
+          *(runtime, source, checkpoints, notes, seed, saved),
+          *(workflow.lag, watch),
+        )
+      )
+    )
     loop.run(folder, steps, evaluate_every, until, checkpoint_every)
     result = Result(folder, loop.steps, loop.seconds(), loop.metrics)
     if export:
-      export(folder / 'model', workflow.params(runtime.state()))
+      export(folder / 'model', workflow.params(loop.runtime.state()))
     finish(result, notes.say)
   return result
 
 
-def begin(runtime, workflow, source, seed, checkpoints, resume):
-  """Loads what a run starts from: fresh parameters or its last checkpoint."""
-  runtime.compile('step')  # While the parameters are read.
-  with runtime.ambient():
-    runtime.load(workflow.init(jax.random.key(seed)))
-  saved = checkpoint_lib.Saved(0, None, source.init(seed), {})
+def begin(workflow, source, seed, flows, runtime, kept):
+  """Reads parameters into the places of a plan, and finds one if need be.
+
+  Args:
+    workflow: what runs.
+    source: whose first batch stages are measured with.
+    seed: of the parameters and of that batch.
+    flows: of a step and of an evaluation.
+    runtime: the places, or None where the plan is to be found.
+    kept: the plan to go on with, where one was found before.
+
+  Returns:
+    The places, and what watches a plan that was found.
+  """
+  key, watch = jax.random.key(seed), None
+  if runtime:
+    runtime.compile('step')  # While the parameters are read.
+    with runtime.ambient():
+      runtime.load(workflow.init(key))
+  else:
+    state = workflow.init(key)
+    _, batch = source.next(source.init(seed), {})
+    watch = auto.choose(flows, workflow.lag, (state, batch, key), kept)
+    runtime = watch.runtime()
+    runtime.compile('step')
+    runtime.load(state)
+  return runtime, watch
+
+
+def restore(runtime, start, checkpoints, resume) -> checkpoint_lib.Saved:
+  """What a run starts from: its parameters as read, or its last checkpoint."""
+  saved = checkpoint_lib.Saved(0, None, start, {})
   if resume and checkpoints.latest() is not None:
     saved = checkpoints.load(runtime.state(), saved.source)
     runtime.load(saved.state, saved.step)
@@ -175,134 +213,10 @@ def read_plan(plan, step, evaluate) -> plan_lib.Plan:
   )
 
 
-def build(workflow, source, seed, plan) -> local.Local:
-  """Traces a workflow and makes its programs; computes nothing yet."""
-  step, evaluate = trace_flows(workflow, source, seed)
-  plan = read_plan(plan, step, evaluate)
-  return local.Local(plan, step=step, evaluate=evaluate)
-
-
-class Loop:
-  """Where a run is: what must survive from step to step.
-
-  Attributes:
-    steps: updates finished.
-    metrics: the last value of each.
-  """
-
-  def __init__(self, runtime, source, checkpoints, notes, seed, saved, lag):
-    self._runtime, self._source, self._lag = runtime, source, lag
-    self._checkpoints, self._notes = checkpoints, notes
-    self._key = jax.random.key(seed)
-    self._held_out = source.held_out()
-    self._state = saved.source
-    self.steps = self._begun = saved.step
-    self._known = dict(saved.metrics)  # By updates finished.
-    self._flying = collections.deque()  # Steps begun and not finished.
-    self._began = time.perf_counter() - self.metrics.get(
-      'throughput/seconds', 0.0
-    )
-    self._last = time.perf_counter()
-
-  @property
-  def metrics(self) -> dict[str, float]:
-    return self._known.get(self.steps, {})
-
-  def _learn(self, numbers):
-    self._known[self.steps] = self.metrics | numbers
-
-  def run(self, folder, steps, evaluate_every, until, checkpoint_every):
-    """Trains to the end; evaluates first, in between and last."""
-    first = self.steps
-    if not first:
-      self.evaluate()
-    while self.steps < steps and not self._reached(until):
-      # What is evaluated or saved is a state at rest.
-      rests = [n - self.steps % n for n in (evaluate_every, checkpoint_every)]
-      rows = self.step(min(steps, self.steps + min(rests)))
-      if self.steps == first + 1:
-        config.save_operative(folder / 'operative_config.gin')
-      last = self.steps == steps
-      if last or self.steps % evaluate_every == 0:
-        for name, shown in rows.items():
-          self._notes.samples(self.steps, name.split('/')[0], shown)
-        self.evaluate()
-        last |= self._reached(until)
-      if last or self.steps % checkpoint_every == 0:
-        self.save()
-    self._checkpoints.close()
-
-  def seconds(self) -> float:
-    """Since training began, time between a stop and its resumption apart."""
-    return time.perf_counter() - self._began
-
-  def _reached(self, accuracy):
-    now = self.metrics.get('eval/accuracy', -math.inf)
-    return accuracy is not None and now >= accuracy
-
-  def _begin(self):
-    """Begins the next step, while as many as the lag may not have ended."""
-    # What the source is told does not depend on which of them have.
-    told = self._known.get(self._begun - self._lag, {})
-    self._state, batch = self._source.next(self._state, told)
-    key = jax.random.fold_in(self._key, self._begun)
-    self._flying.append(self._runtime.submit(batch, key))
-    self._begun += 1
-
-  def step(self, rest: int) -> dict[str, Any]:
-    """One update; returns what it shows of its rows.
-
-    Args:
-      rest: the update after which no other may have been begun.
-    """
-    if not self._flying:
-      self._last = time.perf_counter()
-    while self._begun < min(rest, self.steps + 1 + self._lag):
-      self._begin()
-    info = self._flying.popleft().result()
-    if not self._flying:
-      self._runtime.wait()
-    info = jax.device_get(info)
-    seconds = time.perf_counter() - self._last
-    self._last += seconds
-    self._known[self.steps + 1] = self.metrics
-    self._known.pop(self.steps - self._lag, None)
-    self.steps += 1
-    numbers, rows = metrics.read(info)
-    spans = self._runtime.timeline.take(self.steps)
-    numbers['time/step'] = seconds
-    numbers['throughput/seconds'] = self.seconds()
-    for stage, spent in timeline_lib.seconds(spans).items():
-      numbers[f'time/{stage}'] = spent
-    for name in ('rollout/tokens', 'train/tokens'):
-      if name in numbers:
-        numbers['throughput/tokens_per_second'] = numbers[name] / seconds
-    self._notes.numbers(self.steps, numbers)
-    self._notes.spans(self.steps, spans)
-    self._learn(numbers)
-    return rows
-
-  def evaluate(self):
-    """Asks all held-out problems."""
-    start = time.perf_counter()
-    infos = [
-      jax.device_get(self._runtime.evaluate(batch, self._key))
-      for batch in self._held_out
-    ]
-    self._runtime.timeline.take()  # They belong to no step.
-    numbers, rows = metrics.read(functools.reduce(metrics.merge, infos))
-    numbers['time/evaluate'] = time.perf_counter() - start
-    self._notes.numbers(self.steps, numbers)
-    for name, shown in rows.items():
-      self._notes.samples(self.steps, name.split('/')[0], shown)
-    self._learn(numbers)
-
-  def save(self):
-    self._checkpoints.save(
-      checkpoint_lib.Saved(
-        self.steps, self._runtime.state(), self._state, self._known
-      )
-    )
+def place(plan, flows) -> local.Local:
+  """The places of the plan that a recipe has in mind; computes nothing yet."""
+  step, evaluate = flows
+  return local.Local(read_plan(plan, *flows), step=step, evaluate=evaluate)
 
 
 def _header(folder, runtime, start, steps) -> str:

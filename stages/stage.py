@@ -25,18 +25,24 @@ class Stage:
     name: what plans, profiles and logs call it.
     grain: how finely its batch may be cut. 'row': rows in, rows out. 'sum':
       rows in, sums out, which `merge` adds up. 'split': rows in, a tuple of
-      equal runs of rows out, routed and not copied. 'batch': not at all.
+      equal runs of rows out, routed and not copied. 'slice': likewise, but any
+      rows in any order, as arguments without rows say: all must be there
+      before, and what comes out may be cut again. 'batch': not at all.
     whole: positions of arguments without rows, such as parameters.
     group: rows that must stay together; a cut is at a multiple of so many.
+    linear: positions of arguments that are used up, such as the token of a
+      simulator: what goes on is what it returns. They have rows, so that
+      cutting the batch cuts them too.
     host: runs outside JAX, on NumPy arrays.
     like: shapes of what a host stage returns, given shapes of what it takes.
   """
 
   fn: Callable[..., Any]
   name: str
-  grain: Literal['row', 'sum', 'split', 'batch'] = 'row'
+  grain: Literal['row', 'sum', 'split', 'slice', 'batch'] = 'row'
   whole: tuple[int, ...] = ()
   group: int = 1
+  linear: tuple[int, ...] = ()
   host: bool = False
   like: Callable[..., Any] | None = None
 
@@ -45,6 +51,13 @@ class Stage:
       raise ValueError(
         f'Stage {self.name} runs on the host, so nothing can tell the shapes '
         'of what it returns: give it `like`.'
+      )
+    both = sorted({*self.linear} & {*self.whole})
+    if both and self.grain != 'batch':
+      raise ValueError(
+        f'Stage {self.name} uses up its arguments {both}, which have no rows: '
+        'every piece of a batch would use up the same. Give them rows, or call '
+        "it grain 'batch'."
       )
 
   def __call__(self, *args):
@@ -96,15 +109,60 @@ def minibatches(n: int, group: int = 1) -> Stage:
   """Splits a tree of rows into `n` runs of whole groups."""
 
   def split(tree):
-    B = jax.tree.leaves(tree)[0].shape[0]
-    if B % (n * group):
-      raise ValueError(
-        f'{B} rows cannot be split into {n} minibatches of whole groups of '
-        f'{group}: the batch must be a multiple of {n * group} rows.'
-      )
+    B = _whole_groups(tree, n, group)
     return tuple(
       jax.tree.map(lambda x: x[i * B // n : (i + 1) * B // n], tree)
       for i in range(n)
     )
 
   return Stage(split, 'minibatches', 'split', group=group)
+
+
+def _whole_groups(tree, n, group) -> int:
+  """How many rows there are, which `n` minibatches share."""
+  B = jax.tree.leaves(tree)[0].shape[0]
+  if B % (n * group):
+    raise ValueError(
+      f'{B} rows cannot be split into {n} minibatches of whole groups of '
+      f'{group}: the batch must be a multiple of {n * group} rows.'
+    )
+  return B
+
+
+# Purposes of keys lie beyond the rows that `keys` folds in.
+SHUFFLE = np.uint32(2**32 - 1)
+
+
+def shuffle(n: int, epochs: int, group: int = 1) -> Stage:
+  """Deals groups out to `n` minibatches, anew in every epoch.
+
+  Returns:
+    `key, rows -> id_ENM`: of each epoch, minibatch and row in it, the place of
+    the row in the whole batch. It reads nothing of the rows but how many they
+    are, so that it is settled before they are made. A minibatch is a set: its
+    rows are in the order of the batch, so that its sums are.
+  """
+
+  def deal(key, rows):
+    B = _whole_groups(rows, n, group)
+    key = jax.random.fold_in(key, SHUFFLE)
+    key_E = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(epochs))
+    order = jax.vmap(lambda key: jax.random.permutation(key, B // group))
+    groups = jnp.sort(order(key_E).reshape(epochs, n, -1))
+    return jnp.arange(B).reshape(-1, group)[groups].reshape(epochs, n, -1)
+
+  return Stage(deal, 'shuffle', 'batch')
+
+
+def shuffled(group: int = 1) -> Stage:
+  """Takes the minibatches that `shuffle` has dealt, one after the other.
+
+  Returns:
+    `id_ENM, rows -> minibatches`, E · N of them.
+  """
+
+  def gather(id_ENM, tree):
+    runs = id_ENM.reshape(-1, id_ENM.shape[-1])
+    return tuple(jax.tree.map(lambda x: x[run], tree) for run in runs)
+
+  return Stage(gather, 'minibatches', 'slice', whole=(0,), group=group)

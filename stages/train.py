@@ -116,6 +116,7 @@ def adamw(
   *,
   warmup: int = 0,
   decay: int | None = None,
+  updates: int = 1,
   b1: float = 0.9,
   b2: float = 0.999,
   weight_decay: float = 0.0,
@@ -125,20 +126,22 @@ def adamw(
 
   Args:
     learning_rate: after the warm-up.
-    warmup: updates over which the rate rises linearly; the last has it whole.
-    decay: the update at which it has fallen linearly to zero; None keeps it.
+    warmup: steps over which the rate rises linearly; the last has it whole.
+    decay: the step at which it has fallen linearly to zero; None keeps it.
+    updates: made in a step, as by `grpo(updates=2)`.
     b1: decay of the first moment.
     b2: decay of the second moment.
     weight_decay: decoupled, per unit of learning rate.
     clip_norm: the largest global norm a gradient keeps.
   """
   rate = optax.constant_schedule(learning_rate)
+  warmup *= updates
   if warmup > 1:  # Not from zero: an update of nothing is wasted.
     rate = optax.linear_schedule(
       learning_rate / warmup, learning_rate, warmup - 1
     )
   if decay is not None:
-    fall = optax.linear_schedule(learning_rate, 0.0, decay - warmup)
+    fall = optax.linear_schedule(learning_rate, 0.0, decay * updates - warmup)
     rate = optax.join_schedules([rate, fall], [warmup])
   return optax.chain(
     optax.clip_by_global_norm(clip_norm),

@@ -3,18 +3,18 @@ import json
 import pytest
 
 from planner import explain, passes, plan, simulate
-from simulate_test import chain, Known
+import toys
 
 
 def made(pieces=1, evict=(), seconds=None, **places):
-  flow = chain('row', 'sum', 'batch')
+  flow = toys.chain('row', 'sum', 'batch')
   chosen = plan.Plan(
     {name: plan.Placement((i,)) for i, name in enumerate(places)},
     {stage: name for name, stages in places.items() for stage in stages},
     pieces=pieces,
     evict=evict,
   )
-  cost = Known(seconds or {'a': 4, 'b': 4, 'c': 2}, switch=0.5)
+  cost = toys.Known(seconds or {'a': 4, 'b': 4, 'c': 2}, switch=0.5)
   flow, programs = passes.lower(flow, chosen, cost)
   return flow, chosen, simulate.simulate(flow, programs, cost)
 
@@ -72,7 +72,7 @@ def test_what_crosses_between_places_is_listed_by_size():
 
 
 def test_stages_of_one_initial_have_letters_of_their_own():
-  flow = chain(*['row'] * 3)
+  flow = toys.chain(*['row'] * 3)
   names = iter(('generate', 'gradient', 'gg'))
   for node in flow.nodes:
     node.stage.name = next(names)

@@ -4,7 +4,7 @@ import pytest
 from planner import cut
 from planner.search import choices as choices_lib
 from planner.search import exact, floor, timing
-import search_test
+import toys
 
 
 def bound(flow, spent, where, pieces=1, share=1.0):
@@ -20,7 +20,7 @@ def bound(flow, spent, where, pieces=1, share=1.0):
 
 @pytest.mark.parametrize('pieces', [1, 2, 4, 8])
 def test_a_pipeline_is_bounded_by_what_it_takes(pieces):
-  flow, _ = search_test.line(dict.fromkeys('abc', 0.0))
+  flow, _ = toys.line(dict.fromkeys('abc', 0.0))
   spent, where = {'a': 4.0, 'b': 8.0, 'c': 2.0}, {'a': 0, 'b': 1, 'c': 2}
   # The slowest place is never idle between its first piece and its last.
   assert bound(flow, spent, where, pieces) == pytest.approx(
@@ -29,7 +29,7 @@ def test_a_pipeline_is_bounded_by_what_it_takes(pieces):
 
 
 def test_what_must_be_done_before_paths_meet_counts_in_full():
-  flow = search_test.build(
+  flow = toys.build(
     [
       ('a', 'row', ('batch',)),
       ('b', 'batch', ('a',)),
@@ -44,7 +44,7 @@ def test_what_must_be_done_before_paths_meet_counts_in_full():
 
 
 def test_branches_on_one_place_take_turns():
-  flow = search_test.build(
+  flow = toys.build(
     [
       ('a', 'row', ('batch',)),
       ('b', 'row', ('a',)),
@@ -61,8 +61,8 @@ def test_branches_on_one_place_take_turns():
 
 def test_a_state_that_is_made_from_itself_is_a_loop():
   # Even where no step waits for another, but for what it reads.
-  flow, _ = search_test.line(dict.fromkeys('ab', 0.0))
-  loop = search_test.build(
+  flow, _ = toys.line(dict.fromkeys('ab', 0.0))
+  loop = toys.build(
     [('a', 'row', ('batch', 'state.b')), ('b', 'batch', ('a',))], ('b',)
   )
   spent, where = {'a': 3.0, 'b': 2.0}, {'a': 0, 'b': 1}
@@ -72,7 +72,7 @@ def test_a_state_that_is_made_from_itself_is_a_loop():
 
 @pytest.mark.parametrize('seed', range(100))
 def test_no_plan_takes_less_than_the_bound_of_its_sizes(seed):
-  flow, model, space, ahead = search_test.random_instance(seed)
+  flow, model, space, ahead = toys.random_instance(seed)
   model.capacity = np.inf
   finder = exact.Search(flow, model, space, ahead, keep=1)
   choices, rng = finder.choices, np.random.default_rng(seed)

@@ -280,6 +280,7 @@ def test_a_planner_needs_only_the_fields_of_a_stage():
     grain='row',
     whole=(),
     group=1,
+    linear=(),
     shapes=lambda x: {'y': x, 'z': x},
   )
 

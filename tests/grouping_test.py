@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from planner.search import grouping
-import search_test
+import toys
 
 
 @pytest.mark.parametrize('n', range(1, 7))
@@ -19,7 +19,7 @@ def test_things_are_parted_in_all_ways_once(n, most):
 
 
 def test_stages_go_together_by_way_of_others():
-  flow = search_test.line(dict.fromkeys('abcd', 1.0))[0]
+  flow = toys.line(dict.fromkeys('abcd', 1.0))[0]
   assert grouping.groups(flow, [('a', 'c'), ('c', 'd')]) == [
     ('a', 'c', 'd'),
     ('b',),
@@ -28,7 +28,7 @@ def test_stages_go_together_by_way_of_others():
 
 def test_stages_that_take_no_time_join_a_neighbour():
   work = {'a': 0.0, 'b': 5.0, 'c': 0.0, 'd': 5.0}
-  flow, model = search_test.line(work)
+  flow, model = toys.line(work)
   together = grouping.glue(flow, model, 4)
   assert sorted(s for some in together for s in some) in (
     ['a', 'b', 'c'],
@@ -39,6 +39,6 @@ def test_stages_that_take_no_time_join_a_neighbour():
 
 def test_stages_that_no_place_can_hold_together_stay_apart():
   work = {'a': 5.0, 'judge': 0.0}
-  flow, model = search_test.line(work, alone=('judge',))
+  flow, model = toys.line(work, alone=('judge',))
   assert grouping.glue(flow, model, 4) == ()
   assert grouping.glue(flow, model, 1) == (('a', 'judge'),)

@@ -17,9 +17,11 @@ from rlinf_jax.runtime import local
 import tiny
 
 STAGES = (
-  'repeat keys generate reward measure compare refer minibatches gradient '
-  'apply fold'
+  'repeat keys generate reward measure compare refer shuffle minibatches '
+  'gradient apply fold'
 ).split()
+# Minibatches, epochs, and whether groups are shuffled.
+UPDATES = [(1, 1, False), (2, 1, False), (1, 2, False), (2, 2, True)]
 MESHES = [((), 1), ((('data', 2),), 2), ((('fsdp', 2),), 2)]
 
 
@@ -31,8 +33,11 @@ def in_float64():
 
 
 @functools.cache
-def workflow(updates=1):
-  return invariance_test.grpo('float64', updates=updates)
+def workflow(updates):
+  n, epochs, shuffle = updates
+  return invariance_test.grpo(
+    'float64', updates=n, epochs=epochs, shuffle=shuffle
+  )
 
 
 def begin(updates):
@@ -53,7 +58,7 @@ def key(i):
   return jax.random.key(3 + i)
 
 
-def random_plan(seed) -> tuple[plan_lib.Plan, int]:
+def random_plan(seed) -> tuple[plan_lib.Plan, tuple[int, int, bool]]:
   """A plan of one to four places, and the updates of a step it is tried on."""
   rng = np.random.default_rng(seed)
   places, first = {}, 0
@@ -69,7 +74,7 @@ def random_plan(seed) -> tuple[plan_lib.Plan, int]:
     rows['gradient'] = 8
   evict = tuple(name for name in ('refer', 'apply') if rng.integers(2))
   plan = plan_lib.Plan(places, stages, rows, pieces, evict)
-  return plan, int(rng.choice([1, 2]))
+  return plan, UPDATES[rng.integers(len(UPDATES))]
 
 
 def run(plan, updates):

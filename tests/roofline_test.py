@@ -312,13 +312,33 @@ def test_beyond_measured_rows_the_model_is_scaled_and_says_so():
   assert found.total.value == pytest.approx(plain.total.value * scale)
 
 
-def test_what_was_measured_elsewhere_says_nothing():
+def test_what_was_measured_elsewhere_scales_the_model():
   given = table((('data', 2),), 2)
-  assert explained('act', measured=given) == explained('act')
-  assert explained('act', ('data', 2), rows=4, measured=given).total == (
-    8.0,
-    'measured',
-  )
+  measured = explained('act', ('data', 2), rows=4, measured=given).total
+  assert measured == (8.0, 'measured')
+  # Three times as slow as modelled on two devices: so on one, at all rows.
+  flow = toy_flow()
+  points = []
+  for rows in (8, 16, 32):
+    values = [
+      dataclasses.replace(v, shape=(rows, *v.shape[1:])) if i in (2, 3) else v
+      for i, v in enumerate(flow.values)
+    ]
+    fewer = dataclasses.replace(flow, values=tuple(values))
+    found = model().explain(fewer, node('act'), spot(('data', 2)))
+    points.append((rows, 3 * found.total.value))
+  given = table((('data', 2),), 2, points)
+  for rows in (4, 16):
+    found = explained('act', rows=rows, measured=given).total
+    plain = explained('act', rows=rows).total
+    assert found == (pytest.approx(3 * plain.value), 'modelled')
+
+
+def test_what_a_run_has_taken_multiplies_what_was_measured():
+  given = table((('data', 2),), 2).times({'act': 3.0}).times({'act': 0.5})
+  found = explained('act', ('data', 2), rows=4, measured=given)
+  assert found.total == (8 * 1.5, 'measured')
+  assert given.factors == {'act': 1.5}
 
 
 def test_two_points_are_no_curve():

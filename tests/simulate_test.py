@@ -1,62 +1,9 @@
-import numpy as np
 import pytest
 
-from planner import graph, passes, plan, program
+from planner import passes, plan, program
 from planner import simulate as simulate_lib
 import tiny
-
-
-class Stage:
-  """What a planner sees of a stage."""
-
-  whole, group, host = (), 1, False
-
-  def __init__(self, name, grain):
-    self.name, self.grain = name, grain
-
-  def merge(self, a, b):
-    return a + b
-
-
-class Known:
-  """Costs by name; a piece costs its share."""
-
-  def __init__(self, seconds, transfer=0.0, switch=0.0):
-    self.costs, self.move, self.change = seconds, transfer, switch
-
-  def seconds(self, flow, node, place):
-    del flow, place
-    return self.costs.get(node.name, 0.0) / node.piece[1]
-
-  def transfer(self, flow, value, source, target):
-    del flow, value, source, target
-    return self.move
-
-  def switch(self, flow, value, place):
-    del flow, value, place
-    return self.change
-
-
-def chain(*grains, carried=True):
-  """A flow in which stages a, b, c, … follow each other.
-
-  The last makes what the first reads in the next step, if `carried`.
-  """
-  n = len(grains)
-  value = graph.Value('x', (8,), np.dtype('float32'), ('B',))
-  nodes = tuple(
-    graph.Node(
-      Stage('abcdef'[i], grain),
-      (i,),
-      (i + 1,),
-      frozenset() if grain == 'batch' else frozenset({i}),
-    )
-    for i, grain in enumerate(grains)
-  )
-  carry, inputs, outputs = ((0, n),), (), ()
-  if not carried:
-    carry, inputs, outputs = (), (0,), (n,)
-  return graph.Flow(nodes, (value,) * (n + 1), inputs, outputs, carry)
+import toys
 
 
 def simulate(flow, stages, cost, pieces=1, evict=(), **kwargs):
@@ -71,9 +18,9 @@ def simulate(flow, stages, cost, pieces=1, evict=(), **kwargs):
 
 def test_one_place_does_one_thing_after_another():
   made = simulate(
-    chain('row', 'row', 'batch'),
+    toys.chain('row', 'row', 'batch'),
     dict.fromkeys('abc', 'x'),
-    Known({'a': 1, 'b': 2, 'c': 4}),
+    toys.Known({'a': 1, 'b': 2, 'c': 4}),
   )
   assert made.period == pytest.approx(7)
 
@@ -81,8 +28,8 @@ def test_one_place_does_one_thing_after_another():
 @pytest.mark.parametrize('pieces', [1, 2, 4, 8])
 def test_pieces_overlap_as_the_textbook_says(pieces):
   # Critical path of one piece, and the bottleneck for the rest.
-  flow = chain('row', 'sum', 'batch')
-  cost = Known({'a': 4, 'b': 4, 'c': 1})
+  flow = toys.chain('row', 'sum', 'batch')
+  cost = toys.Known({'a': 4, 'b': 4, 'c': 1})
   made = simulate(flow, {'a': 'x', 'b': 'y', 'c': 'y'}, cost, pieces)
   assert made.period == pytest.approx(
     8 / pieces + (pieces - 1) * 4 / pieces + 1
@@ -90,44 +37,44 @@ def test_pieces_overlap_as_the_textbook_says(pieces):
 
 
 def test_steps_that_carry_nothing_overlap_as_far_as_they_are_begun():
-  flow = chain('row', 'row', carried=False)
-  cost, where = Known({'a': 1, 'b': 3}), {'a': 'x', 'b': 'y'}
+  flow = toys.chain('row', 'row', carried=False)
+  cost, where = toys.Known({'a': 1, 'b': 3}), {'a': 'x', 'b': 'y'}
   assert simulate(flow, where, cost).period == pytest.approx(4)
   assert simulate(flow, where, cost, ahead=1).period == pytest.approx(3)
 
 
 def test_moves_take_their_time_and_do_not_keep_a_place():
-  cost = Known({'a': 1, 'b': 1}, transfer=0.5)
-  made = simulate(chain('row', 'row'), {'a': 'x', 'b': 'y'}, cost)
+  cost = toys.Known({'a': 1, 'b': 1}, transfer=0.5)
+  made = simulate(toys.chain('row', 'row'), {'a': 'x', 'b': 'y'}, cost)
   assert made.period == pytest.approx(1 + 0.5 + 1 + 0.5)
   busy = sum(s.end - s.start for s in made.spans if s.what == 'run')
   assert busy == pytest.approx(2 * 8)
 
 
 def test_a_switch_keeps_its_place():
-  cost = Known({'a': 1, 'b': 1}, switch=0.25)
+  cost = toys.Known({'a': 1, 'b': 1}, switch=0.25)
   made = simulate(
-    chain('row', 'row'), dict.fromkeys('ab', 'x'), cost, evict=('a',)
+    toys.chain('row', 'row'), dict.fromkeys('ab', 'x'), cost, evict=('a',)
   )
   assert made.period == pytest.approx(2.5)
 
 
 def test_places_wait_and_say_for_what():
-  cost = Known({'a': 1, 'b': 3})
-  made = simulate(chain('row', 'row'), {'a': 'x', 'b': 'y'}, cost, steps=4)
+  cost = toys.Known({'a': 1, 'b': 3})
+  made = simulate(toys.chain('row', 'row'), {'a': 'x', 'b': 'y'}, cost, steps=4)
   waits = [s for s in made.spans if s.what == 'wait' and s.place == 'x']
   assert [(s.step, s.value) for s in waits] == [(0, 2), (1, 2), (2, 2), (3, 2)]
   assert all(s.end - s.start == pytest.approx(3) for s in waits)
 
 
 def test_programs_that_wait_for_each_other_are_a_fault():
-  flow = chain('row', 'row')
+  flow = toys.chain('row', 'row')
   broken = {
     'x': (program.Recv(1, 'y'), program.Run(0)),
     'y': (program.Recv(0, 'x'), program.Run(1)),
   }
   with pytest.raises(RuntimeError, match='wait for each other'):
-    simulate_lib.simulate(flow, broken, Known({}))
+    simulate_lib.simulate(flow, broken, toys.Known({}))
 
 
 def test_a_workflow_of_this_house_can_be_simulated():
@@ -138,6 +85,6 @@ def test_a_workflow_of_this_house_can_be_simulated():
   )
   flow = tiny.trace(workflow, tiny.problem())
   where = dict.fromkeys(flow.stages, 'learner') | {'generate': 'actor'}
-  cost = Known({'generate': 4.0, 'gradient': 4.0, 'apply': 1.0})
+  cost = toys.Known({'generate': 4.0, 'gradient': 4.0, 'apply': 1.0})
   periods = [simulate(flow, where, cost, n).period for n in (1, 2, 4)]
   assert periods == pytest.approx([9.0, 7.0, 6.0])

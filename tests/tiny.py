@@ -114,6 +114,14 @@ ROUTED = [
     'sum',
   ),
   stages.Stage(lambda x: _sum(jnp.tanh(2 * x)), 'squash', 'sum'),
+  stages.Stage(
+    lambda y, x: (
+      x[jnp.where(y[0] > 0, jnp.array([2, 0, 3, 1]), jnp.array([3, 2, 1, 0]))],
+    ),
+    'shuffle',
+    'slice',
+    whole=(0,),
+  ),
 ]
 
 

@@ -255,6 +255,11 @@ def test_an_optimizer_that_does_not_show_its_rate_logs_none():
   assert rates(optax.sgd(0.1), 1) == [None]
 
 
+def test_rates_count_the_steps_of_several_updates():
+  made = rates(train.adamw(0.4, warmup=1, decay=3, updates=2), 6)
+  np.testing.assert_allclose(made, [0.2, 0.4, 0.4, 0.3, 0.2, 0.1])
+
+
 def test_adamw_decays_weights_by_its_rate():
   optimizer = train.adamw(0.5, weight_decay=0.1)
   params = {'w': jnp.array([1.0, -2.0])}

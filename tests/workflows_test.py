@@ -247,6 +247,27 @@ def test_a_second_minibatch_is_learned_with_what_the_first_taught():
   assert numbers['train/kl_behaviour'] > 1e-7
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('shuffle', [False, True])
+def test_epochs_learn_from_one_batch_again_and_clip_around_who_acted(shuffle):
+  workflow = grpo(optax.sgd(0.5), updates=2, epochs=3, shuffle=shuffle)
+  state, info = workflow.step(workflow.init(KEY), problem(), KEY)
+  assert state.actor.step == 6
+  numbers = read(info)
+  assert numbers['train/ratio_max'] > 1.001
+  assert numbers['train/kl_behaviour'] > 1e-7
+  # Its rows were drawn by the actor of the last step, not of an epoch ago.
+  assert numbers['rollout/staleness'] == 0
+
+
+@pytest.mark.slow
+def test_one_shuffled_minibatch_is_the_batch():
+  plain, shuffled = grpo(), grpo(shuffle=True)
+  tiny.assert_same_bits(
+    *(w.step(w.init(KEY), problem(), KEY) for w in (plain, shuffled))
+  )
+
+
 def test_no_copy_of_the_parameters_is_kept_without_a_kl_term():
   bare, pulled = (
     jax.eval_shape(grpo(kl=kl).init, KEY).reference for kl in (0.0, 0.1)

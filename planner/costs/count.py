@@ -20,6 +20,7 @@ from planner.costs import walk
 from planner.costs import work as work_lib
 from planner.costs.work import Call, Work
 
+ROUTING = ('split', 'slice')  # Grains that move rows and compute nothing.
 PARTS = (1, 2, 8, 64)  # Of a batch, for which its work is counted.
 
 
@@ -68,7 +69,7 @@ def of_node(
   Of a stage of rows it is the lines through the whole batch, a half, an eighth
   and a 64th of it.
   """
-  if graph.is_plumbing(node):
+  if graph.is_plumbing(node) or node.stage.grain in ROUTING:
     taken = sum(flow.values[v].bytes for v in node.reads)
     made = sum(flow.values[v].bytes for v in node.writes)
     return Call(
@@ -89,7 +90,7 @@ def of_node(
     letters = [flow.values[v].letters for v in node.reads]
     return work(node.stage.run, *args, trips=trips, letters=letters)
 
-  rows = rows_of(flow, node)
+  rows = flow.rows_of(node)
   groups = rows // node.stage.group
   some = sorted({groups // part for part in PARTS} - {0})
   try:
@@ -116,11 +117,6 @@ def of_flow(
   for node in flow.nodes:
     if not graph.is_plumbing(node):
       largest = nodes.setdefault(node.name, node)
-      if rows_of(flow, node) > rows_of(flow, largest):
+      if flow.rows_of(node) > flow.rows_of(largest):
         nodes[node.name] = node
   return {name: of_node(flow, node, trips) for name, node in nodes.items()}
-
-
-def rows_of(flow: graph.Flow, node: graph.Node) -> int:
-  """How many rows a node is given; 0 if it has none."""
-  return max((flow.values[v].shape[0] for v in node.rows), default=0)

@@ -49,11 +49,10 @@ class Curve:
     (n, s), (m, t) = self.points[i - 1], self.points[i]
     return s + (t - s) * (rows - n) / (m - n)
 
-  def nearest(self, rows: float) -> tuple[int, float]:
-    """The measured end that is nearer to `rows`."""
-    return min(
-      (self.points[0], self.points[-1]), key=lambda point: abs(point[0] - rows)
-    )
+  def nearest(self, rows: float) -> tuple[float, float]:
+    """Rows and seconds, as near to `rows` as was measured."""
+    rows = min(max(rows, self.points[0][0]), self.points[-1][0])
+    return rows, self.at(rows)
 
 
 # Stage, devices and mesh axes.
@@ -64,9 +63,34 @@ Key = tuple[str, int, tuple[tuple[str, int], ...]]
 class Measured:
   """What was measured, by stage, number of devices and mesh axes.
 
-  Rows are those of one micro-batch, all devices together. A stage without rows
-  is measured as of 0.
+  Rows are those of one micro-batch, all devices together.
+
+  Attributes:
+    curves: seconds of a call by its rows.
+    constants: seconds of a call, whatever its rows.
+    factors: by stage, how many times the seconds above, or modelled, a run has
+      taken.
   """
 
   curves: Mapping[Key, Curve] = dataclasses.field(default_factory=dict)
   constants: Mapping[Key, float] = dataclasses.field(default_factory=dict)
+  factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+  def times(self, factors: Mapping[str, float]) -> 'Measured':
+    """The same, after a run took so many times as long."""
+    known = {
+      name: self.factors.get(name, 1.0) * factor
+      for name, factor in factors.items()
+    }
+    return dataclasses.replace(self, factors={**self.factors, **known})
+
+  def rows(self, stage: str) -> list[int]:
+    """The numbers of rows at which a stage was measured."""
+    curves = (curve for key, curve in self.curves.items() if key[0] == stage)
+    return sorted({rows for curve in curves for rows, _ in curve.points})
+
+  def elsewhere(self, stage: str) -> Key | None:
+    """Where else a stage was measured: on the fewest devices."""
+    known = (*self.curves, *self.constants)
+    there = [key for key in known if key[0] == stage]
+    return min(there, key=lambda key: key[1], default=None)

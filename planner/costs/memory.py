@@ -2,7 +2,7 @@
 
 from planner import graph, program
 from planner import plan as plan_lib
-from planner.costs import collectives
+from planner.costs import collectives, work
 from planner.costs.measured import Number
 
 
@@ -33,7 +33,7 @@ def parts(
   axes = chosen.places[place].axes
   here = [i for i, name in enumerate(where) if name == place]
   carried = {v for v, places in homes.items() if place in places}
-  away = evicted(flow, chosen.evict) & carried
+  away = carried.intersection(program.private(flow, chosen.evict))
   resident = sum(layout.local(flow.values[v], axes) for v in carried - away)
   worst = (
     '',
@@ -71,6 +71,9 @@ def within(flow, node, chosen, axes, works, layout) -> dict[str, Number]:
   call = works.get(node.name)
   if graph.is_plumbing(node) or call is None:
     return {}
+  if not isinstance(call, work.Call):
+    rows = chosen.rows.get(node.name)
+    return call.bytes(flow, node, axes, layout, chosen.pieces, rows)
   parameters = collectives.Parameters(flow, node, layout)
   rows = max((flow.values[v].shape[0] for v in node.rows), default=0)
   at_once = chosen.rows.get(node.name) or rows / chosen.pieces
@@ -89,16 +92,6 @@ def within(flow, node, chosen, axes, works, layout) -> dict[str, Number]:
     'activations': Number(alive + fixed, 'modelled'),
     'gathered parameters': Number(gathered, 'modelled'),
     'sums of a micro-batch': Number(made, 'modelled'),
-  }
-
-
-def evicted(flow: graph.Flow, names) -> set[int]:
-  """Carried values that only the stages `names` read."""
-  return {
-    start
-    for start, _ in flow.carry
-    if flow.readers.get(start)
-    and {flow.nodes[i].name for i in flow.readers[start]} <= set(names)
   }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import math
+from typing import Protocol
 
 from planner import cluster as cluster_lib
 from planner import graph
@@ -39,6 +40,31 @@ class Assumed:
   host_row: float = 1e-4
 
 
+class Process(Protocol):
+  """What is no line over its rows, such as `decode.Decode`."""
+
+  def seconds(
+    self,
+    model: 'Roofline',
+    flow: graph.Flow,
+    node: graph.Node,
+    placement: plan_lib.Placement,
+    rows: int,
+  ) -> Mapping[str, Number]:
+    """Of a call, so many rows at a time: parts that add up."""
+
+  def bytes(
+    self,
+    flow: graph.Flow,
+    node: graph.Node,
+    axes: layout_lib.Axes,
+    layout: layout_lib.Layout,
+    pieces: int,
+    rows: int | None,
+  ) -> Mapping[str, Number]:
+    """That a device of a mesh needs meanwhile: parts that add up."""
+
+
 class Explanation(dict):
   """Parts by name; their parts of seconds, or of bytes, as `Number`s.
 
@@ -66,7 +92,7 @@ class Roofline:
   def __init__(
     self,
     flow: graph.Flow,
-    works: Mapping[str, Call | None],
+    works: Mapping[str, Call | Process | None],
     cluster: cluster_lib.Cluster,
     rules: layout_lib.Rules,
     measured: measured_lib.Measured = measured_lib.Measured(),
@@ -95,6 +121,17 @@ class Roofline:
     self.capacity = cluster.capacity
     self.axes = functools.cache(self._axes)
     self._known, self._places = {}, {}
+
+  def knowing(self, measured: measured_lib.Measured) -> 'Roofline':
+    """The same model, after more was measured."""
+    return Roofline(
+      self.flow,
+      self.works,
+      self.cluster,
+      self.layout.rules,
+      measured,
+      self.assumed,
+    )
 
   # Meshes.
 
@@ -148,9 +185,10 @@ class Roofline:
     """Of a call of a node; infinite where devices cannot share its rows."""
     if graph.is_plumbing(node) or not node.rows:
       return self.explain(flow, node, placement, rows).total.value
-    there = _rows(flow, node)
-    # Nodes of a stage that have as many rows cost the same.
-    key = node.name, there, rows, placement
+    there = flow.rows_of(node)
+    # Nodes of a stage that have as many rows cost the same, if it is a line.
+    line = isinstance(self.works.get(node.name), Call)
+    key = node.name, there, rows, placement, None if line else node.piece
     if key not in self._known:
       found = self.explain(flow, node, placement, rows)
       self._known[key] = found.total.value
@@ -173,13 +211,21 @@ class Roofline:
     """
     if graph.is_plumbing(node):
       return self._moved(flow, node, placement)
-    there = _rows(flow, node)
+    there = flow.rows_of(node)
     rows = rows or there
     if there and (
       there % rows or not self._can_share(flow, node, placement.axes, rows)
     ):
       return Explanation(Number(math.inf, 'modelled'), {})
     turns = there / rows if there else 1
+    found = self._measured(flow, node, placement, rows, turns)
+    factor = self.measured.factors.get(node.name, 1.0)
+    if factor == 1.0:
+      return found
+    return _scaled(found, factor, 'times, as a run has taken', found.total.tag)
+
+  def _measured(self, flow, node, placement, rows, turns) -> Explanation:
+    """As measured; else as modelled, scaled by what was measured nearest."""
     table = self.measured
     key = node.name, len(placement.devices), tuple(placement.axes)
     if key in table.constants:
@@ -189,18 +235,19 @@ class Roofline:
     if spent is not None:
       return _whole(Number(turns * spent, 'measured'), 'call')
     found = self._modelled(flow, node, placement, rows, turns)
-    if curve is None:
+    other = key if curve else table.elsewhere(node.name)
+    if other is None:
       return found
-    near, seconds = curve.nearest(rows)
-    there = self._modelled(flow, node, placement, near, 1).total.value
-    scale = seconds / there
-    return Explanation(
-      Number(found.total.value * scale, 'modelled'),
-      {
-        **found,
-        f'times, as measured at {near} rows': Number(scale, 'measured'),
-      },
-    )
+    _, devices, axes = other
+    near, seconds = rows, table.constants.get(other)
+    if seconds is None:
+      # At as many rows a device, if that was measured.
+      ways = self.layout.row_ways(placement.axes) / self.layout.row_ways(axes)
+      curve = table.curves[other]
+      near, seconds = curve.nearest(rows / ways)
+    there = plan_lib.Placement(tuple(range(devices)), axes)
+    scale = seconds / self._modelled(flow, node, there, near, 1).total.value
+    return _scaled(found, scale, f'times, as measured at {near:g} rows')
 
   def _moved(self, flow, node, placement):
     """What planners add moves bytes and does no more."""
@@ -220,6 +267,12 @@ class Roofline:
     call = self.works[node.name]
     if call is None:
       return self._on_host(flow, node, rows * turns)
+    if not isinstance(call, Call):
+      parts = call.seconds(self, flow, node, placement, rows)
+      tags = {number.tag for number in parts.values()}
+      tag = 'assumed' if 'assumed' in tags else 'modelled'
+      total = sum(number.value for number in parts.values())
+      return Explanation(Number(total, tag), parts)
     call = call.near(rows)
     device, assumed, axes = self.cluster.device, self.assumed, placement.axes
     parameters = collectives.Parameters(flow, node, self.layout)
@@ -324,8 +377,13 @@ class Roofline:
     return Explanation(Number(total, 'modelled'), during if stage else parts)
 
 
-def _rows(flow: graph.Flow, node: graph.Node) -> int:
-  return max((flow.values[v].shape[0] for v in node.rows), default=0)
+def _scaled(
+  found, scale: float, why: str, tag: measured_lib.Tag = 'modelled'
+) -> Explanation:
+  return Explanation(
+    Number(found.total.value * scale, tag),
+    {**found, why: Number(scale, 'measured')},
+  )
 
 
 def _whole(number: Number, what: str) -> Explanation:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner import graph
+from planner import graph, program
 from planner.search import choices as choices_lib
 from planner.search import exact, timing
 
@@ -202,9 +202,7 @@ class _Algorithm:
     stages = set(evict).intersection(self.choices.stages(block))
     return sum(
       2 * model.switch(flow, start, placement)
-      for start, _ in flow.carry
-      if (readers := flow.readers.get(start, ()))
-      and {flow.nodes[i].name for i in readers} <= stages
+      for start in program.private(flow, stages)
     )
 
   def choice(self, blocks) -> choices_lib.Choice:

@@ -8,7 +8,7 @@ import numpy as np
 
 from planner import graph, listing, program
 from planner import plan as plan_lib
-from planner.search import grouping
+from planner.search import grouping, known
 from planner.search import pieces as pieces_lib
 
 SHOWN = 5  # Infeasible plans that are kept, nearest to feasible first.
@@ -40,6 +40,7 @@ class Choices:
   Attributes:
     groups: stages that share a place whatever the plan.
     blocks: of each partition, the groups of each place, as sets of bits.
+    known: what the model says of seconds, moves and switches.
     cuts: the flow in each number of pieces that it can be cut into.
     units: devices there are, in units.
     infeasible: plans that need too much memory, nearest to feasible first:
@@ -48,9 +49,14 @@ class Choices:
 
   def __init__(self, flow, model, space):
     self.flow, self.model, self.space = flow, model, space
+    self.known = known.Known(model)
     self.units = space.devices // space.unit
     self.groups = grouping.groups(flow, space.together)
-    self.blocks = list(grouping.partitions(len(self.groups), space.places))
+    self.blocks = [
+      blocks
+      for blocks in grouping.partitions(len(self.groups), space.places)
+      if len(blocks) >= space.fewest
+    ]
     self.place_of = np.zeros((len(self.blocks), len(self.groups)), int)
     for p, blocks in enumerate(self.blocks):
       for b, block in enumerate(blocks):
@@ -82,9 +88,8 @@ class Choices:
     self.stages = functools.cache(self._stages)
     self.menu = functools.cache(self._menu)
     self.smallest = functools.cache(self._smallest)
-    self._seconds, self._moves, self._placements = {}, {}, {}
     self._fits, self._possible, self._homes = {}, {}, {}
-    self._columns = {}
+    self._placements, self._columns = {}, {}
 
   # What there is.
 
@@ -132,21 +137,8 @@ class Choices:
 
   def seconds(self, cut, i: int, units: int, axes, rows) -> float:
     """Of a node."""
-    key = cut.pieces, i, units, axes, rows
-    if key not in self._seconds:
-      self._seconds[key] = self.model.seconds(
-        cut.flow, cut.flow.nodes[i], self.placement(0, units, axes), rows
-      )
-    return self._seconds[key]
-
-  def transfer(self, cut, value: int, source, target) -> float:
-    """Between two places, each `(start, units, axes)`."""
-    key = cut.pieces, value, source, target
-    if key not in self._moves:
-      self._moves[key] = self.model.transfer(
-        cut.flow, value, self.placement(*source), self.placement(*target)
-      )
-    return self._moves[key]
+    placement = self.placement(0, units, axes)
+    return self.known.seconds(cut.flow, cut.flow.nodes[i], placement, rows)
 
   def column(self, cut, *option) -> np.ndarray:
     """Of every node, on `(block, units, axes, rows)`; zero if elsewhere."""

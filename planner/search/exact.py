@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from planner import graph
+from planner import graph, play
 from planner import plan as plan_lib
 from planner.search import choices as choices_lib
 from planner.search import sets, timing
@@ -84,6 +84,7 @@ class Space:
     devices: that there are; a plan may leave some idle.
     unit: sizes of places are multiples of this: 1, or a whole machine.
     places: at most so many.
+    fewest: at least so many.
     pieces: in how many a batch may pass; what cannot be is left out.
     rows: of a stage, the rows it may take at a time (None: all that it is
       given). Stages that are not named take all.
@@ -94,6 +95,7 @@ class Space:
   devices: int
   unit: int = 1
   places: int = 4
+  fewest: int = 1
   pieces: tuple[int, ...] = (1,)
   rows: tuple[tuple[str, tuple[int | None, ...]], ...] = ()
   evict: tuple[str, ...] = ()
@@ -108,10 +110,15 @@ class Space:
         f'A space of {self.devices} devices has no place of {self.unit}: '
         'the unit is at least 1 and at most all devices.'
       )
-    if self.places < 1 or not self.pieces or min(self.pieces) < 1:
+    if not 1 <= self.fewest <= self.places:
       raise ValueError(
-        f'A space of at most {self.places} places and {self.pieces} pieces has '
-        'no plan: give 1 or more of each.'
+        f'A space of at least {self.fewest} and at most {self.places} places '
+        'has no plan: give 1 or more of each, and no fewer at most.'
+      )
+    if not self.pieces or min(self.pieces) < 1:
+      raise ValueError(
+        f'A space of batches in {self.pieces} pieces has no plan: give 1 or '
+        'more.'
       )
 
   def to_json(self) -> str:
@@ -123,7 +130,8 @@ class Found:
   """What a search has found.
 
   Attributes:
-    best: the fastest plan; None if none fits in memory.
+    best: the fastest plan; None if none fits in memory, or takes less than what
+      was asked for.
     seconds: that a step of it takes, as simulated, and no less than its bound
       where a few steps do not show yet which place falls behind.
     bound: that a step of no plan of the space can take less than; None where
@@ -157,6 +165,7 @@ def search(
   ahead: int = 0,
   keep: int = 5,
   seconds: float | None = None,
+  below: float = np.inf,
 ) -> Found:
   """Returns the fastest plan of a space, with a certificate.
 
@@ -168,25 +177,27 @@ def search(
       workflow.
     keep: how many of the fastest plans to return.
     seconds: to stop after, with the gap that is left; None to go to the end.
+    below: seconds of a step; a plan that takes as long or longer is not sought.
+      That there is no faster one is then what the certificate says.
   """
-  return Search(flow, model, space, ahead, keep).run(seconds)
+  return Search(flow, model, space, ahead, keep, below).run(seconds)
 
 
 class Search:
   """A search under way.
 
   Attributes:
-    best: seconds of the fastest plan so far.
+    best: seconds of the fastest plan so far, or of what it must be faster than.
     open: sets of plans that may hold a faster one.
     leaves: plans that may be faster, by the least that they take.
   """
 
-  def __init__(self, flow, model, space, ahead, keep):
+  def __init__(self, flow, model, space, ahead, keep, below=np.inf):
     self.choices = choices_lib.Choices(flow, model, space)
     self.space, self.ahead, self.keep = space, ahead, keep
-    half = timing.STEPS // 2
+    half = play.STEPS // 2
     self.share = half // (1 + ahead) / half  # Of a step that passes alone.
-    self.best, self.ranked = np.inf, []
+    self.best, self.ranked = below, []
     self.leaves, self.ticket = [], itertools.count()
     self.tried = self.simulated = 0
     self.seen = set()
@@ -203,7 +214,8 @@ class Search:
     deadline = np.inf if seconds is None else time.monotonic() + seconds
     for opened in self.open.values():
       opened.add(*self._whole(opened), self)
-      self._leaf(opened, 0, (self.choices.units,))
+      if self.space.fewest == 1:
+        self._leaf(opened, 0, (self.choices.units,))
     while self.leaves and not self.simulated:
       self._dive()
     while self._least() < self.enough and time.monotonic() < deadline:
@@ -309,7 +321,9 @@ class Search:
     self.best = min(self.best, found[1])
 
   def _found(self) -> Found:
-    best = self.ranked[0][0] if self.ranked else None
+    best = None
+    if self.ranked and self.ranked[0][1] <= self.best:
+      best = self.ranked[0][0]
     least = self._least()
     bound = self.best if least >= self.enough else least
     gap = 0.0 if bound >= self.best else 1.0

@@ -13,7 +13,6 @@ class Cut:
 
   Attributes:
     flow: the cut flow.
-    number: of each node, by identity: they outlive being put in order.
     group: the group of stages at whose place each node runs.
     rows: rows at a time that each stage may take.
     loose: of nodes that move rows, the groups at whose place they may be, if
@@ -25,7 +24,6 @@ class Cut:
   def __init__(self, flow, pieces, groups, rows):
     self.pieces = pieces
     self.flow = cut_lib.cut(flow, pieces)
-    self.number = {id(node): i for i, node in enumerate(self.flow.nodes)}
     of = {stage: g for g, group in enumerate(groups) for stage in group}
     where = program.locate(self.flow, apart([(s,) for s in flow.stages]))
     self.group = np.array([of[stage] for stage in where])

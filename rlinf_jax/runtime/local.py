@@ -5,8 +5,6 @@ from concurrent import futures
 import dataclasses
 import queue
 import threading
-from typing import Any
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +16,11 @@ from planner import program as program_lib
 from planner.costs import cost as cost_lib
 from rlinf_jax.runtime import place as place_lib
 from rlinf_jax.runtime import timeline as timeline_lib
-from sharding import offload
+from rlinf_jax.runtime import worker as worker_lib
+from rlinf_jax.runtime.worker import StageError, Turn
 from sharding import rules as rules_lib
 
-
-class StageError(RuntimeError):
-  """A stage failed; says which, where and when."""
+__all__ = ['Local', 'Lowered', 'StageError']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,27 +36,6 @@ class Lowered:
   flow: graph_lib.Flow
   programs: dict[str, tuple[program_lib.Instruction, ...]]
   resident: tuple[tuple[str, ...], ...]
-
-
-@dataclasses.dataclass(eq=False)
-class Turn:
-  """One call of a flow, on its way through the places.
-
-  Attributes:
-    name: of the flow.
-    step: the update that it is, from one; an evaluation is before the next.
-    inputs: by value.
-    outputs: by value, as they come.
-    missing: values that are still to come.
-    done: set when all outputs are there, or at the first failure.
-  """
-
-  name: str
-  step: int
-  inputs: dict[int, Any]
-  outputs: dict[int, Any]
-  missing: set[int]
-  done: futures.Future
 
 
 class Local:
@@ -97,7 +73,8 @@ class Local:
     if evaluate:
       whole = dataclasses.replace(plan, pieces=1)
       resident = self.lowered['step'].resident
-      self.lowered['evaluate'] = _lower(evaluate, whole, cost, resident)
+      equal = cost_lib.EQUAL  # The costs may be of a step's stages alone.
+      self.lowered['evaluate'] = _lower(evaluate, whole, equal, resident)
     self.places = {
       name: place_lib.Place(name, placement, plan.rows, rules)
       for name, placement in plan.places.items()
@@ -109,20 +86,19 @@ class Local:
     self._lock = threading.Lock()
     self._check()
     self._workers = {
-      name: _Worker(self, place) for name, place in self.places.items()
+      name: worker_lib.Worker(self, place)
+      for name, place in self.places.items()
     }
 
   def _check(self):
     for lowered in self.lowered.values():
-      flow = lowered.flow
       for name, program in lowered.programs.items():
         place = self.places[name]
-        for op in program:
-          if isinstance(op, program_lib.Run):
-            node = flow.nodes[op.node]
-            for v in (*node.reads, *node.writes):
-              place.layout(flow.values[v])
-            place.check_rows(flow, node)
+        for _, flow, op in _runs(lowered.flow, program):
+          node = flow.nodes[op.node]
+          for v in (*node.reads, *node.writes):
+            place.layout(flow.values[v])
+          place.check_rows(flow, node)
 
   def ambient(self):
     """A context in which checkpoints are read straight to where they go."""
@@ -188,14 +164,10 @@ class Local:
     pool = futures.ThreadPoolExecutor(2)
     calls = {}
     for place, program in lowered.programs.items():
-      for op in program:
-        if isinstance(op, program_lib.Run):
-          calls[op.node] = pool.submit(
-            self.places[place].compile,
-            lowered.flow,
-            lowered.flow.nodes[op.node],
-            op.donate,
-          )
+      for loop, flow, op in _runs(lowered.flow, program):
+        calls[loop, op.node] = pool.submit(
+          self.places[place].compile, flow, flow.nodes[op.node], op.donate
+        )
     self._calls[name] = calls
     pool.shutdown(wait=False)
 
@@ -249,17 +221,17 @@ class Local:
         leaves = [turn.outputs[v] for v in flow.outputs]
         turn.done.set_result(jax.tree.unflatten(flow.gives, leaves))
 
-  def link(self, turn: Turn, v: int, source: str, target: str):
+  def link(self, frame: worker_lib.Frame, v: int, source: str, target: str):
     """The queue of a value's way, which keeps the order of steps."""
     with self._lock:
-      link = self._links[turn.name, v, source, target]
+      link = self._links[frame.turn.name, frame.loop, v, source, target]
       if self._failure:
         link.put(self._failure)
       return link
 
-  def call(self, turn: Turn, node: int):
-    """A node of the turn's flow, made ready to run."""
-    return self._calls[turn.name][node].result()
+  def call(self, frame: worker_lib.Frame, node: int):
+    """A node of the flow of a frame, made ready to run."""
+    return self._calls[frame.turn.name][frame.loop, node].result()
 
   def fail(self, error: BaseException, turn: Turn | None = None):
     """Stops every place: whoever waits for a value is given the failure."""
@@ -276,6 +248,16 @@ class Local:
     return self._failure
 
 
+def _runs(flow, program, loop=()):
+  """Its calls of stages, those in loops too: which loops, whose flow, what."""
+  for op in program:
+    if isinstance(op, program_lib.Run):
+      yield loop, flow, op
+    elif isinstance(op, program_lib.Repeat):
+      body = flow.nodes[op.node].body
+      yield from _runs(body, op.program, (*loop, op.node))
+
+
 def _lower(flow, plan, cost, resident=None) -> Lowered:
   starts = [start for start, _ in flow.carry]
   if resident is not None:
@@ -284,102 +266,3 @@ def _lower(flow, plan, cost, resident=None) -> Lowered:
   resident = resident or program_lib.homes(flow, plan)
   cut, programs = passes.lower(flow, plan, cost, resident)
   return Lowered(cut, programs, tuple(resident[start] for start in starts))
-
-
-class _Worker:
-  """A place's thread, and what it holds from step to step.
-
-  Attributes:
-    place: where it works.
-    state: what it holds, by number in the carry.
-  """
-
-  def __init__(self, runtime: Local, place: place_lib.Place):
-    # It must not keep alive what keeps it alive: its thread ends with them.
-    self.runtime, self.place = weakref.proxy(runtime), place
-    self.state: dict[int, Any] = {}
-    self._thread = futures.ThreadPoolExecutor(1, place.name)
-    self._last = None
-
-  def begin(self, turn: Turn):
-    """Takes a turn when those before it have been taken."""
-    self._last = self._thread.submit(self._guarded, turn)
-
-  def wait(self):
-    """Returns when all turns have been taken."""
-    if self._last:
-      self._last.result()
-
-  def close(self):
-    """Ends the thread, after the turns that it was given."""
-    self._thread.shutdown()
-
-  def _guarded(self, turn: Turn):
-    try:
-      self._take(turn)
-    except BaseException as error:  # noqa: BLE001 (whoever waits must know)
-      self.runtime.fail(error, turn)
-
-  def _take(self, turn: Turn):
-    """One turn of this place's program."""
-    lowered = self.runtime.lowered[turn.name]
-    flow, program = lowered.flow, lowered.programs[self.place.name]
-    starts = [start for start, _ in flow.carry]
-    memory = {starts[i]: x for i, x in self.state.items()}
-    kept = {}
-    for op in program:
-      if self.runtime.failure:
-        raise self.runtime.failure
-      self._interpret(turn, flow, op, memory, kept)
-    memory |= kept
-    self.state = {i: memory[starts[i]] for i in self.state}
-
-  def _interpret(self, turn, flow, op, memory, kept):
-    here, line = self.place.name, self.runtime.timeline
-    start = line.now()
-    match op:
-      case program_lib.Run(i, donate):
-        node = flow.nodes[i]
-        self._run(turn, node, i, memory)
-        line.add(turn.step, here, 'run', node.name, start, node.piece)
-        for v in donate:
-          del memory[v]
-      case program_lib.Send(v, target):
-        if target == program_lib.SINK:
-          self.runtime.give(turn, v, memory[v])
-        else:
-          x = self.runtime.places[target].put(flow.values[v], memory[v])
-          self.runtime.link(turn, v, here, target).put(x)
-          line.add(turn.step, here, 'send', flow.values[v].name, start)
-      case program_lib.Recv(v, source) if source == program_lib.SOURCE:
-        memory[v] = self.place.put(flow.values[v], turn.inputs[v])
-      case program_lib.Recv(v, source):
-        x = self.runtime.link(turn, v, source, here).get()
-        if isinstance(x, BaseException):
-          raise x
-        memory[v] = jax.block_until_ready(x)
-        line.add(turn.step, here, 'wait', flow.values[v].name, start)
-      case program_lib.Keep(end, v):
-        kept[v] = memory[end]
-      case program_lib.Drop(v):
-        del memory[v]
-      case program_lib.Evict(v):
-        memory[v] = jax.block_until_ready(offload.to_host(memory[v]))
-        line.add(turn.step, here, 'evict', flow.values[v].name, start)
-      case program_lib.Restore(v):
-        memory[v] = jax.block_until_ready(offload.to_device(memory[v]))
-        line.add(turn.step, here, 'restore', flow.values[v].name, start)
-
-  def _run(self, turn, node, i, memory):
-    try:
-      made = self.runtime.call(turn, i)(*(memory[v] for v in node.reads))
-      # Seconds by stage are worth more than a dispatch ahead of the device.
-      jax.block_until_ready(made)
-    except Exception as error:
-      piece, pieces = node.piece
-      which = f', piece {piece + 1} of {pieces}' if pieces > 1 else ''
-      raise StageError(
-        f'Stage {node.name} on place {self.place.name!r} failed in step '
-        f'{turn.step}{which}: {error}'
-      ) from error
-    memory.update(zip(node.writes, made, strict=True))

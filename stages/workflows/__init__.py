@@ -1,6 +1,7 @@
 """Algorithms: each a function of its parts that returns a `Workflow`."""
 
+from stages.workflows.dapo import dapo
 from stages.workflows.grpo import grpo
 from stages.workflows.sft import sft
 
-__all__ = ['grpo', 'sft']
+__all__ = ['dapo', 'grpo', 'sft']

@@ -47,6 +47,8 @@ def grpo(
   divergence: Callable = losses.kl_k3,
   entropy: float = 0.0,
   updates: int = 1,
+  epochs: int = 1,
+  shuffle: bool = False,
   lag: int = 0,
   advantage: Callable = advantages.group_relative,
   aggregate: Callable = losses.sequence_mean_token_mean,
@@ -67,6 +69,10 @@ def grpo(
       reference did wrong; that of `kl_k3` is of KL(π_ref‖π), which does not.
     entropy: weight of the entropy bonus.
     updates: minibatches of one batch, each an optimiser step.
+    epochs: how often the batch is learned from, as PPO does: the clip is around
+      the policy that acted.
+    shuffle: deal groups out to minibatches by chance, anew in every epoch, and
+      not in their order.
     lag: steps by which the policy that acts is older than the one that learns.
       It is meaning, not speed: called with arrays it is obeyed too. What it
       buys is that a plan may generate while an earlier step still learns. The
@@ -83,13 +89,15 @@ def grpo(
     aggregate,
   )
   measure = stages.Stage(
-    functools.partial(describe, group=group, updates=updates),
+    functools.partial(describe, group=group, updates=updates * epochs),
     'measure',
     'sum',
     whole=(2,),
     group=group,
   )
   minibatches = stages.minibatches(updates, group)
+  deal = stages.shuffle(updates, epochs, group)
+  shuffled = stages.shuffled(group)
 
   @stages.stage('repeat', 'batch')
   def repeat(problem: base.Problem):
@@ -135,11 +143,15 @@ def grpo(
     measured = measure(x, verdict, actor.step)
     x = x._replace(advantage=compare(verdict.reward, x.mask))
     ref_logp = refer(state.reference, x.obs, x.action) if kl else ()
+    if shuffle:
+      batches = shuffled(deal(key, problem.prompt), (x, ref_logp))
+    else:
+      batches = minibatches((x, ref_logp)) * epochs
     infos = []
-    for batch in minibatches((x, ref_logp)):
+    for batch in batches:
       actor, info = apply(actor, gradient(actor.params, *batch))
       infos.append(info)
-    info = infos[0] if updates == 1 else fold(*infos)
+    info = infos[0] if len(infos) == 1 else fold(*infos)
     state = State(actor, state.reference, tuple(past))
     return state, measured | info
 

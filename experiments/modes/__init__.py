@@ -1,0 +1,1 @@
+"""The published choices of execution mode, replayed on paper."""

@@ -1,0 +1,281 @@
+"""Flows of the published workloads, and what their stages have to do.
+
+Written from sizes of models: 2 · N operations a token and a pass, 3 times that
+and a pass more to learn, since the published recipes compute activations again.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.modes import published
+from planner import graph
+from planner.costs import decode
+from planner.costs.measured import Number
+from planner.costs.work import Call, NONE, Work
+
+HALF, SINGLE = np.dtype('float16'), np.dtype('float32')
+KERNELS = 10  # A layer and a pass. Assumed.
+PROMPT = 256  # Tokens. Assumed: published are 512 and 1,024 at most.
+ENGINE = 0.4  # Of memory, for keys and values. Recipes: 0.3 to 0.65, all told.
+BLOCKS = 4  # In which the steps of an episode are told, instead of one by one.
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+  """What a planner sees of a stage."""
+
+  name: str
+  grain: str = 'row'
+  group: int = 1
+  host: bool = False
+  whole = ()
+
+
+class Drawn(NamedTuple):
+  """A flow and what its stages do, as `roofline.Roofline` takes them.
+
+  Attributes:
+    flow: of a step.
+    works: of its stages.
+    together: stages that share a place whatever the plan.
+  """
+
+  flow: graph.Flow
+  works: dict
+  together: tuple[tuple[str, ...], ...]
+
+
+class Draft:
+  """A flow that is being drawn: names of values become numbers."""
+
+  def __init__(self):
+    self.values, self.nodes, self.number = [], [], {}
+
+  def value(self, name, shape, dtype=SINGLE, letters=None):
+    letters = letters or ('B', *[''] * (len(shape) - 1))
+    self.number[name] = len(self.values)
+    self.values.append(graph.Value(name, shape, dtype, letters))
+
+  def parameters(self, name, model, dtype=HALF, copies=1):
+    """All in one array, as wide as the model, which eight can share."""
+    rest = round(model.parameters / (model.L * model.D * 8))
+    shape = copies * model.L, model.D, 8, rest
+    self.value(name, shape, dtype, ('', 'D', 'F', ''))
+
+  def node(self, stage, reads, writes, rows=()):
+    at = self.number
+    self.nodes.append(
+      graph.Node(
+        stage,
+        tuple(at[v] for v in reads),
+        tuple(at[v] for v in writes),
+        frozenset(at[v] for v in rows),
+      )
+    )
+
+  def learner(self, who, model, rows, group):
+    """`train` and `apply` of a model, from some rows."""
+    self.parameters(f'{who}gradients', model, SINGLE)
+    self.parameters(f"{who}params'", model)
+    self.parameters(f"{who}moments'", model, SINGLE, 3)
+    self.node(
+      Stage(f'{who}train', 'sum', group),
+      (f'{who}params', *rows),
+      (f'{who}gradients',),
+      rows,
+    )
+    self.node(
+      Stage(f'{who}apply', 'batch'),
+      (f'{who}params', f'{who}moments', f'{who}gradients'),
+      (f"{who}params'", f"{who}moments'"),
+    )
+
+  def state(self, who, model):
+    """Parameters in half precision; a master copy and two moments in full."""
+    self.parameters(f'{who}params', model)
+    self.parameters(f'{who}moments', model, SINGLE, 3)
+
+  def flow(self, inputs, models):
+    at = self.number
+    carry = [
+      (at[f'{who}{what}'], at[f"{who}{what}'"])
+      for who in models
+      for what in ('params', 'moments')
+    ]
+    inputs = tuple(at[v] for v in inputs)
+    return graph.Flow(
+      tuple(self.nodes), tuple(self.values), inputs, (), tuple(carry)
+    )
+
+
+def draw(case: published.Case, rows: int, memory: float) -> Drawn:
+  """The flow of a case with so many rows on devices of so much memory."""
+  if case.flow == 'robot':
+    return robot(case, rows)
+  return language(case, rows, memory)
+
+
+def language(case, rows: int, memory: float) -> Drawn:
+  """Generates, infers log-probabilities (and values), learns."""
+  model, group = case.model, case.group
+  lengths = published.lengths(case.tokens, case.most)
+  critic = case.flow == 'ppo'
+  models = ('', 'critic_') if critic else ('',)
+  draft = Draft()
+  draft.value('prompts', (rows, PROMPT))
+  for who in models:
+    draft.state(who, model)
+  draft.value('x', (rows, math.ceil(lengths.mean())))
+  draft.node(
+    Stage('generate', group=group), ('params', 'prompts'), ('x',), ('prompts',)
+  )
+  there = ['x']
+  for who in models if case.flow != 'grpo without inference' else ():
+    made = f'{who}inferred'
+    draft.value(made, (rows, math.ceil(lengths.mean())))
+    stage = Stage(f'{who}infer', group=group)
+    draft.node(stage, (f'{who}params', 'x'), (made,), ('x',))
+    there.append(made)
+  for who in models:
+    draft.learner(who, model, tuple(there), group)
+  works = {'generate': generation(model, lengths, group, memory)}
+  for who in models:
+    works |= {
+      f'{who}infer': forward(model, lengths, rows),
+      f'{who}train': forward(model, lengths, rows, passes=4),
+      f'{who}apply': update(model),
+    }
+  together = tuple((f'{who}train', f'{who}apply') for who in models)
+  return Drawn(draft.flow(('prompts',), models), works, together)
+
+
+def forward(model, lengths, rows: int, passes: int = 1) -> Call:
+  """The work of `passes` passes over rows of such lengths."""
+  tokens, squares = lengths.mean(), (lengths.astype(float) ** 2).mean()
+  attention = 2 * model.L * model.H * model.W * squares  # Causal: half of it.
+  flops = passes * (2 * model.active * tokens + attention)
+  sums = 2 * model.L * passes
+  return Call(
+    Work(
+      bytes_moved=passes * 2 * model.parameters,
+      kernels=passes * KERNELS * model.L,
+      partial={'F': (sums, 0.0)},
+    ),
+    Work(
+      flops=flops,
+      matmul={'float16': flops},
+      bytes_moved=passes * 20 * model.D * model.L * tokens,
+      partial={'F': (0.0, sums * 2 * model.D * tokens)},
+    ),
+    rows,
+  )
+
+
+def update(model) -> Call:
+  """Reads gradients, moments and master copy, and writes all but the first."""
+  n = model.parameters
+  return Call(Work(flops=12 * n, bytes_moved=(4 + 12 + 12 + 2) * n, kernels=20))
+
+
+def generation(model, lengths, group: int, memory: float) -> decode.Decode:
+  """A step reads all parameters, and the keys and values of every token."""
+  kept = 4 * model.L * model.K * model.W  # Bytes of a token.
+  flops = 2 * model.active
+  step = Call(
+    Work(
+      bytes_moved=2 * model.parameters,
+      kernels=KERNELS * model.L,
+      partial={'F': (2 * model.L, 0.0)},
+    ),
+    Work(
+      flops=flops,
+      matmul={'float16': flops},
+      bytes_moved=20 * model.D * model.L,
+      partial={'F': (0.0, 4 * model.L * model.D)},
+    ),
+  )
+  attention = 4 * model.L * model.H * model.W
+  token = Work(flops=attention, matmul={'float16': attention}, bytes_moved=kept)
+  prompts = forward(model, np.array([PROMPT]), 0)
+  return decode.Decode(
+    np.maximum(lengths - PROMPT, 1),
+    step,
+    token,
+    # A prompt is read once a group.
+    dataclasses.replace(prompts, each=prompts.each.times(1 / group)),
+    context=PROMPT,
+    kept=kept * lengths.mean(),
+    group=group,
+    engine=True,
+    budget=ENGINE * memory,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+  """Steps whose seconds were published, as a line over the rows of a device.
+
+  Attributes:
+    steps: of a call.
+    fixed: seconds of a step.
+    row: seconds more for every row that a device has.
+  """
+
+  steps: float
+  fixed: float
+  row: float
+
+  def seconds(self, model, flow, node, placement, rows):
+    del flow, node
+    each = rows / len(placement.devices)
+    spent = self.steps * (self.fixed + self.row * each)
+    return {'steps': Number(spent, 'assumed')}
+
+  def bytes(self, flow, node, axes, layout, pieces, rows):
+    """Grows with the rows, the paper says; it does not say how fast."""
+    return {}
+
+  def at(self, rows):
+    del rows
+    return NONE
+
+
+def robot(case, rows: int) -> Drawn:
+  """A world and a policy take turns; then the policy learns from all of it.
+
+  The steps are told in `BLOCKS` blocks of as many steps of the world and then
+  of the policy. Work is the same, and a block's pieces overlap as steps would.
+  """
+  model, steps = case.model, published.STEPS[case.world]
+  block = steps / BLOCKS
+  draft = Draft()
+  pixels, action = (rows, 224, 224, 3), (rows, 56)
+  draft.value('obs0', pixels, np.dtype('uint8'))
+  draft.state('', model)
+  for t in range(BLOCKS):
+    draft.value(f'action{t}', action)
+    draft.value(f'obs{t + 1}', pixels, np.dtype('uint8'))
+    obs, made = f'obs{t}', f'action{t}'
+    draft.node(Stage('act'), ('params', obs), (made,), (obs,))
+    draft.node(Stage('simulate'), (obs, made), (f'obs{t + 1}',), (obs, made))
+  seen = [f'{what}{t}' for t in range(BLOCKS) for what in ('obs', 'action')]
+  draft.learner('', model, (*seen, f'obs{BLOCKS}'), case.group)
+  tokens = np.array([case.tokens])
+  one = forward(model, tokens, rows)
+  if case.world == 'maniskill':
+    act = Steps(block, *published.OPENVLA_STEP)
+    simulate = Steps(block, *published.MANISKILL_STEP)
+  else:
+    act = Call(one.fixed.times(block), one.each.times(block), rows)
+    busy = published.LIBERO_CORE_SECONDS / published.CORES
+    simulate = Steps(block, 0.0, busy)
+  learn = forward(model, tokens, rows, passes=4)
+  train = Call(learn.fixed, learn.each.times(steps), rows)
+  works = {
+    'act': act, 'simulate': simulate, 'train': train, 'apply': update(model)
+  }  # fmt: skip
+  flow = draft.flow(('obs0',), ('',))
+  return Drawn(flow, works, (('train', 'apply'),))

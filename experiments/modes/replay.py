@@ -1,0 +1,144 @@
+"""Which mode the model of costs thinks fastest, case by case."""
+
+import dataclasses
+import functools
+import pathlib
+import tempfile
+
+from experiments.modes import flows, published
+from planner import cluster as cluster_lib
+from planner import explain
+from planner.costs import roofline
+from planner.search import exact, grouping
+from rlinf_jax import config
+
+CLUSTERS = pathlib.Path(__file__).parents[2] / 'gin_configs' / 'clusters'
+# All rows are shared over one axis, over which parameters are spread, too.
+RULES = {'B': 'fsdp', 'D': 'fsdp', 'F': 'tensor'}
+PIECES = 1, 2, 4, 8
+SHARES = 8  # Places are eighths of the devices.
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+  """What came of a case on some devices.
+
+  Attributes:
+    case: which.
+    devices: how many.
+    seconds: a step of the fastest plan of every mode; none if none fits.
+    took: in temporal mode, as published; None where it is not.
+    by: how many times as fast as temporal the best other mode was, as published
+      and as modelled, of those tried.
+    plans: those plans, in words.
+    published: the mode that was faster, of those tried.
+    ours: likewise, as modelled.
+    best: the fastest of all modes, tried or not.
+  """
+
+  case: str
+  devices: int
+  seconds: dict[str, float]
+  plans: dict[str, str]
+  took: float | None
+  by: tuple[float | None, float]
+  published: str
+  ours: str
+  best: str
+
+  @property
+  def agrees(self) -> bool:
+    return self.published == self.ours
+
+
+@functools.cache
+def hardware() -> cluster_lib.Cluster:
+  """A node of the paper's: eight H100, a 400 Gb/s port each (section 5.1)."""
+  with tempfile.TemporaryDirectory() as folder:
+    config.parse([str(CLUSTERS / 'h100.gin')], [], folder)
+    return config.call(cluster_lib.Cluster)
+
+
+def spaces(devices: int, drawn: flows.Drawn) -> dict[str, exact.Space]:
+  """The plans of every mode, which is how many places there are.
+
+  Temporal is one place, spatial a place for each stage, hybrid what is between.
+  """
+  n = len(grouping.groups(drawn.flow, drawn.together))
+  some = functools.partial(
+    exact.Space,
+    devices,
+    unit=max(1, devices // SHARES),
+    pieces=PIECES,
+    together=drawn.together,
+  )
+  found = {
+    'temporal': some(places=1),
+    'spatial': some(places=n, fewest=n),
+  }
+  if n > 2:
+    found['hybrid'] = some(places=n - 1, fewest=2)
+  return found
+
+
+def replay(case: published.Case, devices: int, engine=True) -> Replay:
+  """Searches the fastest plan of every mode.
+
+  Args:
+    case: which.
+    devices: how many.
+    engine: whether it generates, or a loop as `stages.generate`, which decodes
+      every piece until its last row has ended.
+  """
+  at = case.devices.index(devices)
+  there = hardware()
+  there = dataclasses.replace(
+    there, devices=devices, node=min(devices, there.node)
+  )
+  drawn = flows.draw(case, case.rows[at], there.device.memory)
+  if 'generate' in drawn.works:
+    made = dataclasses.replace(drawn.works['generate'], engine=engine)
+    drawn.works['generate'] = made
+  model = roofline.Roofline(drawn.flow, drawn.works, there, RULES)
+  seconds, plans = {}, {}
+  for mode, space in spaces(devices, drawn).items():
+    found = exact.search(drawn.flow, model, space, keep=1)
+    if found.best is not None:
+      seconds[mode] = float(found.seconds)
+      plans[mode] = explain.in_a_line(drawn.flow, found.best)
+  tried = [mode for mode in case.tried if mode in seconds]
+  others = [seconds[mode] for mode in tried if mode != 'temporal']
+  return Replay(
+    case.name,
+    devices,
+    seconds,
+    plans,
+    case.took[at],
+    (case.by[at], seconds['temporal'] / min(others)),
+    case.faster[at],
+    min(tried, key=seconds.get),
+    min(seconds, key=seconds.get),
+  )
+
+
+def table(found: list[Replay]) -> str:
+  """As Markdown."""
+  lines = [
+    '| workload | devices | temporal: published | modelled | spatial | '
+    'hybrid | faster: published | modelled | agree |',
+    '|' + '---|' * 9,
+  ]
+  for one in found:
+    spent = [
+      f'{one.seconds[mode]:.3g} s' if mode in one.seconds else '–'
+      for mode in published.THREE
+    ]
+    took = f'{one.took:.4g} s' if one.took else '–'
+    ratios = [f' ({by:.2f} ×)' if by else '' for by in one.by]
+    lines.append(
+      f'| {one.case} | {one.devices} | {took} | {" | ".join(spent)} | '
+      f'{one.published}{ratios[0]} | {one.ours}{ratios[1]} | '
+      f'{"yes" if one.agrees else "**no**"} |'
+    )
+  agree = sum(one.agrees for one in found)
+  return '\n'.join([*lines, '', f'{agree} of {len(found)} agree.'])

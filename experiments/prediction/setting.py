@@ -1,0 +1,87 @@
+"""The arithmetic job, smaller, on two devices of one core each."""
+
+import pathlib
+import tempfile
+from typing import Any, NamedTuple
+
+import jax
+
+from planner import flow as flow_lib
+from planner import graph
+from planner.costs import count, roofline
+from rlinf_jax import warm_start
+from rlinf_jax.profile import machine, stages, store
+from sharding import rules
+from stages import losses, train, workflows
+from stages.models import qwen
+from stages.tasks import arithmetic
+
+PROBLEMS, GROUP = 16, 8
+
+
+class Setting(NamedTuple):
+  """What is planned, and what is known of it.
+
+  Attributes:
+    flow: of a step.
+    state: the workflow's, as arrays.
+    batch: of a step.
+    model: of the costs, measured.
+    bare: the same before anything was measured.
+  """
+
+  flow: graph.Flow
+  state: Any
+  batch: Any
+  model: roofline.Roofline
+  bare: roofline.Roofline
+
+
+def job(folder: str):
+  """The recipe's workflow and source, with a fresh model."""
+  checkpoint = warm_start.checkpoint(
+    folder,
+    corpus=arithmetic.corpus,
+    vocabulary=64,
+    width=128,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    feed_forward=384,
+  )
+  workflow = workflows.grpo(
+    qwen.policy(checkpoint, length=40),
+    arithmetic.verify(checkpoint),
+    train.adamw(4e-4),
+    group=GROUP,
+    kl=0.2,
+    divergence=losses.kl_k2,
+  )
+  source = arithmetic.problems(
+    checkpoint, rows=PROBLEMS, prompt_length=10, held_out=256
+  )
+  return workflow, source
+
+
+def setting() -> Setting:
+  """Traces and measures; what was measured before is measured again."""
+  folder = tempfile.mkdtemp()
+  workflow, source = job(folder)
+  key = jax.random.key(0)
+  state = workflow.init(key)
+  _, batch = source.next(source.init(0), {})
+  flow = flow_lib.trace(workflow.step, state, batch, key)
+  memory = store.Store(pathlib.Path(folder) / 'measured')
+  bare = roofline.Roofline(
+    flow, count.of_flow(flow), machine.here(memory), rules.DEFAULT
+  )
+  given = leaves(flow, state, batch)
+  model = bare.knowing(stages.measure(flow, given, bare, memory))
+  return Setting(flow, state, batch, model, bare)
+
+
+def leaves(flow, state, batch):
+  """Inputs and carried values of a flow."""
+  starts = (start for start, _ in flow.carry)
+  arrays = jax.tree.leaves((state, batch, jax.random.key(0)))
+  return dict(zip((*starts, *flow.inputs), arrays, strict=True))

@@ -1,0 +1,89 @@
+"""Stages at rows that were not measured, and what they need in memory.
+
+  python -m experiments.prediction.stages
+
+Each stage that matters is measured at three numbers of rows, in CPU-seconds,
+and predicted at others. Memory is predicted before a stage is compiled and
+held against what its compiler then says.
+"""
+
+import json
+import os
+import statistics
+import time
+
+os.environ['XLA_FLAGS'] = '--xla_cpu_multi_thread_eigen=false'
+
+from experiments.prediction import setting as setting_lib
+from planner import plan as plan_lib
+from planner.costs import measured as measured_lib
+from planner.costs import memory
+from rlinf_jax.profile import clock
+from rlinf_jax.profile import stages as profile
+
+STAGES = ('generate', 'refer', 'gradient')
+ROWS = (8, 16, 32, 64, 128)
+CALIBRATED = (8, 32, 128)
+
+
+def main():
+  made = setting_lib.setting()
+  bench = profile.Bench(
+    made.flow, setting_lib.leaves(made.flow, made.state, made.batch), made.bare
+  )
+  times, sizes = [], []
+  for node in made.flow.nodes:
+    if node.name in STAGES:
+      spent = {rows: cpu_seconds(bench, node, rows) for rows in ROWS}
+      curve = measured_lib.Curve(tuple((n, spent[n]) for n in CALIBRATED))
+      times += [
+        (node.name, n, curve.at(n), spent[n])
+        for n in ROWS
+        if n not in CALIBRATED
+      ]
+      sizes += [(node.name, n, *bytes_of(made, bench, node, n)) for n in ROWS]
+    bench.make(node)
+  table('CPU-seconds at rows that were not measured', times, 1)
+  table('MiB, before and after compiling', sizes, 2**20)
+
+
+def cpu_seconds(bench, node, rows) -> float:
+  return statistics.median(
+    clock.seconds(bench.calls(node, rows), time.process_time) for _ in range(3)
+  )
+
+
+def bytes_of(made, bench, node, rows):
+  """Of a call, predicted and as compiled: what comes, goes and is between."""
+  flow = profile.resized(made.flow, node, rows)
+  chosen = plan_lib.one_place(made.flow.stages)
+  inside = memory.within(
+    flow, node, chosen, (), made.bare.works, made.bare.layout
+  )
+  values = {*node.reads, *node.writes}
+  outside = sum(flow.values[v].bytes for v in values)
+  predicted = outside + sum(part.value for part in inside.values())
+  said = bench.places[0].compile(flow, node).memory_analysis()
+  there = (
+    said.argument_size_in_bytes
+    + said.output_size_in_bytes
+    + said.temp_size_in_bytes
+    - said.alias_size_in_bytes
+  )
+  return predicted, there
+
+
+def table(title, rows, unit):
+  print(title)
+  for name, n, predicted, there in rows:
+    print(
+      f'  {name:10} {n:4} rows  predicted {predicted / unit:9.4g}  '
+      f'found {there / unit:9.4g}  {predicted / there - 1:+.1%}'
+    )
+  errors = [abs(p / t - 1) for *_, p, t in rows]
+  print(f'  median error {statistics.median(errors):.1%}')
+  print(json.dumps({'what': title, 'errors': errors}))
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,78 @@
+"""How long values live at a place: drops, donations, evictions."""
+
+import collections
+
+from planner.instruction import (
+  Drop,
+  Evict,
+  Keep,
+  Recv,
+  Repeat,
+  Restore,
+  Run,
+  Send,
+  Until,
+)
+
+
+def evict(program, flow, idle):
+  """Has `idle` values on the device only around the stages that touch them."""
+  out, away = [], set(idle)
+  for op in program:
+    if not isinstance(op, Run | Repeat):
+      out.append(op)
+      continue
+    reads, writes = _uses(op, flow)
+    back = sorted(away.intersection(reads))
+    out += [Restore(v) for v in back]
+    out.append(op)
+    gone = sorted(idle.intersection((*reads, *writes)))
+    out += [Evict(v) for v in gone]
+  return out
+
+
+def _uses(op, flow):
+  """Values that an instruction reads, and those it makes."""
+  match op:
+    case Run(i):
+      return flow.nodes[i].reads, flow.nodes[i].writes
+    case Repeat():
+      return op.reads, op.writes
+    case Send(v, _) | Keep(v, _) | Restore(v) | Evict(v) | Until(v):
+      return (v,), ()
+    case Recv(v, _):
+      return (), (v,)
+  raise AssertionError(op)
+
+
+def forget(program, flow, place, resident):
+  """Adds drops and donations after the last use of every value."""
+  held = {start for start, places in resident.items() if place in places}
+  # What was lent, is given away or is kept twice is not this place's alone.
+  kept = [op for op in program if isinstance(op, Keep)]
+  starts = {op.start for op in kept}
+  shared = collections.Counter(op.end for op in kept)
+  shared.update({*flow.outputs, *flow.inputs, *(held - starts)})
+  fresh = {op.start for op in kept if shared[op.end] == 1}
+  fresh |= {
+    v for node in flow.nodes if node.stage.grain == 'sum' for v in node.writes
+  }
+  # What is used up nobody else reads; but inputs are lent.
+  fresh |= {v for node in flow.nodes for v in node.linear} - {*flow.inputs}
+  seen = held - starts  # What stays as it is stays here.
+  outputs = set(flow.outputs)
+  backwards = []
+  for op in reversed(program):
+    reads, writes = _uses(op, flow)
+    last = {*reads, *writes} - seen
+    if isinstance(op, Evict) and op.value in last:
+      continue  # Nobody will ask for it again.
+    seen |= last
+    if isinstance(op, Run | Repeat):
+      donate = tuple(v for v in reads if v in last & fresh - outputs)
+      donate = tuple(v for v in donate if donate.count(v) == 1)
+      op = op._replace(donate=donate)
+      last -= set(op.donate)
+    backwards += [Drop(v) for v in sorted(last, reverse=True)]
+    backwards.append(op)
+  return [*[Drop(v) for v in sorted(starts - seen)], *reversed(backwards)]

@@ -1,0 +1,259 @@
+"""Chooses a run's plan from costs measured on this machine, and keeps it true.
+
+Stages are measured by `profile`, the fastest plan is searched for, and what it
+is predicted to take is held against what it does take. Where the two part, the
+model is corrected by what was seen and the search is made again.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import statistics
+
+import jax
+
+from planner import explain, graph, passes, program, simulate
+from planner import plan as plan_lib
+from planner.costs import count, priced, roofline
+from planner.costs import measured as measured_lib
+from planner.search import declare, exact
+from rlinf_jax.profile import machine, stages
+from rlinf_jax.profile import store as store_lib
+from rlinf_jax.runtime import local
+from sharding import rules as rules_lib
+
+SECONDS = 10.0  # To search; what is then not proved is good enough to begin.
+TRUE = 0.8, 1.25  # Measured over predicted, of a model that is left alone.
+WINDOW = 8  # Steps whose medians are compared.
+GAIN = 0.95  # Of the seconds now: a plan that takes less is worth the move.
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+  """What a step is expected to take.
+
+  Attributes:
+    step: seconds.
+    stages: seconds of each, added over its calls in a step, and whether they
+      were measured.
+  """
+
+  step: float
+  stages: Mapping[str, measured_lib.Number]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+  """A plan and why.
+
+  Attributes:
+    plan: of the stages of a step and of an evaluation.
+    model: of the costs.
+    space: that was searched.
+    prediction: of the plan.
+    gap: how much faster a plan of the space might still be, of 1; None if
+      none was looked for.
+  """
+
+  plan: plan_lib.Plan
+  model: roofline.Roofline
+  space: exact.Space
+  prediction: Prediction
+  gap: float | None
+
+  @property
+  def cost(self) -> priced.Priced:
+    """What decides who goes first where several stages could."""
+    return priced.Priced(self.model, self.plan)
+
+
+def plan(step, evaluate, ahead, model, space) -> Chosen:
+  """Searches a space for the fastest plan.
+
+  Raises:
+    ValueError: if none fits in memory.
+  """
+  found = exact.search(step, model, space, ahead=ahead, seconds=SECONDS)
+  if found.best is None:
+    nearest = [f'The nearest: {words}.' for _, words in found.infeasible[:1]]
+    raise ValueError(
+      ' '.join(
+        [
+          f'No plan fits in the memory of {space.devices} devices.',
+          *nearest,
+          'Use more devices or a smaller batch, or bind a plan of your own.',
+        ]
+      )
+    )
+  best = _with_evaluation(found.best, step, evaluate)
+  return Chosen(
+    best, model, space, predict(step, ahead, model, best), found.gap
+  )
+
+
+def predict(flow, ahead, model, chosen: plan_lib.Plan) -> Prediction:
+  """What a plan is expected to take, as simulated."""
+  cost = priced.Priced(model, chosen)
+  cut, programs = passes.lower(flow, chosen, cost)
+  played = simulate.simulate(cut, programs, cost, ahead=ahead)
+  spent = {}
+  for found in explain.busy(cut, played).values():
+    for name, seconds in found.items():
+      spent[name] = spent.get(name, 0.0) + seconds
+  tags = {}
+  for node in cut.nodes:
+    if not graph.is_plumbing(node):
+      place = chosen.places[chosen.stages[node.name]]
+      rows = chosen.rows.get(node.name)
+      tags[node.name] = model.explain(cut, node, place, rows).total.tag
+  return Prediction(
+    played.period,
+    {
+      name: measured_lib.Number(spent.get(name, 0.0), tag)
+      for name, tag in tags.items()
+    },
+  )
+
+
+def _with_evaluation(found, step, evaluate) -> plan_lib.Plan:
+  """Stages of evaluations alone go where most of what they read lives."""
+  rest = [name for name in evaluate.stages if name not in found.stages]
+  homes = program.homes(step, found)
+  held = dict.fromkeys(found.places, 0)
+  starts = [start for start, _ in step.carry]
+  for i, (start, _) in enumerate(evaluate.carry):
+    if start in evaluate.readers:
+      for place in homes[starts[i]]:
+        held[place] += evaluate.values[start].bytes
+  place = max(held, key=held.get)
+  return dataclasses.replace(
+    found, stages=dict(found.stages) | dict.fromkeys(rest, place)
+  )
+
+
+def told(step, chosen: Chosen) -> str:
+  """A plan in a few words."""
+  seconds = chosen.prediction.step
+  proof = 'proved the fastest of its space'
+  if chosen.gap is None:
+    proof = 'as the run began'
+  elif chosen.gap:
+    proof = f'no plan of its space can be more than {chosen.gap:.0%} faster'
+  said = explain.in_a_line(step, chosen.plan)
+  return f'Plan: {said}; {seconds:.3g} s a step, {proof}.'
+
+
+class Watch:
+  """Holds what steps take against what was predicted.
+
+  Attributes:
+    chosen: the plan, as it is predicted by now.
+  """
+
+  def __init__(self, flows, ahead: int, chosen: Chosen):
+    """Begins with a plan.
+
+    Args:
+      flows: of a step and of an evaluation.
+      ahead: steps that may overlap, the workflow's lag.
+      chosen: the plan.
+    """
+    self._flows, self._ahead = flows, ahead
+    self.chosen = chosen
+    self._seen: list[tuple[float, Mapping[str, float]]] = []
+    self._fresh = True  # The first step compiles.
+
+  def runtime(self, timeline=None) -> local.Local:
+    """The places of the plan; they are given a state by who asks for them."""
+    chosen, (step, evaluate) = self.chosen, self._flows
+    made = local.Local(
+      chosen.plan, step=step, evaluate=evaluate, cost=chosen.cost
+    )
+    made.timeline = timeline or made.timeline
+    return made
+
+  def told(self) -> str:
+    """The plan in a few words."""
+    return told(self._flows[0], self.chosen)
+
+  def see(self, step: float, by_stage: Mapping[str, float]) -> Chosen | None:
+    """Takes note of a step; returns a better plan once there is one.
+
+    Args:
+      step: its seconds.
+      by_stage: those of each of its stages.
+    """
+    if self._fresh:
+      self._fresh = False
+      return None
+    self._seen = [*self._seen, (step, by_stage)][-WINDOW:]
+    if len(self._seen) < WINDOW:
+      return None
+    took = statistics.median(step for step, _ in self._seen)
+    low, high = TRUE
+    if low <= took / self.chosen.prediction.step <= high:
+      return None
+    return self._again()
+
+  def _again(self) -> Chosen | None:
+    """Corrects the model by what was seen, and searches with it."""
+    old = self.chosen
+    model = old.model.knowing(old.model.measured.times(self._factors()))
+    step, evaluate = self._flows
+    space = declare.space(step, model)
+    now = predict(step, self._ahead, model, old.plan)
+    best = plan(step, evaluate, self._ahead, model, space)
+    self._seen.clear()
+    if best.prediction.step >= GAIN * now.step:
+      self.chosen = dataclasses.replace(
+        old, model=model, space=space, prediction=now
+      )
+      return None
+    self.chosen, self._fresh = best, True
+    return best
+
+  def _factors(self) -> dict[str, float]:
+    """How many times as long as predicted each stage has taken."""
+    factors = {}
+    for name, predicted in self.chosen.prediction.stages.items():
+      took = [by_stage.get(name, 0.0) for _, by_stage in self._seen]
+      median = statistics.median(took)
+      if predicted.value > 0 and median > 0:
+        factors[name] = median / predicted.value
+    return factors
+
+
+def choose(
+  flows: tuple[graph.Flow, graph.Flow],
+  ahead: int,
+  given,
+  keep: plan_lib.Plan | None = None,
+  say: Callable[[str], None] = print,
+) -> Watch:
+  """Measures what matters, and finds the fastest plan.
+
+  Args:
+    flows: of a step and of an evaluation.
+    ahead: steps that may overlap, the workflow's lag.
+    given: state, batch and key, as arrays, to measure with.
+    keep: the plan of a run that goes on; no other is looked for.
+    say: what prints.
+  """
+  step, evaluate = flows
+  store = store_lib.Store()
+  model = roofline.Roofline(
+    step, count.of_flow(step), machine.here(store), rules_lib.DEFAULT
+  )
+  say('Measuring stages to plan by; what was measured once is remembered.')
+  starts = (start for start, _ in step.carry)
+  leaves = zip((*starts, *step.inputs), jax.tree.leaves(given), strict=True)
+  measured = stages.measure(step, dict(leaves), model, store)
+  model = model.knowing(measured)
+  space = declare.space(step, model)
+  if keep:
+    prediction = predict(step, ahead, model, keep)
+    chosen = Chosen(keep, model, space, prediction, gap=None)
+  else:
+    chosen = plan(step, evaluate, ahead, model, space)
+  watch = Watch(flows, ahead, chosen)
+  say(watch.told())
+  return watch

@@ -1,0 +1,234 @@
+"""Seconds of the stages of a flow on this machine, by their rows.
+
+A stage is measured on what it is really given: the flow is run once, and each
+stage that matters is called on its inputs and on some first rows of them.
+Where devices share a processor, all of them are busy with it at the same time.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+
+from planner import graph as graph_lib
+from planner import plan as plan_lib
+from planner.costs import measured as measured_lib
+from planner.costs import roofline
+from rlinf_jax.profile import clock, machine
+from rlinf_jax.profile import store as store_lib
+from rlinf_jax.runtime import place as place_lib
+from sharding import rules as rules_lib
+
+SHARE = 0.01  # Of a step, as modelled: what takes less is not measured.
+SIZES = 3  # Numbers of rows, from one group to as many as memory has room for.
+FILL = 0.5  # Of a device's memory, as modelled, that a measurement may take.
+ADDRESS = re.compile(r'0x[0-9a-f]+')
+
+
+def measure(
+  flow: graph_lib.Flow,
+  given: Mapping[int, jax.Array],
+  model: roofline.Roofline,
+  store: store_lib.Store,
+  rules: rules_lib.Rules = rules_lib.DEFAULT,
+) -> measured_lib.Measured:
+  """Measures what is worth it; nothing is run if all is remembered.
+
+  Args:
+    flow: as recorded.
+    given: its inputs and carried values.
+    model: says what is worth measuring and what fits in memory.
+    store: of earlier measurements.
+    rules: from letters to mesh axes.
+  """
+  nodes = worth(flow, model)
+  plans = {name: _Plan(flow, node, model) for name, node in nodes.items()}
+  known = {name: store.get(plan.what) for name, plan in plans.items()}
+  missing = {name for name, found in known.items() if found is None}
+  if missing:
+    bench = Bench(flow, given, model, rules)
+    for name, points in bench.run({n: plans[n] for n in missing}):
+      store.put(plans[name].what, points)
+      known[name] = points
+  curves, constants = {}, {}
+  for name, points in known.items():
+    if len(points) < SIZES:
+      constants[name, 1, ()] = points[-1][1]
+    else:
+      curves[name, 1, ()] = measured_lib.Curve(tuple(map(tuple, points)))
+  return measured_lib.Measured(curves, constants)
+
+
+def worth(
+  flow: graph_lib.Flow, model: roofline.Roofline
+) -> dict[str, graph_lib.Node]:
+  """The stages that are worth measuring: each as its call with the most rows.
+
+  Those of the host are, as nothing counts what they do.
+  """
+  one = plan_lib.Placement()
+  spent, calls = {}, {}
+  for node in flow.nodes:
+    if graph_lib.is_plumbing(node) or node.stage.grain == 'split':
+      continue
+    if node.linear:
+      continue  # What it uses up is there once.
+    seconds = model.seconds(flow, node, one, None)
+    spent[node.name] = spent.get(node.name, 0.0) + seconds
+    largest = calls.setdefault(node.name, node)
+    if flow.rows_of(node) > flow.rows_of(largest):
+      calls[node.name] = node
+  least = SHARE * sum(spent.values())
+  return {
+    name: node
+    for name, node in calls.items()
+    if node.stage.host or spent[name] >= least
+  }
+
+
+def sizes(rows: int, group: int, most: int) -> tuple[int, ...]:
+  """Rows to measure: whole shares of all rows, from a group to `most` rows."""
+  groups = rows // group
+  shares = [n for n in range(1, groups + 1) if not groups % n]
+  shares = [n for n in shares if n * group <= most] or shares[:1]
+  middle = (shares[0] * shares[-1]) ** 0.5
+  between = min(shares, key=lambda n: abs(n - middle))
+  return tuple(n * group for n in sorted({shares[0], between, shares[-1]}))
+
+
+class _Plan:
+  """What to measure of a stage.
+
+  Attributes:
+    node: its call.
+    rows: numbers of rows; a 0 where it has none.
+    what: all that its seconds depend on.
+  """
+
+  def __init__(self, flow, node, model):
+    self.node = node
+    there, group = flow.rows_of(node), node.stage.group
+    most = _most(flow, node, model)
+    self.rows = sizes(there, group, most) if there else (0,)
+    self.what = {
+      'what': 'stage',
+      'stage': node.name,
+      'rows': self.rows,
+      'grain': [node.stage.grain, group],
+      'reads': [_kind(flow, v) for v in node.reads],
+      'writes': [_kind(flow, v) for v in node.writes],
+      'program': _program(flow, node),
+      'busy': machine.busy(),
+    }
+
+
+def _kind(flow, v):
+  return [list(flow.values[v].shape), str(flow.values[v].dtype)]
+
+
+def _program(flow, node) -> str:
+  """The text of a stage, without what differs from process to process."""
+  stage = node.stage
+  if stage.host:
+    fn = getattr(stage.fn, 'func', stage.fn)
+    return f'{fn.__module__}.{fn.__qualname__}'
+  like = [
+    jax.ShapeDtypeStruct(flow.values[v].shape, flow.values[v].dtype)
+    for v in node.reads
+  ]
+  traced = stage.run.trace(*jax.tree.unflatten(node.takes, like))
+  return ADDRESS.sub('', str(traced.jaxpr))
+
+
+def _most(flow, node, model) -> int:
+  """The most rows that memory has room for, as modelled."""
+  there, call = flow.rows_of(node), model.works[node.name]
+  if call is None:
+    return there
+  rows = there
+  while rows > node.stage.group:
+    if call.at(rows).bytes_alive <= FILL * model.capacity:
+      break
+    rows //= 2
+  return rows
+
+
+def resized(flow: graph_lib.Flow, node: graph_lib.Node, rows: int):
+  """The flow as it would be if a node were given so many rows."""
+  changed = node.rows
+  if node.stage.grain == 'row':
+    changed = changed | set(node.writes)
+  values = list(flow.values)
+  for v in changed:
+    shape = (rows, *values[v].shape[1:])
+    values[v] = dataclasses.replace(values[v], shape=shape)
+  return dataclasses.replace(flow, values=tuple(values))
+
+
+class Bench:
+  """Runs a flow once on the first device and measures on the way.
+
+  Attributes:
+    places: the devices that measure at the same time.
+    memory: what has been made so far, by value.
+  """
+
+  def __init__(self, flow, given, model, rules=rules_lib.DEFAULT):
+    self.flow, self.model = flow, model
+    self.places = [
+      place_lib.Place(f'device {i}', plan_lib.Placement((i,)), {}, rules)
+      for i in range(machine.busy())
+    ]
+    first = self.places[0]
+    self.memory = {v: first.put(flow.values[v], x) for v, x in given.items()}
+    self.last = {v: i for i, node in enumerate(flow.nodes) for v in node.reads}
+
+  def run(self, plans: Mapping[str, _Plan]):
+    """Yields the name of each stage and its seconds by rows."""
+    if not plans:
+      return
+    nodes = {id(plan.node): name for name, plan in plans.items()}
+    ends = max(i for i, n in enumerate(self.flow.nodes) if id(n) in nodes)
+    for i, node in enumerate(self.flow.nodes[: ends + 1]):
+      name = nodes.get(id(node))
+      if name is not None:
+        rows = plans[name].rows
+        points = [(n, clock.seconds(self.calls(node, n))) for n in rows]
+        yield name, points
+      if i < ends:
+        self.make(node)
+      for v in {*node.reads, *node.writes}:
+        if self.last.get(v, -1) <= i:
+          self.memory.pop(v, None)
+
+  def calls(self, node, rows: int):
+    """A call of a node on so many rows for every device; 0 if it has none."""
+    flow = resized(self.flow, node, rows) if rows else self.flow
+    given = [self._first(v, node, rows) for v in node.reads]
+    calls = []
+    for place in self.places:
+      there = [
+        place.put(flow.values[v], x)
+        for v, x in zip(node.reads, given, strict=True)
+      ]
+      calls.append(functools.partial(place.compile(flow, node), *there))
+    return calls
+
+  def _first(self, v, node, rows):
+    x = self.memory[v]
+    return x[:rows] if rows and v in node.rows else x
+
+  def make(self, node):
+    """What a node makes; of as many rows as fit, over and over."""
+    there = self.flow.rows_of(node)
+    most = _most(self.flow, node, self.model) if there else 0
+    rows = max(sizes(there, node.stage.group, most)) if there else 0
+    flow = resized(self.flow, node, rows) if rows else self.flow
+    call = self.places[0].compile(flow, node)
+    made = call(*(self._first(v, node, rows) for v in node.reads))
+    if rows < there and node.stage.grain == 'row':
+      made = [jnp.concatenate([x] * (there // rows)) for x in made]
+    self.memory.update(zip(node.writes, made, strict=True))

@@ -1,0 +1,212 @@
+"""A place's thread, which interprets its programs."""
+
+from concurrent import futures
+import dataclasses
+from typing import Any
+import weakref
+
+import jax
+import jax.numpy as jnp
+
+from planner import graph as graph_lib
+from planner import program as program_lib
+from rlinf_jax.runtime import place as place_lib
+from sharding import offload
+
+
+class StageError(RuntimeError):
+  """A stage failed; says which, where and when."""
+
+
+@dataclasses.dataclass(eq=False)
+class Turn:
+  """One call of a flow, on its way through the places.
+
+  Attributes:
+    name: of the flow.
+    step: the update that it is, from one; an evaluation is before the next.
+    inputs: by value.
+    outputs: by value, as they come.
+    missing: values that are still to come.
+    done: set when all outputs are there, or at the first failure.
+  """
+
+  name: str
+  step: int
+  inputs: dict[int, Any]
+  outputs: dict[int, Any]
+  missing: set[int]
+  done: futures.Future
+
+
+@dataclasses.dataclass(eq=False)
+class Frame:
+  """A program under way: of a turn, or of the body of a loop in it.
+
+  Attributes:
+    turn: which.
+    flow: what the program is of.
+    memory: by value.
+    inputs: by value: what comes from the `SOURCE`.
+    loop: numbers of the nodes of the loops that it is in, the outermost first.
+    round: of the innermost, in words; nothing outside of loops.
+    kept: what the next round, or step, begins with, by value.
+    last: whether this round of a loop is the last.
+  """
+
+  turn: Turn
+  flow: graph_lib.Flow
+  memory: dict[int, Any]
+  inputs: dict[int, Any]
+  loop: tuple[int, ...] = ()
+  round: str = ''
+  kept: dict[int, Any] = dataclasses.field(default_factory=dict)
+  last: bool = False
+
+
+_copied = jax.jit(lambda xs: [jnp.copy(x) for x in xs])
+
+
+class Worker:
+  """A place's thread, and what it holds from step to step.
+
+  Attributes:
+    place: where it works.
+    state: what it holds, by number in the carry.
+  """
+
+  def __init__(self, runtime, place: place_lib.Place):
+    # It must not keep alive what keeps it alive: its thread ends with them.
+    self.runtime, self.place = weakref.proxy(runtime), place
+    self.state: dict[int, Any] = {}
+    self._thread = futures.ThreadPoolExecutor(1, place.name)
+    self._last = None
+
+  def begin(self, turn: Turn):
+    """Takes a turn when those before it have been taken."""
+    self._last = self._thread.submit(self._guarded, turn)
+
+  def wait(self):
+    """Returns when all turns have been taken."""
+    if self._last:
+      self._last.result()
+
+  def close(self):
+    """Ends the thread, after the turns that it was given."""
+    self._thread.shutdown()
+
+  def _guarded(self, turn: Turn):
+    try:
+      self._take(turn)
+    except BaseException as error:  # noqa: BLE001 (whoever waits must know)
+      self.runtime.fail(error, turn)
+
+  def _take(self, turn: Turn):
+    """One turn of this place's program."""
+    lowered = self.runtime.lowered[turn.name]
+    flow, program = lowered.flow, lowered.programs[self.place.name]
+    starts = [start for start, _ in flow.carry]
+    memory = {starts[i]: x for i, x in self.state.items()}
+    self._play(Frame(turn, flow, memory, turn.inputs), program)
+    self.state = {i: memory[starts[i]] for i in self.state}
+
+  def _play(self, frame: Frame, program):
+    """A program from its beginning to its end."""
+    for op in program:
+      if self.runtime.failure:
+        raise self.runtime.failure
+      self._interpret(frame, op)
+    frame.memory |= frame.kept
+    frame.kept = {}
+
+  def _repeat(self, frame: Frame, op: program_lib.Repeat):
+    """A loop, as often as it goes round."""
+    memory, node = frame.memory, frame.flow.nodes[op.node]
+    outer, values = frame.flow.values, node.body.values
+    begin = {
+      start: self._as(outer[v], values[start], memory[v])
+      for v, start, _ in op.carry
+    }
+    # Rounds overwrite what they carry: what others hold too is copied.
+    lent = [start for v, start, _ in op.carry if v not in op.donate]
+    copies = _copied([begin[start] for start in lent])
+    begin |= zip(lent, copies, strict=True)
+    inner = Frame(
+      frame.turn,
+      node.body,
+      begin,
+      {x: self._as(outer[v], values[x], memory[v]) for v, x in op.given},
+      (*frame.loop, op.node),
+    )
+    for v in op.donate:
+      del memory[v]
+    for i in range(node.stage.at_most):
+      inner.round = f'{frame.round}, round {i + 1} of {node.name}'
+      self._play(inner, op.program)
+      if inner.last:
+        break
+    for _, start, end in op.carry:
+      memory[end] = self._as(values[start], outer[end], begin[start])
+
+  def _interpret(self, frame: Frame, op):
+    turn, flow, memory = frame.turn, frame.flow, frame.memory
+    here, line = self.place.name, self.runtime.timeline
+    start = line.now()
+    match op:
+      case program_lib.Run(i, donate):
+        node = flow.nodes[i]
+        self._run(frame, node, i)
+        line.add(turn.step, here, 'run', node.name, start, node.piece)
+        for v in donate:
+          del memory[v]
+      case program_lib.Send(v, target):
+        if target == program_lib.SINK:
+          self.runtime.give(turn, v, memory[v])
+        else:
+          x = self.runtime.places[target].put(flow.values[v], memory[v])
+          self.runtime.link(frame, v, here, target).put(x)
+          line.add(turn.step, here, 'send', flow.values[v].name, start)
+      case program_lib.Recv(v, source) if source == program_lib.SOURCE:
+        x = frame.inputs[v]
+        memory[v] = x if frame.loop else self.place.put(flow.values[v], x)
+      case program_lib.Recv(v, source):
+        x = self.runtime.link(frame, v, source, here).get()
+        if isinstance(x, BaseException):
+          raise x
+        memory[v] = jax.block_until_ready(x)
+        line.add(turn.step, here, 'wait', flow.values[v].name, start)
+      case program_lib.Repeat():
+        self._repeat(frame, op)
+      case program_lib.Until(v):
+        frame.last = bool(memory[v])
+      case program_lib.Keep(end, v):
+        frame.kept[v] = self._as(flow.values[end], flow.values[v], memory[end])
+      case program_lib.Drop(v):
+        del memory[v]
+      case program_lib.Evict(v):
+        memory[v] = jax.block_until_ready(offload.to_host(memory[v]))
+        line.add(turn.step, here, 'evict', flow.values[v].name, start)
+      case program_lib.Restore(v):
+        memory[v] = jax.block_until_ready(offload.to_device(memory[v]))
+        line.add(turn.step, here, 'restore', flow.values[v].name, start)
+
+  def _as(self, value: graph_lib.Value, other: graph_lib.Value, x):
+    """`x`, which is here as `value`, as this place holds `other`."""
+    if self.place.mesh is None or value.letters == other.letters:
+      return x
+    return self.place.put(other, x)
+
+  def _run(self, frame: Frame, node, i):
+    memory = frame.memory
+    try:
+      made = self.runtime.call(frame, i)(*(memory[v] for v in node.reads))
+      # Seconds by stage are worth more than a dispatch ahead of the device.
+      jax.block_until_ready(made)
+    except Exception as error:
+      piece, pieces = node.piece
+      which = f', piece {piece + 1} of {pieces}' if pieces > 1 else ''
+      raise StageError(
+        f'Stage {node.name} on place {self.place.name!r} failed in step '
+        f'{frame.turn.step}{frame.round}{which}: {error}'
+      ) from error
+    memory.update(zip(node.writes, made, strict=True))

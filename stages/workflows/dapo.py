@@ -1,0 +1,246 @@
+"""Decoupled clip and dynamic sampling, DAPO, arXiv:2503.14476."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from stages import advantages, base, losses, metrics, repeat, train
+from stages import stage as stages
+from stages.workflows import grpo as grpo_lib
+from stages.workflows import held_out
+
+
+class State(NamedTuple):
+  """What a step of DAPO reads and rewrites."""
+
+  actor: base.TrainState
+
+
+class Slots(NamedTuple):
+  """The batch that is learned from, while it fills.
+
+  Attributes:
+    x: experience, in groups; with mask zero where nothing is yet.
+    verdict: of it.
+    filled: groups that are there.
+    round: rounds of sampling so far.
+    accuracy: of all that was drawn, accepted or not.
+  """
+
+  x: base.Experience
+  verdict: base.Verdict
+  filled: jax.Array
+  round: jax.Array
+  accuracy: metrics.Mean
+
+
+def dapo(
+  policy: base.Policy,
+  verify: stages.Stage,
+  optimizer: optax.GradientTransformation,
+  *,
+  group: int,
+  rounds: int,
+  low: float = 0.2,
+  high: float = 0.28,
+  cache: int | None = None,
+  updates: int = 1,
+  epochs: int = 1,
+  expect: int | None = None,
+) -> base.Workflow:
+  """Learns from groups that are neither all right nor all wrong.
+
+  A batch is prompts for `rounds` rounds of sampling. Each round asks its share
+  of them and keeps the groups of mixed accuracy, until as many as were asked in
+  a round are there or no prompts are left. What is then missing is padding: it
+  has no tokens, and the loss is a mean over tokens. (The paper samples without
+  a bound.)
+
+  Args:
+    policy: the model to train.
+    verify: `answer, action, mask -> base.Verdict`.
+    optimizer: how gradients become updates.
+    group: completions a prompt.
+    rounds: of sampling, at most.
+    low: how far the probability ratio may fall.
+    high: how far it may rise (clip-higher).
+    cache: tokens before the limit of length from which on a completion is
+      punished, linearly, down to −1 (soft overlong punishment, eq. 13); None
+      for none.
+    updates: minibatches of one batch, each an optimiser step.
+    epochs: how often the batch is learned from, in another order each time.
+    expect: rounds that planners shall count on; all if None.
+  """
+  together = functools.partial(stages.stage, group=group)
+  loss = grpo_lib.objective(
+    functools.partial(policy.evaluate, group=group),
+    (low, high, None),
+    (0.0, losses.kl_k3),
+    0.0,
+    losses.token_mean,
+  )
+  ask = stages.Stage(functools.partial(_ask, rounds, group), 'ask', 'batch')
+  accept = stages.Stage(functools.partial(_accept, group), 'accept', 'batch')
+  deal = stages.shuffle(updates, epochs, group)
+  shuffled = stages.shuffled(group)
+  gradient = stages.Stage(
+    train.gradient(loss), 'gradient', 'sum', whole=(0,), group=group
+  )
+  apply = stages.Stage(train.apply(optimizer), 'apply', 'batch')
+  fold = stages.Stage(
+    lambda *infos: functools.reduce(metrics.merge, infos), 'fold', 'batch'
+  )
+  measure = stages.Stage(
+    functools.partial(_describe, group=group, updates=updates * epochs),
+    'measure',
+    'batch',
+  )
+  examine = held_out.examine(policy, verify)
+
+  def act(actor: grpo_lib.Version, prompt, key_B):
+    x = policy.act(actor.params, prompt, key_B, group=group)
+    return x._replace(version=jnp.broadcast_to(actor.step, key_B.shape))
+
+  generate = stages.Stage(act, 'generate', whole=(0,), group=group)
+
+  @stages.stage('begin', 'batch')
+  def begin(actor: grpo_lib.Version, problem: base.Problem, key):
+    problem, key_B = _ask(rounds, group, problem, key, jnp.int32(0))
+    like = jax.eval_shape(act, actor, problem.prompt, key_B)
+    x = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    like = verify.shapes(problem.answer, x.action, x.mask)
+    verdict = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    zero, none = jnp.zeros(()), jnp.int32(0)
+    # A prompt all of padding is none: a policy may make NaN of it.
+    x = x._replace(obs=problem.prompt, version=x.version + actor.step)
+    return Slots(x, verdict, none, none, metrics.Mean(zero, zero))
+
+  @together('compare')
+  def compare(reward_B, mask_BT):
+    """Of shaped rewards; A is zero on padding."""
+    if cache is not None:
+      reward_B += overlong(mask_BT.sum(1), mask_BT.shape[1], cache)
+    reward_NG = reward_B.reshape(-1, group)
+    advantage_NG = jax.vmap(advantages.group_relative)(reward_NG)
+    return advantage_NG.reshape(-1, 1) * mask_BT
+
+  def sample(slots: Slots, actor: grpo_lib.Version, problem, key):
+    """One round: to be repeated."""
+    asked, key_B = ask(problem, key, slots.round)
+    x = generate(actor, asked.prompt, key_B)
+    return accept(slots, x, verify(asked.answer, x.action, x.mask))
+
+  fill = repeat.Repeat(sample, 'fill', rounds, expect)
+
+  def init(key):
+    return State(train.init(policy.init(key), optimizer))
+
+  def step(state: State, problem: base.Problem, key):
+    actor = state.actor
+    acting = grpo_lib.Version(actor.params, actor.step)
+    empty = begin(acting, problem, key)
+    dealt = deal(key, empty.x.mask)  # Whatever will be there.
+    slots = fill(empty, acting, problem, key)
+    measured = measure(slots, actor.step)
+    x = slots.x
+    x = x._replace(advantage=compare(slots.verdict.reward, x.mask))
+    infos = []
+    for (batch,) in shuffled(dealt, (x,)):
+      actor, info = apply(actor, gradient(actor.params, batch, ()))
+      infos.append(info)
+    info = infos[0] if len(infos) == 1 else fold(*infos)
+    return State(actor), measured | info
+
+  def evaluate(state: State, problem: base.Problem, key):
+    return examine(state.actor.params, problem, key)
+
+  return base.Workflow(init, step, evaluate, lambda state: state.actor.params)
+
+
+def overlong(length_B, limit: int, cache: int):
+  """Soft overlong punishment, arXiv:2503.14476 eq. 13.
+
+    0                          where |y| ≤ L − C
+    ((L − C) − |y|) / C        where L − C < |y| ≤ L
+
+  Args:
+    length_B: |y|.
+    limit: L, beyond which no completion goes.
+    cache: C.
+  """
+  return jnp.clip((limit - cache - length_B) / cache, -1.0, 0.0)
+
+
+def _ask(rounds: int, group: int, problem: base.Problem, key, round_):
+  """The prompts of a round, each for a group, and a key for every row.
+
+  A row's key is that of its place among the rows of all rounds, so that it
+  depends neither on how many rounds there are nor on what they accept.
+  """
+  N = jax.tree.leaves(problem)[0].shape[0]
+  if N % rounds:
+    raise ValueError(
+      f'{N} prompts cannot be asked in {rounds} rounds: the batch must be a '
+      f'multiple of {rounds} prompts, and is for all rounds together.'
+    )
+  n = N // rounds
+
+  def take(x):
+    x = jax.lax.dynamic_slice_in_dim(jnp.asarray(x), round_ * n, n)
+    return jnp.repeat(x, group, axis=0)
+
+  id_B = round_ * n * group + jnp.arange(n * group)
+  key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, id_B)
+  return jax.tree.map(take, problem), key_B
+
+
+def _accept(group: int, slots: Slots, x: base.Experience, verdict):
+  """Puts groups of mixed accuracy into the slots that are free, in order.
+
+  Returns:
+    `slots, done`: the slots, and whether all of them are filled.
+  """
+  correct_NG = verdict.correct.reshape(-1, group)
+  N = correct_NG.shape[0]
+  mixed_N = correct_NG.max(1) != correct_NG.min(1)
+  slot_N = slots.filled + jnp.cumsum(mixed_N) - 1
+  slot_N = jnp.where(mixed_N, jnp.minimum(slot_N, N), N)  # N is nowhere.
+
+  def put(old, new):
+    groups = old.reshape(N, group, *old.shape[1:])
+    new = new.reshape(groups.shape)
+    return groups.at[slot_N].set(new, mode='drop').reshape(old.shape)
+
+  kept, judged = jax.tree.map(put, (slots.x, slots.verdict), (x, verdict))
+  filled = jnp.minimum(N, slots.filled + mixed_N.sum(dtype=jnp.int32))
+  drawn = metrics.mean(verdict.correct.astype(slots.accuracy.sum.dtype))
+  slots = Slots(
+    kept, judged, filled, slots.round + 1, slots.accuracy.merge(drawn)
+  )
+  return slots, filled >= N
+
+
+def _describe(slots: Slots, now, group: int, updates: int) -> dict[str, Any]:
+  """What is worth knowing of what was drawn, and of what is learned from."""
+  reward_B = slots.verdict.reward
+  N = reward_B.shape[0] // group
+  rows, one = slots.filled * group, jnp.ones(())
+  told = grpo_lib.describe(slots.x, slots.verdict, now, group, updates)
+  del told['rollout/groups_degenerate']  # There are none.
+  length = told['rollout/response_length'].count
+  return told | {
+    # Padding has rewards and lengths of zero, and is nobody's.
+    'rollout/reward': metrics.Moments(
+      reward_B.sum(), (reward_B * reward_B).sum(), rows * one
+    ),
+    'rollout/response_length': metrics.Histogram(length.at[0].set(0.0)),
+    'rollout/truncated_fraction': metrics.Mean(
+      slots.x.truncated.sum(), rows * one
+    ),
+    'rollout/accuracy': slots.accuracy,
+    'rollout/rounds': metrics.Mean(slots.round * one, one),
+    'rollout/groups_filled': metrics.Mean(slots.filled * one, N * one),
+  }

@@ -1,0 +1,90 @@
+"""Where the model of costs agrees with what was published, and where not.
+
+The table is pinned, disagreements too: experiments/modes says why they are.
+"""
+
+import numpy as np
+import pytest
+
+from experiments.modes import flows, published, replay
+from planner.search import exact
+
+# Of the modes that the paper tried: which the model thinks faster.
+AGREE = {
+  'GRPO, Qwen2.5-7B': (True, True, True),
+  'PPO, Qwen2.5-1.5B': (True, True, True),
+  'PPO, Qwen2.5-7B': (True, True, True),
+  'PPO, Qwen2.5-14B': (True, True, True),
+  'GRPO, Qwen3-30B-A3B': (False, False, True),
+  'PPO, OpenVLA, ManiSkill': (False, False, False),
+  'GRPO, OpenVLA-OFT, LIBERO': (True, True, True),
+}
+CASES = {case.name: case for case in published.CASES}
+ALL = [
+  (name, devices, agree)
+  for name, agrees in AGREE.items()
+  for devices, agree in zip(CASES[name].devices, agrees, strict=True)
+]
+QUICK = [
+  some
+  for some in ALL
+  if 'A3B' in some[0] or some[:2] in (
+    ('GRPO, Qwen2.5-7B', 256), ('PPO, Qwen2.5-1.5B', 64),
+    ('PPO, OpenVLA, ManiSkill', 8), ('GRPO, OpenVLA-OFT, LIBERO', 8),
+  )
+]  # fmt: skip
+
+
+def check(name, devices, agree):
+  found = replay.replay(CASES[name], devices)
+  assert found.agrees == agree, found
+  return found
+
+
+@pytest.mark.parametrize('name, devices, agree', QUICK)
+def test_the_table_of_modes_is_as_told(name, devices, agree):
+  check(name, devices, agree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'name, devices, agree', [some for some in ALL if some not in QUICK]
+)
+def test_the_rest_of_the_table_is_as_told(name, devices, agree):
+  check(name, devices, agree)
+
+
+def test_spatial_needs_an_engine_that_hands_on_what_has_ended():
+  case = CASES['PPO, Qwen2.5-1.5B']
+  assert replay.replay(case, 64).ours == 'spatial'
+  assert replay.replay(case, 64, engine=False).ours == 'temporal'
+
+
+@pytest.mark.parametrize('case', published.CASES[:-2])
+def test_lengths_have_the_published_mean_and_most(case):
+  lengths = published.lengths(case.tokens, case.most)
+  assert lengths.mean() == pytest.approx(case.tokens, rel=1e-3)
+  assert lengths.max() <= case.most
+
+
+def test_modes_are_numbers_of_places():
+  drawn = flows.draw(CASES['GRPO, Qwen2.5-7B'], 512, 80e9)
+  spaces = replay.spaces(64, drawn)
+  assert {mode: (s.fewest, s.places) for mode, s in spaces.items()} == {
+    'temporal': (1, 1),
+    'spatial': (3, 3),
+    'hybrid': (2, 2),
+  }
+
+
+def test_models_are_as_large_as_published():
+  for case in published.CASES:
+    drawn = flows.draw(case, case.rows[0], 80e9)
+    (params,) = [v for v in drawn.flow.values if v.name == 'params']
+    size = np.prod(params.shape) / case.model.parameters
+    assert size == pytest.approx(1, rel=1e-3)
+
+
+def test_more_places_than_there_may_be_are_refused():
+  with pytest.raises(ValueError, match='at least 3 and at most 2 places'):
+    exact.Space(4, places=2, fewest=3)

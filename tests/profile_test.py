@@ -1,0 +1,192 @@
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from planner import cluster as cluster_lib
+from planner import flow as flow_lib
+from planner.costs import count, roofline
+from rlinf_jax.profile import clock, machine, stages, store
+from sharding import rules
+from stages import stage as stage_lib
+from stages import train, workflows
+import tiny
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+  monkeypatch.setattr(machine, 'busy', lambda: 1)
+
+
+@pytest.mark.parametrize(
+  'rows, group, most, want',
+  [
+    (8, 4, 8, (4, 8)),
+    (8, 8, 8, (8,)),
+    (6, 1, 6, (1, 2, 6)),
+    (36, 2, 36, (2, 6, 36)),
+    (36, 2, 12, (2, 4, 12)),
+    (7, 1, 3, (1,)),
+    (8, 4, 2, (4,)),
+  ],
+)
+def test_sizes_span_what_fits_in_whole_shares_of_groups(
+  rows, group, most, want
+):
+  assert stages.sizes(rows, group, most) == want
+
+
+def test_what_is_stored_is_found_on_the_same_machine_alone(
+  tmp_path, monkeypatch
+):
+  what = {'what': 'stage', 'stage': 'act', 'program': 'long'}
+  one = store.Store(tmp_path)
+  assert one.get(what) is None
+  one.put(what, [[4, 0.5]])
+  assert store.Store(tmp_path).get(what) == [[4, 0.5]]
+  assert one.get({**what, 'program': 'other'}) is None
+  here = store.machine()
+  for key in here:
+    changed = {**here, key: 'another'}
+    monkeypatch.setattr(store, 'machine', lambda changed=changed: changed)
+    assert store.Store(tmp_path).get(what) is None, key
+
+
+def test_what_cannot_be_read_or_written_is_measured_again(tmp_path):
+  what = {'what': 'stage'}
+  one = store.Store(tmp_path / 'a')
+  one.put(what, 1.0)
+  (file,) = (tmp_path / 'a').iterdir()
+  file.write_text('{"measured": ')
+  assert one.get(what) is None
+  (tmp_path / 'b').write_text('a file, not a folder')
+  closed = store.Store(tmp_path / 'b')
+  closed.put(what, 1.0)
+  assert closed.get(what) is None
+
+
+def test_the_cache_is_where_it_is_said_to_be(tmp_path, monkeypatch):
+  monkeypatch.setenv('RLINF_JAX_CACHE', str(tmp_path / 'mine'))
+  assert store.folder() == tmp_path / 'mine'
+  monkeypatch.delenv('RLINF_JAX_CACHE')
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+  assert store.folder() == tmp_path / 'rlinf_jax'
+
+
+def test_a_machine_is_measured_once(tmp_path, monkeypatch):
+  made = machine.here(store.Store(tmp_path))
+  assert made.devices == made.node == len(jax.devices())
+  assert made.device.flops['float32'] > 1e8
+  assert made.within.latency > 0
+  monkeypatch.setattr(machine, '_measure', lambda: 1 / 0)
+  again = machine.here(store.Store(tmp_path))
+  assert again == made
+
+
+def test_a_clock_tells_the_median_of_calls_at_once():
+  assert clock.seconds([lambda: time.sleep(0.01)]) == pytest.approx(
+    0.01, rel=0.5
+  )
+  two = clock.seconds([lambda: time.sleep(0.01)] * 2)
+  assert two == pytest.approx(0.01, rel=0.5)
+
+
+def toy_cluster(memory=4e9):
+  device = cluster_lib.Device('toy', {'float32': 1e10}, 1e9, memory, 1e10, 5e9)
+  link = cluster_lib.Link(1e-5, 1e10)
+  return cluster_lib.Cluster(device, 1, 1, link, link)
+
+
+def grpo():
+  workflow = workflows.grpo(
+    tiny.policy(), tiny.even_on_host, train.adamw(1e-2), group=2, kl=0.1
+  )
+  state = workflow.init(jax.random.key(0))
+  return workflow, (state, tiny.problem(), jax.random.key(1))
+
+
+def setting(step, args, memory=4e9):
+  flow = flow_lib.trace(step, *args)
+  model = roofline.Roofline(
+    flow, count.of_flow(flow), toy_cluster(memory), rules.DEFAULT
+  )
+  starts = (start for start, _ in flow.carry)
+  given = zip((*starts, *flow.inputs), jax.tree.leaves(args), strict=True)
+  return flow, dict(given), model
+
+
+@pytest.mark.slow
+def test_stages_are_measured_once_and_then_remembered(tmp_path, monkeypatch):
+  workflow, args = grpo()
+  flow, given, model = setting(workflow.step, args)
+  keep = store.Store(tmp_path)
+  found = stages.measure(flow, given, model, keep)
+  assert found.curves['gradient', 1, ()].points[-1][0] == 16
+  assert found.rows('generate') == [2, 4, 16]
+  assert ('apply', 1, ()) in found.constants
+  assert all(s > 0 for c in found.curves.values() for _, s in c.points)
+  monkeypatch.setattr(stages, 'Bench', lambda *args: 1 / 0)
+  # A stage of the same program is the same, whoever made it.
+  workflow, args = grpo()
+  flow, given, model = setting(workflow.step, args)
+  # What is worth measuring is as modelled: the same.
+  assert stages.measure(flow, given, model, store.Store(tmp_path)) == found
+
+
+ROW = 0.01
+
+
+def _slow(x_BD):
+  time.sleep(ROW * len(x_BD))
+  return 2 * x_BD
+
+
+slow = stage_lib.Stage(_slow, 'slow', host=True, like=lambda x: x)
+total = stage_lib.Stage(
+  lambda x_BD: jnp.tanh(x_BD @ x_BD.T @ x_BD).sum(0), 'total', 'sum', group=2
+)
+
+
+@stage_lib.stage('keep', 'batch')
+def keep(state, x_D):
+  return {'x': state['x'] + x_D}
+
+
+def step(state, x_BD, key):
+  del key
+  return keep(state, total(slow(x_BD))), ()
+
+
+def slow_setting(**kwargs):
+  args = {'x': jnp.zeros(3)}, np.ones((16, 3), np.float32), jax.random.key(0)
+  return setting(step, args, **kwargs)
+
+
+def test_a_stage_takes_as_long_as_its_rows_say(tmp_path):
+  flow, given, model = slow_setting()
+  found = stages.measure(flow, given, model, store.Store(tmp_path))
+  points = found.curves['slow', 1, ()].points
+  assert len(points) == stages.SIZES and points[-1][0] == 16
+  for rows, seconds in points:
+    assert ROW * rows <= seconds <= 1.5 * ROW * rows + ROW
+
+
+def test_rows_that_do_not_fit_are_not_tried(tmp_path):
+  flow, given, model = slow_setting()
+  alive = model.works['total'].at(16).bytes_alive
+  model.capacity = alive / stages.FILL / 2
+  (node,) = (node for node in flow.nodes if node.name == 'total')
+  assert stages._most(flow, node, model) < 16
+
+
+def test_a_flow_resized_has_other_rows_there_alone():
+  flow, _, _ = slow_setting()
+  slow_node, total_node, _ = flow.nodes
+  fewer = stages.resized(flow, slow_node, 4)
+  assert fewer.values[slow_node.writes[0]].shape == (4, 3)
+  assert fewer.values[slow_node.reads[0]].shape == (4, 3)
+  fewer = stages.resized(flow, total_node, 4)
+  assert fewer.values[total_node.writes[0]].shape == (3,)
+  assert fewer.values[slow_node.reads[0]].shape == (16, 3)
