@@ -23,15 +23,7 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
     plan: where its stages run.
     cost: as `costs.cost.Cost`: `seconds` of nodes, `transfer` of values.
   """
-  flow = dataclasses.replace(
-    flow,
-    nodes=tuple(
-      dataclasses.replace(node, body=order(node.body, plan, cost))
-      if node.body
-      else node
-      for node in flow.nodes
-    ),
-  )
+  flow = _with_bodies(flow, plan, cost)
   where = program.locate(flow, plan)
   there = [tuple(part) for part in program.parts(flow, plan)]
   n = len(flow.nodes)
@@ -94,3 +86,14 @@ def _seconds(flow, node, place, plan, cost) -> float:
   for inner, there in zip(node.body.nodes, where, strict=True):
     busy[there] += _seconds(node.body, inner, there, plan, cost)
   return graph.rounds(node) * max(busy.values(), default=0.0)
+
+
+def _with_bodies(flow, plan, cost) -> graph.Flow:
+  """The flow with the bodies of its loops in order."""
+  nodes = [
+    dataclasses.replace(node, body=order(node.body, plan, cost))
+    if node.body
+    else node
+    for node in flow.nodes
+  ]
+  return dataclasses.replace(flow, nodes=tuple(nodes))

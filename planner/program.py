@@ -166,6 +166,46 @@ def homes(flow: graph.Flow, plan) -> dict[int, tuple[str, ...]]:
   return {start: home(start, frozenset({start})) for start in ends}
 
 
+class _Writer:
+  """Programs under way.
+
+  Attributes:
+    programs: of every place.
+    here: the values that each place has.
+    made: the place that has each value first, if a place makes it.
+    resident: the places that hold each carried value.
+  """
+
+  def __init__(self, places, made, resident):
+    self.made, self.resident = made, resident
+    self.programs = {place: [] for place in places}
+    self.here = {
+      place: {start for start, held in resident.items() if place in held}
+      for place in places
+    }
+
+  def owner(self, v: int) -> str:
+    if v in self.made:
+      return self.made[v]
+    return self.resident[v][0] if v in self.resident else SOURCE
+
+  def add(self, place: str, op: Instruction):
+    self.programs[place].append(op)
+
+  def send(self, v: int, ends):
+    """Sends a value to those who do not have it."""
+    if self.owner(v) != SOURCE:
+      for end in ends:
+        if v not in self.here.get(end, ()):
+          self.add(self.owner(v), Send(v, end))
+
+  def fetch(self, v: int, place: str):
+    """Has a value at a place, received if need be."""
+    if v not in self.here[place]:
+      self.here[place].add(v)
+      self.add(place, Recv(v, self.owner(v)))
+
+
 def lower(
   flow: graph.Flow, plan, resident=None, loop: bool = False
 ) -> dict[str, tuple]:
@@ -188,68 +228,43 @@ def lower(
   """
   check_rows(flow, plan)
   there = parts(flow, plan)
-  made = _made_at(flow, there)
   resident = resident or homes(flow, plan)
-  told = (SINK,)
-  if loop:
-    told = dict.fromkeys(itertools.chain(*there, *resident.values()))
-  needs = _needs(flow, there, made, resident, told)
-  programs = {place: [] for place in plan.places}
-  here = {place: set() for place in plan.places}
-  for start, places in resident.items():
-    for place in places:
-      here[place].add(start)
-
-  def owner(v):
-    if v in made:
-      return made[v]
-    return resident[v][0] if v in resident else SOURCE
-
-  def send(v):
-    place = owner(v)
-    if place != SOURCE:
-      programs[place] += [
-        Send(v, other) for other in needs[v] if v not in here.get(other, ())
-      ]
-
-  def fetch(v, place):
-    if v not in here[place]:
-      here[place].add(v)
-      programs[place].append(Recv(v, owner(v)))
-
+  writer = _Writer(plan.places, _made_at(flow, there), resident)
+  everyone = dict.fromkeys(itertools.chain(*there, *resident.values()))
+  told = everyone if loop else (SINK,)
+  needs = _needs(flow, there, writer.made, resident, told)
   for start, _ in flow.carry:
-    send(start)
+    writer.send(start, needs[start])
   for i, (node, part) in enumerate(zip(flow.nodes, there, strict=True)):
     ops = repeats(i, node, plan) if node.body else {}
     for place, (reads, writes) in part.items():
       for v in reads:
-        fetch(v, place)
-      programs[place].append(ops.get(place, Run(i)))
-      here[place].update(writes)
+        writer.fetch(v, place)
+      writer.add(place, ops.get(place, Run(i)))
+      writer.here[place].update(writes)
     for v in node.writes:
-      send(v)
+      writer.send(v, needs[v])
   for v in flow.outputs:
-    for place in told if loop else ():
-      fetch(v, place)
-      programs[place].append(Until(v))
-    if owner(v) == SOURCE and not loop:
+    if loop:
+      for place in told:
+        writer.fetch(v, place)
+        writer.add(place, Until(v))
+    elif writer.owner(v) == SOURCE:
       # An input that is an output, by way of any place.
-      fetch(v, next(iter(plan.places)))
-      programs[next(iter(plan.places))].append(Send(v, SINK))
+      first = next(iter(plan.places))
+      writer.fetch(v, first)
+      writer.add(first, Send(v, SINK))
   for start, end in flow.carry:
     for place in resident[start] if start != end else ():
-      fetch(end, place)
-      programs[place].append(Keep(end, start))
-
+      writer.fetch(end, place)
+      writer.add(place, Keep(end, start))
   own = private(flow, plan.evict)
   idle = frozenset((*own, *own.values()))
   return {
     place: tuple(
-      lifetimes.forget(
-        lifetimes.evict(program, flow, idle), flow, place, resident
-      )
+      lifetimes.forget(lifetimes.evict(ops, flow, idle), flow, place, resident)
     )
-    for place, program in programs.items()
+    for place, ops in writer.programs.items()
   }
 
 

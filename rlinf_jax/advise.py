@@ -6,7 +6,7 @@ import os
 import pathlib
 
 from planner import cluster as cluster_lib
-from planner import explain, graph, listing, play
+from planner import explain, graph, listing, play, unroll
 from planner import plan as plan_lib
 from planner.costs import count, roofline
 from planner.search import declare, exact, runners
@@ -41,12 +41,13 @@ def advise(
     page: a file for the same as a page of HTML, with pictures.
     say: what prints.
   """
+  said, flow = str(flow), unroll.unroll(flow)  # Loops go by their rounds.
   model = roofline.Roofline(flow, count.of_flow(flow), cluster, rules.DEFAULT)
   space = declare.space(flow, model)
   found = exact.search(
     flow, model, space, ahead=ahead, keep=KEPT, seconds=seconds
   )
-  lines = [str(flow), '', _searched(found, cluster), _together(space)]
+  lines = [said, '', _searched(found, cluster), _together(space)]
   ranked = runners.runners_up(
     flow, model, found, ahead=ahead, seconds=seconds / 6
   )

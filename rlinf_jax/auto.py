@@ -11,7 +11,7 @@ import statistics
 
 import jax
 
-from planner import explain, graph, passes, program, simulate
+from planner import explain, graph, passes, program, simulate, unroll
 from planner import plan as plan_lib
 from planner.costs import count, priced, roofline
 from planner.costs import measured as measured_lib
@@ -198,7 +198,7 @@ class Watch:
     """Corrects the model by what was seen, and searches with it."""
     old = self.chosen
     model = old.model.knowing(old.model.measured.times(self._factors()))
-    step, evaluate = self._flows
+    step, evaluate = map(unroll.unroll, self._flows)
     space = declare.space(step, model)
     now = predict(step, self._ahead, model, old.plan)
     best = plan(step, evaluate, self._ahead, model, space)
@@ -238,7 +238,8 @@ def choose(
     keep: the plan of a run that goes on; no other is looked for.
     say: what prints.
   """
-  step, evaluate = flows
+  # Loops are planned by their rounds, and run as loops.
+  step, evaluate = map(unroll.unroll, flows)
   store = store_lib.Store()
   model = roofline.Roofline(
     step, count.of_flow(step), machine.here(store), rules_lib.DEFAULT

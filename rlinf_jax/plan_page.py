@@ -248,7 +248,7 @@ def _ranked(twin) -> str:
   )
   return (
     f'<table class="plans">{"".join(rows)}</table>'
-    f'<div class="legend">{keys}</div>'
+    f'<div class="legend">{page.legend(keys)}</div>'
   )
 
 

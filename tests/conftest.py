@@ -31,10 +31,12 @@ CPUINFO = pathlib.Path('/proc/cpuinfo')
 if CPUINFO.exists():
   features = re.findall('^(?:flags|Features).*', CPUINFO.read_text(), re.M)[:1]
   machine = f'{features} {len(os.sched_getaffinity(0))}'
-  cache = pathlib.Path(__file__).parents[1] / '.cache' / 'jax'
+  cache = pathlib.Path(__file__).parents[1] / '.cache'
   os.environ.setdefault(
-    'JAX_COMPILATION_CACHE_DIR', f'{cache}/{zlib.crc32(machine.encode()):08x}'
+    'JAX_COMPILATION_CACHE_DIR',
+    f'{cache}/jax/{zlib.crc32(machine.encode()):08x}',
   )
+  os.environ.setdefault('RLINF_JAX_CACHE', f'{cache}/measured')
   os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.1')
 
 import jax  # noqa: E402

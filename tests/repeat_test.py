@@ -535,7 +535,7 @@ def test_a_loop_ends_on_every_place_at_once(sketch):
   flow, state = trace(), jnp.ones(())
   runtime = runtime_of(flow, plan_lib.of(sketch, flow.stages), state)
   for most in (3, 1, 7, 2):
-    n = runtime.step(inputs(most))
+    n = runtime.step(*inputs(most))
     state, want = step(state, inputs(most))
     assert n == want == min(most, 5)
     np.testing.assert_allclose(runtime.state(), state, rtol=1e-6)

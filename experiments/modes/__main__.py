@@ -45,6 +45,7 @@ def draw(found: list[replay.Replay]):
     ha='right',
     fontsize=7,
   )
+  axes.set_ylim(0, 2)
   axes.set_ylabel('speed, temporal = 1 (modelled)')
   axes.legend(ncols=5, fontsize=7, loc='upper right')
   figure.savefig(HERE / 'modes.png', dpi=110)

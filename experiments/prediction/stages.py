@@ -34,7 +34,9 @@ def main():
   times, sizes = [], []
   for node in made.flow.nodes:
     if node.name in STAGES:
-      spent = {rows: cpu_seconds(bench, node, rows) for rows in ROWS}
+      cases = [bench.calls(node, rows) for rows in ROWS]
+      took = clock.seconds(cases, time.process_time)
+      spent = dict(zip(ROWS, took, strict=True))
       curve = measured_lib.Curve(tuple((n, spent[n]) for n in CALIBRATED))
       times += [
         (node.name, n, curve.at(n), spent[n])
@@ -45,12 +47,6 @@ def main():
     bench.make(node)
   table('CPU-seconds at rows that were not measured', times, 1)
   table('MiB, before and after compiling', sizes, 2**20)
-
-
-def cpu_seconds(bench, node, rows) -> float:
-  return statistics.median(
-    clock.seconds(bench.calls(node, rows), time.process_time) for _ in range(3)
-  )
 
 
 def bytes_of(made, bench, node, rows):

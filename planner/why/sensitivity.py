@@ -80,16 +80,17 @@ def sensitivity(
   out, deadline = [], time.monotonic() + seconds
   for i, (cost, times) in enumerate(changes):
     left = max(0.0, deadline - time.monotonic()) / (len(changes) - i)
-    changed = _changed(model, cost, times)
+    other = changed(model, cost, times)
     out.append(
-      Change(cost, times, *_choose(flow, changed, found, plans, ahead, left))
-      if times < 1 or not _same(flow, changed, found, ahead)
+      Change(cost, times, *_choose(flow, other, found, plans, ahead, left))
+      if times < 1 or not _same(flow, other, found, ahead)
       else Change(cost, times, found.seconds, None, found.seconds, True)
     )
   return out
 
 
-def _changed(model, cost: str, times: float) -> scaled.Scaled:
+def changed(model, cost: str, times: float) -> scaled.Scaled:
+  """A model of which one cost is so many times as large."""
   if cost == MOVES:
     return scaled.Scaled(model, transfers=times)
   if cost == SWITCHES:

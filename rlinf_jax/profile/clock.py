@@ -2,41 +2,49 @@
 
 from collections.abc import Callable, Sequence
 from concurrent import futures
-import itertools
 import statistics
 import time
 
 import jax
 
-LEAST, MOST = 3, 20  # Calls.
-ENOUGH = 0.2  # Seconds, after which no more than the fewest calls are made.
+Calls = Sequence[Callable[[], object]]
+LEAST, MOST = 3, 20  # Rounds.
+ENOUGH = 0.2  # Seconds a case, after which no more than the fewest are made.
 
 
 def seconds(
-  calls: Sequence[Callable[[], object]],
-  clock: Callable[[], float] = time.perf_counter,
-) -> float:
-  """The median seconds of a call, all of `calls` being made at the same time.
+  cases: Sequence[Calls], clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+  """The median seconds of a call, of each of several cases.
 
-  Each is made once before it counts.
+  Cases take turns, so that a spell of noise falls on all of them. Each is
+  called once before it counts.
 
   Args:
-    calls: one a device.
+    cases: calls that are made at the same time, one a device.
     clock: what tells seconds; `time.process_time` makes them CPU-seconds.
   """
-  if len(calls) == 1:
-    return statistics.median(_series(calls[0], clock))
-  with futures.ThreadPoolExecutor(len(calls)) as pool:
-    list(pool.map(lambda call: jax.block_until_ready(call()), calls))
-    spent = list(pool.map(_series, calls, itertools.repeat(clock)))
-  return statistics.median(x for some in spent for x in some)
+  spent = [[] for _ in cases]
+  with futures.ThreadPoolExecutor(max(map(len, cases))) as pool:
+    for calls in cases:
+      _once(pool, calls, clock)
+    began = clock()
+    while len(spent[0]) < LEAST or (
+      len(spent[0]) < MOST and clock() - began < ENOUGH * len(cases)
+    ):
+      for calls, times in zip(cases, spent, strict=True):
+        times.append(_once(pool, calls, clock))
+  return [statistics.median(times) for times in spent]
 
 
-def _series(call, clock) -> list[float]:
-  jax.block_until_ready(call())
-  spent, began = [], clock()
-  while len(spent) < LEAST or (len(spent) < MOST and clock() - began < ENOUGH):
+def _once(pool, calls: Calls, clock) -> float:
+  """Seconds of calls made at the same time, in the mean."""
+
+  def timed(call):
     start = clock()
     jax.block_until_ready(call())
-    spent.append(clock() - start)
-  return spent
+    return clock() - start
+
+  # Another thread would only add its own beginning.
+  over = map if len(calls) == 1 else pool.map
+  return statistics.fmean(over(timed, calls))

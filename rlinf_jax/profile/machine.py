@@ -77,7 +77,8 @@ def _measure() -> dict:
 def _all(devices, fn, x) -> float:
   """Seconds of `fn(x)`, on every device at once."""
   args = [jax.device_put(x, device) for device in devices]
-  return clock.seconds([functools.partial(fn, arg) for arg in args])
+  (spent,) = clock.seconds([[functools.partial(fn, arg) for arg in args]])
+  return spent
 
 
 @jax.jit
@@ -98,7 +99,8 @@ def _loop(x):
 
 
 def _from_host(device, x) -> float:
-  return clock.seconds([lambda: jax.device_put(x.copy(), device)])
+  (spent,) = clock.seconds([[lambda: jax.device_put(x.copy(), device)]])
+  return spent
 
 
 def _link(devices, device) -> dict[str, float]:
@@ -108,7 +110,8 @@ def _link(devices, device) -> dict[str, float]:
 
   def move(size):
     x = jax.device_put(np.zeros(size // 4, np.float32), devices[0])
-    return clock.seconds([lambda: jax.device_put(x, devices[1])])
+    (spent,) = clock.seconds([[lambda: jax.device_put(x, devices[1])]])
+    return spent
 
   latency = move(SMALL)
   rest = max(move(LARGE) - latency, 1e-9)

@@ -196,7 +196,8 @@ class Bench:
       name = nodes.get(id(node))
       if name is not None:
         rows = plans[name].rows
-        points = [(n, clock.seconds(self.calls(node, n))) for n in rows]
+        took = clock.seconds([self.calls(node, n) for n in rows])
+        points = list(zip(rows, took, strict=True))
         yield name, points
       if i < ends:
         self.make(node)

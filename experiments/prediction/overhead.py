@@ -1,0 +1,114 @@
+"""What a plan that was found costs over a loop jitted by hand.
+
+  python -m experiments.prediction.overhead
+
+The arithmetic job on one device: by the runtime, with the plan that 'auto'
+finds, and as two jitted functions around the verifier, which is Python. The two
+take turns; the ratio is the median of pairs, in wall seconds and in
+CPU-seconds.
+"""
+
+import json
+import statistics
+import time
+
+import jax
+
+from experiments.prediction import setting as setting_lib
+from planner.search import declare, exact
+from rlinf_jax.runtime import local
+
+PAIRS = 12
+
+
+def by_hand(flow, state):
+  """`batch, key -> info`: all before the host stage, that one, and the rest."""
+  (host,) = (i for i, node in enumerate(flow.nodes) if node.stage.host)
+  starts = [start for start, _ in flow.carry]
+  ends = [end for _, end in flow.carry]
+  first, judge, rest = (
+    flow.nodes[:host],
+    flow.nodes[host],
+    flow.nodes[host + 1 :],
+  )
+  made = [v for node in first for v in node.writes]
+  needed = {v for node in (judge, *rest) for v in node.reads}
+  passed = [v for v in made if v in needed]
+
+  def run(nodes, memory):
+    for node in nodes:
+      args = jax.tree.unflatten(node.takes, [memory[v] for v in node.reads])
+      memory |= zip(
+        node.writes, jax.tree.leaves(node.stage.fn(*args)), strict=True
+      )
+    return memory
+
+  @jax.jit
+  def before(carry, inputs):
+    memory = dict(zip(starts, carry, strict=True)) | inputs
+    memory = run(first, memory)
+    return {v: memory[v] for v in passed}
+
+  def after(carry, inputs, verdict):
+    memory = dict(zip(starts, carry, strict=True)) | inputs | verdict
+    memory = run(rest, memory)
+    return [memory[v] for v in ends], [memory[v] for v in flow.outputs]
+
+  after = jax.jit(after, donate_argnums=0)
+  carry = [x.copy() for x in jax.tree.leaves(state)]
+
+  def step(batch, key):
+    nonlocal carry
+    inputs = dict(zip(flow.inputs, jax.tree.leaves((batch, key)), strict=True))
+    handed = before(carry, inputs)
+    known = inputs | handed
+    args = jax.tree.unflatten(judge.takes, [known[v] for v in judge.reads])
+    verdict = jax.tree.leaves(judge.stage.run(*args))
+    verdict = dict(zip(judge.writes, verdict, strict=True))
+    carry, info = after(carry, inputs | handed, verdict)
+    return jax.device_get(jax.block_until_ready(info))
+
+  return step
+
+
+def main():
+  made = setting_lib.setting()
+  found = exact.search(
+    made.flow, made.model, declare.space(made.flow, made.model)
+  )
+  print(f'Found: rows at a time {found.best.rows or "all"}')
+  runtime = local.Local(found.best, step=made.flow)
+  runtime.load(made.state)
+  ways = {
+    'auto': lambda batch, key: jax.device_get(runtime.step(batch, key)),
+    'by hand': by_hand(made.flow, made.state),
+  }
+  took = {name: [] for name in ways}
+  for i in range(PAIRS + 2):
+    for name in sorted(ways, reverse=i % 2):
+      start = time.perf_counter(), time.process_time()
+      ways[name](made.batch, jax.random.key(i))
+      end = time.perf_counter(), time.process_time()
+      if i > 1:
+        took[name].append((end[0] - start[0], end[1] - start[1]))
+  runtime.close()
+  told = {'rows': found.best.rows}
+  for which, what in enumerate(('wall', 'cpu')):
+    ratios = [
+      a[which] / b[which]
+      for a, b in zip(took['auto'], took['by hand'], strict=True)
+    ]
+    told[what] = statistics.median(ratios)
+    each = {
+      name: statistics.median(t[which] for t in some)
+      for name, some in took.items()
+    }
+    print(
+      f'{what:4}: auto {each["auto"]:.3f} s, by hand {each["by hand"]:.3f} s, '
+      f'{told[what]:.3f} times'
+    )
+  print(json.dumps(told))
+
+
+if __name__ == '__main__':
+  main()
