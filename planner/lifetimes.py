@@ -54,6 +54,11 @@ def forget(program, flow, place, resident):
   shared = collections.Counter(op.end for op in kept)
   shared.update({*flow.outputs, *flow.inputs, *(held - starts)})
   fresh = {op.start for op in kept if shared[op.end] == 1}
+  # In a delay line, nothing is fresher than what enters it.
+  while late := {
+    op.start for op in kept if op.start in fresh and op.end in starts - fresh
+  }:
+    fresh -= late
   fresh |= {
     v for node in flow.nodes if node.stage.grain == 'sum' for v in node.writes
   }

@@ -17,6 +17,14 @@ def size(n: float) -> str:
   return f'{n:{digits}} {UNITS[power]}'
 
 
+def seconds(n: float) -> str:
+  """Seconds for people, to three digits: `12.3 ms`."""
+  for unit, times in (('s', 1), ('ms', 1e3)):
+    if n * times >= 0.9995:
+      return f'{n * times:.3g} {unit}' if n < 999.5 else f'{n:,.0f} s'
+  return f'{n * 1e6:.3g} µs' if n else '0 s'
+
+
 def _head(name: str) -> str:
   """What a value is called in what it is part of: `action`, or nothing.
 

@@ -35,8 +35,9 @@ def advise(
     ahead: steps that may overlap, the workflow's lag.
     own: the plan that the recipe has; None if it has none.
     cluster: the hardware.
-    seconds: to search at most; what is then not proved is said. Half as long
-      again may go into what would change the choice.
+    seconds: to search at most; what is then not proved is said. Two
+      thirds as long again may go into what comes next and what would change
+      the choice.
     output: a file for the same as JSON.
     page: a file for the same as a page of HTML, with pictures.
     say: what prints.
@@ -56,7 +57,7 @@ def advise(
     own=own,
     ranked=ranked,
     ahead=ahead,
-    seconds=seconds / 3,
+    seconds=seconds / 2,
   )
   if found.best is None:
     lines += ['No plan fits in memory. The nearest to fitting:']
@@ -87,7 +88,7 @@ def _found(flow, model, found, ahead, twin) -> list[str | None]:
     _between(best.flow, found.best),
     '',
     *words.next_to_it(twin),
-    words.own(twin),
+    words.beside(twin),
     '',
     *words.sensitivity(twin['sensitivity']),
   ]

@@ -77,15 +77,17 @@ def _found(twin) -> str:
 def _story(twin) -> str:
   if 'plan' not in twin:
     return 'No plan of those searched fits in memory.'
-  return f'{twin["bottleneck"]} {words.slack(twin)}'
+  return twin['bottleneck']
 
 
 def _figures(twin) -> list[tuple[str, str, str]]:
-  figures = [('a step', f'<b>{seconds(twin["seconds"])}</b>', 'headline')]
-  own = twin.get('own') or {}
-  if 'seconds' in own:
-    less = 1 - twin['seconds'] / own['seconds']
-    said = f'less than the {seconds(own["seconds"])} of the recipe’s plan'
+  figures = [
+    ('a step', f'<b>{listing.seconds(twin["seconds"])}</b>', 'headline')
+  ]
+  beside = twin['beside'] or {}
+  if 'seconds' in beside:
+    less = 1 - twin['seconds'] / beside['seconds']
+    said = f'less: {beside["title"]}'.replace(': The', ' than the')
     figures.append((said, f'<b>{less:.0%}</b>', ''))
   plan = twin['plan']
   used = sum(len(place['devices']) for place in plan['places'].values())
@@ -99,27 +101,19 @@ def _figures(twin) -> list[tuple[str, str, str]]:
   return figures
 
 
-def seconds(n: float) -> str:
-  """For people: `12.3 ms`."""
-  for unit, times in (('s', 1), ('ms', 1e3)):
-    if n * times >= 1:
-      return f'{n * times:.3g} {unit}'
-  return f'{n * 1e6:.3g} µs' if n else '0'
-
-
 def _colours(twin) -> dict[str, int]:
   """The longest stages have colours of their own."""
   spent = {stage['name']: stage['seconds'] for stage in twin['stages']}
-  shown = [*twin['timeline'], *(twin.get('own') or {}).get('timeline', ())]
+  shown = [*twin['timeline'], *(twin['beside'] or {}).get('timeline', ())]
   names = dict.fromkeys([*spent, *(s['stage'] for s in shown if s['stage'])])
   names = sorted(names, key=lambda name: -spent.get(name, 0.0))
   return {name: min(i, COLOURS) + 1 for i, name in enumerate(names)}
 
 
 def _timelines(twin, colours) -> str:
-  own = twin.get('own') or {}
-  longest = max(twin['seconds'], own.get('seconds', 0.0))
-  cards = [('The fastest plan', twin), ("The recipe's own plan", own)]
+  beside = twin['beside'] or {}
+  longest = max(twin['seconds'], beside.get('seconds', 0.0))
+  cards = [('The fastest plan', twin), (beside.get('title'), beside)]
   made = []
   for title, one in cards:
     if 'timeline' not in one:
@@ -132,11 +126,11 @@ def _timelines(twin, colours) -> str:
     note = _keys({n: c for n, c in colours.items() if n in shown})
     if None in shown:
       note += ' <span class="key" style="--c: var(--soft)">moves</span>'
-    now = seconds(one['seconds'])
+    now = listing.seconds(one['seconds'])
     made.append(page.card(title, note, picture, now, 'whole'))
-  if 'refused' in own:
-    said = _said([f'It cannot be had here: {own["refused"]}'])
-    made.append(page.card("The recipe's own plan", '', said, '', 'whole'))
+  if 'refused' in beside:
+    said = _said([f'It cannot be had here: {beside["refused"]}'])
+    made.append(page.card(beside['title'], '', said, '', 'whole'))
   return ''.join(made)
 
 
@@ -166,7 +160,8 @@ def _places(twin) -> str:
     devices = f'{n} device{"s" * (n > 1)} {mesh}'.strip()
     share = place['works'] / twin['seconds'] if twin['seconds'] else 0.0
     memory = place['memory']
-    parts = memory['parts']
+    parts, during = memory['parts'], memory['during']
+    during = f', at worst during {during}' * bool(during)
     made.append(
       f'<div class="place"><p><b>{html.escape(place["name"])}</b>'
       f'<span>{devices}</span></p>'
@@ -174,7 +169,7 @@ def _places(twin) -> str:
       f'<p><small>works {share:.0%} of a step</small></p>'
       f'{_meter([(share, 1)])}'
       f'<p><small>{listing.size(memory["bytes"])} of '
-      f'{listing.size(capacity)} that may be used on each device</small>'
+      f'{listing.size(capacity)} that may be used on each device{during}</small>'
       f'{_tag(memory["tag"])}</p>'
       + _meter(
         [(p['bytes'] / capacity, 2 + i % 6) for i, p in enumerate(parts)]
@@ -210,13 +205,13 @@ def _stages(twin, colours) -> str:
   for stage in sorted(twin['stages'], key=lambda s: -s['seconds']):
     name = stage['name']
     tight = stage['slack'] < words.LITTLE * twin['seconds']
-    slack = 'none' if tight else seconds(stage['slack'])
+    slack = 'none' if tight else listing.seconds(stage['slack'])
     at_once = f' <small>{stage["rows"]} rows at a time</small>'
     rows.append(
       f'<tr><td>{page.key(name, colours[name])}'
       f'{at_once if stage["rows"] else ""}</td>'
       f'<td class="text">{html.escape(stage["place"])}</td>'
-      f'<td class="nowrap">{seconds(stage["seconds"])}</td>'
+      f'<td class="nowrap">{listing.seconds(stage["seconds"])}</td>'
       f'<td class="nowrap {"bad" if tight else ""}">{slack}</td>'
       f'<td>{_tag(stage["tag"])}</td></tr>'
     )
@@ -229,9 +224,10 @@ def _stages(twin, colours) -> str:
 def _ranked(twin) -> str:
   rows = []
   entries = [(entry, '') for entry in twin['ranked']]
-  own = twin.get('own') or {}
-  if 'seconds' in own:
-    entries.append((own, "the recipe's own: "))
+  beside = twin['beside'] or {}
+  known = [entry['plan'] for entry in twin['ranked']]
+  if 'seconds' in beside and beside['plan'] not in known:
+    entries.append((beside, f'{beside["title"]}: '))
   longest = max(entry['seconds'] for entry, _ in entries)
   for entry, what in entries:
     parts = entry['parts']
@@ -239,13 +235,11 @@ def _ranked(twin) -> str:
     bar = _meter([(n / longest, colour) for n, colour in of])
     rows.append(
       f'<tr><td class="nowrap">+{100 * entry["more"]:.1f} %</td>'
-      f'<td class="nowrap">{seconds(entry["seconds"])}{bar}</td>'
+      f'<td class="nowrap">{listing.seconds(entry["seconds"])}{bar}</td>'
       f'<td class="text">{html.escape(what + entry["in_a_line"])}'
       f'<small>{html.escape(entry["reason"])}</small></td></tr>'
     )
-  keys = page.legend(
-    {'work of the busiest place': 1, 'its waits': 8, 'moves': 5}
-  )
+  keys = {'work of the busiest place': 1, 'its waits': 8, 'moves': 5}
   return (
     f'<table class="plans">{"".join(rows)}</table>'
     f'<div class="legend">{page.legend(keys)}</div>'

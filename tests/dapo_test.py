@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import invariance_test
 from planner import flow as flow_lib
 from planner import plan as plan_lib
 from rlinf_jax.runtime import local
 from stages import base, metrics, train, workflows
-from stages.workflows import dapo as dapo_lib
+from stages.workflows.dapo import _accept, _ask, overlong, Slots
 import tiny
 
 KEY = jax.random.key(0)
@@ -22,7 +23,7 @@ GROUP = 4
   'length, cost', [(0, 0), (12, 0), (14, -0.25), (16, -0.5), (20, -1)]
 )
 def test_overlong_costs_rise_to_one(length, cost):
-  made = dapo_lib.overlong(jnp.float32([length]), limit=20, cache=8)
+  made = overlong(jnp.float32([length]), limit=20, cache=8)
   np.testing.assert_allclose(made, [cost])
 
 
@@ -37,7 +38,7 @@ def slots_of(N):
   zero = jnp.zeros(())
   none = jnp.int32(0)
   verdict = base.Verdict(jnp.zeros(N * 2), jnp.zeros(N * 2))
-  return dapo_lib.Slots(x, verdict, none, none, metrics.Mean(zero, zero))
+  return Slots(x, verdict, none, none, metrics.Mean(zero, zero))
 
 
 def drawn(name, correct_B):
@@ -50,7 +51,7 @@ def drawn(name, correct_B):
 
 
 def test_groups_of_mixed_accuracy_fill_the_slots_in_order():
-  accept = functools.partial(dapo_lib._accept, 2)
+  accept = functools.partial(_accept, 2)
   slots, done = accept(slots_of(3), *drawn(1, [0, 0, 1, 0, 1, 1]))
   assert (int(slots.filled), bool(done)) == (1, False)
   assert slots.x.obs.tolist() == [102, 103, -1, -1, -1, -1]
@@ -71,7 +72,7 @@ def test_filling_is_the_first_mixed_groups_of_all_rounds(seed):
     if done:
       break
     correct_B = rng.integers(2, size=8)
-    slots, done = dapo_lib._accept(2, slots, *drawn(i, correct_B))
+    slots, done = _accept(2, slots, *drawn(i, correct_B))
     all_ += [
       100 * i + 2 * g + j
       for g in range(4)
@@ -84,7 +85,7 @@ def test_filling_is_the_first_mixed_groups_of_all_rounds(seed):
 
 
 def test_a_rows_key_is_of_its_round_too():
-  ask = functools.partial(dapo_lib._ask, 2, GROUP)
+  ask = functools.partial(_ask, 2, GROUP)
   rows = [ask(tiny.problem(8), KEY, jnp.int32(i)) for i in range(2)]
   key_B = np.concatenate([jax.random.key_data(keys) for _, keys in rows])
   assert len({tuple(key) for key in key_B.tolist()}) == 8 * GROUP
@@ -94,14 +95,14 @@ def test_a_rows_key_is_of_its_round_too():
 
 def test_prompts_that_rounds_cannot_share_are_refused():
   with pytest.raises(ValueError, match='8 prompts .* 3 rounds'):
-    dapo_lib._ask(3, GROUP, tiny.problem(8), KEY, jnp.int32(0))
+    _ask(3, GROUP, tiny.problem(8), KEY, jnp.int32(0))
 
 
 @functools.cache
 def dapo(dtype='float32', rounds=2, **kwargs):
   return workflows.dapo(
     tiny.policy(dtype),
-    tiny.even,
+    invariance_test.even if dtype == 'float64' else tiny.even,
     train.adamw(1e-2),
     group=GROUP,
     rounds=rounds,

@@ -9,6 +9,7 @@ PIECES = (1, 2, 4, 8)
 FRACTIONS = (1, 4, 16, 64)  # Of a stage's rows, taken at a time.
 CROWDED = 1 / 8  # Of a device's memory: a stage that needs more may be cut.
 FASTER = 0.95  # Of the seconds of all rows at once, to be worth a try.
+GROUPS = 8  # Of stages, to be placed apart: an RL step has no more that matter.
 LARGE = 1 / 100  # Of the largest that is carried, to be worth evicting.
 
 
@@ -27,7 +28,7 @@ def space(flow: graph.Flow, model: roofline.Roofline) -> exact.Space:
     pieces=PIECES if cluster.devices > 1 else (1,),
     rows=rows,
     evict=_idle(flow, cluster.capacity),
-    together=grouping.glue(flow, model, cluster.devices),
+    together=grouping.glue(flow, model, cluster.devices, most=GROUPS),
   )
 
 

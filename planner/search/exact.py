@@ -197,7 +197,7 @@ class Search:
     self.space, self.ahead, self.keep = space, ahead, keep
     half = play.STEPS // 2
     self.share = half // (1 + ahead) / half  # Of a step that passes alone.
-    self.best, self.ranked = below, []
+    self.best, self.below, self.ranked = below, below, []
     self.leaves, self.ticket = [], itertools.count()
     self.tried = self.simulated = 0
     self.seen = set()
@@ -322,7 +322,7 @@ class Search:
 
   def _found(self) -> Found:
     best = None
-    if self.ranked and self.ranked[0][1] <= self.best:
+    if self.ranked and not self.below <= self.ranked[0][1]:
       best = self.ranked[0][0]
     least = self._least()
     bound = self.best if least >= self.enough else least

@@ -46,18 +46,28 @@ def groups(flow, together) -> list[tuple[str, ...]]:
   return [tuple(members[s]) for s in flow.stages if s in members]
 
 
-def glue(flow, model, devices: int, share: float = 1e-3):
+def glue(
+  flow,
+  model,
+  devices: int,
+  share: float = 1e-3,
+  most: int | None = None,
+):
   """Puts stages that take next to no time with a neighbour of theirs.
 
   Stages that reshape, count or shuffle would multiply the plans to be searched,
   and change nothing. Each joins the stages with which it shares most bytes, as
-  long as a place of all devices may hold them together.
+  long as a place of all devices may hold them together. Where all stages take
+  little, and about as long, the shortest of them join until `most` are left:
+  there are as many ways to place ten as to place eight, sixteen times over.
 
   Args:
     flow: as recorded.
     model: a `search.Model`.
     devices: that there are.
     share: of all stages' seconds, below which some take next to none.
+    most: groups that are to be placed at most, as far as any may join; None
+      for any number.
 
   Returns:
     Stages that go together, for `search.Space`.
@@ -90,7 +100,8 @@ def glue(flow, model, devices: int, share: float = 1e-3):
     found = False
     for one in sorted(some, key=lambda some: sum(spent[s] for s in some)):
       others = [x for x in some if x != one and may_join(one, x)]
-      if others and sum(spent[s] for s in one) < little:
+      short = sum(spent[s] for s in one) < little
+      if others and (short or len(some) > (most or len(some))):
         other = max(others, key=lambda other: between(one, other))
         some = [x for x in some if x not in (one, other)] + [one | other]
         found = True

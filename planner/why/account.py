@@ -13,6 +13,7 @@ from planner.search import exact
 from planner.why import reason, sensitivity, slack
 
 SHOWN = 5  # Plans, the best included.
+DURING = ', during '  # Before the stage, in what a model says of memory.
 
 
 def account(
@@ -31,7 +32,8 @@ def account(
     flow: as recorded.
     model: of the costs, a `planner.costs.roofline.Roofline`.
     found: what a search by this model has found.
-    own: a plan to compare with, such as the recipe's.
+    own: the plan of the recipe, to compare with; if it has none, that is the
+      fastest that puts all on one place.
     ranked: plans and their seconds to compare with, fastest first.
     ahead: as in that search.
     seconds: to ask for at most what would change the choice.
@@ -74,7 +76,7 @@ def account(
       _compared(flow, other, best, seconds)
       for other, (_, seconds) in zip(others, ranked, strict=False)
     ],
-    'own': own and _own(flow, model, own, best, ahead),
+    'beside': _beside(flow, model, own, ranked, best, ahead),
     'sensitivity': [_change(flow, change) for change in changes],
   }
 
@@ -147,8 +149,13 @@ def _places(flow, model, played: play.Played) -> list[dict[str, Any]]:
         'memory': {
           'bytes': memory.total.value,
           'tag': memory.total.tag,
+          'during': next(iter(memory), '').partition(DURING)[2],
           'parts': [
-            {'what': what, 'bytes': number.value, 'tag': number.tag}
+            {
+              'what': what.partition(DURING)[0],
+              'bytes': number.value,
+              'tag': number.tag,
+            }
             for what, number in memory.items()
             if number.value
           ],
@@ -171,17 +178,29 @@ def _compared(flow, played, best, seconds) -> dict[str, Any]:
   }
 
 
-def _own(flow, model, own, best, ahead) -> dict[str, Any]:
-  """The plan that a recipe has; or why it cannot be had here."""
+def _beside(flow, model, own, ranked, best, ahead) -> dict[str, Any] | None:
+  """The plan that a recipe has, or the fastest that puts all on one place.
+
+  If it cannot be had here, why; None if there is no other.
+  """
+  title = "The recipe's own plan"
+  if own is None:
+    title = 'The fastest on one place'
+    one = [plan for plan, _ in ranked if len(plan.places) == 1]
+    if not one or one[0] == best.plan:
+      return None
+    own = one[0]
   most = max(d for place in own.places.values() for d in place.devices)
   if most >= model.cluster.devices:
-    return {'refused': f'it needs device {most}, which is not there.'}
+    why = f'it needs device {most}, which is not there.'
+    return {'title': title, 'refused': why}
   try:
     played = play.play(flow, model, own, ahead)
   except ValueError as error:
-    return {'refused': str(error)}
+    return {'title': title, 'refused': str(error)}
   return _compared(flow, played, best, played.seconds) | {
-    'timeline': timeline(played)
+    'title': title,
+    'timeline': timeline(played),
   }
 
 

@@ -9,10 +9,12 @@ even if moves took no time, and what moves add:
 import collections
 from typing import NamedTuple
 
-from planner import explain, graph, listing, play
+from planner import explain, listing, play
 from planner.costs import scaled
 
 SAME = 5e-4  # Of the seconds: less is not worth a reason.
+
+_say = listing.seconds
 
 
 class Parts(NamedTuple):
@@ -69,8 +71,8 @@ def reason(played: play.Played, best: play.Played) -> str:
 def _work(played, best, mine, its) -> str:
   if len(played.plan.places) == 1 < len(best.plan.places):
     return (
-      f'nothing overlaps: one place does all of {_s(mine.work)}, where the '
-      f'busiest of the fastest does {_s(its.work)}'
+      f'nothing overlaps: one place does all of {_say(mine.work)}, where the '
+      f'busiest of the fastest does {_say(its.work)}'
     )
   spent, before = by_stage(played), by_stage(best)
   here = explain.busy(played.flow, played.simulation)[mine.place]
@@ -78,48 +80,52 @@ def _work(played, best, mine, its) -> str:
   # does faster.
   there = explain.busy(best.flow, best.simulation).get(its.place, {})
   stage = max(here, key=lambda s: here[s] - there.get(s, 0.0))
-  said = f'{mine.place} has {_s(mine.work)} of work against {_s(its.work)}'
+  said = f'{mine.place} has {_say(mine.work)} of work against {_say(its.work)}'
   if stage in there:
-    return f'{said}: {stage} takes {_s(here[stage])}, not {_s(there[stage])}'
+    return (
+      f'{said}: {stage} takes {_say(here[stage])}, not {_say(there[stage])}'
+    )
   if stage in before:
-    also = f', {_s(before[stage])} there' * (
+    also = f', {_say(before[stage])} there' * (
       abs(spent[stage] - before[stage]) > SAME * best.seconds
     )
     return (
-      f'{said}: it also has {stage} ({_s(here[stage])}{also}), which the '
+      f'{said}: it also has {stage} ({_say(here[stage])}{also}), which the '
       f'fastest has elsewhere'
     )
-  return f'{said}, most of it {stage} ({_s(here[stage])})'
+  return f'{said}, most of it {stage} ({_say(here[stage])})'
 
 
 def _waits(played, best, mine, its) -> str:
-  still = _without_moves(played)
-  waited = collections.Counter()
-  for span in still.simulation.spans:
-    if span.step == 0 and span.what == 'wait' and span.place == mine.place:
-      waited[_maker(played.flow, span)] += span.end - span.start
   said = (
-    f'{mine.place}, the busiest place, waits {_s(mine.waits)} of a step '
-    f'against {_s(its.waits)}'
+    f'{mine.place}, the busiest place, waits {_say(mine.waits)} of a '
+    f'step against {_say(its.waits)}'
   )
-  return f'{said}, most for {max(waited, key=waited.get)}' if waited else said
+  meanwhile = _meanwhile(_without_moves(played), mine.place)
+  if not meanwhile:
+    return said
+  return f'{said}, most of it while {max(meanwhile, key=meanwhile.get)} runs'
 
 
-def _maker(flow, span) -> str:
-  """The stage that a place waits for, through what only moves rows."""
-  for i in span.loop:
-    flow = flow.nodes[i].body
-  v = span.value
-  while v in flow.maker:
-    node = flow.nodes[flow.maker[v]]
-    if not graph.is_plumbing(node) or not node.reads:
-      return node.name
-    v = node.reads[-1]
-  return 'the step before'
+def _meanwhile(played, place: str) -> dict[str, float]:
+  """Seconds that stages run elsewhere while a place waits, in the first step.
+
+  Whose value it waits for says less: its maker may have stood in a queue.
+  """
+  first = [span for span in played.simulation.spans if span.step == 0]
+  waits = [s for s in first if s.place == place and s.what == 'wait']
+  spent = collections.Counter()
+  for span in first:
+    stage = explain.stage_of(played.flow, span)
+    if stage and span.place != place:
+      for wait in waits:
+        both = min(span.end, wait.end) - max(span.start, wait.start)
+        spent[stage] += max(0.0, both)
+  return {stage: seconds for stage, seconds in spent.items() if seconds}
 
 
 def _moves(played, best, mine, its) -> str:
-  said = f'moves add {_s(mine.moves)} against {_s(its.moves)}'
+  said = f'moves add {_say(mine.moves)} against {_say(its.moves)}'
   if played.plan.evict and not best.plan.evict:
     return f'{said}: {", ".join(played.plan.evict)} go to host memory and back'
   found = explain.moves(played.flow, played.plan)
@@ -135,7 +141,3 @@ def by_stage(played: play.Played) -> dict[str, float]:
   for stages in explain.busy(played.flow, played.simulation).values():
     spent.update(stages)
   return dict(spent)
-
-
-def _s(seconds: float) -> str:
-  return f'{seconds:.3g} s'

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from planner import listing
+
 LITTLE = 0.005  # Of a step: less slack is none, to people.
 
 
@@ -20,14 +22,14 @@ def next_to_it(twin: Mapping[str, Any]) -> list[str]:
   return ['Next to it, of those timed:', *lines] if lines else []
 
 
-def own(twin: Mapping[str, Any]) -> str | None:
-  """How the recipe's plan compares."""
-  entry = twin.get('own')
+def beside(twin: Mapping[str, Any]) -> str | None:
+  """How the plan that it is compared with does."""
+  entry = twin['beside']
   if not entry:
     return None
   if 'refused' in entry:
-    return f"The recipe's own plan cannot be had: {entry['refused']}"
-  said = f"The recipe's own plan takes {entry['seconds']:.3g} s"
+    return f'{entry["title"]} cannot be had: {entry["refused"]}'
+  said = f'{entry["title"]} takes {entry["seconds"]:.3g} s'
   return f'{said}, {100 * entry["more"]:+.1f} %: {entry["reason"]}.'
 
 
@@ -37,7 +39,7 @@ def slack(twin: Mapping[str, Any]) -> str:
   some = sorted(twin['stages'], key=lambda stage: stage['slack'])
   tight = [s['name'] for s in some if s['slack'] < LITTLE * step]
   loose = [
-    f'{s["name"]} {s["slack"]:.2g} s'
+    f'{s["name"]} {listing.seconds(s["slack"])}'
     for s in some
     if s['slack'] >= LITTLE * step
   ]

@@ -9,8 +9,8 @@ import optax
 
 from stages import advantages, base, losses, metrics, repeat, train
 from stages import stage as stages
-from stages.workflows import grpo as grpo_lib
 from stages.workflows import held_out
+from stages.workflows.grpo import describe, objective, Version
 
 
 class State(NamedTuple):
@@ -75,7 +75,7 @@ def dapo(
     expect: rounds that planners shall count on; all if None.
   """
   together = functools.partial(stages.stage, group=group)
-  loss = grpo_lib.objective(
+  loss = objective(
     functools.partial(policy.evaluate, group=group),
     (low, high, None),
     (0.0, losses.kl_k3),
@@ -100,14 +100,14 @@ def dapo(
   )
   examine = held_out.examine(policy, verify)
 
-  def act(actor: grpo_lib.Version, prompt, key_B):
+  def act(actor: Version, prompt, key_B):
     x = policy.act(actor.params, prompt, key_B, group=group)
     return x._replace(version=jnp.broadcast_to(actor.step, key_B.shape))
 
   generate = stages.Stage(act, 'generate', whole=(0,), group=group)
 
   @stages.stage('begin', 'batch')
-  def begin(actor: grpo_lib.Version, problem: base.Problem, key):
+  def begin(actor: Version, problem: base.Problem, key):
     problem, key_B = _ask(rounds, group, problem, key, jnp.int32(0))
     like = jax.eval_shape(act, actor, problem.prompt, key_B)
     x = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
@@ -127,7 +127,7 @@ def dapo(
     advantage_NG = jax.vmap(advantages.group_relative)(reward_NG)
     return advantage_NG.reshape(-1, 1) * mask_BT
 
-  def sample(slots: Slots, actor: grpo_lib.Version, problem, key):
+  def sample(slots: Slots, actor: Version, problem, key):
     """One round: to be repeated."""
     asked, key_B = ask(problem, key, slots.round)
     x = generate(actor, asked.prompt, key_B)
@@ -140,7 +140,7 @@ def dapo(
 
   def step(state: State, problem: base.Problem, key):
     actor = state.actor
-    acting = grpo_lib.Version(actor.params, actor.step)
+    acting = Version(actor.params, actor.step)
     empty = begin(acting, problem, key)
     dealt = deal(key, empty.x.mask)  # Whatever will be there.
     slots = fill(empty, acting, problem, key)
@@ -228,7 +228,7 @@ def _describe(slots: Slots, now, group: int, updates: int) -> dict[str, Any]:
   reward_B = slots.verdict.reward
   N = reward_B.shape[0] // group
   rows, one = slots.filled * group, jnp.ones(())
-  told = grpo_lib.describe(slots.x, slots.verdict, now, group, updates)
+  told = describe(slots.x, slots.verdict, now, group, updates)
   del told['rollout/groups_degenerate']  # There are none.
   length = told['rollout/response_length'].count
   return told | {
