@@ -90,6 +90,7 @@ def _found(flow, model, found, ahead, twin) -> list[str | None]:
     *words.next_to_it(twin),
     words.beside(twin),
     '',
+    'What would change the choice, one cost at a time:',
     *words.sensitivity(twin['sensitivity']),
   ]
 

@@ -11,7 +11,7 @@ import statistics
 
 import jax
 
-from planner import explain, graph, passes, program, simulate, unroll
+from planner import explain, graph, play, program, unroll
 from planner import plan as plan_lib
 from planner.costs import count, priced, roofline
 from planner.costs import measured as measured_lib
@@ -92,21 +92,19 @@ def plan(step, evaluate, ahead, model, space) -> Chosen:
 
 def predict(flow, ahead, model, chosen: plan_lib.Plan) -> Prediction:
   """What a plan is expected to take, as simulated."""
-  cost = priced.Priced(model, chosen)
-  cut, programs = passes.lower(flow, chosen, cost)
-  played = simulate.simulate(cut, programs, cost, ahead=ahead)
+  played = play.play(flow, model, chosen, ahead)
   spent = {}
-  for found in explain.busy(cut, played).values():
+  for found in explain.busy(played.flow, played.simulation).values():
     for name, seconds in found.items():
       spent[name] = spent.get(name, 0.0) + seconds
   tags = {}
-  for node in cut.nodes:
+  for node in played.flow.nodes:
     if not graph.is_plumbing(node):
       place = chosen.places[chosen.stages[node.name]]
       rows = chosen.rows.get(node.name)
-      tags[node.name] = model.explain(cut, node, place, rows).total.tag
+      tags[node.name] = model.explain(played.flow, node, place, rows).total.tag
   return Prediction(
-    played.period,
+    played.seconds,
     {
       name: measured_lib.Number(spent.get(name, 0.0), tag)
       for name, tag in tags.items()

@@ -4,7 +4,7 @@ Colours are variables of the page around it, so that one picture serves a light
 and a dark page. A unit of a picture is a CSS pixel.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import html
 import math
 from typing import Any
@@ -19,7 +19,9 @@ def draw(
   lanes: Sequence[str],
   colours: Mapping[str, int],
   *,
+  end: float,
   seconds: float,
+  left: int,
   width: int,
 ) -> str:
   """Draws spans.
@@ -29,10 +31,11 @@ def draw(
       `start` and `end` in seconds.
     lanes: places, from top to bottom.
     colours: number of the colour --s1 … of each stage.
-    seconds: that are drawn: two pictures of as many have one scale.
+    end: seconds of a step.
+    seconds: that there is room for: two pictures with as many have one scale.
+    left: pixels for the names of lanes, as `margin` has it.
     width: pixels.
   """
-  left = 14 + math.ceil(7.5 * max(map(len, lanes)))
   scale = (width - left - 8) / seconds if seconds else 0.0
   height = TOP + len(lanes) * (LANE + GAP) + AXIS
   parts = [_axis(seconds, scale, left, height)]
@@ -41,7 +44,7 @@ def draw(
     parts.append(
       f'<text x="{left - 12}" y="{y + LANE / 2 + 4.5:g}" text-anchor="end" '
       f'class="lane">{html.escape(lane)}</text>'
-      f'<rect x="{left}" y="{y}" width="{seconds * scale:.2f}" '
+      f'<rect x="{left}" y="{y}" width="{end * scale:.2f}" '
       f'height="{LANE}" rx="4" class="idle"/>'
     )
     mine = [span for span in spans if span['place'] == lane]
@@ -50,6 +53,11 @@ def draw(
   return (
     f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(parts)}</svg>'
   )
+
+
+def margin(lanes: Iterable[str]) -> int:
+  """Pixels that the names of lanes need."""
+  return 14 + math.ceil(7.5 * max(map(len, lanes)))
 
 
 def _joined(spans, thinnest: float) -> list[dict[str, Any]]:

@@ -112,19 +112,24 @@ def _colours(twin) -> dict[str, int]:
 
 def _timelines(twin, colours) -> str:
   beside = twin['beside'] or {}
-  longest = max(twin['seconds'], beside.get('seconds', 0.0))
   cards = [('The fastest plan', twin), (beside.get('title'), beside)]
+  shown = [(title, one) for title, one in cards if 'timeline' in one]
+  longest = max(one['seconds'] for _, one in shown)
+  left = lanes.margin(p for _, one in shown for p in one['plan']['places'])
   made = []
-  for title, one in cards:
-    if 'timeline' not in one:
-      continue
-    names = list(one['plan']['places'])
+  for title, one in shown:
     picture = lanes.draw(
-      one['timeline'], names, colours, seconds=longest, width=WHOLE
+      one['timeline'],
+      list(one['plan']['places']),
+      colours,
+      end=one['seconds'],
+      seconds=longest,
+      left=left,
+      width=WHOLE,
     )
-    shown = {span['stage']: None for span in one['timeline']}
-    note = _keys({n: c for n, c in colours.items() if n in shown})
-    if None in shown:
+    there = {span['stage'] for span in one['timeline']}
+    note = _keys({n: c for n, c in colours.items() if n in there})
+    if None in there:
       note += ' <span class="key" style="--c: var(--soft)">moves</span>'
     now = listing.seconds(one['seconds'])
     made.append(page.card(title, note, picture, now, 'whole'))
@@ -169,8 +174,8 @@ def _places(twin) -> str:
       f'<p><small>works {share:.0%} of a step</small></p>'
       f'{_meter([(share, 1)])}'
       f'<p><small>{listing.size(memory["bytes"])} of '
-      f'{listing.size(capacity)} that may be used on each device{during}</small>'
-      f'{_tag(memory["tag"])}</p>'
+      f'{listing.size(capacity)} that may be used on each device{during} '
+      f'{_tag(memory["tag"])}</small></p>'
       + _meter(
         [(p['bytes'] / capacity, 2 + i % 6) for i, p in enumerate(parts)]
       )

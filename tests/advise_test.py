@@ -1,4 +1,5 @@
 import functools
+import html.parser
 import json
 
 import pytest
@@ -6,6 +7,7 @@ import pytest
 from planner import cluster as cluster_lib
 from planner import plan as plan_lib
 from planner.costs import count, roofline
+from planner.search import declare
 from rlinf_jax import advise
 from sharding import rules
 from stages import train, workflows
@@ -33,13 +35,24 @@ def advised(tmp_path, **kwargs):
   file = tmp_path / 'plan.json'
   own = plan_lib.of({}, made.stages)
   found = advise.advise(
-    made, 0, own, cluster=cluster(**kwargs), output=file, say=said.append
+    *(made, 0, own),
+    cluster=cluster(**kwargs),
+    output=file,
+    page=tmp_path / 'plan.html',
+    say=said.append,
   )
   return found, '\n'.join(said), json.loads(file.read_text())
 
 
-def test_it_names_the_fastest_plan_the_next_and_the_recipes_own(tmp_path):
-  found, said, twin = advised(tmp_path)
+@pytest.fixture(scope='module')
+def roomy(tmp_path_factory):
+  """Where all fits: what is found, what is said, the account, the page."""
+  folder = tmp_path_factory.mktemp('roomy')
+  return *advised(folder), (folder / 'plan.html').read_text()
+
+
+def test_it_names_the_fastest_plan_the_next_and_the_recipes_own(roomy):
+  found, said, twin, _ = roomy
   assert found.gap == 0 and 'it is proved that none' in said
   assert f'The fastest takes {found.seconds:.3g} s a step' in said
   for words in ('generate', '2 × toy', 'modelled', "The recipe's own plan"):
@@ -49,8 +62,56 @@ def test_it_names_the_fastest_plan_the_next_and_the_recipes_own(tmp_path):
   assert seconds == sorted(seconds) and seconds[0] == found.seconds
 
 
-def test_the_plan_that_it_finds_can_be_given_to_a_run(tmp_path):
-  _, _, twin = advised(tmp_path)
+class Reader(html.parser.HTMLParser):
+  """Checks that what begins ends, and collects what is said."""
+
+  def __init__(self, text):
+    super().__init__()
+    self.open, self.tags, self.words = [], [], []
+    self.feed(text)
+    assert not self.open
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.append((tag, dict(attrs)))
+    if tag not in ('meta', 'link', 'br'):
+      self.open.append(tag)
+
+  def handle_endtag(self, tag):
+    assert self.open.pop() == tag
+
+  def handle_startendtag(self, tag, attrs):
+    self.tags.append((tag, dict(attrs)))
+
+  def handle_data(self, data):
+    self.words.append(data)
+
+
+def test_it_accounts_for_a_plan_in_words_in_json_and_on_a_page(roomy):
+  found, said, twin, text = roomy
+  page = Reader(text)
+  shown = ' '.join(page.words)
+  for stage in twin['stages']:
+    assert stage['slack'] >= 0 and stage['name'] in said
+    assert stage['name'] in shown
+  assert sum(tag == 'svg' for tag, _ in page.tags) == 2  # The recipe's, too.
+  assert not any(tag == 'script' for tag, _ in page.tags)
+  for _, attrs in page.tags:  # It opens without a network.
+    assert not {'src', 'href'} & attrs.keys() or attrs['href'] == 'data:,'
+  for place in twin['places']:
+    parts = sum(part['bytes'] for part in place['memory']['parts'])
+    assert parts == pytest.approx(place['memory']['bytes'])
+    assert place['works'] <= found.seconds * (1 + 1e-9)
+  for entry in twin['ranked']:
+    assert entry['reason'] in said + 'the fastest'
+    seconds = sum(entry['parts'][k] for k in ('work', 'waits', 'moves'))
+    assert seconds == pytest.approx(entry['seconds'])
+  assert {c['cost'] for c in twin['sensitivity']} >= {*found.best.stages}
+  assert 'by a tenth' in said and 'by a tenth' in shown
+  assert 'modelled' in shown and twin['beside']['title'] in shown
+
+
+def test_the_plan_that_it_finds_can_be_given_to_a_run(roomy):
+  _, _, twin, _ = roomy
   names = [*flow().stages, 'answer', 'score']  # Of an evaluation as well.
   made = plan_lib.of(twin['plan'], names)
   assert set(made.stages) == {*flow().stages, 'answer', 'score'}
@@ -61,12 +122,20 @@ def test_what_does_not_fit_is_told_by_the_inequality(tmp_path):
   found, said, _ = advised(tmp_path, memory=1e4)
   assert found.best is None
   assert 'No plan fits in memory' in said and 'too much' in said
+  shown = Reader((tmp_path / 'plan.html').read_text()).words
+  assert 'nothing fits' in shown
 
 
 @pytest.mark.parametrize('devices, unit', [(2, 1), (8, 2)])
 def test_several_nodes_are_shared_out_whole(devices, unit):
   there, made = cluster(devices=devices), flow()
   model = roofline.Roofline(made, count.of_flow(made), there, rules.DEFAULT)
-  space = advise.space(made, model, there)
+  space = declare.space(made, model)
   assert (space.devices, space.unit) == (devices, unit)
-  assert set(space.evict) == {'apply', 'refer'}
+  assert space.evict == ()  # There is room for all.
+
+
+def test_what_only_some_stages_read_may_leave_a_crowded_device():
+  there, made = cluster(memory=1e4), flow()
+  model = roofline.Roofline(made, count.of_flow(made), there, rules.DEFAULT)
+  assert set(declare.space(made, model).evict) == {'apply', 'refer'}

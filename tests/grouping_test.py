@@ -42,3 +42,10 @@ def test_stages_that_no_place_can_hold_together_stay_apart():
   flow, model = toys.line(work, alone=('judge',))
   assert grouping.glue(flow, model, 4) == ()
   assert grouping.glue(flow, model, 1) == (('a', 'judge'),)
+
+
+def test_where_all_are_alike_the_shortest_join_until_few_are_left():
+  flow, model = toys.line({s: 1.0 + i for i, s in enumerate('abcd')})
+  assert grouping.glue(flow, model, 4) == ()
+  assert grouping.glue(flow, model, 4, most=3) == (('a', 'b'),)
+  assert grouping.glue(flow, model, 4, most=1) == (('a', 'b', 'c', 'd'),)

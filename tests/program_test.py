@@ -10,10 +10,11 @@ import numpy as np
 import optax
 import pytest
 
-from planner import flow, passes, plan, program
+from planner import cut, flow, passes, plan, program
 from planner import graph as graph_lib
 from stages import train, workflows
 import tiny
+import toys
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -387,3 +388,17 @@ def test_a_plan_is_lowered_without_jax(tmp_path):
     [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True
   )
   assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize('pieces', [1, 2])
+def test_what_stages_alone_read_is_theirs_however_the_batch_is_cut(pieces):
+  # What a carried value with rows is split by reads it for them.
+  flow = toys.build(
+    [('a', 'row', ('batch', 'state.b')), ('b', 'row', ('a',))], ('b',)
+  )
+  rows = frozenset(v for v, value in enumerate(flow.values[:2]))
+  first = dataclasses.replace(flow.nodes[0], rows=rows)
+  flow = dataclasses.replace(flow, nodes=(first, *flow.nodes[1:]))
+  made = cut.cut(flow, pieces)
+  assert len(program.private(made, ('a',))) == 1
+  assert program.private(made, ('b',)) == program.private(made, ()) == {}

@@ -67,6 +67,17 @@ def test_what_a_search_ruled_out_is_there_to_compare():
   assert ranked[0] == (found.best, found.seconds)
 
 
+def test_a_runner_up_may_be_better_than_what_a_stopped_search_has_found():
+  flow, model = toys.ppo(power=0.6)
+  space = exact.Space(64, unit=8, pieces=(1, 2, 4))
+  short = exact.search(flow, model, space, seconds=0.0)
+  full = exact.search(flow, model, space)
+  found = runners.best_of(short, full.ranked)
+  assert found.best == full.best
+  assert found.bound == pytest.approx(found.seconds * (1 - found.gap))
+  assert runners.best_of(full, full.ranked) is full
+
+
 def test_a_search_below_a_number_finds_what_is_faster_or_proves_none_is():
   flow, model = toys.ppo(power=0.6)
   space = exact.Space(64, unit=8, pieces=(1, 2, 4))

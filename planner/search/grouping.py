@@ -59,7 +59,7 @@ def glue(
   and change nothing. Each joins the stages with which it shares most bytes, as
   long as a place of all devices may hold them together. Where all stages take
   little, and about as long, the shortest of them join until `most` are left:
-  there are as many ways to place ten as to place eight, sixteen times over.
+  ten can be placed in sixteen times as many ways as eight.
 
   Args:
     flow: as recorded.

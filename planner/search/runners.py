@@ -36,5 +36,19 @@ def runners_up(
     some = exact.search(
       flow, model, space, ahead=ahead, keep=1, seconds=left
     ).ranked
-    ranked += [entry for entry in some if entry not in ranked]
+    known = [plan for plan, _ in ranked]
+    ranked += [entry for entry in some if entry[0] not in known]
   return sorted(ranked, key=lambda entry: entry[1])
+
+
+def best_of(
+  found: exact.Found, ranked: list[tuple[plan_lib.Plan, float]]
+) -> exact.Found:
+  """What a search that was stopped has found, if a runner-up is faster."""
+  if not ranked or ranked[0][1] >= found.seconds:
+    return found
+  plan, seconds = ranked[0]
+  gap = 1 - found.bound / seconds
+  return dataclasses.replace(
+    found, best=plan, seconds=seconds, gap=gap, ranked=ranked
+  )

@@ -43,9 +43,10 @@ def slack(twin: Mapping[str, Any]) -> str:
     for s in some
     if s['slack'] >= LITTLE * step
   ]
+  if not loose:
+    return 'No stage has slack.'
   said = f'Without slack: {", ".join(tight)}.' if tight else ''
-  if loose:
-    said += f' Could take longer before a step does: {", ".join(loose)}.'
+  said += f' Could take longer before a step does: {", ".join(loose)}.'
   return said.strip()
 
 
@@ -72,5 +73,4 @@ def sensitivity(changes: Sequence[Mapping[str, Any]]) -> list[str]:
       f', as far as was searched: {unsure} of them only among plans that were '
       'timed'
     )
-  head = ['What would change the choice, one cost at a time:'] if flips else []
-  return [*head, *lines, f'{rest}.']
+  return [*lines, f'  {rest}.']
