@@ -232,7 +232,8 @@ def choose(
   Args:
     flows: of a step and of an evaluation.
     ahead: steps that may overlap, the workflow's lag.
-    given: state, batch and key, as arrays, to measure with.
+    given: state, batch and key, as arrays, to measure with; None where one
+      device has no room for them, and costs are modelled alone.
     keep: the plan of a run that goes on; no other is looked for.
     say: what prints.
   """
@@ -242,11 +243,13 @@ def choose(
   model = roofline.Roofline(
     step, count.of_flow(step), machine.here(store), rules_lib.DEFAULT
   )
-  say('Measuring stages to plan by; what was measured once is remembered.')
-  starts = (start for start, _ in step.carry)
-  leaves = zip((*starts, *step.inputs), jax.tree.leaves(given), strict=True)
-  measured = stages.measure(step, dict(leaves), model, store)
-  model = model.knowing(measured)
+  if given is None:
+    say('Planning by modelled costs: one device cannot hold the state.')
+  else:
+    say('Measuring stages to plan by; what was measured once is remembered.')
+    starts = (start for start, _ in step.carry)
+    leaves = zip((*starts, *step.inputs), jax.tree.leaves(given), strict=True)
+    model = model.knowing(stages.measure(step, dict(leaves), model, store))
   space = declare.space(step, model)
   if keep:
     prediction = predict(step, ahead, model, keep)

@@ -16,6 +16,7 @@ from planner import plan as plan_lib
 from rlinf_jax import auto, config, console, record, trace
 from rlinf_jax import checkpoint as checkpoint_lib
 from rlinf_jax import loop as loop_lib
+from rlinf_jax.profile import stages
 from rlinf_jax.runtime import local
 from stages import base
 
@@ -139,18 +140,16 @@ def begin(workflow, source, seed, flows, runtime, kept):
   Returns:
     The places, and what watches a plan that was found.
   """
-  key, watch = jax.random.key(seed), None
-  if runtime:
-    runtime.compile('step')  # While the parameters are read.
-    with runtime.ambient():
-      runtime.load(workflow.init(key))
-  else:
-    state = workflow.init(key)
-    _, batch = source.next(source.init(seed), {})
-    watch = auto.choose(flows, workflow.lag, (state, batch, key), kept)
+  key, watch, given = jax.random.key(seed), None, None
+  if not runtime:
+    if stages.fits(flows[0]):
+      _, batch = source.next(source.init(seed), {})
+      given = workflow.init(key), batch, key
+    watch = auto.choose(flows, workflow.lag, given, kept)
     runtime = watch.runtime()
-    runtime.compile('step')
-    runtime.load(state)
+  runtime.compile('step')  # While the parameters are read.
+  with runtime.ambient():
+    runtime.load(given[0] if given else workflow.init(key))
   return runtime, watch
 
 

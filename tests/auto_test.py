@@ -222,6 +222,15 @@ def test_the_first_step_compiles_and_is_not_counted():
   assert watch.chosen is chosen
 
 
+def test_what_one_device_cannot_hold_is_planned_by_the_model(
+  tmp_path, measured, monkeypatch, capsys
+):
+  monkeypatch.setattr(machine, 'memory', lambda: 1.0)
+  monkeypatch.setattr(profile, 'measure', lambda *args: 1 / 0)
+  train.train(WORKFLOW, SOURCE, workdir=str(tmp_path / 'auto'), steps=1)
+  assert 'one device cannot hold the state' in capsys.readouterr().out
+
+
 def test_a_run_goes_on_by_the_plan_that_it_found(tmp_path, measured):
   folder = tmp_path / 'auto'
   train.train(

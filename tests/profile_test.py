@@ -1,3 +1,4 @@
+import os
 import time
 
 import jax
@@ -18,6 +19,7 @@ import tiny
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
   monkeypatch.setattr(machine, 'busy', lambda: 1)
+  monkeypatch.setattr(machine, 'shared', lambda: 1.0)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,13 @@ def test_a_machine_is_measured_once(tmp_path, monkeypatch):
   monkeypatch.setattr(machine, '_measure', lambda: 1 / 0)
   again = machine.here(store.Store(tmp_path))
   assert again == made
+
+
+def test_devices_of_a_processor_have_shares_of_it(monkeypatch):
+  monkeypatch.undo()
+  cores = len(os.sched_getaffinity(0))
+  assert machine.busy() == min(len(jax.devices()), cores)
+  assert machine.busy() * machine.shared() == len(jax.devices())
 
 
 def test_a_clock_tells_the_median_of_calls_at_once():

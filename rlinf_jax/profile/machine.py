@@ -1,7 +1,8 @@
 """This machine as a cluster: what its devices and links reach, measured.
 
 Devices of a CPU share its cores and its memory. What each of them reaches is
-therefore measured while all of them are busy, and so is every stage.
+therefore measured while as many are busy as there are cores, and divided among
+the rest; so is every stage.
 """
 
 import functools
@@ -22,9 +23,17 @@ RESERVE = 0.2  # Of memory: other processes live here too.
 
 
 def busy() -> int:
-  """Devices that measure at once: all, where they share a processor."""
+  """Devices that measure at once: as many as keep a shared processor busy."""
   devices = jax.devices()
-  return len(devices) if devices[0].platform == 'cpu' else 1
+  if devices[0].platform != 'cpu':
+    return 1
+  return min(len(devices), len(os.sched_getaffinity(0)))
+
+
+def shared() -> float:
+  """Seconds of a call if all devices are busy, by those if `busy()` are."""
+  devices = jax.devices()
+  return len(devices) / busy() if devices[0].platform == 'cpu' else 1.0
 
 
 def here(store: store_lib.Store) -> cluster_lib.Cluster:
@@ -36,13 +45,13 @@ def here(store: store_lib.Store) -> cluster_lib.Cluster:
     store.put(what, known)
   n = len(jax.devices())
   device = cluster_lib.Device(
-    jax.devices()[0].device_kind, memory=_memory(), **known['device']
+    jax.devices()[0].device_kind, memory=memory(), **known['device']
   )
   link = cluster_lib.Link(**known['link'])
   return cluster_lib.Cluster(device, n, n, link, link, RESERVE)
 
 
-def _memory() -> float:
+def memory() -> float:
   """Bytes of a device; devices of a CPU have equal shares of it."""
   stats = jax.devices()[0].memory_stats() or {}
   if 'bytes_limit' in stats:
@@ -78,7 +87,7 @@ def _all(devices, fn, x) -> float:
   """Seconds of `fn(x)`, on every device at once."""
   args = [jax.device_put(x, device) for device in devices]
   (spent,) = clock.seconds([[functools.partial(fn, arg) for arg in args]])
-  return spent
+  return spent * shared()
 
 
 @jax.jit

@@ -62,6 +62,12 @@ def measure(
   return measured_lib.Measured(curves, constants)
 
 
+def fits(flow: graph_lib.Flow) -> bool:
+  """Whether one device has room for what is carried, and to work."""
+  carried = sum(flow.values[start].bytes for start, _ in flow.carry)
+  return carried <= FILL * machine.memory()
+
+
 def worth(
   flow: graph_lib.Flow, model: roofline.Roofline
 ) -> dict[str, graph_lib.Node]:
@@ -197,6 +203,7 @@ class Bench:
       if name is not None:
         rows = plans[name].rows
         took = clock.seconds([self.calls(node, n) for n in rows])
+        took = [seconds * machine.shared() for seconds in took]
         points = list(zip(rows, took, strict=True))
         yield name, points
       if i < ends:
