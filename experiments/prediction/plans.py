@@ -55,7 +55,7 @@ SKETCHES = {
   'refer | rest': split(('refer',)),
   'refer | rest, 4 pieces': split(('refer',), pieces=4),
   'gradient | rest, 4 pieces, 8 rows': split(
-    ('gradient', 'apply', 'fold'), pieces=4, rows={'gradient': 8}
+    ('gradient', 'apply'), pieces=4, rows={'gradient': 8}
   ),
   'generate | rest, 8 pieces': split(ACT, pieces=8),
 }
