@@ -1,6 +1,6 @@
 """What plan a workflow should have on a cluster, and why; nothing is run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import json
 import os
 import pathlib
@@ -8,8 +8,8 @@ import pathlib
 from planner import cluster as cluster_lib
 from planner import explain, graph, listing, play, unroll
 from planner import plan as plan_lib
-from planner.costs import count, roofline
-from planner.search import declare, exact, runners
+from planner.costs import count, decode, roofline
+from planner.search import algorithm1, declare, exact, runners
 from planner.why import account, words
 from rlinf_jax import plan_page
 from sharding import rules
@@ -23,6 +23,7 @@ def advise(
   own: plan_lib.Plan | None,
   *,
   cluster: cluster_lib.Cluster,
+  lengths: Sequence[int] | None = None,
   seconds: float = 60.0,
   output: str | os.PathLike | None = None,
   page: str | os.PathLike | None = None,
@@ -35,6 +36,8 @@ def advise(
     ahead: steps that may overlap, the workflow's lag.
     own: the plan that the recipe has; None if it has none.
     cluster: the hardware.
+    lengths: tokens of completions like those that will be made; None where
+      all are taken to be as long as there is room for.
     seconds: to search at most; what is then not proved is said. Two
       thirds as long again may go into what comes next and what would change
       the choice.
@@ -43,18 +46,19 @@ def advise(
     say: what prints.
   """
   said, flow = str(flow), unroll.unroll(flow)  # Loops go by their rounds.
-  model = roofline.Roofline(flow, count.of_flow(flow), cluster, rules.DEFAULT)
+  works, assumed = _ending(count.of_flow(flow), lengths)
+  model = roofline.Roofline(flow, works, cluster, rules.DEFAULT)
   space = declare.space(flow, model)
   found = exact.search(
     flow, model, space, ahead=ahead, keep=KEPT, seconds=seconds
   )
-  lines = [said, '', _searched(found, cluster), _together(space)]
+  lines = [said, '', _searched(found, cluster), assumed, _together(space)]
   ranked = runners.runners_up(
     flow, model, found, ahead=ahead, seconds=seconds / 6
   )
   twin = account.account(
     *(flow, model, found),
-    own=own,
+    others=_others(flow, model, space, own, ranked, ahead),
     ranked=ranked,
     ahead=ahead,
     seconds=seconds / 2,
@@ -74,6 +78,62 @@ def advise(
   return found
 
 
+def read_lengths(file: str | os.PathLike) -> list[int]:
+  """Tokens of completions, a JSON list in a file."""
+  try:
+    told = json.loads(pathlib.Path(file).read_text())
+  except ValueError:
+    told = None
+  whole = isinstance(told, list) and all(type(n) is int for n in told)
+  if not whole or not told or min(told) < 1:
+    raise ValueError(
+      f'{file} should hold the tokens of completions as a JSON list of whole '
+      'numbers from 1 on, such as [212, 87, 1024].'
+    )
+  return told
+
+
+def _ending(works, lengths):
+  """Works of stages whose rows end when they do, and a sentence on that."""
+  open_ended = {
+    name: call.whole.turns
+    for name, call in works.items()
+    if call and call.whole.turns
+  }
+  names = ', '.join(open_ended)
+  if lengths is None:
+    if not open_ended:
+      return works, None
+    return works, (
+      f'Rows of {names} are taken to be as long as there is room for, '
+      f'{max(open_ended.values()):g} tokens: --lengths takes a file of how '
+      'long they are.'
+    )
+  if not open_ended:
+    raise ValueError(
+      'Lengths were given, and no stage has rows that end early.'
+    )
+  ending = {name: decode.of(works[name], lengths) for name in open_ended}
+  return works | ending, (
+    f'Rows of {names} end as {len(lengths):,} that were given do, the longest '
+    f'after {max(lengths):,} tokens.'
+  )
+
+
+def _others(flow, model, space, own, ranked, ahead):
+  """Plans that people would ask about, by what they are called."""
+  others = {}
+  one = [plan for plan, _ in ranked if len(plan.places) == 1]
+  if own:
+    others["The recipe's own plan"] = own
+  elif one:
+    others['The fastest on one place'] = one[0]
+  theirs = algorithm1.algorithm1(flow, model, space, ahead=ahead)
+  if theirs.best:
+    others["The plan of RLinf's Algorithm 1"] = theirs.best
+  return others
+
+
 def _found(flow, model, found, ahead, twin) -> list[str | None]:
   """The fastest plan, and what is next to it."""
   best = play.play(flow, model, found.best, ahead)
@@ -88,7 +148,7 @@ def _found(flow, model, found, ahead, twin) -> list[str | None]:
     _between(best.flow, found.best),
     '',
     *words.next_to_it(twin),
-    words.beside(twin),
+    *words.beside(twin),
     '',
     'What would change the choice, one cost at a time:',
     *words.sensitivity(twin['sensitivity']),

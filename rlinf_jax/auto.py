@@ -159,6 +159,7 @@ class Watch:
     self.chosen = chosen
     self._seen: list[tuple[float, Mapping[str, float]]] = []
     self._fresh = True  # The first step compiles.
+    self._beside = 1.0  # How many times as long as stages explain.
 
   def runtime(self, timeline=None) -> local.Local:
     """The places of the plan; they are given a state by who asks for them."""
@@ -187,27 +188,32 @@ class Watch:
     if len(self._seen) < WINDOW:
       return None
     took = statistics.median(step for step, _ in self._seen)
-    low, high = TRUE
-    if low <= took / self.chosen.prediction.step <= high:
+    if _true(took / self.chosen.prediction.step / self._beside):
       return None
-    return self._again()
+    factors = self._factors()
+    self._seen.clear()
+    better = None
+    if not all(map(_true, factors.values())):
+      better = self._again(factors)
+    # What no stage explains, no other search would either.
+    self._beside = 1.0 if better else took / self.chosen.prediction.step
+    return better
 
-  def _again(self) -> Chosen | None:
+  def _again(self, factors) -> Chosen | None:
     """Corrects the model by what was seen, and searches with it."""
     old = self.chosen
-    model = old.model.knowing(old.model.measured.times(self._factors()))
+    model = old.model.knowing(old.model.measured.times(factors))
     step, evaluate = map(unroll.unroll, self._flows)
     space = declare.space(step, model)
     now = predict(step, self._ahead, model, old.plan)
     best = plan(step, evaluate, self._ahead, model, space)
-    self._seen.clear()
-    if best.prediction.step >= GAIN * now.step:
-      self.chosen = dataclasses.replace(
-        old, model=model, space=space, prediction=now
-      )
-      return None
-    self.chosen, self._fresh = best, True
-    return best
+    if best.prediction.step < GAIN * now.step:
+      self.chosen, self._fresh = best, True
+      return best
+    fastest = (1 - best.gap) * best.prediction.step
+    gap = max(0.0, 1 - fastest / now.step)
+    self.chosen = Chosen(old.plan, model, space, now, gap)
+    return None
 
   def _factors(self) -> dict[str, float]:
     """How many times as long as predicted each stage has taken."""
@@ -218,6 +224,12 @@ class Watch:
       if predicted.value > 0 and median > 0:
         factors[name] = median / predicted.value
     return factors
+
+
+def _true(ratio: float) -> bool:
+  """Whether a model with such a ratio, measured over predicted, will do."""
+  low, high = TRUE
+  return low <= ratio <= high
 
 
 def choose(
@@ -234,7 +246,8 @@ def choose(
     ahead: steps that may overlap, the workflow's lag.
     given: state, batch and key, as arrays, to measure with; None where one
       device has no room for them, and costs are modelled alone.
-    keep: the plan of a run that goes on; no other is looked for.
+    keep: the plan of a run that goes on; no other is looked for until steps
+      are not as predicted.
     say: what prints.
   """
   # Loops are planned by their rounds, and run as loops.

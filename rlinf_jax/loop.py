@@ -128,7 +128,7 @@ class Loop:
       return
     before = self._watch.chosen
     self._better = self._watch.see(seconds, by_stage) or self._better
-    if self._watch.chosen is not before:
+    if self._watch.chosen is not before and not self._better:
       self._notes.prediction(self.steps, self._watch.chosen.prediction)
 
   def _replan(self):
@@ -141,6 +141,7 @@ class Loop:
     self.runtime.load(state, self.steps)
     old.close()
     self._notes.plan(chosen.plan)
+    self._notes.prediction(self.steps, chosen.prediction)
     self._notes.say(f'Steps are not as predicted. {self._watch.told()}')
 
   def evaluate(self):

@@ -37,6 +37,12 @@ PLAN_JSON = flags.DEFINE_string(
 PLAN_HTML = flags.DEFINE_string(
   'plan_html', None, 'For --plan_only: a file for the same as a page.'
 )
+LENGTHS = flags.DEFINE_string(
+  'lengths',
+  None,
+  'For --plan_only: a JSON list of the tokens of completions, as long as those '
+  'that will be made.',
+)
 
 # What a person did or a disk refused, and can mend: a sentence, no traceback.
 MENDABLE = (
@@ -66,11 +72,13 @@ def plan_only():
   from rlinf_jax import advise  # It brings in all of the planner.
 
   files = [*config.GIN_FILE.value, CLUSTER.value]
+  lengths = LENGTHS.value and advise.read_lengths(LENGTHS.value)
   with tempfile.TemporaryDirectory() as folder:  # Nothing is left behind.
     config.parse(files, config.GIN_BINDINGS.value, folder)
     tell = functools.partial(
       advise.advise,
       cluster=config.call(cluster.Cluster),
+      lengths=lengths,
       output=PLAN_JSON.value,
       page=PLAN_HTML.value,
     )

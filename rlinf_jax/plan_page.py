@@ -84,11 +84,11 @@ def _figures(twin) -> list[tuple[str, str, str]]:
   figures = [
     ('a step', f'<b>{listing.seconds(twin["seconds"])}</b>', 'headline')
   ]
-  beside = twin['beside'] or {}
-  if 'seconds' in beside:
-    less = 1 - twin['seconds'] / beside['seconds']
-    said = f'less: {beside["title"]}'.replace(': The', ' than the')
-    figures.append((said, f'<b>{less:.0%}</b>', ''))
+  for beside in twin['beside'][:1]:
+    if 'seconds' in beside:
+      less = 1 - twin['seconds'] / beside['seconds']
+      said = f'less: {beside["title"]}'.replace(': The', ' than the')
+      figures.append((said, f'<b>{less:.0%}</b>', ''))
   plan = twin['plan']
   used = sum(len(place['devices']) for place in plan['places'].values())
   there = twin['cluster']['devices']
@@ -104,16 +104,22 @@ def _figures(twin) -> list[tuple[str, str, str]]:
 def _colours(twin) -> dict[str, int]:
   """The longest stages have colours of their own."""
   spent = {stage['name']: stage['seconds'] for stage in twin['stages']}
-  shown = [*twin['timeline'], *(twin['beside'] or {}).get('timeline', ())]
+  shown = [*twin['timeline']]
+  for beside in twin['beside']:
+    shown += beside.get('timeline', ())
   names = dict.fromkeys([*spent, *(s['stage'] for s in shown if s['stage'])])
   names = sorted(names, key=lambda name: -spent.get(name, 0.0))
   return {name: min(i, COLOURS) + 1 for i, name in enumerate(names)}
 
 
 def _timelines(twin, colours) -> str:
-  beside = twin['beside'] or {}
-  cards = [('The fastest plan', twin), (beside.get('title'), beside)]
-  shown = [(title, one) for title, one in cards if 'timeline' in one]
+  cards = [('The fastest plan', twin)]
+  cards += [(beside['title'], beside) for beside in twin['beside']]
+  shown = [
+    (title, one)
+    for title, one in cards
+    if 'timeline' in one and (one is twin or one['plan'] != twin['plan'])
+  ]
   longest = max(one['seconds'] for _, one in shown)
   left = lanes.margin(p for _, one in shown for p in one['plan']['places'])
   made = []
@@ -133,9 +139,10 @@ def _timelines(twin, colours) -> str:
       note += ' <span class="key" style="--c: var(--soft)">moves</span>'
     now = listing.seconds(one['seconds'])
     made.append(page.card(title, note, picture, now, 'whole'))
-  if 'refused' in beside:
-    said = _said([f'It cannot be had here: {beside["refused"]}'])
-    made.append(page.card(beside['title'], '', said, '', 'whole'))
+  for beside in twin['beside']:
+    if 'refused' in beside:
+      said = _said([f'It cannot be had here: {beside["refused"]}'])
+      made.append(page.card(beside['title'], '', said, '', 'whole'))
   return ''.join(made)
 
 
@@ -229,10 +236,11 @@ def _stages(twin, colours) -> str:
 def _ranked(twin) -> str:
   rows = []
   entries = [(entry, '') for entry in twin['ranked']]
-  beside = twin['beside'] or {}
-  known = [entry['plan'] for entry in twin['ranked']]
-  if 'seconds' in beside and beside['plan'] not in known:
-    entries.append((beside, f'{beside["title"]}: '))
+  entries += [
+    (beside, f'{beside["title"]}: ')
+    for beside in twin['beside']
+    if 'seconds' in beside
+  ]
   longest = max(entry['seconds'] for entry, _ in entries)
   for entry, what in entries:
     parts = entry['parts']

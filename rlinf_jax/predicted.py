@@ -47,8 +47,7 @@ def table(folder: str | os.PathLike) -> list[Line]:
     for line in _lines(folder / 'metrics.jsonl')
     if 'time/step' in line and line['step'] > last['step']
   ]
-  # The first step compiles.
-  took = took[1:] if not last['step'] else took
+  took = took[1:]  # The first step of a process, or of a plan, compiles.
 
   def line(name, predicted, source):
     seconds = [x[f'time/{name}'] for x in took if f'time/{name}' in x]

@@ -161,7 +161,7 @@ def test_a_stage_that_becomes_slower_moves_others_away(
   made = [json.loads(line)['step'] for line in told]
   assert made[0] == 0 and made[-1] >= CHANGE
   step_line = predicted.table(tmp_path / 'auto')[0]
-  assert 0.8 < step_line.ratio < 1.25
+  assert 0.5 < step_line.ratio < 2  # Sleeping is not exact on a busy machine.
 
 
 def test_before_the_change_what_is_equally_long_is_together():
@@ -213,6 +213,28 @@ def test_a_machine_that_is_slower_throughout_keeps_its_plan():
   # It is believed from now on.
   before = watch.chosen
   assert seen(watch, now.step, slower) is None and watch.chosen is before
+
+
+def test_what_no_stage_explains_is_not_searched_for_again(monkeypatch):
+  watch, chosen = watched()
+  monkeypatch.setattr(auto, 'plan', lambda *args: 1 / 0)
+  for _ in range(2):  # Stages are as predicted, a step is not.
+    assert seen(watch, 3 * chosen.prediction.step, SECONDS) is None
+  assert watch.chosen is chosen
+
+
+def test_a_slower_plan_says_how_much_faster_another_might_be(monkeypatch):
+  watch, chosen = watched()
+  monkeypatch.setattr(auto, 'GAIN', 0.0)  # Whatever is found, it stays.
+  slower = SECONDS | {'act': 3 * SECONDS['act']}
+  assert seen(watch, 2 * chosen.prediction.step, slower) is None
+  now = watch.chosen
+  assert now.plan == chosen.plan
+  best = auto.plan(*flows(), 0, now.model, now.space)
+  assert now.gap == pytest.approx(
+    1 - best.prediction.step / now.prediction.step
+  )
+  assert now.gap > 0.05
 
 
 def test_the_first_step_compiles_and_is_not_counted():

@@ -142,7 +142,28 @@ def test_a_while_loop_turns_as_often_as_its_counter_says(name):
       (jnp.asarray(start, jnp.int32), x),
     )[1]
 
-  assert count.work(fn, SIDE).matmul_flops == turns * 2 * 16**3
+  done = count.work(fn, SIDE)
+  assert done.matmul_flops == turns * 2 * 16**3
+  assert done.turns == turns  # There may be fewer.
+
+
+def test_a_loop_that_ends_by_its_counter_alone_may_not_end_early():
+  def fn(x):
+    return lax.fori_loop(0, 7, lambda _, x: x @ x, x)
+
+  def inside(x):
+    return lax.scan(lambda x, _: (early(x), None), fn(x), None, 3)[0]
+
+  def early(x):
+    return lax.while_loop(
+      lambda c: (c[0] < 5) & (c[1].sum() > 0),
+      lambda c: (c[0] + 1, c[1] @ c[1]),
+      (0, x),
+    )[1]
+
+  assert count.work(fn, SIDE).turns == 0
+  done = count.work(inside, SIDE)
+  assert done.turns == 5 and done.matmul_flops == (7 + 3 * 5) * 2 * 16**3
 
 
 def test_a_loop_without_a_counter_wants_to_be_told():

@@ -97,10 +97,8 @@ def test_lengths_that_are_assumed_are_said_to_be():
 
 
 def test_what_was_counted_to_the_end_ends_with_its_rows():
-  counted = Call(Work(bytes_moved=1e9), Work(bytes_moved=1e8), 32)
-  histogram = np.zeros(101)
-  histogram[[10, 20]] = 1
-  some = decode.of(counted, histogram, tokens=100)
+  counted = Call(Work(bytes_moved=1e9, turns=100), Work(bytes_moved=1e8), 32)
+  some = decode.of(counted, 16 * [10, 20])
   works = toys.WORKS | {'act': some}
   flow = toys.toy_flow()
   model = roofline.Roofline(
@@ -116,6 +114,13 @@ def test_what_was_counted_to_the_end_ends_with_its_rows():
   ends = model.seconds(flow, toys.node('act'), SPOT, None)
   whole = full.seconds(flow, toys.node('act'), SPOT, None)
   assert ends == pytest.approx(whole * 20 / 100, rel=1e-6)
+
+
+def test_lengths_that_cannot_be_are_refused():
+  with pytest.raises(ValueError, match='no loop that may end early'):
+    decode.of(Call(Work()), [1, 2])
+  with pytest.raises(ValueError, match='up to 9 tokens, .* room for 8'):
+    decode.of(Call(Work(turns=8)), [1, 9])
 
 
 def test_lengths_of_no_tokens_are_refused():

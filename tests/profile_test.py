@@ -1,3 +1,4 @@
+import functools
 import os
 import time
 
@@ -174,6 +175,26 @@ def step(state, x_BD, key):
 def slow_setting(**kwargs):
   args = {'x': jnp.zeros(3)}, np.ones((16, 3), np.float32), jax.random.key(0)
   return setting(step, args, **kwargs)
+
+
+def _judge(scale):
+  def judge(x):
+    return scale * x
+
+  return stage_lib.Stage(judge, 'judge', host=True, like=lambda x: x)
+
+
+@pytest.mark.parametrize(
+  'other', [lambda x: 2 * x, functools.partial(_slow), np.negative]
+)
+def test_a_host_stage_is_known_by_its_text_and_what_it_is_bound_to(other):
+  def told(fn):
+    return list(stages._python(fn))
+
+  assert told(_judge(2).fn) == told(_judge(2).fn)
+  assert told(_judge(2).fn) != told(_judge(3).fn)
+  assert told(other) != told(_judge(2).fn)
+  assert any('def test_a_host_stage' in some for some in told(_judge(2).fn))
 
 
 def test_a_stage_takes_as_long_as_its_rows_say(tmp_path):

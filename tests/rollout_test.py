@@ -124,14 +124,6 @@ def test_the_mean_of_draws_is_as_expected():
   assert said.groups[said.tokens(2) - 1] < 2
 
 
-def test_typical_lengths_have_the_histogram():
-  histogram = np.array([0, 5, 1, 0, 3, 1, 2])
-  lengths = rollout.typical(histogram, 120)
-  np.testing.assert_array_equal(
-    np.bincount(lengths, minlength=7), histogram * 10
-  )
-
-
 def test_a_table_is_exact_where_measured_and_straight_between():
   table = rollout.Table((1, 4), (0, 100), ((1.0, 2.0), (4.0, 8.0)))
   np.testing.assert_allclose(table(1, [0, 50, 100]), [1, 1.5, 2])

@@ -6,8 +6,8 @@ model of eight layers is told as one. Here loops count as often as they turn.
 Traffic is an estimate: elementwise arithmetic is taken to be fused with what
 reads it, as XLA does, so that a chain reads its sources once and writes its end
 once; products, gathers, sorts and loops read and write what they are given.
-A loop that may end early, as decoding does, counts as if it did not: see
-`planner.costs.rollout` for what it takes in the mean.
+A loop that may end early, as decoding does, counts as if it did not; `decode`
+says what it takes where lengths are known.
 """
 
 from collections.abc import Callable, Sequence

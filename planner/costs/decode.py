@@ -141,9 +141,7 @@ class Decode:
 
 def of(
   call: Call,
-  histogram: Sequence[float],
-  *,
-  tokens: int,
+  lengths: Sequence[int],
   known: Tag = 'measured',
 ) -> Decode:
   """A stage that was counted as if every row were as long as it may be.
@@ -151,10 +149,20 @@ def of(
   Args:
     call: its work. All steps are taken to be alike, and the prompts to be part
       of them.
-    histogram: rows of 0, 1, 2, … tokens.
-    tokens: up to which it was counted.
-    known: where the histogram comes from.
+    lengths: tokens of rows like its own.
+    known: where they come from.
+
+  Raises:
+    ValueError: if nothing of it may end early, or not with such lengths.
   """
+  tokens = call.whole.turns
+  if not tokens:
+    raise ValueError('It has no loop that may end early: all rows are alike.')
+  if max(lengths, default=0) > tokens:
+    raise ValueError(
+      f'There are lengths of up to {max(lengths)} tokens, and rows have room '
+      f'for {tokens:g}.'
+    )
 
   def scaled(line):
     return Call(
@@ -172,8 +180,6 @@ def of(
       below=tuple(map(alive, line.below, plain.below)),
     )
 
-  rows = max(call.rows, 1)
-  lengths = np.maximum(rollout.typical(histogram, rows), 1)
   return Decode(lengths, alive(scaled(call), call), known=known)
 
 

@@ -32,8 +32,12 @@ def number(x) -> float | None:
     return None
 
 
-def bound(test, body, test_consts, body_consts, start) -> int | None:
-  """The most turns; None where no counter is seen.
+def bound(
+  test, body, test_consts, body_consts, start
+) -> tuple[int | None, bool]:
+  """The most turns, and whether there may be fewer.
+
+  The turns are None where no counter is seen.
 
   Args:
     test: closed jaxpr of the condition.
@@ -58,28 +62,29 @@ def bound(test, body, test_consts, body_consts, start) -> int | None:
     return known.get(atom)
 
   # Each of these must hold for the loop to go on.
-  wanted, found = [inner.outvars[0]], []
+  wanted, found, early = [inner.outvars[0]], [], False
   while wanted:
     atom = wanted.pop()
     eqn = None if is_literal(atom) else maker.get(atom)
-    if eqn is None:
-      continue
-    name = eqn.primitive.name
+    name = eqn.primitive.name if eqn else None
+    turns = None
     if name in ('and', 'convert_element_type'):
       wanted += eqn.invars
-    elif name in COMPARISONS:
+      continue
+    if name in COMPARISONS:
       left, right = eqn.invars
       if value(left) is not None:
         left, right, name = right, left, SWAPPED[name]
       i = None if is_literal(left) else carried.get(left)
       limit = value(right)
-      if i is None or limit is None or start[i] is None:
-        continue
-      step = _step(body, i, body_consts)
-      turns = _turns(name, start[i], limit, step) if step else None
-      if turns is not None:
-        found.append(turns)
-  return min(found, default=None)
+      if i is not None and limit is not None and start[i] is not None:
+        step = _step(body, i, body_consts)
+        turns = _turns(name, start[i], limit, step) if step else None
+    if turns is None:
+      early = True  # A condition that is not counted may fail at any turn.
+    else:
+      found.append(turns)
+  return min(found, default=None), early
 
 
 def _turns(name, start, limit, step) -> int | None:

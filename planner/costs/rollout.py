@@ -184,19 +184,6 @@ def expected(histogram: Sequence[float], rows: int, group: int) -> Expected:
   return Expected(rows * (1 - share), rows / group * share**group)
 
 
-def typical(histogram: Sequence[float], rows: int, seed: int = 0) -> np.ndarray:
-  """Lengths of so many rows, spread as the histogram is, [N].
-
-  Quantiles, not a draw: the histogram of what is returned is the nearest to
-  the one given that so many rows can have. Their order is drawn.
-  """
-  seen = np.asarray(histogram, float)
-  share = np.cumsum(seen) / seen.sum()
-  middle = (np.arange(rows) + 0.5) / rows
-  lengths = np.searchsorted(share, middle, side='left')
-  return np.random.default_rng(seed).permutation(lengths)
-
-
 @dataclasses.dataclass(frozen=True)
 class Affine:
   """Seconds of a step from what it must read and compute: an assumption.

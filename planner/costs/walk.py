@@ -68,7 +68,7 @@ class Frame:
   def __init__(self, trips: int | None):
     self.trips = trips
     self.flops = self.moved = self.kernels = 0.0
-    self.matmul, self.partial = {}, {}
+    self.matmul, self.partial, self.turns = {}, {}, 0.0
     self.now, self.buffers, self.within = 0, [], {}
 
   def work(self) -> Work:
@@ -79,6 +79,7 @@ class Frame:
       bytes_alive=self.peak(),
       kernels=self.kernels,
       partial=dict(self.partial),
+      turns=self.turns,
     )
 
   def peak(self) -> float:
@@ -355,6 +356,7 @@ class Frame:
     for letter, (count, size) in done.partial.items():
       have = self.partial.get(letter, (0.0, 0.0))
       self.partial[letter] = have[0] + turns * count, have[1] + turns * size
+    self.turns = max(self.turns, done.turns)
     self.within[self.now] = done.bytes_alive
     return [self.stored(var.aval) for var in eqn.outvars]
 
@@ -372,7 +374,7 @@ class Frame:
     test, body = eqn.params['cond_jaxpr'], eqn.params['body_jaxpr']
     n, m = eqn.params['cond_nconsts'], eqn.params['body_nconsts']
     ahead, own, state = args[:n], args[n : n + m], args[n + m :]
-    turns = loops.bound(
+    turns, early = loops.bound(
       test,
       body,
       [x.constant for x in ahead],
@@ -387,6 +389,8 @@ class Frame:
       )
     state = [self._forgetful(seen) for seen in state]
     done = self._body(test, ahead + state) + self._body(body, own + state)
+    if early:
+      self.turns = max(self.turns, turns)
     return self._repeat(eqn, ahead + own + state, done, turns)
 
   def _cond(self, eqn, args):

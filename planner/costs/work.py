@@ -25,6 +25,8 @@ class Work:
     partial: products summed over a dimension of an argument, by that
       dimension's letter: how many, and the bytes of their results. Where
       devices share the letter, these are what they add up.
+    turns: that were counted of a loop that may end before, as decoding does; 0
+      if there is none, and of several the most.
   """
 
   flops: float = 0.0
@@ -37,6 +39,7 @@ class Work:
   partial: Mapping[str, tuple[float, float]] = dataclasses.field(
     default_factory=dict
   )
+  turns: float = 0.0
 
   @property
   def matmul_flops(self) -> float:
@@ -75,6 +78,7 @@ class Work:
         )
         for letter in letters
       },
+      turns=max(self.turns, other.turns),
     )
 
   def __add__(self, other: 'Work') -> 'Work':
@@ -95,7 +99,7 @@ class Work:
 SCALARS = tuple(
   field.name
   for field in dataclasses.fields(Work)
-  if field.name not in ('matmul', 'partial')
+  if field.name not in ('matmul', 'partial', 'turns')
 )
 NONE = Work()
 

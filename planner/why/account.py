@@ -3,7 +3,7 @@
 What is said to people, in a terminal or on a page, is said from this.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import json
 from typing import Any
 
@@ -21,7 +21,7 @@ def account(
   model,
   found: exact.Found,
   *,
-  own: plan_lib.Plan | None = None,
+  others: Mapping[str, plan_lib.Plan] | None = None,
   ranked: Sequence[tuple[plan_lib.Plan, float]] = (),
   ahead: int = 0,
   seconds: float = 30.0,
@@ -32,8 +32,7 @@ def account(
     flow: as recorded.
     model: of the costs, a `planner.costs.roofline.Roofline`.
     found: what a search by this model has found.
-    own: the plan of the recipe, to compare with; if it has none, that is the
-      fastest that puts all on one place.
+    others: plans to compare with, by what they are called.
     ranked: plans and their seconds to compare with, fastest first.
     ahead: as in that search.
     seconds: to ask for at most what would change the choice.
@@ -64,7 +63,7 @@ def account(
     ahead=ahead,
     seconds=seconds,
   )
-  others = [play.play(flow, model, p, ahead) for p, _ in ranked[:SHOWN]]
+  shown = [play.play(flow, model, p, ahead) for p, _ in ranked[:SHOWN]]
   return twin | {
     **explain.to_json(best.flow, found.best, best.simulation),
     'seconds': found.seconds,
@@ -74,9 +73,12 @@ def account(
     'places': _places(flow, model, best),
     'ranked': [
       _compared(flow, other, best, seconds)
-      for other, (_, seconds) in zip(others, ranked, strict=False)
+      for other, (_, seconds) in zip(shown, ranked, strict=False)
     ],
-    'beside': _beside(flow, model, own, ranked, best, ahead),
+    'beside': [
+      {'title': title} | _beside(flow, model, plan, best, ahead)
+      for title, plan in (others or {}).items()
+    ],
     'sensitivity': [_change(flow, change) for change in changes],
   }
 
@@ -178,29 +180,17 @@ def _compared(flow, played, best, seconds) -> dict[str, Any]:
   }
 
 
-def _beside(flow, model, own, ranked, best, ahead) -> dict[str, Any] | None:
-  """The plan that a recipe has, or the fastest that puts all on one place.
-
-  If it cannot be had here, why; None if there is no other.
-  """
-  title = "The recipe's own plan"
-  if own is None:
-    title = 'The fastest on one place'
-    one = [plan for plan, _ in ranked if len(plan.places) == 1]
-    if not one or one[0] == best.plan:
-      return None
-    own = one[0]
-  most = max(d for place in own.places.values() for d in place.devices)
+def _beside(flow, model, plan, best, ahead) -> dict[str, Any]:
+  """How another plan does; if it cannot be had here, why."""
+  most = max(d for place in plan.places.values() for d in place.devices)
   if most >= model.cluster.devices:
-    why = f'it needs device {most}, which is not there.'
-    return {'title': title, 'refused': why}
+    return {'refused': f'it needs device {most}, which is not there.'}
   try:
-    played = play.play(flow, model, own, ahead)
+    played = play.play(flow, model, plan, ahead)
   except ValueError as error:
-    return {'title': title, 'refused': str(error)}
+    return {'refused': str(error)}
   return _compared(flow, played, best, played.seconds) | {
-    'title': title,
-    'timeline': timeline(played),
+    'timeline': timeline(played)
   }
 
 

@@ -22,15 +22,16 @@ def next_to_it(twin: Mapping[str, Any]) -> list[str]:
   return ['Next to it, of those timed:', *lines] if lines else []
 
 
-def beside(twin: Mapping[str, Any]) -> str | None:
-  """How the plan that it is compared with does."""
-  entry = twin['beside']
-  if not entry:
-    return None
-  if 'refused' in entry:
-    return f'{entry["title"]} cannot be had: {entry["refused"]}'
-  said = f'{entry["title"]} takes {entry["seconds"]:.3g} s'
-  return f'{said}, {100 * entry["more"]:+.1f} %: {entry["reason"]}.'
+def beside(twin: Mapping[str, Any]) -> list[str]:
+  """How the plans that it is compared with do."""
+  lines = []
+  for entry in twin['beside']:
+    if 'refused' in entry:
+      lines.append(f'{entry["title"]} cannot be had: {entry["refused"]}')
+      continue
+    said = f'{entry["title"]} takes {entry["seconds"]:.3g} s'
+    lines.append(f'{said}, {100 * entry["more"]:+.1f} %: {entry["reason"]}.')
+  return lines
 
 
 def slack(twin: Mapping[str, Any]) -> str:

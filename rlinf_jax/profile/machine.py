@@ -76,7 +76,7 @@ def _measure() -> dict:
     'flops': flops,
     'vector': arithmetic / _all(some, _arithmetic, large[: 2**16]),
     'bandwidth': 2 * LARGE / _all(some, copy, large),
-    'host': LARGE / _from_host(devices[0], large),
+    'host': LARGE / _from_host(some, large),
     'launch': launch,
     'kernel': loop / TURNS,
   }
@@ -107,9 +107,15 @@ def _loop(x):
   return jax.lax.fori_loop(0, TURNS, lambda _, y: jnp.tanh(y @ y), x)
 
 
-def _from_host(device, x) -> float:
-  (spent,) = clock.seconds([[lambda: jax.device_put(x.copy(), device)]])
-  return spent
+def _from_host(devices, x) -> float:
+  """Seconds until a device has an array of the host, every one at once."""
+
+  def put(device):
+    return jax.device_put(x.copy(), device)
+
+  calls = [functools.partial(put, device) for device in devices]
+  (spent,) = clock.seconds([calls])
+  return spent * shared()
 
 
 def _link(devices, device) -> dict[str, float]:

@@ -2,12 +2,15 @@
 
 A stage is measured on what it is really given: the flow is run once, and each
 stage that matters is called on its inputs and on some first rows of them.
-Where devices share a processor, all of them are busy with it at the same time.
+Where devices share a processor, as many of them are busy with it at the same
+time as keep it busy.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import dataclasses
 import functools
+import inspect
 import re
 
 import jax
@@ -15,8 +18,8 @@ import jax.numpy as jnp
 
 from planner import graph as graph_lib
 from planner import plan as plan_lib
+from planner.costs import count, roofline
 from planner.costs import measured as measured_lib
-from planner.costs import roofline
 from rlinf_jax.profile import clock, machine
 from rlinf_jax.profile import store as store_lib
 from rlinf_jax.runtime import place as place_lib
@@ -78,7 +81,7 @@ def worth(
   one = plan_lib.Placement()
   spent, calls = {}, {}
   for node in flow.nodes:
-    if graph_lib.is_plumbing(node) or node.stage.grain == 'split':
+    if graph_lib.is_plumbing(node) or node.stage.grain in count.ROUTING:
       continue
     if node.linear:
       continue  # What it uses up is there once.
@@ -139,14 +142,30 @@ def _program(flow, node) -> str:
   """The text of a stage, without what differs from process to process."""
   stage = node.stage
   if stage.host:
-    fn = getattr(stage.fn, 'func', stage.fn)
-    return f'{fn.__module__}.{fn.__qualname__}'
+    return ADDRESS.sub('', '\n'.join(_python(stage.fn)))
   like = [
     jax.ShapeDtypeStruct(flow.values[v].shape, flow.values[v].dtype)
     for v in node.reads
   ]
   traced = stage.run.trace(*jax.tree.unflatten(node.takes, like))
   return ADDRESS.sub('', str(traced.jaxpr))
+
+
+def _python(fn) -> Iterator[str]:
+  """What Python runs on the host: its module's text, and what it is bound to.
+
+  What it calls in other modules is not looked at.
+  """
+  while isinstance(fn, functools.partial):
+    yield f'{fn.args} {fn.keywords}'
+    fn = fn.func
+  fn = inspect.unwrap(fn)
+  kind = fn if hasattr(fn, '__qualname__') else type(fn)
+  yield f'{kind.__module__}.{kind.__qualname__}'
+  with contextlib.suppress(OSError, TypeError):  # Typed in, or not Python.
+    yield inspect.getsource(inspect.getmodule(kind))
+  if inspect.isfunction(fn):
+    yield str(inspect.getclosurevars(fn).nonlocals)
 
 
 def _most(flow, node, model) -> int:
