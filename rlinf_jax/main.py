@@ -19,7 +19,7 @@ from absl import app, flags, logging
 
 from planner import cluster
 from rlinf_jax import checkpoint, config, train
-from rlinf_jax.runtime import local
+from rlinf_jax.runtime import worker
 
 flags.adopt_module_key_flags(config)
 RESUME = flags.DEFINE_bool('resume', False, 'Go on with the run in --workdir.')
@@ -50,7 +50,7 @@ MENDABLE = (
   OSError,
   ImportError,
   checkpoint.CheckpointError,
-  local.StageError,
+  worker.StageError,
 )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from planner import flow, plan
-from rlinf_jax.runtime import local, timeline
+from rlinf_jax.runtime import local, timeline, worker
 from stages import stage as stages
 from stages import train, workflows
 import tiny
@@ -274,7 +274,7 @@ def test_a_host_stage_that_fails_says_which_where_and_when():
   planned.step(BATCH, KEY)
   planned.step(BATCH, KEY)
   said = "Stage judge on place 'all' failed in step 3: the verifier is away"
-  with pytest.raises(local.StageError, match=said) as error:
+  with pytest.raises(worker.StageError, match=said) as error:
     planned.step(BATCH, KEY)
   assert isinstance(error.value.__cause__, LookupError)
 
@@ -288,7 +288,7 @@ def test_a_stage_of_jax_that_fails_says_which_where_and_when():
 
   planned = ready(learner(broken))
   said = "Stage judge on place 'all' failed in step 1: .*the verifier is away"
-  with pytest.raises(local.StageError, match=re.compile(said, re.S)):
+  with pytest.raises(worker.StageError, match=re.compile(said, re.S)):
     planned.step(BATCH, KEY)
 
 
@@ -296,7 +296,7 @@ def test_after_a_failure_a_state_must_be_loaded_before_the_next_step():
   answers = [fail, first_column]
   planned = ready(learner(judge(lambda x: answers.pop(0)(x))))
   for _ in range(2):
-    with pytest.raises(local.StageError, match='failed in step 1'):
+    with pytest.raises(worker.StageError, match='failed in step 1'):
       planned.step(BATCH, KEY)
   planned.load(STATE)
   planned.step(BATCH, KEY)
@@ -313,13 +313,13 @@ def test_after_a_failure_a_state_must_be_loaded_before_the_next_step():
 def test_a_host_stage_that_breaks_its_promise_is_named(made):
   planned = ready(learner(judge(lambda x: made)))
   said = "judge on place 'all' failed in step 1: Stage judge promised"
-  with pytest.raises(local.StageError, match=said):
+  with pytest.raises(worker.StageError, match=said):
     planned.step(BATCH, KEY)
 
 
 def test_a_batch_of_another_shape_is_refused_by_the_stage_that_reads_it():
   planned = ready(learner(judge(first_column)))
-  with pytest.raises(local.StageError, match=r'Stage \w+ .*failed in step 1'):
+  with pytest.raises(worker.StageError, match=r'Stage \w+ .*failed in step 1'):
     planned.step(BATCH[:4], KEY)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from planner import flow as flow_lib
 from planner import plan as plan_lib
-from rlinf_jax.runtime import local
+from rlinf_jax.runtime import local, worker
 from stages import stage as stages
 
 NAMES = ('act', 'judge', 'learn', 'apply')
@@ -108,9 +108,9 @@ def test_a_stage_that_fails_anywhere_stops_every_place(name, pieces):
   piece = ', piece 1 of 2' if pieces > 1 and name != 'apply' else ''
   said = f"Stage {name} on place 'at {name}' failed in step 1{piece}: it is"
   start = time.monotonic()
-  with pytest.raises(local.StageError, match=said):
+  with pytest.raises(worker.StageError, match=said):
     planned.step(BATCH, KEY)
-  with pytest.raises(local.StageError, match=said):
+  with pytest.raises(worker.StageError, match=said):
     planned.step(BATCH, KEY)  # It does not go on with half a state.
   assert time.monotonic() - start < 10
   planned.close()

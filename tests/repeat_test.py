@@ -13,7 +13,7 @@ from planner import flow as flow_lib
 from planner import passes, program, unroll
 from planner import plan as plan_lib
 from planner import simulate as simulate_lib
-from rlinf_jax.runtime import local
+from rlinf_jax.runtime import local, worker
 from stages import repeat
 from stages import stage as stages
 import tiny
@@ -555,6 +555,6 @@ def test_a_failure_in_a_loop_says_in_which_round():
   loop = repeat.Repeat(lambda n: (fails(n), None), 'loop', at_most=4)
   flow = trace(lambda n, x: (loop(n), ()), jnp.int32(0), ())
   runtime = runtime_of(flow, plan_lib.one_place(flow.stages), jnp.int32(0))
-  with pytest.raises(local.StageError, match='step 1, round 3 of loop: it is'):
+  with pytest.raises(worker.StageError, match='step 1, round 3 of loop: it is'):
     runtime.step((), ())
   runtime.close()

@@ -163,16 +163,13 @@ class Worker:
         if target == program_lib.SINK:
           self.runtime.give(turn, v, memory[v])
         else:
-          x = self.runtime.places[target].put(flow.values[v], memory[v])
-          self.runtime.link(frame, v, here, target).put(x)
+          self.runtime.send(frame, v, here, target, memory[v])
           line.add(turn.step, here, 'send', flow.values[v].name, start)
       case program_lib.Recv(v, source) if source == program_lib.SOURCE:
         x = frame.inputs[v]
         memory[v] = x if frame.loop else self.place.put(flow.values[v], x)
       case program_lib.Recv(v, source):
-        x = self.runtime.link(frame, v, source, here).get()
-        if isinstance(x, BaseException):
-          raise x
+        x = self.runtime.receive(frame, v, source, here)
         memory[v] = jax.block_until_ready(x)
         line.add(turn.step, here, 'wait', flow.values[v].name, start)
       case program_lib.Repeat():

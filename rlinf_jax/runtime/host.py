@@ -1,0 +1,280 @@
+"""Places of a plan that run in this process, and what their threads ask for."""
+
+from collections.abc import Mapping
+from concurrent import futures
+import dataclasses
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from planner import graph as graph_lib
+from planner import passes
+from planner import plan as plan_lib
+from planner import program as program_lib
+from planner.costs import cost as cost_lib
+from rlinf_jax.runtime import mail as mail_lib
+from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.runtime import timeline as timeline_lib
+from rlinf_jax.runtime import worker as worker_lib
+from rlinf_jax.runtime.worker import Frame, StageError, Turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+  """A flow as a plan runs it.
+
+  Attributes:
+    flow: cut and ordered.
+    programs: of every place.
+    resident: places that hold each carried value, by its number in the carry.
+  """
+
+  flow: graph_lib.Flow
+  programs: dict[str, tuple[program_lib.Instruction, ...]]
+  resident: tuple[tuple[str, ...], ...]
+
+
+def lower(
+  plan: plan_lib.Plan,
+  step: graph_lib.Flow,
+  evaluate: graph_lib.Flow | None = None,
+  cost: cost_lib.Cost = cost_lib.EQUAL,
+) -> dict[str, Lowered]:
+  """A step and an evaluation, by name, as a plan runs them.
+
+  Args:
+    plan: how to run them.
+    step: the flow of its step.
+    evaluate: the flow of its evaluation, which carries the state unchanged; it
+      is not cut.
+    cost: decides who goes first where several stages could.
+  """
+  lowered = {'step': _lower(step, plan, cost)}
+  if evaluate:
+    whole = dataclasses.replace(plan, pieces=1)
+    resident = lowered['step'].resident
+    equal = cost_lib.EQUAL  # The costs may be of a step's stages alone.
+    lowered['evaluate'] = _lower(evaluate, whole, equal, resident)
+  return lowered
+
+
+def _lower(flow, plan, cost, resident=None) -> Lowered:
+  starts = [start for start, _ in flow.carry]
+  if resident is not None:
+    resident = dict(zip(starts, resident, strict=True))
+  # Where values live does not depend on how they are cut.
+  resident = resident or program_lib.homes(flow, plan)
+  cut, programs = passes.lower(flow, plan, cost, resident)
+  return Lowered(cut, programs, tuple(resident[start] for start in starts))
+
+
+class Host:
+  """Some places of a plan, a thread each, over devices of this process.
+
+  Each place works through its program step by step and waits for nobody but
+  those whose values it needs. What goes to a place of another process goes by
+  `post`, which a host of all places does not need.
+
+  Attributes:
+    lowered: flows by name.
+    places: by name.
+    workers: their threads, by name.
+    timeline: what ran when.
+    mail: values on their way to these places.
+    patience: seconds to wait for a value; None for ever.
+  """
+
+  def __init__(
+    self,
+    lowered: Mapping[str, Lowered],
+    places: Mapping[str, place_lib.Place],
+    patience: float | None = None,
+  ):
+    """Refuses what the places cannot run; computes nothing."""
+    self.lowered, self.places = dict(lowered), dict(places)
+    self.patience = patience
+    self.timeline = timeline_lib.Timeline()
+    self.mail = mail_lib.Mail()
+    self._calls, self._lock = {}, threading.Lock()
+    self._check()
+    self.workers = {
+      name: worker_lib.Worker(self, place) for name, place in places.items()
+    }
+
+  def _check(self):
+    for lowered in self.lowered.values():
+      for name, place in self.places.items():
+        program = lowered.programs[name]
+        for _, flow, op in _runs(lowered.flow, program):
+          node = flow.nodes[op.node]
+          for v in (*node.reads, *node.writes):
+            place.layout(flow.values[v])
+          place.check_rows(flow, node)
+
+  def load(self, leaves: Mapping[int, Any]):
+    """Lays out carried values; copies, as steps overwrite them.
+
+    A host in which something failed begins anew.
+
+    Args:
+      leaves: by number in the carry: at least those that live here.
+    """
+    for worker in self.workers.values():
+      worker.wait()
+    self.mail.clear()
+    lowered = self.lowered['step']
+    for name, worker in self.workers.items():
+      here = [i for i, places in enumerate(lowered.resident) if name in places]
+      laid = [
+        worker.place.put(lowered.flow.values[lowered.flow.carry[i][0]], x)
+        for i, x in ((i, leaves[i]) for i in here)
+      ]
+      if laid:
+        laid = jax.jit(lambda xs: [jnp.copy(x) for x in xs])(laid)
+      worker.state = dict(zip(here, laid, strict=True))
+
+  def leaves(self) -> dict[int, jax.Array]:
+    """Carried values whose first home is here; the next step overwrites them."""
+    return {
+      i: self.workers[first].state[i]
+      for i, (first, *_) in enumerate(self.lowered['step'].resident)
+      if first in self.workers
+    }
+
+  def wait(self):
+    """Returns when every place has done all that it was asked to.
+
+    Raises:
+      StageError: if one of them failed.
+    """
+    for worker in self.workers.values():
+      worker.wait()
+    if self.failure:
+      raise self.failure
+
+  def close(self):
+    """Ends the threads, each after the instruction that it is at."""
+    self.fail(RuntimeError('The runtime was closed.'))
+    for worker in self.workers.values():
+      worker.close()
+
+  def compile(self, name: str):
+    """Begins to make every stage of a flow ready; does not wait for it."""
+    if name in self._calls:
+      return
+    lowered = self.lowered[name]
+    pool = futures.ThreadPoolExecutor(2)
+    calls = {}
+    for place, made in self.places.items():
+      for loop, flow, op in _runs(lowered.flow, lowered.programs[place]):
+        calls[loop, op.node] = pool.submit(
+          made.compile, flow, flow.nodes[op.node], op.donate
+        )
+    self._calls[name] = calls
+    pool.shutdown(wait=False)
+
+  def begin(self, name: str, step: int, leaves) -> futures.Future:
+    """Begins a flow; returns the future of the outputs that are made here.
+
+    What is begun before the last has ended overlaps with it as far as its
+    values allow.
+
+    Args:
+      name: of the flow.
+      step: the update that it is.
+      leaves: its inputs.
+    """
+    if self.failure:
+      raise self.failure
+    self.compile(name)
+    lowered = self.lowered[name]
+    turn = Turn(
+      name,
+      step,
+      dict(zip(lowered.flow.inputs, leaves, strict=True)),
+      {},
+      set().union(*(_given(lowered.programs[place]) for place in self.places)),
+      futures.Future(),
+    )
+    if not turn.missing:
+      turn.done.set_result({})
+    for worker in self.workers.values():
+      worker.begin(turn)
+    return turn.done
+
+  # What threads ask for.
+
+  def give(self, turn: Turn, v: int, x):
+    """Takes an output from a place."""
+    with self._lock:
+      turn.outputs[v] = x
+      turn.missing.discard(v)
+      if not turn.missing and not turn.done.done():
+        turn.done.set_result(turn.outputs)
+
+  def send(self, frame: Frame, v: int, source: str, target: str, x):
+    """Takes a value to another place."""
+    way = mail_lib.Way(frame.turn.name, frame.loop, v, source, target)
+    if target in self.places:
+      self.mail.put(way, self.places[target].put(frame.flow.values[v], x))
+    else:
+      self.post(way, x)
+
+  def post(self, way: mail_lib.Way, x):
+    """Takes a value to a place of another process."""
+    raise NotImplementedError(f'Place {way.target!r} is not in this process.')
+
+  def receive(self, frame: Frame, v: int, source: str, target: str):
+    """The value that another place has sent, as this one holds it."""
+    way = mail_lib.Way(frame.turn.name, frame.loop, v, source, target)
+    try:
+      x = self.mail.get(way, self.patience)
+    except mail_lib.LateError as error:
+      name = frame.flow.values[v].name
+      raise StageError(
+        f'{error}, {name}, in step {frame.turn.step}{frame.round}: that place '
+        'hangs, or takes longer than `patience` allows.'
+      ) from None
+    return self.place_for(x, frame.flow.values[v], target)
+
+  def place_for(self, x, value: graph_lib.Value, target: str):
+    """What has come, on the devices of a place."""
+    del value, target  # Who sent it has put it there.
+    return x
+
+  def call(self, frame: Frame, node: int):
+    """A node of the flow of a frame, made ready to run."""
+    return self._calls[frame.turn.name][frame.loop, node].result()
+
+  def fail(self, error: BaseException, turn: Turn | None = None):
+    """Stops every place: whoever waits for a value is given the failure."""
+    failure = self.mail.fail(error)
+    with self._lock:
+      if turn and not turn.done.done():
+        turn.done.set_exception(failure)
+
+  @property
+  def failure(self) -> BaseException | None:
+    """The first thing that went wrong."""
+    return self.mail.failure
+
+
+def _runs(flow, program, loop=()):
+  """Its calls of stages, those in loops too: which loops, whose flow, what."""
+  for op in program:
+    if isinstance(op, program_lib.Run):
+      yield loop, flow, op
+    elif isinstance(op, program_lib.Repeat):
+      body = flow.nodes[op.node].body
+      yield from _runs(body, op.program, (*loop, op.node))
+
+
+def _given(program) -> set[int]:
+  """Values that a place hands out."""
+  return {
+    op.value
+    for op in program
+    if isinstance(op, program_lib.Send) and op.place == program_lib.SINK
+  }
