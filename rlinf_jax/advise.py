@@ -18,7 +18,7 @@ KEPT = 25  # Plans that were timed.
 
 
 def advise(
-  flow: graph.Flow,
+  flows: tuple[graph.Flow, graph.Flow],
   ahead: int,
   own: plan_lib.Plan | None,
   *,
@@ -32,7 +32,7 @@ def advise(
   """Searches for the fastest plan and says why it is.
 
   Args:
-    flow: of a step.
+    flows: of a step and of an evaluation, which is not planned.
     ahead: steps that may overlap, the workflow's lag.
     own: the plan that the recipe has; None if it has none.
     cluster: the hardware.
@@ -45,6 +45,7 @@ def advise(
     page: a file for the same as a page of HTML, with pictures.
     say: what prints.
   """
+  flow, _ = flows
   said, flow = str(flow), unroll.unroll(flow)  # Loops go by their rounds.
   works, assumed = _ending(count.of_flow(flow), lengths)
   model = roofline.Roofline(flow, works, cluster, rules.DEFAULT)

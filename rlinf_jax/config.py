@@ -104,9 +104,14 @@ def message(error: BaseException) -> str:
   return str(error).split('\n  In call to configurable')[0]
 
 
+def text() -> str:
+  """Every binding; as a file it runs by itself, as a `--gin_file`."""
+  return gin.config_str()
+
+
 def save(path: str | os.PathLike) -> None:
-  """Writes every binding; the file runs by itself as a `--gin_file`."""
-  _write(path, gin.config_str())
+  """Writes every binding."""
+  _write(path, text())
 
 
 def save_operative(path: str | os.PathLike) -> None:

@@ -11,6 +11,7 @@ import jax
 from rlinf_jax import checkpoint as checkpoint_lib
 from rlinf_jax import config
 from rlinf_jax.runtime import timeline as timeline_lib
+from rlinf_jax.runtime import worker
 from stages import metrics
 
 
@@ -113,6 +114,12 @@ class Loop:
     numbers['throughput/seconds'] = self.seconds()
     by_stage = timeline_lib.seconds(spans)
     numbers |= {f'time/{stage}': spent for stage, spent in by_stage.items()}
+    by_place = timeline_lib.seconds(spans, 'place')
+    if len(by_place) > 1:
+      numbers |= {
+        f'utilisation/{place}': spent / seconds
+        for place, spent in by_place.items()
+      }
     self._compare(seconds, by_stage)
     for name in ('rollout/tokens', 'train/tokens'):
       if name in numbers:
@@ -159,9 +166,13 @@ class Loop:
       self._notes.samples(self.steps, name.split('/')[0], shown)
     self._learn(numbers)
 
-  def close(self):
-    """Ends what runs the plan."""
-    self.runtime.close()
+  def __enter__(self):
+    return self
+
+  def __exit__(self, kind, *_):
+    # Places of which one has died are used again.
+    if not (kind and issubclass(kind, worker.DiedError)):
+      self.runtime.close()
 
   def save(self):
     self._checkpoints.save(

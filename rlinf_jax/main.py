@@ -82,7 +82,7 @@ def plan_only():
       output=PLAN_JSON.value,
       page=PLAN_HTML.value,
     )
-    config.call(train.train, workdir=folder, only_plan=tell)
+    config.call(train.train, workdir=folder, instead=tell)
 
 
 def main(_):

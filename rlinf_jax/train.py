@@ -1,5 +1,6 @@
 """The training loop."""
 
+import collections
 from collections.abc import Callable, Mapping
 import contextlib
 import json
@@ -13,14 +14,15 @@ from planner import flow as flow_lib
 from planner import graph as graph_lib
 from planner import listing
 from planner import plan as plan_lib
-from rlinf_jax import auto, config, console, record, trace
+from rlinf_jax import auto, config, console, far, record, trace
 from rlinf_jax import checkpoint as checkpoint_lib
 from rlinf_jax import loop as loop_lib
 from rlinf_jax.profile import stages
-from rlinf_jax.runtime import local
+from rlinf_jax.runtime import local, worker
 from stages import base
 
 AUTO = 'auto'
+ATTEMPTS = 3  # From one checkpoint, if processes of places die.
 
 
 class Result(NamedTuple):
@@ -55,8 +57,9 @@ def train(
   keep: int = 2,
   export: Callable[..., None] | None = None,
   wandb: str | None = None,
-  only_plan: Callable[..., Any] | None = None,
-) -> Result | None:
+  ray: str | None = None,
+  instead: Callable[..., Any] | None = None,
+) -> Any:
   """Runs a workflow to its end and leaves a run folder behind.
 
   Args:
@@ -78,20 +81,27 @@ def train(
     keep: how many checkpoints to keep.
     export: `folder, params -> None`: writes the model at the end.
     wandb: project at Weights & Biases to send metrics to as well.
-    only_plan: called with the flow of a step, the lag and the plan, instead of
-      running anything.
+    ray: gives every place a process of its own: 'local' starts Ray on this
+      machine, 'auto' or an address joins a cluster. None runs them all here.
+    instead: called with the flows, the lag and the plan, instead of running
+      anything.
+
+  Returns:
+    The `Result`, or what `instead` returns.
   """
   folder = pathlib.Path(workdir)
   finished = finished_result(folder, steps, until, resume)
   if finished:
     return finished
+  if ray and not instead:
+    far.start(plan, ray)
   flows = trace_flows(workflow, source, seed)
-  if only_plan:
+  if instead:
     own = None if plan == AUTO else read_plan(plan, *flows)
-    only_plan(flows[0], workflow.lag, own)
+    made = instead(flows, workflow.lag, own)
     config.refuse_unused()
-    return None
-  runtime = None if plan == AUTO else place(plan, flows)
+    return made
+  runtime = None if plan == AUTO else place(plan, flows, ray, folder)
   config.refuse_unused()
   folder.mkdir(parents=True, exist_ok=True)
   config.save(folder / 'config.gin')
@@ -101,27 +111,68 @@ def train(
   kept = folder / 'plan.json'
   kept = read_plan(str(kept), *flows) if kept.exists() else None
   runtime, watch = begin(workflow, source, seed, flows, runtime, kept)
+  job = _Job(workflow, source, seed, checkpoints, runtime, watch, folder)
+  return _to_the_end(
+    *(job, steps, resume, wandb),
+    lambda loop: loop.run(
+      *(folder, steps, evaluate_every, until, checkpoint_every)
+    ),
+    export,
+  )
+
+
+class _Job(NamedTuple):
+  """What an attempt to finish a run needs."""
+
+  workflow: base.Workflow
+  source: base.Source
+  seed: int
+  checkpoints: checkpoint_lib.Checkpoints
+  runtime: Any
+  watch: auto.Watch | None
+  folder: pathlib.Path
+
+
+def _to_the_end(job, steps, resume, wandb, run, export) -> Result:
+  """Runs until it is done, though processes die on the way."""
+  died = collections.Counter()  # By the checkpoint that was gone on from.
+  while True:
+    try:
+      return _attempt(job, steps, resume, wandb, run, export)
+    except worker.DiedError as error:
+      since = job.checkpoints.latest() or 0
+      died[since] += 1
+      if died[since] == ATTEMPTS:
+        job.runtime.close()
+        raise
+      print(f'{error} The run goes on from step {since}.', flush=True)
+      resume = True
+      job.runtime.load(job.workflow.init(jax.random.key(job.seed)))
+
+
+def _attempt(job, steps, resume, wandb, run, export) -> Result:
+  """Runs from the last checkpoint, or from the beginning, to the end."""
+  runtime, folder = job.runtime, job.folder
+  start = job.source.init(job.seed)
   with contextlib.ExitStack() as stack:
-    saved = restore(runtime, source.init(seed), checkpoints, resume)
+    saved = restore(runtime, start, job.checkpoints, resume)
     notes = stack.enter_context(
-      record.opened(folder, source, steps, saved.step, wandb)
+      record.opened(folder, job.source, steps, saved.step, wandb)
     )
     notes.plan(runtime.plan)
-    if watch:
-      notes.prediction(saved.step, watch.chosen.prediction)
+    if job.watch:
+      notes.prediction(saved.step, job.watch.chosen.prediction)
     notes.say(_header(folder, runtime, saved.step, steps))
     loop = stack.enter_context(
-      contextlib.closing(
-        loop_lib.Loop(
-          *(runtime, source, checkpoints, notes, seed, saved),
-          *(workflow.lag, watch),
-        )
+      loop_lib.Loop(
+        *(runtime, job.source, job.checkpoints, notes, job.seed, saved),
+        *(job.workflow.lag, job.watch),
       )
     )
-    loop.run(folder, steps, evaluate_every, until, checkpoint_every)
+    run(loop)
     result = Result(folder, loop.steps, loop.seconds(), loop.metrics)
     if export:
-      export(folder / 'model', workflow.params(loop.runtime.state()))
+      export(folder / 'model', job.workflow.params(loop.runtime.state()))
     finish(result, notes.say)
   return result
 
@@ -212,10 +263,13 @@ def read_plan(plan, step, evaluate) -> plan_lib.Plan:
   )
 
 
-def place(plan, flows) -> local.Local:
+def place(plan, flows, ray, folder):
   """The places of the plan that a recipe has in mind; computes nothing yet."""
   step, evaluate = flows
-  return local.Local(read_plan(plan, *flows), step=step, evaluate=evaluate)
+  plan = read_plan(plan, *flows)
+  if ray:
+    return far.place(plan, flows, folder)
+  return local.Local(plan, step=step, evaluate=evaluate)
 
 
 def _header(folder, runtime, start, steps) -> str:

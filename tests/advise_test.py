@@ -35,7 +35,7 @@ def advised(tmp_path, lengths=None, **kwargs):
   file = tmp_path / 'plan.json'
   own = plan_lib.of({}, made.stages)
   found = advise.advise(
-    *(made, 0, own),
+    *((made, None), 0, own),
     cluster=cluster(**kwargs),
     lengths=lengths,
     output=file,

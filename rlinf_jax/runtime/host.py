@@ -136,7 +136,7 @@ class Host:
       worker.state = dict(zip(here, laid, strict=True))
 
   def leaves(self) -> dict[int, jax.Array]:
-    """Carried values whose first home is here; the next step overwrites them."""
+    """Carried values whose first home is here; a step overwrites them."""
     return {
       i: self.workers[first].state[i]
       for i, (first, *_) in enumerate(self.lowered['step'].resident)

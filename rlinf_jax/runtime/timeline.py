@@ -1,6 +1,7 @@
 """What ran when: one record an executed instruction."""
 
 import collections
+from collections.abc import Iterable
 import math
 import threading
 import time
@@ -54,6 +55,11 @@ class Timeline:
     with self._lock:
       self.spans.append(span)
 
+  def extend(self, spans: Iterable[Span]):
+    """Adds what another process has recorded, on this clock."""
+    with self._lock:
+      self.spans.extend(spans)
+
   def take(self, step: float = math.inf) -> list[Span]:
     """The spans since it was last asked, of steps up to `step`."""
     with self._lock:  # A place may be adding to them.
@@ -62,10 +68,10 @@ class Timeline:
     return taken
 
 
-def seconds(spans) -> dict[str, float]:
-  """Seconds by stage."""
+def seconds(spans: Iterable[Span], by: str = 'stage') -> dict[str, float]:
+  """Seconds that stages ran, by `stage` or by `place`."""
   total = collections.defaultdict(float)
   for span in spans:
     if span.what == 'run':
-      total[span.stage] += span.end - span.start
+      total[getattr(span, by)] += span.end - span.start
   return dict(total)

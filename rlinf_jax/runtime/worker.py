@@ -18,6 +18,10 @@ class StageError(RuntimeError):
   """A stage failed; says which, where and when."""
 
 
+class DiedError(StageError):
+  """The process of a place has died; a state that is loaded begins anew."""
+
+
 @dataclasses.dataclass(eq=False)
 class Turn:
   """One call of a flow, on its way through the places.

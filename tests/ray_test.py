@@ -1,0 +1,233 @@
+"""Places in processes of their own give what places in one process give."""
+
+import functools
+import os
+import signal
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from planner import flow as flow_lib
+from planner import plan as plan_lib
+from rlinf_jax.runtime import cluster, local
+from rlinf_jax.runtime.worker import StageError
+from stages import stage as stages
+from stages import train, workflows
+import tiny
+
+pytestmark = pytest.mark.slow
+
+TWO = {
+  'places': {'actor': {'devices': [0]}, 'learner': {'devices': [1]}},
+  'stages': {
+    'keys': 'actor',
+    'repeat': 'actor',
+    'generate': 'actor',
+    'reward': 'actor',
+    '*': 'learner',
+  },
+}
+THREE = {
+  'places': {
+    'actor': {'devices': [0]},
+    'judge': {'devices': [1]},
+    'learner': {'devices': [2, 3], 'axes': [['data', 2]]},
+  },
+  'stages': TWO['stages'] | {'reward': 'judge', 'refer': 'judge'},
+  'pieces': 2,
+}
+
+
+def grpo(lag=0):
+  return workflows.grpo(
+    tiny.policy(),
+    tiny.even_on_host,
+    train.adamw(1e-2),
+    group=4,
+    kl=0.1,
+    lag=lag,
+  )
+
+
+def flows(lag=0):
+  """Recorded in every process anew."""
+  workflow = grpo(lag)
+  return (
+    tiny.trace(workflow, tiny.problem()),
+    tiny.trace_evaluation(workflow, tiny.problem(4)),
+  )
+
+
+@pytest.fixture(scope='module', autouse=True)
+def here():
+  before = {p.pid for p in psutil.process_iter()}
+  cluster.start()
+  yield
+  ray.shutdown()
+  time.sleep(1)
+  after = [p for p in psutil.process_iter() if p.pid not in before]
+  assert not [p for p in after if 'ray' in p.name()], 'Ray left processes.'
+
+
+def run(runtime, workflow, steps=3):
+  runtime.load(workflow.init(jax.random.key(0)))
+  told = [runtime.evaluate(tiny.problem(4), jax.random.key(9))]
+  made = [
+    runtime.submit(tiny.problem(seed=i), jax.random.key(i))
+    for i in range(steps)
+  ]
+  told += [one.result() for one in made]
+  runtime.wait()
+  return jax.device_get(told), tiny.arrays(runtime.state())
+
+
+@pytest.fixture
+def far(request):
+  """Makes runtimes that end with the test."""
+  made = []
+
+  def make(sketch, fn=flows, **kwargs):
+    step, evaluate = fn()
+    plan = plan_lib.of(sketch, dict.fromkeys(step.stages + evaluate.stages))
+    made.append(
+      cluster.Cluster(plan, fn, step=step, evaluate=evaluate, **kwargs)
+    )
+    return made[-1], local.Local(plan, step=step, evaluate=evaluate)
+
+  yield make
+  for runtime in made:
+    runtime.close()
+
+
+@pytest.mark.parametrize('lag', [0, 1])
+@pytest.mark.parametrize('sketch', [TWO, THREE], ids=['two', 'three'])
+def test_processes_compute_the_same_bits(far, sketch, lag):
+  remote, near = far(sketch, functools.partial(flows, lag))
+  got, want = run(remote, grpo(lag)), run(near, grpo(lag))
+  tiny.assert_same_bits(got[0], want[0])
+  tiny.assert_same_bits(got[1], want[1])
+  spans = remote.timeline.take()
+  assert {span.place for span in spans} == set(sketch['places'])
+  assert min(span.start for span in spans) > 0
+  assert max(span.end for span in spans) < remote.timeline.now()[0]
+  moved = remote.moved()
+  assert moved['actor', 'learner'][0] > 0
+  about = remote.about()
+  assert len({one['pid'] for one in about.values()}) == len(about)
+  near.close()
+
+
+@stages.stage('double')
+def double(x):
+  return 2 * x
+
+
+def _refuse(x):
+  if x.max() > 10:
+    raise ValueError('more than ten')
+  return x
+
+
+def _sleep(x):
+  if x.max() > 10:
+    time.sleep(60)
+  return x
+
+
+def like(x):
+  return x
+
+
+refuse = stages.Stage(_refuse, 'check', host=True, like=like)
+sleep = stages.Stage(_sleep, 'check', host=True, like=like)
+add = stages.Stage(lambda w, x: (w + x.sum(), x.sum()), 'add', 'batch')
+
+
+def simple(check=refuse, times=double):
+  """Three stages: double, check, add."""
+
+  def step(w, x, key):
+    del key
+    return add(w, check(times(x)))
+
+  args = jnp.zeros(()), np.zeros(4, np.float32), jax.random.key(0)
+  evaluate = flow_lib.trace(lambda w, x, key: (w, double(x)), *args)
+  return flow_lib.trace(step, *args), evaluate
+
+
+PAIR = {
+  'places': {'a': {'devices': [0]}, 'b': {'devices': [1]}},
+  'stages': {'check': 'b', '*': 'a'},
+}
+KEY = jax.random.key(0)
+
+
+def batch(x):
+  return np.full(4, x, np.float32)
+
+
+def test_a_failure_names_place_stage_and_step_and_a_new_state_begins_anew(far):
+  remote, _ = far(PAIR, simple)
+  remote.load(jnp.zeros(()))
+  assert remote.step(batch(1), KEY) == 8
+  for _ in range(2):
+    with pytest.raises(
+      StageError, match=r"Stage check on place 'b' failed in step 2.*than ten"
+    ):
+      remote.step(batch(9), KEY)
+    with pytest.raises(StageError, match='step 2'):  # It is not forgotten.
+      remote.step(batch(1), KEY)
+    remote.load(jnp.ones(()), 1)
+  assert remote.step(batch(2), KEY) == 16
+  assert remote.state() == 17
+
+
+@pytest.mark.parametrize('victim', ['a', 'b'])
+def test_a_process_that_dies_is_told_in_seconds(far, victim):
+  remote, _ = far(PAIR, functools.partial(simple, sleep))
+  remote.load(jnp.zeros(()))
+  assert remote.step(batch(1), KEY) == 8
+  made = remote.submit(batch(9), KEY)
+  time.sleep(1)
+  start = time.monotonic()
+  os.kill(remote.about()[victim]['pid'], signal.SIGKILL)
+  with pytest.raises(StageError, match=f"process of place '{victim}' has died"):
+    made.result(timeout=20)
+  assert time.monotonic() - start < 5
+  remote.load(jnp.ones(()), 1)  # It is there again.
+  assert remote.step(batch(2), KEY) == 16 and remote.state() == 17
+
+
+def test_who_waits_too_long_says_for_what(far):
+  remote, _ = far(PAIR, functools.partial(simple, sleep), patience=2.0)
+  remote.load(jnp.zeros(()))
+  with pytest.raises(StageError, match=r"'a' has waited 2 s .*'b'.*step 1"):
+    remote.step(batch(9), KEY)
+
+
+def different():
+  """In the driver one thing, in actors another."""
+  other = stages.Stage(lambda x: 2 * x, 'twice')
+  here = ray.get_runtime_context().get_actor_id() is None
+  return simple(times=double if here else other)
+
+
+def test_a_process_that_has_recorded_something_else_is_refused(far):
+  remote, _ = far(
+    PAIR | {'stages': {'check': 'b', 'twice': 'a', '*': 'a'}}, different
+  )
+  with pytest.raises(ValueError, match='another step than the driver'):
+    remote.load(jnp.zeros(()))
+
+
+def test_more_devices_than_there_are_are_refused(far, monkeypatch):
+  monkeypatch.setattr(cluster, 'READY', 1.0)
+  many = {'places': {'a': {'devices': list(range(500))}}}
+  remote, _ = far(many, simple)
+  with pytest.raises(ValueError, match=r"wants 500 CPU for 'a', and Ray has"):
+    remote.load(jnp.zeros(()))
