@@ -18,7 +18,7 @@ import tempfile
 from absl import app, flags, logging
 
 from planner import cluster
-from rlinf_jax import checkpoint, config, train
+from rlinf_jax import checkpoint, config, memory, train
 from rlinf_jax.runtime import worker
 
 flags.adopt_module_key_flags(config)
@@ -89,6 +89,7 @@ def main(_):
   """Runs the recipe; a fault that a person can mend ends in one sentence."""
   # orbax says forty things a save; what fails, `checkpoint` tells.
   logging.set_verbosity(logging.FATAL)
+  memory.keep()
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   folder = None
   try:

@@ -90,17 +90,18 @@ def train(
     The `Result`, or what `instead` returns.
   """
   folder = pathlib.Path(workdir)
-  finished = finished_result(folder, steps, until, resume)
-  if finished:
-    return finished
-  if ray and not instead:
-    far.start(plan, ray)
-  flows = trace_flows(workflow, source, seed)
   if instead:
+    flows = trace_flows(workflow, source, seed)
     own = None if plan == AUTO else read_plan(plan, *flows)
     made = instead(flows, workflow.lag, own)
     config.refuse_unused()
     return made
+  finished = finished_result(folder, steps, until, resume)
+  if finished:
+    return finished
+  if ray:
+    far.start(plan, ray)
+  flows = trace_flows(workflow, source, seed)
   runtime = None if plan == AUTO else place(plan, flows, ray, folder)
   config.refuse_unused()
   folder.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ import ray
 
 from planner import graph
 from planner import plan as plan_lib
+from rlinf_jax import memory
 from rlinf_jax.runtime import host, parcel
 from rlinf_jax.runtime import mail as mail_lib
 from rlinf_jax.runtime import place as place_lib
@@ -107,6 +108,7 @@ class Actor:
     Raises:
       ValueError: if it has recorded something else than the driver.
     """
+    memory.keep()
     if os.path.isdir(folder):
       os.chdir(folder)
     self._name, chosen = name, plan_lib.Plan.from_json(plan)
