@@ -86,7 +86,13 @@ class Actor:
   must get through while a turn waits.
   """
 
-  def __init__(
+  def __init__(self):
+    # What it is made of may be refused, and a method can say so in words.
+    self._host = self._epoch = None
+    self._next = {}
+
+  @ray.method(concurrency_group='control')
+  def prepare(
     self,
     name: str,
     plan: str,
@@ -111,7 +117,7 @@ class Actor:
     memory.keep()
     if os.path.isdir(folder):
       os.chdir(folder)
-    self._name, chosen = name, plan_lib.Plan.from_json(plan)
+    chosen = plan_lib.Plan.from_json(plan)
     lowered = host.lower(chosen, *flows())
     if fingerprint(lowered) != agreed:
       raise ValueError(
@@ -126,7 +132,6 @@ class Actor:
     place = place_lib.Place(name, own, chosen.rows, rules_lib.DEFAULT)
     self._host = _Far(lowered, {name: place}, patience)
     self._epoch = time.time() - self._host.timeline.now()[0]
-    self._next = {}
 
   @ray.method(concurrency_group='control')
   def meet(self, peers: Mapping[str, Any]):

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from concurrent import futures
 import contextlib
 import os
+import sys
 import time
 from typing import Any
 
 import jax
 import ray
-from ray.util import placement_group as groups
+from ray import util
 from ray.util import scheduling_strategies as scheduling
 
 from planner import graph as graph_lib
@@ -120,7 +121,7 @@ class Cluster:
     ]
     if kind != 'CPU':
       needs = [need | {'CPU': 1.0} for need in needs]
-    self._group = groups.placement_group(needs, strategy='PACK')
+    self._group = util.placement_group(needs, strategy='PACK')
     if not self._group.wait(READY):
       raise ValueError(
         f'The plan wants {_listed(self.plan, kind)}, and Ray has '
@@ -138,29 +139,30 @@ class Cluster:
           self._group, placement_group_bundle_index=i
         ),
         runtime_env={'env_vars': _environment(self.plan.places[name], kind)},
-      ).remote(
-        name,
-        self.plan.to_json(),
-        self._flows,
-        actor_lib.fingerprint(self.lowered),
-        os.getcwd(),
-        self._patience,
+      ).remote()
+    agreed = actor_lib.fingerprint(self.lowered)
+    self._all(
+      lambda name, actor: actor.prepare.remote(
+        *(name, self.plan.to_json(), self._flows),
+        *(agreed, os.getcwd(), self._patience),
       )
-    self._about = dict(zip(self._actors, self._all('about'), strict=True))
-    self._all('meet', self._actors)
-    for name in self._wanted:
-      self._all('compile', name)
+    )
+    self._about = self._all(lambda _, actor: actor.about.remote())
+    self._all(lambda _, actor: actor.meet.remote(self._actors))
+    for wanted in self._wanted:
+      self._all(lambda _, actor: actor.compile.remote(wanted))
     return self._actors
 
-  def _all(self, method: str, *args) -> list:
-    """Calls a method of every actor."""
-    asked = [
-      getattr(actor, method).remote(*args) for actor in self._actors.values()
-    ]
-    try:
-      return ray.get(asked)
-    except ray.exceptions.RayError as error:
-      raise _told(error) from None
+  def _all(self, ask) -> dict[str, Any]:
+    """What every actor answers, by place."""
+    asked = {name: ask(name, actor) for name, actor in self._actors.items()}
+    answers = {}
+    for name, one in asked.items():
+      try:
+        answers[name] = ray.get(one)
+      except ray.exceptions.RayError as error:
+        raise _told(error, name) from None
+    return answers
 
   # As `local.Local`.
 
@@ -203,7 +205,7 @@ class Cluster:
     """The carried state, on the driver."""
     self.wait()
     found = {}
-    for leaves in self._all('state'):
+    for leaves in self._all(lambda _, actor: actor.state.remote()).values():
       found |= leaves
     leaves = [
       jax.numpy.asarray(parcel.unpack(x)) for _, x in sorted(found.items())
@@ -246,7 +248,7 @@ class Cluster:
       ray.kill(actor)
     self._actors = {}
     if self._group:
-      groups.remove_placement_group(self._group)
+      util.remove_placement_group(self._group)
       self._group = None
 
   def about(self) -> dict[str, dict[str, Any]]:
@@ -257,7 +259,7 @@ class Cluster:
   def moved(self) -> dict[tuple[str, str], tuple[int, float]]:
     """Bytes sent from place to place, and seconds that took, by the ends."""
     found = {}
-    for some in self._all('moved'):
+    for some in self._all(lambda _, actor: actor.moved.remote()).values():
       found |= some
     return found
 
@@ -313,7 +315,8 @@ def _told(error, place: str = '') -> BaseException:
       return type(cause)(str(cause))
     return StageError(f'Place {place!r} failed: {cause}')
   if isinstance(error, ray.exceptions.RayActorError):
-    return DiedError(f'The process of place {place!r} has died.')
+    why = str(error).strip().splitlines()[-1]
+    return DiedError(f'The process of place {place!r} has died: {why}')
   return StageError(str(error))
 
 
@@ -331,6 +334,9 @@ def _environment(place, kind: str) -> dict[str, str]:
     }
   else:
     there.pop('JAX_PLATFORMS', None)
+  # What the driver imports from folders, such as experiments of a checkout.
+  own = [path for path in sys.path if not path.startswith(sys.prefix)]
+  there['PYTHONPATH'] = os.pathsep.join(map(os.path.abspath, own))
   if 'XLA_FLAGS' in os.environ:
     there['XLA_FLAGS'] = os.environ['XLA_FLAGS']
   return there
