@@ -18,7 +18,7 @@ from rlinf_jax import auto, config, console, far, record, trace
 from rlinf_jax import checkpoint as checkpoint_lib
 from rlinf_jax import loop as loop_lib
 from rlinf_jax.profile import stages
-from rlinf_jax.runtime import local, worker
+from rlinf_jax.runtime import host, local, worker
 from stages import base
 
 AUTO = 'auto'
@@ -282,7 +282,13 @@ def _header(folder, runtime, start, steps) -> str:
     'places': _places(runtime.plan),
     'folder': str(folder),
   }
-  stages = ' → '.join(runtime.lowered['step'].flow.stages)
+  lowered = runtime.lowered['step']
+  if len(runtime.plan.places) > 1:
+    facts['links'] = ', '.join(
+      f'{source} → {target} {listing.size(size)} {how}'
+      for source, target, how, size in host.traffic(lowered, runtime.way)
+    )
+  stages = ' → '.join(lowered.flow.stages)
   return console.header(f'Training: {stages}', facts)
 
 

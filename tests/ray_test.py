@@ -148,14 +148,14 @@ sleep = stages.Stage(_sleep, 'check', host=True, like=like)
 add = stages.Stage(lambda w, x: (w + x.sum(), x.sum()), 'add', 'batch')
 
 
-def simple(check=refuse, times=double):
+def simple(check=refuse, rows=4):
   """Three stages: double, check, add."""
 
   def step(w, x, key):
     del key
-    return add(w, check(times(x)))
+    return add(w, check(double(x)))
 
-  args = jnp.zeros(()), np.zeros(4, np.float32), jax.random.key(0)
+  args = jnp.zeros(()), np.zeros(rows, np.float32), jax.random.key(0)
   evaluate = flow_lib.trace(lambda w, x, key: (w, double(x)), *args)
   return flow_lib.trace(step, *args), evaluate
 
@@ -212,22 +212,21 @@ def test_who_waits_too_long_says_for_what(far):
 
 def different():
   """In the driver one thing, in actors another."""
-  other = stages.Stage(lambda x: 2 * x, 'twice')
   here = ray.get_runtime_context().get_actor_id() is None
-  return simple(times=double if here else other)
+  return simple(rows=4 if here else 5)
 
 
 def test_a_process_that_has_recorded_something_else_is_refused(far):
-  remote, _ = far(
-    PAIR | {'stages': {'check': 'b', 'twice': 'a', '*': 'a'}}, different
-  )
+  remote, _ = far(PAIR, different)
   with pytest.raises(ValueError, match='another step than the driver'):
     remote.load(jnp.zeros(()))
 
 
 def test_more_devices_than_there_are_are_refused(far, monkeypatch):
   monkeypatch.setattr(cluster, 'READY', 1.0)
-  many = {'places': {'a': {'devices': list(range(500))}}}
-  remote, _ = far(many, simple)
+  many = {'devices': list(range(500)), 'axes': [['tensor', 500]]}
+  step, evaluate = simple()
+  plan = plan_lib.of({'places': {'a': many}}, [*step.stages])
+  remote = cluster.Cluster(plan, simple, step=step, evaluate=evaluate)
   with pytest.raises(ValueError, match=r"wants 500 CPU for 'a', and Ray has"):
     remote.load(jnp.zeros(()))

@@ -18,7 +18,7 @@ import ray
 from planner import graph
 from planner import plan as plan_lib
 from rlinf_jax import memory
-from rlinf_jax.runtime import host, parcel
+from rlinf_jax.runtime import host, link, parcel
 from rlinf_jax.runtime import mail as mail_lib
 from rlinf_jax.runtime import place as place_lib
 from sharding import rules as rules_lib
@@ -55,8 +55,10 @@ class _Far(host.Host):
     seconds: that took, likewise.
   """
 
-  def __init__(self, *args, **kwargs):
+  def __init__(self, axes, *args, **kwargs):
+    """As `host.Host`, with the mesh axes of every place of the plan."""
     super().__init__(*args, **kwargs)
+    self._axes, self.links = axes, link.Links(ray.util.get_node_ip_address())
     self.peers, self.sent, self.life = {}, {}, 0
     self.bytes, self.seconds = {}, {}
 
@@ -64,19 +66,16 @@ class _Far(host.Host):
     number = self.sent.get(way, 0)
     self.sent[way] = number + 1
     start = time.perf_counter()
-    packed = parcel.pack(x)
+    source, target = (self._axes[end] for end in (way.source, way.target))
+    packed = self.links.pack(x, source if source == target else ())
     self.peers[way.target].deliver.remote(self.life, way, number, packed)
     ends = way.source, way.target
     spent = time.perf_counter() - start
-    self.bytes[ends] = self.bytes.get(ends, 0) + packed.data.nbytes
+    self.bytes[ends] = self.bytes.get(ends, 0) + link.size(packed)
     self.seconds[ends] = self.seconds.get(ends, 0.0) + spent
 
   def place_for(self, x, value, target):
-    place = self.places[target]
-    # Memory that the object store owns must not be taken for ours.
-    return jax.device_put(
-      parcel.unpack(x), place.layout(value), may_alias=False
-    )
+    return self.links.unpack(x, self.places[target].layout(value))
 
 
 class Actor:
@@ -130,7 +129,8 @@ class Actor:
       placement, devices=tuple(range(len(placement.devices)))
     )
     place = place_lib.Place(name, own, chosen.rows, rules_lib.DEFAULT)
-    self._host = _Far(lowered, {name: place}, patience)
+    axes = {name: place.axes for name, place in chosen.places.items()}
+    self._host = _Far(axes, lowered, {name: place}, patience)
     self._epoch = time.time() - self._host.timeline.now()[0]
 
   @ray.method(concurrency_group='control')
@@ -188,9 +188,7 @@ class Actor:
     return outputs, self._host.timeline.take()
 
   @ray.method(concurrency_group='mail')
-  def deliver(
-    self, life: int, way: mail_lib.Way, number: int, packed: parcel.Parcel
-  ):
+  def deliver(self, life: int, way: mail_lib.Way, number: int, packed):
     """Takes a value that another place has sent."""
     if life != self._host.life:
       return  # It was sent before a failure, and is nobody's.

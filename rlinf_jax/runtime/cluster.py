@@ -20,11 +20,12 @@ from ray.util import scheduling_strategies as scheduling
 from planner import graph as graph_lib
 from planner import plan as plan_lib
 from rlinf_jax.runtime import actor as actor_lib
-from rlinf_jax.runtime import host, local, parcel
+from rlinf_jax.runtime import host, link, local, parcel
 from rlinf_jax.runtime import timeline as timeline_lib
 from rlinf_jax.runtime.worker import DiedError, StageError
 
 HERE = 'local'  # In place of an address: Ray is started on this machine.
+ALIVE = 2.0  # Seconds in which a process that lives answers.
 READY = 120.0  # Seconds until actors have their resources.
 KINDS = ('TPU', 'GPU', 'CPU')  # Of what Ray counts, the first that is there.
 # Settings of JAX that another process must share to compute the same bits.
@@ -166,6 +167,10 @@ class Cluster:
 
   # As `local.Local`.
 
+  def way(self, dtype, size: int) -> str:
+    """How a value goes from place to place, in words."""
+    return link.way(dtype, size)
+
   def ambient(self):
     """The driver reads checkpoints as they are; actors lay them out."""
     return contextlib.nullcontext()
@@ -297,11 +302,22 @@ class Cluster:
       )
     return outputs
 
+  def _dead(self) -> DiedError | None:
+    """Whether a process has died: then that is why others have failed."""
+    asked = {actor.about.remote(): name for name, actor in self._actors.items()}
+    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ALIVE)
+    for one in done:
+      try:
+        ray.get(one)
+      except ray.exceptions.RayActorError as error:
+        return _told(error, asked[one])
+    return None
+
   def _fail(self, place: str, error):
     """Keeps the first failure, and stops all places."""
     if self._failure:
       return
-    self._failure = _told(error, place)
+    self._failure = self._dead() or _told(error, place)
     for name, actor in self._actors.items():
       if name != place:
         actor.fail.remote(str(self._failure))

@@ -1,6 +1,7 @@
 """Places of a plan that run in this process, and what their threads ask for."""
 
-from collections.abc import Mapping
+import collections
+from collections.abc import Callable, Mapping
 from concurrent import futures
 import dataclasses
 import threading
@@ -269,6 +270,28 @@ def _runs(flow, program, loop=()):
     elif isinstance(op, program_lib.Repeat):
       body = flow.nodes[op.node].body
       yield from _runs(body, op.program, (*loop, op.node))
+
+
+def traffic(
+  lowered: Lowered, way: Callable[[Any, int], str]
+) -> list[tuple[str, str, str, int]]:
+  """What goes from place to place in a step, rounds of loops apart.
+
+  Args:
+    lowered: a step.
+    way: how a value of some type and so many bytes travels.
+
+  Returns:
+    Source, target, way and bytes.
+  """
+  total = collections.Counter()
+  for source, program in lowered.programs.items():
+    for op in program:
+      if isinstance(op, program_lib.Send) and op.place != program_lib.SINK:
+        value = lowered.flow.values[op.value]
+        how = way(value.dtype, value.bytes)
+        total[source, op.place, how] += value.bytes
+  return [(*ends, size) for ends, size in total.items()]
 
 
 def _given(program) -> set[int]:

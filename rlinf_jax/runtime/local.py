@@ -47,6 +47,11 @@ class Local(host.Host):
     super().__init__(lowered, places)
     self.plan, self.steps, self._tree = plan, 0, None
 
+  def way(self, dtype, size: int) -> str:
+    """How a value goes from place to place, in words."""
+    del dtype, size
+    return 'in this process'
+
   def ambient(self):
     """A context in which checkpoints are read straight to where they go."""
     resident = self.lowered['step'].resident

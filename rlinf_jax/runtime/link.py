@@ -1,0 +1,116 @@
+"""Ways from one process to another, chosen by what goes.
+
+- Small values travel in the call that announces them.
+- Large ones on devices are offered, and the other process pulls them from
+  device to device (`jax.experimental.transfer`).
+- Large ones that are no plain numbers, such as keys, go through Ray's object
+  store: shared memory, where both ends are on one machine.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import jax
+from jax.experimental import transfer
+import jax.numpy as jnp
+
+from rlinf_jax.runtime import parcel
+
+SMALL = 1 << 20  # Bytes: below, a pull takes longer than a copy.
+STREAMS = 2  # Connections a server opens to another: one does not fill a link.
+
+
+class Offer(NamedTuple):
+  """A value that waits to be pulled.
+
+  Attributes:
+    address: of the server that has it.
+    number: of the offer; it can be pulled once.
+    shape: of the value.
+    dtype: by name.
+    axes: of the mesh that it lies on, if it is to be pulled shard by shard.
+  """
+
+  address: str
+  number: int
+  shape: tuple[int, ...]
+  dtype: str
+  axes: tuple
+
+
+class Links:
+  """The ends of links in this process."""
+
+  def __init__(self, host: str):
+    """Starts the server that values are pulled from.
+
+    Args:
+      host: the address by which other processes reach this one.
+    """
+    client = jax.local_devices()[0].client
+    self._server = transfer.start_transfer_server(
+      client, f'{host}:0', [f'{host}:0'] * STREAMS
+    )
+    self._numbers = itertools.count()
+    self._peers = {}
+
+  def pack(self, x: jax.Array, axes: tuple) -> parcel.Parcel | Offer:
+    """A value in the form in which it goes.
+
+    Args:
+      x: the value.
+      axes: of the mesh of both ends; empty where theirs differ, so that shards
+        would not match, or where they have none.
+    """
+    if way(x.dtype, x.nbytes) != 'device to device':
+      return parcel.pack(x)
+    number = next(self._numbers)
+    if not axes:
+      x = jax.device_put(x, next(iter(x.sharding.device_set)))
+    # What has been sent may be overwritten here before it is pulled.
+    x = jax.block_until_ready(jnp.copy(x))
+    self._server.await_pull(number, [x])
+    where = self._server.address()
+    return Offer(where, number, x.shape, x.dtype.name, axes)
+
+  def unpack(self, sent: parcel.Parcel | Offer, layout) -> jax.Array:
+    """The value, laid out.
+
+    Args:
+      sent: as it came.
+      layout: that it shall have.
+    """
+    if isinstance(sent, parcel.Parcel):
+      # Memory that the object store owns must not be taken for ours.
+      return jax.device_put(parcel.unpack(sent), layout, may_alias=False)
+    peer = self._peers.get(sent.address)
+    if peer is None:
+      peer = self._peers[sent.address] = self._server.connect(sent.address)
+    first = layout
+    if not sent.axes:
+      device = min(layout.device_set, key=lambda device: device.id)
+      first = jax.sharding.SingleDeviceSharding(device)
+    like = jax.ShapeDtypeStruct(
+      sent.shape, jnp.dtype(sent.dtype), sharding=first
+    )
+    (x,) = peer.pull(sent.number, [like])
+    return jax.device_put(x, layout)
+
+
+def size(sent: parcel.Parcel | Offer) -> int:
+  """Bytes of a value."""
+  if isinstance(sent, parcel.Parcel):
+    return sent.data.nbytes
+  count = 1
+  for n in sent.shape:
+    count *= n
+  return count * jnp.dtype(sent.dtype).itemsize
+
+
+def way(dtype, size: int) -> str:
+  """How a value travels, in words."""
+  if size < SMALL:
+    return 'in calls'
+  if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    return 'by the object store'
+  return 'device to device'
