@@ -97,7 +97,7 @@ def lines(folder):
     {
       k: v
       for k, v in json.loads(line).items()
-      if not k.startswith(('time/', 'throughput/'))
+      if not k.startswith(('time/', 'throughput/', 'utilisation/'))
     }
     for line in text
   ]

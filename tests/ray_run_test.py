@@ -1,0 +1,102 @@
+"""A run on processes of Ray, as its user meets it."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+import run_test
+
+pytestmark = pytest.mark.slow
+
+PLAN = (
+  "train.train.plan = {'rows': {'gradient': 8}, 'places': {"
+  "'actor': {'devices': [0]}, 'learner': {'devices': [1]}}, 'stages': {"
+  "'repeat': 'actor', 'keys': 'actor', 'generate': 'actor', '*': 'learner'}}"
+)
+RAY = "train.train.ray = 'local'"
+
+model = run_test.model  # The fixture.
+
+
+def started(folder, model, *more):
+  environment = os.environ | {'JAX_NUM_CPU_DEVICES': '2'}
+  return subprocess.Popen(
+    run_test.command(folder, model, PLAN, *more),
+    cwd=run_test.ROOT,
+    env=environment,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def ended(process):
+  out, error = process.communicate(timeout=400)
+  assert process.returncode == 0, error
+  return out
+
+
+@pytest.fixture(scope='module')
+def one(tmp_path_factory, model):
+  """The same places in one process."""
+  folder = tmp_path_factory.mktemp('one') / 'run'
+  ended(started(folder, model))
+  return folder
+
+
+def assert_same(folder, other):
+  assert run_test.lines(folder) == run_test.lines(other)
+  run_test.equal_states(run_test.state(folder, 10), run_test.state(other, 10))
+
+
+def test_processes_leave_the_folder_that_one_process_does(tmp_path, model, one):
+  out = ended(started(tmp_path / 'run', model, RAY))
+  assert_same(tmp_path / 'run', one)
+  assert re.search(r'actor → learner .*B (in calls|device to device)', out)
+  text = (tmp_path / 'run' / 'metrics.jsonl').read_text()
+  assert '"utilisation/learner"' in text
+  time.sleep(2)
+  assert not [p for p in _all() if 'raylet' in p.info['name']]
+
+
+def _all():
+  return psutil.process_iter(['name', 'cmdline'])
+
+
+def places():
+  """Processes of places."""
+  return [
+    p for p in _all() if (p.info['cmdline'] or [''])[0].startswith('ray::Actor')
+  ]
+
+
+@pytest.mark.parametrize('after', [3, 7])
+def test_a_run_of_which_a_process_is_killed_goes_on_by_itself(
+  tmp_path, model, one, after
+):
+  folder = tmp_path / 'run'
+  process = started(folder, model, RAY)
+  deadline = time.time() + 300
+  while not _reached(folder, after):
+    assert process.poll() is None, process.communicate()
+    assert time.time() < deadline
+    time.sleep(0.01)
+  victims = places()
+  assert len(victims) == 2
+  victims[after % 2].send_signal(signal.SIGKILL)
+  out = ended(process)
+  since = 0 if after < 5 else 5
+  assert 'has died' in out and f'goes on from step {since}' in out
+  assert_same(folder, one)
+
+
+def _reached(folder, step):
+  try:
+    return any(line['step'] >= step for line in run_test.lines(folder))
+  except (OSError, ValueError):  # Not there yet, or half a line.
+    return False
