@@ -6,7 +6,7 @@ from rlinf_jax import config, train
 
 RECIPES = sorted(
   str(path.relative_to(pathlib.Path(__file__).parents[1]))
-  for folder in ('gin_configs', 'gin_configs/bench', 'experiments/arithmetic')
+  for folder in ('gin_configs', 'experiments/arithmetic')
   for path in (pathlib.Path(__file__).parents[1] / folder).glob('*.gin')
 )
 
