@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from rlinf_jax import checkpoint as checkpoint_lib
-from rlinf_jax import config
+from rlinf_jax import config, interrupt
 from rlinf_jax.runtime import timeline as timeline_lib
 from rlinf_jax.runtime import worker
 from stages import metrics
@@ -34,6 +34,7 @@ class Loop:
     self._held_out = source.held_out()
     self._state = saved.source
     self.steps = self._begun = saved.step
+    self._interrupt = interrupt.Interrupt()
     self._known = dict(saved.metrics)  # By updates finished.
     self._flying = collections.deque()  # Steps begun and not finished.
     self._began = time.perf_counter() - self.metrics.get(
@@ -50,10 +51,17 @@ class Loop:
 
   def run(self, folder, steps, evaluate_every, until, checkpoint_every):
     """Trains to the end; evaluates first, in between and last."""
+    with interrupt.listening() as self._interrupt:
+      if not self.steps:
+        self.evaluate()
+      self._run(folder, steps, evaluate_every, until, checkpoint_every)
+    self._checkpoints.close()
+
+  def _run(self, folder, steps, evaluate_every, until, checkpoint_every):
     first = self.steps
-    if not first:
-      self.evaluate()
     while self.steps < steps and not self._reached(until):
+      if self._interrupt.asked and not self._flying:
+        self._stop()
       # What is evaluated or saved is a state at rest.
       rests = [n - self.steps % n for n in (evaluate_every, checkpoint_every)]
       rows = self.step(min(steps, self.steps + min(rests)))
@@ -67,7 +75,13 @@ class Loop:
         last |= self._reached(until)
       if last or self.steps % checkpoint_every == 0:
         self.save()
+
+  def _stop(self):
+    """Ends a run that somebody has asked to end."""
+    if self.steps and self._checkpoints.latest() != self.steps:
+      self.save()
     self._checkpoints.close()
+    raise KeyboardInterrupt
 
   def seconds(self) -> float:
     """Since training began, time between a stop and its resumption apart."""
@@ -95,7 +109,7 @@ class Loop:
     if not self._flying:
       self._last = time.perf_counter()
     while self._begun < min(rest, self.steps + 1 + self._lag):
-      if self._better and self._flying:
+      if (self._better or self._interrupt.asked) and self._flying:
         break  # Another plan begins when all that was begun has ended.
       self._replan()
       self._begin()

@@ -73,8 +73,8 @@ def run(*args, kilobytes=None, **kwargs):
   )
 
 
-def killed(folder, model, when, *more):
-  """Starts a run and kills it with SIGKILL as soon as `when()`."""
+def killed(folder, model, when, *more, how=signal.SIGKILL):
+  """Starts a run and kills it as soon as `when()`; returns its exit code."""
   process = subprocess.Popen(
     command(folder, model, *more),
     cwd=ROOT,
@@ -86,8 +86,8 @@ def killed(folder, model, when, *more):
     assert process.poll() is None, 'The run ended before it could be killed.'
     assert time.time() < deadline
     time.sleep(0.001)
-  process.send_signal(signal.SIGKILL)
-  process.wait()
+  process.send_signal(how)
+  return process.wait()
 
 
 def lines(folder):
@@ -174,6 +174,25 @@ def test_killed_and_resumed_equals_straight_to_the_bit(
   done = run(folder, model, resume=True)
   assert done.returncode == 0, done.stderr
   assert '5 of 10 done' in done.stdout
+  assert lines(folder) == lines(straight[0])
+  equal_states(state(folder, 10), state(straight[0], 10))
+
+
+@pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_end_it_leaves_a_checkpoint_and_goes_on_from_there(
+  straight, model, tmp_path, how
+):
+  folder = tmp_path / 'run'
+
+  def after_two():
+    metrics = folder / 'metrics.jsonl'
+    return metrics.exists() and '"step": 2' in metrics.read_text()
+
+  assert killed(folder, model, after_two, how=how) == 130
+  done = run(folder, model, resume=True)
+  assert done.returncode == 0, done.stderr
+  began = int(re.search(r'(\d+) of 10 done', done.stdout)[1])
+  assert began >= 2
   assert lines(folder) == lines(straight[0])
   equal_states(state(folder, 10), state(straight[0], 10))
 
