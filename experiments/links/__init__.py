@@ -1,0 +1,1 @@
+"""How fast values get from process to process."""
