@@ -139,7 +139,9 @@ def _to_the_end(job, steps, resume, wandb, run, export) -> Result:
   died = collections.Counter()  # By the checkpoint that was gone on from.
   while True:
     try:
-      return _attempt(job, steps, resume, wandb, run, export)
+      if died:
+        job.runtime.load(job.workflow.init(jax.random.key(job.seed)))
+      return _attempt(job, steps, resume or died, wandb, run, export)
     except worker.DiedError as error:
       since = job.checkpoints.latest() or 0
       died[since] += 1
@@ -147,8 +149,6 @@ def _to_the_end(job, steps, resume, wandb, run, export) -> Result:
         job.runtime.close()
         raise
       print(f'{error} The run goes on from step {since}.', flush=True)
-      resume = True
-      job.runtime.load(job.workflow.init(jax.random.key(job.seed)))
 
 
 def _attempt(job, steps, resume, wandb, run, export) -> Result:

@@ -1,8 +1,10 @@
 """Places in processes of their own give what places in one process give."""
 
+import contextlib
 import functools
 import os
 import signal
+import threading
 import time
 
 import jax
@@ -14,8 +16,8 @@ import ray
 
 from planner import flow as flow_lib
 from planner import plan as plan_lib
-from rlinf_jax.runtime import cluster, local
-from rlinf_jax.runtime.worker import StageError
+from rlinf_jax.runtime import cluster, crew, local
+from rlinf_jax.runtime.worker import DiedError, StageError
 from stages import stage as stages
 from stages import train, workflows
 import tiny
@@ -66,7 +68,7 @@ def flows(lag=0):
 @pytest.fixture(scope='module', autouse=True)
 def here():
   before = {p.pid for p in psutil.process_iter()}
-  cluster.start()
+  crew.start()
   yield
   ray.shutdown()
   time.sleep(1)
@@ -223,10 +225,57 @@ def test_a_process_that_has_recorded_something_else_is_refused(far):
 
 
 def test_more_devices_than_there_are_are_refused(far, monkeypatch):
-  monkeypatch.setattr(cluster, 'READY', 1.0)
+  monkeypatch.setattr(crew, 'READY', 1.0)
   many = {'devices': list(range(500)), 'axes': [['tensor', 500]]}
   step, evaluate = simple()
   plan = plan_lib.of({'places': {'a': many}}, [*step.stages])
   remote = cluster.Cluster(plan, simple, step=step, evaluate=evaluate)
   with pytest.raises(ValueError, match=r"wants 500 CPU for 'a', and Ray has"):
     remote.load(jnp.zeros(()))
+
+
+KILLS, STEPS = 30, 6
+
+
+def kill(remote, place):
+  with contextlib.suppress(ProcessLookupError):
+    os.kill(remote.about()[place]['pid'], signal.SIGKILL)
+
+
+def survive(remote, rng, kills):
+  """Steps, a state kept after each second, and deaths at any time.
+
+  Returns:
+    What steps reported, and how many deaths they were stopped by.
+  """
+  saved, told, died = [jnp.zeros(())], [], 0
+  remote.load(saved[0])
+  while len(told) < STEPS:
+    timer = threading.Timer(
+      rng.uniform(0, 0.05), kill, [remote, 'ab'[rng.integers(2)]]
+    )
+    try:
+      if died < kills:
+        timer.start()
+      while len(told) < STEPS:
+        told.append(float(remote.step(batch(len(told) % 5), KEY)))
+        if len(told) % 2 == 0:
+          saved.append(remote.state())
+    except DiedError:
+      died += 1
+      told = told[: 2 * (len(saved) - 1)]
+      remote.load(saved[-1], len(told))
+    finally:
+      timer.cancel()
+  return told, died
+
+
+def test_thirty_deaths_change_nothing(far):
+  remote, near = far(PAIR, simple)
+  near.load(jnp.zeros(()))
+  want = [float(near.step(batch(i % 5), KEY)) for i in range(STEPS)]
+  final, rng, died = float(near.state()), np.random.default_rng(0), 0
+  while died < KILLS:
+    told, more = survive(remote, rng, 3)
+    assert told == want and float(remote.state()) == final
+    died += more

@@ -7,65 +7,19 @@ every actor works through its own program, and values go from actor to actor.
 from collections.abc import Mapping
 from concurrent import futures
 import contextlib
-import os
-import sys
+import threading
 import time
 from typing import Any
 
 import jax
 import ray
-from ray import util
-from ray.util import scheduling_strategies as scheduling
 
 from planner import graph as graph_lib
 from planner import plan as plan_lib
 from rlinf_jax.runtime import actor as actor_lib
+from rlinf_jax.runtime import crew as crew_lib
 from rlinf_jax.runtime import host, link, local, parcel
 from rlinf_jax.runtime import timeline as timeline_lib
-from rlinf_jax.runtime.worker import DiedError, StageError
-
-HERE = 'local'  # In place of an address: Ray is started on this machine.
-ALIVE = 2.0  # Seconds in which a process that lives answers.
-READY = 120.0  # Seconds until actors have their resources.
-KINDS = ('TPU', 'GPU', 'CPU')  # Of what Ray counts, the first that is there.
-# Settings of JAX that another process must share to compute the same bits.
-SETTINGS = (
-  'jax_enable_x64',
-  'jax_default_matmul_precision',
-  'jax_numpy_rank_promotion',
-  'jax_compilation_cache_dir',
-  'jax_platforms',
-  'jax_threefry_partitionable',
-)
-
-
-def start(address: str = HERE):
-  """Connects to Ray, or starts it on this machine.
-
-  Args:
-    address: 'local', 'auto', or that of a cluster, such as 'ray://head:10001'.
-
-  Raises:
-    ConnectionError: if there is none.
-  """
-  if ray.is_initialized():
-    return
-  given = {'log_to_driver': False, 'logging_level': 'error'}
-  if address == HERE:
-    ray.init('local', include_dashboard=None, num_cpus=_cpus(), **given)
-    return
-  try:
-    ray.init(address, **given)
-  except ConnectionError as error:
-    raise ConnectionError(
-      f'There is no Ray cluster at {address!r}: start one with `ray start '
-      "--head`, or say 'local' to have one on this machine."
-    ) from error
-
-
-def _cpus() -> int:
-  """Actors wait for each other more than they compute: none is refused."""
-  return max(64, len(os.sched_getaffinity(0)))
 
 
 class Cluster:
@@ -99,73 +53,16 @@ class Cluster:
       evaluate: the flow of its evaluation.
       patience: seconds that a place waits for a value of another.
     """
-    self.plan, self._flows, self._patience = plan, flows, patience
+    self.plan = plan
     self.lowered = host.lower(plan, step, evaluate)
     self.timeline = timeline_lib.Timeline()
     self._epoch = time.time() - self.timeline.now()[0]
     self.steps, self._failure, self._tree = 0, None, None
-    self._actors, self._about, self._group, self._wanted = {}, {}, None, []
+    self._crew = crew_lib.Crew(plan, flows, self.lowered, patience)
+    self._wanted: list[str] = []  # Flows to be compiled.
     self._flying: list[futures.Future] = []
     self._life = 0  # How often a state was loaded.
-    self._pool = futures.ThreadPoolExecutor(64)
-
-  # Actors.
-
-  def _begun(self) -> dict[str, Any]:
-    """The actors; they are started when they are first needed."""
-    if self._actors:
-      return self._actors
-    start()
-    kind = next(k for k in KINDS if ray.cluster_resources().get(k))
-    needs = [
-      {kind: float(len(place.devices))} for place in self.plan.places.values()
-    ]
-    if kind != 'CPU':
-      needs = [need | {'CPU': 1.0} for need in needs]
-    self._group = util.placement_group(needs, strategy='PACK')
-    if not self._group.wait(READY):
-      raise ValueError(
-        f'The plan wants {_listed(self.plan, kind)}, and Ray has '
-        f'{ray.cluster_resources().get(kind, 0):g} {kind} in all: add nodes, '
-        'or bind a plan for fewer.'
-      )
-    made = ray.remote(concurrency_groups=actor_lib.GROUPS)(actor_lib.Actor)
-    for i, (name, need) in enumerate(zip(self.plan.places, needs, strict=True)):
-      self._actors[name] = made.options(
-        name=f'{name} ({os.getpid()}-{id(self):x})',
-        num_cpus=need['CPU'],
-        num_gpus=need.get('GPU', 0),
-        resources={'TPU': need['TPU']} if 'TPU' in need else None,
-        scheduling_strategy=scheduling.PlacementGroupSchedulingStrategy(
-          self._group, placement_group_bundle_index=i
-        ),
-        runtime_env={'env_vars': _environment(self.plan.places[name], kind)},
-      ).remote()
-    agreed = actor_lib.fingerprint(self.lowered)
-    self._all(
-      lambda name, actor: actor.prepare.remote(
-        *(name, self.plan.to_json(), self._flows),
-        *(agreed, os.getcwd(), self._patience),
-      )
-    )
-    self._about = self._all(lambda _, actor: actor.about.remote())
-    self._all(lambda _, actor: actor.meet.remote(self._actors))
-    for wanted in self._wanted:
-      self._all(lambda _, actor: actor.compile.remote(wanted))
-    return self._actors
-
-  def _all(self, ask) -> dict[str, Any]:
-    """What every actor answers, by place."""
-    asked = {name: ask(name, actor) for name, actor in self._actors.items()}
-    answers = {}
-    for name, one in asked.items():
-      try:
-        answers[name] = ray.get(one)
-      except ray.exceptions.RayError as error:
-        raise _told(error, name) from None
-    return answers
-
-  # As `local.Local`.
+    self._pool, self._lock = futures.ThreadPoolExecutor(64), threading.Lock()
 
   def way(self, dtype, size: int) -> str:
     """How a value goes from place to place, in words."""
@@ -179,7 +76,7 @@ class Cluster:
     """Begins to make every stage of a flow ready; does not wait for it."""
     if name not in self._wanted:
       self._wanted.append(name)
-      for actor in self._actors.values():
+      for actor in self._crew.actors.values():
         actor.compile.remote(name)
 
   def load(self, state, steps: int = 0):
@@ -192,25 +89,26 @@ class Cluster:
       steps: updates that led to it.
     """
     futures.wait(self._flying)
-    if isinstance(self._failure, DiedError):
-      self._end()
-    actors = self._begun()
+    self._crew.bury()
+    self._begun()
     self._failure, self._flying, self.steps = None, [], steps
     self._life += 1
     leaves, self._tree = jax.tree.flatten(state)
     resident = self.lowered['step'].resident
     packed = [ray.put(parcel.pack(x)) for x in leaves]
-    asked = []
-    for name, actor in actors.items():
+
+    def hand_over(name, actor):
       own = {i: packed[i] for i, some in enumerate(resident) if name in some}
-      asked.append(actor.load.remote(self._life, list(own), *own.values()))
-    ray.get(asked)
+      return actor.load.remote(self._life, list(own), *own.values())
+
+    self._crew.ask(hand_over)
 
   def state(self):
     """The carried state, on the driver."""
     self.wait()
     found = {}
-    for leaves in self._all(lambda _, actor: actor.state.remote()).values():
+    told = self._crew.ask(lambda _, actor: actor.state.remote())
+    for leaves in told.values():
       found |= leaves
     leaves = [
       jax.numpy.asarray(parcel.unpack(x)) for _, x in sorted(found.items())
@@ -245,39 +143,37 @@ class Cluster:
 
   def close(self):
     """Ends the actors."""
-    self._end()
+    self._crew.end()
     self._pool.shutdown(wait=False)
-
-  def _end(self):
-    for actor in self._actors.values():
-      ray.kill(actor)
-    self._actors = {}
-    if self._group:
-      util.remove_placement_group(self._group)
-      self._group = None
 
   def about(self) -> dict[str, dict[str, Any]]:
     """Where every place is: process, node, kind of device."""
     self._begun()
-    return dict(self._about)
+    return dict(self._crew.about)
+
+  def _begun(self):
+    """Starts the actors that are not there."""
+    for name in self._crew.ready():
+      for wanted in self._wanted:
+        self._crew.actors[name].compile.remote(wanted)
 
   def moved(self) -> dict[tuple[str, str], tuple[int, float]]:
     """Bytes sent from place to place, and seconds that took, by the ends."""
     found = {}
-    for some in self._all(lambda _, actor: actor.moved.remote()).values():
+    for some in self._crew.ask(lambda _, actor: actor.moved.remote()).values():
       found |= some
     return found
 
   def _begin(self, name, *inputs):
     if self._failure:
       raise self._failure
-    actors = self._begun()
+    self._begun()
     self.steps += name == 'step'
     step = self.steps + (name != 'step')
     leaves = ray.put([parcel.pack(x) for x in jax.tree.leaves(inputs)])
     asked = {
       actor.turn.remote(name, step, leaves): place
-      for place, actor in actors.items()
+      for place, actor in self._crew.actors.items()
     }
     made = self._pool.submit(self._collect, asked)
     self._flying = [one for one in self._flying if not one.done()] + [made]
@@ -295,72 +191,20 @@ class Cluster:
         self._fail(place, error)
         raise self._failure from None
       outputs |= {v: parcel.unpack(x) for v, x in given.items()}
-      late = self._about[place]['epoch'] - self._epoch
+      late = self._crew.about[place]['epoch'] - self._epoch
       self.timeline.extend(
         span._replace(start=span.start + late, end=span.end + late)
         for span in spans
       )
     return outputs
 
-  def _dead(self) -> DiedError | None:
-    """Whether a process has died: then that is why others have failed."""
-    asked = {actor.about.remote(): name for name, actor in self._actors.items()}
-    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ALIVE)
-    for one in done:
-      try:
-        ray.get(one)
-      except ray.exceptions.RayActorError as error:
-        return _told(error, asked[one])
-    return None
-
   def _fail(self, place: str, error):
     """Keeps the first failure, and stops all places."""
-    if self._failure:
-      return
-    self._failure = self._dead() or _told(error, place)
-    for name, actor in self._actors.items():
+    with self._lock:
+      if self._failure:
+        return
+      died = [*self._crew.dead().values()]
+      self._failure = (died or [crew_lib.told(error, place)])[0]
+    for name, actor in self._crew.actors.items():
       if name != place:
         actor.fail.remote(str(self._failure))
-
-
-def _told(error, place: str = '') -> BaseException:
-  """What happened in an actor, in words."""
-  if isinstance(error, ray.exceptions.RayTaskError):
-    cause = error.cause
-    if isinstance(cause, StageError | ValueError):
-      return type(cause)(str(cause))
-    return StageError(f'Place {place!r} failed: {cause}')
-  if isinstance(error, ray.exceptions.RayActorError):
-    why = str(error).strip().splitlines()[-1]
-    return DiedError(f'The process of place {place!r} has died: {why}')
-  return StageError(str(error))
-
-
-def _environment(place, kind: str) -> dict[str, str]:
-  """What an actor's JAX must begin with."""
-  there = {
-    name.upper(): str(value)
-    for name in SETTINGS
-    if (value := getattr(jax.config, name, None)) is not None
-  }
-  if kind == 'CPU':
-    there |= {
-      'JAX_PLATFORMS': 'cpu',
-      'JAX_NUM_CPU_DEVICES': str(len(place.devices)),
-    }
-  else:
-    there.pop('JAX_PLATFORMS', None)
-  # What the driver imports from folders, such as experiments of a checkout.
-  own = [path for path in sys.path if not path.startswith(sys.prefix)]
-  there['PYTHONPATH'] = os.pathsep.join(map(os.path.abspath, own))
-  if 'XLA_FLAGS' in os.environ:
-    there['XLA_FLAGS'] = os.environ['XLA_FLAGS']
-  return there
-
-
-def _listed(plan, kind: str) -> str:
-  """Devices of every place, for people."""
-  return ', '.join(
-    f'{len(place.devices)} {kind} for {name!r}'
-    for name, place in plan.places.items()
-  )
