@@ -171,6 +171,11 @@ def _attempt(job, steps, resume, wandb, run, export) -> Result:
       )
     )
     run(loop)
+    for (source, target), (size, spent) in loop.runtime.moved().items():
+      notes.say(
+        f'Sent from {source} to {target}: {listing.size(size)} in '
+        f'{spent:.2f} s, {listing.size(size / spent)} a second.'
+      )
     result = Result(folder, loop.steps, loop.seconds(), loop.metrics)
     if export:
       export(folder / 'model', job.workflow.params(loop.runtime.state()))

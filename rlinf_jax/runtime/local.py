@@ -52,6 +52,10 @@ class Local(host.Host):
     del dtype, size
     return 'in this process'
 
+  def moved(self) -> dict[tuple[str, str], tuple[int, float]]:
+    """As `cluster.Cluster.moved`: nothing leaves this process."""
+    return {}
+
   def ambient(self):
     """A context in which checkpoints are read straight to where they go."""
     resident = self.lowered['step'].resident
