@@ -124,6 +124,31 @@ def test_processes_compute_the_same_bits(far, sketch, lag):
   near.close()
 
 
+def dapo():
+  return workflows.dapo(
+    tiny.policy(), tiny.even_on_host, train.adamw(1e-2), group=4, rounds=2
+  )
+
+
+def dapo_flows():
+  workflow = dapo()
+  return (
+    tiny.trace(workflow, tiny.problem()),
+    tiny.trace_evaluation(workflow, tiny.problem(4)),
+  )
+
+
+def test_a_loop_goes_round_in_three_processes_at_once(far):
+  sketch = {
+    'places': {p: {'devices': [i]} for i, p in enumerate('abc')},
+    'stages': {'generate': 'a', 'ask': 'a', 'reward': 'b', '*': 'c'},
+  }
+  remote, near = far(sketch, dapo_flows)
+  got, want = run(remote, dapo()), run(near, dapo())
+  tiny.assert_same_bits(got, want)
+  near.close()
+
+
 @stages.stage('double')
 def double(x):
   return 2 * x
