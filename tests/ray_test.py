@@ -145,7 +145,8 @@ def test_a_loop_goes_round_in_three_processes_at_once(far):
   }
   remote, near = far(sketch, dapo_flows)
   got, want = run(remote, dapo()), run(near, dapo())
-  tiny.assert_same_bits(got, want)
+  tiny.assert_same_bits(got[0], want[0])
+  tiny.assert_same_bits(got[1], want[1])
   near.close()
 
 
@@ -162,7 +163,7 @@ def _refuse(x):
 
 def _sleep(x):
   if x.max() > 10:
-    time.sleep(60)
+    time.sleep(15)
   return x
 
 
