@@ -50,9 +50,9 @@ def start(plan, address: str):
       'measures the devices of one process. --plan_only finds a plan for a '
       'cluster, and --plan_json writes it.'
     )
-  from rlinf_jax.runtime import cluster
+  from rlinf_jax.runtime import crew
 
-  cluster.start(address)
+  crew.start(address)
 
 
 def place(plan: plan_lib.Plan, flows, folder: pathlib.Path):

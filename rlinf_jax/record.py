@@ -33,11 +33,13 @@ class Record:
       wandb: project at Weights & Biases, if metrics shall go there.
     """
     self._source, self._folder = source, folder
-    self._timeline = writers.json_lines(folder / 'timeline.jsonl', start)
-    self._samples = writers.json_lines(folder / 'samples.jsonl', start)
-    self._predictions = writers.json_lines(folder / 'predictions.jsonl', start)
+    # No checkpoint is of step 0: who begins there evaluates again.
+    kept = start or -1
+    self._timeline = writers.json_lines(folder / 'timeline.jsonl', kept)
+    self._samples = writers.json_lines(folder / 'samples.jsonl', kept)
+    self._predictions = writers.json_lines(folder / 'predictions.jsonl', kept)
     self._numbers = [
-      writers.json_lines(folder / 'metrics.jsonl', start),
+      writers.json_lines(folder / 'metrics.jsonl', kept),
       writers.tensorboard(folder / 'events', start),
     ]
     if wandb:
