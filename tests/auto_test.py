@@ -284,3 +284,9 @@ def test_what_fits_nowhere_is_told():
   costs.capacity = 1.0
   with pytest.raises(ValueError, match=r'No plan fits.*nearest.*bind a plan'):
     auto.plan(*made, 0, costs, auto.declare.space(made[0], costs))
+
+
+def test_processes_want_a_plan_that_is_given(tmp_path):
+  with pytest.raises(ValueError, match='must say which places there are'):
+    run(tmp_path / 'run', ray='local')
+  assert not (tmp_path / 'run').exists()
