@@ -76,7 +76,8 @@ def run(*args, kilobytes=None, **kwargs):
 def killed(folder, model, when, *more, how=signal.SIGKILL):
   """Starts a run and kills it as soon as `when()`; returns its exit code."""
   process = subprocess.Popen(
-    command(folder, model, *more),
+    # A shell that runs the tests in the background has SIGINT ignored.
+    ['env', '--default-signal=INT', *command(folder, model, *more)],
     cwd=ROOT,
     stdout=subprocess.DEVNULL,
     stderr=subprocess.DEVNULL,
