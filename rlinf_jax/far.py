@@ -4,9 +4,11 @@ Ray takes seconds to import and is not needed by runs in one process, so this is
 the only door to it.
 """
 
+from collections.abc import Callable
 import dataclasses
 import pathlib
 import tempfile
+from typing import Any
 
 from planner import plan as plan_lib
 from rlinf_jax import config
@@ -17,23 +19,23 @@ class Recipe:
   """A recipe as text, whose flows any process can record.
 
   Attributes:
+    train: what the recipe calls.
     text: gin, as `config.text` tells it.
     workdir: the run folder.
   """
 
+  train: Callable[..., Any]
   text: str
   workdir: str
 
   def __call__(self):
     """The flows of a step and of an evaluation."""
-    from rlinf_jax import train  # It asks this module for places.
-
     with tempfile.TemporaryDirectory() as folder:
       file = pathlib.Path(folder) / 'config.gin'
       file.write_text(self.text)
       config.parse([str(file)], [], self.workdir)
     return config.call(
-      train.train, workdir=self.workdir, instead=lambda flows, *_: flows
+      self.train, workdir=self.workdir, instead=lambda flows, *_: flows
     )
 
 
@@ -55,10 +57,17 @@ def start(plan, address: str):
   crew.start(address)
 
 
-def place(plan: plan_lib.Plan, flows, folder: pathlib.Path):
-  """The places of a plan, each an actor; starts none yet."""
+def place(plan: plan_lib.Plan, flows, train, folder: pathlib.Path):
+  """The places of a plan, each an actor; starts none yet.
+
+  Args:
+    plan: that says which places there are.
+    flows: of a step and of an evaluation.
+    train: what the recipe calls, `rlinf_jax.train.train`.
+    folder: of the run.
+  """
   from rlinf_jax.runtime import cluster
 
   step, evaluate = flows
-  recipe = Recipe(config.text(), str(folder))
+  recipe = Recipe(train, config.text(), str(folder))
   return cluster.Cluster(plan, recipe, step=step, evaluate=evaluate)

@@ -274,7 +274,7 @@ def place(plan, flows, ray, folder):
   step, evaluate = flows
   plan = read_plan(plan, *flows)
   if ray:
-    return far.place(plan, flows, folder)
+    return far.place(plan, flows, train, folder)
   return local.Local(plan, step=step, evaluate=evaluate)
 
 

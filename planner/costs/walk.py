@@ -374,13 +374,8 @@ class Frame:
     test, body = eqn.params['cond_jaxpr'], eqn.params['body_jaxpr']
     n, m = eqn.params['cond_nconsts'], eqn.params['body_nconsts']
     ahead, own, state = args[:n], args[n : n + m], args[n + m :]
-    turns, early = loops.bound(
-      test,
-      body,
-      [x.constant for x in ahead],
-      [x.constant for x in own],
-      [x.constant for x in state],
-    )
+    known = [[x.constant for x in some] for some in (ahead, own, state)]
+    turns, early = loops.bound(test, body, *known)
     turns = self.trips if turns is None else turns
     if turns is None:
       raise ValueError(
@@ -389,8 +384,7 @@ class Frame:
       )
     state = [self._forgetful(seen) for seen in state]
     done = self._body(test, ahead + state) + self._body(body, own + state)
-    if early:
-      self.turns = max(self.turns, turns)
+    self.turns = max(self.turns, turns * early)
     return self._repeat(eqn, ahead + own + state, done, turns)
 
   def _cond(self, eqn, args):
