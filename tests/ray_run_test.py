@@ -1,5 +1,6 @@
 """A run on processes of Ray, as its user meets it."""
 
+import contextlib
 import os
 import re
 import signal
@@ -55,24 +56,30 @@ def assert_same(folder, other):
 
 
 def test_processes_leave_the_folder_that_one_process_does(tmp_path, model, one):
+  before = _raylets()
   out = ended(started(tmp_path / 'run', model, RAY))
   assert_same(tmp_path / 'run', one)
   assert re.search(r'actor → learner .*B (in calls|device to device)', out)
   text = (tmp_path / 'run' / 'metrics.jsonl').read_text()
   assert '"utilisation/learner"' in text
   time.sleep(2)
-  assert not [p for p in _all() if 'raylet' in p.info['name']]
+  assert not _raylets() - before
 
 
-def _all():
-  return psutil.process_iter(['name', 'cmdline'])
+def _raylets():
+  """Processes of Ray on this machine."""
+  there = psutil.process_iter(['name', 'pid'])
+  return {p.info['pid'] for p in there if 'raylet' in p.info['name']}
 
 
-def places():
-  """Processes of places."""
-  return [
-    p for p in _all() if (p.info['cmdline'] or [''])[0].startswith('ray::Actor')
-  ]
+def places(process):
+  """Processes of the places of a run."""
+  found = []
+  for child in psutil.Process(process.pid).children(recursive=True):
+    with contextlib.suppress(psutil.NoSuchProcess):
+      if (child.cmdline() or [''])[0].startswith('ray::Actor'):
+        found.append(child)
+  return found
 
 
 @pytest.mark.parametrize('after', [3, 7])
@@ -86,7 +93,7 @@ def test_a_run_of_which_a_process_is_killed_goes_on_by_itself(
     assert process.poll() is None, process.communicate()
     assert time.time() < deadline
     time.sleep(0.01)
-  victims = places()
+  victims = places(process)
   assert len(victims) == 2
   victims[after % 2].send_signal(signal.SIGKILL)
   out = ended(process)
