@@ -68,7 +68,7 @@ def test_trees_arrive_bit_for_bit(ends, monkeypatch, small):
   pulled = 0
   for _ in range(TREES):
     leaves = [leaf(rng, mesh) for _ in range(LEAVES)]
-    sent = [here.pack(x, axes) for _, x, _, axes in leaves]
+    sent = [here.pack(x, axes, False) for _, x, _, axes in leaves]
     pulled += sum(isinstance(one, link.Offer) for one in sent)
     for one, (want, _, layout, _) in zip(sent, leaves, strict=True):
       got = there.unpack(one, layout)
@@ -81,7 +81,7 @@ def test_what_is_sent_may_be_overwritten_before_it_is_read(ends, monkeypatch):
   monkeypatch.setattr(link, 'SMALL', 1)
   here, there = ends
   x = jax.device_put(np.arange(1024.0, dtype=np.float32))
-  sent = here.pack(x, ())
+  sent = here.pack(x, (), False)
   again = jax.jit(lambda x: 0 * x, donate_argnums=0)(x)
   jax.block_until_ready(again)
   layout = jax.sharding.SingleDeviceSharding(jax.devices()[1])
@@ -92,7 +92,9 @@ def test_what_is_sent_may_be_overwritten_before_it_is_read(ends, monkeypatch):
 
 def test_a_way_is_chosen_by_size_and_kind():
   key = jax.random.split(jax.random.key(0), 1 << 18)
-  assert link.way(np.dtype('float32'), 100) == 'in calls'
-  assert link.way(np.dtype('float32'), link.SMALL) == 'device to device'
-  assert link.way(key.dtype, link.SMALL) == 'by the object store'
+  plain = np.dtype('float32')
+  assert link.way(plain, 100, False) == 'in calls'
+  assert link.way(plain, link.SMALL, False) == 'device to device'
+  assert link.way(plain, link.SMALL, True) == 'by shared memory'
+  assert link.way(key.dtype, link.SMALL, False) == 'by the object store'
   assert link.size(parcel.pack(np.zeros((3, 4), np.float32))) == 48

@@ -59,7 +59,7 @@ def test_processes_leave_the_folder_that_one_process_does(tmp_path, model, one):
   before = _raylets()
   out = ended(started(tmp_path / 'run', model, RAY))
   assert_same(tmp_path / 'run', one)
-  assert re.search(r'actor → learner .*B (in calls|device to device)', out)
+  assert re.search(r'actor → learner .*B (in calls|by shared memory)', out)
   text = (tmp_path / 'run' / 'metrics.jsonl').read_text()
   assert '"utilisation/learner"' in text
   time.sleep(2)

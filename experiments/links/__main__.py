@@ -2,8 +2,9 @@
 
   python -m experiments.links
 
-Each size goes by our links, by a bare `jax.experimental.transfer` and in a call
-of Ray, in turns; seconds are from the offer to when it is there.
+Each size is pulled by our links and by a bare `jax.experimental.transfer`, and
+goes as our links take it between processors of one machine, in turns. Seconds are
+from the offer to when it is there.
 """
 
 import json
@@ -15,7 +16,7 @@ from jax.experimental import transfer
 import jax.numpy as jnp
 import ray
 
-from rlinf_jax.runtime import link, parcel
+from rlinf_jax.runtime import link
 
 SIZES = 1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 100 * 10**6
 ROUNDS = 9
@@ -46,9 +47,7 @@ class End:
       self.number += 1
       self.bare.await_pull(self.number, [self.x])
       return start, self.number
-    if how == 'call':
-      return start, parcel.pack(self.x)
-    return start, self.links.pack(self.x, ())
+    return start, self.links.pack(self.x, (), how == 'near')
 
   def take(self, how: str, offered, address, size: int):
     """Seconds until it is there."""
@@ -73,11 +72,9 @@ def main():
   rows = []
   for size in SIZES:
     ray.get(one.make.remote(size))
-    took = {'ours': [], 'bare': [], 'call': []}
+    took = {'pulled': [], 'bare': [], 'near': []}
     for turn in range(ROUNDS + 1):
       for how, spent in took.items():
-        if how == 'ours':
-          how = 'links'
         offered = one.offer.remote(how)
         seconds = ray.get(other.take.remote(how, offered, address, size))
         if turn:  # The first connects.
@@ -89,7 +86,7 @@ def main():
     told = '  '.join(f'{how} {1e3 * rows[-1][how]:8.2f} ms' for how in took)
     print(f'{size:>10,} bytes  {told}', flush=True)
   last = rows[-1]
-  print(f'100 MB: {last["bare"] / last["ours"]:.2f} of the bare bandwidth')
+  print(f'100 MB: {last["bare"] / last["pulled"]:.2f} of the bare bandwidth')
   print(json.dumps(rows))
 
 

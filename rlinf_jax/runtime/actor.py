@@ -5,7 +5,7 @@ program of it: nobody tells it what to do next, and values go from actor to
 actor. What it is made of is here; how it is started is in `cluster`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 import dataclasses
 import hashlib
 import os
@@ -49,6 +49,7 @@ class _Far(host.Host):
 
   Attributes:
     peers: actors by place.
+    near: places whose memory this one can share.
     sent: how many values have left, by way.
     life: how often a state was loaded.
     bytes: that have left, by place and target.
@@ -59,7 +60,8 @@ class _Far(host.Host):
     """As `host.Host`, with the mesh axes of every place of the plan."""
     super().__init__(*args, **kwargs)
     self._axes, self.links = axes, link.Links(ray.util.get_node_ip_address())
-    self.peers, self.sent, self.life = {}, {}, 0
+    self.peers, self.near = {}, frozenset()
+    self.sent, self.life = {}, 0
     self.bytes, self.seconds = {}, {}
 
   def post(self, way, x):
@@ -67,7 +69,8 @@ class _Far(host.Host):
     self.sent[way] = number + 1
     start = time.perf_counter()
     source, target = (self._axes[end] for end in (way.source, way.target))
-    packed = self.links.pack(x, source if source == target else ())
+    axes = source if source == target else ()
+    packed = self.links.pack(x, axes, way.target in self.near)
     self.peers[way.target].deliver.remote(self.life, way, number, packed)
     ends = way.source, way.target
     spent = time.perf_counter() - start
@@ -134,9 +137,9 @@ class Actor:
     self._epoch = time.time() - self._host.timeline.now()[0]
 
   @ray.method(concurrency_group='control')
-  def meet(self, peers: Mapping[str, Any]):
-    """Makes the other places known."""
-    self._host.peers = dict(peers)
+  def meet(self, peers: Mapping[str, Any], near: Set[str]):
+    """Makes the other places known, and which share this one's memory."""
+    self._host.peers, self._host.near = dict(peers), near
 
   @ray.method(concurrency_group='control')
   def about(self) -> dict[str, Any]:
@@ -146,6 +149,7 @@ class Actor:
       'pid': os.getpid(),
       'node': ray.get_runtime_context().get_node_id(),
       'device': device.device_kind,
+      'platform': device.platform,
       'epoch': self._epoch,
     }
 

@@ -64,9 +64,11 @@ class Cluster:
     self._life = 0  # How often a state was loaded.
     self._pool, self._lock = futures.ThreadPoolExecutor(64), threading.Lock()
 
-  def way(self, dtype, size: int) -> str:
+  def way(self, source: str, target: str, value: graph_lib.Value) -> str:
     """How a value goes from place to place, in words."""
-    return link.way(dtype, size)
+    self._begun()
+    near = target in self._crew.near(source)
+    return link.way(value.dtype, value.bytes, near)
 
   def ambient(self):
     """The driver reads checkpoints as they are; actors lay them out."""

@@ -102,8 +102,20 @@ class Crew:
       made,
     )
     self.about |= self.ask(lambda _, actor: actor.about.remote(), made)
-    self.ask(lambda _, actor: actor.meet.remote(self.actors))
+    self.ask(
+      lambda name, actor: actor.meet.remote(self.actors, self.near(name))
+    )
     return missing
+
+  def near(self, place: str) -> set[str]:
+    """The places that are processors of the same machine."""
+    here = self.about[place]
+    return {
+      name
+      for name, there in self.about.items()
+      if here['platform'] == there['platform'] == 'cpu'
+      and here['node'] == there['node']
+    }
 
   def _reserve(self):
     """Reserves devices for all places together."""

@@ -273,13 +273,13 @@ def _runs(flow, program, loop=()):
 
 
 def traffic(
-  lowered: Lowered, way: Callable[[Any, int], str]
+  lowered: Lowered, way: Callable[[str, str, graph_lib.Value], str]
 ) -> list[tuple[str, str, str, int]]:
   """What goes from place to place in a step, rounds of loops apart.
 
   Args:
     lowered: a step.
-    way: how a value of some type and so many bytes travels.
+    way: how a value travels from place to place.
 
   Returns:
     Source, target, way and bytes.
@@ -289,7 +289,7 @@ def traffic(
     for op in program:
       if isinstance(op, program_lib.Send) and op.place != program_lib.SINK:
         value = lowered.flow.values[op.value]
-        how = way(value.dtype, value.bytes)
+        how = way(source, op.place, value)
         total[source, op.place, how] += value.bytes
   return [(*ends, size) for ends, size in total.items()]
 

@@ -47,9 +47,9 @@ class Local(host.Host):
     super().__init__(lowered, places)
     self.plan, self.steps, self._tree = plan, 0, None
 
-  def way(self, dtype, size: int) -> str:
+  def way(self, source: str, target: str, value: graph_lib.Value) -> str:
     """How a value goes from place to place, in words."""
-    del dtype, size
+    del source, target, value
     return 'in this process'
 
   def moved(self) -> dict[tuple[str, str], tuple[int, float]]:
