@@ -3,8 +3,8 @@
   python -m experiments.links
 
 Each size is pulled by our links and by a bare `jax.experimental.transfer`, and
-goes as our links take it between processors of one machine, in turns. Seconds are
-from the offer to when it is there.
+goes as our links take it between processors of one machine, in turns. Seconds
+are from the offer to when it is there.
 """
 
 import json
