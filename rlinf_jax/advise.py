@@ -64,7 +64,12 @@ def advise(
     ahead=ahead,
     seconds=seconds / 2,
   )
-  if found.best is None:
+  if found.best is None and not twin['infeasible']:
+    lines += [
+      'No mesh of these devices can share the rows of every stage in whole '
+      'groups: change the batch or its minibatches, or the devices.'
+    ]
+  elif found.best is None:
     lines += ['No plan fits in memory. The nearest to fitting:']
   else:
     lines += _found(flow, model, found, ahead, twin)
