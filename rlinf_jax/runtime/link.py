@@ -2,7 +2,7 @@
 
 - Small values travel in the call that announces them.
 - Large ones between processors of one machine go by shared memory, which is
-  Ray's object store: seven times faster than to pull them (`experiments.links`).
+  Ray's object store: seven times faster than pulling (`experiments.links`).
 - Others are offered, and the other process pulls them from device to device
   (`jax.experimental.transfer`).
 - What is no plain numbers, such as keys, goes by the store from anywhere.
