@@ -57,7 +57,13 @@ def start(plan, address: str):
   crew.start(address)
 
 
-def place(plan: plan_lib.Plan, flows, train, folder: pathlib.Path):
+def place(
+  plan: plan_lib.Plan,
+  flows,
+  train,
+  folder: pathlib.Path,
+  patience: float | None,
+):
   """The places of a plan, each an actor; starts none yet.
 
   Args:
@@ -65,9 +71,12 @@ def place(plan: plan_lib.Plan, flows, train, folder: pathlib.Path):
     flows: of a step and of an evaluation.
     train: what the recipe calls, `rlinf_jax.train.train`.
     folder: of the run.
+    patience: seconds that a place waits for a value of another.
   """
   from rlinf_jax.runtime import cluster
 
   step, evaluate = flows
   recipe = Recipe(train, config.text(), str(folder))
-  return cluster.Cluster(plan, recipe, step=step, evaluate=evaluate)
+  return cluster.Cluster(
+    plan, recipe, step=step, evaluate=evaluate, patience=patience
+  )

@@ -110,7 +110,7 @@ class Loop:
       self._last = time.perf_counter()
     while self._begun < min(rest, self.steps + 1 + self._lag):
       if (self._better or self._interrupt.asked) and self._flying:
-        break  # Another plan begins when all that was begun has ended.
+        break  # What was begun ends first.
       self._replan()
       self._begin()
     info = self._flying.popleft().result()

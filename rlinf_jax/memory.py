@@ -11,8 +11,8 @@ def keep() -> bool:
   """Keeps memory that is freed, for what is allocated next.
 
   glibc gives large arrays back to the system at once, and the next call of a
-  compiled function takes the same pages again, each by a fault: a tenth of the
-  CPU time of a step that computes in large temporaries.
+  compiled function takes the same pages again, each by a fault: a twelfth
+  of a step of the arithmetic job.
 
   Returns:
     Whether the C library has agreed; others than glibc are left as they are.

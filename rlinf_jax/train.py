@@ -58,6 +58,7 @@ def train(
   export: Callable[..., None] | None = None,
   wandb: str | None = None,
   ray: str | None = None,
+  patience: float | None = None,
   instead: Callable[..., Any] | None = None,
 ) -> Any:
   """Runs a workflow to its end and leaves a run folder behind.
@@ -83,6 +84,8 @@ def train(
     wandb: project at Weights & Biases to send metrics to as well.
     ray: gives every place a process of its own: 'local' starts Ray on this
       machine, 'auto' or an address joins a cluster. None runs them all here.
+    patience: seconds after which a process of Ray that waits for a value of
+      another takes it to hang, and the run fails in words; None for never.
     instead: called with the flows, the lag and the plan, instead of running
       anything.
 
@@ -102,7 +105,7 @@ def train(
   if ray:
     far.start(plan, ray)
   flows = trace_flows(workflow, source, seed)
-  runtime = None if plan == AUTO else place(plan, flows, ray, folder)
+  runtime = None if plan == AUTO else place(plan, flows, folder, ray, patience)
   config.refuse_unused()
   folder.mkdir(parents=True, exist_ok=True)
   config.save(folder / 'config.gin')
@@ -269,12 +272,12 @@ def read_plan(plan, step, evaluate) -> plan_lib.Plan:
   )
 
 
-def place(plan, flows, ray, folder):
+def place(plan, flows, folder, ray, patience):
   """The places of the plan that a recipe has in mind; computes nothing yet."""
   step, evaluate = flows
   plan = read_plan(plan, *flows)
   if ray:
-    return far.place(plan, flows, train, folder)
+    return far.place(plan, flows, train, folder, patience)
   return local.Local(plan, step=step, evaluate=evaluate)
 
 

@@ -17,29 +17,19 @@ import jax.numpy as jnp
 from matplotlib import pyplot as plt
 import numpy as np
 
+from experiments.prediction import setting as setting_lib
 from planner import flow as flow_lib
 from rlinf_jax import run_folder
 from rlinf_jax.profile import clock
-from stages import losses, train, workflows
-from stages.models import qwen
-from stages.tasks import arithmetic
 
-GROUP, PROMPTS = 8, (1, 2, 4, 8, 16, 32, 64)
+PROMPTS = 1, 2, 4, 8, 16, 32, 64
 HERE = pathlib.Path(__file__).parent
 SMALL = 0.01  # Of a step: stages that take less are shown as one.
 
 
 def setting(checkpoint: str, prompts: int):
   """The recipe's flow for so many prompts, its state and its batch."""
-  workflow = workflows.grpo(
-    qwen.policy(checkpoint, length=40),
-    arithmetic.verify(checkpoint),
-    train.adamw(5e-4),
-    group=GROUP,
-    kl=0.2,
-    divergence=losses.kl_k2,
-  )
-  source = arithmetic.problems(checkpoint, rows=prompts, prompt_length=10)
+  workflow, source = setting_lib.recipe(checkpoint, prompts)
   state = workflow.init(jax.random.key(0))
   _, batch = source.next(source.init(0), {})
   flow = flow_lib.trace(workflow.step, state, batch, jax.random.key(0))
@@ -98,7 +88,7 @@ def measure(folder: str) -> dict:
   step = took[-2] / tokens.max()  # Seconds a token, prompts among them.
   unfinished = [float(np.mean(tokens > t)) for t in range(tokens.max() + 1)]
   return {
-    'rows': [GROUP * prompts for prompts in PROMPTS],
+    'rows': [setting_lib.GROUP * prompts for prompts in PROMPTS],
     'generate seconds': took[::2],
     'gradient seconds': took[1::2],
     'longest': [int(tokens.max()) for *_, tokens in cases],

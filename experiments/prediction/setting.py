@@ -49,6 +49,11 @@ def job(folder: str):
     kv_heads=2,
     feed_forward=384,
   )
+  return recipe(checkpoint, PROBLEMS)
+
+
+def recipe(checkpoint: str, problems: int):
+  """Workflow and source of a step of so many prompts."""
   workflow = workflows.grpo(
     qwen.policy(checkpoint, length=40),
     arithmetic.verify(checkpoint),
@@ -58,7 +63,7 @@ def job(folder: str):
     divergence=losses.kl_k2,
   )
   source = arithmetic.problems(
-    checkpoint, rows=PROBLEMS, prompt_length=10, held_out=256
+    checkpoint, rows=problems, prompt_length=10, held_out=256
   )
   return workflow, source
 

@@ -43,7 +43,7 @@ def start(address: str = HERE):
     return
   given = {'log_to_driver': False, 'logging_level': 'error'}
   if address == HERE:
-    ray.init('local', include_dashboard=None, num_cpus=_cpus(), **given)
+    ray.init('local', num_cpus=_cpus(), **given)
     return
   try:
     ray.init(address, **given)

@@ -9,6 +9,7 @@
 """
 
 import itertools
+import math
 from typing import NamedTuple
 
 import jax
@@ -105,10 +106,7 @@ def size(sent: parcel.Parcel | Offer) -> int:
   """Bytes of a value."""
   if isinstance(sent, parcel.Parcel):
     return sent.data.nbytes
-  count = 1
-  for n in sent.shape:
-    count *= n
-  return count * jnp.dtype(sent.dtype).itemsize
+  return math.prod(sent.shape) * jnp.dtype(sent.dtype).itemsize
 
 
 def way(dtype, size: int, near: bool) -> str:
