@@ -83,6 +83,10 @@ class Cluster:
     between: the links of devices on different nodes.
     reserve: share of each device's memory that plans leave alone, for what the
       compiler and the runtime need besides.
+    cores: of the processor that all devices are shares of; None where each is
+      a processor of its own.
+    crowded: how many times as long a call takes while every core has one, as
+      where only its own has: they share memory, caches, or arithmetic units.
   """
 
   device: Device
@@ -91,6 +95,8 @@ class Cluster:
   within: Link
   between: Link
   reserve: float = 0.1
+  cores: int | None = None
+  crowded: float = 1.0
 
   def __post_init__(self):
     if self.devices < 1 or self.node < 1:
@@ -108,11 +114,33 @@ class Cluster:
         f'A reserve of {self.reserve} is no share of memory: give 0 or more, '
         'and less than 1.'
       )
+    if self.cores is not None and self.cores < 1 or self.crowded < 1:
+      raise ValueError(
+        f'Devices that share {self.cores} cores and take {self.crowded} times '
+        'as long on all of them: give 1 or more of each.'
+      )
 
   @property
   def capacity(self) -> float:
     """Bytes of a device that plans may use."""
     return self.device.memory * (1 - self.reserve)
+
+  def slowed(self, busy: int, crowded: float | None = None) -> float:
+    """How many times as long a call takes while so many devices are busy.
+
+    From one busy core to all it rises in a line; what is more than the cores
+    takes turns.
+
+    Args:
+      busy: devices, that of the call included.
+      crowded: of this call, where that is known.
+    """
+    if self.cores is None or busy < 2:
+      return 1.0
+    crowded = self.crowded if crowded is None else crowded
+    with_others = min(busy, self.cores) - 1
+    rise = (crowded - 1) * with_others / max(self.cores - 1, 1)
+    return (1 + rise) * max(1.0, busy / self.cores)
 
   def link(self, devices) -> Link:
     """The slowest link among some devices."""

@@ -74,6 +74,36 @@ class _Frame:
   at: int = 0
 
 
+@dataclasses.dataclass(eq=False)
+class _Task:
+  """What keeps a place, and until when.
+
+  Attributes:
+    what: as of `Span`.
+    left: seconds of it that were left at `since`, if nothing slows it down.
+    since: when that was.
+    node: which node runs; None for the rest.
+    value: which value is moved; None for a run.
+    slow: how many times as long as those seconds it takes from then on.
+  """
+
+  what: str
+  left: float
+  since: float
+  node: int | None = None
+  value: int | None = None
+  slow: float = 1.0
+
+  @property
+  def end(self) -> float:
+    return self.since + self.left * self.slow
+
+  def change(self, now: float, slow: float):
+    """From now on it takes so many times as long."""
+    self.left -= (now - self.since) / self.slow
+    self.since, self.slow = now, slow
+
+
 class _Place:
   """Where a place is: in its program, and in which loops of it."""
 
@@ -82,6 +112,7 @@ class _Place:
     self.clock, self.step = 0.0, 0
     self.frames = [_Frame(flow, program)]
     self.ends = []
+    self.task: _Task | None = None
 
   @property
   def frame(self) -> _Frame:
@@ -97,12 +128,11 @@ class _Place:
     elif not frame.rounds:
       self.frames.pop()
 
-  def spend(self, spans, what, seconds, node=None, value=None):
-    start, self.clock = self.clock, self.clock + seconds
+  def span(self, what, end, node=None, value=None) -> Span:
+    """What it has done since its clock, which goes on."""
+    start, self.clock = self.clock, end
     loop = self.frame.loop
-    spans.append(
-      Span(self.step, self.name, what, node, value, start, self.clock, loop)
-    )
+    return Span(self.step, self.name, what, node, value, start, end, loop)
 
 
 def simulate(
@@ -119,20 +149,10 @@ def simulate(
       the workflow's lag.
   """
   places = [_Place(name, flow, p) for name, p in programs.items()]
-  play = _Play(cost, places, ahead)
-  while any(place.step < steps for place in places):
-    moved = False
-    for place in places:
-      while place.step < steps and play.advance(place):
-        moved = True
-    if not moved:
-      waits = {
-        p.name: p.frame.program[p.frame.at] for p in places if p.step < steps
-      }
-      raise RuntimeError(
-        f'The programs wait for each other, at {waits}: this is a fault of '
-        'lowering, not of the plan.'
-      )
+  play = _Play(cost, places, ahead, steps)
+  while play.under_way():
+    play.begin()
+    play.end()
   ends = [max(place.ends[i] for place in places) for i in range(steps)]
   half = steps // 2
   period = (ends[-1] - ends[half - 1]) / (steps - half) if half else ends[-1]
@@ -142,29 +162,90 @@ def simulate(
 class _Play:
   """Programs under way, and what is on its way between them."""
 
-  def __init__(self, cost, places: list[_Place], ahead: int):
-    self.cost, self.places, self.ahead = cost, places, ahead
+  def __init__(self, cost, places: list[_Place], ahead: int, steps: int):
+    self.cost, self.places = cost, places
+    self.ahead, self.steps, self.now = ahead, steps, 0.0
     self.links = collections.defaultdict(collections.deque)
     self.spans: list[Span] = []
+    self.running: dict[str, _Task] = {}
 
-  def begun(self, step: int) -> float | None:
-    """When the inputs of a step are there; None if that is not known yet."""
+  def under_way(self) -> bool:
+    return any(place.step < self.steps for place in self.places)
+
+  def begin(self):
+    """Lets all places go on that can, to what keeps them next."""
+    moved = True
+    while moved:
+      moved = False
+      for place in self.places:
+        while not place.task and place.step < self.steps and self.go_on(place):
+          moved = True
+    running = {
+      p.name: p.task for p in self.places if p.task and p.task.what == 'run'
+    }
+    if running != self.running:
+      self.running = running
+      self.crowd()
+
+  def crowd(self):
+    """Calls that run side by side may keep each other from running."""
+    for place in self.places:
+      if task := self.running.get(place.name):
+        beside = tuple(name for name in self.running if name != place.name)
+        node = place.frame.flow.nodes[task.node]
+        slow = self.cost.crowding(node, place.name, beside)
+        if slow != task.slow:
+          task.change(self.now, slow)
+
+  def end(self):
+    """Lets time pass until something ends."""
+    tasks = [place.task for place in self.places if place.task]
+    if not tasks and self.under_way():
+      waits = {
+        p.name: p.frame.program[p.frame.at]
+        for p in self.places
+        if p.step < self.steps
+      }
+      raise RuntimeError(
+        f'The programs wait for each other, at {waits}: this is a fault of '
+        'lowering, not of the plan.'
+      )
+    self.now = min((task.end for task in tasks), default=self.now)
+    for place in self.places:
+      task = place.task
+      if task and task.end <= self.now:
+        place.task = None
+        if task.what != 'wait':  # Which ends as the value is received.
+          self.note(place, task.what, task.node, task.value)
+
+  def note(self, place: _Place, what, node=None, value=None):
+    """Something has ended now, and its place goes on."""
+    self.spans.append(place.span(what, self.now, node, value))
+    place.frame.at += 1
+
+  def keep(self, place: _Place, what, seconds, node=None, value=None) -> bool:
+    """Keeps a place for some seconds; for none, it goes on at once."""
+    if seconds > 0:
+      place.task = _Task(what, seconds, self.now, node, value)
+      return False
+    self.note(place, what, node, value)
+    return True
+
+  def begun(self, step: int) -> bool:
+    """Whether the inputs of a step are there."""
     before = step - 1 - self.ahead
-    if before < 0:
-      return 0.0
-    ends = [place.ends[before : before + 1] for place in self.places]
-    return max(end for (end,) in ends) if all(ends) else None
+    return before < 0 or all(len(p.ends) > before for p in self.places)
 
   def arrival(self, place: _Place, v: int, source: str) -> float | None:
     """When a value is there; None if that is not known yet."""
     loop = place.frame.loop
     if source == SOURCE:
-      return place.clock if loop else self.begun(place.step)
+      return self.now if loop or self.begun(place.step) else None
     link = self.links[loop, v, source, place.name]
-    return link.popleft() if link else None
+    return link[0] if link else None
 
-  def advance(self, place: _Place) -> bool:
-    """Does one instruction; False where it must wait for another place."""
+  def go_on(self, place: _Place) -> bool:
+    """Does one instruction; False where its place is kept, or must wait."""
     frame, cost = place.frame, self.cost
     if frame.at == len(frame.program):
       place.round()
@@ -177,20 +258,32 @@ class _Play:
         place.frames.append(_Frame(node.body, program, rounds, loop))
       case Run(i):
         seconds = cost.seconds(flow, flow.nodes[i], place.name)
-        place.spend(self.spans, 'run', seconds, node=i)
+        return self.keep(place, 'run', seconds, node=i)
       case Send(v, target) if target != SINK:
         lasts = cost.transfer(flow, v, place.name, target)
-        arrives = place.clock + lasts
-        self.links[frame.loop, v, place.name, target].append(arrives)
+        link = self.links[frame.loop, v, place.name, target]
+        link.append(self.now + lasts)
       case Recv(v, source):
-        arrives = self.arrival(place, v, source)
-        if arrives is None:
-          return False
-        if arrives > place.clock:
-          place.spend(self.spans, 'wait', arrives - place.clock, value=v)
+        return self.receive(place, v, source)
       case (Evict(v) | Restore(v)) as op:
         what = 'evict' if isinstance(op, Evict) else 'restore'
         seconds = cost.switch(flow, v, place.name)
-        place.spend(self.spans, what, seconds, value=v)
+        return self.keep(place, what, seconds, value=v)
     frame.at += 1
+    return True
+
+  def receive(self, place: _Place, v: int, source: str) -> bool:
+    """Takes a value, or waits for it; False if it is not there."""
+    arrives = self.arrival(place, v, source)
+    if arrives is None:
+      return False
+    if arrives > self.now:
+      place.task = _Task('wait', 0.0, arrives)
+      return False
+    if source != SOURCE:
+      self.links[place.frame.loop, v, source, place.name].popleft()
+    if self.now > place.clock:
+      self.note(place, 'wait', value=v)
+    else:
+      place.frame.at += 1
     return True

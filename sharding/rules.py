@@ -95,6 +95,44 @@ def spec(
   return PartitionSpec(*axes)
 
 
+def spread_rows(x, rules: Rules = DEFAULT):
+  """Shares the rows of `x[row, ...]` over the ambient mesh, if there is one.
+
+  A hint where parameters are shared by the same axes as rows: XLA would else
+  bring rows together to multiply them by a part of the parameters, and not the
+  parts. Rows that the devices cannot share evenly are left to it.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  axes = () if mesh.empty else axes_of(mesh, 'B', rules)
+  if not axes or x.shape[0] % math.prod(mesh.shape[a] for a in axes):
+    return x
+  free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, *free))
+
+
+def gather(tree, rules: Rules = DEFAULT):
+  """Parameters as a call needs them that uses each many times.
+
+  What devices that have rows of their own share, each of them gets, once; what
+  others share stays apart. Without an ambient mesh nothing changes.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return tree
+  of_rows = axes_of(mesh, 'B', rules)
+  rest = {
+    letter: tuple(a for a in axes_of(mesh, letter, rules) if a not in of_rows)
+    for letter in rules
+  }
+
+  def whole(path, leaf):
+    letters = spell(path, leaf.shape) or ('',) * leaf.ndim
+    where = spec(mesh, letters, leaf.shape, rest)
+    return jax.lax.with_sharding_constraint(leaf, where)
+
+  return jax.tree_util.tree_map_with_path(whole, tree)
+
+
 def shardings(tree, mesh: Mesh, rules: Rules = DEFAULT):
   """A tree of shardings for a tree of parameters, by the names of its leaves.
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from sharding import rules
 from stages import base, cache, sample
 from stages.models import rope, transformer
 
@@ -132,7 +133,7 @@ def generate(
     What was drawn, with the log-probabilities it was drawn with.
   """
   dtype = jnp.dtype(model.config.dtype)
-  params = jax.tree.map(lambda x: x.astype(dtype), params)
+  params = rules.gather(jax.tree.map(lambda x: x.astype(dtype), params))
   begin = start(prompt, group)
   context = model.apply(
     {'params': params}, begin.prompt_NP, begin.mask_NP, method='read'

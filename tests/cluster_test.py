@@ -69,6 +69,21 @@ def test_every_number_has_a_source(path):
       assert '#' in line or '#' in above, f'{path.name}:{i + 1}: {line}'
 
 
+def test_cores_that_devices_share_are_slowed_in_a_line_and_then_take_turns():
+  there = small(cores=2, crowded=1.5)
+  assert [there.slowed(busy) for busy in (1, 2, 3, 4)] == [1, 1.5, 2.25, 3]
+  assert there.slowed(2, 1.1) == 1.1
+  four = small(cores=4, crowded=1.6)
+  assert [four.slowed(n) for n in (1, 2, 4)] == pytest.approx([1, 1.2, 1.6])
+  assert [small(cores=1).slowed(n) for n in (1, 4)] == [1, 4]
+  assert small().slowed(4) == 1
+
+
+def test_a_processor_is_no_faster_for_being_crowded():
+  with pytest.raises(ValueError, match='give 1 or more of each'):
+    small(cores=2, crowded=0.5)
+
+
 def small(**changes) -> cluster.Cluster:
   device = cluster.Device('d', {'float32': 1e9}, 1e8, 1e9, 1e8, 1e7)
   near, far = cluster.Link(1e-6, 1e9), cluster.Link(1e-5, 1e8)

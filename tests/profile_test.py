@@ -19,8 +19,7 @@ import tiny
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
-  monkeypatch.setattr(machine, 'busy', lambda: 1)
-  monkeypatch.setattr(machine, 'shared', lambda: 1.0)
+  monkeypatch.setattr(machine, 'crowd', lambda: 1)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +90,8 @@ def test_a_machine_is_measured_once(tmp_path, monkeypatch):
 def test_devices_of_a_processor_have_shares_of_it(monkeypatch):
   monkeypatch.undo()
   cores = len(os.sched_getaffinity(0))
-  assert machine.busy() == min(len(jax.devices()), cores)
-  assert machine.busy() * machine.shared() == len(jax.devices())
+  assert machine.cores() == cores
+  assert machine.crowd() == min(len(jax.devices()), cores)
 
 
 def test_a_clock_tells_the_median_of_calls_at_once():

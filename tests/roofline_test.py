@@ -341,6 +341,20 @@ def test_what_a_run_has_taken_multiplies_what_was_measured():
   assert given.factors == {'act': 1.5}
 
 
+def test_devices_of_one_processor_slow_each_other_down():
+  there = dataclasses.replace(TOYS, cores=2, crowded=1.5)
+  shared = model(there)
+  for axes, slower in ((), 1.0), ([('data', 2)], 1.5), ([('data', 4)], 3.0):
+    alone = explained('act', *axes).total.value
+    found = explained('act', *axes, there=there).total.value
+    assert found == pytest.approx(slower * alone)
+  assert shared.crowding('act', 1, 1) == 1.5
+  assert shared.crowding('act', 2, 2) == 2.0
+  known = shared.knowing(measured_lib.Measured(crowded={'act': 1.2}))
+  assert known.crowding('act', 1, 1) == 1.2
+  assert known.crowding('learn', 1, 1) == 1.5
+
+
 def test_two_points_are_no_curve():
   with pytest.raises(ValueError, match='three numbers of rows'):
     measured_lib.Curve(((4, 1.0), (8, 2.0)))

@@ -1,4 +1,5 @@
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from planner import flow as flow_lib
 from planner import plan as plan_lib
 from rlinf_jax.runtime import place as place_lib
 from sharding import mesh, rules
-from stages import train
+from stages import train, workflows
 import tiny
 
 AXES = {'data': 2, 'fsdp': 2, 'tensor': 2}
@@ -206,3 +207,49 @@ def test_adafactor_steps_on_a_mesh_as_on_one_device():
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     norm = jnp.linalg.norm(b)
     assert jnp.linalg.norm(jax.device_get(a) - b) <= 1e-5 * norm
+
+
+@pytest.mark.parametrize('name', ['generate', 'refer', 'gradient'])
+def test_where_rows_share_parameters_it_is_the_parameters_that_are_gathered(
+  name,
+):
+  workflow = workflows.grpo(
+    tiny.policy(), tiny.even, train.adamw(1e-2), group=4, kl=0.1
+  )
+  flow = tiny.trace(workflow, tiny.problem(rows=8))
+  placement = plan_lib.Placement(tuple(range(8)), (('fsdp', 8),))
+  place = place_lib.Place('all', placement, {})
+  node = next(node for node in flow.nodes if node.name == name)
+  text = place.compile(flow, node).as_text()
+  gathered = re.findall(r'= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(', text)
+  shapes = {
+    part
+    for start, _ in flow.carry
+    for shape in [flow.values[start].shape]
+    for part in (shape, shape[1:], (1, *shape[1:]))  # Of all layers, or one.
+  }
+  assert gathered
+  for found in gathered:
+    assert tuple(map(int, found.split(','))) in shapes, found
+
+
+def test_without_a_mesh_hints_are_none():
+  x = jnp.ones((8, 2))
+  assert rules.spread_rows(x) is x
+  tree = {'up_DF': x}
+  assert rules.gather(tree) is tree
+
+
+def test_rows_that_devices_cannot_share_are_left_to_the_compiler():
+  with jax.set_mesh(mesh.mesh(jax.devices(), {'fsdp': 8})):
+    spread = jax.jit(rules.spread_rows)
+    assert spread(jnp.ones((6, 2))).shape == (6, 2)
+    assert spread(jnp.ones((8, 2))).sharding.spec == P('fsdp')
+
+
+def test_gathering_leaves_apart_what_is_no_matter_of_rows():
+  tree = {'up_DF': jnp.ones((32, 64)), 'scale_D': jnp.ones(32)}
+  with jax.set_mesh(mixed()):
+    made = jax.jit(rules.gather)(tree)
+  assert made['up_DF'].sharding.spec == P(None, 'tensor')
+  assert made['scale_D'].sharding.is_fully_replicated

@@ -59,6 +59,40 @@ def test_a_switch_keeps_its_place():
   assert made.period == pytest.approx(2.5)
 
 
+BRANCHES = [
+  ('a', 'row', ('batch',)),
+  ('b', 'row', ('a',)),
+  ('c', 'row', ('a',)),
+  ('d', 'batch', ('b', 'c')),
+]
+
+
+def test_calls_side_by_side_slow_each_other_down_for_as_long_as_they_are():
+  flow = toys.build(BRANCHES, ())
+  where = {'a': 'x', 'b': 'x', 'c': 'y', 'd': 'x'}
+  cost = toys.Known({'a': 1, 'b': 5, 'c': 2, 'd': 1}, crowded=1.5)
+  made = simulate(flow, where, cost, steps=1)
+  # c takes 3 s of which b has done 2 s; then b is alone.
+  ends = {s.node: s.end for s in made.spans if s.what == 'run'}
+  assert [ends[i] for i in range(4)] == pytest.approx([1, 7, 4, 8])
+
+
+def test_who_moves_or_waits_slows_nobody_down():
+  flow = toys.chain('row', 'row')
+  cost = toys.Known({'a': 1, 'b': 3}, transfer=0.5, crowded=2.0)
+  made = simulate(flow, {'a': 'x', 'b': 'y'}, cost)
+  assert made.period == pytest.approx(5)
+
+
+@pytest.mark.parametrize('pieces', [1, 2, 4])
+def test_what_gains_nothing_by_overlap_takes_as_long_as_one_place(pieces):
+  # Two that run beside each other take twice as long: a single core.
+  flow = toys.chain('row', 'sum', 'batch')
+  cost = toys.Known({'a': 4, 'b': 3, 'c': 1}, crowded=2.0)
+  made = simulate(flow, {'a': 'x', 'b': 'y', 'c': 'y'}, cost, pieces)
+  assert made.period == pytest.approx(8)
+
+
 def test_places_wait_and_say_for_what():
   cost = toys.Known({'a': 1, 'b': 3})
   made = simulate(toys.chain('row', 'row'), {'a': 'x', 'b': 'y'}, cost, steps=4)

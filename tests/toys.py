@@ -72,10 +72,14 @@ def build(calls, carried):
 
 
 class Known:
-  """Costs by name; a piece costs its share."""
+  """Costs by name; a piece costs its share.
 
-  def __init__(self, seconds, transfer=0.0, switch=0.0):
+  A call takes `crowded` times as long for every other place that runs one.
+  """
+
+  def __init__(self, seconds, transfer=0.0, switch=0.0, crowded=1.0):
     self.costs, self.move, self.change = seconds, transfer, switch
+    self.crowded = crowded
 
   def seconds(self, flow, node, place):
     del flow, place
@@ -89,6 +93,10 @@ class Known:
     del flow, value, place
     return self.change
 
+  def crowding(self, node, place, beside):
+    del node, place
+    return self.crowded ** len(beside)
+
 
 class Synthetic:
   """Seconds ~ work / devices ** power + overhead; memory of shares.
@@ -98,6 +106,8 @@ class Synthetic:
     held: bytes that each stage holds on one device.
     alone: stages that run on one device only.
     meshes: how many ways to lay devices out; each costs a little more.
+    crowded: how many times as long a call takes for each device that is busy
+      beside it, up to two.
   """
 
   def __init__(
@@ -112,10 +122,12 @@ class Synthetic:
     capacity=math.inf,
     alone=(),
     meshes=1,
+    crowded=1.0,
   ):
     self.work, self.power, self.overhead = work, power, overhead
     self.move, self.change, self.capacity = move, change, capacity
     self.held, self.alone, self.meshes = held or {}, alone, meshes
+    self.crowded = crowded
 
   def axes(self, stages, devices):
     if devices == 1:
@@ -140,6 +152,10 @@ class Synthetic:
 
   def switch(self, flow, value, placement):
     return self.change / len(placement.devices)
+
+  def crowding(self, stage, devices, beside):
+    del stage
+    return self.crowded ** min(beside, 2) if devices else 1.0
 
   def memory(self, flow, chosen, place):
     n = len(chosen.places[place].devices)
@@ -247,6 +263,7 @@ def random_instance(seed):
     capacity=float(rng.choice([math.inf, math.inf, 2.0, 1.0, 0.3])),
     alone=some(0.15),
     meshes=int(rng.integers(1, 3)),
+    crowded=1.5 if seed % 4 == 3 else 1.0,
   )
   pieces = [(1,), (1, 2), (4,), (1, 3)][rng.integers(4)]
   rows = {}

@@ -9,6 +9,7 @@ import jax
 from planner import flow as flow_lib
 from planner import graph
 from planner.costs import count, roofline
+from rlinf_jax import memory as memory_lib
 from rlinf_jax import warm_start
 from rlinf_jax.profile import machine, stages, store
 from sharding import rules
@@ -70,6 +71,7 @@ def recipe(checkpoint: str, problems: int):
 
 def setting() -> Setting:
   """Traces and measures; what was measured before is measured again."""
+  memory_lib.keep()  # As a run does.
   folder = tempfile.mkdtemp()
   workflow, source = job(folder)
   key = jax.random.key(0)

@@ -19,6 +19,11 @@ class Cost(Protocol):
   def switch(self, flow: graph.Flow, value: int, place: str) -> float:
     """Of moving a value between device and host memory."""
 
+  def crowding(
+    self, node: graph.Node, place: str, beside: tuple[str, ...]
+  ) -> float:
+    """How many times as long a call takes while those places work, too."""
+
 
 class Equal:
   """As if all stages took equally long, and moves no time at all."""
@@ -34,6 +39,10 @@ class Equal:
   def switch(self, flow, value, place):
     del flow, value, place
     return 0.0
+
+  def crowding(self, node, place, beside):
+    del node, place, beside
+    return 1.0
 
 
 EQUAL = Equal()

@@ -68,13 +68,19 @@ class Measured:
   Attributes:
     curves: seconds of a call by its rows.
     constants: seconds of a call, whatever its rows.
+    turns: seconds of one of several micro-batches of a call, by its rows: the
+      call begins but once, and what they add up is handed out once.
     factors: by stage, how many times the seconds above, or modelled, a run has
       taken.
+    crowded: by stage, how many times as long a call takes while every core of
+      a shared processor has one.
   """
 
   curves: Mapping[Key, Curve] = dataclasses.field(default_factory=dict)
   constants: Mapping[Key, float] = dataclasses.field(default_factory=dict)
+  turns: Mapping[Key, Curve] = dataclasses.field(default_factory=dict)
   factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  crowded: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   def times(self, factors: Mapping[str, float]) -> 'Measured':
     """The same, after a run took so many times as long."""
@@ -83,6 +89,11 @@ class Measured:
       for name, factor in factors.items()
     }
     return dataclasses.replace(self, factors={**self.factors, **known})
+
+  def curve(self, key: Key, turns: float = 1) -> Curve | None:
+    """Seconds of each of so many micro-batches of a call, by their rows."""
+    curve = self.curves.get(key)
+    return self.turns.get(key, curve) if turns > 1 else curve
 
   def rows(self, stage: str) -> list[int]:
     """The numbers of rows at which a stage was measured."""

@@ -28,3 +28,10 @@ class Priced:
   def switch(self, flow: graph.Flow, value: int, place: str) -> float:
     """Of a value between the memory of a place's devices and of their host."""
     return self._model.switch(flow, value, self._places[place])
+
+  def crowding(
+    self, node: graph.Node, place: str, beside: tuple[str, ...]
+  ) -> float:
+    """How many times as long a call takes while those places work, too."""
+    here, *others = (len(self._places[x].devices) for x in (place, *beside))
+    return self._model.crowding(node.name, here, sum(others))

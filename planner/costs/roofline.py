@@ -14,7 +14,7 @@ from typing import Protocol
 from planner import cluster as cluster_lib
 from planner import graph
 from planner import plan as plan_lib
-from planner.costs import collectives, memory
+from planner.costs import collectives, explanation, memory
 from planner.costs import layout as layout_lib
 from planner.costs import measured as measured_lib
 from planner.costs.measured import Number
@@ -63,23 +63,6 @@ class Process(Protocol):
     rows: int | None,
   ) -> Mapping[str, Number]:
     """That a device of a mesh needs meanwhile: parts that add up."""
-
-
-class Explanation(dict):
-  """Parts by name; their parts of seconds, or of bytes, as `Number`s.
-
-  Attributes:
-    total: of them all. Of 'arithmetic' and 'traffic', which overlap, the longer
-      counts.
-  """
-
-  def __init__(self, total: Number, parts: Mapping[str, Number]):
-    super().__init__(parts)
-    self.total = total
-
-  def __str__(self):
-    lines = [('total', self.total), *self.items()]
-    return '\n'.join(f'{k:32}{n.value:12.4g}  {n.tag}' for k, n in lines)
 
 
 class Roofline:
@@ -200,7 +183,7 @@ class Roofline:
     node: graph.Node,
     placement: plan_lib.Placement,
     rows: int | None = None,
-  ) -> Explanation:
+  ) -> explanation.Explanation:
     """What the seconds of a call are made of.
 
     Args:
@@ -216,38 +199,47 @@ class Roofline:
     if there and (
       there % rows or not self._can_share(flow, node, placement.axes, rows)
     ):
-      return Explanation(Number(math.inf, 'modelled'), {})
+      return explanation.Explanation(Number(math.inf, 'modelled'), {})
     turns = there / rows if there else 1
     found = self._measured(flow, node, placement, rows, turns)
     factor = self.measured.factors.get(node.name, 1.0)
     if factor == 1.0:
       return found
-    return _scaled(found, factor, 'times, as a run has taken', found.total.tag)
+    return explanation.scaled(
+      found,
+      Number(factor, 'measured'),
+      'times, as a run has taken',
+      found.total.tag,
+    )
 
-  def _measured(self, flow, node, placement, rows, turns) -> Explanation:
+  def _measured(self, flow, node, placement, rows, turns):
     """As measured; else as modelled, scaled by what was measured nearest."""
     table = self.measured
     key = node.name, len(placement.devices), tuple(placement.axes)
     if key in table.constants:
-      return _whole(Number(table.constants[key], 'measured'), 'call')
-    curve = table.curves.get(key)
+      return explanation.whole(Number(table.constants[key], 'measured'), 'call')
+    curve = table.curve(key, turns)
     spent = curve and curve.at(rows)
     if spent is not None:
-      return _whole(Number(turns * spent, 'measured'), 'call')
+      return explanation.whole(Number(turns * spent, 'measured'), 'call')
     found = self._modelled(flow, node, placement, rows, turns)
     other = key if curve else table.elsewhere(node.name)
     if other is None:
       return found
     _, devices, axes = other
-    near, seconds = rows, table.constants.get(other)
-    if seconds is None:
+    near, spent = rows, table.constants.get(other)
+    if spent is None:
       # At as many rows a device, if that was measured.
       ways = self.layout.row_ways(placement.axes) / self.layout.row_ways(axes)
-      curve = table.curves[other]
-      near, seconds = curve.nearest(rows / ways)
+      near, each = table.curve(other, turns).nearest(rows / ways)
+      spent = turns * each
     there = plan_lib.Placement(tuple(range(devices)), axes)
-    scale = seconds / self._modelled(flow, node, there, near, 1).total.value
-    return _scaled(found, scale, f'times, as measured at {near:g} rows')
+    modelled = self._modelled(flow, node, there, near, turns).total.value
+    return explanation.scaled(
+      found,
+      Number(spent / modelled, 'measured'),
+      f'times, as measured at {near:g} rows',
+    )
 
   def _moved(self, flow, node, placement):
     """What planners add moves bytes and does no more."""
@@ -255,7 +247,7 @@ class Roofline:
     values = [flow.values[v] for v in (*node.reads, *node.writes)]
     size = sum(self.layout.local(value, placement.axes) for value in values)
     spent = size / (device.bandwidth * self.assumed.traffic)
-    return Explanation(
+    return explanation.Explanation(
       Number(device.launch + spent, 'modelled'),
       {
         'launch': Number(device.launch, 'assumed'),
@@ -263,7 +255,17 @@ class Roofline:
       },
     )
 
-  def _modelled(self, flow, node, placement, rows, turns) -> Explanation:
+  def _modelled(self, flow, node, placement, rows, turns):
+    slower = self.crowding(node.name, 1, len(placement.devices) - 1)
+    found = self._alone(flow, node, placement, rows, turns)
+    if slower == 1.0:
+      return found
+    known = node.name in self.measured.crowded
+    times = Number(slower, 'measured' if known else 'assumed')
+    return explanation.scaled(found, times, 'times, as devices share cores')
+
+  def _alone(self, flow, node, placement, rows, turns):
+    """As modelled, if no device keeps another from its work."""
     call = self.works[node.name]
     if call is None:
       return self._on_host(flow, node, rows * turns)
@@ -272,7 +274,7 @@ class Roofline:
       tags = {number.tag for number in parts.values()}
       tag = 'assumed' if 'assumed' in tags else 'modelled'
       total = sum(number.value for number in parts.values())
-      return Explanation(Number(total, tag), parts)
+      return explanation.Explanation(Number(total, tag), parts)
     call = call.near(rows)
     device, assumed, axes = self.cluster.device, self.assumed, placement.axes
     parameters = collectives.Parameters(flow, node, self.layout)
@@ -303,7 +305,7 @@ class Roofline:
       name = f'{part.what} ({part.axis})'
       parts[name] = Number(spent, 'modelled')
       total += spent
-    return Explanation(Number(total, 'modelled'), parts)
+    return explanation.Explanation(Number(total, 'modelled'), parts)
 
   def _share(self, flow, node, axes) -> float:
     """Of the bytes of a stage without rows, those that a device has."""
@@ -312,18 +314,32 @@ class Roofline:
     kept = sum(self.layout.local(value, axes) for value in values)
     return kept / size if size else 1.0
 
-  def _on_host(self, flow, node, rows) -> Explanation:
+  def _on_host(self, flow, node, rows) -> explanation.Explanation:
     device = self.cluster.device
     size = sum(flow.values[v].bytes for v in {*node.reads, *node.writes})
     moved = device.launch + size / device.host
     spent = self.assumed.host_row * max(rows, 1)
-    return Explanation(
+    return explanation.Explanation(
       Number(moved + spent, 'assumed'),
       {
         'from and to the device': Number(moved, 'modelled'),
         'on the host': Number(spent, 'assumed'),
       },
     )
+
+  def crowding(self, stage: str, devices: int, beside: int) -> float:
+    """How many times as long a call takes while other devices are busy.
+
+    Args:
+      stage: what is called.
+      devices: that the call has.
+      beside: others of the same processor that are busy as well.
+    """
+    alone, together = (
+      self.cluster.slowed(busy, self.measured.crowded.get(stage))
+      for busy in (devices, devices + beside)
+    )
+    return together / alone
 
   # Moves.
 
@@ -363,7 +379,7 @@ class Roofline:
 
   def explain_memory(
     self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
-  ) -> Explanation:
+  ) -> explanation.Explanation:
     """What is on a device at its worst moment."""
     key = id(flow), tuple(chosen.stages.items()), tuple(chosen.places)
     if key not in self._places:
@@ -374,17 +390,6 @@ class Roofline:
     )
     total = sum(number.value for number in parts.values())
     during = {f'{name}, during {stage}': n for name, n in parts.items()}
-    return Explanation(Number(total, 'modelled'), during if stage else parts)
-
-
-def _scaled(
-  found, scale: float, why: str, tag: measured_lib.Tag = 'modelled'
-) -> Explanation:
-  return Explanation(
-    Number(found.total.value * scale, tag),
-    {**found, why: Number(scale, 'measured')},
-  )
-
-
-def _whole(number: Number, what: str) -> Explanation:
-  return Explanation(number, {what: number})
+    return explanation.Explanation(
+      Number(total, 'modelled'), during if stage else parts
+    )

@@ -45,6 +45,9 @@ class Scaled:
     times = self._switches
     return times and times * self._costs.switch(flow, value, *where)
 
+  def crowding(self, *where) -> float:
+    return self._costs.crowding(*where)
+
   @property
   def capacity(self) -> float:
     return self._costs.capacity

@@ -32,8 +32,8 @@ class Model(Protocol):
 
   Costs of a place depend on what is said of it alone: its stages, how many
   devices it has (they are consecutive), its axes, and the plan's pieces, rows
-  and evictions; memory on which carried values live there, too. Nothing
-  depends on how large other places are.
+  and evictions; memory on which carried values live there, too. Nothing but
+  `crowding` depends on how large other places are.
 
   Attributes:
     capacity: bytes of a device that may be used.
@@ -66,6 +66,12 @@ class Model(Protocol):
     self, flow: graph.Flow, value: int, placement: plan_lib.Placement
   ) -> float:
     """Of a value between the memory of devices and of their host."""
+
+  def crowding(self, stage: str, devices: int, beside: int) -> float:
+    """How many times as long a call on so many devices takes, 1 or more.
+
+    It does while so many others are busy, too.
+    """
 
   def memory(
     self, flow: graph.Flow, chosen: plan_lib.Plan, place: str

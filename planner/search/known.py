@@ -14,6 +14,7 @@ class Known:
   def __init__(self, model):
     self._model = model
     self._seconds, self._moves, self._switches = {}, {}, {}
+    self._crowds = {}
 
   def seconds(
     self,
@@ -47,6 +48,12 @@ class Known:
     if key not in self._switches:
       self._switches[key] = self._model.switch(flow, value, placement)
     return self._switches[key]
+
+  def crowding(self, stage: str, devices: int, beside: int) -> float:
+    key = stage, devices, beside
+    if key not in self._crowds:
+      self._crowds[key] = self._model.crowding(*key)
+    return self._crowds[key]
 
 
 def _site(placement: plan_lib.Placement):

@@ -13,6 +13,7 @@ class _Longer:
   def __init__(self, cost, stage: str, more: float):
     self._cost, self._stage, self._more = cost, stage, more
     self.transfer, self.switch = cost.transfer, cost.switch
+    self.crowding = cost.crowding
 
   def seconds(self, flow, node, place):
     found = self._cost.seconds(flow, node, place)

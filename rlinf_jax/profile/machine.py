@@ -1,12 +1,14 @@
 """This machine as a cluster: what its devices and links reach, measured.
 
-Devices of a CPU share its cores and its memory. What each of them reaches is
-therefore measured while as many are busy as there are cores, and divided among
-the rest; so is every stage.
+Devices of a CPU share its cores and its memory. What one of them reaches is
+measured while the others have nothing to do, and so is every stage; then as
+many as there are cores do the same at once, which tells how they slow each
+other down.
 """
 
 import functools
 import os
+import statistics
 
 import jax
 import jax.numpy as jnp
@@ -22,23 +24,26 @@ SMALL, LARGE = 1 << 10, 1 << 25  # Bytes that are moved.
 RESERVE = 0.2  # Of memory: other processes live here too.
 
 
-def busy() -> int:
-  """Devices that measure at once: as many as keep a shared processor busy."""
-  devices = jax.devices()
-  if devices[0].platform != 'cpu':
-    return 1
-  return min(len(devices), len(os.sched_getaffinity(0)))
+def cores() -> int | None:
+  """Of the processor that devices are shares of; None where they are not."""
+  if jax.devices()[0].platform != 'cpu':
+    return None
+  return len(os.sched_getaffinity(0))
 
 
-def shared() -> float:
-  """Seconds of a call if all devices are busy, by those if `busy()` are."""
-  devices = jax.devices()
-  return len(devices) / busy() if devices[0].platform == 'cpu' else 1.0
+def crowd() -> int:
+  """Devices that are busy where every core of a shared processor is."""
+  return min(len(jax.devices()), cores() or 1)
+
+
+def slowdown(alone: float, together: float | None = None) -> float | None:
+  """How many times as long a call takes in a crowd; None without one."""
+  return together and max(1.0, together / alone)
 
 
 def here(store: store_lib.Store) -> cluster_lib.Cluster:
   """The devices of this process, measured or remembered."""
-  what = {'what': 'machine', 'busy': busy()}
+  what = {'what': 'machine', 'crowd': crowd()}
   known = store.get(what)
   if known is None:
     known = _measure()
@@ -48,7 +53,11 @@ def here(store: store_lib.Store) -> cluster_lib.Cluster:
     jax.devices()[0].device_kind, memory=memory(), **known['device']
   )
   link = cluster_lib.Link(**known['link'])
-  return cluster_lib.Cluster(device, n, n, link, link, RESERVE)
+  return cluster_lib.Cluster(
+    *(device, n, n, link, link, RESERVE),
+    cores=cores(),
+    crowded=known['crowded'],
+  )
 
 
 def memory() -> float:
@@ -62,32 +71,33 @@ def memory() -> float:
 
 def _measure() -> dict:
   devices = jax.devices()
-  some = devices[: busy()]
   n = 1024 if devices[0].platform == 'cpu' else 8192
   large = np.zeros(LARGE // 4, np.float32)
   copy = jax.jit(lambda x: x + 1)
-  flops = {
-    t: 2 * n**3 / _all(some, _product, np.ones((n, n), t)) for t in TYPES
-  }
+  products = {t: _took(_product, np.ones((n, n), t)) for t in TYPES}
+  moved = _took(copy, large)
   arithmetic = 2 * TURNS * 2**16
-  launch = _all(some, copy, np.zeros(1, np.float32))
-  loop = _all(some, _loop, np.eye(8, dtype=np.float32))
   device = {
-    'flops': flops,
-    'vector': arithmetic / _all(some, _arithmetic, large[: 2**16]),
-    'bandwidth': 2 * LARGE / _all(some, copy, large),
-    'host': LARGE / _from_host(some, large),
-    'launch': launch,
-    'kernel': loop / TURNS,
+    'flops': {t: 2 * n**3 / took[0] for t, took in products.items()},
+    'vector': arithmetic / _took(_arithmetic, large[: 2**16])[0],
+    'bandwidth': 2 * LARGE / moved[0],
+    'host': LARGE / _from_host(devices[0], large),
+    'launch': _took(copy, np.zeros(1, np.float32))[0],
+    'kernel': _took(_loop, np.eye(8, dtype=np.float32))[0] / TURNS,
   }
-  return {'device': device, 'link': _link(devices, device)}
+  both = [slowdown(*took) or 1.0 for took in (products[TYPES[0]], moved)]
+  return {
+    'device': device,
+    'link': _link(devices, device),
+    'crowded': statistics.fmean(both),  # Of arithmetic, and of traffic.
+  }
 
 
-def _all(devices, fn, x) -> float:
-  """Seconds of `fn(x)`, on every device at once."""
-  args = [jax.device_put(x, device) for device in devices]
-  (spent,) = clock.seconds([[functools.partial(fn, arg) for arg in args]])
-  return spent * shared()
+def _took(fn, x) -> list[float]:
+  """Seconds of `fn(x)` on one device, then on a crowd of them at once."""
+  args = [jax.device_put(x, device) for device in jax.devices()[: crowd()]]
+  calls = [functools.partial(fn, arg) for arg in args]
+  return clock.seconds([calls[:1], calls][: len(calls)])
 
 
 @jax.jit
@@ -107,15 +117,10 @@ def _loop(x):
   return jax.lax.fori_loop(0, TURNS, lambda _, y: jnp.tanh(y @ y), x)
 
 
-def _from_host(devices, x) -> float:
-  """Seconds until a device has an array of the host, every one at once."""
-
-  def put(device):
-    return jax.device_put(x.copy(), device)
-
-  calls = [functools.partial(put, device) for device in devices]
-  (spent,) = clock.seconds([calls])
-  return spent * shared()
+def _from_host(device, x) -> float:
+  """Seconds until a device has an array of the host."""
+  (spent,) = clock.seconds([[lambda: jax.device_put(x.copy(), device)]])
+  return spent
 
 
 def _link(devices, device) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 A stage is measured on what it is really given: the flow is run once, and each
 stage that matters is called on its inputs and on some first rows of them.
-Where devices share a processor, as many of them are busy with it at the same
-time as keep it busy.
+Where devices share a processor, it is measured on one of them, and then on as
+many at once as there are cores: that tells how they slow each other down.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,6 +27,7 @@ from sharding import rules as rules_lib
 
 SHARE = 0.01  # Of a step, as modelled: what takes less is not measured.
 SIZES = 3  # Numbers of rows, from one group to as many as memory has room for.
+TURNS = 4  # Micro-batches that are measured in a row.
 FILL = 0.5  # Of a device's memory, as modelled, that a measurement may take.
 ADDRESS = re.compile(r'0x[0-9a-f]+')
 
@@ -53,16 +54,28 @@ def measure(
   missing = {name for name, found in known.items() if found is None}
   if missing:
     bench = Bench(flow, given, model, rules)
-    for name, points in bench.run({n: plans[n] for n in missing}):
-      store.put(plans[name].what, points)
-      known[name] = points
-  curves, constants = {}, {}
-  for name, points in known.items():
+    for name, found in bench.run({n: plans[n] for n in missing}):
+      store.put(plans[name].what, found)
+      known[name] = found
+  return _tables(known)
+
+
+def _tables(known) -> measured_lib.Measured:
+  """What was measured of each stage, as a model asks for it."""
+  curves, constants, turns, crowded = {}, {}, {}, {}
+  for name, found in known.items():
+    points, key = found['points'], (name, 1, ())
+    if found['crowded']:
+      crowded[name] = found['crowded']
     if len(points) < SIZES:
-      constants[name, 1, ()] = points[-1][1]
-    else:
-      curves[name, 1, ()] = measured_lib.Curve(tuple(map(tuple, points)))
-  return measured_lib.Measured(curves, constants)
+      constants[key] = points[-1][1]
+      continue
+    curves[key] = measured_lib.Curve(tuple(map(tuple, points)))
+    if found['turns']:
+      # The largest is all that there is room for: a call of its own.
+      points = [*found['turns'], points[-1]]
+      turns[key] = measured_lib.Curve(tuple(map(tuple, points)))
+  return measured_lib.Measured(curves, constants, turns, crowded=crowded)
 
 
 def fits(flow: graph_lib.Flow) -> bool:
@@ -130,7 +143,7 @@ class _Plan:
       'reads': [_kind(flow, v) for v in node.reads],
       'writes': [_kind(flow, v) for v in node.writes],
       'program': _program(flow, node),
-      'busy': machine.busy(),
+      'crowd': machine.crowd(),
     }
 
 
@@ -205,14 +218,19 @@ class Bench:
     self.flow, self.model = flow, model
     self.places = [
       place_lib.Place(f'device {i}', plan_lib.Placement((i,)), {}, rules)
-      for i in range(machine.busy())
+      for i in range(machine.crowd())
     ]
     first = self.places[0]
     self.memory = {v: first.put(flow.values[v], x) for v, x in given.items()}
     self.last = {v: i for i, node in enumerate(flow.nodes) for v in node.reads}
 
   def run(self, plans: Mapping[str, _Plan]):
-    """Yields the name of each stage and its seconds by rows."""
+    """Yields the name of each stage, and what was measured of it.
+
+    That is, on one device: 'points', its seconds by rows; 'turns', those of
+    each of some micro-batches. And 'crowded', how many times as long the last
+    of these calls takes on all at once; None where devices share nothing.
+    """
     if not plans:
       return
     nodes = {id(plan.node): name for name, plan in plans.items()}
@@ -220,23 +238,44 @@ class Bench:
     for i, node in enumerate(self.flow.nodes[: ends + 1]):
       name = nodes.get(id(node))
       if name is not None:
-        rows = plans[name].rows
-        took = clock.seconds([self.calls(node, n) for n in rows])
-        took = [seconds * machine.shared() for seconds in took]
-        points = list(zip(rows, took, strict=True))
-        yield name, points
+        yield name, self._measured(node, plans[name].rows)
       if i < ends:
         self.make(node)
       for v in {*node.reads, *node.writes}:
         if self.last.get(v, -1) <= i:
           self.memory.pop(v, None)
 
-  def calls(self, node, rows: int):
+  def _measured(self, node, rows):
+    """What `run` yields of a node, at some numbers of rows."""
+    there = self.flow.rows_of(node)
+    several = node.stage.grain in ('row', 'sum') and not node.stage.host
+    small = rows[:-1] if several else ()
+    turns = [min(TURNS, there // n) for n in small]
+    cases = [self.calls(node, n)[:1] for n in rows]
+    cases += [
+      self.calls(node, n * k, (self._in_turns(node, n),))
+      for n, k in zip(small, turns, strict=True)
+    ]
+    if len(self.places) > 1:
+      cases.append(self.calls(node, rows[-1]))
+    took = iter(clock.seconds(cases))
+    points = [(n, next(took)) for n in rows]
+    each = [(n, next(took) / k) for n, k in zip(small, turns, strict=True)]
+    crowded = machine.slowdown(points[-1][1], *took)
+    return {'points': points, 'turns': each, 'crowded': crowded}
+
+  def _in_turns(self, node, rows: int) -> place_lib.Place:
+    """The first device, where a node takes so many rows at a time."""
+    rules = self.places[0].rules
+    one = plan_lib.Placement((0,))
+    return place_lib.Place('in turns', one, {node.name: rows}, rules)
+
+  def calls(self, node, rows: int, places=None):
     """A call of a node on so many rows for every device; 0 if it has none."""
     flow = resized(self.flow, node, rows) if rows else self.flow
     given = [self._first(v, node, rows) for v in node.reads]
     calls = []
-    for place in self.places:
+    for place in places or self.places:
       there = [
         place.put(flow.values[v], x)
         for v, x in zip(node.reads, given, strict=True)

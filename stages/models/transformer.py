@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 import numpy as np
 
+from sharding import rules
 from stages.models import rope as rope_lib
 
 
@@ -145,7 +146,7 @@ class Block(nn.Module):
 
   def project(self, x_BTD, cos_BTR, sin_BTR):
     """Rotated queries and keys, and values."""
-    x_BTD = norm(x_BTD, self.before_D, self.config.epsilon)
+    x_BTD = norm(rules.spread_rows(x_BTD), self.before_D, self.config.epsilon)
     q_BTHW = jnp.einsum('BTD,DHW->BTHW', x_BTD, self.query_DHW)
     k_BTKW = jnp.einsum('BTD,DKW->BTKW', x_BTD, self.key_DKW)
     v_BTKW = jnp.einsum('BTD,DKW->BTKW', x_BTD, self.value_DKW)
@@ -160,11 +161,13 @@ class Block(nn.Module):
   def close(self, x_BTD, seen_BTHW):
     """Adds what attention saw, then what the feed-forward makes of it."""
     x_BTD += jnp.einsum('BTHW,HWD->BTD', seen_BTHW, self.out_HWD)
+    x_BTD = rules.spread_rows(x_BTD)
     y_BTD = norm(x_BTD, self.after_D, self.config.epsilon)
     gate_BTF = jnp.einsum('BTD,DF->BTF', y_BTD, self.gate_DF)
     up_BTF = jnp.einsum('BTD,DF->BTF', y_BTD, self.up_DF)
     hidden_BTF = nn.silu(gate_BTF) * up_BTF
-    return x_BTD + jnp.einsum('BTF,FD->BTD', hidden_BTF, self.down_FD)
+    x_BTD += jnp.einsum('BTF,FD->BTD', hidden_BTF, self.down_FD)
+    return rules.spread_rows(x_BTD)
 
   def __call__(self, x_NSD, cos_NSR, sin_NSR, mask_NPP, mask_BTC):
     """Reads each group: its prompt, then its completions end to end.
