@@ -1,0 +1,1 @@
+"""Places in processes against places in one process, on the real job."""

@@ -1,0 +1,118 @@
+"""The arithmetic job on threads and on processes: the same bits, and overlap.
+
+  python -m experiments.processes runs/arithmetic/warm_start/model
+
+Twenty steps on two places, with the policy that acts as it is and a step old:
+once as threads of one process, once as processes that Ray starts. Compares all
+metrics but those of time, and all that a checkpoint holds, to the bit.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+STEPS = 20
+OF_TIME = 'time/', 'throughput/', 'utilisation/'
+RECIPE = 'gin_configs/grpo_arithmetic_ray.gin'
+
+
+def run(folder: pathlib.Path, checkpoint: str, lag: int, ray: str | None):
+  """Runs the recipe to its end, as a user would."""
+  bindings = [
+    f'STEPS = {STEPS}',
+    f'CHECKPOINT = {checkpoint!r}',
+    f'workflows.grpo.lag = {lag}',
+    f'train.train.ray = {ray!r}',
+    'train.train.evaluate_every = 10',
+    f'train.train.checkpoint_every = {STEPS}',
+  ]
+  command = [sys.executable, '-m', 'rlinf_jax.main', '--gin_file', RECIPE]
+  command += [f'--gin_bindings={binding}' for binding in bindings]
+  subprocess.run(
+    [*command, '--workdir', str(folder)],
+    env=os.environ | {'JAX_NUM_CPU_DEVICES': '2'},
+    stdout=subprocess.DEVNULL,
+    check=True,
+  )
+
+
+def lines(folder: pathlib.Path) -> list[dict]:
+  text = (folder / 'metrics.jsonl').read_text().splitlines()
+  return [json.loads(line) for line in text]
+
+
+def told(folder: pathlib.Path) -> list[dict]:
+  """Metrics but for those that tell time."""
+  return [
+    {k: v for k, v in line.items() if not k.startswith(OF_TIME)}
+    for line in lines(folder)
+  ]
+
+
+def state(folder: pathlib.Path) -> list[np.ndarray]:
+  path = folder / 'checkpoints' / str(STEPS) / 'state'
+  tree = ocp.StandardCheckpointer().restore(path.absolute())
+  return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def overlap(folder: pathlib.Path) -> float:
+  """Of the seconds that the learner learns, those in which the actor acts."""
+  spans = [
+    json.loads(line)
+    for line in (folder / 'timeline.jsonl').read_text().splitlines()
+  ]
+  runs = [s for s in spans if s['what'] == 'run' and s['step'] > 2]
+  act = [s for s in runs if s['stage'] == 'generate']
+  learn = [s for s in runs if s['stage'] == 'gradient']
+  both = sum(
+    max(0.0, min(a['end'], b['end']) - max(a['start'], b['start']))
+    for a in act
+    for b in learn
+  )
+  return both / sum(s['end'] - s['start'] for s in learn)
+
+
+def seconds(folder: pathlib.Path) -> float:
+  """Median seconds of a step."""
+  took = [x['time/step'] for x in lines(folder) if 'time/step' in x]
+  return statistics.median(took[2:])
+
+
+def compare(checkpoint: str, lag: int, folder: pathlib.Path) -> dict:
+  """What threads and processes make of one job."""
+  threads, processes = folder / f'threads{lag}', folder / f'processes{lag}'
+  run(threads, checkpoint, lag, None)
+  run(processes, checkpoint, lag, 'local')
+  pairs = list(zip(state(threads), state(processes), strict=True))
+  return {
+    'lag': lag,
+    'steps': max(line['step'] for line in told(processes)),
+    'same_metrics': told(threads) == told(processes),
+    'arrays': len(pairs),
+    'same_arrays': sum(x.tobytes() == y.tobytes() for x, y in pairs),
+    'overlap': overlap(processes),
+    'threads_seconds': seconds(threads),
+    'processes_seconds': seconds(processes),
+  }
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument('checkpoint', help='of a model that is warmed up')
+  checkpoint = str(pathlib.Path(parser.parse_args().checkpoint).absolute())
+  with tempfile.TemporaryDirectory() as folder:
+    for lag in (0, 1):
+      print(json.dumps(compare(checkpoint, lag, pathlib.Path(folder))))
+
+
+if __name__ == '__main__':
+  main()
