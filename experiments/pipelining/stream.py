@@ -1,12 +1,13 @@
 """Stages of known duration on two places: pieces against a barrier.
 
-  python -m experiments.pipelining.stream
+  python -m experiments.pipelining.stream [--ray]
 
 Generation with a long tail and a learner whose sums add up, each asleep for as
 long as it is said to take, so that two places overlap on any machine. Prints
 what the planner's simulation predicts and what the runtime then takes.
 """
 
+import argparse
 import json
 import statistics
 import time
@@ -81,26 +82,44 @@ apply = stages.Stage(
 )
 
 
-def measure(pieces: int) -> dict[str, float]:
+STATE, BATCH = np.zeros((), np.float32), np.arange(ROWS, dtype=np.int32)
+
+
+def flow():
+  """The flow of a step."""
+  return flow_lib.trace(step, jnp.asarray(STATE), BATCH, jax.random.key(0))
+
+
+def flows():
+  """The same, and of an evaluation that does nothing: recorded anywhere."""
+  nothing = lambda w, batch, key: (w, ())
+  args = jnp.asarray(STATE), BATCH, jax.random.key(0)
+  return flow(), flow_lib.trace(nothing, *args)
+
+
+def measure(pieces: int, far: bool) -> dict[str, float]:
   """Seconds a step in so many pieces: simulated, and taken."""
-  batch, key = np.arange(ROWS, dtype=np.int32), jax.random.key(0)
-  w = jnp.zeros(())
-  flow = flow_lib.trace(step, w, batch, key)
+  made, evaluate = flows()
   plan = plan_lib.of(
     {
       'places': {'actor': {'devices': [0]}, 'learner': {'devices': [1]}},
       'stages': {'act': 'actor', '*': 'learner'},
       'pieces': pieces,
     },
-    flow.stages,
+    made.stages,
   )
-  cut, programs = passes.lower(flow, plan, Known())
-  runtime = local.Local(plan, step=flow, cost=Known())
-  runtime.load(w)
+  cut, programs = passes.lower(made, plan, Known())
+  if far:
+    from rlinf_jax.runtime import cluster
+
+    runtime = cluster.Cluster(plan, flows, step=made, evaluate=evaluate)
+  else:
+    runtime = local.Local(plan, step=made, cost=Known())
+  runtime.load(jnp.asarray(STATE))
   taken = []
-  for _ in range(STEPS):
+  for i in range(STEPS):
     start = time.perf_counter()
-    runtime.step(batch, key)
+    runtime.step(BATCH, jax.random.key(i))
     taken.append(time.perf_counter() - start)
   runtime.close()
   return {
@@ -111,8 +130,15 @@ def measure(pieces: int) -> dict[str, float]:
 
 
 def main():
+  parser = argparse.ArgumentParser()
+  parser.add_argument('--ray', action='store_true', help='a process a place')
+  far = parser.parse_args().ray
+  if far:
+    from rlinf_jax.runtime import crew
+
+    crew.start()
   jax.config.update('jax_num_cpu_devices', 2)
-  rows = [measure(pieces) for pieces in (1, 2, 4, 8)]
+  rows = [measure(pieces, far) for pieces in (1, 2, 4, 8)]
   print('pieces  simulated  measured  against the barrier')
   for row in rows:
     gain = rows[0]['measured'] / row['measured']
@@ -124,4 +150,7 @@ def main():
 
 
 if __name__ == '__main__':
-  main()
+  # As Ray's processes know it: they cannot see the main program.
+  from experiments.pipelining import stream
+
+  stream.main()
