@@ -8,6 +8,7 @@ model is corrected by what was seen and the search is made again.
 from collections.abc import Callable, Mapping
 import dataclasses
 import statistics
+from typing import Any
 
 import jax
 
@@ -18,12 +19,13 @@ from planner.costs import measured as measured_lib
 from planner.search import declare, exact
 from rlinf_jax.profile import machine, stages
 from rlinf_jax.profile import store as store_lib
-from rlinf_jax.runtime import local
 from sharding import rules as rules_lib
 
 SECONDS = 10.0  # To search; what is then not proved is good enough to begin.
 TRUE = 0.8, 1.25  # Measured over predicted, of a model that is left alone.
 WINDOW = 8  # Steps whose medians are compared.
+# `plan, cost -> places`, such as a `runtime.local.Local`.
+Settle = Callable[[plan_lib.Plan, priced.Priced], Any]
 GAIN = 0.95  # Of the seconds now: a plan that takes less is worth the move.
 
 
@@ -147,26 +149,24 @@ class Watch:
     chosen: the plan, as it is predicted by now.
   """
 
-  def __init__(self, flows, ahead: int, chosen: Chosen):
+  def __init__(self, flows, ahead: int, chosen: Chosen, settle: Settle):
     """Begins with a plan.
 
     Args:
       flows: of a step and of an evaluation.
       ahead: steps that may overlap, the workflow's lag.
       chosen: the plan.
+      settle: makes the places of a plan.
     """
-    self._flows, self._ahead = flows, ahead
+    self._flows, self._ahead, self._settle = flows, ahead, settle
     self.chosen = chosen
     self._seen: list[tuple[float, Mapping[str, float]]] = []
     self._fresh = True  # The first step compiles.
     self._beside = 1.0  # How many times as long as stages explain.
 
-  def runtime(self, timeline=None) -> local.Local:
+  def runtime(self, timeline=None):
     """The places of the plan; they are given a state by who asks for them."""
-    chosen, (step, evaluate) = self.chosen, self._flows
-    made = local.Local(
-      chosen.plan, step=step, evaluate=evaluate, cost=chosen.cost
-    )
+    made = self._settle(self.chosen.plan, self.chosen.cost)
     made.timeline = timeline or made.timeline
     return made
 
@@ -236,6 +236,7 @@ def choose(
   flows: tuple[graph.Flow, graph.Flow],
   ahead: int,
   given,
+  settle: Settle,
   keep: plan_lib.Plan | None = None,
   say: Callable[[str], None] = print,
 ) -> Watch:
@@ -246,6 +247,7 @@ def choose(
     ahead: steps that may overlap, the workflow's lag.
     given: state, batch and key, as arrays, to measure with; None where one
       device has no room for them, and costs are modelled alone.
+    settle: makes the places of a plan.
     keep: the plan of a run that goes on; no other is looked for until steps
       are not as predicted.
     say: what prints.
@@ -269,6 +271,6 @@ def choose(
     chosen = Chosen(keep, model, space, prediction, gap=None)
   else:
     chosen = plan(step, evaluate, ahead, model, space)
-  watch = Watch(flows, ahead, chosen)
+  watch = Watch(flows, ahead, chosen, settle)
   say(watch.told())
   return watch

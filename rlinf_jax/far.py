@@ -10,6 +10,8 @@ import pathlib
 import tempfile
 from typing import Any
 
+import jax
+
 from planner import plan as plan_lib
 from rlinf_jax import config
 
@@ -39,22 +41,30 @@ class Recipe:
     )
 
 
-def start(plan, address: str):
+def start(address: str):
   """Connects to Ray, before JAX begins its threads.
 
   Raises:
-    ValueError: if there is no plan that says which processes are wanted.
     ConnectionError: if there is no such cluster.
   """
-  if plan == 'auto':
-    raise ValueError(
-      "With `ray`, `train.train.plan` must say which places there are: 'auto' "
-      'measures the devices of one process. --plan_only finds a plan for a '
-      'cluster, and --plan_json writes it.'
-    )
   from rlinf_jax.runtime import crew
 
   crew.start(address)
+
+
+def check_measurable():
+  """Sees that this process can measure stages for processes that come later.
+
+  Raises:
+    ValueError: if its devices are accelerators, which it would keep from them.
+  """
+  kind = jax.default_backend()
+  if kind != 'cpu':
+    raise ValueError(
+      f"With `ray`, `train.train.plan = 'auto'` measures on the {kind} of this "
+      'process, which its places would then lack: bind a plan. --plan_only '
+      'finds one for a cluster, and --plan_json writes it.'
+    )
 
 
 def place(

@@ -158,9 +158,9 @@ class Loop:
       return
     old, chosen, self._better = self.runtime, self._better, None
     state = old.state()
+    old.close()  # First: processes give back their devices.
     self.runtime = self._watch.runtime(old.timeline)
     self.runtime.load(state, self.steps)
-    old.close()
     self._notes.plan(chosen.plan)
     self._notes.prediction(self.steps, chosen.prediction)
     self._notes.say(f'Steps are not as predicted. {self._watch.told()}')

@@ -3,6 +3,8 @@
 import collections
 from collections.abc import Callable, Mapping
 import contextlib
+import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -14,6 +16,7 @@ from planner import flow as flow_lib
 from planner import graph as graph_lib
 from planner import listing
 from planner import plan as plan_lib
+from planner.costs import cost as cost_lib
 from rlinf_jax import auto, config, console, far, record, trace
 from rlinf_jax import checkpoint as checkpoint_lib
 from rlinf_jax import loop as loop_lib
@@ -84,6 +87,7 @@ def train(
     wandb: project at Weights & Biases to send metrics to as well.
     ray: gives every place a process of its own: 'local' starts Ray on this
       machine, 'auto' or an address joins a cluster. None runs them all here.
+      A plan that is found is then found by what this process measures.
     patience: seconds after which a process of Ray that waits for a value of
       another takes it to hang, and the run fails in words; None for never.
     instead: called with the flows, the lag and the plan, instead of running
@@ -103,9 +107,14 @@ def train(
   if finished:
     return finished
   if ray:
-    far.start(plan, ray)
+    far.start(ray)
   flows = trace_flows(workflow, source, seed)
-  runtime = None if plan == AUTO else place(plan, flows, folder, ray, patience)
+  settle = functools.partial(
+    place, flows=flows, folder=folder, ray=ray, patience=patience
+  )
+  if ray and plan == AUTO:
+    far.check_measurable()
+  runtime = None if plan == AUTO else settle(read_plan(plan, *flows))
   config.refuse_unused()
   folder.mkdir(parents=True, exist_ok=True)
   config.save(folder / 'config.gin')
@@ -114,7 +123,7 @@ def train(
   checkpoints = checkpoint_lib.Checkpoints(folder / 'checkpoints', keep)
   kept = folder / 'plan.json'
   kept = read_plan(str(kept), *flows) if kept.exists() else None
-  runtime, watch = begin(workflow, source, seed, flows, runtime, kept)
+  runtime, watch = begin(workflow, source, seed, flows, runtime, settle, kept)
   job = _Job(workflow, source, seed, checkpoints, runtime, watch, folder)
   return _to_the_end(
     *(job, steps, resume, wandb),
@@ -125,7 +134,8 @@ def train(
   )
 
 
-class _Job(NamedTuple):
+@dataclasses.dataclass
+class _Job:
   """What an attempt to finish a run needs."""
 
   workflow: base.Workflow
@@ -173,7 +183,10 @@ def _attempt(job, steps, resume, wandb, run, export) -> Result:
         *(job.workflow.lag, job.watch),
       )
     )
-    run(loop)
+    try:
+      run(loop)
+    finally:
+      job.runtime = loop.runtime  # Of another plan, it may be.
     for (source, target), (size, spent) in loop.runtime.moved().items():
       notes.say(
         f'Sent from {source} to {target}: {listing.size(size)} in '
@@ -186,7 +199,7 @@ def _attempt(job, steps, resume, wandb, run, export) -> Result:
   return result
 
 
-def begin(workflow, source, seed, flows, runtime, kept):
+def begin(workflow, source, seed, flows, runtime, settle, kept):
   """Reads parameters into the places of a plan, and finds one if need be.
 
   Args:
@@ -195,6 +208,7 @@ def begin(workflow, source, seed, flows, runtime, kept):
     seed: of the parameters and of that batch.
     flows: of a step and of an evaluation.
     runtime: the places, or None where the plan is to be found.
+    settle: `plan, cost -> places`.
     kept: the plan to go on with, where one was found before.
 
   Returns:
@@ -205,7 +219,7 @@ def begin(workflow, source, seed, flows, runtime, kept):
     if stages.fits(flows[0]):
       _, batch = source.next(source.init(seed), {})
       given = workflow.init(key), batch, key
-    watch = auto.choose(flows, workflow.lag, given, kept)
+    watch = auto.choose(flows, workflow.lag, given, settle, kept)
     runtime = watch.runtime()
   runtime.compile('step')  # While the parameters are read.
   with runtime.ambient():
@@ -272,13 +286,16 @@ def read_plan(plan, step, evaluate) -> plan_lib.Plan:
   )
 
 
-def place(plan, flows, folder, ray, patience):
-  """The places of the plan that a recipe has in mind; computes nothing yet."""
+def place(plan, cost=cost_lib.EQUAL, *, flows, folder, ray, patience):
+  """The places of a plan, as threads or processes; computes nothing yet.
+
+  Which of several stages goes first where they could, is a matter of their cost
+  among threads alone: processes find the same order without being told.
+  """
   step, evaluate = flows
-  plan = read_plan(plan, *flows)
   if ray:
     return far.place(plan, flows, train, folder, patience)
-  return local.Local(plan, step=step, evaluate=evaluate)
+  return local.Local(plan, step=step, evaluate=evaluate, cost=cost)
 
 
 def _header(folder, runtime, start, steps) -> str:

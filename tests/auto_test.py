@@ -12,7 +12,7 @@ from planner import cluster as cluster_lib
 from planner import plan as plan_lib
 from planner.costs import count, roofline
 from planner.costs import measured as measured_lib
-from rlinf_jax import auto, predicted, train
+from rlinf_jax import auto, far, predicted, train
 from rlinf_jax.profile import machine
 from rlinf_jax.profile import stages as profile
 from sharding import rules
@@ -185,7 +185,7 @@ def watched():
   costs = model()
   space = auto.declare.space(made[0], costs)
   chosen = auto.plan(*made, 0, costs, space)
-  return auto.Watch(made, 0, chosen), chosen
+  return auto.Watch(made, 0, chosen, settle=None), chosen
 
 
 def seen(watch, step, by_stage, times=2 * auto.WINDOW):
@@ -286,7 +286,10 @@ def test_what_fits_nowhere_is_told():
     auto.plan(*made, 0, costs, auto.declare.space(made[0], costs))
 
 
-def test_processes_want_a_plan_that_is_given(tmp_path):
-  with pytest.raises(ValueError, match='must say which places there are'):
-    run(tmp_path / 'run', ray='local')
-  assert not (tmp_path / 'run').exists()
+def test_accelerators_are_left_to_the_processes_that_shall_have_them(
+  monkeypatch,
+):
+  far.check_measurable()
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  with pytest.raises(ValueError, match='measures on the gpu .* bind a plan'):
+    far.check_measurable()

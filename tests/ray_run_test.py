@@ -1,6 +1,7 @@
 """A run on processes of Ray, as its user meets it."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -24,8 +25,8 @@ RAY = "train.train.ray = 'local'"
 model = run_test.model  # The fixture.
 
 
-def started(folder, model, *more):
-  environment = os.environ | {'JAX_NUM_CPU_DEVICES': '2'}
+def started(folder, model, *more, **environment):
+  environment = os.environ | {'JAX_NUM_CPU_DEVICES': '2'} | environment
   return subprocess.Popen(
     run_test.command(folder, model, PLAN, *more),
     cwd=run_test.ROOT,
@@ -64,6 +65,23 @@ def test_processes_leave_the_folder_that_one_process_does(tmp_path, model, one):
   assert '"utilisation/learner"' in text
   time.sleep(2)
   assert not _raylets() - before
+
+
+def test_processes_are_given_the_plan_that_a_run_finds(tmp_path, model, one):
+  cache = {'RLINF_JAX_CACHE': str(tmp_path / 'cache')}
+  auto = "train.train.plan = 'auto'"
+  out = ended(started(tmp_path / 'run', model, RAY, auto, **cache))
+  assert 'Plan: ' in out and 'a step, proved the fastest of its space' in out
+  assert list((tmp_path / 'cache').iterdir())
+  plan = json.loads((tmp_path / 'run' / 'plan.json').read_text())
+  assert plan['places']
+  pairs = zip(
+    run_test.lines(tmp_path / 'run'), run_test.lines(one), strict=True
+  )
+  first, wanted = next(pairs)  # Later ones may part by what rounding drew.
+  assert first.keys() == wanted.keys()
+  for name, number in first.items():
+    assert number == pytest.approx(wanted[name], abs=1e-4), name
 
 
 def _raylets():

@@ -109,6 +109,7 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('checkpoint', help='of a model that is warmed up')
   checkpoint = str(pathlib.Path(parser.parse_args().checkpoint).absolute())
+  jax.config.update('jax_num_cpu_devices', 2)  # To read checkpoints of two.
   with tempfile.TemporaryDirectory() as folder:
     for lag in (0, 1):
       print(json.dumps(compare(checkpoint, lag, pathlib.Path(folder))))

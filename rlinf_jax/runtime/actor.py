@@ -90,7 +90,7 @@ class Actor:
 
   def __init__(self):
     # What it is made of may be refused, and a method can say so in words.
-    self._host = self._epoch = None
+    self._host = None
     self._next = {}
 
   @ray.method(concurrency_group='control')
@@ -134,7 +134,6 @@ class Actor:
     place = place_lib.Place(name, own, chosen.rows, rules_lib.DEFAULT)
     axes = {name: place.axes for name, place in chosen.places.items()}
     self._host = _Far(axes, lowered, {name: place}, patience)
-    self._epoch = time.time() - self._host.timeline.now()[0]
 
   @ray.method(concurrency_group='control')
   def meet(self, peers: Mapping[str, Any], near: Set[str]):
@@ -150,7 +149,7 @@ class Actor:
       'node': ray.get_runtime_context().get_node_id(),
       'device': device.device_kind,
       'platform': device.platform,
-      'epoch': self._epoch,
+      'epoch': self._host.timeline.epoch,
     }
 
   @ray.method(concurrency_group='turns')

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from concurrent import futures
 import contextlib
 import threading
-import time
 from typing import Any
 
 import jax
@@ -56,7 +55,6 @@ class Cluster:
     self.plan = plan
     self.lowered = host.lower(plan, step, evaluate)
     self.timeline = timeline_lib.Timeline()
-    self._epoch = time.time() - self.timeline.now()[0]
     self.steps, self._failure, self._tree = 0, None, None
     self._crew = crew_lib.Crew(plan, flows, self.lowered, patience)
     self._wanted: list[str] = []  # Flows to be compiled.
@@ -193,7 +191,7 @@ class Cluster:
         self._fail(place, error)
         raise self._failure from None
       outputs |= {v: parcel.unpack(x) for v, x in given.items()}
-      late = self._crew.about[place]['epoch'] - self._epoch
+      late = self._crew.about[place]['epoch'] - self.timeline.epoch
       self.timeline.extend(
         span._replace(start=span.start + late, end=span.end + late)
         for span in spans

@@ -33,10 +33,16 @@ class Span(NamedTuple):
 
 
 class Timeline:
-  """Spans of the current step, on one clock. Places may write at once."""
+  """Spans of the current step, on one clock. Places may write at once.
+
+  Attributes:
+    epoch: when it began, in seconds since 1970: what clocks of processes are
+      told apart by.
+    spans: that were not taken yet.
+  """
 
   def __init__(self):
-    self.began = time.perf_counter()
+    self.began, self.epoch = time.perf_counter(), time.time()
     self.spans: list[Span] = []
     self._lock = threading.Lock()
 
