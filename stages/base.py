@@ -174,6 +174,9 @@ class Outcome(NamedTuple):
     success: one where the task is solved at this moment.
     steps: how many of a chunk were made before the episode ended; None where
       an action is one step.
+    lost: one where the simulator failed instead of making the step (crash,
+      exception, NaN, hang): truncated, without reward, `final_obs` what was
+      last seen: it shall not count. None where nothing can fail.
   """
 
   obs: Any
@@ -183,6 +186,7 @@ class Outcome(NamedTuple):
   final_obs: Any
   success: Float[Array, ' B']
   steps: Float[Array, ' B'] | None = None
+  lost: Float[Array, ' B'] | None = None
 
 
 class World(NamedTuple):
@@ -193,14 +197,15 @@ class World(NamedTuple):
       All that happens in an environment follows from its seed and from what is
       done there, however environments are cut, placed or spread.
     step: `state, command -> state, Outcome`. The state is used up; its leaves
-      have rows. That of a simulator is a token, int32 [B]: it stands for what
-      only the simulator knows.
+      have rows. That of a simulator is a token, int32 [B, 3] (environment,
+      calls, seed): it stands for what only the simulator knows.
     obs: shapes of what is seen in one environment, a tree of
       `jax.ShapeDtypeStruct`.
     low: the least of each dimension of a command.
     high: the most.
     horizon: most steps of an episode.
-    host: a simulator, on NumPy arrays, and not JAX.
+    host: a simulator, on NumPy arrays, and not JAX. Its outcomes have all
+      fields.
   """
 
   init: Callable[[Any], tuple[Any, Any]]
