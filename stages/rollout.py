@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stages import base, normalise
 from stages import stage as stages
@@ -98,10 +99,13 @@ def simulated(world: base.World) -> stages.Stage:
 
 
 def begin(world: base.World, seed_B):
-  """Begins episodes outside of a step, where it need not run to be traced."""
+  """Begins episodes outside of a step."""
   if not world.host:
     return jax.jit(world.init)(seed_B)
-  return jax.pure_callback(world.init, _begun(world, seed_B), seed_B)
+  if isinstance(seed_B, jax.core.Tracer):  # Such as for shapes alone.
+    init = lambda seed_B: world.init(np.asarray(seed_B))
+    return jax.pure_callback(init, _begun(world, seed_B), seed_B)
+  return jax.tree.map(jnp.asarray, world.init(np.asarray(seed_B)))
 
 
 def _begun(world: base.World, seed):
