@@ -17,6 +17,7 @@ def policy(
   width: int = 64,
   deviation: float = 1.0,
   bound: Literal['clip', 'tanh'] = 'clip',
+  chunk: int = 1,
 ) -> base.Policy:
   """The policy that two small networks are, for what a world shows and takes.
 
@@ -30,17 +31,18 @@ def policy(
     deviation: of actions at the beginning, where 1 is half of the range.
     bound: 'clip' cuts what was drawn off at the range, and a log-probability is
       the Gaussian's. 'tanh' squashes it, and a log-probability is that of the
-      command.
+      command; entropy has no closed form then, and is the Gaussian's with the
+      squash as it is at the mean.
+    chunk: steps that are decided at a time. An action is all of them, and so is
+      its log-probability; a command is [chunk, A], if there are several.
   """
   if isinstance(world.obs, dict) or len(world.obs.shape) != 1:
     raise ValueError(
       f'This policy reads vectors, and the world shows {world.obs}: give the '
       'world a setting in which it shows its state.'
     )
-  low, high = (jnp.asarray(x, float) for x in (world.low, world.high))
-  config = mlp.Config(
-    world.obs.shape[0], len(world.low), width, width, deviation
-  )
+  low, high = (jnp.asarray(x * chunk, float) for x in (world.low, world.high))
+  config = mlp.Config(world.obs.shape[0], low.shape[0], width, width, deviation)
   actor, critic = mlp.Actor(config), mlp.Critic(config)
   squash = bound == 'tanh'
 
@@ -76,7 +78,6 @@ def policy(
     mean_, log_deviation = mean(params, obs)
     entropy = gaussian_entropy(log_deviation)
     if squash:
-      # No closed form: that of the Gaussian, and its slope at its mean.
       entropy += log_slope(mean_, low, high)
     return base.Evaluation(
       density(action, mean_, log_deviation), entropy, value(params, obs)
@@ -85,7 +86,10 @@ def policy(
   def value(params, obs):
     return critic.apply({'params': params['critic']}, obs)
 
-  command = functools.partial(_command, squash, low, high)
+  def command(action):
+    told = _command(squash, low, high, action)
+    return told if chunk == 1 else told.reshape(*told.shape[:-1], chunk, -1)
+
   return base.Policy(init, act, evaluate, command, value)
 
 
@@ -123,10 +127,6 @@ def _command(squash: bool, low, high, action):
 
 def _wide(x, like):
   """A vector, once for all rows and steps of `like`."""
-  return (
-    jnp.broadcast_to(x, like.shape)
-    if like.ndim == 1
-    else (
-      jnp.broadcast_to(x.reshape((1,) * (like.ndim - 1) + x.shape), like.shape)
-    )
+  return jnp.broadcast_to(
+    x.reshape((1,) * (like.ndim - 1) + x.shape), like.shape
   )

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from planner import flow as flow_lib
+from planner import plan as plan_lib
+from rlinf_jax.runtime import local
 from stages import (
   base,
   metrics,
@@ -17,7 +20,7 @@ from stages import (
   workflows,
 )
 from stages.workflows.ppo import appraise, objective
-from stages.worlds import push, reach
+from stages.worlds import chunks, push, reach
 
 KEY = jax.random.key(0)
 GAMMA, LAMBDA = 0.9, 0.8
@@ -330,6 +333,25 @@ def test_what_was_stopped_keeps_parameters_and_moments_to_the_bit():
   jax.tree.map(np.testing.assert_array_equal, stopped.actor, state.actor)
 
 
+def test_a_policy_of_chunks_learns_from_what_was_done_of_them():
+  world = chunks.chunked(push.push(horizon=5), 3, 0.9)
+  workflow = workflows.ppo(
+    world,
+    functools.partial(robot.policy, width=8, chunk=3),
+    train.adamw(1e-3),
+    rows=8,
+    length=2,
+    updates=1,
+    epochs=1,
+  )
+  state, info = workflow.step(workflow.init(KEY), (), KEY)
+  numbers = read(info)
+  assert numbers['env/episode_length'] == 5
+  assert numbers['env/steps'] == 8 * 5  # Not 6: an episode ends after 5.
+  np.testing.assert_allclose(numbers['train/ratio_mean'], 1.0, atol=1e-5)
+  assert state.actor.params['actor']['out_FA'].shape == (8, 6)
+
+
 # Episodes.
 
 
@@ -443,6 +465,32 @@ def test_a_simulator_is_acted_in_as_a_world_of_jax_is():
       )
   np.testing.assert_allclose(states[1].obs, states[0].obs, atol=1e-4)
   assert (np.asarray(states[1].world)[:, 1] == 12).all()
+
+
+def test_half_of_a_simulator_may_be_stepped_while_the_other_is_acted_on():
+  inner = push.push(horizon=5)
+  plain = ppo(inner)
+  hosted = ppo(Simulator(inner, 8).world)
+  state, start = plain.init(KEY), hosted.init(KEY)
+  step = flow_lib.trace(hosted.step, start, (), KEY)
+  sketch = {
+    'places': {'robot': {'devices': [0]}, 'world': {'devices': [1]}},
+    'stages': {'simulate': 'world', '*': 'robot'},
+    'pieces': 2,
+  }
+  runtime = local.Local(plan_lib.of(sketch, step.stages), step=step)
+  runtime.load(start)
+  for i in range(2):
+    key = jax.random.fold_in(KEY, i)
+    got = read(runtime.step((), key))
+    state, info = plain.step(state, (), key)
+    for name, number in read(info).items():
+      np.testing.assert_allclose(
+        got[name], number, rtol=1e-3, atol=1e-4, err_msg=name
+      )
+  runs = [s for s in runtime.timeline.take() if s.what == 'run']
+  assert {s.piece for s in runs if s.stage == 'simulate'} == {(1, 2), (2, 2)}
+  runtime.close()
 
 
 # Learning.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stages.worlds import push, reach, trials
+from stages.worlds import chunks, push, reach, trials
 
 WORLDS = {'push': push.push, 'reach': reach.reach}
 HORIZON = 5
@@ -101,6 +101,35 @@ def test_success_at_the_last_step_is_terminated_and_not_truncated():
   state = state._replace(place=at._replace(goal=at.puck))
   _, outcome = world.step(state, np.zeros((1, 2), np.float32))
   assert outcome.terminated == 1 and outcome.truncated == 0
+
+
+def test_a_chunk_is_its_steps_as_far_as_the_episode_goes(make):
+  Z, discount = 3, 0.9
+  told = commands(2 * Z)
+  world = make(horizon=5)
+  _, single = play(world, seeds(), told)
+  chunk = chunks.chunked(world, Z, discount)
+  assert chunk.horizon == 2
+  in_chunks = np.moveaxis(told.reshape(2, Z, 8, 2), 1, 2)
+  _, made = play(chunk, seeds(), in_chunks)
+  np.testing.assert_array_equal(made.steps, [[3] * 8, [2] * 8])
+  np.testing.assert_array_equal(made.truncated, [[0] * 8, [1] * 8])
+  rewards = np.split(single.reward[:5], [3])
+  for got, reward in zip(made.reward, rewards, strict=True):
+    weight = discount ** np.arange(len(reward))
+    np.testing.assert_allclose(got, weight @ reward, rtol=1e-5)
+  np.testing.assert_allclose(
+    made.final_obs[1], single.final_obs[4], rtol=1e-5, atol=1e-6
+  )
+  # The sixth command was not done: the second episode has not begun to move.
+  np.testing.assert_allclose(made.obs[1], single.obs[4], rtol=1e-5, atol=1e-6)
+
+
+def test_chunks_of_another_length_are_refused():
+  world = chunks.chunked(push.push(), 3, 0.9)
+  state, _ = world.init(seeds())
+  with pytest.raises(ValueError, match='chunks of 3: give the policy'):
+    world.step(state, np.zeros((8, 2, 2), np.float32))
 
 
 def table(gripper, puck, goal=(0.5, 0.0)):

@@ -130,7 +130,7 @@ def ppo(
     )
     open_, ended = count(state.open, outcome)
     x = judge(actor.params, scale, x, outcome)
-    measured = measure(x, ended)
+    measured = measure(x, outcome.steps, ended)
     x = single(x._replace(advantage=whiten(x.advantage, x.mask)))
     dealt = deal(key, x.mask)
     stopped, infos = ready(dealt), []
@@ -256,12 +256,12 @@ def _apply(optimizer, kl_stop) -> Callable:
   return apply
 
 
-def describe(x: base.Experience, ended: tally.Ended) -> base.Info:
-  """What is worth knowing of a rollout."""
+def describe(x: base.Experience, steps, ended: tally.Ended) -> base.Info:
+  """What is worth knowing of a rollout, of so many `steps` an action."""
   return tally.told(ended, 'env') | {
     'rollout/reward': metrics.moments(x.reward),
     'train/explained_variance': metrics.explained(x.value, x.return_),
-    'env/steps': x.mask.sum(),
+    'env/steps': (x.mask if steps is None else steps * x.mask).sum(),
   }
 
 
