@@ -63,6 +63,7 @@ def test_a_run_tells_of_success_and_leaves_a_report(straight):
   page = (folder / 'report.html').read_text()
   for words in ('Held-out success', 'Explained variance', 'Episode length'):
     assert words in page
+  assert (folder / 'model' / 'policy.safetensors').exists()
   numbers = json.loads((folder / 'result.json').read_text())['metrics']
   assert 0 <= numbers['eval/success_at_end'] <= numbers['eval/success_once']
   assert numbers['env/steps'] == 16 * 30
