@@ -42,7 +42,7 @@ def reach(
     off_X = arm.goal - tip(arm.angle)
     far = jnp.sqrt(off_X @ off_X + 1e-12)
     success = (far < NEAR).astype(far.dtype)
-    return (1.0 - jnp.tanh(2.0 * far) if dense else success), success
+    return (1.0 - jnp.tanh(5.0 * far) if dense else success), success
 
   task = episodes.Task(begin, move, look, judge)
   return episodes.world(
