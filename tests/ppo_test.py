@@ -333,6 +333,7 @@ def test_what_was_stopped_keeps_parameters_and_moments_to_the_bit():
   jax.tree.map(np.testing.assert_array_equal, stopped.actor, state.actor)
 
 
+@pytest.mark.slow
 def test_a_policy_of_chunks_learns_from_what_was_done_of_them():
   world = chunks.chunked(push.push(horizon=5), 3, 0.9)
   workflow = workflows.ppo(
@@ -397,6 +398,7 @@ def test_only_the_first_episode_is_judged():
   assert [float(x[0]) for x in tally.first(endless)] == [1, 15, 4, 1, 1]
 
 
+@pytest.mark.slow
 def test_where_no_episode_ended_nothing_is_told():
   workflow = ppo(push.push(horizon=50))
   _, info = workflow.step(workflow.init(KEY), (), KEY)
@@ -446,6 +448,7 @@ class Simulator:
     return token_B3 + np.array([[0, 1, 0]], np.int32), outcome
 
 
+@pytest.mark.slow
 def test_a_simulator_is_acted_in_as_a_world_of_jax_is():
   inner = push.push(horizon=5)
   theirs = Simulator(inner, 8)
@@ -467,6 +470,7 @@ def test_a_simulator_is_acted_in_as_a_world_of_jax_is():
   assert (np.asarray(states[1].world)[:, 1] == 12).all()
 
 
+@pytest.mark.slow
 def test_half_of_a_simulator_may_be_stepped_while_the_other_is_acted_on():
   inner = push.push(horizon=5)
   plain = ppo(inner)

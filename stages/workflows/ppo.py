@@ -203,7 +203,7 @@ def appraise(
 def _single(x: base.Experience) -> base.Experience:
   """Every step a row of its own, with what is learned from."""
   x = x._replace(
-    reward=None, next_value=None, discount=None, continue_=None, truncated=()
+    reward=None, next_value=None, discount=None, continue_=None, truncated=None
   )
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), x)
 
