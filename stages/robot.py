@@ -41,6 +41,10 @@ def policy(
       f'This policy reads vectors, and the world shows {world.obs}: give the '
       'world a setting in which it shows its state.'
     )
+  if bound not in ('clip', 'tanh'):
+    raise ValueError(
+      f"Actions can be bound by 'clip' or 'tanh', and not by {bound!r}."
+    )
   low, high = (jnp.asarray(x * chunk, float) for x in (world.low, world.high))
   config = mlp.Config(world.obs.shape[0], low.shape[0], width, width, deviation)
   actor, critic = mlp.Actor(config), mlp.Critic(config)
@@ -67,8 +71,8 @@ def policy(
     mean_BA, log_deviation_BA = mean(params, obs)
     draw = functools.partial(jax.random.normal, shape=mean_BA.shape[1:])
     noise_BA = jax.vmap(draw)(key_B)
-    deviation_BA = 0.0 if greedy else jnp.exp(log_deviation_BA)
-    action_BA = mean_BA + deviation_BA * noise_BA
+    drawn_BA = mean_BA + jnp.exp(log_deviation_BA) * noise_BA
+    action_BA = mean_BA if greedy else drawn_BA
     logp_B = density(action_BA, mean_BA, log_deviation_BA)
     one_B = jnp.ones_like(logp_B)
     return base.Experience(obs, action_BA, logp_B, one_B, 0.0 * one_B)

@@ -177,12 +177,13 @@ def torch_ppo(params, scale, x, *, clip, dual, weight, near, entropy, squash):
     deviation = torch.sqrt(as_torch(scale.square) / float(scale.count) + 1e-8)
     obs = ((obs - as_torch(scale.mean)) / deviation).clamp(-10, 10)
 
-  def network(p, out):
-    hidden = torch.tanh(obs @ p['enter_OD'] + p['enter_bias_D'])
-    hidden = torch.tanh(hidden @ p['up_DF'] + p['up_bias_F'])
-    return hidden @ p[f'out_F{out}'] + p[f'out_bias_{out}']
+  def hidden(p):
+    first = torch.tanh(obs @ p['enter_OD'] + p['enter_bias_D'])
+    return torch.tanh(first @ p['up_DF'] + p['up_bias_F'])
 
-  mean, value = network(p['actor'], 'A'), network(p['critic'], 'V')[:, 0]
+  actor, critic = p['actor'], p['critic']
+  mean = hidden(actor) @ actor['out_FA'] + actor['out_bias_A']
+  value = hidden(critic) @ critic['out_F'] + critic['out_bias']
   normal = torch.distributions.Normal(
     mean, p['actor']['log_deviation_A'].exp().expand_as(mean)
   )

@@ -140,7 +140,7 @@ def test_weights_are_orthogonal_and_the_last_layer_of_the_actor_small():
   up = np.asarray(actor['up_DF'])
   np.testing.assert_allclose(up.T @ up, 2 * np.eye(64), atol=1e-6)
   assert np.abs(actor['out_FA']).max() <= 0.01
-  out = np.asarray(params['critic']['out_FV'])
+  out = np.asarray(params['critic']['out_F'])
   np.testing.assert_allclose(np.linalg.norm(out), 1.0, rtol=1e-6)
 
 
@@ -148,3 +148,8 @@ def test_a_world_that_shows_pictures_is_refused():
   obs = {'image': jax.ShapeDtypeStruct((8, 8, 3), jnp.uint8)}
   with pytest.raises(ValueError, match='reads vectors'):
     robot.policy(WORLD._replace(obs=obs))
+
+
+def test_bounds_of_another_name_are_refused():
+  with pytest.raises(ValueError, match="by 'clip' or 'tanh', and not by 'cut'"):
+    robot.policy(WORLD, bound='cut')

@@ -38,7 +38,7 @@ class Actor(nn.Module):
   def __call__(self, obs):
     """`[…, O] -> mean […, A], log-deviation [A]`."""
     c = self.config
-    mean = _tower(self, obs, c.A, 'A', scale=0.01)
+    mean = _layer(self, _hidden(self, obs), 'out', 'FA', (c.F, c.A), 0.01)
     initial = nn.initializers.constant(jnp.log(c.deviation))
     return mean, self.param('log_deviation_A', initial, (c.A,))
 
@@ -51,19 +51,24 @@ class Critic(nn.Module):
   @nn.compact
   def __call__(self, obs):
     """`[…, O] -> […]`."""
-    return _tower(self, obs, 1, 'V', scale=1.0)[..., 0]
+
+    def initial(key, shape):
+      return nn.initializers.orthogonal(1.0)(key, (*shape, 1))[:, 0]
+
+    weight_F = self.param('out_F', initial, (self.config.F,))
+    bias = self.param('out_bias', nn.initializers.zeros, ())
+    return _hidden(self, obs) @ weight_F + bias
 
 
-def _tower(module, x, n: int, letter: str, scale: float):
-  """Two hidden layers and `n` outputs, with orthogonal weights."""
+def _hidden(module, x):
+  """Two hidden layers."""
   c = module.config
-  x = jnp.tanh(_layer(module, x, 'enter', ('OD', c.O, c.D), 2**0.5))
-  x = jnp.tanh(_layer(module, x, 'up', ('DF', c.D, c.F), 2**0.5))
-  return _layer(module, x, 'out', (f'F{letter}', c.F, n), scale)
+  x = jnp.tanh(_layer(module, x, 'enter', 'OD', (c.O, c.D), 2**0.5))
+  return jnp.tanh(_layer(module, x, 'up', 'DF', (c.D, c.F), 2**0.5))
 
 
-def _layer(module, x, name: str, shape, scale: float):
-  letters, *shape = shape
+def _layer(module, x, name: str, letters: str, shape, scale: float):
+  """An affine map, with orthogonal weights to begin with."""
   weight = module.param(
     f'{name}_{letters}', nn.initializers.orthogonal(scale), shape
   )
