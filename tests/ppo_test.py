@@ -95,9 +95,7 @@ def test_advantages_are_those_of_each_episode_by_itself(in_float64, always):
   x, outcome = layouts(10_000 if not always else 500)
   done_BT = outcome.terminated + outcome.truncated
   assert (done_BT.sum(0) > 0).all()  # At every position.
-  made = appraise(
-    Critic, GAMMA, LAMBDA, always, None, (), *map(as_jax, (x, outcome))
-  )
+  made = appraised(x, outcome, always)
   for i in range(len(done_BT)):
     row = jax.tree.map(lambda x, i=i: x[i], outcome)
     want_T = brute_force(x.obs[i, :, 0], row, always)
@@ -111,9 +109,12 @@ def as_jax(tree):
   return jax.tree.map(jnp.asarray, tree)
 
 
-def appraised(x, outcome):
-  return appraise(
-    Critic, GAMMA, LAMBDA, False, None, (), *map(as_jax, (x, outcome))
+def appraised(x, outcome, always=False):
+  """Experience with what each step was worth."""
+  return x._replace(
+    **appraise(
+      Critic, GAMMA, LAMBDA, always, None, (), *map(as_jax, (x, outcome))
+    )
   )
 
 

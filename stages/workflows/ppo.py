@@ -129,7 +129,7 @@ def ppo(
       actor.params, scale, state.world, state.obs, keys
     )
     open_, ended = count(state.open, outcome)
-    x = judge(actor.params, scale, x, outcome)
+    x = x._replace(**judge(actor.params, scale, x, outcome))
     measured = measure(x, outcome.steps, ended)
     x = single(x._replace(advantage=whiten(x.advantage, x.mask)))
     dealt = deal(key, x.mask)
@@ -157,8 +157,8 @@ def ppo(
 
 def appraise(
   policy, discount, lambda_, always, params, scale, x, outcome
-) -> base.Experience:
-  """What each step was worth.
+) -> dict[str, Any]:
+  """What each step was worth: the fields of `x` that say so, by name.
 
   What follows the last step of an episode that time has ended is estimated from
   what was seen then, and never from the episode that comes next.
@@ -187,17 +187,17 @@ def appraise(
     )
   gae = jax.vmap(functools.partial(advantages.gae, lambda_=lambda_))
   advantage = gae(reward, value, next_value, discount, continue_)
-  return x._replace(
-    mask=mask,
-    truncated=outcome.truncated,
-    advantage=advantage,
-    reward=reward,
-    value=value,
-    next_value=next_value,
-    discount=discount,
-    continue_=continue_,
-    return_=advantage + value,
-  )
+  return {
+    'mask': mask,
+    'truncated': outcome.truncated,
+    'advantage': advantage,
+    'reward': reward,
+    'value': value,
+    'next_value': next_value,
+    'discount': discount,
+    'continue_': continue_,
+    'return_': advantage + value,
+  }
 
 
 def _single(x: base.Experience) -> base.Experience:
