@@ -80,7 +80,7 @@ def ppo(
     updates: minibatches of a batch, each an optimiser step.
     epochs: how often a batch is learned from, in another order each time.
     kl_stop: no update follows in a step once KL(acted ‖ now) of a minibatch is
-      beyond this; None for all updates.
+      beyond this; None for all updates. Schedules count updates that are made.
     normalised: whether observations are put on a scale of their own.
     bootstrap_always: takes success, too, for an end that time has set, so that
       whoever is done early loses nothing by it.
