@@ -17,15 +17,23 @@ from rlinf_jax import predicted, writers
 STEP = (
   'reward {rollout/reward_mean:.2f}',
   'accuracy {rollout/accuracy:.2f}',
+  'success {env/success_once:.2f}',
   'loss {train/loss:.3f}',
   'length {rollout/response_length_mean:.1f}/{rollout/response_length_max:.0f}',
   '{throughput/tokens_per_second:,.0f} tok/s',
+  '{env/steps_per_second:,.0f} moves/s',
 )
 EVALUATION = (
   'accuracy {eval/accuracy:.1%}',
+  'success {eval/success_once:.1%}',
+  'at the end {eval/success_at_end:.1%}',
   'reward {eval/reward:.2f}',
+  'return {eval/return:.2f}',
   'length {eval/response_length_mean:.1f}/{eval/response_length_max:.0f}',
+  'length {eval/episode_length:.1f}',
 )
+# What evaluations are summed up by.
+SCORES = {'accuracy': 'eval/accuracy', 'success': 'eval/success_once'}
 
 
 class Console(NamedTuple):
@@ -154,15 +162,11 @@ def summary(
   """
   metrics = pathlib.Path(folder) / 'metrics.jsonl'
   lines = list(writers.records(metrics)) if metrics.exists() else []
-  evaluated = [
-    float(values['eval/accuracy'])
-    for values in lines
-    if 'eval/accuracy' in values
-  ]
   step = max((values['step'] for values in lines), default=0)
   facts = {}
-  if evaluated:
-    facts['accuracy'] = f'{evaluated[0]:.1%} -> {evaluated[-1]:.1%} held out'
+  for name, score in SCORES.items():
+    if found := [float(values[score]) for values in lines if score in values]:
+      facts[name] = f'{found[0]:.1%} -> {found[-1]:.1%} held out'
   facts['time'] = f'{seconds / 60:.1f} minutes'
   if said := predicted.in_words(folder):
     facts['predicted'] = said

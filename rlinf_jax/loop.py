@@ -14,6 +14,13 @@ from rlinf_jax.runtime import timeline as timeline_lib
 from rlinf_jax.runtime import worker
 from stages import metrics
 
+# What a step counts, and what it is called by the second.
+SPEEDS = {
+  'rollout/tokens': 'throughput/tokens_per_second',
+  'train/tokens': 'throughput/tokens_per_second',
+  'env/steps': 'env/steps_per_second',
+}
+
 
 class Loop:
   """Where a run is: what must survive from step to step.
@@ -25,9 +32,10 @@ class Loop:
   """
 
   def __init__(
-    self, runtime, source, checkpoints, notes, seed, saved, lag, watch=None
+    self, runtime, workflow, source, checkpoints, notes, seed, saved, watch=None
   ):
-    self.runtime, self._source, self._lag = runtime, source, lag
+    self.runtime, self._source = runtime, source
+    self._lag, self._score = workflow.lag, workflow.score
     self._watch, self._better = watch, None
     self._checkpoints, self._notes = checkpoints, notes
     self._key = jax.random.key(seed)
@@ -87,9 +95,9 @@ class Loop:
     """Since training began, time between a stop and its resumption apart."""
     return time.perf_counter() - self._began
 
-  def _reached(self, accuracy):
-    now = self.metrics.get('eval/accuracy', -math.inf)
-    return accuracy is not None and now >= accuracy
+  def _reached(self, score):
+    now = self.metrics.get(self._score, -math.inf)
+    return score is not None and now >= score
 
   def _begin(self):
     """Begins the next step, while as many as the lag may not have ended."""
@@ -135,9 +143,9 @@ class Loop:
         for place, spent in by_place.items()
       }
     self._compare(seconds, by_stage)
-    for name in ('rollout/tokens', 'train/tokens'):
+    for name, speed in SPEEDS.items():
       if name in numbers:
-        numbers['throughput/tokens_per_second'] = numbers[name] / seconds
+        numbers[speed] = numbers[name] / seconds
     self._notes.numbers(self.steps, numbers)
     self._notes.spans(self.steps, spans)
     self._learn(numbers)

@@ -22,6 +22,13 @@ from rlinf_jax import charts, page, predicted, run_folder, story
 # Curves in the order of the page: title, what it means, its metrics by label.
 CURVES = (
   ('Reward', 'mean of a step', {'': 'rollout/reward_mean'}),
+  (
+    'Success',
+    'of the episodes that ended',
+    {'at some moment': 'env/success_once', 'at the end': 'env/success_at_end'},
+  ),
+  ('Return', 'of the episodes that ended', {'': 'env/return'}),
+  ('Episode length', 'steps', {'': 'env/episode_length'}),
   ('Loss', 'what the updates make smaller', {'': 'train/loss'}),
   (
     'Policy loss',
@@ -29,10 +36,15 @@ CURVES = (
     {'': 'train/policy_loss'},
   ),
   ('Value loss', 'how far the critic is off', {'': 'train/value_loss'}),
-  ('Entropy', 'nats a token', {'': 'train/entropy'}),
+  (
+    'Explained variance',
+    'of returns, by the critic',
+    {'': 'train/explained_variance'},
+  ),
+  ('Entropy', 'nats a token or action', {'': 'train/entropy'}),
   (
     'KL divergence',
-    'nats a token',
+    'nats a token or action',
     {
       'from the sampler': 'train/kl_behaviour',
       'from the reference': 'train/kl_reference',
@@ -40,7 +52,7 @@ CURVES = (
   ),
   (
     'Clipped',
-    'tokens outside the trust region',
+    'tokens or actions outside the trust region',
     {'': 'train/clip_fraction'},
   ),
   (
@@ -64,7 +76,17 @@ CURVES = (
   ('Gradient norm', 'before clipping', {'': 'train/grad_norm'}),
   ('Learning rate', '', {'': 'train/lr'}),
   ('Speed', 'tokens a second', {'': 'throughput/tokens_per_second'}),
+  ('Speed', 'environment steps a second', {'': 'env/steps_per_second'}),
 )
+SPEEDS = {
+  'throughput/tokens_per_second': 'tokens a second',
+  'env/steps_per_second': 'environment steps a second',
+}
+# What a headline is shown with: what was measured while it trained.
+BESIDE = {
+  'eval/accuracy': ('rollout/accuracy', 'training prompts, sampled'),
+  'eval/success_once': ('env/success_once', 'in training, drawn'),
+}
 SAMPLES = 8  # Shown of an evaluation.
 LONGEST = 600  # Characters shown of a prompt or a completion.
 GANTT_STEPS = 4
@@ -125,9 +147,10 @@ def _figures(run: run_folder.Run) -> str:
   figures.append(('steps', f'<b>{run_folder.steps(run):,}</b>', ''))
   value, unit = story.duration(run)
   figures.append((unit, f'<b>{value}</b>', ''))
-  if speeds := run.series.get('throughput/tokens_per_second'):
-    speed = np.median(speeds.value)
-    figures.append(('tokens a second', f'<b>{speed:,.0f}</b>', ''))
+  for name, words in SPEEDS.items():
+    if speeds := run.series.get(name):
+      speed = np.median(speeds.value)
+      figures.append((words, f'<b>{speed:,.0f}</b>', ''))
   return page.figures(figures)
 
 
@@ -151,9 +174,10 @@ def _headline_card(
     return ''
   words, name, share = headline
   colours, lines = {}, []
-  if name == 'eval/accuracy' and 'rollout/accuracy' in run.series:
-    colours = {'held out, greedy': 1, 'training prompts, sampled': 2}
-    lines = [charts.Line(*run.series['rollout/accuracy'], 2)]
+  beside, label = BESIDE.get(name, ('', ''))
+  if beside in run.series:
+    colours = {'held out, greedy': 1, label: 2}
+    lines = [charts.Line(*run.series[beside], 2)]
   exact = name.startswith('eval/')
   change = story.ends(run, name)
   lines.append(charts.Line(*run.series[name], 1, points=exact))

@@ -8,7 +8,9 @@ from rlinf_jax import run_folder
 # a share of one. The first that a run has is its headline.
 HEADLINES = (
   ('held-out accuracy', 'eval/accuracy', True),
+  ('held-out success', 'eval/success_once', True),
   ('accuracy on training prompts', 'rollout/accuracy', True),
+  ('success in training', 'env/success_once', True),
   ('mean reward', 'rollout/reward_mean', False),
   ('loss', 'train/loss', False),
 )

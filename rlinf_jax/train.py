@@ -80,7 +80,7 @@ def train(
       `planner.plan.of` reads it, or a file of such JSON or of what --plan_json
       wrote; None runs all on the first device.
     evaluate_every: updates between evaluations on held-out problems.
-    until: end early once held-out accuracy is at least this.
+    until: end early once the workflow's score is at least this.
     checkpoint_every: updates between checkpoints.
     keep: how many checkpoints to keep.
     export: `folder, params -> None`: writes the model at the end.
@@ -103,7 +103,7 @@ def train(
     made = instead(flows, workflow.lag, own)
     config.refuse_unused()
     return made
-  finished = finished_result(folder, steps, until, resume)
+  finished = finished_result(folder, steps, until, resume, workflow.score)
   if finished:
     return finished
   if ray:
@@ -179,8 +179,8 @@ def _attempt(job, steps, resume, wandb, run, export) -> Result:
     notes.say(_header(folder, runtime, saved.step, steps))
     loop = stack.enter_context(
       loop_lib.Loop(
-        *(runtime, job.source, job.checkpoints, notes, job.seed, saved),
-        *(job.workflow.lag, job.watch),
+        *(runtime, job.workflow, job.source, job.checkpoints, notes),
+        *(job.seed, saved, job.watch),
       )
     )
     try:
@@ -236,7 +236,7 @@ def restore(runtime, start, checkpoints, resume) -> checkpoint_lib.Saved:
   return saved
 
 
-def finished_result(folder, steps, until, resume) -> Result | None:
+def finished_result(folder, steps, until, resume, score) -> Result | None:
   """The result of a run that is done already.
 
   Raises:
@@ -252,9 +252,7 @@ def finished_result(folder, steps, until, resume) -> Result | None:
   if not (folder / 'result.json').exists():
     return None
   old = json.loads((folder / 'result.json').read_text())
-  reached = (
-    until is not None and old['metrics'].get('eval/accuracy', 0.0) >= until
-  )
+  reached = until is not None and old['metrics'].get(score, 0.0) >= until
   if old['steps'] < steps and not reached:
     return None
   print(f'{folder} is done: {old["steps"]} steps. See {folder}/report.html.')

@@ -8,6 +8,8 @@ Array names end in their dimensions, one capital letter each:
   V vocabulary    D model width    H head    K key-value head    W head width
   J head among those of a key-value head    Q query among those of its keys
   F feed-forward width    L layer    R half a head width: a rotated plane
+  O feature of an observation    A dimension of an action    X axis of the plane
+  Z step of a chunk of actions
 """
 
 from collections.abc import Callable
@@ -62,27 +64,43 @@ class Example(NamedTuple):
 class Experience(NamedTuple):
   """What a policy did, and what came of it.
 
-  A token is an action whose observation is its prefix: `obs` is where the row
-  began, and the actions before a step complete it.
+  A token is an action whose observation is its prefix: there, `obs` is where
+  the row began, and the actions before a step complete it. In a world, `obs` is
+  what was seen before each action; a row may hold several episodes, one after
+  the other, and a single step has no T.
 
   Attributes:
-    obs: what the policy saw before its first action.
-    action: what it did.
+    obs: what the policy saw before its first action, or before each.
+    action: what it did: tokens, or vectors [B, T, A].
     logp: log-probability it gave to `action` when it acted, of the very
       distribution that it sampled from.
     mask: one where `action` was its own; zero after the end.
-    truncated: one where the limit of length ended the row, not the policy.
+    truncated: one where a limit of length ended the row, not the policy; in a
+      world, [B, T].
     version: updates that the parameters had seen which the row acted by.
     advantage: how much better than expected.
+    reward: what each action was followed by.
+    value: the critic's estimate before each action.
+    next_value: its estimate after it, before anything begins anew.
+    discount: γ, zero only where the episode terminates here.
+    continue_: zero where the episode ends here, in either way.
+    return_: what the critic shall learn: advantage (before any whitening) and
+      value.
   """
 
   obs: Any
-  action: Int[Array, 'B T']
+  action: Any
   logp: Float[Array, 'B T']
   mask: Float[Array, 'B T']
-  truncated: Float[Array, ' B']
+  truncated: Float[Array, '...']
   version: Int[Array, ' B'] | None = None
   advantage: Float[Array, 'B T'] | None = None
+  reward: Float[Array, 'B T'] | None = None
+  value: Float[Array, 'B T'] | None = None
+  next_value: Float[Array, 'B T'] | None = None
+  discount: Float[Array, 'B T'] | None = None
+  continue_: Float[Array, 'B T'] | None = None
+  return_: Float[Array, 'B T'] | None = None
 
 
 class Verdict(NamedTuple):
@@ -103,10 +121,12 @@ class Evaluation(NamedTuple):
   Attributes:
     logp: log-probability of each action.
     entropy: of the distribution each action is drawn from, in nats.
+    value: of what was seen before each action, if the policy has a critic.
   """
 
   logp: Float[Array, 'B T']
   entropy: Float[Array, 'B T']
+  value: Float[Array, 'B T'] | None = None
 
 
 class TrainState(NamedTuple):
@@ -125,13 +145,76 @@ class Policy(NamedTuple):
     act: `params, obs, keys, *, group=1, greedy=False -> Experience`, one key a
       row. Rows come in groups of `group` that share their observation, next to
       each other, so that it need be read only once. `greedy` takes the
-      likeliest action instead of a draw.
+      likeliest action instead of a draw. A language model acts until its
+      rows end, a robot once.
     evaluate: `params, obs, action, *, group=1 -> Evaluation`.
+    command: `action -> command`: what a world is told to do, within its bounds;
+      None where actions are meant as they are.
+    value: `params, obs -> value`, the critic alone; None without one.
   """
 
   init: Callable[[Key], Params]
   act: Callable[..., Experience]
   evaluate: Callable[..., Evaluation]
+  command: Callable[[Any], Any] | None = None
+  value: Callable[..., Any] | None = None
+
+
+class Outcome(NamedTuple):
+  """What came of an action, or of a chunk of them.
+
+  An episode that ends begins anew at once, so two observations are told apart.
+
+  Attributes:
+    obs: what is seen now, after the next episode has begun if one ended.
+    reward: of the action; of a chunk, Σₖ γᵏ rₖ over the steps that were made.
+    terminated: one where the episode ended for good: nothing comes after.
+    truncated: one where a limit of time ended it: more would have come.
+    final_obs: what was seen before anything began anew; else the same as `obs`.
+    success: one where the task is solved at this moment.
+    steps: how many of a chunk were made before the episode ended; None where
+      an action is one step.
+    lost: one where the simulator failed instead of making the step (crash,
+      exception, NaN, hang): truncated, without reward, `final_obs` what was
+      last seen: it shall not count. None where nothing can fail.
+  """
+
+  obs: Any
+  reward: Float[Array, ' B']
+  terminated: Float[Array, ' B']
+  truncated: Float[Array, ' B']
+  final_obs: Any
+  success: Float[Array, ' B']
+  steps: Float[Array, ' B'] | None = None
+  lost: Float[Array, ' B'] | None = None
+
+
+class World(NamedTuple):
+  """A batch of environments to act in.
+
+  Attributes:
+    init: `seed_B -> state, obs`: begins as many episodes as there are seeds.
+      All that happens in an environment follows from its seed and from what is
+      done there, however environments are cut, placed or spread.
+    step: `state, command -> state, Outcome`. The state is used up; its leaves
+      have rows. That of a simulator is a token, int32 [B, 3] (environment,
+      calls, seed): it stands for what only the simulator knows.
+    obs: shapes of what is seen in one environment, a tree of
+      `jax.ShapeDtypeStruct`.
+    low: the least of each dimension of a command.
+    high: the most.
+    horizon: most steps of an episode.
+    host: a simulator, on NumPy arrays, and not JAX. Its outcomes have all
+      fields.
+  """
+
+  init: Callable[[Any], tuple[Any, Any]]
+  step: Callable[[Any, Any], tuple[Any, Outcome]]
+  obs: Any
+  low: tuple[float, ...]
+  high: tuple[float, ...]
+  horizon: int
+  host: bool = False
 
 
 class Workflow(NamedTuple):
@@ -145,6 +228,7 @@ class Workflow(NamedTuple):
     params: `state -> params` of the policy that the workflow makes.
     lag: steps that may be begun before an earlier one has ended, as what they
       read of the state is that much older.
+    score: the metric of `evaluate` that says how good the policy is, of 1.
   """
 
   init: Callable[[Key], Any]
@@ -152,6 +236,7 @@ class Workflow(NamedTuple):
   evaluate: Callable[[Any, Any, Key], Info]
   params: Callable[[Any], Params]
   lag: int = 0
+  score: str = 'eval/accuracy'
 
 
 class Source(NamedTuple):
@@ -162,10 +247,11 @@ class Source(NamedTuple):
     next: `state, metrics -> state, batch`, where `metrics` are the numbers of
       the step before (empty at first), so that a source may be a curriculum.
     held_out: `() -> batches`, a list that no training batch overlaps.
-    text: `token, mask -> texts` of rows, for people to read.
+    text: `token, mask -> texts` of rows, for people to read; None where rows
+      are not text.
   """
 
   init: Callable[[int], Any]
   next: Callable[[Any, dict[str, float]], tuple[Any, Any]]
   held_out: Callable[[], list[Any]]
-  text: Callable[[Any, Any], list[str]]
+  text: Callable[[Any, Any], list[str]] | None = None

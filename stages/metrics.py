@@ -25,6 +25,19 @@ class Mean(NamedTuple):
     return {'': self.sum / np.maximum(self.count, 1e-9)}
 
 
+class Rare(NamedTuple):
+  """A mean of which there may be nothing to tell: then it tells nothing."""
+
+  sum: jax.Array
+  count: jax.Array
+
+  def merge(self, other):
+    return Rare(self.sum + other.sum, self.count + other.count)
+
+  def value(self):
+    return {'': self.sum / self.count} if self.count > 0 else {}
+
+
 class Max(NamedTuple):
   """The largest of what was seen."""
 
@@ -52,6 +65,25 @@ class Moments(NamedTuple):
     mean = self.sum / count
     variance = np.maximum(self.square / count - mean**2, 0.0)
     return {'_mean': mean, '_std': np.sqrt(variance)}
+
+
+class Explained(NamedTuple):
+  """The share of a variance that estimates explain: 1 − Var(R − v) / Var(R).
+
+  Attributes:
+    rest: moments of R − v.
+    whole: moments of R.
+  """
+
+  rest: Moments
+  whole: Moments
+
+  def merge(self, other):
+    return Explained(*(a.merge(b) for a, b in zip(self, other, strict=True)))
+
+  def value(self):
+    rest, whole = (x.value()['_std'] ** 2 for x in self)
+    return {'': 1.0 - rest / np.maximum(whole, 1e-12)}
 
 
 class Histogram(NamedTuple):
@@ -102,6 +134,11 @@ def moments(x) -> Moments:
   """Mean and standard deviation of `x`."""
   count = jnp.full((), x.size, x.dtype)
   return Moments(x.sum(), (x * x).sum(), count)
+
+
+def explained(estimate, truth) -> Explained:
+  """How much of the variance of `truth` estimates explain."""
+  return Explained(moments(truth - estimate), moments(truth))
 
 
 def histogram(x, size: int) -> Histogram:

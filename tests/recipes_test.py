@@ -19,4 +19,5 @@ def test_every_recipe_is_read_and_traced_and_binds_nothing_in_vain(
   step, evaluate = config.call(
     train.train, workdir=str(tmp_path), instead=lambda flows, *_: flows
   )
-  assert step.carry and 'generate' in step.stages and evaluate.stages
+  acts = {'generate', 'rollout', 'act'}  # A sentence, or motions.
+  assert step.carry and acts & {*step.stages} and evaluate.stages

@@ -1,0 +1,1 @@
+"""How fast worlds of JAX are."""

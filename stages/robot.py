@@ -1,0 +1,136 @@
+"""A robot's policy: vectors in, vectors out."""
+
+import functools
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from stages import base
+from stages.models import mlp
+
+
+def policy(
+  world: base.World,
+  *,
+  width: int = 64,
+  deviation: float = 1.0,
+  bound: Literal['clip', 'tanh'] = 'clip',
+  chunk: int = 1,
+) -> base.Policy:
+  """The policy that two small networks are, for what a world shows and takes.
+
+  Actions are drawn from a Gaussian, where −1 … 1 of each dimension is the range
+  that the world has for it. An `action` is what was drawn, so that its
+  probability can be told exactly; the `command` is that within the range.
+
+  Args:
+    world: whose observations are vectors.
+    width: of the hidden layers.
+    deviation: of actions at the beginning, where 1 is half of the range.
+    bound: 'clip' cuts what was drawn off at the range, and a log-probability is
+      the Gaussian's. 'tanh' squashes it, and a log-probability is that of the
+      command; entropy has no closed form then, and is the Gaussian's with the
+      squash as it is at the mean.
+    chunk: steps that are decided at a time. An action is all of them, and so is
+      its log-probability; a command is [chunk, A], if there are several.
+  """
+  if isinstance(world.obs, dict) or len(world.obs.shape) != 1:
+    raise ValueError(
+      f'This policy reads vectors, and the world shows {world.obs}: give the '
+      'world a setting in which it shows its state.'
+    )
+  if bound not in ('clip', 'tanh'):
+    raise ValueError(
+      f"Actions can be bound by 'clip' or 'tanh', and not by {bound!r}."
+    )
+  low, high = (jnp.asarray(x * chunk, float) for x in (world.low, world.high))
+  config = mlp.Config(world.obs.shape[0], low.shape[0], width, width, deviation)
+  actor, critic = mlp.Actor(config), mlp.Critic(config)
+  squash = bound == 'tanh'
+
+  def init(key):
+    ours, theirs = jax.random.split(key)
+    like = jnp.zeros(world.obs.shape, float)
+    return {
+      'actor': actor.init(ours, like)['params'],
+      'critic': critic.init(theirs, like)['params'],
+    }
+
+  def mean(params, obs):
+    mean, log_deviation = actor.apply({'params': params['actor']}, obs)
+    return mean, _wide(log_deviation, mean)
+
+  def density(action, mean, log_deviation):
+    logp = gaussian(action, mean, log_deviation)
+    return logp - log_slope(action, low, high) if squash else logp
+
+  def act(params, obs, key_B, *, group=1, greedy=False):
+    del group  # Nothing is read only once.
+    mean_BA, log_deviation_BA = mean(params, obs)
+    draw = functools.partial(jax.random.normal, shape=mean_BA.shape[1:])
+    noise_BA = jax.vmap(draw)(key_B)
+    drawn_BA = mean_BA + jnp.exp(log_deviation_BA) * noise_BA
+    action_BA = mean_BA if greedy else drawn_BA
+    logp_B = density(action_BA, mean_BA, log_deviation_BA)
+    one_B = jnp.ones_like(logp_B)
+    return base.Experience(obs, action_BA, logp_B, one_B, 0.0 * one_B)
+
+  def evaluate(params, obs, action, *, group=1):
+    del group
+    mean_, log_deviation = mean(params, obs)
+    entropy = gaussian_entropy(log_deviation)
+    if squash:
+      entropy += log_slope(mean_, low, high)
+    return base.Evaluation(
+      density(action, mean_, log_deviation), entropy, value(params, obs)
+    )
+
+  def value(params, obs):
+    return critic.apply({'params': params['critic']}, obs)
+
+  def command(action):
+    told = _command(squash, low, high, action)
+    return told if chunk == 1 else told.reshape(*told.shape[:-1], chunk, -1)
+
+  return base.Policy(init, act, evaluate, command, value)
+
+
+def gaussian(x, mean, log_deviation):
+  """log N(x), added over the last dimension.
+
+  −½ ((x − μ) / σ)² − log σ − ½ log 2π
+  """
+  z = (x - mean) * jnp.exp(-log_deviation)
+  return (-0.5 * z**2 - log_deviation - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def gaussian_entropy(log_deviation):
+  """Σ ½ log 2πe + log σ, in nats."""
+  return (log_deviation + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+
+
+def log_slope(x, low, high):
+  """Σ log of how fast a squashed action changes with what was drawn.
+
+    log((high − low) / 2) + 2 (log 2 − x − softplus(−2x))
+
+  The second term is log(1 − tanh² x), exact far out too.
+  """
+  slope = 2.0 * (math.log(2.0) - x - jax.nn.softplus(-2.0 * x))
+  return (slope + _wide(jnp.log(0.5 * (high - low)), x)).sum(-1)
+
+
+def _command(squash: bool, low, high, action):
+  """What was drawn, within the bounds."""
+  inside = jnp.tanh(action) if squash else jnp.clip(action, -1.0, 1.0)
+  low, high = _wide(low, action), _wide(high, action)
+  return 0.5 * (low + high) + 0.5 * (high - low) * inside
+
+
+def _wide(x, like):
+  """A vector, once for all rows and steps of `like`."""
+  return jnp.broadcast_to(
+    x.reshape((1,) * (like.ndim - 1) + x.shape), like.shape
+  )

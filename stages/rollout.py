@@ -1,0 +1,120 @@
+"""A policy acts in a world, step by step.
+
+Where the world is JAX, all steps are one stage, compiled as one loop. Where it
+is a simulator, they are calls of two stages in turn, so that a plan may have
+one half of the environments simulated while the policy acts on the other. Both
+compute the same.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stages import base, normalise
+from stages import stage as stages
+
+
+def rollout(
+  policy: base.Policy, world: base.World, T: int, *, greedy: bool = False
+) -> Callable:
+  """Returns `params, scale, state, obs, keys -> state, obs, x, outcome`.
+
+  `x`, an Experience, and `outcome` (without what is seen next, which `x` has)
+  are [B, T]; the state of the world is used up.
+
+  Args:
+    policy: who acts.
+    world: where.
+    T: steps.
+    greedy: whether it does what is likeliest, rather than what it draws.
+  """
+
+  def act(params, scale, obs, key_B):
+    """One step: what is done, what the world is told, and keys for the next."""
+    key_B2 = jax.vmap(jax.random.split)(key_B)
+    x = policy.act(
+      params, normalise.normalise(scale, obs), key_B2[:, 0], greedy=greedy
+    )
+    command = policy.command(x.action) if policy.command else x.action
+    return x._replace(obs=obs), command, key_B2[:, 1]
+
+  def fused(params, scale, state, obs, key_B):
+    def one(carry, _):
+      state, obs, key_B = carry
+      x, command, key_B = act(params, scale, obs, key_B)
+      state, outcome = world.step(state, command)
+      return (state, outcome.obs, key_B), (x, outcome._replace(obs=()))
+
+    start = state, obs, key_B
+    (state, obs, _), made = jax.lax.scan(one, start, length=T)
+    x, outcome = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), made)
+    return state, obs, x, outcome
+
+  if not world.host:
+    name = 'attempt' if greedy else 'rollout'
+    return stages.Stage(fused, name, whole=(0, 1), linear=(2,))
+
+  decide = stages.Stage(act, 'act', whole=(0, 1))
+  simulate = simulated(world)
+  gather = stages.Stage(_gathered, 'gather')
+
+  def alternate(params, scale, state, obs, key_B):
+    made = []
+    for _ in range(T):
+      x, command, key_B = decide(params, scale, obs, key_B)
+      state, outcome = simulate(state, command)
+      obs = outcome.obs
+      made.append((x, outcome._replace(obs=())))
+    return state, obs, *gather(*made)
+
+  return alternate
+
+
+def _gathered(*made):
+  """Steps one after the other, as one tree of [B, T]."""
+  return jax.tree.map(lambda *xs: jnp.stack(xs, 1), *made)
+
+
+def reset(world: base.World) -> stages.Stage:
+  """Begins episodes: a stage `seed_B -> state, obs`."""
+  if not world.host:
+    return stages.Stage(world.init, 'reset')
+  return stages.Stage(
+    world.init, 'reset', host=True, like=lambda seed: _begun(world, seed)
+  )
+
+
+def simulated(world: base.World) -> stages.Stage:
+  """One step of a simulator: a stage `state, command -> state, Outcome`."""
+
+  def like(state, command):
+    del command
+    obs = _rows(world.obs, state.shape[0])
+    row = jax.ShapeDtypeStruct(state.shape[:1], jnp.float32)
+    return state, base.Outcome(obs, row, row, row, obs, row, row, row)
+
+  return stages.Stage(world.step, 'simulate', linear=(0,), host=True, like=like)
+
+
+def begin(world: base.World, seed_B):
+  """Begins episodes outside of a step."""
+  if not world.host:
+    return jax.jit(world.init)(seed_B)
+  if isinstance(seed_B, jax.core.Tracer):  # Such as for shapes alone.
+    init = lambda seed_B: world.init(np.asarray(seed_B))
+    return jax.pure_callback(init, _begun(world, seed_B), seed_B)
+  return jax.tree.map(jnp.asarray, world.init(np.asarray(seed_B)))
+
+
+def _begun(world: base.World, seed):
+  B = seed.shape[0]
+  token = jax.ShapeDtypeStruct((B, 3), jnp.int32)
+  return token, _rows(world.obs, B)
+
+
+def _rows(like, B: int):
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((B, *x.shape), x.dtype), like
+  )

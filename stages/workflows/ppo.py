@@ -1,0 +1,282 @@
+"""Proximal policy optimisation in worlds, arXiv:1707.06347."""
+
+from collections.abc import Callable
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from stages import (
+  advantages,
+  base,
+  losses,
+  metrics,
+  normalise,
+  rollout,
+  tally,
+  train,
+)
+from stages import stage as stages
+
+
+class State(NamedTuple):
+  """What a step of PPO reads and rewrites.
+
+  Attributes:
+    actor: what learns, its critic included.
+    scale: moments of all that was seen; nothing where none are kept.
+    world: the state of the environments, or their tokens.
+    obs: what is seen in them.
+    open: how the episodes go that have not ended.
+  """
+
+  actor: base.TrainState
+  scale: Any
+  world: Any
+  obs: Any
+  open: tally.Open
+
+
+def ppo(
+  world: base.World,
+  policy: Callable[[base.World], base.Policy],
+  optimizer: optax.GradientTransformation,
+  *,
+  rows: int,
+  length: int,
+  discount: float = 0.99,
+  lambda_: float = 0.95,
+  low: float = 0.2,
+  high: float = 0.2,
+  dual: float | None = None,
+  value: float = 0.5,
+  value_clip: float | None = None,
+  entropy: float = 0.0,
+  updates: int = 4,
+  epochs: int = 4,
+  kl_stop: float | None = None,
+  normalised: bool = True,
+  bootstrap_always: bool = False,
+  examine: base.World | None = None,
+) -> base.Workflow:
+  """Acts for some steps in many environments, and learns from them all.
+
+  Args:
+    world: to act in.
+    policy: makes the policy to train from what a world shows and takes.
+    optimizer: how gradients become updates.
+    rows: environments.
+    length: steps in each, of a batch.
+    discount: γ, a step.
+    lambda_: λ of the advantages.
+    low: how far the probability ratio may fall.
+    high: how far it may rise.
+    dual: limit of the loss where the advantage is negative; None for none.
+    value: weight of the critic's loss.
+    value_clip: how far an estimate may move at a time; None for any way.
+    entropy: weight of the bonus for entropy.
+    updates: minibatches of a batch, each an optimiser step.
+    epochs: how often a batch is learned from, in another order each time.
+    kl_stop: no update follows in a step once KL(acted ‖ now) of a minibatch is
+      beyond this; None for all updates. Schedules count updates that are made.
+    normalised: whether observations are put on a scale of their own.
+    bootstrap_always: takes success, too, for an end that time has set, so that
+      whoever is done early loses nothing by it.
+    examine: the world in which the policy is judged: a simulator needs another
+      than it trains in. `world` if None.
+  """
+  policy = policy(world)
+  loss = objective(policy, (low, high, dual), (value, value_clip), entropy)
+  act = rollout.rollout(policy, world, length)
+  judge = stages.Stage(
+    functools.partial(appraise, policy, discount, lambda_, bootstrap_always),
+    'appraise',
+    whole=(0, 1),
+  )
+  count = stages.Stage(tally.count, 'tally')
+  see = stages.Stage(lambda obs: normalise.of(obs, world.obs), 'see', 'sum')
+  widen = stages.Stage(lambda a, b: a.merge(b), 'widen', 'batch')
+  whiten = stages.Stage(advantages.whiten, 'whiten', 'batch')
+  single = stages.Stage(_single, 'single', 'batch')
+  measure = stages.Stage(describe, 'measure', 'sum')
+  deal = stages.shuffle(updates, epochs)
+  shuffled = stages.shuffled()
+  gradient = stages.Stage(train.gradient(loss), 'gradient', 'sum', whole=(0, 1))
+  ready = stages.Stage(lambda id_: jnp.zeros((), bool), 'ready', 'batch')
+  apply = stages.Stage(_apply(optimizer, kl_stop), 'apply', 'batch')
+  fold = stages.Stage(
+    lambda *infos: functools.reduce(metrics.merge, infos), 'fold', 'batch'
+  )
+  attempt = _examine(policy, examine or world)
+
+  def init(key):
+    luck, seeds = jax.random.split(key)
+    seed_B = jax.random.randint(
+      seeds, (rows,), 0, jnp.iinfo(jnp.int32).max, jnp.int32
+    )
+    scale = normalise.nothing(world.obs) if normalised else ()
+    actor = train.init(policy.init(luck), optimizer)
+    begun = rollout.begin(world, seed_B)
+    return State(actor, scale, *begun, tally.begin(rows))
+
+  def step(state: State, batch, key):
+    del batch  # All there is to know is in the environments.
+    actor, scale = state.actor, state.scale
+    keys = stages.keys(key, state.obs)
+    place, obs, x, outcome = act(
+      actor.params, scale, state.world, state.obs, keys
+    )
+    open_, ended = count(state.open, outcome)
+    x = x._replace(**judge(actor.params, scale, x, outcome))
+    measured = measure(x, outcome.steps, ended)
+    x = single(x._replace(advantage=whiten(x.advantage, x.mask)))
+    dealt = deal(key, x.mask)
+    stopped, infos = ready(dealt), []
+    for (batch,) in shuffled(dealt, (x,)):
+      made = gradient(actor.params, scale, batch)
+      actor, stopped, info = apply(actor, stopped, made)
+      infos.append(info)
+    info = infos[0] if len(infos) == 1 else fold(*infos)
+    if normalised:
+      scale = widen(scale, see(x.obs))
+    return State(actor, scale, place, obs, open_), measured | info
+
+  def evaluate(state: State, seed, key):
+    return attempt(state.actor.params, state.scale, seed, key)
+
+  return base.Workflow(
+    init,
+    step,
+    evaluate,
+    lambda state: {'policy': state.actor.params, 'scale': state.scale},
+    score='eval/success_once',
+  )
+
+
+def appraise(
+  policy, discount, lambda_, always, params, scale, x, outcome
+) -> dict[str, Any]:
+  """What each step was worth: the fields of `x` that say so, by name.
+
+  What follows the last step of an episode that time has ended is estimated from
+  what was seen then, and never from the episode that comes next.
+  """
+  value = policy.value(params, normalise.normalise(scale, x.obs))
+  next_value = policy.value(
+    params, normalise.normalise(scale, outcome.final_obs)
+  )
+  steps = 1.0 if outcome.steps is None else outcome.steps
+  discount = discount**steps * jnp.ones_like(value)
+  if not always:
+    discount *= 1.0 - outcome.terminated
+  continue_ = 1.0 - jnp.maximum(outcome.terminated, outcome.truncated)
+  reward, mask = outcome.reward, x.mask
+  if outcome.lost is not None:
+    # What was lost taught nothing: it is as good as expected, to the bit.
+    mask *= 1.0 - outcome.lost
+    reward, discount, value, next_value = (
+      jnp.where(outcome.lost > 0, there, here)
+      for there, here in (
+        (value, reward),
+        (0.0, discount),
+        (value, value),
+        (0.0, next_value),
+      )
+    )
+  gae = jax.vmap(functools.partial(advantages.gae, lambda_=lambda_))
+  advantage = gae(reward, value, next_value, discount, continue_)
+  return {
+    'mask': mask,
+    'truncated': outcome.truncated,
+    'advantage': advantage,
+    'reward': reward,
+    'value': value,
+    'next_value': next_value,
+    'discount': discount,
+    'continue_': continue_,
+    'return_': advantage + value,
+  }
+
+
+def _single(x: base.Experience) -> base.Experience:
+  """Every step a row of its own, with what is learned from."""
+  x = x._replace(
+    reward=None, next_value=None, discount=None, continue_=None, truncated=None
+  )
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), x)
+
+
+def objective(policy, clip, critic, entropy) -> Callable:
+  """What `ppo` minimises: `params, scale, experience -> means, info`."""
+  weight, near = critic
+
+  def loss(params, scale, x: base.Experience):
+    obs = normalise.normalise(scale, x.obs)
+    now = policy.evaluate(params, obs, x.action)
+    policy_loss = losses.ppo_clip(now.logp, x.logp, x.advantage, *clip)
+    if near is None:
+      value_loss = 0.5 * (now.value - x.return_) ** 2
+    else:
+      value_loss = losses.value_clip(now.value, x.value, x.return_, near)
+    total = policy_loss + weight * value_loss - entropy * now.entropy
+    ratio = losses.ratio(now.logp, x.logp)
+    clipped = losses.clip_fraction(now.logp, x.logp, x.advantage, *clip[:2])
+    info = {
+      'train/policy_loss': metrics.mean(policy_loss, x.mask),
+      'train/value_loss': metrics.mean(value_loss, x.mask),
+      'train/entropy': metrics.mean(now.entropy, x.mask),
+      'train/kl_behaviour': metrics.mean(
+        losses.kl_k3(x.logp, now.logp), x.mask
+      ),
+      'train/clip_fraction': metrics.mean(clipped, x.mask),
+      'train/ratio_mean': metrics.mean(ratio, x.mask),
+      'train/ratio_max': metrics.maximum(ratio, x.mask),
+    }
+    return (losses.token_mean(total, x.mask),), info
+
+  return loss
+
+
+def _apply(optimizer, kl_stop) -> Callable:
+  """An update, unless one before it has gone far enough."""
+  update = train.apply(optimizer)
+
+  def apply(actor: base.TrainState, stopped, gradient: train.Gradient):
+    new, info = update(actor, gradient)
+    if kl_stop is not None:
+      kl = gradient.info['train/kl_behaviour']
+      stopped |= kl.sum > kl_stop * kl.count
+      new = jax.tree.map(lambda a, b: jnp.where(stopped, a, b), actor, new)
+    one = jnp.ones(())
+    info['train/stopped'] = metrics.Mean(stopped * one, one)
+    return new, stopped, info
+
+  return apply
+
+
+def describe(x: base.Experience, steps, ended: tally.Ended) -> base.Info:
+  """What is worth knowing of a rollout, of so many `steps` an action."""
+  return tally.told(ended, 'env') | {
+    'rollout/reward': metrics.moments(x.reward),
+    'train/explained_variance': metrics.explained(x.value, x.return_),
+    'env/steps': (x.mask if steps is None else steps * x.mask).sum(),
+  }
+
+
+def _examine(policy: base.Policy, world: base.World) -> Callable:
+  """Returns `params, scale, seed_B, key -> info`: each seed's first episode."""
+  reset = rollout.reset(world)
+  attempt = rollout.rollout(policy, world, world.horizon, greedy=True)
+  score = stages.Stage(
+    lambda outcome: tally.told(tally.first(outcome), 'eval'), 'score', 'sum'
+  )
+
+  def evaluate(params, scale, seed_B, key):
+    state, obs = reset(seed_B)
+    keys = stages.keys(key, seed_B)
+    *_, outcome = attempt(params, scale, state, obs, keys)
+    return score(outcome)
+
+  return evaluate

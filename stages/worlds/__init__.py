@@ -1,0 +1,1 @@
+"""Worlds to act in, in pure JAX: they run where the policy runs."""

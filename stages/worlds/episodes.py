@@ -1,0 +1,94 @@
+"""From one environment to a `World`: many of them, episode after episode.
+
+What a task has to say is how one environment begins, moves, looks and is
+judged. That it ends, and begins anew at once without losing what was seen last,
+is the same for all of them and said here.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from stages import base
+
+
+class Running(NamedTuple):
+  """Environments in the middle of their episodes.
+
+  Attributes:
+    seed: what all luck of an environment comes from.
+    episode: how many ended before this one.
+    time: steps made in it.
+    place: of all things, as the task has them.
+  """
+
+  seed: Int[Array, ' B']
+  episode: Int[Array, ' B']
+  time: Int[Array, ' B']
+  place: Any
+
+
+class Task(NamedTuple):
+  """One environment, as functions of where things are.
+
+  Attributes:
+    begin: `key -> place`.
+    move: `place, command_A -> place`.
+    look: `place -> obs`.
+    judge: `place -> reward, success`, of having come there; both of 0 to 1.
+  """
+
+  begin: Callable[[base.Key], Any]
+  move: Callable[[Any, Any], Any]
+  look: Callable[[Any], Any]
+  judge: Callable[[Any], tuple[Any, Any]]
+
+
+def world(
+  task: Task,
+  *,
+  low: tuple[float, ...],
+  high: tuple[float, ...],
+  horizon: int,
+  terminate: bool,
+) -> base.World:
+  """The world of a task.
+
+  Args:
+    task: one environment.
+    low: the least of each dimension of a command.
+    high: the most.
+    horizon: steps after which an episode is truncated.
+    terminate: whether success ends an episode for good.
+  """
+
+  def start(seed, episode) -> Running:
+    key = jax.random.fold_in(jax.random.key(seed), episode)
+    return Running(seed, episode, jnp.zeros_like(seed), task.begin(key))
+
+  def init(seed):
+    now = start(seed, jnp.zeros_like(seed))
+    return now, task.look(now.place)
+
+  def step(old: Running, command_A):
+    place, time = task.move(old.place, command_A), old.time + 1
+    final_obs = task.look(place)
+    reward, success = task.judge(place)
+    terminated = success if terminate else jnp.zeros_like(success)
+    truncated = (time >= horizon) * (1.0 - terminated)
+    done = (terminated + truncated) > 0
+    now = jax.tree.map(
+      lambda new, same: jnp.where(done, new, same),
+      start(old.seed, old.episode + 1),
+      Running(old.seed, old.episode, time, place),
+    )
+    outcome = base.Outcome(
+      task.look(now.place), reward, terminated, truncated, final_obs, success
+    )
+    return now, outcome
+
+  like = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.int32))[1]
+  return base.World(jax.vmap(init), jax.vmap(step), like, low, high, horizon)

@@ -1,0 +1,96 @@
+"""A gripper in the plane pushes a puck to where it shall be.
+
+The gripper is a disc that goes where it is told, and the puck another that does
+nothing of its own: where the two would overlap it gives way along the line
+between them. So it slips off sideways unless it is pushed from behind, which is
+what there is to learn.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from stages import base
+from stages.worlds import episodes
+
+SPEED = 0.08  # A step; half of the table is 1.
+TOUCH = 0.16  # Between the centres of gripper and puck where they touch.
+NEAR = 0.06  # Between puck and goal: close enough.
+
+
+class Table(NamedTuple):
+  """Where things are, within −1 … 1 on both axes."""
+
+  gripper: Float[Array, ' X']
+  puck: Float[Array, ' X']
+  goal: Float[Array, ' X']
+
+
+def push(
+  *, dense: bool = True, terminate: bool = False, horizon: int = 50
+) -> base.World:
+  """The world in which a puck shall be pushed to a goal.
+
+  Args:
+    dense: whether the reward says how near things are, or success alone.
+    terminate: whether success ends an episode for good.
+    horizon: steps after which an episode is truncated.
+  """
+
+  def judge(at: Table):
+    success = (_far(at.goal - at.puck) < NEAR).astype(at.puck.dtype)
+    return (closeness(at) if dense else success), success
+
+  task = episodes.Task(begin, move, look, judge)
+  return episodes.world(
+    task,
+    low=(-1.0, -1.0),
+    high=(1.0, 1.0),
+    horizon=horizon,
+    terminate=terminate,
+  )
+
+
+def begin(key) -> Table:
+  """A puck about the middle, a goal 0.3 to 0.5 from it, a gripper anywhere."""
+  luck = jax.random.uniform(key, (6,))
+  gripper_X, puck_X = 1.8 * luck[:2] - 0.9, 0.8 * luck[2:4] - 0.4
+  angle, far = 2 * jnp.pi * luck[4], 0.3 + 0.2 * luck[5]
+  goal_X = puck_X + far * jnp.stack([jnp.cos(angle), jnp.sin(angle)])
+  return Table(gripper_X, _pushed(gripper_X, puck_X), goal_X)
+
+
+def move(at: Table, command_X) -> Table:
+  """The gripper goes as it is told, and the puck gives way."""
+  gripper_X = jnp.clip(at.gripper + SPEED * command_X, -1.0, 1.0)
+  return Table(gripper_X, _pushed(gripper_X, at.puck), at.goal)
+
+
+def look(at: Table):
+  """Where things are, and where from each other."""
+  to_puck_X, to_goal_X = at.puck - at.gripper, at.goal - at.puck
+  return jnp.concatenate([*at, to_puck_X, to_goal_X])
+
+
+def closeness(at: Table):
+  """1 where the puck is at its goal and the gripper behind it, else less."""
+  to_goal_X = at.goal - at.puck
+  behind_X = at.puck - TOUCH * to_goal_X / _far(to_goal_X)
+  reach = 1.0 - jnp.tanh(5.0 * _far(behind_X - at.gripper))
+  place = 1.0 - jnp.tanh(5.0 * _far(to_goal_X))
+  return 0.25 * reach + 0.75 * place
+
+
+def _pushed(gripper_X, puck_X):
+  """Where the puck goes when the gripper is there."""
+  away_X = puck_X - gripper_X
+  far = _far(away_X)
+  given_X = gripper_X + TOUCH * away_X / far
+  return jnp.where(far < TOUCH, jnp.clip(given_X, -1.0, 1.0), puck_X)
+
+
+def _far(x_X):
+  """Length, never quite zero."""
+  return jnp.sqrt(x_X @ x_X + 1e-12)

@@ -1,0 +1,138 @@
+"""No plan changes what PPO computes in a world of JAX, step after step.
+
+Placing changes no bit. Pieces, meshes and rows at a time change rounding, also
+where the batch of a step is what another step has left in the environments.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from planner import flow as flow_lib
+from planner import plan as plan_lib
+import plans_test
+from rlinf_jax.runtime import local
+from stages import robot, stage, workflows
+from stages import rollout as rollout_lib
+from stages.worlds import push
+import tiny
+
+STAGES = (
+  'keys rollout tally appraise measure whiten single shuffle ready minibatches '
+  'gradient apply fold see widen'
+).split()
+KEEP = optax.chain(optax.trace(decay=0.0), optax.scale(-0.01))
+ROWS, STEPS = 8, 2
+# Minibatches, epochs, and from which divergence on no update follows.
+UPDATES = [(1, 1, None), (2, 1, None), (1, 2, 1e9), (2, 2, 1e-4)]
+
+
+@pytest.fixture(autouse=True, scope='module')
+def in_float64():
+  jax.config.update('jax_enable_x64', True)
+  yield
+  jax.config.update('jax_enable_x64', False)
+
+
+@functools.cache
+def workflow(updates):
+  n, epochs, stop = updates
+  return workflows.ppo(
+    push.push(horizon=5, terminate=True),
+    functools.partial(robot.policy, width=8),
+    KEEP,
+    rows=ROWS,
+    length=8,
+    updates=n,
+    epochs=epochs,
+    kl_stop=stop,
+    value_clip=0.2,
+    entropy=0.01,
+  )
+
+
+def key(i):
+  return jax.random.key(3 + i)
+
+
+@functools.cache
+def eager(updates):
+  """Steps as arrays."""
+  state, made = workflow(updates).init(jax.random.key(0)), []
+  for i in range(STEPS):
+    state, info = workflow(updates).step(state, (), key(i))
+    made.append((tiny.arrays(state), tiny.arrays(info)))
+  return made
+
+
+def random_plan(seed):
+  """A plan of one to four places, and the updates of a step it is tried on."""
+  rng = np.random.default_rng(seed)
+  places, first = {}, 0
+  for i in range(rng.integers(1, 5)):
+    axes, n = plans_test.MESHES[rng.integers(len(plans_test.MESHES))]
+    places[f'p{i}'] = plan_lib.Placement(tuple(range(first, first + n)), axes)
+    first += n
+  names = list(places)
+  stages = {name: names[rng.integers(len(names))] for name in STAGES}
+  pieces = int(rng.choice([1, 2, 4]))
+  # What a piece may be of any stage, on two devices and in two minibatches.
+  rows = {'rollout': 2, 'gradient': 8} if rng.integers(2) else {}
+  evict = ('apply',) if rng.integers(2) else ()
+  plan = plan_lib.Plan(places, stages, rows, pieces, evict)
+  return plan, UPDATES[rng.integers(len(UPDATES))]
+
+
+def run(plan, updates):
+  step = tiny.trace(workflow(updates), ())
+  runtime = local.Local(plan, step=step)
+  runtime.load(workflow(updates).init(jax.random.key(0)))
+  made = []
+  for i in range(STEPS):
+    info = runtime.step((), key(i))
+    made.append((tiny.arrays(runtime.state()), tiny.arrays(info)))
+  runtime.close()
+  return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('seed', range(24))
+def test_no_plan_changes_the_mathematics(seed):
+  plan, updates = random_plan(seed)
+  alone = all(len(place.devices) == 1 for place in plan.places.values())
+  exact = alone and plan.pieces == 1 and not plan.rows
+  plans_test.compare(run(plan, updates), eager(updates), exact)
+
+
+def test_updates_stop_in_the_middle_of_what_plans_are_tried_on():
+  """Or the carried boolean would go untested."""
+  stopped = eager(UPDATES[-1])[-1][1]
+  (share,) = (v for k, v in stopped.items() if k == "['train/stopped'].sum")
+  assert 0 < share < 4
+
+
+@pytest.mark.parametrize('pieces', [1, 2, 4])
+def test_trajectories_are_the_same_in_pieces(pieces):
+  """To the bit but for what a policy's matrix products round."""
+  policy = robot.policy(push.push(), width=8)
+  act = rollout_lib.rollout(policy, push.push(), 8)
+  params = policy.init(jax.random.key(0))
+  world, obs = rollout_lib.begin(push.push(), np.arange(ROWS, dtype=np.int32))
+
+  def step(state, params, key):
+    world, obs = state
+    world, obs, x, outcome = act(params, (), world, obs, stage.keys(key, obs))
+    return (world, obs), (x, outcome)
+
+  flow = flow_lib.trace(step, (world, obs), params, key(0))
+  plan = plan_lib.of({'pieces': pieces}, flow.stages)
+  runtime = local.Local(plan, step=flow)
+  runtime.load((world, obs))
+  made = runtime.step(params, key(0))
+  _, want = step((world, obs), params, key(0))
+  for one, other in zip(*map(jax.tree.leaves, (made, want)), strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+  runtime.close()
