@@ -1,0 +1,62 @@
+"""Environments for tests of worlds: they count, and fail when they are told."""
+
+import os
+import signal
+import time
+
+import gymnasium
+import numpy as np
+
+HORIZON = 7
+
+
+class Count(gymnasium.Env):
+  """Counts steps and sums actions; what it shows follows from its seed.
+
+  An action of at least 10 is a fault: 10 raises, 20 kills the process, 30
+  hangs, 40 shows NaN, 50 makes the next `reset` raise, 60 makes it hang. One
+  below −10 ends the episode with success.
+  """
+
+  observation_space = gymnasium.spaces.Box(-1e6, 1e6, (4,), np.float32)
+  action_space = gymnasium.spaces.Box(-100, 100, (1,), np.float32)
+
+  def __init__(self):
+    self.bad = 0
+
+  def _obs(self):
+    noise = self.np_random.normal()
+    return np.array([self.seed, self.time, self.sum, noise], np.float32)
+
+  def reset(self, *, seed=None, options=None):
+    super().reset(seed=seed)
+    bad, self.bad = self.bad, 0
+    if bad == 50:
+      raise RuntimeError('the arm is not there')
+    if bad == 60:
+      time.sleep(1e6)
+    self.seed, self.time, self.sum = seed % 1000, 0, 0.0
+    return self._obs(), {}
+
+  def step(self, action):
+    (do,) = action
+    if do == 10:
+      raise RuntimeError('the physics exploded')
+    if do == 20:
+      os.kill(os.getpid(), signal.SIGKILL)
+    if do == 30:
+      time.sleep(1e6)
+    if do >= 50:
+      self.bad = int(do)
+    self.time += 1
+    self.sum += float(do)
+    obs = self._obs()
+    if do == 40:
+      obs[2] = np.nan
+    done = do < -10 or do >= 50
+    return obs, float(do), bool(done), False, {'success': bool(do < -10)}
+
+
+gymnasium.register(
+  'toys/Count-v0', entry_point=Count, max_episode_steps=HORIZON
+)
