@@ -26,6 +26,7 @@ from rlinf_jax.worlds import environment, episodes, process, worker
 from rlinf_jax.worlds import memory as memory_lib
 from stages import base
 
+FAILURES = 10  # In a row, after which an environment is given up.
 INDEX, CALL, SEED = range(3)  # Columns of a token.
 
 
@@ -99,6 +100,7 @@ class Pool:
       self.close()
       raise
     self._memory = memory_lib.Memory(self._fd, self.spec, *self._sizes)
+    self._failures = np.zeros(n, int)  # In a row.
     self._known = np.zeros(n, bool)  # Begun by a token.
     self._episodes = episodes.Episodes(self._memory)
 
@@ -178,7 +180,7 @@ class Pool:
     obs, final = self._seen(m.obs, row_B), self._seen(m.obs, row_B)
     for path, x in environment.leaves(final).items():
       x[ended_B] = m.final[path][row_B[ended_B]]
-    self.lost += int(lost_B.sum())
+    self._count(row_B, lost_B)
     return ticket.token, base.Outcome(
       obs=obs,
       reward=(reward_BC * gamma_C).sum(1, dtype=np.float32),
@@ -189,6 +191,17 @@ class Pool:
       steps=m.steps_N[row_B],
       lost=lost_B,
     )
+
+  def _count(self, row_B, lost_B):
+    """Counts lost episodes; gives up on what only ever fails."""
+    self.lost += int(lost_B.sum())
+    self._failures[row_B] = np.where(lost_B, self._failures[row_B] + 1, 0)
+    for i in row_B[self._failures[row_B] >= FAILURES]:
+      what = next(x.what for x in reversed(self.faults) if x.environment == i)
+      raise worker.BrokenError(
+        f'Environment {i} failed {FAILURES} times in a row; the last time it '
+        f'{what}.'
+      )
 
   def _started(self, rank: int) -> process.Process:
     return process.Process(self._make, rank, rank, self._sizes, self._fd)

@@ -20,6 +20,7 @@ import numpy as np
 from rlinf_jax.worlds import environment
 from rlinf_jax.worlds import memory as memory_lib
 
+WALL = Exception, SystemExit  # Of foreign code, which may even call `exit`.
 ATTEMPTS = 3  # To begin an episode, each by another seed.
 
 
@@ -109,14 +110,15 @@ class Worker:
         now = self._read(made.obs)
         if not np.isfinite(made.reward):
           raise ValueError(f'its reward is {made.reward}')
-      except Exception as error:  # noqa: BLE001 A wall to foreign code.
+      except WALL as error:
         self._note(i, f'failed in `step`: {told(error)}: its episode is lost')
         self._lose(i, seen)
         return True
       seen = now
       m.reward_NC[i, c] = made.reward
       m.steps_N[i] = c + 1
-      m.terminated_N[i], m.truncated_N[i] = made.terminated, made.truncated
+      m.terminated_N[i] = made.terminated
+      m.truncated_N[i] = made.truncated and not made.terminated
       m.success_N[i] = max(m.success_N[i], made.success)
       m.beat_P[self._rank] += 1
       if made.terminated or made.truncated:
@@ -144,7 +146,7 @@ class Worker:
       try:
         ready = self._ready(i, memory_lib.BEGINNING)
         seen = self._read(ready.reset(seed))
-      except Exception as error:  # noqa: BLE001 A wall to foreign code.
+      except WALL as error:
         what = f'failed in `reset` by seed {seed}: {told(error)}'
         self._note(i, what)
         self._discard(i)
@@ -181,7 +183,7 @@ class Worker:
           ),
           '',
         )
-      except Exception as error:  # noqa: BLE001 A wall to foreign code.
+      except WALL as error:
         came = told(error)
       if came:
         m.dropped_N[i] = 1
@@ -261,7 +263,7 @@ def main():
       worker = Worker(make, rank, first, parent.send)
       parent.send(worker.spec)
       worker.share(memory, *sizes)
-    except Exception as error:  # noqa: BLE001 A wall to foreign code.
+    except WALL as error:
       parent.send(error_of(error))
       return
     while (request := parent.recv()) is not None:
@@ -273,7 +275,7 @@ def main():
     worker.close()
 
 
-def error_of(error: Exception) -> environment.UnavailableError:
+def error_of(error: BaseException) -> environment.UnavailableError:
   """Why no environment could be built: what our own say is a sentence."""
   if isinstance(error, environment.UnavailableError):
     return error
