@@ -108,13 +108,11 @@ def _installed(task: str):
     import mani_skill.envs  # noqa: F401 It registers tasks.
     from mani_skill.utils import download_asset, registration
     import sapien
-    import torch
   except ImportError as error:
     raise environment.UnavailableError(
       f'{task!r} needs ManiSkill ({error}): pip install '
       '"rlinf-jax[maniskill]", after a torch of your choice.'
     ) from None
-  torch.set_num_threads(1)
   try:
     sapien.render.RenderMaterial()
   except RuntimeError:  # No device: even tasks that draw nothing make some.
