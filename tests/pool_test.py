@@ -18,7 +18,8 @@ from rlinf_jax.worlds import environment, gymnasium, hosted, worker
 import worlds_toys
 
 TOY = 'worlds_toys:toys/Count-v0'
-RAISE, KILL, HANG, NAN, BAD_RESET, HANG_RESET, WIN = 10, 20, 30, 40, 50, 60, -11
+RAISE, KILL, HANG, NAN, BAD_RESET, HANG_RESET = 10, 20, 30, 40, 50, 60
+KILL_AGAIN, WIN = 70, -11
 PATIENCE = 2.0
 
 
@@ -234,6 +235,21 @@ def test_a_process_killed_between_calls_loses_no_episode(make):
     for x, y in zip(want, made, strict=True):
       np.testing.assert_array_equal(x, y)
   assert not shaken.lost and 'was killed by SIGKILL and is begun' in heard[0]
+
+
+def test_one_who_cannot_be_brought_back_is_lost_alone(
+  make, tmp_path, monkeypatch
+):
+  monkeypatch.setenv('TOYS_MARK', str(tmp_path / 'mark'))
+  pool, _ = make(6, 2)
+  token, _ = pool.init(np.arange(6))
+  token, _ = act(pool, token, 0, 0, KILL_AGAIN, 0, 0, 0)
+  token, made = act(pool, token, KILL, 1, 1, 1, 1, 1)  # 2 is in that process.
+  assert made.lost.tolist() == [1, 0, 1, 0, 0, 0]
+  assert [fault.environment for fault in pool.faults] == [0, 2]
+  np.testing.assert_array_equal(made.obs[:, 1], [0, 2, 0, 2, 2, 2])  # Time.
+  token, made = act(pool, token, *6 * [1])
+  assert not made.lost.any()
 
 
 def test_what_only_ever_fails_is_given_up(make):

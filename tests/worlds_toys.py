@@ -1,6 +1,7 @@
 """Environments for tests of worlds: they count, and fail when they are told."""
 
 import os
+import pathlib
 import signal
 import time
 
@@ -14,8 +15,9 @@ class Count(gymnasium.Env):
   """Counts steps and sums actions; what it shows follows from its seed.
 
   An action of at least 10 is a fault: 10 raises, 20 kills the process, 30
-  hangs, 40 shows NaN, 50 makes the next `reset` raise, 60 makes it hang. One
-  below −10 ends the episode with success.
+  hangs, 40 shows NaN, 50 makes the next `reset` raise, 60 makes it hang, 70
+  kills the process if it is done again. One below −10 ends the episode with
+  success.
   """
 
   observation_space = gymnasium.spaces.Box(-1e6, 1e6, (4,), np.float32)
@@ -44,16 +46,21 @@ class Count(gymnasium.Env):
       raise RuntimeError('the physics exploded')
     if do == 20:
       os.kill(os.getpid(), signal.SIGKILL)
+    if do == 70:
+      before = pathlib.Path(os.environ['TOYS_MARK'])
+      if before.exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+      before.touch()
     if do == 30:
       time.sleep(1e6)
-    if do >= 50:
+    if do in (50, 60):
       self.bad = int(do)
     self.time += 1
     self.sum += float(do)
     obs = self._obs()
     if do == 40:
       obs[2] = np.nan
-    done = do < -10 or do >= 50
+    done = do < -10 or do in (50, 60)
     return obs, float(do), bool(done), False, {'success': bool(do < -10)}
 
 

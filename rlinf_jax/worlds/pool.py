@@ -197,7 +197,8 @@ class Pool:
     self.lost += int(lost_B.sum())
     self._failures[row_B] = np.where(lost_B, self._failures[row_B] + 1, 0)
     for i in row_B[self._failures[row_B] >= FAILURES]:
-      what = next(x.what for x in reversed(self.faults) if x.environment == i)
+      whats = (x.what for x in reversed(self.faults) if x.environment == i)
+      what = next(whats, 'was in another process')
       raise worker.BrokenError(
         f'Environment {i} failed {FAILURES} times in a row; the last time it '
         f'{what}.'
@@ -331,7 +332,9 @@ class Pool:
       self._say(f'Process {rank} of simulators {error} and is begun anew.')
     m.does_P[rank] = memory_lib.IDLE
     self._processes[rank] = new = self._started(rank)
-    new.answered = one.answered - 1  # A request more, which nobody waits for.
+    # One request more, which nobody waits for; if it died in that, it has it.
+    again = one.waiting[0].name == 'replay'
+    new.answered = one.answered - (not again)
     self._agree(new)
     begins = {i for ask in one.waiting if ask.name == 'reset' for i in ask.rows}
     replays = []
@@ -340,7 +343,7 @@ class Pool:
         continue
       if (actions := self._episodes.actions(i)) is None:
         m.dropped_N[i] = 1
-        what = 'has an episode too long to be brought back: it is lost'
+        what = 'cannot be brought to where it was: its episode is lost'
         self._tell(worker.Fault(i, int(m.call_N[i]), what))
       else:
         replays.append((i, actions))
