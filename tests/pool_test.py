@@ -10,11 +10,18 @@ import sys
 import time
 
 import gymnasium as gym
+import jax
+import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
 
+from planner import flow as flow_lib
+from planner import plan as plan_lib
+from rlinf_jax.runtime import local
 from rlinf_jax.worlds import environment, gymnasium, hosted, worker
+from stages import rollout
+from stages import stage as stages
 import worlds_toys
 
 TOY = 'worlds_toys:toys/Count-v0'
@@ -111,6 +118,54 @@ def test_halves_in_turn_see_what_all_at_once_do(make):
     for x, y, z in zip(want, first[1], second[1], strict=True):
       np.testing.assert_array_equal(x, np.concatenate([y, z]))
   np.testing.assert_array_equal(token, np.concatenate(tokens))
+
+
+@stages.stage('decide')
+def decide(obs):
+  return jnp.cos(obs[:, :1] + obs[:, 3:])
+
+
+def workflow(pool):
+  simulate = rollout.simulated(hosted.of(pool))
+
+  def step(state, batch, key):
+    del batch, key
+    token, obs = state
+    for _ in range(5):
+      token, made = simulate(token, decide(obs))
+      obs = made.obs
+    return (token, obs), (made.reward, made.final_obs, made.lost)
+
+  return step
+
+
+SKETCHES = {
+  'one place': {},
+  'pieces': {'pieces': 3},
+  'two places in pieces': {
+    'places': {'x': {'devices': [0]}, 'y': {'devices': [1]}},
+    'stages': {'simulate': 'y', '*': 'x'},
+    'pieces': 2,
+  },
+}
+
+
+@pytest.mark.parametrize('sketch', SKETCHES.values(), ids=SKETCHES)
+def test_a_plan_simulates_what_a_plain_loop_does(make, sketch):
+  (pool, _), (other, _) = make(), make()
+  begin = lambda pool: jax.tree.map(jnp.asarray, pool.init(np.arange(6)))
+  eager, state = workflow(pool), begin(pool)
+  inputs = np.ones(6, np.float32), jax.random.key(0)
+  flow = flow_lib.trace(workflow(other), state, *inputs)
+  runtime = local.Local(plan_lib.of(sketch, flow.stages), step=flow)
+  runtime.load(begin(other))
+  for _ in range(4):
+    made = runtime.step(*inputs)
+    state, want = eager(state, *inputs)
+    for x, y in zip((made, runtime.state()), (want, state), strict=True):
+      jax.tree.map(np.testing.assert_array_equal, tuple(x), tuple(y))
+  assert int(state[0][0, 1]) == 20
+  runtime.close()
 
 
 def test_a_chunk_ends_with_the_episode(make):
