@@ -215,7 +215,8 @@ class Worker:
       raise ValueError(f'it showed {sorted(seen)} instead of {sorted(want)}')
     made = {}
     for path, like in want.items():
-      x = made[path] = np.asarray(seen[path], like.dtype)
+      # A copy: simulators show views of what they overwrite.
+      x = made[path] = np.array(seen[path], like.dtype)
       name = path or 'observation'
       if x.shape != like.shape:
         raise ValueError(f'its {name} is {x.shape} instead of {like.shape}')
