@@ -120,6 +120,30 @@ def test_halves_in_turn_see_what_all_at_once_do(make):
   np.testing.assert_array_equal(token, np.concatenate(tokens))
 
 
+def test_a_choice_is_made_by_the_greatest_of_numbers(make):
+  pool, _ = make(2, 1, name='CartPole-v1')
+  assert pool.spec.horizon == 500 and pool.spec.low.shape == (2,)
+  token, obs = pool.init([3, 4])
+  env = gym.make('CartPole-v1')
+  want, _ = env.reset(seed=4)
+  for choice in (0, 1, 1):
+    np.testing.assert_array_equal(obs[1], want)
+    token, made = pool.step(token, np.eye(2)[[1 - choice, choice]])
+    want, *_ = env.step(choice)
+    obs = made.obs
+
+
+def test_names_and_pictures_of_an_observation_are_kept(make):
+  pool, _ = make(2, 1, name='worlds_toys:toys/See-v0')
+  world = hosted.of(pool)
+  assert world.obs['eye']['front'] == jax.ShapeDtypeStruct((4, 6, 3), jnp.uint8)
+  assert world.obs['state'] == jax.ShapeDtypeStruct((4,), jnp.float32)
+  token, obs = pool.init([3, 4])
+  np.testing.assert_array_equal(obs['eye']['front'][1], np.full((4, 6, 3), 4))
+  token, made = act(pool, token, 0, 0)
+  np.testing.assert_array_equal(made.obs['eye']['front'][0].max(), 4)
+
+
 @stages.stage('decide')
 def decide(obs):
   return jnp.cos(obs[:, :1] + obs[:, 3:])

@@ -64,6 +64,28 @@ class Count(gymnasium.Env):
     return obs, float(do), bool(done), False, {'success': bool(do < -10)}
 
 
+class See(Count):
+  """The same with a picture, whose brightness is seed and time."""
+
+  observation_space = gymnasium.spaces.Dict(
+    {
+      'state': gymnasium.spaces.Box(-1e6, 1e6, (2, 2), np.float64),
+      'eye': gymnasium.spaces.Dict(
+        {'front': gymnasium.spaces.Box(0, 255, (4, 6, 3), np.uint8)}
+      ),
+    }
+  )
+
+  def _obs(self):
+    bright = self.seed + self.time
+    picture = np.full((4, 6, 3), bright, np.uint8)
+    return {
+      'state': np.ones((2, 2)) * self.time,
+      'eye': {'front': picture},
+    }
+
+
+gymnasium.register('toys/See-v0', entry_point=See, max_episode_steps=HORIZON)
 gymnasium.register(
   'toys/Count-v0', entry_point=Count, max_episode_steps=HORIZON
 )
