@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from typing import Any, NamedTuple
 
 from rlinf_jax.worlds import environment, worker
@@ -149,15 +148,17 @@ class Process:
 
   def _next(self, memory, patience: float):
     """What it says next, as long as it beats."""
-    at = None, time.monotonic()
-    while not self._mail.poll(min(1.0, patience / 4)):
+    beat, waited, tick = None, 0.0, min(1.0, patience / 4)
+    while not self._mail.poll(tick):
+      # Not by the clock: a machine that was suspended has not waited.
+      waited += tick
       of_P = memory.beat_P, memory.at_P, memory.does_P
       now = [int(x_P[self.rank]) for x_P in of_P]
-      if now != at[0]:
-        at = now, time.monotonic()
+      if now != beat:
+        beat, waited = now, 0.0
       builds = now[2] == memory_lib.BUILDING
       allowed = max(BUILD, patience) if builds else patience
-      if time.monotonic() - at[1] > allowed:
+      if waited > allowed:
         raise DiedError(f'did not answer for {allowed:g} seconds')
     return self._hear(patience)
 
