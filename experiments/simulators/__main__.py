@@ -28,10 +28,10 @@ HALVES = flags.DEFINE_bool('halves', False, 'Two halves of the rows in turn.')
 def main(_):
   """Prints a line of JSON."""
   n, P = N.value, PROCESSES.value
-  action = np.random.default_rng(0).uniform(-1, 1, (CALLS.value, n, 8))
-  action = action.astype(np.float32)
-  bare = bare_lib.Bare(TASK.value, action, P)
   pool = hosted.pool(maniskill.make, n, P, task=TASK.value)
+  shape = CALLS.value, n, *pool.spec.low.shape
+  action = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
+  bare = bare_lib.Bare(TASK.value, action, P)
   spent = {'bare': [], 'pool': []}
   token, _ = pool.init(np.arange(n))
   for _ in range(TURNS.value + 1):
