@@ -5,7 +5,11 @@ PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: train test fast bench lock clean
+.PHONY: train test fast robots bench lock clean
+
+# Where LIBERO's meshes lie beside a checkout, its tests find them.
+LIBERO_ASSETS ?= $(wildcard $(abspath ../shared/data/libero_assets))
+export LIBERO_ASSETS
 
 train: .venv/core  # The main job: a small model learns arithmetic by GRPO.
 	$(BIN)/python -m rlinf_jax.main \
@@ -20,6 +24,10 @@ fast: .venv/test  # The same without the slow tests.
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -m 'not slow'
+
+robots: .venv/core  # Simulators: what the extras say, and what they cannot.
+	$(PIP) --editable '.[maniskill,libero]'
+	$(PIP) --no-deps -r requirements/libero.txt
 
 bench: .venv/core  # What one GRPO step costs here.
 	$(BIN)/python -m experiments.bench --gin_file gin_configs/bench/grpo_step.gin
@@ -53,8 +61,8 @@ clean:  # Leaves `runs` alone.
 	$(PIP) --no-deps --editable .
 	@touch $@
 
-.venv/test: .venv/core requirements/test.txt
-	$(PIP) --no-deps -r requirements/test.txt
+.venv/test: .venv/core requirements/test.txt requirements/libero.txt
+	$(PIP) --no-deps -r requirements/test.txt -r requirements/libero.txt
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
 	  echo 'This torch is the CUDA build: its libraries follow, some gigabytes.' \
 	    'To have the CPU build, point pip at the CPU wheels of pytorch.org' \

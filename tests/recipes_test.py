@@ -1,14 +1,36 @@
+import importlib.util
 import pathlib
 
 import pytest
 
 from rlinf_jax import config, train
 
-RECIPES = sorted(
-  str(path.relative_to(pathlib.Path(__file__).parents[1]))
-  for folder in ('gin_configs', 'experiments/arithmetic')
-  for path in (pathlib.Path(__file__).parents[1] / folder).glob('*.gin')
-)
+ROOT = pathlib.Path(__file__).parents[1]
+NEEDS = {'maniskill': 'mani_skill'}  # Simulators start to be asked for shapes.
+
+
+def recipe(path):
+  name = str(path.relative_to(ROOT))
+  marks = [
+    mark
+    for word, module in NEEDS.items()
+    if word in path.stem
+    for mark in (
+      pytest.mark.slow,
+      pytest.mark.skipif(
+        importlib.util.find_spec(module) is None,
+        reason=f'{name} needs {module}, which is not installed.',
+      ),
+    )
+  ]
+  return pytest.param(name, marks=marks, id=name)
+
+
+RECIPES = [
+  recipe(path)
+  for folder in ('experiments/arithmetic', 'gin_configs')
+  for path in sorted((ROOT / folder).glob('*.gin'))
+]
 
 
 @pytest.mark.parametrize('name', RECIPES)

@@ -1,0 +1,1 @@
+"""What a pool of simulators costs."""

@@ -1,0 +1,52 @@
+"""Simulators without a pool, to compare with."""
+
+import multiprocessing
+import os
+import time
+
+from rlinf_jax.worlds import maniskill
+from rlinf_jax.worlds import process as process_lib
+
+
+class Bare:
+  """Processes that loop over environments, each by itself."""
+
+  def __init__(self, task: str, action, processes: int):
+    """Starts them, and waits until their environments are there."""
+    context = multiprocessing.get_context('spawn')
+    os.environ.update(dict.fromkeys(process_lib.THREADS, '1'))
+    self._ends = []
+    for rank in range(processes):
+      here, there = context.Pipe()
+      share = action[:, rank::processes]
+      context.Process(target=_loop, args=(there, task, share)).start()
+      there.close()
+      self._ends.append(here)
+    for end in self._ends:
+      end.recv()
+
+  def run(self) -> float:
+    """Seconds until the last of them has done its share."""
+    begin = time.perf_counter()
+    for end in self._ends:
+      end.send(True)
+    for end in self._ends:
+      end.recv()
+    return time.perf_counter() - begin
+
+
+def _loop(end, task, action):
+  made = [maniskill.make(i, task) for i in range(action.shape[1])]
+  for i, env in enumerate(made):
+    env.reset(i)
+  end.send(True)
+  try:
+    while end.recv():
+      for action_NA in action:
+        for env, action_A in zip(made, action_NA, strict=True):
+          came = env.step(action_A)
+          if came.terminated or came.truncated:
+            env.reset(0)
+      end.send(True)
+  except EOFError:
+    pass

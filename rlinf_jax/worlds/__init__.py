@@ -1,0 +1,1 @@
+"""Simulators as Worlds: batches of them, in processes of their own."""

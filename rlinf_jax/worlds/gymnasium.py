@@ -1,0 +1,111 @@
+"""Any environment of Gymnasium as a World.
+
+world = gymnasium.world('Pendulum-v1', n=16, processes=2)
+world = gymnasium.world('my_module:my/Env-v0', n=16)  # Yours, if registered.
+"""
+
+from collections.abc import Mapping
+import math
+from typing import Any
+
+import numpy as np
+
+from rlinf_jax.worlds import environment
+
+
+def world(name: str, n: int, processes: int = 1, **settings):
+  """A World of `n` environments, in processes of their own.
+
+  Args:
+    name: an id of Gymnasium's registry; 'module:id' imports the module first.
+    n: how many environments.
+    processes: to spread them over.
+    **settings: those of `rlinf_jax.worlds.pool.Pool` by their names there, all
+      others for `gymnasium.make`.
+  """
+  from rlinf_jax.worlds import hosted  # Not in a worker: it imports JAX.
+
+  return hosted.world(make, n, processes, name=name, **settings)
+
+
+def make(index: int, name: str, **settings) -> environment.Environment:
+  """One environment; of a registered id all are alike, whatever the index."""
+  del index
+  try:
+    import gymnasium
+  except ImportError as error:
+    raise environment.UnavailableError(
+      f'{name!r} needs Gymnasium ({error}): pip install "rlinf-jax[gymnasium]".'
+    ) from None
+  return Gymnasium(gymnasium.make(name, **settings))
+
+
+class Gymnasium:
+  """An environment of Gymnasium, as a worker steps it.
+
+  Numbers become float32, or stay uint8 where they are pictures. A choice among
+  n is made by the greatest of n numbers in [0, 1].
+  """
+
+  def __init__(self, env: Any):
+    """Reads the spaces."""
+    self._env = env
+    space = env.action_space
+    if hasattr(space, 'n'):
+      low, high = np.zeros(space.n), np.ones(space.n)
+    elif getattr(space, 'low', None) is not None:
+      low, high = space.low.ravel(), space.high.ravel()
+    else:
+      raise ValueError(f'Actions are {space}: only Box and Discrete are known.')
+    self.spec = environment.Spec(
+      _like(env.observation_space),
+      *(low.astype(np.float32), high.astype(np.float32)),
+      _horizon(env),
+    )
+
+  def reset(self, seed: int) -> environment.Tree:
+    return _read(self._env.reset(seed=seed)[0], self.spec.obs)
+
+  def step(self, action_A: np.ndarray) -> environment.Step:
+    space = self._env.action_space
+    if hasattr(space, 'n'):
+      action = int(space.start + action_A.argmax())
+    else:
+      action_A = np.clip(action_A, self.spec.low, self.spec.high)
+      action = action_A.reshape(space.shape).astype(space.dtype)
+    obs, reward, terminated, truncated, info = self._env.step(action)
+    success = info.get('success', info.get('is_success', False))
+    return environment.Step(
+      *(_read(obs, self.spec.obs), float(reward)),
+      *(bool(terminated), bool(truncated), bool(success)),
+    )
+
+  def close(self):
+    self._env.close()
+
+
+def _like(space):
+  if hasattr(space, 'spaces') and isinstance(space.spaces, Mapping):
+    return {name: _like(child) for name, child in space.spaces.items()}
+  if space.shape is None:
+    raise ValueError(f'Observations are {space}: only arrays are known.')
+  if len(space.shape) == 3 and space.dtype == np.uint8:
+    return environment.Array(space.shape, 'uint8')
+  return environment.Array((math.prod(space.shape),), 'float32')
+
+
+def _horizon(env) -> int:
+  """Most steps of an episode."""
+  limit = env.spec.max_episode_steps if env.spec else None
+  if limit is None:
+    raise ValueError(
+      'Its episodes have no limit of steps: give it `max_episode_steps`.'
+    )
+  return limit
+
+
+def _read(obs, like) -> environment.Tree:
+  """An observation as arrays of the shapes that were promised."""
+  if isinstance(like, Mapping):
+    return {name: _read(obs[name], child) for name, child in like.items()}
+  return np.asarray(obs, like.dtype).reshape(like.shape)

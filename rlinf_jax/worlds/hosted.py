@@ -1,0 +1,46 @@
+"""A pool of simulators as a World, for workflows to act in."""
+
+import functools
+
+import jax
+
+from rlinf_jax.worlds import environment
+from rlinf_jax.worlds import pool as pool_lib
+from stages import base
+
+OURS = ('chunk', 'discount', 'patience', 'say')
+
+
+def world(make, n: int, processes: int = 1, **settings) -> base.World:
+  """A World of `n` environments that `make` makes, in processes of their own.
+
+  Args:
+    make: `index, **settings -> Environment`, as a pool wants it.
+    n: how many environments.
+    processes: to spread them over.
+    **settings: those of `Pool` by their names there, all others of `make`.
+  """
+  return of(pool(make, n, processes, **settings))
+
+
+def pool(make, n: int, processes: int = 1, **settings) -> pool_lib.Pool:
+  """The same as a `Pool`."""
+  ours = {name: settings.pop(name) for name in OURS if name in settings}
+  return pool_lib.Pool(
+    functools.partial(make, **settings), n, processes, **ours
+  )
+
+
+def of(pool: pool_lib.Pool) -> base.World:
+  """A pool as a World, which keeps it."""
+  spec = pool.spec
+  shapes = {
+    path: jax.ShapeDtypeStruct(like.shape, like.dtype)
+    for path, like in environment.leaves(spec.obs).items()
+  }
+  return base.World(
+    *(pool.init, pool.step, environment.tree(shapes)),
+    *(tuple(spec.low.tolist()), tuple(spec.high.tolist())),
+    spec.horizon,
+    host=True,
+  )

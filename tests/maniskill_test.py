@@ -1,0 +1,127 @@
+"""ManiSkill in a pool: bit for bit what its bare environments do."""
+
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from rlinf_jax.worlds import environment, hosted, maniskill
+
+WHY = 'ManiSkill is not installed: pip install "rlinf-jax[maniskill]"'
+pytest.importorskip('mani_skill', reason=WHY)
+pytestmark = pytest.mark.slow
+TASK, A = 'PushCube-v1', 8
+N, T = 4, 70  # Beyond the end of an episode, which is at 50.
+
+
+@pytest.fixture
+def make():
+  pools = []
+
+  def made(n=N, processes=2, task=TASK, **settings):
+    pools.append(
+      hosted.pool(maniskill.make, n, processes, task=task, **settings)
+    )
+    return pools[-1]
+
+  yield made
+  for pool in pools:
+    pool.close()
+
+
+def actions(T=T, n=N):
+  rng = np.random.default_rng(0)
+  return rng.uniform(-1, 1, (T, n, A)).astype(np.float32)
+
+
+def play(pool, before=lambda t: None):
+  token, obs = pool.init(np.arange(N) + 100)
+  made = [obs]
+  for t, action_NA in enumerate(actions()):
+    before(t)
+    token, outcome = pool.step(token, action_NA)
+    made.append(outcome)
+  return made
+
+
+def same(x, y):
+  return all(map(np.array_equal, jax.tree.leaves(x), jax.tree.leaves(y)))
+
+
+def test_trajectories_are_bit_equal_in_1_2_and_4_processes(make):
+  one, *others = (play(make(processes=P)) for P in (1, 2, 4))
+  for other in others:
+    assert same(one, other)
+  assert sum(made.truncated.sum() for made in one[1:]) == N
+
+
+def test_a_pool_is_a_loop_over_bare_environments(make):
+  """The bare one is built by Gymnasium, with ManiSkill's own limit of time."""
+  import gymnasium
+  import mani_skill.envs  # noqa: F401
+
+  maniskill.make(0, TASK).close()  # Where there is no graphics device.
+  made = play(make())
+  env = gymnasium.make(
+    TASK,
+    num_envs=1,
+    obs_mode='state',
+    control_mode='pd_joint_delta_pos',
+    reward_mode='normalized_dense',
+    sim_backend='physx_cpu',
+    render_backend='none',
+  )
+  for i in (0, 3):
+    obs, _ = env.reset(seed=100 + i)
+    np.testing.assert_array_equal(made[0][i], obs[0])
+    for t, action_NA in enumerate(actions()):
+      obs, reward, terminated, truncated, info = env.step(action_NA[i])
+      got = made[t + 1]
+      np.testing.assert_array_equal(got.final_obs[i], obs[0])
+      assert got.reward[i] == np.float32(reward[0])
+      assert got.terminated[i] == bool(terminated[0])
+      assert got.truncated[i] == bool(truncated[0] & ~terminated[0])
+      assert got.success[i] == bool(info['success'][0])
+      if terminated[0] or truncated[0]:
+        obs, _ = env.reset(seed=environment.episode_seed(100 + i, t + 1))
+      np.testing.assert_array_equal(got.obs[i], obs[0])
+  env.close()
+
+
+def test_a_killed_process_brings_its_environments_back_to_the_bit(make):
+  calm, shaken = make(), make()
+
+  def kill(t):
+    if t == 60:  # Between calls: nobody's fault.
+      os.kill(shaken.pids[1], signal.SIGKILL)
+
+  assert same(play(calm), play(shaken, kill))
+  assert shaken.lost == 0 and not shaken.faults
+
+
+def test_an_observation_of_nan_costs_one_episode(make):
+  pool = make()
+  token, _ = pool.init(np.arange(N))
+  action_NA = actions()[0]
+  token, _ = pool.step(token, action_NA)
+  action_NA[2] = np.nan  # Where the simulator is told nonsense.
+  token, made = pool.step(token, action_NA)
+  assert made.lost.tolist() == [0, 0, 1, 0]
+  assert np.isfinite(made.obs).all() and np.isfinite(made.final_obs).all()
+  (fault,) = pool.faults
+  assert fault.environment == 2 and 'lost' in fault.what
+  token, made = pool.step(token, actions()[1])
+  assert not made.lost.any()
+
+
+def test_what_is_missing_is_told(make, tmp_path, monkeypatch):
+  monkeypatch.setenv('MS_ASSET_DIR', str(tmp_path))
+  with pytest.raises(environment.UnavailableError) as error:
+    make(task='PickSingleYCB-v1')
+  for said in ('mani_skill2_ycb is not there', 'download_asset', 'MS_ASSET_DI'):
+    assert said in str(error.value)
+  assert not list(tmp_path.rglob('mani_skill2_ycb'))
+  with pytest.raises(environment.UnavailableError, match='but.* PushCube-v1'):
+    make(task='PushCub-v1')
