@@ -74,6 +74,9 @@ class Experience(NamedTuple):
     truncated: one where the limit of length ended the row, not the policy.
     version: updates that the parameters had seen which the row acted by.
     advantage: how much better than expected.
+    proximal: log-probability that its trainer gives to `action` by the same
+      parameters, where an engine acted whose arithmetic is another; None where
+      `logp` is that.
   """
 
   obs: Any
@@ -83,6 +86,7 @@ class Experience(NamedTuple):
   truncated: Float[Array, ' B']
   version: Int[Array, ' B'] | None = None
   advantage: Float[Array, 'B T'] | None = None
+  proximal: Float[Array, 'B T'] | None = None
 
 
 class Verdict(NamedTuple):
@@ -109,6 +113,13 @@ class Evaluation(NamedTuple):
   entropy: Float[Array, 'B T']
 
 
+class Version(NamedTuple):
+  """Parameters, and how many updates they have seen."""
+
+  params: Params
+  step: Int[Array, '']
+
+
 class TrainState(NamedTuple):
   """Everything an update reads and rewrites."""
 
@@ -127,11 +138,15 @@ class Policy(NamedTuple):
       each other, so that it need be read only once. `greedy` takes the
       likeliest action instead of a draw.
     evaluate: `params, obs, action, *, group=1 -> Evaluation`.
+    like: `params, obs, keys -> Experience` of shapes, where `act` runs outside
+      JAX, on an engine that computes log-probabilities in its own way; None
+      where both are one.
   """
 
   init: Callable[[Key], Params]
   act: Callable[..., Experience]
   evaluate: Callable[..., Evaluation]
+  like: Callable[..., Experience] | None = None
 
 
 class Workflow(NamedTuple):

