@@ -198,11 +198,12 @@ def test_parameters_are_sent_when_they_are_others_and_only_then(case):
 
 @pytest.mark.parametrize('name', ['grpo', 'dapo'])
 def test_a_workflow_learns_from_it_on_two_places(case, name):
+  # Far enough a step to tell old parameters by, and no further.
   grpo = workflows.grpo(
-    case.policy(), tiny.even_on_host, train.adamw(3e-2), group=GROUP
+    case.policy(), tiny.even_on_host, train.adamw(3e-3), group=GROUP
   )
   dapo = workflows.dapo(
-    case.policy(), tiny.even_on_host, train.adamw(3e-2), group=GROUP, rounds=2
+    case.policy(), tiny.even_on_host, train.adamw(3e-3), group=GROUP, rounds=2
   )
   workflow = {'grpo': grpo, 'dapo': dapo}[name]
   batches = [tiny.problem(8, seed=i) for i in range(4)]
@@ -214,12 +215,14 @@ def test_a_workflow_learns_from_it_on_two_places(case, name):
   )
   runtime = local.Local(plan, step=step, evaluate=evaluate)
   runtime.load(workflow.init(jax.random.key(0)))
+  norms = []
   for i, batch in enumerate(batches):
     info = jax.device_get(runtime.step(batch, jax.random.key(i)))
     # Had it acted by parameters of a step before, it would be far away.
     assert 0 < info['rollout/logprob_gap_mean'].value()[''] < 1e-4
     assert info['rollout/logprob_gap_max'].value()[''] < 1e-3
-    assert info['train/grad_norm'].value()[''] > 0
+    norms.append(info['train/grad_norm'].value()[''])
+  assert min(norms) > 0
   told = jax.device_get(runtime.evaluate(batches[0], jax.random.key(9)))
   assert 0 <= told['eval/accuracy'].value()[''] <= 1
   runtime.close()

@@ -25,7 +25,8 @@ import numpy as np
 from stages import base, sample
 from stages.models import transformer, weights
 
-# Read as vLLM is imported; what a user has set is left alone.
+# Of vLLM and of torch, which a tokenizer may import first: so they are set as
+# this module is imported. What a user has set is left alone.
 ENVIRONMENT = {
   # In this process: arrays of JAX could not be handed to another.
   'VLLM_ENABLE_V1_MULTIPROCESSING': '0',
@@ -36,6 +37,8 @@ ENVIRONMENT = {
   'VLLM_LOGGING_LEVEL': 'ERROR',
   'TORCH_CPP_LOG_LEVEL': 'ERROR',
 }
+for _name, _value in ENVIRONMENT.items():
+  os.environ.setdefault(_name, _value)
 COLDEST = 0.01  # vLLM raises what is below, with a warning.
 
 
@@ -302,11 +305,7 @@ of = functools.cache(Engine)  # One a process, however often it is asked for.
 def _started(settings: Settings, context: int):
   """vLLM with parameters of no meaning, to be sent some."""
   cpu = jax.default_backend() == 'cpu'
-  threads = str(len(os.sched_getaffinity(0)))
-  for name, value in ENVIRONMENT.items():
-    os.environ.setdefault(name, value)
   if cpu:
-    os.environ.setdefault('OMP_NUM_THREADS', threads)
     # What it gains does not pay for a compiler and half a minute.
     os.environ.setdefault('TORCH_COMPILE_DISABLE', '1')
   logging.getLogger('torch._library.triton').setLevel(logging.ERROR)
