@@ -247,6 +247,9 @@ def test_what_it_cannot_do_is_said_in_words(case, monkeypatch):
   act(policy, params, prompts())
   with pytest.raises(ValueError, match="may have 46 tokens.*'s `context`"):
     act(policy, params, prompts(columns=30))
+  short = functools.partial(vllm.engine, context=24)
+  with pytest.raises(ValueError, match='may have 25 tokens.* there for 24'):
+    act(case.policy(short), params, prompts())
   with pytest.raises(ValueError, match='temperatures from 0.01'):
     case.policy(sampling=sample.Sampling(temperature=0.001))
   own = vllm.Engine(vllm.Settings(case.folder, 'float32', 16, 2**26, None))

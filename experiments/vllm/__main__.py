@@ -26,7 +26,6 @@ from stages.tasks import arithmetic
 from stages.workflows import acting
 
 PROMPTS, GROUP, LENGTH, PROMPT = 56, 8, 40, 10  # Of the arithmetic job.
-ROUNDS = 9
 
 
 def bare(llm, prompts, stop):
@@ -53,7 +52,8 @@ def bare(llm, prompts, stop):
 def main():
   parser = argparse.ArgumentParser()
   parser.add_argument('--checkpoint', required=True)
-  checkpoint = parser.parse_args().checkpoint
+  parser.add_argument('--rounds', type=int, default=9)
+  checkpoint, rounds = vars(parser.parse_args()).values()
   source = arithmetic.problems(checkpoint, rows=PROMPTS, prompt_length=PROMPT)
   _, problem = source.next(source.init(0), {})
   prompt = jax.tree.map(lambda x: np.repeat(x, GROUP, axis=0), problem.prompt)
@@ -71,7 +71,7 @@ def main():
     checkpoint, qwen.read_config(checkpoint).dtype, 256, 2**30, None
   )
   rates = {name: [] for name in (*acts, 'bare')}
-  for turn in range(ROUNDS + 1):
+  for turn in range(rounds + 1):
     key_B = stages.keys(jax.random.key(turn), prompt)
     fresh = jax.tree.map(jnp.copy, params)
     version = jax.block_until_ready(base.Version(fresh, jnp.int32(turn)))
@@ -88,7 +88,7 @@ def main():
   share = [one / other for one, other in pairs]
   print(
     f'{statistics.median(share):.3f} of the bare loop '
-    f'({min(share):.3f} to {max(share):.3f} in {ROUNDS} rounds)'
+    f'({min(share):.3f} to {max(share):.3f} in {rounds} rounds)'
   )
 
 

@@ -87,7 +87,7 @@ def engine(
     )
   if config.H * config.W != config.D:
     raise ValueError(
-      f'vLLM knows this kind of model with heads that are together as wide as '
+      'vLLM knows this kind of model with heads that are together as wide as '
       f'it is; here they are {config.H} of {config.W} in {config.D}: let the '
       'model act itself.'
     )
@@ -280,16 +280,16 @@ class Engine:
 
   def _open(self, context: int):
     """Starts vLLM, or sees that it was started for as long a context."""
-    if self.llm:
-      if context > self._context:
-        raise ValueError(
-          f'A prompt and its completion may have {context} tokens here, and '
-          f"vLLM was started for {self._context}: set the engine's `context`."
-        )
-      return
-    self._context = self.settings.context or context
-    self.llm = _started(self.settings, self._context)
-    atexit.register(self.close)
+    if not self.llm:
+      self._context = self.settings.context or context
+    if context > self._context:
+      raise ValueError(
+        f'A prompt and its completion may have {context} tokens here, and '
+        f"vLLM is there for {self._context}: set the engine's `context`."
+      )
+    if not self.llm:
+      self.llm, self._has = _started(self.settings, self._context), ()
+      atexit.register(self.close)
 
   def close(self):
     """Ends it."""

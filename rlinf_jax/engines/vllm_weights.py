@@ -1,6 +1,7 @@
 """How vLLM takes over parameters that lie in its own process."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -51,8 +52,7 @@ def tensor(x: jax.Array) -> torch.Tensor:
   return torch.from_numpy(np.array(x))
 
 
+@functools.cache
 def register():
   """Makes it known to vLLM, by `NAME`."""
-  known = factory.WeightTransferEngineFactory
-  if NAME not in known._registry:
-    known.register_engine(NAME, InProcess)
+  factory.WeightTransferEngineFactory.register_engine(NAME, InProcess)
