@@ -10,8 +10,6 @@ own decoding loop with them.
 
 import argparse
 import functools
-import json
-import statistics
 import time
 
 import jax
@@ -76,20 +74,24 @@ def main():
     fresh = jax.tree.map(jnp.copy, params)
     version = jax.block_until_ready(base.Version(fresh, jnp.int32(turn)))
     for name, taken in rates.items():
-      start = time.perf_counter()
+      start = np.array([time.perf_counter(), time.process_time()])
       if name == 'bare':
         tokens = bare(vllm.of(settings).llm, rows, stop)
       else:
         tokens = float(acts[name](version, prompt, key_B).mask.sum())
+      end = np.array([time.perf_counter(), time.process_time()])
       if turn:  # The first compiles, or starts vLLM.
-        taken.append(tokens / (time.perf_counter() - start))
-  print(json.dumps({k: statistics.median(v) for k, v in rates.items()}))
-  pairs = zip(rates['the path'], rates['bare'], strict=True)
-  share = [one / other for one, other in pairs]
-  print(
-    f'{statistics.median(share):.3f} of the bare loop '
-    f'({min(share):.3f} to {max(share):.3f} in {rounds} rounds)'
-  )
+        taken.append(tokens / (end - start))
+  for i, unit in enumerate(('second', 'CPU-second')):
+    told = {name: np.array(taken)[:, i] for name, taken in rates.items()}
+    share = told['the path'] / told['bare']
+    print(
+      f'Tokens a {unit}: '
+      + ', '.join(f'{k} {np.median(v):.0f}' for k, v in told.items())
+      + f'; the path is {np.median(share):.3f} of the bare loop '
+      f'({share.min():.3f} to {share.max():.3f} in {rounds} rounds)',
+      flush=True,
+    )
 
 
 if __name__ == '__main__':
