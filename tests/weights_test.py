@@ -134,6 +134,17 @@ def test_written_files_hold_the_tensors_that_were_read(
     assert torch.equal(model(token).logits, was(token).logits)
 
 
+def test_tensors_are_those_of_the_file_in_whichever_library(tmp_path):
+  save(tmp_path)
+  params = read(tmp_path)
+  want = st.load_file(tmp_path / weights.SINGLE)
+  for convert in (np.asarray, torch.from_dlpack):
+    got = dict(weights.tensors(jax.tree.map(convert, params), qwen.NAMES))
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+      np.testing.assert_array_equal(got[name], tensor, err_msg=name)
+
+
 def test_one_file_replaces_many(tmp_path):
   save(tmp_path)
   params = read(tmp_path)

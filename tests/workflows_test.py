@@ -200,6 +200,65 @@ def test_what_padding_looks_like_to_the_policy_has_no_part_in_the_loss():
     tiny.assert_same_bits(got, want)
 
 
+def _corrected(logp, proximal, behaviour, advantage, cap=2.0):
+  """GRPO's loss of one token, by hand; and its slope."""
+  x = base.Experience(
+    *((), np.ones((1, 1), np.int32), jnp.array([[behaviour]])),
+    *(np.ones((1, 1), np.float32), ()),
+    advantage=jnp.array([[advantage]]),
+    proximal=jnp.array([[proximal]]),
+  )
+  f = objective(
+    lambda params, *_: base.Evaluation(params, jnp.zeros_like(params)),
+    *((0.2, 0.2, None), (0.0, losses.kl_k3), 0.0, losses.token_mean, cap),
+  )
+  return jax.value_and_grad(lambda p: f(p, x, ())[0][0].sum)(
+    jnp.array([[logp]])
+  )
+
+
+def test_what_another_engine_drew_is_weighed_and_clipped_around_the_trainer():
+  # Ratio e^0.1, weight e^(−1 + 1.5).
+  loss, slope = _corrected(-0.9, -1.0, -1.5, advantage=2.0)
+  np.testing.assert_allclose(loss, -2 * np.exp(0.1) * np.exp(0.5), rtol=1e-6)
+  np.testing.assert_allclose(slope, [[loss]], rtol=1e-6)
+  # At most so much; and a ratio of e^0.3 is clipped, though behaviour is near.
+  loss, slope = _corrected(-0.9, -1.0, -3.0, advantage=2.0)
+  np.testing.assert_allclose(loss, -2 * np.exp(0.1) * 2, rtol=1e-6)
+  loss, slope = _corrected(-0.7, -1.0, -0.7, advantage=2.0)
+  np.testing.assert_allclose(loss, -2 * 1.2 * np.exp(-0.3), rtol=1e-6)
+  assert slope == 0
+
+
+def _elsewhere(policy: base.Policy, off: float) -> base.Policy:
+  """The policy as if an engine acted: on the host, log-probs `off` by that."""
+
+  def act(*args, **kwargs):
+    x = jax.device_get(policy.act(*args, **kwargs))
+    return x._replace(logp=x.logp + np.float32(off) * x.mask)
+
+  like = functools.partial(jax.eval_shape, policy.act)
+  return policy._replace(act=act, like=like)
+
+
+@pytest.mark.slow
+def test_a_policy_that_acts_on_the_host_learns_the_same_and_tells_the_gap():
+  made = []
+  for engine in (tiny.policy(), _elsewhere(tiny.policy(), -0.1)):
+    workflow = workflows.grpo(
+      engine, tiny.even_on_host, optax.sgd(0.1), group=4
+    )
+    state = workflow.init(KEY)
+    made.append(workflow.step(state, tiny.problem(), KEY))
+  (_, own), (_, far) = made
+  gap = jax.device_get(far['rollout/logprob_gap_mean'].value()[''])
+  np.testing.assert_allclose(gap, 0.1, rtol=1e-4)
+  assert 'rollout/logprob_gap_mean' not in own
+  # Every token weighs e^0.1 times as much.
+  norms = [info['train/grad_norm'].value()[''] for info in (own, far)]
+  np.testing.assert_allclose(norms[1] / norms[0], np.exp(0.1), rtol=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('lag', [1, 2])
 def test_a_lagging_policy_acts_as_the_one_of_so_many_steps_ago(lag):

@@ -1,5 +1,6 @@
 """Qwen2 and Qwen2.5: from and to checkpoints of Hugging Face."""
 
+from collections.abc import Callable
 import json
 import pathlib
 import shutil
@@ -165,6 +166,7 @@ def policy(
   dtype: str | None = None,
   remat: str = 'none',
   logits: int = language.LOGITS,
+  engine: Callable[..., base.Policy] | None = None,
 ) -> base.Policy:
   """A checkpoint as a policy.
 
@@ -175,6 +177,8 @@ def policy(
     dtype: of the arithmetic; the checkpoint's own if None.
     remat: what the backward pass keeps, as in `transformer.Config`.
     logits: how many logits may be alive at once while evaluating.
+    engine: who acts in the model's place, such as vLLM: `policy, *, checkpoint,
+      config, names, length, stop, sampling -> policy`; None if it does itself.
   """
   config = read_config(checkpoint, dtype=dtype, remat=remat)
 
@@ -185,14 +189,15 @@ def policy(
       )
     return read(checkpoint, config)
 
-  return language.policy(
-    config,
-    length=length,
-    stop=stop_tokens(checkpoint),
-    sampling=sampling,
-    init=init,
-    logits=logits,
-  )
+  how = {
+    'length': length,
+    'stop': stop_tokens(checkpoint),
+    'sampling': sampling,
+  }
+  made = language.policy(config, **how, init=init, logits=logits)
+  if engine is None:
+    return made
+  return engine(made, checkpoint=checkpoint, config=config, names=NAMES, **how)
 
 
 def write_config(folder: pathlib.Path, c: transformer.Config, **extra):

@@ -77,12 +77,28 @@ def _read_part(stored, index, shape, inputs) -> np.ndarray:
   return _unflat(part, index[:inputs], shape[:inputs])
 
 
-def _write_part(part: np.ndarray, inputs: int | None) -> np.ndarray:
+def _write_part(part, inputs: int | None):
   """One parameter as a checkpoint stores it."""
   if inputs is not None:
     ins = math.prod(part.shape[:inputs])
     part = part.reshape(ins, -1).T if inputs else part.reshape(-1)
-  return np.ascontiguousarray(part)
+  return part
+
+
+def tensors(params: Any, names: dict[str, Tensor]) -> Iterator[tuple[str, Any]]:
+  """Parameters as a checkpoint has them: names, and views where they can be.
+
+  Args:
+    params: a tree of arrays, of whatever library that reshapes and transposes.
+    names: the tensor behind each parameter, by the last key of its path.
+  """
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    tensor = names[path[-1].key]
+    if '{i}' not in tensor.name:
+      yield tensor.name, _write_part(leaf, tensor.inputs)
+      continue
+    for i in range(leaf.shape[0]):
+      yield tensor.name.format(i=i), _write_part(leaf[i], tensor.inputs)
 
 
 def _indexed(path: pathlib.Path) -> list[str]:
@@ -265,9 +281,8 @@ def write(
     made = {}
     for name, (leaf, i, tensor) in tensors.items():
       part = leaf[i] if '{i}' in tensor.name else leaf
-      made[name] = _write_part(
-        np.asarray(jax.device_get(part), dtype), tensor.inputs
-      )
+      part = np.asarray(jax.device_get(part), dtype)
+      made[name] = np.ascontiguousarray(_write_part(part, tensor.inputs))
     st.save_file(made, folder / file, metadata={'format': 'pt'})
     where |= dict.fromkeys(made, file)
   (folder / INDEX).unlink(missing_ok=True)

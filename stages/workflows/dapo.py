@@ -9,8 +9,8 @@ import optax
 
 from stages import advantages, base, losses, metrics, repeat, train
 from stages import stage as stages
-from stages.workflows import held_out
-from stages.workflows.grpo import describe, objective, Version
+from stages.workflows import acting, held_out
+from stages.workflows.grpo import describe, objective
 
 
 class State(NamedTuple):
@@ -50,6 +50,7 @@ def dapo(
   updates: int = 1,
   epochs: int = 1,
   expect: int | None = None,
+  cap: float = 2.0,
 ) -> base.Workflow:
   """Learns from groups that are neither all right nor all wrong.
 
@@ -73,6 +74,7 @@ def dapo(
     updates: minibatches of one batch, each an optimiser step.
     epochs: how often the batch is learned from, in another order each time.
     expect: rounds that planners shall count on; all if None.
+    cap: as in `grpo`.
   """
   together = functools.partial(stages.stage, group=group)
   loss = objective(
@@ -81,6 +83,7 @@ def dapo(
     (0.0, losses.kl_k3),
     0.0,
     losses.token_mean,
+    cap,
   )
   ask = stages.Stage(functools.partial(_ask, rounds, group), 'ask', 'batch')
   accept = stages.Stage(functools.partial(_accept, group), 'accept', 'batch')
@@ -100,16 +103,13 @@ def dapo(
   )
   examine = held_out.examine(policy, verify)
 
-  def act(actor: Version, prompt, key_B):
-    x = policy.act(actor.params, prompt, key_B, group=group)
-    return x._replace(version=jnp.broadcast_to(actor.step, key_B.shape))
-
-  generate = stages.Stage(act, 'generate', whole=(0,), group=group)
+  generate = acting.act(policy, 'generate', group=group)
+  recall = acting.recall(policy, group)
 
   @stages.stage('begin', 'batch')
-  def begin(actor: Version, problem: base.Problem, key):
+  def begin(actor: base.Version, problem: base.Problem, key):
     problem, key_B = _ask(rounds, group, problem, key, jnp.int32(0))
-    like = jax.eval_shape(act, actor, problem.prompt, key_B)
+    like = generate.shapes(actor, problem.prompt, key_B)
     x = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     like = verify.shapes(problem.answer, x.action, x.mask)
     verdict = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
@@ -127,7 +127,7 @@ def dapo(
     advantage_NG = jax.vmap(advantages.group_relative)(reward_NG)
     return advantage_NG.reshape(-1, 1) * mask_BT
 
-  def sample(slots: Slots, actor: Version, problem, key):
+  def sample(slots: Slots, actor: base.Version, problem, key):
     """One round: to be repeated."""
     asked, key_B = ask(problem, key, slots.round)
     x = generate(actor, asked.prompt, key_B)
@@ -140,12 +140,12 @@ def dapo(
 
   def step(state: State, problem: base.Problem, key):
     actor = state.actor
-    acting = Version(actor.params, actor.step)
-    empty = begin(acting, problem, key)
+    now = base.Version(actor.params, actor.step)
+    empty = begin(now, problem, key)
     dealt = deal(key, empty.x.mask)  # Whatever will be there.
-    slots = fill(empty, acting, problem, key)
-    measured = measure(slots, actor.step)
-    x = slots.x
+    slots = fill(empty, now, problem, key)
+    x = recall(now, slots.x)
+    measured = measure(slots._replace(x=x), actor.step)
     x = x._replace(advantage=compare(slots.verdict.reward, x.mask))
     infos = []
     for (batch,) in shuffled(dealt, (x,)):
@@ -155,7 +155,8 @@ def dapo(
     return State(actor), measured | info
 
   def evaluate(state: State, problem: base.Problem, key):
-    return examine(state.actor.params, problem, key)
+    now = base.Version(state.actor.params, state.actor.step)
+    return examine(now, problem, key)
 
   return base.Workflow(init, step, evaluate, lambda state: state.actor.params)
 

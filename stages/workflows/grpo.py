@@ -10,14 +10,7 @@ import optax
 
 from stages import advantages, base, losses, metrics, train
 from stages import stage as stages
-from stages.workflows import held_out
-
-
-class Version(NamedTuple):
-  """Parameters, and how many updates they have seen."""
-
-  params: base.Params
-  step: jax.Array
+from stages.workflows import acting, held_out
 
 
 class State(NamedTuple):
@@ -31,7 +24,7 @@ class State(NamedTuple):
 
   actor: base.TrainState
   reference: base.Params
-  past: tuple[Version, ...]
+  past: tuple[base.Version, ...]
 
 
 def grpo(
@@ -52,6 +45,7 @@ def grpo(
   lag: int = 0,
   advantage: Callable = advantages.group_relative,
   aggregate: Callable = losses.sequence_mean_token_mean,
+  cap: float = 2.0,
 ) -> base.Workflow:
   """Rewards each completion against the others of its prompt.
 
@@ -79,14 +73,17 @@ def grpo(
       clip is then around the policy that acted.
     advantage: `reward_G -> advantage_G` of one group.
     aggregate: `loss_BT, mask_BT -> metrics.Mean`.
+    cap: the most that a token weighs for being likelier to the trainer than to
+      the engine that drew it (truncated importance sampling), where an engine
+      acts that is not the trainer.
   """
-  together = functools.partial(stages.stage, group=group)
   loss = objective(
     functools.partial(policy.evaluate, group=group),
     (low, high, dual),
     (kl, divergence),
     entropy,
     aggregate,
+    cap,
   )
   measure = stages.Stage(
     functools.partial(describe, group=group, updates=updates * epochs),
@@ -99,20 +96,15 @@ def grpo(
   deal = stages.shuffle(updates, epochs, group)
   shuffled = stages.shuffled(group)
 
+  generate = acting.act(policy, 'generate', group=group)
+  recall = acting.recall(policy, group)
+  refer = acting.score(policy, 'refer', group)
+
   @stages.stage('repeat', 'batch')
   def repeat(problem: base.Problem):
     return jax.tree.map(lambda x: jnp.repeat(x, group, axis=0), problem)
 
-  @together('generate', whole=(0,))
-  def generate(actor: Version, prompt, key_B):
-    x = policy.act(actor.params, prompt, key_B, group=group)
-    return x._replace(version=jnp.broadcast_to(actor.step, key_B.shape))
-
-  @together('refer', whole=(0,))
-  def refer(params, obs, action_BT):
-    return policy.evaluate(params, obs, action_BT, group=group).logp
-
-  @together('compare')
+  @stages.stage('compare', group=group)
   def compare(reward_B, mask_BT):
     advantage_NG = jax.vmap(advantage)(reward_B.reshape(-1, group))
     return advantage_NG.reshape(-1, 1) * mask_BT
@@ -129,16 +121,16 @@ def grpo(
   def init(key):
     params = policy.init(key)
     actor = train.init(params, optimizer)
-    past = (Version(params, actor.step),) * lag
+    past = (base.Version(params, actor.step),) * lag
     return State(actor, params if kl else (), past)
 
   def step(state: State, problem: base.Problem, key):
     problem = repeat(problem)
     keys = stages.keys(key, problem.prompt)
     actor = state.actor
-    now = Version(actor.params, actor.step)
-    acting, *past = (*state.past, now)
-    x = generate(acting, problem.prompt, keys)
+    now = base.Version(actor.params, actor.step)
+    older, *past = (*state.past, now)
+    x = recall(older, generate(older, problem.prompt, keys))
     verdict = verify(problem.answer, x.action, x.mask)
     measured = measure(x, verdict, actor.step)
     x = x._replace(advantage=compare(verdict.reward, x.mask))
@@ -156,24 +148,35 @@ def grpo(
     return state, measured | info
 
   def evaluate(state: State, problem: base.Problem, key):
-    return examine(state.actor.params, problem, key)
+    now = base.Version(state.actor.params, state.actor.step)
+    return examine(now, problem, key)
 
   return base.Workflow(
     init, step, evaluate, lambda state: state.actor.params, lag
   )
 
 
-def objective(evaluate, clip, kl, entropy, aggregate) -> Callable:
-  """What `grpo` minimises: `params, experience, ref_logp -> means, info`."""
+def objective(evaluate, clip, kl, entropy, aggregate, cap=2.0) -> Callable:
+  """What `grpo` minimises: `params, experience, ref_logp -> means, info`.
+
+  The clip is around the policy that acted, in the trainer's arithmetic. Where
+  that is not the engine's, min(exp(lp_p − lp_b), C) weighs the difference.
+  """
   kl, divergence = kl
 
   def loss(params, x: base.Experience, ref_logp_BT):
     now = evaluate(params, x.obs, x.action)
     # What a policy makes of padding may be anything, and ∞ · 0 is no number.
     now = now._replace(logp=jnp.where(x.mask > 0, now.logp, 0.0))
-    loss_BT = losses.ppo_clip(now.logp, x.logp, x.advantage, *clip)
-    ratio_BT = losses.ratio(now.logp, x.logp)
-    clipped_BT = losses.clip_fraction(now.logp, x.logp, x.advantage, *clip[:2])
+    old_BT = x.logp
+    if x.proximal is not None:
+      old_BT = jnp.where(x.mask > 0, x.proximal, 0.0)
+    loss_BT = losses.ppo_clip(now.logp, old_BT, x.advantage, *clip)
+    ratio_BT = losses.ratio(now.logp, old_BT)
+    clipped_BT = losses.clip_fraction(now.logp, old_BT, x.advantage, *clip[:2])
+    if x.proximal is not None:
+      weight_BT = losses.token_weight(x.proximal, x.logp, x.mask)
+      loss_BT *= losses.truncated(weight_BT, cap)
     kl_BT = losses.kl_k3(x.logp, now.logp)
     info = {
       'train/policy_loss': aggregate(loss_BT, x.mask),
@@ -207,7 +210,7 @@ def describe(
   alike_N = reward_NG.max(1) == reward_NG.min(1)
   length_B, T = x.mask.sum(1), x.mask.shape[1]
   stale_B = (now - x.version).astype(jnp.float32) / updates  # In steps.
-  return {
+  return _gap(x) | {
     'rollout/reward': metrics.moments(verdict.reward),
     'rollout/accuracy': metrics.mean(verdict.correct),
     'rollout/groups_degenerate': metrics.mean(alike_N.astype(jnp.float32)),
@@ -217,4 +220,15 @@ def describe(
     'rollout/staleness_max': metrics.maximum(stale_B),
     'rollout/tokens': length_B.sum(),
     'rollout/samples': metrics.first(held_out.show(x, verdict.reward), group),
+  }
+
+
+def _gap(x: base.Experience):
+  """How far the trainer is from the engine that acted, in nats a token."""
+  if x.proximal is None:
+    return {}
+  gap_BT = jnp.where(x.mask > 0, jnp.abs(x.proximal - x.logp), 0.0)
+  return {
+    'rollout/logprob_gap_mean': metrics.mean(gap_BT, x.mask),
+    'rollout/logprob_gap_max': metrics.maximum(gap_BT),
   }

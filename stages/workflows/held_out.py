@@ -4,19 +4,17 @@ from collections.abc import Callable
 
 from stages import base, metrics
 from stages import stage as stages
+from stages.workflows import acting
 
 
 def examine(policy: base.Policy, verify: stages.Stage) -> Callable:
-  """Returns `params, problem, key -> info`, greedily.
+  """Returns `Version, problem, key -> info`, greedily.
 
   Args:
     policy: who answers.
     verify: `answer, action, mask -> base.Verdict`.
   """
-
-  @stages.stage('answer', whole=(0,))
-  def answer(params, prompt, key_B):
-    return policy.act(params, prompt, key_B, greedy=True)
+  answer = acting.act(policy, 'answer', greedy=True)
 
   @stages.stage('score', 'sum')
   def score(x: base.Experience, verdict: base.Verdict):
@@ -29,8 +27,8 @@ def examine(policy: base.Policy, verify: stages.Stage) -> Callable:
       'eval/samples': metrics.first(show(x, verdict.reward), 4),
     }
 
-  def evaluate(params, problem: base.Problem, key):
-    x = answer(params, problem.prompt, stages.keys(key, problem.prompt))
+  def evaluate(actor: base.Version, problem: base.Problem, key):
+    x = answer(actor, problem.prompt, stages.keys(key, problem.prompt))
     return score(x, verify(problem.answer, x.action, x.mask))
 
   return evaluate

@@ -38,6 +38,7 @@ def sft(
     return apply(state, gradient(state.params, examples))
 
   def evaluate(state: base.TrainState, problem: base.Problem, key):
-    return examine(state.params, problem, key)
+    now = base.Version(state.params, state.step)
+    return examine(now, problem, key)
 
   return base.Workflow(init, step, evaluate, lambda state: state.params)

@@ -1,0 +1,1 @@
+"""What acting by vLLM costs."""

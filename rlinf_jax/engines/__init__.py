@@ -1,0 +1,1 @@
+"""Engines that are not ours, and act in a policy's place."""

@@ -1,0 +1,62 @@
+"""The stages in which a policy acts, and in which its trainer looks at that."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from stages import base
+from stages import stage as stages
+
+
+def act(
+  policy: base.Policy, name: str, *, group: int = 1, greedy: bool = False
+) -> stages.Stage:
+  """Returns `Version, obs, keys -> Experience`, every row with its version.
+
+  Args:
+    policy: who acts: on the host, if an engine outside JAX does.
+    name: of the stage.
+    group: adjacent rows that share their observation.
+    greedy: take the likeliest action instead of a draw.
+  """
+
+  def run(actor: base.Version, obs, key_B):
+    x = policy.act(actor.params, obs, key_B, group=group, greedy=greedy)
+    return x._replace(version=jnp.broadcast_to(actor.step, key_B.shape))
+
+  def like(actor: base.Version, obs, key_B):
+    x = policy.like(actor.params, obs, key_B)
+    version = jax.ShapeDtypeStruct(key_B.shape, actor.step.dtype)
+    return x._replace(version=version)
+
+  host = policy.like is not None
+  return stages.Stage(
+    run, name, whole=(0,), group=group, host=host, like=like if host else None
+  )
+
+
+def score(policy: base.Policy, name: str, group: int) -> stages.Stage:
+  """Returns `params, obs, action -> logp`, as a forward pass has it."""
+
+  def run(params, obs, action_BT):
+    return policy.evaluate(params, obs, action_BT, group=group).logp
+
+  return stages.Stage(run, name, whole=(0,), group=group)
+
+
+def recall(policy: base.Policy, group: int) -> Callable:
+  """Returns `Version, experience -> experience`, as its trainer sees it.
+
+  Where an engine outside JAX acted, the trainer goes over what it did by the
+  parameters that it had: what the loss is clipped around, and what tells how
+  far the two are apart. Else that is known, and costs nothing.
+  """
+  if policy.like is None:
+    return lambda actor, x: x
+  rescore = score(policy, 'rescore', group)
+
+  def look(actor: base.Version, x: base.Experience):
+    return x._replace(proximal=rescore(actor.params, x.obs, x.action))
+
+  return look
