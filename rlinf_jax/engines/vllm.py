@@ -202,6 +202,9 @@ class Engine:
     """
     with self._lock:
       self._open(context)
+      from rlinf_jax.engines import vllm_weights
+
+      vllm_weights.agree_on_threads()
       self._send(params, names)
       made = dict(self.finished(prompts, hows))
     return [made[i] for i in range(len(prompts))]

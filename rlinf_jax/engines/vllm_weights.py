@@ -52,6 +52,14 @@ def tensor(x: jax.Array) -> torch.Tensor:
   return torch.from_numpy(np.array(x))
 
 
+def agree_on_threads():
+  """Has OpenMP use as many in the calling thread as torch does everywhere.
+
+  It counts them by caller, and attention on a CPU fails if the two differ.
+  """
+  torch.set_num_threads(torch.get_num_threads())
+
+
 @functools.cache
 def register():
   """Makes it known to vLLM, by `NAME`."""
