@@ -172,6 +172,7 @@ class Policy(NamedTuple):
   evaluate: Callable[..., Evaluation]
   command: Callable[[Any], Any] | None = None
   value: Callable[..., Any] | None = None
+  like: Callable[..., Experience] | None = None
 
 
 class Outcome(NamedTuple):
