@@ -230,7 +230,6 @@ class World(NamedTuple):
   high: tuple[float, ...]
   horizon: int
   host: bool = False
-  like: Callable[..., Experience] | None = None
 
 
 class Workflow(NamedTuple):
