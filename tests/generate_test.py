@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 from jax.extend import core
 import jax.numpy as jnp
@@ -138,12 +139,9 @@ def test_padding_changes_neither_completions_nor_scores(padded):
   prompt, other = prompts(), prompts(**padded)
   x = act()(params(), prompt, keys())
   alike(act()(params(), other, keys())._replace(obs=None), x)
-  for got, want in zip(
-    evaluate()(params(), other, x.action),
-    evaluate()(params(), prompt, x.action),
-    strict=True,
-  ):
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+  got = evaluate()(params(), other, x.action)
+  want = evaluate()(params(), prompt, x.action)
+  chex.assert_trees_all_close(got, want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize('sampling', [sample.Sampling(), CUT], ids=repr)
