@@ -222,6 +222,8 @@ def begin(workflow, source, seed, flows, runtime, settle, kept):
     watch = auto.choose(flows, workflow.lag, given, settle, kept)
     runtime = watch.runtime()
   runtime.compile('step')  # While the parameters are read.
+  if any(map(stages.uses_up, flows[0].nodes)):
+    given = None  # Simulators have gone on while they were measured.
   with runtime.ambient():
     runtime.load(given[0] if given else workflow.init(key))
   return runtime, watch

@@ -205,6 +205,50 @@ def test_a_stage_takes_as_long_as_its_rows_say(tmp_path):
     assert ROW * rows <= seconds <= 1.5 * ROW * rows + ROW
 
 
+class Simulator:
+  """Counts the steps of each environment, and goes forward only."""
+
+  def __init__(self):
+    self.calls = np.zeros(16, int)
+
+  def step(self, token_B2, action_B):
+    row_B, call_B = np.asarray(token_B2).T
+    assert (self.calls[row_B] == call_B).all()
+    time.sleep(ROW / 4 * len(row_B))
+    self.calls[row_B] += 1
+    return np.stack([row_B, call_B + 1], 1), action_B + 1
+
+
+def test_a_simulator_is_measured_by_going_on(tmp_path):
+  simulator = Simulator()
+  simulate = stage_lib.Stage(
+    simulator.step, 'simulate', host=True, linear=(0,), like=lambda *args: args
+  )
+
+  def acted(state, x_B, key):
+    del key
+    token, seen = simulate(state['token'], x_B)
+    token, seen = simulate(token, seen)
+    return {'token': token}, ()
+
+  token = np.stack([np.arange(16), 0 * np.arange(16)], 1).astype(np.int32)
+  args = {'token': token}, np.ones(16, np.float32), jax.random.key(0)
+  flow, given, model = setting(acted, args)
+  assert stages.uses_up(flow.nodes[0])
+  found = stages.measure(flow, given, model, store.Store(tmp_path))
+  points = found.curves['simulate', 1, ()].points
+  assert [rows for rows, _ in points] == [1, 4, 16]
+  for rows, seconds in points:
+    assert ROW / 4 * rows <= seconds <= ROW / 2 * rows + ROW
+  assert simulator.calls.min() > 3  # All have gone on, each in its order.
+
+
+def test_what_cannot_go_on_is_not_measured():
+  flow, _, _ = slow_setting()
+  (node,) = (node for node in flow.nodes if node.name == 'slow')
+  assert not stages.uses_up(node) and not stages.successors(flow, node)
+
+
 def test_rows_that_do_not_fit_are_not_tried(tmp_path):
   flow, given, model = slow_setting()
   alive = model.works['total'].at(16).bytes_alive

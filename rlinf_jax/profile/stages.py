@@ -96,8 +96,8 @@ def worth(
   for node in flow.nodes:
     if graph_lib.is_plumbing(node) or node.stage.grain in count.ROUTING:
       continue
-    if node.linear:
-      continue  # What it uses up is there once.
+    if uses_up(node) and len(successors(flow, node)) < len(node.linear):
+      continue  # It could be called once, and then nothing would be left.
     seconds = model.seconds(flow, node, one, None)
     spent[node.name] = spent.get(node.name, 0.0) + seconds
     largest = calls.setdefault(node.name, node)
@@ -109,6 +109,22 @@ def worth(
     for name, node in calls.items()
     if node.stage.host or spent[name] >= least
   }
+
+
+def uses_up(node: graph_lib.Node) -> bool:
+  """Whether calling it leaves something else than there was: a simulator."""
+  return bool(node.stage.host and node.linear)
+
+
+def successors(flow: graph_lib.Flow, node: graph_lib.Node) -> dict[int, int]:
+  """What it returns, by number, to go on with in place of what it uses up."""
+  kinds = [_kind(flow, v) for v in node.writes]
+  found = {}
+  for v in node.reads:
+    if v in node.linear and _kind(flow, v) in kinds:
+      i = kinds.index(_kind(flow, v))
+      found[v], kinds[i] = i, None
+  return found
 
 
 def sizes(rows: int, group: int, most: int) -> tuple[int, ...]:
@@ -173,6 +189,8 @@ def _python(fn) -> Iterator[str]:
     yield f'{fn.args} {fn.keywords}'
     fn = fn.func
   fn = inspect.unwrap(fn)
+  if inspect.ismethod(fn):
+    yield repr(fn.__self__)
   kind = fn if hasattr(fn, '__qualname__') else type(fn)
   yield f'{kind.__module__}.{kind.__qualname__}'
   with contextlib.suppress(OSError, TypeError):  # Typed in, or not Python.
@@ -256,7 +274,7 @@ class Bench:
       self.calls(node, n * k, (self._in_turns(node, n),))
       for n, k in zip(small, turns, strict=True)
     ]
-    if len(self.places) > 1:
+    if len(self.places) > 1 and not uses_up(node):
       cases.append(self.calls(node, rows[-1]))
     took = iter(clock.seconds(cases))
     points = [(n, next(took)) for n in rows]
@@ -273,6 +291,8 @@ class Bench:
   def calls(self, node, rows: int, places=None):
     """A call of a node on so many rows for every device; 0 if it has none."""
     flow = resized(self.flow, node, rows) if rows else self.flow
+    if uses_up(node):
+      return [functools.partial(self._step, flow, node, rows)]
     given = [self._first(v, node, rows) for v in node.reads]
     calls = []
     for place in places or self.places:
@@ -282,6 +302,15 @@ class Bench:
       ]
       calls.append(functools.partial(place.compile(flow, node), *there))
     return calls
+
+  def _step(self, flow, node, rows):
+    """Calls what uses up its token, and goes on with what it returns."""
+    call = self.places[0].compile(flow, node)
+    made = call(*(self._first(v, node, rows) for v in node.reads))
+    for v, i in successors(flow, node).items():
+      rest = self.memory[v][len(made[i]) :]
+      self.memory[v] = jnp.concatenate([made[i], rest])
+    return made
 
   def _first(self, v, node, rows):
     x = self.memory[v]

@@ -107,6 +107,10 @@ class Pool:
   def __len__(self):
     return self._sizes[0]
 
+  def __repr__(self):
+    n, chunk, processes = self._sizes
+    return f'Pool({self._make}, {n}, {processes}, chunk={chunk})'
+
   @property
   def pids(self) -> list[int]:
     """Of the worker processes that are there."""
