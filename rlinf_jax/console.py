@@ -21,7 +21,7 @@ STEP = (
   'loss {train/loss:.3f}',
   'length {rollout/response_length_mean:.1f}/{rollout/response_length_max:.0f}',
   '{throughput/tokens_per_second:,.0f} tok/s',
-  '{env/steps_per_second:,.0f} moves/s',
+  '{throughput/steps_per_second:,.0f} moves/s',
 )
 EVALUATION = (
   'accuracy {eval/accuracy:.1%}',

@@ -18,7 +18,7 @@ from stages import metrics
 SPEEDS = {
   'rollout/tokens': 'throughput/tokens_per_second',
   'train/tokens': 'throughput/tokens_per_second',
-  'env/steps': 'env/steps_per_second',
+  'env/steps': 'throughput/steps_per_second',
 }
 
 

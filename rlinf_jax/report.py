@@ -76,11 +76,11 @@ CURVES = (
   ('Gradient norm', 'before clipping', {'': 'train/grad_norm'}),
   ('Learning rate', '', {'': 'train/lr'}),
   ('Speed', 'tokens a second', {'': 'throughput/tokens_per_second'}),
-  ('Speed', 'environment steps a second', {'': 'env/steps_per_second'}),
+  ('Speed', 'environment steps a second', {'': 'throughput/steps_per_second'}),
 )
 SPEEDS = {
   'throughput/tokens_per_second': 'tokens a second',
-  'env/steps_per_second': 'environment steps a second',
+  'throughput/steps_per_second': 'environment steps a second',
 }
 # What a headline is shown with: what was measured while it trained.
 BESIDE = {

@@ -225,7 +225,10 @@ def begin(workflow, source, seed, flows, runtime, settle, kept):
   if any(map(stages.uses_up, flows[0].nodes)):
     given = None  # Simulators have gone on while they were measured.
   with runtime.ambient():
-    runtime.load(given[0] if given else workflow.init(key))
+    state = given[0] if given else workflow.init(key)
+  runtime.load(
+    state
+  )  # Places lie elsewhere than where checkpoints are read to.
   return runtime, watch
 
 

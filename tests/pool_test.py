@@ -12,10 +12,14 @@ import pytest
 
 from planner import flow as flow_lib
 from planner import plan as plan_lib
+from rlinf_jax import train
 from rlinf_jax.runtime import local
 from rlinf_jax.worlds import environment, gymnasium, hosted, worker
-from stages import rollout
+import run_test
+from stages import robot, rollout, workflows
 from stages import stage as stages
+from stages import train as optimizers
+from stages.worlds import trials
 import worlds_toys
 
 TOY = 'worlds_toys:toys/Count-v0'
@@ -184,6 +188,38 @@ def test_a_plan_simulates_what_a_plain_loop_does(make, sketch):
       jax.tree.map(np.testing.assert_array_equal, tuple(x), tuple(y))
   assert int(state[0][0, 1]) == 20
   runtime.close()
+
+
+@pytest.mark.slow
+def test_a_run_measures_simulators_and_begins_them_anew(
+  make, tmp_path, monkeypatch
+):
+  monkeypatch.setenv('RLINF_JAX_CACHE', str(tmp_path / 'cache'))
+
+  def run(name, **kwargs):
+    pools = [make(4, 1)[0] for _ in range(2)]
+    world, examine = map(hosted.of, pools)
+    workflow = workflows.ppo(
+      world,
+      robot.policy,
+      optimizers.adamw(1e-3),
+      rows=4,
+      length=4,
+      updates=1,
+      epochs=1,
+      examine=examine,
+    )
+    source = trials.seeds(held_out=4, held_out_batch=4)
+    train.train(
+      workflow, source, workdir=str(tmp_path / name), steps=3, **kwargs
+    )
+    assert not any(pool.lost or pool.restarted for pool in pools)
+    return run_test.lines(tmp_path / name)
+
+  found, wanted = run('auto'), run('none', plan=None)
+  assert any((tmp_path / 'cache').iterdir())
+  for got, want in zip(found, wanted, strict=True):
+    assert got == pytest.approx(want, rel=1e-3, abs=1e-5)
 
 
 def test_a_chunk_ends_with_the_episode(make):
