@@ -76,7 +76,7 @@ def test_a_run_finds_its_plan_by_itself_and_computes_the_same(
   folder, _ = straight
   said = run(tmp_path / 'run', 'STEPS = 4', "train.train.plan = 'auto'")
   assert 'a step, ' in said and 'Plan: ' in said
-  for want, got in zip(*map(untimed, (folder, tmp_path / 'run')), strict=True):
+  for want, got in zip(*map(lines, (folder, tmp_path / 'run')), strict=True):
     if want['step'] <= 1:  # Rounding grows from step to step.
       assert got == pytest.approx(want, rel=1e-3, abs=1e-5)
 
