@@ -83,8 +83,8 @@ class Cluster:
     between: the links of devices on different nodes.
     reserve: share of each device's memory that plans leave alone, for what the
       compiler and the runtime need besides.
-    cores: of the processor that all devices are shares of; None where each is
-      a processor of its own.
+    cores: of the processor that all devices are shares of, as many as they can
+      keep busy; None where each is a processor of its own.
     crowded: how many times as long a call takes while every core has one, as
       where only its own has: they share memory, caches, or arithmetic units.
   """

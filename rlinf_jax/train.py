@@ -226,9 +226,8 @@ def begin(workflow, source, seed, flows, runtime, settle, kept):
     given = None  # Simulators have gone on while they were measured.
   with runtime.ambient():
     state = given[0] if given else workflow.init(key)
-  runtime.load(
-    state
-  )  # Places lie elsewhere than where checkpoints are read to.
+  # Outside of it: places lie elsewhere than where checkpoints are read to.
+  runtime.load(state)
   return runtime, watch
 
 

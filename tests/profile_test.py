@@ -1,5 +1,6 @@
 import functools
 import os
+import threading
 import time
 
 import jax
@@ -203,6 +204,30 @@ def test_a_stage_takes_as_long_as_its_rows_say(tmp_path):
   assert len(points) == stages.SIZES and points[-1][0] == 16
   for rows, seconds in points:
     assert ROW * rows <= seconds <= 1.5 * ROW * rows + ROW
+
+
+one_at_a_time = threading.Lock()
+
+
+def _locked(x_BD):
+  with one_at_a_time:
+    return _slow(x_BD)
+
+
+def test_a_crowd_tells_how_devices_slow_each_other_down(tmp_path, monkeypatch):
+  monkeypatch.setattr(machine, 'crowd', lambda: 2)
+  alone = stage_lib.Stage(_slow, 'alone', host=True, like=lambda x: x)
+  in_line = stage_lib.Stage(_locked, 'in_line', host=True, like=lambda x: x)
+
+  def both(state, x_BD, key):
+    del key
+    return keep(state, total(in_line(alone(x_BD)))), ()
+
+  args = {'x': jnp.zeros(3)}, np.ones((16, 3), np.float32), jax.random.key(0)
+  found = stages.measure(*setting(both, args), store.Store(tmp_path))
+  # Who comes second waits for the first: one and a half times, in the mean.
+  assert 1.0 <= found.crowded['alone'] < 1.2
+  assert 1.3 < found.crowded['in_line'] < 1.7
 
 
 class Simulator:

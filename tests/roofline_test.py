@@ -355,6 +355,29 @@ def test_devices_of_one_processor_slow_each_other_down():
   assert known.crowding('learn', 1, 1) == 1.5
 
 
+def test_a_host_stage_is_one_thread_however_many_devices_its_place_has():
+  there = dataclasses.replace(TOYS, cores=2, crowded=1.5)
+  works = WORKS | {'act': None}
+  host = roofline.Roofline(
+    toy_flow(), works, there, rules.DEFAULT, assumed=SURE
+  )
+  assert host.crowding('act', 2, 0) == host.crowding('act', 1, 0) == 1.0
+  assert host.crowding('act', 2, 1) == 1.5
+
+
+def test_several_micro_batches_cost_what_they_did_in_a_row():
+  key = 'act', 1, ()
+  in_turns = measured_lib.Curve(((4, 0.5), (8, 2.0), (16, 4.0)))
+  given = measured_lib.Measured(
+    {key: measured_lib.Curve(((4, 1.0), (8, 3.0), (16, 4.0)))},
+    turns={key: in_turns},
+  )
+  rows = toy_flow().rows_of(node('act'))
+  known = lambda n: explained('act', rows=n, measured=given).total.value
+  assert known(4) == rows / 4 * 0.5
+  assert known(8) == rows / 8 * (2.0 if rows > 8 else 3.0)
+
+
 def test_two_points_are_no_curve():
   with pytest.raises(ValueError, match='three numbers of rows'):
     measured_lib.Curve(((4, 1.0), (8, 2.0)))

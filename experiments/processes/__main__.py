@@ -20,6 +20,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from rlinf_jax import writers
+
 STEPS = 20
 OF_TIME = 'time/', 'throughput/', 'utilisation/'
 RECIPE = 'gin_configs/grpo_arithmetic_ray.gin'
@@ -45,16 +47,11 @@ def run(folder: pathlib.Path, checkpoint: str, lag: int, ray: str | None):
   )
 
 
-def lines(folder: pathlib.Path) -> list[dict]:
-  text = (folder / 'metrics.jsonl').read_text().splitlines()
-  return [json.loads(line) for line in text]
-
-
 def told(folder: pathlib.Path) -> list[dict]:
   """Metrics but for those that tell time."""
   return [
     {k: v for k, v in line.items() if not k.startswith(OF_TIME)}
-    for line in lines(folder)
+    for line in writers.records(folder / 'metrics.jsonl')
   ]
 
 
@@ -66,10 +63,7 @@ def state(folder: pathlib.Path) -> list[np.ndarray]:
 
 def overlap(folder: pathlib.Path) -> float:
   """Of the seconds that the learner learns, those in which the actor acts."""
-  spans = [
-    json.loads(line)
-    for line in (folder / 'timeline.jsonl').read_text().splitlines()
-  ]
+  spans = writers.records(folder / 'timeline.jsonl')
   runs = [s for s in spans if s['what'] == 'run' and s['step'] > 2]
   act = [s for s in runs if s['stage'] == 'generate']
   learn = [s for s in runs if s['stage'] == 'gradient']
@@ -83,7 +77,8 @@ def overlap(folder: pathlib.Path) -> float:
 
 def seconds(folder: pathlib.Path) -> float:
   """Median seconds of a step."""
-  took = [x['time/step'] for x in lines(folder) if 'time/step' in x]
+  lines = writers.records(folder / 'metrics.jsonl')
+  took = [line['time/step'] for line in lines if 'time/step' in line]
   return statistics.median(took[2:])
 
 

@@ -256,7 +256,8 @@ class Roofline:
     )
 
   def _modelled(self, flow, node, placement, rows, turns):
-    slower = self.crowding(node.name, 1, len(placement.devices) - 1)
+    others = 0 if node.stage.host else len(placement.devices) - 1
+    slower = self.crowding(node.name, 1, others)
     found = self._alone(flow, node, placement, rows, turns)
     if slower == 1.0:
       return found
@@ -335,6 +336,8 @@ class Roofline:
       devices: that the call has.
       beside: others of the same processor that are busy as well.
     """
+    if stage in self.works and self.works[stage] is None:
+      devices = 1  # On the host, wherever its place is.
     alone, together = (
       self.cluster.slowed(busy, self.measured.crowded.get(stage))
       for busy in (devices, devices + beside)

@@ -55,7 +55,7 @@ def here(store: store_lib.Store) -> cluster_lib.Cluster:
   link = cluster_lib.Link(**known['link'])
   return cluster_lib.Cluster(
     *(device, n, n, link, link, RESERVE),
-    cores=cores(),
+    cores=cores() and crowd(),  # Others have no device to be busy with.
     crowded=known['crowded'],
   )
 

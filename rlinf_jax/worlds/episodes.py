@@ -17,7 +17,7 @@ class Episodes:
     self._memory = memory
     N = len(memory.call_N)
     # The call of the oldest action that is kept, and all since.
-    self._kept = [(0, collections.deque(maxlen=LONGEST)) for _ in range(N)]
+    self._kept = [(0, collections.deque()) for _ in range(N)]
 
   def forget(self, i: int):
     """Begins anew."""

@@ -8,9 +8,8 @@ import numpy as np
 
 from stages import base
 
-FIRST = (
-  2**30
-)  # Training draws its seeds at random: one in four billion is here.
+# Training draws its seeds at random: few of them, if any, are held out.
+FIRST = 2**30
 
 
 def seeds(*, held_out: int = 100, held_out_batch: int = 100) -> base.Source:
