@@ -58,8 +58,16 @@ def key(i):
   return jax.random.key(3 + i)
 
 
-def random_plan(seed) -> tuple[plan_lib.Plan, tuple[int, int, bool]]:
-  """A plan of one to four places, and the updates of a step it is tried on."""
+def random_plan(seed, stages, rows, evict, updates):
+  """A plan of one to four places, and the updates of a step it is tried on.
+
+  Args:
+    seed: of all choices.
+    stages: that are placed.
+    rows: at a time, by stage, of half of the plans.
+    evict: stages that may be.
+    updates: to choose from.
+  """
   rng = np.random.default_rng(seed)
   places, first = {}, 0
   for i in range(rng.integers(1, 5)):
@@ -67,29 +75,30 @@ def random_plan(seed) -> tuple[plan_lib.Plan, tuple[int, int, bool]]:
     places[f'p{i}'] = plan_lib.Placement(tuple(range(first, first + n)), axes)
     first += n
   names = list(places)
-  stages = {name: names[rng.integers(len(names))] for name in STAGES}
+  stages = {name: names[rng.integers(len(names))] for name in stages}
   pieces = int(rng.choice([1, 2, 4]))
-  rows = {}
-  if rng.integers(2):
-    rows['gradient'] = 8
-  evict = tuple(name for name in ('refer', 'apply') if rng.integers(2))
+  rows = rows if rng.integers(2) else {}
+  evict = tuple(name for name in evict if rng.integers(2))
   plan = plan_lib.Plan(places, stages, rows, pieces, evict)
-  return plan, UPDATES[rng.integers(len(UPDATES))]
+  return plan, updates[rng.integers(len(updates))]
 
 
-def run(plan, updates):
-  step = tiny.trace(workflow(updates), tiny.problem())
-  runtime = local.Local(plan, step=step)
-  runtime.load(begin(updates))
+def run(plan, workflow, state, batches):
+  """Steps from a state as a plan has them, as arrays."""
+  runtime = local.Local(plan, step=tiny.trace(workflow, batches[0]))
+  runtime.load(state)
   made = []
-  for i in range(2):
-    info = runtime.step(tiny.problem(seed=i), key(i))
+  for i, batch in enumerate(batches):
+    info = runtime.step(batch, key(i))
     made.append((tiny.arrays(runtime.state()), tiny.arrays(info)))
   runtime.close()
   return made
 
 
-def compare(got, want, exact):
+def compare(plan, got, want):
+  """To the bit where the plan only places, else but for rounding."""
+  alone = all(len(place.devices) == 1 for place in plan.places.values())
+  exact = alone and plan.pieces == 1 and not plan.rows
   for trees in zip(got, want, strict=True):
     for one, other in zip(*trees, strict=True):
       if exact:
@@ -106,10 +115,12 @@ def compare(got, want, exact):
 @pytest.mark.slow
 @pytest.mark.parametrize('seed', range(24))
 def test_no_plan_changes_the_mathematics(seed):
-  plan, updates = random_plan(seed)
-  alone = all(len(place.devices) == 1 for place in plan.places.values())
-  exact = alone and plan.pieces == 1 and not plan.rows
-  compare(run(plan, updates), eager(updates), exact)
+  plan, updates = random_plan(
+    seed, STAGES, {'gradient': 8}, ('refer', 'apply'), UPDATES
+  )
+  batches = [tiny.problem(seed=i) for i in range(2)]
+  made = run(plan, workflow(updates), begin(updates), batches)
+  compare(plan, made, eager(updates))
 
 
 @pytest.mark.slow

@@ -54,57 +54,28 @@ def workflow(updates):
   )
 
 
-def key(i):
-  return jax.random.key(3 + i)
-
-
 @functools.cache
 def eager(updates):
   """Steps as arrays."""
   state, made = workflow(updates).init(jax.random.key(0)), []
   for i in range(STEPS):
-    state, info = workflow(updates).step(state, (), key(i))
+    state, info = workflow(updates).step(state, (), plans_test.key(i))
     made.append((tiny.arrays(state), tiny.arrays(info)))
-  return made
-
-
-def random_plan(seed):
-  """A plan of one to four places, and the updates of a step it is tried on."""
-  rng = np.random.default_rng(seed)
-  places, first = {}, 0
-  for i in range(rng.integers(1, 5)):
-    axes, n = plans_test.MESHES[rng.integers(len(plans_test.MESHES))]
-    places[f'p{i}'] = plan_lib.Placement(tuple(range(first, first + n)), axes)
-    first += n
-  names = list(places)
-  stages = {name: names[rng.integers(len(names))] for name in STAGES}
-  pieces = int(rng.choice([1, 2, 4]))
-  # What a piece may be of any stage, on two devices and in two minibatches.
-  rows = {'rollout': 2, 'gradient': 8} if rng.integers(2) else {}
-  evict = ('apply',) if rng.integers(2) else ()
-  plan = plan_lib.Plan(places, stages, rows, pieces, evict)
-  return plan, UPDATES[rng.integers(len(UPDATES))]
-
-
-def run(plan, updates):
-  step = tiny.trace(workflow(updates), ())
-  runtime = local.Local(plan, step=step)
-  runtime.load(workflow(updates).init(jax.random.key(0)))
-  made = []
-  for i in range(STEPS):
-    info = runtime.step((), key(i))
-    made.append((tiny.arrays(runtime.state()), tiny.arrays(info)))
-  runtime.close()
   return made
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('seed', range(24))
 def test_no_plan_changes_the_mathematics(seed):
-  plan, updates = random_plan(seed)
-  alone = all(len(place.devices) == 1 for place in plan.places.values())
-  exact = alone and plan.pieces == 1 and not plan.rows
-  plans_test.compare(run(plan, updates), eager(updates), exact)
+  # What a piece may be of any stage, on two devices and in two minibatches.
+  rows = {'rollout': 2, 'gradient': 8}
+  plan, updates = plans_test.random_plan(
+    seed, STAGES, rows, ('apply',), UPDATES
+  )
+  ours = workflow(updates)
+  state = ours.init(jax.random.key(0))
+  made = plans_test.run(plan, ours, state, [()] * STEPS)
+  plans_test.compare(plan, made, eager(updates))
 
 
 def test_updates_stop_in_the_middle_of_what_plans_are_tried_on():
@@ -127,12 +98,12 @@ def test_trajectories_are_the_same_in_pieces(pieces):
     world, obs, x, outcome = act(params, (), world, obs, stage.keys(key, obs))
     return (world, obs), (x, outcome)
 
-  flow = flow_lib.trace(step, (world, obs), params, key(0))
+  flow = flow_lib.trace(step, (world, obs), params, plans_test.key(0))
   plan = plan_lib.of({'pieces': pieces}, flow.stages)
   runtime = local.Local(plan, step=flow)
   runtime.load((world, obs))
-  made = runtime.step(params, key(0))
-  _, want = step((world, obs), params, key(0))
+  made = runtime.step(params, plans_test.key(0))
+  _, want = step((world, obs), params, plans_test.key(0))
   for one, other in zip(*map(jax.tree.leaves, (made, want)), strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
   runtime.close()
