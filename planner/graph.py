@@ -64,6 +64,11 @@ class Node:
     return self.stage.name
 
   @property
+  def ahead(self) -> bool:
+    """Whether it may be begun before its turn."""
+    return getattr(self.stage, 'ahead', False)
+
+  @property
   def enters(self) -> dict[int, int]:
     """What a value of a loop's body is before the first round."""
     starts = (start for start, _ in self.body.carry)

@@ -1,4 +1,4 @@
-"""What programs are made of: nine kinds of instruction.
+"""What programs are made of: ten kinds of instruction.
 
 Values go from place to place over links. Two ends are no place: inputs come
 from the `SOURCE` and outputs go to the `SINK`, which is whoever calls the step,
@@ -15,6 +15,12 @@ class Run(NamedTuple):
 
   node: int
   donate: tuple[int, ...] = ()
+
+
+class Begin(NamedTuple):
+  """Begin the call of stage node `node`, which its `Run` will wait for."""
+
+  node: int
 
 
 class Send(NamedTuple):

@@ -3,6 +3,7 @@
 import collections
 
 from planner.instruction import (
+  Begin,
   Drop,
   Evict,
   Keep,
@@ -17,23 +18,31 @@ from planner.instruction import (
 
 def evict(program, flow, idle):
   """Has `idle` values on the device only around the stages that touch them."""
-  out, away = [], set(idle)
+  out, away, begun = [], set(idle), {}
   for op in program:
-    if not isinstance(op, Run | Repeat):
+    if not isinstance(op, Begin | Run | Repeat):
       out.append(op)
       continue
     reads, writes = _uses(op, flow)
     back = sorted(away.intersection(reads))
     out += [Restore(v) for v in back]
+    away -= {*back}
     out.append(op)
-    gone = sorted(idle.intersection((*reads, *writes)))
-    out += [Evict(v) for v in gone]
+    if isinstance(op, Begin):
+      begun[op.node] = reads  # Which stay until its turn has come.
+      continue
+    begun.pop(op.node, None)
+    gone = idle.intersection((*reads, *writes)).difference(*begun.values())
+    out += [Evict(v) for v in sorted(gone)]
+    away |= gone
   return out
 
 
 def _uses(op, flow):
   """Values that an instruction reads, and those it makes."""
   match op:
+    case Begin(i):
+      return flow.nodes[i].reads, ()
     case Run(i):
       return flow.nodes[i].reads, flow.nodes[i].writes
     case Repeat():

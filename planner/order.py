@@ -6,6 +6,9 @@ rule: a place never waits for one node while another could run. Of those that
 could, it runs the one of the earliest piece, since other places wait for what
 becomes of it; then the one with the longest way to go (HEFT, Topcuoglu 2002),
 which alone would finish a long stage before a short one that follows it.
+
+What may begin ahead of its turn is waited for when all that can be begun so has
+what it reads: an engine is given all pieces at once.
 """
 
 import collections
@@ -34,6 +37,8 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
     {flow.maker[v] for v in node.reads if v in flow.maker}
     for node in flow.nodes
   ]
+  for i in (i for i in range(n) if flow.nodes[i].ahead):
+    makers[i] |= _first(flow, makers)
   after = [[] for _ in range(n)]
   for i, before in enumerate(makers):
     for j in before:
@@ -75,6 +80,18 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
         ready[j] = arrival(j)
         heapq.heappush(heap, turn(j, ready[j]))
   return dataclasses.replace(flow, nodes=tuple(flow.nodes[i] for i in done))
+
+
+def _first(flow, makers) -> set[int]:
+  """Nodes that lead to what may begin ahead, and wait for nothing such."""
+  before, late = set(), set()
+  for i in reversed(range(len(flow.nodes))):
+    if i in before or flow.nodes[i].ahead:
+      before |= makers[i]
+  for i in range(len(flow.nodes)):
+    if flow.nodes[i].ahead or makers[i] & late:
+      late.add(i)
+  return before - late
 
 
 def _seconds(flow, node, place, plan, cost) -> float:

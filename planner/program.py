@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from planner import graph, lifetimes
 from planner.instruction import (
+  Begin,
   Drop,
   Evict,
   Instruction,
@@ -27,6 +28,7 @@ from planner.instruction import (
 )
 
 __all__ = [
+  'Begin',
   'Drop',
   'Evict',
   'Instruction',
@@ -199,6 +201,14 @@ class _Writer:
         if v not in self.here.get(end, ()):
           self.add(self.owner(v), Send(v, end))
 
+  def begin(self, flow, there, nodes):
+    """Begins nodes, where they run."""
+    for i in nodes:
+      for place, (reads, _) in there[i].items():
+        for v in reads:
+          self.fetch(v, place)
+        self.add(place, Begin(i))
+
   def fetch(self, v: int, place: str):
     """Has a value at a place, received if need be."""
     if v not in self.here[place]:
@@ -206,15 +216,30 @@ class _Writer:
       self.add(place, Recv(v, self.owner(v)))
 
 
+def _early(flow: graph.Flow) -> dict[int | None, list[int]]:
+  """Nodes to begin ahead, by the one after which all that they read is there.
+
+  None is the beginning. As that is one order for all places, none of them waits
+  for what another makes only later.
+  """
+  early = collections.defaultdict(list)
+  for i, node in enumerate(flow.nodes):
+    if node.ahead:
+      makers = [flow.maker[v] for v in node.reads if v in flow.maker]
+      early[max(makers, default=None)].append(i)
+  return early
+
+
 def lower(
   flow: graph.Flow, plan, resident=None, loop: bool = False
 ) -> dict[str, tuple]:
   """Returns the program of every place.
 
-  A value is sent as soon as it is there and received when first needed. It is
-  dropped after its last use; what a stage reads for the last time it may
-  overwrite, if this place alone can hold it: carried values, sums, and what is
-  used up.
+  A value is sent as soon as it is there and received when first needed. What
+  may begin ahead of its turn does so when the last of what it reads is made. A
+  value is dropped after its last use; what a stage reads for the last time it
+  may overwrite, if this place alone can hold it: carried values, sums, and what
+  is used up.
 
   Args:
     flow: cut and ordered as the plan says.
@@ -233,8 +258,10 @@ def lower(
   everyone = dict.fromkeys(itertools.chain(*there, *resident.values()))
   told = everyone if loop else (SINK,)
   needs = _needs(flow, there, writer.made, resident, told)
+  early = _early(flow)
   for start, _ in flow.carry:
     writer.send(start, needs[start])
+  writer.begin(flow, there, early[None])
   for i, (node, part) in enumerate(zip(flow.nodes, there, strict=True)):
     ops = repeats(i, node, plan) if node.body else {}
     for place, (reads, writes) in part.items():
@@ -244,6 +271,7 @@ def lower(
       writer.here[place].update(writes)
     for v in node.writes:
       writer.send(v, needs[v])
+    writer.begin(flow, there, early[i])
   for v in flow.outputs:
     if loop:
       for place in told:

@@ -163,8 +163,8 @@ class Policy(NamedTuple):
       None where actions are meant as they are.
     value: `params, obs -> value`, the critic alone; None without one.
     like: `params, obs, keys -> Experience` of shapes, where `act` runs outside
-      JAX, on an engine that computes log-probabilities in its own way; None
-      where both are one.
+      JAX, on an engine that computes log-probabilities in its own way, and
+      returns a `stage.Later` of its experience; None where both are one.
   """
 
   init: Callable[[Key], Params]

@@ -3,13 +3,33 @@
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from stages import metrics
+
+
+class Later(NamedTuple):
+  """What will come of a call that is under way.
+
+  Attributes:
+    told: a future, or another `Later`.
+    then: what is made of its result.
+  """
+
+  told: Any
+  then: Callable[[Any], Any]
+
+  def result(self) -> Any:
+    """Waits for it."""
+    return self.then(self.told.result())
+
+  def cancel(self):
+    """Lets it be given up: nobody waits."""
+    self.told.cancel()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,6 +56,8 @@ class Stage:
     host: runs outside JAX, on NumPy arrays; what it takes whole, such as
       parameters, it is given as it lies.
     like: shapes of what a host stage returns, given shapes of what it takes.
+    ahead: a host stage whose function returns a `Later` of what it returns: it
+      is begun as soon as what it takes is there, and waited for in its turn.
   """
 
   fn: Callable[..., Any]
@@ -46,12 +68,18 @@ class Stage:
   linear: tuple[int, ...] = ()
   host: bool = False
   like: Callable[..., Any] | None = None
+  ahead: bool = False
 
   def __post_init__(self):
     if self.host and self.like is None:
       raise ValueError(
         f'Stage {self.name} runs on the host, so nothing can tell the shapes '
         'of what it returns: give it `like`.'
+      )
+    if self.ahead and (not self.host or self.linear):
+      raise ValueError(
+        f'Stage {self.name} cannot be begun ahead of its turn: only what runs '
+        'on the host can, and uses nothing up.'
       )
     both = sorted({*self.linear} & {*self.whole})
     if both and self.grain != 'batch':
@@ -72,12 +100,20 @@ class Stage:
     return self.outside if self.host else jax.jit(self.fn)
 
   def outside(self, *args):
-    """Calls a host stage and holds it to the shapes that it promised."""
+    """Calls a host stage."""
+    return self.end(self.begin(*args), *args)
+
+  def begin(self, *args):
+    """Begins a call of a host stage."""
     given = [
       arg if i in self.whole else jax.device_get(arg)
       for i, arg in enumerate(args)
     ]
-    made = self.fn(*given)
+    return self.fn(*given)
+
+  def end(self, begun, *args):
+    """Waits for a call, and holds it to the shapes that it promised."""
+    made = begun.result() if self.ahead else begun
     want, got = jax.tree.flatten(self.like(*args)), jax.tree.flatten(made)
     wants = [(x.shape, x.dtype) for x in want[0]]
     gots = [(np.shape(x), np.asarray(x).dtype) for x in got[0]]

@@ -1,5 +1,8 @@
 """ManiSkill in a pool: bit for bit what its bare environments do."""
 
+from concurrent import futures
+import importlib.util
+import multiprocessing
 import os
 import signal
 
@@ -9,9 +12,14 @@ import pytest
 
 from rlinf_jax.worlds import environment, hosted, maniskill
 
-WHY = 'ManiSkill is not installed: pip install "rlinf-jax[maniskill]"'
-pytest.importorskip('mani_skill', reason=WHY)
-pytestmark = pytest.mark.slow
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.skipif(
+    # It is looked for and not imported: simulators live in other processes.
+    importlib.util.find_spec('mani_skill') is None,
+    reason='ManiSkill is not installed: pip install "rlinf-jax[maniskill]"',
+  ),
+]
 TASK, A = 'PushCube-v1', 8
 N, T = 4, 70  # Beyond the end of an episode, which is at 50.
 
@@ -57,13 +65,12 @@ def test_trajectories_are_bit_equal_in_1_2_and_4_processes(make):
   assert sum(made.truncated.sum() for made in one[1:]) == N
 
 
-def test_a_pool_is_a_loop_over_bare_environments(make):
-  """The bare one is built by Gymnasium, with ManiSkill's own limit of time."""
+def bare(i: int):
+  """Environment `i` as Gymnasium builds it, with ManiSkill's limit of time."""
   import gymnasium
   import mani_skill.envs  # noqa: F401
 
   maniskill.make(0, TASK).close()  # Where there is no graphics device.
-  made = play(make())
   env = gymnasium.make(
     TASK,
     num_envs=1,
@@ -73,21 +80,32 @@ def test_a_pool_is_a_loop_over_bare_environments(make):
     sim_backend='physx_cpu',
     render_backend='none',
   )
-  for i in (0, 3):
-    obs, _ = env.reset(seed=100 + i)
-    np.testing.assert_array_equal(made[0][i], obs[0])
-    for t, action_NA in enumerate(actions()):
-      obs, reward, terminated, truncated, info = env.step(action_NA[i])
-      got = made[t + 1]
-      np.testing.assert_array_equal(got.final_obs[i], obs[0])
-      assert got.reward[i] == np.float32(reward[0])
-      assert got.terminated[i] == bool(terminated[0])
-      assert got.truncated[i] == bool(truncated[0] & ~terminated[0])
-      assert got.success[i] == bool(info['success'][0])
-      if terminated[0] or truncated[0]:
-        obs, _ = env.reset(seed=environment.episode_seed(100 + i, t + 1))
-      np.testing.assert_array_equal(got.obs[i], obs[0])
+  obs, _ = env.reset(seed=100 + i)
+  seen = [np.array(obs[0])]
+  for t, action_NA in enumerate(actions()):
+    obs, reward, terminated, truncated, info = env.step(action_NA[i])
+    ends = bool(terminated[0]), bool(truncated[0] & ~terminated[0])
+    last = np.array(obs[0])
+    if terminated[0] or truncated[0]:
+      obs, _ = env.reset(seed=environment.episode_seed(100 + i, t + 1))
+    success, now = bool(info['success'][0]), np.array(obs[0])
+    seen.append((last, np.float32(reward[0]), *ends, success, now))
   env.close()
+  return seen
+
+
+def test_a_pool_is_a_loop_over_bare_environments(make):
+  made = play(make())
+  spawn = multiprocessing.get_context('spawn')
+  with futures.ProcessPoolExecutor(1, spawn) as process:
+    bares = [*process.map(bare, (0, 3))]
+  for i, (first, *seen) in zip((0, 3), bares, strict=True):
+    np.testing.assert_array_equal(made[0][i], first)
+    for got, (last, reward, *ends, now) in zip(made[1:], seen, strict=True):
+      np.testing.assert_array_equal(got.final_obs[i], last)
+      assert got.reward[i] == reward
+      assert [got.terminated[i], got.truncated[i], got.success[i]] == ends
+      np.testing.assert_array_equal(got.obs[i], now)
 
 
 def test_a_killed_process_brings_its_environments_back_to_the_bit(make):

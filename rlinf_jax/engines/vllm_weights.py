@@ -60,6 +60,27 @@ def agree_on_threads():
   torch.set_num_threads(torch.get_num_threads())
 
 
+def look_calmly():
+  """Has vLLM pass over what cannot be looked at.
+
+  As it starts on a CPU it asks everything in every module for a `__dict__`.
+  Some raise, such as what trimesh, and so a simulator, has in the place of a
+  package that is not there.
+  """
+  try:
+    from vllm.triton_utils import dispatcher
+  except ImportError:
+    return
+
+  def has(x, name):
+    try:
+      return hasattr(x, name)
+    except Exception:  # noqa: BLE001 (what it raises is that module's affair)
+      return False
+
+  dispatcher.hasattr = has  # Before the one of `builtins`, in there alone.
+
+
 @functools.cache
 def register():
   """Makes it known to vLLM, by `NAME`."""

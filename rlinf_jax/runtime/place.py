@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
-import functools
 import math
 import threading
+from typing import NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, SingleDeviceSharding
@@ -95,7 +95,7 @@ class Place:
     """A function of the leaves that `node` reads, made ready to run."""
     stage = node.stage
     if stage.host:
-      return functools.partial(self._outside, flow, node)
+      return Outside(self, flow, node)
     reads = [flow.values[v] for v in node.reads]
     writes = [flow.values[v] for v in node.writes]
     spare = self._reusable(flow, node, donate)
@@ -162,9 +162,26 @@ class Place:
         spare.append(i)
     return tuple(spare)
 
-  def _outside(self, flow, node, *leaves):
-    made = node.stage.run(*jax.tree.unflatten(node.takes, leaves))
+
+class Outside(NamedTuple):
+  """A call of a host stage of leaves, whose results are laid out at a place."""
+
+  place: Place
+  flow: graph_lib.Flow
+  node: graph_lib.Node
+
+  def __call__(self, *leaves):
+    return self.end(self.begin(*leaves), *leaves)
+
+  def begin(self, *leaves):
+    """Begins it."""
+    return self.node.stage.begin(*jax.tree.unflatten(self.node.takes, leaves))
+
+  def end(self, begun, *leaves):
+    """Waits for what was begun."""
+    args = jax.tree.unflatten(self.node.takes, leaves)
+    made = jax.tree.leaves(self.node.stage.end(begun, *args))
     return [
-      self.put(flow.values[v], x)
-      for v, x in zip(node.writes, jax.tree.leaves(made), strict=True)
+      self.place.put(self.flow.values[v], x)
+      for v, x in zip(self.node.writes, made, strict=True)
     ]

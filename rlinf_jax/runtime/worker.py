@@ -1,6 +1,7 @@
 """A place's thread, which interprets its programs."""
 
 from concurrent import futures
+import contextlib
 import dataclasses
 from typing import Any
 import weakref
@@ -56,6 +57,7 @@ class Frame:
     round: of the innermost, in words; nothing outside of loops.
     kept: what the next round, or step, begins with, by value.
     last: whether this round of a loop is the last.
+    begun: calls that wait for their turn, by node.
   """
 
   turn: Turn
@@ -66,6 +68,7 @@ class Frame:
   round: str = ''
   kept: dict[int, Any] = dataclasses.field(default_factory=dict)
   last: bool = False
+  begun: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
 _copied = jax.jit(lambda xs: [jnp.copy(x) for x in xs])
@@ -116,10 +119,14 @@ class Worker:
 
   def _play(self, frame: Frame, program):
     """A program from its beginning to its end."""
-    for op in program:
-      if self.runtime.failure:
-        raise self.runtime.failure
-      self._interpret(frame, op)
+    try:
+      for op in program:
+        if self.runtime.failure:
+          raise self.runtime.failure
+        self._interpret(frame, op)
+    finally:  # Where something failed, nobody waits for what was begun.
+      for begun in frame.begun.values():
+        begun.cancel()
     frame.memory |= frame.kept
     frame.kept = {}
 
@@ -157,9 +164,15 @@ class Worker:
     here, line = self.place.name, self.runtime.timeline
     start = line.now()
     match op:
+      case program_lib.Begin(i):
+        node = flow.nodes[i]
+        with self._named(frame, node):
+          leaves = (memory[v] for v in node.reads)
+          frame.begun[i] = self.runtime.call(frame, i).begin(*leaves)
       case program_lib.Run(i, donate):
         node = flow.nodes[i]
-        self._run(frame, node, i)
+        with self._named(frame, node):
+          self._run(frame, node, i)
         line.add(turn.step, here, 'run', node.name, start, node.piece)
         for v in donate:
           del memory[v]
@@ -198,11 +211,22 @@ class Worker:
     return self.place.put(other, x)
 
   def _run(self, frame: Frame, node, i):
-    memory = frame.memory
+    memory, call = frame.memory, self.runtime.call(frame, i)
+    leaves = [memory[v] for v in node.reads]
+    if i in frame.begun:
+      made = call.end(frame.begun[i], *leaves)
+      del frame.begun[i]
+    else:
+      made = call(*leaves)
+    # Seconds by stage are worth more than a dispatch ahead of the device.
+    jax.block_until_ready(made)
+    memory.update(zip(node.writes, made, strict=True))
+
+  @contextlib.contextmanager
+  def _named(self, frame: Frame, node):
+    """Has a failure say of what it is."""
     try:
-      made = self.runtime.call(frame, i)(*(memory[v] for v in node.reads))
-      # Seconds by stage are worth more than a dispatch ahead of the device.
-      jax.block_until_ready(made)
+      yield
     except Exception as error:
       piece, pieces = node.piece
       which = f', piece {piece + 1} of {pieces}' if pieces > 1 else ''
@@ -210,4 +234,3 @@ class Worker:
         f'Stage {node.name} on place {self.place.name!r} failed in step '
         f'{frame.turn.step}{frame.round}{which}: {error}'
       ) from error
-    memory.update(zip(node.writes, made, strict=True))

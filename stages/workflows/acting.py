@@ -21,18 +21,24 @@ def act(
     greedy: take the likeliest action instead of a draw.
   """
 
+  host = policy.like is not None
+
   def run(actor: base.Version, obs, key_B):
+    def versioned(x: base.Experience):
+      return x._replace(version=jnp.broadcast_to(actor.step, key_B.shape))
+
     x = policy.act(actor.params, obs, key_B, group=group, greedy=greedy)
-    return x._replace(version=jnp.broadcast_to(actor.step, key_B.shape))
+    return stages.Later(x, versioned) if host else versioned(x)
 
   def like(actor: base.Version, obs, key_B):
     x = policy.like(actor.params, obs, key_B)
     version = jax.ShapeDtypeStruct(key_B.shape, actor.step.dtype)
     return x._replace(version=version)
 
-  host = policy.like is not None
+  if not host:
+    return stages.Stage(run, name, whole=(0,), group=group)
   return stages.Stage(
-    run, name, whole=(0,), group=group, host=host, like=like if host else None
+    run, name, whole=(0,), group=group, host=True, like=like, ahead=True
   )
 
 
