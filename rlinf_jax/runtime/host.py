@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from planner import graph as graph_lib
-from planner import passes
+from planner import passes, reissue
 from planner import plan as plan_lib
 from planner import program as program_lib
 from planner.costs import cost as cost_lib
@@ -176,7 +176,13 @@ class Host:
     self._calls[name] = calls
     pool.shutdown(wait=False)
 
-  def begin(self, name: str, step: int, leaves) -> futures.Future:
+  def begin(
+    self,
+    name: str,
+    step: int,
+    leaves,
+    left: reissue.Left = reissue.EVERYTHING,
+  ) -> futures.Future:
     """Begins a flow; returns the future of the outputs that are made here.
 
     What is begun before the last has ended overlaps with it as far as its
@@ -186,6 +192,7 @@ class Host:
       name: of the flow.
       step: the update that it is.
       leaves: its inputs.
+      left: what there is to do of it.
     """
     if self.failure:
       raise self.failure
@@ -198,6 +205,7 @@ class Host:
       {},
       set().union(*(_given(lowered.programs[place]) for place in self.places)),
       futures.Future(),
+      left,
     )
     if not turn.missing:
       turn.done.set_result({})

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from planner import graph as graph_lib
 from planner import program as program_lib
+from planner import reissue
 from rlinf_jax.runtime import place as place_lib
 from sharding import offload
 
@@ -34,6 +35,7 @@ class Turn:
     outputs: by value, as they come.
     missing: values that are still to come.
     done: set when all outputs are there, or at the first failure.
+    left: what there is to do, where another process has done some of it.
   """
 
   name: str
@@ -42,6 +44,7 @@ class Turn:
   outputs: dict[int, Any]
   missing: set[int]
   done: futures.Future
+  left: reissue.Left = reissue.EVERYTHING
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,6 +72,21 @@ class Frame:
   kept: dict[int, Any] = dataclasses.field(default_factory=dict)
   last: bool = False
   begun: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+
+def _is_done(frame: Frame, op) -> bool:
+  """Whether an instruction need not be carried out again."""
+  left = frame.turn.left
+  if frame.loop or left is reissue.EVERYTHING:
+    return False
+  match op:
+    case program_lib.Begin(i) | program_lib.Run(i):
+      return i in left.skip
+    case program_lib.Send(v, target):
+      return (v, target) in left.sent
+    case program_lib.Drop(v) | program_lib.Evict(v) | program_lib.Restore(v):
+      return v not in frame.memory  # What made it was left out.
+  return False
 
 
 _copied = jax.jit(lambda xs: [jnp.copy(x) for x in xs])
@@ -123,7 +141,8 @@ class Worker:
       for op in program:
         if self.runtime.failure:
           raise self.runtime.failure
-        self._interpret(frame, op)
+        if not _is_done(frame, op):
+          self._interpret(frame, op)
     finally:  # Where something failed, nobody waits for what was begun.
       for begun in frame.begun.values():
         begun.cancel()
