@@ -128,10 +128,7 @@ def places(flow: graph.Flow, plan) -> str:
     rows = [
       f'{s} {plan.rows[s]} rows at a time' for s in stages if s in plan.rows
     ]
-    mesh = ' '.join(f'{axis}={size}' for axis, size in place.axes)
-    count = len(place.devices)
-    head = f'{name}: {count} device{"s" * (count > 1)} {mesh}'.rstrip()
-    lines += [head, f'  {" → ".join(stages)}']
+    lines += [f'{name}: {place}', f'  {" → ".join(stages)}']
     lines += [f'  {", ".join(rows)}'] * bool(rows)
   lines += [f'in {plan.pieces} pieces'] * (plan.pieces > 1)
   if plan.evict:

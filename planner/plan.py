@@ -14,10 +14,13 @@ class Placement:
   Attributes:
     devices: numbers of the process's devices.
     axes: names and sizes of the mesh; none for a single device.
+    processes: that have as many of the devices each, in their order, where
+      places are processes. Where they are threads, one has them all.
   """
 
   devices: tuple[int, ...] = (0,)
   axes: tuple[tuple[str, int], ...] = ()
+  processes: int = 1
 
   def __post_init__(self):
     there = len(self.devices)
@@ -34,6 +37,23 @@ class Placement:
       )
     if len(set(self.devices)) < there:
       raise ValueError(f'A place of {self.devices} names a device twice.')
+    if self.processes < 1:
+      raise ValueError(
+        f'A place cannot be of {self.processes} processes: give 1 or more.'
+      )
+    if there % self.processes:
+      raise ValueError(
+        f'{self.processes} processes cannot have as many of {there} devices '
+        'each: make the number of processes a divisor of it.'
+      )
+
+  def __str__(self):
+    """Devices, mesh and processes, for people."""
+    count = len(self.devices)
+    mesh = ' '.join(f'{axis}={size}' for axis, size in self.axes)
+    said = f'{count} device{"s" * (count > 1)} {mesh}'.rstrip()
+    many = f' in {self.processes} processes' * (self.processes > 1)
+    return f'{said}{many}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +106,11 @@ class Plan:
         taken[device] = name
 
   def to_json(self) -> str:
-    return json.dumps(dataclasses.asdict(self), indent=2)
+    data = dataclasses.asdict(self)
+    for place in data['places'].values():
+      if place['processes'] == 1:  # Most plans have no use for the word.
+        del place['processes']
+    return json.dumps(data, indent=2)
 
   @classmethod
   def from_json(cls, text: str) -> 'Plan':
@@ -116,15 +140,9 @@ def of(sketch: Mapping[str, Any], stages: Iterable[str] = ()) -> Plan:
     ValueError: for a field that plans do not have, a stage that there is not,
       or a plan that cannot be.
   """
-  known = [field.name for field in dataclasses.fields(Plan)]
-  strange = sorted(sketch.keys() - set(known))
-  if strange:
-    raise ValueError(f'A plan has no {strange}: it has {known}.')
+  _refuse_strange('plan', sketch, Plan)
   places = {
-    name: Placement(
-      tuple(place.get('devices', (0,))),
-      tuple((axis, size) for axis, size in place.get('axes', ())),
-    )
+    name: _placement(place)
     for name, place in sketch.get('places', {'all': {}}).items()
   }
   where = dict(sketch.get('stages', {}))
@@ -145,6 +163,22 @@ def of(sketch: Mapping[str, Any], stages: Iterable[str] = ()) -> Plan:
     sketch.get('pieces', 1),
     tuple(sketch.get('evict', ())),
   )
+
+
+def _placement(sketch) -> Placement:
+  """The place that a person, or a file, has in mind."""
+  _refuse_strange('place', sketch, Placement)
+  axes = tuple((axis, size) for axis, size in sketch.get('axes', ()))
+  devices = tuple(sketch.get('devices', (0,)))
+  return Placement(devices, axes, sketch.get('processes', 1))
+
+
+def _refuse_strange(noun, sketch, kind):
+  """Refuses fields that plans, or places, do not have."""
+  known = [field.name for field in dataclasses.fields(kind)]
+  strange = sorted(sketch.keys() - set(known))
+  if strange:
+    raise ValueError(f'A {noun} has no {strange}: it has {known}.')
 
 
 def one_place(stages, placement: Placement = Placement(), rows=None) -> Plan:

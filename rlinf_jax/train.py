@@ -320,14 +320,10 @@ def _header(folder, runtime, start, steps) -> str:
 
 
 def _places(plan) -> str:
-  """Devices and mesh of every place."""
+  """Devices, mesh and processes of every place."""
   kind = jax.devices()[0].device_kind
-  said = []
-  for name, place in plan.places.items():
-    n = len(place.devices)
-    axes = ' '.join(f'{axis}={size}' for axis, size in place.axes)
-    said.append(f'{name}: {n} device{"s" * (n > 1)} {axes}'.rstrip())
-  return f'{", ".join(said)} ({kind})'
+  said = ', '.join(f'{name}: {place}' for name, place in plan.places.items())
+  return f'{said} ({kind})'
 
 
 def finish(result: Result, say: Callable[[str], None]):

@@ -17,6 +17,7 @@ import importlib.machinery
 import os
 import pathlib
 import re
+import secrets
 import sys
 import zlib
 
@@ -24,6 +25,9 @@ import zlib
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
+# Nodes of Ray that tests start let in who has it.
+os.environ.setdefault('RAY_AUTH_MODE', 'token')
+os.environ.setdefault('RAY_AUTH_TOKEN', secrets.token_hex(32))
 
 # Compiled programs are kept for the next run, bit for bit the same. JAX's key
 # knows neither the instruction set nor the cores, so the folder's name does.

@@ -15,6 +15,9 @@ PLANS = {
     {'generate': 'a', 'gradient': 'b', 'apply': 'b'},
     {'gradient': 2},
   ),
+  'processes': plan.one_place(
+    ['apply'], plan.Placement((0, 1, 2, 3), (('data', 4),), processes=2)
+  ),
 }
 
 
@@ -77,6 +80,24 @@ def test_a_device_named_twice_is_refused():
     plan.Placement((0, 0), (('data', 2),))
 
 
+@pytest.mark.parametrize('processes', [3, 8])
+def test_processes_that_cannot_share_the_devices_are_refused(processes):
+  with pytest.raises(
+    ValueError, match=f'{processes} processes cannot .* 4 devices each: make'
+  ):
+    plan.Placement((0, 1, 2, 3), (('data', 4),), processes)
+
+
+def test_a_place_of_no_process_is_refused():
+  with pytest.raises(ValueError, match='cannot be of 0 processes: give 1'):
+    plan.Placement(processes=0)
+
+
+def test_only_a_place_of_several_processes_says_how_many():
+  for name, made in PLANS.items():
+    assert ('processes' in made.to_json()) == (name == 'processes')
+
+
 def test_a_device_of_two_places_is_refused():
   places = {
     'a': plan.Placement((0, 1), (('data', 2),)),
@@ -100,6 +121,12 @@ def test_a_field_that_plans_do_not_have_is_refused():
   text = '{"places": {"a": {}}, "stages": {}, "peices": 2}'
   with pytest.raises(ValueError, match=r"no \['peices'\]: it has .*'pieces'"):
     plan.Plan.from_json(text)
+
+
+def test_a_field_that_places_do_not_have_is_refused():
+  place = {'devices': [0, 1], 'axes': [['data', 2]], 'proceses': 2}
+  with pytest.raises(ValueError, match=r"place has no \['proceses'\]: it has"):
+    plan.of({'places': {'a': place}})
 
 
 def test_what_a_plan_leaves_out_has_a_default():

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 import dataclasses
 import hashlib
 import os
+import socket
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import ray
@@ -22,9 +23,30 @@ from rlinf_jax.runtime import host, link, parcel
 from rlinf_jax.runtime import mail as mail_lib
 from rlinf_jax.runtime import place as place_lib
 from sharding import rules as rules_lib
+from sharding import span
 
 GROUPS = {'turns': 1, 'mail': 1, 'control': 1}  # Threads of each.
 Flows = Callable[[], tuple[graph.Flow, graph.Flow | None]]
+JOIN = 120  # Seconds that processes of a place wait for each other to begin,
+PART = 2  # and to end.
+
+
+class Member(NamedTuple):
+  """A process of a place.
+
+  Attributes:
+    place: its name.
+    rank: which of its processes; the first alone talks to others.
+    of: how many there are.
+  """
+
+  place: str
+  rank: int
+  of: int
+
+  def __str__(self):
+    many = f' {self.rank + 1}/{self.of}' * (self.of > 1)
+    return f'{self.place}{many}'
 
 
 def fingerprint(lowered: Mapping[str, host.Lowered]) -> str:
@@ -47,8 +69,11 @@ def _facts(flow):
 class _Far(host.Host):
   """A host whose other places are actors.
 
+  Where its own place is of several processes, all of them run the same program;
+  what leaves the place is made whole by all, and sent by the first.
+
   Attributes:
-    peers: actors by place.
+    peers: actors by place, one for each of its processes.
     near: places whose memory this one can share.
     sent: how many values have left, by way.
     life: how often a state was loaded.
@@ -56,22 +81,40 @@ class _Far(host.Host):
     seconds: that took, likewise.
   """
 
-  def __init__(self, axes, *args, **kwargs):
-    """As `host.Host`, with the mesh axes of every place of the plan."""
+  def __init__(self, leads, axes, *args, **kwargs):
+    """As `host.Host`, and more.
+
+    Args:
+      leads: whether this process speaks for its place.
+      axes: of the mesh of every place that has them in one process.
+      *args: as `host.Host`.
+      **kwargs: likewise.
+    """
     super().__init__(*args, **kwargs)
-    self._axes, self.links = axes, link.Links(ray.util.get_node_ip_address())
+    self.leads, self._axes = leads, axes
+    self.links = link.Links(ray.util.get_node_ip_address())
     self.peers, self.near = {}, frozenset()
     self.sent, self.life = {}, 0
     self.bytes, self.seconds = {}, {}
+
+  def give(self, turn, v, x):
+    super().give(turn, v, span.whole(x))
 
   def post(self, way, x):
     number = self.sent.get(way, 0)
     self.sent[way] = number + 1
     start = time.perf_counter()
+    x = span.whole(x)
+    if not self.leads:
+      return
     source, target = (self._axes[end] for end in (way.source, way.target))
     axes = source if source == target else ()
-    packed = self.links.pack(x, axes, way.target in self.near)
-    self.peers[way.target].deliver.remote(self.life, way, number, packed)
+    readers, near = self.peers[way.target], way.target in self.near
+    packed = self.links.pack(x, axes, near, len(readers) > 1)
+    # Those on one machine share what is put into its store once.
+    sent = ray.put(packed) if len(readers) > 1 else packed
+    for reader in readers:
+      reader.deliver.remote(self.life, way, number, sent)
     ends = way.source, way.target
     spent = time.perf_counter() - start
     self.bytes[ends] = self.bytes.get(ends, 0) + link.size(packed)
@@ -82,7 +125,7 @@ class _Far(host.Host):
 
 
 class Actor:
-  """One place, and its mail.
+  """One place, or one of the processes that share it, and its mail.
 
   Its methods are called in three groups, a thread each: turns, mail, and what
   must get through while a turn waits.
@@ -94,9 +137,33 @@ class Actor:
     self._next = {}
 
   @ray.method(concurrency_group='control')
+  def address(self) -> str:
+    """Where the processes of this place can meet: here."""
+    with socket.socket() as free:
+      free.bind(('', 0))
+      return f'{ray.util.get_node_ip_address()}:{free.getsockname()[1]}'
+
+  @ray.method(concurrency_group='control')
+  def join(self, address: str, member: Member):
+    """Makes the devices of a place's processes one list, before JAX looks.
+
+    Args:
+      address: of the first of them.
+      member: which of them this is.
+    """
+    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    # It would take SIGTERM for itself, and nobody could end this process.
+    jax.config.update('jax_enable_preemption_service', False)
+    jax.distributed.initialize(
+      *(address, member.of, member.rank),
+      initialization_timeout=JOIN,
+      shutdown_timeout_seconds=PART,
+    )
+
+  @ray.method(concurrency_group='control')
   def prepare(
     self,
-    name: str,
+    member: Member,
     plan: str,
     flows: Flows,
     agreed: str,
@@ -106,7 +173,7 @@ class Actor:
     """Records the flows and makes the place ready.
 
     Args:
-      name: of the place.
+      member: the place, and which of its processes this is.
       plan: as JSON.
       flows: records those of a step and of an evaluation.
       agreed: the driver's `fingerprint`.
@@ -119,7 +186,7 @@ class Actor:
     memory.keep()
     if os.path.isdir(folder):
       os.chdir(folder)
-    chosen = plan_lib.Plan.from_json(plan)
+    name, chosen = member.place, plan_lib.Plan.from_json(plan)
     lowered = host.lower(chosen, *flows())
     if fingerprint(lowered) != agreed:
       raise ValueError(
@@ -132,18 +199,22 @@ class Actor:
       placement, devices=tuple(range(len(placement.devices)))
     )
     place = place_lib.Place(name, own, chosen.rows, rules_lib.DEFAULT)
-    axes = {name: place.axes for name, place in chosen.places.items()}
-    self._host = _Far(axes, lowered, {name: place}, patience)
+    axes = {
+      name: place.axes if place.processes == 1 else ()
+      for name, place in chosen.places.items()
+    }
+    leads = member.rank == 0
+    self._host = _Far(leads, axes, lowered, {name: place}, patience)
 
   @ray.method(concurrency_group='control')
-  def meet(self, peers: Mapping[str, Any], near: Set[str]):
+  def meet(self, peers: Mapping[str, Sequence[Any]], near: Set[str]):
     """Makes the other places known, and which share this one's memory."""
     self._host.peers, self._host.near = dict(peers), near
 
   @ray.method(concurrency_group='control')
   def about(self) -> dict[str, Any]:
     """Where it is: process, node and device."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     return {
       'pid': os.getpid(),
       'node': ray.get_runtime_context().get_node_id(),
@@ -171,7 +242,12 @@ class Actor:
   def state(self) -> dict[int, parcel.Parcel]:
     """Carried values whose first home is here."""
     self._host.wait()
-    return {i: parcel.pack(x) for i, x in self._host.leaves().items()}
+    found = {}
+    for i, x in self._host.leaves().items():
+      x = span.whole(x)
+      if self._host.leads:
+        found[i] = parcel.pack(x)
+    return found
 
   @ray.method(concurrency_group='control')
   def compile(self, name: str):
@@ -187,8 +263,10 @@ class Actor:
     """
     made = self._host.begin(name, step, [parcel.unpack(x) for x in leaves])
     self._host.wait()
-    outputs = {v: parcel.pack(x) for v, x in made.result().items()}
-    return outputs, self._host.timeline.take()
+    spans = self._host.timeline.take()
+    if not self._host.leads:
+      return {}, []
+    return {v: parcel.pack(x) for v, x in made.result().items()}, spans
 
   @ray.method(concurrency_group='mail')
   def deliver(self, life: int, way: mail_lib.Way, number: int, packed):

@@ -1,4 +1,4 @@
-"""Runs the programs of a plan in Ray actors: a process a place.
+"""Runs the programs of a plan in Ray actors: a process a place, or several.
 
 The driver begins steps and reads what they report. In between it has no part:
 every actor works through its own program, and values go from actor to actor.
@@ -66,7 +66,8 @@ class Cluster:
     """How a value goes from place to place, in words."""
     self._begun()
     near = target in self._crew.near(source)
-    return link.way(value.dtype, value.bytes, near)
+    shared = self.plan.places[target].processes > 1
+    return link.way(value.dtype, value.bytes, near, shared)
 
   def ambient(self):
     """The driver reads checkpoints as they are; actors lay them out."""
@@ -98,7 +99,8 @@ class Cluster:
     packed = [ray.put(parcel.pack(x)) for x in leaves]
 
     def hand_over(name, actor):
-      own = {i: packed[i] for i, some in enumerate(resident) if name in some}
+      place = self._crew.members[name].place
+      own = {i: packed[i] for i, some in enumerate(resident) if place in some}
       return actor.load.remote(self._life, list(own), *own.values())
 
     self._crew.ask(hand_over)
@@ -147,7 +149,7 @@ class Cluster:
     self._pool.shutdown(wait=False)
 
   def about(self) -> dict[str, dict[str, Any]]:
-    """Where every place is: process, node, kind of device."""
+    """Where every process of a place is: its id, node, kind of device."""
     self._begun()
     return dict(self._crew.about)
 
@@ -172,8 +174,8 @@ class Cluster:
     step = self.steps + (name != 'step')
     leaves = ray.put([parcel.pack(x) for x in jax.tree.leaves(inputs)])
     asked = {
-      actor.turn.remote(name, step, leaves): place
-      for place, actor in self._crew.actors.items()
+      actor.turn.remote(name, step, leaves): member
+      for member, actor in self._crew.actors.items()
     }
     made = self._pool.submit(self._collect, asked)
     self._flying = [one for one in self._flying if not one.done()] + [made]
@@ -184,27 +186,28 @@ class Cluster:
     outputs, left = {}, list(asked)
     while left:
       (one,), left = ray.wait(left)
-      place = asked[one]
+      member = asked[one]
       try:
         given, spans = ray.get(one)
       except ray.exceptions.RayError as error:
-        self._fail(place, error)
+        self._fail(member, error)
         raise self._failure from None
       outputs |= {v: parcel.unpack(x) for v, x in given.items()}
-      late = self._crew.about[place]['epoch'] - self.timeline.epoch
+      late = self._crew.about[member]['epoch'] - self.timeline.epoch
       self.timeline.extend(
         span._replace(start=span.start + late, end=span.end + late)
         for span in spans
       )
     return outputs
 
-  def _fail(self, place: str, error):
+  def _fail(self, member: str, error):
     """Keeps the first failure, and stops all places."""
     with self._lock:
       if self._failure:
         return
       died = [*self._crew.dead().values()]
-      self._failure = (died or [crew_lib.told(error, place)])[0]
+      self._failure = (died or [crew_lib.told(error, member)])[0]
     for name, actor in self._crew.actors.items():
-      if name != place:
+      if name != member:
         actor.fail.remote(str(self._failure))
+    self._crew.disband()

@@ -60,10 +60,13 @@ def _cpus() -> int:
 
 
 class Crew:
-  """A plan's actors, one a place.
+  """A plan's actors, one for each process of a place.
+
+  A process is named as its place is, or 'learner 1/2' where there are several.
 
   Attributes:
-    actors: by place, as far as they are there.
+    members: all processes of the plan, by name.
+    actors: by process, as far as they are there.
     about: where each is.
   """
 
@@ -79,15 +82,23 @@ class Crew:
     self._agreed = actor_lib.fingerprint(lowered)
     self._group, self._needs = None, {}
     self.actors, self.about = {}, {}
+    every = (
+      actor_lib.Member(name, rank, place.processes)
+      for name, place in plan.places.items()
+      for rank in range(place.processes)
+    )
+    self._disbanded: set[str] = set()
+    self.members = {str(member): member for member in every}
+    _refuse_outside(plan, lowered)
 
   def ready(self) -> list[str]:
-    """Starts the actors that are not there; returns their places.
+    """Starts the actors that are not there; returns which.
 
     Raises:
       ValueError: if there are too few devices for the plan, or an actor has
         recorded another step.
     """
-    missing = [name for name in self._plan.places if name not in self.actors]
+    missing = [name for name in self.members if name not in self.actors]
     if not missing:
       return []
     self._reserve()
@@ -95,26 +106,60 @@ class Crew:
       self.actors[name] = self._started(name)
     text, where = self._plan.to_json(), os.getcwd()
     made = {name: self.actors[name] for name in missing}
+    self._join(made)
     self.ask(
       lambda name, actor: actor.prepare.remote(
-        *(name, text, self._flows, self._agreed, where, self._patience)
+        *(self.members[name], text, self._flows, self._agreed, where),
+        self._patience,
       ),
       made,
     )
     self.about |= self.ask(lambda _, actor: actor.about.remote(), made)
+    peers = {
+      place: [self.actors[name] for name in self._of(place)]
+      for place in self._plan.places
+    }
     self.ask(
-      lambda name, actor: actor.meet.remote(self.actors, self.near(name))
+      lambda name, actor: actor.meet.remote(
+        peers, self.near(self.members[name].place)
+      )
     )
     return missing
 
+  def _of(self, place: str) -> list[str]:
+    """The processes of a place."""
+    return [name for name, one in self.members.items() if one.place == place]
+
+  def _spanning(self) -> list[str]:
+    """The processes of places that have several."""
+    return [name for name, member in self.members.items() if member.of > 1]
+
+  def _join(self, made):
+    """Makes the devices of each place's processes one list."""
+    many = {name: made[name] for name in self._spanning() if name in made}
+    first = {name: x for name, x in many.items() if not self.members[name].rank}
+    told = self.ask(lambda _, actor: actor.address.remote(), first)
+    at = {self.members[name].place: address for name, address in told.items()}
+
+    def join(name, actor):
+      member = self.members[name]
+      return actor.join.remote(at[member.place], member)
+
+    self.ask(join, many)
+
   def near(self, place: str) -> set[str]:
-    """The places that are processors of the same machine."""
-    here = self.about[place]
+    """The places that are processors of the machine of a place's first one."""
+    here = self.about[self._of(place)[0]]
+
+    def is_near(name):
+      there = self.about[name]
+      return (
+        here['platform'] == there['platform'] == 'cpu'
+        and here['node'] == there['node']
+      )
+
     return {
-      name
-      for name, there in self.about.items()
-      if here['platform'] == there['platform'] == 'cpu'
-      and here['node'] == there['node']
+      other for other in self._plan.places if all(map(is_near, self._of(other)))
     }
 
   def _reserve(self):
@@ -124,8 +169,9 @@ class Crew:
     start()
     there = ray.cluster_resources()
     kind = next(kind for kind in KINDS if there.get(kind))
-    for name, place in self._plan.places.items():
-      self._needs[name] = {'CPU': 1.0} | {kind: float(len(place.devices))}
+    for name, member in self.members.items():
+      devices = len(self._plan.places[member.place].devices) // member.of
+      self._needs[name] = {'CPU': 1.0} | {kind: float(devices)}
     group = util.placement_group([*self._needs.values()], strategy='PACK')
     if not group.wait(READY):
       util.remove_placement_group(group)
@@ -139,7 +185,8 @@ class Crew:
   def _started(self, name: str):
     made = ray.remote(concurrency_groups=actor_lib.GROUPS)(actor_lib.Actor)
     need = self._needs[name]
-    environment = _environment(self._plan.places[name], need)
+    place = self._plan.places[self.members[name].place]
+    environment = _environment(place, need)
     return made.options(
       name=f'{name} ({os.getpid()}-{os.urandom(3).hex()})',
       num_cpus=need['CPU'],
@@ -147,7 +194,7 @@ class Crew:
       resources={'TPU': need['TPU']} if 'TPU' in need else None,
       scheduling_strategy=scheduling.PlacementGroupSchedulingStrategy(
         self._group,
-        placement_group_bundle_index=[*self._plan.places].index(name),
+        placement_group_bundle_index=[*self.members].index(name),
       ),
       runtime_env={'env_vars': environment},
     ).remote()
@@ -157,10 +204,10 @@ class Crew:
     call: Callable[[str, Any], Any],
     actors: Mapping[str, Any] | None = None,
   ) -> dict[str, Any]:
-    """What actors answer, by place.
+    """What actors answer, by process.
 
     Args:
-      call: `place, actor -> reference`.
+      call: `process, actor -> reference`.
       actors: all, if not given.
 
     Raises:
@@ -178,7 +225,7 @@ class Crew:
     return answers
 
   def dead(self) -> dict[str, DiedError]:
-    """The places whose process is no more."""
+    """The processes that are no more."""
     asked = {actor.about.remote(): name for name, actor in self.actors.items()}
     done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ALIVE)
     found = {}
@@ -189,12 +236,25 @@ class Crew:
         found[asked[one]] = told(error, asked[one])
     return found
 
+  def disband(self):
+    """Ends the processes that wait for each other.
+
+    Where one of them stops, others of its place are in a call of all, for ever.
+    """
+    for name in self._spanning():
+      if name in self.actors:
+        ray.kill(self.actors[name])
+        self._disbanded.add(name)
+
   def bury(self):
-    """Forgets the dead, so that they are started again."""
+    """Forgets places of which a process is no more: they are started again."""
     if not self.actors:
       return
-    for name in self.dead():
-      ray.kill(self.actors.pop(name))
+    gone = self.dead().keys() | self._disbanded
+    for place in {self.members[name].place for name in gone}:
+      for name in self._of(place):
+        ray.kill(self.actors.pop(name))
+    self._disbanded.clear()
 
   def end(self):
     """Ends all."""
@@ -204,6 +264,27 @@ class Crew:
     if self._group:
       util.remove_placement_group(self._group)
       self._group = None
+
+
+def _refuse_outside(plan, lowered):
+  """Refuses stages outside of JAX on places that have several processes.
+
+  Each would run them, and they need not do the same in each.
+
+  Raises:
+    ValueError: if there is one.
+  """
+  for some in lowered.values():
+    for name, program in some.programs.items():
+      many = plan.places[name].processes
+      for _, flow, op in host.runs(some.flow, program):
+        node = flow.nodes[op.node]
+        if many > 1 and node.stage.host:
+          raise ValueError(
+            f'Stage {node.name} does not run in JAX, and place {name!r} is of '
+            f'{many} processes, which run JAX together: plan it on a place of '
+            'one process.'
+          )
 
 
 def told(error, place: str = '') -> BaseException:
@@ -229,7 +310,7 @@ def _environment(place, need) -> dict[str, str]:
   if need.keys() == {'CPU'}:
     there |= {
       'JAX_PLATFORMS': 'cpu',
-      'JAX_NUM_CPU_DEVICES': str(len(place.devices)),
+      'JAX_NUM_CPU_DEVICES': str(len(place.devices) // place.processes),
     }
   else:
     there.pop('JAX_PLATFORMS', None)

@@ -108,7 +108,7 @@ class Host:
     for lowered in self.lowered.values():
       for name, place in self.places.items():
         program = lowered.programs[name]
-        for _, flow, op in _runs(lowered.flow, program):
+        for _, flow, op in runs(lowered.flow, program):
           node = flow.nodes[op.node]
           for v in (*node.reads, *node.writes):
             place.layout(flow.values[v])
@@ -169,7 +169,7 @@ class Host:
     pool = futures.ThreadPoolExecutor(2)
     calls = {}
     for place, made in self.places.items():
-      for loop, flow, op in _runs(lowered.flow, lowered.programs[place]):
+      for loop, flow, op in runs(lowered.flow, lowered.programs[place]):
         calls[loop, op.node] = pool.submit(
           made.compile, flow, flow.nodes[op.node], op.donate
         )
@@ -270,14 +270,14 @@ class Host:
     return self.mail.failure
 
 
-def _runs(flow, program, loop=()):
+def runs(flow, program, loop=()):
   """Its calls of stages, those in loops too: which loops, whose flow, what."""
   for op in program:
     if isinstance(op, program_lib.Run):
       yield loop, flow, op
     elif isinstance(op, program_lib.Repeat):
       body = flow.nodes[op.node].body
-      yield from _runs(body, op.program, (*loop, op.node))
+      yield from runs(body, op.program, (*loop, op.node))
 
 
 def traffic(

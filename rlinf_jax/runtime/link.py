@@ -5,7 +5,8 @@
   Ray's object store: seven times faster than pulling (`experiments.links`).
 - Others are offered, and the other process pulls them from device to device
   (`jax.experimental.transfer`).
-- What is no plain numbers, such as keys, goes by the store from anywhere.
+- What is no plain numbers, such as keys, goes by the store from anywhere, and
+  so does what several processes read, as each takes its own parts of it.
 """
 
 import itertools
@@ -17,6 +18,7 @@ from jax.experimental import transfer
 import jax.numpy as jnp
 
 from rlinf_jax.runtime import parcel
+from sharding import span
 
 SMALL = 1 << 20  # Bytes: below, a pull takes longer than a copy.
 STREAMS = 2  # Connections a server opens to another: one does not fill a link.
@@ -57,7 +59,7 @@ class Links:
     self._peers = {}
 
   def pack(
-    self, x: jax.Array, axes: tuple, near: bool
+    self, x: jax.Array, axes: tuple, near: bool, shared: bool = False
   ) -> parcel.Parcel | Offer:
     """A value in the form in which it goes.
 
@@ -66,8 +68,9 @@ class Links:
       axes: of the mesh of both ends; empty where theirs differ, so that shards
         would not match, or where they have none.
       near: whether both ends are processors of one machine.
+      shared: whether several processes read it.
     """
-    if way(x.dtype, x.nbytes, near) != 'device to device':
+    if way(x.dtype, x.nbytes, near, shared) != 'device to device':
       return parcel.pack(x)
     number = next(self._numbers)
     if not axes:
@@ -87,7 +90,7 @@ class Links:
     """
     if isinstance(sent, parcel.Parcel):
       # Memory that the object store owns must not be taken for ours.
-      return jax.device_put(parcel.unpack(sent), layout, may_alias=False)
+      return span.put(parcel.unpack(sent), layout, may_alias=False)
     peer = self._peers.get(sent.address)
     if peer is None:
       peer = self._peers[sent.address] = self._server.connect(sent.address)
@@ -109,12 +112,12 @@ def size(sent: parcel.Parcel | Offer) -> int:
   return math.prod(sent.shape) * jnp.dtype(sent.dtype).itemsize
 
 
-def way(dtype, size: int, near: bool) -> str:
+def way(dtype, size: int, near: bool, shared: bool = False) -> str:
   """How a value travels, in words."""
   if size < SMALL:
     return 'in calls'
   if near:
     return 'by shared memory'
-  if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+  if shared or jnp.issubdtype(dtype, jax.dtypes.prng_key):
     return 'by the object store'
   return 'device to device'

@@ -14,10 +14,14 @@ from planner import plan as plan_lib
 from rlinf_jax.runtime import microbatch
 from sharding import mesh as mesh_lib
 from sharding import rules as rules_lib
+from sharding import span
 
 
 class Place:
   """One place of a plan on this process's devices.
+
+  Where processes share it, this is the part of one of them, `jax.distributed`
+  has made their devices one list, and each of them makes the same calls.
 
   Compiled calls are kept by stage, layouts and donations, so that a stage which
   a flow calls often is compiled once.
@@ -89,7 +93,7 @@ class Place:
 
   def put(self, value: graph_lib.Value, x):
     """`x` as this place holds `value`."""
-    return jax.device_put(x, self.layout(value))
+    return span.put(x, self.layout(value))
 
   def compile(self, flow: graph_lib.Flow, node: graph_lib.Node, donate=()):
     """A function of the leaves that `node` reads, made ready to run."""
