@@ -22,6 +22,7 @@ import ray
 import dapo_test
 import plans_test
 import ray_test
+from rlinf_jax import checkpoint
 from rlinf_jax.runtime import crew
 from rlinf_jax.runtime.worker import DiedError
 from stages import stage as stages
@@ -92,7 +93,7 @@ def here():
     ray.shutdown()
 
 
-def test_two_processes_of_a_device_compute_the_same_bits(far):
+def test_two_processes_of_a_device_compute_the_same_bits(far, tmp_path):
   remote, near = far(TWO, ray_test.flows)
   got = ray_test.run(remote, ray_test.grpo())
   want = ray_test.run(near, ray_test.grpo())
@@ -100,12 +101,21 @@ def test_two_processes_of_a_device_compute_the_same_bits(far):
     tiny.assert_same_bits(one, other)
   assert {*remote.about()} == {'actor', 'learner 1/2', 'learner 2/2'}
   assert {*remote.moved()} == {('actor', 'learner'), ('learner', 'actor')}
-  near.load(remote.state(), 3)  # And the other way round.
-  remote.load(near.state(), 3)
+  # Either goes on from a checkpoint of the other.
+  remote.load(_saved(near, tmp_path / 'near'), 3)
+  near.load(_saved(remote, tmp_path / 'remote'), 3)
   for runtime in (remote, near):
     runtime.step(tiny.problem(seed=3), ray_test.KEY)
   tiny.assert_same_bits(remote.state(), near.state())
   near.close()
+
+
+def _saved(runtime, folder):
+  """The state of a runtime, by way of a disk."""
+  files, source = checkpoint.Checkpoints(folder, 1), {'at': np.zeros(1)}
+  files.save(checkpoint.Saved(3, runtime.state(), source, {}))
+  files.close()
+  return checkpoint.Checkpoints(folder, 1).load(runtime.state(), source).state
 
 
 def dapo():
@@ -175,7 +185,7 @@ def _gone(pids):
 def test_the_death_of_one_process_is_that_of_its_place(far):
   rows = 1 << 19  # Too many to travel in calls.
   remote, _ = far(SPLIT, functools.partial(ray_test.simple, sleep, rows))
-  for victim in ('a 2/2', 'b'):
+  for victim in ('a 1/2', 'a 2/2', 'b'):
     remote.load(jnp.zeros(()))
     assert remote.step(batch(1, rows), ray_test.KEY) == 2 * rows
     assert remote.state() == 2 * rows
