@@ -85,8 +85,9 @@ def train(
     keep: how many checkpoints to keep.
     export: `folder, params -> None`: writes the model at the end.
     wandb: project at Weights & Biases to send metrics to as well.
-    ray: gives every place a process of its own: 'local' starts Ray on this
-      machine, 'auto' or an address joins a cluster. None runs them all here.
+    ray: gives every place a process of its own, or as many as the plan says:
+      'local' starts Ray on this machine, 'auto' or an address joins a cluster.
+      None runs them all here.
       A plan that is found is then found by what this process measures.
     patience: seconds after which a process of Ray that waits for a value of
       another takes it to hang, and the run fails in words; None for never.

@@ -97,4 +97,5 @@ def test_a_way_is_chosen_by_size_and_kind():
   assert link.way(plain, link.SMALL, False) == 'device to device'
   assert link.way(plain, link.SMALL, True) == 'by shared memory'
   assert link.way(key.dtype, link.SMALL, False) == 'by the object store'
+  assert link.way(plain, link.SMALL, False, True) == 'by the object store'
   assert link.size(parcel.pack(np.zeros((3, 4), np.float32))) == 48

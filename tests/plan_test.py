@@ -98,6 +98,12 @@ def test_only_a_place_of_several_processes_says_how_many():
     assert ('processes' in made.to_json()) == (name == 'processes')
 
 
+def test_a_place_is_told_by_devices_mesh_and_processes():
+  assert str(plan.Placement()) == '1 device'
+  two = plan.Placement((0, 1), (('data', 2),), processes=2)
+  assert str(two) == '2 devices data=2 in 2 processes'
+
+
 def test_a_device_of_two_places_is_refused():
   places = {
     'a': plan.Placement((0, 1), (('data', 2),)),
