@@ -2,9 +2,10 @@
 
   python -m experiments.processes runs/arithmetic/warm_start/model
 
-Twenty steps on two places, with the policy that acts as it is and a step old:
-once as threads of one process, once as processes that Ray starts. Compares all
-metrics but those of time, and all that a checkpoint holds, to the bit.
+Twenty steps on two places, with the policy that acts as it is and a step old,
+and with a learner of two devices, which are two processes': once as threads of
+one process, once as processes that Ray starts. Compares all metrics but those
+of time, and all that a checkpoint holds, to the bit.
 """
 
 import argparse
@@ -25,9 +26,22 @@ from rlinf_jax import writers
 STEPS = 20
 OF_TIME = 'time/', 'throughput/', 'utilisation/'
 RECIPE = 'gin_configs/grpo_arithmetic_ray.gin'
+SPAN = {
+  'places': {
+    'actor': {'devices': [0]},
+    'learner': {'devices': [1, 2], 'axes': [['data', 2]], 'processes': 2},
+  },
+  'stages': {'gradient': 'learner', 'apply': 'learner', '*': 'actor'},
+}
+# Lag, and a plan other than the recipe's.
+CASES = {
+  'as it is': (0, None),
+  'a step old': (1, None),
+  'as it is, of a learner of two processes': (0, SPAN),
+}
 
 
-def run(folder: pathlib.Path, checkpoint: str, lag: int, ray: str | None):
+def run(folder: pathlib.Path, checkpoint: str, lag: int, plan, ray: str | None):
   """Runs the recipe to its end, as a user would."""
   bindings = [
     f'STEPS = {STEPS}',
@@ -37,11 +51,12 @@ def run(folder: pathlib.Path, checkpoint: str, lag: int, ray: str | None):
     'train.train.evaluate_every = 10',
     f'train.train.checkpoint_every = {STEPS}',
   ]
+  bindings += [f'train.train.plan = {plan}'] if plan else []
   command = [sys.executable, '-m', 'rlinf_jax.main', '--gin_file', RECIPE]
   command += [f'--gin_bindings={binding}' for binding in bindings]
   subprocess.run(
     [*command, '--workdir', str(folder)],
-    env=os.environ | {'JAX_NUM_CPU_DEVICES': '2'},
+    env=os.environ | {'JAX_NUM_CPU_DEVICES': '3'},
     stdout=subprocess.DEVNULL,
     check=True,
   )
@@ -82,14 +97,14 @@ def seconds(folder: pathlib.Path) -> float:
   return statistics.median(took[2:])
 
 
-def compare(checkpoint: str, lag: int, folder: pathlib.Path) -> dict:
+def compare(checkpoint: str, case: str, folder: pathlib.Path) -> dict:
   """What threads and processes make of one job."""
-  threads, processes = folder / f'threads{lag}', folder / f'processes{lag}'
-  run(threads, checkpoint, lag, None)
-  run(processes, checkpoint, lag, 'local')
+  threads, processes = folder / 'threads', folder / 'processes'
+  run(threads, checkpoint, *CASES[case], None)
+  run(processes, checkpoint, *CASES[case], 'local')
   pairs = list(zip(state(threads), state(processes), strict=True))
   return {
-    'lag': lag,
+    'policy that acts': case,
     'steps': max(line['step'] for line in told(processes)),
     'same_metrics': told(threads) == told(processes),
     'arrays': len(pairs),
@@ -104,10 +119,10 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('checkpoint', help='of a model that is warmed up')
   checkpoint = str(pathlib.Path(parser.parse_args().checkpoint).absolute())
-  jax.config.update('jax_num_cpu_devices', 2)  # To read checkpoints of two.
-  with tempfile.TemporaryDirectory() as folder:
-    for lag in (0, 1):
-      print(json.dumps(compare(checkpoint, lag, pathlib.Path(folder))))
+  jax.config.update('jax_num_cpu_devices', 3)  # To read checkpoints of three.
+  for case in CASES:
+    with tempfile.TemporaryDirectory() as folder:
+      print(json.dumps(compare(checkpoint, case, pathlib.Path(folder))))
 
 
 if __name__ == '__main__':
