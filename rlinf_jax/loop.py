@@ -122,6 +122,8 @@ class Loop:
       self._replan()
       self._begin()
     info = self._flying.popleft().result()
+    for line in self.runtime.mended():
+      self._notes.say(line)
     if not self._flying:
       self.runtime.wait()
     info = jax.device_get(info)

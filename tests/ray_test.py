@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import re
 import signal
 import threading
 import time
@@ -272,19 +273,21 @@ def survive(remote, rng, kills):
   """Steps, a state kept after each second, and deaths at any time.
 
   Returns:
-    What steps reported, and how many deaths they were stopped by.
+    What steps reported, how many deaths they were stopped by, and what was said
+    of those that they were not.
   """
-  saved, told, died = [jnp.zeros(())], [], 0
+  saved, told, died, mended = [jnp.zeros(())], [], 0, []
   remote.load(saved[0])
   while len(told) < STEPS:
     timer = threading.Timer(
       rng.uniform(0, 0.05), kill, [remote, 'ab'[rng.integers(2)]]
     )
     try:
-      if died < kills:
+      if died + len(mended) < kills:
         timer.start()
       while len(told) < STEPS:
         told.append(float(remote.step(batch(len(told) % 5), KEY)))
+        mended += remote.mended()
         if len(told) % 2 == 0:
           saved.append(remote.state())
     except DiedError:
@@ -293,15 +296,40 @@ def survive(remote, rng, kills):
       remote.load(saved[-1], len(told))
     finally:
       timer.cancel()
-  return told, died
+  return told, died, mended
 
 
 def test_thirty_deaths_change_nothing(far):
   remote, near = far(PAIR, simple)
   near.load(jnp.zeros(()))
   want = [float(near.step(batch(i % 5), KEY)) for i in range(STEPS)]
-  final, rng, died = float(near.state()), np.random.default_rng(0), 0
-  while died < KILLS:
-    told, more = survive(remote, rng, 3)
+  final, rng = float(near.state()), np.random.default_rng(0)
+  died, mended = 0, 0
+  while died + mended < KILLS:
+    told, more, lines = survive(remote, rng, 3)
     assert told == want and float(remote.state()) == final
-    died += more
+    died, mended = died + more, mended + len(lines)
+    assert all("of place 'b' has died" in line for line in lines)
+  assert died > 5 and mended > 5  # `a` holds the state, `b` nothing.
+
+
+@pytest.mark.parametrize('lag', [0, 1])
+def test_who_only_holds_copies_is_taken_over_within_a_step(far, lag):
+  """Whenever it dies: nothing is loaded again, and all bits are the same."""
+  sketch = TWO | {'pieces': 2}
+  remote, near = far(sketch, functools.partial(flows, lag))
+  want = run(near, grpo(lag), steps=8)
+  near.close()
+  run(remote, grpo(lag))  # All is compiled.
+  rng, mended = np.random.default_rng(lag), []
+  for _ in range(4):
+    timer = threading.Timer(rng.uniform(0, 0.4), kill, [remote, 'actor'])
+    timer.start()
+    got = run(remote, grpo(lag), steps=8)
+    timer.cancel()
+    tiny.assert_same_bits(got[0], want[0])
+    tiny.assert_same_bits(got[1], want[1])
+    mended += remote.mended()
+  assert mended
+  for line in mended:
+    assert re.search("'actor' has died in step .* Another has taken", line)

@@ -10,16 +10,15 @@ import dataclasses
 import hashlib
 import os
 import socket
-import time
 from typing import Any, NamedTuple
 
 import jax
 import ray
 
-from planner import graph
+from planner import graph, reissue
 from planner import plan as plan_lib
 from rlinf_jax import memory
-from rlinf_jax.runtime import host, link, parcel
+from rlinf_jax.runtime import host, parcel, peer
 from rlinf_jax.runtime import mail as mail_lib
 from rlinf_jax.runtime import place as place_lib
 from sharding import rules as rules_lib
@@ -57,6 +56,31 @@ def fingerprint(lowered: Mapping[str, host.Lowered]) -> str:
   return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
+def replaceable(
+  plan: plan_lib.Plan, lowered: Mapping[str, host.Lowered]
+) -> dict[str, frozenset[int]]:
+  """Places that another process can take over, and what they are sent to keep.
+
+  That is values of a step which they begin the next one with.
+  """
+  found = {}
+  for name, place in plan.places.items():
+    copies = taken_over(lowered['step'], name)
+    if place.processes == 1 and copies is not None:
+      found[name] = frozenset(op.value for op in copies.values() if op)
+  return found
+
+
+def taken_over(step: host.Lowered, place: str):
+  """How a place is sent what it holds; as `reissue.copies`."""
+  held = {
+    start
+    for (start, _), places in zip(step.flow.carry, step.resident, strict=True)
+    if place in places
+  }
+  return reissue.copies(step.flow, step.programs[place], held)
+
+
 def _facts(flow):
   values = [(v.name, v.shape, str(v.dtype), v.letters) for v in flow.values]
   nodes = [
@@ -64,64 +88,6 @@ def _facts(flow):
     for n in flow.nodes
   ]
   return values, nodes, flow.inputs, flow.outputs, flow.carry
-
-
-class _Far(host.Host):
-  """A host whose other places are actors.
-
-  Where its own place is of several processes, all of them run the same program;
-  what leaves the place is made whole by all, and sent by the first.
-
-  Attributes:
-    peers: actors by place, one for each of its processes.
-    near: places whose memory this one can share.
-    sent: how many values have left, by way.
-    life: how often a state was loaded.
-    bytes: that have left, by place and target.
-    seconds: that took, likewise.
-  """
-
-  def __init__(self, leads, axes, *args, **kwargs):
-    """As `host.Host`, and more.
-
-    Args:
-      leads: whether this process speaks for its place.
-      axes: of the mesh of every place that has them in one process.
-      *args: as `host.Host`.
-      **kwargs: likewise.
-    """
-    super().__init__(*args, **kwargs)
-    self.leads, self._axes = leads, axes
-    self.links = link.Links(ray.util.get_node_ip_address())
-    self.peers, self.near = {}, frozenset()
-    self.sent, self.life = {}, 0
-    self.bytes, self.seconds = {}, {}
-
-  def give(self, turn, v, x):
-    super().give(turn, v, span.whole(x))
-
-  def post(self, way, x):
-    number = self.sent.get(way, 0)
-    self.sent[way] = number + 1
-    start = time.perf_counter()
-    x = span.whole(x)
-    if not self.leads:
-      return
-    source, target = (self._axes[end] for end in (way.source, way.target))
-    axes = source if source == target else ()
-    readers, near = self.peers[way.target], way.target in self.near
-    packed = self.links.pack(x, axes, near, len(readers) > 1)
-    # Those on one machine share what is put into its store once.
-    sent = ray.put(packed) if len(readers) > 1 else packed
-    for reader in readers:
-      reader.deliver.remote(self.life, way, number, sent)
-    ends = way.source, way.target
-    spent = time.perf_counter() - start
-    self.bytes[ends] = self.bytes.get(ends, 0) + link.size(packed)
-    self.seconds[ends] = self.seconds.get(ends, 0.0) + spent
-
-  def place_for(self, x, value, target):
-    return self.links.unpack(x, self.places[target].layout(value))
 
 
 class Actor:
@@ -134,7 +100,7 @@ class Actor:
   def __init__(self):
     # What it is made of may be refused, and a method can say so in words.
     self._host = None
-    self._next = {}
+    self._next, self._revived, self._adopted = {}, set(), False
 
   @ray.method(concurrency_group='control')
   def address(self) -> str:
@@ -204,7 +170,8 @@ class Actor:
       for name, place in chosen.places.items()
     }
     leads = member.rank == 0
-    self._host = _Far(leads, axes, lowered, {name: place}, patience)
+    lost = replaceable(chosen, lowered)
+    self._host = peer.Peer(leads, lost, axes, lowered, {name: place}, patience)
 
   @ray.method(concurrency_group='control')
   def meet(self, peers: Mapping[str, Sequence[Any]], near: Set[str]):
@@ -224,19 +191,59 @@ class Actor:
     }
 
   @ray.method(concurrency_group='turns')
-  def load(self, life: int, numbers: Sequence[int], *leaves: parcel.Parcel):
+  def load(
+    self,
+    life: int,
+    sent: Mapping[mail_lib.Way, int] | None,
+    numbers: Sequence[int],
+    *leaves: parcel.Parcel,
+  ):
     """Takes over what is carried; forgets what was on its way.
 
     Args:
       life: how often the driver has loaded a state.
+      sent: by a process that this one takes over from, by way within a loop;
+        None if this takes over from none.
       numbers: in the carry, of what lives here.
       *leaves: values of that.
     """
+    far = self._host
     self._next.clear()
-    self._host.sent.clear()
-    self._host.life = life
+    self._revived.clear()
+    self._adopted = sent is not None
+    far.sent = dict(sent or {})
+    far.retained.clear()
     arrays = map(parcel.unpack, leaves)
-    self._host.load(dict(zip(numbers, arrays, strict=True)))
+    far.load(dict(zip(numbers, arrays, strict=True)))
+    far.life = life  # From now on mail is taken.
+
+  @ray.method(concurrency_group='control')
+  def resend(
+    self, place: str, actors: Sequence[Any], turn: int
+  ) -> dict[mail_lib.Way, int]:
+    """Makes who has taken over a place known, and sends it what it needs.
+
+    Args:
+      place: that was lost.
+      actors: that have taken it over.
+      turn: that they begin with.
+
+    Returns:
+      How many values of the lost place have come here, by way.
+
+    Raises:
+      LookupError: if something is not had any more.
+    """
+    self._revived.add(place)
+    self._host.repost(place, actors, turn)
+    came = dict(self._next)
+    return {way: n for way, n in came.items() if way.source == place}
+
+  @ray.method(concurrency_group='turns')
+  def absorb(self, carried: Mapping[int, mail_lib.Way]):
+    """Takes what is carried, by its numbers, from those who have sent it."""
+    for i, way in carried.items():
+      self._host.absorb(i, way)
 
   @ray.method(concurrency_group='turns')
   def state(self) -> dict[int, parcel.Parcel]:
@@ -255,25 +262,51 @@ class Actor:
     self._host.compile(name)
 
   @ray.method(concurrency_group='turns')
-  def turn(self, name: str, step: int, leaves):
+  def turn(
+    self,
+    name: str,
+    step: int,
+    leaves: Sequence[parcel.Parcel],
+    number: int,
+    count: int,
+    ended: Mapping[str, int],
+    left: reissue.Left = reissue.EVERYTHING,
+  ):
     """One call of a flow, to its end here.
 
+    Args:
+      name: of the flow.
+      step: the update that it is.
+      leaves: inputs.
+      number: of the turn, since a state was loaded.
+      count: of turns of the same flow before it.
+      ended: by place, the first turn that it may not have ended.
+      left: what there is to do, if this was begun by another process.
+
     Returns:
-      Outputs that were made here, by value, and what ran when.
+      Outputs that were made here, by value, what ran when, and how much has
+      left on ways within loops.
     """
-    made = self._host.begin(name, step, [parcel.unpack(x) for x in leaves])
+    self._host.number, self._host.count = number, count
+    self._host.forget(ended)
+    given = [parcel.unpack(x) for x in leaves]
+    made = self._host.begin(name, step, given, left)
     self._host.wait()
     spans = self._host.timeline.take()
     if not self._host.leads:
-      return {}, []
-    return {v: parcel.pack(x) for v, x in made.result().items()}, spans
+      return {}, [], {}
+    outputs = {v: parcel.pack(x) for v, x in made.result().items()}
+    return outputs, spans, dict(self._host.sent)
 
   @ray.method(concurrency_group='mail')
   def deliver(self, life: int, way: mail_lib.Way, number: int, packed):
     """Takes a value that another place has sent."""
     if life != self._host.life:
       return  # It was sent before a failure, and is nobody's.
-    want = self._next.get(way, 0)
+    # Who takes over a place does not know how much has gone before.
+    want = self._next.get(way, number if self._adopted else 0)
+    if number < want and way.source in self._revived:
+      return  # It had come before its sender was lost.
     if number != want:
       self._host.fail(
         RuntimeError(

@@ -4,10 +4,12 @@ The driver begins steps and reads what they report. In between it has no part:
 every actor works through its own program, and values go from actor to actor.
 """
 
-from collections.abc import Mapping
+import collections
 from concurrent import futures
 import contextlib
+import dataclasses
 import threading
+import time
 from typing import Any
 
 import jax
@@ -15,10 +17,33 @@ import ray
 
 from planner import graph as graph_lib
 from planner import plan as plan_lib
+from planner import reissue
 from rlinf_jax.runtime import actor as actor_lib
 from rlinf_jax.runtime import crew as crew_lib
-from rlinf_jax.runtime import host, link, local, parcel
+from rlinf_jax.runtime import host, link, local, mail, parcel
 from rlinf_jax.runtime import timeline as timeline_lib
+from rlinf_jax.runtime.worker import StageError
+
+
+@dataclasses.dataclass(eq=False)
+class _Turn:
+  """A call of a flow that has not ended.
+
+  Attributes:
+    name: of the flow.
+    step: the update that it is.
+    leaves: a reference to its inputs.
+    number: of the turn, since a state was loaded.
+    count: of turns of the same flow before it.
+    asked: processes that take part in it, by what they will answer.
+  """
+
+  name: str
+  step: int
+  leaves: Any
+  number: int
+  count: int
+  asked: dict[Any, str] = dataclasses.field(default_factory=dict)
 
 
 class Cluster:
@@ -60,7 +85,15 @@ class Cluster:
     self._wanted: list[str] = []  # Flows to be compiled.
     self._flying: list[futures.Future] = []
     self._life = 0  # How often a state was loaded.
-    self._pool, self._lock = futures.ThreadPoolExecutor(64), threading.Lock()
+    self._loaded = []  # What of it others may need again.
+    self._first = 0  # The step that is next then.
+    self._counts = collections.Counter()  # Turns begun since, by flow.
+    self._sent = {}  # By process, how much has left it on ways within loops.
+    self._turns: list[_Turn] = []  # Those that have not ended.
+    self._taken: dict[str, int] = {}  # The turns that each place has.
+    self._replaceable = actor_lib.replaceable(plan, self.lowered)
+    self._mended: list[str] = []
+    self._pool, self._lock = futures.ThreadPoolExecutor(64), threading.RLock()
 
   def way(self, source: str, target: str, value: graph_lib.Value) -> str:
     """How a value goes from place to place, in words."""
@@ -94,16 +127,29 @@ class Cluster:
     self._begun()
     self._failure, self._flying, self.steps = None, [], steps
     self._life += 1
+    self._counts, self._turns = collections.Counter(), []
+    self._taken, self._sent, self._first = {}, {}, steps + 1
     leaves, self._tree = jax.tree.flatten(state)
-    resident = self.lowered['step'].resident
-    packed = [ray.put(parcel.pack(x)) for x in leaves]
+    self._loaded = [ray.put(parcel.pack(x)) for x in leaves]
 
     def hand_over(name, actor):
-      place = self._crew.members[name].place
-      own = {i: packed[i] for i, some in enumerate(resident) if place in some}
-      return actor.load.remote(self._life, list(own), *own.values())
+      own = self._own(name)
+      return actor.load.remote(self._life, None, list(own), *own.values())
 
     self._crew.ask(hand_over)
+    resident = self.lowered['step'].resident
+    self._loaded = [
+      x if self._replaceable.keys() & {*some} else None
+      for x, some in zip(self._loaded, resident, strict=True)
+    ]
+
+  def _own(self, member: str) -> dict[int, Any]:
+    """What was loaded of the carry of a process, by its numbers."""
+    place = self._crew.members[member].place
+    resident = self.lowered['step'].resident
+    return {
+      i: self._loaded[i] for i, some in enumerate(resident) if place in some
+    }
 
   def state(self):
     """The carried state, on the driver."""
@@ -155,9 +201,10 @@ class Cluster:
 
   def _begun(self):
     """Starts the actors that are not there."""
-    for name in self._crew.ready():
-      for wanted in self._wanted:
-        self._crew.actors[name].compile.remote(wanted)
+    with self._lock:
+      for name in self._crew.ready():
+        for wanted in self._wanted:
+          self._crew.actors[name].compile.remote(wanted)
 
   def moved(self) -> dict[tuple[str, str], tuple[int, float]]:
     """Bytes sent from place to place, and seconds that took, by the ends."""
@@ -171,42 +218,136 @@ class Cluster:
       raise self._failure
     self._begun()
     self.steps += name == 'step'
-    step = self.steps + (name != 'step')
-    leaves = ray.put([parcel.pack(x) for x in jax.tree.leaves(inputs)])
-    asked = {
-      actor.turn.remote(name, step, leaves): member
-      for member, actor in self._crew.actors.items()
-    }
-    made = self._pool.submit(self._collect, asked)
+    turn = _Turn(
+      name,
+      self.steps + (name != 'step'),
+      ray.put([parcel.pack(x) for x in jax.tree.leaves(inputs)]),
+      self._counts.total(),
+      self._counts[name],
+    )
+    with self._lock:  # No process is taken over meanwhile.
+      self._counts[name] += 1
+      self._turns.append(turn)
+      for member in self._crew.actors:
+        self._ask(turn, member)
+    made = self._pool.submit(self._collect, turn)
     self._flying = [one for one in self._flying if not one.done()] + [made]
     return local.reported(self.lowered[name].flow, made)
 
-  def _collect(self, asked: Mapping[Any, str]) -> dict[int, Any]:
+  def _ask(self, turn: _Turn, member: str, left=reissue.EVERYTHING):
+    """Has a process take its part in a turn."""
+    asked = self._crew.actors[member].turn.remote(
+      *(turn.name, turn.step, turn.leaves, turn.number, turn.count),
+      *(dict(self._taken), left),
+    )
+    turn.asked[asked] = member
+
+  def _collect(self, turn: _Turn) -> dict[int, Any]:
     """Outputs of a turn, when all actors have taken it."""
-    outputs, left = {}, list(asked)
-    while left:
-      (one,), left = ray.wait(left)
-      member = asked[one]
+    outputs = {}
+    while turn.asked:
+      (one, *_), _ = ray.wait(list(turn.asked))
       try:
-        given, spans = ray.get(one)
+        given, spans, sent = ray.get(one)
       except ray.exceptions.RayError as error:
-        self._fail(member, error)
-        raise self._failure from None
+        self._mend(turn, one, error)
+        continue
+      with self._lock:
+        member = turn.asked.pop(one, None)
+        if member is None:
+          continue  # It died since, and another does that again.
+        place = self._crew.members[member].place
+        self._sent[member] = sent
+        self._taken[place] = max(self._taken.get(place, 0), turn.number + 1)
       outputs |= {v: parcel.unpack(x) for v, x in given.items()}
       late = self._crew.about[member]['epoch'] - self.timeline.epoch
       self.timeline.extend(
         span._replace(start=span.start + late, end=span.end + late)
         for span in spans
       )
+    with self._lock:
+      self._turns.remove(turn)
     return outputs
+
+  def _mend(self, turn: _Turn, asked, error):
+    """Has another process take over, or keeps the failure.
+
+    Raises:
+      StageError: if nobody can.
+    """
+    with self._lock:
+      if asked not in turn.asked:
+        return  # That was done since.
+      member = turn.asked[asked]
+      died = isinstance(error, ray.exceptions.RayActorError)
+      if not self._failure and died and member in self._replaceable:
+        try:
+          self._take_over(member)
+          return
+        except (StageError, ValueError, LookupError, ray.exceptions.RayError):
+          pass  # What happened is told by who died.
+      self._fail(member, error)
+    raise self._failure
+
+  def _take_over(self, member: str):
+    """Puts up a process anew, in the middle of what it was doing.
+
+    Raises:
+      LookupError: if it cannot be given what it needs.
+    """
+    start = time.perf_counter()
+    turns = [turn for turn in self._turns if member in turn.asked.values()]
+    first, step = turns[0], self.lowered['step']
+    actor = self._crew.again(member)
+    for name in self._wanted:
+      actor.compile.remote(name)
+    own = self._own(member)
+    sent = self._sent.get(member, {})
+    ray.get(actor.load.remote(self._life, sent, list(own), *own.values()))
+    others = {k: x for k, x in self._crew.actors.items() if k != member}
+    came = self._crew.ask(
+      lambda _, other: other.resend.remote(member, [actor], first.number),
+      others,
+    )
+    arrived = {
+      (way.value, way.target)
+      for counts in came.values()
+      for way, count in counts.items()
+      if way.flow == first.name and not way.loop and count > first.count
+    }
+    lowered = self.lowered[first.name]
+    left = reissue.left(lowered.flow, lowered.programs[member], arrived)
+    if left is None:
+      raise LookupError('An engine would contradict what has arrived.')
+    if first.step > self._first:
+      starts = {start: i for i, (start, _) in enumerate(step.flow.carry)}
+      carried = {
+        starts[v]: mail.Way('step', (), op.value, op.place, member)
+        for v, op in actor_lib.taken_over(step, member).items()
+        if op
+      }
+      actor.absorb.remote(carried)
+    for turn in turns:
+      turn.asked = {k: x for k, x in turn.asked.items() if x != member}
+      self._ask(turn, member, left if turn is first else reissue.EVERYTHING)
+    self._mended.append(
+      f'The process of place {member!r} has died in step {first.step}. Another '
+      f'has taken its place, in {time.perf_counter() - start:.1f} s: '
+      f'{len(arrived)} of its values had arrived, and '
+      f'{len(left.skip)} calls of stages need not be made again.'
+    )
+
+  def mended(self) -> list[str]:
+    """Deaths that the run has survived since this was asked last, in words."""
+    told, self._mended = self._mended, []
+    return told
 
   def _fail(self, member: str, error):
     """Keeps the first failure, and stops all places."""
-    with self._lock:
-      if self._failure:
-        return
-      died = [*self._crew.dead().values()]
-      self._failure = (died or [crew_lib.told(error, member)])[0]
+    if self._failure:
+      return
+    died = [*self._crew.dead().values()]
+    self._failure = (died or [crew_lib.told(error, member)])[0]
     for name, actor in self._crew.actors.items():
       if name != member:
         actor.fail.remote(str(self._failure))

@@ -1,6 +1,6 @@
 """The actors of a plan: started, asked, found dead and started again."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import os
 import sys
 from typing import Any
@@ -99,8 +99,20 @@ class Crew:
         recorded another step.
     """
     missing = [name for name in self.members if name not in self.actors]
-    if not missing:
-      return []
+    if missing:
+      self._start(missing)
+      self.ask(self._meeting())
+    return missing
+
+  def again(self, name: str):
+    """Starts a process that has died again, of which others do not know yet."""
+    ray.kill(self.actors.pop(name))
+    self._start([name])
+    self.ask(self._meeting(), {name: self.actors[name]})
+    return self.actors[name]
+
+  def _start(self, missing: Sequence[str]):
+    """Starts some processes, which make themselves ready."""
     self._reserve()
     for name in missing:
       self.actors[name] = self._started(name)
@@ -115,16 +127,16 @@ class Crew:
       made,
     )
     self.about |= self.ask(lambda _, actor: actor.about.remote(), made)
+
+  def _meeting(self):
+    """How processes come to know the others."""
     peers = {
       place: [self.actors[name] for name in self._of(place)]
       for place in self._plan.places
     }
-    self.ask(
-      lambda name, actor: actor.meet.remote(
-        peers, self.near(self.members[name].place)
-      )
+    return lambda name, actor: actor.meet.remote(
+      peers, self.near(self.members[name].place)
     )
-    return missing
 
   def _of(self, place: str) -> list[str]:
     """The processes of a place."""

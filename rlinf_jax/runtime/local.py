@@ -56,6 +56,10 @@ class Local(host.Host):
     """As `cluster.Cluster.moved`: nothing leaves this process."""
     return {}
 
+  def mended(self) -> list[str]:
+    """As `cluster.Cluster.mended`: nothing dies here alone."""
+    return []
+
   def ambient(self):
     """A context in which checkpoints are read straight to where they go."""
     resident = self.lowered['step'].resident

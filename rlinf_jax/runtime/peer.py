@@ -1,0 +1,101 @@
+"""What an actor is made of: a host whose other places are actors."""
+
+from collections.abc import Mapping, Sequence
+import threading
+import time
+from typing import Any
+
+import ray
+
+from rlinf_jax.runtime import host, link
+from rlinf_jax.runtime import mail as mail_lib
+from rlinf_jax.runtime import retained as retained_lib
+from sharding import span
+
+
+class Peer(host.Host):
+  """A host whose other places are actors.
+
+  Where its own place is of several processes, all of them run the same program;
+  what leaves the place is made whole by all, and sent by the first.
+
+  Attributes:
+    peers: actors by place, one for each of its processes.
+    near: places whose memory this one can share.
+    sent: how many values have left, by way within a loop.
+    retained: those of them that another may need again.
+    life: how often a state was loaded.
+    number: of the turn, since then.
+    count: of turns of the same flow before it.
+    bytes: that have left, by place and target.
+    seconds: that took, likewise.
+  """
+
+  def __init__(self, leads, replaceable, axes, *args, **kwargs):
+    """As `host.Host`, and more.
+
+    Args:
+      leads: whether this process speaks for its place.
+      replaceable: places that others can take over.
+      axes: of the mesh of every place that has them in one process.
+      *args: as `host.Host`.
+      **kwargs: likewise.
+    """
+    super().__init__(*args, **kwargs)
+    self.leads, self._axes = leads, axes
+    self.links = link.Links(ray.util.get_node_ip_address())
+    self.peers, self.near = {}, frozenset()
+    self.sent, self.life, self.number, self.count = {}, 0, 0, 0
+    self.retained = retained_lib.Retained(replaceable)
+    self._posting = threading.Lock()
+    self.bytes, self.seconds = {}, {}
+
+  def give(self, turn, v, x):
+    super().give(turn, v, span.whole(x))
+
+  def post(self, way, x):
+    number = self.count  # Outside of loops a way has one value a turn.
+    if way.loop:
+      number = self.sent.get(way, 0)
+      self.sent[way] = number + 1
+    start = time.perf_counter()
+    x = span.whole(x)
+    if not self.leads:
+      return
+    source, target = (self._axes[end] for end in (way.source, way.target))
+    axes = source if source == target else ()
+    with self._posting:
+      readers, near = self.peers[way.target], way.target in self.near
+      packed = self.links.pack(x, axes, near, len(readers) > 1)
+      sent = self.retained.keep(way, self.number, number, packed)
+      if len(readers) > 1:  # On one machine they share what is there once.
+        sent = ray.put(packed)
+      for reader in readers:
+        reader.deliver.remote(self.life, way, number, sent)
+    ends = way.source, way.target
+    spent = time.perf_counter() - start
+    self.bytes[ends] = self.bytes.get(ends, 0) + link.size(packed)
+    self.seconds[ends] = self.seconds.get(ends, 0.0) + spent
+
+  def repost(self, place: str, actors: Sequence[Any], turn: int):
+    """Sends what a place needs to take a turn again to who took it over."""
+    with self._posting:
+      self.peers[place] = actors
+      for way, number, packed in self.retained.to(place, turn):
+        for actor in actors:
+          actor.deliver.remote(self.life, way, number, packed)
+
+  def forget(self, ended: Mapping[str, int]):
+    """Forgets what nobody will need again; as `Retained.forget`."""
+    with self._posting:
+      self.retained.forget(ended)
+
+  def absorb(self, i: int, way: mail_lib.Way):
+    """Has a carried value, by its number, be what comes on a way."""
+    (worker,) = self.workers.values()
+    value = self.lowered['step'].flow.values[way.value]
+    came = self.mail.get(way, self.patience)
+    worker.state[i] = self.place_for(came, value, way.target)
+
+  def place_for(self, x, value, target):
+    return self.links.unpack(x, self.places[target].layout(value))
