@@ -1,5 +1,7 @@
 """Every array arrives as it was sent, whichever way it goes."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -77,17 +79,24 @@ def test_trees_arrive_bit_for_bit(ends, monkeypatch, small):
   assert (pulled > TREES) == (small == 1)
 
 
-def test_what_is_sent_may_be_overwritten_before_it_is_read(ends, monkeypatch):
+def test_what_is_sent_may_be_overwritten_when_it_was_read(ends, monkeypatch):
   monkeypatch.setattr(link, 'SMALL', 1)
   here, there = ends
   x = jax.device_put(np.arange(1024.0, dtype=np.float32))
+  other = jnp.copy(x)
   sent = here.pack(x, (), False)
-  again = jax.jit(lambda x: 0 * x, donate_argnums=0)(x)
-  jax.block_until_ready(again)
+  assert here.settle([other], 0) and not here.settle([other, x], 0.01)
   layout = jax.sharding.SingleDeviceSharding(jax.devices()[1])
-  np.testing.assert_array_equal(
-    there.unpack(sent, layout), np.arange(1024, dtype=np.float32)
-  )
+  got = jax.block_until_ready(there.unpack(sent, layout))
+  waits = threading.Timer(0.1, here.pulled, [sent.number])
+  waits.start()
+  assert here.settle([x], 30)
+  jax.block_until_ready(jax.jit(lambda x: 0 * x, donate_argnums=0)(x))
+  np.testing.assert_array_equal(got, np.arange(1024, dtype=np.float32))
+  here.pack(other, (), False)
+  assert not here.settle([other], 0.01)
+  here.forget()  # Nobody will pull it.
+  assert here.settle([other], 0)
 
 
 def test_a_way_is_chosen_by_size_and_kind():

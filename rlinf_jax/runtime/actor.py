@@ -18,7 +18,7 @@ import ray
 from planner import graph, reissue
 from planner import plan as plan_lib
 from rlinf_jax import memory
-from rlinf_jax.runtime import host, parcel, peer
+from rlinf_jax.runtime import host, link, parcel, peer
 from rlinf_jax.runtime import mail as mail_lib
 from rlinf_jax.runtime import place as place_lib
 from sharding import rules as rules_lib
@@ -316,7 +316,18 @@ class Actor:
       )
       return
     self._next[way] = want + 1
+    if isinstance(packed, link.Offer):
+      try:
+        packed = self._host.pull(way, packed)
+      except Exception as error:  # noqa: BLE001 (whoever waits must know)
+        self._host.fail(error)
+        return
     self._host.mail.put(way, packed)
+
+  @ray.method(concurrency_group='control')
+  def pulled(self, number: int):
+    """Hears that what it has offered was fetched, and may be overwritten."""
+    self._host.links.pulled(number)
 
   @ray.method(concurrency_group='control')
   def moved(self) -> dict[tuple[str, str], tuple[int, float]]:

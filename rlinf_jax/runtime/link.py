@@ -9,8 +9,10 @@
   so does what several processes read, as each takes its own parts of it.
 """
 
+from collections.abc import Sequence
 import itertools
 import math
+import threading
 from typing import NamedTuple
 
 import jax
@@ -57,6 +59,8 @@ class Links:
     )
     self._numbers = itertools.count()
     self._peers = {}
+    self._lent: dict[int, tuple[jax.Array, ...]] = {}  # By number of the offer.
+    self._back = threading.Condition()
 
   def pack(
     self, x: jax.Array, axes: tuple, near: bool, shared: bool = False
@@ -72,14 +76,44 @@ class Links:
     """
     if way(x.dtype, x.nbytes, near, shared) != 'device to device':
       return parcel.pack(x)
-    number = next(self._numbers)
+    number, sent = next(self._numbers), x
     if not axes:
-      x = jax.device_put(x, next(iter(x.sharding.device_set)))
-    # What has been sent may be overwritten here before it is pulled.
-    x = jax.block_until_ready(jnp.copy(x))
-    self._server.await_pull(number, [x])
+      sent = jax.device_put(x, next(iter(x.sharding.device_set)))
+    with self._back:
+      self._lent[number] = (x, sent)
+    self._server.await_pull(number, [jax.block_until_ready(sent)])
     where = self._server.address()
     return Offer(where, number, x.shape, x.dtype.name, axes)
+
+  def pulled(self, number: int):
+    """Takes note that an offer was pulled."""
+    with self._back:
+      self._lent.pop(number, None)
+      self._back.notify_all()
+
+  def settle(self, arrays: Sequence[jax.Array], seconds: float | None) -> bool:
+    """Waits until arrays that will be overwritten are offered no more.
+
+    Args:
+      arrays: which.
+      seconds: to wait at most.
+
+    Returns:
+      Whether that is so.
+    """
+
+    def settled():
+      lent = {id(x) for pair in self._lent.values() for x in pair}
+      return not any(id(x) in lent for x in arrays)
+
+    with self._back:
+      return self._back.wait_for(settled, seconds)
+
+  def forget(self):
+    """Gives up what is offered: nobody will pull it."""
+    with self._back:
+      self._lent.clear()
+      self._back.notify_all()
 
   def unpack(self, sent: parcel.Parcel | Offer, layout) -> jax.Array:
     """The value, laid out.

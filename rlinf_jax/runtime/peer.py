@@ -5,6 +5,7 @@ import threading
 import time
 from typing import Any
 
+import jax
 import ray
 
 from rlinf_jax.runtime import host, link
@@ -97,5 +98,35 @@ class Peer(host.Host):
     came = self.mail.get(way, self.patience)
     worker.state[i] = self.place_for(came, value, way.target)
 
+  def settle(self, arrays):
+    if not self.links.settle(arrays, self.patience):
+      raise RuntimeError(
+        f'What it overwrites was not fetched within {self.patience:g} s by the '
+        'place that it was sent to: that one hangs, or takes longer than '
+        '`patience` allows.'
+      )
+    if self.failure:
+      raise self.failure
+
+  def fail(self, error, turn=None):
+    super().fail(error, turn)
+    self.links.forget()  # Who would have pulled it is no more.
+
+  def load(self, leaves):
+    super().load(leaves)
+    self.links.forget()
+
+  def pull(self, way: mail_lib.Way, offer: link.Offer) -> jax.Array:
+    """Fetches a value as soon as it is offered, and says that it has it."""
+    flow = self.lowered[way.flow].flow
+    for node in way.loop:
+      flow = flow.nodes[node].body
+    layout = self.places[way.target].layout(flow.values[way.value])
+    x = jax.block_until_ready(self.links.unpack(offer, layout))
+    self.peers[way.source][0].pulled.remote(offer.number)
+    return x
+
   def place_for(self, x, value, target):
+    if isinstance(x, jax.Array):
+      return x
     return self.links.unpack(x, self.places[target].layout(value))

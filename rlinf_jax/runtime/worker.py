@@ -168,6 +168,7 @@ class Worker:
       {x: self._as(outer[v], values[x], memory[v]) for v, x in op.given},
       (*frame.loop, op.node),
     )
+    self.runtime.settle([memory[v] for v in op.donate])
     for v in op.donate:
       del memory[v]
     for i in range(node.stage.at_most):
@@ -191,6 +192,7 @@ class Worker:
       case program_lib.Run(i, donate):
         node = flow.nodes[i]
         with self._named(frame, node):
+          self.runtime.settle([memory[v] for v in donate])
           self._run(frame, node, i)
         line.add(turn.step, here, 'run', node.name, start, node.piece)
         for v in donate:
