@@ -89,6 +89,38 @@ def test_processes_are_given_the_plan_that_a_run_finds(tmp_path, model, one):
     assert number == pytest.approx(wanted[name], abs=1e-4), name
 
 
+def test_two_hundred_steps_take_no_more_memory(tmp_path, model):
+  """Of the driver and of both places, once all has been compiled and seen."""
+  folder, seen = tmp_path / 'run', {}
+  process = started(folder, model, RAY, 'STEPS = 260')
+  while process.poll() is None:
+    for one in (psutil.Process(process.pid), *places(process)):
+      with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        seen.setdefault(one.pid, []).append((_steps(folder), _own(one)))
+    time.sleep(0.2)
+  ended(process)
+  assert len(seen) == 3
+  for pid, some in seen.items():
+    early = [size for step, size in some if 50 <= step < 80]
+    late = [size for step, size in some if 230 <= step < 260]
+    assert early and late, (pid, some[-1])
+    assert max(late) < 1.02 * max(early), (pid, max(early), max(late))
+
+
+def _own(process) -> int:
+  """Resident bytes, those apart that are shared, as with Ray's store."""
+  info = process.memory_info()
+  return info.rss - info.shared
+
+
+def _steps(folder) -> int:
+  """How many have been made."""
+  try:
+    return max((line['step'] for line in run_test.lines(folder)), default=0)
+  except (OSError, ValueError):  # Not there yet, or half a line.
+    return 0
+
+
 def _raylets():
   """Processes of Ray on this machine."""
   there = psutil.process_iter(['name', 'pid'])

@@ -77,8 +77,9 @@ def here():
   assert not [p for p in after if 'ray' in p.name()], 'Ray left processes.'
 
 
-def run(runtime, workflow, steps=3):
+def run(runtime, workflow, steps=3, begun=lambda: None):
   runtime.load(workflow.init(jax.random.key(0)))
+  begun()
   told = [runtime.evaluate(tiny.problem(4), jax.random.key(9))]
   made = [
     runtime.submit(tiny.problem(seed=i), jax.random.key(i))
@@ -324,9 +325,8 @@ def test_who_only_holds_copies_is_taken_over_within_a_step(far, lag):
   rng, mended = np.random.default_rng(lag), []
   for _ in range(4):
     timer = threading.Timer(rng.uniform(0, 0.4), kill, [remote, 'actor'])
-    timer.start()
-    got = run(remote, grpo(lag), steps=8)
-    timer.cancel()
+    got = run(remote, grpo(lag), steps=8, begun=timer.start)
+    timer.join()
     tiny.assert_same_bits(got[0], want[0])
     tiny.assert_same_bits(got[1], want[1])
     mended += remote.mended()

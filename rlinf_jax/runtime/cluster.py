@@ -22,7 +22,7 @@ from rlinf_jax.runtime import actor as actor_lib
 from rlinf_jax.runtime import crew as crew_lib
 from rlinf_jax.runtime import host, link, local, mail, parcel
 from rlinf_jax.runtime import timeline as timeline_lib
-from rlinf_jax.runtime.worker import StageError
+from rlinf_jax.runtime.worker import DiedError, StageError
 
 
 @dataclasses.dataclass(eq=False)
@@ -155,7 +155,15 @@ class Cluster:
     """The carried state, on the driver."""
     self.wait()
     found = {}
-    told = self._crew.ask(lambda _, actor: actor.state.remote())
+
+    def ask():
+      return self._crew.ask(lambda _, actor: actor.state.remote())
+
+    try:
+      told = ask()
+    except DiedError:
+      self._heal()
+      told = ask()
     for leaves in told.values():
       found |= leaves
     leaves = [
@@ -218,13 +226,7 @@ class Cluster:
       raise self._failure
     self._begun()
     self.steps += name == 'step'
-    turn = _Turn(
-      name,
-      self.steps + (name != 'step'),
-      ray.put([parcel.pack(x) for x in jax.tree.leaves(inputs)]),
-      self._counts.total(),
-      self._counts[name],
-    )
+    turn = self._turn(name, self.steps + (name != 'step'), inputs)
     with self._lock:  # No process is taken over meanwhile.
       self._counts[name] += 1
       self._turns.append(turn)
@@ -233,6 +235,11 @@ class Cluster:
     made = self._pool.submit(self._collect, turn)
     self._flying = [one for one in self._flying if not one.done()] + [made]
     return local.reported(self.lowered[name].flow, made)
+
+  def _turn(self, name: str, step: int, inputs=()) -> _Turn:
+    """The next turn."""
+    leaves = ray.put([parcel.pack(x) for x in jax.tree.leaves(inputs)])
+    return _Turn(name, step, leaves, self._counts.total(), self._counts[name])
 
   def _ask(self, turn: _Turn, member: str, left=reissue.EVERYTHING):
     """Has a process take its part in a turn."""
@@ -297,7 +304,8 @@ class Cluster:
     """
     start = time.perf_counter()
     turns = [turn for turn in self._turns if member in turn.asked.values()]
-    first, step = turns[0], self.lowered['step']
+    first = turns[0] if turns else self._turn('step', self.steps + 1)
+    step = self.lowered['step']
     actor = self._crew.again(member)
     for name in self._wanted:
       actor.compile.remote(name)
@@ -336,6 +344,18 @@ class Cluster:
       f'{len(arrived)} of its values had arrived, and '
       f'{len(left.skip)} calls of stages need not be made again.'
     )
+
+  def _heal(self):
+    """Puts up anew who has died between turns.
+
+    Raises:
+      DiedError: if one of them held what nobody else does.
+    """
+    with self._lock:
+      for member, error in self._crew.dead().items():
+        if member not in self._replaceable:
+          raise error
+        self._take_over(member)
 
   def mended(self) -> list[str]:
     """Deaths that the run has survived since this was asked last, in words."""
