@@ -10,7 +10,7 @@ from stages.worlds import demonstrations
 def demonstrated(
   workdir: str,
   *,
-  world: base.World,
+  world: Callable[[], base.World],
   controller: Callable,
   rows: int,
   attempts: int,
@@ -20,7 +20,7 @@ def demonstrated(
 
   Args:
     workdir: the run folder.
-    world: where.
+    world: makes where; a simulator that is not needed is not started.
     controller: `obs_O -> action_A`, where −1 … 1 is the range of the world.
     rows: environments.
     attempts: how often to try; those that succeed are kept.
@@ -30,7 +30,7 @@ def demonstrated(
   if path.exists():
     return str(path)
   made, succeeded = demonstrations.make(
-    world, controller, rows=rows, deviation=deviation, attempts=attempts
+    world(), controller, rows=rows, deviation=deviation, attempts=attempts
   )
   print(
     f'Demonstrated: {succeeded} of {attempts} attempts succeeded, '
