@@ -1,8 +1,8 @@
 """A small model to begin with, made on the spot: fresh weights, then imitation.
 
 Reinforcement learning needs a policy that is right sometimes. Where there is no
-pretrained checkpoint, this makes one in the same form, as a folder that
-`transformers` loads too.
+pretrained checkpoint, this makes one in the same form: a language model as a
+folder that `transformers` loads too, a robot's policy as a run exports it.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,6 +72,16 @@ def checkpoint(
   return str(model)
 
 
+def cloned(workdir: str, *, given: str | None = None) -> str:
+  """The folder of the robot's policy to begin with, which `warm_up` makes.
+
+  Args:
+    workdir: the run folder.
+    given: a policy that exists; none is made then.
+  """
+  return given or str(pathlib.Path(workdir) / 'warm_start' / 'model')
+
+
 def warm_up(
   workdir: str,
   *,
@@ -79,13 +89,13 @@ def warm_up(
   train: Callable[..., Any],
   seed: int,
 ):
-  """Trains the made checkpoint by imitation until it is right sometimes.
+  """Trains what to begin with by imitation until it is right sometimes.
 
   Args:
     workdir: the run folder; the warm-up's own is `workdir`/warm_start.
     given: a checkpoint that exists; it is left as it is.
-    train: `train.train`, configured for imitation; its export is the checkpoint
-      that it began with.
+    train: `train.train`, configured for imitation; its export is what the run
+      begins with.
     seed: of the run.
   """
   if given:

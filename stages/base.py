@@ -61,6 +61,19 @@ class Example(NamedTuple):
   mask: Float[Array, 'B T']
 
 
+class Demonstration(NamedTuple):
+  """Steps of somebody who can, worth imitating.
+
+  Attributes:
+    obs: what was seen before each.
+    action: what was done, on the scale of a policy's actions: −1 … 1 is the
+      range that the world has for them.
+  """
+
+  obs: Float[Array, 'B O']
+  action: Float[Array, 'B A']
+
+
 class Experience(NamedTuple):
   """What a policy did, and what came of it.
 

@@ -130,10 +130,10 @@ def maximum(x, mask=None) -> Max:
   )
 
 
-def moments(x) -> Moments:
-  """Mean and standard deviation of `x`."""
-  count = jnp.full((), x.size, x.dtype)
-  return Moments(x.sum(), (x * x).sum(), count)
+def moments(x, mask=None) -> Moments:
+  """Mean and standard deviation of `x` where `mask` is one."""
+  mask = jnp.ones_like(x) if mask is None else mask
+  return Moments((x * mask).sum(), (x * x * mask).sum(), mask.sum())
 
 
 def explained(estimate, truth) -> Explained:

@@ -78,12 +78,15 @@ def _gathered(*made):
 
 
 def reset(world: base.World) -> stages.Stage:
-  """Begins episodes: a stage `seed_B -> state, obs`."""
+  """Begins episodes: a stage `seed_B -> state, obs`.
+
+  A simulator begins with all of its environments, the first seed's first: a
+  piece of a batch would begin with them again.
+  """
   if not world.host:
     return stages.Stage(world.init, 'reset')
-  return stages.Stage(
-    world.init, 'reset', host=True, like=lambda seed: _begun(world, seed)
-  )
+  like = lambda seed: _begun(world, seed)
+  return stages.Stage(world.init, 'reset', 'batch', host=True, like=like)
 
 
 def simulated(world: base.World) -> stages.Stage:

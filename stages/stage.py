@@ -11,6 +11,10 @@ import numpy as np
 
 from stages import metrics
 
+# Purposes of keys lie beyond the rows that `keys` folds in.
+SHUFFLE = np.uint32(2**32 - 1)
+BEGIN = np.uint32(2**32 - 2)
+
 
 class Later(NamedTuple):
   """What will come of a call that is under way.
@@ -146,6 +150,21 @@ def keys(key, rows):
   return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(B))
 
 
+def seeds(n: int, group: int) -> Stage:
+  """Begins worlds: a stage `key -> seed_B`, `n` seeds, each `group` times.
+
+  Rows of a group are next to each other.
+  """
+
+  def draw(key):
+    key = jax.random.fold_in(key, BEGIN)
+    most = jnp.iinfo(jnp.int32).max
+    seed_N = jax.random.randint(key, (n,), 0, most, jnp.int32)
+    return jnp.repeat(seed_N, group)
+
+  return Stage(draw, 'seeds', 'batch')
+
+
 def minibatches(n: int, group: int = 1) -> Stage:
   """Splits a tree of rows into `n` runs of whole groups."""
 
@@ -168,10 +187,6 @@ def _whole_groups(tree, n, group) -> int:
       f'{group}: the batch must be a multiple of {n * group} rows.'
     )
   return B
-
-
-# Purposes of keys lie beyond the rows that `keys` folds in.
-SHUFFLE = np.uint32(2**32 - 1)
 
 
 def shuffle(n: int, epochs: int, group: int = 1) -> Stage:

@@ -80,11 +80,16 @@ def count(open_: Open, outcome: base.Outcome) -> tuple[Open, Ended]:
   return jax.lax.scan(one, (open_, zero), time_major)[0]
 
 
-def first(outcome: base.Outcome) -> Ended:
-  """The first episode of each row of [B, T], ended or not."""
+def alive(outcome: base.Outcome):
+  """One up to the end of each row's first episode, that step included."""
   done_BT = jnp.maximum(outcome.terminated, outcome.truncated)
   before_BT = jnp.cumsum(done_BT, 1) - done_BT
-  alive_BT = (before_BT == 0).astype(done_BT.dtype)
+  return (before_BT == 0).astype(done_BT.dtype)
+
+
+def first(outcome: base.Outcome) -> Ended:
+  """The first episode of each row of [B, T], ended or not."""
+  alive_BT = alive(outcome)
   last_BT = alive_BT * (1.0 - jnp.roll(alive_BT, -1, 1).at[:, -1].set(0.0))
   lost_BT = 0.0 if outcome.lost is None else outcome.lost
   kept_B = 1.0 - (alive_BT * lost_BT).max(1)
@@ -97,6 +102,16 @@ def first(outcome: base.Outcome) -> Ended:
     (last_BT * outcome.success).sum(1),
   )
   return jax.tree.map(lambda x: kept_B * x, sums)
+
+
+def succeeded(ended: Ended):
+  """One for an episode that succeeded at some moment, [B]."""
+  return ended.success_once
+
+
+def returned(ended: Ended):
+  """The rewards of an episode, [B]."""
+  return ended.return_
 
 
 def told(ended: Ended, prefix: str) -> base.Info:

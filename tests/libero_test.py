@@ -6,7 +6,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from rlinf_jax.worlds import environment, hosted, libero
+from rlinf_jax.worlds import environment, hosted, libero, libero_script
+from stages.worlds import demonstrations
 
 pytest.importorskip(
   'libero', reason='LIBERO is not installed: say `make robots`.'
@@ -82,6 +83,20 @@ def test_pictures_come_by_camera_with_the_instruction(make):
     assert image.std() > 10  # It shows something.
   token, made = pool.step(token, np.stack([HOLD, HOLD]))
   assert made.obs['state'].shape == obs['state'].shape
+
+
+@needs_meshes
+def test_somebody_who_can_puts_the_cream_cheese_into_the_basket(make):
+  setting = {'suite': SUITES[1], 'tasks': (1,), 'horizon': 100}
+  pool = make(2, 2, patience=300.0, **setting)
+  x, succeeded = demonstrations.make(
+    *(hosted.of(pool), libero_script.to_basket),
+    rows=2,
+    deviation=0.0,
+    attempts=2,
+  )
+  assert succeeded == 2
+  assert len(x.obs) < 2 * 100  # What follows an end is not of the attempt.
 
 
 def test_missing_meshes_are_told_before_anything_is_downloaded(

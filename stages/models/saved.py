@@ -3,6 +3,7 @@
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 FILE = 'policy.safetensors'
@@ -55,6 +56,20 @@ def read(folder: str | pathlib.Path, like):
     )
   leaves = [arrays[name] for name in _named(like)]
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def start(folder: str | pathlib.Path | None, fresh):
+  """What training begins with: what was exported, or what is fresh.
+
+  Args:
+    folder: where it is; None for `fresh`.
+    fresh: parameters as `Workflow.params` gives them. While shapes alone are
+      asked for it is returned in any case: the folder may still be made.
+  """
+  traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(fresh))
+  if folder is None or traced:
+    return fresh
+  return jax.tree.map(jnp.asarray, read(folder, fresh))
 
 
 def _named(tree) -> dict:

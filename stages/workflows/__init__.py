@@ -1,8 +1,10 @@
 """Algorithms: each a function of its parts that returns a `Workflow`."""
 
+from stages.workflows.clone import clone
 from stages.workflows.dapo import dapo
+from stages.workflows.embodied_grpo import embodied_grpo
 from stages.workflows.grpo import grpo
 from stages.workflows.ppo import ppo
 from stages.workflows.sft import sft
 
-__all__ = ['dapo', 'grpo', 'ppo', 'sft']
+__all__ = ['clone', 'dapo', 'embodied_grpo', 'grpo', 'ppo', 'sft']

@@ -19,6 +19,8 @@ from stages import (
   train,
 )
 from stages import stage as stages
+from stages.models import saved
+from stages.workflows import embodied
 
 
 class State(NamedTuple):
@@ -59,6 +61,7 @@ def ppo(
   kl_stop: float | None = None,
   normalised: bool = True,
   bootstrap_always: bool = False,
+  model: str | None = None,
   examine: base.World | None = None,
 ) -> base.Workflow:
   """Acts for some steps in many environments, and learns from them all.
@@ -84,6 +87,8 @@ def ppo(
     normalised: whether observations are put on a scale of their own.
     bootstrap_always: takes success, too, for an end that time has set, so that
       whoever is done early loses nothing by it.
+    model: folder that a run has exported, to begin with its policy and its
+      scale, which then stays as it is; None to begin from nothing.
     examine: the world in which the policy is judged: a simulator needs another
       than it trains in. `world` if None.
   """
@@ -109,17 +114,21 @@ def ppo(
   fold = stages.Stage(
     lambda *infos: functools.reduce(metrics.merge, infos), 'fold', 'batch'
   )
-  attempt = _examine(policy, examine or world)
+  attempt = embodied.examine(policy, examine or world)
 
   def init(key):
     luck, seeds = jax.random.split(key)
     seed_B = jax.random.randint(
       seeds, (rows,), 0, jnp.iinfo(jnp.int32).max, jnp.int32
     )
-    scale = normalise.nothing(world.obs) if normalised else ()
-    actor = train.init(policy.init(luck), optimizer)
-    begun = rollout.begin(world, seed_B)
-    return State(actor, scale, *begun, tally.begin(rows))
+    fresh = embodied.fresh(policy, world, normalised, luck)
+    begun = saved.start(model, fresh)
+    actor = train.init(begun['policy'], optimizer)
+    return State(
+      *(actor, begun['scale']),
+      *rollout.begin(world, seed_B),
+      tally.begin(rows),
+    )
 
   def step(state: State, batch, key):
     del batch  # All there is to know is in the environments.
@@ -139,7 +148,7 @@ def ppo(
       actor, stopped, info = apply(actor, stopped, made)
       infos.append(info)
     info = infos[0] if len(infos) == 1 else fold(*infos)
-    if normalised:
+    if normalised and model is None:
       scale = widen(scale, see(x.obs))
     return State(actor, scale, place, obs, open_), measured | info
 
@@ -150,7 +159,7 @@ def ppo(
     init,
     step,
     evaluate,
-    lambda state: {'policy': state.actor.params, 'scale': state.scale},
+    embodied.exported,
     score='eval/success_once',
   )
 
@@ -263,20 +272,3 @@ def describe(x: base.Experience, steps, ended: tally.Ended) -> base.Info:
     'train/explained_variance': metrics.explained(x.value, x.return_),
     'env/steps': (x.mask if steps is None else steps * x.mask).sum(),
   }
-
-
-def _examine(policy: base.Policy, world: base.World) -> Callable:
-  """Returns `params, scale, seed_B, key -> info`: each seed's first episode."""
-  reset = rollout.reset(world)
-  attempt = rollout.rollout(policy, world, world.horizon, greedy=True)
-  score = stages.Stage(
-    lambda outcome: tally.told(tally.first(outcome), 'eval'), 'score', 'sum'
-  )
-
-  def evaluate(params, scale, seed_B, key):
-    state, obs = reset(seed_B)
-    keys = stages.keys(key, seed_B)
-    *_, outcome = attempt(params, scale, state, obs, keys)
-    return score(outcome)
-
-  return evaluate

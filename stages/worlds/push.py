@@ -74,6 +74,32 @@ def look(at: Table):
   return jnp.concatenate([*at, to_puck_X, to_goal_X])
 
 
+def show_how(obs_O):
+  """What somebody does who can: goes behind the puck, and pushes.
+
+  Args:
+    obs_O: what is seen.
+
+  Returns:
+    A command.
+  """
+  to_puck_X, to_goal_X = obs_O[6:8], obs_O[8:10]
+  far, left = _far(to_puck_X), _far(to_goal_X)
+  toward_X, ahead_X = to_puck_X / far, to_goal_X / left
+  # Behind it: into it by what is left to go.
+  into = jnp.minimum(left, SPEED)
+  push_X = to_puck_X - (TOUCH - into) * ahead_X
+  around_X = to_puck_X - 1.5 * TOUCH * ahead_X
+  # In the way: along a circle about the puck, on the nearer side.
+  side_X = jnp.stack([-toward_X[1], toward_X[0]])
+  side_X *= jnp.where(side_X @ around_X < 0, -1.0, 1.0)
+  circle_X = SPEED * (side_X + (far - 1.5 * TOUCH) / TOUCH * toward_X)
+  behind = toward_X @ ahead_X > 0.95
+  in_the_way = (toward_X @ ahead_X < 0.7) & (far < 2.0 * TOUCH)
+  go_X = jnp.where(behind, push_X, jnp.where(in_the_way, circle_X, around_X))
+  return jnp.clip(go_X / SPEED, -1.0, 1.0) * (left > 0.5 * NEAR)
+
+
 def closeness(at: Table):
   """1 where the puck is at its goal and the gripper behind it, else less."""
   to_goal_X = at.goal - at.puck

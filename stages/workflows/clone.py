@@ -1,0 +1,77 @@
+"""Behaviour cloning: learning to do what was demonstrated."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optax
+
+from stages import base, metrics, normalise, train
+from stages import stage as stages
+from stages.workflows import embodied
+
+
+class State(NamedTuple):
+  """What a step reads and rewrites.
+
+  Attributes:
+    actor: what learns.
+    scale: moments of all that was demonstrated; nothing where none are kept.
+  """
+
+  actor: base.TrainState
+  scale: Any
+
+
+def clone(
+  world: base.World,
+  policy: Callable[[base.World], base.Policy],
+  optimizer: optax.GradientTransformation,
+  *,
+  normalised: bool = True,
+) -> base.Workflow:
+  """Maximises the likelihood of each action that was demonstrated.
+
+  A policy learns how far to deviate, too: as far as demonstrations do from what
+  it can tell by what it sees. From there it may explore.
+
+  Args:
+    world: in which the policy is judged.
+    policy: makes the policy to train from what a world shows and takes.
+    optimizer: how gradients become updates.
+    normalised: whether observations are put on a scale of their own.
+  """
+  policy = policy(world)
+
+  def loss(params, scale, x: base.Demonstration):
+    obs = normalise.normalise(scale, x.obs)
+    now = policy.evaluate(params, obs, x.action)
+    mean = metrics.mean(-now.logp)
+    return (mean,), {
+      'train/loss': mean,
+      'train/entropy': metrics.mean(now.entropy),
+    }
+
+  gradient = stages.Stage(train.gradient(loss), 'gradient', 'sum', whole=(0, 1))
+  apply = stages.Stage(train.apply(optimizer), 'apply', 'batch')
+  see = stages.Stage(lambda obs: normalise.of(obs, world.obs), 'see', 'sum')
+  widen = stages.Stage(lambda a, b: a.merge(b), 'widen', 'batch')
+  attempt = embodied.examine(policy, world)
+
+  def init(key):
+    fresh = embodied.fresh(policy, world, normalised, key)
+    return State(train.init(fresh['policy'], optimizer), fresh['scale'])
+
+  def step(state: State, batch: base.Demonstration, key):
+    del key  # Nothing here is random.
+    actor, scale = state
+    if normalised:
+      scale = widen(scale, see(batch.obs))
+    actor, info = apply(actor, gradient(actor.params, scale, batch))
+    return State(actor, scale), info
+
+  def evaluate(state: State, seed, key):
+    return attempt(state.actor.params, state.scale, seed, key)
+
+  return base.Workflow(
+    init, step, evaluate, embodied.exported, score='eval/success_once'
+  )

@@ -1,0 +1,35 @@
+"""What workflows in worlds share: what they export, and how they are judged."""
+
+from collections.abc import Callable
+from typing import Any
+
+from stages import base, normalise, rollout, tally
+from stages import stage as stages
+
+
+def fresh(policy: base.Policy, world: base.World, normalised: bool, key):
+  """A policy that knows nothing, and the scale before anything was seen."""
+  scale = normalise.nothing(world.obs) if normalised else ()
+  return {'policy': policy.init(key), 'scale': scale}
+
+
+def exported(state) -> dict[str, Any]:
+  """The policy of a state, as `stages.models.saved` keeps it."""
+  return {'policy': state.actor.params, 'scale': state.scale}
+
+
+def examine(policy: base.Policy, world: base.World) -> Callable:
+  """Returns `params, scale, seed_B, key -> info`: each seed's first episode."""
+  reset = rollout.reset(world)
+  attempt = rollout.rollout(policy, world, world.horizon, greedy=True)
+  score = stages.Stage(
+    lambda outcome: tally.told(tally.first(outcome), 'eval'), 'score', 'sum'
+  )
+
+  def evaluate(params, scale, seed_B, key):
+    state, obs = reset(seed_B)
+    keys = stages.keys(key, seed_B)
+    *_, outcome = attempt(params, scale, state, obs, keys)
+    return score(outcome)
+
+  return evaluate
