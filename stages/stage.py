@@ -172,6 +172,8 @@ def _whole_groups(tree, n, group) -> int:
 
 # Purposes of keys lie beyond the rows that `keys` folds in.
 SHUFFLE = np.uint32(2**32 - 1)
+REPLAY = np.uint32(2**32 - 3)
+CHOOSE = np.uint32(2**32 - 4)
 
 
 def shuffle(n: int, epochs: int, group: int = 1) -> Stage:

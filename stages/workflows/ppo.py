@@ -19,6 +19,7 @@ from stages import (
   train,
 )
 from stages import stage as stages
+from stages.workflows import embodied
 
 
 class State(NamedTuple):
@@ -109,7 +110,7 @@ def ppo(
   fold = stages.Stage(
     lambda *infos: functools.reduce(metrics.merge, infos), 'fold', 'batch'
   )
-  attempt = _examine(policy, examine or world)
+  attempt = embodied.examine(policy, examine or world)
 
   def init(key):
     luck, seeds = jax.random.split(key)
@@ -263,20 +264,3 @@ def describe(x: base.Experience, steps, ended: tally.Ended) -> base.Info:
     'train/explained_variance': metrics.explained(x.value, x.return_),
     'env/steps': (x.mask if steps is None else steps * x.mask).sum(),
   }
-
-
-def _examine(policy: base.Policy, world: base.World) -> Callable:
-  """Returns `params, scale, seed_B, key -> info`: each seed's first episode."""
-  reset = rollout.reset(world)
-  attempt = rollout.rollout(policy, world, world.horizon, greedy=True)
-  score = stages.Stage(
-    lambda outcome: tally.told(tally.first(outcome), 'eval'), 'score', 'sum'
-  )
-
-  def evaluate(params, scale, seed_B, key):
-    state, obs = reset(seed_B)
-    keys = stages.keys(key, seed_B)
-    *_, outcome = attempt(params, scale, state, obs, keys)
-    return score(outcome)
-
-  return evaluate
