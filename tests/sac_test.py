@@ -294,7 +294,7 @@ def test_losses_and_gradients_are_those_of_torch(in_float64, case):
   key = jax.random.fold_in(jax.random.fold_in(KEY, stages.CHOOSE), 3)
   chosen = np.arange(case['critics'])
   if case['subset']:
-    chosen = np.asarray(jax.random.permutation(key, case['critics']))[:2]
+    chosen = np.array(jax.random.permutation(key, case['critics']))[:2]
   case |= {'chosen': chosen}
   want = torch_sac(params, target, actor, scale, batch, noise, case=case)
   expect = soft.critic_objective(policy, critic, case['subset'])
@@ -436,6 +436,7 @@ def planned(workflow, state, sketch=None):
   return runtime
 
 
+@pytest.mark.slow
 def test_what_is_remembered_is_written_where_it_lies_and_checkpointed(tmp_path):
   """However much there is, a step copies none of it; and all of it lasts."""
   workflow, where = sac(), set()
