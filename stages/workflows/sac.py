@@ -159,7 +159,7 @@ def sac(
       (actor.params['policy'], warm), scale, state.world, state.obs, keys
     )
     open_, ended = count(state.open, outcome)
-    measured = measure(outcome, ended)
+    measured = measure(outcome._replace(final_obs=()), ended)
     if normalised:
       scale = widen(scale, see(x.obs))
     kept, sample, filled = recall(state.replay, state.prior, x, outcome, key)
