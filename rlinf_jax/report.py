@@ -41,7 +41,9 @@ CURVES = (
     'of returns, by the critic',
     {'': 'train/explained_variance'},
   ),
+  ('Expected', 'of what was done, by the critics', {'': 'train/q'}),
   ('Entropy', 'nats a token or action', {'': 'train/entropy'}),
+  ('Temperature', 'what a nat of entropy is worth', {'': 'train/temperature'}),
   (
     'KL divergence',
     'nats a token or action',

@@ -9,7 +9,7 @@ Array names end in their dimensions, one capital letter each:
   J head among those of a key-value head    Q query among those of its keys
   F feed-forward width    L layer    R half a head width: a rotated plane
   O feature of an observation    A dimension of an action    X axis of the plane
-  Z step of a chunk of actions
+  Z step of a chunk of actions    Y row of a replay    I critic among several
 """
 
 from collections.abc import Callable

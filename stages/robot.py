@@ -18,6 +18,8 @@ def policy(
   deviation: float = 1.0,
   bound: Literal['clip', 'tanh'] = 'clip',
   chunk: int = 1,
+  aware: bool = False,
+  critic: bool = True,
 ) -> base.Policy:
   """The policy that two small networks are, for what a world shows and takes.
 
@@ -35,6 +37,8 @@ def policy(
       squash as it is at the mean.
     chunk: steps that are decided at a time. An action is all of them, and so is
       its log-probability; a command is [chunk, A], if there are several.
+    aware: whether the deviation depends on what is seen.
+    critic: whether it estimates what is to be expected.
   """
   if isinstance(world.obs, dict) or len(world.obs.shape) != 1:
     raise ValueError(
@@ -46,17 +50,19 @@ def policy(
       f"Actions can be bound by 'clip' or 'tanh', and not by {bound!r}."
     )
   low, high = (jnp.asarray(x * chunk, float) for x in (world.low, world.high))
-  config = mlp.Config(world.obs.shape[0], low.shape[0], width, width, deviation)
-  actor, critic = mlp.Actor(config), mlp.Critic(config)
+  config = mlp.Config(
+    *(world.obs.shape[0], low.shape[0], width, width, deviation, aware)
+  )
+  actor, judge = mlp.Actor(config), mlp.Critic(config)
   squash = bound == 'tanh'
 
   def init(key):
     ours, theirs = jax.random.split(key)
     like = jnp.zeros(world.obs.shape, float)
-    return {
-      'actor': actor.init(ours, like)['params'],
-      'critic': critic.init(theirs, like)['params'],
-    }
+    params = {'actor': actor.init(ours, like)['params']}
+    if critic:
+      params['critic'] = judge.init(theirs, like)['params']
+    return params
 
   def mean(params, obs):
     mean, log_deviation = actor.apply({'params': params['actor']}, obs)
@@ -84,17 +90,19 @@ def policy(
     if squash:
       entropy += log_slope(mean_, low, high)
     return base.Evaluation(
-      density(action, mean_, log_deviation), entropy, value(params, obs)
+      density(action, mean_, log_deviation),
+      entropy,
+      value(params, obs) if critic else None,
     )
 
   def value(params, obs):
-    return critic.apply({'params': params['critic']}, obs)
+    return judge.apply({'params': params['critic']}, obs)
 
   def command(action):
     told = _command(squash, low, high, action)
     return told if chunk == 1 else told.reshape(*told.shape[:-1], chunk, -1)
 
-  return base.Policy(init, act, evaluate, command, value)
+  return base.Policy(init, act, evaluate, command, value if critic else None)
 
 
 def gaussian(x, mean, log_deviation):
@@ -130,7 +138,6 @@ def _command(squash: bool, low, high, action):
 
 
 def _wide(x, like):
-  """A vector, once for all rows and steps of `like`."""
-  return jnp.broadcast_to(
-    x.reshape((1,) * (like.ndim - 1) + x.shape), like.shape
-  )
+  """A vector, once for all rows and steps of `like`; or one a row."""
+  ahead = (1,) * (like.ndim - x.ndim)
+  return jnp.broadcast_to(x.reshape(ahead + x.shape), like.shape)

@@ -14,6 +14,8 @@ from stages import metrics
 # Purposes of keys lie beyond the rows that `keys` folds in.
 SHUFFLE = np.uint32(2**32 - 1)
 BEGIN = np.uint32(2**32 - 2)
+REPLAY = np.uint32(2**32 - 3)
+CHOOSE = np.uint32(2**32 - 4)
 
 
 class Later(NamedTuple):

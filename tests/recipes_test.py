@@ -31,7 +31,7 @@ def recipe(path):
 
 RECIPES = [
   recipe(path)
-  for folder in ('experiments/arithmetic', 'gin_configs')
+  for folder in ('experiments/arithmetic', 'experiments/rlpd', 'gin_configs')
   for path in sorted((ROOT / folder).glob('*.gin'))
 ]
 

@@ -5,6 +5,8 @@ import dataclasses
 from flax import linen as nn
 import jax.numpy as jnp
 
+LOG_DEVIATION = -10.0, 2.0  # Within which one that is seen to keeps.
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -16,6 +18,7 @@ class Config:
     D: width of the first hidden layer.
     F: width of the second.
     deviation: of actions at the beginning.
+    aware: whether the deviation depends on what is seen.
   """
 
   O: int
@@ -23,24 +26,29 @@ class Config:
   D: int = 64
   F: int = 64
   deviation: float = 1.0
+  aware: bool = False
 
 
 class Actor(nn.Module):
   """The mean of a Gaussian over actions, and the log of its deviation.
 
-  The deviation does not depend on what is seen. The last layer begins small, so
-  that the first actions are about zero.
+  The last layer begins small, so that the first actions are about zero and of
+  about the same deviation.
   """
 
   config: Config
 
   @nn.compact
   def __call__(self, obs):
-    """`[…, O] -> mean […, A], log-deviation [A]`."""
+    """`[…, O] -> mean […, A], log-deviation [A], or […, A] if aware`."""
     c = self.config
-    mean = _layer(self, _hidden(self, obs), 'out', 'FA', (c.F, c.A), 0.01)
+    hidden = _hidden(self, obs)
+    mean = _layer(self, hidden, 'out', 'FA', (c.F, c.A), 0.01)
     initial = nn.initializers.constant(jnp.log(c.deviation))
-    return mean, self.param('log_deviation_A', initial, (c.A,))
+    if not c.aware:
+      return mean, self.param('log_deviation_A', initial, (c.A,))
+    spread = _layer(self, hidden, 'spread', 'FA', (c.F, c.A), 0.01)
+    return mean, jnp.clip(jnp.log(c.deviation) + spread, *LOG_DEVIATION)
 
 
 class Critic(nn.Module):

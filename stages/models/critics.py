@@ -1,0 +1,136 @@
+"""What actions are worth: several networks of one shape, told apart by luck."""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+
+from stages import base
+
+
+class Critic(NamedTuple):
+  """Estimates of what is to be expected once something is done.
+
+  Attributes:
+    init: `key -> params`.
+    value: `params, obs [B, O], command [B, …] -> value_IB`, one a critic.
+  """
+
+  init: Callable[[base.Key], base.Params]
+  value: Callable[[base.Params, Any, Any], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """The shape of all of them, in the letters of `stages/base.py`.
+
+  Attributes:
+    I: how many.
+    O: features that are seen.
+    A: dimensions of an action.
+    D: width of the first hidden layer.
+    F: width of the second.
+    norm: whether what a hidden layer adds up is brought to mean zero and
+      variance one, which bounds what is expected of actions that nobody took.
+  """
+
+  I: int
+  O: int
+  A: int
+  D: int = 256
+  F: int = 256
+  norm: bool = False
+
+
+def ensemble(
+  world: base.World,
+  *,
+  critics: int = 2,
+  width: int = 256,
+  norm: bool = False,
+  chunk: int = 1,
+) -> Critic:
+  """Critics for what a world shows and takes.
+
+  Args:
+    world: whose observations are vectors.
+    critics: how many: 2 are SAC's, 10 RLPD's.
+    width: of the hidden layers.
+    norm: layer normalisation, as RLPD has it.
+    chunk: commands that are given at a time.
+  """
+  low, high = (jnp.asarray(x * chunk, float) for x in (world.low, world.high))
+  module = Ensemble(
+    Config(critics, world.obs.shape[0], low.shape[0], width, width, norm)
+  )
+
+  def init(key):
+    obs = jnp.zeros((1, *world.obs.shape), float)
+    return module.init(key, obs, jnp.zeros((1, *low.shape), float))['params']
+
+  def value(params, obs_BO, command):
+    command_BA = command.reshape(obs_BO.shape[0], -1)
+    inside_BA = (2.0 * command_BA - (low + high)[None]) / (high - low)[None]
+    return module.apply({'params': params}, obs_BO, inside_BA)
+
+  return Critic(init, value)
+
+
+class Ensemble(nn.Module):
+  """Two hidden layers each; a parameter's first dimension is the critic."""
+
+  config: Config
+
+  @nn.compact
+  def __call__(self, obs_BO, action_BA):
+    """`[B, O], [B, A] in −1 … 1 -> [I, B]`."""
+    c = self.config
+    zeros, ones = nn.initializers.zeros, nn.initializers.ones
+    first, up, out = map(_uniform, (c.O + c.A, c.D, c.F))
+    weights = {
+      'see': self.param('see_IOD', first, (c.I, c.O, c.D)),
+      'do': self.param('do_IAD', first, (c.I, c.A, c.D)),
+      'enter': self.param('enter_bias_ID', zeros, (c.I, c.D)),
+      'up': self.param('up_IDF', up, (c.I, c.D, c.F)),
+      'up_bias': self.param('up_bias_IF', zeros, (c.I, c.F)),
+      'out': self.param('out_IF', out, (c.I, c.F)),
+      'out_bias': self.param('out_bias_I', zeros, (c.I,)),
+    }
+    if c.norm:
+      weights |= {
+        'enter_scale': self.param('enter_scale_ID', ones, (c.I, c.D)),
+        'enter_shift': self.param('enter_shift_ID', zeros, (c.I, c.D)),
+        'up_scale': self.param('up_scale_IF', ones, (c.I, c.F)),
+        'up_shift': self.param('up_shift_IF', zeros, (c.I, c.F)),
+      }
+    one = functools.partial(_value, c.norm)
+    return jax.vmap(one, (0, None, None))(weights, obs_BO, action_BA)
+
+
+def _value(norm: bool, weights, obs, action):
+  """One critic."""
+  w = weights
+  x = obs @ w['see'] + action @ w['do'] + w['enter'][None]
+  if norm:
+    x = _normed(x, w['enter_scale'], w['enter_shift'])
+  x = jax.nn.relu(x) @ w['up'] + w['up_bias'][None]
+  if norm:
+    x = _normed(x, w['up_scale'], w['up_shift'])
+  return jax.nn.relu(x) @ w['out'] + w['out_bias']
+
+
+def _normed(x, scale, shift):
+  """Layer normalisation, arXiv:1607.06450."""
+  x = jax.nn.standardize(x, axis=-1, epsilon=1e-6)
+  return x * scale[None] + shift[None]
+
+
+def _uniform(fan: int):
+  """Weights within ±1/√fan, of which as many are added up."""
+  return lambda key, shape: (
+    fan**-0.5 * jax.random.uniform(key, shape, minval=-1.0)
+  )
