@@ -19,6 +19,7 @@ from planner import graph
 from planner import plan as plan_lib
 from rlinf_jax import memory
 from rlinf_jax.runtime import host, link, parcel
+from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import mail as mail_lib
 from rlinf_jax.runtime import place as place_lib
 from sharding import rules as rules_lib
@@ -78,7 +79,7 @@ class _Far(host.Host):
     self.seconds[ends] = self.seconds.get(ends, 0.0) + spent
 
   def place_for(self, x, value, target):
-    return self.links.unpack(x, self.places[target].layout(value))
+    return self.links.unpack(x, self.places[target].layout_at_rest(value))
 
 
 class Actor:
@@ -102,6 +103,7 @@ class Actor:
     agreed: str,
     folder: str,
     patience: float | None,
+    shared: str,
   ):
     """Records the flows and makes the place ready.
 
@@ -112,6 +114,7 @@ class Actor:
       agreed: the driver's `fingerprint`.
       folder: the driver's, if there is one like it here.
       patience: seconds to wait for a value.
+      shared: a folder by which places take turns on devices.
 
     Raises:
       ValueError: if it has recorded something else than the driver.
@@ -131,7 +134,8 @@ class Actor:
     own = dataclasses.replace(
       placement, devices=tuple(range(len(placement.devices)))
     )
-    place = place_lib.Place(name, own, chosen.rows, rules_lib.DEFAULT)
+    lease = lease_lib.of_plan(chosen, shared, [name]).get(name)
+    place = place_lib.Place(name, own, chosen.rows, rules_lib.DEFAULT, lease)
     axes = {name: place.axes for name, place in chosen.places.items()}
     self._host = _Far(axes, lowered, {name: place}, patience)
 

@@ -1,9 +1,13 @@
 """The actors of a plan: started, asked, found dead and started again."""
 
+import collections
 from collections.abc import Callable, Mapping
 import os
+import shutil
 import sys
+import tempfile
 from typing import Any
+import weakref
 
 import jax
 import ray
@@ -78,6 +82,11 @@ class Crew:
     self._plan, self._flows, self._patience = plan, flows, patience
     self._agreed = actor_lib.fingerprint(lowered)
     self._group, self._needs = None, {}
+    self._bundles: list[tuple[str, ...]] = []  # Places, of each of Ray's.
+    self._shared = ''  # A folder.
+    if plan.share:
+      self._shared = tempfile.mkdtemp(prefix='rlinf_jax-')
+      weakref.finalize(self, shutil.rmtree, self._shared, ignore_errors=True)
     self.actors, self.about = {}, {}
 
   def ready(self) -> list[str]:
@@ -97,7 +106,8 @@ class Crew:
     made = {name: self.actors[name] for name in missing}
     self.ask(
       lambda name, actor: actor.prepare.remote(
-        *(name, text, self._flows, self._agreed, where, self._patience)
+        *(name, text, self._flows, self._agreed, where, self._patience),
+        self._shared,
       ),
       made,
     )
@@ -108,13 +118,20 @@ class Crew:
     return missing
 
   def near(self, place: str) -> set[str]:
-    """The places that are processors of the same machine."""
+    """The places whose values go through memory of the machine.
+
+    Those that are processors of the same one, and those that share devices.
+    """
     here = self.about[place]
     return {
       name
       for name, there in self.about.items()
-      if here['platform'] == there['platform'] == 'cpu'
-      and here['node'] == there['node']
+      if (
+        here['platform'] == there['platform'] == 'cpu'
+        and here['node'] == there['node']
+      )
+      or self._plan.shared(place)
+      or self._plan.shared(name)
     }
 
   def _reserve(self):
@@ -124,9 +141,19 @@ class Crew:
     start()
     there = ray.cluster_resources()
     kind = next(kind for kind in KINDS if there.get(kind))
-    for name, place in self._plan.places.items():
-      self._needs[name] = {'CPU': 1.0} | {kind: float(len(place.devices))}
-    group = util.placement_group([*self._needs.values()], strategy='PACK')
+    beside = collections.defaultdict(list)
+    for name in self._plan.places:
+      beside[self._plan.shared(name) or name].append(name)
+    self._bundles = [tuple(names) for names in beside.values()]
+    bundles = []
+    for names in self._bundles:
+      needs = {name: _need(self._plan, name, names, kind) for name in names}
+      total = sum(
+        map(collections.Counter, needs.values()), collections.Counter()
+      )
+      bundles.append({what: round(n, 4) for what, n in total.items()})
+      self._needs |= needs
+    group = util.placement_group(bundles, strategy='PACK')
     if not group.wait(READY):
       util.remove_placement_group(group)
       raise ValueError(
@@ -147,7 +174,9 @@ class Crew:
       resources={'TPU': need['TPU']} if 'TPU' in need else None,
       scheduling_strategy=scheduling.PlacementGroupSchedulingStrategy(
         self._group,
-        placement_group_bundle_index=[*self._plan.places].index(name),
+        placement_group_bundle_index=next(
+          i for i, names in enumerate(self._bundles) if name in names
+        ),
       ),
       runtime_env={'env_vars': environment},
     ).remote()
@@ -219,6 +248,30 @@ def told(error, place: str = '') -> BaseException:
   return StageError(str(error))
 
 
+def _need(plan, name: str, beside: tuple[str, ...], kind: str):
+  """What Ray must give a place.
+
+  Args:
+    plan: that it is of.
+    name: of the place.
+    beside: places that share its devices, itself included.
+    kind: of device.
+
+  Raises:
+    ValueError: for devices that Ray cannot give to several processes.
+  """
+  n = float(len(plan.places[name].devices))
+  if len(beside) > 1 and kind != 'CPU':
+    if kind != 'GPU' or len(plan.shared(name)) > 1:
+      raise ValueError(
+        f'The places {list(beside)} share {len(plan.shared(name))} {kind}: '
+        'processes can share processors, or a single GPU. Place their stages '
+        'together, or run them in one process.'
+      )
+    n = 1 / len(beside)
+  return {'CPU': 1.0} | {kind: n}
+
+
 def _environment(place, need) -> dict[str, str]:
   """What an actor's JAX must begin with."""
   there = {
@@ -233,6 +286,8 @@ def _environment(place, need) -> dict[str, str]:
     }
   else:
     there.pop('JAX_PLATFORMS', None)
+    if need.get('GPU', 1) < 1:  # Memory is another's as soon as it is free.
+      there['XLA_PYTHON_CLIENT_ALLOCATOR'] = 'platform'
   # What the driver imports from folders, such as experiments of a checkout.
   own = [path for path in sys.path if not path.startswith(sys.prefix)]
   there['PYTHONPATH'] = os.pathsep.join(map(os.path.abspath, own))
