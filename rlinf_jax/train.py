@@ -326,7 +326,8 @@ def _places(plan) -> str:
   for name, place in plan.places.items():
     n = len(place.devices)
     axes = ' '.join(f'{axis}={size}' for axis, size in place.axes)
-    said.append(f'{name}: {n} device{"s" * (n > 1)} {axes}'.rstrip())
+    shared = 'shared ' * (name in plan.share)
+    said.append(f'{name}: {n} {shared}device{"s" * (n > 1)} {axes}'.rstrip())
   return f'{", ".join(said)} ({kind})'
 
 

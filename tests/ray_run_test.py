@@ -23,6 +23,10 @@ PLAN = (
   "'actor': {'devices': [0]}, 'learner': {'devices': [1]}}, 'stages': {"
   "'repeat': 'actor', 'keys': 'actor', 'generate': 'actor', '*': 'learner'}}"
 )
+SHARED = PLAN.replace(
+  "'learner': {'devices': [1]}}",
+  "'learner': {'devices': [0]}}, 'share': ['learner', 'actor']",
+)
 RAY = "train.train.ray = 'local'"
 
 model = run_test.model  # The fixture.
@@ -105,12 +109,16 @@ def places(process):
   return found
 
 
-@pytest.mark.parametrize('after', [3, 7])
+@pytest.mark.parametrize(
+  'after, plan',
+  [(3, PLAN), (7, PLAN), (3, SHARED)],
+  ids=['at once', 'after a checkpoint', 'that shares a device'],
+)
 def test_a_run_of_which_a_process_is_killed_goes_on_by_itself(
-  tmp_path, model, one, after
+  tmp_path, model, one, after, plan
 ):
   folder = tmp_path / 'run'
-  process = started(folder, model, RAY)
+  process = started(folder, model, RAY, plan=plan)
   deadline = time.time() + 300
   while not _reached(folder, after):
     assert process.poll() is None, process.communicate()

@@ -206,15 +206,16 @@ def test_a_place_that_fails_lets_the_device_go_and_the_other_is_told(account):
 
 def test_who_waits_too_long_for_a_device_says_who_has_it():
   state, (_, x, key), flow = pair()
-  runtime = two(flow)
+  # All at one place, which waits for no value meanwhile.
+  runtime = two(flow, stages=dict.fromkeys(flow.stages, 'learner'))
   runtime.patience = 0.2
   runtime.load(state)
-  at = runtime.places['actor'].lease.folder
+  at = runtime.places['learner'].lease.folder
   other = lease_lib.Lease(at, 'A stranger', 0)
   other.acquire()
   with pytest.raises(
     worker.StageError,
-    match=r"In step 1: Place 'actor' has waited 0.2 s .*A str",
+    match=r"In step 1: Place 'learner' has waited 0.2 s .*A str",
   ):
     runtime.step(x, key)
   other.release()

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 
-PAUSE = 0.002  # Seconds between looks, of those who wait.
+LOOKS = 0.001, 0.02  # Least and most seconds between those of who waits.
 _all = weakref.WeakSet()
 _thread = threading.local()
 
@@ -76,13 +76,15 @@ class Lease:
       while not (self._is_first(mine) and self._lock()):
         if error := failure():
           raise error
-        if seconds is not None and time.monotonic() - began > seconds:
+        waited = time.monotonic() - began
+        if seconds is not None and waited > seconds:
           raise TimeoutError(
             f'{self.holder} has waited {seconds:g} s for devices that '
             f'{self.owner()} has: that place hangs, or takes longer than '
             '`patience` allows.'
           )
-        time.sleep(PAUSE)
+        # It is late by a hundredth of what it has waited.
+        time.sleep(min(max(waited / 100, LOOKS[0]), LOOKS[1]))
     finally:
       (self._line / mine).unlink(missing_ok=True)
       self._place = _closed(self._place)
