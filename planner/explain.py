@@ -133,6 +133,10 @@ def places(flow: graph.Flow, plan) -> str:
   lines += [f'in {plan.pieces} pieces'] * (plan.pieces > 1)
   if plan.evict:
     lines.append(f'in host memory while others run: {", ".join(plan.evict)}')
+  if plan.share:
+    lines.append(
+      f'share devices, the first goes first: {", ".join(plan.share)}'
+    )
   return '\n'.join(lines)
 
 
@@ -147,6 +151,7 @@ def in_a_line(flow: graph.Flow, plan) -> str:
   said += [f'{plan.pieces} pieces'] * (plan.pieces > 1)
   said += [f'{s} {n} rows at a time' for s, n in plan.rows.items()]
   said += [f'evicted {" ".join(plan.evict)}'] * bool(plan.evict)
+  said += [f'devices shared by {" ".join(plan.share)}'] * bool(plan.share)
   return ', '.join(said)
 
 

@@ -1,4 +1,4 @@
-"""What programs are made of: ten kinds of instruction.
+"""What programs are made of: twelve kinds of instruction.
 
 Values go from place to place over links. Two ends are no place: inputs come
 from the `SOURCE` and outputs go to the `SINK`, which is whoever calls the step,
@@ -62,6 +62,29 @@ class Restore(NamedTuple):
   value: int
 
 
+class Acquire(NamedTuple):
+  """Have `values` in the memory of devices that are shared.
+
+  Where the place has let the devices go it waits for its turn: until nobody
+  has them, and nobody of a smaller `rank` waits.
+  """
+
+  devices: tuple[int, ...]
+  rank: int
+  values: tuple[int, ...]
+
+
+class Release(NamedTuple):
+  """Let shared devices go, unless `value` has already come from `place`.
+
+  All that the place holds moves to host memory first. Without a value it is the
+  end of a step.
+  """
+
+  value: int | None = None
+  place: str = SINK
+
+
 class Until(NamedTuple):
   """Let this round of a loop be the last if `value` is true."""
 
@@ -98,4 +121,17 @@ class Repeat(NamedTuple):
     return tuple(end for _, _, end in self.carry)
 
 
-Instruction = Run | Send | Recv | Keep | Drop | Evict | Restore | Until | Repeat
+Instruction = (
+  Run
+  | Begin
+  | Send
+  | Recv
+  | Keep
+  | Drop
+  | Evict
+  | Restore
+  | Acquire
+  | Release
+  | Until
+  | Repeat
+)

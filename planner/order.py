@@ -28,7 +28,11 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
   """
   flow = _with_bodies(flow, plan, cost)
   where = program.locate(flow, plan)
-  there = [tuple(part) for part in program.parts(flow, plan)]
+  # Who shares devices is busy while another has them.
+  there = [
+    tuple(dict.fromkeys(plan.shared(place) or place for place in part))
+    for part in program.parts(flow, plan)
+  ]
   n = len(flow.nodes)
   takes = [
     _seconds(flow, flow.nodes[i], where[i], plan, cost) for i in range(n)
@@ -47,7 +51,7 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
   for i in reversed(range(n)):
     to_go[i] += max((to_go[j] for j in after[i]), default=0.0)
 
-  end, free, done = {}, dict.fromkeys(plan.places, 0.0), []
+  end, free, done = {}, collections.defaultdict(float), []
 
   def arrival(i):
     """When the last of what a node reads is at its place."""

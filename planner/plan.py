@@ -61,7 +61,8 @@ class Plan:
   """Where, and how finely, every stage runs.
 
   Attributes:
-    places: name of each group of devices; they have none in common.
+    places: name of each group of devices; they have none in common but those
+      in `share`.
     stages: the place of each stage.
     rows: rows that a stage takes at once, for memory; a stage not named takes
       all that it is given.
@@ -69,6 +70,8 @@ class Plan:
       overlap.
     evict: stages whose own carried values (an optimiser's moments, a reference)
       wait in host memory while other stages run.
+    share: places that have devices in common, which one of them has at a time.
+      Of those that wait, the one that is named first has them next.
   """
 
   places: dict[str, Placement]
@@ -76,6 +79,7 @@ class Plan:
   rows: dict[str, int] = dataclasses.field(default_factory=dict)
   pieces: int = 1
   evict: tuple[str, ...] = ()
+  share: tuple[str, ...] = ()
 
   def __post_init__(self):
     for stage, place in self.stages.items():
@@ -95,15 +99,55 @@ class Plan:
       raise ValueError(
         f'A batch cannot pass in {self.pieces} pieces: give 1 or more.'
       )
+    self._check_devices()
+
+  def _check_devices(self):
     taken = {}
     for name, place in self.places.items():
       for device in place.devices:
-        if device in taken:
+        other = taken.setdefault(device, name)
+        if other != name and not {other, name} <= {*self.share}:
           raise ValueError(
-            f'Device {device} is in the places {taken[device]!r} and {name!r}: '
-            'a device belongs to one place; put the stages that share it there.'
+            f'Device {device} is in the places {other!r} and {name!r}: a '
+            'device belongs to one place; put the stages that share it there, '
+            'or name both places in `share`, and they have it in turn.'
           )
-        taken[device] = name
+    for name in self.share:
+      if name not in self.places or not self._beside(name):
+        raise ValueError(
+          f'The plan lets {name!r} share devices, and no other place of '
+          f'{sorted(self.places)} has one of its devices: leave it out of '
+          '`share`.'
+        )
+      if self.places[name].processes > 1:
+        raise ValueError(
+          f'The plan lets {name!r} share devices, and it is of '
+          f'{self.places[name].processes} processes: only a place of one can.'
+        )
+
+  def _beside(self, place: str) -> list[str]:
+    """Other places that have one of its devices."""
+    own = set(self.places[place].devices)
+    return [
+      other
+      for other in self.share
+      if other in self.places
+      and other != place
+      and own.intersection(self.places[other].devices)
+    ]
+
+  def shared(self, place: str) -> tuple[int, ...]:
+    """The devices that a place can only have together with others.
+
+    Its own, those of the places that have some of these, and so on: one place
+    of them all has its turn at a time. None of them if it shares none.
+    """
+    found, new = set(), [place] if place in self.share else []
+    while new:
+      found.update(new)
+      new = [x for name in new for x in self._beside(name) if x not in found]
+    devices = (self.places[name].devices for name in found)
+    return tuple(sorted({i for some in devices for i in some}))
 
   def to_json(self) -> str:
     data = dataclasses.asdict(self)
@@ -162,6 +206,7 @@ def of(sketch: Mapping[str, Any], stages: Iterable[str] = ()) -> Plan:
     dict(sketch.get('rows', {})),
     sketch.get('pieces', 1),
     tuple(sketch.get('evict', ())),
+    tuple(sketch.get('share', ())),
   )
 
 

@@ -11,13 +11,16 @@ import itertools
 from typing import NamedTuple
 
 from planner import graph, lifetimes
+from planner import shared as shared_lib
 from planner.instruction import (
+  Acquire,
   Begin,
   Drop,
   Evict,
   Instruction,
   Keep,
   Recv,
+  Release,
   Repeat,
   Restore,
   Run,
@@ -28,12 +31,14 @@ from planner.instruction import (
 )
 
 __all__ = [
+  'Acquire',
   'Begin',
   'Drop',
   'Evict',
   'Instruction',
   'Keep',
   'Recv',
+  'Release',
   'Repeat',
   'Restore',
   'Run',
@@ -239,7 +244,7 @@ def lower(
   may begin ahead of its turn does so when the last of what it reads is made. A
   value is dropped after its last use; what a stage reads for the last time it
   may overwrite, if this place alone can hold it: carried values, sums, and what
-  is used up.
+  is used up. Places that share devices let them go while they wait.
 
   Args:
     flow: cut and ordered as the plan says.
@@ -288,12 +293,14 @@ def lower(
       writer.add(place, Keep(end, start))
   own = private(flow, plan.evict)
   idle = frozenset((*own, *own.values()))
-  return {
-    place: tuple(
-      lifetimes.forget(lifetimes.evict(ops, flow, idle), flow, place, resident)
-    )
-    for place, ops in writer.programs.items()
-  }
+  programs = {}
+  for place, ops in writer.programs.items():
+    ops = lifetimes.evict(ops, flow, idle)
+    ops = lifetimes.forget(ops, flow, place, resident)
+    if plan.shared(place):
+      ops = shared_lib.in_turn(ops, flow, plan, place, loop)
+    programs[place] = tuple(ops)
+  return programs
 
 
 def repeats(i: int, node: graph.Node, plan) -> dict[str, Repeat]:

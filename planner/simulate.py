@@ -2,12 +2,17 @@
 
 import collections
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 from planner import graph
 from planner.program import (
+  Acquire,
+  Drop,
   Evict,
+  Keep,
   Recv,
+  Release,
   Repeat,
   Restore,
   Run,
@@ -25,7 +30,8 @@ class Span(NamedTuple):
     place: where.
     what: 'run', 'wait', 'evict' or 'restore'.
     node: which node ran; None for the rest.
-    value: which value was waited for or moved; None for a run.
+    value: which value was waited for or moved; None for a run, and where
+      shared devices were waited for, taken or let go.
     start: seconds since the beginning.
     end: likewise.
     loop: in the bodies of which loops it was, the outermost first: numbers of
@@ -65,6 +71,10 @@ class _Frame:
     rounds: those that are left, this one included.
     loop: as of `Span`.
     at: the next instruction.
+    there: values in the memory of devices, where these are shared.
+    kept: values of the next round, or step, that are.
+    given: inputs of a loop's body that are, and belong to what is around it.
+    ends: as `Repeat.carry`.
   """
 
   flow: graph.Flow
@@ -72,6 +82,23 @@ class _Frame:
   rounds: int = 1
   loop: tuple[int, ...] = ()
   at: int = 0
+  there: set[int] = dataclasses.field(default_factory=set)
+  kept: set[int] = dataclasses.field(default_factory=set)
+  given: set[int] = dataclasses.field(default_factory=set)
+  ends: tuple[tuple[int, int, int], ...] = ()
+
+  def follow(self, op):
+    """Keeps account of what is on devices after an instruction."""
+    match op:
+      case Run(i, donate):
+        self.there.update(self.flow.nodes[i].writes)
+        self.there.difference_update(donate)
+      case Drop(v) | Evict(v):
+        self.there.discard(v)
+      case Keep(end, start) if end in self.there:
+        self.kept.add(start)
+      case Recv(v, _) if v in self.given:
+        self.there.add(v)
 
 
 @dataclasses.dataclass(eq=False)
@@ -113,20 +140,32 @@ class _Place:
     self.frames = [_Frame(flow, program)]
     self.ends = []
     self.task: _Task | None = None
+    self.shares = any(isinstance(op, Acquire | Release) for op in program)
+    self.has: tuple[int, ...] | None = None  # Shared devices, in its turn.
 
   @property
   def frame(self) -> _Frame:
     return self.frames[-1]
 
+  @property
+  def next(self):
+    """The instruction that it is at."""
+    frame = self.frame
+    return frame.program[frame.at] if frame.at < len(frame.program) else None
+
   def round(self):
     """Ends a round of the innermost program, or a step."""
     frame = self.frame
     frame.at, frame.rounds = 0, frame.rounds - 1
+    frame.there, frame.kept = frame.there | frame.kept, set()
     if len(self.frames) == 1:
       self.ends.append(self.clock)
       self.step, frame.rounds = self.step + 1, 1
     elif not frame.rounds:
       self.frames.pop()
+      self.frame.there.update(
+        end for _, start, end in frame.ends if start in frame.there
+      )
 
   def span(self, what, end, node=None, value=None) -> Span:
     """What it has done since its clock, which goes on."""
@@ -165,9 +204,14 @@ class _Play:
   def __init__(self, cost, places: list[_Place], ahead: int, steps: int):
     self.cost, self.places = cost, places
     self.ahead, self.steps, self.now = ahead, steps, 0.0
+    self.sharing = {place.name for place in places if place.shares}
     self.links = collections.defaultdict(collections.deque)
     self.spans: list[Span] = []
     self.running: dict[str, _Task] = {}
+    self.taken: set[tuple[int, ...]] = set()  # Shared devices.
+    # Who waits for those, by place: rank, and number in line.
+    self.lines = collections.defaultdict(dict)
+    self.numbers = itertools.count()
 
   def under_way(self) -> bool:
     return any(place.step < self.steps for place in self.places)
@@ -201,11 +245,7 @@ class _Play:
     """Lets time pass until something ends."""
     tasks = [place.task for place in self.places if place.task]
     if not tasks and self.under_way():
-      waits = {
-        p.name: p.frame.program[p.frame.at]
-        for p in self.places
-        if p.step < self.steps
-      }
+      waits = {p.name: p.next for p in self.places if p.step < self.steps}
       raise RuntimeError(
         f'The programs wait for each other, at {waits}: this is a fault of '
         'lowering, not of the plan.'
@@ -215,6 +255,8 @@ class _Play:
       task = place.task
       if task and task.end <= self.now:
         place.task = None
+        if isinstance(place.next, Release):
+          self.free(place)
         if task.what != 'wait':  # Which ends as the value is received.
           self.note(place, task.what, task.node, task.value)
 
@@ -251,20 +293,26 @@ class _Play:
       place.round()
       return True
     flow = frame.flow
+    if place.shares:
+      frame.follow(frame.program[frame.at])
     match frame.program[frame.at]:
-      case Repeat(i, program):
-        node, loop = flow.nodes[i], (*frame.loop, i)
-        rounds = graph.rounds(node)
-        place.frames.append(_Frame(node.body, program, rounds, loop))
+      case Repeat() as op:
+        place.frames.append(_inner(frame, op))
       case Run(i):
         seconds = cost.seconds(flow, flow.nodes[i], place.name)
         return self.keep(place, 'run', seconds, node=i)
       case Send(v, target) if target != SINK:
         lasts = cost.transfer(flow, v, place.name, target)
+        if target in self.sharing and v in frame.there:
+          lasts += cost.switch(flow, v, place.name)  # It waits on the host.
         link = self.links[frame.loop, v, place.name, target]
         link.append(self.now + lasts)
       case Recv(v, source):
         return self.receive(place, v, source)
+      case Acquire(devices, rank, values):
+        return self.take(place, devices, rank, values)
+      case Release(v, source):
+        return self.let_go(place, v, source)
       case (Evict(v) | Restore(v)) as op:
         what = 'evict' if isinstance(op, Evict) else 'restore'
         seconds = cost.switch(flow, v, place.name)
@@ -287,3 +335,64 @@ class _Play:
     else:
       place.frame.at += 1
     return True
+
+  def take(self, place: _Place, devices, rank: int, values) -> bool:
+    """Takes shared devices, or waits for its turn; False until it has them."""
+    frame, line = place.frame, self.lines[devices]
+    if not place.has:
+      line.setdefault(place.name, (rank, next(self.numbers)))
+      if devices in self.taken or place.name != min(line, key=line.get):
+        return False
+      del line[place.name]
+      self.taken.add(devices)
+      place.has = devices
+      if self.now > place.clock:
+        self.spans.append(place.span('wait', self.now))
+    away = [v for v in values if v not in frame.there]
+    frame.there.update(away)
+    return self.switch(place, 'restore', ((frame.flow, v) for v in away))
+
+  def let_go(self, place: _Place, v: int | None, source: str) -> bool:
+    """Lets shared devices go, unless what it will wait for is there."""
+    if v is not None:
+      arrives = self.arrival(place, v, source)
+      if arrives is not None and arrives <= self.now:
+        place.frame.at += 1
+        return True
+    held = []
+    for frame in place.frames:
+      held += [(frame.flow, v) for v in (*frame.there, *frame.kept)]
+      frame.there, frame.kept, frame.given = set(), set(), set()
+    return self.switch(place, 'evict', held)
+
+  def switch(self, place: _Place, what: str, moved) -> bool:
+    """Moves values between devices and host, which keeps a place."""
+    seconds = sum(self.cost.switch(flow, v, place.name) for flow, v in moved)
+    if seconds > 0:
+      place.task = _Task(what, seconds, self.now)
+      return False
+    if what == 'evict':
+      self.free(place)
+    place.frame.at += 1
+    return True
+
+  def free(self, place: _Place):
+    """Others may have the devices that it shares."""
+    self.taken.discard(place.has)
+    place.has = None
+
+
+def _inner(frame: _Frame, op: Repeat) -> _Frame:
+  """A loop that a program comes to."""
+  node = frame.flow.nodes[op.node]
+  inner = _Frame(
+    node.body,
+    op.program,
+    graph.rounds(node),
+    (*frame.loop, op.node),
+    there={start for v, start, _ in op.carry if v in frame.there},
+    given={x for v, x in op.given if v in frame.there},
+    ends=op.carry,
+  )
+  frame.there.difference_update(op.donate)
+  return inner

@@ -323,8 +323,11 @@ def _header(folder, runtime, start, steps) -> str:
 def _places(plan) -> str:
   """Devices, mesh and processes of every place."""
   kind = jax.devices()[0].device_kind
-  said = ', '.join(f'{name}: {place}' for name, place in plan.places.items())
-  return f'{said} ({kind})'
+  said = [
+    f'{name}: {place}{", shared" * (name in plan.share)}'
+    for name, place in plan.places.items()
+  ]
+  return f'{"; ".join(said)} ({kind})'
 
 
 def finish(result: Result, say: Callable[[str], None]):

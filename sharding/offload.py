@@ -1,15 +1,32 @@
 """Between device memory and the host's, without a change of layout."""
 
+from collections.abc import Sequence
+
 import jax
 
-
-def to_host(x: jax.Array) -> jax.Array:
-  """`x` in host memory that its devices can reach; its layout stays."""
-  return jax.device_put(x, x.sharding.with_memory_kind('pinned_host'))
+HOST, DEVICE = 'pinned_host', 'device'  # Kinds of memory, as JAX calls them.
 
 
-def to_device(x: jax.Array) -> jax.Array:
-  """`x` in the memory of its devices; itself if it is there."""
-  if x.sharding.memory_kind == 'device':
-    return x
-  return jax.device_put(x, x.sharding.with_memory_kind('device'))
+def is_away(x: jax.Array) -> bool:
+  """Whether `x` is in host memory."""
+  return x.sharding.memory_kind == HOST
+
+
+def to_host(xs: Sequence[jax.Array]) -> list[jax.Array]:
+  """Arrays in host memory that their devices can reach; layouts stay."""
+  return _moved(xs, HOST)
+
+
+def to_device(xs: Sequence[jax.Array]) -> list[jax.Array]:
+  """Arrays in the memory of their devices; themselves if they are there."""
+  return _moved(xs, DEVICE)
+
+
+def _moved(xs, kind):
+  there = [x.sharding.memory_kind == kind for x in xs]
+  moving = [x for x, ready in zip(xs, there, strict=True) if not ready]
+  where = [x.sharding.with_memory_kind(kind) for x in moving]
+  moved = iter(jax.block_until_ready(jax.device_put(moving, where)))
+  return [
+    x if ready else next(moved) for x, ready in zip(xs, there, strict=True)
+  ]

@@ -18,6 +18,15 @@ PLANS = {
   'processes': plan.one_place(
     ['apply'], plan.Placement((0, 1, 2, 3), (('data', 4),), processes=2)
   ),
+  'shared devices': plan.Plan(
+    {
+      'a': plan.Placement((0, 1), (('data', 2),)),
+      'b': plan.Placement((1,)),
+      'c': plan.Placement((2,)),
+    },
+    {'generate': 'a', 'gradient': 'b', 'apply': 'c'},
+    share=('b', 'a'),
+  ),
 }
 
 
@@ -111,6 +120,31 @@ def test_a_device_of_two_places_is_refused():
   }
   with pytest.raises(ValueError, match="Device 1 is in the places 'a' and 'b'"):
     plan.Plan(places, {})
+
+
+def test_who_may_share_is_told_of_it():
+  places = {'a': plan.Placement((3,)), 'b': plan.Placement((3,))}
+  with pytest.raises(ValueError, match='name both places in `share`'):
+    plan.Plan(places, {}, share=('a',))
+
+
+@pytest.mark.parametrize('name', ['c', 'd'])
+def test_who_has_nothing_to_share_is_refused(name):
+  places = {n: plan.Placement((int(n == 'c'),)) for n in 'abc'}
+  with pytest.raises(ValueError, match=f'lets {name!r} share devices, and no'):
+    plan.Plan(places, {}, share=('a', 'b', name))
+
+
+def test_places_that_share_have_all_their_devices_at_a_time():
+  pair = (('data', 2),)
+  devices = {'a': (0, 1), 'b': (1, 2), 'c': (2, 3), 'd': (4, 5), 'e': (4, 5)}
+  places = {name: plan.Placement(at, pair) for name, at in devices.items()}
+  made = plan.Plan(places | {'f': plan.Placement((6,))}, {}, share=(*'ebcad',))
+  assert (
+    made.shared('a') == made.shared('b') == made.shared('c') == (0, 1, 2, 3)
+  )
+  assert made.shared('d') == made.shared('e') == (4, 5)
+  assert made.shared('f') == ()
 
 
 def test_no_pieces_are_refused():

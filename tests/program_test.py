@@ -97,11 +97,15 @@ def meaning(graph, state, inputs):
 class Site:
   """A place that refuses what a runtime could not do."""
 
-  def __init__(self, graph, name, instructions, memory, links, inputs, sink):
+  def __init__(
+    self, graph, name, instructions, memory, links, inputs, sink, taken
+  ):
     self.graph, self.name, self.memory = graph, name, memory
     self.left, self.kept = list(instructions), {}
     self.links, self.inputs, self.sink = links, inputs, sink
-    self.away = set()
+    self.shares = program.Release() in instructions
+    self.away = set(memory) if self.shares else set()
+    self.taken, self.has = taken, None
 
   def advance(self) -> bool:
     """Does the next instruction; False if it must wait."""
@@ -124,12 +128,26 @@ class Site:
         elif link:
           self.memory[v] = link.pop(0)
         else:
+          assert not self.has, 'It has what another may need.'
           return False
+        if self.shares:
+          self.away.add(v)
       case program.Keep(end, start):
         assert start not in self.kept
         self.kept[start] = self.memory[end]
       case program.Drop(v):
         del self.memory[v]
+      case program.Acquire(devices, _, values):
+        if not self.has and devices in self.taken:
+          return False
+        self.has = devices
+        self.taken.add(devices)
+        self.away -= self.memory.keys() & set(values)
+      case program.Release(v, source):
+        if v is None or not self.links.get((v, source, self.name)):
+          self.away.update(self.memory)
+          self.taken.discard(self.has)
+          self.has = None
       case program.Evict(v):
         assert v in self.memory
         self.away.add(v)
@@ -141,6 +159,7 @@ class Site:
 
   def run(self, node, donate):
     assert self.away.isdisjoint(node.reads)
+    assert self.has or not self.shares
     buffers = [self.memory[v] for v in node.reads]
     assert not any(buffer.overwritten for buffer in buffers)
     args = tuple(buffer.holds for buffer in buffers)
@@ -157,10 +176,10 @@ def play(graph, programs, memories, inputs):
   Returns:
     Outputs, and what each place starts the next step from.
   """
-  links, sink = {}, {}
+  links, sink, taken = {}, {}, set()
   inputs = dict(zip(graph.inputs, inputs, strict=True))
   sites = [
-    Site(graph, name, program_, memories[name], links, inputs, sink)
+    Site(graph, name, program_, memories[name], links, inputs, sink, taken)
     for name, program_ in programs.items()
   ]
   while any(site.left for site in sites):
@@ -170,6 +189,7 @@ def play(graph, programs, memories, inputs):
         pass
     assert sum(len(site.left) for site in sites) < before, 'They wait for ever.'
   assert not any(links.values()), 'What was sent is received.'
+  assert not taken, 'What was taken is let go.'
   starts = {start for start, _ in graph.carry}
   stays = {start for start, end in graph.carry if start == end}
   for site in sites:
@@ -179,15 +199,22 @@ def play(graph, programs, memories, inputs):
   return [sink[v] for v in graph.outputs], {s.name: s.memory for s in sites}
 
 
-def random_plan(graph, seed):
-  """One to four places, one to four pieces where rows allow, evictions."""
+def random_plan(graph, seed, shared=False):
+  """One to four places, one to four pieces where rows allow, evictions.
+
+  Where devices are `shared`, there are two of them at most.
+  """
   rng = np.random.default_rng(seed)
   n = int(rng.integers(1, 5))
   places = {f'p{i}': plan.Placement((i,)) for i in range(n)}
+  if shared:
+    n = max(2, n)
+    places = {f'p{i}': plan.Placement((i % (n // 2),)) for i in range(n)}
   stages = {name: f'p{rng.integers(n)}' for name in graph.stages}
   evict = tuple(name for name in graph.stages if rng.random() < 0.2)
   pieces = int(rng.choice([1, 2, 4]))
-  return plan.Plan(places, stages, pieces=pieces, evict=evict)
+  share = tuple(reversed(places)) if shared else ()
+  return plan.Plan(places, stages, pieces=pieces, evict=evict, share=share)
 
 
 def follow(graph, chosen):
@@ -228,6 +255,15 @@ def test_a_program_means_what_its_flow_means(make):
 def test_programs_of_several_places_mean_what_their_flow_means(make, seed):
   graph = make()
   follow(graph, random_plan(graph, seed))
+
+
+@each_flow
+@pytest.mark.parametrize('seed', range(4))
+def test_places_that_share_devices_mean_the_same_and_never_wait_with_them(
+  make, seed
+):
+  graph = make()
+  follow(graph, random_plan(graph, seed, shared=True))
 
 
 @each_flow

@@ -23,6 +23,10 @@ PLAN = (
   "'actor': {'devices': [0]}, 'learner': {'devices': [1]}}, 'stages': {"
   "'repeat': 'actor', 'keys': 'actor', 'generate': 'actor', '*': 'learner'}}"
 )
+SHARED = PLAN.replace(
+  "'learner': {'devices': [1]}}",
+  "'learner': {'devices': [0]}}, 'share': ['learner', 'actor']",
+)
 RAY = "train.train.ray = 'local'"
 
 model = run_test.model  # The fixture.
@@ -137,15 +141,10 @@ def places(process):
   return found
 
 
-@pytest.mark.parametrize('order', [(0, 1), (1, 0)], ids=str)
-def test_a_run_of_which_processes_are_killed_goes_on_by_itself(
-  tmp_path, model, one, order
-):
-  """Who holds the state goes on from it; who acts is taken over at once."""
-  folder = tmp_path / 'run'
-  process = started(folder, model, RAY)
+def kill_after(process, folder, kills):
+  """Kills processes of places: which, and after which step."""
   deadline, victims = time.time() + 300, []
-  for who, after in zip(order, (3, 7), strict=True):
+  for who, after in kills:
     while not _reached(folder, after):
       assert process.poll() is None, process.communicate()
       assert time.time() < deadline
@@ -153,9 +152,28 @@ def test_a_run_of_which_processes_are_killed_goes_on_by_itself(
     victims = victims or places(process)
     assert len(victims) == 2
     victims[who].send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize('order', [(0, 1), (1, 0)], ids=str)
+def test_a_run_of_which_processes_are_killed_goes_on_by_itself(
+  tmp_path, model, one, order
+):
+  """Who holds the state goes on from it; who acts is taken over at once."""
+  folder = tmp_path / 'run'
+  process = started(folder, model, RAY)
+  kill_after(process, folder, zip(order, (3, 7), strict=True))
   out = ended(process)
   assert re.search("'actor' has died in step .* Another has taken its", out)
   assert re.search("'learner' has died(.|\n)*goes on from step [05]", out)
+  assert_same(folder, one)
+
+
+def test_a_process_that_shares_a_device_may_die_too(tmp_path, model, one):
+  folder = tmp_path / 'run'
+  process = started(folder, model, RAY, plan=SHARED)
+  kill_after(process, folder, [(1, 3)])
+  out = ended(process)
+  assert 'has died' in out and 'goes on from step 0' in out
   assert_same(folder, one)
 
 

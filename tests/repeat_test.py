@@ -519,6 +519,13 @@ SKETCHES = {
       zip(('zero', 'grow', 'halve', 'weigh', 'count'), 'abcde', strict=True)
     ),
   },
+  'a device in turn': {
+    'places': {p: {'devices': [0]} for p in 'abcde'},
+    'stages': dict(
+      zip(('zero', 'grow', 'halve', 'weigh', 'count'), 'abcde', strict=True)
+    ),
+    'share': [*'cabed'],
+  },
   'meshes': {
     'places': {
       'a': {'devices': [0, 1], 'axes': [['data', 2]]},

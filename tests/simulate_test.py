@@ -122,3 +122,68 @@ def test_a_workflow_of_this_house_can_be_simulated():
   cost = toys.Known({'generate': 4.0, 'gradient': 4.0, 'apply': 1.0})
   periods = [simulate(flow, where, cost, n).period for n in (1, 2, 4)]
   assert periods == pytest.approx([9.0, 7.0, 6.0])
+
+
+def shared(flow, stages, cost, devices=(0, 0, 0), share='yxz', **kwargs):
+  """As `simulate`, of places that share a device."""
+  names = dict.fromkeys(stages.values())
+  places = {
+    name: plan.Placement((i,)) for name, i in zip(names, devices, strict=False)
+  }
+  share = tuple(name for name in share if name in places)
+  chosen = plan.Plan(places, stages, share=share)
+  flow, programs = passes.lower(flow, chosen, cost)
+  return simulate_lib.simulate(flow, programs, cost, **kwargs)
+
+
+def test_places_of_one_device_take_as_long_as_one_place():
+  flow, cost = (
+    toys.chain('row', 'row', 'batch'),
+    toys.Known({'a': 1, 'b': 2, 'c': 4}),
+  )
+  made = shared(flow, {'a': 'x', 'b': 'y', 'c': 'x'}, cost)
+  assert made.period == pytest.approx(7)
+
+
+def test_what_could_run_side_by_side_does_not_on_one_device():
+  flow = toys.build(BRANCHES, ())
+  where = {'a': 'x', 'b': 'x', 'c': 'y', 'd': 'x'}
+  cost = toys.Known({'a': 1, 'b': 5, 'c': 2, 'd': 1})
+  assert simulate(flow, where, cost, steps=1).period == pytest.approx(7)
+  assert shared(flow, where, cost, steps=1).period == pytest.approx(9)
+
+
+def test_a_hand_over_moves_what_is_there_and_what_is_read_next():
+  # a and b read and make a value each; both go by way of the host.
+  cost = toys.Known({'a': 1, 'b': 2}, switch=0.25)
+  made = shared(toys.chain('row', 'row'), {'a': 'x', 'b': 'y'}, cost, steps=4)
+  # Each is brought back, and made values are sent there; none is left to move.
+  assert made.period == pytest.approx(3 + 2 * 0.25 + 2 * 0.25)
+  spent = {
+    what: sum(s.end - s.start for s in made.spans if s.what == what)
+    for what in ('run', 'restore', 'evict')
+  }
+  assert spent == pytest.approx({'run': 12, 'restore': 2, 'evict': 0})
+
+
+def test_of_those_who_wait_the_first_named_is_next():
+  # All could begin at once; x has the device first, as it comes first.
+  flow = toys.build([(name, 'batch', ('batch',)) for name in 'abc'], ())
+  where, cost = (
+    dict(zip('abc', 'xyz', strict=True)),
+    toys.Known({'a': 1, 'b': 1, 'c': 1}),
+  )
+  for share in ('xyz', 'xzy'):
+    made = shared(flow, where, cost, share=share, steps=1)
+    ends = {s.place: s.end for s in made.spans if s.what == 'run'}
+    assert sorted(ends, key=ends.get) == list(share)
+
+
+def test_who_shares_nothing_goes_on_beside_those_who_do():
+  flow = toys.build([(name, 'batch', ('batch',)) for name in 'abc'], ())
+  where, cost = (
+    dict(zip('abc', 'xyz', strict=True)),
+    toys.Known({'a': 1, 'b': 1, 'c': 2}),
+  )
+  made = shared(flow, where, cost, devices=(0, 0, 1), share='xy', steps=1)
+  assert made.period == pytest.approx(2)

@@ -1,5 +1,6 @@
 """What vLLM draws, by whose weights, and how a workflow learns from it."""
 
+import dataclasses
 import functools
 import importlib.util
 import sys
@@ -244,6 +245,45 @@ def test_a_workflow_learns_from_it_on_two_places(case, name):
   assert min(norms) > 0
   told = jax.device_get(runtime.evaluate(batches[0], jax.random.key(9)))
   assert 0 <= told['eval/accuracy'].value()[''] <= 1
+  runtime.close()
+
+
+def test_it_falls_asleep_when_calls_have_ended_and_wakes_for_the_next(case):
+  policy, prompt = case.policy(), prompts()
+  params, own = policy.init(jax.random.key(0)), vllm_engine.of(case.settings)
+  whole = act(policy, params, prompt)
+  left = began(policy, params, prompt, seed=0)
+  own.rest()
+  assert left.told.told.done() and own.llm.is_sleeping()
+  own.rest()  # It does already.
+  before = own.sent
+  tiny.assert_same_bits(act(policy, params, prompt), whole)
+  assert own.sent == before + 1 and not own.llm.is_sleeping()
+  tiny.assert_same_bits(left.result(), whole)
+
+
+def test_it_sleeps_while_another_place_has_the_device_that_it_shares(case):
+  own, asleep = vllm_engine.of(case.settings), []
+
+  def judge(*args):
+    asleep.append(own.llm.is_sleeping())
+    return tiny.even_on_host.fn(*args)
+
+  reward = dataclasses.replace(tiny.even_on_host, fn=judge)
+  workflow = workflows.grpo(
+    case.policy(), reward, train.adamw(3e-3), group=GROUP
+  )
+  step = tiny.trace(workflow, tiny.problem(8))
+  both = {'actor': {'devices': [0]}, 'learner': {'devices': [0]}}
+  shared = PLAN | {'places': both, 'share': ['learner', 'actor'], 'pieces': 2}
+  shared['stages'] = {'generate': 'actor', '*': 'learner'}
+  runtime = local.Local(plan_lib.of(shared, step.stages), step=step)
+  runtime.load(workflow.init(jax.random.key(0)))
+  for i in range(3):
+    info = runtime.step(tiny.problem(8, seed=i), jax.random.key(i))
+    # It is sent parameters again when it wakes: those that are learned.
+    assert info['rollout/logprob_gap_max'].value()[''] < 1e-3
+  assert asleep == [True] * 6 and own.llm.is_sleeping()
   runtime.close()
 
 

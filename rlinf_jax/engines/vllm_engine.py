@@ -3,7 +3,8 @@
 Calls are asked for and waited for apart, so that a second one is under way
 while what came of the first is learned from: requests of all that act by the
 same parameters are decoded together, and whoever asks for others waits until
-those have ended.
+those have ended. Where it acts at a place that shares devices, it sleeps while
+another place has them.
 """
 
 import atexit
@@ -21,6 +22,7 @@ import weakref
 
 import jax
 
+from rlinf_jax.runtime import lease as lease_lib
 from stages.models import weights
 
 
@@ -112,6 +114,8 @@ class Engine:
     self._news, self._thread, self._closing = threading.Condition(), None, False
     self._waiting: collections.deque[_Call] = collections.deque()
     self._working: list[_Call] = []
+    self._shares, self._asleep = False, False
+    self._resting: futures.Future | None = None
 
   def ask(self, ask: Ask) -> futures.Future[list[Completion]]:
     """Begins to complete prompts, at once as far as there is room.
@@ -124,6 +128,10 @@ class Engine:
       ended is given up.
     """
     call = _Call(ask, futures.Future())
+    lease = lease_lib.used()
+    if lease and self.rest not in lease.guests:
+      lease.guests.append(self.rest)
+      self._shares = True
     with self._news:
       self._waiting.append(call)
       if not self._thread:
@@ -135,6 +143,19 @@ class Engine:
         atexit.register(self.close)
       self._news.notify()
     return call.told
+
+  def rest(self):
+    """Returns when calls have ended and it sleeps; the next one wakes it.
+
+    Asleep it holds no memory of devices: neither parameters, which it is sent
+    again, nor keys and values.
+    """
+    with self._news:
+      if not self._thread:
+        return
+      self._resting = resting = futures.Future()
+      self._news.notify()
+    resting.result()
 
   def close(self):
     """Ends it; who waits is told."""
@@ -150,7 +171,7 @@ class Engine:
     """Takes up what is asked for, and steps vLLM as long as there is work."""
     while True:
       with self._news:
-        while not (self._waiting or self._working or self._closing):
+        while not self._has_to_do():
           self._news.wait()
         if self._closing:
           break
@@ -158,12 +179,28 @@ class Engine:
         self._forget()
         self._take_up()
         self._step()
+        self._fall_asleep()
       except BaseException as error:  # noqa: BLE001 (whoever waits must know)
         self._give_up(error)
     self._give_up(RuntimeError('vLLM was closed.'))
     if self.llm:
       self.llm.engine_core.shutdown()
     self.llm, self._thread = None, None
+
+  def _has_to_do(self) -> bool:
+    work = self._waiting or self._working
+    return bool(work or self._closing or self._resting)
+
+  def _fall_asleep(self):
+    """Goes to sleep if it was told to, and nothing is left to do."""
+    if not self._resting or self._waiting or self._working:
+      return
+    if self.llm and not self._asleep:
+      # Parameters that come back would be those of a step ago.
+      self.llm.sleep(level=2)
+      self._asleep, self._has = True, ()
+    resting, self._resting = self._resting, None
+    resting.set_result(None)
 
   def _forget(self):
     """Gives up requests of calls that nobody waits for any more."""
@@ -240,6 +277,9 @@ class Engine:
     for call in (*self._working, *self._waiting):
       self._drop(call, error)
     self._waiting.clear()
+    if self._resting:
+      resting, self._resting = self._resting, None
+      resting.set_exception(error)
 
   def checked(self, i: int, made) -> Completion:
     """What vLLM made of prompt `i`, if it is what was asked for."""
@@ -296,16 +336,20 @@ class Engine:
         f"vLLM is there for {self._context}: set the engine's `context`."
       )
     if not self.llm:
-      self.llm, self._has = _started(self.settings, self._context), ()
+      self.llm = _started(self.settings, self._context, self._shares)
+      self._has, self._asleep = (), False
       from rlinf_jax.engines import vllm_weights
 
       vllm_weights.agree_on_threads()
+    if self._asleep:
+      self.llm.wake_up()
+      self._asleep = False
 
 
 of = functools.cache(Engine)  # One a process, however often it is asked for.
 
 
-def _started(settings: Settings, context: int):
+def _started(settings: Settings, context: int, sleeps: bool):
   """vLLM with parameters of no meaning, to be sent some."""
   cpu = jax.default_backend() == 'cpu'
   if cpu:
@@ -343,5 +387,7 @@ def _started(settings: Settings, context: int):
           backend=vllm_weights.NAME
         ),
         disable_log_stats=True,
+        # Which takes memory that can be given back; CPUs have none of that.
+        enable_sleep_mode=sleeps and not cpu,
       )
     )

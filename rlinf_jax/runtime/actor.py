@@ -19,6 +19,7 @@ from planner import graph, reissue
 from planner import plan as plan_lib
 from rlinf_jax import memory
 from rlinf_jax.runtime import host, link, parcel, peer
+from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import mail as mail_lib
 from rlinf_jax.runtime import place as place_lib
 from sharding import rules as rules_lib
@@ -66,7 +67,8 @@ def replaceable(
   found = {}
   for name, place in plan.places.items():
     copies = taken_over(lowered['step'], name)
-    if place.processes == 1 and copies is not None:
+    alone = place.processes == 1 and name not in plan.share
+    if alone and copies is not None:
       found[name] = frozenset(op.value for op in copies.values() if op)
   return found
 
@@ -135,6 +137,7 @@ class Actor:
     agreed: str,
     folder: str,
     patience: float | None,
+    shared: str,
   ):
     """Records the flows and makes the place ready.
 
@@ -145,6 +148,7 @@ class Actor:
       agreed: the driver's `fingerprint`.
       folder: the driver's, if there is one like it here.
       patience: seconds to wait for a value.
+      shared: a folder by which places take turns on devices.
 
     Raises:
       ValueError: if it has recorded something else than the driver.
@@ -164,7 +168,8 @@ class Actor:
     own = dataclasses.replace(
       placement, devices=tuple(range(len(placement.devices)))
     )
-    place = place_lib.Place(name, own, chosen.rows, rules_lib.DEFAULT)
+    lease = lease_lib.of_plan(chosen, shared, [name]).get(name)
+    place = place_lib.Place(name, own, chosen.rows, rules_lib.DEFAULT, lease)
     axes = {
       name: place.axes if place.processes == 1 else ()
       for name, place in chosen.places.items()

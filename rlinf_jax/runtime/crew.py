@@ -1,9 +1,13 @@
 """The actors of a plan: started, asked, found dead and started again."""
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 import os
+import shutil
 import sys
+import tempfile
 from typing import Any
+import weakref
 
 import jax
 import ray
@@ -81,6 +85,11 @@ class Crew:
     self._plan, self._flows, self._patience = plan, flows, patience
     self._agreed = actor_lib.fingerprint(lowered)
     self._group, self._needs = None, {}
+    self._bundles: list[tuple[str, ...]] = []  # Places, of each of Ray's.
+    self._shared = ''  # A folder.
+    if plan.share:
+      self._shared = tempfile.mkdtemp(prefix='rlinf_jax-')
+      weakref.finalize(self, shutil.rmtree, self._shared, ignore_errors=True)
     self.actors, self.about = {}, {}
     every = (
       actor_lib.Member(name, rank, place.processes)
@@ -122,7 +131,7 @@ class Crew:
     self.ask(
       lambda name, actor: actor.prepare.remote(
         *(self.members[name], text, self._flows, self._agreed, where),
-        self._patience,
+        *(self._patience, self._shared),
       ),
       made,
     )
@@ -160,8 +169,11 @@ class Crew:
     self.ask(join, many)
 
   def near(self, place: str) -> set[str]:
-    """The places that are processors of the machine of a place's first one."""
-    here = self.about[self._of(place)[0]]
+    """The places whose values go through memory of a place's machine.
+
+    Those that are processors of the same one, and those that share devices.
+    """
+    here, shared = self.about[self._of(place)[0]], self._plan.shared(place)
 
     def is_near(name):
       there = self.about[name]
@@ -171,7 +183,11 @@ class Crew:
       )
 
     return {
-      other for other in self._plan.places if all(map(is_near, self._of(other)))
+      other
+      for other in self._plan.places
+      if all(map(is_near, self._of(other)))
+      or shared
+      or self._plan.shared(other)
     }
 
   def _reserve(self):
@@ -181,10 +197,18 @@ class Crew:
     start()
     there = ray.cluster_resources()
     kind = next(kind for kind in KINDS if there.get(kind))
+    beside = collections.defaultdict(list)
     for name, member in self.members.items():
-      devices = len(self._plan.places[member.place].devices) // member.of
-      self._needs[name] = {'CPU': 1.0} | {kind: float(devices)}
-    group = util.placement_group([*self._needs.values()], strategy='PACK')
+      beside[self._plan.shared(member.place) or name].append(name)
+    self._bundles = [tuple(names) for names in beside.values()]
+    bundles = []
+    for names in self._bundles:
+      members = [self.members[name] for name in names]
+      needs = [_need(self._plan, one, members, kind) for one in members]
+      total = sum(map(collections.Counter, needs), collections.Counter())
+      bundles.append({what: round(n, 4) for what, n in total.items()})
+      self._needs |= zip(names, needs, strict=True)
+    group = util.placement_group(bundles, strategy='PACK')
     if not group.wait(READY):
       util.remove_placement_group(group)
       raise ValueError(
@@ -206,7 +230,9 @@ class Crew:
       resources={'TPU': need['TPU']} if 'TPU' in need else None,
       scheduling_strategy=scheduling.PlacementGroupSchedulingStrategy(
         self._group,
-        placement_group_bundle_index=[*self.members].index(name),
+        placement_group_bundle_index=next(
+          i for i, names in enumerate(self._bundles) if name in names
+        ),
       ),
       runtime_env={'env_vars': environment},
     ).remote()
@@ -312,6 +338,33 @@ def told(error, place: str = '') -> BaseException:
   return StageError(str(error))
 
 
+def _need(
+  plan, member: actor_lib.Member, beside: Sequence[actor_lib.Member], kind: str
+) -> dict[str, float]:
+  """What Ray must give a process.
+
+  Args:
+    plan: that it is of.
+    member: the process.
+    beside: processes that share its devices, itself included.
+    kind: of device.
+
+  Raises:
+    ValueError: for devices that Ray cannot give to several processes.
+  """
+  n = float(len(plan.places[member.place].devices) // member.of)
+  if len(beside) > 1 and kind != 'CPU':
+    shared = len(plan.shared(member.place))
+    if kind != 'GPU' or shared > 1:
+      raise ValueError(
+        f'The places {[one.place for one in beside]} share {shared} {kind}: '
+        'processes can share processors, or a single GPU. Place their stages '
+        'together, or run them in one process.'
+      )
+    n = 1 / len(beside)
+  return {'CPU': 1.0} | {kind: n}
+
+
 def _environment(place, need) -> dict[str, str]:
   """What an actor's JAX must begin with."""
   there = {
@@ -326,6 +379,8 @@ def _environment(place, need) -> dict[str, str]:
     }
   else:
     there.pop('JAX_PLATFORMS', None)
+    if need.get('GPU', 1) < 1:  # Memory is another's as soon as it is free.
+      there['XLA_PYTHON_CLIENT_ALLOCATOR'] = 'platform'
   # What the driver imports from folders, such as experiments of a checkout.
   own = [path for path in sys.path if not path.startswith(sys.prefix)]
   there['PYTHONPATH'] = os.pathsep.join(map(os.path.abspath, own))

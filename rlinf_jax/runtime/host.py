@@ -129,10 +129,10 @@ class Host:
     for name, worker in self.workers.items():
       here = [i for i, places in enumerate(lowered.resident) if name in places]
       laid = [
-        worker.place.put(lowered.flow.values[lowered.flow.carry[i][0]], x)
+        worker.place.take_in(lowered.flow.values[lowered.flow.carry[i][0]], x)
         for i, x in ((i, leaves[i]) for i in here)
       ]
-      if laid:
+      if laid and not worker.place.lease:  # In host memory nothing overwrites.
         laid = jax.jit(lambda xs: [jnp.copy(x) for x in xs])(laid)
       worker.state = dict(zip(here, laid, strict=True))
 
@@ -227,13 +227,19 @@ class Host:
     """Takes a value to another place."""
     way = mail_lib.Way(frame.turn.name, frame.loop, v, source, target)
     if target in self.places:
-      self.mail.put(way, self.places[target].put(frame.flow.values[v], x))
+      x = self.places[target].take_in(frame.flow.values[v], x)
+      self.mail.put(way, x)
     else:
       self.post(way, x)
 
   def post(self, way: mail_lib.Way, x):
     """Takes a value to a place of another process."""
     raise NotImplementedError(f'Place {way.target!r} is not in this process.')
+
+  def is_there(self, frame: Frame, v: int, source: str, target: str) -> bool:
+    """Whether what another place sends has come."""
+    way = mail_lib.Way(frame.turn.name, frame.loop, v, source, target)
+    return self.mail.has(way)
 
   def receive(self, frame: Frame, v: int, source: str, target: str):
     """The value that another place has sent, as this one holds it."""
@@ -253,7 +259,7 @@ class Host:
     del arrays  # Within a process JAX sees to that.
 
   def place_for(self, x, value: graph_lib.Value, target: str):
-    """What has come, on the devices of a place."""
+    """What has come, as a place holds it."""
     del value, target  # Who sent it has put it there.
     return x
 

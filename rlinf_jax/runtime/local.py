@@ -2,6 +2,9 @@
 
 import collections
 from concurrent import futures
+import shutil
+import tempfile
+import weakref
 
 import jax
 
@@ -9,6 +12,7 @@ from planner import graph as graph_lib
 from planner import plan as plan_lib
 from planner.costs import cost as cost_lib
 from rlinf_jax.runtime import host
+from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import place as place_lib
 from sharding import rules as rules_lib
 
@@ -40,9 +44,14 @@ class Local(host.Host):
       cost: as `host.lower`.
     """
     lowered = host.lower(plan, step, evaluate, cost)
+    leases = {}
+    if plan.share:
+      folder = tempfile.mkdtemp(prefix='rlinf_jax-')
+      weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+      leases = lease_lib.of_plan(plan, folder, plan.places)
     places = {
-      name: place_lib.Place(name, placement, plan.rows, rules)
-      for name, placement in plan.places.items()
+      name: place_lib.Place(name, at, plan.rows, rules, leases.get(name))
+      for name, at in plan.places.items()
     }
     super().__init__(lowered, places)
     self.plan, self.steps, self._tree = plan, 0, None

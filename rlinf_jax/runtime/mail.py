@@ -48,6 +48,10 @@ class Mail:
     """Leaves a value."""
     self._box(way).put(x)
 
+  def has(self, way: Way) -> bool:
+    """Whether `get` would not wait."""
+    return not self._box(way).empty()
+
   def get(self, way: Way, seconds: float | None = None) -> Any:
     """The next value, when it is there.
 

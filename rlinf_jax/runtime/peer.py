@@ -129,4 +129,4 @@ class Peer(host.Host):
   def place_for(self, x, value, target):
     if isinstance(x, jax.Array):
       return x
-    return self.links.unpack(x, self.places[target].layout(value))
+    return self.links.unpack(x, self.places[target].layout_at_rest(value))

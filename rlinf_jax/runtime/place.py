@@ -11,10 +11,11 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from planner import graph as graph_lib
 from planner import plan as plan_lib
+from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import microbatch
 from sharding import mesh as mesh_lib
+from sharding import offload, span
 from sharding import rules as rules_lib
-from sharding import span
 
 
 class Place:
@@ -33,7 +34,17 @@ class Place:
     placement: plan_lib.Placement,
     rows: dict[str, int],
     rules: rules_lib.Rules = rules_lib.DEFAULT,
+    lease: lease_lib.Lease | None = None,
   ):
+    """Takes devices of this process.
+
+    Args:
+      name: of the place.
+      placement: its devices and their mesh.
+      rows: at a time, by stage.
+      rules: from letters to mesh axes.
+      lease: by which it has its devices, if it shares them.
+    """
     devices, there = placement.devices, jax.devices()
     missing = [i for i in devices if i >= len(there)]
     if missing:
@@ -42,6 +53,7 @@ class Place:
         f'{len(there)}: name other devices, or start with more.'
       )
     self.name, self.rows, self.rules = name, rows, rules
+    self.lease = lease
     self.mesh = None
     self.device = there[devices[0]]
     if placement.axes:
@@ -94,6 +106,19 @@ class Place:
   def put(self, value: graph_lib.Value, x):
     """`x` as this place holds `value`."""
     return span.put(x, self.layout(value))
+
+  def layout_at_rest(self, value: graph_lib.Value):
+    """How it holds a value that no stage is about to read.
+
+    In host memory, if the devices may be another's.
+    """
+    layout = self.layout(value)
+    return layout.with_memory_kind(offload.HOST) if self.lease else layout
+
+  def take_in(self, value: graph_lib.Value, x):
+    """`x` as this place holds `value` until a stage reads it."""
+    made = span.put(x, self.layout_at_rest(value))
+    return jax.block_until_ready(made) if self.lease else made
 
   def compile(self, flow: graph_lib.Flow, node: graph_lib.Node, donate=()):
     """A function of the leaves that `node` reads, made ready to run."""

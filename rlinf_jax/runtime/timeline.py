@@ -14,8 +14,10 @@ class Span(NamedTuple):
   Attributes:
     step: the update it belongs to, from one.
     place: where it ran.
-    what: 'run', 'send', 'wait' (for a value), 'evict' or 'restore'.
-    stage: what ran; where no stage did, the name of the value.
+    what: 'run', 'send', 'wait' (for a value, or for devices that are shared),
+      'evict' or 'restore'.
+    stage: what ran; where no stage did, the name of the value, or 'shared
+      devices'.
     piece: which piece of the batch, from one, and of how many.
     start: seconds since the timeline began.
     end: likewise.

@@ -1,5 +1,6 @@
 """A place's thread, which interprets its programs."""
 
+from collections.abc import Iterable
 from concurrent import futures
 import contextlib
 import dataclasses
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from planner import graph as graph_lib
 from planner import program as program_lib
 from planner import reissue
+from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import place as place_lib
 from sharding import offload
 
@@ -90,6 +92,11 @@ def _is_done(frame: Frame, op) -> bool:
 
 
 _copied = jax.jit(lambda xs: [jnp.copy(x) for x in xs])
+SHARED = 'shared devices'
+
+
+def _named(names: Iterable, xs: Iterable) -> dict:
+  return dict(zip(names, xs, strict=True))
 
 
 class Worker:
@@ -104,8 +111,11 @@ class Worker:
     # It must not keep alive what keeps it alive: its thread ends with them.
     self.runtime, self.place = weakref.proxy(runtime), place
     self.state: dict[int, Any] = {}
-    self._thread = futures.ThreadPoolExecutor(1, place.name)
+    self._thread = futures.ThreadPoolExecutor(
+      1, place.name, lease_lib.use, (place.lease,)
+    )
     self._last = None
+    self._frames: list[Frame] = []  # Under way, the outermost first.
 
   def begin(self, turn: Turn):
     """Takes a turn when those before it have been taken."""
@@ -125,6 +135,7 @@ class Worker:
       self._take(turn)
     except BaseException as error:  # noqa: BLE001 (whoever waits must know)
       self.runtime.fail(error, turn)
+      self._give_up()
 
   def _take(self, turn: Turn):
     """One turn of this place's program."""
@@ -132,8 +143,11 @@ class Worker:
     flow, program = lowered.flow, lowered.programs[self.place.name]
     starts = [start for start, _ in flow.carry]
     memory = {starts[i]: x for i, x in self.state.items()}
-    self._play(Frame(turn, flow, memory, turn.inputs), program)
+    frame = Frame(turn, flow, memory, turn.inputs)
+    self._frames = [frame]
+    self._play(frame, program)
     self.state = {i: memory[starts[i]] for i in self.state}
+    self._frames = []
 
   def _play(self, frame: Frame, program):
     """A program from its beginning to its end."""
@@ -157,10 +171,11 @@ class Worker:
       start: self._as(outer[v], values[start], memory[v])
       for v, start, _ in op.carry
     }
-    # Rounds overwrite what they carry: what others hold too is copied.
+    # Rounds overwrite what they carry: what others hold too is copied, but in
+    # host memory nothing is overwritten.
     lent = [start for v, start, _ in op.carry if v not in op.donate]
-    copies = _copied([begin[start] for start in lent])
-    begin |= zip(lent, copies, strict=True)
+    lent = [start for start in lent if not offload.is_away(begin[start])]
+    begin |= _named(lent, _copied([begin[start] for start in lent]))
     inner = Frame(
       frame.turn,
       node.body,
@@ -171,11 +186,13 @@ class Worker:
     self.runtime.settle([memory[v] for v in op.donate])
     for v in op.donate:
       del memory[v]
+    self._frames.append(inner)
     for i in range(node.stage.at_most):
       inner.round = f'{frame.round}, round {i + 1} of {node.name}'
       self._play(inner, op.program)
       if inner.last:
         break
+    self._frames.pop()
     for _, start, end in op.carry:
       memory[end] = self._as(values[start], outer[end], begin[start])
 
@@ -186,12 +203,12 @@ class Worker:
     match op:
       case program_lib.Begin(i):
         node = flow.nodes[i]
-        with self._named(frame, node):
+        with self._told(frame, node):
           leaves = (memory[v] for v in node.reads)
           frame.begun[i] = self.runtime.call(frame, i).begin(*leaves)
       case program_lib.Run(i, donate):
         node = flow.nodes[i]
-        with self._named(frame, node):
+        with self._told(frame, node):
           self.runtime.settle([memory[v] for v in donate])
           self._run(frame, node, i)
         line.add(turn.step, here, 'run', node.name, start, node.piece)
@@ -199,13 +216,13 @@ class Worker:
           del memory[v]
       case program_lib.Send(v, target):
         if target == program_lib.SINK:
-          self.runtime.give(turn, v, memory[v])
+          self.runtime.give(turn, v, self._for_good(memory[v]))
         else:
           self.runtime.send(frame, v, here, target, memory[v])
           line.add(turn.step, here, 'send', flow.values[v].name, start)
       case program_lib.Recv(v, source) if source == program_lib.SOURCE:
         x = frame.inputs[v]
-        memory[v] = x if frame.loop else self.place.put(flow.values[v], x)
+        memory[v] = x if frame.loop else self.place.take_in(flow.values[v], x)
       case program_lib.Recv(v, source):
         x = self.runtime.receive(frame, v, source, here)
         memory[v] = jax.block_until_ready(x)
@@ -219,16 +236,78 @@ class Worker:
       case program_lib.Drop(v):
         del memory[v]
       case program_lib.Evict(v):
-        memory[v] = jax.block_until_ready(offload.to_host(memory[v]))
+        (memory[v],) = offload.to_host([memory[v]])
         line.add(turn.step, here, 'evict', flow.values[v].name, start)
       case program_lib.Restore(v):
-        memory[v] = jax.block_until_ready(offload.to_device(memory[v]))
+        (memory[v],) = offload.to_device([memory[v]])
         line.add(turn.step, here, 'restore', flow.values[v].name, start)
+      case program_lib.Acquire(_, _, values):
+        self._acquire(frame, values)
+      case program_lib.Release(v, source):
+        if v is None or not self.runtime.is_there(frame, v, source, here):
+          self._let_go(turn)
+
+  def _acquire(self, frame: Frame, values):
+    """Has values in the memory of devices that this place shares."""
+    turn, memory = frame.turn, frame.memory
+    here, line = self.place.name, self.runtime.timeline
+    start = line.now()
+    if not self.place.lease.held:
+      try:
+        self.place.lease.acquire(
+          self.runtime.patience, lambda: self.runtime.failure
+        )
+      except TimeoutError as error:
+        raise StageError(f'In step {turn.step}{frame.round}: {error}') from None
+      line.add(turn.step, here, 'wait', SHARED, start)
+    start = line.now()
+    away = [v for v in values if v in memory and offload.is_away(memory[v])]
+    if away:
+      memory |= _named(away, offload.to_device([memory[v] for v in away]))
+      line.add(turn.step, here, 'restore', SHARED, start)
+
+  def _let_go(self, turn: Turn):
+    """Moves all that is here to host memory, and lets its devices go."""
+    if not self.place.lease.held:
+      return
+    start = self.runtime.timeline.now()
+    for rest in self.place.lease.guests:
+      rest()
+    memories = self._memories()
+    # An array of several names stays one.
+    there = {id(x): x for memory in memories for x in memory.values()}
+    moved = _named(there, offload.to_host([*there.values()]))
+    for memory in memories:
+      memory |= {v: moved[id(x)] for v, x in memory.items()}
+    del there
+    self.runtime.timeline.add(
+      turn.step, self.place.name, 'evict', SHARED, start
+    )
+    self.place.lease.release()
+
+  def _memories(self) -> list[dict[int, Any]]:
+    """All that it holds in the middle of a turn; inputs of that are lent."""
+    found = [m for f in self._frames for m in (f.memory, f.kept)]
+    return found + [frame.inputs for frame in self._frames[1:]]
+
+  def _give_up(self):
+    """Where something failed: others may have the devices at once."""
+    if self.place.lease:
+      for memory in self._memories():
+        memory.clear()
+      self.state = {}
+      self.place.lease.release()
+
+  def _for_good(self, x):
+    """What leaves the programs: it must not keep memory that is shared."""
+    return offload.to_host([x])[0] if self.place.lease else x
 
   def _as(self, value: graph_lib.Value, other: graph_lib.Value, x):
     """`x`, which is here as `value`, as this place holds `other`."""
     if self.place.mesh is None or value.letters == other.letters:
       return x
+    if offload.is_away(x):
+      return self.place.take_in(other, x)
     return self.place.put(other, x)
 
   def _run(self, frame: Frame, node, i):
@@ -244,7 +323,7 @@ class Worker:
     memory.update(zip(node.writes, made, strict=True))
 
   @contextlib.contextmanager
-  def _named(self, frame: Frame, node):
+  def _told(self, frame: Frame, node):
     """Has a failure say of what it is."""
     try:
       yield
