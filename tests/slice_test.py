@@ -78,7 +78,7 @@ def calls(made, name):
 def test_minibatches_are_cut_into_pieces_as_large_as_the_others(
   pieces, updates, each
 ):
-  made = cut.cut(grpo(updates=updates, epochs=2, shuffle=True), pieces)
+  made = cut.cut(grpo(updates=updates, epochs=2, membership='shuffled'), pieces)
   assert calls(made, 'generate') == pieces
   assert calls(made, 'gradient') == 2 * updates * each
   assert calls(made, 'shuffle') == calls(made, 'minibatches') == 1
@@ -105,7 +105,7 @@ def test_runs_that_pieces_do_not_divide_stay_whole():
 
 
 def test_a_deal_is_made_before_a_token_is():
-  made = grpo(shuffle=True)
+  made = grpo(membership='shuffled')
   (shuffle,) = [node for node in made.nodes if node.name == 'shuffle']
   (generate,) = [node for node in made.nodes if node.name == 'generate']
   assert not set(shuffle.reads) & set(generate.writes)
@@ -114,5 +114,5 @@ def test_a_deal_is_made_before_a_token_is():
 
 
 def test_work_of_a_slice_can_be_counted():
-  works = count.of_flow(grpo(updates=2, epochs=2, shuffle=True))
+  works = count.of_flow(grpo(updates=2, epochs=2, membership='shuffled'))
   assert works['minibatches'].whole.bytes_out > 0
