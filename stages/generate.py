@@ -78,7 +78,7 @@ def blank(config: transformer.Config, rows: int, length: int) -> base.Draft:
 
 
 def _turn(x, by_B):
-  """`x[row, column, ...]`, row b by `by_B[b]` columns to the left and around."""
+  """`x[row, column, ...]`, every row by so many columns to the left, around."""
   return jax.vmap(lambda x, by: jnp.roll(x, -by, axis=0))(x, by_B)
 
 

@@ -94,34 +94,32 @@ def begin(
       f'{spare} spare groups beside {groups} of a step would leave its first '
       'with nobody to learn from: give fewer, or larger batches.'
     )
+  key_N = jax.random.split(jax.random.key(0), groups)
+  params = jax.eval_shape(policy.init, key_N[0])
+  x = jax.eval_shape(policy.act, params, problem.prompt, key_N)
   B = spare * group
-  problem = jax.tree.map(
-    lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), problem
+
+  def zeros(like):
+    return jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), like)
+
+  return Rollout(
+    problem=zeros(problem),
+    key=zeros(jax.random.key_data(key_N)),
+    draft=base.Draft(*zeros((x.action, x.logp, x.mask)), jnp.zeros(B, bool)),
+    version=jnp.zeros((B, x.mask.shape[1]), jnp.int32),
+    age=jnp.zeros(B, jnp.int32),
+    arrival=jnp.zeros(B, jnp.int32),
   )
-  key_B = jax.random.split(jax.random.key(0), B)
-  params = jax.eval_shape(policy.init, key_B[0])
-  x = jax.eval_shape(policy.act, params, problem.prompt, key_B)
-  draft = base.Draft(
-    *(jnp.zeros(x.shape, x.dtype) for x in (x.action, x.logp, x.mask)),
-    alive=jnp.zeros(B, bool),
-  )
-  none_B = jnp.zeros(B, jnp.int32)
-  version = jnp.zeros(x.mask.shape, jnp.int32)
-  bits = jnp.zeros_like(jax.random.key_data(key_B))
-  return Rollout(problem, bits, draft, version, none_B, none_B)
 
 
 def join(rollout: Rollout, problem: base.Problem, key_B) -> Rollout:
   """Carried groups, then new ones, of which there is no token yet."""
-  B, T = key_B.shape[0], rollout.draft.mask.shape[1]
-  new = Rollout(
-    problem,
-    jax.random.key_data(key_B),
-    jax.tree.map(
-      lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), rollout.draft
-    )._replace(alive=jnp.ones(B, bool)),
-    jnp.zeros((B, T), jnp.int32),
-    *(jnp.zeros(B, jnp.int32),) * 2,
+  B = key_B.shape[0]
+  none = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), rollout)
+  new = none._replace(
+    problem=problem,
+    key=jax.random.key_data(key_B),
+    draft=none.draft._replace(alive=jnp.ones(B, bool)),
   )
   # A prompt all of padding is none: a policy may make NaN of it.
   nobody = rollout.draft.mask.max(1) == 0
@@ -169,13 +167,13 @@ def go_on(
     begun=carried,
     go_on=wanted,
   )
-  new = made.mask > slots.draft.mask
-  version = jnp.where(new, actor.step, slots.version)
+  old = slots.draft.mask
+  version = jnp.where(old > 0, slots.version, actor.step)
   slots = slots._replace(
     draft=made,
     version=version,
     age=slots.age + 1,
-    arrival=new.sum(1, dtype=jnp.int32),
+    arrival=(made.mask - old).sum(1, dtype=jnp.int32),
   )
   out, rest = share(slots, group, n)
   x = base.Experience(
