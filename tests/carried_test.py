@@ -1,5 +1,6 @@
 """Groups that a step leaves unfinished, and that later ones go on with."""
 
+import dataclasses
 import functools
 
 import jax
@@ -24,9 +25,10 @@ STOP = (0, 1, 2)
 
 
 @functools.cache
-def policy(length=LENGTH):
+def policy(dtype='float32', length=LENGTH):
   """Rows of a few tokens, and now and then one of many."""
-  return language.policy(tiny.CONFIG, length=length, stop=STOP)
+  config = dataclasses.replace(tiny.CONFIG, dtype=dtype)
+  return language.policy(config, length=length, stop=STOP)
 
 
 def rollout_of(lengths, ended, T=4) -> carried.Rollout:
@@ -257,7 +259,7 @@ def test_where_nothing_is_carried_it_is_what_it_was_without():
 def grpo(dtype='float32', **kwargs):
   kwargs = {'optimizer': train.adamw(1e-2), 'partial': 1, 'spare': 3} | kwargs
   return workflows.grpo(
-    tiny.policy(dtype, length=12),
+    policy(dtype, length=12),
     invariance_test.even if dtype == 'float64' else tiny.even,
     group=4,
     **kwargs,
@@ -272,7 +274,7 @@ def read(info):
 def test_a_step_learns_from_rows_that_others_have_begun():
   workflow = grpo()
   state = trainer.first_state(workflow, KEY, tiny.problem())
-  rewards, continued = [], []
+  rewards, continued, gaps = [], [], []
   for i in range(30):
     key = jax.random.fold_in(KEY, i)
     state, info = workflow.step(state, tiny.problem(seed=i), key)
@@ -280,9 +282,21 @@ def test_a_step_learns_from_rows_that_others_have_begun():
     rewards.append(numbers['rollout/reward_mean'])
     continued.append(numbers['rollout/continued_fraction'])
     assert numbers['rollout/staleness_max'] <= 1
-    assert (numbers['rollout/logprob_gap_max'] > 1e-4) == (i > 0)
+    gaps.append(numbers['rollout/logprob_gap_max'])
   assert rewards[0] < 0.65 < 0.9 < np.mean(rewards[-3:])
   assert max(continued) > 0.1
+  # Of one version, and then of two.
+  assert gaps[0] < 1e-4 < 1e-2 < gaps[1]
+
+
+@pytest.mark.slow
+def test_what_is_carried_grows_older_by_the_lag_too():
+  workflow = grpo(lag=1)
+  state, stale = trainer.first_state(workflow, KEY, tiny.problem()), []
+  for i in range(4):
+    state, info = workflow.step(state, tiny.problem(seed=i), jax.random.key(i))
+    stale.append(read(info)['rollout/staleness_max'])
+  assert stale == [0, 1, 2, 2]
 
 
 @pytest.mark.slow
@@ -305,10 +319,10 @@ def test_what_is_carried_is_kept_in_a_checkpoint(tmp_path):
 
 
 PLANS = {
-  'one place': {'evict': ['apply']},
   'places': {
     'places': {p: {'devices': [i]} for i, p in enumerate('abc')},
     'stages': {'generate': 'a', 'reward': 'b', 'rescore': 'b', '*': 'c'},
+    'evict': ['apply'],
   },
   'pieces and a mesh': {
     'places': {
@@ -321,6 +335,20 @@ PLANS = {
 }
 
 
+@functools.cache
+def eager():
+  """Three steps as arrays; the last hands on what an earlier one began."""
+  workflow = grpo('float64', updates=2, membership='arrival')
+  batches = [tiny.problem(seed=i) for i in range(3)]
+  first = state = trainer.first_state(workflow, KEY, batches[0])
+  want = []
+  for i, batch in enumerate(batches):
+    state, info = workflow.step(state, batch, plans_test.key(i))
+    want.append((tiny.arrays(state), tiny.arrays(info)))
+  assert read(info)['rollout/continued_fraction'] > 0
+  return workflow, first, batches, want
+
+
 @pytest.fixture
 def in_float64():
   jax.config.update('jax_enable_x64', True)
@@ -331,14 +359,7 @@ def in_float64():
 @pytest.mark.slow
 @pytest.mark.parametrize('sketch', PLANS.values(), ids=PLANS)
 def test_no_plan_changes_what_is_carried(sketch, in_float64):
-  workflow = grpo('float64', updates=2, membership='arrival')
-  batches = [tiny.problem(seed=i) for i in range(3)]
-  first = state = trainer.first_state(workflow, KEY, batches[0])
-  want = []
-  for i, batch in enumerate(batches):
-    state, info = workflow.step(state, batch, plans_test.key(i))
-    want.append((tiny.arrays(state), tiny.arrays(info)))
-  assert read(info)['rollout/continued_fraction'] > 0
+  workflow, first, batches, want = eager()
   flow = tiny.trace(workflow, batches[0])
   plan = plan_lib.of(sketch, flow.stages)
   got = plans_test.run(plan, workflow, first, batches)

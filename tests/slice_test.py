@@ -55,6 +55,40 @@ def test_minibatches_are_the_rows_that_were_dealt():
     np.testing.assert_array_equal(run['x'][:, 0], 10 * run['y'][0])
 
 
+def mask(lengths, T=9):
+  return (np.arange(T)[None] < np.array(lengths)[:, None]).astype(np.float32)
+
+
+def test_groups_that_end_about_the_same_time_arrive_together():
+  # Groups of two end after 5, 3, 9, 3, 4 and 7 tokens.
+  mask_BT = mask([5, 1, 3, 3, 2, 9, 3, 2, 4, 4, 7, 6])
+  id_ENM = stages.arrival(3, 2, 2)(mask_BT, None)
+  first = [[2, 3, 6, 7], [0, 1, 8, 9], [4, 5, 10, 11]]
+  assert id_ENM.tolist() == [first, first]
+  # Of those that end at once, the first in the batch.
+  tied = stages.arrival(2, 1, 1)(mask([4, 4, 2, 4]), None)
+  assert tied.tolist() == [[[0, 2], [1, 3]]]
+
+
+def test_who_knows_when_rows_ended_may_say_so():
+  arrival_B = jnp.array([7, 0, 0, 0, 1, 2])
+  id_ENM = stages.arrival(3, 1, 2)(mask([1, 2, 3, 4, 5, 6]), arrival_B)
+  assert id_ENM.tolist() == [[[2, 3], [4, 5], [0, 1]]]
+
+
+def test_an_arrival_is_after_generation_and_other_deals_are_before():
+  made = grpo(updates=2, membership='arrival')
+  (generate,) = [node for node in made.nodes if node.name == 'generate']
+  (arrival,) = [node for node in made.nodes if node.name == 'arrival']
+  assert {*arrival.reads} <= {*generate.writes}
+  assert calls(cut.cut(made, 2), 'gradient') == 2
+
+
+def test_a_membership_that_is_none_is_refused():
+  with pytest.raises(ValueError, match="'alphabet' is none of 'row'"):
+    grpo(membership='alphabet')
+
+
 @pytest.mark.parametrize('n, group', [(5, 1), (3, 16)])
 def test_a_deal_that_would_break_a_group_is_refused(n, group):
   with pytest.raises(ValueError, match=f'24 rows .* multiple of {n * group}'):

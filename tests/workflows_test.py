@@ -322,10 +322,11 @@ def test_epochs_learn_from_one_batch_again_and_clip_around_who_acted(
 
 
 @pytest.mark.slow
-def test_one_shuffled_minibatch_is_the_batch():
-  plain, shuffled = grpo(), grpo(membership='shuffled')
+@pytest.mark.parametrize('membership', ['shuffled', 'arrival'])
+def test_one_minibatch_is_the_batch(membership):
+  plain, other = grpo(), grpo(membership=membership)
   tiny.assert_same_bits(
-    *(w.step(w.init(KEY), problem(), KEY) for w in (plain, shuffled))
+    *(w.step(w.init(KEY), problem(), KEY) for w in (plain, other))
   )
 
 
