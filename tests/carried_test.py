@@ -31,36 +31,39 @@ def policy(dtype='float32', length=LENGTH):
   return language.policy(config, length=length, stop=STOP)
 
 
-def rollout_of(lengths, ended, T=4) -> carried.Rollout:
-  """Rows of so many tokens, which their answer numbers."""
-  length_B, B = jnp.array(lengths), len(lengths)
+def draft_of(lengths, ended, T=4) -> base.Draft:
+  """Rows of so many tokens."""
+  length_B = jnp.array(lengths)
   mask_BT = (jnp.arange(T)[None] < length_B[:, None]).astype(jnp.float32)
-  draft = base.Draft(
+  return base.Draft(
     mask_BT.astype(jnp.int32), -mask_BT, mask_BT, ~jnp.array(ended, bool)
-  )
-  prompt = base.Prompt(jnp.ones((B, 1), jnp.int32), jnp.ones((B, 1), jnp.int32))
-  none_B = jnp.zeros(B, jnp.int32)
-  return carried.Rollout(
-    base.Problem(prompt, jnp.arange(B)),
-    jnp.zeros((B, 2), jnp.uint32),
-    draft,
-    jnp.zeros((B, T), jnp.int32),
-    none_B,
-    none_B,
   )
 
 
 def test_the_first_groups_that_have_ended_go_on_and_others_wait_in_order():
   # Groups of two: one unfinished, ended, ended by length, unfinished, ended.
-  lengths = [2, 3, 1, 2, 4, 4, 2, 4, 3, 1]
-  ended = [1, 0, 1, 1, 1, 0, 0, 1, 1, 1]
-  slots = rollout_of(lengths, ended)
-  out, rest = carried.share(slots, 2, 2)
-  assert out.problem.answer.tolist() == [2, 3, 4, 5]
-  assert rest.problem.answer.tolist() == [0, 1, 6, 7, 8, 9]
-  assert out.draft.mask.sum(1).tolist() == [1, 2, 4, 4]
-  out, rest = carried.share(slots, 2, 3)
-  assert out.problem.answer.tolist() == [2, 3, 4, 5, 8, 9]
+  draft = draft_of(
+    [2, 3, 1, 2, 4, 4, 2, 4, 3, 1], [1, 0, 1, 1, 1, 0, 0, 1, 1, 1]
+  )
+  out, rest = carried.share(draft, 2, 2)
+  assert out.tolist() == [2, 3, 4, 5]
+  assert rest.tolist() == [0, 1, 6, 7, 8, 9]
+  out, rest = carried.share(draft, 2, 3)
+  assert out.tolist() == [2, 3, 4, 5, 8, 9]
+
+
+def rollout_of(lengths, ended) -> carried.Rollout:
+  """Rows of so many tokens, which their answers number."""
+  draft = draft_of(lengths, ended)
+  B, T = draft.mask.shape
+  prompt = base.Prompt(jnp.ones((B, 1), jnp.int32), jnp.ones((B, 1), jnp.int32))
+  return carried.Rollout(
+    base.Problem(prompt, jnp.arange(B)),
+    jnp.zeros((B, 2), jnp.uint32),
+    draft,
+    jnp.zeros((B, T), jnp.int32),
+    jnp.zeros(B, jnp.int32),
+  )
 
 
 def test_new_groups_come_after_carried_ones_and_nobody_asks_what_another_asks():

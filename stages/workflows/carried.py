@@ -28,7 +28,6 @@ class Rollout(NamedTuple):
     draft: completions so far; without a token where nobody is yet.
     version: updates that the parameters had seen which drew each token.
     age: steps since the row was begun.
-    arrival: tokens that the last step has drawn of it, none where it had ended.
   """
 
   problem: base.Problem
@@ -36,7 +35,6 @@ class Rollout(NamedTuple):
   draft: base.Draft
   version: Int[Array, 'B T']
   age: Int[Array, ' B']
-  arrival: Int[Array, ' B']
 
 
 def check(policy: base.Policy, partial: int, spare: int):
@@ -108,7 +106,6 @@ def begin(
     draft=base.Draft(*zeros((x.action, x.logp, x.mask)), jnp.zeros(B, bool)),
     version=jnp.zeros((B, x.mask.shape[1]), jnp.int32),
     age=jnp.zeros(B, jnp.int32),
-    arrival=jnp.zeros(B, jnp.int32),
   )
 
 
@@ -168,14 +165,17 @@ def go_on(
     go_on=wanted,
   )
   old = slots.draft.mask
-  version = jnp.where(old > 0, slots.version, actor.step)
   slots = slots._replace(
     draft=made,
-    version=version,
+    version=jnp.where(old > 0, slots.version, actor.step),
     age=slots.age + 1,
-    arrival=(made.mask - old).sum(1, dtype=jnp.int32),
   )
-  out, rest = share(slots, group, n)
+  # What had ended has drawn nothing since, and arrives first.
+  drawn = (made.mask - old).sum(1, dtype=jnp.int32)
+  ended, left = share(made, group, n)
+  out, rest = (
+    jax.tree.map(lambda x, rows=rows: x[rows], slots) for rows in (ended, left)
+  )
   x = base.Experience(
     obs=out.problem.prompt,
     action=out.draft.action,
@@ -183,26 +183,20 @@ def go_on(
     mask=out.draft.mask,
     truncated=out.draft.alive.astype(jnp.float32),
     version=out.version,
-    arrival=out.arrival,
+    arrival=drawn[ended],
   )
   return out.problem, x, rest
 
 
-def share(slots: Rollout, group: int, n: int) -> tuple[Rollout, Rollout]:
-  """The first `n` groups that have ended, and the others, both in order."""
-  T = slots.draft.mask.shape[1]
-  open_B = slots.draft.alive & (slots.draft.mask.sum(1) < T)
+def share(draft: base.Draft, group: int, n: int) -> tuple[Array, Array]:
+  """Rows of the first `n` groups that have ended, and the others, in order."""
+  B, T = draft.mask.shape
+  open_B = draft.alive & (draft.mask.sum(1) < T)
   ended_N = ~open_B.reshape(-1, group).any(1)
   out_N = ended_N & (jnp.cumsum(ended_N) <= n)
   order_N = jnp.argsort(~out_N, stable=True)
-
-  def take(x, some):
-    return x.reshape(-1, group, *x.shape[1:])[some].reshape(-1, *x.shape[1:])
-
-  return tuple(
-    jax.tree.map(functools.partial(take, some=some), slots)
-    for some in (order_N[:n], order_N[n:])
-  )
+  id_NG = jnp.arange(B).reshape(-1, group)[order_N]
+  return id_NG[:n].ravel(), id_NG[n:].ravel()
 
 
 def describe(version_BT, mask_BT, left) -> dict[str, Any]:
