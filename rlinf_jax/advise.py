@@ -119,6 +119,12 @@ def _ending(works, lengths):
     raise ValueError(
       'Lengths were given, and no stage has rows that end early.'
     )
+  barriers = [name for name in open_ended if not works[name].rows]
+  if barriers:
+    raise ValueError(
+      f'Lengths were given, and {barriers[0]} ends when enough rows have, '
+      'which lengths do not tell: plan it without them.'
+    )
   ending = {name: decode.of(works[name], lengths) for name in open_ended}
   return works | ending, (
     f'Rows of {names} end as {len(lengths):,} that were given do, the longest '

@@ -154,7 +154,9 @@ def _to_the_end(job, steps, resume, wandb, run, export) -> Result:
   while True:
     try:
       if died:
-        job.runtime.load(job.workflow.init(jax.random.key(job.seed)))
+        batch = first_batch(job.source, job.seed)
+        key = jax.random.key(job.seed)
+        job.runtime.load(first_state(job.workflow, key, batch))
       return _attempt(job, steps, resume or died, wandb, run, export)
     except worker.DiedError as error:
       since = job.checkpoints.latest() or 0
@@ -216,20 +218,31 @@ def begin(workflow, source, seed, flows, runtime, settle, kept):
     The places, and what watches a plan that was found.
   """
   key, watch, given = jax.random.key(seed), None, None
+  batch = first_batch(source, seed)
   if not runtime:
     if stages.fits(flows[0]):
-      _, batch = source.next(source.init(seed), {})
-      given = workflow.init(key), batch, key
+      given = first_state(workflow, key, batch), batch, key
     watch = auto.choose(flows, workflow.lag, given, settle, kept)
     runtime = watch.runtime()
   runtime.compile('step')  # While the parameters are read.
   if any(map(stages.uses_up, flows[0].nodes)):
     given = None  # Simulators have gone on while they were measured.
   with runtime.ambient():
-    state = given[0] if given else workflow.init(key)
+    state = given[0] if given else first_state(workflow, key, batch)
   # Outside of it: places lie elsewhere than where checkpoints are read to.
   runtime.load(state)
   return runtime, watch
+
+
+def first_batch(source, seed) -> Any:
+  """What a run's first step is given."""
+  return source.next(source.init(seed), {})[1]
+
+
+def first_state(workflow, key, batch) -> Any:
+  """The state that a run begins with, of steps of such batches."""
+  state = workflow.init(key)
+  return workflow.begin(state, batch) if workflow.begin else state
 
 
 def restore(runtime, start, checkpoints, resume) -> checkpoint_lib.Saved:
@@ -266,9 +279,10 @@ def finished_result(folder, steps, until, resume, score) -> Result | None:
 
 def trace_flows(workflow, source, seed) -> tuple[graph_lib.Flow, ...]:
   """The flows of a step and of an evaluation; computes nothing."""
-  key = jax.random.key(seed)
-  _, batch = source.next(source.init(seed), {})
-  state = jax.eval_shape(workflow.init, key)
+  key, batch = jax.random.key(seed), first_batch(source, seed)
+  state = jax.eval_shape(
+    functools.partial(first_state, workflow, batch=batch), key
+  )
   step = flow_lib.trace(workflow.step, state, batch, key)
   evaluate = flow_lib.trace(
     lambda state, *inputs: (state, workflow.evaluate(state, *inputs)),

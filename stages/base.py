@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 Params = Any  # A tree of arrays.
 Key = jax.Array  # A scalar, or one a row.
@@ -90,7 +90,7 @@ class Experience(NamedTuple):
     mask: one where `action` was its own; zero after the end.
     truncated: one where a limit of length ended the row, not the policy; in a
       world, [B, T].
-    version: updates that the parameters had seen which the row acted by.
+    version: updates that the parameters had seen which drew each action.
     advantage: how much better than expected.
     reward: what each action was followed by.
     value: the critic's estimate before each action.
@@ -100,8 +100,10 @@ class Experience(NamedTuple):
     return_: what the critic shall learn: advantage (before any whitening) and
       value.
     proximal: log-probability that its trainer gives to `action` by the same
-      parameters, where an engine acted whose arithmetic is another; None where
-      `logp` is that.
+      parameters, where an engine acted whose arithmetic is another, or by the
+      newest of several that acted; None where `logp` is that.
+    arrival: by which rows are in the order in which they ended, in any unit;
+      None where all were begun at once and `mask` tells.
   """
 
   obs: Any
@@ -109,7 +111,7 @@ class Experience(NamedTuple):
   logp: Float[Array, 'B T']
   mask: Float[Array, 'B T']
   truncated: Float[Array, '...']
-  version: Int[Array, ' B'] | None = None
+  version: Int[Array, 'B T'] | None = None
   advantage: Float[Array, 'B T'] | None = None
   reward: Float[Array, 'B T'] | None = None
   value: Float[Array, 'B T'] | None = None
@@ -118,6 +120,23 @@ class Experience(NamedTuple):
   continue_: Float[Array, 'B T'] | None = None
   return_: Float[Array, 'B T'] | None = None
   proximal: Float[Array, 'B T'] | None = None
+  arrival: Int[Array, ' B'] | None = None
+
+
+class Draft(NamedTuple):
+  """Completions as far as they are.
+
+  Attributes:
+    action: tokens; zero where there are none yet.
+    logp: their log-probabilities, as of when each was drawn.
+    mask: one where there is a token: from the first on, without a gap.
+    alive: rows that have not drawn a token that ends them.
+  """
+
+  action: Int[Array, 'B T']
+  logp: Float[Array, 'B T']
+  mask: Float[Array, 'B T']
+  alive: Bool[Array, ' B']
 
 
 class Verdict(NamedTuple):
@@ -178,6 +197,9 @@ class Policy(NamedTuple):
     like: `params, obs, keys -> Experience` of shapes, where `act` runs outside
       JAX, on an engine that computes log-probabilities in its own way, and
       returns a `stage.Later` of its experience; None where both are one.
+    resume: `params, obs, keys, draft, *, group=1, begun=0, go_on -> Draft`:
+      goes on with completions, as `stages.generate.resume` says; None for what
+      cannot.
   """
 
   init: Callable[[Key], Params]
@@ -186,6 +208,7 @@ class Policy(NamedTuple):
   command: Callable[[Any], Any] | None = None
   value: Callable[..., Any] | None = None
   like: Callable[..., Experience] | None = None
+  resume: Callable[..., Draft] | None = None
 
 
 class Outcome(NamedTuple):
@@ -257,6 +280,8 @@ class Workflow(NamedTuple):
     lag: steps that may be begun before an earlier one has ended, as what they
       read of the state is that much older.
     score: the metric of `evaluate` that says how good the policy is, of 1.
+    begin: `state, batch -> state`: makes room in a new state for what steps of
+      such batches leave unfinished; None where they leave nothing.
   """
 
   init: Callable[[Key], Any]
@@ -265,6 +290,7 @@ class Workflow(NamedTuple):
   params: Callable[[Any], Params]
   lag: int = 0
   score: str = 'eval/accuracy'
+  begin: Callable[[Any, Any], Any] | None = None
 
 
 class Source(NamedTuple):

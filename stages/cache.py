@@ -38,8 +38,8 @@ def write(cache: Layer, t, k_B1KW, v_B1KW) -> Layer:
   )
 
 
-def attend(q_B1HW, cache: Layer, t, k_NKPW, v_NKPW, mask_NP):
-  """Attention of one query a row to its prompt and to tokens 0 … `t`.
+def attend(q_B1HW, cache: Layer, past_BT, k_NKPW, v_NKPW, mask_NP):
+  """Attention of one query a row to its prompt and to tokens `past_BT`.
 
   One softmax over both parts, in float32 or wider.
   `jax.nn.dot_product_attention` would need the prompt's keys copied to every
@@ -47,7 +47,7 @@ def attend(q_B1HW, cache: Layer, t, k_NKPW, v_NKPW, mask_NP):
   """
   B, _, H, W = q_B1HW.shape
   N, K, P, _ = k_NKPW.shape
-  T, J, scale = cache.key.shape[2], H // K, W**-0.5
+  J, scale = H // K, W**-0.5
   q_BKJW = q_B1HW.reshape(B, K, J, W)
   # All queries that share a prompt and a key head: [N, K, queries, W].
   q_NKQW = q_BKJW.reshape(N, B // N, K, J, W).swapaxes(1, 2)
@@ -57,10 +57,7 @@ def attend(q_B1HW, cache: Layer, t, k_NKPW, v_NKPW, mask_NP):
   ahead_NKQP = jnp.einsum('NKQW,NKPW->NKQP', q_NKQW, k_NKPW).astype(wide)
   ahead_NKQP = jnp.where(mask_NP[:, None, None] > 0, ahead_NKQP, -jnp.inf)
   own_BKJT = jnp.einsum('BKJW,BKTW->BKJT', q_BKJW, cache.key)
-  past_T = jnp.arange(T) <= t
-  own_BKJT = jnp.where(
-    past_T[None, None, None], own_BKJT.astype(wide), -jnp.inf
-  )
+  own_BKJT = jnp.where(past_BT[:, None, None], own_BKJT.astype(wide), -jnp.inf)
 
   def by_row(x_NKQX):
     x = x_NKQX.reshape(N, K, B // N, J, -1).swapaxes(1, 2)

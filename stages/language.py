@@ -35,18 +35,9 @@ def policy(
   """
   model = transformer.Transformer(config)
 
-  def act(params, prompt, key_B, *, group=1, greedy=False):
-    return generate.generate(
-      model,
-      params,
-      prompt,
-      key_B,
-      length=length,
-      stop=stop,
-      sampling=sampling,
-      group=group,
-      greedy=greedy,
-    )
+  how = {'stop': stop, 'sampling': sampling}
+  act = functools.partial(generate.generate, model, length=length, **how)
+  resume = functools.partial(generate.resume, model, **how)
 
   def evaluate(params, prompt, action_BT, *, group=1):
     begin = generate.start(prompt, group)
@@ -65,7 +56,7 @@ def policy(
     return _in_chunks(score, x_BTD, action_BT, config.V, logits)
 
   fresh = functools.partial(transformer.fresh, config)
-  return base.Policy(init or fresh, act, evaluate)
+  return base.Policy(init or fresh, act, evaluate, resume=resume)
 
 
 def _score(model, params, sampling, x_BTD, action_BT) -> base.Evaluation:

@@ -141,9 +141,10 @@ def explained(estimate, truth) -> Explained:
   return Explained(moments(truth - estimate), moments(truth))
 
 
-def histogram(x, size: int) -> Histogram:
-  """How often each of 0 … `size` − 1 is in `x`, whole numbers."""
-  return Histogram(jnp.zeros(size, jnp.float32).at[x.astype(int)].add(1.0))
+def histogram(x, size: int, mask=None) -> Histogram:
+  """How often each of 0 … `size` − 1 is in `x`, where `mask` is one."""
+  mask = 1.0 if mask is None else mask.astype(jnp.float32)
+  return Histogram(jnp.zeros(size, jnp.float32).at[x.astype(int)].add(mask))
 
 
 def first(rows, n: int) -> First:

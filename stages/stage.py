@@ -212,8 +212,30 @@ def shuffle(n: int, epochs: int, group: int = 1) -> Stage:
   return Stage(deal, 'shuffle', 'batch')
 
 
+def arrival(n: int, epochs: int, group: int = 1) -> Stage:
+  """Deals groups out to `n` minibatches in the order in which they ended.
+
+  A group has ended when its last row has; of those that end at once, the first
+  in the batch is first.
+
+  Returns:
+    `mask_BT, arrival_B -> id_ENM`, as `shuffle`; who ended when is `arrival_B`
+    in any unit or, where that is None, how long it is.
+  """
+
+  def deal(mask_BT, arrival_B):
+    B = _whole_groups(mask_BT, n, group)
+    end_B = mask_BT.sum(1) if arrival_B is None else arrival_B
+    order = jnp.argsort(end_B.reshape(-1, group).max(1), stable=True)
+    groups = jnp.sort(order.reshape(n, -1))
+    ids = jnp.arange(B).reshape(-1, group)[groups].reshape(n, -1)
+    return jnp.repeat(ids[None], epochs, axis=0)
+
+  return Stage(deal, 'arrival', 'batch')
+
+
 def shuffled(group: int = 1) -> Stage:
-  """Takes the minibatches that `shuffle` has dealt, one after the other.
+  """Takes the minibatches that were dealt, one after the other.
 
   Returns:
     `id_ENM, rows -> minibatches`, E · N of them.

@@ -2,14 +2,18 @@ import functools
 import html.parser
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from planner import cluster as cluster_lib
+from planner import flow as flow_lib
 from planner import plan as plan_lib
 from planner.costs import count, roofline
 from planner.search import declare
 from rlinf_jax import advise
 from sharding import rules
+from stages import stage as stages
 from stages import train, workflows
 import tiny
 
@@ -134,6 +138,27 @@ def test_completions_end_as_they_are_said_to(roomy, tmp_path):
     return stage['seconds']
 
   assert generate(other) < 0.7 * generate(twin)
+
+
+def test_lengths_do_not_tell_when_enough_rows_have_ended():
+  """As with partial rollouts, where generation is a barrier."""
+
+  def draw(alive_B):
+    """A token a turn of every row, until half of them have ended."""
+    return jax.lax.while_loop(
+      lambda now: (now[0] < 6) & (now[1].sum() > len(alive_B) // 2),
+      lambda now: (now[0] + 1, now[1] & (now[0] < jnp.arange(len(alive_B)))),
+      (0, alive_B),
+    )
+
+  generate = stages.Stage(draw, 'generate', 'batch')
+  made = flow_lib.trace(
+    lambda state, x: (state, generate(x)), (), jnp.ones(8, bool)
+  )
+  works = count.of_flow(made)
+  assert works['generate'].whole.turns == 6
+  with pytest.raises(ValueError, match='generate ends when enough rows have'):
+    advise._ending(works, [1, 2, 1])
 
 
 @pytest.mark.parametrize('text', ['[]', '[1.5]', '{"a": 1}', '[0]', 'not'])

@@ -20,8 +20,8 @@ STAGES = (
   'repeat keys generate reward measure compare refer shuffle minibatches '
   'gradient apply fold'
 ).split()
-# Minibatches, epochs, and whether groups are shuffled.
-UPDATES = [(1, 1, False), (2, 1, False), (1, 2, False), (2, 2, True)]
+# Minibatches, epochs, and which groups they are of.
+UPDATES = [(1, 1, 'row'), (2, 1, 'row'), (1, 2, 'row'), (2, 2, 'shuffled')]
 MESHES = [((), 1), ((('data', 2),), 2), ((('fsdp', 2),), 2)]
 
 
@@ -34,9 +34,9 @@ def in_float64():
 
 @functools.cache
 def workflow(updates):
-  n, epochs, shuffle = updates
+  n, epochs, membership = updates
   return invariance_test.grpo(
-    'float64', updates=n, epochs=epochs, shuffle=shuffle
+    'float64', updates=n, epochs=epochs, membership=membership
   )
 
 

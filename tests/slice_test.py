@@ -55,6 +55,40 @@ def test_minibatches_are_the_rows_that_were_dealt():
     np.testing.assert_array_equal(run['x'][:, 0], 10 * run['y'][0])
 
 
+def mask(lengths, T=9):
+  return (np.arange(T)[None] < np.array(lengths)[:, None]).astype(np.float32)
+
+
+def test_groups_that_end_about_the_same_time_arrive_together():
+  # Groups of two end after 5, 3, 9, 3, 4 and 7 tokens.
+  mask_BT = mask([5, 1, 3, 3, 2, 9, 3, 2, 4, 4, 7, 6])
+  id_ENM = stages.arrival(3, 2, 2)(mask_BT, None)
+  first = [[2, 3, 6, 7], [0, 1, 8, 9], [4, 5, 10, 11]]
+  assert id_ENM.tolist() == [first, first]
+  # Of those that end at once, the first in the batch.
+  tied = stages.arrival(2, 1, 1)(mask([4, 4, 2, 4]), None)
+  assert tied.tolist() == [[[0, 2], [1, 3]]]
+
+
+def test_who_knows_when_rows_ended_may_say_so():
+  arrival_B = jnp.array([7, 0, 0, 0, 1, 2])
+  id_ENM = stages.arrival(3, 1, 2)(mask([1, 2, 3, 4, 5, 6]), arrival_B)
+  assert id_ENM.tolist() == [[[2, 3], [4, 5], [0, 1]]]
+
+
+def test_an_arrival_is_after_generation_and_other_deals_are_before():
+  made = grpo(updates=2, membership='arrival')
+  (generate,) = [node for node in made.nodes if node.name == 'generate']
+  (arrival,) = [node for node in made.nodes if node.name == 'arrival']
+  assert {*arrival.reads} <= {*generate.writes}
+  assert calls(cut.cut(made, 2), 'gradient') == 2
+
+
+def test_a_membership_that_is_none_is_refused():
+  with pytest.raises(ValueError, match="'alphabet' is none of 'row'"):
+    grpo(membership='alphabet')
+
+
 @pytest.mark.parametrize('n, group', [(5, 1), (3, 16)])
 def test_a_deal_that_would_break_a_group_is_refused(n, group):
   with pytest.raises(ValueError, match=f'24 rows .* multiple of {n * group}'):
@@ -78,7 +112,7 @@ def calls(made, name):
 def test_minibatches_are_cut_into_pieces_as_large_as_the_others(
   pieces, updates, each
 ):
-  made = cut.cut(grpo(updates=updates, epochs=2, shuffle=True), pieces)
+  made = cut.cut(grpo(updates=updates, epochs=2, membership='shuffled'), pieces)
   assert calls(made, 'generate') == pieces
   assert calls(made, 'gradient') == 2 * updates * each
   assert calls(made, 'shuffle') == calls(made, 'minibatches') == 1
@@ -105,7 +139,7 @@ def test_runs_that_pieces_do_not_divide_stay_whole():
 
 
 def test_a_deal_is_made_before_a_token_is():
-  made = grpo(shuffle=True)
+  made = grpo(membership='shuffled')
   (shuffle,) = [node for node in made.nodes if node.name == 'shuffle']
   (generate,) = [node for node in made.nodes if node.name == 'generate']
   assert not set(shuffle.reads) & set(generate.writes)
@@ -114,5 +148,5 @@ def test_a_deal_is_made_before_a_token_is():
 
 
 def test_work_of_a_slice_can_be_counted():
-  works = count.of_flow(grpo(updates=2, epochs=2, shuffle=True))
+  works = count.of_flow(grpo(updates=2, epochs=2, membership='shuffled'))
   assert works['minibatches'].whole.bytes_out > 0

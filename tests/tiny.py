@@ -1,6 +1,7 @@
 """The smallest model, task and places that the tests share."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 from planner import flow as flow_lib
 from planner import graph as graph_lib
 from planner import plan as plan_lib
+from rlinf_jax import train
 from stages import base, language
 from stages import stage as stages
 from stages.models import transformer
@@ -84,9 +86,8 @@ def examples(rows=8, columns=5, seed=0) -> base.Example:
 def trace(workflow: base.Workflow, batch) -> graph_lib.Flow:
   """The flow of a workflow's step."""
   key = jax.random.key(0)
-  return flow_lib.trace(
-    workflow.step, jax.eval_shape(workflow.init, key), batch, key
-  )
+  begin = functools.partial(train.first_state, workflow, batch=batch)
+  return flow_lib.trace(workflow.step, jax.eval_shape(begin, key), batch, key)
 
 
 def trace_evaluation(workflow: base.Workflow, batch) -> graph_lib.Flow:

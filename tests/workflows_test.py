@@ -307,9 +307,11 @@ def test_a_second_minibatch_is_learned_with_what_the_first_taught():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('shuffle', [False, True])
-def test_epochs_learn_from_one_batch_again_and_clip_around_who_acted(shuffle):
-  workflow = grpo(optax.sgd(0.5), updates=2, epochs=3, shuffle=shuffle)
+@pytest.mark.parametrize('membership', ['row', 'shuffled', 'arrival'])
+def test_epochs_learn_from_one_batch_again_and_clip_around_who_acted(
+  membership,
+):
+  workflow = grpo(optax.sgd(0.5), updates=2, epochs=3, membership=membership)
   state, info = workflow.step(workflow.init(KEY), problem(), KEY)
   assert state.actor.step == 6
   numbers = read(info)
@@ -320,10 +322,11 @@ def test_epochs_learn_from_one_batch_again_and_clip_around_who_acted(shuffle):
 
 
 @pytest.mark.slow
-def test_one_shuffled_minibatch_is_the_batch():
-  plain, shuffled = grpo(), grpo(shuffle=True)
+@pytest.mark.parametrize('membership', ['shuffled', 'arrival'])
+def test_one_minibatch_is_the_batch(membership):
+  plain, other = grpo(), grpo(membership=membership)
   tiny.assert_same_bits(
-    *(w.step(w.init(KEY), problem(), KEY) for w in (plain, shuffled))
+    *(w.step(w.init(KEY), problem(), KEY) for w in (plain, other))
   )
 
 

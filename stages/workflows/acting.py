@@ -12,7 +12,7 @@ from stages import stage as stages
 def act(
   policy: base.Policy, name: str, *, group: int = 1, greedy: bool = False
 ) -> stages.Stage:
-  """Returns `Version, obs, keys -> Experience`, every row with its version.
+  """Returns `Version, obs, keys -> Experience`, every token with its version.
 
   Args:
     policy: who acts: on the host, if an engine outside JAX does.
@@ -25,14 +25,14 @@ def act(
 
   def run(actor: base.Version, obs, key_B):
     def versioned(x: base.Experience):
-      return x._replace(version=jnp.broadcast_to(actor.step, key_B.shape))
+      return x._replace(version=jnp.broadcast_to(actor.step, x.mask.shape))
 
     x = policy.act(actor.params, obs, key_B, group=group, greedy=greedy)
     return stages.Later(x, versioned) if host else versioned(x)
 
   def like(actor: base.Version, obs, key_B):
     x = policy.like(actor.params, obs, key_B)
-    version = jax.ShapeDtypeStruct(key_B.shape, actor.step.dtype)
+    version = jax.ShapeDtypeStruct(x.mask.shape, actor.step.dtype)
     return x._replace(version=version)
 
   if not host:
@@ -51,14 +51,16 @@ def score(policy: base.Policy, name: str, group: int) -> stages.Stage:
   return stages.Stage(run, name, whole=(0,), group=group)
 
 
-def recall(policy: base.Policy, group: int) -> Callable:
+def recall(policy: base.Policy, group: int, several: bool = False) -> Callable:
   """Returns `Version, experience -> experience`, as its trainer sees it.
 
   Where an engine outside JAX acted, the trainer goes over what it did by the
   parameters that it had: what the loss is clipped around, and what tells how
-  far the two are apart. Else that is known, and costs nothing.
+  far the two are apart. So it does where `several` versions acted, by the
+  newest (decoupled PPO, arXiv:2505.24298). Else that is known, and costs
+  nothing.
   """
-  if policy.like is None:
+  if policy.like is None and not several:
     return lambda actor, x: x
   rescore = score(policy, 'rescore', group)
 

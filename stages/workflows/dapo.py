@@ -115,7 +115,7 @@ def dapo(
     verdict = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     zero, none = jnp.zeros(()), jnp.int32(0)
     # A prompt all of padding is none: a policy may make NaN of it.
-    x = x._replace(obs=problem.prompt, version=x.version + actor.step)
+    x = x._replace(obs=problem.prompt)
     return Slots(x, verdict, none, none, metrics.Mean(zero, zero))
 
   @together('compare')
@@ -226,21 +226,10 @@ def _accept(group: int, slots: Slots, x: base.Experience, verdict):
 
 def _describe(slots: Slots, now, group: int, updates: int) -> dict[str, Any]:
   """What is worth knowing of what was drawn, and of what is learned from."""
-  reward_B = slots.verdict.reward
-  N = reward_B.shape[0] // group
-  rows, one = slots.filled * group, jnp.ones(())
+  N, one = slots.x.mask.shape[0] // group, jnp.ones(())
   told = describe(slots.x, slots.verdict, now, group, updates)
   del told['rollout/groups_degenerate']  # There are none.
-  length = told['rollout/response_length'].count
   return told | {
-    # Padding has rewards and lengths of zero, and is nobody's.
-    'rollout/reward': metrics.Moments(
-      reward_B.sum(), (reward_B * reward_B).sum(), rows * one
-    ),
-    'rollout/response_length': metrics.Histogram(length.at[0].set(0.0)),
-    'rollout/truncated_fraction': metrics.Mean(
-      slots.x.truncated.sum(), rows * one
-    ),
     'rollout/accuracy': slots.accuracy,
     'rollout/rounds': metrics.Mean(slots.round * one, one),
     'rollout/groups_filled': metrics.Mean(slots.filled * one, N * one),

@@ -10,7 +10,7 @@ import optax
 
 from stages import advantages, base, losses, metrics, train
 from stages import stage as stages
-from stages.workflows import acting, held_out
+from stages.workflows import acting, carried, dealing, held_out
 
 
 class State(NamedTuple):
@@ -20,11 +20,13 @@ class State(NamedTuple):
     actor: what learns.
     reference: what it began as; nothing where none is used.
     past: the actor before each of the last `lag` steps, the oldest first.
+    rollout: completions on their way; nothing where steps finish their own.
   """
 
   actor: base.TrainState
   reference: base.Params
   past: tuple[base.Version, ...]
+  rollout: carried.Rollout | tuple[()] = ()
 
 
 def grpo(
@@ -41,8 +43,10 @@ def grpo(
   entropy: float = 0.0,
   updates: int = 1,
   epochs: int = 1,
-  shuffle: bool = False,
+  membership: dealing.Membership = 'row',
   lag: int = 0,
+  partial: int = 0,
+  spare: int = 0,
   advantage: Callable = advantages.group_relative,
   aggregate: Callable = losses.sequence_mean_token_mean,
   cap: float = 2.0,
@@ -65,18 +69,23 @@ def grpo(
     updates: minibatches of one batch, each an optimiser step.
     epochs: how often the batch is learned from, as PPO does: the clip is around
       the policy that acted.
-    shuffle: deal groups out to minibatches by chance, anew in every epoch, and
-      not in their order.
+    membership: of groups in minibatches: by 'row', 'shuffled' or by 'arrival',
+      as `dealing` says.
     lag: steps by which the policy that acts is older than the one that learns.
       It is meaning, not speed: called with arrays it is obeyed too. What it
       buys is that a plan may generate while an earlier step still learns. The
       clip is then around the policy that acted.
+    partial: steps for which a group may be carried that has not ended, to go on
+      by newer parameters; 0 finishes all that is begun. As lag, it is meaning.
+      The clip is then around the newest that acted, and every token is weighed.
+    spare: groups that are under way beside those that a step learns from.
     advantage: `reward_G -> advantage_G` of one group.
     aggregate: `loss_BT, mask_BT -> metrics.Mean`.
     cap: the most that a token weighs for being likelier to the trainer than to
-      the engine that drew it (truncated importance sampling), where an engine
-      acts that is not the trainer.
+      who drew it (truncated importance sampling), where that is an engine which
+      is not the trainer, or were several versions of the policy.
   """
+  carried.check(policy, partial, spare)
   loss = objective(
     functools.partial(policy.evaluate, group=group),
     (low, high, dual),
@@ -92,12 +101,10 @@ def grpo(
     whole=(2,),
     group=group,
   )
-  minibatches = stages.minibatches(updates, group)
-  deal = stages.shuffle(updates, epochs, group)
-  shuffled = stages.shuffled(group)
+  deal = dealing.dealing(membership, updates, epochs, group)
 
-  generate = acting.act(policy, 'generate', group=group)
-  recall = acting.recall(policy, group)
+  act = carried.acts(policy, group, partial)
+  recall = acting.recall(policy, group, several=partial > 0)
   refer = acting.score(policy, 'refer', group)
 
   @stages.stage('repeat', 'batch')
@@ -124,35 +131,37 @@ def grpo(
     past = (base.Version(params, actor.step),) * lag
     return State(actor, params if kl else (), past)
 
+  def begin(state: State, problem: base.Problem):
+    rollout = carried.begin(policy, problem, group, spare)
+    return state._replace(rollout=rollout)
+
   def step(state: State, problem: base.Problem, key):
-    problem = repeat(problem)
-    keys = stages.keys(key, problem.prompt)
+    asked = repeat(problem)
+    keys = stages.keys(key, asked.prompt)
     actor = state.actor
     now = base.Version(actor.params, actor.step)
     older, *past = (*state.past, now)
-    x = recall(older, generate(older, problem.prompt, keys))
+    problem, x, rollout, told = act(older, state.rollout, asked, keys)
+    x = recall(older, x)
     verdict = verify(problem.answer, x.action, x.mask)
     measured = measure(x, verdict, actor.step)
     x = x._replace(advantage=compare(verdict.reward, x.mask))
     ref_logp = refer(state.reference, x.obs, x.action) if kl else ()
-    if shuffle:
-      batches = shuffled(deal(key, problem.prompt), (x, ref_logp))
-    else:
-      batches = minibatches((x, ref_logp)) * epochs
     infos = []
-    for batch in batches:
+    for batch in deal(key, asked.prompt, x, ref_logp):
       actor, info = apply(actor, gradient(actor.params, *batch))
       infos.append(info)
     info = infos[0] if len(infos) == 1 else fold(*infos)
-    state = State(actor, state.reference, tuple(past))
-    return state, measured | info
+    state = State(actor, state.reference, tuple(past), rollout)
+    return state, measured | told | info
 
   def evaluate(state: State, problem: base.Problem, key):
     now = base.Version(state.actor.params, state.actor.step)
     return examine(now, problem, key)
 
   return base.Workflow(
-    init, step, evaluate, lambda state: state.actor.params, lag
+    *(init, step, evaluate, lambda state: state.actor.params, lag),
+    begin=begin if partial else None,
   )
 
 
@@ -160,7 +169,8 @@ def objective(evaluate, clip, kl, entropy, aggregate, cap=2.0) -> Callable:
   """What `grpo` minimises: `params, experience, ref_logp -> means, info`.
 
   The clip is around the policy that acted, in the trainer's arithmetic. Where
-  that is not the engine's, min(exp(lp_p − lp_b), C) weighs the difference.
+  that is not the engine's, or where it was the last of several that acted,
+  min(exp(lp_p − lp_b), C) weighs the difference.
   """
   kl, divergence = kl
 
@@ -205,26 +215,34 @@ def objective(evaluate, clip, kl, entropy, aggregate, cap=2.0) -> Callable:
 def describe(
   x: base.Experience, verdict: base.Verdict, now, group: int, updates: int
 ):
-  """What is worth knowing of a rollout, when the actor is at update `now`."""
+  """What is worth knowing of a rollout, when the actor is at update `now`.
+
+  A row without a token is padding, and nobody's.
+  """
+  here_B = x.mask.max(1)
+  here_NG = here_B.reshape(-1, group)
   reward_NG = verdict.reward.reshape(-1, group)
   alike_N = reward_NG.max(1) == reward_NG.min(1)
   length_B, T = x.mask.sum(1), x.mask.shape[1]
-  stale_B = (now - x.version).astype(jnp.float32) / updates  # In steps.
+  stale_BT = (now - x.version).astype(jnp.float32) / updates  # In steps.
+  stale_BT = jnp.where(x.mask > 0, stale_BT, 0.0)
   return _gap(x) | {
-    'rollout/reward': metrics.moments(verdict.reward),
-    'rollout/accuracy': metrics.mean(verdict.correct),
-    'rollout/groups_degenerate': metrics.mean(alike_N.astype(jnp.float32)),
-    'rollout/response_length': metrics.histogram(length_B, T + 1),
-    'rollout/truncated_fraction': metrics.mean(x.truncated),
-    'rollout/staleness': metrics.mean(stale_B),
-    'rollout/staleness_max': metrics.maximum(stale_B),
+    'rollout/reward': metrics.moments(verdict.reward, here_B),
+    'rollout/accuracy': metrics.mean(verdict.correct, here_B),
+    'rollout/groups_degenerate': metrics.mean(
+      alike_N.astype(jnp.float32), here_NG[:, 0]
+    ),
+    'rollout/response_length': metrics.histogram(length_B, T + 1, here_B),
+    'rollout/truncated_fraction': metrics.mean(x.truncated, here_B),
+    'rollout/staleness': metrics.mean(stale_BT, x.mask),
+    'rollout/staleness_max': metrics.maximum(stale_BT),
     'rollout/tokens': length_B.sum(),
     'rollout/samples': metrics.first(held_out.show(x, verdict.reward), group),
   }
 
 
 def _gap(x: base.Experience):
-  """How far the trainer is from the engine that acted, in nats a token."""
+  """How far the trainer is from whoever acted, in nats a token."""
   if x.proximal is None:
     return {}
   gap_BT = jnp.where(x.mask > 0, jnp.abs(x.proximal - x.logp), 0.0)
