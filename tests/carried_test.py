@@ -94,7 +94,7 @@ def test_half_of_what_is_needed_is_refused(partial, spare, words):
 
 
 def test_an_engine_that_cannot_go_on_is_refused():
-  engine = policy()._replace(like=lambda *_: None)
+  engine = policy()._replace(resume=None)
   with pytest.raises(ValueError, match='cannot go on with what it has begun'):
     workflows.grpo(
       engine, tiny.even, optax.sgd(0.1), group=2, partial=1, spare=1

@@ -16,8 +16,9 @@ from planner import plan as plan_lib
 from rlinf_jax.engines import vllm, vllm_engine
 from rlinf_jax.runtime import local
 from stages import base, sample, train, workflows
+from stages import stage as stages
 from stages.models import qwen
-from stages.workflows import acting
+from stages.workflows import acting, carried
 import tiny
 
 pytestmark = [
@@ -285,6 +286,45 @@ def test_it_sleeps_while_another_place_has_the_device_that_it_shares(case):
     assert info['rollout/logprob_gap_max'].value()[''] < 1e-3
   assert asleep == [True] * 6 and own.llm.is_sleeping()
   runtime.close()
+
+
+def test_rows_that_have_not_ended_go_on_by_newer_parameters(case):
+  """Every token by the parameters that its version says, as we have them."""
+  workflow = workflows.grpo(
+    case.policy(),
+    tiny.even_on_host,
+    train.adamw(3e-2),
+    group=GROUP,
+    partial=2,
+    spare=2,
+  )
+  own = qwen.policy(case.folder, length=LENGTH)
+  state = workflow.init(jax.random.key(0))
+  # With those that go on they are no more than work at once.
+  state, by, handed = workflow.begin(state, tiny.problem(5)), [], []
+  act = carried.acts(case.policy(), GROUP, 2, 2)
+  for i in range(6):
+    by.append(state.actor.params)
+    now = base.Version(state.actor.params, state.actor.step)
+    asked = jax.tree.map(
+      lambda x: jnp.repeat(x, GROUP, axis=0), tiny.problem(5, seed=i)
+    )
+    keys = stages.keys(jax.random.key(i), asked.prompt)
+    _, x, _, _ = act(now, state.rollout, asked, keys)
+    handed.append(x)
+    state, info = workflow.step(
+      state, tiny.problem(5, seed=i), jax.random.key(i)
+    )
+    assert info['rollout/staleness_max'].value()[''] <= 2
+  several = 0
+  for x in handed:
+    version, mask = np.asarray(x.version), np.asarray(x.mask)
+    for v in np.unique(version[mask > 0]):
+      want = own.evaluate(by[v], x.obs, x.action, group=GROUP).logp
+      assert_close_where_real(x.logp, want, mask * (version == v))
+    rows = zip(version, mask, strict=True)
+    several += sum(len(np.unique(v[m > 0])) > 1 for v, m in rows)
+  assert several
 
 
 def test_what_is_left_is_given_up_and_the_next_call_is_whole(case):

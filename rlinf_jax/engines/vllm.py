@@ -117,15 +117,59 @@ def engine(
       truncated=jax.ShapeDtypeStruct((B,), jnp.float32),
     )
 
-  return policy._replace(act=act, like=like)
+  def resume(params, prompt, key_B, draft, *, group=1, begun=0, go_on=np.any):
+    del group, begun
+    T = draft.mask.shape[1]
+    length_B = draft.mask.sum(1).astype(int)
+    open_B = draft.alive & (length_B < T)
+    rows, bits = np.flatnonzero(open_B), np.asarray(key_B)
+    begins, hows = [], []
+    for i in rows:
+      n, real_P = length_B[i], prompt.mask[i] > 0
+      begins.append([*prompt.token[i, real_P].tolist(), *_drawn(draft, i)])
+      # Else a row would draw again what it has begun with.
+      seed = _seed(bits[i].tobytes() + (n.tobytes() if n else b''))
+      hows.append(draw | ends | {'max_tokens': int(T - n), 'seed': seed})
+
+    def until(ended):
+      left_B = open_B.copy()
+      left_B[rows[list(ended)]] = False
+      return not go_on(left_B)
+
+    tokens = prompt.token.shape[1] + length
+    ask = vllm_engine.Ask(params, names, begins, hows, tokens, until)
+    return stages.Later(own.ask(ask), lambda made: _longer(draft, rows, made))
+
+  return policy._replace(act=act, like=like, resume=resume)
 
 
 def _seeds(key_B) -> list[int]:
   """A seed a row, of whatever kind of key."""
   return [
-    int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest()) >> 1
-    for row in np.asarray(jax.random.key_data(key_B))
+    _seed(row.tobytes()) for row in np.asarray(jax.random.key_data(key_B))
   ]
+
+
+def _seed(bits: bytes) -> int:
+  return int.from_bytes(hashlib.blake2b(bits, digest_size=8).digest()) >> 1
+
+
+def _drawn(draft: base.Draft, i: int) -> list[int]:
+  """The tokens of a row."""
+  return draft.action[i, draft.mask[i] > 0].tolist()
+
+
+def _longer(
+  draft: base.Draft, rows, made: Sequence[vllm_engine.Completion]
+) -> base.Draft:
+  """A draft, with what `rows` of it have become."""
+  action, logp, mask, alive = map(np.array, draft)
+  for i, row in zip(rows, made, strict=True):
+    n = int(mask[i].sum())
+    here = slice(n, n + len(row.token))
+    action[i, here], logp[i, here], mask[i, here] = row.token, row.logp, 1
+    alive[i] = not row.ended
+  return base.Draft(action, logp, mask, alive)
 
 
 def _experience(

@@ -9,19 +9,17 @@ another place has them.
 
 import atexit
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent import futures
 import dataclasses
 import functools
-import logging
-import os
 import threading
 from typing import Any, NamedTuple
-import warnings
 import weakref
 
 import jax
 
+from rlinf_jax.engines import vllm_start
 from rlinf_jax.runtime import lease as lease_lib
 from stages.models import weights
 
@@ -69,6 +67,8 @@ class Ask(NamedTuple):
     prompts: token ids.
     hows: for each prompt, arguments of vLLM's `SamplingParams`.
     context: most tokens of a prompt and its completion.
+    until: whether it is enough, given the places of the prompts that have
+      ended: what has not is handed out as far as it is. None for all.
   """
 
   params: Any
@@ -76,6 +76,7 @@ class Ask(NamedTuple):
   prompts: Sequence[Sequence[int]]
   hows: Sequence[dict[str, Any]]
   context: int
+  until: Callable[[Set[int]], bool] | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -86,6 +87,7 @@ class _Call:
     ask: which.
     told: its completions, when all are there.
     made: those that are there, by the places of their prompts.
+    begun: what there is of the others, where that is asked for.
     left: places of the prompts that are not, by names of vLLM's requests.
   """
 
@@ -93,6 +95,7 @@ class _Call:
   told: futures.Future
   made: dict[int, Completion] = dataclasses.field(default_factory=dict)
   left: dict[str, int] = dataclasses.field(default_factory=dict)
+  begun: dict[int, Completion] = dataclasses.field(default_factory=dict)
 
 
 class Engine:
@@ -231,6 +234,8 @@ class Engine:
     import vllm
     from vllm import sampling_params
 
+    kinds = sampling_params.RequestOutputKind
+    kind = kinds.CUMULATIVE if call.ask.until else kinds.FINAL_ONLY
     pairs = zip(call.ask.prompts, call.ask.hows, strict=True)
     for i, (prompt, how) in enumerate(pairs):
       params = vllm.SamplingParams(
@@ -239,13 +244,13 @@ class Engine:
         flat_logprobs=True,
         ignore_eos=True,  # `stop_token_ids` says all.
         detokenize=False,
-        output_kind=sampling_params.RequestOutputKind.FINAL_ONLY,
+        output_kind=kind,
       )
       name = str(self._asked)
       self._asked += 1
       self.llm.add_request(name, {'prompt_token_ids': prompt}, params)
       call.left[name] = i
-    self._tell(call)  # Where nothing was asked for.
+    self._tell(call)  # Where nothing was asked for, or what there is is enough.
 
   def _step(self):
     """A step of vLLM; hands out what has ended."""
@@ -253,14 +258,29 @@ class Engine:
       return
     for made in self.llm.step():
       for call in self._working:
-        if (i := call.left.pop(made.request_id, None)) is not None:
-          call.made[i] = self.checked(i, made.outputs[0])
-          self._tell(call)
+        if (i := call.left.get(made.request_id)) is not None:
+          if made.finished:
+            call.made[i] = self.checked(i, made.outputs[0])
+            del call.left[made.request_id]
+          else:
+            call.begun[i] = _completion(made.outputs[0])
+    for call in self._working:
+      self._tell(call)
     self._working = [x for x in self._working if not x.told.done()]
 
   def _tell(self, call: _Call):
-    """Hands out the completions of a call that has all of them."""
-    if not call.left and call.told.set_running_or_notify_cancel():
+    """Hands out the completions of a call that has all of them, or enough."""
+    until = call.ask.until
+    if call.left and until and until(call.made.keys()):
+      self.llm.abort_request(list(call.left))
+      for i in call.left.values():
+        call.made[i] = call.begun.get(i, Completion((), (), False))
+      call.left.clear()
+    if (
+      not call.left
+      and not call.told.done()
+      and call.told.set_running_or_notify_cancel()
+    ):
       call.told.set_result([call.made[i] for i in range(len(call.made))])
 
   def _drop(self, call: _Call, error: BaseException):
@@ -294,9 +314,7 @@ class Engine:
         f'vLLM completed row {i} by parameters {sorted(by)}, and was last sent '
         f'{self.sent}.'
       )
-    return Completion(
-      made.token_ids, made.logprobs.logprobs, made.finish_reason == 'stop'
-    )
+    return _completion(made)
 
   def _acts_by(self, params) -> bool:
     """Whether it has these very arrays."""
@@ -336,7 +354,7 @@ class Engine:
         f"vLLM is there for {self._context}: set the engine's `context`."
       )
     if not self.llm:
-      self.llm = _started(self.settings, self._context, self._shares)
+      self.llm = vllm_start.started(self.settings, self._context, self._shares)
       self._has, self._asleep = (), False
       from rlinf_jax.engines import vllm_weights
 
@@ -346,48 +364,13 @@ class Engine:
       self._asleep = False
 
 
+def _completion(made) -> Completion:
+  """As far as vLLM has come; copies, as it goes on."""
+  return Completion(
+    tuple(made.token_ids),
+    tuple(made.logprobs.logprobs),
+    made.finish_reason == 'stop',
+  )
+
+
 of = functools.cache(Engine)  # One a process, however often it is asked for.
-
-
-def _started(settings: Settings, context: int, sleeps: bool):
-  """vLLM with parameters of no meaning, to be sent some."""
-  cpu = jax.default_backend() == 'cpu'
-  if cpu:
-    # What it gains does not pay for a compiler and half a minute.
-    os.environ.setdefault('TORCH_COMPILE_DISABLE', '1')
-  logging.getLogger('torch._library.triton').setLevel(logging.ERROR)
-  with warnings.catch_warnings():
-    warnings.simplefilter('ignore')  # Its own, of what it depends on.
-    import vllm
-    from vllm import config
-
-    from rlinf_jax.engines import vllm_weights
-
-    vllm_weights.register()
-    vllm_weights.look_calmly()
-    return vllm.LLMEngine.from_engine_args(
-      vllm.EngineArgs(
-        model=settings.checkpoint,
-        dtype=settings.dtype,
-        load_format='dummy',
-        skip_tokenizer_init=True,
-        enforce_eager=cpu,
-        max_model_len=context,
-        max_num_seqs=settings.rows,
-        kv_cache_memory_bytes=settings.memory,
-        # Else it would ask for most of a device of which JAX has a part.
-        gpu_memory_utilization=0.01,
-        # Of the distribution drawn from, not of the bare logits.
-        logprobs_mode='processed_logprobs',
-        # A prompt read in parts rewinds its row's generator, which those of
-        # torch on a CPU cannot (0.32).
-        enable_chunked_prefill=False,
-        max_num_batched_tokens=max(context, settings.rows, 8192),
-        weight_transfer_config=config.WeightTransferConfig(
-          backend=vllm_weights.NAME
-        ),
-        disable_log_stats=True,
-        # Which takes memory that can be given back; CPUs have none of that.
-        enable_sleep_mode=sleeps and not cpu,
-      )
-    )

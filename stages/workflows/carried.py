@@ -44,15 +44,16 @@ def check(policy: base.Policy, partial: int, spare: int):
       f'A step of partial={partial} and spare={spare} is not one: give both to '
       'carry `spare` groups for up to `partial` steps, or neither.'
     )
-  if partial and (policy.like is not None or policy.resume is None):
+  if partial and policy.resume is None:
     raise ValueError(
       'Partial rollouts were asked of a policy that cannot go on with what it '
-      'has begun, as an engine that is not the trainer: leave out partial and '
-      'spare, or let the model act by itself.'
+      'has begun: leave out partial and spare, or let another act.'
     )
 
 
-def acts(policy: base.Policy, group: int, partial: int) -> Callable:
+def acts(
+  policy: base.Policy, group: int, partial: int, spare: int = 0
+) -> Callable:
   """Returns `Version, rollout, problem, keys -> problem, x, rollout, told`.
 
   Args:
@@ -60,15 +61,19 @@ def acts(policy: base.Policy, group: int, partial: int) -> Callable:
     group: adjacent rows that share a prompt.
     partial: steps for which a group may be carried. If 0, every group is
       handed on by the step that begins it, and nothing is carried.
+    spare: groups that are carried.
   """
   if not partial:
     generate = acting.act(policy, 'generate', group=group)
     return lambda actor, rollout, problem, keys: (
       *(problem, generate(actor, problem.prompt, keys), rollout, {}),
     )
-  generate = stages.Stage(
-    functools.partial(go_on, policy, group, partial), 'generate', 'batch'
-  )
+  if policy.like is None:
+    generate = stages.Stage(
+      functools.partial(go_on, policy, group, partial), 'generate', 'batch'
+    )
+  else:
+    generate = _outside(policy, group, partial, spare)
   carried = stages.Stage(describe, 'carried', 'batch')
 
   def act(actor, rollout, problem, keys):
@@ -94,7 +99,8 @@ def begin(
     )
   key_N = jax.random.split(jax.random.key(0), groups)
   params = jax.eval_shape(policy.init, key_N[0])
-  x = jax.eval_shape(policy.act, params, problem.prompt, key_N)
+  given = params, problem.prompt, key_N
+  x = policy.like(*given) if policy.like else jax.eval_shape(policy.act, *given)
   B = spare * group
 
   def zeros(like):
@@ -147,14 +153,8 @@ def go_on(
     As many groups as `problem` has, those that were begun first before others,
     and what is left for the next step.
   """
-  carried, n = rollout.age.shape[0], key_B.shape[0] // group
+  carried = rollout.age.shape[0]
   slots = join(rollout, problem, key_B)
-  due = slots.age[::group] >= partial
-
-  def wanted(open_):
-    open_ = open_.reshape(-1, group).any(1)
-    return (open_.sum() > carried // group) | (open_ & due).any()
-
   made = policy.resume(
     actor.params,
     slots.problem.prompt,
@@ -162,8 +162,66 @@ def go_on(
     slots.draft,
     group=group,
     begun=carried,
-    go_on=wanted,
+    go_on=_wanted(slots.age, group, partial, carried // group),
   )
+  return hand_on(group, carried // group, actor, slots, made)
+
+
+def _wanted(age_B, group: int, partial: int, spare: int) -> Callable:
+  """Returns `open_B -> bool`: whether groups must go on, given open rows."""
+  due = age_B[::group] >= partial
+
+  def wanted(open_):
+    open_ = open_.reshape(-1, group).any(1)
+    return (open_.sum() > spare) | (open_ & due).any()
+
+  return wanted
+
+
+def _outside(policy, group: int, partial: int, spare: int) -> Callable:
+  """As `go_on`, where an engine outside JAX draws the tokens."""
+
+  def run(actor: base.Version, slots: Rollout):
+    return policy.resume(
+      actor.params,
+      slots.problem.prompt,
+      slots.key,
+      slots.draft,
+      group=group,
+      begun=spare * group,
+      go_on=_wanted(slots.age, group, partial, spare),
+    )
+
+  gather = stages.Stage(join, 'join', 'batch')
+  generate = stages.Stage(
+    run,
+    'generate',
+    'batch',
+    whole=(0,),
+    host=True,
+    like=lambda actor, slots: slots.draft,
+    ahead=True,
+  )
+  deal = stages.Stage(
+    functools.partial(hand_on, group, spare), 'hand_on', 'batch'
+  )
+
+  def act(actor, rollout, problem, key_B):
+    slots = gather(rollout, problem, key_B)
+    return deal(actor, slots, generate(actor, slots))
+
+  return act
+
+
+def hand_on(
+  group: int,
+  spare: int,
+  actor: base.Version,
+  slots: Rollout,
+  made: base.Draft,
+) -> tuple[base.Problem, base.Experience, Rollout]:
+  """Parts what has ended from `spare` groups that go on; as `go_on`."""
+  n = slots.age.shape[0] // group - spare
   old = slots.draft.mask
   slots = slots._replace(
     draft=made,

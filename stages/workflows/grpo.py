@@ -103,7 +103,7 @@ def grpo(
   )
   deal = dealing.dealing(membership, updates, epochs, group)
 
-  act = carried.acts(policy, group, partial)
+  act = carried.acts(policy, group, partial, spare)
   recall = acting.recall(policy, group, several=partial > 0)
   refer = acting.score(policy, 'refer', group)
 
