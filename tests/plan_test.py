@@ -202,3 +202,14 @@ def test_three_lines_say_collocated_disaggregated_or_hybrid():
 def test_a_sketch_that_places_a_stage_there_is_not_is_refused():
   with pytest.raises(ValueError, match=r"places \['genrate'\].*\['generate'\]"):
     plan.of({'stages': {'genrate': 'all'}}, ('generate',))
+
+
+def test_only_places_of_one_process_share_devices():
+  places = {
+    'a': plan.Placement((0, 1), (('data', 2),), processes=2),
+    'b': plan.Placement((1,)),
+  }
+  with pytest.raises(
+    ValueError, match="lets 'a' share devices, and it is of 2"
+  ):
+    plan.Plan(places, {}, share=('a', 'b'))

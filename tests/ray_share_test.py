@@ -14,7 +14,7 @@ import ray
 
 from planner import flow as flow_lib
 from planner import plan as plan_lib
-from rlinf_jax.runtime import cluster, crew, local
+from rlinf_jax.runtime import actor, cluster, crew, local
 from rlinf_jax.runtime.worker import DiedError
 from stages import stage as stages
 
@@ -156,10 +156,11 @@ def test_who_dies_with_the_device_is_told_of_and_followed(far, victim):
 def test_what_ray_cannot_share_is_refused():
   places = {name: plan_lib.Placement((0,)) for name in 'ab'}
   one = plan_lib.Plan(places, {}, share=('a', 'b'))
-  assert crew._need(one, 'a', ('a', 'b'), 'GPU') == {'CPU': 1.0, 'GPU': 0.5}
-  assert crew._need(one, 'a', ('a', 'b'), 'CPU') == {'CPU': 1.0}
+  a, b = (actor.Member(name, 0, 1) for name in 'ab')
+  assert crew._need(one, a, (a, b), 'GPU') == {'CPU': 1.0, 'GPU': 0.5}
+  assert crew._need(one, a, (a, b), 'CPU') == {'CPU': 1.0}
   pair = plan_lib.Placement((0, 1), (('data', 2),))
   both = plan_lib.Plan({'a': pair, 'b': pair}, {}, share=('a', 'b'))
   for plan, kind in ((one, 'TPU'), (both, 'GPU')):
     with pytest.raises(ValueError, match='share . .PU: processes can share'):
-      crew._need(plan, 'a', ('a', 'b'), kind)
+      crew._need(plan, a, (a, b), kind)
