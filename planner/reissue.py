@@ -83,7 +83,7 @@ def left(flow: graph.Flow, program, sent: Set[tuple[int, str]]) -> Left | None:
   arrived = frozenset(sent)
   loops = [op for op in program if isinstance(op, Repeat)]
   if loops:
-    inexact = any(_engines(flow.nodes[op.node].body) for op in loops)
+    inexact = any(acts_outside(flow.nodes[op.node].body) for op in loops)
     return None if arrived and inexact else EVERYTHING
   runs, values = set(), set()
   for op in reversed(program):
@@ -101,10 +101,10 @@ def left(flow: graph.Flow, program, sent: Set[tuple[int, str]]) -> Left | None:
   return Left(frozenset(skip), arrived)
 
 
-def _engines(flow: graph.Flow) -> bool:
+def acts_outside(flow: graph.Flow) -> bool:
   """Whether an engine outside JAX acts in it."""
   return any(
-    _engines(node.body) if node.body else node.ahead for node in flow.nodes
+    acts_outside(node.body) if node.body else node.ahead for node in flow.nodes
   )
 
 

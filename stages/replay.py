@@ -147,13 +147,19 @@ def write(path: str | pathlib.Path, rows: Transition):
   part.replace(path)
 
 
-def read(path: str | pathlib.Path, like: Transition, discount: float):
+def read(
+  path: str | pathlib.Path,
+  like: Transition,
+  discount: float,
+  always: bool = False,
+):
   """What `write` has written.
 
   Args:
     path: of the file.
     like: one transition, as shapes.
     discount: γ, by which what comes after counts.
+    always: whether it counts after a termination, too.
 
   Raises:
     ValueError: if it is of another world.
@@ -166,6 +172,11 @@ def read(path: str | pathlib.Path, like: Transition, discount: float):
     )
   with np.load(path) as file:
     arrays = dict(file)
+  if arrays.keys() == {'obs', 'action'}:
+    raise ValueError(
+      f'{path} says what was done, for a clone, and not what came of it: to '
+      'learn from rewards give what `stages.replay.write` has written.'
+    )
   want = {name: shape.shape for name, shape in like._asdict().items()}
   want['terminated'] = want.pop('discount')
   got = {name: x.shape[1:] for name, x in arrays.items()}
@@ -175,7 +186,8 @@ def read(path: str | pathlib.Path, like: Transition, discount: float):
       f'{path} holds demonstrations of another world: a row of {name} is '
       f'{got.get(name)} there and should be {want.get(name)}.'
     )
-  arrays['discount'] = discount * (1.0 - arrays.pop('terminated'))
+  ends = arrays.pop('terminated') * (not always)
+  arrays['discount'] = discount * (1.0 - ends)
   return jax.tree.map(
     lambda x, shape: jnp.asarray(x, shape.dtype), Transition(**arrays), like
   )

@@ -67,13 +67,14 @@ def rollout_of(lengths, ended) -> carried.Rollout:
 
 
 def test_new_groups_come_after_carried_ones_and_nobody_asks_what_another_asks():
-  old = rollout_of([3, 0, 0, 2], [0, 1, 1, 0])
+  # The last is somebody of whom there is no token yet.
+  old = rollout_of([3, 0, 0, 2, 0, 0], [0, 1, 1, 0, 0, 0])
   new = rollout_of([0, 0], [0, 0]).problem
   new = new._replace(answer=jnp.array([70, 71]))
   slots = carried.join(old, new, jax.random.split(KEY, 2))
-  assert slots.problem.answer.tolist() == [0, 70, 70, 3, 70, 71]
-  assert slots.draft.mask.sum(1).tolist() == [3, 0, 0, 2, 0, 0]
-  assert slots.draft.alive.tolist() == [True, False, False, True, True, True]
+  assert slots.problem.answer.tolist() == [0, 70, 70, 3, 4, 5, 70, 71]
+  assert slots.draft.mask.sum(1).tolist() == [3, 0, 0, 2, 0, 0, 0, 0]
+  assert slots.draft.alive.tolist() == [True, False, False] + [True] * 5
 
 
 def test_what_is_told_of_rows_that_several_steps_drew():

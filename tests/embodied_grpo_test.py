@@ -129,7 +129,7 @@ def test_an_episode_that_was_lost_counts_for_nothing(worth):
   np.testing.assert_allclose(advantage.sum(), 0.0, atol=1e-6)
 
 
-def test_what_is_told_is_of_first_episodes_and_counts_all_steps():
+def test_what_is_told_is_of_first_episodes_and_steps_that_were_not_lost():
   success = [[0, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]]
   lost = np.zeros((4, 4))
   lost[2, 0] = 1.0
@@ -140,7 +140,7 @@ def test_what_is_told_is_of_first_episodes_and_counts_all_steps():
   assert told['env/episode_length'] == 3.0
   assert told['rollout/reward_mean'] == pytest.approx(1 / 3)
   assert told['rollout/groups_degenerate'] == 0.5
-  assert told['env/steps'] == 16
+  assert told['env/steps'] == 15
 
 
 # A step.

@@ -266,7 +266,9 @@ class Engine:
             call.begun[i] = _completion(made.outputs[0])
     for call in self._working:
       self._tell(call)
-    self._working = [x for x in self._working if not x.told.done()]
+    self._working = [  # `_forget` sees to those that were cancelled meanwhile.
+      x for x in self._working if x.told.cancelled() or not x.told.done()
+    ]
 
   def _tell(self, call: _Call):
     """Hands out the completions of a call that has all of them, or enough."""
@@ -294,9 +296,10 @@ class Engine:
 
   def _give_up(self, error: BaseException):
     """Has all calls fail."""
-    for call in (*self._working, *self._waiting):
+    for call in tuple(self._working):
       self._drop(call, error)
-    self._waiting.clear()
+    while self._waiting:
+      self._drop(self._waiting.popleft(), error)
     if self._resting:
       resting, self._resting = self._resting, None
       resting.set_exception(error)

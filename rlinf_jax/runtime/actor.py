@@ -213,6 +213,7 @@ class Actor:
       *leaves: values of that.
     """
     far = self._host
+    far.life = -1  # Until the end nobody's mail is taken.
     self._next.clear()
     self._revived.clear()
     self._adopted = sent is not None
@@ -247,8 +248,10 @@ class Actor:
   @ray.method(concurrency_group='turns')
   def absorb(self, carried: Mapping[int, mail_lib.Way]):
     """Takes what is carried, by its numbers, from those who have sent it."""
-    for i, way in carried.items():
-      self._host.absorb(i, way)
+    try:
+      self._host.absorb(carried)
+    except Exception as error:  # noqa: BLE001 (the turn behind it must know)
+      self._host.fail(error)
 
   @ray.method(concurrency_group='turns')
   def state(self) -> dict[int, parcel.Parcel]:
@@ -320,13 +323,16 @@ class Actor:
         )
       )
       return
-    self._next[way] = want + 1
     if isinstance(packed, link.Offer):
       try:
         packed = self._host.pull(way, packed)
       except Exception as error:  # noqa: BLE001 (whoever waits must know)
-        self._host.fail(error)
+        if life == self._host.life:
+          self._host.fail(error)
         return
+    if life != self._host.life:
+      return  # A state was loaded meanwhile.
+    self._next[way] = want + 1
     self._host.mail.put(way, packed)
 
   @ray.method(concurrency_group='control')

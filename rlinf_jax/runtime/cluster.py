@@ -7,7 +7,6 @@ every actor works through its own program, and values go from actor to actor.
 import collections
 from concurrent import futures
 import contextlib
-import dataclasses
 import threading
 import time
 from typing import Any
@@ -22,28 +21,8 @@ from rlinf_jax.runtime import actor as actor_lib
 from rlinf_jax.runtime import crew as crew_lib
 from rlinf_jax.runtime import host, link, local, mail, parcel
 from rlinf_jax.runtime import timeline as timeline_lib
-from rlinf_jax.runtime.worker import DiedError, StageError
-
-
-@dataclasses.dataclass(eq=False)
-class _Turn:
-  """A call of a flow that has not ended.
-
-  Attributes:
-    name: of the flow.
-    step: the update that it is.
-    leaves: a reference to its inputs.
-    number: of the turn, since a state was loaded.
-    count: of turns of the same flow before it.
-    asked: processes that take part in it, by what they will answer.
-  """
-
-  name: str
-  step: int
-  leaves: Any
-  number: int
-  count: int
-  asked: dict[Any, str] = dataclasses.field(default_factory=dict)
+from rlinf_jax.runtime import turn as turn_lib
+from rlinf_jax.runtime.worker import StageError
 
 
 class Cluster:
@@ -89,9 +68,10 @@ class Cluster:
     self._first = 0  # The step that is next then.
     self._counts = collections.Counter()  # Turns begun since, by flow.
     self._sent = {}  # By process, how much has left it on ways within loops.
-    self._turns: list[_Turn] = []  # Those that have not ended.
+    self._turns: list[turn_lib.Turn] = []  # Those that have not ended.
     self._taken: dict[str, int] = {}  # The turns that each place has.
     self._replaceable = actor_lib.replaceable(plan, self.lowered)
+    self._renewed: dict[str, int] = {}  # The turn that another began with.
     self._mended: list[str] = []
     self._pool, self._lock = futures.ThreadPoolExecutor(64), threading.RLock()
 
@@ -129,6 +109,7 @@ class Cluster:
     self._life += 1
     self._counts, self._turns = collections.Counter(), []
     self._taken, self._sent, self._first = {}, {}, steps + 1
+    self._renewed = {}
     leaves, self._tree = jax.tree.flatten(state)
     self._loaded = [ray.put(parcel.pack(x)) for x in leaves]
 
@@ -161,7 +142,7 @@ class Cluster:
 
     try:
       told = ask()
-    except DiedError:
+    except StageError:  # Or of who waited for one that is no more.
       self._heal()
       told = ask()
     for leaves in told.values():
@@ -236,12 +217,14 @@ class Cluster:
     self._flying = [one for one in self._flying if not one.done()] + [made]
     return local.reported(self.lowered[name].flow, made)
 
-  def _turn(self, name: str, step: int, inputs=()) -> _Turn:
+  def _turn(self, name: str, step: int, inputs=()) -> turn_lib.Turn:
     """The next turn."""
     leaves = ray.put([parcel.pack(x) for x in jax.tree.leaves(inputs)])
-    return _Turn(name, step, leaves, self._counts.total(), self._counts[name])
+    return turn_lib.Turn(
+      name, step, leaves, self._counts.total(), self._counts[name]
+    )
 
-  def _ask(self, turn: _Turn, member: str, left=reissue.EVERYTHING):
+  def _ask(self, turn: turn_lib.Turn, member: str, left=reissue.EVERYTHING):
     """Has a process take its part in a turn."""
     asked = self._crew.actors[member].turn.remote(
       *(turn.name, turn.step, turn.leaves, turn.number, turn.count),
@@ -249,7 +232,7 @@ class Cluster:
     )
     turn.asked[asked] = member
 
-  def _collect(self, turn: _Turn) -> dict[int, Any]:
+  def _collect(self, turn: turn_lib.Turn) -> dict[int, Any]:
     """Outputs of a turn, when all actors have taken it."""
     outputs = {}
     while turn.asked:
@@ -264,8 +247,8 @@ class Cluster:
         if member is None:
           continue  # It died since, and another does that again.
         place = self._crew.members[member].place
-        self._sent[member] = sent
-        self._taken[place] = max(self._taken.get(place, 0), turn.number + 1)
+        if turn.number >= self._taken.get(place, 0):  # Or it is heard late.
+          self._sent[member], self._taken[place] = sent, turn.number + 1
       outputs |= {v: parcel.unpack(x) for v, x in given.items()}
       late = self._crew.about[member]['epoch'] - self.timeline.epoch
       self.timeline.extend(
@@ -276,7 +259,7 @@ class Cluster:
       self._turns.remove(turn)
     return outputs
 
-  def _mend(self, turn: _Turn, asked, error):
+  def _mend(self, turn: turn_lib.Turn, asked, error):
     """Has another process take over, or keeps the failure.
 
     Raises:
@@ -291,7 +274,7 @@ class Cluster:
         try:
           self._take_over(member)
           return
-        except (StageError, ValueError, LookupError, ray.exceptions.RayError):
+        except turn_lib.FAILURES:
           pass  # What happened is told by who died.
       self._fail(member, error)
     raise self._failure
@@ -303,9 +286,14 @@ class Cluster:
       LookupError: if it cannot be given what it needs.
     """
     start = time.perf_counter()
-    turns = [turn for turn in self._turns if member in turn.asked.values()]
+    turns = [turn for turn in self._turns if self._lacks(turn, member)]
     first = turns[0] if turns else self._turn('step', self.steps + 1)
     step = self.lowered['step']
+    if any(
+      name != member and first.number <= turn + 1
+      for name, turn in self._renewed.items()
+    ):
+      raise LookupError('Who would send it again was lost itself.')
     actor = self._crew.again(member)
     for name in self._wanted:
       actor.compile.remote(name)
@@ -317,13 +305,18 @@ class Cluster:
       lambda _, other: other.resend.remote(member, [actor], first.number),
       others,
     )
-    arrived = {
+    readers = collections.Counter(
       (way.value, way.target)
       for counts in came.values()
       for way, count in counts.items()
       if way.flow == first.name and not way.loop and count > first.count
+    )
+    arrived = {
+      at for at, n in readers.items() if n == self.plan.places[at[1]].processes
     }
     lowered = self.lowered[first.name]
+    if arrived != readers.keys() and reissue.acts_outside(lowered.flow):
+      raise LookupError('Some processes of a place have what others lack.')
     left = reissue.left(lowered.flow, lowered.programs[member], arrived)
     if left is None:
       raise LookupError('An engine would contradict what has arrived.')
@@ -336,13 +329,25 @@ class Cluster:
       }
       actor.absorb.remote(carried)
     for turn in turns:
-      turn.asked = {k: x for k, x in turn.asked.items() if x != member}
+      turn.asked = {
+        k: x
+        for k, x in turn.asked.items()
+        if x != member or turn_lib.answered(k)
+      }
       self._ask(turn, member, left if turn is first else reissue.EVERYTHING)
+    self._renewed[member] = first.number
     self._mended.append(
       f'The process of place {member!r} has died in step {first.step}. Another '
       f'has taken its place, in {time.perf_counter() - start:.1f} s: '
       f'{len(arrived)} of its values had arrived, and '
       f'{len(left.skip)} calls of stages need not be made again.'
+    )
+
+  def _lacks(self, turn: turn_lib.Turn, member: str) -> bool:
+    """Whether a process has not answered for a turn."""
+    return any(
+      name == member and not turn_lib.answered(asked)
+      for asked, name in turn.asked.items()
     )
 
   def _heal(self):
@@ -355,7 +360,10 @@ class Cluster:
       for member, error in self._crew.dead().items():
         if member not in self._replaceable:
           raise error
-        self._take_over(member)
+        try:
+          self._take_over(member)
+        except turn_lib.FAILURES:
+          raise error from None
 
   def mended(self) -> list[str]:
     """Deaths that the run has survived since this was asked last, in words."""

@@ -253,14 +253,15 @@ class Crew:
       StageError: if it fails otherwise.
     """
     actors = self.actors if actors is None else actors
-    asked = {name: call(name, actor) for name, actor in actors.items()}
-    answers = {}
-    for name, one in asked.items():
+    asked = {call(name, actor): name for name, actor in actors.items()}
+    answers, left = {}, list(asked)
+    while left:  # As they come: one may wait for another that is no more.
+      (one,), left = ray.wait(left)
       try:
-        answers[name] = ray.get(one)
+        answers[asked[one]] = ray.get(one)
       except ray.exceptions.RayError as error:
-        raise told(error, name) from None
-    return answers
+        raise told(error, asked[one]) from None
+    return {name: answers[name] for name in asked.values()}
 
   def dead(self) -> dict[str, DiedError]:
     """The processes that are no more."""

@@ -63,7 +63,12 @@ class Links:
     self._back = threading.Condition()
 
   def pack(
-    self, x: jax.Array, axes: tuple, near: bool, shared: bool = False
+    self,
+    x: jax.Array,
+    axes: tuple,
+    near: bool,
+    shared: bool = False,
+    own: jax.Array | None = None,
   ) -> parcel.Parcel | Offer:
     """A value in the form in which it goes.
 
@@ -73,6 +78,7 @@ class Links:
         would not match, or where they have none.
       near: whether both ends are processors of one machine.
       shared: whether several processes read it.
+      own: what it is a part of, if it is one: the same memory.
     """
     if way(x.dtype, x.nbytes, near, shared) != 'device to device':
       return parcel.pack(x)
@@ -80,7 +86,7 @@ class Links:
     if not axes:
       sent = jax.device_put(x, next(iter(x.sharding.device_set)))
     with self._back:
-      self._lent[number] = (x, sent)
+      self._lent[number] = (x, sent, own)
     self._server.await_pull(number, [jax.block_until_ready(sent)])
     where = self._server.address()
     return Offer(where, number, x.shape, x.dtype.name, axes)

@@ -60,14 +60,14 @@ class Peer(host.Host):
       number = self.sent.get(way, 0)
       self.sent[way] = number + 1
     start = time.perf_counter()
-    x = span.whole(x)
+    own, x = x, span.whole(x)
     if not self.leads:
       return
     source, target = (self._axes[end] for end in (way.source, way.target))
     axes = source if source == target else ()
     with self._posting:
       readers, near = self.peers[way.target], way.target in self.near
-      packed = self.links.pack(x, axes, near, len(readers) > 1)
+      packed = self.links.pack(x, axes, near, len(readers) > 1, own)
       sent = self.retained.keep(way, self.number, number, packed)
       if len(readers) > 1:  # On one machine they share what is there once.
         sent = ray.put(packed)
@@ -91,12 +91,15 @@ class Peer(host.Host):
     with self._posting:
       self.retained.forget(ended)
 
-  def absorb(self, i: int, way: mail_lib.Way):
-    """Has a carried value, by its number, be what comes on a way."""
+  def absorb(self, carried: Mapping[int, mail_lib.Way]):
+    """Has carried values, by their numbers, be what comes on some ways."""
     (worker,) = self.workers.values()
-    value = self.lowered['step'].flow.values[way.value]
-    came = self.mail.get(way, self.patience)
-    worker.state[i] = self.place_for(came, value, way.target)
+    flow = self.lowered['step'].flow
+    ways = dict.fromkeys(carried.values())
+    came = {way: self.mail.get(way, self.patience) for way in ways}
+    for i, way in carried.items():
+      value = flow.values[flow.carry[i][0]]  # As a step begins with it.
+      worker.state[i] = self.place_for(came[way], value, way.target)
 
   def settle(self, arrays):
     if not self.links.settle(arrays, self.patience):

@@ -293,6 +293,9 @@ class Worker:
   def _give_up(self):
     """Where something failed: others may have the devices at once."""
     if self.place.lease:
+      for rest in self.place.lease.guests if self.place.lease.held else ():
+        with contextlib.suppress(Exception):  # What failed is told already.
+          rest()
       for memory in self._memories():
         memory.clear()
       self.state = {}

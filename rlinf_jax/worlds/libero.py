@@ -1,8 +1,8 @@
 """LIBERO as a World: tasks of a kitchen table, with fixed initial states.
 
-Environment i is of task i modulo the tasks that are given, and the episode of a
-seed begins in the initial state of its number, modulo how many there are; so
-seeds 0 … 49 are the benchmark's own fifty attempts.
+Environment i is of task i // `alike` modulo the tasks that are given, and the
+episode of a seed begins in the initial state of its number, modulo how many
+there are; so seeds 0 … 49 are the benchmark's own fifty attempts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,6 +44,7 @@ def make(
   suite: str,
   *,
   tasks: Sequence[int] = (0,),
+  alike: int = 1,
   horizon: int = 300,
   pictures: bool = False,
   size: int = 128,
@@ -60,13 +61,14 @@ def make(
     index: of the environment; it chooses the task.
     suite: such as 'libero_spatial'.
     tasks: numbers of tasks in the suite.
+    alike: adjacent environments of one task, such as GRPO's group.
     horizon: steps after which an episode is truncated.
     pictures: show what cameras see.
     size: of pictures, in pixels.
     fast: draw no shadows and no reflections.
   """
   names = _installed(suite)
-  task = tasks[index % len(tasks)]
+  task = tasks[index // alike % len(tasks)]
   if not 0 <= task < len(names):
     raise environment.UnavailableError(
       f'{suite!r} has tasks 0 … {len(names) - 1}, and no task {task}.'

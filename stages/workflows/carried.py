@@ -125,7 +125,8 @@ def join(rollout: Rollout, problem: base.Problem, key_B) -> Rollout:
     draft=none.draft._replace(alive=jnp.ones(B, bool)),
   )
   # A prompt all of padding is none: a policy may make NaN of it.
-  nobody = rollout.draft.mask.max(1) == 0
+  # Whom an engine has not come to yet is somebody, and alive.
+  nobody = ~rollout.draft.alive & (rollout.draft.mask.max(1) == 0)
   asked = jax.tree.map(
     lambda old, new: jnp.where(
       nobody.reshape(-1, *(1,) * (old.ndim - 1)), new[:1], old
@@ -192,7 +193,7 @@ def _outside(policy, group: int, partial: int, spare: int) -> Callable:
       go_on=_wanted(slots.age, group, partial, spare),
     )
 
-  gather = stages.Stage(join, 'join', 'batch')
+  gather = stages.Stage(join, 'take_up', 'batch')
   generate = stages.Stage(
     run,
     'generate',

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from stages import base, metrics, normalise, train
@@ -39,8 +41,12 @@ def clone(
     policy: makes the policy to train from what a world shows and takes.
     optimizer: how gradients become updates.
     normalised: whether observations are put on a scale of their own.
+
+  Raises:
+    ValueError: for a policy that squashes what it draws.
   """
   policy = policy(world)
+  _check(policy, world)
 
   def loss(params, scale, x: base.Demonstration):
     obs = normalise.normalise(scale, x.obs)
@@ -75,3 +81,17 @@ def clone(
   return base.Workflow(
     init, step, evaluate, embodied.exported, score='eval/success_once'
   )
+
+
+def _check(policy: base.Policy, world: base.World):
+  """Refuses policies whose commands are not what they draw, within bounds."""
+  if policy.command is None:
+    return
+  high = np.array(world.high)
+  most = np.asarray(policy.command(jnp.ones((1, *high.shape))))[0]
+  if not np.allclose(most, high, atol=1e-3 * np.abs(high).max()):
+    raise ValueError(
+      'Demonstrations say what was commanded, where one is the end of a range, '
+      f"and this policy's one commands {most.tolist()} and not "
+      f"{high.tolist()}: it squashes what it draws, so give it bound = 'clip'."
+    )

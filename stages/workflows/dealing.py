@@ -17,7 +17,8 @@ def dealing(
     membership: of groups in a minibatch. In the order of their 'row', as they
       were asked; 'shuffled' by chance, anew in every epoch; both are settled
       before a token is drawn. Or by 'arrival', those together that end about
-      the same time: it follows from their lengths, or from what an engine says.
+      the same time, where all are decoded at once: it follows from how many
+      tokens a step has drawn of each.
     updates: minibatches of a batch.
     epochs: how often it is learned from.
     group: adjacent rows that stay together.

@@ -87,8 +87,9 @@ def embodied_grpo(
     entropy: weight of the entropy bonus.
     updates: minibatches of a batch, each an optimiser step.
     epochs: how often a batch is learned from, in another order each time.
-    filtered: masks groups of which all did equally well. They teach nothing in
-      any case, but count where `aggregate` averages over steps.
+    filtered: masks groups of which all did equally well. Their advantage is
+      zero in any case, but `kl` and `entropy` act on them, and they count
+      where `aggregate` averages over steps.
     advantage: `return_G -> advantage_G` of one group.
     aggregate: `loss_BT, mask_BT -> metrics.Mean`.
     normalised: whether observations are put on a scale of their own.
@@ -202,10 +203,12 @@ def describe(group, judge, outcome) -> base.Info:
   steps = jnp.ones_like(outcome.reward)
   if outcome.steps is not None:
     steps = outcome.steps
+  if outcome.lost is not None:
+    steps = steps * (1.0 - outcome.lost)
   return tally.told(tally.first(outcome), 'env') | {
     'rollout/reward': metrics.moments(return_NG, kept_NG),
     'rollout/groups_degenerate': metrics.mean(
-      (most_N1 <= least_N1).astype(return_NG.dtype)
+      (most_N1 <= least_N1)[:, 0].astype(return_NG.dtype), kept_NG.max(1)
     ),
     'env/steps': steps.sum(),
   }

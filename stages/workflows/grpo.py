@@ -114,7 +114,8 @@ def grpo(
   @stages.stage('compare', group=group)
   def compare(reward_B, mask_BT):
     advantage_NG = jax.vmap(advantage)(reward_B.reshape(-1, group))
-    return advantage_NG.reshape(-1, 1) * mask_BT
+    # What a verifier makes of nobody may be anything.
+    return jnp.where(mask_BT > 0, advantage_NG.reshape(-1, 1), 0.0)
 
   gradient = stages.Stage(
     train.gradient(loss), 'gradient', 'sum', whole=(0,), group=group
@@ -221,6 +222,7 @@ def describe(
   """
   here_B = x.mask.max(1)
   here_NG = here_B.reshape(-1, group)
+  verdict = jax.tree.map(lambda x_B: jnp.where(here_B > 0, x_B, 0), verdict)
   reward_NG = verdict.reward.reshape(-1, group)
   alike_N = reward_NG.max(1) == reward_NG.min(1)
   length_B, T = x.mask.sum(1), x.mask.shape[1]

@@ -72,6 +72,7 @@ def sac(
   subset: int | None = None,
   prior: str | None = None,
   normalised: bool = True,
+  bootstrap_always: bool = False,
   examine: base.World | None = None,
 ) -> base.Workflow:
   """Acts for some steps in environments, and learns from all that was done.
@@ -82,7 +83,8 @@ def sac(
       asked for actions that are squashed, for a deviation that depends on what
       is seen, and for no critic of its own.
     critic: makes the critics, likewise.
-    optimizer: how gradients become updates, of the actor and of the critics.
+    optimizer: how gradients become updates, of the actor and of the critics:
+      its schedule counts those that each of them makes once it has warmed up.
     rows: environments.
     length: steps in each, between updates.
     capacity: steps that are remembered.
@@ -101,12 +103,20 @@ def sac(
     prior: file of demonstrations that half of each minibatch is drawn from, as
       `stages.replay.write` makes it; None for none.
     normalised: whether observations are put on a scale of their own.
+    bootstrap_always: takes success, too, for an end that time has set, so that
+      whoever is done early loses nothing by it.
     examine: the world in which the policy is judged: a simulator needs another
       than it trains in. `world` if None.
   """
   policy = policy(world, bound='tanh', aware=True, critic=False)
   critic = critic(world)
   like = _like(policy, world)
+  if prior and len(like.command.shape) > 1:
+    raise ValueError(
+      'A file of demonstrations does not say how many steps of a chunk were '
+      'made, so what follows one cannot be discounted: leave out `prior`, or '
+      'decide one step at a time.'
+    )
   n = updates(utd, rows * length, delay)
   if entropy is None:
     entropy = target_entropy(world, like.command)
@@ -115,7 +125,9 @@ def sac(
   count = stages.Stage(tally.count, 'tally')
   measure = stages.Stage(describe, 'measure', 'sum')
   recall = stages.Stage(
-    functools.partial(remember, policy, discount, n, batch),
+    functools.partial(
+      remember, policy, discount, n, batch, always=bootstrap_always
+    ),
     'replay',
     'batch',
     linear=(0,),
@@ -143,7 +155,7 @@ def sac(
       train.init(params, optimizer),
       params,
       replay.empty(like, capacity),
-      replay.read(prior, like, discount) if prior else (),
+      replay.read(prior, like, discount, bootstrap_always) if prior else (),
       normalise.nothing(world.obs) if normalised else (),
       *rollout.begin(world, seed_B),
       tally.begin(rows),
@@ -210,19 +222,24 @@ def at_random(policy: base.Policy) -> base.Policy:
   return policy._replace(act=act)
 
 
-def remember(policy, discount, n, batch, kept, prior, x, outcome, key):
+def remember(
+  policy, discount, n, batch, kept, prior, x, outcome, key, *, always=False
+):
   """Puts a batch of steps into the replay, and draws `n` minibatches from it.
 
   What follows the last step of an episode that time has ended is what was seen
-  then, and counts; only termination ends what there is to expect. What a
-  simulator has lost is not remembered.
+  then, and counts; only termination ends what there is to expect, and not that
+  if what follows counts `always`. What a simulator has lost is not remembered.
   """
-  steps = 1.0 if outcome.steps is None else outcome.steps
+  steps = jnp.ones_like(outcome.reward)
+  if outcome.steps is not None:
+    steps = outcome.steps
+  ends = 0.0 if always else outcome.terminated
   new = replay.Transition(
     x.obs,
     policy.command(x.action),
     outcome.reward,
-    discount**steps * (1.0 - outcome.terminated),
+    discount**steps * (1.0 - ends),
     outcome.final_obs,
   )
   mask = x.mask if outcome.lost is None else 1.0 - outcome.lost
@@ -245,7 +262,7 @@ def describe(outcome: base.Outcome, ended: tally.Ended) -> base.Info:
     mask -= outcome.lost
   steps = mask if outcome.steps is None else outcome.steps * mask
   return tally.told(ended, 'env') | {
-    'rollout/reward': metrics.moments(outcome.reward),
+    'rollout/reward': metrics.moments(outcome.reward, mask),
     'env/steps': steps.sum(),
   }
 
