@@ -217,20 +217,33 @@ def test_a_failure_names_place_stage_and_step_and_a_new_state_begins_anew(far):
   assert remote.state() == 17
 
 
-@pytest.mark.parametrize('victim', ['a', 'b'])
-def test_a_process_that_dies_is_told_in_seconds(far, victim):
+def test_a_process_that_dies_with_the_state_is_told_in_seconds(far):
   remote, _ = far(PAIR, functools.partial(simple, sleep))
   remote.load(jnp.zeros(()))
   assert remote.step(batch(1), KEY) == 8
   made = remote.submit(batch(9), KEY)
   time.sleep(1)
   start = time.monotonic()
-  os.kill(remote.about()[victim]['pid'], signal.SIGKILL)
-  with pytest.raises(StageError, match=f"process of place '{victim}' has died"):
+  os.kill(remote.about()['a']['pid'], signal.SIGKILL)
+  with pytest.raises(StageError, match="process of place 'a' has died"):
     made.result(timeout=20)
   assert time.monotonic() - start < 5
   remote.load(jnp.ones(()), 1)  # It is there again.
   assert remote.step(batch(2), KEY) == 16 and remote.state() == 17
+
+
+def test_a_process_that_dies_without_a_state_is_replaced_in_seconds(far):
+  remote, _ = far(PAIR, functools.partial(simple, sleep))
+  remote.load(jnp.zeros(()))
+  assert remote.step(batch(1), KEY) == 8
+  before, made = remote.about()['b']['pid'], remote.submit(batch(9), KEY)
+  time.sleep(1)
+  os.kill(before, signal.SIGKILL)
+  assert made.result(timeout=60) == 72 and remote.state() == 80
+  (line,) = remote.mended()
+  assert "place 'b' has died in step 2. Another has taken its place" in line
+  assert remote.about()['b']['pid'] != before
+  assert remote.step(batch(1), KEY) == 8
 
 
 def test_who_waits_too_long_says_for_what(far):
