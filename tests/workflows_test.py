@@ -1,3 +1,4 @@
+from concurrent import futures
 import functools
 
 import jax
@@ -234,8 +235,11 @@ def _elsewhere(policy: base.Policy, off: float) -> base.Policy:
   """The policy as if an engine acted: on the host, log-probs `off` by that."""
 
   def act(*args, **kwargs):
-    x = jax.device_get(policy.act(*args, **kwargs))
-    return x._replace(logp=x.logp + np.float32(off) * x.mask)
+    told = futures.Future()
+    told.set_result(jax.device_get(policy.act(*args, **kwargs)))
+    return stages.Later(
+      told, lambda x: x._replace(logp=x.logp + np.float32(off) * x.mask)
+    )
 
   like = functools.partial(jax.eval_shape, policy.act)
   return policy._replace(act=act, like=like)
