@@ -198,7 +198,8 @@ class Policy(NamedTuple):
       JAX, on an engine that computes log-probabilities in its own way, and
       returns a `stage.Later` of its experience; None where both are one.
     resume: `params, obs, keys, draft, *, group=1, begun=0, go_on -> Draft`:
-      goes on with completions, as `stages.generate.resume` says; None for what
+      goes on with completions, as `stages.generate.resume` says; with `like`
+      it takes keys as their bits and returns a `stage.Later`; None for what
       cannot.
   """
 

@@ -67,6 +67,14 @@ def test_a_file_is_read_as_it_was_written(shown, path, tmp_path):
       demonstrations.read(tmp_path / 'bad.npz')
 
 
+def test_a_policy_that_squashes_what_it_draws_is_refused():
+  squashed = functools.partial(robot.policy, bound='tanh')
+  with pytest.raises(
+    ValueError, match="squashes what it draws.*bound = 'clip'"
+  ):
+    workflows.clone(push.push(), squashed, train.adamw(1e-3))
+
+
 def test_batches_follow_from_seed_and_number_alone(path):
   source = demonstrations.steps(str(path), rows=5)
   state, first = source.next(source.init(7), {})

@@ -108,3 +108,10 @@ def test_missing_meshes_are_told_before_anything_is_downloaded(
   for said in (str(tmp_path), 'lerobot/libero-assets', libero.ASSETS):
     assert said in str(error.value)
   assert not list(pathlib.Path(tmp_path).iterdir())
+
+
+def test_adjacent_environments_may_be_of_one_task(monkeypatch):
+  monkeypatch.setattr(libero, '_installed', lambda suite: ['a', 'b', 'c'])
+  monkeypatch.setattr(libero, 'Libero', lambda suite, name, *_: name)
+  made = [libero.make(i, 's', tasks=(0, 2), alike=2) for i in range(6)]
+  assert made == ['a', 'a', 'c', 'c', 'a', 'a']

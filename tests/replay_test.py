@@ -123,3 +123,14 @@ def test_demonstrations_of_another_world_and_missing_ones_are_told(tmp_path):
   said = r'another world: a row of command is \(2,\) there and .* \(7,\)'
   with pytest.raises(ValueError, match=said):
     replay.read(path, other, 0.9)
+  cloned = tmp_path / 'cloned.npz'
+  np.savez(cloned, obs=np.zeros((2, 3)), action=np.zeros((2, 2)))
+  with pytest.raises(ValueError, match='what was done, for a clone, and not'):
+    replay.read(cloned, FLAT, 0.9)
+
+
+def test_demonstrations_may_go_on_where_success_ended_them(tmp_path):
+  path = tmp_path / 'demonstrations.npz'
+  demonstrations(path)
+  got = replay.read(path, FLAT, 0.9, always=True)
+  np.testing.assert_array_equal(got.discount, np.full(4, np.float32(0.9)))

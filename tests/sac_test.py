@@ -68,7 +68,7 @@ def outcome(reward, terminated, truncated, final_obs, **kwargs):
   )
 
 
-def remembered(obs, outcome, capacity=8):
+def remembered(obs, outcome, capacity=8, **kwargs):
   """What is kept of an environment's steps, in the order of their rewards."""
   obs = jnp.asarray([obs], float)[..., None]
   one = jnp.ones(obs.shape[:2])
@@ -76,7 +76,7 @@ def remembered(obs, outcome, capacity=8):
   number = jax.ShapeDtypeStruct((), float)
   like = jax.ShapeDtypeStruct((1,), float)
   like = replay.Transition(like, like, number, number, like)
-  made = jax.jit(functools.partial(remember, Known, GAMMA, 1, 4))
+  made = jax.jit(functools.partial(remember, Known, GAMMA, 1, 4, **kwargs))
   return made(replay.empty(like, capacity), (), x, outcome, KEY)
 
 
@@ -115,6 +115,15 @@ def test_a_chunk_counts_by_the_steps_that_were_made_of_it(in_float64):
     outcome([1, 1], [0, 1], [0, 0], [2.0, 3.0], steps=jnp.array([[3.0, 2.0]])),
   )
   np.testing.assert_allclose(kept.rows.discount[:2], [GAMMA**3, 0.0])
+
+
+def test_success_may_end_nothing(in_float64):
+  kept, *_ = remembered(
+    [1.0, 2.0, 3.0],
+    outcome([1, 1, 1], [0, 1, 0], [0, 0, 1], [2.0, 3.0, 4.0]),
+    always=True,
+  )
+  np.testing.assert_allclose(kept.rows.discount[:3], [GAMMA] * 3)
 
 
 def test_what_a_simulator_has_lost_is_not_remembered(in_float64):

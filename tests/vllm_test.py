@@ -327,6 +327,31 @@ def test_rows_that_have_not_ended_go_on_by_newer_parameters(case):
   assert several
 
 
+def test_groups_that_it_has_not_come_to_are_asked_for_in_a_later_step(case):
+  """More are under way than it works on at once: none is lost or doubled."""
+  policy, spare = case.policy(), 6
+  params = policy.init(jax.random.key(0))
+  rollout = carried.begin(policy, tiny.problem(8), GROUP, spare)
+  act, seen = carried.acts(policy, GROUP, 2, spare), []
+  waited = 0
+  for i in range(6):
+    problem = tiny.problem(8, seed=i)
+    problem = problem._replace(answer=jnp.arange(8) + 8 * i)
+    asked = jax.tree.map(lambda x: jnp.repeat(x, GROUP, axis=0), problem)
+    keys = stages.keys(jax.random.key(i), asked.prompt)
+    now = base.Version(params, jnp.int32(i))
+    done, x, rollout, _ = act(now, rollout, asked, keys)
+    answer_NG = np.asarray(done.answer).reshape(-1, GROUP)
+    assert (answer_NG == answer_NG[:, :1]).all()
+    here = np.asarray(x.mask).max(1).reshape(-1, GROUP).max(1) > 0
+    seen += answer_NG[here, 0].tolist()
+    left_B = np.asarray(rollout.draft.alive)
+    waited += (left_B & (np.asarray(rollout.draft.mask).max(1) == 0)).sum()
+  left = np.asarray(rollout.problem.answer)[::GROUP].tolist()
+  assert sorted(seen + left) == [*range(48)]
+  assert waited  # Or this would show nothing.
+
+
 def test_what_is_left_is_given_up_and_the_next_call_is_whole(case):
   policy, prompt = case.policy(), prompts()
   params = policy.init(jax.random.key(0))

@@ -18,11 +18,11 @@ from planner import graph as graph_lib
 from planner import plan as plan_lib
 from planner import reissue
 from rlinf_jax.runtime import actor as actor_lib
+from rlinf_jax.runtime import asked as asked_lib
 from rlinf_jax.runtime import crew as crew_lib
 from rlinf_jax.runtime import host, link, local, mail, parcel
 from rlinf_jax.runtime import timeline as timeline_lib
-from rlinf_jax.runtime import turn as turn_lib
-from rlinf_jax.runtime.worker import StageError
+from rlinf_jax.runtime.worker import DiedError, StageError
 
 
 class Cluster:
@@ -68,7 +68,7 @@ class Cluster:
     self._first = 0  # The step that is next then.
     self._counts = collections.Counter()  # Turns begun since, by flow.
     self._sent = {}  # By process, how much has left it on ways within loops.
-    self._turns: list[turn_lib.Turn] = []  # Those that have not ended.
+    self._turns: list[asked_lib.Asked] = []  # Those that have not ended.
     self._taken: dict[str, int] = {}  # The turns that each place has.
     self._replaceable = actor_lib.replaceable(plan, self.lowered)
     self._renewed: dict[str, int] = {}  # The turn that another began with.
@@ -217,33 +217,33 @@ class Cluster:
     self._flying = [one for one in self._flying if not one.done()] + [made]
     return local.reported(self.lowered[name].flow, made)
 
-  def _turn(self, name: str, step: int, inputs=()) -> turn_lib.Turn:
+  def _turn(self, name: str, step: int, inputs=()) -> asked_lib.Asked:
     """The next turn."""
     leaves = ray.put([parcel.pack(x) for x in jax.tree.leaves(inputs)])
-    return turn_lib.Turn(
+    return asked_lib.Asked(
       name, step, leaves, self._counts.total(), self._counts[name]
     )
 
-  def _ask(self, turn: turn_lib.Turn, member: str, left=reissue.EVERYTHING):
+  def _ask(self, turn: asked_lib.Asked, member: str, left=reissue.EVERYTHING):
     """Has a process take its part in a turn."""
     asked = self._crew.actors[member].turn.remote(
       *(turn.name, turn.step, turn.leaves, turn.number, turn.count),
       *(dict(self._taken), left),
     )
-    turn.asked[asked] = member
+    turn.of[asked] = member
 
-  def _collect(self, turn: turn_lib.Turn) -> dict[int, Any]:
+  def _collect(self, turn: asked_lib.Asked) -> dict[int, Any]:
     """Outputs of a turn, when all actors have taken it."""
     outputs = {}
-    while turn.asked:
-      (one, *_), _ = ray.wait(list(turn.asked))
+    while turn.of:
+      (one, *_), _ = ray.wait(list(turn.of))
       try:
         given, spans, sent = ray.get(one)
       except ray.exceptions.RayError as error:
         self._mend(turn, one, error)
         continue
       with self._lock:
-        member = turn.asked.pop(one, None)
+        member = turn.of.pop(one, None)
         if member is None:
           continue  # It died since, and another does that again.
         place = self._crew.members[member].place
@@ -259,22 +259,22 @@ class Cluster:
       self._turns.remove(turn)
     return outputs
 
-  def _mend(self, turn: turn_lib.Turn, asked, error):
+  def _mend(self, turn: asked_lib.Asked, asked, error):
     """Has another process take over, or keeps the failure.
 
     Raises:
       StageError: if nobody can.
     """
     with self._lock:
-      if asked not in turn.asked:
+      if asked not in turn.of:
         return  # That was done since.
-      member = turn.asked[asked]
+      member = turn.of[asked]
       died = isinstance(error, ray.exceptions.RayActorError)
       if not self._failure and died and member in self._replaceable:
         try:
           self._take_over(member)
           return
-        except turn_lib.FAILURES:
+        except asked_lib.FAILURES:
           pass  # What happened is told by who died.
       self._fail(member, error)
     raise self._failure
@@ -329,10 +329,8 @@ class Cluster:
       }
       actor.absorb.remote(carried)
     for turn in turns:
-      turn.asked = {
-        k: x
-        for k, x in turn.asked.items()
-        if x != member or turn_lib.answered(k)
+      turn.of = {
+        k: x for k, x in turn.of.items() if x != member or asked_lib.answered(k)
       }
       self._ask(turn, member, left if turn is first else reissue.EVERYTHING)
     self._renewed[member] = first.number
@@ -343,11 +341,11 @@ class Cluster:
       f'{len(left.skip)} calls of stages need not be made again.'
     )
 
-  def _lacks(self, turn: turn_lib.Turn, member: str) -> bool:
+  def _lacks(self, turn: asked_lib.Asked, member: str) -> bool:
     """Whether a process has not answered for a turn."""
     return any(
-      name == member and not turn_lib.answered(asked)
-      for asked, name in turn.asked.items()
+      name == member and not asked_lib.answered(asked)
+      for asked, name in turn.of.items()
     )
 
   def _heal(self):
@@ -362,7 +360,7 @@ class Cluster:
           raise error
         try:
           self._take_over(member)
-        except turn_lib.FAILURES:
+        except asked_lib.FAILURES:
           raise error from None
 
   def mended(self) -> list[str]:
@@ -376,6 +374,10 @@ class Cluster:
       return
     died = [*self._crew.dead().values()]
     self._failure = (died or [crew_lib.told(error, member)])[0]
+    if self._renewed and not died:
+      # It may come of a death that was thought survived, such as a pull from
+      # who is no more: so the run goes on from its checkpoint, once.
+      self._failure = DiedError(str(self._failure))
     for name, actor in self._crew.actors.items():
       if name != member:
         actor.fail.remote(str(self._failure))

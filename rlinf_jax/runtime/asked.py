@@ -1,4 +1,4 @@
-"""Calls of flows that actors take part in, as the driver keeps them."""
+"""What the driver has asked of actors, until all of them have answered."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ FAILURES = StageError, ValueError, LookupError, ray.exceptions.RayError
 
 
 @dataclasses.dataclass(eq=False)
-class Turn:
+class Asked:
   """A call of a flow that has not ended.
 
   Attributes:
@@ -21,7 +21,7 @@ class Turn:
     leaves: a reference to its inputs.
     number: of the turn, since a state was loaded.
     count: of turns of the same flow before it.
-    asked: processes that take part in it, by what they will answer.
+    of: processes that have not been heard, by what they will answer.
   """
 
   name: str
@@ -29,15 +29,15 @@ class Turn:
   leaves: Any
   number: int
   count: int
-  asked: dict[Any, str] = dataclasses.field(default_factory=dict)
+  of: dict[Any, str] = dataclasses.field(default_factory=dict)
 
 
-def answered(asked) -> bool:
+def answered(one) -> bool:
   """Whether an answer is there, and is none of a death."""
-  if not ray.wait([asked], timeout=0)[0]:
+  if not ray.wait([one], timeout=0)[0]:
     return False
   try:
-    ray.get(asked)
+    ray.get(one)
   except ray.exceptions.RayError:
     return False
   return True
