@@ -329,14 +329,14 @@ def test_rows_that_have_not_ended_go_on_by_newer_parameters(case):
 
 def test_groups_that_it_has_not_come_to_are_asked_for_in_a_later_step(case):
   """More are under way than it works on at once: none is lost or doubled."""
-  policy, spare = case.policy(), 6
+  policy, spare = case.policy(), 12  # Rows of these are more than 16.
   params = policy.init(jax.random.key(0))
-  rollout = carried.begin(policy, tiny.problem(8), GROUP, spare)
+  rollout = carried.begin(policy, tiny.problem(13), GROUP, spare)
   act, seen = carried.acts(policy, GROUP, 2, spare), []
   waited = 0
   for i in range(6):
-    problem = tiny.problem(8, seed=i)
-    problem = problem._replace(answer=jnp.arange(8) + 8 * i)
+    problem = tiny.problem(13, seed=i)
+    problem = problem._replace(answer=jnp.arange(13) + 13 * i)
     asked = jax.tree.map(lambda x: jnp.repeat(x, GROUP, axis=0), problem)
     keys = stages.keys(jax.random.key(i), asked.prompt)
     now = base.Version(params, jnp.int32(i))
@@ -348,7 +348,7 @@ def test_groups_that_it_has_not_come_to_are_asked_for_in_a_later_step(case):
     left_B = np.asarray(rollout.draft.alive)
     waited += (left_B & (np.asarray(rollout.draft.mask).max(1) == 0)).sum()
   left = np.asarray(rollout.problem.answer)[::GROUP].tolist()
-  assert sorted(seen + left) == [*range(48)]
+  assert sorted(seen + left) == [*range(78)]
   assert waited  # Or this would show nothing.
 
 
