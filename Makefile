@@ -16,19 +16,14 @@ train: .venv/core  # The main job: a small model learns arithmetic by GRPO.
 	  --gin_file gin_configs/grpo_arithmetic.gin \
 	  --workdir runs/arithmetic --resume
 
-# Everything that CI checks. Each half leaves a core free, so both run at once,
-# and what the slow one says follows what the fast one does.
+# Everything that CI checks, files side by side: a process of tests a core.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
+
 test: lint
-	@log=$$(mktemp); \
-	$(BIN)/python -m pytest -q -m slow -p no:cacheprovider >$$log 2>&1 & \
-	slow=$$!; \
-	$(BIN)/python -m pytest -q -m 'not slow'; fast=$$?; \
-	wait $$slow; slow=$$?; \
-	cat $$log; rm $$log; \
-	test $$fast = 0 -a $$slow = 0
+	$(PYTEST)
 
 fast: lint  # The same without the slow tests.
-	$(BIN)/python -m pytest -q -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 lint: .venv/test
 	$(BIN)/ruff check

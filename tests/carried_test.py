@@ -353,13 +353,6 @@ def eager():
   return workflow, first, batches, want
 
 
-@pytest.fixture
-def in_float64():
-  jax.config.update('jax_enable_x64', True)
-  yield
-  jax.config.update('jax_enable_x64', False)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('sketch', PLANS.values(), ids=PLANS)
 def test_no_plan_changes_what_is_carried(sketch, in_float64):

@@ -44,9 +44,38 @@ if CPUINFO.exists():
   os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.1')
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+def pytest_collection_modifyitems(items):
+  """Tests of a file follow each other, and so do all who have Ray.
+
+  They share what was compiled, and tests of Ray count its processes.
+  """
+  for item in items:
+    ray = item.path.stem.startswith(('ray', 'span'))
+    name = 'ray' if ray else item.path.stem
+    item.add_marker(pytest.mark.xdist_group(name))
+
+
+@pytest.fixture
+def in_float64():
+  """For all threads, as the runtime compiles on its own."""
+  jax.config.update('jax_enable_x64', True)
+  yield
+  jax.config.update('jax_enable_x64', False)
+
+
+@pytest.fixture
+def quickly_compiled():
+  """Programs that XLA hardly optimises, where most of a test is to compile."""
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)
+
 
 SUFFIX = re.compile(r'_([A-Z0-9]*[A-Z][A-Z0-9]*)$')
 

@@ -172,13 +172,6 @@ PLANS = {
 }
 
 
-@pytest.fixture
-def in_float64():
-  jax.config.update('jax_enable_x64', True)
-  yield
-  jax.config.update('jax_enable_x64', False)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('sketch, exact', PLANS.values(), ids=PLANS)
 def test_planned_dapo_is_eager_dapo(sketch, exact, in_float64):

@@ -21,11 +21,7 @@ STEPS = 2
 UPDATES = [(1, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)]
 
 
-@pytest.fixture(autouse=True, scope='module')
-def in_float64():
-  jax.config.update('jax_enable_x64', True)
-  yield
-  jax.config.update('jax_enable_x64', False)
+pytestmark = pytest.mark.usefixtures('in_float64', 'quickly_compiled')
 
 
 @functools.cache

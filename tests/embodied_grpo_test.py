@@ -28,13 +28,6 @@ KEY = jax.random.key(0)
 GROUP = 4
 
 
-@pytest.fixture
-def in_float64():
-  jax.config.update('jax_enable_x64', True)
-  yield
-  jax.config.update('jax_enable_x64', False)
-
-
 class Line(NamedTuple):
   """Where somebody stands, and where that began."""
 

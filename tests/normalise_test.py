@@ -12,13 +12,6 @@ from stages import metrics, normalise
 LIKE = {'a': jax.ShapeDtypeStruct((3,), jnp.float32)}
 
 
-@pytest.fixture
-def in_float64():
-  jax.config.update('jax_enable_x64', True)
-  yield
-  jax.config.update('jax_enable_x64', False)
-
-
 def batches(sizes=(1, 7, 30, 2, 60), seed=0):
   """Of different sizes, each about a place of its own."""
   rng = np.random.default_rng(seed)

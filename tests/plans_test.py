@@ -22,14 +22,18 @@ STAGES = (
 ).split()
 # Minibatches, epochs, and which groups they are of.
 UPDATES = [(1, 1, 'row'), (2, 1, 'row'), (1, 2, 'row'), (2, 2, 'shuffled')]
-MESHES = [((), 1), ((('data', 2),), 2), ((('fsdp', 2),), 2)]
+# Devices and axes of places to choose from. Each has its own devices whatever
+# plan it is in, so that what one plan compiles serves the next.
+PLACES = {
+  'p0': plan_lib.Placement((0,)),
+  'p1': plan_lib.Placement((1,)),
+  'p2': plan_lib.Placement((2,)),
+  'p3': plan_lib.Placement((3, 4), (('data', 2),)),
+  'p4': plan_lib.Placement((5, 6), (('fsdp', 2),)),
+}
 
 
-@pytest.fixture(autouse=True, scope='module')
-def in_float64():
-  jax.config.update('jax_enable_x64', True)
-  yield
-  jax.config.update('jax_enable_x64', False)
+pytestmark = pytest.mark.usefixtures('in_float64', 'quickly_compiled')
 
 
 @functools.cache
@@ -69,12 +73,8 @@ def random_plan(seed, stages, rows, evict, updates):
     updates: to choose from.
   """
   rng = np.random.default_rng(seed)
-  places, first = {}, 0
-  for i in range(rng.integers(1, 5)):
-    axes, n = MESHES[rng.integers(len(MESHES))]
-    places[f'p{i}'] = plan_lib.Placement(tuple(range(first, first + n)), axes)
-    first += n
-  names = list(places)
+  names = rng.permutation(list(PLACES))[: rng.integers(1, 5)].tolist()
+  places = {name: PLACES[name] for name in names}
   stages = {name: names[rng.integers(len(names))] for name in stages}
   pieces = int(rng.choice([1, 2, 4]))
   rows = rows if rng.integers(2) else {}

@@ -30,11 +30,7 @@ ROWS, STEPS = 8, 2
 UPDATES = [(1, 1, None), (2, 1, None), (1, 2, 1e9), (2, 2, 1e-4)]
 
 
-@pytest.fixture(autouse=True, scope='module')
-def in_float64():
-  jax.config.update('jax_enable_x64', True)
-  yield
-  jax.config.update('jax_enable_x64', False)
+pytestmark = pytest.mark.usefixtures('in_float64', 'quickly_compiled')
 
 
 @functools.cache

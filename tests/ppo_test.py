@@ -26,13 +26,6 @@ KEY = jax.random.key(0)
 GAMMA, LAMBDA = 0.9, 0.8
 
 
-@pytest.fixture
-def in_float64():
-  jax.config.update('jax_enable_x64', True)
-  yield
-  jax.config.update('jax_enable_x64', False)
-
-
 # Advantages.
 
 

@@ -22,11 +22,7 @@ from toys import Known
 TOLERANCE = {'rtol': 1e-9, 'atol': 1e-9}  # In float64: sines enlarge rounding.
 
 
-@pytest.fixture(autouse=True, scope='module')
-def in_float64():
-  jax.config.update('jax_enable_x64', True)
-  yield
-  jax.config.update('jax_enable_x64', False)
+pytestmark = pytest.mark.usefixtures('in_float64')
 
 
 @stages.stage('count', 'batch')

@@ -18,11 +18,7 @@ WORLD = base.World(
 B = 64
 
 
-@pytest.fixture(autouse=True)
-def in_float64():
-  jax.config.update('jax_enable_x64', True)
-  yield
-  jax.config.update('jax_enable_x64', False)
+pytestmark = pytest.mark.usefixtures('in_float64')
 
 
 def policy_and_params(bound):

@@ -41,11 +41,7 @@ PLACED = {
 }
 
 
-@pytest.fixture(autouse=True, scope='module')
-def in_float64():
-  jax.config.update('jax_enable_x64', True)
-  yield
-  jax.config.update('jax_enable_x64', False)
+pytestmark = pytest.mark.usefixtures('in_float64', 'quickly_compiled')
 
 
 @pytest.fixture(scope='module', autouse=True)

@@ -37,13 +37,6 @@ KEY = jax.random.key(0)
 GAMMA = 0.9
 
 
-@pytest.fixture
-def in_float64():
-  jax.config.update('jax_enable_x64', True)
-  yield
-  jax.config.update('jax_enable_x64', False)
-
-
 # Targets.
 
 

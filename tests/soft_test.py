@@ -14,13 +14,6 @@ KEY = jax.random.key(0)
 GAMMA = 0.9
 
 
-@pytest.fixture
-def in_float64():
-  jax.config.update('jax_enable_x64', True)
-  yield
-  jax.config.update('jax_enable_x64', False)
-
-
 class Known:
   """A policy that does nothing in particular, log π = −3."""
 

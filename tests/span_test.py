@@ -129,13 +129,6 @@ def dapo_flows():
   )
 
 
-@pytest.fixture
-def in_float64():
-  jax.config.update('jax_enable_x64', True)
-  yield
-  jax.config.update('jax_enable_x64', False)
-
-
 def test_two_processes_of_two_devices_compute_the_same_but_for_rounding(
   in_float64, far
 ):
