@@ -122,7 +122,7 @@ class Loop:
       self._replan()
       self._begin()
     info = self._flying.popleft().result()
-    for line in self.runtime.mended():
+    for line in self.runtime.said():
       self._notes.say(line)
     if not self._flying:
       self.runtime.wait()

@@ -63,7 +63,8 @@ class Stage:
       parameters, it is given as it lies.
     like: shapes of what a host stage returns, given shapes of what it takes.
     ahead: a host stage whose function returns a `Later` of what it returns: it
-      is begun as soon as what it takes is there, and waited for in its turn.
+      is begun as soon as what it takes is there, and waited for in its turn. A
+      simulator steps so, while a policy acts on other rows.
   """
 
   fn: Callable[..., Any]
@@ -82,10 +83,10 @@ class Stage:
         f'Stage {self.name} runs on the host, so nothing can tell the shapes '
         'of what it returns: give it `like`.'
       )
-    if self.ahead and (not self.host or self.linear):
+    if self.ahead and not self.host:
       raise ValueError(
         f'Stage {self.name} cannot be begun ahead of its turn: only what runs '
-        'on the host can, and uses nothing up.'
+        'on the host can.'
       )
     both = sorted({*self.linear} & {*self.whole})
     if both and self.grain != 'batch':

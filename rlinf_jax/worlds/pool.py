@@ -6,8 +6,8 @@ the rows, every process steps environments of the other half. A call is one
 message a process; observations and actions lie in memory that both sides map.
 
 A row's token says which environment it is, how often that was stepped, and its
-seed. A token is used in order; where it comes from another process, as when a
-run is resumed, the episodes that were under way are lost, and others begin.
+seed. A token is used in order. With what `save` says of it any process can go
+on from it, or this one go back to it: seeds and actions bring episodes back.
 
 An environment that fails loses its episode and no other. Where its whole
 process is lost with it, the others of that process are brought back by their
@@ -16,12 +16,14 @@ seeds and the actions of their episodes, and are checked to show what they did.
 
 import collections
 from collections.abc import Callable
+import contextlib
 import os
 from typing import NamedTuple
 import weakref
 
 import numpy as np
 
+from rlinf_jax import told
 from rlinf_jax.worlds import environment, episodes, process, worker
 from rlinf_jax.worlds import memory as memory_lib
 from stages import base
@@ -34,14 +36,25 @@ class Ticket(NamedTuple):
   """Steps that are under way.
 
   Attributes:
+    pool: that makes them.
     rows: environments.
     token: after the steps.
     asked: requests that must be answered, by process.
   """
 
+  pool: 'Pool'
   rows: np.ndarray
   token: np.ndarray
   asked: dict[int, int]
+
+  def result(self):
+    """As `Pool.receive`."""
+    return self.pool.receive(self)
+
+  def cancel(self):
+    """Waits all the same: until then nobody can step these environments."""
+    with contextlib.suppress(worker.BrokenError):
+      self.pool.receive(self)
 
 
 class Pool:
@@ -51,7 +64,7 @@ class Pool:
     spec: what environments show and take.
     faults: the failures that were got over, oldest first, the last thousand.
     lost: how many episodes were lost to them.
-    restarted: how many began anew, as a token came from another process.
+    restarted: how many began anew, as they could not be saved.
   """
 
   def __init__(
@@ -63,7 +76,7 @@ class Pool:
     chunk: int = 1,
     discount: float = 1.0,
     patience: float = 60.0,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = told.say,
   ):
     """Starts the first process, to learn what environments look like.
 
@@ -102,7 +115,7 @@ class Pool:
     self._memory = memory_lib.Memory(self._fd, self.spec, *self._sizes)
     self._failures = np.zeros(n, int)  # In a row.
     self._known = np.zeros(n, bool)  # Begun by a token.
-    self._episodes = episodes.Episodes(self._memory)
+    self._episodes = episodes.Episodes(self._memory, self.spec.horizon)
 
   def __len__(self):
     return self._sizes[0]
@@ -115,6 +128,11 @@ class Pool:
   def pids(self) -> list[int]:
     """Of the worker processes that are there."""
     return [one.pid for one in self._processes]
+
+  @property
+  def episode(self) -> tuple[int, int, int]:
+    """Shape [K, C, A] of the actions of the longest episode."""
+    return self._episodes.longest, *self._memory.action_NCA.shape[1:]
 
   def close(self):
     """Ends all processes."""
@@ -156,7 +174,6 @@ class Pool:
     self._check(token, action)
     row_B = token[:, INDEX].astype(np.int64)
     self._idle(row_B)
-    self._take_over(token)
     self._memory.action_NCA[row_B] = (
       action if action.ndim == 3 else action[:, None]
     )
@@ -165,7 +182,7 @@ class Pool:
     asked = self._ask('step', row_B)
     token = token.copy()
     token[:, CALL] += 1
-    return Ticket(row_B, token, asked)
+    return Ticket(self, row_B, token, asked)
 
   def receive(self, ticket: Ticket):
     """Waits for what `send` began.
@@ -195,6 +212,55 @@ class Pool:
       steps=m.steps_N[row_B],
       lost=lost_B,
     )
+
+  def save(self, token) -> episodes.Past:
+    """What, with a token, is enough to go on in any process."""
+    return self._episodes.past(np.asarray(token)[:, INDEX])
+
+  def load(self, token, past: episodes.Past):
+    """Has environments where a token and its past say, and returns the token.
+
+    Those that are elsewhere are brought there by their seeds and actions.
+    """
+    token = np.asarray(token)
+    row_B, call_B, seed_B = token.T.astype(np.int64)
+    self._idle(row_B)
+    m = self._memory
+    away_B = ~self._known[row_B] | (m.base_N[row_B] != seed_B)
+    away_B |= m.call_N[row_B] != call_B
+    away_B |= episodes.differ(self._episodes.past(row_B), past)
+    if away_B.any():
+      self._bring(np.flatnonzero(away_B), row_B, call_B, seed_B, past)
+    return token
+
+  def _bring(self, away, row_B, call_B, seed_B, past):
+    """Brings rows `away` of a token to where they were."""
+    self._start()
+    for one in self._processes:  # A process that dies is asked once for all.
+      self._hear({one.rank: one.answered + len(one.waiting)})
+    self._known[row_B[away]] = True
+    self._memory.base_N[row_B[away]] = seed_B[away]
+    replays = collections.defaultdict(list)
+    lost = moved = 0
+    for b in away:
+      i, call = int(row_B[b]), int(call_B[b])
+      actions = self._episodes.put(i, call, past, b)
+      if actions is None:
+        lost += 1
+      else:
+        moved += len(actions) > 0
+        replays[i % self._sizes[2]].append((i, actions))
+    asked = {}
+    for rank, rows in replays.items():
+      one = self._processes[rank]
+      one.ask('replay', rows, self._memory)
+      asked[rank] = one.answered + len(one.waiting)
+    self._hear(asked)
+    if moved:
+      self._say(f'{moved} episodes are gone on with, by their seeds and actions.')
+    if lost:
+      self.restarted += lost
+      self._say(f'{lost} environments begin new episodes: those were not saved.')
 
   def _count(self, row_B, lost_B):
     """Counts lost episodes; gives up on what only ever fails."""
@@ -252,28 +318,16 @@ class Pool:
       raise ValueError('A token must name each of its environments once.')
     if row_B.max() >= n:
       raise ValueError(f'Environment {row_B.max()} is not one of {n}.')
-
-  def _take_over(self, token):
-    """Restarts the environments of tokens that another process made."""
     row_B, call_B, seed_B = token.T.astype(np.int64)
-    m = self._memory
-    known_B = self._known[row_B] & (m.base_N[row_B] == seed_B)
-    for i, call in zip(row_B[known_B], call_B[known_B], strict=True):
-      if call < m.call_N[i]:
+    here_B = self._known[row_B] & (self._memory.base_N[row_B] == seed_B)
+    for i, call, here in zip(row_B, call_B, here_B, strict=True):
+      at = f'at {self._memory.call_N[i]}' if here else 'of another token here'
+      if not here or call != self._memory.call_N[i]:
         raise ValueError(
-          f'Environment {i} was to make call {call}, but is at {m.call_N[i]}: '
-          'a simulator goes forward only, so that each token is used once.'
+          f'Environment {i} was to make call {call}, but is {at}: each token is '
+          'used once and where it was made. To go on elsewhere, or from an '
+          'earlier one, `load` it with what `save` has said of it.'
         )
-    away_B = ~known_B | (m.call_N[row_B] != call_B)
-    if not away_B.any():
-      return
-    self._restart(row_B[away_B], call_B[away_B], seed_B[away_B])
-    m.dropped_N[row_B[away_B]] = 1  # What was seen there is no more.
-    self.restarted += int(away_B.sum())
-    self._say(
-      f'{away_B.sum()} environments begin new episodes: those that were under '
-      'way were in another process.'
-    )
 
   def _idle(self, row_B):
     """Refuses rows that are stepping."""
