@@ -7,10 +7,10 @@ could, it runs the one of the earliest piece, since other places wait for what
 becomes of it; then the one with the longest way to go (HEFT, Topcuoglu 2002),
 which alone would finish a long stage before a short one that follows it.
 
-What may begin ahead of its turn keeps no place: it is done elsewhere, one call of
-a stage after the other, and a place is free until it waits for it. It does so when
-all that can be begun so has what it reads: an engine is given all pieces at once,
-and while simulators step one piece a policy acts on another.
+What may begin ahead of its turn keeps no place: it is done elsewhere, one call
+of a stage after the other, and a place is free until it waits for it. It does
+so when all that can be begun so has what it reads: an engine is given all
+pieces at once, and while simulators step one piece a policy acts on another.
 """
 
 import collections

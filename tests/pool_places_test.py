@@ -1,9 +1,8 @@
-"""Simulators as a part of plans: at a place of their own, in another process."""
+"""Simulators in plans: at a place of their own, in another process."""
 
 import functools
 import os
 import signal
-import time
 
 import jax
 import numpy as np
@@ -135,7 +134,7 @@ def test_who_dies_costs_no_bit(made):
     with pytest.raises(DiedError):
       go_on(remote, 1, STEPS)
     got = run(remote, kept, 1)  # As a run does, from its last checkpoint.
-    assert 'robots: 4 episodes are gone on with' in remote.said()[0]
+    assert 'robots: Episodes that are gone on with' in remote.said()[0]
     tiny.assert_same_bits(infos + got[0], want[0])
     tiny.assert_same_bits(got[1], want[1])
 

@@ -26,6 +26,7 @@ TOY = 'worlds_toys:toys/Count-v0'
 RAISE, KILL, HANG, NAN, BAD_RESET, HANG_RESET = 10, 20, 30, 40, 50, 60
 KILL_AGAIN, WIN = 70, -11
 PATIENCE = 2.0
+GONE_ON = 'Episodes that are gone on with, by their seeds and actions: '
 
 
 @pytest.fixture
@@ -224,6 +225,37 @@ def test_a_run_measures_simulators_and_begins_them_anew(
     assert got == pytest.approx(want, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
+def test_a_run_that_is_resumed_goes_on_to_the_bit(make, tmp_path, capsys):
+  """In the middle of its episodes: other processes bring them back."""
+
+  def run(name, steps, **kwargs):
+    world, examine = (hosted.of(make(4, 2, say=print)[0]) for _ in range(2))
+    workflow = workflows.ppo(
+      world,
+      robot.policy,
+      optimizers.adamw(1e-3),
+      rows=4,
+      length=4,
+      updates=1,
+      epochs=1,
+      examine=examine,
+    )
+    source = trials.seeds(held_out=4, held_out_batch=4)
+    folder = tmp_path / name
+    given = {'plan': {'pieces': 2}, 'checkpoint_every': 2} | kwargs
+    train.train(workflow, source, workdir=str(folder), steps=steps, **given)
+    return folder, capsys.readouterr().out
+
+  straight, said = run('straight', 4)
+  assert GONE_ON not in said
+  run('broken', 2)
+  resumed, said = run('broken', 4, resume=True)
+  assert said.count(GONE_ON) == 2  # Of each piece.
+  assert run_test.lines(resumed) == run_test.lines(straight)
+  run_test.equal_states(run_test.state(resumed, 4), run_test.state(straight, 4))
+
+
 def test_a_chunk_ends_with_the_episode(make):
   pool, _ = make(3, 1, chunk=4, discount=0.5)
   token, _ = pool.init(np.arange(3))
@@ -247,7 +279,9 @@ def test_a_token_is_used_in_order(make):
   pool, _ = make()
   token, _ = pool.init(np.arange(6))
   after, _ = act(pool, token, *range(6))
-  with pytest.raises(ValueError, match='0 was to make call 0, but is at 1: each'):
+  with pytest.raises(
+    ValueError, match='0 was to make call 0, but is at 1: each'
+  ):
     act(pool, token, *range(6))
   sent = pool.send(after[:3], np.zeros((3, 1)))
   with pytest.raises(ValueError, match=r'\[2\] are stepping: receive what'):
@@ -271,7 +305,7 @@ def test_another_process_goes_on_from_what_was_saved(make):
     token, made = other.step(token, action_BA)
     for x, y in zip(made, want, strict=True):
       np.testing.assert_array_equal(x, y)
-  assert not other.lost and 'episodes are gone on with' in said[0]
+  assert not other.lost and said[0].startswith(GONE_ON)
   # And so does the one that made it, which has gone further since.
   token = pool.load(there, past)
   _, made = pool.step(token, action_TBA[10])
@@ -297,7 +331,7 @@ def test_an_episode_that_could_not_be_saved_begins_anew_and_says_so(make):
   past.begun[2] = episodes.NEVER
   other, said = make()
   token = other.load(token, past)
-  assert '1 environments begin new episodes' in said[1]
+  assert said[1] == 'New episodes, as those could not be saved: 1.'
   token, made = act(other, token, *6 * [1])
   assert made.lost.tolist() == made.truncated.tolist() == [0, 0, 1, 0, 0, 0]
   assert other.restarted == other.lost == 1

@@ -17,15 +17,13 @@ seeds and the actions of their episodes, and are checked to show what they did.
 import collections
 from collections.abc import Callable
 import contextlib
-import os
 from typing import NamedTuple
-import weakref
 
 import numpy as np
 
 from rlinf_jax import told
-from rlinf_jax.worlds import environment, episodes, process, worker
-from rlinf_jax.worlds import memory as memory_lib
+from rlinf_jax.worlds import environment, episodes, worker
+from rlinf_jax.worlds import processes as processes_lib
 from stages import base
 
 FAILURES = 10  # In a row, after which an environment is given up.
@@ -95,27 +93,23 @@ class Pool:
     """
     _refuse(make, n, processes, chunk)
     self._make, self._sizes = make, (n, chunk, processes)
-    self._patience, self._say, self._discount = patience, say, discount
-    self._fd = memory_lib.anonymous()
-    self._processes: list[process.Process] = []
-    self._end = weakref.finalize(self, _close, self._processes, self._fd)
+    self._say, self._discount = say, discount
     self.faults = collections.deque(maxlen=1000)
     self.lost = self.restarted = 0
-    try:
-      self._processes.append(self._started(0))
-      self.spec = self._processes[0].settle()
-    except process.DiedError as error:
-      self.close()
-      raise environment.UnavailableError(
-        f'The first environment was to be built, and its process {error}.'
-      ) from None
-    except BaseException:
-      self.close()
-      raise
-    self._memory = memory_lib.Memory(self._fd, self.spec, *self._sizes)
+    faults = self.faults  # Not `self`, which ends with its last reader.
+
+    def tell(fault: worker.Fault):
+      faults.append(fault)
+      say(
+        f'Environment {fault.environment}, at call {fault.call}, {fault.what}.'
+      )
+
+    self._processes = processes_lib.Processes(
+      make, self._sizes, patience, say, tell
+    )
+    self.spec, self._memory = self._processes.spec, self._processes.memory
+    self._episodes = self._processes.episodes
     self._failures = np.zeros(n, int)  # In a row.
-    self._known = np.zeros(n, bool)  # Begun by a token.
-    self._episodes = episodes.Episodes(self._memory, self.spec.horizon)
 
   def __len__(self):
     return self._sizes[0]
@@ -127,7 +121,7 @@ class Pool:
   @property
   def pids(self) -> list[int]:
     """Of the worker processes that are there."""
-    return [one.pid for one in self._processes]
+    return self._processes.pids
 
   @property
   def episode(self) -> tuple[int, int, int]:
@@ -136,7 +130,7 @@ class Pool:
 
   def close(self):
     """Ends all processes."""
-    self._end()
+    self._processes.close()
 
   def init(self, seed_B):
     """Begins episodes by seeds, whatever was under way.
@@ -154,7 +148,7 @@ class Pool:
         f'{len(seed_B)} seeds for {len(self)} environments: make the pool as '
         'large as the batch.'
       )
-    self._idle(row_B)
+    self._processes.refuse_busy(row_B)
     self._restart(row_B, 0 * row_B, seed_B)
     token = np.stack([row_B, 0 * row_B, seed_B], 1).astype(np.int32)
     return token, self._seen(self._memory.obs, row_B)
@@ -173,13 +167,13 @@ class Pool:
     token, action = np.asarray(token), np.asarray(action, np.float32)
     self._check(token, action)
     row_B = token[:, INDEX].astype(np.int64)
-    self._idle(row_B)
+    self._processes.refuse_busy(row_B)
     self._memory.action_NCA[row_B] = (
       action if action.ndim == 3 else action[:, None]
     )
     for i in row_B:
       self._episodes.remember(i)
-    asked = self._ask('step', row_B)
+    asked = self._processes.ask('step', row_B)
     token = token.copy()
     token[:, CALL] += 1
     return Ticket(self, row_B, token, asked)
@@ -193,7 +187,7 @@ class Pool:
     Raises:
       BrokenError: if an environment cannot be brought to begin an episode.
     """
-    self._hear(ticket.asked)
+    self._processes.hear(ticket.asked)
     m, row_B = self._memory, ticket.rows
     reward_BC = m.reward_NC[row_B]
     gamma_C = np.float32(self._discount) ** np.arange(reward_BC.shape[1])
@@ -224,9 +218,9 @@ class Pool:
     """
     token = np.asarray(token)
     row_B, call_B, seed_B = token.T.astype(np.int64)
-    self._idle(row_B)
+    self._processes.refuse_busy(row_B)
     m = self._memory
-    away_B = ~self._known[row_B] | (m.base_N[row_B] != seed_B)
+    away_B = ~self._processes.known_N[row_B] | (m.base_N[row_B] != seed_B)
     away_B |= m.call_N[row_B] != call_B
     away_B |= episodes.differ(self._episodes.past(row_B), past)
     if away_B.any():
@@ -235,32 +229,25 @@ class Pool:
 
   def _bring(self, away, row_B, call_B, seed_B, past):
     """Brings rows `away` of a token to where they were."""
-    self._start()
-    for one in self._processes:  # A process that dies is asked once for all.
-      self._hear({one.rank: one.answered + len(one.waiting)})
-    self._known[row_B[away]] = True
+    self._processes.start()
+    self._processes.known_N[row_B[away]] = True
     self._memory.base_N[row_B[away]] = seed_B[away]
-    replays = collections.defaultdict(list)
-    lost = moved = 0
+    replays = {}
     for b in away:
-      i, call = int(row_B[b]), int(call_B[b])
-      actions = self._episodes.put(i, call, past, b)
-      if actions is None:
-        lost += 1
-      else:
-        moved += len(actions) > 0
-        replays[i % self._sizes[2]].append((i, actions))
-    asked = {}
-    for rank, rows in replays.items():
-      one = self._processes[rank]
-      one.ask('replay', rows, self._memory)
-      asked[rank] = one.answered + len(one.waiting)
-    self._hear(asked)
+      i = int(row_B[b])
+      replays[i] = self._episodes.put(i, int(call_B[b]), past, b)
+    lost = [i for i, actions in replays.items() if actions is None]
+    for i in lost:
+      del replays[i]
+    self._processes.replay(replays)
+    moved = sum(len(actions) > 0 for actions in replays.values())
     if moved:
-      self._say(f'{moved} episodes are gone on with, by their seeds and actions.')
+      self._say(
+        f'Episodes that are gone on with, by their seeds and actions: {moved}.'
+      )
     if lost:
-      self.restarted += lost
-      self._say(f'{lost} environments begin new episodes: those were not saved.')
+      self.restarted += len(lost)
+      self._say(f'New episodes, as those could not be saved: {len(lost)}.')
 
   def _count(self, row_B, lost_B):
     """Counts lost episodes; gives up on what only ever fails."""
@@ -272,31 +259,6 @@ class Pool:
       raise worker.BrokenError(
         f'Environment {i} failed {FAILURES} times in a row; the last time it '
         f'{what}.'
-      )
-
-  def _started(self, rank: int) -> process.Process:
-    return process.Process(self._make, rank, rank, self._sizes, self._fd)
-
-  def _start(self):
-    """Starts the processes that are not there."""
-    first = len(self._processes)
-    self._processes += map(self._started, range(first, self._sizes[2]))
-    for one in self._processes[first:]:
-      self._agree(one)
-
-  def _agree(self, one: process.Process):
-    """Waits for a process whose environments must look like the first."""
-    try:
-      spec = one.settle()
-    except process.DiedError as error:
-      raise worker.BrokenError(
-        f'Environment {one.rank} was to be built, and its process {error}.'
-      ) from None
-    if (spec.obs, spec.low.shape) != (self.spec.obs, self.spec.low.shape):
-      raise ValueError(
-        f'Environment {one.rank} shows {spec.obs} and takes {spec.low.shape}, '
-        f'environment 0 {self.spec.obs} and {self.spec.low.shape}: in a pool '
-        'all must be alike.'
       )
 
   def _seen(self, rows, row_B):
@@ -319,116 +281,28 @@ class Pool:
     if row_B.max() >= n:
       raise ValueError(f'Environment {row_B.max()} is not one of {n}.')
     row_B, call_B, seed_B = token.T.astype(np.int64)
-    here_B = self._known[row_B] & (self._memory.base_N[row_B] == seed_B)
+    here_B = self._processes.known_N[row_B] & (
+      self._memory.base_N[row_B] == seed_B
+    )
     for i, call, here in zip(row_B, call_B, here_B, strict=True):
       at = f'at {self._memory.call_N[i]}' if here else 'of another token here'
       if not here or call != self._memory.call_N[i]:
         raise ValueError(
-          f'Environment {i} was to make call {call}, but is {at}: each token is '
-          'used once and where it was made. To go on elsewhere, or from an '
+          f'Environment {i} was to make call {call}, but is {at}: each token '
+          'is used once and where it was made. To go on elsewhere, or from an '
           'earlier one, `load` it with what `save` has said of it.'
         )
 
-  def _idle(self, row_B):
-    """Refuses rows that are stepping."""
-    busy = {
-      i for one in self._processes for ask in one.waiting for i in ask.rows
-    }
-    if both := sorted(busy & {*row_B.tolist()}):
-      raise ValueError(
-        f'Environments {both} are stepping: receive what they were sent first.'
-      )
-
   def _restart(self, row_B, call_B, seed_B):
     """Begins episodes where tokens say that environments are."""
-    self._start()
+    self._processes.start()
     m = self._memory
     m.base_N[row_B], m.call_N[row_B] = seed_B, call_B
     m.attempt_N[row_B] = m.dropped_N[row_B] = 0
     for i in row_B:
       self._episodes.forget(i)
-    self._hear(self._ask('reset', row_B))
-    self._known[row_B] = True
-
-  def _ask(self, name: str, row_B) -> dict[int, int]:
-    """Asks the processes that hold environments; returns what to wait for."""
-    asked, P = {}, self._sizes[2]
-    for rank, one in enumerate(self._processes):
-      if rows := [int(i) for i in row_B if i % P == rank]:
-        one.ask(name, rows, self._memory)
-        asked[rank] = one.answered + len(one.waiting)
-    return asked
-
-  def _hear(self, asked: dict[int, int]):
-    """Waits until processes have answered, whatever it takes."""
-    for rank, count in asked.items():
-      died = 0
-      while (one := self._processes[rank]).answered < count:
-        try:
-          one.answer(self._memory, self._patience, self._tell)
-        except process.DiedError as error:
-          died += 1
-          if died > worker.ATTEMPTS * len(self):
-            raise worker.BrokenError(
-              f'A process of simulators {error}, as did {died - 1} before '
-              'it in one call.'
-            ) from None
-          self._mend(one, error)
-
-  def _mend(self, one: process.Process, error: process.DiedError):
-    """Begins a process anew and brings its environments to where they were."""
-    m, rank = self._memory, one.rank
-    at, does = int(m.at_P[rank]), m.does_P[rank]
-    one.kill()
-    if does != memory_lib.IDLE:
-      m.dropped_N[at] = 1
-      m.attempt_N[at] += does != memory_lib.STEPPING
-      doing = memory_lib.DOES[does]
-      what = f'was {doing} when its process {error}: its episode is lost'
-      self._tell(worker.Fault(at, int(m.call_N[at]), what))
-    else:
-      self._say(f'Process {rank} of simulators {error} and is begun anew.')
-    m.does_P[rank] = memory_lib.IDLE
-    self._processes[rank] = new = self._started(rank)
-    # One request more, which nobody waits for; if it died in that, it has it.
-    again = one.waiting[0].name == 'replay'
-    new.answered = one.answered - (not again)
-    self._agree(new)
-    begins = {i for ask in one.waiting if ask.name == 'reset' for i in ask.rows}
-    replays = []
-    for i in range(rank, len(self), self._sizes[2]):
-      if not self._known[i] or i in begins or m.dropped_N[i]:
-        continue
-      if (actions := self._episodes.actions(i)) is None:
-        m.dropped_N[i] = 1
-        what = 'cannot be brought to where it was: its episode is lost'
-        self._tell(worker.Fault(i, int(m.call_N[i]), what))
-      else:
-        replays.append((i, actions))
-    new.ask('replay', replays, m)
-    for ask in one.waiting:
-      if ask.name != 'replay':
-        undone = [
-          i
-          for i, call in zip(ask.rows, ask.calls, strict=True)
-          if ask.name == 'reset' or m.call_N[i] == call
-        ]
-        new.ask(ask.name, undone, m)
-
-  def _tell(self, fault: worker.Fault):
-    self.faults.append(fault)
-    self._say(
-      f'Environment {fault.environment}, at call {fault.call}, {fault.what}.'
-    )
-
-
-def _close(processes: list[process.Process], fd: int):
-  """Ends processes, first of all those that can end by themselves."""
-  for one in processes:
-    one.dismiss()
-  for one in processes:
-    one.close()
-  os.close(fd)
+    self._processes.hear(self._processes.ask('reset', row_B))
+    self._processes.known_N[row_B] = True
 
 
 def _refuse(make, n: int, processes: int, chunk: int):

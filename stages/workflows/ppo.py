@@ -268,8 +268,12 @@ def _apply(optimizer, kl_stop) -> Callable:
 def describe(x: base.Experience, outcome, ended: tally.Ended) -> base.Info:
   """What is worth knowing of a rollout."""
   steps = 1.0 if outcome.steps is None else outcome.steps
-  return tally.told(ended, 'env') | tally.faults(outcome) | {
-    'rollout/reward': metrics.moments(x.reward),
-    'train/explained_variance': metrics.explained(x.value, x.return_),
-    'env/steps': (steps * x.mask).sum(),
-  }
+  return (
+    tally.told(ended, 'env')
+    | tally.faults(outcome)
+    | {
+      'rollout/reward': metrics.moments(x.reward),
+      'train/explained_variance': metrics.explained(x.value, x.return_),
+      'env/steps': (steps * x.mask).sum(),
+    }
+  )
