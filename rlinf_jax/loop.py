@@ -144,6 +144,9 @@ class Loop:
         f'utilisation/{place}': spent / seconds
         for place, spent in by_place.items()
       }
+    numbers |= {
+      f'wait/{who}': share for who, share in timeline_lib.waits(spans).items()
+    }
     self._compare(seconds, by_stage)
     for name, speed in SPEEDS.items():
       if name in numbers:

@@ -1,6 +1,6 @@
 """The unit of work: a named pure function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any, Literal, NamedTuple
@@ -36,6 +36,11 @@ class Later(NamedTuple):
   def cancel(self):
     """Lets it be given up: nobody waits."""
     self.told.cancel()
+
+  @property
+  def elsewhere(self) -> Sequence[tuple[str, float, float]]:
+    """Who has done it, from when to when, by `time.perf_counter`, if known."""
+    return getattr(self.told, 'elsewhere', ())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

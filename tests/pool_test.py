@@ -244,6 +244,7 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit(make, tmp_path, capsys):
     source = trials.seeds(held_out=4, held_out_batch=4)
     folder = tmp_path / name
     given = {'plan': {'pieces': 2}, 'checkpoint_every': 2} | kwargs
+    given['evaluate_every'] = 2
     train.train(workflow, source, workdir=str(folder), steps=steps, **given)
     return folder, capsys.readouterr().out
 

@@ -38,12 +38,14 @@ class Ticket(NamedTuple):
     rows: environments.
     token: after the steps.
     asked: requests that must be answered, by process.
+    elsewhere: processes that have done it, from when to when.
   """
 
   pool: 'Pool'
   rows: np.ndarray
   token: np.ndarray
   asked: dict[int, int]
+  elsewhere: list[tuple[str, float, float]]
 
   def result(self):
     """As `Pool.receive`."""
@@ -176,7 +178,7 @@ class Pool:
     asked = self._processes.ask('step', row_B)
     token = token.copy()
     token[:, CALL] += 1
-    return Ticket(self, row_B, token, asked)
+    return Ticket(self, row_B, token, asked, [])
 
   def receive(self, ticket: Ticket):
     """Waits for what `send` began.
@@ -187,7 +189,10 @@ class Pool:
     Raises:
       BrokenError: if an environment cannot be brought to begin an episode.
     """
-    self._processes.hear(ticket.asked)
+    done = self._processes.hear(ticket.asked)
+    ticket.elsewhere.extend(
+      (f'simulators {rank}', *when) for rank, when in done.items()
+    )
     m, row_B = self._memory, ticket.rows
     reward_BC = m.reward_NC[row_B]
     gamma_C = np.float32(self._discount) ** np.arange(reward_BC.shape[1])

@@ -58,6 +58,7 @@ class Process:
     rank: its number.
     waiting: what it was asked and has not answered yet, oldest first.
     answered: how many requests it has answered.
+    done: when it did what nobody has asked after yet, by such numbers.
     spec: of its environments, once `settle` has returned.
   """
 
@@ -71,7 +72,7 @@ class Process:
   ):
     """Starts it, and does not wait until it is there."""
     self.rank, self.waiting, self.answered = rank, [], 0
-    self.spec = None
+    self.spec, self.done = None, {}
     ours, theirs = socket.socketpair()
     end, self._lifeline = os.pipe()
     # Its output is told if it dies. The file has no name, so nothing is left.
@@ -137,12 +138,13 @@ class Process:
       DiedError: if it died, or takes longer.
       BrokenError: if an environment begins no episode.
     """
-    while (said := self._next(memory, patience)) is not None:
+    while not isinstance(said := self._next(memory, patience), worker.Done):
       if isinstance(said, worker.BrokenError):
         raise said
       tell(said)
     self.waiting.pop(0)
     self.answered += 1
+    self.done[self.answered] = said
     if os.fstat(self._log.fileno()).st_size > LOG:
       self._log.truncate(0)
 

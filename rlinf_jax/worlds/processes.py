@@ -94,8 +94,8 @@ class Processes:
     self.hear({x.rank: x.answered + len(x.waiting) for x in self._there})
     self.hear(self._ask('replay', [(i, (i, x)) for i, x in actions.items()]))
 
-  def hear(self, asked: dict[int, int]):
-    """Waits until processes have answered, whatever it takes."""
+  def hear(self, asked: dict[int, int]) -> dict[int, worker.Done]:
+    """Waits until processes have answered, whatever it takes; tells when."""
     for rank, count in asked.items():
       died = 0
       while (one := self._there[rank]).answered < count:
@@ -109,6 +109,8 @@ class Processes:
               'it in one call.'
             ) from None
           self._mend(one, error)
+    done = {rank: self._there[rank].done for rank in asked}
+    return {k: done[k].pop(n) for k, n in asked.items() if n in done[k]}
 
   def _started(self, rank: int) -> process.Process:
     return process.Process(self._make, rank, rank, self._sizes, self._fd)

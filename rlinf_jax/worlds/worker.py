@@ -13,6 +13,7 @@ from multiprocessing import connection
 import os
 import signal
 import sys
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,13 @@ class Fault(NamedTuple):
   environment: int
   call: int
   what: str
+
+
+class Done(NamedTuple):
+  """A request was served, from when to when, by `time.perf_counter`."""
+
+  start: float
+  end: float
 
 
 class BrokenError(RuntimeError):
@@ -268,9 +276,10 @@ def main():
       parent.send(error_of(error))
       return
     while (request := parent.recv()) is not None:
+      start = time.perf_counter()
       try:
         worker.serve(*request)
-        parent.send(None)
+        parent.send(Done(start, time.perf_counter()))
       except BrokenError as error:
         parent.send(error)
     worker.close()
