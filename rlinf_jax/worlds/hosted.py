@@ -9,7 +9,7 @@ from rlinf_jax.worlds import environment, episodes
 from rlinf_jax.worlds import pool as pool_lib
 from stages import base
 
-OURS = ('chunk', 'discount', 'patience', 'say')
+OURS = ('chunk', 'discount', 'patience', 'rest', 'say')
 
 
 def world(make, n: int, processes: int = 1, **settings) -> base.World:

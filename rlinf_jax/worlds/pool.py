@@ -76,6 +76,7 @@ class Pool:
     chunk: int = 1,
     discount: float = 1.0,
     patience: float = 60.0,
+    rest: float = 120.0,
     say: Callable[[str], None] = told.say,
   ):
     """Starts the first process, to learn what environments look like.
@@ -88,6 +89,9 @@ class Pool:
       chunk: steps of a call, if actions are chunks.
       discount: γ of a chunk's reward, Σₖ γᵏ rₖ over the steps that were made.
       patience: seconds after which a step or a reset is taken to hang.
+      rest: seconds after which a process ends in which nothing was stepped:
+        who traces a step, or begins it for other processes, needs no more. It
+        is begun anew as soon as somebody asks.
       say: told of every failure that is got over.
 
     Raises:
@@ -107,7 +111,7 @@ class Pool:
       )
 
     self._processes = processes_lib.Processes(
-      make, self._sizes, patience, say, tell
+      *(make, self._sizes, patience, rest), say, tell
     )
     self.spec, self._memory = self._processes.spec, self._processes.memory
     self._episodes = self._processes.episodes

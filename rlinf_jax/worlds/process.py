@@ -69,8 +69,18 @@ class Process:
     first: int,
     sizes: tuple[int, int, int],
     fd: int,
+    rest: float,
   ):
-    """Starts it, and does not wait until it is there."""
+    """Starts it, and does not wait until it is there.
+
+    Args:
+      make: makes environments.
+      rank: its number.
+      first: the environment that it builds at once.
+      sizes: environments, steps of a call, processes.
+      fd: of the memory that is shared.
+      rest: seconds after which it ends, if nothing was stepped.
+    """
     self.rank, self.waiting, self.answered = rank, [], 0
     self.spec, self.done = None, {}
     ours, theirs = socket.socketpair()
@@ -94,7 +104,7 @@ class Process:
     os.close(end)
     self._mail = connection.Connection(ours.detach())
     with contextlib.suppress(OSError):  # It died; `settle` tells.
-      self._mail.send((make, rank, first, sizes))
+      self._mail.send((make, rank, first, sizes, rest))
 
   @property
   def pid(self) -> int:

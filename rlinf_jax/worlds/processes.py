@@ -25,6 +25,7 @@ class Processes:
     make: environment.Make,
     sizes: tuple[int, int, int],
     patience: float,
+    rest: float,
     say: Callable[[str], None],
     tell: Callable[[worker.Fault], None],
   ):
@@ -34,13 +35,15 @@ class Processes:
       make: makes an environment of its index.
       sizes: environments, steps of a call, processes.
       patience: seconds after which a step or a reset is taken to hang.
+      rest: seconds after which a process ends that nothing was stepped in.
       say: told of processes that died at rest.
       tell: told of failures of environments.
 
     Raises:
       UnavailableError: if environments cannot be built here.
     """
-    self._make, self._sizes, self._patience = make, sizes, patience
+    self._make, self._sizes = make, sizes
+    self._patience, self._rest = patience, rest
     self._say, self._tell = say, tell
     self._fd = memory_lib.anonymous()
     self._there: list[process.Process] = []
@@ -113,7 +116,9 @@ class Processes:
     return {k: done[k].pop(n) for k, n in asked.items() if n in done[k]}
 
   def _started(self, rank: int) -> process.Process:
-    return process.Process(self._make, rank, rank, self._sizes, self._fd)
+    return process.Process(
+      self._make, rank, rank, self._sizes, self._fd, self._rest
+    )
 
   def _agree(self, one: process.Process):
     """Waits for a process whose environments must look like the first."""

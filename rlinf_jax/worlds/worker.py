@@ -268,14 +268,18 @@ def main():
   faulthandler.enable()
   with contextlib.suppress(EOFError), connection.Connection(mail) as parent:
     try:
-      make, rank, first, sizes = parent.recv()
+      make, rank, first, sizes, rest = parent.recv()
       worker = Worker(make, rank, first, parent.send)
       parent.send(worker.spec)
       worker.share(memory, *sizes)
     except WALL as error:
       parent.send(error_of(error))
       return
-    while (request := parent.recv()) is not None:
+    wanted = False  # Whoever only looked shall not keep simulators.
+    while wanted or parent.poll(rest) or end(rest):
+      if (request := parent.recv()) is None:
+        break
+      wanted |= request[0] == 'step'
       start = time.perf_counter()
       try:
         worker.serve(*request)
@@ -283,6 +287,12 @@ def main():
       except BrokenError as error:
         parent.send(error)
     worker.close()
+
+
+def end(rest: float):
+  """Ends a process that nobody had step; whoever asks for it begins it anew."""
+  print(f'it had nothing to do for {rest:g} seconds')
+  sys.exit()
 
 
 def error_of(error: BaseException) -> environment.UnavailableError:
