@@ -15,8 +15,8 @@ NEVER = -1  # In place of when an episode began: it cannot be brought back.
 class Past(NamedTuple):
   """By which any process can bring environments to where they are.
 
-  A simulator's own state would not do: what its solver of contacts has in store
-  is no part of it, and what follows would differ in the last bits.
+  A simulator's own state would not do: what ManiSkill calls so is not all that
+  it goes on from, and an episode that is restored by it soon goes another way.
 
   Attributes:
     seed: of the episodes under way, int32 [B].
