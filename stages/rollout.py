@@ -72,16 +72,19 @@ def rollout(
 
   decide = stages.Stage(act, 'act', whole=(0, 1))
   simulate = [simulated(world, t == 0, t == T - 1) for t in range(T)]
+  # Two stages, so that a place of simulators sends what is seen and no more.
   gather = stages.Stage(_gathered, 'gather')
+  collect = stages.Stage(_gathered, 'collect')
 
   def alternate(params, scale, state, obs, key_B):
-    made = []
+    xs, outcomes = [], []
     for t in range(T):
       x, command, key_B = decide(params, scale, obs, key_B)
       state, outcome = simulate[t](state, command)
       obs = outcome.obs
-      made.append((x, outcome._replace(obs=())))
-    return state, obs, *gather(*made)
+      xs.append(x)
+      outcomes.append(outcome._replace(obs=()))
+    return state, obs, gather(*xs), collect(*outcomes)
 
   return alternate
 

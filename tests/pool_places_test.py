@@ -1,4 +1,4 @@
-"""Simulators in plans: at a place of their own, in another process."""
+"""Simulators at a place of their own, in another process."""
 
 import functools
 import os
@@ -24,7 +24,8 @@ ROWS, STEPS = 4, 4
 PENDULUM = {'name': 'Pendulum-v1'}
 APART = {
   'places': {'robots': {'devices': [0]}, 'policy': {'devices': [1]}},
-  'stages': {'reset': 'robots', 'simulate': 'robots', '*': 'policy'},
+  'stages': dict.fromkeys(('reset', 'simulate', 'collect'), 'robots')
+  | {'*': 'policy'},
 }
 SEED = np.arange(2, dtype=np.int32)
 
@@ -36,7 +37,7 @@ def ppo(**settings):
     functools.partial(robot.policy, width=8),
     train.adamw(1e-3),
     rows=ROWS,
-    length=6,
+    length=4,
     updates=2,
     epochs=1,
     examine=gymnasium.world(n=2, **settings | {'max_episode_steps': 5}),
@@ -66,16 +67,11 @@ def made():
   """Makes runtimes that end with the test."""
   there = []
 
-  def make(sketch, far=False, **settings):
+  def make(sketch, **settings):
     record = functools.partial(flows, **settings)
     step, evaluate = record()
     plan = plan_lib.of(sketch, dict.fromkeys(step.stages + evaluate.stages))
-    given = {'step': step, 'evaluate': evaluate}
-    there.append(
-      cluster.Cluster(plan, record, **given)
-      if far
-      else local.Local(plan, **given)
-    )
+    there.append(cluster.Cluster(plan, record, step=step, evaluate=evaluate))
     return there[-1]
 
   yield make
@@ -106,21 +102,29 @@ def same(got, want):
     tiny.assert_same_bits(one, other)
 
 
-def test_a_place_of_their_own_changes_no_bit(made):
-  """Be it a thread or a process: episodes that a driver began go on there."""
+@pytest.fixture(scope='module')
+def one():
+  """A run on one place, from its beginning: state, then what came of it."""
   start = begin(**PENDULUM)
-  want = run(made({}, **PENDULUM), start)
-  same(run(made(APART, **PENDULUM), start), want)
-  remote = made(APART, far=True, **PENDULUM)
+  step, evaluate = flows(**PENDULUM)
+  plan = plan_lib.of({}, dict.fromkeys(step.stages + evaluate.stages))
+  runtime = local.Local(plan, step=step, evaluate=evaluate)
+  yield start, run(runtime, start)
+  runtime.close()
+
+
+def test_a_process_of_their_own_changes_no_bit(made, one):
+  """Where episodes go on that the driver has begun."""
+  start, want = one
+  remote = made(APART, **PENDULUM)
   same(run(remote, start), want)
   assert not remote.said()  # Nothing was lost, and nothing had to be brought.
 
 
-def test_who_dies_costs_no_bit(made):
+def test_who_dies_costs_no_bit(made, one):
   """Simulators, and who has them, and who learns while they go on."""
-  start = begin(**PENDULUM)
-  want = run(made({}, **PENDULUM), start)
-  remote = made(APART, far=True, **PENDULUM)
+  start, want = one
+  remote = made(APART, **PENDULUM)
   infos, _ = run(remote, start, steps=1)
   kept = jax.tree.map(np.array, remote.state())
   worker = psutil.Process(remote.about()['robots']['pid']).children()[0]
@@ -141,7 +145,7 @@ def test_who_dies_costs_no_bit(made):
 
 def test_a_simulator_that_dies_in_a_place_costs_its_episode(made, tmp_path):
   settings = {'name': 'worlds_toys:toys/Fragile-v0', 'mark': tmp_path / 'mark'}
-  remote = made(APART, far=True, **settings)
+  remote = made(APART, **settings)
   infos, _ = run(remote, begin(**settings), steps=2)
   assert [float(info['env/lost']) for info in infos[::2]] == [1, 0]
   (said,) = remote.said()

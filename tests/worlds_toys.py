@@ -96,10 +96,11 @@ class Fragile(Count):
 
   def __init__(self, mark):
     super().__init__()
-    self.mark = pathlib.Path(mark)
+    self.mark, self.steps = pathlib.Path(mark), 0
 
   def step(self, action):
-    if self.time == 2 and not self.mark.exists():
+    self.steps += 1
+    if self.steps == 3 and not self.mark.exists():
       self.mark.touch()
       os.kill(os.getpid(), signal.SIGKILL)
     return super().step(action)
