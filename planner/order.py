@@ -7,8 +7,10 @@ could, it runs the one of the earliest piece, since other places wait for what
 becomes of it; then the one with the longest way to go (HEFT, Topcuoglu 2002),
 which alone would finish a long stage before a short one that follows it.
 
-What may begin ahead of its turn is waited for when all that can be begun so has
-what it reads: an engine is given all pieces at once.
+What may begin ahead of its turn keeps no place: it is done elsewhere, one call
+of a stage after the other, and a place is free until it waits for it. It does
+so when all that can be begun so has what it reads: an engine is given all
+pieces at once, and while simulators step one piece a policy acts on another.
 """
 
 import collections
@@ -61,13 +63,20 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
       default=0.0,
     )
 
+  def began(i, now):
+    """When what is begun now has ended elsewhere."""
+    outside = where[i], flow.nodes[i].name
+    free[outside] = max(now, free[outside]) + takes[i]
+    return free[outside]
+
   left = [len(before) for before in makers]
   ready = {i: 0.0 for i in range(n) if not left[i]}
+  ready |= {i: began(i, 0.0) for i in ready if flow.nodes[i].ahead}
 
   def turn(i, start):
     return start, flow.nodes[i].piece[0], -to_go[i], i
 
-  heap = [turn(i, 0.0) for i in ready]
+  heap = [turn(i, start) for i, start in ready.items()]
   heapq.heapify(heap)
   while heap:
     start, *_, i = heapq.heappop(heap)
@@ -75,13 +84,15 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
     if now > start:
       heapq.heappush(heap, turn(i, now))
       continue
-    end[i] = now + takes[i]
+    end[i] = now + takes[i] * (not flow.nodes[i].ahead)
     free |= dict.fromkeys(there[i], end[i])
     done.append(i)
     for j in after[i]:
       left[j] -= 1
       if not left[j]:
         ready[j] = arrival(j)
+        if flow.nodes[j].ahead:
+          ready[j] = began(j, ready[j])
         heapq.heappush(heap, turn(j, ready[j]))
   return dataclasses.replace(flow, nodes=tuple(flow.nodes[i] for i in done))
 

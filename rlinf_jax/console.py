@@ -22,6 +22,7 @@ STEP = (
   'length {rollout/response_length_mean:.1f}/{rollout/response_length_max:.0f}',
   '{throughput/tokens_per_second:,.0f} tok/s',
   '{throughput/steps_per_second:,.0f} moves/s',
+  'waits: simulators {wait/simulators:.0%} policy {wait/policy:.0%}',
 )
 EVALUATION = (
   'accuracy {eval/accuracy:.1%}',

@@ -122,7 +122,7 @@ class Loop:
       self._replan()
       self._begin()
     info = self._flying.popleft().result()
-    for line in self.runtime.mended():
+    for line in self.runtime.said():
       self._notes.say(line)
     if not self._flying:
       self.runtime.wait()
@@ -144,6 +144,9 @@ class Loop:
         f'utilisation/{place}': spent / seconds
         for place, spent in by_place.items()
       }
+    numbers |= {
+      f'wait/{who}': share for who, share in timeline_lib.waits(spans).items()
+    }
     self._compare(seconds, by_stage)
     for name, speed in SPEEDS.items():
       if name in numbers:

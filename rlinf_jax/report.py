@@ -77,6 +77,11 @@ CURVES = (
   ),
   ('Gradient norm', 'before clipping', {'': 'train/grad_norm'}),
   ('Learning rate', '', {'': 'train/lr'}),
+  (
+    'Waiting',
+    'share of a rollout in simulators',
+    {'simulators': 'wait/simulators', 'policy': 'wait/policy'},
+  ),
   ('Speed', 'tokens a second', {'': 'throughput/tokens_per_second'}),
   ('Speed', 'environment steps a second', {'': 'throughput/steps_per_second'}),
 )

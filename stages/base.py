@@ -258,6 +258,13 @@ class World(NamedTuple):
     horizon: most steps of an episode.
     host: a simulator, on NumPy arrays, and not JAX. Its outcomes have all
       fields.
+    send: `token, command -> stage.Later` of what `step` returns; None where
+      nothing can be done while a simulator steps.
+    past: shapes of what `save` returns for one environment; None where a state
+      is all that there is, or a simulator cannot be saved.
+    save: `token -> past`, by which another process can bring environments to
+      where they are.
+    load: `token, past -> token`: has them there, wherever they were.
   """
 
   init: Callable[[Any], tuple[Any, Any]]
@@ -267,6 +274,10 @@ class World(NamedTuple):
   high: tuple[float, ...]
   horizon: int
   host: bool = False
+  send: Callable[[Any, Any], Any] | None = None
+  past: Any = None
+  save: Callable[[Any], Any] | None = None
+  load: Callable[[Any, Any], Any] | None = None
 
 
 class Workflow(NamedTuple):

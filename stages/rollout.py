@@ -7,6 +7,8 @@ compute the same.
 """
 
 from collections.abc import Callable
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,18 @@ import numpy as np
 
 from stages import base, normalise
 from stages import stage as stages
+
+
+class Saved(NamedTuple):
+  """Environments of a simulator, between rollouts.
+
+  Attributes:
+    token: who they are.
+    past: by which any process can bring them to where they are.
+  """
+
+  token: Any
+  past: Any
 
 
 def rollout(
@@ -57,17 +71,20 @@ def rollout(
     return stages.Stage(fused, name, whole=(0, 1), linear=(2,))
 
   decide = stages.Stage(act, 'act', whole=(0, 1))
-  simulate = simulated(world)
+  simulate = [simulated(world, t == 0, t == T - 1) for t in range(T)]
+  # Two stages, so that a place of simulators sends what is seen and no more.
   gather = stages.Stage(_gathered, 'gather')
+  collect = stages.Stage(_gathered, 'collect')
 
   def alternate(params, scale, state, obs, key_B):
-    made = []
-    for _ in range(T):
+    xs, outcomes = [], []
+    for t in range(T):
       x, command, key_B = decide(params, scale, obs, key_B)
-      state, outcome = simulate(state, command)
+      state, outcome = simulate[t](state, command)
       obs = outcome.obs
-      made.append((x, outcome._replace(obs=())))
-    return state, obs, *gather(*made)
+      xs.append(x)
+      outcomes.append(outcome._replace(obs=()))
+    return state, obs, gather(*xs), collect(*outcomes)
 
   return alternate
 
@@ -85,35 +102,72 @@ def reset(world: base.World) -> stages.Stage:
   """
   if not world.host:
     return stages.Stage(world.init, 'reset')
+  start = functools.partial(_start, world)
   like = lambda seed: _begun(world, seed)
-  return stages.Stage(world.init, 'reset', 'batch', host=True, like=like)
+  return stages.Stage(start, 'reset', 'batch', host=True, like=like)
 
 
-def simulated(world: base.World) -> stages.Stage:
-  """One step of a simulator: a stage `state, command -> state, Outcome`."""
+def simulated(world: base.World, first: bool, last: bool) -> stages.Stage:
+  """One step of a simulator: a stage `state, command -> state, Outcome`.
+
+  Args:
+    world: the simulator.
+    first: of some steps, so that it is given what the last one has returned,
+      which was in another process, it may be.
+    last: of them.
+  """
+  saves = world.save is not None
 
   def like(state, command):
     del command
-    obs = _rows(world.obs, state.shape[0])
-    row = jax.ShapeDtypeStruct(state.shape[:1], jnp.float32)
+    token = state.token if saves and first else state
+    B = token.shape[0]
+    state = Saved(token, _rows(world.past, B)) if saves and last else token
+    obs = _rows(world.obs, B)
+    row = jax.ShapeDtypeStruct((B,), jnp.float32)
     return state, base.Outcome(obs, row, row, row, obs, row, row, row)
 
-  return stages.Stage(world.step, 'simulate', linear=(0,), host=True, like=like)
+  def step(state, command):
+    token = world.load(*state) if saves and first else state
+    if world.send is None:
+      return leave(world.step(token, command))
+    return stages.Later(world.send(token, command), leave)
+
+  def leave(made):
+    token, outcome = made
+    return (_saved(world, token) if last else token), outcome
+
+  ahead = world.send is not None
+  return stages.Stage(
+    step, 'simulate', linear=(0,), host=True, like=like, ahead=ahead
+  )
 
 
 def begin(world: base.World, seed_B):
   """Begins episodes outside of a step."""
   if not world.host:
     return jax.jit(world.init)(seed_B)
+  start = lambda seed_B: _start(world, np.asarray(seed_B))
   if isinstance(seed_B, jax.core.Tracer):  # Such as for shapes alone.
-    init = lambda seed_B: world.init(np.asarray(seed_B))
-    return jax.pure_callback(init, _begun(world, seed_B), seed_B)
-  return jax.tree.map(jnp.asarray, world.init(np.asarray(seed_B)))
+    return jax.pure_callback(start, _begun(world, seed_B), seed_B)
+  return jax.tree.map(jnp.asarray, start(seed_B))
+
+
+def _start(world: base.World, seed_B):
+  token, obs = world.init(seed_B)
+  return _saved(world, token), obs
+
+
+def _saved(world: base.World, token):
+  """What of environments outlives the process that has them."""
+  return Saved(token, world.save(token)) if world.save else token
 
 
 def _begun(world: base.World, seed):
   B = seed.shape[0]
   token = jax.ShapeDtypeStruct((B, 3), jnp.int32)
+  if world.save:
+    token = Saved(token, _rows(world.past, B))
   return token, _rows(world.obs, B)
 
 

@@ -1,6 +1,6 @@
 """The unit of work: a named pure function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any, Literal, NamedTuple
@@ -37,6 +37,11 @@ class Later(NamedTuple):
     """Lets it be given up: nobody waits."""
     self.told.cancel()
 
+  @property
+  def elsewhere(self) -> Sequence[tuple[str, float, float]]:
+    """Who has done it, from when to when, by `time.perf_counter`, if known."""
+    return getattr(self.told, 'elsewhere', ())
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
@@ -63,7 +68,8 @@ class Stage:
       parameters, it is given as it lies.
     like: shapes of what a host stage returns, given shapes of what it takes.
     ahead: a host stage whose function returns a `Later` of what it returns: it
-      is begun as soon as what it takes is there, and waited for in its turn.
+      is begun as soon as what it takes is there, and waited for in its turn. A
+      simulator steps so, while a policy acts on other rows.
   """
 
   fn: Callable[..., Any]
@@ -82,10 +88,10 @@ class Stage:
         f'Stage {self.name} runs on the host, so nothing can tell the shapes '
         'of what it returns: give it `like`.'
       )
-    if self.ahead and (not self.host or self.linear):
+    if self.ahead and not self.host:
       raise ValueError(
         f'Stage {self.name} cannot be begun ahead of its turn: only what runs '
-        'on the host can, and uses nothing up.'
+        'on the host can.'
       )
     both = sorted({*self.linear} & {*self.whole})
     if both and self.grain != 'batch':

@@ -126,3 +126,8 @@ def told(ended: Ended, prefix: str) -> base.Info:
       ('episode_length', 'length'),
     )
   }
+
+
+def faults(outcome: base.Outcome) -> base.Info:
+  """How many episodes were lost; nothing where none can be."""
+  return {} if outcome.lost is None else {'env/lost': outcome.lost.sum()}

@@ -181,11 +181,56 @@ def test_what_waits_in_host_memory_is_brought_back_once_for_all_pieces():
   assert program.Evict(start) not in inside and len(at) == 8
 
 
-@pytest.mark.parametrize('wrong', [{'host': False}, {'linear': (0,)}])
-def test_only_the_host_begins_ahead_and_uses_nothing_up(wrong):
-  given = {'host': True, 'like': lambda x: x, 'ahead': True} | wrong
+def in_turn(x, key, T=3):
+  """A policy acts in a simulator."""
+  del key
+  like = lambda token, x: (token, x)
+  step = lambda token, x: stages.Later(futures.Future(), lambda made: made)
+  simulate = stages.Stage(
+    step, 'simulate', linear=(0,), host=True, like=like, ahead=True
+  )
+  decide = stages.Stage(lambda x: x + 1, 'act')
+  token = decide(x)
+  for _ in range(T):
+    token, x = simulate(token, decide(x))
+  return token, x
+
+
+@pytest.mark.parametrize('sketch', [
+  {'pieces': 2},
+  {
+    'places': {'robots': {'devices': [0]}, 'policy': {'devices': [1]}},
+    'stages': {'simulate': 'robots', '*': 'policy'},
+    'pieces': 2,
+  },
+], ids=['one place', 'two'])  # fmt: skip
+def test_a_policy_acts_on_one_half_while_the_other_is_simulated(sketch):
+  flow = flow_lib.trace(
+    lambda state, x, key: ((), in_turn(x, key)),
+    (),
+    jnp.asarray(BATCH),
+    jax.eval_shape(lambda: KEY),
+  )
+  chosen = plan_lib.of(sketch, flow.stages)
+  ordered, programs = passes.lower(flow, chosen)
+  named = [
+    (type(op).__name__, ordered.nodes[op.node].piece[0])
+    for op in [op for ops in programs.values() for op in ops]
+    if isinstance(op, program.Begin | program.Run)
+    and ordered.nodes[op.node].name == 'simulate'
+  ]
+  begin, run = 'Begin', 'Run'
+  turns = [
+    (begin, 0),
+    (begin, 1),
+    *2 * [(run, 0), (begin, 0), (run, 1), (begin, 1)],
+  ]
+  assert named == [*turns, (run, 0), (run, 1)]
+
+
+def test_only_the_host_begins_ahead():
   with pytest.raises(ValueError, match='cannot be begun ahead of its turn'):
-    stages.Stage(lambda x: x, 'act', **given)
+    stages.Stage(lambda x: x, 'act', ahead=True)
 
 
 def test_a_call_that_breaks_its_promise_is_refused():

@@ -119,6 +119,19 @@ def test_a_killed_process_brings_its_environments_back_to_the_bit(make):
   assert shaken.lost == 0 and not shaken.faults
 
 
+def test_another_process_goes_on_from_what_was_saved_to_the_bit(make):
+  pool, other = make(2, 1), make(2, 2)
+  token, _ = pool.init([100, 101])
+  for action_NA in actions(20, 2):
+    token, _ = pool.step(token, action_NA)
+  after = other.load(token, pool.save(token))
+  for action_NA in actions(40, 2):  # Beyond the end of the episode.
+    token, want = pool.step(token, action_NA)
+    after, made = other.step(after, action_NA)
+    assert same(want, made)
+  assert other.lost == 0 and not other.faults
+
+
 def test_an_observation_of_nan_costs_one_episode(make):
   pool = make()
   token, _ = pool.init(np.arange(N))

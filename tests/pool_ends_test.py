@@ -1,5 +1,6 @@
 """What a pool of simulators leaves behind: nothing, however it ends."""
 
+import functools
 import gc
 import os
 import pathlib
@@ -7,11 +8,16 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import psutil
 import pytest
 
+from planner import flow as flow_lib
+from planner import plan as plan_lib
+from rlinf_jax.runtime import local
 from rlinf_jax.worlds import gymnasium, hosted
+from stages import robot, train, workflows
 
 WHY = 'Gymnasium is not installed: pip install "rlinf-jax[gymnasium]"'
 pytest.importorskip('gymnasium', reason=WHY)
@@ -49,6 +55,24 @@ def test_a_pool_that_is_closed_or_forgotten_leaves_nothing():
     assert gone(pids)
 
 
+def test_who_only_looks_keeps_no_simulators():
+  """As the process that begins a run for others does, or one that learns."""
+  pool, other = (
+    hosted.pool(gymnasium.make, 4, 2, name=TOY, rest=rest)
+    for rest in (0.2, 60.0)
+  )
+  token, _ = pool.init(np.arange(4))
+  assert gone(pool.pids)
+  there, _ = other.init(np.arange(4))
+  for _ in range(2):
+    token, made = pool.step(token, np.ones((4, 1)))
+    there, want = other.step(there, np.ones((4, 1)))
+    np.testing.assert_array_equal(made.obs, want.obs)
+  assert not made.lost.any() and not gone(pool.pids, within=0.5)
+  pool.close()
+  other.close()
+
+
 KILLED = f"""if True:
   import threading
   import numpy as np
@@ -80,18 +104,33 @@ def test_a_parent_that_is_killed_leaves_nothing():
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow():
+def test_five_hundred_iterations_take_no_more_memory():
+  """Of PPO: simulators, policy and what is carried."""
   pool = hosted.pool(gymnasium.make, 6, 2, name=TOY)
-  token, _ = pool.init(np.arange(6))
+  workflow = workflows.ppo(
+    hosted.of(pool),
+    functools.partial(robot.policy, width=8),
+    train.adamw(1e-3),
+    rows=6,
+    length=2,
+    updates=1,
+    epochs=1,
+  )
+  key = jax.random.key(0)
+  state = workflow.init(key)
+  flow = flow_lib.trace(workflow.step, state, (), key)
+  plan = plan_lib.of({'pieces': 2}, flow.stages)
+  runtime = local.Local(plan, step=flow)
+  runtime.load(state)
   processes = [psutil.Process(), *map(psutil.Process, pool.pids)]
-  action_TBA = np.random.default_rng(0).uniform(-1, 1, (20, 6, 1))
   sizes = []
-  for t in range(1000):
-    for action_BA in action_TBA:
-      token, _ = pool.step(token, action_BA)
-    if t in (499, 999):
+  for i in range(600):
+    runtime.step((), jax.random.fold_in(key, i))
+    runtime.timeline.take()
+    if i in (99, 599):
       gc.collect()
       sizes.append([one.memory_info().rss for one in processes])
   for early, late in zip(*sizes, strict=True):
     assert late <= 1.02 * early
+  runtime.close()
   pool.close()

@@ -14,7 +14,7 @@ from planner import flow as flow_lib
 from planner import plan as plan_lib
 from rlinf_jax import train
 from rlinf_jax.runtime import local
-from rlinf_jax.worlds import environment, gymnasium, hosted, worker
+from rlinf_jax.worlds import environment, episodes, gymnasium, hosted, worker
 import run_test
 from stages import robot, rollout, workflows
 from stages import stage as stages
@@ -26,6 +26,7 @@ TOY = 'worlds_toys:toys/Count-v0'
 RAISE, KILL, HANG, NAN, BAD_RESET, HANG_RESET = 10, 20, 30, 40, 50, 60
 KILL_AGAIN, WIN = 70, -11
 PATIENCE = 2.0
+GONE_ON = 'Episodes that are gone on with, by their seeds and actions: '
 
 
 @pytest.fixture
@@ -148,13 +149,15 @@ def decide(obs):
 
 
 def workflow(pool):
-  simulate = rollout.simulated(hosted.of(pool))
+  simulate = [
+    rollout.simulated(hosted.of(pool), t == 0, t == 4) for t in range(5)
+  ]
 
   def step(state, batch, key):
     del batch, key
     token, obs = state
-    for _ in range(5):
-      token, made = simulate(token, decide(obs))
+    for t in range(5):
+      token, made = simulate[t](token, decide(obs))
       obs = made.obs
     return (token, obs), (made.reward, made.final_obs, made.lost)
 
@@ -175,7 +178,7 @@ SKETCHES = {
 @pytest.mark.parametrize('sketch', SKETCHES.values(), ids=SKETCHES)
 def test_a_plan_simulates_what_a_plain_loop_does(make, sketch):
   (pool, _), (other, _) = make(), make()
-  begin = lambda pool: jax.tree.map(jnp.asarray, pool.init(np.arange(6)))
+  begin = lambda pool: rollout.begin(hosted.of(pool), np.arange(6))
   eager, state = workflow(pool), begin(pool)
   inputs = np.ones(6, np.float32), jax.random.key(0)
   flow = flow_lib.trace(workflow(other), state, *inputs)
@@ -186,7 +189,7 @@ def test_a_plan_simulates_what_a_plain_loop_does(make, sketch):
     state, want = eager(state, *inputs)
     for x, y in zip((made, runtime.state()), (want, state), strict=True):
       jax.tree.map(np.testing.assert_array_equal, tuple(x), tuple(y))
-  assert int(state[0][0, 1]) == 20
+  assert int(state[0].token[0, 1]) == 20
   runtime.close()
 
 
@@ -222,6 +225,38 @@ def test_a_run_measures_simulators_and_begins_them_anew(
     assert got == pytest.approx(want, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
+def test_a_run_that_is_resumed_goes_on_to_the_bit(make, tmp_path, capsys):
+  """In the middle of its episodes: other processes bring them back."""
+
+  def run(name, steps, **kwargs):
+    world, examine = (hosted.of(make(4, 2, say=print)[0]) for _ in range(2))
+    workflow = workflows.ppo(
+      world,
+      robot.policy,
+      optimizers.adamw(1e-3),
+      rows=4,
+      length=4,
+      updates=1,
+      epochs=1,
+      examine=examine,
+    )
+    source = trials.seeds(held_out=4, held_out_batch=4)
+    folder = tmp_path / name
+    given = {'plan': {'pieces': 2}, 'checkpoint_every': 2} | kwargs
+    given['evaluate_every'] = 2
+    train.train(workflow, source, workdir=str(folder), steps=steps, **given)
+    return folder, capsys.readouterr().out
+
+  straight, said = run('straight', 4)
+  assert GONE_ON not in said
+  run('broken', 2)
+  resumed, said = run('broken', 4, resume=True)
+  assert said.count(GONE_ON) == 2  # Of each piece.
+  assert run_test.lines(resumed) == run_test.lines(straight)
+  run_test.equal_states(run_test.state(resumed, 4), run_test.state(straight, 4))
+
+
 def test_a_chunk_ends_with_the_episode(make):
   pool, _ = make(3, 1, chunk=4, discount=0.5)
   token, _ = pool.init(np.arange(3))
@@ -245,7 +280,9 @@ def test_a_token_is_used_in_order(make):
   pool, _ = make()
   token, _ = pool.init(np.arange(6))
   after, _ = act(pool, token, *range(6))
-  with pytest.raises(ValueError, match='0 was to make call 0, but is at 1'):
+  with pytest.raises(
+    ValueError, match='0 was to make call 0, but is at 1: each'
+  ):
     act(pool, token, *range(6))
   sent = pool.send(after[:3], np.zeros((3, 1)))
   with pytest.raises(ValueError, match=r'\[2\] are stepping: receive what'):
@@ -255,19 +292,66 @@ def test_a_token_is_used_in_order(make):
     pool.step(after, np.zeros((6, 2)))
 
 
-def test_a_token_of_another_process_restarts_its_episodes_and_says_so(make):
+def test_another_process_goes_on_from_what_was_saved(make):
+  seed_B, action_TBA = np.arange(6), actions(20, 6)
+  pool, _ = make()
+  token, _ = pool.init(seed_B)
+  for action_BA in action_TBA[:10]:
+    token, _ = pool.step(token, action_BA)
+  past, there = pool.save(token), token
+  other, said = make(processes=3)
+  token, after = other.load(there, past), there
+  for action_BA in action_TBA[10:]:
+    after, want = pool.step(after, action_BA)
+    token, made = other.step(token, action_BA)
+    for x, y in zip(made, want, strict=True):
+      np.testing.assert_array_equal(x, y)
+  assert not other.lost and said[0].startswith(GONE_ON)
+  # And so does the one that made it, which has gone further since.
+  token = pool.load(there, past)
+  _, made = pool.step(token, action_TBA[10])
+  assert pool.save(there).begun.max() > 0
+  _, want = other.step(other.load(there, past), action_TBA[10])
+  for x, y in zip(made, want, strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+def test_a_token_that_is_where_it_was_made_is_brought_nowhere(make):
+  pool, said = make()
+  token, _ = pool.init(np.arange(6))
+  token, _ = act(pool, token, *range(6))
+  np.testing.assert_array_equal(pool.load(token, pool.save(token)), token)
+  assert not said
+
+
+def test_an_episode_that_could_not_be_saved_begins_anew_and_says_so(make):
   pool, _ = make()
   token, _ = pool.init(np.arange(6))
-  for _ in range(3):
-    token, _ = act(pool, token, *range(6))
+  token, made = act(pool, token, *range(6))
+  past = pool.save(token)
+  past.begun[2] = episodes.NEVER
   other, said = make()
-  other.init(np.arange(6))
-  token, made = act(other, token, *range(6))
-  assert made.lost.all() and made.truncated.all() and not made.reward.any()
-  assert other.restarted == 6 and 'in another process' in said[0]
-  token, made = act(other, token, *range(6))
+  token = other.load(token, past)
+  assert said[1] == 'New episodes, as those could not be saved: 1.'
+  token, made = act(other, token, *6 * [1])
+  assert made.lost.tolist() == made.truncated.tolist() == [0, 0, 1, 0, 0, 0]
+  assert other.restarted == other.lost == 1
+  np.testing.assert_array_equal(made.final_obs[2], past.obs[2])
+  token, made = act(other, token, *6 * [1])
   assert not made.lost.any()
-  np.testing.assert_array_equal(token[:, 1], 5)
+
+
+def test_who_shows_something_else_when_brought_back_begins_anew(make):
+  pool, _ = make()
+  token, _ = pool.init(np.arange(6))
+  token, made = act(pool, token, *range(6))
+  past = pool.save(token)
+  past.obs[4] += 1
+  other, said = make()
+  token = other.load(token, past)
+  assert 'Environment 4' in said[0] and 'showed another observation' in said[0]
+  token, made = act(other, token, *6 * [1])
+  assert made.lost.tolist() == [0, 0, 0, 0, 1, 0]
 
 
 FAULTS = {

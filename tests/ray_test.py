@@ -240,7 +240,7 @@ def test_a_process_that_dies_without_a_state_is_replaced_in_seconds(far):
   time.sleep(1)
   os.kill(before, signal.SIGKILL)
   assert made.result(timeout=60) == 72 and remote.state() == 80
-  (line,) = remote.mended()
+  (line,) = remote.said()
   assert "place 'b' has died in step 2. Another has taken its place" in line
   assert remote.about()['b']['pid'] != before
   assert remote.step(batch(1), KEY) == 8
@@ -301,7 +301,7 @@ def survive(remote, rng, kills):
         timer.start()
       while len(told) < STEPS:
         told.append(float(remote.step(batch(len(told) % 5), KEY)))
-        mended += remote.mended()
+        mended += remote.said()
         if len(told) % 2 == 0:
           saved.append(remote.state())
     except DiedError:
@@ -342,7 +342,7 @@ def test_who_only_holds_copies_is_taken_over_within_a_step(far, lag):
     timer.join()
     tiny.assert_same_bits(got[0], want[0])
     tiny.assert_same_bits(got[1], want[1])
-    mended += remote.mended()
+    mended += remote.said()
   assert mended
   for line in mended:
     assert re.search("'actor' has died in step .* Another has taken", line)

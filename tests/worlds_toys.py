@@ -89,3 +89,23 @@ gymnasium.register('toys/See-v0', entry_point=See, max_episode_steps=HORIZON)
 gymnasium.register(
   'toys/Count-v0', entry_point=Count, max_episode_steps=HORIZON
 )
+
+
+class Fragile(Count):
+  """Kills its process at its third step, unless it has left its mark before."""
+
+  def __init__(self, mark):
+    super().__init__()
+    self.mark, self.steps = pathlib.Path(mark), 0
+
+  def step(self, action):
+    self.steps += 1
+    if self.steps == 3 and not self.mark.exists():
+      self.mark.touch()
+      os.kill(os.getpid(), signal.SIGKILL)
+    return super().step(action)
+
+
+gymnasium.register(
+  'toys/Fragile-v0', entry_point=Fragile, max_episode_steps=HORIZON
+)

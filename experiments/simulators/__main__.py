@@ -1,10 +1,11 @@
-"""How much of bare simulators' speed a pool keeps, on this machine.
+"""How much of bare simulators' speed a whole rollout keeps, on this machine.
 
-  python -m experiments.simulators --task PushCube-v1 --n 16 --processes 2
+  python -m experiments.simulators --task PushCube-v1 --n 32 --processes 2
 
 Bare simulators are as many processes, each a plain loop over its share of the
-environments that waits for nobody. Both do the same actions, resets included,
-and take turns.
+environments that waits for nobody. Beside them is the rollout of PPO, with its
+policy, as the runtime runs it in one piece and in two. All take turns; the
+rollouts go on in the same environments.
 """
 
 import json
@@ -12,58 +13,84 @@ import statistics
 import time
 
 from absl import app, flags
+import jax
 import numpy as np
 
 from experiments.simulators import bare as bare_lib
-from rlinf_jax.worlds import hosted, maniskill
+from planner import flow as flow_lib
+from planner import plan as plan_lib
+from rlinf_jax.runtime import local
+from rlinf_jax.runtime import timeline as timeline_lib
+from rlinf_jax.worlds import maniskill
+from stages import normalise, robot, rollout
+from stages import stage as stages
 
 TASK = flags.DEFINE_string('task', 'PushCube-v1', 'Which of ManiSkill.')
-N = flags.DEFINE_integer('n', 16, 'Environments.')
+N = flags.DEFINE_integer('n', 32, 'Environments.')
 PROCESSES = flags.DEFINE_integer('processes', 2, 'To spread them over.')
-CALLS = flags.DEFINE_integer('calls', 100, 'Steps of each in a turn.')
-TURNS = flags.DEFINE_integer('turns', 9, 'Of each kind.')
-HALVES = flags.DEFINE_bool('halves', False, 'Two halves of the rows in turn.')
+CALLS = flags.DEFINE_integer('calls', 64, 'Steps of each in a turn.')
+TURNS = flags.DEFINE_integer('turns', 7, 'Of each kind.')
+PIECES = (1, 2)
 
 
 def main(_):
   """Prints a line of JSON."""
   n, P = N.value, PROCESSES.value
-  pool = hosted.pool(maniskill.make, n, P, task=TASK.value)
-  shape = CALLS.value, n, *pool.spec.low.shape
+  world = maniskill.world(TASK.value, n, P)
+  shape = CALLS.value, n, len(world.low)
   action = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
-  bare = bare_lib.Bare(TASK.value, action, P)
-  spent = {'bare': [], 'pool': []}
-  token, _ = pool.init(np.arange(n))
+  cases = {'bare': bare_lib.Bare(TASK.value, action, P).run}
+  there = [rollout.begin(world, np.arange(n, dtype=np.int32))]
+  waits = {f'rollout in {pieces}': [] for pieces in PIECES}
+  for pieces, (name, kept) in zip(PIECES, waits.items(), strict=True):
+    cases[name] = acting(world, pieces, there, kept)
+  spent = {name: [] for name in cases}
   for _ in range(TURNS.value + 1):
-    spent['bare'].append(bare.run())
-    begin = time.perf_counter()
-    token = run(pool, token, action)
-    spent['pool'].append(time.perf_counter() - begin)
-  steps = CALLS.value * n
+    for name, run in cases.items():
+      spent[name].append(run())
   spent = {name: seconds[1:] for name, seconds in spent.items()}  # Warm.
-  ratio = [b / p for b, p in zip(*spent.values(), strict=True)]
-  said = {name: steps / statistics.median(x) for name, x in spent.items()}
-  said |= {'ratio': statistics.median(ratio), 'ratios': sorted(ratio)}
-  about = {'task': TASK.value, 'n': n, 'processes': P, 'halves': HALVES.value}
-  print(json.dumps(about | said))
+  middle = lambda some: round(statistics.median(some), 3)
+  said = {'task': TASK.value, 'n': n, 'processes': P}
+  for name, seconds in spent.items():
+    ratio = [b / s for b, s in zip(spent['bare'], seconds, strict=True)]
+    said[name] = {
+      'steps a second': middle([CALLS.value * n / s for s in seconds]),
+      'of bare': middle(ratio),
+      'from': [round(x, 3) for x in (min(ratio), max(ratio))],
+    }
+    if name in waits:
+      kept = waits[name][1:]
+      said[name] |= {k: middle([one[k] for one in kept]) for k in kept[0]}
+  print(json.dumps(said, indent=2))
 
 
-def run(pool, token, action):
-  """The same actions, once through."""
-  if not HALVES.value:
-    for action_NA in action:
-      token, _ = pool.step(token, action_NA)
-    return token
-  # One half is stepped while whoever acts has the other.
-  h = len(pool) // 2
-  rows = slice(0, h), slice(h, None)
-  tokens = [token[r] for r in rows]
-  sent = [pool.send(t, action[0][r]) for t, r in zip(tokens, rows, strict=True)]
-  for action_NA in action[1:]:
-    for k, r in enumerate(rows):
-      tokens[k], _ = pool.receive(sent[k])
-      sent[k] = pool.send(tokens[k], action_NA[r])
-  return np.concatenate([pool.receive(one)[0] for one in sent])
+def acting(world, pieces: int, there: list, waits: list):
+  """Rolls out a policy from `there`; tells shares of time that sides wait."""
+  policy = robot.policy(world, width=128)
+  act = rollout.rollout(policy, world, CALLS.value)
+  given = policy.init(jax.random.key(0)), normalise.nothing(world.obs)
+
+  def step(state, given, key):
+    place, obs = state
+    keys = stages.keys(key, obs)
+    place, obs, x, outcome = act(*given, place, obs, keys)
+    return (place, obs), (x.reward, outcome.reward)
+
+  flow = flow_lib.trace(step, there[0], given, jax.random.key(0))
+  plan = plan_lib.of({'pieces': pieces}, flow.stages)
+  runtime = local.Local(plan, step=flow)
+
+  def run() -> float:
+    runtime.load(there[0])
+    begin = time.perf_counter()
+    runtime.step(given, jax.random.key(len(waits)))
+    spent = time.perf_counter() - begin
+    there[0] = runtime.state()
+    shares = timeline_lib.waits(runtime.timeline.take())
+    waits.append({f'{who} wait': share for who, share in shares.items()})
+    return spent
+
+  return run
 
 
 if __name__ == '__main__':

@@ -17,7 +17,7 @@ import ray
 
 from planner import graph, reissue
 from planner import plan as plan_lib
-from rlinf_jax import memory
+from rlinf_jax import memory, told
 from rlinf_jax.runtime import host, link, parcel, peer
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import mail as mail_lib
@@ -154,6 +154,7 @@ class Actor:
       ValueError: if it has recorded something else than the driver.
     """
     memory.keep()
+    told.keep()
     if os.path.isdir(folder):
       os.chdir(folder)
     name, chosen = member.place, plan_lib.Plan.from_json(plan)
@@ -292,8 +293,8 @@ class Actor:
       left: what there is to do, if this was begun by another process.
 
     Returns:
-      Outputs that were made here, by value, what ran when, and how much has
-      left on ways within loops.
+      Outputs that were made here, by value, what ran when, how much has left
+      on ways within loops, and lines that a person should read.
     """
     self._host.number, self._host.count = number, count
     self._host.forget(ended)
@@ -302,9 +303,9 @@ class Actor:
     self._host.wait()
     spans = self._host.timeline.take()
     if not self._host.leads:
-      return {}, [], {}
+      return {}, [], {}, told.take()
     outputs = {v: parcel.pack(x) for v, x in made.result().items()}
-    return outputs, spans, dict(self._host.sent)
+    return outputs, spans, dict(self._host.sent), told.take()
 
   @ray.method(concurrency_group='mail')
   def deliver(self, life: int, way: mail_lib.Way, number: int, packed):

@@ -72,7 +72,7 @@ class Cluster:
     self._taken: dict[str, int] = {}  # The turns that each place has.
     self._replaceable = actor_lib.replaceable(plan, self.lowered)
     self._renewed: dict[str, int] = {}  # The turn that another began with.
-    self._mended: list[str] = []
+    self._said: list[str] = []
     self._pool, self._lock = futures.ThreadPoolExecutor(64), threading.RLock()
 
   def way(self, source: str, target: str, value: graph_lib.Value) -> str:
@@ -238,7 +238,7 @@ class Cluster:
     while turn.of:
       (one, *_), _ = ray.wait(list(turn.of))
       try:
-        given, spans, sent = ray.get(one)
+        given, spans, sent, said = ray.get(one)
       except ray.exceptions.RayError as error:
         self._mend(turn, one, error)
         continue
@@ -249,6 +249,7 @@ class Cluster:
         place = self._crew.members[member].place
         if turn.number >= self._taken.get(place, 0):  # Or it is heard late.
           self._sent[member], self._taken[place] = sent, turn.number + 1
+        self._said += [f'{member}: {line}' for line in said]
       outputs |= {v: parcel.unpack(x) for v, x in given.items()}
       late = self._crew.about[member]['epoch'] - self.timeline.epoch
       self.timeline.extend(
@@ -334,7 +335,7 @@ class Cluster:
       }
       self._ask(turn, member, left if turn is first else reissue.EVERYTHING)
     self._renewed[member] = first.number
-    self._mended.append(
+    self._said.append(
       f'The process of place {member!r} has died in step {first.step}. Another '
       f'has taken its place, in {time.perf_counter() - start:.1f} s: '
       f'{len(arrived)} of its values had arrived, and '
@@ -363,10 +364,11 @@ class Cluster:
         except asked_lib.FAILURES:
           raise error from None
 
-  def mended(self) -> list[str]:
-    """Deaths that the run has survived since this was asked last, in words."""
-    told, self._mended = self._mended, []
-    return told
+  def said(self) -> list[str]:
+    """What was got over since this was asked last, a death or less."""
+    with self._lock:
+      lines, self._said = self._said, []
+    return lines
 
   def _fail(self, member: str, error):
     """Keeps the first failure, and stops all places."""

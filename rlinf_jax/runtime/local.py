@@ -65,8 +65,8 @@ class Local(host.Host):
     """As `cluster.Cluster.moved`: nothing leaves this process."""
     return {}
 
-  def mended(self) -> list[str]:
-    """As `cluster.Cluster.mended`: nothing dies here alone."""
+  def said(self) -> list[str]:
+    """As `cluster.Cluster.said`: here it is printed as it happens."""
     return []
 
   def ambient(self):

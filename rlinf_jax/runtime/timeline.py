@@ -15,7 +15,8 @@ class Span(NamedTuple):
     step: the update it belongs to, from one.
     place: where it ran.
     what: 'run', 'send', 'wait' (for a value, or for devices that are shared),
-      'evict' or 'restore'.
+      'evict', 'restore', or 'elsewhere': of what was begun ahead of its turn,
+      who did it when, in another process; that is its `place`.
     stage: what ran; where no stage did, the name of the value, or 'shared
       devices'.
     piece: which piece of the batch, from one, and of how many.
@@ -63,6 +64,17 @@ class Timeline:
     with self._lock:
       self.spans.append(span)
 
+  def elsewhere(self, step, stage, piece, done):
+    """Records who has done something elsewhere: names, start and end."""
+    piece = piece[0] + 1, piece[1]
+    self.extend(
+      Span(
+        *(step, who, 'elsewhere', stage, piece),
+        *(start - self.began, end - self.began, 0.0),
+      )
+      for who, start, end in done
+    )
+
   def extend(self, spans: Iterable[Span]):
     """Adds what another process has recorded, on this clock."""
     with self._lock:
@@ -83,3 +95,24 @@ def seconds(spans: Iterable[Span], by: str = 'stage') -> dict[str, float]:
     if span.what == 'run':
       total[getattr(span, by)] += span.end - span.start
   return dict(total)
+
+
+def waits(spans: Iterable[Span]) -> dict[str, float]:
+  """Shares of the time of a rollout in simulators that each side waits.
+
+  That is from the first call that simulators have served to the last.
+  `simulators` is what their processes have nothing to do in, on average;
+  `policy` that in which no other stage runs. Nothing where there are none.
+  """
+  away = [span for span in spans if span.what == 'elsewhere']
+  if not away:
+    return {}
+  start, end = min(s.start for s in away), max(s.end for s in away)
+  served = {s.stage for s in away}
+  runs = [s for s in spans if s.what == 'run' and s.stage not in served]
+  acts = sum(max(0.0, min(s.end, end) - max(s.start, start)) for s in runs)
+  busy = sum(s.end - s.start for s in away) / len({s.place for s in away})
+  return {
+    'simulators': 1 - busy / (end - start),
+    'policy': max(0.0, 1 - acts / (end - start)),
+  }

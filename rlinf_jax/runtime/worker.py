@@ -317,8 +317,12 @@ class Worker:
     memory, call = frame.memory, self.runtime.call(frame, i)
     leaves = [memory[v] for v in node.reads]
     if i in frame.begun:
-      made = call.end(frame.begun[i], *leaves)
+      begun = frame.begun[i]
+      made = call.end(begun, *leaves)
       del frame.begun[i]
+      self.runtime.timeline.elsewhere(
+        *(frame.turn.step, node.name, node.piece, begun.elsewhere)
+      )
     else:
       made = call(*leaves)
     # Seconds by stage are worth more than a dispatch ahead of the device.

@@ -3,12 +3,13 @@
 import functools
 
 import jax
+import numpy as np
 
-from rlinf_jax.worlds import environment
+from rlinf_jax.worlds import environment, episodes
 from rlinf_jax.worlds import pool as pool_lib
 from stages import base
 
-OURS = ('chunk', 'discount', 'patience', 'say')
+OURS = ('chunk', 'discount', 'patience', 'rest', 'say')
 
 
 def world(make, n: int, processes: int = 1, **settings) -> base.World:
@@ -34,13 +35,25 @@ def pool(make, n: int, processes: int = 1, **settings) -> pool_lib.Pool:
 def of(pool: pool_lib.Pool) -> base.World:
   """A pool as a World, which keeps it."""
   spec = pool.spec
-  shapes = {
-    path: jax.ShapeDtypeStruct(like.shape, like.dtype)
-    for path, like in environment.leaves(spec.obs).items()
-  }
+  obs = jax.tree.map(
+    lambda like: jax.ShapeDtypeStruct(like.shape, like.dtype),
+    spec.obs,
+    is_leaf=lambda x: isinstance(x, environment.Array),
+  )
   return base.World(
-    *(pool.init, pool.step, environment.tree(shapes)),
+    *(pool.init, pool.step, obs),
     *(tuple(spec.low.tolist()), tuple(spec.high.tolist())),
     spec.horizon,
     host=True,
+    send=pool.send,
+    past=_past(pool, obs),
+    save=pool.save,
+    load=pool.load,
   )
+
+
+def _past(pool: pool_lib.Pool, obs) -> episodes.Past:
+  """Shapes of what one environment is saved by."""
+  one = jax.ShapeDtypeStruct((), np.int32)
+  action = jax.ShapeDtypeStruct(pool.episode, np.float32)
+  return episodes.Past(one, one, action, obs)

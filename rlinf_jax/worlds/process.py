@@ -58,6 +58,7 @@ class Process:
     rank: its number.
     waiting: what it was asked and has not answered yet, oldest first.
     answered: how many requests it has answered.
+    done: when it did what nobody has asked after yet, by such numbers.
     spec: of its environments, once `settle` has returned.
   """
 
@@ -68,10 +69,20 @@ class Process:
     first: int,
     sizes: tuple[int, int, int],
     fd: int,
+    rest: float,
   ):
-    """Starts it, and does not wait until it is there."""
+    """Starts it, and does not wait until it is there.
+
+    Args:
+      make: makes environments.
+      rank: its number.
+      first: the environment that it builds at once.
+      sizes: environments, steps of a call, processes.
+      fd: of the memory that is shared.
+      rest: seconds after which it ends, if nothing was stepped.
+    """
     self.rank, self.waiting, self.answered = rank, [], 0
-    self.spec = None
+    self.spec, self.done = None, {}
     ours, theirs = socket.socketpair()
     end, self._lifeline = os.pipe()
     # Its output is told if it dies. The file has no name, so nothing is left.
@@ -93,7 +104,7 @@ class Process:
     os.close(end)
     self._mail = connection.Connection(ours.detach())
     with contextlib.suppress(OSError):  # It died; `settle` tells.
-      self._mail.send((make, rank, first, sizes))
+      self._mail.send((make, rank, first, sizes, rest))
 
   @property
   def pid(self) -> int:
@@ -137,12 +148,13 @@ class Process:
       DiedError: if it died, or takes longer.
       BrokenError: if an environment begins no episode.
     """
-    while (said := self._next(memory, patience)) is not None:
+    while not isinstance(said := self._next(memory, patience), worker.Done):
       if isinstance(said, worker.BrokenError):
         raise said
       tell(said)
     self.waiting.pop(0)
     self.answered += 1
+    self.done[self.answered] = said
     if os.fstat(self._log.fileno()).st_size > LOG:
       self._log.truncate(0)
 

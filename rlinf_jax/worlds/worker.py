@@ -13,6 +13,7 @@ from multiprocessing import connection
 import os
 import signal
 import sys
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,13 @@ class Fault(NamedTuple):
   environment: int
   call: int
   what: str
+
+
+class Done(NamedTuple):
+  """A request was served, from when to when, by `time.perf_counter`."""
+
+  start: float
+  end: float
 
 
 class BrokenError(RuntimeError):
@@ -260,20 +268,31 @@ def main():
   faulthandler.enable()
   with contextlib.suppress(EOFError), connection.Connection(mail) as parent:
     try:
-      make, rank, first, sizes = parent.recv()
+      make, rank, first, sizes, rest = parent.recv()
       worker = Worker(make, rank, first, parent.send)
       parent.send(worker.spec)
       worker.share(memory, *sizes)
     except WALL as error:
       parent.send(error_of(error))
       return
-    while (request := parent.recv()) is not None:
+    wanted = False  # Whoever only looked shall not keep simulators.
+    while wanted or parent.poll(rest) or end(rest):
+      if (request := parent.recv()) is None:
+        break
+      wanted |= request[0] == 'step'
+      start = time.perf_counter()
       try:
         worker.serve(*request)
-        parent.send(None)
+        parent.send(Done(start, time.perf_counter()))
       except BrokenError as error:
         parent.send(error)
     worker.close()
+
+
+def end(rest: float):
+  """Ends a process that nobody had step; whoever asks for it begins it anew."""
+  print(f'it had nothing to do for {rest:g} seconds')
+  sys.exit()
 
 
 def error_of(error: BaseException) -> environment.UnavailableError:

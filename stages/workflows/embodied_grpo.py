@@ -205,13 +205,18 @@ def describe(group, judge, outcome) -> base.Info:
     steps = outcome.steps
   if outcome.lost is not None:
     steps = steps * (1.0 - outcome.lost)
-  return tally.told(tally.first(outcome), 'env') | {
-    'rollout/reward': metrics.moments(return_NG, kept_NG),
-    'rollout/groups_degenerate': metrics.mean(
-      (most_N1 <= least_N1)[:, 0].astype(return_NG.dtype), kept_NG.max(1)
-    ),
-    'env/steps': steps.sum(),
-  }
+  told = tally.told(tally.first(outcome), 'env')
+  return (
+    told
+    | tally.faults(outcome)
+    | {
+      'rollout/reward': metrics.moments(return_NG, kept_NG),
+      'rollout/groups_degenerate': metrics.mean(
+        (most_N1 <= least_N1)[:, 0].astype(return_NG.dtype), kept_NG.max(1)
+      ),
+      'env/steps': steps.sum(),
+    }
+  )
 
 
 def _groups(group: int, judge, outcome):

@@ -139,7 +139,7 @@ def ppo(
     )
     open_, ended = count(state.open, outcome)
     x = x._replace(**judge(actor.params, scale, x, outcome))
-    measured = measure(x, outcome.steps, ended)
+    measured = measure(x, outcome._replace(final_obs=()), ended)
     x = single(x._replace(advantage=whiten(x.advantage, x.mask)))
     dealt = deal(key, x.mask)
     stopped, infos = ready(dealt), []
@@ -265,10 +265,15 @@ def _apply(optimizer, kl_stop) -> Callable:
   return apply
 
 
-def describe(x: base.Experience, steps, ended: tally.Ended) -> base.Info:
-  """What is worth knowing of a rollout, of so many `steps` an action."""
-  return tally.told(ended, 'env') | {
-    'rollout/reward': metrics.moments(x.reward),
-    'train/explained_variance': metrics.explained(x.value, x.return_),
-    'env/steps': (x.mask if steps is None else steps * x.mask).sum(),
-  }
+def describe(x: base.Experience, outcome, ended: tally.Ended) -> base.Info:
+  """What is worth knowing of a rollout."""
+  steps = 1.0 if outcome.steps is None else outcome.steps
+  return (
+    tally.told(ended, 'env')
+    | tally.faults(outcome)
+    | {
+      'rollout/reward': metrics.moments(x.reward),
+      'train/explained_variance': metrics.explained(x.value, x.return_),
+      'env/steps': (steps * x.mask).sum(),
+    }
+  )

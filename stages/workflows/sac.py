@@ -261,10 +261,14 @@ def describe(outcome: base.Outcome, ended: tally.Ended) -> base.Info:
   if outcome.lost is not None:
     mask -= outcome.lost
   steps = mask if outcome.steps is None else outcome.steps * mask
-  return tally.told(ended, 'env') | {
-    'rollout/reward': metrics.moments(outcome.reward, mask),
-    'env/steps': steps.sum(),
-  }
+  return (
+    tally.told(ended, 'env')
+    | tally.faults(outcome)
+    | {
+      'rollout/reward': metrics.moments(outcome.reward, mask),
+      'env/steps': steps.sum(),
+    }
+  )
 
 
 def _like(policy: base.Policy, world: base.World) -> replay.Transition:
