@@ -258,6 +258,8 @@ class World(NamedTuple):
     horizon: most steps of an episode.
     host: a simulator, on NumPy arrays, and not JAX. Its outcomes have all
       fields.
+    draw: `state, size=… -> frame_B`, uint8 [B, size, size, 3]: how it looks,
+      for people; None where a state does not tell.
     send: `token, command -> stage.Later` of what `step` returns; None where
       nothing can be done while a simulator steps.
     past: shapes of what `save` returns for one environment; None where a state
@@ -274,6 +276,7 @@ class World(NamedTuple):
   high: tuple[float, ...]
   horizon: int
   host: bool = False
+  draw: Callable[..., Any] | None = None
   send: Callable[[Any, Any], Any] | None = None
   past: Any = None
   save: Callable[[Any], Any] | None = None
