@@ -12,7 +12,7 @@ from rlinf_jax import checkpoint as checkpoint_lib
 from rlinf_jax import config, interrupt
 from rlinf_jax.runtime import timeline as timeline_lib
 from rlinf_jax.runtime import worker
-from stages import metrics
+from stages import film, metrics
 
 # What a step counts, and what it is called by the second.
 SPEEDS = {
@@ -37,6 +37,7 @@ class Loop:
     self.runtime, self._source = runtime, source
     self._lag, self._score = workflow.lag, workflow.score
     self._watch, self._better = watch, None
+    self._film = None  # Of the last evaluation.
     self._checkpoints, self._notes = checkpoints, notes
     self._key = jax.random.key(seed)
     self._held_out = source.held_out()
@@ -57,15 +58,19 @@ class Loop:
   def _learn(self, numbers):
     self._known[self.steps] = self.metrics | numbers
 
-  def run(self, folder, steps, evaluate_every, until, checkpoint_every):
+  def run(self, folder, steps, evaluate_every, until, checkpoint_every, videos):
     """Trains to the end; evaluates first, in between and last."""
     with interrupt.listening() as self._interrupt:
       if not self.steps:
         self.evaluate()
-      self._run(folder, steps, evaluate_every, until, checkpoint_every)
+        if videos:
+          self._notes.film(0, self._film)
+      self._run(folder, steps, evaluate_every, until, checkpoint_every, videos)
     self._checkpoints.close()
 
-  def _run(self, folder, steps, evaluate_every, until, checkpoint_every):
+  def _run(
+    self, folder, steps, evaluate_every, until, checkpoint_every, videos
+  ):
     first = self.steps
     while self.steps < steps and not self._reached(until):
       if self._interrupt.asked and not self._flying:
@@ -77,10 +82,12 @@ class Loop:
         config.save_operative(folder / 'operative_config.gin')
       last = self.steps == steps
       if last or self.steps % evaluate_every == 0:
-        for name, shown in rows.items():
-          self._notes.samples(self.steps, name.split('/')[0], shown)
+        self._show(rows)
         self.evaluate()
         last |= self._reached(until)
+        due = videos and not self.steps // evaluate_every % videos
+        if due or (videos and last):
+          self._notes.film(self.steps, self._film)
       if last or self.steps % checkpoint_every == 0:
         self.save()
 
@@ -189,9 +196,13 @@ class Loop:
     numbers, rows = metrics.read(functools.reduce(metrics.merge, infos))
     numbers['time/evaluate'] = time.perf_counter() - start
     self._notes.numbers(self.steps, numbers)
+    self._film = rows.pop(film.NAME, None)
+    self._show(rows)
+    self._learn(numbers)
+
+  def _show(self, rows):
     for name, shown in rows.items():
       self._notes.samples(self.steps, name.split('/')[0], shown)
-    self._learn(numbers)
 
   def __enter__(self):
     return self

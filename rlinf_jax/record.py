@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from planner import plan as plan_lib
-from rlinf_jax import auto, console, writers
+from rlinf_jax import auto, console, video, writers
 from stages import base
 
 
@@ -37,6 +37,7 @@ class Record:
     kept = start or -1
     self._timeline = writers.json_lines(folder / 'timeline.jsonl', kept)
     self._samples = writers.json_lines(folder / 'samples.jsonl', kept)
+    video.truncate(folder, kept)
     self._predictions = writers.json_lines(folder / 'predictions.jsonl', kept)
     self._numbers = [
       writers.json_lines(folder / 'metrics.jsonl', kept),
@@ -74,6 +75,11 @@ class Record:
     self._predictions.write(
       step, {'seconds': prediction.step, 'stages': stages}
     )
+
+  def film(self, step: int, shown: dict[str, np.ndarray] | None):
+    """Writes a video of what `stages.film` shows, if there is anything."""
+    if shown:
+      video.attempt(self._folder, step, shown, self.say)
 
   def samples(self, step: int, split: str, rows: dict[str, Any]):
     """Writes rows such as `held_out.show` makes, as text."""

@@ -13,11 +13,10 @@ import os
 import pathlib
 import re
 import sys
-from typing import Any
 
 import numpy as np
 
-from rlinf_jax import charts, page, predicted, run_folder, story
+from rlinf_jax import charts, page, predicted, run_folder, shown, story
 
 # Curves in the order of the page: title, what it means, its metrics by label.
 CURVES = (
@@ -94,8 +93,6 @@ BESIDE = {
   'eval/accuracy': ('rollout/accuracy', 'training prompts, sampled'),
   'eval/success_once': ('env/success_once', 'in training, drawn'),
 }
-SAMPLES = 8  # Shown of an evaluation.
-LONGEST = 600  # Characters shown of a prompt or a completion.
 GANTT_STEPS = 4
 THIRD, TWO_THIRDS, WHOLE = 325, 703, 1082  # Pixels inside a card.
 
@@ -118,7 +115,7 @@ def write(folder: str | os.PathLike) -> pathlib.Path:
     headline=_headline_cards(run),
     curves=_curve_cards(run),
     time=_time_cards(run),
-    samples=_sample_columns(run),
+    samples=shown.videos(run) + shown.samples(run),
     details=_details(run),
   )
   path = run.folder / 'report.html'
@@ -307,48 +304,6 @@ def _predicted_card(lines: Sequence[predicted.Line]) -> str:
   )
   note = 'seconds a step: the plan in simulation, and the median since'
   return page.card('Predicted against measured', note, table, '', 'whole')
-
-
-def _sample_columns(run: run_folder.Run) -> str:
-  """What the model said at the first, a middle and the last evaluation."""
-  split = 'eval' if any(s['split'] == 'eval' for s in run.samples) else 'train'
-  by_step: dict[int, list] = {}
-  for sample in run.samples:
-    if sample['split'] == split:
-      by_step.setdefault(sample['step'], []).append(sample)
-  if not by_step:
-    return ''
-  taken = sorted(by_step)
-  shown = sorted({taken[0], taken[len(taken) // 2], taken[-1]})
-  columns = ''.join(_sample_column(step, by_step[step]) for step in shown)
-  words = 'held-out prompts' if split == 'eval' else 'training prompts'
-  return (
-    f'<h2>What it says <small>to {words}</small></h2>'
-    f'<div class="grid">{columns}</div>'
-  )
-
-
-def _sample_column(step: int, samples: Sequence[Mapping[str, Any]]) -> str:
-  right = sum(float(sample['reward']) >= 0.5 for sample in samples)
-  cards = ''.join(_sample(sample) for sample in samples[:SAMPLES])
-  return (
-    f'<section class="third"><h3>After step {step:,} <small>{right} of '
-    f'{len(samples)} right</small></h3>{cards}</section>'
-  )
-
-
-def _sample(sample: Mapping[str, Any]) -> str:
-  reward = float(sample['reward'])
-  kind, mark = ('right', '✓') if reward >= 0.5 else ('wrong', '✗')
-  score = f'<span class="reward">{mark} {reward:.3g}</span>'
-  prompt, completion = (
-    html.escape(text if len(text) <= LONGEST else text[:LONGEST] + ' …')
-    for text in (str(sample['prompt']), str(sample['completion']))
-  )
-  return (
-    f'<div class="sample {kind}">{score}'
-    f'<pre><i>{prompt}</i>{completion}</pre></div>'
-  )
 
 
 def _details(run: run_folder.Run) -> str:

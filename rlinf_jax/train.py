@@ -56,6 +56,7 @@ def train(
   plan: Mapping[str, Any] | str | None = AUTO,
   evaluate_every: int = 20,
   until: float | None = None,
+  videos: int = 4,
   checkpoint_every: int = 50,
   keep: int = 2,
   export: Callable[..., None] | None = None,
@@ -81,6 +82,8 @@ def train(
       wrote; None runs all on the first device.
     evaluate_every: updates between evaluations on held-out problems.
     until: end early once the workflow's score is at least this.
+    videos: of so many evaluations one leaves a video, where a world can be
+      drawn, and the first and the last always; 0 for none.
     checkpoint_every: updates between checkpoints.
     keep: how many checkpoints to keep.
     export: `folder, params -> None`: writes the model at the end.
@@ -129,7 +132,7 @@ def train(
   return _to_the_end(
     *(job, steps, resume, wandb),
     lambda loop: loop.run(
-      *(folder, steps, evaluate_every, until, checkpoint_every)
+      *(folder, steps, evaluate_every, until, checkpoint_every, videos)
     ),
     export,
   )

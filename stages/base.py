@@ -229,6 +229,8 @@ class Outcome(NamedTuple):
     lost: one where the simulator failed instead of making the step (crash,
       exception, NaN, hang): truncated, without reward, `final_obs` what was
       last seen: it shall not count. None where nothing can fail.
+    final_state: the state before anything began anew, as `World.draw` takes it;
+      None where nothing can be drawn by it.
   """
 
   obs: Any
@@ -239,6 +241,25 @@ class Outcome(NamedTuple):
   success: Float[Array, ' B']
   steps: Float[Array, ' B'] | None = None
   lost: Float[Array, ' B'] | None = None
+  final_state: Any = None
+
+
+class Camera(NamedTuple):
+  """Films a simulator, of which there is no picture but while it is there.
+
+  Attributes:
+    begin: `seed_B, rows=…, every=… -> state, obs`: as `World.init`, and films
+      the first episode of each of the first `rows` environments: as it begins,
+      after every so many steps, and as it ends.
+    film: `state, time -> frame, shown_B`: pictures of environments after so
+      many steps, int32 [B, n]: uint8 [B, n, *shape], and one where there are
+      all of them.
+    shape: of a picture, height, width and three colours.
+  """
+
+  begin: Callable[..., tuple[Any, Any]]
+  film: Callable[[Any, Any], tuple[Any, Any]]
+  shape: tuple[int, int, int]
 
 
 class World(NamedTuple):
@@ -260,6 +281,7 @@ class World(NamedTuple):
       fields.
     draw: `state, size=… -> frame_B`, uint8 [B, size, size, 3]: how it looks,
       for people; None where a state does not tell.
+    camera: of a simulator that can be drawn.
     send: `token, command -> stage.Later` of what `step` returns; None where
       nothing can be done while a simulator steps.
     past: shapes of what `save` returns for one environment; None where a state
@@ -277,6 +299,7 @@ class World(NamedTuple):
   horizon: int
   host: bool = False
   draw: Callable[..., Any] | None = None
+  camera: Camera | None = None
   send: Callable[[Any, Any], Any] | None = None
   past: Any = None
   save: Callable[[Any], Any] | None = None

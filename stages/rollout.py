@@ -31,7 +31,12 @@ class Saved(NamedTuple):
 
 
 def rollout(
-  policy: base.Policy, world: base.World, T: int, *, greedy: bool = False
+  policy: base.Policy,
+  world: base.World,
+  T: int,
+  *,
+  greedy: bool = False,
+  drawn: bool = False,
 ) -> Callable:
   """Returns `params, scale, state, obs, keys -> state, obs, x, outcome`.
 
@@ -43,6 +48,7 @@ def rollout(
     world: where.
     T: steps.
     greedy: whether it does what is likeliest, rather than what it draws.
+    drawn: whether outcomes keep the states by which worlds can be drawn.
   """
 
   def act(params, scale, obs, key_B):
@@ -59,7 +65,10 @@ def rollout(
       state, obs, key_B = carry
       x, command, key_B = act(params, scale, obs, key_B)
       state, outcome = world.step(state, command)
-      return (state, outcome.obs, key_B), (x, outcome._replace(obs=()))
+      kept = outcome._replace(obs=())
+      if not drawn:
+        kept = kept._replace(final_state=None)
+      return (state, outcome.obs, key_B), (x, kept)
 
     start = state, obs, key_B
     (state, obs, _), made = jax.lax.scan(one, start, length=T)

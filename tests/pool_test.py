@@ -114,7 +114,8 @@ def test_halves_in_turn_see_what_all_at_once_do(make):
     # Heard in the other order than they were sent.
     second, first = halves.receive(sent[1]), halves.receive(sent[0])
     tokens = [first[0], second[0]]
-    for x, y, z in zip(want, first[1], second[1], strict=True):
+    all_three = map(jax.tree.leaves, (want, first[1], second[1]))
+    for x, y, z in zip(*all_three, strict=True):
       np.testing.assert_array_equal(x, np.concatenate([y, z]))
   np.testing.assert_array_equal(token, np.concatenate(tokens))
 
@@ -386,7 +387,7 @@ def test_a_fault_costs_one_episode_and_nobody_elses(make, fault, said):
       action_BA[guilty] = fault
       before = made.obs[guilty]
     other, made = shaken.step(other, action_BA)
-    for x, y in zip(want, made, strict=True):
+    for x, y in zip(*map(jax.tree.leaves, (want, made)), strict=True):
       np.testing.assert_array_equal(x[rest], y[rest])
     if t == when:
       assert made.lost[guilty] == made.truncated[guilty] == 1

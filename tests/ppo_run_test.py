@@ -52,7 +52,11 @@ def test_a_run_tells_of_success_and_leaves_a_report(straight):
   assert 'evaluation  step 0/4  success 0.0%  at the end 0.0%' in said
   assert 'moves/s' in said
   assert '-> ' in said.split('Done: 4 steps.')[1].splitlines()[1]
+  # After steps 0, 2 and 4: of four evaluations one, the first and the last.
+  made = sorted(path.name for path in (folder / 'videos').iterdir())
+  assert made == ['step_000000.gif', 'step_000004.gif']
   page = (folder / 'report.html').read_text()
+  assert page.count('data:image/gif') == 2
   for words in ('Held-out success', 'Explained variance', 'Episode length'):
     assert words in page
   assert (folder / 'model' / 'policy.safetensors').exists()

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 import fake_run
-from rlinf_jax import charts, report, writers
+from rlinf_jax import charts, report, shown, writers
 
 VOID = {'meta', 'link', 'br'}
 
@@ -117,7 +117,7 @@ def test_text_from_the_run_is_escaped(full, tmp_path):
   assert Page(page).open == []
   assert '&lt;script&gt;' in page
   assert '&lt;b&gt;run' in page
-  assert page.count('&lt;/pre&gt;') == report.LONGEST // len('</pre>')
+  assert page.count('&lt;/pre&gt;') == shown.LONGEST // len('</pre>')
 
 
 def test_pictures_take_all_their_colours_from_the_page(full):

@@ -1,5 +1,7 @@
 """Worlds: episodes follow from seeds alone, and lose nothing as they end."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,10 +27,16 @@ def commands(T=12, n=8, seed=0):
   return rng.uniform(-1, 1, (T, n, 2)).astype(np.float32)
 
 
+def acted(world, state, command_BA):
+  """A step, as rollouts make it where nothing is to be drawn."""
+  state, outcome = world.step(state, command_BA)
+  return state, outcome._replace(final_state=None)
+
+
 def play(world, seed_B, command_TBA):
   """All observations and outcomes, step by step."""
   state, obs = jax.jit(world.init)(seed_B)
-  step, made = jax.jit(world.step), []
+  step, made = jax.jit(functools.partial(acted, world)), []
   for command_BA in command_TBA:
     state, outcome = step(state, command_BA)
     made.append(outcome)

@@ -85,6 +85,33 @@ class See(Count):
     }
 
 
+class Drawn(Count):
+  """Can be drawn: its picture is seed, time and what was summed, in a square.
+
+  Where it shall fail in that, it does after three steps: by 'raise', 'kill' or
+  'hang'.
+  """
+
+  metadata = {'render_modes': ['rgb_array']}
+
+  def __init__(self, render_mode=None, fails=''):
+    super().__init__()
+    self.render_mode, self.fails = render_mode, fails
+
+  def render(self):
+    if self.time == 3 and self.fails:
+      if self.fails == 'raise':
+        raise RuntimeError('the screen is black')
+      if self.fails == 'kill':
+        os.kill(os.getpid(), signal.SIGKILL)
+      time.sleep(1e6)
+    told = self.seed % 256, self.time, int(abs(self.sum) * 100) % 256
+    return np.tile(np.array(told, np.uint8), (4, 6, 1))
+
+
+gymnasium.register(
+  'toys/Drawn-v0', entry_point=Drawn, max_episode_steps=HORIZON
+)
 gymnasium.register('toys/See-v0', entry_point=See, max_episode_steps=HORIZON)
 gymnasium.register(
   'toys/Count-v0', entry_point=Count, max_episode_steps=HORIZON

@@ -27,12 +27,14 @@ class Spec(NamedTuple):
     low: least action [A].
     high: greatest action [A].
     horizon: most steps of an episode.
+    picture: what `draw` returns; None for what has no `draw`.
   """
 
   obs: Tree
   low: np.ndarray
   high: np.ndarray
   horizon: int
+  picture: Array | None = None
 
 
 class Step(NamedTuple):
@@ -58,6 +60,10 @@ class Environment(Protocol):
 
   Equal seeds and actions must give equal observations: an environment whose
   process died is brought back by them.
+
+  It may have `draw() -> uint8 [H, W, 3]`, how it looks now, for people, if its
+  spec says what size that is. It is called between steps and changes nothing;
+  where it raises, there is no video, and all else goes on.
   """
 
   spec: Spec

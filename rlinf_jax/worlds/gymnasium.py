@@ -2,6 +2,8 @@
 
 world = gymnasium.world('Pendulum-v1', n=16, processes=2)
 world = gymnasium.world('my_module:my/Env-v0', n=16)  # Yours, if registered.
+
+With `render_mode='rgb_array'` there are videos of evaluations.
 """
 
 from collections.abc import Mapping
@@ -11,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from rlinf_jax.worlds import environment
+
+EDGE = 200  # Pixels of a picture for people, at most.
 
 
 def world(name: str, n: int, processes: int = 1, **settings):
@@ -61,6 +65,7 @@ class Gymnasium:
       _like(env.observation_space),
       *(low.astype(np.float32), high.astype(np.float32)),
       _horizon(env),
+      self._picture(),
     )
 
   def reset(self, seed: int) -> environment.Tree:
@@ -80,8 +85,33 @@ class Gymnasium:
       *(bool(terminated), bool(truncated), bool(success)),
     )
 
+  def draw(self) -> np.ndarray:
+    return _small(self._env.render())
+
+  def _picture(self) -> environment.Array | None:
+    if self._env.render_mode != 'rgb_array':
+      return None
+    self._env.reset(seed=0)
+    try:
+      shape = self.draw().shape
+    except Exception:  # noqa: BLE001 Told when there is somebody to see it.
+      shape = 1, 1, 3
+    return environment.Array(shape, 'uint8')
+
   def close(self):
     self._env.close()
+
+
+def _small(frame: np.ndarray) -> np.ndarray:
+  """A picture of means of squares of pixels, so that it is small enough."""
+  high, wide, colours = frame.shape
+  s = -(-max(high, wide) // EDGE)
+  cut = frame[: high // s * s, : wide // s * s]
+  return (
+    cut.reshape(high // s, s, wide // s, s, colours)
+    .mean((1, 3))
+    .astype(np.uint8)
+  )
 
 
 def _like(space):

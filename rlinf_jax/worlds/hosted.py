@@ -40,11 +40,13 @@ def of(pool: pool_lib.Pool) -> base.World:
     spec.obs,
     is_leaf=lambda x: isinstance(x, environment.Array),
   )
+  picture = spec.picture
   return base.World(
     *(pool.init, pool.step, obs),
     *(tuple(spec.low.tolist()), tuple(spec.high.tolist())),
     spec.horizon,
     host=True,
+    camera=picture and base.Camera(pool.init, pool.film, picture.shape),
     send=pool.send,
     past=_past(pool, obs),
     save=pool.save,

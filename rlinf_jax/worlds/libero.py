@@ -21,6 +21,7 @@ ARM = 'robot0_proprio-state'
 THINGS = 'object-state'
 LETTERS = 128  # Bytes of an instruction.
 SETTLE = 10  # Steps until things that were put down lie still.
+VIDEO = 160  # Pixels along each edge of a picture for people.
 STILL = np.array([0, 0, 0, 0, 0, 0, -1.0])  # Hold; the gripper open.
 
 
@@ -105,8 +106,10 @@ class Libero:
     text = said.encode()[:LETTERS]
     self._text = np.frombuffer(text.ljust(LETTERS, b'\0'), np.uint8)
     low, high = self._env.env.action_spec
+    self._renderer = None
     self.spec = environment.Spec(
-      _like(self.reset(0)), np.float32(low), np.float32(high), horizon
+      *(_like(self.reset(0)), np.float32(low), np.float32(high), horizon),
+      environment.Array((VIDEO, VIDEO, 3), 'uint8'),
     )
 
   def reset(self, seed: int) -> environment.Tree:
@@ -115,7 +118,7 @@ class Libero:
     self._env.reset()
     obs = self._env.set_init_state(self._states[seed % len(self._states)])
     if self._pictures and self._fast:
-      self._plain()
+      _plain(self._env.sim._render_context_offscreen.scn)
     for _ in range(SETTLE):
       obs, *_ = self._env.step(STILL)
     return self._seen(obs)
@@ -127,7 +130,28 @@ class Libero:
     late = self._time >= self.spec.horizon
     return environment.Step(self._seen(obs), reward, success, late, success)
 
+  def draw(self) -> np.ndarray:
+    import mujoco
+
+    model, data = self._env.sim.model._model, self._env.sim.data._data
+    if self._renderer is None:
+      try:
+        self._renderer = mujoco.Renderer(model, VIDEO, VIDEO)
+      except Exception as error:  # noqa: BLE001 Of whatever finds no screen.
+        raise environment.UnavailableError(
+          f'MuJoCo cannot draw here ({error}): install libegl1 and Mesa, and '
+          'leave MUJOCO_GL unset, or libosmesa6 and set MUJOCO_GL=osmesa'
+        ) from None
+    solid = mujoco.MjvOption()
+    solid.geomgroup[0] = 0  # The shapes that collide, which are another set.
+    self._renderer.update_scene(data, _viewpoint(model, data), solid)
+    if self._fast:
+      _plain(self._renderer.scene)
+    return self._renderer.render()
+
   def close(self):
+    if self._renderer is not None:
+      self._renderer.close()
     self._env.close()
 
   def _seen(self, obs: Mapping[str, np.ndarray]) -> environment.Tree:
@@ -141,16 +165,31 @@ class Libero:
       'instruction': self._text,
     }
 
-  def _plain(self):
-    """Draws without shadows and reflections."""
-    import mujoco
 
-    flags = self._env.sim._render_context_offscreen.scn.flags
-    for flag in (
-      mujoco.mjtRndFlag.mjRND_SHADOW,
-      mujoco.mjtRndFlag.mjRND_REFLECTION,
-    ):
-      flags[flag] = 0
+def _plain(scene):
+  """Draws without shadows and reflections."""
+  import mujoco
+
+  for flag in (
+    mujoco.mjtRndFlag.mjRND_SHADOW,
+    mujoco.mjtRndFlag.mjRND_REFLECTION,
+  ):
+    scene.flags[flag] = 0
+
+
+def _viewpoint(model, data):
+  """From where people look: as the camera in front, but further from above."""
+  import mujoco
+
+  front = model.camera(CAMERAS['front']).id
+  ahead_X = -data.cam_xmat[front].reshape(3, 3)[:, 2]
+  far = 1.2
+  viewpoint = mujoco.MjvCamera()
+  viewpoint.lookat[:] = data.cam_xpos[front] + far * ahead_X + [0, 0, 0.12]
+  viewpoint.distance = 1.1 * far
+  viewpoint.azimuth = np.degrees(np.arctan2(ahead_X[1], ahead_X[0]))
+  viewpoint.elevation = np.degrees(np.arcsin(ahead_X[2]))
+  return viewpoint
 
 
 def _like(obs) -> environment.Tree:

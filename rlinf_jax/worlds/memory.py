@@ -14,8 +14,10 @@ import numpy as np
 from rlinf_jax.worlds import environment
 
 LINE = 64  # Bytes; no two arrays share a cache line.
-IDLE, STEPPING, BEGINNING, BUILDING = range(4)  # What a worker is at.
-DOES = ('idle', 'stepping', 'beginning an episode', 'being built')
+# What a worker is at.
+IDLE, STEPPING, BEGINNING, BUILDING, DRAWING = range(5)
+DOES = ('idle', 'stepping', 'beginning an episode', 'being built', 'drawn')
+NO, YES, END = range(3)  # What is filmed: the next moment only if it is an end.
 
 
 class Memory:
@@ -35,6 +37,7 @@ class Memory:
     begun_N: calls before the episode under way.
     attempt_N: episodes that failed to begin since.
     dropped_N: one where the episode under way is to be given up.
+    film_N: whether a picture is taken of what comes next.
     at_P: the environment that a worker is at.
     does_P: what it does with it.
     beat_P: grows with every environment's every step.
@@ -44,7 +47,7 @@ class Memory:
     """Maps what is in `fd`, which is made as large as it must be."""
     (A,) = spec.low.shape
     came = ('terminated', 'truncated', 'success', 'lost', 'steps')
-    numbers = ('call', 'base', 'seed', 'begun', 'attempt', 'dropped')
+    numbers = ('call', 'base', 'seed', 'begun', 'attempt', 'dropped', 'film')
     seen = environment.leaves(spec.obs)
     fields = {
       'action_NCA': ((N, C, A), 'f4'),

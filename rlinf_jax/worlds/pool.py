@@ -115,6 +115,7 @@ class Pool:
     )
     self.spec, self._memory = self._processes.spec, self._processes.memory
     self._episodes = self._processes.episodes
+    self._reel = self._processes.reel
     self._failures = np.zeros(n, int)  # In a row.
 
   def __len__(self):
@@ -138,11 +139,13 @@ class Pool:
     """Ends all processes."""
     self._processes.close()
 
-  def init(self, seed_B):
+  def init(self, seed_B, *, rows: int = 0, every: int = 1):
     """Begins episodes by seeds, whatever was under way.
 
     Args:
       seed_B: of the first environments, in [0, 2³¹).
+      rows: in how many of them the first episode is filmed.
+      every: calls between pictures.
 
     Returns:
       A token, int32 [B, 3], and what is seen, a tree of [B, ...].
@@ -155,9 +158,15 @@ class Pool:
         'large as the batch.'
       )
     self._processes.refuse_busy(row_B)
+    self._reel.roll(seed_B, rows, every)
     self._restart(row_B, 0 * row_B, seed_B)
     token = np.stack([row_B, 0 * row_B, seed_B], 1).astype(np.int32)
     return token, self._seen(self._memory.obs, row_B)
+
+  def film(self, token, time):
+    """What was filmed since, as `stages.base.Camera` says."""
+    row_B, shape = np.asarray(token)[:, INDEX], self.spec.picture.shape
+    return self._reel.frames(row_B, np.asarray(time), shape)
 
   def step(self, token, action):
     """Acts: `send`, then `receive`."""
@@ -179,6 +188,7 @@ class Pool:
     )
     for i in row_B:
       self._episodes.remember(i)
+    self._reel.aim(row_B, token[:, CALL])
     asked = self._processes.ask('step', row_B)
     token = token.copy()
     token[:, CALL] += 1

@@ -135,14 +135,14 @@ class Process:
     self,
     memory: memory_lib.Memory,
     patience: float,
-    tell: Callable[[worker.Fault], None],
+    tell: Callable[[worker.Fault | worker.Picture], None],
   ):
     """Waits until its oldest request is done.
 
     Args:
       memory: shared with it, where it beats.
       patience: seconds that one step of one environment may take.
-      tell: told of the failures that it got over.
+      tell: told of the failures that it got over, and given pictures.
 
     Raises:
       DiedError: if it died, or takes longer.

@@ -6,7 +6,7 @@ import weakref
 
 import numpy as np
 
-from rlinf_jax.worlds import environment, episodes, process, worker
+from rlinf_jax.worlds import environment, episodes, process, reel, worker
 from rlinf_jax.worlds import memory as memory_lib
 
 
@@ -18,6 +18,7 @@ class Processes:
     memory: that is shared with them.
     episodes: what environments did since theirs began.
     known_N: those that have begun one, bool.
+    reel: what of them is filmed.
   """
 
   def __init__(
@@ -62,6 +63,7 @@ class Processes:
     self.memory = memory_lib.Memory(self._fd, self.spec, *sizes)
     self.episodes = episodes.Episodes(self.memory, self.spec.horizon)
     self.known_N = np.zeros(sizes[0], bool)
+    self.reel = reel.Reel(self.memory, say)
 
   @property
   def pids(self) -> list[int]:
@@ -103,7 +105,7 @@ class Processes:
       died = 0
       while (one := self._there[rank]).answered < count:
         try:
-          one.answer(self.memory, self._patience, self._tell)
+          one.answer(self.memory, self._patience, self._told)
         except process.DiedError as error:
           died += 1
           if died > worker.ATTEMPTS * self._sizes[0]:
@@ -149,7 +151,9 @@ class Processes:
     m, rank = self.memory, one.rank
     at, does = int(m.at_P[rank]), m.does_P[rank]
     one.kill()
-    if does != memory_lib.IDLE:
+    if does == memory_lib.DRAWING:
+      self.reel.stop(f'environment {at} was drawn when its process {error}')
+    elif does != memory_lib.IDLE:
       m.dropped_N[at] = 1
       m.attempt_N[at] += does != memory_lib.STEPPING
       doing = memory_lib.DOES[does]
@@ -183,6 +187,12 @@ class Processes:
           if ask.name == 'reset' or m.call_N[i] == call
         ]
         new.ask(ask.name, undone, m)
+
+  def _told(self, said: worker.Fault | worker.Picture):
+    if isinstance(said, worker.Picture):
+      self.reel.take(said)
+    else:
+      self._tell(said)
 
 
 def _close(there: list[process.Process], fd: int):

@@ -39,6 +39,20 @@ class Fault(NamedTuple):
   what: str
 
 
+class Picture(NamedTuple):
+  """How an environment looked.
+
+  Attributes:
+    environment: which.
+    call: how often it had been stepped then.
+    frame: uint8 [H, W, 3], or a sentence that says why there is none.
+  """
+
+  environment: int
+  call: int
+  frame: np.ndarray | str
+
+
 class Done(NamedTuple):
   """A request was served, from when to when, by `time.perf_counter`."""
 
@@ -58,7 +72,7 @@ class Worker:
     make: environment.Make,
     rank: int,
     first: int,
-    tell: Callable[[Fault], None],
+    tell: Callable[[Fault | Picture], None],
   ):
     """Builds the first environment, to learn what they look like.
 
@@ -66,7 +80,8 @@ class Worker:
       make: makes an environment of its index.
       rank: of this worker.
       first: the environment to build.
-      tell: told of failures that are got over, as they happen.
+      tell: told of failures that are got over, as they happen, and given
+        pictures.
     """
     self._make, self._rank, self._tell = make, rank, tell
     self._built = {}
@@ -94,6 +109,8 @@ class Worker:
     """Begins episodes where environments are."""
     for i in rows:
       self._begin(i, int(self._memory.call_N[i]))
+      if self._memory.film_N[i] == memory_lib.YES:
+        self._draw(i, int(self._memory.call_N[i]))
 
   def _step(self, rows):
     """Takes the actions that lie in memory."""
@@ -130,10 +147,30 @@ class Worker:
       m.success_N[i] = max(m.success_N[i], made.success)
       m.beat_P[self._rank] += 1
       if made.terminated or made.truncated:
-        self._write(m.final, i, seen)
-        return True
-    self._write(m.obs, i, seen)
-    return False
+        break
+    ended = bool(made.terminated or made.truncated)
+    if m.film_N[i] == memory_lib.YES or (ended and m.film_N[i]):
+      self._draw(i, int(m.call_N[i]) + 1)
+    self._write(m.final if ended else m.obs, i, seen)
+    return ended
+
+  def _draw(self, i: int, call: int):
+    """Takes a picture, which must change nothing."""
+    m, rank = self._memory, self._rank
+    m.at_P[rank], m.does_P[rank] = i, memory_lib.DRAWING
+    try:
+      frame = np.array(self._built[i].draw(), np.uint8)
+      if frame.shape != self.spec.picture.shape:
+        raise ValueError(
+          f'its picture is {frame.shape} instead of {self.spec.picture.shape}'
+        )
+    except environment.UnavailableError as error:
+      frame = str(error)
+    except WALL as error:
+      frame = told(error)
+    m.does_P[rank] = memory_lib.STEPPING
+    m.beat_P[rank] += 1
+    self._tell(Picture(i, call, frame))
 
   def _lose(self, i: int, seen):
     """Gives an episode up; `seen` is what was last seen of it."""

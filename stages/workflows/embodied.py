@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from stages import base, normalise, rollout, tally
+from stages import base, film, normalise, rollout, tally
 from stages import stage as stages
 
 
@@ -19,9 +19,15 @@ def exported(state) -> dict[str, Any]:
 
 
 def examine(policy: base.Policy, world: base.World) -> Callable:
-  """Returns `params, scale, seed_B, key -> info`: each seed's first episode."""
-  reset = rollout.reset(world)
-  attempt = rollout.rollout(policy, world, world.horizon, greedy=True)
+  """Returns `params, scale, seed_B, key -> info`: each seed's first episode.
+
+  Where the world can be drawn, some of them can be seen.
+  """
+  reset = rollout.reset(film.filmed(world))
+  attempt = rollout.rollout(
+    policy, world, world.horizon, greedy=True, drawn=world.draw is not None
+  )
+  watch = film.watch(world)
   score = stages.Stage(
     lambda outcome: tally.told(tally.first(outcome), 'eval'), 'score', 'sum'
   )
@@ -29,7 +35,8 @@ def examine(policy: base.Policy, world: base.World) -> Callable:
   def evaluate(params, scale, seed_B, key):
     state, obs = reset(seed_B)
     keys = stages.keys(key, seed_B)
-    *_, outcome = attempt(params, scale, state, obs, keys)
-    return score(outcome)
+    state, _, _, outcome = attempt(params, scale, state, obs, keys)
+    info = score(outcome._replace(final_state=None))
+    return info | watch(state, seed_B, outcome._replace(final_obs=()))
 
   return evaluate

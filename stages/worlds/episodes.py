@@ -112,13 +112,15 @@ def world(
     terminated = success if terminate else jnp.zeros_like(success)
     truncated = (time >= horizon) * (1.0 - terminated)
     done = (terminated + truncated) > 0
+    final_state = Running(old.seed, old.episode, time, place)
     now = jax.tree.map(
       lambda new, same: jnp.where(done, new, same),
       start(old.seed, old.episode + 1),
-      Running(old.seed, old.episode, time, place),
+      final_state,
     )
     outcome = base.Outcome(
-      look(now.place), reward, terminated, truncated, final_obs, success
+      *(look(now.place), reward, terminated, truncated, final_obs, success),
+      final_state=final_state,
     )
     return now, outcome
 
