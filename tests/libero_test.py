@@ -99,6 +99,23 @@ def test_somebody_who_can_puts_the_cream_cheese_into_the_basket(make):
   assert len(x.obs) < 2 * 100  # What follows an end is not of the attempt.
 
 
+@needs_meshes
+def test_being_filmed_changes_no_bit_and_shows_the_arm_move(make):
+  pool = make(2, 1, suite=SUITES[1], tasks=(1,), horizon=6, patience=300.0)
+  seen = []
+  for rows in (0, 1):
+    token, obs = pool.init([4, 5], rows=rows, every=2)
+    for _ in range(6):
+      token, made = pool.step(token, np.ones((2, 7), np.float32))
+      obs = np.concatenate([obs, made.final_obs])
+    seen.append(obs)
+  np.testing.assert_array_equal(*seen)
+  (frame,), shown = pool.film(token[:1], np.array([[0, 2, 4, 6]]))
+  assert shown.tolist() == [1]
+  change = np.abs(np.diff(frame.astype(int), axis=0))
+  assert (change.max((1, 2, 3)) > 50).all() and np.median(change) < 5
+
+
 def test_missing_meshes_are_told_before_anything_is_downloaded(
   make, tmp_path, monkeypatch
 ):

@@ -1,0 +1,1 @@
+"""Somebody who can do a task of LIBERO, filmed."""

@@ -1,0 +1,37 @@
+"""Films somebody who can put LIBERO's cream cheese into the basket.
+
+python -m experiments.libero experiments/libero/basket.gif
+"""
+
+import pathlib
+import sys
+
+import jax
+import numpy as np
+
+from rlinf_jax import video
+from rlinf_jax.worlds import libero, libero_script
+from stages import film, metrics
+from stages.workflows import embodied
+from stages.worlds import demonstrations
+
+
+def main(path: str):
+  """Writes a video of the benchmark's own first initial states."""
+  world = libero.world(
+    *('libero_object', film.EPISODES, 2),
+    tasks=(1,),
+    horizon=100,
+    patience=300.0,
+  )
+  able = demonstrations.scripted(world, libero_script.to_basket, 0.0)
+  seed_B = np.arange(film.EPISODES, dtype=np.int32)
+  evaluate = embodied.examine(able, world)
+  info = jax.device_get(evaluate((), (), seed_B, jax.random.key(0)))
+  numbers, rows = metrics.read(info)
+  video.write(pathlib.Path(path), rows[film.NAME])
+  print(f'{100 * numbers["eval/success_once"]:.0f} % succeeded: {path}')
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])
