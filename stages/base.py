@@ -265,6 +265,8 @@ class World(NamedTuple):
     save: `token -> past`, by which another process can bring environments to
       where they are.
     load: `token, past -> token`: has them there, wherever they were.
+    draw: `state, size=… -> frame_B`, uint8 [B, size, size, 3]: how it looks,
+      for people; None where a state does not tell.
   """
 
   init: Callable[[Any], tuple[Any, Any]]
@@ -278,6 +280,7 @@ class World(NamedTuple):
   past: Any = None
   save: Callable[[Any], Any] | None = None
   load: Callable[[Any, Any], Any] | None = None
+  draw: Callable[..., Any] | None = None
 
 
 class Workflow(NamedTuple):

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from stages import base
-from stages.worlds import episodes
+from stages.worlds import draw, episodes
 
 SPEED = 0.08  # A step; half of the table is 1.
 TOUCH = 0.16  # Between the centres of gripper and puck where they touch.
 NEAR = 0.06  # Between puck and goal: close enough.
+GOAL, PUCK, GRIPPER = (0.2, 0.7, 0.3), (0.85, 0.3, 0.2), (0.2, 0.35, 0.8)
 
 
 class Table(NamedTuple):
@@ -29,7 +30,11 @@ class Table(NamedTuple):
 
 
 def push(
-  *, dense: bool = True, terminate: bool = False, horizon: int = 50
+  *,
+  dense: bool = True,
+  terminate: bool = False,
+  horizon: int = 50,
+  pictures: int | None = None,
 ) -> base.World:
   """The world in which a puck shall be pushed to a goal.
 
@@ -37,19 +42,23 @@ def push(
     dense: whether the reward says how near things are, or success alone.
     terminate: whether success ends an episode for good.
     horizon: steps after which an episode is truncated.
+    pictures: pixels along each edge of a picture of the table, by which puck
+      and goal are seen then, and only the gripper is felt; None to be told
+      where all things are.
   """
 
   def judge(at: Table):
     success = (_far(at.goal - at.puck) < NEAR).astype(at.puck.dtype)
     return (closeness(at) if dense else success), success
 
-  task = episodes.Task(begin, move, look, judge)
+  task = episodes.Task(begin, move, look, judge, scene, feel)
   return episodes.world(
     task,
     low=(-1.0, -1.0),
     high=(1.0, 1.0),
     horizon=horizon,
     terminate=terminate,
+    pictures=pictures,
   )
 
 
@@ -72,6 +81,20 @@ def look(at: Table):
   """Where things are, and where from each other."""
   to_puck_X, to_goal_X = at.puck - at.gripper, at.goal - at.puck
   return jnp.concatenate([*at, to_puck_X, to_goal_X])
+
+
+def feel(at: Table):
+  """Where the gripper is."""
+  return at.gripper
+
+
+def scene(at: Table) -> list[draw.Stroke]:
+  """The gripper over the puck over the goal."""
+  return [
+    draw.disc(at.goal, 0.75 * TOUCH, GOAL),
+    draw.disc(at.puck, TOUCH / 2, PUCK),
+    draw.disc(at.gripper, TOUCH / 2, GRIPPER),
+  ]
 
 
 def show_how(obs_O):

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from stages import base
-from stages.worlds import episodes
+from stages.worlds import draw, episodes
 
 SPEED = 0.15  # Radians a step.
 LINK = 0.5  # Length of each half of the arm.
 NEAR = 0.05  # Between its tip and the goal: close enough.
+THICK = 0.04  # Half of what a link is across.
+GOAL, ARM, TIP = (0.2, 0.7, 0.3), (0.45, 0.45, 0.5), (0.2, 0.35, 0.8)
 
 
 class Arm(NamedTuple):
@@ -28,7 +30,11 @@ class Arm(NamedTuple):
 
 
 def reach(
-  *, dense: bool = True, terminate: bool = False, horizon: int = 40
+  *,
+  dense: bool = True,
+  terminate: bool = False,
+  horizon: int = 40,
+  pictures: int | None = None,
 ) -> base.World:
   """The world in which the tip of an arm shall be at a goal.
 
@@ -36,6 +42,8 @@ def reach(
     dense: whether the reward says how near the tip is, or success alone.
     terminate: whether success ends an episode for good.
     horizon: steps after which an episode is truncated.
+    pictures: pixels along each edge of a picture of arm and goal, by which the
+      goal is seen then, and only the arm is felt; None to be told where it is.
   """
 
   def judge(arm: Arm):
@@ -44,13 +52,14 @@ def reach(
     success = (far < NEAR).astype(far.dtype)
     return (1.0 - jnp.tanh(5.0 * far) if dense else success), success
 
-  task = episodes.Task(begin, move, look, judge)
+  task = episodes.Task(begin, move, look, judge, scene, feel, 1.1)
   return episodes.world(
     task,
     low=(-1.0, -1.0),
     high=(1.0, 1.0),
     horizon=horizon,
     terminate=terminate,
+    pictures=pictures,
   )
 
 
@@ -77,3 +86,23 @@ def look(arm: Arm):
   off_X = arm.goal - at_X
   circle = jnp.cos(arm.angle), jnp.sin(arm.angle)
   return jnp.concatenate([*circle, at_X, arm.goal, off_X])
+
+
+def feel(arm: Arm):
+  """Angles as points on a circle, and the tip."""
+  return jnp.concatenate(
+    [jnp.cos(arm.angle), jnp.sin(arm.angle), tip(arm.angle)]
+  )
+
+
+def scene(arm: Arm) -> list[draw.Stroke]:
+  """The arm over the goal."""
+  angle = arm.angle[0]
+  shoulder_X, at_X = jnp.zeros(2), tip(arm.angle)
+  elbow_X = LINK * jnp.stack([jnp.cos(angle), jnp.sin(angle)])
+  return [
+    draw.disc(arm.goal, 2 * NEAR, GOAL),
+    draw.Stroke(shoulder_X, elbow_X, THICK, ARM),
+    draw.Stroke(elbow_X, at_X, THICK, ARM),
+    draw.disc(at_X, NEAR, TIP),
+  ]
