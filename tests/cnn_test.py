@@ -88,6 +88,28 @@ def test_the_encoder_is_that_of_torch():
   np.testing.assert_allclose(made, want, rtol=1e-11, atol=1e-11)
 
 
+def test_a_spatial_softmax_says_where_a_channel_sees_something():
+  config = cnn.Config((2,), (1,), (1,), None)
+  like = jax.ShapeDtypeStruct((5, 9, 2), jnp.uint8)
+  encoder = cnn.encoder(like, config)
+  picture = np.zeros((2, 5, 9, 2), np.uint8)
+  # Of two rows: where the first and the second colour are.
+  at = [((0, 8), (4, 0)), ((2, 4), (1, 6))]
+  for b, places in enumerate(at):
+    for colour, (row, column) in enumerate(places):
+      picture[b, row, column, colour] = 255
+  eye = {
+    'layer0_UUOF': 99.0 * np.eye(2)[None, None],
+    'layer0_bias_F': np.array([3.0, -4.0]),  # Softmax is blind to it.
+    'sharpness': np.array(1.0),
+  }
+  made = jax.jit(encoder.apply)({'params': {'': eye}}, picture)
+  want = [[-1, 1, 1, -1], [0, -0.5, 0, 0.5]]
+  np.testing.assert_allclose(made, want, atol=1e-12)
+  even = jax.jit(encoder.apply)({'params': {'': eye}}, 0 * picture)
+  np.testing.assert_allclose(even, np.zeros((2, 4)), atol=1e-12)
+
+
 def test_rows_and_steps_may_lie_ahead():
   encoder, params = network()
   encode = jax.jit(encoder.apply)

@@ -167,9 +167,9 @@ def _installed(task: str, pictures: bool):
     if pictures:
       raise environment.UnavailableError(
         f'Pictures of {task!r} need a Vulkan device ({error}): install the '
-        "driver of a GPU, or Mesa's for processors, 24 or newer "
-        '(`mesa-vulkan-drivers`; VK_ICD_FILENAMES says where its `lvp_icd` is, '
-        'if it is not found). Without, there are tasks by state.'
+        "driver of a GPU, or Mesa 25's for processors (`mesa-vulkan-drivers`; "
+        'VK_ICD_FILENAMES says where its `lvp_icd` is, if it is not found). '
+        'Without one there are tasks by state.'
       ) from None
     # Even tasks that draw nothing make some.
     sapien.render.RenderMaterial = Inert

@@ -2,7 +2,9 @@
 
 Three layers by default, as in https://doi.org/10.1038/nature14236 (methods,
 model architecture), with 256 features in the end as ManiSkill's PPO from
-pictures has them. Every camera has a network of its own, so that cameras may
+pictures has them. Or what the last layer finds is told by where it is, which
+is called a spatial softmax (arXiv:1504.00702, section 4.1) and has much less to
+learn. Every camera has a network of its own, so that cameras may
 differ in size and in what they are good for.
 """
 
@@ -16,6 +18,8 @@ import jax.numpy as jnp
 from stages import names
 from stages.models import mlp
 
+SHARP = 4.0  # Inverse temperature of a spatial softmax, to begin with.
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -25,13 +29,14 @@ class Config:
     channels: of each layer.
     windows: pixels along an edge that a layer looks at a time.
     strides: pixels from one window to the next.
-    D: features that the last layer makes of all places.
+    D: features that a last layer makes of all places; None for two of each of
+      the channels: where it is seen, −1 … 1 downwards and to the right.
   """
 
   channels: tuple[int, ...] = (32, 64, 64)
   windows: tuple[int, ...] = (8, 4, 3)
   strides: tuple[int, ...] = (4, 2, 1)
-  D: int = 256
+  D: int | None = 256
 
 
 class Encoder(nn.Module):
@@ -66,13 +71,34 @@ class Eye(nn.Module):
     c, ahead = self.config, picture.shape[:-3]
     x = picture.reshape(-1, *picture.shape[-3:])
     x = x.astype(jnp.result_type(float)) / 255.0
+    last = len(c.channels) - 1
     shapes = zip(c.channels, c.windows, c.strides, strict=True)
     for i, (channels, window, stride) in enumerate(shapes):
       shape = window, window, x.shape[-1], channels
-      x = jax.nn.relu(_convolve(self, x, f'layer{i}', shape, stride))
+      x = _convolve(self, x, f'layer{i}', shape, stride)
+      x = x if c.D is None and i == last else jax.nn.relu(x)
+    if c.D is None:
+      initial = nn.initializers.constant(SHARP)
+      x = _where(x * self.param('sharpness', initial, ()))
+      return x.reshape(*ahead, x.shape[-1])
     x = x.reshape(*ahead, math.prod(x.shape[1:]))
     shape = x.shape[-1], c.D
     return jax.nn.relu(mlp.layer(self, x, 'out', 'OD', shape, 2**0.5))
+
+
+def _where(x):
+  """Mean row and column of each channel, as if `exp x` were its weight.
+
+  `[B, rows, columns, channels] -> [B, 2 · channels]`, rows first.
+  """
+  B, rows, columns, F = x.shape
+  share = jax.nn.softmax(x.reshape(B, -1, F), axis=1).reshape(x.shape)
+  lines = (jnp.linspace(-1.0, 1.0, n, dtype=x.dtype) for n in (rows, columns))
+  means = (
+    (share.sum(axis) * line[None, :, None]).sum(1)
+    for axis, line in zip((2, 1), lines, strict=True)
+  )
+  return jnp.concatenate([*means], -1)
 
 
 def _convolve(module, x, name: str, shape, stride: int):
