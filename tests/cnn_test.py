@@ -19,11 +19,7 @@ LIKE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def in_float64():
-  jax.config.update('jax_enable_x64', True)
-  yield
-  jax.config.update('jax_enable_x64', False)
+pytestmark = pytest.mark.usefixtures('in_float64')
 
 
 def seen(*ahead, like=LIKE, seed=0):
