@@ -7,9 +7,11 @@ Array names end in their dimensions, one capital letter each:
   S position in a group: its prompt, then its completions end to end
   V vocabulary    D model width    H head    K key-value head    W head width
   J head among those of a key-value head    Q query among those of its keys
-  F feed-forward width    L layer    R half a head width: a rotated plane
+  F feed-forward width, or channels of a picture's layer    L layer
+  R half a head width: a rotated plane
   O feature of an observation    A dimension of an action    X axis of the plane
   Z step of a chunk of actions    Y row of a replay    I critic among several
+  U pixel of a window, along one of its edges
 """
 
 from collections.abc import Callable

@@ -1,5 +1,8 @@
 """What is seen, on a scale of its own: mean zero and variance one so far.
 
+Pictures and letters have a scale already, that of bytes: whatever is of
+integers is left as it is, and no moments are kept of it.
+
 Means and variances of pieces merge to those of the whole without error in the
 algebra, so they do not depend on how a batch was cut.
 """
@@ -19,7 +22,8 @@ class Scale(NamedTuple):
 
   Attributes:
     count: how often.
-    mean: of it, a tree like an observation of one environment.
+    mean: of it, a tree like an observation of one environment; None in place
+      of integers.
     square: Σ (x − mean)², likewise.
   """
 
@@ -45,7 +49,7 @@ class Scale(NamedTuple):
 
 def nothing(like) -> Scale:
   """Before anything was seen; `like` is one observation."""
-  zero = jax.tree.map(lambda x: jnp.zeros(x.shape, float), like)
+  zero = jax.tree.map(lambda x: jnp.zeros(x.shape, float), _numbers(like))
   return Scale(jnp.zeros((), float), zero, zero)
 
 
@@ -56,9 +60,10 @@ def of(obs, like) -> Scale:
     return x.reshape(-1, *one.shape)
 
   rows = jax.tree.map(flat, obs, like)
+  count = jax.tree.leaves(rows)[0].shape[0]
+  rows = _numbers(rows)
   mean = jax.tree.map(lambda x: x.mean(0), rows)
   square = jax.tree.map(lambda x, m: ((x - m[None]) ** 2).sum(0), rows, mean)
-  count = jax.tree.leaves(rows)[0].shape[0]
   return Scale(jnp.full((), count, float), mean, square)
 
 
@@ -72,9 +77,17 @@ def normalise(scale: Scale | tuple[()], obs):
   known = scale.count > 0
 
   def by(x, mean, square):
+    if mean is None:
+      return x
     variance = jnp.where(known, square / jnp.maximum(scale.count, 1.0), 1.0)
     ahead = (1,) * (x.ndim - mean.ndim)
     mean, variance = (m.reshape(ahead + m.shape) for m in (mean, variance))
     return jnp.clip((x - mean) * jax.lax.rsqrt(variance + EPSILON), -MOST, MOST)
 
   return jax.tree.map(by, obs, scale.mean, scale.square)
+
+
+def _numbers(tree):
+  """Without what is of integers."""
+  real = lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None
+  return jax.tree.map(real, tree)

@@ -1,4 +1,4 @@
-"""A robot's policy: vectors in, vectors out."""
+"""A robot's policy: what is seen and felt in, vectors out."""
 
 import functools
 import math
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base
-from stages.models import mlp
+from stages.models import cnn, mlp
 
 
 def policy(
@@ -20,15 +20,20 @@ def policy(
   chunk: int = 1,
   aware: bool = False,
   critic: bool = True,
+  eye: cnn.Config = cnn.Config(),
+  ignored: tuple[str, ...] = (),
 ) -> base.Policy:
   """The policy that two small networks are, for what a world shows and takes.
+
+  Where it shows pictures, both read what one encoder makes of them, which
+  learns from both; vectors go to them as they are.
 
   Actions are drawn from a Gaussian, where −1 … 1 of each dimension is the range
   that the world has for it. An `action` is what was drawn, so that its
   probability can be told exactly; the `command` is that within the range.
 
   Args:
-    world: whose observations are vectors.
+    world: whose observations are vectors and pictures, alone or by name.
     width: of the hidden layers.
     deviation: of actions at the beginning, where 1 is half of the range.
     bound: 'clip' cuts what was drawn off at the range, and a log-probability is
@@ -39,34 +44,43 @@ def policy(
       its log-probability; a command is [chunk, A], if there are several.
     aware: whether the deviation depends on what is seen.
     critic: whether it estimates what is to be expected.
+    eye: the network of a camera, if there is one.
+    ignored: names of what the world shows and it shall not read, such as an
+      instruction that is always the same.
   """
-  if isinstance(world.obs, dict) or len(world.obs.shape) != 1:
-    raise ValueError(
-      f'This policy reads vectors, and the world shows {world.obs}: give the '
-      'world a setting in which it shows its state.'
-    )
   if bound not in ('clip', 'tanh'):
     raise ValueError(
       f"Actions can be bound by 'clip' or 'tanh', and not by {bound!r}."
     )
   low, high = (jnp.asarray(x * chunk, float) for x in (world.low, world.high))
+  encoder = cnn.encoder(world.obs, eye, ignored)
+  like = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), world.obs)
+  seen = jax.eval_shape(encoder.init_with_output, jax.random.key(0), like)[0]
   config = mlp.Config(
-    *(world.obs.shape[0], low.shape[0], width, width, deviation, aware)
+    *(seen.shape[0], low.shape[0], width, width, deviation, aware)
   )
   actor, judge = mlp.Actor(config), mlp.Critic(config)
   squash = bound == 'tanh'
 
   def init(key):
-    ours, theirs = jax.random.split(key)
-    like = jnp.zeros(world.obs.shape, float)
-    params = {'actor': actor.init(ours, like)['params']}
+    ours, theirs, eyes = jax.random.split(key, 3)
+    zeros = jnp.zeros(seen.shape, seen.dtype)
+    params = {'actor': actor.init(ours, zeros)['params']}
     if critic:
-      params['critic'] = judge.init(theirs, like)['params']
+      params['critic'] = judge.init(theirs, zeros)['params']
+    if encoder.cameras:
+      params['encoder'] = encoder.init(eyes, like)['params']
     return params
 
-  def mean(params, obs):
-    mean, log_deviation = actor.apply({'params': params['actor']}, obs)
+  def encode(params, obs):
+    return encoder.apply({'params': params.get('encoder', {})}, obs)
+
+  def mean(params, x):
+    mean, log_deviation = actor.apply({'params': params['actor']}, x)
     return mean, _wide(log_deviation, mean)
+
+  def expect(params, x):
+    return judge.apply({'params': params['critic']}, x)
 
   def density(action, mean, log_deviation):
     logp = gaussian(action, mean, log_deviation)
@@ -74,7 +88,7 @@ def policy(
 
   def act(params, obs, key_B, *, group=1, greedy=False):
     del group  # Nothing is read only once.
-    mean_BA, log_deviation_BA = mean(params, obs)
+    mean_BA, log_deviation_BA = mean(params, encode(params, obs))
     draw = functools.partial(jax.random.normal, shape=mean_BA.shape[1:])
     noise_BA = jax.vmap(draw)(key_B)
     drawn_BA = mean_BA + jnp.exp(log_deviation_BA) * noise_BA
@@ -85,18 +99,19 @@ def policy(
 
   def evaluate(params, obs, action, *, group=1):
     del group
-    mean_, log_deviation = mean(params, obs)
+    x = encode(params, obs)
+    mean_, log_deviation = mean(params, x)
     entropy = gaussian_entropy(log_deviation)
     if squash:
       entropy += log_slope(mean_, low, high)
     return base.Evaluation(
       density(action, mean_, log_deviation),
       entropy,
-      value(params, obs) if critic else None,
+      expect(params, x) if critic else None,
     )
 
   def value(params, obs):
-    return judge.apply({'params': params['critic']}, obs)
+    return expect(params, encode(params, obs))
 
   def command(action):
     told = _command(squash, low, high, action)

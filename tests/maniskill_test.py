@@ -156,3 +156,29 @@ def test_what_is_missing_is_told(make, tmp_path, monkeypatch):
   assert not list(tmp_path.rglob('mani_skill2_ycb'))
   with pytest.raises(environment.UnavailableError, match='but.* PushCube-v1'):
     make(task='PushCub-v1')
+
+
+def test_cameras_see_and_the_state_is_the_robots_alone(make):
+  try:
+    pool = make(1, 1, pictures=True, size=32)
+  except environment.UnavailableError as error:
+    assert 'need a Vulkan device' in str(error)
+    pytest.skip(str(error))
+  told = actions(2, 1)[0]
+  token, obs = pool.init(np.arange(1))
+  assert obs['state'].shape == (1, 9 + 9 + 7)  # Joints, speeds, the tool.
+  assert obs['state'].dtype == np.float32
+  (camera,) = obs['image'].values()
+  assert camera.shape == (1, 32, 32, 3) and camera.dtype == np.uint8
+  assert camera.std() > 10  # Of a scene, and not of nothing.
+  _, made = pool.step(token, told)
+  (moved,) = made.obs['image'].values()
+  assert (moved != camera).any()
+
+
+def test_pictures_without_a_device_are_refused_at_the_door(make, monkeypatch):
+  monkeypatch.setenv('VK_ICD_FILENAMES', os.devnull)
+  with pytest.raises(environment.UnavailableError) as error:
+    make(1, 1, pictures=True)
+  for said in ('Vulkan device', 'mesa-vulkan-drivers', 'tasks by state'):
+    assert said in str(error.value)

@@ -17,6 +17,7 @@ import plans_test
 from rlinf_jax.runtime import local
 from stages import robot, stage, workflows
 from stages import rollout as rollout_lib
+from stages.models import cnn
 from stages.worlds import push
 import tiny
 
@@ -72,6 +73,39 @@ def test_no_plan_changes_the_mathematics(seed):
   state = ours.init(jax.random.key(0))
   made = plans_test.run(plan, ours, state, [()] * STEPS)
   plans_test.compare(plan, made, eager(updates))
+
+
+@functools.cache
+def looking():
+  """In pictures, which two cuts shall see alike."""
+  eye = cnn.Config(channels=(4,), windows=(5,), strides=(3,), D=6)
+  return workflows.ppo(
+    push.push(horizon=3, pictures=16),
+    functools.partial(robot.policy, width=4, eye=eye),
+    KEEP,
+    rows=ROWS,
+    length=4,
+    updates=2,
+    epochs=1,
+  )
+
+
+@pytest.mark.slow
+def test_no_plan_changes_what_is_learned_from_pictures():
+  ours, made = looking(), []
+  state = start = ours.init(jax.random.key(0))
+  for i in range(STEPS):
+    state, info = ours.step(state, (), plans_test.key(i))
+    made.append((tiny.arrays(state), tiny.arrays(info)))
+  places = {
+    'actor': {'devices': [0]},
+    'learner': {'devices': [1, 2], 'axes': [['data', 2]]},
+  }
+  stages = {'gradient': 'learner', 'appraise': 'learner', '*': 'actor'}
+  sketch = {'places': places, 'stages': stages, 'pieces': 2}
+  plan = plan_lib.of(sketch | {'rows': {'gradient': 4}}, STAGES)
+  planned = plans_test.run(plan, ours, start, [()] * STEPS)
+  plans_test.compare(plan, planned, made)
 
 
 def test_updates_stop_in_the_middle_of_what_plans_are_tried_on():

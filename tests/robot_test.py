@@ -140,9 +140,9 @@ def test_weights_are_orthogonal_and_the_last_layer_of_the_actor_small():
   np.testing.assert_allclose(np.linalg.norm(out), 1.0, rtol=1e-6)
 
 
-def test_a_world_that_shows_pictures_is_refused():
-  obs = {'image': jax.ShapeDtypeStruct((8, 8, 3), jnp.uint8)}
-  with pytest.raises(ValueError, match='reads vectors'):
+def test_a_world_that_shows_words_is_refused():
+  obs = {'instruction': jax.ShapeDtypeStruct((128,), jnp.uint8)}
+  with pytest.raises(ValueError, match='reads pictures.* and vectors'):
     robot.policy(WORLD._replace(obs=obs))
 
 

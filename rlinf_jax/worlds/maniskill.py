@@ -1,10 +1,12 @@
-"""ManiSkill 3 as a World: its tasks by state, simulated on processors.
+"""ManiSkill 3 as a World: its tasks by state or by picture, on processors.
 
 PhysX on a processor holds one scene an environment, so many environments are
-many objects in several processes. Its vectorised simulation on a GPU and its
-cameras are not here.
+many objects in several processes. Cameras draw on a graphics device, or on a
+processor that stands in for one. Vectorised simulation on a GPU is not here.
 """
 
+from collections.abc import Mapping
+import math
 from typing import Any
 
 import numpy as np
@@ -34,9 +36,14 @@ def make(
   control: str = 'pd_joint_delta_pos',
   reward: str = 'normalized_dense',
   horizon: int | None = None,
+  pictures: bool = False,
+  size: int = 128,
   **settings,
 ) -> environment.Environment:
   """One environment; all of a task are alike, whatever the index.
+
+  Without pictures what is seen is one vector, of all there is to know. With
+  pictures it is a dict: 'image' by camera, and 'state' of the robot alone.
 
   Args:
     index: of the environment.
@@ -44,10 +51,12 @@ def make(
     control: how actions move the robot.
     reward: 'normalized_dense', at most 1 a step, 'dense', or 'sparse'.
     horizon: steps after which an episode is truncated; None for the task's own.
+    pictures: show what the task's cameras see.
+    size: of pictures, in pixels.
     **settings: more of what ManiSkill's environments can be told.
   """
   del index
-  registration = _installed(task)
+  registration = _installed(task, pictures)
   if task not in registration.REGISTERED_ENVS:
     raise environment.UnavailableError(
       f'ManiSkill has no task {task!r}, but {_nearest(task, registration)}.'
@@ -57,14 +66,20 @@ def make(
     raise environment.UnavailableError(
       f'Episodes of {task!r} have no limit of steps: give it a `horizon`.'
     )
+  if pictures:
+    # Where there is no GPU, ManiSkill takes what draws on a processor.
+    camera = {'width': size, 'height': size}
+    shown = {'obs_mode': 'rgb', 'render_backend': 'gpu'}
+    settings = {'sensor_configs': camera} | settings
+  else:
+    shown = {'obs_mode': 'state', 'render_backend': 'none'}
   env = registration.make(
     task,
     num_envs=1,
-    obs_mode='state',
     control_mode=control,
     reward_mode=reward,
     sim_backend='physx_cpu',
-    render_backend='none',
+    **shown,
     **settings,
   )
   return ManiSkill(env, horizon)
@@ -76,22 +91,21 @@ class ManiSkill:
   def __init__(self, env: Any, horizon: int):
     """Reads the spaces."""
     self._env, self._time = env, 0
-    shape = env.single_observation_space.shape
     space = env.single_action_space
     self.spec = environment.Spec(
-      environment.Array(shape, 'float32'), space.low, space.high, horizon
+      _like(env.single_observation_space), space.low, space.high, horizon
     )
 
-  def reset(self, seed: int) -> np.ndarray:
+  def reset(self, seed: int) -> environment.Tree:
     self._time = 0
     obs, _ = self._env.reset(seed=seed)
-    return obs[0].numpy()
+    return _seen(obs)
 
   def step(self, action_A: np.ndarray) -> environment.Step:
     obs, reward, terminated, _, info = self._env.step(action_A)
     self._time += 1
     return environment.Step(
-      obs=obs[0].numpy(),
+      obs=_seen(obs),
       reward=float(reward[0]),
       terminated=bool(terminated[0]),
       truncated=self._time >= self.spec.horizon,
@@ -102,7 +116,41 @@ class ManiSkill:
     self._env.close()
 
 
-def _installed(task: str):
+def _like(space) -> environment.Tree:
+  """What is seen, as shapes."""
+  if not isinstance(space, Mapping):
+    return environment.Array(space.shape, 'float32')
+  robot, images = _parts(space)
+  numbers = sum(math.prod(x.shape) for x in robot)
+  return {
+    'image': {
+      camera: environment.Array(x.shape, 'uint8')
+      for camera, x in images.items()
+    },
+    'state': environment.Array((numbers,), 'float32'),
+  }
+
+
+def _seen(obs) -> environment.Tree:
+  """What is seen, of the one environment of a batch."""
+  if not isinstance(obs, Mapping):
+    return obs[0].numpy()
+  robot, images = _parts(obs)
+  numbers = [x[0].numpy().ravel() for x in robot]
+  return {
+    'image': {camera: x[0].numpy() for camera, x in images.items()},
+    'state': np.concatenate(numbers, dtype=np.float32),
+  }
+
+
+def _parts(tree: Mapping) -> tuple[list, dict[str, Any]]:
+  """What the robot feels, and what each camera sees."""
+  robot = {k: x for k, x in tree.items() if k in ('agent', 'extra')}
+  images = {name: x['rgb'] for name, x in tree['sensor_data'].items()}
+  return [*environment.leaves(robot).values()], images
+
+
+def _installed(task: str, pictures: bool):
   """ManiSkill's registry, on a machine with or without a graphics device."""
   try:
     import mani_skill.envs  # noqa: F401 It registers tasks.
@@ -115,7 +163,15 @@ def _installed(task: str):
     ) from None
   try:
     sapien.render.RenderMaterial()
-  except RuntimeError:  # No device: even tasks that draw nothing make some.
+  except RuntimeError as error:
+    if pictures:
+      raise environment.UnavailableError(
+        f'Pictures of {task!r} need a Vulkan device ({error}): install the '
+        "driver of a GPU, or Mesa 25's for processors (`mesa-vulkan-drivers`; "
+        'VK_ICD_FILENAMES says where its `lvp_icd` is, if it is not found). '
+        'Without one there are tasks by state.'
+      ) from None
+    # Even tasks that draw nothing make some.
     sapien.render.RenderMaterial = Inert
     sapien.pysapien.render.RenderMaterial = Inert
 

@@ -63,6 +63,12 @@ def ensemble(
     norm: layer normalisation, as RLPD has it.
     chunk: commands that are given at a time.
   """
+  if isinstance(world.obs, dict) or len(world.obs.shape) != 1:
+    raise ValueError(
+      f'These critics read vectors, and the world shows {world.obs}: give the '
+      'world a setting in which it shows its state, or learn from pictures by '
+      'PPO.'
+    )
   low, high = (jnp.asarray(x * chunk, float) for x in (world.low, world.high))
   module = Ensemble(
     Config(critics, world.obs.shape[0], low.shape[0], width, width, norm)

@@ -43,11 +43,11 @@ class Actor(nn.Module):
     """`[…, O] -> mean […, A], log-deviation [A], or […, A] if aware`."""
     c = self.config
     hidden = _hidden(self, obs)
-    mean = _layer(self, hidden, 'out', 'FA', (c.F, c.A), 0.01)
+    mean = layer(self, hidden, 'out', 'FA', (c.F, c.A), 0.01)
     initial = nn.initializers.constant(jnp.log(c.deviation))
     if not c.aware:
       return mean, self.param('log_deviation_A', initial, (c.A,))
-    spread = _layer(self, hidden, 'spread', 'FA', (c.F, c.A), 0.01)
+    spread = layer(self, hidden, 'spread', 'FA', (c.F, c.A), 0.01)
     return mean, jnp.clip(jnp.log(c.deviation) + spread, *LOG_DEVIATION)
 
 
@@ -71,11 +71,11 @@ class Critic(nn.Module):
 def _hidden(module, x):
   """Two hidden layers."""
   c = module.config
-  x = jnp.tanh(_layer(module, x, 'enter', 'OD', (c.O, c.D), 2**0.5))
-  return jnp.tanh(_layer(module, x, 'up', 'DF', (c.D, c.F), 2**0.5))
+  x = jnp.tanh(layer(module, x, 'enter', 'OD', (c.O, c.D), 2**0.5))
+  return jnp.tanh(layer(module, x, 'up', 'DF', (c.D, c.F), 2**0.5))
 
 
-def _layer(module, x, name: str, letters: str, shape, scale: float):
+def layer(module, x, name: str, letters: str, shape, scale: float):
   """An affine map, with orthogonal weights to begin with."""
   weight = module.param(
     f'{name}_{letters}', nn.initializers.orthogonal(scale), shape

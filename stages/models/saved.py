@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stages import names
+
 FILE = 'policy.safetensors'
 
 
@@ -22,7 +24,7 @@ def export(folder: str | pathlib.Path, params):
   folder.mkdir(parents=True, exist_ok=True)
   part = folder / f'{FILE}.part'  # It is there whole or not at all.
   arrays = {
-    name: np.asarray(x, order='C') for name, x in _named(params).items()
+    name: np.asarray(x, order='C') for name, x in names.of(params).items()
   }
   st.save_file(arrays, part)
   part.replace(folder / FILE)
@@ -46,7 +48,7 @@ def read(folder: str | pathlib.Path, like):
       f'There is no policy at {path}: give the folder `model` of a run.'
     )
   arrays = st.load_file(path)
-  want = {name: (x.shape, x.dtype) for name, x in _named(like).items()}
+  want = {name: (x.shape, x.dtype) for name, x in names.of(like).items()}
   got = {name: (x.shape, x.dtype) for name, x in arrays.items()}
   if want != got:
     name = min(n for n in want | got if want.get(n) != got.get(n))
@@ -54,7 +56,7 @@ def read(folder: str | pathlib.Path, like):
       f'{path} holds another policy: {name} is {got.get(name)} there and '
       f'should be {want.get(name)}. Give the settings it was trained with.'
     )
-  leaves = [arrays[name] for name in _named(like)]
+  leaves = [arrays[name] for name in names.of(like)]
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
@@ -70,12 +72,3 @@ def start(folder: str | pathlib.Path | None, fresh):
   if folder is None or traced:
     return fresh
   return jax.tree.map(jnp.asarray, read(folder, fresh))
-
-
-def _named(tree) -> dict:
-  """Leaves by the names on their paths."""
-  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-  return {
-    jax.tree_util.keystr(path, simple=True, separator='/'): x
-    for path, x in leaves
-  }

@@ -108,8 +108,8 @@ def sac(
     examine: the world in which the policy is judged: a simulator needs another
       than it trains in. `world` if None.
   """
-  policy = policy(world, bound='tanh', aware=True, critic=False)
   critic = critic(world)
+  policy = policy(world, bound='tanh', aware=True, critic=False)
   like = _like(policy, world)
   if prior and len(like.command.shape) > 1:
     raise ValueError(

@@ -57,6 +57,11 @@ def make(
     deviation: of actions from what it says.
     attempts: how many; the first has seed 0, the next 1.
   """
+  if isinstance(world.obs, dict) or len(world.obs.shape) != 1:
+    raise ValueError(
+      f'Demonstrations are kept of vectors, and the world shows {world.obs}: '
+      'give the world a setting in which it shows its state.'
+    )
   policy = scripted(world, controller, deviation)
   reset = rollout.reset(world)
   act = rollout.rollout(policy, world, world.horizon)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 SIZE = 128  # Pixels along each edge of a picture for people.
-PAPER = (0.96, 0.95, 0.92)  # Red, green and blue of 0 to 1, as all colours.
+PAPER = (0.1, 0.1, 0.12)  # Red, green and blue of 0 to 1, as all colours.
 
 
 class Stroke(NamedTuple):
