@@ -194,6 +194,22 @@ def test_a_plan_simulates_what_a_plain_loop_does(make, sketch):
   runtime.close()
 
 
+def ppo(pools):
+  """A workflow that trains in one pool and is judged in the other."""
+  world, examine = map(hosted.of, pools)
+  workflow = workflows.ppo(
+    world,
+    robot.policy,
+    optimizers.adamw(1e-3),
+    rows=4,
+    length=4,
+    updates=1,
+    epochs=1,
+    examine=examine,
+  )
+  return workflow, trials.seeds(held_out=4, held_out_batch=4)
+
+
 @pytest.mark.slow
 def test_a_run_measures_simulators_and_begins_them_anew(
   make, tmp_path, monkeypatch
@@ -202,21 +218,7 @@ def test_a_run_measures_simulators_and_begins_them_anew(
 
   def run(name, **kwargs):
     pools = [make(4, 1)[0] for _ in range(2)]
-    world, examine = map(hosted.of, pools)
-    workflow = workflows.ppo(
-      world,
-      robot.policy,
-      optimizers.adamw(1e-3),
-      rows=4,
-      length=4,
-      updates=1,
-      epochs=1,
-      examine=examine,
-    )
-    source = trials.seeds(held_out=4, held_out_batch=4)
-    train.train(
-      workflow, source, workdir=str(tmp_path / name), steps=3, **kwargs
-    )
+    train.train(*ppo(pools), workdir=str(tmp_path / name), steps=3, **kwargs)
     assert not any(pool.lost or pool.restarted for pool in pools)
     return run_test.lines(tmp_path / name)
 
@@ -231,22 +233,11 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit(make, tmp_path, capsys):
   """In the middle of its episodes: other processes bring them back."""
 
   def run(name, steps, **kwargs):
-    world, examine = (hosted.of(make(4, 2, say=print)[0]) for _ in range(2))
-    workflow = workflows.ppo(
-      world,
-      robot.policy,
-      optimizers.adamw(1e-3),
-      rows=4,
-      length=4,
-      updates=1,
-      epochs=1,
-      examine=examine,
-    )
-    source = trials.seeds(held_out=4, held_out_batch=4)
+    pools = [make(4, 2, say=print)[0] for _ in range(2)]
     folder = tmp_path / name
     given = {'plan': {'pieces': 2}, 'checkpoint_every': 2} | kwargs
     given['evaluate_every'] = 2
-    train.train(workflow, source, workdir=str(folder), steps=steps, **given)
+    train.train(*ppo(pools), workdir=str(folder), steps=steps, **given)
     return folder, capsys.readouterr().out
 
   straight, said = run('straight', 4)
