@@ -17,7 +17,7 @@ train: .venv/core  # The main job: a small model learns arithmetic by GRPO.
 	  --workdir runs/arithmetic --resume
 
 # Everything that CI checks, files side by side: a process of tests a core.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -q -n 2
 
 test: lint
 	$(PYTEST)

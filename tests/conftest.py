@@ -50,15 +50,21 @@ jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
   """Tests of a file follow each other, and so do all who have Ray.
 
   They share what was compiled, and tests of Ray count its processes.
   """
-  for item in items:
-    ray = item.path.stem.startswith(('ray', 'span'))
-    name = 'ray' if ray else item.path.stem
-    item.add_marker(pytest.mark.xdist_group(name))
+  from xdist import scheduler
+
+  class Files(scheduler.LoadFileScheduling):
+    def _split_scope(self, nodeid):
+      file = super()._split_scope(nodeid)
+      ray = pathlib.Path(file).stem.startswith(('ray', 'span'))
+      return 'ray' if ray else file
+
+  return Files(config, log)
 
 
 @pytest.fixture
