@@ -280,7 +280,7 @@ class World(NamedTuple):
     high: the most.
     horizon: most steps of an episode.
     host: a simulator, on NumPy arrays, and not JAX. Its outcomes have all
-      fields.
+      fields but `final_state`, as a token draws nothing.
     draw: `state, size=… -> frame_B`, uint8 [B, size, size, 3]: how it looks,
       for people; None where a state does not tell.
     camera: of a simulator that can be drawn.

@@ -418,7 +418,9 @@ class Simulator:
 
   def __init__(self, world, B):
     self.inner, self.state, self.B = world, None, B
-    self.world = world._replace(init=self.init, step=self.step, host=True)
+    self.world = world._replace(
+      init=self.init, step=self.step, host=True, draw=None
+    )
 
   def init(self, seed_B):
     assert isinstance(seed_B, np.ndarray)
@@ -438,7 +440,7 @@ class Simulator:
       kept[id_B] = new
     one = np.ones(len(id_B), np.float32)
     outcome = jax.tree.map(
-      np.asarray, outcome._replace(steps=one, lost=0 * one)
+      np.asarray, outcome._replace(steps=one, lost=0 * one, final_state=None)
     )
     return token_B3 + np.array([[0, 1, 0]], np.int32), outcome
 
