@@ -50,23 +50,6 @@ jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-  """Tests of a file follow each other, and so do all who have Ray.
-
-  They share what was compiled, and tests of Ray count its processes.
-  """
-  from xdist import scheduler
-
-  class Files(scheduler.LoadFileScheduling):
-    def _split_scope(self, nodeid):
-      file = super()._split_scope(nodeid)
-      ray = pathlib.Path(file).stem.startswith(('ray', 'span'))
-      return 'ray' if ray else file
-
-  return Files(config, log)
-
-
 @pytest.fixture
 def in_float64():
   """For all threads, as the runtime compiles on its own."""
