@@ -45,14 +45,7 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
   ]
   for i in (i for i in range(n) if flow.nodes[i].ahead):
     makers[i] |= _first(flow, makers)
-  after = [[] for _ in range(n)]
-  for i, before in enumerate(makers):
-    for j in before:
-      after[j].append(i)
-  to_go = list(takes)  # Seconds from a node's start to the end of the step.
-  for i in reversed(range(n)):
-    to_go[i] += max((to_go[j] for j in after[i]), default=0.0)
-
+  after, to_go = _ahead(makers, takes)
   end, free, done = {}, collections.defaultdict(float), []
 
   def arrival(i):
@@ -95,6 +88,17 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
           ready[j] = began(j, ready[j])
         heapq.heappush(heap, turn(j, ready[j]))
   return dataclasses.replace(flow, nodes=tuple(flow.nodes[i] for i in done))
+
+
+def _ahead(makers, takes) -> tuple[list[list[int]], list[float]]:
+  """Nodes that read of each, and seconds from its start to the end of all."""
+  after, to_go = [[] for _ in makers], list(takes)
+  for i, before in enumerate(makers):
+    for j in before:
+      after[j].append(i)
+  for i in reversed(range(len(takes))):
+    to_go[i] += max((to_go[j] for j in after[i]), default=0.0)
+  return after, to_go
 
 
 def _first(flow, makers) -> set[int]:

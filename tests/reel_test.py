@@ -111,6 +111,16 @@ def test_whatever_comes_of_a_picture_nothing_else_does(make, fails):
   assert not fails or because[fails] in told[0]
 
 
+def test_what_began_in_another_process_is_not_shown(make):
+  """A pool that never began to film says so once, and shows nothing."""
+  pool, said = make()
+  token, _ = play(pool, SEEDS)
+  for _ in range(2):
+    assert not pool.film(token[:3], times())[1].any()
+  (told,) = said
+  assert 'in another process' in told and 'one place' in told
+
+
 def test_an_evaluation_shows_what_it_counts(make):
   """And counts what it does where nothing is to be seen."""
   infos = []

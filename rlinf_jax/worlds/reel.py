@@ -57,6 +57,11 @@ class Reel:
 
   def frames(self, row_B, time, shape) -> tuple[np.ndarray, np.ndarray]:
     """Pictures of environments, as `stages.base.Camera` has them."""
+    if self._cast is None:
+      self.stop(
+        'they began in another process than this; give `reset`, `simulate` '
+        'and `film` one place'
+      )
     frame = np.zeros((*time.shape, *shape), np.uint8)
     shown_B = np.zeros(len(row_B), np.float32)
     for b, (i, times) in enumerate(zip(row_B, time.tolist(), strict=True)):

@@ -78,7 +78,6 @@ def world(
       {'image': {'table': uint8 [pictures, pictures, 3]}, 'state': what the
       robot feels}. None: it is the vector that the task looks like.
   """
-
   if pictures and not task.scene:
     raise ValueError(
       'This task has no scene, so there are no pictures of it: leave out '
