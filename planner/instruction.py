@@ -135,3 +135,19 @@ Instruction = (
   | Until
   | Repeat
 )
+
+
+def passed(op: Instruction) -> tuple[int, ...]:
+  """Values that it keeps, moves or hands on, rather than calls a stage with."""
+  match op:
+    case Send(v) | Evict(v) | Restore(v) | Until(v):
+      return (v,)
+    case Keep(end, start):
+      return end, start
+    case Acquire(values=values):
+      return values
+    case Repeat():
+      return op.reads + op.writes
+    case Release(v) if v is not None:
+      return (v,)
+  return ()

@@ -19,6 +19,7 @@ from planner.instruction import (
   Evict,
   Instruction,
   Keep,
+  passed,
   Recv,
   Release,
   Repeat,
@@ -51,6 +52,7 @@ __all__ = [
   'locate',
   'lower',
   'parts',
+  'passed',
   'private',
 ]
 

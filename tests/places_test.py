@@ -16,6 +16,7 @@ from stages import stage as stages
 NAMES = ('act', 'judge', 'learn', 'apply')
 KEY = jax.random.key(0)
 BATCH = np.ones((8, 2), np.float32)
+WIDE = 1 << 16
 
 
 def rows_of(x):
@@ -153,3 +154,36 @@ def test_what_a_place_waits_for_is_on_the_timeline():
     *(('at learn', 'learn'), ('at apply', 'apply')),
   }
   planned.close()
+
+
+@pytest.mark.parametrize(
+  'sketch', [{}, {'pieces': 2}, apart(), apart(2)], ids=str
+)
+def test_what_a_host_stage_made_is_never_overwritten(sketch):
+  """Though the stage that reads it could do with its memory."""
+  made = []
+
+  def keep(x):
+    room = np.ones((len(x) + 1, WIDE), np.float32).ravel()
+    # Where JAX would take it as it lies.
+    begin = -room.ctypes.data % 64 // room.itemsize
+    made.append(room[begin:][: len(x) * WIDE].reshape(len(x), WIDE))
+    return made[-1]
+
+  like = lambda x: jax.ShapeDtypeStruct((x.shape[0], WIDE), jnp.float32)
+  act = stages.Stage(keep, 'act', host=True, like=like)
+  judge = stages.stage('judge', linear=(0,))(lambda x: 3 * x)
+  learn = stages.stage('learn', 'batch')(lambda x: x.mean())
+  apply = stages.stage('apply', 'batch')(lambda w, g: w + g)
+
+  def step(w, batch, key):
+    del key
+    g = learn(judge(act(batch)))
+    return apply(w, g), g
+
+  planned = runtime(step, sketch)
+  for _ in range(2):
+    assert planned.step(BATCH, KEY) == 3
+  planned.close()
+  assert len(made) == 2 * sketch.get('pieces', 1)
+  assert all((x == 1).all() for x in made)

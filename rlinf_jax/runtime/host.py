@@ -108,7 +108,7 @@ class Host:
     for lowered in self.lowered.values():
       for name, place in self.places.items():
         program = lowered.programs[name]
-        for _, flow, op in runs(lowered.flow, program):
+        for _, flow, op, _ in runs(lowered.flow, program):
           node = flow.nodes[op.node]
           for v in (*node.reads, *node.writes):
             place.layout(flow.values[v])
@@ -169,9 +169,9 @@ class Host:
     pool = futures.ThreadPoolExecutor(2)
     calls = {}
     for place, made in self.places.items():
-      for loop, flow, op in runs(lowered.flow, lowered.programs[place]):
+      for loop, flow, op, passed in runs(lowered.flow, lowered.programs[place]):
         calls[loop, op.node] = pool.submit(
-          made.compile, flow, flow.nodes[op.node], op.donate
+          made.compile, flow, flow.nodes[op.node], op.donate, passed
         )
     self._calls[name] = calls
     pool.shutdown(wait=False)
@@ -281,10 +281,16 @@ class Host:
 
 
 def runs(flow, program, loop=()):
-  """Its calls of stages, those in loops too: which loops, whose flow, what."""
+  """Its calls of stages, those in loops too.
+
+  Yields:
+    The loops that it is in, the flow, the call, and the values of that flow
+    that other instructions than calls have to do with.
+  """
+  passed = frozenset(v for op in program for v in program_lib.passed(op))
   for op in program:
     if isinstance(op, program_lib.Run):
-      yield loop, flow, op
+      yield loop, flow, op, passed
     elif isinstance(op, program_lib.Repeat):
       body = flow.nodes[op.node].body
       yield from runs(body, op.program, (*loop, op.node))

@@ -1,5 +1,6 @@
 """A place: devices seen as a mesh, and how values lie and stages run on it."""
 
+from collections.abc import Container
 import contextlib
 import dataclasses
 import math
@@ -8,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, SingleDeviceSharding
+import numpy as np
 
 from planner import graph as graph_lib
 from planner import plan as plan_lib
@@ -120,11 +122,26 @@ class Place:
     made = span.put(x, self.layout_at_rest(value))
     return jax.block_until_ready(made) if self.lease else made
 
-  def compile(self, flow: graph_lib.Flow, node: graph_lib.Node, donate=()):
-    """A function of the leaves that `node` reads, made ready to run."""
+  def compile(
+    self,
+    flow: graph_lib.Flow,
+    node: graph_lib.Node,
+    donate: Container[int],
+    passed: Container[int],
+  ):
+    """A function of the leaves that `node` reads, made ready to run.
+
+    Args:
+      flow: that it is of.
+      node: which.
+      donate: values that it may overwrite.
+      passed: values that other instructions than calls have to do with.
+    """
     stage = node.stage
     if stage.host:
-      return Outside(self, flow, node)
+      alone = self.mesh is None and self.lease is None
+      stays = [alone and v not in passed for v in node.writes]
+      return Outside(self, flow, node, stays)
     reads = [flow.values[v] for v in node.reads]
     writes = [flow.values[v] for v in node.writes]
     spare = self._reusable(flow, node, donate)
@@ -193,11 +210,22 @@ class Place:
 
 
 class Outside(NamedTuple):
-  """A call of a host stage of leaves, whose results are laid out at a place."""
+  """A call of a host stage of leaves, whose results are laid out at a place.
+
+  Compiled calls take in many NumPy arrays faster than they are laid out one by
+  one: those that nothing else wants are left to them.
+
+  Attributes:
+    place: where.
+    flow: that it is of.
+    node: which.
+    stays: by result: whether it may stay in NumPy.
+  """
 
   place: Place
   flow: graph_lib.Flow
   node: graph_lib.Node
+  stays: list[bool]
 
   def __call__(self, *leaves):
     return self.end(self.begin(*leaves), *leaves)
@@ -211,6 +239,8 @@ class Outside(NamedTuple):
     args = jax.tree.unflatten(self.node.takes, leaves)
     made = jax.tree.leaves(self.node.stage.end(begun, *args))
     return [
-      self.place.put(self.flow.values[v], x)
-      for v, x in zip(self.node.writes, made, strict=True)
+      x
+      if stays and isinstance(x, np.ndarray)
+      else self.place.put(self.flow.values[v], x)
+      for v, x, stays in zip(self.node.writes, made, self.stays, strict=True)
     ]
