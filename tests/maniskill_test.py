@@ -44,8 +44,8 @@ def actions(T=T, n=N):
   return rng.uniform(-1, 1, (T, n, A)).astype(np.float32)
 
 
-def play(pool, before=lambda t: None):
-  token, obs = pool.init(np.arange(N) + 100)
+def play(pool, before=lambda t: None, **films):
+  token, obs = pool.init(np.arange(N) + 100, **films)
   made = [obs]
   for t, action_NA in enumerate(actions()):
     before(t)
@@ -182,3 +182,23 @@ def test_pictures_without_a_device_are_refused_at_the_door(make, monkeypatch):
     make(1, 1, pictures=True)
   for said in ('Vulkan device', 'mesa-vulkan-drivers', 'tasks by state'):
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize('sees', [True, False])
+def test_a_film_changes_nothing_but_that_there_is_one(make, monkeypatch, sees):
+  if not sees:
+    monkeypatch.setenv('VK_ICD_FILENAMES', os.devnull)
+  said = []
+  plain, filmed = make(), make(film=True, say=said.append)
+  assert same(play(plain), play(filmed, rows=2, every=10))
+  token = np.stack([np.arange(2)] * 3, 1)
+  time_2M = np.tile(np.arange(0, 51, 10), (2, 1))
+  frame, shown_2 = filmed.film(token, time_2M)
+  if shown_2.any():
+    assert sees and shown_2.all() and not said
+    assert frame.shape == (2, 6, maniskill.VIDEO, maniskill.VIDEO, 3)
+    assert frame.std((2, 3, 4)).min() > 10  # Of a scene, and not of nothing.
+    assert len({x.tobytes() for x in frame[0]}) == 6
+  else:
+    (told,) = said
+    assert 'no video' in told and 'need a Vulkan device' in told

@@ -6,12 +6,15 @@ processor that stands in for one. Vectorised simulation on a GPU is not here.
 """
 
 from collections.abc import Mapping
+import functools
 import math
 from typing import Any
 
 import numpy as np
 
 from rlinf_jax.worlds import environment
+
+VIDEO = 160  # Pixels along each edge of a picture for people.
 
 
 def world(task: str, n: int, processes: int = 1, **settings):
@@ -38,6 +41,7 @@ def make(
   horizon: int | None = None,
   pictures: bool = False,
   size: int = 128,
+  film: bool = False,
   **settings,
 ) -> environment.Environment:
   """One environment; all of a task are alike, whatever the index.
@@ -53,10 +57,18 @@ def make(
     horizon: steps after which an episode is truncated; None for the task's own.
     pictures: show what the task's cameras see.
     size: of pictures, in pixels.
+    film: let people see it too, by a camera of the task that is none of the
+      robot's: evaluations have videos then. Where nothing can draw, there is
+      none, and all else goes on.
     **settings: more of what ManiSkill's environments can be told.
   """
   del index
-  registration = _installed(task, pictures)
+  registration = _installed(task)
+  blind = _blind()
+  if pictures and blind:
+    raise environment.UnavailableError(
+      f'{blind}. Without one there are tasks by state.'
+    )
   if task not in registration.REGISTERED_ENVS:
     raise environment.UnavailableError(
       f'ManiSkill has no task {task!r}, but {_nearest(task, registration)}.'
@@ -66,34 +78,43 @@ def make(
     raise environment.UnavailableError(
       f'Episodes of {task!r} have no limit of steps: give it a `horizon`.'
     )
-  if pictures:
-    # Where there is no GPU, ManiSkill takes what draws on a processor.
-    camera = {'width': size, 'height': size}
-    shown = {'obs_mode': 'rgb', 'render_backend': 'gpu'}
-    settings = {'sensor_configs': camera} | settings
-  else:
-    shown = {'obs_mode': 'state', 'render_backend': 'none'}
+  # Where there is no GPU, ManiSkill takes what draws on a processor.
+  draws = pictures or (film and not blind)
+  shown = {
+    'obs_mode': 'rgb' if pictures else 'state',
+    'render_backend': 'gpu' if draws else 'none',
+    'sensor_configs': {'width': size, 'height': size},
+    'human_render_camera_configs': {'width': VIDEO, 'height': VIDEO},
+  }
   env = registration.make(
     task,
     num_envs=1,
     control_mode=control,
     reward_mode=reward,
     sim_backend='physx_cpu',
-    **shown,
-    **settings,
+    **(shown | settings),
   )
-  return ManiSkill(env, horizon)
+  return ManiSkill(env, horizon, film, blind)
 
 
 class ManiSkill:
   """An environment of ManiSkill, as a worker steps it."""
 
-  def __init__(self, env: Any, horizon: int):
-    """Reads the spaces."""
-    self._env, self._time = env, 0
+  def __init__(self, env: Any, horizon: int, film: bool, blind: str):
+    """Reads the spaces.
+
+    Args:
+      env: ManiSkill's.
+      horizon: most steps of an episode.
+      film: whether it is drawn for people.
+      blind: why it cannot be, if it cannot.
+    """
+    self._env, self._time, self._blind = env, 0, blind
     space = env.single_action_space
+    picture = environment.Array((VIDEO, VIDEO, 3), 'uint8') if film else None
     self.spec = environment.Spec(
-      _like(env.single_observation_space), space.low, space.high, horizon
+      *(_like(env.single_observation_space), space.low, space.high),
+      *(horizon, picture),
     )
 
   def reset(self, seed: int) -> environment.Tree:
@@ -111,6 +132,14 @@ class ManiSkill:
       truncated=self._time >= self.spec.horizon,
       success=bool(info['success'][0]) if 'success' in info else False,
     )
+
+  def draw(self) -> np.ndarray:
+    cameras = self._env.scene.human_render_cameras
+    if self._blind or not cameras:
+      raise environment.UnavailableError(
+        self._blind or 'The task has no camera for people'
+      )
+    return self._env.render_rgb_array(next(iter(cameras)))[0].numpy()
 
   def close(self):
     self._env.close()
@@ -150,30 +179,16 @@ def _parts(tree: Mapping) -> tuple[list, dict[str, Any]]:
   return [*environment.leaves(robot).values()], images
 
 
-def _installed(task: str, pictures: bool):
-  """ManiSkill's registry, on a machine with or without a graphics device."""
+def _installed(task: str):
+  """ManiSkill's registry."""
   try:
     import mani_skill.envs  # noqa: F401 It registers tasks.
     from mani_skill.utils import download_asset, registration
-    import sapien
   except ImportError as error:
     raise environment.UnavailableError(
       f'{task!r} needs ManiSkill ({error}): pip install '
       '"rlinf-jax[maniskill]", after a torch of your choice.'
     ) from None
-  try:
-    sapien.render.RenderMaterial()
-  except RuntimeError as error:
-    if pictures:
-      raise environment.UnavailableError(
-        f'Pictures of {task!r} need a Vulkan device ({error}): install the '
-        "driver of a GPU, or Mesa 25's for processors (`mesa-vulkan-drivers`; "
-        'VK_ICD_FILENAMES says where its `lvp_icd` is, if it is not found). '
-        'Without one there are tasks by state.'
-      ) from None
-    # Even tasks that draw nothing make some.
-    sapien.render.RenderMaterial = Inert
-    sapien.pysapien.render.RenderMaterial = Inert
 
   # It would ask whether to download what is missing. Told not to ask, it takes
   # that for a yes; and a download that fails leaves an empty folder behind,
@@ -189,6 +204,25 @@ def _installed(task: str, pictures: bool):
   download_asset.prompt_yes_no = lambda message: True
   download_asset.download = refuse
   return registration
+
+
+@functools.cache
+def _blind() -> str:
+  """Why nothing can be drawn here, if nothing can."""
+  import sapien
+
+  try:
+    sapien.render.RenderMaterial()
+  except RuntimeError as error:
+    # Even tasks that draw nothing make some.
+    sapien.render.RenderMaterial = Inert
+    sapien.pysapien.render.RenderMaterial = Inert
+    return (
+      f"ManiSkill's pictures need a Vulkan device ({error}): install the "
+      "driver of a GPU, or Mesa 25's for processors (`mesa-vulkan-drivers`; "
+      'VK_ICD_FILENAMES says where its `lvp_icd` is, if it is not found)'
+    )
+  return ''
 
 
 class Inert:
