@@ -6,14 +6,13 @@ import json
 import string
 from typing import Any
 
-from planner import graph, listing
-from planner import simulate as simulate_lib
+from planner import clock, graph, listing
 
 IDLE, MOVING = '·', '~'
 PLUMBING = {'run': 'moves rows'}  # What planners add to a place's work.
 
 
-def _steady(simulation) -> list[simulate_lib.Span]:
+def _steady(simulation) -> list[clock.Span]:
   """What was done in a step when the pipeline was full."""
   last = max((span.step for span in simulation.spans), default=0)
   return [span for span in simulation.spans if span.step == last]
@@ -27,7 +26,7 @@ def flows(flow: graph.Flow) -> Iterator[graph.Flow]:
       yield from flows(node.body)
 
 
-def stage_of(flow: graph.Flow, span: simulate_lib.Span) -> str | None:
+def stage_of(flow: graph.Flow, span: clock.Span) -> str | None:
   """The stage that a span is of; None for what moves and waits."""
   if span.node is None:
     return None

@@ -154,7 +154,7 @@ class Loop:
     numbers |= {
       f'wait/{who}': share for who, share in timeline_lib.waits(spans).items()
     }
-    self._compare(seconds, by_stage)
+    self._compare(seconds, timeline_lib.took(spans))
     for name, speed in SPEEDS.items():
       if name in numbers:
         numbers[speed] = numbers[name] / seconds

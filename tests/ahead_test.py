@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from planner import explain, lifetimes, passes, play, program
 from planner import flow as flow_lib
-from planner import lifetimes, passes, program
 from planner import plan as plan_lib
-from rlinf_jax.runtime import local, worker
+from planner.search import exact
+from rlinf_jax.runtime import local, timeline, worker
 from stages import stage as stages
+import toys
 
 BATCH = np.arange(16, dtype=np.float32).reshape(8, 2)
 KEY = jax.random.key(0)
@@ -205,12 +207,7 @@ def in_turn(x, key, T=3):
   },
 ], ids=['one place', 'two'])  # fmt: skip
 def test_a_policy_acts_on_one_half_while_the_other_is_simulated(sketch):
-  flow = flow_lib.trace(
-    lambda state, x, key: ((), in_turn(x, key)),
-    (),
-    jnp.asarray(BATCH),
-    jax.eval_shape(lambda: KEY),
-  )
+  flow = in_turn_flow()
   chosen = plan_lib.of(sketch, flow.stages)
   ordered, programs = passes.lower(flow, chosen)
   named = [
@@ -226,6 +223,37 @@ def test_a_policy_acts_on_one_half_while_the_other_is_simulated(sketch):
     *2 * [(run, 0), (begin, 0), (run, 1), (begin, 1)],
   ]
   assert named == [*turns, (run, 0), (run, 1)]
+
+
+def in_turn_flow():
+  return flow_lib.trace(
+    lambda state, x, key: ((), in_turn(x, key)),
+    (),
+    jnp.asarray(BATCH),
+    jax.eval_shape(lambda: KEY),
+  )
+
+
+@pytest.mark.parametrize('pieces, seconds', [(1, 4 + 3 * 3), (2, 1 + 3 * 3)])
+def test_a_place_is_free_while_what_it_began_is_done(pieces, seconds):
+  """In halves, simulators wait for the first two acts on one and never again.
+
+  Of four acts two come before the first step.
+  """
+  flow = in_turn_flow()
+  model = toys.Synthetic({'act': 1.0, 'simulate': 3.0})
+  chosen = plan_lib.of({'pieces': pieces}, flow.stages)
+  played = play.play(flow, model, chosen)
+  assert played.seconds == pytest.approx(seconds)
+  assert played.busy == {'all': pytest.approx(4), 'all: simulate': 9}
+  assert 'all: simulate' in explain.chart(played.flow, played.simulation)
+
+
+def test_the_search_has_half_of_the_environments_simulated_meanwhile():
+  model = toys.Synthetic({'act': 1.0, 'simulate': 3.0})
+  found = exact.search(in_turn_flow(), model, exact.Space(1, pieces=(1, 2)))
+  assert found.best.pieces == 2 and found.gap == 0
+  assert found.seconds == pytest.approx(10)
 
 
 def test_only_the_host_begins_ahead():
@@ -245,3 +273,19 @@ def test_a_call_that_breaks_its_promise_is_refused():
   )
   with pytest.raises(TypeError, match='Stage act promised'):
     act(np.ones(2, np.float32), BATCH)
+
+
+def test_what_was_begun_took_as_long_as_the_busiest_of_who_did_it():
+  span = lambda place, what, stage, start, end: timeline.Span(
+    *(1, place, what, stage, (1, 1), start, end, 0.0)
+  )
+  spans = [
+    span('all', 'run', 'act', 0, 1),
+    span('all', 'run', 'simulate', 3, 4),
+    span('simulators 0', 'elsewhere', 'simulate', 0, 2),
+    span('simulators 1', 'elsewhere', 'simulate', 0, 3),
+    span('simulators 0', 'elsewhere', 'simulate', 3, 4),
+    span('simulators 1', 'elsewhere', 'simulate', 3, 3.5),
+  ]
+  assert timeline.took(spans) == {'act': 1, 'simulate': 3.5}
+  assert timeline.seconds(spans) == {'act': 1, 'simulate': 1}

@@ -12,7 +12,7 @@ from planner.search import exact
 class Stage:
   """What a planner sees of a stage."""
 
-  whole, group, host = (), 1, False
+  whole, group, host, ahead = (), 1, False, False
 
   def __init__(self, name, grain):
     self.name, self.grain = name, grain
@@ -279,4 +279,9 @@ def random_instance(seed):
     evict=some(0.2)[:2],
     together=(tuple(names[:2]),) if rng.random() < 0.2 else (),
   )
-  return flow, model, space, int(rng.choice([0, 0, 0, 1, 2]))
+  lag = int(rng.choice([0, 0, 0, 1, 2]))
+  if seed % 3 == 2:
+    ahead = some(0.4)
+    for node in flow.nodes:
+      node.stage.ahead = node.name in ahead
+  return flow, model, space, lag

@@ -6,6 +6,7 @@ from planner.costs import roofline
 from planner.search import exact, grouping
 
 PIECES = (1, 2, 4, 8)
+HALVES = (1, 2)  # On one device, while others than it work on one of them.
 FRACTIONS = (1, 4, 16, 64)  # Of a stage's rows, taken at a time.
 CROWDED = 1 / 8  # Of a device's memory: a stage that needs more may be cut.
 FASTER = 0.95  # Of the seconds of all rows at once, to be worth a try.
@@ -17,6 +18,9 @@ def space(flow: graph.Flow, model: roofline.Roofline) -> exact.Space:
   """Whole nodes where there are several; micro-batches where they can help."""
   cluster = model.cluster
   several = cluster.devices > cluster.node
+  pieces = PIECES
+  if cluster.devices == 1:
+    pieces = HALVES if any(node.ahead for node in flow.nodes) else (1,)
   rows = {
     node.name: options
     for node in flow.nodes
@@ -25,7 +29,7 @@ def space(flow: graph.Flow, model: roofline.Roofline) -> exact.Space:
   return exact.Space(
     cluster.devices,
     unit=cluster.node if several else 1,
-    pieces=PIECES if cluster.devices > 1 else (1,),
+    pieces=pieces,
     rows=rows,
     evict=_idle(flow, cluster.capacity),
     together=grouping.glue(flow, model, cluster.devices, most=GROUPS),

@@ -171,6 +171,9 @@ class Floor:
     edges: pairs of numbers of nodes, the second of which reads the first.
     step: what cannot start before the inputs of a step are there.
     loops: what cannot start before an earlier step has made what it reads.
+    outside: who does what each node is, [N]: zero for its place, else a number
+      of the stage. What a place begins ahead of its turn keeps another, which
+      has one call of the stage to make at a time as well.
   """
 
   def __init__(self, flow: graph.Flow):
@@ -181,6 +184,9 @@ class Floor:
         flow.maker[v] for v in node.reads if v in flow.maker
       )
     ]
+    ahead = [node.name if node.ahead else None for node in flow.nodes]
+    stages = [None, *dict.fromkeys(filter(None, ahead))]
+    self.outside = np.array([stages.index(name) for name in ahead])
     begins = {i for v in flow.inputs for i in flow.readers.get(v, ())}
     self.step = Section(flow, self.edges, self._after(begins))
     self.loops, seen, ends = [], set(), dict(flow.carry)
@@ -217,6 +223,7 @@ class Floor:
         for each loop, before it and after the loop has begun.
       enough: bounds that reach this are good enough.
     """
+    at = at + (at.max() + 1) * self.outside[:, None]
     bound = busiest(seconds, at)
     waits = waits or [None] * (1 + len(self.loops))
     sections = [(self.step, share, waits[0])]

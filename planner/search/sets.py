@@ -19,7 +19,13 @@ class Sets:
     self.busy = np.zeros((len(which) + 1, choices.units + 1))
     for block, number in which.items():
       here = np.array([block >> int(g) & 1 for g in cut.group], bool)
-      self.busy[number] = np.minimum.accumulate(table[here].sum(0))
+      self.busy[number] = np.max(
+        [
+          np.minimum.accumulate(table[here & (cut.floor.outside == who)].sum(0))
+          for who in range(cut.floor.outside.max() + 1)
+        ],
+        axis=0,
+      )
     # The largest size that there is a mesh for, up to so many units.
     self.nearest = np.zeros(self.busy.shape, int)
     for block, number in which.items():

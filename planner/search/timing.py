@@ -43,7 +43,8 @@ def moves(choices, choice):
     maker = flow.maker[end]
     for b in {at[i] for i in readers if i not in adrift} - {at[maker]}:
       last[maker] = np.maximum(last[maker], move(end, at[maker], b))
-    if start in own and at[maker] in {at[i] for i in readers}:
+    here = at[maker] in {at[i] for i in readers}
+    if start in own and here and not flow.nodes[maker].ahead:
       more[maker] += known.switch(flow, end, places[at[maker]])
   waits = [last]
   for loop in cut.floor.loops:
@@ -54,6 +55,8 @@ def moves(choices, choice):
     waits.append(first)
   idle = {*own, *own.values()}
   for i, node in enumerate(flow.nodes):
+    if node.ahead:  # Its place moves that, and not who does it.
+      continue
     for v in idle.intersection(node.reads):
       times = 1 + (own.get(v) == v)  # What stays leaves again.
       more[i] += times * known.switch(flow, v, places[at[i]])

@@ -1,6 +1,6 @@
 """How much longer each stage could take before a step does."""
 
-from planner import explain, graph, play
+from planner import explain, graph, play, simulate
 
 GROWS = 1 + 1e-9  # Times as long: sums of the same seconds differ by less.
 NOTHING = 1e-7  # Of a step: it is not told apart from no slack.
@@ -47,6 +47,8 @@ def _of(played: play.Played, stage: str) -> float:
     return play.again(played, cost).seconds
 
   place = played.plan.stages[stage]
+  if any(node.ahead and node.name == stage for node in played.flow.nodes):
+    place = simulate.outside(place, stage)
   room = at = flat - played.busy.get(place, 0.0)  # Its place has no more.
   if at <= 0 or not calls:
     return 0.0

@@ -305,7 +305,7 @@ class Bench:
 
   def _step(self, flow, node, rows):
     """Calls what uses up its token, and goes on with what it returns."""
-    call = self.places[0].compile(flow, node)
+    call = self.places[0].compile(flow, node, passed=())  # As in a program.
     made = call(*(self._first(v, node, rows) for v in node.reads))
     for v, i in successors(flow, node).items():
       rest = self.memory[v][len(made[i]) :]

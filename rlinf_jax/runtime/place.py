@@ -126,8 +126,8 @@ class Place:
     self,
     flow: graph_lib.Flow,
     node: graph_lib.Node,
-    donate: Container[int],
-    passed: Container[int],
+    donate: Container[int] = (),
+    passed: Container[int] | None = None,
   ):
     """A function of the leaves that `node` reads, made ready to run.
 
@@ -135,11 +135,12 @@ class Place:
       flow: that it is of.
       node: which.
       donate: values that it may overwrite.
-      passed: values that other instructions than calls have to do with.
+      passed: values that other instructions than calls have to do with; None
+        for all.
     """
     stage = node.stage
     if stage.host:
-      alone = self.mesh is None and self.lease is None
+      alone = self.mesh is None and self.lease is None and passed is not None
       stays = [alone and v not in passed for v in node.writes]
       return Outside(self, flow, node, stays)
     reads = [flow.values[v] for v in node.reads]

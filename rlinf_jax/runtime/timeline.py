@@ -97,6 +97,20 @@ def seconds(spans: Iterable[Span], by: str = 'stage') -> dict[str, float]:
   return dict(total)
 
 
+def took(spans: Iterable[Span]) -> dict[str, float]:
+  """Seconds that stages took, whoever did them.
+
+  Of what a place began ahead of its turn, and only waited for the end of, it is
+  the time of the busiest of those who did it, where they say so.
+  """
+  total, away = seconds(spans), collections.defaultdict(dict)
+  for span in spans:
+    if span.what == 'elsewhere':
+      of = away[span.stage]
+      of[span.place] = of.get(span.place, 0.0) + span.end - span.start
+  return total | {stage: max(of.values()) for stage, of in away.items()}
+
+
 def waits(spans: Iterable[Span]) -> dict[str, float]:
   """Shares of the time of a rollout in simulators that each side waits.
 
