@@ -121,12 +121,12 @@ def _timelines(twin, colours) -> str:
     if 'timeline' in one and (one is twin or one['plan'] != twin['plan'])
   ]
   longest = max(one['seconds'] for _, one in shown)
-  left = lanes.margin(p for _, one in shown for p in one['plan']['places'])
+  left = lanes.margin(lane for _, one in shown for lane in _lanes(one))
   made = []
   for title, one in shown:
     picture = lanes.draw(
       one['timeline'],
-      list(one['plan']['places']),
+      _lanes(one),
       colours,
       end=one['seconds'],
       seconds=longest,
@@ -144,6 +144,15 @@ def _timelines(twin, colours) -> str:
       said = _said([f'It cannot be had here: {beside["refused"]}'])
       made.append(page.card(beside['title'], '', said, '', 'whole'))
   return ''.join(made)
+
+
+def _lanes(one) -> list[str]:
+  """Places, each followed by who does what it begins ahead of its turn."""
+  there = dict.fromkeys(span['place'] for span in one['timeline'])
+  made = []
+  for place in one['plan']['places']:
+    made += [place, *(x for x in there if x.startswith(f'{place}: '))]
+  return made
 
 
 def _keys(colours: Mapping[str, int]) -> str:

@@ -12,6 +12,8 @@ from planner import explain, lifetimes, passes, play, program
 from planner import flow as flow_lib
 from planner import plan as plan_lib
 from planner.search import exact
+from planner.why import account
+from rlinf_jax import plan_page
 from rlinf_jax.runtime import local, timeline, worker
 from stages import stage as stages
 import toys
@@ -247,6 +249,8 @@ def test_a_place_is_free_while_what_it_began_is_done(pieces, seconds):
   assert played.seconds == pytest.approx(seconds)
   assert played.busy == {'all': pytest.approx(4), 'all: simulate': 9}
   assert 'all: simulate' in explain.chart(played.flow, played.simulation)
+  shown = {'plan': {'places': ['all']}, 'timeline': account.timeline(played)}
+  assert plan_page._lanes(shown) == ['all', 'all: simulate']
 
 
 def test_the_search_has_half_of_the_environments_simulated_meanwhile():
