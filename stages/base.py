@@ -291,6 +291,7 @@ class World(NamedTuple):
     save: `token -> past`, by which another process can bring environments to
       where they are.
     load: `token, past -> token`: has them there, wherever they were.
+    whole: whether a simulator steps all environments at once or none.
   """
 
   init: Callable[[Any], tuple[Any, Any]]
@@ -306,6 +307,7 @@ class World(NamedTuple):
   past: Any = None
   save: Callable[[Any], Any] | None = None
   load: Callable[[Any, Any], Any] | None = None
+  whole: bool = False
 
 
 class Workflow(NamedTuple):

@@ -147,8 +147,9 @@ def simulated(world: base.World, first: bool, last: bool) -> stages.Stage:
     return (_saved(world, token) if last else token), outcome
 
   ahead = world.send is not None
+  grain = 'batch' if world.whole else 'row'
   return stages.Stage(
-    step, 'simulate', linear=(0,), host=True, like=like, ahead=ahead
+    step, 'simulate', grain, linear=(0,), host=True, like=like, ahead=ahead
   )
 
 

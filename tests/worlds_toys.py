@@ -64,6 +64,15 @@ class Count(gymnasium.Env):
     return obs, float(do), bool(done), False, {'success': bool(do < -10)}
 
 
+class Again(Count):
+  """Begins further episodes by a seed that its first one leads to."""
+
+  def reset(self, *, seed=None, options=None):
+    if seed is None:
+      seed = int(self.np_random.integers(1000))
+    return super().reset(seed=seed)
+
+
 class See(Count):
   """The same with a picture, whose brightness is seed and time."""
 
@@ -77,7 +86,7 @@ class See(Count):
   )
 
   def _obs(self):
-    bright = self.seed + self.time
+    bright = (self.seed + self.time) % 256
     picture = np.full((4, 6, 3), bright, np.uint8)
     return {
       'state': np.ones((2, 2)) * self.time,
@@ -111,6 +120,9 @@ class Drawn(Count):
 
 gymnasium.register(
   'toys/Drawn-v0', entry_point=Drawn, max_episode_steps=HORIZON
+)
+gymnasium.register(
+  'toys/Again-v0', entry_point=Again, max_episode_steps=HORIZON
 )
 gymnasium.register('toys/See-v0', entry_point=See, max_episode_steps=HORIZON)
 gymnasium.register(

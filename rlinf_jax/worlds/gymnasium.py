@@ -53,35 +53,24 @@ class Gymnasium:
 
   def __init__(self, env: Any):
     """Reads the spaces."""
-    self._env = env
-    space = env.action_space
-    if hasattr(space, 'n'):
-      low, high = np.zeros(space.n), np.ones(space.n)
-    elif getattr(space, 'low', None) is not None:
-      low, high = space.low.ravel(), space.high.ravel()
-    else:
-      raise ValueError(f'Actions are {space}: only Box and Discrete are known.')
+    self._env, self._actions = env, Actions(env.action_space)
     self.spec = environment.Spec(
-      _like(env.observation_space),
-      *(low.astype(np.float32), high.astype(np.float32)),
+      like(env.observation_space),
+      *(self._actions.low, self._actions.high),
       _horizon(env),
       self._picture(),
     )
 
   def reset(self, seed: int) -> environment.Tree:
-    return _read(self._env.reset(seed=seed)[0], self.spec.obs)
+    return read(self._env.reset(seed=seed)[0], self.spec.obs)
 
   def step(self, action_A: np.ndarray) -> environment.Step:
-    space = self._env.action_space
-    if hasattr(space, 'n'):
-      action = int(space.start + action_A.argmax())
-    else:
-      action_A = np.clip(action_A, self.spec.low, self.spec.high)
-      action = action_A.reshape(space.shape).astype(space.dtype)
-    obs, reward, terminated, truncated, info = self._env.step(action)
+    obs, reward, terminated, truncated, info = self._env.step(
+      self._actions.one(action_A)
+    )
     success = info.get('success', info.get('is_success', False))
     return environment.Step(
-      *(_read(obs, self.spec.obs), float(reward)),
+      *(read(obs, self.spec.obs), float(reward)),
       *(bool(terminated), bool(truncated), bool(success)),
     )
 
@@ -102,6 +91,39 @@ class Gymnasium:
     self._env.close()
 
 
+class Actions:
+  """What a space of Gymnasium makes of numbers.
+
+  Attributes:
+    low: the least of each, [A].
+    high: the most.
+  """
+
+  def __init__(self, space: Any):
+    """Reads the space."""
+    self._space, self._chooses = space, hasattr(space, 'n')
+    if self._chooses:
+      low, high = np.zeros(space.n), np.ones(space.n)
+    elif getattr(space, 'low', None) is not None:
+      low, high = space.low.ravel(), space.high.ravel()
+    else:
+      raise ValueError(f'Actions are {space}: only Box and Discrete are known.')
+    self.low, self.high = low.astype(np.float32), high.astype(np.float32)
+
+  def one(self, action_A: np.ndarray):
+    """An action of one environment."""
+    made = self.batch(action_A[None])[0]
+    return int(made) if self._chooses else made
+
+  def batch(self, action_BA: np.ndarray) -> np.ndarray:
+    """Actions of several."""
+    space = self._space
+    if self._chooses:
+      return space.start + action_BA.argmax(1)
+    action_BA = np.clip(action_BA, self.low, self.high)
+    return action_BA.reshape(-1, *space.shape).astype(space.dtype)
+
+
 def _small(frame: np.ndarray) -> np.ndarray:
   """A picture of means of squares of pixels, so that it is small enough."""
   high, wide, colours = frame.shape
@@ -114,9 +136,10 @@ def _small(frame: np.ndarray) -> np.ndarray:
   )
 
 
-def _like(space):
+def like(space) -> environment.Tree:
+  """What a space shows, as shapes."""
   if hasattr(space, 'spaces') and isinstance(space.spaces, Mapping):
-    return {name: _like(child) for name, child in space.spaces.items()}
+    return {name: like(child) for name, child in space.spaces.items()}
   if space.shape is None:
     raise ValueError(f'Observations are {space}: only arrays are known.')
   if len(space.shape) == 3 and space.dtype == np.uint8:
@@ -134,8 +157,17 @@ def _horizon(env) -> int:
   return limit
 
 
-def _read(obs, like) -> environment.Tree:
-  """An observation as arrays of the shapes that were promised."""
-  if isinstance(like, Mapping):
-    return {name: _read(obs[name], child) for name, child in like.items()}
-  return np.asarray(obs, like.dtype).reshape(like.shape)
+def read(obs, want, rows=(), array=np.asarray) -> environment.Tree:
+  """An observation as arrays of the shapes that were promised.
+
+  Args:
+    obs: of one environment, or of many.
+    want: a tree of `environment.Array`, of one.
+    rows: what comes before that shape.
+    array: makes an array of what is in `obs`.
+  """
+  if isinstance(want, Mapping):
+    return {
+      name: read(obs[name], child, rows, array) for name, child in want.items()
+    }
+  return array(obs).astype(want.dtype, copy=False).reshape(*rows, *want.shape)
