@@ -316,7 +316,7 @@ def _refuse_outside(plan, lowered):
   for some in lowered.values():
     for name, program in some.programs.items():
       many = plan.places[name].processes
-      for _, flow, op in host.runs(some.flow, program):
+      for _, flow, op, _ in host.runs(some.flow, program):
         node = flow.nodes[op.node]
         if many > 1 and node.stage.host:
           raise ValueError(
