@@ -181,18 +181,10 @@ class Vector:
     else:
       now = last = self._read(obs)
     reward = _numpy(reward).astype(np.float32)
-    lost = ~_finite(last, reward)
-    if self._itself and not (_finite(now, reward) & ~lost).all():
-      (i, *_) = np.flatnonzero(lost | ~_finite(now, reward))
-      raise RuntimeError(
-        f'Environment {i} showed what is not finite at call '
-        f'{self._token[i, 1]}, and a vector environment that begins anew by '
-        'itself cannot be told to: use AutoresetMode.DISABLED.'
-      )
-    if lost.any():  # It showed nothing that could be learned from.
+    if (lost := self._lost(last, now, reward)).any():
       last = jax.tree.map(lambda x, y: _where(lost, x, y), self._seen, last)
-      reward, terminated = reward * ~lost, terminated & ~lost
-      reward[lost], ended = 0, ended | lost
+      reward, ended = np.where(lost, 0, reward), ended | lost
+      terminated, success = terminated & ~lost, success & ~lost
     self._token = self._token + np.array([0, 1, 0], np.int32)
     if ended.any() and not self._itself:
       now = self._anew(ended)
@@ -205,7 +197,7 @@ class Vector:
       terminated=number(terminated),
       truncated=number((truncated | lost) & ~terminated),
       final_obs=part(last),
-      success=number(success & ~lost),
+      success=number(success),
       steps=np.ones(B, np.float32),
       lost=number(lost),
     )
@@ -242,6 +234,18 @@ class Vector:
       for path, x in environment.leaves(last).items():
         x[i] = one[path]
     return last
+
+  def _lost(self, last, now, reward) -> np.ndarray:
+    """Rows that showed nothing which could be learned from."""
+    lost = ~(_finite(last, reward) & _finite(now, reward))
+    if self._itself and lost.any():
+      i = int(lost.argmax())
+      raise RuntimeError(
+        f'Environment {i} showed what is not finite at call '
+        f'{self._token[i, 1]}, and a vector environment that begins anew by '
+        'itself cannot be told to: use AutoresetMode.DISABLED.'
+      )
+    return lost
 
   def _at(self, token) -> bool:
     return self._token is not None and np.array_equal(
