@@ -39,13 +39,8 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
   takes = [
     _seconds(flow, flow.nodes[i], where[i], plan, cost) for i in range(n)
   ]
-  makers = [
-    {flow.maker[v] for v in node.reads if v in flow.maker}
-    for node in flow.nodes
-  ]
-  for i in (i for i in range(n) if flow.nodes[i].ahead):
-    makers[i] |= _first(flow, makers)
-  after, to_go = _ahead(makers, takes)
+  makers = _makers(flow)
+  after, to_go = _to_go(makers, takes)
   end, free, done = {}, collections.defaultdict(float), []
 
   def arrival(i):
@@ -90,7 +85,20 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
   return dataclasses.replace(flow, nodes=tuple(flow.nodes[i] for i in done))
 
 
-def _ahead(makers, takes) -> tuple[list[list[int]], list[float]]:
+def _makers(flow) -> list[set[int]]:
+  """Nodes that each waits for."""
+  makers = [
+    {flow.maker[v] for v in node.reads if v in flow.maker}
+    for node in flow.nodes
+  ]
+  first = _first(flow, makers)
+  return [
+    before | first if node.ahead else before
+    for before, node in zip(makers, flow.nodes, strict=True)
+  ]
+
+
+def _to_go(makers, takes) -> tuple[list[list[int]], list[float]]:
   """Nodes that read of each, and seconds from its start to the end of all."""
   after, to_go = [[] for _ in makers], list(takes)
   for i, before in enumerate(makers):

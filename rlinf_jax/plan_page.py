@@ -8,7 +8,7 @@ import html
 import json
 from typing import Any
 
-from planner import listing
+from planner import listing, simulate
 from planner.why import words
 from rlinf_jax import lanes, page
 
@@ -148,10 +148,11 @@ def _timelines(twin, colours) -> str:
 
 def _lanes(one) -> list[str]:
   """Places, each followed by who does what it begins ahead of its turn."""
-  there = dict.fromkeys(span['place'] for span in one['timeline'])
+  there = {span['place'] for span in one['timeline']}
   made = []
   for place in one['plan']['places']:
-    made += [place, *(x for x in there if x.startswith(f'{place}: '))]
+    outside = (simulate.outside(place, s) for s in one['plan']['stages'])
+    made += [place, *(lane for lane in outside if lane in there)]
   return made
 
 

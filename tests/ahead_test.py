@@ -1,6 +1,7 @@
 """What is begun ahead of its turn: an engine is given all pieces at once."""
 
 from concurrent import futures
+import json
 import threading
 
 import jax
@@ -249,7 +250,8 @@ def test_a_place_is_free_while_what_it_began_is_done(pieces, seconds):
   assert played.seconds == pytest.approx(seconds)
   assert played.busy == {'all': pytest.approx(4), 'all: simulate': 9}
   assert 'all: simulate' in explain.chart(played.flow, played.simulation)
-  shown = {'plan': {'places': ['all']}, 'timeline': account.timeline(played)}
+  shown = json.loads(chosen.to_json())
+  shown = {'plan': shown, 'timeline': account.timeline(played)}
   assert plan_page._lanes(shown) == ['all', 'all: simulate']
 
 

@@ -102,6 +102,39 @@ def test_one_that_begins_anew_by_itself_shows_both_ends_of_a_step():
       np.testing.assert_array_equal(got.obs[i], obs)
 
 
+class Told(gym_vector.VectorEnv):
+  """One row that ends with success; infos are what they are told to be."""
+
+  metadata = {'autoreset_mode': SAME}
+  num_envs = 2
+  single_observation_space = gym.spaces.Box(-1, 1, (1,))
+  single_action_space = gym.spaces.Box(-1, 1, (1,))
+
+  def __init__(self, info, begins=0.0):
+    self.info, self.begins = info, begins
+
+  def reset(self, *, seed=None, options=None):
+    return np.full((2, 1), self.begins, np.float32), {}
+
+  def step(self, action):
+    ended = np.array([True, False])
+    return self.reset()[0], np.ones(2), ended, ~ended & ended, self.info
+
+
+def test_infos_of_the_next_episode_are_not_of_the_last():
+  final = np.full((2, 1), 0.5, np.float32)
+  info = {'success': np.array([True, True]), 'final_obs': final}
+  world = vector.of(Told(info | {'final_info': {}}), horizon=5)
+  _, outcome = world.step(world.init([1, 2])[0], np.zeros((2, 1)))
+  assert outcome.success.tolist() == [0, 1]
+  assert outcome.final_obs.ravel().tolist() == [0.5, 0]
+  world = vector.of(Told({}), horizon=5)
+  with pytest.raises(RuntimeError, match='infos have none of'):
+    world.step(world.init([1, 2])[0], np.zeros((2, 1)))
+  with pytest.raises(RuntimeError, match='Environment 0 .* seed 1 began'):
+    vector.of(Told({}, begins=np.nan), horizon=5).init([1, 2])
+
+
 def test_what_it_cannot_be_is_said():
   next_step = gym.make_vec(toy('Again'), 2)
   with pytest.raises(ValueError, match="'NextStep'.*SAME_STEP or DISABLED"):

@@ -34,28 +34,36 @@ def pool(make, n: int, processes: int = 1, **settings) -> pool_lib.Pool:
 
 def of(pool: pool_lib.Pool) -> base.World:
   """A pool as a World, which keeps it."""
-  spec = pool.spec
-  obs = jax.tree.map(
-    lambda like: jax.ShapeDtypeStruct(like.shape, like.dtype),
-    spec.obs,
-    is_leaf=lambda x: isinstance(x, environment.Array),
-  )
-  picture = spec.picture
-  return base.World(
-    *(pool.init, pool.step, obs),
-    *(tuple(spec.low.tolist()), tuple(spec.high.tolist())),
-    spec.horizon,
-    host=True,
+  picture = pool.spec.picture
+  return stepped(
+    *(pool.spec, pool.init, pool.step),
     camera=picture and base.Camera(pool.init, pool.film, picture.shape),
     send=pool.send,
-    past=_past(pool, obs),
+    past=_past(pool),
     save=pool.save,
     load=pool.load,
   )
 
 
-def _past(pool: pool_lib.Pool, obs) -> episodes.Past:
+def stepped(spec: environment.Spec, init, step, **fields) -> base.World:
+  """A World of what is not JAX; `fields` are more of it."""
+  low, high = tuple(spec.low.tolist()), tuple(spec.high.tolist())
+  return base.World(
+    *(init, step, _shapes(spec), low, high, spec.horizon), host=True, **fields
+  )
+
+
+def _shapes(spec: environment.Spec):
+  """What one environment shows, as JAX has it."""
+  return jax.tree.map(
+    lambda like: jax.ShapeDtypeStruct(like.shape, like.dtype),
+    spec.obs,
+    is_leaf=lambda x: isinstance(x, environment.Array),
+  )
+
+
+def _past(pool: pool_lib.Pool) -> episodes.Past:
   """Shapes of what one environment is saved by."""
   one = jax.ShapeDtypeStruct((), np.int32)
   action = jax.ShapeDtypeStruct(pool.episode, np.float32)
-  return episodes.Past(one, one, action, obs)
+  return episodes.Past(one, one, action, _shapes(pool.spec))

@@ -65,7 +65,7 @@ def make(
   del index
   registration = _installed(task)
   blind = _blind()
-  if pictures and blind:
+  if blind and pictures:
     raise environment.UnavailableError(
       f'{blind}. Without one there are tasks by state.'
     )
@@ -79,13 +79,13 @@ def make(
       f'Episodes of {task!r} have no limit of steps: give it a `horizon`.'
     )
   # Where there is no GPU, ManiSkill takes what draws on a processor.
-  draws = pictures or (film and not blind)
-  shown = {
-    'obs_mode': 'rgb' if pictures else 'state',
-    'render_backend': 'gpu' if draws else 'none',
-    'sensor_configs': {'width': size, 'height': size},
-    'human_render_camera_configs': {'width': VIDEO, 'height': VIDEO},
-  }
+  shown = {'obs_mode': 'rgb' if pictures else 'state', 'render_backend': 'none'}
+  if pictures or (film and not blind):
+    shown |= {
+      'render_backend': 'gpu',
+      'sensor_configs': {'width': size, 'height': size},
+      'human_render_camera_configs': {'width': VIDEO, 'height': VIDEO},
+    }
   env = registration.make(
     task,
     num_envs=1,
@@ -94,22 +94,21 @@ def make(
     sim_backend='physx_cpu',
     **(shown | settings),
   )
-  return ManiSkill(env, horizon, film, blind)
+  return ManiSkill(env, horizon, film)
 
 
 class ManiSkill:
   """An environment of ManiSkill, as a worker steps it."""
 
-  def __init__(self, env: Any, horizon: int, film: bool, blind: str):
+  def __init__(self, env: Any, horizon: int, film: bool):
     """Reads the spaces.
 
     Args:
       env: ManiSkill's.
       horizon: most steps of an episode.
       film: whether it is drawn for people.
-      blind: why it cannot be, if it cannot.
     """
-    self._env, self._time, self._blind = env, 0, blind
+    self._env, self._time = env, 0
     space = env.single_action_space
     picture = environment.Array((VIDEO, VIDEO, 3), 'uint8') if film else None
     self.spec = environment.Spec(
@@ -135,9 +134,9 @@ class ManiSkill:
 
   def draw(self) -> np.ndarray:
     cameras = self._env.scene.human_render_cameras
-    if self._blind or not cameras:
+    if _blind() or not cameras:
       raise environment.UnavailableError(
-        self._blind or 'The task has no camera for people'
+        _blind() or 'the task has no camera for people'
       )
     return self._env.render_rgb_array(next(iter(cameras)))[0].numpy()
 

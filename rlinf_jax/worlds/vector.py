@@ -5,9 +5,9 @@ So simulators on a GPU come, and whatever is a `gymnasium.vector.VectorEnv`:
 world = vector.world('my_module:my/Env-v0', n=16)
 world = vector.of(env, horizon=100)  # Yours, as it is.
 
-It lives in the process that steps it. Its batch is not cut in pieces, a failure
-in it is one of all its rows, and what it was in the middle of is not saved: a
-run that is resumed begins new episodes, and says so.
+It lives in the process that steps it. Its batch is not cut in pieces, what it
+raises ends the step for all rows, and what it was in the middle of is not
+saved: a run that is resumed begins new episodes, and says so.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from rlinf_jax import told
-from rlinf_jax.worlds import environment, gymnasium
+from rlinf_jax.worlds import environment, gymnasium, hosted
 from stages import base
 
 FINAL = 'final_obs', 'final_observation'  # As infos call it.
@@ -62,15 +62,8 @@ def of(
     ValueError: if it cannot be one, with what to do.
   """
   made = Vector(env, horizon, say)
-  obs = jax.tree.map(
-    lambda like: jax.ShapeDtypeStruct(like.shape, like.dtype),
-    made.spec.obs,
-    is_leaf=lambda x: isinstance(x, environment.Array),
-  )
-  low, high = (tuple(x.tolist()) for x in (made.spec.low, made.spec.high))
-  return base.World(
-    *(made.init, made.step, obs, low, high, made.spec.horizon),
-    host=True,
+  return hosted.stepped(
+    *(made.spec, made.init, made.step),
     whole=True,
     past=(),
     save=lambda token: (),
@@ -124,9 +117,8 @@ class Vector:
         f'{len(seed_B)} seeds for {self._n} environments: make as many as the '
         'batch has.'
       )
-    rest = np.arange(self._n - len(seed_B))
-    self._seed = np.concatenate([seed_B, rest]).astype(np.int32)
-    return self._begin(np.zeros(self._n, np.int32), len(seed_B))
+    seed_N = np.concatenate([seed_B, np.arange(self._n - len(seed_B))])
+    return self._begin(seed_N, np.zeros(self._n, np.int32), len(seed_B))
 
   def load(self, token, past):
     """Begins new episodes where a token is of another process, or an old one.
@@ -136,18 +128,16 @@ class Vector:
     """
     del past
     token = np.asarray(token)
+    B = len(token)
     if not self._at(token):
-      call_N = np.zeros(self._n, np.int32)
-      self._seed = np.arange(self._n, dtype=np.int32)
-      row_B, call_N[: len(token)], self._seed[: len(token)] = token.T
-      if (row_B != np.arange(len(token))).any():
+      if not np.array_equal(token[:, 0], np.arange(B)) or B > self._n:
         raise ValueError(
-          'A token names the first of its environments in order.'
+          f'A token must name the first of {self._n} environments, in order.'
         )
-      self._begin(call_N, len(token))
-      self._say(
-        f'New episodes, as a vector environment cannot be saved: {len(token)}.'
-      )
+      call_N, seed_N = np.zeros(self._n, np.int32), np.arange(self._n)
+      call_N[:B], seed_N[:B] = token[:, 1], token[:, 2]
+      self._begin(seed_N, call_N, B)
+      self._say(f'New episodes, as a vector environment cannot be saved: {B}.')
     return token
 
   def step(self, token, action):
@@ -173,13 +163,12 @@ class Vector:
     )
     terminated, truncated = (_numpy(x) > 0 for x in (terminated, truncated))
     ended = terminated | truncated
-    success = _flag(info, SUCCESS, self._n)
+    success = self._success(info)
+    now = last = self._read(obs)
     if self._itself and ended.any():
-      success |= ended & _flag(info.get('final_info', {}), SUCCESS, self._n)
-      now = self._read(obs)
-      last = self._final(next(info[x] for x in FINAL if x in info), ended, now)
-    else:
-      now = last = self._read(obs)
+      # Of rows that have ended `info` is the next episode's.
+      success = (success & ~ended) | self._success(info.get('final_info', {}))
+      last = self._final(info, ended, now)
     reward = _numpy(reward).astype(np.float32)
     if (lost := self._lost(last, now, reward)).any():
       last = jax.tree.map(lambda x, y: _where(lost, x, y), self._seen, last)
@@ -187,7 +176,7 @@ class Vector:
       terminated, success = terminated & ~lost, success & ~lost
     self._token = self._token + np.array([0, 1, 0], np.int32)
     if ended.any() and not self._itself:
-      now = self._anew(ended)
+      now = self._reset(options={'reset_mask': ended})
     self._seen = now
     part = lambda x: jax.tree.map(lambda leaf: leaf[:B].copy(), x)
     number = lambda x: x[:B].astype(np.float32)
@@ -202,29 +191,43 @@ class Vector:
       lost=number(lost),
     )
 
-  def _begin(self, call_N, B: int):
+  def _begin(self, seed_N, call_N, B: int):
     """Begins episodes in all rows; returns the token and sight of the first."""
-    seeds = [
-      environment.episode_seed(int(seed), int(call))
-      for seed, call in zip(self._seed, call_N, strict=True)
-    ]
-    self._seen = self._read(self._env.reset(seed=seeds)[0])
-    row_N = np.arange(self._n, dtype=np.int32)
-    self._token = np.stack([row_N, call_N, self._seed], 1)
+    row_N = np.arange(self._n)
+    self._token = np.stack([row_N, call_N, seed_N], 1).astype(np.int32)
+    self._seen = self._reset()
     seen = jax.tree.map(lambda x: x[:B].copy(), self._seen)
     return self._token[:B].copy(), seen
 
-  def _anew(self, ended):
-    """Begins episodes where some have ended."""
+  def _reset(self, **options):
+    """Begins the episodes that come before the calls of the token."""
     seeds = [
       environment.episode_seed(int(seed), int(call))
       for _, call, seed in self._token
     ]
-    obs, _ = self._env.reset(seed=seeds, options={'reset_mask': ended})
-    return self._read(obs)
+    seen = self._read(self._env.reset(seed=seeds, **options)[0])
+    if not (fine_N := _finite(seen)).all():
+      i = int(fine_N.argmin())
+      raise RuntimeError(
+        f'Environment {i} showed what is not finite as its episode of seed '
+        f'{seeds[i]} began.'
+      )
+    return seen
 
-  def _final(self, final, ended, now):
+  def _success(self, info: Mapping) -> np.ndarray:
+    """What infos say of each row, if they do."""
+    said = [info[name] for name in SUCCESS if name in info]
+    return _numpy(said[0]) > 0 if said else np.zeros(self._n, bool)
+
+  def _final(self, info: Mapping, ended, now):
     """What episodes that have ended showed last, and what the others show."""
+    said = [info[name] for name in FINAL if name in info]
+    if not said:
+      raise RuntimeError(
+        f'Episodes have ended, and infos have none of {FINAL}: what they '
+        'showed last is wanted of a vector environment by SAME_STEP.'
+      )
+    (final, *_) = said
     if getattr(final, 'dtype', None) is not np.dtype(object):  # A batch.
       final = self._read(final)
       return jax.tree.map(lambda x, y: _where(ended, x, y), final, now)
@@ -237,7 +240,7 @@ class Vector:
 
   def _lost(self, last, now, reward) -> np.ndarray:
     """Rows that showed nothing which could be learned from."""
-    lost = ~(_finite(last, reward) & _finite(now, reward))
+    lost = ~(np.isfinite(reward) & _finite(last) & _finite(now))
     if self._itself and lost.any():
       i = int(lost.argmax())
       raise RuntimeError(
@@ -262,20 +265,12 @@ def _numpy(x) -> np.ndarray:
   return np.array(x.cpu() if hasattr(x, 'cpu') else x)
 
 
-def _flag(info: Mapping, names, n: int) -> np.ndarray:
-  """What infos say of each row, if they do."""
-  said = [info[name] for name in names if name in info]
-  return _numpy(said[0]).astype(bool) if said else np.zeros(n, bool)
-
-
 def _where(row_N, x, y):
   return np.where(row_N.reshape(-1, *[1] * (x.ndim - 1)), x, y)
 
 
-def _finite(obs, reward) -> np.ndarray:
+def _finite(obs) -> np.ndarray:
   """Whether all is that a row shows."""
-  fine = np.isfinite(reward)
-  for x in environment.leaves(obs).values():
-    if x.dtype.kind == 'f':
-      fine &= np.isfinite(x.reshape(len(x), -1)).all(1)
-  return fine
+  leaves = environment.leaves(obs).values()
+  fine = [np.isfinite(x.reshape(len(x), -1)).all(1) for x in leaves]
+  return np.logical_and.reduce(fine)
