@@ -82,12 +82,15 @@ def acting(world, pieces: int, there: list, waits: list):
 
   def run() -> float:
     runtime.load(there[0])
-    begin = time.perf_counter()
+    begin, busy = time.perf_counter(), time.process_time()
     runtime.step(given, jax.random.key(len(waits)))
     spent = time.perf_counter() - begin
+    busy = (time.process_time() - busy) / CALLS.value / pieces
     there[0] = runtime.state()
     shares = timeline_lib.waits(runtime.timeline.take())
-    waits.append({f'{who} wait': share for who, share in shares.items()})
+    told = {f'{who} wait': share for who, share in shares.items()}
+    # Of the learner's processor, for each call.
+    waits.append(told | {'milliseconds a call': 1e3 * busy})
     return spent
 
   return run
