@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 
 import gymnasium as gym
 import jax
@@ -277,6 +278,7 @@ def test_a_token_is_used_in_order(make):
   ):
     act(pool, token, *range(6))
   sent = pool.send(after[:3], np.zeros((3, 1)))
+  time.sleep(0.3)  # They are done, and still not received.
   with pytest.raises(ValueError, match=r'\[2\] are stepping: receive what'):
     pool.send(after[2:], np.zeros((4, 1)))
   pool.receive(sent)

@@ -182,7 +182,6 @@ class Pool:
     token, action = np.asarray(token), np.asarray(action, np.float32)
     self._check(token, action)
     row_B = token[:, INDEX].astype(np.int64)
-    self._processes.refuse_busy(row_B)
     self._memory.action_NCA[row_B] = (
       action if action.ndim == 3 else action[:, None]
     )
@@ -300,6 +299,7 @@ class Pool:
     if row_B.max() >= n:
       raise ValueError(f'Environment {row_B.max()} is not one of {n}.')
     row_B, call_B, seed_B = token.T.astype(np.int64)
+    self._processes.refuse_busy(row_B)  # Until then `call_N` may count on.
     here_B = self._processes.known_N[row_B] & (
       self._memory.base_N[row_B] == seed_B
     )
