@@ -75,7 +75,7 @@ CURVES = (
     {'': 'rollout/groups_degenerate'},
   ),
   ('Gradient norm', 'before clipping', {'': 'train/grad_norm'}),
-  ('Learning rate', '', {'': 'train/lr'}),
+  ('Learning rate', '', {'': 'train/lr', 'critic': 'train/lr_critic'}),
   (
     'Waiting',
     'share of a rollout in simulators',

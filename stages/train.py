@@ -102,13 +102,21 @@ def apply(optimizer: optax.GradientTransformation) -> Callable:
       ),
       'train/skipped': metrics.Mean(1.0 - finite, one),
     }
-    found = optax.tree.get_all_with_path(opt_state, 'learning_rate')
-    rates = [value for _, value in found if isinstance(value, jax.Array)]
-    if rates:  # An optimiser that does not show its rate has none to log.
-      info['train/lr'] = metrics.Mean(rates[0], one)
+    info |= _rates(opt_state)
     return base.TrainState(params, opt_state, state.step + 1), info
 
   return apply
+
+
+def _rates(opt_state) -> base.Info:
+  """Learning rates, of an optimiser that shows what it has."""
+  info = {}
+  for path, rate in optax.tree.get_all_with_path(opt_state, 'learning_rate'):
+    if isinstance(rate, jax.Array):  # And not what computes it.
+      critic = any(getattr(part, 'key', None) == 'critic' for part in path)
+      name = 'train/lr_critic' if critic else 'train/lr'
+      info.setdefault(name, metrics.Mean(rate, jnp.ones(())))
+  return info
 
 
 def adamw(
@@ -149,3 +157,36 @@ def adamw(
       rate, b1=b1, b2=b2, weight_decay=weight_decay
     ),
   )
+
+
+def actor_critic(
+  actor: optax.GradientTransformation,
+  critic: optax.GradientTransformation,
+  *,
+  critic_warmup: int = 0,
+  updates: int = 1,
+) -> optax.GradientTransformation:
+  """An optimiser for what acts, and another for its critic.
+
+  A policy that can already do something has a critic with no idea: what that
+  says of actions would undo what the policy can, until it has learned.
+
+  Args:
+    actor: for all parameters but the critic's.
+    critic: for the critic's.
+    critic_warmup: steps at first in which the critic alone learns.
+    updates: made in a step, as by `ppo(updates=4, epochs=4)`: 16.
+  """
+  first = critic_warmup * updates
+  if first:
+    actor = optax.conditionally_mask(actor, lambda update: update >= first)
+
+  def whose(params):
+    if 'critic' not in params:
+      raise ValueError(
+        'An optimiser for the critic is given, and the policy has none: its '
+        f'parameters are of {", ".join(params)}. Give one optimiser for all.'
+      )
+    return {name: 'critic' if name == 'critic' else 'actor' for name in params}
+
+  return optax.partition({'actor': actor, 'critic': critic}, whose)

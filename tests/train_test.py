@@ -278,3 +278,59 @@ def test_the_norm_is_logged_before_it_is_clipped():
   )
   close(state.params, {'w': jnp.array([-0.6, -0.8])})
   assert info['train/grad_norm'].value() == {'': 5.0}
+
+
+def apart(optimizer, updates):
+  """Parameters after each update, their state, and what was told."""
+  params = {'actor': {'w': jnp.ones(3)}, 'critic': {'w': jnp.ones(2)}}
+  state, apply = train.init(params, optimizer), jax.jit(train.apply(optimizer))
+  made = []
+  for i in range(updates):
+    slope = {
+      'actor': {'w': jnp.arange(3.0) + i},
+      'critic': {'w': jnp.array([2.0, -1.0]) * (i - 1.5)},
+    }
+    state, info = apply(state, train.Gradient((slope,), (jnp.ones(()),), {}))
+    made.append(state.params)
+  return made, metrics.read(jax.device_get(info))[0]
+
+
+def alone(optimizer, part, slopes):
+  """What the optimiser makes of one part by itself, by Optax."""
+  params = {'w': jnp.ones(len(part))}
+  state, made = optimizer.init(params), []
+  for slope in slopes:
+    change, state = optimizer.update({'w': slope}, state, params)
+    params = optax.apply_updates(params, change)
+    made.append(params['w'])
+  return made
+
+
+def test_an_actor_waits_for_its_critic():
+  slow, fast = train.adamw(0.1, warmup=2), train.adamw(0.3, weight_decay=0.1)
+  both = train.actor_critic(slow, fast, critic_warmup=2, updates=2)
+  made, told = apart(both, 7)
+  ours = alone(slow, 'xyz', [jnp.arange(3.0) + i for i in range(4, 7)])
+  theirs = alone(
+    fast, 'xy', [jnp.array([2.0, -1.0]) * (i - 1.5) for i in range(7)]
+  )
+  for params in made[:4]:
+    np.testing.assert_array_equal(params['actor']['w'], 1)
+  for params, want in zip(made[4:], ours, strict=True):  # As if it began then.
+    np.testing.assert_allclose(params['actor']['w'], want, rtol=1e-12)
+  for params, want in zip(made, theirs, strict=True):
+    np.testing.assert_allclose(params['critic']['w'], want, rtol=1e-12)
+  assert told['train/lr'] == pytest.approx(0.1)
+  assert told['train/lr_critic'] == pytest.approx(0.3)
+
+
+def test_both_learn_at_once_without_a_warm_up():
+  made, _ = apart(train.actor_critic(train.adamw(0.1), train.adamw(0.3)), 1)
+  np.testing.assert_allclose(made[0]['actor']['w'], [1.0, 0.9, 0.9], rtol=1e-6)
+  np.testing.assert_allclose(made[0]['critic']['w'], [1.3, 0.7], rtol=1e-6)
+
+
+def test_what_has_no_critic_needs_no_optimiser_for_one():
+  both = train.actor_critic(train.adamw(0.1), train.adamw(0.3))
+  with pytest.raises(ValueError, match='the policy has none.*actor'):
+    train.init({'actor': jnp.ones(2)}, both)
