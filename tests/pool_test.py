@@ -424,6 +424,21 @@ def test_a_process_killed_between_calls_loses_no_episode(make):
   assert not shaken.lost and 'was killed by SIGKILL and is begun' in heard[0]
 
 
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_who_is_asked_to_end_waits_for_the_parent_to(make, number):
+  pool, said = make()
+  token, _ = pool.init(np.arange(6))
+  pids = pool.pids
+  for pid in pids:
+    os.kill(pid, number)
+  act(pool, token, *range(6))
+  assert pool.pids == pids and not pool.lost and not said
+  pool.close()
+  for pid in pids:
+    with pytest.raises(ProcessLookupError):
+      os.kill(pid, 0)
+
+
 def test_one_who_cannot_be_brought_back_is_lost_alone(
   make, tmp_path, monkeypatch
 ):

@@ -300,8 +300,10 @@ def main():
   """Serves requests until there is nobody to make them."""
   mail, lifeline, memory = map(int, sys.argv[1:4])
   die_with_parent(lifeline)
-  # Ctrl-C reaches all processes of a terminal; the parent ends its step first.
-  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  # Ctrl-C reaches all processes of a terminal, and a scheduler's SIGTERM all of
+  # a job: the parent ends its step first, and this process with it.
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
   faulthandler.enable()
   with contextlib.suppress(EOFError), connection.Connection(mail) as parent:
     try:
