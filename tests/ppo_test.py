@@ -292,6 +292,19 @@ def test_a_first_update_is_on_policy():
   assert abs(numbers['train/policy_loss']) < 1e-5  # Whitened advantages.
 
 
+def test_advantages_that_are_not_whitened_are_as_they_are():
+  workflow = ppo(updates=1, epochs=1, whitened=False, discount=0.0)
+  state = workflow.init(KEY)
+  params = state.actor.params
+  params |= {'critic': jax.tree.map(jnp.zeros_like, params['critic'])}
+  state = state._replace(actor=state.actor._replace(params=params))
+  _, info = workflow.step(state, (), KEY)
+  numbers = read(info)  # All that is to be expected is nothing.
+  want = -numbers['rollout/reward_mean']
+  assert want < -0.01
+  np.testing.assert_allclose(numbers['train/policy_loss'], want, rtol=1e-5)
+
+
 def test_environments_go_on_where_the_step_before_left_them():
   workflow = ppo(length=3)
   state = workflow.init(KEY)

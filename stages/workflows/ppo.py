@@ -60,6 +60,7 @@ def ppo(
   epochs: int = 4,
   kl_stop: float | None = None,
   normalised: bool = True,
+  whitened: bool = True,
   bootstrap_always: bool = False,
   model: str | None = None,
   examine: base.World | None = None,
@@ -85,6 +86,9 @@ def ppo(
     kl_stop: no update follows in a step once KL(acted ‖ now) of a minibatch is
       beyond this; None for all updates. Schedules count updates that are made.
     normalised: whether observations are put on a scale of their own.
+    whitened: whether the advantages of a batch are brought to mean zero and
+      variance one. Where success is rare and the only reward, a batch without
+      any would have nothing but the critic's errors made as large as that.
     bootstrap_always: takes success, too, for an end that time has set, so that
       whoever is done early loses nothing by it.
     model: folder that a run has exported, to begin with its policy and its
@@ -140,7 +144,9 @@ def ppo(
     open_, ended = count(state.open, outcome)
     x = x._replace(**judge(actor.params, scale, x, outcome))
     measured = measure(x, outcome._replace(final_obs=()), ended)
-    x = single(x._replace(advantage=whiten(x.advantage, x.mask)))
+    if whitened:
+      x = x._replace(advantage=whiten(x.advantage, x.mask))
+    x = single(x)
     dealt = deal(key, x.mask)
     stopped, infos = ready(dealt), []
     for (batch,) in shuffled(dealt, (x,)):
