@@ -15,7 +15,7 @@ from planner import flow as flow_lib
 from planner import plan as plan_lib
 import plans_test
 from rlinf_jax.runtime import local
-from stages import robot, stage, workflows
+from stages import robot, stage, train, workflows
 from stages import rollout as rollout_lib
 from stages.models import cnn
 from stages.worlds import push
@@ -37,10 +37,11 @@ pytestmark = pytest.mark.usefixtures('in_float64', 'quickly_compiled')
 @functools.cache
 def workflow(updates):
   n, epochs, stop = updates
+  both = train.actor_critic(KEEP, KEEP, critic_warmup=1, updates=n * epochs)
   return workflows.ppo(
     push.push(horizon=5, terminate=True),
     functools.partial(robot.policy, width=8),
-    KEEP,
+    KEEP if n == 1 else both,  # The actor learns from the second step on.
     rows=ROWS,
     length=8,
     updates=n,
