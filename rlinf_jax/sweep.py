@@ -34,7 +34,9 @@ _OVER = flags.DEFINE_multi_string(
   'grid is the product of all --over.',
 )
 _JOBS = flags.DEFINE_integer('jobs', 1, 'Points run at a time.', lower_bound=1)
-_METRIC = flags.DEFINE_string('metric', 'eval/accuracy', 'What to compare.')
+_METRIC = flags.DEFINE_string(
+  'metric', None, 'What to compare; what evaluations are summed up by if unset.'
+)
 flags.adopt_module_key_flags(config)
 
 _MAIN = (sys.executable, '-m', 'rlinf_jax.main')
@@ -165,7 +167,7 @@ def sweep(
   workdir: str,
   *,
   jobs: int = 1,
-  metric: str = 'eval/accuracy',
+  metric: str | None = None,
   command: Sequence[str] = _MAIN,
 ) -> list[str]:
   """Runs the grid and writes what came out; names the points that broke.
@@ -191,6 +193,7 @@ def sweep(
   sweep_results.write_csv(points, folder / 'results.csv')
   _say(f'A row a point is in {folder / "results.csv"}.')
   if len(broken) < len(points):
+    metric = metric or sweep_results.score(points)
     groups = sweep_results.settings(points)
     sweep_results.print_table(*sweep_results.summarise(groups, metric))
     picture = folder / f'{metric.replace("/", "_")}.png'

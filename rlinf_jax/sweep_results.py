@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf_jax import config_errors, run_folder, sweep_grid
+from rlinf_jax import config_errors, console, run_folder, sweep_grid
 
 
 def last(point: sweep_grid.Point) -> dict[str, Any] | None:
@@ -36,6 +36,15 @@ def write_csv(points: Sequence[sweep_grid.Point], path: pathlib.Path) -> None:
     writer.writeheader()
     writer.writerows(rows)
   part.replace(path)
+
+
+def score(points: Iterable[sweep_grid.Point]) -> str:
+  """What evaluations of these points are summed up by."""
+  logged = {
+    x for point in points for x in (last(point) or {}).get('metrics', ())
+  }
+  known = [*console.SCORES.values()]
+  return next((name for name in known if name in logged), known[0])
 
 
 def settings(

@@ -41,6 +41,16 @@ def ran(*over, broken=()):
   return points
 
 
+@pytest.mark.parametrize('name', ['eval/accuracy', 'eval/success_once'])
+def test_points_are_compared_by_what_their_evaluations_say(name):
+  points = ran(HIGH, SEED, broken=['high=0.2,seed=0'])
+  for point in points[1:]:
+    path = point.folder / 'result.json'
+    path.write_text(path.read_text().replace('eval/accuracy', name))
+  assert sweep_results.score(points) == name
+  assert sweep_results.score(points[:1]) == 'eval/accuracy'
+
+
 def test_the_csv_has_a_row_a_point_with_values_and_metrics():
   points = ran(HIGH, SEED, broken=['high=0.2,seed=1'])
   path = pathlib.Path('results.csv')
