@@ -281,7 +281,7 @@ def test_the_norm_is_logged_before_it_is_clipped():
 
 
 def apart(optimizer, updates):
-  """Parameters after each update, their state, and what was told."""
+  """Parameters after each update, and what was told of the last."""
   params = {'actor': {'w': jnp.ones(3)}, 'critic': {'w': jnp.ones(2)}}
   state, apply = train.init(params, optimizer), jax.jit(train.apply(optimizer))
   made = []
@@ -295,9 +295,9 @@ def apart(optimizer, updates):
   return made, metrics.read(jax.device_get(info))[0]
 
 
-def alone(optimizer, part, slopes):
+def alone(optimizer, slopes):
   """What the optimiser makes of one part by itself, by Optax."""
-  params = {'w': jnp.ones(len(part))}
+  params = {'w': jnp.ones_like(slopes[0])}
   state, made = optimizer.init(params), []
   for slope in slopes:
     change, state = optimizer.update({'w': slope}, state, params)
@@ -310,10 +310,8 @@ def test_an_actor_waits_for_its_critic():
   slow, fast = train.adamw(0.1, warmup=2), train.adamw(0.3, weight_decay=0.1)
   both = train.actor_critic(slow, fast, critic_warmup=2, updates=2)
   made, told = apart(both, 7)
-  ours = alone(slow, 'xyz', [jnp.arange(3.0) + i for i in range(4, 7)])
-  theirs = alone(
-    fast, 'xy', [jnp.array([2.0, -1.0]) * (i - 1.5) for i in range(7)]
-  )
+  ours = alone(slow, [jnp.arange(3.0) + i for i in range(4, 7)])
+  theirs = alone(fast, [jnp.array([2.0, -1.0]) * (i - 1.5) for i in range(7)])
   for params in made[:4]:
     np.testing.assert_array_equal(params['actor']['w'], 1)
   for params, want in zip(made[4:], ours, strict=True):  # As if it began then.

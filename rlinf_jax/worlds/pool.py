@@ -299,7 +299,7 @@ class Pool:
     if row_B.max() >= n:
       raise ValueError(f'Environment {row_B.max()} is not one of {n}.')
     row_B, call_B, seed_B = token.T.astype(np.int64)
-    self._processes.refuse_busy(row_B)  # Until then `call_N` may count on.
+    self._processes.refuse_busy(row_B)  # While they step, `call_N` moves on.
     here_B = self._processes.known_N[row_B] & (
       self._memory.base_N[row_B] == seed_B
     )
