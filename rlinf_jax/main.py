@@ -18,8 +18,9 @@ import tempfile
 from absl import app, flags, logging
 
 from planner import cluster
-from rlinf_jax import checkpoint, config, memory, train
-from rlinf_jax.runtime import worker
+from rlinf_jax import config, train
+from rlinf_jax.run import allocator, checkpoint
+from rlinf_jax.runtime import interpreter
 
 flags.adopt_module_key_flags(config)
 RESUME = flags.DEFINE_bool('resume', False, 'Go on with the run in --workdir.')
@@ -50,7 +51,7 @@ MENDABLE = (
   OSError,
   ImportError,
   checkpoint.CheckpointError,
-  worker.StageError,
+  interpreter.StageError,
 )
 
 
@@ -69,14 +70,14 @@ def workdir() -> pathlib.Path:
 
 def plan_only():
   """Prints which plan the recipe should have on the cluster."""
-  from rlinf_jax import advise  # It brings in all of the planner.
+  from rlinf_jax.planning import plan_report  # It brings in all of the planner.
 
   files = [*config.GIN_FILE.value, CLUSTER.value]
-  lengths = LENGTHS.value and advise.read_lengths(LENGTHS.value)
+  lengths = LENGTHS.value and plan_report.read_lengths(LENGTHS.value)
   with tempfile.TemporaryDirectory() as folder:  # Nothing is left behind.
     config.parse(files, config.GIN_BINDINGS.value, folder)
     tell = functools.partial(
-      advise.advise,
+      plan_report.advise,
       cluster=config.call(cluster.Cluster),
       lengths=lengths,
       output=PLAN_JSON.value,
@@ -89,7 +90,7 @@ def main(_):
   """Runs the recipe; a fault that a person can mend ends in one sentence."""
   # orbax says forty things a save; what fails, `checkpoint` tells.
   logging.set_verbosity(logging.FATAL)
-  memory.keep()
+  allocator.keep()
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   folder = None
   try:

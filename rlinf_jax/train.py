@@ -12,16 +12,19 @@ from typing import Any, NamedTuple
 
 import jax
 
-from planner import flow as flow_lib
-from planner import graph as graph_lib
-from planner import listing
-from planner import plan as plan_lib
 from planner.costs import cost as cost_lib
-from rlinf_jax import auto, config, console, far, record, trace
-from rlinf_jax import checkpoint as checkpoint_lib
-from rlinf_jax import loop as loop_lib
-from rlinf_jax.profile import stages
-from rlinf_jax.runtime import host, local, worker
+from planner.explain import listing
+from planner.ir import flow as flow_lib
+from planner.ir import graph as graph_lib
+from planner.ir import plan as plan_lib
+from rlinf_jax import config
+from rlinf_jax.planning import autoplan, stage_profile
+from rlinf_jax.report import trace
+from rlinf_jax.run import checkpoint as checkpoint_lib
+from rlinf_jax.run import console, run_log
+from rlinf_jax.run import loop as loop_lib
+from rlinf_jax.runtime import host, interpreter, local
+from rlinf_jax.runtime.ray import launch
 from stages import base
 
 AUTO = 'auto'
@@ -111,13 +114,13 @@ def train(
   if finished:
     return finished
   if ray:
-    far.start(ray)
+    launch.start(ray)
   flows = trace_flows(workflow, source, seed)
   settle = functools.partial(
     place, flows=flows, folder=folder, ray=ray, patience=patience
   )
   if ray and plan == AUTO:
-    far.check_measurable()
+    launch.check_measurable()
   runtime = None if plan == AUTO else settle(read_plan(plan, *flows))
   config.refuse_unused()
   folder.mkdir(parents=True, exist_ok=True)
@@ -147,7 +150,7 @@ class _Job:
   seed: int
   checkpoints: checkpoint_lib.Checkpoints
   runtime: Any
-  watch: auto.Watch | None
+  watch: autoplan.Watch | None
   folder: pathlib.Path
 
 
@@ -161,7 +164,7 @@ def _to_the_end(job, steps, resume, wandb, run, export) -> Result:
         key = jax.random.key(job.seed)
         job.runtime.load(first_state(job.workflow, key, batch))
       return _attempt(job, steps, resume or died, wandb, run, export)
-    except worker.DiedError as error:
+    except interpreter.DiedError as error:
       since = job.checkpoints.latest() or 0
       died[since] += 1
       if died[since] == ATTEMPTS:
@@ -177,7 +180,7 @@ def _attempt(job, steps, resume, wandb, run, export) -> Result:
   with contextlib.ExitStack() as stack:
     saved = restore(runtime, start, job.checkpoints, resume)
     notes = stack.enter_context(
-      record.opened(folder, job.source, steps, saved.step, wandb)
+      run_log.opened(folder, job.source, steps, saved.step, wandb)
     )
     notes.plan(runtime.plan)
     if job.watch:
@@ -223,12 +226,12 @@ def begin(workflow, source, seed, flows, runtime, settle, kept):
   key, watch, given = jax.random.key(seed), None, None
   batch = first_batch(source, seed)
   if not runtime:
-    if stages.fits(flows[0]):
+    if stage_profile.fits(flows[0]):
       given = first_state(workflow, key, batch), batch, key
-    watch = auto.choose(flows, workflow.lag, given, settle, kept)
+    watch = autoplan.choose(flows, workflow.lag, given, settle, kept)
     runtime = watch.runtime()
   runtime.compile('step')  # While the parameters are read.
-  if any(map(stages.uses_up, flows[0].nodes)):
+  if any(map(stage_profile.uses_up, flows[0].nodes)):
     given = None  # Simulators have gone on while they were measured.
   with runtime.ambient():
     state = given[0] if given else first_state(workflow, key, batch)
@@ -314,7 +317,7 @@ def place(plan, cost=cost_lib.EQUAL, *, flows, folder, ray, patience):
   """
   step, evaluate = flows
   if ray:
-    return far.place(plan, flows, train, folder, patience)
+    return launch.place(plan, flows, train, folder, patience)
   return local.Local(plan, step=step, evaluate=evaluate, cost=cost)
 
 
@@ -349,7 +352,9 @@ def _places(plan) -> str:
 
 def finish(result: Result, say: Callable[[str], None]):
   """Writes the report and, last of all, result.json."""
-  from rlinf_jax import report  # It draws, and drawing is slow to import.
+  from rlinf_jax.report import (
+    report,  # It draws, and drawing is slow to import.
+  )
 
   done = {
     'steps': result.steps,

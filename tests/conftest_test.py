@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import conftest
+from tests import conftest
 
 SOURCE = """
 import flax.linen as nn

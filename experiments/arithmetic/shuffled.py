@@ -4,8 +4,8 @@ import zlib
 
 import numpy as np
 
+import stages
 from stages import base
-from stages import stage as stages
 
 
 def rewards(verify: stages.Stage) -> stages.Stage:

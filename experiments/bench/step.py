@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 
-from planner import flow as flow_lib
-from planner import plan as plan_lib
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
+import stages
 from stages import base, metrics
-from stages import stage as stages
 
 
 def prompts(rows: int, length: int, vocabulary: int) -> base.Problem:

@@ -9,27 +9,29 @@ import sys
 import jax
 import numpy as np
 
-from rlinf_jax import video
-from rlinf_jax.worlds import libero, libero_script
-from stages import film, metrics
-from stages.workflows import embodied
-from stages.worlds import demonstrations
+from rlinf_jax.envs import libero
+from rlinf_jax.recipes import libero_script
+from rlinf_jax.report import video
+from stages import metrics
+from stages.envs import demonstrations
+from stages.envs import evaluate as evaluate_lib
+from stages.envs import video as video_lib
 
 
 def main(path: str):
   """Writes a video of the benchmark's own first initial states."""
   world = libero.world(
-    *('libero_object', film.EPISODES, 2),
+    *('libero_object', video_lib.EPISODES, 2),
     tasks=(1,),
     horizon=100,
     patience=300.0,
   )
   able = demonstrations.scripted(world, libero_script.to_basket, 0.0)
-  seed_B = np.arange(film.EPISODES, dtype=np.int32)
-  evaluate = embodied.examine(able, world)
+  seed_B = np.arange(video_lib.EPISODES, dtype=np.int32)
+  evaluate = evaluate_lib.examine(able, world)
   info = jax.device_get(evaluate((), (), seed_B, jax.random.key(0)))
   numbers, rows = metrics.read(info)
-  video.write(pathlib.Path(path), rows[film.NAME])
+  video.write(pathlib.Path(path), rows[video_lib.NAME])
   print(f'{100 * numbers["eval/success_once"]:.0f} % succeeded: {path}')
 
 

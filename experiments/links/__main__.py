@@ -16,7 +16,7 @@ from jax.experimental import transfer
 import jax.numpy as jnp
 import ray
 
-from rlinf_jax.runtime import link
+from rlinf_jax.runtime.ray import channel
 
 SIZES = 1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 100 * 10**6
 ROUNDS = 9
@@ -27,9 +27,9 @@ class End:
   """A process with both kinds of link."""
 
   def __init__(self):
-    self.links = link.Links('127.0.0.1')
+    self.links = channel.Links('127.0.0.1')
     self.bare = transfer.start_transfer_server(
-      jax.devices()[0].client, ADDRESS, [ADDRESS] * link.STREAMS
+      jax.devices()[0].client, ADDRESS, [ADDRESS] * channel.STREAMS
     )
     self.number, self.peer = 0, None
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.modes import published
-from planner import graph
 from planner.costs import decode
 from planner.costs.measured import Number
 from planner.costs.work import Call, NONE, Work
+from planner.ir import graph
 
 HALF, SINGLE = np.dtype('float16'), np.dtype('float32')
 KERNELS = 10  # A layer and a pass. Assumed.

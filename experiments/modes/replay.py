@@ -7,8 +7,8 @@ import tempfile
 
 from experiments.modes import flows, published
 from planner import cluster as cluster_lib
-from planner import explain
 from planner.costs import roofline
+from planner.explain import overview
 from planner.search import exact, grouping
 from rlinf_jax import config
 
@@ -105,7 +105,7 @@ def replay(case: published.Case, devices: int, engine=True) -> Replay:
     found = exact.search(drawn.flow, model, space, keep=1)
     if found.best is not None:
       seconds[mode] = float(found.seconds)
-      plans[mode] = explain.in_a_line(drawn.flow, found.best)
+      plans[mode] = overview.in_a_line(drawn.flow, found.best)
   tried = [mode for mode in case.tried if mode in seconds]
   others = [seconds[mode] for mode in tried if mode != 'temporal']
   return Replay(

@@ -18,9 +18,9 @@ from matplotlib import pyplot as plt
 import numpy as np
 
 from experiments.prediction import setting as setting_lib
-from planner import flow as flow_lib
-from rlinf_jax import run_folder
-from rlinf_jax.profile import clock
+from planner.ir import flow as flow_lib
+from rlinf_jax.planning import call_timing
+from rlinf_jax.run import run_folder
 
 PROMPTS = 1, 2, 4, 8, 16, 32, 64
 HERE = pathlib.Path(__file__).parent
@@ -83,7 +83,7 @@ def measure(folder: str) -> dict:
   both = [
     call for generate, gradient, _ in cases for call in (generate, gradient)
   ]
-  took = clock.seconds([[call] for call in both])
+  took = call_timing.seconds([[call] for call in both])
   tokens = cases[-1][2]
   step = took[-2] / tokens.max()  # Seconds a token, prompts among them.
   unfinished = [float(np.mean(tokens > t)) for t in range(tokens.max() + 1)]

@@ -14,10 +14,10 @@ import time
 import jax
 import jax.numpy as jnp
 
-from planner import flow as flow_lib
-from planner import plan as plan_lib
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
-from stages import stage as stages
+import stages
 
 STAGES, ROUNDS, STEPS = 50, 9, 20
 

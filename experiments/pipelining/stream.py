@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from planner import flow as flow_lib
-from planner import passes, simulate
-from planner import plan as plan_lib
 from planner.costs import cost
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from planner.lower import passes
+from planner.simulation import simulate
 from rlinf_jax.runtime import local
-from stages import stage as stages
+import stages
 
 ROWS, STEPS = 64, 12
 # Seconds that groups of eight rows are decoded for: most end early, one late.
@@ -110,9 +111,9 @@ def measure(pieces: int, far: bool) -> dict[str, float]:
   )
   cut, programs = passes.lower(made, plan, Known())
   if far:
-    from rlinf_jax.runtime import cluster
+    from rlinf_jax.runtime.ray import driver
 
-    runtime = cluster.Cluster(plan, flows, step=made, evaluate=evaluate)
+    runtime = driver.Cluster(plan, flows, step=made, evaluate=evaluate)
   else:
     runtime = local.Local(plan, step=made, cost=Known())
   runtime.load(jnp.asarray(STATE))
@@ -134,9 +135,9 @@ def main():
   parser.add_argument('--ray', action='store_true', help='a process a place')
   far = parser.parse_args().ray
   if far:
-    from rlinf_jax.runtime import crew
+    from rlinf_jax.runtime.ray import actor_pool
 
-    crew.start()
+    actor_pool.start()
   jax.config.update('jax_num_cpu_devices', 2)
   rows = [measure(pieces, far) for pieces in (1, 2, 4, 8)]
   print('pieces  simulated  measured  against the barrier')

@@ -20,9 +20,9 @@ os.environ['XLA_FLAGS'] = (
 import jax
 
 from experiments.prediction import setting as setting_lib
-from planner import plan as plan_lib
-from planner.costs import priced
-from rlinf_jax import auto
+from planner.costs import cost_table
+from planner.ir import plan as plan_lib
+from rlinf_jax.planning import autoplan
 from rlinf_jax.runtime import local
 
 STEPS, WARM, ROUNDS = 4, 2, 3
@@ -76,8 +76,8 @@ def main():
   runs, rows = {}, []
   for name, sketch in SKETCHES.items():
     plan = plan_lib.of(sketch, made.flow.stages)
-    predicted = auto.predict(made.flow, 0, made.model, plan).step
-    cost = priced.Priced(made.model, plan)
+    predicted = autoplan.predict(made.flow, 0, made.model, plan).step
+    cost = cost_table.Priced(made.model, plan)
     runs[name] = predicted, local.Local(plan, step=made.flow, cost=cost)
   took = {name: [] for name in runs}
   for turn in range(ROUNDS):  # In alternation: noise comes in spells.

@@ -6,14 +6,16 @@ from typing import Any, NamedTuple
 
 import jax
 
-from planner import flow as flow_lib
-from planner import graph
-from planner.costs import count, roofline
-from rlinf_jax import memory as memory_lib
-from rlinf_jax import warm_start
-from rlinf_jax.profile import machine, stages, store
+from planner.costs import roofline
+from planner.counting import count
+from planner.ir import flow as flow_lib
+from planner.ir import graph
+from rlinf_jax.planning import machine_profile, profile_store, stage_profile
+from rlinf_jax.recipes import warm_start
+from rlinf_jax.run import allocator as allocator_lib
 from sharding import rules
-from stages import losses, train, workflows
+from stages import workflows
+from stages.learn import losses, optimizers
 from stages.models import qwen
 from stages.tasks import arithmetic
 
@@ -58,7 +60,7 @@ def recipe(checkpoint: str, problems: int):
   workflow = workflows.grpo(
     qwen.policy(checkpoint, length=40),
     arithmetic.verify(checkpoint),
-    train.adamw(4e-4),
+    optimizers.adamw(4e-4),
     group=GROUP,
     kl=0.2,
     divergence=losses.kl_k2,
@@ -71,19 +73,19 @@ def recipe(checkpoint: str, problems: int):
 
 def setting() -> Setting:
   """Traces and measures; what was measured before is measured again."""
-  memory_lib.keep()  # As a run does.
+  allocator_lib.keep()  # As a run does.
   folder = tempfile.mkdtemp()
   workflow, source = job(folder)
   key = jax.random.key(0)
   state = workflow.init(key)
   _, batch = source.next(source.init(0), {})
   flow = flow_lib.trace(workflow.step, state, batch, key)
-  memory = store.Store(pathlib.Path(folder) / 'measured')
+  memory = profile_store.Store(pathlib.Path(folder) / 'measured')
   bare = roofline.Roofline(
-    flow, count.of_flow(flow), machine.here(memory), rules.DEFAULT
+    flow, count.of_flow(flow), machine_profile.here(memory), rules.DEFAULT
   )
   given = leaves(flow, state, batch)
-  model = bare.knowing(stages.measure(flow, given, bare, memory))
+  model = bare.knowing(stage_profile.measure(flow, given, bare, memory))
   return Setting(flow, state, batch, model, bare)
 
 

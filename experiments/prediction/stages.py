@@ -15,11 +15,11 @@ import time
 os.environ['XLA_FLAGS'] = '--xla_cpu_multi_thread_eigen=false'
 
 from experiments.prediction import setting as setting_lib
-from planner import plan as plan_lib
 from planner.costs import measured as measured_lib
 from planner.costs import memory
-from rlinf_jax.profile import clock
-from rlinf_jax.profile import stages as profile
+from planner.ir import plan as plan_lib
+from rlinf_jax.planning import call_timing
+from rlinf_jax.planning import stage_profile as profile
 
 STAGES = ('generate', 'refer', 'gradient')
 ROWS = (8, 16, 32, 64, 128)
@@ -35,7 +35,7 @@ def main():
   for node in made.flow.nodes:
     if node.name in STAGES:
       cases = [bench.calls(node, rows) for rows in ROWS]
-      took = clock.seconds(cases, time.process_time)
+      took = call_timing.seconds(cases, time.process_time)
       spent = dict(zip(ROWS, took, strict=True))
       curve = measured_lib.Curve(tuple((n, spent[n]) for n in CALIBRATED))
       times += [

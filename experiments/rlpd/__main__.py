@@ -8,8 +8,8 @@ import argparse
 import jax
 import numpy as np
 
-from stages import base, replay, rollout
-from stages.worlds import demonstrations, push
+from stages import base
+from stages.envs import demonstrations, push, replay, rollout
 
 
 def demonstrate(world: base.World, episodes: int):

@@ -17,13 +17,14 @@ import jax
 import numpy as np
 
 from experiments.simulators import bare as bare_lib
-from planner import flow as flow_lib
-from planner import plan as plan_lib
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from rlinf_jax.envs import maniskill
 from rlinf_jax.runtime import local
 from rlinf_jax.runtime import timeline as timeline_lib
-from rlinf_jax.worlds import maniskill
-from stages import normalise, robot, rollout
-from stages import stage as stages
+import stages
+from stages.envs import obs_stats, rollout
+from stages.models import gaussian_policy
 
 TASK = flags.DEFINE_string('task', 'PushCube-v1', 'Which of ManiSkill.')
 N = flags.DEFINE_integer('n', 32, 'Environments.')
@@ -66,9 +67,9 @@ def main(_):
 
 def acting(world, pieces: int, there: list, waits: list):
   """Rolls out a policy from `there`; tells shares of time that sides wait."""
-  policy = robot.policy(world, width=128)
+  policy = gaussian_policy.policy(world, width=128)
   act = rollout.rollout(policy, world, CALLS.value)
-  given = policy.init(jax.random.key(0)), normalise.nothing(world.obs)
+  given = policy.init(jax.random.key(0)), obs_stats.nothing(world.obs)
 
   def step(state, given, key):
     place, obs = state

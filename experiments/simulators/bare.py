@@ -4,8 +4,8 @@ import multiprocessing
 import os
 import time
 
-from rlinf_jax.worlds import maniskill
-from rlinf_jax.worlds import process as process_lib
+from rlinf_jax.envs import maniskill
+from rlinf_jax.envs import process as process_lib
 
 
 class Bare:

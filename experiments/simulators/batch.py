@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from rlinf_jax.worlds import hosted, maniskill
+from rlinf_jax.envs import env_pool, maniskill
 
 TASK = 'PushCube-v1'
 SIZES = 1, 4, 16, 32
@@ -22,7 +22,7 @@ TURNS, CALLS = 6, 20
 def main():
   """Prints a table and a line of JSON."""
   pools = {
-    (n, P): hosted.pool(maniskill.make, n, P, task=TASK)
+    (n, P): env_pool.pool(maniskill.make, n, P, task=TASK)
     for P in (1, 2)
     for n in SIZES
     if n >= P

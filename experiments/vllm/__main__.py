@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlinf_jax.engines import vllm, vllm_engine
+import stages
 from stages import base
-from stages import stage as stages
+from stages.language import policy_stages
 from stages.models import qwen
 from stages.tasks import arithmetic
-from stages.workflows import acting
 
 PROMPTS, GROUP, LENGTH, PROMPT = 56, 8, 40, 10  # Of the arithmetic job.
 
@@ -62,8 +62,8 @@ def main():
   ours, theirs = policy(), policy(engine=vllm.engine)
   params = ours.init(jax.random.key(0))
   acts = {
-    'the path': acting.act(theirs, 'generate', group=GROUP),
-    'our own loop': acting.act(ours, 'generate', group=GROUP),
+    'the path': policy_stages.act(theirs, 'generate', group=GROUP),
+    'our own loop': policy_stages.act(ours, 'generate', group=GROUP),
   }
   settings = vllm_engine.Settings(
     checkpoint, qwen.read_config(checkpoint).dtype, 256, 2**30, None

@@ -8,7 +8,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from stages.worlds import push, reach
+from stages.envs import push, reach
 
 WORLDS = {'push': push.push(), 'reach': reach.reach()}
 ROWS = 256, 1024, 4096

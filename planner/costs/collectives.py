@@ -14,10 +14,10 @@ import math
 import re
 
 from planner import cluster as cluster_lib
-from planner import graph
-from planner import plan as plan_lib
 from planner.costs import layout as layout_lib
 from planner.costs.work import Work
+from planner.ir import graph
+from planner.ir import plan as plan_lib
 
 
 def item_bytes(dtype: str) -> float:

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from planner import graph
+from planner.ir import graph
 
 
 class Cost(Protocol):

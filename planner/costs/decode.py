@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.costs import collectives, rollout
+from planner.costs import collectives, completions
 from planner.costs.measured import Number, Tag
 from planner.costs.work import Call, NONE, Work
 
@@ -299,5 +299,5 @@ def _ends(decode: Decode, pace: Pace, rows: int, slots: int, copies: int):
   last = longest(decode.lengths, rows * copies)
   lengths[-1] = max(lengths[-1], round(last))
   lengths = np.random.default_rng(0).permutation(lengths).astype(int)
-  done = rollout.finish(lengths, pace, slots=slots, prompt=decode.context)
-  return rollout.finished_groups(done, decode.group)
+  done = completions.finish(lengths, pace, slots=slots, prompt=decode.context)
+  return completions.finished_groups(done, decode.group)

@@ -1,9 +1,10 @@
 """Bytes that the devices of a place need at their worst moment."""
 
-from planner import graph, program
-from planner import plan as plan_lib
 from planner.costs import collectives, work
 from planner.costs.measured import Number
+from planner.ir import graph
+from planner.ir import plan as plan_lib
+from planner.lower import program
 
 
 def parts(

@@ -12,13 +12,13 @@ import math
 from typing import Protocol
 
 from planner import cluster as cluster_lib
-from planner import graph
-from planner import plan as plan_lib
 from planner.costs import collectives, explanation, memory
 from planner.costs import layout as layout_lib
 from planner.costs import measured as measured_lib
 from planner.costs.measured import Number
 from planner.costs.work import Call
+from planner.ir import graph
+from planner.ir import plan as plan_lib
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from planner import graph
+from planner.ir import graph
 
 
 class Scaled:

@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner import graph, program
+from planner.ir import graph
+from planner.lower import program
 from planner.search import choices as choices_lib
 from planner.search import exact, timing
 

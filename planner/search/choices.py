@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner import graph, listing, program
-from planner import plan as plan_lib
-from planner.search import grouping, known
+from planner.explain import listing
+from planner.ir import graph
+from planner.ir import plan as plan_lib
+from planner.lower import program
+from planner.search import grouping, memo
 from planner.search import pieces as pieces_lib
 
 SHOWN = 5  # Infeasible plans that are kept, nearest to feasible first.
@@ -49,7 +51,7 @@ class Choices:
 
   def __init__(self, flow, model, space):
     self.flow, self.model, self.space = flow, model, space
-    self.known = known.Known(model)
+    self.known = memo.Known(model)
     self.units = space.devices // space.unit
     self.groups = grouping.groups(flow, space.together)
     self.blocks = [

@@ -18,10 +18,11 @@ from typing import Protocol
 
 import numpy as np
 
-from planner import graph, play
-from planner import plan as plan_lib
+from planner.ir import graph
+from planner.ir import plan as plan_lib
+from planner.search import branch_and_bound, timing
 from planner.search import choices as choices_lib
-from planner.search import sets, timing
+from planner.simulation import evaluate_plan
 
 Axes = tuple[tuple[str, int], ...]
 ROUNDING = 1e-9  # Sums of the same seconds differ by less, relatively.
@@ -201,14 +202,16 @@ class Search:
   def __init__(self, flow, model, space, ahead, keep, below=np.inf):
     self.choices = choices_lib.Choices(flow, model, space)
     self.space, self.ahead, self.keep = space, ahead, keep
-    half = play.STEPS // 2
+    half = evaluate_plan.STEPS // 2
     self.share = half // (1 + ahead) / half  # Of a step that passes alone.
     self.best, self.below, self.ranked = below, below, []
     self.leaves, self.ticket = [], itertools.count()
     self.tried = self.simulated = 0
     self.seen = set()
     cuts = self.choices.cuts.values()
-    self.open = {cut.pieces: sets.Sets(self.choices, cut) for cut in cuts}
+    self.open = {
+      cut.pieces: branch_and_bound.Sets(self.choices, cut) for cut in cuts
+    }
 
   @property
   def enough(self) -> float:
@@ -282,7 +285,7 @@ class Search:
         for block, n, options in zip(blocks, units, fitting, strict=True)
       ]
       ways = itertools.product(*(range(len(options)) for options in fitting))
-      while some := list(itertools.islice(ways, sets.BATCH)):
+      while some := list(itertools.islice(ways, branch_and_bound.BATCH)):
         seconds = np.stack(
           [sum(columns[b][o] for b, o in enumerate(way)) for way in some],
           axis=1,

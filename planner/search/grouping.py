@@ -3,7 +3,7 @@
 import collections
 import itertools
 
-from planner import plan
+from planner.ir import plan
 
 
 def partitions(n: int, most: int):

@@ -2,10 +2,11 @@
 
 import numpy as np
 
-from planner import cut as cut_lib
-from planner import graph, program
-from planner import plan as plan_lib
-from planner.search import floor
+from planner.ir import graph
+from planner.ir import plan as plan_lib
+from planner.lower import cut as cut_lib
+from planner.lower import program
+from planner.search import lower_bounds
 
 
 class Cut:
@@ -29,7 +30,7 @@ class Cut:
     self.group = np.array([of[stage] for stage in where])
     self.loose = _loose(self.flow, of)
     self.rows = {s: self._fitting(s, rows.get(s, (None,))) for s in flow.stages}
-    self.floor = floor.Floor(self.flow)
+    self.floor = lower_bounds.Floor(self.flow)
     self.carried = [
       set(self.flow.nodes[j].writes).intersection(self.flow.nodes[i].reads)
       for j, i in self.floor.edges

@@ -4,9 +4,10 @@ import dataclasses
 
 import numpy as np
 
-from planner import plan as plan_lib
-from planner import play, program
+from planner.ir import plan as plan_lib
+from planner.lower import program
 from planner.search import choices as choices_lib
+from planner.simulation import evaluate_plan
 
 
 def simulate(
@@ -16,7 +17,9 @@ def simulate(
   chosen = choices.plan(choice)
   uncut = dataclasses.replace(chosen, pieces=1)  # The flow is cut already.
   cut = choices.cuts[choice.pieces]
-  return chosen, play.play(cut.flow, choices.known, uncut, ahead).seconds
+  return chosen, evaluate_plan.play(
+    cut.flow, choices.known, uncut, ahead
+  ).seconds
 
 
 def moves(choices, choice):

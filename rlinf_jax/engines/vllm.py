@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlinf_jax.engines import vllm_engine
-from stages import base, sample
-from stages import stage as stages
+import stages
+from stages import base
+from stages.language import sample
 from stages.models import transformer, weights
 
 # Of vLLM and of torch, which a tokenizer may import first: so they are set as

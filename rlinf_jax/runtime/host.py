@@ -10,16 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from planner import graph as graph_lib
-from planner import passes, reissue
-from planner import plan as plan_lib
-from planner import program as program_lib
 from planner.costs import cost as cost_lib
-from rlinf_jax.runtime import mail as mail_lib
+from planner.ir import graph as graph_lib
+from planner.ir import plan as plan_lib
+from planner.lower import passes, recovery
+from planner.lower import program as program_lib
+from rlinf_jax.runtime import interpreter as interpreter_lib
+from rlinf_jax.runtime import mailbox as mailbox_lib
 from rlinf_jax.runtime import place as place_lib
 from rlinf_jax.runtime import timeline as timeline_lib
-from rlinf_jax.runtime import worker as worker_lib
-from rlinf_jax.runtime.worker import Frame, StageError, Turn
+from rlinf_jax.runtime.interpreter import Frame, StageError, Turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +97,12 @@ class Host:
     self.lowered, self.places = dict(lowered), dict(places)
     self.patience = patience
     self.timeline = timeline_lib.Timeline()
-    self.mail = mail_lib.Mail()
+    self.mail = mailbox_lib.Mail()
     self._calls, self._lock = {}, threading.Lock()
     self._check()
     self.workers = {
-      name: worker_lib.Worker(self, place) for name, place in places.items()
+      name: interpreter_lib.Worker(self, place)
+      for name, place in places.items()
     }
 
   def _check(self):
@@ -181,7 +182,7 @@ class Host:
     name: str,
     step: int,
     leaves,
-    left: reissue.Left = reissue.EVERYTHING,
+    left: recovery.Left = recovery.EVERYTHING,
   ) -> futures.Future:
     """Begins a flow; returns the future of the outputs that are made here.
 
@@ -225,28 +226,28 @@ class Host:
 
   def send(self, frame: Frame, v: int, source: str, target: str, x):
     """Takes a value to another place."""
-    way = mail_lib.Way(frame.turn.name, frame.loop, v, source, target)
+    way = mailbox_lib.Way(frame.turn.name, frame.loop, v, source, target)
     if target in self.places:
       x = self.places[target].take_in(frame.flow.values[v], x)
       self.mail.put(way, x)
     else:
       self.post(way, x)
 
-  def post(self, way: mail_lib.Way, x):
+  def post(self, way: mailbox_lib.Way, x):
     """Takes a value to a place of another process."""
     raise NotImplementedError(f'Place {way.target!r} is not in this process.')
 
   def is_there(self, frame: Frame, v: int, source: str, target: str) -> bool:
     """Whether what another place sends has come."""
-    way = mail_lib.Way(frame.turn.name, frame.loop, v, source, target)
+    way = mailbox_lib.Way(frame.turn.name, frame.loop, v, source, target)
     return self.mail.has(way)
 
   def receive(self, frame: Frame, v: int, source: str, target: str):
     """The value that another place has sent, as this one holds it."""
-    way = mail_lib.Way(frame.turn.name, frame.loop, v, source, target)
+    way = mailbox_lib.Way(frame.turn.name, frame.loop, v, source, target)
     try:
       x = self.mail.get(way, self.patience)
-    except mail_lib.LateError as error:
+    except mailbox_lib.LateError as error:
       name = frame.flow.values[v].name
       raise StageError(
         f'{error}, {name}, in step {frame.turn.step}{frame.round}: that place '

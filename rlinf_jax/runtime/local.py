@@ -8,9 +8,9 @@ import weakref
 
 import jax
 
-from planner import graph as graph_lib
-from planner import plan as plan_lib
 from planner.costs import cost as cost_lib
+from planner.ir import graph as graph_lib
+from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import host
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import place as place_lib

@@ -11,10 +11,10 @@ import jax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 import numpy as np
 
-from planner import graph as graph_lib
-from planner import plan as plan_lib
+from planner.ir import graph as graph_lib
+from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import lease as lease_lib
-from rlinf_jax.runtime import microbatch
+from rlinf_jax.runtime import micro_batch
 from sharding import mesh as mesh_lib
 from sharding import offload, span
 from sharding import rules as rules_lib
@@ -164,7 +164,7 @@ class Place:
     # Already jitted: what the flow has traced is not traced again.
     fn = stage.run
     if rows:
-      fn = microbatch.in_microbatches(stage, rows, self._spread)
+      fn = micro_batch.in_microbatches(stage, rows, self._spread)
 
     def call(*leaves):
       if node.takes is not None:

@@ -15,7 +15,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from stages import names
+from stages import tree_paths
 from stages.models import mlp
 
 SHARP = 4.0  # Inverse temperature of a spatial softmax, to begin with.
@@ -52,7 +52,7 @@ class Encoder(nn.Module):
   @nn.compact
   def __call__(self, obs):
     """`a tree of [..., rows, columns, colours] and [..., O] -> [..., O]`."""
-    leaves = names.of(obs)
+    leaves = tree_paths.of(obs)
     made = [
       Eye(self.config, name=camera.replace('/', '_'))(leaves[camera])
       for camera in self.cameras
@@ -129,7 +129,7 @@ def encoder(like, config: Config, ignored: tuple[str, ...] = ()) -> Encoder:
     ValueError: if there is something that it cannot read.
   """
   cameras, vectors = [], []
-  for name, x in names.of(like).items():
+  for name, x in tree_paths.of(like).items():
     if name in ignored:
       continue
     if x.dtype == jnp.uint8 and len(x.shape) == 3:

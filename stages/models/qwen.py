@@ -8,7 +8,8 @@ import shutil
 import jax
 import jax.numpy as jnp
 
-from stages import base, language, sample
+from stages import base
+from stages.language import language_model, sample
 from stages.models import rope as rope_lib
 from stages.models import transformer, weights
 from stages.models.weights import Tensor
@@ -165,7 +166,7 @@ def policy(
   sampling: sample.Sampling = sample.Sampling(),
   dtype: str | None = None,
   remat: str = 'none',
-  logits: int = language.LOGITS,
+  logits: int = language_model.LOGITS,
   engine: Callable[..., base.Policy] | None = None,
 ) -> base.Policy:
   """A checkpoint as a policy.
@@ -194,7 +195,7 @@ def policy(
     'stop': stop_tokens(checkpoint),
     'sampling': sampling,
   }
-  made = language.policy(config, **how, init=init, logits=logits)
+  made = language_model.policy(config, **how, init=init, logits=logits)
   if engine is None:
     return made
   return engine(made, checkpoint=checkpoint, config=config, names=NAMES, **how)

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stages import base, text
-from stages import stage as stages
+import stages
+from stages import base
+from stages.language import tokens
 
 NUMBER = re.compile(r'\d+')
 HELD_OUT = 16  # One pair in so many is kept from training.
@@ -72,7 +73,7 @@ def _problem(tokenizer, pair, template, chat, prompt_length) -> base.Problem:
       )
       for text in texts
     ]
-  prompt = text.prompts(tokenizer, texts, prompt_length)
+  prompt = tokens.prompts(tokenizer, texts, prompt_length)
   return base.Problem(prompt, pair.sum(1).astype(np.int32))
 
 
@@ -90,7 +91,7 @@ def _source(tokenizer, make, held) -> base.Source:
     return {**state, 'batch': batch}, make(rng)
 
   return base.Source(
-    init, advance, held, lambda *rows: text.decode(tokenizer, *rows)
+    init, advance, held, lambda *rows: tokens.decode(tokenizer, *rows)
   )
 
 
@@ -134,7 +135,7 @@ def problems(
     template: the text of a problem, in terms of `{a}` and `{b}`.
     chat: whether to wrap the text in the tokenizer's chat template.
   """
-  tokenizer = text.load(checkpoint)
+  tokenizer = tokens.load(checkpoint)
   shape = template, chat, prompt_length
 
   def make(rng):
@@ -165,14 +166,14 @@ def examples(
     held_out: how many problems are kept for evaluation.
     held_out_batch: how many of them are asked at once.
   """
-  tokenizer = text.load(checkpoint)
+  tokenizer = tokens.load(checkpoint)
   shape = TEMPLATE, False, prompt_length
 
   def make(rng):
     pair = pairs(rng, rows, digits, False)
     prompt = _problem(tokenizer, pair, *shape).prompt
     answers = [worked(int(a), int(b)) for a, b in pair]
-    return base.Example(prompt, *text.completions(tokenizer, answers, length))
+    return base.Example(prompt, *tokens.completions(tokenizer, answers, length))
 
   held = _held_out(tokenizer, digits, held_out, held_out_batch, *shape)
   return _source(tokenizer, make, held)
@@ -190,10 +191,10 @@ def verify(checkpoint: str) -> stages.Stage:
   Args:
     checkpoint: whose tokenizer to read completions with.
   """
-  tokenizer = text.load(checkpoint)
+  tokenizer = tokens.load(checkpoint)
 
   def judge(answer_B, action_BT, mask_BT) -> base.Verdict:
-    said = text.decode(tokenizer, action_BT, mask_BT)
+    said = tokens.decode(tokenizer, action_BT, mask_BT)
     numbers = [NUMBER.findall(s)[-1:] for s in said]
     right_B = np.array(
       [n == [str(a)] for n, a in zip(numbers, answer_B.tolist(), strict=True)],

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from stages import base, metrics, normalise, train
-from stages import stage as stages
-from stages.workflows import embodied
+import stages
+from stages import base, metrics
+from stages.envs import evaluate as evaluate_lib
+from stages.envs import obs_stats
+from stages.learn import train_step
 
 
 class State(NamedTuple):
@@ -49,7 +51,7 @@ def clone(
   _check(policy, world)
 
   def loss(params, scale, x: base.Demonstration):
-    obs = normalise.normalise(scale, x.obs)
+    obs = obs_stats.normalise(scale, x.obs)
     now = policy.evaluate(params, obs, x.action)
     mean = metrics.mean(-now.logp)
     return (mean,), {
@@ -57,15 +59,17 @@ def clone(
       'train/entropy': metrics.mean(now.entropy),
     }
 
-  gradient = stages.Stage(train.gradient(loss), 'gradient', 'sum', whole=(0, 1))
-  apply = stages.Stage(train.apply(optimizer), 'apply', 'batch')
-  see = stages.Stage(lambda obs: normalise.of(obs, world.obs), 'see', 'sum')
+  gradient = stages.Stage(
+    train_step.gradient(loss), 'gradient', 'sum', whole=(0, 1)
+  )
+  apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
+  see = stages.Stage(lambda obs: obs_stats.of(obs, world.obs), 'see', 'sum')
   widen = stages.Stage(lambda a, b: a.merge(b), 'widen', 'batch')
-  attempt = embodied.examine(policy, world)
+  attempt = evaluate_lib.examine(policy, world)
 
   def init(key):
-    fresh = embodied.fresh(policy, world, normalised, key)
-    return State(train.init(fresh['policy'], optimizer), fresh['scale'])
+    fresh = evaluate_lib.fresh(policy, world, normalised, key)
+    return State(train_step.init(fresh['policy'], optimizer), fresh['scale'])
 
   def step(state: State, batch: base.Demonstration, key):
     del key  # Nothing here is random.
@@ -79,7 +83,7 @@ def clone(
     return attempt(state.actor.params, state.scale, seed, key)
 
   return base.Workflow(
-    init, step, evaluate, embodied.exported, score='eval/success_once'
+    init, step, evaluate, evaluate_lib.exported, score='eval/success_once'
   )
 
 

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stages import advantages, base, losses, metrics, repeat, train
-from stages import stage as stages
-from stages.workflows import acting, held_out
+import stages
+from stages import base, metrics, repeat
+from stages.language import evaluate as evaluate_lib
+from stages.language import policy_stages
+from stages.learn import advantages, losses, minibatches, train_step
 from stages.workflows.grpo import describe, objective
 
 
@@ -87,12 +89,12 @@ def dapo(
   )
   ask = stages.Stage(functools.partial(_ask, rounds, group), 'ask', 'batch')
   accept = stages.Stage(functools.partial(_accept, group), 'accept', 'batch')
-  deal = stages.shuffle(updates, epochs, group)
-  shuffled = stages.shuffled(group)
+  deal = minibatches.shuffle(updates, epochs, group)
+  shuffled = minibatches.gather(group)
   gradient = stages.Stage(
-    train.gradient(loss), 'gradient', 'sum', whole=(0,), group=group
+    train_step.gradient(loss), 'gradient', 'sum', whole=(0,), group=group
   )
-  apply = stages.Stage(train.apply(optimizer), 'apply', 'batch')
+  apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
   fold = stages.Stage(
     lambda *infos: functools.reduce(metrics.merge, infos), 'fold', 'batch'
   )
@@ -101,10 +103,10 @@ def dapo(
     'measure',
     'batch',
   )
-  examine = held_out.examine(policy, verify)
+  examine = evaluate_lib.examine(policy, verify)
 
-  generate = acting.act(policy, 'generate', group=group)
-  recall = acting.recall(policy, group)
+  generate = policy_stages.act(policy, 'generate', group=group)
+  recall = policy_stages.recall(policy, group)
 
   @stages.stage('begin', 'batch')
   def begin(actor: base.Version, problem: base.Problem, key):
@@ -136,7 +138,7 @@ def dapo(
   fill = repeat.Repeat(sample, 'fill', rounds, expect)
 
   def init(key):
-    return State(train.init(policy.init(key), optimizer))
+    return State(train_step.init(policy.init(key), optimizer))
 
   def step(state: State, problem: base.Problem, key):
     actor = state.actor

@@ -12,19 +12,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stages import (
-  advantages,
-  base,
-  losses,
-  metrics,
-  normalise,
-  rollout,
-  tally,
-  train,
-)
-from stages import stage as stages
-from stages.models import saved
-from stages.workflows import embodied
+import stages
+from stages import base, metrics
+from stages.envs import episode_stats, obs_stats, rollout
+from stages.envs import evaluate as evaluate_lib
+from stages.envs import rollout as rollout_lib
+from stages.learn import advantages, losses, minibatches, train_step
+from stages.models import policy_file
 from stages.workflows.grpo import objective
 
 
@@ -51,7 +45,7 @@ def embodied_grpo(
   rows: int,
   group: int = 8,
   length: int | None = None,
-  judge: Callable = tally.succeeded,
+  judge: Callable = episode_stats.succeeded,
   low: float = 0.2,
   high: float = 0.2,
   dual: float | None = None,
@@ -108,7 +102,7 @@ def embodied_grpo(
     *(policy.evaluate, (low, high, dual), (kl, divergence)),
     *(entropy, aggregate),
   )
-  draw = stages.seeds(rows // group, group)
+  draw = rollout_lib.seeds(rows // group, group)
   reset = rollout.reset(world)
   act = rollout.rollout(policy, world, length or world.horizon)
   contrast = stages.Stage(
@@ -122,33 +116,33 @@ def embodied_grpo(
 
   def score(reference, obs, action):
     params, scale = reference
-    obs = normalise.normalise(scale, obs)
+    obs = obs_stats.normalise(scale, obs)
     return policy.evaluate(params, obs, action).logp
 
   def scaled(params, scale, x: base.Experience, ref_logp):
-    obs = normalise.normalise(scale, x.obs)
+    obs = obs_stats.normalise(scale, x.obs)
     return loss(params, x._replace(obs=obs), ref_logp)
 
   refer = stages.Stage(score, 'refer', whole=(0,))
-  deal = stages.shuffle(updates, epochs, group)
-  shuffled = stages.shuffled(group)
+  deal = minibatches.shuffle(updates, epochs, group)
+  shuffled = minibatches.gather(group)
   gradient = stages.Stage(
-    train.gradient(scaled), 'gradient', 'sum', whole=(0, 1)
+    train_step.gradient(scaled), 'gradient', 'sum', whole=(0, 1)
   )
-  apply = stages.Stage(train.apply(optimizer), 'apply', 'batch')
+  apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
   fold = stages.Stage(
     lambda *infos: functools.reduce(metrics.merge, infos), 'fold', 'batch'
   )
-  see = stages.Stage(lambda obs: normalise.of(obs, world.obs), 'see', 'sum')
+  see = stages.Stage(lambda obs: obs_stats.of(obs, world.obs), 'see', 'sum')
   widen = stages.Stage(lambda a, b: a.merge(b), 'widen', 'batch')
-  attempt = embodied.examine(policy, examine or world)
+  attempt = evaluate_lib.examine(policy, examine or world)
 
   def init(key):
-    fresh = embodied.fresh(policy, world, normalised, key)
-    begun = saved.start(model, fresh)
+    fresh = evaluate_lib.fresh(policy, world, normalised, key)
+    begun = policy_file.start(model, fresh)
     params, scale = begun['policy'], begun['scale']
     reference = (params, scale) if kl else ()
-    return State(train.init(params, optimizer), scale, reference)
+    return State(train_step.init(params, optimizer), scale, reference)
 
   def step(state: State, batch, key):
     del batch  # All there is to know is in the environments.
@@ -174,7 +168,7 @@ def embodied_grpo(
     return attempt(state.actor.params, state.scale, seed, key)
 
   return base.Workflow(
-    init, step, evaluate, embodied.exported, score='eval/success_once'
+    init, step, evaluate, evaluate_lib.exported, score='eval/success_once'
   )
 
 
@@ -192,7 +186,7 @@ def compare(group, judge, advantage, filtered, outcome) -> dict[str, Any]:
   advantage_NG = jax.vmap(advantage)(jnp.where(kept_NG > 0, return_NG, mean_N1))
   if filtered:
     kept_NG *= most_N1 > least_N1
-  mask_BT = tally.alive(outcome) * kept_NG.reshape(-1, 1)
+  mask_BT = episode_stats.alive(outcome) * kept_NG.reshape(-1, 1)
   advantage_BT = jnp.where(mask_BT > 0, advantage_NG.reshape(-1, 1), 0.0)
   return {'mask': mask_BT, 'advantage': advantage_BT}
 
@@ -205,10 +199,10 @@ def describe(group, judge, outcome) -> base.Info:
     steps = outcome.steps
   if outcome.lost is not None:
     steps = steps * (1.0 - outcome.lost)
-  told = tally.told(tally.first(outcome), 'env')
+  told = episode_stats.told(episode_stats.first(outcome), 'env')
   return (
     told
-    | tally.faults(outcome)
+    | episode_stats.faults(outcome)
     | {
       'rollout/reward': metrics.moments(return_NG, kept_NG),
       'rollout/groups_degenerate': metrics.mean(
@@ -221,7 +215,7 @@ def describe(group, judge, outcome) -> base.Info:
 
 def _groups(group: int, judge, outcome):
   """Returns, which of them were not lost, and the least and most of those."""
-  ended = tally.first(outcome)
+  ended = episode_stats.first(outcome)
   return_NG = judge(ended).reshape(-1, group)
   kept_NG = ended.count.reshape(-1, group)
   least_N1 = jnp.where(kept_NG > 0, return_NG, jnp.inf).min(1, keepdims=True)

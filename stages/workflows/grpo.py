@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stages import advantages, base, losses, metrics, train
-from stages import stage as stages
-from stages.workflows import acting, carried, dealing, held_out
+import stages
+from stages import base, metrics
+from stages.language import evaluate as evaluate_lib
+from stages.language import partial_rollout, policy_stages
+from stages.learn import advantages, losses, minibatches, train_step
 
 
 class State(NamedTuple):
@@ -26,7 +28,7 @@ class State(NamedTuple):
   actor: base.TrainState
   reference: base.Params
   past: tuple[base.Version, ...]
-  rollout: carried.Rollout | tuple[()] = ()
+  rollout: partial_rollout.Rollout | tuple[()] = ()
 
 
 def grpo(
@@ -43,7 +45,7 @@ def grpo(
   entropy: float = 0.0,
   updates: int = 1,
   epochs: int = 1,
-  membership: dealing.Membership = 'row',
+  membership: minibatches.MinibatchBy = 'row',
   lag: int = 0,
   partial: int = 0,
   spare: int = 0,
@@ -85,7 +87,7 @@ def grpo(
       who drew it (truncated importance sampling), where that is an engine which
       is not the trainer, or were several versions of the policy.
   """
-  carried.check(policy, partial, spare)
+  partial_rollout.check(policy, partial, spare)
   loss = objective(
     functools.partial(policy.evaluate, group=group),
     (low, high, dual),
@@ -101,11 +103,11 @@ def grpo(
     whole=(2,),
     group=group,
   )
-  deal = dealing.dealing(membership, updates, epochs, group)
+  deal = minibatches.minibatches(membership, updates, epochs, group)
 
-  act = carried.acts(policy, group, partial, spare)
-  recall = acting.recall(policy, group, several=partial > 0)
-  refer = acting.score(policy, 'refer', group)
+  act = partial_rollout.acts(policy, group, partial, spare)
+  recall = policy_stages.recall(policy, group, several=partial > 0)
+  refer = policy_stages.score(policy, 'refer', group)
 
   @stages.stage('repeat', 'batch')
   def repeat(problem: base.Problem):
@@ -118,22 +120,22 @@ def grpo(
     return jnp.where(mask_BT > 0, advantage_NG.reshape(-1, 1), 0.0)
 
   gradient = stages.Stage(
-    train.gradient(loss), 'gradient', 'sum', whole=(0,), group=group
+    train_step.gradient(loss), 'gradient', 'sum', whole=(0,), group=group
   )
-  apply = stages.Stage(train.apply(optimizer), 'apply', 'batch')
+  apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
   fold = stages.Stage(
     lambda *infos: functools.reduce(metrics.merge, infos), 'fold', 'batch'
   )
-  examine = held_out.examine(policy, verify)
+  examine = evaluate_lib.examine(policy, verify)
 
   def init(key):
     params = policy.init(key)
-    actor = train.init(params, optimizer)
+    actor = train_step.init(params, optimizer)
     past = (base.Version(params, actor.step),) * lag
     return State(actor, params if kl else (), past)
 
   def begin(state: State, problem: base.Problem):
-    rollout = carried.begin(policy, problem, group, spare)
+    rollout = partial_rollout.begin(policy, problem, group, spare)
     return state._replace(rollout=rollout)
 
   def step(state: State, problem: base.Problem, key):
@@ -239,7 +241,9 @@ def describe(
     'rollout/staleness': metrics.mean(stale_BT, x.mask),
     'rollout/staleness_max': metrics.maximum(stale_BT),
     'rollout/tokens': length_B.sum(),
-    'rollout/samples': metrics.first(held_out.show(x, verdict.reward), group),
+    'rollout/samples': metrics.first(
+      evaluate_lib.show(x, verdict.reward), group
+    ),
   }
 
 

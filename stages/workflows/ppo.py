@@ -8,19 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stages import (
-  advantages,
-  base,
-  losses,
-  metrics,
-  normalise,
-  rollout,
-  tally,
-  train,
-)
-from stages import stage as stages
-from stages.models import saved
-from stages.workflows import embodied
+import stages
+from stages import base, metrics
+from stages.envs import episode_stats, obs_stats, rollout
+from stages.envs import evaluate as evaluate_lib
+from stages.learn import advantages, losses, minibatches, train_step
+from stages.models import policy_file
 
 
 class State(NamedTuple):
@@ -38,7 +31,7 @@ class State(NamedTuple):
   scale: Any
   world: Any
   obs: Any
-  open: tally.Open
+  open: episode_stats.Open
 
 
 def ppo(
@@ -104,34 +97,36 @@ def ppo(
     'appraise',
     whole=(0, 1),
   )
-  count = stages.Stage(tally.count, 'tally')
-  see = stages.Stage(lambda obs: normalise.of(obs, world.obs), 'see', 'sum')
+  count = stages.Stage(episode_stats.count, 'tally')
+  see = stages.Stage(lambda obs: obs_stats.of(obs, world.obs), 'see', 'sum')
   widen = stages.Stage(lambda a, b: a.merge(b), 'widen', 'batch')
   whiten = stages.Stage(advantages.whiten, 'whiten', 'batch')
   single = stages.Stage(_single, 'single', 'batch')
   measure = stages.Stage(describe, 'measure', 'sum')
-  deal = stages.shuffle(updates, epochs)
-  shuffled = stages.shuffled()
-  gradient = stages.Stage(train.gradient(loss), 'gradient', 'sum', whole=(0, 1))
+  deal = minibatches.shuffle(updates, epochs)
+  shuffled = minibatches.gather()
+  gradient = stages.Stage(
+    train_step.gradient(loss), 'gradient', 'sum', whole=(0, 1)
+  )
   ready = stages.Stage(lambda id_: jnp.zeros((), bool), 'ready', 'batch')
   apply = stages.Stage(_apply(optimizer, kl_stop), 'apply', 'batch')
   fold = stages.Stage(
     lambda *infos: functools.reduce(metrics.merge, infos), 'fold', 'batch'
   )
-  attempt = embodied.examine(policy, examine or world)
+  attempt = evaluate_lib.examine(policy, examine or world)
 
   def init(key):
     luck, seeds = jax.random.split(key)
     seed_B = jax.random.randint(
       seeds, (rows,), 0, jnp.iinfo(jnp.int32).max, jnp.int32
     )
-    fresh = embodied.fresh(policy, world, normalised, luck)
-    begun = saved.start(model, fresh)
-    actor = train.init(begun['policy'], optimizer)
+    fresh = evaluate_lib.fresh(policy, world, normalised, luck)
+    begun = policy_file.start(model, fresh)
+    actor = train_step.init(begun['policy'], optimizer)
     return State(
       *(actor, begun['scale']),
       *rollout.begin(world, seed_B),
-      tally.begin(rows),
+      episode_stats.begin(rows),
     )
 
   def step(state: State, batch, key):
@@ -165,7 +160,7 @@ def ppo(
     init,
     step,
     evaluate,
-    embodied.exported,
+    evaluate_lib.exported,
     score='eval/success_once',
   )
 
@@ -178,9 +173,9 @@ def appraise(
   What follows the last step of an episode that time has ended is estimated from
   what was seen then, and never from the episode that comes next.
   """
-  value = policy.value(params, normalise.normalise(scale, x.obs))
+  value = policy.value(params, obs_stats.normalise(scale, x.obs))
   next_value = policy.value(
-    params, normalise.normalise(scale, outcome.final_obs)
+    params, obs_stats.normalise(scale, outcome.final_obs)
   )
   steps = 1.0 if outcome.steps is None else outcome.steps
   discount = discount**steps * jnp.ones_like(value)
@@ -228,7 +223,7 @@ def objective(policy, clip, critic, entropy) -> Callable:
   weight, near = critic
 
   def loss(params, scale, x: base.Experience):
-    obs = normalise.normalise(scale, x.obs)
+    obs = obs_stats.normalise(scale, x.obs)
     now = policy.evaluate(params, obs, x.action)
     policy_loss = losses.ppo_clip(now.logp, x.logp, x.advantage, *clip)
     if near is None:
@@ -256,9 +251,9 @@ def objective(policy, clip, critic, entropy) -> Callable:
 
 def _apply(optimizer, kl_stop) -> Callable:
   """An update, unless one before it has gone far enough."""
-  update = train.apply(optimizer)
+  update = train_step.apply(optimizer)
 
-  def apply(actor: base.TrainState, stopped, gradient: train.Gradient):
+  def apply(actor: base.TrainState, stopped, gradient: train_step.Gradient):
     new, info = update(actor, gradient)
     if kl_stop is not None:
       kl = gradient.info['train/kl_behaviour']
@@ -271,12 +266,14 @@ def _apply(optimizer, kl_stop) -> Callable:
   return apply
 
 
-def describe(x: base.Experience, outcome, ended: tally.Ended) -> base.Info:
+def describe(
+  x: base.Experience, outcome, ended: episode_stats.Ended
+) -> base.Info:
   """What is worth knowing of a rollout."""
   steps = 1.0 if outcome.steps is None else outcome.steps
   return (
-    tally.told(ended, 'env')
-    | tally.faults(outcome)
+    episode_stats.told(ended, 'env')
+    | episode_stats.faults(outcome)
     | {
       'rollout/reward': metrics.moments(x.reward),
       'train/explained_variance': metrics.explained(x.value, x.return_),

@@ -9,19 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stages import (
-  base,
-  metrics,
-  normalise,
-  replay,
-  rollout,
-  soft,
-  tally,
-  train,
-)
-from stages import stage as stages
+import stages
+from stages import base, metrics
+from stages.envs import episode_stats, obs_stats, rollout
+from stages.envs import evaluate as evaluate_lib
+from stages.envs import replay as replay_lib
+from stages.learn import soft_actor_critic, train_step
 from stages.models import critics as critics_lib
-from stages.workflows import embodied
 
 
 class State(NamedTuple):
@@ -43,12 +37,12 @@ class State(NamedTuple):
   actor: base.TrainState
   critic: base.TrainState
   target: base.Params
-  replay: replay.Replay
-  prior: replay.Transition | tuple[()]
+  replay: replay_lib.Replay
+  prior: replay_lib.Transition | tuple[()]
   scale: Any
   world: Any
   obs: Any
-  open: tally.Open
+  open: episode_stats.Open
   step: jax.Array
 
 
@@ -122,7 +116,7 @@ def sac(
     entropy = target_entropy(world, like.command)
   act = rollout.rollout(at_random(policy), world, length)
   begin = stages.Stage(lambda step: (step < warmup, step + 1), 'begin', 'batch')
-  count = stages.Stage(tally.count, 'tally')
+  count = stages.Stage(episode_stats.count, 'tally')
   measure = stages.Stage(describe, 'measure', 'sum')
   recall = stages.Stage(
     functools.partial(
@@ -132,13 +126,13 @@ def sac(
     'batch',
     linear=(0,),
   )
-  see = stages.Stage(lambda obs: normalise.of(obs, world.obs), 'see', 'sum')
+  see = stages.Stage(lambda obs: obs_stats.of(obs, world.obs), 'see', 'sum')
   widen = stages.Stage(lambda a, b: a.merge(b), 'widen', 'batch')
-  learn = soft.learner(
+  learn = soft_actor_critic.learner(
     (policy, critic, optimizer),
     *(n, delay, polyak, subset, entropy),
   )
-  attempt = embodied.examine(policy, examine or world)
+  attempt = evaluate_lib.examine(policy, examine or world)
 
   def init(key):
     luck, theirs, seeds = jax.random.split(key, 3)
@@ -151,14 +145,14 @@ def sac(
     }
     params = critic.init(theirs)
     return State(
-      train.init(ours, optimizer),
-      train.init(params, optimizer),
+      train_step.init(ours, optimizer),
+      train_step.init(params, optimizer),
       params,
-      replay.empty(like, capacity),
-      replay.read(prior, like, discount, bootstrap_always) if prior else (),
-      normalise.nothing(world.obs) if normalised else (),
+      replay_lib.empty(like, capacity),
+      replay_lib.read(prior, like, discount, bootstrap_always) if prior else (),
+      obs_stats.nothing(world.obs) if normalised else (),
       *rollout.begin(world, seed_B),
-      tally.begin(rows),
+      episode_stats.begin(rows),
       jnp.zeros((), jnp.int32),
     )
 
@@ -235,7 +229,7 @@ def remember(
   if outcome.steps is not None:
     steps = outcome.steps
   ends = 0.0 if always else outcome.terminated
-  new = replay.Transition(
+  new = replay_lib.Transition(
     x.obs,
     policy.command(x.action),
     outcome.reward,
@@ -247,23 +241,23 @@ def remember(
   new, mask = jax.tree.map(
     lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), (new, mask)
   )
-  kept = replay.put(kept, new, mask)
-  sample = replay.draw(kept, prior, key, n, batch)
+  kept = replay_lib.put(kept, new, mask)
+  sample = replay_lib.draw(kept, prior, key, n, batch)
   Y = jax.tree.leaves(kept.rows)[0].shape[0]
   share = kept.filled.astype(outcome.reward.dtype)
   filled = metrics.Mean(share, jnp.full_like(share, Y))
   return kept, sample, {'replay/filled': filled}
 
 
-def describe(outcome: base.Outcome, ended: tally.Ended) -> base.Info:
+def describe(outcome: base.Outcome, ended: episode_stats.Ended) -> base.Info:
   """What is worth knowing of a rollout."""
   mask = jnp.ones_like(outcome.reward)
   if outcome.lost is not None:
     mask -= outcome.lost
   steps = mask if outcome.steps is None else outcome.steps * mask
   return (
-    tally.told(ended, 'env')
-    | tally.faults(outcome)
+    episode_stats.told(ended, 'env')
+    | episode_stats.faults(outcome)
     | {
       'rollout/reward': metrics.moments(outcome.reward, mask),
       'env/steps': steps.sum(),
@@ -271,7 +265,7 @@ def describe(outcome: base.Outcome, ended: tally.Ended) -> base.Info:
   )
 
 
-def _like(policy: base.Policy, world: base.World) -> replay.Transition:
+def _like(policy: base.Policy, world: base.World) -> replay_lib.Transition:
   """One transition, as shapes."""
 
   def decide(key):
@@ -281,7 +275,7 @@ def _like(policy: base.Policy, world: base.World) -> replay.Transition:
 
   command = jax.eval_shape(decide, jax.random.key(0))
   number = jax.ShapeDtypeStruct((), jnp.result_type(float))
-  return replay.Transition(world.obs, command, number, number, world.obs)
+  return replay_lib.Transition(world.obs, command, number, number, world.obs)
 
 
 def target_entropy(world: base.World, command) -> float:

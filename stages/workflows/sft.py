@@ -2,9 +2,10 @@
 
 import optax
 
-from stages import base, losses, train
-from stages import stage as stages
-from stages.workflows import held_out
+import stages
+from stages import base
+from stages.language import evaluate as evaluate_lib
+from stages.learn import losses, train_step
 
 
 def sft(
@@ -26,12 +27,14 @@ def sft(
     mean = losses.token_mean(-logp_BT, x.mask)
     return (mean,), {'train/loss': mean, 'train/tokens': x.mask.sum()}
 
-  gradient = stages.Stage(train.gradient(loss), 'gradient', 'sum', whole=(0,))
-  apply = stages.Stage(train.apply(optimizer), 'apply', 'batch')
-  examine = held_out.examine(policy, verify)
+  gradient = stages.Stage(
+    train_step.gradient(loss), 'gradient', 'sum', whole=(0,)
+  )
+  apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
+  examine = evaluate_lib.examine(policy, verify)
 
   def init(key):
-    return train.init(policy.init(key), optimizer)
+    return train_step.init(policy.init(key), optimizer)
 
   def step(state: base.TrainState, examples: base.Example, key):
     del key  # Nothing here is random.

@@ -1,0 +1,1 @@
+"""FLOPs, bytes and memory of a stage, counted from its jaxpr."""

@@ -1,0 +1,397 @@
+"""Walks a jaxpr: arithmetic, traffic, memory and partial sums, as they come.
+
+Jaxprs are met by their fields alone, so this needs no JAX.
+
+A variable is in memory, or it is *fused*: made of its sources whenever it is
+read, at no traffic of its own. It is stored when a kernel that cannot make it
+as it goes along wants it, or when there are too many sources.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from planner.costs.work import Work
+from planner.counting import primitives, trip_counts
+
+SOURCES = 8  # A chain of more arrays than this is cut in two.
+SCALAR = 16  # Bytes of what goes along with other things.
+
+
+def size_of(aval) -> float:
+  size = getattr(aval, 'size', 0)
+  return float(size * aval.dtype.itemsize) if size else 0.0
+
+
+class Buffer:
+  """Memory: when it is first and last needed, in equations walked."""
+
+  def __init__(self, size: float, born: int, outside: bool = False):
+    self.size, self.born, self.last = size, born, born
+    self.outside = outside  # Arguments and results: whoever calls has them.
+
+
+@dataclasses.dataclass(eq=False)
+class _Sum:
+  """A sum over letters of arguments; `open` until its value is needed."""
+
+  letters: list[str]
+  size: float
+  open: bool = True
+
+
+@dataclasses.dataclass(eq=False)
+class Seen:
+  """What is known of a variable.
+
+  Attributes:
+    size: its bytes.
+    sources: the memory that must be read to have it, and how many bytes.
+    fused: not in memory, but made of its sources as it is read.
+    letters: of its dimensions, where it is a view of an argument.
+    partial: the sum that it is, of which devices may each have a part.
+    constant: its number, if that is known.
+  """
+
+  size: float
+  sources: dict
+  fused: bool = False
+  letters: tuple | None = None
+  partial: '_Sum | None' = None
+  constant: float | None = None
+
+
+class Frame:
+  """The count of a program, or of a loop's body."""
+
+  def __init__(self, trips: int | None):
+    self.trips = trips
+    self.flops = self.moved = self.kernels = 0.0
+    self.matmul, self.partial, self.turns = {}, {}, 0.0
+    self.now, self.buffers, self.within = 0, [], {}
+
+  def work(self) -> Work:
+    return Work(
+      flops=self.flops,
+      matmul=dict(self.matmul),
+      bytes_moved=self.moved,
+      bytes_alive=self.peak(),
+      kernels=self.kernels,
+      partial=dict(self.partial),
+      turns=self.turns,
+    )
+
+  def peak(self) -> float:
+    """Most bytes of own buffers, and of loops' bodies, at one time."""
+    change = np.zeros(self.now + 3)
+    for buffer in self.buffers:
+      if not buffer.outside:
+        change[buffer.born] += buffer.size
+        change[buffer.last + 1] -= buffer.size
+    for when, size in self.within.items():
+      change[when] += size
+      change[when + 1] -= size
+    return float(np.cumsum(change).max(initial=0.0))
+
+  # Variables.
+
+  def argument(self, aval, letters=None) -> Seen:
+    seen = self.stored(aval, outside=True)
+    seen.letters = tuple(letters) if letters is not None else None
+    return seen
+
+  def stored(self, aval, outside=False) -> Seen:
+    size = size_of(aval)
+    buffer = Buffer(size, self.now, outside)
+    self.buffers.append(buffer)
+    return Seen(size, {buffer: size})
+
+  def read(self, seen: Seen) -> float:
+    """Notes that a variable's sources are read now; how many bytes."""
+    for buffer in seen.sources:
+      buffer.last = max(buffer.last, self.now)
+    return sum(seen.sources.values())
+
+  def store(self, seen: Seen):
+    """Puts a fused variable into memory."""
+    if not seen.fused:
+      return
+    self.moved += self.read(seen) + seen.size
+    self.kernels += seen.size > SCALAR
+    buffer = Buffer(seen.size, self.now)
+    self.buffers.append(buffer)
+    seen.sources, seen.fused = {buffer: seen.size}, False
+
+  def hand_over(self, seen: Seen):
+    """Has a variable in memory of its own, for a loop to read."""
+    self.store(seen)
+    if any(n < buffer.size for buffer, n in seen.sources.items()):
+      seen.fused = True  # A part of something larger is copied out of it.
+      self.store(seen)
+    self.read(seen)
+
+  def store_all(self, made):
+    """Puts variables into memory: what they are made of is read but once."""
+    sources = {}
+    for seen in made:
+      if seen.fused:
+        for buffer, n in seen.sources.items():
+          sources[buffer] = max(n, sources.get(buffer, 0.0))
+        self.moved -= sum(seen.sources.values())
+        self.store(seen)
+    self.moved += sum(sources.values())
+
+  def hand_out(self, made, args):
+    """Has results in memory, which is not this frame's own."""
+    self.store_all(made)
+    for seen in (seen for seen in made if seen not in args):
+      if any(b.outside for b in seen.sources):  # Part of an argument: a copy.
+        self.moved += self.read(seen) + seen.size
+        self.kernels += 1
+      for buffer in seen.sources:
+        buffer.outside = True
+
+  # Programs.
+
+  def inline(self, jaxpr, args) -> list[Seen]:
+    """Walks a jaxpr; returns what is known of its results."""
+    consts = [None] * len(jaxpr.constvars)
+    if hasattr(jaxpr, 'jaxpr'):
+      consts, jaxpr = jaxpr.consts, jaxpr.jaxpr
+    known = dict(zip(jaxpr.invars, args, strict=True))
+    for var, const in zip(jaxpr.constvars, consts, strict=True):
+      known[var] = self.argument(var.aval)
+      known[var].constant = trip_counts.number(const)
+
+    def look(atom):
+      if trip_counts.is_literal(atom):
+        return Seen(0.0, {}, constant=trip_counts.number(atom.val))
+      return known[atom]
+
+    for eqn in jaxpr.eqns:
+      self.now += 1
+      made = self.step(eqn, [look(x) for x in eqn.invars])
+      known |= zip(eqn.outvars, made, strict=True)
+    return [look(x) for x in jaxpr.outvars]
+
+  def step(self, eqn, args) -> list[Seen]:
+    name = eqn.primitive.name
+    if name in primitives.CONTROL:
+      return getattr(self, f'_{name}')(eqn, args)
+    if name == 'pallas_call':
+      raise NotImplementedError(
+        f'{eqn.params.get("name") or name} is a kernel that cannot be counted: '
+        'give its stage measured seconds instead.'
+      )
+    for key in primitives.CALLS:
+      if key in eqn.params and not name.startswith('reduce'):
+        return self.inline(eqn.params[key], args)
+    if name in primitives.VIEWS:
+      return self._view(eqn, args)
+    sums = [seen.partial for seen in args if seen.partial]
+    if name in ('add', 'add_any') and len(sums) == len(args):
+      self._add_up(*sums)
+    elif name != 'convert_element_type':
+      for one in sums:
+        one.open = False
+    if name in primitives.HEAVY or name.startswith('reduce_window'):
+      return self._heavy(eqn, args)
+    if name.startswith(('gather', 'scatter', 'dynamic_update_slice')):
+      return self._indexed(eqn, args)
+    return self._fused(eqn, args)
+
+  def _view(self, eqn, args):
+    if len(eqn.outvars) > 1:  # A barrier.
+      return args
+    seen, size = args[0], size_of(eqn.outvars[0].aval)
+    sources = seen.sources
+    if not seen.fused:
+      sources = {b: min(n, size) for b, n in sources.items()}
+    letters = seen.letters and primitives.letters_of(eqn, seen.letters)
+    return [
+      Seen(size, sources, seen.fused, letters, seen.partial, seen.constant)
+    ]
+
+  def _fused(self, eqn, args):
+    """Elementwise arithmetic and reductions: made as they are read."""
+    name = eqn.primitive.name
+    reduces = name.startswith(primitives.REDUCES)
+    touched = eqn.invars if reduces else eqn.outvars
+    size = max((getattr(x.aval, 'size', 0) for x in touched), default=0)
+    if name not in primitives.MOVES:
+      self.flops += size * primitives.OPERATIONS.get(name, 1)
+    for seen in args:
+      large = [b for b in seen.sources if b.size > SCALAR]
+      if seen.fused and len(large) > SOURCES:
+        self.store(seen)
+    sources = {}
+    for seen in args:
+      for buffer, n in seen.sources.items():
+        sources[buffer] = max(n, sources.get(buffer, 0.0))
+    made = []
+    for var in eqn.outvars:
+      one = Seen(size_of(var.aval), dict(sources), True)
+      if reduces:
+        self.store(one)
+      made.append(one)
+    if name == 'convert_element_type':
+      made[0].letters, made[0].partial = args[0].letters, args[0].partial
+      made[0].constant = args[0].constant
+    elif name == 'broadcast_in_dim':
+      made[0].letters = args[0].letters and primitives.letters_of(
+        eqn, args[0].letters
+      )
+    elif name in ('add', 'add_any'):
+      some = args[0].partial
+      made[0].partial = some if some and some.open else None
+    return made
+
+  def _heavy(self, eqn, args):
+    name = eqn.primitive.name
+    for seen in args:
+      self.store(seen)
+    self.moved += sum(self.read(seen) for seen in args)
+    made = [self.stored(var.aval) for var in eqn.outvars]
+    self.moved += sum(one.size for one in made)
+    self.kernels += 1
+    size = max(getattr(var.aval, 'size', 0) for var in eqn.invars)
+    if name in ('dot_general', 'conv_general_dilated'):
+      flops = primitives.product_flops(eqn)
+      kind = str(eqn.invars[0].aval.dtype)
+      self.matmul[kind] = self.matmul.get(kind, 0.0) + flops
+      self.flops += flops
+    else:
+      deep = name in ('sort', 'top_k', *primitives.SCANS)
+      self.flops += size * (max(1, math.ceil(math.log2(size + 1))) ** deep)
+    if name == 'dot_general':
+      over, _ = eqn.params['dimension_numbers']
+      self._sum_over(made[0], zip(args, over, strict=True))
+    return made
+
+  def _indexed(self, eqn, args):
+    """Reads or writes some of an array, in place if it writes."""
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    self.kernels += 1
+    if name == 'gather':
+      self.store(args[0])
+      self.moved += sum(self.read(seen) for seen in args[1:])
+      self.read(args[0])
+      made = self.stored(out)
+      self.moved += 2 * made.size
+      over = eqn.params['dimension_numbers'].start_index_map
+      self._sum_over(made, [(args[0], over)])
+      return [made]
+    self.store(args[0])
+    updates = args[1 if name == 'dynamic_update_slice' else 2]
+    self.moved += sum(self.read(seen) for seen in args[1:])
+    # What is added to is read too.
+    self.moved += updates.size * (1 + (name != 'dynamic_update_slice'))
+    self.read(args[0])
+    if any(b.outside for b in args[0].sources):
+      made = self.stored(out)  # An argument is not to be overwritten.
+      self.moved += 2 * made.size
+      return [made]
+    if name != 'dynamic_update_slice':
+      self.flops += getattr(eqn.invars[2].aval, 'size', 0)
+    return [Seen(size_of(out), dict(args[0].sources))]
+
+  def _sum_over(self, made: Seen, over):
+    """Notes a sum over dimensions of some variables."""
+    letters = [
+      seen.letters[axis]
+      for seen, axes in over
+      for axis in (axes if seen.letters else ())
+      if seen.letters[axis]
+    ]
+    if letters:
+      made.partial = _Sum(letters, made.size)
+      self._add_partial(made.partial, 1)
+
+  def _add_up(self, one: _Sum, other: _Sum):
+    """Adds sums: as devices have parts of both, they add up but once."""
+    if one.open and other.open and one is not other:
+      self._add_partial(other, -1)
+    else:
+      one.open = False
+    other.open = False
+
+  def _add_partial(self, some: _Sum, n: int):
+    for letter in some.letters:
+      count, total = self.partial.get(letter, (0.0, 0.0))
+      self.partial[letter] = count + n, total + n * some.size
+
+  # Loops and branches.
+
+  def _body(self, jaxpr, args, drop=()) -> Work:
+    """The work of one turn.
+
+    Args:
+      jaxpr: of the body.
+      args: what it is given.
+      drop: positions of those of which it is given a slice.
+    """
+    frame = Frame(self.trips)
+    given = []
+    for i, (var, seen) in enumerate(zip(jaxpr.jaxpr.invars, args, strict=True)):
+      letters = seen.letters
+      if i in drop and letters is not None:
+        letters = letters[1:]
+      one = frame.argument(var.aval, letters)
+      one.constant = None if i in drop else seen.constant
+      for buffer in one.sources:  # Loops write what they carry in place.
+        buffer.size, buffer.outside = 0.0, False
+      given.append(one)
+    frame.store_all(frame.inline(jaxpr, given))
+    return frame.work()
+
+  def _repeat(self, eqn, args, done: Work, turns: float):
+    for seen in args:
+      self.hand_over(seen)
+    self.flops += turns * done.flops
+    self.moved += turns * done.bytes_moved
+    self.kernels += turns * done.kernels
+    for kind, flops in done.matmul.items():
+      self.matmul[kind] = self.matmul.get(kind, 0.0) + turns * flops
+    for letter, (count, size) in done.partial.items():
+      have = self.partial.get(letter, (0.0, 0.0))
+      self.partial[letter] = have[0] + turns * count, have[1] + turns * size
+    self.turns = max(self.turns, done.turns)
+    self.within[self.now] = done.bytes_alive
+    return [self.stored(var.aval) for var in eqn.outvars]
+
+  def _scan(self, eqn, args):
+    jaxpr, n = eqn.params['jaxpr'], eqn.params['length']
+    carried = eqn.params['num_consts'], eqn.params['num_carry']
+    # What is carried is another value each turn, whatever it begins as.
+    args = [*args]
+    for i in range(carried[0], sum(carried)):
+      args[i] = self._forgetful(args[i])
+    drop = range(sum(carried), len(args))
+    return self._repeat(eqn, args, self._body(jaxpr, args, drop), n)
+
+  def _while(self, eqn, args):
+    test, body = eqn.params['cond_jaxpr'], eqn.params['body_jaxpr']
+    n, m = eqn.params['cond_nconsts'], eqn.params['body_nconsts']
+    ahead, own, state = args[:n], args[n : n + m], args[n + m :]
+    known = [[x.constant for x in some] for some in (ahead, own, state)]
+    turns, early = trip_counts.bound(test, body, *known)
+    turns = self.trips if turns is None else turns
+    if turns is None:
+      raise ValueError(
+        'A while loop does not show how often it turns: compare a counter '
+        'with a number in its condition, or say `trips`.'
+      )
+    state = [self._forgetful(seen) for seen in state]
+    done = self._body(test, ahead + state) + self._body(body, own + state)
+    self.turns = max(self.turns, turns * early)
+    return self._repeat(eqn, ahead + own + state, done, turns)
+
+  def _cond(self, eqn, args):
+    ways = [self._body(way, args[1:]) for way in eqn.params['branches']]
+    dearest = max(ways, key=lambda way: (way.flops, way.bytes_moved))
+    return self._repeat(eqn, args, dearest, 1)
+
+  def _forgetful(self, seen):
+    self.hand_over(seen)
+    return dataclasses.replace(seen, letters=None, partial=None, constant=None)

@@ -1,0 +1,1 @@
+"""Explanations of a plan: timeline, bottleneck, slack and sensitivity."""

@@ -1,0 +1,185 @@
+"""Says what a plan does and why it takes as long as it does."""
+
+import collections
+from collections.abc import Iterator, Sequence
+import json
+import string
+from typing import Any
+
+from planner.explain import listing
+from planner.ir import graph
+from planner.simulation import clock
+
+IDLE, MOVING = '·', '~'
+PLUMBING = {'run': 'moves rows'}  # What planners add to a place's work.
+
+
+def _steady(simulation) -> list[clock.Span]:
+  """What was done in a step when the pipeline was full."""
+  last = max((span.step for span in simulation.spans), default=0)
+  return [span for span in simulation.spans if span.step == last]
+
+
+def flows(flow: graph.Flow) -> Iterator[graph.Flow]:
+  """A flow, and those of the bodies of its loops."""
+  yield flow
+  for node in flow.nodes:
+    if node.body:
+      yield from flows(node.body)
+
+
+def stage_of(flow: graph.Flow, span: clock.Span) -> str | None:
+  """The stage that a span is of; None for what moves and waits."""
+  if span.node is None:
+    return None
+  for i in span.loop:
+    flow = flow.nodes[i].body
+  node = flow.nodes[span.node]
+  return None if graph.is_plumbing(node) else node.name
+
+
+def letters(flow: graph.Flow) -> dict[str, str]:
+  """A letter for each stage: of its own name, if that is free."""
+  taken = {}
+  for name in flow.stages:
+    free = [c for c in name + string.ascii_letters if c not in taken.values()]
+    taken[name] = free[0] if free else '#'
+  return taken
+
+
+def chart(flow: graph.Flow, simulation, width: int = 60) -> str:
+  """A step as text: a line a place, a letter a stage, time to the right."""
+  spans = _steady(simulation)
+  if not spans:
+    return 'Nothing takes any time.'
+  begin, end = min(s.start for s in spans), max(s.end for s in spans)
+  scale = width / (end - begin) if end > begin else 0.0
+  sign = letters(flow)
+  lines = {}
+  for span in spans:
+    line = lines.setdefault(span.place, [IDLE] * width)
+    if span.what == 'wait':
+      continue
+    stage = stage_of(flow, span)
+    mark = sign[stage] if stage else MOVING
+    first = int((span.start - begin) * scale)
+    until = int((span.end - begin) * scale)
+    for i in range(first, max(until, min(first + 1, width))):
+      if until > first or line[i] == IDLE:
+        line[i] = mark
+  shown = set().union(*lines.values())
+  legend = [f'{c} {name}' for name, c in sign.items() if c in shown]
+  legend += [f'{MOVING} moves'] * (MOVING in shown)
+  legend += [f'{IDLE} waits'] * (IDLE in shown)
+  pad = max(map(len, lines))
+  rows = [f'{place:{pad}}  {"".join(line)}' for place, line in lines.items()]
+  scale = f'{"":{pad}}  0{simulation.period:>{width - 1}.3g} s'
+  return '\n'.join([*rows, scale, *_wrap(legend, pad + 2, width)])
+
+
+def _wrap(words: Sequence[str], indent: int, width: int) -> list[str]:
+  lines = ['']
+  for word in words:
+    if lines[-1] and len(lines[-1]) + 2 + len(word) > width:
+      lines.append('')
+    lines[-1] += f'{"  " * bool(lines[-1])}{word}'
+  return [' ' * indent + line for line in lines]
+
+
+def busy(flow: graph.Flow, simulation) -> dict[str, dict[str, float]]:
+  """Seconds of a step that each place spends on each of its stages."""
+  total = collections.defaultdict(lambda: collections.defaultdict(float))
+  for span in _steady(simulation):
+    if span.what != 'wait':
+      name = stage_of(flow, span) or PLUMBING.get(span.what, span.what)
+      total[span.place][name] += span.end - span.start
+  return {place: dict(stages) for place, stages in total.items()}
+
+
+def bottleneck(flow: graph.Flow, simulation) -> str:
+  """Which place is never free, and how much of their time others wait."""
+  period = simulation.period
+  shares = {
+    place: sum(stages.values()) / period
+    for place, stages in busy(flow, simulation).items()
+    if period
+  }
+  if not shares:
+    return 'Nothing takes any time.'
+  place = max(shares, key=shares.get)
+  stages = busy(flow, simulation)[place]
+  longest = max(stages, key=stages.get)
+  said = (
+    f'{place} works {100 * shares[place]:.0f} % of the time, most of it on '
+    f'{longest} ({stages[longest]:.3g} s of {period:.3g} s).'
+  )
+  idle = [
+    f'{name} waits {100 * (1 - share):.0f} %'
+    for name, share in shares.items()
+    if name != place
+  ]
+  return ' '.join([said, *([f'{", ".join(idle)}.'] if idle else [])])
+
+
+def places(flow: graph.Flow, plan) -> str:
+  """A plan as a table: devices, mesh and stages of every place."""
+  lines = []
+  for name, place in plan.places.items():
+    stages = [s for s in flow.stages if plan.stages[s] == name]
+    rows = [
+      f'{s} {plan.rows[s]} rows at a time' for s in stages if s in plan.rows
+    ]
+    lines += [f'{name}: {place}', f'  {" → ".join(stages)}']
+    lines += [f'  {", ".join(rows)}'] * bool(rows)
+  lines += [f'in {plan.pieces} pieces'] * (plan.pieces > 1)
+  if plan.evict:
+    lines.append(f'in host memory while others run: {", ".join(plan.evict)}')
+  if plan.share:
+    lines.append(
+      f'share devices, the first goes first: {", ".join(plan.share)}'
+    )
+  return '\n'.join(lines)
+
+
+def in_a_line(flow: graph.Flow, plan) -> str:
+  """A plan, as short as it can be told."""
+  said = []
+  for name, place in plan.places.items():
+    stages = [s for s in flow.stages if plan.stages[s] == name]
+    mesh = ' '.join(f'{axis}={size}' for axis, size in place.axes)
+    devices = f'{len(place.devices)} {mesh}'.rstrip()
+    said.append(f'[{" ".join(stages)}] on {devices}')
+  said += [f'{plan.pieces} pieces'] * (plan.pieces > 1)
+  said += [f'{s} {n} rows at a time' for s, n in plan.rows.items()]
+  said += [f'evicted {" ".join(plan.evict)}'] * bool(plan.evict)
+  said += [f'devices shared by {" ".join(plan.share)}'] * bool(plan.share)
+  return ', '.join(said)
+
+
+def to_json(flow: graph.Flow, plan, simulation) -> dict[str, Any]:
+  """The same for programs."""
+  return {
+    'plan': json.loads(plan.to_json()),
+    'period': simulation.period,
+    'busy': busy(flow, simulation),
+    'moves': moves(flow, plan),
+  }
+
+
+def moves(flow: graph.Flow, plan) -> dict[str, int]:
+  """Bytes that go from stage to stage between places, largest first."""
+  total = collections.Counter()
+  for node in flow.nodes:
+    for v in node.reads:
+      if v in flow.maker:
+        maker = flow.nodes[flow.maker[v]]
+        here, there = (plan.stages.get(n.name) for n in (maker, node))
+        if here and there and here != there:
+          total[f'{maker.name} → {node.name}'] += flow.values[v].bytes
+  return dict(total.most_common())
+
+
+def moved(flow: graph.Flow, plan) -> str:
+  """The same for people."""
+  found = moves(flow, plan)
+  return ', '.join(f'{way} {listing.size(n)}' for way, n in found.items())

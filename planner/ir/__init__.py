@@ -1,0 +1,1 @@
+"""Intermediate representation: flows, plans and instructions, as plain data."""

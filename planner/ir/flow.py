@@ -1,0 +1,305 @@
+"""The graph of a workflow, recorded by calling it with symbols.
+
+A workflow is a function `carry, *inputs -> carry, outputs` over stages. Calling
+it once with `Ref`s in place of arrays records which stage feeds which. The
+function itself stays ordinary Python: called with arrays, it just runs.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from planner.ir import consumption as consumption_lib
+from planner.ir import graph
+from sharding import rules
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ref:
+  """A value that does not exist yet: its shape, and its place in a flow."""
+
+  id: int
+  shape: tuple[int, ...]
+  dtype: Any
+  recorder: 'Recorder' = dataclasses.field(repr=False)
+
+  def __record__(self, stage, args):
+    return self.recorder.call(stage, args)
+
+  def __getattr__(self, name):
+    if name.startswith('__'):
+      raise AttributeError(name)
+    self._refuse(f'read .{name} of')
+
+  def _refuse(self, did: str):
+    raise TypeError(
+      f'A workflow step {did} a value {self.dtype}{list(self.shape)} that no '
+      'stage has computed yet. A step only routes values between stages: move '
+      'this into a stage.'
+    )
+
+
+def _refusal(did):
+  return lambda self, *_, **__: self._refuse(did)
+
+
+for _did, _names in {
+  'did arithmetic with': 'add radd sub rsub mul rmul truediv rtruediv floordiv '
+  'rfloordiv mod rmod divmod rdivmod pow rpow matmul rmatmul neg pos abs round '
+  'and rand or ror xor rxor invert lshift rshift',
+  'compared': 'lt le gt ge eq ne',
+  'indexed': 'getitem setitem',
+  'looped over': 'iter len',
+  'looked into': 'contains',
+  'branched on': 'bool',
+  'converted': 'float int index complex array',
+}.items():
+  for _name in _names.split():
+    setattr(Ref, f'__{_name}__', _refusal(_did))
+Ref.__hash__ = object.__hash__
+
+
+FOREIGN = (
+  'another recording. A step may keep nothing from call to call but its state.'
+)
+
+
+class Recorder:
+  """Collects nodes while a workflow runs on symbols."""
+
+  def __init__(self):
+    self.nodes: list[graph.Node] = []
+    self.values: list[graph.Value] = []
+    self.reads = consumption_lib.Reads()
+
+  def new(self, origin: str, path, like) -> Ref:
+    letters = rules.spell(path, like.shape) or ('',) * len(like.shape)
+    name = origin + jax.tree_util.keystr(path, simple=True, separator='.')
+    self.values.append(graph.Value(name, like.shape, like.dtype, letters))
+    return Ref(len(self.values) - 1, like.shape, like.dtype, self)
+
+  def tree(self, origin: str, like):
+    return jax.tree_util.tree_map_with_path(
+      functools.partial(self.new, origin), like
+    )
+
+  def call(self, stage, args):
+    reads, takes = jax.tree.flatten(args)
+    for leaf in reads:
+      if not isinstance(leaf, Ref):
+        raise TypeError(
+          f'Stage {stage.name} was given a {type(leaf).__name__} that the step '
+          'made itself. A step only routes: carry the value in the state, or '
+          'make it in a stage.'
+        )
+      if leaf.recorder is not self:
+        raise TypeError(f'Stage {stage.name} was given a value of {FOREIGN}')
+    likes, body = jax.tree.unflatten(takes, shapes(reads)), None
+    try:
+      if hasattr(stage, 'body'):
+        body, made = trace_body(stage, *likes), likes[0]
+      else:
+        made = stage.shapes(*likes)
+    except Exception as error:
+      error.add_note(f'This happened in stage {stage.name}, while recorded.')
+      raise
+    made = self.tree(f'{stage.name}.', made)
+    writes, gives = jax.tree.flatten(made)
+    reads = ids(reads)
+    args = jax.tree.unflatten(takes, reads)
+    node = graph.Node(
+      stage,
+      reads,
+      ids(writes),
+      with_rows(stage, args),
+      takes,
+      gives,
+      linear=used_up(stage, args),
+      body=body,
+    )
+    if body:
+      used = {v for inner in body.nodes for v in inner.linear}
+      used = frozenset(v for x, v in node.enters.items() if x in used)
+      node = dataclasses.replace(node, linear=used)
+    self.check(node)
+    self.reads.add(stage.name, reads, node.linear, self.name)
+    self.nodes.append(node)
+    return made
+
+  def name(self, v: int) -> str:
+    return self.values[v].name
+
+  def check(self, node: graph.Node):
+    """Rows in, rows out, all of one number; marks them as rows."""
+    grain, sets = node.stage.grain, [node.rows]
+    if grain == 'row':
+      sets = [node.rows | set(node.writes)]
+    elif grain in ('split', 'slice'):
+      sets = [node.rows, set(node.writes)]
+    for rows in sets:
+      sizes = {self.values[v].shape[:1] for v in rows}
+      if len(sizes) > 1 or () in sizes:
+        raise TypeError(
+          f'Stage {node.name} of grain {grain!r} has values of different rows: '
+          f'{sorted(sizes)}. Name its arguments without rows in `whole`, or '
+          "call it grain 'batch'."
+        )
+      for size, *_ in sizes:
+        if size % node.stage.group:
+          raise TypeError(
+            f'Stage {node.name} keeps groups of {node.stage.group} rows '
+            f'together and was given {size} rows.'
+          )
+      for v in rows:
+        value = self.values[v]
+        if not any(value.letters):
+          letters = ('B',) + ('',) * (len(value.shape) - 1)
+          self.values[v] = dataclasses.replace(value, letters=letters)
+
+
+def with_rows(stage, args) -> frozenset[int]:
+  """Which of the values that a stage is given have rows to cut."""
+  if stage.grain == 'batch':
+    return frozenset()
+  return frozenset(
+    v
+    for i, arg in enumerate(args)
+    if i not in stage.whole
+    for v in jax.tree.leaves(arg)
+  )
+
+
+def used_up(stage, args) -> frozenset[int]:
+  """Which of the values that a stage is given nobody may read again."""
+  return frozenset(v for i in stage.linear for v in jax.tree.leaves(args[i]))
+
+
+def ids(refs) -> tuple[int, ...]:
+  return tuple(ref.id for ref in refs)
+
+
+def shapes(tree):
+  """Shapes and types of a tree of arrays."""
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def trace(step: Callable, carry, *inputs) -> graph.Flow:
+  """Records `step: carry, *inputs -> carry, outputs`.
+
+  Args:
+    step: the step of a workflow.
+    carry: its state, as arrays or as `jax.ShapeDtypeStruct`s.
+    *inputs: its other arguments, likewise.
+
+  Raises:
+    TypeError: if the step computes, or returns another state than it took.
+  """
+  recorder = Recorder()
+  carry = recorder.tree('state.', shapes(carry))
+  inputs = recorder.tree('input.', shapes(inputs))
+  end, outputs = _recorded(step, carry, *inputs)
+  _check_state(recorder, carry, end)
+  leaves, gives = jax.tree.flatten(outputs)
+  _check_made(recorder, leaves)
+  kept = tuple(
+    zip(ids(jax.tree.leaves(carry)), ids(jax.tree.leaves(end)), strict=True)
+  )
+  recorder.reads.check_end(kept, ids(leaves), recorder.name)
+  return graph.Flow(
+    nodes=tuple(recorder.nodes),
+    values=tuple(recorder.values),
+    inputs=ids(jax.tree.leaves(inputs)),
+    outputs=ids(leaves),
+    carry=kept,
+    gives=gives,
+  )
+
+
+def trace_body(loop, carry, *given) -> graph.Flow:
+  """Records one round of a loop, `carry, *given -> carry, done`.
+
+  Raises:
+    TypeError: where rounds could not follow each other.
+  """
+  body = trace(loop.body, carry, *given)
+  if not body.nodes:
+    raise TypeError(f'The body of {loop.name} calls no stage.')
+  done = [(x.shape, x.dtype) for x in (body.values[v] for v in body.outputs)]
+  if done not in ([], [((), jax.numpy.dtype(bool))]):
+    raise TypeError(
+      f'The body of {loop.name} must return `carry, done`, where `done` is one '
+      'boolean that a stage has made, or None if it always goes '
+      f'round {loop.at_most} times; it returned {done}.'
+    )
+  ends = [end for _, end in body.carry]
+  for start, end in body.carry:
+    name = body.values[start].name
+    if end in body.inputs:
+      raise TypeError(
+        f'The body of {loop.name} returns what it was given as {name}: make '
+        'what it carries in a stage.'
+      )
+    if ends.count(end) > 1:
+      raise TypeError(
+        f'The body of {loop.name} returns {body.values[end].name} more than '
+        f'once, {name} being one of them: a round may overwrite what it '
+        'carries, so carry it once.'
+      )
+  for node in body.nodes:
+    for v in node.linear.intersection(body.inputs):
+      raise TypeError(
+        f'Stage {node.name} in the body of {loop.name} uses up '
+        f'{body.values[v].name} in every round: carry it.'
+      )
+  return body
+
+
+def _recorded(step, *args):
+  """Calls a step with `Ref`s and sees to it that two things come back."""
+  try:
+    made = step(*args)
+  except TypeError as error:
+    if str(Ref) not in str(error):
+      raise
+    # What a library says of a value that it does not know.
+    raise TypeError(
+      'A workflow step gave a value that no stage has computed yet to a '
+      f'function that is not a stage ({str(error).splitlines()[0]}) A step '
+      'only routes values between stages: move this into a stage.'
+    ) from error
+  if not isinstance(made, tuple) or len(made) != 2:
+    raise TypeError(
+      'A step must return two things, `state, outputs`; this one returned a '
+      f'{type(made).__name__}.'
+    )
+  return made
+
+
+def _check_made(recorder, leaves):
+  for leaf in leaves:
+    if not isinstance(leaf, Ref):
+      raise TypeError(
+        f'The step returns a {type(leaf).__name__} that no stage made. A step '
+        'only routes values between stages: make it in a stage.'
+      )
+    if leaf.recorder is not recorder:
+      raise TypeError(f'The step returns a value of {FOREIGN}')
+
+
+def _check_state(recorder, carry, end):
+  was, now = jax.tree.structure(carry), jax.tree.structure(end)
+  if was != now:
+    raise TypeError(
+      f'The step must return a state like the one it took: {was} became {now}.'
+    )
+  _check_made(recorder, jax.tree.leaves(end))
+  for a, b in zip(jax.tree.leaves(carry), jax.tree.leaves(end), strict=True):
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+      raise TypeError(
+        'The step must return a state like the one it took: '
+        f'{recorder.values[a.id].name} went from {a.dtype}{list(a.shape)} to '
+        f'{b.dtype}{list(b.shape)}.'
+      )

@@ -1,0 +1,213 @@
+"""Cuts a flow's batch into pieces, so that stages may overlap on one step.
+
+Stages of rows are repeated once a piece; the sums of pieces are added as they
+come, in the order of their rows; runs of rows are runs of pieces; before a
+stage of grain 'batch' or 'slice' pieces are joined again, and runs of rows that
+a slice has made are cut into pieces as large as the others, where that comes
+out even. A loop begins and ends with whole values; its body is cut for itself.
+The cut flow computes the same values: only when, never what.
+"""
+
+import dataclasses
+import functools
+
+from planner.ir import graph
+
+
+@functools.cache
+def splits(pieces: int) -> graph.Plumbing:
+  """Deals the rows of one array out to `pieces` arrays."""
+
+  def split(x):
+    n = x.shape[0] // pieces
+    return [x[i * n : (i + 1) * n] for i in range(pieces)]
+
+  return graph.Plumbing('split', split)
+
+
+def _join(*parts):
+  return [parts[0].__array_namespace__().concat(parts)]
+
+
+JOIN = graph.Plumbing('join', _join)
+
+
+@functools.cache
+def totals(stage, gives) -> graph.Plumbing:
+  """Adds what two pieces made of a stage of sums: their leaves, end to end."""
+
+  def total(*leaves):
+    half = len(leaves) // 2
+    one, other = gives.unflatten(leaves[:half]), gives.unflatten(leaves[half:])
+    return gives.flatten_up_to(stage.merge(one, other))
+
+  return graph.Plumbing('total', total, 'sum')
+
+
+class _Cutter:
+  """What of a flow has been cut so far.
+
+  Attributes:
+    nodes: those of the cut flow, each with when it is due.
+    values: those of the flow, and pieces of them.
+    parts: the pieces of a value that is in pieces.
+    entire: values that exist as one.
+    runs: of runs of rows that are not cut yet, in how many pieces they pass.
+    turn: when a value is due: how often its rows were joined, and the last
+      piece that is in it.
+  """
+
+  def __init__(self, flow: graph.Flow, pieces: int):
+    self.pieces = pieces
+    self.nodes, self.values = [], list(flow.values)
+    self.parts, self.runs, self.turn = {}, {}, {}
+    self.entire = {*flow.inputs, *(start for start, _ in flow.carry)}
+
+  def new(self, v: int, pieces: int = 1) -> int:
+    """A value like a piece of `v`."""
+    value = self.values[v]
+    shape = value.shape
+    if pieces > 1:
+      shape = (shape[0] // pieces, *shape[1:])
+    self.values.append(dataclasses.replace(value, shape=shape))
+    return len(self.values) - 1
+
+  def add(self, node: graph.Node):
+    """Appends a node, due as soon as the last of what it reads."""
+    due = max((self.turn.get(v, (0, 0)) for v in node.reads), default=(0, 0))
+    self.turn |= dict.fromkeys(node.writes, due)
+    self.nodes.append((due, node))
+
+  def split(self, v: int, pieces: int) -> list[int]:
+    """The pieces of `v`, which is split if it is one."""
+    if v not in self.parts:
+      parts = [self.new(v, pieces) for _ in range(pieces)]
+      self.add(graph.Node(splits(pieces), (v,), tuple(parts)))
+      joined, last = self.turn.get(v, (0, 0))
+      self.turn |= {
+        piece: (joined + (last > 0), i) for i, piece in enumerate(parts)
+      }
+      self.parts[v] = parts
+    return self.parts[v]
+
+  def whole(self, v: int):
+    """Has `v` as one value, joined if it is in pieces."""
+    if v not in self.entire:
+      self.entire.add(v)
+      self.add(graph.Node(JOIN, tuple(self.parts[v]), (v,)))
+
+  def repeat(self, node: graph.Node):
+    """Repeats a node of rows in, rows or sums out, once a piece."""
+    cut = [len(self.parts[v]) for v in node.rows if v in self.parts]
+    cut = cut or [self.runs[v] for v in node.rows if v in self.runs]
+    pieces = max(cut, default=self.pieces)
+    self.check(node, pieces)
+    parts = {v: self.split(v, pieces) for v in sorted(node.rows)}
+    for v in set(node.reads) - node.rows:
+      self.whole(v)
+    sums = node.stage.grain == 'sum'
+    made = []
+    for i in range(pieces):
+      writes = node.writes
+      if pieces > 1:
+        writes = tuple(self.new(v, 1 if sums else pieces) for v in writes)
+      self.add(
+        dataclasses.replace(
+          node,
+          reads=tuple(parts[v][i] if v in parts else v for v in node.reads),
+          writes=writes,
+          rows=frozenset(parts[v][i] for v in node.rows),
+          piece=(i, pieces),
+          linear=frozenset(parts[v][i] for v in node.linear),
+        )
+      )
+      made.append(writes)
+    if sums:
+      self.add_up(node, made)
+    else:
+      self.parts |= dict(
+        zip(node.writes, map(list, zip(*made, strict=True)), strict=True)
+      )
+    if sums or pieces == 1:
+      self.entire.update(node.writes)
+
+  def add_up(self, node: graph.Node, made: list[tuple[int, ...]]):
+    """Adds sums as they come, in the order of their rows."""
+    total = totals(node.stage, node.gives)
+    so_far = made[0]
+    for i, sums in enumerate(made[1:], 2):
+      writes = node.writes
+      if i < len(made):
+        writes = tuple(self.new(v) for v in node.writes)
+      self.add(graph.Node(total, (*so_far, *sums), writes))
+      so_far = writes
+
+  def deal(self, node: graph.Node):
+    """Deals pieces out to runs of rows; nothing is computed."""
+    runs = len(node.writes) // len(node.reads)
+    for i, v in enumerate(node.reads):
+      each = len(self.parts[v]) // runs
+      for j in range(runs):
+        run = node.writes[j * len(node.reads) + i]
+        self.parts[run] = self.parts[v][j * each : (j + 1) * each]
+
+  def deals(self, node: graph.Node) -> bool:
+    """Whether every run of a split is a number of whole pieces."""
+    runs = len(node.writes) // max(1, len(node.reads))
+    return bool(runs) and all(
+      v in self.parts and not len(self.parts[v]) % runs for v in node.reads
+    )
+
+  def keep(self, node: graph.Node):
+    """Calls a node once, on whole values."""
+    for v in node.reads:
+      self.whole(v)
+    self.add(node)
+    self.entire.update(node.writes)
+    if node.stage.grain == 'slice' and node.writes:
+      rows = max(self.values[v].shape[0] for v in node.rows)
+      for v in node.writes:
+        times, rest = divmod(self.pieces * self.values[v].shape[0], rows)
+        self.runs[v] = 1 if rest else times
+
+  def check(self, node: graph.Node, pieces: int):
+    for rows in {self.values[v].shape[0] for v in node.rows}:
+      if rows % (pieces * node.stage.group):
+        raise ValueError(
+          f'Stage {node.name} has {rows} rows in groups of {node.stage.group}, '
+          f'which cannot be cut into {pieces} pieces of whole groups: choose '
+          f'a number of pieces that divides {rows // node.stage.group}.'
+        )
+
+
+def cut(flow: graph.Flow, pieces: int) -> graph.Flow:
+  """Returns an equivalent flow whose batch passes in `pieces`.
+
+  Args:
+    flow: as recorded.
+    pieces: how many; minibatches divide them among themselves.
+
+  Raises:
+    ValueError: if a piece would split a group of rows.
+  """
+  if pieces == 1:
+    return flow
+  cutter = _Cutter(flow, pieces)
+  for node in flow.nodes:
+    if node.stage.grain == 'split' and cutter.deals(node):
+      cutter.deal(node)
+    elif node.stage.grain in ('row', 'sum') and node.rows:
+      cutter.repeat(node)
+    elif node.body:
+      body = cut(node.body, pieces)
+      cutter.keep(dataclasses.replace(node, body=body))
+    else:
+      cutter.keep(node)
+  for v in (*flow.outputs, *(end for _, end in flow.carry)):
+    cutter.whole(v)
+  nodes = sorted(cutter.nodes, key=lambda pair: pair[0])
+  return dataclasses.replace(
+    flow,
+    nodes=tuple(node for _, node in nodes),
+    values=tuple(cutter.values),
+  )

@@ -1,0 +1,392 @@
+"""Lowers a flow and a plan to one straight-line program a place.
+
+A program is a list of a few kinds of instruction. Whoever can interpret those
+can run any workflow: `simulate` does it with clocks, the runtime with arrays.
+Weight synchronisation, context switching and pipelining have no other form.
+"""
+
+import collections
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+from planner.ir import graph
+from planner.ir.instruction import (
+  Acquire,
+  Begin,
+  Drop,
+  Evict,
+  Instruction,
+  Keep,
+  passed,
+  Recv,
+  Release,
+  Repeat,
+  Restore,
+  Run,
+  Send,
+  SINK,
+  SOURCE,
+  Until,
+)
+from planner.lower import device_sharing as device_sharing_lib
+from planner.lower import lifetimes
+
+__all__ = [
+  'Acquire',
+  'Begin',
+  'Drop',
+  'Evict',
+  'Instruction',
+  'Keep',
+  'Recv',
+  'Release',
+  'Repeat',
+  'Restore',
+  'Run',
+  'SINK',
+  'SOURCE',
+  'Send',
+  'Until',
+  'check_rows',
+  'homes',
+  'locate',
+  'lower',
+  'parts',
+  'passed',
+  'private',
+]
+
+
+def locate(flow: graph.Flow, plan) -> list[str]:
+  """The place of every node. Rows are split where they are, joined where read.
+
+  Of a loop it is the first of the places that have a part in it.
+
+  Raises:
+    ValueError: for stages without a place.
+  """
+  homeless = [name for name in flow.stages if name not in plan.stages]
+  if homeless:
+    raise ValueError(
+      f'The plan has no place for {homeless}: it names {sorted(plan.stages)}.'
+    )
+  rank = {place: i for i, place in enumerate(plan.places)}
+  where = [None] * len(flow.nodes)
+  for i, node in enumerate(flow.nodes):
+    if node.body:
+      where[i] = min(locate(node.body, plan), key=rank.get)
+    elif not graph.is_plumbing(node):
+      where[i] = plan.stages[node.name]
+
+  def reader(i):
+    """The first of the places that what a node makes goes to.
+
+    First in the plan: in the order of nodes it would change with their order.
+    """
+    readers = (j for v in flow.nodes[i].writes for j in flow.readers.get(v, ()))
+    found = {where[j] or reader(j) for j in readers} - {None}
+    return min(found, key=rank.get, default=None)
+
+  for i, node in enumerate(flow.nodes):
+    if where[i] is None:
+      made = [where[flow.maker[v]] for v in node.reads if v in flow.maker]
+      here = made[0] if made else None
+      if node.stage.name == 'join':
+        where[i] = reader(i) or here
+      else:
+        where[i] = here or reader(i)
+      where[i] = where[i] or next(iter(plan.places))
+  return where
+
+
+class Part(NamedTuple):
+  """What a place has to do with a node: the values it takes, and makes."""
+
+  reads: tuple[int, ...]
+  writes: tuple[int, ...]
+
+
+def parts(flow: graph.Flow, plan) -> list[dict[str, Part]]:
+  """Who takes part in every node, and in what: one place, but for loops."""
+  return [
+    _of_loop(node, plan)
+    if node.body
+    else {place: Part(node.reads, node.writes)}
+    for node, place in zip(flow.nodes, locate(flow, plan), strict=True)
+  ]
+
+
+def _of_loop(node: graph.Node, plan) -> dict[str, Part]:
+  """The same of a loop: all who have a part in its body, or hold its carry."""
+  body = node.body
+  takes, makes = node.enters, node.leaves
+  reads, writes = collections.defaultdict(dict), collections.defaultdict(dict)
+  for start, places in homes(body, plan).items():
+    for place in places:
+      reads[place][takes[start]] = None
+      writes[place][makes[start]] = None
+  for part in parts(body, plan):
+    for place, (values, _) in part.items():
+      given = [takes[v] for v in values if v in body.inputs]
+      reads[place].update(dict.fromkeys(given))
+  return {
+    place: Part(tuple(reads[place]), tuple(writes[place])) for place in reads
+  }
+
+
+def _made_at(flow: graph.Flow, there) -> dict[int, str]:
+  """The place that has each value first: where it is made, or one of those."""
+  made = {}
+  for part in there:
+    for place, (_, writes) in part.items():
+      for v in writes:
+        made.setdefault(v, place)
+  return made
+
+
+def homes(flow: graph.Flow, plan) -> dict[int, tuple[str, ...]]:
+  """The places that hold each carried value from step to step.
+
+  Every place that reads a carried value keeps a copy of its own, and is sent
+  the next as soon as it is made. What no stage reads stays where it is made.
+  """
+  there = parts(flow, plan)
+  made = _made_at(flow, there)
+  ends = dict(flow.carry)
+
+  def home(start, seen):
+    places = dict.fromkeys(
+      place
+      for i in flow.readers.get(start, ())
+      for place, part in there[i].items()
+      if start in part.reads
+    )
+    if places:
+      # Its maker's place first, if it is one: what is asked for is had there.
+      first = [made[ends[start]]] if ends[start] in made else []
+      return tuple(dict.fromkeys([p for p in first if p in places] + [*places]))
+    end = ends[start]
+    if end in made:
+      return (made[end],)
+    if end in ends and end not in seen:
+      return home(end, seen | {start})[:1]
+    return (next(iter(plan.places)),)
+
+  return {start: home(start, frozenset({start})) for start in ends}
+
+
+class _Writer:
+  """Programs under way.
+
+  Attributes:
+    programs: of every place.
+    here: the values that each place has.
+    made: the place that has each value first, if a place makes it.
+    resident: the places that hold each carried value.
+  """
+
+  def __init__(self, places, made, resident):
+    self.made, self.resident = made, resident
+    self.programs = {place: [] for place in places}
+    self.here = {
+      place: {start for start, held in resident.items() if place in held}
+      for place in places
+    }
+
+  def owner(self, v: int) -> str:
+    if v in self.made:
+      return self.made[v]
+    return self.resident[v][0] if v in self.resident else SOURCE
+
+  def add(self, place: str, op: Instruction):
+    self.programs[place].append(op)
+
+  def send(self, v: int, ends):
+    """Sends a value to those who do not have it."""
+    if self.owner(v) != SOURCE:
+      for end in ends:
+        if v not in self.here.get(end, ()):
+          self.add(self.owner(v), Send(v, end))
+
+  def begin(self, flow, there, nodes):
+    """Begins nodes, where they run."""
+    for i in nodes:
+      for place, (reads, _) in there[i].items():
+        for v in reads:
+          self.fetch(v, place)
+        self.add(place, Begin(i))
+
+  def fetch(self, v: int, place: str):
+    """Has a value at a place, received if need be."""
+    if v not in self.here[place]:
+      self.here[place].add(v)
+      self.add(place, Recv(v, self.owner(v)))
+
+
+def _early(flow: graph.Flow) -> dict[int | None, list[int]]:
+  """Nodes to begin ahead, by the one after which all that they read is there.
+
+  None is the beginning. As that is one order for all places, none of them waits
+  for what another makes only later.
+  """
+  early = collections.defaultdict(list)
+  for i, node in enumerate(flow.nodes):
+    if node.ahead:
+      makers = [flow.maker[v] for v in node.reads if v in flow.maker]
+      early[max(makers, default=None)].append(i)
+  return early
+
+
+def lower(
+  flow: graph.Flow, plan, resident=None, loop: bool = False
+) -> dict[str, tuple]:
+  """Returns the program of every place.
+
+  A value is sent as soon as it is there and received when first needed. What
+  may begin ahead of its turn does so when the last of what it reads is made. A
+  value is dropped after its last use; what a stage reads for the last time it
+  may overwrite, if this place alone can hold it: carried values, sums, and what
+  is used up. Places that share devices let them go while they wait.
+
+  Args:
+    flow: cut and ordered as the plan says.
+    plan: where its stages run.
+    resident: the places that hold each carried value, where another flow has
+      settled that; `homes` of this flow if None.
+    loop: it is the body of one, whose outputs tell everyone whether to end.
+
+  Raises:
+    ValueError: for a plan that the flow cannot follow.
+  """
+  check_rows(flow, plan)
+  there = parts(flow, plan)
+  resident = resident or homes(flow, plan)
+  writer = _Writer(plan.places, _made_at(flow, there), resident)
+  everyone = dict.fromkeys(itertools.chain(*there, *resident.values()))
+  told = everyone if loop else (SINK,)
+  needs = _needs(flow, there, writer.made, resident, told)
+  early = _early(flow)
+  for start, _ in flow.carry:
+    writer.send(start, needs[start])
+  writer.begin(flow, there, early[None])
+  for i, (node, part) in enumerate(zip(flow.nodes, there, strict=True)):
+    ops = repeats(i, node, plan) if node.body else {}
+    for place, (reads, writes) in part.items():
+      for v in reads:
+        writer.fetch(v, place)
+      writer.add(place, ops.get(place, Run(i)))
+      writer.here[place].update(writes)
+    for v in node.writes:
+      writer.send(v, needs[v])
+    writer.begin(flow, there, early[i])
+  for v in flow.outputs:
+    if loop:
+      for place in told:
+        writer.fetch(v, place)
+        writer.add(place, Until(v))
+    elif writer.owner(v) == SOURCE:
+      # An input that is an output, by way of any place.
+      first = next(iter(plan.places))
+      writer.fetch(v, first)
+      writer.add(first, Send(v, SINK))
+  for start, end in flow.carry:
+    for place in resident[start] if start != end else ():
+      writer.fetch(end, place)
+      writer.add(place, Keep(end, start))
+  own = private(flow, plan.evict)
+  idle = frozenset((*own, *own.values()))
+  programs = {}
+  for place, ops in writer.programs.items():
+    ops = lifetimes.evict(ops, flow, idle)
+    ops = lifetimes.forget(ops, flow, place, resident)
+    if plan.shared(place):
+      ops = device_sharing_lib.in_turn(ops, flow, plan, place, loop)
+    programs[place] = tuple(ops)
+  return programs
+
+
+def repeats(i: int, node: graph.Node, plan) -> dict[str, Repeat]:
+  """What every place that has a part in a loop does.
+
+  Nothing waits in host memory between rounds: evictions are for whole steps.
+  """
+  body, takes, makes = node.body, node.enters, node.leaves
+  plan = dataclasses.replace(plan, evict=())
+  held = homes(body, plan)
+  return {
+    place: Repeat(
+      i,
+      program,
+      tuple((takes[v], v, makes[v]) for v in held if place in held[v]),
+      tuple((takes[v], v) for v in body.inputs if Recv(v, SOURCE) in program),
+    )
+    for place, program in lower(body, plan, held, loop=True).items()
+  }
+
+
+def _needs(flow, there, made, resident, told):
+  """Ends other than its own that need each value, in order of first need."""
+  needs = collections.defaultdict(dict)
+  for part in there:
+    for place, (reads, _) in part.items():
+      for v in reads:
+        needs[v][place] = None
+  for start, end in flow.carry:
+    if start != end:
+      needs[end].update(dict.fromkeys(resident[start]))
+  for v in flow.outputs:
+    needs[v].update(dict.fromkeys(told))
+  for v, place in made.items():
+    needs[v].pop(place, None)
+  return needs
+
+
+def check_rows(flow: graph.Flow, plan):
+  """Refuses rows at a time that a stage does not have.
+
+  Raises:
+    ValueError: with what it has.
+  """
+  for node in flow.nodes:
+    rows = plan.rows.get(node.name)
+    if rows is None or graph.is_plumbing(node):
+      continue
+    if node.stage.grain not in ('row', 'sum') or node.stage.host:
+      raise ValueError(
+        f'The plan takes {rows} rows of {node.name} at once, whose grain is '
+        f"{node.stage.grain!r}: only JAX stages of grain 'row' and 'sum' can "
+        'be run in micro-batches.'
+      )
+    for size in {flow.values[v].shape[0] for v in node.rows}:
+      if rows < 1 or size % rows or rows % node.stage.group:
+        pieces = f' in each of {node.piece[1]} pieces' * (node.piece[1] > 1)
+        raise ValueError(
+          f'{node.name} has {size} rows{pieces}, in groups of '
+          f'{node.stage.group}, which cannot be taken {rows} at a time: choose '
+          f'a divisor of {size} that is a multiple of {node.stage.group}.'
+        )
+
+
+def private(flow: graph.Flow, names) -> dict[int, int]:
+  """Carried values that the stages `names` alone read, and what they become.
+
+  What only moves rows reads for those who read what it makes.
+  """
+
+  def readers(v):
+    found = set()
+    for i in flow.readers.get(v, ()):
+      node = flow.nodes[i]
+      if graph.is_plumbing(node):
+        found = found.union(*map(readers, node.writes))
+      else:
+        found.add(node.name)
+    return found
+
+  names = set(names)
+  return {
+    start: end
+    for start, end in flow.carry
+    if names and (some := readers(start)) and some <= names
+  }

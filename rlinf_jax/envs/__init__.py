@@ -1,0 +1,1 @@
+"""Simulators as environments, in worker processes."""

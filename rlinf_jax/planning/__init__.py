@@ -1,0 +1,1 @@
+"""Automatic planning: profiling stages, choosing a plan, monitoring it."""

@@ -1,1 +1,0 @@
-"""Measures this machine and the stages of a flow on it, and remembers."""

@@ -1,0 +1,1 @@
+"""Small starting models and demonstration data, made on the spot."""

@@ -1,0 +1,1 @@
+"""HTML reports, charts, traces and videos of a run."""

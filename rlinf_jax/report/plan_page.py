@@ -1,0 +1,292 @@
+"""A page about a plan: who does what when, and why no other plan is better.
+
+It is made from the account that --plan_json writes, and from nothing else.
+"""
+
+from collections.abc import Mapping, Sequence
+import html
+import json
+from typing import Any
+
+from planner.explain import listing, words
+from planner.simulation import simulate
+from rlinf_jax.report import page, timeline_svg
+
+WHOLE = 1082  # Pixels inside a card.
+COLOURS = 7  # Stages with a colour of their own; all others share the eighth.
+
+
+def text(twin: Mapping[str, Any]) -> str:
+  """The page of an account, as `planner.why.account` makes it."""
+  cluster, found = twin['cluster'], 'plan' in twin
+  gap = twin['searched']['gap']
+  proof = 'proved the fastest' if found else 'nothing fits'
+  if found and gap:
+    proof = f'at most {gap:.1%} from the fastest'
+  memory = listing.size(cluster['memory'])
+  kind = f'{cluster["devices"]} × {cluster["device"]}, {memory} each'
+  return page.render(
+    'plan_template.html',
+    kind=html.escape(kind),
+    state='finished' if found and not gap else 'unfinished',
+    proof=proof,
+    story=html.escape(_story(twin)),
+    figures=page.figures(_figures(twin)) if found else '',
+    body=_found(twin) if found else _infeasible(twin),
+  )
+
+
+def _found(twin) -> str:
+  colours = _colours(twin)
+  parts = [
+    '<div class="grid">',
+    _timelines(twin, colours),
+    '</div><h2>Where everything runs</h2><div class="grid">',
+    page.card('Places', _legend(), _places(twin), '', 'half'),
+    page.card(
+      'Stages',
+      'slack: how much longer one could take before a step does',
+      _stages(twin, colours),
+      '',
+      'half',
+    ),
+    '</div><h2>Why this one</h2><div class="grid">',
+    page.card(
+      'The fastest plans',
+      'of those that were timed',
+      _ranked(twin),
+      '',
+      'whole',
+    ),
+    page.card(
+      'What would change the choice',
+      'one cost at a time, a tenth more or less',
+      _said(words.sensitivity(twin['sensitivity'])),
+      '',
+      'whole',
+    ),
+    '</div>',
+    _infeasible(twin),
+    '<h2>In detail</h2>',
+    _details('The plan as a run reads it', twin['plan']),
+    _details('What was searched', twin['space'] | twin['searched']),
+  ]
+  return ''.join(parts)
+
+
+def _story(twin) -> str:
+  if 'plan' not in twin:
+    return 'No plan of those searched fits in memory.'
+  return twin['bottleneck']
+
+
+def _figures(twin) -> list[tuple[str, str, str]]:
+  figures = [
+    ('a step', f'<b>{listing.seconds(twin["seconds"])}</b>', 'headline')
+  ]
+  for beside in twin['beside'][:1]:
+    if 'seconds' in beside:
+      less = 1 - twin['seconds'] / beside['seconds']
+      said = f'less: {beside["title"]}'.replace(': The', ' than the')
+      figures.append((said, f'<b>{less:.0%}</b>', ''))
+  plan = twin['plan']
+  used = sum(len(place['devices']) for place in plan['places'].values())
+  there = twin['cluster']['devices']
+  figures.append((f'of {there} devices', f'<b>{used}</b>', ''))
+  for n, one, more in (
+    (len(plan['places']), 'place', 'places'),
+    (plan['pieces'], 'piece', 'pieces'),
+  ):
+    figures.append((one if n == 1 else more, f'<b>{n}</b>', ''))
+  return figures
+
+
+def _colours(twin) -> dict[str, int]:
+  """The longest stages have colours of their own."""
+  spent = {stage['name']: stage['seconds'] for stage in twin['stages']}
+  shown = [*twin['timeline']]
+  for beside in twin['beside']:
+    shown += beside.get('timeline', ())
+  names = dict.fromkeys([*spent, *(s['stage'] for s in shown if s['stage'])])
+  names = sorted(names, key=lambda name: -spent.get(name, 0.0))
+  return {name: min(i, COLOURS) + 1 for i, name in enumerate(names)}
+
+
+def _timelines(twin, colours) -> str:
+  cards = [('The fastest plan', twin)]
+  cards += [(beside['title'], beside) for beside in twin['beside']]
+  shown = [
+    (title, one)
+    for title, one in cards
+    if 'timeline' in one and (one is twin or one['plan'] != twin['plan'])
+  ]
+  longest = max(one['seconds'] for _, one in shown)
+  left = timeline_svg.margin(lane for _, one in shown for lane in _lanes(one))
+  made = []
+  for title, one in shown:
+    picture = timeline_svg.draw(
+      one['timeline'],
+      _lanes(one),
+      colours,
+      end=one['seconds'],
+      seconds=longest,
+      left=left,
+      width=WHOLE,
+    )
+    there = {span['stage'] for span in one['timeline']}
+    note = _keys({n: c for n, c in colours.items() if n in there})
+    if None in there:
+      note += ' <span class="key" style="--c: var(--soft)">moves</span>'
+    now = listing.seconds(one['seconds'])
+    made.append(page.card(title, note, picture, now, 'whole'))
+  for beside in twin['beside']:
+    if 'refused' in beside:
+      said = _said([f'It cannot be had here: {beside["refused"]}'])
+      made.append(page.card(beside['title'], '', said, '', 'whole'))
+  return ''.join(made)
+
+
+def _lanes(one) -> list[str]:
+  """Places, each followed by who does what it begins ahead of its turn."""
+  there = {span['place'] for span in one['timeline']}
+  made = []
+  for place in one['plan']['places']:
+    outside = (simulate.outside(place, s) for s in one['plan']['stages'])
+    made += [place, *(lane for lane in outside if lane in there)]
+  return made
+
+
+def _keys(colours: Mapping[str, int]) -> str:
+  """A legend in which stages of one colour share a patch."""
+  own = {name: c for name, c in colours.items() if c <= COLOURS}
+  rest = [name for name, c in colours.items() if c > COLOURS]
+  if rest:
+    own[', '.join(rest)] = COLOURS + 1
+  return page.legend(own)
+
+
+def _tag(tag: str) -> str:
+  return f'<span class="tag {tag}">{tag}</span>'
+
+
+def _legend() -> str:
+  return 'how much of a step each works, and of its memory it needs at worst'
+
+
+def _places(twin) -> str:
+  capacity = twin['cluster']['capacity']
+  made = []
+  for place in twin['places']:
+    mesh = ' '.join(f'{axis}={size}' for axis, size in place['axes'])
+    n = len(place['devices'])
+    devices = f'{n} device{"s" * (n > 1)} {mesh}'.strip()
+    share = place['works'] / twin['seconds'] if twin['seconds'] else 0.0
+    memory = place['memory']
+    parts, during = memory['parts'], memory['during']
+    during = f', at worst during {during}' * bool(during)
+    made.append(
+      f'<div class="place"><p><b>{html.escape(place["name"])}</b>'
+      f'<span>{devices}</span></p>'
+      f'<small>{html.escape(" → ".join(place["stages"]))}</small>'
+      f'<p><small>works {share:.0%} of a step</small></p>'
+      f'{_meter([(share, 1)])}'
+      f'<p><small>{listing.size(memory["bytes"])} of '
+      f'{listing.size(capacity)} that may be used on each device{during} '
+      f'{_tag(memory["tag"])}</small></p>'
+      + _meter(
+        [(p['bytes'] / capacity, 2 + i % 6) for i, p in enumerate(parts)]
+      )
+      + f'<div class="legend">{_parts(parts)}</div></div>'
+    )
+  return ''.join(made)
+
+
+def _meter(shares: Sequence[tuple[float, int]]) -> str:
+  bars = ''.join(
+    f'<div style="width: {100 * min(share, 1.0):.3f}%; --c: var(--s{colour})">'
+    '</div>'
+    for share, colour in shares
+  )
+  return f'<div class="meter">{bars}</div>'
+
+
+def _parts(parts) -> str:
+  """What memory is made of; the stage it is worst in is said once."""
+  return ''.join(
+    page.key(
+      f'{p["what"]} {listing.size(p["bytes"])}'
+      + f' ({p["tag"]})' * (p['tag'] != 'modelled'),
+      2 + i % 6,
+    )
+    for i, p in enumerate(parts)
+  )
+
+
+def _stages(twin, colours) -> str:
+  rows = []
+  for stage in sorted(twin['stages'], key=lambda s: -s['seconds']):
+    name = stage['name']
+    tight = stage['slack'] < words.LITTLE * twin['seconds']
+    slack = 'none' if tight else listing.seconds(stage['slack'])
+    at_once = f' <small>{stage["rows"]} rows at a time</small>'
+    rows.append(
+      f'<tr><td>{page.key(name, colours[name])}'
+      f'{at_once if stage["rows"] else ""}</td>'
+      f'<td class="text">{html.escape(stage["place"])}</td>'
+      f'<td class="nowrap">{listing.seconds(stage["seconds"])}</td>'
+      f'<td class="nowrap {"bad" if tight else ""}">{slack}</td>'
+      f'<td>{_tag(stage["tag"])}</td></tr>'
+    )
+  return (
+    '<table><tr><th>stage</th><th class="text">place</th><th>a step</th>'
+    f'<th>slack</th><th></th></tr>{"".join(rows)}</table>'
+  )
+
+
+def _ranked(twin) -> str:
+  rows = []
+  entries = [(entry, '') for entry in twin['ranked']]
+  entries += [
+    (beside, f'{beside["title"]}: ')
+    for beside in twin['beside']
+    if 'seconds' in beside
+  ]
+  longest = max(entry['seconds'] for entry, _ in entries)
+  for entry, what in entries:
+    parts = entry['parts']
+    of = [(parts['work'], 1), (parts['waits'], 8), (parts['moves'], 5)]
+    bar = _meter([(n / longest, colour) for n, colour in of])
+    rows.append(
+      f'<tr><td class="nowrap">+{100 * entry["more"]:.1f} %</td>'
+      f'<td class="nowrap">{listing.seconds(entry["seconds"])}{bar}</td>'
+      f'<td class="text">{html.escape(what + entry["in_a_line"])}'
+      f'<small>{html.escape(entry["reason"])}</small></td></tr>'
+    )
+  keys = {'work of the busiest place': 1, 'its waits': 8, 'moves': 5}
+  return (
+    f'<table class="plans">{"".join(rows)}</table>'
+    f'<div class="legend">{page.legend(keys)}</div>'
+  )
+
+
+def _said(lines: Sequence[str]) -> str:
+  items = ''.join(f'<li>{html.escape(line.strip())}</li>' for line in lines)
+  return f'<ul class="said">{items}</ul>'
+
+
+def _infeasible(twin) -> str:
+  lines = [entry['why'] for entry in twin['infeasible']]
+  if not lines:
+    return ''
+  body = page.card(
+    'Too large', 'the nearest to fitting first', _said(lines), '', 'whole'
+  )
+  return f'<h2>What does not fit</h2><div class="grid">{body}</div>'
+
+
+def _details(title: str, data) -> str:
+  told = html.escape(json.dumps(data, indent=2))
+  return (
+    f'<details class="card"><summary>{title}</summary><pre>{told}</pre>'
+    '</details>'
+  )

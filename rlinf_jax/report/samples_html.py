@@ -1,0 +1,81 @@
+"""What a report shows of evaluations: what a policy said, or what it did."""
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+import html
+import pathlib
+from typing import Any
+
+from rlinf_jax.report import page, summary, video
+from rlinf_jax.run import run_folder
+
+SAMPLES = 8  # Shown of an evaluation.
+LONGEST = 600  # Characters shown of a prompt or a completion.
+
+
+def videos(run: run_folder.Run) -> str:
+  """What the policy did at the first, a middle and the last evaluation."""
+  found = video.paths(run.folder)
+  if not found:
+    return ''
+  cards = ''.join(_video_card(run, step, found[step]) for step in _few(found))
+  return (
+    '<h2>What it does <small>in the first held-out episodes: green while the '
+    f'task is solved</small></h2><div class="grid">{cards}</div>'
+  )
+
+
+def _video_card(run: run_folder.Run, step: int, path: pathlib.Path) -> str:
+  data = base64.b64encode(path.read_bytes()).decode()
+  picture = f'<img alt="video" src="data:image/gif;base64,{data}">'
+  solved, note = run.series.get('eval/success_once'), ''
+  if solved is not None and step in solved.step:
+    share = float(solved.value[solved.step == step][0])
+    note = f'{summary.percent(share)} of all held-out episodes solved'
+  return page.card(f'After step {step:,}', note, picture, '', 'third')
+
+
+def _few(steps: Iterable[int]) -> list[int]:
+  """The first, a middle and the last."""
+  taken = sorted(steps)
+  return sorted({taken[0], taken[len(taken) // 2], taken[-1]})
+
+
+def samples(run: run_folder.Run) -> str:
+  """What the model said at the first, a middle and the last evaluation."""
+  split = 'eval' if any(s['split'] == 'eval' for s in run.samples) else 'train'
+  by_step: dict[int, list] = {}
+  for sample in run.samples:
+    if sample['split'] == split:
+      by_step.setdefault(sample['step'], []).append(sample)
+  if not by_step:
+    return ''
+  columns = ''.join(_sample_column(x, by_step[x]) for x in _few(by_step))
+  words = 'held-out prompts' if split == 'eval' else 'training prompts'
+  return (
+    f'<h2>What it says <small>to {words}</small></h2>'
+    f'<div class="grid">{columns}</div>'
+  )
+
+
+def _sample_column(step: int, samples: Sequence[Mapping[str, Any]]) -> str:
+  right = sum(float(sample['reward']) >= 0.5 for sample in samples)
+  cards = ''.join(_sample(sample) for sample in samples[:SAMPLES])
+  return (
+    f'<section class="third"><h3>After step {step:,} <small>{right} of '
+    f'{len(samples)} right</small></h3>{cards}</section>'
+  )
+
+
+def _sample(sample: Mapping[str, Any]) -> str:
+  reward = float(sample['reward'])
+  kind, mark = ('right', '✓') if reward >= 0.5 else ('wrong', '✗')
+  score = f'<span class="reward">{mark} {reward:.3g}</span>'
+  prompt, completion = (
+    html.escape(text if len(text) <= LONGEST else text[:LONGEST] + ' …')
+    for text in (str(sample['prompt']), str(sample['completion']))
+  )
+  return (
+    f'<div class="sample {kind}">{score}'
+    f'<pre><i>{prompt}</i>{completion}</pre></div>'
+  )

@@ -1,0 +1,1 @@
+"""One training run: its loop, checkpoints, metrics and console."""

@@ -1,0 +1,1 @@
+"""Places in other processes, started and connected by Ray."""

@@ -1,0 +1,1 @@
+"""Grid sweeps over gin bindings."""

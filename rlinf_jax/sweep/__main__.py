@@ -1,0 +1,8 @@
+"""Runs `python -m rlinf_jax.sweep`."""
+
+from absl import app
+
+from rlinf_jax.sweep import sweep
+
+if __name__ == '__main__':
+  app.run(sweep.main)

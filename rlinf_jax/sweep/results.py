@@ -1,0 +1,173 @@
+"""What came out of a sweep: a row a point, a table and curves over seeds."""
+
+from collections.abc import Iterable, Mapping, Sequence
+import csv
+import itertools
+import json
+import pathlib
+import re
+from typing import Any
+
+import numpy as np
+
+from rlinf_jax import config_errors
+from rlinf_jax.run import console, run_folder
+from rlinf_jax.sweep import grid
+
+
+def last(point: grid.Point) -> dict[str, Any] | None:
+  """What result.json says; None if the point is not done."""
+  try:
+    return json.loads((point.folder / 'result.json').read_text())
+  except (FileNotFoundError, json.JSONDecodeError):
+    return None
+
+
+def write_csv(points: Sequence[grid.Point], path: pathlib.Path) -> None:
+  """Writes a row a point; of a point that is not done, only its values."""
+  rows = []
+  for point in points:
+    result = last(point) or {'metrics': {}}
+    rows.append({'point': point.name, **point.values})
+    rows[-1] |= {k: v for k, v in result.items() if k != 'metrics'}
+    rows[-1] |= dict(sorted(result['metrics'].items()))
+  columns = list(dict.fromkeys(name for row in rows for name in row))
+  part = path.with_name(f'{path.name}.part')
+  with part.open('w', newline='') as file:
+    writer = csv.DictWriter(file, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+  part.replace(path)
+
+
+def score(points: Iterable[grid.Point]) -> str:
+  """What evaluations of these points are summed up by."""
+  logged = {
+    x for point in points for x in (last(point) or {}).get('metrics', ())
+  }
+  known = [*console.SCORES.values()]
+  return next((name for name in known if name in logged), known[0])
+
+
+def settings(
+  points: Sequence[grid.Point],
+) -> dict[str, list[grid.Point]]:
+  """The points that differ in nothing but the seed, by a name for them."""
+  names = [x for x in points[0].values if not _is_seed(x)]
+  labels = dict(
+    zip(points[0].values, grid.labels(points[0].values), strict=True)
+  )
+  groups = {}
+  for point in points:
+    name = ', '.join(f'{labels[x]}={point.values[x]}' for x in names)
+    groups.setdefault(name or 'all', []).append(point)
+  return groups
+
+
+def summarise(
+  groups: Mapping[str, Sequence[grid.Point]], metric: str
+) -> tuple[list[str], list[list[str]]]:
+  """Table of the last values of `metric`, and of the seconds.
+
+  Returns:
+    Names of the columns, and rows of 'mean ± standard deviation'.
+  """
+  rows = []
+  for name, points in groups.items():
+    done = [x for x in map(last, points) if x is not None]
+    values = [x['metrics'][metric] for x in done if metric in x['metrics']]
+    seconds = [x['seconds'] for x in done]
+    runs = f'{len(done)} of {len(points)}'
+    rows.append([name, runs, _mean(values), _mean(seconds)])
+  return ['setting', 'runs done', metric, 'seconds'], rows
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+  """Prints a table of means."""
+  from rich import console, table
+
+  shown = table.Table(
+    *columns, caption='last value: mean ± standard deviation over seeds'
+  )
+  for row in rows:
+    shown.add_row(*row)
+  console.Console().print(shown)
+
+
+def curve(
+  points: Iterable[grid.Point], metric: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+  """Steps that all done points logged `metric` at, its mean and spread there.
+
+  The spread is the standard deviation over the points, NaN for a single one;
+  None if no point logged the metric.
+  """
+  series = [
+    run_folder.read(point.folder).series.get(metric)
+    for point in points
+    if last(point) is not None
+  ]
+  series = [x for x in series if x is not None]
+  if not series:
+    return None
+  steps = series[0].step
+  for x in series[1:]:
+    steps = np.intersect1d(steps, x.step)
+  values = np.array([x.value[np.isin(x.step, steps)] for x in series])
+  if len(values) < 2:
+    return steps, values[0], np.full(steps.shape, np.nan)
+  return steps, values.mean(0), values.std(0, ddof=1)
+
+
+def plot(
+  groups: Mapping[str, Sequence[grid.Point]],
+  metric: str,
+  path: pathlib.Path,
+) -> None:
+  """Draws a line a setting: the mean over seeds, in a band of its spread.
+
+  Raises:
+    ValueError: a sentence; no point logged the metric.
+  """
+  from matplotlib import figure
+
+  curves = {name: curve(points, metric) for name, points in groups.items()}
+  if not any(curves.values()):
+    done = map(last, itertools.chain(*groups.values()))
+    logged = sorted({x for result in done if result for x in result['metrics']})
+    raise ValueError(
+      f'No point that is done logged `{metric}`, so there is no plot of it'
+      f'{config_errors.nearest(metric, logged)}'
+    )
+  picture = figure.Figure(figsize=(7.5, 4.5), layout='constrained')
+  axes = picture.add_subplot(
+    xlabel='updates',
+    ylabel=metric,
+    title='mean and standard deviation over seeds',
+  )
+  for i, (name, found) in enumerate(curves.items()):
+    if found is None:
+      continue
+    steps, mean, spread = found
+    color, style = f'C{i % 10}', ('-', '--', ':', '-.')[i // 10 % 4]
+    axes.plot(steps, mean, style, marker='.', color=color, label=name)
+    axes.fill_between(
+      steps, mean - spread, mean + spread, color=color, alpha=0.2, linewidth=0
+    )
+  axes.xaxis.get_major_locator().set_params(integer=True)
+  axes.legend()
+  picture.savefig(path, dpi=150)
+
+
+def _is_seed(name: str) -> bool:
+  return re.split('[./]', name)[-1].lower() == 'seed'
+
+
+def _mean(values: Sequence[float | str]) -> str:
+  if not values:
+    return ''
+  x = np.array(values, float)
+  digits = 3 if np.abs(x).max() < 100 else 0
+  if len(x) < 2:
+    return f'{x[0]:.{digits}f}'
+  return f'{x.mean():.{digits}f} ± {x.std(ddof=1):.{digits}f}'

@@ -1,1 +1,0 @@
-"""Simulators as Worlds: batches of them, in processes of their own."""

@@ -1,0 +1,1 @@
+"""Environments in pure JAX, rollouts in any environment, and their metrics."""

@@ -1,0 +1,137 @@
+"""What a person sees of an evaluation: some episodes, picture by picture.
+
+They are of the very episodes that are judged. Where a world is JAX, its rollout
+keeps the states that it came through, and they are drawn when it has ended; a
+simulator can be drawn while it is there and never again, so its pictures are
+taken on the way and fetched at the end.
+"""
+
+from collections.abc import Callable
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import stages
+from stages import base, metrics
+from stages.envs import rollout
+
+EPISODES = 4  # The first of an evaluation.
+PICTURES = 30  # Of an episode, at most, beside its beginning.
+NAME = 'eval/film'
+
+
+def filmed(world: base.World) -> base.World:
+  """The same world, in which cameras run where it needs any."""
+  if world.camera is None:
+    return world
+  begin = functools.partial(
+    world.camera.begin, rows=EPISODES, every=_every(world.horizon)
+  )
+  return world._replace(init=begin)
+
+
+def watch(world: base.World) -> Callable:
+  """Returns `state, seed_B, outcome -> info`, what is to be seen, if anything.
+
+  The state is the one after the last step, and is used up; `outcome` is of the
+  `world.horizon` steps since episodes began. Of each of the first episodes
+  there is a `frame` every few steps, and its last one up to the end of all:
+
+    seed: int32 [B].
+    time: steps made before each frame, int32 [B, n].
+    success: whether the task was solved at that moment, [B, n].
+    solved: whether it ever was, [B].
+    shown: one where there are pictures, [B].
+    frame: uint8 [B, n, height, width, 3].
+  """
+  if world.camera:
+    fetch = functools.partial(_fetched, world.camera)
+    like = functools.partial(_promised, world.camera)
+    return stages.Stage(fetch, 'film', 'sum', linear=(0,), host=True, like=like)
+  if world.draw:
+    drawn = stages.Stage(functools.partial(_drawn, world), 'film', 'sum')
+    return lambda state, seed, outcome: drawn(seed, outcome)
+  return lambda state, seed, outcome: {}
+
+
+def _drawn(world: base.World, seed, outcome: base.Outcome) -> base.Info:
+  """Draws the states that a rollout has kept."""
+  if outcome.final_state is None:
+    raise ValueError(
+      'This world can be drawn, but its outcomes have no `final_state`, and '
+      'without it nobody sees how an episode ends: give them one, or leave out '
+      '`draw`.'
+    )
+  first, _ = world.init(seed[:EPISODES])
+  place = jax.tree.map(
+    lambda x, y: jnp.concatenate([x[:, None], y[:EPISODES]], 1),
+    *(first, outcome.final_state),
+  )
+  told = _told(seed, outcome)
+  pick = jax.vmap(lambda row, at: row[at])
+  place = jax.tree.map(lambda x: pick(x, told['time']), place)
+  frame = jax.lax.map(world.draw, place)  # An episode at a time.
+  return _shown(jnp, told, jnp.ones_like(told['solved']), frame)
+
+
+def _fetched(camera, state, seed, outcome: base.Outcome) -> base.Info:
+  """Fetches what a simulator's camera has filmed."""
+  told = _told(seed, outcome)
+  told = {name: np.asarray(x) for name, x in told.items()}
+  token = state.token if isinstance(state, rollout.Saved) else state
+  frame, shown_B = camera.film(token[:EPISODES], told['time'])
+  return _shown(np, told, shown_B, frame)
+
+
+def _promised(camera, state, seed, outcome) -> base.Info:
+  """Shapes of what `_fetched` returns."""
+  del state
+
+  def shapes(seed, outcome):
+    told = _told(seed, outcome)
+    frame = jnp.zeros((*told['time'].shape, *camera.shape), jnp.uint8)
+    return _shown(jnp, told, told['solved'], frame)
+
+  return jax.eval_shape(shapes, seed, outcome)
+
+
+def _shown(numpy, told, shown_B, frame) -> base.Info:
+  """The same number of episodes always, of which some are nothing to see.
+
+  A piece of a batch may have fewer rows, and its sums the shape of all others.
+  """
+
+  def filled(x):
+    rest = [(0, EPISODES - len(x)), *[(0, 0)] * (x.ndim - 1)]
+    return numpy.pad(x, rest)
+
+  film = told | {'shown': shown_B, 'frame': frame}
+  return {NAME: metrics.First(jax.tree.map(filled, film))}
+
+
+def _told(seed, outcome: base.Outcome) -> dict:
+  """What goes with pictures; of JAX or NumPy, as it is given."""
+  done_BT = (outcome.terminated + outcome.truncated)[:EPISODES] > 0
+  success_BT = outcome.success[:EPISODES]
+  T = done_BT.shape[1]
+  # Steps up to the end of the first episode, that step included.
+  end_B = ((done_BT.cumsum(1) - done_BT) == 0).sum(1)
+  every = _every(T)
+  due = np.arange(-(-T // every) + 1)[None] * every
+  late = due >= end_B[:, None]
+  time = late * end_B[:, None] + ~late * due
+  after = time[:, :, None] == np.arange(1, T + 1)[None, None]
+  before_BT = np.arange(T)[None] < end_B[:, None]
+  return {
+    'seed': seed[:EPISODES],
+    'time': time.astype(np.int32),
+    'success': (after * success_BT[:, None]).sum(2),
+    'solved': (before_BT * success_BT).max(1),
+  }
+
+
+def _every(T: int) -> int:
+  """Steps between pictures of T."""
+  return -(-T // PICTURES)

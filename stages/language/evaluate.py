@@ -1,0 +1,45 @@
+"""How a policy does on problems it did not train on."""
+
+from collections.abc import Callable
+
+import stages
+from stages import base, metrics
+from stages.language import policy_stages
+
+
+def examine(policy: base.Policy, verify: stages.Stage) -> Callable:
+  """Returns `Version, problem, key -> info`, greedily.
+
+  Args:
+    policy: who answers.
+    verify: `answer, action, mask -> base.Verdict`.
+  """
+  answer = policy_stages.act(policy, 'answer', greedy=True)
+
+  @stages.stage('score', 'sum')
+  def score(x: base.Experience, verdict: base.Verdict):
+    length_B = x.mask.sum(1)
+    return {
+      'eval/accuracy': metrics.mean(verdict.correct),
+      'eval/reward': metrics.mean(verdict.reward),
+      'eval/response_length': metrics.histogram(length_B, x.mask.shape[1] + 1),
+      'eval/truncated_fraction': metrics.mean(x.truncated),
+      'eval/samples': metrics.first(show(x, verdict.reward), 4),
+    }
+
+  def evaluate(actor: base.Version, problem: base.Problem, key):
+    x = answer(actor, problem.prompt, stages.keys(key, problem.prompt))
+    return score(x, verify(problem.answer, x.action, x.mask))
+
+  return evaluate
+
+
+def show(x: base.Experience, reward_B) -> dict:
+  """What a person wants to see of some rows."""
+  return {
+    'prompt': x.obs.token,
+    'prompt_mask': x.obs.mask,
+    'completion': x.action,
+    'completion_mask': x.mask,
+    'reward': reward_B,
+  }

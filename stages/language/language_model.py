@@ -1,0 +1,89 @@
+"""A language model as a policy: it acts by completing a prompt."""
+
+from collections.abc import Callable
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from stages import base
+from stages.language import generate, sample
+from stages.models import transformer
+
+# Logits alive at once while scoring: 2^26 are 256 MiB in float32.
+LOGITS = 2**26
+
+
+def policy(
+  config: transformer.Config,
+  *,
+  length: int,
+  stop: tuple[int, ...] = (),
+  sampling: sample.Sampling = sample.Sampling(),
+  init: Callable[[base.Key], base.Params] | None = None,
+  logits: int = LOGITS,
+) -> base.Policy:
+  """The policy that a transformer is.
+
+  Args:
+    config: the shape of the model.
+    length: most tokens of a completion.
+    stop: ids of the tokens that end one.
+    sampling: the distribution it acts by, and by which it is evaluated.
+    init: `key -> params`, such as a checkpoint's; fresh weights if None.
+    logits: how many logits may be alive at once while evaluating; above it they
+      are made in chunks of time, and made again in the backward pass.
+  """
+  model = transformer.Transformer(config)
+
+  how = {'stop': stop, 'sampling': sampling}
+  act = functools.partial(generate.generate, model, length=length, **how)
+  resume = functools.partial(generate.resume, model, **how)
+
+  def evaluate(params, prompt, action_BT, *, group=1):
+    begin = generate.start(prompt, group)
+    token_BT = jnp.concatenate(
+      [begin.token_B[:, None], action_BT[:, :-1]], axis=1
+    )
+    x_BTD = model.apply(
+      {'params': params},
+      begin.prompt_NP,
+      begin.mask_NP,
+      token_BT,
+      begin.position_B,
+      method='complete',
+    )
+    score = functools.partial(_score, model, params, sampling)
+    return _in_chunks(score, x_BTD, action_BT, config.V, logits)
+
+  fresh = functools.partial(transformer.fresh, config)
+  return base.Policy(init or fresh, act, evaluate, resume=resume)
+
+
+def _score(model, params, sampling, x_BTD, action_BT) -> base.Evaluation:
+  logit_BTV = model.apply({'params': params}, x_BTD, method='logits')
+  logit_BTV = sample.shape(logit_BTV, sampling, keep_BT=action_BT)
+  return base.Evaluation(
+    sample.logp(logit_BTV, action_BT), sample.entropy(logit_BTV)
+  )
+
+
+def _in_chunks(score, x_BTD, action_BT, V: int, logits: int):
+  """`score`, in as few equal runs of time as keep [B, t, V] below `logits`."""
+  B, T, _ = x_BTD.shape
+  n = -(-T // max(1, logits // (B * V)))
+  if n == 1:
+    return score(x_BTD, action_BT)
+  t = -(-T // n)
+  n = -(-T // t)
+
+  def split(x):
+    padding = [(0, 0), (0, n * t - T)] + [(0, 0)] * (x.ndim - 2)
+    x = jnp.pad(x, padding).reshape(B, n, t, *x.shape[2:])
+    return jnp.moveaxis(x, 1, 0)
+
+  chunks = jax.tree.map(split, (x_BTD, action_BT))
+  made = jax.lax.map(lambda chunk: jax.checkpoint(score)(*chunk), chunks)
+  return jax.tree.map(
+    lambda x: jnp.moveaxis(x, 0, 1).reshape(B, n * t)[:, :T], made
+  )

@@ -1,0 +1,1 @@
+"""Losses, advantages, minibatches and optimizer steps."""

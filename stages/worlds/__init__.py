@@ -1,1 +1,0 @@
-"""Worlds to act in, in pure JAX: they run where the policy runs."""

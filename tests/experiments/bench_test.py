@@ -1,0 +1,41 @@
+"""The bench measures what it says; how fast is for a person to read."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_the_bench_ends_in_one_line_of_json():
+  bindings = (
+    'step.bench.steps = 2',
+    'language.policy.length = 8',
+    'transformer.Config.D = 32',
+    'transformer.Config.L = 2',
+    'transformer.Config.F = 64',
+    'VOCABULARY = 64',
+  )
+  done = subprocess.run(
+    [
+      *(sys.executable, '-m', 'experiments.bench'),
+      *('--gin_file', 'gin_configs/bench/grpo_step.gin'),
+      *(f'--gin_bindings={binding}' for binding in bindings),
+    ],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  figures = json.loads(done.stdout.splitlines()[-1])
+  step = figures['wall_seconds_per_step']
+  # Exactly 8 tokens for each of 64 rows; stages fill the step, and no more.
+  assert figures['tokens_per_second'] == pytest.approx(512 / step)
+  assert 0 < sum(figures['stage_wall_seconds'].values()) <= 1.5 * step
+  assert figures['first_step_seconds'] > step
+  assert figures['cpu_seconds_per_step'] > 0 < figures['peak_rss_mib']
+  assert 'generate' in figures['stage_cpu_seconds']

@@ -1,0 +1,298 @@
+"""What is begun ahead of its turn: an engine is given all pieces at once."""
+
+from concurrent import futures
+import json
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from planner.explain import account, overview
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from planner.lower import lifetimes, passes, program
+from planner.search import exact
+from planner.simulation import evaluate_plan
+from rlinf_jax.report import plan_page
+from rlinf_jax.runtime import interpreter, local, timeline
+import stages
+import toys
+
+BATCH = np.arange(16, dtype=np.float32).reshape(8, 2)
+KEY = jax.random.key(0)
+REST = ('feed', 'learn', 'apply')
+APART = dict.fromkeys(REST, 'learner') | {'act': 'engine', 'feed': 'engine'}
+
+
+class Engine:
+  """Ends nothing before it was asked for all that it expects."""
+
+  def __init__(self, expected=1, fails=(), waits=30.0):
+    self.expected, self.fails, self.waits = expected, fails, waits
+    self.calls, self.all_there = [], threading.Event()
+
+  def ask(self, w, x):
+    told = futures.Future()
+    self.calls.append((told, w, x))
+    if len(self.calls) == self.expected:
+      self.all_there.set()
+      for i, call in enumerate(self.calls):
+        self.answer(i, *call)
+    return told
+
+  def answer(self, i, told, w, x):
+    if i in self.fails:
+      told.set_exception(LookupError('it is away'))
+    elif told.set_running_or_notify_cancel():
+      told.set_result(x + np.asarray(w))
+
+
+def step_of(engine):
+  """feed → act → learn → apply."""
+  act = stages.Stage(
+    lambda w, x: stages.Later(engine.ask(w, x), lambda y: 2 * y),
+    'act',
+    whole=(0,),
+    host=True,
+    like=lambda w, x: jax.ShapeDtypeStruct(x.shape, jnp.float32),
+    ahead=True,
+  )
+  feed = stages.Stage(lambda x: x + 1, 'feed')
+  learn = stages.Stage(lambda x: jnp.sum(x, 0), 'learn', 'sum')
+  apply = stages.Stage(lambda w, g: w + g, 'apply', 'batch')
+
+  def step(w, x, key):
+    del key
+    total = learn(act(w, feed(x)))
+    return apply(w, total), total
+
+  return step
+
+
+def runtime_of(engine, chosen):
+  flow = flow_lib.trace(
+    step_of(engine),
+    jnp.zeros(2),
+    jnp.asarray(BATCH),
+    jax.eval_shape(lambda: KEY),
+  )
+  made = plan_lib.of(chosen)
+  return local.Local(made, step=flow), flow, made
+
+
+def together(pieces):
+  return {
+    'places': {'all': {'devices': [0]}},
+    'stages': dict.fromkeys(('act', *REST), 'all'),
+    'pieces': pieces,
+  }
+
+
+def apart(pieces):
+  return {
+    'places': {'engine': {'devices': [0]}, 'learner': {'devices': [1]}},
+    'stages': APART,
+    'pieces': pieces,
+  }
+
+
+@pytest.mark.parametrize('pieces', [1, 2, 4])
+@pytest.mark.parametrize('plan', [together, apart])
+def test_all_pieces_are_begun_before_one_is_waited_for(plan, pieces):
+  """Or this would wait for ever: the engine answers when all have asked."""
+  engine = Engine(pieces)
+  runtime, *_ = runtime_of(engine, plan(pieces))
+  runtime.load(jnp.ones(2))
+  made = runtime.submit(BATCH, KEY).result(timeout=60)
+  want = 2 * (BATCH + 1 + 1).sum(0)
+  np.testing.assert_array_equal(made, want)
+  np.testing.assert_array_equal(runtime.state(), 1 + want)
+  assert engine.all_there.is_set()
+  runtime.close()
+
+
+def test_eager_calls_wait_at_once():
+  _, total = step_of(Engine(1))(jnp.ones(2), jnp.asarray(BATCH), KEY)
+  np.testing.assert_array_equal(total, 2 * (BATCH + 2).sum(0))
+
+
+def test_what_fails_is_named_and_the_rest_is_given_up():
+  engine = Engine(4, fails=[1])
+  runtime, *_ = runtime_of(engine, apart(4))
+  runtime.load(jnp.ones(2))
+  said = "act on place 'engine' failed in step 1, piece 2 of 4: it is away"
+  with pytest.raises(interpreter.StageError, match=said):
+    runtime.step(BATCH, KEY)
+  runtime.close()
+
+
+def test_what_nobody_waits_for_any_more_is_cancelled():
+  """Another place fails while calls are under way."""
+  engine = Engine(expected=9)  # More than it will be asked.
+  runtime, *_ = runtime_of(engine, apart(4))
+  runtime.load(jnp.ones(2))
+  runtime.submit(BATCH, KEY)
+  while len(engine.calls) < 4:
+    threading.Event().wait(0.01)
+  engine.answer(0, *engine.calls[0])
+  runtime.fail(RuntimeError('elsewhere'))
+  engine.answer(1, *engine.calls[1])  # It stops at the next instruction.
+  for worker_ in runtime.workers.values():
+    worker_.wait()
+  cancelled = [told.cancelled() for told, *_ in engine.calls]
+  assert cancelled == [False, False, True, True]
+  runtime.close()
+
+
+@pytest.mark.parametrize('pieces', [1, 2, 4])
+def test_it_begins_when_the_last_that_it_reads_is_made(pieces):
+  _, flow, chosen = runtime_of(Engine(), apart(pieces))
+  ordered, programs = passes.lower(flow, chosen)
+  have, begun = set(), []
+  starts = {start for start, _ in ordered.carry}
+  for op in programs['engine']:
+    match op:
+      case program.Recv(v, _):
+        have.add(v)
+      case program.Begin(i):
+        assert {*ordered.nodes[i].reads} <= have | starts
+        begun.append(i)
+      case program.Run(i):
+        node = ordered.nodes[i]
+        have |= {*node.writes}
+        if node.name == 'act':
+          assert i in begun and len(begun) == pieces
+  assert len(begun) == pieces
+
+
+def test_what_waits_in_host_memory_is_brought_back_once_for_all_pieces():
+  _, flow, chosen = runtime_of(Engine(), together(4))
+  ((start, end),) = flow.carry
+  ordered, programs = passes.lower(flow, chosen)
+  ops = lifetimes.evict(programs['all'], ordered, frozenset({start, end}))
+  touched = [op for op in ops if getattr(op, 'value', None) == start]
+  kinds = [type(op) for op in touched if not isinstance(op, program.Drop)]
+  # For all calls of `act`, and for `apply`.
+  both = [program.Restore, program.Evict]
+  assert kinds in (both, both + both)
+  at = [
+    i
+    for i, op in enumerate(ops)
+    if isinstance(op, program.Begin | program.Run)
+    and ordered.nodes[op.node].name == 'act'
+  ]
+  inside = ops[at[0] : at[-1]]
+  assert program.Evict(start) not in inside and len(at) == 8
+
+
+def in_turn(x, key, T=3):
+  """A policy acts in a simulator."""
+  del key
+  like = lambda token, x: (token, x)
+  step = lambda token, x: stages.Later(futures.Future(), lambda made: made)
+  simulate = stages.Stage(
+    step, 'simulate', linear=(0,), host=True, like=like, ahead=True
+  )
+  decide = stages.Stage(lambda x: x + 1, 'act')
+  token = decide(x)
+  for _ in range(T):
+    token, x = simulate(token, decide(x))
+  return token, x
+
+
+@pytest.mark.parametrize('sketch', [
+  {'pieces': 2},
+  {
+    'places': {'robots': {'devices': [0]}, 'policy': {'devices': [1]}},
+    'stages': {'simulate': 'robots', '*': 'policy'},
+    'pieces': 2,
+  },
+], ids=['one place', 'two'])  # fmt: skip
+def test_a_policy_acts_on_one_half_while_the_other_is_simulated(sketch):
+  flow = in_turn_flow()
+  chosen = plan_lib.of(sketch, flow.stages)
+  ordered, programs = passes.lower(flow, chosen)
+  named = [
+    (type(op).__name__, ordered.nodes[op.node].piece[0])
+    for op in [op for ops in programs.values() for op in ops]
+    if isinstance(op, program.Begin | program.Run)
+    and ordered.nodes[op.node].name == 'simulate'
+  ]
+  begin, run = 'Begin', 'Run'
+  turns = [
+    (begin, 0),
+    (begin, 1),
+    *2 * [(run, 0), (begin, 0), (run, 1), (begin, 1)],
+  ]
+  assert named == [*turns, (run, 0), (run, 1)]
+
+
+def in_turn_flow():
+  return flow_lib.trace(
+    lambda state, x, key: ((), in_turn(x, key)),
+    (),
+    jnp.asarray(BATCH),
+    jax.eval_shape(lambda: KEY),
+  )
+
+
+@pytest.mark.parametrize('pieces, seconds', [(1, 4 + 3 * 3), (2, 1 + 3 * 3)])
+def test_a_place_is_free_while_what_it_began_is_done(pieces, seconds):
+  """In halves, simulators wait for the first two acts on one and never again.
+
+  Of four acts two come before the first step.
+  """
+  flow = in_turn_flow()
+  model = toys.Synthetic({'act': 1.0, 'simulate': 3.0})
+  chosen = plan_lib.of({'pieces': pieces}, flow.stages)
+  played = evaluate_plan.play(flow, model, chosen)
+  assert played.seconds == pytest.approx(seconds)
+  assert played.busy == {'all': pytest.approx(4), 'all: simulate': 9}
+  assert 'all: simulate' in overview.chart(played.flow, played.simulation)
+  shown = json.loads(chosen.to_json())
+  shown = {'plan': shown, 'timeline': account.timeline(played)}
+  assert plan_page._lanes(shown) == ['all', 'all: simulate']
+
+
+def test_the_search_has_half_of_the_environments_simulated_meanwhile():
+  model = toys.Synthetic({'act': 1.0, 'simulate': 3.0})
+  found = exact.search(in_turn_flow(), model, exact.Space(1, pieces=(1, 2)))
+  assert found.best.pieces == 2 and found.gap == 0
+  assert found.seconds == pytest.approx(10)
+
+
+def test_only_the_host_begins_ahead():
+  with pytest.raises(ValueError, match='cannot be begun ahead of its turn'):
+    stages.Stage(lambda x: x, 'act', ahead=True)
+
+
+def test_a_call_that_breaks_its_promise_is_refused():
+  engine = Engine(1)
+  act = stages.Stage(
+    lambda w, x: engine.ask(w, x),
+    'act',
+    whole=(0,),
+    host=True,
+    like=lambda w, x: jax.ShapeDtypeStruct((3,), jnp.float32),
+    ahead=True,
+  )
+  with pytest.raises(TypeError, match='Stage act promised'):
+    act(np.ones(2, np.float32), BATCH)
+
+
+def test_what_was_begun_took_as_long_as_the_busiest_of_who_did_it():
+  span = lambda place, what, stage, start, end: timeline.Span(
+    *(1, place, what, stage, (1, 1), start, end, 0.0)
+  )
+  spans = [
+    span('all', 'run', 'act', 0, 1),
+    span('all', 'run', 'simulate', 3, 4),
+    span('simulators 0', 'elsewhere', 'simulate', 0, 2),
+    span('simulators 1', 'elsewhere', 'simulate', 0, 3),
+    span('simulators 0', 'elsewhere', 'simulate', 3, 4),
+    span('simulators 1', 'elsewhere', 'simulate', 3, 3.5),
+  ]
+  assert timeline.took(spans) == {'act': 1, 'simulate': 3.5}
+  assert timeline.seconds(spans) == {'act': 1, 'simulate': 1}

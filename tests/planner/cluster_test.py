@@ -1,0 +1,136 @@
+"""Clusters are plain data, and every file of them can be read."""
+
+import json
+import pathlib
+import re
+
+import gin
+import pytest
+
+from planner import cluster
+from rlinf_jax import config
+
+ROOT = pathlib.Path(__file__).parents[2]
+FILES = sorted(ROOT.glob('gin_configs/clusters/*.gin'))
+DEVICES = {
+  'cpu': 2,
+  'h100': 8,
+  'h100x64': 64,
+  'h100x128': 128,
+  'h100x1024': 1024,
+  'h200': 8,
+  'tpu_v5p': 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def clear():
+  yield
+  gin.clear_config()
+
+
+def read(name) -> cluster.Cluster:
+  config.parse([f'gin_configs/clusters/{name}.gin'], [], 'runs/x')
+  made = config.call(cluster.Cluster)
+  config.refuse_unused()
+  return made
+
+
+def test_every_file_is_known():
+  assert {path.stem for path in FILES} == set(DEVICES)
+
+
+@pytest.mark.parametrize('name', DEVICES)
+def test_a_file_is_a_cluster_and_reads_all_it_says(name):
+  there = read(name)
+  assert there.devices == DEVICES[name]
+  assert cluster.Cluster.from_json(there.to_json()) == there
+
+
+def test_data_sheets():
+  h100, h200 = read('h100'), read('h200')
+  assert h100.device.peak('bfloat16') == 989e12
+  assert h100.device.bandwidth == 3.35e12
+  assert h200.device.bandwidth == 4.8e12
+  assert h200.device.peak('bfloat16') == h100.device.peak('bfloat16')
+  assert read('h100x1024').device == h100.device
+
+
+@pytest.mark.parametrize('path', FILES, ids=lambda path: path.stem)
+def test_every_number_has_a_source(path):
+  """In a comment on its line, or above it or what it is part of."""
+  lines = path.read_text().splitlines()
+  for i, line in enumerate(lines):
+    number = re.search(r' = .*\d', line) and 'name' not in line
+    if number and not re.search(r'\.devices = |  devices = ', line):
+      above = next(
+        x for x in reversed(lines[:i]) if not x.strip().startswith("'")
+      )
+      assert '#' in line or '#' in above, f'{path.name}:{i + 1}: {line}'
+
+
+def test_cores_that_devices_share_are_slowed_in_a_line_and_then_take_turns():
+  there = small(cores=2, crowded=1.5)
+  assert [there.slowed(busy) for busy in (1, 2, 3, 4)] == [1, 1.5, 2.25, 3]
+  assert there.slowed(2, 1.1) == 1.1
+  four = small(cores=4, crowded=1.6)
+  assert [four.slowed(n) for n in (1, 2, 4)] == pytest.approx([1, 1.2, 1.6])
+  assert [small(cores=1).slowed(n) for n in (1, 4)] == [1, 4]
+  assert small().slowed(4) == 1
+
+
+def test_a_processor_is_no_faster_for_being_crowded():
+  with pytest.raises(ValueError, match='give 1 or more of each'):
+    small(cores=2, crowded=0.5)
+
+
+def small(**changes) -> cluster.Cluster:
+  device = cluster.Device('d', {'float32': 1e9}, 1e8, 1e9, 1e8, 1e7)
+  near, far = cluster.Link(1e-6, 1e9), cluster.Link(1e-5, 1e8)
+  return cluster.Cluster(
+    **({'device': device, 'devices': 4, 'node': 2} | changes),
+    within=near,
+    between=far,
+  )
+
+
+def test_a_link_is_as_slow_as_the_way_is_far():
+  there = small()
+  assert there.link((2, 3)) == there.within
+  assert there.link((1, 2)) == there.between
+  assert there.within.seconds(1e6, 3) == pytest.approx(1e-3 + 3e-6)
+
+
+def test_some_memory_is_left_alone():
+  assert small().capacity == pytest.approx(0.9e9)
+
+
+def test_an_unknown_type_is_as_slow_as_the_slowest():
+  device = cluster.Device('d', {'a': 2.0, 'b': 1.0}, 1, 1, 1, 1)
+  assert device.peak('c') == 1.0
+
+
+@pytest.mark.parametrize(
+  'changes, words',
+  [
+    ({'devices': 5}, 'no whole number of nodes'),
+    ({'devices': 0}, 'at least one'),
+  ],
+)
+def test_what_cannot_be_is_refused(changes, words):
+  with pytest.raises(ValueError, match=words):
+    small(**changes)
+
+
+def test_a_device_that_does_nothing_is_refused():
+  with pytest.raises(ValueError, match=r"\['bandwidth'\] of \[0\]"):
+    cluster.Device('d', {'float32': 1e9}, 1e8, 1e9, 0, 1e7)
+
+
+def test_json_that_is_no_cluster_is_refused():
+  plain = json.loads(small().to_json())
+  with pytest.raises(ValueError, match=r"Cluster has no \['color'\]"):
+    cluster.Cluster.from_json(json.dumps(plain | {'color': 1}))
+  del plain['device']['memory']
+  with pytest.raises(ValueError, match=r"Device needs \['memory'\]"):
+    cluster.Cluster.from_json(json.dumps(plain))

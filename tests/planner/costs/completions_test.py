@@ -1,0 +1,162 @@
+"""Completion curves are what a simulation row by row says."""
+
+import numpy as np
+import pytest
+
+from planner.costs import completions
+
+
+def step(batch, context):
+  return 1.0 + 0.1 * batch + 0.01 * batch * np.asarray(context)
+
+
+def by_hand(lengths, slots, prompt=0.0, before=0.0, shrinks=True):
+  """When each row is complete, a token and a row at a time."""
+  written, queue = {}, list(range(len(lengths)))
+  done, clock = np.zeros(len(lengths)), 0.0
+  while queue or any(written[i] < lengths[i] for i in written):
+    while queue and len(written) < slots:
+      written[queue.pop(0)] = 0
+      clock += before
+    context = prompt + np.mean(list(written.values()))
+    clock += step(len(written), context)
+    for i in list(written):
+      written[i] += 1
+      if written[i] == lengths[i]:
+        done[i] = clock
+      if written[i] >= lengths[i] and shrinks:
+        del written[i]
+  return done
+
+
+RANDOM = [
+  np.random.default_rng(seed).geometric(0.1, 12 + seed) for seed in range(6)
+]
+
+
+@pytest.mark.parametrize('lengths', RANDOM)
+@pytest.mark.parametrize('shrinks', [True, False])
+def test_rows_end_as_simulated_row_by_row(lengths, shrinks):
+  want = by_hand(lengths, len(lengths), prompt=5, shrinks=shrinks)
+  got = completions.finish(lengths, step, prompt=5, shrinks=shrinks)
+  np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+@pytest.mark.parametrize('lengths', RANDOM)
+@pytest.mark.parametrize('slots', [1, 3, 8])
+def test_slots_are_refilled_as_simulated_row_by_row(lengths, slots):
+  want = by_hand(lengths, slots, prompt=5, before=0.25)
+  got = completions.refill(lengths, step, slots=slots, prompt=5, before=0.25)
+  np.testing.assert_allclose(got, want, rtol=1e-12)
+  via = completions.finish(lengths, step, slots=slots, prompt=5, before=0.25)
+  np.testing.assert_array_equal(via, got)
+
+
+@pytest.mark.parametrize('lengths', RANDOM)
+def test_as_many_slots_as_rows_are_no_slots(lengths):
+  one = completions.refill(lengths, step, slots=len(lengths), prompt=2)
+  np.testing.assert_allclose(one, completions.finish(lengths, step, prompt=2))
+
+
+@pytest.mark.parametrize('lengths', RANDOM)
+def test_the_curve_counts_rows_that_are_left(lengths):
+  found = completions.curve(lengths, step, before=3.0)
+  done = by_hand(lengths, len(lengths)) + 3.0
+  for seconds in np.linspace(0, done.max() + 1, 50) + 1e-7:
+    assert found.at(seconds) == (done > seconds).sum()
+  assert found.unfinished[0] == len(lengths) and found.unfinished[-1] == 0
+  assert found.seconds[0] == 3.0
+  assert (np.diff(found.unfinished) <= 0).all()
+
+
+def test_a_worked_example():
+  found = completions.curve([1, 3], lambda batch, context: batch + 0 * context)
+  np.testing.assert_array_equal(found.seconds, [0, 2, 3, 4])
+  np.testing.assert_array_equal(found.unfinished, [2, 1, 1, 0])
+  stays = completions.curve(
+    [1, 3], lambda batch, context: batch + 0 * context, shrinks=False
+  )
+  np.testing.assert_array_equal(stays.seconds, [0, 2, 4, 6])
+
+
+@pytest.mark.parametrize('lengths', RANDOM[::2])
+def test_groups_are_complete_with_their_last_row(lengths):
+  lengths = lengths[:12]
+  done = completions.finish(lengths, step)
+  want = sorted(max(done[i : i + 3]) for i in range(0, 12, 3))
+  np.testing.assert_array_equal(completions.finished_groups(done, 3), want)
+  np.testing.assert_array_equal(
+    completions.finished_groups(done, 1), np.sort(done)
+  )
+
+
+def test_refilling_beats_waves_where_lengths_differ():
+  """The long tail of one wave is filled by the next."""
+  rng = np.random.default_rng(0)
+  lengths = np.minimum(rng.geometric(0.02, 256), 400)
+  flat = completions.Affine(fixed=1.0)
+  waves = sum(
+    completions.finish(lengths[i : i + 32], flat).max()
+    for i in range(0, 256, 32)
+  )
+  filled = completions.refill(lengths, flat, slots=32).max()
+  least = lengths.sum() / 32
+  assert least <= filled < 0.5 * waves
+
+
+def test_alike_lengths_gain_nothing_from_refilling():
+  flat = completions.Affine(fixed=1.0)
+  assert completions.refill([7] * 64, flat, slots=32).max() == 14
+
+
+def test_the_mean_of_draws_is_as_expected():
+  rng = np.random.default_rng(0)
+  histogram = np.array([0, 5, 1, 0, 3, 1, 2])
+  rows, group, draws = 12, 3, 4000
+  lengths = rng.choice(7, (draws, rows), p=histogram / histogram.sum())
+  said = completions.expected(histogram, rows, group)
+  longest = lengths.reshape(draws, -1, group).max(2)
+  for t in range(7):
+    left = (lengths > t).sum(1).mean()
+    whole = (longest <= t).sum(1).mean()
+    # Five standard errors of a mean of 4,000 draws.
+    assert left == pytest.approx(said.rows[t], abs=5 * 0.5 * 12**0.5 / 63)
+    assert whole == pytest.approx(said.groups[t], abs=5 * 0.5 * 2 / 63)
+  assert said.tokens(4) == 6
+  assert said.groups[said.tokens(2)] >= 2
+  assert said.groups[said.tokens(2) - 1] < 2
+
+
+def test_a_table_is_exact_where_measured_and_straight_between():
+  table = completions.Table((1, 4), (0, 100), ((1.0, 2.0), (4.0, 8.0)))
+  np.testing.assert_allclose(table(1, [0, 50, 100]), [1, 1.5, 2])
+  np.testing.assert_allclose(table(4, [0, 100]), [4, 8])
+  np.testing.assert_allclose(table(2, [0, 100]), [2, 4])
+  done = completions.finish([3, 5, 2], table, prompt=10)
+  assert (done > 0).all()
+
+
+def test_a_table_is_never_extrapolated():
+  table = completions.Table((1, 4), (0, 100), ((1.0, 2.0), (4.0, 8.0)))
+  with pytest.raises(ValueError, match='batch 5 to 5 was not measured'):
+    table(5, np.array([1]))
+  with pytest.raises(ValueError, match='context'):
+    table(2, np.array([1, 101]))
+
+
+@pytest.mark.parametrize(
+  'call, words',
+  [
+    (lambda: completions.curve([], step), 'at least one'),
+    (lambda: completions.curve([0, 2], step), 'at least one'),
+    (lambda: completions.refill([2], step, slots=0), 'completes nothing'),
+    (lambda: completions.finished_groups([1, 2, 3], 2), 'no whole number'),
+    (lambda: completions.expected([0, 0], 4, 2), 'that was seen'),
+    (lambda: completions.expected([1], 4, 2).tokens(3), 'groups, not 3'),
+    (lambda: completions.Table((1,), (0, 1), ((1, 2),)), 'two of each'),
+    (lambda: completions.Table((2, 1), (0, 1), ((1, 2),) * 2), 'must rise'),
+  ],
+)
+def test_what_cannot_be_is_refused(call, words):
+  with pytest.raises(ValueError, match=words):
+    call()

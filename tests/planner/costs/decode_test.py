@@ -1,0 +1,136 @@
+"""What decodes takes as long as its rows do, not as long as rows may."""
+
+import numpy as np
+import pytest
+
+from planner.costs import completions, decode, roofline
+from planner.costs.work import Call, Work
+from planner.ir import plan as plan_lib
+from planner.lower import cut
+from tests.planner.costs import roofline_test as toys
+
+# Bytes of keys and values; a step of 1 ms and 0.1 ms a row, of traffic alone.
+STEP = Call(Work(bytes_moved=1e8), Work(bytes_moved=1e7))
+LENGTHS = np.array([2] * 16 + [4] * 8 + [8] * 7 + [100])
+SPOT = plan_lib.Placement()
+
+
+def made(pieces=1, **kwargs):
+  """The seconds of `act` in each piece, if it decodes."""
+  some = decode.Decode(LENGTHS, STEP, **{'known': 'measured'} | kwargs)
+  works = toys.WORKS | {'act': some}
+  model = roofline.Roofline(
+    toys.toy_flow(), works, toys.TOYS, toys.rules.DEFAULT, assumed=toys.SURE
+  )
+  flow = cut.cut(toys.toy_flow(), pieces)
+  calls = [n for n in flow.nodes if n.name == 'act']
+  return [model.explain(flow, n, SPOT) for n in calls], model
+
+
+def seconds(pieces=1, **kwargs):
+  return [found.total.value for found in made(pieces, **kwargs)[0]]
+
+
+def test_an_engine_ends_with_its_longest_row():
+  (spent,) = seconds(engine=True)
+  longest = decode.longest(LENGTHS, 32)
+  curve = completions.curve(
+    np.sort([*LENGTHS[:-1], max(100, round(longest))]),
+    completions.Affine(1e-3, 1e-4),
+  )
+  assert spent == pytest.approx(curve.seconds[-1])
+  assert spent < 100 * (1e-3 + 32 * 1e-4)  # As if all were as long.
+
+
+def test_pieces_of_an_engine_add_up_and_the_tail_is_last():
+  (whole,), parts = seconds(engine=True), seconds(4, engine=True)
+  assert sum(parts) == pytest.approx(whole)
+  assert parts[0] > 0 and parts[-1] > 0.8 * whole
+
+
+def test_groups_are_handed_on_when_their_last_row_is():
+  alone, groups = seconds(4, engine=True), seconds(4, engine=True, group=8)
+  assert sum(alone) == pytest.approx(sum(groups))
+  assert groups[0] > alone[0]
+
+
+def test_a_loop_decodes_every_piece_to_its_end():
+  parts = seconds(4)
+  assert len(set(parts)) == 1
+  last = decode.longest(LENGTHS, 8)
+  assert parts[0] == pytest.approx(last * (1e-3 + 8 * 1e-4))
+
+
+def test_the_longest_of_some_rows_is_that_of_draws():
+  draws = np.random.default_rng(0).choice(LENGTHS, (20_000, 8)).max(1)
+  error = draws.std() / len(draws) ** 0.5
+  assert decode.longest(LENGTHS, 8) == pytest.approx(
+    draws.mean(), abs=5 * error
+  )
+  assert decode.longest(LENGTHS, 1) == pytest.approx(LENGTHS.mean())
+
+
+def test_an_engine_has_as_many_rows_under_way_as_fit():
+  free, tight = (
+    seconds(engine=True, kept=1e6, budget=rows * 1e6)[0] for rows in (32, 4)
+  )
+  assert tight > free
+  flow = toys.toy_flow()
+  chosen = plan_lib.one_place(flow.stages, SPOT)
+  _, model = made(engine=True, kept=1e8, budget=4e8)
+  need = model.explain_memory(flow, chosen, 'all')
+  assert need['rows under way, during act'].value == pytest.approx(4e8)
+
+
+def test_what_each_token_looks_back_on_costs():
+  near = seconds(engine=True)
+  far = seconds(engine=True, token=Work(bytes_moved=1e6), context=50)
+  assert far[0] > near[0]
+
+
+def test_lengths_that_are_assumed_are_said_to_be():
+  for known, tag in (('assumed', 'assumed'), ('measured', 'modelled')):
+    (found,), _ = made(engine=True, known=known)
+    assert found.total.tag == tag
+    parts = sum(number.value for number in found.values())
+    assert found.total.value == pytest.approx(parts)
+
+
+def test_what_was_counted_to_the_end_ends_with_its_rows():
+  counted = Call(Work(bytes_moved=1e9, turns=100), Work(bytes_moved=1e8), 32)
+  some = decode.of(counted, 16 * [10, 20])
+  works = toys.WORKS | {'act': some}
+  flow = toys.toy_flow()
+  model = roofline.Roofline(
+    flow, works, toys.TOYS, toys.rules.DEFAULT, assumed=toys.SURE
+  )
+  full = roofline.Roofline(
+    flow,
+    toys.WORKS | {'act': counted},
+    toys.TOYS,
+    toys.rules.DEFAULT,
+    assumed=toys.SURE,
+  )
+  ends = model.seconds(flow, toys.node('act'), SPOT, None)
+  whole = full.seconds(flow, toys.node('act'), SPOT, None)
+  assert ends == pytest.approx(whole * 20 / 100, rel=1e-6)
+
+
+def test_lengths_that_cannot_be_are_refused():
+  with pytest.raises(ValueError, match='no loop that may end early'):
+    decode.of(Call(Work()), [1, 2])
+  with pytest.raises(ValueError, match='up to 9 tokens, .* room for 8'):
+    decode.of(Call(Work(turns=8)), [1, 9])
+
+
+def test_lengths_of_no_tokens_are_refused():
+  with pytest.raises(ValueError, match='at least one of each'):
+    decode.Decode([0, 1], STEP)
+
+
+def test_devices_share_rows_and_the_tail_stays():
+  (one,), model = made(engine=True)
+  flow = toys.toy_flow()
+  four = model.explain(flow, toys.node('act'), toys.spot(('data', 4)))
+  tail = decode.longest(LENGTHS, 32) * 1e-3
+  assert tail <= four.total.value < one.total.value

@@ -1,0 +1,357 @@
+"""Work is what it is by hand, and what XLA says where XLA can count."""
+
+import functools
+import json
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from planner.costs import work as work_lib
+from planner.counting import count
+from planner.lower import cut
+from stages import workflows
+from stages.learn import optimizers
+from stages.models import transformer
+import tiny
+
+
+def like(*shape, dtype=jnp.float32):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def xla(fn, *args):
+  """What XLA counts of a program for this CPU."""
+  compiled = jax.jit(fn).lower(*args).compile()
+  return compiled.cost_analysis(), compiled.memory_analysis()
+
+
+SIDE = like(16, 16)
+
+
+def layer(x, w):
+  return jnp.tanh(x @ w)
+
+
+def stack(x, ws, unroll=1):
+  return lax.scan(lambda x, w: (layer(x, w), None), x, ws, unroll=unroll)[0]
+
+
+@pytest.mark.parametrize(
+  'spec, shapes, flops',
+  [
+    ('ij,jk->ik', [(3, 5), (5, 7)], 2 * 3 * 5 * 7),
+    ('bij,bjk->bik', [(2, 3, 5), (2, 5, 7)], 2 * 2 * 3 * 5 * 7),
+    ('btd,dhw->bthw', [(2, 3, 8), (8, 4, 6)], 2 * 6 * 8 * 24),
+    ('ij,ij->', [(3, 5), (3, 5)], 2 * 15),
+  ],
+)
+def test_a_product_is_two_operations_a_multiply_add(spec, shapes, flops):
+  args = [like(*shape) for shape in shapes]
+  done = count.work(functools.partial(jnp.einsum, spec), *args)
+  assert done.matmul == {'float32': flops}
+  assert done.bytes_in == 4 * sum(np.prod(shape) for shape in shapes)
+
+
+def test_a_convolution_is_a_product_at_every_place():
+  def conv(x, kernel):
+    return lax.conv(x, kernel, (1, 1), 'VALID')
+
+  args = like(2, 3, 10, 10), like(5, 3, 3, 3)
+  want = 2 * (2 * 5 * 8 * 8) * (3 * 3 * 3)
+  assert count.work(conv, *args).matmul_flops == want
+  assert xla(conv, *args)[0]['flops'] == pytest.approx(want, rel=0.01)
+
+
+def test_a_product_of_other_types_is_told_apart():
+  x = like(4, 4, dtype=jnp.bfloat16)
+  done = count.work(lambda x, y: (x @ x, y @ y), x, like(4, 4))
+  assert done.matmul == {'bfloat16': 128, 'float32': 128}
+
+
+def test_a_scanned_stack_is_as_many_layers():
+  one = count.work(layer, SIDE, SIDE)
+  all_of_them = count.work(stack, SIDE, like(8, 16, 16))
+  for field in ('flops', 'matmul_flops', 'bytes_moved', 'kernels'):
+    assert getattr(all_of_them, field) == 8 * getattr(one, field), field
+  # XLA counts a body once, which is why there is a count of our own.
+  assert xla(stack, SIDE, like(8, 16, 16))[0]['flops'] < 2 * one.matmul_flops
+
+
+@pytest.mark.parametrize('grad', [False, True])
+def test_an_unrolled_stack_is_counted_as_xla_counts_it(grad):
+  def fn(x, ws):
+    for i in range(4):
+      x = layer(x, ws[i])
+    return x.sum()
+
+  fn = jax.grad(fn, argnums=1) if grad else fn
+  args = like(64, 128), like(4, 128, 128)
+  done, (said, _) = count.work(fn, *args), xla(fn, *args)
+  assert done.flops == pytest.approx(said['flops'], rel=0.03)
+  assert done.bytes_moved == pytest.approx(said['bytes accessed'], rel=0.5)
+
+
+@pytest.mark.parametrize('wrap', [jax.jit, jax.checkpoint, lambda f: f])
+def test_calls_are_looked_into(wrap):
+  assert count.work(wrap(layer), SIDE, SIDE) == count.work(layer, SIDE, SIDE)
+
+
+def test_custom_derivatives_are_looked_into():
+  @jax.custom_vjp
+  def square(x):
+    return x @ x
+
+  square.defvjp(lambda x: (x @ x, x), lambda x, g: (g @ x.T + x.T @ g,))
+  assert count.work(square, SIDE).matmul_flops == 2 * 16**3
+  both = count.work(jax.value_and_grad(lambda x: square(x).sum()), SIDE)
+  assert both.matmul_flops == 3 * 2 * 16**3
+
+
+def test_recomputing_is_work():
+  def loss(wrap, w, x):
+    return wrap(layer)(wrap(layer)(x, w), w).sum()
+
+  kept, again = (
+    count.work(jax.grad(functools.partial(loss, wrap)), SIDE, SIDE)
+    for wrap in (lambda f: f, jax.checkpoint)
+  )
+  assert again.matmul_flops > kept.matmul_flops
+
+
+LOOPS = {
+  'up to': (lambda t: t < 7, lambda t: t + 1, 0, 7),
+  'and at': (lambda t: t <= 7, lambda t: t + 1, 0, 8),
+  'from': (lambda t: t < 7, lambda t: t + 1, 3, 4),
+  'in twos': (lambda t: t < 7, lambda t: 2 + t, 0, 4),
+  'down': (lambda t: t > 0, lambda t: t - 1, 7, 7),
+  'swapped': (lambda t: 7 > t, lambda t: t + 1, 0, 7),
+  'never': (lambda t: t < 0, lambda t: t + 1, 0, 0),
+}
+
+
+@pytest.mark.parametrize('name', LOOPS)
+def test_a_while_loop_turns_as_often_as_its_counter_says(name):
+  test, step, start, turns = LOOPS[name]
+
+  def fn(x):
+    return lax.while_loop(
+      lambda c: test(c[0]) & (c[1][0, 0] < 1e9),
+      lambda c: (step(c[0]), c[1] @ c[1]),
+      (jnp.asarray(start, jnp.int32), x),
+    )[1]
+
+  done = count.work(fn, SIDE)
+  assert done.matmul_flops == turns * 2 * 16**3
+  assert done.turns == turns  # There may be fewer.
+
+
+def test_a_loop_that_ends_by_its_counter_alone_may_not_end_early():
+  def fn(x):
+    return lax.fori_loop(0, 7, lambda _, x: x @ x, x)
+
+  def inside(x):
+    return lax.scan(lambda x, _: (early(x), None), fn(x), None, 3)[0]
+
+  def early(x):
+    return lax.while_loop(
+      lambda c: (c[0] < 5) & (c[1].sum() > 0),
+      lambda c: (c[0] + 1, c[1] @ c[1]),
+      (0, x),
+    )[1]
+
+  assert count.work(fn, SIDE).turns == 0
+  done = count.work(inside, SIDE)
+  assert done.turns == 5 and done.matmul_flops == (7 + 3 * 5) * 2 * 16**3
+
+
+def test_a_loop_without_a_counter_wants_to_be_told():
+  def fn(x):
+    return lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ x, x)
+
+  with pytest.raises(ValueError, match='does not show how often it turns'):
+    count.work(fn, SIDE)
+  assert count.work(fn, SIDE, trips=5).matmul_flops == 5 * 2 * 16**3
+
+
+@pytest.mark.parametrize('step', [-1, 0])
+def test_a_counter_that_does_not_get_there_is_no_bound(step):
+  def fn(x):
+    return lax.while_loop(
+      lambda c: c[0] < 7, lambda c: (c[0] + step, c[1] @ c[1]), (0, x)
+    )[1]
+
+  with pytest.raises(ValueError, match='does not show'):
+    count.work(fn, SIDE)
+
+
+def test_of_branches_the_dearest_counts():
+  def fn(p, x):
+    return lax.cond(p, lambda x: x @ x @ x, lambda x: x, x)
+
+  done = count.work(fn, like(dtype=jnp.bool_), SIDE)
+  assert done.matmul_flops == 2 * 2 * 16**3
+
+
+def test_a_chain_of_elementwise_arithmetic_is_read_and_written_once():
+  x = like(1000)
+
+  def chain(x):
+    return jnp.sin(x) * 2 + jnp.exp(x)
+
+  assert count.work(chain, x).bytes_moved == 8000
+  assert count.work(lambda x: chain(x).sum(), x).bytes_moved == 4004
+  assert count.work(lambda x: x.reshape(10, 100).T, x).bytes_moved == 8000
+  assert count.work(lambda x: x, x).bytes_moved == 0
+
+
+def test_a_row_is_written_in_place():
+  def put(x, row):
+    return lax.fori_loop(
+      0, 10, lambda i, x: lax.dynamic_update_slice(x, row, (i, 0)), x + 1
+    )
+
+  done = count.work(put, like(1000, 8), like(1, 8))
+  assert done.bytes_moved < 3 * 4 * 8000
+
+
+def test_a_part_of_an_argument_is_copied_for_a_loop():
+  def fn(ws, x):
+    w = ws[0]
+    return lax.fori_loop(0, 3, lambda _, x: layer(x, w), x)
+
+  done = count.work(fn, like(4, 16, 16), SIDE)
+  assert done.bytes_alive >= 4 * 16 * 16
+
+
+def test_what_is_kept_for_the_backward_pass_is_alive():
+  def loss(ws, x, wrap=lambda f: f):
+    body = wrap(lambda x, w: (layer(layer(x, w), w), None))
+    return lax.scan(body, x, ws)[0].sum()
+
+  args = like(32, 64, 64), like(256, 64)
+  kept = count.work(jax.grad(loss), *args).bytes_alive
+  less = count.work(
+    jax.grad(functools.partial(loss, wrap=jax.checkpoint)), *args
+  ).bytes_alive
+  assert less < 0.6 * kept
+  said = xla(jax.grad(loss), *args)[1].temp_size_in_bytes
+  assert kept == pytest.approx(said, rel=0.5)
+
+
+CONFIG = transformer.Config(V=64, D=64, L=3, H=4, K=2, W=16, F=128)
+
+
+def forward(params, token, mask):
+  return transformer.Transformer(CONFIG).apply({'params': params}, token, mask)
+
+
+def test_a_gradient_is_three_times_a_forward():
+  token = like(4, 32, dtype=jnp.int32)
+  params = transformer.shapes(CONFIG)
+  once = count.work(forward, params, token, token)
+  grad = jax.grad(lambda *args: forward(*args).sum())
+  done = count.work(grad, params, token, token)
+  assert done.matmul_flops == pytest.approx(3 * once.matmul_flops, rel=0.05)
+
+  tokens, D, F, W = 4 * 32, CONFIG.D, CONFIG.F, CONFIG.W
+  weights = D * W * (2 * CONFIG.H + 2 * CONFIG.K) + 3 * D * F
+  attention = 2 * CONFIG.H * W * 32
+  by_hand = tokens * (CONFIG.L * (weights + attention) + D * CONFIG.V) * 2
+  assert once.matmul_flops == by_hand
+
+
+def test_partial_sums_of_a_layer_are_two_forwards_and_two_backwards():
+  token = like(4, 32, dtype=jnp.int32)
+  params = transformer.shapes(CONFIG)
+  paths = jax.tree_util.tree_flatten_with_path(params)[0]
+  letters = [
+    ('',) * ('layers' in str(path)) + tuple(path[-1].key.rpartition('_')[2])
+    for path, _ in paths
+  ] + [('', ''), ('', '')]
+
+  def counted(fn):
+    done = count.work(fn, params, token, token, letters=letters)
+    return sum(done.partial.get(x, (0,))[0] for x in 'HKF')
+
+  assert counted(forward) == 2 * CONFIG.L
+  grad = jax.grad(lambda *args: forward(*args).sum())
+  assert counted(grad) == 4 * CONFIG.L
+
+
+@pytest.fixture(scope='module')
+def flow():
+  workflow = workflows.grpo(
+    tiny.policy(), tiny.even_on_host, optimizers.adamw(1e-3), group=4
+  )
+  return tiny.trace(workflow, tiny.problem(8))
+
+
+@pytest.fixture(scope='module')
+def works(flow):
+  return count.of_flow(flow)
+
+
+def test_every_stage_of_a_flow_has_its_work(flow, works):
+  assert tuple(works) == flow.stages
+  assert works['reward'] is None  # The host's.
+  assert works['gradient'].rows == 32
+  assert works['apply'].rows == 0
+
+
+def test_work_of_a_stage_is_a_line_in_its_rows(flow, works):
+  whole = flow.nodes[[n.name for n in flow.nodes].index('gradient')]
+  assert works['gradient'].whole.matmul_flops > 0
+  in_pieces = cut.cut(flow, 4)
+  node = next(n for n in in_pieces.nodes if n.name == 'gradient')
+  piece = count.of_node(in_pieces, node)
+  assert piece.rows == 8
+  for field in ('matmul_flops', 'bytes_moved', 'bytes_alive'):
+    want = getattr(piece.whole, field)
+    got = getattr(works['gradient'].at(8), field)
+    assert got == pytest.approx(want, rel=0.05), field
+  assert count.of_node(flow, whole) == works['gradient']
+
+
+def test_decoding_reads_its_parameters_at_every_token(flow, works):
+  node = next(n for n in flow.nodes if n.name == 'generate')
+  params = sum(
+    flow.values[v].bytes
+    for v in node.reads
+    if flow.values[v].name.startswith('state.actor.params')
+  )
+  fixed = works['generate'].fixed.bytes_moved
+  assert fixed > 0.8 * tiny.LENGTH * params
+
+
+def test_what_a_planner_adds_is_bytes(flow):
+  in_pieces = cut.cut(flow, 2)
+  node = next(n for n in in_pieces.nodes if n.name == 'total')
+  done = count.of_node(in_pieces, node).whole
+  assert done.flops == 0 and done.bytes_moved == 1.5 * done.bytes_in
+
+
+def test_work_is_plain_data(works):
+  for call in works.values():
+    if call is not None:
+      text = json.dumps(call.to_dict())
+      assert work_lib.Call.from_dict(json.loads(text)) == call
+
+
+def test_work_is_exact_where_counted_and_straight_between():
+  done = [(n, work_lib.Work(flops=f)) for n, f in ((2, 5), (4, 7), (16, 23))]
+  call = work_lib.through(done)
+  assert [call.at(n).flops for n in (2, 4, 16)] == [5, 7, 23]
+  assert [call.at(n).flops for n in (1, 3, 8)] == pytest.approx([4, 6, 37 / 3])
+  assert call.rows == 16 and call.near(3).fixed.flops == 3
+  steep = work_lib.through([*done, (32, work_lib.Work(flops=64))])
+  assert steep.fixed.flops == 0 and steep.at(24).flops == 48
+  assert work_lib.through(done[:1]).at(2) == done[0][1]
+
+
+@pytest.mark.parametrize('rows', [(), (4, 4), (4, 2)])
+def test_lines_need_rows_that_rise(rows):
+  with pytest.raises(ValueError, match='that rise'):
+    work_lib.through([(n, work_lib.NONE) for n in rows])

@@ -1,0 +1,82 @@
+import json
+
+import pytest
+
+from planner.explain import overview
+from planner.ir import plan
+from planner.lower import passes
+from planner.simulation import simulate
+import toys
+
+
+def made(pieces=1, evict=(), seconds=None, **places):
+  flow = toys.chain('row', 'sum', 'batch')
+  chosen = plan.Plan(
+    {name: plan.Placement((i,)) for i, name in enumerate(places)},
+    {stage: name for name, stages in places.items() for stage in stages},
+    pieces=pieces,
+    evict=evict,
+  )
+  cost = toys.Known(seconds or {'a': 4, 'b': 4, 'c': 2}, switch=0.5)
+  flow, programs = passes.lower(flow, chosen, cost)
+  return flow, chosen, simulate.simulate(flow, programs, cost)
+
+
+def test_a_chart_shows_who_works_and_who_waits():
+  flow, _, played = made(actor='a', learner='bc')
+  assert overview.chart(flow, played, width=10).splitlines() == [
+    'actor    aaaa······',
+    'learner  ····bbbbcc',
+    '         0       10 s',
+    '         a a  b b',
+    '         c c',
+    '         · waits',
+  ]
+
+
+def test_a_chart_shows_pieces_overlap():
+  flow, _, played = made(pieces=4, actor='a', learner='bc')
+  lines = overview.chart(flow, played, width=14).splitlines()
+  assert lines[:2] == ['actor    aaaaaaaa······', 'learner  ··bbbbbbbbcccc']
+
+
+def test_what_moves_between_device_and_host_is_shown():
+  flow, _, played = made(evict=('a',), all='abc')
+  assert overview.MOVING in overview.chart(flow, played).splitlines()[0]
+  assert overview.busy(flow, played)['all']['restore'] == pytest.approx(0.5)
+
+
+def test_the_bottleneck_is_named_with_what_keeps_it():
+  flow, _, played = made(actor='a', learner='bc')
+  assert overview.bottleneck(flow, played) == (
+    'learner works 60 % of the time, most of it on b (4 s of 10 s). '
+    'actor waits 60 %.'
+  )
+
+
+def test_a_plan_is_a_table_for_people():
+  flow, chosen, _ = made(pieces=2, evict=('a',), actor='a', learner='bc')
+  assert overview.places(flow, chosen).splitlines() == [
+    'actor: 1 device',
+    '  a',
+    'learner: 1 device',
+    '  b → c',
+    'in 2 pieces',
+    'in host memory while others run: a',
+  ]
+
+
+def test_what_crosses_between_places_is_listed_by_size():
+  flow, chosen, played = made(actor='a', learner='bc')
+  assert overview.moves(flow, chosen) == {'a → b': 32}
+  assert overview.moved(flow, chosen) == 'a → b 32 B'
+  twin = overview.to_json(flow, chosen, played)
+  assert json.loads(json.dumps(twin))['busy']['actor'] == {'a': 4}
+
+
+def test_stages_of_one_initial_have_letters_of_their_own():
+  flow = toys.chain(*['row'] * 3)
+  names = iter(('generate', 'gradient', 'gg'))
+  for node in flow.nodes:
+    node.stage.name = next(names)
+  assert overview.letters(flow) == {'generate': 'g', 'gradient': 'r', 'gg': 'a'}

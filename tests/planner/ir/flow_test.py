@@ -1,0 +1,366 @@
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from planner.explain import listing
+from planner.ir import flow
+import stages
+from stages import workflows
+import tiny
+
+STATE = {'w': jnp.zeros(3)}
+BATCH = jnp.zeros((8, 2))
+
+
+@stages.stage('double')
+def double(x):
+  return 2 * x
+
+
+@stages.stage('shorten', 'batch')
+def shorten(state):
+  return {'w': state['w'][:2]}
+
+
+@stages.stage('round', 'batch')
+def as_integer(state):
+  return {'w': state['w'].astype(jnp.int32)}
+
+
+def trace(step, state=STATE, batch=BATCH):
+  return flow.trace(step, state, batch)
+
+
+def grpo(**kwargs):
+  return workflows.grpo(
+    tiny.policy(), tiny.even, optax.sgd(1.0), group=4, **kwargs
+  )
+
+
+def names(graph):
+  return [node.name for node in graph.nodes]
+
+
+def test_grpo_is_recorded_call_by_call():
+  graph = tiny.trace(grpo(kl=0.1, updates=2), tiny.problem())
+  assert names(graph)[:2] == ['repeat', 'keys']
+  assert sorted(names(graph)[2:7]) == sorted(
+    ['generate', 'reward', 'measure', 'compare', 'refer']
+  )
+  assert names(graph)[7:] == [
+    'minibatches', 'gradient', 'apply', 'gradient', 'apply', 'fold'
+  ]  # fmt: skip
+  assert graph.stages == tuple(dict.fromkeys(names(graph)))
+
+
+def test_without_a_kl_term_grpo_carries_no_reference():
+  plain, with_kl = (
+    tiny.trace(grpo(kl=kl), tiny.problem()) for kl in (0.0, 0.1)
+  )
+  assert 'refer' not in plain.stages
+  assert 'refer' in with_kl.stages
+  params = jax.eval_shape(tiny.policy().init, jax.random.key(0))
+  assert len(with_kl.carry) - len(plain.carry) == len(jax.tree.leaves(params))
+
+
+def test_sft_is_recorded_call_by_call():
+  sft = workflows.sft(tiny.policy(), tiny.even, optax.sgd(1.0))
+  assert names(tiny.trace(sft, tiny.examples())) == ['gradient', 'apply']
+
+
+def test_an_evaluation_carries_the_state_unchanged():
+  sft = workflows.sft(tiny.policy(), tiny.even, optax.sgd(1.0))
+  graph = tiny.trace_evaluation(sft, tiny.problem())
+  assert names(graph) == ['keys', 'answer', 'reward', 'score']
+  assert all(start == end for start, end in graph.carry)
+
+
+def test_a_flow_knows_what_arrays_would_have_been():
+  workflow = grpo(kl=0.1)
+  graph = tiny.trace(workflow, tiny.problem())
+  key = jax.random.key(0)
+  _, info = jax.eval_shape(
+    workflow.step, workflow.init(key), tiny.problem(), key
+  )
+  values = [graph.values[v] for v in graph.outputs]
+  recorded = jax.tree.unflatten(
+    graph.gives, [(v.shape, v.dtype) for v in values]
+  )
+  assert recorded == jax.tree.map(lambda x: (x.shape, x.dtype), info)
+
+
+def test_edges_lead_from_what_makes_a_value_to_what_reads_it():
+  graph = tiny.trace(grpo(kl=0.1, updates=2), tiny.problem())
+  made = {start for start, _ in graph.carry} | set(graph.inputs)
+  for node in graph.nodes:
+    assert made.issuperset(node.reads), node.name
+    assert made.isdisjoint(node.writes), node.name
+    made |= set(node.writes)
+  assert made.issuperset({end for _, end in graph.carry} | set(graph.outputs))
+
+
+def test_rows_are_known_by_their_letter():
+  graph = tiny.trace(grpo(kl=0.1), tiny.problem())
+  (generate,) = [node for node in graph.nodes if node.name == 'generate']
+  for v in generate.writes:
+    assert graph.values[v].letters[0] == 'B'
+  params = [v for v in generate.reads if v not in generate.rows]
+  letters = {graph.values[v].name: graph.values[v].letters for v in params}
+  assert letters['state.actor.params.layers.up_DF'] == ('', 'D', 'F')
+
+
+COMPUTES = {
+  'added one': (lambda x: x + 1, 'did arithmetic with'),
+  'added to one': (lambda x: 1 + x, 'did arithmetic with'),
+  'subtracted itself': (lambda x: x - x, 'did arithmetic with'),
+  'multiplied NumPy': (lambda x: np.ones((8, 2)) * x, 'converted'),
+  'multiplied JAX': (lambda x: jnp.ones((8, 2)) * x, 'did arithmetic with'),
+  'divided': (lambda x: x / 2, 'did arithmetic with'),
+  'divided with rest': (lambda x: divmod(x, 2), 'did arithmetic with'),
+  'negated': (lambda x: -x, 'did arithmetic with'),
+  'multiplied matrices': (lambda x: x @ x, 'did arithmetic with'),
+  'rounded': (round, 'did arithmetic with'),
+  'inverted': (lambda x: ~x, 'did arithmetic with'),
+  'is less': (lambda x: x < 0, 'compared'),
+  'is equal': (lambda x: x == x, 'compared'),
+  'is not': (lambda x: x != 0, 'compared'),
+  'is in': (lambda x: 1 in x, 'looked into'),
+  'first': (lambda x: x[0], 'indexed'),
+  'masked': (lambda x: x[x], 'indexed'),
+  'branched': (lambda x: x if x else -1, 'branched on'),
+  'denied': (lambda x: not x, 'branched on'),
+  'looped': (lambda x: list(x), 'looped over'),
+  'unpacked': (lambda x: [*x], 'looped over'),
+  'counted': (len, 'looped over'),
+  'number': (float, 'converted'),
+  'whole number': (int, 'converted'),
+  'NumPy array': (np.asarray, 'converted'),
+  'JAX array': (jnp.asarray, 'read .aval of'),
+  'sine of NumPy': (np.sin, 'converted'),
+  'sum': (lambda x: x.sum(), 'read .sum of'),
+  'transposed': (lambda x: x.T, 'read .T of'),
+  'at': (lambda x: x.at[0].set(0), 'read .at of'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('compute, did', COMPUTES.values(), ids=COMPUTES)
+def test_a_step_that_computes_is_told_what_to_move(compute, did):
+  with pytest.raises(TypeError) as error:
+    trace(lambda state, x: (state, compute(x)))
+  said = str(error.value)
+  assert did in said
+  assert 'float32[8, 2]' in said
+  assert said.endswith('move this into a stage.')
+
+
+@pytest.mark.parametrize(
+  'function',
+  [
+    jnp.sin,
+    jax.jit(lambda x: x),
+    jax.vmap(lambda x: x),
+    lambda x: jax.lax.add(x, x),
+    lambda x: jnp.where(x, 1, 0),
+    lambda x: jnp.concatenate([x, x]),
+  ],
+  ids=['jnp.sin', 'jit', 'vmap', 'lax.add', 'jnp.where', 'jnp.concatenate'],
+)
+def test_a_function_of_jax_is_told_to_move(function):
+  with pytest.raises(TypeError, match='into a stage.$'):
+    trace(lambda state, x: (state, function(x)))
+
+
+def test_assigning_to_a_value_is_refused():
+  def step(state, x):
+    x[0] = 1
+    return state, x
+
+  with pytest.raises(TypeError, match='indexed a value .* into a stage'):
+    trace(step)
+
+
+def test_shapes_may_be_read():
+  def step(state, x):
+    assert (x.shape, x.dtype) == ((8, 2), jnp.float32)
+    return state, double(x)
+
+  assert names(trace(step)) == ['double']
+
+
+@pytest.mark.parametrize(
+  'made', [jnp.ones(8), np.ones(8), 1.0], ids=['JAX', 'NumPy', 'float']
+)
+def test_a_value_that_the_step_made_may_not_enter_a_stage(made):
+  pair = stages.Stage(lambda x, y: x, 'pair')
+  said = f'Stage pair was given a {type(made).__name__} .*carry .* in the state'
+  with pytest.raises(TypeError, match=said):
+    trace(lambda state, x: (state, pair(x, made)))
+
+
+@pytest.mark.parametrize(
+  'made', [jnp.zeros(3), np.zeros(3), 1.0], ids=['JAX', 'NumPy', 'float']
+)
+def test_a_value_that_the_step_made_may_not_leave_it(made):
+  with pytest.raises(TypeError, match='that no stage made.*in a stage'):
+    trace(lambda state, x: (state, made))
+  with pytest.raises(TypeError, match='that no stage made.*in a stage'):
+    trace(lambda state, x: ({'w': made}, x))
+
+
+@pytest.mark.parametrize(
+  'step, said',
+  [
+    (lambda state, x: ({}, x), "must return a state like .*'w'"),
+    (lambda state, x: (state | {'v': x}, x), "must return a state like .*'v'"),
+    (
+      lambda state, x: (shorten(state), x),
+      r'state\.w went from float32\[3\] to float32\[2\]',
+    ),
+    (
+      lambda state, x: (as_integer(state), x),
+      r'state\.w went from float32\[3\] to int32\[3\]',
+    ),
+  ],
+  ids=['smaller', 'larger', 'another shape', 'another type'],
+)
+def test_another_state_than_the_step_took_is_refused(step, said):
+  with pytest.raises(TypeError, match=said):
+    trace(step)
+
+
+def test_a_step_must_return_its_state_and_its_outputs():
+  with pytest.raises(TypeError, match='state, outputs'):
+    trace(lambda state, x: state)
+  with pytest.raises(TypeError, match='state, outputs'):
+    trace(lambda state, x: double(x))
+
+
+def test_a_value_of_another_recording_is_refused():
+  kept = []
+  trace(lambda state, x: (state, kept.append(double(x))))
+  with pytest.raises(TypeError, match='another recording'):
+    trace(lambda state, x: (state, double(kept[0])))
+  with pytest.raises(TypeError, match='another recording'):
+    trace(lambda state, x: (state, kept[0]))
+
+
+def test_rows_of_different_number_are_refused():
+  pair = stages.Stage(lambda x, y: x, 'pair')
+  with pytest.raises(TypeError, match="pair of grain 'row'.*`whole`"):
+    trace(lambda state, x: (state, pair(x, state['w'])))
+
+
+def test_a_number_is_not_a_row():
+  total = stages.Stage(lambda x: x.sum(), 'total')
+  with pytest.raises(TypeError, match="total of grain 'row'"):
+    trace(lambda state, x: (state, total(x)))
+
+
+def test_rows_that_are_not_whole_groups_are_refused():
+  grouped = stages.Stage(lambda x: x, 'grouped', group=3)
+  with pytest.raises(TypeError, match='groups of 3 rows .* was given 8 rows'):
+    trace(lambda state, x: (state, grouped(x)))
+
+
+def test_a_stage_that_fails_while_recorded_is_named():
+  broken = stages.Stage(lambda x: x.reshape(3), 'broken')
+  with pytest.raises(TypeError) as error:
+    trace(lambda state, x: (state, broken(x)))
+  assert any('broken' in note for note in error.value.__notes__)
+
+
+def test_a_planner_needs_only_the_fields_of_a_stage():
+  # Anything with these fields is a stage: planner and stages never meet.
+  anything = types.SimpleNamespace(
+    name='anything',
+    grain='row',
+    whole=(),
+    group=1,
+    linear=(),
+    shapes=lambda x: {'y': x, 'z': x},
+  )
+
+  def step(state, x):
+    return state, x.__record__(anything, (x,))
+
+  assert names(trace(step)) == ['anything']
+
+
+LISTING = """\
+3 stage calls; a state of 2 arrays, 52 B
+
+stage   grain  reads from         makes                            bytes
+double  row    input              float32[8,2]                     64 B
+pair    row    input, double      y float32[8,2], z 2× float32[8]  128 B
+update  batch  state.v, state.w,  v float32[5,2], w float32[3]     52 B
+               double
+"""
+
+
+def test_a_listing_shows_stage_grain_sources_shapes_and_bytes():
+  pair = stages.Stage(lambda x, y: {'y': x, 'z': (y[:, 0], y[:, 1])}, 'pair')
+  update = stages.Stage(lambda state, x: state, 'update', 'batch')
+
+  def step(state, x):
+    twice = double(x)
+    both = pair(x, twice)
+    return update(state, twice), both
+
+  state = {'w': jnp.zeros(3), 'v': jnp.zeros((5, 2))}
+  assert str(trace(step, state)) == LISTING.rstrip()
+
+
+def test_a_listing_counts_what_there_is_no_room_for():
+  many = stages.Stage(
+    lambda x: (
+      {'a': (x, x[0]), 'b': [x[0]] * 2} | dict.fromkeys('cdef', x[0, 0])
+    ),
+    'many',
+    'batch',
+  )
+  said = str(trace(lambda state, x: (state, many(x)))).split('\n', 3)[3]
+  assert ' '.join(said.split()) == (
+    'many batch input a (2 arrays), b 2× float32[2], c float32[], 104 B '
+    'd float32[], and 2 smaller'
+  )
+
+
+def test_a_listing_of_grpo_fits_a_page():
+  lines = str(tiny.trace(grpo(kl=0.1, updates=2), tiny.problem())).splitlines()
+  assert max(map(len, lines)) <= 100
+  assert len(lines) <= 40
+
+
+@pytest.mark.parametrize(
+  'n, said',
+  [
+    (0, '0 B'),
+    (1, '1 B'),
+    (1023, '1023 B'),
+    (1024, '1 KiB'),
+    (1536, '1.5 KiB'),
+    (1023 * 1024, '1023 KiB'),
+    (5 * 2**30, '5 GiB'),
+    (2**50, '1024 TiB'),
+  ],
+)
+def test_sizes_are_for_people(n, said):
+  assert listing.size(n) == said
+
+
+def test_a_listing_counts_all_bytes():
+  graph = tiny.trace(grpo(kl=0.1), tiny.problem())
+  params = jax.eval_shape(tiny.policy().init, jax.random.key(0))
+  size = sum(x.size * 4 for x in jax.tree.leaves(params))
+  carried = sum(graph.values[start].bytes for start, _ in graph.carry)
+  assert carried == 2 * size + 4  # Actor, reference and the number of steps.
+  (line,) = re.findall('^gradient.*', str(graph), re.M)
+  assert line.endswith(listing.size(sum(
+    graph.values[v].bytes
+    for node in graph.nodes if node.name == 'gradient' for v in node.writes
+  )))  # fmt: skip

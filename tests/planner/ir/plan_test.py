@@ -1,0 +1,215 @@
+import dataclasses
+import json
+
+import pytest
+
+from planner.ir import plan
+import tiny
+
+PLANS = {
+  'one device': plan.one_place(['generate', 'apply']),
+  'a mesh': plan.one_place(['generate'], tiny.PLACES['mixed'], {'generate': 4}),
+  'no stages': plan.one_place([]),
+  'places': plan.Plan(
+    {'a': plan.Placement((0, 1), (('data', 2),)), 'b': plan.Placement((2,))},
+    {'generate': 'a', 'gradient': 'b', 'apply': 'b'},
+    {'gradient': 2},
+  ),
+  'processes': plan.one_place(
+    ['apply'], plan.Placement((0, 1, 2, 3), (('data', 4),), processes=2)
+  ),
+  'shared devices': plan.Plan(
+    {
+      'a': plan.Placement((0, 1), (('data', 2),)),
+      'b': plan.Placement((1,)),
+      'c': plan.Placement((2,)),
+    },
+    {'generate': 'a', 'gradient': 'b', 'apply': 'c'},
+    share=('b', 'a'),
+  ),
+}
+
+
+@pytest.mark.parametrize('made', PLANS.values(), ids=PLANS)
+def test_a_plan_survives_json(made):
+  assert plan.Plan.from_json(made.to_json()) == made
+
+
+def test_a_plan_can_be_edited_as_json():
+  data = json.loads(PLANS['a mesh'].to_json())
+  data['rows']['generate'] = 2
+  data['places']['all']['axes'] = [['fsdp', 8]]
+  edited = plan.Plan.from_json(json.dumps(data))
+  assert edited.rows == {'generate': 2}
+  assert edited.places['all'] == tiny.PLACES['fsdp']
+
+
+def test_one_place_holds_every_stage():
+  made = plan.one_place(('act', 'learn'), rows={'learn': 4})
+  assert made.stages == {'act': 'all', 'learn': 'all'}
+  assert list(made.places) == ['all']
+  assert made.rows == {'learn': 4}
+
+
+def test_a_plan_cannot_be_changed_in_place():
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    PLANS['one device'].stages = {}
+
+
+def test_a_stage_on_an_unknown_place_is_refused():
+  with pytest.raises(ValueError, match=r"apply .* 'b', .* one of \['a'\]"):
+    plan.Plan({'a': plan.Placement()}, {'apply': 'b'})
+
+
+def test_rows_of_an_unknown_stage_are_refused():
+  with pytest.raises(
+    ValueError, match=r"rows for 'gradeint', .*\['gradient'\]"
+  ):
+    plan.one_place(['gradient'], rows={'gradeint': 4})
+
+
+def test_several_devices_without_axes_are_refused():
+  with pytest.raises(ValueError, match=r"4 devices needs .*\('data', 4\)"):
+    plan.Placement((0, 1, 2, 3))
+
+
+@pytest.mark.parametrize('devices', [(0, 1, 2), (0,), ()])
+def test_axes_that_do_not_multiply_to_the_devices_are_refused(devices):
+  with pytest.raises(ValueError, match='axes .* needs 4 devices, and it has'):
+    plan.Placement(devices, (('data', 2), ('fsdp', 2)))
+
+
+def test_a_place_without_devices_is_refused():
+  with pytest.raises(ValueError, match='needs 1 devices, and it has 0'):
+    plan.Placement(())
+
+
+def test_a_device_named_twice_is_refused():
+  with pytest.raises(ValueError, match='names a device twice'):
+    plan.Placement((0, 0), (('data', 2),))
+
+
+@pytest.mark.parametrize('processes', [3, 8])
+def test_processes_that_cannot_share_the_devices_are_refused(processes):
+  with pytest.raises(
+    ValueError, match=f'{processes} processes cannot .* 4 devices each: make'
+  ):
+    plan.Placement((0, 1, 2, 3), (('data', 4),), processes)
+
+
+def test_a_place_of_no_process_is_refused():
+  with pytest.raises(ValueError, match='cannot be of 0 processes: give 1'):
+    plan.Placement(processes=0)
+
+
+def test_only_a_place_of_several_processes_says_how_many():
+  for name, made in PLANS.items():
+    assert ('processes' in made.to_json()) == (name == 'processes')
+
+
+def test_a_place_is_told_by_devices_mesh_and_processes():
+  assert str(plan.Placement()) == '1 device'
+  two = plan.Placement((0, 1), (('data', 2),), processes=2)
+  assert str(two) == '2 devices data=2 in 2 processes'
+
+
+def test_a_device_of_two_places_is_refused():
+  places = {
+    'a': plan.Placement((0, 1), (('data', 2),)),
+    'b': plan.Placement((1,)),
+  }
+  with pytest.raises(ValueError, match="Device 1 is in the places 'a' and 'b'"):
+    plan.Plan(places, {})
+
+
+def test_who_may_share_is_told_of_it():
+  places = {'a': plan.Placement((3,)), 'b': plan.Placement((3,))}
+  with pytest.raises(ValueError, match='name both places in `share`'):
+    plan.Plan(places, {}, share=('a',))
+
+
+@pytest.mark.parametrize('name', ['c', 'd'])
+def test_who_has_nothing_to_share_is_refused(name):
+  places = {n: plan.Placement((int(n == 'c'),)) for n in 'abc'}
+  with pytest.raises(ValueError, match=f'lets {name!r} share devices, and no'):
+    plan.Plan(places, {}, share=('a', 'b', name))
+
+
+def test_places_that_share_have_all_their_devices_at_a_time():
+  pair = (('data', 2),)
+  devices = {'a': (0, 1), 'b': (1, 2), 'c': (2, 3), 'd': (4, 5), 'e': (4, 5)}
+  places = {name: plan.Placement(at, pair) for name, at in devices.items()}
+  made = plan.Plan(places | {'f': plan.Placement((6,))}, {}, share=(*'ebcad',))
+  assert (
+    made.shared('a') == made.shared('b') == made.shared('c') == (0, 1, 2, 3)
+  )
+  assert made.shared('d') == made.shared('e') == (4, 5)
+  assert made.shared('f') == ()
+
+
+def test_no_pieces_are_refused():
+  with pytest.raises(ValueError, match='pass in 0 pieces'):
+    plan.Plan({'a': plan.Placement()}, {}, pieces=0)
+
+
+def test_an_eviction_of_an_unknown_stage_is_refused():
+  with pytest.raises(ValueError, match=r"eviction for 'aply'.*\['apply'\]"):
+    plan.Plan({'a': plan.Placement()}, {'apply': 'a'}, evict=('aply',))
+
+
+def test_a_field_that_plans_do_not_have_is_refused():
+  text = '{"places": {"a": {}}, "stages": {}, "peices": 2}'
+  with pytest.raises(ValueError, match=r"no \['peices'\]: it has .*'pieces'"):
+    plan.Plan.from_json(text)
+
+
+def test_a_field_that_places_do_not_have_is_refused():
+  place = {'devices': [0, 1], 'axes': [['data', 2]], 'proceses': 2}
+  with pytest.raises(ValueError, match=r"place has no \['proceses'\]: it has"):
+    plan.of({'places': {'a': place}})
+
+
+def test_what_a_plan_leaves_out_has_a_default():
+  text = '{"places": {"a": {"devices": [3]}}, "stages": {"learn": "a"}}'
+  made = plan.Plan.from_json(text)
+  assert made == plan.Plan({'a': plan.Placement((3,))}, {'learn': 'a'})
+
+
+def test_a_sketch_of_nothing_runs_all_on_one_device():
+  assert plan.of({}, ('act', 'learn')) == plan.one_place(('act', 'learn'))
+
+
+def test_three_lines_say_collocated_disaggregated_or_hybrid():
+  names = ('generate', 'reward', 'gradient', 'apply')
+  two = {'actor': {'devices': [0]}, 'learner': {'devices': [1]}}
+  collocated = plan.of({'places': {'all': {'devices': [0]}}}, names)
+  assert set(collocated.stages.values()) == {'all'}
+  apart = plan.of(
+    {'places': two, 'stages': {'generate': 'actor', '*': 'learner'}}, names
+  )
+  assert apart.stages == dict.fromkeys(names, 'learner') | {'generate': 'actor'}
+  hybrid = plan.of(
+    {
+      'places': two,
+      'stages': {'generate': 'actor', 'reward': 'actor', '*': 'learner'},
+      'pieces': 4,
+    },
+    names,
+  )
+  assert hybrid.stages['reward'] == 'actor' and hybrid.pieces == 4
+
+
+def test_a_sketch_that_places_a_stage_there_is_not_is_refused():
+  with pytest.raises(ValueError, match=r"places \['genrate'\].*\['generate'\]"):
+    plan.of({'stages': {'genrate': 'all'}}, ('generate',))
+
+
+def test_only_places_of_one_process_share_devices():
+  places = {
+    'a': plan.Placement((0, 1), (('data', 2),), processes=2),
+    'b': plan.Placement((1,)),
+  }
+  with pytest.raises(
+    ValueError, match="lets 'a' share devices, and it is of 2"
+  ):
+    plan.Plan(places, {}, share=('a', 'b'))

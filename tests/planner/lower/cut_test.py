@@ -1,0 +1,119 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from planner.costs import cost
+from planner.ir import flow, graph, plan
+from planner.lower import cut, order
+import stages
+from stages import workflows
+from stages.learn import optimizers
+import tiny
+
+
+def play(made: graph.Flow, state, inputs):
+  """Runs a flow's nodes in their order."""
+  starts = [start for start, _ in made.carry]
+  known = dict(zip(starts, jax.tree.leaves(state), strict=True))
+  known |= zip(made.inputs, jax.tree.leaves(inputs), strict=True)
+  for node in made.nodes:
+    args = [known[v] for v in node.reads]
+    if node.takes is not None:
+      args = jax.tree.unflatten(node.takes, args)
+    known |= zip(
+      node.writes, jax.tree.leaves(node.stage.run(*args)), strict=True
+    )
+  for v, x in known.items():
+    assert x.shape == made.values[v].shape, made.values[v].name
+  return [known[end] for _, end in made.carry], [known[v] for v in made.outputs]
+
+
+def close(got, want):
+  for one, other in zip(
+    jax.tree.leaves(got), jax.tree.leaves(want), strict=True
+  ):
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('pieces', [2, 4])
+@pytest.mark.parametrize('seed', range(30))
+def test_a_cut_flow_computes_the_same(seed, pieces):
+  rng = np.random.default_rng(seed)
+  state, batch = (
+    [jnp.asarray(rng.normal(size=4), jnp.float32) for _ in range(n)]
+    for n in (rng.integers(1, 5), rng.integers(1, 3))
+  )
+  key, step = jax.random.key(0), tiny.random_step(seed)
+  made = flow.trace(step, state, batch, key)
+  pieced = cut.cut(made, pieces)
+  close(play(pieced, state, (batch, key)), step(state, batch, key))
+  # An order that another plan would choose computes the same.
+  names = made.stages
+  spread = plan.Plan(
+    {f'p{i}': plan.Placement((i,)) for i in range(3)},
+    {name: f'p{rng.integers(3)}' for name in names},
+  )
+  other = order.order(pieced, spread, cost.EQUAL)
+  assert sorted(map(str, other.nodes)) == sorted(map(str, pieced.nodes))
+  close(play(other, state, (batch, key)), step(state, batch, key))
+
+
+@functools.cache
+def grpo(updates=1):
+  workflow = workflows.grpo(
+    tiny.policy(), tiny.even, optimizers.adamw(1e-2), group=4, updates=updates
+  )
+  return tiny.trace(workflow, tiny.problem())
+
+
+def count(made):
+  names = [node.name for node in made.nodes]
+  return {name: names.count(name) for name in dict.fromkeys(names)}
+
+
+def test_stages_of_rows_are_repeated_and_the_rest_is_not():
+  calls = count(cut.cut(grpo(), 4))
+  for name in 'generate reward compare measure gradient'.split():
+    assert calls[name] == 4, name
+  for name in 'repeat keys apply'.split():
+    assert calls[name] == 1, name
+  assert 'minibatches' not in calls  # Runs of rows are runs of pieces.
+
+
+def test_minibatches_share_the_pieces():
+  calls = count(cut.cut(grpo(updates=2), 4))
+  assert calls['gradient'] == 4
+  assert calls['apply'] == 2
+
+
+def test_pieces_pass_one_after_another():
+  nodes = cut.cut(grpo(), 4).nodes
+  seen = [n.piece[0] for n in nodes if n.name in ('generate', 'gradient')]
+  assert seen == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_one_piece_is_the_flow_itself():
+  assert cut.cut(grpo(), 1) is grpo()
+
+
+@pytest.mark.parametrize('pieces', [3, 16])
+def test_a_piece_that_would_split_a_group_is_refused(pieces):
+  with pytest.raises(
+    ValueError, match=f'groups of 4, .* cut into {pieces} pie'
+  ):
+    cut.cut(grpo(), pieces)
+
+
+def test_sums_add_up_in_the_order_of_their_rows():
+  first = stages.Stage(lambda x: {'text': x[:1]}, 'first', 'sum')
+  object.__setattr__(first, 'merge', lambda a, b: a)
+  made = flow.trace(lambda s, x, key: (s, first(x)), (), jnp.arange(8), key())
+  (_, outputs) = play(cut.cut(made, 4), (), (jnp.arange(8), key()))
+  assert outputs[0].tolist() == [0]
+
+
+def key():
+  return jax.random.key(0)

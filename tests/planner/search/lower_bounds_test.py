@@ -1,0 +1,100 @@
+import numpy as np
+import pytest
+
+from planner.lower import cut
+from planner.search import choices as choices_lib
+from planner.search import exact, lower_bounds, timing
+import toys
+
+
+def bound(flow, spent, where, pieces=1, share=1.0):
+  """The bound of a plan that gives each stage its seconds and its place."""
+  flow = cut.cut(flow, pieces)
+  names = [node.name for node in flow.nodes]
+  rows = [[spent.get(name, 0.0) / node.piece[1]]
+          for name, node in zip(names, flow.nodes, strict=True)]  # fmt: skip
+  at = np.array([[where.get(name, 0)] for name in names])
+  (found,) = lower_bounds.Floor(flow).period(np.array(rows), at, share)
+  return found
+
+
+@pytest.mark.parametrize('pieces', [1, 2, 4, 8])
+def test_a_pipeline_is_bounded_by_what_it_takes(pieces):
+  flow, _ = toys.line(dict.fromkeys('abc', 0.0))
+  spent, where = {'a': 4.0, 'b': 8.0, 'c': 2.0}, {'a': 0, 'b': 1, 'c': 2}
+  # The slowest place is never idle between its first piece and its last.
+  assert bound(flow, spent, where, pieces) == pytest.approx(
+    4 / pieces + 8 + 2 / pieces
+  )
+
+
+def test_what_must_be_done_before_paths_meet_counts_in_full():
+  flow = toys.build(
+    [
+      ('a', 'row', ('batch',)),
+      ('b', 'batch', ('a',)),
+      ('c', 'row', ('batch', 'b')),
+      ('d', 'batch', ('c',)),
+    ],
+    (),
+  )
+  spent = dict.fromkeys('abcd', 4.0)
+  where = {'a': 0, 'b': 0, 'c': 1, 'd': 1}
+  assert bound(flow, spent, where, 4) == pytest.approx(16.0)
+
+
+def test_branches_on_one_place_take_turns():
+  flow = toys.build(
+    [
+      ('a', 'row', ('batch',)),
+      ('b', 'row', ('a',)),
+      ('c', 'row', ('a',)),
+      ('d', 'batch', ('b', 'c')),
+    ],
+    (),
+  )
+  spent = {'a': 1.0, 'b': 2.0, 'c': 3.0, 'd': 4.0}
+  where = {'a': 0, 'b': 1, 'c': 1, 'd': 0}
+  assert bound(flow, spent, where) == pytest.approx(10.0)
+  assert bound(flow, spent, where | {'c': 2}) == pytest.approx(8.0)
+
+
+def test_a_state_that_is_made_from_itself_is_a_loop():
+  # Even where no step waits for another, but for what it reads.
+  flow, _ = toys.line(dict.fromkeys('ab', 0.0))
+  loop = toys.build(
+    [('a', 'row', ('batch', 'state.b')), ('b', 'batch', ('a',))], ('b',)
+  )
+  spent, where = {'a': 3.0, 'b': 2.0}, {'a': 0, 'b': 1}
+  assert bound(flow, spent, where, share=0.0) == pytest.approx(3.0)
+  assert bound(loop, spent, where, share=0.0) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize('seed', range(100))
+def test_no_plan_takes_less_than_the_bound_of_its_sizes(seed):
+  flow, model, space, ahead = toys.random_instance(seed)
+  model.capacity = np.inf
+  finder = exact.Search(flow, model, space, ahead, keep=1)
+  choices, rng = finder.choices, np.random.default_rng(seed)
+  for opened in finder.open.values():
+    part = int(rng.integers(len(choices.blocks)))
+    sizes = tuple(1 for _ in choices.blocks[part])
+    options = [
+      choices.options(opened.cut, block, 1) for block in choices.blocks[part]
+    ]
+    if sum(sizes) > choices.units or not all(options):
+      continue
+    axes, rows = zip(
+      *(some[rng.integers(len(some))] for some in options), strict=True
+    )
+    choice = choices_lib.Choice(
+      opened.cut.pieces, part, sizes, axes, rows, space.evict
+    )
+    _, spent = timing.simulate(choices, choice, ahead)
+    low = np.zeros((1, space.places), int)
+    low[0, : len(sizes)] = 1
+    parts = np.array([part])
+    high = np.minimum(low * choices.units, choices.units)
+    for limit in (low, high):
+      (least,) = finder.bound(opened, *opened.seconds(parts, low, limit))
+      assert least <= spent * (1 + 1e-9)

@@ -1,0 +1,328 @@
+import dataclasses
+import itertools
+import json
+import math
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+from planner.costs import cost_table
+from planner.ir import graph, plan
+from planner.lower import passes
+from planner.search import algorithm1, exact
+from planner.simulation import simulate as simulate_lib
+import toys
+
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+def play(flow, model, chosen, ahead, **kwargs):
+  cost = cost_table.Priced(model, chosen)
+  cut, programs = passes.lower(flow, chosen, cost)
+  return simulate_lib.simulate(cut, programs, cost, ahead=ahead, **kwargs)
+
+
+def period(flow, model, chosen, ahead):
+  """What is sought the least of: no place falls behind for ever."""
+  made = play(flow, model, chosen, ahead)
+  busy = [
+    sum(s.end - s.start for s in made.spans if (s.place, s.step) == (place, 0)
+        and s.what != 'wait')
+    for place in chosen.places
+  ]  # fmt: skip
+  return max(made.period, *busy)
+
+
+def set_partitions(things):
+  if not things:
+    yield []
+    return
+  for rest in set_partitions(things[1:]):
+    yield [[things[0]], *rest]
+    for i, block in enumerate(rest):
+      yield [*rest[:i], [things[0], *block], *rest[i + 1 :]]
+
+
+def every_plan(flow, model, space):
+  """All of a space, in the plainest way; some cannot be followed."""
+  subsets = [
+    some
+    for r in range(len(space.evict) + 1)
+    for some in itertools.combinations(space.evict, r)
+  ]
+  options = [
+    [(stage, rows) for rows in allowed] for stage, allowed in space.rows
+  ]
+  for blocks in set_partitions(list(flow.stages)):
+    if len(blocks) > space.places:
+      continue
+    blocks = sorted(blocks, key=lambda b: min(map(flow.stages.index, b)))
+    if not all(
+      any(set(some) <= set(block) for block in blocks)
+      for some in space.together
+    ):
+      continue
+    units = space.devices // space.unit
+    for sizes in itertools.product(range(1, units + 1), repeat=len(blocks)):
+      if sum(sizes) > units:
+        continue
+      sizes = [n * space.unit for n in sizes]
+      ordered = [
+        tuple(s for s in flow.stages if s in block) for block in blocks
+      ]
+      menus = [model.axes(b, n) for b, n in zip(ordered, sizes, strict=True)]
+      for axes in itertools.product(*menus):
+        places, at = {}, 0
+        for b in sorted(range(len(sizes)), key=lambda b: -sizes[b]):
+          devices = tuple(range(at, at + sizes[b]))
+          places[b] = plan.Placement(devices, axes[b])
+          at += sizes[b]
+        for pieces, evict, rows in itertools.product(
+          space.pieces, subsets, itertools.product(*options)
+        ):
+          yield plan.Plan(
+            {str(b): places[b] for b in range(len(blocks))},
+            {s: str(b) for b, block in enumerate(ordered) for s in block},
+            rows={s: n for s, n in rows if n is not None},
+            pieces=pieces,
+            evict=evict,
+          )
+
+
+def brute_force(flow, model, space, ahead):
+  """The least seconds of all plans that fit; infinite if none does."""
+  best = math.inf
+  for chosen in every_plan(flow, model, space):
+    need = max(model.memory(flow, chosen, place) for place in chosen.places)
+    if need > model.capacity:
+      continue
+    try:
+      best = min(best, period(flow, model, chosen, ahead))
+    except ValueError:  # Of rows or pieces that there are not.
+      continue
+  return best
+
+
+def agrees(seed) -> bool:
+  """Whether there is a plan; the search and trying everything agree."""
+  flow, model, space, ahead = toys.random_instance(seed)
+  found = exact.search(flow, model, space, ahead=ahead)
+  other = algorithm1.algorithm1(flow, model, space, ahead=ahead)
+  best = brute_force(flow, model, space, ahead)
+  assert found.gap == 0, seed
+  assert found.bound == found.seconds
+  assert found.seconds == pytest.approx(best, rel=1e-7), seed
+  assert other.seconds >= best * (1 - 1e-7), seed
+  for chosen, words in found.infeasible:
+    needs = [model.memory(flow, chosen, place) for place in chosen.places]
+    assert max(needs) > model.capacity
+    assert '>' in words
+  for some in (found, other):
+    for chosen, seconds in some.ranked:
+      assert period(flow, model, chosen, ahead) == pytest.approx(seconds)
+      need = max(model.memory(flow, chosen, place) for place in chosen.places)
+      assert need <= model.capacity
+  assert (found.best is None) == (best == math.inf)
+  return found.best is not None
+
+
+def test_what_is_found_is_what_trying_everything_finds():
+  there = [agrees(seed) for seed in range(25)]
+  assert 5 < sum(there) < 25  # Some have no plan at all.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('start', range(25, 525, 50))
+def test_what_is_found_is_what_trying_everything_finds_at_length(start):
+  there = [agrees(seed) for seed in range(start, start + 50)]
+  assert 0 < sum(there) < 50
+
+
+def test_two_equal_stages_share_two_devices_in_pieces():
+  # A device each: half the devices for twice as long, but both at once.
+  flow, model = toys.line({'a': 4.0, 'b': 4.0}, power=0.0)
+  found = exact.search(flow, model, exact.Space(2, pieces=(1, 2, 4)))
+  assert found.seconds == pytest.approx(1 + 4 * 1)  # A piece, and all of b.
+  assert found.best.pieces == 4
+  assert len(found.best.places) == 2
+  assert found.gap == 0
+
+
+def test_stages_that_scale_share_all_devices():
+  flow, model = toys.line({'a': 4.0, 'b': 4.0}, power=1.0)
+  found = exact.search(flow, model, exact.Space(4, pieces=(1, 2, 4)))
+  assert list(found.best.places) == ['all']
+  assert found.seconds == pytest.approx(2.0)
+
+
+def test_devices_may_be_left_idle():
+  class Slower(toys.Synthetic):
+    """More devices than two talk more than they work."""
+
+    def seconds(self, flow, node, placement, rows):
+      n = len(placement.devices)
+      return super().seconds(flow, node, placement, rows) + max(0, n - 2)
+
+  flow, _ = toys.line({'a': 1.0, 'b': 1.0})
+  found = exact.search(flow, Slower({'a': 1.0, 'b': 1.0}), exact.Space(8))
+  assert sum(len(p.devices) for p in found.best.places.values()) <= 4
+
+
+def test_a_stage_for_one_device_gets_one():
+  flow, model = toys.line({'a': 8.0, 'judge': 1.0}, alone=('judge',))
+  found = exact.search(flow, model, exact.Space(4, pieces=(1, 2, 4)))
+  places = found.best.places
+  assert len(places[found.best.stages['judge']].devices) == 1
+  assert len(places[found.best.stages['a']].devices) == 3
+
+
+def test_what_fits_nowhere_is_explained():
+  flow, model = toys.line({'a': 1.0, 'b': 1.0}, held={'a': 96.0}, capacity=8.0)
+  found = exact.search(flow, model, exact.Space(4))
+  assert (found.best, found.seconds, found.gap) == (None, math.inf, 0)
+  (near, words), *_ = found.infeasible
+  assert words == (
+    'all needs 96 B on each of its 4 devices > 8 B that may be used: '
+    '1100.0% too much'
+  )
+  assert model.memory(flow, near, 'all') == 96.0
+
+
+def test_memory_decides_where_and_evictions_make_room():
+  flow, model = toys.line(
+    {'a': 1.0, 'b': 1.0}, held={'a': 2.0, 'b': 2.0}, capacity=4.1, change=0.5
+  )
+  apart = exact.search(flow, model, exact.Space(2))
+  assert len(apart.best.places) == 2
+  room = exact.search(flow, model, exact.Space(1, evict=('b',)))
+  assert room.best.evict == ('b',)
+  assert exact.search(flow, model, exact.Space(1)).best is None
+
+
+def test_an_older_state_lets_steps_overlap():
+  flow, model = toys.ppo(lag=1)
+  space = exact.Space(64, unit=8, pieces=(1, 2))
+  one, two = (exact.search(flow, model, space, ahead=ahead) for ahead in (0, 1))
+  assert two.seconds < one.seconds
+  assert one.gap == two.gap == 0
+
+
+def test_a_search_that_is_stopped_says_how_far_it_came():
+  flow, model = toys.ppo(power=0.6)
+  space = exact.Space(64, unit=8, pieces=(1, 2, 4))
+  short = exact.search(flow, model, space, seconds=0.0)
+  full = exact.search(flow, model, space)
+  assert 0 < short.gap < 1
+  assert short.bound <= full.seconds <= short.seconds
+  assert short.bound == pytest.approx(short.seconds * (1 - short.gap))
+  assert full.gap == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('lag', [0, 1])
+@pytest.mark.parametrize('devices, limit', [(1024, 10), (4096, 60)])
+def test_eight_stages_are_planned_on_clusters(devices, limit, lag):
+  flow, model = toys.ppo(lag=lag, move=0.5, meshes=2)
+  space = exact.Space(devices, unit=8, pieces=(1, 2, 4, 8))
+  start = time.process_time()
+  found = exact.search(flow, model, space, ahead=lag)
+  assert time.process_time() - start < limit
+  assert found.gap == 0
+  assert period(flow, model, found.best, lag) == pytest.approx(found.seconds)
+
+
+def test_algorithm_1_pipelines_as_its_formula_says():
+  flow, model = toys.line({'a': 4.0, 'b': 4.0}, power=0.0)
+  found = algorithm1.algorithm1(flow, model, exact.Space(2, pieces=(1, 4)))
+  assert found.best.pieces == 4
+  assert found.seconds == pytest.approx(2 + 3 * 1)
+  assert (found.bound, found.gap) == (None, None)
+
+
+def test_algorithm_1_takes_cycles_for_one_stage():
+  # An update between two gradients: one cannot be cut from the other.
+  flow = toys.build(
+    [
+      ('generate', 'row', ('batch', 'state.apply')),
+      ('gradient', 'sum', ('generate', 'state.apply')),
+      ('apply', 'batch', ('gradient', 'state.apply')),
+    ],
+    ('apply',),
+  )
+  again = [
+    graph.Node(flow.nodes[1].stage, (2, 4), (5,), frozenset({2})),
+    graph.Node(flow.nodes[2].stage, (5, 4), (6,)),
+  ]
+  flow = dataclasses.replace(
+    flow,
+    nodes=(*flow.nodes, *again),
+    values=(*flow.values, toys.value(), toys.value()),
+    carry=((1, 6),),
+    outputs=(6,),
+  )
+  model = toys.Synthetic(
+    {'generate': 4.0, 'gradient': 2.0, 'apply': 0.0}, power=0.0
+  )
+  found = algorithm1.algorithm1(flow, model, exact.Space(3, pieces=(1, 2)))
+  stages = found.best.stages
+  assert stages['gradient'] == stages['apply'] != stages['generate']
+
+
+def test_algorithm_1_is_never_better():
+  flow, model = toys.ppo(power=0.6, move=0.5, meshes=2)
+  space = exact.Space(64, unit=8, pieces=(1, 2, 4))
+  found = exact.search(flow, model, space)
+  other = algorithm1.algorithm1(flow, model, space)
+  assert found.seconds <= other.seconds
+  assert found.bound <= other.seconds
+
+
+def test_a_space_is_told_in_json():
+  space = exact.Space(8, rows={'a': (None, 4)}, evict=('a',))
+  told = json.loads(space.to_json())
+  assert told['devices'] == 8
+  assert told['rows'] == [['a', [None, 4]]]
+
+
+@pytest.mark.parametrize(
+  'kwargs, why',
+  [
+    ({'devices': 4, 'unit': 8}, 'no place of 8'),
+    ({'devices': 4, 'places': 0}, 'at most 0 places'),
+    ({'devices': 4, 'pieces': ()}, 'no plan'),
+  ],
+)
+def test_a_space_without_plans_is_refused(kwargs, why):
+  with pytest.raises(ValueError, match=why):
+    exact.Space(**kwargs)
+
+
+def test_stages_that_there_are_not_are_refused():
+  flow, model = toys.line({'a': 1.0, 'b': 1.0})
+  for strange in ({'together': (('a', 'z'),)}, {'evict': ('z',)}):
+    with pytest.raises(ValueError, match=r"\['z'\].*'a', 'b'"):
+      exact.search(flow, model, exact.Space(2, **strange))
+
+
+def test_a_search_needs_no_jax():
+  code = (
+    'import sys\n'
+    'from planner.search import algorithm1, exact\n'
+    'import toys\n'
+    'flow, model = toys.line({"a": 4.0, "b": 4.0})\n'
+    'found = exact.search(flow, model, exact.Space(2))\n'
+    'other = algorithm1.algorithm1(flow, model, exact.Space(2))\n'
+    'assert found.best and other.best\n'
+    'assert "jax" not in sys.modules, "jax"'
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', code],
+    cwd=ROOT,
+    env={'PYTHONPATH': f'{ROOT}:{ROOT / "tests/fixtures"}'},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr

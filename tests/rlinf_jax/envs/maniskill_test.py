@@ -1,0 +1,204 @@
+"""ManiSkill in a pool: bit for bit what its bare environments do."""
+
+from concurrent import futures
+import importlib.util
+import multiprocessing
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from rlinf_jax.envs import env_pool, maniskill, simulator
+
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.skipif(
+    # It is looked for and not imported: simulators live in other processes.
+    importlib.util.find_spec('mani_skill') is None,
+    reason='ManiSkill is not installed: pip install "rlinf-jax[maniskill]"',
+  ),
+]
+TASK, A = 'PushCube-v1', 8
+N, T = 4, 70  # Beyond the end of an episode, which is at 50.
+
+
+@pytest.fixture
+def make():
+  pools = []
+
+  def made(n=N, processes=2, task=TASK, **settings):
+    pools.append(
+      env_pool.pool(maniskill.make, n, processes, task=task, **settings)
+    )
+    return pools[-1]
+
+  yield made
+  for pool in pools:
+    pool.close()
+
+
+def actions(T=T, n=N):
+  rng = np.random.default_rng(0)
+  return rng.uniform(-1, 1, (T, n, A)).astype(np.float32)
+
+
+def play(pool, before=lambda t: None, **films):
+  token, obs = pool.init(np.arange(N) + 100, **films)
+  made = [obs]
+  for t, action_NA in enumerate(actions()):
+    before(t)
+    token, outcome = pool.step(token, action_NA)
+    made.append(outcome)
+  return made
+
+
+def same(x, y):
+  return all(map(np.array_equal, jax.tree.leaves(x), jax.tree.leaves(y)))
+
+
+def test_trajectories_are_bit_equal_in_1_2_and_4_processes(make):
+  one, *others = (play(make(processes=P)) for P in (1, 2, 4))
+  for other in others:
+    assert same(one, other)
+  assert sum(made.truncated.sum() for made in one[1:]) == N
+
+
+def bare(i: int):
+  """Environment `i` as Gymnasium builds it, with ManiSkill's limit of time."""
+  import gymnasium
+  import mani_skill.envs  # noqa: F401
+
+  maniskill.make(0, TASK).close()  # Where there is no graphics device.
+  env = gymnasium.make(
+    TASK,
+    num_envs=1,
+    obs_mode='state',
+    control_mode='pd_joint_delta_pos',
+    reward_mode='normalized_dense',
+    sim_backend='physx_cpu',
+    render_backend='none',
+  )
+  obs, _ = env.reset(seed=100 + i)
+  seen = [np.array(obs[0])]
+  for t, action_NA in enumerate(actions()):
+    obs, reward, terminated, truncated, info = env.step(action_NA[i])
+    ends = bool(terminated[0]), bool(truncated[0] & ~terminated[0])
+    last = np.array(obs[0])
+    if terminated[0] or truncated[0]:
+      obs, _ = env.reset(seed=simulator.episode_seed(100 + i, t + 1))
+    success, now = bool(info['success'][0]), np.array(obs[0])
+    seen.append((last, np.float32(reward[0]), *ends, success, now))
+  env.close()
+  return seen
+
+
+def test_a_pool_is_a_loop_over_bare_environments(make):
+  made = play(make())
+  spawn = multiprocessing.get_context('spawn')
+  with futures.ProcessPoolExecutor(1, spawn) as process:
+    bares = [*process.map(bare, (0, 3))]
+  for i, (first, *seen) in zip((0, 3), bares, strict=True):
+    np.testing.assert_array_equal(made[0][i], first)
+    for got, (last, reward, *ends, now) in zip(made[1:], seen, strict=True):
+      np.testing.assert_array_equal(got.final_obs[i], last)
+      assert got.reward[i] == reward
+      assert [got.terminated[i], got.truncated[i], got.success[i]] == ends
+      np.testing.assert_array_equal(got.obs[i], now)
+
+
+def test_a_killed_process_brings_its_environments_back_to_the_bit(make):
+  calm, shaken = make(), make()
+
+  def kill(t):
+    if t == 60:  # Between calls: nobody's fault.
+      os.kill(shaken.pids[1], signal.SIGKILL)
+
+  assert same(play(calm), play(shaken, kill))
+  assert shaken.lost == 0 and not shaken.faults
+
+
+def test_another_process_goes_on_from_what_was_saved_to_the_bit(make):
+  pool, other = make(2, 1), make(2, 2)
+  token, _ = pool.init([100, 101])
+  for action_NA in actions(20, 2):
+    token, _ = pool.step(token, action_NA)
+  after = other.load(token, pool.save(token))
+  for action_NA in actions(40, 2):  # Beyond the end of the episode.
+    token, want = pool.step(token, action_NA)
+    after, made = other.step(after, action_NA)
+    assert same(want, made)
+  assert other.lost == 0 and not other.faults
+
+
+def test_an_observation_of_nan_costs_one_episode(make):
+  pool = make()
+  token, _ = pool.init(np.arange(N))
+  action_NA = actions()[0]
+  token, _ = pool.step(token, action_NA)
+  action_NA[2] = np.nan  # Where the simulator is told nonsense.
+  token, made = pool.step(token, action_NA)
+  assert made.lost.tolist() == [0, 0, 1, 0]
+  assert np.isfinite(made.obs).all() and np.isfinite(made.final_obs).all()
+  (fault,) = pool.faults
+  assert fault.environment == 2 and 'lost' in fault.what
+  token, made = pool.step(token, actions()[1])
+  assert not made.lost.any()
+
+
+def test_what_is_missing_is_told(make, tmp_path, monkeypatch):
+  monkeypatch.setenv('MS_ASSET_DIR', str(tmp_path))
+  with pytest.raises(simulator.UnavailableError) as error:
+    make(task='PickSingleYCB-v1')
+  for said in ('mani_skill2_ycb is not there', 'download_asset', 'MS_ASSET_DI'):
+    assert said in str(error.value)
+  assert not list(tmp_path.rglob('mani_skill2_ycb'))
+  with pytest.raises(simulator.UnavailableError, match='but.* PushCube-v1'):
+    make(task='PushCub-v1')
+
+
+def test_cameras_see_and_the_state_is_the_robots_alone(make):
+  try:
+    pool = make(1, 1, pictures=True, size=32)
+  except simulator.UnavailableError as error:
+    assert 'need a Vulkan device' in str(error)
+    pytest.skip(str(error))
+  told = actions(2, 1)[0]
+  token, obs = pool.init(np.arange(1))
+  assert obs['state'].shape == (1, 9 + 9 + 7)  # Joints, speeds, the tool.
+  assert obs['state'].dtype == np.float32
+  (camera,) = obs['image'].values()
+  assert camera.shape == (1, 32, 32, 3) and camera.dtype == np.uint8
+  assert camera.std() > 10  # Of a scene, and not of nothing.
+  _, made = pool.step(token, told)
+  (moved,) = made.obs['image'].values()
+  assert (moved != camera).any()
+
+
+def test_pictures_without_a_device_are_refused_at_the_door(make, monkeypatch):
+  monkeypatch.setenv('VK_ICD_FILENAMES', os.devnull)
+  with pytest.raises(simulator.UnavailableError) as error:
+    make(1, 1, pictures=True)
+  for said in ('Vulkan device', 'mesa-vulkan-drivers', 'tasks by state'):
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize('sees', [True, False])
+def test_a_film_changes_nothing_but_that_there_is_one(make, monkeypatch, sees):
+  if not sees:
+    monkeypatch.setenv('VK_ICD_FILENAMES', os.devnull)
+  said = []
+  plain, filmed = make(), make(film=True, say=said.append)
+  assert same(play(plain), play(filmed, rows=2, every=10))
+  token = np.stack([np.arange(2)] * 3, 1)
+  time_2M = np.tile(np.arange(0, 51, 10), (2, 1))
+  frame, shown_2 = filmed.film(token, time_2M)
+  if shown_2.any():
+    assert sees and shown_2.all() and not said
+    assert frame.shape == (2, 6, maniskill.VIDEO, maniskill.VIDEO, 3)
+    assert frame.std((2, 3, 4)).min() > 10  # Of a scene, and not of nothing.
+    assert len({x.tobytes() for x in frame[0]}) == 6
+  else:
+    (told,) = said
+    assert 'no video' in told and 'need a Vulkan device' in told

@@ -1,0 +1,138 @@
+"""What a pool of simulators leaves behind: nothing, however it ends."""
+
+import functools
+import gc
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import psutil
+import pytest
+
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from rlinf_jax.envs import env_pool, gymnasium
+from rlinf_jax.runtime import local
+from stages import workflows
+from stages.learn import optimizers
+from stages.models import gaussian_policy
+
+WHY = 'Gymnasium is not installed: pip install "rlinf-jax[gymnasium]"'
+pytest.importorskip('gymnasium', reason=WHY)
+TOY, HANG = 'env_toys:toys/Count-v0', 30
+
+
+def there(pid):
+  try:
+    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+  except psutil.NoSuchProcess:
+    return False
+
+
+def gone(pids, within=5.0):
+  end = time.monotonic() + within
+  while any(map(there, pids)) and time.monotonic() < end:
+    time.sleep(0.02)
+  return not any(map(there, pids))
+
+
+def shared():
+  return {path.name for path in pathlib.Path('/dev/shm').iterdir()}
+
+
+def test_a_pool_that_is_closed_or_forgotten_leaves_nothing():
+  for end in ('close', 'forget'):
+    pool = env_pool.pool(gymnasium.make, 4, 2, name=TOY)
+    pool.init(np.arange(4))
+    pids = pool.pids
+    assert len(pids) == 2 and all(map(there, pids))
+    if end == 'close':
+      pool.close()
+    del pool
+    gc.collect()
+    assert gone(pids)
+
+
+def test_who_only_looks_keeps_no_simulators():
+  """As the process that begins a run for others does, or one that learns."""
+  pool, other = (
+    env_pool.pool(gymnasium.make, 4, 2, name=TOY, rest=rest)
+    for rest in (0.2, 60.0)
+  )
+  token, _ = pool.init(np.arange(4))
+  assert gone(pool.pids)
+  there, _ = other.init(np.arange(4))
+  for _ in range(2):
+    token, made = pool.step(token, np.ones((4, 1)))
+    there, want = other.step(there, np.ones((4, 1)))
+    np.testing.assert_array_equal(made.obs, want.obs)
+  assert not made.lost.any() and not gone(pool.pids, within=0.5)
+  pool.close()
+  other.close()
+
+
+KILLED = f"""if True:
+  import threading
+  import numpy as np
+  from rlinf_jax.worlds import gymnasium, hosted
+  pool = hosted.pool(gymnasium.make, 4, 2, name={TOY!r})
+  token, _ = pool.init(np.arange(4))
+  print(*pool.pids, flush=True)
+  pool.step(token, np.full((4, 1), {HANG}))
+"""
+
+
+@pytest.mark.slow
+def test_a_parent_that_is_killed_leaves_nothing():
+  before = shared()
+  parent = subprocess.Popen(
+    [sys.executable, '-c', KILLED],
+    cwd=pathlib.Path(__file__).parent,
+    env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)},
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+  pids = list(map(int, parent.stdout.readline().split()))
+  assert len(pids) == 2 and all(map(there, pids))
+  time.sleep(0.2)  # They hang.
+  parent.kill()
+  parent.communicate()
+  assert gone(pids)
+  assert shared() <= before
+
+
+@pytest.mark.slow
+def test_five_hundred_iterations_take_no_more_memory():
+  """Of PPO: simulators, policy and what is carried."""
+  pool = env_pool.pool(gymnasium.make, 6, 2, name=TOY)
+  workflow = workflows.ppo(
+    env_pool.of(pool),
+    functools.partial(gaussian_policy.policy, width=8),
+    optimizers.adamw(1e-3),
+    rows=6,
+    length=2,
+    updates=1,
+    epochs=1,
+  )
+  key = jax.random.key(0)
+  state = workflow.init(key)
+  flow = flow_lib.trace(workflow.step, state, (), key)
+  plan = plan_lib.of({'pieces': 2}, flow.stages)
+  runtime = local.Local(plan, step=flow)
+  runtime.load(state)
+  processes = [psutil.Process(), *map(psutil.Process, pool.pids)]
+  sizes = []
+  for i in range(600):
+    runtime.step((), jax.random.fold_in(key, i))
+    runtime.timeline.take()
+    if i in (99, 599):
+      gc.collect()
+      sizes.append([one.memory_info().rss for one in processes])
+  for early, late in zip(*sizes, strict=True):
+    assert late <= 1.02 * early
+  runtime.close()
+  pool.close()

@@ -1,0 +1,156 @@
+"""Simulators at a place of their own, in another process."""
+
+import functools
+import os
+import signal
+
+import jax
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from rlinf_jax.envs import gymnasium
+from rlinf_jax.runtime import local
+from rlinf_jax.runtime.interpreter import DiedError
+from rlinf_jax.runtime.ray import actor_pool, driver
+from stages import workflows
+from stages.learn import optimizers
+from stages.models import gaussian_policy
+import tiny
+
+pytestmark = pytest.mark.slow
+
+ROWS, STEPS = 4, 4
+PENDULUM = {'name': 'Pendulum-v1'}
+APART = {
+  'places': {'robots': {'devices': [0]}, 'policy': {'devices': [1]}},
+  'stages': dict.fromkeys(('reset', 'simulate', 'collect'), 'robots')
+  | {'*': 'policy'},
+}
+SEED = np.arange(2, dtype=np.int32)
+
+
+def ppo(**settings):
+  world = gymnasium.world(n=ROWS, processes=2, **settings)
+  return workflows.ppo(
+    world,
+    functools.partial(gaussian_policy.policy, width=8),
+    optimizers.adamw(1e-3),
+    rows=ROWS,
+    length=4,
+    updates=2,
+    epochs=1,
+    examine=gymnasium.world(n=2, **settings | {'max_episode_steps': 5}),
+  )
+
+
+def flows(**settings):
+  """Recorded in every process anew, each with simulators of its own."""
+  workflow, key = ppo(**settings), jax.random.key(0)
+  state = jax.eval_shape(workflow.init, key)
+  evaluate = lambda state, *more: (state, workflow.evaluate(state, *more))
+  return (
+    flow_lib.trace(workflow.step, state, (), key),
+    flow_lib.trace(evaluate, state, SEED, key),
+  )
+
+
+@pytest.fixture(scope='module', autouse=True)
+def here():
+  actor_pool.start()
+  yield
+  ray.shutdown()
+
+
+@pytest.fixture
+def made():
+  """Makes runtimes that end with the test."""
+  there = []
+
+  def make(sketch, **settings):
+    record = functools.partial(flows, **settings)
+    step, evaluate = record()
+    plan = plan_lib.of(sketch, dict.fromkeys(step.stages + evaluate.stages))
+    there.append(driver.Cluster(plan, record, step=step, evaluate=evaluate))
+    return there[-1]
+
+  yield make
+  for runtime in there:
+    runtime.close()
+
+
+def run(runtime, state, first=0, steps=STEPS):
+  """Steps, and evaluations between them."""
+  runtime.load(state, first)
+  return go_on(runtime, first, steps)
+
+
+def go_on(runtime, first, steps):
+  infos = []
+  for i in range(first, steps):
+    infos.append(runtime.step((), jax.random.key(i)))
+    infos.append(runtime.evaluate(SEED, jax.random.key(9)))
+  return jax.device_get(infos), tiny.arrays(runtime.state())
+
+
+def begin(**settings):
+  return ppo(**settings).init(jax.random.key(7))
+
+
+def same(got, want):
+  for one, other in zip(got, want, strict=True):
+    tiny.assert_same_bits(one, other)
+
+
+@pytest.fixture(scope='module')
+def one():
+  """A run on one place, from its beginning: state, then what came of it."""
+  start = begin(**PENDULUM)
+  step, evaluate = flows(**PENDULUM)
+  plan = plan_lib.of({}, dict.fromkeys(step.stages + evaluate.stages))
+  runtime = local.Local(plan, step=step, evaluate=evaluate)
+  yield start, run(runtime, start)
+  runtime.close()
+
+
+def test_a_process_of_their_own_changes_no_bit(made, one):
+  """Where episodes go on that the driver has begun."""
+  start, want = one
+  remote = made(APART, **PENDULUM)
+  same(run(remote, start), want)
+  assert not remote.said()  # Nothing was lost, and nothing had to be brought.
+
+
+def test_who_dies_costs_no_bit(made, one):
+  """Simulators, and who has them, and who learns while they go on."""
+  start, want = one
+  remote = made(APART, **PENDULUM)
+  infos, _ = run(remote, start, steps=1)
+  kept = jax.tree.map(np.array, remote.state())
+  worker = psutil.Process(remote.about()['robots']['pid']).children()[0]
+  worker.kill()  # Between two steps.
+  told, _ = go_on(remote, 1, 2)
+  (said,) = remote.said()
+  assert 'robots: Process' in said and 'SIGKILL and is begun anew' in said
+  tiny.assert_same_bits(infos + told, want[0][:4])
+  for place in ('policy', 'robots'):
+    os.kill(remote.about()[place]['pid'], signal.SIGKILL)
+    with pytest.raises(DiedError):
+      go_on(remote, 1, STEPS)
+    got = run(remote, kept, 1)  # As a run does, from its last checkpoint.
+    assert 'robots: Episodes that are gone on with' in remote.said()[0]
+    tiny.assert_same_bits(infos + got[0], want[0])
+    tiny.assert_same_bits(got[1], want[1])
+
+
+def test_a_simulator_that_dies_in_a_place_costs_its_episode(made, tmp_path):
+  settings = {'name': 'env_toys:toys/Fragile-v0', 'mark': tmp_path / 'mark'}
+  remote = made(APART, **settings)
+  infos, _ = run(remote, begin(**settings), steps=2)
+  assert [float(info['env/lost']) for info in infos[::2]] == [1, 0]
+  (said,) = remote.said()
+  assert 'robots: Environment' in said
+  assert 'stepping when its process was killed by SIGKILL: its episode' in said

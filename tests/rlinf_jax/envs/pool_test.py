@@ -1,0 +1,472 @@
+"""Simulators in processes of their own: the same episodes, whatever fails."""
+
+import os
+import re
+import signal
+import time
+
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import env_toys
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from rlinf_jax import train
+from rlinf_jax.envs import env_pool, episode_log, gymnasium, simulator, worker
+from rlinf_jax.runtime import local
+import stages
+from stages import workflows
+from stages.envs import rollout, seed_source
+from stages.learn import optimizers as optimizers_lib
+from stages.models import gaussian_policy
+from tests.rlinf_jax.run import language_run_test
+
+TOY = 'env_toys:toys/Count-v0'
+RAISE, KILL, HANG, NAN, BAD_RESET, HANG_RESET = 10, 20, 30, 40, 50, 60
+KILL_AGAIN, WIN = 70, -11
+PATIENCE = 2.0
+GONE_ON = 'Episodes that are gone on with, by their seeds and actions: '
+
+
+@pytest.fixture
+def make():
+  """Makes pools of toys, with what they say, and ends them."""
+  pools = []
+
+  def made(n=6, processes=2, **settings):
+    said = []
+    settings = {
+      'name': TOY,
+      'patience': PATIENCE,
+      'say': said.append,
+    } | settings
+    pool = env_pool.pool(gymnasium.make, n, processes, **settings)
+    pools.append(pool)
+    return pool, said
+
+  yield made
+  for pool in pools:
+    pool.close()
+
+
+def act(pool, token, *numbers):
+  return pool.step(token, np.array(numbers, np.float32)[:, None])
+
+
+def bare(seed_B, action_TBA):
+  """What a plain loop over bare environments sees."""
+  rows = []
+  for b, seed in enumerate(seed_B):
+    env, row = gym.make(TOY), []
+    obs = env.reset(seed=int(seed))[0]
+    for t, action_A in enumerate(action_TBA[:, b]):
+      obs, reward, terminated, truncated, info = env.step(action_A)
+      final = obs
+      if terminated or truncated:
+        obs, _ = env.reset(seed=simulator.episode_seed(int(seed), t + 1))
+      ends = terminated, truncated and not terminated, info['success']
+      row.append((obs, final, reward, *ends))
+    rows.append(row)
+  return [
+    [np.stack([row[t][k] for row in rows]) for k in range(6)]
+    for t in range(len(action_TBA))
+  ]
+
+
+def actions(T, B, A=1):
+  rng = np.random.default_rng(0)
+  action_TBA = rng.uniform(-1, 1, (T, B, A)).astype(np.float32)
+  action_TBA[rng.random((T, B)) < 0.1] = WIN
+  return action_TBA
+
+
+@pytest.mark.parametrize('processes', [1, 2, 4])
+def test_a_pool_is_a_loop_over_bare_environments(make, processes):
+  seed_B, action_TBA = np.arange(5) + 7, actions(30, 5)
+  pool, _ = make(5, processes)
+  token, obs = pool.init(seed_B)
+  np.testing.assert_array_equal(obs[:, 0], seed_B)
+  wanted = bare(seed_B, action_TBA)
+  for action_BA, want in zip(action_TBA, wanted, strict=True):
+    token, made = pool.step(token, action_BA)
+    got = made.obs, made.final_obs, made.reward
+    got += made.terminated, made.truncated, made.success
+    for x, y in zip(got, want, strict=True):
+      np.testing.assert_array_equal(x, y.astype(np.float32))
+  assert sum(want[3].sum() for want in wanted)  # Both kinds of ends occurred.
+  assert sum(want[4].sum() for want in wanted)
+
+
+def test_halves_in_turn_see_what_all_at_once_do(make):
+  seed_B, action_TBA = np.arange(6), actions(20, 6)
+  whole, _ = make(6, 2)
+  halves, _ = make(6, 2)
+  token, _ = whole.init(seed_B)
+  both, _ = halves.init(seed_B)
+  tokens, sent = [both[:3], both[3:]], [None, None]
+  for action_BA in action_TBA:
+    token, want = whole.step(token, action_BA)
+    sent = [
+      halves.send(one, half)
+      for one, half in zip(tokens, np.split(action_BA, 2), strict=True)
+    ]
+    # Heard in the other order than they were sent.
+    second, first = halves.receive(sent[1]), halves.receive(sent[0])
+    tokens = [first[0], second[0]]
+    all_three = map(jax.tree.leaves, (want, first[1], second[1]))
+    for x, y, z in zip(*all_three, strict=True):
+      np.testing.assert_array_equal(x, np.concatenate([y, z]))
+  np.testing.assert_array_equal(token, np.concatenate(tokens))
+
+
+def test_a_choice_is_made_by_the_greatest_of_numbers(make):
+  pool, _ = make(2, 1, name='CartPole-v1')
+  assert pool.spec.horizon == 500 and pool.spec.low.shape == (2,)
+  token, obs = pool.init([3, 4])
+  env = gym.make('CartPole-v1')
+  want, _ = env.reset(seed=4)
+  for choice in (0, 1, 1):
+    np.testing.assert_array_equal(obs[1], want)
+    token, made = pool.step(token, np.eye(2)[[1 - choice, choice]])
+    want, *_ = env.step(choice)
+    obs = made.obs
+
+
+def test_names_and_pictures_of_an_observation_are_kept(make):
+  pool, _ = make(2, 1, name='env_toys:toys/See-v0')
+  world = env_pool.of(pool)
+  assert world.obs['eye']['front'] == jax.ShapeDtypeStruct((4, 6, 3), jnp.uint8)
+  assert world.obs['state'] == jax.ShapeDtypeStruct((4,), jnp.float32)
+  token, obs = pool.init([3, 4])
+  np.testing.assert_array_equal(obs['eye']['front'][1], np.full((4, 6, 3), 4))
+  token, made = act(pool, token, 0, 0)
+  np.testing.assert_array_equal(made.obs['eye']['front'][0].max(), 4)
+
+
+@stages.stage('decide')
+def decide(obs):
+  return jnp.cos(obs[:, :1] + obs[:, 3:])
+
+
+def workflow(pool):
+  simulate = [
+    rollout.simulated(env_pool.of(pool), t == 0, t == 4) for t in range(5)
+  ]
+
+  def step(state, batch, key):
+    del batch, key
+    token, obs = state
+    for t in range(5):
+      token, made = simulate[t](token, decide(obs))
+      obs = made.obs
+    return (token, obs), (made.reward, made.final_obs, made.lost)
+
+  return step
+
+
+SKETCHES = {
+  'one place': {},
+  'pieces': {'pieces': 3},
+  'two places in pieces': {
+    'places': {'x': {'devices': [0]}, 'y': {'devices': [1]}},
+    'stages': {'simulate': 'y', '*': 'x'},
+    'pieces': 2,
+  },
+}
+
+
+@pytest.mark.parametrize('sketch', SKETCHES.values(), ids=SKETCHES)
+def test_a_plan_simulates_what_a_plain_loop_does(make, sketch):
+  (pool, _), (other, _) = make(), make()
+  begin = lambda pool: rollout.begin(env_pool.of(pool), np.arange(6))
+  eager, state = workflow(pool), begin(pool)
+  inputs = np.ones(6, np.float32), jax.random.key(0)
+  flow = flow_lib.trace(workflow(other), state, *inputs)
+  runtime = local.Local(plan_lib.of(sketch, flow.stages), step=flow)
+  runtime.load(begin(other))
+  for _ in range(4):
+    made = runtime.step(*inputs)
+    state, want = eager(state, *inputs)
+    for x, y in zip((made, runtime.state()), (want, state), strict=True):
+      jax.tree.map(np.testing.assert_array_equal, tuple(x), tuple(y))
+  assert int(state[0].token[0, 1]) == 20
+  runtime.close()
+
+
+def ppo(pools):
+  """A workflow that trains in one pool and is judged in the other."""
+  world, examine = map(env_pool.of, pools)
+  workflow = workflows.ppo(
+    world,
+    gaussian_policy.policy,
+    optimizers_lib.adamw(1e-3),
+    rows=4,
+    length=4,
+    updates=1,
+    epochs=1,
+    examine=examine,
+  )
+  return workflow, seed_source.seeds(held_out=4, held_out_batch=4)
+
+
+@pytest.mark.slow
+def test_a_run_measures_simulators_and_begins_them_anew(
+  make, tmp_path, monkeypatch
+):
+  monkeypatch.setenv('RLINF_JAX_CACHE', str(tmp_path / 'cache'))
+
+  def run(name, **kwargs):
+    pools = [make(4, 1)[0] for _ in range(2)]
+    train.train(*ppo(pools), workdir=str(tmp_path / name), steps=3, **kwargs)
+    assert not any(pool.lost or pool.restarted for pool in pools)
+    return language_run_test.lines(tmp_path / name)
+
+  found, wanted = run('auto'), run('none', plan=None)
+  assert any((tmp_path / 'cache').iterdir())
+  for got, want in zip(found, wanted, strict=True):
+    assert got == pytest.approx(want, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_goes_on_to_the_bit(make, tmp_path, capsys):
+  """In the middle of its episodes: other processes bring them back."""
+
+  def run(name, steps, **kwargs):
+    pools = [make(4, 2, say=print)[0] for _ in range(2)]
+    folder = tmp_path / name
+    given = {'plan': {'pieces': 2}, 'checkpoint_every': 2} | kwargs
+    given['evaluate_every'] = 2
+    train.train(*ppo(pools), workdir=str(folder), steps=steps, **given)
+    return folder, capsys.readouterr().out
+
+  straight, said = run('straight', 4)
+  assert GONE_ON not in said
+  run('broken', 2)
+  resumed, said = run('broken', 4, resume=True)
+  assert said.count(GONE_ON) == 2  # Of each piece.
+  assert language_run_test.lines(resumed) == language_run_test.lines(straight)
+  language_run_test.equal_states(
+    language_run_test.state(resumed, 4), language_run_test.state(straight, 4)
+  )
+
+
+def test_a_chunk_ends_with_the_episode(make):
+  pool, _ = make(3, 1, chunk=4, discount=0.5)
+  token, _ = pool.init(np.arange(3))
+  chunk = np.array([[1, 2, 3, 4], [1, WIN, 3, 4], [RAISE, 1, 1, 1]], np.float32)
+  token, made = pool.step(token, chunk[..., None])
+  np.testing.assert_array_equal(made.steps[:2], [4, 2])
+  np.testing.assert_allclose(
+    made.reward, [1 + 2 / 2 + 3 / 4 + 4 / 8, 1 + WIN / 2, 0]
+  )
+  np.testing.assert_array_equal(made.terminated, [0, 1, 0])
+  np.testing.assert_array_equal(made.success, [0, 1, 0])
+  np.testing.assert_array_equal(made.lost, [0, 0, 1])
+  np.testing.assert_array_equal(made.obs[:, 1], [4, 0, 0])  # Time.
+  np.testing.assert_array_equal(made.final_obs[:, 1], [4, 2, 0])
+  token, made = pool.step(token, 0 * chunk[..., None])
+  np.testing.assert_array_equal(made.truncated, [1, 0, 0])
+  np.testing.assert_array_equal(made.steps, [env_toys.HORIZON - 4, 4, 4])
+
+
+def test_a_token_is_used_in_order(make):
+  pool, _ = make()
+  token, _ = pool.init(np.arange(6))
+  after, _ = act(pool, token, *range(6))
+  with pytest.raises(
+    ValueError, match='0 was to make call 0, but is at 1: each'
+  ):
+    act(pool, token, *range(6))
+  sent = pool.send(after[:3], np.zeros((3, 1)))
+  time.sleep(0.3)  # They are done, and still not received.
+  with pytest.raises(ValueError, match=r'\[2\] are stepping: receive what'):
+    pool.send(after[2:], np.zeros((4, 1)))
+  pool.receive(sent)
+  with pytest.raises(ValueError, match=r'6 environments must be \[6, 1\]'):
+    pool.step(after, np.zeros((6, 2)))
+
+
+def test_another_process_goes_on_from_what_was_saved(make):
+  seed_B, action_TBA = np.arange(6), actions(20, 6)
+  pool, _ = make()
+  token, _ = pool.init(seed_B)
+  for action_BA in action_TBA[:10]:
+    token, _ = pool.step(token, action_BA)
+  past, there = pool.save(token), token
+  other, said = make(processes=3)
+  token, after = other.load(there, past), there
+  for action_BA in action_TBA[10:]:
+    after, want = pool.step(after, action_BA)
+    token, made = other.step(token, action_BA)
+    for x, y in zip(made, want, strict=True):
+      np.testing.assert_array_equal(x, y)
+  assert not other.lost and said[0].startswith(GONE_ON)
+  # And so does the one that made it, which has gone further since.
+  token = pool.load(there, past)
+  _, made = pool.step(token, action_TBA[10])
+  assert pool.save(there).begun.max() > 0
+  _, want = other.step(other.load(there, past), action_TBA[10])
+  for x, y in zip(made, want, strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+def test_a_token_that_is_where_it_was_made_is_brought_nowhere(make):
+  pool, said = make()
+  token, _ = pool.init(np.arange(6))
+  token, _ = act(pool, token, *range(6))
+  np.testing.assert_array_equal(pool.load(token, pool.save(token)), token)
+  assert not said
+
+
+def test_an_episode_that_could_not_be_saved_begins_anew_and_says_so(make):
+  pool, _ = make()
+  token, _ = pool.init(np.arange(6))
+  token, made = act(pool, token, *range(6))
+  past = pool.save(token)
+  past.begun[2] = episode_log.NEVER
+  other, said = make()
+  token = other.load(token, past)
+  assert said[1] == 'New episodes, as those could not be saved: 1.'
+  token, made = act(other, token, *6 * [1])
+  assert made.lost.tolist() == made.truncated.tolist() == [0, 0, 1, 0, 0, 0]
+  assert other.restarted == other.lost == 1
+  np.testing.assert_array_equal(made.final_obs[2], past.obs[2])
+  token, made = act(other, token, *6 * [1])
+  assert not made.lost.any()
+
+
+def test_who_shows_something_else_when_brought_back_begins_anew(make):
+  pool, _ = make()
+  token, _ = pool.init(np.arange(6))
+  token, made = act(pool, token, *range(6))
+  past = pool.save(token)
+  past.obs[4] += 1
+  other, said = make()
+  token = other.load(token, past)
+  assert 'Environment 4' in said[0] and 'showed another observation' in said[0]
+  token, made = act(other, token, *6 * [1])
+  assert made.lost.tolist() == [0, 0, 0, 0, 1, 0]
+
+
+FAULTS = {
+  'raises': (RAISE, 'failed in `step`: RuntimeError: the physics exploded'),
+  'is killed': (KILL, 'stepping when its process was killed by SIGKILL'),
+  'shows NaN': (
+    NAN,
+    'failed in `step`: ValueError: its observation is not fin',
+  ),
+  'hangs': (HANG, 'stepping when its process did not answer for 2 seconds'),
+  'hangs in reset': (
+    HANG_RESET,
+    'beginning an episode when its process did no',
+  ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('fault, said', FAULTS.values(), ids=FAULTS)
+def test_a_fault_costs_one_episode_and_nobody_elses(make, fault, said):
+  action_TBA = actions(20, 6)
+  calm, _ = make()
+  shaken, heard = make()
+  token, _ = calm.init(np.arange(6))
+  other, _ = shaken.init(np.arange(6))
+  guilty, when = 2, 10
+  rest, made = np.arange(6) != guilty, None
+  for t, action_BA in enumerate(action_TBA):
+    token, want = calm.step(token, action_BA)
+    if t == when:
+      action_BA = action_BA.copy()
+      action_BA[guilty] = fault
+      before = made.obs[guilty]
+    other, made = shaken.step(other, action_BA)
+    for x, y in zip(*map(jax.tree.leaves, (want, made)), strict=True):
+      np.testing.assert_array_equal(x[rest], y[rest])
+    if t == when:
+      assert made.lost[guilty] == made.truncated[guilty] == 1
+      assert made.reward[guilty] == made.terminated[guilty] == 0
+      np.testing.assert_array_equal(made.final_obs[guilty], before)
+      # The next episode, by the next seed, or the one after if that hung.
+      seeds = [simulator.episode_seed(guilty, when + 1, k) for k in (0, 1)]
+      seed = seeds[fault == HANG_RESET]
+      assert made.obs[guilty, 0] == seed % 1000 and made.obs[guilty, 1] == 0
+    else:
+      assert not made.lost.any()
+  assert shaken.lost == 1 and not calm.lost
+  (fault,) = shaken.faults
+  assert (fault.environment, fault.call) == (guilty, when)
+  assert said in fault.what and 'episode is lost' in fault.what
+  assert re.match(f'Environment {guilty}, at call {when}, .*', heard[0])
+
+
+def test_an_episode_that_does_not_begin_is_begun_by_another_seed(make):
+  pool, heard = make()
+  token, _ = pool.init(np.arange(6))
+  token, made = act(pool, token, 0, 0, 0, BAD_RESET, 0, 0)
+  assert made.terminated[3] and not made.lost.any()  # It had ended well.
+  assert made.obs[3, 0] == simulator.episode_seed(3, 1, attempt=1) % 1000
+  assert '3, at call 0, failed in `reset` by seed' in heard[0]
+  assert 'the arm is not there' in heard[0]
+
+
+def test_a_process_killed_between_calls_loses_no_episode(make):
+  calm, _ = make()
+  shaken, heard = make()
+  token, _ = calm.init(np.arange(6))
+  other, _ = shaken.init(np.arange(6))
+  for t, action_BA in enumerate(actions(20, 6)):
+    if t == 10:
+      os.kill(shaken.pids[1], signal.SIGKILL)
+    token, want = calm.step(token, action_BA)
+    other, made = shaken.step(other, action_BA)
+    for x, y in zip(want, made, strict=True):
+      np.testing.assert_array_equal(x, y)
+  assert not shaken.lost and 'was killed by SIGKILL and is begun' in heard[0]
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_who_is_asked_to_end_waits_for_the_parent_to(make, number):
+  pool, said = make()
+  token, _ = pool.init(np.arange(6))
+  pids = pool.pids
+  for pid in pids:
+    os.kill(pid, number)
+  act(pool, token, *range(6))
+  assert pool.pids == pids and not pool.lost and not said
+  pool.close()
+  for pid in pids:
+    with pytest.raises(ProcessLookupError):
+      os.kill(pid, 0)
+
+
+def test_one_who_cannot_be_brought_back_is_lost_alone(
+  make, tmp_path, monkeypatch
+):
+  monkeypatch.setenv('TOYS_MARK', str(tmp_path / 'mark'))
+  pool, _ = make(6, 2)
+  token, _ = pool.init(np.arange(6))
+  token, _ = act(pool, token, 0, 0, KILL_AGAIN, 0, 0, 0)
+  token, made = act(pool, token, KILL, 1, 1, 1, 1, 1)  # 2 is in that process.
+  assert made.lost.tolist() == [1, 0, 1, 0, 0, 0]
+  assert [fault.environment for fault in pool.faults] == [0, 2]
+  np.testing.assert_array_equal(made.obs[:, 1], [0, 2, 0, 2, 2, 2])  # Time.
+  token, made = act(pool, token, *6 * [1])
+  assert not made.lost.any()
+
+
+def test_what_only_ever_fails_is_given_up(make):
+  pool, _ = make()
+  token, _ = pool.init(np.arange(6))
+  with pytest.raises(worker.BrokenError, match='Environment 4 failed 10 times'):
+    for _ in range(20):
+      token, _ = act(pool, token, 0, 0, 0, 0, RAISE, 0)
+
+
+def test_what_cannot_be_built_is_told_at_the_door(make):
+  with pytest.raises(simulator.UnavailableError, match='No environment could'):
+    make(name='toys/Nothing-v0')
+  with pytest.raises(ValueError, match='no process without an environment'):
+    make(2, 3)

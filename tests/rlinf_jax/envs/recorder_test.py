@@ -1,0 +1,152 @@
+"""Simulators are filmed while they are judged, and nothing comes of it."""
+
+import gymnasium as gym
+import jax
+import numpy as np
+import pytest
+
+import env_toys
+from rlinf_jax.envs import env_pool, gymnasium
+from stages import metrics
+from stages.envs import evaluate as evaluate_lib
+from stages.envs import video
+from stages.models import gaussian_policy
+
+TOY = 'env_toys:toys/Drawn-v0'
+DRAWN = {'render_mode': 'rgb_array', 'disable_env_checker': True}
+WIN = -11
+SEEDS, OTHERS = np.arange(5, dtype=np.int32) + 40, np.arange(5) + 90
+T = env_toys.HORIZON
+
+
+@pytest.fixture
+def make():
+  """Makes pools of toys, with what they say, and ends them."""
+  pools = []
+
+  def made(processes=2, **settings):
+    said = []
+    settings = (
+      DRAWN | {'name': TOY, 'say': said.append, 'patience': 2.0} | settings
+    )
+    pools.append(env_pool.pool(gymnasium.make, 5, processes, **settings))
+    return pools[-1], said
+
+  yield made
+  for pool in pools:
+    pool.close()
+
+
+def actions():
+  """The second episode wins in its fourth step, all others end by time."""
+  action_TBA = np.random.default_rng(0).uniform(-1, 1, (T, 5, 1))
+  action_TBA[3, 1] = WIN
+  return action_TBA.astype(np.float32)
+
+
+def play(pool, seed_B, **films):
+  """All outcomes, and the token that comes after."""
+  token, _ = pool.init(seed_B, **films)
+  made = []
+  for action_BA in actions():
+    token, outcome = pool.step(token, action_BA)
+    made.append(outcome)
+  return token, jax.tree.map(lambda *xs: np.stack(xs), *made)
+
+
+def times(every=1):
+  end_K1 = np.array([T, 4, T])[:, None]
+  return np.minimum(np.arange(-(-T // every) + 1)[None] * every, end_K1)
+
+
+def bare(seed, b, time):
+  """Pictures that a plain loop takes."""
+  env = gym.make(TOY, **DRAWN)
+  env.reset(seed=int(seed))
+  frames = [env.render()]
+  for action_A in actions()[: time[-1], b]:
+    env.step(action_A)
+    frames.append(env.render())
+  return np.stack([frames[t] for t in time])
+
+
+@pytest.mark.parametrize('processes, every', [(1, 1), (2, 3)])
+def test_pictures_are_those_of_a_plain_loop(make, processes, every):
+  pool, said = make(processes)
+  token, _ = play(pool, SEEDS, rows=3, every=every)
+  time = times(every)
+  frame, shown_B = pool.film(token[:3], time)
+  for b in range(3):
+    want = bare(SEEDS[b], b, time[b])
+    np.testing.assert_array_equal(frame[b], want)
+    assert len({x.tobytes() for x in want}) > 2
+  assert shown_B.all() and not said
+  # Of another batch nothing is shown, and then the same seeds again.
+  token, _ = play(pool, OTHERS, rows=3, every=every)
+  assert not pool.film(token[:3], time)[1].any()
+  token, _ = play(pool, SEEDS, rows=3, every=every)
+  np.testing.assert_array_equal(pool.film(token[:3], time)[0], frame)
+
+
+@pytest.mark.parametrize(
+  'fails', ['', 'raise', 'kill', pytest.param('hang', marks=pytest.mark.slow)]
+)
+def test_whatever_comes_of_a_picture_nothing_else_does(make, fails):
+  calm, _ = make()
+  filmed, said = make(fails=fails)
+  _, want = play(calm, SEEDS)
+  for again in range(2):
+    token, got = play(filmed, SEEDS, rows=3, every=1)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    shown_B = filmed.film(token[:3], times())[1]
+    assert shown_B.all() == (not fails) and (
+      not again or len(set(shown_B)) == 1
+    )
+  assert not filmed.lost and not filmed.faults
+  told = [x for x in said if 'no video' in x]
+  assert len(told) == bool(fails)
+  because = {
+    'raise': 'the screen is black',
+    'kill': 'was killed by SIGKILL',
+    'hang': 'did not answer for 2 seconds',
+  }
+  assert not fails or because[fails] in told[0]
+
+
+def test_what_began_in_another_process_is_not_shown(make):
+  """A pool that never began to film says so once, and shows nothing."""
+  pool, said = make()
+  token, _ = play(pool, SEEDS)
+  for _ in range(2):
+    assert not pool.film(token[:3], times())[1].any()
+  (told,) = said
+  assert 'in another process' in told and 'one place' in told
+
+
+def test_an_evaluation_shows_what_it_counts(make):
+  """And counts what it does where nothing is to be seen."""
+  infos = []
+  for settings in ({}, {'render_mode': None}):
+    world = env_pool.of(make(**settings)[0])
+    policy = gaussian_policy.policy(world)
+    evaluate = evaluate_lib.examine(policy, world)
+    params = policy.init(jax.random.key(0))
+    infos.append(evaluate(params, (), SEEDS, jax.random.key(1)))
+  (numbers, rows), (unseen, nothing) = map(metrics.read, infos)
+  assert numbers == unseen and not nothing
+  shown = rows[video.NAME]
+  assert shown['shown'].all()
+  assert shown['seed'].tolist() == SEEDS[: video.EPISODES].tolist()
+  # A picture tells whose and when it is.
+  np.testing.assert_array_equal(
+    shown['frame'][:, :, 0, 0, 0], np.tile(SEEDS[:4, None], (1, T + 1))
+  )
+  np.testing.assert_array_equal(shown['frame'][:, :, 0, 0, 1], shown['time'])
+
+
+def test_a_picture_that_is_large_is_made_small():
+  frame = np.zeros((400, 602, 3), np.uint8)
+  frame[:4, :4, 0] = 16
+  frame[0, 0, 1] = 160
+  small = gymnasium._small(frame)
+  assert small.shape == (100, 150, 3) and small[0, 0].tolist() == [16, 10, 0]

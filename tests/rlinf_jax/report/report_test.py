@@ -1,0 +1,228 @@
+from html import parser
+import json
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+import fake_run
+from rlinf_jax.report import charts, report, samples_html
+from rlinf_jax.run import writers
+
+VOID = {'meta', 'link', 'br'}
+
+
+class Page(parser.HTMLParser):
+  """Reads a page: what it would fetch, and whether its tags are balanced."""
+
+  def __init__(self, text):
+    super().__init__()
+    self.fetched, self.open, self.seen = [], [], []
+    self.feed(text)
+    self.close()
+
+  def handle_starttag(self, tag, attrs):
+    self.seen.append(tag)
+    if tag not in VOID:
+      self.open.append(tag)
+    for name, value in attrs:
+      if name in ('src', 'href', 'xlink:href', 'data', 'action', 'srcset'):
+        self.fetched.append(value)
+
+  def handle_endtag(self, tag):
+    assert self.open.pop() == tag
+
+  def handle_startendtag(self, tag, attrs):
+    self.handle_starttag(tag, attrs)
+    if tag not in VOID:
+      self.open.pop()
+
+
+@pytest.fixture(scope='module')
+def full(tmp_path_factory):
+  """The report of a finished run, as text."""
+  folder = fake_run.make_run(tmp_path_factory.mktemp('runs') / 'sums')
+  return report.write(folder).read_text(encoding='utf-8')
+
+
+def drawn(page):
+  return re.findall(r'<svg.*?</svg>', page, re.DOTALL)
+
+
+def test_the_page_needs_nothing_but_itself(full):
+  page = Page(full)
+  assert page.open == []
+  outside = [link for link in page.fetched if not link.startswith('#')]
+  assert outside == ['data:,']  # The icon: or browsers would ask for one.
+  assert not {'script', 'img', 'iframe', 'object'} & set(page.seen)
+  assert set(re.findall(r'url\((.)', full)) == {'#'}
+  assert '@import' not in full
+  assert '://' not in full
+
+
+def test_the_page_says_what_happened(full):
+  for text in (
+    'rose from 31.0\u202f% to 94.1\u202f% in 180 steps and 5.3 minutes.',
+    'Most time went to generate (57\u202f%).',
+    'warmed up in 300 steps and 75 seconds.',
+    '<b>31.0\u202f%</b><i>→</i><b>94.1\u202f%</b>',
+    'state finished',
+    '<span>grpo</span>',
+  ):
+    assert text in full
+
+
+def test_the_page_has_every_part(full):
+  titles = re.findall(r'<h[123]>(.*?)(?: ?<small|</h)', full)
+  for title in (
+    'Warm-up: held-out accuracy',
+    'Held-out accuracy',
+    'Reward',
+    'Policy loss',
+    'Entropy',
+    'KL divergence',
+    'Clipped',
+    'Response length',
+    'Gradient norm',
+    'Speed',
+    'Shares',
+    'Seconds a step',
+    'The last 4 steps',
+    'After step 0',
+    'After step 100',
+    'After step 180',
+  ):
+    assert title in titles
+  assert titles.index('Held-out accuracy') < titles.index('Reward')
+  assert 'STEPS = 180' in full
+
+
+def test_samples_are_coloured_by_their_reward(full):
+  first, _, last = re.findall(r'<section.*?</section>', full, re.DOTALL)
+  assert first.count('sample right') == 3
+  assert first.count('sample wrong') == 5
+  assert last.count('sample wrong') == 0
+  assert '9 of 10 right' in last
+
+
+def test_text_from_the_run_is_escaped(full, tmp_path):
+  assert '# &lt;not&gt; markup &amp; not $money' in full
+  assert '&lt;eos&gt;' in full
+  folder = fake_run.make_run(tmp_path / '<b>run', steps=3, every=1)
+  sample = {'step': 9, 'split': 'eval', 'prompt': '<script>', 'reward': 0.0}
+  with (folder / 'samples.jsonl').open('a') as file:
+    file.write(json.dumps({**sample, 'completion': '</pre>' * 500}) + '\n')
+  page = report.write(folder).read_text(encoding='utf-8')
+  assert Page(page).open == []
+  assert '&lt;script&gt;' in page
+  assert '&lt;b&gt;run' in page
+  assert page.count('&lt;/pre&gt;') == samples_html.LONGEST // len('</pre>')
+
+
+def test_pictures_take_all_their_colours_from_the_page(full):
+  pictures = drawn(full)
+  assert len(pictures) == 14
+  for picture in pictures:
+    assert not re.findall(r'#[0-9a-f]{6}', picture)
+    ElementTree.fromstring(picture.replace('xlink:', ''))
+  used = set(re.findall(r'var\((--\w+)\)', full)) - {'--c'}
+  light, dark = re.findall(r':root \{(.*?)\}', full, re.DOTALL)
+  assert used <= set(re.findall(r'(--\w+):', light))
+  assert re.findall(r'(--\w+):', light) == re.findall(r'(--\w+):', dark)
+
+
+def test_a_long_run_still_makes_a_small_page(tmp_path):
+  folder = fake_run.make_run(tmp_path / 'long', steps=4000, every=100)
+  (folder / 'config.gin').write_text('a' * 1_000_000)
+  assert report.write(folder).stat().st_size < 1_000_000
+
+
+def test_a_run_that_is_not_finished_says_so(tmp_path):
+  folder = fake_run.make_run(tmp_path / 'r', steps=57, finished=False)
+  with (folder / 'metrics.jsonl').open('a') as file:
+    file.write('{"step": 58, "train/po')
+  (folder / 'result.json').write_text('{"steps"')
+  page = report.write(folder).read_text(encoding='utf-8')
+  assert 'state unfinished' in page
+  assert 'it still runs, or it stopped after step 57.' in page
+
+
+@pytest.mark.parametrize('lines', range(1, 6))
+def test_a_run_can_be_read_from_its_first_line_on(tmp_path, lines):
+  folder = fake_run.make_run(
+    tmp_path / 'r', steps=3, every=1, finished=False, warm_start=False
+  )
+  path = folder / 'metrics.jsonl'
+  path.write_text(''.join(path.read_text().splitlines(True)[:lines]))
+  for name in ('timeline.jsonl', 'samples.jsonl', 'config.gin', 'plan.json'):
+    (folder / name).unlink()
+  page = report.write(folder).read_text(encoding='utf-8')
+  assert Page(page).open == []
+  assert drawn(page)
+
+
+@pytest.mark.filterwarnings('error')
+def test_a_run_of_which_nothing_is_finite_is_shown(tmp_path):
+  folder = fake_run.make_run(tmp_path / 'r', steps=30, warm_start=False)
+  path = folder / 'metrics.jsonl'
+  lines = list(writers.records(path))
+  for line in lines:
+    line.update({name: 'NaN' for name in line if name != 'step'})
+  fake_run.write_lines(path, lines)
+  page = report.write(folder).read_text(encoding='utf-8')
+  assert 'From step 0 on, not every value was a finite number' in page
+  assert 'The run made 30 steps' in page
+
+
+def test_several_places_have_rows_of_their_own(tmp_path):
+  folder = fake_run.make_run(tmp_path / 'r', steps=2, warm_start=False)
+  record = {
+    'step': 2,
+    'what': 'run',
+    'stage': 'generate',
+    'start': 0.0,
+    'end': 1.0,
+  }
+  fake_run.write_lines(
+    folder / 'timeline.jsonl',
+    [{**record, 'place': 'sampler'}, {**record, 'place': 'learner'}],
+  )
+  page = report.write(folder).read_text(encoding='utf-8')
+  assert '>learner · generate</text>' in page
+  assert '>sampler · generate</text>' in page
+
+
+def test_a_supervised_run_is_told_by_its_loss(tmp_path):
+  folder = fake_run.make_warm_up(tmp_path / 'sft', evaluated=False)
+  page = report.write(folder).read_text(encoding='utf-8')
+  assert 'Loss fell from' in page
+  assert page.count('<h3>Loss</h3>') == 1
+
+
+def test_a_folder_without_metrics_is_refused_in_a_sentence(tmp_path):
+  done = subprocess.run(
+    [sys.executable, '-m', 'rlinf_jax.report', str(tmp_path)],
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 1
+  assert done.stderr == (
+    f'{tmp_path} has no metrics to report: its metrics.jsonl is missing or '
+    'empty. Give the --workdir of a run that finished at least one step.\n'
+  )
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_report_that_fails_does_not_fail_the_training(tmp_path, monkeypatch):
+  folder = fake_run.make_run(tmp_path / 'r', steps=3)
+
+  def broken(*_, **__):
+    raise RuntimeError('no such font.')
+
+  monkeypatch.setattr(charts, 'curves', broken)
+  assert report.attempt(folder) == (
+    f'none, because: no such font. Again: python -m rlinf_jax.report {folder}'
+  )
+  assert not (folder / 'report.html').exists()

@@ -1,0 +1,91 @@
+"""Videos: small files, in which the right pictures follow each other."""
+
+import base64
+import re
+
+import numpy as np
+from PIL import Image
+import pytest
+
+import fake_run
+from rlinf_jax.report import report, video
+
+GREEN, RED, GREY = video.GOOD, video.BAD, video.RUNNING
+
+
+def film(K=4, F=3, edge=20, noise=False):
+  """Episode k is of shade 64 k, brighter by 20 in every frame."""
+  shade = 64 * np.arange(K)[:, None] + 20 * np.arange(F)
+  frame = np.tile(shade[:, :, None, None, None], (1, 1, edge, edge, 3))
+  if noise:
+    frame = np.random.default_rng(0).integers(0, 256, frame.shape)
+  return {
+    'seed': np.arange(K) + 7,
+    'time': np.tile(np.arange(F), (K, 1)),
+    'success': np.zeros((K, F)),
+    'solved': np.zeros(K),
+    'shown': np.ones(K),
+    'frame': frame.astype(np.uint8),
+  }
+
+
+def test_episodes_are_side_by_side_in_order_and_frames_in_time(tmp_path):
+  told = film()
+  told['success'][2, 1:] = told['solved'][2] = 1
+  at = tmp_path / 'videos' / 'x.gif'
+  video.write(at, told)
+  opened = Image.open(at)
+  assert opened.n_frames == 3 and opened.info['loop'] == 0
+  wide, high = opened.size[0] // 2, opened.size[1] // 2
+  for f in range(3):
+    opened.seek(f)
+    shown = np.asarray(opened.convert('RGB')).astype(int)
+    for k in range(4):
+      row, column = divmod(k, 2)
+      tile = shown[row * high :, column * wide :][:high, :wide]
+      middle = tile[video.STRIP + 13, 13]
+      # A palette tells 16 shades of a colour apart.
+      assert np.abs(middle - (64 * k + 20 * f)).max() <= 8
+      edge = GREEN if k == 2 and f >= 1 else RED if f == 2 else GREY
+      assert np.abs(tile[video.STRIP + 13, 1] - edge).max() <= 24
+
+
+def test_what_cannot_be_shown_leaves_no_file(tmp_path):
+  told = film()
+  told['shown'][:] = 0
+  video.attempt(tmp_path, 3, told, pytest.fail)
+  assert not video.paths(tmp_path)
+  said = []
+  video.attempt(tmp_path, 3, told | {'shown': np.ones(9)}, said.append)
+  assert not video.paths(tmp_path) and 'no video of step 3' in said[0]
+
+
+def test_a_video_is_small_whatever_is_in_it(tmp_path):
+  video.attempt(tmp_path, 0, film(F=12, edge=100, noise=True), pytest.fail)
+  (path,) = video.paths(tmp_path).values()
+  assert path.stat().st_size <= video.LARGEST
+  assert 1 < Image.open(path).n_frames < 12  # Fewer, but the last.
+
+
+def test_videos_of_steps_that_are_made_again_are_removed(tmp_path):
+  for step in (0, 20, 1_000_040):
+    video.attempt(tmp_path, step, film(K=1), pytest.fail)
+  assert list(video.paths(tmp_path)) == [0, 20, 1_000_040]
+  video.truncate(tmp_path, 20)
+  assert list(video.paths(tmp_path)) == [0, 20]
+  video.truncate(tmp_path, -1)
+  assert not video.paths(tmp_path)
+
+
+def test_a_report_holds_the_first_a_middle_and_the_last(tmp_path):
+  folder = fake_run.make_run(tmp_path / 'sums')
+  for step in range(0, 50, 10):
+    video.attempt(folder, step, film(F=2 + step // 10), pytest.fail)
+  page = report.write(folder).read_text(encoding='utf-8')
+  inside = re.findall(r'data:image/gif;base64,([^"]+)', page)
+  paths = video.paths(folder)
+  want = [paths[step].read_bytes() for step in (0, 20, 40)]
+  assert [base64.b64decode(x) for x in inside] == want
+  assert re.findall(r'After step (\d+)</h3><span class="now">', page) == [
+    *('0', '20', '40')
+  ]

@@ -1,0 +1,119 @@
+import io
+import json
+
+from rlinf_jax.run import console
+
+STEP = {
+  'rollout/reward_mean': 0.43,
+  'rollout/accuracy': 0.41,
+  'rollout/response_length_mean': 23.1,
+  'rollout/response_length_max': 31.0,
+  'throughput/tokens_per_second': 4812.3,
+  'train/policy_loss': 0.01,
+  'time/step': 1.06,
+  'time/apply': 0.03,
+  'time/generate': 0.61,
+  'time/gradient': 0.42,
+}
+
+
+class Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+def test_a_step_is_one_line_with_the_biggest_stage_first():
+  assert console.line(12, 200, STEP) == (
+    'step  12/200  reward 0.43  accuracy 0.41  length 23.1/31  4,812 tok/s'
+    '  generate 0.61s gradient 0.42s apply 0.03s'
+  )
+
+
+def test_missing_metrics_are_left_out():
+  values = {'train/loss': 1.25, 'time/gradient': 0.5}
+  assert console.line(3, 9, values) == 'step 3/9  loss 1.250  gradient 0.50s'
+  assert console.line(3, 9, {}) == 'step 3/9'
+
+
+def test_numbers_that_are_not_finite_are_shown():
+  assert (
+    console.line(3, 9, {'train/loss': float('nan')}) == 'step 3/9  loss nan'
+  )
+
+
+def test_an_evaluation_stands_out_in_plain_text():
+  stream = io.StringIO()
+  view = console.view(200, stream=stream)
+  view.write(20, {'eval/accuracy': 0.612, 'time/evaluate': 1.25})
+  assert stream.getvalue() == (
+    '--- evaluation  step  20/200  accuracy 61.2%  evaluate 1.25s ---\n'
+  )
+
+
+def test_a_file_gets_one_plain_line_a_step_and_nothing_else():
+  stream = io.StringIO()
+  view = console.view(3, stream=stream)
+  for step in (1, 2, 3):
+    view.write(step, STEP)
+  view.close()
+  text = stream.getvalue()
+  assert text.count('\n') == 3
+  assert text.isascii()
+  assert text.replace('\n', '').isprintable()
+
+
+def test_a_terminal_gets_the_lines_and_a_bar_that_goes_away(monkeypatch):
+  monkeypatch.setenv('TERM', 'xterm')
+  monkeypatch.setenv('COLUMNS', '200')
+  stream = Terminal()
+  view = console.view(200, start=10, stream=stream)
+  view.write(12, STEP)
+  view.close()
+  view.close()
+  text = stream.getvalue()
+  assert '12/200' in text
+  assert '4,812' in text
+  assert '\x1b[?25h' in text  # The cursor is back.
+  view.say('Done.')
+  assert stream.getvalue().endswith('Done.\n')
+
+
+def test_markup_in_a_run_is_not_taken_for_style(monkeypatch):
+  monkeypatch.setenv('TERM', 'xterm')
+  stream = Terminal()
+  view = console.view(1, stream=stream)
+  view.say('folder runs/[red]x')
+  view.close()
+  assert 'runs/[red]x' in stream.getvalue()
+
+
+def test_the_header_aligns_its_facts():
+  facts = {'folder': 'runs/x', 'on': '2 CPU devices'}
+  assert console.header('grpo, 200 steps', facts) == (
+    'grpo, 200 steps\n  folder  runs/x\n  on      2 CPU devices'
+  )
+
+
+def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path):
+  lines = [
+    {'step': 0, 'eval/accuracy': 0.312},
+    {'step': 1, 'train/policy_loss': 0.0},
+    {'step': 20, 'eval/accuracy': 0.945},
+  ]
+  (tmp_path / 'metrics.jsonl').write_text(
+    ''.join(json.dumps(line) + '\n' for line in lines)
+  )
+  text = console.summary(tmp_path, 372.0, 'runs/x/report.html')
+  assert text.splitlines() == [
+    'Done: 20 steps.',
+    '  accuracy  31.2% -> 94.5% held out',
+    '  time      6.2 minutes',
+    f'  folder    {tmp_path}',
+    '  report    runs/x/report.html',
+  ]
+
+
+def test_the_summary_of_a_run_without_metrics_leaves_them_out(tmp_path):
+  text = console.summary(tmp_path, 6.0, 'none')
+  assert 'accuracy' not in text
+  assert '0.1 minutes' in text

@@ -1,0 +1,288 @@
+"""A run as its user meets it: a process, a folder, a kill, a full disk."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from rlinf_jax.recipes import warm_start
+from stages.tasks import arithmetic
+
+pytestmark = pytest.mark.slow
+
+ROOT = pathlib.Path(__file__).parents[3]
+RECIPE = 'gin_configs/grpo_arithmetic.gin'
+SMALL = (
+  'STEPS = 10',
+  # A fresh model is never right; this it can learn from all the same.
+  'workflows.grpo.entropy = 0.05',
+  'GROUP = 4',
+  "train.train.plan = {'rows': {'gradient': 8}}",
+  'train.train.evaluate_every = 5',
+  'train.train.checkpoint_every = 5',
+  'arithmetic.problems.rows = 4',
+  'arithmetic.problems.held_out = 8',
+  'arithmetic.problems.held_out_batch = 8',
+)
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+  return warm_start.checkpoint(
+    str(tmp_path_factory.mktemp('start')),
+    corpus=arithmetic.corpus,
+    vocabulary=64,
+    width=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    feed_forward=64,
+  )
+
+
+def command(folder, model, *more, resume=False, recipe=RECIPE):
+  bindings = [*SMALL, *more]
+  if model:
+    bindings.append(f'CHECKPOINT = "{model}"')
+  return [
+    *(sys.executable, '-m', 'rlinf_jax.main', '--gin_file', recipe),
+    *(f'--gin_bindings={binding}' for binding in bindings),
+    *('--workdir', str(folder)),
+    *(['--resume'] if resume else []),
+  ]
+
+
+def run(*args, kilobytes=None, **kwargs):
+  """Runs to the end; no file may grow beyond `kilobytes`, as on a full disk."""
+  limit = ['bash', '-c', f'ulimit -f {kilobytes}; exec "$0" "$@"']
+  return subprocess.run(
+    [*(limit if kilobytes else []), *command(*args, **kwargs)],
+    cwd=ROOT,
+    env=os.environ,
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+
+
+def killed(folder, model, when, *more, how=signal.SIGKILL):
+  """Starts a run and kills it as soon as `when()`; returns its exit code."""
+  process = subprocess.Popen(
+    # A shell that runs the tests in the background has SIGINT ignored.
+    ['env', '--default-signal=INT', *command(folder, model, *more)],
+    cwd=ROOT,
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.DEVNULL,
+  )
+  deadline = time.time() + 300
+  while not when():
+    assert process.poll() is None, 'The run ended before it could be killed.'
+    assert time.time() < deadline
+    time.sleep(0.001)
+  process.send_signal(how)
+  return process.wait()
+
+
+def lines(folder):
+  """Metrics of a run but for those that tell time."""
+  text = (folder / 'metrics.jsonl').read_text().splitlines()
+  return [
+    {
+      k: v
+      for k, v in json.loads(line).items()
+      if not k.startswith(('time/', 'throughput/', 'utilisation/', 'wait/'))
+    }
+    for line in text
+  ]
+
+
+def state(folder, step):
+  """Every array of a checkpoint, by path."""
+  path = folder / 'checkpoints' / str(step) / 'state'
+  return ocp.StandardCheckpointer().restore(path.absolute())
+
+
+def equal_states(a, b):
+  import jax
+
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture(scope='module')
+def straight(tmp_path_factory, model):
+  """Ten steps without a stop."""
+  folder = tmp_path_factory.mktemp('straight') / 'run'
+  done = run(folder, model)
+  assert done.returncode == 0, done.stderr
+  return folder, done
+
+
+def test_a_run_leaves_its_whole_folder_behind(straight):
+  folder, done = straight
+  there = {path.name for path in folder.iterdir()}
+  assert there >= {
+    *('config.gin', 'operative_config.gin', 'plan.json', 'metrics.jsonl'),
+    *('timeline.jsonl', 'samples.jsonl', 'events', 'checkpoints', 'model'),
+    *('report.html', 'result.json'),
+  }
+  steps = [line['step'] for line in lines(folder)]
+  assert steps == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 10]
+  assert re.search(r'step +7/10 .*length .*tok/s .*generate', done.stdout)
+  assert '\x1b' not in done.stdout
+  assert sorted(p.name for p in (folder / 'checkpoints').iterdir()) == [
+    '10',
+    '5',
+  ]
+
+
+def test_the_trained_model_is_one_that_transformers_loads(straight, model):
+  import transformers
+
+  folder, _ = straight
+  loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / 'model')
+  trained = state(folder, 10)['actor']['params']['embed_VD']
+  theirs = loaded.get_input_embeddings().weight.detach().numpy()
+  np.testing.assert_array_equal(theirs, trained)
+  before = transformers.AutoModelForCausalLM.from_pretrained(model)
+  assert (
+    before.get_input_embeddings().weight != loaded.get_input_embeddings().weight
+  ).any()
+
+
+def test_killed_and_resumed_equals_straight_to_the_bit(
+  straight, model, tmp_path
+):
+  folder = tmp_path / 'run'
+
+  def after_five():
+    metrics = folder / 'metrics.jsonl'
+    return (
+      (folder / 'checkpoints' / '5').exists()
+      and metrics.exists()
+      and '"step": 7' in metrics.read_text()
+    )
+
+  killed(folder, model, after_five)
+  done = run(folder, model, resume=True)
+  assert done.returncode == 0, done.stderr
+  assert '5 of 10 done' in done.stdout
+  assert lines(folder) == lines(straight[0])
+  equal_states(state(folder, 10), state(straight[0], 10))
+
+
+@pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_end_it_leaves_a_checkpoint_and_goes_on_from_there(
+  straight, model, tmp_path, how
+):
+  folder = tmp_path / 'run'
+
+  def after_two():
+    metrics = folder / 'metrics.jsonl'
+    return metrics.exists() and '"step": 2' in metrics.read_text()
+
+  assert killed(folder, model, after_two, how=how) == 130
+  done = run(folder, model, resume=True)
+  assert done.returncode == 0, done.stderr
+  began = int(re.search(r'(\d+) of 10 done', done.stdout)[1])
+  assert began >= 2
+  assert lines(folder) == lines(straight[0])
+  equal_states(state(folder, 10), state(straight[0], 10))
+
+
+def test_killed_while_it_writes_a_checkpoint_it_resumes_from_the_last_whole_one(
+  straight, model, tmp_path
+):
+  folder = tmp_path / 'run'
+  often = 'train.train.checkpoint_every = 1'
+
+  def writing():
+    names = [p.name for p in (folder / 'checkpoints').glob('*')]
+    whole = [int(name) for name in names if name.isdigit()]
+    return whole and max(whole) >= 3 and any('tmp' in name for name in names)
+
+  killed(folder, model, writing, often)
+  done = run(folder, model, often, resume=True)
+  assert done.returncode == 0, done.stderr
+  began = int(re.search(r'(\d+) of 10 done', done.stdout)[1])
+  assert began >= 3
+  assert lines(folder) == lines(straight[0])
+  equal_states(state(folder, 10), state(straight[0], 10))
+
+
+def test_a_finished_run_is_not_run_again(straight, model):
+  folder, _ = straight
+  before = (folder / 'metrics.jsonl').read_bytes()
+  done = run(folder, model, resume=True)
+  assert done.returncode == 0 and 'is done: 10 steps' in done.stdout
+  assert (folder / 'metrics.jsonl').read_bytes() == before
+
+
+def refused(folder, model, *more, says, resume=False, **kwargs):
+  """Runs what cannot run: one sentence, exit code 1, nothing left behind."""
+  there = folder.exists()
+  done = run(folder, model, *more, resume=resume, **kwargs)
+  assert done.returncode == 1, done.stdout + done.stderr
+  assert re.search(says, done.stderr), done.stderr
+  assert 'Traceback' not in done.stderr
+  assert folder.exists() == there
+
+
+def test_an_occupied_folder_is_refused(straight, model):
+  refused(straight[0], model, says='already holds a run: add --resume')
+
+
+@pytest.mark.parametrize(
+  'binding, says',
+  [
+    ('CHECKPOINT = "nowhere"', 'no checkpoint at nowhere'),
+    ('PROMPT = 5', r'has \d+ tokens and the limit is 5'),
+    ('workflows.grpo.updates = 3', '16 rows cannot be split into 3'),
+    ('GRUOP = 8', '`GRUOP` is set but nothing reads it.*`GROUP`'),
+    ('workflows.grpo.hihg = 0.3', 'hihg.*high'),
+    (
+      "train.train.plan = {'rows': {'gradient': 5}}",
+      'cannot be taken 5 at a time',
+    ),
+    ('arithmetic.problems.held_out = 9', '9 held-out problems'),
+  ],
+)
+def test_bad_input_is_refused_at_the_door(model, tmp_path, binding, says):
+  given = None if 'CHECKPOINT' in binding else model
+  refused(tmp_path / 'run', given, binding, says=says)
+
+
+def test_a_checkpoint_of_another_kind_of_model_is_refused(model, tmp_path):
+  other = tmp_path / 'other'
+  other.mkdir()
+  (other / 'config.json').write_text('{"model_type": "llama"}')
+  refused(tmp_path / 'run', str(other), says="type 'llama'; Qwen2")
+
+
+def test_a_refused_recipe_leaves_no_warm_start_behind(tmp_path):
+  refused(tmp_path / 'run', None, 'STPES = 3', says='STPES.*STEPS')
+
+
+def test_a_full_disk_ends_in_a_sentence_and_keeps_the_last_checkpoint(
+  model, tmp_path
+):
+  folder = tmp_path / 'run'
+  first = run(folder, model, 'STEPS = 5')
+  assert first.returncode == 0, first.stderr
+
+  done = run(folder, model, resume=True, kilobytes=20)
+  assert done.returncode == 1, done.stdout
+  # Tracebacks of tensorstore's threads may stand before it.
+  sentence = done.stderr.splitlines()[-1]
+  assert 'A checkpoint could not be written' in sentence
+  assert 'The checkpoint of step 5 stands' in sentence
+  again = run(folder, model, resume=True)
+  assert again.returncode == 0 and '5 of 10 done' in again.stdout

@@ -1,0 +1,90 @@
+"""A run of PPO as its user meets it: the front door, a stop, a report."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.rlinf_jax.run.language_run_test import equal_states, lines, state
+
+pytestmark = pytest.mark.slow
+
+ROOT = pathlib.Path(__file__).parents[3]
+SMALL = (
+  'workflows.ppo.rows = 16',
+  'workflows.ppo.length = 30',
+  'trials.seeds.held_out = 8',
+  'trials.seeds.held_out_batch = 4',
+  'optimizers.adamw.decay = None',
+  'train.train.evaluate_every = 2',
+  'train.train.checkpoint_every = 2',
+)
+
+
+def run(folder, *more, resume=False):
+  done = subprocess.run(
+    [
+      *(sys.executable, '-m', 'rlinf_jax.main'),
+      *('--gin_file', 'gin_configs/ppo_push.gin', '--workdir', str(folder)),
+      *(f'--gin_bindings={binding}' for binding in (*SMALL, *more)),
+      *(['--resume'] if resume else []),
+    ],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+  assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
+@pytest.fixture(scope='module')
+def straight(tmp_path_factory):
+  """Four steps without a stop."""
+  folder = tmp_path_factory.mktemp('straight') / 'run'
+  return folder, run(folder, 'STEPS = 4')
+
+
+def test_a_run_tells_of_success_and_leaves_a_report(straight):
+  folder, said = straight
+  assert 'evaluation  step 0/4  success 0.0%  at the end 0.0%' in said
+  assert 'moves/s' in said
+  assert '-> ' in said.split('Done: 4 steps.')[1].splitlines()[1]
+  # After steps 0, 2 and 4: of four evaluations one, the first and the last.
+  made = sorted(path.name for path in (folder / 'videos').iterdir())
+  assert made == ['step_000000.gif', 'step_000004.gif']
+  page = (folder / 'report.html').read_text()
+  assert page.count('data:image/gif') == 2
+  for words in ('Held-out success', 'Explained variance', 'Episode length'):
+    assert words in page
+  assert (folder / 'model' / 'policy.safetensors').exists()
+  numbers = json.loads((folder / 'result.json').read_text())['metrics']
+  assert 0 <= numbers['eval/success_at_end'] <= numbers['eval/success_once']
+  assert numbers['env/steps'] == 16 * 30
+
+
+def test_resuming_goes_on_to_the_bit(straight, tmp_path):
+  """Episodes that were open go on where they were."""
+  folder, _ = straight
+  run(tmp_path / 'run', 'STEPS = 2')
+  run(tmp_path / 'run', 'STEPS = 4', resume=True)
+  equal_states(state(tmp_path / 'run', 4), state(folder, 4))
+  assert lines(tmp_path / 'run') == lines(folder)
+
+
+def test_a_run_finds_its_plan_by_itself_and_computes_the_same(
+  straight, tmp_path
+):
+  folder, _ = straight
+  said = run(tmp_path / 'run', 'STEPS = 4', "train.train.plan = 'auto'")
+  assert 'a step, ' in said and 'Plan: ' in said
+  for want, got in zip(*map(lines, (folder, tmp_path / 'run')), strict=True):
+    if want['step'] <= 1:  # Rounding grows from step to step.
+      assert got == pytest.approx(want, rel=1e-3, abs=1e-5)
+
+
+def test_a_run_ends_early_once_it_succeeds_often_enough(tmp_path):
+  said = run(tmp_path / 'run', 'STEPS = 4', 'train.train.until = 0.0')
+  assert 'Done: 0 steps.' in said  # As soon as it has been tried.

@@ -1,0 +1,225 @@
+"""Places that share a device have it in turn, and compute what they would."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from rlinf_jax.runtime import interpreter, local
+from rlinf_jax.runtime import lease as lease_lib
+from sharding import offload
+import stages
+from stages import workflows
+from stages.learn import optimizers
+import tiny
+
+ACTING = dict.fromkeys(('keys', 'repeat', 'generate', 'ask'), 'actor')
+BOTH = {'actor': {'devices': [0]}, 'learner': {'devices': [0]}}
+SHARE = ['learner', 'actor']
+
+
+def grpo(lag=0):
+  return workflows.grpo(
+    tiny.policy(),
+    tiny.even_on_host,
+    optimizers.adamw(1e-2),
+    group=4,
+    kl=0.1,
+    lag=lag,
+  )
+
+
+def dapo():
+  return workflows.dapo(
+    tiny.policy(), tiny.even_on_host, optimizers.adamw(1e-2), group=4, rounds=2
+  )
+
+
+def planned(workflow, shared, **fields):
+  """Two places that share a device, or all stages at one."""
+  step = tiny.trace(workflow, tiny.problem())
+  evaluate = tiny.trace_evaluation(workflow, tiny.problem(4))
+  names = dict.fromkeys((*step.stages, *evaluate.stages))
+  where = {name: ACTING.get(name, 'learner') for name in names}
+  sketch = {'places': BOTH, 'stages': where, 'share': SHARE}
+  if not shared:
+    sketch = {'stages': dict.fromkeys(names, 'all')}
+  plan = plan_lib.of(sketch | fields)
+  return local.Local(plan, step=step, evaluate=evaluate)
+
+
+def run(runtime, workflow, steps=3):
+  runtime.load(workflow.init(jax.random.key(0)))
+  told = [runtime.evaluate(tiny.problem(4), jax.random.key(9))]
+  made = [
+    runtime.submit(tiny.problem(seed=i), jax.random.key(i))
+    for i in range(steps)
+  ]
+  told += [one.result() for one in made]
+  runtime.wait()
+  return jax.device_get(told), tiny.arrays(runtime.state())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'make, pieces, evict',
+  [
+    (grpo, 1, ()),
+    (grpo, 2, ('apply', 'refer')),
+    (functools.partial(grpo, 1), 1, ()),
+    (dapo, 1, ()),
+  ],
+  ids=['grpo', 'in pieces, with evictions', 'a step late', 'in a loop'],
+)
+def test_sharing_a_device_changes_no_bit(make, pieces, evict):
+  workflow = make()
+  fields = {'pieces': pieces, 'evict': evict}
+  both, one = (planned(workflow, shared, **fields) for shared in (True, False))
+  got, want = run(both, workflow), run(one, workflow)
+  tiny.assert_same_bits(got[0], want[0])
+  tiny.assert_same_bits(got[1], want[1])
+  assert not any(place.lease.held for place in both.places.values())
+  runs = sorted(
+    (s.start, s.end, s.place) for s in both.timeline.take() if s.what == 'run'
+  )
+  assert {place for *_, place in runs} == {*BOTH}
+  assert all(a[1] <= b[0] for a, b in zip(runs, runs[1:], strict=False))
+  both.close()
+  one.close()
+
+
+# A pair: parameters go round, moments stay with the learner.
+
+N = 256
+BIG = 4 * N * N
+
+
+@stages.stage('act', whole=(0,))
+def act(w, x):
+  return x @ w
+
+
+def _learn(w, m, x):
+  g = x.T @ x
+  return w + g, m + g * g
+
+
+learn = stages.Stage(_learn, 'learn', 'batch')
+
+
+def pair(check=lambda x: x, fail_at=None):
+  """act → check → learn: the parameters go round, the moments stay."""
+  count = iter(range(1, 100))
+
+  def checked(x):
+    if next(count) == fail_at:
+      raise LookupError('it is away')
+    return check(x)
+
+  look = stages.Stage(checked, 'look', host=True, like=lambda x: x)
+
+  def step(state, x, key):
+    del key
+    w, m = state
+    w, m = learn(w, m, look(act(w, x)))
+    return (w, m), ()
+
+  state = (jnp.eye(N), jnp.zeros((N, N)))
+  args = state, np.ones((8, N), np.float32), jax.random.key(0)
+  return state, args, flow_lib.trace(step, *args)
+
+
+def two(flow, **fields):
+  where = {'act': 'actor', 'look': 'learner', 'learn': 'learner'}
+  plan = plan_lib.of({'places': BOTH, 'stages': where, 'share': SHARE} | fields)
+  return local.Local(plan, step=flow)
+
+
+@pytest.fixture
+def account(monkeypatch):
+  """Bytes that every place has in each kind of memory, at all instructions."""
+  seen, held, lock = [], {}, threading.Lock()
+  interpret = interpreter.Worker._interpret
+
+  def counted(self, frame, op):
+    interpret(self, frame, op)
+    with lock:
+      found = {id(x): x for memory in self._memories() for x in memory.values()}
+      away = [offload.is_away(x) for x in found.values()]
+      sizes = [x.nbytes for x in found.values()]
+      pairs = list(zip(away, sizes, strict=True))
+      held[self.place.name] = {
+        'device': sum(n for gone, n in pairs if not gone),
+        'host': sum(n for gone, n in pairs if gone),
+        'lease': self.place.lease is not None and self.place.lease.held,
+      }
+      live = sum(
+        x.nbytes
+        for x in jax.live_arrays()
+        if not x.is_deleted() and not offload.is_away(x)
+      )
+      seen.append(({name: dict(one) for name, one in held.items()}, live))
+
+  monkeypatch.setattr(interpreter.Worker, '_interpret', counted)
+  return seen
+
+
+def test_never_do_two_places_hold_memory_of_the_device_they_share(account):
+  state, (_, x, key), flow = pair()
+  state = jax.device_get(state)
+  runtime = two(flow)
+  runtime.load(state)
+  before = sum(x.nbytes for x in jax.live_arrays() if not offload.is_away(x))
+  for _ in range(3):
+    runtime.step(x, key)
+  runtime.close()
+  peaks = {name: max(s[name]['device'] for s, _ in account if name in s)
+           for name in BOTH}  # fmt: skip
+  for places, _ in account:
+    with_memory = [name for name, at in places.items() if at['device']]
+    assert len(with_memory) <= 1
+    assert all(places[name]['lease'] for name in with_memory)
+  # Parameters there; parameters, moments and what becomes of both here.
+  assert BIG <= peaks['actor'] < 1.2 * BIG
+  assert 2 * BIG <= peaks['learner'] < 4.2 * BIG
+  # Of all arrays that live, whoever has them: the most is the larger, not both.
+  most = max(live for _, live in account) - before
+  assert most <= max(peaks.values()) < sum(peaks.values())
+
+
+def test_a_place_that_fails_lets_the_device_go_and_the_other_is_told(account):
+  state, (_, x, key), flow = pair(fail_at=2)
+  runtime = two(flow)
+  runtime.load(state)
+  runtime.step(x, key)
+  with pytest.raises(
+    interpreter.StageError, match='Stage look on place .* step 2'
+  ):
+    runtime.step(x, key)
+  assert not any(place.lease.held for place in runtime.places.values())
+  runtime.load(state, 1)
+  runtime.step(x, key)
+  runtime.close()
+
+
+def test_who_waits_too_long_for_a_device_says_who_has_it():
+  state, (_, x, key), flow = pair()
+  # All at one place, which waits for no value meanwhile.
+  runtime = two(flow, stages=dict.fromkeys(flow.stages, 'learner'))
+  runtime.patience = 0.2
+  runtime.load(state)
+  at = runtime.places['learner'].lease.folder
+  other = lease_lib.Lease(at, 'A stranger', 0)
+  other.acquire()
+  with pytest.raises(
+    interpreter.StageError,
+    match=r"In step 1: Place 'learner' has waited 0.2 s .*A str",
+  ):
+    runtime.step(x, key)
+  other.release()
+  runtime.close()

@@ -1,0 +1,78 @@
+"""No plan changes what GRPO computes in a world of JAX, step after step."""
+
+import functools
+
+import jax
+import optax
+import pytest
+
+from stages import workflows
+from stages.envs import episode_stats
+from stages.models import gaussian_policy
+from tests.rlinf_jax.runtime import random_plans_test
+from tests.stages.workflows import embodied_grpo_test
+import tiny
+
+STAGES = (
+  'seeds reset keys rollout compare measure refer shuffle minibatches gradient '
+  'apply fold see widen'
+).split()
+KEEP = optax.chain(optax.trace(decay=0.0), optax.scale(-0.01))
+STEPS = 2
+# Minibatches, epochs, and whether groups that did alike are left out.
+UPDATES = [(1, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)]
+
+
+pytestmark = pytest.mark.usefixtures('in_float64', 'quickly_compiled')
+
+
+@functools.cache
+def workflow(updates):
+  n, epochs, filtered = updates
+  return workflows.embodied_grpo(
+    embodied_grpo_test.line(),
+    functools.partial(gaussian_policy.policy, width=8),
+    KEEP,
+    rows=16,
+    group=2,
+    judge=episode_stats.succeeded,
+    kl=0.1,
+    entropy=0.01,
+    updates=n,
+    epochs=epochs,
+    filtered=filtered,
+  )
+
+
+@functools.cache
+def eager(updates):
+  """Steps as arrays."""
+  state, made = workflow(updates).init(jax.random.key(0)), []
+  for i in range(STEPS):
+    state, info = workflow(updates).step(state, (), random_plans_test.key(i))
+    made.append((tiny.arrays(state), tiny.arrays(info)))
+  return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('seed', range(12))
+def test_no_plan_changes_the_mathematics(seed):
+  # What a piece may be of any stage, on two devices and in two minibatches.
+  rows = {'rollout': 2, 'gradient': 4}
+  plan, updates = random_plans_test.random_plan(
+    seed, STAGES, rows, ('refer', 'apply'), UPDATES
+  )
+  ours = workflow(updates)
+  state = ours.init(jax.random.key(0))
+  made = random_plans_test.run(plan, ours, state, [()] * STEPS)
+  random_plans_test.compare(plan, made, eager(updates))
+
+
+def test_some_groups_differ_and_some_do_not_in_what_plans_are_tried_on():
+  """Or the mask of groups would go untested."""
+  info = eager(UPDATES[1])[0][1]
+  told = {
+    field: info[f"['rollout/groups_degenerate'].{field}"]
+    for field in ('sum', 'count')
+  }
+  assert 0 < told['sum'] < told['count']

@@ -1,0 +1,248 @@
+"""A plan never changes the mathematics: rows at a time, meshes, padding.
+
+Each plan is held against the workflow called with arrays, in the tolerances
+that the algebra (float64) and its rounding (float32) deserve.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from rlinf_jax.runtime import local
+import stages
+from stages import base, metrics, workflows
+from stages.learn import losses
+import tiny
+
+GROUP, ROWS = 4, 32
+# Keeps the gradient in its state, where a test can read it, and follows it in
+# small steps: a large one multiplies the rounding of the first update before
+# the second gradient is taken (at 0.1 by five, in every leaf alike).
+KEEP = optax.chain(optax.trace(decay=0.0), optax.scale(-0.01))
+TOLERANCE = {'float32': 1e-5, 'float64': 1e-9}
+
+
+@pytest.fixture(params=['float32', 'float64'])
+def dtype(request):
+  # For all threads, as the runtime compiles on its own.
+  jax.config.update('jax_enable_x64', request.param == 'float64')
+  yield request.param
+  jax.config.update('jax_enable_x64', False)
+
+
+@stages.stage('reward')
+def even(answer, action, mask):
+  """`tiny.even` in the widest type there is, so that sums of it are exact."""
+  return tiny.even.fn(answer, action, mask.astype(jnp.result_type(float)))
+
+
+def grpo(dtype, **kwargs):
+  # A strong pull to the reference. Advantages add up to zero in a group, and a
+  # softmax hardly sees a key's bias: with a weak one that gradient cancels to a
+  # hundredth of the others, and float32 leaves 1.5e-5 uncertain. By k2, since
+  # the exponential of k3 turns the rounding of log-probabilities into as large
+  # a share of every gradient (5e-6 of each leaf, and 2e-6 by k2).
+  pull = {'kl': 1.0, 'divergence': losses.kl_k2}
+  return workflows.grpo(
+    tiny.policy(dtype), even, KEEP, group=GROUP, **pull, **kwargs
+  )
+
+
+def begin(workflow, seed=0):
+  """A state whose actor has moved away from its reference."""
+  state = workflow.init(jax.random.key(seed))
+  other = workflow.init(jax.random.key(seed + 1)).actor.params
+  params = jax.tree.map(lambda x, y: x + 0.1 * y, state.actor.params, other)
+  return state._replace(actor=state.actor._replace(params=params))
+
+
+def planned(workflow, state, batch, key, place, rows):
+  """One step by a plan."""
+  flow = flow_lib.trace(workflow.step, state, batch, key)
+  plan = plan_lib.one_place(flow.stages, tiny.PLACES[place], rows)
+  runtime = local.Local(plan, step=flow)
+  runtime.load(state)
+  info = runtime.step(batch, key)
+  return runtime.state(), info
+
+
+def gradient(state):
+  return optax.tree.get(state.actor.opt_state, 'trace')
+
+
+def apart(got, want):
+  """The largest ‖Δ‖/‖g‖ of any leaf."""
+  leaves = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+  return max(
+    float(np.linalg.norm(np.ravel(a - b)) / np.linalg.norm(np.ravel(b)))
+    for a, b in jax.device_get(list(leaves))
+  )
+
+
+def same(got, want, tolerance):
+  (state, info), (eager, expected) = got, want
+  assert apart(gradient(state), gradient(eager)) <= tolerance
+  numbers, rows = metrics.read(jax.device_get(info))
+  expected_numbers, expected_rows = metrics.read(jax.device_get(expected))
+  assert numbers.keys() == expected_numbers.keys()
+  for name, number in expected_numbers.items():
+    # What measures a difference that is nothing but rounding has no relative
+    # error worth the name: on policy, lp − lp_b.
+    near = 1e-6 if tolerance > 1e-6 else 1e-12
+    np.testing.assert_allclose(
+      numbers[name], number, rtol=tolerance, atol=near, err_msg=name
+    )
+  shown, expected = rows['rollout/samples'], expected_rows['rollout/samples']
+  np.testing.assert_array_equal(shown['completion'], expected['completion'])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('pieces', [1, 2, 4, 8])
+def test_rows_at_a_time_change_only_rounding(dtype, pieces):
+  workflow, batch, key = grpo(dtype), tiny.problem(), jax.random.key(3)
+  state = begin(workflow)
+  want = workflow.step(state, batch, key)
+  rows = dict.fromkeys(
+    ('generate', 'refer', 'compare', 'measure', 'gradient'), ROWS // pieces
+  )
+  got = planned(workflow, state, batch, key, 'one', rows)
+  same(got, want, TOLERANCE[dtype])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('place', ['data', 'fsdp', 'mixed'])
+def test_meshes_change_only_rounding(dtype, place):
+  workflow, batch, key = grpo(dtype), tiny.problem(), jax.random.key(3)
+  state = begin(workflow)
+  want = workflow.step(state, batch, key)
+  got = planned(workflow, state, batch, key, place, {})
+  same(got, want, TOLERANCE[dtype])
+
+
+@pytest.mark.slow
+def test_meshes_and_rows_at_a_time_together_change_only_rounding(dtype):
+  workflow = grpo(dtype, updates=2)
+  batch, key = tiny.problem(rows=16), jax.random.key(4)
+  state = begin(workflow)
+  want = workflow.step(state, batch, key)
+  got = planned(workflow, state, batch, key, 'mixed', {'gradient': 16})
+  same(got, want, TOLERANCE[dtype])
+
+
+def drawn(policy, params, place, dtype):
+  """Every token of a batch, drawn on a place."""
+  del dtype
+  act = functools.partial(policy.act, group=GROUP)
+  generate = stages.Stage(act, 'generate', whole=(0,), group=GROUP)
+  problem = jax.tree.map(lambda x: np.repeat(x, GROUP, 0), tiny.problem())
+
+  def step(params, prompt, key):
+    return params, generate(params, prompt, stages.keys(key, prompt))
+
+  prompt, key = problem.prompt, jax.random.key(7)
+  if place is None:
+    return step(params, prompt, key)[1]
+  flow = flow_lib.trace(step, params, prompt, key)
+  plan = plan_lib.one_place(flow.stages, tiny.PLACES[place])
+  runtime = local.Local(plan, step=flow)
+  runtime.load(params)
+  return jax.device_get(runtime.step(prompt, key))
+
+
+def gap(policy, params, x, row, t):
+  """Between the two likeliest perturbed logits of token `t` of a row."""
+  model = policy.evaluate  # Log-probabilities of every token in turn.
+  V = tiny.CONFIG.V
+  action = np.repeat(np.asarray(x.action)[row : row + 1], V, 0)
+  action[:, t] = np.arange(V)
+  prompt = jax.tree.map(lambda p: np.repeat(p[row : row + 1], V, 0), x.obs)
+  logp_V = np.asarray(model(params, prompt, action).logp)[:, t]
+  key = stages.keys(jax.random.key(7), x.obs)[row]
+  noise_V = jax.random.gumbel(jax.random.fold_in(key, t), (V,), logp_V.dtype)
+  first, second = np.sort(logp_V + noise_V)[::-1][:2]
+  return first - second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('place', ['one', 'data', 'fsdp', 'mixed'])
+def test_meshes_draw_the_same_tokens(dtype, place):
+  policy = tiny.policy(dtype)
+  params = policy.init(jax.random.key(5))
+  want = drawn(policy, params, None, dtype)
+  got = drawn(policy, params, place, dtype)
+  differ = np.argwhere(np.asarray(got.action) != np.asarray(want.action))
+  if dtype == 'float64':
+    assert not differ.size
+  for row in {row for row, _ in differ}:
+    t = min(t for r, t in differ if r == row)
+    assert gap(policy, params, want, row, t) < 1e-4
+
+
+def loss_and_gradient(dtype, problem, action, mask, advantage):
+  """GRPO's gradient on given rows."""
+  policy = tiny.policy(dtype)
+  params = policy.init(jax.random.key(0))
+
+  def loss(params):
+    logp = policy.evaluate(params, problem.prompt, action, group=GROUP).logp
+    return (-(logp * advantage * mask).sum(1) / mask.sum(1)).mean()
+
+  return jax.value_and_grad(loss)(params)
+
+
+def rows(seed=0):
+  rng = np.random.default_rng(seed)
+  problem = jax.tree.map(lambda x: np.repeat(x, GROUP, 0), tiny.problem())
+  action = rng.integers(1, tiny.CONFIG.V, (ROWS, tiny.LENGTH), np.int32)
+  length = rng.integers(1, tiny.LENGTH + 1, (ROWS, 1))
+  mask = (np.arange(tiny.LENGTH)[None] < length).astype(np.float32)
+  return problem, action, mask, rng.normal(size=(ROWS, 1))
+
+
+def padded(problem, left, right):
+  def pad(x, fill):
+    return np.pad(x, ((0, 0), (left, right)), constant_values=fill)
+
+  prompt = problem.prompt
+  return problem._replace(
+    prompt=base.Prompt(pad(prompt.token, 9), pad(prompt.mask, 0))
+  )
+
+
+@pytest.mark.parametrize('left, right', [(3, 0), (0, 3), (2, 5)])
+def test_padding_changes_only_rounding(dtype, left, right):
+  problem, *rest = rows()
+  value, grads = loss_and_gradient(dtype, problem, *rest)
+  other = loss_and_gradient(dtype, padded(problem, left, right), *rest)
+  np.testing.assert_allclose(other[0], value, rtol=TOLERANCE[dtype])
+  assert apart(other[1], grads) <= TOLERANCE[dtype]
+
+
+def test_the_order_of_groups_changes_only_rounding(dtype):
+  batch = rows()
+  value, grads = loss_and_gradient(dtype, *batch)
+  order = np.random.default_rng(1).permutation(ROWS // GROUP)
+  order = (order[:, None] * GROUP + np.arange(GROUP)[None]).ravel()
+  turned = jax.tree.map(lambda x: x[order], batch)
+  other = loss_and_gradient(dtype, *turned)
+  np.testing.assert_allclose(other[0], value, rtol=TOLERANCE[dtype])
+  assert apart(other[1], grads) <= TOLERANCE[dtype]
+
+
+def test_a_rows_luck_is_its_keys_alone():
+  """Other rows may come and go; a row that keeps its key draws the same."""
+  policy = tiny.policy()
+  params = policy.init(jax.random.key(0))
+  problem = tiny.problem()
+  keys = stages.keys(jax.random.key(1), problem.prompt)
+  every = policy.act(params, problem.prompt, keys)
+  some = jax.tree.map(lambda x: x[2:5], problem.prompt)
+  few = policy.act(params, some, keys[2:5])
+  np.testing.assert_array_equal(few.action, every.action[2:5])
+  assert jnp.isfinite(few.logp).all()

@@ -1,0 +1,45 @@
+import threading
+import time
+
+import pytest
+
+from rlinf_jax.runtime import mailbox
+
+ONE = mailbox.Way('step', (), 3, 'actor', 'learner')
+TWO = ONE._replace(value=4)
+
+
+def test_values_come_in_the_order_in_which_they_were_sent():
+  post = mailbox.Mail()
+  for i in range(5):
+    post.put(ONE, i)
+    post.put(TWO, -i)
+  assert [post.get(ONE) for _ in range(5)] == list(range(5))
+  assert [post.get(TWO) for _ in range(5)] == [0, -1, -2, -3, -4]
+
+
+def test_what_fails_is_told_to_who_waits_and_to_who_will():
+  post, told = mailbox.Mail(), []
+
+  def wait():
+    with pytest.raises(ValueError, match='first') as error:
+      post.get(ONE)
+    told.append(error.value)
+
+  thread = threading.Thread(target=wait)
+  thread.start()
+  time.sleep(0.02)
+  post.fail(ValueError('the first'))
+  post.fail(ValueError('the second'))
+  thread.join()
+  with pytest.raises(ValueError, match='first'):
+    post.get(TWO)
+  assert len(told) == 1 and post.failure is told[0]
+  post.clear()
+  post.put(ONE, 'new')
+  assert post.get(ONE) == 'new' and post.failure is None
+
+
+def test_nobody_waits_longer_than_is_said():
+  with pytest.raises(mailbox.LateError, match=r"'learner' has waited 0.01 s"):
+    mailbox.Mail().get(ONE, 0.01)

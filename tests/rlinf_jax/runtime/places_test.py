@@ -1,0 +1,189 @@
+"""Places of one process: they overlap, and they fail together and in words."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from rlinf_jax.runtime import interpreter, local
+import stages
+
+NAMES = ('act', 'judge', 'learn', 'apply')
+KEY = jax.random.key(0)
+BATCH = np.ones((8, 2), np.float32)
+WIDE = 1 << 16
+
+
+def rows_of(x):
+  return jax.ShapeDtypeStruct(x.shape, jnp.float32)
+
+
+def sleeper(name, seconds, fn, **kwargs):
+  """A host stage of rows that takes its share of `seconds`."""
+
+  def run(*args):
+    time.sleep(seconds * len(args[-1]) / len(BATCH))
+    return fn(*args)
+
+  return stages.Stage(run, name, host=True, **kwargs)
+
+
+def workflow(act=0.0, learn=0.0, fail=None):
+  """act → judge → learn → apply, on numbers that are easy to follow."""
+
+  def broken(name, fn):
+    def run(*args):
+      if fail == name:
+        raise LookupError('it is away')
+      return fn(*args)
+
+    return run
+
+  generate = sleeper(
+    'act',
+    act,
+    broken('act', lambda w, x: (x + w[None]).astype(np.float32)),
+    whole=(0,),
+    like=lambda w, x: rows_of(x),
+  )
+  judge = stages.Stage(
+    broken('judge', lambda x: 2 * x), 'judge', host=True, like=rows_of
+  )
+  learn = sleeper(
+    'learn',
+    learn,
+    broken('learn', lambda x: x.sum(0)),
+    grain='sum',
+    like=lambda x: jax.ShapeDtypeStruct(x.shape[1:], jnp.float32),
+  )
+  apply = stages.Stage(
+    broken('apply', lambda w, g: w + g / 8),
+    'apply',
+    'batch',
+    host=True,
+    like=lambda w, g: rows_of(w),
+  )
+
+  def step(w, batch, key):
+    del key
+    g = learn(judge(generate(w, batch)))
+    return apply(w, g), g
+
+  return step
+
+
+def runtime(step, plan):
+  flow = flow_lib.trace(step, jnp.ones(2), BATCH, KEY)
+  made = local.Local(plan_lib.of(plan, flow.stages), step=flow)
+  made.load(jnp.ones(2))
+  return made
+
+
+def apart(pieces=1, stages=None):
+  """Four places, one a stage, unless told otherwise."""
+  places = {f'at {name}': {'devices': [i]} for i, name in enumerate(NAMES)}
+  stages = stages or {name: f'at {name}' for name in NAMES}
+  return {'places': places, 'stages': stages, 'pieces': pieces}
+
+
+@pytest.mark.parametrize('pieces', [1, 4])
+def test_four_places_compute_what_one_does(pieces):
+  want, planned = jnp.ones(2), runtime(workflow(), apart(pieces))
+  for _ in range(5):
+    made = planned.step(BATCH, KEY)
+    want, told = workflow()(want, BATCH, KEY)
+    np.testing.assert_array_equal(made, told)
+    np.testing.assert_array_equal(planned.state(), want)
+  planned.close()
+
+
+@pytest.mark.parametrize('pieces', [1, 2])
+@pytest.mark.parametrize('name', NAMES)
+def test_a_stage_that_fails_anywhere_stops_every_place(name, pieces):
+  planned = runtime(workflow(fail=name), apart(pieces))
+  piece = ', piece 1 of 2' if pieces > 1 and name != 'apply' else ''
+  said = f"Stage {name} on place 'at {name}' failed in step 1{piece}: it is"
+  start = time.monotonic()
+  with pytest.raises(interpreter.StageError, match=said):
+    planned.step(BATCH, KEY)
+  with pytest.raises(interpreter.StageError, match=said):
+    planned.step(BATCH, KEY)  # It does not go on with half a state.
+  assert time.monotonic() - start < 10
+  planned.close()
+
+
+def test_threads_end_when_a_runtime_is_closed():
+  before = threading.active_count()
+  planned = runtime(workflow(), apart(2))
+  planned.step(BATCH, KEY)
+  planned.close()
+  for _ in range(100):
+    if threading.active_count() <= before:
+      return
+    time.sleep(0.05)
+  raise AssertionError('Threads of a closed runtime are still alive.')
+
+
+def test_pieces_are_learned_from_while_others_are_still_made():
+  planned = runtime(workflow(act=0.4, learn=0.4), apart(4))
+  planned.step(BATCH, KEY)
+  spans = [s for s in planned.timeline.take() if s.what == 'run']
+  act = [s for s in spans if s.stage == 'act']
+  learn = [s for s in spans if s.stage == 'learn']
+  assert [s.piece for s in act] == [(i, 4) for i in (1, 2, 3, 4)]
+  assert learn[0].start < act[-1].end
+  planned.close()
+
+
+def test_what_a_place_waits_for_is_on_the_timeline():
+  planned = runtime(workflow(act=0.2), apart())
+  planned.step(BATCH, KEY)
+  spans = planned.timeline.take()
+  (wait,) = [s for s in spans if s.what == 'wait' and s.place == 'at judge']
+  assert wait.stage.startswith('act') and wait.end - wait.start > 0.1
+  sent = {
+    (s.place, s.stage.partition('.')[0]) for s in spans if s.what == 'send'
+  }
+  assert sent == {
+    *(('at act', 'act'), ('at judge', 'judge')),
+    *(('at learn', 'learn'), ('at apply', 'apply')),
+  }
+  planned.close()
+
+
+@pytest.mark.parametrize(
+  'sketch', [{}, {'pieces': 2}, apart(), apart(2)], ids=str
+)
+def test_what_a_host_stage_made_is_never_overwritten(sketch):
+  """Though the stage that reads it could do with its memory."""
+  made = []
+
+  def keep(x):
+    room = np.ones((len(x) + 1, WIDE), np.float32).ravel()
+    # Where JAX would take it as it lies.
+    begin = -room.ctypes.data % 64 // room.itemsize
+    made.append(room[begin:][: len(x) * WIDE].reshape(len(x), WIDE))
+    return made[-1]
+
+  like = lambda x: jax.ShapeDtypeStruct((x.shape[0], WIDE), jnp.float32)
+  act = stages.Stage(keep, 'act', host=True, like=like)
+  judge = stages.stage('judge', linear=(0,))(lambda x: 3 * x)
+  learn = stages.stage('learn', 'batch')(lambda x: x.mean())
+  apply = stages.stage('apply', 'batch')(lambda w, g: w + g)
+
+  def step(w, batch, key):
+    del key
+    g = learn(judge(act(batch)))
+    return apply(w, g), g
+
+  planned = runtime(step, sketch)
+  for _ in range(2):
+    assert planned.step(BATCH, KEY) == 3
+  planned.close()
+  assert len(made) == 2 * sketch.get('pieces', 1)
+  assert all((x == 1).all() for x in made)

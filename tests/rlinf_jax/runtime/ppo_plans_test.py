@@ -1,0 +1,144 @@
+"""No plan changes what PPO computes in a world of JAX, step after step.
+
+Placing changes no bit. Pieces, meshes and rows at a time change rounding, also
+where the batch of a step is what another step has left in the environments.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from rlinf_jax.runtime import local
+import stages
+from stages import workflows
+from stages.envs import push
+from stages.envs import rollout as rollout_lib
+from stages.learn import optimizers
+from stages.models import cnn, gaussian_policy
+from tests.rlinf_jax.runtime import random_plans_test
+import tiny
+
+STAGES = (
+  'keys rollout tally appraise measure whiten single shuffle ready minibatches '
+  'gradient apply fold see widen'
+).split()
+KEEP = optax.chain(optax.trace(decay=0.0), optax.scale(-0.01))
+ROWS, STEPS = 8, 2
+# Minibatches, epochs, and from which divergence on no update follows.
+UPDATES = [(1, 1, None), (2, 1, None), (1, 2, 1e9), (2, 2, 1e-4)]
+
+
+pytestmark = pytest.mark.usefixtures('in_float64', 'quickly_compiled')
+
+
+@functools.cache
+def workflow(updates):
+  n, epochs, stop = updates
+  both = optimizers.actor_critic(
+    KEEP, KEEP, critic_warmup=1, updates=n * epochs
+  )
+  return workflows.ppo(
+    push.push(horizon=5, terminate=True),
+    functools.partial(gaussian_policy.policy, width=8),
+    KEEP if n == 1 else both,  # The actor learns from the second step on.
+    rows=ROWS,
+    length=8,
+    updates=n,
+    epochs=epochs,
+    kl_stop=stop,
+    value_clip=0.2,
+    entropy=0.01,
+  )
+
+
+@functools.cache
+def eager(updates):
+  """Steps as arrays."""
+  state, made = workflow(updates).init(jax.random.key(0)), []
+  for i in range(STEPS):
+    state, info = workflow(updates).step(state, (), random_plans_test.key(i))
+    made.append((tiny.arrays(state), tiny.arrays(info)))
+  return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('seed', range(24))
+def test_no_plan_changes_the_mathematics(seed):
+  # What a piece may be of any stage, on two devices and in two minibatches.
+  rows = {'rollout': 2, 'gradient': 8}
+  plan, updates = random_plans_test.random_plan(
+    seed, STAGES, rows, ('apply',), UPDATES
+  )
+  ours = workflow(updates)
+  state = ours.init(jax.random.key(0))
+  made = random_plans_test.run(plan, ours, state, [()] * STEPS)
+  random_plans_test.compare(plan, made, eager(updates))
+
+
+@functools.cache
+def looking():
+  """In pictures, which two cuts shall see alike."""
+  eye = cnn.Config(channels=(4,), windows=(5,), strides=(3,), D=6)
+  return workflows.ppo(
+    push.push(horizon=3, pictures=16),
+    functools.partial(gaussian_policy.policy, width=4, eye=eye),
+    KEEP,
+    rows=ROWS,
+    length=4,
+    updates=2,
+    epochs=1,
+  )
+
+
+@pytest.mark.slow
+def test_no_plan_changes_what_is_learned_from_pictures():
+  ours, made = looking(), []
+  state = start = ours.init(jax.random.key(0))
+  for i in range(STEPS):
+    state, info = ours.step(state, (), random_plans_test.key(i))
+    made.append((tiny.arrays(state), tiny.arrays(info)))
+  places = {
+    'actor': {'devices': [0]},
+    'learner': {'devices': [1, 2], 'axes': [['data', 2]]},
+  }
+  stages = {'gradient': 'learner', 'appraise': 'learner', '*': 'actor'}
+  sketch = {'places': places, 'stages': stages, 'pieces': 2}
+  plan = plan_lib.of(sketch | {'rows': {'gradient': 4}}, STAGES)
+  planned = random_plans_test.run(plan, ours, start, [()] * STEPS)
+  random_plans_test.compare(plan, planned, made)
+
+
+def test_updates_stop_in_the_middle_of_what_plans_are_tried_on():
+  """Or the carried boolean would go untested."""
+  stopped = eager(UPDATES[-1])[-1][1]
+  (share,) = (v for k, v in stopped.items() if k == "['train/stopped'].sum")
+  assert 0 < share < 4
+
+
+@pytest.mark.parametrize('pieces', [1, 2, 4])
+def test_trajectories_are_the_same_in_pieces(pieces):
+  """To the bit but for what a policy's matrix products round."""
+  policy = gaussian_policy.policy(push.push(), width=8)
+  act = rollout_lib.rollout(policy, push.push(), 8)
+  params = policy.init(jax.random.key(0))
+  world, obs = rollout_lib.begin(push.push(), np.arange(ROWS, dtype=np.int32))
+
+  def step(state, params, key):
+    world, obs = state
+    world, obs, x, outcome = act(params, (), world, obs, stages.keys(key, obs))
+    return (world, obs), (x, outcome)
+
+  flow = flow_lib.trace(step, (world, obs), params, random_plans_test.key(0))
+  plan = plan_lib.of({'pieces': pieces}, flow.stages)
+  runtime = local.Local(plan, step=flow)
+  runtime.load((world, obs))
+  made = runtime.step(params, random_plans_test.key(0))
+  _, want = step((world, obs), params, random_plans_test.key(0))
+  for one, other in zip(*map(jax.tree.leaves, (made, want)), strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+  runtime.close()

@@ -1,0 +1,154 @@
+"""A plan of several places never changes the mathematics.
+
+Moving stages between places of one device changes no bit. A batch in pieces, or
+another mesh, changes rounding.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from rlinf_jax.runtime import local
+from tests.rlinf_jax.runtime import invariance_test
+import tiny
+
+STAGES = (
+  'repeat keys generate reward measure compare refer shuffle minibatches '
+  'gradient apply fold'
+).split()
+# Minibatches, epochs, and which groups they are of.
+UPDATES = [(1, 1, 'row'), (2, 1, 'row'), (1, 2, 'row'), (2, 2, 'shuffled')]
+# Devices and axes of places to choose from. Each has its own devices whatever
+# plan it is in, so that what one plan compiles serves the next.
+PLACES = {
+  'p0': plan_lib.Placement((0,)),
+  'p1': plan_lib.Placement((1,)),
+  'p2': plan_lib.Placement((2,)),
+  'p3': plan_lib.Placement((3, 4), (('data', 2),)),
+  'p4': plan_lib.Placement((5, 6), (('fsdp', 2),)),
+}
+
+
+pytestmark = pytest.mark.usefixtures('in_float64', 'quickly_compiled')
+
+
+@functools.cache
+def workflow(updates):
+  n, epochs, membership = updates
+  return invariance_test.grpo(
+    'float64', updates=n, epochs=epochs, membership=membership
+  )
+
+
+def begin(updates):
+  return invariance_test.begin(workflow(updates))
+
+
+@functools.cache
+def eager(updates):
+  """Two steps as arrays."""
+  state, made = begin(updates), []
+  for i in range(2):
+    state, info = workflow(updates).step(state, tiny.problem(seed=i), key(i))
+    made.append((tiny.arrays(state), tiny.arrays(info)))
+  return made
+
+
+def key(i):
+  return jax.random.key(3 + i)
+
+
+def random_plan(seed, stages, rows, evict, updates):
+  """A plan of one to four places, and the updates of a step it is tried on.
+
+  Args:
+    seed: of all choices.
+    stages: that are placed.
+    rows: at a time, by stage, of half of the plans.
+    evict: stages that may be.
+    updates: to choose from.
+  """
+  rng = np.random.default_rng(seed)
+  names = rng.permutation(list(PLACES))[: rng.integers(1, 5)].tolist()
+  places = {name: PLACES[name] for name in names}
+  stages = {name: names[rng.integers(len(names))] for name in stages}
+  pieces = int(rng.choice([1, 2, 4]))
+  rows = rows if rng.integers(2) else {}
+  evict = tuple(name for name in evict if rng.integers(2))
+  plan = plan_lib.Plan(places, stages, rows, pieces, evict)
+  return plan, updates[rng.integers(len(updates))]
+
+
+def run(plan, workflow, state, batches):
+  """Steps from a state as a plan has them, as arrays."""
+  runtime = local.Local(plan, step=tiny.trace(workflow, batches[0]))
+  runtime.load(state)
+  made = []
+  for i, batch in enumerate(batches):
+    info = runtime.step(batch, key(i))
+    made.append((tiny.arrays(runtime.state()), tiny.arrays(info)))
+  runtime.close()
+  return made
+
+
+def compare(plan, got, want):
+  """To the bit where the plan only places, else but for rounding."""
+  alone = all(len(place.devices) == 1 for place in plan.places.values())
+  exact = alone and plan.pieces == 1 and not plan.rows
+  for trees in zip(got, want, strict=True):
+    for one, other in zip(*trees, strict=True):
+      if exact:
+        tiny.assert_same_bits(one, other)
+        continue
+      assert one.keys() == other.keys()
+      for name, x in other.items():
+        scale = max(1.0, float(np.abs(x).max(initial=0)))
+        np.testing.assert_allclose(
+          one[name], x, rtol=1e-9, atol=1e-9 * scale, err_msg=name
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('seed', range(24))
+def test_no_plan_changes_the_mathematics(seed):
+  plan, updates = random_plan(
+    seed, STAGES, {'gradient': 8}, ('refer', 'apply'), UPDATES
+  )
+  batches = [tiny.problem(seed=i) for i in range(2)]
+  made = run(plan, workflow(updates), begin(updates), batches)
+  compare(plan, made, eager(updates))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('lag', [1, 2])
+def test_steps_that_overlap_by_the_lag_compute_the_same(lag):
+  late = invariance_test.grpo('float64', lag=lag)
+  state, n = invariance_test.begin(late), 5
+  sketch = {
+    'places': {'actor': {'devices': [0]}, 'learner': {'devices': [1]}},
+    'stages': dict.fromkeys(('repeat', 'keys', 'generate'), 'actor')
+    | {'*': 'learner'},
+  }
+  step = flow_lib.trace(late.step, state, tiny.problem(), key(0))
+  runtime = local.Local(plan_lib.of(sketch, step.stages), step=step)
+  runtime.load(state)
+  flying, infos = [], []
+  for i in range(n):
+    flying.append(runtime.submit(tiny.problem(seed=i), key(i)))
+    if len(flying) > lag:
+      infos.append(flying.pop(0).result())
+  infos += [made.result() for made in flying]
+  for i in range(n):
+    state, info = late.step(state, tiny.problem(seed=i), key(i))
+    tiny.assert_same_bits(infos[i], info)
+  tiny.assert_same_bits(runtime.state(), state)
+  # The actor went on while the learner was at an earlier step.
+  runs = [s for s in runtime.timeline.take() if s.what == 'run']
+  acted = {s.step: s.start for s in runs if s.stage == 'generate'}
+  learned = {s.step: s.end for s in runs if s.stage == 'apply'}
+  assert any(acted[i + 1] < learned[i] for i in range(1, n))
+  runtime.close()

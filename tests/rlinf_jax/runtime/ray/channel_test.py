@@ -1,0 +1,110 @@
+"""Every array arrives as it was sent, whichever way it goes."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from rlinf_jax.runtime.ray import channel, serialize
+from sharding import mesh as mesh_lib
+
+TREES, LEAVES = 500, 4  # For each way.
+TYPES = 'bool int8 uint8 int32 float16 float32 bfloat16 float8_e4m3fn'.split()
+# Dimensions, their sizes in units of eight, and how a mesh shares them.
+LAYOUTS = [
+  ((), None),
+  ((0,), None),
+  ((3, 5), None),
+  ((7,), None),
+  ((8,), P('data')),
+  ((16, 3), P('data')),
+  ((4, 8), P('data', 'tensor')),
+  ((8, 2), P(('data', 'tensor'))),
+  ((5, 3), P()),
+]
+
+
+@pytest.fixture(scope='module')
+def ends():
+  return channel.Links('127.0.0.1'), channel.Links('127.0.0.1')
+
+
+def meshes():
+  devices = jax.devices()
+  return [
+    mesh_lib.mesh(some, {'data': 2, 'tensor': 2})
+    for some in (devices[:4], devices[4:])
+  ]
+
+
+def leaf(rng, mesh):
+  """An array, and how the other end shall hold it."""
+  shape, spec = LAYOUTS[rng.integers(len(LAYOUTS))]
+  dtype = jnp.dtype(TYPES[rng.integers(len(TYPES))])
+  bits = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
+  bits = bits % 2 if dtype.kind == 'b' else bits
+  x = bits.view(dtype).reshape(shape)
+  if spec is None:
+    one, other = (
+      jax.sharding.SingleDeviceSharding(m.devices.flat[0]) for m in mesh
+    )
+    axes = ()
+  else:
+    one, other = (NamedSharding(m, spec) for m in mesh)
+    # Ends of other meshes gather first, those of one kind go shard by shard.
+    axes = (('data', 2), ('tensor', 2)) if rng.integers(2) else ()
+  return x, jax.device_put(x, one), other, axes
+
+
+@pytest.mark.parametrize(
+  'small', [1, 1 << 62], ids=['device to device', 'in calls']
+)
+def test_trees_arrive_bit_for_bit(ends, monkeypatch, small):
+  monkeypatch.setattr(channel, 'SMALL', small)
+  here, there = ends
+  rng, mesh = np.random.default_rng(0), meshes()
+  pulled = 0
+  for _ in range(TREES):
+    leaves = [leaf(rng, mesh) for _ in range(LEAVES)]
+    sent = [here.pack(x, axes, False) for _, x, _, axes in leaves]
+    pulled += sum(isinstance(one, channel.Offer) for one in sent)
+    for one, (want, _, layout, _) in zip(sent, leaves, strict=True):
+      got = there.unpack(one, layout)
+      assert got.sharding == layout and got.dtype == want.dtype
+      assert np.asarray(got).tobytes() == want.tobytes()
+  assert (pulled > TREES) == (small == 1)
+
+
+def test_what_is_sent_may_be_overwritten_when_it_was_read(ends, monkeypatch):
+  monkeypatch.setattr(channel, 'SMALL', 1)
+  here, there = ends
+  x = jax.device_put(np.arange(1024.0, dtype=np.float32))
+  other = jnp.copy(x)
+  sent = here.pack(x, (), False)
+  assert here.settle([other], 0) and not here.settle([other, x], 0.01)
+  layout = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+  got = jax.block_until_ready(there.unpack(sent, layout))
+  waits = threading.Timer(0.1, here.pulled, [sent.number])
+  waits.start()
+  assert here.settle([x], 30)
+  jax.block_until_ready(jax.jit(lambda x: 0 * x, donate_argnums=0)(x))
+  np.testing.assert_array_equal(got, np.arange(1024, dtype=np.float32))
+  here.pack(other, (), False)
+  assert not here.settle([other], 0.01)
+  here.forget()  # Nobody will pull it.
+  assert here.settle([other], 0)
+
+
+def test_a_way_is_chosen_by_size_and_kind():
+  key = jax.random.split(jax.random.key(0), 1 << 18)
+  plain = np.dtype('float32')
+  assert channel.way(plain, 100, False) == 'in calls'
+  assert channel.way(plain, channel.SMALL, False) == 'device to device'
+  assert channel.way(plain, channel.SMALL, True) == 'by shared memory'
+  assert channel.way(key.dtype, channel.SMALL, False) == 'by the object store'
+  assert channel.way(plain, channel.SMALL, False, True) == 'by the object store'
+  assert channel.size(serialize.pack(np.zeros((3, 4), np.float32))) == 48

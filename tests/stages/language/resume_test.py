@@ -1,0 +1,101 @@
+"""Completions that were interrupted, and are gone on with."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stages import base
+from stages.language import generate, language_model
+from tests.stages.language.generate_test import (
+  act,
+  alike,
+  B,
+  CONFIG,
+  CUT,
+  GROUP,
+  keys,
+  params,
+  prompts,
+  STOP,
+  T,
+)
+
+
+@functools.cache
+def resume(begun=B, go_on=jnp.any, **settings):
+  policy = language_model.policy(CONFIG, length=T, stop=STOP, **settings)
+  return jax.jit(
+    functools.partial(policy.resume, group=GROUP, begun=begun, go_on=go_on)
+  )
+
+
+def draft_of(x: base.Experience) -> base.Draft:
+  return base.Draft(x.action, x.logp, x.mask, x.truncated > 0)
+
+
+def cut(x: base.Experience, length_B) -> base.Draft:
+  """What there was of `x` when rows had so many tokens."""
+  kept_BT = x.mask * (np.arange(T)[None] < length_B[:, None])
+  return base.Draft(
+    jnp.where(kept_BT > 0, x.action, 0),
+    x.logp * kept_BT,
+    kept_BT,
+    (x.truncated > 0) | (kept_BT.sum(1) < x.mask.sum(1)),
+  )
+
+
+def same(got: base.Draft, want: base.Experience):
+  alike(
+    base.Experience(None, *got[:3], got.alive.astype(jnp.float32)),
+    want._replace(obs=None),
+  )
+
+
+@pytest.mark.parametrize('padding', ['left', 'right'])
+@pytest.mark.parametrize('settings', [{}, {'sampling': CUT}], ids=str)
+def test_interrupted_rows_are_uninterrupted_ones(settings, padding):
+  prompt = prompts(padding)
+  want = act(**settings)(params(), prompt, keys())
+  for seed in range(3):
+    length_B = np.random.default_rng(seed).integers(0, T + 1, B)
+    some = cut(want, length_B)
+    assert 0 < (some.mask.sum(1) < want.mask.sum(1)).sum() < B
+    same(resume(**settings)(params(), prompt, keys(), some), want)
+
+
+def test_going_on_from_nothing_is_beginning():
+  draft = generate.blank(CONFIG, B, T)
+  same(
+    resume()(params(), prompts(), keys(), draft),
+    act()(params(), prompts(), keys()),
+  )
+
+
+def test_rows_that_began_before_and_rows_that_begin_go_on_together():
+  want = act()(params(), prompts(), keys())
+  draft = cut(want, np.where(np.arange(B) < GROUP, 3, 0))
+  same(resume(begun=GROUP)(params(), prompts(), keys(), draft), want)
+
+
+def test_rows_wait_when_enough_have_ended():
+  want = act()(params(), prompts(), keys())
+  at = sorted(want.mask.sum(1).tolist())[1]
+  assert at < T
+  until_two = resume(begun=0, go_on=lambda open_B: open_B.sum() > B - 2)
+  draft = until_two(params(), prompts(), keys(), generate.blank(CONFIG, B, T))
+  # Every row as far as the second that ended went, and no further.
+  np.testing.assert_array_equal(
+    draft.mask.sum(1), np.minimum(want.mask.sum(1), at)
+  )
+  same(resume()(params(), prompts(), keys(), draft), want)
+
+
+def test_a_row_that_has_ended_stays_as_it_was():
+  want = act()(params(), prompts(), keys())
+  got = resume()(params(), prompts(), keys(1), draft_of(want))
+  np.testing.assert_array_equal(got.action, want.action)
+  np.testing.assert_array_equal(got.logp, want.logp)
+  np.testing.assert_array_equal(got.alive, want.truncated > 0)

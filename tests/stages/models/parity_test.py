@@ -1,0 +1,308 @@
+"""What a model says, draws and learns, against `transformers` in torch."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors import torch as st
+import transformers
+
+import stages
+from stages import base, workflows
+from stages.language import language_model, sample
+from stages.models import qwen, transformer, weights
+import torch_reference
+
+torch = torch_reference.torch
+STEPS = 16
+
+
+class Case(NamedTuple):
+  """The same model twice, and where it is saved."""
+
+  torch: Any
+  folder: Any
+  config: transformer.Config
+  params: Any
+
+
+@pytest.fixture(scope='module', params=torch_reference.CASES)
+def case(request, tmp_path_factory):
+  folder = tmp_path_factory.mktemp('model')
+  reference = torch_reference.model(request.param)
+  reference.save_pretrained(folder)
+  config = qwen.read_config(folder)
+  return Case(reference, folder, config, qwen.read(folder, config))
+
+
+def prompts(config, lengths, padding='left', seed=0):
+  """Random prompts of these lengths, padded with random tokens."""
+  rng = np.random.default_rng(seed)
+  P = max(lengths) + 1
+  token_BP = rng.integers(0, config.V, (len(lengths), P))
+  mask_BP = np.zeros_like(token_BP)
+  for row, length in enumerate(lengths):
+    text = np.random.default_rng([seed, row]).integers(0, config.V, length)
+    where = slice(P - length, P) if padding == 'left' else slice(length)
+    token_BP[row, where], mask_BP[row, where] = text, 1
+  return base.Prompt(jnp.asarray(token_BP), jnp.asarray(mask_BP))
+
+
+def to_torch(prompt):
+  return tuple(torch.tensor(np.asarray(x)).long() for x in prompt)
+
+
+def repeat(prompt, group):
+  return jax.tree.map(lambda x: jnp.repeat(x, group, axis=0), prompt)
+
+
+def keys(rows, seed=0):
+  return jax.random.split(jax.random.key(seed), rows)
+
+
+@torch.no_grad()
+def decode(model, prompt, action_BT):
+  """Logits [B, T, V] of each token, from a cache, one at a time."""
+  token_BP, mask_BP = to_torch(prompt)
+  position_BP, made, past = torch_reference.positions(mask_BP), [], None
+  token_BX, position_BX = token_BP, position_BP
+  for t in range(action_BT.shape[1]):
+    out = model(
+      input_ids=token_BX,
+      attention_mask=mask_BP,
+      position_ids=position_BX,
+      past_key_values=past,
+      use_cache=True,
+    )
+    made.append(out.logits[:, -1])
+    past, token_BX = out.past_key_values, action_BT[:, t : t + 1]
+    position_BX = position_BX[:, -1:] + 1
+    mask_BP = torch.cat([mask_BP, torch.ones_like(token_BX)], 1)
+  return torch.stack(made, 1).numpy()
+
+
+def test_logits_of_padded_prompts_are_those_of_transformers(case):
+  model = transformer.Transformer(case.config)
+  forward = jax.jit(lambda *args: model.apply({'params': case.params}, *args))
+  for padding in 'left', 'right':
+    prompt = prompts(case.config, [11, 7, 1, 4], padding)
+    got = np.asarray(forward(*prompt))
+    with torch.no_grad():
+      want = torch_reference.logits(case.torch, *to_torch(prompt)).numpy()
+    real = np.asarray(prompt.mask) > 0
+    np.testing.assert_allclose(got[real], want[real], rtol=0, atol=1e-4)
+
+
+def test_cached_decoding_sees_the_logits_of_transformers(case, monkeypatch):
+  logits, shape = [], sample.shape
+
+  def spy(logit_BTV, sampling):
+    jax.debug.callback(logits.append, logit_BTV[:, 0], ordered=True)
+    return shape(logit_BTV, sampling)
+
+  monkeypatch.setattr(sample, 'shape', spy)
+  policy = language_model.policy(case.config, length=STEPS)
+  group, lengths = 3, [9, 1, 5]
+  act = jax.jit(
+    lambda prompt, key_B: policy.act(case.params, prompt, key_B, group=group)
+  )
+  for padding in 'left', 'right':
+    logits.clear()
+    prompt = repeat(prompts(case.config, lengths, padding), group)
+    x = jax.block_until_ready(act(prompt, keys(group * len(lengths))))
+    jax.effects_barrier()
+    action = torch.tensor(np.asarray(x.action)).long()
+    left = repeat(prompts(case.config, lengths), group)
+    want = decode(case.torch, left, action)
+    got = np.stack([np.asarray(step) for step in logits], 1)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+    logp = torch.log_softmax(torch.tensor(want), -1)
+    logp = logp.gather(-1, action[..., None])[..., 0]
+    np.testing.assert_allclose(x.logp, logp, rtol=0, atol=1e-4)
+
+
+def test_greedy_generation_is_that_of_transformers(case):
+  prompt = prompts(case.config, [8, 3, 6, 1, 5])
+
+  def want(stop):
+    token, mask = to_torch(prompt)
+    made = case.torch.generate(
+      input_ids=token,
+      attention_mask=mask,
+      generation_config=transformers.GenerationConfig(
+        do_sample=False,
+        max_new_tokens=STEPS,
+        eos_token_id=stop or None,
+        pad_token_id=0,
+      ),
+    )[:, token.shape[1] :].numpy()
+    return np.pad(made, [(0, 0), (0, STEPS - made.shape[1])])
+
+  # A token that ends some rows early, and others never.
+  endless = want([])
+  stop = next(
+    int(token)
+    for token in np.unique(endless)
+    if 0 < (endless[:, :-1] == token).any(1).sum() < 5
+    and (endless == token).any(1).sum() < 5
+  )
+  policy = language_model.policy(case.config, length=STEPS, stop=(stop,))
+  act = jax.jit(functools.partial(policy.act, greedy=True))
+  x = act(case.params, prompt, keys(5))
+  np.testing.assert_array_equal(x.action, want([stop]))
+  assert (want([stop]) != endless).any()
+  assert 0 < x.truncated.sum() < 5
+
+
+def test_log_probabilities_of_given_completions_are_those_of_torch(case):
+  rng = np.random.default_rng(0)
+  lengths, group, T, heat = [6, 2, 9], 2, 11, 0.7
+  B = group * len(lengths)
+  action = rng.integers(0, case.config.V, (B, T))
+  prompt = repeat(prompts(case.config, lengths), group)
+  with torch.no_grad():
+    want = torch_reference.logp(
+      case.torch, prompt, torch.tensor(action), torch.ones(B, T), heat
+    ).numpy()
+  policy = language_model.policy(
+    case.config, length=T, sampling=sample.Sampling(temperature=heat)
+  )
+  evaluate = jax.jit(
+    lambda prompt: policy.evaluate(
+      case.params, prompt, jnp.asarray(action), group=group
+    )
+  )
+  for padding in 'left', 'right':
+    prompt = repeat(prompts(case.config, lengths, padding), group)
+    difference = np.linalg.norm(evaluate(prompt).logp - want)
+    assert difference <= 1e-4 * np.linalg.norm(want)
+
+
+class Seen(NamedTuple):
+  """What an optimiser was given: the gradients of its first two updates."""
+
+  first: Any
+  second: Any
+  step: Any
+
+
+def watch(move):
+  """An optimiser that remembers gradients and moves by `move` whatever they be.
+
+  The second minibatch is then learnt from off-policy: ratios leave one.
+  """
+
+  def init(params):
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return Seen(zeros, zeros, jnp.zeros((), jnp.int32))
+
+  def update(gradient, seen, params=None):
+    del params
+    is_first = seen.step == 0
+    first, second = (
+      jax.tree.map(lambda new, old: jnp.where(at, new, old), gradient, old)
+      for at, old in ((is_first, seen.first), (~is_first, seen.second))
+    )
+    return move, Seen(first, second, seen.step + 1)
+
+  return optax.GradientTransformation(init, update)
+
+
+def noise(params, size, seed):
+  leaves, structure = jax.tree.flatten(params)
+  rng = np.random.default_rng(seed)
+  return structure.unflatten(
+    size * rng.normal(size=x.shape).astype(np.float32) for x in leaves
+  )
+
+
+def as_torch(case, params, folder):
+  """The model of `case` with our parameters, by way of a file."""
+  weights.write(folder, params, qwen.NAMES)
+  (folder / 'config.json').write_bytes(
+    (case.folder / 'config.json').read_bytes()
+  )
+  return transformers.Qwen2ForCausalLM.from_pretrained(folder).eval()
+
+
+def compare_gradients(ours, model, folder):
+  """Each tensor's gradient, by its Hugging Face name."""
+  weights.write(folder, ours, qwen.NAMES)
+  got = st.load_file(folder / weights.SINGLE)
+  want = {name: x.grad for name, x in model.named_parameters()}
+  assert got.keys() == want.keys()
+  for name, x in want.items():
+    assert x.norm() > 0, name
+    assert (got[name] - x).norm() <= 1e-4 * x.norm(), name
+
+
+@pytest.mark.slow
+def test_grpo_gradient_is_that_of_torch(case, tmp_path):
+  group, rows, T, heat = 4, 16, 9, 0.9
+  settings = {'low': 0.1, 'high': 0.15, 'kl': 0.05}
+  rng, drawn = np.random.default_rng(3), []
+  reward = rng.normal(size=rows).astype(np.float32)
+  reward[4:8] = 0.5  # A group that teaches nothing.
+
+  def judge(answer, action, mask):
+    drawn.extend(torch.tensor(x) for x in (action, mask))
+    return base.Verdict(reward, answer)
+
+  def like(answer, action, mask):
+    return base.Verdict(answer, answer)
+
+  move = noise(case.params, 0.01, seed=1)
+  sampling = sample.Sampling(temperature=heat)
+  stop = tuple(range(0, case.config.V, 12))
+  grpo = workflows.grpo(
+    language_model.policy(
+      case.config,
+      length=T,
+      stop=stop,
+      sampling=sampling,
+      init=lambda key: case.params,
+    ),
+    stages.Stage(judge, 'reward', host=True, like=like),
+    watch(move),
+    group=group,
+    updates=2,
+    **settings,
+  )
+  state = grpo.init(jax.random.key(0))
+  far = jax.tree.map(jnp.add, case.params, noise(case.params, 0.01, seed=2))
+  prompt = prompts(case.config, [7, 2, 5, 9])
+  state, info = grpo.step(
+    state._replace(reference=far),
+    base.Problem(prompt, jnp.zeros(len(prompt.token))),
+    jax.random.key(7),
+  )
+  clipped = info['train/clip_fraction'].value()['']
+  assert 0.02 < clipped < 0.5, 'the second update should clip some tokens'
+
+  action, mask = drawn[0].long(), drawn[1]
+  assert mask.sum(1).unique().numel() > 1
+  prompt = repeat(prompt, group)
+  start = as_torch(case, case.params, tmp_path / 'start')
+  moved = as_torch(case, jax.tree.map(jnp.add, case.params, move), tmp_path)
+  reference = as_torch(case, far, tmp_path / 'reference')
+  with torch.no_grad():
+    old, ref = (
+      torch_reference.logp(m, prompt, action, mask, heat)
+      for m in (start, reference)
+    )
+  advantage = torch_reference.group_relative(torch.tensor(reward), group)
+  seen = state.actor.opt_state
+  for model, run, ours in (
+    (start, slice(rows // 2), seen.first),
+    (moved, slice(rows // 2, rows), seen.second),
+  ):
+    part = jax.tree.map(lambda x: x[run], prompt)
+    logp = torch_reference.logp(model, part, action[run], mask[run], heat)
+    torch_reference.grpo_loss(
+      logp, old[run], ref[run], advantage[run], mask[run], **settings
+    ).backward()
+    compare_gradients(ours, model, tmp_path / 'gradient')

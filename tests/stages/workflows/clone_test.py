@@ -1,0 +1,144 @@
+"""Behaviour cloning: demonstrations, what is learned of them, and then."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stages import base, workflows
+from stages.envs import demonstrations, push, seed_source
+from stages.learn import optimizers
+from stages.models import gaussian_policy, policy_file
+from tests.stages.workflows.ppo_test import read
+
+KEY = jax.random.key(0)
+DEVIATION = 0.3
+
+
+@pytest.fixture(scope='module')
+def shown():
+  """Attempts of a controller, and how many of 64 succeeded."""
+  return demonstrations.make(
+    push.push(), push.show_how, rows=32, deviation=DEVIATION, attempts=64
+  )
+
+
+@pytest.fixture(scope='module')
+def path(shown, tmp_path_factory):
+  path = tmp_path_factory.mktemp('demonstrations') / 'push.npz'
+  demonstrations.write(path, shown[0])
+  return path
+
+
+# Demonstrations.
+
+
+def test_a_controller_can_do_what_it_demonstrates(shown):
+  x, succeeded = shown
+  assert succeeded >= 60
+  assert x.obs.shape == (succeeded * 50, 10) and x.action.shape[1] == 2
+  said = jax.vmap(push.show_how)(jnp.asarray(x.obs))
+  noise = x.action - said
+  assert abs(noise.mean()) < 0.01
+  np.testing.assert_allclose(noise.std(), DEVIATION, rtol=0.05)
+
+
+def test_only_what_succeeds_is_kept():
+  still = lambda obs_O: 0.0 * obs_O[:2]
+  x, succeeded = demonstrations.make(
+    push.push(horizon=5), still, rows=4, deviation=0.0, attempts=6
+  )
+  assert succeeded == 0 and x.obs.shape == (0, 10)
+
+
+def test_a_file_is_read_as_it_was_written(shown, path, tmp_path):
+  for one, other in zip(shown[0], demonstrations.read(path), strict=True):
+    np.testing.assert_array_equal(one, other)
+  with pytest.raises(FileNotFoundError, match='no demonstrations at'):
+    demonstrations.read(tmp_path / 'none.npz')
+  for arrays, said in (
+    ({'obs': np.zeros((3, 2))}, r"lacks \['action'\]"),
+    ({'obs': np.zeros((3, 2)), 'action': np.zeros((2, 1))}, '3 observations'),
+    ({'obs': np.zeros((0, 2)), 'action': np.zeros((0, 1))}, 'at least one'),
+  ):
+    np.savez(tmp_path / 'bad.npz', **arrays)
+    with pytest.raises(ValueError, match=said):
+      demonstrations.read(tmp_path / 'bad.npz')
+
+
+def test_a_policy_that_squashes_what_it_draws_is_refused():
+  squashed = functools.partial(gaussian_policy.policy, bound='tanh')
+  with pytest.raises(
+    ValueError, match="squashes what it draws.*bound = 'clip'"
+  ):
+    workflows.clone(push.push(), squashed, optimizers.adamw(1e-3))
+
+
+def test_batches_follow_from_seed_and_number_alone(path):
+  source = demonstrations.steps(str(path), rows=5)
+  state, first = source.next(source.init(7), {})
+  _, second = source.next(state, {})
+  _, again = source.next(state, {})
+  np.testing.assert_array_equal(second.obs, again.obs)
+  assert not np.array_equal(first.obs, second.obs)
+  (seed_B,) = source.held_out()
+  assert len(seed_B) == 100 and seed_B[0] == seed_source.FIRST
+
+
+# What is learned.
+
+
+def policy(**kwargs):
+  return functools.partial(gaussian_policy.policy, width=16, **kwargs)
+
+
+def test_the_loss_is_a_likelihood_by_the_scale_of_what_was_shown():
+  workflow = workflows.clone(push.push(), policy(), optimizers.adamw(1e-3))
+  rng = np.random.default_rng(0)
+  obs = rng.normal(3, 2, (8, 10)).astype(np.float32)
+  action = rng.normal(size=(8, 2)).astype(np.float32)
+  before = workflow.init(KEY)
+  after, info = workflow.step(before, base.Demonstration(obs, action), KEY)
+  np.testing.assert_allclose(after.scale.mean, obs.mean(0), rtol=1e-5)
+  near = (obs - obs.mean(0)) / np.sqrt(obs.var(0) + 1e-8)
+  params, keys = before.actor.params, jax.random.split(KEY, 8)
+  mean = policy()(push.push()).act(params, near, keys, greedy=True).action
+  z = action - np.asarray(mean)  # Deviations are one to begin with.
+  want = (0.5 * z**2 + 0.5 * np.log(2 * np.pi)).sum(1).mean()
+  np.testing.assert_allclose(read(info)['train/loss'], want, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_clone_of_few_gets_better_by_success_alone(tmp_path):
+  world = push.push(dense=False, terminate=True)
+  x, succeeded = demonstrations.make(
+    world, push.show_how, rows=8, deviation=DEVIATION, attempts=8
+  )
+  assert succeeded == 8
+  demonstrations.write(tmp_path / 'push.npz', x)
+  source = demonstrations.steps(str(tmp_path / 'push.npz'), rows=256)
+  workflow = workflows.clone(world, policy(), optimizers.adamw(1e-2))
+  state, at = workflow.init(KEY), source.init(0)
+  (seeds,) = source.held_out()
+  fresh = read(workflow.evaluate(state, seeds, KEY))['eval/success_once']
+  for _ in range(150):
+    at, batch = source.next(at, {})
+    state, _ = workflow.step(state, batch, KEY)
+  policy_file.export(tmp_path / 'model', workflow.params(state))
+  rl = workflows.embodied_grpo(
+    *(world, policy(), optimizers.adamw(3e-3, clip_norm=0.5)),
+    rows=256,
+    group=8,
+    updates=2,
+    epochs=2,
+    model=str(tmp_path / 'model'),
+  )
+  state = rl.init(KEY)
+  cloned = read(rl.evaluate(state, seeds, KEY))['eval/success_once']
+  for i in range(30):
+    state, _ = rl.step(state, (), jax.random.fold_in(KEY, i))
+  better = read(rl.evaluate(state, seeds, KEY))['eval/success_once']
+  assert fresh < 0.05 and 0.1 < cloned < 0.8
+  assert better > cloned + 0.2

@@ -1,0 +1,201 @@
+"""DAPO: batches of groups that say something, and what overlong rows cost."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from rlinf_jax.runtime import local
+from stages import base, metrics, workflows
+from stages.learn import optimizers
+from stages.workflows.dapo import _accept, _ask, overlong, Slots
+from tests.rlinf_jax.runtime import invariance_test
+import tiny
+
+KEY = jax.random.key(0)
+GROUP = 4
+
+
+@pytest.mark.parametrize(
+  'length, cost', [(0, 0), (12, 0), (14, -0.25), (16, -0.5), (20, -1)]
+)
+def test_overlong_costs_rise_to_one(length, cost):
+  made = overlong(jnp.float32([length]), limit=20, cache=8)
+  np.testing.assert_allclose(made, [cost])
+
+
+def slots_of(N):
+  x = base.Experience(
+    obs=jnp.full(N * 2, -1),
+    action=jnp.zeros((N * 2, 1), jnp.int32),
+    logp=jnp.zeros((N * 2, 1)),
+    mask=jnp.zeros((N * 2, 1)),
+    truncated=jnp.zeros(N * 2),
+  )
+  zero = jnp.zeros(())
+  none = jnp.int32(0)
+  verdict = base.Verdict(jnp.zeros(N * 2), jnp.zeros(N * 2))
+  return Slots(x, verdict, none, none, metrics.Mean(zero, zero))
+
+
+def drawn(name, correct_B):
+  B = len(correct_B)
+  obs_B = 100 * name + jnp.arange(B)
+  one_B1 = jnp.ones((B, 1))
+  x = base.Experience(obs_B, one_B1.astype(int), one_B1, one_B1, one_B1[:, 0])
+  correct_B = jnp.float32(correct_B)
+  return x, base.Verdict(correct_B, correct_B)
+
+
+def test_groups_of_mixed_accuracy_fill_the_slots_in_order():
+  accept = functools.partial(_accept, 2)
+  slots, done = accept(slots_of(3), *drawn(1, [0, 0, 1, 0, 1, 1]))
+  assert (int(slots.filled), bool(done)) == (1, False)
+  assert slots.x.obs.tolist() == [102, 103, -1, -1, -1, -1]
+  slots, done = accept(slots, *drawn(2, [0, 1, 1, 0, 0, 1]))
+  assert (int(slots.filled), bool(done)) == (3, True)
+  assert slots.x.obs.tolist() == [102, 103, 200, 201, 202, 203]
+  assert slots.verdict.correct.tolist() == [1, 0, 0, 1, 1, 0]
+  # All that was drawn counts.
+  assert slots.accuracy.value()[''] == pytest.approx(6 / 12)
+  assert int(slots.round) == 2
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_filling_is_the_first_mixed_groups_of_all_rounds(seed):
+  rng = np.random.default_rng(seed)
+  slots, all_, done = slots_of(4), [], False
+  for i in range(4):
+    if done:
+      break
+    correct_B = rng.integers(2, size=8)
+    slots, done = _accept(2, slots, *drawn(i, correct_B))
+    all_ += [
+      100 * i + 2 * g + j
+      for g in range(4)
+      if correct_B[2 * g] != correct_B[2 * g + 1]
+      for j in range(2)
+    ]
+  want = (all_ + [-1] * 8)[:8]
+  assert slots.x.obs.tolist() == want
+  np.testing.assert_array_equal(slots.x.mask[:, 0], np.array(want) >= 0)
+
+
+def test_a_rows_key_is_of_its_round_too():
+  ask = functools.partial(_ask, 2, GROUP)
+  rows = [ask(tiny.problem(8), KEY, jnp.int32(i)) for i in range(2)]
+  key_B = np.concatenate([jax.random.key_data(keys) for _, keys in rows])
+  assert len({tuple(key) for key in key_B.tolist()}) == 8 * GROUP
+  answer_B = np.concatenate([problem.answer for problem, _ in rows])
+  np.testing.assert_array_equal(answer_B, np.repeat(np.arange(8), GROUP))
+
+
+def test_prompts_that_rounds_cannot_share_are_refused():
+  with pytest.raises(ValueError, match='8 prompts .* 3 rounds'):
+    _ask(3, GROUP, tiny.problem(8), KEY, jnp.int32(0))
+
+
+@functools.cache
+def dapo(dtype='float32', rounds=2, **kwargs):
+  return workflows.dapo(
+    tiny.policy(dtype),
+    invariance_test.even if dtype == 'float64' else tiny.even,
+    optimizers.adamw(1e-2),
+    group=GROUP,
+    rounds=rounds,
+    **kwargs,
+  )
+
+
+def read(info):
+  return metrics.read(jax.device_get(info))[0]
+
+
+@pytest.mark.slow
+def test_a_batch_of_groups_that_are_all_alike_teaches_nothing():
+  workflow = workflows.dapo(
+    tiny.policy(), never, optimizers.adamw(1e-2), group=GROUP, rounds=2
+  )
+  state = workflow.init(KEY)
+  after, info = workflow.step(state, tiny.problem(), KEY)
+  tiny.assert_same_bits(after.actor.params, state.actor.params)
+  numbers = read(info)
+  assert numbers['rollout/rounds'] == 2
+  assert numbers['rollout/groups_filled'] == 0
+  assert numbers['rollout/accuracy'] == 0
+  assert np.isfinite(numbers['train/policy_loss'])
+
+
+@tiny.stages.stage('reward')
+def never(answer, action, mask):
+  del answer, mask
+  zero_B = jnp.zeros(action.shape[0])
+  return base.Verdict(zero_B, zero_B)
+
+
+@pytest.mark.slow
+def test_dapo_learns():
+  workflow = dapo()
+  state, accuracies, rounds = workflow.init(KEY), [], []
+  for i in range(30):
+    key = jax.random.fold_in(KEY, i)
+    state, info = workflow.step(state, tiny.problem(seed=i), key)
+    accuracies.append(read(info)['rollout/accuracy'])
+    rounds.append(read(info)['rollout/rounds'])
+  assert np.mean(accuracies[:3]) < 0.75 < 0.9 < np.mean(accuracies[-3:])
+  assert set(rounds) == {1, 2}
+
+
+PLANS = {
+  'one place': ({}, True),
+  'places': (
+    {
+      'places': {p: {'devices': [i]} for i, p in enumerate('abc')},
+      'stages': {'generate': 'a', 'ask': 'a', 'reward': 'b', '*': 'c'},
+    },
+    True,
+  ),
+  'pieces and a mesh': (
+    {
+      'places': {
+        'a': {'devices': [0]},
+        'b': {'devices': [1, 2], 'axes': [['fsdp', 2]]},
+      },
+      'stages': {'generate': 'a', '*': 'b'},
+      'pieces': 2,
+    },
+    False,
+  ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('sketch, exact', PLANS.values(), ids=PLANS)
+def test_planned_dapo_is_eager_dapo(sketch, exact, in_float64):
+  workflow = dapo('float64', updates=2, epochs=2, cache=2)
+  state = workflow.init(KEY)
+  flow = flow_lib.trace(workflow.step, state, tiny.problem(), KEY)
+  runtime = local.Local(plan_lib.of(sketch, flow.stages), step=flow)
+  runtime.load(state)
+  rounds = []
+  for i in range(3):
+    batch, key = tiny.problem(seed=i), jax.random.key(i)
+    got = runtime.step(batch, key)
+    state, want = workflow.step(state, batch, key)
+    rounds.append(read(want)['rollout/rounds'])
+    for one, other in ((got, want), (runtime.state(), state)):
+      if exact:
+        tiny.assert_same_bits(one, other)
+        continue
+      one, other = tiny.arrays(one), tiny.arrays(other)
+      for name, x in other.items():
+        scale = max(1.0, float(np.abs(x).max(initial=0)))
+        np.testing.assert_allclose(
+          one[name], x, rtol=1e-9, atol=1e-9 * scale, err_msg=name
+        )
+  assert len({*rounds}) > 1  # Some batches were full at once.
+  runtime.close()

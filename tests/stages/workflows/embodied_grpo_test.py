@@ -1,0 +1,333 @@
+"""GRPO in worlds: who is compared with whom, by what, and what counts of it."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stages
+from stages import base, workflows
+from stages.envs import episode_stats, push, rollout, vectorize
+from stages.envs import rollout as rollout_lib
+from stages.learn import advantages, optimizers
+from stages.models import gaussian_policy, policy_file
+from stages.workflows.embodied_grpo import compare, describe
+from tests.stages.workflows.ppo_test import read, Simulator, with_random_reward
+
+KEY = jax.random.key(0)
+GROUP = 4
+
+
+class Line(NamedTuple):
+  """Where somebody stands, and where that began."""
+
+  at: jax.Array
+  begun: jax.Array
+
+
+def line(horizon=5):
+  """A world so small that episodes end early: beyond 1 is success."""
+  start = lambda key: jax.random.uniform(key, (1,), float, -0.5, 0.5)
+  task = vectorize.Task(
+    begin=lambda key: Line(*[start(key)] * 2),
+    move=lambda place, command: place._replace(at=place.at + command),
+    look=lambda place: jnp.concatenate(place),
+    judge=lambda place: (place.at[0], (place.at[0] > 1.0).astype(float)),
+  )
+  bounds = {'low': (-1.0,), 'high': (1.0,)}
+  return vectorize.world(task, horizon=horizon, terminate=True, **bounds)
+
+
+# Advantages and masks, by hand.
+
+
+def outcome_of(done, success=None, reward=None, lost=None):
+  """Rows that end as `done` says; what else is not given is zero."""
+  done = jnp.asarray(done, float)
+  given = [
+    0.0 * done if x is None else jnp.asarray(x, float) + 0.0 * done
+    for x in (success, reward)
+  ]
+  success, reward = given
+  lost = None if lost is None else jnp.asarray(lost, float)
+  return base.Outcome((), reward, done, 0 * done, (), success, lost=lost)
+
+
+def compared(outcome, group=2, judge=episode_stats.succeeded, filtered=False):
+  made = compare(group, judge, advantages.group_relative, filtered, outcome)
+  return np.asarray(made['mask']), np.asarray(made['advantage'])
+
+
+ENDS = [[0, 1, 0, 1], [0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 1, 0]]
+FIRST = [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]]
+
+
+def test_an_episode_is_one_advantage_and_nothing_counts_after_its_end():
+  # Row 0 succeeds as it ends, row 1 after its end, the others not at all.
+  success = [[0, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1], [0, 0, 0, 1]]
+  mask, advantage = compared(outcome_of(ENDS, success))
+  np.testing.assert_array_equal(mask, FIRST)
+  half = 0.5 / (np.sqrt(0.5) + 1e-6)  # Of 1 and 0, and their deviation.
+  want = np.array([[half], [-half], [0], [0]]) * np.array(FIRST)
+  np.testing.assert_allclose(advantage, want, rtol=1e-6)
+
+
+def test_success_at_some_moment_of_the_first_episode_is_enough():
+  success = [[1, 0, 0, 0], [0, 0, 0, 0], [0] * 4, [0] * 4]
+  _, advantage = compared(outcome_of(ENDS, success))
+  assert advantage[0, 0] > 0 > advantage[1, 0]
+
+
+def test_what_it_returned_may_count_instead():
+  reward = [[1, 2, 9, 9], [1, 1, 1, 1], [5, 9, 9, 9], [1, 1, 1, 9]]
+  _, advantage = compared(
+    outcome_of(ENDS, reward=reward), judge=episode_stats.returned
+  )
+  # 3 against 4, and 5 against 3.
+  assert (np.sign(advantage[:, 0]) == [-1, 1, 1, -1]).all()
+  np.testing.assert_allclose(np.abs(advantage[:, 0]), 2**-0.5, rtol=1e-5)
+
+
+def test_groups_that_did_alike_may_be_left_out():
+  success = [[0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0]]
+  mask, advantage = compared(outcome_of(ENDS, success), filtered=True)
+  np.testing.assert_array_equal(mask, [*FIRST[:2], [0] * 4, [0] * 4])
+  _, unfiltered = compared(outcome_of(ENDS, success))
+  np.testing.assert_array_equal(advantage, unfiltered)
+
+
+@pytest.mark.parametrize('worth', [0.1, 1.0])
+def test_an_episode_that_was_lost_counts_for_nothing(worth):
+  ends, lost = np.ones((8, 1)), np.zeros((8, 1))
+  lost[[1, 4, 5, 6, 7]] = 1.0
+  reward = np.full((8, 1), worth)
+  reward[1] = 7.0
+  outcome = outcome_of(ends, reward=reward, lost=lost)
+  mask, advantage = compared(outcome, GROUP, episode_stats.returned)
+  # Three that did alike are alike to the bit, and four lost are no group.
+  np.testing.assert_array_equal(mask, 1.0 - lost)
+  assert not advantage.any()
+  reward[0] += 1.0
+  outcome = outcome_of(ends, reward=reward, lost=lost)
+  _, advantage = compared(outcome, GROUP, episode_stats.returned)
+  assert advantage[1] == 0 and advantage[0] > 0
+  np.testing.assert_allclose(advantage.sum(), 0.0, atol=1e-6)
+
+
+def test_what_is_told_is_of_first_episodes_and_steps_that_were_not_lost():
+  success = [[0, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]]
+  lost = np.zeros((4, 4))
+  lost[2, 0] = 1.0
+  told = read(
+    describe(2, episode_stats.succeeded, outcome_of(ENDS, success, lost=lost))
+  )
+  assert told['env/success_once'] == pytest.approx(1 / 3)
+  assert told['env/episode_length'] == 3.0
+  assert told['rollout/reward_mean'] == pytest.approx(1 / 3)
+  assert told['rollout/groups_degenerate'] == 0.5
+  assert told['env/steps'] == 15
+
+
+# A step.
+
+
+@functools.cache
+def grpo(world=None, optimizer=None, **kwargs):
+  settings = {
+    'rows': 16,
+    'group': GROUP,
+    'judge': episode_stats.returned,
+  } | kwargs
+  return workflows.embodied_grpo(
+    world or line(),
+    functools.partial(gaussian_policy.policy, width=8),
+    optimizer or optimizers.adamw(1e-3),
+    **settings,
+  )
+
+
+def acted(workflow_world, state, key, group=GROUP, rows=16, T=5):
+  """What a step does in the world, stage by stage."""
+  policy = gaussian_policy.policy(workflow_world, width=8)
+  seed = rollout_lib.seeds(rows // group, group)(key)
+  place, obs = rollout.reset(workflow_world)(seed)
+  act = rollout.rollout(policy, workflow_world, T)
+  keys = stages.keys(key, seed)
+  return act(state.actor.params, state.scale, place, obs, keys)[2:]
+
+
+def test_a_group_begins_alike_and_each_of_it_has_its_own_luck():
+  state = grpo().init(KEY)
+  x, _ = acted(line(), state, KEY)
+  start = np.asarray(x.obs)[:, 0, 1].reshape(-1, GROUP)
+  assert (start == start[:, :1]).all()
+  assert len({*start[:, 0]}) == 4
+  assert len({*np.asarray(x.action)[:, 0, 0]}) == 16
+  other, _ = acted(line(), state, jax.random.key(1))
+  assert not {*np.asarray(other.obs)[:, 0, 1]} & {*start.ravel()}
+
+
+def test_a_first_update_is_on_policy_and_follows_equations():
+  state, info = grpo().step(grpo().init(KEY), (), KEY)
+  numbers = read(info)
+  np.testing.assert_allclose(numbers['train/ratio_mean'], 1.0, atol=1e-5)
+  assert numbers['train/clip_fraction'] == 0
+  assert numbers['env/steps'] == 16 * 5
+  assert state.scale.count == 80
+  assert state.reference == ()
+
+
+def test_rows_are_whole_groups():
+  with pytest.raises(ValueError, match='10 environments are no whole groups'):
+    grpo(rows=10)
+
+
+CLIP = {'low': 0.04, 'high': 0.07}
+
+
+def torch_gradient(params, reference, scale, x, outcome, *, kl, entropy):
+  """The gradient of a batch, from what was done, written anew in torch."""
+  import torch
+
+  as_torch = lambda y: torch.tensor(np.array(y), dtype=torch.float64)
+  done = np.array(outcome.terminated + outcome.truncated) > 0
+  B, T = done.shape
+  mask, return_ = np.zeros((B, T)), np.zeros(B)
+  for i in range(B):
+    for t in range(T):
+      mask[i, t] = 1
+      return_[i] += outcome.reward[i, t]
+      if done[i, t]:
+        break
+  groups = return_.reshape(-1, GROUP)
+  centred = groups - groups.mean(1, keepdims=True)
+  gain = centred / (groups.std(1, ddof=1, keepdims=True) + 1e-6)
+  gain, mask = as_torch(gain.reshape(-1, 1)), as_torch(mask)
+
+  def normal(p, scale):
+    obs = as_torch(x.obs)
+    if float(scale.count):
+      variance = as_torch(scale.square) / float(scale.count)
+      obs = (obs - as_torch(scale.mean)) / torch.sqrt(variance + 1e-8)
+      obs = obs.clamp(-10, 10)
+    first = torch.tanh(obs @ p['enter_OD'] + p['enter_bias_D'])
+    second = torch.tanh(first @ p['up_DF'] + p['up_bias_F'])
+    mean = second @ p['out_FA'] + p['out_bias_A']
+    deviation = p['log_deviation_A'].exp().expand_as(mean)
+    return torch.distributions.Normal(mean, deviation)
+
+  p = {k: as_torch(v).requires_grad_() for k, v in params['actor'].items()}
+  now = normal(p, scale)
+  action = as_torch(x.action)
+  logp = now.log_prob(action).sum(-1)
+  then = {k: as_torch(v) for k, v in reference[0]['actor'].items()}
+  ahead = normal(then, reference[1]).log_prob(action).sum(-1) - logp
+  ratio = torch.exp(logp - as_torch(x.logp))
+  surrogate = torch.minimum(ratio * gain, ratio.clamp(0.96, 1.07) * gain)
+  each = -surrogate + kl * (torch.exp(ahead) - 1 - ahead)
+  each = each - entropy * now.entropy().sum(-1)
+  ((each * mask).sum(1) / mask.sum(1)).mean().backward()
+  clipped = ((ratio < 0.96) & (gain < 0) | (ratio > 1.07) & (gain > 0)) * mask
+  share = (clipped.sum() / mask.sum()).item()
+  return {k: v.grad.numpy() for k, v in p.items()}, share, mask
+
+
+@pytest.mark.slow
+def test_two_epochs_are_those_of_torch(in_float64):
+  pytest.importorskip('torch', reason='The reference is written in torch.')
+  rate, weights = 0.3, {'kl': 0.3, 'entropy': 0.02}
+  sgd = optax.chain(optax.trace(decay=0.0), optax.scale(-rate))
+  workflow = grpo(optimizer=sgd, epochs=2, **CLIP, **weights)
+  begun = workflow.init(KEY)
+  state, _ = workflow.step(begun, (), KEY)  # It has a scale from here on.
+  key = jax.random.key(1)
+  x, outcome = acted(line(), state, key)
+  after, info = workflow.step(state, (), key)
+  params = jax.device_get(state.actor.params)
+  for _ in range(2):
+    want, clipped, mask = torch_gradient(
+      *(params, begun.reference, state.scale, x, outcome), **weights
+    )
+    moved = {k: params['actor'][k] - rate * want[k] for k in want}
+    params = params | {'actor': moved}
+  assert mask.sum() < mask.numel()  # Some have ended before.
+  made = optax.tree.get(after.actor.opt_state, 'trace')['actor']
+  for name, grad in want.items():
+    np.testing.assert_allclose(made[name], grad, rtol=1e-8, atol=1e-11)
+  # Of both epochs, and the first is on policy.
+  assert clipped > 0.05
+  np.testing.assert_allclose(
+    read(info)['train/clip_fraction'], clipped / 2, rtol=1e-9
+  )
+
+
+def test_it_begins_with_what_was_exported_and_sees_by_its_scale(tmp_path):
+  first = grpo()
+  before, _ = first.step(first.init(KEY), (), KEY)
+  policy_file.export(tmp_path, first.params(before))
+  for make in (grpo, ppo):
+    workflow = make(model=str(tmp_path))
+    begun = workflow.init(jax.random.key(1))
+    after, _ = workflow.step(begun, (), KEY)
+    jax.tree.map(
+      np.testing.assert_array_equal, begun.actor.params, before.actor.params
+    )
+    for state in (begun, after):
+      jax.tree.map(np.testing.assert_array_equal, state.scale, before.scale)
+    shapes = jax.eval_shape(make(model='nowhere').init, KEY)
+    assert jax.tree.structure(shapes) == jax.tree.structure(begun)
+
+
+def ppo(**kwargs):
+  return workflows.ppo(
+    line(),
+    functools.partial(gaussian_policy.policy, width=8),
+    optimizers.adamw(1e-3),
+    **({'rows': 16, 'length': 5, 'updates': 1, 'epochs': 1} | kwargs),
+  )
+
+
+@pytest.mark.slow
+def test_a_simulator_is_acted_in_as_a_world_of_jax_is():
+  theirs = Simulator(line(), 16)
+  ours, hosted = grpo(), grpo(theirs.world)
+  states = [ours.init(KEY), hosted.init(KEY)]
+  seed = np.arange(8, dtype=np.int32)
+  for i in range(2):
+    key, infos = jax.random.fold_in(KEY, i), []
+    for j, workflow in enumerate((ours, hosted)):
+      states[j], info = workflow.step(states[j], (), key)
+      # In the very environments that it trains in.
+      infos.append(read(info) | read(workflow.evaluate(states[j], seed, key)))
+    for name, number in infos[0].items():
+      np.testing.assert_allclose(
+        infos[1][name], number, rtol=1e-4, atol=1e-5, err_msg=name
+      )
+
+
+def learned(world, steps):
+  """Success of 100 seeds after so many steps."""
+  workflow = workflows.embodied_grpo(
+    world,
+    functools.partial(gaussian_policy.policy, width=32),
+    optimizers.adamw(6e-3, decay=60, updates=16, clip_norm=0.5),
+    rows=256,
+    judge=episode_stats.returned,
+    updates=4,
+    epochs=4,
+  )
+  state = workflow.init(KEY)
+  for i in range(steps):
+    state, _ = workflow.step(state, (), jax.random.fold_in(KEY, i))
+  seed = np.arange(100, dtype=np.int32)
+  return read(workflow.evaluate(state, seed, KEY))['eval/success_once']
+
+
+@pytest.mark.slow
+def test_it_learns_to_push_and_not_from_rewards_of_chance():
+  assert learned(push.push(), 60) > 0.4
+  assert learned(with_random_reward(push.push()), 60) < 0.1

@@ -1,0 +1,367 @@
+from concurrent import futures
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stages
+from stages import base, metrics, workflows
+from stages.learn import losses, optimizers
+from stages.workflows.grpo import objective
+import tiny
+
+KEY = jax.random.key(0)
+
+
+@functools.partial(
+  stages.Stage,
+  name='reward',
+  host=True,
+  like=lambda answer, action, mask: base.Verdict(
+    *[jax.ShapeDtypeStruct(action.shape[:1], jnp.float32)] * 2
+  ),
+)
+def count_even(answer, action, mask):
+  """The share of even tokens, times the answer: 0 rewards nothing."""
+  share = ((action % 2 == 0) * mask).sum(1) / np.maximum(mask.sum(1), 1)
+  reward = (share * answer).astype(np.float32)
+  return base.Verdict(reward, (share == 1).astype(np.float32))
+
+
+def problem(seed=0, worth=1):
+  made = tiny.problem(seed=seed)
+  return made._replace(answer=np.full_like(made.answer, worth))
+
+
+@functools.cache
+def grpo(optimizer=None, **kwargs):
+  optimizer = optimizer or optimizers.adamw(1e-2)
+  return workflows.grpo(
+    tiny.policy(length=4), count_even, optimizer, group=8, **kwargs
+  )
+
+
+def read(info):
+  return metrics.read(jax.device_get(info))[0]
+
+
+def moved(state, other):
+  """How far the actor's parameters are apart."""
+  return float(
+    optax.tree.norm(
+      jax.tree.map(jnp.subtract, state.actor.params, other.actor.params)
+    )
+  )
+
+
+@pytest.mark.slow
+def test_grpo_learns_what_a_verifier_on_the_host_rewards():
+  workflow = grpo()
+  state = workflow.init(KEY)
+  before = read(workflow.evaluate(state, problem(9), KEY))
+  rewards = []
+  for i in range(30):
+    state, info = workflow.step(state, problem(i), jax.random.fold_in(KEY, i))
+    rewards.append(read(info)['rollout/reward_mean'])
+  after = read(workflow.evaluate(state, problem(9), KEY))
+  assert rewards[0] < 0.6 < 0.9 < np.mean(rewards[-3:])
+  assert before['eval/accuracy'] < 0.5 < 0.9 < after['eval/accuracy']
+
+
+@pytest.mark.slow
+def test_sft_learns_its_examples():
+  workflow = workflows.sft(tiny.policy(), tiny.even, optimizers.adamw(1e-2))
+  state, numbers = workflow.init(KEY), []
+  for _ in range(40):
+    state, info = workflow.step(state, tiny.examples(), KEY)
+    numbers.append(read(info))
+  first, last = numbers[0], numbers[-1]
+  assert first['train/loss'] > 2.0
+  # Where an example ends is chance; what it repeats is not.
+  assert last['train/loss'] < 0.8
+  assert {n['train/tokens'] for n in numbers} == {tiny.examples().mask.sum()}
+
+
+@pytest.mark.slow
+def test_rewards_that_are_all_alike_change_nothing():
+  workflow = grpo()
+  state = workflow.init(KEY)
+  after, info = workflow.step(state, problem(worth=0), KEY)
+  assert moved(state, after) == 0
+  numbers = read(info)
+  assert numbers['rollout/groups_degenerate'] == 1
+  assert numbers['train/grad_norm'] == numbers['train/policy_loss'] == 0
+  assert after.actor.step == 1
+
+
+@pytest.mark.slow
+def test_a_first_update_is_on_policy():
+  workflow = grpo()
+  _, info = workflow.step(workflow.init(KEY), problem(), KEY)
+  numbers = read(info)
+  # What decoding and learning make of one token differs by rounding.
+  np.testing.assert_allclose(numbers['train/ratio_mean'], 1.0, atol=1e-5)
+  np.testing.assert_allclose(numbers['train/ratio_max'], 1.0, atol=1e-5)
+  np.testing.assert_allclose(numbers['train/kl_behaviour'], 0.0, atol=1e-9)
+  assert numbers['train/clip_fraction'] == 0
+
+
+@pytest.mark.slow
+def test_a_step_is_a_function_of_its_state_its_batch_and_its_key():
+  workflow = grpo()
+  state = workflow.init(KEY)
+  same = [workflow.step(state, problem(), KEY) for _ in range(2)]
+  tiny.assert_same_bits(*same)
+  _, other = workflow.step(state, problem(), jax.random.key(1))
+  one, two = (info['rollout/samples'].rows for info in (same[0][1], other))
+  assert not np.array_equal(one['completion'], two['completion'])
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_greedy():
+  workflow = grpo()
+  state = workflow.init(KEY)
+  one, two = (
+    workflow.evaluate(state, problem(), jax.random.key(i)) for i in range(2)
+  )
+  tiny.assert_same_bits(one, two)
+
+
+@pytest.mark.slow
+def test_samples_are_whole_groups_for_people_to_compare():
+  workflow = grpo()
+  _, info = workflow.step(workflow.init(KEY), problem(), KEY)
+  shown = info['rollout/samples'].rows
+  assert shown['completion'].shape == (8, 4)
+  for prompt in shown['prompt']:
+    np.testing.assert_array_equal(prompt, shown['prompt'][0])
+  even = (shown['completion'] % 2 == 0) * shown['completion_mask']
+  share = even.sum(1) / shown['completion_mask'].sum(1)
+  np.testing.assert_allclose(shown['reward'], share, rtol=1e-6)
+
+
+NAMES = """
+  rollout/accuracy rollout/groups_degenerate rollout/response_length_max
+  rollout/response_length_mean rollout/response_length_p95 rollout/reward_mean
+  rollout/reward_std rollout/staleness rollout/staleness_max rollout/tokens
+  rollout/truncated_fraction
+  train/clip_fraction train/entropy train/grad_norm train/kl_behaviour train/lr
+  train/policy_loss train/ratio_max train/ratio_mean train/skipped
+"""
+
+
+@pytest.mark.slow
+def test_the_names_of_metrics_are_stable():
+  workflow = grpo()
+  _, info = workflow.step(workflow.init(KEY), problem(), KEY)
+  assert sorted(read(info)) == NAMES.split()
+
+
+@pytest.mark.slow
+def test_the_kl_term_pulls_towards_the_reference_and_nowhere_else():
+  workflow = grpo(optax.sgd(0.02), kl=1.0)
+  state = workflow.init(KEY)
+  first, _ = workflow.step(state, problem(worth=0), KEY)
+  assert moved(state, first) < 1e-6  # There already.
+  other = workflow.init(jax.random.key(1))
+  params = jax.tree.map(
+    lambda x, y: x + 0.1 * y, state.actor.params, other.actor.params
+  )
+  state = state._replace(actor=state.actor._replace(params=params))
+  apart = []
+  for _ in range(30):
+    state, info = workflow.step(state, problem(worth=0), KEY)
+    apart.append(read(info)['train/kl_reference'])
+  assert apart[-1] < apart[0] / 4
+
+
+def test_what_padding_looks_like_to_the_policy_has_no_part_in_the_loss():
+  mask = np.array([[1.0, 1.0, 0.0]], np.float32)
+  x = base.Experience(
+    (), np.ones((1, 3), np.int32), -mask, mask, (), advantage=mask
+  )
+  aggregate = losses.sequence_mean_token_mean
+
+  def loss(logp, ref_logp):
+    def evaluate(params, obs, action):
+      return base.Evaluation(params, jnp.zeros_like(params))
+
+    f = objective(
+      evaluate, (0.2, 0.2, None), (1.0, losses.kl_k3), 0.0, aggregate
+    )
+    return jax.value_and_grad(lambda p: f(p, x, ref_logp)[0][0].sum)(logp)
+
+  want = loss(jnp.array([[-1.0, -2.0, 0.0]]), jnp.array([[-2.0, -1.0, 0.0]]))
+  for logp, ref_logp in ((-300.0, 0.0), (0.0, -300.0), (-jnp.inf, 0.0)):
+    got = loss(
+      jnp.array([[-1.0, -2.0, logp]]), jnp.array([[-2.0, -1.0, ref_logp]])
+    )
+    tiny.assert_same_bits(got, want)
+
+
+def _corrected(logp, proximal, behaviour, advantage, cap=2.0):
+  """GRPO's loss of one token, by hand; and its slope."""
+  x = base.Experience(
+    *((), np.ones((1, 1), np.int32), jnp.array([[behaviour]])),
+    *(np.ones((1, 1), np.float32), ()),
+    advantage=jnp.array([[advantage]]),
+    proximal=jnp.array([[proximal]]),
+  )
+  f = objective(
+    lambda params, *_: base.Evaluation(params, jnp.zeros_like(params)),
+    *((0.2, 0.2, None), (0.0, losses.kl_k3), 0.0, losses.token_mean, cap),
+  )
+  return jax.value_and_grad(lambda p: f(p, x, ())[0][0].sum)(
+    jnp.array([[logp]])
+  )
+
+
+def test_what_another_engine_drew_is_weighed_and_clipped_around_the_trainer():
+  # Ratio e^0.1, weight e^(−1 + 1.5).
+  loss, slope = _corrected(-0.9, -1.0, -1.5, advantage=2.0)
+  np.testing.assert_allclose(loss, -2 * np.exp(0.1) * np.exp(0.5), rtol=1e-6)
+  np.testing.assert_allclose(slope, [[loss]], rtol=1e-6)
+  # At most so much; and a ratio of e^0.3 is clipped, though behaviour is near.
+  loss, slope = _corrected(-0.9, -1.0, -3.0, advantage=2.0)
+  np.testing.assert_allclose(loss, -2 * np.exp(0.1) * 2, rtol=1e-6)
+  loss, slope = _corrected(-0.7, -1.0, -0.7, advantage=2.0)
+  np.testing.assert_allclose(loss, -2 * 1.2 * np.exp(-0.3), rtol=1e-6)
+  assert slope == 0
+
+
+def _elsewhere(policy: base.Policy, off: float) -> base.Policy:
+  """The policy as if an engine acted: on the host, log-probs `off` by that."""
+
+  def act(*args, **kwargs):
+    told = futures.Future()
+    told.set_result(jax.device_get(policy.act(*args, **kwargs)))
+    return stages.Later(
+      told, lambda x: x._replace(logp=x.logp + np.float32(off) * x.mask)
+    )
+
+  like = functools.partial(jax.eval_shape, policy.act)
+  return policy._replace(act=act, like=like)
+
+
+@pytest.mark.slow
+def test_a_policy_that_acts_on_the_host_learns_the_same_and_tells_the_gap():
+  made = []
+  for engine in (tiny.policy(), _elsewhere(tiny.policy(), -0.1)):
+    workflow = workflows.grpo(
+      engine, tiny.even_on_host, optax.sgd(0.1), group=4
+    )
+    state = workflow.init(KEY)
+    made.append(workflow.step(state, tiny.problem(), KEY))
+  (_, own), (_, far) = made
+  gap = jax.device_get(far['rollout/logprob_gap_mean'].value()[''])
+  np.testing.assert_allclose(gap, 0.1, rtol=1e-4)
+  assert 'rollout/logprob_gap_mean' not in own
+  # Every token weighs e^0.1 times as much.
+  norms = [info['train/grad_norm'].value()[''] for info in (own, far)]
+  np.testing.assert_allclose(norms[1] / norms[0], np.exp(0.1), rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('lag', [1, 2])
+def test_a_lagging_policy_acts_as_the_one_of_so_many_steps_ago(lag):
+  fresh, late = grpo(optax.sgd(0.1)), grpo(optax.sgd(0.1), lag=lag)
+  state, seen = late.init(KEY), []
+  for i in range(4):
+    seen.append(state.actor.params)
+    old = fresh.init(KEY)
+    old = old._replace(actor=old.actor._replace(params=seen[max(0, i - lag)]))
+    key = jax.random.key(i)
+    _, want = fresh.step(old, problem(), key)
+    state, info = late.step(state, problem(), key)
+    # It says what that one would have said, and learns from it as it is now.
+    shown, expected = (
+      metrics.read(jax.device_get(x))[1]['rollout/samples']['completion']
+      for x in (info, want)
+    )
+    np.testing.assert_array_equal(shown, expected)
+    assert read(info)['rollout/staleness'] == min(i, lag)
+    assert read(info)['rollout/staleness_max'] == min(i, lag)
+    assert (read(info)['train/ratio_max'] > 1 + 1e-4) == (i > 0)
+  assert moved(state, late.init(KEY)) > 0
+
+
+@pytest.mark.slow
+def test_the_entropy_bonus_raises_entropy():
+  workflow = grpo(optax.sgd(0.05), entropy=1.0)
+  state, entropies = workflow.init(KEY), []
+  for _ in range(5):
+    state, info = workflow.step(state, problem(worth=0), KEY)
+    entropies.append(read(info)['train/entropy'])
+  assert all(np.diff(entropies) > 0)
+  assert entropies[-1] <= np.log(tiny.CONFIG.V)
+
+
+@pytest.mark.slow
+def test_a_second_minibatch_is_learned_with_what_the_first_taught():
+  workflow = grpo(optax.sgd(0.5), updates=2)
+  state = workflow.init(KEY)
+  after, info = workflow.step(state, problem(), KEY)
+  assert after.actor.step == 2
+  numbers = read(info)
+  # On the first, the ratio is one; on the second it is not.
+  assert numbers['train/ratio_max'] > 1.001
+  assert numbers['train/kl_behaviour'] > 1e-7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('membership', ['row', 'shuffled', 'arrival'])
+def test_epochs_learn_from_one_batch_again_and_clip_around_who_acted(
+  membership,
+):
+  workflow = grpo(optax.sgd(0.5), updates=2, epochs=3, membership=membership)
+  state, info = workflow.step(workflow.init(KEY), problem(), KEY)
+  assert state.actor.step == 6
+  numbers = read(info)
+  assert numbers['train/ratio_max'] > 1.001
+  assert numbers['train/kl_behaviour'] > 1e-7
+  # Its rows were drawn by the actor of the last step, not of an epoch ago.
+  assert numbers['rollout/staleness'] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('membership', ['shuffled', 'arrival'])
+def test_one_minibatch_is_the_batch(membership):
+  plain, other = grpo(), grpo(membership=membership)
+  tiny.assert_same_bits(
+    *(w.step(w.init(KEY), problem(), KEY) for w in (plain, other))
+  )
+
+
+def test_no_copy_of_the_parameters_is_kept_without_a_kl_term():
+  bare, pulled = (
+    jax.eval_shape(grpo(kl=kl).init, KEY).reference for kl in (0.0, 0.1)
+  )
+  assert bare == ()
+  assert jax.tree.structure(pulled) == jax.tree.structure(
+    jax.eval_shape(tiny.policy().init, KEY)
+  )
+
+
+def test_a_group_of_one_is_refused():
+  workflow = workflows.grpo(tiny.policy(), tiny.even, optax.sgd(1.0), group=1)
+  with pytest.raises(ValueError, match='make groups of 2 or more'):
+    tiny.trace(workflow, tiny.problem())
+
+
+def test_minibatches_that_would_break_a_group_are_refused():
+  workflow = grpo(updates=3)
+  with pytest.raises(
+    ValueError, match='64 rows .* 3 minibatches .* groups of 8'
+  ):
+    tiny.trace(workflow, problem())
+
+
+def test_the_parameters_of_a_workflow_are_its_policys():
+  sft = workflows.sft(tiny.policy(), tiny.even, optimizers.adamw(1e-2))
+  like = jax.tree.structure(jax.eval_shape(tiny.policy().init, KEY))
+  for workflow in (grpo(), grpo(kl=0.1), sft):
+    state = jax.eval_shape(workflow.init, KEY)
+    assert jax.tree.structure(workflow.params(state)) == like

@@ -1,0 +1,553 @@
+"""PPO in worlds: advantages by brute force, its loss by torch, and learning."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from rlinf_jax.runtime import local
+from stages import base, metrics, workflows
+from stages.envs import action_chunks, episode_stats, obs_stats, push, reach
+from stages.learn import optimizers, train_step
+from stages.models import gaussian_policy
+from stages.workflows.ppo import appraise, objective
+
+KEY = jax.random.key(0)
+GAMMA, LAMBDA = 0.9, 0.8
+
+
+# Advantages.
+
+
+class Critic:
+  """What is seen is a number, and worth just that."""
+
+  @staticmethod
+  def value(params, obs):
+    del params
+    return obs[..., 0]
+
+
+def layouts(B=10_000, T=9, seed=0):
+  """Random episodes, ended in either way at any step, in chunks of 1 to 3."""
+  rng = np.random.default_rng(seed)
+  often = rng.choice([0.0, 0.1, 0.5, 1.0], (B, 1))
+  done = rng.random((B, T)) < often
+  terminated = done & (rng.random((B, T)) < 0.5)
+  truncated = done & ~terminated
+  obs, final_obs, reward = rng.normal(size=(3, B, T))
+  # Within an episode, what was seen last is what is seen next.
+  goes_on = ~done[:, :-1]
+  final_obs[:, :-1][goes_on] = obs[:, 1:][goes_on]
+  outcome = base.Outcome(
+    (),
+    reward,
+    terminated.astype(float),
+    truncated.astype(float),
+    final_obs[..., None],
+    np.zeros((B, T)),
+    rng.integers(1, 4, (B, T)).astype(float),
+  )
+  none = np.zeros((B, T))
+  return base.Experience(obs[..., None], none, none, none + 1, none), outcome
+
+
+def brute_force(obs_T, outcome, always=False):
+  """Aₜ of one row, episode by episode, as the double sum of its definition."""
+  T, last = len(obs_T), outcome.final_obs[:, 0]
+  done = (outcome.terminated + outcome.truncated) > 0
+  advantage_T, begin = np.zeros(T), 0
+  ends = [*np.flatnonzero(done), T - 1]
+  for end in dict.fromkeys(ends):
+    for t in range(begin, end + 1):
+      weight = 1.0
+      for k in range(t, end + 1):
+        discount = GAMMA ** outcome.steps[k]
+        after = last[k] if k == end else obs_T[k + 1]
+        if outcome.terminated[k] and not always:
+          after = 0.0
+        delta = outcome.reward[k] + discount * after - obs_T[k]
+        advantage_T[t] += weight * delta
+        weight *= discount * LAMBDA
+    begin = end + 1
+  return advantage_T
+
+
+@pytest.mark.parametrize('always', [False, True])
+def test_advantages_are_those_of_each_episode_by_itself(in_float64, always):
+  x, outcome = layouts(10_000 if not always else 500)
+  done_BT = outcome.terminated + outcome.truncated
+  assert (done_BT.sum(0) > 0).all()  # At every position.
+  made = appraised(x, outcome, always)
+  for i in range(len(done_BT)):
+    row = jax.tree.map(lambda x, i=i: x[i], outcome)
+    want_T = brute_force(x.obs[i, :, 0], row, always)
+    np.testing.assert_allclose(made.advantage[i], want_T, atol=1e-12)
+  np.testing.assert_allclose(
+    made.return_, made.advantage + x.obs[..., 0], atol=1e-12
+  )
+
+
+def as_jax(tree):
+  return jax.tree.map(jnp.asarray, tree)
+
+
+def appraised(x, outcome, always=False):
+  """Experience with what each step was worth."""
+  return x._replace(
+    **appraise(
+      Critic, GAMMA, LAMBDA, always, None, (), *map(as_jax, (x, outcome))
+    )
+  )
+
+
+def test_what_comes_after_an_episode_does_not_reach_into_it(in_float64):
+  x, outcome = layouts(50)
+  outcome.truncated[:, 4], outcome.terminated[:, 4] = 1.0, 0.0
+  before = appraised(x, outcome).advantage[:, :5]
+  x.obs[:, 5:] += 7.0
+  outcome.reward[:, 5:] -= 3.0
+  outcome.final_obs[:, 5:] *= 2.0
+  np.testing.assert_array_equal(appraised(x, outcome).advantage[:, :5], before)
+
+
+def test_a_step_that_a_simulator_lost_teaches_nothing(in_float64):
+  x, outcome = layouts(50)
+  ended_B = (outcome.terminated + outcome.truncated)[:, 3]
+  assert 0 < ended_B.sum() < 50
+  lost = np.zeros_like(outcome.reward)
+  lost[:, 4] = outcome.truncated[:, 4] = 1.0
+  outcome.terminated[:, 4] = 0.0
+  outcome = outcome._replace(lost=lost)
+  made = appraised(x, outcome)
+  assert (made.mask == 1.0 - lost).all()
+  assert (made.advantage[:, 4] == 0).all()
+  # The step before is as if time had been up then.
+  short = jax.tree.map(lambda y: y[:, :4], (x, outcome))
+  short[1].truncated[:, 3] = 1.0 - short[1].terminated[:, 3]
+  want = appraised(*short).advantage
+  np.testing.assert_allclose(made.advantage[:, :4], want, atol=1e-12)
+
+
+# Loss and gradient.
+
+
+def minibatch(policy, params, M=48, seed=0):
+  """Steps of a policy that has moved since: ratios of about 0.5 to 2."""
+  rng = np.random.default_rng(seed)
+  obs = rng.normal(1.0, 2.0, (M, 10))
+  action = rng.normal(size=(M, 2))
+  now = policy.evaluate(params, jnp.asarray(obs), jnp.asarray(action))
+  return base.Experience(
+    obs=jnp.asarray(obs),
+    action=jnp.asarray(action),
+    logp=now.logp + rng.normal(0, 0.3, M),
+    mask=jnp.asarray(rng.random(M) < 0.9, float),
+    truncated=(),
+    advantage=jnp.asarray(rng.normal(size=M)),
+    value=now.value + rng.normal(0, 0.5, M),
+    return_=now.value + rng.normal(0, 1.0, M),
+  )
+
+
+def torch_ppo(params, scale, x, *, clip, dual, weight, near, entropy, squash):
+  """PPO's loss and gradient, written anew in torch; returns both."""
+  import torch
+
+  as_torch = lambda y: torch.tensor(np.array(y), dtype=torch.float64)
+  p = jax.tree.map(lambda y: as_torch(y).requires_grad_(), params)
+  obs = as_torch(x.obs)
+  if scale:
+    deviation = torch.sqrt(as_torch(scale.square) / float(scale.count) + 1e-8)
+    obs = ((obs - as_torch(scale.mean)) / deviation).clamp(-10, 10)
+
+  def hidden(p):
+    first = torch.tanh(obs @ p['enter_OD'] + p['enter_bias_D'])
+    return torch.tanh(first @ p['up_DF'] + p['up_bias_F'])
+
+  actor, critic = p['actor'], p['critic']
+  mean = hidden(actor) @ actor['out_FA'] + actor['out_bias_A']
+  value = hidden(critic) @ critic['out_F'] + critic['out_bias']
+  normal = torch.distributions.Normal(
+    mean, p['actor']['log_deviation_A'].exp().expand_as(mean)
+  )
+  action = as_torch(x.action)
+  logp, bonus = normal.log_prob(action).sum(-1), normal.entropy().sum(-1)
+  if squash:  # The range is −1 … 1.
+    logp = logp - torch.log(1 - torch.tanh(action) ** 2).sum(-1)
+    bonus = bonus + torch.log(1 - torch.tanh(mean) ** 2).sum(-1)
+  ratio, gain = torch.exp(logp - as_torch(x.logp)), as_torch(x.advantage)
+  surrogate = torch.minimum(
+    ratio * gain, ratio.clamp(1 - clip[0], 1 + clip[1]) * gain
+  )
+  if dual:
+    floor = torch.maximum(surrogate, dual * gain)
+    surrogate = torch.where(gain < 0, floor, surrogate)
+  old, aim = as_torch(x.value), as_torch(x.return_)
+  error = (value - aim) ** 2
+  if near:
+    moved = old + (value - old).clamp(-near, near)
+    error = torch.maximum(error, (moved - aim) ** 2)
+  mask = as_torch(x.mask)
+  each = -surrogate + weight * 0.5 * error - entropy * bonus
+  total = (each * mask).sum() / mask.sum()
+  total.backward()
+  return total.item(), jax.tree.map(lambda y: y.grad.numpy(), p)
+
+
+CASES = {
+  'plain': {},
+  'values clipped': {'near': 0.2},
+  'clip-higher, dual clip, entropy': {
+    'clip': (0.1, 0.3),
+    'dual': 1.5,
+    'entropy': 0.05,
+  },
+  'squashed': {'squash': True, 'entropy': 0.05},
+}
+
+
+@pytest.mark.parametrize('case', CASES.values(), ids=CASES)
+def test_loss_and_gradient_are_those_of_torch(in_float64, case):
+  pytest.importorskip('torch', reason='The reference is written in torch.')
+  case = {
+    'clip': (0.2, 0.2),
+    'dual': None,
+    'weight': 0.7,
+    'near': None,
+    'entropy': 0.0,
+    'squash': False,
+  } | case
+  policy = gaussian_policy.policy(
+    push.push(), width=16, bound='tanh' if case['squash'] else 'clip'
+  )
+  params = policy.init(KEY)
+  params = jax.tree.map(
+    lambda x: x + 0.1 * jax.random.normal(KEY, x.shape), params
+  )
+  x = minibatch(policy, params)
+  scale = obs_stats.of(x.obs, push.push().obs)
+  x = x._replace(
+    logp=policy.evaluate(
+      params, obs_stats.normalise(scale, x.obs), x.action
+    ).logp
+    + np.random.default_rng(1).normal(0, 0.3, len(x.mask))
+  )
+  loss = objective(
+    policy,
+    (*case['clip'], case['dual']),
+    (case['weight'], case['near']),
+    case['entropy'],
+  )
+  made = train_step.gradient(loss)(params, scale, x)
+  (numerator,), (denominator,) = made.numerators, made.denominators
+  want, grads = torch_ppo(params, scale, x, **case)
+  (mean,), info = loss(params, scale, x)
+  np.testing.assert_allclose(mean.sum / mean.count, want, rtol=1e-10)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(
+      a / denominator, b, rtol=1e-8, atol=1e-11
+    ),
+    numerator,
+    grads,
+  )
+  clipped = metrics.read(info)[0]['train/clip_fraction']
+  assert 0.1 < clipped < 0.9  # The clip is at work.
+
+
+# Workflow.
+
+
+@functools.cache
+def ppo(world=None, **kwargs):
+  settings = {'rows': 8, 'length': 6, 'updates': 2, 'epochs': 2} | kwargs
+  return workflows.ppo(
+    world or push.push(horizon=5),
+    functools.partial(gaussian_policy.policy, width=8),
+    optimizers.adamw(settings.pop('rate', 1e-3)),
+    **settings,
+  )
+
+
+def read(info):
+  return metrics.read(jax.device_get(info))[0]
+
+
+def test_a_first_update_is_on_policy():
+  workflow = ppo(updates=1, epochs=1)
+  _, info = workflow.step(workflow.init(KEY), (), KEY)
+  numbers = read(info)
+  np.testing.assert_allclose(numbers['train/ratio_mean'], 1.0, atol=1e-5)
+  assert numbers['train/clip_fraction'] == 0
+  assert abs(numbers['train/policy_loss']) < 1e-5  # Whitened advantages.
+
+
+def test_advantages_that_are_not_whitened_are_as_they_are():
+  workflow = ppo(updates=1, epochs=1, whitened=False, discount=0.0)
+  state = workflow.init(KEY)
+  params = state.actor.params
+  params |= {'critic': jax.tree.map(jnp.zeros_like, params['critic'])}
+  state = state._replace(actor=state.actor._replace(params=params))
+  _, info = workflow.step(state, (), KEY)
+  numbers = read(info)  # All that is to be expected is nothing.
+  want = -numbers['rollout/reward_mean']
+  assert want < -0.01
+  np.testing.assert_allclose(numbers['train/policy_loss'], want, rtol=1e-5)
+
+
+def test_environments_go_on_where_the_step_before_left_them():
+  workflow = ppo(length=3)
+  state = workflow.init(KEY)
+  times = []
+  for i in range(4):
+    state, _ = workflow.step(state, (), jax.random.fold_in(KEY, i))
+    times.append((int(state.world.episode[0]), int(state.world.time[0])))
+  assert times == [(0, 3), (1, 1), (1, 4), (2, 2)]
+
+
+def test_what_was_seen_is_counted_after_it_was_learned_from():
+  workflow = ppo()
+  state = workflow.init(KEY)
+  assert state.scale.count == 0
+  after, _ = workflow.step(state, (), KEY)
+  assert after.scale.count == 48
+  assert ppo(normalised=False).init(KEY).scale == ()
+
+
+def test_no_update_follows_once_the_policy_has_gone_far_enough():
+  state = ppo().init(KEY)
+  steps = {}
+  for stop in (None, 0.0, 1e9):
+    after, info = ppo(kl_stop=stop, rate=0.1).step(state, (), KEY)
+    steps[stop] = int(after.actor.step), read(info)['train/stopped']
+  assert steps[None] == steps[1e9] == (4, 0.0)
+  # The first minibatch is on policy; from the second on, KL is above zero.
+  assert steps[0.0][0] in (0, 1) and steps[0.0][1] >= 0.75
+
+
+def test_what_was_stopped_keeps_parameters_and_moments_to_the_bit():
+  state = ppo().init(KEY)
+  stopped, _ = ppo(kl_stop=-1.0).step(state, (), KEY)
+  jax.tree.map(np.testing.assert_array_equal, stopped.actor, state.actor)
+
+
+@pytest.mark.slow
+def test_a_policy_of_chunks_learns_from_what_was_done_of_them():
+  world = action_chunks.chunked(push.push(horizon=5), 3, 0.9)
+  workflow = workflows.ppo(
+    world,
+    functools.partial(gaussian_policy.policy, width=8, chunk=3),
+    optimizers.adamw(1e-3),
+    rows=8,
+    length=2,
+    updates=1,
+    epochs=1,
+  )
+  state, info = workflow.step(workflow.init(KEY), (), KEY)
+  numbers = read(info)
+  assert numbers['env/episode_length'] == 5
+  assert numbers['env/steps'] == 8 * 5  # Not 6: an episode ends after 5.
+  np.testing.assert_allclose(numbers['train/ratio_mean'], 1.0, atol=1e-5)
+  assert state.actor.params['actor']['out_FA'].shape == (8, 6)
+
+
+# Episodes.
+
+
+def outcome_of(reward, done, success, **kwargs):
+  reward, done, success = (
+    jnp.asarray([x], float) for x in (reward, done, success)
+  )
+  return base.Outcome((), reward, 0 * done, done, (), success, **kwargs)
+
+
+def test_episodes_are_counted_when_they_end_however_batches_are_cut():
+  reward = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+  done = [0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+  success = [0.0, 1.0, 0.0, 0.0, 1.0, 0.0]
+  whole = outcome_of(reward, done, success)
+  open_, ended = episode_stats.count(episode_stats.begin(1), whole)
+  assert [float(x[0]) for x in ended] == [2.0, 15.0, 5.0, 2.0, 1.0]
+  assert [float(x[0]) for x in open_] == [6.0, 1.0, 0.0]
+  for at in range(1, 6):
+    one, first = episode_stats.count(
+      episode_stats.begin(1), jax.tree.map(lambda x, at=at: x[:, :at], whole)
+    )
+    two, second = episode_stats.count(
+      one, jax.tree.map(lambda x, at=at: x[:, at:], whole)
+    )
+    both = jax.tree.map(jnp.add, first, second)
+    jax.tree.map(np.testing.assert_array_equal, (two, both), (open_, ended))
+
+
+def test_an_episode_that_was_lost_is_not_counted():
+  lost = jnp.array([[0.0, 1.0, 0.0, 0.0]])
+  outcome = outcome_of([1.0] * 4, [0, 1, 0, 1], [1, 0, 0, 0], lost=lost)
+  open_, ended = episode_stats.count(episode_stats.begin(1), outcome)
+  assert [float(x[0]) for x in ended] == [1.0, 2.0, 2.0, 0.0, 0.0]
+  assert float(episode_stats.first(outcome).count[0]) == 0
+
+
+def test_only_the_first_episode_is_judged():
+  outcome = outcome_of([1.0, 2, 4, 8], [0, 1, 0, 1], [1, 0, 1, 1])
+  first = episode_stats.first(outcome)
+  assert [float(x[0]) for x in first] == [1.0, 3.0, 2.0, 1.0, 0.0]
+  endless = outcome_of([1.0, 2, 4, 8], [0, 0, 0, 0], [0, 0, 0, 1])
+  assert [float(x[0]) for x in episode_stats.first(endless)] == [1, 15, 4, 1, 1]
+
+
+@pytest.mark.slow
+def test_where_no_episode_ended_nothing_is_told():
+  workflow = ppo(push.push(horizon=50))
+  _, info = workflow.step(workflow.init(KEY), (), KEY)
+  assert not any(name.startswith('env/success') for name in read(info))
+
+
+def test_the_explained_share_of_a_variance_is_numpys():
+  rng = np.random.default_rng(0)
+  value, return_ = rng.normal(size=(2, 60)).astype(np.float32)
+  return_ += value
+  parts = [metrics.explained(value[i::3], return_[i::3]) for i in range(3)]
+  merged = functools.reduce(metrics.merge, parts)
+  want = 1 - np.var(return_ - value) / np.var(return_)
+  np.testing.assert_allclose(merged.value()[''], want, rtol=1e-5)
+
+
+# A simulator.
+
+
+class Simulator:
+  """A world of JAX behind tokens, as if it were none."""
+
+  def __init__(self, world, B):
+    self.inner, self.state, self.B = world, None, B
+    self.world = world._replace(
+      init=self.init, step=self.step, host=True, draw=None
+    )
+
+  def init(self, seed_B):
+    assert isinstance(seed_B, np.ndarray)
+    state, obs = jax.jit(self.inner.init)(jnp.asarray(seed_B))
+    self.state = jax.tree.map(np.array, state)
+    id_B, zero_B = np.arange(len(seed_B)), np.zeros(len(seed_B))
+    token_B3 = np.stack([id_B, zero_B, seed_B], 1).astype(np.int32)
+    return token_B3, np.asarray(obs)
+
+  def step(self, token_B3, command_BA):
+    id_B = token_B3[:, 0]
+    rows = jax.tree.map(lambda x: jnp.asarray(x[id_B]), self.state)
+    rows, outcome = jax.jit(self.inner.step)(rows, jnp.asarray(command_BA))
+    for kept, new in zip(
+      jax.tree.leaves(self.state), jax.tree.leaves(rows), strict=True
+    ):
+      kept[id_B] = new
+    one = np.ones(len(id_B), np.float32)
+    outcome = jax.tree.map(
+      np.asarray, outcome._replace(steps=one, lost=0 * one, final_state=None)
+    )
+    return token_B3 + np.array([[0, 1, 0]], np.int32), outcome
+
+
+@pytest.mark.slow
+def test_a_simulator_is_acted_in_as_a_world_of_jax_is():
+  inner = push.push(horizon=5)
+  theirs = Simulator(inner, 8)
+  judged = Simulator(inner, 4)
+  ours = ppo(inner)
+  hosted = ppo(theirs.world, examine=judged.world)
+  states = [ours.init(KEY), hosted.init(KEY)]
+  seed = np.arange(4, dtype=np.int32)
+  for i in range(2):
+    key, infos = jax.random.fold_in(KEY, i), []
+    for j, workflow in enumerate((ours, hosted)):
+      states[j], info = workflow.step(states[j], (), key)
+      infos.append(read(info) | read(workflow.evaluate(states[j], seed, key)))
+    for name, number in infos[0].items():
+      np.testing.assert_allclose(
+        infos[1][name], number, rtol=1e-4, atol=1e-5, err_msg=name
+      )
+  np.testing.assert_allclose(states[1].obs, states[0].obs, atol=1e-4)
+  assert (np.asarray(states[1].world)[:, 1] == 12).all()
+
+
+@pytest.mark.slow
+def test_half_of_a_simulator_may_be_stepped_while_the_other_is_acted_on():
+  inner = push.push(horizon=5)
+  plain = ppo(inner)
+  hosted = ppo(Simulator(inner, 8).world)
+  state, start = plain.init(KEY), hosted.init(KEY)
+  step = flow_lib.trace(hosted.step, start, (), KEY)
+  sketch = {
+    'places': {'robot': {'devices': [0]}, 'world': {'devices': [1]}},
+    'stages': {'simulate': 'world', '*': 'robot'},
+    'pieces': 2,
+  }
+  runtime = local.Local(plan_lib.of(sketch, step.stages), step=step)
+  runtime.load(start)
+  for i in range(2):
+    key = jax.random.fold_in(KEY, i)
+    got = read(runtime.step((), key))
+    state, info = plain.step(state, (), key)
+    for name, number in read(info).items():
+      np.testing.assert_allclose(
+        got[name], number, rtol=1e-3, atol=1e-4, err_msg=name
+      )
+  runs = [s for s in runtime.timeline.take() if s.what == 'run']
+  assert {s.piece for s in runs if s.stage == 'simulate'} == {(1, 2), (2, 2)}
+  runtime.close()
+
+
+# Learning.
+
+
+def learn(world, steps):
+  workflow = workflows.ppo(
+    world,
+    functools.partial(gaussian_policy.policy, width=32),
+    optimizers.adamw(2e-3, clip_norm=0.5),
+    rows=128,
+    length=32,
+    discount=0.95,
+    lambda_=0.9,
+    updates=4,
+    epochs=4,
+    kl_stop=0.05,
+  )
+  state = workflow.init(KEY)
+  for i in range(steps):
+    state, _ = workflow.step(state, (), jax.random.fold_in(KEY, i))
+  seed = np.arange(100, dtype=np.int32)
+  return read(workflow.evaluate(state, seed, KEY))
+
+
+def with_random_reward(world):
+  """Whose reward says nothing of what was done."""
+
+  def step(state, command_BA):
+    state, outcome = world.step(state, command_BA)
+    luck_BA = jnp.sin(1e4 * (outcome.final_obs[:, :2] + command_BA))
+    return state, outcome._replace(reward=luck_BA.mean(1))
+
+  return world._replace(step=step)
+
+
+@pytest.mark.slow
+def test_ppo_learns_to_reach_and_not_from_rewards_of_chance():
+  before = learn(reach.reach(), 0)
+  after = learn(reach.reach(), 60)
+  control = learn(with_random_reward(reach.reach()), 60)
+  assert before['eval/success_at_end'] < 0.1
+  assert after['eval/success_at_end'] > 0.5
+  assert control['eval/success_at_end'] < 0.2
+
+
+@pytest.mark.slow
+def test_ppo_learns_to_push_and_not_from_rewards_of_chance():
+  after = learn(push.push(), 120)
+  control = learn(with_random_reward(push.push()), 120)
+  assert after['eval/success_at_end'] > 0.8
+  assert control['eval/success_once'] < 0.2

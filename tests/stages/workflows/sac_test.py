@@ -1,0 +1,342 @@
+"""Soft actor-critic: targets by hand, gradients by torch, learning."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from rlinf_jax.run import checkpoint
+from rlinf_jax.runtime import local
+from stages import base, metrics, workflows
+from stages.envs import push, reach, replay
+from stages.learn import optimizers, soft_actor_critic
+from stages.models import critics as critics_lib
+from stages.models import gaussian_policy, policy_file
+from stages.workflows.sac import (
+  at_random,
+  remember,
+  target_entropy,
+  updates,
+)
+from tests.stages.learn.soft_actor_critic_test import HIGH, Known, LOW
+from tests.stages.workflows.ppo_test import Simulator, with_random_reward
+import tiny
+
+KEY = jax.random.key(0)
+GAMMA = 0.9
+
+
+# Targets.
+
+
+# What is seen is a number, and the critics take it for what that is worth: the
+# number itself, and a hundred more or less.
+ABOUT = critics_lib.Critic(
+  lambda key: (),
+  lambda params, obs, command: jnp.stack(
+    [obs[:, 0] + params, obs[:, 0] + 100.0]
+  ),
+)
+
+
+def outcome(reward, terminated, truncated, final_obs, **kwargs):
+  reward, terminated, truncated, final_obs = (
+    jnp.asarray([x], float) for x in (reward, terminated, truncated, final_obs)
+  )
+  return base.Outcome(
+    (),
+    *(reward, terminated, truncated, final_obs[..., None], 0 * reward),
+    **kwargs,
+  )
+
+
+def remembered(obs, outcome, capacity=8, **kwargs):
+  """What is kept of an environment's steps, in the order of their rewards."""
+  obs = jnp.asarray([obs], float)[..., None]
+  one = jnp.ones(obs.shape[:2])
+  x = base.Experience(obs, 0.0 * obs, 0.0 * one, one, 0.0 * one)
+  number = jax.ShapeDtypeStruct((), float)
+  like = jax.ShapeDtypeStruct((1,), float)
+  like = replay.Transition(like, like, number, number, like)
+  made = jax.jit(functools.partial(remember, Known, GAMMA, 1, 4, **kwargs))
+  return made(replay.empty(like, capacity), (), x, outcome, KEY)
+
+
+def test_targets_are_those_worked_by_hand(in_float64):
+  """Three steps: one goes on, one is truncated and one terminates.
+
+  An episode that begins anew shows 50: no target may know of it.
+  """
+  kept, *_ = remembered(
+    [1.0, 2.0, 50.0],
+    outcome([10.0, 20.0, 30.0], [0, 0, 1], [0, 1, 0], [2.0, 3.0, 51.0]),
+  )
+  row = jax.tree.map(lambda x: x[:3], kept.rows)
+  temperature = 0.5
+  loss = jax.jit(soft_actor_critic.critic_objective(Known, ABOUT, None))
+  actor = {'policy': (), 'log_temperature': jnp.log(temperature)}
+  # y = r + γ (min(s′ + 1, s′ + 100) + ½ · 3), or r where it terminates.
+  want = [10 + 0.9 * (3.0 + 1.5), 20 + 0.9 * (4.0 + 1.5), 30.0]
+  # Critics say s − 4 and s + 100 of what was done.
+  errors = [
+    (s - 4.0 - y) ** 2 + (s + 100.0 - y) ** 2
+    for s, y in zip([1.0, 2.0, 50.0], want, strict=True)
+  ]
+  batch = replay.Sample(row, jax.random.split(KEY, 3))
+  (mean,), info = loss(-4.0, 1.0, actor, (), KEY, 0, batch)
+  np.testing.assert_allclose(mean.sum, 0.5 * sum(errors), rtol=1e-12)
+  assert mean.count == 3
+  np.testing.assert_allclose(
+    metrics.read(info)[0]['train/q'], (53 - 12 + 53 + 300) / 6
+  )
+
+
+def test_a_chunk_counts_by_the_steps_that_were_made_of_it(in_float64):
+  kept, *_ = remembered(
+    [1.0, 2.0],
+    outcome([1, 1], [0, 1], [0, 0], [2.0, 3.0], steps=jnp.array([[3.0, 2.0]])),
+  )
+  np.testing.assert_allclose(kept.rows.discount[:2], [GAMMA**3, 0.0])
+
+
+def test_success_may_end_nothing(in_float64):
+  kept, *_ = remembered(
+    [1.0, 2.0, 3.0],
+    outcome([1, 1, 1], [0, 1, 0], [0, 0, 1], [2.0, 3.0, 4.0]),
+    always=True,
+  )
+  np.testing.assert_allclose(kept.rows.discount[:3], [GAMMA] * 3)
+
+
+def test_what_a_simulator_has_lost_is_not_remembered(in_float64):
+  kept, sample, told = remembered(
+    [1.0, 2.0, 3.0],
+    outcome(
+      *([7, 8, 9], [0, 0, 0], [0, 1, 0], [2.0, 2.0, 4.0]),
+      lost=jnp.array([[0.0, 1.0, 0.0]]),
+    ),
+  )
+  assert int(kept.filled) == 2
+  assert {*np.asarray(kept.rows.reward[:2])} == {7.0, 9.0}
+  assert {*np.asarray(sample.row.reward)} <= {7.0, 9.0}
+  assert metrics.read(told)[0]['replay/filled'] == 2 / 8
+
+
+# Workflow.
+
+
+@functools.cache
+def sac(world=None, examine=None, **kwargs):
+  settings = {
+    'rows': 4,
+    'length': 3,
+    'capacity': 50_000,
+    'batch': 8,
+    'utd': 0.5,
+    'delay': 3,
+  } | kwargs
+  return workflows.sac(
+    world or push.push(horizon=5),
+    functools.partial(gaussian_policy.policy, width=8),
+    functools.partial(critics_lib.ensemble, width=8),
+    optimizers.adamw(1e-3),
+    examine=examine,
+    **settings,
+  )
+
+
+ONE = {'rows': 1, 'length': 12, 'capacity': 12, 'utd': 1 / 12, 'delay': 1}
+
+
+def read(info):
+  return metrics.read(jax.device_get(info))[0]
+
+
+def test_a_policy_at_random_does_anything_as_likely():
+  policy = gaussian_policy.policy(
+    push.push(), width=8, bound='tanh', critic=False
+  )
+  obs, key_B = jnp.zeros((2000, 10)), jax.random.split(KEY, 2000)
+  params = policy.init(KEY)
+  act = jax.jit(at_random(policy).act)
+  calm, wild = (act((params, warm), obs, key_B) for warm in (False, True))
+  want = policy.act(params, obs, key_B).action
+  np.testing.assert_array_equal(calm.action, want)
+  command = np.asarray(policy.command(wild.action))
+  for x in (-0.9, -0.5, 0.0, 0.5, 0.9):
+    p = (x + 1) / 2  # Of 2000 draws; five deviations.
+    most = 5 * (p * (1 - p) / 2000) ** 0.5
+    assert (abs((command < x).mean(0) - p) < most).all()
+
+
+def test_nothing_is_learned_while_it_warms_up_and_then_critics_more_often():
+  workflow = sac()
+  begin = workflow.init(KEY)
+  first, _ = workflow.step(begin, (), KEY)
+  for name in ('actor', 'critic', 'target'):
+    tiny.assert_same_bits(getattr(first, name), getattr(begin, name))
+  second, info = workflow.step(first, (), jax.random.fold_in(KEY, 1))
+  assert (int(second.critic.step), int(second.actor.step)) == (6, 2)
+  # What is told is of all updates.
+  assert info['train/value_loss'].count == 6 * 8
+  assert info['train/policy_loss'].count == 2 * 8
+
+
+def test_a_policy_is_exported_without_what_it_was_taught_by(tmp_path):
+  workflow = sac()
+  made = workflow.params(workflow.init(KEY))
+  assert made.keys() == {'policy', 'scale'}
+  assert made['policy'].keys() == {'actor'}
+  policy_file.export(tmp_path, made)
+  tiny.assert_same_bits(policy_file.read(tmp_path, made), made)
+
+
+def test_averages_of_critics_follow_them():
+  workflow = sac(**ONE, warmup=0, polyak=0.25)
+  state = workflow.init(KEY)
+  after, _ = workflow.step(state, (), KEY)
+  assert int(after.critic.step) == 1
+  want = jax.tree.map(
+    lambda new, old: 0.25 * new + 0.75 * old, after.critic.params, state.target
+  )
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after.target, want
+  )
+
+
+@pytest.mark.parametrize('utd, delay', [(0.3, 1), (0.5, 4), (0.01, 1)])
+def test_updates_that_do_not_come_out_even_are_refused(utd, delay):
+  with pytest.raises(ValueError, match='must be a whole number of at least 1'):
+    updates(utd, 12, delay)
+
+
+@pytest.mark.parametrize('terminate', [False, True])
+def test_an_episode_is_remembered_as_it_was(terminate):
+  """Time ends nothing; success may. The next episode is never what follows."""
+  world = push.push(horizon=5, terminate=terminate)
+  if terminate:  # A task that is solved by luck: at the third step of all.
+    inner = world.step
+
+    def step(state, command):
+      state, made = inner(state, command)
+      third = (state.time + 5 * state.episode == 3).astype(float)
+      return state, made._replace(terminated=third)
+
+    world = world._replace(step=step)
+  workflow = sac(world, **ONE, warmup=0, polyak=0.25)
+  state, _ = workflow.step(workflow.init(KEY), (), KEY)
+  row = jax.device_get(state.replay.rows)
+  ended = [2] if terminate else []
+  assert list(np.flatnonzero(row.discount == 0)) == ended
+  np.testing.assert_allclose(np.delete(row.discount, ended), 0.99, rtol=1e-6)
+  same = (row.next_obs[:-1] == row.obs[1:]).all(1)
+  # Horizons of five: after steps 5 and 10 another episode begins.
+  assert list(np.flatnonzero(~same)) == [4, 9]
+  goal = lambda obs: obs[:, 4:6]
+  np.testing.assert_array_equal(goal(row.next_obs), goal(row.obs))
+
+
+def test_dim_of_actions_counts_in_the_units_of_the_world():
+  world = push.push()._replace(low=LOW, high=HIGH)
+  like = jax.ShapeDtypeStruct((2,), jnp.float32)
+  made = target_entropy(world, like)
+  np.testing.assert_allclose(made, -2 + np.log(1.0) + np.log(1.5))
+  chunk = jax.ShapeDtypeStruct((3, 2), jnp.float32)
+  np.testing.assert_allclose(target_entropy(world, chunk), 3 * made)
+
+
+def planned(workflow, state, sketch=None):
+  step = flow_lib.trace(workflow.step, state, (), KEY)
+  runtime = local.Local(plan_lib.of(sketch or {}, step.stages), step=step)
+  runtime.load(state)
+  return runtime
+
+
+@pytest.mark.slow
+def test_what_is_remembered_is_written_where_it_lies_and_checkpointed(tmp_path):
+  """However much there is, a step copies none of it; and all of it lasts."""
+  workflow, where = sac(), set()
+  runtime = planned(workflow, workflow.init(KEY))
+  checkpoints = checkpoint.Checkpoints(tmp_path / 'checkpoints', 1)
+  source = {'seed': np.array(0)}
+  for i in range(3):
+    if i == 2:
+      checkpoints.save(checkpoint.Saved(2, runtime.state(), source, {}))
+      checkpoints.close()
+    runtime.step((), jax.random.fold_in(KEY, i))
+    rows = jax.tree.leaves(runtime.state().replay.rows)
+    where.add(tuple(x.unsafe_buffer_pointer() for x in rows))
+  assert len(where) == 1
+  assert int(runtime.state().replay.filled) == 36
+  again = planned(workflow, workflow.init(jax.random.key(9)))
+  checkpoints = checkpoint.Checkpoints(tmp_path / 'checkpoints', 1)
+  again.load(checkpoints.load(again.state(), source).state, 2)
+  checkpoints.close()
+  again.step((), jax.random.fold_in(KEY, 2))
+  tiny.assert_same_bits(again.state(), runtime.state())
+  runtime.close()
+  again.close()
+
+
+@pytest.mark.slow
+def test_a_simulator_is_learned_in_as_a_world_of_jax_is():
+  inner = push.push(horizon=5)
+  ours = sac(inner)
+  hosted = sac(Simulator(inner, 4).world, Simulator(inner, 4).world)
+  states = [ours.init(KEY), hosted.init(KEY)]
+  seed = np.arange(4, dtype=np.int32)
+  for i in range(2):
+    key, infos = jax.random.fold_in(KEY, i), []
+    for j, workflow in enumerate((ours, hosted)):
+      states[j], info = workflow.step(states[j], (), key)
+      infos.append(read(info) | read(workflow.evaluate(states[j], seed, key)))
+    for name, number in infos[0].items():
+      np.testing.assert_allclose(
+        infos[1][name], number, rtol=1e-4, atol=1e-5, err_msg=name
+      )
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),
+    states[1].replay,
+    states[0].replay,
+  )
+
+
+# Learning.
+
+
+def learn(world, steps):
+  workflow = workflows.sac(
+    world,
+    functools.partial(gaussian_policy.policy, width=64),
+    functools.partial(critics_lib.ensemble, width=64),
+    optimizers.adamw(2e-3, clip_norm=10.0),
+    rows=64,
+    length=4,
+    capacity=50_000,
+    utd=0.25,
+    warmup=8,
+    discount=0.9,
+    polyak=0.02,
+    temperature=0.2,
+  )
+  runtime = planned(workflow, workflow.init(KEY))
+  for i in range(steps):
+    runtime.step((), jax.random.fold_in(KEY, i))
+  state = runtime.state()
+  made = workflow.evaluate(state, np.arange(100, dtype=np.int32), KEY)
+  runtime.close()
+  return read(made)
+
+
+@pytest.mark.slow
+def test_sac_learns_to_reach_and_not_from_rewards_of_chance():
+  before = learn(reach.reach(), 0)
+  after = learn(reach.reach(), 50)
+  control = learn(with_random_reward(reach.reach()), 50)
+  assert before['eval/success_at_end'] < 0.1
+  assert after['eval/success_at_end'] > 0.4
+  assert control['eval/success_at_end'] < 0.2
