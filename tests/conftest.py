@@ -14,15 +14,27 @@ long), sees one thread only and cannot tell returning from raising.
 
 import ast
 import importlib.machinery
+import json
 import os
 import pathlib
 import re
 import secrets
 import sys
+import time
 import zlib
 
 # In the environment, so that the processes which tests start see them too.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+# Compiling is most of what tests do, and costs a fifth so: 6 CPU-seconds rather
+# than 31 for two steps of SAC. `fully_optimized` opts out of the first.
+os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
+os.environ['XLA_FLAGS'] = ' '.join(
+  [
+    '--xla_cpu_use_fusion_emitters=false',
+    '--xla_cpu_parallel_codegen_split_count=1',
+    os.environ.get('XLA_FLAGS', ''),
+  ]
+).strip()
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
 # Nodes of Ray that tests start let in who has it.
@@ -59,11 +71,109 @@ def in_float64():
 
 
 @pytest.fixture
-def quickly_compiled():
-  """Programs that XLA hardly optimises, where most of a test is to compile."""
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
+def fully_optimized(monkeypatch):
+  """Compiles as in production, where a test mostly runs what it compiles."""
+  monkeypatch.setenv('JAX_DISABLE_MOST_OPTIMIZATIONS', '0')
   jax.config.update('jax_disable_most_optimizations', False)
+  yield
+  jax.config.update('jax_disable_most_optimizations', True)
+
+
+# How tests are chosen, shared between processes, and measured.
+
+
+def pytest_addoption(parser):
+  group = parser.getgroup('rlinf_jax')
+  group.addoption(
+    '--claims',
+    action='store_true',
+    help='run tests marked `claims`, too: all seeds, plans and deaths',
+  )
+  group.addoption(
+    '--share',
+    type=pathlib.Path,
+    metavar='FOLDER',
+    help='share the test modules with all processes that name this folder',
+  )
+  group.addoption(
+    '--costs',
+    type=pathlib.Path,
+    metavar='FILE',
+    help="append each test's CPU and wall seconds to this file of JSON lines",
+  )
+
+
+def pytest_collection_modifyitems(config, items):
+  if config.option.claims:
+    return
+  kept, left_out = [], []
+  for item in items:
+    (left_out if item.get_closest_marker('claims') else kept).append(item)
+  config.hook.pytest_deselected(items=left_out)
+  items[:] = kept
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+  """Runs the modules that no other process has taken yet."""
+  folder = session.config.option.share
+  if folder is None or session.testsfailed or session.config.option.collectonly:
+    return None  # As pytest does.
+  items = taken(session.items, folder)
+  item = next(items, None)
+  while item is not None:
+    following = next(items, None)
+    item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    if session.shouldfail:
+      raise session.Failed(session.shouldfail)
+    if session.shouldstop:
+      raise session.Interrupted(session.shouldstop)
+    item = following
+  return True
+
+
+def taken(items, folder):
+  """Yields the tests of one module after the other, each taken once by a file.
+
+  Modules with slow tests come first: a long one at the end would run alone.
+  """
+  modules = {}
+  for item in items:
+    modules.setdefault(item.nodeid.partition('::')[0], []).append(item)
+
+  def slow(tests):
+    return sum(test.get_closest_marker('slow') is not None for test in tests)
+
+  folder.mkdir(parents=True, exist_ok=True)
+  order = sorted(modules, key=lambda name: -slow(modules[name]))
+  for name in order:
+    try:
+      (folder / name.replace('/', '.')).touch(exist_ok=False)
+    except FileExistsError:
+      continue
+    yield from modules[name]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+  file = item.config.option.costs
+  cpu, wall = cpu_seconds(), time.monotonic()
+  result = yield
+  if file is not None:
+    cost = {'test': item.nodeid}
+    cost['cpu'] = round(cpu_seconds() - cpu, 2)
+    cost['wall'] = round(time.monotonic() - wall, 2)
+    with file.open('a') as costs:
+      print(json.dumps(cost), file=costs)
+  return result
+
+
+def cpu_seconds():
+  """CPU time of this process and of its children that have ended."""
+  return sum(os.times()[:4])
+
+
+# Names that tell the truth.
 
 
 SUFFIX = re.compile(r'_([A-Z0-9]*[A-Z][A-Z0-9]*)$')

@@ -1,5 +1,7 @@
 import importlib.util
+from itertools import zip_longest
 import threading
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -170,3 +172,20 @@ def test_every_module_of_stages_is_loaded_by_the_check():
   assert isinstance(metrics.__loader__, conftest.Loader)
   assert metrics.__check__ is conftest.check
   assert jax.device_count() == 8
+
+
+@pytest.mark.parametrize('processes', [1, 2])
+def test_processes_share_modules_and_each_test_runs_once(tmp_path, processes):
+  class Item(NamedTuple):
+    nodeid: str
+    slow: bool = False
+
+    def get_closest_marker(self, name):
+      return True if self.slow and name == 'slow' else None
+
+  items = [Item(f'tests/{m}_test.py::test_{i}') for m in 'abc' for i in '01']
+  items.append(Item('tests/d_test.py::test_0', slow=True))
+  shares = [conftest.taken(items, tmp_path / 'of') for _ in range(processes)]
+  ran = [item for turn in zip_longest(*shares) for item in turn if item]
+  assert sorted(ran) == sorted(items)
+  assert ran[0].slow

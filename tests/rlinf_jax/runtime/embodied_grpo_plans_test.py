@@ -23,7 +23,7 @@ STEPS = 2
 UPDATES = [(1, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)]
 
 
-pytestmark = pytest.mark.usefixtures('in_float64', 'quickly_compiled')
+pytestmark = pytest.mark.usefixtures('in_float64')
 
 
 @functools.cache

@@ -33,7 +33,7 @@ ROWS, STEPS = 8, 2
 UPDATES = [(1, 1, None), (2, 1, None), (1, 2, 1e9), (2, 2, 1e-4)]
 
 
-pytestmark = pytest.mark.usefixtures('in_float64', 'quickly_compiled')
+pytestmark = pytest.mark.usefixtures('in_float64')
 
 
 @functools.cache

@@ -33,7 +33,7 @@ PLACES = {
 }
 
 
-pytestmark = pytest.mark.usefixtures('in_float64', 'quickly_compiled')
+pytestmark = pytest.mark.usefixtures('in_float64')
 
 
 @functools.cache

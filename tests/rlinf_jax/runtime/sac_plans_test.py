@@ -41,7 +41,7 @@ PLACED = {
 }
 
 
-pytestmark = pytest.mark.usefixtures('in_float64', 'quickly_compiled')
+pytestmark = pytest.mark.usefixtures('in_float64')
 
 
 @pytest.fixture(scope='module', autouse=True)
