@@ -189,11 +189,13 @@ def loss_and_gradient(dtype, problem, action, mask, advantage):
   policy = tiny.policy(dtype)
   params = policy.init(jax.random.key(0))
 
-  def loss(params):
-    logp = policy.evaluate(params, problem.prompt, action, group=GROUP).logp
+  @jax.jit
+  @jax.value_and_grad
+  def compute(params, prompt, action, mask, advantage):
+    logp = policy.evaluate(params, prompt, action, group=GROUP).logp
     return (-(logp * advantage * mask).sum(1) / mask.sum(1)).mean()
 
-  return jax.value_and_grad(loss)(params)
+  return compute(params, problem.prompt, action, mask, advantage)
 
 
 def rows(seed=0):

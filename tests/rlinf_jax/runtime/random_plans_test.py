@@ -6,6 +6,7 @@ another mesh, changes rounding.
 
 import functools
 
+import claims
 import jax
 import numpy as np
 import pytest
@@ -31,6 +32,9 @@ PLACES = {
   'p3': plan_lib.Placement((3, 4), (('data', 2),)),
   'p4': plan_lib.Placement((5, 6), (('fsdp', 2),)),
 }
+# These plans have between them all numbers of places and pieces, both meshes,
+# rows at a time, evictions, placing alone, and all of UPDATES.
+KEPT = 2, 10, 11, 12
 
 
 pytestmark = pytest.mark.usefixtures('in_float64')
@@ -113,7 +117,7 @@ def compare(plan, got, want):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('seed', range(24))
+@pytest.mark.parametrize('seed', claims.some(range(24), KEPT))
 def test_no_plan_changes_the_mathematics(seed):
   plan, updates = random_plan(
     seed, STAGES, {'gradient': 8}, ('refer', 'apply'), UPDATES
