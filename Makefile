@@ -5,7 +5,7 @@ PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: train test fast lint robots bench lock clean
+.PHONY: train test fast claims lint robots bench lock clean
 
 # Where LIBERO's meshes lie beside a checkout, its tests find them.
 LIBERO_ASSETS ?= $(wildcard $(abspath ../shared/data/libero_assets))
@@ -34,6 +34,9 @@ test: lint
 
 fast: lint  # The same without the slow tests.
 	$(call in_two,-m 'not slow')
+
+claims: .venv/test  # The complete proof, for many hours; goes on after a stop.
+	$(BIN)/python -m experiments.claims $(NAMES)
 
 # Places that could be said more plainly: never raise it.
 PLACES := 562

@@ -1,0 +1,1 @@
+"""The complete proof: every claim, its commands, and what they found."""
