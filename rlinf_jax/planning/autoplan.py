@@ -45,7 +45,7 @@ class Prediction:
   """
 
   step: float
-  stage_profile: Mapping[str, measured_lib.Number]
+  stages: Mapping[str, measured_lib.Number]
 
 
 @dataclasses.dataclass(frozen=True)

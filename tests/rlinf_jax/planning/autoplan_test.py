@@ -170,7 +170,7 @@ def test_a_stage_that_becomes_slower_moves_others_away(
 def test_before_the_change_what_is_equally_long_is_together():
   step, evaluate = flows()
   costs = model()
-  space = autoplan.declare.space(step, costs)
+  space = autoplan.space_lib.space(step, costs)
   chosen = autoplan.plan(step, evaluate, 0, costs, space)
   assert chosen.plan.stages['act'] == chosen.plan.stages['judge']
   assert chosen.plan.stages['act'] != chosen.plan.stages['learn']
@@ -186,7 +186,7 @@ def test_before_the_change_what_is_equally_long_is_together():
 def watched():
   made = flows()
   costs = model()
-  space = autoplan.declare.space(made[0], costs)
+  space = autoplan.space_lib.space(made[0], costs)
   chosen = autoplan.plan(*made, 0, costs, space)
   return autoplan.Watch(made, 0, chosen, settle=None), chosen
 
@@ -286,7 +286,7 @@ def test_what_fits_nowhere_is_told():
   costs = model()
   costs.capacity = 1.0
   with pytest.raises(ValueError, match=r'No plan fits.*nearest.*bind a plan'):
-    autoplan.plan(*made, 0, costs, autoplan.declare.space(made[0], costs))
+    autoplan.plan(*made, 0, costs, autoplan.space_lib.space(made[0], costs))
 
 
 def test_accelerators_are_left_to_the_processes_that_shall_have_them(
