@@ -107,7 +107,7 @@ def train(
   if instead:
     flows = trace_flows(workflow, source, seed)
     own = None if plan == AUTO else read_plan(plan, *flows)
-    made = instead(flows, workflow.lag, own)
+    made = instead(flows, workflow.staleness, own)
     config.refuse_unused()
     return made
   finished = finished_result(folder, steps, until, resume, workflow.score)
@@ -228,7 +228,7 @@ def begin(workflow, source, seed, flows, runtime, settle, kept):
   if not runtime:
     if stage_profile.fits(flows[0]):
       given = first_state(workflow, key, batch), batch, key
-    watch = autoplan.choose(flows, workflow.lag, given, settle, kept)
+    watch = autoplan.choose(flows, workflow.staleness, given, settle, kept)
     runtime = watch.runtime()
   runtime.compile('step')  # While the parameters are read.
   if any(map(stage_profile.uses_up, flows[0].nodes)):

@@ -4,32 +4,33 @@ from stages.base import (
   Camera,
   Demonstration,
   Draft,
+  Env,
   Evaluation,
   Example,
   Experience,
-  Outcome,
   Policy,
   Problem,
   Prompt,
   Source,
+  TimeStep,
   TrainState,
   Verdict,
   Version,
   Workflow,
-  World,
 )
-from stages.core import keys, Later, Stage, stage
+from stages.core import Deferred, keys, Stage, stage
 from stages.repeat import Repeat
 
 __all__ = [
   'Camera',
   'Demonstration',
+  'Deferred',
   'Draft',
   'Evaluation',
   'Example',
   'Experience',
-  'Later',
-  'Outcome',
+  'Deferred',
+  'TimeStep',
   'Policy',
   'Problem',
   'Prompt',
@@ -40,7 +41,7 @@ __all__ = [
   'Verdict',
   'Version',
   'Workflow',
-  'World',
+  'Env',
   'keys',
   'stage',
 ]

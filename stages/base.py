@@ -187,22 +187,22 @@ class Policy(NamedTuple):
 
   Attributes:
     init: `key -> params`.
-    act: `params, obs, keys, *, group=1, greedy=False -> Experience`, one key a
-      row. Rows come in groups of `group` that share their observation, next to
-      each other, so that it need be read only once. `greedy` takes the
-      likeliest action instead of a draw. A language model acts until its
-      rows end, a robot once.
-    evaluate: `params, obs, action, *, group=1 -> Evaluation`.
+    act: `params, obs, keys, *, group_size=1, greedy=False -> Experience`, one
+      key a row. Rows come in groups of `group_size` that share their
+      observation, next to each other, so that it need be read only once.
+      `greedy` takes the likeliest action instead of a draw. A language model
+      acts until its rows end, a robot once.
+    evaluate: `params, obs, action, *, group_size=1 -> Evaluation`.
     command: `action -> command`: what a world is told to do, within its bounds;
       None where actions are meant as they are.
     value: `params, obs -> value`, the critic alone; None without one.
-    like: `params, obs, keys -> Experience` of shapes, where `act` runs outside
-      JAX, on an engine that computes log-probabilities in its own way, and
-      returns a `stage.Later` of its experience; None where both are one.
-    resume: `params, obs, keys, draft, *, group=1, begun=0, go_on -> Draft`:
-      goes on with completions, as `stages.generate.resume` says; with `like`
-      it takes keys as their bits and returns a `stage.Later`; None for what
-      cannot.
+    out_shapes: `params, obs, keys -> Experience` of shapes, where `act` runs
+      outside JAX, on an engine that computes log-probabilities in its own way,
+      and returns a `stage.Deferred` of its experience; None where both are one.
+    resume: `params, obs, keys, draft, *, group_size=1, begun=0, go_on ->
+      Draft`: goes on with completions, as `stages.generate.resume` says; with
+      `out_shapes` it takes keys as their bits and returns a `stage.Deferred`;
+      None for what cannot.
   """
 
   init: Callable[[Key], Params]
@@ -210,11 +210,11 @@ class Policy(NamedTuple):
   evaluate: Callable[..., Evaluation]
   command: Callable[[Any], Any] | None = None
   value: Callable[..., Any] | None = None
-  like: Callable[..., Experience] | None = None
+  out_shapes: Callable[..., Experience] | None = None
   resume: Callable[..., Draft] | None = None
 
 
-class Outcome(NamedTuple):
+class TimeStep(NamedTuple):
   """What came of an action, or of a chunk of them.
 
   An episode that ends begins anew at once, so two observations are told apart.
@@ -231,7 +231,7 @@ class Outcome(NamedTuple):
     lost: one where the simulator failed instead of making the step (crash,
       exception, NaN, hang): truncated, without reward, `final_obs` what was
       last seen: it shall not count. None where nothing can fail.
-    final_state: the state before anything began anew, as `World.draw` takes it;
+    final_state: the state before anything began anew, as `Env.draw` takes it;
       None where nothing can be drawn by it.
   """
 
@@ -250,7 +250,7 @@ class Camera(NamedTuple):
   """Films a simulator, of which there is no picture but while it is there.
 
   Attributes:
-    begin: `seed_B, rows=…, every=… -> state, obs`: as `World.init`, and films
+    begin: `seed_B, rows=…, every=… -> state, obs`: as `Env.init`, and films
       the first episode of each of the first `rows` environments: as it begins,
       after every so many steps, and as it ends.
     film: `state, time -> frame, shown_B`: pictures of environments after so
@@ -264,14 +264,14 @@ class Camera(NamedTuple):
   shape: tuple[int, int, int]
 
 
-class World(NamedTuple):
+class Env(NamedTuple):
   """A batch of environments to act in.
 
   Attributes:
     init: `seed_B -> state, obs`: begins as many episodes as there are seeds.
       All that happens in an environment follows from its seed and from what is
       done there, however environments are cut, placed or spread.
-    step: `state, command -> state, Outcome`. The state is used up; its leaves
+    step: `state, command -> state, TimeStep`. The state is used up; its leaves
       have rows. That of a simulator is a token, int32 [B, 3] (environment,
       calls, seed): it stands for what only the simulator knows.
     obs: shapes of what is seen in one environment, a tree of
@@ -284,7 +284,7 @@ class World(NamedTuple):
     draw: `state, size=… -> frame_B`, uint8 [B, size, size, 3]: how it looks,
       for people; None where a state does not tell.
     camera: of a simulator that can be drawn.
-    send: `token, command -> stage.Later` of what `step` returns; None where
+    send: `token, command -> stage.Deferred` of what `step` returns; None where
       nothing can be done while a simulator steps.
     past: shapes of what `save` returns for one environment; None where a state
       is all that there is, or a simulator cannot be saved.
@@ -295,7 +295,7 @@ class World(NamedTuple):
   """
 
   init: Callable[[Any], tuple[Any, Any]]
-  step: Callable[[Any, Any], tuple[Any, Outcome]]
+  step: Callable[[Any, Any], tuple[Any, TimeStep]]
   obs: Any
   low: tuple[float, ...]
   high: tuple[float, ...]
@@ -319,8 +319,8 @@ class Workflow(NamedTuple):
       stages; arithmetic belongs inside a stage.
     evaluate: `state, batch, key -> info`: a second flow, which reads the state.
     params: `state -> params` of the policy that the workflow makes.
-    lag: steps that may be begun before an earlier one has ended, as what they
-      read of the state is that much older.
+    staleness: steps that may be begun before an earlier one has ended, as what
+      they read of the state is that much older.
     score: the metric of `evaluate` that says how good the policy is, of 1.
     begin: `state, batch -> state`: makes room in a new state for what steps of
       such batches leave unfinished; None where they leave nothing.
@@ -330,7 +330,7 @@ class Workflow(NamedTuple):
   step: Callable[[Any, Any, Key], tuple[Any, Info]]
   evaluate: Callable[[Any, Any, Key], Info]
   params: Callable[[Any], Params]
-  lag: int = 0
+  staleness: int = 0
   score: str = 'eval/accuracy'
   begin: Callable[[Any, Any], Any] | None = None
 

@@ -18,11 +18,11 @@ REPLAY = np.uint32(2**32 - 3)
 CHOOSE = np.uint32(2**32 - 4)
 
 
-class Later(NamedTuple):
+class Deferred(NamedTuple):
   """What will come of a call that is under way.
 
   Attributes:
-    told: a future, or another `Later`.
+    told: a future, or another `Deferred`.
     then: what is made of its result.
   """
 
@@ -59,41 +59,43 @@ class Stage:
       equal runs of rows out, routed and not copied. 'slice': likewise, but any
       rows in any order, as arguments without rows say: all must be there
       before, and what comes out may be cut again. 'batch': not at all.
-    whole: positions of arguments without rows, such as parameters.
-    group: rows that must stay together; a cut is at a multiple of so many.
-    linear: positions of arguments that are used up, such as the token of a
+    unbatched: positions of arguments without rows, such as parameters.
+    group_size: rows that must stay together; a cut is at a multiple of so many.
+    consumes: positions of arguments that are used up, such as the token of a
       simulator: what goes on is what it returns. They have rows, so that
       cutting the batch cuts them too.
     host: runs outside JAX, on NumPy arrays; what it takes whole, such as
       parameters, it is given as it lies.
-    like: shapes of what a host stage returns, given shapes of what it takes.
-    ahead: a host stage whose function returns a `Later` of what it returns: it
-      is begun as soon as what it takes is there, and waited for in its turn. A
+    out_shapes: shapes of what a host stage returns, given shapes of what it
+      takes.
+    asynchronous: a host stage whose function returns a `Deferred` of what it
+      returns: it is begun as soon as what it takes is there, and waited for in
+        its turn. A
       simulator steps so, while a policy acts on other rows.
   """
 
   fn: Callable[..., Any]
   name: str
   grain: Literal['row', 'sum', 'split', 'slice', 'batch'] = 'row'
-  whole: tuple[int, ...] = ()
-  group: int = 1
-  linear: tuple[int, ...] = ()
+  unbatched: tuple[int, ...] = ()
+  group_size: int = 1
+  consumes: tuple[int, ...] = ()
   host: bool = False
-  like: Callable[..., Any] | None = None
-  ahead: bool = False
+  out_shapes: Callable[..., Any] | None = None
+  asynchronous: bool = False
 
   def __post_init__(self):
-    if self.host and self.like is None:
+    if self.host and self.out_shapes is None:
       raise ValueError(
         f'Stage {self.name} runs on the host, so nothing can tell the shapes '
-        'of what it returns: give it `like`.'
+        'of what it returns: give it `out_shapes`.'
       )
-    if self.ahead and not self.host:
+    if self.asynchronous and not self.host:
       raise ValueError(
         f'Stage {self.name} cannot be begun ahead of its turn: only what runs '
         'on the host can.'
       )
-    both = sorted({*self.linear} & {*self.whole})
+    both = sorted({*self.consumes} & {*self.unbatched})
     if both and self.grain != 'batch':
       raise ValueError(
         f'Stage {self.name} uses up its arguments {both}, which have no rows: '
@@ -118,15 +120,15 @@ class Stage:
   def begin(self, *args):
     """Begins a call of a host stage."""
     given = [
-      arg if i in self.whole else jax.device_get(arg)
+      arg if i in self.unbatched else jax.device_get(arg)
       for i, arg in enumerate(args)
     ]
     return self.fn(*given)
 
   def end(self, begun, *args):
     """Waits for a call, and holds it to the shapes that it promised."""
-    made = begun.result() if self.ahead else begun
-    want, got = jax.tree.flatten(self.like(*args)), jax.tree.flatten(made)
+    made = begun.result() if self.asynchronous else begun
+    want, got = jax.tree.flatten(self.out_shapes(*args)), jax.tree.flatten(made)
     wants = [(x.shape, x.dtype) for x in want[0]]
     gots = [(np.shape(x), np.asarray(x).dtype) for x in got[0]]
     if (want[1], wants) != (got[1], gots):
@@ -138,14 +140,16 @@ class Stage:
 
   def shapes(self, *args):
     """Shapes of what it returns, given shapes of what it takes."""
-    return self.like(*args) if self.host else jax.eval_shape(self.run, *args)
+    return (
+      self.out_shapes(*args) if self.host else jax.eval_shape(self.run, *args)
+    )
 
   merge = staticmethod(metrics.merge)
 
 
-def stage(name: str, grain='row', whole=(), **kwargs):
+def stage(name: str, grain='row', unbatched=(), **kwargs):
   """Decorator form of `Stage`."""
-  return lambda fn: Stage(fn, name, grain, whole, **kwargs)
+  return lambda fn: Stage(fn, name, grain, unbatched, **kwargs)
 
 
 @stage('keys', 'batch')

@@ -34,9 +34,9 @@ class Repeat:
 
   # What a planner asks of a stage.
   grain = 'batch'
-  whole = ()
-  linear = ()
-  group = 1
+  unbatched = ()
+  consumes = ()
+  group_size = 1
   host = False
 
   def __post_init__(self):

@@ -20,4 +20,6 @@ def rewards(verify: stages.Stage) -> stages.Stage:
     rng = np.random.default_rng(zlib.crc32(action_BT.tobytes()))
     return verdict._replace(reward=rng.permutation(verdict.reward))
 
-  return stages.Stage(judge, verify.name, 'batch', host=True, like=verify.like)
+  return stages.Stage(
+    judge, verify.name, 'batch', host=True, out_shapes=verify.out_shapes
+  )

@@ -130,13 +130,16 @@ def language(case, rows: int, memory: float) -> Drawn:
     draft.state(who, model)
   draft.value('x', (rows, math.ceil(lengths.mean())))
   draft.node(
-    Stage('generate', group=group), ('params', 'prompts'), ('x',), ('prompts',)
+    Stage('generate', group_size=group),
+    ('params', 'prompts'),
+    ('x',),
+    ('prompts',),
   )
   there = ['x']
   for who in models if case.flow != 'grpo without inference' else ():
     made = f'{who}inferred'
     draft.value(made, (rows, math.ceil(lengths.mean())))
-    stage = Stage(f'{who}infer', group=group)
+    stage = Stage(f'{who}infer', group_size=group)
     draft.node(stage, (f'{who}params', 'x'), (made,), ('x',))
     there.append(made)
   for who in models:

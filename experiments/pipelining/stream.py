@@ -69,17 +69,17 @@ def _like(x):
 
 
 act = stages.Stage(
-  _act, 'act', whole=(0,), host=True, like=lambda w, x: _like(x)
+  _act, 'act', unbatched=(0,), host=True, out_shapes=lambda w, x: _like(x)
 )
 learn = stages.Stage(
   _learn,
   'learn',
   'sum',
   host=True,
-  like=lambda x: jax.ShapeDtypeStruct((), jnp.float32),
+  out_shapes=lambda x: jax.ShapeDtypeStruct((), jnp.float32),
 )
 apply = stages.Stage(
-  _apply, 'apply', 'batch', host=True, like=lambda w, g: _like(w)
+  _apply, 'apply', 'batch', host=True, out_shapes=lambda w, g: _like(w)
 )
 
 

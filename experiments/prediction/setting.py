@@ -62,8 +62,8 @@ def recipe(checkpoint: str, problems: int):
     arithmetic.verify(checkpoint),
     optimizers.adamw(4e-4),
     group=GROUP,
-    kl=0.2,
-    divergence=losses.kl_k2,
+    kl_coef=0.2,
+    kl_estimator=losses.kl_k2,
   )
   source = arithmetic.problems(
     checkpoint, rows=problems, prompt_length=10, held_out=256

@@ -46,7 +46,7 @@ def run(folder: pathlib.Path, checkpoint: str, lag: int, plan, ray: str | None):
   bindings = [
     f'STEPS = {STEPS}',
     f'CHECKPOINT = {checkpoint!r}',
-    f'workflows.grpo.lag = {lag}',
+    f'workflows.grpo.staleness = {lag}',
     f'train.train.ray = {ray!r}',
     'train.train.evaluate_every = 10',
     f'train.train.checkpoint_every = {STEPS}',

@@ -12,7 +12,7 @@ from stages import base
 from stages.envs import demonstrations, push, replay, rollout
 
 
-def demonstrate(world: base.World, episodes: int):
+def demonstrate(world: base.Env, episodes: int):
   """Transitions of whole episodes, and how many of them end in success."""
   place, obs = rollout.begin(world, np.arange(episodes, dtype=np.int32))
   policy = demonstrations.scripted(world, push.show_how, deviation=0.0)

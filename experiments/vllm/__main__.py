@@ -62,8 +62,8 @@ def main():
   ours, theirs = policy(), policy(engine=vllm.engine)
   params = ours.init(jax.random.key(0))
   acts = {
-    'the path': policy_stages.act(theirs, 'generate', group=GROUP),
-    'our own loop': policy_stages.act(ours, 'generate', group=GROUP),
+    'the path': policy_stages.act(theirs, 'generate', group_size=GROUP),
+    'our own loop': policy_stages.act(ours, 'generate', group_size=GROUP),
   }
   settings = vllm_engine.Settings(
     checkpoint, qwen.read_config(checkpoint).dtype, 256, 2**30, None

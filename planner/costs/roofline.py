@@ -152,7 +152,7 @@ class Roofline:
       return True
     ways = self.layout.row_ways(axes)
     return all(
-      (rows or flow.values[v].shape[0]) // node.stage.group % ways == 0
+      (rows or flow.values[v].shape[0]) // node.stage.group_size % ways == 0
       for v in node.rows
     )
 

@@ -91,12 +91,12 @@ def of_node(
     return work(node.stage.run, *args, trips=trips, letters=letters)
 
   rows = flow.rows_of(node)
-  groups = rows // node.stage.group
+  groups = rows // node.stage.group_size
   some = sorted({groups // part for part in PARTS} - {0})
   try:
     if not some:
       return Call(at(rows), rows=rows)
-    sizes = [n * node.stage.group for n in some]
+    sizes = [n * node.stage.group_size for n in some]
     return work_lib.through([(size, at(size)) for size in sizes])
   except (NotImplementedError, ValueError) as error:
     error.add_note(f'This happened in stage {node.name}, while counted.')

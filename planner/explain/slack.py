@@ -49,7 +49,9 @@ def _of(played: evaluate_plan.Played, stage: str) -> float:
     return evaluate_plan.again(played, cost).seconds
 
   place = played.plan.stages[stage]
-  if any(node.ahead and node.name == stage for node in played.flow.nodes):
+  if any(
+    node.asynchronous and node.name == stage for node in played.flow.nodes
+  ):
     place = simulate.outside(place, stage)
   room = at = flat - played.busy.get(place, 0.0)  # Its place has no more.
   if at <= 0 or not calls:

@@ -117,15 +117,15 @@ class Recorder:
       with_rows(stage, args),
       takes,
       gives,
-      linear=used_up(stage, args),
+      consumes=used_up(stage, args),
       body=body,
     )
     if body:
-      used = {v for inner in body.nodes for v in inner.linear}
+      used = {v for inner in body.nodes for v in inner.consumes}
       used = frozenset(v for x, v in node.enters.items() if x in used)
-      node = dataclasses.replace(node, linear=used)
+      node = dataclasses.replace(node, consumes=used)
     self.check(node)
-    self.reads.add(stage.name, reads, node.linear, self.name)
+    self.reads.add(stage.name, reads, node.consumes, self.name)
     self.nodes.append(node)
     return made
 
@@ -144,13 +144,14 @@ class Recorder:
       if len(sizes) > 1 or () in sizes:
         raise TypeError(
           f'Stage {node.name} of grain {grain!r} has values of different rows: '
-          f'{sorted(sizes)}. Name its arguments without rows in `whole`, or '
+          f'{sorted(sizes)}. Name its arguments without rows in `unbatched`, '
+          f'or '
           "call it grain 'batch'."
         )
       for size, *_ in sizes:
-        if size % node.stage.group:
+        if size % node.stage.group_size:
           raise TypeError(
-            f'Stage {node.name} keeps groups of {node.stage.group} rows '
+            f'Stage {node.name} keeps groups of {node.stage.group_size} rows '
             f'together and was given {size} rows.'
           )
       for v in rows:
@@ -167,14 +168,14 @@ def with_rows(stage, args) -> frozenset[int]:
   return frozenset(
     v
     for i, arg in enumerate(args)
-    if i not in stage.whole
+    if i not in stage.unbatched
     for v in jax.tree.leaves(arg)
   )
 
 
 def used_up(stage, args) -> frozenset[int]:
   """Which of the values that a stage is given nobody may read again."""
-  return frozenset(v for i in stage.linear for v in jax.tree.leaves(args[i]))
+  return frozenset(v for i in stage.consumes for v in jax.tree.leaves(args[i]))
 
 
 def ids(refs) -> tuple[int, ...]:
@@ -249,7 +250,7 @@ def trace_body(loop, carry, *given) -> graph.Flow:
         'carries, so carry it once.'
       )
   for node in body.nodes:
-    for v in node.linear.intersection(body.inputs):
+    for v in node.consumes.intersection(body.inputs):
       raise TypeError(
         f'Stage {node.name} in the body of {loop.name} uses up '
         f'{body.values[v].name} in every round: carry it.'

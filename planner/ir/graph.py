@@ -44,7 +44,7 @@ class Node:
     takes: how `reads` fold back into the arguments; None where they are them.
     gives: how `writes` fold back into the result.
     piece: which piece of the batch it handles, and of how many.
-    linear: those it reads that are used up: nobody else reads them.
+    consumes: those it reads that are used up: nobody else reads them.
     body: of a loop, one round of it, whose carry and whose inputs are what it
       reads; None if it is none.
   """
@@ -56,7 +56,7 @@ class Node:
   takes: Any = None
   gives: Any = None
   piece: tuple[int, int] = (0, 1)
-  linear: frozenset[int] = frozenset()
+  consumes: frozenset[int] = frozenset()
   body: 'Flow | None' = None
 
   @property
@@ -64,9 +64,9 @@ class Node:
     return self.stage.name
 
   @property
-  def ahead(self) -> bool:
+  def asynchronous(self) -> bool:
     """Whether it may be begun before its turn."""
-    return getattr(self.stage, 'ahead', False)
+    return getattr(self.stage, 'asynchronous', False)
 
   @property
   def enters(self) -> dict[int, int]:
@@ -161,8 +161,8 @@ class Plumbing:
   name: str
   fn: Any
   grain: str = 'batch'
-  whole = ()
-  group = 1
+  unbatched = ()
+  group_size = 1
   host = False
 
   @property

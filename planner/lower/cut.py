@@ -118,7 +118,7 @@ class _Cutter:
           writes=writes,
           rows=frozenset(parts[v][i] for v in node.rows),
           piece=(i, pieces),
-          linear=frozenset(parts[v][i] for v in node.linear),
+          consumes=frozenset(parts[v][i] for v in node.consumes),
         )
       )
       made.append(writes)
@@ -172,11 +172,12 @@ class _Cutter:
 
   def check(self, node: graph.Node, pieces: int):
     for rows in {self.values[v].shape[0] for v in node.rows}:
-      if rows % (pieces * node.stage.group):
+      if rows % (pieces * node.stage.group_size):
         raise ValueError(
-          f'Stage {node.name} has {rows} rows in groups of {node.stage.group}, '
+          f'Stage {node.name} has {rows} rows in groups of '
+          f'{node.stage.group_size}, '
           f'which cannot be cut into {pieces} pieces of whole groups: choose '
-          f'a number of pieces that divides {rows // node.stage.group}.'
+          f'a number of pieces that divides {rows // node.stage.group_size}.'
         )
 
 

@@ -72,7 +72,7 @@ def forget(program, flow, place, resident):
     v for node in flow.nodes if node.stage.grain == 'sum' for v in node.writes
   }
   # What is used up nobody else reads; but inputs are lent.
-  fresh |= {v for node in flow.nodes for v in node.linear} - {*flow.inputs}
+  fresh |= {v for node in flow.nodes for v in node.consumes} - {*flow.inputs}
   seen = held - starts  # What stays as it is stays here.
   outputs = set(flow.outputs)
   backwards = []

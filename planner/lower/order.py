@@ -60,7 +60,7 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
 
   left = [len(before) for before in makers]
   ready = {i: 0.0 for i in range(n) if not left[i]}
-  ready |= {i: began(i, 0.0) for i in ready if flow.nodes[i].ahead}
+  ready |= {i: began(i, 0.0) for i in ready if flow.nodes[i].asynchronous}
 
   def turn(i, start):
     return start, flow.nodes[i].piece[0], -to_go[i], i
@@ -73,14 +73,14 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
     if now > start:
       heapq.heappush(heap, turn(i, now))
       continue
-    end[i] = now + takes[i] * (not flow.nodes[i].ahead)
+    end[i] = now + takes[i] * (not flow.nodes[i].asynchronous)
     free |= dict.fromkeys(there[i], end[i])
     done.append(i)
     for j in after[i]:
       left[j] -= 1
       if not left[j]:
         ready[j] = arrival(j)
-        if flow.nodes[j].ahead:
+        if flow.nodes[j].asynchronous:
           ready[j] = began(j, ready[j])
         heapq.heappush(heap, turn(j, ready[j]))
   return dataclasses.replace(flow, nodes=tuple(flow.nodes[i] for i in done))
@@ -94,7 +94,7 @@ def _makers(flow) -> list[set[int]]:
   ]
   first = _first(flow, makers)
   return [
-    before | first if node.ahead else before
+    before | first if node.asynchronous else before
     for before, node in zip(makers, flow.nodes, strict=True)
   ]
 
@@ -114,10 +114,10 @@ def _first(flow, makers) -> set[int]:
   """Nodes that lead to what may begin ahead, and wait for nothing such."""
   before, late = set(), set()
   for i in reversed(range(len(flow.nodes))):
-    if i in before or flow.nodes[i].ahead:
+    if i in before or flow.nodes[i].asynchronous:
       before |= makers[i]
   for i in range(len(flow.nodes)):
-    if flow.nodes[i].ahead or makers[i] & late:
+    if flow.nodes[i].asynchronous or makers[i] & late:
       late.add(i)
   return before - late
 

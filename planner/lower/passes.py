@@ -20,6 +20,6 @@ def lower(
     ValueError: for a plan that the flow cannot follow.
   """
   flow = cut.cut(flow, plan.pieces)
-  if len(plan.places) > 1 or any(node.ahead for node in flow.nodes):
+  if len(plan.places) > 1 or any(node.asynchronous for node in flow.nodes):
     flow = order.order(flow, plan, cost)
   return flow, program.lower(flow, plan, resident)

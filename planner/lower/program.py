@@ -232,7 +232,7 @@ def _early(flow: graph.Flow) -> dict[int | None, list[int]]:
   """
   early = collections.defaultdict(list)
   for i, node in enumerate(flow.nodes):
-    if node.ahead:
+    if node.asynchronous:
       makers = [flow.maker[v] for v in node.reads if v in flow.maker]
       early[max(makers, default=None)].append(i)
   return early
@@ -359,12 +359,13 @@ def check_rows(flow: graph.Flow, plan):
         'be run in micro-batches.'
       )
     for size in {flow.values[v].shape[0] for v in node.rows}:
-      if rows < 1 or size % rows or rows % node.stage.group:
+      if rows < 1 or size % rows or rows % node.stage.group_size:
         pieces = f' in each of {node.piece[1]} pieces' * (node.piece[1] > 1)
         raise ValueError(
           f'{node.name} has {size} rows{pieces}, in groups of '
-          f'{node.stage.group}, which cannot be taken {rows} at a time: choose '
-          f'a divisor of {size} that is a multiple of {node.stage.group}.'
+          f'{node.stage.group_size}, which cannot be taken {rows} at a time: '
+          f'choose '
+          f'a divisor of {size} that is a multiple of {node.stage.group_size}.'
         )
 
 

@@ -63,7 +63,7 @@ def _uses_up(flow, program) -> bool:
     if isinstance(op, Repeat):
       if _uses_up(flow.nodes[op.node].body, op.program):
         return True
-    elif isinstance(op, Run) and flow.nodes[op.node].linear:
+    elif isinstance(op, Run) and flow.nodes[op.node].consumes:
       return True
   return False
 
@@ -104,7 +104,8 @@ def left(flow: graph.Flow, program, sent: Set[tuple[int, str]]) -> Left | None:
 def acts_outside(flow: graph.Flow) -> bool:
   """Whether an engine outside JAX acts in it."""
   return any(
-    acts_outside(node.body) if node.body else node.ahead for node in flow.nodes
+    acts_outside(node.body) if node.body else node.asynchronous
+    for node in flow.nodes
   )
 
 
@@ -114,7 +115,7 @@ def _contradicts(flow, program, runs, arrived) -> bool:
   for op in program:
     if isinstance(op, Run):
       node = flow.nodes[op.node]
-      again = node.ahead and op.node in runs
+      again = node.asynchronous and op.node in runs
       if again or other.intersection(node.reads):
         other.update(node.writes)
   return any(v in other for v, _ in arrived)

@@ -69,5 +69,5 @@ def renamed(node: graph.Node, known: dict[int, int]) -> graph.Node:
     reads=tuple(name(node.reads)),
     writes=tuple(name(node.writes)),
     rows=frozenset(name(node.rows)),
-    linear=frozenset(name(node.linear)),
+    consumes=frozenset(name(node.consumes)),
   )

@@ -184,7 +184,7 @@ class Floor:
         flow.maker[v] for v in node.reads if v in flow.maker
       )
     ]
-    ahead = [node.name if node.ahead else None for node in flow.nodes]
+    ahead = [node.name if node.asynchronous else None for node in flow.nodes]
     stages = [None, *dict.fromkeys(filter(None, ahead))]
     self.outside = np.array([stages.index(name) for name in ahead])
     begins = {i for v in flow.inputs for i in flow.readers.get(v, ())}

@@ -20,7 +20,7 @@ def space(flow: graph.Flow, model: roofline.Roofline) -> exact.Space:
   several = cluster.devices > cluster.node
   pieces = PIECES
   if cluster.devices == 1:
-    pieces = HALVES if any(node.ahead for node in flow.nodes) else (1,)
+    pieces = HALVES if any(node.asynchronous for node in flow.nodes) else (1,)
   rows = {
     node.name: options
     for node in flow.nodes
@@ -44,7 +44,7 @@ def _at_a_time(flow, node, model) -> tuple[int | None, ...]:
   options = {None: None}
   if model.works[node.name].at(there).bytes_alive >= (model.capacity * CROWDED):
     shares = (there // n for n in FRACTIONS[1:] if not there % n)
-    options |= {n: None for n in shares if n and not n % stage.group}
+    options |= {n: None for n in shares if n and not n % stage.group_size}
   one = plan_lib.Placement()
   whole = model.seconds(flow, node, one, None)
   for n in model.measured.rows(node.name):

@@ -47,7 +47,7 @@ def moves(choices, choice):
     for b in {at[i] for i in readers if i not in adrift} - {at[maker]}:
       last[maker] = np.maximum(last[maker], move(end, at[maker], b))
     here = at[maker] in {at[i] for i in readers}
-    if start in own and here and not flow.nodes[maker].ahead:
+    if start in own and here and not flow.nodes[maker].asynchronous:
       more[maker] += known.switch(flow, end, places[at[maker]])
   waits = [last]
   for loop in cut.floor.loops:
@@ -58,7 +58,7 @@ def moves(choices, choice):
     waits.append(first)
   idle = {*own, *own.values()}
   for i, node in enumerate(flow.nodes):
-    if node.ahead:  # Its place moves that, and not who does it.
+    if node.asynchronous:  # Its place moves that, and not who does it.
       continue
     for v in idle.intersection(node.reads):
       times = 1 + (own.get(v) == v)  # What stays leaves again.

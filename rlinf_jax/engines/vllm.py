@@ -94,8 +94,10 @@ def engine(
   draw['top_k'] = sampling.top_k if sampling.top_k < config.V else 0
   ends = {'max_tokens': length, 'stop_token_ids': list(stop)}
 
-  def act(params, prompt, key_B, *, group=1, greedy=False):
-    del group  # Its cache of prefixes sees by itself that prompts are alike.
+  def act(params, prompt, key_B, *, group_size=1, greedy=False):
+    del (
+      group_size
+    )  # Its cache of prefixes sees by itself that prompts are alike.
     begins = [
       token_P[mask_P > 0].tolist()
       for token_P, mask_P in zip(prompt.token, prompt.mask, strict=True)
@@ -104,7 +106,7 @@ def engine(
     hows = [how | ends | {'seed': seed} for seed in _seeds(key_B)]
     tokens = prompt.token.shape[1] + length
     told = own.ask(vllm_engine.Ask(params, names, begins, hows, tokens))
-    return stages.Later(told, lambda made: _experience(prompt, made, length))
+    return stages.Deferred(told, lambda made: _experience(prompt, made, length))
 
   def like(params, prompt, key_B):
     del params
@@ -118,8 +120,10 @@ def engine(
       truncated=jax.ShapeDtypeStruct((B,), jnp.float32),
     )
 
-  def resume(params, prompt, key_B, draft, *, group=1, begun=0, go_on=np.any):
-    del group, begun
+  def resume(
+    params, prompt, key_B, draft, *, group_size=1, begun=0, go_on=np.any
+  ):
+    del group_size, begun
     T = draft.mask.shape[1]
     length_B = draft.mask.sum(1).astype(int)
     open_B = draft.alive & (length_B < T)
@@ -139,9 +143,11 @@ def engine(
 
     tokens = prompt.token.shape[1] + length
     ask = vllm_engine.Ask(params, names, begins, hows, tokens, until)
-    return stages.Later(own.ask(ask), lambda made: _longer(draft, rows, made))
+    return stages.Deferred(
+      own.ask(ask), lambda made: _longer(draft, rows, made)
+    )
 
-  return policy._replace(act=act, like=like, resume=resume)
+  return policy._replace(act=act, out_shapes=like, resume=resume)
 
 
 def _seeds(key_B) -> list[int]:

@@ -1,4 +1,4 @@
-"""A pool of simulators as a World, for workflows to act in."""
+"""A pool of simulators as a Env, for workflows to act in."""
 
 import functools
 
@@ -12,7 +12,7 @@ from stages import base
 OURS = ('chunk', 'discount', 'patience', 'rest', 'say')
 
 
-def world(make, n: int, processes: int = 1, **settings) -> base.World:
+def world(make, n: int, processes: int = 1, **settings) -> base.Env:
   """A World of `n` environments that `make` makes, in processes of their own.
 
   Args:
@@ -32,8 +32,8 @@ def pool(make, n: int, processes: int = 1, **settings) -> pool_lib.Pool:
   )
 
 
-def of(pool: pool_lib.Pool) -> base.World:
-  """A pool as a World, which keeps it."""
+def of(pool: pool_lib.Pool) -> base.Env:
+  """A pool as a Env, which keeps it."""
   picture = pool.spec.picture
   return stepped(
     *(pool.spec, pool.init, pool.step),
@@ -45,10 +45,10 @@ def of(pool: pool_lib.Pool) -> base.World:
   )
 
 
-def stepped(spec: simulator.Spec, init, step, **fields) -> base.World:
+def stepped(spec: simulator.Spec, init, step, **fields) -> base.Env:
   """A World of what is not JAX; `fields` are more of it."""
   low, high = tuple(spec.low.tolist()), tuple(spec.high.tolist())
-  return base.World(
+  return base.Env(
     *(init, step, _shapes(spec), low, high, spec.horizon), host=True, **fields
   )
 

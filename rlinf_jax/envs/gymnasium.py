@@ -1,4 +1,4 @@
-"""Any environment of Gymnasium as a World.
+"""Any environment of Gymnasium as a Env.
 
 world = gymnasium.world('Pendulum-v1', n=16, processes=2)
 world = gymnasium.world('my_module:my/Env-v0', n=16)  # Yours, if registered.

@@ -1,4 +1,4 @@
-"""LIBERO as a World: tasks of a kitchen table, with fixed initial states.
+"""LIBERO as a Env: tasks of a kitchen table, with fixed initial states.
 
 Environment i is of task i // `alike` modulo the tasks that are given, and the
 episode of a seed begins in the initial state of its number, modulo how many

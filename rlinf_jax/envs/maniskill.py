@@ -1,4 +1,4 @@
-"""ManiSkill 3 as a World: its tasks by state or by picture, on processors.
+"""ManiSkill 3 as a Env: its tasks by state or by picture, on processors.
 
 PhysX on a processor holds one scene an environment, so many environments are
 many objects in several processes. Cameras draw on a graphics device, or on a

@@ -197,7 +197,7 @@ class Pool:
     """Waits for what `send` began.
 
     Returns:
-      The token to go on with, and the `stages.base.Outcome`.
+      The token to go on with, and the `stages.base.TimeStep`.
 
     Raises:
       BrokenError: if an environment cannot be brought to begin an episode.
@@ -214,7 +214,7 @@ class Pool:
     for path, x in simulator.leaves(final).items():
       x[ended_B] = m.final[path][row_B[ended_B]]
     self._count(row_B, lost_B)
-    return ticket.token, base.Outcome(
+    return ticket.token, base.TimeStep(
       obs=obs,
       reward=(reward_BC * gamma_C).sum(1, dtype=np.float32),
       terminated=m.terminated_N[row_B],

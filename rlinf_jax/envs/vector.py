@@ -1,4 +1,4 @@
-"""A vector environment as a World: one object that steps all rows at once.
+"""A vector environment as a Env: one object that steps all rows at once.
 
 So simulators on a GPU come, and whatever is a `gymnasium.vector.VectorEnv`:
 
@@ -25,7 +25,7 @@ FINAL = 'final_obs', 'final_observation'  # As infos call it.
 SUCCESS = 'success', 'is_success'
 
 
-def world(name: str, n: int, **settings) -> base.World:
+def world(name: str, n: int, **settings) -> base.Env:
   """A World of `n` environments that Gymnasium makes as one.
 
   Args:
@@ -50,8 +50,8 @@ def world(name: str, n: int, **settings) -> base.World:
 
 def of(
   env: Any, horizon: int | None = None, say: Callable[[str], None] = notices.say
-) -> base.World:
-  """A vector environment as a World.
+) -> base.Env:
+  """A vector environment as a Env.
 
   Args:
     env: a `gymnasium.vector.VectorEnv`, of arrays or of torch's tensors.
@@ -148,7 +148,7 @@ class Vector:
       action: [B, A].
 
     Returns:
-      The next token, and the `stages.base.Outcome`.
+      The next token, and the `stages.base.TimeStep`.
     """
     token, action = np.asarray(token), np.asarray(action, np.float32)
     if not self._at(token):
@@ -180,7 +180,7 @@ class Vector:
     self._seen = now
     part = lambda x: jax.tree.map(lambda leaf: leaf[:B].copy(), x)
     number = lambda x: x[:B].astype(np.float32)
-    return self._token[:B].copy(), base.Outcome(
+    return self._token[:B].copy(), base.TimeStep(
       obs=part(now),
       reward=number(reward),
       terminated=number(terminated),

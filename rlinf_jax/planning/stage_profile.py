@@ -97,7 +97,7 @@ def worth(
   for node in flow.nodes:
     if graph_lib.is_plumbing(node) or node.stage.grain in count.ROUTING:
       continue
-    if uses_up(node) and len(successors(flow, node)) < len(node.linear):
+    if uses_up(node) and len(successors(flow, node)) < len(node.consumes):
       continue  # It could be called once, and then nothing would be left.
     seconds = model.seconds(flow, node, one, None)
     spent[node.name] = spent.get(node.name, 0.0) + seconds
@@ -114,7 +114,7 @@ def worth(
 
 def uses_up(node: graph_lib.Node) -> bool:
   """Whether calling it leaves something else than there was: a simulator."""
-  return bool(node.stage.host and node.linear)
+  return bool(node.stage.host and node.consumes)
 
 
 def successors(flow: graph_lib.Flow, node: graph_lib.Node) -> dict[int, int]:
@@ -122,7 +122,7 @@ def successors(flow: graph_lib.Flow, node: graph_lib.Node) -> dict[int, int]:
   kinds = [_kind(flow, v) for v in node.writes]
   found = {}
   for v in node.reads:
-    if v in node.linear and _kind(flow, v) in kinds:
+    if v in node.consumes and _kind(flow, v) in kinds:
       i = kinds.index(_kind(flow, v))
       found[v], kinds[i] = i, None
   return found
@@ -149,7 +149,7 @@ class _Plan:
 
   def __init__(self, flow, node, model):
     self.node = node
-    there, group = flow.rows_of(node), node.stage.group
+    there, group = flow.rows_of(node), node.stage.group_size
     most = _most(flow, node, model)
     self.rows = sizes(there, group, most) if there else (0,)
     self.what = {
@@ -206,7 +206,7 @@ def _most(flow, node, model) -> int:
   if call is None:
     return there
   rows = there
-  while rows > node.stage.group:
+  while rows > node.stage.group_size:
     if call.at(rows).bytes_alive <= FILL * model.capacity:
       break
     rows //= 2
@@ -321,7 +321,7 @@ class Bench:
     """What a node makes; of as many rows as fit, over and over."""
     there = self.flow.rows_of(node)
     most = _most(self.flow, node, self.model) if there else 0
-    rows = max(sizes(there, node.stage.group, most)) if there else 0
+    rows = max(sizes(there, node.stage.group_size, most)) if there else 0
     flow = resized(self.flow, node, rows) if rows else self.flow
     call = self.places[0].compile(flow, node)
     made = call(*(self._first(v, node, rows) for v in node.reads))

@@ -10,7 +10,7 @@ from stages.envs import demonstrations
 def demonstrated(
   workdir: str,
   *,
-  world: Callable[[], base.World],
+  world: Callable[[], base.Env],
   controller: Callable,
   rows: int,
   attempts: int,

@@ -37,7 +37,7 @@ class Loop:
     self, runtime, workflow, source, checkpoints, notes, seed, saved, watch=None
   ):
     self.runtime, self._source = runtime, source
-    self._lag, self._score = workflow.lag, workflow.score
+    self._lag, self._score = workflow.staleness, workflow.score
     self._watch, self._better = watch, None
     self._film = None  # Of the last evaluation.
     self._checkpoints, self._notes = checkpoints, notes

@@ -24,7 +24,7 @@ def in_microbatches(stage, rows: int, spread: Callable = lambda x: x):
     return spread(x.reshape(x.shape[0] // rows, rows, *x.shape[1:]))
 
   def fn(*args):
-    whole = {i: args[i] for i in stage.whole}
+    whole = {i: args[i] for i in stage.unbatched}
     parts = {
       i: jax.tree.map(split, arg)
       for i, arg in enumerate(args)

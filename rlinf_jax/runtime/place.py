@@ -85,7 +85,7 @@ class Place:
     """
     if node.stage.host or self.mesh is None:
       return
-    group = node.stage.group
+    group = node.stage.group_size
     axes = rules_lib.axes_of(self.mesh, 'B', self.rules)
     devices = math.prod(self.mesh.shape[axis] for axis in axes)
     for v in node.rows:

@@ -1,7 +1,7 @@
 r"""Runs a recipe at every point of a grid, and compares the outcomes.
 
   python -m rlinf_jax.sweep --gin_file gin_configs/grpo_arithmetic.gin \
-    --over 'workflows.grpo.high = [0.2, 0.28]' \
+    --over 'workflows.grpo.clip_high = [0.2, 0.28]' \
     --over 'train.train.seed = range(3)' --workdir runs/sweep --jobs 1
 
 Each point is a process and a run folder, such as runs/sweep/high=0.2,seed=1.

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from stages import base
 
 
-def chunked(world: base.World, steps: int, discount: float) -> base.World:
+def chunked(world: base.Env, steps: int, discount: float) -> base.Env:
   """The world whose commands are chunks, [B, Z, A], of as many steps.
 
   A chunk ends where the episode does: what it says beyond is not done, and the
@@ -16,7 +16,7 @@ def chunked(world: base.World, steps: int, discount: float) -> base.World:
     world: of JAX, that takes one command at a time.
     steps: Z.
     discount: γ, by which a chunk's reward is Σₖ γᵏ rₖ. What follows it counts
-      for γⁿ, where n is `Outcome.steps`.
+      for γⁿ, where n is `TimeStep.steps`.
   """
 
   def step(state, command_BZA):

@@ -18,7 +18,7 @@ from stages.models import gaussian_policy
 
 
 def scripted(
-  world: base.World, controller: Callable, deviation: float
+  world: base.Env, controller: Callable, deviation: float
 ) -> base.Policy:
   """A policy that does what somebody wrote down, and deviates from it.
 
@@ -29,8 +29,8 @@ def scripted(
       demonstrated, too, and whoever clones that explores as far.
   """
 
-  def act(params, obs, key_B, *, group=1, greedy=False):
-    del params, group  # There is nothing to learn.
+  def act(params, obs, key_B, *, group_size=1, greedy=False):
+    del params, group_size  # There is nothing to learn.
     action_BA = jax.vmap(controller)(obs)
     if not greedy:
       draw = lambda key: jax.random.normal(key, action_BA.shape[1:])
@@ -44,7 +44,7 @@ def scripted(
 
 
 def make(
-  world: base.World,
+  world: base.Env,
   controller: Callable,
   *,
   rows: int,

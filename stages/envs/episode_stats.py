@@ -46,7 +46,7 @@ def begin(B: int) -> Open:
   return Open(*(jnp.zeros(B, float) for _ in Open._fields))
 
 
-def count(open_: Open, outcome: base.Outcome) -> tuple[Open, Ended]:
+def count(open_: Open, outcome: base.TimeStep) -> tuple[Open, Ended]:
   """Goes on with episodes for the steps of `outcome`, [B, T].
 
   An episode that a simulator has lost is not counted.
@@ -80,14 +80,14 @@ def count(open_: Open, outcome: base.Outcome) -> tuple[Open, Ended]:
   return jax.lax.scan(one, (open_, zero), time_major)[0]
 
 
-def alive(outcome: base.Outcome):
+def alive(outcome: base.TimeStep):
   """One up to the end of each row's first episode, that step included."""
   done_BT = jnp.maximum(outcome.terminated, outcome.truncated)
   before_BT = jnp.cumsum(done_BT, 1) - done_BT
   return (before_BT == 0).astype(done_BT.dtype)
 
 
-def first(outcome: base.Outcome) -> Ended:
+def first(outcome: base.TimeStep) -> Ended:
   """The first episode of each row of [B, T], ended or not."""
   alive_BT = alive(outcome)
   last_BT = alive_BT * (1.0 - jnp.roll(alive_BT, -1, 1).at[:, -1].set(0.0))
@@ -128,6 +128,6 @@ def told(ended: Ended, prefix: str) -> base.Info:
   }
 
 
-def faults(outcome: base.Outcome) -> base.Info:
+def faults(outcome: base.TimeStep) -> base.Info:
   """How many episodes were lost; nothing where none can be."""
   return {} if outcome.lost is None else {'env/lost': outcome.lost.sum()}

@@ -8,7 +8,7 @@ from stages import base
 from stages.envs import episode_stats, obs_stats, rollout, video
 
 
-def fresh(policy: base.Policy, world: base.World, normalised: bool, key):
+def fresh(policy: base.Policy, world: base.Env, normalised: bool, key):
   """A policy that knows nothing, and the scale before anything was seen."""
   scale = obs_stats.nothing(world.obs) if normalised else ()
   return {'policy': policy.init(key), 'scale': scale}
@@ -19,7 +19,7 @@ def exported(state) -> dict[str, Any]:
   return {'policy': state.actor.params, 'scale': state.scale}
 
 
-def examine(policy: base.Policy, world: base.World) -> Callable:
+def examine(policy: base.Policy, world: base.Env) -> Callable:
   """Returns `params, scale, seed_B, key -> info`: each seed's first episode.
 
   Where the world can be drawn, some of them can be seen.

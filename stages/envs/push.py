@@ -35,7 +35,7 @@ def push(
   terminate: bool = False,
   horizon: int = 50,
   pictures: int | None = None,
-) -> base.World:
+) -> base.Env:
   """The world in which a puck shall be pushed to a goal.
 
   Args:

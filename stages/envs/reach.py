@@ -35,7 +35,7 @@ def reach(
   terminate: bool = False,
   horizon: int = 40,
   pictures: int | None = None,
-) -> base.World:
+) -> base.Env:
   """The world in which the tip of an arm shall be at a goal.
 
   Args:

@@ -33,7 +33,7 @@ class Saved(NamedTuple):
 
 def rollout(
   policy: base.Policy,
-  world: base.World,
+  world: base.Env,
   T: int,
   *,
   greedy: bool = False,
@@ -78,9 +78,9 @@ def rollout(
 
   if not world.host:
     name = 'attempt' if greedy else 'rollout'
-    return stages.Stage(fused, name, whole=(0, 1), linear=(2,))
+    return stages.Stage(fused, name, unbatched=(0, 1), consumes=(2,))
 
-  decide = stages.Stage(act, 'act', whole=(0, 1))
+  decide = stages.Stage(act, 'act', unbatched=(0, 1))
   simulate = [simulated(world, t == 0, t == T - 1) for t in range(T)]
   # Two stages, so that a place of simulators sends what is seen and no more.
   gather = stages.Stage(_gathered, 'gather')
@@ -104,7 +104,7 @@ def _gathered(*made):
   return jax.tree.map(lambda *xs: jnp.stack(xs, 1), *made)
 
 
-def reset(world: base.World) -> stages.Stage:
+def reset(world: base.Env) -> stages.Stage:
   """Begins episodes: a stage `seed_B -> state, obs`.
 
   A simulator begins with all of its environments, the first seed's first: a
@@ -114,11 +114,11 @@ def reset(world: base.World) -> stages.Stage:
     return stages.Stage(world.init, 'reset')
   start = functools.partial(_start, world)
   like = lambda seed: _begun(world, seed)
-  return stages.Stage(start, 'reset', 'batch', host=True, like=like)
+  return stages.Stage(start, 'reset', 'batch', host=True, out_shapes=like)
 
 
-def simulated(world: base.World, first: bool, last: bool) -> stages.Stage:
-  """One step of a simulator: a stage `state, command -> state, Outcome`.
+def simulated(world: base.Env, first: bool, last: bool) -> stages.Stage:
+  """One step of a simulator: a stage `state, command -> state, TimeStep`.
 
   Args:
     world: the simulator.
@@ -135,13 +135,13 @@ def simulated(world: base.World, first: bool, last: bool) -> stages.Stage:
     state = Saved(token, _rows(world.past, B)) if saves and last else token
     obs = _rows(world.obs, B)
     row = jax.ShapeDtypeStruct((B,), jnp.float32)
-    return state, base.Outcome(obs, row, row, row, obs, row, row, row)
+    return state, base.TimeStep(obs, row, row, row, obs, row, row, row)
 
   def step(state, command):
     token = world.load(*state) if saves and first else state
     if world.send is None:
       return leave(world.step(token, command))
-    return stages.Later(world.send(token, command), leave)
+    return stages.Deferred(world.send(token, command), leave)
 
   def leave(made):
     token, outcome = made
@@ -150,11 +150,17 @@ def simulated(world: base.World, first: bool, last: bool) -> stages.Stage:
   ahead = world.send is not None
   grain = 'batch' if world.whole else 'row'
   return stages.Stage(
-    step, 'simulate', grain, linear=(0,), host=True, like=like, ahead=ahead
+    step,
+    'simulate',
+    grain,
+    consumes=(0,),
+    host=True,
+    out_shapes=like,
+    asynchronous=ahead,
   )
 
 
-def begin(world: base.World, seed_B):
+def begin(world: base.Env, seed_B):
   """Begins episodes outside of a step."""
   if not world.host:
     return jax.jit(world.init)(seed_B)
@@ -164,17 +170,17 @@ def begin(world: base.World, seed_B):
   return jax.tree.map(jnp.asarray, start(seed_B))
 
 
-def _start(world: base.World, seed_B):
+def _start(world: base.Env, seed_B):
   token, obs = world.init(seed_B)
   return _saved(world, token), obs
 
 
-def _saved(world: base.World, token):
+def _saved(world: base.Env, token):
   """What of environments outlives the process that has them."""
   return Saved(token, world.save(token)) if world.save else token
 
 
-def _begun(world: base.World, seed):
+def _begun(world: base.Env, seed):
   B = seed.shape[0]
   token = jax.ShapeDtypeStruct((B, 3), jnp.int32)
   if world.save:
@@ -188,8 +194,8 @@ def _rows(like, B: int):
   )
 
 
-def seeds(n: int, group: int) -> stages.Stage:
-  """Begins worlds: a stage `key -> seed_B`, `n` seeds, each `group` times.
+def seeds(n: int, group_size: int) -> stages.Stage:
+  """Begins worlds: a stage `key -> seed_B`, `n` seeds, each `group_size` times.
 
   Rows of a group are next to each other.
   """
@@ -198,6 +204,6 @@ def seeds(n: int, group: int) -> stages.Stage:
     key = jax.random.fold_in(key, core.BEGIN)
     most = jnp.iinfo(jnp.int32).max
     seed_N = jax.random.randint(key, (n,), 0, most, jnp.int32)
-    return jnp.repeat(seed_N, group)
+    return jnp.repeat(seed_N, group_size)
 
   return stages.Stage(draw, 'seeds', 'batch')

@@ -1,4 +1,4 @@
-"""From one environment to a `World`: many of them, episode after episode.
+"""From one environment to a `Env`: many of them, episode after episode.
 
 What a task has to say is how one environment begins, moves, looks and is
 judged. That it ends, and begins anew at once without losing what was seen last,
@@ -65,7 +65,7 @@ def world(
   horizon: int,
   terminate: bool,
   pictures: int | None = None,
-) -> base.World:
+) -> base.Env:
   """The world of a task.
 
   Args:
@@ -117,14 +117,14 @@ def world(
       start(old.seed, old.episode + 1),
       final_state,
     )
-    outcome = base.Outcome(
+    outcome = base.TimeStep(
       *(look(now.place), reward, terminated, truncated, final_obs, success),
       final_state=final_state,
     )
     return now, outcome
 
   like = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.int32))[1]
-  return base.World(
+  return base.Env(
     *(jax.vmap(init), jax.vmap(step), like),
     *(low, high, horizon),
     draw=drawn if task.scene else None,

@@ -22,7 +22,7 @@ PICTURES = 30  # Of an episode, at most, beside its beginning.
 NAME = 'eval/film'
 
 
-def filmed(world: base.World) -> base.World:
+def filmed(world: base.Env) -> base.Env:
   """The same world, in which cameras run where it needs any."""
   if world.camera is None:
     return world
@@ -32,7 +32,7 @@ def filmed(world: base.World) -> base.World:
   return world._replace(init=begin)
 
 
-def watch(world: base.World) -> Callable:
+def watch(world: base.Env) -> Callable:
   """Returns `state, seed_B, outcome -> info`, what is to be seen, if anything.
 
   The state is the one after the last step, and is used up; `outcome` is of the
@@ -49,14 +49,16 @@ def watch(world: base.World) -> Callable:
   if world.camera:
     fetch = functools.partial(_fetched, world.camera)
     like = functools.partial(_promised, world.camera)
-    return stages.Stage(fetch, 'film', 'sum', linear=(0,), host=True, like=like)
+    return stages.Stage(
+      fetch, 'film', 'sum', consumes=(0,), host=True, out_shapes=like
+    )
   if world.draw:
     drawn = stages.Stage(functools.partial(_drawn, world), 'film', 'sum')
     return lambda state, seed, outcome: drawn(seed, outcome)
   return lambda state, seed, outcome: {}
 
 
-def _drawn(world: base.World, seed, outcome: base.Outcome) -> base.Info:
+def _drawn(world: base.Env, seed, outcome: base.TimeStep) -> base.Info:
   """Draws the states that a rollout has kept."""
   if outcome.final_state is None:
     raise ValueError(
@@ -76,7 +78,7 @@ def _drawn(world: base.World, seed, outcome: base.Outcome) -> base.Info:
   return _shown(jnp, told, jnp.ones_like(told['solved']), frame)
 
 
-def _fetched(camera, state, seed, outcome: base.Outcome) -> base.Info:
+def _fetched(camera, state, seed, outcome: base.TimeStep) -> base.Info:
   """Fetches what a simulator's camera has filmed."""
   told = _told(seed, outcome)
   told = {name: np.asarray(x) for name, x in told.items()}
@@ -111,7 +113,7 @@ def _shown(numpy, told, shown_B, frame) -> base.Info:
   return {NAME: metrics.First(jax.tree.map(filled, film))}
 
 
-def _told(seed, outcome: base.Outcome) -> dict:
+def _told(seed, outcome: base.TimeStep) -> dict:
   """What goes with pictures; of JAX or NumPy, as it is given."""
   done_BT = (outcome.terminated + outcome.truncated)[:EPISODES] > 0
   success_BT = outcome.success[:EPISODES]

@@ -32,9 +32,9 @@ class Start(NamedTuple):
   position_B: Array
 
 
-def start(prompt: base.Prompt, group: int) -> Start:
+def start(prompt: base.Prompt, group_size: int) -> Start:
   """Takes each group's prompt once, and its last token off."""
-  token_NP, mask_NP = prompt.token[::group], prompt.mask[::group]
+  token_NP, mask_NP = prompt.token[::group_size], prompt.mask[::group_size]
   last_N = mask_NP.sum(1, dtype=jnp.int32) - 1
   is_last_NP = transformer.positions(mask_NP) == last_N[:, None]
   is_last_NP &= mask_NP > 0
@@ -42,8 +42,8 @@ def start(prompt: base.Prompt, group: int) -> Start:
   return Start(
     token_NP,
     jnp.where(is_last_NP, 0, mask_NP),
-    jnp.repeat(token_N, group),
-    jnp.repeat(last_N, group),
+    jnp.repeat(token_N, group_size),
+    jnp.repeat(last_N, group_size),
   )
 
 
@@ -91,7 +91,9 @@ def _turned(draft: base.Draft, by_B) -> base.Draft:
   )
 
 
-def _recall(model, params, prompt: base.Prompt, group: int, draft: base.Draft):
+def _recall(
+  model, params, prompt: base.Prompt, group_size: int, draft: base.Draft
+):
   """What completions so far are to whoever goes on with them.
 
   They are read anew by the parameters that go on, as if those had drawn them: a
@@ -100,7 +102,7 @@ def _recall(model, params, prompt: base.Prompt, group: int, draft: base.Draft):
   Returns:
     The token that each row reads next, and its memory by layer, turned.
   """
-  begin = start(prompt, group)
+  begin = start(prompt, group_size)
   (N, P), (B, _) = begin.prompt_NP.shape, draft.mask.shape
   token_BT = jnp.concatenate(
     [begin.token_B[:, None], draft.action[:, :-1]], axis=1
@@ -202,7 +204,7 @@ def resume(
   *,
   stop: tuple[int, ...] = (),
   sampling: sample.Sampling = sample.Sampling(),
-  group: int = 1,
+  group_size: int = 1,
   greedy: bool = False,
   begun: int = 0,
   go_on: Callable[[Array], Array] = jnp.any,
@@ -221,7 +223,7 @@ def resume(
     draft: completions so far, and room for the rest.
     stop: ids of tokens that end a row; the row keeps the one it drew.
     sampling: the distribution to draw from.
-    group: rows that share a prompt, which is read once for all.
+    group_size: rows that share a prompt, which is read once for all.
     greedy: take the likeliest token instead.
     begun: how many of the first rows may have tokens; the others have none.
     go_on: `open_B -> bool`: whether to draw one more token of every row that
@@ -229,7 +231,7 @@ def resume(
   """
   dtype = jnp.dtype(model.config.dtype)
   params = rules.gather(jax.tree.map(lambda x: x.astype(dtype), params))
-  begin = start(prompt, group)
+  begin = start(prompt, group_size)
   context = model.apply(
     {'params': params}, begin.prompt_NP, begin.mask_NP, method='read'
   )
@@ -248,7 +250,7 @@ def resume(
   caches, token_B = kv_cache.empty(model.config, B, T), begin.token_B
   if begun:
     first = jax.tree.map(lambda x: x[:begun], (prompt, draft))
-    read = _recall(model, params, first[0], group, first[1])
+    read = _recall(model, params, first[0], group_size, first[1])
     token_B, caches = jax.tree.map(
       lambda all_, some: all_.at[:begun].set(some), (token_B, [*caches]), read
     )

@@ -40,8 +40,8 @@ def policy(
   act = functools.partial(generate.generate, model, length=length, **how)
   resume = functools.partial(generate.resume, model, **how)
 
-  def evaluate(params, prompt, action_BT, *, group=1):
-    begin = generate.start(prompt, group)
+  def evaluate(params, prompt, action_BT, *, group_size=1):
+    begin = generate.start(prompt, group_size)
     token_BT = jnp.concatenate(
       [begin.token_B[:, None], action_BT[:, :-1]], axis=1
     )

@@ -52,28 +52,28 @@ def check(policy: base.Policy, partial: int, spare: int):
 
 
 def acts(
-  policy: base.Policy, group: int, partial: int, spare: int = 0
+  policy: base.Policy, group_size: int, partial: int, spare: int = 0
 ) -> Callable:
   """Returns `Version, rollout, problem, keys -> problem, x, rollout, told`.
 
   Args:
     policy: who acts.
-    group: adjacent rows that share a prompt.
+    group_size: adjacent rows that share a prompt.
     partial: steps for which a group may be carried. If 0, every group is
       handed on by the step that begins it, and nothing is carried.
     spare: groups that are carried.
   """
   if not partial:
-    generate = policy_stages.act(policy, 'generate', group=group)
+    generate = policy_stages.act(policy, 'generate', group_size=group_size)
     return lambda actor, rollout, problem, keys: (
       *(problem, generate(actor, problem.prompt, keys), rollout, {}),
     )
-  if policy.like is None:
+  if policy.out_shapes is None:
     generate = stages.Stage(
-      functools.partial(go_on, policy, group, partial), 'generate', 'batch'
+      functools.partial(go_on, policy, group_size, partial), 'generate', 'batch'
     )
   else:
-    generate = _outside(policy, group, partial, spare)
+    generate = _outside(policy, group_size, partial, spare)
   carried = stages.Stage(describe, 'carried', 'batch')
 
   def act(actor, rollout, problem, keys):
@@ -84,7 +84,7 @@ def acts(
 
 
 def begin(
-  policy: base.Policy, problem: base.Problem, group: int, spare: int
+  policy: base.Policy, problem: base.Problem, group_size: int, spare: int
 ) -> Rollout:
   """Room for `spare` groups, where nobody is yet.
 
@@ -100,8 +100,12 @@ def begin(
   key_N = jax.random.split(jax.random.key(0), groups)
   params = jax.eval_shape(policy.init, key_N[0])
   given = params, problem.prompt, key_N
-  x = policy.like(*given) if policy.like else jax.eval_shape(policy.act, *given)
-  B = spare * group
+  x = (
+    policy.out_shapes(*given)
+    if policy.out_shapes
+    else jax.eval_shape(policy.act, *given)
+  )
+  B = spare * group_size
 
   def zeros(like):
     return jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), like)
@@ -139,7 +143,7 @@ def join(rollout: Rollout, problem: base.Problem, key_B) -> Rollout:
 
 def go_on(
   policy: base.Policy,
-  group: int,
+  group_size: int,
   partial: int,
   actor: base.Version,
   rollout: Rollout,
@@ -161,25 +165,25 @@ def go_on(
     slots.problem.prompt,
     jax.random.wrap_key_data(slots.key, impl=jax.random.key_impl(key_B)),
     slots.draft,
-    group=group,
+    group_size=group_size,
     begun=carried,
-    go_on=_wanted(slots.age, group, partial, carried // group),
+    go_on=_wanted(slots.age, group_size, partial, carried // group_size),
   )
-  return hand_on(group, carried // group, actor, slots, made)
+  return hand_on(group_size, carried // group_size, actor, slots, made)
 
 
-def _wanted(age_B, group: int, partial: int, spare: int) -> Callable:
+def _wanted(age_B, group_size: int, partial: int, spare: int) -> Callable:
   """Returns `open_B -> bool`: whether groups must go on, given open rows."""
-  due = age_B[::group] >= partial
+  due = age_B[::group_size] >= partial
 
   def wanted(open_):
-    open_ = open_.reshape(-1, group).any(1)
+    open_ = open_.reshape(-1, group_size).any(1)
     return (open_.sum() > spare) | (open_ & due).any()
 
   return wanted
 
 
-def _outside(policy, group: int, partial: int, spare: int) -> Callable:
+def _outside(policy, group_size: int, partial: int, spare: int) -> Callable:
   """As `go_on`, where an engine outside JAX draws the tokens."""
 
   def run(actor: base.Version, slots: Rollout):
@@ -188,9 +192,9 @@ def _outside(policy, group: int, partial: int, spare: int) -> Callable:
       slots.problem.prompt,
       slots.key,
       slots.draft,
-      group=group,
-      begun=spare * group,
-      go_on=_wanted(slots.age, group, partial, spare),
+      group_size=group_size,
+      begun=spare * group_size,
+      go_on=_wanted(slots.age, group_size, partial, spare),
     )
 
   gather = stages.Stage(join, 'take_up', 'batch')
@@ -198,13 +202,13 @@ def _outside(policy, group: int, partial: int, spare: int) -> Callable:
     run,
     'generate',
     'batch',
-    whole=(0,),
+    unbatched=(0,),
     host=True,
-    like=lambda actor, slots: slots.draft,
-    ahead=True,
+    out_shapes=lambda actor, slots: slots.draft,
+    asynchronous=True,
   )
   deal = stages.Stage(
-    functools.partial(hand_on, group, spare), 'hand_on', 'batch'
+    functools.partial(hand_on, group_size, spare), 'hand_on', 'batch'
   )
 
   def act(actor, rollout, problem, key_B):
@@ -215,14 +219,14 @@ def _outside(policy, group: int, partial: int, spare: int) -> Callable:
 
 
 def hand_on(
-  group: int,
+  group_size: int,
   spare: int,
   actor: base.Version,
   slots: Rollout,
   made: base.Draft,
 ) -> tuple[base.Problem, base.Experience, Rollout]:
   """Parts what has ended from `spare` groups that go on; as `go_on`."""
-  n = slots.age.shape[0] // group - spare
+  n = slots.age.shape[0] // group_size - spare
   old = slots.draft.mask
   slots = slots._replace(
     draft=made,
@@ -231,7 +235,7 @@ def hand_on(
   )
   # What had ended has drawn nothing since, and arrives first.
   drawn = (made.mask - old).sum(1, dtype=jnp.int32)
-  ended, left = share(made, group, n)
+  ended, left = share(made, group_size, n)
   out, rest = (
     jax.tree.map(lambda x, rows=rows: x[rows], slots) for rows in (ended, left)
   )
@@ -247,14 +251,14 @@ def hand_on(
   return out.problem, x, rest
 
 
-def share(draft: base.Draft, group: int, n: int) -> tuple[Array, Array]:
+def share(draft: base.Draft, group_size: int, n: int) -> tuple[Array, Array]:
   """Rows of the first `n` groups that have ended, and the others, in order."""
   B, T = draft.mask.shape
   open_B = draft.alive & (draft.mask.sum(1) < T)
-  ended_N = ~open_B.reshape(-1, group).any(1)
+  ended_N = ~open_B.reshape(-1, group_size).any(1)
   out_N = ended_N & (jnp.cumsum(ended_N) <= n)
   order_N = jnp.argsort(~out_N, stable=True)
-  id_NG = jnp.arange(B).reshape(-1, group)[order_N]
+  id_NG = jnp.arange(B).reshape(-1, group_size)[order_N]
   return id_NG[:n].ravel(), id_NG[n:].ravel()
 
 

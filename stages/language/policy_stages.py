@@ -10,48 +10,58 @@ from stages import base
 
 
 def act(
-  policy: base.Policy, name: str, *, group: int = 1, greedy: bool = False
+  policy: base.Policy, name: str, *, group_size: int = 1, greedy: bool = False
 ) -> stages.Stage:
   """Returns `Version, obs, keys -> Experience`, every token with its version.
 
   Args:
     policy: who acts: on the host, if an engine outside JAX does.
     name: of the stage.
-    group: adjacent rows that share their observation.
+    group_size: adjacent rows that share their observation.
     greedy: take the likeliest action instead of a draw.
   """
 
-  host = policy.like is not None
+  host = policy.out_shapes is not None
 
   def run(actor: base.Version, obs, key_B):
     def versioned(x: base.Experience):
       return x._replace(version=jnp.broadcast_to(actor.step, x.mask.shape))
 
-    x = policy.act(actor.params, obs, key_B, group=group, greedy=greedy)
-    return stages.Later(x, versioned) if host else versioned(x)
+    x = policy.act(
+      actor.params, obs, key_B, group_size=group_size, greedy=greedy
+    )
+    return stages.Deferred(x, versioned) if host else versioned(x)
 
   def like(actor: base.Version, obs, key_B):
-    x = policy.like(actor.params, obs, key_B)
+    x = policy.out_shapes(actor.params, obs, key_B)
     version = jax.ShapeDtypeStruct(x.mask.shape, actor.step.dtype)
     return x._replace(version=version)
 
   if not host:
-    return stages.Stage(run, name, whole=(0,), group=group)
+    return stages.Stage(run, name, unbatched=(0,), group_size=group_size)
   return stages.Stage(
-    run, name, whole=(0,), group=group, host=True, like=like, ahead=True
+    run,
+    name,
+    unbatched=(0,),
+    group_size=group_size,
+    host=True,
+    out_shapes=like,
+    asynchronous=True,
   )
 
 
-def score(policy: base.Policy, name: str, group: int) -> stages.Stage:
+def score(policy: base.Policy, name: str, group_size: int) -> stages.Stage:
   """Returns `params, obs, action -> logp`, as a forward pass has it."""
 
   def run(params, obs, action_BT):
-    return policy.evaluate(params, obs, action_BT, group=group).logp
+    return policy.evaluate(params, obs, action_BT, group_size=group_size).logp
 
-  return stages.Stage(run, name, whole=(0,), group=group)
+  return stages.Stage(run, name, unbatched=(0,), group_size=group_size)
 
 
-def recall(policy: base.Policy, group: int, several: bool = False) -> Callable:
+def recall(
+  policy: base.Policy, group_size: int, several: bool = False
+) -> Callable:
   """Returns `Version, experience -> experience`, as its trainer sees it.
 
   Where an engine outside JAX acted, the trainer goes over what it did by the
@@ -60,9 +70,9 @@ def recall(policy: base.Policy, group: int, several: bool = False) -> Callable:
   newest (decoupled PPO, arXiv:2505.24298). Else that is known, and costs
   nothing.
   """
-  if policy.like is None and not several:
+  if policy.out_shapes is None and not several:
     return lambda actor, x: x
-  rescore = score(policy, 'rescore', group)
+  rescore = score(policy, 'rescore', group_size)
 
   def look(actor: base.Version, x: base.Experience):
     return x._replace(proximal=rescore(actor.params, x.obs, x.action))

@@ -13,7 +13,7 @@ MinibatchBy = Literal['row', 'shuffled', 'arrival']
 
 
 def minibatches(
-  minibatch_by: MinibatchBy, updates: int, epochs: int, group: int
+  minibatch_by: MinibatchBy, updates: int, epochs: int, group_size: int
 ) -> Callable:
   """Returns `key, obs, x, *more -> minibatches`, trees `(x, *more)` of rows.
 
@@ -25,48 +25,48 @@ def minibatches(
       tokens a step has drawn of each.
     updates: minibatches of a batch.
     epochs: how often it is learned from.
-    group: adjacent rows that stay together.
+    group_size: adjacent rows that stay together.
   """
   if minibatch_by == 'row':
-    parts = split(updates, group)
+    parts = split(updates, group_size)
     return lambda key, obs, *rows: parts(rows) * epochs
-  take = gather(group)
+  take = gather(group_size)
   if minibatch_by == 'shuffled':
-    ids = shuffle(updates, epochs, group)
+    ids = shuffle(updates, epochs, group_size)
     return lambda key, obs, *rows: take(ids(key, obs), rows)
   if minibatch_by == 'arrival':
-    ids = by_arrival(updates, epochs, group)
+    ids = by_arrival(updates, epochs, group_size)
     return lambda key, obs, x, *more: take(ids(x.mask, x.arrival), (x, *more))
   raise ValueError(
     f"minibatch_by={minibatch_by!r} is none of 'row', 'shuffled' and 'arrival'."
   )
 
 
-def split(n: int, group: int = 1) -> stages.Stage:
+def split(n: int, group_size: int = 1) -> stages.Stage:
   """Splits a tree of rows into `n` runs of whole groups."""
 
   def run(tree):
-    B = _whole_groups(tree, n, group)
+    B = _whole_groups(tree, n, group_size)
     return tuple(
       jax.tree.map(lambda x: x[i * B // n : (i + 1) * B // n], tree)
       for i in range(n)
     )
 
-  return stages.Stage(run, 'minibatches', 'split', group=group)
+  return stages.Stage(run, 'minibatches', 'split', group_size=group_size)
 
 
-def _whole_groups(tree, n, group) -> int:
+def _whole_groups(tree, n, group_size) -> int:
   """How many rows there are, which `n` minibatches share."""
   B = jax.tree.leaves(tree)[0].shape[0]
-  if B % (n * group):
+  if B % (n * group_size):
     raise ValueError(
       f'{B} rows cannot be split into {n} minibatches of whole groups of '
-      f'{group}: the batch must be a multiple of {n * group} rows.'
+      f'{group_size}: the batch must be a multiple of {n * group_size} rows.'
     )
   return B
 
 
-def shuffle(n: int, epochs: int, group: int = 1) -> stages.Stage:
+def shuffle(n: int, epochs: int, group_size: int = 1) -> stages.Stage:
   """Deals groups out to `n` minibatches, anew in every epoch.
 
   Returns:
@@ -77,17 +77,17 @@ def shuffle(n: int, epochs: int, group: int = 1) -> stages.Stage:
   """
 
   def deal(key, rows):
-    B = _whole_groups(rows, n, group)
+    B = _whole_groups(rows, n, group_size)
     key = jax.random.fold_in(key, core.SHUFFLE)
     key_E = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(epochs))
-    order = jax.vmap(lambda key: jax.random.permutation(key, B // group))
+    order = jax.vmap(lambda key: jax.random.permutation(key, B // group_size))
     groups = jnp.sort(order(key_E).reshape(epochs, n, -1))
-    return jnp.arange(B).reshape(-1, group)[groups].reshape(epochs, n, -1)
+    return jnp.arange(B).reshape(-1, group_size)[groups].reshape(epochs, n, -1)
 
   return stages.Stage(deal, 'shuffle', 'batch')
 
 
-def by_arrival(n: int, epochs: int, group: int = 1) -> stages.Stage:
+def by_arrival(n: int, epochs: int, group_size: int = 1) -> stages.Stage:
   """Deals groups out to `n` minibatches in the order in which they ended.
 
   A group has ended when its last row has; of those that end at once, the first
@@ -99,17 +99,17 @@ def by_arrival(n: int, epochs: int, group: int = 1) -> stages.Stage:
   """
 
   def deal(mask_BT, arrival_B):
-    B = _whole_groups(mask_BT, n, group)
+    B = _whole_groups(mask_BT, n, group_size)
     end_B = mask_BT.sum(1) if arrival_B is None else arrival_B
-    order = jnp.argsort(end_B.reshape(-1, group).max(1), stable=True)
+    order = jnp.argsort(end_B.reshape(-1, group_size).max(1), stable=True)
     groups = jnp.sort(order.reshape(n, -1))
-    ids = jnp.arange(B).reshape(-1, group)[groups].reshape(n, -1)
+    ids = jnp.arange(B).reshape(-1, group_size)[groups].reshape(n, -1)
     return jnp.repeat(ids[None], epochs, axis=0)
 
   return stages.Stage(deal, 'arrival', 'batch')
 
 
-def gather(group: int = 1) -> stages.Stage:
+def gather(group_size: int = 1) -> stages.Stage:
   """Takes the minibatches that were dealt, one after the other.
 
   Returns:
@@ -120,4 +120,6 @@ def gather(group: int = 1) -> stages.Stage:
     runs = id_ENM.reshape(-1, id_ENM.shape[-1])
     return tuple(jax.tree.map(lambda x: x[run], tree) for run in runs)
 
-  return stages.Stage(run, 'minibatches', 'slice', whole=(0,), group=group)
+  return stages.Stage(
+    run, 'minibatches', 'slice', unbatched=(0,), group_size=group_size
+  )

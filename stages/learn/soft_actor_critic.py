@@ -56,13 +56,16 @@ def learner(parts, n, delay, polyak, subset, entropy) -> Callable:
     for ago, name in ((0, 'take'), (1, 'again'))
   )
   criticise = stages.Stage(
-    train_step.gradient(expect), 'criticise', 'sum', whole=(0, 1, 2, 3, 4, 5)
+    train_step.gradient(expect),
+    'criticise',
+    'sum',
+    unbatched=(0, 1, 2, 3, 4, 5),
   )
   improve = stages.Stage(
     functools.partial(_improve, make, polyak), 'improve', 'batch'
   )
   gradient = stages.Stage(
-    train_step.gradient(climb), 'gradient', 'sum', whole=(0, 1, 2)
+    train_step.gradient(climb), 'gradient', 'sum', unbatched=(0, 1, 2)
   )
   apply = stages.Stage(functools.partial(_apply, make), 'apply', 'batch')
 

@@ -47,7 +47,7 @@ class Config:
 
 
 def ensemble(
-  world: base.World,
+  world: base.Env,
   *,
   critics: int = 2,
   width: int = 256,

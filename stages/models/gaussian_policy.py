@@ -12,7 +12,7 @@ from stages.models import cnn, mlp
 
 
 def policy(
-  world: base.World,
+  world: base.Env,
   *,
   width: int = 64,
   deviation: float = 1.0,
@@ -86,8 +86,8 @@ def policy(
     logp = gaussian(action, mean, log_deviation)
     return logp - log_slope(action, low, high) if squash else logp
 
-  def act(params, obs, key_B, *, group=1, greedy=False):
-    del group  # Nothing is read only once.
+  def act(params, obs, key_B, *, group_size=1, greedy=False):
+    del group_size  # Nothing is read only once.
     mean_BA, log_deviation_BA = mean(params, encode(params, obs))
     draw = functools.partial(jax.random.normal, shape=mean_BA.shape[1:])
     noise_BA = jax.vmap(draw)(key_B)
@@ -97,8 +97,8 @@ def policy(
     one_B = jnp.ones_like(logp_B)
     return base.Experience(obs, action_BA, logp_B, one_B, 0.0 * one_B)
 
-  def evaluate(params, obs, action, *, group=1):
-    del group
+  def evaluate(params, obs, action, *, group_size=1):
+    del group_size
     x = encode(params, obs)
     mean_, log_deviation = mean(params, x)
     entropy = gaussian_entropy(log_deviation)

@@ -207,4 +207,4 @@ def verify(checkpoint: str) -> stages.Stage:
     row = jax.ShapeDtypeStruct(action.shape[:1], jnp.float32)
     return base.Verdict(row, row)
 
-  return stages.Stage(judge, 'reward', host=True, like=like)
+  return stages.Stage(judge, 'reward', host=True, out_shapes=like)

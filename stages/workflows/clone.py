@@ -27,11 +27,11 @@ class State(NamedTuple):
 
 
 def clone(
-  world: base.World,
-  policy: Callable[[base.World], base.Policy],
+  world: base.Env,
+  policy: Callable[[base.Env], base.Policy],
   optimizer: optax.GradientTransformation,
   *,
-  normalised: bool = True,
+  normalize_obs: bool = True,
 ) -> base.Workflow:
   """Maximises the likelihood of each action that was demonstrated.
 
@@ -42,7 +42,7 @@ def clone(
     world: in which the policy is judged.
     policy: makes the policy to train from what a world shows and takes.
     optimizer: how gradients become updates.
-    normalised: whether observations are put on a scale of their own.
+    normalize_obs: whether observations are put on a scale of their own.
 
   Raises:
     ValueError: for a policy that squashes what it draws.
@@ -60,7 +60,7 @@ def clone(
     }
 
   gradient = stages.Stage(
-    train_step.gradient(loss), 'gradient', 'sum', whole=(0, 1)
+    train_step.gradient(loss), 'gradient', 'sum', unbatched=(0, 1)
   )
   apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
   see = stages.Stage(lambda obs: obs_stats.of(obs, world.obs), 'see', 'sum')
@@ -68,13 +68,13 @@ def clone(
   attempt = evaluate_lib.examine(policy, world)
 
   def init(key):
-    fresh = evaluate_lib.fresh(policy, world, normalised, key)
+    fresh = evaluate_lib.fresh(policy, world, normalize_obs, key)
     return State(train_step.init(fresh['policy'], optimizer), fresh['scale'])
 
   def step(state: State, batch: base.Demonstration, key):
     del key  # Nothing here is random.
     actor, scale = state
-    if normalised:
+    if normalize_obs:
       scale = widen(scale, see(batch.obs))
     actor, info = apply(actor, gradient(actor.params, scale, batch))
     return State(actor, scale), info
@@ -87,7 +87,7 @@ def clone(
   )
 
 
-def _check(policy: base.Policy, world: base.World):
+def _check(policy: base.Policy, world: base.Env):
   """Refuses policies whose commands are not what they draw, within bounds."""
   if policy.command is None:
     return

@@ -44,15 +44,15 @@ def dapo(
   verify: stages.Stage,
   optimizer: optax.GradientTransformation,
   *,
-  group: int,
+  group_size: int,
   rounds: int,
-  low: float = 0.2,
-  high: float = 0.28,
+  clip_low: float = 0.2,
+  clip_high: float = 0.28,
   cache: int | None = None,
-  updates: int = 1,
-  epochs: int = 1,
+  num_minibatches: int = 1,
+  num_epochs: int = 1,
   expect: int | None = None,
-  cap: float = 2.0,
+  importance_cap: float = 2.0,
 ) -> base.Workflow:
   """Learns from groups that are neither all right nor all wrong.
 
@@ -66,51 +66,61 @@ def dapo(
     policy: the model to train.
     verify: `answer, action, mask -> base.Verdict`.
     optimizer: how gradients become updates.
-    group: completions a prompt.
+    group_size: completions a prompt.
     rounds: of sampling, at most.
-    low: how far the probability ratio may fall.
-    high: how far it may rise (clip-higher).
+    clip_low: how far the probability ratio may fall.
+    clip_high: how far it may rise (clip-higher).
     cache: tokens before the limit of length from which on a completion is
       punished, linearly, down to −1 (soft overlong punishment, eq. 13); None
       for none.
-    updates: minibatches of one batch, each an optimiser step.
-    epochs: how often the batch is learned from, in another order each time.
+    num_minibatches: minibatches of one batch, each an optimiser step.
+    num_epochs: how often the batch is learned from, in another order each time.
     expect: rounds that planners shall count on; all if None.
-    cap: as in `grpo`.
+    importance_cap: as in `grpo`.
   """
-  together = functools.partial(stages.stage, group=group)
+  together = functools.partial(stages.stage, group_size=group_size)
   loss = objective(
-    functools.partial(policy.evaluate, group=group),
-    (low, high, None),
+    functools.partial(policy.evaluate, group_size=group_size),
+    (clip_low, clip_high, None),
     (0.0, losses.kl_k3),
     0.0,
     losses.token_mean,
-    cap,
+    importance_cap,
   )
-  ask = stages.Stage(functools.partial(_ask, rounds, group), 'ask', 'batch')
-  accept = stages.Stage(functools.partial(_accept, group), 'accept', 'batch')
-  deal = minibatches.shuffle(updates, epochs, group)
-  shuffled = minibatches.gather(group)
+  ask = stages.Stage(
+    functools.partial(_ask, rounds, group_size), 'ask', 'batch'
+  )
+  accept = stages.Stage(
+    functools.partial(_accept, group_size), 'accept', 'batch'
+  )
+  deal = minibatches.shuffle(num_minibatches, num_epochs, group_size)
+  shuffled = minibatches.gather(group_size)
   gradient = stages.Stage(
-    train_step.gradient(loss), 'gradient', 'sum', whole=(0,), group=group
+    train_step.gradient(loss),
+    'gradient',
+    'sum',
+    unbatched=(0,),
+    group_size=group_size,
   )
   apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
   fold = stages.Stage(
     lambda *infos: functools.reduce(metrics.merge, infos), 'fold', 'batch'
   )
   measure = stages.Stage(
-    functools.partial(_describe, group=group, updates=updates * epochs),
+    functools.partial(
+      _describe, group_size=group_size, updates=num_minibatches * num_epochs
+    ),
     'measure',
     'batch',
   )
   examine = evaluate_lib.examine(policy, verify)
 
-  generate = policy_stages.act(policy, 'generate', group=group)
-  recall = policy_stages.recall(policy, group)
+  generate = policy_stages.act(policy, 'generate', group_size=group_size)
+  recall = policy_stages.recall(policy, group_size)
 
   @stages.stage('begin', 'batch')
   def begin(actor: base.Version, problem: base.Problem, key):
-    problem, key_B = _ask(rounds, group, problem, key, jnp.int32(0))
+    problem, key_B = _ask(rounds, group_size, problem, key, jnp.int32(0))
     like = generate.shapes(actor, problem.prompt, key_B)
     x = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     like = verify.shapes(problem.answer, x.action, x.mask)
@@ -125,7 +135,7 @@ def dapo(
     """Of shaped rewards; A is zero on padding."""
     if cache is not None:
       reward_B += overlong(mask_BT.sum(1), mask_BT.shape[1], cache)
-    reward_NG = reward_B.reshape(-1, group)
+    reward_NG = reward_B.reshape(-1, group_size)
     advantage_NG = jax.vmap(advantages.group_relative)(reward_NG)
     return advantage_NG.reshape(-1, 1) * mask_BT
 
@@ -177,7 +187,7 @@ def overlong(length_B, limit: int, cache: int):
   return jnp.clip((limit - cache - length_B) / cache, -1.0, 0.0)
 
 
-def _ask(rounds: int, group: int, problem: base.Problem, key, round_):
+def _ask(rounds: int, group_size: int, problem: base.Problem, key, round_):
   """The prompts of a round, each for a group, and a key for every row.
 
   A row's key is that of its place among the rows of all rounds, so that it
@@ -193,27 +203,27 @@ def _ask(rounds: int, group: int, problem: base.Problem, key, round_):
 
   def take(x):
     x = jax.lax.dynamic_slice_in_dim(jnp.asarray(x), round_ * n, n)
-    return jnp.repeat(x, group, axis=0)
+    return jnp.repeat(x, group_size, axis=0)
 
-  id_B = round_ * n * group + jnp.arange(n * group)
+  id_B = round_ * n * group_size + jnp.arange(n * group_size)
   key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, id_B)
   return jax.tree.map(take, problem), key_B
 
 
-def _accept(group: int, slots: Slots, x: base.Experience, verdict):
+def _accept(group_size: int, slots: Slots, x: base.Experience, verdict):
   """Puts groups of mixed accuracy into the slots that are free, in order.
 
   Returns:
     `slots, done`: the slots, and whether all of them are filled.
   """
-  correct_NG = verdict.correct.reshape(-1, group)
+  correct_NG = verdict.correct.reshape(-1, group_size)
   N = correct_NG.shape[0]
   mixed_N = correct_NG.max(1) != correct_NG.min(1)
   slot_N = slots.filled + jnp.cumsum(mixed_N) - 1
   slot_N = jnp.where(mixed_N, jnp.minimum(slot_N, N), N)  # N is nowhere.
 
   def put(old, new):
-    groups = old.reshape(N, group, *old.shape[1:])
+    groups = old.reshape(N, group_size, *old.shape[1:])
     new = new.reshape(groups.shape)
     return groups.at[slot_N].set(new, mode='drop').reshape(old.shape)
 
@@ -226,10 +236,12 @@ def _accept(group: int, slots: Slots, x: base.Experience, verdict):
   return slots, filled >= N
 
 
-def _describe(slots: Slots, now, group: int, updates: int) -> dict[str, Any]:
+def _describe(
+  slots: Slots, now, group_size: int, updates: int
+) -> dict[str, Any]:
   """What is worth knowing of what was drawn, and of what is learned from."""
-  N, one = slots.x.mask.shape[0] // group, jnp.ones(())
-  told = describe(slots.x, slots.verdict, now, group, updates)
+  N, one = slots.x.mask.shape[0] // group_size, jnp.ones(())
+  told = describe(slots.x, slots.verdict, now, group_size, updates)
   del told['rollout/groups_degenerate']  # There are none.
   return told | {
     'rollout/accuracy': slots.accuracy,

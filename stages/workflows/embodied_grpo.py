@@ -38,28 +38,28 @@ class State(NamedTuple):
 
 
 def embodied_grpo(
-  world: base.World,
-  policy: Callable[[base.World], base.Policy],
+  world: base.Env,
+  policy: Callable[[base.Env], base.Policy],
   optimizer: optax.GradientTransformation,
   *,
-  rows: int,
-  group: int = 8,
-  length: int | None = None,
+  num_envs: int,
+  group_size: int = 8,
+  num_steps: int | None = None,
   judge: Callable = episode_stats.succeeded,
-  low: float = 0.2,
-  high: float = 0.2,
-  dual: float | None = None,
-  kl: float = 0.0,
-  divergence: Callable = losses.kl_k3,
-  entropy: float = 0.0,
-  updates: int = 1,
-  epochs: int = 1,
+  clip_low: float = 0.2,
+  clip_high: float = 0.2,
+  dual_clip: float | None = None,
+  kl_coef: float = 0.0,
+  kl_estimator: Callable = losses.kl_k3,
+  entropy_coef: float = 0.0,
+  num_minibatches: int = 1,
+  num_epochs: int = 1,
   filtered: bool = False,
   advantage: Callable = advantages.group_relative,
   aggregate: Callable = losses.sequence_mean_token_mean,
-  normalised: bool = True,
-  model: str | None = None,
-  examine: base.World | None = None,
+  normalize_obs: bool = True,
+  init_from: str | None = None,
+  eval_env: base.Env | None = None,
 ) -> base.Workflow:
   """Makes one attempt in every environment, and compares those of a group.
 
@@ -68,50 +68,58 @@ def embodied_grpo(
       they share shall begin the same episode in all of their environments.
     policy: makes the policy to train from what a world shows and takes.
     optimizer: how gradients become updates.
-    rows: environments.
-    group: of them, those that begin alike.
-    length: steps of an attempt; the most that an episode has if None.
+    num_envs: environments.
+    group_size: of them, those that begin alike.
+    num_steps: steps of an attempt; the most that an episode has if None.
     judge: `tally.Ended -> return_B`, what an episode was worth: whether it
       `tally.succeeded`, or what it `tally.returned`.
-    low: how far the probability ratio may fall.
-    high: how far it may rise.
-    dual: limit of the loss where the advantage is negative; None for none.
-    kl: weight of the pull towards the policy it began as; 0 keeps no copy.
-    divergence: `logp, ref_logp -> KL`, step by step: how that is estimated.
-    entropy: weight of the entropy bonus.
-    updates: minibatches of a batch, each an optimiser step.
-    epochs: how often a batch is learned from, in another order each time.
+    clip_low: how far the probability ratio may fall.
+    clip_high: how far it may rise.
+    dual_clip: limit of the loss where the advantage is negative; None for none.
+    kl_coef: weight of the pull towards the policy it began as; 0 keeps no copy.
+    kl_estimator: `logp, ref_logp -> KL`, step by step: how that is estimated.
+    entropy_coef: weight of the entropy bonus.
+    num_minibatches: minibatches of a batch, each an optimiser step.
+    num_epochs: how often a batch is learned from, in another order each time.
     filtered: masks groups of which all did equally well. Their advantage is
-      zero in any case, but `kl` and `entropy` act on them, and they count
-      where `aggregate` averages over steps.
+      zero in any case, but `kl_coef` and `entropy_coef` act on them, and they
+      count where `aggregate` averages over steps.
     advantage: `return_G -> advantage_G` of one group.
     aggregate: `loss_BT, mask_BT -> metrics.Mean`.
-    normalised: whether observations are put on a scale of their own.
-    model: folder that a run has exported, to begin with its policy and its
+    normalize_obs: whether observations are put on a scale of their own.
+    init_from: folder that a run has exported, to begin with its policy and its
       scale, which then stays as it is; None to begin from nothing.
-    examine: the world in which the policy is judged; `world` if None, as no
+    eval_env: the world in which the policy is judged; `world` if None, as no
       step needs what another has left there.
   """
-  if rows % group:
+  if num_envs % group_size:
     raise ValueError(
-      f'{rows} environments are no whole groups of {group}: make `rows` a '
-      'multiple of `group`.'
+      f'{num_envs} environments are no whole groups of {group_size}: make '
+      f'`rows` a '
+      'multiple of `group_size`.'
     )
   policy = policy(world)
   loss = objective(
-    *(policy.evaluate, (low, high, dual), (kl, divergence)),
-    *(entropy, aggregate),
+    *(
+      policy.evaluate,
+      (clip_low, clip_high, dual_clip),
+      (kl_coef, kl_estimator),
+    ),
+    *(entropy_coef, aggregate),
   )
-  draw = rollout_lib.seeds(rows // group, group)
+  draw = rollout_lib.seeds(num_envs // group_size, group_size)
   reset = rollout.reset(world)
-  act = rollout.rollout(policy, world, length or world.horizon)
+  act = rollout.rollout(policy, world, num_steps or world.horizon)
   contrast = stages.Stage(
-    functools.partial(compare, group, judge, advantage, filtered),
+    functools.partial(compare, group_size, judge, advantage, filtered),
     'compare',
-    group=group,
+    group_size=group_size,
   )
   measure = stages.Stage(
-    functools.partial(describe, group, judge), 'measure', 'sum', group=group
+    functools.partial(describe, group_size, judge),
+    'measure',
+    'sum',
+    group_size=group_size,
   )
 
   def score(reference, obs, action):
@@ -123,11 +131,11 @@ def embodied_grpo(
     obs = obs_stats.normalise(scale, x.obs)
     return loss(params, x._replace(obs=obs), ref_logp)
 
-  refer = stages.Stage(score, 'refer', whole=(0,))
-  deal = minibatches.shuffle(updates, epochs, group)
-  shuffled = minibatches.gather(group)
+  refer = stages.Stage(score, 'refer', unbatched=(0,))
+  deal = minibatches.shuffle(num_minibatches, num_epochs, group_size)
+  shuffled = minibatches.gather(group_size)
   gradient = stages.Stage(
-    train_step.gradient(scaled), 'gradient', 'sum', whole=(0, 1)
+    train_step.gradient(scaled), 'gradient', 'sum', unbatched=(0, 1)
   )
   apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
   fold = stages.Stage(
@@ -135,13 +143,13 @@ def embodied_grpo(
   )
   see = stages.Stage(lambda obs: obs_stats.of(obs, world.obs), 'see', 'sum')
   widen = stages.Stage(lambda a, b: a.merge(b), 'widen', 'batch')
-  attempt = evaluate_lib.examine(policy, examine or world)
+  attempt = evaluate_lib.examine(policy, eval_env or world)
 
   def init(key):
-    fresh = evaluate_lib.fresh(policy, world, normalised, key)
-    begun = policy_file.start(model, fresh)
+    fresh = evaluate_lib.fresh(policy, world, normalize_obs, key)
+    begun = policy_file.start(init_from, fresh)
     params, scale = begun['policy'], begun['scale']
-    reference = (params, scale) if kl else ()
+    reference = (params, scale) if kl_coef else ()
     return State(train_step.init(params, optimizer), scale, reference)
 
   def step(state: State, batch, key):
@@ -154,13 +162,13 @@ def embodied_grpo(
     outcome = outcome._replace(final_obs=())
     x = x._replace(**contrast(outcome), truncated=None)
     measured = measure(outcome)
-    ref_logp = refer(state.reference, x.obs, x.action) if kl else ()
+    ref_logp = refer(state.reference, x.obs, x.action) if kl_coef else ()
     infos = []
     for batch in shuffled(deal(key, seed), (x, ref_logp)):
       actor, info = apply(actor, gradient(actor.params, scale, *batch))
       infos.append(info)
     info = infos[0] if len(infos) == 1 else fold(*infos)
-    if normalised and model is None:
+    if normalize_obs and init_from is None:
       scale = widen(scale, see(x.obs))
     return State(actor, scale, state.reference), measured | info
 
@@ -172,13 +180,13 @@ def embodied_grpo(
   )
 
 
-def compare(group, judge, advantage, filtered, outcome) -> dict[str, Any]:
+def compare(group_size, judge, advantage, filtered, outcome) -> dict[str, Any]:
   """Which steps count, and what they were worth: fields of the experience.
 
   Of an episode that a simulator has lost no step counts, and its group takes it
   to have gone as the others did on average.
   """
-  return_NG, kept_NG, least_N1, most_N1 = _groups(group, judge, outcome)
+  return_NG, kept_NG, least_N1, most_N1 = _groups(group_size, judge, outcome)
   sum_N1 = (kept_NG * return_NG).sum(1, keepdims=True)
   count_N1 = kept_NG.sum(1, keepdims=True)
   # Not beyond what it is a mean of, or equals would differ by rounding.
@@ -191,9 +199,9 @@ def compare(group, judge, advantage, filtered, outcome) -> dict[str, Any]:
   return {'mask': mask_BT, 'advantage': advantage_BT}
 
 
-def describe(group, judge, outcome) -> base.Info:
+def describe(group_size, judge, outcome) -> base.Info:
   """What is worth knowing of attempts; steps are all that were made."""
-  return_NG, kept_NG, least_N1, most_N1 = _groups(group, judge, outcome)
+  return_NG, kept_NG, least_N1, most_N1 = _groups(group_size, judge, outcome)
   steps = jnp.ones_like(outcome.reward)
   if outcome.steps is not None:
     steps = outcome.steps
@@ -213,11 +221,11 @@ def describe(group, judge, outcome) -> base.Info:
   )
 
 
-def _groups(group: int, judge, outcome):
+def _groups(group_size: int, judge, outcome):
   """Returns, which of them were not lost, and the least and most of those."""
   ended = episode_stats.first(outcome)
-  return_NG = judge(ended).reshape(-1, group)
-  kept_NG = ended.count.reshape(-1, group)
+  return_NG = judge(ended).reshape(-1, group_size)
+  kept_NG = ended.count.reshape(-1, group_size)
   least_N1 = jnp.where(kept_NG > 0, return_NG, jnp.inf).min(1, keepdims=True)
   most_N1 = jnp.where(kept_NG > 0, return_NG, -jnp.inf).max(1, keepdims=True)
   return return_NG, kept_NG, least_N1, most_N1

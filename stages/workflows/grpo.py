@@ -36,22 +36,22 @@ def grpo(
   verify: stages.Stage,
   optimizer: optax.GradientTransformation,
   *,
-  group: int,
-  low: float = 0.2,
-  high: float = 0.2,
-  dual: float | None = None,
-  kl: float = 0.0,
-  divergence: Callable = losses.kl_k3,
-  entropy: float = 0.0,
-  updates: int = 1,
-  epochs: int = 1,
-  membership: minibatches.MinibatchBy = 'row',
-  lag: int = 0,
-  partial: int = 0,
-  spare: int = 0,
+  group_size: int,
+  clip_low: float = 0.2,
+  clip_high: float = 0.2,
+  dual_clip: float | None = None,
+  kl_coef: float = 0.0,
+  kl_estimator: Callable = losses.kl_k3,
+  entropy_coef: float = 0.0,
+  num_minibatches: int = 1,
+  num_epochs: int = 1,
+  minibatch_by: minibatches.MinibatchBy = 'row',
+  staleness: int = 0,
+  max_carry: int = 0,
+  extra_groups: int = 0,
   advantage: Callable = advantages.group_relative,
   aggregate: Callable = losses.sequence_mean_token_mean,
-  cap: float = 2.0,
+  importance_cap: float = 2.0,
 ) -> base.Workflow:
   """Rewards each completion against the others of its prompt.
 
@@ -59,68 +59,79 @@ def grpo(
     policy: the model to train.
     verify: `answer, action, mask -> base.Verdict`.
     optimizer: how gradients become updates.
-    group: completions a prompt.
-    low: how far the probability ratio may fall.
-    high: how far it may rise; more than `low` is DAPO's clip-higher.
-    dual: bound of the loss where the advantage is negative (dual clip).
-    kl: weight of the pull towards the policy it began as; 0 keeps no copy.
-    divergence: `logp, ref_logp -> KL`, token by token: how that is estimated.
+    group_size: completions a prompt.
+    clip_low: how far the probability ratio may fall.
+    clip_high: how far it may rise; more than `clip_low` is DAPO's clip-higher.
+    dual_clip: bound of the loss where the advantage is negative (dual clip).
+    kl_coef: weight of the pull towards the policy it began as; 0 keeps no copy.
+    kl_estimator: `logp, ref_logp -> KL`, token by token: how that is estimated.
       The gradient of `kl_k2` is that of KL(π‖π_ref), which lets go of what the
       reference did wrong; that of `kl_k3` is of KL(π_ref‖π), which does not.
-    entropy: weight of the entropy bonus.
-    updates: minibatches of one batch, each an optimiser step.
-    epochs: how often the batch is learned from, as PPO does: the clip is around
-      the policy that acted.
-    membership: of groups in minibatches: by 'row', 'shuffled' or by 'arrival',
-      as `dealing` says.
-    lag: steps by which the policy that acts is older than the one that learns.
-      It is meaning, not speed: called with arrays it is obeyed too. What it
-      buys is that a plan may generate while an earlier step still learns. The
-      clip is then around the policy that acted.
-    partial: steps for which a group may be carried that has not ended, to go on
-      by newer parameters; 0 finishes all that is begun. As lag, it is meaning.
-      The clip is then around the newest that acted, and every token is weighed.
-    spare: groups that are under way beside those that a step learns from.
+    entropy_coef: weight of the entropy bonus.
+    num_minibatches: minibatches of one batch, each an optimiser step.
+    num_epochs: how often the batch is learned from, as PPO does: the clip is
+      around the policy that acted.
+    minibatch_by: of groups in minibatches: by 'row', 'shuffled' or by
+      'arrival', as `dealing` says.
+    staleness: steps by which the policy that acts is older than the one that
+      learns. It is meaning, not speed: called with arrays it is obeyed too.
+      What it buys is that a plan may generate while an earlier step still
+      learns. The clip is then around the policy that acted.
+    max_carry: steps for which a group may be carried that has not ended, to go
+      on by newer parameters; 0 finishes all that is begun. As lag, it is
+      meaning. The clip is then around the newest that acted, and every token is
+      weighed.
+    extra_groups: groups that are under way beside those that a step learns
+      from.
     advantage: `reward_G -> advantage_G` of one group.
     aggregate: `loss_BT, mask_BT -> metrics.Mean`.
-    cap: the most that a token weighs for being likelier to the trainer than to
-      who drew it (truncated importance sampling), where that is an engine which
-      is not the trainer, or were several versions of the policy.
+    importance_cap: the most that a token weighs for being likelier to the
+      trainer than to who drew it (truncated importance sampling), where that is
+      an engine which is not the trainer, or were several versions of the
+      policy.
   """
-  partial_rollout.check(policy, partial, spare)
+  partial_rollout.check(policy, max_carry, extra_groups)
   loss = objective(
-    functools.partial(policy.evaluate, group=group),
-    (low, high, dual),
-    (kl, divergence),
-    entropy,
+    functools.partial(policy.evaluate, group_size=group_size),
+    (clip_low, clip_high, dual_clip),
+    (kl_coef, kl_estimator),
+    entropy_coef,
     aggregate,
-    cap,
+    importance_cap,
   )
   measure = stages.Stage(
-    functools.partial(describe, group=group, updates=updates * epochs),
+    functools.partial(
+      describe, group_size=group_size, updates=num_minibatches * num_epochs
+    ),
     'measure',
     'sum',
-    whole=(2,),
-    group=group,
+    unbatched=(2,),
+    group_size=group_size,
   )
-  deal = minibatches.minibatches(membership, updates, epochs, group)
+  deal = minibatches.minibatches(
+    minibatch_by, num_minibatches, num_epochs, group_size
+  )
 
-  act = partial_rollout.acts(policy, group, partial, spare)
-  recall = policy_stages.recall(policy, group, several=partial > 0)
-  refer = policy_stages.score(policy, 'refer', group)
+  act = partial_rollout.acts(policy, group_size, max_carry, extra_groups)
+  recall = policy_stages.recall(policy, group_size, several=max_carry > 0)
+  refer = policy_stages.score(policy, 'refer', group_size)
 
   @stages.stage('repeat', 'batch')
   def repeat(problem: base.Problem):
-    return jax.tree.map(lambda x: jnp.repeat(x, group, axis=0), problem)
+    return jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), problem)
 
-  @stages.stage('compare', group=group)
+  @stages.stage('compare', group_size=group_size)
   def compare(reward_B, mask_BT):
-    advantage_NG = jax.vmap(advantage)(reward_B.reshape(-1, group))
+    advantage_NG = jax.vmap(advantage)(reward_B.reshape(-1, group_size))
     # What a verifier makes of nobody may be anything.
     return jnp.where(mask_BT > 0, advantage_NG.reshape(-1, 1), 0.0)
 
   gradient = stages.Stage(
-    train_step.gradient(loss), 'gradient', 'sum', whole=(0,), group=group
+    train_step.gradient(loss),
+    'gradient',
+    'sum',
+    unbatched=(0,),
+    group_size=group_size,
   )
   apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
   fold = stages.Stage(
@@ -131,11 +142,11 @@ def grpo(
   def init(key):
     params = policy.init(key)
     actor = train_step.init(params, optimizer)
-    past = (base.Version(params, actor.step),) * lag
-    return State(actor, params if kl else (), past)
+    past = (base.Version(params, actor.step),) * staleness
+    return State(actor, params if kl_coef else (), past)
 
   def begin(state: State, problem: base.Problem):
-    rollout = partial_rollout.begin(policy, problem, group, spare)
+    rollout = partial_rollout.begin(policy, problem, group_size, extra_groups)
     return state._replace(rollout=rollout)
 
   def step(state: State, problem: base.Problem, key):
@@ -149,7 +160,7 @@ def grpo(
     verdict = verify(problem.answer, x.action, x.mask)
     measured = measure(x, verdict, actor.step)
     x = x._replace(advantage=compare(verdict.reward, x.mask))
-    ref_logp = refer(state.reference, x.obs, x.action) if kl else ()
+    ref_logp = refer(state.reference, x.obs, x.action) if kl_coef else ()
     infos = []
     for batch in deal(key, asked.prompt, x, ref_logp):
       actor, info = apply(actor, gradient(actor.params, *batch))
@@ -163,8 +174,8 @@ def grpo(
     return examine(now, problem, key)
 
   return base.Workflow(
-    *(init, step, evaluate, lambda state: state.actor.params, lag),
-    begin=begin if partial else None,
+    *(init, step, evaluate, lambda state: state.actor.params, staleness),
+    begin=begin if max_carry else None,
   )
 
 
@@ -216,16 +227,16 @@ def objective(evaluate, clip, kl, entropy, aggregate, cap=2.0) -> Callable:
 
 
 def describe(
-  x: base.Experience, verdict: base.Verdict, now, group: int, updates: int
+  x: base.Experience, verdict: base.Verdict, now, group_size: int, updates: int
 ):
   """What is worth knowing of a rollout, when the actor is at update `now`.
 
   A row without a token is padding, and nobody's.
   """
   here_B = x.mask.max(1)
-  here_NG = here_B.reshape(-1, group)
+  here_NG = here_B.reshape(-1, group_size)
   verdict = jax.tree.map(lambda x_B: jnp.where(here_B > 0, x_B, 0), verdict)
-  reward_NG = verdict.reward.reshape(-1, group)
+  reward_NG = verdict.reward.reshape(-1, group_size)
   alike_N = reward_NG.max(1) == reward_NG.min(1)
   length_B, T = x.mask.sum(1), x.mask.shape[1]
   stale_BT = (now - x.version).astype(jnp.float32) / updates  # In steps.
@@ -242,7 +253,7 @@ def describe(
     'rollout/staleness_max': metrics.maximum(stale_BT),
     'rollout/tokens': length_B.sum(),
     'rollout/samples': metrics.first(
-      evaluate_lib.show(x, verdict.reward), group
+      evaluate_lib.show(x, verdict.reward), group_size
     ),
   }
 

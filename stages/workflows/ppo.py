@@ -35,28 +35,28 @@ class State(NamedTuple):
 
 
 def ppo(
-  world: base.World,
-  policy: Callable[[base.World], base.Policy],
+  world: base.Env,
+  policy: Callable[[base.Env], base.Policy],
   optimizer: optax.GradientTransformation,
   *,
-  rows: int,
-  length: int,
+  num_envs: int,
+  num_steps: int,
   discount: float = 0.99,
-  lambda_: float = 0.95,
-  low: float = 0.2,
-  high: float = 0.2,
-  dual: float | None = None,
-  value: float = 0.5,
+  gae_lambda: float = 0.95,
+  clip_low: float = 0.2,
+  clip_high: float = 0.2,
+  dual_clip: float | None = None,
+  value_coef: float = 0.5,
   value_clip: float | None = None,
-  entropy: float = 0.0,
-  updates: int = 4,
-  epochs: int = 4,
-  kl_stop: float | None = None,
-  normalised: bool = True,
-  whitened: bool = True,
-  bootstrap_always: bool = False,
-  model: str | None = None,
-  examine: base.World | None = None,
+  entropy_coef: float = 0.0,
+  num_minibatches: int = 4,
+  num_epochs: int = 4,
+  target_kl: float | None = None,
+  normalize_obs: bool = True,
+  normalize_advantages: bool = True,
+  bootstrap_on_success: bool = False,
+  init_from: str | None = None,
+  eval_env: base.Env | None = None,
 ) -> base.Workflow:
   """Acts for some steps in many environments, and learns from them all.
 
@@ -64,38 +64,47 @@ def ppo(
     world: to act in.
     policy: makes the policy to train from what a world shows and takes.
     optimizer: how gradients become updates.
-    rows: environments.
-    length: steps in each, of a batch.
+    num_envs: environments.
+    num_steps: steps in each, of a batch.
     discount: γ, a step.
-    lambda_: λ of the advantages.
-    low: how far the probability ratio may fall.
-    high: how far it may rise.
-    dual: limit of the loss where the advantage is negative; None for none.
-    value: weight of the critic's loss.
+    gae_lambda: λ of the advantages.
+    clip_low: how far the probability ratio may fall.
+    clip_high: how far it may rise.
+    dual_clip: limit of the loss where the advantage is negative; None for none.
+    value_coef: weight of the critic's loss.
     value_clip: how far an estimate may move at a time; None for any way.
-    entropy: weight of the bonus for entropy.
-    updates: minibatches of a batch, each an optimiser step.
-    epochs: how often a batch is learned from, in another order each time.
-    kl_stop: no update follows in a step once KL(acted ‖ now) of a minibatch is
-      beyond this; None for all updates. Schedules count updates that are made.
-    normalised: whether observations are put on a scale of their own.
-    whitened: whether the advantages of a batch are brought to mean zero and
-      variance one. Where success is rare and the only reward, a batch without
-      any would have nothing but the critic's errors made as large as that.
-    bootstrap_always: takes success, too, for an end that time has set, so that
-      whoever is done early loses nothing by it.
-    model: folder that a run has exported, to begin with its policy and its
+    entropy_coef: weight of the bonus for entropy.
+    num_minibatches: minibatches of a batch, each an optimiser step.
+    num_epochs: how often a batch is learned from, in another order each time.
+    target_kl: no update follows in a step once KL(acted ‖ now) of a minibatch
+      is beyond this; None for all updates. Schedules count updates that are
+      made.
+    normalize_obs: whether observations are put on a scale of their own.
+    normalize_advantages: whether the advantages of a batch are brought to mean
+      zero and variance one. Where success is rare and the only reward, a batch
+      without any would have nothing but the critic's errors made as large as
+      that.
+    bootstrap_on_success: takes success, too, for an end that time has set, so
+      that whoever is done early loses nothing by it.
+    init_from: folder that a run has exported, to begin with its policy and its
       scale, which then stays as it is; None to begin from nothing.
-    examine: the world in which the policy is judged: a simulator needs another
+    eval_env: the world in which the policy is judged: a simulator needs another
       than it trains in. `world` if None.
   """
   policy = policy(world)
-  loss = objective(policy, (low, high, dual), (value, value_clip), entropy)
-  act = rollout.rollout(policy, world, length)
+  loss = objective(
+    policy,
+    (clip_low, clip_high, dual_clip),
+    (value_coef, value_clip),
+    entropy_coef,
+  )
+  act = rollout.rollout(policy, world, num_steps)
   judge = stages.Stage(
-    functools.partial(appraise, policy, discount, lambda_, bootstrap_always),
+    functools.partial(
+      appraise, policy, discount, gae_lambda, bootstrap_on_success
+    ),
     'appraise',
-    whole=(0, 1),
+    unbatched=(0, 1),
   )
   count = stages.Stage(episode_stats.count, 'tally')
   see = stages.Stage(lambda obs: obs_stats.of(obs, world.obs), 'see', 'sum')
@@ -103,30 +112,30 @@ def ppo(
   whiten = stages.Stage(advantages.whiten, 'whiten', 'batch')
   single = stages.Stage(_single, 'single', 'batch')
   measure = stages.Stage(describe, 'measure', 'sum')
-  deal = minibatches.shuffle(updates, epochs)
+  deal = minibatches.shuffle(num_minibatches, num_epochs)
   shuffled = minibatches.gather()
   gradient = stages.Stage(
-    train_step.gradient(loss), 'gradient', 'sum', whole=(0, 1)
+    train_step.gradient(loss), 'gradient', 'sum', unbatched=(0, 1)
   )
   ready = stages.Stage(lambda id_: jnp.zeros((), bool), 'ready', 'batch')
-  apply = stages.Stage(_apply(optimizer, kl_stop), 'apply', 'batch')
+  apply = stages.Stage(_apply(optimizer, target_kl), 'apply', 'batch')
   fold = stages.Stage(
     lambda *infos: functools.reduce(metrics.merge, infos), 'fold', 'batch'
   )
-  attempt = evaluate_lib.examine(policy, examine or world)
+  attempt = evaluate_lib.examine(policy, eval_env or world)
 
   def init(key):
     luck, seeds = jax.random.split(key)
     seed_B = jax.random.randint(
-      seeds, (rows,), 0, jnp.iinfo(jnp.int32).max, jnp.int32
+      seeds, (num_envs,), 0, jnp.iinfo(jnp.int32).max, jnp.int32
     )
-    fresh = evaluate_lib.fresh(policy, world, normalised, luck)
-    begun = policy_file.start(model, fresh)
+    fresh = evaluate_lib.fresh(policy, world, normalize_obs, luck)
+    begun = policy_file.start(init_from, fresh)
     actor = train_step.init(begun['policy'], optimizer)
     return State(
       *(actor, begun['scale']),
       *rollout.begin(world, seed_B),
-      episode_stats.begin(rows),
+      episode_stats.begin(num_envs),
     )
 
   def step(state: State, batch, key):
@@ -139,7 +148,7 @@ def ppo(
     open_, ended = count(state.open, outcome)
     x = x._replace(**judge(actor.params, scale, x, outcome))
     measured = measure(x, outcome._replace(final_obs=()), ended)
-    if whitened:
+    if normalize_advantages:
       x = x._replace(advantage=whiten(x.advantage, x.mask))
     x = single(x)
     dealt = deal(key, x.mask)
@@ -149,7 +158,7 @@ def ppo(
       actor, stopped, info = apply(actor, stopped, made)
       infos.append(info)
     info = infos[0] if len(infos) == 1 else fold(*infos)
-    if normalised and model is None:
+    if normalize_obs and init_from is None:
       scale = widen(scale, see(x.obs))
     return State(actor, scale, place, obs, open_), measured | info
 

@@ -47,27 +47,27 @@ class State(NamedTuple):
 
 
 def sac(
-  world: base.World,
+  world: base.Env,
   policy: Callable[..., base.Policy],
-  critic: Callable[[base.World], critics_lib.Critic],
+  critic: Callable[[base.Env], critics_lib.Critic],
   optimizer: optax.GradientTransformation,
   *,
-  rows: int,
-  length: int,
+  num_envs: int,
+  num_steps: int,
   capacity: int,
   batch: int = 256,
   utd: float = 1.0,
-  delay: int = 1,
+  actor_update_period: int = 1,
   warmup: int = 1,
   discount: float = 0.99,
   polyak: float = 0.005,
   temperature: float = 1.0,
-  entropy: float | None = None,
+  target_entropy: float | None = None,
   subset: int | None = None,
   prior: str | None = None,
-  normalised: bool = True,
-  bootstrap_always: bool = False,
-  examine: base.World | None = None,
+  normalize_obs: bool = True,
+  bootstrap_on_success: bool = False,
+  eval_env: base.Env | None = None,
 ) -> base.Workflow:
   """Acts for some steps in environments, and learns from all that was done.
 
@@ -79,27 +79,29 @@ def sac(
     critic: makes the critics, likewise.
     optimizer: how gradients become updates, of the actor and of the critics:
       its schedule counts those that each of them makes once it has warmed up.
-    rows: environments.
-    length: steps in each, between updates.
+    num_envs: environments.
+    num_steps: steps in each, between updates.
     capacity: steps that are remembered.
     batch: of them, those of a minibatch.
     utd: updates of the critics for every step of an environment.
-    delay: updates of the critics for one of the actor; RLPD has all of a step.
-    warmup: steps (of `rows` × `length`) that act at random and learn nothing.
+    actor_update_period: updates of the critics for one of the actor; RLPD has
+      all of a step.
+    warmup: steps (of `num_envs` × `num_steps`) that act at random and learn
+      nothing.
     discount: γ, a step.
     polyak: τ, how much of the critics the average takes at an update.
     temperature: α at the beginning.
-    entropy: H, which α is to bring the policy's to, in nats; −dim(A) if None,
-      where the range of each dimension of a command is −1 … 1.
+    target_entropy: H, which α is to bring the policy's to, in nats; −dim(A) if
+      None, where the range of each dimension of a command is −1 … 1.
     subset: critics, chosen anew for every update, the least of which is what
       is expected; then the actor climbs the mean of all, as REDQ and RLPD have
       it. None: the least of all, for both, as SAC has it.
     prior: file of demonstrations that half of each minibatch is drawn from, as
       `stages.replay.write` makes it; None for none.
-    normalised: whether observations are put on a scale of their own.
-    bootstrap_always: takes success, too, for an end that time has set, so that
-      whoever is done early loses nothing by it.
-    examine: the world in which the policy is judged: a simulator needs another
+    normalize_obs: whether observations are put on a scale of their own.
+    bootstrap_on_success: takes success, too, for an end that time has set, so
+      that whoever is done early loses nothing by it.
+    eval_env: the world in which the policy is judged: a simulator needs another
       than it trains in. `world` if None.
   """
   critic = critic(world)
@@ -111,33 +113,33 @@ def sac(
       'made, so what follows one cannot be discounted: leave out `prior`, or '
       'decide one step at a time.'
     )
-  n = updates(utd, rows * length, delay)
-  if entropy is None:
-    entropy = target_entropy(world, like.command)
-  act = rollout.rollout(at_random(policy), world, length)
+  n = updates(utd, num_envs * num_steps, actor_update_period)
+  if target_entropy is None:
+    target_entropy = default_target_entropy(world, like.command)
+  act = rollout.rollout(at_random(policy), world, num_steps)
   begin = stages.Stage(lambda step: (step < warmup, step + 1), 'begin', 'batch')
   count = stages.Stage(episode_stats.count, 'tally')
   measure = stages.Stage(describe, 'measure', 'sum')
   recall = stages.Stage(
     functools.partial(
-      remember, policy, discount, n, batch, always=bootstrap_always
+      remember, policy, discount, n, batch, always=bootstrap_on_success
     ),
     'replay',
     'batch',
-    linear=(0,),
+    consumes=(0,),
   )
   see = stages.Stage(lambda obs: obs_stats.of(obs, world.obs), 'see', 'sum')
   widen = stages.Stage(lambda a, b: a.merge(b), 'widen', 'batch')
   learn = soft_actor_critic.learner(
     (policy, critic, optimizer),
-    *(n, delay, polyak, subset, entropy),
+    *(n, actor_update_period, polyak, subset, target_entropy),
   )
-  attempt = evaluate_lib.examine(policy, examine or world)
+  attempt = evaluate_lib.examine(policy, eval_env or world)
 
   def init(key):
     luck, theirs, seeds = jax.random.split(key, 3)
     seed_B = jax.random.randint(
-      seeds, (rows,), 0, jnp.iinfo(jnp.int32).max, jnp.int32
+      seeds, (num_envs,), 0, jnp.iinfo(jnp.int32).max, jnp.int32
     )
     ours = {
       'policy': policy.init(luck),
@@ -149,10 +151,12 @@ def sac(
       train_step.init(params, optimizer),
       params,
       replay_lib.empty(like, capacity),
-      replay_lib.read(prior, like, discount, bootstrap_always) if prior else (),
-      obs_stats.nothing(world.obs) if normalised else (),
+      replay_lib.read(prior, like, discount, bootstrap_on_success)
+      if prior
+      else (),
+      obs_stats.nothing(world.obs) if normalize_obs else (),
       *rollout.begin(world, seed_B),
-      episode_stats.begin(rows),
+      episode_stats.begin(num_envs),
       jnp.zeros((), jnp.int32),
     )
 
@@ -166,7 +170,7 @@ def sac(
     )
     open_, ended = count(state.open, outcome)
     measured = measure(outcome._replace(final_obs=()), ended)
-    if normalised:
+    if normalize_obs:
       scale = widen(scale, see(x.obs))
     kept, sample, filled = recall(state.replay, state.prior, x, outcome, key)
     actor, critics, info = learn(
@@ -204,9 +208,9 @@ def at_random(policy: base.Policy) -> base.Policy:
   If so, every command within the bounds is as likely.
   """
 
-  def act(params, obs, key_B, *, group=1, greedy=False):
+  def act(params, obs, key_B, *, group_size=1, greedy=False):
     params, warm = params
-    x = policy.act(params, obs, key_B, group=group, greedy=greedy)
+    x = policy.act(params, obs, key_B, group_size=group_size, greedy=greedy)
     shape = x.action.shape[1:]
     draw = lambda key: jax.random.uniform(key, shape, x.action.dtype, -1, 1)
     # What tanh brings back, but for the very ends.
@@ -249,7 +253,7 @@ def remember(
   return kept, sample, {'replay/filled': filled}
 
 
-def describe(outcome: base.Outcome, ended: episode_stats.Ended) -> base.Info:
+def describe(outcome: base.TimeStep, ended: episode_stats.Ended) -> base.Info:
   """What is worth knowing of a rollout."""
   mask = jnp.ones_like(outcome.reward)
   if outcome.lost is not None:
@@ -265,7 +269,7 @@ def describe(outcome: base.Outcome, ended: episode_stats.Ended) -> base.Info:
   )
 
 
-def _like(policy: base.Policy, world: base.World) -> replay_lib.Transition:
+def _like(policy: base.Policy, world: base.Env) -> replay_lib.Transition:
   """One transition, as shapes."""
 
   def decide(key):
@@ -278,7 +282,7 @@ def _like(policy: base.Policy, world: base.World) -> replay_lib.Transition:
   return replay_lib.Transition(world.obs, command, number, number, world.obs)
 
 
-def target_entropy(world: base.World, command) -> float:
+def default_target_entropy(world: base.Env, command) -> float:
   """−1 for each dimension, as if its range were −1 … 1."""
   A = math.prod(command.shape)
   half = [0.5 * (b - a) for a, b in zip(world.low, world.high, strict=True)]

@@ -28,7 +28,7 @@ def sft(
     return (mean,), {'train/loss': mean, 'train/tokens': x.mask.sum()}
 
   gradient = stages.Stage(
-    train_step.gradient(loss), 'gradient', 'sum', whole=(0,)
+    train_step.gradient(loss), 'gradient', 'sum', unbatched=(0,)
   )
   apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
   examine = evaluate_lib.examine(policy, verify)

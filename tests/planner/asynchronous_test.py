@@ -52,12 +52,12 @@ class Engine:
 def step_of(engine):
   """feed → act → learn → apply."""
   act = stages.Stage(
-    lambda w, x: stages.Later(engine.ask(w, x), lambda y: 2 * y),
+    lambda w, x: stages.Deferred(engine.ask(w, x), lambda y: 2 * y),
     'act',
-    whole=(0,),
+    unbatched=(0,),
     host=True,
-    like=lambda w, x: jax.ShapeDtypeStruct(x.shape, jnp.float32),
-    ahead=True,
+    out_shapes=lambda w, x: jax.ShapeDtypeStruct(x.shape, jnp.float32),
+    asynchronous=True,
   )
   feed = stages.Stage(lambda x: x + 1, 'feed')
   learn = stages.Stage(lambda x: jnp.sum(x, 0), 'learn', 'sum')
@@ -191,9 +191,14 @@ def in_turn(x, key, T=3):
   """A policy acts in a simulator."""
   del key
   like = lambda token, x: (token, x)
-  step = lambda token, x: stages.Later(futures.Future(), lambda made: made)
+  step = lambda token, x: stages.Deferred(futures.Future(), lambda made: made)
   simulate = stages.Stage(
-    step, 'simulate', linear=(0,), host=True, like=like, ahead=True
+    step,
+    'simulate',
+    consumes=(0,),
+    host=True,
+    out_shapes=like,
+    asynchronous=True,
   )
   decide = stages.Stage(lambda x: x + 1, 'act')
   token = decide(x)
@@ -265,7 +270,7 @@ def test_the_search_has_half_of_the_environments_simulated_meanwhile():
 
 def test_only_the_host_begins_ahead():
   with pytest.raises(ValueError, match='cannot be begun ahead of its turn'):
-    stages.Stage(lambda x: x, 'act', ahead=True)
+    stages.Stage(lambda x: x, 'act', asynchronous=True)
 
 
 def test_a_call_that_breaks_its_promise_is_refused():
@@ -273,10 +278,10 @@ def test_a_call_that_breaks_its_promise_is_refused():
   act = stages.Stage(
     lambda w, x: engine.ask(w, x),
     'act',
-    whole=(0,),
+    unbatched=(0,),
     host=True,
-    like=lambda w, x: jax.ShapeDtypeStruct((3,), jnp.float32),
-    ahead=True,
+    out_shapes=lambda w, x: jax.ShapeDtypeStruct((3,), jnp.float32),
+    asynchronous=True,
   )
   with pytest.raises(TypeError, match='Stage act promised'):
     act(np.ones(2, np.float32), BATCH)

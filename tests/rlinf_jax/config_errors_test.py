@@ -75,15 +75,15 @@ def test_gin_is_quiet_while_it_searches(folder):
   ('binding', 'sentence'),
   [
     (
-      'flwos.grpo.high = 1',
+      'flwos.grpo.clip_high = 1',
       'nothing called `flwos` is imported; did you mean `flows`?',
     ),
     (
-      'grpo.high = 1',
+      'grpo.clip_high = 1',
       'nothing called `grpo` is imported; did you mean `flows.grpo`?',
     ),
     (
-      'flows.gpro.high = 1',
+      'flows.gpro.clip_high = 1',
       'there is no `flows.gpro`; did you mean `flows.grpo`?',
     ),
     (
@@ -95,8 +95,8 @@ def test_gin_is_quiet_while_it_searches(folder):
       'there is no `flows.gpro`; did you mean `flows.grpo`?',
     ),
     (
-      'flows.grpo.hihg = 1',
-      '`flows.grpo` has no parameter `hihg`; did you mean `high`?',
+      'flows.grpo.clip_hihg = 1',
+      '`flows.grpo` has no parameter `clip_hihg`; did you mean `clip_high`?',
     ),
     (
       'flows.sft.clip = 1',
@@ -108,16 +108,16 @@ def test_gin_is_quiet_while_it_searches(folder):
       '`recipe_library.flows`?',
     ),
     (
-      'flows.grpo.high = ',
+      'flows.grpo.clip_high = ',
       'cannot be read: Unable to parse value.',
     ),
     (
-      'flows.grpo.high 3',
-      "cannot be read in `flows.grpo.high 3`: Couldn't parse statement, "
+      'flows.grpo.clip_high 3',
+      "cannot be read in `flows.grpo.clip_high 3`: Couldn't parse statement, "
       "expected ':' or '='.",
     ),
     (
-      'flows.grpo.high = [1,',
+      'flows.grpo.clip_high = [1,',
       'a bracket or a string is not closed (EOF in multi-line statement).',
     ),
     (
@@ -137,10 +137,10 @@ def test_an_unreadable_binding_is_one_sentence(binding, sentence):
 
 
 def test_a_fault_in_a_file_says_which_line():
-  write('top.gin', BASE + '\n  flows.grpo.hihg = 1\n')
+  write('top.gin', BASE + '\n  flows.grpo.clip_hihg = 1\n')
   assert refused(files=['top.gin']) == (
-    'top.gin line 15: `flows.grpo` has no parameter `hihg`; did you mean '
-    '`high`?'
+    'top.gin line 15: `flows.grpo` has no parameter `clip_hihg`; did you mean '
+    '`clip_high`?'
   )
 
 
@@ -151,7 +151,7 @@ def test_a_fault_in_an_include_says_which_line_of_the_include():
 
 
 def test_a_file_without_dynamic_registration_is_told_about_it():
-  write('top.gin', 'from recipe_library import flows\nflows.none.high = 1')
+  write('top.gin', 'from recipe_library import flows\nflows.none.clip_high = 1')
   assert 'from __gin__ import dynamic_registration' in refused(
     files=['top.gin']
   )
@@ -165,12 +165,13 @@ def test_a_fault_in_an_imported_module_is_not_taken_for_one_in_the_recipe():
 
 
 def test_a_missing_argument_is_one_sentence():
-  write('small.gin', BASE.replace('  flows.grpo.group = 4\n', ''))
+  write('small.gin', BASE.replace('  flows.grpo.group_size = 4\n', ''))
   parse(files=['small.gin'])
   with pytest.raises(ValueError) as error:
     run()
   assert str(error.value) == (
-    "`grpo` is not given 'group'; bind it in the recipe or with --gin_bindings."
+    "`grpo` is not given 'group_size'; bind it in the recipe or with "
+    '--gin_bindings.'
   )
 
 

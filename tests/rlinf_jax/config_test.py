@@ -40,7 +40,9 @@ def refused_as_unused():
 
 
 def test_bindings_win_over_files_and_later_ones_over_earlier_ones():
-  parse('flows.grpo.high = 0.3', 'STEPS = 7', 'flows.grpo.high = 0.28')
+  parse(
+    'flows.grpo.clip_high = 0.3', 'STEPS = 7', 'flows.grpo.clip_high = 0.28'
+  )
   grpo = 'grpo', ('adamw', 0.1, 0.0), 4, 0.28, None
   assert run() == (grpo, 'runs/x', 7, 0)
   assert config.unused() == []
@@ -71,13 +73,13 @@ def test_bindings_see_the_imports_of_included_files_whatever_their_alias():
     optimisers.adamw.decay = 0.5
     """,
   )
-  parse('flows.grpo.high = 0.28', files=['top.gin'])
+  parse('flows.grpo.clip_high = 0.28', files=['top.gin'])
   assert run()[0][1:4] == (('adamw', 0.1, 0.5), 4, 0.28)
   assert config.unused() == []
 
 
 def test_parsing_again_forgets_what_was_parsed_before():
-  parse('flows.grpo.high = 0.28')
+  parse('flows.grpo.clip_high = 0.28')
   parse()
   assert run()[0][3] == 0.2
 
@@ -147,8 +149,8 @@ def test_a_macro_that_is_read_must_be_set():
 
 
 def test_what_a_recipe_leaves_to_the_user_is_named():
-  text = refused('flows.grpo.high = %gin.REQUIRED')
-  assert "--gin_bindings 'flows.grpo.high = ...'" in text
+  text = refused('flows.grpo.clip_high = %gin.REQUIRED')
+  assert "--gin_bindings 'flows.grpo.clip_high = ...'" in text
 
 
 # What nothing reads.
@@ -172,9 +174,9 @@ def test_a_binding_of_a_function_that_nothing_names_is_refused():
 
 
 def test_a_binding_in_a_scope_that_nothing_enters_is_refused():
-  parse('wram/flows.grpo.high = 0.5')
+  parse('wram/flows.grpo.clip_high = 0.5')
   run()
-  assert config.unused() == ['wram/flows.grpo.high']
+  assert config.unused() == ['wram/flows.grpo.clip_high']
 
 
 def test_a_binding_that_the_caller_overrules_is_refused():
@@ -186,10 +188,10 @@ def test_a_binding_that_the_caller_overrules_is_refused():
 def test_a_binding_that_a_scope_overrules_everywhere_is_refused():
   parse(
     'loop.train.workflow = @small/flows.grpo()',
-    'small/flows.grpo.group = 2',
+    'small/flows.grpo.group_size = 2',
   )
   assert run()[0][2] == 2
-  assert config.unused() == ['flows.grpo.group']
+  assert config.unused() == ['flows.grpo.group_size']
 
 
 def test_every_unused_binding_is_named():
@@ -306,7 +308,7 @@ def test_the_operative_config_shows_what_was_read_with_defaults(folder):
   run()
   config.save_operative('operative_config.gin')
   text = (folder / 'operative_config.gin').read_text()
-  assert 'flows.grpo.high = 0.2\n' in text
+  assert 'flows.grpo.clip_high = 0.2\n' in text
   assert 'optim.adamw.learning_rate = 0.1\n' in text
 
 

@@ -215,7 +215,7 @@ def test_where_rows_share_parameters_it_is_the_parameters_that_are_gathered(
   name,
 ):
   workflow = workflows.grpo(
-    tiny.policy(), tiny.even, optimizers.adamw(1e-2), group=4, kl=0.1
+    tiny.policy(), tiny.even, optimizers.adamw(1e-2), group_size=4, kl_coef=0.1
   )
   flow = tiny.trace(workflow, tiny.problem(rows=8))
   placement = plan_lib.Placement(tuple(range(8)), (('fsdp', 8),))

@@ -37,12 +37,12 @@ def test_a_stage_called_with_a_symbol_is_recorded_by_it():
 
 
 def test_the_decorator_says_what_the_class_says():
-  @stages.stage('total', 'sum', (1,), group=4)
+  @stages.stage('total', 'sum', (1,), group_size=4)
   def total(x, scale):
     return (scale * x).sum()
 
-  assert (total.name, total.grain, total.whole) == ('total', 'sum', (1,))
-  assert (total.group, total.host) == (4, False)
+  assert (total.name, total.grain, total.unbatched) == ('total', 'sum', (1,))
+  assert (total.group_size, total.host) == (4, False)
 
 
 def test_two_stages_of_one_function_are_two():
@@ -64,7 +64,7 @@ def row(x):
 
 
 def on_host(fn, like=row):
-  return stages.Stage(fn, 'judge', host=True, like=like)
+  return stages.Stage(fn, 'judge', host=True, out_shapes=like)
 
 
 def test_a_host_stage_is_given_numpy_and_may_return_it():
@@ -83,7 +83,7 @@ def test_a_host_stage_is_given_what_has_no_rows_as_it_lies():
     return np.float32(x.sum(1))
 
   stage = stages.Stage(
-    judge, 'judge', whole=(0,), host=True, like=lambda _, x: row(x)
+    judge, 'judge', unbatched=(0,), host=True, out_shapes=lambda _, x: row(x)
   )
   np.testing.assert_array_equal(stage(params, jnp.ones((3, 2))), [2, 2, 2])
 
@@ -139,19 +139,19 @@ def test_a_row_has_the_key_of_its_place_in_the_whole_batch():
 @pytest.mark.parametrize('n', [1, 2, 4])
 def test_minibatches_are_runs_of_rows(n):
   tree = {'x': jnp.arange(24).reshape(8, 3), 'y': (jnp.arange(8),)}
-  runs = minibatches.split(n, group=2)(tree)
+  runs = minibatches.split(n, group_size=2)(tree)
   assert len(runs) == n
   again = jax.tree.map(lambda *parts: jnp.concatenate(parts), *runs)
   jax.tree.map(np.testing.assert_array_equal, again, tree)
   assert {x.shape[0] for run in runs for x in jax.tree.leaves(run)} == {8 // n}
 
 
-@pytest.mark.parametrize('n, group', [(3, 1), (2, 3), (8, 2)])
-def test_minibatches_that_would_break_a_group_are_refused(n, group):
+@pytest.mark.parametrize('n, group_size', [(3, 1), (2, 3), (8, 2)])
+def test_minibatches_that_would_break_a_group_are_refused(n, group_size):
   with pytest.raises(
-    ValueError, match=f'8 rows .* multiple of {n * group} rows'
+    ValueError, match=f'8 rows .* multiple of {n * group_size} rows'
   ):
-    minibatches.split(n, group)(jnp.arange(8))
+    minibatches.split(n, group_size)(jnp.arange(8))
 
 
 def test_sums_merge_as_metrics_and_arrays_do():

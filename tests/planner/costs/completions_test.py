@@ -112,10 +112,10 @@ def test_alike_lengths_gain_nothing_from_refilling():
 def test_the_mean_of_draws_is_as_expected():
   rng = np.random.default_rng(0)
   histogram = np.array([0, 5, 1, 0, 3, 1, 2])
-  rows, group, draws = 12, 3, 4000
+  rows, group_size, draws = 12, 3, 4000
   lengths = rng.choice(7, (draws, rows), p=histogram / histogram.sum())
-  said = completions.expected(histogram, rows, group)
-  longest = lengths.reshape(draws, -1, group).max(2)
+  said = completions.expected(histogram, rows, group_size)
+  longest = lengths.reshape(draws, -1, group_size).max(2)
   for t in range(7):
     left = (lengths > t).sum(1).mean()
     whole = (longest <= t).sum(1).mean()

@@ -49,7 +49,7 @@ def test_pieces_of_an_engine_add_up_and_the_tail_is_last():
 
 
 def test_groups_are_handed_on_when_their_last_row_is():
-  alone, groups = seconds(4, engine=True), seconds(4, engine=True, group=8)
+  alone, groups = seconds(4, engine=True), seconds(4, engine=True, group_size=8)
   assert sum(alone) == pytest.approx(sum(groups))
   assert groups[0] > alone[0]
 

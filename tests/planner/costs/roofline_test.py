@@ -39,7 +39,7 @@ TOYS = cluster.Cluster(DEVICE, 64, 4, NEAR, FAR, reserve=0.0)
 class Stage:
   name: str
   grain: str = 'row'
-  group: int = 1
+  group_size: int = 1
   host: bool = False
   whole = (0,)
 
@@ -68,7 +68,9 @@ def toy_flow() -> graph.Flow:
   nodes = (
     graph.Node(Stage('act'), (0, 2), (3,), frozenset({2})),
     graph.Node(Stage('judge', host=True), (3,), (7,), frozenset({3})),
-    graph.Node(Stage('grad', 'sum', group=2), (0, 3), (4,), frozenset({3})),
+    graph.Node(
+      Stage('grad', 'sum', group_size=2), (0, 3), (4,), frozenset({3})
+    ),
     graph.Node(Stage('step', 'batch'), (0, 1, 4), (5, 6)),
   )
   carry = ((0, 5), (1, 6))
@@ -488,7 +490,7 @@ def test_a_place_holds_what_its_stages_touch():
 @pytest.fixture(scope='module')
 def flow():
   workflow = workflows.grpo(
-    tiny.policy(), tiny.even, optimizers.adamw(1e-3), group=4
+    tiny.policy(), tiny.even, optimizers.adamw(1e-3), group_size=4
   )
   return tiny.trace(workflow, tiny.problem(8))
 

@@ -284,7 +284,7 @@ def test_partial_sums_of_a_layer_are_two_forwards_and_two_backwards():
 @pytest.fixture(scope='module')
 def flow():
   workflow = workflows.grpo(
-    tiny.policy(), tiny.even_on_host, optimizers.adamw(1e-3), group=4
+    tiny.policy(), tiny.even_on_host, optimizers.adamw(1e-3), group_size=4
   )
   return tiny.trace(workflow, tiny.problem(8))
 

@@ -15,7 +15,7 @@ KEY = jax.random.key(0)
 ROWS, HORIZON = 8, 3
 
 
-@stages.stage('move', linear=(0,))
+@stages.stage('move', consumes=(0,))
 def move(token, action):
   return token + action
 
@@ -25,7 +25,7 @@ def look(token):
   return 2 * token
 
 
-@stages.stage('pair', linear=(0,))
+@stages.stage('pair', consumes=(0,))
 def pair(token, other):
   return token, other
 
@@ -73,14 +73,14 @@ def test_a_second_use_is_refused(step, said):
 
 def test_used_up_again_and_again_if_it_is_made_anew():
   flow = trace(lambda t, x: (move(move(t, x), x), x))
-  used = [v for node in flow.nodes for v in node.linear]
+  used = [v for node in flow.nodes for v in node.consumes]
   assert len(set(used)) == 2
 
 
 def test_what_all_pieces_would_use_up_is_refused():
   with pytest.raises(ValueError, match=r'uses up its arguments \[1\].* rows'):
-    stages.Stage(lambda x, t: x, 'move', linear=(1,), whole=(1,))
-  stages.Stage(lambda x, t: x, 'move', 'batch', linear=(1,), whole=(1,))
+    stages.Stage(lambda x, t: x, 'move', consumes=(1,), unbatched=(1,))
+  stages.Stage(lambda x, t: x, 'move', 'batch', consumes=(1,), unbatched=(1,))
 
 
 def test_lowering_gives_its_memory_away_but_not_what_is_lent():
@@ -95,11 +95,11 @@ def test_lowering_gives_its_memory_away_but_not_what_is_lent():
     if isinstance(op, program.Run)
   ]
   first, second = flow.nodes
-  assert not set(runs[0].donate) & first.linear
-  assert set(runs[1].donate) >= second.linear
+  assert not set(runs[0].donate) & first.consumes
+  assert set(runs[1].donate) >= second.consumes
 
 
-class World:
+class Env:
   """A simulator outside JAX: where each row is, and how often it was moved."""
 
   def __init__(self):
@@ -121,10 +121,12 @@ class World:
         jax.ShapeDtypeStruct((B,), jnp.float32),
       )
 
-    return stages.Stage(step, 'world', linear=(0,), host=True, like=like)
+    return stages.Stage(
+      step, 'world', consumes=(0,), host=True, out_shapes=like
+    )
 
 
-@stages.stage('act', whole=(0,))
+@stages.stage('act', unbatched=(0,))
 def act(w, obs_B):
   return jnp.cos(w + obs_B)
 
@@ -135,7 +137,7 @@ def learn(w, obs_B):
 
 
 def workflow():
-  world = World().stage()
+  world = Env().stage()
 
   def step(state, obs, key):
     del key

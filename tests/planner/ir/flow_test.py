@@ -38,7 +38,7 @@ def trace(step, state=STATE, batch=BATCH):
 
 def grpo(**kwargs):
   return workflows.grpo(
-    tiny.policy(), tiny.even, optax.sgd(1.0), group=4, **kwargs
+    tiny.policy(), tiny.even, optax.sgd(1.0), group_size=4, **kwargs
   )
 
 
@@ -47,7 +47,7 @@ def names(graph):
 
 
 def test_grpo_is_recorded_call_by_call():
-  graph = tiny.trace(grpo(kl=0.1, updates=2), tiny.problem())
+  graph = tiny.trace(grpo(kl_coef=0.1, num_minibatches=2), tiny.problem())
   assert names(graph)[:2] == ['repeat', 'keys']
   assert sorted(names(graph)[2:7]) == sorted(
     ['generate', 'reward', 'measure', 'compare', 'refer']
@@ -60,7 +60,7 @@ def test_grpo_is_recorded_call_by_call():
 
 def test_without_a_kl_term_grpo_carries_no_reference():
   plain, with_kl = (
-    tiny.trace(grpo(kl=kl), tiny.problem()) for kl in (0.0, 0.1)
+    tiny.trace(grpo(kl_coef=kl), tiny.problem()) for kl in (0.0, 0.1)
   )
   assert 'refer' not in plain.stages
   assert 'refer' in with_kl.stages
@@ -81,7 +81,7 @@ def test_an_evaluation_carries_the_state_unchanged():
 
 
 def test_a_flow_knows_what_arrays_would_have_been():
-  workflow = grpo(kl=0.1)
+  workflow = grpo(kl_coef=0.1)
   graph = tiny.trace(workflow, tiny.problem())
   key = jax.random.key(0)
   _, info = jax.eval_shape(
@@ -95,7 +95,7 @@ def test_a_flow_knows_what_arrays_would_have_been():
 
 
 def test_edges_lead_from_what_makes_a_value_to_what_reads_it():
-  graph = tiny.trace(grpo(kl=0.1, updates=2), tiny.problem())
+  graph = tiny.trace(grpo(kl_coef=0.1, num_minibatches=2), tiny.problem())
   made = {start for start, _ in graph.carry} | set(graph.inputs)
   for node in graph.nodes:
     assert made.issuperset(node.reads), node.name
@@ -105,7 +105,7 @@ def test_edges_lead_from_what_makes_a_value_to_what_reads_it():
 
 
 def test_rows_are_known_by_their_letter():
-  graph = tiny.trace(grpo(kl=0.1), tiny.problem())
+  graph = tiny.trace(grpo(kl_coef=0.1), tiny.problem())
   (generate,) = [node for node in graph.nodes if node.name == 'generate']
   for v in generate.writes:
     assert graph.values[v].letters[0] == 'B'
@@ -251,7 +251,7 @@ def test_a_value_of_another_recording_is_refused():
 
 def test_rows_of_different_number_are_refused():
   pair = stages.Stage(lambda x, y: x, 'pair')
-  with pytest.raises(TypeError, match="pair of grain 'row'.*`whole`"):
+  with pytest.raises(TypeError, match="pair of grain 'row'.*`unbatched`"):
     trace(lambda state, x: (state, pair(x, state['w'])))
 
 
@@ -262,7 +262,7 @@ def test_a_number_is_not_a_row():
 
 
 def test_rows_that_are_not_whole_groups_are_refused():
-  grouped = stages.Stage(lambda x: x, 'grouped', group=3)
+  grouped = stages.Stage(lambda x: x, 'grouped', group_size=3)
   with pytest.raises(TypeError, match='groups of 3 rows .* was given 8 rows'):
     trace(lambda state, x: (state, grouped(x)))
 
@@ -279,9 +279,9 @@ def test_a_planner_needs_only_the_fields_of_a_stage():
   anything = types.SimpleNamespace(
     name='anything',
     grain='row',
-    whole=(),
-    group=1,
-    linear=(),
+    unbatched=(),
+    group_size=1,
+    consumes=(),
     shapes=lambda x: {'y': x, 'z': x},
   )
 
@@ -331,7 +331,9 @@ def test_a_listing_counts_what_there_is_no_room_for():
 
 
 def test_a_listing_of_grpo_fits_a_page():
-  lines = str(tiny.trace(grpo(kl=0.1, updates=2), tiny.problem())).splitlines()
+  lines = str(
+    tiny.trace(grpo(kl_coef=0.1, num_minibatches=2), tiny.problem())
+  ).splitlines()
   assert max(map(len, lines)) <= 100
   assert len(lines) <= 40
 
@@ -354,7 +356,7 @@ def test_sizes_are_for_people(n, said):
 
 
 def test_a_listing_counts_all_bytes():
-  graph = tiny.trace(grpo(kl=0.1), tiny.problem())
+  graph = tiny.trace(grpo(kl_coef=0.1), tiny.problem())
   params = jax.eval_shape(tiny.policy().init, jax.random.key(0))
   size = sum(x.size * 4 for x in jax.tree.leaves(params))
   carried = sum(graph.values[start].bytes for start, _ in graph.carry)

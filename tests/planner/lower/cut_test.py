@@ -62,9 +62,13 @@ def test_a_cut_flow_computes_the_same(seed, pieces):
 
 
 @functools.cache
-def grpo(updates=1):
+def grpo(num_minibatches=1):
   workflow = workflows.grpo(
-    tiny.policy(), tiny.even, optimizers.adamw(1e-2), group=4, updates=updates
+    tiny.policy(),
+    tiny.even,
+    optimizers.adamw(1e-2),
+    group_size=4,
+    num_minibatches=num_minibatches,
   )
   return tiny.trace(workflow, tiny.problem())
 
@@ -84,7 +88,7 @@ def test_stages_of_rows_are_repeated_and_the_rest_is_not():
 
 
 def test_minibatches_share_the_pieces():
-  calls = count(cut.cut(grpo(updates=2), 4))
+  calls = count(cut.cut(grpo(num_minibatches=2), 4))
   assert calls['gradient'] == 4
   assert calls['apply'] == 2
 

@@ -35,14 +35,14 @@ def random_flow(seed):
 
 
 @functools.cache
-def grpo(kl=0.0, updates=1):
+def grpo(kl_coef=0.0, num_minibatches=1):
   workflow = workflows.grpo(
     tiny.policy(),
     tiny.even,
     optimizers.adamw(1e-2),
-    group=4,
-    kl=kl,
-    updates=updates,
+    group_size=4,
+    kl_coef=kl_coef,
+    num_minibatches=num_minibatches,
   )
   return tiny.trace(workflow, tiny.problem())
 
@@ -61,8 +61,8 @@ def evaluation():
 
 FLOWS = {
   'grpo': grpo,
-  'grpo with kl': functools.partial(grpo, kl=0.1),
-  'grpo with updates': functools.partial(grpo, kl=0.1, updates=2),
+  'grpo with kl': functools.partial(grpo, kl_coef=0.1),
+  'grpo with updates': functools.partial(grpo, kl_coef=0.1, num_minibatches=2),
   'sft': sft,
   'evaluation': evaluation,
 } | {
@@ -330,7 +330,7 @@ def test_the_optimiser_overwrites_its_state_and_the_gradient():
 
 
 def test_parameters_that_are_read_later_are_not_overwritten():
-  graph = grpo(updates=2)
+  graph = grpo(num_minibatches=2)
   last = {}
   for i, node in enumerate(graph.nodes):
     last |= dict.fromkeys(node.reads, i)
@@ -375,7 +375,7 @@ def test_micro_batches_of_what_cannot_be_cut_are_refused(stage):
 
 def test_micro_batches_of_a_host_stage_are_refused():
   workflow = workflows.grpo(
-    tiny.policy(), tiny.even_on_host, optax.sgd(1.0), group=4
+    tiny.policy(), tiny.even_on_host, optax.sgd(1.0), group_size=4
   )
   graph = tiny.trace(workflow, tiny.problem())
   with pytest.raises(ValueError, match='rows of reward at once.* only JAX'):

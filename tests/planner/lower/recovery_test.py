@@ -26,7 +26,11 @@ TWO = {
 @functools.cache
 def lowered(lag=0, pieces=1):
   workflow = workflows.grpo(
-    tiny.policy(), tiny.even_on_host, optimizers.adamw(1e-2), group=4, lag=lag
+    tiny.policy(),
+    tiny.even_on_host,
+    optimizers.adamw(1e-2),
+    group_size=4,
+    staleness=lag,
   )
   flow = tiny.trace(workflow, tiny.problem())
   chosen = plan.of(TWO | {'pieces': pieces}, flow.stages)
@@ -61,7 +65,7 @@ def test_what_never_changes_is_as_it_was_in_the_beginning():
 def test_who_uses_up_a_simulator_cannot_be_replaced():
   node = toys.chain('row').nodes[0]
   flow = graph_lib.Flow(
-    (graph_lib.Node(node.stage, (0,), (1,), linear=frozenset({0})),),
+    (graph_lib.Node(node.stage, (0,), (1,), consumes=frozenset({0})),),
     (toys.value(),) * 2,
     (),
     (),
@@ -160,7 +164,7 @@ def test_what_is_left_makes_all_that_is_missing_and_nothing_in_vain(seed):
 def engine(pieces, also=False):
   """A program of pieces that an engine makes, and what sends them."""
   stage = toys.Stage('act', 'row')
-  stage.ahead = True
+  stage.asynchronous = True
   judge = toys.Stage('judge', 'row')
   nodes, ops = [], []
   for i in range(pieces):

@@ -17,14 +17,18 @@ KEY = jax.random.key(3)
 ROWS = jnp.arange(24)
 
 
-@pytest.mark.parametrize('n, group', [(1, 1), (2, 4), (3, 2), (6, 4), (24, 1)])
-def test_every_epoch_deals_every_group_out_once(n, group):
-  id_ENM = minibatches.shuffle(n, 3, group)(KEY, ROWS)
+@pytest.mark.parametrize(
+  'n, group_size', [(1, 1), (2, 4), (3, 2), (6, 4), (24, 1)]
+)
+def test_every_epoch_deals_every_group_out_once(n, group_size):
+  id_ENM = minibatches.shuffle(n, 3, group_size)(KEY, ROWS)
   assert id_ENM.shape == (3, n, 24 // n)
   for id_NM in np.asarray(id_ENM):
     assert sorted(id_NM.ravel()) == list(range(24))
-    groups = id_NM.reshape(n, -1, group)
-    np.testing.assert_array_equal(groups % group, groups * 0 + np.arange(group))
+    groups = id_NM.reshape(n, -1, group_size)
+    np.testing.assert_array_equal(
+      groups % group_size, groups * 0 + np.arange(group_size)
+    )
     assert (np.diff(id_NM, axis=1) > 0).all()  # Sums go in their order.
 
 
@@ -79,7 +83,7 @@ def test_who_knows_when_rows_ended_may_say_so():
 
 
 def test_an_arrival_is_after_generation_and_other_deals_are_before():
-  made = grpo(updates=2, membership='arrival')
+  made = grpo(num_minibatches=2, minibatch_by='arrival')
   (generate,) = [node for node in made.nodes if node.name == 'generate']
   (arrival,) = [node for node in made.nodes if node.name == 'arrival']
   assert {*arrival.reads} <= {*generate.writes}
@@ -88,18 +92,20 @@ def test_an_arrival_is_after_generation_and_other_deals_are_before():
 
 def test_a_membership_that_is_none_is_refused():
   with pytest.raises(ValueError, match="'alphabet' is none of 'row'"):
-    grpo(membership='alphabet')
+    grpo(minibatch_by='alphabet')
 
 
-@pytest.mark.parametrize('n, group', [(5, 1), (3, 16)])
-def test_a_deal_that_would_break_a_group_is_refused(n, group):
-  with pytest.raises(ValueError, match=f'24 rows .* multiple of {n * group}'):
-    minibatches.shuffle(n, 1, group)(KEY, ROWS)
+@pytest.mark.parametrize('n, group_size', [(5, 1), (3, 16)])
+def test_a_deal_that_would_break_a_group_is_refused(n, group_size):
+  with pytest.raises(
+    ValueError, match=f'24 rows .* multiple of {n * group_size}'
+  ):
+    minibatches.shuffle(n, 1, group_size)(KEY, ROWS)
 
 
 def grpo(**kwargs):
   workflow = workflows.grpo(
-    tiny.policy(), tiny.even, optimizers.adamw(1e-2), group=4, **kwargs
+    tiny.policy(), tiny.even, optimizers.adamw(1e-2), group_size=4, **kwargs
   )
   return tiny.trace(workflow, tiny.problem())
 
@@ -114,7 +120,9 @@ def calls(made, name):
 def test_minibatches_are_cut_into_pieces_as_large_as_the_others(
   pieces, updates, each
 ):
-  made = cut.cut(grpo(updates=updates, epochs=2, membership='shuffled'), pieces)
+  made = cut.cut(
+    grpo(num_minibatches=updates, num_epochs=2, minibatch_by='shuffled'), pieces
+  )
   assert calls(made, 'generate') == pieces
   assert calls(made, 'gradient') == 2 * updates * each
   assert calls(made, 'shuffle') == calls(made, 'minibatches') == 1
@@ -141,7 +149,7 @@ def test_runs_that_pieces_do_not_divide_stay_whole():
 
 
 def test_a_deal_is_made_before_a_token_is():
-  made = grpo(membership='shuffled')
+  made = grpo(minibatch_by='shuffled')
   (shuffle,) = [node for node in made.nodes if node.name == 'shuffle']
   (generate,) = [node for node in made.nodes if node.name == 'generate']
   assert not set(shuffle.reads) & set(generate.writes)
@@ -150,5 +158,7 @@ def test_a_deal_is_made_before_a_token_is():
 
 
 def test_work_of_a_slice_can_be_counted():
-  works = count.of_flow(grpo(updates=2, epochs=2, membership='shuffled'))
+  works = count.of_flow(
+    grpo(num_minibatches=2, num_epochs=2, minibatch_by='shuffled')
+  )
   assert works['minibatches'].whole.bytes_out > 0

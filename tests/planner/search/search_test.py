@@ -203,7 +203,7 @@ def test_memory_decides_where_and_evictions_make_room():
 
 
 def test_an_older_state_lets_steps_overlap():
-  flow, model = toys.ppo(lag=1)
+  flow, model = toys.ppo(staleness=1)
   space = exact.Space(64, unit=8, pieces=(1, 2))
   one, two = (exact.search(flow, model, space, ahead=ahead) for ahead in (0, 1))
   assert two.seconds < one.seconds
@@ -225,7 +225,7 @@ def test_a_search_that_is_stopped_says_how_far_it_came():
 @pytest.mark.parametrize('lag', [0, 1])
 @pytest.mark.parametrize('devices, limit', [(1024, 10), (4096, 60)])
 def test_eight_stages_are_planned_on_clusters(devices, limit, lag):
-  flow, model = toys.ppo(lag=lag, move=0.5, meshes=2)
+  flow, model = toys.ppo(staleness=lag, move=0.5, meshes=2)
   space = exact.Space(devices, unit=8, pieces=(1, 2, 4, 8))
   start = time.process_time()
   found = exact.search(flow, model, space, ahead=lag)

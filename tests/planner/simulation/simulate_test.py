@@ -117,7 +117,7 @@ def test_a_workflow_of_this_house_can_be_simulated():
   from stages import workflows
 
   workflow = workflows.grpo(
-    tiny.policy(), tiny.even, optimizers.adamw(1e-2), group=4
+    tiny.policy(), tiny.even, optimizers.adamw(1e-2), group_size=4
   )
   flow = tiny.trace(workflow, tiny.problem())
   where = dict.fromkeys(flow.stages, 'learner') | {'generate': 'actor'}

@@ -104,14 +104,14 @@ def prompts(rows=12, columns=9, seed=0) -> base.Prompt:
 def act(policy, params, prompt, seed=0, **kwargs) -> base.Experience:
   """What the stage makes in which it acts."""
   rows = prompt.token.shape[0]
-  stage = policy_stages.act(policy, 'generate', group=GROUP, **kwargs)
+  stage = policy_stages.act(policy, 'generate', group_size=GROUP, **kwargs)
   version = base.Version(params, jnp.int32(7))
   return stage(version, prompt, jax.random.split(jax.random.key(seed), rows))
 
 
 def began(policy, params, prompt, seed):
   """The same, under way."""
-  stage = policy_stages.act(policy, 'generate', group=GROUP)
+  stage = policy_stages.act(policy, 'generate', group_size=GROUP)
   keys = jax.random.split(jax.random.key(seed), len(prompt.token))
   return stage.begin(base.Version(params, jnp.int32(7)), prompt, keys)
 
@@ -156,9 +156,11 @@ def test_its_logp_is_of_the_distribution_that_is_evaluated(case, sampling):
   policy, prompt = case.policy(sampling=sampling), prompts()
   params = policy.init(jax.random.key(0))
   x = act(policy, params, prompt)
-  want = policy.evaluate(params, prompt, jnp.asarray(x.action), group=GROUP)
+  want = policy.evaluate(
+    params, prompt, jnp.asarray(x.action), group_size=GROUP
+  )
   assert_close_where_real(x.logp, want.logp, x.mask)
-  bare = case.policy().evaluate(params, prompt, x.action, group=GROUP)
+  bare = case.policy().evaluate(params, prompt, x.action, group_size=GROUP)
   if sampling.top_k != 1000:
     assert np.abs(np.asarray(bare.logp - want.logp) * x.mask).max() > 0.1
 
@@ -222,13 +224,13 @@ def test_parameters_are_sent_when_they_are_others_and_only_then(case):
 def test_a_workflow_learns_from_it_on_two_places(case, name):
   # Far enough a step to tell old parameters by, and no further.
   grpo = workflows.grpo(
-    case.policy(), tiny.even_on_host, optimizers.adamw(3e-3), group=GROUP
+    case.policy(), tiny.even_on_host, optimizers.adamw(3e-3), group_size=GROUP
   )
   dapo = workflows.dapo(
     case.policy(),
     tiny.even_on_host,
     optimizers.adamw(3e-3),
-    group=GROUP,
+    group_size=GROUP,
     rounds=2,
   )
   workflow = {'grpo': grpo, 'dapo': dapo}[name]
@@ -277,7 +279,7 @@ def test_it_sleeps_while_another_place_has_the_device_that_it_shares(case):
 
   reward = dataclasses.replace(tiny.even_on_host, fn=judge)
   workflow = workflows.grpo(
-    case.policy(), reward, optimizers.adamw(3e-3), group=GROUP
+    case.policy(), reward, optimizers.adamw(3e-3), group_size=GROUP
   )
   step = tiny.trace(workflow, tiny.problem(8))
   both = {'actor': {'devices': [0]}, 'learner': {'devices': [0]}}
@@ -299,9 +301,9 @@ def test_rows_that_have_not_ended_go_on_by_newer_parameters(case):
     case.policy(),
     tiny.even_on_host,
     optimizers.adamw(3e-2),
-    group=GROUP,
-    partial=2,
-    spare=2,
+    group_size=GROUP,
+    max_carry=2,
+    extra_groups=2,
   )
   own = qwen.policy(case.folder, length=LENGTH)
   state = workflow.init(jax.random.key(0))
@@ -325,7 +327,7 @@ def test_rows_that_have_not_ended_go_on_by_newer_parameters(case):
   for x in handed:
     version, mask = np.asarray(x.version), np.asarray(x.mask)
     for v in np.unique(version[mask > 0]):
-      want = own.evaluate(by[v], x.obs, x.action, group=GROUP).logp
+      want = own.evaluate(by[v], x.obs, x.action, group_size=GROUP).logp
       assert_close_where_real(x.logp, want, mask * (version == v))
     rows = zip(version, mask, strict=True)
     several += sum(len(np.unique(v[m > 0])) > 1 for v, m in rows)

@@ -113,10 +113,10 @@ def test_five_hundred_iterations_take_no_more_memory():
     env_pool.of(pool),
     functools.partial(gaussian_policy.policy, width=8),
     optimizers.adamw(1e-3),
-    rows=6,
-    length=2,
-    updates=1,
-    epochs=1,
+    num_envs=6,
+    num_steps=2,
+    num_minibatches=1,
+    num_epochs=1,
   )
   key = jax.random.key(0)
   state = workflow.init(key)

@@ -39,11 +39,11 @@ def ppo(**settings):
     world,
     functools.partial(gaussian_policy.policy, width=8),
     optimizers.adamw(1e-3),
-    rows=ROWS,
-    length=4,
-    updates=2,
-    epochs=1,
-    examine=gymnasium.world(n=2, **settings | {'max_episode_steps': 5}),
+    num_envs=ROWS,
+    num_steps=4,
+    num_minibatches=2,
+    num_epochs=1,
+    eval_env=gymnasium.world(n=2, **settings | {'max_episode_steps': 5}),
   )
 
 

@@ -198,16 +198,16 @@ def test_a_plan_simulates_what_a_plain_loop_does(make, sketch):
 
 def ppo(pools):
   """A workflow that trains in one pool and is judged in the other."""
-  world, examine = map(env_pool.of, pools)
+  world, eval_env = map(env_pool.of, pools)
   workflow = workflows.ppo(
     world,
     gaussian_policy.policy,
     optimizers_lib.adamw(1e-3),
-    rows=4,
-    length=4,
-    updates=1,
-    epochs=1,
-    examine=examine,
+    num_envs=4,
+    num_steps=4,
+    num_minibatches=1,
+    num_epochs=1,
+    eval_env=eval_env,
   )
   return workflow, seed_source.seeds(held_out=4, held_out_batch=4)
 

@@ -193,8 +193,8 @@ def test_ppo_learns_the_same_from_either_and_in_pieces(pool):
       functools.partial(gaussian_policy.policy, width=8),
       optimizers.adamw(1e-2),
     ),
-    rows=N,
-    length=9,
+    num_envs=N,
+    num_steps=9,
   )
   made = []
   for world in (pool(toy('Count')), vector.world(toy('Count'), N)):
@@ -216,7 +216,7 @@ def test_ppo_learns_the_same_from_either_and_in_pieces(pool):
 
 
 def theirs(T):
-  """What ManiSkill's own vector environment shows, by way of a World."""
+  """What ManiSkill's own vector environment shows, by way of a Env."""
   maniskill.make(0, 'PushCube-v1').close()  # Where nothing can be drawn.
   from mani_skill.vector.wrappers import gymnasium as wrappers
 

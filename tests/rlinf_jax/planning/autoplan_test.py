@@ -42,8 +42,8 @@ def like(x):
   return x
 
 
-act = stages.Stage(sleepy('act', 3.0), 'act', host=True, like=like)
-judge = stages.Stage(sleepy('judge'), 'judge', host=True, like=like)
+act = stages.Stage(sleepy('act', 3.0), 'act', host=True, out_shapes=like)
+judge = stages.Stage(sleepy('judge'), 'judge', host=True, out_shapes=like)
 
 
 def _learn(x_B):
@@ -56,7 +56,7 @@ learn = stages.Stage(
   'learn',
   'sum',
   host=True,
-  like=lambda x: jax.ShapeDtypeStruct((), jnp.int32),
+  out_shapes=lambda x: jax.ShapeDtypeStruct((), jnp.int32),
 )
 
 

@@ -31,7 +31,11 @@ def cluster(devices=2, memory=4e9, node=2):
 @functools.cache
 def flow():
   workflow = workflows.grpo(
-    tiny.policy(), tiny.even_on_host, optimizers.adamw(1e-2), group=4, kl=0.1
+    tiny.policy(),
+    tiny.even_on_host,
+    optimizers.adamw(1e-2),
+    group_size=4,
+    kl_coef=0.1,
   )
   return tiny.trace(workflow, tiny.problem())
 

@@ -31,7 +31,7 @@ def one_device(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  'rows, group, most, want',
+  'rows, group_size, most, want',
   [
     (8, 4, 8, (4, 8)),
     (8, 8, 8, (8,)),
@@ -43,9 +43,9 @@ def one_device(monkeypatch):
   ],
 )
 def test_sizes_span_what_fits_in_whole_shares_of_groups(
-  rows, group, most, want
+  rows, group_size, most, want
 ):
-  assert stage_profile.sizes(rows, group, most) == want
+  assert stage_profile.sizes(rows, group_size, most) == want
 
 
 def test_what_is_stored_is_found_on_the_same_machine_alone(
@@ -123,7 +123,11 @@ def toy_cluster(memory=4e9):
 
 def grpo():
   workflow = workflows.grpo(
-    tiny.policy(), tiny.even_on_host, optimizers.adamw(1e-2), group=2, kl=0.1
+    tiny.policy(),
+    tiny.even_on_host,
+    optimizers.adamw(1e-2),
+    group_size=2,
+    kl_coef=0.1,
   )
   state = workflow.init(jax.random.key(0))
   return workflow, (state, tiny.problem(), jax.random.key(1))
@@ -168,9 +172,12 @@ def _slow(x_BD):
   return 2 * x_BD
 
 
-slow = stages.Stage(_slow, 'slow', host=True, like=lambda x: x)
+slow = stages.Stage(_slow, 'slow', host=True, out_shapes=lambda x: x)
 total = stages.Stage(
-  lambda x_BD: jnp.tanh(x_BD @ x_BD.T @ x_BD).sum(0), 'total', 'sum', group=2
+  lambda x_BD: jnp.tanh(x_BD @ x_BD.T @ x_BD).sum(0),
+  'total',
+  'sum',
+  group_size=2,
 )
 
 
@@ -193,7 +200,7 @@ def _judge(scale):
   def judge(x):
     return scale * x
 
-  return stages.Stage(judge, 'judge', host=True, like=lambda x: x)
+  return stages.Stage(judge, 'judge', host=True, out_shapes=lambda x: x)
 
 
 @pytest.mark.parametrize(
@@ -230,8 +237,8 @@ def _locked(x_BD):
 
 def test_a_crowd_tells_how_devices_slow_each_other_down(tmp_path, monkeypatch):
   monkeypatch.setattr(machine_profile, 'crowd', lambda: 2)
-  alone = stages.Stage(_slow, 'alone', host=True, like=lambda x: x)
-  in_line = stages.Stage(_locked, 'in_line', host=True, like=lambda x: x)
+  alone = stages.Stage(_slow, 'alone', host=True, out_shapes=lambda x: x)
+  in_line = stages.Stage(_locked, 'in_line', host=True, out_shapes=lambda x: x)
 
   def both(state, x_BD, key):
     del key
@@ -263,7 +270,11 @@ class Simulator:
 def test_a_simulator_is_measured_by_going_on(tmp_path):
   simulator = Simulator()
   simulate = stages.Stage(
-    simulator.step, 'simulate', host=True, linear=(0,), like=lambda *args: args
+    simulator.step,
+    'simulate',
+    host=True,
+    consumes=(0,),
+    out_shapes=lambda *args: args,
   )
 
   def acted(state, x_B, key):

@@ -23,7 +23,7 @@ RECIPE = 'gin_configs/grpo_arithmetic.gin'
 SMALL = (
   'STEPS = 10',
   # A fresh model is never right; this it can learn from all the same.
-  'workflows.grpo.entropy = 0.05',
+  'workflows.grpo.entropy_coef = 0.05',
   'GROUP = 4',
   "train.train.plan = {'rows': {'gradient': 8}}",
   'train.train.evaluate_every = 5',
@@ -245,7 +245,7 @@ def test_an_occupied_folder_is_refused(straight, model):
   [
     ('CHECKPOINT = "nowhere"', 'no checkpoint at nowhere'),
     ('PROMPT = 5', r'has \d+ tokens and the limit is 5'),
-    ('workflows.grpo.updates = 3', '16 rows cannot be split into 3'),
+    ('workflows.grpo.num_minibatches = 3', '16 rows cannot be split into 3'),
     ('GRUOP = 8', '`GRUOP` is set but nothing reads it.*`GROUP`'),
     ('workflows.grpo.hihg = 0.3', 'hihg.*high'),
     (

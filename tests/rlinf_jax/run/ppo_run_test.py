@@ -13,8 +13,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[3]
 SMALL = (
-  'workflows.ppo.rows = 16',
-  'workflows.ppo.length = 30',
+  'workflows.ppo.num_envs = 16',
+  'workflows.ppo.num_steps = 30',
   'trials.seeds.held_out = 8',
   'trials.seeds.held_out_batch = 4',
   'optimizers.adamw.decay = None',

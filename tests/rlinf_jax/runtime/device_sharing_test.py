@@ -23,20 +23,24 @@ BOTH = {'actor': {'devices': [0]}, 'learner': {'devices': [0]}}
 SHARE = ['learner', 'actor']
 
 
-def grpo(lag=0):
+def grpo(staleness=0):
   return workflows.grpo(
     tiny.policy(),
     tiny.even_on_host,
     optimizers.adamw(1e-2),
-    group=4,
-    kl=0.1,
-    lag=lag,
+    group_size=4,
+    kl_coef=0.1,
+    staleness=staleness,
   )
 
 
 def dapo():
   return workflows.dapo(
-    tiny.policy(), tiny.even_on_host, optimizers.adamw(1e-2), group=4, rounds=2
+    tiny.policy(),
+    tiny.even_on_host,
+    optimizers.adamw(1e-2),
+    group_size=4,
+    rounds=2,
   )
 
 
@@ -99,7 +103,7 @@ N = 256
 BIG = 4 * N * N
 
 
-@stages.stage('act', whole=(0,))
+@stages.stage('act', unbatched=(0,))
 def act(w, x):
   return x @ w
 
@@ -121,7 +125,7 @@ def pair(check=lambda x: x, fail_at=None):
       raise LookupError('it is away')
     return check(x)
 
-  look = stages.Stage(checked, 'look', host=True, like=lambda x: x)
+  look = stages.Stage(checked, 'look', host=True, out_shapes=lambda x: x)
 
   def step(state, x, key):
     del key

@@ -48,9 +48,9 @@ def grpo(dtype, **kwargs):
   # hundredth of the others, and float32 leaves 1.5e-5 uncertain. By k2, since
   # the exponential of k3 turns the rounding of log-probabilities into as large
   # a share of every gradient (5e-6 of each leaf, and 2e-6 by k2).
-  pull = {'kl': 1.0, 'divergence': losses.kl_k2}
+  pull = {'kl_coef': 1.0, 'kl_estimator': losses.kl_k2}
   return workflows.grpo(
-    tiny.policy(dtype), even, KEEP, group=GROUP, **pull, **kwargs
+    tiny.policy(dtype), even, KEEP, group_size=GROUP, **pull, **kwargs
   )
 
 
@@ -127,7 +127,7 @@ def test_meshes_change_only_rounding(dtype, place):
 
 @pytest.mark.slow
 def test_meshes_and_rows_at_a_time_together_change_only_rounding(dtype):
-  workflow = grpo(dtype, updates=2)
+  workflow = grpo(dtype, num_minibatches=2)
   batch, key = tiny.problem(rows=16), jax.random.key(4)
   state = begin(workflow)
   want = workflow.step(state, batch, key)
@@ -138,8 +138,8 @@ def test_meshes_and_rows_at_a_time_together_change_only_rounding(dtype):
 def drawn(policy, params, place, dtype):
   """Every token of a batch, drawn on a place."""
   del dtype
-  act = functools.partial(policy.act, group=GROUP)
-  generate = stages.Stage(act, 'generate', whole=(0,), group=GROUP)
+  act = functools.partial(policy.act, group_size=GROUP)
+  generate = stages.Stage(act, 'generate', unbatched=(0,), group_size=GROUP)
   problem = jax.tree.map(lambda x: np.repeat(x, GROUP, 0), tiny.problem())
 
   def step(params, prompt, key):
@@ -192,7 +192,7 @@ def loss_and_gradient(dtype, problem, action, mask, advantage):
   @jax.jit
   @jax.value_and_grad
   def compute(params, prompt, action, mask, advantage):
-    logp = policy.evaluate(params, prompt, action, group=GROUP).logp
+    logp = policy.evaluate(params, prompt, action, group_size=GROUP).logp
     return (-(logp * advantage * mask).sum(1) / mask.sum(1)).mean()
 
   return compute(params, problem.prompt, action, mask, advantage)

@@ -29,7 +29,7 @@ def local_of(workflow, batch, held_out=None, **kwargs):
 
 def grpo(verify, **kwargs):
   return workflows.grpo(
-    tiny.policy(), verify, optimizers.adamw(1e-2), group=4, **kwargs
+    tiny.policy(), verify, optimizers.adamw(1e-2), group_size=4, **kwargs
   )
 
 
@@ -66,7 +66,7 @@ def run(workflow, batches, held_out, steps=3):
 @functools.cache
 def grpo_run():
   return run(
-    grpo(tiny.even_on_host, kl=0.1, updates=2),
+    grpo(tiny.even_on_host, kl_coef=0.1, num_minibatches=2),
     [tiny.problem(seed=i) for i in range(3)],
     tiny.problem(4, seed=9),
   )
@@ -167,7 +167,7 @@ def test_random_steps_planned_are_eager_bit_for_bit(seed):
 # A small learner: parameters drift towards what is rewarded.
 
 
-@stages.stage('learn', 'sum', whole=(0,))
+@stages.stage('learn', 'sum', unbatched=(0,))
 def learn(state, x, reward):
   gap = x - state['w']
   return {'w': (reward[:, None] * gap).sum(0, keepdims=True)}
@@ -180,7 +180,7 @@ def apply(state, gradient):
 
 
 def judge(fn, like=lambda x: jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)):
-  return stages.Stage(fn, 'judge', host=True, like=like)
+  return stages.Stage(fn, 'judge', host=True, out_shapes=like)
 
 
 def first_column(x):
@@ -348,7 +348,7 @@ def test_micro_batches_that_a_mesh_cannot_share_are_refused():
 
 def test_groups_that_a_mesh_would_split_are_refused():
   # The algebra would allow it; XLA 0.10.2 does not get it right.
-  pair = stages.Stage(lambda x: x, 'pair', group=2)
+  pair = stages.Stage(lambda x: x, 'pair', group_size=2)
 
   def step(state, batch, key):
     del key

@@ -31,7 +31,7 @@ def same(got, want):
 
 @pytest.mark.parametrize('n', ROWS)
 def test_rows_in_micro_batches_are_the_rows(n):
-  @stages.stage('weigh', whole=(1,))
+  @stages.stage('weigh', unbatched=(1,))
   def weigh(x, w, y):
     return {'z': x @ w, 'y': (y['mask'], x[:, 0] > 0)}
 
@@ -43,7 +43,7 @@ def test_rows_in_micro_batches_are_the_rows(n):
 
 @pytest.mark.parametrize('n', ROWS)
 def test_sums_in_micro_batches_are_the_sums(n):
-  @stages.stage('measure', 'sum', whole=(0,))
+  @stages.stage('measure', 'sum', unbatched=(0,))
   def measure(w, x, y):
     return {
       'sum': (x * w).sum(0),
@@ -84,7 +84,7 @@ def test_keys_can_be_cut():
 
 def test_micro_batches_are_taken_in_order():
   # A group that lies across a cut would show.
-  @stages.stage('compare', group=4)
+  @stages.stage('compare', group_size=4)
   def compare(x):
     groups = x.reshape(-1, 4)
     return (groups - groups.mean(1, keepdims=True)).reshape(-1)
@@ -96,7 +96,7 @@ def test_micro_batches_are_taken_in_order():
 
 @pytest.mark.parametrize('place', ['one', 'data', 'fsdp', 'mixed'])
 def test_micro_batches_save_memory_and_add_no_work(place):
-  @stages.stage('gradient', 'sum', whole=(0,))
+  @stages.stage('gradient', 'sum', unbatched=(0,))
   def gradient(w, x):
     return jax.grad(lambda w: jnp.sin(jnp.sin(x @ w['w'])).sum())(w)
 

@@ -52,7 +52,7 @@ def workflow(act=0.0, learn=0.0, fail=None):
     like=lambda w, x: rows_of(x),
   )
   judge = stages.Stage(
-    broken('judge', lambda x: 2 * x), 'judge', host=True, like=rows_of
+    broken('judge', lambda x: 2 * x), 'judge', host=True, out_shapes=rows_of
   )
   learn = sleeper(
     'learn',
@@ -66,7 +66,7 @@ def workflow(act=0.0, learn=0.0, fail=None):
     'apply',
     'batch',
     host=True,
-    like=lambda w, g: rows_of(w),
+    out_shapes=lambda w, g: rows_of(w),
   )
 
   def step(w, batch, key):
@@ -171,8 +171,8 @@ def test_what_a_host_stage_made_is_never_overwritten(sketch):
     return made[-1]
 
   like = lambda x: jax.ShapeDtypeStruct((x.shape[0], WIDE), jnp.float32)
-  act = stages.Stage(keep, 'act', host=True, like=like)
-  judge = stages.stage('judge', linear=(0,))(lambda x: 3 * x)
+  act = stages.Stage(keep, 'act', host=True, out_shapes=like)
+  judge = stages.stage('judge', consumes=(0,))(lambda x: 3 * x)
   learn = stages.stage('learn', 'batch')(lambda x: x.mean())
   apply = stages.stage('apply', 'batch')(lambda w, g: w + g)
 

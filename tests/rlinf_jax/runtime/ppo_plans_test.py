@@ -49,13 +49,13 @@ def workflow(updates):
     push.push(horizon=5, terminate=True),
     functools.partial(gaussian_policy.policy, width=8),
     KEEP if n == 1 else both,  # The actor learns from the second step on.
-    rows=ROWS,
-    length=8,
-    updates=n,
-    epochs=epochs,
-    kl_stop=stop,
+    num_envs=ROWS,
+    num_steps=8,
+    num_minibatches=n,
+    num_epochs=epochs,
+    target_kl=stop,
     value_clip=0.2,
-    entropy=0.01,
+    entropy_coef=0.01,
   )
 
 
@@ -91,10 +91,10 @@ def looking():
     push.push(horizon=3, pictures=16),
     functools.partial(gaussian_policy.policy, width=4, eye=eye),
     KEEP,
-    rows=ROWS,
-    length=4,
-    updates=2,
-    epochs=1,
+    num_envs=ROWS,
+    num_steps=4,
+    num_minibatches=2,
+    num_epochs=1,
   )
 
 

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures('in_float64')
 def workflow(updates):
   n, epochs, membership = updates
   return invariance_test.grpo(
-    'float64', updates=n, epochs=epochs, membership=membership
+    'float64', num_minibatches=n, num_epochs=epochs, minibatch_by=membership
   )
 
 
@@ -130,7 +130,7 @@ def test_no_plan_changes_the_mathematics(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize('lag', [1, 2])
 def test_steps_that_overlap_by_the_lag_compute_the_same(lag):
-  late = invariance_test.grpo('float64', lag=lag)
+  late = invariance_test.grpo('float64', staleness=lag)
   state, n = invariance_test.begin(late), 5
   sketch = {
     'places': {'actor': {'devices': [0]}, 'learner': {'devices': [1]}},

@@ -165,7 +165,7 @@ def test_a_body_that_reaches_out_is_refused():
     trace(reaching, given=jnp.ones(2))
 
 
-@stages.stage('move', linear=(0,))
+@stages.stage('move', consumes=(0,))
 def move(token, x):
   return token + x
 
@@ -174,7 +174,7 @@ def test_a_token_is_carried_through_a_loop_and_used_up_by_it():
   loop = repeat.Repeat(lambda t, x: (move(t, x), None), 'loop', 2)
   flow = trace(lambda t, x: (loop(t, x), ()), jnp.ones(4), jnp.ones(4))
   (node,) = flow.nodes
-  assert node.linear == {node.reads[0]}
+  assert node.consumes == {node.reads[0]}
   with pytest.raises(TypeError, match='loop has used up'):
     trace(lambda t, x: (loop(t, x), halve(t)), jnp.ones(4), jnp.ones(4))
   again = repeat.Repeat(lambda x, t: (move(t, x), None), 'loop', 2)
@@ -555,7 +555,9 @@ def test_a_failure_in_a_loop_says_in_which_round():
     return n + 1
 
   like = jax.ShapeDtypeStruct((), jnp.int32)
-  fails = stages.Stage(twice, 'more', 'batch', host=True, like=lambda n: like)
+  fails = stages.Stage(
+    twice, 'more', 'batch', host=True, out_shapes=lambda n: like
+  )
   loop = repeat.Repeat(lambda n: (fails(n), None), 'loop', at_most=4)
   flow = trace(lambda n, x: (loop(n), ()), jnp.int32(0), ())
   runtime = runtime_of(flow, plan_lib.one_place(flow.stages), jnp.int32(0))

@@ -4,7 +4,7 @@ import pytest
 
 from rlinf_jax.sweep import grid
 
-HIGH = 'workflows.grpo.high = [0.2, 0.28]'
+HIGH = 'workflows.grpo.clip_high = [0.2, 0.28]'
 
 
 @pytest.mark.parametrize(

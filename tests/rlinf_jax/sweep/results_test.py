@@ -9,7 +9,7 @@ import pytest
 
 from rlinf_jax.sweep import grid, results
 
-HIGH = 'workflows.grpo.high = [0.2, 0.28]'
+HIGH = 'workflows.grpo.clip_high = [0.2, 0.28]'
 SEED = 'train.train.seed = range(3)'
 
 

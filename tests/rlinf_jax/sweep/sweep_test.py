@@ -93,7 +93,7 @@ def read_csv():
     return list(csv.DictReader(file))
 
 
-HIGH = 'workflows.grpo.high = [0.2, 0.28]'
+HIGH = 'workflows.grpo.clip_high = [0.2, 0.28]'
 SEED = 'train.train.seed = range(3)'
 
 
@@ -103,7 +103,7 @@ def test_every_point_runs_once_with_its_values(fake, capsys):
     [
       '--gin_file=some.gin',
       '--gin_bindings=STEPS = 2',
-      '--gin_bindings=workflows.grpo.high = 0.28',
+      '--gin_bindings=workflows.grpo.clip_high = 0.28',
       '--gin_bindings=train.train.seed = 1',
       '--workdir=runs/high=0.28,seed=1',
     ]
@@ -126,13 +126,13 @@ def test_points_that_are_done_are_skipped(fake, capsys):
 
 def test_a_grid_may_grow(fake):
   run(fake, HIGH)
-  run(fake, 'workflows.grpo.high = [0.2, 0.3]')
+  run(fake, 'workflows.grpo.clip_high = [0.2, 0.3]')
   assert len(starts('high=0.2')) == 1
   assert [row['point'] for row in read_csv()] == ['high=0.2', 'high=0.3']
 
 
 def test_a_broken_point_is_told_and_the_others_run(fake, capsys):
-  broken = run(fake, 'workflows.grpo.high = [0.2, 13, 14, 0.3]')
+  broken = run(fake, 'workflows.grpo.clip_high = [0.2, 13, 14, 0.3]')
   assert broken == ['high=13', 'high=14']
   out = capsys.readouterr().out
   assert (
@@ -147,18 +147,18 @@ def test_a_broken_point_is_told_and_the_others_run(fake, capsys):
 
 
 def test_a_point_that_broke_is_continued_by_the_same_command(fake, capsys):
-  run(fake, 'workflows.grpo.high = [13]')
+  run(fake, 'workflows.grpo.clip_high = [13]')
   assert 'results.csv' in capsys.readouterr().out
-  assert run(fake, 'workflows.grpo.high = [13]') == []
+  assert run(fake, 'workflows.grpo.clip_high = [13]') == []
   assert ['--resume' in x for x in starts('high=13')] == [False, True]
   assert '[1/1] continued high=13\n' in capsys.readouterr().out
 
 
 def test_only_what_the_last_attempt_printed_is_told(fake, capsys):
-  run(fake, 'workflows.grpo.high = [13]')
+  run(fake, 'workflows.grpo.clip_high = [13]')
   capsys.readouterr()
   silent = sys.executable, '-c', 'raise SystemExit(5)'
-  run(silent, 'workflows.grpo.high = [13]')
+  run(silent, 'workflows.grpo.clip_high = [13]')
   out = capsys.readouterr().out
   assert 'exit code 5: it printed no error (log: ' in out
 
@@ -257,7 +257,7 @@ def wait_for(pattern, count):
   ],
 )
 def test_an_interrupted_sweep_stops_its_runs_and_can_go_on(fake, how):
-  over = 'workflows.grpo.high = [99, 0.2]', 'train.train.seed = range(2)'
+  over = 'workflows.grpo.clip_high = [99, 0.2]', 'train.train.seed = range(2)'
   process = launch(fake, *over, jobs=2)
   wait_for('*/config.gin', 2)
   process.send_signal(how)
@@ -297,7 +297,7 @@ def test_a_run_that_ignores_an_interrupt_is_killed(
 
 
 def test_a_run_that_outlives_a_killed_sweep_keeps_the_folder(fake):
-  process = launch(fake, 'workflows.grpo.high = [99]')
+  process = launch(fake, 'workflows.grpo.clip_high = [99]')
   wait_for('*/config.gin', 1)
   process.kill()
   process.communicate(timeout=30)
@@ -311,9 +311,9 @@ def test_a_run_that_outlives_a_killed_sweep_keeps_the_folder(fake):
 @pytest.mark.parametrize(
   ('over', 'code', 'error'),
   [
-    (['workflows.grpo.high = [0.2, 13]'], 1, 'Broken: high=13.\n'),
-    (['workflows.grpo.high = [0.2]'], 0, ''),
-    (['workflows.grpo.high = 0.2'], 1, 'should be a Python list such as'),
+    (['workflows.grpo.clip_high = [0.2, 13]'], 1, 'Broken: high=13.\n'),
+    (['workflows.grpo.clip_high = [0.2]'], 0, ''),
+    (['workflows.grpo.clip_high = 0.2'], 1, 'should be a Python list such as'),
     ([], 1, 'A sweep needs --gin_file, --over and --workdir.\n'),
     ([HIGH, 'a.b', '[1]'], 1, 'is not a parameter and its values'),
   ],

@@ -35,16 +35,16 @@ def params():
 
 
 @functools.cache
-def act(group=GROUP, config=CONFIG, **settings):
+def act(group_size=GROUP, config=CONFIG, **settings):
   settings = {'length': T, 'stop': STOP} | settings
   policy = language_model.policy(config, **settings)
-  return jax.jit(functools.partial(policy.act, group=group))
+  return jax.jit(functools.partial(policy.act, group_size=group_size))
 
 
 @functools.cache
-def evaluate(group=GROUP, config=CONFIG, **settings):
+def evaluate(group_size=GROUP, config=CONFIG, **settings):
   policy = language_model.policy(config, length=T, stop=STOP, **settings)
-  return jax.jit(functools.partial(policy.evaluate, group=group))
+  return jax.jit(functools.partial(policy.evaluate, group_size=group_size))
 
 
 def prompts(padding='left', junk=0):
@@ -101,7 +101,7 @@ def test_decoding_stops_when_every_row_has_ended(monkeypatch):
 
   monkeypatch.setattr(sample, 'draw', spy)
   policy = language_model.policy(CONFIG, length=40, stop=tuple(range(0, 31, 2)))
-  act = jax.jit(functools.partial(policy.act, group=GROUP))
+  act = jax.jit(functools.partial(policy.act, group_size=GROUP))
   x = act(params(), prompts(), keys())
   jax.effects_barrier()
   assert len(steps) == x.mask.sum(1).max() < 40
@@ -111,19 +111,19 @@ def test_decoding_stops_when_every_row_has_ended(monkeypatch):
 def test_permuting_rows_permutes_completions():
   order = np.random.default_rng(0).permutation(B)
   prompt, key_B = prompts(), keys()
-  straight = act(group=1)(params(), prompt, key_B)
-  shuffled = act(group=1)(
+  straight = act(group_size=1)(params(), prompt, key_B)
+  shuffled = act(group_size=1)(
     params(), jax.tree.map(lambda x: x[order], prompt), key_B[order]
   )
   alike(shuffled, jax.tree.map(lambda x: x[order], straight))
-  another = act(group=1)(params(), prompt, keys(1))
+  another = act(group_size=1)(params(), prompt, keys(1))
   assert (another.action != straight.action).any(1).sum() > B / 2
 
 
 def test_rows_that_share_a_prompt_are_completed_as_if_each_had_its_own():
   alike(
-    act(group=GROUP)(params(), prompts(), keys()),
-    act(group=1)(params(), prompts(), keys()),
+    act(group_size=GROUP)(params(), prompts(), keys()),
+    act(group_size=1)(params(), prompts(), keys()),
   )
 
 
@@ -172,7 +172,8 @@ def test_evaluating_is_the_textbook_forward(sampling):
 def test_groups_are_evaluated_as_if_each_row_had_its_own_prompt():
   x = act()(params(), prompts(), keys())
   shared, alone = (
-    evaluate(group=group)(params(), prompts(), x.action) for group in (GROUP, 1)
+    evaluate(group_size=group_size)(params(), prompts(), x.action)
+    for group_size in (GROUP, 1)
   )
   np.testing.assert_allclose(shared.logp, alone.logp, rtol=0, atol=1e-5)
 
@@ -180,7 +181,7 @@ def test_groups_are_evaluated_as_if_each_row_had_its_own_prompt():
 def loss(policy, params, bonus=1.0):
   """Some number that every log-probability and entropy has a part in."""
   weight = np.random.default_rng(1).normal(size=(2, B, T))
-  now = policy.evaluate(params, prompts(), ACTION, group=GROUP)
+  now = policy.evaluate(params, prompts(), ACTION, group_size=GROUP)
   return (now.logp * weight[0] + bonus * now.entropy * weight[1]).sum()
 
 

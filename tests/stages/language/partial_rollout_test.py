@@ -100,7 +100,12 @@ def test_an_engine_that_cannot_go_on_is_refused():
   engine = policy()._replace(resume=None)
   with pytest.raises(ValueError, match='cannot go on with what it has begun'):
     workflows.grpo(
-      engine, tiny.even, optax.sgd(0.1), group=2, partial=1, spare=1
+      engine,
+      tiny.even,
+      optax.sgd(0.1),
+      group_size=2,
+      max_carry=1,
+      extra_groups=1,
     )
 
 
@@ -169,7 +174,7 @@ PARTIAL = [(1, 2), (2, 3), (3, 5)]
 def test_rows_that_were_carried_are_rows_that_were_not(partial, spare):
   """With frozen parameters, an interruption changes no token."""
   made = acted(partial, spare, 8)
-  whole = jax.jit(functools.partial(policy().act, group=GROUP))
+  whole = jax.jit(functools.partial(policy().act, group_size=GROUP))
   want, seen, several = {}, {}, 0
   for i in range(8):
     want[i] = whole(params(0), asked(i).prompt, keys(i))
@@ -234,7 +239,7 @@ def test_older_groups_are_handed_on_before_newer_ones():
 @pytest.mark.slow
 def test_a_log_probability_is_of_the_version_that_drew_the_token():
   made = acted(2, 3, 8, frozen=False)
-  evaluate = jax.jit(functools.partial(policy().evaluate, group=GROUP))
+  evaluate = jax.jit(functools.partial(policy().evaluate, group_size=GROUP))
   mixed = 0
   for _, x, *_ in made:
     mask, version = np.asarray(x.mask), np.asarray(x.version)
@@ -265,13 +270,13 @@ def test_where_nothing_is_carried_it_is_what_it_was_without():
 def grpo(dtype='float32', **kwargs):
   kwargs = {
     'optimizer': optimizers.adamw(1e-2),
-    'partial': 1,
-    'spare': 3,
+    'max_carry': 1,
+    'extra_groups': 3,
   } | kwargs
   return workflows.grpo(
     policy(dtype, length=12),
     invariance_test.even if dtype == 'float64' else tiny.even,
-    group=4,
+    group_size=4,
     **kwargs,
   )
 
@@ -301,7 +306,7 @@ def test_a_step_learns_from_rows_that_others_have_begun():
 
 @pytest.mark.slow
 def test_what_is_carried_grows_older_by_the_lag_too():
-  workflow = grpo(lag=1)
+  workflow = grpo(staleness=1)
   state, stale = trainer.first_state(workflow, KEY, tiny.problem()), []
   for i in range(4):
     state, info = workflow.step(state, tiny.problem(seed=i), jax.random.key(i))
@@ -348,7 +353,7 @@ PLANS = {
 @functools.cache
 def eager():
   """Three steps as arrays; the last hands on what an earlier one began."""
-  workflow = grpo('float64', updates=2, membership='arrival')
+  workflow = grpo('float64', num_minibatches=2, minibatch_by='arrival')
   batches = [tiny.problem(seed=i) for i in range(3)]
   first = state = trainer.first_state(workflow, KEY, batches[0])
   want = []

@@ -28,7 +28,7 @@ from tests.stages.language.generate_test import (
 def resume(begun=B, go_on=jnp.any, **settings):
   policy = language_model.policy(CONFIG, length=T, stop=STOP, **settings)
   return jax.jit(
-    functools.partial(policy.resume, group=GROUP, begun=begun, go_on=go_on)
+    functools.partial(policy.resume, group_size=GROUP, begun=begun, go_on=go_on)
   )
 
 

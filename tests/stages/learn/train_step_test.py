@@ -57,7 +57,7 @@ def loss(params, *batch):
 
 
 gradient = stages.Stage(
-  train_step.gradient(loss), 'gradient', 'sum', whole=(0,)
+  train_step.gradient(loss), 'gradient', 'sum', unbatched=(0,)
 )
 
 

@@ -13,7 +13,7 @@ torch = pytest.importorskip('torch', reason='Reference densities need torch.')
 distributions = torch.distributions
 
 LOW, HIGH = (-1.0, 0.0, -3.0), (1.0, 2.0, 5.0)
-WORLD = base.World(
+WORLD = base.Env(
   None, None, jax.ShapeDtypeStruct((4,), jnp.float32), LOW, HIGH, 10
 )
 B = 64

@@ -56,8 +56,8 @@ def to_torch(prompt):
   return tuple(torch.tensor(np.asarray(x)).long() for x in prompt)
 
 
-def repeat(prompt, group):
-  return jax.tree.map(lambda x: jnp.repeat(x, group, axis=0), prompt)
+def repeat(prompt, group_size):
+  return jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), prompt)
 
 
 def keys(rows, seed=0):
@@ -106,17 +106,19 @@ def test_cached_decoding_sees_the_logits_of_transformers(case, monkeypatch):
 
   monkeypatch.setattr(sample, 'shape', spy)
   policy = language_model.policy(case.config, length=STEPS)
-  group, lengths = 3, [9, 1, 5]
+  group_size, lengths = 3, [9, 1, 5]
   act = jax.jit(
-    lambda prompt, key_B: policy.act(case.params, prompt, key_B, group=group)
+    lambda prompt, key_B: policy.act(
+      case.params, prompt, key_B, group_size=group_size
+    )
   )
   for padding in 'left', 'right':
     logits.clear()
-    prompt = repeat(prompts(case.config, lengths, padding), group)
-    x = jax.block_until_ready(act(prompt, keys(group * len(lengths))))
+    prompt = repeat(prompts(case.config, lengths, padding), group_size)
+    x = jax.block_until_ready(act(prompt, keys(group_size * len(lengths))))
     jax.effects_barrier()
     action = torch.tensor(np.asarray(x.action)).long()
-    left = repeat(prompts(case.config, lengths), group)
+    left = repeat(prompts(case.config, lengths), group_size)
     want = decode(case.torch, left, action)
     got = np.stack([np.asarray(step) for step in logits], 1)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
@@ -160,10 +162,10 @@ def test_greedy_generation_is_that_of_transformers(case):
 
 def test_log_probabilities_of_given_completions_are_those_of_torch(case):
   rng = np.random.default_rng(0)
-  lengths, group, T, heat = [6, 2, 9], 2, 11, 0.7
-  B = group * len(lengths)
+  lengths, group_size, T, heat = [6, 2, 9], 2, 11, 0.7
+  B = group_size * len(lengths)
   action = rng.integers(0, case.config.V, (B, T))
-  prompt = repeat(prompts(case.config, lengths), group)
+  prompt = repeat(prompts(case.config, lengths), group_size)
   with torch.no_grad():
     want = torch_reference.logp(
       case.torch, prompt, torch.tensor(action), torch.ones(B, T), heat
@@ -173,11 +175,11 @@ def test_log_probabilities_of_given_completions_are_those_of_torch(case):
   )
   evaluate = jax.jit(
     lambda prompt: policy.evaluate(
-      case.params, prompt, jnp.asarray(action), group=group
+      case.params, prompt, jnp.asarray(action), group_size=group_size
     )
   )
   for padding in 'left', 'right':
-    prompt = repeat(prompts(case.config, lengths, padding), group)
+    prompt = repeat(prompts(case.config, lengths, padding), group_size)
     difference = np.linalg.norm(evaluate(prompt).logp - want)
     assert difference <= 1e-4 * np.linalg.norm(want)
 
@@ -242,7 +244,7 @@ def compare_gradients(ours, model, folder):
 
 @pytest.mark.slow
 def test_grpo_gradient_is_that_of_torch(case, tmp_path):
-  group, rows, T, heat = 4, 16, 9, 0.9
+  group_size, rows, T, heat = 4, 16, 9, 0.9
   settings = {'low': 0.1, 'high': 0.15, 'kl': 0.05}
   rng, drawn = np.random.default_rng(3), []
   reward = rng.normal(size=rows).astype(np.float32)
@@ -266,10 +268,10 @@ def test_grpo_gradient_is_that_of_torch(case, tmp_path):
       sampling=sampling,
       init=lambda key: case.params,
     ),
-    stages.Stage(judge, 'reward', host=True, like=like),
+    stages.Stage(judge, 'reward', host=True, out_shapes=like),
     watch(move),
-    group=group,
-    updates=2,
+    group_size=group_size,
+    num_minibatches=2,
     **settings,
   )
   state = grpo.init(jax.random.key(0))
@@ -285,7 +287,7 @@ def test_grpo_gradient_is_that_of_torch(case, tmp_path):
 
   action, mask = drawn[0].long(), drawn[1]
   assert mask.sum(1).unique().numel() > 1
-  prompt = repeat(prompt, group)
+  prompt = repeat(prompt, group_size)
   start = as_torch(case, case.params, tmp_path / 'start')
   moved = as_torch(case, jax.tree.map(jnp.add, case.params, move), tmp_path)
   reference = as_torch(case, far, tmp_path / 'reference')
@@ -294,7 +296,7 @@ def test_grpo_gradient_is_that_of_torch(case, tmp_path):
       torch_reference.logp(m, prompt, action, mask, heat)
       for m in (start, reference)
     )
-  advantage = torch_reference.group_relative(torch.tensor(reward), group)
+  advantage = torch_reference.group_relative(torch.tensor(reward), group_size)
   seen = state.actor.opt_state
   for model, run, ours in (
     (start, slice(rows // 2), seen.first),

@@ -30,10 +30,10 @@ def shapes(workflow, batch=()):
 def test_a_step_in_pictures_leaves_a_state_of_the_same_shapes(name):
   optimizer, batch = optimizers.adamw(1e-3), ()
   if name == 'ppo':
-    made = workflows.ppo(WORLD, policy, optimizer, updates=2, **ROWS)
+    made = workflows.ppo(WORLD, policy, optimizer, num_minibatches=2, **ROWS)
   elif name == 'grpo':
     made = workflows.embodied_grpo(
-      WORLD, policy, optimizer, group=2, kl=0.1, **ROWS
+      WORLD, policy, optimizer, group_size=2, kl_coef=0.1, **ROWS
     )
   else:
     made = workflows.clone(WORLD, policy, optimizer)

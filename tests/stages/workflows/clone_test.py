@@ -129,11 +129,11 @@ def test_a_clone_of_few_gets_better_by_success_alone(tmp_path):
   policy_file.export(tmp_path / 'model', workflow.params(state))
   rl = workflows.embodied_grpo(
     *(world, policy(), optimizers.adamw(3e-3, clip_norm=0.5)),
-    rows=256,
-    group=8,
-    updates=2,
-    epochs=2,
-    model=str(tmp_path / 'model'),
+    num_envs=256,
+    group_size=8,
+    num_minibatches=2,
+    num_epochs=2,
+    init_from=str(tmp_path / 'model'),
   )
   state = rl.init(KEY)
   cloned = read(rl.evaluate(state, seeds, KEY))['eval/success_once']

@@ -54,11 +54,15 @@ def outcome_of(done, success=None, reward=None, lost=None):
   ]
   success, reward = given
   lost = None if lost is None else jnp.asarray(lost, float)
-  return base.Outcome((), reward, done, 0 * done, (), success, lost=lost)
+  return base.TimeStep((), reward, done, 0 * done, (), success, lost=lost)
 
 
-def compared(outcome, group=2, judge=episode_stats.succeeded, filtered=False):
-  made = compare(group, judge, advantages.group_relative, filtered, outcome)
+def compared(
+  outcome, group_size=2, judge=episode_stats.succeeded, filtered=False
+):
+  made = compare(
+    group_size, judge, advantages.group_relative, filtered, outcome
+  )
   return np.asarray(made['mask']), np.asarray(made['advantage'])
 
 
@@ -139,7 +143,7 @@ def test_what_is_told_is_of_first_episodes_and_steps_that_were_not_lost():
 def grpo(world=None, optimizer=None, **kwargs):
   settings = {
     'rows': 16,
-    'group': GROUP,
+    'group_size': GROUP,
     'judge': episode_stats.returned,
   } | kwargs
   return workflows.embodied_grpo(
@@ -150,10 +154,10 @@ def grpo(world=None, optimizer=None, **kwargs):
   )
 
 
-def acted(workflow_world, state, key, group=GROUP, rows=16, T=5):
+def acted(workflow_world, state, key, group_size=GROUP, rows=16, T=5):
   """What a step does in the world, stage by stage."""
   policy = gaussian_policy.policy(workflow_world, width=8)
-  seed = rollout_lib.seeds(rows // group, group)(key)
+  seed = rollout_lib.seeds(rows // group_size, group_size)(key)
   place, obs = rollout.reset(workflow_world)(seed)
   act = rollout.rollout(policy, workflow_world, T)
   keys = stages.keys(key, seed)
@@ -241,7 +245,7 @@ def test_two_epochs_are_those_of_torch(in_float64):
   pytest.importorskip('torch', reason='The reference is written in torch.')
   rate, weights = 0.3, {'kl': 0.3, 'entropy': 0.02}
   sgd = optax.chain(optax.trace(decay=0.0), optax.scale(-rate))
-  workflow = grpo(optimizer=sgd, epochs=2, **CLIP, **weights)
+  workflow = grpo(optimizer=sgd, num_epochs=2, **CLIP, **weights)
   begun = workflow.init(KEY)
   state, _ = workflow.step(begun, (), KEY)  # It has a scale from here on.
   key = jax.random.key(1)
@@ -287,7 +291,10 @@ def ppo(**kwargs):
     line(),
     functools.partial(gaussian_policy.policy, width=8),
     optimizers.adamw(1e-3),
-    **({'rows': 16, 'length': 5, 'updates': 1, 'epochs': 1} | kwargs),
+    **(
+      {'num_envs': 16, 'num_steps': 5, 'num_minibatches': 1, 'num_epochs': 1}
+      | kwargs
+    ),
   )
 
 
@@ -315,10 +322,10 @@ def learned(world, steps):
     world,
     functools.partial(gaussian_policy.policy, width=32),
     optimizers.adamw(6e-3, decay=60, updates=16, clip_norm=0.5),
-    rows=256,
+    num_envs=256,
     judge=episode_stats.returned,
-    updates=4,
-    epochs=4,
+    num_minibatches=4,
+    num_epochs=4,
   )
   state = workflow.init(KEY)
   for i in range(steps):

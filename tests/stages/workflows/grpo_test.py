@@ -20,7 +20,7 @@ KEY = jax.random.key(0)
   stages.Stage,
   name='reward',
   host=True,
-  like=lambda answer, action, mask: base.Verdict(
+  out_shapes=lambda answer, action, mask: base.Verdict(
     *[jax.ShapeDtypeStruct(action.shape[:1], jnp.float32)] * 2
   ),
 )
@@ -40,7 +40,7 @@ def problem(seed=0, worth=1):
 def grpo(optimizer=None, **kwargs):
   optimizer = optimizer or optimizers.adamw(1e-2)
   return workflows.grpo(
-    tiny.policy(length=4), count_even, optimizer, group=8, **kwargs
+    tiny.policy(length=4), count_even, optimizer, group_size=8, **kwargs
   )
 
 
@@ -162,7 +162,7 @@ def test_the_names_of_metrics_are_stable():
 
 @pytest.mark.slow
 def test_the_kl_term_pulls_towards_the_reference_and_nowhere_else():
-  workflow = grpo(optax.sgd(0.02), kl=1.0)
+  workflow = grpo(optax.sgd(0.02), kl_coef=1.0)
   state = workflow.init(KEY)
   first, _ = workflow.step(state, problem(worth=0), KEY)
   assert moved(state, first) < 1e-6  # There already.
@@ -238,12 +238,12 @@ def _elsewhere(policy: base.Policy, off: float) -> base.Policy:
   def act(*args, **kwargs):
     told = futures.Future()
     told.set_result(jax.device_get(policy.act(*args, **kwargs)))
-    return stages.Later(
+    return stages.Deferred(
       told, lambda x: x._replace(logp=x.logp + np.float32(off) * x.mask)
     )
 
   like = functools.partial(jax.eval_shape, policy.act)
-  return policy._replace(act=act, like=like)
+  return policy._replace(act=act, out_shapes=like)
 
 
 @pytest.mark.slow
@@ -251,7 +251,7 @@ def test_a_policy_that_acts_on_the_host_learns_the_same_and_tells_the_gap():
   made = []
   for engine in (tiny.policy(), _elsewhere(tiny.policy(), -0.1)):
     workflow = workflows.grpo(
-      engine, tiny.even_on_host, optax.sgd(0.1), group=4
+      engine, tiny.even_on_host, optax.sgd(0.1), group_size=4
     )
     state = workflow.init(KEY)
     made.append(workflow.step(state, tiny.problem(), KEY))
@@ -267,7 +267,7 @@ def test_a_policy_that_acts_on_the_host_learns_the_same_and_tells_the_gap():
 @pytest.mark.slow
 @pytest.mark.parametrize('lag', [1, 2])
 def test_a_lagging_policy_acts_as_the_one_of_so_many_steps_ago(lag):
-  fresh, late = grpo(optax.sgd(0.1)), grpo(optax.sgd(0.1), lag=lag)
+  fresh, late = grpo(optax.sgd(0.1)), grpo(optax.sgd(0.1), staleness=lag)
   state, seen = late.init(KEY), []
   for i in range(4):
     seen.append(state.actor.params)
@@ -290,7 +290,7 @@ def test_a_lagging_policy_acts_as_the_one_of_so_many_steps_ago(lag):
 
 @pytest.mark.slow
 def test_the_entropy_bonus_raises_entropy():
-  workflow = grpo(optax.sgd(0.05), entropy=1.0)
+  workflow = grpo(optax.sgd(0.05), entropy_coef=1.0)
   state, entropies = workflow.init(KEY), []
   for _ in range(5):
     state, info = workflow.step(state, problem(worth=0), KEY)
@@ -301,7 +301,7 @@ def test_the_entropy_bonus_raises_entropy():
 
 @pytest.mark.slow
 def test_a_second_minibatch_is_learned_with_what_the_first_taught():
-  workflow = grpo(optax.sgd(0.5), updates=2)
+  workflow = grpo(optax.sgd(0.5), num_minibatches=2)
   state = workflow.init(KEY)
   after, info = workflow.step(state, problem(), KEY)
   assert after.actor.step == 2
@@ -316,7 +316,9 @@ def test_a_second_minibatch_is_learned_with_what_the_first_taught():
 def test_epochs_learn_from_one_batch_again_and_clip_around_who_acted(
   membership,
 ):
-  workflow = grpo(optax.sgd(0.5), updates=2, epochs=3, membership=membership)
+  workflow = grpo(
+    optax.sgd(0.5), num_minibatches=2, num_epochs=3, minibatch_by=membership
+  )
   state, info = workflow.step(workflow.init(KEY), problem(), KEY)
   assert state.actor.step == 6
   numbers = read(info)
@@ -329,7 +331,7 @@ def test_epochs_learn_from_one_batch_again_and_clip_around_who_acted(
 @pytest.mark.slow
 @pytest.mark.parametrize('membership', ['shuffled', 'arrival'])
 def test_one_minibatch_is_the_batch(membership):
-  plain, other = grpo(), grpo(membership=membership)
+  plain, other = grpo(), grpo(minibatch_by=membership)
   tiny.assert_same_bits(
     *(w.step(w.init(KEY), problem(), KEY) for w in (plain, other))
   )
@@ -337,7 +339,7 @@ def test_one_minibatch_is_the_batch(membership):
 
 def test_no_copy_of_the_parameters_is_kept_without_a_kl_term():
   bare, pulled = (
-    jax.eval_shape(grpo(kl=kl).init, KEY).reference for kl in (0.0, 0.1)
+    jax.eval_shape(grpo(kl_coef=kl).init, KEY).reference for kl in (0.0, 0.1)
   )
   assert bare == ()
   assert jax.tree.structure(pulled) == jax.tree.structure(
@@ -346,13 +348,15 @@ def test_no_copy_of_the_parameters_is_kept_without_a_kl_term():
 
 
 def test_a_group_of_one_is_refused():
-  workflow = workflows.grpo(tiny.policy(), tiny.even, optax.sgd(1.0), group=1)
+  workflow = workflows.grpo(
+    tiny.policy(), tiny.even, optax.sgd(1.0), group_size=1
+  )
   with pytest.raises(ValueError, match='make groups of 2 or more'):
     tiny.trace(workflow, tiny.problem())
 
 
 def test_minibatches_that_would_break_a_group_are_refused():
-  workflow = grpo(updates=3)
+  workflow = grpo(num_minibatches=3)
   with pytest.raises(
     ValueError, match='64 rows .* 3 minibatches .* groups of 8'
   ):
@@ -362,6 +366,6 @@ def test_minibatches_that_would_break_a_group_are_refused():
 def test_the_parameters_of_a_workflow_are_its_policys():
   sft = workflows.sft(tiny.policy(), tiny.even, optimizers.adamw(1e-2))
   like = jax.tree.structure(jax.eval_shape(tiny.policy().init, KEY))
-  for workflow in (grpo(), grpo(kl=0.1), sft):
+  for workflow in (grpo(), grpo(kl_coef=0.1), sft):
     state = jax.eval_shape(workflow.init, KEY)
     assert jax.tree.structure(workflow.params(state)) == like

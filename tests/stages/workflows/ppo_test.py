@@ -43,7 +43,7 @@ def layouts(B=10_000, T=9, seed=0):
   # Within an episode, what was seen last is what is seen next.
   goes_on = ~done[:, :-1]
   final_obs[:, :-1][goes_on] = obs[:, 1:][goes_on]
-  outcome = base.Outcome(
+  outcome = base.TimeStep(
     (),
     reward,
     terminated.astype(float),
@@ -264,7 +264,12 @@ def test_loss_and_gradient_are_those_of_torch(in_float64, case):
 
 @functools.cache
 def ppo(world=None, **kwargs):
-  settings = {'rows': 8, 'length': 6, 'updates': 2, 'epochs': 2} | kwargs
+  settings = {
+    'num_envs': 8,
+    'num_steps': 6,
+    'num_minibatches': 2,
+    'num_epochs': 2,
+  } | kwargs
   return workflows.ppo(
     world or push.push(horizon=5),
     functools.partial(gaussian_policy.policy, width=8),
@@ -278,7 +283,7 @@ def read(info):
 
 
 def test_a_first_update_is_on_policy():
-  workflow = ppo(updates=1, epochs=1)
+  workflow = ppo(num_minibatches=1, num_epochs=1)
   _, info = workflow.step(workflow.init(KEY), (), KEY)
   numbers = read(info)
   np.testing.assert_allclose(numbers['train/ratio_mean'], 1.0, atol=1e-5)
@@ -287,7 +292,9 @@ def test_a_first_update_is_on_policy():
 
 
 def test_advantages_that_are_not_whitened_are_as_they_are():
-  workflow = ppo(updates=1, epochs=1, whitened=False, discount=0.0)
+  workflow = ppo(
+    num_minibatches=1, num_epochs=1, normalize_advantages=False, discount=0.0
+  )
   state = workflow.init(KEY)
   params = state.actor.params
   params |= {'critic': jax.tree.map(jnp.zeros_like, params['critic'])}
@@ -300,7 +307,7 @@ def test_advantages_that_are_not_whitened_are_as_they_are():
 
 
 def test_environments_go_on_where_the_step_before_left_them():
-  workflow = ppo(length=3)
+  workflow = ppo(num_steps=3)
   state = workflow.init(KEY)
   times = []
   for i in range(4):
@@ -315,14 +322,14 @@ def test_what_was_seen_is_counted_after_it_was_learned_from():
   assert state.scale.count == 0
   after, _ = workflow.step(state, (), KEY)
   assert after.scale.count == 48
-  assert ppo(normalised=False).init(KEY).scale == ()
+  assert ppo(normalize_obs=False).init(KEY).scale == ()
 
 
 def test_no_update_follows_once_the_policy_has_gone_far_enough():
   state = ppo().init(KEY)
   steps = {}
   for stop in (None, 0.0, 1e9):
-    after, info = ppo(kl_stop=stop, rate=0.1).step(state, (), KEY)
+    after, info = ppo(target_kl=stop, rate=0.1).step(state, (), KEY)
     steps[stop] = int(after.actor.step), read(info)['train/stopped']
   assert steps[None] == steps[1e9] == (4, 0.0)
   # The first minibatch is on policy; from the second on, KL is above zero.
@@ -331,7 +338,7 @@ def test_no_update_follows_once_the_policy_has_gone_far_enough():
 
 def test_what_was_stopped_keeps_parameters_and_moments_to_the_bit():
   state = ppo().init(KEY)
-  stopped, _ = ppo(kl_stop=-1.0).step(state, (), KEY)
+  stopped, _ = ppo(target_kl=-1.0).step(state, (), KEY)
   jax.tree.map(np.testing.assert_array_equal, stopped.actor, state.actor)
 
 
@@ -342,10 +349,10 @@ def test_a_policy_of_chunks_learns_from_what_was_done_of_them():
     world,
     functools.partial(gaussian_policy.policy, width=8, chunk=3),
     optimizers.adamw(1e-3),
-    rows=8,
-    length=2,
-    updates=1,
-    epochs=1,
+    num_envs=8,
+    num_steps=2,
+    num_minibatches=1,
+    num_epochs=1,
   )
   state, info = workflow.step(workflow.init(KEY), (), KEY)
   numbers = read(info)
@@ -362,7 +369,7 @@ def outcome_of(reward, done, success, **kwargs):
   reward, done, success = (
     jnp.asarray([x], float) for x in (reward, done, success)
   )
-  return base.Outcome((), reward, 0 * done, done, (), success, **kwargs)
+  return base.TimeStep((), reward, 0 * done, done, (), success, **kwargs)
 
 
 def test_episodes_are_counted_when_they_end_however_batches_are_cut():
@@ -458,7 +465,7 @@ def test_a_simulator_is_acted_in_as_a_world_of_jax_is():
   theirs = Simulator(inner, 8)
   judged = Simulator(inner, 4)
   ours = ppo(inner)
-  hosted = ppo(theirs.world, examine=judged.world)
+  hosted = ppo(theirs.world, eval_env=judged.world)
   states = [ours.init(KEY), hosted.init(KEY)]
   seed = np.arange(4, dtype=np.int32)
   for i in range(2):
@@ -509,13 +516,13 @@ def learn(world, steps):
     world,
     functools.partial(gaussian_policy.policy, width=32),
     optimizers.adamw(2e-3, clip_norm=0.5),
-    rows=128,
-    length=32,
+    num_envs=128,
+    num_steps=32,
     discount=0.95,
-    lambda_=0.9,
-    updates=4,
-    epochs=4,
-    kl_stop=0.05,
+    gae_lambda=0.9,
+    num_minibatches=4,
+    num_epochs=4,
+    target_kl=0.05,
   )
   state = workflow.init(KEY)
   for i in range(steps):

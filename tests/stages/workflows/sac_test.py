@@ -18,8 +18,8 @@ from stages.models import critics as critics_lib
 from stages.models import gaussian_policy, policy_file
 from stages.workflows.sac import (
   at_random,
+  default_target_entropy,
   remember,
-  target_entropy,
   updates,
 )
 from tests.stages.learn.soft_actor_critic_test import HIGH, Known, LOW
@@ -47,7 +47,7 @@ def outcome(reward, terminated, truncated, final_obs, **kwargs):
   reward, terminated, truncated, final_obs = (
     jnp.asarray([x], float) for x in (reward, terminated, truncated, final_obs)
   )
-  return base.Outcome(
+  return base.TimeStep(
     (),
     *(reward, terminated, truncated, final_obs[..., None], 0 * reward),
     **kwargs,
@@ -130,21 +130,21 @@ def test_what_a_simulator_has_lost_is_not_remembered(in_float64):
 
 
 @functools.cache
-def sac(world=None, examine=None, **kwargs):
+def sac(world=None, eval_env=None, **kwargs):
   settings = {
-    'rows': 4,
-    'length': 3,
+    'num_envs': 4,
+    'num_steps': 3,
     'capacity': 50_000,
     'batch': 8,
     'utd': 0.5,
-    'delay': 3,
+    'actor_update_period': 3,
   } | kwargs
   return workflows.sac(
     world or push.push(horizon=5),
     functools.partial(gaussian_policy.policy, width=8),
     functools.partial(critics_lib.ensemble, width=8),
     optimizers.adamw(1e-3),
-    examine=examine,
+    eval_env=eval_env,
     **settings,
   )
 
@@ -243,10 +243,10 @@ def test_an_episode_is_remembered_as_it_was(terminate):
 def test_dim_of_actions_counts_in_the_units_of_the_world():
   world = push.push()._replace(low=LOW, high=HIGH)
   like = jax.ShapeDtypeStruct((2,), jnp.float32)
-  made = target_entropy(world, like)
+  made = default_target_entropy(world, like)
   np.testing.assert_allclose(made, -2 + np.log(1.0) + np.log(1.5))
   chunk = jax.ShapeDtypeStruct((3, 2), jnp.float32)
-  np.testing.assert_allclose(target_entropy(world, chunk), 3 * made)
+  np.testing.assert_allclose(default_target_entropy(world, chunk), 3 * made)
 
 
 def planned(workflow, state, sketch=None):
@@ -314,8 +314,8 @@ def learn(world, steps):
     functools.partial(gaussian_policy.policy, width=64),
     functools.partial(critics_lib.ensemble, width=64),
     optimizers.adamw(2e-3, clip_norm=10.0),
-    rows=64,
-    length=4,
+    num_envs=64,
+    num_steps=4,
     capacity=50_000,
     utd=0.25,
     warmup=8,

@@ -48,14 +48,14 @@ THREE = {
 }
 
 
-def grpo(lag=0):
+def grpo(staleness=0):
   return workflows.grpo(
     tiny.policy(),
     tiny.even_on_host,
     optimizers.adamw(1e-2),
-    group=4,
-    kl=0.1,
-    lag=lag,
+    group_size=4,
+    kl_coef=0.1,
+    staleness=staleness,
   )
 
 
@@ -130,7 +130,11 @@ def test_processes_compute_the_same_bits(far, sketch, lag):
 
 def dapo():
   return workflows.dapo(
-    tiny.policy(), tiny.even_on_host, optimizers.adamw(1e-2), group=4, rounds=2
+    tiny.policy(),
+    tiny.even_on_host,
+    optimizers.adamw(1e-2),
+    group_size=4,
+    rounds=2,
   )
 
 
@@ -175,8 +179,8 @@ def like(x):
   return x
 
 
-refuse = stages.Stage(_refuse, 'check', host=True, like=like)
-sleep = stages.Stage(_sleep, 'check', host=True, like=like)
+refuse = stages.Stage(_refuse, 'check', host=True, out_shapes=like)
+sleep = stages.Stage(_sleep, 'check', host=True, out_shapes=like)
 add = stages.Stage(lambda w, x: (w + x.sum(), x.sum()), 'add', 'batch')
 
 

@@ -57,14 +57,14 @@ def flows(slow=''):
     functools.partial(_taking, slow == 'actor', _act),
     'act',
     host=True,
-    whole=(0,),
-    like=lambda w, x: x,
+    unbatched=(0,),
+    out_shapes=lambda w, x: x,
   )
   judge = stages.Stage(
     functools.partial(_taking, slow == 'learner', _judge),
     'judge',
     host=True,
-    like=lambda x: x,
+    out_shapes=lambda x: x,
   )
   learn = stages.Stage(
     lambda w, m, x: (w + 0.1 * (x.T @ x), 0.9 * m + x.T @ x, x.sum()),

@@ -165,7 +165,7 @@ def _sleep(x):
   return x
 
 
-sleep = stages.Stage(_sleep, 'check', host=True, like=driver_test.like)
+sleep = stages.Stage(_sleep, 'check', host=True, out_shapes=driver_test.like)
 
 
 def _gone(pids):
