@@ -2,11 +2,11 @@
 
 import functools
 
-import claims
 import jax
 import optax
 import pytest
 
+import claims
 from stages import workflows
 from stages.envs import episode_stats
 from stages.models import gaussian_policy

@@ -6,12 +6,12 @@ where the batch of a step is what another step has left in the environments.
 
 import functools
 
-import claims
 import jax
 import numpy as np
 import optax
 import pytest
 
+import claims
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local

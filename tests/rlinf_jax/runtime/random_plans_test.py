@@ -6,11 +6,11 @@ another mesh, changes rounding.
 
 import functools
 
-import claims
 import jax
 import numpy as np
 import pytest
 
+import claims
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
