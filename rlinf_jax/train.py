@@ -248,7 +248,7 @@ def first_batch(source, seed) -> Any:
 def first_state(workflow, key, batch) -> Any:
   """The state that a run begins with, of steps of such batches."""
   state = workflow.init(key)
-  return workflow.begin(state, batch) if workflow.begin else state
+  return workflow.allocate(state, batch) if workflow.allocate else state
 
 
 def restore(runtime, start, checkpoints, resume) -> checkpoint_lib.Saved:

@@ -1,17 +1,18 @@
-"""The nouns. Arrays live in NamedTuples; behaviour lives in functions.
+"""Types that stages, workflows, policies and environments share.
 
-Array names end in their dimensions, one capital letter each:
+Arrays live in NamedTuples; behavior lives in functions. The name of an array
+ends in its dimensions, one capital letter each:
 
   B row    N group    G row within a group    M row of a minibatch
-  P prompt token    T completion token or step    C token that may be looked at
-  S position in a group: its prompt, then its completions end to end
+  P prompt token    T completion token or time step    C key position
+  S position in a packed group: its prompt, then its completions end to end
   V vocabulary    D model width    H head    K key-value head    W head width
-  J head among those of a key-value head    Q query among those of its keys
-  F feed-forward width, or channels of a picture's layer    L layer
-  R half a head width: a rotated plane
-  O feature of an observation    A dimension of an action    X axis of the plane
-  Z step of a chunk of actions    Y row of a replay    I critic among several
-  U pixel of a window, along one of its edges
+  J query head within a key-value head    Q query token
+  F feed-forward width, or channels of a convolution    L layer
+  R half a head width: one rotated plane
+  O observation feature    A action dimension    X axis of the plane
+  Z step of an action chunk    Y row of a replay buffer    I critic of an
+  ensemble U pixel of a convolution window, along one edge
 """
 
 from collections.abc import Callable
@@ -22,15 +23,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 Params = Any  # A tree of arrays.
 Key = jax.Array  # A scalar, or one a row.
-Info = dict[str, Any]  # Metrics by name, each a monoid of `stages.metrics`.
+Info = dict[str, Any]  # Metrics by name, each a type of `stages.metrics`.
 
 
 class Prompt(NamedTuple):
-  """Tokens to continue, padded on the left or on the right.
+  """Prompt tokens, padded on the left or on the right.
 
   Attributes:
-    token: token ids; anything where `mask` is zero.
-    mask: one on real tokens, of which every row has at least one.
+    token: token ids; padding may hold any id.
+    mask: 1 on real tokens, 0 on padding. Every row has at least one token.
   """
 
   token: Int[Array, 'B P']
@@ -38,11 +39,12 @@ class Prompt(NamedTuple):
 
 
 class Problem(NamedTuple):
-  """A batch of prompts and whatever a verifier needs to judge their answers.
+  """A batch of prompts with the data that a verifier needs.
 
   Attributes:
     prompt: the questions.
-    answer: a tree of arrays whose first dimension is the row.
+    answer: a tree of arrays whose first dimension is the row, such as the
+      expected answers.
   """
 
   prompt: Prompt
@@ -50,12 +52,12 @@ class Problem(NamedTuple):
 
 
 class Example(NamedTuple):
-  """A batch of prompts with completions worth imitating.
+  """A batch of prompts with reference completions, for supervised learning.
 
   Attributes:
     prompt: the questions.
-    action: the completions, token by token, the end token included.
-    mask: one on real tokens of `action`.
+    action: completion tokens, including the end token.
+    mask: 1 on real tokens of `action`.
   """
 
   prompt: Prompt
@@ -64,12 +66,12 @@ class Example(NamedTuple):
 
 
 class Demonstration(NamedTuple):
-  """Steps of somebody who can, worth imitating.
+  """Steps of an expert in an environment, for behavior cloning.
 
   Attributes:
-    obs: what was seen before each.
-    action: what was done, on the scale of a policy's actions: −1 … 1 is the
-      range that the world has for them.
+    obs: observation before each step.
+    action: action taken, on the scale of a policy's actions: −1 … 1 covers the
+      range that the environment accepts.
   """
 
   obs: Float[Array, 'B O']
@@ -77,35 +79,35 @@ class Demonstration(NamedTuple):
 
 
 class Experience(NamedTuple):
-  """What a policy did, and what came of it.
+  """A batch of trajectories: observations, actions, rewards and targets.
 
-  A token is an action whose observation is its prefix: there, `obs` is where
-  the row began, and the actions before a step complete it. In a world, `obs` is
-  what was seen before each action; a row may hold several episodes, one after
-  the other, and a single step has no T.
+  For a language model, a token is an action and its observation is the prefix:
+  `obs` is the prompt, and the actions before a step complete the observation.
+  In an environment, `obs` is the observation before each action; a row may hold
+  several episodes one after the other, and a single step has no T dimension.
 
   Attributes:
-    obs: what the policy saw before its first action, or before each.
-    action: what it did: tokens, or vectors [B, T, A].
-    logp: log-probability it gave to `action` when it acted, of the very
-      distribution that it sampled from.
-    mask: one where `action` was its own; zero after the end.
-    truncated: one where a limit of length ended the row, not the policy; in a
-      world, [B, T].
-    version: updates that the parameters had seen which drew each action.
-    advantage: how much better than expected.
-    reward: what each action was followed by.
-    value: the critic's estimate before each action.
-    next_value: its estimate after it, before anything begins anew.
-    discount: γ, zero only where the episode terminates here.
-    continue_: zero where the episode ends here, in either way.
-    return_: what the critic shall learn: advantage (before any whitening) and
-      value.
-    proximal: log-probability that its trainer gives to `action` by the same
-      parameters, where an engine acted whose arithmetic is another, or by the
-      newest of several that acted; None where `logp` is that.
-    arrival: by which rows are in the order in which they ended, in any unit;
-      None where all were begun at once and `mask` tells.
+    obs: observation before the first action (language), or before each.
+    action: actions taken: tokens [B, T], or vectors [B, T, A].
+    logp: log-probability of each action under the distribution that it was
+      sampled from, at the time of sampling.
+    mask: 1 where `action` is the policy's own; 0 after the end of a row.
+    truncated: 1 where a length limit ended the row [B]; in an environment,
+      where a time limit ended the episode [B, T].
+    version: optimizer steps that the acting parameters had seen, per action.
+    advantage: advantage estimate of each action.
+    reward: reward that followed each action.
+    value: critic's estimate of the return before each action.
+    next_value: critic's estimate after each action, before any automatic reset.
+    discount: γ, and 0 where the episode terminates at this step.
+    continue_: 0 where the episode ends at this step, terminated or truncated.
+    return_: target of the critic: advantage (before normalization) plus value.
+    proximal: log-probability of each action as the trainer computes it with the
+      acting parameters (the proximal policy of arXiv:2505.24298). Set where an
+      engine outside JAX sampled, or where several versions of the policy did;
+      None where it equals `logp`.
+    arrival: rank by which rows finished, in any unit; None where all rows
+      started together, so that the row length tells.
   """
 
   obs: Any
@@ -126,13 +128,13 @@ class Experience(NamedTuple):
 
 
 class Draft(NamedTuple):
-  """Completions as far as they are.
+  """Completions under way.
 
   Attributes:
-    action: tokens; zero where there are none yet.
-    logp: their log-probabilities, as of when each was drawn.
-    mask: one where there is a token: from the first on, without a gap.
-    alive: rows that have not drawn a token that ends them.
+    action: tokens drawn so far; 0 where none is drawn yet.
+    logp: their log-probabilities at the time of sampling.
+    mask: 1 on drawn tokens, a prefix of each row.
+    alive: rows that have not drawn an end token.
   """
 
   action: Int[Array, 'B T']
@@ -142,11 +144,11 @@ class Draft(NamedTuple):
 
 
 class Verdict(NamedTuple):
-  """What a verifier makes of completions.
+  """Result of verifying completions.
 
   Attributes:
-    reward: what the policy learns from.
-    correct: one where the answer is right, before any shaping of the reward.
+    reward: reward to learn from, after any shaping.
+    correct: 1 where the answer is right, before any shaping.
   """
 
   reward: Float[Array, ' B']
@@ -154,12 +156,12 @@ class Verdict(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-  """What a policy thinks of actions already taken.
+  """A policy's assessment of given actions.
 
   Attributes:
     logp: log-probability of each action.
-    entropy: of the distribution each action is drawn from, in nats.
-    value: of what was seen before each action, if the policy has a critic.
+    entropy: entropy of the distribution at each action, in nats.
+    value: critic's estimate before each action; None without a critic.
   """
 
   logp: Float[Array, 'B T']
@@ -168,14 +170,14 @@ class Evaluation(NamedTuple):
 
 
 class Version(NamedTuple):
-  """Parameters, and how many updates they have seen."""
+  """Parameters and the number of optimizer steps they have seen."""
 
   params: Params
   step: Int[Array, '']
 
 
 class TrainState(NamedTuple):
-  """Everything an update reads and rewrites."""
+  """State of one optimizer: parameters, moments and step count."""
 
   params: Params
   opt_state: Any
@@ -183,26 +185,26 @@ class TrainState(NamedTuple):
 
 
 class Policy(NamedTuple):
-  """A trainable map from observations to actions, as pure functions.
+  """A trainable policy as pure functions.
 
   Attributes:
     init: `key -> params`.
-    act: `params, obs, keys, *, group_size=1, greedy=False -> Experience`, one
-      key a row. Rows come in groups of `group_size` that share their
-      observation, next to each other, so that it need be read only once.
-      `greedy` takes the likeliest action instead of a draw. A language model
-      acts until its rows end, a robot once.
+    act: `params, obs, keys, *, group_size=1, greedy=False -> Experience`.
+      Samples actions, with one key a row. Adjacent rows in groups of
+      `group_size` share their observation, so a prompt is encoded once a group.
+      `greedy` takes the most likely action. A language model acts until its
+      rows end; a control policy acts once.
     evaluate: `params, obs, action, *, group_size=1 -> Evaluation`.
-    command: `action -> command`: what a world is told to do, within its bounds;
-      None where actions are meant as they are.
+    command: `action -> command`: maps a sampled action into the environment's
+      bounds; None where actions are used as they are.
     value: `params, obs -> value`, the critic alone; None without one.
-    out_shapes: `params, obs, keys -> Experience` of shapes, where `act` runs
-      outside JAX, on an engine that computes log-probabilities in its own way,
-      and returns a `stage.Deferred` of its experience; None where both are one.
+    out_shapes: `params, obs, keys -> Experience` of shapes. Set where `act`
+      runs on an engine outside JAX, which computes log-probabilities in its own
+      arithmetic and returns a `Deferred` of its experience; else None.
     resume: `params, obs, keys, draft, *, group_size=1, begun=0, go_on ->
-      Draft`: goes on with completions, as `stages.generate.resume` says; with
-      `out_shapes` it takes keys as their bits and returns a `stage.Deferred`;
-      None for what cannot.
+      Draft`: continues completions, as `stages.language.generate.resume` does.
+      With `out_shapes`, it takes keys as their bits and returns a `Deferred`.
+      None where completions cannot be continued.
   """
 
   init: Callable[[Key], Params]
@@ -215,24 +217,26 @@ class Policy(NamedTuple):
 
 
 class TimeStep(NamedTuple):
-  """What came of an action, or of a chunk of them.
+  """Result of one environment step, or of one chunk of actions.
 
-  An episode that ends begins anew at once, so two observations are told apart.
+  An episode that ends is reset at once (same-step autoreset in Gymnasium's
+  words), so the next observation and the final one are two fields.
 
   Attributes:
-    obs: what is seen now, after the next episode has begun if one ended.
-    reward: of the action; of a chunk, Σₖ γᵏ rₖ over the steps that were made.
-    terminated: one where the episode ended for good: nothing comes after.
-    truncated: one where a limit of time ended it: more would have come.
-    final_obs: what was seen before anything began anew; else the same as `obs`.
-    success: one where the task is solved at this moment.
-    steps: how many of a chunk were made before the episode ended; None where
-      an action is one step.
-    lost: one where the simulator failed instead of making the step (crash,
-      exception, NaN, hang): truncated, without reward, `final_obs` what was
-      last seen: it shall not count. None where nothing can fail.
-    final_state: the state before anything began anew, as `Env.draw` takes it;
-      None where nothing can be drawn by it.
+    obs: observation to act on next: after the reset, if an episode ended.
+    reward: reward of the action; of a chunk, Σₖ γᵏ rₖ over the steps executed.
+    terminated: 1 where the episode ended in a terminal state: no bootstrapping.
+    truncated: 1 where a time limit ended the episode: bootstrap from
+      `final_obs`.
+    final_obs: observation before any reset; equals `obs` where none happened.
+    success: 1 where the task is solved at this moment.
+    steps: environment steps executed of a chunk; None where an action is one
+      step.
+    lost: 1 where the simulator failed (crash, exception, NaN, time-out): the
+      step is truncated without reward and must not be learned from. None where
+      no step can fail.
+    final_state: environment state before any reset, as `Env.draw` takes it;
+      None where states cannot be rendered.
   """
 
   obs: Any
@@ -247,16 +251,15 @@ class TimeStep(NamedTuple):
 
 
 class Camera(NamedTuple):
-  """Films a simulator, of which there is no picture but while it is there.
+  """Recording of a simulator, which can only be rendered while it runs.
 
   Attributes:
-    begin: `seed_B, rows=…, every=… -> state, obs`: as `Env.init`, and films
-      the first episode of each of the first `rows` environments: as it begins,
-      after every so many steps, and as it ends.
-    film: `state, time -> frame, shown_B`: pictures of environments after so
-      many steps, int32 [B, n]: uint8 [B, n, *shape], and one where there are
-      all of them.
-    shape: of a picture, height, width and three colours.
+    begin: `seed_B, rows=…, every=… -> state, obs`: resets as `Env.init` does,
+      and records the first episode of each of the first `rows` environments:
+      its first frame, one frame every `every` steps, and its last.
+    film: `state, time -> frame, shown_B`: recorded frames at the given step
+      counts, int32 [B, n]: uint8 [B, n, *shape], and 1 where all are available.
+    shape: height, width and 3 color channels of a frame.
   """
 
   begin: Callable[..., tuple[Any, Any]]
@@ -265,32 +268,32 @@ class Camera(NamedTuple):
 
 
 class Env(NamedTuple):
-  """A batch of environments to act in.
+  """A batch of environments.
 
   Attributes:
-    init: `seed_B -> state, obs`: begins as many episodes as there are seeds.
-      All that happens in an environment follows from its seed and from what is
-      done there, however environments are cut, placed or spread.
-    step: `state, command -> state, TimeStep`. The state is used up; its leaves
-      have rows. That of a simulator is a token, int32 [B, 3] (environment,
-      calls, seed): it stands for what only the simulator knows.
-    obs: shapes of what is seen in one environment, a tree of
+    init: `seed_B -> state, obs`: starts one episode per seed. Everything random
+      in an environment follows from its seed and from the actions taken in it,
+      however the batch is cut or placed.
+    step: `state, command -> state, TimeStep`. Consumes the state, whose leaves
+      have rows. The state of a simulator is a token, int32 [B, 3] (environment,
+      call count, seed), which stands for the state inside the simulator.
+    obs: shapes of one environment's observation, a tree of
       `jax.ShapeDtypeStruct`.
-    low: the least of each dimension of a command.
-    high: the most.
-    horizon: most steps of an episode.
-    host: a simulator, on NumPy arrays, and not JAX. Its outcomes have all
-      fields but `final_state`, as a token draws nothing.
-    draw: `state, size=… -> frame_B`, uint8 [B, size, size, 3]: how it looks,
-      for people; None where a state does not tell.
-    camera: of a simulator that can be drawn.
-    send: `token, command -> stage.Deferred` of what `step` returns; None where
-      nothing can be done while a simulator steps.
-    past: shapes of what `save` returns for one environment; None where a state
-      is all that there is, or a simulator cannot be saved.
-    save: `token -> past`, by which another process can bring environments to
-      where they are.
-    load: `token, past -> token`: has them there, wherever they were.
+    low: lower bound of each command dimension.
+    high: upper bound of each command dimension.
+    horizon: maximum steps of an episode.
+    host: whether it is a simulator on NumPy arrays rather than JAX. Its time
+      steps have every field but `final_state`.
+    draw: `state, size=… -> frame_B`, uint8 [B, size, size, 3]: renders states
+      for people; None where a state does not determine a picture.
+    camera: records a simulator; None where it cannot be rendered.
+    send: `token, command -> Deferred` of what `step` returns; None where a
+      simulator cannot step in the background.
+    past: shapes of what `save` returns for one environment; None where the
+      state is complete by itself, or a simulator cannot be saved.
+    save: `token -> past`: data from which another process can restore the
+      environments.
+    load: `token, past -> token`: restores the environments.
     whole: whether a simulator steps all environments at once or none.
   """
 
@@ -311,19 +314,19 @@ class Env(NamedTuple):
 
 
 class Workflow(NamedTuple):
-  """An algorithm: where it starts, what one step does, how it is judged.
+  """An algorithm: initial state, training step and evaluation.
 
   Attributes:
     init: `key -> state`.
-    step: `state, batch, key -> state, info`. It only routes values between
-      stages; arithmetic belongs inside a stage.
+    step: `state, batch, key -> state, info`. Routes values between stages;
+      arithmetic belongs inside a stage.
     evaluate: `state, batch, key -> info`: a second flow, which reads the state.
-    params: `state -> params` of the policy that the workflow makes.
-    staleness: steps that may be begun before an earlier one has ended, as what
-      they read of the state is that much older.
-    score: the metric of `evaluate` that says how good the policy is, of 1.
-    begin: `state, batch -> state`: makes room in a new state for what steps of
-      such batches leave unfinished; None where they leave nothing.
+    params: `state -> params` of the trained policy, for export.
+    staleness: steps that may start before an earlier one has ended, because the
+      parameters they act with are that many steps old.
+    score: the metric of `evaluate` that measures the policy, between 0 and 1.
+    allocate: `state, batch -> state`: makes room in a new state for what steps
+      of such batches leave unfinished; None where they leave nothing.
   """
 
   init: Callable[[Key], Any]
@@ -332,18 +335,18 @@ class Workflow(NamedTuple):
   params: Callable[[Any], Params]
   staleness: int = 0
   score: str = 'eval/accuracy'
-  begin: Callable[[Any, Any], Any] | None = None
+  allocate: Callable[[Any, Any], Any] | None = None
 
 
 class Source(NamedTuple):
-  """Where batches come from. Its state is checkpointed with the rest.
+  """A resumable stream of batches. Its state is part of every checkpoint.
 
   Attributes:
     init: `seed -> state`, a tree of NumPy arrays.
-    next: `state, metrics -> state, batch`, where `metrics` are the numbers of
-      the step before (empty at first), so that a source may be a curriculum.
+    next: `state, metrics -> state, batch`. `metrics` are the numbers of the
+      step before (empty at first), so that a source may be a curriculum.
     held_out: `() -> batches`, a list that no training batch overlaps.
-    text: `token, mask -> texts` of rows, for people to read; None where rows
+    text: `token, mask -> texts`, one string a row, for logs; None where rows
       are not text.
   """
 

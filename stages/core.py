@@ -1,4 +1,4 @@
-"""The unit of work: a named pure function."""
+"""Stage, the unit that plans place and cut: a named pure function."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -11,7 +11,8 @@ import numpy as np
 
 from stages import metrics
 
-# Purposes of keys lie beyond the rows that `keys` folds in.
+# Constants to fold into a step's key, one per purpose. They lie beyond the row
+# numbers that `keys` folds in, so no two purposes share a key.
 SHUFFLE = np.uint32(2**32 - 1)
 BEGIN = np.uint32(2**32 - 2)
 REPLAY = np.uint32(2**32 - 3)
@@ -19,59 +20,59 @@ CHOOSE = np.uint32(2**32 - 4)
 
 
 class Deferred(NamedTuple):
-  """What will come of a call that is under way.
+  """A result under way, and a function to apply to it when it arrives.
 
   Attributes:
-    told: a future, or another `Deferred`.
-    then: what is made of its result.
+    future: a `concurrent.futures.Future`, or another `Deferred`.
+    then: `result -> result`, applied once by `result()`.
   """
 
-  told: Any
+  future: Any
   then: Callable[[Any], Any]
 
   def result(self) -> Any:
-    """Waits for it."""
-    return self.then(self.told.result())
+    """Waits for the result."""
+    return self.then(self.future.result())
 
   def cancel(self):
-    """Lets it be given up: nobody waits."""
-    self.told.cancel()
+    """Cancels the call if it has not started; its result is not needed."""
+    self.future.cancel()
 
   @property
   def elsewhere(self) -> Sequence[tuple[str, float, float]]:
-    """Who has done it, from when to when, by `time.perf_counter`, if known."""
-    return getattr(self.told, 'elsewhere', ())
+    """Spans (worker, start, end) by `time.perf_counter`, where recorded."""
+    return getattr(self.future, 'elsewhere', ())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-  """A named pure function.
+  """A named pure function over a batch.
 
   Called with arrays, it runs. Called with a value that defines `__record__`,
-  it is recorded: the operand decides, as with NumPy's `__array_function__`. A
-  stage therefore knows nothing of planners or workers.
+  the call is recorded instead: the operand decides, as with NumPy's
+  `__array_function__`. A stage therefore does not depend on any planner.
 
   Attributes:
     fn: the function.
-    name: what plans, profiles and logs call it.
-    grain: how finely its batch may be cut. 'row': rows in, rows out. 'sum':
-      rows in, sums out, which `merge` adds up. 'split': rows in, a tuple of
-      equal runs of rows out, routed and not copied. 'slice': likewise, but any
-      rows in any order, as arguments without rows say: all must be there
-      before, and what comes out may be cut again. 'batch': not at all.
+    name: its name in plans, profiles and logs.
+    grain: how finely the batch may be cut.
+      'row': rows in, rows out.
+      'sum': rows in, sums out; `merge` adds the sums of the pieces.
+      'split': rows in, a tuple of equal runs of rows out, routed, not copied.
+      'slice': rows in, any rows in any order out, as row ids in an unbatched
+        argument say. It needs all rows at once; its outputs may be cut again.
+      'batch': the whole batch at once.
     unbatched: positions of arguments without rows, such as parameters.
-    group_size: rows that must stay together; a cut is at a multiple of so many.
-    consumes: positions of arguments that are used up, such as the token of a
-      simulator: what goes on is what it returns. They have rows, so that
+    group_size: adjacent rows that must stay together; cuts fall on multiples.
+    consumes: positions of arguments that the call uses up, such as a
+      simulator's token, which the returned one replaces. They have rows, so
       cutting the batch cuts them too.
-    host: runs outside JAX, on NumPy arrays; what it takes whole, such as
-      parameters, it is given as it lies.
-    out_shapes: shapes of what a host stage returns, given shapes of what it
-      takes.
-    asynchronous: a host stage whose function returns a `Deferred` of what it
-      returns: it is begun as soon as what it takes is there, and waited for in
-        its turn. A
-      simulator steps so, while a policy acts on other rows.
+    host: whether `fn` runs outside JAX, on NumPy arrays. Unbatched arguments
+      are passed as they are, without a copy to the host.
+    out_shapes: shapes of a host stage's outputs, given shapes of its inputs.
+    asynchronous: whether a host stage's `fn` returns a `Deferred`. The runtime
+      starts such a call as soon as its inputs are there and waits for it at its
+      turn, so that a simulator steps while a policy acts on other rows.
   """
 
   fn: Callable[..., Any]
@@ -87,20 +88,21 @@ class Stage:
   def __post_init__(self):
     if self.host and self.out_shapes is None:
       raise ValueError(
-        f'Stage {self.name} runs on the host, so nothing can tell the shapes '
-        'of what it returns: give it `out_shapes`.'
+        f'Stage {self.name} runs on the host, where JAX cannot infer the '
+        f'shapes '
+        'of its outputs: give it `out_shapes`.'
       )
     if self.asynchronous and not self.host:
       raise ValueError(
-        f'Stage {self.name} cannot be begun ahead of its turn: only what runs '
-        'on the host can.'
+        f'Stage {self.name} is asynchronous, which only a host stage can be: '
+        'give it host=True, or leave out asynchronous.'
       )
     both = sorted({*self.consumes} & {*self.unbatched})
     if both and self.grain != 'batch':
       raise ValueError(
-        f'Stage {self.name} uses up its arguments {both}, which have no rows: '
-        'every piece of a batch would use up the same. Give them rows, or call '
-        "it grain 'batch'."
+        f'Stage {self.name} consumes its unbatched arguments {both}: every '
+        'piece of a batch would consume the same value. Give them rows, or '
+        "choose grain 'batch'."
       )
 
   def __call__(self, *args):
@@ -111,35 +113,39 @@ class Stage:
 
   @functools.cached_property
   def run(self):
-    return self.outside if self.host else jax.jit(self.fn)
+    return self.run_on_host if self.host else jax.jit(self.fn)
 
-  def outside(self, *args):
-    """Calls a host stage."""
-    return self.end(self.begin(*args), *args)
+  def run_on_host(self, *args):
+    """Calls a host stage and waits for its result."""
+    return self.finish(self.start(*args), *args)
 
-  def begin(self, *args):
-    """Begins a call of a host stage."""
+  def start(self, *args):
+    """Starts a call of a host stage."""
     given = [
       arg if i in self.unbatched else jax.device_get(arg)
       for i, arg in enumerate(args)
     ]
     return self.fn(*given)
 
-  def end(self, begun, *args):
-    """Waits for a call, and holds it to the shapes that it promised."""
-    made = begun.result() if self.asynchronous else begun
-    want, got = jax.tree.flatten(self.out_shapes(*args)), jax.tree.flatten(made)
+  def finish(self, started, *args):
+    """Waits for a call.
+
+    Raises:
+      TypeError: if its outputs have other shapes than `out_shapes` says.
+    """
+    out = started.result() if self.asynchronous else started
+    want, got = jax.tree.flatten(self.out_shapes(*args)), jax.tree.flatten(out)
     wants = [(x.shape, x.dtype) for x in want[0]]
     gots = [(np.shape(x), np.asarray(x).dtype) for x in got[0]]
     if (want[1], wants) != (got[1], gots):
       raise TypeError(
-        f'Stage {self.name} promised {want[1]} of {wants} and returned '
-        f'{got[1]} of {gots}.'
+        f'Stage {self.name} declares outputs {want[1]} of {wants} by its '
+        f'`out_shapes`, but returned {got[1]} of {gots}.'
       )
-    return made
+    return out
 
   def shapes(self, *args):
-    """Shapes of what it returns, given shapes of what it takes."""
+    """Shapes of the outputs, given shapes of the inputs."""
     return (
       self.out_shapes(*args) if self.host else jax.eval_shape(self.run, *args)
     )
@@ -148,15 +154,15 @@ class Stage:
 
 
 def stage(name: str, grain='row', unbatched=(), **kwargs):
-  """Decorator form of `Stage`."""
+  """Makes a `Stage` of the decorated function."""
   return lambda fn: Stage(fn, name, grain, unbatched, **kwargs)
 
 
 @stage('keys', 'batch')
 def keys(key, rows):
-  """One key a row, by the row's place in the whole batch.
+  """Derives one key per row from the row's index in the whole batch.
 
-  Cutting, placing or sharding the batch therefore does not change its luck.
+  Cutting, placing or sharding the batch therefore changes no random draw.
   """
   B = jax.tree.leaves(rows)[0].shape[0]
   return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(B))

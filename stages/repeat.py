@@ -1,4 +1,4 @@
-"""A loop inside a step: stages again and again, until one says it is enough."""
+"""Loops inside a step, whose body is a flow of stages."""
 
 from collections.abc import Callable
 import dataclasses
@@ -9,22 +9,23 @@ import jax
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Repeat:
-  """Calls `body` at most so many times; called like a stage.
+  """Calls `body` up to `at_most` times, until it reports that it is done.
 
     loop = Repeat(body, 'fill', at_most=4)
     carry = loop(carry, *given)
 
-  Called with arrays, it is a loop of Python. Called with symbols, it is one
-  call in the flow of the step, whose body is a flow of its own; every place
-  that has a part in it goes round until a value, sent to all, is true.
+  Called with arrays, it is a Python loop. Called with symbols, it becomes one
+  node of the step's flow, whose body is a flow of its own; every place that
+  runs part of the body repeats its part until a boolean, sent to all of them,
+  is true.
 
   Attributes:
     body: `carry, *given -> carry, done`, which routes values between stages as
-      a step does. `done` is a boolean that a stage has made; None goes round
+      a step does. `done` is a boolean made by a stage; None repeats the body
       `at_most` times.
-    name: what logs call it. Plans know the stages of its body, not it.
-    at_most: how often.
-    expect: how often planners shall count on; `at_most` if None.
+    name: its name in logs. Plans name the stages of its body.
+    at_most: maximum number of iterations.
+    expect: number of iterations that planners assume; `at_most` if None.
   """
 
   body: Callable[..., tuple[Any, Any]]
@@ -32,7 +33,7 @@ class Repeat:
   at_most: int
   expect: int | None = None
 
-  # What a planner asks of a stage.
+  # The fields that a planner reads of a stage.
   grain = 'batch'
   unbatched = ()
   consumes = ()
@@ -43,8 +44,9 @@ class Repeat:
     expect = self.at_most if self.expect is None else self.expect
     if not 1 <= expect <= self.at_most:
       raise ValueError(
-        f'Loop {self.name} cannot be expected to go round {expect} times when '
-        f'it goes round {self.at_most} times at most: it must be 1 to as many.'
+        f'Loop {self.name} runs at most {self.at_most} times, so '
+        f'expect={expect} '
+        f'is impossible: choose 1 to {self.at_most}.'
       )
 
   def __call__(self, carry, *given):

@@ -233,12 +233,12 @@ class Outside(NamedTuple):
 
   def begin(self, *leaves):
     """Begins it."""
-    return self.node.stage.begin(*jax.tree.unflatten(self.node.takes, leaves))
+    return self.node.stage.start(*jax.tree.unflatten(self.node.takes, leaves))
 
   def end(self, begun, *leaves):
     """Waits for what was begun."""
     args = jax.tree.unflatten(self.node.takes, leaves)
-    made = jax.tree.leaves(self.node.stage.end(begun, *args))
+    made = jax.tree.leaves(self.node.stage.finish(begun, *args))
     return [
       x
       if stays and isinstance(x, np.ndarray)

@@ -175,7 +175,7 @@ def grpo(
 
   return base.Workflow(
     *(init, step, evaluate, lambda state: state.actor.params, staleness),
-    begin=begin if max_carry else None,
+    allocate=begin if max_carry else None,
   )
 
 

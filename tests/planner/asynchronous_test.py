@@ -269,7 +269,7 @@ def test_the_search_has_half_of_the_environments_simulated_meanwhile():
 
 
 def test_only_the_host_begins_ahead():
-  with pytest.raises(ValueError, match='cannot be begun ahead of its turn'):
+  with pytest.raises(ValueError, match='which only a host stage can be'):
     stages.Stage(lambda x: x, 'act', asynchronous=True)
 
 
@@ -283,7 +283,7 @@ def test_a_call_that_breaks_its_promise_is_refused():
     out_shapes=lambda w, x: jax.ShapeDtypeStruct((3,), jnp.float32),
     asynchronous=True,
   )
-  with pytest.raises(TypeError, match='Stage act promised'):
+  with pytest.raises(TypeError, match='Stage act declares outputs'):
     act(np.ones(2, np.float32), BATCH)
 
 

@@ -90,7 +90,7 @@ def test_a_host_stage_is_given_what_has_no_rows_as_it_lies():
 
 def test_a_host_stage_without_a_promise_of_shapes_is_refused():
   with pytest.raises(
-    ValueError, match='judge runs on the host.*give it `like`'
+    ValueError, match='judge runs on the host.*give it `out_shapes`'
   ):
     stages.Stage(lambda x: x, 'judge', host=True)
 
@@ -107,12 +107,12 @@ def test_a_host_stage_without_a_promise_of_shapes_is_refused():
   ids=['shape', 'type', 'tuple', 'dict', 'nothing'],
 )
 def test_a_host_stage_that_breaks_its_promise_is_refused(made):
-  with pytest.raises(TypeError, match='judge promised .* and returned'):
+  with pytest.raises(TypeError, match='judge declares outputs .* but returned'):
     on_host(lambda x: made)(jnp.ones((3, 2)))
 
 
 def test_a_host_stage_that_returns_no_arrays_is_refused():
-  with pytest.raises(TypeError, match='judge promised .* and returned'):
+  with pytest.raises(TypeError, match='judge declares outputs .* but returned'):
     on_host(lambda x: [1.0, 1.0, 1.0])(jnp.ones((3, 2)))
 
 

@@ -78,7 +78,7 @@ def test_used_up_again_and_again_if_it_is_made_anew():
 
 
 def test_what_all_pieces_would_use_up_is_refused():
-  with pytest.raises(ValueError, match=r'uses up its arguments \[1\].* rows'):
+  with pytest.raises(ValueError, match=r'unbatched arguments \[1\].* rows'):
     stages.Stage(lambda x, t: x, 'move', consumes=(1,), unbatched=(1,))
   stages.Stage(lambda x, t: x, 'move', 'batch', consumes=(1,), unbatched=(1,))
 

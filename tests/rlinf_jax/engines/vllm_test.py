@@ -113,7 +113,7 @@ def began(policy, params, prompt, seed):
   """The same, under way."""
   stage = policy_stages.act(policy, 'generate', group_size=GROUP)
   keys = jax.random.split(jax.random.key(seed), len(prompt.token))
-  return stage.begin(base.Version(params, jnp.int32(7)), prompt, keys)
+  return stage.start(base.Version(params, jnp.int32(7)), prompt, keys)
 
 
 def assert_close_where_real(got, want, mask):
@@ -308,7 +308,7 @@ def test_rows_that_have_not_ended_go_on_by_newer_parameters(case):
   own = qwen.policy(case.folder, length=LENGTH)
   state = workflow.init(jax.random.key(0))
   # With those that go on they are no more than work at once.
-  state, by, handed = workflow.begin(state, tiny.problem(5)), [], []
+  state, by, handed = workflow.allocate(state, tiny.problem(5)), [], []
   act = partial_rollout.acts(case.policy(), GROUP, 2, 2)
   for i in range(6):
     by.append(state.actor.params)

@@ -313,7 +313,7 @@ def test_after_a_failure_a_state_must_be_loaded_before_the_next_step():
 )
 def test_a_host_stage_that_breaks_its_promise_is_named(made):
   planned = ready(learner(judge(lambda x: made)))
-  said = "judge on place 'all' failed in step 1: Stage judge promised"
+  said = "judge on place 'all' failed in step 1: Stage judge declares outputs"
   with pytest.raises(interpreter.StageError, match=said):
     planned.step(BATCH, KEY)
 
