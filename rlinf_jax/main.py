@@ -20,7 +20,7 @@ from absl import app, flags, logging
 from planner import cluster
 from rlinf_jax import config, train
 from rlinf_jax.run import allocator, checkpoint
-from rlinf_jax.runtime import interpreter
+from rlinf_jax.runtime import base
 
 flags.adopt_module_key_flags(config)
 RESUME = flags.DEFINE_bool('resume', False, 'Go on with the run in --workdir.')
@@ -51,7 +51,7 @@ MENDABLE = (
   OSError,
   ImportError,
   checkpoint.CheckpointError,
-  interpreter.StageError,
+  base.StageError,
 )
 
 

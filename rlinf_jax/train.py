@@ -23,7 +23,8 @@ from rlinf_jax.report import trace
 from rlinf_jax.run import checkpoint as checkpoint_lib
 from rlinf_jax.run import console, run_log
 from rlinf_jax.run import loop as loop_lib
-from rlinf_jax.runtime import host, interpreter, local
+from rlinf_jax.runtime import base as runtime_base
+from rlinf_jax.runtime import local, programs
 from rlinf_jax.runtime.ray import launch
 from stages import base
 
@@ -65,7 +66,7 @@ def train(
   export: Callable[..., None] | None = None,
   wandb: str | None = None,
   ray: str | None = None,
-  patience: float | None = None,
+  receive_timeout: float | None = None,
   instead: Callable[..., Any] | None = None,
 ) -> Any:
   """Runs a workflow to its end and leaves a run folder behind.
@@ -95,8 +96,8 @@ def train(
       'local' starts Ray on this machine, 'auto' or an address joins a cluster.
       None runs them all here.
       A plan that is found is then found by what this process measures.
-    patience: seconds after which a process of Ray that waits for a value of
-      another takes it to hang, and the run fails in words; None for never.
+    receive_timeout: seconds that a process of Ray waits for a value of another
+      before the run fails and says which; None for no limit.
     instead: called with the flows, the lag and the plan, instead of running
       anything.
 
@@ -114,10 +115,10 @@ def train(
   if finished:
     return finished
   if ray:
-    launch.start(ray)
+    launch.connect(ray)
   flows = trace_flows(workflow, source, seed)
   settle = functools.partial(
-    place, flows=flows, folder=folder, ray=ray, patience=patience
+    place, flows=flows, folder=folder, ray=ray, receive_timeout=receive_timeout
   )
   if ray and plan == AUTO:
     launch.check_measurable()
@@ -164,7 +165,7 @@ def _to_the_end(job, steps, resume, wandb, run, export) -> Result:
         key = jax.random.key(job.seed)
         job.runtime.load(first_state(job.workflow, key, batch))
       return _attempt(job, steps, resume or died, wandb, run, export)
-    except interpreter.DiedError as error:
+    except runtime_base.ProcessDiedError as error:
       since = job.checkpoints.latest() or 0
       died[since] += 1
       if died[since] == ATTEMPTS:
@@ -309,7 +310,7 @@ def read_plan(plan, step, evaluate) -> plan_lib.Plan:
   )
 
 
-def place(plan, cost=cost_lib.EQUAL, *, flows, folder, ray, patience):
+def place(plan, cost=cost_lib.EQUAL, *, flows, folder, ray, receive_timeout):
   """The places of a plan, as threads or processes; computes nothing yet.
 
   Which of several stages goes first where they could, is a matter of their cost
@@ -317,8 +318,8 @@ def place(plan, cost=cost_lib.EQUAL, *, flows, folder, ray, patience):
   """
   step, evaluate = flows
   if ray:
-    return launch.place(plan, flows, train, folder, patience)
-  return local.Local(plan, step=step, evaluate=evaluate, cost=cost)
+    return launch.runtime(plan, flows, train, folder, receive_timeout)
+  return local.LocalRuntime(plan, step=step, evaluate=evaluate, cost=cost)
 
 
 def _header(folder, runtime, start, steps) -> str:
@@ -334,7 +335,9 @@ def _header(folder, runtime, start, steps) -> str:
   if len(runtime.plan.places) > 1:
     facts['links'] = ', '.join(
       f'{source} → {target} {listing.size(size)} {how}'
-      for source, target, how, size in host.traffic(lowered, runtime.way)
+      for source, target, how, size in programs.traffic(
+        lowered, runtime.transport
+      )
     )
   stages = ' → '.join(lowered.flow.stages)
   return console.header(f'Training: {stages}', facts)

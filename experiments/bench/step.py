@@ -58,7 +58,7 @@ def bench(
   key = jax.random.key(0)
   state = jax.eval_shape(workflow.init, key)
   flow = flow_lib.trace(workflow.step, state, batch, key)
-  runtime = local.Local(plan_lib.of(plan or {}, flow.stages), step=flow)
+  runtime = local.LocalRuntime(plan_lib.of(plan or {}, flow.stages), step=flow)
   runtime.compile('step')  # While the parameters are made.
   runtime.load(workflow.init(key))
   wall, cpu, spans, tokens = [], [], [], 0.0

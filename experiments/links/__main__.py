@@ -27,7 +27,7 @@ class End:
   """A process with both kinds of link."""
 
   def __init__(self):
-    self.links = channel.Links('127.0.0.1')
+    self.links = channel.Channels('127.0.0.1')
     self.bare = transfer.start_transfer_server(
       jax.devices()[0].client, ADDRESS, [ADDRESS] * channel.STREAMS
     )

@@ -33,7 +33,7 @@ def main():
 
   x, key, state = jnp.zeros((8, 8)), jax.random.key(0), jnp.zeros(())
   flow = flow_lib.trace(step, state, x, key)
-  runtime = local.Local(plan_lib.one_place(flow.stages), step=flow)
+  runtime = local.LocalRuntime(plan_lib.one_place(flow.stages), step=flow)
   runtime.load(state)
   call = jax.jit(lambda x: x + 1).lower(x).compile()
   runtime.step(x, key)

@@ -113,9 +113,9 @@ def measure(pieces: int, far: bool) -> dict[str, float]:
   if far:
     from rlinf_jax.runtime.ray import driver
 
-    runtime = driver.Cluster(plan, flows, step=made, evaluate=evaluate)
+    runtime = driver.RayRuntime(plan, flows, step=made, evaluate=evaluate)
   else:
-    runtime = local.Local(plan, step=made, cost=Known())
+    runtime = local.LocalRuntime(plan, step=made, cost=Known())
   runtime.load(jnp.asarray(STATE))
   taken = []
   for i in range(STEPS):
@@ -137,7 +137,7 @@ def main():
   if far:
     from rlinf_jax.runtime.ray import actor_pool
 
-    actor_pool.start()
+    actor_pool.connect()
   jax.config.update('jax_num_cpu_devices', 2)
   rows = [measure(pieces, far) for pieces in (1, 2, 4, 8)]
   print('pieces  simulated  measured  against the barrier')

@@ -77,7 +77,7 @@ def main():
     made.flow, made.model, space.space(made.flow, made.model)
   )
   print(f'Found: rows at a time {found.best.rows or "all"}')
-  runtime = local.Local(found.best, step=made.flow)
+  runtime = local.LocalRuntime(found.best, step=made.flow)
   runtime.load(made.state)
   ways = {
     'auto': lambda batch, key: jax.device_get(runtime.step(batch, key)),

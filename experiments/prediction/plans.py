@@ -78,7 +78,7 @@ def main():
     plan = plan_lib.of(sketch, made.flow.stages)
     predicted = autoplan.predict(made.flow, 0, made.model, plan).step
     cost = cost_table.Priced(made.model, plan)
-    runs[name] = predicted, local.Local(plan, step=made.flow, cost=cost)
+    runs[name] = predicted, local.LocalRuntime(plan, step=made.flow, cost=cost)
   took = {name: [] for name in runs}
   for turn in range(ROUNDS):  # In alternation: noise comes in spells.
     for name, (_, runtime) in runs.items():

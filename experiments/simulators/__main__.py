@@ -79,7 +79,7 @@ def acting(world, pieces: int, there: list, waits: list):
 
   flow = flow_lib.trace(step, there[0], given, jax.random.key(0))
   plan = plan_lib.of({'pieces': pieces}, flow.stages)
-  runtime = local.Local(plan, step=flow)
+  runtime = local.LocalRuntime(plan, step=flow)
 
   def run() -> float:
     runtime.load(there[0])
@@ -88,7 +88,7 @@ def acting(world, pieces: int, there: list, waits: list):
     spent = time.perf_counter() - begin
     busy = (time.process_time() - busy) / CALLS.value / pieces
     there[0] = runtime.state()
-    shares = timeline_lib.waits(runtime.timeline.take())
+    shares = timeline_lib.idle_fractions(runtime.timeline.take())
     told = {f'{who} wait': share for who, share in shares.items()}
     # Of the learner's processor, for each call.
     waits.append(told | {'milliseconds a call': 1e3 * busy})

@@ -131,9 +131,9 @@ class Engine:
       ended is given up.
     """
     call = _Call(ask, futures.Future())
-    lease = lease_lib.used()
-    if lease and self.rest not in lease.guests:
-      lease.guests.append(self.rest)
+    lease = lease_lib.current()
+    if lease and self.rest not in lease.on_release:
+      lease.on_release.append(self.rest)
       self._shares = True
     with self._news:
       self._waiting.append(call)

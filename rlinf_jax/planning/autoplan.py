@@ -29,7 +29,7 @@ from sharding import rules as rules_lib
 SECONDS = 10.0  # To search; what is then not proved is good enough to begin.
 TRUE = 0.8, 1.25  # Measured over predicted, of a model that is left alone.
 WINDOW = 8  # Steps whose medians are compared.
-# `plan, cost -> places`, such as a `runtime.local.Local`.
+# `plan, cost -> places`, such as a `runtime.local.LocalRuntime`.
 Settle = Callable[[plan_lib.Plan, cost_table.Priced], Any]
 GAIN = 0.95  # Of the seconds now: a plan that takes less is worth the move.
 

@@ -11,7 +11,7 @@ import jax
 from rlinf_jax import config
 from rlinf_jax.run import checkpoint as checkpoint_lib
 from rlinf_jax.run import interrupt
-from rlinf_jax.runtime import interpreter
+from rlinf_jax.runtime import base
 from rlinf_jax.runtime import timeline as timeline_lib
 from stages import metrics
 from stages.envs import video
@@ -131,7 +131,7 @@ class Loop:
       self._replan()
       self._begin()
     info = self._flying.popleft().result()
-    for line in self.runtime.said():
+    for line in self.runtime.notices():
       self._notes.say(line)
     if not self._flying:
       self.runtime.wait()
@@ -154,9 +154,10 @@ class Loop:
         for place, spent in by_place.items()
       }
     numbers |= {
-      f'wait/{who}': share for who, share in timeline_lib.waits(spans).items()
+      f'wait/{who}': share
+      for who, share in timeline_lib.idle_fractions(spans).items()
     }
-    self._compare(seconds, timeline_lib.took(spans))
+    self._compare(seconds, timeline_lib.stage_seconds(spans))
     for name, speed in SPEEDS.items():
       if name in numbers:
         numbers[speed] = numbers[name] / seconds
@@ -211,7 +212,7 @@ class Loop:
 
   def __exit__(self, kind, *_):
     # Places of which one has died are used again.
-    if not (kind and issubclass(kind, interpreter.DiedError)):
+    if not (kind and issubclass(kind, base.ProcessDiedError)):
       self.runtime.close()
 
   def save(self):

@@ -1,74 +1,21 @@
 """Places of a plan that run in this process, and what their threads ask for."""
 
-import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent import futures
-import dataclasses
 import threading
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from planner.costs import cost as cost_lib
 from planner.ir import graph as graph_lib
-from planner.ir import plan as plan_lib
-from planner.lower import passes, recovery
-from planner.lower import program as program_lib
+from planner.lower import recovery
+from rlinf_jax.runtime import base, programs
 from rlinf_jax.runtime import interpreter as interpreter_lib
 from rlinf_jax.runtime import mailbox as mailbox_lib
 from rlinf_jax.runtime import place as place_lib
 from rlinf_jax.runtime import timeline as timeline_lib
-from rlinf_jax.runtime.interpreter import Frame, StageError, Turn
-
-
-@dataclasses.dataclass(frozen=True)
-class Lowered:
-  """A flow as a plan runs it.
-
-  Attributes:
-    flow: cut and ordered.
-    programs: of every place.
-    resident: places that hold each carried value, by its number in the carry.
-  """
-
-  flow: graph_lib.Flow
-  programs: dict[str, tuple[program_lib.Instruction, ...]]
-  resident: tuple[tuple[str, ...], ...]
-
-
-def lower(
-  plan: plan_lib.Plan,
-  step: graph_lib.Flow,
-  evaluate: graph_lib.Flow | None = None,
-  cost: cost_lib.Cost = cost_lib.EQUAL,
-) -> dict[str, Lowered]:
-  """A step and an evaluation, by name, as a plan runs them.
-
-  Args:
-    plan: how to run them.
-    step: the flow of its step.
-    evaluate: the flow of its evaluation, which carries the state unchanged; it
-      is not cut.
-    cost: decides who goes first where several stages could.
-  """
-  lowered = {'step': _lower(step, plan, cost)}
-  if evaluate:
-    whole = dataclasses.replace(plan, pieces=1)
-    resident = lowered['step'].resident
-    equal = cost_lib.EQUAL  # The costs may be of a step's stages alone.
-    lowered['evaluate'] = _lower(evaluate, whole, equal, resident)
-  return lowered
-
-
-def _lower(flow, plan, cost, resident=None) -> Lowered:
-  starts = [start for start, _ in flow.carry]
-  if resident is not None:
-    resident = dict(zip(starts, resident, strict=True))
-  # Where values live does not depend on how they are cut.
-  resident = resident or program_lib.homes(flow, plan)
-  cut, programs = passes.lower(flow, plan, cost, resident)
-  return Lowered(cut, programs, tuple(resident[start] for start in starts))
+from rlinf_jax.runtime.interpreter import StackFrame, StepCall
 
 
 class Host:
@@ -84,24 +31,24 @@ class Host:
     workers: their threads, by name.
     timeline: what ran when.
     mail: values on their way to these places.
-    patience: seconds to wait for a value; None for ever.
+    receive_timeout: seconds to wait for a value; None for ever.
   """
 
   def __init__(
     self,
-    lowered: Mapping[str, Lowered],
+    lowered: Mapping[str, programs.Lowered],
     places: Mapping[str, place_lib.Place],
-    patience: float | None = None,
+    receive_timeout: float | None = None,
   ):
     """Refuses what the places cannot run; computes nothing."""
     self.lowered, self.places = dict(lowered), dict(places)
-    self.patience = patience
+    self.receive_timeout = receive_timeout
     self.timeline = timeline_lib.Timeline()
-    self.mail = mailbox_lib.Mail()
+    self.mail = mailbox_lib.Mailbox()
     self._calls, self._lock = {}, threading.Lock()
     self._check()
-    self.workers = {
-      name: interpreter_lib.Worker(self, place)
+    self.interpreters = {
+      name: interpreter_lib.Interpreter(self, place)
       for name, place in places.items()
     }
 
@@ -109,7 +56,7 @@ class Host:
     for lowered in self.lowered.values():
       for name, place in self.places.items():
         program = lowered.programs[name]
-        for _, flow, op, _ in runs(lowered.flow, program):
+        for _, flow, op, _ in programs.stage_calls(lowered.flow, program):
           node = flow.nodes[op.node]
           for v in (*node.reads, *node.writes):
             place.layout(flow.values[v])
@@ -123,14 +70,14 @@ class Host:
     Args:
       leaves: by number in the carry: at least those that live here.
     """
-    for worker in self.workers.values():
+    for worker in self.interpreters.values():
       worker.wait()
     self.mail.clear()
     lowered = self.lowered['step']
-    for name, worker in self.workers.items():
+    for name, worker in self.interpreters.items():
       here = [i for i, places in enumerate(lowered.resident) if name in places]
       laid = [
-        worker.place.take_in(lowered.flow.values[lowered.flow.carry[i][0]], x)
+        worker.place.store(lowered.flow.values[lowered.flow.carry[i][0]], x)
         for i, x in ((i, leaves[i]) for i in here)
       ]
       if laid and not worker.place.lease:  # In host memory nothing overwrites.
@@ -140,9 +87,9 @@ class Host:
   def leaves(self) -> dict[int, jax.Array]:
     """Carried values whose first home is here; a step overwrites them."""
     return {
-      i: self.workers[first].state[i]
+      i: self.interpreters[first].state[i]
       for i, (first, *_) in enumerate(self.lowered['step'].resident)
-      if first in self.workers
+      if first in self.interpreters
     }
 
   def wait(self):
@@ -151,7 +98,7 @@ class Host:
     Raises:
       StageError: if one of them failed.
     """
-    for worker in self.workers.values():
+    for worker in self.interpreters.values():
       worker.wait()
     if self.failure:
       raise self.failure
@@ -159,7 +106,7 @@ class Host:
   def close(self):
     """Ends the threads, each after the instruction that it is at."""
     self.fail(RuntimeError('The runtime was closed.'))
-    for worker in self.workers.values():
+    for worker in self.interpreters.values():
       worker.close()
 
   def compile(self, name: str):
@@ -170,7 +117,9 @@ class Host:
     pool = futures.ThreadPoolExecutor(2)
     calls = {}
     for place, made in self.places.items():
-      for loop, flow, op, passed in runs(lowered.flow, lowered.programs[place]):
+      for loop, flow, op, passed in programs.stage_calls(
+        lowered.flow, lowered.programs[place]
+      ):
         calls[loop, op.node] = pool.submit(
           made.compile, flow, flow.nodes[op.node], op.donate, passed
         )
@@ -199,24 +148,26 @@ class Host:
       raise self.failure
     self.compile(name)
     lowered = self.lowered[name]
-    turn = Turn(
+    turn = StepCall(
       name,
       step,
       dict(zip(lowered.flow.inputs, leaves, strict=True)),
       {},
-      set().union(*(_given(lowered.programs[place]) for place in self.places)),
+      set().union(
+        *(programs.outputs(lowered.programs[place]) for place in self.places)
+      ),
       futures.Future(),
       left,
     )
     if not turn.missing:
       turn.done.set_result({})
-    for worker in self.workers.values():
+    for worker in self.interpreters.values():
       worker.begin(turn)
     return turn.done
 
   # What threads ask for.
 
-  def give(self, turn: Turn, v: int, x):
+  def give(self, turn: StepCall, v: int, x):
     """Takes an output from a place."""
     with self._lock:
       turn.outputs[v] = x
@@ -224,34 +175,36 @@ class Host:
       if not turn.missing and not turn.done.done():
         turn.done.set_result(turn.outputs)
 
-  def send(self, frame: Frame, v: int, source: str, target: str, x):
+  def send(self, frame: StackFrame, v: int, source: str, target: str, x):
     """Takes a value to another place."""
-    way = mailbox_lib.Way(frame.turn.name, frame.loop, v, source, target)
+    way = base.Channel(frame.turn.name, frame.loop, v, source, target)
     if target in self.places:
-      x = self.places[target].take_in(frame.flow.values[v], x)
+      x = self.places[target].store(frame.flow.values[v], x)
       self.mail.put(way, x)
     else:
       self.post(way, x)
 
-  def post(self, way: mailbox_lib.Way, x):
+  def post(self, way: base.Channel, x):
     """Takes a value to a place of another process."""
     raise NotImplementedError(f'Place {way.target!r} is not in this process.')
 
-  def is_there(self, frame: Frame, v: int, source: str, target: str) -> bool:
+  def is_there(
+    self, frame: StackFrame, v: int, source: str, target: str
+  ) -> bool:
     """Whether what another place sends has come."""
-    way = mailbox_lib.Way(frame.turn.name, frame.loop, v, source, target)
+    way = base.Channel(frame.turn.name, frame.loop, v, source, target)
     return self.mail.has(way)
 
-  def receive(self, frame: Frame, v: int, source: str, target: str):
+  def receive(self, frame: StackFrame, v: int, source: str, target: str):
     """The value that another place has sent, as this one holds it."""
-    way = mailbox_lib.Way(frame.turn.name, frame.loop, v, source, target)
+    way = base.Channel(frame.turn.name, frame.loop, v, source, target)
     try:
-      x = self.mail.get(way, self.patience)
-    except mailbox_lib.LateError as error:
+      x = self.mail.get(way, self.receive_timeout)
+    except base.ReceiveTimeoutError as error:
       name = frame.flow.values[v].name
-      raise StageError(
+      raise base.StageError(
         f'{error}, {name}, in step {frame.turn.step}{frame.round}: that place '
-        'hangs, or takes longer than `patience` allows.'
+        'hangs, or takes longer than `receive_timeout` allows.'
       ) from None
     return self.place_for(x, frame.flow.values[v], target)
 
@@ -264,11 +217,11 @@ class Host:
     del value, target  # Who sent it has put it there.
     return x
 
-  def call(self, frame: Frame, node: int):
+  def call(self, frame: StackFrame, node: int):
     """A node of the flow of a frame, made ready to run."""
     return self._calls[frame.turn.name][frame.loop, node].result()
 
-  def fail(self, error: BaseException, turn: Turn | None = None):
+  def fail(self, error: BaseException, turn: StepCall | None = None):
     """Stops every place: whoever waits for a value is given the failure."""
     failure = self.mail.fail(error)
     with self._lock:
@@ -279,50 +232,3 @@ class Host:
   def failure(self) -> BaseException | None:
     """The first thing that went wrong."""
     return self.mail.failure
-
-
-def runs(flow, program, loop=()):
-  """Its calls of stages, those in loops too.
-
-  Yields:
-    The loops that it is in, the flow, the call, and the values of that flow
-    that other instructions than calls have to do with.
-  """
-  passed = frozenset(v for op in program for v in program_lib.passed(op))
-  for op in program:
-    if isinstance(op, program_lib.Run):
-      yield loop, flow, op, passed
-    elif isinstance(op, program_lib.Repeat):
-      body = flow.nodes[op.node].body
-      yield from runs(body, op.program, (*loop, op.node))
-
-
-def traffic(
-  lowered: Lowered, way: Callable[[str, str, graph_lib.Value], str]
-) -> list[tuple[str, str, str, int]]:
-  """What goes from place to place in a step, rounds of loops apart.
-
-  Args:
-    lowered: a step.
-    way: how a value travels from place to place.
-
-  Returns:
-    Source, target, way and bytes.
-  """
-  total = collections.Counter()
-  for source, program in lowered.programs.items():
-    for op in program:
-      if isinstance(op, program_lib.Send) and op.place != program_lib.SINK:
-        value = lowered.flow.values[op.value]
-        how = way(source, op.place, value)
-        total[source, op.place, how] += value.bytes
-  return [(*ends, size) for ends, size in total.items()]
-
-
-def _given(program) -> set[int]:
-  """Values that a place hands out."""
-  return {
-    op.value
-    for op in program
-    if isinstance(op, program_lib.Send) and op.place == program_lib.SINK
-  }

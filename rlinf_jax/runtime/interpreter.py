@@ -13,21 +13,14 @@ import jax.numpy as jnp
 from planner.ir import graph as graph_lib
 from planner.lower import program as program_lib
 from planner.lower import recovery
+from rlinf_jax.runtime import base
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import place as place_lib
 from sharding import offload
 
 
-class StageError(RuntimeError):
-  """A stage failed; says which, where and when."""
-
-
-class DiedError(StageError):
-  """The process of a place has died; a state that is loaded begins anew."""
-
-
 @dataclasses.dataclass(eq=False)
-class Turn:
+class StepCall:
   """One call of a flow, on its way through the places.
 
   Attributes:
@@ -50,7 +43,7 @@ class Turn:
 
 
 @dataclasses.dataclass(eq=False)
-class Frame:
+class StackFrame:
   """A program under way: of a turn, or of the body of a loop in it.
 
   Attributes:
@@ -65,7 +58,7 @@ class Frame:
     begun: calls that wait for their turn, by node.
   """
 
-  turn: Turn
+  turn: StepCall
   flow: graph_lib.Flow
   memory: dict[int, Any]
   inputs: dict[int, Any]
@@ -76,7 +69,7 @@ class Frame:
   begun: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
-def _is_done(frame: Frame, op) -> bool:
+def _is_done(frame: StackFrame, op) -> bool:
   """Whether an instruction need not be carried out again."""
   left = frame.turn.left
   if frame.loop or left is recovery.EVERYTHING:
@@ -99,7 +92,7 @@ def _named(names: Iterable, xs: Iterable) -> dict:
   return dict(zip(names, xs, strict=True))
 
 
-class Worker:
+class Interpreter:
   """A place's thread, and what it holds from step to step.
 
   Attributes:
@@ -112,12 +105,12 @@ class Worker:
     self.runtime, self.place = weakref.proxy(runtime), place
     self.state: dict[int, Any] = {}
     self._thread = futures.ThreadPoolExecutor(
-      1, place.name, lease_lib.use, (place.lease,)
+      1, place.name, lease_lib.set_current, (place.lease,)
     )
     self._last = None
-    self._frames: list[Frame] = []  # Under way, the outermost first.
+    self._frames: list[StackFrame] = []  # Under way, the outermost first.
 
-  def begin(self, turn: Turn):
+  def begin(self, turn: StepCall):
     """Takes a turn when those before it have been taken."""
     self._last = self._thread.submit(self._guarded, turn)
 
@@ -130,26 +123,26 @@ class Worker:
     """Ends the thread, after the turns that it was given."""
     self._thread.shutdown()
 
-  def _guarded(self, turn: Turn):
+  def _guarded(self, turn: StepCall):
     try:
       self._take(turn)
     except BaseException as error:  # noqa: BLE001 (whoever waits must know)
       self.runtime.fail(error, turn)
       self._give_up()
 
-  def _take(self, turn: Turn):
+  def _take(self, turn: StepCall):
     """One turn of this place's program."""
     lowered = self.runtime.lowered[turn.name]
     flow, program = lowered.flow, lowered.programs[self.place.name]
     starts = [start for start, _ in flow.carry]
     memory = {starts[i]: x for i, x in self.state.items()}
-    frame = Frame(turn, flow, memory, turn.inputs)
+    frame = StackFrame(turn, flow, memory, turn.inputs)
     self._frames = [frame]
     self._play(frame, program)
     self.state = {i: memory[starts[i]] for i in self.state}
     self._frames = []
 
-  def _play(self, frame: Frame, program):
+  def _play(self, frame: StackFrame, program):
     """A program from its beginning to its end."""
     try:
       for op in program:
@@ -163,7 +156,7 @@ class Worker:
     frame.memory |= frame.kept
     frame.kept = {}
 
-  def _repeat(self, frame: Frame, op: program_lib.Repeat):
+  def _repeat(self, frame: StackFrame, op: program_lib.Repeat):
     """A loop, as often as it goes round."""
     memory, node = frame.memory, frame.flow.nodes[op.node]
     outer, values = frame.flow.values, node.body.values
@@ -176,7 +169,7 @@ class Worker:
     lent = [start for v, start, _ in op.carry if v not in op.donate]
     lent = [start for start in lent if not offload.is_away(begin[start])]
     begin |= _named(lent, _copied([begin[start] for start in lent]))
-    inner = Frame(
+    inner = StackFrame(
       frame.turn,
       node.body,
       begin,
@@ -196,7 +189,7 @@ class Worker:
     for _, start, end in op.carry:
       memory[end] = self._as(values[start], outer[end], begin[start])
 
-  def _interpret(self, frame: Frame, op):
+  def _interpret(self, frame: StackFrame, op):
     turn, flow, memory = frame.turn, frame.flow, frame.memory
     here, line = self.place.name, self.runtime.timeline
     start = line.now()
@@ -222,7 +215,7 @@ class Worker:
           line.add(turn.step, here, 'send', flow.values[v].name, start)
       case program_lib.Recv(v, source) if source == program_lib.SOURCE:
         x = frame.inputs[v]
-        memory[v] = x if frame.loop else self.place.take_in(flow.values[v], x)
+        memory[v] = x if frame.loop else self.place.store(flow.values[v], x)
       case program_lib.Recv(v, source):
         x = self.runtime.receive(frame, v, source, here)
         memory[v] = jax.block_until_ready(x)
@@ -247,7 +240,7 @@ class Worker:
         if v is None or not self.runtime.is_there(frame, v, source, here):
           self._let_go(turn)
 
-  def _acquire(self, frame: Frame, values):
+  def _acquire(self, frame: StackFrame, values):
     """Has values in the memory of devices that this place shares."""
     turn, memory = frame.turn, frame.memory
     here, line = self.place.name, self.runtime.timeline
@@ -255,10 +248,12 @@ class Worker:
     if not self.place.lease.held:
       try:
         self.place.lease.acquire(
-          self.runtime.patience, lambda: self.runtime.failure
+          self.runtime.receive_timeout, lambda: self.runtime.failure
         )
       except TimeoutError as error:
-        raise StageError(f'In step {turn.step}{frame.round}: {error}') from None
+        raise base.StageError(
+          f'In step {turn.step}{frame.round}: {error}'
+        ) from None
       line.add(turn.step, here, 'wait', SHARED, start)
     start = line.now()
     away = [v for v in values if v in memory and offload.is_away(memory[v])]
@@ -266,12 +261,12 @@ class Worker:
       memory |= _named(away, offload.to_device([memory[v] for v in away]))
       line.add(turn.step, here, 'restore', SHARED, start)
 
-  def _let_go(self, turn: Turn):
+  def _let_go(self, turn: StepCall):
     """Moves all that is here to host memory, and lets its devices go."""
     if not self.place.lease.held:
       return
     start = self.runtime.timeline.now()
-    for rest in self.place.lease.guests:
+    for rest in self.place.lease.on_release:
       rest()
     memories = self._memories()
     # An array of several names stays one.
@@ -293,7 +288,7 @@ class Worker:
   def _give_up(self):
     """Where something failed: others may have the devices at once."""
     if self.place.lease:
-      for rest in self.place.lease.guests if self.place.lease.held else ():
+      for rest in self.place.lease.on_release if self.place.lease.held else ():
         with contextlib.suppress(Exception):  # What failed is told already.
           rest()
       for memory in self._memories():
@@ -310,10 +305,10 @@ class Worker:
     if self.place.mesh is None or value.letters == other.letters:
       return x
     if offload.is_away(x):
-      return self.place.take_in(other, x)
+      return self.place.store(other, x)
     return self.place.put(other, x)
 
-  def _run(self, frame: Frame, node, i):
+  def _run(self, frame: StackFrame, node, i):
     memory, call = frame.memory, self.runtime.call(frame, i)
     leaves = [memory[v] for v in node.reads]
     if i in frame.begun:
@@ -330,14 +325,14 @@ class Worker:
     memory.update(zip(node.writes, made, strict=True))
 
   @contextlib.contextmanager
-  def _told(self, frame: Frame, node):
+  def _told(self, frame: StackFrame, node):
     """Has a failure say of what it is."""
     try:
       yield
     except Exception as error:
       piece, pieces = node.piece
       which = f', piece {piece + 1} of {pieces}' if pieces > 1 else ''
-      raise StageError(
+      raise base.StageError(
         f'Stage {node.name} on place {self.place.name!r} failed in step '
         f'{frame.turn.step}{frame.round}{which}: {error}'
       ) from error

@@ -30,8 +30,8 @@ class Lease:
     folder: where those meet who share.
     holder: who asks by it.
     rank: smaller goes first.
-    guests: called before the devices are let go: what holds memory there that
-      the runtime knows nothing of, such as an engine, gives it up.
+    on_release: called before the devices are released. A holder of device
+      memory that the runtime does not know, such as an engine, frees it there.
   """
 
   def __init__(self, folder: str | os.PathLike, holder: str, rank: int):
@@ -46,7 +46,7 @@ class Lease:
     self._line = self.folder / 'line'
     self._line.mkdir(parents=True, exist_ok=True)
     self.holder, self.rank = holder, rank
-    self.guests: list[Callable[[], None]] = []
+    self.on_release: list[Callable[[], None]] = []
     self._file, self._place = None, None  # Open files, locked.
     _all.add(self)
 
@@ -81,7 +81,7 @@ class Lease:
           raise TimeoutError(
             f'{self.holder} has waited {seconds:g} s for devices that '
             f'{self.owner()} has: that place hangs, or takes longer than '
-            '`patience` allows.'
+            '`receive_timeout` allows.'
           )
         # It is late by a hundredth of what it has waited.
         time.sleep(min(max(waited / 100, LOOKS[0]), LOOKS[1]))
@@ -157,12 +157,12 @@ def of_plan(plan, folder: str, places: Iterable[str]) -> dict[str, Lease]:
   return leases
 
 
-def use(lease: Lease | None):
+def set_current(lease: Lease | None):
   """What this thread does it does by a lease."""
   _thread.lease = lease
 
 
-def used() -> Lease | None:
+def current() -> Lease | None:
   """The lease by which this thread has devices, if they are shared."""
   return getattr(_thread, 'lease', None)
 

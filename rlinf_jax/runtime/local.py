@@ -11,13 +11,13 @@ import jax
 from planner.costs import cost as cost_lib
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import host
+from rlinf_jax.runtime import host, programs
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import place as place_lib
 from sharding import rules as rules_lib
 
 
-class Local(host.Host):
+class LocalRuntime(host.Host):
   """A plan's places in this process, holding the state that steps carry.
 
   Attributes:
@@ -38,12 +38,12 @@ class Local(host.Host):
 
     Args:
       plan: how to run them.
-      step: as `host.lower`.
+      step: as `programs.lower`.
       evaluate: likewise.
       rules: from letters to mesh axes.
-      cost: as `host.lower`.
+      cost: as `programs.lower`.
     """
-    lowered = host.lower(plan, step, evaluate, cost)
+    lowered = programs.lower(plan, step, evaluate, cost)
     leases = {}
     if plan.share:
       folder = tempfile.mkdtemp(prefix='rlinf_jax-')
@@ -56,17 +56,17 @@ class Local(host.Host):
     super().__init__(lowered, places)
     self.plan, self.steps, self._tree = plan, 0, None
 
-  def way(self, source: str, target: str, value: graph_lib.Value) -> str:
+  def transport(self, source: str, target: str, value: graph_lib.Value) -> str:
     """How a value goes from place to place, in words."""
     del source, target, value
     return 'in this process'
 
   def moved(self) -> dict[tuple[str, str], tuple[int, float]]:
-    """As `cluster.Cluster.moved`: nothing leaves this process."""
+    """As `driver.RayRuntime.moved`: nothing leaves this process."""
     return {}
 
-  def said(self) -> list[str]:
-    """As `cluster.Cluster.said`: here it is printed as it happens."""
+  def notices(self) -> list[str]:
+    """As `driver.RayRuntime.said`: here it is printed as it happens."""
     return []
 
   def ambient(self):

@@ -3,32 +3,13 @@
 import collections
 import queue
 import threading
-from typing import Any, NamedTuple
+from typing import Any
+
+from rlinf_jax.runtime import base
+from rlinf_jax.runtime.base import Channel
 
 
-class Way(NamedTuple):
-  """What goes from where to where.
-
-  Attributes:
-    flow: its name.
-    loop: numbers of the nodes of the loops that it is in, the outermost first.
-    value: of the flow, or of the loop's body.
-    source: the place that sends.
-    target: the place that waits.
-  """
-
-  flow: str
-  loop: tuple[int, ...]
-  value: int
-  source: str
-  target: str
-
-
-class LateError(RuntimeError):
-  """Nothing came in time."""
-
-
-class Mail:
+class Mailbox:
   """A queue a way. Whoever waits when something fails is told."""
 
   def __init__(self):
@@ -36,7 +17,7 @@ class Mail:
     self._lock = threading.Lock()
     self.failure: BaseException | None = None
 
-  def _box(self, way: Way) -> queue.SimpleQueue:
+  def _box(self, way: Channel) -> queue.SimpleQueue:
     with self._lock:
       fresh = way not in self._boxes
       box = self._boxes[way]
@@ -44,15 +25,15 @@ class Mail:
         box.put(self.failure)
       return box
 
-  def put(self, way: Way, x: Any):
+  def put(self, way: Channel, x: Any):
     """Leaves a value."""
     self._box(way).put(x)
 
-  def has(self, way: Way) -> bool:
+  def has(self, way: Channel) -> bool:
     """Whether `get` would not wait."""
     return not self._box(way).empty()
 
-  def get(self, way: Way, seconds: float | None = None) -> Any:
+  def get(self, way: Channel, seconds: float | None = None) -> Any:
     """The next value, when it is there.
 
     Args:
@@ -61,12 +42,12 @@ class Mail:
 
     Raises:
       BaseException: what has failed.
-      LateError: if nothing has come.
+      base.ReceiveTimeoutError: if nothing has come.
     """
     try:
       x = self._box(way).get(timeout=seconds)
     except queue.Empty:
-      raise LateError(
+      raise base.ReceiveTimeoutError(
         f'Place {way.target!r} has waited {seconds:g} s for value {way.value} '
         f'of place {way.source!r}'
       ) from None

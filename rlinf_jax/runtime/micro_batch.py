@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 
-def in_microbatches(stage, rows: int, spread: Callable = lambda x: x):
+def in_micro_batches(stage, rows: int, spread: Callable = lambda x: x):
   """`stage.fn` on `rows` rows at a time; of grain 'row' or 'sum'.
 
   Args:

@@ -117,7 +117,7 @@ class Place:
     layout = self.layout(value)
     return layout.with_memory_kind(offload.HOST) if self.lease else layout
 
-  def take_in(self, value: graph_lib.Value, x):
+  def store(self, value: graph_lib.Value, x):
     """`x` as this place holds `value` until a stage reads it."""
     made = span.put(x, self.layout_at_rest(value))
     return jax.block_until_ready(made) if self.lease else made
@@ -164,7 +164,7 @@ class Place:
     # Already jitted: what the flow has traced is not traced again.
     fn = stage.run
     if rows:
-      fn = micro_batch.in_microbatches(stage, rows, self._spread)
+      fn = micro_batch.in_micro_batches(stage, rows, self._spread)
 
     def call(*leaves):
       if node.takes is not None:

@@ -97,7 +97,7 @@ def seconds(spans: Iterable[Span], by: str = 'stage') -> dict[str, float]:
   return dict(total)
 
 
-def took(spans: Iterable[Span]) -> dict[str, float]:
+def stage_seconds(spans: Iterable[Span]) -> dict[str, float]:
   """Seconds that stages took, whoever did them.
 
   Of what a place began ahead of its turn, and only waited for the end of, it is
@@ -111,7 +111,7 @@ def took(spans: Iterable[Span]) -> dict[str, float]:
   return total | {stage: max(of.values()) for stage, of in away.items()}
 
 
-def waits(spans: Iterable[Span]) -> dict[str, float]:
+def idle_fractions(spans: Iterable[Span]) -> dict[str, float]:
   """Shares of the time of a rollout in simulators that each side waits.
 
   That is from the first call that simulators have served to the last.

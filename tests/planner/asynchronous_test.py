@@ -16,7 +16,7 @@ from planner.lower import lifetimes, passes, program
 from planner.search import exact
 from planner.simulation import evaluate_plan
 from rlinf_jax.report import plan_page
-from rlinf_jax.runtime import interpreter, local, timeline
+from rlinf_jax.runtime import base, local, timeline
 import stages
 import toys
 
@@ -79,7 +79,7 @@ def runtime_of(engine, chosen):
     jax.eval_shape(lambda: KEY),
   )
   made = plan_lib.of(chosen)
-  return local.Local(made, step=flow), flow, made
+  return local.LocalRuntime(made, step=flow), flow, made
 
 
 def together(pieces):
@@ -123,7 +123,7 @@ def test_what_fails_is_named_and_the_rest_is_given_up():
   runtime, *_ = runtime_of(engine, apart(4))
   runtime.load(jnp.ones(2))
   said = "act on place 'engine' failed in step 1, piece 2 of 4: it is away"
-  with pytest.raises(interpreter.StageError, match=said):
+  with pytest.raises(base.StageError, match=said):
     runtime.step(BATCH, KEY)
   runtime.close()
 
@@ -139,7 +139,7 @@ def test_what_nobody_waits_for_any_more_is_cancelled():
   engine.answer(0, *engine.calls[0])
   runtime.fail(RuntimeError('elsewhere'))
   engine.answer(1, *engine.calls[1])  # It stops at the next instruction.
-  for worker_ in runtime.workers.values():
+  for worker_ in runtime.interpreters.values():
     worker_.wait()
   cancelled = [told.cancelled() for told, *_ in engine.calls]
   assert cancelled == [False, False, True, True]
@@ -299,5 +299,5 @@ def test_what_was_begun_took_as_long_as_the_busiest_of_who_did_it():
     span('simulators 0', 'elsewhere', 'simulate', 3, 4),
     span('simulators 1', 'elsewhere', 'simulate', 3, 3.5),
   ]
-  assert timeline.took(spans) == {'act': 1, 'simulate': 3.5}
+  assert timeline.stage_seconds(spans) == {'act': 1, 'simulate': 3.5}
   assert timeline.seconds(spans) == {'act': 1, 'simulate': 1}

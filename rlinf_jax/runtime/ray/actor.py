@@ -19,9 +19,8 @@ from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import recovery
 from rlinf_jax.run import allocator, notices
-from rlinf_jax.runtime import host
+from rlinf_jax.runtime import base, programs
 from rlinf_jax.runtime import lease as lease_lib
-from rlinf_jax.runtime import mailbox as mailbox_lib
 from rlinf_jax.runtime import place as place_lib
 from rlinf_jax.runtime.ray import channel, remote_host, serialize
 from sharding import rules as rules_lib
@@ -33,7 +32,7 @@ JOIN = 120  # Seconds that processes of a place wait for each other to begin,
 PART = 2  # and to end.
 
 
-class Member(NamedTuple):
+class Process(NamedTuple):
   """A process of a place.
 
   Attributes:
@@ -51,7 +50,7 @@ class Member(NamedTuple):
     return f'{self.place}{many}'
 
 
-def fingerprint(lowered: Mapping[str, host.Lowered]) -> str:
+def fingerprint(lowered: Mapping[str, programs.Lowered]) -> str:
   """What two processes must agree on to run parts of one step."""
   told = []
   for name, some in sorted(lowered.items()):
@@ -60,7 +59,7 @@ def fingerprint(lowered: Mapping[str, host.Lowered]) -> str:
 
 
 def replaceable(
-  plan: plan_lib.Plan, lowered: Mapping[str, host.Lowered]
+  plan: plan_lib.Plan, lowered: Mapping[str, programs.Lowered]
 ) -> dict[str, frozenset[int]]:
   """Places that another process can take over, and what they are sent to keep.
 
@@ -75,7 +74,7 @@ def replaceable(
   return found
 
 
-def taken_over(step: host.Lowered, place: str):
+def taken_over(step: programs.Lowered, place: str):
   """How a place is sent what it holds; as `reissue.copies`."""
   held = {
     start
@@ -114,7 +113,7 @@ class Actor:
       return f'{ray.util.get_node_ip_address()}:{free.getsockname()[1]}'
 
   @ray.method(concurrency_group='control')
-  def join(self, address: str, member: Member):
+  def join(self, address: str, member: Process):
     """Makes the devices of a place's processes one list, before JAX looks.
 
     Args:
@@ -133,12 +132,12 @@ class Actor:
   @ray.method(concurrency_group='control')
   def prepare(
     self,
-    member: Member,
+    member: Process,
     plan: str,
     flows: Flows,
     agreed: str,
     folder: str,
-    patience: float | None,
+    receive_timeout: float | None,
     shared: str,
   ):
     """Records the flows and makes the place ready.
@@ -149,7 +148,7 @@ class Actor:
       flows: records those of a step and of an evaluation.
       agreed: the driver's `fingerprint`.
       folder: the driver's, if there is one like it here.
-      patience: seconds to wait for a value.
+      receive_timeout: seconds to wait for a value.
       shared: a folder by which places take turns on devices.
 
     Raises:
@@ -160,7 +159,7 @@ class Actor:
     if os.path.isdir(folder):
       os.chdir(folder)
     name, chosen = member.place, plan_lib.Plan.from_json(plan)
-    lowered = host.lower(chosen, *flows())
+    lowered = programs.lower(chosen, *flows())
     if fingerprint(lowered) != agreed:
       raise ValueError(
         f'Place {name!r} has recorded another step than the driver: do both '
@@ -179,8 +178,8 @@ class Actor:
     }
     leads = member.rank == 0
     lost = replaceable(chosen, lowered)
-    self._host = remote_host.Peer(
-      leads, lost, axes, lowered, {name: place}, patience
+    self._host = remote_host.RemoteHost(
+      leads, lost, axes, lowered, {name: place}, receive_timeout
     )
 
   @ray.method(concurrency_group='control')
@@ -204,9 +203,9 @@ class Actor:
   def load(
     self,
     life: int,
-    sent: Mapping[mailbox_lib.Way, int] | None,
+    sent: Mapping[base.Channel, int] | None,
     numbers: Sequence[int],
-    *leaves: serialize.Parcel,
+    *leaves: serialize.Serialized,
   ):
     """Takes over what is carried; forgets what was on its way.
 
@@ -231,7 +230,7 @@ class Actor:
   @ray.method(concurrency_group='control')
   def resend(
     self, place: str, actors: Sequence[Any], turn: int
-  ) -> dict[mailbox_lib.Way, int]:
+  ) -> dict[base.Channel, int]:
     """Makes who has taken over a place known, and sends it what it needs.
 
     Args:
@@ -251,7 +250,7 @@ class Actor:
     return {way: n for way, n in came.items() if way.source == place}
 
   @ray.method(concurrency_group='turns')
-  def absorb(self, carried: Mapping[int, mailbox_lib.Way]):
+  def absorb(self, carried: Mapping[int, base.Channel]):
     """Takes what is carried, by its numbers, from those who have sent it."""
     try:
       self._host.absorb(carried)
@@ -259,7 +258,7 @@ class Actor:
       self._host.fail(error)
 
   @ray.method(concurrency_group='turns')
-  def state(self) -> dict[int, serialize.Parcel]:
+  def state(self) -> dict[int, serialize.Serialized]:
     """Carried values whose first home is here."""
     self._host.wait()
     found = {}
@@ -279,7 +278,7 @@ class Actor:
     self,
     name: str,
     step: int,
-    leaves: Sequence[serialize.Parcel],
+    leaves: Sequence[serialize.Serialized],
     number: int,
     count: int,
     ended: Mapping[str, int],
@@ -312,7 +311,7 @@ class Actor:
     return outputs, spans, dict(self._host.sent), notices.take()
 
   @ray.method(concurrency_group='mail')
-  def deliver(self, life: int, way: mailbox_lib.Way, number: int, packed):
+  def deliver(self, life: int, way: base.Channel, number: int, packed):
     """Takes a value that another place has sent."""
     if life != self._host.life:
       return  # It was sent before a failure, and is nobody's.

@@ -15,8 +15,8 @@ from ray import util
 from ray.util import scheduling_strategies as scheduling
 
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import host
-from rlinf_jax.runtime.interpreter import DiedError, StageError
+from rlinf_jax.runtime import programs
+from rlinf_jax.runtime.base import ProcessDiedError, StageError
 from rlinf_jax.runtime.ray import actor as actor_lib
 
 HERE = 'local'  # In place of an address: Ray is started on this machine.
@@ -34,7 +34,7 @@ SETTINGS = (
 )
 
 
-def start(address: str = HERE):
+def connect(address: str = HERE):
   """Connects to Ray, or starts it on this machine.
 
   Args:
@@ -63,7 +63,7 @@ def _cpus() -> int:
   return max(64, len(os.sched_getaffinity(0)))
 
 
-class Crew:
+class ActorPool:
   """A plan's actors, one for each process of a place.
 
   A process is named as its place is, or 'learner 1/2' where there are several.
@@ -78,11 +78,15 @@ class Crew:
     self,
     plan: plan_lib.Plan,
     flows: actor_lib.Flows,
-    lowered: Mapping[str, host.Lowered],
-    patience: float | None,
+    lowered: Mapping[str, programs.Lowered],
+    receive_timeout: float | None,
   ):
     """Starts nothing yet."""
-    self._plan, self._flows, self._patience = plan, flows, patience
+    self._plan, self._flows, self._receive_timeout = (
+      plan,
+      flows,
+      receive_timeout,
+    )
     self._agreed = actor_lib.fingerprint(lowered)
     self._group, self._needs = None, {}
     self._bundles: list[tuple[str, ...]] = []  # Places, of each of Ray's.
@@ -92,7 +96,7 @@ class Crew:
       weakref.finalize(self, shutil.rmtree, self._shared, ignore_errors=True)
     self.actors, self.about = {}, {}
     every = (
-      actor_lib.Member(name, rank, place.processes)
+      actor_lib.Process(name, rank, place.processes)
       for name, place in plan.places.items()
       for rank in range(place.processes)
     )
@@ -131,7 +135,7 @@ class Crew:
     self.ask(
       lambda name, actor: actor.prepare.remote(
         *(self.members[name], text, self._flows, self._agreed, where),
-        *(self._patience, self._shared),
+        *(self._receive_timeout, self._shared),
       ),
       made,
     )
@@ -194,7 +198,7 @@ class Crew:
     """Reserves devices for all places together."""
     if self._group:
       return
-    start()
+    connect()
     there = ray.cluster_resources()
     kind = next(kind for kind in KINDS if there.get(kind))
     beside = collections.defaultdict(list)
@@ -249,7 +253,7 @@ class Crew:
       actors: all, if not given.
 
     Raises:
-      DiedError: if one is no more.
+      ProcessDiedError: if one is no more.
       StageError: if it fails otherwise.
     """
     actors = self.actors if actors is None else actors
@@ -263,7 +267,7 @@ class Crew:
         raise told(error, asked[one]) from None
     return {name: answers[name] for name in asked.values()}
 
-  def dead(self) -> dict[str, DiedError]:
+  def dead(self) -> dict[str, ProcessDiedError]:
     """The processes that are no more."""
     asked = {actor.about.remote(): name for name, actor in self.actors.items()}
     done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ALIVE)
@@ -316,7 +320,7 @@ def _refuse_outside(plan, lowered):
   for some in lowered.values():
     for name, program in some.programs.items():
       many = plan.places[name].processes
-      for _, flow, op, _ in host.runs(some.flow, program):
+      for _, flow, op, _ in programs.stage_calls(some.flow, program):
         node = flow.nodes[op.node]
         if many > 1 and node.stage.host:
           raise ValueError(
@@ -335,12 +339,15 @@ def told(error, place: str = '') -> BaseException:
     return StageError(f'Place {place!r} failed: {cause}')
   if isinstance(error, ray.exceptions.RayActorError):
     why = str(error).strip().splitlines()[-1]
-    return DiedError(f'The process of place {place!r} has died: {why}')
+    return ProcessDiedError(f'The process of place {place!r} has died: {why}')
   return StageError(str(error))
 
 
 def _need(
-  plan, member: actor_lib.Member, beside: Sequence[actor_lib.Member], kind: str
+  plan,
+  member: actor_lib.Process,
+  beside: Sequence[actor_lib.Process],
+  kind: str,
 ) -> dict[str, float]:
   """What Ray must give a process.
 

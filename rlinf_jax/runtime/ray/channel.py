@@ -44,7 +44,7 @@ class Offer(NamedTuple):
   axes: tuple
 
 
-class Links:
+class Channels:
   """The ends of links in this process."""
 
   def __init__(self, host: str):
@@ -69,7 +69,7 @@ class Links:
     near: bool,
     shared: bool = False,
     own: jax.Array | None = None,
-  ) -> serialize.Parcel | Offer:
+  ) -> serialize.Serialized | Offer:
     """A value in the form in which it goes.
 
     Args:
@@ -80,7 +80,7 @@ class Links:
       shared: whether several processes read it.
       own: what it is a part of, if it is one: the same memory.
     """
-    if way(x.dtype, x.nbytes, near, shared) != 'device to device':
+    if transport(x.dtype, x.nbytes, near, shared) != 'device to device':
       return serialize.pack(x)
     number, sent = next(self._numbers), x
     if not axes:
@@ -121,14 +121,14 @@ class Links:
       self._lent.clear()
       self._back.notify_all()
 
-  def unpack(self, sent: serialize.Parcel | Offer, layout) -> jax.Array:
+  def unpack(self, sent: serialize.Serialized | Offer, layout) -> jax.Array:
     """The value, laid out.
 
     Args:
       sent: as it came.
       layout: that it shall have.
     """
-    if isinstance(sent, serialize.Parcel):
+    if isinstance(sent, serialize.Serialized):
       # Memory that the object store owns must not be taken for ours.
       return span.put(serialize.unpack(sent), layout, may_alias=False)
     peer = self._peers.get(sent.address)
@@ -145,14 +145,14 @@ class Links:
     return jax.device_put(x, layout)
 
 
-def size(sent: serialize.Parcel | Offer) -> int:
+def size(sent: serialize.Serialized | Offer) -> int:
   """Bytes of a value."""
-  if isinstance(sent, serialize.Parcel):
+  if isinstance(sent, serialize.Serialized):
     return sent.data.nbytes
   return math.prod(sent.shape) * jnp.dtype(sent.dtype).itemsize
 
 
-def way(dtype, size: int, near: bool, shared: bool = False) -> str:
+def transport(dtype, size: int, near: bool, shared: bool = False) -> str:
   """How a value travels, in words."""
   if size < SMALL:
     return 'in calls'

@@ -17,19 +17,19 @@ import ray
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
 from planner.lower import recovery
-from rlinf_jax.runtime import host, local, mailbox
+from rlinf_jax.runtime import base, local, programs
 from rlinf_jax.runtime import timeline as timeline_lib
-from rlinf_jax.runtime.interpreter import DiedError, StageError
+from rlinf_jax.runtime.base import ProcessDiedError, StageError
 from rlinf_jax.runtime.ray import actor as actor_lib
 from rlinf_jax.runtime.ray import actor_pool as actor_pool_lib
 from rlinf_jax.runtime.ray import channel, serialize
 from rlinf_jax.runtime.ray import pending as pending_lib
 
 
-class Cluster:
+class RayRuntime:
   """A plan's places in actors, which hold the state that steps carry.
 
-  It is used as `local.Local` is.
+  It is used as `local.LocalRuntime` is.
 
   Attributes:
     plan: what runs.
@@ -45,7 +45,7 @@ class Cluster:
     *,
     step: graph_lib.Flow,
     evaluate: graph_lib.Flow | None = None,
-    patience: float | None = None,
+    receive_timeout: float | None = None,
   ):
     """Refuses what the plan cannot run; starts nothing.
 
@@ -55,13 +55,15 @@ class Cluster:
         it there.
       step: the flow of a step.
       evaluate: the flow of its evaluation.
-      patience: seconds that a place waits for a value of another.
+      receive_timeout: seconds that a place waits for a value of another.
     """
     self.plan = plan
-    self.lowered = host.lower(plan, step, evaluate)
+    self.lowered = programs.lower(plan, step, evaluate)
     self.timeline = timeline_lib.Timeline()
     self.steps, self._failure, self._tree = 0, None, None
-    self._crew = actor_pool_lib.Crew(plan, flows, self.lowered, patience)
+    self._crew = actor_pool_lib.ActorPool(
+      plan, flows, self.lowered, receive_timeout
+    )
     self._wanted: list[str] = []  # Flows to be compiled.
     self._flying: list[futures.Future] = []
     self._life = 0  # How often a state was loaded.
@@ -69,19 +71,21 @@ class Cluster:
     self._first = 0  # The step that is next then.
     self._counts = collections.Counter()  # Turns begun since, by flow.
     self._sent = {}  # By process, how much has left it on ways within loops.
-    self._turns: list[pending_lib.Asked] = []  # Those that have not ended.
+    self._turns: list[
+      pending_lib.PendingCall
+    ] = []  # Those that have not ended.
     self._taken: dict[str, int] = {}  # The turns that each place has.
     self._replaceable = actor_lib.replaceable(plan, self.lowered)
     self._renewed: dict[str, int] = {}  # The turn that another began with.
     self._said: list[str] = []
     self._pool, self._lock = futures.ThreadPoolExecutor(64), threading.RLock()
 
-  def way(self, source: str, target: str, value: graph_lib.Value) -> str:
+  def transport(self, source: str, target: str, value: graph_lib.Value) -> str:
     """How a value goes from place to place, in words."""
     self._begun()
     near = target in self._crew.near(source)
     shared = self.plan.places[target].processes > 1
-    return channel.way(value.dtype, value.bytes, near, shared)
+    return channel.transport(value.dtype, value.bytes, near, shared)
 
   def ambient(self):
     """The driver reads checkpoints as they are; actors lay them out."""
@@ -184,7 +188,7 @@ class Cluster:
     self._crew.end()
     self._pool.shutdown(wait=False)
 
-  def about(self) -> dict[str, dict[str, Any]]:
+  def processes(self) -> dict[str, dict[str, Any]]:
     """Where every process of a place is: its id, node, kind of device."""
     self._begun()
     return dict(self._crew.about)
@@ -218,15 +222,15 @@ class Cluster:
     self._flying = [one for one in self._flying if not one.done()] + [made]
     return local.reported(self.lowered[name].flow, made)
 
-  def _turn(self, name: str, step: int, inputs=()) -> pending_lib.Asked:
+  def _turn(self, name: str, step: int, inputs=()) -> pending_lib.PendingCall:
     """The next turn."""
     leaves = ray.put([serialize.pack(x) for x in jax.tree.leaves(inputs)])
-    return pending_lib.Asked(
+    return pending_lib.PendingCall(
       name, step, leaves, self._counts.total(), self._counts[name]
     )
 
   def _ask(
-    self, turn: pending_lib.Asked, member: str, left=recovery.EVERYTHING
+    self, turn: pending_lib.PendingCall, member: str, left=recovery.EVERYTHING
   ):
     """Has a process take its part in a turn."""
     asked = self._crew.actors[member].turn.remote(
@@ -235,7 +239,7 @@ class Cluster:
     )
     turn.of[asked] = member
 
-  def _collect(self, turn: pending_lib.Asked) -> dict[int, Any]:
+  def _collect(self, turn: pending_lib.PendingCall) -> dict[int, Any]:
     """Outputs of a turn, when all actors have taken it."""
     outputs = {}
     while turn.of:
@@ -263,7 +267,7 @@ class Cluster:
       self._turns.remove(turn)
     return outputs
 
-  def _mend(self, turn: pending_lib.Asked, asked, error):
+  def _mend(self, turn: pending_lib.PendingCall, asked, error):
     """Has another process take over, or keeps the failure.
 
     Raises:
@@ -327,7 +331,7 @@ class Cluster:
     if first.step > self._first:
       starts = {start: i for i, (start, _) in enumerate(step.flow.carry)}
       carried = {
-        starts[v]: mailbox.Way('step', (), op.value, op.place, member)
+        starts[v]: base.Channel('step', (), op.value, op.place, member)
         for v, op in actor_lib.taken_over(step, member).items()
         if op
       }
@@ -347,7 +351,7 @@ class Cluster:
       f'{len(left.skip)} calls of stages need not be made again.'
     )
 
-  def _lacks(self, turn: pending_lib.Asked, member: str) -> bool:
+  def _lacks(self, turn: pending_lib.PendingCall, member: str) -> bool:
     """Whether a process has not answered for a turn."""
     return any(
       name == member and not pending_lib.answered(asked)
@@ -358,7 +362,7 @@ class Cluster:
     """Puts up anew who has died between turns.
 
     Raises:
-      DiedError: if one of them held what nobody else does.
+      ProcessDiedError: if one of them held what nobody else does.
     """
     with self._lock:
       for member, error in self._crew.dead().items():
@@ -369,7 +373,7 @@ class Cluster:
         except pending_lib.FAILURES:
           raise error from None
 
-  def said(self) -> list[str]:
+  def notices(self) -> list[str]:
     """What was got over since this was asked last, a death or less."""
     with self._lock:
       lines, self._said = self._said, []
@@ -384,7 +388,7 @@ class Cluster:
     if self._renewed and not died:
       # It may come of a death that was thought survived, such as a pull from
       # who is no more: so the run goes on from its checkpoint, once.
-      self._failure = DiedError(str(self._failure))
+      self._failure = ProcessDiedError(str(self._failure))
     for name, actor in self._crew.actors.items():
       if name != member:
         actor.fail.remote(str(self._failure))

@@ -41,7 +41,7 @@ class Recipe:
     )
 
 
-def start(address: str):
+def connect(address: str):
   """Connects to Ray, before JAX begins its threads.
 
   Raises:
@@ -49,7 +49,7 @@ def start(address: str):
   """
   from rlinf_jax.runtime.ray import actor_pool
 
-  actor_pool.start(address)
+  actor_pool.connect(address)
 
 
 def check_measurable():
@@ -67,12 +67,12 @@ def check_measurable():
     )
 
 
-def place(
+def runtime(
   plan: plan_lib.Plan,
   flows,
   train,
   folder: pathlib.Path,
-  patience: float | None,
+  receive_timeout: float | None,
 ):
   """The places of a plan, each an actor; starts none yet.
 
@@ -81,12 +81,12 @@ def place(
     flows: of a step and of an evaluation.
     train: what the recipe calls, `rlinf_jax.train.train`.
     folder: of the run.
-    patience: seconds that a place waits for a value of another.
+    receive_timeout: seconds that a place waits for a value of another.
   """
   from rlinf_jax.runtime.ray import driver
 
   step, evaluate = flows
   recipe = Recipe(train, config.text(), str(folder))
-  return driver.Cluster(
-    plan, recipe, step=step, evaluate=evaluate, patience=patience
+  return driver.RayRuntime(
+    plan, recipe, step=step, evaluate=evaluate, receive_timeout=receive_timeout
   )

@@ -5,14 +5,14 @@ from typing import Any
 
 import ray
 
-from rlinf_jax.runtime.interpreter import StageError
+from rlinf_jax.runtime.base import StageError
 
 # Of taking a place over, after which a run goes on from its checkpoint.
 FAILURES = StageError, ValueError, LookupError, ray.exceptions.RayError
 
 
 @dataclasses.dataclass(eq=False)
-class Asked:
+class PendingCall:
   """A call of a flow that has not ended.
 
   Attributes:

@@ -8,14 +8,13 @@ from typing import Any
 import jax
 import ray
 
-from rlinf_jax.runtime import host
-from rlinf_jax.runtime import mailbox as mailbox_lib
+from rlinf_jax.runtime import base, host
 from rlinf_jax.runtime.ray import channel
 from rlinf_jax.runtime.ray import send_log as send_log_lib
 from sharding import span
 
 
-class Peer(host.Host):
+class RemoteHost(host.Host):
   """A host whose other places are actors.
 
   Where its own place is of several processes, all of them run the same program;
@@ -45,10 +44,10 @@ class Peer(host.Host):
     """
     super().__init__(*args, **kwargs)
     self.leads, self._axes = leads, axes
-    self.links = channel.Links(ray.util.get_node_ip_address())
+    self.links = channel.Channels(ray.util.get_node_ip_address())
     self.peers, self.near = {}, frozenset()
     self.sent, self.life, self.number, self.count = {}, 0, 0, 0
-    self.retained = send_log_lib.Retained(replaceable)
+    self.retained = send_log_lib.SendLog(replaceable)
     self._posting = threading.Lock()
     self.bytes, self.seconds = {}, {}
 
@@ -88,26 +87,26 @@ class Peer(host.Host):
           actor.deliver.remote(self.life, way, number, packed)
 
   def forget(self, ended: Mapping[str, int]):
-    """Forgets what nobody will need again; as `Retained.forget`."""
+    """Forgets what nobody will need again; as `SendLog.forget`."""
     with self._posting:
       self.retained.forget(ended)
 
-  def absorb(self, carried: Mapping[int, mailbox_lib.Way]):
+  def absorb(self, carried: Mapping[int, base.Channel]):
     """Has carried values, by their numbers, be what comes on some ways."""
-    (worker,) = self.workers.values()
+    (worker,) = self.interpreters.values()
     flow = self.lowered['step'].flow
     ways = dict.fromkeys(carried.values())
-    came = {way: self.mail.get(way, self.patience) for way in ways}
+    came = {way: self.mail.get(way, self.receive_timeout) for way in ways}
     for i, way in carried.items():
       value = flow.values[flow.carry[i][0]]  # As a step begins with it.
       worker.state[i] = self.place_for(came[way], value, way.target)
 
   def settle(self, arrays):
-    if not self.links.settle(arrays, self.patience):
+    if not self.links.settle(arrays, self.receive_timeout):
       raise RuntimeError(
-        f'What it overwrites was not fetched within {self.patience:g} s by the '
-        'place that it was sent to: that one hangs, or takes longer than '
-        '`patience` allows.'
+        f'A value about to be overwritten was not fetched within '
+        f'{self.receive_timeout:g} s by the place that it was sent to: that '
+        'place hangs, or takes longer than `receive_timeout` allows.'
       )
     if self.failure:
       raise self.failure
@@ -120,7 +119,7 @@ class Peer(host.Host):
     super().load(leaves)
     self.links.forget()
 
-  def pull(self, way: mailbox_lib.Way, offer: channel.Offer) -> jax.Array:
+  def pull(self, way: base.Channel, offer: channel.Offer) -> jax.Array:
     """Fetches a value as soon as it is offered, and says that it has it."""
     flow = self.lowered[way.flow].flow
     for node in way.loop:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 
-from rlinf_jax.runtime import mailbox
+from rlinf_jax.runtime import base
 from rlinf_jax.runtime.ray import channel, serialize
 
 
@@ -26,7 +26,7 @@ class Sent(NamedTuple):
   packed: Any
 
 
-class Retained:
+class SendLog:
   """Values that others would need again, until it is known that they do not.
 
   Of what a place carries from step to step the last is kept, as that place
@@ -41,7 +41,7 @@ class Retained:
     self.places = places
     self._sent = collections.defaultdict(collections.deque)
 
-  def keep(self, way: mailbox.Way, turn: int, number: int, packed) -> Any:
+  def keep(self, way: base.Channel, turn: int, number: int, packed) -> Any:
     """Keeps a value on its way; returns what to send of it."""
     if way.target not in self.places:
       return packed
@@ -50,7 +50,7 @@ class Retained:
       kept = None  # It can be pulled once.
     elif channel.size(packed) >= channel.SMALL:
       packed = kept = ray.put(packed)
-    elif isinstance(packed, serialize.Parcel):
+    elif isinstance(packed, serialize.Serialized):
       # Its memory may be that of an array which a step overwrites.
       kept = packed._replace(data=np.array(packed.data))
     self._sent[way].append(Sent(turn, number, kept))
@@ -67,7 +67,9 @@ class Retained:
       while len(sent) > 1 and sent[1].turn < ended.get(way.target, 0):
         sent.popleft()
 
-  def to(self, place: str, turn: int) -> Iterator[tuple[mailbox.Way, int, Any]]:
+  def to(
+    self, place: str, turn: int
+  ) -> Iterator[tuple[base.Channel, int, Any]]:
     """What a place needs to take a turn again, in the order of every way.
 
     Raises:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-class Parcel(NamedTuple):
+class Serialized(NamedTuple):
   """An array on its way.
 
   Attributes:
@@ -26,19 +26,19 @@ class Parcel(NamedTuple):
   key: str = ''
 
 
-def pack(x: Any) -> Parcel:
+def pack(x: Any) -> Serialized:
   """Takes an array from its devices."""
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     data = np.asarray(jax.random.key_data(x))
-    return Parcel(data, '', str(jax.random.key_impl(x)))
+    return Serialized(data, '', str(jax.random.key_impl(x)))
   data = np.asarray(x)
   if data.dtype.kind == 'V':  # A type of ml_dtypes: NumPy sees bytes.
     plain = data.view(f'u{data.dtype.itemsize}')
-    return Parcel(plain, data.dtype.name)
-  return Parcel(data, data.dtype.name)
+    return Serialized(plain, data.dtype.name)
+  return Serialized(data, data.dtype.name)
 
 
-def unpack(parcel: Parcel) -> Any:
+def unpack(parcel: Serialized) -> Any:
   """The array; its memory may be shared, and must not be written."""
   data, dtype, key = parcel
   if key:

@@ -241,7 +241,7 @@ def test_a_workflow_learns_from_it_on_two_places(case, name):
     PLAN | {'pieces': 2 if name == 'grpo' else 1},
     dict.fromkeys((*step.stages, *evaluate.stages)),
   )
-  runtime = local.Local(plan, step=step, evaluate=evaluate)
+  runtime = local.LocalRuntime(plan, step=step, evaluate=evaluate)
   runtime.load(workflow.init(jax.random.key(0)))
   norms = []
   for i, batch in enumerate(batches):
@@ -285,7 +285,7 @@ def test_it_sleeps_while_another_place_has_the_device_that_it_shares(case):
   both = {'actor': {'devices': [0]}, 'learner': {'devices': [0]}}
   shared = PLAN | {'places': both, 'share': ['learner', 'actor'], 'pieces': 2}
   shared['stages'] = {'generate': 'actor', '*': 'learner'}
-  runtime = local.Local(plan_lib.of(shared, step.stages), step=step)
+  runtime = local.LocalRuntime(plan_lib.of(shared, step.stages), step=step)
   runtime.load(workflow.init(jax.random.key(0)))
   for i in range(3):
     info = runtime.step(tiny.problem(8, seed=i), jax.random.key(i))

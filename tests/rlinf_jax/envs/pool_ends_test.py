@@ -122,7 +122,7 @@ def test_five_hundred_iterations_take_no_more_memory():
   state = workflow.init(key)
   flow = flow_lib.trace(workflow.step, state, (), key)
   plan = plan_lib.of({'pieces': 2}, flow.stages)
-  runtime = local.Local(plan, step=flow)
+  runtime = local.LocalRuntime(plan, step=flow)
   runtime.load(state)
   processes = [psutil.Process(), *map(psutil.Process, pool.pids)]
   sizes = []

@@ -14,7 +14,7 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.envs import gymnasium
 from rlinf_jax.runtime import local
-from rlinf_jax.runtime.interpreter import DiedError
+from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.runtime.ray import actor_pool, driver
 from stages import workflows
 from stages.learn import optimizers
@@ -60,7 +60,7 @@ def flows(**settings):
 
 @pytest.fixture(scope='module', autouse=True)
 def here():
-  actor_pool.start()
+  actor_pool.connect()
   yield
   ray.shutdown()
 
@@ -74,7 +74,7 @@ def made():
     record = functools.partial(flows, **settings)
     step, evaluate = record()
     plan = plan_lib.of(sketch, dict.fromkeys(step.stages + evaluate.stages))
-    there.append(driver.Cluster(plan, record, step=step, evaluate=evaluate))
+    there.append(driver.RayRuntime(plan, record, step=step, evaluate=evaluate))
     return there[-1]
 
   yield make
@@ -111,7 +111,7 @@ def one():
   start = begin(**PENDULUM)
   step, evaluate = flows(**PENDULUM)
   plan = plan_lib.of({}, dict.fromkeys(step.stages + evaluate.stages))
-  runtime = local.Local(plan, step=step, evaluate=evaluate)
+  runtime = local.LocalRuntime(plan, step=step, evaluate=evaluate)
   yield start, run(runtime, start)
   runtime.close()
 
@@ -121,7 +121,9 @@ def test_a_process_of_their_own_changes_no_bit(made, one):
   start, want = one
   remote = made(APART, **PENDULUM)
   same(run(remote, start), want)
-  assert not remote.said()  # Nothing was lost, and nothing had to be brought.
+  assert (
+    not remote.notices()
+  )  # Nothing was lost, and nothing had to be brought.
 
 
 def test_who_dies_costs_no_bit(made, one):
@@ -130,18 +132,18 @@ def test_who_dies_costs_no_bit(made, one):
   remote = made(APART, **PENDULUM)
   infos, _ = run(remote, start, steps=1)
   kept = jax.tree.map(np.array, remote.state())
-  worker = psutil.Process(remote.about()['robots']['pid']).children()[0]
+  worker = psutil.Process(remote.processes()['robots']['pid']).children()[0]
   worker.kill()  # Between two steps.
   told, _ = go_on(remote, 1, 2)
-  (said,) = remote.said()
+  (said,) = remote.notices()
   assert 'robots: Process' in said and 'SIGKILL and is begun anew' in said
   tiny.assert_same_bits(infos + told, want[0][:4])
   for place in ('policy', 'robots'):
-    os.kill(remote.about()[place]['pid'], signal.SIGKILL)
-    with pytest.raises(DiedError):
+    os.kill(remote.processes()[place]['pid'], signal.SIGKILL)
+    with pytest.raises(ProcessDiedError):
       go_on(remote, 1, STEPS)
     got = run(remote, kept, 1)  # As a run does, from its last checkpoint.
-    assert 'robots: Episodes that are gone on with' in remote.said()[0]
+    assert 'robots: Episodes that are gone on with' in remote.notices()[0]
     tiny.assert_same_bits(infos + got[0], want[0])
     tiny.assert_same_bits(got[1], want[1])
 
@@ -151,6 +153,6 @@ def test_a_simulator_that_dies_in_a_place_costs_its_episode(made, tmp_path):
   remote = made(APART, **settings)
   infos, _ = run(remote, begin(**settings), steps=2)
   assert [float(info['env/lost']) for info in infos[::2]] == [1, 0]
-  (said,) = remote.said()
+  (said,) = remote.notices()
   assert 'robots: Environment' in said
   assert 'stepping when its process was killed by SIGKILL: its episode' in said

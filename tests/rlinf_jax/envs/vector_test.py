@@ -207,7 +207,7 @@ def test_ppo_learns_the_same_from_either_and_in_pieces(pool):
   state = workflow.init(KEY)
   flow = flow_lib.trace(workflow.step, state, (), KEY)
   plan = plan_lib.of({'pieces': 2}, flow.stages)
-  planned = local.Local(plan, step=flow)
+  planned = local.LocalRuntime(plan, step=flow)
   planned.load(state)
   planned.step((), KEY)
   near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)

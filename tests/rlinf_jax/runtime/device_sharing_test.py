@@ -10,7 +10,7 @@ import pytest
 
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import interpreter, local
+from rlinf_jax.runtime import base, interpreter, local
 from rlinf_jax.runtime import lease as lease_lib
 from sharding import offload
 import stages
@@ -54,7 +54,7 @@ def planned(workflow, shared, **fields):
   if not shared:
     sketch = {'stages': dict.fromkeys(names, 'all')}
   plan = plan_lib.of(sketch | fields)
-  return local.Local(plan, step=step, evaluate=evaluate)
+  return local.LocalRuntime(plan, step=step, evaluate=evaluate)
 
 
 def run(runtime, workflow, steps=3):
@@ -141,14 +141,14 @@ def pair(check=lambda x: x, fail_at=None):
 def two(flow, **fields):
   where = {'act': 'actor', 'look': 'learner', 'learn': 'learner'}
   plan = plan_lib.of({'places': BOTH, 'stages': where, 'share': SHARE} | fields)
-  return local.Local(plan, step=flow)
+  return local.LocalRuntime(plan, step=flow)
 
 
 @pytest.fixture
 def account(monkeypatch):
   """Bytes that every place has in each kind of memory, at all instructions."""
   seen, held, lock = [], {}, threading.Lock()
-  interpret = interpreter.Worker._interpret
+  interpret = interpreter.Interpreter._interpret
 
   def counted(self, frame, op):
     interpret(self, frame, op)
@@ -169,7 +169,7 @@ def account(monkeypatch):
       )
       seen.append(({name: dict(one) for name, one in held.items()}, live))
 
-  monkeypatch.setattr(interpreter.Worker, '_interpret', counted)
+  monkeypatch.setattr(interpreter.Interpreter, '_interpret', counted)
   return seen
 
 
@@ -201,9 +201,7 @@ def test_a_place_that_fails_lets_the_device_go_and_the_other_is_told(account):
   runtime = two(flow)
   runtime.load(state)
   runtime.step(x, key)
-  with pytest.raises(
-    interpreter.StageError, match='Stage look on place .* step 2'
-  ):
+  with pytest.raises(base.StageError, match='Stage look on place .* step 2'):
     runtime.step(x, key)
   assert not any(place.lease.held for place in runtime.places.values())
   runtime.load(state, 1)
@@ -215,13 +213,13 @@ def test_who_waits_too_long_for_a_device_says_who_has_it():
   state, (_, x, key), flow = pair()
   # All at one place, which waits for no value meanwhile.
   runtime = two(flow, stages=dict.fromkeys(flow.stages, 'learner'))
-  runtime.patience = 0.2
+  runtime.receive_timeout = 0.2
   runtime.load(state)
   at = runtime.places['learner'].lease.folder
   other = lease_lib.Lease(at, 'A stranger', 0)
   other.acquire()
   with pytest.raises(
-    interpreter.StageError,
+    base.StageError,
     match=r"In step 1: Place 'learner' has waited 0.2 s .*A str",
   ):
     runtime.step(x, key)

@@ -85,7 +85,7 @@ def planned(workflow, state, batch, key, place, rows):
   """One step by a plan."""
   flow = flow_lib.trace(workflow.step, state, batch, key)
   plan = plan_lib.one_place(flow.stages, tiny.PLACES[place], rows)
-  runtime = local.Local(plan, step=flow)
+  runtime = local.LocalRuntime(plan, step=flow)
   runtime.load(state)
   info = runtime.step(batch, key)
   return runtime.state(), info
@@ -174,7 +174,7 @@ def drawn(policy, params, place, dtype):
     return step(params, prompt, key)[1]
   flow = flow_lib.trace(step, params, prompt, key)
   plan = plan_lib.one_place(flow.stages, tiny.PLACES[place])
-  runtime = local.Local(plan, step=flow)
+  runtime = local.LocalRuntime(plan, step=flow)
   runtime.load(params)
   return jax.device_get(runtime.step(prompt, key))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from planner.ir import flow, plan
-from rlinf_jax.runtime import interpreter, local, timeline
+from rlinf_jax.runtime import base, local, timeline
 import stages
 from stages import workflows
 from stages.learn import optimizers
@@ -22,7 +22,7 @@ def local_of(workflow, batch, held_out=None, **kwargs):
   if held_out is not None:
     evaluate = tiny.trace_evaluation(workflow, held_out)
   names = dict.fromkeys(step.stages + (evaluate.stages if evaluate else ()))
-  return local.Local(
+  return local.LocalRuntime(
     plan.one_place(names, **kwargs), step=step, evaluate=evaluate
   )
 
@@ -151,7 +151,7 @@ def test_random_steps_planned_are_eager_bit_for_bit(seed):
 
   state, batch = draw(rng.integers(1, 5)), draw(rng.integers(1, 3))
   graph = flow.trace(step, state, batch, KEY)
-  planned = local.Local(plan.one_place(graph.stages), step=graph)
+  planned = local.LocalRuntime(plan.one_place(graph.stages), step=graph)
   planned.load(state)
   pairs = []
   for _ in range(3):
@@ -200,7 +200,9 @@ def ready(step, state=None, batch=None, **kwargs):
   """A runtime of a step, with its state in place."""
   state = STATE if state is None else state
   graph = flow.trace(step, state, BATCH if batch is None else batch, KEY)
-  planned = local.Local(plan.one_place(graph.stages, **kwargs), step=graph)
+  planned = local.LocalRuntime(
+    plan.one_place(graph.stages, **kwargs), step=graph
+  )
   planned.load(state)
   return planned
 
@@ -275,7 +277,7 @@ def test_a_host_stage_that_fails_says_which_where_and_when():
   planned.step(BATCH, KEY)
   planned.step(BATCH, KEY)
   said = "Stage judge on place 'all' failed in step 3: the verifier is away"
-  with pytest.raises(interpreter.StageError, match=said) as error:
+  with pytest.raises(base.StageError, match=said) as error:
     planned.step(BATCH, KEY)
   assert isinstance(error.value.__cause__, LookupError)
 
@@ -289,7 +291,7 @@ def test_a_stage_of_jax_that_fails_says_which_where_and_when():
 
   planned = ready(learner(broken))
   said = "Stage judge on place 'all' failed in step 1: .*the verifier is away"
-  with pytest.raises(interpreter.StageError, match=re.compile(said, re.S)):
+  with pytest.raises(base.StageError, match=re.compile(said, re.S)):
     planned.step(BATCH, KEY)
 
 
@@ -297,7 +299,7 @@ def test_after_a_failure_a_state_must_be_loaded_before_the_next_step():
   answers = [fail, first_column]
   planned = ready(learner(judge(lambda x: answers.pop(0)(x))))
   for _ in range(2):
-    with pytest.raises(interpreter.StageError, match='failed in step 1'):
+    with pytest.raises(base.StageError, match='failed in step 1'):
       planned.step(BATCH, KEY)
   planned.load(STATE)
   planned.step(BATCH, KEY)
@@ -314,15 +316,13 @@ def test_after_a_failure_a_state_must_be_loaded_before_the_next_step():
 def test_a_host_stage_that_breaks_its_promise_is_named(made):
   planned = ready(learner(judge(lambda x: made)))
   said = "judge on place 'all' failed in step 1: Stage judge declares outputs"
-  with pytest.raises(interpreter.StageError, match=said):
+  with pytest.raises(base.StageError, match=said):
     planned.step(BATCH, KEY)
 
 
 def test_a_batch_of_another_shape_is_refused_by_the_stage_that_reads_it():
   planned = ready(learner(judge(first_column)))
-  with pytest.raises(
-    interpreter.StageError, match=r'Stage \w+ .*failed in step 1'
-  ):
+  with pytest.raises(base.StageError, match=r'Stage \w+ .*failed in step 1'):
     planned.step(BATCH[:4], KEY)
 
 
@@ -362,9 +362,9 @@ def test_groups_that_a_mesh_would_split_are_refused():
       with pytest.raises(
         ValueError, match='pair takes 8 rows .* 4 groups of 2'
       ):
-        local.Local(planned, step=graph)
+        local.LocalRuntime(planned, step=graph)
     else:
-      local.Local(planned, step=graph)
+      local.LocalRuntime(planned, step=graph)
 
 
 def test_placing_changes_no_bit():

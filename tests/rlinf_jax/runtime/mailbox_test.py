@@ -3,14 +3,14 @@ import time
 
 import pytest
 
-from rlinf_jax.runtime import mailbox
+from rlinf_jax.runtime import base, mailbox
 
-ONE = mailbox.Way('step', (), 3, 'actor', 'learner')
+ONE = base.Channel('step', (), 3, 'actor', 'learner')
 TWO = ONE._replace(value=4)
 
 
 def test_values_come_in_the_order_in_which_they_were_sent():
-  post = mailbox.Mail()
+  post = mailbox.Mailbox()
   for i in range(5):
     post.put(ONE, i)
     post.put(TWO, -i)
@@ -19,7 +19,7 @@ def test_values_come_in_the_order_in_which_they_were_sent():
 
 
 def test_what_fails_is_told_to_who_waits_and_to_who_will():
-  post, told = mailbox.Mail(), []
+  post, told = mailbox.Mailbox(), []
 
   def wait():
     with pytest.raises(ValueError, match='first') as error:
@@ -41,5 +41,7 @@ def test_what_fails_is_told_to_who_waits_and_to_who_will():
 
 
 def test_nobody_waits_longer_than_is_said():
-  with pytest.raises(mailbox.LateError, match=r"'learner' has waited 0.01 s"):
-    mailbox.Mail().get(ONE, 0.01)
+  with pytest.raises(
+    base.ReceiveTimeoutError, match=r"'learner' has waited 0.01 s"
+  ):
+    mailbox.Mailbox().get(ONE, 0.01)

@@ -37,7 +37,7 @@ def test_rows_in_micro_batches_are_the_rows(n):
 
   x, y = rows()
   w = jnp.ones((3, 2))
-  got = jax.jit(micro_batch.in_microbatches(weigh, n))(x, w, y)
+  got = jax.jit(micro_batch.in_micro_batches(weigh, n))(x, w, y)
   same(got, weigh(x, w, y))
 
 
@@ -56,7 +56,7 @@ def test_sums_in_micro_batches_are_the_sums(n):
     }
 
   x, y = rows(1)
-  got = jax.jit(micro_batch.in_microbatches(measure, n))(2.0, x, y)
+  got = jax.jit(micro_batch.in_micro_batches(measure, n))(2.0, x, y)
   same(got, measure(2.0, x, y))
 
 
@@ -64,7 +64,9 @@ def test_sums_in_micro_batches_are_the_sums(n):
 def test_a_sum_without_a_zero_starts_from_its_first_part(n):
   # All are below zero, and so is the largest.
   largest = stages.Stage(lambda x: metrics.maximum(x), 'largest', 'sum')
-  got = jax.jit(micro_batch.in_microbatches(largest, n))(-1.0 - jnp.arange(8.0))
+  got = jax.jit(micro_batch.in_micro_batches(largest, n))(
+    -1.0 - jnp.arange(8.0)
+  )
   assert got.max == -1.0
 
 
@@ -72,14 +74,14 @@ def test_a_part_that_is_not_finite_shows():
   total = stages.Stage(lambda x: x.sum(), 'total', 'sum')
   for bad in (jnp.nan, jnp.inf):
     x = jnp.ones(8).at[5].set(bad)
-    got = jax.jit(micro_batch.in_microbatches(total, 2))(x)
+    got = jax.jit(micro_batch.in_micro_batches(total, 2))(x)
     np.testing.assert_array_equal(got, bad)
 
 
 def test_keys_can_be_cut():
   draw = stages.Stage(lambda key: jax.vmap(jax.random.normal)(key), 'draw')
   keys = jax.random.split(jax.random.key(0), 8)
-  same(jax.jit(micro_batch.in_microbatches(draw, 2))(keys), draw(keys))
+  same(jax.jit(micro_batch.in_micro_batches(draw, 2))(keys), draw(keys))
 
 
 def test_micro_batches_are_taken_in_order():
@@ -91,7 +93,7 @@ def test_micro_batches_are_taken_in_order():
 
   x = jnp.arange(16.0) ** 2
   for n in (4, 8):
-    same(jax.jit(micro_batch.in_microbatches(compare, n))(x), compare(x))
+    same(jax.jit(micro_batch.in_micro_batches(compare, n))(x), compare(x))
 
 
 @pytest.mark.parametrize('place', ['one', 'data', 'fsdp', 'mixed'])

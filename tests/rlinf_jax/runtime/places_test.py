@@ -10,7 +10,7 @@ import pytest
 
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import interpreter, local
+from rlinf_jax.runtime import base, local
 import stages
 
 NAMES = ('act', 'judge', 'learn', 'apply')
@@ -79,7 +79,7 @@ def workflow(act=0.0, learn=0.0, fail=None):
 
 def runtime(step, plan):
   flow = flow_lib.trace(step, jnp.ones(2), BATCH, KEY)
-  made = local.Local(plan_lib.of(plan, flow.stages), step=flow)
+  made = local.LocalRuntime(plan_lib.of(plan, flow.stages), step=flow)
   made.load(jnp.ones(2))
   return made
 
@@ -109,9 +109,9 @@ def test_a_stage_that_fails_anywhere_stops_every_place(name, pieces):
   piece = ', piece 1 of 2' if pieces > 1 and name != 'apply' else ''
   said = f"Stage {name} on place 'at {name}' failed in step 1{piece}: it is"
   start = time.monotonic()
-  with pytest.raises(interpreter.StageError, match=said):
+  with pytest.raises(base.StageError, match=said):
     planned.step(BATCH, KEY)
-  with pytest.raises(interpreter.StageError, match=said):
+  with pytest.raises(base.StageError, match=said):
     planned.step(BATCH, KEY)  # It does not go on with half a state.
   assert time.monotonic() - start < 10
   planned.close()

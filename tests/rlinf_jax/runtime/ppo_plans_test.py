@@ -138,7 +138,7 @@ def test_trajectories_are_the_same_in_pieces(pieces):
 
   flow = flow_lib.trace(step, (world, obs), params, random_plans_test.key(0))
   plan = plan_lib.of({'pieces': pieces}, flow.stages)
-  runtime = local.Local(plan, step=flow)
+  runtime = local.LocalRuntime(plan, step=flow)
   runtime.load((world, obs))
   made = runtime.step(params, random_plans_test.key(0))
   _, want = step((world, obs), params, random_plans_test.key(0))

@@ -89,7 +89,7 @@ def random_plan(seed, stages, rows, evict, updates):
 
 def run(plan, workflow, state, batches):
   """Steps from a state as a plan has them, as arrays."""
-  runtime = local.Local(plan, step=tiny.trace(workflow, batches[0]))
+  runtime = local.LocalRuntime(plan, step=tiny.trace(workflow, batches[0]))
   runtime.load(state)
   made = []
   for i, batch in enumerate(batches):
@@ -138,7 +138,7 @@ def test_steps_that_overlap_by_the_lag_compute_the_same(lag):
     | {'*': 'learner'},
   }
   step = flow_lib.trace(late.step, state, tiny.problem(), key(0))
-  runtime = local.Local(plan_lib.of(sketch, step.stages), step=step)
+  runtime = local.LocalRuntime(plan_lib.of(sketch, step.stages), step=step)
   runtime.load(state)
   flying, infos = [], []
   for i in range(n):

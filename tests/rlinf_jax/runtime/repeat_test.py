@@ -13,7 +13,7 @@ from planner.ir import plan as plan_lib
 from planner.lower import passes, unroll
 from planner.lower import program as program_lib
 from planner.simulation import simulate as simulate_lib
-from rlinf_jax.runtime import interpreter, local
+from rlinf_jax.runtime import base, local
 import stages
 from stages import repeat
 from tests.planner.lower import cut_test
@@ -484,7 +484,7 @@ def test_what_is_done_in_a_loop_says_in_which():
 
 
 def runtime_of(flow, plan, state):
-  runtime = local.Local(plan, step=flow)
+  runtime = local.LocalRuntime(plan, step=flow)
   runtime.load(state)
   return runtime
 
@@ -561,8 +561,6 @@ def test_a_failure_in_a_loop_says_in_which_round():
   loop = repeat.Repeat(lambda n: (fails(n), None), 'loop', at_most=4)
   flow = trace(lambda n, x: (loop(n), ()), jnp.int32(0), ())
   runtime = runtime_of(flow, plan_lib.one_place(flow.stages), jnp.int32(0))
-  with pytest.raises(
-    interpreter.StageError, match='step 1, round 3 of loop: it is'
-  ):
+  with pytest.raises(base.StageError, match='step 1, round 3 of loop: it is'):
     runtime.step((), ())
   runtime.close()

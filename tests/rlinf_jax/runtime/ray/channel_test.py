@@ -30,7 +30,7 @@ LAYOUTS = [
 
 @pytest.fixture(scope='module')
 def ends():
-  return channel.Links('127.0.0.1'), channel.Links('127.0.0.1')
+  return channel.Channels('127.0.0.1'), channel.Channels('127.0.0.1')
 
 
 def meshes():
@@ -102,9 +102,14 @@ def test_what_is_sent_may_be_overwritten_when_it_was_read(ends, monkeypatch):
 def test_a_way_is_chosen_by_size_and_kind():
   key = jax.random.split(jax.random.key(0), 1 << 18)
   plain = np.dtype('float32')
-  assert channel.way(plain, 100, False) == 'in calls'
-  assert channel.way(plain, channel.SMALL, False) == 'device to device'
-  assert channel.way(plain, channel.SMALL, True) == 'by shared memory'
-  assert channel.way(key.dtype, channel.SMALL, False) == 'by the object store'
-  assert channel.way(plain, channel.SMALL, False, True) == 'by the object store'
+  assert channel.transport(plain, 100, False) == 'in calls'
+  assert channel.transport(plain, channel.SMALL, False) == 'device to device'
+  assert channel.transport(plain, channel.SMALL, True) == 'by shared memory'
+  assert (
+    channel.transport(key.dtype, channel.SMALL, False) == 'by the object store'
+  )
+  assert (
+    channel.transport(plain, channel.SMALL, False, True)
+    == 'by the object store'
+  )
   assert channel.size(serialize.pack(np.zeros((3, 4), np.float32))) == 48

@@ -18,7 +18,7 @@ import ray
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
-from rlinf_jax.runtime.interpreter import DiedError, StageError
+from rlinf_jax.runtime.base import ProcessDiedError, StageError
 from rlinf_jax.runtime.ray import actor_pool, driver
 import stages
 from stages import workflows
@@ -71,7 +71,7 @@ def flows(lag=0):
 @pytest.fixture(scope='module', autouse=True)
 def here():
   before = {p.pid for p in psutil.process_iter()}
-  actor_pool.start()
+  actor_pool.connect()
   yield
   ray.shutdown()
   time.sleep(1)
@@ -101,9 +101,9 @@ def far(request):
     step, evaluate = fn()
     plan = plan_lib.of(sketch, dict.fromkeys(step.stages + evaluate.stages))
     made.append(
-      driver.Cluster(plan, fn, step=step, evaluate=evaluate, **kwargs)
+      driver.RayRuntime(plan, fn, step=step, evaluate=evaluate, **kwargs)
     )
-    return made[-1], local.Local(plan, step=step, evaluate=evaluate)
+    return made[-1], local.LocalRuntime(plan, step=step, evaluate=evaluate)
 
   yield make
   for runtime in made:
@@ -123,7 +123,7 @@ def test_processes_compute_the_same_bits(far, sketch, lag):
   assert max(span.end for span in spans) < remote.timeline.now()[0]
   moved = remote.moved()
   assert moved['actor', 'learner'][0] > 0
-  about = remote.about()
+  about = remote.processes()
   assert len({one['pid'] for one in about.values()}) == len(about)
   near.close()
 
@@ -230,7 +230,7 @@ def test_a_process_that_dies_with_the_state_is_told_in_seconds(far):
   made = remote.submit(batch(9), KEY)
   time.sleep(1)
   start = time.monotonic()
-  os.kill(remote.about()['a']['pid'], signal.SIGKILL)
+  os.kill(remote.processes()['a']['pid'], signal.SIGKILL)
   with pytest.raises(StageError, match="process of place 'a' has died"):
     made.result(timeout=20)
   assert time.monotonic() - start < 5
@@ -242,18 +242,18 @@ def test_a_process_that_dies_without_a_state_is_replaced_in_seconds(far):
   remote, _ = far(PAIR, functools.partial(simple, sleep))
   remote.load(jnp.zeros(()))
   assert remote.step(batch(1), KEY) == 8
-  before, made = remote.about()['b']['pid'], remote.submit(batch(9), KEY)
+  before, made = remote.processes()['b']['pid'], remote.submit(batch(9), KEY)
   time.sleep(1)
   os.kill(before, signal.SIGKILL)
   assert made.result(timeout=60) == 72 and remote.state() == 80
-  (line,) = remote.said()
+  (line,) = remote.notices()
   assert "place 'b' has died in step 2. Another has taken its place" in line
-  assert remote.about()['b']['pid'] != before
+  assert remote.processes()['b']['pid'] != before
   assert remote.step(batch(1), KEY) == 8
 
 
 def test_who_waits_too_long_says_for_what(far):
-  remote, _ = far(PAIR, functools.partial(simple, sleep), patience=2.0)
+  remote, _ = far(PAIR, functools.partial(simple, sleep), receive_timeout=2.0)
   remote.load(jnp.zeros(()))
   with pytest.raises(StageError, match=r"'a' has waited 2 s .*'b'.*step 1"):
     remote.step(batch(9), KEY)
@@ -276,7 +276,7 @@ def test_more_devices_than_there_are_are_refused(far, monkeypatch):
   many = {'devices': list(range(500)), 'axes': [['tensor', 500]]}
   step, evaluate = simple()
   plan = plan_lib.of({'places': {'a': many}}, [*step.stages])
-  remote = driver.Cluster(plan, simple, step=step, evaluate=evaluate)
+  remote = driver.RayRuntime(plan, simple, step=step, evaluate=evaluate)
   with pytest.raises(ValueError, match=r"wants 500 CPU for 'a', and Ray has"):
     remote.load(jnp.zeros(()))
 
@@ -286,7 +286,7 @@ KILLS, STEPS = 30, 6
 
 def kill(remote, place):
   with contextlib.suppress(ProcessLookupError):
-    os.kill(remote.about()[place]['pid'], signal.SIGKILL)
+    os.kill(remote.processes()[place]['pid'], signal.SIGKILL)
 
 
 def survive(remote, rng, kills):
@@ -307,10 +307,10 @@ def survive(remote, rng, kills):
         timer.start()
       while len(told) < STEPS:
         told.append(float(remote.step(batch(len(told) % 5), KEY)))
-        mended += remote.said()
+        mended += remote.notices()
         if len(told) % 2 == 0:
           saved.append(remote.state())
-    except DiedError:
+    except ProcessDiedError:
       died += 1
       told = told[: 2 * (len(saved) - 1)]
       remote.load(saved[-1], len(told))
@@ -348,7 +348,7 @@ def test_who_only_holds_copies_is_taken_over_within_a_step(far, lag):
     timer.join()
     tiny.assert_same_bits(got[0], want[0])
     tiny.assert_same_bits(got[1], want[1])
-    mended += remote.said()
+    mended += remote.notices()
   assert mended
   for line in mended:
     assert re.search("'actor' has died in step .* Another has taken", line)

@@ -15,7 +15,7 @@ import ray
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
-from rlinf_jax.runtime.interpreter import DiedError
+from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.runtime.ray import actor, actor_pool, driver
 import stages
 
@@ -32,7 +32,7 @@ SLOW = 2.0  # A batch of this takes the stage that is slow very long.
 
 @pytest.fixture(scope='module', autouse=True)
 def here():
-  actor_pool.start()
+  actor_pool.connect()
   yield
   ray.shutdown()
   time.sleep(1)
@@ -99,8 +99,8 @@ def far():
     fn = functools.partial(flows, slow)
     step, evaluate = fn()
     plan = plan_lib.of(SKETCH, dict.fromkeys(step.stages + evaluate.stages))
-    made.append(driver.Cluster(plan, fn, step=step, evaluate=evaluate))
-    return made[-1], local.Local(plan, step=step, evaluate=evaluate)
+    made.append(driver.RayRuntime(plan, fn, step=step, evaluate=evaluate))
+    return made[-1], local.LocalRuntime(plan, step=step, evaluate=evaluate)
 
   yield make
   for runtime in made:
@@ -118,7 +118,7 @@ def test_processes_of_one_device_have_it_in_turn_and_compute_the_same(far):
     told.append(jax.device_get([seen, runtime.state()]))
   jax.tree.map(np.testing.assert_array_equal, *told)
   remote, near = runtimes
-  about = remote.about()
+  about = remote.processes()
   assert about['actor']['pid'] != about['learner']['pid']
   spans = [
     (s.start, s.end, s.place)
@@ -142,22 +142,24 @@ def test_who_dies_with_the_device_is_told_of_and_followed(far, victim):
   want = float(remote.step(batch(1.0), KEY))
   made = remote.submit(batch(SLOW), KEY)
   time.sleep(1)  # It has the device, and will for long.
-  pid = remote.about()[victim]['pid']
+  pid = remote.processes()[victim]['pid']
   start = time.monotonic()
   os.kill(pid, signal.SIGKILL)
-  with pytest.raises(DiedError, match=f"process of place '{victim}' has died"):
+  with pytest.raises(
+    ProcessDiedError, match=f"process of place '{victim}' has died"
+  ):
     made.result(timeout=20)
   assert time.monotonic() - start < 5
   start = time.monotonic()
   remote.load(state(), 0)  # Another process takes it.
   assert float(remote.step(batch(1.0), KEY)) == want
-  assert remote.about()[victim]['pid'] != pid
+  assert remote.processes()[victim]['pid'] != pid
 
 
 def test_what_ray_cannot_share_is_refused():
   places = {name: plan_lib.Placement((0,)) for name in 'ab'}
   one = plan_lib.Plan(places, {}, share=('a', 'b'))
-  a, b = (actor.Member(name, 0, 1) for name in 'ab')
+  a, b = (actor.Process(name, 0, 1) for name in 'ab')
   assert actor_pool._need(one, a, (a, b), 'GPU') == {'CPU': 1.0, 'GPU': 0.5}
   assert actor_pool._need(one, a, (a, b), 'CPU') == {'CPU': 1.0}
   pair = plan_lib.Placement((0, 1), (('data', 2),))

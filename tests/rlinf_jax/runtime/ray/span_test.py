@@ -20,7 +20,7 @@ import pytest
 import ray
 
 from rlinf_jax.run import checkpoint
-from rlinf_jax.runtime.interpreter import DiedError
+from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.runtime.ray import actor_pool
 import stages
 from tests.rlinf_jax.runtime import random_plans_test
@@ -86,7 +86,7 @@ def _listens(port):
 @pytest.fixture(scope='module', autouse=True)
 def here():
   with cluster_of(2, 2) as address:
-    actor_pool.start(address)
+    actor_pool.connect(address)
     while sum(node['Alive'] for node in ray.nodes()) < 2:
       time.sleep(0.1)
     yield
@@ -99,7 +99,7 @@ def test_two_processes_of_a_device_compute_the_same_bits(far, tmp_path):
   want = driver_test.run(near, driver_test.grpo())
   for one, other in zip(got, want, strict=True):
     tiny.assert_same_bits(one, other)
-  assert {*remote.about()} == {'actor', 'learner 1/2', 'learner 2/2'}
+  assert {*remote.processes()} == {'actor', 'learner 1/2', 'learner 2/2'}
   assert {*remote.moved()} == {('actor', 'learner'), ('learner', 'actor')}
   # Either goes on from a checkpoint of the other.
   remote.load(_saved(near, tmp_path / 'near'), 3)
@@ -141,7 +141,7 @@ def test_two_processes_of_two_devices_compute_the_same_but_for_rounding(
     ]
     made.append([[tiny.arrays(x) for x in (infos, runtime.state())]])
   random_plans_test.compare(remote.plan, *made)
-  nodes = {one['node'] for one in remote.about().values()}
+  nodes = {one['node'] for one in remote.processes().values()}
   assert len(nodes) == 2  # Neither has four processors.
   near.close()
 
@@ -182,12 +182,14 @@ def test_the_death_of_one_process_is_that_of_its_place(far):
     remote.load(jnp.zeros(()))
     assert remote.step(batch(1, rows), driver_test.KEY) == 2 * rows
     assert remote.state() == 2 * rows
-    about = remote.about()
+    about = remote.processes()
     made = remote.submit(batch(9, rows), driver_test.KEY)
     time.sleep(0.5)
     start = time.monotonic()
     os.kill(about[victim]['pid'], signal.SIGKILL)
-    with pytest.raises(DiedError, match=f"process of place '{victim}' has die"):
+    with pytest.raises(
+      ProcessDiedError, match=f"process of place '{victim}' has die"
+    ):
       made.result(timeout=20)
     assert time.monotonic() - start < 5
     # Each may be in a call that the other will not come to.

@@ -1,0 +1,112 @@
+"""The programs of a plan's places, and questions about them."""
+
+import collections
+from collections.abc import Callable, Iterator
+import dataclasses
+
+from planner.costs import cost as cost_lib
+from planner.ir import graph as graph_lib
+from planner.ir import plan as plan_lib
+from planner.lower import passes
+from planner.lower import program as program_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+  """A flow as a plan runs it.
+
+  Attributes:
+    flow: the flow, cut into pieces and ordered.
+    programs: instructions by place.
+    resident: places that hold each carried value, by its number in the carry.
+  """
+
+  flow: graph_lib.Flow
+  programs: dict[str, tuple[program_lib.Instruction, ...]]
+  resident: tuple[tuple[str, ...], ...]
+
+
+def lower(
+  plan: plan_lib.Plan,
+  step: graph_lib.Flow,
+  evaluate: graph_lib.Flow | None = None,
+  cost: cost_lib.Cost = cost_lib.EQUAL,
+) -> dict[str, Lowered]:
+  """Lowers a step and an evaluation with a plan; returns them by name.
+
+  Args:
+    plan: places, pieces and micro-batches.
+    step: the flow of a step.
+    evaluate: the flow of an evaluation, which carries the state unchanged. It
+      is not cut into pieces.
+    cost: decides which stage goes first where several could.
+  """
+  lowered = {'step': _lower(step, plan, cost)}
+  if evaluate:
+    uncut = dataclasses.replace(plan, pieces=1)
+    resident = lowered['step'].resident
+    equal = cost_lib.EQUAL  # The costs may be of a step's stages alone.
+    lowered['evaluate'] = _lower(evaluate, uncut, equal, resident)
+  return lowered
+
+
+def _lower(flow, plan, cost, resident=None) -> Lowered:
+  starts = [start for start, _ in flow.carry]
+  if resident is not None:
+    resident = dict(zip(starts, resident, strict=True))
+  # Where values live does not depend on how they are cut.
+  resident = resident or program_lib.homes(flow, plan)
+  cut, programs = passes.lower(flow, plan, cost, resident)
+  return Lowered(cut, programs, tuple(resident[start] for start in starts))
+
+
+def stage_calls(
+  flow: graph_lib.Flow, program, loop: tuple[int, ...] = ()
+) -> Iterator[
+  tuple[tuple[int, ...], graph_lib.Flow, program_lib.Run, frozenset[int]]
+]:
+  """Every call of a stage in a program, those within loops included.
+
+  Yields:
+    The node numbers of the enclosing loops, the flow or loop body, the
+    instruction, and the values of that flow which instructions other than
+    calls read or write.
+  """
+  passed = frozenset(v for op in program for v in program_lib.passed(op))
+  for op in program:
+    if isinstance(op, program_lib.Run):
+      yield loop, flow, op, passed
+    elif isinstance(op, program_lib.Repeat):
+      body = flow.nodes[op.node].body
+      yield from stage_calls(body, op.program, (*loop, op.node))
+
+
+def outputs(program) -> set[int]:
+  """Values that a place hands to the caller of the flow."""
+  return {
+    op.value
+    for op in program
+    if isinstance(op, program_lib.Send) and op.place == program_lib.SINK
+  }
+
+
+def traffic(
+  lowered: Lowered, transport: Callable[[str, str, graph_lib.Value], str]
+) -> list[tuple[str, str, str, int]]:
+  """What a step sends from place to place; loops are not counted.
+
+  Args:
+    lowered: a step.
+    transport: `source, target, value -> words`, as `Runtime.transport`.
+
+  Returns:
+    Source, target, transport and bytes.
+  """
+  total = collections.Counter()
+  for source, program in lowered.programs.items():
+    for op in program:
+      if isinstance(op, program_lib.Send) and op.place != program_lib.SINK:
+        value = lowered.flow.values[op.value]
+        how = transport(source, op.place, value)
+        total[source, op.place, how] += value.bytes
+  return [(*ends, size) for ends, size in total.items()]
