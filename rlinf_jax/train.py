@@ -82,8 +82,8 @@ def train(
       read: it may train the checkpoint to begin with.
     plan: where and how finely stages run: 'auto' measures them and searches,
       and searches again when steps are not as predicted. Else a plan as
-      `planner.plan.of` reads it, or a file of such JSON or of what --plan_json
-      wrote; None runs all on the first device.
+      `planner.ir.plan.parse` reads it, or a file of such JSON or of what
+      --plan_json wrote; None runs all on the first device.
     evaluate_every: updates between evaluations on held-out problems.
     until: end early once the workflow's score is at least this.
     videos: of so many evaluations one leaves a video, where a world can be
@@ -305,7 +305,7 @@ def read_plan(plan, step, evaluate) -> plan_lib.Plan:
   if isinstance(plan, str):
     plan = json.loads(pathlib.Path(plan).read_text())
     plan = plan.get('plan', plan)  # What --plan_json writes says more.
-  return plan_lib.of(
+  return plan_lib.parse(
     plan or {}, dict.fromkeys((*step.stages, *evaluate.stages))
   )
 
@@ -347,7 +347,7 @@ def _places(plan) -> str:
   """Devices, mesh and processes of every place."""
   kind = jax.devices()[0].device_kind
   said = [
-    f'{name}: {place}{", shared" * (name in plan.share)}'
+    f'{name}: {place}{", shared" * (name in plan.shared_devices)}'
     for name, place in plan.places.items()
   ]
   return f'{"; ".join(said)} ({kind})'

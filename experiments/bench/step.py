@@ -53,12 +53,15 @@ def bench(
     steps: how many are measured.
     warm: how many are not; the first of all is timed from the start of the
       process.
-    plan: as `planner.plan.of` reads it; None runs all on the first device.
+    plan: as `planner.ir.plan.parse` reads it; None runs all on the first
+      device.
   """
   key = jax.random.key(0)
   state = jax.eval_shape(workflow.init, key)
   flow = flow_lib.trace(workflow.step, state, batch, key)
-  runtime = local.LocalRuntime(plan_lib.of(plan or {}, flow.stages), step=flow)
+  runtime = local.LocalRuntime(
+    plan_lib.parse(plan or {}, flow.stages), step=flow
+  )
   runtime.compile('step')  # While the parameters are made.
   runtime.load(workflow.init(key))
   wall, cpu, spans, tokens = [], [], [], 0.0

@@ -101,7 +101,7 @@ def flows():
 def measure(pieces: int, far: bool) -> dict[str, float]:
   """Seconds a step in so many pieces: simulated, and taken."""
   made, evaluate = flows()
-  plan = plan_lib.of(
+  plan = plan_lib.parse(
     {
       'places': {'actor': {'devices': [0]}, 'learner': {'devices': [1]}},
       'stages': {'act': 'actor', '*': 'learner'},

@@ -92,7 +92,7 @@ def main():
       if i > 1:
         took[name].append((end[0] - start[0], end[1] - start[1]))
   runtime.close()
-  told = {'rows': found.best.rows}
+  told = {'micro_batch': found.best.micro_batch}
   for which, what in enumerate(('wall', 'cpu')):
     ratios = [
       a[which] / b[which]

@@ -40,11 +40,13 @@ def split(first, **more):
 
 SKETCHES = {
   'one device': {},
-  'one device, 8 rows at a time': {'rows': {'gradient': 8}},
-  'one device, 32 rows at a time': {'rows': {'gradient': 32, 'refer': 32}},
-  'one device, evictions': {'evict': ['apply', 'refer']},
+  'one device, 8 rows at a time': {'micro_batch': {'gradient': 8}},
+  'one device, 32 rows at a time': {
+    'micro_batch': {'gradient': 32, 'refer': 32}
+  },
+  'one device, offloads': {'offload': ['apply', 'refer']},
   'data=2': DATA,
-  'data=2, 16 rows at a time': DATA | {'rows': {'gradient': 16}},
+  'data=2, 16 rows at a time': DATA | {'micro_batch': {'gradient': 16}},
   'fsdp=2': FSDP,
   'generate | rest': split(ACT),
   'generate | rest, 2 pieces': split(ACT, pieces=2),
@@ -75,7 +77,7 @@ def main():
   made = setting_lib.setting()
   runs, rows = {}, []
   for name, sketch in SKETCHES.items():
-    plan = plan_lib.of(sketch, made.flow.stages)
+    plan = plan_lib.parse(sketch, made.flow.stages)
     predicted = autoplan.predict(made.flow, 0, made.model, plan).step
     cost = cost_table.Priced(made.model, plan)
     runs[name] = predicted, local.LocalRuntime(plan, step=made.flow, cost=cost)

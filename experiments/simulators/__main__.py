@@ -78,7 +78,7 @@ def acting(world, pieces: int, there: list, waits: list):
     return (place, obs), (x.reward, outcome.reward)
 
   flow = flow_lib.trace(step, there[0], given, jax.random.key(0))
-  plan = plan_lib.of({'pieces': pieces}, flow.stages)
+  plan = plan_lib.parse({'pieces': pieces}, flow.stages)
   runtime = local.LocalRuntime(plan, step=flow)
 
   def run() -> float:

@@ -9,7 +9,7 @@ class Priced:
 
   def __init__(self, model, plan: plan_lib.Plan):
     """Takes a model, as `planner.search.exact.Model`, and a plan."""
-    self._model, self._places, self._rows = model, plan.places, plan.rows
+    self._model, self._places, self._rows = model, plan.places, plan.micro_batch
 
   def seconds(self, flow: graph.Flow, node: graph.Node, place: str) -> float:
     """Of a call of a node there, so many rows at a time as is planned."""

@@ -34,7 +34,7 @@ def parts(
   axes = chosen.places[place].axes
   here = [i for i, name in enumerate(where) if name == place]
   carried = {v for v, places in homes.items() if place in places}
-  away = carried.intersection(program.private(flow, chosen.evict))
+  away = carried.intersection(program.private(flow, chosen.offload))
   resident = sum(layout.local(flow.values[v], axes) for v in carried - away)
   worst = (
     '',
@@ -73,11 +73,11 @@ def within(flow, node, chosen, axes, works, layout) -> dict[str, Number]:
   if graph.is_plumbing(node) or call is None:
     return {}
   if not isinstance(call, work.Call):
-    rows = chosen.rows.get(node.name)
+    rows = chosen.micro_batch.get(node.name)
     return call.bytes(flow, node, axes, layout, chosen.pieces, rows)
   parameters = collectives.Parameters(flow, node, layout)
   rows = max((flow.values[v].shape[0] for v in node.rows), default=0)
-  at_once = chosen.rows.get(node.name) or rows / chosen.pieces
+  at_once = chosen.micro_batch.get(node.name) or rows / chosen.pieces
   call = call.near(at_once)
   alive = call.each.bytes_alive * at_once / layout.row_ways(axes)
   fixed = call.fixed.bytes_alive * parameters.share(axes)

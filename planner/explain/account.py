@@ -123,13 +123,13 @@ def _stages(model, played: evaluate_plan.Played) -> list[dict[str, Any]]:
     for node in flow.nodes:
       if node.name in free and node.name not in tags:
         place = played.plan.places[played.plan.stages[node.name]]
-        rows = played.plan.rows.get(node.name)
+        rows = played.plan.micro_batch.get(node.name)
         tags[node.name] = model.explain(flow, node, place, rows).total.tag
   return [
     {
       'name': name,
       'place': played.plan.stages[name],
-      'rows': played.plan.rows.get(name),
+      'micro_batch': played.plan.micro_batch.get(name),
       'seconds': spent.get(name, 0.0),
       'slack': free[name],
       'tag': tags.get(name, 'modelled'),

@@ -127,16 +127,18 @@ def places(flow: graph.Flow, plan) -> str:
   for name, place in plan.places.items():
     stages = [s for s in flow.stages if plan.stages[s] == name]
     rows = [
-      f'{s} {plan.rows[s]} rows at a time' for s in stages if s in plan.rows
+      f'{s} {plan.micro_batch[s]} rows at a time'
+      for s in stages
+      if s in plan.micro_batch
     ]
     lines += [f'{name}: {place}', f'  {" → ".join(stages)}']
     lines += [f'  {", ".join(rows)}'] * bool(rows)
   lines += [f'in {plan.pieces} pieces'] * (plan.pieces > 1)
-  if plan.evict:
-    lines.append(f'in host memory while others run: {", ".join(plan.evict)}')
-  if plan.share:
+  if plan.offload:
+    lines.append(f'in host memory while others run: {", ".join(plan.offload)}')
+  if plan.shared_devices:
     lines.append(
-      f'share devices, the first goes first: {", ".join(plan.share)}'
+      f'share devices, the first goes first: {", ".join(plan.shared_devices)}'
     )
   return '\n'.join(lines)
 
@@ -150,9 +152,11 @@ def in_a_line(flow: graph.Flow, plan) -> str:
     devices = f'{len(place.devices)} {mesh}'.rstrip()
     said.append(f'[{" ".join(stages)}] on {devices}')
   said += [f'{plan.pieces} pieces'] * (plan.pieces > 1)
-  said += [f'{s} {n} rows at a time' for s, n in plan.rows.items()]
-  said += [f'evicted {" ".join(plan.evict)}'] * bool(plan.evict)
-  said += [f'devices shared by {" ".join(plan.share)}'] * bool(plan.share)
+  said += [f'{s} {n} rows at a time' for s, n in plan.micro_batch.items()]
+  said += [f'offloaded {" ".join(plan.offload)}'] * bool(plan.offload)
+  said += [f'devices shared by {" ".join(plan.shared_devices)}'] * bool(
+    plan.shared_devices
+  )
   return ', '.join(said)
 
 

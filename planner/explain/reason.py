@@ -127,8 +127,10 @@ def _meanwhile(played, place: str) -> dict[str, float]:
 
 def _moves(played, best, mine, its) -> str:
   said = f'moves add {_say(mine.moves)} against {_say(its.moves)}'
-  if played.plan.evict and not best.plan.evict:
-    return f'{said}: {", ".join(played.plan.evict)} go to host memory and back'
+  if played.plan.offload and not best.plan.offload:
+    return (
+      f'{said}: {", ".join(played.plan.offload)} go to host memory and back'
+    )
   found = overview.moves(played.flow, played.plan)
   if found:
     way, size = next(iter(found.items()))

@@ -70,7 +70,7 @@ def sensitivity(
   """
   costs = list(flow.stages)
   costs += [MOVES] * (found.space.devices > 1)
-  costs += [SWITCHES] * bool(found.space.evict)
+  costs += [SWITCHES] * bool(found.space.offload)
   changes = [(cost, times) for cost in costs for times in TIMES]
   plans = [found.best] + [
     plan

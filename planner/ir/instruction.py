@@ -50,7 +50,7 @@ class Drop(NamedTuple):
   value: int
 
 
-class Evict(NamedTuple):
+class Offload(NamedTuple):
   """Move `value` from device to host memory."""
 
   value: int
@@ -128,7 +128,7 @@ Instruction = (
   | Recv
   | Keep
   | Drop
-  | Evict
+  | Offload
   | Restore
   | Acquire
   | Release
@@ -140,7 +140,7 @@ Instruction = (
 def passed(op: Instruction) -> tuple[int, ...]:
   """Values that it keeps, moves or hands on, rather than calls a stage with."""
   match op:
-    case Send(v) | Evict(v) | Restore(v) | Until(v):
+    case Send(v) | Offload(v) | Restore(v) | Until(v):
       return (v,)
     case Keep(end, start):
       return end, start

@@ -62,24 +62,24 @@ class Plan:
 
   Attributes:
     places: name of each group of devices; they have none in common but those
-      in `share`.
+      in `shared_devices`.
     stages: the place of each stage.
-    rows: rows that a stage takes at once, for memory; a stage not named takes
-      all that it is given.
+    micro_batch: rows that a stage takes at once, which bounds its memory. A
+      stage that is not named takes all the rows that it is given.
     pieces: in how many pieces a batch passes from stage to stage, so that they
       overlap.
-    evict: stages whose own carried values (an optimiser's moments, a reference)
-      wait in host memory while other stages run.
-    share: places that have devices in common, which one of them has at a time.
-      Of those that wait, the one that is named first has them next.
+    offload: stages whose own carried values (an optimizer's moments, a
+      reference model) stay in host memory while other stages run.
+    shared_devices: places that have devices in common. One place uses them at a
+      time; of the places that wait, the one named first is served first.
   """
 
   places: dict[str, Placement]
   stages: dict[str, str]
-  rows: dict[str, int] = dataclasses.field(default_factory=dict)
+  micro_batch: dict[str, int] = dataclasses.field(default_factory=dict)
   pieces: int = 1
-  evict: tuple[str, ...] = ()
-  share: tuple[str, ...] = ()
+  offload: tuple[str, ...] = ()
+  shared_devices: tuple[str, ...] = ()
 
   def __post_init__(self):
     for stage, place in self.stages.items():
@@ -88,7 +88,10 @@ class Plan:
           f'Stage {stage} is planned on place {place!r}, which is not one of '
           f'{sorted(self.places)}.'
         )
-    for what, names in (('rows', self.rows), ('eviction', self.evict)):
+    for what, names in (
+      ('a micro-batch', self.micro_batch),
+      ('offloading', self.offload),
+    ):
       for stage in names:
         if stage not in self.stages:
           raise ValueError(
@@ -106,18 +109,18 @@ class Plan:
     for name, place in self.places.items():
       for device in place.devices:
         other = taken.setdefault(device, name)
-        if other != name and not {other, name} <= {*self.share}:
+        if other != name and not {other, name} <= {*self.shared_devices}:
           raise ValueError(
             f'Device {device} is in the places {other!r} and {name!r}: a '
             'device belongs to one place; put the stages that share it there, '
-            'or name both places in `share`, and they have it in turn.'
+            'or name both places in `shared_devices`, and they have it in turn.'
           )
-    for name in self.share:
+    for name in self.shared_devices:
       if name not in self.places or not self._beside(name):
         raise ValueError(
           f'The plan lets {name!r} share devices, and no other place of '
           f'{sorted(self.places)} has one of its devices: leave it out of '
-          '`share`.'
+          '`shared_devices`.'
         )
       if self.places[name].processes > 1:
         raise ValueError(
@@ -130,19 +133,19 @@ class Plan:
     own = set(self.places[place].devices)
     return [
       other
-      for other in self.share
+      for other in self.shared_devices
       if other in self.places
       and other != place
       and own.intersection(self.places[other].devices)
     ]
 
-  def shared(self, place: str) -> tuple[int, ...]:
+  def lease_devices(self, place: str) -> tuple[int, ...]:
     """The devices that a place can only have together with others.
 
     Its own, those of the places that have some of these, and so on: one place
     of them all has its turn at a time. None of them if it shares none.
     """
-    found, new = set(), [place] if place in self.share else []
+    found, new = set(), [place] if place in self.shared_devices else []
     while new:
       found.update(new)
       new = [x for name in new for x in self._beside(name) if x not in found]
@@ -161,15 +164,15 @@ class Plan:
     """Reads a plan; the inverse of `to_json`.
 
     Raises:
-      ValueError: as `of`.
+      ValueError: as `parse`.
     """
-    return of(json.loads(text))
+    return parse(json.loads(text))
 
 
 REST = '*'  # In a sketch: every stage that is not named.
 
 
-def of(sketch: Mapping[str, Any], stages: Iterable[str] = ()) -> Plan:
+def parse(sketch: Mapping[str, Any], stages: Iterable[str] = ()) -> Plan:
   """The plan that a person, or a file, has in mind.
 
     {'places': {'actor': {'devices': [0]}, 'learner': {'devices': [1]}},
@@ -203,10 +206,10 @@ def of(sketch: Mapping[str, Any], stages: Iterable[str] = ()) -> Plan:
   return Plan(
     places,
     where,
-    dict(sketch.get('rows', {})),
+    dict(sketch.get('micro_batch', {})),
     sketch.get('pieces', 1),
-    tuple(sketch.get('evict', ())),
-    tuple(sketch.get('share', ())),
+    tuple(sketch.get('offload', ())),
+    tuple(sketch.get('shared_devices', ())),
   )
 
 
@@ -226,8 +229,12 @@ def _refuse_strange(noun, sketch, kind):
     raise ValueError(f'A {noun} has no {strange}: it has {known}.')
 
 
-def one_place(stages, placement: Placement = Placement(), rows=None) -> Plan:
+def one_place(
+  stages, placement: Placement = Placement(), micro_batch=None
+) -> Plan:
   """The trivial plan: every stage on one place."""
   return Plan(
-    {'all': placement}, dict.fromkeys(stages, 'all'), rows=dict(rows or {})
+    {'all': placement},
+    dict.fromkeys(stages, 'all'),
+    micro_batch=dict(micro_batch or {}),
   )

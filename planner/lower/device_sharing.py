@@ -10,7 +10,7 @@ from planner.ir import graph
 from planner.ir.instruction import (
   Acquire,
   Begin,
-  Evict,
+  Offload,
   Recv,
   Release,
   Repeat,
@@ -30,7 +30,7 @@ def in_turn(program, flow: graph.Flow, plan, place: str, loop: bool) -> list:
     place: where it runs.
     loop: it is a round of one, after which the place goes on.
   """
-  devices, rank = plan.shared(place), plan.share.index(place)
+  devices, rank = plan.lease_devices(place), plan.shared_devices.index(place)
   out, there = [], None  # Values surely on the devices; None: they may be gone.
   for op in program:
     match op:
@@ -49,7 +49,7 @@ def in_turn(program, flow: graph.Flow, plan, place: str, loop: bool) -> list:
         there = None
       case Restore():
         continue  # Whoever reads it has it brought back.
-      case Evict(v) if there:
+      case Offload(v) if there:
         there.discard(v)
     out.append(op)
   return out if loop else [*out, Release()]

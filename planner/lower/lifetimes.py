@@ -1,12 +1,12 @@
-"""How long values live at a place: drops, donations, evictions."""
+"""How long values live at a place: drops, donations, offloads."""
 
 import collections
 
 from planner.ir.instruction import (
   Begin,
   Drop,
-  Evict,
   Keep,
+  Offload,
   Recv,
   Repeat,
   Restore,
@@ -16,7 +16,7 @@ from planner.ir.instruction import (
 )
 
 
-def evict(program, flow, idle):
+def offload(program, flow, idle):
   """Has `idle` values on the device only around the stages that touch them."""
   out, away, begun = [], set(idle), {}
   for op in program:
@@ -33,7 +33,7 @@ def evict(program, flow, idle):
       continue
     begun.pop(op.node, None)
     gone = idle.intersection((*reads, *writes)).difference(*begun.values())
-    out += [Evict(v) for v in sorted(gone)]
+    out += [Offload(v) for v in sorted(gone)]
     away |= gone
   return out
 
@@ -47,7 +47,7 @@ def _uses(op, flow):
       return flow.nodes[i].reads, flow.nodes[i].writes
     case Repeat():
       return op.reads, op.writes
-    case Send(v, _) | Keep(v, _) | Restore(v) | Evict(v) | Until(v):
+    case Send(v, _) | Keep(v, _) | Restore(v) | Offload(v) | Until(v):
       return (v,), ()
     case Recv(v, _):
       return (), (v,)
@@ -79,7 +79,7 @@ def forget(program, flow, place, resident):
   for op in reversed(program):
     reads, writes = _uses(op, flow)
     last = {*reads, *writes} - seen
-    if isinstance(op, Evict) and op.value in last:
+    if isinstance(op, Offload) and op.value in last:
       continue  # Nobody will ask for it again.
     seen |= last
     if isinstance(op, Run | Repeat):

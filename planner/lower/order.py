@@ -33,7 +33,7 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
   where = program.locate(flow, plan)
   # Who shares devices is busy while another has them.
   there = [
-    tuple(dict.fromkeys(plan.shared(place) or place for place in part))
+    tuple(dict.fromkeys(plan.lease_devices(place) or place for place in part))
     for part in program.parts(flow, plan)
   ]
   n = len(flow.nodes)

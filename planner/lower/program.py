@@ -15,9 +15,9 @@ from planner.ir.instruction import (
   Acquire,
   Begin,
   Drop,
-  Evict,
   Instruction,
   Keep,
+  Offload,
   passed,
   Recv,
   Release,
@@ -36,7 +36,7 @@ __all__ = [
   'Acquire',
   'Begin',
   'Drop',
-  'Evict',
+  'Offload',
   'Instruction',
   'Keep',
   'Recv',
@@ -294,13 +294,13 @@ def lower(
     for place in resident[start] if start != end else ():
       writer.fetch(end, place)
       writer.add(place, Keep(end, start))
-  own = private(flow, plan.evict)
+  own = private(flow, plan.offload)
   idle = frozenset((*own, *own.values()))
   programs = {}
   for place, ops in writer.programs.items():
-    ops = lifetimes.evict(ops, flow, idle)
+    ops = lifetimes.offload(ops, flow, idle)
     ops = lifetimes.forget(ops, flow, place, resident)
-    if plan.shared(place):
+    if plan.lease_devices(place):
       ops = device_sharing_lib.in_turn(ops, flow, plan, place, loop)
     programs[place] = tuple(ops)
   return programs
@@ -309,10 +309,10 @@ def lower(
 def repeats(i: int, node: graph.Node, plan) -> dict[str, Repeat]:
   """What every place that has a part in a loop does.
 
-  Nothing waits in host memory between rounds: evictions are for whole steps.
+  Nothing waits in host memory between rounds: offloads are for whole steps.
   """
   body, takes, makes = node.body, node.enters, node.leaves
-  plan = dataclasses.replace(plan, evict=())
+  plan = dataclasses.replace(plan, offload=())
   held = homes(body, plan)
   return {
     place: Repeat(
@@ -349,7 +349,7 @@ def check_rows(flow: graph.Flow, plan):
     ValueError: with what it has.
   """
   for node in flow.nodes:
-    rows = plan.rows.get(node.name)
+    rows = plan.micro_batch.get(node.name)
     if rows is None or graph.is_plumbing(node):
       continue
     if node.stage.grain not in ('row', 'sum') or node.stage.host:

@@ -13,7 +13,7 @@ way of every part is remembered.
 In the paper a part that is cut again may also take turns with another on the
 same devices. Here a device belongs to one place, so turns are taken by stages
 of one place, and whether their states must leave the devices meanwhile is a
-question of memory: the first evictions with which a place fits are taken.
+question of memory: the first offloads with which a place fits are taken.
 """
 
 import itertools
@@ -167,21 +167,21 @@ class _Algorithm:
     return self.alone[block]
 
   def fastest(self, block: int, units: int):
-    """The seconds of a place, its options, and evictions; None if none fits."""
+    """The seconds of a place, its options, and offloads; None if none fits."""
     part, b = self.where(block)
-    for evict in self.choices.evictions:
-      fits = self.choices.fitting(self.cut, part, b, units, evict)
+    for offload in self.choices.offloads:
+      fits = self.choices.fitting(self.cut, part, b, units, offload)
       priced = [
         (
           self.choices.column(self.cut, block, units, *option).sum()
-          + self.switches(block, units, option[0], evict),
+          + self.switches(block, units, option[0], offload),
           i,
         )
         for i, option in enumerate(fits)
       ]
       if priced:
         seconds, i = min(priced)
-        return seconds, fits[i], evict
+        return seconds, fits[i], offload
     return None
 
   def where(self, block: int):
@@ -196,11 +196,11 @@ class _Algorithm:
       )
     return self.kinds[block]
 
-  def switches(self, block: int, units: int, axes, evict) -> float:
-    """Seconds of moving what is evicted away and back once a step."""
+  def switches(self, block: int, units: int, axes, offload) -> float:
+    """Seconds of moving what is offloaded away and back once a step."""
     flow, model = self.choices.flow, self.choices.model
     placement = self.choices.placement(0, units, axes)
-    stages = set(evict).intersection(self.choices.stages(block))
+    stages = set(offload).intersection(self.choices.stages(block))
     return sum(
       2 * model.switch(flow, start, placement)
       for start in program.private(flow, stages)
@@ -211,7 +211,7 @@ class _Algorithm:
     blocks = sorted(blocks, key=lambda pair: pair[0] & -pair[0])
     part = self.choices.blocks.index(tuple(block for block, _ in blocks))
     found = [self.fastest(block, units) for block, units in blocks]
-    evict = {stage for _, _, some in found for stage in some}
+    offload = {stage for _, _, some in found for stage in some}
     axes, rows = zip(*(option for _, option, _ in found), strict=True)
     return choices_lib.Choice(
       self.cut.pieces,
@@ -219,7 +219,7 @@ class _Algorithm:
       tuple(units for _, units in blocks),
       axes,
       rows,
-      tuple(s for s in self.choices.space.evict if s in evict),
+      tuple(s for s in self.choices.space.offload if s in offload),
     )
 
 

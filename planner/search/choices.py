@@ -25,7 +25,7 @@ class Choice(NamedTuple):
     units: devices of each place, in units.
     axes: of each place.
     rows: of each place, pairs of a stage and its rows; None for all.
-    evict: stages whose carried values wait in host memory.
+    offload: stages whose carried values wait in host memory.
   """
 
   pieces: int
@@ -33,7 +33,7 @@ class Choice(NamedTuple):
   units: tuple[int, ...]
   axes: tuple
   rows: tuple
-  evict: tuple[str, ...]
+  offload: tuple[str, ...]
 
 
 class Choices:
@@ -69,22 +69,22 @@ class Choices:
     for pieces in space.pieces:
       try:
         self.cuts[pieces] = pieces_lib.Cut(
-          flow, pieces, self.groups, dict(space.rows)
+          flow, pieces, self.groups, dict(space.micro_batch)
         )
       except ValueError as error:
         self.uncut[pieces] = str(error)
-    named = {*space.evict, *(stage for stage, _ in space.rows)}
+    named = {*space.offload, *(stage for stage, _ in space.micro_batch)}
     strange = sorted(named - {*flow.stages})
     if strange:
       raise ValueError(
-        f'The space has rows or evictions for {strange}, which are not among '
-        f'the stages {list(flow.stages)} of the flow.'
+        f'The space has micro-batches or offloads for {strange}, which are not '
+        f'among the stages {list(flow.stages)} of the flow.'
       )
-    n = len(space.evict)
-    self.evictions = [
+    n = len(space.offload)
+    self.offloads = [
       some
       for size in range(n + 1)
-      for some in itertools.combinations(space.evict, size)
+      for some in itertools.combinations(space.offload, size)
     ]
     self.infeasible = []
     self.stages = functools.cache(self._stages)
@@ -218,9 +218,9 @@ class Choices:
         for name, block in zip(names, blocks, strict=True)
         for stage in self.stages(block)
       },
-      rows={stage: n for stage, n in rows.items() if n is not None},
+      micro_batch={stage: n for stage, n in rows.items() if n is not None},
       pieces=choice.pieces,
-      evict=choice.evict,
+      offload=choice.offload,
     )
 
   # Memory.
@@ -267,11 +267,11 @@ class Choices:
     self.infeasible.sort(key=lambda item: item[0])
     del self.infeasible[SHOWN:]
 
-  def fitting(self, cut, part: int, b: int, units: int, evict):
+  def fitting(self, cut, part: int, b: int, units: int, offload):
     """The options of a place that fit in memory, whatever others look like."""
     blocks = self.blocks[part]
     block, held = blocks[b], self.homes(part)[b]
-    key = cut.pieces, block, held, units, evict
+    key = cut.pieces, block, held, units, offload
     if key not in self._fits:
       sizes = [self.smallest(other) for other in blocks]
       sizes[b] = units
@@ -285,7 +285,7 @@ class Choices:
       for option in self.options(cut, block, units):
         given[b] = [option]
         axes, rows = zip(*(options[0] for options in given), strict=True)
-        choice = Choice(cut.pieces, part, tuple(sizes), axes, rows, evict)
+        choice = Choice(cut.pieces, part, tuple(sizes), axes, rows, offload)
         if not self.overflows(choice, b):
           fits.append(option)
     return self._fits[key]
@@ -300,7 +300,8 @@ class Choices:
     if key not in self._possible:
       self._possible[key] = bool(self.menu(self.blocks[part][b], units)) and (
         any(
-          self.fitting(cut, part, b, units, evict) for evict in self.evictions
+          self.fitting(cut, part, b, units, offload)
+          for offload in self.offloads
         )
       )
     return self._possible[key]

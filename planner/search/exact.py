@@ -33,7 +33,7 @@ class Model(Protocol):
 
   Costs of a place depend on what is said of it alone: its stages, how many
   devices it has (they are consecutive), its axes, and the plan's pieces, rows
-  and evictions; memory on which carried values live there, too. Nothing but
+  and offloads; memory on which carried values live there, too. Nothing but
   `crowding` depends on how large other places are.
 
   Attributes:
@@ -93,9 +93,9 @@ class Space:
     places: at most so many.
     fewest: at least so many.
     pieces: in how many a batch may pass; what cannot be is left out.
-    rows: of a stage, the rows it may take at a time (None: all that it is
-      given). Stages that are not named take all.
-    evict: stages whose carried values may wait in host memory.
+    micro_batch: of a stage, the numbers of rows that it may take at once (None:
+      all that it is given). Stages that are not named take all.
+    offload: stages whose carried values may wait in host memory.
     together: stages that share a place whatever the plan.
   """
 
@@ -104,14 +104,16 @@ class Space:
   places: int = 4
   fewest: int = 1
   pieces: tuple[int, ...] = (1,)
-  rows: tuple[tuple[str, tuple[int | None, ...]], ...] = ()
-  evict: tuple[str, ...] = ()
+  micro_batch: tuple[tuple[str, tuple[int | None, ...]], ...] = ()
+  offload: tuple[str, ...] = ()
   together: tuple[tuple[str, ...], ...] = ()
 
   def __post_init__(self):
-    if isinstance(self.rows, dict):
-      rows = tuple((s, tuple(options)) for s, options in self.rows.items())
-      object.__setattr__(self, 'rows', rows)
+    if isinstance(self.micro_batch, dict):
+      rows = tuple(
+        (s, tuple(options)) for s, options in self.micro_batch.items()
+      )
+      object.__setattr__(self, 'micro_batch', rows)
     if self.unit < 1 or self.devices < self.unit:
       raise ValueError(
         f'A space of {self.devices} devices has no place of {self.unit}: '
@@ -276,9 +278,9 @@ class Search:
     self.seen.add((cut.pieces, part, units))
     blocks = choices.blocks[part]
     at = choices.place_of[part][cut.group]
-    for evict in choices.evictions:
+    for offload in choices.offloads:
       fitting = [
-        choices.fitting(cut, part, b, n, evict) for b, n in enumerate(units)
+        choices.fitting(cut, part, b, n, offload) for b, n in enumerate(units)
       ]
       columns = [
         [choices.column(cut, block, n, *option) for option in options]
@@ -297,7 +299,7 @@ class Search:
             *(fitting[b][o] for b, o in enumerate(some[k])), strict=True
           )
           choice = choices_lib.Choice(
-            cut.pieces, part, units, axes, rows, evict
+            cut.pieces, part, units, axes, rows, offload
           )
           self._push(choice, bounds[k], seconds[:, k : k + 1])
 

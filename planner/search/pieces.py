@@ -77,5 +77,5 @@ def apart(groups, rows=()) -> plan_lib.Plan:
   return plan_lib.Plan(
     {group[0]: plan_lib.Placement((i,)) for i, group in enumerate(groups)},
     {stage: group[0] for group in groups for stage in group},
-    rows=dict(rows),
+    micro_batch=dict(rows),
   )

@@ -30,8 +30,8 @@ def space(flow: graph.Flow, model: roofline.Roofline) -> exact.Space:
     cluster.devices,
     unit=cluster.node if several else 1,
     pieces=pieces,
-    rows=rows,
-    evict=_idle(flow, cluster.capacity),
+    micro_batch=rows,
+    offload=_idle(flow, cluster.capacity),
     together=grouping.glue(flow, model, cluster.devices, most=GROUPS),
   )
 

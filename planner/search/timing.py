@@ -38,7 +38,7 @@ def moves(choices, choice):
     if at[j] != at[i] and not adrift.intersection((j, i)):
       delays[e] = max(move(v, at[j], at[i]) for v in cut.carried[e])
   last, more = np.zeros((2, len(flow.nodes), 1))
-  own = program.private(flow, choice.evict)
+  own = program.private(flow, choice.offload)
   for start, end in flow.carry:
     readers = flow.readers.get(start, ())
     if start == end or flow.maker.get(end, -1) in {-1, *adrift}:

@@ -8,8 +8,8 @@ from planner.ir import graph
 from planner.lower.program import (
   Acquire,
   Drop,
-  Evict,
   Keep,
+  Offload,
   Recv,
   Release,
   Repeat,
@@ -23,7 +23,7 @@ class Span(NamedTuple):
   Attributes:
     step: in which step, from zero.
     place: where; for what was begun ahead of its turn, `outside` of that.
-    what: 'run', 'wait', 'evict' or 'restore'.
+    what: 'run', 'wait', 'offload' or 'restore'.
     node: which node ran; None for the rest.
     value: which value was waited for or moved; None for a run, and where
       shared devices were waited for, taken or let go.
@@ -76,7 +76,7 @@ class Frame:
       case Run(i, donate):
         self.there.update(self.flow.nodes[i].writes)
         self.there.difference_update(donate)
-      case Drop(v) | Evict(v):
+      case Drop(v) | Offload(v):
         self.there.discard(v)
       case Keep(end, start) if end in self.there:
         self.kept.add(start)

@@ -8,7 +8,7 @@ from planner.ir import graph
 from planner.lower.program import (
   Acquire,
   Begin,
-  Evict,
+  Offload,
   Recv,
   Release,
   Repeat,
@@ -183,8 +183,8 @@ class _Play:
         return self.take(place, devices, rank, values)
       case Release(v, source):
         return self.let_go(place, v, source)
-      case (Evict(v) | Restore(v)) as op:
-        what = 'evict' if isinstance(op, Evict) else 'restore'
+      case (Offload(v) | Restore(v)) as op:
+        what = 'offload' if isinstance(op, Offload) else 'restore'
         seconds = cost.switch(flow, v, place.name)
         return self.keep(place, what, seconds, value=v)
     frame.at += 1
@@ -258,7 +258,7 @@ class _Play:
     for frame in place.frames:
       held += [(frame.flow, v) for v in (*frame.there, *frame.kept)]
       frame.there, frame.kept, frame.given = set(), set(), set()
-    return self.switch(place, 'evict', held)
+    return self.switch(place, 'offload', held)
 
   def switch(self, place: clock.Place, what: str, moved) -> bool:
     """Moves values between devices and host, which keeps a place."""
@@ -266,7 +266,7 @@ class _Play:
     if seconds > 0:
       place.task = clock.Task(what, seconds, self.now)
       return False
-    if what == 'evict':
+    if what == 'offload':
       self.free(place)
     place.frame.at += 1
     return True

@@ -108,7 +108,7 @@ def predict(flow, ahead, model, chosen: plan_lib.Plan) -> Prediction:
   for node in played.flow.nodes:
     if not graph.is_plumbing(node):
       place = chosen.places[chosen.stages[node.name]]
-      rows = chosen.rows.get(node.name)
+      rows = chosen.micro_batch.get(node.name)
       tags[node.name] = model.explain(played.flow, node, place, rows).total.tag
   return Prediction(
     played.seconds,

@@ -228,10 +228,10 @@ def _stages(twin, colours) -> str:
     name = stage['name']
     tight = stage['slack'] < words.LITTLE * twin['seconds']
     slack = 'none' if tight else listing.seconds(stage['slack'])
-    at_once = f' <small>{stage["rows"]} rows at a time</small>'
+    at_once = f' <small>{stage["micro_batch"]} rows at a time</small>'
     rows.append(
       f'<tr><td>{page.key(name, colours[name])}'
-      f'{at_once if stage["rows"] else ""}</td>'
+      f'{at_once if stage["micro_batch"] else ""}</td>'
       f'<td class="text">{html.escape(stage["place"])}</td>'
       f'<td class="nowrap">{listing.seconds(stage["seconds"])}</td>'
       f'<td class="nowrap {"bad" if tight else ""}">{slack}</td>'

@@ -79,7 +79,7 @@ def _is_done(frame: StackFrame, op) -> bool:
       return i in left.skip
     case program_lib.Send(v, target):
       return (v, target) in left.sent
-    case program_lib.Drop(v) | program_lib.Evict(v) | program_lib.Restore(v):
+    case program_lib.Drop(v) | program_lib.Offload(v) | program_lib.Restore(v):
       return v not in frame.memory  # What made it was left out.
   return False
 
@@ -228,9 +228,9 @@ class Interpreter:
         frame.kept[v] = self._as(flow.values[end], flow.values[v], memory[end])
       case program_lib.Drop(v):
         del memory[v]
-      case program_lib.Evict(v):
+      case program_lib.Offload(v):
         (memory[v],) = offload.to_host([memory[v]])
-        line.add(turn.step, here, 'evict', flow.values[v].name, start)
+        line.add(turn.step, here, 'offload', flow.values[v].name, start)
       case program_lib.Restore(v):
         (memory[v],) = offload.to_device([memory[v]])
         line.add(turn.step, here, 'restore', flow.values[v].name, start)
@@ -276,7 +276,7 @@ class Interpreter:
       memory |= {v: moved[id(x)] for v, x in memory.items()}
     del there
     self.runtime.timeline.add(
-      turn.step, self.place.name, 'evict', SHARED, start
+      turn.step, self.place.name, 'offload', SHARED, start
     )
     self.place.lease.release()
 

@@ -151,9 +151,11 @@ def of_plan(plan, folder: str, places: Iterable[str]) -> dict[str, Lease]:
   """
   leases = {}
   for name in places:
-    if devices := plan.shared(name):
+    if devices := plan.lease_devices(name):
       at = pathlib.Path(folder, '-'.join(map(str, devices)))
-      leases[name] = Lease(at, f'Place {name!r}', plan.share.index(name))
+      leases[name] = Lease(
+        at, f'Place {name!r}', plan.shared_devices.index(name)
+      )
   return leases
 
 

@@ -45,12 +45,12 @@ class LocalRuntime(host.Host):
     """
     lowered = programs.lower(plan, step, evaluate, cost)
     leases = {}
-    if plan.share:
+    if plan.shared_devices:
       folder = tempfile.mkdtemp(prefix='rlinf_jax-')
       weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
       leases = lease_lib.of_plan(plan, folder, plan.places)
     places = {
-      name: place_lib.Place(name, at, plan.rows, rules, leases.get(name))
+      name: place_lib.Place(name, at, plan.micro_batch, rules, leases.get(name))
       for name, at in plan.places.items()
     }
     super().__init__(lowered, places)

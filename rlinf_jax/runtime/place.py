@@ -34,7 +34,7 @@ class Place:
     self,
     name: str,
     placement: plan_lib.Placement,
-    rows: dict[str, int],
+    micro_batch: dict[str, int],
     rules: rules_lib.Rules = rules_lib.DEFAULT,
     lease: lease_lib.Lease | None = None,
   ):
@@ -43,7 +43,7 @@ class Place:
     Args:
       name: of the place.
       placement: its devices and their mesh.
-      rows: at a time, by stage.
+      micro_batch: rows that each stage takes at once, by stage.
       rules: from letters to mesh axes.
       lease: by which it has its devices, if it shares them.
     """
@@ -54,7 +54,7 @@ class Place:
         f'Place {name!r} wants device {missing[0]}, and this process has '
         f'{len(there)}: name other devices, or start with more.'
       )
-    self.name, self.rows, self.rules = name, rows, rules
+    self.name, self.micro_batch, self.rules = name, micro_batch, rules
     self.lease = lease
     self.mesh = None
     self.device = there[devices[0]]
@@ -90,7 +90,7 @@ class Place:
     devices = math.prod(self.mesh.shape[axis] for axis in axes)
     for v in node.rows:
       value = flow.values[v]
-      size = self.rows.get(node.name, value.shape[0])
+      size = self.micro_batch.get(node.name, value.shape[0])
       self.layout(dataclasses.replace(value, shape=(size, *value.shape[1:])))
       if (size // group) % devices:
         raise ValueError(
@@ -160,7 +160,9 @@ class Place:
 
   def _compiled(self, node, reads, writes, spare):
     stage = node.stage
-    rows = None if graph_lib.is_plumbing(node) else self.rows.get(stage.name)
+    rows = None
+    if not graph_lib.is_plumbing(node):
+      rows = self.micro_batch.get(stage.name)
     # Already jitted: what the flow has traced is not traced again.
     fn = stage.run
     if rows:

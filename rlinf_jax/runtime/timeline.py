@@ -15,7 +15,7 @@ class Span(NamedTuple):
     step: the update it belongs to, from one.
     place: where it ran.
     what: 'run', 'send', 'wait' (for a value, or for devices that are shared),
-      'evict', 'restore', or 'elsewhere': of what was begun ahead of its turn,
+      'offload', 'restore', or 'elsewhere': of what was begun ahead of its turn,
       who did it when, in another process; that is its `place`.
     stage: what ran; where no stage did, the name of the value, or 'shared
       devices'.

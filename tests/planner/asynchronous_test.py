@@ -78,7 +78,7 @@ def runtime_of(engine, chosen):
     jnp.asarray(BATCH),
     jax.eval_shape(lambda: KEY),
   )
-  made = plan_lib.of(chosen)
+  made = plan_lib.parse(chosen)
   return local.LocalRuntime(made, step=flow), flow, made
 
 
@@ -171,11 +171,11 @@ def test_what_waits_in_host_memory_is_brought_back_once_for_all_pieces():
   _, flow, chosen = runtime_of(Engine(), together(4))
   ((start, end),) = flow.carry
   ordered, programs = passes.lower(flow, chosen)
-  ops = lifetimes.evict(programs['all'], ordered, frozenset({start, end}))
+  ops = lifetimes.offload(programs['all'], ordered, frozenset({start, end}))
   touched = [op for op in ops if getattr(op, 'value', None) == start]
   kinds = [type(op) for op in touched if not isinstance(op, program.Drop)]
   # For all calls of `act`, and for `apply`.
-  both = [program.Restore, program.Evict]
+  both = [program.Restore, program.Offload]
   assert kinds in (both, both + both)
   at = [
     i
@@ -184,7 +184,7 @@ def test_what_waits_in_host_memory_is_brought_back_once_for_all_pieces():
     and ordered.nodes[op.node].name == 'act'
   ]
   inside = ops[at[0] : at[-1]]
-  assert program.Evict(start) not in inside and len(at) == 8
+  assert program.Offload(start) not in inside and len(at) == 8
 
 
 def in_turn(x, key, T=3):
@@ -217,7 +217,7 @@ def in_turn(x, key, T=3):
 ], ids=['one place', 'two'])  # fmt: skip
 def test_a_policy_acts_on_one_half_while_the_other_is_simulated(sketch):
   flow = in_turn_flow()
-  chosen = plan_lib.of(sketch, flow.stages)
+  chosen = plan_lib.parse(sketch, flow.stages)
   ordered, programs = passes.lower(flow, chosen)
   named = [
     (type(op).__name__, ordered.nodes[op.node].piece[0])
@@ -251,7 +251,7 @@ def test_a_place_is_free_while_what_it_began_is_done(pieces, seconds):
   """
   flow = in_turn_flow()
   model = toys.Synthetic({'act': 1.0, 'simulate': 3.0})
-  chosen = plan_lib.of({'pieces': pieces}, flow.stages)
+  chosen = plan_lib.parse({'pieces': pieces}, flow.stages)
   played = evaluate_plan.play(flow, model, chosen)
   assert played.seconds == pytest.approx(seconds)
   assert played.busy == {'all': pytest.approx(4), 'all: simulate': 9}

@@ -68,7 +68,7 @@ def replaceable(
   found = {}
   for name, place in plan.places.items():
     copies = taken_over(lowered['step'], name)
-    alone = place.processes == 1 and name not in plan.share
+    alone = place.processes == 1 and name not in plan.shared_devices
     if alone and copies is not None:
       found[name] = frozenset(op.value for op in copies.values() if op)
   return found
@@ -171,7 +171,9 @@ class Actor:
       placement, devices=tuple(range(len(placement.devices)))
     )
     lease = lease_lib.of_plan(chosen, shared, [name]).get(name)
-    place = place_lib.Place(name, own, chosen.rows, rules_lib.DEFAULT, lease)
+    place = place_lib.Place(
+      name, own, chosen.micro_batch, rules_lib.DEFAULT, lease
+    )
     axes = {
       name: place.axes if place.processes == 1 else ()
       for name, place in chosen.places.items()

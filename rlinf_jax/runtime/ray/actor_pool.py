@@ -91,7 +91,7 @@ class ActorPool:
     self._group, self._needs = None, {}
     self._bundles: list[tuple[str, ...]] = []  # Places, of each of Ray's.
     self._shared = ''  # A folder.
-    if plan.share:
+    if plan.shared_devices:
       self._shared = tempfile.mkdtemp(prefix='rlinf_jax-')
       weakref.finalize(self, shutil.rmtree, self._shared, ignore_errors=True)
     self.actors, self.about = {}, {}
@@ -177,7 +177,8 @@ class ActorPool:
 
     Those that are processors of the same one, and those that share devices.
     """
-    here, shared = self.about[self._of(place)[0]], self._plan.shared(place)
+    here = self.about[self._of(place)[0]]
+    shared = self._plan.lease_devices(place)
 
     def is_near(name):
       there = self.about[name]
@@ -191,7 +192,7 @@ class ActorPool:
       for other in self._plan.places
       if all(map(is_near, self._of(other)))
       or shared
-      or self._plan.shared(other)
+      or self._plan.lease_devices(other)
     }
 
   def _reserve(self):
@@ -203,7 +204,7 @@ class ActorPool:
     kind = next(kind for kind in KINDS if there.get(kind))
     beside = collections.defaultdict(list)
     for name, member in self.members.items():
-      beside[self._plan.shared(member.place) or name].append(name)
+      beside[self._plan.lease_devices(member.place) or name].append(name)
     self._bundles = [tuple(names) for names in beside.values()]
     bundles = []
     for names in self._bundles:
@@ -362,7 +363,7 @@ def _need(
   """
   n = float(len(plan.places[member.place].devices) // member.of)
   if len(beside) > 1 and kind != 'CPU':
-    shared = len(plan.shared(member.place))
+    shared = len(plan.lease_devices(member.place))
     if kind != 'GPU' or shared > 1:
       raise ValueError(
         f'The places {[one.place for one in beside]} share {shared} {kind}: '

@@ -456,7 +456,7 @@ def test_copies_share_rows_and_shares_share_all():
 
 
 def test_micro_batches_shrink_activations():
-  found = one_place(rows={'grad': 2})
+  found = one_place(micro_batch={'grad': 2})
   assert found['activations, during grad'].value == pytest.approx(4e4)
   assert found['sums of a micro-batch, during grad'].value == PARAMS
   pieces = one_place(pieces=4)
@@ -464,7 +464,7 @@ def test_micro_batches_shrink_activations():
 
 
 def test_what_is_evicted_is_there_only_for_its_stage():
-  away = one_place(evict=('step',))
+  away = one_place(offload=('step',))
   # The worst moment is now another: moments, no activations.
   assert away['carried values, during step'].value == PARAMS
   assert away['restored values, during step'].value == PARAMS

@@ -9,13 +9,13 @@ from planner.simulation import simulate
 import toys
 
 
-def made(pieces=1, evict=(), seconds=None, **places):
+def made(pieces=1, offload=(), seconds=None, **places):
   flow = toys.chain('row', 'sum', 'batch')
   chosen = plan.Plan(
     {name: plan.Placement((i,)) for i, name in enumerate(places)},
     {stage: name for name, stages in places.items() for stage in stages},
     pieces=pieces,
-    evict=evict,
+    offload=offload,
   )
   cost = toys.Known(seconds or {'a': 4, 'b': 4, 'c': 2}, switch=0.5)
   flow, programs = passes.lower(flow, chosen, cost)
@@ -41,7 +41,7 @@ def test_a_chart_shows_pieces_overlap():
 
 
 def test_what_moves_between_device_and_host_is_shown():
-  flow, _, played = made(evict=('a',), all='abc')
+  flow, _, played = made(offload=('a',), all='abc')
   assert overview.MOVING in overview.chart(flow, played).splitlines()[0]
   assert overview.busy(flow, played)['all']['restore'] == pytest.approx(0.5)
 
@@ -55,7 +55,7 @@ def test_the_bottleneck_is_named_with_what_keeps_it():
 
 
 def test_a_plan_is_a_table_for_people():
-  flow, chosen, _ = made(pieces=2, evict=('a',), actor='a', learner='bc')
+  flow, chosen, _ = made(pieces=2, offload=('a',), actor='a', learner='bc')
   assert overview.places(flow, chosen).splitlines() == [
     'actor: 1 device',
     '  a',

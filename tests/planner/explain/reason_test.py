@@ -6,12 +6,12 @@ from planner.simulation import evaluate_plan
 import toys
 
 
-def played(model, flow, pieces=1, evict=(), **places):
+def played(model, flow, pieces=1, offload=(), **places):
   chosen = plan.Plan(
     {name: plan.Placement((i,)) for i, name in enumerate(places)},
     {stage: name for name, stages in places.items() for stage in stages},
     pieces=pieces,
-    evict=evict,
+    offload=offload,
   )
   return evaluate_plan.play(flow, model, chosen)
 

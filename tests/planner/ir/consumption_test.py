@@ -169,7 +169,7 @@ SKETCHES = {
 def test_a_simulator_behind_a_token_is_stepped_in_order(sketch):
   eager, state, obs = workflow(), begin(), np.ones(ROWS, np.float32)
   flow = flow_lib.trace(workflow(), state, obs, KEY)
-  runtime = local.LocalRuntime(plan_lib.of(sketch, flow.stages), step=flow)
+  runtime = local.LocalRuntime(plan_lib.parse(sketch, flow.stages), step=flow)
   runtime.load(state)
   for _ in range(3):
     made = runtime.step(obs, KEY)

@@ -25,7 +25,7 @@ PLANS = {
       'c': plan.Placement((2,)),
     },
     {'generate': 'a', 'gradient': 'b', 'apply': 'c'},
-    share=('b', 'a'),
+    shared_devices=('b', 'a'),
   ),
 }
 
@@ -37,18 +37,18 @@ def test_a_plan_survives_json(made):
 
 def test_a_plan_can_be_edited_as_json():
   data = json.loads(PLANS['a mesh'].to_json())
-  data['rows']['generate'] = 2
+  data['micro_batch']['generate'] = 2
   data['places']['all']['axes'] = [['fsdp', 8]]
   edited = plan.Plan.from_json(json.dumps(data))
-  assert edited.rows == {'generate': 2}
+  assert edited.micro_batch == {'generate': 2}
   assert edited.places['all'] == tiny.PLACES['fsdp']
 
 
 def test_one_place_holds_every_stage():
-  made = plan.one_place(('act', 'learn'), rows={'learn': 4})
+  made = plan.one_place(('act', 'learn'), micro_batch={'learn': 4})
   assert made.stages == {'act': 'all', 'learn': 'all'}
   assert list(made.places) == ['all']
-  assert made.rows == {'learn': 4}
+  assert made.micro_batch == {'learn': 4}
 
 
 def test_a_plan_cannot_be_changed_in_place():
@@ -63,9 +63,9 @@ def test_a_stage_on_an_unknown_place_is_refused():
 
 def test_rows_of_an_unknown_stage_are_refused():
   with pytest.raises(
-    ValueError, match=r"rows for 'gradeint', .*\['gradient'\]"
+    ValueError, match=r"micro-batch for 'gradeint', .*\['gradient'\]"
   ):
-    plan.one_place(['gradient'], rows={'gradeint': 4})
+    plan.one_place(['gradient'], micro_batch={'gradeint': 4})
 
 
 def test_several_devices_without_axes_are_refused():
@@ -124,27 +124,32 @@ def test_a_device_of_two_places_is_refused():
 
 def test_who_may_share_is_told_of_it():
   places = {'a': plan.Placement((3,)), 'b': plan.Placement((3,))}
-  with pytest.raises(ValueError, match='name both places in `share`'):
-    plan.Plan(places, {}, share=('a',))
+  with pytest.raises(ValueError, match='name both places in `shared_devices`'):
+    plan.Plan(places, {}, shared_devices=('a',))
 
 
 @pytest.mark.parametrize('name', ['c', 'd'])
 def test_who_has_nothing_to_share_is_refused(name):
   places = {n: plan.Placement((int(n == 'c'),)) for n in 'abc'}
   with pytest.raises(ValueError, match=f'lets {name!r} share devices, and no'):
-    plan.Plan(places, {}, share=('a', 'b', name))
+    plan.Plan(places, {}, shared_devices=('a', 'b', name))
 
 
 def test_places_that_share_have_all_their_devices_at_a_time():
   pair = (('data', 2),)
   devices = {'a': (0, 1), 'b': (1, 2), 'c': (2, 3), 'd': (4, 5), 'e': (4, 5)}
   places = {name: plan.Placement(at, pair) for name, at in devices.items()}
-  made = plan.Plan(places | {'f': plan.Placement((6,))}, {}, share=(*'ebcad',))
-  assert (
-    made.shared('a') == made.shared('b') == made.shared('c') == (0, 1, 2, 3)
+  made = plan.Plan(
+    places | {'f': plan.Placement((6,))}, {}, shared_devices=(*'ebcad',)
   )
-  assert made.shared('d') == made.shared('e') == (4, 5)
-  assert made.shared('f') == ()
+  assert (
+    made.lease_devices('a')
+    == made.lease_devices('b')
+    == made.lease_devices('c')
+    == (0, 1, 2, 3)
+  )
+  assert made.lease_devices('d') == made.lease_devices('e') == (4, 5)
+  assert made.lease_devices('f') == ()
 
 
 def test_no_pieces_are_refused():
@@ -153,8 +158,8 @@ def test_no_pieces_are_refused():
 
 
 def test_an_eviction_of_an_unknown_stage_is_refused():
-  with pytest.raises(ValueError, match=r"eviction for 'aply'.*\['apply'\]"):
-    plan.Plan({'a': plan.Placement()}, {'apply': 'a'}, evict=('aply',))
+  with pytest.raises(ValueError, match=r"offloading for 'aply'.*\['apply'\]"):
+    plan.Plan({'a': plan.Placement()}, {'apply': 'a'}, offload=('aply',))
 
 
 def test_a_field_that_plans_do_not_have_is_refused():
@@ -166,7 +171,7 @@ def test_a_field_that_plans_do_not_have_is_refused():
 def test_a_field_that_places_do_not_have_is_refused():
   place = {'devices': [0, 1], 'axes': [['data', 2]], 'proceses': 2}
   with pytest.raises(ValueError, match=r"place has no \['proceses'\]: it has"):
-    plan.of({'places': {'a': place}})
+    plan.parse({'places': {'a': place}})
 
 
 def test_what_a_plan_leaves_out_has_a_default():
@@ -176,19 +181,19 @@ def test_what_a_plan_leaves_out_has_a_default():
 
 
 def test_a_sketch_of_nothing_runs_all_on_one_device():
-  assert plan.of({}, ('act', 'learn')) == plan.one_place(('act', 'learn'))
+  assert plan.parse({}, ('act', 'learn')) == plan.one_place(('act', 'learn'))
 
 
 def test_three_lines_say_collocated_disaggregated_or_hybrid():
   names = ('generate', 'reward', 'gradient', 'apply')
   two = {'actor': {'devices': [0]}, 'learner': {'devices': [1]}}
-  collocated = plan.of({'places': {'all': {'devices': [0]}}}, names)
+  collocated = plan.parse({'places': {'all': {'devices': [0]}}}, names)
   assert set(collocated.stages.values()) == {'all'}
-  apart = plan.of(
+  apart = plan.parse(
     {'places': two, 'stages': {'generate': 'actor', '*': 'learner'}}, names
   )
   assert apart.stages == dict.fromkeys(names, 'learner') | {'generate': 'actor'}
-  hybrid = plan.of(
+  hybrid = plan.parse(
     {
       'places': two,
       'stages': {'generate': 'actor', 'reward': 'actor', '*': 'learner'},
@@ -201,7 +206,7 @@ def test_three_lines_say_collocated_disaggregated_or_hybrid():
 
 def test_a_sketch_that_places_a_stage_there_is_not_is_refused():
   with pytest.raises(ValueError, match=r"places \['genrate'\].*\['generate'\]"):
-    plan.of({'stages': {'genrate': 'all'}}, ('generate',))
+    plan.parse({'stages': {'genrate': 'all'}}, ('generate',))
 
 
 def test_only_places_of_one_process_share_devices():
@@ -212,4 +217,4 @@ def test_only_places_of_one_process_share_devices():
   with pytest.raises(
     ValueError, match="lets 'a' share devices, and it is of 2"
   ):
-    plan.Plan(places, {}, share=('a', 'b'))
+    plan.Plan(places, {}, shared_devices=('a', 'b'))

@@ -156,7 +156,7 @@ class Site:
           self.away.update(self.memory)
           self.taken.discard(self.has)
           self.has = None
-      case program.Evict(v):
+      case program.Offload(v):
         assert v in self.memory
         self.away.add(v)
       case program.Restore(v):
@@ -208,7 +208,7 @@ def play(graph, programs, memories, inputs):
 
 
 def random_plan(graph, seed, shared=False):
-  """One to four places, one to four pieces where rows allow, evictions.
+  """One to four places, one to four pieces where rows allow, offloads.
 
   Where devices are `shared`, there are two of them at most.
   """
@@ -219,10 +219,12 @@ def random_plan(graph, seed, shared=False):
     n = max(2, n)
     places = {f'p{i}': plan.Placement((i % (n // 2),)) for i in range(n)}
   stages = {name: f'p{rng.integers(n)}' for name in graph.stages}
-  evict = tuple(name for name in graph.stages if rng.random() < 0.2)
+  offload = tuple(name for name in graph.stages if rng.random() < 0.2)
   pieces = int(rng.choice([1, 2, 4]))
   share = tuple(reversed(places)) if shared else ()
-  return plan.Plan(places, stages, pieces=pieces, evict=evict, share=share)
+  return plan.Plan(
+    places, stages, pieces=pieces, offload=offload, shared_devices=share
+  )
 
 
 def follow(graph, chosen):
@@ -359,18 +361,18 @@ def test_rows_that_do_not_divide_into_whole_groups_are_refused(rows):
   with pytest.raises(
     ValueError, match='32 rows, in groups of 4.*divisor of 32'
   ):
-    lower(grpo(), rows={'gradient': rows})
+    lower(grpo(), micro_batch={'gradient': rows})
 
 
 @pytest.mark.parametrize('rows', [4, 8, 16, 32])
 def test_rows_in_whole_groups_are_accepted(rows):
-  assert lower(grpo(), rows={'gradient': rows, 'generate': rows})
+  assert lower(grpo(), micro_batch={'gradient': rows, 'generate': rows})
 
 
 @pytest.mark.parametrize('stage', ['apply', 'repeat', 'minibatches'])
 def test_micro_batches_of_what_cannot_be_cut_are_refused(stage):
   with pytest.raises(ValueError, match=f'rows of {stage} at once.* only JAX'):
-    lower(grpo(), rows={stage: 4})
+    lower(grpo(), micro_batch={stage: 4})
 
 
 def test_micro_batches_of_a_host_stage_are_refused():
@@ -379,7 +381,7 @@ def test_micro_batches_of_a_host_stage_are_refused():
   )
   graph = tiny.trace(workflow, tiny.problem())
   with pytest.raises(ValueError, match='rows of reward at once.* only JAX'):
-    lower(graph, rows={'reward': 4})
+    lower(graph, micro_batch={'reward': 4})
 
 
 def test_what_one_place_makes_is_sent_as_soon_as_it_is_there():
@@ -405,21 +407,21 @@ def test_moments_may_wait_in_host_memory():
   chosen = plan.Plan(
     {'a': plan.Placement()},
     dict.fromkeys(graph.stages, 'a'),
-    evict=('apply',),
+    offload=('apply',),
   )
   _, programs = passes.lower(graph, chosen)
   ops = programs['a']
   kinds = [type(op).__name__ for op in ops if type(op).__name__ != 'Drop']
   restored = {op.value for op in ops if isinstance(op, program.Restore)}
-  evicted = {op.value for op in ops if isinstance(op, program.Evict)}
+  offloaded = {op.value for op in ops if isinstance(op, program.Offload)}
   ends = dict(graph.carry)
   read = {start for start in ends if start in graph.nodes[0].reads}
   # All but the parameters, which the gradient reads too.
   assert restored == ends.keys() - read
-  assert evicted == {ends[v] for v in restored}
+  assert offloaded == {ends[v] for v in restored}
   runs = [i for i, kind in enumerate(kinds) if kind == 'Run']
   first = kinds.index('Restore')
-  assert runs[0] < first < runs[1] < kinds.index('Evict')
+  assert runs[0] < first < runs[1] < kinds.index('Offload')
 
 
 def test_a_plan_is_lowered_without_jax(tmp_path):

@@ -33,7 +33,7 @@ def lowered(lag=0, pieces=1):
     staleness=lag,
   )
   flow = tiny.trace(workflow, tiny.problem())
-  chosen = plan.of(TWO | {'pieces': pieces}, flow.stages)
+  chosen = plan.parse(TWO | {'pieces': pieces}, flow.stages)
   resident = program.homes(flow, chosen)
   cut, programs = passes.lower(flow, chosen)
   return cut, programs, resident

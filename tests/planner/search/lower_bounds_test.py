@@ -88,7 +88,7 @@ def test_no_plan_takes_less_than_the_bound_of_its_sizes(seed):
       *(some[rng.integers(len(some))] for some in options), strict=True
     )
     choice = choices_lib.Choice(
-      opened.cut.pieces, part, sizes, axes, rows, space.evict
+      opened.cut.pieces, part, sizes, axes, rows, space.offload
     )
     _, spent = timing.simulate(choices, choice, ahead)
     low = np.zeros((1, space.places), int)

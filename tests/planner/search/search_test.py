@@ -50,11 +50,11 @@ def every_plan(flow, model, space):
   """All of a space, in the plainest way; some cannot be followed."""
   subsets = [
     some
-    for r in range(len(space.evict) + 1)
-    for some in itertools.combinations(space.evict, r)
+    for r in range(len(space.offload) + 1)
+    for some in itertools.combinations(space.offload, r)
   ]
   options = [
-    [(stage, rows) for rows in allowed] for stage, allowed in space.rows
+    [(stage, rows) for rows in allowed] for stage, allowed in space.micro_batch
   ]
   for blocks in set_partitions(list(flow.stages)):
     if len(blocks) > space.places:
@@ -80,15 +80,15 @@ def every_plan(flow, model, space):
           devices = tuple(range(at, at + sizes[b]))
           places[b] = plan.Placement(devices, axes[b])
           at += sizes[b]
-        for pieces, evict, rows in itertools.product(
+        for pieces, offload, rows in itertools.product(
           space.pieces, subsets, itertools.product(*options)
         ):
           yield plan.Plan(
             {str(b): places[b] for b in range(len(blocks))},
             {s: str(b) for b, block in enumerate(ordered) for s in block},
-            rows={s: n for s, n in rows if n is not None},
+            micro_batch={s: n for s, n in rows if n is not None},
             pieces=pieces,
-            evict=evict,
+            offload=offload,
           )
 
 
@@ -191,14 +191,14 @@ def test_what_fits_nowhere_is_explained():
   assert model.memory(flow, near, 'all') == 96.0
 
 
-def test_memory_decides_where_and_evictions_make_room():
+def test_memory_decides_where_and_offloads_make_room():
   flow, model = toys.line(
     {'a': 1.0, 'b': 1.0}, held={'a': 2.0, 'b': 2.0}, capacity=4.1, change=0.5
   )
   apart = exact.search(flow, model, exact.Space(2))
   assert len(apart.best.places) == 2
-  room = exact.search(flow, model, exact.Space(1, evict=('b',)))
-  assert room.best.evict == ('b',)
+  room = exact.search(flow, model, exact.Space(1, offload=('b',)))
+  assert room.best.offload == ('b',)
   assert exact.search(flow, model, exact.Space(1)).best is None
 
 
@@ -281,10 +281,10 @@ def test_algorithm_1_is_never_better():
 
 
 def test_a_space_is_told_in_json():
-  space = exact.Space(8, rows={'a': (None, 4)}, evict=('a',))
+  space = exact.Space(8, micro_batch={'a': (None, 4)}, offload=('a',))
   told = json.loads(space.to_json())
   assert told['devices'] == 8
-  assert told['rows'] == [['a', [None, 4]]]
+  assert told['micro_batch'] == [['a', [None, 4]]]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_a_space_without_plans_is_refused(kwargs, why):
 
 def test_stages_that_there_are_not_are_refused():
   flow, model = toys.line({'a': 1.0, 'b': 1.0})
-  for strange in ({'together': (('a', 'z'),)}, {'evict': ('z',)}):
+  for strange in ({'together': (('a', 'z'),)}, {'offload': ('z',)}):
     with pytest.raises(ValueError, match=r"\['z'\].*'a', 'b'"):
       exact.search(flow, model, exact.Space(2, **strange))
 

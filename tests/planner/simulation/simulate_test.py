@@ -8,12 +8,12 @@ import tiny
 import toys
 
 
-def simulate(flow, stages, cost, pieces=1, evict=(), **kwargs):
+def simulate(flow, stages, cost, pieces=1, offload=(), **kwargs):
   places = {
     name: plan.Placement((i,))
     for i, name in enumerate(dict.fromkeys(stages.values()))
   }
-  chosen = plan.Plan(places, stages, pieces=pieces, evict=evict)
+  chosen = plan.Plan(places, stages, pieces=pieces, offload=offload)
   flow, programs = passes.lower(flow, chosen, cost)
   return simulate_lib.simulate(flow, programs, cost, **kwargs)
 
@@ -56,7 +56,7 @@ def test_moves_take_their_time_and_do_not_keep_a_place():
 def test_a_switch_keeps_its_place():
   cost = toys.Known({'a': 1, 'b': 1}, switch=0.25)
   made = simulate(
-    toys.chain('row', 'row'), dict.fromkeys('ab', 'x'), cost, evict=('a',)
+    toys.chain('row', 'row'), dict.fromkeys('ab', 'x'), cost, offload=('a',)
   )
   assert made.period == pytest.approx(2.5)
 
@@ -133,7 +133,7 @@ def shared(flow, stages, cost, devices=(0, 0, 0), share='yxz', **kwargs):
     name: plan.Placement((i,)) for name, i in zip(names, devices, strict=False)
   }
   share = tuple(name for name in share if name in places)
-  chosen = plan.Plan(places, stages, share=share)
+  chosen = plan.Plan(places, stages, shared_devices=share)
   flow, programs = passes.lower(flow, chosen, cost)
   return simulate_lib.simulate(flow, programs, cost, **kwargs)
 
@@ -163,9 +163,9 @@ def test_a_hand_over_moves_what_is_there_and_what_is_read_next():
   assert made.period == pytest.approx(3 + 2 * 0.25 + 2 * 0.25)
   spent = {
     what: sum(s.end - s.start for s in made.spans if s.what == what)
-    for what in ('run', 'restore', 'evict')
+    for what in ('run', 'restore', 'offload')
   }
-  assert spent == pytest.approx({'run': 12, 'restore': 2, 'evict': 0})
+  assert spent == pytest.approx({'run': 12, 'restore': 2, 'offload': 0})
 
 
 def test_of_those_who_wait_the_first_named_is_next():

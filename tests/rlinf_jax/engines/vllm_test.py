@@ -237,7 +237,7 @@ def test_a_workflow_learns_from_it_on_two_places(case, name):
   batches = [tiny.problem(8, seed=i) for i in range(4)]
   step = tiny.trace(workflow, batches[0])
   evaluate = tiny.trace_evaluation(workflow, batches[0])
-  plan = plan_lib.of(
+  plan = plan_lib.parse(
     PLAN | {'pieces': 2 if name == 'grpo' else 1},
     dict.fromkeys((*step.stages, *evaluate.stages)),
   )
@@ -283,9 +283,13 @@ def test_it_sleeps_while_another_place_has_the_device_that_it_shares(case):
   )
   step = tiny.trace(workflow, tiny.problem(8))
   both = {'actor': {'devices': [0]}, 'learner': {'devices': [0]}}
-  shared = PLAN | {'places': both, 'share': ['learner', 'actor'], 'pieces': 2}
+  shared = PLAN | {
+    'places': both,
+    'shared_devices': ['learner', 'actor'],
+    'pieces': 2,
+  }
   shared['stages'] = {'generate': 'actor', '*': 'learner'}
-  runtime = local.LocalRuntime(plan_lib.of(shared, step.stages), step=step)
+  runtime = local.LocalRuntime(plan_lib.parse(shared, step.stages), step=step)
   runtime.load(workflow.init(jax.random.key(0)))
   for i in range(3):
     info = runtime.step(tiny.problem(8, seed=i), jax.random.key(i))

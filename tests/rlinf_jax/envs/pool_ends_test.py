@@ -121,7 +121,7 @@ def test_five_hundred_iterations_take_no_more_memory():
   key = jax.random.key(0)
   state = workflow.init(key)
   flow = flow_lib.trace(workflow.step, state, (), key)
-  plan = plan_lib.of({'pieces': 2}, flow.stages)
+  plan = plan_lib.parse({'pieces': 2}, flow.stages)
   runtime = local.LocalRuntime(plan, step=flow)
   runtime.load(state)
   processes = [psutil.Process(), *map(psutil.Process, pool.pids)]

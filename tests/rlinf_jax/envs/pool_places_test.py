@@ -73,7 +73,7 @@ def made():
   def make(sketch, **settings):
     record = functools.partial(flows, **settings)
     step, evaluate = record()
-    plan = plan_lib.of(sketch, dict.fromkeys(step.stages + evaluate.stages))
+    plan = plan_lib.parse(sketch, dict.fromkeys(step.stages + evaluate.stages))
     there.append(driver.RayRuntime(plan, record, step=step, evaluate=evaluate))
     return there[-1]
 
@@ -110,7 +110,7 @@ def one():
   """A run on one place, from its beginning: state, then what came of it."""
   start = begin(**PENDULUM)
   step, evaluate = flows(**PENDULUM)
-  plan = plan_lib.of({}, dict.fromkeys(step.stages + evaluate.stages))
+  plan = plan_lib.parse({}, dict.fromkeys(step.stages + evaluate.stages))
   runtime = local.LocalRuntime(plan, step=step, evaluate=evaluate)
   yield start, run(runtime, start)
   runtime.close()

@@ -185,7 +185,7 @@ def test_a_plan_simulates_what_a_plain_loop_does(make, sketch):
   eager, state = workflow(pool), begin(pool)
   inputs = np.ones(6, np.float32), jax.random.key(0)
   flow = flow_lib.trace(workflow(other), state, *inputs)
-  runtime = local.LocalRuntime(plan_lib.of(sketch, flow.stages), step=flow)
+  runtime = local.LocalRuntime(plan_lib.parse(sketch, flow.stages), step=flow)
   runtime.load(begin(other))
   for _ in range(4):
     made = runtime.step(*inputs)

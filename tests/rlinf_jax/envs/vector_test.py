@@ -206,7 +206,7 @@ def test_ppo_learns_the_same_from_either_and_in_pieces(pool):
   workflow = make(vector.world(toy('Count'), N))
   state = workflow.init(KEY)
   flow = flow_lib.trace(workflow.step, state, (), KEY)
-  plan = plan_lib.of({'pieces': 2}, flow.stages)
+  plan = plan_lib.parse({'pieces': 2}, flow.stages)
   planned = local.LocalRuntime(plan, step=flow)
   planned.load(state)
   planned.step((), KEY)

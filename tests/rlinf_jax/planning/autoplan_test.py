@@ -262,7 +262,7 @@ def test_a_run_goes_on_by_the_plan_that_it_found(tmp_path, measured):
     WORKFLOW, SOURCE, workdir=str(folder), steps=2, checkpoint_every=2
   )
   (folder / 'result.json').unlink()
-  kept = plan_lib.of(
+  kept = plan_lib.parse(
     {'places': {'mine': {'devices': [1]}}}, dict.fromkeys(two_flows())
   )
   (folder / 'plan.json').write_text(kept.to_json())

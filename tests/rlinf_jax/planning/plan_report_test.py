@@ -43,7 +43,7 @@ def flow():
 def advised(tmp_path, lengths=None, **kwargs):
   said, made = [], flow()
   file = tmp_path / 'plan.json'
-  own = plan_lib.of({}, made.stages)
+  own = plan_lib.parse({}, made.stages)
   found = plan_report.advise(
     *((made, None), 0, own),
     cluster=cluster(**kwargs),
@@ -68,7 +68,7 @@ def test_it_names_the_fastest_plan_the_next_and_the_recipes_own(roomy):
   assert f'The fastest takes {found.seconds:.3g} s a step' in said
   for words in ('generate', '2 × toy', 'modelled', "The recipe's own plan"):
     assert words in said
-  assert plan_lib.of(twin['plan']).stages == found.best.stages
+  assert plan_lib.parse(twin['plan']).stages == found.best.stages
   seconds = [entry['seconds'] for entry in twin['ranked']]
   assert seconds == sorted(seconds) and seconds[0] == found.seconds
 
@@ -128,7 +128,7 @@ def test_it_accounts_for_a_plan_in_words_in_json_and_on_a_page(roomy):
 def test_the_plan_that_it_finds_can_be_given_to_a_run(roomy):
   _, _, twin, _ = roomy
   names = [*flow().stages, 'answer', 'score']  # Of an evaluation as well.
-  made = plan_lib.of(twin['plan'], names)
+  made = plan_lib.parse(twin['plan'], names)
   assert set(made.stages) == {*flow().stages, 'answer', 'score'}
 
 
@@ -192,10 +192,10 @@ def test_several_nodes_are_shared_out_whole(devices, unit):
   model = roofline.Roofline(made, count.of_flow(made), there, rules.DEFAULT)
   space = space_lib.space(made, model)
   assert (space.devices, space.unit) == (devices, unit)
-  assert space.evict == ()  # There is room for all.
+  assert space.offload == ()  # There is room for all.
 
 
 def test_what_only_some_stages_read_may_leave_a_crowded_device():
   there, made = cluster(memory=1e4), flow()
   model = roofline.Roofline(made, count.of_flow(made), there, rules.DEFAULT)
-  assert set(space_lib.space(made, model).evict) == {'apply', 'refer'}
+  assert set(space_lib.space(made, model).offload) == {'apply', 'refer'}

@@ -54,7 +54,7 @@ def test_calls_that_follow_each_other_are_one_bar():
 
 
 def test_what_only_moves_has_no_colour_of_a_stage():
-  _, bars = draw([span('x', None, 0.0, 1.0, what='evict')])
+  _, bars = draw([span('x', None, 0.0, 1.0, what='offload')])
   assert bars[1].get('fill') == 'var(--soft)'
 
 

@@ -25,7 +25,7 @@ SMALL = (
   # A fresh model is never right; this it can learn from all the same.
   'workflows.grpo.entropy_coef = 0.05',
   'GROUP = 4',
-  "train.train.plan = {'rows': {'gradient': 8}}",
+  "train.train.plan = {'micro_batch': {'gradient': 8}}",
   'train.train.evaluate_every = 5',
   'train.train.checkpoint_every = 5',
   'arithmetic.problems.rows = 4',
@@ -249,7 +249,7 @@ def test_an_occupied_folder_is_refused(straight, model):
     ('GRUOP = 8', '`GRUOP` is set but nothing reads it.*`GROUP`'),
     ('workflows.grpo.hihg = 0.3', 'hihg.*high'),
     (
-      "train.train.plan = {'rows': {'gradient': 5}}",
+      "train.train.plan = {'micro_batch': {'gradient': 5}}",
       'cannot be taken 5 at a time',
     ),
     ('arithmetic.problems.held_out = 9', '9 held-out problems'),

@@ -50,10 +50,10 @@ def planned(workflow, shared, **fields):
   evaluate = tiny.trace_evaluation(workflow, tiny.problem(4))
   names = dict.fromkeys((*step.stages, *evaluate.stages))
   where = {name: ACTING.get(name, 'learner') for name in names}
-  sketch = {'places': BOTH, 'stages': where, 'share': SHARE}
+  sketch = {'places': BOTH, 'stages': where, 'shared_devices': SHARE}
   if not shared:
     sketch = {'stages': dict.fromkeys(names, 'all')}
-  plan = plan_lib.of(sketch | fields)
+  plan = plan_lib.parse(sketch | fields)
   return local.LocalRuntime(plan, step=step, evaluate=evaluate)
 
 
@@ -71,18 +71,18 @@ def run(runtime, workflow, steps=3):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'make, pieces, evict',
+  'make, pieces, offload',
   [
     (grpo, 1, ()),
     (grpo, 2, ('apply', 'refer')),
     (functools.partial(grpo, 1), 1, ()),
     (dapo, 1, ()),
   ],
-  ids=['grpo', 'in pieces, with evictions', 'a step late', 'in a loop'],
+  ids=['grpo', 'in pieces, with offloads', 'a step late', 'in a loop'],
 )
-def test_sharing_a_device_changes_no_bit(make, pieces, evict):
+def test_sharing_a_device_changes_no_bit(make, pieces, offload):
   workflow = make()
-  fields = {'pieces': pieces, 'evict': evict}
+  fields = {'pieces': pieces, 'offload': offload}
   both, one = (planned(workflow, shared, **fields) for shared in (True, False))
   got, want = run(both, workflow), run(one, workflow)
   tiny.assert_same_bits(got[0], want[0])
@@ -140,7 +140,9 @@ def pair(check=lambda x: x, fail_at=None):
 
 def two(flow, **fields):
   where = {'act': 'actor', 'look': 'learner', 'learn': 'learner'}
-  plan = plan_lib.of({'places': BOTH, 'stages': where, 'share': SHARE} | fields)
+  plan = plan_lib.parse(
+    {'places': BOTH, 'stages': where, 'shared_devices': SHARE} | fields
+  )
   return local.LocalRuntime(plan, step=flow)
 
 

@@ -194,7 +194,7 @@ def test_a_plan_says_who_shares_and_who_is_first(tmp_path):
     name: plan_lib.Placement((device,))
     for name, device in (('a', 0), ('b', 0), ('c', 1), ('d', 2), ('e', 2))
   }
-  plan = plan_lib.Plan(places, {}, share=('b', 'e', 'd', 'a'))
+  plan = plan_lib.Plan(places, {}, shared_devices=('b', 'e', 'd', 'a'))
   made = lease_lib.of_plan(plan, tmp_path, plan.places)
   ranks = {name: one.rank for name, one in made.items()}
   assert ranks == {'b': 0, 'e': 1, 'd': 2, 'a': 3}

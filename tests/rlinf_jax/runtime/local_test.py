@@ -342,7 +342,9 @@ def test_micro_batches_that_a_mesh_cannot_share_are_refused():
   said = r"input.0 on place 'all': Dimension B .* size 4, which 8 devices"
   with pytest.raises(ValueError, match=said):
     ready(
-      learner(judge(fail)), placement=tiny.PLACES['data'], rows={'learn': 4}
+      learner(judge(fail)),
+      placement=tiny.PLACES['data'],
+      micro_batch={'learn': 4},
     )
 
 

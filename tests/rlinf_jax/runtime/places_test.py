@@ -79,7 +79,7 @@ def workflow(act=0.0, learn=0.0, fail=None):
 
 def runtime(step, plan):
   flow = flow_lib.trace(step, jnp.ones(2), BATCH, KEY)
-  made = local.LocalRuntime(plan_lib.of(plan, flow.stages), step=flow)
+  made = local.LocalRuntime(plan_lib.parse(plan, flow.stages), step=flow)
   made.load(jnp.ones(2))
   return made
 

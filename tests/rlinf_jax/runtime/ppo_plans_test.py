@@ -111,7 +111,7 @@ def test_no_plan_changes_what_is_learned_from_pictures():
   }
   stages = {'gradient': 'learner', 'appraise': 'learner', '*': 'actor'}
   sketch = {'places': places, 'stages': stages, 'pieces': 2}
-  plan = plan_lib.of(sketch | {'rows': {'gradient': 4}}, STAGES)
+  plan = plan_lib.parse(sketch | {'micro_batch': {'gradient': 4}}, STAGES)
   planned = random_plans_test.run(plan, ours, start, [()] * STEPS)
   random_plans_test.compare(plan, planned, made)
 
@@ -137,7 +137,7 @@ def test_trajectories_are_the_same_in_pieces(pieces):
     return (world, obs), (x, outcome)
 
   flow = flow_lib.trace(step, (world, obs), params, random_plans_test.key(0))
-  plan = plan_lib.of({'pieces': pieces}, flow.stages)
+  plan = plan_lib.parse({'pieces': pieces}, flow.stages)
   runtime = local.LocalRuntime(plan, step=flow)
   runtime.load((world, obs))
   made = runtime.step(params, random_plans_test.key(0))

@@ -33,7 +33,7 @@ PLACES = {
   'p4': plan_lib.Placement((5, 6), (('fsdp', 2),)),
 }
 # These plans have between them all numbers of places and pieces, both meshes,
-# rows at a time, evictions, placing alone, and all of UPDATES.
+# rows at a time, offloads, placing alone, and all of UPDATES.
 KEPT = 2, 10, 11, 12
 
 
@@ -66,14 +66,14 @@ def key(i):
   return jax.random.key(3 + i)
 
 
-def random_plan(seed, stages, rows, evict, updates):
+def random_plan(seed, stages, rows, offload, updates):
   """A plan of one to four places, and the updates of a step it is tried on.
 
   Args:
     seed: of all choices.
     stages: that are placed.
     rows: at a time, by stage, of half of the plans.
-    evict: stages that may be.
+    offload: stages that may be.
     updates: to choose from.
   """
   rng = np.random.default_rng(seed)
@@ -82,8 +82,8 @@ def random_plan(seed, stages, rows, evict, updates):
   stages = {name: names[rng.integers(len(names))] for name in stages}
   pieces = int(rng.choice([1, 2, 4]))
   rows = rows if rng.integers(2) else {}
-  evict = tuple(name for name in evict if rng.integers(2))
-  plan = plan_lib.Plan(places, stages, rows, pieces, evict)
+  offload = tuple(name for name in offload if rng.integers(2))
+  plan = plan_lib.Plan(places, stages, rows, pieces, offload)
   return plan, updates[rng.integers(len(updates))]
 
 
@@ -102,7 +102,7 @@ def run(plan, workflow, state, batches):
 def compare(plan, got, want):
   """To the bit where the plan only places, else but for rounding."""
   alone = all(len(place.devices) == 1 for place in plan.places.values())
-  exact = alone and plan.pieces == 1 and not plan.rows
+  exact = alone and plan.pieces == 1 and not plan.micro_batch
   for trees in zip(got, want, strict=True):
     for one, other in zip(*trees, strict=True):
       if exact:
@@ -138,7 +138,7 @@ def test_steps_that_overlap_by_the_lag_compute_the_same(lag):
     | {'*': 'learner'},
   }
   step = flow_lib.trace(late.step, state, tiny.problem(), key(0))
-  runtime = local.LocalRuntime(plan_lib.of(sketch, step.stages), step=step)
+  runtime = local.LocalRuntime(plan_lib.parse(sketch, step.stages), step=step)
   runtime.load(state)
   flying, infos = [], []
   for i in range(n):

@@ -247,7 +247,7 @@ def random_case(seed):
     {f'p{i}': plan_lib.Placement((i,)) for i in range(n)},
     {name: f'p{rng.integers(n)}' for name in flow.stages},
     pieces=int(rng.choice([1, 2, 4])),
-    evict=tuple(name for name in flow.stages if rng.random() < 0.2),
+    offload=tuple(name for name in flow.stages if rng.random() < 0.2),
   )
   return fn, flow, plan, state, batch
 
@@ -521,7 +521,7 @@ SKETCHES = {
     'stages': dict(
       zip(('zero', 'grow', 'halve', 'weigh', 'count'), 'abcde', strict=True)
     ),
-    'share': [*'cabed'],
+    'shared_devices': [*'cabed'],
   },
   'meshes': {
     'places': {
@@ -537,7 +537,7 @@ SKETCHES = {
 @pytest.mark.parametrize('sketch', SKETCHES.values(), ids=SKETCHES)
 def test_a_loop_ends_on_every_place_at_once(sketch):
   flow, state = trace(), jnp.ones(())
-  runtime = runtime_of(flow, plan_lib.of(sketch, flow.stages), state)
+  runtime = runtime_of(flow, plan_lib.parse(sketch, flow.stages), state)
   for most in (3, 1, 7, 2):
     n = runtime.step(*inputs(most))
     state, want = step(state, inputs(most))

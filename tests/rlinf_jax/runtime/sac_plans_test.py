@@ -105,7 +105,7 @@ def test_no_plan_changes_the_mathematics(seed, prior):
 
 @pytest.mark.slow
 def test_placing_changes_no_bit(prior):
-  agrees(plan_lib.of(PLACED, STAGES), prior)
+  agrees(plan_lib.parse(PLACED, STAGES), prior)
 
 
 @pytest.mark.slow

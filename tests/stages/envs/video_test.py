@@ -104,7 +104,7 @@ def test_the_first_rows_are_shown_however_a_batch_is_cut(pieces):
 
   params = policy.init(jax.random.key(0))
   flow = flow_lib.trace(step, params, SEEDS, KEY)
-  plan = plan_lib.of({'pieces': pieces}, flow.stages)
+  plan = plan_lib.parse({'pieces': pieces}, flow.stages)
   with contextlib.closing(local.LocalRuntime(plan, step=flow)) as runtime:
     runtime.load(params)
     info = jax.device_get(runtime.step(SEEDS, KEY))

@@ -337,7 +337,7 @@ PLANS = {
   'places': {
     'places': {p: {'devices': [i]} for i, p in enumerate('abc')},
     'stages': {'generate': 'a', 'reward': 'b', 'rescore': 'b', '*': 'c'},
-    'evict': ['apply'],
+    'offload': ['apply'],
   },
   'pieces and a mesh': {
     'places': {
@@ -369,6 +369,6 @@ def eager():
 def test_no_plan_changes_what_is_carried(sketch, in_float64):
   workflow, first, batches, want = eager()
   flow = tiny.trace(workflow, batches[0])
-  plan = plan_lib.of(sketch, flow.stages)
+  plan = plan_lib.parse(sketch, flow.stages)
   got = random_plans_test.run(plan, workflow, first, batches)
   random_plans_test.compare(plan, got, want)

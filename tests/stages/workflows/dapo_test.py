@@ -179,7 +179,7 @@ def test_planned_dapo_is_eager_dapo(sketch, exact, in_float64):
   workflow = dapo('float64', num_minibatches=2, num_epochs=2, cache=2)
   state = workflow.init(KEY)
   flow = flow_lib.trace(workflow.step, state, tiny.problem(), KEY)
-  runtime = local.LocalRuntime(plan_lib.of(sketch, flow.stages), step=flow)
+  runtime = local.LocalRuntime(plan_lib.parse(sketch, flow.stages), step=flow)
   runtime.load(state)
   rounds = []
   for i in range(3):

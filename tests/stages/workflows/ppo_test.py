@@ -493,7 +493,7 @@ def test_half_of_a_simulator_may_be_stepped_while_the_other_is_acted_on():
     'stages': {'simulate': 'world', '*': 'robot'},
     'pieces': 2,
   }
-  runtime = local.LocalRuntime(plan_lib.of(sketch, step.stages), step=step)
+  runtime = local.LocalRuntime(plan_lib.parse(sketch, step.stages), step=step)
   runtime.load(start)
   for i in range(2):
     key = jax.random.fold_in(KEY, i)

@@ -252,7 +252,7 @@ def test_dim_of_actions_counts_in_the_units_of_the_world():
 def planned(workflow, state, sketch=None):
   step = flow_lib.trace(workflow.step, state, (), KEY)
   runtime = local.LocalRuntime(
-    plan_lib.of(sketch or {}, step.stages), step=step
+    plan_lib.parse(sketch or {}, step.stages), step=step
   )
   runtime.load(state)
   return runtime

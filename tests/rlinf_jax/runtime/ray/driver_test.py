@@ -99,7 +99,7 @@ def far(request):
 
   def make(sketch, fn=flows, **kwargs):
     step, evaluate = fn()
-    plan = plan_lib.of(sketch, dict.fromkeys(step.stages + evaluate.stages))
+    plan = plan_lib.parse(sketch, dict.fromkeys(step.stages + evaluate.stages))
     made.append(
       driver.RayRuntime(plan, fn, step=step, evaluate=evaluate, **kwargs)
     )
@@ -275,7 +275,7 @@ def test_more_devices_than_there_are_are_refused(far, monkeypatch):
   monkeypatch.setattr(actor_pool, 'READY', 1.0)
   many = {'devices': list(range(500)), 'axes': [['tensor', 500]]}
   step, evaluate = simple()
-  plan = plan_lib.of({'places': {'a': many}}, [*step.stages])
+  plan = plan_lib.parse({'places': {'a': many}}, [*step.stages])
   remote = driver.RayRuntime(plan, simple, step=step, evaluate=evaluate)
   with pytest.raises(ValueError, match=r"wants 500 CPU for 'a', and Ray has"):
     remote.load(jnp.zeros(()))

@@ -19,13 +19,13 @@ from tests.rlinf_jax.run import language_run_test
 pytestmark = pytest.mark.slow
 
 PLAN = (
-  "train.train.plan = {'rows': {'gradient': 8}, 'places': {"
+  "train.train.plan = {'micro_batch': {'gradient': 8}, 'places': {"
   "'actor': {'devices': [0]}, 'learner': {'devices': [1]}}, 'stages': {"
   "'repeat': 'actor', 'keys': 'actor', 'generate': 'actor', '*': 'learner'}}"
 )
 SHARED = PLAN.replace(
   "'learner': {'devices': [1]}}",
-  "'learner': {'devices': [0]}}, 'share': ['learner', 'actor']",
+  "'learner': {'devices': [0]}}, 'shared_devices': ['learner', 'actor']",
 )
 RAY = "train.train.ray = 'local'"
 

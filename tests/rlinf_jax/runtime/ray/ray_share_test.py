@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 SKETCH = {
   'places': {'actor': {'devices': [0]}, 'learner': {'devices': [0]}},
   'stages': {'act': 'actor', '*': 'learner'},
-  'share': ['learner', 'actor'],
+  'shared_devices': ['learner', 'actor'],
 }
 KEY, N, LONG = jax.random.key(0), 64, 0.1
 SLOW = 2.0  # A batch of this takes the stage that is slow very long.
@@ -98,7 +98,7 @@ def far():
   def make(slow=''):
     fn = functools.partial(flows, slow)
     step, evaluate = fn()
-    plan = plan_lib.of(SKETCH, dict.fromkeys(step.stages + evaluate.stages))
+    plan = plan_lib.parse(SKETCH, dict.fromkeys(step.stages + evaluate.stages))
     made.append(driver.RayRuntime(plan, fn, step=step, evaluate=evaluate))
     return made[-1], local.LocalRuntime(plan, step=step, evaluate=evaluate)
 
@@ -123,7 +123,7 @@ def test_processes_of_one_device_have_it_in_turn_and_compute_the_same(far):
   spans = [
     (s.start, s.end, s.place)
     for s in remote.timeline.take()
-    if s.what in ('run', 'restore', 'evict')
+    if s.what in ('run', 'restore', 'offload')
   ]
   pairs = list(itertools.pairwise(sorted(spans)))
   assert len(pairs) > 10
@@ -158,12 +158,12 @@ def test_who_dies_with_the_device_is_told_of_and_followed(far, victim):
 
 def test_what_ray_cannot_share_is_refused():
   places = {name: plan_lib.Placement((0,)) for name in 'ab'}
-  one = plan_lib.Plan(places, {}, share=('a', 'b'))
+  one = plan_lib.Plan(places, {}, shared_devices=('a', 'b'))
   a, b = (actor.Process(name, 0, 1) for name in 'ab')
   assert actor_pool._need(one, a, (a, b), 'GPU') == {'CPU': 1.0, 'GPU': 0.5}
   assert actor_pool._need(one, a, (a, b), 'CPU') == {'CPU': 1.0}
   pair = plan_lib.Placement((0, 1), (('data', 2),))
-  both = plan_lib.Plan({'a': pair, 'b': pair}, {}, share=('a', 'b'))
+  both = plan_lib.Plan({'a': pair, 'b': pair}, {}, shared_devices=('a', 'b'))
   for plan, kind in ((one, 'TPU'), (both, 'GPU')):
     with pytest.raises(ValueError, match='share . .PU: processes can share'):
       actor_pool._need(plan, a, (a, b), kind)

@@ -50,8 +50,8 @@ FOUR = {
       'processes': 2,
     }
   },
-  'rows': {'gradient': 16},
-  'evict': ['apply'],
+  'micro_batch': {'gradient': 16},
+  'offload': ['apply'],
 }
 
 
