@@ -46,7 +46,7 @@ def test_the_table_of_modes_is_as_told(name, devices, agree):
   check(name, devices, agree)
 
 
-@pytest.mark.slow
+@pytest.mark.claims
 @pytest.mark.parametrize(
   'name, devices, agree', [some for some in ALL if some not in QUICK]
 )

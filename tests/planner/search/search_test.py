@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+import claims
 from planner.costs import cost_table
 from planner.ir import graph, plan
 from planner.lower import passes
@@ -135,7 +136,7 @@ def test_what_is_found_is_what_trying_everything_finds():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('start', range(25, 525, 50))
+@pytest.mark.parametrize('start', claims.some(range(25, 525, 50), [25]))
 def test_what_is_found_is_what_trying_everything_finds_at_length(start):
   there = [agrees(seed) for seed in range(start, start + 50)]
   assert 0 < sum(there) < 50
