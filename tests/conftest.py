@@ -25,6 +25,10 @@ import zlib
 
 # In the environment, so that the processes which tests start see them too.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+AS_FOUND = {
+  'JAX_DISABLE_MOST_OPTIMIZATIONS': '0',
+  'XLA_FLAGS': os.environ.get('XLA_FLAGS', ''),
+}
 # Compiling is most of what tests do, and costs a fifth so: 6 CPU-seconds rather
 # than 31 for two steps of SAC. `fully_optimized` opts out of the first.
 os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
@@ -56,6 +60,7 @@ if CPUINFO.exists():
   os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.1')
 
 import jax  # noqa: E402
+from jax._src import compiler  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update('jax_num_cpu_devices', 8)
@@ -72,8 +77,21 @@ def in_float64():
 
 @pytest.fixture
 def fully_optimized(monkeypatch):
-  """Compiles as in production, where a test mostly runs what it compiles."""
-  monkeypatch.setenv('JAX_DISABLE_MOST_OPTIMIZATIONS', '0')
+  """Compiles as in production, where a test mostly runs what it compiles.
+
+  Or where the bits of a NaN matter: XLA's older emitters of fusions make it a
+  quiet one, in types of less than 32 bits.
+  """
+  options = compiler.get_compile_options
+
+  def with_new_emitters(*args, **kwargs):
+    flags = kwargs.pop('env_options_overrides', None) or {}
+    flags = {'xla_cpu_use_fusion_emitters': True} | flags
+    return options(*args, **kwargs, env_options_overrides=flags)
+
+  monkeypatch.setattr(compiler, 'get_compile_options', with_new_emitters)
+  for name in ('JAX_DISABLE_MOST_OPTIMIZATIONS', 'XLA_FLAGS'):
+    monkeypatch.setenv(name, AS_FOUND[name])
   jax.config.update('jax_disable_most_optimizations', False)
   yield
   jax.config.update('jax_disable_most_optimizations', True)

@@ -8,12 +8,12 @@ from rlinf_jax.run import allocator
 FAULTS = """
 import resource, sys
 import numpy as np
-from rlinf_jax import memory
+from rlinf_jax.run import allocator
 
 def faults():
   return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-kept = memory.keep() if sys.argv[1] == 'keep' else True
+kept = allocator.keep() if sys.argv[1] == 'keep' else True
 np.ones(1 << 22)
 before = faults()
 for _ in range(10):

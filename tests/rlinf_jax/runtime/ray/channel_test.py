@@ -63,7 +63,7 @@ def leaf(rng, mesh):
 @pytest.mark.parametrize(
   'small', [1, 1 << 62], ids=['device to device', 'in calls']
 )
-def test_trees_arrive_bit_for_bit(ends, monkeypatch, small):
+def test_trees_arrive_bit_for_bit(ends, fully_optimized, monkeypatch, small):
   monkeypatch.setattr(channel, 'SMALL', small)
   here, there = ends
   rng, mesh = np.random.default_rng(0), meshes()
