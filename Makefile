@@ -5,7 +5,7 @@ PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: train test fast claims lint robots bench lock clean
+.PHONY: train test fast claims docs lint robots bench lock clean
 
 # Where LIBERO's meshes lie beside a checkout, its tests find them.
 LIBERO_ASSETS ?= $(wildcard $(abspath ../shared/data/libero_assets))
@@ -41,6 +41,9 @@ claims: .venv/test  # The complete proof, for many hours; goes on after a stop.
 # Places that could be said more plainly: never raise it.
 PLACES := 562
 
+docs: .venv/docs  # The site, in `site/`; a broken link is an error.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 lint: .venv/test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -56,7 +59,7 @@ bench: .venv/core  # What one GRPO step costs here.
 
 lock: .venv/core  # Pins anew after a change in pyproject.toml.
 	$(PIP) --quiet uv
-	for extra in core test; do \
+	for extra in core test docs; do \
 	  env -u UV_FIND_LINKS UV_CUSTOM_COMPILE_COMMAND='make lock' \
 	  $(BIN)/uv pip compile pyproject.toml --quiet --no-annotate \
 	    --python-version 3.11 --python-platform x86_64-unknown-linux-gnu \
@@ -66,7 +69,7 @@ lock: .venv/core  # Pins anew after a change in pyproject.toml.
 	done
 
 clean:  # Leaves `runs` alone.
-	rm -rf .venv .cache .import_linter_cache .pytest_cache .ruff_cache dist
+	rm -rf .venv .cache .import_linter_cache .pytest_cache .ruff_cache dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Locks are complete, so pip looks for no dependencies. A distribution may ship
@@ -81,6 +84,10 @@ clean:  # Leaves `runs` alone.
 	    && $(PYTHON) -m pip --python $(BIN)/python install pip; }
 	$(PIP) --no-deps -r requirements/core.txt
 	$(PIP) --no-deps --editable .
+	@touch $@
+
+.venv/docs: .venv/core requirements/docs.txt
+	$(PIP) --no-deps -r requirements/docs.txt
 	@touch $@
 
 .venv/test: .venv/core requirements/test.txt requirements/libero.txt
