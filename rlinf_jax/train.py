@@ -56,16 +56,16 @@ def train(
   steps: int,
   seed: int = 0,
   resume: bool = False,
-  prepare: Callable[..., Any] | None = None,
+  pretrain: Callable[..., Any] | None = None,
   plan: Mapping[str, Any] | str | None = AUTO,
   evaluate_every: int = 20,
-  until: float | None = None,
-  videos: int = 4,
+  stop_at_score: float | None = None,
+  video_every_evals: int = 4,
   checkpoint_every: int = 50,
-  keep: int = 2,
+  keep_checkpoints: int = 2,
   export: Callable[..., None] | None = None,
-  wandb: str | None = None,
-  ray: str | None = None,
+  wandb_project: str | None = None,
+  ray_address: str | None = None,
   receive_timeout: float | None = None,
   instead: Callable[..., Any] | None = None,
 ) -> Any:
@@ -78,26 +78,25 @@ def train(
     steps: how many updates.
     seed: of everything random.
     resume: go on from the newest checkpoint in `workdir`, if there is one.
-    prepare: called with `seed` when all is checked and before parameters are
+    pretrain: called with `seed` when all is checked and before parameters are
       read: it may train the checkpoint to begin with.
     plan: where and how finely stages run: 'auto' measures them and searches,
       and searches again when steps are not as predicted. Else a plan as
       `planner.ir.plan.parse` reads it, or a file of such JSON or of what
       --plan_json wrote; None runs all on the first device.
     evaluate_every: updates between evaluations on held-out problems.
-    until: end early once the workflow's score is at least this.
-    videos: of so many evaluations one leaves a video, where a world can be
-      drawn, and the first and the last always; 0 for none.
+    stop_at_score: ends the run early once the workflow's score reaches this.
+    video_every_evals: evaluations between videos, where an environment can be
+      drawn; the first and the last always leave one. 0 for none.
     checkpoint_every: updates between checkpoints.
-    keep: how many checkpoints to keep.
+    keep_checkpoints: number of checkpoints to keep.
     export: `folder, params -> None`: writes the model at the end.
-    wandb: project at Weights & Biases to send metrics to as well.
-    ray: gives every place a process of its own, or as many as the plan says:
-      'local' starts Ray on this machine, 'auto' or an address joins a cluster.
-      None runs them all here.
-      A plan that is found is then found by what this process measures.
-    receive_timeout: seconds that a process of Ray waits for a value of another
-      before the run fails and says which; None for no limit.
+    wandb_project: project at Weights & Biases to send metrics to as well.
+    ray_address: runs places in processes of Ray: 'local' starts Ray on this
+      machine, 'auto' or an address joins a cluster. None runs all places in
+      this process. With plan 'auto', stages are measured in this process.
+    receive_timeout: seconds for which a Ray process waits for a value of
+      another before the run fails with an error; None waits without limit.
     instead: called with the flows, the lag and the plan, instead of running
       anything.
 
@@ -111,32 +110,47 @@ def train(
     made = instead(flows, workflow.staleness, own)
     config.refuse_unused()
     return made
-  finished = finished_result(folder, steps, until, resume, workflow.score)
+  finished = finished_result(
+    folder, steps, stop_at_score, resume, workflow.score
+  )
   if finished:
     return finished
-  if ray:
-    launch.connect(ray)
+  if ray_address:
+    launch.connect(ray_address)
   flows = trace_flows(workflow, source, seed)
   settle = functools.partial(
-    place, flows=flows, folder=folder, ray=ray, receive_timeout=receive_timeout
+    place,
+    flows=flows,
+    folder=folder,
+    ray=ray_address,
+    receive_timeout=receive_timeout,
   )
-  if ray and plan == AUTO:
+  if ray_address and plan == AUTO:
     launch.check_measurable()
   runtime = None if plan == AUTO else settle(read_plan(plan, *flows))
   config.refuse_unused()
   folder.mkdir(parents=True, exist_ok=True)
   config.save(folder / 'config.gin')
-  if prepare:
-    prepare(seed=seed)
-  checkpoints = checkpoint_lib.Checkpoints(folder / 'checkpoints', keep)
+  if pretrain:
+    pretrain(seed=seed)
+  checkpoints = checkpoint_lib.Checkpoints(
+    folder / 'checkpoints', keep_checkpoints
+  )
   kept = folder / 'plan.json'
   kept = read_plan(str(kept), *flows) if kept.exists() else None
   runtime, watch = begin(workflow, source, seed, flows, runtime, settle, kept)
   job = _Job(workflow, source, seed, checkpoints, runtime, watch, folder)
   return _to_the_end(
-    *(job, steps, resume, wandb),
+    *(job, steps, resume, wandb_project),
     lambda loop: loop.run(
-      *(folder, steps, evaluate_every, until, checkpoint_every, videos)
+      *(
+        folder,
+        steps,
+        evaluate_every,
+        stop_at_score,
+        checkpoint_every,
+        video_every_evals,
+      )
     ),
     export,
   )

@@ -1,1 +1,1 @@
-"""Geometry: meshes, and layouts spelt by the letters in an array's name."""
+"""Geometry: meshes, and layouts spelled by the letters in an array's name."""

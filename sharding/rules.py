@@ -41,7 +41,7 @@ def spell(path, shape) -> tuple[str, ...] | None:
 
   Returns:
     None where the name spells another rank than the array has, as the
-    statistics of a factored optimiser do.
+    statistics of a factored optimizer do.
   """
   keys = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
   letters = letters_of(str(keys[-1])) if keys else ()
@@ -75,7 +75,7 @@ def spec(
   letters, axes, taken = tuple(letters), [], {}
   for letter, size in zip(letters, shape, strict=True):
     have = axes_of(mesh, letter, rules)
-    if size == 1:  # Where an optimiser keeps no statistics it keeps one zero.
+    if size == 1:  # Where an optimizer keeps no statistics it keeps one zero.
       have = ()
     for axis in have:
       if taken.setdefault(axis, letter) != letter or letters.count(letter) > 1:

@@ -37,7 +37,7 @@ def main(seeds: str, control: str, output: str):
     accuracy = run.series['eval/accuracy']
     style = '--' if 'control' in name else '-'
     axes.plot(accuracy.step, 100 * accuracy.value, style, label=name)
-  axes.axhline(90, color='grey', linewidth=0.8)
+  axes.axhline(90, color='gray', linewidth=0.8)
   axes.set(
     xlabel='GRPO updates', ylabel='held-out greedy accuracy, %', ylim=(0, 100)
   )

@@ -52,7 +52,7 @@ def last_json_object(text: str) -> dict:
 
 
 def environment() -> dict[str, str]:
-  """This process's environment without what would favour one side."""
+  """This process's environment without what would favor one side."""
   inherited = {
     name: value
     for name, value in os.environ.items()

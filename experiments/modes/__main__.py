@@ -15,29 +15,29 @@ import numpy as np
 from experiments.modes import published, replay
 
 HERE = pathlib.Path(__file__).parent
-COLOURS = {'temporal': 'C0', 'spatial': 'C1', 'hybrid': 'C2'}
+COLORS = {'temporal': 'C0', 'spatial': 'C1', 'hybrid': 'C2'}
 
 
 def draw(found: list[replay.Replay]):
   """Each mode's speed, temporal being one; a ring where the paper has it."""
   figure, axes = plt.subplots(figsize=(9, 4.2), layout='constrained')
   at = np.arange(len(found))
-  for i, (mode, colour) in enumerate(COLOURS.items()):
+  for i, (mode, color) in enumerate(COLORS.items()):
     speed = [
       one.seconds['temporal'] / one.seconds.get(mode, np.inf) for one in found
     ]
-    axes.bar(at + 0.27 * (i - 1), speed, 0.25, color=colour, label=mode)
+    axes.bar(at + 0.27 * (i - 1), speed, 0.25, color=color, label=mode)
   for x, one in zip(at, found, strict=True):
-    shift = 0.27 * (list(COLOURS).index(one.published) - 1)
+    shift = 0.27 * (list(COLORS).index(one.published) - 1)
     axes.plot(x + shift, 0.06, 'wo', markersize=4)
     if one.by[0]:
       other = one.published if one.published != 'temporal' else 'spatial'
       if one.case.endswith('LIBERO'):
         other = 'hybrid'
-      shift = 0.27 * (list(COLOURS).index(other) - 1)
+      shift = 0.27 * (list(COLORS).index(other) - 1)
       axes.plot(x + shift, one.by[0], 'k_', markersize=9, markeredgewidth=2)
   axes.plot([], [], 'k_', markeredgewidth=2, label='published')
-  axes.plot([], [], 'o', color='grey', label='was faster, published')
+  axes.plot([], [], 'o', color='gray', label='was faster, published')
   axes.set_xticks(
     at,
     [f'{one.case.replace("Qwen", "Q")}, {one.devices}' for one in found],
@@ -46,7 +46,7 @@ def draw(found: list[replay.Replay]):
     fontsize=7,
   )
   axes.set_ylim(0, 2)
-  axes.set_ylabel('speed, temporal = 1 (modelled)')
+  axes.set_ylabel('speed, temporal = 1 (modeled)')
   axes.legend(ncols=5, fontsize=7, loc='upper right')
   figure.savefig(HERE / 'modes.png', dpi=110)
 

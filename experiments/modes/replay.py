@@ -29,10 +29,10 @@ class Replay:
     seconds: a step of the fastest plan of every mode; none if none fits.
     took: in temporal mode, as published; None where it is not.
     by: how many times as fast as temporal the best other mode was, as published
-      and as modelled, of those tried.
+      and as modeled, of those tried.
     plans: those plans, in words.
     published: the mode that was faster, of those tried.
-    ours: likewise, as modelled.
+    ours: likewise, as modeled.
     best: the fastest of all modes, tried or not.
   """
 
@@ -124,8 +124,8 @@ def replay(case: published.Case, devices: int, engine=True) -> Replay:
 def table(found: list[Replay]) -> str:
   """As Markdown."""
   lines = [
-    '| workload | devices | temporal: published | modelled | spatial | '
-    'hybrid | faster: published | modelled | agree |',
+    '| workload | devices | temporal: published | modeled | spatial | '
+    'hybrid | faster: published | modeled | agree |',
     '|' + '---|' * 9,
   ]
   for one in found:

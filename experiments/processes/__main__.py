@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from rlinf_jax.run import writers
 
 STEPS = 20
-OF_TIME = 'time/', 'throughput/', 'utilisation/'
+OF_TIME = 'time/', 'throughput/', 'utilization/'
 RECIPE = 'gin_configs/grpo_arithmetic_ray.gin'
 SPAN = {
   'places': {
@@ -47,7 +47,7 @@ def run(folder: pathlib.Path, checkpoint: str, lag: int, plan, ray: str | None):
     f'STEPS = {STEPS}',
     f'CHECKPOINT = {checkpoint!r}',
     f'workflows.grpo.staleness = {lag}',
-    f'train.train.ray = {ray!r}',
+    f'train.train.ray_address = {ray!r}',
     'train.train.evaluate_every = 10',
     f'train.train.checkpoint_every = {STEPS}',
   ]

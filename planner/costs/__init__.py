@@ -1,1 +1,1 @@
-"""What stages, moves and memory cost: counted, modelled and measured."""
+"""What stages, moves and memory cost: counted, modeled and measured."""

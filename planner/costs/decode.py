@@ -92,10 +92,10 @@ class Decode:
       context = self.context + last / 2  # Of all steps in the mean.
       steps = again * last * pace(rows / copies, context)
       prompts = again * pace.read(rows / copies)
-    tag = 'assumed' if self.known == 'assumed' else 'modelled'
+    tag = 'assumed' if self.known == 'assumed' else 'modeled'
     return {
-      'parameters, launch': Number(once, 'modelled'),
-      'prompts': Number(prompts, 'modelled'),
+      'parameters, launch': Number(once, 'modeled'),
+      'prompts': Number(prompts, 'modeled'),
       'steps until rows end': Number(float(steps), tag),
     }
 
@@ -131,11 +131,9 @@ class Decode:
     item = max(map(collectives.item_bytes, work.each.matmul), default=0)
     kept = slots * self.kept / ways
     return {
-      'rows under way': Number(kept, 'modelled'),
-      'activations': Number(work.at(slots).bytes_alive / ways, 'modelled'),
-      'gathered parameters': Number(
-        parameters.gathered(axes, item), 'modelled'
-      ),
+      'rows under way': Number(kept, 'modeled'),
+      'activations': Number(work.at(slots).bytes_alive / ways, 'modeled'),
+      'gathered parameters': Number(parameters.gathered(axes, item), 'modeled'),
     }
 
 

@@ -23,7 +23,7 @@ class Explanation(dict):
 
 
 def scaled(
-  found: Explanation, times: Number, why: str, tag: Tag = 'modelled'
+  found: Explanation, times: Number, why: str, tag: Tag = 'modeled'
 ) -> Explanation:
   """The same, so many times as much; `why` is told among the parts."""
   return Explanation(

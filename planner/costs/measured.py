@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Literal, NamedTuple
 
-Tag = Literal['measured', 'modelled', 'assumed']
+Tag = Literal['measured', 'modeled', 'assumed']
 
 
 class Number(NamedTuple):
@@ -13,7 +13,7 @@ class Number(NamedTuple):
 
   Attributes:
     value: in the unit of what it is a part of.
-    tag: 'measured' on these devices, 'modelled' from what is known of them, or
+    tag: 'measured' on these devices, 'modeled' from what is known of them, or
       'assumed' for want of anything better.
   """
 
@@ -70,7 +70,7 @@ class Measured:
     constants: seconds of a call, whatever its rows.
     turns: seconds of one of several micro-batches of a call, by its rows: the
       call begins but once, and what they add up is handed out once.
-    factors: by stage, how many times the seconds above, or modelled, a run has
+    factors: by stage, how many times the seconds above, or modeled, a run has
       taken.
     crowded: by stage, how many times as long a call takes while every core of
       a shared processor has one.

@@ -39,7 +39,7 @@ def parts(
   worst = (
     '',
     {
-      'carried values': Number(resident, 'modelled'),
+      'carried values': Number(resident, 'modeled'),
     },
   )
   if not here:
@@ -56,9 +56,9 @@ def parts(
     touched = away.intersection(node.reads)
     back = sum(layout.local(flow.values[v], axes) for v in touched)
     found = {
-      'carried values': Number(resident, 'modelled'),
-      'restored values': Number(back, 'modelled'),
-      'values between stages': Number(values, 'modelled'),
+      'carried values': Number(resident, 'modeled'),
+      'restored values': Number(back, 'modeled'),
+      'values between stages': Number(values, 'modeled'),
       **within(flow, node, chosen, axes, works, layout),
     }
     total = sum(number.value for number in found.values())
@@ -90,9 +90,9 @@ def within(flow, node, chosen, axes, works, layout) -> dict[str, Number]:
   if at_once < rows and node.stage.grain == 'sum':  # Added to what there is.
     made = sum(layout.local(flow.values[v], axes) for v in node.writes)
   return {
-    'activations': Number(alive + fixed, 'modelled'),
-    'gathered parameters': Number(gathered, 'modelled'),
-    'sums of a micro-batch': Number(made, 'modelled'),
+    'activations': Number(alive + fixed, 'modeled'),
+    'gathered parameters': Number(gathered, 'modeled'),
+    'sums of a micro-batch': Number(made, 'modeled'),
   }
 
 

@@ -1,4 +1,4 @@
-"""Seconds and bytes of stages on placements, modelled from their work.
+"""Seconds and bytes of stages on placements, modeled from their work.
 
 A call takes its launch, then as long as its arithmetic or its traffic takes,
 whichever is longer, then what its devices say to each other. Where a stage was
@@ -199,7 +199,7 @@ class Roofline:
     if there and (
       there % rows or not self._can_share(flow, node, placement.axes, rows)
     ):
-      return explanation.Explanation(Number(math.inf, 'modelled'), {})
+      return explanation.Explanation(Number(math.inf, 'modeled'), {})
     turns = there / rows if there else 1
     found = self._measured(flow, node, placement, rows, turns)
     factor = self.measured.factors.get(node.name, 1.0)
@@ -213,7 +213,7 @@ class Roofline:
     )
 
   def _measured(self, flow, node, placement, rows, turns):
-    """As measured; else as modelled, scaled by what was measured nearest."""
+    """As measured; else as modeled, scaled by what was measured nearest."""
     table = self.measured
     key = node.name, len(placement.devices), tuple(placement.axes)
     if key in table.constants:
@@ -222,7 +222,7 @@ class Roofline:
     spent = curve and curve.at(rows)
     if spent is not None:
       return explanation.whole(Number(turns * spent, 'measured'), 'call')
-    found = self._modelled(flow, node, placement, rows, turns)
+    found = self._modeled(flow, node, placement, rows, turns)
     other = key if curve else table.elsewhere(node.name)
     if other is None:
       return found
@@ -234,10 +234,10 @@ class Roofline:
       near, each = table.curve(other, turns).nearest(rows / ways)
       spent = turns * each
     there = plan_lib.Placement(tuple(range(devices)), axes)
-    modelled = self._modelled(flow, node, there, near, turns).total.value
+    modeled = self._modeled(flow, node, there, near, turns).total.value
     return explanation.scaled(
       found,
-      Number(spent / modelled, 'measured'),
+      Number(spent / modeled, 'measured'),
       f'times, as measured at {near:g} rows',
     )
 
@@ -248,14 +248,14 @@ class Roofline:
     size = sum(self.layout.local(value, placement.axes) for value in values)
     spent = size / (device.bandwidth * self.assumed.traffic)
     return explanation.Explanation(
-      Number(device.launch + spent, 'modelled'),
+      Number(device.launch + spent, 'modeled'),
       {
         'launch': Number(device.launch, 'assumed'),
-        'traffic': Number(spent, 'modelled'),
+        'traffic': Number(spent, 'modeled'),
       },
     )
 
-  def _modelled(self, flow, node, placement, rows, turns):
+  def _modeled(self, flow, node, placement, rows, turns):
     others = 0 if node.stage.host else len(placement.devices) - 1
     slower = self.crowding(node.name, 1, others)
     found = self._alone(flow, node, placement, rows, turns)
@@ -266,14 +266,14 @@ class Roofline:
     return explanation.scaled(found, times, 'times, as devices share cores')
 
   def _alone(self, flow, node, placement, rows, turns):
-    """As modelled, if no device keeps another from its work."""
+    """As modeled, if no device keeps another from its work."""
     call = self.works[node.name]
     if call is None:
       return self._on_host(flow, node, rows * turns)
     if not isinstance(call, Call):
       parts = call.seconds(self, flow, node, placement, rows)
       tags = {number.tag for number in parts.values()}
-      tag = 'assumed' if 'assumed' in tags else 'modelled'
+      tag = 'assumed' if 'assumed' in tags else 'modeled'
       total = sum(number.value for number in parts.values())
       return explanation.Explanation(Number(total, tag), parts)
     call = call.near(rows)
@@ -295,8 +295,8 @@ class Roofline:
     parts = {
       'launch': Number(device.launch, 'assumed'),
       'gaps between kernels': Number(turns * gaps, 'assumed'),
-      'arithmetic': Number(turns * arithmetic, 'modelled'),
-      'traffic': Number(turns * traffic, 'modelled'),
+      'arithmetic': Number(turns * arithmetic, 'modeled'),
+      'traffic': Number(turns * traffic, 'modeled'),
     }
     total = device.launch + turns * (gaps + max(arithmetic, traffic))
     for part in collectives.talk(parameters, call.at(rows), axes):
@@ -304,9 +304,9 @@ class Roofline:
       spent = link.seconds(part.size, part.messages) * assumed.exposed
       spent *= turns if part.each else 1
       name = f'{part.what} ({part.axis})'
-      parts[name] = Number(spent, 'modelled')
+      parts[name] = Number(spent, 'modeled')
       total += spent
-    return explanation.Explanation(Number(total, 'modelled'), parts)
+    return explanation.Explanation(Number(total, 'modeled'), parts)
 
   def _share(self, flow, node, axes) -> float:
     """Of the bytes of a stage without rows, those that a device has."""
@@ -323,7 +323,7 @@ class Roofline:
     return explanation.Explanation(
       Number(moved + spent, 'assumed'),
       {
-        'from and to the device': Number(moved, 'modelled'),
+        'from and to the device': Number(moved, 'modeled'),
         'on the host': Number(spent, 'assumed'),
       },
     )
@@ -394,5 +394,5 @@ class Roofline:
     total = sum(number.value for number in parts.values())
     during = {f'{name}, during {stage}': n for name, n in parts.items()}
     return explanation.Explanation(
-      Number(total, 'modelled'), during if stage else parts
+      Number(total, 'modeled'), during if stage else parts
     )

@@ -132,7 +132,7 @@ def _stages(model, played: evaluate_plan.Played) -> list[dict[str, Any]]:
       'micro_batch': played.plan.micro_batch.get(name),
       'seconds': spent.get(name, 0.0),
       'slack': free[name],
-      'tag': tags.get(name, 'modelled'),
+      'tag': tags.get(name, 'modeled'),
     }
     for name in free
   ]

@@ -2,7 +2,7 @@
 
 A program is a list of a few kinds of instruction. Whoever can interpret those
 can run any workflow: `simulate` does it with clocks, the runtime with arrays.
-Weight synchronisation, context switching and pipelining have no other form.
+Weight synchronization, context switching and pipelining have no other form.
 """
 
 import collections

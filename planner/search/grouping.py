@@ -53,7 +53,7 @@ def glue(
   share: float = 1e-3,
   most: int | None = None,
 ):
-  """Puts stages that take next to no time with a neighbour of theirs.
+  """Puts stages that take next to no time with a neighbor of theirs.
 
   Stages that reshape, count or shuffle would multiply the plans to be searched,
   and change nothing. Each joins the stages with which it shares most bytes, as

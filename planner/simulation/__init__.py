@@ -1,1 +1,1 @@
-"""Discrete-event simulation of programs with modelled costs."""
+"""Discrete-event simulation of programs with modeled costs."""

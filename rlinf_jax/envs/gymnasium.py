@@ -126,11 +126,11 @@ class Actions:
 
 def _small(frame: np.ndarray) -> np.ndarray:
   """A picture of means of squares of pixels, so that it is small enough."""
-  high, wide, colours = frame.shape
+  high, wide, colors = frame.shape
   s = -(-max(high, wide) // EDGE)
   cut = frame[: high // s * s, : wide // s * s]
   return (
-    cut.reshape(high // s, s, wide // s, s, colours)
+    cut.reshape(high // s, s, wide // s, s, colors)
     .mean((1, 3))
     .astype(np.uint8)
   )

@@ -2,7 +2,7 @@
 
 PhysX on a processor holds one scene an environment, so many environments are
 many objects in several processes. Cameras draw on a graphics device, or on a
-processor that stands in for one. Vectorised simulation on a GPU is not here.
+processor that stands in for one. Vectorized simulation on a GPU is not here.
 """
 
 from collections.abc import Mapping

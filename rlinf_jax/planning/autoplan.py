@@ -251,7 +251,7 @@ def choose(
     flows: of a step and of an evaluation.
     ahead: steps that may overlap, the workflow's lag.
     given: state, batch and key, as arrays, to measure with; None where one
-      device has no room for them, and costs are modelled alone.
+      device has no room for them, and costs are modeled alone.
     settle: makes the places of a plan.
     keep: the plan of a run that goes on; no other is looked for until steps
       are not as predicted.
@@ -264,7 +264,7 @@ def choose(
     step, count.of_flow(step), machine_profile.here(store), rules_lib.DEFAULT
   )
   if given is None:
-    say('Planning by modelled costs: one device cannot hold the state.')
+    say('Planning by modeled costs: one device cannot hold the state.')
   else:
     say('Measuring stages to plan by; what was measured once is remembered.')
     starts = (start for start, _ in step.carry)

@@ -184,7 +184,7 @@ def _searched(found, cluster) -> str:
     f'Searched: up to {space.places} places in units of {space.unit} devices, '
     f'batches in {" or ".join(map(str, space.pieces))} pieces; '
     f'{found.simulated} plans simulated, {found.tried:,} bounded; {proof}.\n'
-    'Seconds are modelled, from work counted and hardware as its gin file has '
+    'Seconds are modeled, from work counted and hardware as its gin file has '
     'it; none is measured.'
   )
 

@@ -26,10 +26,10 @@ from rlinf_jax.planning import profile_store as profile_store_lib
 from rlinf_jax.runtime import place as place_lib
 from sharding import rules as rules_lib
 
-SHARE = 0.01  # Of a step, as modelled: what takes less is not measured.
+SHARE = 0.01  # Of a step, as modeled: what takes less is not measured.
 SIZES = 3  # Numbers of rows, from one group to as many as memory has room for.
 TURNS = 4  # Micro-batches that are measured in a row.
-FILL = 0.5  # Of a device's memory, as modelled, that a measurement may take.
+FILL = 0.5  # Of a device's memory, as modeled, that a measurement may take.
 ADDRESS = re.compile(r'0x[0-9a-f]+')
 
 
@@ -201,7 +201,7 @@ def _python(fn) -> Iterator[str]:
 
 
 def _most(flow, node, model) -> int:
-  """The most rows that memory has room for, as modelled."""
+  """The most rows that memory has room for, as modeled."""
   there, call = flow.rows_of(node), model.works[node.name]
   if call is None:
     return there

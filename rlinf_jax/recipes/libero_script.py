@@ -10,7 +10,7 @@ import jax.numpy as jnp
 # scene of `libero_object`, what shall be moved and the basket.
 HAND, FINGERS, SPEED = slice(28, 31), slice(35, 37), slice(37, 39)
 THING, BASKET = slice(39, 42), slice(53, 56)
-REACH = 0.05  # Metres that an action of one asks for.
+REACH = 0.05  # Meters that an action of one asks for.
 HIGH = 0.2  # Above the table, where things are carried.
 
 
@@ -19,7 +19,7 @@ def to_basket(obs_O, *, grip: tuple[float, float, float] = (-0.02, 0, 0)):
 
   Args:
     obs_O: what is seen in a scene of `libero_object`.
-    grip: where to grip it, from its middle, in metres. The palm is 20 cm wide
+    grip: where to grip it, from its middle, in meters. The palm is 20 cm wide
       and must not come down on what stands beside: the default is for the cream
       cheese.
   """

@@ -1,6 +1,6 @@
-"""Pictures of a run, as SVG that takes its colours from the page around it.
+"""Pictures of a run, as SVG that takes its colors from the page around it.
 
-Matplotlib knows no CSS: pictures are drawn in stand-in colours, which
+Matplotlib knows no CSS: pictures are drawn in stand-in colors, which
 `_svg` exchanges for the page's variables, so that one picture serves a light
 and a dark page. A unit of a picture is a CSS pixel.
 """
@@ -14,7 +14,7 @@ import matplotlib
 from matplotlib import figure, ticker
 import numpy as np
 
-SERIES = 8  # Colours --s1 … --s8 of the page.
+SERIES = 8  # Colors --s1 … --s8 of the page.
 MOST_POINTS = 400  # Of a line: more cannot be told apart at this size.
 STAND_INS = {'ink': '#010101', 'soft': '#020202', 'line': '#030303'}
 STAND_INS |= {f's{i}': f'#0000{i:02x}' for i in range(1, SERIES + 1)}
@@ -46,11 +46,11 @@ STYLE = {
 
 
 class Line(NamedTuple):
-  """One curve: `value` over `step`, drawn in colour --s`colour`."""
+  """One curve: `value` over `step`, drawn in color --s`color`."""
 
   step: np.ndarray
   value: np.ndarray
-  colour: int = 1
+  color: int = 1
   points: bool = False  # Few and exact: dots, never smoothed.
 
 
@@ -92,16 +92,16 @@ def curves(
 
 
 def _draw(axes, line: Line) -> None:
-  colour = STAND_INS[f's{line.colour}']
+  color = STAND_INS[f's{line.color}']
   finite = np.where(np.isfinite(line.value), line.value, np.nan)
   step, value = thin(line.step), thin(finite)
   marker = {'marker': 'o', 'ms': 5} if line.points or len(step) < 3 else {}
   average = value if line.points else smooth(value)
   if np.array_equal(average, value, equal_nan=True):
-    axes.plot(step, value, color=colour, lw=2, **marker)
+    axes.plot(step, value, color=color, lw=2, **marker)
   else:
-    axes.plot(step, value, color=colour, lw=1, alpha=0.3)
-    axes.plot(step, average, color=colour, lw=2)
+    axes.plot(step, value, color=color, lw=1, alpha=0.3)
+    axes.plot(step, average, color=color, lw=2)
 
 
 def _round_numbers() -> ticker.Locator:
@@ -113,17 +113,17 @@ def _run(value: np.ndarray) -> int:
 
 
 def thin(value: np.ndarray) -> np.ndarray:
-  """Means of runs of neighbours, at most `MOST_POINTS` of them."""
+  """Means of runs of neighbors, at most `MOST_POINTS` of them."""
   run = _run(value)
   parts = [value[i : i + run] for i in range(0, len(value), run)]
   return np.array([part.mean() for part in parts])
 
 
 def smooth(value: np.ndarray) -> np.ndarray:
-  """A centred moving average where `value` is noisy, else `value` itself.
+  """A centered moving average where `value` is noisy, else `value` itself.
 
   Numbers that are not finite stay holes; outliers count as the end of the
-  usual range, or a single one would lift all its neighbours.
+  usual range, or a single one would lift all its neighbors.
   """
   fine = np.isfinite(value)
   seen = value[fine]
@@ -172,7 +172,7 @@ def _limit(axes, values: Sequence[np.ndarray]) -> None:
 def stacked(
   step: np.ndarray,
   seconds: Mapping[str, np.ndarray],
-  colours: Mapping[str, int],
+  colors: Mapping[str, int],
   *,
   width: int,
   height: int,
@@ -190,7 +190,7 @@ def stacked(
         edge,
         baseline=base,
         fill=True,
-        color=STAND_INS[f's{colours[stage]}'],
+        color=STAND_INS[f's{colors[stage]}'],
         lw=0,
       )
       base = top
@@ -205,7 +205,7 @@ def stacked(
 
 def gantt(
   records: Sequence[Mapping[str, Any]],
-  colours: Mapping[str, int],
+  colors: Mapping[str, int],
   *,
   width: int,
 ) -> str:
@@ -213,7 +213,7 @@ def gantt(
 
   Args:
     records: lines of timeline.jsonl, at least one.
-    colours: the colour of each stage.
+    colors: the color of each stage.
     width: pixels.
   """
   several = len({record['place'] for record in records}) > 1
@@ -232,8 +232,8 @@ def gantt(
     left = 16 + 7 * max(map(len, names))
     canvas, axes = _axes(width, 54 + 24 * len(rows), margin_left=left, top=22)
     for y, ((_, stage), bars) in enumerate(rows.items()):
-      colour = STAND_INS[f's{colours[stage]}']
-      axes.broken_barh(bars, (y - 0.36, 0.72), color=colour, lw=0)
+      color = STAND_INS[f's{colors[stage]}']
+      axes.broken_barh(bars, (y - 0.36, 0.72), color=color, lw=0)
     for step in sorted({record['step'] for record in records}):
       start = min(r['start'] for r in records if r['step'] == step) - begin
       axes.axvline(start, color=STAND_INS['soft'], lw=1, ls=(0, (2, 3)))
@@ -283,6 +283,6 @@ def _svg(canvas) -> str:
     r"font-family: 'DejaVu Sans'; | transform=\"rotate\(-0 [^)]*\)\"", '', text
   )
   text = re.sub(r'\s*\n\s*', ' ', text)
-  for name, colour in STAND_INS.items():
-    text = text.replace(colour, f'var(--{name})')
+  for name, color in STAND_INS.items():
+    text = text.replace(color, f'var(--{name})')
   return text

@@ -28,14 +28,14 @@ def card(
   )
 
 
-def key(name: str, colour: int) -> str:
-  """A name beside a patch of colour --s`colour`."""
-  style = f'--c: var(--s{colour})'
+def key(name: str, color: int) -> str:
+  """A name beside a patch of color --s`color`."""
+  style = f'--c: var(--s{color})'
   return f'<span class="key" style="{style}">{html.escape(name)}</span>'
 
 
-def legend(colours: Mapping[str, int]) -> str:
-  return ' '.join(key(name, colour) for name, colour in colours.items())
+def legend(colors: Mapping[str, int]) -> str:
+  return ' '.join(key(name, color) for name, color in colors.items())
 
 
 def figures(some: Iterable[tuple[str, str, str]]) -> str:

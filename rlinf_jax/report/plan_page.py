@@ -13,7 +13,7 @@ from planner.simulation import simulate
 from rlinf_jax.report import page, timeline_svg
 
 WHOLE = 1082  # Pixels inside a card.
-COLOURS = 7  # Stages with a colour of their own; all others share the eighth.
+COLORS = 7  # Stages with a color of their own; all others share the eighth.
 
 
 def text(twin: Mapping[str, Any]) -> str:
@@ -37,16 +37,16 @@ def text(twin: Mapping[str, Any]) -> str:
 
 
 def _found(twin) -> str:
-  colours = _colours(twin)
+  colors = _colors(twin)
   parts = [
     '<div class="grid">',
-    _timelines(twin, colours),
+    _timelines(twin, colors),
     '</div><h2>Where everything runs</h2><div class="grid">',
     page.card('Places', _legend(), _places(twin), '', 'half'),
     page.card(
       'Stages',
       'slack: how much longer one could take before a step does',
-      _stages(twin, colours),
+      _stages(twin, colors),
       '',
       'half',
     ),
@@ -101,18 +101,18 @@ def _figures(twin) -> list[tuple[str, str, str]]:
   return figures
 
 
-def _colours(twin) -> dict[str, int]:
-  """The longest stages have colours of their own."""
+def _colors(twin) -> dict[str, int]:
+  """The longest stages have colors of their own."""
   spent = {stage['name']: stage['seconds'] for stage in twin['stages']}
   shown = [*twin['timeline']]
   for beside in twin['beside']:
     shown += beside.get('timeline', ())
   names = dict.fromkeys([*spent, *(s['stage'] for s in shown if s['stage'])])
   names = sorted(names, key=lambda name: -spent.get(name, 0.0))
-  return {name: min(i, COLOURS) + 1 for i, name in enumerate(names)}
+  return {name: min(i, COLORS) + 1 for i, name in enumerate(names)}
 
 
-def _timelines(twin, colours) -> str:
+def _timelines(twin, colors) -> str:
   cards = [('The fastest plan', twin)]
   cards += [(beside['title'], beside) for beside in twin['beside']]
   shown = [
@@ -127,14 +127,14 @@ def _timelines(twin, colours) -> str:
     picture = timeline_svg.draw(
       one['timeline'],
       _lanes(one),
-      colours,
+      colors,
       end=one['seconds'],
       seconds=longest,
       left=left,
       width=WHOLE,
     )
     there = {span['stage'] for span in one['timeline']}
-    note = _keys({n: c for n, c in colours.items() if n in there})
+    note = _keys({n: c for n, c in colors.items() if n in there})
     if None in there:
       note += ' <span class="key" style="--c: var(--soft)">moves</span>'
     now = listing.seconds(one['seconds'])
@@ -156,12 +156,12 @@ def _lanes(one) -> list[str]:
   return made
 
 
-def _keys(colours: Mapping[str, int]) -> str:
-  """A legend in which stages of one colour share a patch."""
-  own = {name: c for name, c in colours.items() if c <= COLOURS}
-  rest = [name for name, c in colours.items() if c > COLOURS]
+def _keys(colors: Mapping[str, int]) -> str:
+  """A legend in which stages of one color share a patch."""
+  own = {name: c for name, c in colors.items() if c <= COLORS}
+  rest = [name for name, c in colors.items() if c > COLORS]
   if rest:
-    own[', '.join(rest)] = COLOURS + 1
+    own[', '.join(rest)] = COLORS + 1
   return page.legend(own)
 
 
@@ -203,9 +203,9 @@ def _places(twin) -> str:
 
 def _meter(shares: Sequence[tuple[float, int]]) -> str:
   bars = ''.join(
-    f'<div style="width: {100 * min(share, 1.0):.3f}%; --c: var(--s{colour})">'
+    f'<div style="width: {100 * min(share, 1.0):.3f}%; --c: var(--s{color})">'
     '</div>'
-    for share, colour in shares
+    for share, color in shares
   )
   return f'<div class="meter">{bars}</div>'
 
@@ -215,14 +215,14 @@ def _parts(parts) -> str:
   return ''.join(
     page.key(
       f'{p["what"]} {listing.size(p["bytes"])}'
-      + f' ({p["tag"]})' * (p['tag'] != 'modelled'),
+      + f' ({p["tag"]})' * (p['tag'] != 'modeled'),
       2 + i % 6,
     )
     for i, p in enumerate(parts)
   )
 
 
-def _stages(twin, colours) -> str:
+def _stages(twin, colors) -> str:
   rows = []
   for stage in sorted(twin['stages'], key=lambda s: -s['seconds']):
     name = stage['name']
@@ -230,7 +230,7 @@ def _stages(twin, colours) -> str:
     slack = 'none' if tight else listing.seconds(stage['slack'])
     at_once = f' <small>{stage["micro_batch"]} rows at a time</small>'
     rows.append(
-      f'<tr><td>{page.key(name, colours[name])}'
+      f'<tr><td>{page.key(name, colors[name])}'
       f'{at_once if stage["micro_batch"] else ""}</td>'
       f'<td class="text">{html.escape(stage["place"])}</td>'
       f'<td class="nowrap">{listing.seconds(stage["seconds"])}</td>'
@@ -255,7 +255,7 @@ def _ranked(twin) -> str:
   for entry, what in entries:
     parts = entry['parts']
     of = [(parts['work'], 1), (parts['waits'], 8), (parts['moves'], 5)]
-    bar = _meter([(n / longest, colour) for n, colour in of])
+    bar = _meter([(n / longest, color) for n, color in of])
     rows.append(
       f'<tr><td class="nowrap">+{100 * entry["more"]:.1f} %</td>'
       f'<td class="nowrap">{listing.seconds(entry["seconds"])}{bar}</td>'

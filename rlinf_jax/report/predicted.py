@@ -16,7 +16,7 @@ class Line(NamedTuple):
     name: of the stage; 'step' for all of it.
     predicted: seconds a step.
     measured: the median of seconds a step; None if no step was made since.
-    source: 'measured' ahead of the run, or 'modelled'; '' for a step.
+    source: 'measured' ahead of the run, or 'modeled'; '' for a step.
   """
 
   name: str

@@ -48,7 +48,7 @@ CURVES = (
     'KL divergence',
     'nats a token or action',
     {
-      'from the sampler': 'train/kl_behaviour',
+      'from the sampler': 'train/kl_behavior',
       'from the reference': 'train/kl_reference',
     },
   ),
@@ -180,10 +180,10 @@ def _headline_card(
   if not headline:
     return ''
   words, name, share = headline
-  colours, lines = {}, []
+  colors, lines = {}, []
   beside, label = BESIDE.get(name, ('', ''))
   if beside in run.series:
-    colours = {'held out, greedy': 1, label: 2}
+    colors = {'held out, greedy': 1, label: 2}
     lines = [charts.Line(*run.series[beside], 2)]
   exact = name.startswith('eval/')
   change = summary.ends(run, name)
@@ -191,7 +191,7 @@ def _headline_card(
   title = f'{prefix}{words}'
   return page.card(
     title[0].upper() + title[1:],
-    page.legend(colours) or 'over steps',
+    page.legend(colors) or 'over steps',
     charts.curves(
       lines,
       width=width,
@@ -218,11 +218,11 @@ def _curve_cards(run: run_folder.Run) -> str:
     }
     if not found:
       continue
-    colours = {label: i for i, label in enumerate(found, 1) if label}
+    colors = {label: i for i, label in enumerate(found, 1) if label}
     lines = [charts.Line(*s, i) for i, s in enumerate(found.values(), 1)]
     last = next(iter(found.values())).value[-1]
     picture = charts.curves(lines[::-1], width=THIRD, height=150)
-    note = ' '.join([note, page.legend(colours)])
+    note = ' '.join([note, page.legend(colors)])
     cards.append(page.card(title, note, picture, summary.number(last), 'third'))
   if not cards:
     return ''
@@ -236,32 +236,32 @@ def _time_cards(run: run_folder.Run) -> str:
     return ''
   ran = {record['stage'] for record in run.runs}
   names = [*times, *sorted(ran - set(times))]
-  colours = dict.fromkeys(names, charts.SERIES)
+  colors = dict.fromkeys(names, charts.SERIES)
   places = (name for name in names if name not in run_folder.REST)
-  colours |= dict(zip(places, range(1, charts.SERIES), strict=False))
-  cards = [_share_card(times, colours)]
+  colors |= dict(zip(places, range(1, charts.SERIES), strict=False))
+  cards = [_share_card(times, colors)]
   stages = {
     name: run.series[f'time/{name}']
     for name in times
     if f'time/{name}' in run.series and name != 'evaluate'
   }
   if stages:
-    cards.append(_stacked_card(stages, colours))
+    cards.append(_stacked_card(stages, colors))
   if run.runs:
-    cards.append(_gantt_card(run.runs, colours))
+    cards.append(_gantt_card(run.runs, colors))
   if lines := predicted.table(run.folder):
     cards.append(_predicted_card(lines))
   grid = ''.join(cards)
   return f'<h2>Where the time went</h2><div class="grid">{grid}</div>'
 
 
-def _share_card(times: Mapping[str, float], colours: Mapping[str, int]) -> str:
+def _share_card(times: Mapping[str, float], colors: Mapping[str, int]) -> str:
   total = sum(times.values())
   rows = []
   for name, value in times.items():
-    style = f'width: {100 * value / total:.2f}%; --c: var(--s{colours[name]})'
+    style = f'width: {100 * value / total:.2f}%; --c: var(--s{colors[name]})'
     rows.append(
-      f'<tr><td>{page.key(name, colours[name])}</td>'
+      f'<tr><td>{page.key(name, colors[name])}</td>'
       f'<td>{summary.percent(value / total)}</td><td>{value:,.1f} s</td></tr>'
       f'<tr class="bar"><td colspan="3"><div style="{style}"></div></td></tr>'
     )
@@ -269,7 +269,7 @@ def _share_card(times: Mapping[str, float], colours: Mapping[str, int]) -> str:
   return page.card('Shares', 'of all seconds', table, '', 'third')
 
 
-def _stacked_card(stages, colours: Mapping[str, int]) -> str:
+def _stacked_card(stages, colors: Mapping[str, int]) -> str:
   step = np.unique(np.concatenate([s.step for s in stages.values()]))
   seconds = {name: np.zeros(len(step)) for name in stages}
   for name, series in stages.items():
@@ -278,15 +278,15 @@ def _stacked_card(stages, colours: Mapping[str, int]) -> str:
   note = 'over steps, stage on stage'
   if len(step) > 2 and of_step[0] > 2 * np.median(of_step):
     note += f'; the first took {of_step[0]:.1f} s, as it compiles'
-  picture = charts.stacked(step, seconds, colours, width=TWO_THIRDS, height=280)
+  picture = charts.stacked(step, seconds, colors, width=TWO_THIRDS, height=280)
   now = f'{np.median(of_step):.2f} s'
   return page.card('Seconds a step', note, picture, now, 'two-thirds')
 
 
-def _gantt_card(runs: Sequence[Mapping], colours: Mapping[str, int]) -> str:
+def _gantt_card(runs: Sequence[Mapping], colors: Mapping[str, int]) -> str:
   last = sorted({record['step'] for record in runs})[-GANTT_STEPS:]
   records = [record for record in runs if record['step'] in last]
-  picture = charts.gantt(records, colours, width=WHOLE)
+  picture = charts.gantt(records, colors, width=WHOLE)
   words = 'step' if len(last) == 1 else f'{len(last)} steps'
   return page.card(
     f'The last {words}', 'which stage ran when', picture, '', 'whole'

@@ -1,6 +1,6 @@
 """Draws who does what when: a lane a place, time to the right, as SVG.
 
-Colours are variables of the page around it, so that one picture serves a light
+Colors are variables of the page around it, so that one picture serves a light
 and a dark page. A unit of a picture is a CSS pixel.
 """
 
@@ -17,7 +17,7 @@ THINNEST = 0.7  # Pixels of a bar: thinner ones would vanish.
 def draw(
   spans: Sequence[Mapping[str, Any]],
   lanes: Sequence[str],
-  colours: Mapping[str, int],
+  colors: Mapping[str, int],
   *,
   end: float,
   seconds: float,
@@ -30,7 +30,7 @@ def draw(
     spans: each with `place`, `what`, `stage` (None for what only moves), and
       `start` and `end` in seconds.
     lanes: places, from top to bottom.
-    colours: number of the colour --s1 … of each stage.
+    colors: number of the color --s1 … of each stage.
     end: seconds of a step.
     seconds: that there is room for: two pictures with as many have one scale.
     left: pixels for the names of lanes, as `margin` has it.
@@ -49,7 +49,7 @@ def draw(
     )
     mine = [span for span in spans if span['place'] == lane]
     for span in _joined(mine, THINNEST / scale if scale else 0.0):
-      parts.append(_bar(span, colours, left, y, scale))
+      parts.append(_bar(span, colors, left, y, scale))
   return (
     f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(parts)}</svg>'
   )
@@ -61,7 +61,7 @@ def margin(lanes: Iterable[str]) -> int:
 
 
 def _joined(spans, thinnest: float) -> list[dict[str, Any]]:
-  """Neighbours that are the same and between which no eye sees a gap."""
+  """Neighbors that are the same and between which no eye sees a gap."""
   joined = []
   for span in sorted(spans, key=lambda span: span['start']):
     last = joined[-1] if joined else None
@@ -74,7 +74,7 @@ def _joined(spans, thinnest: float) -> list[dict[str, Any]]:
   return joined
 
 
-def _bar(span, colours, left: int, y: int, scale: float) -> str:
+def _bar(span, colors, left: int, y: int, scale: float) -> str:
   name = span['stage']
   x, wide = left + span['start'] * scale, span['end'] - span['start']
   said = name or {'run': 'moves rows'}.get(span['what'], span['what'])
@@ -82,7 +82,7 @@ def _bar(span, colours, left: int, y: int, scale: float) -> str:
   step = f', step {span["step"]:+d}' * bool(span['step'])
   title = f'{said}: {wide:.3g} s{calls}, from {span["start"]:.3g} s{step}'
   pixels = max(wide * scale, THINNEST)
-  fill = f'var(--s{colours[name]})' if name else 'var(--soft)'
+  fill = f'var(--s{colors[name]})' if name else 'var(--soft)'
   bar = (
     f'<rect x="{x:.2f}" y="{y}" width="{pixels:.2f}" height="{LANE}" '
     f'rx="{min(3, pixels / 3):.2g}" fill="{fill}"/>'

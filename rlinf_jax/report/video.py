@@ -16,7 +16,7 @@ LAST = 1500  # and of the last one, so that one sees how it ended.
 STRIP, EDGE = 14, 3  # Pixels above a picture, and around it.
 INK, PAPER, RUNNING = (70, 76, 88), (255, 255, 255), (190, 194, 202)
 GOOD, BAD = (27, 150, 80), (200, 60, 50)
-# Of all pictures every so many, and colours: until it is small enough.
+# Of all pictures every so many, and colors: until it is small enough.
 COARSER = ((1, 128), (1, 48), (2, 48), (2, 16), (4, 16), (8, 8))
 
 
@@ -89,19 +89,19 @@ def _tile(film, k: int, f: int) -> Image.Image:
   """A picture of an episode, with its seed and the steps made."""
   time, solved = film['time'][k], film['solved'][k] > 0
   over = time[f] == time[-1]
-  colour = GOOD if film['success'][k, f] > 0 else RUNNING
+  color = GOOD if film['success'][k, f] > 0 else RUNNING
   if over:
-    colour = GOOD if solved else BAD
+    color = GOOD if solved else BAD
   frame = np.pad(film['frame'][k, f], ((EDGE, EDGE), (EDGE, EDGE), (0, 0)))
   edge = np.ones(frame.shape[:2], bool)
   edge[EDGE:-EDGE, EDGE:-EDGE] = False
-  frame[edge] = colour
+  frame[edge] = color
   picture = Image.fromarray(frame)
   wide, high = picture.size
   tile = Image.new('RGB', (wide + EDGE, high + STRIP + EDGE), PAPER)
   tile.paste(picture, (0, STRIP))
   draw, font = ImageDraw.Draw(tile), _font()
-  draw.text((EDGE, 0), f'seed {film["seed"][k]}', colour if over else INK, font)
+  draw.text((EDGE, 0), f'seed {film["seed"][k]}', color if over else INK, font)
   draw.text((wide, 0), str(time[f]), INK, font, anchor='ra')
   return tile
 
@@ -113,9 +113,9 @@ def _font():
 
 def encoded(pictures: Sequence[Image.Image]) -> bytes:
   """As a GIF, as coarse as it must be not to be too large."""
-  for every, colours in COARSER:
+  for every, colors in COARSER:
     some = [*pictures[:-1:every], pictures[-1]]
-    made = _encoded(some, every * LASTS, colours)
+    made = _encoded(some, every * LASTS, colors)
     if len(made) <= LARGEST:
       return made
   raise ValueError(
@@ -124,13 +124,13 @@ def encoded(pictures: Sequence[Image.Image]) -> bytes:
   )
 
 
-def _encoded(pictures, lasts: int, colours: int) -> bytes:
+def _encoded(pictures, lasts: int, colors: int) -> bytes:
   """A GIF whose pictures share a palette, of what is in all of them."""
   few = pictures[:: max(1, len(pictures) // 4)]
   sample = np.concatenate([np.asarray(x) for x in few])
-  # Of the ways there are, this one keeps what is small and colourful.
+  # Of the ways there are, this one keeps what is small and colorful.
   octree = Image.Quantize.FASTOCTREE
-  palette = Image.fromarray(sample).quantize(colours, octree)
+  palette = Image.fromarray(sample).quantize(colors, octree)
   plain = Image.Dither.NONE  # So that what stands still stays as it is.
   drawn = [x.quantize(palette=palette, dither=plain) for x in pictures]
   file = io.BytesIO()

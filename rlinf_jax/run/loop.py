@@ -150,7 +150,7 @@ class Loop:
     by_place = timeline_lib.seconds(spans, 'place')
     if len(by_place) > 1:
       numbers |= {
-        f'utilisation/{place}': spent / seconds
+        f'utilization/{place}': spent / seconds
         for place, spent in by_place.items()
       }
     numbers |= {

@@ -64,7 +64,7 @@ def settings(
   return groups
 
 
-def summarise(
+def summarize(
   groups: Mapping[str, Sequence[grid.Point]], metric: str
 ) -> tuple[list[str], list[list[str]]]:
   """Table of the last values of `metric`, and of the seconds.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 SIZE = 128  # Pixels along each edge of a picture for people.
-PAPER = (0.1, 0.1, 0.12)  # Red, green and blue of 0 to 1, as all colours.
+PAPER = (0.1, 0.1, 0.12)  # Red, green and blue of 0 to 1, as all colors.
 
 
 class Stroke(NamedTuple):
@@ -22,18 +22,18 @@ class Stroke(NamedTuple):
     start: of the line.
     end: of it; the same as `start` for a disc.
     radius: how near, in the units of the plane.
-    colour: red, green and blue.
+    color: red, green and blue.
   """
 
   start: Float[Array, ' X']
   end: Float[Array, ' X']
   radius: float
-  colour: tuple[float, float, float]
+  color: tuple[float, float, float]
 
 
-def disc(centre_X, radius: float, colour) -> Stroke:
+def disc(center_X, radius: float, color) -> Stroke:
   """All points that are near enough to one."""
-  return Stroke(centre_X, centre_X, radius, colour)
+  return Stroke(center_X, center_X, radius, color)
 
 
 def picture(
@@ -54,7 +54,7 @@ def picture(
   for stroke in strokes:
     inside = (stroke.radius - _away(at, stroke)) / pixel
     cover = jnp.clip(inside + 0.5, 0.0, 1.0)[:, :, None]
-    drawn += cover * (jnp.asarray(stroke.colour)[None, None] - drawn)
+    drawn += cover * (jnp.asarray(stroke.color)[None, None] - drawn)
   return jnp.round(255.0 * drawn).astype(jnp.uint8)
 
 

@@ -8,9 +8,9 @@ from stages import base
 from stages.envs import episode_stats, obs_stats, rollout, video
 
 
-def fresh(policy: base.Policy, world: base.Env, normalised: bool, key):
+def fresh(policy: base.Policy, world: base.Env, normalized: bool, key):
   """A policy that knows nothing, and the scale before anything was seen."""
-  scale = obs_stats.nothing(world.obs) if normalised else ()
+  scale = obs_stats.nothing(world.obs) if normalized else ()
   return {'policy': policy.init(key), 'scale': scale}
 
 

@@ -67,7 +67,7 @@ def of(obs, like) -> Scale:
   return Scale(jnp.full((), count, float), mean, square)
 
 
-def normalise(scale: Scale | tuple[()], obs):
+def normalize(scale: Scale | tuple[()], obs):
   """Observations by `scale`; as they are before anything was seen.
 
   So they are where there is no scale, `()`.

@@ -16,7 +16,7 @@ from stages import base
 from stages.envs import drawing, vectorize
 
 SPEED = 0.08  # A step; half of the table is 1.
-TOUCH = 0.16  # Between the centres of gripper and puck where they touch.
+TOUCH = 0.16  # Between the centers of gripper and puck where they touch.
 NEAR = 0.06  # Between puck and goal: close enough.
 GOAL, PUCK, GRIPPER = (0.2, 0.7, 0.3), (0.85, 0.3, 0.2), (0.2, 0.35, 0.8)
 

@@ -56,7 +56,7 @@ def rollout(
     """One step: what is done, what the world is told, and keys for the next."""
     key_B2 = jax.vmap(jax.random.split)(key_B)
     x = policy.act(
-      params, obs_stats.normalise(scale, obs), key_B2[:, 0], greedy=greedy
+      params, obs_stats.normalize(scale, obs), key_B2[:, 0], greedy=greedy
     )
     command = policy.command(x.action) if policy.command else x.action
     return x._replace(obs=obs), command, key_B2[:, 1]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def gae(reward_T, value_T, next_value_T, discount_T, continue_T, lambda_):
-  """Generalised advantage estimation, arXiv:1506.02438 eq. 16.
+  """Generalized advantage estimation, arXiv:1506.02438 eq. 16.
 
     δₜ = rₜ + γₜ v′ₜ − vₜ
     Aₜ = δₜ + γₜ λ cₜ Aₜ₊₁
@@ -50,11 +50,11 @@ def group_relative(reward_G):
   there, the formula alone is rounding error over 10⁻⁶.
   """
   _compare('group_relative', reward_G)
-  relative_G = group_centred(reward_G) / (jnp.std(reward_G, ddof=1) + 1e-6)
+  relative_G = group_centered(reward_G) / (jnp.std(reward_G, ddof=1) + 1e-6)
   return jnp.where(reward_G.max() == reward_G.min(), 0.0, relative_G)
 
 
-def group_centred(reward_G):
+def group_centered(reward_G):
   """Dr. GRPO's advantage, arXiv:2503.20783.   A = R − mean R"""
   return reward_G - reward_G.mean()
 
@@ -98,5 +98,5 @@ def whiten(x, mask):
   Of a whole minibatch, never of a piece: a stage that calls it is a barrier.
   """
   count = jnp.maximum(mask.sum(), 1.0)
-  centred = (x - (x * mask).sum() / count) * mask
-  return centred * jax.lax.rsqrt((centred**2).sum() / count + 1e-8)
+  centered = (x - (x * mask).sum() / count) * mask
+  return centered * jax.lax.rsqrt((centered**2).sum() / count + 1e-8)

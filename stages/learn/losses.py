@@ -1,4 +1,4 @@
-"""Loss terms, to be minimised, and how they are averaged.
+"""Loss terms, to be minimized, and how they are averaged.
 
 A term takes arrays of one shape, one number a token, and returns that shape.
 Weight terms and add them up, then `aggregate` once: a `metrics.Mean`, whose sum
@@ -6,7 +6,7 @@ is the numerator and whose count is this batch's share of the denominator, which
 belongs to the whole minibatch. The means of its pieces merge to its own.
 
 `logp` is of the policy that learns, `old_logp` of the one at the start of the
-update, `behaviour_logp` of whoever drew the tokens, `ref_logp` of a reference.
+update, `behavior_logp` of whoever drew the tokens, `ref_logp` of a reference.
 """
 
 from collections.abc import Callable
@@ -126,26 +126,26 @@ def kl_k3(logp, ref_logp):
   return jnp.expm1(-delta) + delta
 
 
-def token_weight(old_logp, behaviour_logp, mask):
+def token_weight(old_logp, behavior_logp, mask):
   """How much likelier than when drawn, w = sg(exp(lp_old − lp_b)), per token.
 
   The weight of decoupled PPO (arXiv:2505.24298) and of the correction for an
   engine that is not the trainer, one and the same: apply it once, under
   `truncated` or `masked`. It is one on padding.
   """
-  log_ratio = jnp.where(mask > 0, old_logp - behaviour_logp, 0.0)
+  log_ratio = jnp.where(mask > 0, old_logp - behavior_logp, 0.0)
   return jax.lax.stop_gradient(jnp.exp(log_ratio))
 
 
-def sequence_weight(old_logp_BT, behaviour_logp_BT, mask_BT):
+def sequence_weight(old_logp_BT, behavior_logp_BT, mask_BT):
   """Product of a row's `token_weight`s, on every token."""
-  gap_BT = _row_sum(old_logp_BT - behaviour_logp_BT, mask_BT)
+  gap_BT = _row_sum(old_logp_BT - behavior_logp_BT, mask_BT)
   return jax.lax.stop_gradient(jnp.exp(gap_BT))
 
 
-def geometric_weight(old_logp_BT, behaviour_logp_BT, mask_BT):
+def geometric_weight(old_logp_BT, behavior_logp_BT, mask_BT):
   """Geometric mean of a row's `token_weight`s, on every token."""
-  gap_BT = _row_mean(old_logp_BT - behaviour_logp_BT, mask_BT)
+  gap_BT = _row_mean(old_logp_BT - behavior_logp_BT, mask_BT)
   return jax.lax.stop_gradient(jnp.exp(gap_BT))
 
 

@@ -50,7 +50,7 @@ def actor_critic(
   critic_warmup: int = 0,
   updates: int = 1,
 ) -> optax.GradientTransformation:
-  """An optimiser for what acts, and another for its critic.
+  """An optimizer for what acts, and another for its critic.
 
   A policy that can already do something has a critic with no idea: what that
   says of actions would undo what the policy can, until it has learned.
@@ -68,8 +68,8 @@ def actor_critic(
   def whose(params):
     if 'critic' not in params:
       raise ValueError(
-        'An optimiser for the critic is given, and the policy has none: its '
-        f'parameters are of {", ".join(params)}. Give one optimiser for all.'
+        'An optimizer for the critic is given, and the policy has none: its '
+        f'parameters are of {", ".join(params)}. Give one optimizer for all.'
       )
     return {name: 'critic' if name == 'critic' else 'actor' for name in params}
 

@@ -1,6 +1,6 @@
 """Soft actor-critic: what is made smaller, arXiv:1812.05905, and by what steps.
 
-With layers that are normalised, several critics and a subset of them, it is
+With layers that are normalized, several critics and a subset of them, it is
 what RLPD learns by, arXiv:2302.02348.
 """
 
@@ -142,7 +142,7 @@ def _told(before: base.Info, info: base.Info) -> base.Info:
 
 
 def critic_objective(policy, critic, subset) -> Callable:
-  """What critics minimise, arXiv:1812.05905 eq. 5; returns a loss.
+  """What critics minimize, arXiv:1812.05905 eq. 5; returns a loss.
 
     J = Σᵢ ½ (Qᵢ(s, a) − y)²,   y = r + γ (minᵢ Q̄ᵢ(s′, a′) − α log π(a′|s′))
 
@@ -153,7 +153,7 @@ def critic_objective(policy, critic, subset) -> Callable:
   def loss(params, target, actor, scale, key, round_, batch: replay.Sample):
     row = batch.row
     obs, after = (
-      obs_stats.normalise(scale, x) for x in (row.obs, row.next_obs)
+      obs_stats.normalize(scale, x) for x in (row.obs, row.next_obs)
     )
     x = policy.act(actor['policy'], after, _luck(batch.key, 0))
     q_IM = critic.value(target, after, policy.command(x.action))
@@ -174,7 +174,7 @@ def critic_objective(policy, critic, subset) -> Callable:
 
 
 def actor_objective(policy, critic, subset, entropy) -> Callable:
-  """What the actor minimises, arXiv:1812.05905 eq. 9 and 18; returns a loss.
+  """What the actor minimizes, arXiv:1812.05905 eq. 9 and 18; returns a loss.
 
     J = α log π(a|s) − minᵢ Qᵢ(s, a)  −  α (log π(a|s) + H)
 
@@ -183,7 +183,7 @@ def actor_objective(policy, critic, subset, entropy) -> Callable:
   """
 
   def loss(params, critics, scale, batch: replay.Sample):
-    obs = obs_stats.normalise(scale, batch.row.obs)
+    obs = obs_stats.normalize(scale, batch.row.obs)
     x = policy.act(params['policy'], obs, _luck(batch.key, 1))
     q_IM = critic.value(critics, obs, policy.command(x.action))
     q_M = q_IM.min(0) if subset is None else q_IM.mean(0)

@@ -16,7 +16,7 @@ from stages import base, metrics
 
 
 class Gradient(NamedTuple):
-  """What one piece of a minibatch has to say to the optimiser.
+  """What one piece of a minibatch has to say to the optimizer.
 
   Attributes:
     numerators: a tree like the parameters for each distinct denominator.
@@ -48,7 +48,7 @@ def gradient(loss: Callable) -> Callable:
 
   Args:
     loss: `params, *batch -> means, info`: a tuple of `metrics.Mean`, one for
-      each distinct denominator and already weighted, to be minimised in sum.
+      each distinct denominator and already weighted, to be minimized in sum.
   """
 
   def gradient(params, *batch) -> Gradient:
@@ -109,7 +109,7 @@ def apply(optimizer: optax.GradientTransformation) -> Callable:
 
 
 def _rates(opt_state) -> base.Info:
-  """Learning rates, of an optimiser that shows what it has."""
+  """Learning rates, of an optimizer that shows what it has."""
   info = {}
   for path, rate in optax.tree.get_all_with_path(opt_state, 'learning_rate'):
     if isinstance(rate, jax.Array):  # And not what computes it.

@@ -42,7 +42,7 @@ class Config:
 class Encoder(nn.Module):
   """What cameras see and what is told besides, as one vector.
 
-  Bytes of 0 to 255 are colours, taken as 0 to 1. Vectors are left as they are.
+  Bytes of 0 to 255 are colors, taken as 0 to 1. Vectors are left as they are.
   """
 
   config: Config
@@ -51,7 +51,7 @@ class Encoder(nn.Module):
 
   @nn.compact
   def __call__(self, obs):
-    """`a tree of [..., rows, columns, colours] and [..., O] -> [..., O]`."""
+    """`a tree of [..., rows, columns, colors] and [..., O] -> [..., O]`."""
     leaves = tree_paths.of(obs)
     made = [
       Eye(self.config, name=camera.replace('/', '_'))(leaves[camera])
@@ -67,7 +67,7 @@ class Eye(nn.Module):
 
   @nn.compact
   def __call__(self, picture):
-    """`[..., rows, columns, colours] in bytes -> [..., D]`."""
+    """`[..., rows, columns, colors] in bytes -> [..., D]`."""
     c, ahead = self.config, picture.shape[:-3]
     x = picture.reshape(-1, *picture.shape[-3:])
     x = x.astype(jnp.result_type(float)) / 255.0
@@ -139,7 +139,7 @@ def encoder(like, config: Config, ignored: tuple[str, ...] = ()) -> Encoder:
       vectors.append(name)
     else:
       raise ValueError(
-        f'This policy reads pictures, uint8 [rows, columns, colours], and '
+        f'This policy reads pictures, uint8 [rows, columns, colors], and '
         f'vectors of numbers, and the world shows {name!r}, {x.dtype} '
         f'{[*x.shape]}: name it in `ignored` if it can be done without.'
       )

@@ -60,7 +60,7 @@ def ensemble(
     world: whose observations are vectors.
     critics: how many: 2 are SAC's, 10 RLPD's.
     width: of the hidden layers.
-    norm: layer normalisation, as RLPD has it.
+    norm: layer normalization, as RLPD has it.
     chunk: commands that are given at a time.
   """
   if isinstance(world.obs, dict) or len(world.obs.shape) != 1:
@@ -130,7 +130,7 @@ def _value(norm: bool, weights, obs, action):
 
 
 def _normed(x, scale, shift):
-  """Layer normalisation, arXiv:1607.06450."""
+  """Layer normalization, arXiv:1607.06450."""
   x = jax.nn.standardize(x, axis=-1, epsilon=1e-6)
   return x * scale[None] + shift[None]
 

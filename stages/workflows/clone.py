@@ -1,4 +1,4 @@
-"""Behaviour cloning: learning to do what was demonstrated."""
+"""Behavior cloning: learning to do what was demonstrated."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ def clone(
   *,
   normalize_obs: bool = True,
 ) -> base.Workflow:
-  """Maximises the likelihood of each action that was demonstrated.
+  """Maximizes the likelihood of each action that was demonstrated.
 
   A policy learns how far to deviate, too: as far as demonstrations do from what
   it can tell by what it sees. From there it may explore.
@@ -51,7 +51,7 @@ def clone(
   _check(policy, world)
 
   def loss(params, scale, x: base.Demonstration):
-    obs = obs_stats.normalise(scale, x.obs)
+    obs = obs_stats.normalize(scale, x.obs)
     now = policy.evaluate(params, obs, x.action)
     mean = metrics.mean(-now.logp)
     return (mean,), {

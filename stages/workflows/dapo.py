@@ -73,7 +73,7 @@ def dapo(
     cache: tokens before the limit of length from which on a completion is
       punished, linearly, down to −1 (soft overlong punishment, eq. 13); None
       for none.
-    num_minibatches: minibatches of one batch, each an optimiser step.
+    num_minibatches: minibatches of one batch, each an optimizer step.
     num_epochs: how often the batch is learned from, in another order each time.
     expect: rounds that planners shall count on; all if None.
     importance_cap: as in `grpo`.

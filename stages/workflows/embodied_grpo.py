@@ -1,4 +1,4 @@
-"""Group relative policy optimisation in worlds, arXiv:2402.03300.
+"""Group relative policy optimization in worlds, arXiv:2402.03300.
 
 Episodes that begin alike are compared with each other, as RLinf-VLA does
 (arXiv:2510.06710): one advantage an episode, and nothing after its end.
@@ -79,7 +79,7 @@ def embodied_grpo(
     kl_coef: weight of the pull towards the policy it began as; 0 keeps no copy.
     kl_estimator: `logp, ref_logp -> KL`, step by step: how that is estimated.
     entropy_coef: weight of the entropy bonus.
-    num_minibatches: minibatches of a batch, each an optimiser step.
+    num_minibatches: minibatches of a batch, each an optimizer step.
     num_epochs: how often a batch is learned from, in another order each time.
     filtered: masks groups of which all did equally well. Their advantage is
       zero in any case, but `kl_coef` and `entropy_coef` act on them, and they
@@ -124,11 +124,11 @@ def embodied_grpo(
 
   def score(reference, obs, action):
     params, scale = reference
-    obs = obs_stats.normalise(scale, obs)
+    obs = obs_stats.normalize(scale, obs)
     return policy.evaluate(params, obs, action).logp
 
   def scaled(params, scale, x: base.Experience, ref_logp):
-    obs = obs_stats.normalise(scale, x.obs)
+    obs = obs_stats.normalize(scale, x.obs)
     return loss(params, x._replace(obs=obs), ref_logp)
 
   refer = stages.Stage(score, 'refer', unbatched=(0,))

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation, arXiv:2402.03300."""
+"""Group relative policy optimization, arXiv:2402.03300."""
 
 from collections.abc import Callable
 import functools
@@ -68,7 +68,7 @@ def grpo(
       The gradient of `kl_k2` is that of KL(π‖π_ref), which lets go of what the
       reference did wrong; that of `kl_k3` is of KL(π_ref‖π), which does not.
     entropy_coef: weight of the entropy bonus.
-    num_minibatches: minibatches of one batch, each an optimiser step.
+    num_minibatches: minibatches of one batch, each an optimizer step.
     num_epochs: how often the batch is learned from, as PPO does: the clip is
       around the policy that acted.
     minibatch_by: of groups in minibatches: by 'row', 'shuffled' or by
@@ -180,7 +180,7 @@ def grpo(
 
 
 def objective(evaluate, clip, kl, entropy, aggregate, cap=2.0) -> Callable:
-  """What `grpo` minimises: `params, experience, ref_logp -> means, info`.
+  """What `grpo` minimizes: `params, experience, ref_logp -> means, info`.
 
   The clip is around the policy that acted, in the trainer's arithmetic. Where
   that is not the engine's, or where it was the last of several that acted,
@@ -204,7 +204,7 @@ def objective(evaluate, clip, kl, entropy, aggregate, cap=2.0) -> Callable:
     kl_BT = losses.kl_k3(x.logp, now.logp)
     info = {
       'train/policy_loss': aggregate(loss_BT, x.mask),
-      'train/kl_behaviour': metrics.mean(kl_BT, x.mask),
+      'train/kl_behavior': metrics.mean(kl_BT, x.mask),
       'train/clip_fraction': metrics.mean(clipped_BT, x.mask),
       'train/ratio_mean': metrics.mean(ratio_BT, x.mask),
       'train/ratio_max': metrics.maximum(ratio_BT, x.mask),

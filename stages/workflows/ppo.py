@@ -1,4 +1,4 @@
-"""Proximal policy optimisation in worlds, arXiv:1707.06347."""
+"""Proximal policy optimization in worlds, arXiv:1707.06347."""
 
 from collections.abc import Callable
 import functools
@@ -74,7 +74,7 @@ def ppo(
     value_coef: weight of the critic's loss.
     value_clip: how far an estimate may move at a time; None for any way.
     entropy_coef: weight of the bonus for entropy.
-    num_minibatches: minibatches of a batch, each an optimiser step.
+    num_minibatches: minibatches of a batch, each an optimizer step.
     num_epochs: how often a batch is learned from, in another order each time.
     target_kl: no update follows in a step once KL(acted ‖ now) of a minibatch
       is beyond this; None for all updates. Schedules count updates that are
@@ -182,9 +182,9 @@ def appraise(
   What follows the last step of an episode that time has ended is estimated from
   what was seen then, and never from the episode that comes next.
   """
-  value = policy.value(params, obs_stats.normalise(scale, x.obs))
+  value = policy.value(params, obs_stats.normalize(scale, x.obs))
   next_value = policy.value(
-    params, obs_stats.normalise(scale, outcome.final_obs)
+    params, obs_stats.normalize(scale, outcome.final_obs)
   )
   steps = 1.0 if outcome.steps is None else outcome.steps
   discount = discount**steps * jnp.ones_like(value)
@@ -228,11 +228,11 @@ def _single(x: base.Experience) -> base.Experience:
 
 
 def objective(policy, clip, critic, entropy) -> Callable:
-  """What `ppo` minimises: `params, scale, experience -> means, info`."""
+  """What `ppo` minimizes: `params, scale, experience -> means, info`."""
   weight, near = critic
 
   def loss(params, scale, x: base.Experience):
-    obs = obs_stats.normalise(scale, x.obs)
+    obs = obs_stats.normalize(scale, x.obs)
     now = policy.evaluate(params, obs, x.action)
     policy_loss = losses.ppo_clip(now.logp, x.logp, x.advantage, *clip)
     if near is None:
@@ -246,9 +246,7 @@ def objective(policy, clip, critic, entropy) -> Callable:
       'train/policy_loss': metrics.mean(policy_loss, x.mask),
       'train/value_loss': metrics.mean(value_loss, x.mask),
       'train/entropy': metrics.mean(now.entropy, x.mask),
-      'train/kl_behaviour': metrics.mean(
-        losses.kl_k3(x.logp, now.logp), x.mask
-      ),
+      'train/kl_behavior': metrics.mean(losses.kl_k3(x.logp, now.logp), x.mask),
       'train/clip_fraction': metrics.mean(clipped, x.mask),
       'train/ratio_mean': metrics.mean(ratio, x.mask),
       'train/ratio_max': metrics.maximum(ratio, x.mask),
@@ -265,7 +263,7 @@ def _apply(optimizer, kl_stop) -> Callable:
   def apply(actor: base.TrainState, stopped, gradient: train_step.Gradient):
     new, info = update(actor, gradient)
     if kl_stop is not None:
-      kl = gradient.info['train/kl_behaviour']
+      kl = gradient.info['train/kl_behavior']
       stopped |= kl.sum > kl_stop * kl.count
       new = jax.tree.map(lambda a, b: jnp.where(stopped, a, b), actor, new)
     one = jnp.ones(())

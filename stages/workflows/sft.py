@@ -13,7 +13,7 @@ def sft(
   verify: stages.Stage,
   optimizer: optax.GradientTransformation,
 ) -> base.Workflow:
-  """Maximises the likelihood of each token of the examples' completions.
+  """Maximizes the likelihood of each token of the examples' completions.
 
   Args:
     policy: the model to train.

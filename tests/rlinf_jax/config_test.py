@@ -69,8 +69,8 @@ def test_bindings_see_the_imports_of_included_files_whatever_their_alias():
     """
     from __gin__ import dynamic_registration
     include 'base.gin'
-    from recipe_library import optim as optimisers
-    optimisers.adamw.decay = 0.5
+    from recipe_library import optim as optimizers
+    optimizers.adamw.decay = 0.5
     """,
   )
   parse('flows.grpo.clip_high = 0.28', files=['top.gin'])
@@ -156,7 +156,7 @@ def test_what_a_recipe_leaves_to_the_user_is_named():
 # What nothing reads.
 
 
-def test_a_misspelt_macro_is_refused():
+def test_a_misspelled_macro_is_refused():
   parse('STPES = 50')
   run()
   assert refused_as_unused() == (
@@ -233,7 +233,7 @@ def test_a_function_that_is_held_but_not_called_uses_its_bindings(resume):
 
 
 @pytest.mark.parametrize('resume', [False, True])
-def test_a_misspelt_scope_of_a_function_that_is_held_is_refused(resume):
+def test_a_misspelled_scope_of_a_function_that_is_held_is_refused(resume):
   parse(*WARM, 'wramup/loop.train.steps = 2')
   run(resume=resume)
   assert refused_as_unused() == (
@@ -280,8 +280,8 @@ def test_a_saved_config_runs_alone(folder):
     from __gin__ import dynamic_registration
     include 'base.gin'
     from recipe_library import flows as f
-    from recipe_library import optim as optimisers
-    optimisers.adamw.decay = 0.5
+    from recipe_library import optim as optimizers
+    optimizers.adamw.decay = 0.5
     f.grpo.loss = %WORKDIR
     """,
   )

@@ -18,7 +18,7 @@ def test_a_mesh_is_of_the_devices_given():
   assert set(made.devices.flat) == set(devices)
 
 
-def test_neighbours_along_the_last_axis_are_neighbours():
+def test_neighbors_along_the_last_axis_are_neighbors():
   made = mesh.mesh(jax.devices(), {'data': 2, 'tensor': 4})
   assert [d.id for d in made.devices.flat] == [d.id for d in jax.devices()]
 

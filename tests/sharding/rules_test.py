@@ -177,8 +177,8 @@ def test_statistics_of_adafactor_are_whole_and_the_rest_is_shared(
     1e-3, min_dim_size_to_factor=8 if factored else 128, momentum=0.9
   )
   lies = layouts(optimizer, axes)
-  spelt = rules.shardings(params(), mesh.mesh(jax.devices(), axes))
-  for path, lie in jax.tree_util.tree_flatten_with_path(spelt)[0]:
+  spelled = rules.shardings(params(), mesh.mesh(jax.devices(), axes))
+  for path, lie in jax.tree_util.tree_flatten_with_path(spelled)[0]:
     name = '.'.join(key.key for key in path)
     (like, _), shared = lies[f'state.params.{name}'], 0
     for other, (value, held) in lies.items():

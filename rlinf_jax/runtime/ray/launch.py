@@ -61,9 +61,9 @@ def check_measurable():
   kind = jax.default_backend()
   if kind != 'cpu':
     raise ValueError(
-      f"With `ray`, `train.train.plan = 'auto'` measures on the {kind} of this "
-      'process, which its places would then lack: bind a plan. --plan_only '
-      'finds one for a cluster, and --plan_json writes it.'
+      f"With `ray_address`, `train.train.plan = 'auto'` measures on the {kind} "
+      'of this process, which its places would then lack: bind a plan. '
+      '--plan_only finds one for a cluster, and --plan_json writes it.'
     )
 
 

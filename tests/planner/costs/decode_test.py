@@ -89,7 +89,7 @@ def test_what_each_token_looks_back_on_costs():
 
 
 def test_lengths_that_are_assumed_are_said_to_be():
-  for known, tag in (('assumed', 'assumed'), ('measured', 'modelled')):
+  for known, tag in (('assumed', 'assumed'), ('measured', 'modeled')):
     (found,), _ = made(engine=True, known=known)
     assert found.total.tag == tag
     parts = sum(number.value for number in found.values())

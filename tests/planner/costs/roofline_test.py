@@ -277,7 +277,7 @@ def test_every_part_says_where_it_comes_from():
   for name in toy_flow().stages:
     found = explained(name, ('fsdp', 4), ('tensor', 2))
     tags = {number.tag for number in (found.total, *found.values())}
-    assert tags <= {'measured', 'modelled', 'assumed'}
+    assert tags <= {'measured', 'modeled', 'assumed'}
     overlap = min(
       (found[k].value for k in ('arithmetic', 'traffic') if k in found),
       default=0.0,
@@ -313,7 +313,7 @@ def test_beyond_measured_rows_the_model_is_scaled_and_says_so():
   assert curve.at(3) is None and curve.at(17) is None
   found, plain = explained('act', measured=table()), explained('act')
   at_end = explained('act', rows=16)
-  assert found.total.tag == 'modelled'
+  assert found.total.tag == 'modeled'
   scale = 4.0 / (at_end.total.value / 2)
   assert found.total.value == pytest.approx(plain.total.value * scale)
 
@@ -322,7 +322,7 @@ def test_what_was_measured_elsewhere_scales_the_model():
   given = table((('data', 2),), 2)
   measured = explained('act', ('data', 2), rows=4, measured=given).total
   assert measured == (8.0, 'measured')
-  # Three times as slow as modelled on two devices: so on one, at all rows.
+  # Three times as slow as modeled on two devices: so on one, at all rows.
   flow = toy_flow()
   points = []
   for rows in (8, 16, 32):
@@ -337,7 +337,7 @@ def test_what_was_measured_elsewhere_scales_the_model():
   for rows in (4, 16):
     found = explained('act', rows=rows, measured=given).total
     plain = explained('act', rows=rows).total
-    assert found == (pytest.approx(3 * plain.value), 'modelled')
+    assert found == (pytest.approx(3 * plain.value), 'modeled')
 
 
 def test_what_a_run_has_taken_multiplies_what_was_measured():

@@ -320,7 +320,7 @@ def test_only_what_the_runtime_alone_holds_is_overwritten(make):
       assert set(op.donate) <= set(graph.nodes[op.node].reads) & (sums | starts)
 
 
-def test_the_optimiser_overwrites_its_state_and_the_gradient():
+def test_the_optimizer_overwrites_its_state_and_the_gradient():
   graph = sft()
   (apply,) = [node for node in graph.nodes if node.name == 'apply']
   run = next(

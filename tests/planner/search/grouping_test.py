@@ -26,7 +26,7 @@ def test_stages_go_together_by_way_of_others():
   ]
 
 
-def test_stages_that_take_no_time_join_a_neighbour():
+def test_stages_that_take_no_time_join_a_neighbor():
   work = {'a': 0.0, 'b': 5.0, 'c': 0.0, 'd': 5.0}
   flow, model = toys.line(work)
   together = grouping.glue(flow, model, 4)

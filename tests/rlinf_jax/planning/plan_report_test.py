@@ -66,7 +66,7 @@ def test_it_names_the_fastest_plan_the_next_and_the_recipes_own(roomy):
   found, said, twin, _ = roomy
   assert found.gap == 0 and 'it is proved that none' in said
   assert f'The fastest takes {found.seconds:.3g} s a step' in said
-  for words in ('generate', '2 × toy', 'modelled', "The recipe's own plan"):
+  for words in ('generate', '2 × toy', 'modeled', "The recipe's own plan"):
     assert words in said
   assert plan_lib.parse(twin['plan']).stages == found.best.stages
   seconds = [entry['seconds'] for entry in twin['ranked']]
@@ -118,7 +118,7 @@ def test_it_accounts_for_a_plan_in_words_in_json_and_on_a_page(roomy):
     assert seconds == pytest.approx(entry['seconds'])
   assert {c['cost'] for c in twin['sensitivity']} >= {*found.best.stages}
   assert 'by a tenth' in said and 'by a tenth' in shown
-  assert 'modelled' in shown
+  assert 'modeled' in shown
   for beside in twin['beside']:
     assert beside['title'] in said and beside['title'] in shown
     assert beside['seconds'] >= found.seconds

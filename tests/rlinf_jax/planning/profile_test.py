@@ -157,7 +157,7 @@ def test_stages_are_measured_once_and_then_remembered(tmp_path, monkeypatch):
   # A stage of the same program is the same, whoever made it.
   workflow, args = grpo()
   flow, given, model = setting(workflow.step, args)
-  # What is worth measuring is as modelled: the same.
+  # What is worth measuring is as modeled: the same.
   assert (
     stage_profile.measure(flow, given, model, profile_store.Store(tmp_path))
     == found

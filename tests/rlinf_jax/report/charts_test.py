@@ -18,7 +18,7 @@ def test_smoothing_takes_most_of_the_noise_and_keeps_the_level():
   assert smoothed.std() < 0.3 * value.std()
 
 
-def test_a_spike_hardly_moves_its_neighbours():
+def test_a_spike_hardly_moves_its_neighbors():
   value = RNG.random(120)
   spiked = value.copy()
   spiked[50] = 1000.0

@@ -99,7 +99,7 @@ def test_the_page_has_every_part(full):
   assert 'STEPS = 180' in full
 
 
-def test_samples_are_coloured_by_their_reward(full):
+def test_samples_are_colored_by_their_reward(full):
   first, _, last = re.findall(r'<section.*?</section>', full, re.DOTALL)
   assert first.count('sample right') == 3
   assert first.count('sample wrong') == 5
@@ -121,7 +121,7 @@ def test_text_from_the_run_is_escaped(full, tmp_path):
   assert page.count('&lt;/pre&gt;') == samples_html.LONGEST // len('</pre>')
 
 
-def test_pictures_take_all_their_colours_from_the_page(full):
+def test_pictures_take_all_their_colors_from_the_page(full):
   pictures = drawn(full)
   assert len(pictures) == 14
   for picture in pictures:

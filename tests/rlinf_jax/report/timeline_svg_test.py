@@ -53,7 +53,7 @@ def test_calls_that_follow_each_other_are_one_bar():
   assert 'in 4 calls' in text
 
 
-def test_what_only_moves_has_no_colour_of_a_stage():
+def test_what_only_moves_has_no_color_of_a_stage():
   _, bars = draw([span('x', None, 0.0, 1.0, what='offload')])
   assert bars[1].get('fill') == 'var(--soft)'
 

@@ -10,7 +10,7 @@ import pytest
 import fake_run
 from rlinf_jax.report import report, video
 
-GREEN, RED, GREY = video.GOOD, video.BAD, video.RUNNING
+GREEN, RED, GRAY = video.GOOD, video.BAD, video.RUNNING
 
 
 def film(K=4, F=3, edge=20, noise=False):
@@ -44,9 +44,9 @@ def test_episodes_are_side_by_side_in_order_and_frames_in_time(tmp_path):
       row, column = divmod(k, 2)
       tile = shown[row * high :, column * wide :][:high, :wide]
       middle = tile[video.STRIP + 13, 13]
-      # A palette tells 16 shades of a colour apart.
+      # A palette tells 16 shades of a color apart.
       assert np.abs(middle - (64 * k + 20 * f)).max() <= 8
-      edge = GREEN if k == 2 and f >= 1 else RED if f == 2 else GREY
+      edge = GREEN if k == 2 and f >= 1 else RED if f == 2 else GRAY
       assert np.abs(tile[video.STRIP + 13, 1] - edge).max() <= 24
 
 

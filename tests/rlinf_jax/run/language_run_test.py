@@ -98,7 +98,7 @@ def lines(folder):
     {
       k: v
       for k, v in json.loads(line).items()
-      if not k.startswith(('time/', 'throughput/', 'utilisation/', 'wait/'))
+      if not k.startswith(('time/', 'throughput/', 'utilization/', 'wait/'))
     }
     for line in text
   ]

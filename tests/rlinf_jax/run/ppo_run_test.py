@@ -86,5 +86,5 @@ def test_a_run_finds_its_plan_by_itself_and_computes_the_same(
 
 
 def test_a_run_ends_early_once_it_succeeds_often_enough(tmp_path):
-  said = run(tmp_path / 'run', 'STEPS = 4', 'train.train.until = 0.0')
+  said = run(tmp_path / 'run', 'STEPS = 4', 'train.train.stop_at_score = 0.0')
   assert 'Done: 0 steps.' in said  # As soon as it has been tried.

@@ -10,7 +10,7 @@ HIGH = 'workflows.grpo.clip_high = [0.2, 0.28]'
 @pytest.mark.parametrize(
   ('text', 'name', 'values'),
   [
-    (HIGH, 'workflows.grpo.high', [0.2, 0.28]),
+    (HIGH, 'workflows.grpo.clip_high', [0.2, 0.28]),
     ('a.seed=range(1, 6, 2)', 'a.seed', [1, 3, 5]),
     ('a.b = (1, None, "x = y", [1])', 'a.b', [1, None, 'x = y', [1]]),
     ('warmup/train.train.steps = [-5]', 'warmup/train.train.steps', [-5]),
@@ -59,10 +59,10 @@ def names(*over):
 
 def test_points_are_every_combination_and_named_for_people():
   assert names(HIGH, 'train.train.seed = range(2)') == [
-    'high=0.2,seed=0',
-    'high=0.2,seed=1',
-    'high=0.28,seed=0',
-    'high=0.28,seed=1',
+    'clip_high=0.2,seed=0',
+    'clip_high=0.2,seed=1',
+    'clip_high=0.28,seed=0',
+    'clip_high=0.28,seed=1',
   ]
 
 

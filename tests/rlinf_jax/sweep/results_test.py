@@ -24,7 +24,7 @@ def ran(*over, broken=()):
   for point in points:
     if point.name in broken:
       continue
-    high = point.values['workflows.grpo.high']
+    high = point.values['workflows.grpo.clip_high']
     start = high + point.values.get('train.train.seed', 0) / 100
     values = [start + step / 10 for step in range(3)]
     point.folder.mkdir(parents=True)
@@ -43,7 +43,7 @@ def ran(*over, broken=()):
 
 @pytest.mark.parametrize('name', ['eval/accuracy', 'eval/success_once'])
 def test_points_are_compared_by_what_their_evaluations_say(name):
-  points = ran(HIGH, SEED, broken=['high=0.2,seed=0'])
+  points = ran(HIGH, SEED, broken=['clip_high=0.2,seed=0'])
   for point in points[1:]:
     path = point.folder / 'result.json'
     path.write_text(path.read_text().replace('eval/accuracy', name))
@@ -52,7 +52,7 @@ def test_points_are_compared_by_what_their_evaluations_say(name):
 
 
 def test_the_csv_has_a_row_a_point_with_values_and_metrics():
-  points = ran(HIGH, SEED, broken=['high=0.2,seed=1'])
+  points = ran(HIGH, SEED, broken=['clip_high=0.2,seed=1'])
   path = pathlib.Path('results.csv')
   results.write_csv(points, path)
   with path.open(newline='') as file:
@@ -60,7 +60,7 @@ def test_the_csv_has_a_row_a_point_with_values_and_metrics():
   assert [row['point'] for row in rows] == [point.name for point in points]
   assert list(rows[4]) == [
     'point',
-    'workflows.grpo.high',
+    'workflows.grpo.clip_high',
     'train.train.seed',
     'steps',
     'seconds',
@@ -74,21 +74,21 @@ def test_the_csv_has_a_row_a_point_with_values_and_metrics():
 
 
 def test_the_table_is_means_and_deviations_over_seeds_alone():
-  groups = results.settings(ran(HIGH, SEED, broken=['high=0.28,seed=1']))
-  columns, rows = results.summarise(groups, 'eval/accuracy')
+  groups = results.settings(ran(HIGH, SEED, broken=['clip_high=0.28,seed=1']))
+  columns, rows = results.summarize(groups, 'eval/accuracy')
   assert columns == ['setting', 'runs done', 'eval/accuracy', 'seconds']
   # 0.40, 0.41, 0.42 deviate by 0.01 from their mean; 0.48, 0.50 by 0.01 √2.
   assert rows == [
-    ['high=0.2', '3 of 3', '0.410 ± 0.010', '750 ± 0'],
-    ['high=0.28', '2 of 3', '0.490 ± 0.014', '750 ± 0'],
+    ['clip_high=0.2', '3 of 3', '0.410 ± 0.010', '750 ± 0'],
+    ['clip_high=0.28', '2 of 3', '0.490 ± 0.014', '750 ± 0'],
   ]
 
 
 def test_a_setting_of_one_run_shows_no_deviation_and_of_none_nothing():
-  groups = results.settings(ran(HIGH, broken=['high=0.28']))
-  assert results.summarise(groups, 'train/loss')[1] == [
-    ['high=0.2', '1 of 1', 'nan', '750'],
-    ['high=0.28', '0 of 1', '', ''],
+  groups = results.settings(ran(HIGH, broken=['clip_high=0.28']))
+  assert results.summarize(groups, 'train/loss')[1] == [
+    ['clip_high=0.2', '1 of 1', 'nan', '750'],
+    ['clip_high=0.28', '0 of 1', '', ''],
   ]
 
 
@@ -100,7 +100,7 @@ def test_seeds_in_several_scopes_are_all_seeds():
 
 
 def test_curves_are_means_where_all_seeds_have_a_value():
-  points = ran(HIGH, SEED, broken=['high=0.2,seed=2'])
+  points = ran(HIGH, SEED, broken=['clip_high=0.2,seed=2'])
   shorter = points[0].folder / 'metrics.jsonl'
   shorter.write_text(''.join(shorter.read_text().splitlines(True)[1:]))
   steps, mean, spread = results.curve(points[:3], 'eval/accuracy')
@@ -133,7 +133,7 @@ def test_the_plot_has_a_line_a_setting(monkeypatch):
   results.plot(groups, 'eval/accuracy', path)
   (axes,) = pictures[0].axes
   names = [x.get_text() for x in axes.get_legend().get_texts()]
-  assert names == ['high=0.2', 'high=0.28']
+  assert names == ['clip_high=0.2', 'clip_high=0.28']
   np.testing.assert_allclose(axes.lines[1].get_ydata(), [0.29, 0.39, 0.49])
   assert path.read_bytes().startswith(b'\x89PNG')
 

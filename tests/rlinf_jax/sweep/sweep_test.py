@@ -17,7 +17,7 @@ from rlinf_jax.sweep import results, sweep
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 # Stands in for rlinf_jax.main: learns `high` + `seed`/100 + `step`/10, breaks
-# at high=13, never ends at high=99, and counts its own starts.
+# at clip_high=13, never ends at clip_high=99, and counts its own starts.
 FAKE = """
 import json, os, pathlib, sys, time
 
@@ -33,7 +33,7 @@ folder.mkdir(parents=True, exist_ok=True)
 with (folder / 'starts').open('a') as file:
   file.write(json.dumps(sys.argv[1:]) + '\\n')
 (folder / 'pid').write_text(str(os.getpid()))
-high, seed = values['workflows.grpo.high'], values.get('train.train.seed', 0)
+high, seed = values['workflows.grpo.clip_high'], values.get('train.train.seed', 0)
 print('hello', high)
 try:
   (folder / 'config.gin').touch()
@@ -99,50 +99,53 @@ SEED = 'train.train.seed = range(3)'
 
 def test_every_point_runs_once_with_its_values(fake, capsys):
   assert run(fake, HIGH, SEED) == []
-  assert starts('high=0.28,seed=1') == [
+  assert starts('clip_high=0.28,seed=1') == [
     [
       '--gin_file=some.gin',
       '--gin_bindings=STEPS = 2',
       '--gin_bindings=workflows.grpo.clip_high = 0.28',
       '--gin_bindings=train.train.seed = 1',
-      '--workdir=runs/high=0.28,seed=1',
+      '--workdir=runs/clip_high=0.28,seed=1',
     ]
   ]
   lines = capsys.readouterr().out.splitlines()
-  assert lines[0] == '[1/6] started high=0.2,seed=0'
-  assert lines[1].startswith('[1/6] finished high=0.2,seed=0 after ')
-  assert lines[10] == '[6/6] started high=0.28,seed=2'
+  assert lines[0] == '[1/6] started clip_high=0.2,seed=0'
+  assert lines[1].startswith('[1/6] finished clip_high=0.2,seed=0 after ')
+  assert lines[10] == '[6/6] started clip_high=0.28,seed=2'
 
 
 def test_points_that_are_done_are_skipped(fake, capsys):
   run(fake, HIGH)
   capsys.readouterr()
   assert run(fake, HIGH) == []
-  assert len(starts('high=0.2')) == 1
+  assert len(starts('clip_high=0.2')) == 1
   assert capsys.readouterr().out.startswith(
-    '[1/2] was done high=0.2\n[2/2] was done high=0.28\n'
+    '[1/2] was done clip_high=0.2\n[2/2] was done clip_high=0.28\n'
   )
 
 
 def test_a_grid_may_grow(fake):
   run(fake, HIGH)
   run(fake, 'workflows.grpo.clip_high = [0.2, 0.3]')
-  assert len(starts('high=0.2')) == 1
-  assert [row['point'] for row in read_csv()] == ['high=0.2', 'high=0.3']
+  assert len(starts('clip_high=0.2')) == 1
+  assert [row['point'] for row in read_csv()] == [
+    'clip_high=0.2',
+    'clip_high=0.3',
+  ]
 
 
 def test_a_broken_point_is_told_and_the_others_run(fake, capsys):
   broken = run(fake, 'workflows.grpo.clip_high = [0.2, 13, 14, 0.3]')
-  assert broken == ['high=13', 'high=14']
+  assert broken == ['clip_high=13', 'clip_high=14']
   out = capsys.readouterr().out
   assert (
-    ' s: exit code 3: ValueError: 13 is unlucky. (log: runs/logs/high=13.err)\n'
+    ' s: exit code 3: ValueError: 13 is unlucky. (log: runs/logs/clip_high=13.err)\n'
   ) in out
   assert ' s: it left no result.json: warming up (log: ' in out
-  assert '[4/4] finished high=0.3' in out
-  assert pathlib.Path('runs/logs/high=13.out').read_text() == 'hello 13\n'
+  assert '[4/4] finished clip_high=0.3' in out
+  assert pathlib.Path('runs/logs/clip_high=13.out').read_text() == 'hello 13\n'
   rows = read_csv()
-  assert rows[1]['workflows.grpo.high'] == '13'
+  assert rows[1]['workflows.grpo.clip_high'] == '13'
   assert rows[1]['eval/accuracy'] == '' != rows[3]['eval/accuracy']
 
 
@@ -150,8 +153,8 @@ def test_a_point_that_broke_is_continued_by_the_same_command(fake, capsys):
   run(fake, 'workflows.grpo.clip_high = [13]')
   assert 'results.csv' in capsys.readouterr().out
   assert run(fake, 'workflows.grpo.clip_high = [13]') == []
-  assert ['--resume' in x for x in starts('high=13')] == [False, True]
-  assert '[1/1] continued high=13\n' in capsys.readouterr().out
+  assert ['--resume' in x for x in starts('clip_high=13')] == [False, True]
+  assert '[1/1] continued clip_high=13\n' in capsys.readouterr().out
 
 
 def test_only_what_the_last_attempt_printed_is_told(fake, capsys):
@@ -265,13 +268,13 @@ def test_an_interrupted_sweep_stops_its_runs_and_can_go_on(fake, how):
   assert process.returncode == 130
   assert errors == 'Stopped; the same command again goes on from here.\n'
   for seed in (0, 1):
-    assert os.path.exists(f'runs/high=99,seed={seed}/interrupted')
-  assert not os.path.exists('runs/high=0.2,seed=0')
+    assert os.path.exists(f'runs/clip_high=99,seed={seed}/interrupted')
+  assert not os.path.exists('runs/clip_high=0.2,seed=0')
 
   process = launch(fake, *over)
   process.communicate(timeout=30)
   assert process.returncode == 0
-  assert '--resume' in starts('high=99,seed=0')[1]
+  assert '--resume' in starts('clip_high=99,seed=0')[1]
   assert len(read_csv()) == 4
 
 
@@ -305,13 +308,15 @@ def test_a_run_that_outlives_a_killed_sweep_keeps_the_folder(fake):
     with pytest.raises(ValueError, match='that a killed sweep left behind'):
       run(fake, HIGH)
   finally:
-    os.kill(int(pathlib.Path('runs/high=99/pid').read_text()), signal.SIGKILL)
+    os.kill(
+      int(pathlib.Path('runs/clip_high=99/pid').read_text()), signal.SIGKILL
+    )
 
 
 @pytest.mark.parametrize(
   ('over', 'code', 'error'),
   [
-    (['workflows.grpo.clip_high = [0.2, 13]'], 1, 'Broken: high=13.\n'),
+    (['workflows.grpo.clip_high = [0.2, 13]'], 1, 'Broken: clip_high=13.\n'),
     (['workflows.grpo.clip_high = [0.2]'], 0, ''),
     (['workflows.grpo.clip_high = 0.2'], 1, 'should be a Python list such as'),
     ([], 1, 'A sweep needs --gin_file, --over and --workdir.\n'),

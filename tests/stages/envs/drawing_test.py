@@ -13,8 +13,8 @@ POINTS = 16  # Along each edge of a pixel.
 picture = jax.jit(drawing.picture, static_argnums=1)
 
 
-def stroke(start, end, radius, colour=WHITE):
-  return drawing.Stroke(jnp.array(start), jnp.array(end), radius, colour)
+def stroke(start, end, radius, color=WHITE):
+  return drawing.Stroke(jnp.array(start), jnp.array(end), radius, color)
 
 
 def filled(size, start, end, radius):

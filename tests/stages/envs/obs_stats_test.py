@@ -56,7 +56,7 @@ def test_nothing_changes_nothing(in_float64):
 
 def test_observations_come_out_with_mean_zero_and_variance_one(in_float64):
   every = np.concatenate(batches())
-  made = obs_stats.normalise(scale_of(batches()), {'a': jnp.asarray(every)})
+  made = obs_stats.normalize(scale_of(batches()), {'a': jnp.asarray(every)})
   want = (every - every.mean(0)) / every.std(0)
   np.testing.assert_allclose(made['a'], want, rtol=1e-6, atol=1e-9)
 
@@ -64,8 +64,8 @@ def test_observations_come_out_with_mean_zero_and_variance_one(in_float64):
 def test_any_rows_and_steps_are_taken():
   scale = scale_of([x.astype(np.float32) for x in batches()])
   x = {'a': jnp.ones((4, 5, 3))}
-  made = obs_stats.normalise(scale, x)['a']
-  one = obs_stats.normalise(scale, {'a': jnp.ones(3)})['a']
+  made = obs_stats.normalize(scale, x)['a']
+  one = obs_stats.normalize(scale, {'a': jnp.ones(3)})['a']
   np.testing.assert_array_equal(made, np.broadcast_to(one, (4, 5, 3)))
   counted = obs_stats.of(x, LIKE)
   assert counted.count == 20
@@ -73,14 +73,14 @@ def test_any_rows_and_steps_are_taken():
 
 def test_before_anything_was_seen_all_is_as_it_is():
   x = {'a': jnp.array([[1.0, -2.0, 3.0]])}
-  made = obs_stats.normalise(obs_stats.nothing(LIKE), x)
+  made = obs_stats.normalize(obs_stats.nothing(LIKE), x)
   np.testing.assert_allclose(made['a'], x['a'], rtol=1e-6)
-  assert obs_stats.normalise((), x) is x
+  assert obs_stats.normalize((), x) is x
 
 
 def test_what_never_varied_and_then_does_stays_bounded():
   scale = obs_stats.of({'a': jnp.ones((10, 3))}, LIKE)
-  made = obs_stats.normalise(scale, {'a': jnp.full((1, 3), 2.0)})
+  made = obs_stats.normalize(scale, {'a': jnp.full((1, 3), 2.0)})
   np.testing.assert_array_equal(made['a'], np.full((1, 3), obs_stats.MOST))
 
 

@@ -210,8 +210,8 @@ def test_a_group_of_one_is_refused(estimate):
     estimate(jnp.ones(1))
 
 
-def test_group_centred_by_hand():
-  got = advantages.group_centred(jnp.array([1.0, 0.0, 0.0, 1.0, 3.0]))
+def test_group_centered_by_hand():
+  got = advantages.group_centered(jnp.array([1.0, 0.0, 0.0, 1.0, 3.0]))
   np.testing.assert_array_equal(got, [0.0, -1.0, -1.0, 0.0, 2.0])
 
 
@@ -227,7 +227,7 @@ def test_leave_one_out_compares_with_the_mean_of_the_others(size):
   'estimate',
   [
     advantages.group_relative,
-    advantages.group_centred,
+    advantages.group_centered,
     advantages.leave_one_out,
   ],
 )

@@ -124,7 +124,7 @@ def torch_sac(params, target, actor, scale, batch, noise, *, case):
 LOW, HIGH = (-1.0, 0.0), (1.0, 3.0)
 CASES = {
   'two critics': {},
-  'ten critics, normalised layers, the least of two': {
+  'ten critics, normalized layers, the least of two': {
     'critics': 10,
     'norm': True,
     'subset': 2,

@@ -312,7 +312,7 @@ def apart(optimizer, updates):
 
 
 def alone(optimizer, slopes):
-  """What the optimiser makes of one part by itself, by Optax."""
+  """What the optimizer makes of one part by itself, by Optax."""
   params = {'w': jnp.ones_like(slopes[0])}
   state, made = optimizer.init(params), []
   for slope in slopes:
@@ -349,7 +349,7 @@ def test_both_learn_at_once_without_a_warm_up():
   np.testing.assert_allclose(made[0]['critic']['w'], [1.3, 0.7], rtol=1e-6)
 
 
-def test_what_has_no_critic_needs_no_optimiser_for_one():
+def test_what_has_no_critic_needs_no_optimizer_for_one():
   both = optimizers.actor_critic(optimizers.adamw(0.1), optimizers.adamw(0.3))
   with pytest.raises(ValueError, match='the policy has none.*actor'):
     train_step.init({'actor': jnp.ones(2)}, both)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures('in_float64')
 
 
 def seen(*ahead, like=LIKE, seed=0):
-  """Observations of any colours and numbers."""
+  """Observations of any colors and numbers."""
   rng = np.random.default_rng(seed)
 
   def leaf(x):
@@ -88,11 +88,11 @@ def test_a_spatial_softmax_says_where_a_channel_sees_something():
   like = jax.ShapeDtypeStruct((5, 9, 2), jnp.uint8)
   encoder = cnn.encoder(like, config)
   picture = np.zeros((2, 5, 9, 2), np.uint8)
-  # Of two rows: where the first and the second colour are.
+  # Of two rows: where the first and the second color are.
   at = [((0, 8), (4, 0)), ((2, 4), (1, 6))]
   for b, places in enumerate(at):
-    for colour, (row, column) in enumerate(places):
-      picture[b, row, column, colour] = 255
+    for color, (row, column) in enumerate(places):
+      picture[b, row, column, color] = 255
   eye = {
     'layer0_UUOF': 99.0 * np.eye(2)[None, None],
     'layer0_bias_F': np.array([3.0, -4.0]),  # Softmax is blind to it.
@@ -154,7 +154,7 @@ def test_a_moment_of_what_is_seen_is_kept_of_numbers_alone():
   }
   np.testing.assert_allclose(scale.mean['state'], obs['state'].mean(0))
   twice = obs_stats.nothing(LIKE).merge(scale).merge(scale)
-  made = obs_stats.normalise(twice, obs)
+  made = obs_stats.normalize(twice, obs)
   for camera, picture in obs['image'].items():
     assert made['image'][camera] is picture  # Bytes, and not one changed.
   np.testing.assert_allclose(made['state'].mean(0), 0, atol=1e-12)

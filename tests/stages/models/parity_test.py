@@ -185,7 +185,7 @@ def test_log_probabilities_of_given_completions_are_those_of_torch(case):
 
 
 class Seen(NamedTuple):
-  """What an optimiser was given: the gradients of its first two updates."""
+  """What an optimizer was given: the gradients of its first two updates."""
 
   first: Any
   second: Any
@@ -193,9 +193,9 @@ class Seen(NamedTuple):
 
 
 def watch(move):
-  """An optimiser that remembers gradients and moves by `move` whatever they be.
+  """An optimizer that remembers gradients and moves by `move` whatever they be.
 
-  The second minibatch is then learnt from off-policy: ratios leave one.
+  The second minibatch is then learned from off-policy: ratios leave one.
   """
 
   def init(params):

@@ -110,11 +110,11 @@ def test_training_never_meets_a_held_out_pair(checkpoint):
   }
   assert len(imitated) > 1500
   assert not imitated & held
-  spelt = {
+  spelled = {
     tuple(map(int, re.match(r'(\d+)\+(\d+)=', line).groups()))
     for line in arithmetic.corpus()
   }
-  assert not spelt & held
+  assert not spelled & held
 
 
 def test_all_sources_hold_out_the_same_problems(checkpoint):

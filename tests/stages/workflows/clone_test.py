@@ -1,4 +1,4 @@
-"""Behaviour cloning: demonstrations, what is learned of them, and then."""
+"""Behavior cloning: demonstrations, what is learned of them, and then."""
 
 import functools
 

@@ -208,8 +208,8 @@ def torch_gradient(params, reference, scale, x, outcome, *, kl, entropy):
       if done[i, t]:
         break
   groups = return_.reshape(-1, GROUP)
-  centred = groups - groups.mean(1, keepdims=True)
-  gain = centred / (groups.std(1, ddof=1, keepdims=True) + 1e-6)
+  centered = groups - groups.mean(1, keepdims=True)
+  gain = centered / (groups.std(1, ddof=1, keepdims=True) + 1e-6)
   gain, mask = as_torch(gain.reshape(-1, 1)), as_torch(mask)
 
   def normal(p, scale):

@@ -105,7 +105,7 @@ def test_a_first_update_is_on_policy():
   # What decoding and learning make of one token differs by rounding.
   np.testing.assert_allclose(numbers['train/ratio_mean'], 1.0, atol=1e-5)
   np.testing.assert_allclose(numbers['train/ratio_max'], 1.0, atol=1e-5)
-  np.testing.assert_allclose(numbers['train/kl_behaviour'], 0.0, atol=1e-9)
+  np.testing.assert_allclose(numbers['train/kl_behavior'], 0.0, atol=1e-9)
   assert numbers['train/clip_fraction'] == 0
 
 
@@ -148,7 +148,7 @@ NAMES = """
   rollout/response_length_mean rollout/response_length_p95 rollout/reward_mean
   rollout/reward_std rollout/staleness rollout/staleness_max rollout/tokens
   rollout/truncated_fraction
-  train/clip_fraction train/entropy train/grad_norm train/kl_behaviour train/lr
+  train/clip_fraction train/entropy train/grad_norm train/kl_behavior train/lr
   train/policy_loss train/ratio_max train/ratio_mean train/skipped
 """
 
@@ -202,10 +202,10 @@ def test_what_padding_looks_like_to_the_policy_has_no_part_in_the_loss():
     tiny.assert_same_bits(got, want)
 
 
-def _corrected(logp, proximal, behaviour, advantage, cap=2.0):
+def _corrected(logp, proximal, behavior, advantage, cap=2.0):
   """GRPO's loss of one token, by hand; and its slope."""
   x = base.Experience(
-    *((), np.ones((1, 1), np.int32), jnp.array([[behaviour]])),
+    *((), np.ones((1, 1), np.int32), jnp.array([[behavior]])),
     *(np.ones((1, 1), np.float32), ()),
     advantage=jnp.array([[advantage]]),
     proximal=jnp.array([[proximal]]),
@@ -224,7 +224,7 @@ def test_what_another_engine_drew_is_weighed_and_clipped_around_the_trainer():
   loss, slope = _corrected(-0.9, -1.0, -1.5, advantage=2.0)
   np.testing.assert_allclose(loss, -2 * np.exp(0.1) * np.exp(0.5), rtol=1e-6)
   np.testing.assert_allclose(slope, [[loss]], rtol=1e-6)
-  # At most so much; and a ratio of e^0.3 is clipped, though behaviour is near.
+  # At most so much; and a ratio of e^0.3 is clipped, though behavior is near.
   loss, slope = _corrected(-0.9, -1.0, -3.0, advantage=2.0)
   np.testing.assert_allclose(loss, -2 * np.exp(0.1) * 2, rtol=1e-6)
   loss, slope = _corrected(-0.7, -1.0, -0.7, advantage=2.0)
@@ -308,7 +308,7 @@ def test_a_second_minibatch_is_learned_with_what_the_first_taught():
   numbers = read(info)
   # On the first, the ratio is one; on the second it is not.
   assert numbers['train/ratio_max'] > 1.001
-  assert numbers['train/kl_behaviour'] > 1e-7
+  assert numbers['train/kl_behavior'] > 1e-7
 
 
 @pytest.mark.slow
@@ -323,7 +323,7 @@ def test_epochs_learn_from_one_batch_again_and_clip_around_who_acted(
   assert state.actor.step == 6
   numbers = read(info)
   assert numbers['train/ratio_max'] > 1.001
-  assert numbers['train/kl_behaviour'] > 1e-7
+  assert numbers['train/kl_behavior'] > 1e-7
   # Its rows were drawn by the actor of the last step, not of an epoch ago.
   assert numbers['rollout/staleness'] == 0
 

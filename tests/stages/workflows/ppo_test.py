@@ -233,7 +233,7 @@ def test_loss_and_gradient_are_those_of_torch(in_float64, case):
   scale = obs_stats.of(x.obs, push.push().obs)
   x = x._replace(
     logp=policy.evaluate(
-      params, obs_stats.normalise(scale, x.obs), x.action
+      params, obs_stats.normalize(scale, x.obs), x.action
     ).logp
     + np.random.default_rng(1).normal(0, 0.3, len(x.mask))
   )

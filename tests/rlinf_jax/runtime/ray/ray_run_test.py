@@ -27,7 +27,7 @@ SHARED = PLAN.replace(
   "'learner': {'devices': [1]}}",
   "'learner': {'devices': [0]}}, 'shared_devices': ['learner', 'actor']",
 )
-RAY = "train.train.ray = 'local'"
+RAY = "train.train.ray_address = 'local'"
 
 model = language_run_test.model  # The fixture.
 
@@ -74,7 +74,7 @@ def test_processes_leave_the_folder_that_one_process_does(tmp_path, model, one):
   assert_same(tmp_path / 'run', one)
   assert re.search(r'actor → learner .*B (in calls|by shared memory)', out)
   text = (tmp_path / 'run' / 'metrics.jsonl').read_text()
-  assert '"utilisation/learner"' in text
+  assert '"utilization/learner"' in text
   time.sleep(2)
   assert not _raylets() - before
 
