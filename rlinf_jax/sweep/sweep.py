@@ -4,7 +4,8 @@ r"""Runs a recipe at every point of a grid, and compares the outcomes.
     --over 'workflows.grpo.clip_high = [0.2, 0.28]' \
     --over 'train.train.seed = range(3)' --workdir runs/sweep --jobs 1
 
-Each point is a process and a run folder, such as runs/sweep/clip_high=0.2,seed=1.
+Each point is a process and a run folder, such as
+runs/sweep/clip_high=0.2,seed=1.
 The same command again skips the points that are done and continues those that
 were interrupted. What comes out: results.csv (a row a point), a table and a
 plot of means over seeds, and of each point what it printed, in logs/.

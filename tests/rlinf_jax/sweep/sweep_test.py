@@ -33,7 +33,8 @@ folder.mkdir(parents=True, exist_ok=True)
 with (folder / 'starts').open('a') as file:
   file.write(json.dumps(sys.argv[1:]) + '\\n')
 (folder / 'pid').write_text(str(os.getpid()))
-high, seed = values['workflows.grpo.clip_high'], values.get('train.train.seed', 0)
+high = values['workflows.grpo.clip_high']
+seed = values.get('train.train.seed', 0)
 print('hello', high)
 try:
   (folder / 'config.gin').touch()
@@ -139,7 +140,8 @@ def test_a_broken_point_is_told_and_the_others_run(fake, capsys):
   assert broken == ['clip_high=13', 'clip_high=14']
   out = capsys.readouterr().out
   assert (
-    ' s: exit code 3: ValueError: 13 is unlucky. (log: runs/logs/clip_high=13.err)\n'
+    ' s: exit code 3: ValueError: 13 is unlucky. '
+    '(log: runs/logs/clip_high=13.err)\n'
   ) in out
   assert ' s: it left no result.json: warming up (log: ' in out
   assert '[4/4] finished clip_high=0.3' in out
@@ -227,7 +229,7 @@ def launch(fake, *over, jobs=1):
     # A shell that runs the tests in the background has SIGINT ignored.
     'signal.signal(signal.SIGINT, signal.default_int_handler)\n'
     'from absl import app\n'
-    'from rlinf_jax import sweep\n'
+    'from rlinf_jax.sweep import sweep\n'
     f"sweep.sweep.__kwdefaults__['command'] = {fake!r}\n"
     'app.run(sweep.main)\n'
   )
