@@ -1,0 +1,63 @@
+"""Every Python and gin block of the documentation runs."""
+
+import pathlib
+
+import pytest
+import sybil
+from sybil.parsers import markdown
+
+from tests.rlinf_jax import recipes_test
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+# A gin block is a recipe, or bindings of the recipe that a comment above names:
+# `<!-- recipe: ppo_push -->`.
+RECIPE = '<!-- recipe:'
+DEFAULT = 'grpo_arithmetic'
+
+
+def base_recipe(text: str, start: int) -> str:
+  """Path of the recipe that the bindings of the block at `start` belong to."""
+  above = text[:start].rstrip().rpartition('\n')[2]
+  name = DEFAULT
+  if above.startswith(RECIPE):
+    name = above.removeprefix(RECIPE).removesuffix('-->').strip()
+  return f'gin_configs/{name}.gin'
+
+
+def trace(example):
+  """Reads a gin block and records the flows of its run."""
+  text, folder = example.parsed, example.namespace['folder']
+  if 'include' not in text:
+    recipe = base_recipe(example.document.text, example.start)
+    lines = (ROOT / recipe).read_text().splitlines() + text.splitlines()
+    imports = [line for line in lines if line.startswith('from ')]
+    own = [line for line in text.splitlines() if line not in imports]
+    text = '\n'.join([*imports, f"include '{recipe}'", *own])
+  path = folder / f'block_{example.line}.gin'
+  path.write_text(text)
+  recipes_test.flows(str(path), [], folder)
+
+
+def examples(page: pathlib.Path):
+  found = sybil.Sybil(
+    parsers=[
+      markdown.PythonCodeBlockParser(),
+      markdown.CodeBlockParser('gin', trace),
+    ]
+  ).parse(page)
+  return list(found.examples())
+
+
+WITH_BLOCKS = [
+  pytest.param(page, id=page.name) for page in PAGES if examples(page)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('page', WITH_BLOCKS)
+def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  for example in examples(page):
+    example.namespace['folder'] = tmp_path
+    example.evaluate()
