@@ -42,9 +42,9 @@ SKETCHES = {
   'one device': {},
   'one device, 8 rows at a time': {'micro_batch': {'gradient': 8}},
   'one device, 32 rows at a time': {
-    'micro_batch': {'gradient': 32, 'refer': 32}
+    'micro_batch': {'gradient': 32, 'ref_logp': 32}
   },
-  'one device, offloads': {'offload': ['apply', 'refer']},
+  'one device, offloads': {'offload': ['apply', 'ref_logp']},
   'data=2': DATA,
   'data=2, 16 rows at a time': DATA | {'micro_batch': {'gradient': 16}},
   'fsdp=2': FSDP,
@@ -52,10 +52,10 @@ SKETCHES = {
   'generate | rest, 2 pieces': split(ACT, pieces=2),
   'generate | rest, 4 pieces': split(ACT, pieces=4),
   'generate refer | rest, 4 pieces': split(
-    (*ACT, 'reward', 'measure', 'compare', 'refer'), pieces=4
+    (*ACT, 'reward', 'measure', 'group_advantage', 'ref_logp'), pieces=4
   ),
-  'refer | rest': split(('refer',)),
-  'refer | rest, 4 pieces': split(('refer',), pieces=4),
+  'refer | rest': split(('ref_logp',)),
+  'refer | rest, 4 pieces': split(('ref_logp',), pieces=4),
   'gradient | rest, 4 pieces, 8 rows': split(
     ('gradient', 'apply'), pieces=4, rows={'gradient': 8}
   ),

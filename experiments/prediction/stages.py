@@ -21,7 +21,7 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.planning import call_timing
 from rlinf_jax.planning import stage_profile as profile
 
-STAGES = ('generate', 'refer', 'gradient')
+STAGES = ('generate', 'ref_logp', 'gradient')
 ROWS = (8, 16, 32, 64, 128)
 CALIBRATED = (8, 32, 128)
 

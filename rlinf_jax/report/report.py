@@ -41,7 +41,7 @@ CURVES = (
     'of returns, by the critic',
     {'': 'train/explained_variance'},
   ),
-  ('Expected', 'of what was done, by the critics', {'': 'train/q'}),
+  ('Expected', 'of what was done, by the critics', {'': 'train/q_value'}),
   ('Entropy', 'nats a token or action', {'': 'train/entropy'}),
   ('Temperature', 'what a nat of entropy is worth', {'': 'train/temperature'}),
   (

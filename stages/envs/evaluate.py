@@ -11,12 +11,12 @@ from stages.envs import episode_stats, obs_stats, rollout, video
 def fresh(policy: base.Policy, world: base.Env, normalized: bool, key):
   """A policy that knows nothing, and the scale before anything was seen."""
   scale = obs_stats.nothing(world.obs) if normalized else ()
-  return {'policy': policy.init(key), 'scale': scale}
+  return {'policy': policy.init(key), 'obs_stats': scale}
 
 
 def exported(state) -> dict[str, Any]:
   """The policy of a state, as `stages.models.saved` keeps it."""
-  return {'policy': state.actor.params, 'scale': state.scale}
+  return {'policy': state.actor.params, 'obs_stats': state.obs_stats}
 
 
 def examine(policy: base.Policy, world: base.Env) -> Callable:

@@ -74,7 +74,7 @@ def acts(
     )
   else:
     generate = _outside(policy, group_size, partial, spare)
-  carried = stages.Stage(describe, 'carried', 'batch')
+  carried = stages.Stage(describe, 'carry_metrics', 'batch')
 
   def act(actor, rollout, problem, keys):
     problem, x, rollout = generate(actor, rollout, problem, keys)
@@ -197,7 +197,7 @@ def _outside(policy, group_size: int, partial: int, spare: int) -> Callable:
       go_on=_wanted(slots.age, group_size, partial, spare),
     )
 
-  gather = stages.Stage(join, 'take_up', 'batch')
+  gather = stages.Stage(join, 'join', 'batch')
   generate = stages.Stage(
     run,
     'generate',
@@ -208,7 +208,7 @@ def _outside(policy, group_size: int, partial: int, spare: int) -> Callable:
     asynchronous=True,
   )
   deal = stages.Stage(
-    functools.partial(hand_on, group_size, spare), 'hand_on', 'batch'
+    functools.partial(hand_on, group_size, spare), 'emit', 'batch'
   )
 
   def act(actor, rollout, problem, key_B):

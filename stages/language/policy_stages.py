@@ -72,7 +72,7 @@ def recall(
   """
   if policy.out_shapes is None and not several:
     return lambda actor, x: x
-  rescore = score(policy, 'rescore', group_size)
+  rescore = score(policy, 'proximal_logp', group_size)
 
   def look(actor: base.Version, x: base.Experience):
     return x._replace(proximal=rescore(actor.params, x.obs, x.action))

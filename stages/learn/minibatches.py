@@ -84,7 +84,7 @@ def shuffle(n: int, epochs: int, group_size: int = 1) -> stages.Stage:
     groups = jnp.sort(order(key_E).reshape(epochs, n, -1))
     return jnp.arange(B).reshape(-1, group_size)[groups].reshape(epochs, n, -1)
 
-  return stages.Stage(deal, 'shuffle', 'batch')
+  return stages.Stage(deal, 'minibatch_ids', 'batch')
 
 
 def by_arrival(n: int, epochs: int, group_size: int = 1) -> stages.Stage:
@@ -106,7 +106,7 @@ def by_arrival(n: int, epochs: int, group_size: int = 1) -> stages.Stage:
     ids = jnp.arange(B).reshape(-1, group_size)[groups].reshape(n, -1)
     return jnp.repeat(ids[None], epochs, axis=0)
 
-  return stages.Stage(deal, 'arrival', 'batch')
+  return stages.Stage(deal, 'minibatch_ids', 'batch')
 
 
 def gather(group_size: int = 1) -> stages.Stage:

@@ -6,9 +6,9 @@ import optax
 def adamw(
   learning_rate: float,
   *,
-  warmup: int = 0,
-  decay: int | None = None,
-  updates: int = 1,
+  warmup_steps: int = 0,
+  decay_steps: int | None = None,
+  updates_per_step: int = 1,
   b1: float = 0.9,
   b2: float = 0.999,
   weight_decay: float = 0.0,
@@ -18,22 +18,25 @@ def adamw(
 
   Args:
     learning_rate: after the warm-up.
-    warmup: steps over which the rate rises linearly; the last has it whole.
-    decay: the step at which it has fallen linearly to zero; None keeps it.
-    updates: made in a step, as by `grpo(updates=2)`.
+    warmup_steps: steps over which the rate rises linearly to its full value.
+    decay_steps: the step by which the rate has fallen linearly to zero; None
+      keeps it constant.
+    updates_per_step: updates in a step of the workflow, minibatches × epochs.
     b1: decay of the first moment.
     b2: decay of the second moment.
     weight_decay: decoupled, per unit of learning rate.
     clip_norm: the largest global norm a gradient keeps.
   """
   rate = optax.constant_schedule(learning_rate)
-  warmup *= updates
+  warmup = warmup_steps * updates_per_step
   if warmup > 1:  # Not from zero: an update of nothing is wasted.
     rate = optax.linear_schedule(
       learning_rate / warmup, learning_rate, warmup - 1
     )
-  if decay is not None:
-    fall = optax.linear_schedule(learning_rate, 0.0, decay * updates - warmup)
+  if decay_steps is not None:
+    fall = optax.linear_schedule(
+      learning_rate, 0.0, decay_steps * updates_per_step - warmup
+    )
     rate = optax.join_schedules([rate, fall], [warmup])
   return optax.chain(
     optax.clip_by_global_norm(clip_norm),
@@ -47,8 +50,8 @@ def actor_critic(
   actor: optax.GradientTransformation,
   critic: optax.GradientTransformation,
   *,
-  critic_warmup: int = 0,
-  updates: int = 1,
+  critic_warmup_steps: int = 0,
+  updates_per_step: int = 1,
 ) -> optax.GradientTransformation:
   """An optimizer for what acts, and another for its critic.
 
@@ -58,10 +61,10 @@ def actor_critic(
   Args:
     actor: for all parameters but the critic's.
     critic: for the critic's.
-    critic_warmup: steps at first in which the critic alone learns.
-    updates: made in a step, as by `ppo(updates=4, epochs=4)`: 16.
+    critic_warmup_steps: steps at first in which the critic alone learns.
+    updates_per_step: updates in a step of the workflow, minibatches × epochs.
   """
-  first = critic_warmup * updates
+  first = critic_warmup_steps * updates_per_step
   if first:
     actor = optax.conditionally_mask(actor, lambda update: update >= first)
 

@@ -53,16 +53,16 @@ def learner(parts, n, delay, polyak, subset, entropy) -> Callable:
   make = train_step.apply(optimizer)
   take, again = (
     stages.Stage(functools.partial(minibatch, n, ago), name, 'slice', (0,))
-    for ago, name in ((0, 'take'), (1, 'again'))
+    for ago, name in ((0, 'critic_minibatch'), (1, 'actor_minibatch'))
   )
   criticise = stages.Stage(
     train_step.gradient(expect),
-    'criticise',
+    'critic_gradient',
     'sum',
     unbatched=(0, 1, 2, 3, 4, 5),
   )
   improve = stages.Stage(
-    functools.partial(_improve, make, polyak), 'improve', 'batch'
+    functools.partial(_improve, make, polyak), 'critic_update', 'batch'
   )
   gradient = stages.Stage(
     train_step.gradient(climb), 'gradient', 'sum', unbatched=(0, 1, 2)
@@ -77,7 +77,7 @@ def learner(parts, n, delay, polyak, subset, entropy) -> Callable:
     )
     return improve(now, made, warm), None
 
-  several = repeat.Repeat(one, 'criticism', delay)
+  several = repeat.Repeat(one, 'critic_updates', delay)
 
   def update(carry, scale, warm, sample, key):
     """Some of the critics, and one of the actor."""
@@ -87,7 +87,7 @@ def learner(parts, n, delay, polyak, subset, entropy) -> Callable:
     made = gradient(actor.params, now.critic.params, scale, batch)
     return (now, *apply(actor, info, made, warm)), None
 
-  @stages.stage('start', 'batch')
+  @stages.stage('first_info', 'batch')
   def start(actor, critic, target, *given):
     """No update yet, and nothing told, in the shape of what will be."""
     now = Critics(critic, target, jnp.zeros((), jnp.int32), {})
@@ -95,7 +95,7 @@ def learner(parts, n, delay, polyak, subset, entropy) -> Callable:
     zeros = lambda x: jnp.zeros(x.shape, x.dtype)
     return now.round, *jax.tree.map(zeros, (told.info, info))
 
-  loop = repeat.Repeat(update, 'learning', n // delay)
+  loop = repeat.Repeat(update, 'updates', n // delay)
 
   def learn(actor, critics, *given):
     round_, told, info = start(actor, *critics, *given)
@@ -166,7 +166,7 @@ def critic_objective(policy, critic, subset) -> Callable:
     loss_M = 0.5 * (error_IM**2).sum(0)
     info = {
       'train/value_loss': metrics.mean(loss_M),
-      'train/q': metrics.mean(value_IM),
+      'train/q_value': metrics.mean(value_IM),
     }
     return (metrics.mean(loss_M),), info
 

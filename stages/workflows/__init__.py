@@ -1,6 +1,6 @@
 """Algorithms: each a function of its parts that returns a `Workflow`."""
 
-from stages.workflows.clone import clone
+from stages.workflows.behavior_cloning import behavior_cloning
 from stages.workflows.dapo import dapo
 from stages.workflows.embodied_grpo import embodied_grpo
 from stages.workflows.grpo import grpo
@@ -8,4 +8,12 @@ from stages.workflows.ppo import ppo
 from stages.workflows.sac import sac
 from stages.workflows.sft import sft
 
-__all__ = ['clone', 'dapo', 'embodied_grpo', 'grpo', 'ppo', 'sac', 'sft']
+__all__ = [
+  'behavior_cloning',
+  'dapo',
+  'embodied_grpo',
+  'grpo',
+  'ppo',
+  'sac',
+  'sft',
+]

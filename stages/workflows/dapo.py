@@ -45,20 +45,20 @@ def dapo(
   optimizer: optax.GradientTransformation,
   *,
   group_size: int,
-  rounds: int,
+  max_rounds: int,
   clip_low: float = 0.2,
   clip_high: float = 0.28,
-  cache: int | None = None,
+  overlong_buffer: int | None = None,
   num_minibatches: int = 1,
   num_epochs: int = 1,
-  expect: int | None = None,
+  expected_rounds: int | None = None,
   importance_cap: float = 2.0,
 ) -> base.Workflow:
   """Learns from groups that are neither all right nor all wrong.
 
-  A batch is prompts for `rounds` rounds of sampling. Each round asks its share
-  of them and keeps the groups of mixed accuracy, until as many as were asked in
-  a round are there or no prompts are left. What is then missing is padding: it
+  A batch is prompts for `max_rounds` rounds of sampling. Each round takes its
+  share of them and keeps the groups of mixed accuracy, until as many as it asks
+  for are there or no prompts are left. What is then missing is padding: it
   has no tokens, and the loss is a mean over tokens. (The paper samples without
   a bound.)
 
@@ -67,15 +67,15 @@ def dapo(
     verify: `answer, action, mask -> base.Verdict`.
     optimizer: how gradients become updates.
     group_size: completions a prompt.
-    rounds: of sampling, at most.
+    max_rounds: of sampling, at most.
     clip_low: how far the probability ratio may fall.
     clip_high: how far it may rise (clip-higher).
-    cache: tokens before the limit of length from which on a completion is
-      punished, linearly, down to −1 (soft overlong punishment, eq. 13); None
-      for none.
-    num_minibatches: minibatches of one batch, each an optimizer step.
+    overlong_buffer: the last tokens before the length limit, over which the
+      reward falls linearly by 1 (soft overlong punishment, eq. 13); None for no
+      punishment.
+    num_minibatches: minibatches of one batch, each an optimiser step.
     num_epochs: how often the batch is learned from, in another order each time.
-    expect: rounds that planners shall count on; all if None.
+    expected_rounds: rounds that planners shall count on; all if None.
     importance_cap: as in `grpo`.
   """
   together = functools.partial(stages.stage, group_size=group_size)
@@ -88,7 +88,7 @@ def dapo(
     importance_cap,
   )
   ask = stages.Stage(
-    functools.partial(_ask, rounds, group_size), 'ask', 'batch'
+    functools.partial(_ask, max_rounds, group_size), 'ask', 'batch'
   )
   accept = stages.Stage(
     functools.partial(_accept, group_size), 'accept', 'batch'
@@ -104,7 +104,7 @@ def dapo(
   )
   apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
   fold = stages.Stage(
-    lambda *infos: functools.reduce(metrics.merge, infos), 'fold', 'batch'
+    lambda *infos: functools.reduce(metrics.merge, infos), 'merge_info', 'batch'
   )
   measure = stages.Stage(
     functools.partial(
@@ -118,9 +118,9 @@ def dapo(
   generate = policy_stages.act(policy, 'generate', group_size=group_size)
   recall = policy_stages.recall(policy, group_size)
 
-  @stages.stage('begin', 'batch')
+  @stages.stage('empty_slots', 'batch')
   def begin(actor: base.Version, problem: base.Problem, key):
-    problem, key_B = _ask(rounds, group_size, problem, key, jnp.int32(0))
+    problem, key_B = _ask(max_rounds, group_size, problem, key, jnp.int32(0))
     like = generate.shapes(actor, problem.prompt, key_B)
     x = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     like = verify.shapes(problem.answer, x.action, x.mask)
@@ -130,11 +130,11 @@ def dapo(
     x = x._replace(obs=problem.prompt)
     return Slots(x, verdict, none, none, metrics.Mean(zero, zero))
 
-  @together('compare')
+  @together('group_advantage')
   def compare(reward_B, mask_BT):
     """Of shaped rewards; A is zero on padding."""
-    if cache is not None:
-      reward_B += overlong(mask_BT.sum(1), mask_BT.shape[1], cache)
+    if overlong_buffer is not None:
+      reward_B += overlong(mask_BT.sum(1), mask_BT.shape[1], overlong_buffer)
     reward_NG = reward_B.reshape(-1, group_size)
     advantage_NG = jax.vmap(advantages.group_relative)(reward_NG)
     return advantage_NG.reshape(-1, 1) * mask_BT
@@ -145,7 +145,7 @@ def dapo(
     x = generate(actor, asked.prompt, key_B)
     return accept(slots, x, verify(asked.answer, x.action, x.mask))
 
-  fill = repeat.Repeat(sample, 'fill', rounds, expect)
+  fill = repeat.Repeat(sample, 'fill', max_rounds, expected_rounds)
 
   def init(key):
     return State(train_step.init(policy.init(key), optimizer))

@@ -27,25 +27,25 @@ class State(NamedTuple):
 
   Attributes:
     actor: what learns.
-    scale: moments of all that was seen; nothing where none are kept.
+    obs_stats: moments of all that was seen; nothing where none are kept.
     reference: what it began as, parameters and scale; nothing where none is
       used.
   """
 
   actor: base.TrainState
-  scale: Any
+  obs_stats: Any
   reference: Any
 
 
 def embodied_grpo(
-  world: base.Env,
+  env: base.Env,
   policy: Callable[[base.Env], base.Policy],
   optimizer: optax.GradientTransformation,
   *,
   num_envs: int,
   group_size: int = 8,
   num_steps: int | None = None,
-  judge: Callable = episode_stats.succeeded,
+  episode_reward: Callable = episode_stats.succeeded,
   clip_low: float = 0.2,
   clip_high: float = 0.2,
   dual_clip: float | None = None,
@@ -54,7 +54,7 @@ def embodied_grpo(
   entropy_coef: float = 0.0,
   num_minibatches: int = 1,
   num_epochs: int = 1,
-  filtered: bool = False,
+  filter_groups: bool = False,
   advantage: Callable = advantages.group_relative,
   aggregate: Callable = losses.sequence_mean_token_mean,
   normalize_obs: bool = True,
@@ -64,15 +64,15 @@ def embodied_grpo(
   """Makes one attempt in every environment, and compares those of a group.
 
   Args:
-    world: to act in. Rows of a group are next to each other, and the seed that
+    env: to act in. Rows of a group are next to each other, and the seed that
       they share shall begin the same episode in all of their environments.
     policy: makes the policy to train from what a world shows and takes.
     optimizer: how gradients become updates.
     num_envs: environments.
     group_size: of them, those that begin alike.
     num_steps: steps of an attempt; the most that an episode has if None.
-    judge: `tally.Ended -> return_B`, what an episode was worth: whether it
-      `tally.succeeded`, or what it `tally.returned`.
+    episode_reward: `episode_stats.Ended -> reward_B`: what an episode was
+      worth, `episode_stats.succeeded` or `episode_stats.returned`.
     clip_low: how far the probability ratio may fall.
     clip_high: how far it may rise.
     dual_clip: limit of the loss where the advantage is negative; None for none.
@@ -81,15 +81,15 @@ def embodied_grpo(
     entropy_coef: weight of the entropy bonus.
     num_minibatches: minibatches of a batch, each an optimizer step.
     num_epochs: how often a batch is learned from, in another order each time.
-    filtered: masks groups of which all did equally well. Their advantage is
-      zero in any case, but `kl_coef` and `entropy_coef` act on them, and they
-      count where `aggregate` averages over steps.
+    filter_groups: masks groups of which all did equally well. Their advantage
+      is zero in any case, but `kl_coef` and `entropy_coef` act on them, and
+      they count where `aggregate` averages over steps.
     advantage: `return_G -> advantage_G` of one group.
     aggregate: `loss_BT, mask_BT -> metrics.Mean`.
     normalize_obs: whether observations are put on a scale of their own.
     init_from: folder that a run has exported, to begin with its policy and its
       scale, which then stays as it is; None to begin from nothing.
-    eval_env: the world in which the policy is judged; `world` if None, as no
+    eval_env: the world in which the policy is judged; `env` if None, as no
       step needs what another has left there.
   """
   if num_envs % group_size:
@@ -98,7 +98,7 @@ def embodied_grpo(
       f'`rows` a '
       'multiple of `group_size`.'
     )
-  policy = policy(world)
+  policy = policy(env)
   loss = objective(
     *(
       policy.evaluate,
@@ -108,15 +108,17 @@ def embodied_grpo(
     *(entropy_coef, aggregate),
   )
   draw = rollout_lib.seeds(num_envs // group_size, group_size)
-  reset = rollout.reset(world)
-  act = rollout.rollout(policy, world, num_steps or world.horizon)
+  reset = rollout.reset(env)
+  act = rollout.rollout(policy, env, num_steps or env.horizon)
   contrast = stages.Stage(
-    functools.partial(compare, group_size, judge, advantage, filtered),
-    'compare',
+    functools.partial(
+      compare, group_size, episode_reward, advantage, filter_groups
+    ),
+    'group_advantage',
     group_size=group_size,
   )
   measure = stages.Stage(
-    functools.partial(describe, group_size, judge),
+    functools.partial(describe, group_size, episode_reward),
     'measure',
     'sum',
     group_size=group_size,
@@ -131,7 +133,7 @@ def embodied_grpo(
     obs = obs_stats.normalize(scale, x.obs)
     return loss(params, x._replace(obs=obs), ref_logp)
 
-  refer = stages.Stage(score, 'refer', unbatched=(0,))
+  refer = stages.Stage(score, 'ref_logp', unbatched=(0,))
   deal = minibatches.shuffle(num_minibatches, num_epochs, group_size)
   shuffled = minibatches.gather(group_size)
   gradient = stages.Stage(
@@ -139,26 +141,28 @@ def embodied_grpo(
   )
   apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
   fold = stages.Stage(
-    lambda *infos: functools.reduce(metrics.merge, infos), 'fold', 'batch'
+    lambda *infos: functools.reduce(metrics.merge, infos), 'merge_info', 'batch'
   )
-  see = stages.Stage(lambda obs: obs_stats.of(obs, world.obs), 'see', 'sum')
-  widen = stages.Stage(lambda a, b: a.merge(b), 'widen', 'batch')
-  attempt = evaluate_lib.examine(policy, eval_env or world)
+  see = stages.Stage(
+    lambda obs: obs_stats.of(obs, env.obs), 'obs_moments', 'sum'
+  )
+  widen = stages.Stage(lambda a, b: a.merge(b), 'update_obs_stats', 'batch')
+  attempt = evaluate_lib.examine(policy, eval_env or env)
 
   def init(key):
-    fresh = evaluate_lib.fresh(policy, world, normalize_obs, key)
+    fresh = evaluate_lib.fresh(policy, env, normalize_obs, key)
     begun = policy_file.start(init_from, fresh)
-    params, scale = begun['policy'], begun['scale']
+    params, scale = begun['policy'], begun['obs_stats']
     reference = (params, scale) if kl_coef else ()
     return State(train_step.init(params, optimizer), scale, reference)
 
   def step(state: State, batch, key):
     del batch  # All there is to know is in the environments.
-    actor, scale = state.actor, state.scale
+    actor, scale = state.actor, state.obs_stats
     seed = draw(key)
-    place, obs = reset(seed)
+    env_state, obs = reset(seed)
     keys = stages.keys(key, seed)
-    *_, x, outcome = act(actor.params, scale, place, obs, keys)
+    *_, x, outcome = act(actor.params, scale, env_state, obs, keys)
     outcome = outcome._replace(final_obs=())
     x = x._replace(**contrast(outcome), truncated=None)
     measured = measure(outcome)
@@ -173,35 +177,41 @@ def embodied_grpo(
     return State(actor, scale, state.reference), measured | info
 
   def evaluate(state: State, seed, key):
-    return attempt(state.actor.params, state.scale, seed, key)
+    return attempt(state.actor.params, state.obs_stats, seed, key)
 
   return base.Workflow(
     init, step, evaluate, evaluate_lib.exported, score='eval/success_once'
   )
 
 
-def compare(group_size, judge, advantage, filtered, outcome) -> dict[str, Any]:
+def compare(
+  group_size, episode_reward, advantage, filter_groups, outcome
+) -> dict[str, Any]:
   """Which steps count, and what they were worth: fields of the experience.
 
   Of an episode that a simulator has lost no step counts, and its group takes it
   to have gone as the others did on average.
   """
-  return_NG, kept_NG, least_N1, most_N1 = _groups(group_size, judge, outcome)
+  return_NG, kept_NG, least_N1, most_N1 = _groups(
+    group_size, episode_reward, outcome
+  )
   sum_N1 = (kept_NG * return_NG).sum(1, keepdims=True)
   count_N1 = kept_NG.sum(1, keepdims=True)
   # Not beyond what it is a mean of, or equals would differ by rounding.
   mean_N1 = jnp.clip(sum_N1 / jnp.maximum(count_N1, 1.0), least_N1, most_N1)
   advantage_NG = jax.vmap(advantage)(jnp.where(kept_NG > 0, return_NG, mean_N1))
-  if filtered:
+  if filter_groups:
     kept_NG *= most_N1 > least_N1
   mask_BT = episode_stats.alive(outcome) * kept_NG.reshape(-1, 1)
   advantage_BT = jnp.where(mask_BT > 0, advantage_NG.reshape(-1, 1), 0.0)
   return {'mask': mask_BT, 'advantage': advantage_BT}
 
 
-def describe(group_size, judge, outcome) -> base.Info:
+def describe(group_size, episode_reward, outcome) -> base.Info:
   """What is worth knowing of attempts; steps are all that were made."""
-  return_NG, kept_NG, least_N1, most_N1 = _groups(group_size, judge, outcome)
+  return_NG, kept_NG, least_N1, most_N1 = _groups(
+    group_size, episode_reward, outcome
+  )
   steps = jnp.ones_like(outcome.reward)
   if outcome.steps is not None:
     steps = outcome.steps
@@ -221,10 +231,10 @@ def describe(group_size, judge, outcome) -> base.Info:
   )
 
 
-def _groups(group_size: int, judge, outcome):
+def _groups(group_size: int, episode_reward, outcome):
   """Returns, which of them were not lost, and the least and most of those."""
   ended = episode_stats.first(outcome)
-  return_NG = judge(ended).reshape(-1, group_size)
+  return_NG = episode_reward(ended).reshape(-1, group_size)
   kept_NG = ended.count.reshape(-1, group_size)
   least_N1 = jnp.where(kept_NG > 0, return_NG, jnp.inf).min(1, keepdims=True)
   most_N1 = jnp.where(kept_NG > 0, return_NG, -jnp.inf).max(1, keepdims=True)

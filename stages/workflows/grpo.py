@@ -1,4 +1,4 @@
-"""Group relative policy optimization, arXiv:2402.03300."""
+"""Group relative policy optimisation, arXiv:2402.03300."""
 
 from collections.abc import Callable
 import functools
@@ -68,7 +68,7 @@ def grpo(
       The gradient of `kl_k2` is that of KL(π‖π_ref), which lets go of what the
       reference did wrong; that of `kl_k3` is of KL(π_ref‖π), which does not.
     entropy_coef: weight of the entropy bonus.
-    num_minibatches: minibatches of one batch, each an optimizer step.
+    num_minibatches: minibatches of one batch, each an optimiser step.
     num_epochs: how often the batch is learned from, as PPO does: the clip is
       around the policy that acted.
     minibatch_by: of groups in minibatches: by 'row', 'shuffled' or by
@@ -114,13 +114,13 @@ def grpo(
 
   act = partial_rollout.acts(policy, group_size, max_carry, extra_groups)
   recall = policy_stages.recall(policy, group_size, several=max_carry > 0)
-  refer = policy_stages.score(policy, 'refer', group_size)
+  refer = policy_stages.score(policy, 'ref_logp', group_size)
 
   @stages.stage('repeat', 'batch')
   def repeat(problem: base.Problem):
     return jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), problem)
 
-  @stages.stage('compare', group_size=group_size)
+  @stages.stage('group_advantage', group_size=group_size)
   def compare(reward_B, mask_BT):
     advantage_NG = jax.vmap(advantage)(reward_B.reshape(-1, group_size))
     # What a verifier makes of nobody may be anything.
@@ -135,7 +135,7 @@ def grpo(
   )
   apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
   fold = stages.Stage(
-    lambda *infos: functools.reduce(metrics.merge, infos), 'fold', 'batch'
+    lambda *infos: functools.reduce(metrics.merge, infos), 'merge_info', 'batch'
   )
   examine = evaluate_lib.examine(policy, verify)
 
@@ -180,7 +180,7 @@ def grpo(
 
 
 def objective(evaluate, clip, kl, entropy, aggregate, cap=2.0) -> Callable:
-  """What `grpo` minimizes: `params, experience, ref_logp -> means, info`.
+  """What `grpo` minimises: `params, experience, ref_logp -> means, info`.
 
   The clip is around the policy that acted, in the trainer's arithmetic. Where
   that is not the engine's, or where it was the last of several that acted,

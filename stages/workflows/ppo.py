@@ -1,4 +1,4 @@
-"""Proximal policy optimization in worlds, arXiv:1707.06347."""
+"""Proximal policy optimisation in worlds, arXiv:1707.06347."""
 
 from collections.abc import Callable
 import functools
@@ -21,21 +21,21 @@ class State(NamedTuple):
 
   Attributes:
     actor: what learns, its critic included.
-    scale: moments of all that was seen; nothing where none are kept.
-    world: the state of the environments, or their tokens.
+    obs_stats: moments of all that was seen; nothing where none are kept.
+    env_state: the state of the environments, or their tokens.
     obs: what is seen in them.
-    open: how the episodes go that have not ended.
+    episodes: how the episodes go that have not ended.
   """
 
   actor: base.TrainState
-  scale: Any
-  world: Any
+  obs_stats: Any
+  env_state: Any
   obs: Any
-  open: episode_stats.Open
+  episodes: episode_stats.Open
 
 
 def ppo(
-  world: base.Env,
+  env: base.Env,
   policy: Callable[[base.Env], base.Policy],
   optimizer: optax.GradientTransformation,
   *,
@@ -61,7 +61,7 @@ def ppo(
   """Acts for some steps in many environments, and learns from them all.
 
   Args:
-    world: to act in.
+    env: to act in.
     policy: makes the policy to train from what a world shows and takes.
     optimizer: how gradients become updates.
     num_envs: environments.
@@ -74,7 +74,7 @@ def ppo(
     value_coef: weight of the critic's loss.
     value_clip: how far an estimate may move at a time; None for any way.
     entropy_coef: weight of the bonus for entropy.
-    num_minibatches: minibatches of a batch, each an optimizer step.
+    num_minibatches: minibatches of a batch, each an optimiser step.
     num_epochs: how often a batch is learned from, in another order each time.
     target_kl: no update follows in a step once KL(acted ‖ now) of a minibatch
       is beyond this; None for all updates. Schedules count updates that are
@@ -89,28 +89,30 @@ def ppo(
     init_from: folder that a run has exported, to begin with its policy and its
       scale, which then stays as it is; None to begin from nothing.
     eval_env: the world in which the policy is judged: a simulator needs another
-      than it trains in. `world` if None.
+      than it trains in. `env` if None.
   """
-  policy = policy(world)
+  policy = policy(env)
   loss = objective(
     policy,
     (clip_low, clip_high, dual_clip),
     (value_coef, value_clip),
     entropy_coef,
   )
-  act = rollout.rollout(policy, world, num_steps)
+  act = rollout.rollout(policy, env, num_steps)
   judge = stages.Stage(
     functools.partial(
       appraise, policy, discount, gae_lambda, bootstrap_on_success
     ),
-    'appraise',
+    'compute_advantages',
     unbatched=(0, 1),
   )
-  count = stages.Stage(episode_stats.count, 'tally')
-  see = stages.Stage(lambda obs: obs_stats.of(obs, world.obs), 'see', 'sum')
-  widen = stages.Stage(lambda a, b: a.merge(b), 'widen', 'batch')
+  count = stages.Stage(episode_stats.count, 'episode_stats')
+  see = stages.Stage(
+    lambda obs: obs_stats.of(obs, env.obs), 'obs_moments', 'sum'
+  )
+  widen = stages.Stage(lambda a, b: a.merge(b), 'update_obs_stats', 'batch')
   whiten = stages.Stage(advantages.whiten, 'whiten', 'batch')
-  single = stages.Stage(_single, 'single', 'batch')
+  single = stages.Stage(_single, 'flatten_time', 'batch')
   measure = stages.Stage(describe, 'measure', 'sum')
   deal = minibatches.shuffle(num_minibatches, num_epochs)
   shuffled = minibatches.gather()
@@ -120,32 +122,32 @@ def ppo(
   ready = stages.Stage(lambda id_: jnp.zeros((), bool), 'ready', 'batch')
   apply = stages.Stage(_apply(optimizer, target_kl), 'apply', 'batch')
   fold = stages.Stage(
-    lambda *infos: functools.reduce(metrics.merge, infos), 'fold', 'batch'
+    lambda *infos: functools.reduce(metrics.merge, infos), 'merge_info', 'batch'
   )
-  attempt = evaluate_lib.examine(policy, eval_env or world)
+  attempt = evaluate_lib.examine(policy, eval_env or env)
 
   def init(key):
     luck, seeds = jax.random.split(key)
     seed_B = jax.random.randint(
       seeds, (num_envs,), 0, jnp.iinfo(jnp.int32).max, jnp.int32
     )
-    fresh = evaluate_lib.fresh(policy, world, normalize_obs, luck)
+    fresh = evaluate_lib.fresh(policy, env, normalize_obs, luck)
     begun = policy_file.start(init_from, fresh)
     actor = train_step.init(begun['policy'], optimizer)
     return State(
-      *(actor, begun['scale']),
-      *rollout.begin(world, seed_B),
+      *(actor, begun['obs_stats']),
+      *rollout.begin(env, seed_B),
       episode_stats.begin(num_envs),
     )
 
   def step(state: State, batch, key):
     del batch  # All there is to know is in the environments.
-    actor, scale = state.actor, state.scale
+    actor, scale = state.actor, state.obs_stats
     keys = stages.keys(key, state.obs)
-    place, obs, x, outcome = act(
-      actor.params, scale, state.world, state.obs, keys
+    env_state, obs, x, outcome = act(
+      actor.params, scale, state.env_state, state.obs, keys
     )
-    open_, ended = count(state.open, outcome)
+    episodes, ended = count(state.episodes, outcome)
     x = x._replace(**judge(actor.params, scale, x, outcome))
     measured = measure(x, outcome._replace(final_obs=()), ended)
     if normalize_advantages:
@@ -160,10 +162,10 @@ def ppo(
     info = infos[0] if len(infos) == 1 else fold(*infos)
     if normalize_obs and init_from is None:
       scale = widen(scale, see(x.obs))
-    return State(actor, scale, place, obs, open_), measured | info
+    return State(actor, scale, env_state, obs, episodes), measured | info
 
   def evaluate(state: State, seed, key):
-    return attempt(state.actor.params, state.scale, seed, key)
+    return attempt(state.actor.params, state.obs_stats, seed, key)
 
   return base.Workflow(
     init,
@@ -228,7 +230,7 @@ def _single(x: base.Experience) -> base.Experience:
 
 
 def objective(policy, clip, critic, entropy) -> Callable:
-  """What `ppo` minimizes: `params, scale, experience -> means, info`."""
+  """What `ppo` minimises: `params, scale, experience -> means, info`."""
   weight, near = critic
 
   def loss(params, scale, x: base.Experience):

@@ -26,11 +26,11 @@ class State(NamedTuple):
     critic: the critics.
     target: the critics of a while ago: an average of what they were.
     replay: what was done.
-    prior: what others have done before; nothing where none is learned from.
-    scale: moments of all that was seen; nothing where none are kept.
-    world: the state of the environments, or their tokens.
+    offline_data: transitions recorded before training; `()` without any.
+    obs_stats: moments of all that was seen; nothing where none are kept.
+    env_state: the state of the environments, or their tokens.
     obs: what is seen in them.
-    open: how the episodes go that have not ended.
+    episodes: how the episodes go that have not ended.
     step: steps so far.
   """
 
@@ -38,16 +38,16 @@ class State(NamedTuple):
   critic: base.TrainState
   target: base.Params
   replay: replay_lib.Replay
-  prior: replay_lib.Transition | tuple[()]
-  scale: Any
-  world: Any
+  offline_data: replay_lib.Transition | tuple[()]
+  obs_stats: Any
+  env_state: Any
   obs: Any
-  open: episode_stats.Open
+  episodes: episode_stats.Open
   step: jax.Array
 
 
 def sac(
-  world: base.Env,
+  env: base.Env,
   policy: Callable[..., base.Policy],
   critic: Callable[[base.Env], critics_lib.Critic],
   optimizer: optax.GradientTransformation,
@@ -55,16 +55,16 @@ def sac(
   num_envs: int,
   num_steps: int,
   capacity: int,
-  batch: int = 256,
-  utd: float = 1.0,
+  batch_size: int = 256,
+  utd_ratio: float = 1.0,
   actor_update_period: int = 1,
-  warmup: int = 1,
+  learning_starts: int = 1,
   discount: float = 0.99,
-  polyak: float = 0.005,
-  temperature: float = 1.0,
+  tau: float = 0.005,
+  init_temperature: float = 1.0,
   target_entropy: float | None = None,
-  subset: int | None = None,
-  prior: str | None = None,
+  critic_subset: int | None = None,
+  offline_data: str | None = None,
   normalize_obs: bool = True,
   bootstrap_on_success: bool = False,
   eval_env: base.Env | None = None,
@@ -72,7 +72,7 @@ def sac(
   """Acts for some steps in environments, and learns from all that was done.
 
   Args:
-    world: to act in.
+    env: to act in.
     policy: makes the policy to train from what a world shows and takes; it is
       asked for actions that are squashed, for a deviation that depends on what
       is seen, and for no critic of its own.
@@ -82,59 +82,63 @@ def sac(
     num_envs: environments.
     num_steps: steps in each, between updates.
     capacity: steps that are remembered.
-    batch: of them, those of a minibatch.
-    utd: updates of the critics for every step of an environment.
+    batch_size: of them, those of a minibatch.
+    utd_ratio: updates of the critics for every step of an environment.
     actor_update_period: updates of the critics for one of the actor; RLPD has
       all of a step.
-    warmup: steps (of `num_envs` × `num_steps`) that act at random and learn
-      nothing.
+    learning_starts: first steps (of `num_envs` × `num_steps` transitions) in
+      which actions are uniform and nothing is learned.
     discount: γ, a step.
-    polyak: τ, how much of the critics the average takes at an update.
-    temperature: α at the beginning.
+    tau: τ, how much of the critics the average takes at an update.
+    init_temperature: α at the beginning.
     target_entropy: H, which α is to bring the policy's to, in nats; −dim(A) if
       None, where the range of each dimension of a command is −1 … 1.
-    subset: critics, chosen anew for every update, the least of which is what
-      is expected; then the actor climbs the mean of all, as REDQ and RLPD have
-      it. None: the least of all, for both, as SAC has it.
-    prior: file of demonstrations that half of each minibatch is drawn from, as
-      `stages.replay.write` makes it; None for none.
+    critic_subset: critics drawn anew for every update, the least of which is
+      the target; the actor then maximizes the mean of all critics, as in REDQ
+      and RLPD. None: the least of all critics for both, as in SAC.
+    offline_data: file of transitions that half of each minibatch is drawn from
+      (`stages.envs.replay.write`); None for no such file.
     normalize_obs: whether observations are put on a scale of their own.
     bootstrap_on_success: takes success, too, for an end that time has set, so
       that whoever is done early loses nothing by it.
     eval_env: the world in which the policy is judged: a simulator needs another
-      than it trains in. `world` if None.
+      than it trains in. `env` if None.
   """
-  critic = critic(world)
-  policy = policy(world, bound='tanh', aware=True, critic=False)
-  like = _like(policy, world)
-  if prior and len(like.command.shape) > 1:
+  critic = critic(env)
+  policy = policy(env, bound='tanh', aware=True, critic=False)
+  like = _like(policy, env)
+  if offline_data and len(like.command.shape) > 1:
     raise ValueError(
       'A file of demonstrations does not say how many steps of a chunk were '
-      'made, so what follows one cannot be discounted: leave out `prior`, or '
-      'decide one step at a time.'
+      'made, so what follows one cannot be discounted: leave out '
+      '`offline_data`, or decide one step at a time.'
     )
-  n = updates(utd, num_envs * num_steps, actor_update_period)
+  n = updates(utd_ratio, num_envs * num_steps, actor_update_period)
   if target_entropy is None:
-    target_entropy = default_target_entropy(world, like.command)
-  act = rollout.rollout(at_random(policy), world, num_steps)
-  begin = stages.Stage(lambda step: (step < warmup, step + 1), 'begin', 'batch')
-  count = stages.Stage(episode_stats.count, 'tally')
+    target_entropy = default_target_entropy(env, like.command)
+  act = rollout.rollout(at_random(policy), env, num_steps)
+  begin = stages.Stage(
+    lambda step: (step < learning_starts, step + 1), 'warmup', 'batch'
+  )
+  count = stages.Stage(episode_stats.count, 'episode_stats')
   measure = stages.Stage(describe, 'measure', 'sum')
   recall = stages.Stage(
     functools.partial(
-      remember, policy, discount, n, batch, always=bootstrap_on_success
+      remember, policy, discount, n, batch_size, always=bootstrap_on_success
     ),
     'replay',
     'batch',
     consumes=(0,),
   )
-  see = stages.Stage(lambda obs: obs_stats.of(obs, world.obs), 'see', 'sum')
-  widen = stages.Stage(lambda a, b: a.merge(b), 'widen', 'batch')
+  see = stages.Stage(
+    lambda obs: obs_stats.of(obs, env.obs), 'obs_moments', 'sum'
+  )
+  widen = stages.Stage(lambda a, b: a.merge(b), 'update_obs_stats', 'batch')
   learn = soft_actor_critic.learner(
     (policy, critic, optimizer),
-    *(n, actor_update_period, polyak, subset, target_entropy),
+    *(n, actor_update_period, tau, critic_subset, target_entropy),
   )
-  attempt = evaluate_lib.examine(policy, eval_env or world)
+  attempt = evaluate_lib.examine(policy, eval_env or env)
 
   def init(key):
     luck, theirs, seeds = jax.random.split(key, 3)
@@ -143,7 +147,7 @@ def sac(
     )
     ours = {
       'policy': policy.init(luck),
-      'log_temperature': jnp.log(jnp.full((), temperature, float)),
+      'log_temperature': jnp.log(jnp.full((), init_temperature, float)),
     }
     params = critic.init(theirs)
     return State(
@@ -151,41 +155,56 @@ def sac(
       train_step.init(params, optimizer),
       params,
       replay_lib.empty(like, capacity),
-      replay_lib.read(prior, like, discount, bootstrap_on_success)
-      if prior
+      replay_lib.read(offline_data, like, discount, bootstrap_on_success)
+      if offline_data
       else (),
-      obs_stats.nothing(world.obs) if normalize_obs else (),
-      *rollout.begin(world, seed_B),
+      obs_stats.nothing(env.obs) if normalize_obs else (),
+      *rollout.begin(env, seed_B),
       episode_stats.begin(num_envs),
       jnp.zeros((), jnp.int32),
     )
 
   def step(state: State, batch, key):
     del batch  # All there is to know is in the environments.
-    actor, scale = state.actor, state.scale
+    actor, scale = state.actor, state.obs_stats
     warm, steps = begin(state.step)
     keys = stages.keys(key, state.obs)
-    place, obs, x, outcome = act(
-      (actor.params['policy'], warm), scale, state.world, state.obs, keys
+    env_state, obs, x, outcome = act(
+      (actor.params['policy'], warm), scale, state.env_state, state.obs, keys
     )
-    open_, ended = count(state.open, outcome)
+    episodes, ended = count(state.episodes, outcome)
     measured = measure(outcome._replace(final_obs=()), ended)
     if normalize_obs:
       scale = widen(scale, see(x.obs))
-    kept, sample, filled = recall(state.replay, state.prior, x, outcome, key)
+    kept, sample, filled = recall(
+      state.replay, state.offline_data, x, outcome, key
+    )
     actor, critics, info = learn(
       *(actor, (state.critic, state.target), scale, warm, sample, key)
     )
     return State(
-      *(actor, *critics, kept, state.prior, scale, place, obs, open_, steps)
+      *(
+        actor,
+        *critics,
+        kept,
+        state.offline_data,
+        scale,
+        env_state,
+        obs,
+        episodes,
+        steps,
+      )
     ), measured | filled | info
 
   def evaluate(state: State, seed, key):
     params = state.actor.params['policy']
-    return attempt(params, state.scale, seed, key)
+    return attempt(params, state.obs_stats, seed, key)
 
   def params(state: State):
-    return {'policy': state.actor.params['policy'], 'scale': state.scale}
+    return {
+      'policy': state.actor.params['policy'],
+      'obs_stats': state.obs_stats,
+    }
 
   return base.Workflow(init, step, evaluate, params, score='eval/success_once')
 
@@ -269,21 +288,21 @@ def describe(outcome: base.TimeStep, ended: episode_stats.Ended) -> base.Info:
   )
 
 
-def _like(policy: base.Policy, world: base.Env) -> replay_lib.Transition:
+def _like(policy: base.Policy, env: base.Env) -> replay_lib.Transition:
   """One transition, as shapes."""
 
   def decide(key):
-    obs = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), world.obs)
+    obs = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), env.obs)
     x = policy.act(policy.init(key), obs, key[None])
     return policy.command(x.action)[0]
 
   command = jax.eval_shape(decide, jax.random.key(0))
   number = jax.ShapeDtypeStruct((), jnp.result_type(float))
-  return replay_lib.Transition(world.obs, command, number, number, world.obs)
+  return replay_lib.Transition(env.obs, command, number, number, env.obs)
 
 
-def default_target_entropy(world: base.Env, command) -> float:
+def default_target_entropy(env: base.Env, command) -> float:
   """−1 for each dimension, as if its range were −1 … 1."""
   A = math.prod(command.shape)
-  half = [0.5 * (b - a) for a, b in zip(world.low, world.high, strict=True)]
+  half = [0.5 * (b - a) for a, b in zip(env.low, env.high, strict=True)]
   return -A + A // len(half) * sum(map(math.log, half))

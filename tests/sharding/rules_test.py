@@ -210,7 +210,7 @@ def test_adafactor_steps_on_a_mesh_as_on_one_device():
     assert jnp.linalg.norm(jax.device_get(a) - b) <= 1e-5 * norm
 
 
-@pytest.mark.parametrize('name', ['generate', 'refer', 'gradient'])
+@pytest.mark.parametrize('name', ['generate', 'ref_logp', 'gradient'])
 def test_where_rows_share_parameters_it_is_the_parameters_that_are_gathered(
   name,
 ):

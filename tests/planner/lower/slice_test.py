@@ -85,7 +85,7 @@ def test_who_knows_when_rows_ended_may_say_so():
 def test_an_arrival_is_after_generation_and_other_deals_are_before():
   made = grpo(num_minibatches=2, minibatch_by='arrival')
   (generate,) = [node for node in made.nodes if node.name == 'generate']
-  (arrival,) = [node for node in made.nodes if node.name == 'arrival']
+  (arrival,) = [node for node in made.nodes if node.name == 'minibatch_ids']
   assert {*arrival.reads} <= {*generate.writes}
   assert calls(cut.cut(made, 2), 'gradient') == 2
 
@@ -125,7 +125,7 @@ def test_minibatches_are_cut_into_pieces_as_large_as_the_others(
   )
   assert calls(made, 'generate') == pieces
   assert calls(made, 'gradient') == 2 * updates * each
-  assert calls(made, 'shuffle') == calls(made, 'minibatches') == 1
+  assert calls(made, 'minibatch_ids') == calls(made, 'minibatches') == 1
   assert calls(made, 'apply') == 2 * updates
   sizes = {
     made.values[v].shape[0]
@@ -150,7 +150,7 @@ def test_runs_that_pieces_do_not_divide_stay_whole():
 
 def test_a_deal_is_made_before_a_token_is():
   made = grpo(minibatch_by='shuffled')
-  (shuffle,) = [node for node in made.nodes if node.name == 'shuffle']
+  (shuffle,) = [node for node in made.nodes if node.name == 'minibatch_ids']
   (generate,) = [node for node in made.nodes if node.name == 'generate']
   assert not set(shuffle.reads) & set(generate.writes)
   (key,) = [v for v in made.inputs if not made.values[v].shape]

@@ -231,7 +231,7 @@ def test_a_workflow_learns_from_it_on_two_places(case, name):
     tiny.even_on_host,
     optimizers.adamw(3e-3),
     group_size=GROUP,
-    rounds=2,
+    max_rounds=2,
   )
   workflow = {'grpo': grpo, 'dapo': dapo}[name]
   batches = [tiny.problem(8, seed=i) for i in range(4)]

@@ -198,4 +198,4 @@ def test_several_nodes_are_shared_out_whole(devices, unit):
 def test_what_only_some_stages_read_may_leave_a_crowded_device():
   there, made = cluster(memory=1e4), flow()
   model = roofline.Roofline(made, count.of_flow(made), there, rules.DEFAULT)
-  assert set(space_lib.space(made, model).offload) == {'apply', 'refer'}
+  assert set(space_lib.space(made, model).offload) == {'apply', 'ref_logp'}

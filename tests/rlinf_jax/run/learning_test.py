@@ -61,7 +61,7 @@ def test_ppo_keeps_what_a_policy_can_while_its_critic_learns(tmp_path):
   cold = go_on(
     'cold',
     'critic/optimizers.adamw.learning_rate = 1e-4',
-    'optimizers.actor_critic.critic_warmup = 0',
+    'optimizers.actor_critic.critic_warmup_steps = 0',
   )
   # 100 seeds: two standard errors are 10 points.
   assert warm[0] == cold[0] >= 0.4

@@ -17,7 +17,7 @@ SMALL = (
   'workflows.ppo.num_steps = 30',
   'trials.seeds.held_out = 8',
   'trials.seeds.held_out_batch = 4',
-  'optimizers.adamw.decay = None',
+  'optimizers.adamw.decay_steps = None',
   'train.train.evaluate_every = 2',
   'train.train.checkpoint_every = 2',
 )

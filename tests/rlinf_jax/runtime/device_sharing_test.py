@@ -40,7 +40,7 @@ def dapo():
     tiny.even_on_host,
     optimizers.adamw(1e-2),
     group_size=4,
-    rounds=2,
+    max_rounds=2,
   )
 
 
@@ -74,7 +74,7 @@ def run(runtime, workflow, steps=3):
   'make, pieces, offload',
   [
     (grpo, 1, ()),
-    (grpo, 2, ('apply', 'refer')),
+    (grpo, 2, ('apply', 'ref_logp')),
     (functools.partial(grpo, 1), 1, ()),
     (dapo, 1, ()),
   ],

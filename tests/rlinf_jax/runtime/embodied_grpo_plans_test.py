@@ -38,12 +38,12 @@ def workflow(updates):
     KEEP,
     num_envs=16,
     group_size=2,
-    judge=episode_stats.succeeded,
+    episode_reward=episode_stats.succeeded,
     kl_coef=0.1,
     entropy_coef=0.01,
     num_minibatches=n,
     num_epochs=epochs,
-    filtered=filtered,
+    filter_groups=filtered,
   )
 
 
@@ -63,7 +63,7 @@ def test_no_plan_changes_the_mathematics(seed):
   # What a piece may be of any stage, on two devices and in two minibatches.
   rows = {'rollout': 2, 'gradient': 4}
   plan, updates = random_plans_test.random_plan(
-    seed, STAGES, rows, ('refer', 'apply'), UPDATES
+    seed, STAGES, rows, ('ref_logp', 'apply'), UPDATES
   )
   ours = workflow(updates)
   state = ours.init(jax.random.key(0))

@@ -134,7 +134,7 @@ def cases(values, keep):
   indirect=['dtype'],
 )
 def test_rows_at_a_time_change_only_rounding(dtype, pieces):
-  names = ('generate', 'refer', 'compare', 'measure', 'gradient')
+  names = ('generate', 'ref_logp', 'group_advantage', 'measure', 'gradient')
   agrees(dtype, 'one', dict.fromkeys(names, ROWS // pieces))
 
 

@@ -86,7 +86,7 @@ def test_keys_can_be_cut():
 
 def test_micro_batches_are_taken_in_order():
   # A group that lies across a cut would show.
-  @stages.stage('compare', group_size=4)
+  @stages.stage('group_advantage', group_size=4)
   def compare(x):
     groups = x.reshape(-1, 4)
     return (groups - groups.mean(1, keepdims=True)).reshape(-1)

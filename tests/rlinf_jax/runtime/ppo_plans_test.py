@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures('in_float64')
 def workflow(updates):
   n, epochs, stop = updates
   both = optimizers.actor_critic(
-    KEEP, KEEP, critic_warmup=1, updates=n * epochs
+    KEEP, KEEP, critic_warmup_steps=1, updates_per_step=n * epochs
   )
   return workflows.ppo(
     push.push(horizon=5, terminate=True),
@@ -109,7 +109,11 @@ def test_no_plan_changes_what_is_learned_from_pictures():
     'actor': {'devices': [0]},
     'learner': {'devices': [1, 2], 'axes': [['data', 2]]},
   }
-  stages = {'gradient': 'learner', 'appraise': 'learner', '*': 'actor'}
+  stages = {
+    'gradient': 'learner',
+    'compute_advantages': 'learner',
+    '*': 'actor',
+  }
   sketch = {'places': places, 'stages': stages, 'pieces': 2}
   plan = plan_lib.parse(sketch | {'micro_batch': {'gradient': 4}}, STAGES)
   planned = random_plans_test.run(plan, ours, start, [()] * STEPS)

@@ -120,7 +120,7 @@ def compare(plan, got, want):
 @pytest.mark.parametrize('seed', claims.some(range(24), KEPT))
 def test_no_plan_changes_the_mathematics(seed):
   plan, updates = random_plan(
-    seed, STAGES, {'gradient': 8}, ('refer', 'apply'), UPDATES
+    seed, STAGES, {'gradient': 8}, ('ref_logp', 'apply'), UPDATES
   )
   batches = [tiny.problem(seed=i) for i in range(2)]
   made = run(plan, workflow(updates), begin(updates), batches)

@@ -34,8 +34,11 @@ PLACED = {
     'pi': {'devices': [2]},
   },
   'stages': {
-    **dict.fromkeys(('criticise', 'improve', 'take', 'start'), 'q'),
-    **dict.fromkeys(('gradient', 'apply', 'again'), 'pi'),
+    **dict.fromkeys(
+      ('critic_gradient', 'critic_update', 'critic_minibatch', 'first_info'),
+      'q',
+    ),
+    **dict.fromkeys(('gradient', 'apply', 'actor_minibatch'), 'pi'),
     '*': 'robot',
   },
 }
@@ -66,12 +69,12 @@ def workflow(prior):
     num_envs=8,
     num_steps=2,
     capacity=40,
-    batch=16,
-    utd=1 / 4,
+    batch_size=16,
+    utd_ratio=1 / 4,
     actor_update_period=2,
-    subset=2,
-    prior=prior,
-    warmup=1,
+    critic_subset=2,
+    offline_data=prior,
+    learning_starts=1,
   )
 
 
@@ -96,7 +99,7 @@ def agrees(plan, prior):
 @pytest.mark.slow
 @pytest.mark.parametrize('seed', SEEDS)
 def test_no_plan_changes_the_mathematics(seed, prior):
-  rows = {'rollout': 2, 'criticise': 4, 'gradient': 2}
+  rows = {'rollout': 2, 'critic_gradient': 4, 'gradient': 2}
   plan, _ = random_plans_test.random_plan(
     seed, STAGES, rows, ('apply',), [None]
   )

@@ -336,7 +336,7 @@ def test_what_is_carried_is_kept_in_a_checkpoint(tmp_path):
 PLANS = {
   'places': {
     'places': {p: {'devices': [i]} for i, p in enumerate('abc')},
-    'stages': {'generate': 'a', 'reward': 'b', 'rescore': 'b', '*': 'c'},
+    'stages': {'generate': 'a', 'reward': 'b', 'proximal_logp': 'b', '*': 'c'},
     'offload': ['apply'],
   },
   'pieces and a mesh': {

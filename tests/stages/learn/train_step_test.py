@@ -178,7 +178,7 @@ def test_steps_on_the_means_of_pieces_would_differ():
 @pytest.mark.parametrize('bad', [np.nan, np.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(bad):
   params, batch = problem(5)
-  optimizer = optimizers.adamw(1e-2, warmup=3)
+  optimizer = optimizers.adamw(1e-2, warmup_steps=3)
   apply = jax.jit(train_step.apply(optimizer))
   state, _ = apply(train_step.init(params, optimizer), gradient(params, *batch))
   poisoned = list(batch)
@@ -247,14 +247,14 @@ def rates(optimizer, updates, dtype=jnp.float32):
 @pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float32])
 def test_the_learning_rate_is_logged_as_it_warms_up(dtype):
   np.testing.assert_allclose(
-    rates(optimizers.adamw(0.4, warmup=4), 6, dtype),
+    rates(optimizers.adamw(0.4, warmup_steps=4), 6, dtype),
     [0.1, 0.2, 0.3, 0.4, 0.4, 0.4],
   )
   np.testing.assert_allclose(
-    rates(optimizers.adamw(0.4, warmup=1), 2), [0.4, 0.4]
+    rates(optimizers.adamw(0.4, warmup_steps=1), 2), [0.4, 0.4]
   )
   np.testing.assert_allclose(
-    rates(optimizers.adamw(0.4, warmup=2, decay=6), 6),
+    rates(optimizers.adamw(0.4, warmup_steps=2, decay_steps=6), 6),
     [0.2, 0.4, 0.4, 0.3, 0.2, 0.1],
   )
   np.testing.assert_allclose(rates(optimizers.adamw(0.4), 2, dtype), [0.4, 0.4])
@@ -265,7 +265,9 @@ def test_an_optimizer_that_does_not_show_its_rate_logs_none():
 
 
 def test_rates_count_the_steps_of_several_updates():
-  made = rates(optimizers.adamw(0.4, warmup=1, decay=3, updates=2), 6)
+  made = rates(
+    optimizers.adamw(0.4, warmup_steps=1, decay_steps=3, updates_per_step=2), 6
+  )
   np.testing.assert_allclose(made, [0.2, 0.4, 0.4, 0.3, 0.2, 0.1])
 
 
@@ -324,10 +326,12 @@ def alone(optimizer, slopes):
 
 def test_an_actor_waits_for_its_critic():
   slow, fast = (
-    optimizers.adamw(0.1, warmup=2),
+    optimizers.adamw(0.1, warmup_steps=2),
     optimizers.adamw(0.3, weight_decay=0.1),
   )
-  both = optimizers.actor_critic(slow, fast, critic_warmup=2, updates=2)
+  both = optimizers.actor_critic(
+    slow, fast, critic_warmup_steps=2, updates_per_step=2
+  )
   made, told = apart(both, 7)
   ours = alone(slow, [jnp.arange(3.0) + i for i in range(4, 7)])
   theirs = alone(fast, [jnp.array([2.0, -1.0]) * (i - 1.5) for i in range(7)])

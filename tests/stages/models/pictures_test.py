@@ -26,7 +26,7 @@ def shapes(workflow, batch=()):
   return state, after
 
 
-@pytest.mark.parametrize('name', ['ppo', 'grpo', 'clone'])
+@pytest.mark.parametrize('name', ['ppo', 'grpo', 'behavior_cloning'])
 def test_a_step_in_pictures_leaves_a_state_of_the_same_shapes(name):
   optimizer, batch = optimizers.adamw(1e-3), ()
   if name == 'ppo':
@@ -36,14 +36,14 @@ def test_a_step_in_pictures_leaves_a_state_of_the_same_shapes(name):
       WORLD, policy, optimizer, group_size=2, kl_coef=0.1, **ROWS
     )
   else:
-    made = workflows.clone(WORLD, policy, optimizer)
+    made = workflows.behavior_cloning(WORLD, policy, optimizer)
     rows = lambda x: jax.ShapeDtypeStruct((4, *x.shape), x.dtype)
     batch = base.Demonstration(
       jax.tree.map(rows, WORLD.obs), jax.ShapeDtypeStruct((4, 2), jnp.float32)
     )
   before, after = shapes(made, batch)
   assert before == after
-  scale = after.scale.mean
+  scale = after.obs_stats.mean
   assert scale['image'] == {'table': None} and scale['state'].shape == (2,)
   assert 'image_table' in after.actor.params['encoder']
 
@@ -51,7 +51,7 @@ def test_a_step_in_pictures_leaves_a_state_of_the_same_shapes(name):
 def test_a_policy_of_pictures_is_exported_and_begun_with(tmp_path):
   fresh = {
     'policy': jax.jit(policy(WORLD).init)(jax.random.key(0)),
-    'scale': obs_stats.nothing(WORLD.obs),
+    'obs_stats': obs_stats.nothing(WORLD.obs),
   }
   policy_file.export(tmp_path, fresh)
   again = policy_file.start(tmp_path, jax.tree.map(jnp.zeros_like, fresh))

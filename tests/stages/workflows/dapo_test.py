@@ -106,7 +106,7 @@ def dapo(dtype='float32', rounds=2, **kwargs):
     invariance_test.even if dtype == 'float64' else tiny.even,
     optimizers.adamw(1e-2),
     group_size=GROUP,
-    rounds=rounds,
+    max_rounds=rounds,
     **kwargs,
   )
 
@@ -118,7 +118,7 @@ def read(info):
 @pytest.mark.slow
 def test_a_batch_of_groups_that_are_all_alike_teaches_nothing():
   workflow = workflows.dapo(
-    tiny.policy(), never, optimizers.adamw(1e-2), group_size=GROUP, rounds=2
+    tiny.policy(), never, optimizers.adamw(1e-2), group_size=GROUP, max_rounds=2
   )
   state = workflow.init(KEY)
   after, info = workflow.step(state, tiny.problem(), KEY)
@@ -176,7 +176,7 @@ PLANS = {
 @pytest.mark.slow
 @pytest.mark.parametrize('sketch, exact', PLANS.values(), ids=PLANS)
 def test_planned_dapo_is_eager_dapo(sketch, exact, in_float64):
-  workflow = dapo('float64', num_minibatches=2, num_epochs=2, cache=2)
+  workflow = dapo('float64', num_minibatches=2, num_epochs=2, overlong_buffer=2)
   state = workflow.init(KEY)
   flow = flow_lib.trace(workflow.step, state, tiny.problem(), KEY)
   runtime = local.LocalRuntime(plan_lib.parse(sketch, flow.stages), step=flow)

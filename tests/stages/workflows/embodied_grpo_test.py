@@ -161,7 +161,7 @@ def acted(workflow_world, state, key, group_size=GROUP, rows=16, T=5):
   place, obs = rollout.reset(workflow_world)(seed)
   act = rollout.rollout(policy, workflow_world, T)
   keys = stages.keys(key, seed)
-  return act(state.actor.params, state.scale, place, obs, keys)[2:]
+  return act(state.actor.params, state.obs_stats, place, obs, keys)[2:]
 
 
 def test_a_group_begins_alike_and_each_of_it_has_its_own_luck():
@@ -181,7 +181,7 @@ def test_a_first_update_is_on_policy_and_follows_equations():
   np.testing.assert_allclose(numbers['train/ratio_mean'], 1.0, atol=1e-5)
   assert numbers['train/clip_fraction'] == 0
   assert numbers['env/steps'] == 16 * 5
-  assert state.scale.count == 80
+  assert state.obs_stats.count == 80
   assert state.reference == ()
 
 
@@ -254,7 +254,7 @@ def test_two_epochs_are_those_of_torch(in_float64):
   params = jax.device_get(state.actor.params)
   for _ in range(2):
     want, clipped, mask = torch_gradient(
-      *(params, begun.reference, state.scale, x, outcome), **weights
+      *(params, begun.reference, state.obs_stats, x, outcome), **weights
     )
     moved = {k: params['actor'][k] - rate * want[k] for k in want}
     params = params | {'actor': moved}
@@ -281,7 +281,9 @@ def test_it_begins_with_what_was_exported_and_sees_by_its_scale(tmp_path):
       np.testing.assert_array_equal, begun.actor.params, before.actor.params
     )
     for state in (begun, after):
-      jax.tree.map(np.testing.assert_array_equal, state.scale, before.scale)
+      jax.tree.map(
+        np.testing.assert_array_equal, state.obs_stats, before.obs_stats
+      )
     shapes = jax.eval_shape(make(model='nowhere').init, KEY)
     assert jax.tree.structure(shapes) == jax.tree.structure(begun)
 
@@ -321,9 +323,9 @@ def learned(world, steps):
   workflow = workflows.embodied_grpo(
     world,
     functools.partial(gaussian_policy.policy, width=32),
-    optimizers.adamw(6e-3, decay=60, updates=16, clip_norm=0.5),
+    optimizers.adamw(6e-3, decay_steps=60, updates_per_step=16, clip_norm=0.5),
     num_envs=256,
-    judge=episode_stats.returned,
+    episode_reward=episode_stats.returned,
     num_minibatches=4,
     num_epochs=4,
   )

@@ -312,17 +312,19 @@ def test_environments_go_on_where_the_step_before_left_them():
   times = []
   for i in range(4):
     state, _ = workflow.step(state, (), jax.random.fold_in(KEY, i))
-    times.append((int(state.world.episode[0]), int(state.world.time[0])))
+    times.append(
+      (int(state.env_state.episode[0]), int(state.env_state.time[0]))
+    )
   assert times == [(0, 3), (1, 1), (1, 4), (2, 2)]
 
 
 def test_what_was_seen_is_counted_after_it_was_learned_from():
   workflow = ppo()
   state = workflow.init(KEY)
-  assert state.scale.count == 0
+  assert state.obs_stats.count == 0
   after, _ = workflow.step(state, (), KEY)
-  assert after.scale.count == 48
-  assert ppo(normalize_obs=False).init(KEY).scale == ()
+  assert after.obs_stats.count == 48
+  assert ppo(normalize_obs=False).init(KEY).obs_stats == ()
 
 
 def test_no_update_follows_once_the_policy_has_gone_far_enough():

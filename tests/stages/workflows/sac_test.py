@@ -91,7 +91,7 @@ def test_targets_are_those_worked_by_hand(in_float64):
   np.testing.assert_allclose(mean.sum, 0.5 * sum(errors), rtol=1e-12)
   assert mean.count == 3
   np.testing.assert_allclose(
-    metrics.read(info)[0]['train/q'], (53 - 12 + 53 + 300) / 6
+    metrics.read(info)[0]['train/q_value'], (53 - 12 + 53 + 300) / 6
   )
 
 
@@ -189,14 +189,14 @@ def test_nothing_is_learned_while_it_warms_up_and_then_critics_more_often():
 def test_a_policy_is_exported_without_what_it_was_taught_by(tmp_path):
   workflow = sac()
   made = workflow.params(workflow.init(KEY))
-  assert made.keys() == {'policy', 'scale'}
+  assert made.keys() == {'policy', 'obs_stats'}
   assert made['policy'].keys() == {'actor'}
   policy_file.export(tmp_path, made)
   tiny.assert_same_bits(policy_file.read(tmp_path, made), made)
 
 
 def test_averages_of_critics_follow_them():
-  workflow = sac(**ONE, warmup=0, polyak=0.25)
+  workflow = sac(**ONE, learning_starts=0, tau=0.25)
   state = workflow.init(KEY)
   after, _ = workflow.step(state, (), KEY)
   assert int(after.critic.step) == 1
@@ -227,7 +227,7 @@ def test_an_episode_is_remembered_as_it_was(terminate):
       return state, made._replace(terminated=third)
 
     world = world._replace(step=step)
-  workflow = sac(world, **ONE, warmup=0, polyak=0.25)
+  workflow = sac(world, **ONE, learning_starts=0, tau=0.25)
   state, _ = workflow.step(workflow.init(KEY), (), KEY)
   row = jax.device_get(state.replay.rows)
   ended = [2] if terminate else []
@@ -319,11 +319,11 @@ def learn(world, steps):
     num_envs=64,
     num_steps=4,
     capacity=50_000,
-    utd=0.25,
-    warmup=8,
+    utd_ratio=0.25,
+    learning_starts=8,
     discount=0.9,
-    polyak=0.02,
-    temperature=0.2,
+    tau=0.02,
+    init_temperature=0.2,
   )
   runtime = planned(workflow, workflow.init(KEY))
   for i in range(steps):

@@ -43,7 +43,7 @@ THREE = {
     'judge': {'devices': [1]},
     'learner': {'devices': [2, 3], 'axes': [['data', 2]]},
   },
-  'stages': TWO['stages'] | {'reward': 'judge', 'refer': 'judge'},
+  'stages': TWO['stages'] | {'reward': 'judge', 'ref_logp': 'judge'},
   'pieces': 2,
 }
 
@@ -134,7 +134,7 @@ def dapo():
     tiny.even_on_host,
     optimizers.adamw(1e-2),
     group_size=4,
-    rounds=2,
+    max_rounds=2,
   )
 
 

@@ -73,7 +73,7 @@ def test_a_policy_that_squashes_what_it_draws_is_refused():
   with pytest.raises(
     ValueError, match="squashes what it draws.*bound = 'clip'"
   ):
-    workflows.clone(push.push(), squashed, optimizers.adamw(1e-3))
+    workflows.behavior_cloning(push.push(), squashed, optimizers.adamw(1e-3))
 
 
 def test_batches_follow_from_seed_and_number_alone(path):
@@ -95,13 +95,15 @@ def policy(**kwargs):
 
 
 def test_the_loss_is_a_likelihood_by_the_scale_of_what_was_shown():
-  workflow = workflows.clone(push.push(), policy(), optimizers.adamw(1e-3))
+  workflow = workflows.behavior_cloning(
+    push.push(), policy(), optimizers.adamw(1e-3)
+  )
   rng = np.random.default_rng(0)
   obs = rng.normal(3, 2, (8, 10)).astype(np.float32)
   action = rng.normal(size=(8, 2)).astype(np.float32)
   before = workflow.init(KEY)
   after, info = workflow.step(before, base.Demonstration(obs, action), KEY)
-  np.testing.assert_allclose(after.scale.mean, obs.mean(0), rtol=1e-5)
+  np.testing.assert_allclose(after.obs_stats.mean, obs.mean(0), rtol=1e-5)
   near = (obs - obs.mean(0)) / np.sqrt(obs.var(0) + 1e-8)
   params, keys = before.actor.params, jax.random.split(KEY, 8)
   mean = policy()(push.push()).act(params, near, keys, greedy=True).action
@@ -119,7 +121,7 @@ def test_a_clone_of_few_gets_better_by_success_alone(tmp_path):
   assert succeeded == 8
   demonstrations.write(tmp_path / 'push.npz', x)
   source = demonstrations.steps(str(tmp_path / 'push.npz'), rows=256)
-  workflow = workflows.clone(world, policy(), optimizers.adamw(1e-2))
+  workflow = workflows.behavior_cloning(world, policy(), optimizers.adamw(1e-2))
   state, at = workflow.init(KEY), source.init(0)
   (seeds,) = source.held_out()
   fresh = read(workflow.evaluate(state, seeds, KEY))['eval/success_once']

@@ -19,15 +19,15 @@ class State(NamedTuple):
 
   Attributes:
     actor: what learns.
-    scale: moments of all that was demonstrated; nothing where none are kept.
+    obs_stats: moments of the demonstrated observations; `()` if none are kept.
   """
 
   actor: base.TrainState
-  scale: Any
+  obs_stats: Any
 
 
-def clone(
-  world: base.Env,
+def behavior_cloning(
+  env: base.Env,
   policy: Callable[[base.Env], base.Policy],
   optimizer: optax.GradientTransformation,
   *,
@@ -39,7 +39,7 @@ def clone(
   it can tell by what it sees. From there it may explore.
 
   Args:
-    world: in which the policy is judged.
+    env: in which the policy is judged.
     policy: makes the policy to train from what a world shows and takes.
     optimizer: how gradients become updates.
     normalize_obs: whether observations are put on a scale of their own.
@@ -47,8 +47,8 @@ def clone(
   Raises:
     ValueError: for a policy that squashes what it draws.
   """
-  policy = policy(world)
-  _check(policy, world)
+  policy = policy(env)
+  _check(policy, env)
 
   def loss(params, scale, x: base.Demonstration):
     obs = obs_stats.normalize(scale, x.obs)
@@ -63,13 +63,17 @@ def clone(
     train_step.gradient(loss), 'gradient', 'sum', unbatched=(0, 1)
   )
   apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
-  see = stages.Stage(lambda obs: obs_stats.of(obs, world.obs), 'see', 'sum')
-  widen = stages.Stage(lambda a, b: a.merge(b), 'widen', 'batch')
-  attempt = evaluate_lib.examine(policy, world)
+  see = stages.Stage(
+    lambda obs: obs_stats.of(obs, env.obs), 'obs_moments', 'sum'
+  )
+  widen = stages.Stage(lambda a, b: a.merge(b), 'update_obs_stats', 'batch')
+  attempt = evaluate_lib.examine(policy, env)
 
   def init(key):
-    fresh = evaluate_lib.fresh(policy, world, normalize_obs, key)
-    return State(train_step.init(fresh['policy'], optimizer), fresh['scale'])
+    fresh = evaluate_lib.fresh(policy, env, normalize_obs, key)
+    return State(
+      train_step.init(fresh['policy'], optimizer), fresh['obs_stats']
+    )
 
   def step(state: State, batch: base.Demonstration, key):
     del key  # Nothing here is random.
@@ -80,18 +84,18 @@ def clone(
     return State(actor, scale), info
 
   def evaluate(state: State, seed, key):
-    return attempt(state.actor.params, state.scale, seed, key)
+    return attempt(state.actor.params, state.obs_stats, seed, key)
 
   return base.Workflow(
     init, step, evaluate, evaluate_lib.exported, score='eval/success_once'
   )
 
 
-def _check(policy: base.Policy, world: base.Env):
+def _check(policy: base.Policy, env: base.Env):
   """Refuses policies whose commands are not what they draw, within bounds."""
   if policy.command is None:
     return
-  high = np.array(world.high)
+  high = np.array(env.high)
   most = np.asarray(policy.command(jnp.ones((1, *high.shape))))[0]
   if not np.allclose(most, high, atol=1e-3 * np.abs(high).max()):
     raise ValueError(
