@@ -1,1 +1,1 @@
-"""Interprets programs with arrays."""
+"""Runs the programs of a plan on arrays."""

@@ -1,4 +1,4 @@
-"""Places of a plan that run in this process, and what their threads ask for."""
+"""Some places of a plan in this process, one thread each."""
 
 from collections.abc import Mapping
 from concurrent import futures
@@ -15,23 +15,27 @@ from rlinf_jax.runtime import interpreter as interpreter_lib
 from rlinf_jax.runtime import mailbox as mailbox_lib
 from rlinf_jax.runtime import place as place_lib
 from rlinf_jax.runtime import timeline as timeline_lib
-from rlinf_jax.runtime.interpreter import StackFrame, StepCall
+from rlinf_jax.runtime.step_call import StackFrame, StepCall
 
 
 class Host:
-  """Some places of a plan, a thread each, over devices of this process.
+  """Interprets the programs of some places, each on a thread of its own.
 
-  Each place works through its program step by step and waits for nobody but
-  those whose values it needs. What goes to a place of another process goes by
-  `post`, which a host of all places does not need.
+  A place works through its program, call by call, and blocks only where it
+  receives a value or waits for shared devices. There is no central scheduler:
+  lowering has matched every send with a receive. `send_remote` carries values
+  to places of other processes; a host of all places does not need it.
+
+  The first failure, of a place or reported by `fail`, wakes every thread that
+  waits for a value. Threads stay; `load_leaves` clears the failure.
 
   Attributes:
-    lowered: flows by name.
-    places: by name.
-    workers: their threads, by name.
+    lowered: programs, by flow.
+    places: devices, by name of the place.
+    interpreters: threads, by name of the place.
     timeline: what ran when.
-    mail: values on their way to these places.
-    receive_timeout: seconds to wait for a value; None for ever.
+    mailbox: values on their way to these places.
+    receive_timeout: seconds to wait for a value; None for no limit.
   """
 
   def __init__(
@@ -40,12 +44,12 @@ class Host:
     places: Mapping[str, place_lib.Place],
     receive_timeout: float | None = None,
   ):
-    """Refuses what the places cannot run; computes nothing."""
+    """Raises ValueError for what the places cannot run; computes nothing."""
     self.lowered, self.places = dict(lowered), dict(places)
     self.receive_timeout = receive_timeout
     self.timeline = timeline_lib.Timeline()
-    self.mail = mailbox_lib.Mailbox()
-    self._calls, self._lock = {}, threading.Lock()
+    self.mailbox = mailbox_lib.Mailbox()
+    self._compiled, self._lock = {}, threading.Lock()
     self._check()
     self.interpreters = {
       name: interpreter_lib.Interpreter(self, place)
@@ -53,36 +57,45 @@ class Host:
     }
 
   def _check(self):
-    for lowered in self.lowered.values():
+    for _, place, flow, op, _ in self._stage_calls(*self.lowered):
+      node = flow.nodes[op.node]
+      for v in (*node.reads, *node.writes):
+        place.layout(flow.values[v])
+      place.check_rows(flow, node)
+
+  def _stage_calls(self, *flows: str):
+    """Yields every call of a stage on these places.
+
+    As `programs.stage_calls`, with the place after the enclosing loops.
+    """
+    for lowered in (self.lowered[name] for name in flows):
       for name, place in self.places.items():
-        program = lowered.programs[name]
-        for _, flow, op, _ in programs.stage_calls(lowered.flow, program):
-          node = flow.nodes[op.node]
-          for v in (*node.reads, *node.writes):
-            place.layout(flow.values[v])
-          place.check_rows(flow, node)
+        calls = programs.stage_calls(lowered.flow, lowered.programs[name])
+        for loop, flow, op, passed in calls:
+          yield loop, place, flow, op, passed
 
-  def load(self, leaves: Mapping[int, Any]):
-    """Lays out carried values; copies, as steps overwrite them.
-
-    A host in which something failed begins anew.
+  def load_leaves(self, leaves: Mapping[int, Any]):
+    """Lays out carried values, as copies, and clears a failure.
 
     Args:
-      leaves: by number in the carry: at least those that live here.
+      leaves: arrays by number in the carry; at least those that live here.
     """
-    for worker in self.interpreters.values():
-      worker.wait()
-    self.mail.clear()
+    for interpreter in self.interpreters.values():
+      interpreter.wait()
+    self.mailbox.clear()
     lowered = self.lowered['step']
-    for name, worker in self.interpreters.items():
+    for name, interpreter in self.interpreters.items():
       here = [i for i, places in enumerate(lowered.resident) if name in places]
-      laid = [
-        worker.place.store(lowered.flow.values[lowered.flow.carry[i][0]], x)
-        for i, x in ((i, leaves[i]) for i in here)
+      stored = [
+        interpreter.place.store(
+          lowered.flow.values[lowered.flow.carry[i][0]], leaves[i]
+        )
+        for i in here
       ]
-      if laid and not worker.place.lease:  # In host memory nothing overwrites.
-        laid = jax.jit(lambda xs: [jnp.copy(x) for x in xs])(laid)
-      worker.state = dict(zip(here, laid, strict=True))
+      # Steps overwrite device memory, but never host memory.
+      if stored and not interpreter.place.lease:
+        stored = jax.jit(lambda xs: [jnp.copy(x) for x in xs])(stored)
+      interpreter.state = dict(zip(here, stored, strict=True))
 
   def leaves(self) -> dict[int, jax.Array]:
     """Carried values whose first home is here; a step overwrites them."""
@@ -93,142 +106,144 @@ class Host:
     }
 
   def wait(self):
-    """Returns when every place has done all that it was asked to.
+    """Blocks until every place has finished all submitted calls.
 
     Raises:
       StageError: if one of them failed.
     """
-    for worker in self.interpreters.values():
-      worker.wait()
+    for interpreter in self.interpreters.values():
+      interpreter.wait()
     if self.failure:
       raise self.failure
 
   def close(self):
-    """Ends the threads, each after the instruction that it is at."""
+    """Ends the threads, each after its current instruction."""
     self.fail(RuntimeError('The runtime was closed.'))
-    for worker in self.interpreters.values():
-      worker.close()
+    for interpreter in self.interpreters.values():
+      interpreter.close()
 
   def compile(self, name: str):
-    """Begins to make every stage of a flow ready; does not wait for it."""
-    if name in self._calls:
+    """Starts compiling every stage of a flow, without blocking."""
+    if name in self._compiled:
       return
-    lowered = self.lowered[name]
     pool = futures.ThreadPoolExecutor(2)
-    calls = {}
-    for place, made in self.places.items():
-      for loop, flow, op, passed in programs.stage_calls(
-        lowered.flow, lowered.programs[place]
-      ):
-        calls[loop, op.node] = pool.submit(
-          made.compile, flow, flow.nodes[op.node], op.donate, passed
-        )
-    self._calls[name] = calls
+    self._compiled[name] = {
+      (loop, op.node): pool.submit(
+        place.compile, flow, flow.nodes[op.node], op.donate, passed
+      )
+      for loop, place, flow, op, passed in self._stage_calls(name)
+    }
     pool.shutdown(wait=False)
 
-  def begin(
+  def submit_flow(
     self,
     name: str,
     step: int,
-    leaves,
-    left: recovery.Left = recovery.EVERYTHING,
+    inputs,
+    remaining: recovery.Left = recovery.EVERYTHING,
   ) -> futures.Future:
-    """Begins a flow; returns the future of the outputs that are made here.
+    """Queues a call of a flow at every place, without blocking.
 
-    What is begun before the last has ended overlaps with it as far as its
-    values allow.
+    Places take calls in the order of submission. A place may be calls ahead of
+    another, as far as the values that it receives allow.
 
     Args:
       name: of the flow.
-      step: the update that it is.
-      leaves: its inputs.
-      left: what there is to do of it.
+      step: number of the update.
+      inputs: arrays, in the order of the flow's inputs.
+      remaining: what there is to do, if another process has done some of it.
+
+    Returns:
+      The future of the outputs that these places send, by value.
     """
     if self.failure:
       raise self.failure
     self.compile(name)
     lowered = self.lowered[name]
-    turn = StepCall(
+    own = [programs.outputs(lowered.programs[place]) for place in self.places]
+    call = StepCall(
       name,
       step,
-      dict(zip(lowered.flow.inputs, leaves, strict=True)),
-      {},
-      set().union(
-        *(programs.outputs(lowered.programs[place]) for place in self.places)
-      ),
-      futures.Future(),
-      left,
+      inputs=dict(zip(lowered.flow.inputs, inputs, strict=True)),
+      outputs={},
+      missing=set().union(*own),
+      done=futures.Future(),
+      remaining=remaining,
     )
-    if not turn.missing:
-      turn.done.set_result({})
-    for worker in self.interpreters.values():
-      worker.begin(turn)
-    return turn.done
+    if not call.missing:
+      call.done.set_result({})
+    for interpreter in self.interpreters.values():
+      interpreter.submit(call)
+    return call.done
 
-  # What threads ask for.
+  # The interpreters' side.
 
-  def give(self, turn: StepCall, v: int, x):
-    """Takes an output from a place."""
+  def put_output(self, call: StepCall, v: int, x):
+    """Takes an output of a call from a place."""
     with self._lock:
-      turn.outputs[v] = x
-      turn.missing.discard(v)
-      if not turn.missing and not turn.done.done():
-        turn.done.set_result(turn.outputs)
+      call.outputs[v] = x
+      call.missing.discard(v)
+      if not call.missing and not call.done.done():
+        call.done.set_result(call.outputs)
 
   def send(self, frame: StackFrame, v: int, source: str, target: str, x):
-    """Takes a value to another place."""
-    way = base.Channel(frame.turn.name, frame.loop, v, source, target)
+    """Sends a value to another place; does not wait for its receiver."""
+    channel = frame.channel(v, source, target)
     if target in self.places:
       x = self.places[target].store(frame.flow.values[v], x)
-      self.mail.put(way, x)
+      self.mailbox.put(channel, x)
     else:
-      self.post(way, x)
+      self.send_remote(channel, x)
 
-  def post(self, way: base.Channel, x):
-    """Takes a value to a place of another process."""
-    raise NotImplementedError(f'Place {way.target!r} is not in this process.')
+  def send_remote(self, channel: base.Channel, x):
+    """Sends a value to a place of another process."""
+    raise NotImplementedError(
+      f'Place {channel.target!r} is not in this process.'
+    )
 
-  def is_there(
-    self, frame: StackFrame, v: int, source: str, target: str
-  ) -> bool:
-    """Whether what another place sends has come."""
-    way = base.Channel(frame.turn.name, frame.loop, v, source, target)
-    return self.mail.has(way)
+  def has_arrived(self, frame: StackFrame, v: int, source: str, target: str):
+    """Whether `receive` would return at once."""
+    return self.mailbox.has(frame.channel(v, source, target))
 
   def receive(self, frame: StackFrame, v: int, source: str, target: str):
-    """The value that another place has sent, as this one holds it."""
-    way = base.Channel(frame.turn.name, frame.loop, v, source, target)
+    """The next value from another place, laid out; blocks until it arrives."""
+    channel = frame.channel(v, source, target)
     try:
-      x = self.mail.get(way, self.receive_timeout)
+      x = self.mailbox.get(channel, self.receive_timeout)
     except base.ReceiveTimeoutError as error:
       name = frame.flow.values[v].name
       raise base.StageError(
-        f'{error}, {name}, in step {frame.turn.step}{frame.round}: that place '
-        'hangs, or takes longer than `receive_timeout` allows.'
+        f'{error}, {name}, in {frame.where}: that place hangs, or takes longer '
+        'than `receive_timeout` allows.'
       ) from None
-    return self.place_for(x, frame.flow.values[v], target)
+    return self.lay_out(x, frame.flow.values[v], target)
 
-  def settle(self, arrays):
-    """Waits until arrays that will be overwritten are read by nobody else."""
-    del arrays  # Within a process JAX sees to that.
-
-  def place_for(self, x, value: graph_lib.Value, target: str):
-    """What has come, as a place holds it."""
-    del value, target  # Who sent it has put it there.
+  def lay_out(self, x, value: graph_lib.Value, target: str):
+    """A received value with the layout that its place expects."""
+    del value, target  # `send` has laid it out.
     return x
 
-  def call(self, frame: StackFrame, node: int):
-    """A node of the flow of a frame, made ready to run."""
-    return self._calls[frame.turn.name][frame.loop, node].result()
+  def wait_until_read(self, arrays):
+    """Blocks until no reader needs arrays that are about to be overwritten."""
+    del arrays  # Within a process JAX orders reads and writes.
 
-  def fail(self, error: BaseException, turn: StepCall | None = None):
-    """Stops every place: whoever waits for a value is given the failure."""
-    failure = self.mail.fail(error)
+  def compiled(self, frame: StackFrame, node: int):
+    """The compiled call of a node; blocks until it is compiled."""
+    return self._compiled[frame.call.flow][frame.loop, node].result()
+
+  def fail(self, error: BaseException, call: StepCall | None = None):
+    """Stops every place; the first failure wins.
+
+    Args:
+      error: what failed.
+      call: the call in which it did, whose future is set to the failure.
+    """
+    failure = self.mailbox.fail(error)
     with self._lock:
-      if turn and not turn.done.done():
-        turn.done.set_exception(failure)
+      if call and not call.done.done():
+        call.done.set_exception(failure)
 
   @property
   def failure(self) -> BaseException | None:
-    """The first thing that went wrong."""
-    return self.mail.failure
+    """The first failure since a state was loaded."""
+    return self.mailbox.failure

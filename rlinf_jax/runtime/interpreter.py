@@ -1,9 +1,8 @@
-"""A place's thread, which interprets its programs."""
+"""The thread of a place, which interprets its programs."""
 
 from collections.abc import Iterable
 from concurrent import futures
 import contextlib
-import dataclasses
 from typing import Any
 import weakref
 
@@ -16,323 +15,295 @@ from planner.lower import recovery
 from rlinf_jax.runtime import base
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.runtime.step_call import StackFrame, StepCall
 from sharding import offload
 
-
-@dataclasses.dataclass(eq=False)
-class StepCall:
-  """One call of a flow, on its way through the places.
-
-  Attributes:
-    name: of the flow.
-    step: the update that it is, from one; an evaluation is before the next.
-    inputs: by value.
-    outputs: by value, as they come.
-    missing: values that are still to come.
-    done: set when all outputs are there, or at the first failure.
-    left: what there is to do, where another process has done some of it.
-  """
-
-  name: str
-  step: int
-  inputs: dict[int, Any]
-  outputs: dict[int, Any]
-  missing: set[int]
-  done: futures.Future
-  left: recovery.Left = recovery.EVERYTHING
-
-
-@dataclasses.dataclass(eq=False)
-class StackFrame:
-  """A program under way: of a turn, or of the body of a loop in it.
-
-  Attributes:
-    turn: which.
-    flow: what the program is of.
-    memory: by value.
-    inputs: by value: what comes from the `SOURCE`.
-    loop: numbers of the nodes of the loops that it is in, the outermost first.
-    round: of the innermost, in words; nothing outside of loops.
-    kept: what the next round, or step, begins with, by value.
-    last: whether this round of a loop is the last.
-    begun: calls that wait for their turn, by node.
-  """
-
-  turn: StepCall
-  flow: graph_lib.Flow
-  memory: dict[int, Any]
-  inputs: dict[int, Any]
-  loop: tuple[int, ...] = ()
-  round: str = ''
-  kept: dict[int, Any] = dataclasses.field(default_factory=dict)
-  last: bool = False
-  begun: dict[int, Any] = dataclasses.field(default_factory=dict)
-
-
-def _is_done(frame: StackFrame, op) -> bool:
-  """Whether an instruction need not be carried out again."""
-  left = frame.turn.left
-  if frame.loop or left is recovery.EVERYTHING:
-    return False
-  match op:
-    case program_lib.Begin(i) | program_lib.Run(i):
-      return i in left.skip
-    case program_lib.Send(v, target):
-      return (v, target) in left.sent
-    case program_lib.Drop(v) | program_lib.Offload(v) | program_lib.Restore(v):
-      return v not in frame.memory  # What made it was left out.
-  return False
-
-
-_copied = jax.jit(lambda xs: [jnp.copy(x) for x in xs])
-SHARED = 'shared devices'
-
-
-def _named(names: Iterable, xs: Iterable) -> dict:
-  return dict(zip(names, xs, strict=True))
+SHARED = 'shared devices'  # The name of what spans of leases are about.
+_copy = jax.jit(lambda xs: [jnp.copy(x) for x in xs])
 
 
 class Interpreter:
-  """A place's thread, and what it holds from step to step.
+  """Executes the programs of one place on a thread of its own.
+
+  The thread owns the place's memory: the carried state between calls, and the
+  stack frames during one. Other threads read `state` only after `wait`. Within
+  a call, instructions run in program order. `Recv` and `Acquire` block; all
+  others finish without waiting for another place.
+
+  A failure of an instruction stops this call and, through the host, all others;
+  the place then frees its memory if it shares devices, and releases them.
 
   Attributes:
-    place: where it works.
-    state: what it holds, by number in the carry.
+    place: the devices.
+    state: the carried values that live here, by number in the carry.
   """
 
-  def __init__(self, runtime, place: place_lib.Place):
-    # It must not keep alive what keeps it alive: its thread ends with them.
-    self.runtime, self.place = weakref.proxy(runtime), place
+  def __init__(self, host, place: place_lib.Place):
+    # Weak, so that a host that is dropped is freed, and its threads with it.
+    self.host, self.place = weakref.proxy(host), place
     self.state: dict[int, Any] = {}
     self._thread = futures.ThreadPoolExecutor(
       1, place.name, lease_lib.set_current, (place.lease,)
     )
     self._last = None
-    self._frames: list[StackFrame] = []  # Under way, the outermost first.
+    self._frames: list[StackFrame] = []  # The stack, outermost first.
 
-  def begin(self, turn: StepCall):
-    """Takes a turn when those before it have been taken."""
-    self._last = self._thread.submit(self._guarded, turn)
+  def submit(self, call: StepCall):
+    """Queues a call behind those that were submitted before it."""
+    self._last = self._thread.submit(self._run_guarded, call)
 
   def wait(self):
-    """Returns when all turns have been taken."""
+    """Blocks until all submitted calls have ended, or failed."""
     if self._last:
       self._last.result()
 
   def close(self):
-    """Ends the thread, after the turns that it was given."""
+    """Ends the thread after the calls that are queued."""
     self._thread.shutdown()
 
-  def _guarded(self, turn: StepCall):
+  def _run_guarded(self, call: StepCall):
     try:
-      self._take(turn)
-    except BaseException as error:  # noqa: BLE001 (whoever waits must know)
-      self.runtime.fail(error, turn)
-      self._give_up()
+      self._run_call(call)
+    except BaseException as error:  # noqa: BLE001 (receivers must be woken)
+      self.host.fail(error, call)
+      self._release_all()
 
-  def _take(self, turn: StepCall):
-    """One turn of this place's program."""
-    lowered = self.runtime.lowered[turn.name]
+  def _run_call(self, call: StepCall):
+    """Executes this place's program for one call of a flow."""
+    lowered = self.host.lowered[call.flow]
     flow, program = lowered.flow, lowered.programs[self.place.name]
     starts = [start for start, _ in flow.carry]
     memory = {starts[i]: x for i, x in self.state.items()}
-    frame = StackFrame(turn, flow, memory, turn.inputs)
+    frame = StackFrame(call, flow, memory, call.inputs)
     self._frames = [frame]
-    self._play(frame, program)
+    self._run_program(frame, program)
     self.state = {i: memory[starts[i]] for i in self.state}
     self._frames = []
 
-  def _play(self, frame: StackFrame, program):
-    """A program from its beginning to its end."""
+  def _run_program(self, frame: StackFrame, program):
+    """Executes a program from its beginning to its end."""
     try:
       for op in program:
-        if self.runtime.failure:
-          raise self.runtime.failure
+        if self.host.failure:
+          raise self.host.failure
         if not _is_done(frame, op):
           self._interpret(frame, op)
-    finally:  # Where something failed, nobody waits for what was begun.
-      for begun in frame.begun.values():
-        begun.cancel()
-    frame.memory |= frame.kept
-    frame.kept = {}
+    finally:  # After a failure nothing waits for asynchronous calls.
+      for started in frame.started.values():
+        started.cancel()
+    frame.memory |= frame.carry
+    frame.carry = {}
 
-  def _repeat(self, frame: StackFrame, op: program_lib.Repeat):
-    """A loop, as often as it goes round."""
+  def _run_loop(self, frame: StackFrame, op: program_lib.Repeat):
+    """Executes a loop until its condition, or its limit, ends it."""
     memory, node = frame.memory, frame.flow.nodes[op.node]
     outer, values = frame.flow.values, node.body.values
-    begin = {
-      start: self._as(outer[v], values[start], memory[v])
+    initial = {
+      start: self._relabel(outer[v], values[start], memory[v])
       for v, start, _ in op.carry
     }
-    # Rounds overwrite what they carry: what others hold too is copied, but in
-    # host memory nothing is overwritten.
+    # Rounds overwrite what they carry. Copy what the outer program still needs;
+    # arrays in host memory are never overwritten.
     lent = [start for v, start, _ in op.carry if v not in op.donate]
-    lent = [start for start in lent if not offload.is_away(begin[start])]
-    begin |= _named(lent, _copied([begin[start] for start in lent]))
-    inner = StackFrame(
-      frame.turn,
-      node.body,
-      begin,
-      {x: self._as(outer[v], values[x], memory[v]) for v, x in op.given},
-      (*frame.loop, op.node),
-    )
-    self.runtime.settle([memory[v] for v in op.donate])
+    lent = [start for start in lent if not offload.is_away(initial[start])]
+    initial |= _zip(lent, _copy([initial[start] for start in lent]))
+    inputs = {
+      x: self._relabel(outer[v], values[x], memory[v]) for v, x in op.given
+    }
+    loop = (*frame.loop, op.node)
+    inner = StackFrame(frame.call, node.body, initial, inputs, loop)
+    self.host.wait_until_read([memory[v] for v in op.donate])
     for v in op.donate:
       del memory[v]
     self._frames.append(inner)
     for i in range(node.stage.at_most):
       inner.round = f'{frame.round}, round {i + 1} of {node.name}'
-      self._play(inner, op.program)
-      if inner.last:
+      self._run_program(inner, op.program)
+      if inner.is_last:
         break
     self._frames.pop()
     for _, start, end in op.carry:
-      memory[end] = self._as(values[start], outer[end], begin[start])
+      memory[end] = self._relabel(values[start], outer[end], initial[start])
 
   def _interpret(self, frame: StackFrame, op):
-    turn, flow, memory = frame.turn, frame.flow, frame.memory
-    here, line = self.place.name, self.runtime.timeline
-    start = line.now()
+    """Executes one instruction."""
+    flow, memory, here = frame.flow, frame.memory, self.place.name
+    start = self.host.timeline.now()
     match op:
       case program_lib.Begin(i):
-        node = flow.nodes[i]
-        with self._told(frame, node):
-          leaves = (memory[v] for v in node.reads)
-          frame.begun[i] = self.runtime.call(frame, i).begin(*leaves)
+        self._start(frame, i)
       case program_lib.Run(i, donate):
-        node = flow.nodes[i]
-        with self._told(frame, node):
-          self.runtime.settle([memory[v] for v in donate])
-          self._run(frame, node, i)
-        line.add(turn.step, here, 'run', node.name, start, node.piece)
-        for v in donate:
-          del memory[v]
+        self._run_stage(frame, i, donate)
+      case program_lib.Send(v, target) if target == program_lib.SINK:
+        x = self._unleased(memory[v])
+        self.host.put_output(frame.call, v, x)
       case program_lib.Send(v, target):
-        if target == program_lib.SINK:
-          self.runtime.give(turn, v, self._for_good(memory[v]))
-        else:
-          self.runtime.send(frame, v, here, target, memory[v])
-          line.add(turn.step, here, 'send', flow.values[v].name, start)
+        self.host.send(frame, v, here, target, memory[v])
+        self._record(frame, 'send', flow.values[v].name, start)
       case program_lib.Recv(v, source) if source == program_lib.SOURCE:
         x = frame.inputs[v]
         memory[v] = x if frame.loop else self.place.store(flow.values[v], x)
       case program_lib.Recv(v, source):
-        x = self.runtime.receive(frame, v, source, here)
+        x = self.host.receive(frame, v, source, here)
         memory[v] = jax.block_until_ready(x)
-        line.add(turn.step, here, 'wait', flow.values[v].name, start)
+        self._record(frame, 'wait', flow.values[v].name, start)
       case program_lib.Repeat():
-        self._repeat(frame, op)
+        self._run_loop(frame, op)
       case program_lib.Until(v):
-        frame.last = bool(memory[v])
+        frame.is_last = bool(memory[v])
       case program_lib.Keep(end, v):
-        frame.kept[v] = self._as(flow.values[end], flow.values[v], memory[end])
+        x = self._relabel(flow.values[end], flow.values[v], memory[end])
+        frame.carry[v] = x
       case program_lib.Drop(v):
         del memory[v]
       case program_lib.Offload(v):
         (memory[v],) = offload.to_host([memory[v]])
-        line.add(turn.step, here, 'offload', flow.values[v].name, start)
+        self._record(frame, 'offload', flow.values[v].name, start)
       case program_lib.Restore(v):
         (memory[v],) = offload.to_device([memory[v]])
-        line.add(turn.step, here, 'restore', flow.values[v].name, start)
+        self._record(frame, 'restore', flow.values[v].name, start)
       case program_lib.Acquire(_, _, values):
         self._acquire(frame, values)
       case program_lib.Release(v, source):
-        if v is None or not self.runtime.is_there(frame, v, source, here):
-          self._let_go(turn)
+        if v is None or not self.host.has_arrived(frame, v, source, here):
+          self._release(frame)
 
-  def _acquire(self, frame: StackFrame, values):
-    """Has values in the memory of devices that this place shares."""
-    turn, memory = frame.turn, frame.memory
-    here, line = self.place.name, self.runtime.timeline
-    start = line.now()
-    if not self.place.lease.held:
-      try:
-        self.place.lease.acquire(
-          self.runtime.receive_timeout, lambda: self.runtime.failure
-        )
-      except TimeoutError as error:
-        raise base.StageError(
-          f'In step {turn.step}{frame.round}: {error}'
-        ) from None
-      line.add(turn.step, here, 'wait', SHARED, start)
-    start = line.now()
-    away = [v for v in values if v in memory and offload.is_away(memory[v])]
-    if away:
-      memory |= _named(away, offload.to_device([memory[v] for v in away]))
-      line.add(turn.step, here, 'restore', SHARED, start)
-
-  def _let_go(self, turn: StepCall):
-    """Moves all that is here to host memory, and lets its devices go."""
-    if not self.place.lease.held:
-      return
-    start = self.runtime.timeline.now()
-    for rest in self.place.lease.on_release:
-      rest()
-    memories = self._memories()
-    # An array of several names stays one.
-    there = {id(x): x for memory in memories for x in memory.values()}
-    moved = _named(there, offload.to_host([*there.values()]))
-    for memory in memories:
-      memory |= {v: moved[id(x)] for v, x in memory.items()}
-    del there
-    self.runtime.timeline.add(
-      turn.step, self.place.name, 'offload', SHARED, start
+  def _record(self, frame: StackFrame, what: str, name: str, start, **kwargs):
+    """Adds a span that ends now to the timeline."""
+    self.host.timeline.add(
+      frame.call.step, self.place.name, what, name, start, **kwargs
     )
-    self.place.lease.release()
 
-  def _memories(self) -> list[dict[int, Any]]:
-    """All that it holds in the middle of a turn; inputs of that are lent."""
-    found = [m for f in self._frames for m in (f.memory, f.kept)]
-    return found + [frame.inputs for frame in self._frames[1:]]
+  # Calls of stages.
 
-  def _give_up(self):
-    """Where something failed: others may have the devices at once."""
-    if self.place.lease:
-      for rest in self.place.lease.on_release if self.place.lease.held else ():
-        with contextlib.suppress(Exception):  # What failed is told already.
-          rest()
-      for memory in self._memories():
-        memory.clear()
-      self.state = {}
-      self.place.lease.release()
+  def _start(self, frame: StackFrame, i: int):
+    """Starts an asynchronous call, whose `Run` waits for its result."""
+    node = frame.flow.nodes[i]
+    with self._explained(frame, node):
+      leaves = (frame.memory[v] for v in node.reads)
+      frame.started[i] = self.host.compiled(frame, i).start(*leaves)
 
-  def _for_good(self, x):
-    """What leaves the programs: it must not keep memory that is shared."""
-    return offload.to_host([x])[0] if self.place.lease else x
-
-  def _as(self, value: graph_lib.Value, other: graph_lib.Value, x):
-    """`x`, which is here as `value`, as this place holds `other`."""
-    if self.place.mesh is None or value.letters == other.letters:
-      return x
-    if offload.is_away(x):
-      return self.place.store(other, x)
-    return self.place.put(other, x)
-
-  def _run(self, frame: StackFrame, node, i):
-    memory, call = frame.memory, self.runtime.call(frame, i)
-    leaves = [memory[v] for v in node.reads]
-    if i in frame.begun:
-      begun = frame.begun[i]
-      made = call.end(begun, *leaves)
-      del frame.begun[i]
-      self.runtime.timeline.elsewhere(
-        *(frame.turn.step, node.name, node.piece, begun.elsewhere)
-      )
-    else:
-      made = call(*leaves)
-    # Seconds by stage are worth more than a dispatch ahead of the device.
-    jax.block_until_ready(made)
-    memory.update(zip(node.writes, made, strict=True))
+  def _run_stage(self, frame: StackFrame, i: int, donate):
+    """Calls a stage, or waits for its result if it was started before."""
+    node, memory = frame.flow.nodes[i], frame.memory
+    start = self.host.timeline.now()
+    with self._explained(frame, node):
+      self.host.wait_until_read([memory[v] for v in donate])
+      call = self.host.compiled(frame, i)
+      leaves = [memory[v] for v in node.reads]
+      if i in frame.started:
+        started = frame.started[i]
+        results = call.finish(started, *leaves)
+        del frame.started[i]
+        self.host.timeline.add_elsewhere(
+          frame.call.step, node.name, node.piece, started.elsewhere
+        )
+      else:
+        results = call(*leaves)
+      # Block: seconds by stage are worth more than a dispatch ahead of time.
+      jax.block_until_ready(results)
+      memory.update(zip(node.writes, results, strict=True))
+    self._record(frame, 'run', node.name, start, piece=node.piece)
+    for v in donate:
+      del memory[v]
 
   @contextlib.contextmanager
-  def _told(self, frame: StackFrame, node):
-    """Has a failure say of what it is."""
+  def _explained(self, frame: StackFrame, node):
+    """Turns exceptions into a StageError that names stage, place and step."""
     try:
       yield
     except Exception as error:
       piece, pieces = node.piece
       which = f', piece {piece + 1} of {pieces}' if pieces > 1 else ''
       raise base.StageError(
-        f'Stage {node.name} on place {self.place.name!r} failed in step '
-        f'{frame.turn.step}{frame.round}{which}: {error}'
+        f'Stage {node.name} on place {self.place.name!r} failed in '
+        f'{frame.where}{which}: {error}'
       ) from error
+
+  def _relabel(self, value: graph_lib.Value, other: graph_lib.Value, x):
+    """`x`, laid out as `value`, in the layout of `other`."""
+    if self.place.mesh is None or value.letters == other.letters:
+      return x
+    if offload.is_away(x):
+      return self.place.store(other, x)
+    return self.place.put(other, x)
+
+  # Devices that places share.
+
+  def _acquire(self, frame: StackFrame, values):
+    """Waits for the shared devices, and restores values to their memory."""
+    memory, lease = frame.memory, self.place.lease
+    start = self.host.timeline.now()
+    if not lease.held:
+      try:
+        lease.acquire(self.host.receive_timeout, lambda: self.host.failure)
+      except TimeoutError as error:
+        raise base.StageError(f'In {frame.where}: {error}') from None
+      self._record(frame, 'wait', SHARED, start)
+    start = self.host.timeline.now()
+    away = [v for v in values if v in memory and offload.is_away(memory[v])]
+    if away:
+      memory |= _zip(away, offload.to_device([memory[v] for v in away]))
+      self._record(frame, 'restore', SHARED, start)
+
+  def _release(self, frame: StackFrame):
+    """Offloads all arrays to host memory, and releases the devices."""
+    lease = self.place.lease
+    if not lease.held:
+      return
+    start = self.host.timeline.now()
+    for free in lease.on_release:
+      free()
+    memories = self._memories()
+    # Move an array once, however many values it stands for.
+    arrays = {id(x): x for memory in memories for x in memory.values()}
+    moved = _zip(arrays, offload.to_host([*arrays.values()]))
+    for memory in memories:
+      memory |= {v: moved[id(x)] for v, x in memory.items()}
+    del arrays  # The last references to the device memory.
+    self._record(frame, 'offload', SHARED, start)
+    lease.release()
+
+  def _memories(self) -> list[dict[int, Any]]:
+    """All arrays that this place owns during a call, by value.
+
+    The inputs of the outermost frame belong to the caller.
+    """
+    own = [m for frame in self._frames for m in (frame.memory, frame.carry)]
+    return own + [frame.inputs for frame in self._frames[1:]]
+
+  def _release_all(self):
+    """After a failure: frees device memory that is shared, and the devices."""
+    lease = self.place.lease
+    if not lease:
+      return
+    for free in lease.on_release if lease.held else ():
+      with contextlib.suppress(Exception):  # The failure is known already.
+        free()
+    for memory in self._memories():
+      memory.clear()
+    self.state = {}
+    lease.release()
+
+  def _unleased(self, x):
+    """`x` in memory that it may keep when the program is over."""
+    return offload.to_host([x])[0] if self.place.lease else x
+
+
+def _is_done(frame: StackFrame, op) -> bool:
+  """Whether another process has executed an instruction already."""
+  remaining = frame.call.remaining
+  if frame.loop or remaining is recovery.EVERYTHING:
+    return False
+  match op:
+    case program_lib.Begin(i) | program_lib.Run(i):
+      return i in remaining.skip
+    case program_lib.Send(v, target):
+      return (v, target) in remaining.sent
+    case program_lib.Drop(v) | program_lib.Offload(v) | program_lib.Restore(v):
+      return v not in frame.memory  # The call that made it was skipped.
+  return False
+
+
+def _zip(names: Iterable, xs: Iterable) -> dict:
+  return dict(zip(names, xs, strict=True))

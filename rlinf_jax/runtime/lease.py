@@ -1,9 +1,9 @@
-"""Devices that several places share: one has them at a time, a dead one never.
+"""Mutual exclusion for devices that several places share.
 
-Whoever has them holds a lock on a file, and so does whoever waits, on a file of
-its own whose name says its rank and since when. The kernel lets go of the locks
-of a process that ends, however it ends, so that nothing has to be found out
-about it, and nothing is in the way of those who are left.
+A place that holds the devices holds a file lock, and so does a place that
+waits, on a file of its own in the queue. The kernel releases the locks of a
+process that ends, however it ends. A dead process therefore loses its lock and
+its position without being detected, and blocks no other.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,110 +15,116 @@ import threading
 import time
 import weakref
 
-LOOKS = 0.001, 0.02  # Least and most seconds between those of who waits.
-_all = weakref.WeakSet()
+POLL = 0.001, 0.02  # Least and most seconds between two tries to lock.
+_leases = weakref.WeakSet()
 _thread = threading.local()
 
 
 class Lease:
-  """A place's right to devices that others have a right to as well.
+  """A place's right to devices that it shares with other places.
 
-  Of those who wait, who has the smallest rank is next; of those, who has waited
-  longest. It serves one thread.
+  Of those that wait, the smallest rank is next; among equal ranks the one that
+  has waited longest. One thread uses a lease.
 
   Attributes:
-    folder: where those meet who share.
-    holder: who asks by it.
+    folder: the same for all that share the devices.
+    holder: who asks, for messages.
     rank: smaller goes first.
-    on_release: called before the devices are released. A holder of device
-      memory that the runtime does not know, such as an engine, frees it there.
+    on_release: functions called before the devices are released. An engine or
+      another owner of device memory that the runtime does not manage frees it
+      there.
   """
 
   def __init__(self, folder: str | os.PathLike, holder: str, rank: int):
-    """Takes nothing yet.
+    """Makes the folder; locks nothing.
 
     Args:
-      folder: the same for all who share; on a disk of this machine.
-      holder: for people.
-      rank: among those who share.
+      folder: on a disk of this machine.
+      holder: who asks, for messages.
+      rank: among those that share.
     """
     self.folder = pathlib.Path(folder)
-    self._line = self.folder / 'line'
-    self._line.mkdir(parents=True, exist_ok=True)
+    self._queue = self.folder / 'queue'
+    self._queue.mkdir(parents=True, exist_ok=True)
     self.holder, self.rank = holder, rank
     self.on_release: list[Callable[[], None]] = []
-    self._file, self._place = None, None  # Open files, locked.
-    _all.add(self)
+    self._lock, self._ticket = None, None  # Open files, locked.
+    _leases.add(self)
 
   @property
   def held(self) -> bool:
-    return self._file is not None
+    return self._lock is not None
 
   def acquire(
     self,
     seconds: float | None = None,
     failure: Callable[[], BaseException | None] = lambda: None,
   ):
-    """Waits for its turn.
+    """Blocks until it holds the devices.
 
     Args:
-      seconds: to wait at most.
-      failure: asked again and again: why to wait no longer.
+      seconds: to wait at most; None for no limit.
+      failure: polled while waiting; returns a reason to stop, or None.
 
     Raises:
-      TimeoutError: who has them, if that takes longer.
-      BaseException: what has failed.
+      TimeoutError: if another holds them for longer; the message names it.
+      BaseException: what `failure` returned.
     """
     if self.held:
-      raise RuntimeError(f'{self.holder} has taken the devices already.')
-    began, mine = time.monotonic(), self._stand_in_line()
+      raise RuntimeError(f'{self.holder} holds the devices already.')
+    start, ticket = time.monotonic(), self._enqueue()
     try:
-      while not (self._is_first(mine) and self._lock()):
+      while not (self._is_first(ticket) and self._try_lock()):
         if error := failure():
           raise error
-        waited = time.monotonic() - began
+        waited = time.monotonic() - start
         if seconds is not None and waited > seconds:
           raise TimeoutError(
-            f'{self.holder} has waited {seconds:g} s for devices that '
-            f'{self.owner()} has: that place hangs, or takes longer than '
+            f'{self.holder} waited {seconds:g} s for devices that '
+            f'{self.owner()} holds: that place hangs, or takes longer than '
             '`receive_timeout` allows.'
           )
-        # It is late by a hundredth of what it has waited.
-        time.sleep(min(max(waited / 100, LOOKS[0]), LOOKS[1]))
+        # Polling costs at most a hundredth of the time waited.
+        time.sleep(min(max(waited / 100, POLL[0]), POLL[1]))
     finally:
-      (self._line / mine).unlink(missing_ok=True)
-      self._place = _closed(self._place)
+      (self._queue / ticket).unlink(missing_ok=True)
+      self._ticket = _close(self._ticket)
 
   def release(self):
-    """Lets others have the devices; nothing if it has not got them."""
+    """Releases the devices, if it holds them."""
     if self.held:
-      os.ftruncate(self._file, 0)
-      self._file = _closed(self._file)
+      os.ftruncate(self._lock, 0)
+      self._lock = _close(self._lock)
 
-  def _stand_in_line(self) -> str:
-    """A file that is locked before anybody can see it; its name."""
-    mine = f'{self.rank:04d}-{time.monotonic_ns():020d}-{os.getpid()}'
-    mine += f'-{threading.get_ident()}'
-    fresh = self.folder / mine
-    self._place = os.open(fresh, os.O_CREAT | os.O_RDWR)
-    fcntl.flock(self._place, fcntl.LOCK_EX)
-    fresh.rename(self._line / mine)
-    return mine
+  def _enqueue(self) -> str:
+    """Takes a position in the queue; returns the name of its file.
 
-  def _is_first(self, mine: str) -> bool:
-    """Whether nobody who lives is before it."""
-    for other in sorted(os.listdir(self._line)):
-      if other == mine:
+    The file name sorts by rank, then by time.
+    """
+    ticket = f'{self.rank:04d}-{time.monotonic_ns():020d}-{os.getpid()}'
+    ticket += f'-{threading.get_ident()}'
+    # Lock it before it is visible: an unlocked file is taken for a dead one's.
+    hidden = self.folder / ticket
+    self._ticket = os.open(hidden, os.O_CREAT | os.O_RDWR)
+    fcntl.flock(self._ticket, fcntl.LOCK_EX)
+    hidden.rename(self._queue / ticket)
+    return ticket
+
+  def _is_first(self, ticket: str) -> bool:
+    """Whether no live process is before it in the queue."""
+    for other in sorted(os.listdir(self._queue)):
+      if other == ticket:
         return True
-      if _is_locked(self._line / other):
+      if _is_locked(self._queue / other):
         return False
-      (self._line / other).unlink(missing_ok=True)  # Of one who died waiting.
+      # Its process died while it waited.
+      (self._queue / other).unlink(missing_ok=True)
     raise RuntimeError(
       f'The files in {self.folder}, by which devices are shared, were removed '
       'while they were in use.'
     )
 
-  def _lock(self) -> bool:
+  def _try_lock(self) -> bool:
     file = os.open(self.folder / 'held', os.O_CREAT | os.O_RDWR)
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,27 +133,27 @@ class Lease:
       return False
     os.ftruncate(file, 0)
     os.write(file, f'{self.holder} (process {os.getpid()})'.encode())
-    self._file = file
+    self._lock = file
     return True
 
   def owner(self) -> str:
-    """Who has the devices, for people."""
+    """The holder of the devices, for messages."""
     with contextlib.suppress(FileNotFoundError):
-      return (self.folder / 'held').read_text() or 'nobody'
-    return 'nobody'
+      return (self.folder / 'held').read_text() or 'no place'
+    return 'no place'
 
-  def forget(self):
-    """In a child of this process: what was taken is the parent's."""
-    self._file, self._place = _closed(self._file), _closed(self._place)
+  def close_files(self):
+    """Closes its files, in a child process: the locks stay the parent's."""
+    self._lock, self._ticket = _close(self._lock), _close(self._ticket)
 
 
 def of_plan(plan, folder: str, places: Iterable[str]) -> dict[str, Lease]:
-  """Leases of those of some places that share devices.
+  """The leases of those of some places that share devices.
 
   Args:
-    plan: says which, and who goes first.
-    folder: where all processes of a run that share devices meet.
-    places: of the plan.
+    plan: says which share devices, and which goes first.
+    folder: the same for all processes of a run that share devices.
+    places: names of places of the plan.
   """
   leases = {}
   for name in places:
@@ -160,17 +166,17 @@ def of_plan(plan, folder: str, places: Iterable[str]) -> dict[str, Lease]:
 
 
 def set_current(lease: Lease | None):
-  """What this thread does it does by a lease."""
+  """Makes a lease the one under which this thread uses devices."""
   _thread.lease = lease
 
 
 def current() -> Lease | None:
-  """The lease by which this thread has devices, if they are shared."""
+  """The lease under which this thread uses devices; None if it has none."""
   return getattr(_thread, 'lease', None)
 
 
 def _is_locked(path: pathlib.Path) -> bool:
-  """Whether whoever made a file still lives, and waits."""
+  """Whether the process that made a file is alive, and waits."""
   try:
     file = os.open(path, os.O_RDWR)
   except FileNotFoundError:
@@ -184,16 +190,16 @@ def _is_locked(path: pathlib.Path) -> bool:
   return False
 
 
-def _closed(file: int | None) -> None:
-  """Closes a file, which lets go of its lock."""
+def _close(file: int | None) -> None:
+  """Closes a file, if there is one, which releases its lock; returns None."""
   if file is not None:
     os.close(file)
 
 
-def _forget():
-  # A lock lasts as long as anybody has its file open, children too.
-  for lease in _all:
-    lease.forget()
+def _close_in_child():
+  # A lock lasts as long as any process has its file open, children included.
+  for lease in _leases:
+    lease.close_files()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,4 +1,4 @@
-"""Runs the programs of a plan in this process, a thread a place."""
+"""Runs a plan in this process, with one thread per place."""
 
 import collections
 from concurrent import futures
@@ -18,11 +18,11 @@ from sharding import rules as rules_lib
 
 
 class LocalRuntime(host.Host):
-  """A plan's places in this process, holding the state that steps carry.
+  """A `base.Runtime` whose places are threads of this process.
 
   Attributes:
-    plan: what runs.
-    steps: updates begun.
+    plan: the plan in execution.
+    steps: number of steps submitted.
   """
 
   def __init__(
@@ -34,13 +34,13 @@ class LocalRuntime(host.Host):
     rules: rules_lib.Rules = rules_lib.DEFAULT,
     cost: cost_lib.Cost = cost_lib.EQUAL,
   ):
-    """Refuses what the plan cannot run; computes nothing.
+    """Raises ValueError for what the plan cannot run; computes nothing.
 
     Args:
-      plan: how to run them.
+      plan: how to run the flows.
       step: as `programs.lower`.
       evaluate: likewise.
-      rules: from letters to mesh axes.
+      rules: from dimension letters to mesh axes.
       cost: as `programs.lower`.
     """
     lowered = programs.lower(plan, step, evaluate, cost)
@@ -54,90 +54,71 @@ class LocalRuntime(host.Host):
       for name, at in plan.places.items()
     }
     super().__init__(lowered, places)
-    self.plan, self.steps, self._tree = plan, 0, None
+    self.plan, self.steps, self._treedef = plan, 0, None
 
   def transport(self, source: str, target: str, value: graph_lib.Value) -> str:
-    """How a value goes from place to place, in words."""
     del source, target, value
     return 'in this process'
 
   def moved(self) -> dict[tuple[str, str], tuple[int, float]]:
-    """As `driver.RayRuntime.moved`: nothing leaves this process."""
-    return {}
+    return {}  # Nothing leaves this process.
 
   def notices(self) -> list[str]:
-    """As `driver.RayRuntime.said`: here it is printed as it happens."""
-    return []
+    return []  # In this process they are printed as they arise.
 
   def ambient(self):
-    """A context in which checkpoints are read straight to where they go."""
     resident = self.lowered['step'].resident
     count = collections.Counter(places[0] for places in resident)
-    most = max(count, key=count.get, default=next(iter(self.places)))
-    return self.places[most].ambient()
+    # Most of a checkpoint lives on this place.
+    largest = max(count, key=count.get, default=next(iter(self.places)))
+    return self.places[largest].ambient()
 
   def load(self, state, steps: int = 0):
-    """Lays out `state` as the plan has it; a copy, as steps overwrite it.
-
-    A runtime in which something failed begins anew.
-
-    Args:
-      state: the workflow's, as arrays.
-      steps: updates that led to it.
-    """
-    leaves, self._tree = jax.tree.flatten(state)
-    super().load(dict(enumerate(leaves)))
+    leaves, self._treedef = jax.tree.flatten(state)
+    self.load_leaves(dict(enumerate(leaves)))
     self.steps = steps
 
   def state(self):
-    """The carried state. The next step overwrites it: copy what must last."""
     self.wait()
     leaves = self.leaves()
     return jax.tree.unflatten(
-      self._tree, [leaves[i] for i in range(len(leaves))]
+      self._treedef, [leaves[i] for i in range(len(leaves))]
     )
 
   def submit(self, batch, key) -> futures.Future:
-    """Begins a step; returns the future of what it reports.
-
-    A step that is begun before the last has ended overlaps with it as far as
-    its values allow.
-    """
-    return self._begin('step', batch, key)
+    return self._submit('step', batch, key)
 
   def step(self, batch, key):
-    """One step of the workflow, to its end; returns what it reports."""
-    made = self.submit(batch, key)
+    info = self.submit(batch, key)
     self.wait()
-    return made.result()
+    return info.result()
 
   def evaluate(self, batch, key):
-    """Evaluates the state as it is; returns what it reports."""
-    made = self._begin('evaluate', batch, key)
+    info = self._submit('evaluate', batch, key)
     self.wait()
-    return made.result()
+    return info.result()
 
-  def _begin(self, name, *inputs):
+  def _submit(self, name, *inputs) -> futures.Future:
     if self.failure:
       raise self.failure
     self.steps += name == 'step'
-    made = self.begin(
+    outputs = self.submit_flow(
       name, self.steps + (name != 'step'), jax.tree.leaves(inputs)
     )
-    return reported(self.lowered[name].flow, made)
+    return info_of(self.lowered[name].flow, outputs)
 
 
-def reported(flow: graph_lib.Flow, made: futures.Future) -> futures.Future:
-  """The future of what a flow reports, from that of its outputs by value."""
-  told = futures.Future()
+def info_of(flow: graph_lib.Flow, outputs: futures.Future) -> futures.Future:
+  """The future of a flow's info, from that of its outputs by value."""
+  info = futures.Future()
 
-  def tell(made):
-    error = made.exception()
+  def resolve(outputs):
+    error = outputs.exception()
     if error:
-      told.set_exception(error)
+      info.set_exception(error)
       return
-    leaves = [made.result()[v] for v in flow.outputs]
-    told.set_result(jax.tree.unflatten(flow.gives, leaves))
+    leaves = [outputs.result()[v] for v in flow.outputs]
+    info.set_result(jax.tree.unflatten(flow.gives, leaves))
 
-  made.add_done_callback(tell)
-  return told
+  outputs.add_done_callback(resolve)
+  return info

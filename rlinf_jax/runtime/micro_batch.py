@@ -1,6 +1,7 @@
-"""Runs a stage a few rows at a time, inside one compiled call, for memory.
+"""Runs a stage on a few rows at a time within one compiled call.
 
-Rows do not mix, and sums add up, so this changes rounding and nothing else.
+This bounds the memory of activations. Rows do not mix and sums add up, so only
+rounding changes.
 """
 
 from collections.abc import Callable
@@ -9,48 +10,49 @@ import jax
 import jax.numpy as jnp
 
 
-def in_micro_batches(stage, rows: int, spread: Callable = lambda x: x):
-  """`stage.fn` on `rows` rows at a time; of grain 'row' or 'sum'.
+def in_micro_batches(stage, rows: int, shard: Callable = lambda x: x):
+  """A function that computes `stage.fn` on `rows` rows at a time.
 
   Args:
-    stage: what to run.
-    rows: how many rows at once.
-    spread: lays `x[micro-batch, row, ...]` out so that the rows of each
-      micro-batch are on all devices. (Left alone, a mesh would hold a
-      micro-batch a device, and take them in turn.)
+    stage: of grain 'row' or 'sum'.
+    rows: rows of a micro-batch; they divide those of the batch.
+    shard: lays `x[micro-batch, row, ...]` out with the rows of each micro-batch
+      on all devices. (Without it XLA would put each micro-batch on a device of
+      its own, and the devices would work one after another.)
   """
 
   def split(x):
-    return spread(x.reshape(x.shape[0] // rows, rows, *x.shape[1:]))
+    return shard(x.reshape(x.shape[0] // rows, rows, *x.shape[1:]))
 
   def fn(*args):
-    whole = {i: args[i] for i in stage.unbatched}
-    parts = {
+    unbatched = {i: args[i] for i in stage.unbatched}
+    batched = {
       i: jax.tree.map(split, arg)
       for i, arg in enumerate(args)
-      if i not in whole
+      if i not in unbatched
     }
 
     def call(part):
-      return stage.run(*(whole.get(i, part.get(i)) for i in range(len(args))))
+      either = unbatched | part
+      return stage.run(*(either[i] for i in range(len(args))))
 
     if stage.grain == 'row':
-      made = jax.lax.map(call, parts)
-      return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), made)
+      out = jax.lax.map(call, batched)
+      return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
 
     def add(carry, part):
-      total, first = carry
-      made = call(part)
-      # Not every sum has a zero: the first part replaces what is there. (To
-      # call it ahead of the loop would compile the stage twice.)
+      total, is_first = carry
+      out = call(part)
+      # A sum need not have a zero: the first part replaces the initial value.
+      # (Calling it before the loop would compile the stage twice.)
       total = jax.tree.map(
-        lambda x, y: jnp.where(first, x, y), made, stage.merge(total, made)
+        lambda x, y: jnp.where(is_first, x, y), out, stage.merge(total, out)
       )
       return (total, jnp.zeros((), bool)), None
 
-    like = jax.eval_shape(call, jax.tree.map(lambda x: x[0], parts))
-    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    (total, _), _ = jax.lax.scan(add, (blank, jnp.ones((), bool)), parts)
+    shapes = jax.eval_shape(call, jax.tree.map(lambda x: x[0], batched))
+    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    (total, _), _ = jax.lax.scan(add, (blank, jnp.ones((), bool)), batched)
     return total
 
   return fn

@@ -14,20 +14,27 @@ import numpy as np
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import lease as lease_lib
-from rlinf_jax.runtime import micro_batch
+from rlinf_jax.runtime import micro_batch as micro_batch_lib
 from sharding import mesh as mesh_lib
 from sharding import offload, span
 from sharding import rules as rules_lib
 
 
 class Place:
-  """One place of a plan on this process's devices.
+  """A `base.Place` on devices of this process.
 
-  Where processes share it, this is the part of one of them, `jax.distributed`
-  has made their devices one list, and each of them makes the same calls.
+  A place may span processes. Then each process has one of these, after
+  `jax.distributed` has made their devices one list, and all of them make the
+  same calls in the same order.
 
-  Compiled calls are kept by stage, layouts and donations, so that a stage which
-  a flow calls often is compiled once.
+  Compiled calls are cached by stage, layouts and donations, so that a stage is
+  compiled once however often a flow calls it.
+
+  Attributes:
+    name: of the place.
+    mesh: of its devices; None for a single device without axes.
+    device: its first device.
+    lease: the right to its devices, if other places share them.
   """
 
   def __init__(
@@ -38,35 +45,38 @@ class Place:
     rules: rules_lib.Rules = rules_lib.DEFAULT,
     lease: lease_lib.Lease | None = None,
   ):
-    """Takes devices of this process.
+    """Makes the mesh.
 
     Args:
       name: of the place.
-      placement: its devices and their mesh.
-      micro_batch: rows that each stage takes at once, by stage.
-      rules: from letters to mesh axes.
-      lease: by which it has its devices, if it shares them.
+      placement: its devices and mesh axes.
+      micro_batch: rows that a stage takes at once, by stage.
+      rules: from dimension letters to mesh axes.
+      lease: the right to its devices, if other places share them.
+
+    Raises:
+      ValueError: if this process lacks one of the devices.
     """
-    devices, there = placement.devices, jax.devices()
-    missing = [i for i in devices if i >= len(there)]
+    devices, available = placement.devices, jax.devices()
+    missing = [i for i in devices if i >= len(available)]
     if missing:
       raise ValueError(
         f'Place {name!r} wants device {missing[0]}, and this process has '
-        f'{len(there)}: name other devices, or start with more.'
+        f'{len(available)}: name other devices, or start with more.'
       )
     self.name, self.micro_batch, self.rules = name, micro_batch, rules
     self.lease = lease
     self.mesh = None
-    self.device = there[devices[0]]
+    self.device = available[devices[0]]
     if placement.axes:
       self.mesh = mesh_lib.mesh(
-        [there[i] for i in devices], dict(placement.axes)
+        [available[i] for i in devices], dict(placement.axes)
       )
     self.calls = {}
     self.locks = {}
 
   def layout(self, value: graph_lib.Value):
-    """How this place holds a value."""
+    """The sharding of a value on this place while a stage uses it."""
     if self.mesh is None:
       return SingleDeviceSharding(self.device)
     try:
@@ -78,10 +88,11 @@ class Place:
     return NamedSharding(self.mesh, spec)
 
   def check_rows(self, flow: graph_lib.Flow, node: graph_lib.Node):
-    """Refuses rows at a time that the devices cannot share in whole groups.
+    """Raises ValueError unless each device gets as many whole groups of rows.
 
-    XLA would take a group split between devices, and gives wrong numbers for it
-    (0.10.2: an embedding's gradient, where groups are fewer than devices).
+    XLA accepts a group that is split between devices, and computes wrong
+    numbers for it (0.10.2: the gradient of an embedding, with fewer groups than
+    devices).
     """
     if node.stage.host or self.mesh is None:
       return
@@ -102,25 +113,25 @@ class Place:
         )
 
   def ambient(self):
-    """A context in which checkpoints are read straight to this place."""
+    """The context of this mesh, in which checkpoints are read to it."""
     return jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext()
 
   def put(self, value: graph_lib.Value, x):
-    """`x` as this place holds `value`."""
+    """`x` with the layout of `value`."""
     return span.put(x, self.layout(value))
 
   def layout_at_rest(self, value: graph_lib.Value):
-    """How it holds a value that no stage is about to read.
+    """The sharding of a value that no stage is about to read.
 
-    In host memory, if the devices may be another's.
+    It is in host memory if another place may hold the devices.
     """
     layout = self.layout(value)
     return layout.with_memory_kind(offload.HOST) if self.lease else layout
 
   def store(self, value: graph_lib.Value, x):
-    """`x` as this place holds `value` until a stage reads it."""
-    made = span.put(x, self.layout_at_rest(value))
-    return jax.block_until_ready(made) if self.lease else made
+    """`x` with the layout at rest of `value`."""
+    stored = span.put(x, self.layout_at_rest(value))
+    return jax.block_until_ready(stored) if self.lease else stored
 
   def compile(
     self,
@@ -129,62 +140,65 @@ class Place:
     donate: Container[int] = (),
     passed: Container[int] | None = None,
   ):
-    """A function of the leaves that `node` reads, made ready to run.
+    """A function from the leaves that `node` reads to those that it writes.
 
     Args:
-      flow: that it is of.
-      node: which.
-      donate: values that it may overwrite.
-      passed: values that other instructions than calls have to do with; None
-        for all.
+      flow: the flow that the node belongs to.
+      node: the call of a stage.
+      donate: numbers of values whose memory the call may reuse.
+      passed: numbers of values that instructions other than calls read or
+        write; None for all.
+
+    Returns:
+      The compiled call, or a `HostCall` for a host stage.
     """
     stage = node.stage
     if stage.host:
       alone = self.mesh is None and self.lease is None and passed is not None
-      stays = [alone and v not in passed for v in node.writes]
-      return Outside(self, flow, node, stays)
+      as_numpy = [alone and v not in passed for v in node.writes]
+      return HostCall(self, flow, node, as_numpy)
     reads = [flow.values[v] for v in node.reads]
     writes = [flow.values[v] for v in node.writes]
-    spare = self._reusable(flow, node, donate)
+    donated = self._donatable(flow, node, donate)
     key = (
       stage,
       node.takes,
       tuple((v.shape, v.dtype, v.letters) for v in reads + writes),
-      spare,
+      donated,
     )
     # A thread that wants what another is compiling waits for it.
     with self.locks.setdefault(key, threading.Lock()):
       if key not in self.calls:
-        self.calls[key] = self._compiled(node, reads, writes, spare)
+        self.calls[key] = self._compiled(node, reads, writes, donated)
     return self.calls[key]
 
-  def _compiled(self, node, reads, writes, spare):
+  def _compiled(self, node, reads, writes, donated):
     stage = node.stage
-    rows = None
-    if not graph_lib.is_plumbing(node):
-      rows = self.micro_batch.get(stage.name)
-    # Already jitted: what the flow has traced is not traced again.
+    rows = (
+      None if graph_lib.is_plumbing(node) else self.micro_batch.get(stage.name)
+    )
+    # `stage.run` is jitted: what the flow has traced is not traced again.
     fn = stage.run
     if rows:
-      fn = micro_batch.in_micro_batches(stage, rows, self._spread)
+      fn = micro_batch_lib.in_micro_batches(stage, rows, self._shard_rows)
 
     def call(*leaves):
       if node.takes is not None:
         leaves = jax.tree.unflatten(node.takes, leaves)
       return jax.tree.leaves(fn(*leaves))
 
-    call.__name__ = stage.name  # What a profiler shows.
-    run = jax.jit(
+    call.__name__ = stage.name  # Shown by profilers.
+    jitted = jax.jit(
       call,
       in_shardings=[self.layout(v) for v in reads],
       out_shardings=[self.layout(v) for v in writes],
-      donate_argnums=spare,
+      donate_argnums=donated,
     )
-    like = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in reads]
-    with self.ambient():  # Models say how rows lie on it.
-      lowered = run.lower(*like)
-    made = [(x.shape, x.dtype) for x in jax.tree.leaves(lowered.out_info)]
-    if made != [(v.shape, v.dtype) for v in writes]:
+    shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in reads]
+    with self.ambient():  # Models constrain the sharding of rows by the mesh.
+      lowered = jitted.lower(*shapes)
+    outputs = [(x.shape, x.dtype) for x in jax.tree.leaves(lowered.out_info)]
+    if outputs != [(v.shape, v.dtype) for v in writes]:
       raise ValueError(
         f'Stage {stage.name} makes something else of a piece of its rows than '
         f'of all of them ({writes[0].name} and what follows): its sums must '
@@ -192,58 +206,62 @@ class Place:
       )
     return lowered.compile()
 
-  def _spread(self, x):
-    """Shares the rows of `x[micro-batch, row, ...]` over the devices."""
+  def _shard_rows(self, x):
+    """Shards the rows of `x[micro-batch, row, ...]` over the devices."""
     if self.mesh is None:
       return x
     letters = ('', 'B') + ('',) * (x.ndim - 2)
     spec = rules_lib.spec(self.mesh, letters, x.shape, self.rules)
     return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
-  def _reusable(self, flow, node, donate) -> tuple[int, ...]:
-    """Positions of donated values whose memory some output can take over."""
-    room = [(flow.values[v].shape, flow.values[v].dtype) for v in node.writes]
-    spare = []
+  def _donatable(self, flow, node, donate) -> tuple[int, ...]:
+    """Positions of donated values whose memory some output can reuse."""
+    outputs = [
+      (flow.values[v].shape, flow.values[v].dtype) for v in node.writes
+    ]
+    positions = []
     for i, v in enumerate(node.reads):
       kind = flow.values[v].shape, flow.values[v].dtype
-      if v in donate and math.prod(kind[0]) > 1 and kind in room:
-        room.remove(kind)
-        spare.append(i)
-    return tuple(spare)
+      if v in donate and math.prod(kind[0]) > 1 and kind in outputs:
+        outputs.remove(kind)
+        positions.append(i)
+    return tuple(positions)
 
 
-class Outside(NamedTuple):
-  """A call of a host stage of leaves, whose results are laid out at a place.
+class HostCall(NamedTuple):
+  """A call of a host stage, whose results are put on a place.
 
-  Compiled calls take in many NumPy arrays faster than they are laid out one by
-  one: those that nothing else wants are left to them.
+  Compiled calls transfer many NumPy arrays at once faster than `put` does one
+  by one. Results that only compiled calls read therefore stay NumPy arrays.
 
   Attributes:
-    place: where.
-    flow: that it is of.
-    node: which.
-    stays: by result: whether it may stay in NumPy.
+    place: where the results go.
+    flow: the flow that the node belongs to.
+    node: the call.
+    as_numpy: for each result, whether it may stay a NumPy array.
   """
 
   place: Place
   flow: graph_lib.Flow
   node: graph_lib.Node
-  stays: list[bool]
+  as_numpy: list[bool]
 
   def __call__(self, *leaves):
-    return self.end(self.begin(*leaves), *leaves)
+    return self.finish(self.start(*leaves), *leaves)
 
-  def begin(self, *leaves):
-    """Begins it."""
+  def start(self, *leaves):
+    """Starts the call."""
     return self.node.stage.start(*jax.tree.unflatten(self.node.takes, leaves))
 
-  def end(self, begun, *leaves):
-    """Waits for what was begun."""
+  def finish(self, started, *leaves):
+    """Waits for a call that was started; returns the leaves of its results."""
     args = jax.tree.unflatten(self.node.takes, leaves)
-    made = jax.tree.leaves(self.node.stage.finish(begun, *args))
+    results = jax.tree.leaves(self.node.stage.finish(started, *args))
     return [
       x
-      if stays and isinstance(x, np.ndarray)
+      if as_numpy and isinstance(x, np.ndarray)
       else self.place.put(self.flow.values[v], x)
-      for v, x, stays in zip(self.node.writes, made, self.stays, strict=True)
+      for v, x, as_numpy in zip(
+        self.node.writes, results, self.as_numpy, strict=True
+      )
     ]

@@ -1,4 +1,4 @@
-"""What ran when: one record an executed instruction."""
+"""What ran when: one record per executed instruction."""
 
 import collections
 from collections.abc import Iterable
@@ -9,18 +9,17 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-  """An instruction that a place carried out.
+  """An instruction that a place has executed.
 
   Attributes:
-    step: the update it belongs to, from one.
-    place: where it ran.
-    what: 'run', 'send', 'wait' (for a value, or for devices that are shared),
-      'offload', 'restore', or 'elsewhere': of what was begun ahead of its turn,
-      who did it when, in another process; that is its `place`.
-    stage: what ran; where no stage did, the name of the value, or 'shared
-      devices'.
-    piece: which piece of the batch, from one, and of how many.
-    start: seconds since the timeline began.
+    step: number of the update it belongs to, from one.
+    place: where it ran; of 'elsewhere', the worker process.
+    what: 'run', 'send', 'wait' (for a value, or for shared devices), 'offload',
+      'restore', or 'elsewhere' (work of another process for an asynchronous
+      stage).
+    stage: the stage; otherwise the name of the value, or 'shared devices'.
+    piece: number of the piece of the batch, from one, and number of pieces.
+    start: seconds since the timeline's origin.
     end: likewise.
     cpu: CPU-seconds that the whole process used meanwhile.
   """
@@ -36,53 +35,80 @@ class Span(NamedTuple):
 
 
 class Timeline:
-  """Spans of the current step, on one clock. Places may write at once.
+  """Spans on one clock. Any thread may add to it.
 
   Attributes:
-    epoch: when it began, in seconds since 1970: what clocks of processes are
-      told apart by.
-    spans: that were not taken yet.
+    origin: the clock's zero, by `time.perf_counter`.
+    epoch: the same moment in seconds since 1970, which relates the clocks of
+      processes to each other.
+    spans: those that `take` has not returned yet.
   """
 
   def __init__(self):
-    self.began, self.epoch = time.perf_counter(), time.time()
+    self.origin, self.epoch = time.perf_counter(), time.time()
     self.spans: list[Span] = []
     self._lock = threading.Lock()
 
   def now(self) -> tuple[float, float]:
-    """Seconds since it began, and CPU-seconds of the process."""
-    return time.perf_counter() - self.began, time.process_time()
+    """Seconds since the origin, and CPU-seconds of the process."""
+    return time.perf_counter() - self.origin, time.process_time()
 
   def add(self, step, place, what, stage, start, piece=(0, 1)):
-    """Records that `what`, begun at `start`, has just ended."""
+    """Adds a span that ends now.
+
+    Args:
+      step: as `Span`, and so are `place`, `what` and `stage`.
+      place: as `Span`.
+      what: as `Span`.
+      stage: as `Span`.
+      start: what `now` returned when it began.
+      piece: number of the piece, from zero, and number of pieces.
+    """
     end = self.now()
-    piece = piece[0] + 1, piece[1]
     span = Span(
-      *(step, place, what, stage, piece),
-      *(start[0], end[0], end[1] - start[1]),
+      step,
+      place,
+      what,
+      stage,
+      piece=(piece[0] + 1, piece[1]),
+      start=start[0],
+      end=end[0],
+      cpu=end[1] - start[1],
     )
     with self._lock:
       self.spans.append(span)
 
-  def elsewhere(self, step, stage, piece, done):
-    """Records who has done something elsewhere: names, start and end."""
-    piece = piece[0] + 1, piece[1]
+  def add_elsewhere(self, step, stage, piece, work):
+    """Adds what worker processes have done for an asynchronous call.
+
+    Args:
+      step: as `Span`.
+      stage: as `Span`.
+      piece: as `add`.
+      work: worker, start and end of each, by `time.perf_counter`.
+    """
     self.extend(
       Span(
-        *(step, who, 'elsewhere', stage, piece),
-        *(start - self.began, end - self.began, 0.0),
+        step,
+        worker,
+        'elsewhere',
+        stage,
+        piece=(piece[0] + 1, piece[1]),
+        start=start - self.origin,
+        end=end - self.origin,
+        cpu=0.0,
       )
-      for who, start, end in done
+      for worker, start, end in work
     )
 
   def extend(self, spans: Iterable[Span]):
-    """Adds what another process has recorded, on this clock."""
+    """Adds spans that are already on this clock."""
     with self._lock:
       self.spans.extend(spans)
 
   def take(self, step: float = math.inf) -> list[Span]:
-    """The spans since it was last asked, of steps up to `step`."""
-    with self._lock:  # A place may be adding to them.
+    """Removes and returns the spans of steps up to `step`."""
+    with self._lock:
       taken = [span for span in self.spans if span.step <= step]
       self.spans = [span for span in self.spans if span.step > step]
     return taken
@@ -98,35 +124,39 @@ def seconds(spans: Iterable[Span], by: str = 'stage') -> dict[str, float]:
 
 
 def stage_seconds(spans: Iterable[Span]) -> dict[str, float]:
-  """Seconds that stages took, whoever did them.
+  """Seconds that each stage took, worker processes included.
 
-  Of what a place began ahead of its turn, and only waited for the end of, it is
-  the time of the busiest of those who did it, where they say so.
+  An asynchronous stage takes as long as its busiest worker, where workers are
+  recorded: its own span only waits for them.
   """
-  total, away = seconds(spans), collections.defaultdict(dict)
+  total, workers = seconds(spans), collections.defaultdict(dict)
   for span in spans:
     if span.what == 'elsewhere':
-      of = away[span.stage]
-      of[span.place] = of.get(span.place, 0.0) + span.end - span.start
-  return total | {stage: max(of.values()) for stage, of in away.items()}
+      by_worker = workers[span.stage]
+      worked = by_worker.get(span.place, 0.0) + span.end - span.start
+      by_worker[span.place] = worked
+  return total | {stage: max(of.values()) for stage, of in workers.items()}
 
 
 def idle_fractions(spans: Iterable[Span]) -> dict[str, float]:
-  """Shares of the time of a rollout in simulators that each side waits.
+  """Fractions of a rollout in simulators that each side is idle.
 
-  That is from the first call that simulators have served to the last.
-  `simulators` is what their processes have nothing to do in, on average;
-  `policy` that in which no other stage runs. Nothing where there are none.
+  The rollout lasts from the first call that a simulator served to the last.
+
+  Returns:
+    'simulators': the fraction in which simulator processes are idle, on
+    average; 'policy': that in which no other stage runs. Empty without
+    simulators.
   """
-  away = [span for span in spans if span.what == 'elsewhere']
-  if not away:
+  served = [span for span in spans if span.what == 'elsewhere']
+  if not served:
     return {}
-  start, end = min(s.start for s in away), max(s.end for s in away)
-  served = {s.stage for s in away}
-  runs = [s for s in spans if s.what == 'run' and s.stage not in served]
-  acts = sum(max(0.0, min(s.end, end) - max(s.start, start)) for s in runs)
-  busy = sum(s.end - s.start for s in away) / len({s.place for s in away})
+  start, end = min(s.start for s in served), max(s.end for s in served)
+  stages = {s.stage for s in served}
+  runs = [s for s in spans if s.what == 'run' and s.stage not in stages]
+  acting = sum(max(0.0, min(s.end, end) - max(s.start, start)) for s in runs)
+  busy = sum(s.end - s.start for s in served) / len({s.place for s in served})
   return {
     'simulators': 1 - busy / (end - start),
-    'policy': max(0.0, 1 - acts / (end - start)),
+    'policy': max(0.0, 1 - acting / (end - start)),
   }

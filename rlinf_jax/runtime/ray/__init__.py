@@ -1,1 +1,1 @@
-"""Places in other processes, started and connected by Ray."""
+"""Places in processes of their own, which Ray starts and connects."""

@@ -1,8 +1,8 @@
-"""A place in a process of its own, which Ray starts.
+"""A process of a place, as a Ray actor.
 
 It records the same flow as the driver, from the same recipe, and runs its own
-program of it: nobody tells it what to do next, and values go from actor to
-actor. What it is made of is here; how it is started is in `cluster`.
+program of it. The driver only announces calls; values go from actor to actor.
+`actor_pool` starts actors.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -26,62 +26,41 @@ from rlinf_jax.runtime.ray import channel, remote_host, serialize
 from sharding import rules as rules_lib
 from sharding import span
 
-GROUPS = {'turns': 1, 'mail': 1, 'control': 1}  # Threads of each.
+# Threads per concurrency group. Calls of flows block; deliveries may block in a
+# pull; control must get through while either does.
+GROUPS = {'calls': 1, 'delivery': 1, 'control': 1}
 Flows = Callable[[], tuple[graph.Flow, graph.Flow | None]]
-JOIN = 120  # Seconds that processes of a place wait for each other to begin,
-PART = 2  # and to end.
+JOIN_TIMEOUT = 120  # Seconds for processes of a place to find each other,
+SHUTDOWN_TIMEOUT = 2  # and to part.
 
 
 class Process(NamedTuple):
-  """A process of a place.
+  """One of the processes of a place.
 
   Attributes:
     place: its name.
-    rank: which of its processes; the first alone talks to others.
-    of: how many there are.
+    rank: number of the process; the one of rank 0 sends and answers for all.
+    count: number of processes of the place.
   """
 
   place: str
   rank: int
-  of: int
+  count: int
 
   def __str__(self):
-    many = f' {self.rank + 1}/{self.of}' * (self.of > 1)
-    return f'{self.place}{many}'
+    """The place, or 'learner 1/2' if it has several processes."""
+    if self.count == 1:
+      return self.place
+    return f'{self.place} {self.rank + 1}/{self.count}'
 
 
 def fingerprint(lowered: Mapping[str, programs.Lowered]) -> str:
-  """What two processes must agree on to run parts of one step."""
-  told = []
-  for name, some in sorted(lowered.items()):
-    told.append((name, some.programs, some.resident, *_facts(some.flow)))
-  return hashlib.sha256(repr(told).encode()).hexdigest()
-
-
-def replaceable(
-  plan: plan_lib.Plan, lowered: Mapping[str, programs.Lowered]
-) -> dict[str, frozenset[int]]:
-  """Places that another process can take over, and what they are sent to keep.
-
-  That is values of a step which they begin the next one with.
-  """
-  found = {}
-  for name, place in plan.places.items():
-    copies = taken_over(lowered['step'], name)
-    alone = place.processes == 1 and name not in plan.shared_devices
-    if alone and copies is not None:
-      found[name] = frozenset(op.value for op in copies.values() if op)
-  return found
-
-
-def taken_over(step: programs.Lowered, place: str):
-  """How a place is sent what it holds; as `reissue.copies`."""
-  held = {
-    start
-    for (start, _), places in zip(step.flow.carry, step.resident, strict=True)
-    if place in places
-  }
-  return recovery.copies(step.flow, step.programs[place], held)
+  """A hash of what two processes must agree on to run parts of one step."""
+  facts = [
+    (name, one.programs, one.resident, *_facts(one.flow))
+    for name, one in sorted(lowered.items())
+  ]
+  return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _facts(flow):
@@ -93,63 +72,96 @@ def _facts(flow):
   return values, nodes, flow.inputs, flow.outputs, flow.carry
 
 
-class Actor:
-  """One place, or one of the processes that share it, and its mail.
+def replaceable(
+  plan: plan_lib.Plan, lowered: Mapping[str, programs.Lowered]
+) -> dict[str, frozenset[int]]:
+  """Places whose process can be replaced in the middle of a step.
 
-  Its methods are called in three groups, a thread each: turns, mail, and what
-  must get through while a turn waits.
+  Returns:
+    For each such place, the values of a step that it receives in order to carry
+    them into the next one.
+  """
+  found = {}
+  for name, place in plan.places.items():
+    received = carried_copies(lowered['step'], name)
+    alone = place.processes == 1 and name not in plan.shared_devices
+    if alone and received is not None:
+      found[name] = frozenset(op.value for op in received.values() if op)
+  return found
+
+
+def carried_copies(step: programs.Lowered, place: str):
+  """How a place receives what it carries; as `recovery.copies`."""
+  held = {
+    start
+    for (start, _), places in zip(step.flow.carry, step.resident, strict=True)
+    if place in places
+  }
+  return recovery.copies(step.flow, step.programs[place], held)
+
+
+class Actor:
+  """One process of a place.
+
+  Ray runs its methods in three groups, each in order on a thread of its own:
+  'calls' (which block until the flow is done here), 'delivery' (of values) and
+  'control' (which must get through meanwhile).
   """
 
   def __init__(self):
-    # What it is made of may be refused, and a method can say so in words.
+    # The host is made by `prepare`, as a method can report an error in words.
     self._host = None
-    self._next, self._revived, self._adopted = {}, set(), False
+    self._expected: dict[base.Channel, int] = {}  # The next sequence numbers.
+    self._replaced: set[str] = set()  # Places whose duplicates are dropped.
+    self._is_replacement = False
 
   @ray.method(concurrency_group='control')
   def address(self) -> str:
-    """Where the processes of this place can meet: here."""
+    """A free address at which the processes of this place can meet."""
     with socket.socket() as free:
       free.bind(('', 0))
       return f'{ray.util.get_node_ip_address()}:{free.getsockname()[1]}'
 
   @ray.method(concurrency_group='control')
-  def join(self, address: str, member: Process):
-    """Makes the devices of a place's processes one list, before JAX looks.
+  def join(self, address: str, process: Process):
+    """Joins the devices of a place's processes, before JAX starts.
 
     Args:
-      address: of the first of them.
-      member: which of them this is.
+      address: of the first process.
+      process: which of them this is.
     """
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    # It would take SIGTERM for itself, and nobody could end this process.
+    # The service would catch SIGTERM, and the process could not be ended.
     jax.config.update('jax_enable_preemption_service', False)
     jax.distributed.initialize(
-      *(address, member.of, member.rank),
-      initialization_timeout=JOIN,
-      shutdown_timeout_seconds=PART,
+      coordinator_address=address,
+      num_processes=process.count,
+      process_id=process.rank,
+      initialization_timeout=JOIN_TIMEOUT,
+      shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
     )
 
   @ray.method(concurrency_group='control')
   def prepare(
     self,
-    member: Process,
+    process: Process,
     plan: str,
     flows: Flows,
-    agreed: str,
+    expected: str,
     folder: str,
     receive_timeout: float | None,
-    shared: str,
+    lease_folder: str,
   ):
     """Records the flows and makes the place ready.
 
     Args:
-      member: the place, and which of its processes this is.
+      process: which of the plan's processes this is.
       plan: as JSON.
       flows: records those of a step and of an evaluation.
-      agreed: the driver's `fingerprint`.
-      folder: the driver's, if there is one like it here.
-      receive_timeout: seconds to wait for a value.
-      shared: a folder by which places take turns on devices.
+      expected: the driver's `fingerprint`.
+      folder: the driver's working directory, entered if it exists here.
+      receive_timeout: seconds to wait for a value; None for no limit.
+      lease_folder: where places that share devices queue for them.
 
     Raises:
       ValueError: if it has recorded something else than the driver.
@@ -158,40 +170,43 @@ class Actor:
     notices.keep()
     if os.path.isdir(folder):
       os.chdir(folder)
-    name, chosen = member.place, plan_lib.Plan.from_json(plan)
-    lowered = programs.lower(chosen, *flows())
-    if fingerprint(lowered) != agreed:
+    name, parsed = process.place, plan_lib.Plan.from_json(plan)
+    lowered = programs.lower(parsed, *flows())
+    if fingerprint(lowered) != expected:
       raise ValueError(
         f'Place {name!r} has recorded another step than the driver: do both '
         'have the same code, recipe and packages?'
       )
-    # Ray has given it devices of its own, whatever their numbers elsewhere.
-    placement = chosen.places[name]
+    # Ray has given it devices of its own, which it numbers from zero.
+    placement = parsed.places[name]
     own = dataclasses.replace(
       placement, devices=tuple(range(len(placement.devices)))
     )
-    lease = lease_lib.of_plan(chosen, shared, [name]).get(name)
+    lease = lease_lib.of_plan(parsed, lease_folder, [name]).get(name)
     place = place_lib.Place(
-      name, own, chosen.micro_batch, rules_lib.DEFAULT, lease
+      name, own, parsed.micro_batch, rules_lib.DEFAULT, lease
     )
     axes = {
       name: place.axes if place.processes == 1 else ()
-      for name, place in chosen.places.items()
+      for name, place in parsed.places.items()
     }
-    leads = member.rank == 0
-    lost = replaceable(chosen, lowered)
     self._host = remote_host.RemoteHost(
-      leads, lost, axes, lowered, {name: place}, receive_timeout
+      process.rank == 0,
+      replaceable(parsed, lowered),
+      axes,
+      lowered,
+      {name: place},
+      receive_timeout,
     )
 
   @ray.method(concurrency_group='control')
-  def meet(self, peers: Mapping[str, Sequence[Any]], near: Set[str]):
-    """Makes the other places known, and which share this one's memory."""
-    self._host.peers, self._host.near = dict(peers), near
+  def connect(self, peers: Mapping[str, Sequence[Any]], same_machine: Set[str]):
+    """Tells it the actors of all places, and which share its memory."""
+    self._host.peers, self._host.same_machine = dict(peers), same_machine
 
   @ray.method(concurrency_group='control')
-  def about(self) -> dict[str, Any]:
-    """Where it is: process, node and device."""
+  def describe(self) -> dict[str, Any]:
+    """Where it is: process id, node, device, and its clock's epoch."""
     device = jax.local_devices()[0]
     return {
       'pid': os.getpid(),
@@ -201,158 +216,168 @@ class Actor:
       'epoch': self._host.timeline.epoch,
     }
 
-  @ray.method(concurrency_group='turns')
+  @ray.method(concurrency_group='calls')
   def load(
     self,
-    life: int,
+    generation: int,
     sent: Mapping[base.Channel, int] | None,
     numbers: Sequence[int],
     *leaves: serialize.Serialized,
   ):
-    """Takes over what is carried; forgets what was on its way.
+    """Loads carried values, and discards all that was on its way.
 
     Args:
-      life: how often the driver has loaded a state.
-      sent: by a process that this one takes over from, by way within a loop;
-        None if this takes over from none.
-      numbers: in the carry, of what lives here.
-      *leaves: values of that.
+      generation: how often the driver has loaded a state.
+      sent: how many values the process that this one replaces had sent, by
+        channel within a loop; None if it is not a replacement.
+      numbers: of the values that live here, in the carry.
+      *leaves: these values.
     """
-    far = self._host
-    far.life = -1  # Until the end nobody's mail is taken.
-    self._next.clear()
-    self._revived.clear()
-    self._adopted = sent is not None
-    far.sent = dict(sent or {})
-    far.retained.clear()
+    host = self._host
+    host.generation = -1  # Drops deliveries until the state is loaded.
+    self._expected.clear()
+    self._replaced.clear()
+    self._is_replacement = sent is not None
+    host.sent = dict(sent or {})
+    host.send_log.clear()
     arrays = map(serialize.unpack, leaves)
-    far.load(dict(zip(numbers, arrays, strict=True)))
-    far.life = life  # From now on mail is taken.
+    host.load_leaves(dict(zip(numbers, arrays, strict=True)))
+    host.generation = generation
 
   @ray.method(concurrency_group='control')
   def resend(
-    self, place: str, actors: Sequence[Any], turn: int
+    self, place: str, actors: Sequence[Any], call: int
   ) -> dict[base.Channel, int]:
-    """Makes who has taken over a place known, and sends it what it needs.
+    """Sends a replacement what it needs.
 
     Args:
-      place: that was lost.
-      actors: that have taken it over.
-      turn: that they begin with.
+      place: whose process died.
+      actors: its replacement.
+      call: the first that the replacement executes.
 
     Returns:
-      How many values of the lost place have come here, by way.
+      How many values of the dead process have arrived here, by channel.
 
     Raises:
-      LookupError: if something is not had any more.
+      LookupError: if a value cannot be sent again.
     """
-    self._revived.add(place)
-    self._host.repost(place, actors, turn)
-    came = dict(self._next)
-    return {way: n for way, n in came.items() if way.source == place}
+    self._replaced.add(place)
+    self._host.resend(place, actors, call)
+    expected = dict(self._expected)  # The delivery thread may change it.
+    return {to: n for to, n in expected.items() if to.source == place}
 
-  @ray.method(concurrency_group='turns')
-  def absorb(self, carried: Mapping[int, base.Channel]):
-    """Takes what is carried, by its numbers, from those who have sent it."""
+  @ray.method(concurrency_group='calls')
+  def receive_carry(self, carried: Mapping[int, base.Channel]):
+    """Receives carried values from those that log them, by their numbers."""
     try:
-      self._host.absorb(carried)
-    except Exception as error:  # noqa: BLE001 (the turn behind it must know)
+      self._host.receive_carry(carried)
+    except Exception as error:  # noqa: BLE001 (the next call must report it)
       self._host.fail(error)
 
-  @ray.method(concurrency_group='turns')
+  @ray.method(concurrency_group='calls')
   def state(self) -> dict[int, serialize.Serialized]:
     """Carried values whose first home is here."""
     self._host.wait()
     found = {}
     for i, x in self._host.leaves().items():
-      x = span.whole(x)
-      if self._host.leads:
+      x = span.whole(x)  # By all processes of the place.
+      if self._host.is_leader:
         found[i] = serialize.pack(x)
     return found
 
   @ray.method(concurrency_group='control')
   def compile(self, name: str):
-    """Begins to make its stages of a flow ready."""
+    """Starts compiling its stages of a flow."""
     self._host.compile(name)
 
-  @ray.method(concurrency_group='turns')
-  def turn(
+  @ray.method(concurrency_group='calls')
+  def call(
     self,
-    name: str,
+    flow: str,
     step: int,
-    leaves: Sequence[serialize.Serialized],
+    inputs: Sequence[serialize.Serialized],
     number: int,
-    count: int,
-    ended: Mapping[str, int],
-    left: recovery.Left = recovery.EVERYTHING,
+    flow_call: int,
+    finished: Mapping[str, int],
+    remaining: recovery.Left = recovery.EVERYTHING,
   ):
-    """One call of a flow, to its end here.
+    """Executes one call of a flow; returns when it is done here.
 
     Args:
-      name: of the flow.
-      step: the update that it is.
-      leaves: inputs.
-      number: of the turn, since a state was loaded.
-      count: of turns of the same flow before it.
-      ended: by place, the first turn that it may not have ended.
-      left: what there is to do, if this was begun by another process.
+      flow: its name.
+      step: number of the update.
+      inputs: of the flow.
+      number: of the call, since a state was loaded.
+      flow_call: number of the call among those of the same flow.
+      finished: how many calls each place has finished for sure.
+      remaining: what there is to do, if another process has begun it.
 
     Returns:
-      Outputs that were made here, by value, what ran when, how much has left
-      on ways within loops, and lines that a person should read.
+      Outputs that were made here, by value; spans of the timeline; how many
+      values were sent, by channel within a loop; lines for people.
     """
-    self._host.number, self._host.count = number, count
-    self._host.forget(ended)
-    given = [serialize.unpack(x) for x in leaves]
-    made = self._host.begin(name, step, given, left)
+    self._host.call, self._host.flow_call = number, flow_call
+    self._host.truncate_log(finished)
+    leaves = [serialize.unpack(x) for x in inputs]
+    outputs = self._host.submit_flow(flow, step, leaves, remaining)
     self._host.wait()
     spans = self._host.timeline.take()
-    if not self._host.leads:
+    if not self._host.is_leader:
       return {}, [], {}, notices.take()
-    outputs = {v: serialize.pack(x) for v, x in made.result().items()}
-    return outputs, spans, dict(self._host.sent), notices.take()
+    packed = {v: serialize.pack(x) for v, x in outputs.result().items()}
+    return packed, spans, dict(self._host.sent), notices.take()
 
-  @ray.method(concurrency_group='mail')
-  def deliver(self, life: int, way: base.Channel, number: int, packed):
-    """Takes a value that another place has sent."""
-    if life != self._host.life:
-      return  # It was sent before a failure, and is nobody's.
-    # Who takes over a place does not know how much has gone before.
-    want = self._next.get(way, number if self._adopted else 0)
-    if number < want and way.source in self._revived:
-      return  # It had come before its sender was lost.
-    if number != want:
+  @ray.method(concurrency_group='delivery')
+  def deliver(self, generation: int, to: base.Channel, sequence: int, packed):
+    """Receives a value from another place.
+
+    Values of a channel must come in order. Those of an earlier generation, and
+    those that a replacement sends again, are dropped.
+
+    Args:
+      generation: of the sender.
+      to: the channel.
+      sequence: number of the value in the channel.
+      packed: as `Channels.pack`.
+    """
+    if generation != self._host.generation:
+      return  # It was sent before a failure.
+    # A replacement does not know how much its predecessor had received.
+    expected = self._expected.get(to, sequence if self._is_replacement else 0)
+    if sequence < expected and to.source in self._replaced:
+      return  # It had arrived before its sender was replaced.
+    if sequence != expected:
       self._host.fail(
         RuntimeError(
-          f'Value {way.value} from {way.source!r} to {way.target!r} came out '
-          f'of order: number {number}, not {want}.'
+          f'Value {to.value} from {to.source!r} to {to.target!r} came out of '
+          f'order: number {sequence}, not {expected}.'
         )
       )
       return
     if isinstance(packed, channel.Offer):
       try:
-        packed = self._host.pull(way, packed)
-      except Exception as error:  # noqa: BLE001 (whoever waits must know)
-        if life == self._host.life:
+        packed = self._host.pull(to, packed)
+      except Exception as error:  # noqa: BLE001 (the receiver must be woken)
+        if generation == self._host.generation:
           self._host.fail(error)
         return
-    if life != self._host.life:
+    if generation != self._host.generation:
       return  # A state was loaded meanwhile.
-    self._next[way] = want + 1
-    self._host.mail.put(way, packed)
+    self._expected[to] = expected + 1
+    self._host.mailbox.put(to, packed)
 
   @ray.method(concurrency_group='control')
-  def pulled(self, number: int):
-    """Hears that what it has offered was fetched, and may be overwritten."""
-    self._host.links.pulled(number)
+  def mark_pulled(self, number: int):
+    """Records that an offer was pulled: its array may be overwritten."""
+    self._host.channels.mark_pulled(number)
 
   @ray.method(concurrency_group='control')
   def moved(self) -> dict[tuple[str, str], tuple[int, float]]:
-    """Bytes sent to other places, and seconds that took, by the two ends."""
-    far = self._host
-    return {ends: (far.bytes[ends], far.seconds[ends]) for ends in far.bytes}
+    """Bytes sent to other places, and seconds taken, by source and target."""
+    host = self._host
+    return {ends: (host.bytes[ends], host.seconds[ends]) for ends in host.bytes}
 
   @ray.method(concurrency_group='control')
-  def fail(self, why: str):
-    """Stops what runs here: something failed elsewhere."""
-    self._host.fail(RuntimeError(why))
+  def fail(self, reason: str):
+    """Stops what runs here, because something failed elsewhere."""
+    self._host.fail(RuntimeError(reason))

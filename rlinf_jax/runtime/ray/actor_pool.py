@@ -1,56 +1,45 @@
-"""The actors of a plan: started, asked, found dead and started again."""
+"""The actors of a plan: starts, calls, checks, restarts and ends them."""
 
-import collections
 from collections.abc import Callable, Mapping, Sequence
 import os
 import shutil
-import sys
 import tempfile
 from typing import Any
 import weakref
 
-import jax
 import ray
 from ray import util
 from ray.util import scheduling_strategies as scheduling
 
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import programs
-from rlinf_jax.runtime.base import ProcessDiedError, StageError
+from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.runtime.ray import actor as actor_lib
+from rlinf_jax.runtime.ray import pending, resources
 
 HERE = 'local'  # In place of an address: Ray is started on this machine.
-ALIVE = 2.0  # Seconds in which a process that lives answers.
-READY = 120.0  # Seconds until actors have their resources.
-KINDS = ('TPU', 'GPU', 'CPU')  # Of what Ray counts, the first that is there.
-# Settings of JAX that another process must share to compute the same bits.
-SETTINGS = (
-  'jax_enable_x64',
-  'jax_default_matmul_precision',
-  'jax_numpy_rank_promotion',
-  'jax_compilation_cache_dir',
-  'jax_platforms',
-  'jax_threefry_partitionable',
-)
+ALIVE = 2.0  # Seconds in which a live process answers.
 
 
 def connect(address: str = HERE):
-  """Connects to Ray, or starts it on this machine.
+  """Connects to Ray, or starts it on this machine; once per process.
 
   Args:
     address: 'local', 'auto', or that of a cluster, such as 'ray://head:10001'.
 
   Raises:
-    ConnectionError: if there is none.
+    ConnectionError: if there is no cluster at that address.
   """
   if ray.is_initialized():
     return
-  given = {'log_to_driver': False, 'logging_level': 'error'}
+  options = {'log_to_driver': False, 'logging_level': 'error'}
   if address == HERE:
-    ray.init('local', num_cpus=_cpus(), **given)
+    # Actors wait more than they compute: few processors must not limit them.
+    cpus = max(64, len(os.sched_getaffinity(0)))
+    ray.init('local', num_cpus=cpus, **options)
     return
   try:
-    ray.init(address, **given)
+    ray.init(address, **options)
   except ConnectionError as error:
     raise ConnectionError(
       f'There is no Ray cluster at {address!r}: start one with `ray start '
@@ -58,20 +47,16 @@ def connect(address: str = HERE):
     ) from error
 
 
-def _cpus() -> int:
-  """Actors wait for each other more than they compute: none is refused."""
-  return max(64, len(os.sched_getaffinity(0)))
-
-
 class ActorPool:
-  """A plan's actors, one for each process of a place.
+  """The actors of a plan, one for each process of a place.
 
-  A process is named as its place is, or 'learner 1/2' where there are several.
+  The pool owns the actors and the devices that Ray has reserved for them. An
+  actor that has died stays in it until `restart` or `cleanup`.
 
   Attributes:
-    members: all processes of the plan, by name.
-    actors: by process, as far as they are there.
-    about: where each is.
+    processes: all processes of the plan, by name.
+    actors: handles of the actors that were started, by process.
+    descriptions: where each is, as `Actor.describe`, by process.
   """
 
   def __init__(
@@ -81,107 +66,163 @@ class ActorPool:
     lowered: Mapping[str, programs.Lowered],
     receive_timeout: float | None,
   ):
-    """Starts nothing yet."""
-    self._plan, self._flows, self._receive_timeout = (
-      plan,
-      flows,
-      receive_timeout,
-    )
-    self._agreed = actor_lib.fingerprint(lowered)
-    self._group, self._needs = None, {}
-    self._bundles: list[tuple[str, ...]] = []  # Places, of each of Ray's.
-    self._shared = ''  # A folder.
+    """Starts nothing.
+
+    Raises:
+      ValueError: for a host stage on a place that spans processes.
+    """
+    self._plan, self._flows = plan, flows
+    self._receive_timeout = receive_timeout
+    self._fingerprint = actor_lib.fingerprint(lowered)
+    self._reservation: resources.Reservation | None = None
+    self._lease_folder = ''
     if plan.shared_devices:
-      self._shared = tempfile.mkdtemp(prefix='rlinf_jax-')
-      weakref.finalize(self, shutil.rmtree, self._shared, ignore_errors=True)
-    self.actors, self.about = {}, {}
+      self._lease_folder = folder = tempfile.mkdtemp(prefix='rlinf_jax-')
+      weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+    self.actors, self.descriptions = {}, {}
     every = (
       actor_lib.Process(name, rank, place.processes)
       for name, place in plan.places.items()
       for rank in range(place.processes)
     )
-    self._disbanded: set[str] = set()
-    self.members = {str(member): member for member in every}
-    _refuse_outside(plan, lowered)
+    self._killed: set[str] = set()
+    self._compiled: list[str] = []  # Flows that every actor compiles.
+    self.processes = {str(process): process for process in every}
+    _check_host_stages(plan, lowered)
 
-  def ready(self) -> list[str]:
-    """Starts the actors that are not there; returns which.
+  def start_missing(self):
+    """Starts the processes that have no actor.
 
     Raises:
       ValueError: if there are too few devices for the plan, or an actor has
         recorded another step.
     """
-    missing = [name for name in self.members if name not in self.actors]
+    missing = [name for name in self.processes if name not in self.actors]
     if missing:
       self._start(missing)
-      self.ask(self._meeting())
-    return missing
+      self._connect(self.actors)
+      self._compile(missing)
 
-  def again(self, name: str):
-    """Starts a process that has died again, of which others do not know yet."""
+  def restart(self, name: str):
+    """Replaces a process that has died; returns the new actor.
+
+    It knows the other actors. They learn of it by `Actor.resend`.
+    """
     ray.kill(self.actors.pop(name))
     self._start([name])
-    self.ask(self._meeting(), {name: self.actors[name]})
+    self._connect({name: self.actors[name]})
+    self._compile([name])
     return self.actors[name]
 
-  def _start(self, missing: Sequence[str]):
-    """Starts some processes, which make themselves ready."""
-    self._reserve()
-    for name in missing:
-      self.actors[name] = self._started(name)
-    text, where = self._plan.to_json(), os.getcwd()
-    made = {name: self.actors[name] for name in missing}
-    self._join(made)
-    self.ask(
-      lambda name, actor: actor.prepare.remote(
-        *(self.members[name], text, self._flows, self._agreed, where),
-        *(self._receive_timeout, self._shared),
-      ),
-      made,
-    )
-    self.about |= self.ask(lambda _, actor: actor.about.remote(), made)
+  def compile(self, flow: str):
+    """Has all actors, present and later ones, compile a flow; returns at once.
 
-  def _meeting(self):
-    """How processes come to know the others."""
+    Args:
+      flow: its name.
+    """
+    if flow not in self._compiled:
+      self._compiled.append(flow)
+      for actor in self.actors.values():
+        actor.compile.remote(flow)
+
+  def _compile(self, names: Sequence[str]):
+    for name in names:
+      for flow in self._compiled:
+        self.actors[name].compile.remote(flow)
+
+  def _start(self, names: Sequence[str]):
+    """Starts some processes, and has them record the flows."""
+    if self._reservation is None:
+      connect()
+      self._reservation = resources.reserve(self._plan, self.processes)
+    new = {name: self._new_actor(name) for name in names}
+    self.actors |= new
+    plan, folder = self._plan.to_json(), os.getcwd()
+    self._join(new)
+    self.call_all(
+      lambda name, actor: actor.prepare.remote(
+        self.processes[name],
+        plan,
+        self._flows,
+        self._fingerprint,
+        folder,
+        self._receive_timeout,
+        self._lease_folder,
+      ),
+      new,
+    )
+    self.descriptions |= self.call_all(
+      lambda _, actor: actor.describe.remote(), new
+    )
+
+  def _new_actor(self, name: str):
+    actor = ray.remote(concurrency_groups=actor_lib.GROUPS)(actor_lib.Actor)
+    needs = self._reservation.needs[name]
+    place = self._plan.places[self.processes[name].place]
+    return actor.options(
+      name=f'{name} ({os.getpid()}-{os.urandom(3).hex()})',
+      num_cpus=needs['CPU'],
+      num_gpus=needs.get('GPU', 0),
+      resources={'TPU': needs['TPU']} if 'TPU' in needs else None,
+      scheduling_strategy=scheduling.PlacementGroupSchedulingStrategy(
+        self._reservation.group,
+        placement_group_bundle_index=self._reservation.bundle[name],
+      ),
+      runtime_env={'env_vars': resources.environment(place, needs)},
+    ).remote()
+
+  def _join(self, actors):
+    """Has processes of one place make their devices one list."""
+    spanning = {
+      name: actors[name] for name in self._spanning() if name in actors
+    }
+    first = {
+      name: actor
+      for name, actor in spanning.items()
+      if self.processes[name].rank == 0
+    }
+    answers = self.call_all(lambda _, actor: actor.address.remote(), first)
+    addresses = {
+      self.processes[name].place: address for name, address in answers.items()
+    }
+
+    def join(name, actor):
+      process = self.processes[name]
+      return actor.join.remote(addresses[process.place], process)
+
+    self.call_all(join, spanning)
+
+  def _connect(self, actors):
+    """Tells some actors of all others."""
     peers = {
       place: [self.actors[name] for name in self._of(place)]
       for place in self._plan.places
     }
-    return lambda name, actor: actor.meet.remote(
-      peers, self.near(self.members[name].place)
+    self.call_all(
+      lambda name, actor: actor.connect.remote(
+        peers, self.same_machine(self.processes[name].place)
+      ),
+      actors,
     )
 
   def _of(self, place: str) -> list[str]:
     """The processes of a place."""
-    return [name for name, one in self.members.items() if one.place == place]
+    return [name for name, one in self.processes.items() if one.place == place]
 
   def _spanning(self) -> list[str]:
     """The processes of places that have several."""
-    return [name for name, member in self.members.items() if member.of > 1]
+    return [name for name, one in self.processes.items() if one.count > 1]
 
-  def _join(self, made):
-    """Makes the devices of each place's processes one list."""
-    many = {name: made[name] for name in self._spanning() if name in made}
-    first = {name: x for name, x in many.items() if not self.members[name].rank}
-    told = self.ask(lambda _, actor: actor.address.remote(), first)
-    at = {self.members[name].place: address for name, address in told.items()}
+  def same_machine(self, place: str) -> set[str]:
+    """Places that a place reaches by shared memory.
 
-    def join(name, actor):
-      member = self.members[name]
-      return actor.join.remote(at[member.place], member)
-
-    self.ask(join, many)
-
-  def near(self, place: str) -> set[str]:
-    """The places whose values go through memory of a place's machine.
-
-    Those that are processors of the same one, and those that share devices.
+    These are processors of the same machine, and places that share devices.
     """
-    here = self.about[self._of(place)[0]]
+    here = self.descriptions[self._of(place)[0]]
     shared = self._plan.lease_devices(place)
 
     def is_near(name):
-      there = self.about[name]
+      there = self.descriptions[name]
       return (
         here['platform'] == there['platform'] == 'cpu'
         and here['node'] == there['node']
@@ -195,212 +236,95 @@ class ActorPool:
       or self._plan.lease_devices(other)
     }
 
-  def _reserve(self):
-    """Reserves devices for all places together."""
-    if self._group:
-      return
-    connect()
-    there = ray.cluster_resources()
-    kind = next(kind for kind in KINDS if there.get(kind))
-    beside = collections.defaultdict(list)
-    for name, member in self.members.items():
-      beside[self._plan.lease_devices(member.place) or name].append(name)
-    self._bundles = [tuple(names) for names in beside.values()]
-    bundles = []
-    for names in self._bundles:
-      members = [self.members[name] for name in names]
-      needs = [_need(self._plan, one, members, kind) for one in members]
-      total = sum(map(collections.Counter, needs), collections.Counter())
-      bundles.append({what: round(n, 4) for what, n in total.items()})
-      self._needs |= zip(names, needs, strict=True)
-    group = util.placement_group(bundles, strategy='PACK')
-    if not group.wait(READY):
-      util.remove_placement_group(group)
-      raise ValueError(
-        f'The plan wants {_listed(self._plan, kind)}, and Ray has '
-        f'{there.get(kind, 0):g} {kind} in all: add nodes, or bind a plan for '
-        'fewer.'
-      )
-    self._group = group
-
-  def _started(self, name: str):
-    made = ray.remote(concurrency_groups=actor_lib.GROUPS)(actor_lib.Actor)
-    need = self._needs[name]
-    place = self._plan.places[self.members[name].place]
-    environment = _environment(place, need)
-    return made.options(
-      name=f'{name} ({os.getpid()}-{os.urandom(3).hex()})',
-      num_cpus=need['CPU'],
-      num_gpus=need.get('GPU', 0),
-      resources={'TPU': need['TPU']} if 'TPU' in need else None,
-      scheduling_strategy=scheduling.PlacementGroupSchedulingStrategy(
-        self._group,
-        placement_group_bundle_index=next(
-          i for i, names in enumerate(self._bundles) if name in names
-        ),
-      ),
-      runtime_env={'env_vars': environment},
-    ).remote()
-
-  def ask(
+  def call_all(
     self,
     call: Callable[[str, Any], Any],
     actors: Mapping[str, Any] | None = None,
   ) -> dict[str, Any]:
-    """What actors answer, by process.
+    """Calls actors at the same time; blocks for their answers, by process.
 
     Args:
       call: `process, actor -> reference`.
       actors: all, if not given.
 
     Raises:
-      ProcessDiedError: if one is no more.
-      StageError: if it fails otherwise.
+      ProcessDiedError: if one has died.
+      StageError: if one fails otherwise.
     """
     actors = self.actors if actors is None else actors
-    asked = {call(name, actor): name for name, actor in actors.items()}
-    answers, left = {}, list(asked)
-    while left:  # As they come: one may wait for another that is no more.
-      (one,), left = ray.wait(left)
+    names = {call(name, actor): name for name, actor in actors.items()}
+    answers, unanswered = {}, list(names)
+    # In order of arrival: one may wait for another that has died.
+    while unanswered:
+      (reference,), unanswered = ray.wait(unanswered)
+      name = names[reference]
       try:
-        answers[asked[one]] = ray.get(one)
+        answers[name] = ray.get(reference)
       except ray.exceptions.RayError as error:
-        raise told(error, asked[one]) from None
-    return {name: answers[name] for name in asked.values()}
+        raise pending.as_stage_error(error, name) from None
+    return {name: answers[name] for name in names.values()}
 
   def dead(self) -> dict[str, ProcessDiedError]:
-    """The processes that are no more."""
-    asked = {actor.about.remote(): name for name, actor in self.actors.items()}
-    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ALIVE)
+    """The processes that have died, with the error of each."""
+    names = {
+      actor.describe.remote(): name for name, actor in self.actors.items()
+    }
+    answered, _ = ray.wait(list(names), num_returns=len(names), timeout=ALIVE)
     found = {}
-    for one in done:
+    for reference in answered:
+      name = names[reference]
       try:
-        ray.get(one)
+        ray.get(reference)
       except ray.exceptions.RayActorError as error:
-        found[asked[one]] = told(error, asked[one])
+        found[name] = pending.as_stage_error(error, name)
     return found
 
-  def disband(self):
-    """Ends the processes that wait for each other.
+  def kill_spanning(self):
+    """Kills the processes of places that span several, after a failure.
 
-    Where one of them stops, others of its place are in a call of all, for ever.
+    Where one of them stops, the others would block in a collective for ever.
     """
     for name in self._spanning():
       if name in self.actors:
         ray.kill(self.actors[name])
-        self._disbanded.add(name)
+        self._killed.add(name)
 
-  def bury(self):
-    """Forgets places of which a process is no more: they are started again."""
+  def cleanup(self):
+    """Drops the actors of places that lost a process, to start them again."""
     if not self.actors:
       return
-    gone = self.dead().keys() | self._disbanded
-    for place in {self.members[name].place for name in gone}:
+    gone = self.dead().keys() | self._killed
+    for place in {self.processes[name].place for name in gone}:
       for name in self._of(place):
         ray.kill(self.actors.pop(name))
-    self._disbanded.clear()
+    self._killed.clear()
 
-  def end(self):
-    """Ends all."""
+  def close(self):
+    """Ends all actors, and frees the reserved devices."""
     for actor in self.actors.values():
       ray.kill(actor)
     self.actors = {}
-    if self._group:
-      util.remove_placement_group(self._group)
-      self._group = None
+    if self._reservation:
+      util.remove_placement_group(self._reservation.group)
+      self._reservation = None
 
 
-def _refuse_outside(plan, lowered):
-  """Refuses stages outside of JAX on places that have several processes.
+def _check_host_stages(plan, lowered):
+  """Refuses host stages on places that span processes.
 
-  Each would run them, and they need not do the same in each.
+  Each process would call them, and their results could differ.
 
   Raises:
     ValueError: if there is one.
   """
-  for some in lowered.values():
-    for name, program in some.programs.items():
-      many = plan.places[name].processes
-      for _, flow, op, _ in programs.stage_calls(some.flow, program):
+  for one in lowered.values():
+    for name, program in one.programs.items():
+      count = plan.places[name].processes
+      for _, flow, op, _ in programs.stage_calls(one.flow, program):
         node = flow.nodes[op.node]
-        if many > 1 and node.stage.host:
+        if count > 1 and node.stage.host:
           raise ValueError(
             f'Stage {node.name} does not run in JAX, and place {name!r} is of '
-            f'{many} processes, which run JAX together: plan it on a place of '
+            f'{count} processes, which run JAX together: plan it on a place of '
             'one process.'
           )
-
-
-def told(error, place: str = '') -> BaseException:
-  """What happened in an actor, in words."""
-  if isinstance(error, ray.exceptions.RayTaskError):
-    cause = error.cause
-    if isinstance(cause, StageError | ValueError):
-      return type(cause)(str(cause))
-    return StageError(f'Place {place!r} failed: {cause}')
-  if isinstance(error, ray.exceptions.RayActorError):
-    why = str(error).strip().splitlines()[-1]
-    return ProcessDiedError(f'The process of place {place!r} has died: {why}')
-  return StageError(str(error))
-
-
-def _need(
-  plan,
-  member: actor_lib.Process,
-  beside: Sequence[actor_lib.Process],
-  kind: str,
-) -> dict[str, float]:
-  """What Ray must give a process.
-
-  Args:
-    plan: that it is of.
-    member: the process.
-    beside: processes that share its devices, itself included.
-    kind: of device.
-
-  Raises:
-    ValueError: for devices that Ray cannot give to several processes.
-  """
-  n = float(len(plan.places[member.place].devices) // member.of)
-  if len(beside) > 1 and kind != 'CPU':
-    shared = len(plan.lease_devices(member.place))
-    if kind != 'GPU' or shared > 1:
-      raise ValueError(
-        f'The places {[one.place for one in beside]} share {shared} {kind}: '
-        'processes can share processors, or a single GPU. Place their stages '
-        'together, or run them in one process.'
-      )
-    n = 1 / len(beside)
-  return {'CPU': 1.0} | {kind: n}
-
-
-def _environment(place, need) -> dict[str, str]:
-  """What an actor's JAX must begin with."""
-  there = {
-    name.upper(): str(value)
-    for name in SETTINGS
-    if (value := getattr(jax.config, name, None)) is not None
-  }
-  if need.keys() == {'CPU'}:
-    there |= {
-      'JAX_PLATFORMS': 'cpu',
-      'JAX_NUM_CPU_DEVICES': str(len(place.devices) // place.processes),
-    }
-  else:
-    there.pop('JAX_PLATFORMS', None)
-    if need.get('GPU', 1) < 1:  # Memory is another's as soon as it is free.
-      there['XLA_PYTHON_CLIENT_ALLOCATOR'] = 'platform'
-  # What the driver imports from folders, such as experiments of a checkout.
-  own = [path for path in sys.path if not path.startswith(sys.prefix)]
-  there['PYTHONPATH'] = os.pathsep.join(map(os.path.abspath, own))
-  if 'XLA_FLAGS' in os.environ:
-    there['XLA_FLAGS'] = os.environ['XLA_FLAGS']
-  return there
-
-
-def _listed(plan, kind: str) -> str:
-  """Devices of every place, for people."""
-  return ', '.join(
-    f'{len(place.devices)} {kind} for {name!r}'
-    for name, place in plan.places.items()
-  )

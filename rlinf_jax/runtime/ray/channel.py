@@ -1,12 +1,13 @@
-"""Ways from one process to another, chosen by what goes.
+"""Transports of values between processes, chosen by what is sent.
 
 - Small values travel in the call that announces them.
-- Large ones between processors of one machine go by shared memory, which is
-  Ray's object store: seven times faster than pulling (`experiments.links`).
-- Others are offered, and the other process pulls them from device to device
-  (`jax.experimental.transfer`).
-- What is no plain numbers, such as keys, goes by the store from anywhere, and
-  so does what several processes read, as each takes its own parts of it.
+- Large values between processors of one machine go through shared memory,
+  which is Ray's object store: seven times faster than pulling
+  (`experiments.links`).
+- Other large values are offered, and the receiver pulls them from device to
+  device (`jax.experimental.transfer`).
+- Random keys go through the object store from anywhere, as do values that
+  several processes read, since each of them takes its own shards.
 """
 
 from collections.abc import Sequence
@@ -23,18 +24,18 @@ from rlinf_jax.runtime.ray import serialize
 from sharding import span
 
 SMALL = 1 << 20  # Bytes: below, a pull takes longer than a copy.
-STREAMS = 2  # Connections a server opens to another: one does not fill a link.
+STREAMS = 2  # Connections per pair of servers: one does not fill a link.
 
 
 class Offer(NamedTuple):
-  """A value that waits to be pulled.
+  """A value that can be pulled, once.
 
   Attributes:
-    address: of the server that has it.
-    number: of the offer; it can be pulled once.
+    address: of the server that offers it.
+    number: of the offer.
     shape: of the value.
-    dtype: by name.
-    axes: of the mesh that it lies on, if it is to be pulled shard by shard.
+    dtype: its name.
+    axes: mesh axes, if it is to be pulled shard by shard; else empty.
   """
 
   address: str
@@ -45,7 +46,11 @@ class Offer(NamedTuple):
 
 
 class Channels:
-  """The ends of links in this process."""
+  """This process's ends of all channels to and from other processes.
+
+  Offered arrays must not be overwritten until they are pulled. This keeps
+  references to them, and `wait_until_pulled` blocks for them.
+  """
 
   def __init__(self, host: str):
     """Starts the server that values are pulled from.
@@ -58,106 +63,120 @@ class Channels:
       client, f'{host}:0', [f'{host}:0'] * STREAMS
     )
     self._numbers = itertools.count()
-    self._peers = {}
-    self._lent: dict[int, tuple[jax.Array, ...]] = {}  # By number of the offer.
-    self._back = threading.Condition()
+    self._connections = {}  # By address.
+    # Arrays that share the offered memory, by number of the offer.
+    self._offered: dict[int, tuple[jax.Array | None, ...]] = {}
+    self._changed = threading.Condition()
 
   def pack(
     self,
     x: jax.Array,
     axes: tuple,
-    near: bool,
-    shared: bool = False,
-    own: jax.Array | None = None,
+    same_machine: bool,
+    several_readers: bool = False,
+    base: jax.Array | None = None,
   ) -> serialize.Serialized | Offer:
-    """A value in the form in which it goes.
+    """A value in the form in which it is sent.
 
     Args:
       x: the value.
-      axes: of the mesh of both ends; empty where theirs differ, so that shards
-        would not match, or where they have none.
-      near: whether both ends are processors of one machine.
-      shared: whether several processes read it.
-      own: what it is a part of, if it is one: the same memory.
+      axes: mesh axes, if both ends have the same; else empty, as their shards
+        would not match.
+      same_machine: whether both ends are processors of one machine.
+      several_readers: whether several processes read it.
+      base: the array whose memory `x` is a view of, if any.
     """
-    if transport(x.dtype, x.nbytes, near, shared) != 'device to device':
+    how = transport(x.dtype, x.nbytes, same_machine, several_readers)
+    if how != 'device to device':
       return serialize.pack(x)
-    number, sent = next(self._numbers), x
+    number, offered = next(self._numbers), x
     if not axes:
-      sent = jax.device_put(x, next(iter(x.sharding.device_set)))
-    with self._back:
-      self._lent[number] = (x, sent, own)
-    self._server.await_pull(number, [jax.block_until_ready(sent)])
-    where = self._server.address()
-    return Offer(where, number, x.shape, x.dtype.name, axes)
+      offered = jax.device_put(x, next(iter(x.sharding.device_set)))
+    with self._changed:
+      self._offered[number] = (x, offered, base)
+    self._server.await_pull(number, [jax.block_until_ready(offered)])
+    address = self._server.address()
+    return Offer(address, number, x.shape, x.dtype.name, axes)
 
-  def pulled(self, number: int):
-    """Takes note that an offer was pulled."""
-    with self._back:
-      self._lent.pop(number, None)
-      self._back.notify_all()
+  def mark_pulled(self, number: int):
+    """Drops an offer that the receiver has pulled."""
+    with self._changed:
+      self._offered.pop(number, None)
+      self._changed.notify_all()
 
-  def settle(self, arrays: Sequence[jax.Array], seconds: float | None) -> bool:
-    """Waits until arrays that will be overwritten are offered no more.
+  def wait_until_pulled(
+    self, arrays: Sequence[jax.Array], seconds: float | None
+  ) -> bool:
+    """Blocks until none of some arrays is offered.
 
     Args:
-      arrays: which.
-      seconds: to wait at most.
+      arrays: that are about to be overwritten.
+      seconds: to wait at most; None for no limit.
 
     Returns:
-      Whether that is so.
+      False if some are still offered after that time.
     """
 
-    def settled():
-      lent = {id(x) for pair in self._lent.values() for x in pair}
-      return not any(id(x) in lent for x in arrays)
+    def none_offered():
+      offered = {id(x) for group in self._offered.values() for x in group}
+      return not any(id(x) in offered for x in arrays)
 
-    with self._back:
-      return self._back.wait_for(settled, seconds)
+    with self._changed:
+      return self._changed.wait_for(none_offered, seconds)
 
-  def forget(self):
-    """Gives up what is offered: nobody will pull it."""
-    with self._back:
-      self._lent.clear()
-      self._back.notify_all()
+  def cancel_offers(self):
+    """Drops all offers: their receivers have failed or start afresh."""
+    with self._changed:
+      self._offered.clear()
+      self._changed.notify_all()
 
   def unpack(self, sent: serialize.Serialized | Offer, layout) -> jax.Array:
-    """The value, laid out.
+    """A received value with some sharding; pulls it if it was offered.
 
     Args:
-      sent: as it came.
-      layout: that it shall have.
+      sent: as received.
+      layout: the sharding.
     """
     if isinstance(sent, serialize.Serialized):
-      # Memory that the object store owns must not be taken for ours.
+      # The object store owns this memory: the array must not alias it.
       return span.put(serialize.unpack(sent), layout, may_alias=False)
-    peer = self._peers.get(sent.address)
-    if peer is None:
-      peer = self._peers[sent.address] = self._server.connect(sent.address)
-    first = layout
+    connection = self._connections.get(sent.address)
+    if connection is None:
+      connection = self._server.connect(sent.address)
+      self._connections[sent.address] = connection
+    pulled_to = layout
     if not sent.axes:
       device = min(layout.device_set, key=lambda device: device.id)
-      first = jax.sharding.SingleDeviceSharding(device)
-    like = jax.ShapeDtypeStruct(
-      sent.shape, jnp.dtype(sent.dtype), sharding=first
+      pulled_to = jax.sharding.SingleDeviceSharding(device)
+    shape = jax.ShapeDtypeStruct(
+      sent.shape, jnp.dtype(sent.dtype), sharding=pulled_to
     )
-    (x,) = peer.pull(sent.number, [like])
+    (x,) = connection.pull(sent.number, [shape])
     return jax.device_put(x, layout)
 
 
 def size(sent: serialize.Serialized | Offer) -> int:
-  """Bytes of a value."""
+  """Bytes of a value that is sent."""
   if isinstance(sent, serialize.Serialized):
     return sent.data.nbytes
   return math.prod(sent.shape) * jnp.dtype(sent.dtype).itemsize
 
 
-def transport(dtype, size: int, near: bool, shared: bool = False) -> str:
-  """How a value travels, in words."""
+def transport(
+  dtype, size: int, same_machine: bool, several_readers: bool = False
+) -> str:
+  """How a value travels, in words.
+
+  Args:
+    dtype: its type.
+    size: its bytes.
+    same_machine: whether both ends are processors of one machine.
+    several_readers: whether several processes read it.
+  """
   if size < SMALL:
     return 'in calls'
-  if near:
+  if same_machine:
     return 'by shared memory'
-  if shared or jnp.issubdtype(dtype, jax.dtypes.prng_key):
+  if several_readers or jnp.issubdtype(dtype, jax.dtypes.prng_key):
     return 'by the object store'
   return 'device to device'

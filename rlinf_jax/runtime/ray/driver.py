@@ -1,14 +1,13 @@
-"""Runs the programs of a plan in Ray actors: a process a place, or several.
+"""Runs a plan with one Ray actor per process of a place.
 
-The driver begins steps and reads what they report. In between it has no part:
-every actor works through its own program, and values go from actor to actor.
+The driver announces calls and reads what they return. It takes no part in
+between: every actor works through its own program, and values go from actor to
+actor.
 """
 
-import collections
 from concurrent import futures
 import contextlib
 import threading
-import time
 from typing import Any
 
 import jax
@@ -16,26 +15,32 @@ import ray
 
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
-from planner.lower import recovery
-from rlinf_jax.runtime import base, local, programs
+from rlinf_jax.runtime import local, programs
 from rlinf_jax.runtime import timeline as timeline_lib
 from rlinf_jax.runtime.base import ProcessDiedError, StageError
 from rlinf_jax.runtime.ray import actor as actor_lib
 from rlinf_jax.runtime.ray import actor_pool as actor_pool_lib
-from rlinf_jax.runtime.ray import channel, serialize
-from rlinf_jax.runtime.ray import pending as pending_lib
+from rlinf_jax.runtime.ray import call_log as call_log_lib
+from rlinf_jax.runtime.ray import channel, pending, serialize
+from rlinf_jax.runtime.ray import recovery as recovery_lib
 
 
 class RayRuntime:
-  """A plan's places in actors, which hold the state that steps carry.
+  """A `base.Runtime` whose places are processes of a Ray cluster.
 
-  It is used as `local.LocalRuntime` is.
+  The actors hold the carried state. The thread that drives the runtime sends
+  calls; a thread per pending call collects its answers. `_lock` guards the call
+  log and the actor pool, so that no process is replaced while a call is sent.
+
+  If a process dies, `recovery` replaces it where the place only holds copies of
+  others' values. Otherwise, and after any other error, the first failure stops
+  all actors and is raised until `load`, which starts dead processes again.
 
   Attributes:
-    plan: what runs.
-    lowered: flows by name.
+    plan: the plan in execution.
+    lowered: programs, by flow.
     timeline: what ran when, on the driver's clock.
-    steps: updates begun.
+    steps: number of steps submitted.
   """
 
   def __init__(
@@ -47,349 +52,217 @@ class RayRuntime:
     evaluate: graph_lib.Flow | None = None,
     receive_timeout: float | None = None,
   ):
-    """Refuses what the plan cannot run; starts nothing.
+    """Raises ValueError for what the plan cannot run; starts nothing.
 
     Args:
-      plan: how to run them.
-      flows: records the flows anew, in any process; Ray must be able to carry
-        it there.
+      plan: how to run the flows.
+      flows: records the flows in any process; Ray must be able to pickle it.
       step: the flow of a step.
-      evaluate: the flow of its evaluation.
-      receive_timeout: seconds that a place waits for a value of another.
+      evaluate: the flow of an evaluation.
+      receive_timeout: seconds that a place waits for a value of another; None
+        for no limit.
     """
-    self.plan = plan
+    self.plan, self.steps = plan, 0
     self.lowered = programs.lower(plan, step, evaluate)
     self.timeline = timeline_lib.Timeline()
-    self.steps, self._failure, self._tree = 0, None, None
-    self._crew = actor_pool_lib.ActorPool(
+    self._pool = actor_pool_lib.ActorPool(
       plan, flows, self.lowered, receive_timeout
     )
-    self._wanted: list[str] = []  # Flows to be compiled.
-    self._flying: list[futures.Future] = []
-    self._life = 0  # How often a state was loaded.
-    self._loaded = []  # What of it others may need again.
-    self._first = 0  # The step that is next then.
-    self._counts = collections.Counter()  # Turns begun since, by flow.
-    self._sent = {}  # By process, how much has left it on ways within loops.
-    self._turns: list[
-      pending_lib.PendingCall
-    ] = []  # Those that have not ended.
-    self._taken: dict[str, int] = {}  # The turns that each place has.
-    self._replaceable = actor_lib.replaceable(plan, self.lowered)
-    self._renewed: dict[str, int] = {}  # The turn that another began with.
-    self._said: list[str] = []
-    self._pool, self._lock = futures.ThreadPoolExecutor(64), threading.RLock()
+    self._log = call_log_lib.CallLog(self.lowered['step'].resident)
+    self._recovery = recovery_lib.Recovery(
+      plan, self.lowered, self._pool, self._log
+    )
+    self._failure, self._treedef = None, None
+    self._notices: list[str] = []
+    self._running: list[futures.Future] = []  # Of `_collect`.
+    self._threads = futures.ThreadPoolExecutor(64)
+    self._lock = threading.RLock()
 
   def transport(self, source: str, target: str, value: graph_lib.Value) -> str:
-    """How a value goes from place to place, in words."""
-    self._begun()
-    near = target in self._crew.near(source)
-    shared = self.plan.places[target].processes > 1
-    return channel.transport(value.dtype, value.bytes, near, shared)
+    self._start_missing()
+    near = target in self._pool.same_machine(source)
+    several = self.plan.places[target].processes > 1
+    return channel.transport(value.dtype, value.bytes, near, several)
 
   def ambient(self):
-    """The driver reads checkpoints as they are; actors lay them out."""
+    # The driver reads checkpoints to the host; actors lay them out.
     return contextlib.nullcontext()
 
   def compile(self, name: str):
-    """Begins to make every stage of a flow ready; does not wait for it."""
-    if name not in self._wanted:
-      self._wanted.append(name)
-      for actor in self._crew.actors.values():
-        actor.compile.remote(name)
+    self._pool.compile(name)
 
   def load(self, state, steps: int = 0):
-    """Hands `state` to the actors that hold it.
+    futures.wait(self._running)
+    self._pool.cleanup()
+    self._start_missing()
+    self._failure, self._running, self.steps = None, [], steps
+    leaves, self._treedef = jax.tree.flatten(state)
+    self._log.reset([ray.put(serialize.pack(x)) for x in leaves], steps)
 
-    A runtime in which something failed begins anew.
+    def load(name, actor):
+      own = self._log.loaded_at(self._pool.processes[name].place)
+      generation = self._log.generation
+      return actor.load.remote(generation, None, list(own), *own.values())
 
-    Args:
-      state: the workflow's, as arrays.
-      steps: updates that led to it.
-    """
-    futures.wait(self._flying)
-    self._crew.bury()
-    self._begun()
-    self._failure, self._flying, self.steps = None, [], steps
-    self._life += 1
-    self._counts, self._turns = collections.Counter(), []
-    self._taken, self._sent, self._first = {}, {}, steps + 1
-    self._renewed = {}
-    leaves, self._tree = jax.tree.flatten(state)
-    self._loaded = [ray.put(serialize.pack(x)) for x in leaves]
-
-    def hand_over(name, actor):
-      own = self._own(name)
-      return actor.load.remote(self._life, None, list(own), *own.values())
-
-    self._crew.ask(hand_over)
-    resident = self.lowered['step'].resident
-    self._loaded = [
-      x if self._replaceable.keys() & {*some} else None
-      for x, some in zip(self._loaded, resident, strict=True)
-    ]
-
-  def _own(self, member: str) -> dict[int, Any]:
-    """What was loaded of the carry of a process, by its numbers."""
-    place = self._crew.members[member].place
-    resident = self.lowered['step'].resident
-    return {
-      i: self._loaded[i] for i, some in enumerate(resident) if place in some
-    }
+    self._pool.call_all(load)
+    self._log.drop_loaded(self._recovery.replaceable.keys())
 
   def state(self):
-    """The carried state, on the driver."""
     self.wait()
-    found = {}
 
-    def ask():
-      return self._crew.ask(lambda _, actor: actor.state.remote())
+    def read():
+      return self._pool.call_all(lambda _, actor: actor.state.remote())
 
     try:
-      told = ask()
-    except StageError:  # Or of who waited for one that is no more.
-      self._heal()
-      told = ask()
-    for leaves in told.values():
+      answers = read()
+    except StageError:  # A process died, or waited for one that died.
+      self._recover()
+      answers = read()
+    found = {}
+    for leaves in answers.values():
       found |= leaves
     leaves = [
       jax.numpy.asarray(serialize.unpack(x)) for _, x in sorted(found.items())
     ]
-    return jax.tree.unflatten(self._tree, leaves)
+    return jax.tree.unflatten(self._treedef, leaves)
 
   def submit(self, batch, key) -> futures.Future:
-    """Begins a step; returns the future of what it reports."""
-    return self._begin('step', batch, key)
+    return self._submit('step', batch, key)
 
   def step(self, batch, key):
-    """One step of the workflow, to its end; returns what it reports."""
-    return self._ended(self.submit(batch, key))
+    info = self.submit(batch, key)
+    self.wait()
+    return info.result()
 
   def evaluate(self, batch, key):
-    """Evaluates the state as it is; returns what it reports."""
-    return self._ended(self._begin('evaluate', batch, key))
-
-  def _ended(self, made):
+    info = self._submit('evaluate', batch, key)
     self.wait()
-    return made.result()
+    return info.result()
 
   def wait(self):
-    """Returns when every place has done all that it was asked to.
-
-    Raises:
-      StageError: if one of them failed.
-    """
-    futures.wait(self._flying)
+    futures.wait(self._running)
     if self._failure:
       raise self._failure
 
   def close(self):
-    """Ends the actors."""
-    self._crew.end()
-    self._pool.shutdown(wait=False)
+    self._pool.close()
+    self._threads.shutdown(wait=False)
 
   def processes(self) -> dict[str, dict[str, Any]]:
-    """Where every process of a place is: its id, node, kind of device."""
-    self._begun()
-    return dict(self._crew.about)
-
-  def _begun(self):
-    """Starts the actors that are not there."""
-    with self._lock:
-      for name in self._crew.ready():
-        for wanted in self._wanted:
-          self._crew.actors[name].compile.remote(wanted)
+    """Where each process is, as `Actor.describe`; starts missing ones."""
+    self._start_missing()
+    return dict(self._pool.descriptions)
 
   def moved(self) -> dict[tuple[str, str], tuple[int, float]]:
-    """Bytes sent from place to place, and seconds that took, by the ends."""
     found = {}
-    for some in self._crew.ask(lambda _, actor: actor.moved.remote()).values():
-      found |= some
+    answers = self._pool.call_all(lambda _, actor: actor.moved.remote())
+    for moved in answers.values():
+      found |= moved
     return found
 
-  def _begin(self, name, *inputs):
+  def notices(self) -> list[str]:
+    with self._lock:
+      lines, self._notices = self._notices, []
+    return lines
+
+  def _start_missing(self):
+    with self._lock:
+      self._pool.start_missing()
+
+  def _submit(self, name, *inputs) -> futures.Future:
+    """Sends a call to all actors; returns the future of its info."""
     if self._failure:
       raise self._failure
-    self._begun()
+    self._start_missing()
     self.steps += name == 'step'
-    turn = self._turn(name, self.steps + (name != 'step'), inputs)
-    with self._lock:  # No process is taken over meanwhile.
-      self._counts[name] += 1
-      self._turns.append(turn)
-      for member in self._crew.actors:
-        self._ask(turn, member)
-    made = self._pool.submit(self._collect, turn)
-    self._flying = [one for one in self._flying if not one.done()] + [made]
-    return local.reported(self.lowered[name].flow, made)
+    step = self.steps + (name != 'step')
+    with self._lock:
+      call = self._log.new_call(name, step, inputs)
+      self._log.add(call)
+      for process, actor in self._pool.actors.items():
+        self._log.send(call, process, actor)
+    outputs = self._threads.submit(self._collect, call)
+    running = [one for one in self._running if not one.done()]
+    self._running = [*running, outputs]
+    return local.info_of(self.lowered[name].flow, outputs)
 
-  def _turn(self, name: str, step: int, inputs=()) -> pending_lib.PendingCall:
-    """The next turn."""
-    leaves = ray.put([serialize.pack(x) for x in jax.tree.leaves(inputs)])
-    return pending_lib.PendingCall(
-      name, step, leaves, self._counts.total(), self._counts[name]
-    )
-
-  def _ask(
-    self, turn: pending_lib.PendingCall, member: str, left=recovery.EVERYTHING
-  ):
-    """Has a process take its part in a turn."""
-    asked = self._crew.actors[member].turn.remote(
-      *(turn.name, turn.step, turn.leaves, turn.number, turn.count),
-      *(dict(self._taken), left),
-    )
-    turn.of[asked] = member
-
-  def _collect(self, turn: pending_lib.PendingCall) -> dict[int, Any]:
-    """Outputs of a turn, when all actors have taken it."""
+  def _collect(self, call: pending.PendingCall) -> dict[int, Any]:
+    """Blocks until all processes have finished a call; returns its outputs."""
     outputs = {}
-    while turn.of:
-      (one, *_), _ = ray.wait(list(turn.of))
+    while call.processes:
+      (reference, *_), _ = ray.wait(list(call.processes))
       try:
-        given, spans, sent, said = ray.get(one)
+        packed, spans, sent, notices = ray.get(reference)
       except ray.exceptions.RayError as error:
-        self._mend(turn, one, error)
+        self._handle_error(call, reference, error)
         continue
       with self._lock:
-        member = turn.of.pop(one, None)
-        if member is None:
-          continue  # It died since, and another does that again.
-        place = self._crew.members[member].place
-        if turn.number >= self._taken.get(place, 0):  # Or it is heard late.
-          self._sent[member], self._taken[place] = sent, turn.number + 1
-        self._said += [f'{member}: {line}' for line in said]
-      outputs |= {v: serialize.unpack(x) for v, x in given.items()}
-      late = self._crew.about[member]['epoch'] - self.timeline.epoch
+        process = call.processes.pop(reference, None)
+        if process is None:
+          continue  # It has died since, and its replacement answers instead.
+        place = self._pool.processes[process].place
+        self._log.finish(call, process, place, sent)
+        self._notices += [f'{process}: {line}' for line in notices]
+      outputs |= {v: serialize.unpack(x) for v, x in packed.items()}
+      epoch = self._pool.descriptions[process]['epoch']
+      offset = epoch - self.timeline.epoch
       self.timeline.extend(
-        span._replace(start=span.start + late, end=span.end + late)
+        span._replace(start=span.start + offset, end=span.end + offset)
         for span in spans
       )
     with self._lock:
-      self._turns.remove(turn)
+      self._log.pending.remove(call)
     return outputs
 
-  def _mend(self, turn: pending_lib.PendingCall, asked, error):
-    """Has another process take over, or keeps the failure.
+  def _handle_error(self, call: pending.PendingCall, reference, error):
+    """Replaces a process that has died, or fails.
 
     Raises:
-      StageError: if nobody can.
+      StageError: the failure, if the process cannot be replaced.
     """
     with self._lock:
-      if asked not in turn.of:
-        return  # That was done since.
-      member = turn.of[asked]
+      if reference not in call.processes:
+        return  # Another thread has replaced the process.
+      process = call.processes[reference]
       died = isinstance(error, ray.exceptions.RayActorError)
-      if not self._failure and died and member in self._replaceable:
-        try:
-          self._take_over(member)
+      if not self._failure and died and process in self._recovery.replaceable:
+        # If this fails, the death is the error to report.
+        with contextlib.suppress(*recovery_lib.ERRORS):
+          self._replace(process)
           return
-        except pending_lib.FAILURES:
-          pass  # What happened is told by who died.
-      self._fail(member, error)
+      self._fail(process, error)
     raise self._failure
 
-  def _take_over(self, member: str):
-    """Puts up a process anew, in the middle of what it was doing.
+  def _replace(self, process: str):
+    notice = self._recovery.replace(process, self.steps + 1)
+    self._notices.append(notice)
+
+  def _recover(self):
+    """Replaces processes that have died between calls.
 
     Raises:
-      LookupError: if it cannot be given what it needs.
-    """
-    start = time.perf_counter()
-    turns = [turn for turn in self._turns if self._lacks(turn, member)]
-    first = turns[0] if turns else self._turn('step', self.steps + 1)
-    step = self.lowered['step']
-    if any(
-      name != member and first.number <= turn + 1
-      for name, turn in self._renewed.items()
-    ):
-      raise LookupError('Who would send it again was lost itself.')
-    actor = self._crew.again(member)
-    for name in self._wanted:
-      actor.compile.remote(name)
-    own = self._own(member)
-    sent = self._sent.get(member, {})
-    ray.get(actor.load.remote(self._life, sent, list(own), *own.values()))
-    others = {k: x for k, x in self._crew.actors.items() if k != member}
-    came = self._crew.ask(
-      lambda _, other: other.resend.remote(member, [actor], first.number),
-      others,
-    )
-    readers = collections.Counter(
-      (way.value, way.target)
-      for counts in came.values()
-      for way, count in counts.items()
-      if way.flow == first.name and not way.loop and count > first.count
-    )
-    arrived = {
-      at for at, n in readers.items() if n == self.plan.places[at[1]].processes
-    }
-    lowered = self.lowered[first.name]
-    if arrived != readers.keys() and recovery.acts_outside(lowered.flow):
-      raise LookupError('Some processes of a place have what others lack.')
-    left = recovery.left(lowered.flow, lowered.programs[member], arrived)
-    if left is None:
-      raise LookupError('An engine would contradict what has arrived.')
-    if first.step > self._first:
-      starts = {start: i for i, (start, _) in enumerate(step.flow.carry)}
-      carried = {
-        starts[v]: base.Channel('step', (), op.value, op.place, member)
-        for v, op in actor_lib.taken_over(step, member).items()
-        if op
-      }
-      actor.absorb.remote(carried)
-    for turn in turns:
-      turn.of = {
-        k: x
-        for k, x in turn.of.items()
-        if x != member or pending_lib.answered(k)
-      }
-      self._ask(turn, member, left if turn is first else recovery.EVERYTHING)
-    self._renewed[member] = first.number
-    self._said.append(
-      f'The process of place {member!r} has died in step {first.step}. Another '
-      f'has taken its place, in {time.perf_counter() - start:.1f} s: '
-      f'{len(arrived)} of its values had arrived, and '
-      f'{len(left.skip)} calls of stages need not be made again.'
-    )
-
-  def _lacks(self, turn: pending_lib.PendingCall, member: str) -> bool:
-    """Whether a process has not answered for a turn."""
-    return any(
-      name == member and not pending_lib.answered(asked)
-      for asked, name in turn.of.items()
-    )
-
-  def _heal(self):
-    """Puts up anew who has died between turns.
-
-    Raises:
-      ProcessDiedError: if one of them held what nobody else does.
+      ProcessDiedError: if one of them held values that no other place has.
     """
     with self._lock:
-      for member, error in self._crew.dead().items():
-        if member not in self._replaceable:
+      for process, error in self._pool.dead().items():
+        if process not in self._recovery.replaceable:
           raise error
         try:
-          self._take_over(member)
-        except pending_lib.FAILURES:
+          self._replace(process)
+        except recovery_lib.ERRORS:
           raise error from None
 
-  def notices(self) -> list[str]:
-    """What was got over since this was asked last, a death or less."""
-    with self._lock:
-      lines, self._said = self._said, []
-    return lines
-
-  def _fail(self, member: str, error):
+  def _fail(self, process: str, error):
     """Keeps the first failure, and stops all places."""
     if self._failure:
       return
-    died = [*self._crew.dead().values()]
-    self._failure = (died or [actor_pool_lib.told(error, member)])[0]
-    if self._renewed and not died:
-      # It may come of a death that was thought survived, such as a pull from
-      # who is no more: so the run goes on from its checkpoint, once.
+    dead = [*self._pool.dead().values()]
+    self._failure = dead[0] if dead else pending.as_stage_error(error, process)
+    if self._log.replaced and not dead:
+      # A consequence of an earlier death may come late, such as a pull from the
+      # dead process. As a death it lets the run go on from its checkpoint.
       self._failure = ProcessDiedError(str(self._failure))
-    for name, actor in self._crew.actors.items():
-      if name != member:
+    for name, actor in self._pool.actors.items():
+      if name != process:
         actor.fail.remote(str(self._failure))
-    self._crew.disband()
+    self._pool.kill_spanning()

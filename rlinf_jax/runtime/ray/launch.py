@@ -1,7 +1,7 @@
-"""Places in other processes, of a run that a gin file describes.
+"""The only way from a run to Ray, for a plan whose places are processes.
 
-Ray takes seconds to import and is not needed by runs in one process, so this is
-the only door to it.
+Importing Ray takes seconds, and runs in one process do not need it. This module
+therefore imports the rest of the package inside of functions.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from rlinf_jax import config
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """A recipe as text, whose flows any process can record.
+  """A recipe as gin text, from which any process can record the flows.
 
   Attributes:
-    train: what the recipe calls.
-    text: gin, as `config.text` tells it.
+    train: the function that the recipe configures, `rlinf_jax.train.train`.
+    text: gin, as `config.text`.
     workdir: the run folder.
   """
 
@@ -31,7 +31,7 @@ class Recipe:
   workdir: str
 
   def __call__(self):
-    """The flows of a step and of an evaluation."""
+    """Records and returns the flows of a step and of an evaluation."""
     with tempfile.TemporaryDirectory() as folder:
       file = pathlib.Path(folder) / 'config.gin'
       file.write_text(self.text)
@@ -42,10 +42,10 @@ class Recipe:
 
 
 def connect(address: str):
-  """Connects to Ray, before JAX begins its threads.
+  """Connects to Ray. Call it before JAX starts threads.
 
   Raises:
-    ConnectionError: if there is no such cluster.
+    ConnectionError: if there is no cluster at that address.
   """
   from rlinf_jax.runtime.ray import actor_pool
 
@@ -53,10 +53,11 @@ def connect(address: str):
 
 
 def check_measurable():
-  """Sees that this process can measure stages for processes that come later.
+  """Checks that this process may measure stages on its devices.
 
   Raises:
-    ValueError: if its devices are accelerators, which it would keep from them.
+    ValueError: if they are accelerators. Measuring would occupy them, and the
+      processes that run the plan could not use them.
   """
   kind = jax.default_backend()
   if kind != 'cpu':
@@ -74,14 +75,14 @@ def runtime(
   folder: pathlib.Path,
   receive_timeout: float | None,
 ):
-  """The places of a plan, each an actor; starts none yet.
+  """Makes the `RayRuntime` of a recipe; starts no process yet.
 
   Args:
-    plan: that says which places there are.
+    plan: with its places.
     flows: of a step and of an evaluation.
-    train: what the recipe calls, `rlinf_jax.train.train`.
-    folder: of the run.
-    receive_timeout: seconds that a place waits for a value of another.
+    train: as `Recipe`.
+    folder: the run folder.
+    receive_timeout: as `RayRuntime`.
   """
   from rlinf_jax.runtime.ray import driver
 

@@ -1,43 +1,65 @@
-"""What the driver has asked of actors, until all of them have answered."""
+"""Calls that actors have been sent and not all have answered."""
 
 import dataclasses
 from typing import Any
 
 import ray
 
-from rlinf_jax.runtime.base import StageError
-
-# Of taking a place over, after which a run goes on from its checkpoint.
-FAILURES = StageError, ValueError, LookupError, ray.exceptions.RayError
+from rlinf_jax.runtime.base import ProcessDiedError, StageError
 
 
 @dataclasses.dataclass(eq=False)
 class PendingCall:
-  """A call of a flow that has not ended.
+  """A call of a flow that some processes have not finished.
 
   Attributes:
-    name: of the flow.
-    step: the update that it is.
-    leaves: a reference to its inputs.
-    number: of the turn, since a state was loaded.
-    count: of turns of the same flow before it.
-    of: processes that have not been heard, by what they will answer.
+    flow: its name.
+    step: number of the update.
+    inputs: a reference to its inputs in Ray's object store.
+    number: of the call, since a state was loaded.
+    flow_call: number of the call among those of the same flow.
+    processes: those that have not answered, by the reference to their answer.
   """
 
-  name: str
+  flow: str
   step: int
-  leaves: Any
+  inputs: Any
   number: int
-  count: int
-  of: dict[Any, str] = dataclasses.field(default_factory=dict)
+  flow_call: int
+  processes: dict[Any, str] = dataclasses.field(default_factory=dict)
+
+  def lacks(self, process: str) -> bool:
+    """Whether a process has not answered."""
+    return any(
+      name == process and not is_answered(reference)
+      for reference, name in self.processes.items()
+    )
 
 
-def answered(one) -> bool:
-  """Whether an answer is there, and is none of a death."""
-  if not ray.wait([one], timeout=0)[0]:
+def is_answered(reference) -> bool:
+  """Whether an answer has arrived, and is not the news of a death."""
+  if not ray.wait([reference], timeout=0)[0]:
     return False
   try:
-    ray.get(one)
+    ray.get(reference)
   except ray.exceptions.RayError:
     return False
   return True
+
+
+def as_stage_error(error, process: str = '') -> BaseException:
+  """An error that Ray reports of an actor, as the runtime reports it.
+
+  Args:
+    error: what Ray raised.
+    process: the actor's process.
+  """
+  if isinstance(error, ray.exceptions.RayTaskError):
+    cause = error.cause
+    if isinstance(cause, StageError | ValueError):
+      return type(cause)(str(cause))
+    return StageError(f'Place {process!r} failed: {cause}')
+  if isinstance(error, ray.exceptions.RayActorError):
+    why = str(error).strip().splitlines()[-1]
+    return ProcessDiedError(f'The process of place {process!r} has died: {why}')
+  return StageError(str(error))

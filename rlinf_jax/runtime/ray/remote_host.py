@@ -1,4 +1,4 @@
-"""What an actor is made of: a host whose other places are actors."""
+"""A host whose other places are actors in other processes."""
 
 from collections.abc import Mapping, Sequence
 import threading
@@ -15,121 +15,134 @@ from sharding import span
 
 
 class RemoteHost(host.Host):
-  """A host whose other places are actors.
+  """Runs one place, or one process's share of it, among actors.
 
-  Where its own place is of several processes, all of them run the same program;
-  what leaves the place is made whole by all, and sent by the first.
+  If its place spans several processes, all of them run the same program. A
+  value that leaves the place is gathered by all of them, and sent by the first.
+
+  Values of a channel carry sequence numbers. Outside of loops that is the
+  number of the call of the flow, as there is one value per call; within loops
+  values are counted. The receiver checks the order and drops duplicates.
 
   Attributes:
+    is_leader: whether this is the first process of its place.
     peers: actors by place, one for each of its processes.
-    near: places whose memory this one can share.
-    sent: how many values have left, by way within a loop.
-    retained: those of them that another may need again.
-    life: how often a state was loaded.
-    number: of the turn, since then.
-    count: of turns of the same flow before it.
-    bytes: that have left, by place and target.
-    seconds: that took, likewise.
+    same_machine: places whose memory this one can share.
+    sent: how many values were sent, by channel within a loop.
+    send_log: those of them that a replacement may need.
+    generation: how often a state was loaded; values of another generation are
+      dropped by their receiver.
+    call: number of the call, since then.
+    flow_call: number of the call among those of the same flow.
+    bytes: sent, by source and target.
+    seconds: that sending took, likewise.
   """
 
-  def __init__(self, leads, replaceable, axes, *args, **kwargs):
-    """As `host.Host`, and more.
+  def __init__(self, is_leader, replaceable, axes, *args, **kwargs):
+    """Starts the server that values are pulled from.
 
     Args:
-      leads: whether this process speaks for its place.
-      replaceable: places that others can take over.
-      axes: of the mesh of every place that has them in one process.
+      is_leader: whether this is the first process of its place.
+      replaceable: places that can be replaced, as `SendLog`.
+      axes: mesh axes of every place, empty for one that spans processes.
       *args: as `host.Host`.
       **kwargs: likewise.
     """
     super().__init__(*args, **kwargs)
-    self.leads, self._axes = leads, axes
-    self.links = channel.Channels(ray.util.get_node_ip_address())
-    self.peers, self.near = {}, frozenset()
-    self.sent, self.life, self.number, self.count = {}, 0, 0, 0
-    self.retained = send_log_lib.SendLog(replaceable)
-    self._posting = threading.Lock()
+    self.is_leader, self._axes = is_leader, axes
+    self.channels = channel.Channels(ray.util.get_node_ip_address())
+    self.peers, self.same_machine = {}, frozenset()
+    self.sent, self.generation, self.call, self.flow_call = {}, 0, 0, 0
+    self.send_log = send_log_lib.SendLog(replaceable)
+    self._send_lock = threading.Lock()
     self.bytes, self.seconds = {}, {}
 
-  def give(self, turn, v, x):
-    super().give(turn, v, span.whole(x))
+  def put_output(self, call, v, x):
+    super().put_output(call, v, span.whole(x))
 
-  def post(self, way, x):
-    number = self.count  # Outside of loops a way has one value a turn.
-    if way.loop:
-      number = self.sent.get(way, 0)
-      self.sent[way] = number + 1
+  def send_remote(self, to, x):
+    sequence = self.flow_call
+    if to.loop:
+      sequence = self.sent.get(to, 0)
+      self.sent[to] = sequence + 1
     start = time.perf_counter()
-    own, x = x, span.whole(x)
-    if not self.leads:
+    sharded, x = x, span.whole(x)
+    if not self.is_leader:
       return
-    source, target = (self._axes[end] for end in (way.source, way.target))
+    source, target = (self._axes[end] for end in (to.source, to.target))
     axes = source if source == target else ()
-    with self._posting:
-      readers, near = self.peers[way.target], way.target in self.near
-      packed = self.links.pack(x, axes, near, len(readers) > 1, own)
-      sent = self.retained.keep(way, self.number, number, packed)
-      if len(readers) > 1:  # On one machine they share what is there once.
+    with self._send_lock:
+      readers = self.peers[to.target]
+      several, near = len(readers) > 1, to.target in self.same_machine
+      packed = self.channels.pack(x, axes, near, several, sharded)
+      sent = self.send_log.append(to, self.call, sequence, packed)
+      if several:  # Readers on one machine share one copy.
         sent = ray.put(packed)
       for reader in readers:
-        reader.deliver.remote(self.life, way, number, sent)
-    ends = way.source, way.target
+        reader.deliver.remote(self.generation, to, sequence, sent)
+    ends = to.source, to.target
     spent = time.perf_counter() - start
     self.bytes[ends] = self.bytes.get(ends, 0) + channel.size(packed)
     self.seconds[ends] = self.seconds.get(ends, 0.0) + spent
 
-  def repost(self, place: str, actors: Sequence[Any], turn: int):
-    """Sends what a place needs to take a turn again to who took it over."""
-    with self._posting:
+  def resend(self, place: str, actors: Sequence[Any], call: int):
+    """Sends the replacement of a place what it needs from a call on."""
+    with self._send_lock:
       self.peers[place] = actors
-      for way, number, packed in self.retained.to(place, turn):
+      for to, sequence, packed in self.send_log.replay(place, call):
         for actor in actors:
-          actor.deliver.remote(self.life, way, number, packed)
+          actor.deliver.remote(self.generation, to, sequence, packed)
 
-  def forget(self, ended: Mapping[str, int]):
-    """Forgets what nobody will need again; as `SendLog.forget`."""
-    with self._posting:
-      self.retained.forget(ended)
+  def truncate_log(self, finished: Mapping[str, int]):
+    """As `SendLog.truncate`."""
+    with self._send_lock:
+      self.send_log.truncate(finished)
 
-  def absorb(self, carried: Mapping[int, base.Channel]):
-    """Has carried values, by their numbers, be what comes on some ways."""
-    (worker,) = self.interpreters.values()
+  def receive_carry(self, carried: Mapping[int, base.Channel]):
+    """Receives carried values, instead of loading them.
+
+    Args:
+      carried: the channel of each, by its number in the carry.
+    """
+    (interpreter,) = self.interpreters.values()
     flow = self.lowered['step'].flow
-    ways = dict.fromkeys(carried.values())
-    came = {way: self.mail.get(way, self.receive_timeout) for way in ways}
-    for i, way in carried.items():
-      value = flow.values[flow.carry[i][0]]  # As a step begins with it.
-      worker.state[i] = self.place_for(came[way], value, way.target)
+    received = {
+      to: self.mailbox.get(to, self.receive_timeout)
+      for to in dict.fromkeys(carried.values())
+    }
+    for i, to in carried.items():
+      value = flow.values[flow.carry[i][0]]  # Its layout as a step begins.
+      interpreter.state[i] = self.lay_out(received[to], value, to.target)
 
-  def settle(self, arrays):
-    if not self.links.settle(arrays, self.receive_timeout):
+  def wait_until_read(self, arrays):
+    if not self.channels.wait_until_pulled(arrays, self.receive_timeout):
       raise RuntimeError(
-        f'A value about to be overwritten was not fetched within '
+        'A value about to be overwritten was not fetched within '
         f'{self.receive_timeout:g} s by the place that it was sent to: that '
         'place hangs, or takes longer than `receive_timeout` allows.'
       )
     if self.failure:
       raise self.failure
 
-  def fail(self, error, turn=None):
-    super().fail(error, turn)
-    self.links.forget()  # Who would have pulled it is no more.
+  def fail(self, error, call=None):
+    super().fail(error, call)
+    self.channels.cancel_offers()  # Their receivers stop, too.
 
-  def load(self, leaves):
-    super().load(leaves)
-    self.links.forget()
+  def load_leaves(self, leaves):
+    super().load_leaves(leaves)
+    self.channels.cancel_offers()
 
-  def pull(self, way: base.Channel, offer: channel.Offer) -> jax.Array:
-    """Fetches a value as soon as it is offered, and says that it has it."""
-    flow = self.lowered[way.flow].flow
-    for node in way.loop:
+  def pull(self, to: base.Channel, offer: channel.Offer) -> jax.Array:
+    """Pulls an offered value, and tells the sender that it may overwrite it."""
+    flow = self.lowered[to.flow].flow
+    for node in to.loop:
       flow = flow.nodes[node].body
-    layout = self.places[way.target].layout(flow.values[way.value])
-    x = jax.block_until_ready(self.links.unpack(offer, layout))
-    self.peers[way.source][0].pulled.remote(offer.number)
+    layout = self.places[to.target].layout(flow.values[to.value])
+    x = jax.block_until_ready(self.channels.unpack(offer, layout))
+    self.peers[to.source][0].mark_pulled.remote(offer.number)
     return x
 
-  def place_for(self, x, value, target):
+  def lay_out(self, x, value, target):
     if isinstance(x, jax.Array):
       return x
-    return self.links.unpack(x, self.places[target].layout_at_rest(value))
+    return self.channels.unpack(x, self.places[target].layout_at_rest(value))

@@ -1,4 +1,8 @@
-"""What was sent to a place that may be lost, for who takes it over."""
+"""A log of what was sent to places that can be replaced.
+
+If the process of such a place dies, its replacement is sent again what the lost
+process had received and still needs.
+"""
 
 import collections
 from collections.abc import Iterator, Mapping, Set
@@ -11,39 +15,39 @@ from rlinf_jax.runtime import base
 from rlinf_jax.runtime.ray import channel, serialize
 
 
-class Sent(NamedTuple):
-  """A value that has left.
+class Entry(NamedTuple):
+  """A value that was sent.
 
   Attributes:
-    turn: in which it did.
-    number: of the value on its way.
-    packed: the value, or a reference to it in Ray's store; None if it is not
-      had any more.
+    call: number of the call in which it was sent.
+    sequence: number of the value in its channel.
+    packed: the value, or a reference to it in Ray's object store; None if it
+      cannot be sent again.
   """
 
-  turn: int
-  number: int
+  call: int
+  sequence: int
   packed: Any
 
 
 class SendLog:
-  """Values that others would need again, until it is known that they do not.
+  """Values that a replacement would need, until they are known to be obsolete.
 
-  Of what a place carries from step to step the last is kept, as that place
-  begins its next step with it.
+  A place begins a step with the values that it carries, which it received in an
+  earlier one. The log therefore always keeps the last entry of a channel.
 
   Attributes:
-    places: those that can be taken over, and which values they carry.
+    places: the places that can be replaced, with the values that they carry.
   """
 
   def __init__(self, places: Mapping[str, Set[int]]):
-    """Keeps nothing yet."""
+    """Starts empty."""
     self.places = places
-    self._sent = collections.defaultdict(collections.deque)
+    self._entries = collections.defaultdict(collections.deque)
 
-  def keep(self, way: base.Channel, turn: int, number: int, packed) -> Any:
-    """Keeps a value on its way; returns what to send of it."""
-    if way.target not in self.places:
+  def append(self, to: base.Channel, call: int, sequence: int, packed) -> Any:
+    """Logs a value; returns it in the form in which it is to be sent."""
+    if to.target not in self.places:
       return packed
     kept = packed
     if isinstance(packed, channel.Offer):
@@ -51,45 +55,47 @@ class SendLog:
     elif channel.size(packed) >= channel.SMALL:
       packed = kept = ray.put(packed)
     elif isinstance(packed, serialize.Serialized):
-      # Its memory may be that of an array which a step overwrites.
+      # Copy: it may share the memory of an array that a step overwrites.
       kept = packed._replace(data=np.array(packed.data))
-    self._sent[way].append(Sent(turn, number, kept))
+    self._entries[to].append(Entry(call, sequence, kept))
     return packed
 
-  def forget(self, ended: Mapping[str, int]):
-    """Forgets what nobody will need.
+  def truncate(self, finished: Mapping[str, int]):
+    """Removes entries that no replacement will need.
 
     Args:
-      ended: by place, the first turn that it may not have ended.
+      finished: how many calls each place has finished for sure.
     """
-    for way, sent in self._sent.items():
-      # The last of a turn that has ended may be what the next begins with.
-      while len(sent) > 1 and sent[1].turn < ended.get(way.target, 0):
-        sent.popleft()
+    for to, entries in self._entries.items():
+      # The last entry of a finished call may be carried into the next.
+      while len(entries) > 1 and entries[1].call < finished.get(to.target, 0):
+        entries.popleft()
 
-  def to(
-    self, place: str, turn: int
+  def replay(
+    self, place: str, call: int
   ) -> Iterator[tuple[base.Channel, int, Any]]:
-    """What a place needs to take a turn again, in the order of every way.
+    """What a place needs to execute a call again: channel, sequence, value.
+
+    Values of one channel come in the order in which they were sent first.
 
     Raises:
-      LookupError: if something is not had any more.
+      LookupError: if one of them cannot be sent again.
     """
-    for way, sent in self._sent.items():
-      if way.target != place:
+    for to, entries in self._entries.items():
+      if to.target != place:
         continue
-      carried = way.value in self.places[place]
-      steps = carried and way.flow == 'step' and not way.loop
-      before = [one for one in sent if one.turn < turn]
-      again = [one for one in sent if one.turn >= turn]
-      for one in (*before[-1:] * steps, *again):
-        if one.packed is None:
+      is_carried = to.value in self.places[place]
+      is_carried = is_carried and to.flow == 'step' and not to.loop
+      before = [entry for entry in entries if entry.call < call]
+      again = [entry for entry in entries if entry.call >= call]
+      for entry in (*(before[-1:] if is_carried else ()), *again):
+        if entry.packed is None:
           raise LookupError(
-            f'Value {way.value} was pulled from {way.source!r} by {place!r}, '
-            'and can be pulled once.'
+            f'Value {to.value} was pulled from {to.source!r} by {place!r}, '
+            'and a value can be pulled once.'
           )
-        yield way, one.number, one.packed
+        yield to, entry.sequence, entry.packed
 
   def clear(self):
-    """Forgets all."""
-    self._sent.clear()
+    """Removes all entries."""
+    self._entries.clear()

@@ -1,8 +1,8 @@
-"""Arrays as other processes can read them: plain NumPy, whatever their type.
+"""Arrays as NumPy arrays that any process can read, whatever their type.
 
-Ray carries NumPy arrays of its own types without a copy, by shared memory where
-both ends are on one machine. What NumPy does not have (bfloat16 and its like,
-keys) goes as the bytes that it is made of.
+Ray transfers NumPy arrays of NumPy's own types without a copy, by shared memory
+where both ends are on one machine. Other types (bfloat16 and its like, random
+keys) are sent as views of their bytes.
 """
 
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ import numpy as np
 
 
 class Serialized(NamedTuple):
-  """An array on its way.
+  """An array as data that Ray transfers.
 
   Attributes:
     data: of a type that NumPy has.
-    dtype: the type that it is read as; of a key, '' and `key` says which.
-    key: the kind of random keys, if it is of keys.
+    dtype: name of the type to view it as; '' for random keys.
+    key: implementation of random keys, such as 'threefry2x32'; '' otherwise.
   """
 
   data: np.ndarray
@@ -27,20 +27,20 @@ class Serialized(NamedTuple):
 
 
 def pack(x: Any) -> Serialized:
-  """Takes an array from its devices."""
+  """Copies an array from its devices."""
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     data = np.asarray(jax.random.key_data(x))
     return Serialized(data, '', str(jax.random.key_impl(x)))
   data = np.asarray(x)
-  if data.dtype.kind == 'V':  # A type of ml_dtypes: NumPy sees bytes.
-    plain = data.view(f'u{data.dtype.itemsize}')
-    return Serialized(plain, data.dtype.name)
+  if data.dtype.kind == 'V':  # A type of ml_dtypes, which NumPy calls void.
+    view = data.view(f'u{data.dtype.itemsize}')
+    return Serialized(view, data.dtype.name)
   return Serialized(data, data.dtype.name)
 
 
-def unpack(parcel: Serialized) -> Any:
-  """The array; its memory may be shared, and must not be written."""
-  data, dtype, key = parcel
+def unpack(serialized: Serialized) -> Any:
+  """The array; its memory may be shared and must not be written."""
+  data, dtype, key = serialized
   if key:
     return jax.random.wrap_key_data(data, impl=key)
   return data if data.dtype.name == dtype else data.view(jnp.dtype(dtype))

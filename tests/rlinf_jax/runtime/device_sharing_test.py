@@ -222,7 +222,7 @@ def test_who_waits_too_long_for_a_device_says_who_has_it():
   other.acquire()
   with pytest.raises(
     base.StageError,
-    match=r"In step 1: Place 'learner' has waited 0.2 s .*A str",
+    match=r"In step 1: Place 'learner' waited 0.2 s .*A str",
   ):
     runtime.step(x, key)
   other.release()

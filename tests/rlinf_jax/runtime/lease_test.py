@@ -60,7 +60,7 @@ def until(true, seconds=5.0):
 
 
 def waiting(folder):
-  return len(os.listdir(folder / 'line'))
+  return len(os.listdir(folder / 'queue'))
 
 
 def ask(lease, order, name):
@@ -183,7 +183,7 @@ def test_a_failure_ends_the_wait(tmp_path):
 def test_nobody_takes_it_twice(tmp_path):
   mine = lease_lib.Lease(tmp_path, 'mine', 0)
   mine.acquire()
-  with pytest.raises(RuntimeError, match='mine has taken the devices already'):
+  with pytest.raises(RuntimeError, match='mine holds the devices already'):
     mine.acquire()
   mine.release()
   mine.release()  # What it has not got it need not let go.
@@ -200,7 +200,7 @@ def test_a_plan_says_who_shares_and_who_is_first(tmp_path):
   assert ranks == {'b': 0, 'e': 1, 'd': 2, 'a': 3}
   made['a'].acquire()
   made['d'].acquire(0.1)  # Other devices.
-  with pytest.raises(TimeoutError, match="Place 'b' has waited .* Place 'a'"):
+  with pytest.raises(TimeoutError, match="Place 'b' waited .* Place 'a'"):
     made['b'].acquire(0.02)
   made['a'].release()
   made['d'].release()

@@ -74,7 +74,9 @@ def grpo_run():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'kwargs', [{}, {'updates': 2}, {'kl': 0.1}], ids=['plain', 'updates', 'kl']
+  'kwargs',
+  [{}, {'num_minibatches': 2}, {'kl_coef': 0.1}],
+  ids=['plain', 'minibatches', 'kl'],
 )
 def test_planned_grpo_is_eager_grpo_bit_for_bit(kwargs):
   batches = [tiny.problem(seed=i) for i in range(3)]

@@ -42,6 +42,6 @@ def test_what_fails_is_told_to_who_waits_and_to_who_will():
 
 def test_nobody_waits_longer_than_is_said():
   with pytest.raises(
-    base.ReceiveTimeoutError, match=r"'learner' has waited 0.01 s"
+    base.ReceiveTimeoutError, match=r"'learner' waited 0.01 s"
   ):
     mailbox.Mailbox().get(ONE, 0.01)

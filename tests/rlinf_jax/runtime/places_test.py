@@ -48,8 +48,8 @@ def workflow(act=0.0, learn=0.0, fail=None):
     'act',
     act,
     broken('act', lambda w, x: (x + w[None]).astype(np.float32)),
-    whole=(0,),
-    like=lambda w, x: rows_of(x),
+    unbatched=(0,),
+    out_shapes=lambda w, x: rows_of(x),
   )
   judge = stages.Stage(
     broken('judge', lambda x: 2 * x), 'judge', host=True, out_shapes=rows_of
@@ -59,7 +59,7 @@ def workflow(act=0.0, learn=0.0, fail=None):
     learn,
     broken('learn', lambda x: x.sum(0)),
     grain='sum',
-    like=lambda x: jax.ShapeDtypeStruct(x.shape[1:], jnp.float32),
+    out_shapes=lambda x: jax.ShapeDtypeStruct(x.shape[1:], jnp.float32),
   )
   apply = stages.Stage(
     broken('apply', lambda w, g: w + g / 8),

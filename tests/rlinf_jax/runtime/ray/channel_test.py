@@ -85,18 +85,19 @@ def test_what_is_sent_may_be_overwritten_when_it_was_read(ends, monkeypatch):
   x = jax.device_put(np.arange(1024.0, dtype=np.float32))
   other = jnp.copy(x)
   sent = here.pack(x, (), False)
-  assert here.settle([other], 0) and not here.settle([other, x], 0.01)
+  assert here.wait_until_pulled([other], 0)
+  assert not here.wait_until_pulled([other, x], 0.01)
   layout = jax.sharding.SingleDeviceSharding(jax.devices()[1])
   got = jax.block_until_ready(there.unpack(sent, layout))
-  waits = threading.Timer(0.1, here.pulled, [sent.number])
+  waits = threading.Timer(0.1, here.mark_pulled, [sent.number])
   waits.start()
-  assert here.settle([x], 30)
+  assert here.wait_until_pulled([x], 30)
   jax.block_until_ready(jax.jit(lambda x: 0 * x, donate_argnums=0)(x))
   np.testing.assert_array_equal(got, np.arange(1024, dtype=np.float32))
   here.pack(other, (), False)
-  assert not here.settle([other], 0.01)
-  here.forget()  # Nobody will pull it.
-  assert here.settle([other], 0)
+  assert not here.wait_until_pulled([other], 0.01)
+  here.cancel_offers()  # Nobody will pull it.
+  assert here.wait_until_pulled([other], 0)
 
 
 def test_a_way_is_chosen_by_size_and_kind():

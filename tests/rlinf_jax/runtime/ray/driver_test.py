@@ -19,7 +19,7 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
 from rlinf_jax.runtime.base import ProcessDiedError, StageError
-from rlinf_jax.runtime.ray import actor_pool, driver
+from rlinf_jax.runtime.ray import actor_pool, driver, resources
 import stages
 from stages import workflows
 from stages.learn import optimizers
@@ -247,7 +247,7 @@ def test_a_process_that_dies_without_a_state_is_replaced_in_seconds(far):
   os.kill(before, signal.SIGKILL)
   assert made.result(timeout=60) == 72 and remote.state() == 80
   (line,) = remote.notices()
-  assert "place 'b' has died in step 2. Another has taken its place" in line
+  assert "place 'b' has died in step 2 and was replaced in " in line
   assert remote.processes()['b']['pid'] != before
   assert remote.step(batch(1), KEY) == 8
 
@@ -255,7 +255,7 @@ def test_a_process_that_dies_without_a_state_is_replaced_in_seconds(far):
 def test_who_waits_too_long_says_for_what(far):
   remote, _ = far(PAIR, functools.partial(simple, sleep), receive_timeout=2.0)
   remote.load(jnp.zeros(()))
-  with pytest.raises(StageError, match=r"'a' has waited 2 s .*'b'.*step 1"):
+  with pytest.raises(StageError, match=r"'a' waited 2 s .*'b'.*step 1"):
     remote.step(batch(9), KEY)
 
 
@@ -272,7 +272,7 @@ def test_a_process_that_has_recorded_something_else_is_refused(far):
 
 
 def test_more_devices_than_there_are_are_refused(far, monkeypatch):
-  monkeypatch.setattr(actor_pool, 'READY', 1.0)
+  monkeypatch.setattr(resources, 'READY', 1.0)
   many = {'devices': list(range(500)), 'axes': [['tensor', 500]]}
   step, evaluate = simple()
   plan = plan_lib.parse({'places': {'a': many}}, [*step.stages])
@@ -351,4 +351,4 @@ def test_who_only_holds_copies_is_taken_over_within_a_step(far, lag):
     mended += remote.notices()
   assert mended
   for line in mended:
-    assert re.search("'actor' has died in step .* Another has taken", line)
+    assert re.search("'actor' has died in step .* and was replaced", line)

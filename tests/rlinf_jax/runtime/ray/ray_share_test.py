@@ -16,7 +16,7 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
 from rlinf_jax.runtime.base import ProcessDiedError
-from rlinf_jax.runtime.ray import actor, actor_pool, driver
+from rlinf_jax.runtime.ray import actor, actor_pool, driver, resources
 import stages
 
 pytestmark = pytest.mark.slow
@@ -160,10 +160,10 @@ def test_what_ray_cannot_share_is_refused():
   places = {name: plan_lib.Placement((0,)) for name in 'ab'}
   one = plan_lib.Plan(places, {}, shared_devices=('a', 'b'))
   a, b = (actor.Process(name, 0, 1) for name in 'ab')
-  assert actor_pool._need(one, a, (a, b), 'GPU') == {'CPU': 1.0, 'GPU': 0.5}
-  assert actor_pool._need(one, a, (a, b), 'CPU') == {'CPU': 1.0}
+  assert resources.need(one, a, (a, b), 'GPU') == {'CPU': 1.0, 'GPU': 0.5}
+  assert resources.need(one, a, (a, b), 'CPU') == {'CPU': 1.0}
   pair = plan_lib.Placement((0, 1), (('data', 2),))
   both = plan_lib.Plan({'a': pair, 'b': pair}, {}, shared_devices=('a', 'b'))
   for plan, kind in ((one, 'TPU'), (both, 'GPU')):
     with pytest.raises(ValueError, match='share . .PU: processes can share'):
-      actor_pool._need(plan, a, (a, b), kind)
+      resources.need(plan, a, (a, b), kind)
