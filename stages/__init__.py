@@ -1,7 +1,6 @@
 """Reinforcement learning as pure functions over batches."""
 
 from stages.base import (
-  Camera,
   Demonstration,
   Draft,
   Env,
@@ -16,13 +15,14 @@ from stages.base import (
   TrainState,
   Verdict,
   Version,
+  VideoRecorder,
   Workflow,
 )
 from stages.core import Deferred, keys, Stage, stage
 from stages.repeat import Repeat
 
 __all__ = [
-  'Camera',
+  'VideoRecorder',
   'Demonstration',
   'Deferred',
   'Draft',

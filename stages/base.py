@@ -195,8 +195,8 @@ class Policy(NamedTuple):
       `greedy` takes the most likely action. A language model acts until its
       rows end; a control policy acts once.
     evaluate: `params, obs, action, *, group_size=1 -> Evaluation`.
-    command: `action -> command`: maps a sampled action into the environment's
-      bounds; None where actions are used as they are.
+    to_env_action: `action -> env_action`: maps a sampled action into the
+      environment's bounds; None where actions are used as they are.
     value: `params, obs -> value`, the critic alone; None without one.
     out_shapes: `params, obs, keys -> Experience` of shapes. Set where `act`
       runs on an engine outside JAX, which computes log-probabilities in its own
@@ -210,7 +210,7 @@ class Policy(NamedTuple):
   init: Callable[[Key], Params]
   act: Callable[..., Experience]
   evaluate: Callable[..., Evaluation]
-  command: Callable[[Any], Any] | None = None
+  to_env_action: Callable[[Any], Any] | None = None
   value: Callable[..., Any] | None = None
   out_shapes: Callable[..., Experience] | None = None
   resume: Callable[..., Draft] | None = None
@@ -232,10 +232,10 @@ class TimeStep(NamedTuple):
     success: 1 where the task is solved at this moment.
     steps: environment steps executed of a chunk; None where an action is one
       step.
-    lost: 1 where the simulator failed (crash, exception, NaN, time-out): the
-      step is truncated without reward and must not be learned from. None where
-      no step can fail.
-    final_state: environment state before any reset, as `Env.draw` takes it;
+    env_failed: 1 where the simulator failed (crash, exception, NaN, time-out):
+      the step is truncated without reward and must not be learned from. None
+      where no step can fail.
+    final_state: environment state before any reset, as `Env.render` takes it;
       None where states cannot be rendered.
   """
 
@@ -246,24 +246,24 @@ class TimeStep(NamedTuple):
   final_obs: Any
   success: Float[Array, ' B']
   steps: Float[Array, ' B'] | None = None
-  lost: Float[Array, ' B'] | None = None
+  env_failed: Float[Array, ' B'] | None = None
   final_state: Any = None
 
 
-class Camera(NamedTuple):
+class VideoRecorder(NamedTuple):
   """Recording of a simulator, which can only be rendered while it runs.
 
   Attributes:
-    begin: `seed_B, rows=…, every=… -> state, obs`: resets as `Env.init` does,
+    init: `seed_B, rows=…, every=… -> state, obs`: resets as `Env.init` does,
       and records the first episode of each of the first `rows` environments:
       its first frame, one frame every `every` steps, and its last.
-    film: `state, time -> frame, shown_B`: recorded frames at the given step
+    frames: `state, time -> frame, shown_B`: recorded frames at the given step
       counts, int32 [B, n]: uint8 [B, n, *shape], and 1 where all are available.
     shape: height, width and 3 color channels of a frame.
   """
 
-  begin: Callable[..., tuple[Any, Any]]
-  film: Callable[[Any, Any], tuple[Any, Any]]
+  init: Callable[..., tuple[Any, Any]]
+  frames: Callable[[Any, Any], tuple[Any, Any]]
   shape: tuple[int, int, int]
 
 
@@ -274,43 +274,45 @@ class Env(NamedTuple):
     init: `seed_B -> state, obs`: starts one episode per seed. Everything random
       in an environment follows from its seed and from the actions taken in it,
       however the batch is cut or placed.
-    step: `state, command -> state, TimeStep`. Consumes the state, whose leaves
-      have rows. The state of a simulator is a token, int32 [B, 3] (environment,
-      call count, seed), which stands for the state inside the simulator.
-    obs: shapes of one environment's observation, a tree of
+    step: `state, env_action -> state, TimeStep`. Consumes the state, whose
+      leaves have rows. The state of a simulator is a token, int32 [B, 3]
+      (environment, call count, seed), which stands for the state inside the
+      simulator.
+    obs_spec: shapes of one environment's observation, a tree of
       `jax.ShapeDtypeStruct`.
-    low: lower bound of each command dimension.
-    high: upper bound of each command dimension.
+    action_low: lower bound of each action dimension.
+    action_high: upper bound of each action dimension.
     horizon: maximum steps of an episode.
     host: whether it is a simulator on NumPy arrays rather than JAX. Its time
       steps have every field but `final_state`.
-    draw: `state, size=… -> frame_B`, uint8 [B, size, size, 3]: renders states
+    render: `state, size=… -> frame_B`, uint8 [B, size, size, 3]: renders states
       for people; None where a state does not determine a picture.
-    camera: records a simulator; None where it cannot be rendered.
-    send: `token, command -> Deferred` of what `step` returns; None where a
+    recorder: records a simulator; None where it cannot be rendered.
+    send: `token, env_action -> Deferred` of what `step` returns; None where a
       simulator cannot step in the background.
-    past: shapes of what `save` returns for one environment; None where the
-      state is complete by itself, or a simulator cannot be saved.
-    save: `token -> past`: data from which another process can restore the
+    snapshot_spec: shapes of what `save` returns for one environment; None where
+      the state is complete by itself, or a simulator cannot be saved.
+    save: `token -> snapshot`: data from which another process can restore the
       environments.
-    load: `token, past -> token`: restores the environments.
-    whole: whether a simulator steps all environments at once or none.
+    load: `token, snapshot -> token`: restores the environments.
+    lockstep: whether a simulator steps all of its environments at once, so that
+      a batch of them is never cut.
   """
 
   init: Callable[[Any], tuple[Any, Any]]
   step: Callable[[Any, Any], tuple[Any, TimeStep]]
-  obs: Any
-  low: tuple[float, ...]
-  high: tuple[float, ...]
+  obs_spec: Any
+  action_low: tuple[float, ...]
+  action_high: tuple[float, ...]
   horizon: int
   host: bool = False
-  draw: Callable[..., Any] | None = None
-  camera: Camera | None = None
+  render: Callable[..., Any] | None = None
+  recorder: VideoRecorder | None = None
   send: Callable[[Any, Any], Any] | None = None
-  past: Any = None
+  snapshot_spec: Any = None
   save: Callable[[Any], Any] | None = None
   load: Callable[[Any, Any], Any] | None = None
-  whole: bool = False
+  lockstep: bool = False
 
 
 class Workflow(NamedTuple):

@@ -20,15 +20,15 @@ from stages.envs import video as video_lib
 
 def main(path: str):
   """Writes a video of the benchmark's own first initial states."""
-  world = libero.world(
+  world = libero.env(
     *('libero_object', video_lib.EPISODES, 2),
-    tasks=(1,),
+    task_ids=(1,),
     horizon=100,
-    patience=300.0,
+    step_timeout=300.0,
   )
-  able = demonstrations.scripted(world, libero_script.to_basket, 0.0)
+  able = demonstrations.scripted_policy(world, libero_script.to_basket, 0.0)
   seed_B = np.arange(video_lib.EPISODES, dtype=np.int32)
-  evaluate = evaluate_lib.examine(able, world)
+  evaluate = evaluate_lib.evaluator(able, world)
   info = jax.device_get(evaluate((), (), seed_B, jax.random.key(0)))
   numbers, rows = metrics.read(info)
   video.write(pathlib.Path(path), rows[video_lib.NAME])

@@ -116,7 +116,9 @@ def draw() -> str:
   recorded, drawn = flow(), []
   for title, sketch in PLANS.items():
     plan = plan_lib.parse(sketch, recorded.stages)
-    drawn.append((title, evaluate_plan.evaluate(recorded, AssumedCosts(), plan)))
+    drawn.append(
+      (title, evaluate_plan.evaluate(recorded, AssumedCosts(), plan))
+    )
   longest = max(evaluation.seconds for _, evaluation in drawn)
   colors = {name: i + 1 for i, name in enumerate(SECONDS)}
   colors |= {name: 6 for name in recorded.stages if name not in colors}

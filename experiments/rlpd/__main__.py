@@ -14,16 +14,20 @@ from stages.envs import demonstrations, push, replay, rollout
 
 def demonstrate(world: base.Env, episodes: int):
   """Transitions of whole episodes, and how many of them end in success."""
-  place, obs = rollout.begin(world, np.arange(episodes, dtype=np.int32))
-  policy = demonstrations.scripted(world, push.show_how, deviation=0.0)
+  place, obs = rollout.init(world, np.arange(episodes, dtype=np.int32))
+  policy = demonstrations.scripted_policy(world, push.show_how, noise_std=0.0)
   play = rollout.rollout(policy, world, world.horizon)
   keys = jax.random.split(jax.random.key(0), episodes)
-  *_, x, outcome = play((), (), place, obs, keys)
+  *_, x, timestep = play((), (), place, obs, keys)
   rows = replay.Transition(
-    x.obs, x.action, outcome.reward, 1.0 - outcome.terminated, outcome.final_obs
+    x.obs,
+    x.action,
+    timestep.reward,
+    1.0 - timestep.terminated,
+    timestep.final_obs,
   )
   rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
-  return rows, int(outcome.success[:, -1].sum())
+  return rows, int(timestep.success[:, -1].sum())
 
 
 def main():

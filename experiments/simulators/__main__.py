@@ -37,11 +37,11 @@ PIECES = (1, 2)
 def main(_):
   """Prints a line of JSON."""
   n, P = N.value, PROCESSES.value
-  world = maniskill.world(TASK.value, n, P)
-  shape = CALLS.value, n, len(world.low)
+  world = maniskill.env(TASK.value, n, P)
+  shape = CALLS.value, n, len(world.action_low)
   action = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
   cases = {'bare': bare_lib.Bare(TASK.value, action, P).run}
-  there = [rollout.begin(world, np.arange(n, dtype=np.int32))]
+  there = [rollout.init(world, np.arange(n, dtype=np.int32))]
   waits = {f'rollout in {pieces}': [] for pieces in PIECES}
   for pieces, (name, kept) in zip(PIECES, waits.items(), strict=True):
     cases[name] = acting(world, pieces, there, kept)
@@ -69,13 +69,13 @@ def acting(world, pieces: int, there: list, waits: list):
   """Rolls out a policy from `there`; tells shares of time that sides wait."""
   policy = gaussian_policy.policy(world, width=128)
   act = rollout.rollout(policy, world, CALLS.value)
-  given = policy.init(jax.random.key(0)), obs_stats.nothing(world.obs)
+  given = policy.init(jax.random.key(0)), obs_stats.init(world.obs_spec)
 
   def step(state, given, key):
     place, obs = state
     keys = stages.keys(key, obs)
-    place, obs, x, outcome = act(*given, place, obs, keys)
-    return (place, obs), (x.reward, outcome.reward)
+    place, obs, x, timestep = act(*given, place, obs, keys)
+    return (place, obs), (x.reward, timestep.reward)
 
   flow = flow_lib.trace(step, there[0], given, jax.random.key(0))
   plan = plan_lib.parse({'pieces': pieces}, flow.stages)

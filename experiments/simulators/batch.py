@@ -22,7 +22,7 @@ TURNS, CALLS = 6, 20
 def main():
   """Prints a table and a line of JSON."""
   pools = {
-    (n, P): env_pool.pool(maniskill.make, n, P, task=TASK)
+    (n, P): env_pool.make_pool(maniskill.make, n, P, task=TASK)
     for P in (1, 2)
     for n in SIZES
     if n >= P

@@ -23,12 +23,12 @@ def speed(world, B: int) -> float:
     def one(carry, t):
       state, seen = carry
       command_BA = jax.random.uniform(
-        jax.random.fold_in(key, t), (B, len(world.low)), minval=-1.0
+        jax.random.fold_in(key, t), (B, len(world.action_low)), minval=-1.0
       )
-      state, outcome = world.step(state, command_BA)
+      state, timestep = world.step(state, command_BA)
       # All that a policy would read is computed.
-      seen += outcome.obs.sum() + outcome.final_obs.sum()
-      return (state, seen + outcome.reward.sum()), None
+      seen += timestep.obs.sum() + timestep.final_obs.sum()
+      return (state, seen + timestep.reward.sum()), None
 
     return jax.lax.scan(one, (state, 0.0), jnp.arange(STEPS))[0]
 

@@ -9,43 +9,46 @@ from rlinf_jax.envs import episode_log, simulator
 from rlinf_jax.envs import pool as pool_lib
 from stages import base
 
-OURS = ('chunk', 'discount', 'patience', 'rest', 'say')
+OURS = ('chunk', 'discount', 'step_timeout', 'idle_timeout', 'say')
 
 
-def world(make, n: int, processes: int = 1, **settings) -> base.Env:
-  """A World of `n` environments that `make` makes, in processes of their own.
+def env(make, num_envs: int, num_processes: int = 1, **settings) -> base.Env:
+  """An Env of `num_envs` simulators that run in processes of their own.
 
   Args:
     make: `index, **settings -> Environment`, as a pool wants it.
-    n: how many environments.
-    processes: to spread them over.
+    num_envs: how many environments.
+    num_processes: to spread them over.
     **settings: those of `Pool` by their names there, all others of `make`.
   """
-  return of(pool(make, n, processes, **settings))
+  return from_pool(make_pool(make, num_envs, num_processes, **settings))
 
 
-def pool(make, n: int, processes: int = 1, **settings) -> pool_lib.Pool:
+def make_pool(
+  make, num_envs: int, num_processes: int = 1, **settings
+) -> pool_lib.Pool:
   """The same as a `Pool`."""
   ours = {name: settings.pop(name) for name in OURS if name in settings}
   return pool_lib.Pool(
-    functools.partial(make, **settings), n, processes, **ours
+    functools.partial(make, **settings), num_envs, num_processes, **ours
   )
 
 
-def of(pool: pool_lib.Pool) -> base.Env:
+def from_pool(pool: pool_lib.Pool) -> base.Env:
   """A pool as a Env, which keeps it."""
   picture = pool.spec.picture
-  return stepped(
+  return host_env(
     *(pool.spec, pool.init, pool.step),
-    camera=picture and base.Camera(pool.init, pool.film, picture.shape),
+    recorder=picture
+    and base.VideoRecorder(pool.init, pool.frames, picture.shape),
     send=pool.send,
-    past=_past(pool),
+    snapshot_spec=_past(pool),
     save=pool.save,
     load=pool.load,
   )
 
 
-def stepped(spec: simulator.Spec, init, step, **fields) -> base.Env:
+def host_env(spec: simulator.Spec, init, step, **fields) -> base.Env:
   """A World of what is not JAX; `fields` are more of it."""
   low, high = tuple(spec.low.tolist()), tuple(spec.high.tolist())
   return base.Env(

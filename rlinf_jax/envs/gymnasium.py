@@ -1,7 +1,7 @@
 """Any environment of Gymnasium as a Env.
 
-world = gymnasium.world('Pendulum-v1', n=16, processes=2)
-world = gymnasium.world('my_module:my/Env-v0', n=16)  # Yours, if registered.
+world = gymnasium.env('Pendulum-v1', n=16, processes=2)
+world = gymnasium.env('my_module:my/Env-v0', n=16)  # Yours, if registered.
 
 With `render_mode='rgb_array'` there are videos of evaluations.
 """
@@ -17,19 +17,19 @@ from rlinf_jax.envs import simulator
 EDGE = 200  # Pixels of a picture for people, at most.
 
 
-def world(name: str, n: int, processes: int = 1, **settings):
-  """A World of `n` environments, in processes of their own.
+def env(name: str, num_envs: int, num_processes: int = 1, **settings):
+  """An Env of `num_envs` environments, in processes of their own.
 
   Args:
     name: an id of Gymnasium's registry; 'module:id' imports the module first.
-    n: how many environments.
-    processes: to spread them over.
-    **settings: those of `rlinf_jax.worlds.pool.Pool` by their names there, all
+    num_envs: how many environments.
+    num_processes: to spread them over.
+    **settings: those of `rlinf_jax.envs.pool.Pool` by their names there, all
       others for `gymnasium.make`.
   """
   from rlinf_jax.envs import env_pool  # Not in a worker: it imports JAX.
 
-  return env_pool.world(make, n, processes, name=name, **settings)
+  return env_pool.env(make, num_envs, num_processes, name=name, **settings)
 
 
 def make(index: int, name: str, **settings) -> simulator.Environment:

@@ -1,7 +1,7 @@
 """LIBERO as a Env: tasks of a kitchen table, with fixed initial states.
 
-Environment i is of task i // `alike` modulo the tasks that are given, and the
-episode of a seed begins in the initial state of its number, modulo how many
+Environment i is of task i // `group_size` modulo the tasks that are given, and
+the episode of a seed begins in the initial state of its number, modulo how many
 there are; so seeds 0 … 49 are the benchmark's own fifty attempts.
 """
 
@@ -25,31 +25,31 @@ VIDEO = 160  # Pixels along each edge of a picture for people.
 STILL = np.array([0, 0, 0, 0, 0, 0, -1.0])  # Hold; the gripper open.
 
 
-def world(suite: str, n: int, processes: int = 1, **settings):
-  """A World of `n` environments of a suite, in processes of their own.
+def env(suite: str, num_envs: int, num_processes: int = 1, **settings):
+  """An Env of `num_envs` environments of a suite, in processes of their own.
 
   Args:
     suite: such as 'libero_spatial'.
-    n: how many environments.
-    processes: to spread them over.
-    **settings: those of `rlinf_jax.worlds.pool.Pool` by their names there, all
+    num_envs: how many environments.
+    num_processes: to spread them over.
+    **settings: those of `rlinf_jax.envs.pool.Pool` by their names there, all
       others of `make`.
   """
   from rlinf_jax.envs import env_pool  # Not in a worker: it imports JAX.
 
-  return env_pool.world(make, n, processes, suite=suite, **settings)
+  return env_pool.env(make, num_envs, num_processes, suite=suite, **settings)
 
 
 def make(
   index: int,
   suite: str,
   *,
-  tasks: Sequence[int] = (0,),
-  alike: int = 1,
+  task_ids: Sequence[int] = (0,),
+  group_size: int = 1,
   horizon: int = 300,
-  pictures: bool = False,
-  size: int = 128,
-  fast: bool = True,
+  images: bool = False,
+  image_size: int = 128,
+  fast_rendering: bool = True,
 ) -> simulator.Environment:
   """One environment.
 
@@ -61,26 +61,26 @@ def make(
   Args:
     index: of the environment; it chooses the task.
     suite: such as 'libero_spatial'.
-    tasks: numbers of tasks in the suite.
-    alike: adjacent environments of one task, such as GRPO's group.
+    task_ids: numbers of tasks in the suite.
+    group_size: adjacent environments of one task, such as GRPO's group.
     horizon: steps after which an episode is truncated.
-    pictures: show what cameras see.
-    size: of pictures, in pixels.
-    fast: draw no shadows and no reflections.
+    images: show what cameras see.
+    image_size: of pictures, in pixels.
+    fast_rendering: draw no shadows and no reflections.
   """
   names = _installed(suite)
-  task = tasks[index // alike % len(tasks)]
+  task = task_ids[index // group_size % len(task_ids)]
   if not 0 <= task < len(names):
     raise simulator.UnavailableError(
       f'{suite!r} has tasks 0 … {len(names) - 1}, and no task {task}.'
     )
-  return Libero(suite, names[task], horizon, pictures, size, fast)
+  return Libero(suite, names[task], horizon, images, image_size, fast_rendering)
 
 
 class Libero:
   """An environment of LIBERO, as a worker steps it."""
 
-  def __init__(self, suite, name, horizon, pictures, size, fast):
+  def __init__(self, suite, name, horizon, images, image_size, fast_rendering):
     """Builds the scene, and reads its initial states."""
     import libero.libero as package
     from libero.libero import benchmark, envs
@@ -92,15 +92,15 @@ class Libero:
     self._states = torch.load(states, weights_only=False)
     self._env = envs.env_wrapper.ControlEnv(
       str(root / 'bddl_files' / suite / f'{name}.bddl'),
-      use_camera_obs=pictures,
-      has_offscreen_renderer=pictures,
+      use_camera_obs=images,
+      has_offscreen_renderer=images,
       camera_names=list(CAMERAS.values()),
-      camera_heights=size,
-      camera_widths=size,
+      camera_heights=image_size,
+      camera_widths=image_size,
       ignore_done=True,  # Ends are ours to tell.
       hard_reset=False,  # A scene is built once; states differ, and no more.
     )
-    self._pictures, self._fast, self._time = pictures, fast, 0
+    self._images, self._fast_rendering, self._time = images, fast_rendering, 0
     # What policies are given: the file's name, not the scene's own wording.
     said = benchmark.grab_language_from_filename(f'{name}.bddl')
     text = said.encode()[:LETTERS]
@@ -117,7 +117,7 @@ class Libero:
     np.random.seed(seed)  # It draws from there.
     self._env.reset()
     obs = self._env.set_init_state(self._states[seed % len(self._states)])
-    if self._pictures and self._fast:
+    if self._images and self._fast_rendering:
       _plain(self._env.sim._render_context_offscreen.scn)
     for _ in range(SETTLE):
       obs, *_ = self._env.step(STILL)
@@ -145,7 +145,7 @@ class Libero:
     solid = mujoco.MjvOption()
     solid.geomgroup[0] = 0  # The shapes that collide, which are another set.
     self._renderer.update_scene(data, _viewpoint(model, data), solid)
-    if self._fast:
+    if self._fast_rendering:
       _plain(self._renderer.scene)
     return self._renderer.render()
 
@@ -155,7 +155,7 @@ class Libero:
     self._env.close()
 
   def _seen(self, obs: Mapping[str, np.ndarray]) -> simulator.Tree:
-    if not self._pictures:
+    if not self._images:
       return np.concatenate([obs[ARM], obs[THINGS]]).astype(np.float32)
     return {
       'state': obs[ARM].astype(np.float32),

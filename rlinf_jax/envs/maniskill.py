@@ -17,31 +17,31 @@ from rlinf_jax.envs import simulator
 VIDEO = 160  # Pixels along each edge of a picture for people.
 
 
-def world(task: str, n: int, processes: int = 1, **settings):
-  """A World of `n` environments of a task, in processes of their own.
+def env(task: str, num_envs: int, num_processes: int = 1, **settings):
+  """An Env of `num_envs` environments of a task, in processes of their own.
 
   Args:
     task: such as 'PushCube-v1'.
-    n: how many environments.
-    processes: to spread them over.
-    **settings: those of `rlinf_jax.worlds.pool.Pool` by their names there, all
+    num_envs: how many environments.
+    num_processes: to spread them over.
+    **settings: those of `rlinf_jax.envs.pool.Pool` by their names there, all
       others of `make`.
   """
   from rlinf_jax.envs import env_pool  # Not in a worker: it imports JAX.
 
-  return env_pool.world(make, n, processes, task=task, **settings)
+  return env_pool.env(make, num_envs, num_processes, task=task, **settings)
 
 
 def make(
   index: int,
   task: str,
   *,
-  control: str = 'pd_joint_delta_pos',
-  reward: str = 'normalized_dense',
+  control_mode: str = 'pd_joint_delta_pos',
+  reward_mode: str = 'normalized_dense',
   horizon: int | None = None,
-  pictures: bool = False,
-  size: int = 128,
-  film: bool = False,
+  images: bool = False,
+  image_size: int = 128,
+  video: bool = False,
   **settings,
 ) -> simulator.Environment:
   """One environment; all of a task are alike, whatever the index.
@@ -52,12 +52,12 @@ def make(
   Args:
     index: of the environment.
     task: such as 'PushCube-v1'.
-    control: how actions move the robot.
-    reward: 'normalized_dense', at most 1 a step, 'dense', or 'sparse'.
+    control_mode: how actions move the robot.
+    reward_mode: 'normalized_dense', at most 1 a step, 'dense', or 'sparse'.
     horizon: steps after which an episode is truncated; None for the task's own.
-    pictures: show what the task's cameras see.
-    size: of pictures, in pixels.
-    film: let people see it too, by a camera of the task that is none of the
+    images: show what the task's cameras see.
+    image_size: of pictures, in pixels.
+    video: let people see it too, by a camera of the task that is none of the
       robot's: evaluations have videos then. Where nothing can draw, there is
       none, and all else goes on.
     **settings: more of what ManiSkill's environments can be told.
@@ -65,7 +65,7 @@ def make(
   del index
   registration = _installed(task)
   blind = _blind()
-  if blind and pictures:
+  if blind and images:
     raise simulator.UnavailableError(
       f'{blind}. Without one there are tasks by state.'
     )
@@ -79,38 +79,38 @@ def make(
       f'Episodes of {task!r} have no limit of steps: give it a `horizon`.'
     )
   # Where there is no GPU, ManiSkill takes what draws on a processor.
-  shown = {'obs_mode': 'rgb' if pictures else 'state', 'render_backend': 'none'}
-  if pictures or (film and not blind):
+  shown = {'obs_mode': 'rgb' if images else 'state', 'render_backend': 'none'}
+  if images or (video and not blind):
     shown |= {
       'render_backend': 'gpu',
-      'sensor_configs': {'width': size, 'height': size},
+      'sensor_configs': {'width': image_size, 'height': image_size},
       'human_render_camera_configs': {'width': VIDEO, 'height': VIDEO},
     }
   env = registration.make(
     task,
     num_envs=1,
-    control_mode=control,
-    reward_mode=reward,
+    control_mode=control_mode,
+    reward_mode=reward_mode,
     sim_backend='physx_cpu',
     **(shown | settings),
   )
-  return ManiSkill(env, horizon, film)
+  return ManiSkill(env, horizon, video)
 
 
 class ManiSkill:
   """An environment of ManiSkill, as a worker steps it."""
 
-  def __init__(self, env: Any, horizon: int, film: bool):
+  def __init__(self, env: Any, horizon: int, video: bool):
     """Reads the spaces.
 
     Args:
       env: ManiSkill's.
       horizon: most steps of an episode.
-      film: whether it is drawn for people.
+      video: whether it is drawn for people.
     """
     self._env, self._time = env, 0
     space = env.single_action_space
-    picture = simulator.Array((VIDEO, VIDEO, 3), 'uint8') if film else None
+    picture = simulator.Array((VIDEO, VIDEO, 3), 'uint8') if video else None
     self.spec = simulator.Spec(
       *(_like(env.single_observation_space), space.low, space.high),
       *(horizon, picture),

@@ -63,8 +63,8 @@ class Pool:
   Attributes:
     spec: what environments show and take.
     faults: the failures that were got over, oldest first, the last thousand.
-    lost: how many episodes were lost to them.
-    restarted: how many began anew, as they could not be saved.
+    failed_episodes: how many episodes were lost to them.
+    restarted_episodes: how many began anew, as they could not be saved.
   """
 
   def __init__(
@@ -75,8 +75,8 @@ class Pool:
     *,
     chunk: int = 1,
     discount: float = 1.0,
-    patience: float = 60.0,
-    rest: float = 120.0,
+    step_timeout: float = 60.0,
+    idle_timeout: float = 120.0,
     say: Callable[[str], None] = notices.say,
   ):
     """Starts the first process, to learn what environments look like.
@@ -88,10 +88,10 @@ class Pool:
       processes: to spread them over.
       chunk: steps of a call, if actions are chunks.
       discount: γ of a chunk's reward, Σₖ γᵏ rₖ over the steps that were made.
-      patience: seconds after which a step or a reset is taken to hang.
-      rest: seconds after which a process ends in which nothing was stepped:
-        who traces a step, or begins it for other processes, needs no more. It
-        is begun anew as soon as somebody asks.
+      step_timeout: seconds after which a step or a reset is taken to hang.
+      idle_timeout: seconds without a step after which a worker process exits.
+        The next request starts it again. A process that only traces a step
+        thereby keeps no idle simulators.
       say: told of every failure that is got over.
 
     Raises:
@@ -101,17 +101,15 @@ class Pool:
     self._make, self._sizes = make, (n, chunk, processes)
     self._say, self._discount = say, discount
     self.faults = collections.deque(maxlen=1000)
-    self.lost = self.restarted = 0
+    self.failed_episodes = self.restarted_episodes = 0
     faults = self.faults  # Not `self`, which ends with its last reader.
 
     def tell(fault: worker.Fault):
       faults.append(fault)
-      say(
-        f'Environment {fault.environment}, at call {fault.call}, {fault.what}.'
-      )
+      say(f'Environment {fault.env_id}, at call {fault.call}, {fault.what}.')
 
     self._processes = process_group_lib.Processes(
-      *(make, self._sizes, patience, rest), say, tell
+      *(make, self._sizes, step_timeout, idle_timeout), say, tell
     )
     self.spec, self._memory = self._processes.spec, self._processes.memory
     self._episodes = self._processes.episodes
@@ -163,8 +161,8 @@ class Pool:
     token = np.stack([row_B, 0 * row_B, seed_B], 1).astype(np.int32)
     return token, self._seen(self._memory.obs, row_B)
 
-  def film(self, token, time):
-    """What was filmed since, as `stages.base.Camera` says."""
+  def frames(self, token, time):
+    """What was filmed since, as `stages.base.VideoRecorder` says."""
     row_B, shape = np.asarray(token)[:, INDEX], self.spec.picture.shape
     return self._reel.frames(row_B, np.asarray(time), shape)
 
@@ -222,7 +220,7 @@ class Pool:
       final_obs=final,
       success=m.success_N[row_B],
       steps=m.steps_N[row_B],
-      lost=lost_B,
+      env_failed=lost_B,
     )
 
   def save(self, token) -> episode_log.Past:
@@ -264,15 +262,15 @@ class Pool:
         f'Episodes that are gone on with, by their seeds and actions: {moved}.'
       )
     if lost:
-      self.restarted += len(lost)
+      self.restarted_episodes += len(lost)
       self._say(f'New episodes, as those could not be saved: {len(lost)}.')
 
   def _count(self, row_B, lost_B):
     """Counts lost episodes; gives up on what only ever fails."""
-    self.lost += int(lost_B.sum())
+    self.failed_episodes += int(lost_B.sum())
     self._failures[row_B] = np.where(lost_B, self._failures[row_B] + 1, 0)
     for i in row_B[self._failures[row_B] >= FAILURES]:
-      whats = (x.what for x in reversed(self.faults) if x.environment == i)
+      whats = (x.what for x in reversed(self.faults) if x.env_id == i)
       what = next(whats, 'was in another process')
       raise worker.BrokenError(
         f'Environment {i} failed {FAILURES} times in a row; the last time it '

@@ -69,7 +69,7 @@ class Process:
     first: int,
     sizes: tuple[int, int, int],
     fd: int,
-    rest: float,
+    idle_timeout: float,
   ):
     """Starts it, and does not wait until it is there.
 
@@ -79,7 +79,7 @@ class Process:
       first: the environment that it builds at once.
       sizes: environments, steps of a call, processes.
       fd: of the memory that is shared.
-      rest: seconds after which it ends, if nothing was stepped.
+      idle_timeout: seconds after which it ends, if nothing was stepped.
     """
     self.rank, self.waiting, self.answered = rank, [], 0
     self.spec, self.done = None, {}
@@ -104,7 +104,7 @@ class Process:
     os.close(end)
     self._mail = connection.Connection(ours.detach())
     with contextlib.suppress(OSError):  # It died; `settle` tells.
-      self._mail.send((make, rank, first, sizes, rest))
+      self._mail.send((make, rank, first, sizes, idle_timeout))
 
   @property
   def pid(self) -> int:
@@ -134,21 +134,21 @@ class Process:
   def answer(
     self,
     memory: shared_memory_lib.Memory,
-    patience: float,
+    step_timeout: float,
     tell: Callable[[worker.Fault | worker.Picture], None],
   ):
     """Waits until its oldest request is done.
 
     Args:
       memory: shared with it, where it beats.
-      patience: seconds that one step of one environment may take.
+      step_timeout: seconds that one step of one environment may take.
       tell: told of the failures that it got over, and given pictures.
 
     Raises:
       DiedError: if it died, or takes longer.
       BrokenError: if an environment begins no episode.
     """
-    while not isinstance(said := self._next(memory, patience), worker.Done):
+    while not isinstance(said := self._next(memory, step_timeout), worker.Done):
       if isinstance(said, worker.BrokenError):
         raise said
       tell(said)
@@ -158,9 +158,9 @@ class Process:
     if os.fstat(self._log.fileno()).st_size > LOG:
       self._log.truncate(0)
 
-  def _next(self, memory, patience: float):
+  def _next(self, memory, step_timeout: float):
     """What it says next, as long as it beats."""
-    beat, waited, tick = None, 0.0, min(1.0, patience / 4)
+    beat, waited, tick = None, 0.0, min(1.0, step_timeout / 4)
     while not self._mail.poll(tick):
       # Not by the clock: a machine that was suspended has not waited.
       waited += tick
@@ -169,18 +169,18 @@ class Process:
       if now != beat:
         beat, waited = now, 0.0
       builds = now[2] == shared_memory_lib.BUILDING
-      allowed = max(BUILD, patience) if builds else patience
+      allowed = max(BUILD, step_timeout) if builds else step_timeout
       if waited > allowed:
         raise DiedError(f'did not answer for {allowed:g} seconds')
-    return self._hear(patience)
+    return self._hear(step_timeout)
 
-  def _hear(self, patience: float) -> Any:
+  def _hear(self, step_timeout: float) -> Any:
     try:
-      if self._mail.poll(patience):
+      if self._mail.poll(step_timeout):
         return self._mail.recv()
     except (EOFError, OSError):
       raise DiedError(self._death()) from None
-    raise DiedError(f'did not answer for {patience:g} seconds')
+    raise DiedError(f'did not answer for {step_timeout:g} seconds')
 
   def _death(self) -> str:
     """How it ended."""

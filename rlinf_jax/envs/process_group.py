@@ -25,8 +25,8 @@ class Processes:
     self,
     make: simulator.Make,
     sizes: tuple[int, int, int],
-    patience: float,
-    rest: float,
+    step_timeout: float,
+    idle_timeout: float,
     say: Callable[[str], None],
     tell: Callable[[worker.Fault], None],
   ):
@@ -35,8 +35,8 @@ class Processes:
     Args:
       make: makes an environment of its index.
       sizes: environments, steps of a call, processes.
-      patience: seconds after which a step or a reset is taken to hang.
-      rest: seconds after which a process ends that nothing was stepped in.
+      step_timeout: seconds after which a step or a reset is taken to hang.
+      idle_timeout: seconds without a step after which a process exits.
       say: told of processes that died at rest.
       tell: told of failures of environments.
 
@@ -44,7 +44,7 @@ class Processes:
       UnavailableError: if environments cannot be built here.
     """
     self._make, self._sizes = make, sizes
-    self._patience, self._rest = patience, rest
+    self._step_timeout, self._idle_timeout = step_timeout, idle_timeout
     self._say, self._tell = say, tell
     self._fd = shared_memory_lib.anonymous()
     self._there: list[process.Process] = []
@@ -105,7 +105,7 @@ class Processes:
       died = 0
       while (one := self._there[rank]).answered < count:
         try:
-          one.answer(self.memory, self._patience, self._told)
+          one.answer(self.memory, self._step_timeout, self._told)
         except process.DiedError as error:
           died += 1
           if died > worker.ATTEMPTS * self._sizes[0]:
@@ -119,7 +119,7 @@ class Processes:
 
   def _started(self, rank: int) -> process.Process:
     return process.Process(
-      self._make, rank, rank, self._sizes, self._fd, self._rest
+      self._make, rank, rank, self._sizes, self._fd, self._idle_timeout
     )
 
   def _agree(self, one: process.Process):

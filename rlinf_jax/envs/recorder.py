@@ -48,7 +48,7 @@ class Reel:
     if isinstance(picture.frame, str):
       self.stop(picture.frame)
     else:
-      self._taken[picture.environment][picture.call] = picture.frame
+      self._taken[picture.env_id][picture.call] = picture.frame
 
   def stop(self, why: str):
     """Films nothing from now on."""
@@ -58,11 +58,11 @@ class Reel:
     self._blind = True
 
   def frames(self, row_B, time, shape) -> tuple[np.ndarray, np.ndarray]:
-    """Pictures of environments, as `stages.base.Camera` has them."""
+    """Pictures of environments, as `stages.base.VideoRecorder` has them."""
     if self._cast is None:
       self.stop(
         'they began in another process than this; give `reset`, `simulate` '
-        'and `film` one place'
+        'and `video` one place'
       )
     frame = np.zeros((*time.shape, *shape), np.uint8)
     shown_B = np.zeros(len(row_B), np.float32)

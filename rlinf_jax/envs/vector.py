@@ -2,8 +2,8 @@
 
 So simulators on a GPU come, and whatever is a `gymnasium.vector.VectorEnv`:
 
-world = vector.world('my_module:my/Env-v0', n=16)
-world = vector.of(env, horizon=100)  # Yours, as it is.
+world = vector.env('my_module:my/Env-v0', n=16)
+world = vector.wrap(env, horizon=100)  # Yours, as it is.
 
 It lives in the process that steps it. Its batch is not cut in pieces, what it
 raises ends the step for all rows, and what it was in the middle of is not
@@ -25,12 +25,12 @@ FINAL = 'final_obs', 'final_observation'  # As infos call it.
 SUCCESS = 'success', 'is_success'
 
 
-def world(name: str, n: int, **settings) -> base.Env:
-  """A World of `n` environments that Gymnasium makes as one.
+def env(name: str, num_envs: int, **settings) -> base.Env:
+  """An Env of `num_envs` environments that Gymnasium makes as one.
 
   Args:
     name: an id of Gymnasium's registry; 'module:id' imports the module first.
-    n: how many environments.
+    num_envs: how many environments.
     **settings: others of `gymnasium.make_vec`.
   """
   try:
@@ -45,10 +45,10 @@ def world(name: str, n: int, **settings) -> base.Env:
   if gym.spec(name).vector_entry_point is None:
     disabled = {'autoreset_mode': gym.vector.AutoresetMode.DISABLED}
     settings = {'vector_kwargs': disabled} | settings
-  return of(gym.make_vec(name, num_envs=n, **settings))
+  return wrap(gym.make_vec(name, num_envs=num_envs, **settings))
 
 
-def of(
+def wrap(
   env: Any, horizon: int | None = None, say: Callable[[str], None] = notices.say
 ) -> base.Env:
   """A vector environment as a Env.
@@ -62,10 +62,10 @@ def of(
     ValueError: if it cannot be one, with what to do.
   """
   made = Vector(env, horizon, say)
-  return env_pool.stepped(
+  return env_pool.host_env(
     *(made.spec, made.init, made.step),
-    whole=True,
-    past=(),
+    lockstep=True,
+    snapshot_spec=(),
     save=lambda token: (),
     load=made.load,
   )
@@ -188,7 +188,7 @@ class Vector:
       final_obs=part(last),
       success=number(success),
       steps=np.ones(B, np.float32),
-      lost=number(lost),
+      env_failed=number(lost),
     )
 
   def _begin(self, seed_N, call_N, B: int):

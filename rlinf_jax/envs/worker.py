@@ -1,6 +1,6 @@
 """A process that holds some environments, and does what it is asked.
 
-`rlinf_jax.worlds.process` starts it and sends it pickled requests. It is a
+`rlinf_jax.envs.process` starts it and sends it pickled requests. It is a
 program of its own and no `multiprocessing` child, since that would run the
 caller's main module again, JAX and all, before the first environment is built.
 """
@@ -29,12 +29,12 @@ class Fault(NamedTuple):
   """A failure that was got over.
 
   Attributes:
-    environment: which.
+    env_id: which environment.
     call: how often it had been stepped before.
     what: a sentence.
   """
 
-  simulator: int
+  env_id: int
   call: int
   what: str
 
@@ -43,12 +43,12 @@ class Picture(NamedTuple):
   """How an environment looked.
 
   Attributes:
-    environment: which.
+    env_id: which environment.
     call: how often it had been stepped then.
     frame: uint8 [H, W, 3], or a sentence that says why there is none.
   """
 
-  simulator: int
+  env_id: int
   call: int
   frame: np.ndarray | str
 
@@ -307,7 +307,7 @@ def main():
   faulthandler.enable()
   with contextlib.suppress(EOFError), connection.Connection(mail) as parent:
     try:
-      make, rank, first, sizes, rest = parent.recv()
+      make, rank, first, sizes, idle_timeout = parent.recv()
       worker = Worker(make, rank, first, parent.send)
       parent.send(worker.spec)
       worker.share(memory, *sizes)
@@ -315,7 +315,7 @@ def main():
       parent.send(error_of(error))
       return
     wanted = False  # Whoever only looked shall not keep simulators.
-    while wanted or parent.poll(rest) or end(rest):
+    while wanted or parent.poll(idle_timeout) or end(idle_timeout):
       if (request := parent.recv()) is None:
         break
       wanted |= request[0] == 'step'
@@ -328,9 +328,9 @@ def main():
     worker.close()
 
 
-def end(rest: float):
+def end(idle_timeout: float):
   """Ends a process that nobody had step; whoever asks for it begins it anew."""
-  print(f'it had nothing to do for {rest:g} seconds')
+  print(f'it had nothing to do for {idle_timeout:g} seconds')
   sys.exit()
 
 

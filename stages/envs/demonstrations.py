@@ -17,15 +17,15 @@ from stages.envs import episode_stats, rollout, seed_source
 from stages.models import gaussian_policy
 
 
-def scripted(
-  world: base.Env, controller: Callable, deviation: float
+def scripted_policy(
+  world: base.Env, controller: Callable, noise_std: float
 ) -> base.Policy:
   """A policy that does what somebody wrote down, and deviates from it.
 
   Args:
     world: where.
     controller: `obs_O -> action_A`, where −1 … 1 is the range of the world.
-    deviation: of the Gaussian noise that is added. What makes up for it is
+    noise_std: of the Gaussian noise that is added. What makes up for it is
       demonstrated, too, and whoever clones that explores as far.
   """
 
@@ -34,49 +34,52 @@ def scripted(
     action_BA = jax.vmap(controller)(obs)
     if not greedy:
       draw = lambda key: jax.random.normal(key, action_BA.shape[1:])
-      action_BA += deviation * jax.vmap(draw)(key_B)
+      action_BA += noise_std * jax.vmap(draw)(key_B)
     none_B = 0.0 * action_BA[:, 0]
     return base.Experience(obs, action_BA, none_B, none_B + 1.0, none_B)
 
   return base.Policy(
-    lambda key: (), act, None, gaussian_policy.policy(world).command
+    lambda key: (), act, None, gaussian_policy.policy(world).to_env_action
   )
 
 
-def make(
+def collect(
   world: base.Env,
   controller: Callable,
   *,
-  rows: int,
-  deviation: float,
-  attempts: int,
+  num_envs: int,
+  noise_std: float,
+  num_episodes: int,
 ) -> tuple[base.Demonstration, int]:
   """The episodes that succeed of some, step by step; and how many those are.
 
   Args:
     world: where.
     controller: `obs_O -> action_A`, where −1 … 1 is the range of the world.
-    rows: environments.
-    deviation: of actions from what it says.
-    attempts: how many; the first has seed 0, the next 1.
+    num_envs: environments.
+    noise_std: of actions from what it says.
+    num_episodes: how many; the first has seed 0, the next 1.
   """
-  if isinstance(world.obs, dict) or len(world.obs.shape) != 1:
+  if isinstance(world.obs_spec, dict) or len(world.obs_spec.shape) != 1:
     raise ValueError(
-      f'Demonstrations are kept of vectors, and the world shows {world.obs}: '
-      'give the world a setting in which it shows its state.'
+      'Demonstrations hold vector observations, and this environment has '
+      f'{world.obs_spec}: configure it to return its state as a vector.'
     )
-  policy = scripted(world, controller, deviation)
+  policy = scripted_policy(world, controller, noise_std)
   reset = rollout.reset(world)
   act = rollout.rollout(policy, world, world.horizon)
   kept, succeeded = [], 0
-  for begin in range(0, attempts, rows):
-    seed_B = np.arange(begin, min(begin + rows, attempts), dtype=np.int32)
+  for begin in range(0, num_episodes, num_envs):
+    seed_B = np.arange(
+      begin, min(begin + num_envs, num_episodes), dtype=np.int32
+    )
     state, obs = reset(seed_B)
     keys = stages.keys(jax.random.key(begin), seed_B)
-    *_, x, outcome = act((), (), state, obs, keys)
-    success_B = episode_stats.first(outcome).success_once
+    *_, x, timestep = act((), (), state, obs, keys)
+    success_B = episode_stats.first_episode(timestep).success_once
     counts_BT = (
-      np.asarray(episode_stats.alive(outcome) * success_B[:, None]) > 0
+      np.asarray(episode_stats.in_first_episode(timestep) * success_B[:, None])
+      > 0
     )
     kept.append([np.asarray(y)[counts_BT] for y in (x.obs, x.action)])
     succeeded += int(success_B.sum())
@@ -114,14 +117,14 @@ def read(path: str | pathlib.Path) -> base.Demonstration:
   return x
 
 
-def steps(
-  path: str, *, rows: int, held_out: int = 100, held_out_batch: int = 100
+def source(
+  path: str, *, batch_size: int, held_out: int = 100, held_out_batch: int = 100
 ) -> base.Source:
   """Steps at random, and held-out seeds to try what was learned from them.
 
   Args:
     path: of a file of demonstrations.
-    rows: steps of a batch.
+    batch_size: steps of a batch.
     held_out: episodes of an evaluation.
     held_out_batch: how many of them go on at once.
   """
@@ -133,7 +136,7 @@ def steps(
   def draw(state, metrics):
     del metrics
     rng = np.random.default_rng([int(state['seed']), int(state['batch'])])
-    id_B = rng.integers(len(every.obs), size=rows)
+    id_B = rng.integers(len(every.obs), size=batch_size)
     batch = base.Demonstration(every.obs[id_B], every.action[id_B])
     return {**state, 'batch': state['batch'] + 1}, batch
 

@@ -8,29 +8,35 @@ from stages import base
 from stages.envs import episode_stats, obs_stats, rollout, video
 
 
-def fresh(policy: base.Policy, world: base.Env, normalized: bool, key):
+def init(policy: base.Policy, world: base.Env, normalize_obs: bool, key):
   """A policy that knows nothing, and the scale before anything was seen."""
-  scale = obs_stats.nothing(world.obs) if normalized else ()
+  scale = obs_stats.init(world.obs_spec) if normalize_obs else ()
   return {'policy': policy.init(key), 'obs_stats': scale}
 
 
-def exported(state) -> dict[str, Any]:
-  """The policy of a state, as `stages.models.saved` keeps it."""
+def policy_state(state) -> dict[str, Any]:
+  """The policy of a state, as `stages.models.policy_file` keeps it."""
   return {'policy': state.actor.params, 'obs_stats': state.obs_stats}
 
 
-def examine(policy: base.Policy, world: base.Env) -> Callable:
+def evaluator(policy: base.Policy, world: base.Env) -> Callable:
   """Returns `params, scale, seed_B, key -> info`: each seed's first episode.
 
   Where the world can be drawn, some of them can be seen.
   """
-  reset = rollout.reset(video.filmed(world))
+  reset = rollout.reset(video.with_recorder(world))
   attempt = rollout.rollout(
-    policy, world, world.horizon, greedy=True, drawn=world.draw is not None
+    policy,
+    world,
+    world.horizon,
+    greedy=True,
+    keep_states=world.render is not None,
   )
-  watch = video.watch(world)
+  watch = video.video_stage(world)
   score = stages.Stage(
-    lambda outcome: episode_stats.told(episode_stats.first(outcome), 'eval'),
+    lambda timestep: episode_stats.metrics(
+      episode_stats.first_episode(timestep), 'eval'
+    ),
     'score',
     'sum',
   )
@@ -38,8 +44,8 @@ def examine(policy: base.Policy, world: base.Env) -> Callable:
   def evaluate(params, scale, seed_B, key):
     state, obs = reset(seed_B)
     keys = stages.keys(key, seed_B)
-    state, _, _, outcome = attempt(params, scale, state, obs, keys)
-    info = score(outcome._replace(final_state=None))
-    return info | watch(state, seed_B, outcome._replace(final_obs=()))
+    state, _, _, timestep = attempt(params, scale, state, obs, keys)
+    info = score(timestep._replace(final_state=None))
+    return info | watch(state, seed_B, timestep._replace(final_obs=()))
 
   return evaluate

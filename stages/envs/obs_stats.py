@@ -1,6 +1,6 @@
-"""What is seen, on a scale of its own: mean zero and variance one so far.
+"""What is seen, on a stats of its own: mean zero and variance one so far.
 
-Pictures and letters have a scale already, that of bytes: whatever is of
+Pictures and letters have a stats already, that of bytes: whatever is of
 integers is left as it is, and no moments are kept of it.
 
 Means and variances of pieces merge to those of the whole without error in the
@@ -17,7 +17,7 @@ EPSILON = 1e-8
 MOST = 10.0  # Deviations from the mean beyond which nothing is told apart.
 
 
-class Scale(NamedTuple):
+class RunningStats(NamedTuple):
   """Moments of all that was seen, one of each for every feature.
 
   Attributes:
@@ -31,7 +31,7 @@ class Scale(NamedTuple):
   mean: Any
   square: Any
 
-  def merge(self, other: 'Scale') -> 'Scale':
+  def merge(self, other: 'RunningStats') -> 'RunningStats':
     """Chan, Golub and LeVeque, 1979: https://doi.org/10.2307/2683386.
 
     δ = μ_b − μ_a,   μ = μ_a + δ n_b / n,   S = S_a + S_b + δ² n_a n_b / n
@@ -44,16 +44,16 @@ class Scale(NamedTuple):
       lambda a, b, d: a + b + d**2 * (self.count * share),
       *(self.square, other.square, delta),
     )
-    return Scale(count, mean, square)
+    return RunningStats(count, mean, square)
 
 
-def nothing(like) -> Scale:
+def init(like) -> RunningStats:
   """Before anything was seen; `like` is one observation."""
   zero = jax.tree.map(lambda x: jnp.zeros(x.shape, float), _numbers(like))
-  return Scale(jnp.zeros((), float), zero, zero)
+  return RunningStats(jnp.zeros((), float), zero, zero)
 
 
-def of(obs, like) -> Scale:
+def from_batch(obs, like) -> RunningStats:
   """The moments of observations that have some dimensions ahead of `like`'s."""
 
   def flat(x, one):
@@ -64,27 +64,27 @@ def of(obs, like) -> Scale:
   rows = _numbers(rows)
   mean = jax.tree.map(lambda x: x.mean(0), rows)
   square = jax.tree.map(lambda x, m: ((x - m[None]) ** 2).sum(0), rows, mean)
-  return Scale(jnp.full((), count, float), mean, square)
+  return RunningStats(jnp.full((), count, float), mean, square)
 
 
-def normalize(scale: Scale | tuple[()], obs):
-  """Observations by `scale`; as they are before anything was seen.
+def normalize(stats: RunningStats | tuple[()], obs):
+  """Observations by `stats`; as they are before anything was seen.
 
-  So they are where there is no scale, `()`.
+  So they are where there is no stats, `()`.
   """
-  if not scale:
+  if not stats:
     return obs
-  known = scale.count > 0
+  known = stats.count > 0
 
   def by(x, mean, square):
     if mean is None:
       return x
-    variance = jnp.where(known, square / jnp.maximum(scale.count, 1.0), 1.0)
+    variance = jnp.where(known, square / jnp.maximum(stats.count, 1.0), 1.0)
     ahead = (1,) * (x.ndim - mean.ndim)
     mean, variance = (m.reshape(ahead + m.shape) for m in (mean, variance))
     return jnp.clip((x - mean) * jax.lax.rsqrt(variance + EPSILON), -MOST, MOST)
 
-  return jax.tree.map(by, obs, scale.mean, scale.square)
+  return jax.tree.map(by, obs, stats.mean, stats.square)
 
 
 def _numbers(tree):

@@ -34,7 +34,7 @@ def push(
   dense: bool = True,
   terminate: bool = False,
   horizon: int = 50,
-  pictures: int | None = None,
+  image_size: int | None = None,
 ) -> base.Env:
   """The world in which a puck shall be pushed to a goal.
 
@@ -42,7 +42,7 @@ def push(
     dense: whether the reward says how near things are, or success alone.
     terminate: whether success ends an episode for good.
     horizon: steps after which an episode is truncated.
-    pictures: pixels along each edge of a picture of the table, by which puck
+    image_size: pixels along each edge of a picture of the table, by which puck
       and goal are seen then, and only the gripper is felt; None to be told
       where all things are.
   """
@@ -52,13 +52,13 @@ def push(
     return (closeness(at) if dense else success), success
 
   task = vectorize.Task(begin, move, look, judge, scene, feel)
-  return vectorize.world(
+  return vectorize.env(
     task,
-    low=(-1.0, -1.0),
-    high=(1.0, 1.0),
+    action_low=(-1.0, -1.0),
+    action_high=(1.0, 1.0),
     horizon=horizon,
     terminate=terminate,
-    pictures=pictures,
+    image_size=image_size,
   )
 
 

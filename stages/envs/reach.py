@@ -34,7 +34,7 @@ def reach(
   dense: bool = True,
   terminate: bool = False,
   horizon: int = 40,
-  pictures: int | None = None,
+  image_size: int | None = None,
 ) -> base.Env:
   """The world in which the tip of an arm shall be at a goal.
 
@@ -42,8 +42,8 @@ def reach(
     dense: whether the reward says how near the tip is, or success alone.
     terminate: whether success ends an episode for good.
     horizon: steps after which an episode is truncated.
-    pictures: pixels along each edge of a picture of arm and goal, by which the
-      goal is seen then, and only the arm is felt; None to be told where it is.
+    image_size: edge in pixels of a rendered image. The observation is then the
+      image and the state of the arm; None for one vector with the goal in it.
   """
 
   def judge(arm: Arm):
@@ -53,13 +53,13 @@ def reach(
     return (1.0 - jnp.tanh(5.0 * far) if dense else success), success
 
   task = vectorize.Task(begin, move, look, judge, scene, feel, 1.1)
-  return vectorize.world(
+  return vectorize.env(
     task,
-    low=(-1.0, -1.0),
-    high=(1.0, 1.0),
+    action_low=(-1.0, -1.0),
+    action_high=(1.0, 1.0),
     horizon=horizon,
     terminate=terminate,
-    pictures=pictures,
+    image_size=image_size,
   )
 
 

@@ -22,7 +22,7 @@ class Transition(NamedTuple):
 
   Attributes:
     obs: what was seen before.
-    command: what the world was told.
+    env_action: what the environment was told.
     reward: what followed; of a chunk of n steps, Σₖ γᵏ rₖ.
     discount: what comes after counts by: γⁿ, zero only where the episode
       terminated.
@@ -30,7 +30,7 @@ class Transition(NamedTuple):
   """
 
   obs: Any
-  command: Float[Array, 'N ...']
+  env_action: Float[Array, 'N ...']
   reward: Float[Array, ' N']
   discount: Float[Array, ' N']
   next_obs: Any

@@ -37,11 +37,11 @@ def rollout(
   T: int,
   *,
   greedy: bool = False,
-  drawn: bool = False,
+  keep_states: bool = False,
 ) -> Callable:
-  """Returns `params, scale, state, obs, keys -> state, obs, x, outcome`.
+  """Returns `params, stats, state, obs, keys -> state, obs, x, timestep`.
 
-  `x`, an Experience, and `outcome` (without what is seen next, which `x` has)
+  `x`, an Experience, and `timestep` (without what is seen next, which `x` has)
   are [B, T]; the state of the world is used up.
 
   Args:
@@ -49,52 +49,54 @@ def rollout(
     world: where.
     T: steps.
     greedy: whether it does what is likeliest, rather than what it draws.
-    drawn: whether outcomes keep the states by which worlds can be drawn.
+    keep_states: whether time steps keep `final_state`, for rendering.
   """
 
-  def act(params, scale, obs, key_B):
+  def act(params, stats, obs, key_B):
     """One step: what is done, what the world is told, and keys for the next."""
     key_B2 = jax.vmap(jax.random.split)(key_B)
     x = policy.act(
-      params, obs_stats.normalize(scale, obs), key_B2[:, 0], greedy=greedy
+      params, obs_stats.normalize(stats, obs), key_B2[:, 0], greedy=greedy
     )
-    command = policy.command(x.action) if policy.command else x.action
+    command = (
+      policy.to_env_action(x.action) if policy.to_env_action else x.action
+    )
     return x._replace(obs=obs), command, key_B2[:, 1]
 
-  def fused(params, scale, state, obs, key_B):
+  def fused(params, stats, state, obs, key_B):
     def one(carry, _):
       state, obs, key_B = carry
-      x, command, key_B = act(params, scale, obs, key_B)
-      state, outcome = world.step(state, command)
-      kept = outcome._replace(obs=())
-      if not drawn:
+      x, command, key_B = act(params, stats, obs, key_B)
+      state, timestep = world.step(state, command)
+      kept = timestep._replace(obs=())
+      if not keep_states:
         kept = kept._replace(final_state=None)
-      return (state, outcome.obs, key_B), (x, kept)
+      return (state, timestep.obs, key_B), (x, kept)
 
     start = state, obs, key_B
     (state, obs, _), made = jax.lax.scan(one, start, length=T)
-    x, outcome = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), made)
-    return state, obs, x, outcome
+    x, timestep = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), made)
+    return state, obs, x, timestep
 
   if not world.host:
     name = 'attempt' if greedy else 'rollout'
     return stages.Stage(fused, name, unbatched=(0, 1), consumes=(2,))
 
   decide = stages.Stage(act, 'act', unbatched=(0, 1))
-  simulate = [simulated(world, t == 0, t == T - 1) for t in range(T)]
+  simulate = [step_stage(world, t == 0, t == T - 1) for t in range(T)]
   # Two stages, so that a place of simulators sends what is seen and no more.
   gather = stages.Stage(_gathered, 'gather')
   collect = stages.Stage(_gathered, 'collect')
 
-  def alternate(params, scale, state, obs, key_B):
-    xs, outcomes = [], []
+  def alternate(params, stats, state, obs, key_B):
+    xs, timesteps = [], []
     for t in range(T):
-      x, command, key_B = decide(params, scale, obs, key_B)
-      state, outcome = simulate[t](state, command)
-      obs = outcome.obs
+      x, command, key_B = decide(params, stats, obs, key_B)
+      state, timestep = simulate[t](state, command)
+      obs = timestep.obs
       xs.append(x)
-      outcomes.append(outcome._replace(obs=()))
-    return state, obs, gather(*xs), collect(*outcomes)
+      timesteps.append(timestep._replace(obs=()))
+    return state, obs, gather(*xs), collect(*timesteps)
 
   return alternate
 
@@ -117,7 +119,7 @@ def reset(world: base.Env) -> stages.Stage:
   return stages.Stage(start, 'reset', 'batch', host=True, out_shapes=like)
 
 
-def simulated(world: base.Env, first: bool, last: bool) -> stages.Stage:
+def step_stage(world: base.Env, first: bool, last: bool) -> stages.Stage:
   """One step of a simulator: a stage `state, command -> state, TimeStep`.
 
   Args:
@@ -132,8 +134,10 @@ def simulated(world: base.Env, first: bool, last: bool) -> stages.Stage:
     del command
     token = state.token if saves and first else state
     B = token.shape[0]
-    state = Saved(token, _rows(world.past, B)) if saves and last else token
-    obs = _rows(world.obs, B)
+    state = (
+      Saved(token, _rows(world.snapshot_spec, B)) if saves and last else token
+    )
+    obs = _rows(world.obs_spec, B)
     row = jax.ShapeDtypeStruct((B,), jnp.float32)
     return state, base.TimeStep(obs, row, row, row, obs, row, row, row)
 
@@ -144,11 +148,11 @@ def simulated(world: base.Env, first: bool, last: bool) -> stages.Stage:
     return stages.Deferred(world.send(token, command), leave)
 
   def leave(made):
-    token, outcome = made
-    return (_saved(world, token) if last else token), outcome
+    token, timestep = made
+    return (_saved(world, token) if last else token), timestep
 
   ahead = world.send is not None
-  grain = 'batch' if world.whole else 'row'
+  grain = 'batch' if world.lockstep else 'row'
   return stages.Stage(
     step,
     'simulate',
@@ -160,7 +164,7 @@ def simulated(world: base.Env, first: bool, last: bool) -> stages.Stage:
   )
 
 
-def begin(world: base.Env, seed_B):
+def init(world: base.Env, seed_B):
   """Begins episodes outside of a step."""
   if not world.host:
     return jax.jit(world.init)(seed_B)
@@ -184,8 +188,8 @@ def _begun(world: base.Env, seed):
   B = seed.shape[0]
   token = jax.ShapeDtypeStruct((B, 3), jnp.int32)
   if world.save:
-    token = Saved(token, _rows(world.past, B))
-  return token, _rows(world.obs, B)
+    token = Saved(token, _rows(world.snapshot_spec, B))
+  return token, _rows(world.obs_spec, B)
 
 
 def _rows(like, B: int):
@@ -194,7 +198,7 @@ def _rows(like, B: int):
   )
 
 
-def seeds(n: int, group_size: int) -> stages.Stage:
+def draw_seeds(n: int, group_size: int) -> stages.Stage:
   """Begins worlds: a stage `key -> seed_B`, `n` seeds, each `group_size` times.
 
   Rows of a group are next to each other.

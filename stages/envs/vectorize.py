@@ -57,40 +57,40 @@ class Task(NamedTuple):
   reach: float = 1.0
 
 
-def world(
+def env(
   task: Task,
   *,
-  low: tuple[float, ...],
-  high: tuple[float, ...],
+  action_low: tuple[float, ...],
+  action_high: tuple[float, ...],
   horizon: int,
   terminate: bool,
-  pictures: int | None = None,
+  image_size: int | None = None,
 ) -> base.Env:
   """The world of a task.
 
   Args:
     task: one environment.
-    low: the least of each dimension of a command.
-    high: the most.
+    action_low: the least of each dimension of a command.
+    action_high: the most.
     horizon: steps after which an episode is truncated.
     terminate: whether success ends an episode for good.
-    pictures: pixels along each edge of what is seen: then an observation is
-      {'image': {'table': uint8 [pictures, pictures, 3]}, 'state': what the
+    image_size: pixels along each edge of what is seen: then an observation is
+      {'image': {'table': uint8 [size, size, 3]}, 'state': what the
       robot feels}. None: it is the vector that the task looks like.
   """
-  if pictures and not task.scene:
+  if image_size and not task.scene:
     raise ValueError(
       'This task has no scene, so there are no pictures of it: leave out '
-      '`pictures`, or say what is to be drawn.'
+      '`image_size`, or say what is to be drawn.'
     )
 
   def picture(place, size):
     return drawing.picture(task.scene(place), size, task.reach)
 
   def look(place):
-    if pictures is None:
+    if image_size is None:
       return task.look(place)
-    image = {CAMERA: picture(place, pictures)}
+    image = {CAMERA: picture(place, image_size)}
     return {'image': image, 'state': task.feel(place)}
 
   def drawn(state_B: Running, size: int = drawing.SIZE):
@@ -117,15 +117,15 @@ def world(
       start(old.seed, old.episode + 1),
       final_state,
     )
-    outcome = base.TimeStep(
+    timestep = base.TimeStep(
       *(look(now.place), reward, terminated, truncated, final_obs, success),
       final_state=final_state,
     )
-    return now, outcome
+    return now, timestep
 
   like = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.int32))[1]
   return base.Env(
     *(jax.vmap(init), jax.vmap(step), like),
-    *(low, high, horizon),
-    draw=drawn if task.scene else None,
+    *(action_low, action_high, horizon),
+    render=drawn if task.scene else None,
   )

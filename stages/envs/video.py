@@ -19,23 +19,23 @@ from stages.envs import rollout
 
 EPISODES = 4  # The first of an evaluation.
 PICTURES = 30  # Of an episode, at most, beside its beginning.
-NAME = 'eval/film'
+NAME = 'eval/video'
 
 
-def filmed(world: base.Env) -> base.Env:
+def with_recorder(world: base.Env) -> base.Env:
   """The same world, in which cameras run where it needs any."""
-  if world.camera is None:
+  if world.recorder is None:
     return world
   begin = functools.partial(
-    world.camera.begin, rows=EPISODES, every=_every(world.horizon)
+    world.recorder.init, rows=EPISODES, every=_every(world.horizon)
   )
   return world._replace(init=begin)
 
 
-def watch(world: base.Env) -> Callable:
-  """Returns `state, seed_B, outcome -> info`, what is to be seen, if anything.
+def video_stage(world: base.Env) -> Callable:
+  """Returns `state, seed_B, timestep -> info`, what is to be seen, if anything.
 
-  The state is the one after the last step, and is used up; `outcome` is of the
+  The state is the one after the last step, and is used up; `timestep` is of the
   `world.horizon` steps since episodes began. Of each of the first episodes
   there is a `frame` every few steps, and its last one up to the end of all:
 
@@ -46,57 +46,57 @@ def watch(world: base.Env) -> Callable:
     shown: one where there are pictures, [B].
     frame: uint8 [B, n, height, width, 3].
   """
-  if world.camera:
-    fetch = functools.partial(_fetched, world.camera)
-    like = functools.partial(_promised, world.camera)
+  if world.recorder:
+    fetch = functools.partial(_fetched, world.recorder)
+    like = functools.partial(_promised, world.recorder)
     return stages.Stage(
-      fetch, 'film', 'sum', consumes=(0,), host=True, out_shapes=like
+      fetch, 'video', 'sum', consumes=(0,), host=True, out_shapes=like
     )
-  if world.draw:
-    drawn = stages.Stage(functools.partial(_drawn, world), 'film', 'sum')
-    return lambda state, seed, outcome: drawn(seed, outcome)
-  return lambda state, seed, outcome: {}
+  if world.render:
+    drawn = stages.Stage(functools.partial(_drawn, world), 'video', 'sum')
+    return lambda state, seed, timestep: drawn(seed, timestep)
+  return lambda state, seed, timestep: {}
 
 
-def _drawn(world: base.Env, seed, outcome: base.TimeStep) -> base.Info:
+def _drawn(world: base.Env, seed, timestep: base.TimeStep) -> base.Info:
   """Draws the states that a rollout has kept."""
-  if outcome.final_state is None:
+  if timestep.final_state is None:
     raise ValueError(
-      'This world can be drawn, but its outcomes have no `final_state`, and '
+      'This world can be drawn, but its timesteps have no `final_state`, and '
       'without it nobody sees how an episode ends: give them one, or leave out '
-      '`draw`.'
+      '`render`.'
     )
   first, _ = world.init(seed[:EPISODES])
   place = jax.tree.map(
     lambda x, y: jnp.concatenate([x[:, None], y[:EPISODES]], 1),
-    *(first, outcome.final_state),
+    *(first, timestep.final_state),
   )
-  told = _told(seed, outcome)
+  told = _told(seed, timestep)
   pick = jax.vmap(lambda row, at: row[at])
   place = jax.tree.map(lambda x: pick(x, told['time']), place)
-  frame = jax.lax.map(world.draw, place)  # An episode at a time.
+  frame = jax.lax.map(world.render, place)  # An episode at a time.
   return _shown(jnp, told, jnp.ones_like(told['solved']), frame)
 
 
-def _fetched(camera, state, seed, outcome: base.TimeStep) -> base.Info:
-  """Fetches what a simulator's camera has filmed."""
-  told = _told(seed, outcome)
+def _fetched(recorder, state, seed, timestep: base.TimeStep) -> base.Info:
+  """Fetches what a simulator's recorder has filmed."""
+  told = _told(seed, timestep)
   told = {name: np.asarray(x) for name, x in told.items()}
   token = state.token if isinstance(state, rollout.Saved) else state
-  frame, shown_B = camera.film(token[:EPISODES], told['time'])
+  frame, shown_B = recorder.frames(token[:EPISODES], told['time'])
   return _shown(np, told, shown_B, frame)
 
 
-def _promised(camera, state, seed, outcome) -> base.Info:
+def _promised(recorder, state, seed, timestep) -> base.Info:
   """Shapes of what `_fetched` returns."""
   del state
 
-  def shapes(seed, outcome):
-    told = _told(seed, outcome)
-    frame = jnp.zeros((*told['time'].shape, *camera.shape), jnp.uint8)
+  def shapes(seed, timestep):
+    told = _told(seed, timestep)
+    frame = jnp.zeros((*told['time'].shape, *recorder.shape), jnp.uint8)
     return _shown(jnp, told, told['solved'], frame)
 
-  return jax.eval_shape(shapes, seed, outcome)
+  return jax.eval_shape(shapes, seed, timestep)
 
 
 def _shown(numpy, told, shown_B, frame) -> base.Info:
@@ -113,10 +113,10 @@ def _shown(numpy, told, shown_B, frame) -> base.Info:
   return {NAME: metrics.First(jax.tree.map(filled, film))}
 
 
-def _told(seed, outcome: base.TimeStep) -> dict:
+def _told(seed, timestep: base.TimeStep) -> dict:
   """What goes with pictures; of JAX or NumPy, as it is given."""
-  done_BT = (outcome.terminated + outcome.truncated)[:EPISODES] > 0
-  success_BT = outcome.success[:EPISODES]
+  done_BT = (timestep.terminated + timestep.truncated)[:EPISODES] > 0
+  success_BT = timestep.success[:EPISODES]
   T = done_BT.shape[1]
   # Steps up to the end of the first episode, that step included.
   end_B = ((done_BT.cumsum(1) - done_BT) == 0).sum(1)

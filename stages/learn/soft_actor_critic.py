@@ -35,7 +35,7 @@ class Critics(NamedTuple):
 
 
 def learner(parts, n, delay, polyak, subset, entropy) -> Callable:
-  """Returns `actor, (critic, target), scale, warm, sample, key -> the same`.
+  """Returns `actor, (critic, target), stats, warm, sample, key -> the same`.
 
   What it returns are the first two, and info.
 
@@ -69,22 +69,22 @@ def learner(parts, n, delay, polyak, subset, entropy) -> Callable:
   )
   apply = stages.Stage(functools.partial(_apply, make), 'apply', 'batch')
 
-  def one(now: Critics, actor, scale, warm, sample, key):
+  def one(now: Critics, actor, stats, warm, sample, key):
     """An update of the critics."""
     (batch,) = take(now.round, sample)
     made = criticise(
-      *(now.critic.params, now.target, actor, scale, key, now.round), batch
+      *(now.critic.params, now.target, actor, stats, key, now.round), batch
     )
     return improve(now, made, warm), None
 
   several = repeat.Repeat(one, 'critic_updates', delay)
 
-  def update(carry, scale, warm, sample, key):
+  def update(carry, stats, warm, sample, key):
     """Some of the critics, and one of the actor."""
     now, actor, info = carry
-    now = several(now, actor.params, scale, warm, sample, key)
+    now = several(now, actor.params, stats, warm, sample, key)
     (batch,) = again(now.round, sample)
-    made = gradient(actor.params, now.critic.params, scale, batch)
+    made = gradient(actor.params, now.critic.params, stats, batch)
     return (now, *apply(actor, info, made, warm)), None
 
   @stages.stage('first_info', 'batch')
@@ -150,18 +150,18 @@ def critic_objective(policy, critic, subset) -> Callable:
   minibatch (arXiv:2101.05982, algorithm 1).
   """
 
-  def loss(params, target, actor, scale, key, round_, batch: replay.Sample):
+  def loss(params, target, actor, stats, key, round_, batch: replay.Sample):
     row = batch.row
     obs, after = (
-      obs_stats.normalize(scale, x) for x in (row.obs, row.next_obs)
+      obs_stats.normalize(stats, x) for x in (row.obs, row.next_obs)
     )
     x = policy.act(actor['policy'], after, _luck(batch.key, 0))
-    q_IM = critic.value(target, after, policy.command(x.action))
+    q_IM = critic.value(target, after, policy.to_env_action(x.action))
     luck = jax.random.fold_in(jax.random.fold_in(key, core.CHOOSE), round_)
     chosen = jax.random.permutation(luck, q_IM.shape[0])[:subset]
     soft_M = q_IM[chosen].min(0) - jnp.exp(actor['log_temperature']) * x.logp
     aim_M = row.reward + row.discount * soft_M
-    value_IM = critic.value(params, obs, row.command)
+    value_IM = critic.value(params, obs, row.env_action)
     error_IM = value_IM - jax.lax.stop_gradient(aim_M)[None]
     loss_M = 0.5 * (error_IM**2).sum(0)
     info = {
@@ -182,10 +182,10 @@ def actor_objective(policy, critic, subset, entropy) -> Callable:
   of a subset of the critics, the mean of all is climbed (arXiv:2302.02348).
   """
 
-  def loss(params, critics, scale, batch: replay.Sample):
-    obs = obs_stats.normalize(scale, batch.row.obs)
+  def loss(params, critics, stats, batch: replay.Sample):
+    obs = obs_stats.normalize(stats, batch.row.obs)
     x = policy.act(params['policy'], obs, _luck(batch.key, 1))
-    q_IM = critic.value(critics, obs, policy.command(x.action))
+    q_IM = critic.value(critics, obs, policy.to_env_action(x.action))
     q_M = q_IM.min(0) if subset is None else q_IM.mean(0)
     alpha, fixed = jnp.exp(params['log_temperature']), jax.lax.stop_gradient
     policy_loss_M = fixed(alpha) * x.logp - q_M

@@ -27,16 +27,17 @@ class Config:
 
   Attributes:
     channels: of each layer.
-    windows: pixels along an edge that a layer looks at a time.
+    kernel_sizes: pixels along an edge that a layer looks at a time.
     strides: pixels from one window to the next.
-    D: features that a last layer makes of all places; None for two of each of
-      the channels: where it is seen, −1 … 1 downwards and to the right.
+    features: width of a dense output layer; None for a spatial softmax, which
+      returns two features per channel: the expected row and column, −1 … 1
+      downwards and to the right.
   """
 
   channels: tuple[int, ...] = (32, 64, 64)
-  windows: tuple[int, ...] = (8, 4, 3)
+  kernel_sizes: tuple[int, ...] = (8, 4, 3)
   strides: tuple[int, ...] = (4, 2, 1)
-  D: int | None = 256
+  features: int | None = 256
 
 
 class Encoder(nn.Module):
@@ -54,13 +55,13 @@ class Encoder(nn.Module):
     """`a tree of [..., rows, columns, colors] and [..., O] -> [..., O]`."""
     leaves = tree_paths.of(obs)
     made = [
-      Eye(self.config, name=camera.replace('/', '_'))(leaves[camera])
+      CameraEncoder(self.config, name=camera.replace('/', '_'))(leaves[camera])
       for camera in self.cameras
     ]
     return jnp.concatenate([*made, *(leaves[n] for n in self.vectors)], -1)
 
 
-class Eye(nn.Module):
+class CameraEncoder(nn.Module):
   """The network of a camera."""
 
   config: Config
@@ -72,17 +73,17 @@ class Eye(nn.Module):
     x = picture.reshape(-1, *picture.shape[-3:])
     x = x.astype(jnp.result_type(float)) / 255.0
     last = len(c.channels) - 1
-    shapes = zip(c.channels, c.windows, c.strides, strict=True)
+    shapes = zip(c.channels, c.kernel_sizes, c.strides, strict=True)
     for i, (channels, window, stride) in enumerate(shapes):
       shape = window, window, x.shape[-1], channels
       x = _convolve(self, x, f'layer{i}', shape, stride)
-      x = x if c.D is None and i == last else jax.nn.relu(x)
-    if c.D is None:
+      x = x if c.features is None and i == last else jax.nn.relu(x)
+    if c.features is None:
       initial = nn.initializers.constant(SHARP)
       x = _where(x * self.param('sharpness', initial, ()))
       return x.reshape(*ahead, x.shape[-1])
     x = x.reshape(*ahead, math.prod(x.shape[1:]))
-    shape = x.shape[-1], c.D
+    shape = x.shape[-1], c.features
     return jax.nn.relu(mlp.layer(self, x, 'out', 'OD', shape, 2**0.5))
 
 
@@ -149,11 +150,11 @@ def encoder(like, config: Config, ignored: tuple[str, ...] = ()) -> Encoder:
 def _fits(name: str, shape, config: Config):
   """Refuses pictures in which a window finds no room."""
   left = min(shape[:2])
-  for window, stride in zip(config.windows, config.strides, strict=True):
+  for window, stride in zip(config.kernel_sizes, config.strides, strict=True):
     if left < window:
       raise ValueError(
         f'{name!r} is {shape[0]} pixels by {shape[1]}, too small for windows '
-        f'of {config.windows} at strides of {config.strides}: give '
+        f'of {config.kernel_sizes} at strides of {config.strides}: give '
         '`cnn.Config` smaller ones, or the camera more pixels.'
       )
     left = (left - window) // stride + 1

@@ -49,33 +49,42 @@ class Config:
 def ensemble(
   world: base.Env,
   *,
-  critics: int = 2,
+  num_critics: int = 2,
   width: int = 256,
-  norm: bool = False,
+  layer_norm: bool = False,
   chunk: int = 1,
 ) -> Critic:
   """Critics for what a world shows and takes.
 
   Args:
     world: whose observations are vectors.
-    critics: how many: 2 are SAC's, 10 RLPD's.
+    num_critics: how many: 2 are SAC's, 10 RLPD's.
     width: of the hidden layers.
-    norm: layer normalization, as RLPD has it.
+    layer_norm: layer normalization, as RLPD has it.
     chunk: commands that are given at a time.
   """
-  if isinstance(world.obs, dict) or len(world.obs.shape) != 1:
+  if isinstance(world.obs_spec, dict) or len(world.obs_spec.shape) != 1:
     raise ValueError(
-      f'These critics read vectors, and the world shows {world.obs}: give the '
-      'world a setting in which it shows its state, or learn from pictures by '
-      'PPO.'
+      'These critics read vectors, and this environment has '
+      f'{world.obs_spec}: configure it to return its state as a vector, or '
+      'learn from images by PPO.'
     )
-  low, high = (jnp.asarray(x * chunk, float) for x in (world.low, world.high))
+  low, high = (
+    jnp.asarray(x * chunk, float) for x in (world.action_low, world.action_high)
+  )
   module = Ensemble(
-    Config(critics, world.obs.shape[0], low.shape[0], width, width, norm)
+    Config(
+      num_critics,
+      world.obs_spec.shape[0],
+      low.shape[0],
+      width,
+      width,
+      layer_norm,
+    )
   )
 
   def init(key):
-    obs = jnp.zeros((1, *world.obs.shape), float)
+    obs = jnp.zeros((1, *world.obs_spec.shape), float)
     return module.init(key, obs, jnp.zeros((1, *low.shape), float))['params']
 
   def value(params, obs_BO, command):

@@ -5,7 +5,7 @@ import dataclasses
 from flax import linen as nn
 import jax.numpy as jnp
 
-LOG_DEVIATION = -10.0, 2.0  # Within which one that is seen to keeps.
+LOG_STD_RANGE = -10.0, 2.0  # Within which one that is seen to keeps.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,16 +17,16 @@ class Config:
     A: dimensions of an action.
     D: width of the first hidden layer.
     F: width of the second.
-    deviation: of actions at the beginning.
-    aware: whether the deviation depends on what is seen.
+    init_std: of actions at the beginning.
+    state_dependent_std: whether the deviation depends on what is seen.
   """
 
   O: int
   A: int
   D: int = 64
   F: int = 64
-  deviation: float = 1.0
-  aware: bool = False
+  init_std: float = 1.0
+  state_dependent_std: bool = False
 
 
 class Actor(nn.Module):
@@ -40,15 +40,15 @@ class Actor(nn.Module):
 
   @nn.compact
   def __call__(self, obs):
-    """`[…, O] -> mean […, A], log-deviation [A], or […, A] if aware`."""
+    """`[…, O] -> mean […, A], log σ […, A]`; [A] if σ ignores the input."""
     c = self.config
     hidden = _hidden(self, obs)
     mean = layer(self, hidden, 'out', 'FA', (c.F, c.A), 0.01)
-    initial = nn.initializers.constant(jnp.log(c.deviation))
-    if not c.aware:
-      return mean, self.param('log_deviation_A', initial, (c.A,))
+    initial = nn.initializers.constant(jnp.log(c.init_std))
+    if not c.state_dependent_std:
+      return mean, self.param('log_std_A', initial, (c.A,))
     spread = layer(self, hidden, 'spread', 'FA', (c.F, c.A), 0.01)
-    return mean, jnp.clip(jnp.log(c.deviation) + spread, *LOG_DEVIATION)
+    return mean, jnp.clip(jnp.log(c.init_std) + spread, *LOG_STD_RANGE)
 
 
 class Critic(nn.Module):

@@ -45,7 +45,7 @@ def behavior_cloning(
     normalize_obs: whether observations are put on a scale of their own.
 
   Raises:
-    ValueError: for a policy that squashes what it draws.
+    ValueError: for a policy that squashes its samples.
   """
   policy = policy(env)
   _check(policy, env)
@@ -64,13 +64,13 @@ def behavior_cloning(
   )
   apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
   see = stages.Stage(
-    lambda obs: obs_stats.of(obs, env.obs), 'obs_moments', 'sum'
+    lambda obs: obs_stats.from_batch(obs, env.obs_spec), 'obs_moments', 'sum'
   )
   widen = stages.Stage(lambda a, b: a.merge(b), 'update_obs_stats', 'batch')
-  attempt = evaluate_lib.examine(policy, env)
+  attempt = evaluate_lib.evaluator(policy, env)
 
   def init(key):
-    fresh = evaluate_lib.fresh(policy, env, normalize_obs, key)
+    fresh = evaluate_lib.init(policy, env, normalize_obs, key)
     return State(
       train_step.init(fresh['policy'], optimizer), fresh['obs_stats']
     )
@@ -87,19 +87,19 @@ def behavior_cloning(
     return attempt(state.actor.params, state.obs_stats, seed, key)
 
   return base.Workflow(
-    init, step, evaluate, evaluate_lib.exported, score='eval/success_once'
+    init, step, evaluate, evaluate_lib.policy_state, score='eval/success_once'
   )
 
 
 def _check(policy: base.Policy, env: base.Env):
   """Refuses policies whose commands are not what they draw, within bounds."""
-  if policy.command is None:
+  if policy.to_env_action is None:
     return
-  high = np.array(env.high)
-  most = np.asarray(policy.command(jnp.ones((1, *high.shape))))[0]
+  high = np.array(env.action_high)
+  most = np.asarray(policy.to_env_action(jnp.ones((1, *high.shape))))[0]
   if not np.allclose(most, high, atol=1e-3 * np.abs(high).max()):
     raise ValueError(
       'Demonstrations say what was commanded, where one is the end of a range, '
       f"and this policy's one commands {most.tolist()} and not "
-      f"{high.tolist()}: it squashes what it draws, so give it bound = 'clip'."
+      f"{high.tolist()}: it squashes its samples, so give it bounding = 'clip'."
     )

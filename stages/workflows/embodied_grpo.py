@@ -45,7 +45,7 @@ def embodied_grpo(
   num_envs: int,
   group_size: int = 8,
   num_steps: int | None = None,
-  episode_reward: Callable = episode_stats.succeeded,
+  episode_reward: Callable = episode_stats.success,
   clip_low: float = 0.2,
   clip_high: float = 0.2,
   dual_clip: float | None = None,
@@ -71,8 +71,8 @@ def embodied_grpo(
     num_envs: environments.
     group_size: of them, those that begin alike.
     num_steps: steps of an attempt; the most that an episode has if None.
-    episode_reward: `episode_stats.Ended -> reward_B`: what an episode was
-      worth, `episode_stats.succeeded` or `episode_stats.returned`.
+    episode_reward: `episode_stats.EpisodeStats -> reward_B`: what an episode
+      was worth, `episode_stats.success` or `episode_stats.episode_return`.
     clip_low: how far the probability ratio may fall.
     clip_high: how far it may rise.
     dual_clip: limit of the loss where the advantage is negative; None for none.
@@ -107,7 +107,7 @@ def embodied_grpo(
     ),
     *(entropy_coef, aggregate),
   )
-  draw = rollout_lib.seeds(num_envs // group_size, group_size)
+  draw = rollout_lib.draw_seeds(num_envs // group_size, group_size)
   reset = rollout.reset(env)
   act = rollout.rollout(policy, env, num_steps or env.horizon)
   contrast = stages.Stage(
@@ -144,13 +144,13 @@ def embodied_grpo(
     lambda *infos: functools.reduce(metrics.merge, infos), 'merge_info', 'batch'
   )
   see = stages.Stage(
-    lambda obs: obs_stats.of(obs, env.obs), 'obs_moments', 'sum'
+    lambda obs: obs_stats.from_batch(obs, env.obs_spec), 'obs_moments', 'sum'
   )
   widen = stages.Stage(lambda a, b: a.merge(b), 'update_obs_stats', 'batch')
-  attempt = evaluate_lib.examine(policy, eval_env or env)
+  attempt = evaluate_lib.evaluator(policy, eval_env or env)
 
   def init(key):
-    fresh = evaluate_lib.fresh(policy, env, normalize_obs, key)
+    fresh = evaluate_lib.init(policy, env, normalize_obs, key)
     begun = policy_file.start(init_from, fresh)
     params, scale = begun['policy'], begun['obs_stats']
     reference = (params, scale) if kl_coef else ()
@@ -162,10 +162,10 @@ def embodied_grpo(
     seed = draw(key)
     env_state, obs = reset(seed)
     keys = stages.keys(key, seed)
-    *_, x, outcome = act(actor.params, scale, env_state, obs, keys)
-    outcome = outcome._replace(final_obs=())
-    x = x._replace(**contrast(outcome), truncated=None)
-    measured = measure(outcome)
+    *_, x, timestep = act(actor.params, scale, env_state, obs, keys)
+    timestep = timestep._replace(final_obs=())
+    x = x._replace(**contrast(timestep), truncated=None)
+    measured = measure(timestep)
     ref_logp = refer(state.reference, x.obs, x.action) if kl_coef else ()
     infos = []
     for batch in shuffled(deal(key, seed), (x, ref_logp)):
@@ -180,12 +180,12 @@ def embodied_grpo(
     return attempt(state.actor.params, state.obs_stats, seed, key)
 
   return base.Workflow(
-    init, step, evaluate, evaluate_lib.exported, score='eval/success_once'
+    init, step, evaluate, evaluate_lib.policy_state, score='eval/success_once'
   )
 
 
 def compare(
-  group_size, episode_reward, advantage, filter_groups, outcome
+  group_size, episode_reward, advantage, filter_groups, timestep
 ) -> dict[str, Any]:
   """Which steps count, and what they were worth: fields of the experience.
 
@@ -193,7 +193,7 @@ def compare(
   to have gone as the others did on average.
   """
   return_NG, kept_NG, least_N1, most_N1 = _groups(
-    group_size, episode_reward, outcome
+    group_size, episode_reward, timestep
   )
   sum_N1 = (kept_NG * return_NG).sum(1, keepdims=True)
   count_N1 = kept_NG.sum(1, keepdims=True)
@@ -202,25 +202,25 @@ def compare(
   advantage_NG = jax.vmap(advantage)(jnp.where(kept_NG > 0, return_NG, mean_N1))
   if filter_groups:
     kept_NG *= most_N1 > least_N1
-  mask_BT = episode_stats.alive(outcome) * kept_NG.reshape(-1, 1)
+  mask_BT = episode_stats.in_first_episode(timestep) * kept_NG.reshape(-1, 1)
   advantage_BT = jnp.where(mask_BT > 0, advantage_NG.reshape(-1, 1), 0.0)
   return {'mask': mask_BT, 'advantage': advantage_BT}
 
 
-def describe(group_size, episode_reward, outcome) -> base.Info:
+def describe(group_size, episode_reward, timestep) -> base.Info:
   """What is worth knowing of attempts; steps are all that were made."""
   return_NG, kept_NG, least_N1, most_N1 = _groups(
-    group_size, episode_reward, outcome
+    group_size, episode_reward, timestep
   )
-  steps = jnp.ones_like(outcome.reward)
-  if outcome.steps is not None:
-    steps = outcome.steps
-  if outcome.lost is not None:
-    steps = steps * (1.0 - outcome.lost)
-  told = episode_stats.told(episode_stats.first(outcome), 'env')
+  steps = jnp.ones_like(timestep.reward)
+  if timestep.steps is not None:
+    steps = timestep.steps
+  if timestep.env_failed is not None:
+    steps = steps * (1.0 - timestep.env_failed)
+  told = episode_stats.metrics(episode_stats.first_episode(timestep), 'env')
   return (
     told
-    | episode_stats.faults(outcome)
+    | episode_stats.failures(timestep)
     | {
       'rollout/reward': metrics.moments(return_NG, kept_NG),
       'rollout/groups_degenerate': metrics.mean(
@@ -231,9 +231,9 @@ def describe(group_size, episode_reward, outcome) -> base.Info:
   )
 
 
-def _groups(group_size: int, episode_reward, outcome):
+def _groups(group_size: int, episode_reward, timestep):
   """Returns, which of them were not lost, and the least and most of those."""
-  ended = episode_stats.first(outcome)
+  ended = episode_stats.first_episode(timestep)
   return_NG = episode_reward(ended).reshape(-1, group_size)
   kept_NG = ended.count.reshape(-1, group_size)
   least_N1 = jnp.where(kept_NG > 0, return_NG, jnp.inf).min(1, keepdims=True)

@@ -31,7 +31,7 @@ class State(NamedTuple):
   obs_stats: Any
   env_state: Any
   obs: Any
-  episodes: episode_stats.Open
+  episodes: episode_stats.Running
 
 
 def ppo(
@@ -106,9 +106,9 @@ def ppo(
     'compute_advantages',
     unbatched=(0, 1),
   )
-  count = stages.Stage(episode_stats.count, 'episode_stats')
+  count = stages.Stage(episode_stats.update, 'episode_stats')
   see = stages.Stage(
-    lambda obs: obs_stats.of(obs, env.obs), 'obs_moments', 'sum'
+    lambda obs: obs_stats.from_batch(obs, env.obs_spec), 'obs_moments', 'sum'
   )
   widen = stages.Stage(lambda a, b: a.merge(b), 'update_obs_stats', 'batch')
   whiten = stages.Stage(advantages.whiten, 'whiten', 'batch')
@@ -124,32 +124,32 @@ def ppo(
   fold = stages.Stage(
     lambda *infos: functools.reduce(metrics.merge, infos), 'merge_info', 'batch'
   )
-  attempt = evaluate_lib.examine(policy, eval_env or env)
+  attempt = evaluate_lib.evaluator(policy, eval_env or env)
 
   def init(key):
     luck, seeds = jax.random.split(key)
     seed_B = jax.random.randint(
       seeds, (num_envs,), 0, jnp.iinfo(jnp.int32).max, jnp.int32
     )
-    fresh = evaluate_lib.fresh(policy, env, normalize_obs, luck)
+    fresh = evaluate_lib.init(policy, env, normalize_obs, luck)
     begun = policy_file.start(init_from, fresh)
     actor = train_step.init(begun['policy'], optimizer)
     return State(
       *(actor, begun['obs_stats']),
-      *rollout.begin(env, seed_B),
-      episode_stats.begin(num_envs),
+      *rollout.init(env, seed_B),
+      episode_stats.init(num_envs),
     )
 
   def step(state: State, batch, key):
     del batch  # All there is to know is in the environments.
     actor, scale = state.actor, state.obs_stats
     keys = stages.keys(key, state.obs)
-    env_state, obs, x, outcome = act(
+    env_state, obs, x, timestep = act(
       actor.params, scale, state.env_state, state.obs, keys
     )
-    episodes, ended = count(state.episodes, outcome)
-    x = x._replace(**judge(actor.params, scale, x, outcome))
-    measured = measure(x, outcome._replace(final_obs=()), ended)
+    episodes, ended = count(state.episodes, timestep)
+    x = x._replace(**judge(actor.params, scale, x, timestep))
+    measured = measure(x, timestep._replace(final_obs=()), ended)
     if normalize_advantages:
       x = x._replace(advantage=whiten(x.advantage, x.mask))
     x = single(x)
@@ -171,13 +171,13 @@ def ppo(
     init,
     step,
     evaluate,
-    evaluate_lib.exported,
+    evaluate_lib.policy_state,
     score='eval/success_once',
   )
 
 
 def appraise(
-  policy, discount, lambda_, always, params, scale, x, outcome
+  policy, discount, lambda_, always, params, scale, x, timestep
 ) -> dict[str, Any]:
   """What each step was worth: the fields of `x` that say so, by name.
 
@@ -186,19 +186,19 @@ def appraise(
   """
   value = policy.value(params, obs_stats.normalize(scale, x.obs))
   next_value = policy.value(
-    params, obs_stats.normalize(scale, outcome.final_obs)
+    params, obs_stats.normalize(scale, timestep.final_obs)
   )
-  steps = 1.0 if outcome.steps is None else outcome.steps
+  steps = 1.0 if timestep.steps is None else timestep.steps
   discount = discount**steps * jnp.ones_like(value)
   if not always:
-    discount *= 1.0 - outcome.terminated
-  continue_ = 1.0 - jnp.maximum(outcome.terminated, outcome.truncated)
-  reward, mask = outcome.reward, x.mask
-  if outcome.lost is not None:
+    discount *= 1.0 - timestep.terminated
+  continue_ = 1.0 - jnp.maximum(timestep.terminated, timestep.truncated)
+  reward, mask = timestep.reward, x.mask
+  if timestep.env_failed is not None:
     # What was lost taught nothing: it is as good as expected, to the bit.
-    mask *= 1.0 - outcome.lost
+    mask *= 1.0 - timestep.env_failed
     reward, discount, value, next_value = (
-      jnp.where(outcome.lost > 0, there, here)
+      jnp.where(timestep.env_failed > 0, there, here)
       for there, here in (
         (value, reward),
         (0.0, discount),
@@ -210,7 +210,7 @@ def appraise(
   advantage = gae(reward, value, next_value, discount, continue_)
   return {
     'mask': mask,
-    'truncated': outcome.truncated,
+    'truncated': timestep.truncated,
     'advantage': advantage,
     'reward': reward,
     'value': value,
@@ -276,13 +276,13 @@ def _apply(optimizer, kl_stop) -> Callable:
 
 
 def describe(
-  x: base.Experience, outcome, ended: episode_stats.Ended
+  x: base.Experience, timestep, ended: episode_stats.EpisodeStats
 ) -> base.Info:
   """What is worth knowing of a rollout."""
-  steps = 1.0 if outcome.steps is None else outcome.steps
+  steps = 1.0 if timestep.steps is None else timestep.steps
   return (
-    episode_stats.told(ended, 'env')
-    | episode_stats.faults(outcome)
+    episode_stats.metrics(ended, 'env')
+    | episode_stats.failures(timestep)
     | {
       'rollout/reward': metrics.moments(x.reward),
       'train/explained_variance': metrics.explained(x.value, x.return_),

@@ -42,7 +42,7 @@ class State(NamedTuple):
   obs_stats: Any
   env_state: Any
   obs: Any
-  episodes: episode_stats.Open
+  episodes: episode_stats.Running
   step: jax.Array
 
 
@@ -105,9 +105,9 @@ def sac(
       than it trains in. `env` if None.
   """
   critic = critic(env)
-  policy = policy(env, bound='tanh', aware=True, critic=False)
+  policy = policy(env, bounding='tanh', state_dependent_std=True, critic=False)
   like = _like(policy, env)
-  if offline_data and len(like.command.shape) > 1:
+  if offline_data and len(like.env_action.shape) > 1:
     raise ValueError(
       'A file of demonstrations does not say how many steps of a chunk were '
       'made, so what follows one cannot be discounted: leave out '
@@ -115,12 +115,12 @@ def sac(
     )
   n = updates(utd_ratio, num_envs * num_steps, actor_update_period)
   if target_entropy is None:
-    target_entropy = default_target_entropy(env, like.command)
+    target_entropy = default_target_entropy(env, like.env_action)
   act = rollout.rollout(at_random(policy), env, num_steps)
   begin = stages.Stage(
     lambda step: (step < learning_starts, step + 1), 'warmup', 'batch'
   )
-  count = stages.Stage(episode_stats.count, 'episode_stats')
+  count = stages.Stage(episode_stats.update, 'episode_stats')
   measure = stages.Stage(describe, 'measure', 'sum')
   recall = stages.Stage(
     functools.partial(
@@ -131,14 +131,14 @@ def sac(
     consumes=(0,),
   )
   see = stages.Stage(
-    lambda obs: obs_stats.of(obs, env.obs), 'obs_moments', 'sum'
+    lambda obs: obs_stats.from_batch(obs, env.obs_spec), 'obs_moments', 'sum'
   )
   widen = stages.Stage(lambda a, b: a.merge(b), 'update_obs_stats', 'batch')
   learn = soft_actor_critic.learner(
     (policy, critic, optimizer),
     *(n, actor_update_period, tau, critic_subset, target_entropy),
   )
-  attempt = evaluate_lib.examine(policy, eval_env or env)
+  attempt = evaluate_lib.evaluator(policy, eval_env or env)
 
   def init(key):
     luck, theirs, seeds = jax.random.split(key, 3)
@@ -158,9 +158,9 @@ def sac(
       replay_lib.read(offline_data, like, discount, bootstrap_on_success)
       if offline_data
       else (),
-      obs_stats.nothing(env.obs) if normalize_obs else (),
-      *rollout.begin(env, seed_B),
-      episode_stats.begin(num_envs),
+      obs_stats.init(env.obs_spec) if normalize_obs else (),
+      *rollout.init(env, seed_B),
+      episode_stats.init(num_envs),
       jnp.zeros((), jnp.int32),
     )
 
@@ -169,15 +169,15 @@ def sac(
     actor, scale = state.actor, state.obs_stats
     warm, steps = begin(state.step)
     keys = stages.keys(key, state.obs)
-    env_state, obs, x, outcome = act(
+    env_state, obs, x, timestep = act(
       (actor.params['policy'], warm), scale, state.env_state, state.obs, keys
     )
-    episodes, ended = count(state.episodes, outcome)
-    measured = measure(outcome._replace(final_obs=()), ended)
+    episodes, ended = count(state.episodes, timestep)
+    measured = measure(timestep._replace(final_obs=()), ended)
     if normalize_obs:
       scale = widen(scale, see(x.obs))
     kept, sample, filled = recall(
-      state.replay, state.offline_data, x, outcome, key
+      state.replay, state.offline_data, x, timestep, key
     )
     actor, critics, info = learn(
       *(actor, (state.critic, state.target), scale, warm, sample, key)
@@ -240,7 +240,7 @@ def at_random(policy: base.Policy) -> base.Policy:
 
 
 def remember(
-  policy, discount, n, batch, kept, prior, x, outcome, key, *, always=False
+  policy, discount, n, batch, kept, prior, x, timestep, key, *, always=False
 ):
   """Puts a batch of steps into the replay, and draws `n` minibatches from it.
 
@@ -248,18 +248,18 @@ def remember(
   then, and counts; only termination ends what there is to expect, and not that
   if what follows counts `always`. What a simulator has lost is not remembered.
   """
-  steps = jnp.ones_like(outcome.reward)
-  if outcome.steps is not None:
-    steps = outcome.steps
-  ends = 0.0 if always else outcome.terminated
+  steps = jnp.ones_like(timestep.reward)
+  if timestep.steps is not None:
+    steps = timestep.steps
+  ends = 0.0 if always else timestep.terminated
   new = replay_lib.Transition(
     x.obs,
-    policy.command(x.action),
-    outcome.reward,
+    policy.to_env_action(x.action),
+    timestep.reward,
     discount**steps * (1.0 - ends),
-    outcome.final_obs,
+    timestep.final_obs,
   )
-  mask = x.mask if outcome.lost is None else 1.0 - outcome.lost
+  mask = x.mask if timestep.env_failed is None else 1.0 - timestep.env_failed
   # What was done first is first overwritten.
   new, mask = jax.tree.map(
     lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), (new, mask)
@@ -267,22 +267,24 @@ def remember(
   kept = replay_lib.put(kept, new, mask)
   sample = replay_lib.draw(kept, prior, key, n, batch)
   Y = jax.tree.leaves(kept.rows)[0].shape[0]
-  share = kept.filled.astype(outcome.reward.dtype)
+  share = kept.filled.astype(timestep.reward.dtype)
   filled = metrics.Mean(share, jnp.full_like(share, Y))
   return kept, sample, {'replay/filled': filled}
 
 
-def describe(outcome: base.TimeStep, ended: episode_stats.Ended) -> base.Info:
+def describe(
+  timestep: base.TimeStep, ended: episode_stats.EpisodeStats
+) -> base.Info:
   """What is worth knowing of a rollout."""
-  mask = jnp.ones_like(outcome.reward)
-  if outcome.lost is not None:
-    mask -= outcome.lost
-  steps = mask if outcome.steps is None else outcome.steps * mask
+  mask = jnp.ones_like(timestep.reward)
+  if timestep.env_failed is not None:
+    mask -= timestep.env_failed
+  steps = mask if timestep.steps is None else timestep.steps * mask
   return (
-    episode_stats.told(ended, 'env')
-    | episode_stats.faults(outcome)
+    episode_stats.metrics(ended, 'env')
+    | episode_stats.failures(timestep)
     | {
-      'rollout/reward': metrics.moments(outcome.reward, mask),
+      'rollout/reward': metrics.moments(timestep.reward, mask),
       'env/steps': steps.sum(),
     }
   )
@@ -292,17 +294,23 @@ def _like(policy: base.Policy, env: base.Env) -> replay_lib.Transition:
   """One transition, as shapes."""
 
   def decide(key):
-    obs = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), env.obs)
+    obs = jax.tree.map(
+      lambda x: jnp.zeros((1, *x.shape), x.dtype), env.obs_spec
+    )
     x = policy.act(policy.init(key), obs, key[None])
-    return policy.command(x.action)[0]
+    return policy.to_env_action(x.action)[0]
 
   command = jax.eval_shape(decide, jax.random.key(0))
   number = jax.ShapeDtypeStruct((), jnp.result_type(float))
-  return replay_lib.Transition(env.obs, command, number, number, env.obs)
+  return replay_lib.Transition(
+    env.obs_spec, command, number, number, env.obs_spec
+  )
 
 
 def default_target_entropy(env: base.Env, command) -> float:
   """−1 for each dimension, as if its range were −1 … 1."""
   A = math.prod(command.shape)
-  half = [0.5 * (b - a) for a, b in zip(env.low, env.high, strict=True)]
+  half = [
+    0.5 * (b - a) for a, b in zip(env.action_low, env.action_high, strict=True)
+  ]
   return -A + A // len(half) * sum(map(math.log, half))

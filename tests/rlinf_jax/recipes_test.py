@@ -60,8 +60,7 @@ def test_every_recipe_is_read_and_traced_and_binds_nothing_in_vain(
       raise
     # What there is to bind is the same where nothing can be drawn.
     blind = [
-      f'{scope}/maniskill.world.pictures = False'
-      for scope in ('train', 'examine')
+      f'{scope}/maniskill.env.images = False' for scope in ('train', 'eval')
     ]
     step, evaluate = flows(name, blind, tmp_path)
   acts = {'generate', 'rollout', 'act'}  # A sentence, or motions.

@@ -27,7 +27,7 @@ def make():
   pools = []
 
   def made(n, processes=1, **settings):
-    pools.append(env_pool.pool(libero.make, n, processes, **settings))
+    pools.append(env_pool.make_pool(libero.make, n, processes, **settings))
     return pools[-1]
 
   yield made
@@ -38,13 +38,13 @@ def make():
 @needs_meshes
 @pytest.mark.parametrize('suite', SUITES)
 def test_every_task_builds_begins_as_it_should_and_steps(make, suite):
-  pool = make(10, suite=suite, tasks=range(10), patience=300.0)
+  pool = make(10, suite=suite, task_ids=range(10), step_timeout=300.0)
   seen = []
   for seed in (0, 1, 50):
     token, obs = pool.init(10 * [seed])
     token, made = pool.step(token, np.tile(HOLD, (10, 1)))
     assert np.isfinite(made.obs).all()
-    assert not made.reward.any() and not made.lost.any()
+    assert not made.reward.any() and not made.env_failed.any()
     seen.append(obs)
   # 50 is 0 again, of fifty initial states.
   np.testing.assert_array_equal(seen[0], seen[2])
@@ -57,7 +57,7 @@ def test_an_episode_replays_to_the_bit_in_one_process_or_two(make):
   action_TBA = rng.uniform(-1, 1, (12, 2, 7)).astype(np.float32)
   seen = []
   for processes in (1, 2):
-    setting = {'suite': SUITES[0], 'horizon': 8, 'patience': 300.0}
+    setting = {'suite': SUITES[0], 'horizon': 8, 'step_timeout': 300.0}
     pool = make(2, processes, **setting)
     token, obs = pool.init([4, 5])
     seen.append([obs])
@@ -71,8 +71,8 @@ def test_an_episode_replays_to_the_bit_in_one_process_or_two(make):
 @needs_meshes
 def test_pictures_come_by_camera_with_the_instruction(make):
   tasks = (0, 1)
-  setting = {'suite': SUITES[1], 'pictures': True, 'size': 64}
-  pool = make(2, tasks=tasks, patience=300.0, **setting)
+  setting = {'suite': SUITES[1], 'images': True, 'image_size': 64}
+  pool = make(2, task_ids=tasks, step_timeout=300.0, **setting)
   token, obs = pool.init([0, 0])
   said = [bytes(x).rstrip(b'\0').decode() for x in obs['instruction']]
   assert said == [
@@ -88,13 +88,13 @@ def test_pictures_come_by_camera_with_the_instruction(make):
 
 @needs_meshes
 def test_somebody_who_can_puts_the_cream_cheese_into_the_basket(make):
-  setting = {'suite': SUITES[1], 'tasks': (1,), 'horizon': 100}
-  pool = make(2, 2, patience=300.0, **setting)
-  x, succeeded = demonstrations.make(
-    *(env_pool.of(pool), libero_script.to_basket),
-    rows=2,
-    deviation=0.0,
-    attempts=2,
+  setting = {'suite': SUITES[1], 'task_ids': (1,), 'horizon': 100}
+  pool = make(2, 2, step_timeout=300.0, **setting)
+  x, succeeded = demonstrations.collect(
+    *(env_pool.from_pool(pool), libero_script.to_basket),
+    num_envs=2,
+    noise_std=0.0,
+    num_episodes=2,
   )
   assert succeeded == 2
   assert len(x.obs) < 2 * 100  # What follows an end is not of the attempt.
@@ -102,7 +102,9 @@ def test_somebody_who_can_puts_the_cream_cheese_into_the_basket(make):
 
 @needs_meshes
 def test_being_filmed_changes_no_bit_and_shows_the_arm_move(make):
-  pool = make(2, 1, suite=SUITES[1], tasks=(1,), horizon=6, patience=300.0)
+  pool = make(
+    2, 1, suite=SUITES[1], task_ids=(1,), horizon=6, step_timeout=300.0
+  )
   seen = []
   for rows in (0, 1):
     token, obs = pool.init([4, 5], rows=rows, every=2)
@@ -111,7 +113,7 @@ def test_being_filmed_changes_no_bit_and_shows_the_arm_move(make):
       obs = np.concatenate([obs, made.final_obs])
     seen.append(obs)
   np.testing.assert_array_equal(*seen)
-  (frame,), shown = pool.film(token[:1], np.array([[0, 2, 4, 6]]))
+  (frame,), shown = pool.frames(token[:1], np.array([[0, 2, 4, 6]]))
   assert shown.tolist() == [1]
   change = np.abs(np.diff(frame.astype(int), axis=0))
   assert (change.max((1, 2, 3)) > 50).all() and np.median(change) < 5
@@ -131,5 +133,5 @@ def test_missing_meshes_are_told_before_anything_is_downloaded(
 def test_adjacent_environments_may_be_of_one_task(monkeypatch):
   monkeypatch.setattr(libero, '_installed', lambda suite: ['a', 'b', 'c'])
   monkeypatch.setattr(libero, 'Libero', lambda suite, name, *_: name)
-  made = [libero.make(i, 's', tasks=(0, 2), alike=2) for i in range(6)]
+  made = [libero.make(i, 's', task_ids=(0, 2), group_size=2) for i in range(6)]
   assert made == ['a', 'a', 'c', 'c', 'a', 'a']

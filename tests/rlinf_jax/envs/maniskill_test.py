@@ -30,7 +30,7 @@ def make():
 
   def made(n=N, processes=2, task=TASK, **settings):
     pools.append(
-      env_pool.pool(maniskill.make, n, processes, task=task, **settings)
+      env_pool.make_pool(maniskill.make, n, processes, task=task, **settings)
     )
     return pools[-1]
 
@@ -49,8 +49,8 @@ def play(pool, before=lambda t: None, **films):
   made = [obs]
   for t, action_NA in enumerate(actions()):
     before(t)
-    token, outcome = pool.step(token, action_NA)
-    made.append(outcome)
+    token, timestep = pool.step(token, action_NA)
+    made.append(timestep)
   return made
 
 
@@ -116,7 +116,7 @@ def test_a_killed_process_brings_its_environments_back_to_the_bit(make):
       os.kill(shaken.pids[1], signal.SIGKILL)
 
   assert same(play(calm), play(shaken, kill))
-  assert shaken.lost == 0 and not shaken.faults
+  assert shaken.failed_episodes == 0 and not shaken.faults
 
 
 def test_another_process_goes_on_from_what_was_saved_to_the_bit(make):
@@ -129,7 +129,7 @@ def test_another_process_goes_on_from_what_was_saved_to_the_bit(make):
     token, want = pool.step(token, action_NA)
     after, made = other.step(after, action_NA)
     assert same(want, made)
-  assert other.lost == 0 and not other.faults
+  assert other.failed_episodes == 0 and not other.faults
 
 
 def test_an_observation_of_nan_costs_one_episode(make):
@@ -139,12 +139,12 @@ def test_an_observation_of_nan_costs_one_episode(make):
   token, _ = pool.step(token, action_NA)
   action_NA[2] = np.nan  # Where the simulator is told nonsense.
   token, made = pool.step(token, action_NA)
-  assert made.lost.tolist() == [0, 0, 1, 0]
+  assert made.env_failed.tolist() == [0, 0, 1, 0]
   assert np.isfinite(made.obs).all() and np.isfinite(made.final_obs).all()
   (fault,) = pool.faults
-  assert fault.environment == 2 and 'lost' in fault.what
+  assert fault.env_id == 2 and 'lost' in fault.what
   token, made = pool.step(token, actions()[1])
-  assert not made.lost.any()
+  assert not made.env_failed.any()
 
 
 def test_what_is_missing_is_told(make, tmp_path, monkeypatch):
@@ -160,7 +160,7 @@ def test_what_is_missing_is_told(make, tmp_path, monkeypatch):
 
 def test_cameras_see_and_the_state_is_the_robots_alone(make):
   try:
-    pool = make(1, 1, pictures=True, size=32)
+    pool = make(1, 1, images=True, image_size=32)
   except simulator.UnavailableError as error:
     assert 'need a Vulkan device' in str(error)
     pytest.skip(str(error))
@@ -179,7 +179,7 @@ def test_cameras_see_and_the_state_is_the_robots_alone(make):
 def test_pictures_without_a_device_are_refused_at_the_door(make, monkeypatch):
   monkeypatch.setenv('VK_ICD_FILENAMES', os.devnull)
   with pytest.raises(simulator.UnavailableError) as error:
-    make(1, 1, pictures=True)
+    make(1, 1, images=True)
   for said in ('Vulkan device', 'mesa-vulkan-drivers', 'tasks by state'):
     assert said in str(error.value)
 
@@ -189,11 +189,11 @@ def test_a_film_changes_nothing_but_that_there_is_one(make, monkeypatch, sees):
   if not sees:
     monkeypatch.setenv('VK_ICD_FILENAMES', os.devnull)
   said = []
-  plain, filmed = make(), make(film=True, say=said.append)
+  plain, filmed = make(), make(video=True, say=said.append)
   assert same(play(plain), play(filmed, rows=2, every=10))
   token = np.stack([np.arange(2)] * 3, 1)
   time_2M = np.tile(np.arange(0, 51, 10), (2, 1))
-  frame, shown_2 = filmed.film(token, time_2M)
+  frame, shown_2 = filmed.frames(token, time_2M)
   if shown_2.any():
     assert sees and shown_2.all() and not said
     assert frame.shape == (2, 6, maniskill.VIDEO, maniskill.VIDEO, 3)

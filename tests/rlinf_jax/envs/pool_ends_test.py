@@ -46,7 +46,7 @@ def shared():
 
 def test_a_pool_that_is_closed_or_forgotten_leaves_nothing():
   for end in ('close', 'forget'):
-    pool = env_pool.pool(gymnasium.make, 4, 2, name=TOY)
+    pool = env_pool.make_pool(gymnasium.make, 4, 2, name=TOY)
     pool.init(np.arange(4))
     pids = pool.pids
     assert len(pids) == 2 and all(map(there, pids))
@@ -60,7 +60,7 @@ def test_a_pool_that_is_closed_or_forgotten_leaves_nothing():
 def test_who_only_looks_keeps_no_simulators():
   """As the process that begins a run for others does, or one that learns."""
   pool, other = (
-    env_pool.pool(gymnasium.make, 4, 2, name=TOY, rest=rest)
+    env_pool.make_pool(gymnasium.make, 4, 2, name=TOY, idle_timeout=rest)
     for rest in (0.2, 60.0)
   )
   token, _ = pool.init(np.arange(4))
@@ -70,7 +70,7 @@ def test_who_only_looks_keeps_no_simulators():
     token, made = pool.step(token, np.ones((4, 1)))
     there, want = other.step(there, np.ones((4, 1)))
     np.testing.assert_array_equal(made.obs, want.obs)
-  assert not made.lost.any() and not gone(pool.pids, within=0.5)
+  assert not made.env_failed.any() and not gone(pool.pids, within=0.5)
   pool.close()
   other.close()
 
@@ -78,8 +78,8 @@ def test_who_only_looks_keeps_no_simulators():
 KILLED = f"""if True:
   import threading
   import numpy as np
-  from rlinf_jax.worlds import gymnasium, hosted
-  pool = hosted.pool(gymnasium.make, 4, 2, name={TOY!r})
+  from rlinf_jax.envs import env_pool, gymnasium
+  pool = env_pool.make_pool(gymnasium.make, 4, 2, name={TOY!r})
   token, _ = pool.init(np.arange(4))
   print(*pool.pids, flush=True)
   pool.step(token, np.full((4, 1), {HANG}))
@@ -108,9 +108,9 @@ def test_a_parent_that_is_killed_leaves_nothing():
 @pytest.mark.slow
 def test_five_hundred_iterations_take_no_more_memory():
   """Of PPO: simulators, policy and what is carried."""
-  pool = env_pool.pool(gymnasium.make, 6, 2, name=TOY)
+  pool = env_pool.make_pool(gymnasium.make, 6, 2, name=TOY)
   workflow = workflows.ppo(
-    env_pool.of(pool),
+    env_pool.from_pool(pool),
     functools.partial(gaussian_policy.policy, width=8),
     optimizers.adamw(1e-3),
     num_envs=6,

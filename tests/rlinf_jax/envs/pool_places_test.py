@@ -34,7 +34,7 @@ SEED = np.arange(2, dtype=np.int32)
 
 
 def ppo(**settings):
-  world = gymnasium.world(n=ROWS, processes=2, **settings)
+  world = gymnasium.env(num_envs=ROWS, num_processes=2, **settings)
   return workflows.ppo(
     world,
     functools.partial(gaussian_policy.policy, width=8),
@@ -43,7 +43,7 @@ def ppo(**settings):
     num_steps=4,
     num_minibatches=2,
     num_epochs=1,
-    eval_env=gymnasium.world(n=2, **settings | {'max_episode_steps': 5}),
+    eval_env=gymnasium.env(num_envs=2, **settings | {'max_episode_steps': 5}),
   )
 
 
@@ -152,7 +152,7 @@ def test_a_simulator_that_dies_in_a_place_costs_its_episode(made, tmp_path):
   settings = {'name': 'env_toys:toys/Fragile-v0', 'mark': tmp_path / 'mark'}
   remote = made(APART, **settings)
   infos, _ = run(remote, begin(**settings), steps=2)
-  assert [float(info['env/lost']) for info in infos[::2]] == [1, 0]
+  assert [float(info['env/failed']) for info in infos[::2]] == [1, 0]
   (said,) = remote.notices()
   assert 'robots: Environment' in said
   assert 'stepping when its process was killed by SIGKILL: its episode' in said

@@ -40,10 +40,10 @@ def make():
     said = []
     settings = {
       'name': TOY,
-      'patience': PATIENCE,
+      'step_timeout': PATIENCE,
       'say': said.append,
     } | settings
-    pool = env_pool.pool(gymnasium.make, n, processes, **settings)
+    pool = env_pool.make_pool(gymnasium.make, n, processes, **settings)
     pools.append(pool)
     return pool, said
 
@@ -137,9 +137,11 @@ def test_a_choice_is_made_by_the_greatest_of_numbers(make):
 
 def test_names_and_pictures_of_an_observation_are_kept(make):
   pool, _ = make(2, 1, name='env_toys:toys/See-v0')
-  world = env_pool.of(pool)
-  assert world.obs['eye']['front'] == jax.ShapeDtypeStruct((4, 6, 3), jnp.uint8)
-  assert world.obs['state'] == jax.ShapeDtypeStruct((4,), jnp.float32)
+  world = env_pool.from_pool(pool)
+  assert world.obs_spec['eye']['front'] == jax.ShapeDtypeStruct(
+    (4, 6, 3), jnp.uint8
+  )
+  assert world.obs_spec['state'] == jax.ShapeDtypeStruct((4,), jnp.float32)
   token, obs = pool.init([3, 4])
   np.testing.assert_array_equal(obs['eye']['front'][1], np.full((4, 6, 3), 4))
   token, made = act(pool, token, 0, 0)
@@ -153,7 +155,8 @@ def decide(obs):
 
 def workflow(pool):
   simulate = [
-    rollout.simulated(env_pool.of(pool), t == 0, t == 4) for t in range(5)
+    rollout.step_stage(env_pool.from_pool(pool), t == 0, t == 4)
+    for t in range(5)
   ]
 
   def step(state, batch, key):
@@ -162,7 +165,7 @@ def workflow(pool):
     for t in range(5):
       token, made = simulate[t](token, decide(obs))
       obs = made.obs
-    return (token, obs), (made.reward, made.final_obs, made.lost)
+    return (token, obs), (made.reward, made.final_obs, made.env_failed)
 
   return step
 
@@ -181,7 +184,7 @@ SKETCHES = {
 @pytest.mark.parametrize('sketch', SKETCHES.values(), ids=SKETCHES)
 def test_a_plan_simulates_what_a_plain_loop_does(make, sketch):
   (pool, _), (other, _) = make(), make()
-  begin = lambda pool: rollout.begin(env_pool.of(pool), np.arange(6))
+  begin = lambda pool: rollout.init(env_pool.from_pool(pool), np.arange(6))
   eager, state = workflow(pool), begin(pool)
   inputs = np.ones(6, np.float32), jax.random.key(0)
   flow = flow_lib.trace(workflow(other), state, *inputs)
@@ -198,7 +201,7 @@ def test_a_plan_simulates_what_a_plain_loop_does(make, sketch):
 
 def ppo(pools):
   """A workflow that trains in one pool and is judged in the other."""
-  world, eval_env = map(env_pool.of, pools)
+  world, eval_env = map(env_pool.from_pool, pools)
   workflow = workflows.ppo(
     world,
     gaussian_policy.policy,
@@ -221,7 +224,9 @@ def test_a_run_measures_simulators_and_begins_them_anew(
   def run(name, **kwargs):
     pools = [make(4, 1)[0] for _ in range(2)]
     train.train(*ppo(pools), workdir=str(tmp_path / name), steps=3, **kwargs)
-    assert not any(pool.lost or pool.restarted for pool in pools)
+    assert not any(
+      pool.failed_episodes or pool.restarted_episodes for pool in pools
+    )
     return language_run_test.lines(tmp_path / name)
 
   found, wanted = run('auto'), run('none', plan=None)
@@ -264,7 +269,7 @@ def test_a_chunk_ends_with_the_episode(make):
   )
   np.testing.assert_array_equal(made.terminated, [0, 1, 0])
   np.testing.assert_array_equal(made.success, [0, 1, 0])
-  np.testing.assert_array_equal(made.lost, [0, 0, 1])
+  np.testing.assert_array_equal(made.env_failed, [0, 0, 1])
   np.testing.assert_array_equal(made.obs[:, 1], [4, 0, 0])  # Time.
   np.testing.assert_array_equal(made.final_obs[:, 1], [4, 2, 0])
   token, made = pool.step(token, 0 * chunk[..., None])
@@ -303,7 +308,7 @@ def test_another_process_goes_on_from_what_was_saved(make):
     token, made = other.step(token, action_BA)
     for x, y in zip(made, want, strict=True):
       np.testing.assert_array_equal(x, y)
-  assert not other.lost and said[0].startswith(GONE_ON)
+  assert not other.failed_episodes and said[0].startswith(GONE_ON)
   # And so does the one that made it, which has gone further since.
   token = pool.load(there, past)
   _, made = pool.step(token, action_TBA[10])
@@ -331,11 +336,13 @@ def test_an_episode_that_could_not_be_saved_begins_anew_and_says_so(make):
   token = other.load(token, past)
   assert said[1] == 'New episodes, as those could not be saved: 1.'
   token, made = act(other, token, *6 * [1])
-  assert made.lost.tolist() == made.truncated.tolist() == [0, 0, 1, 0, 0, 0]
-  assert other.restarted == other.lost == 1
+  assert (
+    made.env_failed.tolist() == made.truncated.tolist() == [0, 0, 1, 0, 0, 0]
+  )
+  assert other.restarted_episodes == other.failed_episodes == 1
   np.testing.assert_array_equal(made.final_obs[2], past.obs[2])
   token, made = act(other, token, *6 * [1])
-  assert not made.lost.any()
+  assert not made.env_failed.any()
 
 
 def test_who_shows_something_else_when_brought_back_begins_anew(make):
@@ -348,7 +355,7 @@ def test_who_shows_something_else_when_brought_back_begins_anew(make):
   token = other.load(token, past)
   assert 'Environment 4' in said[0] and 'showed another observation' in said[0]
   token, made = act(other, token, *6 * [1])
-  assert made.lost.tolist() == [0, 0, 0, 0, 1, 0]
+  assert made.env_failed.tolist() == [0, 0, 0, 0, 1, 0]
 
 
 FAULTS = {
@@ -386,7 +393,7 @@ def test_a_fault_costs_one_episode_and_nobody_elses(make, fault, said):
     for x, y in zip(*map(jax.tree.leaves, (want, made)), strict=True):
       np.testing.assert_array_equal(x[rest], y[rest])
     if t == when:
-      assert made.lost[guilty] == made.truncated[guilty] == 1
+      assert made.env_failed[guilty] == made.truncated[guilty] == 1
       assert made.reward[guilty] == made.terminated[guilty] == 0
       np.testing.assert_array_equal(made.final_obs[guilty], before)
       # The next episode, by the next seed, or the one after if that hung.
@@ -394,10 +401,10 @@ def test_a_fault_costs_one_episode_and_nobody_elses(make, fault, said):
       seed = seeds[fault == HANG_RESET]
       assert made.obs[guilty, 0] == seed % 1000 and made.obs[guilty, 1] == 0
     else:
-      assert not made.lost.any()
-  assert shaken.lost == 1 and not calm.lost
+      assert not made.env_failed.any()
+  assert shaken.failed_episodes == 1 and not calm.failed_episodes
   (fault,) = shaken.faults
-  assert (fault.environment, fault.call) == (guilty, when)
+  assert (fault.env_id, fault.call) == (guilty, when)
   assert said in fault.what and 'episode is lost' in fault.what
   assert re.match(f'Environment {guilty}, at call {when}, .*', heard[0])
 
@@ -406,7 +413,7 @@ def test_an_episode_that_does_not_begin_is_begun_by_another_seed(make):
   pool, heard = make()
   token, _ = pool.init(np.arange(6))
   token, made = act(pool, token, 0, 0, 0, BAD_RESET, 0, 0)
-  assert made.terminated[3] and not made.lost.any()  # It had ended well.
+  assert made.terminated[3] and not made.env_failed.any()  # It had ended well.
   assert made.obs[3, 0] == simulator.episode_seed(3, 1, attempt=1) % 1000
   assert '3, at call 0, failed in `reset` by seed' in heard[0]
   assert 'the arm is not there' in heard[0]
@@ -424,7 +431,10 @@ def test_a_process_killed_between_calls_loses_no_episode(make):
     other, made = shaken.step(other, action_BA)
     for x, y in zip(want, made, strict=True):
       np.testing.assert_array_equal(x, y)
-  assert not shaken.lost and 'was killed by SIGKILL and is begun' in heard[0]
+  assert (
+    not shaken.failed_episodes
+    and 'was killed by SIGKILL and is begun' in heard[0]
+  )
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
@@ -435,7 +445,7 @@ def test_who_is_asked_to_end_waits_for_the_parent_to(make, number):
   for pid in pids:
     os.kill(pid, number)
   act(pool, token, *range(6))
-  assert pool.pids == pids and not pool.lost and not said
+  assert pool.pids == pids and not pool.failed_episodes and not said
   pool.close()
   for pid in pids:
     with pytest.raises(ProcessLookupError):
@@ -450,11 +460,11 @@ def test_one_who_cannot_be_brought_back_is_lost_alone(
   token, _ = pool.init(np.arange(6))
   token, _ = act(pool, token, 0, 0, KILL_AGAIN, 0, 0, 0)
   token, made = act(pool, token, KILL, 1, 1, 1, 1, 1)  # 2 is in that process.
-  assert made.lost.tolist() == [1, 0, 1, 0, 0, 0]
-  assert [fault.environment for fault in pool.faults] == [0, 2]
+  assert made.env_failed.tolist() == [1, 0, 1, 0, 0, 0]
+  assert [fault.env_id for fault in pool.faults] == [0, 2]
   np.testing.assert_array_equal(made.obs[:, 1], [0, 2, 0, 2, 2, 2])  # Time.
   token, made = act(pool, token, *6 * [1])
-  assert not made.lost.any()
+  assert not made.env_failed.any()
 
 
 def test_what_only_ever_fails_is_given_up(make):

@@ -27,9 +27,9 @@ def make():
   def made(processes=2, **settings):
     said = []
     settings = (
-      DRAWN | {'name': TOY, 'say': said.append, 'patience': 2.0} | settings
+      DRAWN | {'name': TOY, 'say': said.append, 'step_timeout': 2.0} | settings
     )
-    pools.append(env_pool.pool(gymnasium.make, 5, processes, **settings))
+    pools.append(env_pool.make_pool(gymnasium.make, 5, processes, **settings))
     return pools[-1], said
 
   yield made
@@ -45,12 +45,12 @@ def actions():
 
 
 def play(pool, seed_B, **films):
-  """All outcomes, and the token that comes after."""
+  """All timesteps, and the token that comes after."""
   token, _ = pool.init(seed_B, **films)
   made = []
   for action_BA in actions():
-    token, outcome = pool.step(token, action_BA)
-    made.append(outcome)
+    token, timestep = pool.step(token, action_BA)
+    made.append(timestep)
   return token, jax.tree.map(lambda *xs: np.stack(xs), *made)
 
 
@@ -75,7 +75,7 @@ def test_pictures_are_those_of_a_plain_loop(make, processes, every):
   pool, said = make(processes)
   token, _ = play(pool, SEEDS, rows=3, every=every)
   time = times(every)
-  frame, shown_B = pool.film(token[:3], time)
+  frame, shown_B = pool.frames(token[:3], time)
   for b in range(3):
     want = bare(SEEDS[b], b, time[b])
     np.testing.assert_array_equal(frame[b], want)
@@ -83,9 +83,9 @@ def test_pictures_are_those_of_a_plain_loop(make, processes, every):
   assert shown_B.all() and not said
   # Of another batch nothing is shown, and then the same seeds again.
   token, _ = play(pool, OTHERS, rows=3, every=every)
-  assert not pool.film(token[:3], time)[1].any()
+  assert not pool.frames(token[:3], time)[1].any()
   token, _ = play(pool, SEEDS, rows=3, every=every)
-  np.testing.assert_array_equal(pool.film(token[:3], time)[0], frame)
+  np.testing.assert_array_equal(pool.frames(token[:3], time)[0], frame)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def test_whatever_comes_of_a_picture_nothing_else_does(make, fails):
   for again in range(2):
     token, got = play(filmed, SEEDS, rows=3, every=1)
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    shown_B = filmed.film(token[:3], times())[1]
+    shown_B = filmed.frames(token[:3], times())[1]
     assert shown_B.all() == (not fails) and (
       not again or len(set(shown_B)) == 1
     )
-  assert not filmed.lost and not filmed.faults
+  assert not filmed.failed_episodes and not filmed.faults
   told = [x for x in said if 'no video' in x]
   assert len(told) == bool(fails)
   because = {
@@ -118,7 +118,7 @@ def test_what_began_in_another_process_is_not_shown(make):
   pool, said = make()
   token, _ = play(pool, SEEDS)
   for _ in range(2):
-    assert not pool.film(token[:3], times())[1].any()
+    assert not pool.frames(token[:3], times())[1].any()
   (told,) = said
   assert 'in another process' in told and 'one place' in told
 
@@ -127,9 +127,9 @@ def test_an_evaluation_shows_what_it_counts(make):
   """And counts what it does where nothing is to be seen."""
   infos = []
   for settings in ({}, {'render_mode': None}):
-    world = env_pool.of(make(**settings)[0])
+    world = env_pool.from_pool(make(**settings)[0])
     policy = gaussian_policy.policy(world)
-    evaluate = evaluate_lib.examine(policy, world)
+    evaluate = evaluate_lib.evaluator(policy, world)
     params = policy.init(jax.random.key(0))
     infos.append(evaluate(params, (), SEEDS, jax.random.key(1)))
   (numbers, rows), (unseen, nothing) = map(metrics.read, infos)

@@ -46,8 +46,8 @@ def play(world, action_TNA, seed_B=SEEDS):
   token, obs = world.init(seed_B)
   made = [(token, obs)]
   for action_NA in action_TNA:
-    token, outcome = world.step(token, action_NA[: len(seed_B)])
-    made.append((token, outcome._replace(final_state=None)))
+    token, timestep = world.step(token, action_NA[: len(seed_B)])
+    made.append((token, timestep._replace(final_state=None)))
   return made
 
 
@@ -56,8 +56,8 @@ def pool():
   pools = []
 
   def made(name, n=N):
-    pools.append(env_pool.pool(gymnasium.make, n, 2, name=name))
-    return env_pool.of(pools[-1])
+    pools.append(env_pool.make_pool(gymnasium.make, n, 2, name=name))
+    return env_pool.from_pool(pools[-1])
 
   yield made
   for pool in pools:
@@ -76,9 +76,12 @@ def test_it_is_a_pool_of_as_many_to_the_bit(pool, name, B):
   if mode:
     disabled = gym_vector.AutoresetMode.DISABLED
     mode['vector_kwargs'] = {'autoreset_mode': disabled}
-  got = vector.world(name, N, **mode)
-  assert got.obs == want.obs and got.horizon == want.horizon
-  assert (got.low, got.high) == (want.low, want.high)
+  got = vector.env(name, N, **mode)
+  assert got.obs_spec == want.obs_spec and got.horizon == want.horizon
+  assert (got.action_low, got.action_high) == (
+    want.action_low,
+    want.action_high,
+  )
   action_TNA = actions(toy('') < name)
   if name == 'CartPole-v1':
     action_TNA = np.random.default_rng(0).uniform(0, 1, (60, N, 2))
@@ -86,7 +89,7 @@ def test_it_is_a_pool_of_as_many_to_the_bit(pool, name, B):
 
 
 def test_one_that_begins_anew_by_itself_shows_both_ends_of_a_step():
-  world = vector.of(same_step('Again'))
+  world = vector.wrap(same_step('Again'))
   made = play(world, actions())
   for i in range(N):
     env = gym.make(toy('Again'))
@@ -126,25 +129,25 @@ class Told(gym_vector.VectorEnv):
 def test_infos_of_the_next_episode_are_not_of_the_last():
   final = np.full((2, 1), 0.5, np.float32)
   info = {'success': np.array([True, True]), 'final_obs': final}
-  world = vector.of(Told(info | {'final_info': {}}), horizon=5)
-  _, outcome = world.step(world.init([1, 2])[0], np.zeros((2, 1)))
-  assert outcome.success.tolist() == [0, 1]
-  assert outcome.final_obs.ravel().tolist() == [0.5, 0]
-  world = vector.of(Told({}), horizon=5)
+  world = vector.wrap(Told(info | {'final_info': {}}), horizon=5)
+  _, timestep = world.step(world.init([1, 2])[0], np.zeros((2, 1)))
+  assert timestep.success.tolist() == [0, 1]
+  assert timestep.final_obs.ravel().tolist() == [0.5, 0]
+  world = vector.wrap(Told({}), horizon=5)
   with pytest.raises(RuntimeError, match='infos have none of'):
     world.step(world.init([1, 2])[0], np.zeros((2, 1)))
   with pytest.raises(RuntimeError, match='Environment 0 .* seed 1 began'):
-    vector.of(Told({}, begins=np.nan), horizon=5).init([1, 2])
+    vector.wrap(Told({}, begins=np.nan), horizon=5).init([1, 2])
 
 
 def test_what_it_cannot_be_is_said():
   next_step = gym.make_vec(toy('Again'), 2)
   with pytest.raises(ValueError, match="'NextStep'.*SAME_STEP or DISABLED"):
-    vector.of(next_step)
+    vector.wrap(next_step)
   endless = gym_vector.SyncVectorEnv([env_toys.Again] * 2, autoreset_mode=SAME)
   with pytest.raises(ValueError, match='no limit of steps'):
-    vector.of(endless)
-  world = vector.of(endless, horizon=5)
+    vector.wrap(endless)
+  world = vector.wrap(endless, horizon=5)
   assert world.horizon == 5
   with pytest.raises(ValueError, match='3 seeds for 2 environments'):
     world.init([1, 2, 3])
@@ -157,33 +160,33 @@ def test_what_it_cannot_be_is_said():
 def test_what_is_not_finite_costs_one_episode(pool):
   action_TNA = actions()
   action_TNA[5, 3] = 40
-  made = play(vector.world(toy('Count'), N), action_TNA)
+  made = play(vector.env(toy('Count'), N), action_TNA)
   calm = play(pool(toy('Count')), actions())
   rest = lambda x: jax.tree.map(lambda leaf: leaf[:3], x)
   equal(rest(made), rest(calm))
-  lost = np.array([x.lost for _, x in made[1:]])
+  lost = np.array([x.env_failed for _, x in made[1:]])
   assert lost.sum() == lost[5, 3] == 1
-  _, outcome = made[6]
-  assert outcome.truncated[3] == 1 and outcome.reward[3] == 0
-  np.testing.assert_array_equal(outcome.final_obs[3], made[5][1].obs[3])
-  assert outcome.obs[3, 1] == 0  # A new episode.
+  _, timestep = made[6]
+  assert timestep.truncated[3] == 1 and timestep.reward[3] == 0
+  np.testing.assert_array_equal(timestep.final_obs[3], made[5][1].obs[3])
+  assert timestep.obs[3, 1] == 0  # A new episode.
   with pytest.raises(RuntimeError, match='Environment 3 .* at call 5.*DISABL'):
-    play(vector.of(same_step('Again')), action_TNA)
+    play(vector.wrap(same_step('Again')), action_TNA)
 
 
 def test_another_process_begins_new_episodes_and_says_so():
   said = []
-  make = lambda: vector.of(same_step('Again'), say=said.append)
+  make = lambda: vector.wrap(same_step('Again'), say=said.append)
   one, other = make(), make()
   token, _ = play(one, actions()[:5])[-1]
   assert one.load(token, one.save(token)) is token and not said
   after = other.load(token, one.save(token))
   np.testing.assert_array_equal(after, token)
   assert said == ['New episodes, as a vector environment cannot be saved: 4.']
-  _, outcome = other.step(after, actions()[5])
-  assert (outcome.obs[:, 1] == 1).all()
+  _, timestep = other.step(after, actions()[5])
+  assert (timestep.obs[:, 1] == 1).all()
   first = simulator.episode_seed(int(SEEDS[0]), 5) % 1000
-  assert outcome.obs[0, 0] == first
+  assert timestep.obs[0, 0] == first
 
 
 def test_ppo_learns_the_same_from_either_and_in_pieces(pool):
@@ -197,13 +200,13 @@ def test_ppo_learns_the_same_from_either_and_in_pieces(pool):
     num_steps=9,
   )
   made = []
-  for world in (pool(toy('Count')), vector.world(toy('Count'), N)):
+  for world in (pool(toy('Count')), vector.env(toy('Count'), N)):
     workflow = make(world)
     state = workflow.init(KEY)
     state, info = workflow.step(state, (), KEY)
     made.append((workflow.params(state), info))
   equal(*made)
-  workflow = make(vector.world(toy('Count'), N))
+  workflow = make(vector.env(toy('Count'), N))
   state = workflow.init(KEY)
   flow = flow_lib.trace(workflow.step, state, (), KEY)
   plan = plan_lib.parse({'pieces': 2}, flow.stages)
@@ -228,7 +231,7 @@ def theirs(T):
     sim_backend='physx_cpu',
     render_backend='none',
   )
-  world = vector.of(env, horizon=50)
+  world = vector.wrap(env, horizon=50)
   return play(world, arm(T), SEEDS[:1])
 
 
@@ -245,7 +248,7 @@ def arm(T):
 def test_that_of_maniskill_is_its_environment():
   """Of torch's tensors; here on a processor, where it holds one scene."""
   T = 50  # It begins further episodes by seeds of its own.
-  world = maniskill.world('PushCube-v1', 1)
+  world = maniskill.env('PushCube-v1', 1)
   want = play(world, arm(T), SEEDS[:1])
   spawn = multiprocessing.get_context('spawn')
   with futures.ProcessPoolExecutor(1, spawn) as process:

@@ -38,7 +38,7 @@ def workflow(updates):
     KEEP,
     num_envs=16,
     group_size=2,
-    episode_reward=episode_stats.succeeded,
+    episode_reward=episode_stats.success,
     kl_coef=0.1,
     entropy_coef=0.01,
     num_minibatches=n,

@@ -86,10 +86,10 @@ def test_no_plan_changes_the_mathematics(seed):
 @functools.cache
 def looking():
   """In pictures, which two cuts shall see alike."""
-  eye = cnn.Config(channels=(4,), windows=(5,), strides=(3,), D=6)
+  eye = cnn.Config(channels=(4,), kernel_sizes=(5,), strides=(3,), features=6)
   return workflows.ppo(
-    push.push(horizon=3, pictures=16),
-    functools.partial(gaussian_policy.policy, width=4, eye=eye),
+    push.push(horizon=3, image_size=16),
+    functools.partial(gaussian_policy.policy, width=4, camera_encoder=eye),
     KEEP,
     num_envs=ROWS,
     num_steps=4,
@@ -137,8 +137,8 @@ def test_trajectories_are_the_same_in_pieces(pieces):
 
   def step(state, params, key):
     world, obs = state
-    world, obs, x, outcome = act(params, (), world, obs, stages.keys(key, obs))
-    return (world, obs), (x, outcome)
+    world, obs, x, timestep = act(params, (), world, obs, stages.keys(key, obs))
+    return (world, obs), (x, timestep)
 
   flow = flow_lib.trace(step, (world, obs), params, random_plans_test.key(0))
   plan = plan_lib.parse({'pieces': pieces}, flow.stages)

@@ -64,7 +64,9 @@ def workflow(prior):
   return workflows.sac(
     push.push(horizon=5, terminate=True),
     functools.partial(gaussian_policy.policy, width=8),
-    functools.partial(critics.ensemble, critics=3, width=8, norm=True),
+    functools.partial(
+      critics.ensemble, num_critics=3, width=8, layer_norm=True
+    ),
     KEEP,
     num_envs=8,
     num_steps=2,

@@ -73,8 +73,8 @@ def test_right_is_the_first_axis_and_up_the_second():
 
 @pytest.mark.parametrize('name', WORLDS)
 def test_pictures_show_what_is_hidden_from_the_state(name):
-  world = WORLDS[name](pictures=16)
-  assert world.obs['image']['table'] == jax.ShapeDtypeStruct(
+  world = WORLDS[name](image_size=16)
+  assert world.obs_spec['image']['table'] == jax.ShapeDtypeStruct(
     (16, 16, 3), jnp.uint8
   )
   state, _ = jax.jit(world.init)(jnp.arange(2, dtype=jnp.int32))
@@ -90,19 +90,19 @@ def test_pictures_show_what_is_hidden_from_the_state(name):
 
 @pytest.mark.parametrize('name', WORLDS)
 def test_what_is_drawn_for_people_is_what_is_seen(name):
-  world = WORLDS[name](pictures=16)
+  world = WORLDS[name](image_size=16)
   seed = jnp.arange(3, dtype=jnp.int32)
   state, obs = jax.jit(world.init)(seed)
-  drawn = jax.jit(world.draw, static_argnums=1)(state, 16)
+  drawn = jax.jit(world.render, static_argnums=1)(state, 16)
   np.testing.assert_array_equal(drawn, obs['image']['table'])
-  like = jax.eval_shape(world.draw, state)
+  like = jax.eval_shape(world.render, state)
   assert like.shape == (3, drawing.SIZE, drawing.SIZE, 3)
 
 
 def test_a_task_without_a_scene_is_not_drawn():
   task = vectorize.Task(push.begin, push.move, push.look, lambda at: (0.0, 0.0))
-  setting = {'low': (-1.0,) * 2, 'high': (1.0,) * 2, 'horizon': 5}
-  world = vectorize.world(task, **setting, terminate=False)
-  assert world.draw is None
+  setting = {'action_low': (-1.0,) * 2, 'action_high': (1.0,) * 2, 'horizon': 5}
+  world = vectorize.env(task, **setting, terminate=False)
+  assert world.render is None
   with pytest.raises(ValueError, match='no scene'):
-    vectorize.world(task, **setting, terminate=False, pictures=8)
+    vectorize.env(task, **setting, terminate=False, image_size=8)

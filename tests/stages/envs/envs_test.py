@@ -29,17 +29,17 @@ def commands(T=12, n=8, seed=0):
 
 def acted(world, state, command_BA):
   """A step, as rollouts make it where nothing is to be drawn."""
-  state, outcome = world.step(state, command_BA)
-  return state, outcome._replace(final_state=None)
+  state, timestep = world.step(state, command_BA)
+  return state, timestep._replace(final_state=None)
 
 
 def play(world, seed_B, command_TBA):
-  """All observations and outcomes, step by step."""
+  """All observations and timesteps, step by step."""
   state, obs = jax.jit(world.init)(seed_B)
   step, made = jax.jit(functools.partial(acted, world)), []
   for command_BA in command_TBA:
-    state, outcome = step(state, command_BA)
-    made.append(outcome)
+    state, timestep = step(state, command_BA)
+    made.append(timestep)
   return obs, jax.tree.map(lambda *xs: np.stack(xs), *made)
 
 
@@ -84,8 +84,8 @@ def test_an_episode_ends_with_what_was_seen_last_and_begins_anew(make):
 
 
 def test_an_endless_stream_of_episodes_never_repeats(make):
-  _, outcome = play(make(horizon=2), seeds(2), commands(40, 2))
-  begun = outcome.obs[1::2].reshape(-1, outcome.obs.shape[-1])
+  _, timestep = play(make(horizon=2), seeds(2), commands(40, 2))
+  begun = timestep.obs[1::2].reshape(-1, timestep.obs.shape[-1])
   assert len(np.unique(begun, axis=0)) == len(begun)
 
 
@@ -96,10 +96,10 @@ def test_success_terminates_where_it_is_asked_to():
     state, _ = world.init(seeds(1))
     at = state.place
     state = state._replace(place=at._replace(goal=at.puck + 0.01))
-    _, outcome = world.step(state, told[0])
-    assert outcome.success == outcome.reward == 1
-    assert outcome.terminated == terminate and not outcome.truncated
-    assert (outcome.obs != outcome.final_obs).any() == terminate
+    _, timestep = world.step(state, told[0])
+    assert timestep.success == timestep.reward == 1
+    assert timestep.terminated == terminate and not timestep.truncated
+    assert (timestep.obs != timestep.final_obs).any() == terminate
 
 
 def test_success_at_the_last_step_is_terminated_and_not_truncated():
@@ -107,8 +107,8 @@ def test_success_at_the_last_step_is_terminated_and_not_truncated():
   state, _ = world.init(seeds(1))
   at = state.place
   state = state._replace(place=at._replace(goal=at.puck))
-  _, outcome = world.step(state, np.zeros((1, 2), np.float32))
-  assert outcome.terminated == 1 and outcome.truncated == 0
+  _, timestep = world.step(state, np.zeros((1, 2), np.float32))
+  assert timestep.terminated == 1 and timestep.truncated == 0
 
 
 def test_a_chunk_is_its_steps_as_far_as_the_episode_goes(make):
@@ -166,8 +166,8 @@ def test_a_puck_pushed_off_its_middle_slips_to_the_side():
 
 
 def test_nothing_leaves_the_table():
-  _, outcome = play(push.push(), seeds(), np.ones((60, 8, 2), np.float32))
-  assert np.abs(outcome.obs[..., :4]).max() <= 1.0
+  _, timestep = play(push.push(), seeds(), np.ones((60, 8, 2), np.float32))
+  assert np.abs(timestep.obs[..., :4]).max() <= 1.0
 
 
 def test_the_tip_of_a_straight_arm_is_its_length_away():

@@ -20,7 +20,7 @@ def batches(sizes=(1, 7, 30, 2, 60), seed=0):
 
 
 def scale_of(parts):
-  scales = [obs_stats.of({'a': jnp.asarray(x)}, LIKE) for x in parts]
+  scales = [obs_stats.from_batch({'a': jnp.asarray(x)}, LIKE) for x in parts]
   return functools.reduce(lambda a, b: a.merge(b), scales)
 
 
@@ -48,8 +48,8 @@ def test_a_mean_far_from_zero_costs_no_precision():
 def test_nothing_changes_nothing(in_float64):
   scale = scale_of(batches())
   for merged in (
-    scale.merge(obs_stats.nothing(LIKE)),
-    obs_stats.nothing(LIKE).merge(scale),
+    scale.merge(obs_stats.init(LIKE)),
+    obs_stats.init(LIKE).merge(scale),
   ):
     jax.tree.map(np.testing.assert_array_equal, merged, scale)
 
@@ -67,29 +67,31 @@ def test_any_rows_and_steps_are_taken():
   made = obs_stats.normalize(scale, x)['a']
   one = obs_stats.normalize(scale, {'a': jnp.ones(3)})['a']
   np.testing.assert_array_equal(made, np.broadcast_to(one, (4, 5, 3)))
-  counted = obs_stats.of(x, LIKE)
+  counted = obs_stats.from_batch(x, LIKE)
   assert counted.count == 20
 
 
 def test_before_anything_was_seen_all_is_as_it_is():
   x = {'a': jnp.array([[1.0, -2.0, 3.0]])}
-  made = obs_stats.normalize(obs_stats.nothing(LIKE), x)
+  made = obs_stats.normalize(obs_stats.init(LIKE), x)
   np.testing.assert_allclose(made['a'], x['a'], rtol=1e-6)
   assert obs_stats.normalize((), x) is x
 
 
 def test_what_never_varied_and_then_does_stays_bounded():
-  scale = obs_stats.of({'a': jnp.ones((10, 3))}, LIKE)
+  scale = obs_stats.from_batch({'a': jnp.ones((10, 3))}, LIKE)
   made = obs_stats.normalize(scale, {'a': jnp.full((1, 3), 2.0)})
   np.testing.assert_array_equal(made['a'], np.full((1, 3), obs_stats.MOST))
 
 
 def test_pieces_of_a_batch_are_merged_as_sums_are():
   one, two = ({'a': jnp.asarray(x, jnp.float32)} for x in batches()[1:3])
-  merged = metrics.merge(obs_stats.of(one, LIKE), obs_stats.of(two, LIKE))
+  merged = metrics.merge(
+    obs_stats.from_batch(one, LIKE), obs_stats.from_batch(two, LIKE)
+  )
   both = jax.tree.map(lambda *xs: jnp.concatenate(xs), one, two)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
     merged,
-    obs_stats.of(both, LIKE),
+    obs_stats.from_batch(both, LIKE),
   )

@@ -119,8 +119,8 @@ def test_demonstrations_of_another_world_and_missing_ones_are_told(tmp_path):
     replay.read(tmp_path / 'none.npz', FLAT, 0.9)
   path = tmp_path / 'demonstrations.npz'
   demonstrations(path)
-  other = FLAT._replace(command=jax.ShapeDtypeStruct((7,), jnp.float32))
-  said = r'another world: a row of command is \(2,\) there and .* \(7,\)'
+  other = FLAT._replace(env_action=jax.ShapeDtypeStruct((7,), jnp.float32))
+  said = r'another world: a row of env_action is \(2,\) there and .* \(7,\)'
   with pytest.raises(ValueError, match=said):
     replay.read(path, other, 0.9)
   cloned = tmp_path / 'cloned.npz'

@@ -27,7 +27,7 @@ KEY = jax.random.key(2)
 
 def judged(world, policy, params=()):
   """Numbers of an evaluation, and what is to be seen of it."""
-  evaluate = evaluate_lib.examine(policy, world)
+  evaluate = evaluate_lib.evaluator(policy, world)
   info = jax.device_get(evaluate(params, (), SEEDS, KEY))
   numbers, rows = metrics.read(info)
   return numbers, rows.get(video.NAME)
@@ -50,7 +50,7 @@ def replay(seed, horizon, terminate):
 def test_frames_are_of_the_tables_that_were_judged(terminate):
   horizon, every = 32, 2  # 30 pictures, at most.
   world = push.push(horizon=horizon, terminate=terminate)
-  policy = demonstrations.scripted(world, push.show_how, 0.0)
+  policy = demonstrations.scripted_policy(world, push.show_how, 0.0)
   numbers, shown = judged(world, policy)
   np.testing.assert_array_equal(shown['seed'], SEEDS[: video.EPISODES])
   lengths = []
@@ -79,7 +79,7 @@ def test_being_seen_changes_no_bit_of_an_evaluation():
   policy = gaussian_policy.policy(world)
   params = policy.init(jax.random.key(0))
   seen, shown = judged(world, policy, params)
-  unseen, nothing = judged(world._replace(draw=None), policy, params)
+  unseen, nothing = judged(world._replace(render=None), policy, params)
   assert seen == unseen and shown is not None and nothing is None
 
 
@@ -97,7 +97,7 @@ def test_a_chunk_is_a_step_of_which_the_end_is_shown():
 def test_the_first_rows_are_shown_however_a_batch_is_cut(pieces):
   world = push.push(horizon=4)
   policy = gaussian_policy.policy(world)
-  evaluate = evaluate_lib.examine(policy, world)
+  evaluate = evaluate_lib.evaluator(policy, world)
 
   def step(params, seed, key):
     return params, evaluate(params, (), seed, key)
@@ -122,8 +122,8 @@ def test_an_end_that_nobody_could_see_is_refused():
   world = push.push()
 
   def step(state, command):
-    state, outcome = push.push().step(state, command)
-    return state, outcome._replace(final_state=None)
+    state, timestep = push.push().step(state, command)
+    return state, timestep._replace(final_state=None)
 
   world = world._replace(step=step)
   policy = gaussian_policy.policy(world)

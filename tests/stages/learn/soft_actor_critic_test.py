@@ -25,7 +25,7 @@ class Known:
     return base.Experience(obs, 0.0 * obs, logp, 1.0 + 0.0 * logp, 0.0 * logp)
 
   @staticmethod
-  def command(action):
+  def to_env_action(action):
     return action
 
 
@@ -107,7 +107,7 @@ def torch_sac(params, target, actor, scale, batch, noise, *, case):
     command, logp = act(after, as_torch(noise[0]))
     q = value(target, after, command)[case['chosen']].min(0).values
     aim = row.reward + row.discount * (q - alpha * logp)
-  error = value(critics, obs, row.command) - aim
+  error = value(critics, obs, row.env_action) - aim
   critic_loss = 0.5 * (error**2).sum(0).mean()
   critic_loss.backward()
   critic_grads = jax.tree.map(lambda y: y.grad.numpy(), critics)
@@ -136,12 +136,12 @@ CASES = {
 def test_losses_and_gradients_are_those_of_torch(in_float64, case):
   pytest.importorskip('torch', reason='The reference is written in torch.')
   case = {'critics': 2, 'norm': False, 'subset': None, 'entropy': -1.3} | case
-  world = push.push()._replace(low=LOW, high=HIGH)
+  world = push.push()._replace(action_low=LOW, action_high=HIGH)
   policy = gaussian_policy.policy(
-    world, width=8, bound='tanh', aware=True, critic=False
+    world, width=8, bounding='tanh', state_dependent_std=True, critic=False
   )
   critic = critics_lib.ensemble(
-    world, critics=case['critics'], width=8, norm=case['norm']
+    world, num_critics=case['critics'], width=8, layer_norm=case['norm']
   )
   params, target = (critic.init(jax.random.key(i)) for i in range(2))
   moved = lambda x: x + 0.1 * jax.random.normal(KEY, x.shape)
@@ -160,7 +160,7 @@ def test_losses_and_gradients_are_those_of_torch(in_float64, case):
     after,
   )
   batch = replay.Sample(row, jax.random.split(KEY, M))
-  scale = obs_stats.of(3.0 + 2.0 * obs, world.obs)
+  scale = obs_stats.from_batch(3.0 + 2.0 * obs, world.obs_spec)
   noise = [
     jax.vmap(lambda key, i=i: jax.random.normal(jax.random.fold_in(key, i), 2))(
       batch.key

@@ -8,7 +8,9 @@ import pytest
 from stages.envs import obs_stats, push
 from stages.models import cnn, gaussian_policy
 
-CONFIG = cnn.Config(channels=(4, 6), windows=(5, 3), strides=(2, 2), D=7)
+CONFIG = cnn.Config(
+  channels=(4, 6), kernel_sizes=(5, 3), strides=(2, 2), features=7
+)
 LIKE = {
   'image': {
     'front': jax.ShapeDtypeStruct((18, 20, 3), jnp.uint8),
@@ -117,10 +119,10 @@ def test_rows_and_steps_may_lie_ahead():
 
 
 def test_actor_and_critic_both_teach_every_weight_of_the_encoder():
-  world = push.push(pictures=12)
-  policy = gaussian_policy.policy(world, width=8, eye=CONFIG)
+  world = push.push(image_size=12)
+  policy = gaussian_policy.policy(world, width=8, camera_encoder=CONFIG)
   params = jax.jit(policy.init)(jax.random.key(0))
-  obs = seen(16, like=world.obs)
+  obs = seen(16, like=world.obs_spec)
   action = np.random.default_rng(2).normal(size=(16, 2))
 
   def loss(params, field):
@@ -136,10 +138,10 @@ def test_actor_and_critic_both_teach_every_weight_of_the_encoder():
 
 
 def test_a_value_is_the_same_alone_and_beside_the_action():
-  world = push.push(pictures=12)
-  policy = gaussian_policy.policy(world, width=8, eye=CONFIG)
+  world = push.push(image_size=12)
+  policy = gaussian_policy.policy(world, width=8, camera_encoder=CONFIG)
   params = jax.jit(policy.init)(jax.random.key(0))
-  obs, evaluate = seen(4, like=world.obs), jax.jit(policy.evaluate)
+  obs, evaluate = seen(4, like=world.obs_spec), jax.jit(policy.evaluate)
   both = evaluate(params, obs, np.zeros((4, 2)))
   alone = jax.jit(policy.value)(params, obs)
   np.testing.assert_allclose(alone, both.value, rtol=1e-12)
@@ -147,13 +149,13 @@ def test_a_value_is_the_same_alone_and_beside_the_action():
 
 def test_a_moment_of_what_is_seen_is_kept_of_numbers_alone():
   obs = seen(9)
-  scale = obs_stats.of(obs, LIKE)
+  scale = obs_stats.from_batch(obs, LIKE)
   assert scale.count == 9 and scale.mean['image'] == {
     'front': None,
     'wrist': None,
   }
   np.testing.assert_allclose(scale.mean['state'], obs['state'].mean(0))
-  twice = obs_stats.nothing(LIKE).merge(scale).merge(scale)
+  twice = obs_stats.init(LIKE).merge(scale).merge(scale)
   made = obs_stats.normalize(twice, obs)
   for camera, picture in obs['image'].items():
     assert made['image'][camera] is picture  # Bytes, and not one changed.
@@ -167,7 +169,7 @@ def test_pictures_alone_are_read_too():
   encode = lambda key, obs: encoder.init_with_output(key, obs)[0]
   made = jax.eval_shape(encode, jax.random.key(0), seen(2, like=picture))
   assert made.shape == (2, CONFIG.D)
-  scale = obs_stats.of(seen(5, like=picture), picture)
+  scale = obs_stats.from_batch(seen(5, like=picture), picture)
   assert scale.count == 5 and scale.mean is None
 
 

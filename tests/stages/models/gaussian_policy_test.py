@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures('in_float64')
 
 
 def policy_and_params(bound):
-  policy = gaussian_policy.policy(WORLD, width=8, bound=bound, deviation=0.7)
+  policy = gaussian_policy.policy(WORLD, width=8, bounding=bound, init_std=0.7)
   params = policy.init(jax.random.key(0))
   # Weights of the last layer begin small: here they matter.
   enlarge = lambda x: x + 0.3 * jax.random.normal(jax.random.key(1), x.shape)
@@ -39,7 +39,7 @@ def acted(policy, params, **kwargs):
 def reference(policy, params, x, bound):
   """The same distribution in torch, over commands where they are squashed."""
   mean = np.array(acted(policy, params, greedy=True).action)
-  deviation = np.exp(np.asarray(params['actor']['log_deviation_A']))
+  deviation = np.exp(np.asarray(params['actor']['log_std_A']))
   normal = distributions.Normal(
     torch.tensor(mean), torch.tensor(np.broadcast_to(deviation, mean.shape))
   )
@@ -72,7 +72,7 @@ def test_a_squashed_gaussians_log_probability_is_that_of_torch():
   policy, params = policy_and_params('tanh')
   x = acted(policy, params)
   want = reference(policy, params, x, 'tanh')
-  command = torch.tensor(np.array(policy.command(x.action)))
+  command = torch.tensor(np.array(policy.to_env_action(x.action)))
   logp = want.log_prob(command).sum(-1).numpy()
   np.testing.assert_allclose(x.logp, logp, rtol=1e-8)
   now = policy.evaluate(params, x.obs, x.action)
@@ -93,9 +93,11 @@ def test_commands_stay_within_the_space_and_reach_its_ends(bound):
   policy, _ = policy_and_params(bound)
   low, high = np.array(LOW), np.array(HIGH)
   far = jnp.array([[-50.0] * 3, [50.0] * 3, [0.0] * 3])
-  made = policy.command(far)
+  made = policy.to_env_action(far)
   np.testing.assert_allclose(made, [low, high, (low + high) / 2], atol=1e-12)
-  drawn = policy.command(3 * jax.random.normal(jax.random.key(0), (99, 3)))
+  drawn = policy.to_env_action(
+    3 * jax.random.normal(jax.random.key(0), (99, 3))
+  )
   assert (drawn >= low[None]).all() and (drawn <= high[None]).all()
 
 
@@ -149,4 +151,4 @@ def test_a_world_that_shows_words_is_refused():
 
 def test_bounds_of_another_name_are_refused():
   with pytest.raises(ValueError, match="by 'clip' or 'tanh', and not by 'cut'"):
-    gaussian_policy.policy(WORLD, bound='cut')
+    gaussian_policy.policy(WORLD, bounding='cut')

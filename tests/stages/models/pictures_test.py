@@ -12,9 +12,11 @@ from stages.envs import demonstrations, obs_stats, push
 from stages.learn import optimizers
 from stages.models import cnn, critics, gaussian_policy, policy_file
 
-WORLD = push.push(pictures=12, horizon=2)
+WORLD = push.push(image_size=12, horizon=2)
 policy = functools.partial(
-  gaussian_policy.policy, width=4, eye=cnn.Config((3,), (4,), (4,), None)
+  gaussian_policy.policy,
+  width=4,
+  camera_encoder=cnn.Config((3,), (4,), (4,), None),
 )
 ROWS = {'rows': 4, 'length': 2}
 
@@ -39,7 +41,8 @@ def test_a_step_in_pictures_leaves_a_state_of_the_same_shapes(name):
     made = workflows.behavior_cloning(WORLD, policy, optimizer)
     rows = lambda x: jax.ShapeDtypeStruct((4, *x.shape), x.dtype)
     batch = base.Demonstration(
-      jax.tree.map(rows, WORLD.obs), jax.ShapeDtypeStruct((4, 2), jnp.float32)
+      jax.tree.map(rows, WORLD.obs_spec),
+      jax.ShapeDtypeStruct((4, 2), jnp.float32),
     )
   before, after = shapes(made, batch)
   assert before == after
@@ -51,7 +54,7 @@ def test_a_step_in_pictures_leaves_a_state_of_the_same_shapes(name):
 def test_a_policy_of_pictures_is_exported_and_begun_with(tmp_path):
   fresh = {
     'policy': jax.jit(policy(WORLD).init)(jax.random.key(0)),
-    'obs_stats': obs_stats.nothing(WORLD.obs),
+    'obs_stats': obs_stats.init(WORLD.obs_spec),
   }
   policy_file.export(tmp_path, fresh)
   again = policy_file.start(tmp_path, jax.tree.map(jnp.zeros_like, fresh))
@@ -72,4 +75,6 @@ def test_who_cannot_learn_from_pictures_says_so():
       **ROWS,
     )
   with pytest.raises(ValueError, match='Demonstrations are kept of vectors'):
-    demonstrations.make(WORLD, push.show_how, rows=1, deviation=0.1, attempts=1)
+    demonstrations.collect(
+      WORLD, push.show_how, num_envs=1, noise_std=0.1, num_episodes=1
+    )

@@ -15,7 +15,7 @@ def exported(width=8):
     'policy': gaussian_policy.policy(world, width=width).init(
       jax.random.key(0)
     ),
-    'obs_stats': obs_stats.of(obs, world.obs),
+    'obs_stats': obs_stats.from_batch(obs, world.obs_spec),
   }
 
 

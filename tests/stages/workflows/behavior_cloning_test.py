@@ -20,8 +20,12 @@ DEVIATION = 0.3
 @pytest.fixture(scope='module')
 def shown():
   """Attempts of a controller, and how many of 64 succeeded."""
-  return demonstrations.make(
-    push.push(), push.show_how, rows=32, deviation=DEVIATION, attempts=64
+  return demonstrations.collect(
+    push.push(),
+    push.show_how,
+    num_envs=32,
+    noise_std=DEVIATION,
+    num_episodes=64,
   )
 
 
@@ -47,8 +51,8 @@ def test_a_controller_can_do_what_it_demonstrates(shown):
 
 def test_only_what_succeeds_is_kept():
   still = lambda obs_O: 0.0 * obs_O[:2]
-  x, succeeded = demonstrations.make(
-    push.push(horizon=5), still, rows=4, deviation=0.0, attempts=6
+  x, succeeded = demonstrations.collect(
+    push.push(horizon=5), still, num_envs=4, noise_std=0.0, num_episodes=6
   )
   assert succeeded == 0 and x.obs.shape == (0, 10)
 
@@ -69,15 +73,15 @@ def test_a_file_is_read_as_it_was_written(shown, path, tmp_path):
 
 
 def test_a_policy_that_squashes_what_it_draws_is_refused():
-  squashed = functools.partial(gaussian_policy.policy, bound='tanh')
+  squashed = functools.partial(gaussian_policy.policy, bounding='tanh')
   with pytest.raises(
-    ValueError, match="squashes what it draws.*bound = 'clip'"
+    ValueError, match="squashes its samples.*bounding = 'clip'"
   ):
     workflows.behavior_cloning(push.push(), squashed, optimizers.adamw(1e-3))
 
 
 def test_batches_follow_from_seed_and_number_alone(path):
-  source = demonstrations.steps(str(path), rows=5)
+  source = demonstrations.source(str(path), batch_size=5)
   state, first = source.next(source.init(7), {})
   _, second = source.next(state, {})
   _, again = source.next(state, {})
@@ -115,12 +119,12 @@ def test_the_loss_is_a_likelihood_by_the_scale_of_what_was_shown():
 @pytest.mark.slow
 def test_a_clone_of_few_gets_better_by_success_alone(tmp_path):
   world = push.push(dense=False, terminate=True)
-  x, succeeded = demonstrations.make(
-    world, push.show_how, rows=8, deviation=DEVIATION, attempts=8
+  x, succeeded = demonstrations.collect(
+    world, push.show_how, num_envs=8, noise_std=DEVIATION, num_episodes=8
   )
   assert succeeded == 8
   demonstrations.write(tmp_path / 'push.npz', x)
-  source = demonstrations.steps(str(tmp_path / 'push.npz'), rows=256)
+  source = demonstrations.source(str(tmp_path / 'push.npz'), batch_size=256)
   workflow = workflows.behavior_cloning(world, policy(), optimizers.adamw(1e-2))
   state, at = workflow.init(KEY), source.init(0)
   (seeds,) = source.held_out()

@@ -38,14 +38,14 @@ def line(horizon=5):
     look=lambda place: jnp.concatenate(place),
     judge=lambda place: (place.at[0], (place.at[0] > 1.0).astype(float)),
   )
-  bounds = {'low': (-1.0,), 'high': (1.0,)}
-  return vectorize.world(task, horizon=horizon, terminate=True, **bounds)
+  bounds = {'action_low': (-1.0,), 'action_high': (1.0,)}
+  return vectorize.env(task, horizon=horizon, terminate=True, **bounds)
 
 
 # Advantages and masks, by hand.
 
 
-def outcome_of(done, success=None, reward=None, lost=None):
+def timestep_of(done, success=None, reward=None, env_failed=None):
   """Rows that end as `done` says; what else is not given is zero."""
   done = jnp.asarray(done, float)
   given = [
@@ -53,15 +53,18 @@ def outcome_of(done, success=None, reward=None, lost=None):
     for x in (success, reward)
   ]
   success, reward = given
-  lost = None if lost is None else jnp.asarray(lost, float)
-  return base.TimeStep((), reward, done, 0 * done, (), success, lost=lost)
+  if env_failed is not None:
+    env_failed = jnp.asarray(env_failed, float)
+  return base.TimeStep(
+    (), reward, done, 0 * done, (), success, env_failed=env_failed
+  )
 
 
 def compared(
-  outcome, group_size=2, judge=episode_stats.succeeded, filtered=False
+  timestep, group_size=2, judge=episode_stats.success, filtered=False
 ):
   made = compare(
-    group_size, judge, advantages.group_relative, filtered, outcome
+    group_size, judge, advantages.group_relative, filtered, timestep
   )
   return np.asarray(made['mask']), np.asarray(made['advantage'])
 
@@ -73,7 +76,7 @@ FIRST = [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]]
 def test_an_episode_is_one_advantage_and_nothing_counts_after_its_end():
   # Row 0 succeeds as it ends, row 1 after its end, the others not at all.
   success = [[0, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1], [0, 0, 0, 1]]
-  mask, advantage = compared(outcome_of(ENDS, success))
+  mask, advantage = compared(timestep_of(ENDS, success))
   np.testing.assert_array_equal(mask, FIRST)
   half = 0.5 / (np.sqrt(0.5) + 1e-6)  # Of 1 and 0, and their deviation.
   want = np.array([[half], [-half], [0], [0]]) * np.array(FIRST)
@@ -82,14 +85,14 @@ def test_an_episode_is_one_advantage_and_nothing_counts_after_its_end():
 
 def test_success_at_some_moment_of_the_first_episode_is_enough():
   success = [[1, 0, 0, 0], [0, 0, 0, 0], [0] * 4, [0] * 4]
-  _, advantage = compared(outcome_of(ENDS, success))
+  _, advantage = compared(timestep_of(ENDS, success))
   assert advantage[0, 0] > 0 > advantage[1, 0]
 
 
 def test_what_it_returned_may_count_instead():
   reward = [[1, 2, 9, 9], [1, 1, 1, 1], [5, 9, 9, 9], [1, 1, 1, 9]]
   _, advantage = compared(
-    outcome_of(ENDS, reward=reward), judge=episode_stats.returned
+    timestep_of(ENDS, reward=reward), judge=episode_stats.episode_return
   )
   # 3 against 4, and 5 against 3.
   assert (np.sign(advantage[:, 0]) == [-1, 1, 1, -1]).all()
@@ -98,9 +101,9 @@ def test_what_it_returned_may_count_instead():
 
 def test_groups_that_did_alike_may_be_left_out():
   success = [[0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0]]
-  mask, advantage = compared(outcome_of(ENDS, success), filtered=True)
+  mask, advantage = compared(timestep_of(ENDS, success), filtered=True)
   np.testing.assert_array_equal(mask, [*FIRST[:2], [0] * 4, [0] * 4])
-  _, unfiltered = compared(outcome_of(ENDS, success))
+  _, unfiltered = compared(timestep_of(ENDS, success))
   np.testing.assert_array_equal(advantage, unfiltered)
 
 
@@ -110,14 +113,14 @@ def test_an_episode_that_was_lost_counts_for_nothing(worth):
   lost[[1, 4, 5, 6, 7]] = 1.0
   reward = np.full((8, 1), worth)
   reward[1] = 7.0
-  outcome = outcome_of(ends, reward=reward, lost=lost)
-  mask, advantage = compared(outcome, GROUP, episode_stats.returned)
+  timestep = timestep_of(ends, reward=reward, env_failed=lost)
+  mask, advantage = compared(timestep, GROUP, episode_stats.episode_return)
   # Three that did alike are alike to the bit, and four lost are no group.
   np.testing.assert_array_equal(mask, 1.0 - lost)
   assert not advantage.any()
   reward[0] += 1.0
-  outcome = outcome_of(ends, reward=reward, lost=lost)
-  _, advantage = compared(outcome, GROUP, episode_stats.returned)
+  timestep = timestep_of(ends, reward=reward, env_failed=lost)
+  _, advantage = compared(timestep, GROUP, episode_stats.episode_return)
   assert advantage[1] == 0 and advantage[0] > 0
   np.testing.assert_allclose(advantage.sum(), 0.0, atol=1e-6)
 
@@ -127,7 +130,9 @@ def test_what_is_told_is_of_first_episodes_and_steps_that_were_not_lost():
   lost = np.zeros((4, 4))
   lost[2, 0] = 1.0
   told = read(
-    describe(2, episode_stats.succeeded, outcome_of(ENDS, success, lost=lost))
+    describe(
+      2, episode_stats.success, timestep_of(ENDS, success, env_failed=lost)
+    )
   )
   assert told['env/success_once'] == pytest.approx(1 / 3)
   assert told['env/episode_length'] == 3.0
@@ -144,7 +149,7 @@ def grpo(world=None, optimizer=None, **kwargs):
   settings = {
     'rows': 16,
     'group_size': GROUP,
-    'judge': episode_stats.returned,
+    'judge': episode_stats.episode_return,
   } | kwargs
   return workflows.embodied_grpo(
     world or line(),
@@ -157,7 +162,7 @@ def grpo(world=None, optimizer=None, **kwargs):
 def acted(workflow_world, state, key, group_size=GROUP, rows=16, T=5):
   """What a step does in the world, stage by stage."""
   policy = gaussian_policy.policy(workflow_world, width=8)
-  seed = rollout_lib.seeds(rows // group_size, group_size)(key)
+  seed = rollout_lib.draw_seeds(rows // group_size, group_size)(key)
   place, obs = rollout.reset(workflow_world)(seed)
   act = rollout.rollout(policy, workflow_world, T)
   keys = stages.keys(key, seed)
@@ -190,21 +195,21 @@ def test_rows_are_whole_groups():
     grpo(rows=10)
 
 
-CLIP = {'low': 0.04, 'high': 0.07}
+CLIP = {'clip_low': 0.04, 'clip_high': 0.07}
 
 
-def torch_gradient(params, reference, scale, x, outcome, *, kl, entropy):
+def torch_gradient(params, reference, scale, x, timestep, *, kl, entropy):
   """The gradient of a batch, from what was done, written anew in torch."""
   import torch
 
   as_torch = lambda y: torch.tensor(np.array(y), dtype=torch.float64)
-  done = np.array(outcome.terminated + outcome.truncated) > 0
+  done = np.array(timestep.terminated + timestep.truncated) > 0
   B, T = done.shape
   mask, return_ = np.zeros((B, T)), np.zeros(B)
   for i in range(B):
     for t in range(T):
       mask[i, t] = 1
-      return_[i] += outcome.reward[i, t]
+      return_[i] += timestep.reward[i, t]
       if done[i, t]:
         break
   groups = return_.reshape(-1, GROUP)
@@ -221,7 +226,7 @@ def torch_gradient(params, reference, scale, x, outcome, *, kl, entropy):
     first = torch.tanh(obs @ p['enter_OD'] + p['enter_bias_D'])
     second = torch.tanh(first @ p['up_DF'] + p['up_bias_F'])
     mean = second @ p['out_FA'] + p['out_bias_A']
-    deviation = p['log_deviation_A'].exp().expand_as(mean)
+    deviation = p['log_std_A'].exp().expand_as(mean)
     return torch.distributions.Normal(mean, deviation)
 
   p = {k: as_torch(v).requires_grad_() for k, v in params['actor'].items()}
@@ -249,12 +254,12 @@ def test_two_epochs_are_those_of_torch(in_float64):
   begun = workflow.init(KEY)
   state, _ = workflow.step(begun, (), KEY)  # It has a scale from here on.
   key = jax.random.key(1)
-  x, outcome = acted(line(), state, key)
+  x, timestep = acted(line(), state, key)
   after, info = workflow.step(state, (), key)
   params = jax.device_get(state.actor.params)
   for _ in range(2):
     want, clipped, mask = torch_gradient(
-      *(params, begun.reference, state.obs_stats, x, outcome), **weights
+      *(params, begun.reference, state.obs_stats, x, timestep), **weights
     )
     moved = {k: params['actor'][k] - rate * want[k] for k in want}
     params = params | {'actor': moved}
@@ -325,7 +330,7 @@ def learned(world, steps):
     functools.partial(gaussian_policy.policy, width=32),
     optimizers.adamw(6e-3, decay_steps=60, updates_per_step=16, clip_norm=0.5),
     num_envs=256,
-    episode_reward=episode_stats.returned,
+    episode_reward=episode_stats.episode_return,
     num_minibatches=4,
     num_epochs=4,
   )

@@ -43,7 +43,7 @@ def layouts(B=10_000, T=9, seed=0):
   # Within an episode, what was seen last is what is seen next.
   goes_on = ~done[:, :-1]
   final_obs[:, :-1][goes_on] = obs[:, 1:][goes_on]
-  outcome = base.TimeStep(
+  timestep = base.TimeStep(
     (),
     reward,
     terminated.astype(float),
@@ -53,24 +53,24 @@ def layouts(B=10_000, T=9, seed=0):
     rng.integers(1, 4, (B, T)).astype(float),
   )
   none = np.zeros((B, T))
-  return base.Experience(obs[..., None], none, none, none + 1, none), outcome
+  return base.Experience(obs[..., None], none, none, none + 1, none), timestep
 
 
-def brute_force(obs_T, outcome, always=False):
+def brute_force(obs_T, timestep, always=False):
   """Aₜ of one row, episode by episode, as the double sum of its definition."""
-  T, last = len(obs_T), outcome.final_obs[:, 0]
-  done = (outcome.terminated + outcome.truncated) > 0
+  T, last = len(obs_T), timestep.final_obs[:, 0]
+  done = (timestep.terminated + timestep.truncated) > 0
   advantage_T, begin = np.zeros(T), 0
   ends = [*np.flatnonzero(done), T - 1]
   for end in dict.fromkeys(ends):
     for t in range(begin, end + 1):
       weight = 1.0
       for k in range(t, end + 1):
-        discount = GAMMA ** outcome.steps[k]
+        discount = GAMMA ** timestep.steps[k]
         after = last[k] if k == end else obs_T[k + 1]
-        if outcome.terminated[k] and not always:
+        if timestep.terminated[k] and not always:
           after = 0.0
-        delta = outcome.reward[k] + discount * after - obs_T[k]
+        delta = timestep.reward[k] + discount * after - obs_T[k]
         advantage_T[t] += weight * delta
         weight *= discount * LAMBDA
     begin = end + 1
@@ -79,12 +79,12 @@ def brute_force(obs_T, outcome, always=False):
 
 @pytest.mark.parametrize('always', [False, True])
 def test_advantages_are_those_of_each_episode_by_itself(in_float64, always):
-  x, outcome = layouts(10_000 if not always else 500)
-  done_BT = outcome.terminated + outcome.truncated
+  x, timestep = layouts(10_000 if not always else 500)
+  done_BT = timestep.terminated + timestep.truncated
   assert (done_BT.sum(0) > 0).all()  # At every position.
-  made = appraised(x, outcome, always)
+  made = appraised(x, timestep, always)
   for i in range(len(done_BT)):
-    row = jax.tree.map(lambda x, i=i: x[i], outcome)
+    row = jax.tree.map(lambda x, i=i: x[i], timestep)
     want_T = brute_force(x.obs[i, :, 0], row, always)
     np.testing.assert_allclose(made.advantage[i], want_T, atol=1e-12)
   np.testing.assert_allclose(
@@ -96,38 +96,38 @@ def as_jax(tree):
   return jax.tree.map(jnp.asarray, tree)
 
 
-def appraised(x, outcome, always=False):
+def appraised(x, timestep, always=False):
   """Experience with what each step was worth."""
   return x._replace(
     **appraise(
-      Critic, GAMMA, LAMBDA, always, None, (), *map(as_jax, (x, outcome))
+      Critic, GAMMA, LAMBDA, always, None, (), *map(as_jax, (x, timestep))
     )
   )
 
 
 def test_what_comes_after_an_episode_does_not_reach_into_it(in_float64):
-  x, outcome = layouts(50)
-  outcome.truncated[:, 4], outcome.terminated[:, 4] = 1.0, 0.0
-  before = appraised(x, outcome).advantage[:, :5]
+  x, timestep = layouts(50)
+  timestep.truncated[:, 4], timestep.terminated[:, 4] = 1.0, 0.0
+  before = appraised(x, timestep).advantage[:, :5]
   x.obs[:, 5:] += 7.0
-  outcome.reward[:, 5:] -= 3.0
-  outcome.final_obs[:, 5:] *= 2.0
-  np.testing.assert_array_equal(appraised(x, outcome).advantage[:, :5], before)
+  timestep.reward[:, 5:] -= 3.0
+  timestep.final_obs[:, 5:] *= 2.0
+  np.testing.assert_array_equal(appraised(x, timestep).advantage[:, :5], before)
 
 
 def test_a_step_that_a_simulator_lost_teaches_nothing(in_float64):
-  x, outcome = layouts(50)
-  ended_B = (outcome.terminated + outcome.truncated)[:, 3]
+  x, timestep = layouts(50)
+  ended_B = (timestep.terminated + timestep.truncated)[:, 3]
   assert 0 < ended_B.sum() < 50
-  lost = np.zeros_like(outcome.reward)
-  lost[:, 4] = outcome.truncated[:, 4] = 1.0
-  outcome.terminated[:, 4] = 0.0
-  outcome = outcome._replace(lost=lost)
-  made = appraised(x, outcome)
+  lost = np.zeros_like(timestep.reward)
+  lost[:, 4] = timestep.truncated[:, 4] = 1.0
+  timestep.terminated[:, 4] = 0.0
+  timestep = timestep._replace(env_failed=lost)
+  made = appraised(x, timestep)
   assert (made.mask == 1.0 - lost).all()
   assert (made.advantage[:, 4] == 0).all()
   # The step before is as if time had been up then.
-  short = jax.tree.map(lambda y: y[:, :4], (x, outcome))
+  short = jax.tree.map(lambda y: y[:, :4], (x, timestep))
   short[1].truncated[:, 3] = 1.0 - short[1].terminated[:, 3]
   want = appraised(*short).advantage
   np.testing.assert_allclose(made.advantage[:, :4], want, atol=1e-12)
@@ -173,7 +173,7 @@ def torch_ppo(params, scale, x, *, clip, dual, weight, near, entropy, squash):
   mean = hidden(actor) @ actor['out_FA'] + actor['out_bias_A']
   value = hidden(critic) @ critic['out_F'] + critic['out_bias']
   normal = torch.distributions.Normal(
-    mean, p['actor']['log_deviation_A'].exp().expand_as(mean)
+    mean, p['actor']['log_std_A'].exp().expand_as(mean)
   )
   action = as_torch(x.action)
   logp, bonus = normal.log_prob(action).sum(-1), normal.entropy().sum(-1)
@@ -223,14 +223,14 @@ def test_loss_and_gradient_are_those_of_torch(in_float64, case):
     'squash': False,
   } | case
   policy = gaussian_policy.policy(
-    push.push(), width=16, bound='tanh' if case['squash'] else 'clip'
+    push.push(), width=16, bounding='tanh' if case['squash'] else 'clip'
   )
   params = policy.init(KEY)
   params = jax.tree.map(
     lambda x: x + 0.1 * jax.random.normal(KEY, x.shape), params
   )
   x = minibatch(policy, params)
-  scale = obs_stats.of(x.obs, push.push().obs)
+  scale = obs_stats.from_batch(x.obs, push.push().obs_spec)
   x = x._replace(
     logp=policy.evaluate(
       params, obs_stats.normalize(scale, x.obs), x.action
@@ -367,7 +367,7 @@ def test_a_policy_of_chunks_learns_from_what_was_done_of_them():
 # Episodes.
 
 
-def outcome_of(reward, done, success, **kwargs):
+def timestep_of(reward, done, success, **kwargs):
   reward, done, success = (
     jnp.asarray([x], float) for x in (reward, done, success)
   )
@@ -378,15 +378,15 @@ def test_episodes_are_counted_when_they_end_however_batches_are_cut():
   reward = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
   done = [0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
   success = [0.0, 1.0, 0.0, 0.0, 1.0, 0.0]
-  whole = outcome_of(reward, done, success)
-  open_, ended = episode_stats.count(episode_stats.begin(1), whole)
+  whole = timestep_of(reward, done, success)
+  open_, ended = episode_stats.update(episode_stats.init(1), whole)
   assert [float(x[0]) for x in ended] == [2.0, 15.0, 5.0, 2.0, 1.0]
   assert [float(x[0]) for x in open_] == [6.0, 1.0, 0.0]
   for at in range(1, 6):
-    one, first = episode_stats.count(
-      episode_stats.begin(1), jax.tree.map(lambda x, at=at: x[:, :at], whole)
+    one, first = episode_stats.update(
+      episode_stats.init(1), jax.tree.map(lambda x, at=at: x[:, :at], whole)
     )
-    two, second = episode_stats.count(
+    two, second = episode_stats.update(
       one, jax.tree.map(lambda x, at=at: x[:, at:], whole)
     )
     both = jax.tree.map(jnp.add, first, second)
@@ -395,18 +395,24 @@ def test_episodes_are_counted_when_they_end_however_batches_are_cut():
 
 def test_an_episode_that_was_lost_is_not_counted():
   lost = jnp.array([[0.0, 1.0, 0.0, 0.0]])
-  outcome = outcome_of([1.0] * 4, [0, 1, 0, 1], [1, 0, 0, 0], lost=lost)
-  open_, ended = episode_stats.count(episode_stats.begin(1), outcome)
+  timestep = timestep_of([1.0] * 4, [0, 1, 0, 1], [1, 0, 0, 0], env_failed=lost)
+  open_, ended = episode_stats.update(episode_stats.init(1), timestep)
   assert [float(x[0]) for x in ended] == [1.0, 2.0, 2.0, 0.0, 0.0]
-  assert float(episode_stats.first(outcome).count[0]) == 0
+  assert float(episode_stats.first_episode(timestep).count[0]) == 0
 
 
 def test_only_the_first_episode_is_judged():
-  outcome = outcome_of([1.0, 2, 4, 8], [0, 1, 0, 1], [1, 0, 1, 1])
-  first = episode_stats.first(outcome)
+  timestep = timestep_of([1.0, 2, 4, 8], [0, 1, 0, 1], [1, 0, 1, 1])
+  first = episode_stats.first_episode(timestep)
   assert [float(x[0]) for x in first] == [1.0, 3.0, 2.0, 1.0, 0.0]
-  endless = outcome_of([1.0, 2, 4, 8], [0, 0, 0, 0], [0, 0, 0, 1])
-  assert [float(x[0]) for x in episode_stats.first(endless)] == [1, 15, 4, 1, 1]
+  endless = timestep_of([1.0, 2, 4, 8], [0, 0, 0, 0], [0, 0, 0, 1])
+  assert [float(x[0]) for x in episode_stats.first_episode(endless)] == [
+    1,
+    15,
+    4,
+    1,
+    1,
+  ]
 
 
 @pytest.mark.slow
@@ -435,7 +441,7 @@ class Simulator:
   def __init__(self, world, B):
     self.inner, self.state, self.B = world, None, B
     self.world = world._replace(
-      init=self.init, step=self.step, host=True, draw=None
+      init=self.init, step=self.step, host=True, render=None
     )
 
   def init(self, seed_B):
@@ -449,16 +455,17 @@ class Simulator:
   def step(self, token_B3, command_BA):
     id_B = token_B3[:, 0]
     rows = jax.tree.map(lambda x: jnp.asarray(x[id_B]), self.state)
-    rows, outcome = jax.jit(self.inner.step)(rows, jnp.asarray(command_BA))
+    rows, timestep = jax.jit(self.inner.step)(rows, jnp.asarray(command_BA))
     for kept, new in zip(
       jax.tree.leaves(self.state), jax.tree.leaves(rows), strict=True
     ):
       kept[id_B] = new
     one = np.ones(len(id_B), np.float32)
-    outcome = jax.tree.map(
-      np.asarray, outcome._replace(steps=one, lost=0 * one, final_state=None)
+    timestep = jax.tree.map(
+      np.asarray,
+      timestep._replace(steps=one, env_failed=0 * one, final_state=None),
     )
-    return token_B3 + np.array([[0, 1, 0]], np.int32), outcome
+    return token_B3 + np.array([[0, 1, 0]], np.int32), timestep
 
 
 @pytest.mark.slow
@@ -537,9 +544,9 @@ def with_random_reward(world):
   """Whose reward says nothing of what was done."""
 
   def step(state, command_BA):
-    state, outcome = world.step(state, command_BA)
-    luck_BA = jnp.sin(1e4 * (outcome.final_obs[:, :2] + command_BA))
-    return state, outcome._replace(reward=luck_BA.mean(1))
+    state, timestep = world.step(state, command_BA)
+    luck_BA = jnp.sin(1e4 * (timestep.final_obs[:, :2] + command_BA))
+    return state, timestep._replace(reward=luck_BA.mean(1))
 
   return world._replace(step=step)
 

@@ -43,7 +43,7 @@ ABOUT = critics_lib.Critic(
 )
 
 
-def outcome(reward, terminated, truncated, final_obs, **kwargs):
+def timestep(reward, terminated, truncated, final_obs, **kwargs):
   reward, terminated, truncated, final_obs = (
     jnp.asarray([x], float) for x in (reward, terminated, truncated, final_obs)
   )
@@ -54,7 +54,7 @@ def outcome(reward, terminated, truncated, final_obs, **kwargs):
   )
 
 
-def remembered(obs, outcome, capacity=8, **kwargs):
+def remembered(obs, timestep, capacity=8, **kwargs):
   """What is kept of an environment's steps, in the order of their rewards."""
   obs = jnp.asarray([obs], float)[..., None]
   one = jnp.ones(obs.shape[:2])
@@ -63,7 +63,7 @@ def remembered(obs, outcome, capacity=8, **kwargs):
   like = jax.ShapeDtypeStruct((1,), float)
   like = replay.Transition(like, like, number, number, like)
   made = jax.jit(functools.partial(remember, Known, GAMMA, 1, 4, **kwargs))
-  return made(replay.empty(like, capacity), (), x, outcome, KEY)
+  return made(replay.empty(like, capacity), (), x, timestep, KEY)
 
 
 def test_targets_are_those_worked_by_hand(in_float64):
@@ -73,7 +73,7 @@ def test_targets_are_those_worked_by_hand(in_float64):
   """
   kept, *_ = remembered(
     [1.0, 2.0, 50.0],
-    outcome([10.0, 20.0, 30.0], [0, 0, 1], [0, 1, 0], [2.0, 3.0, 51.0]),
+    timestep([10.0, 20.0, 30.0], [0, 0, 1], [0, 1, 0], [2.0, 3.0, 51.0]),
   )
   row = jax.tree.map(lambda x: x[:3], kept.rows)
   temperature = 0.5
@@ -98,7 +98,7 @@ def test_targets_are_those_worked_by_hand(in_float64):
 def test_a_chunk_counts_by_the_steps_that_were_made_of_it(in_float64):
   kept, *_ = remembered(
     [1.0, 2.0],
-    outcome([1, 1], [0, 1], [0, 0], [2.0, 3.0], steps=jnp.array([[3.0, 2.0]])),
+    timestep([1, 1], [0, 1], [0, 0], [2.0, 3.0], steps=jnp.array([[3.0, 2.0]])),
   )
   np.testing.assert_allclose(kept.rows.discount[:2], [GAMMA**3, 0.0])
 
@@ -106,7 +106,7 @@ def test_a_chunk_counts_by_the_steps_that_were_made_of_it(in_float64):
 def test_success_may_end_nothing(in_float64):
   kept, *_ = remembered(
     [1.0, 2.0, 3.0],
-    outcome([1, 1, 1], [0, 1, 0], [0, 0, 1], [2.0, 3.0, 4.0]),
+    timestep([1, 1, 1], [0, 1, 0], [0, 0, 1], [2.0, 3.0, 4.0]),
     always=True,
   )
   np.testing.assert_allclose(kept.rows.discount[:3], [GAMMA] * 3)
@@ -115,9 +115,9 @@ def test_success_may_end_nothing(in_float64):
 def test_what_a_simulator_has_lost_is_not_remembered(in_float64):
   kept, sample, told = remembered(
     [1.0, 2.0, 3.0],
-    outcome(
+    timestep(
       *([7, 8, 9], [0, 0, 0], [0, 1, 0], [2.0, 2.0, 4.0]),
-      lost=jnp.array([[0.0, 1.0, 0.0]]),
+      env_failed=jnp.array([[0.0, 1.0, 0.0]]),
     ),
   )
   assert int(kept.filled) == 2
@@ -149,7 +149,13 @@ def sac(world=None, eval_env=None, **kwargs):
   )
 
 
-ONE = {'rows': 1, 'length': 12, 'capacity': 12, 'utd': 1 / 12, 'delay': 1}
+ONE = {
+  'num_envs': 1,
+  'num_steps': 12,
+  'capacity': 12,
+  'utd': 1 / 12,
+  'actor_update_period': 1,
+}
 
 
 def read(info):
@@ -158,7 +164,7 @@ def read(info):
 
 def test_a_policy_at_random_does_anything_as_likely():
   policy = gaussian_policy.policy(
-    push.push(), width=8, bound='tanh', critic=False
+    push.push(), width=8, bounding='tanh', critic=False
   )
   obs, key_B = jnp.zeros((2000, 10)), jax.random.split(KEY, 2000)
   params = policy.init(KEY)
@@ -166,7 +172,7 @@ def test_a_policy_at_random_does_anything_as_likely():
   calm, wild = (act((params, warm), obs, key_B) for warm in (False, True))
   want = policy.act(params, obs, key_B).action
   np.testing.assert_array_equal(calm.action, want)
-  command = np.asarray(policy.command(wild.action))
+  command = np.asarray(policy.to_env_action(wild.action))
   for x in (-0.9, -0.5, 0.0, 0.5, 0.9):
     p = (x + 1) / 2  # Of 2000 draws; five deviations.
     most = 5 * (p * (1 - p) / 2000) ** 0.5
@@ -241,7 +247,7 @@ def test_an_episode_is_remembered_as_it_was(terminate):
 
 
 def test_dim_of_actions_counts_in_the_units_of_the_world():
-  world = push.push()._replace(low=LOW, high=HIGH)
+  world = push.push()._replace(action_low=LOW, action_high=HIGH)
   like = jax.ShapeDtypeStruct((2,), jnp.float32)
   made = default_target_entropy(world, like)
   np.testing.assert_allclose(made, -2 + np.log(1.0) + np.log(1.5))
