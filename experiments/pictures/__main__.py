@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import stages
 from planner.explain import plan_data
 from planner.ir import flow as flow_lib
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.simulation import evaluate_plan
 from rlinf_jax.report import timeline_svg
+import stages
 from stages import workflows
 from stages.language import language_model
 from stages.learn import optimizers

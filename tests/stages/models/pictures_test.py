@@ -18,7 +18,7 @@ policy = functools.partial(
   width=4,
   camera_encoder=cnn.Config((3,), (4,), (4,), None),
 )
-ROWS = {'rows': 4, 'length': 2}
+ROWS = {'num_envs': 4, 'num_steps': 2}
 
 
 def shapes(workflow, batch=()):

@@ -147,9 +147,9 @@ def test_what_is_told_is_of_first_episodes_and_steps_that_were_not_lost():
 @functools.cache
 def grpo(world=None, optimizer=None, **kwargs):
   settings = {
-    'rows': 16,
+    'num_envs': 16,
     'group_size': GROUP,
-    'judge': episode_stats.episode_return,
+    'episode_reward': episode_stats.episode_return,
   } | kwargs
   return workflows.embodied_grpo(
     world or line(),
@@ -192,7 +192,7 @@ def test_a_first_update_is_on_policy_and_follows_equations():
 
 def test_rows_are_whole_groups():
   with pytest.raises(ValueError, match='10 environments are no whole groups'):
-    grpo(rows=10)
+    grpo(num_envs=10)
 
 
 CLIP = {'clip_low': 0.04, 'clip_high': 0.07}
@@ -279,7 +279,7 @@ def test_it_begins_with_what_was_exported_and_sees_by_its_scale(tmp_path):
   before, _ = first.step(first.init(KEY), (), KEY)
   policy_file.export(tmp_path, first.params(before))
   for make in (grpo, ppo):
-    workflow = make(model=str(tmp_path))
+    workflow = make(init_from=str(tmp_path))
     begun = workflow.init(jax.random.key(1))
     after, _ = workflow.step(begun, (), KEY)
     jax.tree.map(
@@ -289,7 +289,7 @@ def test_it_begins_with_what_was_exported_and_sees_by_its_scale(tmp_path):
       jax.tree.map(
         np.testing.assert_array_equal, state.obs_stats, before.obs_stats
       )
-    shapes = jax.eval_shape(make(model='nowhere').init, KEY)
+    shapes = jax.eval_shape(make(init_from='nowhere').init, KEY)
     assert jax.tree.structure(shapes) == jax.tree.structure(begun)
 
 
