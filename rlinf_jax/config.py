@@ -12,6 +12,7 @@ With `config_errors`, this is the only module that knows how gin works.
 
 from collections.abc import Callable, Iterable, Iterator
 import functools
+import inspect
 import os
 import pathlib
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for all results.')
 
 _MACRO = 'gin.macro'
 _WORKDIR = 'WORKDIR/gin.macro.value'
+# Selectors of functions all of whose bindings `call` has read.
+_read_entirely: set[str] = set()
 
 
 def parse(
@@ -55,6 +58,7 @@ def parse(
       names what does not exist.
   """
   gin.clear_config()
+  _read_entirely.clear()
   _set_search()
   header = config_errors.DYNAMIC + '\n'
   for name in gin_files:
@@ -75,32 +79,62 @@ def parse(
   gin.finalize()
 
 
-def call(function: Callable, **given) -> Any:
-  """Calls `function` with what the recipe binds to it, and with `given`.
+def call(
+  function: Callable, *, bindings_of: Callable | None = None, **given
+) -> Any:
+  """Calls a function with the arguments that the recipe binds.
+
+  Args:
+    function: the function.
+    bindings_of: the function whose bindings and defaults are used, for each
+      parameter that both have; by default `function` itself. All its bindings
+      count as read.
+    **given: other arguments.
 
   Raises:
-    ValueError: a sentence; the recipe does not name `function`, or leaves out
-      an argument that it or a function called for its arguments needs.
+    ValueError: the recipe does not bind the function, or leaves out an argument
+      that it or a function called for its arguments needs.
   """
+  configured = bindings_of or function
   try:
-    bound = gin.get_configurable(function)
+    bound = gin.get_configurable(configured)
   except ValueError as error:
     raise ValueError(
-      f'The recipe binds nothing of {function.__module__}.'
-      f'{function.__qualname__}, so there is nothing to run; give one with '
-      '--gin_file.'
+      f'The recipe binds no parameter of {configured.__module__}.'
+      f'{configured.__qualname__}, so there is nothing to run. Name a recipe '
+      'with --gin_file.'
     ) from error
   try:
+    if bindings_of:
+      given = _shared_arguments(function, bindings_of) | given
+      bound = function
     return bound(**given)
   except TypeError as error:
-    sentence = config_errors.missing_argument(error)
-    if sentence is None:
+    message = config_errors.missing_argument(error)
+    if message is None:
       raise
-    raise ValueError(sentence) from error
+    raise ValueError(message) from error
 
 
-def message(error: BaseException) -> str:
-  """What `error` says, without the call chain that gin appends."""
+def _shared_arguments(function, configured) -> dict[str, Any]:
+  """Arguments of `configured`, for the parameters that `function` has too."""
+  _read_entirely.add(f'{configured.__module__}.{configured.__qualname__}')
+  bindings = gin.get_bindings(configured)
+  arguments = {}
+  parameters = inspect.signature(configured).parameters
+  for name in inspect.signature(function).parameters.keys() & parameters:
+    default = parameters[name].default
+    if name in bindings:
+      arguments[name] = bindings[name]
+    elif default is not inspect.Parameter.empty:
+      arguments[name] = default
+    else:
+      raise ValueError(config_errors.not_given(configured.__name__, repr(name)))
+  return arguments
+
+
+def error_text(error: BaseException) -> str:
+  """The text of an error, without the call chain that gin appends."""
   return str(error).split('\n  In call to configurable')[0]
 
 
@@ -242,6 +276,7 @@ def _used(bound: _Bindings, ran: _Bindings) -> set[tuple[str, str, str]]:
     (scope, selector, scope, frozenset(arguments))
     for (scope, selector), arguments in ran.items()
   ]
+  waiting += [('', selector, '', None) for selector in _read_entirely]
   while waiting:
     item = scope, selector, holder, arguments = waiting.pop()
     if item in visited:

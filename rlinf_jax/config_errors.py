@@ -63,8 +63,13 @@ def missing_argument(error: TypeError) -> str | None:
   )
   if missing is None or missing[3] not in missing[1].split('.'):
     return None
+  return not_given(missing[3], missing[2])
+
+
+def not_given(function: str, arguments: str) -> str:
+  """The message for required arguments that a recipe does not bind."""
   return (
-    f'`{missing[3]}` is not given {missing[2]}; bind it in the recipe or with '
+    f'`{function}` is not given {arguments}; bind it in the recipe or with '
     '--gin_bindings.'
   )
 

@@ -1,14 +1,11 @@
-"""Trains what a gin file describes.
+"""Command line: trains, resumes or plans the recipe of a gin file.
 
   python -m rlinf_jax.main --gin_file gin_configs/grpo_arithmetic.gin
   python -m rlinf_jax.main --gin_file ... --gin_bindings 'STEPS = 50' --resume
   python -m rlinf_jax.main --gin_file ... --plan_only \
     --cluster gin_configs/clusters/h100x64.gin
-
-This file is short on purpose: everything it could do is in a library.
 """
 
-import functools
 import os
 import pathlib
 import shutil
@@ -23,30 +20,30 @@ from rlinf_jax.run import allocator, checkpoint
 from rlinf_jax.runtime import base
 
 flags.adopt_module_key_flags(config)
-RESUME = flags.DEFINE_bool('resume', False, 'Go on with the run in --workdir.')
+RESUME = flags.DEFINE_bool('resume', False, 'Continue the run in --workdir.')
 PLAN_ONLY = flags.DEFINE_bool(
-  'plan_only', False, 'Say which plan would be fastest, and run nothing.'
+  'plan_only', False, 'Print the fastest plan and why it is, without training.'
 )
 CLUSTER = flags.DEFINE_string(
   'cluster',
   'gin_configs/clusters/cpu.gin',
-  'For --plan_only: the gin file of the hardware, which need not be here.',
+  'For --plan_only: gin file of the hardware, which need not be this machine.',
 )
 PLAN_JSON = flags.DEFINE_string(
-  'plan_json', None, 'For --plan_only: a file for the same as JSON.'
+  'plan_json', None, 'For --plan_only: JSON file for the plan and why.'
 )
 PLAN_HTML = flags.DEFINE_string(
-  'plan_html', None, 'For --plan_only: a file for the same as a page.'
+  'plan_html', None, 'For --plan_only: HTML file for the plan and why.'
 )
 LENGTHS = flags.DEFINE_string(
   'lengths',
   None,
-  'For --plan_only: a JSON list of the tokens of completions, as long as those '
-  'that will be made.',
+  'For --plan_only: JSON file with a list of completion lengths in tokens, '
+  'representative of those that training will generate.',
 )
 
-# What a person did or a disk refused, and can mend: a sentence, no traceback.
-MENDABLE = (
+# Errors that the user can fix: they are printed without a traceback.
+USER_ERRORS = (
   ValueError,
   OSError,
   ImportError,
@@ -56,11 +53,11 @@ MENDABLE = (
 
 
 def workdir() -> pathlib.Path:
-  """--workdir, or a folder named after the last gin file."""
+  """The run folder: --workdir, or runs/ and the name of the last gin file."""
   files = config.GIN_FILE.value
   if not files:
     raise ValueError(
-      'There is nothing to run: name a recipe, such as --gin_file '
+      'No recipe is given. Name one, such as --gin_file '
       'gin_configs/grpo_arithmetic.gin.'
     )
   return pathlib.Path(
@@ -69,28 +66,30 @@ def workdir() -> pathlib.Path:
 
 
 def plan_only():
-  """Prints which plan the recipe should have on the cluster."""
-  from rlinf_jax.planning import plan_report  # It brings in all of the planner.
+  """Prints the fastest plan of the recipe on the cluster."""
+  # Imported here: they load all of the planner.
+  from rlinf_jax.planning import plan_only as plan_only_lib
+  from rlinf_jax.planning import plan_report
 
   files = [*config.GIN_FILE.value, CLUSTER.value]
   lengths = LENGTHS.value and plan_report.read_lengths(LENGTHS.value)
-  with tempfile.TemporaryDirectory() as folder:  # Nothing is left behind.
+  with tempfile.TemporaryDirectory() as folder:
     config.parse(files, config.GIN_BINDINGS.value, folder)
-    tell = functools.partial(
-      plan_report.advise,
+    config.call(
+      plan_only_lib.plan_only,
+      bindings_of=train.train,
       cluster=config.call(cluster.Cluster),
       lengths=lengths,
       output=PLAN_JSON.value,
       page=PLAN_HTML.value,
     )
-    config.call(train.train, workdir=folder, instead=tell)
 
 
 def main(_):
-  """Runs the recipe; a fault that a person can mend ends in one sentence."""
-  # orbax says forty things a save; what fails, `checkpoint` tells.
+  """Runs the recipe; errors that the user can fix are printed in a sentence."""
+  # orbax logs forty lines per checkpoint; `checkpoint` reports its failures.
   logging.set_verbosity(logging.FATAL)
-  allocator.keep()
+  allocator.retain_freed_memory()
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   folder = None
   try:
@@ -103,16 +102,16 @@ def main(_):
     config.parse(config.GIN_FILE.value, config.GIN_BINDINGS.value, str(folder))
     config.call(train.train, workdir=str(folder), resume=RESUME.value)
   except KeyboardInterrupt:
-    print('Stopped. Go on with --resume.', file=sys.stderr)
+    print('Stopped. Continue with --resume.', file=sys.stderr)
     sys.exit(130)
-  except MENDABLE as error:
+  except USER_ERRORS as error:
     if folder and fresh and not (folder / 'config.gin').exists():
-      # It was refused at the door: only preparations can be there.
+      # The run was refused before it started: nothing of value is in there.
       shutil.rmtree(folder, ignore_errors=True)
-    print(config.message(error), file=sys.stderr, flush=True)
+    print(config.error_text(error), file=sys.stderr, flush=True)
     if isinstance(error, checkpoint.CheckpointError):
-      # Threads of tensorstore still call into orbax's closed event loop; their
-      # tracebacks would bury the sentence.
+      # Threads of tensorstore still call into orbax's closed event loop, and
+      # would print tracebacks after the message.
       os._exit(1)
     sys.exit(1)
 

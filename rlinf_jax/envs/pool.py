@@ -77,7 +77,7 @@ class Pool:
     discount: float = 1.0,
     step_timeout: float = 60.0,
     idle_timeout: float = 120.0,
-    say: Callable[[str], None] = notices.say,
+    say: Callable[[str], None] = notices.notify,
   ):
     """Starts the first process, to learn what environments look like.
 

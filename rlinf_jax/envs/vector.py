@@ -49,7 +49,9 @@ def env(name: str, num_envs: int, **settings) -> base.Env:
 
 
 def wrap(
-  env: Any, horizon: int | None = None, say: Callable[[str], None] = notices.say
+  env: Any,
+  horizon: int | None = None,
+  say: Callable[[str], None] = notices.notify,
 ) -> base.Env:
   """A vector environment as a Env.
 

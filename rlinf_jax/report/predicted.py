@@ -1,4 +1,4 @@
-"""What steps were predicted to take, against what they took."""
+"""Comparison of predicted and measured seconds of steps and stages."""
 
 import os
 import pathlib
@@ -9,14 +9,14 @@ import numpy as np
 from rlinf_jax.run import writers
 
 
-class Line(NamedTuple):
-  """A stage, or the whole step.
+class Row(NamedTuple):
+  """Seconds of a stage or of the whole step.
 
   Attributes:
-    name: of the stage; 'step' for all of it.
-    predicted: seconds a step.
-    measured: the median of seconds a step; None if no step was made since.
-    source: 'measured' ahead of the run, or 'modeled'; '' for a step.
+    name: of the stage; 'step' for the whole step.
+    predicted: seconds per step.
+    measured: median seconds per step; None if no step followed the prediction.
+    source: basis of the prediction, 'measured' or 'modeled'; '' for a step.
   """
 
   name: str
@@ -32,44 +32,46 @@ class Line(NamedTuple):
     return self.measured / self.predicted
 
 
-def table(folder: str | os.PathLike) -> list[Line]:
-  """The last prediction of a run against the steps since, longest first.
+def table(folder: str | os.PathLike) -> list[Row]:
+  """Compares a run's last prediction with the steps after it.
 
-  Empty where nothing was predicted: the plan was given, not found.
+  Returns:
+    The step, then its stages, the longest first. Empty if there is no
+    prediction because the plan was given by the recipe.
   """
   folder = pathlib.Path(folder)
-  told = _lines(folder / 'predictions.jsonl')
-  if not told:
+  predictions = _records(folder / 'predictions.jsonl')
+  if not predictions:
     return []
-  last = told[-1]
-  took = [
+  last = predictions[-1]
+  steps = [
     line
-    for line in _lines(folder / 'metrics.jsonl')
+    for line in _records(folder / 'metrics.jsonl')
     if 'time/step' in line and line['step'] > last['step']
   ]
-  took = took[1:]  # The first step of a process, or of a plan, compiles.
+  steps = steps[1:]  # The first step of a process, or of a plan, compiles.
 
-  def line(name, predicted, source):
-    seconds = [x[f'time/{name}'] for x in took if f'time/{name}' in x]
+  def row(name, predicted, source):
+    seconds = [x[f'time/{name}'] for x in steps if f'time/{name}' in x]
     measured = float(np.median(seconds)) if seconds else None
-    return Line(name, predicted, measured, source)
+    return Row(name, predicted, measured, source)
 
-  stages = [line(name, *number) for name, number in last['stages'].items()]
-  stages.sort(key=lambda some: -some.predicted)
-  return [line('step', last['seconds'], ''), *stages]
+  stages = [row(name, *number) for name, number in last['stages'].items()]
+  stages.sort(key=lambda stage: -stage.predicted)
+  return [row('step', last['seconds'], ''), *stages]
 
 
-def in_words(folder: str | os.PathLike) -> str | None:
-  """The step's line for people; None where there is nothing to compare."""
-  lines = table(folder)
-  if not lines or lines[0].ratio is None:
+def describe_step(folder: str | os.PathLike) -> str | None:
+  """Describes predicted and measured seconds of a step; None without both."""
+  rows = table(folder)
+  if not rows or rows[0].ratio is None:
     return None
-  step = lines[0]
+  step = rows[0]
   return (
-    f'{step.predicted:.3g} s a step, measured {step.measured:.3g} s '
-    f'({step.ratio:.2f} times)'
+    f'{step.measured:.3g} s measured, {step.predicted:.3g} s predicted '
+    f'(ratio {step.ratio:.2f})'
   )
 
 
-def _lines(path: pathlib.Path) -> list[dict]:
+def _records(path: pathlib.Path) -> list[dict]:
   return list(writers.records(path)) if path.exists() else []

@@ -125,7 +125,7 @@ def write(folder: str | os.PathLike) -> pathlib.Path:
   return partial.replace(path)
 
 
-def attempt(folder: str | os.PathLike) -> str:
+def try_write(folder: str | os.PathLike) -> str:
   """Writes the report; returns its path, or a sentence why there is none."""
   try:
     return str(write(folder))
@@ -293,7 +293,7 @@ def _gantt_card(runs: Sequence[Mapping], colors: Mapping[str, int]) -> str:
   )
 
 
-def _predicted_card(lines: Sequence[predicted.Line]) -> str:
+def _predicted_card(lines: Sequence[predicted.Row]) -> str:
   rows = ''.join(
     f'<tr><td>{html.escape(line.name)}</td><td>{line.predicted:.3g} s</td>'
     f'<td>{"" if line.measured is None else f"{line.measured:.3g} s"}</td>'

@@ -40,7 +40,7 @@ def truncate(folder: pathlib.Path, step: int):
       one.unlink()
 
 
-def attempt(
+def try_write(
   folder: pathlib.Path,
   step: int,
   film: Mapping[str, np.ndarray],

@@ -1,24 +1,24 @@
-"""How this process holds on to memory."""
+"""Memory allocation of this process."""
 
 import ctypes
 
-# Of malloc.h: what `mallopt` is asked to set.
+# Parameters of `mallopt`, from malloc.h.
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
-MOST = 2**31 - 1
+NEVER = 2**31 - 1  # Bytes: a trim threshold that is never reached.
 
 
-def keep() -> bool:
-  """Keeps memory that is freed, for what is allocated next.
+def retain_freed_memory() -> bool:
+  """Makes malloc keep freed memory for later allocations.
 
-  glibc gives large arrays back to the system at once, and the next call of a
-  compiled function takes the same pages again, each by a fault: a twelfth
-  of a step of the arithmetic job.
+  By default, glibc returns large arrays to the system at once, and the next
+  call of a compiled function gets the same pages again, with a page fault for
+  each: a twelfth of a step of gin_configs/grpo_arithmetic.gin.
 
   Returns:
-    Whether the C library has agreed; others than glibc are left as they are.
+    Whether the C library accepted; libraries other than glibc are unchanged.
   """
   try:
     mallopt = ctypes.CDLL(None).mallopt
   except (AttributeError, OSError):
     return False
-  return all([mallopt(MMAP_MAX, 0) == 1, mallopt(TRIM_THRESHOLD, MOST) == 1])
+  return all([mallopt(MMAP_MAX, 0) == 1, mallopt(TRIM_THRESHOLD, NEVER) == 1])

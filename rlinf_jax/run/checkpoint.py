@@ -1,4 +1,4 @@
-"""Checkpoints of a run, by orbax: whole or not there at all."""
+"""Checkpoints of a run, written by orbax, each complete or absent."""
 
 import os
 import pathlib
@@ -9,18 +9,19 @@ import numpy as np
 
 
 class CheckpointError(RuntimeError):
-  """A checkpoint could not be written; says which one still stands."""
+  """A checkpoint could not be written; names the newest complete one."""
 
 
-class Saved(NamedTuple):
-  """What a checkpoint holds.
+class CheckpointState(NamedTuple):
+  """The contents of a checkpoint.
 
   Attributes:
     step: finished updates.
     state: the workflow's state.
     source: the source's state.
-    metrics: numbers after each of the last steps, by updates finished; as many
-      as steps may overlap, since the source reads them that much later.
+    metrics: metrics after each of the last steps, by updates finished: one
+      more than the workflow's staleness, because the source reads the metrics
+      of the step that many steps before.
   """
 
   step: int
@@ -36,10 +37,11 @@ class Checkpoints:
     """Opens a folder of checkpoints, which need not exist.
 
     Args:
-      folder: where they lie; what a killed process left unfinished is removed.
-      keep: how many of the newest to keep.
+      folder: the folder; unfinished checkpoints of a killed process are
+        removed.
+      keep: number of checkpoints to keep, the newest.
     """
-    # Half a second to import, which a run's first step need not wait for.
+    # Imported here because it takes half a second.
     import orbax.checkpoint as ocp
 
     self._ocp = ocp
@@ -58,77 +60,77 @@ class Checkpoints:
     """Step of the newest complete checkpoint."""
     return self._manager.latest_step()
 
-  def save(self, saved: Saved):
-    """Begins to write a checkpoint; the one before is finished first.
+  def save(self, contents: CheckpointState):
+    """Starts to write a checkpoint, after the previous one is complete.
 
     Raises:
-      CheckpointError: if this or the one before cannot be written.
+      CheckpointError: if this or the previous one cannot be written.
     """
     ocp = self._ocp
-    # The next step overwrites the state's memory while a thread still writes.
+    # The next step overwrites the state while a thread still writes it.
     state = jax.tree.map(
-      lambda x: x.copy() if isinstance(x, jax.Array) else x, saved.state
+      lambda x: x.copy() if isinstance(x, jax.Array) else x, contents.state
     )
     metrics = {
       str(step): {k: float(v).hex() for k, v in numbers.items()}
-      for step, numbers in saved.metrics.items()
+      for step, numbers in contents.metrics.items()
     }
-    self._guard(
+    self._write(
       lambda: self._manager.save(
-        saved.step,
+        contents.step,
         args=ocp.args.Composite(
           state=ocp.args.StandardSave(state),
-          source=ocp.args.StandardSave(saved.source),
+          source=ocp.args.StandardSave(contents.source),
           metrics=ocp.args.JsonSave(metrics),
         ),
       )
     )
 
-  def load(self, state, source) -> Saved:
-    """The newest complete checkpoint.
+  def load(self, state, source) -> CheckpointState:
+    """Reads the newest complete checkpoint.
 
     Args:
-      state: a tree of arrays like the state, laid out as it shall be.
-      source: a tree of NumPy arrays like the source's state.
+      state: arrays with the shapes, dtypes and shardings of the result.
+      source: a source's state; its NumPy arrays give shapes and dtypes.
     """
     ocp, step = self._ocp, self.latest()
-    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-    made = self._manager.restore(
+    out_shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    restored = self._manager.restore(
       step,
       args=ocp.args.Composite(
-        state=ocp.args.StandardRestore(like),
+        state=ocp.args.StandardRestore(out_shapes),
         source=ocp.args.StandardRestore(jax.tree.map(np.asarray, source)),
         metrics=ocp.args.JsonRestore(),
       ),
     )
     metrics = {
       int(step): {k: float.fromhex(v) for k, v in numbers.items()}
-      for step, numbers in made.metrics.items()
+      for step, numbers in restored.metrics.items()
     }
-    return Saved(step, made.state, made.source, metrics)
+    return CheckpointState(step, restored.state, restored.source, metrics)
 
   def close(self):
-    """Waits until all is written.
+    """Waits until all checkpoints are written.
 
     Raises:
-      CheckpointError: if it cannot be.
+      CheckpointError: if one cannot be written.
     """
-    self._guard(self._manager.wait_until_finished)
+    self._write(self._manager.wait_until_finished)
     self._manager.close()
 
-  def _guard(self, act):
-    """Turns whatever the libraries below raise into one sentence."""
+  def _write(self, call):
+    """Calls a function of orbax; any exception becomes a CheckpointError."""
     try:
-      act()
+      call()
     except Exception as error:
-      stands = self._manager.latest_step()
-      kept = (
-        f'The checkpoint of step {stands} stands: free space and continue with '
-        '--resume.'
-        if stands is not None
-        else 'There is none yet to continue from: free space and start again.'
+      newest = self._manager.latest_step()
+      advice = (
+        f'The checkpoint of step {newest} is intact: free disk space and '
+        'continue with --resume.'
+        if newest is not None
+        else 'There is no earlier checkpoint: free disk space and start again.'
       )
       raise CheckpointError(
         f'A checkpoint could not be written to {self.folder} '
-        f'({str(error).splitlines()[0]}). {kept}'
+        f'({str(error).splitlines()[0]}). {advice}'
       ) from error

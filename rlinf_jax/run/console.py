@@ -1,7 +1,7 @@
-"""What a person sees while it trains: one line a step.
+"""Console output of a training run: one line per step and per evaluation.
 
-On a terminal the lines scroll above a progress bar. Anywhere else (a file, a
-pipe) they are plain text, nothing more.
+On a terminal the lines scroll above a progress bar. In a file or a pipe they
+are plain text.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,8 +13,8 @@ from typing import NamedTuple, TextIO
 from rlinf_jax.report import predicted
 from rlinf_jax.run import writers
 
-# What the line of a step and that of an evaluation show, in order; a field
-# that misses a metric is left out.
+# Fields of the line of a step and of an evaluation, in order; a field whose
+# metric is missing is left out.
 STEP = (
   'reward {rollout/reward_mean:.2f}',
   'accuracy {rollout/accuracy:.2f}',
@@ -22,43 +22,43 @@ STEP = (
   'loss {train/loss:.3f}',
   'length {rollout/response_length_mean:.1f}/{rollout/response_length_max:.0f}',
   '{throughput/tokens_per_second:,.0f} tok/s',
-  '{throughput/steps_per_second:,.0f} moves/s',
-  'waits: simulators {wait/simulators:.0%} policy {wait/policy:.0%}',
+  '{throughput/steps_per_second:,.0f} env steps/s',
+  'waiting: simulators {wait/simulators:.0%} policy {wait/policy:.0%}',
 )
 EVALUATION = (
   'accuracy {eval/accuracy:.1%}',
   'success {eval/success_once:.1%}',
-  'at the end {eval/success_at_end:.1%}',
+  'success at end {eval/success_at_end:.1%}',
   'reward {eval/reward:.2f}',
   'return {eval/return:.2f}',
   'length {eval/response_length_mean:.1f}/{eval/response_length_max:.0f}',
-  'length {eval/episode_length:.1f}',
+  'episode length {eval/episode_length:.1f}',
 )
-# What evaluations are summed up by.
+# Metrics that summarize evaluations, by name.
 SCORES = {'accuracy': 'eval/accuracy', 'success': 'eval/success_once'}
 
 
 class Console(NamedTuple):
-  """A writer that a person reads.
+  """A metrics writer that prints.
 
   Attributes:
-    write: `step, values -> None`, one line; an evaluation stands out.
-    close: takes the progress bar away; harmless when called again.
-    say: `text -> None`, prints lines of its own above the bar.
+    write: `step, values -> None`, prints one line; evaluations are highlighted.
+    close: removes the progress bar; may be called more than once.
+    print: `text -> None`, prints other lines, above the progress bar.
   """
 
   write: Callable[[int, Mapping[str, float]], None]
   close: Callable[[], None]
-  say: Callable[[str], None]
+  print: Callable[[str], None]
 
 
-def view(steps: int, start: int = 0, stream: TextIO | None = None) -> Console:
-  """Starts showing a run.
+def create(steps: int, start: int = 0, stream: TextIO | None = None) -> Console:
+  """Creates the console of a run.
 
   Args:
-    steps: how many updates the whole run has.
-    start: how many of them were finished before, for a resumed run.
-    stream: where to print; standard output if not given.
+    steps: updates of the whole run.
+    start: updates finished before, in a resumed run.
+    stream: stream to print to; standard output by default.
   """
   stream = sys.stdout if stream is None else stream
   if stream.isatty():
@@ -67,18 +67,18 @@ def view(steps: int, start: int = 0, stream: TextIO | None = None) -> Console:
 
 
 def _plain(steps: int, stream: TextIO) -> Console:
-  def say(text: str) -> None:
+  def print_line(text: str) -> None:
     print(text, file=stream, flush=True)
 
   def write(step: int, values: Mapping[str, float]) -> None:
-    text = line(step, steps, values)
-    say(f'--- {text} ---' if _is_evaluation(values) else text)
+    text = format_step(step, steps, values)
+    print_line(f'--- {text} ---' if _is_evaluation(values) else text)
 
-  return Console(write, lambda: None, say)
+  return Console(write, lambda: None, print_line)
 
 
 def _terminal(steps: int, start: int, stream: TextIO) -> Console:
-  # Imported here: a tenth of a second that a job without a terminal saves.
+  # Imported here because it takes a tenth of a second.
   import rich.console
   import rich.progress
   import rich.text
@@ -88,10 +88,10 @@ def _terminal(steps: int, start: int, stream: TextIO) -> Console:
     rich.progress.BarColumn(bar_width=None),
     rich.progress.MofNCompleteColumn(),
     rich.progress.TimeElapsedColumn(),
-    rich.progress.TextColumn('left'),
+    rich.progress.TextColumn('remaining'),
     rich.progress.TimeRemainingColumn(),
     console=rich.console.Console(file=stream),
-    # Slow on purpose: the bar's thread shares the cores with the training.
+    # Rarely: the thread of the bar competes with training for the cores.
     refresh_per_second=2,
     transient=True,
     expand=True,
@@ -99,11 +99,11 @@ def _terminal(steps: int, start: int, stream: TextIO) -> Console:
   task = bar.add_task('training', total=steps, completed=start)
   bar.start()
 
-  def say(text: str) -> None:
+  def print_line(text: str) -> None:
     bar.console.print(rich.text.Text(text), soft_wrap=True)
 
   def write(step: int, values: Mapping[str, float]) -> None:
-    text = rich.text.Text(line(step, steps, values), overflow='ellipsis')
+    text = rich.text.Text(format_step(step, steps, values), overflow='ellipsis')
     if _is_evaluation(values):
       text.stylize('bold green')
     else:
@@ -111,15 +111,15 @@ def _terminal(steps: int, start: int, stream: TextIO) -> Console:
     bar.console.print(text, no_wrap=True)
     bar.update(task, completed=step)
 
-  return Console(write, bar.stop, say)
+  return Console(write, bar.stop, print_line)
 
 
 def _is_evaluation(values: Mapping[str, float]) -> bool:
   return any(name.startswith('eval/') for name in values)
 
 
-def line(step: int, steps: int, values: Mapping[str, float]) -> str:
-  """One step, or one evaluation, in one line; what is missing is left out."""
+def format_step(step: int, steps: int, values: Mapping[str, float]) -> str:
+  """Formats the metrics of a step or an evaluation as one line."""
   parts = [f'step {step:{len(str(steps))}}/{steps}']
   fields = STEP
   if _is_evaluation(values):
@@ -134,44 +134,47 @@ def line(step: int, steps: int, values: Mapping[str, float]) -> str:
 
 
 def _seconds(values: Mapping[str, float]) -> list[str]:
-  """Seconds by stage in one piece, biggest first; none without any."""
+  """Formats the seconds of each stage, the longest first, as one field."""
   seconds = {
     name.removeprefix('time/'): value
     for name, value in values.items()
     if name.startswith('time/') and name != 'time/step'
   }
-  biggest = sorted(seconds.items(), key=lambda item: item[1], reverse=True)
-  text = ' '.join(f'{name} {value:.2f}s' for name, value in biggest)
+  longest_first = sorted(
+    seconds.items(), key=lambda item: item[1], reverse=True
+  )
+  text = ' '.join(f'{name} {value:.2f}s' for name, value in longest_first)
   return [text] if text else []
 
 
-def header(title: str, facts: Mapping[str, str]) -> str:
-  """What runs and where, for `say`: a title, then one fact a line."""
+def format_facts(title: str, facts: Mapping[str, str]) -> str:
+  """Formats a title line and one indented line per fact, aligned."""
   width = max((len(name) for name in facts), default=0)
   rows = [f'  {name:{width}}  {fact}' for name, fact in facts.items()]
   return '\n'.join([title, *rows])
 
 
-def summary(
+def format_summary(
   folder: str | os.PathLike, seconds: float, report: str | os.PathLike
 ) -> str:
-  """What came of a run, for `say`, from the metrics in its folder.
+  """Formats the outcome of a run, read from the metrics in its folder.
 
   Args:
     folder: the run folder.
-    seconds: how long the run took.
-    report: the path of the report, or why there is none.
+    seconds: duration of the run.
+    report: the path of the report, or the reason why there is none.
   """
   metrics = pathlib.Path(folder) / 'metrics.jsonl'
   lines = list(writers.records(metrics)) if metrics.exists() else []
   step = max((values['step'] for values in lines), default=0)
   facts = {}
   for name, score in SCORES.items():
-    if found := [float(values[score]) for values in lines if score in values]:
-      facts[name] = f'{found[0]:.1%} -> {found[-1]:.1%} held out'
+    scores = [float(values[score]) for values in lines if score in values]
+    if scores:
+      facts[name] = f'{scores[0]:.1%} -> {scores[-1]:.1%} (held out)'
   facts['time'] = f'{seconds / 60:.1f} minutes'
-  if said := predicted.in_words(folder):
-    facts['predicted'] = said
+  if prediction := predicted.describe_step(folder):
+    facts['step time'] = prediction
   facts['folder'] = str(folder)
   facts['report'] = str(report)
-  return header(f'Done: {step} steps.', facts)
+  return format_facts(f'Finished {step} steps.', facts)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a run ends after its step, with a checkpoint."""
+"""Ctrl-C and SIGTERM: a run stops after its step, with a checkpoint."""
 
 from collections.abc import Iterator
 import contextlib
@@ -9,37 +9,38 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 class Interrupt:
-  """Whether somebody has asked the run to end.
+  """A signal handler that records a request to stop.
 
   Attributes:
-    asked: they have.
+    requested: whether a signal has arrived.
   """
 
   def __init__(self):
-    self.asked = False
+    self.requested = False
 
   def __call__(self, number, frame):
-    """Takes note of a signal; the second does not wait."""
-    if self.asked:
+    """Records the first signal; the second stops the process at once."""
+    if self.requested:
       signal.default_int_handler(number, frame)
-    self.asked = True
+    self.requested = True
     print(
-      '\nStopping after this step, with a checkpoint; again to stop at once.',
+      '\nStopping after this step, with a checkpoint. Press Ctrl-C again to '
+      'stop at once.',
       flush=True,
     )
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[Interrupt]:
-  """Listens to signals; those that are ignored, as under nohup, stay so."""
+def handle_signals() -> Iterator[Interrupt]:
+  """Handles `SIGNALS`; those that are ignored, as under nohup, stay ignored."""
   interrupt = Interrupt()
-  before = {}
+  previous = {}
   if threading.current_thread() is threading.main_thread():
     for number in SIGNALS:
       if signal.getsignal(number) is not signal.SIG_IGN:
-        before[number] = signal.signal(number, interrupt)
+        previous[number] = signal.signal(number, interrupt)
   try:
     yield interrupt
   finally:
-    for number, handler in before.items():
+    for number, handler in previous.items():
       signal.signal(number, handler)

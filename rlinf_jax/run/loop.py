@@ -1,223 +1,291 @@
-"""The training loop: steps, evaluations, checkpoints, and what is written."""
+"""The training loop: steps, evaluations, checkpoints and their records."""
 
 import collections
+import dataclasses
 import functools
 import math
+import pathlib
 import time
 from typing import Any
 
 import jax
 
 from rlinf_jax import config
+from rlinf_jax.planning import autoplan
 from rlinf_jax.run import checkpoint as checkpoint_lib
-from rlinf_jax.run import interrupt
-from rlinf_jax.runtime import base
+from rlinf_jax.run import interrupt, run_log
+from rlinf_jax.runtime import base as runtime_base
 from rlinf_jax.runtime import timeline as timeline_lib
-from stages import metrics
+from stages import base, metrics
 from stages.envs import video
 
-# What a step counts, and what it is called by the second.
-SPEEDS = {
+# Metrics that count the work of a step → the same work per second.
+THROUGHPUT = {
   'rollout/tokens': 'throughput/tokens_per_second',
   'train/tokens': 'throughput/tokens_per_second',
   'env/steps': 'throughput/steps_per_second',
 }
 
 
-class Loop:
-  """Where a run is: what must survive from step to step.
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+  """When a run evaluates, saves, records videos and ends.
 
   Attributes:
-    runtime: what runs the plan, which may change between steps.
+    steps: updates of the whole run.
+    evaluate_every: updates between evaluations.
+    checkpoint_every: updates between checkpoints.
+    stop_at_score: score at which the run ends early; None for never.
+    video_every_evals: evaluations between videos; 0 for none.
+  """
+
+  steps: int
+  evaluate_every: int
+  checkpoint_every: int
+  stop_at_score: float | None
+  video_every_evals: int
+
+  def next_pause(self, step: int) -> int:
+    """The update after `step` at which no later step may be in progress.
+
+    Evaluations and checkpoints need the state of one step, not of a later one.
+    """
+    periods = self.evaluate_every, self.checkpoint_every
+    return min(self.steps, step + min(n - step % n for n in periods))
+
+  def is_evaluation(self, step: int) -> bool:
+    return step == self.steps or step % self.evaluate_every == 0
+
+  def is_checkpoint(self, step: int) -> bool:
+    return step % self.checkpoint_every == 0
+
+  def is_video(self, step: int) -> bool:
+    """Whether the evaluation after `step` leaves a video, if not the last."""
+    every = self.video_every_evals
+    return every > 0 and step // self.evaluate_every % every == 0
+
+
+class Loop:
+  """The state of a run between steps.
+
+  As many steps may be in progress as the workflow's staleness allows; they end
+  in the order in which they were submitted.
+
+  Attributes:
+    runtime: runs the plan; replaced when the plan changes between steps.
     steps: updates finished.
-    metrics: the last value of each.
   """
 
   def __init__(
-    self, runtime, workflow, source, checkpoints, notes, seed, saved, watch=None
+    self,
+    *,
+    runtime: runtime_base.Runtime,
+    workflow: base.Workflow,
+    source: base.Source,
+    checkpoints: checkpoint_lib.Checkpoints,
+    log: run_log.RunLog,
+    seed: int,
+    start: checkpoint_lib.CheckpointState,
+    monitor: autoplan.Watch | None = None,
   ):
     self.runtime, self._source = runtime, source
-    self._lag, self._score = workflow.staleness, workflow.score
-    self._watch, self._better = watch, None
-    self._film = None  # Of the last evaluation.
-    self._checkpoints, self._notes = checkpoints, notes
+    self._staleness, self._score = workflow.staleness, workflow.score
+    self._monitor, self._next_plan = monitor, None
+    self._video = None  # Frames of the last evaluation.
+    self._checkpoints, self._log = checkpoints, log
     self._key = jax.random.key(seed)
     self._held_out = source.held_out()
-    self._state = saved.source
-    self.steps = self._begun = saved.step
+    self._source_state = start.source
+    self.steps = self._submitted = start.step
     self._interrupt = interrupt.Interrupt()
-    self._known = dict(saved.metrics)  # By updates finished.
-    self._flying = collections.deque()  # Steps begun and not finished.
-    self._began = time.perf_counter() - self.metrics.get(
+    self._metrics = dict(start.metrics)  # By updates finished.
+    self._pending = collections.deque()  # Steps submitted and not finished.
+    self._start_time = time.perf_counter() - self.metrics.get(
       'throughput/seconds', 0.0
     )
-    self._last = time.perf_counter()
+    self._step_end = time.perf_counter()
 
   @property
   def metrics(self) -> dict[str, float]:
-    return self._known.get(self.steps, {})
+    """The last value of each metric."""
+    return self._metrics.get(self.steps, {})
 
-  def _learn(self, numbers):
-    self._known[self.steps] = self.metrics | numbers
+  def _update_metrics(self, values: dict[str, float]):
+    self._metrics[self.steps] = self.metrics | values
 
-  def run(self, folder, steps, evaluate_every, until, checkpoint_every, videos):
-    """Trains to the end; evaluates first, in between and last."""
-    with interrupt.listening() as self._interrupt:
+  def seconds(self) -> float:
+    """Seconds of training, without the time before a resumption."""
+    return time.perf_counter() - self._start_time
+
+  def run(self, folder: pathlib.Path, schedule: Schedule):
+    """Trains to the end; evaluates before, during and after training.
+
+    Raises:
+      KeyboardInterrupt: if the run was asked to stop; a checkpoint is written.
+    """
+    with interrupt.handle_signals() as self._interrupt:
       if not self.steps:
         self.evaluate()
-        if videos:
-          self._notes.film(0, self._film)
-      self._run(folder, steps, evaluate_every, until, checkpoint_every, videos)
+        if schedule.video_every_evals:
+          self._log.write_video(0, self._video)
+      self._train(folder, schedule)
     self._checkpoints.close()
 
-  def _run(
-    self, folder, steps, evaluate_every, until, checkpoint_every, videos
-  ):
+  def _train(self, folder: pathlib.Path, schedule: Schedule):
     first = self.steps
-    while self.steps < steps and not self._reached(until):
-      if self._interrupt.asked and not self._flying:
+    while self.steps < schedule.steps and not self._reached(schedule):
+      if self._interrupt.requested and not self._pending:
         self._stop()
-      # What is evaluated or saved is a state at rest.
-      rests = [n - self.steps % n for n in (evaluate_every, checkpoint_every)]
-      rows = self.step(min(steps, self.steps + min(rests)))
+      samples = self.step(schedule.next_pause(self.steps))
       if self.steps == first + 1:
         config.save_operative(folder / 'operative_config.gin')
-      last = self.steps == steps
-      if last or self.steps % evaluate_every == 0:
-        self._show(rows)
+      is_last = self.steps == schedule.steps
+      if schedule.is_evaluation(self.steps):
+        self._write_samples(samples)
         self.evaluate()
-        last |= self._reached(until)
-        due = videos and not self.steps // evaluate_every % videos
-        if due or (videos and last):
-          self._notes.film(self.steps, self._film)
-      if last or self.steps % checkpoint_every == 0:
+        is_last |= self._reached(schedule)
+        wanted = schedule.video_every_evals and is_last
+        if wanted or schedule.is_video(self.steps):
+          self._log.write_video(self.steps, self._video)
+      if is_last or schedule.is_checkpoint(self.steps):
         self.save()
 
+  def _reached(self, schedule: Schedule) -> bool:
+    """Whether the score is high enough to end the run."""
+    target = schedule.stop_at_score
+    score = self.metrics.get(self._score, -math.inf)
+    return target is not None and score >= target
+
   def _stop(self):
-    """Ends a run that somebody has asked to end."""
+    """Ends an interrupted run with a checkpoint."""
     if self.steps and self._checkpoints.latest() != self.steps:
       self.save()
     self._checkpoints.close()
     raise KeyboardInterrupt
 
-  def seconds(self) -> float:
-    """Since training began, time between a stop and its resumption apart."""
-    return time.perf_counter() - self._began
-
-  def _reached(self, score):
-    now = self.metrics.get(self._score, -math.inf)
-    return score is not None and now >= score
-
-  def _begin(self):
-    """Begins the next step, while as many as the lag may not have ended."""
-    # What the source is told does not depend on which of them have.
-    told = self._known.get(self._begun - self._lag, {})
-    self._state, batch = self._source.next(self._state, told)
-    key = jax.random.fold_in(self._key, self._begun)
-    self._flying.append(self.runtime.submit(batch, key))
-    self._begun += 1
-
-  def step(self, rest: int) -> dict[str, Any]:
-    """One update; returns what it shows of its rows.
+  def step(self, pause: int) -> dict[str, Any]:
+    """Finishes one update.
 
     Args:
-      rest: the update after which no other may have been begun.
+      pause: the update after which no later step may be in progress.
+
+    Returns:
+      Sample rows of the step, by name.
     """
-    if not self._flying:
-      self._last = time.perf_counter()
-    while self._begun < min(rest, self.steps + 1 + self._lag):
-      if (self._better or self._interrupt.asked) and self._flying:
-        break  # What was begun ends first.
-      self._replan()
-      self._begin()
-    info = self._flying.popleft().result()
-    for line in self.runtime.notices():
-      self._notes.say(line)
-    if not self._flying:
+    if not self._pending:
+      self._step_end = time.perf_counter()
+    self._submit_steps(pause)
+    info = self._pending.popleft().result()
+    for notice in self.runtime.notices():
+      self._log.print(notice)
+    if not self._pending:
       self.runtime.wait()
     info = jax.device_get(info)
-    seconds = time.perf_counter() - self._last
-    self._last += seconds
-    self._known[self.steps + 1] = self.metrics
-    self._known.pop(self.steps - self._lag, None)
+    seconds = time.perf_counter() - self._step_end
+    self._step_end += seconds
+    self._metrics[self.steps + 1] = self.metrics
+    self._metrics.pop(self.steps - self._staleness, None)
     self.steps += 1
-    numbers, rows = metrics.read(info)
+    values, samples = metrics.read(info)
     spans = self.runtime.timeline.take(self.steps)
-    numbers['time/step'] = seconds
-    numbers['throughput/seconds'] = self.seconds()
-    by_stage = timeline_lib.seconds(spans)
-    numbers |= {f'time/{stage}': spent for stage, spent in by_stage.items()}
-    by_place = timeline_lib.seconds(spans, 'place')
-    if len(by_place) > 1:
-      numbers |= {
-        f'utilization/{place}': spent / seconds
-        for place, spent in by_place.items()
-      }
-    numbers |= {
-      f'wait/{who}': share
-      for who, share in timeline_lib.idle_fractions(spans).items()
-    }
-    self._compare(seconds, timeline_lib.stage_seconds(spans))
-    for name, speed in SPEEDS.items():
-      if name in numbers:
-        numbers[speed] = numbers[name] / seconds
-    self._notes.numbers(self.steps, numbers)
-    self._notes.spans(self.steps, spans)
-    self._learn(numbers)
-    return rows
+    values['time/step'] = seconds
+    values['throughput/seconds'] = self.seconds()
+    values |= _time_metrics(spans, seconds)
+    self._check_prediction(seconds, timeline_lib.stage_seconds(spans))
+    for name, per_second in THROUGHPUT.items():
+      if name in values:
+        values[per_second] = values[name] / seconds
+    self._log.write_metrics(self.steps, values)
+    self._log.write_timeline(self.steps, spans)
+    self._update_metrics(values)
+    return samples
 
-  def _compare(self, seconds: float, by_stage):
-    """Holds a step against its prediction."""
-    if not self._watch:
-      return
-    before = self._watch.chosen
-    self._better = self._watch.see(seconds, by_stage) or self._better
-    if self._watch.chosen is not before and not self._better:
-      self._notes.prediction(self.steps, self._watch.chosen.prediction)
+  def _submit_steps(self, pause: int):
+    """Submits as many steps as staleness and the next pause allow."""
+    last = min(pause, self.steps + 1 + self._staleness)
+    while self._submitted < last:
+      if (self._next_plan or self._interrupt.requested) and self._pending:
+        break  # Submitted steps finish first.
+      self._change_plan()
+      # The source reads metrics of a fixed number of steps before, so that its
+      # batches do not depend on which of the pending steps have finished.
+      known = self._metrics.get(self._submitted - self._staleness, {})
+      self._source_state, batch = self._source.next(self._source_state, known)
+      key = jax.random.fold_in(self._key, self._submitted)
+      self._pending.append(self.runtime.submit(batch, key))
+      self._submitted += 1
 
-  def _replan(self):
-    """Moves the state to a better plan, if one was found."""
-    if not self._better:
+  def _check_prediction(self, seconds: float, by_stage: dict[str, float]):
+    """Compares a step with its prediction, which may lead to another plan."""
+    if not self._monitor:
       return
-    old, chosen, self._better = self.runtime, self._better, None
+    before = self._monitor.chosen
+    better = self._monitor.see(seconds, by_stage)
+    self._next_plan = better or self._next_plan
+    if self._monitor.chosen is not before and not self._next_plan:
+      self._log.write_prediction(self.steps, self._monitor.chosen.prediction)
+
+  def _change_plan(self):
+    """Moves the state to the runtime of a better plan, if one was found."""
+    if not self._next_plan:
+      return
+    old, chosen, self._next_plan = self.runtime, self._next_plan, None
     state = old.state()
-    old.close()  # First: processes give back their devices.
-    self.runtime = self._watch.runtime(old.timeline)
+    old.close()  # Before the new runtime starts: it needs the devices.
+    self.runtime = self._monitor.runtime(old.timeline)
     self.runtime.load(state, self.steps)
-    self._notes.plan(chosen.plan)
-    self._notes.prediction(self.steps, chosen.prediction)
-    self._notes.say(f'Steps are not as predicted. {self._watch.told()}')
+    self._log.write_plan(chosen.plan)
+    self._log.write_prediction(self.steps, chosen.prediction)
+    self._log.print(
+      'Steps did not take as long as predicted, so the plan changes. '
+      f'{self._monitor.told()}'
+    )
 
   def evaluate(self):
-    """Asks all held-out problems."""
+    """Evaluates the policy on all held-out problems."""
     start = time.perf_counter()
     infos = [
       jax.device_get(self.runtime.evaluate(batch, self._key))
       for batch in self._held_out
     ]
-    self.runtime.timeline.take()  # They belong to no step.
-    numbers, rows = metrics.read(functools.reduce(metrics.merge, infos))
-    numbers['time/evaluate'] = time.perf_counter() - start
-    self._notes.numbers(self.steps, numbers)
-    self._film = rows.pop(video.NAME, None)
-    self._show(rows)
-    self._learn(numbers)
+    self.runtime.timeline.take()  # Spans of an evaluation belong to no step.
+    values, samples = metrics.read(functools.reduce(metrics.merge, infos))
+    values['time/evaluate'] = time.perf_counter() - start
+    self._log.write_metrics(self.steps, values)
+    self._video = samples.pop(video.NAME, None)
+    self._write_samples(samples)
+    self._update_metrics(values)
 
-  def _show(self, rows):
-    for name, shown in rows.items():
-      self._notes.samples(self.steps, name.split('/')[0], shown)
+  def _write_samples(self, samples: dict[str, Any]):
+    for name, rows in samples.items():
+      self._log.write_samples(self.steps, name.split('/')[0], rows)
+
+  def save(self):
+    """Starts to write a checkpoint."""
+    self._checkpoints.save(
+      checkpoint_lib.CheckpointState(
+        self.steps, self.runtime.state(), self._source_state, self._metrics
+      )
+    )
 
   def __enter__(self):
     return self
 
   def __exit__(self, kind, *_):
-    # Places of which one has died are used again.
-    if not (kind and issubclass(kind, base.ProcessDiedError)):
+    # After the death of a process the run is restarted in the same runtime.
+    if not (kind and issubclass(kind, runtime_base.ProcessDiedError)):
       self.runtime.close()
 
-  def save(self):
-    self._checkpoints.save(
-      checkpoint_lib.Saved(
-        self.steps, self.runtime.state(), self._state, self._known
-      )
-    )
+
+def _time_metrics(spans, seconds: float) -> dict[str, float]:
+  """Seconds of each stage, utilization of places, and idle fractions."""
+  by_stage = timeline_lib.seconds(spans)
+  values = {f'time/{stage}': spent for stage, spent in by_stage.items()}
+  by_place = timeline_lib.seconds(spans, 'place')
+  if len(by_place) > 1:
+    values |= {
+      f'utilization/{place}': spent / seconds
+      for place, spent in by_place.items()
+    }
+  idle = timeline_lib.idle_fractions(spans)
+  return values | {f'wait/{name}': share for name, share in idle.items()}

@@ -1,28 +1,28 @@
-"""What was got over on the way, told to whoever can read it.
+"""Notices: lines that tell the user of a failure from which the run recovered.
 
-That is the terminal, but for a process that has none: its lines go to the
-process that began the step.
+They are printed, except in a process without a terminal: there they are
+buffered, and the process that drives the run fetches and prints them.
 """
 
 import queue
 
-_kept: queue.SimpleQueue | None = None
+_buffer: queue.SimpleQueue | None = None
 
 
-def say(line: str):
-  """Prints a line, or keeps it."""
-  if _kept is None:
+def notify(line: str):
+  """Prints a line, or buffers it after `start_buffering`."""
+  if _buffer is None:
     print(line, flush=True)
   else:
-    _kept.put(line)
+    _buffer.put(line)
 
 
-def keep():
-  """From now on lines are kept until they are taken."""
-  global _kept
-  _kept = queue.SimpleQueue()
+def start_buffering():
+  """Buffers lines from now on, instead of printing them."""
+  global _buffer
+  _buffer = queue.SimpleQueue()
 
 
-def take() -> list[str]:
-  """Lines since this was asked last."""
-  return [_kept.get() for _ in range(_kept.qsize())]
+def drain() -> list[str]:
+  """Removes and returns the buffered lines."""
+  return [_buffer.get() for _ in range(_buffer.qsize())]

@@ -1,7 +1,6 @@
-"""What a run writes down as it goes: numbers, times, samples."""
+"""The log of a run: metrics, timeline, samples, predictions and videos."""
 
-from collections.abc import Iterator
-import contextlib
+from collections.abc import Iterable
 import pathlib
 from typing import Any
 
@@ -11,11 +10,16 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.planning import autoplan
 from rlinf_jax.report import video
 from rlinf_jax.run import console, writers
+from rlinf_jax.runtime import timeline
 from stages import base
 
 
-class Record:
-  """The open files of a run folder, and the console beside them."""
+class RunLog:
+  """The open files of a run folder, and the console.
+
+  Attributes:
+    print: `text -> None`, prints lines on the console.
+  """
 
   def __init__(
     self,
@@ -25,36 +29,38 @@ class Record:
     start: int,
     wandb: str | None,
   ):
-    """Opens them; what they hold of steps after `start` is taken back.
+    """Opens the files, and removes their records of steps after `start`.
 
     Args:
-      folder: of the run.
-      source: whose `text` makes samples readable.
+      folder: the run folder.
+      source: decodes the tokens of samples by its `text`.
       steps: updates of the whole run.
-      start: those finished before.
-      wandb: project at Weights & Biases, if metrics shall go there.
+      start: updates finished before.
+      wandb: project at Weights & Biases, if metrics go there too.
     """
     self._source, self._folder = source, folder
-    # No checkpoint is of step 0: who begins there evaluates again.
-    kept = start or -1
-    self._timeline = writers.json_lines(folder / 'timeline.jsonl', kept)
-    self._samples = writers.json_lines(folder / 'samples.jsonl', kept)
-    video.truncate(folder, kept)
-    self._predictions = writers.json_lines(folder / 'predictions.jsonl', kept)
-    self._numbers = [
-      writers.json_lines(folder / 'metrics.jsonl', kept),
+    # A run that starts at step 0 repeats its first evaluation.
+    last_kept = start or -1
+    self._timeline = writers.json_lines(folder / 'timeline.jsonl', last_kept)
+    self._samples = writers.json_lines(folder / 'samples.jsonl', last_kept)
+    video.truncate(folder, last_kept)
+    self._predictions = writers.json_lines(
+      folder / 'predictions.jsonl', last_kept
+    )
+    self._metric_writers = [
+      writers.json_lines(folder / 'metrics.jsonl', last_kept),
       writers.tensorboard(folder / 'events', start),
     ]
     if wandb:
-      self._numbers.append(writers.wandb(wandb, folder))
-    self._console = console.view(steps, start)
-    self.say = self._console.say
+      self._metric_writers.append(writers.wandb(wandb, folder))
+    self._console = console.create(steps, start)
+    self.print = self._console.print
 
-  def numbers(self, step: int, values: dict[str, float]):
-    for writer in [*self._numbers, self._console]:
+  def write_metrics(self, step: int, values: dict[str, float]):
+    for writer in [*self._metric_writers, self._console]:
       writer.write(step, values)
 
-  def spans(self, step: int, spans):
+  def write_timeline(self, step: int, spans: Iterable[timeline.Span]):
     for span in spans:
       values = {
         'place': span.place,
@@ -67,28 +73,34 @@ class Record:
       }
       self._timeline.write(step, values)
 
-  def plan(self, plan: plan_lib.Plan):
-    """Writes the plan by which the run goes on."""
+  def write_plan(self, plan: plan_lib.Plan):
+    """Replaces plan.json by the plan of the next steps."""
     (self._folder / 'plan.json').write_text(plan.to_json())
 
-  def prediction(self, step: int, prediction: autoplan.Prediction):
-    """Writes what steps after `step` are expected to take."""
+  def write_prediction(self, step: int, prediction: autoplan.Prediction):
+    """Writes the seconds predicted for each step after `step`."""
     stages = {name: list(n) for name, n in prediction.stages.items()}
     self._predictions.write(
       step, {'seconds': prediction.step, 'stages': stages}
     )
 
-  def film(self, step: int, shown: dict[str, np.ndarray] | None):
-    """Writes a video of what `stages.film` shows, if there is anything."""
-    if shown:
-      video.attempt(self._folder, step, shown, self.say)
+  def write_video(self, step: int, frames: dict[str, np.ndarray] | None):
+    """Writes a video of the frames of `stages.envs.video`, if there are any."""
+    if frames:
+      video.try_write(self._folder, step, frames, self.print)
 
-  def samples(self, step: int, split: str, rows: dict[str, Any]):
-    """Writes rows such as `held_out.show` makes, as text."""
+  def write_samples(self, step: int, split: str, rows: dict[str, Any]):
+    """Writes prompts, completions and rewards as text.
+
+    Args:
+      step: updates finished.
+      split: 'train' or 'eval'.
+      rows: token ids and masks of prompts and completions, and rewards.
+    """
     prompts = self._source.text(rows['prompt'], rows['prompt_mask'])
-    said = self._source.text(rows['completion'], rows['completion_mask'])
+    completions = self._source.text(rows['completion'], rows['completion_mask'])
     for prompt, completion, reward in zip(
-      prompts, said, np.asarray(rows['reward']).tolist(), strict=True
+      prompts, completions, np.asarray(rows['reward']).tolist(), strict=True
     ):
       self._samples.write(
         step,
@@ -101,21 +113,12 @@ class Record:
       )
 
   def close(self):
+    """Closes all files and removes the progress bar."""
     for writer in [
       self._console,
-      *self._numbers,
+      *self._metric_writers,
       self._timeline,
       self._samples,
       self._predictions,
     ]:
       writer.close()
-
-
-@contextlib.contextmanager
-def opened(*args, **kwargs) -> Iterator[Record]:
-  """A `Record` that is closed whatever happens."""
-  record = Record(*args, **kwargs)
-  try:
-    yield record
-  finally:
-    record.close()

@@ -133,7 +133,7 @@ def test_a_message_leaves_out_the_call_chain():
   with pytest.raises(TypeError) as error:
     run()
   assert 'In call to' in str(error.value)
-  assert 'In call to' not in config.message(error.value)
+  assert 'In call to' not in config.error_text(error.value)
 
 
 # What nothing sets.

@@ -6,6 +6,7 @@ import pytest
 
 from rlinf_jax import config, train
 from rlinf_jax.envs import simulator
+from rlinf_jax.run import flows as flows_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Simulators start to be asked for shapes.
@@ -40,9 +41,7 @@ RECIPES = [
 def flows(name, bindings, folder):
   """What a recipe's run would do, recorded."""
   config.parse([name], bindings, str(folder))
-  return config.call(
-    train.train, workdir=str(folder), instead=lambda flows, *_: flows
-  )
+  return config.call(flows_lib.trace_flows, bindings_of=train.train)
 
 
 @pytest.mark.parametrize('name', RECIPES)

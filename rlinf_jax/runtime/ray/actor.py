@@ -166,8 +166,8 @@ class Actor:
     Raises:
       ValueError: if it has recorded something else than the driver.
     """
-    allocator.keep()
-    notices.keep()
+    allocator.retain_freed_memory()
+    notices.start_buffering()
     if os.path.isdir(folder):
       os.chdir(folder)
     name, parsed = process.place, plan_lib.Plan.from_json(plan)
@@ -323,9 +323,9 @@ class Actor:
     self._host.wait()
     spans = self._host.timeline.take()
     if not self._host.is_leader:
-      return {}, [], {}, notices.take()
+      return {}, [], {}, notices.drain()
     packed = {v: serialize.pack(x) for v, x in outputs.result().items()}
-    return packed, spans, dict(self._host.sent), notices.take()
+    return packed, spans, dict(self._host.sent), notices.drain()
 
   @ray.method(concurrency_group='delivery')
   def deliver(self, generation: int, to: base.Channel, sequence: int, packed):

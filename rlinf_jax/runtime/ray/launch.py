@@ -14,6 +14,7 @@ import jax
 
 from planner.ir import plan as plan_lib
 from rlinf_jax import config
+from rlinf_jax.run import flows as flows_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +37,7 @@ class Recipe:
       file = pathlib.Path(folder) / 'config.gin'
       file.write_text(self.text)
       config.parse([str(file)], [], self.workdir)
-    return config.call(
-      self.train, workdir=self.workdir, instead=lambda flows, *_: flows
-    )
+    return config.call(flows_lib.trace_flows, bindings_of=self.train)
 
 
 def connect(address: str):

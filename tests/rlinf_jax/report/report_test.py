@@ -222,7 +222,7 @@ def test_a_report_that_fails_does_not_fail_the_training(tmp_path, monkeypatch):
     raise RuntimeError('no such font.')
 
   monkeypatch.setattr(charts, 'curves', broken)
-  assert report.attempt(folder) == (
+  assert report.try_write(folder) == (
     f'none, because: no such font. Again: python -m rlinf_jax.report {folder}'
   )
   assert not (folder / 'report.html').exists()

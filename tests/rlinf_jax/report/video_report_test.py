@@ -53,15 +53,15 @@ def test_episodes_are_side_by_side_in_order_and_frames_in_time(tmp_path):
 def test_what_cannot_be_shown_leaves_no_file(tmp_path):
   told = film()
   told['shown'][:] = 0
-  video.attempt(tmp_path, 3, told, pytest.fail)
+  video.try_write(tmp_path, 3, told, pytest.fail)
   assert not video.paths(tmp_path)
   said = []
-  video.attempt(tmp_path, 3, told | {'shown': np.ones(9)}, said.append)
+  video.try_write(tmp_path, 3, told | {'shown': np.ones(9)}, said.append)
   assert not video.paths(tmp_path) and 'no video of step 3' in said[0]
 
 
 def test_a_video_is_small_whatever_is_in_it(tmp_path):
-  video.attempt(tmp_path, 0, film(F=12, edge=100, noise=True), pytest.fail)
+  video.try_write(tmp_path, 0, film(F=12, edge=100, noise=True), pytest.fail)
   (path,) = video.paths(tmp_path).values()
   assert path.stat().st_size <= video.LARGEST
   assert 1 < Image.open(path).n_frames < 12  # Fewer, but the last.
@@ -69,7 +69,7 @@ def test_a_video_is_small_whatever_is_in_it(tmp_path):
 
 def test_videos_of_steps_that_are_made_again_are_removed(tmp_path):
   for step in (0, 20, 1_000_040):
-    video.attempt(tmp_path, step, film(K=1), pytest.fail)
+    video.try_write(tmp_path, step, film(K=1), pytest.fail)
   assert list(video.paths(tmp_path)) == [0, 20, 1_000_040]
   video.truncate(tmp_path, 20)
   assert list(video.paths(tmp_path)) == [0, 20]
@@ -80,7 +80,7 @@ def test_videos_of_steps_that_are_made_again_are_removed(tmp_path):
 def test_a_report_holds_the_first_a_middle_and_the_last(tmp_path):
   folder = fake_run.make_run(tmp_path / 'sums')
   for step in range(0, 50, 10):
-    video.attempt(folder, step, film(F=2 + step // 10), pytest.fail)
+    video.try_write(folder, step, film(F=2 + step // 10), pytest.fail)
   page = report.write(folder).read_text(encoding='utf-8')
   inside = re.findall(r'data:image/gif;base64,([^"]+)', page)
   paths = video.paths(folder)

@@ -13,34 +13,34 @@ from rlinf_jax.run import allocator
 def faults():
   return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-kept = allocator.keep() if sys.argv[1] == 'keep' else True
+retained = allocator.retain_freed_memory() if sys.argv[1] == 'retain' else True
 np.ones(1 << 22)
 before = faults()
 for _ in range(10):
   np.ones(1 << 22)
-print(kept, faults() - before)
+print(retained, faults() - before)
 """
 
 
 def faults(how):
-  made = subprocess.run(
+  result = subprocess.run(
     [sys.executable, '-c', FAULTS, how],
     check=True,
     capture_output=True,
     text=True,
   )
-  kept, number = made.stdout.split()
-  return kept == 'True', int(number)
+  retained, number = result.stdout.split()
+  return retained == 'True', int(number)
 
 
-def test_memory_that_is_kept_is_not_faulted_in_again():
-  kept, few = faults('keep')
-  if not kept:
+def test_retained_memory_causes_no_page_faults():
+  retained, few = faults('retain')
+  if not retained:
     pytest.skip('not glibc')
-  _, many = faults('leave')
+  _, many = faults('default')
   assert few < many / 10
 
 
-def test_other_libraries_are_left_alone(monkeypatch):
+def test_other_c_libraries_are_unchanged(monkeypatch):
   monkeypatch.setattr(allocator.ctypes, 'CDLL', lambda name: object())
-  assert not allocator.keep()
+  assert not allocator.retain_freed_memory()

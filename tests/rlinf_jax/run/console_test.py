@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_step_is_one_line_with_the_biggest_stage_first():
-  assert console.line(12, 200, STEP) == (
+  assert console.format_step(12, 200, STEP) == (
     'step  12/200  reward 0.43  accuracy 0.41  length 23.1/31  4,812 tok/s'
     '  generate 0.61s gradient 0.42s apply 0.03s'
   )
@@ -31,19 +31,22 @@ def test_a_step_is_one_line_with_the_biggest_stage_first():
 
 def test_missing_metrics_are_left_out():
   values = {'train/loss': 1.25, 'time/gradient': 0.5}
-  assert console.line(3, 9, values) == 'step 3/9  loss 1.250  gradient 0.50s'
-  assert console.line(3, 9, {}) == 'step 3/9'
+  assert (
+    console.format_step(3, 9, values) == 'step 3/9  loss 1.250  gradient 0.50s'
+  )
+  assert console.format_step(3, 9, {}) == 'step 3/9'
 
 
 def test_numbers_that_are_not_finite_are_shown():
   assert (
-    console.line(3, 9, {'train/loss': float('nan')}) == 'step 3/9  loss nan'
+    console.format_step(3, 9, {'train/loss': float('nan')})
+    == 'step 3/9  loss nan'
   )
 
 
 def test_an_evaluation_stands_out_in_plain_text():
   stream = io.StringIO()
-  view = console.view(200, stream=stream)
+  view = console.create(200, stream=stream)
   view.write(20, {'eval/accuracy': 0.612, 'time/evaluate': 1.25})
   assert stream.getvalue() == (
     '--- evaluation  step  20/200  accuracy 61.2%  evaluate 1.25s ---\n'
@@ -52,7 +55,7 @@ def test_an_evaluation_stands_out_in_plain_text():
 
 def test_a_file_gets_one_plain_line_a_step_and_nothing_else():
   stream = io.StringIO()
-  view = console.view(3, stream=stream)
+  view = console.create(3, stream=stream)
   for step in (1, 2, 3):
     view.write(step, STEP)
   view.close()
@@ -66,7 +69,7 @@ def test_a_terminal_gets_the_lines_and_a_bar_that_goes_away(monkeypatch):
   monkeypatch.setenv('TERM', 'xterm')
   monkeypatch.setenv('COLUMNS', '200')
   stream = Terminal()
-  view = console.view(200, start=10, stream=stream)
+  view = console.create(200, start=10, stream=stream)
   view.write(12, STEP)
   view.close()
   view.close()
@@ -81,7 +84,7 @@ def test_a_terminal_gets_the_lines_and_a_bar_that_goes_away(monkeypatch):
 def test_markup_in_a_run_is_not_taken_for_style(monkeypatch):
   monkeypatch.setenv('TERM', 'xterm')
   stream = Terminal()
-  view = console.view(1, stream=stream)
+  view = console.create(1, stream=stream)
   view.say('folder runs/[red]x')
   view.close()
   assert 'runs/[red]x' in stream.getvalue()
@@ -89,7 +92,7 @@ def test_markup_in_a_run_is_not_taken_for_style(monkeypatch):
 
 def test_the_header_aligns_its_facts():
   facts = {'folder': 'runs/x', 'on': '2 CPU devices'}
-  assert console.header('grpo, 200 steps', facts) == (
+  assert console.format_facts('grpo, 200 steps', facts) == (
     'grpo, 200 steps\n  folder  runs/x\n  on      2 CPU devices'
   )
 
@@ -103,7 +106,7 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path):
   (tmp_path / 'metrics.jsonl').write_text(
     ''.join(json.dumps(line) + '\n' for line in lines)
   )
-  text = console.summary(tmp_path, 372.0, 'runs/x/report.html')
+  text = console.format_summary(tmp_path, 372.0, 'runs/x/report.html')
   assert text.splitlines() == [
     'Done: 20 steps.',
     '  accuracy  31.2% -> 94.5% held out',
@@ -114,6 +117,6 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path):
 
 
 def test_the_summary_of_a_run_without_metrics_leaves_them_out(tmp_path):
-  text = console.summary(tmp_path, 6.0, 'none')
+  text = console.format_summary(tmp_path, 6.0, 'none')
   assert 'accuracy' not in text
   assert '0.1 minutes' in text

@@ -222,7 +222,7 @@ def test_a_finished_run_is_not_run_again(straight, model):
   folder, _ = straight
   before = (folder / 'metrics.jsonl').read_bytes()
   done = run(folder, model, resume=True)
-  assert done.returncode == 0 and 'is done: 10 steps' in done.stdout
+  assert done.returncode == 0 and 'is finished: 10 steps' in done.stdout
   assert (folder / 'metrics.jsonl').read_bytes() == before
 
 

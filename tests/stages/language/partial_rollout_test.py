@@ -321,7 +321,7 @@ def test_what_is_carried_is_kept_in_a_checkpoint(tmp_path):
   for i in range(2):
     state, _ = workflow.step(state, tiny.problem(seed=i), jax.random.key(i))
   folder = checkpoint.Checkpoints(tmp_path, 1)
-  folder.save(checkpoint.Saved(2, state, {'n': np.array(2)}, {}))
+  folder.save(checkpoint.CheckpointState(2, state, {'n': np.array(2)}, {}))
   folder.close()
   fresh = trainer.first_state(workflow, jax.random.key(7), tiny.problem())
   folder = checkpoint.Checkpoints(tmp_path, 1)

@@ -273,7 +273,9 @@ def test_what_is_remembered_is_written_where_it_lies_and_checkpointed(tmp_path):
   source = {'seed': np.array(0)}
   for i in range(3):
     if i == 2:
-      checkpoints.save(checkpoint.Saved(2, runtime.state(), source, {}))
+      checkpoints.save(
+        checkpoint.CheckpointState(2, runtime.state(), source, {})
+      )
       checkpoints.close()
     runtime.step((), jax.random.fold_in(KEY, i))
     rows = jax.tree.leaves(runtime.state().replay.rows)

@@ -113,7 +113,7 @@ def test_two_processes_of_a_device_compute_the_same_bits(far, tmp_path):
 def _saved(runtime, folder):
   """The state of a runtime, by way of a disk."""
   files, source = checkpoint.Checkpoints(folder, 1), {'at': np.zeros(1)}
-  files.save(checkpoint.Saved(3, runtime.state(), source, {}))
+  files.save(checkpoint.CheckpointState(3, runtime.state(), source, {}))
   files.close()
   return checkpoint.Checkpoints(folder, 1).load(runtime.state(), source).state
 

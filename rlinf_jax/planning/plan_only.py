@@ -1,0 +1,55 @@
+"""`plan_only`: plans a recipe for a cluster without running it."""
+
+from collections.abc import Mapping, Sequence
+import os
+from typing import Any
+
+from planner import cluster as cluster_lib
+from planner.search import exact
+from rlinf_jax import config
+from rlinf_jax.planning import plan_report
+from rlinf_jax.run import flows as flows_lib
+from stages import base
+
+
+def plan_only(
+  workflow: base.Workflow,
+  source: base.Source,
+  *,
+  seed: int,
+  plan: Mapping[str, Any] | str | None,
+  cluster: cluster_lib.Cluster,
+  lengths: Sequence[int] | None = None,
+  output: str | os.PathLike | None = None,
+  page: str | os.PathLike | None = None,
+) -> exact.Found:
+  """Prints the fastest plan of a recipe on a cluster, and why it is.
+
+  The first four arguments are those of `train.train`, with its defaults.
+
+  Args:
+    workflow: the workflow to plan.
+    source: its batches.
+    seed: of the first batch.
+    plan: the recipe's own plan, to compare with; 'auto' for none.
+    cluster: the hardware, which need not be here.
+    lengths: tokens of completions like those that will be generated; None
+      assumes that all reach the limit.
+    output: file for the plan and its explanation as JSON.
+    page: file for the same as an HTML page.
+
+  Raises:
+    ValueError: if the recipe binds a parameter that nothing reads.
+  """
+  flows = flows_lib.trace_flows(workflow, source, seed)
+  own = flows_lib.read_plan(plan, flows)
+  config.refuse_unused()
+  return plan_report.advise(
+    flows,
+    workflow.staleness,
+    own,
+    cluster=cluster,
+    lengths=lengths,
+    output=output,
+    page=page,
+  )

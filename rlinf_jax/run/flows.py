@@ -1,0 +1,69 @@
+"""The flows of a recipe: what one step and one evaluation do."""
+
+from collections.abc import Mapping
+import functools
+import json
+import pathlib
+from typing import Any
+
+import jax
+
+from planner.ir import flow as flow_lib
+from planner.ir import graph
+from planner.ir import plan as plan_lib
+from stages import base
+
+AUTO = 'auto'
+
+
+def trace_flows(
+  workflow: base.Workflow, source: base.Source, seed: int
+) -> tuple[graph.Flow, graph.Flow]:
+  """Records the flows of a step and of an evaluation; computes no arrays."""
+  key, batch = jax.random.key(seed), first_batch(source, seed)
+  state = jax.eval_shape(
+    functools.partial(first_state, workflow, batch=batch), key
+  )
+  step = flow_lib.trace(workflow.step, state, batch, key)
+  evaluate = flow_lib.trace(
+    lambda state, *inputs: (state, workflow.evaluate(state, *inputs)),
+    state,
+    source.held_out()[0],
+    key,
+  )
+  return step, evaluate
+
+
+def first_batch(source: base.Source, seed: int) -> Any:
+  """The batch of a run's first step."""
+  return source.next(source.init(seed), {})[1]
+
+
+def first_state(workflow: base.Workflow, key: jax.Array, batch) -> Any:
+  """The state before a run's first step, with room for batches like `batch`."""
+  state = workflow.init(key)
+  return workflow.allocate(state, batch) if workflow.allocate else state
+
+
+def read_plan(
+  plan: Mapping[str, Any] | str | None, flows: tuple[graph.Flow, graph.Flow]
+) -> plan_lib.Plan | None:
+  """Reads a recipe's plan, completed for the stages of two flows.
+
+  Args:
+    plan: a plan as `planner.ir.plan.of` reads it; or a file of such JSON or of
+      the JSON that --plan_json writes; or None to run every stage on the first
+      device; or 'auto'.
+    flows: of a step and of an evaluation.
+
+  Returns:
+    The plan, or None for 'auto': the plan is yet to be searched for.
+  """
+  if plan == AUTO:
+    return None
+  if isinstance(plan, str):
+    plan = json.loads(pathlib.Path(plan).read_text())
+    plan = plan.get('plan', plan)  # --plan_json writes more than the plan.
+  step, evaluate = flows
+  stages = dict.fromkeys((*step.stages, *evaluate.stages))
+  return plan_lib.of(plan or {}, stages)

@@ -1,0 +1,115 @@
+"""Set-up of a run: its runtime, with a state loaded into it."""
+
+from collections.abc import Callable
+import pathlib
+from typing import Any
+
+import jax
+
+from planner.costs import cost as cost_lib
+from planner.ir import graph
+from planner.ir import plan as plan_lib
+from rlinf_jax.planning import autoplan, stage_profile
+from rlinf_jax.run import checkpoint as checkpoint_lib
+from rlinf_jax.run import flows as flows_lib
+from rlinf_jax.runtime import base as runtime_base
+from rlinf_jax.runtime import local
+from rlinf_jax.runtime.ray import launch
+from stages import base
+
+
+def make_runtime(
+  plan: plan_lib.Plan,
+  cost=cost_lib.EQUAL,
+  *,
+  flows: tuple[graph.Flow, graph.Flow],
+  train: Callable[..., Any],
+  folder: pathlib.Path,
+  use_ray: bool,
+  receive_timeout: float | None,
+) -> runtime_base.Runtime:
+  """Makes the runtime of a plan, of threads or Ray processes, without a state.
+
+  Args:
+    plan: the plan to run.
+    cost: orders stages that could run at the same time. Only threads use it:
+      Ray processes order their stages by the plan alone.
+    flows: of a step and of an evaluation.
+    train: the function that the recipe configures, `rlinf_jax.train.train`.
+    folder: the run folder.
+    use_ray: runs every place in a Ray process.
+    receive_timeout: seconds for which a Ray process waits for a value.
+  """
+  step, evaluate = flows
+  if use_ray:
+    return launch.runtime(plan, flows, train, folder, receive_timeout)
+  return local.LocalRuntime(plan, step=step, evaluate=evaluate, cost=cost)
+
+
+def load_first_state(
+  workflow: base.Workflow,
+  source: base.Source,
+  seed: int,
+  *,
+  flows: tuple[graph.Flow, graph.Flow],
+  runtime: runtime_base.Runtime | None,
+  make_runtime: Callable[..., runtime_base.Runtime],
+  earlier_plan: plan_lib.Plan | None,
+):
+  """Loads the first state into a runtime; searches for its plan if needed.
+
+  Args:
+    workflow: the workflow to run.
+    source: its batches; stages are measured with the first.
+    seed: of the parameters and of that batch.
+    flows: of a step and of an evaluation.
+    runtime: the runtime, or None to search for a plan and make its runtime.
+    make_runtime: `plan, cost -> runtime`.
+    earlier_plan: the plan of the run that is resumed, if one was found; it is
+      used instead of a search.
+
+  Returns:
+    The runtime, and the monitor of a plan that was searched for, else None.
+  """
+  key, monitor, inputs = jax.random.key(seed), None, None
+  batch = flows_lib.first_batch(source, seed)
+  if not runtime:
+    if stage_profile.fits(flows[0]):
+      state = flows_lib.first_state(workflow, key, batch)
+      inputs = state, batch, key
+    monitor = autoplan.choose(
+      flows, workflow.staleness, inputs, make_runtime, earlier_plan
+    )
+    runtime = monitor.runtime()
+  runtime.compile('step')  # While the parameters are read.
+  if any(map(stage_profile.uses_up, flows[0].nodes)):
+    inputs = None  # Measuring has advanced the simulators.
+  with runtime.ambient():
+    state = inputs[0] if inputs else flows_lib.first_state(workflow, key, batch)
+  # Not in the ambient mesh: places may use other devices than it.
+  runtime.load(state)
+  return runtime, monitor
+
+
+def restore(
+  runtime: runtime_base.Runtime,
+  source_state,
+  checkpoints: checkpoint_lib.Checkpoints,
+  resume: bool,
+) -> checkpoint_lib.CheckpointState:
+  """Loads the newest checkpoint into a runtime if a run resumes from it.
+
+  Args:
+    runtime: loaded with the first state.
+    source_state: the source's first state.
+    checkpoints: of the run.
+    resume: False to keep the first state.
+
+  Returns:
+    The state from which training starts.
+  """
+  start = checkpoint_lib.CheckpointState(0, None, source_state, {})
+  if resume and checkpoints.latest() is not None:
+    start = checkpoints.load(runtime.state(), start.source)
+    runtime.load(start.state, start.step)
+  return start

@@ -1,0 +1,174 @@
+"""Trains to the end of a run, restarted from a checkpoint if a process dies."""
+
+import collections
+from collections.abc import Callable
+import contextlib
+import dataclasses
+import pathlib
+
+import jax
+
+from planner.explain import listing
+from planner.ir import plan as plan_lib
+from rlinf_jax.planning import autoplan
+from rlinf_jax.report import trace
+from rlinf_jax.run import checkpoint as checkpoint_lib
+from rlinf_jax.run import console, flows, result, run_log, setup
+from rlinf_jax.run import loop as loop_lib
+from rlinf_jax.runtime import base as runtime_base
+from rlinf_jax.runtime import programs
+from stages import base
+
+ATTEMPTS = 3  # From one checkpoint, before the run fails.
+
+
+@dataclasses.dataclass
+class Run:
+  """Everything that an attempt to finish a run needs.
+
+  Attributes:
+    workflow: the workflow to run.
+    source: its batches.
+    seed: of everything random.
+    folder: the run folder.
+    schedule: when to evaluate, save and end.
+    checkpoints: of the run.
+    runtime: loaded with the first state; replaced if the plan changes.
+    monitor: of a plan that was searched for, else None.
+    resume: whether to start from the newest checkpoint.
+    wandb_project: project at Weights & Biases, if metrics go there.
+    export: `folder, params -> None`: writes the model at the end.
+  """
+
+  workflow: base.Workflow
+  source: base.Source
+  seed: int
+  folder: pathlib.Path
+  schedule: loop_lib.Schedule
+  checkpoints: checkpoint_lib.Checkpoints
+  runtime: runtime_base.Runtime
+  monitor: autoplan.Watch | None
+  resume: bool
+  wandb_project: str | None
+  export: Callable[..., None] | None
+
+
+def run_to_end(run: Run) -> result.Result:
+  """Trains until the run is finished.
+
+  Raises:
+    ProcessDiedError: if processes die `ATTEMPTS` times in a row after the same
+      checkpoint.
+  """
+  failures = collections.Counter()  # By step of the checkpoint.
+  while True:
+    try:
+      if failures:
+        batch = flows.first_batch(run.source, run.seed)
+        key = jax.random.key(run.seed)
+        run.runtime.load(flows.first_state(run.workflow, key, batch))
+      return _attempt(run, resume=bool(run.resume or failures))
+    except runtime_base.ProcessDiedError as error:
+      step = run.checkpoints.latest() or 0
+      failures[step] += 1
+      if failures[step] == ATTEMPTS:
+        run.runtime.close()
+        raise
+      print(f'{error} The run continues from step {step}.', flush=True)
+
+
+def _attempt(run: Run, resume: bool) -> result.Result:
+  """Trains from the newest checkpoint, or from the first state, to the end."""
+  source_state = run.source.init(run.seed)
+  with contextlib.ExitStack() as stack:
+    start = setup.restore(run.runtime, source_state, run.checkpoints, resume)
+    steps = run.schedule.steps
+    log = stack.enter_context(
+      contextlib.closing(
+        run_log.RunLog(
+          run.folder, run.source, steps, start.step, run.wandb_project
+        )
+      )
+    )
+    log.write_plan(run.runtime.plan)
+    if run.monitor:
+      log.write_prediction(start.step, run.monitor.chosen.prediction)
+    log.print(_header(run.folder, run.runtime, start.step, steps))
+    loop = stack.enter_context(
+      loop_lib.Loop(
+        runtime=run.runtime,
+        workflow=run.workflow,
+        source=run.source,
+        checkpoints=run.checkpoints,
+        log=log,
+        seed=run.seed,
+        start=start,
+        monitor=run.monitor,
+      )
+    )
+    try:
+      loop.run(run.folder, run.schedule)
+    finally:
+      run.runtime = loop.runtime  # The plan may have changed.
+    for line in _transfers(loop.runtime):
+      log.print(line)
+    outcome = result.Result(
+      run.folder, loop.steps, loop.seconds(), loop.metrics
+    )
+    if run.export:
+      params = run.workflow.params(loop.runtime.state())
+      run.export(run.folder / 'model', params)
+    _finish(outcome, log)
+  return outcome
+
+
+def _finish(outcome: result.Result, log: run_log.RunLog):
+  """Writes result.json, the trace and the report; prints a summary."""
+  from rlinf_jax.report import report  # Slow to import: it draws charts.
+
+  outcome.write()
+  trace.write(outcome.folder)
+  page = report.try_write(outcome.folder)
+  log.print(console.format_summary(outcome.folder, outcome.seconds, page))
+
+
+def _transfers(runtime: runtime_base.Runtime) -> list[str]:
+  """A line for each pair of places: bytes sent, seconds and bandwidth."""
+  return [
+    f'Sent from {source} to {target}: {listing.size(size)} in {seconds:.2f} s '
+    f'({listing.size(size / seconds)}/s).'
+    for (source, target), (size, seconds) in runtime.moved().items()
+  ]
+
+
+def _header(
+  folder: pathlib.Path, runtime: runtime_base.Runtime, start: int, steps: int
+) -> str:
+  """The lines printed when training starts: what runs, and where."""
+  state_bytes = sum(x.nbytes for x in jax.tree.leaves(runtime.state()))
+  facts = {
+    'steps': f'{steps}, resumed after {start}' if start else f'{steps}',
+    'state': listing.size(state_bytes),
+    'devices': _devices(runtime.plan),
+    'folder': str(folder),
+  }
+  lowered = runtime.lowered['step']
+  if len(runtime.plan.places) > 1:
+    facts['transfers'] = ', '.join(
+      f'{source} → {target} {listing.size(size)} {how}'
+      for source, target, how, size in programs.traffic(
+        lowered, runtime.transport
+      )
+    )
+  stages = ' → '.join(lowered.flow.stages)
+  return console.format_facts(f'Training: {stages}', facts)
+
+
+def _devices(plan: plan_lib.Plan) -> str:
+  """Device kind, and the devices, mesh and processes of every place."""
+  kind = jax.devices()[0].device_kind
+  places = [
+    f'{name}: {place}{", shared" * (name in plan.shared_devices)}'
+    for name, place in plan.places.items()
+  ]
+  return f'{"; ".join(places)} ({kind})'
