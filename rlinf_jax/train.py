@@ -45,7 +45,7 @@ def train(
       read; it may train the checkpoint from which the run starts.
     plan: where and how finely stages run. 'auto' measures the stages, searches
       for the fastest plan, and searches again when steps do not take as long
-      as predicted. Otherwise a plan as `planner.ir.plan.of` reads it, or the
+      as predicted. Otherwise a plan as `planner.ir.plan.parse` reads it, or the
       path of its JSON or of the JSON that --plan_json writes. None runs every
       stage on the first device.
     evaluate_every: updates between evaluations on held-out problems.

@@ -34,6 +34,8 @@ EVALUATION = (
   'length {eval/response_length_mean:.1f}/{eval/response_length_max:.0f}',
   'episode length {eval/episode_length:.1f}',
 )
+# Of the seconds of a step: stages that take less are left out of its line.
+LEAST_SHARE = 0.01
 # Metrics that summarize evaluations, by name.
 SCORES = {'accuracy': 'eval/accuracy', 'success': 'eval/success_once'}
 
@@ -143,7 +145,11 @@ def _seconds(values: Mapping[str, float]) -> list[str]:
   longest_first = sorted(
     seconds.items(), key=lambda item: item[1], reverse=True
   )
-  text = ' '.join(f'{name} {value:.2f}s' for name, value in longest_first)
+  text = ' '.join(
+    f'{name} {value:.2f}s'
+    for name, value in longest_first
+    if value >= LEAST_SHARE * sum(seconds.values())
+  )
   return [text] if text else []
 
 

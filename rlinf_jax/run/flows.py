@@ -51,7 +51,7 @@ def read_plan(
   """Reads a recipe's plan, completed for the stages of two flows.
 
   Args:
-    plan: a plan as `planner.ir.plan.of` reads it; or a file of such JSON or of
+    plan: a plan as `planner.ir.plan.parse` reads it; or a file of such JSON or of
       the JSON that --plan_json writes; or None to run every stage on the first
       device; or 'auto'.
     flows: of a step and of an evaluation.
@@ -66,4 +66,4 @@ def read_plan(
     plan = plan.get('plan', plan)  # --plan_json writes more than the plan.
   step, evaluate = flows
   stages = dict.fromkeys((*step.stages, *evaluate.stages))
-  return plan_lib.of(plan or {}, stages)
+  return plan_lib.parse(plan or {}, stages)

@@ -146,13 +146,14 @@ def _header(
 ) -> str:
   """The lines printed when training starts: what runs, and where."""
   state_bytes = sum(x.nbytes for x in jax.tree.leaves(runtime.state()))
+  lowered = runtime.lowered['step']
   facts = {
+    'stages': ' → '.join(lowered.flow.stages),
     'steps': f'{steps}, resumed after {start}' if start else f'{steps}',
     'state': listing.size(state_bytes),
     'devices': _devices(runtime.plan),
     'folder': str(folder),
   }
-  lowered = runtime.lowered['step']
   if len(runtime.plan.places) > 1:
     facts['transfers'] = ', '.join(
       f'{source} → {target} {listing.size(size)} {how}'
@@ -160,8 +161,7 @@ def _header(
         lowered, runtime.transport
       )
     )
-  stages = ' → '.join(lowered.flow.stages)
-  return console.format_facts(f'Training: {stages}', facts)
+  return console.format_facts('Training', facts)
 
 
 def _devices(plan: plan_lib.Plan) -> str:

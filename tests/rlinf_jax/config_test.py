@@ -124,7 +124,7 @@ def test_a_recipe_without_a_root_is_one_sentence():
   def never_mentioned():
     pass
 
-  with pytest.raises(ValueError, match='give one with --gin_file'):
+  with pytest.raises(ValueError, match='Name a recipe with --gin_file'):
     config.call(never_mentioned)
 
 

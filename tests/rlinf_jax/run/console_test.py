@@ -29,6 +29,11 @@ def test_a_step_is_one_line_with_the_biggest_stage_first():
   )
 
 
+def test_stages_that_take_next_to_no_time_are_left_out():
+  values = {'time/gradient': 0.5, 'time/keys': 0.004}
+  assert console.format_step(3, 9, values) == 'step 3/9  gradient 0.50s'
+
+
 def test_missing_metrics_are_left_out():
   values = {'train/loss': 1.25, 'time/gradient': 0.5}
   assert (
@@ -76,8 +81,8 @@ def test_a_terminal_gets_the_lines_and_a_bar_that_goes_away(monkeypatch):
   text = stream.getvalue()
   assert '12/200' in text
   assert '4,812' in text
-  assert '\x1b[?25h' in text  # The cursor is back.
-  view.say('Done.')
+  assert '\x1b[?25h' in text  # Shows the cursor again.
+  view.print('Done.')
   assert stream.getvalue().endswith('Done.\n')
 
 
@@ -85,12 +90,12 @@ def test_markup_in_a_run_is_not_taken_for_style(monkeypatch):
   monkeypatch.setenv('TERM', 'xterm')
   stream = Terminal()
   view = console.create(1, stream=stream)
-  view.say('folder runs/[red]x')
+  view.print('folder runs/[red]x')
   view.close()
   assert 'runs/[red]x' in stream.getvalue()
 
 
-def test_the_header_aligns_its_facts():
+def test_facts_are_aligned():
   facts = {'folder': 'runs/x', 'on': '2 CPU devices'}
   assert console.format_facts('grpo, 200 steps', facts) == (
     'grpo, 200 steps\n  folder  runs/x\n  on      2 CPU devices'
@@ -108,8 +113,8 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path):
   )
   text = console.format_summary(tmp_path, 372.0, 'runs/x/report.html')
   assert text.splitlines() == [
-    'Done: 20 steps.',
-    '  accuracy  31.2% -> 94.5% held out',
+    'Finished 20 steps.',
+    '  accuracy  31.2% -> 94.5% (held out)',
     '  time      6.2 minutes',
     f'  folder    {tmp_path}',
     '  report    runs/x/report.html',

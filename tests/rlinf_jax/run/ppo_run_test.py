@@ -50,8 +50,8 @@ def straight(tmp_path_factory):
 def test_a_run_tells_of_success_and_leaves_a_report(straight):
   folder, said = straight
   assert 'evaluation  step 0/4  success 0.0%  at the end 0.0%' in said
-  assert 'moves/s' in said
-  assert '-> ' in said.split('Done: 4 steps.')[1].splitlines()[1]
+  assert 'env steps/s' in said
+  assert '-> ' in said.split('Finished 4 steps.')[1].splitlines()[1]
   # After steps 0, 2 and 4: of four evaluations one, the first and the last.
   made = sorted(path.name for path in (folder / 'videos').iterdir())
   assert made == ['step_000000.gif', 'step_000004.gif']
@@ -87,4 +87,4 @@ def test_a_run_finds_its_plan_by_itself_and_computes_the_same(
 
 def test_a_run_ends_early_once_it_succeeds_often_enough(tmp_path):
   said = run(tmp_path / 'run', 'STEPS = 4', 'train.train.stop_at_score = 0.0')
-  assert 'Done: 0 steps.' in said  # As soon as it has been tried.
+  assert 'Finished 0 steps.' in said
