@@ -7,7 +7,7 @@ import jax
 HOST, DEVICE = 'pinned_host', 'device'  # Kinds of memory, as JAX calls them.
 
 
-def is_away(x: jax.Array) -> bool:
+def is_offloaded(x: jax.Array) -> bool:
   """Whether `x` is in host memory."""
   return x.sharding.memory_kind == HOST
 

@@ -36,7 +36,7 @@ def letters_of(name: str) -> tuple[str, ...]:
   return tuple(match[1]) if match else ()
 
 
-def spell(path, shape) -> tuple[str, ...] | None:
+def dimensions(path, shape) -> tuple[str, ...] | None:
   """One letter a dimension ('' for none), by the keys on the path to an array.
 
   Returns:
@@ -51,14 +51,16 @@ def spell(path, shape) -> tuple[str, ...] | None:
   return letters if len(letters) == len(shape) else None
 
 
-def axes_of(mesh: Mesh, letter: str, rules: Rules = DEFAULT) -> tuple[str, ...]:
+def mesh_axes(
+  mesh: Mesh, letter: str, rules: Rules = DEFAULT
+) -> tuple[str, ...]:
   """The axes of `mesh` that share a dimension of this letter."""
   want = rules.get(letter) or ()
   want = (want,) if isinstance(want, str) else want
   return tuple(axis for axis in want if axis in mesh.axis_names)
 
 
-def spec(
+def partition_spec(
   mesh: Mesh,
   letters: Iterable[str],
   shape: tuple[int, ...],
@@ -74,7 +76,7 @@ def spec(
   """
   letters, axes, taken = tuple(letters), [], {}
   for letter, size in zip(letters, shape, strict=True):
-    have = axes_of(mesh, letter, rules)
+    have = mesh_axes(mesh, letter, rules)
     if size == 1:  # Where an optimizer keeps no statistics it keeps one zero.
       have = ()
     for axis in have:
@@ -95,7 +97,7 @@ def spec(
   return PartitionSpec(*axes)
 
 
-def spread_rows(x, rules: Rules = DEFAULT):
+def shard_rows(x, rules: Rules = DEFAULT):
   """Shares the rows of `x[row, ...]` over the ambient mesh, if there is one.
 
   A hint where parameters are shared by the same axes as rows: XLA would else
@@ -103,7 +105,7 @@ def spread_rows(x, rules: Rules = DEFAULT):
   parts. Rows that the devices cannot share evenly are left to it.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  axes = () if mesh.empty else axes_of(mesh, 'B', rules)
+  axes = () if mesh.empty else mesh_axes(mesh, 'B', rules)
   if not axes or x.shape[0] % math.prod(mesh.shape[a] for a in axes):
     return x
   free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
@@ -119,15 +121,15 @@ def gather(tree, rules: Rules = DEFAULT):
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return tree
-  of_rows = axes_of(mesh, 'B', rules)
+  of_rows = mesh_axes(mesh, 'B', rules)
   rest = {
-    letter: tuple(a for a in axes_of(mesh, letter, rules) if a not in of_rows)
+    letter: tuple(a for a in mesh_axes(mesh, letter, rules) if a not in of_rows)
     for letter in rules
   }
 
   def whole(path, leaf):
-    letters = spell(path, leaf.shape) or ('',) * leaf.ndim
-    where = spec(mesh, letters, leaf.shape, rest)
+    letters = dimensions(path, leaf.shape) or ('',) * leaf.ndim
+    where = partition_spec(mesh, letters, leaf.shape, rest)
     return jax.lax.with_sharding_constraint(leaf, where)
 
   return jax.tree_util.tree_map_with_path(whole, tree)
@@ -142,7 +144,7 @@ def shardings(tree, mesh: Mesh, rules: Rules = DEFAULT):
   """
 
   def sharding(path, leaf):
-    letters = spell(path, leaf.shape)
+    letters = dimensions(path, leaf.shape)
     where = jax.tree_util.keystr(path)
     if letters is None or (len(leaf.shape) > 1 and not any(letters)):
       raise ValueError(
@@ -150,7 +152,9 @@ def shardings(tree, mesh: Mesh, rules: Rules = DEFAULT):
         'each of its dimensions (but for the first of those under `layers`).'
       )
     try:
-      return NamedSharding(mesh, spec(mesh, letters, leaf.shape, rules))
+      return NamedSharding(
+        mesh, partition_spec(mesh, letters, leaf.shape, rules)
+      )
     except ValueError as error:
       raise ValueError(f'Parameter {where}: {error}') from None
 

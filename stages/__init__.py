@@ -1,8 +1,8 @@
 """Reinforcement learning as pure functions over batches."""
 
 from stages.base import (
+  Completions,
   Demonstration,
-  Draft,
   Env,
   Evaluation,
   Example,
@@ -25,7 +25,7 @@ __all__ = [
   'VideoRecorder',
   'Demonstration',
   'Deferred',
-  'Draft',
+  'Completions',
   'Evaluation',
   'Example',
   'Experience',

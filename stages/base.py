@@ -127,7 +127,7 @@ class Experience(NamedTuple):
   arrival: Int[Array, ' B'] | None = None
 
 
-class Draft(NamedTuple):
+class Completions(NamedTuple):
   """Completions under way.
 
   Attributes:
@@ -201,10 +201,11 @@ class Policy(NamedTuple):
     out_shapes: `params, obs, keys -> Experience` of shapes. Set where `act`
       runs on an engine outside JAX, which computes log-probabilities in its own
       arithmetic and returns a `Deferred` of its experience; else None.
-    resume: `params, obs, keys, draft, *, group_size=1, begun=0, go_on ->
-      Draft`: continues completions, as `stages.language.generate.resume` does.
-      With `out_shapes`, it takes keys as their bits and returns a `Deferred`.
-      None where completions cannot be continued.
+    resume: `params, obs, keys, completions, *, group_size=1, num_started=0,
+      should_continue -> Completions`: continues completions, as
+      `stages.language.generate.resume` does. With `out_shapes`, it takes keys
+      as their bits and returns a `Deferred`. None where completions cannot be
+      continued.
   """
 
   init: Callable[[Key], Params]
@@ -213,7 +214,7 @@ class Policy(NamedTuple):
   to_env_action: Callable[[Any], Any] | None = None
   value: Callable[..., Any] | None = None
   out_shapes: Callable[..., Experience] | None = None
-  resume: Callable[..., Draft] | None = None
+  resume: Callable[..., Completions] | None = None
 
 
 class TimeStep(NamedTuple):

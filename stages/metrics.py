@@ -25,14 +25,14 @@ class Mean(NamedTuple):
     return {'': self.sum / np.maximum(self.count, 1e-9)}
 
 
-class Rare(NamedTuple):
+class OptionalMean(NamedTuple):
   """A mean of which there may be nothing to tell: then it tells nothing."""
 
   sum: jax.Array
   count: jax.Array
 
   def merge(self, other):
-    return Rare(self.sum + other.sum, self.count + other.count)
+    return OptionalMean(self.sum + other.sum, self.count + other.count)
 
   def value(self):
     return {'': self.sum / self.count} if self.count > 0 else {}
@@ -67,7 +67,7 @@ class Moments(NamedTuple):
     return {'_mean': mean, '_std': np.sqrt(variance)}
 
 
-class Explained(NamedTuple):
+class ExplainedVariance(NamedTuple):
   """The share of a variance that estimates explain: 1 − Var(R − v) / Var(R).
 
   Attributes:
@@ -79,7 +79,9 @@ class Explained(NamedTuple):
   whole: Moments
 
   def merge(self, other):
-    return Explained(*(a.merge(b) for a, b in zip(self, other, strict=True)))
+    return ExplainedVariance(
+      *(a.merge(b) for a, b in zip(self, other, strict=True))
+    )
 
   def value(self):
     rest, whole = (x.value()['_std'] ** 2 for x in self)
@@ -107,7 +109,7 @@ class Histogram(NamedTuple):
     }
 
 
-class First(NamedTuple):
+class FirstRows(NamedTuple):
   """The first rows of a batch as they are, for people to look at."""
 
   rows: Any
@@ -136,9 +138,9 @@ def moments(x, mask=None) -> Moments:
   return Moments((x * mask).sum(), (x * x * mask).sum(), mask.sum())
 
 
-def explained(estimate, truth) -> Explained:
+def explained_variance(estimate, truth) -> ExplainedVariance:
   """How much of the variance of `truth` estimates explain."""
-  return Explained(moments(truth - estimate), moments(truth))
+  return ExplainedVariance(moments(truth - estimate), moments(truth))
 
 
 def histogram(x, size: int, mask=None) -> Histogram:
@@ -147,9 +149,9 @@ def histogram(x, size: int, mask=None) -> Histogram:
   return Histogram(jnp.zeros(size, jnp.float32).at[x.astype(int)].add(mask))
 
 
-def first(rows, n: int) -> First:
+def first_rows(rows, n: int) -> FirstRows:
   """The first `n` rows of a tree of arrays; no piece may have fewer."""
-  return First(jax.tree.map(lambda x: x[:n], rows))
+  return FirstRows(jax.tree.map(lambda x: x[:n], rows))
 
 
 def is_metric(x) -> bool:
@@ -170,7 +172,7 @@ def read(info) -> tuple[dict[str, float], dict[str, Any]]:
   """The numbers of `info`, already on the host, and its rows apart."""
   numbers, rows = {}, {}
   for name, metric in info.items():
-    if isinstance(metric, First):
+    if isinstance(metric, FirstRows):
       rows[name] = metric.rows
     else:
       values = metric.value() if is_metric(metric) else {'': metric}

@@ -101,7 +101,7 @@ def reward(answer, action, mask):
 def flow() -> graph.Flow:
   """The flow of a GRPO step with a reference model."""
   config = transformer.Config(V=32, D=32, L=2, H=4, K=2, W=8, F=64)
-  policy = language_model.policy(config, length=8)
+  policy = language_model.policy(config, response_length=8)
   grpo = workflows.grpo(
     policy, reward, optimizers.adamw(1e-3), group_size=4, kl_coef=0.1
   )

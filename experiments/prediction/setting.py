@@ -58,7 +58,7 @@ def job(folder: str):
 def recipe(checkpoint: str, problems: int):
   """Workflow and source of a step of so many prompts."""
   workflow = workflows.grpo(
-    qwen.policy(checkpoint, length=40),
+    qwen.policy(checkpoint, response_length=40),
     arithmetic.verify(checkpoint),
     optimizers.adamw(4e-4),
     group=GROUP,
@@ -66,7 +66,7 @@ def recipe(checkpoint: str, problems: int):
     kl_estimator=losses.kl_k2,
   )
   source = arithmetic.problems(
-    checkpoint, rows=problems, prompt_length=10, held_out=256
+    checkpoint, batch_size=problems, prompt_length=10, held_out=256
   )
   return workflow, source
 

@@ -52,13 +52,15 @@ def main():
   parser.add_argument('--checkpoint', required=True)
   parser.add_argument('--rounds', type=int, default=9)
   checkpoint, rounds = vars(parser.parse_args()).values()
-  source = arithmetic.problems(checkpoint, rows=PROMPTS, prompt_length=PROMPT)
+  source = arithmetic.problems(
+    checkpoint, batch_size=PROMPTS, prompt_length=PROMPT
+  )
   _, problem = source.next(source.init(0), {})
   prompt = jax.tree.map(lambda x: np.repeat(x, GROUP, axis=0), problem.prompt)
   pairs = zip(*prompt, strict=True)
   rows = [token_P[mask_P > 0].tolist() for token_P, mask_P in pairs]
   stop = qwen.stop_tokens(checkpoint)
-  policy = functools.partial(qwen.policy, checkpoint, length=LENGTH)
+  policy = functools.partial(qwen.policy, checkpoint, response_length=LENGTH)
   ours, theirs = policy(), policy(engine=vllm.engine)
   params = ours.init(jax.random.key(0))
   acts = {
@@ -66,7 +68,7 @@ def main():
     'our own loop': policy_stages.act(ours, 'generate', group_size=GROUP),
   }
   settings = vllm_engine.Settings(
-    checkpoint, qwen.read_config(checkpoint).dtype, 256, 2**30, None
+    checkpoint, qwen.load_config(checkpoint).dtype, 256, 2**30, None
   )
   rates = {name: [] for name in (*acts, 'bare')}
   for turn in range(rounds + 1):

@@ -76,7 +76,7 @@ class Recorder:
     self.reads = consumption_lib.Reads()
 
   def new(self, origin: str, path, like) -> Ref:
-    letters = rules.spell(path, like.shape) or ('',) * len(like.shape)
+    letters = rules.dimensions(path, like.shape) or ('',) * len(like.shape)
     name = origin + jax.tree_util.keystr(path, simple=True, separator='.')
     self.values.append(graph.Value(name, like.shape, like.dtype, letters))
     return Ref(len(self.values) - 1, like.shape, like.dtype, self)

@@ -44,12 +44,12 @@ def engine(
   checkpoint: str,
   config: transformer.Config,
   names: dict[str, weights.Tensor],
-  length: int,
+  response_length: int,
   stop: tuple[int, ...],
   sampling: sample.Sampling,
-  rows: int = 256,
-  memory: int = 2**30,
-  context: int | None = None,
+  max_num_seqs: int = 256,
+  kv_cache_memory_bytes: int = 2**30,
+  max_model_len: int | None = None,
 ) -> base.Policy:
   """A language model as vLLM acts by it; it is evaluated as before.
 
@@ -58,14 +58,14 @@ def engine(
     checkpoint: its folder, of which the configuration is read.
     config: its shape.
     names: the tensor of a checkpoint behind each parameter.
-    length: most tokens of a completion.
+    response_length: most tokens of a completion.
     stop: ids of the tokens that end one.
     sampling: the distribution to draw from. Where logits are equal at the edge
       of top-p, vLLM keeps one and we keep all.
-    rows: most completions at work at once.
-    memory: bytes for keys and values.
-    context: most tokens of a prompt and its completion; those of the first call
-      if None.
+    max_num_seqs: most completions at work at once.
+    kv_cache_memory_bytes: bytes for keys and values.
+    max_model_len: most tokens of a prompt and its completion; those of the
+      first call if None.
 
   Raises:
     ImportError: if there is no vLLM.
@@ -88,11 +88,17 @@ def engine(
       'model act itself.'
     )
   own = vllm_engine.of(
-    vllm_engine.Settings(checkpoint, config.dtype, rows, memory, context)
+    vllm_engine.Settings(
+      checkpoint,
+      config.dtype,
+      max_num_seqs,
+      kv_cache_memory_bytes,
+      max_model_len,
+    )
   )
   draw = dataclasses.asdict(sampling)  # They have the names that it has.
   draw['top_k'] = sampling.top_k if sampling.top_k < config.V else 0
-  ends = {'max_tokens': length, 'stop_token_ids': list(stop)}
+  ends = {'max_tokens': response_length, 'stop_token_ids': list(stop)}
 
   def act(params, prompt, key_B, *, group_size=1, greedy=False):
     del (
@@ -104,26 +110,35 @@ def engine(
     ]
     how = {'temperature': 0.0} if greedy else draw
     hows = [how | ends | {'seed': seed} for seed in _seeds(key_B)]
-    tokens = prompt.token.shape[1] + length
+    tokens = prompt.token.shape[1] + response_length
     told = own.ask(vllm_engine.Ask(params, names, begins, hows, tokens))
-    return stages.Deferred(told, lambda made: _experience(prompt, made, length))
+    return stages.Deferred(
+      told, lambda made: _experience(prompt, made, response_length)
+    )
 
   def like(params, prompt, key_B):
     del params
     B = key_B.shape[0]
-    real_BT = jax.ShapeDtypeStruct((B, length), jnp.float32)
+    real_BT = jax.ShapeDtypeStruct((B, response_length), jnp.float32)
     return base.Experience(
       obs=prompt,
-      action=jax.ShapeDtypeStruct((B, length), jnp.int32),
+      action=jax.ShapeDtypeStruct((B, response_length), jnp.int32),
       logp=real_BT,
       mask=real_BT,
       truncated=jax.ShapeDtypeStruct((B,), jnp.float32),
     )
 
   def resume(
-    params, prompt, key_B, draft, *, group_size=1, begun=0, go_on=np.any
+    params,
+    prompt,
+    key_B,
+    draft,
+    *,
+    group_size=1,
+    num_started=0,
+    should_continue=np.any,
   ):
-    del group_size, begun
+    del group_size, num_started
     T = draft.mask.shape[1]
     length_B = draft.mask.sum(1).astype(int)
     open_B = draft.alive & (length_B < T)
@@ -139,9 +154,9 @@ def engine(
     def until(ended):
       left_B = open_B.copy()
       left_B[rows[list(ended)]] = False
-      return not go_on(left_B)
+      return not should_continue(left_B)
 
-    tokens = prompt.token.shape[1] + length
+    tokens = prompt.token.shape[1] + response_length
     ask = vllm_engine.Ask(params, names, begins, hows, tokens, until)
     return stages.Deferred(
       own.ask(ask), lambda made: _longer(draft, rows, made)
@@ -161,14 +176,14 @@ def _seed(bits: bytes) -> int:
   return int.from_bytes(hashlib.blake2b(bits, digest_size=8).digest()) >> 1
 
 
-def _drawn(draft: base.Draft, i: int) -> list[int]:
+def _drawn(draft: base.Completions, i: int) -> list[int]:
   """The tokens of a row."""
   return draft.action[i, draft.mask[i] > 0].tolist()
 
 
 def _longer(
-  draft: base.Draft, rows, made: Sequence[vllm_engine.Completion]
-) -> base.Draft:
+  draft: base.Completions, rows, made: Sequence[vllm_engine.Completion]
+) -> base.Completions:
   """A draft, with what `rows` of it have become."""
   action, logp, mask, alive = map(np.array, draft)
   for i, row in zip(rows, made, strict=True):
@@ -176,7 +191,7 @@ def _longer(
     here = slice(n, n + len(row.token))
     action[i, here], logp[i, here], mask[i, here] = row.token, row.logp, 1
     alive[i] = not row.ended
-  return base.Draft(action, logp, mask, alive)
+  return base.Completions(action, logp, mask, alive)
 
 
 def _experience(

@@ -333,7 +333,7 @@ class Engine:
     from rlinf_jax.engines import vllm_weights
 
     there = jax.tree.map(vllm_weights.tensor, params)
-    tensors = dict(weights.tensors(there, names))
+    tensors = dict(weights.checkpoint_tensors(there, names))
     # A tied output keeps a packed copy of its own, which would stay as it was.
     embed, unembed = names['embed_VD'].name, names['unembed_DV'].name
     tensors.setdefault(unembed, tensors[embed])

@@ -27,7 +27,7 @@ def checkpoint(
   heads: int,
   kv_heads: int,
   feed_forward: int,
-  rope_base: float = 1e4,
+  rope_theta: float = 1e4,
   seed: int = 0,
 ) -> str:
   """The folder of the checkpoint to begin with, made if it is not there.
@@ -42,7 +42,7 @@ def checkpoint(
     heads: of queries.
     kv_heads: of keys and values.
     feed_forward: width of the feed-forward.
-    rope_base: θ of the rotary embedding.
+    rope_theta: θ of the rotary embedding.
     seed: of the weights.
   """
   if given:
@@ -53,7 +53,7 @@ def checkpoint(
   part = model.with_name('model.part')
   shutil.rmtree(part, ignore_errors=True)
   part.mkdir(parents=True)
-  tokenizer = tokens.train(part, corpus(), vocabulary)
+  tokenizer = tokens.train_tokenizer(part, corpus(), vocabulary)
   config = transformer.Config(
     V=len(tokenizer),
     D=width,
@@ -62,12 +62,12 @@ def checkpoint(
     K=kv_heads,
     W=width // heads,
     F=feed_forward,
-    rope=transformer.rope_lib.Rope(base=rope_base),
+    rope=transformer.rope_lib.RopeConfig(theta=rope_theta),
   )
   end = tokenizer.eos_token_id
-  qwen.write_config(part, config, eos_token_id=end, pad_token_id=end)
-  fresh = transformer.fresh(config, jax.random.key(seed))
-  weights.write(part, fresh, qwen.NAMES)
+  qwen.save_config(part, config, eos_token_id=end, pad_token_id=end)
+  fresh = transformer.init_params(config, jax.random.key(seed))
+  weights.save(part, fresh, qwen.NAMES)
   part.replace(model)
   return str(model)
 

@@ -51,8 +51,8 @@ def read_plan(
   """Reads a recipe's plan, completed for the stages of two flows.
 
   Args:
-    plan: a plan as `planner.ir.plan.parse` reads it; or a file of such JSON or of
-      the JSON that --plan_json writes; or None to run every stage on the first
+    plan: a plan as `planner.ir.plan.parse` reads it; or a file of such JSON or
+      of the JSON that --plan_json writes; or None to run every stage on the first
       device; or 'auto'.
     flows: of a step and of an evaluation.
 

@@ -105,7 +105,7 @@ class Interpreter:
     # Rounds overwrite what they carry. Copy what the outer program still needs;
     # arrays in host memory are never overwritten.
     lent = [start for v, start, _ in op.carry if v not in op.donate]
-    lent = [start for start in lent if not offload.is_away(initial[start])]
+    lent = [start for start in lent if not offload.is_offloaded(initial[start])]
     initial |= _zip(lent, _copy([initial[start] for start in lent]))
     inputs = {
       x: self._relabel(outer[v], values[x], memory[v]) for v, x in op.given
@@ -224,7 +224,7 @@ class Interpreter:
     """`x`, laid out as `value`, in the layout of `other`."""
     if self.place.mesh is None or value.letters == other.letters:
       return x
-    if offload.is_away(x):
+    if offload.is_offloaded(x):
       return self.place.store(other, x)
     return self.place.put(other, x)
 
@@ -241,7 +241,9 @@ class Interpreter:
         raise base.StageError(f'In {frame.where}: {error}') from None
       self._record(frame, 'wait', SHARED, start)
     start = self.host.timeline.now()
-    away = [v for v in values if v in memory and offload.is_away(memory[v])]
+    away = [
+      v for v in values if v in memory and offload.is_offloaded(memory[v])
+    ]
     if away:
       memory |= _zip(away, offload.to_device([memory[v] for v in away]))
       self._record(frame, 'restore', SHARED, start)

@@ -16,7 +16,7 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import micro_batch as micro_batch_lib
 from sharding import mesh as mesh_lib
-from sharding import offload, span
+from sharding import multihost, offload
 from sharding import rules as rules_lib
 
 
@@ -80,7 +80,9 @@ class Place:
     if self.mesh is None:
       return SingleDeviceSharding(self.device)
     try:
-      spec = rules_lib.spec(self.mesh, value.letters, value.shape, self.rules)
+      spec = rules_lib.partition_spec(
+        self.mesh, value.letters, value.shape, self.rules
+      )
     except ValueError as error:
       raise ValueError(
         f'{value.name} on place {self.name!r}: {error}'
@@ -97,7 +99,7 @@ class Place:
     if node.stage.host or self.mesh is None:
       return
     group = node.stage.group_size
-    axes = rules_lib.axes_of(self.mesh, 'B', self.rules)
+    axes = rules_lib.mesh_axes(self.mesh, 'B', self.rules)
     devices = math.prod(self.mesh.shape[axis] for axis in axes)
     for v in node.rows:
       value = flow.values[v]
@@ -118,7 +120,7 @@ class Place:
 
   def put(self, value: graph_lib.Value, x):
     """`x` with the layout of `value`."""
-    return span.put(x, self.layout(value))
+    return multihost.put(x, self.layout(value))
 
   def layout_at_rest(self, value: graph_lib.Value):
     """The sharding of a value that no stage is about to read.
@@ -130,7 +132,7 @@ class Place:
 
   def store(self, value: graph_lib.Value, x):
     """`x` with the layout at rest of `value`."""
-    stored = span.put(x, self.layout_at_rest(value))
+    stored = multihost.put(x, self.layout_at_rest(value))
     return jax.block_until_ready(stored) if self.lease else stored
 
   def compile(
@@ -211,7 +213,7 @@ class Place:
     if self.mesh is None:
       return x
     letters = ('', 'B') + ('',) * (x.ndim - 2)
-    spec = rules_lib.spec(self.mesh, letters, x.shape, self.rules)
+    spec = rules_lib.partition_spec(self.mesh, letters, x.shape, self.rules)
     return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
   def _donatable(self, flow, node, donate) -> tuple[int, ...]:

@@ -121,7 +121,9 @@ def metrics(ended: EpisodeStats, prefix: str) -> base.Info:
   """Means over episodes, by name."""
   count = ended.count.sum()
   return {
-    f'{prefix}/{name}': metrics_lib.Rare(getattr(ended, field).sum(), count)
+    f'{prefix}/{name}': metrics_lib.OptionalMean(
+      getattr(ended, field).sum(), count
+    )
     for name, field in (
       ('success_once', 'success_once'),
       ('success_at_end', 'success_at_end'),

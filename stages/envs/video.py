@@ -110,7 +110,7 @@ def _shown(numpy, told, shown_B, frame) -> base.Info:
     return numpy.pad(x, rest)
 
   film = told | {'shown': shown_B, 'frame': frame}
-  return {NAME: metrics.First(jax.tree.map(filled, film))}
+  return {NAME: metrics.FirstRows(jax.tree.map(filled, film))}
 
 
 def _told(seed, timestep: base.TimeStep) -> dict:

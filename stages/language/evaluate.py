@@ -7,7 +7,7 @@ from stages import base, metrics
 from stages.language import policy_stages
 
 
-def examine(policy: base.Policy, verify: stages.Stage) -> Callable:
+def evaluate(policy: base.Policy, verify: stages.Stage) -> Callable:
   """Returns `Version, problem, key -> info`, greedily.
 
   Args:
@@ -24,17 +24,17 @@ def examine(policy: base.Policy, verify: stages.Stage) -> Callable:
       'eval/reward': metrics.mean(verdict.reward),
       'eval/response_length': metrics.histogram(length_B, x.mask.shape[1] + 1),
       'eval/truncated_fraction': metrics.mean(x.truncated),
-      'eval/samples': metrics.first(show(x, verdict.reward), 4),
+      'eval/samples': metrics.first_rows(samples(x, verdict.reward), 4),
     }
 
-  def evaluate(actor: base.Version, problem: base.Problem, key):
+  def run(actor: base.Version, problem: base.Problem, key):
     x = answer(actor, problem.prompt, stages.keys(key, problem.prompt))
     return score(x, verify(problem.answer, x.action, x.mask))
 
-  return evaluate
+  return run
 
 
-def show(x: base.Experience, reward_B) -> dict:
+def samples(x: base.Experience, reward_B) -> dict:
   """What a person wants to see of some rows."""
   return {
     'prompt': x.obs.token,

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from stages.models import transformer
 
 
-class Layer(NamedTuple):
+class LayerCache(NamedTuple):
   """One layer's memory of the completions so far."""
 
   key: Float[Array, 'B K T W']
@@ -25,12 +25,12 @@ def empty(config: transformer.Config, rows: int, length: int):
   """Memory of `rows` completions of at most `length` tokens, by layer."""
   shape = (rows, config.K, length, config.W)
   zeros = jnp.zeros(shape, jnp.dtype(config.dtype))
-  return tuple(Layer(zeros, zeros) for _ in range(config.L))
+  return tuple(LayerCache(zeros, zeros) for _ in range(config.L))
 
 
-def write(cache: Layer, t, k_B1KW, v_B1KW) -> Layer:
+def update(cache: LayerCache, t, k_B1KW, v_B1KW) -> LayerCache:
   """Remembers token `t`."""
-  return Layer(
+  return LayerCache(
     *(
       jax.lax.dynamic_update_slice_in_dim(old, jnp.swapaxes(new, 1, 2), t, 2)
       for old, new in zip(cache, (k_B1KW, v_B1KW), strict=True)
@@ -38,7 +38,7 @@ def write(cache: Layer, t, k_B1KW, v_B1KW) -> Layer:
   )
 
 
-def attend(q_B1HW, cache: Layer, past_BT, k_NKPW, v_NKPW, mask_NP):
+def attention(q_B1HW, cache: LayerCache, past_BT, k_NKPW, v_NKPW, mask_NP):
   """Attention of one query a row to its prompt and to tokens `past_BT`.
 
   One softmax over both parts, in float32 or wider.

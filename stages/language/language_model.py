@@ -11,37 +11,40 @@ from stages.language import generate, sample
 from stages.models import transformer
 
 # Logits alive at once while scoring: 2^26 are 256 MiB in float32.
-LOGITS = 2**26
+MAX_LIVE_LOGITS = 2**26
 
 
 def policy(
   config: transformer.Config,
   *,
-  length: int,
+  response_length: int,
   stop: tuple[int, ...] = (),
   sampling: sample.Sampling = sample.Sampling(),
   init: Callable[[base.Key], base.Params] | None = None,
-  logits: int = LOGITS,
+  max_live_logits: int = MAX_LIVE_LOGITS,
 ) -> base.Policy:
   """The policy that a transformer is.
 
   Args:
     config: the shape of the model.
-    length: most tokens of a completion.
+    response_length: most tokens of a completion.
     stop: ids of the tokens that end one.
     sampling: the distribution it acts by, and by which it is evaluated.
     init: `key -> params`, such as a checkpoint's; fresh weights if None.
-    logits: how many logits may be alive at once while evaluating; above it they
-      are made in chunks of time, and made again in the backward pass.
+    max_live_logits: maximum number of logits in memory at once while scoring;
+      longer batches are scored in chunks of time, which the backward pass
+      recomputes.
   """
   model = transformer.Transformer(config)
 
   how = {'stop': stop, 'sampling': sampling}
-  act = functools.partial(generate.generate, model, length=length, **how)
+  act = functools.partial(
+    generate.generate, model, length=response_length, **how
+  )
   resume = functools.partial(generate.resume, model, **how)
 
   def evaluate(params, prompt, action_BT, *, group_size=1):
-    begin = generate.start(prompt, group_size)
+    begin = generate.split_prompt(prompt, group_size)
     token_BT = jnp.concatenate(
       [begin.token_B[:, None], action_BT[:, :-1]], axis=1
     )
@@ -51,12 +54,12 @@ def policy(
       begin.mask_NP,
       token_BT,
       begin.position_B,
-      method='complete',
+      method='hidden_states',
     )
     score = functools.partial(_score, model, params, sampling)
-    return _in_chunks(score, x_BTD, action_BT, config.V, logits)
+    return _in_chunks(score, x_BTD, action_BT, config.V, max_live_logits)
 
-  fresh = functools.partial(transformer.fresh, config)
+  fresh = functools.partial(transformer.init_params, config)
   return base.Policy(init or fresh, act, evaluate, resume=resume)
 
 
@@ -68,10 +71,10 @@ def _score(model, params, sampling, x_BTD, action_BT) -> base.Evaluation:
   )
 
 
-def _in_chunks(score, x_BTD, action_BT, V: int, logits: int):
-  """`score`, in as few equal runs of time as keep [B, t, V] below `logits`."""
+def _in_chunks(score, x_BTD, action_BT, V: int, max_live_logits: int):
+  """Scores in the fewest chunks of time that keep [B, t, V] within a limit."""
   B, T, _ = x_BTD.shape
-  n = -(-T // max(1, logits // (B * V)))
+  n = -(-T // max(1, max_live_logits // (B * V)))
   if n == 1:
     return score(x_BTD, action_BT)
   t = -(-T // n)

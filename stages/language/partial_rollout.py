@@ -1,9 +1,10 @@
-"""Partial rollouts: groups that a step leaves unfinished, and a later goes on.
+"""Partial rollouts: completions that continue over several training steps.
 
-The long tail of a batch is short of rows. Where a few more groups are under way
-than a step learns from, it need not wait for the last: those that have not
-ended are carried, and go on by newer parameters (arXiv:2501.12599 §2.6,
-arXiv:2505.24298 §4). None may become older than a bound of steps.
+The last few rows of a batch take much longer than the rest. With more groups in
+flight than a step learns from, a step need not wait for the slowest: unfinished
+groups are carried to the next step and continue with newer parameters
+(arXiv:2501.12599 §2.6, arXiv:2505.24298 §4). A bound on their age in steps
+limits how stale their first tokens become.
 """
 
 from collections.abc import Callable
@@ -20,241 +21,277 @@ from stages.language import policy_stages
 
 
 class Rollout(NamedTuple):
-  """Groups on their way, the oldest first.
+  """Unfinished groups in a fixed number of slots, the oldest first.
+
+  A slot is empty before the first step: `alive` is 0 and no token is drawn.
 
   Attributes:
-    problem: what they answer.
-    key: of each row, as its bits, which a checkpoint can hold.
-    draft: completions so far; without a token where nobody is yet.
-    version: updates that the parameters had seen which drew each token.
-    age: steps since the row was begun.
+    problem: the problems that the rows answer.
+    key: key data of each row, which a checkpoint can store.
+    completions: tokens drawn so far.
+    version: optimizer steps that the parameters had seen which drew each token.
+    age: steps since the row was started.
   """
 
   problem: base.Problem
   key: Array
-  draft: base.Draft
+  completions: base.Completions
   version: Int[Array, 'B T']
   age: Int[Array, ' B']
 
 
-def check(policy: base.Policy, partial: int, spare: int):
-  """Refuses what cannot be carried."""
-  if (partial > 0) != (spare > 0) or min(partial, spare) < 0:
+def check(policy: base.Policy, max_carry: int, extra_groups: int):
+  """Refuses settings and policies that cannot carry groups."""
+  if (max_carry > 0) != (extra_groups > 0) or min(max_carry, extra_groups) < 0:
     raise ValueError(
-      f'A step of partial={partial} and spare={spare} is not one: give both to '
-      'carry `spare` groups for up to `partial` steps, or neither.'
+      f'Partial rollouts got max_carry={max_carry} and '
+      f'extra_groups={extra_groups}: set both above 0 to carry unfinished '
+      'groups from step to step, or both to 0 to finish every group.'
     )
-  if partial and policy.resume is None:
+  if max_carry and policy.resume is None:
     raise ValueError(
-      'Partial rollouts were asked of a policy that cannot go on with what it '
-      'has begun: leave out partial and spare, or let another act.'
+      'Partial rollouts need a policy that can resume unfinished completions, '
+      'and this one has no `resume`: leave out max_carry and extra_groups, or '
+      'use another policy.'
     )
 
 
-def acts(
-  policy: base.Policy, group_size: int, partial: int, spare: int = 0
+def act(
+  policy: base.Policy, group_size: int, max_carry: int, extra_groups: int = 0
 ) -> Callable:
-  """Returns `Version, rollout, problem, keys -> problem, x, rollout, told`.
+  """Returns `Version, rollout, problem, keys -> problem, x, rollout, info`.
 
   Args:
-    policy: who acts.
+    policy: the policy that generates.
     group_size: adjacent rows that share a prompt.
-    partial: steps for which a group may be carried. If 0, every group is
-      handed on by the step that begins it, and nothing is carried.
-    spare: groups that are carried.
+    max_carry: steps for which a group may be carried. If 0, a step finishes
+      every group that it starts, and the rollout passes through unchanged.
+    extra_groups: groups that are carried.
   """
-  if not partial:
+  if not max_carry:
     generate = policy_stages.act(policy, 'generate', group_size=group_size)
-    return lambda actor, rollout, problem, keys: (
-      *(problem, generate(actor, problem.prompt, keys), rollout, {}),
-    )
+
+    def finish_all(actor, rollout, problem, keys):
+      return problem, generate(actor, problem.prompt, keys), rollout, {}
+
+    return finish_all
   if policy.out_shapes is None:
     generate = stages.Stage(
-      functools.partial(go_on, policy, group_size, partial), 'generate', 'batch'
+      functools.partial(continue_, policy, group_size, max_carry),
+      'generate',
+      'batch',
     )
   else:
-    generate = _outside(policy, group_size, partial, spare)
-  carried = stages.Stage(describe, 'carry_metrics', 'batch')
+    generate = _host_generate(policy, group_size, max_carry, extra_groups)
+  info = stages.Stage(carry_metrics, 'carry_metrics', 'batch')
 
-  def act(actor, rollout, problem, keys):
+  def carry(actor, rollout, problem, keys):
     problem, x, rollout = generate(actor, rollout, problem, keys)
-    return problem, x, rollout, carried(x.version, x.mask, rollout.draft.mask)
+    carried = info(x.version, x.mask, rollout.completions.mask)
+    return problem, x, rollout, carried
 
-  return act
+  return carry
 
 
-def begin(
-  policy: base.Policy, problem: base.Problem, group_size: int, spare: int
+def allocate(
+  policy: base.Policy, problem: base.Problem, group_size: int, extra_groups: int
 ) -> Rollout:
-  """Room for `spare` groups, where nobody is yet.
+  """Empty slots for `extra_groups` groups.
 
-  What then goes on first is nobody, so that a run's first step learns from so
-  many groups less. Every later one learns from as many as it is given.
+  Empty slots count as finished, so the first step of a run learns from
+  `extra_groups` fewer groups. Every later step learns from as many groups as
+  its batch has.
   """
   groups = jax.tree.leaves(problem)[0].shape[0]
-  if spare >= groups:
+  if extra_groups >= groups:
     raise ValueError(
-      f'{spare} spare groups beside {groups} of a step would leave its first '
-      'with nobody to learn from: give fewer, or larger batches.'
+      f'With extra_groups={extra_groups} and {groups} groups a batch, the '
+      'first step would have no group to learn from: lower extra_groups, or '
+      'raise the batch size.'
     )
   key_N = jax.random.split(jax.random.key(0), groups)
   params = jax.eval_shape(policy.init, key_N[0])
-  given = params, problem.prompt, key_N
+  args = params, problem.prompt, key_N
   x = (
-    policy.out_shapes(*given)
+    policy.out_shapes(*args)
     if policy.out_shapes
-    else jax.eval_shape(policy.act, *given)
+    else jax.eval_shape(policy.act, *args)
   )
-  B = spare * group_size
+  B = extra_groups * group_size
 
-  def zeros(like):
-    return jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), like)
+  def zeros(tree):
+    return jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), tree)
 
   return Rollout(
     problem=zeros(problem),
     key=zeros(jax.random.key_data(key_N)),
-    draft=base.Draft(*zeros((x.action, x.logp, x.mask)), jnp.zeros(B, bool)),
+    completions=base.Completions(
+      *zeros((x.action, x.logp, x.mask)), alive=jnp.zeros(B, bool)
+    ),
     version=jnp.zeros((B, x.mask.shape[1]), jnp.int32),
     age=jnp.zeros(B, jnp.int32),
   )
 
 
-def join(rollout: Rollout, problem: base.Problem, key_B) -> Rollout:
-  """Carried groups, then new ones, of which there is no token yet."""
+def append(rollout: Rollout, problem: base.Problem, key_B) -> Rollout:
+  """Carried groups, followed by new groups without tokens."""
   B = key_B.shape[0]
-  none = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), rollout)
-  new = none._replace(
+  zeros = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), rollout)
+  new = zeros._replace(
     problem=problem,
     key=jax.random.key_data(key_B),
-    draft=none.draft._replace(alive=jnp.ones(B, bool)),
+    completions=zeros.completions._replace(alive=jnp.ones(B, bool)),
   )
-  # A prompt all of padding is none: a policy may make NaN of it.
-  # Whom an engine has not come to yet is somebody, and alive.
-  nobody = ~rollout.draft.alive & (rollout.draft.mask.max(1) == 0)
-  asked = jax.tree.map(
-    lambda old, new: jnp.where(
-      nobody.reshape(-1, *(1,) * (old.ndim - 1)), new[:1], old
-    ),
-    *(rollout.problem, problem),
-  )
-  rollout = rollout._replace(problem=asked)
+  # Empty slots get a real prompt: a policy may return NaN for one that is all
+  # padding. Rows that an engine has queued but not started are alive, not
+  # empty.
+  old = rollout.completions
+  empty = ~old.alive & (old.mask.max(1) == 0)
+
+  def fill(old, new):
+    here = empty.reshape(-1, *(1,) * (old.ndim - 1))
+    return jnp.where(here, new[:1], old)
+
+  filled = jax.tree.map(fill, rollout.problem, problem)
+  rollout = rollout._replace(problem=filled)
   return jax.tree.map(lambda *x: jnp.concatenate(x), rollout, new)
 
 
-def go_on(
+def continue_(
   policy: base.Policy,
   group_size: int,
-  partial: int,
+  max_carry: int,
   actor: base.Version,
   rollout: Rollout,
   problem: base.Problem,
   key_B: base.Key,
 ) -> tuple[base.Problem, base.Experience, Rollout]:
-  """Decodes until as many groups have ended as were begun.
+  """Generates until as many groups have finished as were started.
 
-  And until none that is left would become older than `partial` steps.
+  It also finishes every group that would otherwise be carried for more than
+  `max_carry` steps.
 
   Returns:
-    As many groups as `problem` has, those that were begun first before others,
-    and what is left for the next step.
+    As many finished groups as `problem` has, the oldest first, and the
+    unfinished groups for the next step.
   """
   carried = rollout.age.shape[0]
-  slots = join(rollout, problem, key_B)
-  made = policy.resume(
+  slots = append(rollout, problem, key_B)
+  completions = policy.resume(
     actor.params,
     slots.problem.prompt,
     jax.random.wrap_key_data(slots.key, impl=jax.random.key_impl(key_B)),
-    slots.draft,
+    slots.completions,
     group_size=group_size,
-    begun=carried,
-    go_on=_wanted(slots.age, group_size, partial, carried // group_size),
+    num_started=carried,
+    should_continue=_should_continue(
+      slots.age, group_size, max_carry, carried // group_size
+    ),
   )
-  return hand_on(group_size, carried // group_size, actor, slots, made)
+  return emit(group_size, carried // group_size, actor, slots, completions)
 
 
-def _wanted(age_B, group_size: int, partial: int, spare: int) -> Callable:
-  """Returns `open_B -> bool`: whether groups must go on, given open rows."""
-  due = age_B[::group_size] >= partial
+def _should_continue(
+  age_B, group_size: int, max_carry: int, extra_groups: int
+) -> Callable:
+  """Returns `open_B -> bool`: whether to go on, given the unfinished rows."""
+  due_N = age_B[::group_size] >= max_carry
 
-  def wanted(open_):
-    open_ = open_.reshape(-1, group_size).any(1)
-    return (open_.sum() > spare) | (open_ & due).any()
+  def should_continue(open_B):
+    open_N = open_B.reshape(-1, group_size).any(1)
+    return (open_N.sum() > extra_groups) | (open_N & due_N).any()
 
-  return wanted
+  return should_continue
 
 
-def _outside(policy, group_size: int, partial: int, spare: int) -> Callable:
-  """As `go_on`, where an engine outside JAX draws the tokens."""
+def _host_generate(
+  policy, group_size: int, max_carry: int, extra_groups: int
+) -> Callable:
+  """Does what `continue_` does, with an engine outside JAX."""
 
   def run(actor: base.Version, slots: Rollout):
     return policy.resume(
       actor.params,
       slots.problem.prompt,
       slots.key,
-      slots.draft,
+      slots.completions,
       group_size=group_size,
-      begun=spare * group_size,
-      go_on=_wanted(slots.age, group_size, partial, spare),
+      num_started=extra_groups * group_size,
+      should_continue=_should_continue(
+        slots.age, group_size, max_carry, extra_groups
+      ),
     )
 
-  gather = stages.Stage(join, 'join', 'batch')
+  append_stage = stages.Stage(append, 'append', 'batch')
   generate = stages.Stage(
     run,
     'generate',
     'batch',
     unbatched=(0,),
     host=True,
-    out_shapes=lambda actor, slots: slots.draft,
+    out_shapes=lambda actor, slots: slots.completions,
     asynchronous=True,
   )
-  deal = stages.Stage(
-    functools.partial(hand_on, group_size, spare), 'emit', 'batch'
+  emit_stage = stages.Stage(
+    functools.partial(emit, group_size, extra_groups), 'emit', 'batch'
   )
 
-  def act(actor, rollout, problem, key_B):
-    slots = gather(rollout, problem, key_B)
-    return deal(actor, slots, generate(actor, slots))
+  def run_stages(actor, rollout, problem, key_B):
+    slots = append_stage(rollout, problem, key_B)
+    return emit_stage(actor, slots, generate(actor, slots))
 
-  return act
+  return run_stages
 
 
-def hand_on(
+def emit(
   group_size: int,
-  spare: int,
+  extra_groups: int,
   actor: base.Version,
   slots: Rollout,
-  made: base.Draft,
+  completions: base.Completions,
 ) -> tuple[base.Problem, base.Experience, Rollout]:
-  """Parts what has ended from `spare` groups that go on; as `go_on`."""
-  n = slots.age.shape[0] // group_size - spare
-  old = slots.draft.mask
+  """Separates finished groups from the `extra_groups` that are carried.
+
+  Args:
+    group_size: adjacent rows that share a prompt.
+    extra_groups: number of groups to carry.
+    actor: the parameters that drew the new tokens.
+    slots: all groups, as they were before.
+    completions: the completions of `slots`, as they are now.
+
+  Returns:
+    As `continue_`.
+  """
+  n = slots.age.shape[0] // group_size - extra_groups
+  old_mask_BT = slots.completions.mask
   slots = slots._replace(
-    draft=made,
-    version=jnp.where(old > 0, slots.version, actor.step),
+    completions=completions,
+    version=jnp.where(old_mask_BT > 0, slots.version, actor.step),
     age=slots.age + 1,
   )
-  # What had ended has drawn nothing since, and arrives first.
-  drawn = (made.mask - old).sum(1, dtype=jnp.int32)
-  ended, left = share(made, group_size, n)
-  out, rest = (
-    jax.tree.map(lambda x, rows=rows: x[rows], slots) for rows in (ended, left)
-  )
+  # Rows that had finished before have drawn nothing since, so they rank first.
+  drawn_B = (completions.mask - old_mask_BT).sum(1, dtype=jnp.int32)
+  ended, left = split_finished(completions, group_size, n)
+  done = jax.tree.map(lambda x: x[ended], slots)
+  rest = jax.tree.map(lambda x: x[left], slots)
   x = base.Experience(
-    obs=out.problem.prompt,
-    action=out.draft.action,
-    logp=out.draft.logp,
-    mask=out.draft.mask,
-    truncated=out.draft.alive.astype(jnp.float32),
-    version=out.version,
-    arrival=drawn[ended],
+    obs=done.problem.prompt,
+    action=done.completions.action,
+    logp=done.completions.logp,
+    mask=done.completions.mask,
+    truncated=done.completions.alive.astype(jnp.float32),
+    version=done.version,
+    arrival=drawn_B[ended],
   )
-  return out.problem, x, rest
+  return done.problem, x, rest
 
 
-def share(draft: base.Draft, group_size: int, n: int) -> tuple[Array, Array]:
-  """Rows of the first `n` groups that have ended, and the others, in order."""
-  B, T = draft.mask.shape
-  open_B = draft.alive & (draft.mask.sum(1) < T)
+def split_finished(
+  completions: base.Completions, group_size: int, n: int
+) -> tuple[Array, Array]:
+  """Row ids of the first `n` finished groups and of the others, in order."""
+  B, T = completions.mask.shape
+  open_B = completions.alive & (completions.mask.sum(1) < T)
   ended_N = ~open_B.reshape(-1, group_size).any(1)
   out_N = ended_N & (jnp.cumsum(ended_N) <= n)
   order_N = jnp.argsort(~out_N, stable=True)
@@ -262,19 +299,19 @@ def share(draft: base.Draft, group_size: int, n: int) -> tuple[Array, Array]:
   return id_NG[:n].ravel(), id_NG[n:].ravel()
 
 
-def describe(version_BT, mask_BT, left) -> dict[str, Any]:
-  """What is worth knowing of rows that several steps drew.
+def carry_metrics(version_BT, mask_BT, carried_mask) -> dict[str, Any]:
+  """Metrics of rows that several steps generated.
 
   Args:
-    version_BT: of tokens handed on.
-    mask_BT: one on them.
-    left: one on tokens that go on to the next step.
+    version_BT: version of the tokens of finished rows.
+    mask_BT: 1 on those tokens.
+    carried_mask: 1 on tokens that are carried to the next step.
   """
-  most = jnp.iinfo(version_BT.dtype).max
-  first_B = jnp.where(mask_BT > 0, version_BT, most).min(1)
+  largest = jnp.iinfo(version_BT.dtype).max
+  first_B = jnp.where(mask_BT > 0, version_BT, largest).min(1)
   last_B = jnp.where(mask_BT > 0, version_BT, 0).max(1)
   several_B = (first_B < last_B).astype(mask_BT.dtype)
   return {
     'rollout/continued_fraction': metrics.mean(several_B, mask_BT.max(1)),
-    'rollout/tokens_carried': left.sum(),
+    'rollout/tokens_carried': carried_mask.sum(),
   }

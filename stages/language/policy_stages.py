@@ -50,7 +50,7 @@ def act(
   )
 
 
-def score(policy: base.Policy, name: str, group_size: int) -> stages.Stage:
+def logp(policy: base.Policy, name: str, group_size: int) -> stages.Stage:
   """Returns `params, obs, action -> logp`, as a forward pass has it."""
 
   def run(params, obs, action_BT):
@@ -59,7 +59,7 @@ def score(policy: base.Policy, name: str, group_size: int) -> stages.Stage:
   return stages.Stage(run, name, unbatched=(0,), group_size=group_size)
 
 
-def recall(
+def proximal_logp(
   policy: base.Policy, group_size: int, several: bool = False
 ) -> Callable:
   """Returns `Version, experience -> experience`, as its trainer sees it.
@@ -72,7 +72,7 @@ def recall(
   """
   if policy.out_shapes is None and not several:
     return lambda actor, x: x
-  rescore = score(policy, 'proximal_logp', group_size)
+  rescore = logp(policy, 'proximal_logp', group_size)
 
   def look(actor: base.Version, x: base.Experience):
     return x._replace(proximal=rescore(actor.params, x.obs, x.action))

@@ -13,7 +13,7 @@ END = '<|endoftext|>'
 
 
 @functools.cache
-def load(checkpoint: str):
+def load_tokenizer(checkpoint: str):
   """The tokenizer of a checkpoint's folder.
 
   Raises:
@@ -36,11 +36,13 @@ def load(checkpoint: str):
     ) from error
 
 
-def train(folder: str | pathlib.Path, texts: Iterable[str], size: int):
+def train_tokenizer(
+  folder: str | pathlib.Path, texts: Iterable[str], size: int
+):
   """Makes a BPE tokenizer in the manner of Qwen2, digit by digit.
 
-  It knows the characters of `texts` and no others (`prompts` refuses them): a
-  vocabulary that begins with all 256 bytes would be five times as large.
+  Its vocabulary has the characters of `texts` only; `encode_prompts` refuses
+  others. Starting from all 256 bytes would make it five times as large.
 
   Args:
     folder: where its files go.
@@ -73,7 +75,7 @@ def train(folder: str | pathlib.Path, texts: Iterable[str], size: int):
   return tokenizer
 
 
-def prompts(tokenizer, texts: Sequence[str], length: int) -> base.Prompt:
+def encode_prompts(tokenizer, texts: Sequence[str], length: int) -> base.Prompt:
   """Texts as prompts, padded on the left to `length` tokens.
 
   Raises:
@@ -106,7 +108,7 @@ def _characters(text: str) -> set[str]:
   return set(unicodedata.normalize('NFKC', text)) - {' '}
 
 
-def completions(tokenizer, texts: Sequence[str], length: int):
+def encode_completions(tokenizer, texts: Sequence[str], length: int):
   """Texts as completions that end, padded on the right to `length` tokens.
 
   Returns:

@@ -46,7 +46,7 @@ COMPANIONS = (
 )
 
 
-def _rope(c, path) -> rope_lib.Rope:
+def _rope(c, path) -> rope_lib.RopeConfig:
   """The rotary embedding that a configuration describes."""
   r = c.rope_parameters
   kind = r.get('rope_type', 'default')
@@ -65,21 +65,21 @@ def _rope(c, path) -> rope_lib.Rope:
       f'{path} sets mscale and mscale_all_dim, which are not supported: set '
       'attention_factor instead.'
     )
-  return rope_lib.Rope(
-    base=r['rope_theta'],
+  return rope_lib.RopeConfig(
+    theta=r['rope_theta'],
     kind=kind,
     factor=factor,
-    original=original,
-    fast=r.get('beta_fast') or 32.0,
-    slow=r.get('beta_slow') or 1.0,
+    original_context=original,
+    beta_fast=r.get('beta_fast') or 32.0,
+    beta_slow=r.get('beta_slow') or 1.0,
     truncate=r.get('truncate', True),
-    attention=attention,
-    low=r.get('low_freq_factor', 1.0),
-    high=r.get('high_freq_factor', 4.0),
+    attention_factor=attention,
+    low_freq_factor=r.get('low_freq_factor', 1.0),
+    high_freq_factor=r.get('high_freq_factor', 4.0),
   )
 
 
-def read_config(
+def load_config(
   checkpoint: str | pathlib.Path, *, dtype: str | None = None, remat='none'
 ) -> transformer.Config:
   """The shape of a checkpoint's model, from its config.json.
@@ -132,11 +132,11 @@ def read_config(
     W=raw.get('head_dim') or c.hidden_size // c.num_attention_heads,
     F=c.intermediate_size,
     rope=_rope(c, path),
-    epsilon=c.rms_norm_eps,
-    tied=c.tie_word_embeddings,
+    norm_epsilon=c.rms_norm_eps,
+    tie_embeddings=c.tie_word_embeddings,
     dtype=dtype or stored,
     remat=remat,
-    initializer=c.initializer_range,
+    init_stddev=c.initializer_range,
   )
 
 
@@ -150,62 +150,65 @@ def stop_tokens(checkpoint: str | pathlib.Path) -> tuple[int, ...]:
   return tuple(ids)
 
 
-def read(checkpoint: str | pathlib.Path, config: transformer.Config):
+def load_params(checkpoint: str | pathlib.Path, config: transformer.Config):
   """A checkpoint's parameters."""
   # Some checkpoints of tied models store the embedding a second time.
-  ignored = frozenset({'lm_head.weight'} if config.tied else ())
-  return weights.read(
-    checkpoint, transformer.shapes(config), NAMES, ignored=ignored
+  ignored = frozenset({'lm_head.weight'} if config.tie_embeddings else ())
+  return weights.load(
+    checkpoint, transformer.param_shapes(config), NAMES, ignored=ignored
   )
 
 
 def policy(
   checkpoint: str,
   *,
-  length: int,
+  response_length: int,
   sampling: sample.Sampling = sample.Sampling(),
   dtype: str | None = None,
   remat: str = 'none',
-  logits: int = language_model.LOGITS,
+  max_live_logits: int = language_model.MAX_LIVE_LOGITS,
   engine: Callable[..., base.Policy] | None = None,
 ) -> base.Policy:
   """A checkpoint as a policy.
 
   Args:
     checkpoint: folder of a Qwen2 or Qwen2.5 model in Hugging Face format.
-    length: most tokens of a completion.
+    response_length: most tokens of a completion.
     sampling: the distribution it acts by.
     dtype: of the arithmetic; the checkpoint's own if None.
     remat: what the backward pass keeps, as in `transformer.Config`.
-    logits: how many logits may be alive at once while evaluating.
-    engine: who acts in the model's place, such as vLLM: `policy, *, checkpoint,
-      config, names, length, stop, sampling -> policy`; None if it does itself.
+    max_live_logits: how many logits may be alive at once while evaluating.
+    engine: an engine that generates in place of the model, such as vLLM:
+      `policy, *, checkpoint, config, names, response_length, stop, sampling ->
+      policy`; None to generate with the model itself.
   """
-  config = read_config(checkpoint, dtype=dtype, remat=remat)
+  config = load_config(checkpoint, dtype=dtype, remat=remat)
 
   def init(key):
     if isinstance(key, jax.core.Tracer):  # Only shapes are asked for.
       return jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), transformer.shapes(config)
+        lambda x: jnp.zeros(x.shape, x.dtype), transformer.param_shapes(config)
       )
-    return read(checkpoint, config)
+    return load_params(checkpoint, config)
 
   how = {
-    'length': length,
+    'response_length': response_length,
     'stop': stop_tokens(checkpoint),
     'sampling': sampling,
   }
-  made = language_model.policy(config, **how, init=init, logits=logits)
+  made = language_model.policy(
+    config, **how, init=init, max_live_logits=max_live_logits
+  )
   if engine is None:
     return made
   return engine(made, checkpoint=checkpoint, config=config, names=NAMES, **how)
 
 
-def write_config(folder: pathlib.Path, c: transformer.Config, **extra):
+def save_config(folder: pathlib.Path, c: transformer.Config, **extra):
   """config.json of a model made here, for `transformers` to read."""
   import transformers
 
-  if c.rope.kind != 'default' or not c.bias:
+  if c.rope.kind != 'default' or not c.qkv_bias:
     raise ValueError(
       'A model made here has the default rope and biases, as Qwen2.5 has.'
     )
@@ -217,10 +220,10 @@ def write_config(folder: pathlib.Path, c: transformer.Config, **extra):
     num_key_value_heads=c.K,
     head_dim=c.W,
     intermediate_size=c.F,
-    rms_norm_eps=c.epsilon,
-    rope_parameters={'rope_type': 'default', 'rope_theta': c.rope.base},
-    tie_word_embeddings=c.tied,
-    initializer_range=c.initializer,
+    rms_norm_eps=c.norm_epsilon,
+    rope_parameters={'rope_type': 'default', 'rope_theta': c.rope.theta},
+    tie_word_embeddings=c.tie_embeddings,
+    initializer_range=c.init_stddev,
     dtype=c.dtype,
     architectures=['Qwen2ForCausalLM'],
     **extra,
@@ -242,7 +245,7 @@ def export(folder: str | pathlib.Path, params, checkpoint: str | pathlib.Path):
   shutil.rmtree(part, ignore_errors=True)
   config = json.loads((source / 'config.json').read_text())
   dtype = config.pop('torch_dtype', None) or config.get('dtype', 'float32')
-  weights.write(part, params, NAMES, dtype=dtype)
+  weights.save(part, params, NAMES, dtype=dtype)
   config['dtype'] = dtype
   (part / 'config.json').write_text(json.dumps(config, indent=2))
   for name in COMPANIONS:

@@ -9,40 +9,42 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class Rope:
+class RopeConfig:
   """How positions become angles.
 
   Attributes:
-    base: θ; plane i turns by base^(−2i/W) radians a token.
+    theta: θ; plane i turns by base^(−2i/W) radians a token.
     kind: 'default'; 'linear' divides every angle by `factor`; 'yarn'
       (arXiv:2309.00071) does so for slow planes only and sharpens attention;
       'llama3' does so for planes whose wavelength exceeds the original context.
     factor: how many times longer the context became.
-    original: tokens of context before stretching.
-    fast: 'yarn': turns within `original` from which a plane is left alone.
-    slow: 'yarn': turns below which a plane is divided in full.
+    original_context: tokens of context before stretching.
+    beta_fast: 'yarn': planes that turn at least this often within
+      `original_context` are left alone.
+    beta_slow: 'yarn': planes that turn less often are divided by `factor`.
     truncate: 'yarn': round the planes at which the ramp starts and ends.
-    attention: 'yarn': scale of the embedding; computed from `factor` if None.
-    low: 'llama3': `low_freq_factor`.
-    high: 'llama3': `high_freq_factor`.
+    attention_factor: 'yarn': scale of the embedding; computed from `factor` if
+      None.
+    low_freq_factor: 'llama3': `low_freq_factor`.
+    high_freq_factor: 'llama3': `high_freq_factor`.
   """
 
-  base: float = 1e6
+  theta: float = 1e6
   kind: Literal['default', 'linear', 'yarn', 'llama3'] = 'default'
   factor: float = 1.0
-  original: int = 32768
-  fast: float = 32.0
-  slow: float = 1.0
+  original_context: int = 32768
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
   truncate: bool = True
-  attention: float | None = None
-  low: float = 1.0
-  high: float = 4.0
+  attention_factor: float | None = None
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
 
 
-def frequencies(rope: Rope, width: int) -> tuple[np.ndarray, float]:
+def frequencies(rope: RopeConfig, width: int) -> tuple[np.ndarray, float]:
   """Radians a token of each of the `width / 2` planes, and the scale."""
   plane_R = np.arange(0, width, 2, dtype=np.float32)
-  turn_R = 1.0 / rope.base ** (plane_R / np.float32(width))
+  turn_R = 1.0 / rope.theta ** (plane_R / np.float32(width))
   match rope.kind:
     case 'default':
       return turn_R, 1.0
@@ -61,17 +63,17 @@ def frequencies(rope: Rope, width: int) -> tuple[np.ndarray, float]:
 def _yarn(rope, width, turn_R):
   def plane(turns):
     """The plane that turns so many times within the original context."""
-    length = rope.original / (turns * 2 * math.pi)
-    return width * math.log(length) / (2 * math.log(rope.base))
+    length = rope.original_context / (turns * 2 * math.pi)
+    return width * math.log(length) / (2 * math.log(rope.theta))
 
-  low, high = plane(rope.fast), plane(rope.slow)
+  low, high = plane(rope.beta_fast), plane(rope.beta_slow)
   if rope.truncate:
     low, high = math.floor(low), math.ceil(high)
   low, high = max(low, 0), min(high, width - 1)
   span = max(high - low, 0.001)
   slow_R = np.clip((np.arange(width // 2) - low) / span, 0.0, 1.0)
   turn_R = turn_R * (1.0 - slow_R) + turn_R / rope.factor * slow_R
-  scale = rope.attention
+  scale = rope.attention_factor
   if scale is None:
     scale = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
   return turn_R.astype(np.float32), scale
@@ -79,13 +81,15 @@ def _yarn(rope, width, turn_R):
 
 def _llama3(rope, turn_R):
   wavelength_R = 2 * np.pi / turn_R
-  smooth_R = (rope.original / wavelength_R - rope.low) / (rope.high - rope.low)
+  smooth_R = (rope.original_context / wavelength_R - rope.low_freq_factor) / (
+    rope.high_freq_factor - rope.low_freq_factor
+  )
   smooth_R = np.clip(smooth_R, 0.0, 1.0)
   turn_R = (1 - smooth_R) * turn_R / rope.factor + smooth_R * turn_R
   return turn_R.astype(np.float32)
 
 
-def angles(rope: Rope, width: int, position_BT):
+def angles(rope: RopeConfig, width: int, position_BT):
   """Cosine and sine of every plane at every position, in float32."""
   turn_R, scale = frequencies(rope, width)
   angle_BTR = position_BT[..., None].astype(jnp.float32) * turn_R[None, None]

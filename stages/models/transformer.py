@@ -33,14 +33,14 @@ class Config:
     W: width of a head.
     F: width of the feed-forward.
     rope: how positions become angles.
-    epsilon: of RMSNorm.
-    bias: whether query, key and value have biases.
-    tied: whether the output layer is the embedding.
+    norm_epsilon: of RMSNorm.
+    qkv_bias: whether query, key and value have biases.
+    tie_embeddings: whether the output layer is the embedding.
     dtype: of the arithmetic. Parameters are kept in float32 or wider, as in
       bfloat16 an update below a part in 256 would be rounded away.
     remat: what the backward pass keeps: 'none' to keep all, or the name of a
       policy in `jax.checkpoint_policies`, such as 'nothing_saveable'.
-    initializer: standard deviation of fresh weights.
+    init_stddev: standard deviation of fresh weights.
   """
 
   V: int
@@ -50,16 +50,16 @@ class Config:
   K: int
   W: int
   F: int
-  rope: rope_lib.Rope = rope_lib.Rope()
-  epsilon: float = 1e-6
-  bias: bool = True
-  tied: bool = True
+  rope: rope_lib.RopeConfig = rope_lib.RopeConfig()
+  norm_epsilon: float = 1e-6
+  qkv_bias: bool = True
+  tie_embeddings: bool = True
   dtype: str = 'float32'
   remat: str = 'none'
-  initializer: float = 0.02
+  init_stddev: float = 0.02
 
   @property
-  def kept(self):
+  def param_dtype(self):
     """The type that parameters are kept in."""
     return jnp.promote_types(jnp.dtype(self.dtype), jnp.float32)
 
@@ -77,7 +77,7 @@ class Config:
       )
 
 
-class Context(NamedTuple):
+class PromptCache(NamedTuple):
   """Keys and values of prompts, stacked over layers, one row a group.
 
   Attributes:
@@ -89,15 +89,15 @@ class Context(NamedTuple):
   value: Array
 
 
-def norm(x_BTD, scale_D, epsilon):
+def rms_norm(x_BTD, scale_D, norm_epsilon):
   """RMSNorm, arXiv:1910.07467, in float32 or wider."""
   wide_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
   mean_BT1 = jnp.mean(wide_BTD * wide_BTD, -1, keepdims=True)
-  normal_BTD = wide_BTD * jax.lax.rsqrt(mean_BT1 + epsilon)
+  normal_BTD = wide_BTD * jax.lax.rsqrt(mean_BT1 + norm_epsilon)
   return normal_BTD.astype(x_BTD.dtype) * scale_D[None, None]
 
 
-def attend(q_BTHW, k_BCKW, v_BCKW, mask_BTC):
+def attention(q_BTHW, k_BCKW, v_BCKW, mask_BTC):
   """Attention where `mask_BTC`, its softmax in float32 or wider."""
   if q_BTHW.dtype != jnp.float64:
     return jax.nn.dot_product_attention(
@@ -117,9 +117,9 @@ def attend(q_BTHW, k_BCKW, v_BCKW, mask_BTC):
 def _parameter(module, name, *shape):
   """A parameter for use in the arithmetic of `module.config.dtype`."""
   c = module.config
-  # `fresh` gives values; flax is asked for names and shapes only.
+  # `init_params` gives values; flax is asked for names and shapes only.
   zeros = nn.initializers.zeros
-  return module.param(name, zeros, shape, c.kept).astype(c.dtype)
+  return module.param(name, zeros, shape, c.param_dtype).astype(c.dtype)
 
 
 class Block(nn.Module):
@@ -139,18 +139,20 @@ class Block(nn.Module):
     self.down_FD = parameter('down_FD', c.F, c.D)
     self.before_D = parameter('before_attention_D', c.D)
     self.after_D = parameter('before_feedforward_D', c.D)
-    if c.bias:
+    if c.qkv_bias:
       self.query_HW = parameter('query_bias_HW', c.H, c.W)
       self.key_KW = parameter('key_bias_KW', c.K, c.W)
       self.value_KW = parameter('value_bias_KW', c.K, c.W)
 
   def project(self, x_BTD, cos_BTR, sin_BTR):
     """Rotated queries and keys, and values."""
-    x_BTD = norm(rules.spread_rows(x_BTD), self.before_D, self.config.epsilon)
+    x_BTD = rms_norm(
+      rules.shard_rows(x_BTD), self.before_D, self.config.norm_epsilon
+    )
     q_BTHW = jnp.einsum('BTD,DHW->BTHW', x_BTD, self.query_DHW)
     k_BTKW = jnp.einsum('BTD,DKW->BTKW', x_BTD, self.key_DKW)
     v_BTKW = jnp.einsum('BTD,DKW->BTKW', x_BTD, self.value_DKW)
-    if self.config.bias:
+    if self.config.qkv_bias:
       q_BTHW += self.query_HW[None, None]
       k_BTKW += self.key_KW[None, None]
       v_BTKW += self.value_KW[None, None]
@@ -158,16 +160,16 @@ class Block(nn.Module):
     k_BTKW = rope_lib.rotate(k_BTKW, cos_BTR, sin_BTR)
     return q_BTHW, k_BTKW, v_BTKW
 
-  def close(self, x_BTD, seen_BTHW):
+  def finish(self, x_BTD, seen_BTHW):
     """Adds what attention saw, then what the feed-forward makes of it."""
     x_BTD += jnp.einsum('BTHW,HWD->BTD', seen_BTHW, self.out_HWD)
-    x_BTD = rules.spread_rows(x_BTD)
-    y_BTD = norm(x_BTD, self.after_D, self.config.epsilon)
+    x_BTD = rules.shard_rows(x_BTD)
+    y_BTD = rms_norm(x_BTD, self.after_D, self.config.norm_epsilon)
     gate_BTF = jnp.einsum('BTD,DF->BTF', y_BTD, self.gate_DF)
     up_BTF = jnp.einsum('BTD,DF->BTF', y_BTD, self.up_DF)
     hidden_BTF = nn.silu(gate_BTF) * up_BTF
     x_BTD += jnp.einsum('BTF,FD->BTD', hidden_BTF, self.down_FD)
-    return rules.spread_rows(x_BTD)
+    return rules.shard_rows(x_BTD)
 
   def __call__(self, x_NSD, cos_NSR, sin_NSR, mask_NPP, mask_BTC):
     """Reads each group: its prompt, then its completions end to end.
@@ -186,7 +188,7 @@ class Block(nn.Module):
     N, P, _ = mask_NPP.shape
     q_NSHW, k_NSKW, v_NSKW = self.project(x_NSD, cos_NSR, sin_NSR)
     k_NPKW, v_NPKW = k_NSKW[:, :P], v_NSKW[:, :P]
-    seen_NSHW = attend(q_NSHW[:, :P], k_NPKW, v_NPKW, mask_NPP)
+    seen_NSHW = attention(q_NSHW[:, :P], k_NPKW, v_NPKW, mask_NPP)
     if mask_BTC is not None:
       B, T, _ = mask_BTC.shape
 
@@ -197,7 +199,7 @@ class Block(nn.Module):
         prompt = jnp.repeat(prompt, B // N, axis=0)
         return jnp.concatenate([prompt, completions(x)], axis=1)
 
-      own_BTHW = attend(
+      own_BTHW = attention(
         completions(q_NSHW),
         context(k_NPKW, k_NSKW),
         context(v_NPKW, v_NSKW),
@@ -205,7 +207,7 @@ class Block(nn.Module):
       )
       own = own_BTHW.reshape(N, -1, *own_BTHW.shape[2:])
       seen_NSHW = jnp.concatenate([seen_NSHW, own], axis=1)
-    return self.close(x_NSD, seen_NSHW), (k_NPKW, v_NPKW)
+    return self.finish(x_NSD, seen_NSHW), (k_NPKW, v_NPKW)
 
 
 class Transformer(nn.Module):
@@ -217,7 +219,7 @@ class Transformer(nn.Module):
     c = self.config
     self.embed_VD = _parameter(self, 'embed_VD', c.V, c.D)
     self.norm_D = _parameter(self, 'norm_D', c.D)
-    if not c.tied:
+    if not c.tie_embeddings:
       self.unembed_DV = _parameter(self, 'unembed_DV', c.D, c.V)
     block = Block
     if c.remat != 'none':
@@ -237,19 +239,19 @@ class Transformer(nn.Module):
 
   def logits(self, x_BTD):
     """Logits of the next token, in float32 or wider."""
-    x_BTD = norm(x_BTD, self.norm_D, self.config.epsilon)
-    if self.config.tied:
+    x_BTD = rms_norm(x_BTD, self.norm_D, self.config.norm_epsilon)
+    if self.config.tie_embeddings:
       logit_BTV = jnp.einsum('BTD,VD->BTV', x_BTD, self.embed_VD)
     else:
       logit_BTV = jnp.einsum('BTD,DV->BTV', x_BTD, self.unembed_DV)
     return logit_BTV.astype(jnp.promote_types(logit_BTV.dtype, jnp.float32))
 
-  def read(self, token_NP, mask_NP) -> Context:
+  def prefill(self, token_NP, mask_NP) -> PromptCache:
     """Reads prompts, padded anywhere: their keys and values."""
     _, (key, value) = self._prompts(token_NP, mask_NP)
-    return Context(key, value)
+    return PromptCache(key, value)
 
-  def complete(self, token_NP, mask_NP, token_BT, start_B):
+  def hidden_states(self, token_NP, mask_NP, token_BT, start_B):
     """Last hidden states [B, T, D] of completions of prompts.
 
     Args:
@@ -297,12 +299,12 @@ def _causal(mask_NP):
   return jnp.tri(P, dtype=bool)[None] & (mask_NP[:, None] > 0)
 
 
-def layer(params: Any, i: int) -> Any:
+def layer_params(params: Any, i: int) -> Any:
   """Parameters of layer `i` alone."""
   return jax.tree.map(lambda x: x[i], params['layers'])
 
 
-def shapes(config: Config) -> Any:
+def param_shapes(config: Config) -> Any:
   """Shapes and types of the parameters of a model."""
   token_11 = jnp.zeros((1, 1), jnp.int32)
   model = Transformer(config)
@@ -310,18 +312,20 @@ def shapes(config: Config) -> Any:
   return made['params']
 
 
-def fresh(config: Config, key: jax.Array) -> Any:
+def init_params(config: Config, key: jax.Array) -> Any:
   """Fresh parameters: normal matrices, norms of one, biases of zero.
 
   One draw for all: compiling one for each takes seconds.
   """
-  like = shapes(config)
+  like = param_shapes(config)
 
   @jax.jit
   def draw(key):
     leaves, tree = jax.tree_util.tree_flatten_with_path(like)
     ends = np.cumsum([leaf.size for _, leaf in leaves])
-    noise = jax.random.normal(key, ends[-1:], config.kept) * config.initializer
+    noise = (
+      jax.random.normal(key, ends[-1:], config.param_dtype) * config.init_stddev
+    )
     made = []
     for (path, leaf), part in zip(
       leaves, jnp.split(noise, ends[:-1]), strict=True

@@ -85,7 +85,9 @@ def _write_part(part, inputs: int | None):
   return part
 
 
-def tensors(params: Any, names: dict[str, Tensor]) -> Iterator[tuple[str, Any]]:
+def checkpoint_tensors(
+  params: Any, names: dict[str, Tensor]
+) -> Iterator[tuple[str, Any]]:
   """Parameters as a checkpoint has them: names, and views where they can be.
 
   Args:
@@ -111,7 +113,7 @@ def _indexed(path: pathlib.Path) -> list[str]:
     ) from error
 
 
-class Files:
+class TensorFiles:
   """The open files of a checkpoint; knows which holds which tensor."""
 
   def __init__(self, folder: pathlib.Path, stack: contextlib.ExitStack):
@@ -160,7 +162,7 @@ def _names(tensor: Tensor, shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     )
 
 
-def _check(files: Files, folder, wanted: dict, ignored: frozenset):
+def _check(files: TensorFiles, folder, wanted: dict, ignored: frozenset):
   """One error that names every missing, extra and mis-shaped tensor."""
   faults = [f'missing {n}' for n in sorted(wanted.keys() - files.where.keys())]
   extra = files.where.keys() - wanted.keys() - ignored
@@ -176,7 +178,7 @@ def _check(files: Files, folder, wanted: dict, ignored: frozenset):
     )
 
 
-def read(
+def load(
   folder: str | pathlib.Path,
   like: Any,
   names: dict[str, Tensor],
@@ -200,7 +202,7 @@ def read(
   folder = pathlib.Path(folder)
   mesh = jax.sharding.get_mesh()
   with contextlib.ExitStack() as stack:
-    files = Files(folder, stack)
+    files = TensorFiles(folder, stack)
     wanted = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(like):
       wanted |= dict(_names(names[path[-1].key], leaf.shape))
@@ -233,14 +235,16 @@ def read(
 
       if mesh.empty:
         return jax.device_put(part((slice(None),) * len(leaf.shape)))
-      spec = rules.spec(mesh, rules.spell(path, leaf.shape), leaf.shape)
+      spec = rules.partition_spec(
+        mesh, rules.dimensions(path, leaf.shape), leaf.shape
+      )
       layout = jax.sharding.NamedSharding(mesh, spec)
       return jax.make_array_from_callback(leaf.shape, layout, part)
 
     return jax.tree_util.tree_map_with_path(load, like)
 
 
-def write(
+def save(
   folder: str | pathlib.Path,
   params: Any,
   names: dict[str, Tensor],

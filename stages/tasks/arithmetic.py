@@ -25,11 +25,11 @@ TEMPLATE = '{a}+{b}='
 class Digits(NamedTuple):
   """How long operands are, from one digit to nine: sums are of 32 bits."""
 
-  least: int = 3
-  most: int = 4
+  min: int = 3
+  max: int = 4
 
 
-def worked(a: int, b: int) -> str:
+def worked_answer(a: int, b: int) -> str:
   """A worked answer to `a + b`."""
   columns, carry = [], 0
   longest = max(len(str(a)), len(str(b)))
@@ -49,14 +49,14 @@ def is_held_out(a, b):
 
 def pairs(rng, rows: int, digits: Digits, held_out: bool):
   """`rows` pairs of operands, each as likely long as short."""
-  if not 1 <= digits.least <= digits.most <= 9:
+  if not 1 <= digits.min <= digits.max <= 9:
     raise ValueError(
-      f'Operands of {digits.least} to {digits.most} digits were asked for: '
-      'give Digits(least, most) with 1 <= least <= most <= 9.'
+      f'Operands of {digits.min} to {digits.max} digits were asked for: '
+      'give Digits(min, max) with 1 <= min <= max <= 9.'
     )
   kept = np.zeros((0, 2), np.int64)
   while len(kept) < rows:
-    n = rng.integers(digits.least, digits.most + 1, (4 * rows * HELD_OUT, 2))
+    n = rng.integers(digits.min, digits.max + 1, (4 * rows * HELD_OUT, 2))
     pair = rng.integers(10 ** (n - 1), 10**n)
     kept = np.concatenate([kept, pair[is_held_out(*pair.T) == held_out]])
   return kept[:rows]
@@ -73,7 +73,7 @@ def _problem(tokenizer, pair, template, chat, prompt_length) -> base.Problem:
       )
       for text in texts
     ]
-  prompt = tokens.prompts(tokenizer, texts, prompt_length)
+  prompt = tokens.encode_prompts(tokenizer, texts, prompt_length)
   return base.Problem(prompt, pair.sum(1).astype(np.int32))
 
 
@@ -115,7 +115,7 @@ def _held_out(tokenizer, digits, rows, batch, template, chat, prompt_length):
 def problems(
   checkpoint: str,
   *,
-  rows: int,
+  batch_size: int,
   prompt_length: int,
   digits: Digits = Digits(),
   held_out: int = 512,
@@ -127,7 +127,7 @@ def problems(
 
   Args:
     checkpoint: whose tokenizer to use.
-    rows: problems a batch.
+    batch_size: problems a batch.
     prompt_length: tokens that prompts are padded to.
     digits: how long operands are.
     held_out: how many problems are kept for evaluation.
@@ -135,11 +135,11 @@ def problems(
     template: the text of a problem, in terms of `{a}` and `{b}`.
     chat: whether to wrap the text in the tokenizer's chat template.
   """
-  tokenizer = tokens.load(checkpoint)
+  tokenizer = tokens.load_tokenizer(checkpoint)
   shape = template, chat, prompt_length
 
   def make(rng):
-    return _problem(tokenizer, pairs(rng, rows, digits, False), *shape)
+    return _problem(tokenizer, pairs(rng, batch_size, digits, False), *shape)
 
   held = _held_out(tokenizer, digits, held_out, held_out_batch, *shape)
   return _source(tokenizer, make, held)
@@ -148,9 +148,9 @@ def problems(
 def examples(
   checkpoint: str,
   *,
-  rows: int,
+  batch_size: int,
   prompt_length: int,
-  length: int,
+  response_length: int,
   digits: Digits = Digits(),
   held_out: int = 512,
   held_out_batch: int = 256,
@@ -159,30 +159,34 @@ def examples(
 
   Args:
     checkpoint: whose tokenizer to use.
-    rows: examples a batch.
+    batch_size: examples a batch.
     prompt_length: tokens that prompts are padded to.
-    length: tokens that worked answers are padded to.
+    response_length: tokens that worked answers are padded to.
     digits: how long operands are.
     held_out: how many problems are kept for evaluation.
     held_out_batch: how many of them are asked at once.
   """
-  tokenizer = tokens.load(checkpoint)
+  tokenizer = tokens.load_tokenizer(checkpoint)
   shape = TEMPLATE, False, prompt_length
 
   def make(rng):
-    pair = pairs(rng, rows, digits, False)
+    pair = pairs(rng, batch_size, digits, False)
     prompt = _problem(tokenizer, pair, *shape).prompt
-    answers = [worked(int(a), int(b)) for a, b in pair]
-    return base.Example(prompt, *tokens.completions(tokenizer, answers, length))
+    answers = [worked_answer(int(a), int(b)) for a, b in pair]
+    return base.Example(
+      prompt, *tokens.encode_completions(tokenizer, answers, response_length)
+    )
 
   held = _held_out(tokenizer, digits, held_out, held_out_batch, *shape)
   return _source(tokenizer, make, held)
 
 
-def corpus(rows: int = 1000) -> list[str]:
+def corpus(num_problems: int = 1000) -> list[str]:
   """Text of the task, for a tokenizer to learn from."""
-  pair = pairs(np.random.default_rng(0), rows, Digits(1, 6), False)
-  return [TEMPLATE.format(a=a, b=b) + worked(int(a), int(b)) for a, b in pair]
+  pair = pairs(np.random.default_rng(0), num_problems, Digits(1, 6), False)
+  return [
+    TEMPLATE.format(a=a, b=b) + worked_answer(int(a), int(b)) for a, b in pair
+  ]
 
 
 def verify(checkpoint: str) -> stages.Stage:
@@ -191,7 +195,7 @@ def verify(checkpoint: str) -> stages.Stage:
   Args:
     checkpoint: whose tokenizer to read completions with.
   """
-  tokenizer = tokens.load(checkpoint)
+  tokenizer = tokens.load_tokenizer(checkpoint)
 
   def judge(answer_B, action_BT, mask_BT) -> base.Verdict:
     said = tokens.decode(tokenizer, action_BT, mask_BT)

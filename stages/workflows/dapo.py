@@ -113,10 +113,10 @@ def dapo(
     'measure',
     'batch',
   )
-  examine = evaluate_lib.examine(policy, verify)
+  examine = evaluate_lib.evaluate(policy, verify)
 
   generate = policy_stages.act(policy, 'generate', group_size=group_size)
-  recall = policy_stages.recall(policy, group_size)
+  recall = policy_stages.proximal_logp(policy, group_size)
 
   @stages.stage('empty_slots', 'batch')
   def begin(actor: base.Version, problem: base.Problem, key):

@@ -112,9 +112,11 @@ def grpo(
     minibatch_by, num_minibatches, num_epochs, group_size
   )
 
-  act = partial_rollout.acts(policy, group_size, max_carry, extra_groups)
-  recall = policy_stages.recall(policy, group_size, several=max_carry > 0)
-  refer = policy_stages.score(policy, 'ref_logp', group_size)
+  act = partial_rollout.act(policy, group_size, max_carry, extra_groups)
+  recall = policy_stages.proximal_logp(
+    policy, group_size, several=max_carry > 0
+  )
+  refer = policy_stages.logp(policy, 'ref_logp', group_size)
 
   @stages.stage('repeat', 'batch')
   def repeat(problem: base.Problem):
@@ -137,7 +139,7 @@ def grpo(
   fold = stages.Stage(
     lambda *infos: functools.reduce(metrics.merge, infos), 'merge_info', 'batch'
   )
-  examine = evaluate_lib.examine(policy, verify)
+  examine = evaluate_lib.evaluate(policy, verify)
 
   def init(key):
     params = policy.init(key)
@@ -146,7 +148,9 @@ def grpo(
     return State(actor, params if kl_coef else (), past)
 
   def begin(state: State, problem: base.Problem):
-    rollout = partial_rollout.begin(policy, problem, group_size, extra_groups)
+    rollout = partial_rollout.allocate(
+      policy, problem, group_size, extra_groups
+    )
     return state._replace(rollout=rollout)
 
   def step(state: State, problem: base.Problem, key):
@@ -252,8 +256,8 @@ def describe(
     'rollout/staleness': metrics.mean(stale_BT, x.mask),
     'rollout/staleness_max': metrics.maximum(stale_BT),
     'rollout/tokens': length_B.sum(),
-    'rollout/samples': metrics.first(
-      evaluate_lib.show(x, verdict.reward), group_size
+    'rollout/samples': metrics.first_rows(
+      evaluate_lib.samples(x, verdict.reward), group_size
     ),
   }
 

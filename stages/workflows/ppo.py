@@ -285,7 +285,9 @@ def describe(
     | episode_stats.failures(timestep)
     | {
       'rollout/reward': metrics.moments(x.reward),
-      'train/explained_variance': metrics.explained(x.value, x.return_),
+      'train/explained_variance': metrics.explained_variance(
+        x.value, x.return_
+      ),
       'env/steps': (steps * x.mask).sum(),
     }
   )

@@ -31,7 +31,7 @@ def sft(
     train_step.gradient(loss), 'gradient', 'sum', unbatched=(0,)
   )
   apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
-  examine = evaluate_lib.examine(policy, verify)
+  examine = evaluate_lib.evaluate(policy, verify)
 
   def init(key):
     return train_step.init(policy.init(key), optimizer)

@@ -24,12 +24,12 @@ def mixed():
 
 
 def spec(name, *shape, **kwargs):
-  return rules.spec(mixed(), rules.letters_of(name), shape, **kwargs)
+  return rules.partition_spec(mixed(), rules.letters_of(name), shape, **kwargs)
 
 
 def spell(*keys, shape):
   path = [jax.tree_util.DictKey(key) for key in keys]
-  return rules.spell(path, shape)
+  return rules.dimensions(path, shape)
 
 
 def params():
@@ -67,8 +67,8 @@ def test_rows_are_shared_over_data_and_fsdp():
 
 def test_an_axis_that_the_mesh_lacks_is_left_out():
   only = mesh.mesh(jax.devices(), {'data': 8})
-  assert rules.spec(only, 'DF', (32, 64)) == P(None, None)
-  assert rules.spec(only, 'BT', (8, 5)) == P('data', None)
+  assert rules.partition_spec(only, 'DF', (32, 64)) == P(None, None)
+  assert rules.partition_spec(only, 'BT', (8, 5)) == P('data', None)
 
 
 def test_a_dimension_of_one_is_not_shared():
@@ -100,7 +100,7 @@ def test_the_last_key_spells_and_layers_lie_ahead():
   assert spell('layers', 'norm_D', shape=(2, 32)) == ('', 'D')
   assert spell('step', shape=()) == ()
   assert spell('token', shape=(8, 5)) == ('', '')
-  assert rules.spell((), (3,)) == ('',)
+  assert rules.dimensions((), (3,)) == ('',)
 
 
 def test_a_name_of_another_rank_spells_nothing():
@@ -236,14 +236,14 @@ def test_where_rows_share_parameters_it_is_the_parameters_that_are_gathered(
 
 def test_without_a_mesh_hints_are_none():
   x = jnp.ones((8, 2))
-  assert rules.spread_rows(x) is x
+  assert rules.shard_rows(x) is x
   tree = {'up_DF': x}
   assert rules.gather(tree) is tree
 
 
 def test_rows_that_devices_cannot_share_are_left_to_the_compiler():
   with jax.set_mesh(mesh.mesh(jax.devices(), {'fsdp': 8})):
-    spread = jax.jit(rules.spread_rows)
+    spread = jax.jit(rules.shard_rows)
     assert spread(jnp.ones((6, 2))).shape == (6, 2)
     assert spread(jnp.ones((8, 2))).sharding.spec == P('fsdp')
 

@@ -93,7 +93,9 @@ def test_jax_moves_between_any_two_layouts_to_the_bit():
 def test_what_waits_in_host_memory_comes_back_as_it_was(layout):
   x = jax.device_put(np.arange(96, dtype=np.float32).reshape(8, 12), layout)
   (away,) = offload.to_host([x])
-  assert away.sharding.memory_kind == 'pinned_host' and offload.is_away(away)
+  assert away.sharding.memory_kind == 'pinned_host' and offload.is_offloaded(
+    away
+  )
   same, back = offload.to_device([x, away])
   assert same is x and back.sharding == x.sharding
   np.testing.assert_array_equal(back, x)

@@ -122,10 +122,10 @@ def test_an_empty_histogram_reads_not_a_number():
 
 def test_first_keeps_the_rows_that_came_first():
   rows = {'token': jnp.arange(12).reshape(6, 2), 'reward': jnp.arange(6)}
-  first = metrics.first(rows, 2)
+  first = metrics.first_rows(rows, 2)
   np.testing.assert_array_equal(first.rows['token'], [[0, 1], [2, 3]])
   np.testing.assert_array_equal(first.rows['reward'], [0, 1])
-  later = metrics.first(jax.tree.map(lambda x: x + 50, rows), 2)
+  later = metrics.first_rows(jax.tree.map(lambda x: x + 50, rows), 2)
   assert metrics.merge(first, later) is first
 
 
@@ -137,7 +137,7 @@ def test_read_parts_numbers_from_rows():
         'length': metrics.histogram(jnp.array([2, 2]), 4),
         'loss': metrics.mean(jnp.array([0.5, 1.5])),
         'ratio_max': metrics.maximum(jnp.array([0.5, 1.5])),
-        'sample': metrics.first({'reward': jnp.arange(9)}, 2),
+        'sample': metrics.first_rows({'reward': jnp.arange(9)}, 2),
       }
     )
   )

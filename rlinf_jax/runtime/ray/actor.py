@@ -23,8 +23,8 @@ from rlinf_jax.runtime import base, programs
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import place as place_lib
 from rlinf_jax.runtime.ray import channel, remote_host, serialize
+from sharding import multihost
 from sharding import rules as rules_lib
-from sharding import span
 
 # Threads per concurrency group. Calls of flows block; deliveries may block in a
 # pull; control must get through while either does.
@@ -280,7 +280,7 @@ class Actor:
     self._host.wait()
     found = {}
     for i, x in self._host.leaves().items():
-      x = span.whole(x)  # By all processes of the place.
+      x = multihost.gather(x)  # By all processes of the place.
       if self._host.is_leader:
         found[i] = serialize.pack(x)
     return found

@@ -21,7 +21,7 @@ from jax.experimental import transfer
 import jax.numpy as jnp
 
 from rlinf_jax.runtime.ray import serialize
-from sharding import span
+from sharding import multihost
 
 SMALL = 1 << 20  # Bytes: below, a pull takes longer than a copy.
 STREAMS = 2  # Connections per pair of servers: one does not fill a link.
@@ -139,7 +139,7 @@ class Channels:
     """
     if isinstance(sent, serialize.Serialized):
       # The object store owns this memory: the array must not alias it.
-      return span.put(serialize.unpack(sent), layout, may_alias=False)
+      return multihost.put(serialize.unpack(sent), layout, may_alias=False)
     connection = self._connections.get(sent.address)
     if connection is None:
       connection = self._server.connect(sent.address)

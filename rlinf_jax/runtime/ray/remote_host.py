@@ -11,7 +11,7 @@ import ray
 from rlinf_jax.runtime import base, host
 from rlinf_jax.runtime.ray import channel
 from rlinf_jax.runtime.ray import send_log as send_log_lib
-from sharding import span
+from sharding import multihost
 
 
 class RemoteHost(host.Host):
@@ -58,7 +58,7 @@ class RemoteHost(host.Host):
     self.bytes, self.seconds = {}, {}
 
   def put_output(self, call, v, x):
-    super().put_output(call, v, span.whole(x))
+    super().put_output(call, v, multihost.gather(x))
 
   def send_remote(self, to, x):
     sequence = self.flow_call
@@ -66,7 +66,7 @@ class RemoteHost(host.Host):
       sequence = self.sent.get(to, 0)
       self.sent[to] = sequence + 1
     start = time.perf_counter()
-    sharded, x = x, span.whole(x)
+    sharded, x = x, multihost.gather(x)
     if not self.is_leader:
       return
     source, target = (self._axes[end] for end in (to.source, to.target))

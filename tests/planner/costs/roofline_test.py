@@ -529,7 +529,7 @@ def test_bytes_of_a_device_are_those_that_jax_gives_it(flow):
       continue
     mesh = mesh_lib.mesh(jax.devices(), dict(placement.axes))
     for v in flow.values:
-      spec = rules.spec(mesh, v.letters, v.shape)
+      spec = rules.partition_spec(mesh, v.letters, v.shape)
       shape = NamedSharding(mesh, spec).shard_shape(v.shape)
       want = math.prod(shape) * v.dtype.itemsize
       assert there.local(v, placement.axes) == want, v

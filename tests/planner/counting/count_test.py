@@ -250,7 +250,7 @@ def forward(params, token, mask):
 
 def test_a_gradient_is_three_times_a_forward():
   token = like(4, 32, dtype=jnp.int32)
-  params = transformer.shapes(CONFIG)
+  params = transformer.param_shapes(CONFIG)
   once = count.work(forward, params, token, token)
   grad = jax.grad(lambda *args: forward(*args).sum())
   done = count.work(grad, params, token, token)
@@ -265,7 +265,7 @@ def test_a_gradient_is_three_times_a_forward():
 
 def test_partial_sums_of_a_layer_are_two_forwards_and_two_backwards():
   token = like(4, 32, dtype=jnp.int32)
-  params = transformer.shapes(CONFIG)
+  params = transformer.param_shapes(CONFIG)
   paths = jax.tree_util.tree_flatten_with_path(params)[0]
   letters = [
     ('',) * ('layers' in str(path)) + tuple(path[-1].key.rpartition('_')[2])

@@ -60,8 +60,12 @@ class Case(NamedTuple):
   def policy(self, engine=vllm.engine, **kwargs) -> base.Policy:
     """The model as a policy; all who have vLLM share one."""
     if engine:
-      engine = functools.partial(engine, rows=16, memory=2**26)
-    return qwen.policy(self.folder, length=LENGTH, engine=engine, **kwargs)
+      engine = functools.partial(
+        engine, max_num_seqs=16, kv_cache_memory_bytes=2**26
+      )
+    return qwen.policy(
+      self.folder, response_length=LENGTH, engine=engine, **kwargs
+    )
 
   @property
   def settings(self) -> vllm_engine.Settings:
@@ -126,8 +130,8 @@ def test_after_every_update_its_logp_is_that_of_transformers(case, tmp_path):
   for seed in range(1, 6):
     made = reference(case.sizes, seed)
     made.save_pretrained(tmp_path / str(seed))
-    config = qwen.read_config(tmp_path / str(seed))
-    params = qwen.read(tmp_path / str(seed), config)
+    config = qwen.load_config(tmp_path / str(seed))
+    params = qwen.load_params(tmp_path / str(seed), config)
     x = act(policy, params, prompt)
     with torch.no_grad():
       want = torch_reference.logp(
@@ -309,11 +313,11 @@ def test_rows_that_have_not_ended_go_on_by_newer_parameters(case):
     max_carry=2,
     extra_groups=2,
   )
-  own = qwen.policy(case.folder, length=LENGTH)
+  own = qwen.policy(case.folder, response_length=LENGTH)
   state = workflow.init(jax.random.key(0))
   # With those that go on they are no more than work at once.
   state, by, handed = workflow.allocate(state, tiny.problem(5)), [], []
-  act = partial_rollout.acts(case.policy(), GROUP, 2, 2)
+  act = partial_rollout.act(case.policy(), GROUP, 2, 2)
   for i in range(6):
     by.append(state.actor.params)
     now = base.Version(state.actor.params, state.actor.step)
@@ -342,8 +346,8 @@ def test_groups_that_it_has_not_come_to_are_asked_for_in_a_later_step(case):
   """More are under way than it works on at once: none is lost or doubled."""
   policy, spare = case.policy(), 12  # Rows of these are more than 16.
   params = policy.init(jax.random.key(0))
-  rollout = partial_rollout.begin(policy, tiny.problem(13), GROUP, spare)
-  act, seen = partial_rollout.acts(policy, GROUP, 2, spare), []
+  rollout = partial_rollout.allocate(policy, tiny.problem(13), GROUP, spare)
+  act, seen = partial_rollout.act(policy, GROUP, 2, spare), []
   waited = 0
   for i in range(6):
     problem = tiny.problem(13, seed=i)
@@ -356,8 +360,10 @@ def test_groups_that_it_has_not_come_to_are_asked_for_in_a_later_step(case):
     assert (answer_NG == answer_NG[:, :1]).all()
     here = np.asarray(x.mask).max(1).reshape(-1, GROUP).max(1) > 0
     seen += answer_NG[here, 0].tolist()
-    left_B = np.asarray(rollout.draft.alive)
-    waited += (left_B & (np.asarray(rollout.draft.mask).max(1) == 0)).sum()
+    left_B = np.asarray(rollout.completions.alive)
+    waited += (
+      left_B & (np.asarray(rollout.completions.mask).max(1) == 0)
+    ).sum()
   left = np.asarray(rollout.problem.answer)[::GROUP].tolist()
   assert sorted(seen + left) == [*range(78)]
   assert waited  # Or this would show nothing.

@@ -28,7 +28,7 @@ SMALL = (
   "train.train.plan = {'micro_batch': {'gradient': 8}}",
   'train.train.evaluate_every = 5',
   'train.train.checkpoint_every = 5',
-  'arithmetic.problems.rows = 4',
+  'arithmetic.problems.batch_size = 4',
   'arithmetic.problems.held_out = 8',
   'arithmetic.problems.held_out_batch = 8',
 )

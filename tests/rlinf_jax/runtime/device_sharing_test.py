@@ -156,7 +156,7 @@ def account(monkeypatch):
     interpret(self, frame, op)
     with lock:
       found = {id(x): x for memory in self._memories() for x in memory.values()}
-      away = [offload.is_away(x) for x in found.values()]
+      away = [offload.is_offloaded(x) for x in found.values()]
       sizes = [x.nbytes for x in found.values()]
       pairs = list(zip(away, sizes, strict=True))
       held[self.place.name] = {
@@ -167,7 +167,7 @@ def account(monkeypatch):
       live = sum(
         x.nbytes
         for x in jax.live_arrays()
-        if not x.is_deleted() and not offload.is_away(x)
+        if not x.is_deleted() and not offload.is_offloaded(x)
       )
       seen.append(({name: dict(one) for name, one in held.items()}, live))
 
@@ -180,7 +180,9 @@ def test_never_do_two_places_hold_memory_of_the_device_they_share(account):
   state = jax.device_get(state)
   runtime = two(flow)
   runtime.load(state)
-  before = sum(x.nbytes for x in jax.live_arrays() if not offload.is_away(x))
+  before = sum(
+    x.nbytes for x in jax.live_arrays() if not offload.is_offloaded(x)
+  )
   for _ in range(3):
     runtime.step(x, key)
   runtime.close()

@@ -52,7 +52,7 @@ def test_sums_in_micro_batches_are_the_sums(n):
       'largest': metrics.maximum(x[:, 0], y['mask']),
       'moments': metrics.moments(x),
       'lengths': metrics.histogram(jnp.abs(x[:, 0]), 10),
-      'first': metrics.first(x, 1),
+      'first': metrics.first_rows(x, 1),
     }
 
   x, y = rows(1)

@@ -16,7 +16,7 @@ from stages.models import transformer
 
 # Fresh weights large enough for attention and the odds to be uneven.
 CONFIG = transformer.Config(
-  V=31, D=16, L=2, H=4, K=2, W=4, F=20, initializer=0.5
+  V=31, D=16, L=2, H=4, K=2, W=4, F=20, init_stddev=0.5
 )
 LENGTHS = [5, 1, 3]
 GROUP, T = 3, 8
@@ -31,19 +31,23 @@ ACTION = jnp.asarray(
 
 @functools.cache
 def params():
-  return language_model.policy(CONFIG, length=1).init(jax.random.key(0))
+  return language_model.policy(CONFIG, response_length=1).init(
+    jax.random.key(0)
+  )
 
 
 @functools.cache
 def act(group_size=GROUP, config=CONFIG, **settings):
-  settings = {'length': T, 'stop': STOP} | settings
+  settings = {'response_length': T, 'stop': STOP} | settings
   policy = language_model.policy(config, **settings)
   return jax.jit(functools.partial(policy.act, group_size=group_size))
 
 
 @functools.cache
 def evaluate(group_size=GROUP, config=CONFIG, **settings):
-  policy = language_model.policy(config, length=T, stop=STOP, **settings)
+  policy = language_model.policy(
+    config, response_length=T, stop=STOP, **settings
+  )
   return jax.jit(functools.partial(policy.evaluate, group_size=group_size))
 
 
@@ -100,7 +104,9 @@ def test_decoding_stops_when_every_row_has_ended(monkeypatch):
     return draw(key_B, logit_BV)
 
   monkeypatch.setattr(sample, 'draw', spy)
-  policy = language_model.policy(CONFIG, length=40, stop=tuple(range(0, 31, 2)))
+  policy = language_model.policy(
+    CONFIG, response_length=40, stop=tuple(range(0, 31, 2))
+  )
   act = jax.jit(functools.partial(policy.act, group_size=GROUP))
   x = act(params(), prompts(), keys())
   jax.effects_barrier()
@@ -188,7 +194,9 @@ def loss(policy, params, bonus=1.0):
 @functools.cache
 def gradient(config=CONFIG, **settings):
   """`bonus -> value, gradient` of the loss."""
-  policy = language_model.policy(config, length=T, sampling=CUT, **settings)
+  policy = language_model.policy(
+    config, response_length=T, sampling=CUT, **settings
+  )
   f = jax.jit(jax.value_and_grad(functools.partial(loss, policy)))
   return functools.partial(f, params())
 
@@ -206,14 +214,14 @@ def same(got, want):
 @pytest.mark.slow
 @pytest.mark.parametrize('bonus', [0.0, 1.0])
 def test_chunks_of_time_do_not_change_gradients(bonus):
-  chunked = gradient(logits=B * T // 2 * CONFIG.V)
+  chunked = gradient(max_live_logits=B * T // 2 * CONFIG.V)
   same(chunked(bonus), gradient()(bonus))
 
 
 @pytest.mark.parametrize('tokens', [1, 3, 5, 7])
 def test_chunks_that_do_not_divide_a_row_score_alike(tokens):
   want = evaluate(sampling=CUT)(params(), prompts(), ACTION)
-  chunked = evaluate(sampling=CUT, logits=tokens * B * CONFIG.V)
+  chunked = evaluate(sampling=CUT, max_live_logits=tokens * B * CONFIG.V)
   got = chunked(params(), prompts(), ACTION)
   np.testing.assert_allclose(got.logp, want.logp, rtol=0, atol=1e-5)
   np.testing.assert_allclose(got.entropy, want.entropy, rtol=0, atol=1e-5)
@@ -230,11 +238,13 @@ def arrays(jaxpr):
 def test_the_logits_of_a_whole_batch_never_exist():
   config = dataclasses.replace(CONFIG, V=997)
   shapes = jax.eval_shape(
-    language_model.policy(config, length=T).init, jax.random.key(0)
+    language_model.policy(config, response_length=T).init, jax.random.key(0)
   )
 
   def largest(logits):
-    policy = language_model.policy(config, length=T, logits=logits)
+    policy = language_model.policy(
+      config, response_length=T, max_live_logits=logits
+    )
     f = functools.partial(loss, policy)
     return max(arrays(jax.make_jaxpr(jax.grad(f))(shapes).jaxpr))
 
@@ -255,7 +265,9 @@ def test_remat_does_not_change_gradients(remat):
 def test_remat_keeps_less():
   def kept(remat):
     config = dataclasses.replace(CONFIG, remat=remat)
-    f = functools.partial(loss, language_model.policy(config, length=T))
+    f = functools.partial(
+      loss, language_model.policy(config, response_length=T)
+    )
     _, pullback = jax.eval_shape(lambda p: jax.vjp(f, p), params())
     return sum(x.size for x in jax.tree.leaves(pullback))
 

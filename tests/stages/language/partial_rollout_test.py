@@ -28,14 +28,14 @@ STOP = (0, 1, 2)
 def policy(dtype='float32', length=LENGTH):
   """Rows of a few tokens, and now and then one of many."""
   config = dataclasses.replace(tiny.CONFIG, dtype=dtype)
-  return language_model.policy(config, length=length, stop=STOP)
+  return language_model.policy(config, response_length=length, stop=STOP)
 
 
-def draft_of(lengths, ended, T=4) -> base.Draft:
+def draft_of(lengths, ended, T=4) -> base.Completions:
   """Rows of so many tokens."""
   length_B = jnp.array(lengths)
   mask_BT = (jnp.arange(T)[None] < length_B[:, None]).astype(jnp.float32)
-  return base.Draft(
+  return base.Completions(
     mask_BT.astype(jnp.int32), -mask_BT, mask_BT, ~jnp.array(ended, bool)
   )
 
@@ -45,10 +45,10 @@ def test_the_first_groups_that_have_ended_go_on_and_others_wait_in_order():
   draft = draft_of(
     [2, 3, 1, 2, 4, 4, 2, 4, 3, 1], [1, 0, 1, 1, 1, 0, 0, 1, 1, 1]
   )
-  out, rest = partial_rollout.share(draft, 2, 2)
+  out, rest = partial_rollout.split_finished(draft, 2, 2)
   assert out.tolist() == [2, 3, 4, 5]
   assert rest.tolist() == [0, 1, 6, 7, 8, 9]
-  out, rest = partial_rollout.share(draft, 2, 3)
+  out, rest = partial_rollout.split_finished(draft, 2, 3)
   assert out.tolist() == [2, 3, 4, 5, 8, 9]
 
 
@@ -71,16 +71,16 @@ def test_new_groups_come_after_carried_ones_and_nobody_asks_what_another_asks():
   old = rollout_of([3, 0, 0, 2, 0, 0], [0, 1, 1, 0, 0, 0])
   new = rollout_of([0, 0], [0, 0]).problem
   new = new._replace(answer=jnp.array([70, 71]))
-  slots = partial_rollout.join(old, new, jax.random.split(KEY, 2))
+  slots = partial_rollout.append(old, new, jax.random.split(KEY, 2))
   assert slots.problem.answer.tolist() == [0, 70, 70, 3, 4, 5, 70, 71]
-  assert slots.draft.mask.sum(1).tolist() == [3, 0, 0, 2, 0, 0, 0, 0]
-  assert slots.draft.alive.tolist() == [True, False, False] + [True] * 5
+  assert slots.completions.mask.sum(1).tolist() == [3, 0, 0, 2, 0, 0, 0, 0]
+  assert slots.completions.alive.tolist() == [True, False, False] + [True] * 5
 
 
 def test_what_is_told_of_rows_that_several_steps_drew():
   version = np.array([[2, 2, 3], [3, 3, 0], [1, 2, 2], [0, 0, 0]])
   mask = np.float32([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
-  told = partial_rollout.describe(
+  told = partial_rollout.carry_metrics(
     jnp.array(version), jnp.array(mask), jnp.ones((2, 3))
   )
   assert told['rollout/continued_fraction'].value()[''] == pytest.approx(1 / 3)
@@ -88,17 +88,23 @@ def test_what_is_told_of_rows_that_several_steps_drew():
 
 
 @pytest.mark.parametrize(
-  'partial, spare, words',
-  [(1, 0, 'partial=1 and spare=0'), (0, 2, 'spare=2'), (-1, -1, '-1')],
+  'max_carry, extra_groups, words',
+  [
+    (1, 0, 'max_carry=1 and extra_groups=0'),
+    (0, 2, 'extra_groups=2'),
+    (-1, -1, '-1'),
+  ],
 )
-def test_half_of_what_is_needed_is_refused(partial, spare, words):
+def test_only_one_of_the_two_settings_is_refused(
+  max_carry, extra_groups, words
+):
   with pytest.raises(ValueError, match=words):
-    partial_rollout.check(policy(), partial, spare)
+    partial_rollout.check(policy(), max_carry, extra_groups)
 
 
-def test_an_engine_that_cannot_go_on_is_refused():
+def test_a_policy_that_cannot_resume_is_refused():
   engine = policy()._replace(resume=None)
-  with pytest.raises(ValueError, match='cannot go on with what it has begun'):
+  with pytest.raises(ValueError, match='this one has no `resume`'):
     workflows.grpo(
       engine,
       tiny.even,
@@ -109,9 +115,9 @@ def test_an_engine_that_cannot_go_on_is_refused():
     )
 
 
-def test_as_many_spare_groups_as_a_step_has_are_refused():
-  with pytest.raises(ValueError, match='6 spare groups beside 6 of a step'):
-    partial_rollout.begin(policy(), tiny.problem(rows=6), GROUP, 6)
+def test_as_many_extra_groups_as_a_batch_has_are_refused():
+  with pytest.raises(ValueError, match='extra_groups=6 and 6 groups'):
+    partial_rollout.allocate(policy(), tiny.problem(rows=6), GROUP, 6)
 
 
 def asked(i) -> base.Problem:
@@ -134,13 +140,15 @@ def params(i):
 
 @functools.cache
 def acts(partial):
-  return partial_rollout.acts(policy(), GROUP, partial)
+  return partial_rollout.act(policy(), GROUP, partial)
 
 
 @functools.cache
 def acted(partial, spare, steps, frozen=True):
   """What steps hand on, and what each of them leaves."""
-  rollout = partial_rollout.begin(policy(), tiny.problem(GROUPS), GROUP, spare)
+  rollout = partial_rollout.allocate(
+    policy(), tiny.problem(GROUPS), GROUP, spare
+  )
   made = []
   for i in range(steps):
     actor = base.Version(params(0 if frozen else i), jnp.int32(i))
@@ -206,11 +214,11 @@ def test_no_group_is_lost_none_comes_twice_and_no_token_is_thrown_away(
     empty = (x.mask.sum(1) == 0).sum()
     assert empty == (spare * GROUP if i == 0 else 0)
     left = made[i][2]
-    assert told['rollout/tokens_carried'] == left.draft.mask.sum()
+    assert told['rollout/tokens_carried'] == left.completions.mask.sum()
     if i + 1 < len(made):
       problem, x, rest, _ = made[i + 1]
-      later = said(problem, x) | said(rest.problem, rest.draft)
-      for row, tokens in said(left.problem, left.draft).items():
+      later = said(problem, x) | said(rest.problem, rest.completions)
+      for row, tokens in said(left.problem, left.completions).items():
         assert later[row][: len(tokens)] == tokens
 
 
@@ -256,7 +264,7 @@ def test_a_log_probability_is_of_the_version_that_drew_the_token():
 @pytest.mark.slow
 def test_where_nothing_is_carried_it_is_what_it_was_without():
   """Of no spare groups, to the bit."""
-  nobody = partial_rollout.begin(policy(), tiny.problem(GROUPS), GROUP, 0)
+  nobody = partial_rollout.allocate(policy(), tiny.problem(GROUPS), GROUP, 0)
   actor = base.Version(params(0), jnp.int32(3))
   given = (actor, nobody, asked(0), keys(0))
   problem, x, rest, _ = acts(1)(*given)

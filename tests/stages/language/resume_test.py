@@ -25,21 +25,28 @@ from tests.stages.language.generate_test import (
 
 
 @functools.cache
-def resume(begun=B, go_on=jnp.any, **settings):
-  policy = language_model.policy(CONFIG, length=T, stop=STOP, **settings)
+def resume(num_started=B, should_continue=jnp.any, **settings):
+  policy = language_model.policy(
+    CONFIG, response_length=T, stop=STOP, **settings
+  )
   return jax.jit(
-    functools.partial(policy.resume, group_size=GROUP, begun=begun, go_on=go_on)
+    functools.partial(
+      policy.resume,
+      group_size=GROUP,
+      num_started=num_started,
+      should_continue=should_continue,
+    )
   )
 
 
-def draft_of(x: base.Experience) -> base.Draft:
-  return base.Draft(x.action, x.logp, x.mask, x.truncated > 0)
+def draft_of(x: base.Experience) -> base.Completions:
+  return base.Completions(x.action, x.logp, x.mask, x.truncated > 0)
 
 
-def cut(x: base.Experience, length_B) -> base.Draft:
+def cut(x: base.Experience, length_B) -> base.Completions:
   """What there was of `x` when rows had so many tokens."""
   kept_BT = x.mask * (np.arange(T)[None] < length_B[:, None])
-  return base.Draft(
+  return base.Completions(
     jnp.where(kept_BT > 0, x.action, 0),
     x.logp * kept_BT,
     kept_BT,
@@ -47,7 +54,7 @@ def cut(x: base.Experience, length_B) -> base.Draft:
   )
 
 
-def same(got: base.Draft, want: base.Experience):
+def same(got: base.Completions, want: base.Experience):
   alike(
     base.Experience(None, *got[:3], got.alive.astype(jnp.float32)),
     want._replace(obs=None),
@@ -67,7 +74,7 @@ def test_interrupted_rows_are_uninterrupted_ones(settings, padding):
 
 
 def test_going_on_from_nothing_is_beginning():
-  draft = generate.blank(CONFIG, B, T)
+  draft = generate.empty_completions(CONFIG, B, T)
   same(
     resume()(params(), prompts(), keys(), draft),
     act()(params(), prompts(), keys()),
@@ -77,15 +84,18 @@ def test_going_on_from_nothing_is_beginning():
 def test_rows_that_began_before_and_rows_that_begin_go_on_together():
   want = act()(params(), prompts(), keys())
   draft = cut(want, np.where(np.arange(B) < GROUP, 3, 0))
-  same(resume(begun=GROUP)(params(), prompts(), keys(), draft), want)
+  same(resume(num_started=GROUP)(params(), prompts(), keys(), draft), want)
 
 
 def test_rows_wait_when_enough_have_ended():
   want = act()(params(), prompts(), keys())
   at = sorted(want.mask.sum(1).tolist())[1]
   assert at < T
-  until_two = resume(begun=0, go_on=lambda open_B: open_B.sum() > B - 2)
-  draft = until_two(params(), prompts(), keys(), generate.blank(CONFIG, B, T))
+  until_two = resume(
+    num_started=0, should_continue=lambda open_B: open_B.sum() > B - 2
+  )
+  empty = generate.empty_completions(CONFIG, B, T)
+  draft = until_two(params(), prompts(), keys(), empty)
   # Every row as far as the second that ended went, and no further.
   np.testing.assert_array_equal(
     draft.mask.sum(1), np.minimum(want.mask.sum(1), at)

@@ -9,7 +9,7 @@ from stages.tasks import arithmetic
 def tokenizer(tmp_path_factory):
   folder = tmp_path_factory.mktemp('tokenizer')
   texts = [*arithmetic.corpus(200), *['the cat and the hat'] * 9]
-  return tokens.train(folder, texts, 80)
+  return tokens.train_tokenizer(folder, texts, 80)
 
 
 def pieces(tokenizer, string):
@@ -17,8 +17,8 @@ def pieces(tokenizer, string):
 
 
 def test_what_is_read_back_is_the_tokenizer_that_was_trained(tmp_path):
-  made = tokens.train(tmp_path, arithmetic.corpus(200), 80)
-  again = tokens.load(str(tmp_path))
+  made = tokens.train_tokenizer(tmp_path, arithmetic.corpus(200), 80)
+  again = tokens.load_tokenizer(str(tmp_path))
   assert again.get_vocab() == made.get_vocab()
   assert again.eos_token_id == again.pad_token_id == made.eos_token_id
   for string in arithmetic.corpus(20):
@@ -27,7 +27,7 @@ def test_what_is_read_back_is_the_tokenizer_that_was_trained(tmp_path):
 
 def test_texts_survive_the_round_trip(tokenizer):
   texts = [*arithmetic.corpus(300), 'the hat', 'cat and 12']
-  for make in tokens.prompts, tokens.completions:
+  for make in tokens.encode_prompts, tokens.encode_completions:
     made = make(tokenizer, texts, 120)
     assert tokens.decode(tokenizer, *made) == texts
 
@@ -40,16 +40,16 @@ def test_every_digit_is_a_token_and_words_are_merged(tokenizer):
 def test_the_vocabulary_is_no_larger_than_asked(tmp_path):
   texts = ['some words, and other words, and more words'] * 9
   for size in 20, 30:
-    assert len(tokens.train(tmp_path, texts, size)) == size
+    assert len(tokens.train_tokenizer(tmp_path, texts, size)) == size
 
 
 def test_what_a_tokenizer_cannot_spell_is_refused(tokenizer):
   with pytest.raises(ValueError, match=r"'12 plus Ω=' has \[.*'Ω'\]"):
-    tokens.prompts(tokenizer, ['12+3=', '12 plus Ω='], 9)
+    tokens.encode_prompts(tokenizer, ['12+3=', '12 plus Ω='], 9)
 
 
 def test_prompts_are_padded_on_the_left(tokenizer):
-  token, mask = tokens.prompts(tokenizer, ['12+345=', '7+8='], 9)
+  token, mask = tokens.encode_prompts(tokenizer, ['12+345=', '7+8='], 9)
   ids = [tokenizer('12+345=')['input_ids'], tokenizer('7+8=')['input_ids']]
   np.testing.assert_array_equal(token[0, 2:], ids[0])
   np.testing.assert_array_equal(token[1, 5:], ids[1])
@@ -58,7 +58,7 @@ def test_prompts_are_padded_on_the_left(tokenizer):
 
 
 def test_completions_end_and_are_padded_on_the_right(tokenizer):
-  action, mask = tokens.completions(tokenizer, ['405', ''], 6)
+  action, mask = tokens.encode_completions(tokenizer, ['405', ''], 6)
   end = tokenizer.eos_token_id
   np.testing.assert_array_equal(
     action[0, :4], [*tokenizer('405')['input_ids'], end]
@@ -69,35 +69,35 @@ def test_completions_end_and_are_padded_on_the_right(tokenizer):
 
 
 def test_padding_is_not_read(tokenizer):
-  action, mask = tokens.completions(tokenizer, ['12', '345'], 8)
+  action, mask = tokens.encode_completions(tokenizer, ['12', '345'], 8)
   junk = np.where(mask > 0, action, tokenizer('9')['input_ids'][0])
   assert tokens.decode(tokenizer, junk, mask) == ['12', '345']
   assert tokens.decode(tokenizer, junk, 0 * mask) == ['', '']
 
 
 def test_a_prompt_that_is_too_long_is_a_sentence(tokenizer):
-  tokens.prompts(tokenizer, ['12+345='], 7)
+  tokens.encode_prompts(tokenizer, ['12+345='], 7)
   with pytest.raises(
     ValueError,
     match=r"The prompt '12\+345=' has 7 tokens and the limit is 6: raise",
   ):
-    tokens.prompts(tokenizer, ['1+2=', '12+345='], 6)
+    tokens.encode_prompts(tokenizer, ['1+2=', '12+345='], 6)
   with pytest.raises(ValueError, match="The prompt '' has 0 tokens"):
-    tokens.prompts(tokenizer, [''], 6)
+    tokens.encode_prompts(tokenizer, [''], 6)
 
 
 def test_an_example_that_is_too_long_is_a_sentence(tokenizer):
-  tokens.completions(tokenizer, ['12345'], 6)
+  tokens.encode_completions(tokenizer, ['12345'], 6)
   with pytest.raises(
     ValueError, match="The example '12345' has 6 tokens and the limit is 5"
   ):
-    tokens.completions(tokenizer, ['1', '12345'], 5)
+    tokens.encode_completions(tokenizer, ['1', '12345'], 5)
 
 
 def test_no_tokenizer_is_a_sentence(tmp_path):
   with pytest.raises(ValueError, match='There is no checkpoint at .*nowhere'):
-    tokens.load(str(tmp_path / 'nowhere'))
+    tokens.load_tokenizer(str(tmp_path / 'nowhere'))
   with pytest.raises(ValueError, match='There is no checkpoint at some/model'):
-    tokens.load('some/model')
+    tokens.load_tokenizer('some/model')
   with pytest.raises(ValueError, match='holds no tokenizer .*tokenizer.json'):
-    tokens.load(str(tmp_path))
+    tokens.load_tokenizer(str(tmp_path))

@@ -35,8 +35,8 @@ def case(request, tmp_path_factory):
   folder = tmp_path_factory.mktemp('model')
   reference = torch_reference.model(request.param)
   reference.save_pretrained(folder)
-  config = qwen.read_config(folder)
-  return Case(reference, folder, config, qwen.read(folder, config))
+  config = qwen.load_config(folder)
+  return Case(reference, folder, config, qwen.load_params(folder, config))
 
 
 def prompts(config, lengths, padding='left', seed=0):
@@ -105,7 +105,7 @@ def test_cached_decoding_sees_the_logits_of_transformers(case, monkeypatch):
     return shape(logit_BTV, sampling)
 
   monkeypatch.setattr(sample, 'shape', spy)
-  policy = language_model.policy(case.config, length=STEPS)
+  policy = language_model.policy(case.config, response_length=STEPS)
   group_size, lengths = 3, [9, 1, 5]
   act = jax.jit(
     lambda prompt, key_B: policy.act(
@@ -152,7 +152,9 @@ def test_greedy_generation_is_that_of_transformers(case):
     if 0 < (endless[:, :-1] == token).any(1).sum() < 5
     and (endless == token).any(1).sum() < 5
   )
-  policy = language_model.policy(case.config, length=STEPS, stop=(stop,))
+  policy = language_model.policy(
+    case.config, response_length=STEPS, stop=(stop,)
+  )
   act = jax.jit(functools.partial(policy.act, greedy=True))
   x = act(case.params, prompt, keys(5))
   np.testing.assert_array_equal(x.action, want([stop]))
@@ -171,7 +173,7 @@ def test_log_probabilities_of_given_completions_are_those_of_torch(case):
       case.torch, prompt, torch.tensor(action), torch.ones(B, T), heat
     ).numpy()
   policy = language_model.policy(
-    case.config, length=T, sampling=sample.Sampling(temperature=heat)
+    case.config, response_length=T, sampling=sample.Sampling(temperature=heat)
   )
   evaluate = jax.jit(
     lambda prompt: policy.evaluate(
@@ -224,7 +226,7 @@ def noise(params, size, seed):
 
 def as_torch(case, params, folder):
   """The model of `case` with our parameters, by way of a file."""
-  weights.write(folder, params, qwen.NAMES)
+  weights.save(folder, params, qwen.NAMES)
   (folder / 'config.json').write_bytes(
     (case.folder / 'config.json').read_bytes()
   )
@@ -233,7 +235,7 @@ def as_torch(case, params, folder):
 
 def compare_gradients(ours, model, folder):
   """Each tensor's gradient, by its Hugging Face name."""
-  weights.write(folder, ours, qwen.NAMES)
+  weights.save(folder, ours, qwen.NAMES)
   got = st.load_file(folder / weights.SINGLE)
   want = {name: x.grad for name, x in model.named_parameters()}
   assert got.keys() == want.keys()
@@ -263,7 +265,7 @@ def test_grpo_gradient_is_that_of_torch(case, tmp_path):
   grpo = workflows.grpo(
     language_model.policy(
       case.config,
-      length=T,
+      response_length=T,
       stop=stop,
       sampling=sampling,
       init=lambda key: case.params,

@@ -15,7 +15,14 @@ import torch_reference
 
 torch = torch_reference.torch
 SMALL = transformer.Config(
-  V=23, D=12, L=2, H=2, K=1, W=6, F=17, rope=rope.Rope(base=1e4, original=99)
+  V=23,
+  D=12,
+  L=2,
+  H=2,
+  K=1,
+  W=6,
+  F=17,
+  rope=rope.RopeConfig(theta=1e4, original_context=99),
 )
 ROPES = [
   {'rope_type': 'default'},
@@ -58,7 +65,7 @@ def test_frequencies_are_those_of_transformers(settings, width, base, tmp_path):
     head_dim=width, max_position_embeddings=4096, rope_parameters=parameters
   )
   config.save_pretrained(tmp_path)
-  got, scale = rope.frequencies(qwen.read_config(tmp_path).rope, width)
+  got, scale = rope.frequencies(qwen.load_config(tmp_path).rope, width)
   want = modeling_qwen2.Qwen2RotaryEmbedding(config)
   np.testing.assert_allclose(got, want.inv_freq, rtol=1e-6)
   assert scale == pytest.approx(want.attention_scaling, rel=1e-12)
@@ -66,7 +73,7 @@ def test_frequencies_are_those_of_transformers(settings, width, base, tmp_path):
 
 def test_an_unknown_rope_is_refused():
   with pytest.raises(ValueError, match="Rope kind 'curly' is not one of"):
-    rope.frequencies(rope.Rope(kind='curly'), 8)
+    rope.frequencies(rope.RopeConfig(kind='curly'), 8)
 
 
 # As Qwen wrote it, long before `rope_parameters`.
@@ -104,22 +111,24 @@ def test_a_published_configuration_is_understood(tmp_path):
     K=2,
     W=64,
     F=4864,
-    rope=rope.Rope(base=1e6, original=32768),
-    tied=True,
+    rope=rope.RopeConfig(theta=1e6, original_context=32768),
+    tie_embeddings=True,
     dtype='bfloat16',
   )
-  assert qwen.read_config(write(tmp_path, **PUBLISHED)) == want
+  assert qwen.load_config(write(tmp_path, **PUBLISHED)) == want
   longer = {
     'factor': 4.0,
     'original_max_position_embeddings': 32768,
     'type': 'yarn',
   }
   write(tmp_path, **PUBLISHED, rope_scaling=longer)
-  assert qwen.read_config(
+  assert qwen.load_config(
     tmp_path, dtype='float32', remat='nothing_saveable'
   ) == dataclasses.replace(
     want,
-    rope=rope.Rope(base=1e6, kind='yarn', factor=4.0, original=32768),
+    rope=rope.RopeConfig(
+      theta=1e6, kind='yarn', factor=4.0, original_context=32768
+    ),
     dtype='float32',
     remat='nothing_saveable',
   )
@@ -149,27 +158,27 @@ REFUSED = {
 def test_a_model_that_would_be_another_is_refused(words, tmp_path):
   write(tmp_path, **PUBLISHED | REFUSED[words])
   with pytest.raises(weights.CheckpointError, match=words):
-    qwen.read_config(tmp_path)
+    qwen.load_config(tmp_path)
 
 
 def test_no_checkpoint_is_a_sentence(tmp_path):
   with pytest.raises(
     weights.CheckpointError, match='There is no checkpoint at'
   ):
-    qwen.read_config(tmp_path / 'nowhere')
+    qwen.load_config(tmp_path / 'nowhere')
   with pytest.raises(
     weights.CheckpointError, match='There is no checkpoint at'
   ):
-    qwen.policy(str(tmp_path), length=3)
+    qwen.policy(str(tmp_path), response_length=3)
 
 
 def test_a_broken_configuration_is_a_sentence(tmp_path):
   (tmp_path / 'config.json').write_text('{"model_type": "qwen2",')
   with pytest.raises(weights.CheckpointError, match='is not JSON .*again'):
-    qwen.read_config(tmp_path)
+    qwen.load_config(tmp_path)
   (tmp_path / 'config.json').write_text('["qwen2"]')
   with pytest.raises(weights.CheckpointError, match='model of type None'):
-    qwen.read_config(tmp_path)
+    qwen.load_config(tmp_path)
 
 
 def test_what_ends_a_text_is_read_from_either_file(tmp_path):
@@ -188,20 +197,22 @@ def test_what_ends_a_text_is_read_from_either_file(tmp_path):
 def make(folder, config=SMALL, seed=0):
   """A checkpoint that starts here, as the warm start does."""
   folder.mkdir()
-  qwen.write_config(folder, config, eos_token_id=3)
-  params = language_model.policy(config, length=1).init(jax.random.key(seed))
-  weights.write(folder, params, qwen.NAMES)
+  qwen.save_config(folder, config, eos_token_id=3)
+  params = language_model.policy(config, response_length=1).init(
+    jax.random.key(seed)
+  )
+  weights.save(folder, params, qwen.NAMES)
   return params
 
 
 @pytest.mark.parametrize('tied', [True, False])
 def test_a_model_made_here_is_one_of_transformers(tied, tmp_path):
-  config = dataclasses.replace(SMALL, tied=tied, epsilon=1e-5)
+  config = dataclasses.replace(SMALL, tie_embeddings=tied, norm_epsilon=1e-5)
   params = make(tmp_path / 'model', config)
-  again = qwen.read_config(tmp_path / 'model')
+  again = qwen.load_config(tmp_path / 'model')
   # How far the default rope reaches is no part of it.
   assert dataclasses.replace(again, rope=config.rope) == config
-  assert (again.rope.kind, again.rope.base) == ('default', 1e4)
+  assert (again.rope.kind, again.rope.theta) == ('default', 1e4)
   token = np.random.default_rng(0).integers(0, config.V, (2, 7))
   got = transformer.Transformer(config).apply(
     {'params': params}, token, np.ones_like(token)
@@ -217,9 +228,11 @@ def test_a_model_made_here_is_one_of_transformers(tied, tmp_path):
 
 
 def test_a_rope_that_would_be_lost_is_not_written(tmp_path):
-  config = dataclasses.replace(SMALL, rope=rope.Rope(kind='linear', factor=2))
+  config = dataclasses.replace(
+    SMALL, rope=rope.RopeConfig(kind='linear', factor=2)
+  )
   with pytest.raises(ValueError, match='has the default rope and biases'):
-    qwen.write_config(tmp_path, config)
+    qwen.save_config(tmp_path, config)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -239,11 +252,11 @@ def test_what_is_exported_transformers_reads(dtype, stored, tmp_path):
     'model.safetensors',
     'tokenizer.json',
   ]
-  config = qwen.read_config(tmp_path / 'model')
+  config = qwen.load_config(tmp_path / 'model')
   assert config.dtype == dtype
   jax.tree.map(
     np.testing.assert_array_equal,
-    qwen.read(tmp_path / 'model', config),
+    qwen.load_params(tmp_path / 'model', config),
     jax.tree.map(lambda x: x.astype(dtype).astype('float32'), trained),
   )
   model = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / 'model')
@@ -255,7 +268,9 @@ def test_a_model_may_replace_the_one_it_came_from(tmp_path):
   params = make(folder)
   trained = jax.tree.map(lambda x: 2 * x, params)
   qwen.export(folder, trained, folder)
-  jax.tree.map(np.testing.assert_array_equal, qwen.read(folder, SMALL), trained)
+  jax.tree.map(
+    np.testing.assert_array_equal, qwen.load_params(folder, SMALL), trained
+  )
   assert [path.name for path in tmp_path.iterdir()] == ['model']
 
 
@@ -272,7 +287,9 @@ def test_a_disk_that_fills_up_costs_no_model(tmp_path, monkeypatch):
     patch.setattr(weights, 'write', fill)
     with pytest.raises(OSError, match='No space left'):
       qwen.export(folder, params, folder)
-  jax.tree.map(np.testing.assert_array_equal, qwen.read(folder, SMALL), params)
+  jax.tree.map(
+    np.testing.assert_array_equal, qwen.load_params(folder, SMALL), params
+  )
   qwen.export(folder, params, folder)
   assert [path.name for path in tmp_path.iterdir()] == ['model']
 
@@ -280,7 +297,7 @@ def test_a_disk_that_fills_up_costs_no_model(tmp_path, monkeypatch):
 def test_the_shapes_of_a_policy_are_known_without_its_tensors(tmp_path):
   params = make(tmp_path / 'model')
   (tmp_path / 'model' / weights.SINGLE).unlink()
-  policy = qwen.policy(str(tmp_path / 'model'), length=3)
+  policy = qwen.policy(str(tmp_path / 'model'), response_length=3)
   like = jax.eval_shape(policy.init, jax.random.key(0))
   assert jax.tree.map(lambda x: (x.shape, x.dtype), like) == jax.tree.map(
     lambda x: (x.shape, x.dtype), params
@@ -289,7 +306,7 @@ def test_the_shapes_of_a_policy_are_known_without_its_tensors(tmp_path):
 
 def test_a_policy_begins_with_its_checkpoint(tmp_path):
   params = make(tmp_path / 'model', seed=4)
-  policy = qwen.policy(str(tmp_path / 'model'), length=9)
+  policy = qwen.policy(str(tmp_path / 'model'), response_length=9)
   jax.tree.map(
     np.testing.assert_array_equal, policy.init(jax.random.key(0)), params
   )

@@ -32,7 +32,7 @@ def save(folder, case=CASE, dtype=torch.float32, **settings):
 
 
 def read(folder):
-  return qwen.read(folder, qwen.read_config(folder))
+  return qwen.load_params(folder, qwen.load_config(folder))
 
 
 def equal(got, want):
@@ -67,7 +67,7 @@ def ours(state, config):
       'before_feedforward_D': stack('post_attention_layernorm.weight'),
     },
   }
-  if not config.tied:
+  if not config.tie_embeddings:
     params['unembed_DV'] = x['lm_head.weight'].T
   return params
 
@@ -80,7 +80,7 @@ def test_one_file_and_many_read_bit_for_bit(case, dtype, tmp_path):
   save(tmp_path / 'many', case, stored, max_shard_size='5KB')
   assert len(list((tmp_path / 'one').glob('*.safetensors'))) == 1
   assert len(list((tmp_path / 'many').glob('*.safetensors'))) > 3
-  config = qwen.read_config(tmp_path / 'one')
+  config = qwen.load_config(tmp_path / 'one')
   assert config.dtype == dtype
   for folder in 'one', 'many':
     got = read(tmp_path / folder)
@@ -97,7 +97,7 @@ def test_written_files_hold_the_tensors_that_were_read(
 ):
   state = save(tmp_path / 'theirs', case, getattr(torch, dtype))
   folder = tmp_path / 'ours'
-  weights.write(
+  weights.save(
     folder,
     read(tmp_path / 'theirs'),
     qwen.NAMES,
@@ -139,7 +139,9 @@ def test_tensors_are_those_of_the_file_in_whichever_library(tmp_path):
   params = read(tmp_path)
   want = st.load_file(tmp_path / weights.SINGLE)
   for convert in (np.asarray, torch.from_dlpack):
-    got = dict(weights.tensors(jax.tree.map(convert, params), qwen.NAMES))
+    got = dict(
+      weights.checkpoint_tensors(jax.tree.map(convert, params), qwen.NAMES)
+    )
     assert got.keys() == want.keys()
     for name, tensor in want.items():
       np.testing.assert_array_equal(got[name], tensor, err_msg=name)
@@ -148,8 +150,8 @@ def test_tensors_are_those_of_the_file_in_whichever_library(tmp_path):
 def test_one_file_replaces_many(tmp_path):
   save(tmp_path)
   params = read(tmp_path)
-  weights.write(tmp_path, params, qwen.NAMES, shard_bytes=5000)
-  weights.write(tmp_path, jax.tree.map(jnp.zeros_like, params), qwen.NAMES)
+  weights.save(tmp_path, params, qwen.NAMES, shard_bytes=5000)
+  weights.save(tmp_path, jax.tree.map(jnp.zeros_like, params), qwen.NAMES)
   assert not any(x.any() for x in jax.tree.leaves(read(tmp_path)))
 
 
@@ -315,7 +317,7 @@ def test_a_broken_index_is_refused(index, tmp_path):
 def test_the_index_says_where_and_how_much(tmp_path):
   save(tmp_path / 'theirs')
   params = read(tmp_path / 'theirs')
-  weights.write(tmp_path, params, qwen.NAMES, shard_bytes=5000)
+  weights.save(tmp_path, params, qwen.NAMES, shard_bytes=5000)
   index = json.loads((tmp_path / weights.INDEX).read_text())
   assert set(index['weight_map'].values()) == {
     file.name for file in tmp_path.glob('*.safetensors')

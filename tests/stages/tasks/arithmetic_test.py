@@ -15,17 +15,25 @@ DIGITS = arithmetic.Digits(1, 4)
 @pytest.fixture(scope='module')
 def checkpoint(tmp_path_factory):
   folder = tmp_path_factory.mktemp('tokenizer')
-  tokens.train(folder, arithmetic.corpus(), 64)
+  tokens.train_tokenizer(folder, arithmetic.corpus(), 64)
   return str(folder)
 
 
 def problems(checkpoint, **settings):
-  settings = {'rows': 32, 'prompt_length': 10, 'digits': DIGITS} | settings
+  settings = {
+    'batch_size': 32,
+    'prompt_length': 10,
+    'digits': DIGITS,
+  } | settings
   return arithmetic.problems(checkpoint, **settings)
 
 
 def examples(checkpoint, **settings):
-  settings = {'rows': 32, 'prompt_length': 10, 'length': 48} | settings
+  settings = {
+    'batch_size': 32,
+    'prompt_length': 10,
+    'response_length': 48,
+  } | settings
   return arithmetic.examples(checkpoint, digits=DIGITS, **settings)
 
 
@@ -49,10 +57,10 @@ def equal(got, want):
 
 
 def test_a_worked_answer_by_hand():
-  assert arithmetic.worked(347, 58) == '7+8=15,4+5+1=10,3+1=4;405'
-  assert arithmetic.worked(58, 347) == '8+7=15,5+4+1=10,3+1=4;405'
-  assert arithmetic.worked(5, 999) == '5+9=14,9+1=10,9+1=10;1004'
-  assert arithmetic.worked(20, 30) == '0+0=0,2+3=5;50'
+  assert arithmetic.worked_answer(347, 58) == '7+8=15,4+5+1=10,3+1=4;405'
+  assert arithmetic.worked_answer(58, 347) == '8+7=15,5+4+1=10,3+1=4;405'
+  assert arithmetic.worked_answer(5, 999) == '5+9=14,9+1=10,9+1=10;1004'
+  assert arithmetic.worked_answer(20, 30) == '0+0=0,2+3=5;50'
 
 
 def test_worked_answers_are_right():
@@ -62,7 +70,7 @@ def test_worked_answers_are_right():
     *rng.integers(10**5, size=(3000, 2)).tolist(),
   ]
   for a, b in pairs:
-    work, answer = arithmetic.worked(a, b).split(';')
+    work, answer = arithmetic.worked_answer(a, b).split(';')
     assert int(answer) == a + b
     carry, said, operands = 0, 0, 0
     for i, column in enumerate(work.split(',')):
@@ -140,10 +148,10 @@ def test_answers_are_the_sums_of_what_is_asked(checkpoint):
 
 def test_examples_are_worked_answers_that_end(checkpoint):
   source = examples(checkpoint)
-  end = tokens.load(checkpoint).eos_token_id
+  end = tokens.load_tokenizer(checkpoint).eos_token_id
   for batch in run(source, 5):
     assert source.text(batch.action, batch.mask) == [
-      arithmetic.worked(a, b) for a, b in asked(source, batch.prompt)
+      arithmetic.worked_answer(a, b) for a, b in asked(source, batch.prompt)
     ]
     last = batch.mask.sum(1).astype(int) - 1
     assert (batch.action[np.arange(len(last)), last] == end).all()
@@ -192,14 +200,14 @@ def test_batches_and_seeds_differ(checkpoint):
 
 
 def test_a_template_is_what_is_asked(checkpoint):
-  source = problems(checkpoint, template='{b}+{a};', rows=4)
+  source = problems(checkpoint, template='{b}+{a};', batch_size=4)
   batch = next(run(source, 1))
   for said, answer in zip(
     source.text(*batch.prompt), batch.answer, strict=True
   ):
     b, a = re.fullmatch(r'(\d+)\+(\d+);', said).groups()
     assert int(a) + int(b) == answer
-  plain = next(run(problems(checkpoint, rows=4), 1))
+  plain = next(run(problems(checkpoint, batch_size=4), 1))
   equal(batch.answer, plain.answer)
 
 
@@ -220,7 +228,9 @@ SAID = {
 @pytest.mark.parametrize('said, right', SAID.items())
 def test_the_last_number_is_judged(said, right, checkpoint):
   verify = arithmetic.verify(checkpoint)
-  rows = tokens.completions(tokens.load(checkpoint), [said], 30)
+  rows = tokens.encode_completions(
+    tokens.load_tokenizer(checkpoint), [said], 30
+  )
   verdict = verify(np.array([405], np.int32), *rows)
   assert verdict.reward == verdict.correct == right
   assert verdict.reward.dtype == np.float32
@@ -228,8 +238,8 @@ def test_the_last_number_is_judged(said, right, checkpoint):
 
 def test_each_row_is_judged_by_its_own_answer(checkpoint):
   verify = arithmetic.verify(checkpoint)
-  action, mask = tokens.completions(
-    tokens.load(checkpoint), ['12', '12', '34', '34'], 5
+  action, mask = tokens.encode_completions(
+    tokens.load_tokenizer(checkpoint), ['12', '12', '34', '34'], 5
   )
   mask[3, 1:] = 0  # Only the 3 was drawn.
   verdict = verify(np.array([12, 34, 34, 34], np.int32), action, mask)

@@ -426,7 +426,9 @@ def test_the_explained_share_of_a_variance_is_numpys():
   rng = np.random.default_rng(0)
   value, return_ = rng.normal(size=(2, 60)).astype(np.float32)
   return_ += value
-  parts = [metrics.explained(value[i::3], return_[i::3]) for i in range(3)]
+  parts = [
+    metrics.explained_variance(value[i::3], return_[i::3]) for i in range(3)
+  ]
   merged = functools.reduce(metrics.merge, parts)
   want = 1 - np.var(return_ - value) / np.var(return_)
   np.testing.assert_allclose(merged.value()[''], want, rtol=1e-5)

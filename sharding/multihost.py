@@ -34,7 +34,7 @@ def put(x, layout: jax.sharding.Sharding, may_alias: bool | None = None):
   )
 
 
-def whole(x: jax.Array) -> jax.Array:
+def gather(x: jax.Array) -> jax.Array:
   """All of `x` on one device of this process.
 
   Every process that holds a part of it has to call this.
