@@ -52,8 +52,8 @@ def read_plan(
 
   Args:
     plan: a plan as `planner.ir.plan.parse` reads it; or a file of such JSON or
-      of the JSON that --plan_json writes; or None to run every stage on the first
-      device; or 'auto'.
+      of the JSON that --plan_json writes; or None to run every stage on the
+      first device; or 'auto'.
     flows: of a step and of an evaluation.
 
   Returns:
