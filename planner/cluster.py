@@ -1,7 +1,7 @@
 """Devices and the links between them, as numbers.
 
-Plain data: no JAX, JSON in, JSON out. `gin_configs/clusters` says where each
-number comes from.
+Plain data: no JAX, JSON in, JSON out. The files in `gin_configs/clusters` say
+where each number comes from.
 """
 
 from collections.abc import Mapping
@@ -14,148 +14,153 @@ class Device:
   """An accelerator, or a share of a processor that is used as one.
 
   Attributes:
-    name: what people call it.
-    flops: operations per second of dense matrix products at most, by type of
-      the operands.
-    vector: operations per second of all other arithmetic at most.
-    memory: bytes.
-    bandwidth: bytes per second to and from its memory.
-    host: bytes per second to and from its host's memory.
-    launch: seconds until a call of a compiled function begins.
-    kernel: seconds from a kernel's end to the next one's beginning.
+    name: a name for people.
+    matmul_flops: peak operations per second of dense matrix products, by type
+      of the operands.
+    vector_flops: peak operations per second of all other arithmetic.
+    memory_bytes: size of the device's memory.
+    memory_bandwidth: bytes per second to and from the device's memory.
+    host_bandwidth: bytes per second to and from the host's memory.
+    launch_seconds: time until a call of a compiled function starts.
+    kernel_gap_seconds: time between the end of a kernel and the start of the
+      next.
   """
 
   name: str
-  flops: Mapping[str, float]
-  vector: float
-  memory: float
-  bandwidth: float
-  host: float
-  launch: float = 0.0
-  kernel: float = 0.0
+  matmul_flops: Mapping[str, float]
+  vector_flops: float
+  memory_bytes: float
+  memory_bandwidth: float
+  host_bandwidth: float
+  launch_seconds: float = 0.0
+  kernel_gap_seconds: float = 0.0
 
   def __post_init__(self):
-    rates = {**self.flops, **{k: getattr(self, k) for k in RATES}}
+    rates = {**self.matmul_flops, **{k: getattr(self, k) for k in RATES}}
     wrong = [name for name, rate in rates.items() if not rate > 0]
-    if wrong or not self.flops:
+    if wrong or not self.matmul_flops:
       raise ValueError(
-        f'A device does more than nothing in a second: {self.name} has '
-        f'{wrong or "flops"} of {[rates[name] for name in wrong]}.'
+        f'The rates of a device must be positive: {self.name} has '
+        f'{wrong or "matmul_flops"} of {[rates[name] for name in wrong]}.'
       )
 
   def peak(self, dtype: str) -> float:
-    """Operations per second of products of this type.
+    """Returns the operations per second of matrix products of a type.
 
-    A type that is not named goes at the speed of the slowest that is.
+    A type that is not listed is as slow as the slowest listed type.
     """
-    return self.flops.get(dtype, min(self.flops.values()))
+    return self.matmul_flops.get(dtype, min(self.matmul_flops.values()))
 
 
-RATES = ('vector', 'memory', 'bandwidth', 'host')
+RATES = ('vector_flops', 'memory_bytes', 'memory_bandwidth', 'host_bandwidth')
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-  """What connects two devices.
+  """The connection between two devices.
 
   Attributes:
-    latency: seconds until the first byte arrives.
+    latency_seconds: time until the first byte arrives.
     bandwidth: bytes per second that a device sends while it receives as many.
   """
 
-  latency: float
+  latency_seconds: float
   bandwidth: float
 
   def seconds(self, size: float, messages: float = 1.0) -> float:
-    """Of so many bytes, in so many messages one after the other."""
-    return messages * self.latency + size / self.bandwidth
+    """Returns the time of `size` bytes in consecutive messages."""
+    return messages * self.latency_seconds + size / self.bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-  """Devices of one kind.
+  """Devices of one kind, grouped in nodes.
 
   Attributes:
-    device: each of them.
-    devices: how many.
-    node: how many are on a node; devices n · node to (n + 1) · node - 1 are.
-    within: the links of a node.
-    between: the links of devices on different nodes.
-    reserve: share of each device's memory that plans leave alone, for what the
-      compiler and the runtime need besides.
-    cores: of the processor that all devices are shares of, as many as they can
-      keep busy; None where each is a processor of its own.
-    crowded: how many times as long a call takes while every core has one, as
-      where only its own has: they share memory, caches, or arithmetic units.
+    device: each of the devices.
+    num_devices: number of devices.
+    devices_per_node: node n has the devices from n · devices_per_node to
+      (n + 1) · devices_per_node - 1.
+    intra_node: the links within a node.
+    inter_node: the links between devices on different nodes.
+    memory_reserve: fraction of each device's memory that plans leave free for
+      the compiler and the runtime.
+    shared_cores: cores of the processor that all devices are shares of, as many
+      as the devices can keep busy; None where each device is a processor.
+    contention: how many times as long a call takes when every shared core is
+      busy as when only its own core is: cores share memory bandwidth, caches
+      and arithmetic units.
   """
 
   device: Device
-  devices: int
-  node: int
-  within: Link
-  between: Link
-  reserve: float = 0.1
-  cores: int | None = None
-  crowded: float = 1.0
+  num_devices: int
+  devices_per_node: int
+  intra_node: Link
+  inter_node: Link
+  memory_reserve: float = 0.1
+  shared_cores: int | None = None
+  contention: float = 1.0
 
   def __post_init__(self):
-    if self.devices < 1 or self.node < 1:
+    devices, per_node = self.num_devices, self.devices_per_node
+    if devices < 1 or per_node < 1:
       raise ValueError(
-        f'A cluster of {self.devices} devices, {self.node} to a node: it needs '
+        f'A cluster of {devices} devices, {per_node} to a node: it needs '
         'at least one of each.'
       )
-    if self.devices > self.node and self.devices % self.node:
+    if devices > per_node and devices % per_node:
       raise ValueError(
-        f'{self.devices} devices are no whole number of nodes of {self.node}: '
+        f'{devices} devices are no whole number of nodes of {per_node}: '
         'change one of them.'
       )
-    if not 0 <= self.reserve < 1:
+    if not 0 <= self.memory_reserve < 1:
       raise ValueError(
-        f'A reserve of {self.reserve} is no share of memory: give 0 or more, '
-        'and less than 1.'
+        f'A memory reserve of {self.memory_reserve} is not a fraction: give 0 '
+        'or more, and less than 1.'
       )
-    if self.cores is not None and self.cores < 1 or self.crowded < 1:
+    cores = self.shared_cores
+    if cores is not None and cores < 1 or self.contention < 1:
       raise ValueError(
-        f'Devices that share {self.cores} cores and take {self.crowded} times '
-        'as long on all of them: give 1 or more of each.'
+        f'Devices that share {cores} cores with a contention of '
+        f'{self.contention}: give 1 or more of each.'
       )
 
   @property
   def capacity(self) -> float:
-    """Bytes of a device that plans may use."""
-    return self.device.memory * (1 - self.reserve)
+    """Returns the bytes of a device that plans may use."""
+    return self.device.memory_bytes * (1 - self.memory_reserve)
 
-  def slowed(self, busy: int, crowded: float | None = None) -> float:
-    """How many times as long a call takes while so many devices are busy.
+  def slowdown(self, busy: int, contention: float | None = None) -> float:
+    """Returns how many times as long a call takes while devices are busy.
 
-    From one busy core to all it rises in a line; what is more than the cores
-    takes turns.
+    The slowdown rises linearly from one busy core to all of them; more busy
+    devices than cores take turns.
 
     Args:
-      busy: devices, that of the call included.
-      crowded: of this call, where that is known.
+      busy: number of busy devices, including those of the call.
+      contention: that of this call, where it was measured.
     """
-    if self.cores is None or busy < 2:
+    if self.shared_cores is None or busy < 2:
       return 1.0
-    crowded = self.crowded if crowded is None else crowded
-    with_others = min(busy, self.cores) - 1
-    rise = (crowded - 1) * with_others / max(self.cores - 1, 1)
-    return (1 + rise) * max(1.0, busy / self.cores)
+    contention = self.contention if contention is None else contention
+    with_others = min(busy, self.shared_cores) - 1
+    rise = (contention - 1) * with_others / max(self.shared_cores - 1, 1)
+    return (1 + rise) * max(1.0, busy / self.shared_cores)
 
   def link(self, devices) -> Link:
-    """The slowest link among some devices."""
-    nodes = {device // self.node for device in devices}
-    return self.within if len(nodes) < 2 else self.between
+    """Returns the slowest link among some devices."""
+    nodes = {device // self.devices_per_node for device in devices}
+    return self.intra_node if len(nodes) < 2 else self.inter_node
 
   def to_json(self) -> str:
     return json.dumps(dataclasses.asdict(self), indent=2)
 
   @classmethod
   def from_json(cls, text: str) -> 'Cluster':
-    """Reads a cluster, and refuses what is not one.
+    """Reads a cluster from JSON.
 
     Raises:
-      ValueError: for a field that clusters do not have, or lack.
+      ValueError: for a field that is unknown or missing.
     """
     plain = json.loads(text)
     for key, kind in PARTS.items():
@@ -164,10 +169,11 @@ class Cluster:
     return _read(cls, plain)
 
 
-PARTS = {'device': Device, 'within': Link, 'between': Link}
+PARTS = {'device': Device, 'intra_node': Link, 'inter_node': Link}
 
 
 def _read(kind, plain):
+  """Builds a dataclass from a dictionary and checks its fields."""
   fields = dataclasses.fields(kind)
   known = [field.name for field in fields]
   needed = {f.name for f in fields if f.default is dataclasses.MISSING}

@@ -12,13 +12,13 @@ import numpy as np
 
 from experiments.modes import published
 from planner.costs import decode
-from planner.costs.measured import Number
-from planner.costs.work import Call, NONE, Work
+from planner.costs.measured import Estimate
+from planner.costs.work import NONE, StageWork, Work
 from planner.ir import graph
 
 HALF, SINGLE = np.dtype('float16'), np.dtype('float32')
-KERNELS = 10  # A layer and a pass. Assumed.
-PROMPT = 256  # Tokens. Assumed: published are 512 and 1,024 at most.
+KERNELS = 10  # A layer and a pass. Assumptions.
+PROMPT = 256  # Tokens. Assumptions: published are 512 and 1,024 at most.
 ENGINE = 0.4  # Of memory, for keys and values. Recipes: 0.3 to 0.65, all told.
 BLOCKS = 4  # In which the steps of an episode are told, instead of one by one.
 
@@ -29,9 +29,9 @@ class Stage:
 
   name: str
   grain: str = 'row'
-  group: int = 1
+  group_size: int = 1
   host: bool = False
-  whole = ()
+  unbatched = ()
 
 
 class Drawn(NamedTuple):
@@ -40,12 +40,12 @@ class Drawn(NamedTuple):
   Attributes:
     flow: of a step.
     works: of its stages.
-    together: stages that share a place whatever the plan.
+    colocated: stages that share a place whatever the plan.
   """
 
   flow: graph.Flow
   works: dict
-  together: tuple[tuple[str, ...], ...]
+  colocated: tuple[tuple[str, ...], ...]
 
 
 class Draft:
@@ -155,13 +155,13 @@ def language(case, rows: int, memory: float) -> Drawn:
   return Drawn(draft.flow(('prompts',), models), works, together)
 
 
-def forward(model, lengths, rows: int, passes: int = 1) -> Call:
+def forward(model, lengths, rows: int, passes: int = 1) -> StageWork:
   """The work of `passes` passes over rows of such lengths."""
   tokens, squares = lengths.mean(), (lengths.astype(float) ** 2).mean()
   attention = 2 * model.L * model.H * model.W * squares  # Causal: half of it.
   flops = passes * (2 * model.active * tokens + attention)
   sums = 2 * model.L * passes
-  return Call(
+  return StageWork(
     Work(
       bytes_moved=passes * 2 * model.parameters,
       kernels=passes * KERNELS * model.L,
@@ -177,17 +177,19 @@ def forward(model, lengths, rows: int, passes: int = 1) -> Call:
   )
 
 
-def update(model) -> Call:
+def update(model) -> StageWork:
   """Reads gradients, moments and master copy, and writes all but the first."""
   n = model.parameters
-  return Call(Work(flops=12 * n, bytes_moved=(4 + 12 + 12 + 2) * n, kernels=20))
+  return StageWork(
+    Work(flops=12 * n, bytes_moved=(4 + 12 + 12 + 2) * n, kernels=20)
+  )
 
 
-def generation(model, lengths, group: int, memory: float) -> decode.Decode:
+def generation(model, lengths, group: int, memory: float) -> decode.DecodeWork:
   """A step reads all parameters, and the keys and values of every token."""
   kept = 4 * model.L * model.K * model.W  # Bytes of a token.
   flops = 2 * model.active
-  step = Call(
+  step = StageWork(
     Work(
       bytes_moved=2 * model.parameters,
       kernels=KERNELS * model.L,
@@ -203,15 +205,15 @@ def generation(model, lengths, group: int, memory: float) -> decode.Decode:
   attention = 4 * model.L * model.H * model.W
   token = Work(flops=attention, matmul={'float16': attention}, bytes_moved=kept)
   prompts = forward(model, np.array([PROMPT]), 0)
-  return decode.Decode(
+  return decode.DecodeWork(
     np.maximum(lengths - PROMPT, 1),
     step,
     token,
     # A prompt is read once a group.
-    dataclasses.replace(prompts, each=prompts.each.times(1 / group)),
+    dataclasses.replace(prompts, per_row=prompts.per_row.times(1 / group)),
     context=PROMPT,
     kept=kept * lengths.mean(),
-    group=group,
+    group_size=group,
     engine=True,
     budget=ENGINE * memory,
   )
@@ -235,7 +237,7 @@ class Steps:
     del flow, node
     each = rows / len(placement.devices)
     spent = self.steps * (self.fixed + self.row * each)
-    return {'steps': Number(spent, 'assumed')}
+    return {'steps': Estimate(spent, 'assumed')}
 
   def bytes(self, flow, node, axes, layout, pieces, rows):
     """Grows with the rows, the paper says; it does not say how fast."""
@@ -272,11 +274,11 @@ def robot(case, rows: int) -> Drawn:
     act = Steps(block, *published.OPENVLA_STEP)
     simulate = Steps(block, *published.MANISKILL_STEP)
   else:
-    act = Call(one.fixed.times(block), one.each.times(block), rows)
+    act = StageWork(one.fixed.times(block), one.per_row.times(block), rows)
     busy = published.LIBERO_CORE_SECONDS / published.CORES
     simulate = Steps(block, 0.0, busy)
   learn = forward(model, tokens, rows, passes=4)
-  train = Call(learn.fixed, learn.each.times(steps), rows)
+  train = StageWork(learn.fixed, learn.per_row.times(steps), rows)
   works = {
     'act': act, 'simulate': simulate, 'train': train, 'apply': update(model)
   }  # fmt: skip

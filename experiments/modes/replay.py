@@ -10,6 +10,7 @@ from planner import cluster as cluster_lib
 from planner.costs import roofline
 from planner.explain import overview
 from planner.search import exact, grouping
+from planner.search import space as space_lib
 from rlinf_jax import config
 
 CLUSTERS = pathlib.Path(__file__).parents[2] / 'gin_configs' / 'clusters'
@@ -59,25 +60,25 @@ def hardware() -> cluster_lib.Cluster:
     return config.call(cluster_lib.Cluster)
 
 
-def spaces(devices: int, drawn: flows.Drawn) -> dict[str, exact.Space]:
+def spaces(devices: int, drawn: flows.Drawn) -> dict[str, space_lib.Space]:
   """The plans of every mode, which is how many places there are.
 
   Temporal is one place, spatial a place for each stage, hybrid what is between.
   """
-  n = len(grouping.groups(drawn.flow, drawn.together))
+  n = len(grouping.groups(drawn.flow, drawn.colocated))
   some = functools.partial(
-    exact.Space,
+    space_lib.Space,
     devices,
     unit=max(1, devices // SHARES),
     pieces=PIECES,
-    together=drawn.together,
+    colocated=drawn.colocated,
   )
   found = {
-    'temporal': some(places=1),
-    'spatial': some(places=n, fewest=n),
+    'temporal': some(max_places=1),
+    'spatial': some(max_places=n, min_places=n),
   }
   if n > 2:
-    found['hybrid'] = some(places=n - 1, fewest=2)
+    found['hybrid'] = some(max_places=n - 1, min_places=2)
   return found
 
 
@@ -93,9 +94,11 @@ def replay(case: published.Case, devices: int, engine=True) -> Replay:
   at = case.devices.index(devices)
   there = hardware()
   there = dataclasses.replace(
-    there, devices=devices, node=min(devices, there.node)
+    there,
+    num_devices=devices,
+    devices_per_node=min(devices, there.devices_per_node),
   )
-  drawn = flows.draw(case, case.rows[at], there.device.memory)
+  drawn = flows.draw(case, case.rows[at], there.device.memory_bytes)
   if 'generate' in drawn.works:
     made = dataclasses.replace(drawn.works['generate'], engine=engine)
     drawn.works['generate'] = made
@@ -105,7 +108,7 @@ def replay(case: published.Case, devices: int, engine=True) -> Replay:
     found = exact.search(drawn.flow, model, space, keep=1)
     if found.best is not None:
       seconds[mode] = float(found.seconds)
-      plans[mode] = overview.in_a_line(drawn.flow, found.best)
+      plans[mode] = overview.one_line(drawn.flow, found.best)
   tried = [mode for mode in case.tried if mode in seconds]
   others = [seconds[mode] for mode in tried if mode != 'temporal']
   return Replay(

@@ -31,7 +31,7 @@ LEARN = TAIL.sum()
 APPLY = 0.02
 
 
-class Known(cost.Equal):
+class Known(cost.UnitCost):
   """The durations that the stages have."""
 
   def seconds(self, flow, node, place):

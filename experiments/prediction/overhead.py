@@ -15,7 +15,8 @@ import time
 import jax
 
 from experiments.prediction import setting as setting_lib
-from planner.search import exact, space
+from planner.search import exact
+from planner.search import space as space_lib
 from rlinf_jax.runtime import local
 
 PAIRS = 12
@@ -74,7 +75,7 @@ def by_hand(flow, state):
 def main():
   made = setting_lib.setting()
   found = exact.search(
-    made.flow, made.model, space.space(made.flow, made.model)
+    made.flow, made.model, space_lib.default_space(made.flow, made.model)
   )
   print(f'Found: rows at a time {found.best.rows or "all"}')
   runtime = local.LocalRuntime(found.best, step=made.flow)

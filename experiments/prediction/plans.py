@@ -78,8 +78,8 @@ def main():
   runs, rows = {}, []
   for name, sketch in SKETCHES.items():
     plan = plan_lib.parse(sketch, made.flow.stages)
-    predicted = autoplan.predict(made.flow, 0, made.model, plan).step
-    cost = cost_table.Priced(made.model, plan)
+    predicted = autoplan.predict_step(made.flow, 0, made.model, plan).step
+    cost = cost_table.CostTable(made.model, plan)
     runs[name] = predicted, local.LocalRuntime(plan, step=made.flow, cost=cost)
   took = {name: [] for name in runs}
   for turn in range(ROUNDS):  # In alternation: noise comes in spells.

@@ -82,10 +82,15 @@ def setting() -> Setting:
   flow = flow_lib.trace(workflow.step, state, batch, key)
   memory = profile_store.Store(pathlib.Path(folder) / 'measured')
   bare = roofline.Roofline(
-    flow, count.of_flow(flow), machine_profile.here(memory), rules.DEFAULT
+    flow,
+    count.of_flow(flow),
+    machine_profile.measure_cluster(memory),
+    rules.DEFAULT,
   )
   given = leaves(flow, state, batch)
-  model = bare.knowing(stage_profile.measure(flow, given, bare, memory))
+  model = bare.with_measurements(
+    stage_profile.measure(flow, given, bare, memory)
+  )
   return Setting(flow, state, batch, model, bare)
 
 

@@ -37,7 +37,7 @@ def main():
       cases = [bench.calls(node, rows) for rows in ROWS]
       took = call_timing.seconds(cases, time.process_time)
       spent = dict(zip(ROWS, took, strict=True))
-      curve = measured_lib.Curve(tuple((n, spent[n]) for n in CALIBRATED))
+      curve = measured_lib.RowCurve(tuple((n, spent[n]) for n in CALIBRATED))
       times += [
         (node.name, n, curve.at(n), spent[n])
         for n in ROWS

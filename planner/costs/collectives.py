@@ -27,7 +27,7 @@ def item_bytes(dtype: str) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Collective:
   """One kind of talk.
 
   Attributes:
@@ -35,14 +35,14 @@ class Part:
     axis: along which devices talk.
     size: bytes that each device sends.
     messages: how many, one after the other.
-    each: whether every micro-batch says it; otherwise a call does.
+    per_micro_batch: whether every micro-batch says it; otherwise a call does.
   """
 
   what: str
   axis: str
   size: float
   messages: float
-  each: bool
+  per_micro_batch: bool
 
 
 class Parameters:
@@ -104,9 +104,9 @@ class Parameters:
     return size
 
 
-def talk(
+def communication(
   parameters: Parameters, done: Work, axes: layout_lib.Axes
-) -> Iterator[Part]:
+) -> Iterator[Collective]:
   """What the devices of a mesh say while a node runs.
 
   Args:
@@ -127,12 +127,14 @@ def talk(
       ]
       if sums:
         count, size = map(sum, zip(*sums, strict=True))
-        yield Part('add up parts', axis, 2 * ring * size / ways, count, True)
+        yield Collective(
+          'add up parts', axis, 2 * ring * size / ways, count, True
+        )
       continue
     if item is not None:
       size = parameters.gathered(axes, item, axis)
       if size:
-        yield Part(
+        yield Collective(
           'gather parameters', axis, passes * ring * size, passes * depth, True
         )
     scattered = added = 0.0
@@ -143,12 +145,12 @@ def talk(
       else:
         added += local
     if scattered:
-      yield Part('scatter gradients', axis, ring * scattered, depth, True)
+      yield Collective('scatter gradients', axis, ring * scattered, depth, True)
     if added:
-      yield Part('add up gradients', axis, 2 * ring * added, 1, False)
+      yield Collective('add up gradients', axis, 2 * ring * added, 1, False)
 
 
-class Wires:
+class AxisLinks:
   """The links along the axes of placements."""
 
   def __init__(self, cluster: cluster_lib.Cluster):
@@ -165,13 +167,14 @@ class Wires:
     for group in layout_lib.along(placement.devices, placement.axes, axis):
       nodes = {}
       for device in group:
-        node = device // there.node
+        node = device // there.devices_per_node
         nodes[node] = nodes.get(node, 0) + 1
-      link = there.within
+      link = there.intra_node
       if len(nodes) > 1:
-        ports = min(nodes.values()) * there.between.bandwidth
+        ports = min(nodes.values()) * there.inter_node.bandwidth
         link = cluster_lib.Link(
-          there.between.latency, min(there.within.bandwidth, ports)
+          there.inter_node.latency_seconds,
+          min(there.intra_node.bandwidth, ports),
         )
       if worst is None or link.bandwidth < worst.bandwidth:
         worst = link

@@ -20,7 +20,7 @@ import numpy as np
 Step = Callable[[int, np.ndarray], np.ndarray]
 
 
-class Curve(NamedTuple):
+class CompletionCurve(NamedTuple):
   """What is left over time.
 
   Attributes:
@@ -44,7 +44,7 @@ def curve(
   prompt: float = 0.0,
   before: float = 0.0,
   shrinks: bool = True,
-) -> Curve:
+) -> CompletionCurve:
   """The rows that are left, all having begun at once.
 
   Args:
@@ -67,7 +67,7 @@ def curve(
     some = np.flatnonzero(batches == batch)
     takes[some] = step(int(batch), prompt + some)
   seconds = np.concatenate([[0.0], np.cumsum(takes)]) + before
-  return Curve(seconds, unfinished)
+  return CompletionCurve(seconds, unfinished)
 
 
 def finish(

@@ -1,32 +1,100 @@
-"""What nodes and moves of values cost, in seconds."""
+"""Protocols of costs: of a model, and of a model under one plan."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from planner.ir import graph
+from planner.ir import plan as plan_lib
+
+Axes = tuple[tuple[str, int], ...]
+
+
+class Model(Protocol):
+  """The costs of stages, transfers and memory on placements; `search` uses it.
+
+  The costs of a place depend only on the place itself: its stages, its number
+  of devices (which are consecutive), its axes, and the plan's pieces,
+  micro-batches and offloaded stages. Memory also depends on which carried
+  values the place holds. Only `contention` depends on other places.
+
+  Attributes:
+    capacity: bytes of a device that may be used.
+  """
+
+  capacity: float
+
+  def axes(self, stages: tuple[str, ...], devices: int) -> Sequence[Axes]:
+    """Returns the meshes that a place of these stages may have, if any."""
+
+  def seconds(
+    self,
+    flow: graph.Flow,
+    node: graph.Node,
+    placement: plan_lib.Placement,
+    rows: int | None,
+  ) -> float:
+    """Returns the time of a call of a node in micro-batches of `rows`."""
+
+  def transfer(
+    self,
+    flow: graph.Flow,
+    value: int,
+    source: plan_lib.Placement,
+    target: plan_lib.Placement,
+  ) -> float:
+    """Returns the time of moving a value from place to place."""
+
+  def switch(
+    self, flow: graph.Flow, value: int, placement: plan_lib.Placement
+  ) -> float:
+    """Returns the time of moving a value between device and host memory."""
+
+  def contention(self, stage: str, devices: int, beside: int) -> float:
+    """Returns how many times as long a call on `devices` devices takes.
+
+    It takes 1 or more times as long while `beside` other devices are busy.
+    """
+
+  def memory(
+    self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
+  ) -> float:
+    """Returns the peak bytes on a device of a place.
+
+    The flow is as recorded: `chosen.pieces` says how it is cut.
+    """
 
 
 class Cost(Protocol):
-  """What `order` and `simulate` ask."""
+  """The costs of a flow's nodes and values under one plan.
+
+  `order` and `simulate` use it.
+  """
 
   def seconds(self, flow: graph.Flow, node: graph.Node, place: str) -> float:
-    """Of a call of a stage."""
+    """Returns the time of a call of a stage."""
 
   def transfer(
     self, flow: graph.Flow, value: int, source: str, target: str
   ) -> float:
-    """Between a value's leaving one place and its being at another."""
+    """Returns the time of moving a value from place to place."""
 
   def switch(self, flow: graph.Flow, value: int, place: str) -> float:
-    """Of moving a value between device and host memory."""
+    """Returns the time of moving a value between device and host memory."""
 
-  def crowding(
+  def contention(
     self, node: graph.Node, place: str, beside: tuple[str, ...]
   ) -> float:
-    """How many times as long a call takes while those places work, too."""
+    """Returns how many times as long a call takes while others run.
+
+    Args:
+      node: the call.
+      place: where it runs.
+      beside: the other places that run a call.
+    """
 
 
-class Equal:
-  """As if all stages took equally long, and moves no time at all."""
+class UnitCost:
+  """Every stage takes one second in all, and moves take no time."""
 
   def seconds(self, flow, node, place):
     del flow, place
@@ -40,9 +108,9 @@ class Equal:
     del flow, value, place
     return 0.0
 
-  def crowding(self, node, place, beside):
+  def contention(self, node, place, beside):
     del node, place, beside
     return 1.0
 
 
-EQUAL = Equal()
+UNIT = UnitCost()

@@ -17,14 +17,14 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.costs import collectives, completions
-from planner.costs.measured import Number, Tag
-from planner.costs.work import Call, NONE, Work
+from planner.costs.measured import Estimate, Tag
+from planner.costs.work import NONE, StageWork, Work
 
-Parts = dict[str, Number]
+Parts = dict[str, Estimate]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Decode:
+class DecodeWork:
   """What a stage that decodes has to do.
 
   Attributes:
@@ -34,7 +34,7 @@ class Decode:
     prompt: the work of reading the prompts of rows; none if `step` has it.
     context: tokens of a prompt, which all rows look back on.
     kept: bytes of a row that is under way: its keys and values.
-    group: rows that are of use together.
+    group_size: rows that are of use together.
     engine: whether all rows of the batch are begun as there is room, leave when
       they have ended and are handed on in the order in which they do, as in an
       inference engine. Else a piece is decoded, by itself, until its last row
@@ -44,12 +44,12 @@ class Decode:
   """
 
   lengths: Sequence[int]
-  step: Call
+  step: StageWork
   token: Work = NONE
-  prompt: Call = Call(NONE)
+  prompt: StageWork = StageWork(NONE)
   context: float = 0.0
   kept: float = 0.0
-  group: int = 1
+  group_size: int = 1
   engine: bool = False
   budget: float = math.inf
   known: Tag = 'assumed'
@@ -76,27 +76,27 @@ class Decode:
     there = max(flow.values[v].shape[0] for v in node.rows)
     parameters = collectives.Parameters(flow, node, model.layout)
     copies, ways = model.layout.row_ways(axes), parameters.ways(axes)
-    pace = pace_of(self, rows, model, parameters, placement)
-    once, again = pace.gather + model.cluster.device.launch, 0
+    speed = decode_speed(self, rows, model, parameters, placement)
+    once, again = speed.gather + model.cluster.device.launch_seconds, 0
     if self.engine:
       each = there * pieces // copies
-      ends = _ends(self, pace, each, self.slots(each, ways), copies)
+      ends = _ends(self, speed, each, self.slots(each, ways), copies)
       groups = len(ends)
       last = [math.ceil(groups * k / pieces) - 1 for k in (at, at + 1)]
       steps = ends[last[1]] - (ends[last[0]] if at else 0.0)
-      prompts = 0.0 if at else pace.read(each)
+      prompts = 0.0 if at else speed.read(each)
       once = 0.0 if at else once
     else:
       again = there / rows
       last = longest(self.lengths, rows)
       context = self.context + last / 2  # Of all steps in the mean.
-      steps = again * last * pace(rows / copies, context)
-      prompts = again * pace.read(rows / copies)
+      steps = again * last * speed(rows / copies, context)
+      prompts = again * speed.read(rows / copies)
     tag = 'assumed' if self.known == 'assumed' else 'modeled'
     return {
-      'parameters, launch': Number(once, 'modeled'),
-      'prompts': Number(prompts, 'modeled'),
-      'steps until rows end': Number(float(steps), tag),
+      'parameters, launch': Estimate(once, 'modeled'),
+      'prompts': Estimate(prompts, 'modeled'),
+      'steps until rows end': Estimate(float(steps), tag),
     }
 
   def at(self, rows: float) -> Work:
@@ -128,20 +128,22 @@ class Decode:
     else:
       slots = (rows or there / pieces) / copies
     work = self.step.near(slots)
-    item = max(map(collectives.item_bytes, work.each.matmul), default=0)
+    item = max(map(collectives.item_bytes, work.per_row.matmul), default=0)
     kept = slots * self.kept / ways
     return {
-      'rows under way': Number(kept, 'modeled'),
-      'activations': Number(work.at(slots).bytes_alive / ways, 'modeled'),
-      'gathered parameters': Number(parameters.gathered(axes, item), 'modeled'),
+      'rows under way': Estimate(kept, 'modeled'),
+      'activations': Estimate(work.at(slots).bytes_alive / ways, 'modeled'),
+      'gathered parameters': Estimate(
+        parameters.gathered(axes, item), 'modeled'
+      ),
     }
 
 
-def of(
-  call: Call,
+def from_work(
+  call: StageWork,
   lengths: Sequence[int],
   known: Tag = 'measured',
-) -> Decode:
+) -> DecodeWork:
   """A stage that was counted as if every row were as long as it may be.
 
   Args:
@@ -153,7 +155,7 @@ def of(
   Raises:
     ValueError: if nothing of it may end early, or not with such lengths.
   """
-  tokens = call.whole.turns
+  tokens = call.full_batch.turns
   if not tokens:
     raise ValueError('It has no loop that may end early: all rows are alike.')
   if max(lengths, default=0) > tokens:
@@ -163,9 +165,9 @@ def of(
     )
 
   def scaled(line):
-    return Call(
+    return StageWork(
       line.fixed.times(1 / tokens),
-      line.each.times(1 / tokens),
+      line.per_row.times(1 / tokens),
       line.rows,
       tuple(map(scaled, line.below)),
     )
@@ -174,11 +176,11 @@ def of(
     return dataclasses.replace(
       line,
       fixed=_alive(line.fixed, plain.fixed),
-      each=_alive(line.each, plain.each),
+      per_row=_alive(line.per_row, plain.per_row),
       below=tuple(map(alive, line.below, plain.below)),
     )
 
-  return Decode(lengths, alive(scaled(call), call), known=known)
+  return DecodeWork(lengths, alive(scaled(call), call), known=known)
 
 
 def _alive(work, plain):
@@ -195,7 +197,7 @@ def longest(lengths, rows: float) -> float:
   return float(np.sum(1 - np.minimum(share, 1.0) ** rows))
 
 
-class Line(NamedTuple):
+class LinearTime(NamedTuple):
   """Seconds: so many fixed, a row, and a token that a row looks back on."""
 
   fixed: float
@@ -206,34 +208,36 @@ class Line(NamedTuple):
     return self.fixed + rows * (self.row + self.token * context)
 
 
-class Pace(NamedTuple):
+class DecodeSpeed(NamedTuple):
   """Seconds of a step, as `rollout.Step`, on devices that share one copy.
 
   Attributes:
     arithmetic: the longer of this
     traffic: and this counts;
-    talk: this always does, with gaps between kernels.
+    communication: this always does, with gaps between kernels.
     prompts: seconds to read those of so many rows: arithmetic and traffic.
     gather: seconds to gather parameters.
   """
 
-  arithmetic: Line
-  traffic: Line
-  talk: Line
-  prompts: tuple[Line, Line]
+  arithmetic: LinearTime
+  traffic: LinearTime
+  communication: LinearTime
+  prompts: tuple[LinearTime, LinearTime]
   gather: float
 
   def __call__(self, rows, context=0.0):
     longer = np.maximum(
       self.arithmetic.at(rows, context), self.traffic.at(rows, context)
     )
-    return longer + self.talk.at(rows)
+    return longer + self.communication.at(rows)
 
   def read(self, rows: float) -> float:
     return max(line.at(rows) for line in self.prompts)
 
 
-def pace_of(decode: Decode, rows, model, parameters, placement) -> Pace:
+def decode_speed(
+  decode: DecodeWork, rows, model, parameters, placement
+) -> DecodeSpeed:
   """How fast a placement decodes.
 
   Args:
@@ -248,54 +252,64 @@ def pace_of(decode: Decode, rows, model, parameters, placement) -> Pace:
   ways, copies = parameters.ways(axes), model.layout.row_ways(axes)
 
   def lines(call, token=NONE):
-    some = call.fixed, call.each, token
+    some = call.fixed, call.per_row, token
     arithmetic, traffic = [], []
     for work in some:
-      other = work.other_flops / (device.vector * assumed.arithmetic)
+      other = work.other_flops / (
+        device.vector_flops * assumed.vector_efficiency
+      )
       products = sum(
-        flops / (device.peak(kind) * assumed.products)
+        flops / (device.peak(kind) * assumed.matmul_efficiency)
         for kind, flops in work.matmul.items()
       )
       arithmetic.append((other + products) / ways)
-      moved = work.bytes_moved / (device.bandwidth * assumed.traffic)
+      moved = work.bytes_moved / (
+        device.memory_bandwidth * assumed.memory_efficiency
+      )
       traffic.append(moved / ways)
-    return Line(*arithmetic), Line(*traffic)
+    return LinearTime(*arithmetic), LinearTime(*traffic)
 
-  def said(rows, gather):
+  def communication_seconds(rows, gather):
     spent = 0.0
-    for part in collectives.talk(parameters, step.at(rows * copies), axes):
+    for part in collectives.communication(
+      parameters, step.at(rows * copies), axes
+    ):
       if part.what.startswith('gather') == gather:
-        link = model.wires.link(placement, part.axis)
-        spent += link.seconds(part.size, part.messages) * assumed.exposed
+        link = model.axis_links.link(placement, part.axis)
+        spent += (
+          link.seconds(part.size, part.messages) * assumed.exposed_communication
+        )
     return spent
 
   step = decode.step.near(rows)
-  gaps = step.at(rows).kernels * device.kernel
-  one = said(1, False)
-  more = said(2, False) - one
+  gaps = step.at(rows).kernels * device.kernel_gap_seconds
+  one = communication_seconds(1, False)
+  more = communication_seconds(2, False) - one
   arithmetic, traffic = lines(step, decode.token)
   prompts = lines(decode.prompt.near(rows))
-  return Pace(
+  return DecodeSpeed(
     arithmetic,
     traffic,
-    Line(gaps + one - more, more),
+    LinearTime(gaps + one - more, more),
     prompts,
-    said(1, True),
+    communication_seconds(1, True),
   )
 
 
 @functools.lru_cache(1024)
-def _ends(decode: Decode, pace: Pace, rows: int, slots: int, copies: int):
+def _ends(
+  decode: DecodeWork, speed: DecodeSpeed, rows: int, slots: int, copies: int
+):
   """When the first k groups are complete on a typical copy, [groups].
 
   Its rows are spread like those of the batch, whose longest is among them: the
   batch has ended when that has.
   """
-  rows = max(rows, decode.group)
+  rows = max(rows, decode.group_size)
   share = (np.arange(rows) + 0.5) / rows
   lengths = np.quantile(decode.lengths, share, method='nearest')
   last = longest(decode.lengths, rows * copies)
   lengths[-1] = max(lengths[-1], round(last))
   lengths = np.random.default_rng(0).permutation(lengths).astype(int)
-  done = completions.finish(lengths, pace, slots=slots, prompt=decode.context)
-  return completions.finished_groups(done, decode.group)
+  done = completions.finish(lengths, speed, slots=slots, prompt=decode.context)
+  return completions.finished_groups(done, decode.group_size)

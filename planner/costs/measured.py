@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 Tag = Literal['measured', 'modeled', 'assumed']
 
 
-class Number(NamedTuple):
+class Estimate(NamedTuple):
   """A number and where it comes from.
 
   Attributes:
@@ -22,7 +22,7 @@ class Number(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Curve:
+class RowCurve:
   """Seconds of a call by its rows, measured at three numbers of rows or more.
 
   Between them it is a straight line; beyond them it says nothing.
@@ -60,7 +60,7 @@ Key = tuple[str, int, tuple[tuple[str, int], ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class Measurements:
   """What was measured, by stage, number of devices and mesh axes.
 
   Rows are those of one micro-batch, all devices together.
@@ -72,17 +72,17 @@ class Measured:
       call begins but once, and what they add up is handed out once.
     factors: by stage, how many times the seconds above, or modeled, a run has
       taken.
-    crowded: by stage, how many times as long a call takes while every core of
-      a shared processor has one.
+    contention: by stage, how many times as long a call takes while every core
+      of a shared processor runs one.
   """
 
-  curves: Mapping[Key, Curve] = dataclasses.field(default_factory=dict)
+  curves: Mapping[Key, RowCurve] = dataclasses.field(default_factory=dict)
   constants: Mapping[Key, float] = dataclasses.field(default_factory=dict)
-  turns: Mapping[Key, Curve] = dataclasses.field(default_factory=dict)
+  turns: Mapping[Key, RowCurve] = dataclasses.field(default_factory=dict)
   factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  crowded: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  contention: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
-  def times(self, factors: Mapping[str, float]) -> 'Measured':
+  def times(self, factors: Mapping[str, float]) -> 'Measurements':
     """The same, after a run took so many times as long."""
     known = {
       name: self.factors.get(name, 1.0) * factor
@@ -90,7 +90,7 @@ class Measured:
     }
     return dataclasses.replace(self, factors={**self.factors, **known})
 
-  def curve(self, key: Key, turns: float = 1) -> Curve | None:
+  def curve(self, key: Key, turns: float = 1) -> RowCurve | None:
     """Seconds of each of so many micro-batches of a call, by their rows."""
     curve = self.curves.get(key)
     return self.turns.get(key, curve) if turns > 1 else curve

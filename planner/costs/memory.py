@@ -1,7 +1,7 @@
 """Bytes that the devices of a place need at their worst moment."""
 
 from planner.costs import collectives, work
-from planner.costs.measured import Number
+from planner.costs.measured import Estimate
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import program
@@ -15,7 +15,7 @@ def parts(
   homes: dict[int, tuple[str, ...]],
   works,
   layout,
-) -> tuple[str, dict[str, Number]]:
+) -> tuple[str, dict[str, Estimate]]:
   """The worst moment: during which stage it is, and what is there then.
 
   Values lie on a device from being made or received until their last use. What
@@ -39,7 +39,7 @@ def parts(
   worst = (
     '',
     {
-      'carried values': Number(resident, 'modeled'),
+      'carried values': Estimate(resident, 'modeled'),
     },
   )
   if not here:
@@ -56,9 +56,9 @@ def parts(
     touched = away.intersection(node.reads)
     back = sum(layout.local(flow.values[v], axes) for v in touched)
     found = {
-      'carried values': Number(resident, 'modeled'),
-      'restored values': Number(back, 'modeled'),
-      'values between stages': Number(values, 'modeled'),
+      'carried values': Estimate(resident, 'modeled'),
+      'restored values': Estimate(back, 'modeled'),
+      'values between stages': Estimate(values, 'modeled'),
       **within(flow, node, chosen, axes, works, layout),
     }
     total = sum(number.value for number in found.values())
@@ -67,21 +67,21 @@ def parts(
   return worst
 
 
-def within(flow, node, chosen, axes, works, layout) -> dict[str, Number]:
+def within(flow, node, chosen, axes, works, layout) -> dict[str, Estimate]:
   """What a stage needs for itself."""
   call = works.get(node.name)
   if graph.is_plumbing(node) or call is None:
     return {}
-  if not isinstance(call, work.Call):
+  if not isinstance(call, work.StageWork):
     rows = chosen.micro_batch.get(node.name)
     return call.bytes(flow, node, axes, layout, chosen.pieces, rows)
   parameters = collectives.Parameters(flow, node, layout)
   rows = max((flow.values[v].shape[0] for v in node.rows), default=0)
   at_once = chosen.micro_batch.get(node.name) or rows / chosen.pieces
   call = call.near(at_once)
-  alive = call.each.bytes_alive * at_once / layout.row_ways(axes)
+  alive = call.per_row.bytes_alive * at_once / layout.row_ways(axes)
   fixed = call.fixed.bytes_alive * parameters.share(axes)
-  matmul = call.fixed.matmul | call.each.matmul
+  matmul = call.fixed.matmul | call.per_row.matmul
   item = max(map(collectives.item_bytes, matmul), default=0)
   gathered = parameters.gathered(axes, item)
   if parameters.gradients:  # A scanned stack gathers a layer, ahead of one.
@@ -90,9 +90,9 @@ def within(flow, node, chosen, axes, works, layout) -> dict[str, Number]:
   if at_once < rows and node.stage.grain == 'sum':  # Added to what there is.
     made = sum(layout.local(flow.values[v], axes) for v in node.writes)
   return {
-    'activations': Number(alive + fixed, 'modeled'),
-    'gathered parameters': Number(gathered, 'modeled'),
-    'sums of a micro-batch': Number(made, 'modeled'),
+    'activations': Estimate(alive + fixed, 'modeled'),
+    'gathered parameters': Estimate(gathered, 'modeled'),
+    'sums of a micro-batch': Estimate(made, 'modeled'),
   }
 
 

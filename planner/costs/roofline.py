@@ -12,36 +12,37 @@ import math
 from typing import Protocol
 
 from planner import cluster as cluster_lib
-from planner.costs import collectives, explanation, memory
+from planner.costs import breakdown, collectives, memory
 from planner.costs import layout as layout_lib
 from planner.costs import measured as measured_lib
-from planner.costs.measured import Number
-from planner.costs.work import Call
+from planner.costs.measured import Estimate
+from planner.costs.work import StageWork
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 
 
 @dataclasses.dataclass(frozen=True)
-class Assumed:
-  """What is neither on a data sheet nor counted.
+class Assumptions:
+  """Numbers that are neither on a data sheet nor counted.
 
   Attributes:
-    products: share of the peak that matrix products reach.
-    arithmetic: share of it that other arithmetic reaches.
-    traffic: share of the bandwidth that is reached.
-    exposed: share of what devices say that no arithmetic hides.
-    host_row: seconds that a host stage spends on a row.
+    matmul_efficiency: fraction of the peak that matrix products reach.
+    vector_efficiency: fraction of the peak that other arithmetic reaches.
+    memory_efficiency: fraction of the memory bandwidth that is reached.
+    exposed_communication: fraction of the communication between devices that
+      does not overlap with arithmetic.
+    host_seconds_per_row: seconds that a host stage spends on a row.
   """
 
-  products: float = 0.5
-  arithmetic: float = 0.5
-  traffic: float = 0.8
-  exposed: float = 1.0
-  host_row: float = 1e-4
+  matmul_efficiency: float = 0.5
+  vector_efficiency: float = 0.5
+  memory_efficiency: float = 0.8
+  exposed_communication: float = 1.0
+  host_seconds_per_row: float = 1e-4
 
 
 class Process(Protocol):
-  """What is no line over its rows, such as `decode.Decode`."""
+  """What is no line over its rows, such as `decode.DecodeWork`."""
 
   def seconds(
     self,
@@ -50,7 +51,7 @@ class Process(Protocol):
     node: graph.Node,
     placement: plan_lib.Placement,
     rows: int,
-  ) -> Mapping[str, Number]:
+  ) -> Mapping[str, Estimate]:
     """Of a call, so many rows at a time: parts that add up."""
 
   def bytes(
@@ -61,7 +62,7 @@ class Process(Protocol):
     layout: layout_lib.Layout,
     pieces: int,
     rows: int | None,
-  ) -> Mapping[str, Number]:
+  ) -> Mapping[str, Estimate]:
     """That a device of a mesh needs meanwhile: parts that add up."""
 
 
@@ -75,11 +76,11 @@ class Roofline:
   def __init__(
     self,
     flow: graph.Flow,
-    works: Mapping[str, Call | Process | None],
+    works: Mapping[str, StageWork | Process | None],
     cluster: cluster_lib.Cluster,
     rules: layout_lib.Rules,
-    measured: measured_lib.Measured = measured_lib.Measured(),
-    assumed: Assumed = Assumed(),
+    measured: measured_lib.Measurements = measured_lib.Measurements(),
+    assumed: Assumptions = Assumptions(),
   ):
     """Takes what is known.
 
@@ -99,13 +100,15 @@ class Roofline:
       )
     self.flow, self.works, self.cluster = flow, works, cluster
     self.layout = layout_lib.Layout(rules)
-    self.wires = collectives.Wires(cluster)
+    self.axis_links = collectives.AxisLinks(cluster)
     self.measured, self.assumed = measured, assumed
     self.capacity = cluster.capacity
     self.axes = functools.cache(self._axes)
     self._known, self._places = {}, {}
 
-  def knowing(self, measured: measured_lib.Measured) -> 'Roofline':
+  def with_measurements(
+    self, measured: measured_lib.Measurements
+  ) -> 'Roofline':
     """The same model, after more was measured."""
     return Roofline(
       self.flow,
@@ -135,7 +138,7 @@ class Roofline:
     names = list(self.layout.of_rows[:1])
     names += [a for a in self.layout.of_rows[1:] if a in wanted]
     inner = sorted(wanted - set(self.layout.of_rows))
-    most = dict.fromkeys(inner, self.cluster.node)
+    most = dict.fromkeys(inner, self.cluster.devices_per_node)
 
     def fits(axes):
       return all(
@@ -170,7 +173,7 @@ class Roofline:
       return self.explain(flow, node, placement, rows).total.value
     there = flow.rows_of(node)
     # Nodes of a stage that have as many rows cost the same, if it is a line.
-    line = isinstance(self.works.get(node.name), Call)
+    line = isinstance(self.works.get(node.name), StageWork)
     key = node.name, there, rows, placement, None if line else node.piece
     if key not in self._known:
       found = self.explain(flow, node, placement, rows)
@@ -183,7 +186,7 @@ class Roofline:
     node: graph.Node,
     placement: plan_lib.Placement,
     rows: int | None = None,
-  ) -> explanation.Explanation:
+  ) -> breakdown.CostBreakdown:
     """What the seconds of a call are made of.
 
     Args:
@@ -199,15 +202,15 @@ class Roofline:
     if there and (
       there % rows or not self._can_share(flow, node, placement.axes, rows)
     ):
-      return explanation.Explanation(Number(math.inf, 'modeled'), {})
+      return breakdown.CostBreakdown(Estimate(math.inf, 'modeled'), {})
     turns = there / rows if there else 1
     found = self._measured(flow, node, placement, rows, turns)
     factor = self.measured.factors.get(node.name, 1.0)
     if factor == 1.0:
       return found
-    return explanation.scaled(
+    return breakdown.scaled(
       found,
-      Number(factor, 'measured'),
+      Estimate(factor, 'measured'),
       'times, as a run has taken',
       found.total.tag,
     )
@@ -217,11 +220,13 @@ class Roofline:
     table = self.measured
     key = node.name, len(placement.devices), tuple(placement.axes)
     if key in table.constants:
-      return explanation.whole(Number(table.constants[key], 'measured'), 'call')
+      return breakdown.single(
+        Estimate(table.constants[key], 'measured'), 'call'
+      )
     curve = table.curve(key, turns)
     spent = curve and curve.at(rows)
     if spent is not None:
-      return explanation.whole(Number(turns * spent, 'measured'), 'call')
+      return breakdown.single(Estimate(turns * spent, 'measured'), 'call')
     found = self._modeled(flow, node, placement, rows, turns)
     other = key if curve else table.elsewhere(node.name)
     if other is None:
@@ -235,9 +240,9 @@ class Roofline:
       spent = turns * each
     there = plan_lib.Placement(tuple(range(devices)), axes)
     modeled = self._modeled(flow, node, there, near, turns).total.value
-    return explanation.scaled(
+    return breakdown.scaled(
       found,
-      Number(spent / modeled, 'measured'),
+      Estimate(spent / modeled, 'measured'),
       f'times, as measured at {near:g} rows',
     )
 
@@ -246,36 +251,36 @@ class Roofline:
     device = self.cluster.device
     values = [flow.values[v] for v in (*node.reads, *node.writes)]
     size = sum(self.layout.local(value, placement.axes) for value in values)
-    spent = size / (device.bandwidth * self.assumed.traffic)
-    return explanation.Explanation(
-      Number(device.launch + spent, 'modeled'),
+    spent = size / (device.memory_bandwidth * self.assumed.memory_efficiency)
+    return breakdown.CostBreakdown(
+      Estimate(device.launch_seconds + spent, 'modeled'),
       {
-        'launch': Number(device.launch, 'assumed'),
-        'traffic': Number(spent, 'modeled'),
+        'launch': Estimate(device.launch_seconds, 'assumed'),
+        'traffic': Estimate(spent, 'modeled'),
       },
     )
 
   def _modeled(self, flow, node, placement, rows, turns):
     others = 0 if node.stage.host else len(placement.devices) - 1
-    slower = self.crowding(node.name, 1, others)
+    slower = self.contention(node.name, 1, others)
     found = self._alone(flow, node, placement, rows, turns)
     if slower == 1.0:
       return found
-    known = node.name in self.measured.crowded
-    times = Number(slower, 'measured' if known else 'assumed')
-    return explanation.scaled(found, times, 'times, as devices share cores')
+    known = node.name in self.measured.contention
+    times = Estimate(slower, 'measured' if known else 'assumed')
+    return breakdown.scaled(found, times, 'times, as devices share cores')
 
   def _alone(self, flow, node, placement, rows, turns):
     """As modeled, if no device keeps another from its work."""
     call = self.works[node.name]
     if call is None:
       return self._on_host(flow, node, rows * turns)
-    if not isinstance(call, Call):
+    if not isinstance(call, StageWork):
       parts = call.seconds(self, flow, node, placement, rows)
       tags = {number.tag for number in parts.values()}
       tag = 'assumed' if 'assumed' in tags else 'modeled'
       total = sum(number.value for number in parts.values())
-      return explanation.Explanation(Number(total, tag), parts)
+      return breakdown.CostBreakdown(Estimate(total, tag), parts)
     call = call.near(rows)
     device, assumed, axes = self.cluster.device, self.assumed, placement.axes
     parameters = collectives.Parameters(flow, node, self.layout)
@@ -284,29 +289,35 @@ class Roofline:
       share = 1 / ways, rows / self.layout.row_ways(axes) / ways
     else:
       share = self._share(flow, node, axes), 0.0
-    own = call.fixed.weighted(share[0], call.each, share[1])
-    arithmetic = own.other_flops / (device.vector * assumed.arithmetic) + sum(
-      flops / (device.peak(kind) * assumed.products)
+    own = call.fixed.weighted(share[0], call.per_row, share[1])
+    arithmetic = own.other_flops / (
+      device.vector_flops * assumed.vector_efficiency
+    ) + sum(
+      flops / (device.peak(kind) * assumed.matmul_efficiency)
       for kind, flops in own.matmul.items()
     )
-    traffic = own.bytes_moved / (device.bandwidth * assumed.traffic)
+    traffic = own.bytes_moved / (
+      device.memory_bandwidth * assumed.memory_efficiency
+    )
     # Devices share the numbers of a kernel, not the kernels.
-    gaps = call.at(rows).kernels * device.kernel
+    gaps = call.at(rows).kernels * device.kernel_gap_seconds
     parts = {
-      'launch': Number(device.launch, 'assumed'),
-      'gaps between kernels': Number(turns * gaps, 'assumed'),
-      'arithmetic': Number(turns * arithmetic, 'modeled'),
-      'traffic': Number(turns * traffic, 'modeled'),
+      'launch': Estimate(device.launch_seconds, 'assumed'),
+      'gaps between kernels': Estimate(turns * gaps, 'assumed'),
+      'arithmetic': Estimate(turns * arithmetic, 'modeled'),
+      'traffic': Estimate(turns * traffic, 'modeled'),
     }
-    total = device.launch + turns * (gaps + max(arithmetic, traffic))
-    for part in collectives.talk(parameters, call.at(rows), axes):
-      link = self.wires.link(placement, part.axis)
-      spent = link.seconds(part.size, part.messages) * assumed.exposed
-      spent *= turns if part.each else 1
+    total = device.launch_seconds + turns * (gaps + max(arithmetic, traffic))
+    for part in collectives.communication(parameters, call.at(rows), axes):
+      link = self.axis_links.link(placement, part.axis)
+      spent = (
+        link.seconds(part.size, part.messages) * assumed.exposed_communication
+      )
+      spent *= turns if part.per_micro_batch else 1
       name = f'{part.what} ({part.axis})'
-      parts[name] = Number(spent, 'modeled')
+      parts[name] = Estimate(spent, 'modeled')
       total += spent
-    return explanation.Explanation(Number(total, 'modeled'), parts)
+    return breakdown.CostBreakdown(Estimate(total, 'modeled'), parts)
 
   def _share(self, flow, node, axes) -> float:
     """Of the bytes of a stage without rows, those that a device has."""
@@ -315,20 +326,20 @@ class Roofline:
     kept = sum(self.layout.local(value, axes) for value in values)
     return kept / size if size else 1.0
 
-  def _on_host(self, flow, node, rows) -> explanation.Explanation:
+  def _on_host(self, flow, node, rows) -> breakdown.CostBreakdown:
     device = self.cluster.device
     size = sum(flow.values[v].bytes for v in {*node.reads, *node.writes})
-    moved = device.launch + size / device.host
-    spent = self.assumed.host_row * max(rows, 1)
-    return explanation.Explanation(
-      Number(moved + spent, 'assumed'),
+    moved = device.launch_seconds + size / device.host_bandwidth
+    spent = self.assumed.host_seconds_per_row * max(rows, 1)
+    return breakdown.CostBreakdown(
+      Estimate(moved + spent, 'assumed'),
       {
-        'from and to the device': Number(moved, 'modeled'),
-        'on the host': Number(spent, 'assumed'),
+        'from and to the device': Estimate(moved, 'modeled'),
+        'on the host': Estimate(spent, 'assumed'),
       },
     )
 
-  def crowding(self, stage: str, devices: int, beside: int) -> float:
+  def contention(self, stage: str, devices: int, beside: int) -> float:
     """How many times as long a call takes while other devices are busy.
 
     Args:
@@ -339,7 +350,7 @@ class Roofline:
     if stage in self.works and self.works[stage] is None:
       devices = 1  # On the host, wherever its place is.
     alone, together = (
-      self.cluster.slowed(busy, self.measured.crowded.get(stage))
+      self.cluster.slowdown(busy, self.measured.contention.get(stage))
       for busy in (devices, devices + beside)
     )
     return together / alone
@@ -370,7 +381,10 @@ class Roofline:
   ) -> float:
     """Of a value between the memory of devices and of their host."""
     local = self.layout.local(flow.values[value], placement.axes)
-    return self.cluster.device.launch + local / self.cluster.device.host
+    return (
+      self.cluster.device.launch_seconds
+      + local / self.cluster.device.host_bandwidth
+    )
 
   # Memory.
 
@@ -382,7 +396,7 @@ class Roofline:
 
   def explain_memory(
     self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
-  ) -> explanation.Explanation:
+  ) -> breakdown.CostBreakdown:
     """What is on a device at its worst moment."""
     key = id(flow), tuple(chosen.stages.items()), tuple(chosen.places)
     if key not in self._places:
@@ -393,6 +407,6 @@ class Roofline:
     )
     total = sum(number.value for number in parts.values())
     during = {f'{name}, during {stage}': n for name, n in parts.items()}
-    return explanation.Explanation(
-      Number(total, 'modeled'), during if stage else parts
+    return breakdown.CostBreakdown(
+      Estimate(total, 'modeled'), during if stage else parts
     )

@@ -1,15 +1,14 @@
-"""Costs of which some are larger or smaller than a model says."""
+"""Costs multiplied by factors, to ask how the best plan depends on them."""
 
 from collections.abc import Mapping, Sequence
 
 from planner.ir import graph
 
 
-class Scaled:
-  """A model, or its prices under a plan, with some numbers multiplied.
+class ScaledCosts:
+  """Multiplies some costs of a `cost.Model`, or of a `cost.Cost`.
 
-  What it is asked it asks in the same words: it serves as
-  `planner.search.exact.Model` and as `planner.costs.cost.Cost`.
+  Calls are passed on unchanged, so the result is of the same kind.
   """
 
   def __init__(
@@ -22,10 +21,10 @@ class Scaled:
     """Takes costs and factors.
 
     Args:
-      costs: of which some are multiplied.
-      stages: factors of the seconds of stages, by name; 1 for all others.
-      transfers: factor of moves between places.
-      switches: factor of moves between devices and their host.
+      costs: a `cost.Model` or a `cost.Cost`.
+      stages: factors of the seconds of stages, by name; 1 if not named.
+      transfers: factor of transfers between places.
+      switches: factor of moves between device and host memory.
     """
     self._costs, self._stages = costs, dict(stages or {})
     self._transfers, self._switches = transfers, switches
@@ -37,7 +36,7 @@ class Scaled:
     return found * self._stages.get(node.name, 1.0)
 
   def transfer(self, flow: graph.Flow, value: int, *where) -> float:
-    # Not 0 × what may be infinite.
+    # The cost may be infinite, and 0 × ∞ is not a number.
     times = self._transfers
     return times and times * self._costs.transfer(flow, value, *where)
 
@@ -45,8 +44,8 @@ class Scaled:
     times = self._switches
     return times and times * self._costs.switch(flow, value, *where)
 
-  def crowding(self, *where) -> float:
-    return self._costs.crowding(*where)
+  def contention(self, *where) -> float:
+    return self._costs.contention(*where)
 
   @property
   def capacity(self) -> float:

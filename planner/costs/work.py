@@ -105,33 +105,33 @@ NONE = Work()
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class StageWork:
   """The work of a stage, for any number of rows: straight lines.
 
   Attributes:
     fixed: what a call does whatever its rows, such as reading parameters.
-    each: what it does for each row besides.
+    per_row: what it does for each row besides.
     rows: up to which this holds: the whole batch; 0 for a stage without rows.
     below: the same for fewer rows, the fewest first. A stage that makes its
       logits in chunks, for one, has fewer chunks then.
   """
 
   fixed: Work
-  each: Work = NONE
+  per_row: Work = NONE
   rows: int = 0
-  below: tuple['Call', ...] = ()
+  below: tuple['StageWork', ...] = ()
 
-  def near(self, rows: float) -> 'Call':
+  def near(self, rows: float) -> 'StageWork':
     """The line that holds for so many rows."""
     return next((call for call in self.below if rows <= call.rows), self)
 
   def at(self, rows: float) -> Work:
     """Of a call with so many rows."""
     line = self.near(rows)
-    return line.fixed.weighted(1.0, line.each, rows)
+    return line.fixed.weighted(1.0, line.per_row, rows)
 
   @property
-  def whole(self) -> Work:
+  def full_batch(self) -> Work:
     """Of a call with the whole batch."""
     return self.at(self.rows)
 
@@ -139,7 +139,7 @@ class Call:
     return dataclasses.asdict(self)
 
   @classmethod
-  def from_dict(cls, plain: Mapping) -> 'Call':
+  def from_dict(cls, plain: Mapping) -> 'StageWork':
     return cls(
       Work.from_dict(plain['fixed']),
       Work.from_dict(plain['each']),
@@ -148,7 +148,7 @@ class Call:
     )
 
 
-def through(points: Sequence[tuple[int, Work]]) -> Call:
+def piecewise_linear(points: Sequence[tuple[int, Work]]) -> StageWork:
   """The lines through the work of calls of some numbers of rows.
 
   Args:
@@ -158,11 +158,11 @@ def through(points: Sequence[tuple[int, Work]]) -> Call:
   if not rows or rows != sorted(set(rows)):
     raise ValueError(f'Lines need numbers of rows that rise: got {rows}.')
   if len(points) == 1:
-    return Call(points[0][1], rows=rows[0])
+    return StageWork(points[0][1], rows=rows[0])
   lines = []
   for (n, one), (m, other) in itertools.pairwise(points):
     each = other.weighted(1 / (m - n), one, -1 / (m - n))
     fixed = other.weighted(1.0, each, -m)
     # What would be less than nothing without rows grows in proportion to them.
-    lines.append(Call(fixed, other.weighted(1 / m, fixed, -1 / m), m))
+    lines.append(StageWork(fixed, other.weighted(1 / m, fixed, -1 / m), m))
   return dataclasses.replace(lines[-1], below=tuple(lines[:-1]))

@@ -16,7 +16,7 @@ import dataclasses
 import jax
 
 from planner.costs import work as work_lib
-from planner.costs.work import Call, Work
+from planner.costs.work import StageWork, Work
 from planner.counting import jaxpr_walk
 from planner.ir import graph
 
@@ -47,7 +47,7 @@ def work(
   jaxpr = run.trace(*shapes).jaxpr
   if letters is None:
     letters = [None] * len(jaxpr.jaxpr.invars)
-  frame = jaxpr_walk.Frame(trips)
+  frame = jaxpr_walk.WorkCounter(trips)
   args = [
     frame.argument(var.aval, some)
     for var, some in zip(jaxpr.jaxpr.invars, letters, strict=True)
@@ -63,7 +63,7 @@ def work(
 
 def of_node(
   flow: graph.Flow, node: graph.Node, trips: int | None = None
-) -> Call | None:
+) -> StageWork | None:
   """The work of a node for any number of rows; None where the host does it.
 
   Of a stage of rows it is the lines through the whole batch, a half, an eighth
@@ -72,7 +72,7 @@ def of_node(
   if graph.is_plumbing(node) or node.stage.grain in ROUTING:
     taken = sum(flow.values[v].bytes for v in node.reads)
     made = sum(flow.values[v].bytes for v in node.writes)
-    return Call(
+    return StageWork(
       Work(bytes_in=taken, bytes_out=made, bytes_moved=taken + made, kernels=1)
     )
   if node.stage.host:
@@ -95,9 +95,9 @@ def of_node(
   some = sorted({groups // part for part in PARTS} - {0})
   try:
     if not some:
-      return Call(at(rows), rows=rows)
+      return StageWork(at(rows), rows=rows)
     sizes = [n * node.stage.group_size for n in some]
-    return work_lib.through([(size, at(size)) for size in sizes])
+    return work_lib.piecewise_linear([(size, at(size)) for size in sizes])
   except (NotImplementedError, ValueError) as error:
     error.add_note(f'This happened in stage {node.name}, while counted.')
     raise
@@ -105,7 +105,7 @@ def of_node(
 
 def of_flow(
   flow: graph.Flow, trips: int | None = None
-) -> dict[str, Call | None]:
+) -> dict[str, StageWork | None]:
   """The work of every stage by name, of its call with the most rows.
 
   Args:

@@ -42,7 +42,7 @@ class _Sum:
 
 
 @dataclasses.dataclass(eq=False)
-class Seen:
+class Variable:
   """What is known of a variable.
 
   Attributes:
@@ -62,7 +62,7 @@ class Seen:
   constant: float | None = None
 
 
-class Frame:
+class WorkCounter:
   """The count of a program, or of a loop's body."""
 
   def __init__(self, trips: int | None):
@@ -96,65 +96,67 @@ class Frame:
 
   # Variables.
 
-  def argument(self, aval, letters=None) -> Seen:
-    seen = self.stored(aval, outside=True)
-    seen.letters = tuple(letters) if letters is not None else None
-    return seen
+  def argument(self, aval, letters=None) -> Variable:
+    variable = self.stored(aval, outside=True)
+    variable.letters = tuple(letters) if letters is not None else None
+    return variable
 
-  def stored(self, aval, outside=False) -> Seen:
+  def stored(self, aval, outside=False) -> Variable:
     size = size_of(aval)
     buffer = Buffer(size, self.now, outside)
     self.buffers.append(buffer)
-    return Seen(size, {buffer: size})
+    return Variable(size, {buffer: size})
 
-  def read(self, seen: Seen) -> float:
+  def read(self, variable: Variable) -> float:
     """Notes that a variable's sources are read now; how many bytes."""
-    for buffer in seen.sources:
+    for buffer in variable.sources:
       buffer.last = max(buffer.last, self.now)
-    return sum(seen.sources.values())
+    return sum(variable.sources.values())
 
-  def store(self, seen: Seen):
+  def store(self, variable: Variable):
     """Puts a fused variable into memory."""
-    if not seen.fused:
+    if not variable.fused:
       return
-    self.moved += self.read(seen) + seen.size
-    self.kernels += seen.size > SCALAR
-    buffer = Buffer(seen.size, self.now)
+    self.moved += self.read(variable) + variable.size
+    self.kernels += variable.size > SCALAR
+    buffer = Buffer(variable.size, self.now)
     self.buffers.append(buffer)
-    seen.sources, seen.fused = {buffer: seen.size}, False
+    variable.sources, variable.fused = {buffer: variable.size}, False
 
-  def hand_over(self, seen: Seen):
+  def hand_over(self, variable: Variable):
     """Has a variable in memory of its own, for a loop to read."""
-    self.store(seen)
-    if any(n < buffer.size for buffer, n in seen.sources.items()):
-      seen.fused = True  # A part of something larger is copied out of it.
-      self.store(seen)
-    self.read(seen)
+    self.store(variable)
+    if any(n < buffer.size for buffer, n in variable.sources.items()):
+      variable.fused = True  # A part of something larger is copied out of it.
+      self.store(variable)
+    self.read(variable)
 
   def store_all(self, made):
     """Puts variables into memory: what they are made of is read but once."""
     sources = {}
-    for seen in made:
-      if seen.fused:
-        for buffer, n in seen.sources.items():
+    for variable in made:
+      if variable.fused:
+        for buffer, n in variable.sources.items():
           sources[buffer] = max(n, sources.get(buffer, 0.0))
-        self.moved -= sum(seen.sources.values())
-        self.store(seen)
+        self.moved -= sum(variable.sources.values())
+        self.store(variable)
     self.moved += sum(sources.values())
 
   def hand_out(self, made, args):
     """Has results in memory, which is not this frame's own."""
     self.store_all(made)
-    for seen in (seen for seen in made if seen not in args):
-      if any(b.outside for b in seen.sources):  # Part of an argument: a copy.
-        self.moved += self.read(seen) + seen.size
+    for variable in (variable for variable in made if variable not in args):
+      if any(
+        b.outside for b in variable.sources
+      ):  # Part of an argument: a copy.
+        self.moved += self.read(variable) + variable.size
         self.kernels += 1
-      for buffer in seen.sources:
+      for buffer in variable.sources:
         buffer.outside = True
 
   # Programs.
 
-  def inline(self, jaxpr, args) -> list[Seen]:
+  def inline(self, jaxpr, args) -> list[Variable]:
     """Walks a jaxpr; returns what is known of its results."""
     consts = [None] * len(jaxpr.constvars)
     if hasattr(jaxpr, 'jaxpr'):
@@ -166,7 +168,7 @@ class Frame:
 
     def look(atom):
       if trip_counts.is_literal(atom):
-        return Seen(0.0, {}, constant=trip_counts.number(atom.val))
+        return Variable(0.0, {}, constant=trip_counts.number(atom.val))
       return known[atom]
 
     for eqn in jaxpr.eqns:
@@ -175,7 +177,7 @@ class Frame:
       known |= zip(eqn.outvars, made, strict=True)
     return [look(x) for x in jaxpr.outvars]
 
-  def step(self, eqn, args) -> list[Seen]:
+  def step(self, eqn, args) -> list[Variable]:
     name = eqn.primitive.name
     if name in primitives.CONTROL:
       return getattr(self, f'_{name}')(eqn, args)
@@ -189,7 +191,7 @@ class Frame:
         return self.inline(eqn.params[key], args)
     if name in primitives.VIEWS:
       return self._view(eqn, args)
-    sums = [seen.partial for seen in args if seen.partial]
+    sums = [variable.partial for variable in args if variable.partial]
     if name in ('add', 'add_any') and len(sums) == len(args):
       self._add_up(*sums)
     elif name != 'convert_element_type':
@@ -204,13 +206,20 @@ class Frame:
   def _view(self, eqn, args):
     if len(eqn.outvars) > 1:  # A barrier.
       return args
-    seen, size = args[0], size_of(eqn.outvars[0].aval)
-    sources = seen.sources
-    if not seen.fused:
+    variable, size = args[0], size_of(eqn.outvars[0].aval)
+    sources = variable.sources
+    if not variable.fused:
       sources = {b: min(n, size) for b, n in sources.items()}
-    letters = seen.letters and primitives.letters_of(eqn, seen.letters)
+    letters = variable.letters and primitives.letters_of(eqn, variable.letters)
     return [
-      Seen(size, sources, seen.fused, letters, seen.partial, seen.constant)
+      Variable(
+        size,
+        sources,
+        variable.fused,
+        letters,
+        variable.partial,
+        variable.constant,
+      )
     ]
 
   def _fused(self, eqn, args):
@@ -221,17 +230,17 @@ class Frame:
     size = max((getattr(x.aval, 'size', 0) for x in touched), default=0)
     if name not in primitives.MOVES:
       self.flops += size * primitives.OPERATIONS.get(name, 1)
-    for seen in args:
-      large = [b for b in seen.sources if b.size > SCALAR]
-      if seen.fused and len(large) > SOURCES:
-        self.store(seen)
+    for variable in args:
+      large = [b for b in variable.sources if b.size > SCALAR]
+      if variable.fused and len(large) > SOURCES:
+        self.store(variable)
     sources = {}
-    for seen in args:
-      for buffer, n in seen.sources.items():
+    for variable in args:
+      for buffer, n in variable.sources.items():
         sources[buffer] = max(n, sources.get(buffer, 0.0))
     made = []
     for var in eqn.outvars:
-      one = Seen(size_of(var.aval), dict(sources), True)
+      one = Variable(size_of(var.aval), dict(sources), True)
       if reduces:
         self.store(one)
       made.append(one)
@@ -249,9 +258,9 @@ class Frame:
 
   def _heavy(self, eqn, args):
     name = eqn.primitive.name
-    for seen in args:
-      self.store(seen)
-    self.moved += sum(self.read(seen) for seen in args)
+    for variable in args:
+      self.store(variable)
+    self.moved += sum(self.read(variable) for variable in args)
     made = [self.stored(var.aval) for var in eqn.outvars]
     self.moved += sum(one.size for one in made)
     self.kernels += 1
@@ -275,7 +284,7 @@ class Frame:
     self.kernels += 1
     if name == 'gather':
       self.store(args[0])
-      self.moved += sum(self.read(seen) for seen in args[1:])
+      self.moved += sum(self.read(variable) for variable in args[1:])
       self.read(args[0])
       made = self.stored(out)
       self.moved += 2 * made.size
@@ -284,7 +293,7 @@ class Frame:
       return [made]
     self.store(args[0])
     updates = args[1 if name == 'dynamic_update_slice' else 2]
-    self.moved += sum(self.read(seen) for seen in args[1:])
+    self.moved += sum(self.read(variable) for variable in args[1:])
     # What is added to is read too.
     self.moved += updates.size * (1 + (name != 'dynamic_update_slice'))
     self.read(args[0])
@@ -294,15 +303,15 @@ class Frame:
       return [made]
     if name != 'dynamic_update_slice':
       self.flops += getattr(eqn.invars[2].aval, 'size', 0)
-    return [Seen(size_of(out), dict(args[0].sources))]
+    return [Variable(size_of(out), dict(args[0].sources))]
 
-  def _sum_over(self, made: Seen, over):
+  def _sum_over(self, made: Variable, over):
     """Notes a sum over dimensions of some variables."""
     letters = [
-      seen.letters[axis]
-      for seen, axes in over
-      for axis in (axes if seen.letters else ())
-      if seen.letters[axis]
+      variable.letters[axis]
+      for variable, axes in over
+      for axis in (axes if variable.letters else ())
+      if variable.letters[axis]
     ]
     if letters:
       made.partial = _Sum(letters, made.size)
@@ -331,14 +340,16 @@ class Frame:
       args: what it is given.
       drop: positions of those of which it is given a slice.
     """
-    frame = Frame(self.trips)
+    frame = WorkCounter(self.trips)
     given = []
-    for i, (var, seen) in enumerate(zip(jaxpr.jaxpr.invars, args, strict=True)):
-      letters = seen.letters
+    for i, (var, variable) in enumerate(
+      zip(jaxpr.jaxpr.invars, args, strict=True)
+    ):
+      letters = variable.letters
       if i in drop and letters is not None:
         letters = letters[1:]
       one = frame.argument(var.aval, letters)
-      one.constant = None if i in drop else seen.constant
+      one.constant = None if i in drop else variable.constant
       for buffer in one.sources:  # Loops write what they carry in place.
         buffer.size, buffer.outside = 0.0, False
       given.append(one)
@@ -346,8 +357,8 @@ class Frame:
     return frame.work()
 
   def _repeat(self, eqn, args, done: Work, turns: float):
-    for seen in args:
-      self.hand_over(seen)
+    for variable in args:
+      self.hand_over(variable)
     self.flops += turns * done.flops
     self.moved += turns * done.bytes_moved
     self.kernels += turns * done.kernels
@@ -382,7 +393,7 @@ class Frame:
         'A while loop does not show how often it turns: compare a counter '
         'with a number in its condition, or say `trips`.'
       )
-    state = [self._forgetful(seen) for seen in state]
+    state = [self._forgetful(variable) for variable in state]
     done = self._body(test, ahead + state) + self._body(body, own + state)
     self.turns = max(self.turns, turns * early)
     return self._repeat(eqn, ahead + own + state, done, turns)
@@ -392,6 +403,8 @@ class Frame:
     dearest = max(ways, key=lambda way: (way.flops, way.bytes_moved))
     return self._repeat(eqn, args, dearest, 1)
 
-  def _forgetful(self, seen):
-    self.hand_over(seen)
-    return dataclasses.replace(seen, letters=None, partial=None, constant=None)
+  def _forgetful(self, variable):
+    self.hand_over(variable)
+    return dataclasses.replace(
+      variable, letters=None, partial=None, constant=None
+    )

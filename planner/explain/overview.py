@@ -6,7 +6,7 @@ import json
 import string
 from typing import Any
 
-from planner.explain import listing
+from planner.explain import formatting
 from planner.ir import graph
 from planner.simulation import clock
 
@@ -143,7 +143,7 @@ def places(flow: graph.Flow, plan) -> str:
   return '\n'.join(lines)
 
 
-def in_a_line(flow: graph.Flow, plan) -> str:
+def one_line(flow: graph.Flow, plan) -> str:
   """A plan, as short as it can be told."""
   said = []
   for name, place in plan.places.items():
@@ -183,7 +183,9 @@ def moves(flow: graph.Flow, plan) -> dict[str, int]:
   return dict(total.most_common())
 
 
-def moved(flow: graph.Flow, plan) -> str:
+def transfers(flow: graph.Flow, plan) -> str:
   """The same for people."""
   found = moves(flow, plan)
-  return ', '.join(f'{way} {listing.size(n)}' for way, n in found.items())
+  return ', '.join(
+    f'{way} {formatting.byte_size(n)}' for way, n in found.items()
+  )

@@ -48,10 +48,10 @@ class Change(NamedTuple):
 def sensitivity(
   flow,
   model,
-  found: exact.Found,
+  found: exact.SearchResult,
   known: Sequence[plan_lib.Plan] = (),
   *,
-  ahead: int = 0,
+  staleness: int = 0,
   seconds: float = 30.0,
 ) -> list[Change]:
   """Changes each cost by a tenth, up and down.
@@ -61,7 +61,7 @@ def sensitivity(
     model: of the costs.
     found: what a search by this model has found.
     known: other plans of the space that fit in memory, to be timed again.
-    ahead: as in that search.
+    staleness: as in that search.
     seconds: to search at most, all in all. Where the time is up before a
       search has come to its end, `proved` is false.
 
@@ -82,23 +82,23 @@ def sensitivity(
     left = max(0.0, deadline - time.monotonic()) / (len(changes) - i)
     other = changed(model, cost, times)
     out.append(
-      Change(cost, times, *_choose(flow, other, found, plans, ahead, left))
-      if times < 1 or not _same(flow, other, found, ahead)
+      Change(cost, times, *_choose(flow, other, found, plans, staleness, left))
+      if times < 1 or not _same(flow, other, found, staleness)
       else Change(cost, times, found.seconds, None, found.seconds, True)
     )
   return out
 
 
-def changed(model, cost: str, times: float) -> scaled.Scaled:
+def changed(model, cost: str, times: float) -> scaled.ScaledCosts:
   """A model of which one cost is so many times as large."""
   if cost == MOVES:
-    return scaled.Scaled(model, transfers=times)
+    return scaled.ScaledCosts(model, transfers=times)
   if cost == SWITCHES:
-    return scaled.Scaled(model, switches=times)
-  return scaled.Scaled(model, {cost: times})
+    return scaled.ScaledCosts(model, switches=times)
+  return scaled.ScaledCosts(model, {cost: times})
 
 
-def _same(flow, dearer, found: exact.Found, ahead: int) -> bool:
+def _same(flow, dearer, found: exact.SearchResult, staleness: int) -> bool:
   """Whether a cost that grows leaves the choice alone without a search.
 
   It does if the chosen plan takes no longer and is proved: what no plan could
@@ -106,7 +106,9 @@ def _same(flow, dearer, found: exact.Found, ahead: int) -> bool:
   """
   if found.gap != 0 or found.simulated > len(found.ranked):
     return False
-  seconds = lambda plan: evaluate_plan.play(flow, dearer, plan, ahead).seconds
+  seconds = lambda plan: (
+    evaluate_plan.evaluate(flow, dearer, plan, staleness).seconds
+  )
   enough = found.seconds * (1 + exact.ROUNDING)
   if seconds(found.best) > enough:
     return False
@@ -116,10 +118,11 @@ def _same(flow, dearer, found: exact.Found, ahead: int) -> bool:
   )
 
 
-def _choose(flow, model, found, plans, ahead, seconds):
+def _choose(flow, model, found, plans, staleness, seconds):
   """The fastest plan if a model is right: fields of a `Change`."""
   timed = [
-    evaluate_plan.play(flow, model, plan, ahead).seconds for plan in plans
+    evaluate_plan.evaluate(flow, model, plan, staleness).seconds
+    for plan in plans
   ]
   before, best = timed[0], min(timed)
   plan, enough = None, before * (1 - MATTERS)
@@ -133,7 +136,7 @@ def _choose(flow, model, found, plans, ahead, seconds):
     flow,
     model,
     found.space,
-    ahead=ahead,
+    staleness=staleness,
     keep=1,
     seconds=seconds,
     below=enough,

@@ -15,7 +15,7 @@ class _Longer:
   def __init__(self, cost, stage: str, more: float):
     self._cost, self._stage, self._more = cost, stage, more
     self.transfer, self.switch = cost.transfer, cost.switch
-    self.crowding = cost.crowding
+    self.contention = cost.contention
 
   def seconds(self, flow, node, place):
     found = self._cost.seconds(flow, node, place)
@@ -23,37 +23,37 @@ class _Longer:
     return found + self._more * mine
 
 
-def slack(played: evaluate_plan.Played) -> dict[str, float]:
+def slack(evaluation: evaluate_plan.PlanEvaluation) -> dict[str, float]:
   """Seconds more that each stage could take in a step, all of its calls.
 
   Programs stay as they are, and no stage but the one takes longer. A stage of
   which every moment counts has none.
   """
-  return {stage: _of(played, stage) for stage in played.flow.stages}
+  return {stage: _of(evaluation, stage) for stage in evaluation.flow.stages}
 
 
-def _of(played: evaluate_plan.Played, stage: str) -> float:
+def _of(evaluation: evaluate_plan.PlanEvaluation, stage: str) -> float:
   """The last seconds at which a step takes no longer.
 
   How long a step takes is a convex line of pieces, flat and then rising: from
   where it rises, go down along its slope until it is flat.
   """
   calls = sum(
-    span.step == 0 and overview.stage_of(played.flow, span) == stage
-    for span in played.simulation.spans
+    span.step == 0 and overview.stage_of(evaluation.flow, span) == stage
+    for span in evaluation.simulation.spans
   )
-  flat = played.seconds
+  flat = evaluation.seconds
 
   def seconds(more):
-    cost = _Longer(played.cost, stage, more / calls)
-    return evaluate_plan.again(played, cost).seconds
+    cost = _Longer(evaluation.cost, stage, more / calls)
+    return evaluate_plan.re_evaluate(evaluation, cost).seconds
 
-  place = played.plan.stages[stage]
+  place = evaluation.plan.stages[stage]
   if any(
-    node.asynchronous and node.name == stage for node in played.flow.nodes
+    node.asynchronous and node.name == stage for node in evaluation.flow.nodes
   ):
-    place = simulate.outside(place, stage)
-  room = at = flat - played.busy.get(place, 0.0)  # Its place has no more.
+    place = simulate.background(place, stage)
+  room = at = flat - evaluation.busy.get(place, 0.0)  # Its place has no more.
   if at <= 0 or not calls:
     return 0.0
   grown = seconds(at)

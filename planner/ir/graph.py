@@ -8,7 +8,7 @@ import functools
 import math
 from typing import Any
 
-from planner.explain import listing
+from planner.explain import flow_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Flow:
     return max((self.values[v].shape[0] for v in node.rows), default=0)
 
   def __str__(self):
-    return listing.listing(self)
+    return flow_table.flow_table(self)
 
 
 def is_plumbing(node: Node) -> bool:

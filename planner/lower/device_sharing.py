@@ -20,7 +20,7 @@ from planner.ir.instruction import (
 )
 
 
-def in_turn(program, flow: graph.Flow, plan, place: str, loop: bool) -> list:
+def add_leases(program, flow: graph.Flow, plan, place: str, loop: bool) -> list:
   """A program, with the devices of its place taken and let go.
 
   Args:

@@ -16,7 +16,7 @@ from planner.ir.instruction import (
 )
 
 
-def offload(program, flow, idle):
+def add_offloads(program, flow, idle):
   """Has `idle` values on the device only around the stages that touch them."""
   out, away, begun = [], set(idle), {}
   for op in program:
@@ -54,7 +54,7 @@ def _uses(op, flow):
   raise AssertionError(op)
 
 
-def forget(program, flow, place, resident):
+def add_drops(program, flow, place, resident):
   """Adds drops and donations after the last use of every value."""
   held = {start for start, places in resident.items() if place in places}
   # What was lent, is given away or is kept twice is not this place's alone.

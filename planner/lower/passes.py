@@ -6,7 +6,7 @@ from planner.lower import cut, order, program
 
 
 def lower(
-  flow: graph.Flow, plan, cost=cost_lib.EQUAL, resident=None
+  flow: graph.Flow, plan, cost=cost_lib.UNIT, resident=None
 ) -> tuple[graph.Flow, dict[str, tuple[program.Instruction, ...]]]:
   """Returns the flow as the plan cuts and orders it, and every place's program.
 

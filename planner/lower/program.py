@@ -298,10 +298,10 @@ def lower(
   idle = frozenset((*own, *own.values()))
   programs = {}
   for place, ops in writer.programs.items():
-    ops = lifetimes.offload(ops, flow, idle)
-    ops = lifetimes.forget(ops, flow, place, resident)
+    ops = lifetimes.add_offloads(ops, flow, idle)
+    ops = lifetimes.add_drops(ops, flow, place, resident)
     if plan.lease_devices(place):
-      ops = device_sharing_lib.in_turn(ops, flow, plan, place, loop)
+      ops = device_sharing_lib.add_leases(ops, flow, plan, place, loop)
     programs[place] = tuple(ops)
   return programs
 

@@ -1,19 +1,19 @@
 """RLinf's Algorithm 1 (arXiv:2509.15965): plans by cutting the graph in two.
 
-Of a graph of stages, whose cycles are taken for one stage each, either all
-share a place and run one after another, or the graph is cut in two, the first
-part on some of the devices and the second on the rest, both in a pipeline:
+A cycle of the graph of stages counts as one stage. Either all stages share a
+place and run one after another, or the graph is cut in two: the first part runs
+on some of the devices and the second on the rest, as a pipeline:
 
   T = T_critical + (M / m − 1) · T_bottleneck
 
-for a batch of M rows of which m pass at a time. Every cut that no edge crosses
-backwards is tried, with every way to share out the devices, and the fastest
-way of every part is remembered.
+for a batch of M rows that passes in pieces of m rows. Every cut that no edge
+crosses backwards is tried with every division of the devices, and the fastest
+schedule of every part is memoized.
 
-In the paper a part that is cut again may also take turns with another on the
-same devices. Here a device belongs to one place, so turns are taken by stages
-of one place, and whether their states must leave the devices meanwhile is a
-question of memory: the first offloads with which a place fits are taken.
+In the paper, a part that is cut again may also alternate with another part on
+the same devices. Here each device belongs to one place, so only the stages of
+one place alternate. Whether their state must leave the devices meanwhile is a
+question of memory: a place takes the first set of offloads with which it fits.
 """
 
 import itertools
@@ -21,19 +21,21 @@ from typing import NamedTuple
 
 import numpy as np
 
+from planner.costs import cost as cost_lib
 from planner.ir import graph
 from planner.lower import program
 from planner.search import choices as choices_lib
 from planner.search import exact, timing
+from planner.search import space as space_lib
 
 
-class _Way(NamedTuple):
+class _Schedule(NamedTuple):
   """How to run a part of the graph, for every number of units, [units + 1].
 
   Attributes:
-    critical: seconds that the first piece takes from end to end.
-    bottleneck: seconds that the slowest place takes for a piece.
-    blocks: the groups of each place, and units of it, of each entry.
+    critical: seconds of the first piece from end to end.
+    bottleneck: seconds of the slowest place for one piece.
+    blocks: for each entry, the groups and the units of each place.
   """
 
   critical: np.ndarray
@@ -43,20 +45,20 @@ class _Way(NamedTuple):
 
 def algorithm1(
   flow: graph.Flow,
-  model: exact.Model,
-  space: exact.Space,
+  model: cost_lib.Model,
+  space: space_lib.Space,
   *,
-  ahead: int = 0,
+  staleness: int = 0,
   keep: int = 5,
-) -> exact.Found:
-  """Returns the plan that Algorithm 1 thinks fastest, as simulated.
+) -> exact.SearchResult:
+  """Returns the plan that Algorithm 1 expects to be fastest, simulated.
 
   Args:
     flow: as recorded.
-    model: of the costs.
-    space: of the plans.
-    ahead: as in `exact.search`; the algorithm does not know of it.
-    keep: how many plans to return: the best of each number of pieces.
+    model: the cost model.
+    space: the plans to choose from.
+    staleness: as in `exact.search`; only the simulation uses it.
+    keep: how many plans to return, of the best of each number of pieces.
   """
   choices = choices_lib.Choices(flow, model, space)
   best, ranked, tried = None, [], 0
@@ -66,12 +68,12 @@ def algorithm1(
     tried += made.tried
     if choice is None or choices.overflows(choice):
       continue
-    found = timing.simulate(choices, choice, ahead)
+    found = timing.simulate(choices, choice, staleness)
     ranked.append(found)
     if best is None or estimate < best[0]:
       best = estimate, *found
   ranked.sort(key=lambda pair: pair[1])
-  return exact.Found(
+  return exact.SearchResult(
     best=best and best[1],
     seconds=best[2] if best else np.inf,
     bound=None,
@@ -88,48 +90,53 @@ class _Algorithm:
   """The algorithm for one number of pieces.
 
   Attributes:
-    parts: sets of groups, as bits, that are one in the graph without cycles.
+    parts: the nodes of the graph without cycles, as sets of bits of groups.
     edges: pairs of such parts.
-    known: the fastest ways of what has been asked for.
+    memo: the fastest schedules so far, by parts and places.
   """
 
   def __init__(self, choices, cut):
     self.choices, self.cut, self.tried = choices, cut, 0
     self.parts, self.edges = _without_cycles(choices)
-    self.known, self.kinds, self.alone = {}, {}, {}
+    self.memo, self.partitions, self.alone = {}, {}, {}
 
   def best(self):
-    """The seconds that the algorithm expects, and the plan."""
-    way = self.ways(range(len(self.parts)), self.choices.space.places)
-    seconds = self.expected(way.critical, way.bottleneck)
+    """Returns the expected seconds and the plan."""
+    schedule = self.schedules(
+      range(len(self.parts)), self.choices.space.max_places
+    )
+    seconds = self.expected(schedule.critical, schedule.bottleneck)
     units = int(np.argmin(seconds))
     if seconds[units] == np.inf:
       return np.inf, None
-    return seconds[units], self.choice(way.blocks[units])
+    return seconds[units], self.choice(schedule.blocks[units])
 
   def expected(self, critical, bottleneck):
     more = self.cut.pieces - 1
     return critical + more * bottleneck if more else critical
 
-  def ways(self, parts, places: int) -> _Way:
-    """The fastest ways of some parts on at most so many places."""
+  def schedules(self, parts, places: int) -> _Schedule:
+    """Returns the fastest schedules of parts on at most `places` places."""
     key = frozenset(parts), places
-    if key not in self.known:
-      self.known[key] = self._ways(sorted(parts), places)
-    return self.known[key]
+    if key not in self.memo:
+      self.memo[key] = self._schedules(sorted(parts), places)
+    return self.memo[key]
 
-  def _ways(self, parts, places) -> _Way:
-    way = self.one_place(sum(self.parts[p] for p in parts))
+  def _schedules(self, parts, places) -> _Schedule:
+    schedule = self.one_place(sum(self.parts[p] for p in parts))
     if places == 1 or len(parts) == 1:
-      return way
-    best = self.expected(way.critical, way.bottleneck)
-    critical, bottleneck = way.critical.copy(), way.bottleneck.copy()
-    blocks = list(way.blocks)
+      return schedule
+    best = self.expected(schedule.critical, schedule.bottleneck)
+    critical, bottleneck = schedule.critical.copy(), schedule.bottleneck.copy()
+    blocks = list(schedule.blocks)
     n = self.choices.units
     for first in self._first_parts(parts):
       rest = [p for p in parts if p not in first]
       for mine in range(1, places):
-        one, other = self.ways(first, mine), self.ways(rest, places - mine)
+        one, other = (
+          self.schedules(first, mine),
+          self.schedules(rest, places - mine),
+        )
         for units in range(2, n + 1):
           here = np.arange(1, units)
           path = one.critical[here] + other.critical[units - here]
@@ -143,10 +150,10 @@ class _Algorithm:
             best[units] = expected[at]
             critical[units], bottleneck[units] = path[at], slow[at]
             blocks[units] = one.blocks[at + 1] + other.blocks[units - at - 1]
-    return _Way(critical, bottleneck, blocks)
+    return _Schedule(critical, bottleneck, blocks)
 
   def _first_parts(self, parts):
-    """Sets of parts that read nothing of the others: all cuts."""
+    """Yields the cuts: sets of parts that read nothing from the others."""
     for size in range(1, len(parts)):
       for first in itertools.combinations(parts, size):
         if not any(
@@ -154,8 +161,8 @@ class _Algorithm:
         ):
           yield first
 
-  def one_place(self, block: int) -> _Way:
-    """One after another on all devices, if that fits."""
+  def one_place(self, block: int) -> _Schedule:
+    """Schedules all stages one after another on one place, if that fits."""
     if block not in self.alone:
       n = self.choices.units
       piece = np.full(n + 1, np.inf)
@@ -163,11 +170,11 @@ class _Algorithm:
         if found := self.fastest(block, units):
           piece[units] = found[0] / self.cut.pieces
       blocks = [((block, units),) for units in range(n + 1)]
-      self.alone[block] = _Way(piece, piece, blocks)
+      self.alone[block] = _Schedule(piece, piece, blocks)
     return self.alone[block]
 
   def fastest(self, block: int, units: int):
-    """The seconds of a place, its options, and offloads; None if none fits."""
+    """Returns seconds, options and offloads of a place; None if none fits."""
     part, b = self.where(block)
     for offload in self.choices.offloads:
       fits = self.choices.fitting(self.cut, part, b, units, offload)
@@ -185,19 +192,19 @@ class _Algorithm:
     return None
 
   def where(self, block: int):
-    """A partition with that place, as few others as there can be."""
-    if block not in self.kinds:
-      self.kinds[block] = next(
+    """Returns a partition with that place and as few others as possible."""
+    if block not in self.partitions:
+      self.partitions[block] = next(
         (part, blocks.index(block))
         for part, blocks in sorted(
           enumerate(self.choices.blocks), key=lambda pair: len(pair[1])
         )
         if block in blocks
       )
-    return self.kinds[block]
+    return self.partitions[block]
 
   def switches(self, block: int, units: int, axes, offload) -> float:
-    """Seconds of moving what is offloaded away and back once a step."""
+    """Returns the seconds of offloading and restoring values once a step."""
     flow, model = self.choices.flow, self.choices.model
     placement = self.choices.placement(0, units, axes)
     stages = set(offload).intersection(self.choices.stages(block))
@@ -207,7 +214,7 @@ class _Algorithm:
     )
 
   def choice(self, blocks) -> choices_lib.Choice:
-    """The places that the algorithm has chosen, as a plan."""
+    """Returns the chosen places as a plan."""
     blocks = sorted(blocks, key=lambda pair: pair[0] & -pair[0])
     part = self.choices.blocks.index(tuple(block for block, _ in blocks))
     found = [self.fastest(block, units) for block, units in blocks]
@@ -224,7 +231,11 @@ class _Algorithm:
 
 
 def _without_cycles(choices):
-  """Groups that reach each other as one, in an order that respects edges."""
+  """Contracts the cycles of the graph of groups, in topological order.
+
+  Returns:
+    The contracted nodes, as sets of bits of groups, and their edges.
+  """
   flow, n = choices.flow, len(choices.groups)
   of = {stage: g for g, some in enumerate(choices.groups) for stage in some}
   reach = np.eye(n, dtype=bool)

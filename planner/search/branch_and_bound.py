@@ -1,12 +1,21 @@
-"""Sets of plans that differ in the sizes of their places, to be halved."""
+"""Sets of plans that differ in the sizes of their places, to be split."""
 
 import numpy as np
 
-BATCH = 1024  # Sets that are halved at once.
+BATCH = 1024  # Sets that are split at once.
 
 
-class Sets:
-  """Sets of plans of one number of pieces: sizes of places within limits."""
+class PlanSets:
+  """Sets of plans with one number of pieces.
+
+  A set is a partition with limits on the sizes of its places.
+
+  Attributes:
+    part: the partition of each set, [K].
+    low: the smallest size of each place, [K, places], 0 for no place.
+    high: the largest size, likewise.
+    bounds: lower bounds on the seconds of a step, [K].
+  """
 
   def __init__(self, choices, cut):
     self.choices, self.cut = choices, cut
@@ -15,28 +24,30 @@ class Sets:
     for blocks in choices.blocks:
       for block in blocks:
         which.setdefault(block, len(which))
-    # Of each set of groups on at most so many units, and none for no place.
+    # Least busy seconds of each block by its units; the last row is no place.
     self.busy = np.zeros((len(which) + 1, choices.units + 1))
     for block, number in which.items():
       here = np.array([block >> int(g) & 1 for g in cut.group], bool)
       self.busy[number] = np.max(
         [
-          np.minimum.accumulate(table[here & (cut.floor.outside == who)].sum(0))
-          for who in range(cut.floor.outside.max() + 1)
+          np.minimum.accumulate(
+            table[here & (cut.bounds.outside == who)].sum(0)
+          )
+          for who in range(cut.bounds.outside.max() + 1)
         ],
         axis=0,
       )
-    # The largest size that there is a mesh for, up to so many units.
+    # The largest size with a mesh, up to so many units.
     self.nearest = np.zeros(self.busy.shape, int)
     for block, number in which.items():
       sizes = [
         n * bool(choices.menu(block, n)) for n in range(1, table.shape[1])
       ]
       self.nearest[number, 1:] = np.maximum.accumulate(sizes)
-    self.block = np.full((len(choices.blocks), choices.space.places), -1)
+    self.block = np.full((len(choices.blocks), choices.space.max_places), -1)
     for p, blocks in enumerate(choices.blocks):
       self.block[p, : len(blocks)] = [which[block] for block in blocks]
-    # [level, node, units]: the least over 2 ** level sizes from there on.
+    # [level, node, units]: the minimum over 2 ** level sizes from there on.
     levels = [table]
     while 2 ** len(levels) <= table.shape[1]:
       shift = 2 ** (len(levels) - 1)
@@ -45,16 +56,16 @@ class Sets:
       levels.append(np.minimum(levels[-1], later))
     self.levels = np.stack(levels)
     self.part = np.zeros(0, int)
-    self.low = self.high = np.zeros((0, choices.space.places), int)
+    self.low = self.high = np.zeros((0, choices.space.max_places), int)
     self.bounds = np.zeros(0)
-    self.luck = np.random.default_rng(0)
+    self.rng = np.random.default_rng(0)
 
   @property
   def least(self) -> float:
     return self.bounds.min(initial=np.inf)
 
   def seconds(self, part, low, high):
-    """The least seconds of every node, and where it is, both [N, K]."""
+    """Returns the least seconds and the place of every node, both [N, K]."""
     at = self.choices.place_of[part][:, self.cut.group].T
     which = np.arange(len(part))
     low, high = low[which, at], high[which, at]
@@ -64,7 +75,7 @@ class Sets:
     return np.minimum(one, self.levels[level, nodes, high - 2**level + 1]), at
 
   def add(self, part, low, high, search):
-    """Adds sets that may hold a faster plan than the best so far."""
+    """Adds the sets that may contain a faster plan than the best so far."""
     low = np.maximum(low, self._need(part, np.full(len(part), search.enough)))
     others = low.sum(1, keepdims=True) - low
     high = np.minimum(high, self.choices.units - others)
@@ -75,7 +86,7 @@ class Sets:
     bounds = search.bound(self, *self.seconds(part, low, high))
     some = bounds < search.enough
     part, low, high, bounds = (x[some] for x in (part, low, high, bounds))
-    bounds = self._share_out(part, low, bounds, search.enough)
+    bounds = self._raise_bounds(part, low, bounds, search.enough)
     some = bounds < search.enough
     self.part = np.concatenate([self.part, part[some]])
     self.low = np.concatenate([self.low, low[some]])
@@ -83,19 +94,27 @@ class Sets:
     self.bounds = np.concatenate([self.bounds, bounds[some]])
 
   def _need(self, part, seconds):
-    """The least sizes with which no place is busy for longer, [K, places]."""
-    block = self.block[part]
-    some, all_ = np.zeros((2, *block.shape), int)
-    all_ += np.where(block < 0, 0, self.choices.units)
-    while (some < all_).any():
-      middle = (some + all_) // 2
-      enough = self.busy[block, middle] <= seconds[:, None]
-      all_ = np.where(enough, middle, all_)
-      some = np.where(enough, some, np.minimum(middle + 1, all_))
-    return all_
+    """Returns the least sizes with which no place is busy for longer.
 
-  def _share_out(self, part, low, bounds, enough):
-    """Bounds, if devices are shared out so that no place is busy for long."""
+    The result is [K, places], found by bisection.
+    """
+    block = self.block[part]
+    least, most = np.zeros((2, *block.shape), int)
+    most += np.where(block < 0, 0, self.choices.units)
+    while (least < most).any():
+      middle = (least + most) // 2
+      enough = self.busy[block, middle] <= seconds[:, None]
+      most = np.where(enough, middle, most)
+      least = np.where(enough, least, np.minimum(middle + 1, most))
+    return most
+
+  def _raise_bounds(self, part, low, bounds, enough):
+    """Raises bounds by how the places of a plan compete for devices.
+
+    If the devices do not suffice to keep every place busy for at most t
+    seconds, a step takes longer than t. The largest such t is found by
+    bisection.
+    """
     if not len(part):
       return bounds
     roof = np.full(len(part), enough)
@@ -106,7 +125,7 @@ class Sets:
       middle = (bounds + roof) / 2
       need = np.maximum(low, self._need(part, middle)).sum(1)
       fits = need <= self.choices.units
-      # The last size may still be too slow: then nothing fits at all.
+      # Even the largest size may be too slow, and then nothing fits.
       roof, bounds = (
         np.where(fits, middle, roof),
         np.where(fits, bounds, middle),
@@ -114,7 +133,7 @@ class Sets:
     return bounds
 
   def take(self, search):
-    """Takes out the sets of least bounds; those that cannot matter go."""
+    """Removes and returns the sets of least bounds; drops hopeless ones."""
     keep = np.flatnonzero(self.bounds < search.enough)
     order = keep
     if len(keep) > BATCH:
@@ -127,8 +146,11 @@ class Sets:
     self.bounds = self.bounds[rest]
     return taken
 
-  def halve(self, search):
-    """Halves some sets; returns those of one size of every place."""
+  def split(self, search):
+    """Splits the sets of least bounds in two.
+
+    Returns the sets in which every place has a single size, as plans.
+    """
     leaves, halves = [], []
     for part, low, high in zip(*self.take(search), strict=True):
       part = int(part)
@@ -149,7 +171,11 @@ class Sets:
     return leaves
 
   def guess(self, search):
-    """Plans of the sets of least bounds that share devices out by work."""
+    """Guesses plans that divide the devices in proportion to the work.
+
+    They come from the sets of least bounds; a good guess lowers `search.best`
+    early.
+    """
     first = np.argsort(self.bounds, kind='stable')[: BATCH // 4]
     part, low, high = self.part[first], self.low[first], self.high[first]
     if not len(part):
@@ -161,7 +187,7 @@ class Sets:
     work = np.stack(
       [np.where(at == b, work, 0).sum(0) for b in range(low.shape[1])], 1
     )
-    work = work * np.exp(0.3 * self.luck.standard_normal(work.shape))
+    work = work * np.exp(0.3 * self.rng.standard_normal(work.shape))
     left = self.choices.units - low.sum(1, keepdims=True)
     shares = work / np.maximum(work.sum(1, keepdims=True), 1e-300)
     size = np.floor(shares * self.choices.units).astype(int) - low
@@ -182,7 +208,7 @@ class Sets:
     ]
 
   def _trim(self, part, low, high) -> bool:
-    """Narrows limits, in place, to sizes that fit; False where none does."""
+    """Narrows limits in place to sizes that fit; False if none does."""
     for b in range(len(self.choices.blocks[part])):
       fits = lambda n: self.choices.possible(self.cut, part, b, int(n))
       while low[b] <= high[b] and not fits(low[b]):

@@ -1,4 +1,4 @@
-"""The plans of a declared space, and what a model says of each."""
+"""Enumerates the plans of a space and memoizes their costs."""
 
 import functools
 import itertools
@@ -6,26 +6,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.explain import listing
+from planner.explain import formatting
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import program
 from planner.search import grouping, memo
 from planner.search import pieces as pieces_lib
 
-SHOWN = 5  # Infeasible plans that are kept, nearest to feasible first.
+SHOWN = 5  # Infeasible plans that are kept, the nearest to fitting first.
 
 
 class Choice(NamedTuple):
-  """A plan, as numbers.
+  """A plan as numbers.
 
   Attributes:
-    pieces: of the batch.
-    part: which partition of the groups of stages.
+    pieces: number of pieces that the batch passes in.
+    part: index of a partition of the groups of stages into places.
     units: devices of each place, in units.
-    axes: of each place.
-    rows: of each place, pairs of a stage and its rows; None for all.
-    offload: stages whose carried values wait in host memory.
+    axes: mesh axes of each place.
+    rows: for each place, pairs of a stage and its micro-batch; None for the
+      whole batch.
+    offload: stages whose carried values stay in host memory.
   """
 
   pieces: int
@@ -37,27 +38,30 @@ class Choice(NamedTuple):
 
 
 class Choices:
-  """All plans of a space, priced once each.
+  """All plans of a space, with memoized costs.
 
   Attributes:
-    groups: stages that share a place whatever the plan.
-    blocks: of each partition, the groups of each place, as sets of bits.
-    known: what the model says of seconds, moves and switches.
+    groups: the groups of stages that share a place in every plan.
+    blocks: for each partition, the groups of each place, as a set of bits.
+    place_of: the place of each group in each partition, [partitions, groups].
+    costs: the cost model, memoized.
     cuts: the flow in each number of pieces that it can be cut into.
-    units: devices there are, in units.
-    infeasible: plans that need too much memory, nearest to feasible first:
-      how many times what there is, the plan, in words.
+    uncut: for each other number of pieces, the reason.
+    units: all devices, in units.
+    offloads: every subset of the stages that may be offloaded.
+    infeasible: plans that need too much memory, the nearest to fitting first:
+      bytes needed over bytes available, the plan, and a sentence.
   """
 
   def __init__(self, flow, model, space):
     self.flow, self.model, self.space = flow, model, space
-    self.known = memo.Known(model)
+    self.costs = memo.MemoizedModel(model)
     self.units = space.devices // space.unit
-    self.groups = grouping.groups(flow, space.together)
+    self.groups = grouping.groups(flow, space.colocated)
     self.blocks = [
       blocks
-      for blocks in grouping.partitions(len(self.groups), space.places)
-      if len(blocks) >= space.fewest
+      for blocks in grouping.partitions(len(self.groups), space.max_places)
+      if len(blocks) >= space.min_places
     ]
     self.place_of = np.zeros((len(self.blocks), len(self.groups)), int)
     for p, blocks in enumerate(self.blocks):
@@ -68,16 +72,16 @@ class Choices:
     self.cuts, self.uncut = {}, {}
     for pieces in space.pieces:
       try:
-        self.cuts[pieces] = pieces_lib.Cut(
+        self.cuts[pieces] = pieces_lib.CutFlow(
           flow, pieces, self.groups, dict(space.micro_batch)
         )
       except ValueError as error:
         self.uncut[pieces] = str(error)
     named = {*space.offload, *(stage for stage, _ in space.micro_batch)}
-    strange = sorted(named - {*flow.stages})
-    if strange:
+    unknown = sorted(named - {*flow.stages})
+    if unknown:
       raise ValueError(
-        f'The space has micro-batches or offloads for {strange}, which are not '
+        f'The space has micro-batches or offloads for {unknown}, which are not '
         f'among the stages {list(flow.stages)} of the flow.'
       )
     n = len(space.offload)
@@ -93,10 +97,10 @@ class Choices:
     self._fits, self._possible, self._homes = {}, {}, {}
     self._placements, self._columns = {}, {}
 
-  # What there is.
+  # Places.
 
   def _stages(self, block: int) -> tuple[str, ...]:
-    """Of a set of groups, in the order of the flow."""
+    """Returns the stages of a set of groups, in the order of the flow."""
     there = {
       stage
       for g, group in enumerate(self.groups)
@@ -106,7 +110,7 @@ class Choices:
     return tuple(stage for stage in self.flow.stages if stage in there)
 
   def _menu(self, block: int, units: int) -> tuple:
-    """Meshes that a place may have."""
+    """Returns the meshes that a place of some units may have."""
     devices = units * self.space.unit
     menu = self.model.axes(self.stages(block), devices)
     return tuple(tuple(map(tuple, axes)) for axes in menu)
@@ -120,14 +124,17 @@ class Choices:
     return self._placements[key]
 
   def starts(self, units) -> list[int]:
-    """The first unit of each place: large places first, for they align."""
+    """Returns the first unit of each place, the largest place first.
+
+    So the sizes that are powers of two are aligned.
+    """
     starts, at = [0] * len(units), 0
     for b in sorted(range(len(units)), key=lambda b: -units[b]):
       starts[b], at = at, at + units[b]
     return starts
 
   def options(self, cut, block: int, units: int):
-    """Axes and rows that a place may have."""
+    """Returns pairs of axes and micro-batches that a place may have."""
     rows = [
       [(stage, rows) for rows in cut.rows[stage]]
       for stage in self.stages(block)
@@ -135,15 +142,18 @@ class Choices:
     menu = self.menu(block, units)
     return list(itertools.product(menu, map(tuple, itertools.product(*rows))))
 
-  # What it costs.
+  # Costs.
 
   def seconds(self, cut, i: int, units: int, axes, rows) -> float:
-    """Of a node."""
+    """Returns the seconds of a node."""
     placement = self.placement(0, units, axes)
-    return self.known.seconds(cut.flow, cut.flow.nodes[i], placement, rows)
+    return self.costs.seconds(cut.flow, cut.flow.nodes[i], placement, rows)
 
   def column(self, cut, *option) -> np.ndarray:
-    """Of every node, on `(block, units, axes, rows)`; zero if elsewhere."""
+    """Returns the seconds of every node on `(block, units, axes, rows)`, [N].
+
+    Nodes of other places have zero.
+    """
     key = cut.pieces, *option
     if key not in self._columns:
       self._columns[key] = self._column(cut, *option)
@@ -152,7 +162,7 @@ class Choices:
   def _column(self, cut, block: int, units: int, axes, rows) -> np.ndarray:
     rows, out = dict(rows), np.zeros(len(cut.flow.nodes))
     for i, g in enumerate(cut.group):
-      if block >> int(g) & 1 and i not in cut.loose:
+      if block >> int(g) & 1 and i not in cut.floating:
         name = cut.flow.nodes[i].name
         plumbing = graph.is_plumbing(cut.flow.nodes[i])
         taken = None if plumbing else rows[name]
@@ -160,7 +170,7 @@ class Choices:
     return out
 
   def table(self, cut) -> np.ndarray:
-    """The least seconds of every node on so many units, [N, units + 1]."""
+    """Returns the least seconds of every node by its units, [N, units + 1]."""
     least = np.full((len(cut.flow.nodes), self.units + 1), np.inf)
     with_group = [
       {block for blocks in self.blocks for block in blocks if block >> g & 1}
@@ -172,7 +182,7 @@ class Choices:
         for blocks in with_group
       ]
       for i, node in enumerate(cut.flow.nodes):
-        if i in cut.loose:
+        if i in cut.floating:
           least[i, units] = 0.0
           continue
         plumbing = graph.is_plumbing(node)
@@ -185,7 +195,7 @@ class Choices:
   # Plans.
 
   def names(self, choice: Choice) -> list[str]:
-    """Each place is called after the stage that it spends longest on."""
+    """Names each place after the stage that it spends most time on."""
     cut, names = self.cuts[choice.pieces], []
     blocks = self.blocks[choice.part]
     if len(blocks) == 1:
@@ -226,7 +236,7 @@ class Choices:
   # Memory.
 
   def homes(self, part: int):
-    """The carried values that each place of a partition holds."""
+    """Returns the carried values that each place of a partition holds."""
     if part not in self._homes:
       blocks = [self.stages(block) for block in self.blocks[part]]
       held = program.homes(self.flow, pieces_lib.apart(blocks))
@@ -237,7 +247,7 @@ class Choices:
     return self._homes[part]
 
   def overflows(self, choice: Choice, only=None) -> bool:
-    """Whether a place needs more memory than there is; it is noted then."""
+    """Whether a place needs more memory than there is; records it if so."""
     if self.model.capacity == np.inf:
       return False
     names = [self.stages(block)[0] for block in self.blocks[choice.part]]
@@ -255,20 +265,23 @@ class Choices:
     excess = need / there if there > 0 else need
     if len(self.infeasible) == SHOWN and excess >= self.infeasible[-1][0]:
       return
-    place = self.names(choice)[b]
+    place, devices = self.names(choice)[b], choice.units[b] * self.space.unit
     words = (
-      f'{place} needs {listing.size(need)} on each of its '
-      f'{choice.units[b] * self.space.unit} devices > {listing.size(there)} '
-      f'that may be used: {excess - 1:.1%} too much'
+      f'{place} needs {formatting.byte_size(need)} on each of its {devices} '
+      f'devices > {formatting.byte_size(there)} that may be used: '
+      f'{excess - 1:.1%} too much'
     )
-    if words in (known for _, _, known in self.infeasible):
+    if words in (other for _, _, other in self.infeasible):
       return
     self.infeasible.append((excess, self.plan(choice), words))
     self.infeasible.sort(key=lambda item: item[0])
     del self.infeasible[SHOWN:]
 
   def fitting(self, cut, part: int, b: int, units: int, offload):
-    """The options of a place that fit in memory, whatever others look like."""
+    """Returns the options of a place that fit in memory.
+
+    Memory does not depend on the sizes and options of other places.
+    """
     blocks = self.blocks[part]
     block, held = blocks[b], self.homes(part)[b]
     key = cut.pieces, block, held, units, offload
@@ -295,7 +308,7 @@ class Choices:
     return next((units for units in sizes if self.menu(block, units)), None)
 
   def possible(self, cut, part: int, b: int, units: int) -> bool:
-    """Whether a place may have that size."""
+    """Whether a place may have `units` units."""
     key = cut.pieces, part, b, units
     if key not in self._possible:
       self._possible[key] = bool(self.menu(self.blocks[part][b], units)) and (

@@ -1,4 +1,4 @@
-"""Which stages share a place: whatever the plan, and in all possible ways."""
+"""Groups stages: those that always share a place, and all partitions."""
 
 import collections
 import itertools
@@ -7,7 +7,7 @@ from planner.ir import plan
 
 
 def partitions(n: int, most: int):
-  """Ways to part `n` things among at most `most` places, as sets of bits."""
+  """Yields the partitions of `n` items into at most `most` sets of bits."""
 
   def grow(i, blocks):
     if i == n:
@@ -22,7 +22,7 @@ def partitions(n: int, most: int):
 
 
 def groups(flow, together) -> list[tuple[str, ...]]:
-  """Stages that share a place, in the order of the flow.
+  """Returns the stages in groups that share a place, in the flow's order.
 
   Raises:
     ValueError: for stages that the flow does not have.
@@ -46,31 +46,30 @@ def groups(flow, together) -> list[tuple[str, ...]]:
   return [tuple(members[s]) for s in flow.stages if s in members]
 
 
-def glue(
+def merge_small_stages(
   flow,
   model,
   devices: int,
   share: float = 1e-3,
   most: int | None = None,
 ):
-  """Puts stages that take next to no time with a neighbor of theirs.
+  """Merges very short stages with the neighbor they exchange most bytes with.
 
-  Stages that reshape, count or shuffle would multiply the plans to be searched,
-  and change nothing. Each joins the stages with which it shares most bytes, as
-  long as a place of all devices may hold them together. Where all stages take
-  little, and about as long, the shortest of them join until `most` are left:
-  ten can be placed in sixteen times as many ways as eight.
+  Stages that reshape, count or shuffle would multiply the number of plans
+  without changing their times. A merge must leave a mesh of all devices that
+  the group can have. If more than `most` groups remain, the shortest ones are
+  merged as well: ten groups have sixteen times as many partitions as eight.
 
   Args:
     flow: as recorded.
-    model: a `search.Model`.
-    devices: that there are.
-    share: of all stages' seconds, below which some take next to none.
-    most: groups that are to be placed at most, as far as any may join; None
-      for any number.
+    model: a `cost.Model`.
+    devices: number of devices.
+    share: stages below this share of all stages' seconds are very short.
+    most: largest number of groups, as far as merges are possible; None for
+      any number.
 
   Returns:
-    Stages that go together, for `search.Space`.
+    Groups of stages, as `space.Space.colocated`.
   """
   spent = collections.Counter(dict.fromkeys(flow.stages, 0.0))
   for node in flow.nodes:
@@ -111,7 +110,7 @@ def glue(
 
 
 def _least(flow, model, node, devices) -> float:
-  """Seconds of a call on all devices, or on one if it cannot have them."""
+  """Returns the seconds of a call on all devices, or on one if it must."""
   for n in (devices, 1):
     if menu := model.axes((node.name,), n):
       return min(

@@ -1,13 +1,13 @@
 """Lower bounds on the seconds of a step, for many plans at once.
 
-A step cannot end before its longest path has been walked, nor a place before
-it has done all its work, beginning with what can come first and followed by
-what must come after: the one-machine bound of job shops (Carlier 1982), here
-also for what must be done before several paths meet again. Whatever order the
-nodes of a place run in, and whatever other choices are still open, the bound
-holds: each node is given the least seconds that the open choices allow.
+A step takes at least as long as its longest path. It also takes at least as
+long as a place needs for all its nodes, plus the earliest start of any of them
+and the least time that must follow: the one-machine bound of job shops
+(Carlier 1982). The same holds for the nodes before a point where several paths
+meet. The bounds are admissible: they hold for every order of a place's nodes,
+and each node counts with the least seconds that the open choices allow.
 
-Arrays are [N, K]: a row a node, a column a plan, or a set of plans.
+Arrays are [N, K]: one row a node, one column a plan or a set of plans.
 """
 
 import numpy as np
@@ -16,15 +16,15 @@ from planner.ir import graph
 
 
 class Paths:
-  """A flow's edges, seen from one end.
+  """A flow's edges in one direction.
 
   Attributes:
-    before: of each node, `(earlier node, number of the edge)`.
-    after: of each node, likewise.
-    order: nodes, earlier ones first.
-    meets: nodes at which several paths meet, and all nodes before those.
-    calls: of those, the calls of each stage that is called more than once:
-      wherever it is, it is in one place.
+    before: for each node, pairs `(earlier node, index of the edge)`.
+    after: for each node, pairs `(later node, index of the edge)`.
+    order: the nodes, earlier ones first.
+    meets: for each node at which several paths meet, all nodes before it.
+    calls: for each of these, the calls of each stage that is called more than
+      once. All calls of a stage are at one place.
   """
 
   def __init__(self, before, after, order, names, chained):
@@ -41,22 +41,22 @@ class Paths:
     self.calls = {i: _calls(names, there) for i, there in self.meets.items()}
 
   def heads(self, seconds, shares, least, delays):
-    """How long after the beginning a node may start, at the earliest.
+    """Returns the earliest start of every node, [N, K].
 
     Args:
-      seconds: of each node, [N, K].
-      shares: of each place, the seconds of its own nodes, and where it has
-        them, both [N, K].
-      least: what a node has before it that is not in the graph, [N, K] or 0.
-      delays: of the edges, [E, K]; None for none.
+      seconds: time of each node, [N, K].
+      shares: for each place, the seconds of its own nodes, and 0 where it has
+        the node and infinity elsewhere, both [N, K].
+      least: time before a node that is not in the graph, [N, K] or 0.
+      delays: time along each edge, [E, K]; None for none.
     """
     head = np.zeros_like(seconds) + least
     for i in self.order:
       for j, e in self.before[i]:
-        come = head[j] + seconds[j]
+        arrival = head[j] + seconds[j]
         if delays is not None:
-          come = come + delays[e]
-        np.maximum(head[i], come, out=head[i])
+          arrival = arrival + delays[e]
+        np.maximum(head[i], arrival, out=head[i])
       if i in self.meets:
         there = self.meets[i]
         left = self._left(i, there, seconds, delays)
@@ -73,25 +73,25 @@ class Paths:
     return head
 
   def _left(self, i, there, seconds, delays):
-    """Seconds from the end of each node `there` to the start of `i`."""
+    """Returns seconds from the end of each node of `there` to node `i`."""
     row = {j: at for at, j in enumerate(there)}
     left = np.zeros((len(there), seconds.shape[1]))
     for j in reversed(there):
       for k, e in self.after[j]:
         if k == i:
-          way = 0.0
+          path = 0.0
         elif k in row:
-          way = left[row[k]] + seconds[k]
+          path = left[row[k]] + seconds[k]
         else:
           continue
         if delays is not None:
-          way = way + delays[e]
-        np.maximum(left[row[j]], way, out=left[row[j]])
+          path = path + delays[e]
+        np.maximum(left[row[j]], path, out=left[row[j]])
     return left
 
 
 def _calls(names, there) -> list[np.ndarray]:
-  """The rows of `there` that are calls of one stage, for each with several."""
+  """Returns the rows of `there` of each stage with several calls."""
   rows = {}
   for row, i in enumerate(there):
     rows.setdefault(names[i], []).append(row)
@@ -100,14 +100,15 @@ def _calls(names, there) -> list[np.ndarray]:
 
 
 class Section:
-  """Nodes of a flow that cannot start before some of them have.
+  """The part of a flow that depends on some of its nodes.
 
   Attributes:
-    nodes: their numbers.
-    end: number of the node that is of interest; None if all are.
-    steps: how many steps on the section begins again when it has ended.
-    carried: what `end` makes that the section's first nodes read then.
-    readers: those.
+    nodes: indices of the nodes.
+    end: index of the last node of a loop through carried values; None for the
+      section of a whole step.
+    steps: number of steps after which the loop starts again.
+    carried: the value of `end` that the loop's first nodes read then.
+    readers: these first nodes.
   """
 
   def __init__(
@@ -123,7 +124,7 @@ class Section:
       if j in row and i in row:
         before[row[i]].append((row[j], e))
         after[row[j]].append((row[i], e))
-        # Sums are added one after another: the last of them says it all.
+        # Totals form a chain, so the bound at the last one suffices.
         if _is_total(flow.nodes[j]) and _is_total(flow.nodes[i]):
           chained.add(row[j])
     names = [
@@ -134,15 +135,15 @@ class Section:
     self.back = Paths(after, before, range(n)[::-1], names, chained)
 
   def bound(self, seconds, at, delays, wait, enough):
-    """The least seconds from the section's beginning to its end, [K].
+    """Returns a lower bound on the seconds of the section, [K].
 
     Args:
-      seconds: of every node of the flow, [N, K].
-      at: the number of every node's place, [N, K].
-      delays: of the edges, [E, K]; None for none.
-      wait: of every node, [N, K]: before it, if the section has an end, else
-        after it; None for none.
-      enough: bounds that reach this are good enough.
+      seconds: time of every node of the flow, [N, K].
+      at: index of every node's place, [N, K].
+      delays: time along each edge, [E, K]; None for none.
+      wait: time before every node if the section has an end, else after it,
+        [N, K]; None for none.
+      enough: bounds that reach this are not refined further.
     """
     seconds, at = seconds[self.nodes], at[self.nodes]
     wait = 0.0 if wait is None else wait[self.nodes]
@@ -164,16 +165,16 @@ class Section:
     return bound
 
 
-class Floor:
-  """Bounds for plans of a flow that has been cut.
+class LowerBounds:
+  """Lower bounds for plans of a cut flow.
 
   Attributes:
-    edges: pairs of numbers of nodes, the second of which reads the first.
-    step: what cannot start before the inputs of a step are there.
-    loops: what cannot start before an earlier step has made what it reads.
-    outside: who does what each node is, [N]: zero for its place, else a number
-      of the stage. What a place begins ahead of its turn keeps another, which
-      has one call of the stage to make at a time as well.
+    edges: pairs of indices of nodes, of which the second reads the first.
+    step: the section that depends on the inputs of a step.
+    loops: the sections that depend on what an earlier step carries over.
+    outside: the worker of each node, [N]: zero for its place, else an index of
+      the stage. Calls of an asynchronous stage run one after another on a
+      background worker of their own.
   """
 
   def __init__(self, flow: graph.Flow):
@@ -184,27 +185,27 @@ class Floor:
         flow.maker[v] for v in node.reads if v in flow.maker
       )
     ]
-    ahead = [node.name if node.asynchronous else None for node in flow.nodes]
-    stages = [None, *dict.fromkeys(filter(None, ahead))]
-    self.outside = np.array([stages.index(name) for name in ahead])
+    names = [node.name if node.asynchronous else None for node in flow.nodes]
+    stages = [None, *dict.fromkeys(filter(None, names))]
+    self.outside = np.array([stages.index(name) for name in names])
     begins = {i for v in flow.inputs for i in flow.readers.get(v, ())}
     self.step = Section(flow, self.edges, self._after(begins))
-    self.loops, seen, ends = [], set(), dict(flow.carry)
+    self.loops, visited, ends = [], set(), dict(flow.carry)
     for start in ends:
       readers, end, steps = flow.readers.get(start, ()), ends[start], 1
       while end in ends and ends[end] != end and steps <= len(ends):
         end, steps = ends[end], steps + 1  # A delay line.
       maker = flow.maker.get(end)
       nodes = self._after(readers)
-      if maker in nodes and (readers, maker, steps) not in seen:
-        seen.add((readers, maker, steps))
+      if maker in nodes and (readers, maker, steps) not in visited:
+        visited.add((readers, maker, steps))
         nodes = {i for i in nodes if maker in self._after([i])}
         self.loops.append(
           Section(flow, self.edges, nodes, maker, steps, end, readers)
         )
 
   def _after(self, nodes) -> set[int]:
-    """Nodes, and all that read what they make."""
+    """Returns nodes and everything that depends on them."""
     found = set(nodes)
     for j, i in self.edges:  # Earlier ones first.
       if j in found:
@@ -212,16 +213,16 @@ class Floor:
     return found
 
   def period(self, seconds, at, share, delays=None, waits=None, enough=np.inf):
-    """The least seconds from step to step, [K].
+    """Returns lower bounds on the seconds from step to step, [K].
 
     Args:
-      seconds: of every node, [N, K].
-      at: the number of every node's place, [N, K].
-      share: of a step, that passes before the next is begun.
-      delays: of `edges`, between the places they connect, [E, K].
-      waits: of every node, [N, K]: after it and before the end of a step; then
-        for each loop, before it and after the loop has begun.
-      enough: bounds that reach this are good enough.
+      seconds: time of every node, [N, K].
+      at: index of every node's place, [N, K].
+      share: share of a step that passes before the next one begins.
+      delays: transfer time along each of `edges`, [E, K].
+      waits: time after every node before a step ends, [N, K]; then for each
+        loop, time before every node after the loop has started, [N, K].
+      enough: bounds that reach this are not refined further.
     """
     at = at + (at.max() + 1) * self.outside[:, None]
     bound = busiest(seconds, at)
@@ -251,7 +252,7 @@ def _is_total(node) -> bool:
 
 
 def _one_place(own, absent, head, tail):
-  """The one-machine bound over nodes that start late, or end early."""
+  """The one-machine bound, over all sets of nodes with large heads or tails."""
   bound = np.zeros(own.shape[1])
   for one, other in ((head, tail), (tail, head)):
     one, other = one + absent, other + absent
@@ -266,7 +267,7 @@ def _one_place(own, absent, head, tail):
 
 
 def busiest(seconds, at):
-  """What the place with the most to do has to do in a step, [K]."""
+  """Returns the busy seconds of the busiest place, [K]."""
   return np.max(
     [
       np.where(at == place, seconds, 0.0).sum(0)

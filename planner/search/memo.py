@@ -1,20 +1,21 @@
-"""A model that is asked everything once."""
+"""Memoizes the queries of a cost model."""
 
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 
 
-class Known:
-  """Answers of a model on places of consecutive devices, kept.
+class MemoizedModel:
+  """Memoizes a cost model on places of consecutive devices.
 
-  What a call costs does not depend on which devices they are; what a move
-  costs does. Nodes and flows are told apart by identity, and must outlive this.
+  The cost of a call depends on the number of devices only; the cost of a
+  transfer also depends on which devices they are. Nodes and flows are compared
+  by identity, so they must live as long as this object.
   """
 
   def __init__(self, model):
     self._model = model
     self._seconds, self._moves, self._switches = {}, {}, {}
-    self._crowds = {}
+    self._contention = {}
 
   def seconds(
     self,
@@ -35,7 +36,7 @@ class Known:
     source: plan_lib.Placement,
     target: plan_lib.Placement,
   ) -> float:
-    # A flow in another order has the same values.
+    # A flow whose nodes are reordered shares its tuple of values.
     key = id(flow.values), value, _site(source), _site(target)
     if key not in self._moves:
       self._moves[key] = self._model.transfer(flow, value, source, target)
@@ -49,11 +50,11 @@ class Known:
       self._switches[key] = self._model.switch(flow, value, placement)
     return self._switches[key]
 
-  def crowding(self, stage: str, devices: int, beside: int) -> float:
+  def contention(self, stage: str, devices: int, beside: int) -> float:
     key = stage, devices, beside
-    if key not in self._crowds:
-      self._crowds[key] = self._model.crowding(*key)
-    return self._crowds[key]
+    if key not in self._contention:
+      self._contention[key] = self._model.contention(*key)
+    return self._contention[key]
 
 
 def _site(placement: plan_lib.Placement):

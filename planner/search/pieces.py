@@ -1,4 +1,4 @@
-"""A flow in pieces, and what planners ask of it again and again."""
+"""A flow cut into pieces, with what the search needs to know of it."""
 
 import numpy as np
 
@@ -9,17 +9,17 @@ from planner.lower import program
 from planner.search import lower_bounds
 
 
-class Cut:
-  """A flow in pieces.
+class CutFlow:
+  """A flow cut into pieces.
 
   Attributes:
     flow: the cut flow.
-    group: the group of stages at whose place each node runs.
-    rows: rows at a time that each stage may take.
-    loose: of nodes that move rows, the groups at whose place they may be, if
-      those are several: it is the place of whoever reads first.
-    floor: bounds of the flow.
-    carried: values read along each edge of `floor`.
+    group: the group of stages at whose place each node runs, [N].
+    rows: the micro-batches that each stage may have.
+    floating: for nodes that only move rows, the groups at whose places they may
+      run, if there are several; such a node runs where its first reader does.
+    bounds: lower bounds on the time of the flow.
+    carried: the values that each edge of `bounds` carries.
   """
 
   def __init__(self, flow, pieces, groups, rows):
@@ -28,30 +28,30 @@ class Cut:
     of = {stage: g for g, group in enumerate(groups) for stage in group}
     where = program.locate(self.flow, apart([(s,) for s in flow.stages]))
     self.group = np.array([of[stage] for stage in where])
-    self.loose = _loose(self.flow, of)
+    self.floating = _floating(self.flow, of)
     self.rows = {s: self._fitting(s, rows.get(s, (None,))) for s in flow.stages}
-    self.floor = lower_bounds.Floor(self.flow)
+    self.bounds = lower_bounds.LowerBounds(self.flow)
     self.carried = [
       set(self.flow.nodes[j].writes).intersection(self.flow.nodes[i].reads)
-      for j, i in self.floor.edges
+      for j, i in self.bounds.edges
     ]
 
   def _fitting(self, stage, options):
-    fit, why = [], None
+    fit, error = [], None
     for rows in options:
       taken = {} if rows is None else {stage: rows}
       try:
         program.check_rows(self.flow, apart([(stage,)], taken))
         fit.append(rows)
-      except ValueError as error:
-        why = error
+      except ValueError as refusal:
+        error = refusal
     if not fit:
-      raise why
+      raise error
     return tuple(fit)
 
 
-def _loose(flow, of) -> dict[int, list[int]]:
-  """As `Cut.loose`; `program.locate` asks who reads first in the end."""
+def _floating(flow, of) -> dict[int, list[int]]:
+  """Returns `CutFlow.floating`; `program.locate` decides in the end."""
   may_be = {}
 
   def readers(i):
@@ -73,7 +73,7 @@ def _loose(flow, of) -> dict[int, list[int]]:
 
 
 def apart(groups, rows=()) -> plan_lib.Plan:
-  """A plan with a device for each group, to ask where things would be."""
+  """Returns a plan with a device for each group of stages."""
   return plan_lib.Plan(
     {group[0]: plan_lib.Placement((i,)) for i, group in enumerate(groups)},
     {stage: group[0] for group in groups for stage in group},

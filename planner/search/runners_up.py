@@ -1,4 +1,4 @@
-"""Plans that are worth a comparison with the fastest."""
+"""Finds plans to compare with the fastest."""
 
 import dataclasses
 import time
@@ -8,33 +8,40 @@ from planner.search import exact
 
 
 def runners_up(
-  flow, model, found: exact.Found, *, ahead: int = 0, seconds: float = 10.0
+  flow,
+  model,
+  found: exact.SearchResult,
+  *,
+  staleness: int = 0,
+  seconds: float = 10.0,
 ) -> list[tuple[plan_lib.Plan, float]]:
-  """The fastest plans that were timed, with the best of each number of places.
+  """Adds the best plan of each number of places to the ranked plans.
 
-  A search times only what might be the fastest. So that what it has ruled out
-  can be compared, the fastest plan of each number of places is searched for.
+  A search simulates only plans that might be the fastest. To compare the others
+  as well, this searches for the fastest plan of each number of places.
 
   Args:
     flow: as recorded.
     model: of the costs.
-    found: what a search has found.
-    ahead: as in that search.
-    seconds: to search at most, all in all.
+    found: the result of a search.
+    staleness: as in that search.
+    seconds: limit of all these searches together.
 
   Returns:
     Plans and the seconds of their steps, fastest first.
   """
   ranked = list(found.ranked)
   deadline = time.monotonic() + seconds
-  most = min(found.space.places, len(flow.stages), found.space.devices)
-  for places in range(found.space.fewest, most + 1):
+  most = min(found.space.max_places, len(flow.stages), found.space.devices)
+  for places in range(found.space.min_places, most + 1):
     if any(len(plan.places) == places for plan, _ in found.ranked[:1]):
       continue
-    space = dataclasses.replace(found.space, places=places, fewest=places)
+    space = dataclasses.replace(
+      found.space, max_places=places, min_places=places
+    )
     left = max(0.0, deadline - time.monotonic()) / (most + 1 - places)
     some = exact.search(
-      flow, model, space, ahead=ahead, keep=1, seconds=left
+      flow, model, space, staleness=staleness, keep=1, seconds=left
     ).ranked
     known = [plan for plan, _ in ranked]
     ranked += [entry for entry in some if entry[0] not in known]
@@ -42,9 +49,9 @@ def runners_up(
 
 
 def best_of(
-  found: exact.Found, ranked: list[tuple[plan_lib.Plan, float]]
-) -> exact.Found:
-  """What a search that was stopped has found, if a runner-up is faster."""
+  found: exact.SearchResult, ranked: list[tuple[plan_lib.Plan, float]]
+) -> exact.SearchResult:
+  """Corrects a search that was stopped if a runner-up is faster."""
   if not ranked or ranked[0][1] >= found.seconds:
     return found
   plan, seconds = ranked[0]

@@ -1,65 +1,135 @@
-"""The space of plans that is worth a search, given a flow and its costs."""
+"""The space of plans to search, and the default one of a flow."""
+
+import dataclasses
+import json
 
 from planner.costs import roofline
 from planner.ir import graph
 from planner.ir import plan as plan_lib
-from planner.search import exact, grouping
+from planner.search import grouping
 
 PIECES = (1, 2, 4, 8)
-HALVES = (1, 2)  # On one device, while others than it work on one of them.
-FRACTIONS = (1, 4, 16, 64)  # Of a stage's rows, taken at a time.
-CROWDED = 1 / 8  # Of a device's memory: a stage that needs more may be cut.
-FASTER = 0.95  # Of the seconds of all rows at once, to be worth a try.
-GROUPS = 8  # Of stages, to be placed apart: an RL step has no more that matter.
-LARGE = 1 / 100  # Of the largest that is carried, to be worth evicting.
+# On one device, where an asynchronous stage may run beside it.
+ASYNCHRONOUS_PIECES = (1, 2)
+FRACTIONS = (1, 4, 16, 64)  # A micro-batch is one n-th of a stage's rows.
+LARGE_STAGE = 1 / 8  # Of a device's memory: larger stages may be micro-batched.
+FASTER = 0.95  # Of the seconds of a full batch, to be worth a try.
+GROUPS = 8  # Of stages that are placed apart.
+LARGE_VALUE = 1 / 100  # Of the largest carried state, to be worth offloading.
 
 
-def space(flow: graph.Flow, model: roofline.Roofline) -> exact.Space:
-  """Whole nodes where there are several; micro-batches where they can help."""
+@dataclasses.dataclass(frozen=True)
+class Space:
+  """The plans that a search considers.
+
+  Attributes:
+    devices: number of devices; a plan may leave some idle.
+    unit: sizes of places are multiples of this: 1, or a whole node.
+    max_places: largest number of places.
+    min_places: smallest number of places.
+    pieces: numbers of pieces that a batch may pass in; those that the flow
+      cannot be cut into are left out.
+    micro_batch: of a stage, the numbers of rows that it may take at once (None:
+      all that it is given). Stages that are not named take all.
+    offload: stages whose carried values may stay in host memory.
+    colocated: groups of stages that share a place in every plan.
+  """
+
+  devices: int
+  unit: int = 1
+  max_places: int = 4
+  min_places: int = 1
+  pieces: tuple[int, ...] = (1,)
+  micro_batch: tuple[tuple[str, tuple[int | None, ...]], ...] = ()
+  offload: tuple[str, ...] = ()
+  colocated: tuple[tuple[str, ...], ...] = ()
+
+  def __post_init__(self):
+    if isinstance(self.micro_batch, dict):
+      rows = tuple(
+        (s, tuple(options)) for s, options in self.micro_batch.items()
+      )
+      object.__setattr__(self, 'micro_batch', rows)
+    if self.unit < 1 or self.devices < self.unit:
+      raise ValueError(
+        f'A space of {self.devices} devices has no place of {self.unit}: '
+        'the unit is at least 1 and at most all devices.'
+      )
+    if not 1 <= self.min_places <= self.max_places:
+      raise ValueError(
+        f'A space of {self.min_places} to {self.max_places} places '
+        'has no plan: give 1 or more, and a maximum that is not below the '
+        'minimum.'
+      )
+    if not self.pieces or min(self.pieces) < 1:
+      raise ValueError(
+        f'A space of batches in {self.pieces} pieces has no plan: give 1 or '
+        'more.'
+      )
+
+  def to_json(self) -> str:
+    return json.dumps(dataclasses.asdict(self), indent=2)
+
+
+def default_space(flow: graph.Flow, model: roofline.Roofline) -> Space:
+  """Returns the space of plans that are worth a search.
+
+  Places have whole nodes if there are several nodes. Micro-batches are tried
+  where they save memory or were measured to be faster.
+  """
   cluster = model.cluster
-  several = cluster.devices > cluster.node
+  several = cluster.num_devices > cluster.devices_per_node
   pieces = PIECES
-  if cluster.devices == 1:
-    pieces = HALVES if any(node.asynchronous for node in flow.nodes) else (1,)
+  if cluster.num_devices == 1:
+    pieces = (
+      ASYNCHRONOUS_PIECES
+      if any(node.asynchronous for node in flow.nodes)
+      else (1,)
+    )
   rows = {
     node.name: options
     for node in flow.nodes
-    if (options := _at_a_time(flow, node, model))
+    if (options := _micro_batches(flow, node, model))
   }
-  return exact.Space(
-    cluster.devices,
-    unit=cluster.node if several else 1,
+  return Space(
+    cluster.num_devices,
+    unit=cluster.devices_per_node if several else 1,
     pieces=pieces,
     micro_batch=rows,
-    offload=_idle(flow, cluster.capacity),
-    together=grouping.glue(flow, model, cluster.devices, most=GROUPS),
+    offload=_offloadable(flow, cluster.capacity),
+    colocated=grouping.merge_small_stages(
+      flow, model, cluster.num_devices, most=GROUPS
+    ),
   )
 
 
-def _at_a_time(flow, node, model) -> tuple[int | None, ...]:
-  """Rows that a stage may take at a time; none where all is as good."""
+def _micro_batches(flow, node, model) -> tuple[int | None, ...]:
+  """Returns micro-batches to try; none where a full batch is as good."""
   stage, there = node.stage, flow.rows_of(node)
   if stage.grain not in ('row', 'sum') or stage.host or not there:
     return ()
   options = {None: None}
-  if model.works[node.name].at(there).bytes_alive >= (model.capacity * CROWDED):
+  if model.works[node.name].at(there).bytes_alive >= (
+    model.capacity * LARGE_STAGE
+  ):
     shares = (there // n for n in FRACTIONS[1:] if not there % n)
     options |= {n: None for n in shares if n and not n % stage.group_size}
   one = plan_lib.Placement()
-  whole = model.seconds(flow, node, one, None)
+  full = model.seconds(flow, node, one, None)
   for n in model.measured.rows(node.name):
     if n < there and not there % n:
-      if model.seconds(flow, node, one, n) < FASTER * whole:
+      if model.seconds(flow, node, one, n) < FASTER * full:
         options[n] = None
   return tuple(options) if len(options) > 1 else ()
 
 
-def _idle(flow, capacity: float) -> tuple[str, ...]:
-  """Stages that alone read something carried: they could do without it.
+def _offloadable(flow, capacity: float) -> tuple[str, ...]:
+  """Returns stages that are the only readers of some carried value.
 
-  None where all that is carried is small: evicting it would only take time.
+  None if all carried values together are small: offloading them would take time
+  and save little.
   """
-  if sum(flow.values[v].bytes for v, _ in flow.carry) < capacity * CROWDED:
+  if sum(flow.values[v].bytes for v, _ in flow.carry) < capacity * LARGE_STAGE:
     return ()
   names = {}
   for start, _ in flow.carry:
@@ -68,4 +138,4 @@ def _idle(flow, capacity: float) -> tuple[str, ...]:
       (name,) = readers
       names[name] = names.get(name, 0) + flow.values[start].bytes
   most = max(names.values(), default=0)
-  return tuple(n for n in flow.stages if names.get(n, 0) > most * LARGE)
+  return tuple(n for n in flow.stages if names.get(n, 0) > most * LARGE_VALUE)

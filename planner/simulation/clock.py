@@ -1,4 +1,4 @@
-"""A place and its clock: where it is in its program, and what it has done."""
+"""The simulated state of a place: its clock and its position in a program."""
 
 import collections
 import dataclasses
@@ -18,20 +18,21 @@ from planner.lower.program import (
 
 
 class Span(NamedTuple):
-  """Something that a place did.
+  """An interval of a place's simulated time.
 
   Attributes:
-    step: in which step, from zero.
-    place: where; for what was begun ahead of its turn, `outside` of that.
+    step: index of the step, from zero.
+    place: name of the place; `simulate.background` of it for calls that were
+      started asynchronously.
     what: 'run', 'wait', 'offload' or 'restore'.
-    node: which node ran; None for the rest.
-    value: which value was waited for or moved; None for a run, and where
-      shared devices were waited for, taken or let go.
-    start: seconds since the beginning.
+    node: index of the node that ran; None otherwise.
+    value: index of the value that was waited for or moved; None for a run, and
+      for waiting for, acquiring and releasing shared devices.
+    start: seconds since the start of the simulation.
     end: likewise.
-    loop: in the bodies of which loops it was, the outermost first: numbers of
-      their nodes, each in the body of the one before. `node` and `value` are
-      of the innermost.
+    loop: the enclosing loops, the outermost first: indices of their nodes, each
+      in the body of the one before. `node` and `value` are indices in the
+      innermost body.
   """
 
   step: int
@@ -45,18 +46,19 @@ class Span(NamedTuple):
 
 
 @dataclasses.dataclass
-class Frame:
-  """A program under way: of a step, or of a loop's body.
+class SimulatedFrame:
+  """The execution of a program: of a step, or of a loop's body.
 
   Attributes:
-    flow: what the program is of.
-    program: of one round.
-    rounds: those that are left, this one included.
-    loop: as of `Span`.
-    at: the next instruction.
-    there: values in the memory of devices, where these are shared.
-    kept: values of the next round, or step, that are.
-    given: inputs of a loop's body that are, and belong to what is around it.
+    flow: the flow that the program is lowered from.
+    program: the instructions of one round.
+    rounds: rounds left, including the current one.
+    loop: as `Span.loop`.
+    at: index of the next instruction.
+    there: values in device memory, where devices are shared.
+    kept: values of the next round or step that are in device memory.
+    given: inputs of a loop's body that are in device memory and belong to the
+      enclosing program.
     ends: as `Repeat.carry`.
   """
 
@@ -71,7 +73,7 @@ class Frame:
   ends: tuple[tuple[int, int, int], ...] = ()
 
   def follow(self, op):
-    """Keeps account of what is on devices after an instruction."""
+    """Updates the values in device memory after an instruction."""
     match op:
       case Run(i, donate):
         self.there.update(self.flow.nodes[i].writes)
@@ -86,15 +88,15 @@ class Frame:
 
 @dataclasses.dataclass(eq=False)
 class Task:
-  """What keeps a place, and until when.
+  """What a place is busy with, and until when.
 
   Attributes:
-    what: as of `Span`.
-    left: seconds of it that were left at `since`, if nothing slows it down.
-    since: when that was.
-    node: which node runs; None for the rest.
-    value: which value is moved; None for a run.
-    slow: how many times as long as those seconds it takes from then on.
+    what: as `Span.what`.
+    left: seconds that were left at `since`, without any slowdown.
+    since: the time of the last update.
+    node: index of the node that runs; None otherwise.
+    value: index of the value that is moved; None for a run.
+    slowdown: how many times as long the remaining seconds take.
   """
 
   what: str
@@ -102,39 +104,39 @@ class Task:
   since: float
   node: int | None = None
   value: int | None = None
-  slow: float = 1.0
+  slowdown: float = 1.0
 
   @property
   def end(self) -> float:
-    return self.since + self.left * self.slow
+    return self.since + self.left * self.slowdown
 
-  def change(self, now: float, slow: float):
-    """From now on it takes so many times as long."""
-    self.left -= (now - self.since) / self.slow
-    self.since, self.slow = now, slow
+  def change(self, now: float, slowdown: float):
+    """Changes the slowdown of the remaining seconds."""
+    self.left -= (now - self.since) / self.slowdown
+    self.since, self.slowdown = now, slowdown
 
 
 class Place:
-  """Where a place is: in its program, and in which loops of it."""
+  """A place that executes its program."""
 
   def __init__(self, name: str, flow: graph.Flow, program):
     self.name = name
     self.clock, self.step = 0.0, 0
-    self.frames = [Frame(flow, program)]
+    self.frames = [SimulatedFrame(flow, program)]
     self.ends = []
     self.task: Task | None = None
-    self.begun = {}  # When calls that were begun will have ended.
-    self.free = collections.defaultdict(float)  # Who does that, from when on.
+    self.begun = {}  # When asynchronous calls will have ended.
+    self.free = collections.defaultdict(float)  # When workers are idle.
     self.shares = any(isinstance(op, Acquire | Release) for op in program)
-    self.has: tuple[int, ...] | None = None  # Shared devices, in its turn.
+    self.has: tuple[int, ...] | None = None  # Acquired shared devices.
 
   @property
-  def frame(self) -> Frame:
+  def frame(self) -> SimulatedFrame:
     return self.frames[-1]
 
   @property
   def next(self):
-    """The instruction that it is at."""
+    """The next instruction; None at the end of the program."""
     frame = self.frame
     return frame.program[frame.at] if frame.at < len(frame.program) else None
 
@@ -153,16 +155,16 @@ class Place:
       )
 
   def span(self, what, end, node=None, value=None) -> Span:
-    """What it has done since its clock, which goes on."""
+    """Returns the span since the clock, and advances the clock."""
     start, self.clock = self.clock, end
     loop = self.frame.loop
     return Span(self.step, self.name, what, node, value, start, end, loop)
 
 
-def inner(frame: Frame, op: Repeat) -> Frame:
-  """A loop that a program comes to."""
+def inner(frame: SimulatedFrame, op: Repeat) -> SimulatedFrame:
+  """Starts the loop of a `Repeat`; returns its frame."""
   node = frame.flow.nodes[op.node]
-  inner = Frame(
+  inner = SimulatedFrame(
     node.body,
     op.program,
     graph.rounds(node),

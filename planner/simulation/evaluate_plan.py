@@ -1,4 +1,4 @@
-"""Plays a plan by a model's costs: cut, put in order, lowered and simulated."""
+"""Evaluates a plan with a cost model: cuts, orders, lowers and simulates it."""
 
 import collections
 from typing import NamedTuple
@@ -10,44 +10,44 @@ from planner.ir import plan as plan_lib
 from planner.lower import passes, program
 from planner.simulation import simulate as simulate_lib
 
-STEPS = 8  # Simulated; the seconds of a step are those of the second half.
+STEPS = 8  # Simulated; the second half gives the seconds of a step.
 
 
-class Played(NamedTuple):
-  """A plan and what came of it.
+class PlanEvaluation(NamedTuple):
+  """A plan and its simulation.
 
   Attributes:
-    plan: that was played.
-    flow: of a step, as the plan cuts and orders it.
-    programs: of its places.
-    cost: what everything was taken to cost.
-    ahead: steps that may begin before an earlier one has ended.
-    simulation: of some steps.
+    plan: the plan.
+    flow: a step, as the plan cuts and orders it.
+    programs: the program of each place.
+    cost: the costs of the flow under the plan.
+    staleness: number of steps that may begin before an earlier one has ended.
+    simulation: the simulation of some steps.
   """
 
   plan: plan_lib.Plan
   flow: graph.Flow
   programs: dict[str, tuple[program.Instruction, ...]]
   cost: cost_lib.Cost
-  ahead: int
+  staleness: int
   simulation: simulate_lib.Simulation
 
   @property
   def busy(self) -> dict[str, float]:
-    """Seconds of a step that each place does not wait."""
+    """Seconds of a step in which each place does not wait."""
     return busy(self.simulation)
 
   @property
   def seconds(self) -> float:
-    """From step to step: as simulated, and no less than there is to do.
+    """Seconds from step to step: simulated, and at least the busiest place's.
 
-    A few steps may not show what a place that falls behind costs in the end.
+    A few simulated steps may not show yet that a place falls behind.
     """
     return max([self.simulation.period, *self.busy.values()])
 
 
 def busy(simulation: simulate_lib.Simulation) -> dict[str, float]:
-  """Seconds of the first step that each place does not wait."""
+  """Returns the seconds of the first step in which each place does not wait."""
   spent = collections.Counter()
   for span in simulation.spans:
     if span.step == 0 and span.what != 'wait':
@@ -55,29 +55,31 @@ def busy(simulation: simulate_lib.Simulation) -> dict[str, float]:
   return dict(spent)
 
 
-def play(
-  flow: graph.Flow, model, plan: plan_lib.Plan, ahead: int = 0
-) -> Played:
-  """Plays a plan.
+def evaluate(
+  flow: graph.Flow, model, plan: plan_lib.Plan, staleness: int = 0
+) -> PlanEvaluation:
+  """Simulates some steps of a flow under a plan.
 
   Args:
     flow: as recorded.
-    model: of costs, as `planner.search.exact.Model`.
-    plan: where and how finely stages run.
-    ahead: steps that may begin before an earlier one has ended.
+    model: the cost model, a `cost.Model`.
+    plan: places the stages and cuts the batch.
+    staleness: number of steps that may begin before an earlier one has ended.
 
   Raises:
     ValueError: for a plan that the flow cannot follow.
   """
-  cost = cost_table.Priced(model, plan)
+  cost = cost_table.CostTable(model, plan)
   flow, programs = passes.lower(flow, plan, cost)
-  simulation = simulate_lib.simulate(flow, programs, cost, STEPS, ahead)
-  return Played(plan, flow, programs, cost, ahead, simulation)
+  simulation = simulate_lib.simulate(flow, programs, cost, STEPS, staleness)
+  return PlanEvaluation(plan, flow, programs, cost, staleness, simulation)
 
 
-def again(played: Played, cost: cost_lib.Cost) -> Played:
-  """The same programs, if things cost something else."""
+def re_evaluate(
+  evaluation: PlanEvaluation, cost: cost_lib.Cost
+) -> PlanEvaluation:
+  """Simulates the same programs with other costs."""
   simulation = simulate_lib.simulate(
-    played.flow, played.programs, cost, STEPS, played.ahead
+    evaluation.flow, evaluation.programs, cost, STEPS, evaluation.staleness
   )
-  return played._replace(cost=cost, simulation=simulation)
+  return evaluation._replace(cost=cost, simulation=simulation)

@@ -1,14 +1,11 @@
-"""Chooses a run's plan from costs measured on this machine, and keeps it true.
+"""Chooses a run's plan from costs that are measured on this machine.
 
-Stages are measured by `profile`, the fastest plan is searched for, and what it
-is predicted to take is held against what it does take. Where the two part, the
-model is corrected by what was seen and the search is made again.
+`stage_profile` measures the stages, the fastest plan is searched for with these
+costs, and `monitor` compares the plan's prediction with what steps then take.
 """
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import statistics
-from typing import Any
 
 import jax
 
@@ -26,62 +23,103 @@ from rlinf_jax.planning import machine_profile, stage_profile
 from rlinf_jax.planning import profile_store as profile_store_lib
 from sharding import rules as rules_lib
 
-SECONDS = 10.0  # To search; what is then not proved is good enough to begin.
-TRUE = 0.8, 1.25  # Measured over predicted, of a model that is left alone.
-WINDOW = 8  # Steps whose medians are compared.
-# `plan, cost -> places`, such as a `runtime.local.LocalRuntime`.
-Settle = Callable[[plan_lib.Plan, cost_table.Priced], Any]
-GAIN = 0.95  # Of the seconds now: a plan that takes less is worth the move.
+SECONDS = 10.0  # Of search, after which an unproved plan is good enough.
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-  """What a step is expected to take.
+  """The predicted time of a step.
 
   Attributes:
-    step: seconds.
-    stages: seconds of each, added over its calls in a step, and whether they
-      were measured.
+    step: seconds of a step.
+    stages: seconds of each stage, summed over its calls in a step, and whether
+      they were measured.
   """
 
   step: float
-  stages: Mapping[str, measured_lib.Number]
+  stages: Mapping[str, measured_lib.Estimate]
 
 
 @dataclasses.dataclass(frozen=True)
-class Chosen:
-  """A plan and why.
+class ChosenPlan:
+  """A plan and the reasons for it.
 
   Attributes:
-    plan: of the stages of a step and of an evaluation.
-    model: of the costs.
-    space: that was searched.
-    prediction: of the plan.
-    gap: how much faster a plan of the space might still be, of 1; None if
-      none was looked for.
+    plan: places the stages of a step and of an evaluation.
+    model: the cost model that predicts the plan's time.
+    space: the plans that were searched.
+    prediction: the predicted time of a step.
+    gap: by what fraction of the predicted time another plan of the space might
+      still be faster; None if there was no search.
   """
 
   plan: plan_lib.Plan
   model: roofline.Roofline
-  space: exact.Space
+  space: space_lib.Space
   prediction: Prediction
   gap: float | None
 
   @property
-  def cost(self) -> cost_table.Priced:
-    """What decides who goes first where several stages could."""
-    return cost_table.Priced(self.model, self.plan)
+  def cost(self) -> cost_table.CostTable:
+    """The costs that decide which of several ready stages runs first."""
+    return cost_table.CostTable(self.model, self.plan)
 
 
-def plan(step, evaluate, ahead, model, space) -> Chosen:
+def find_plan(
+  flows: tuple[graph.Flow, graph.Flow],
+  staleness: int,
+  example: tuple | None,
+  keep: plan_lib.Plan | None = None,
+  print_line: Callable[[str], None] = print,
+) -> ChosenPlan:
+  """Measures the stages that matter and searches for the fastest plan.
+
+  Args:
+    flows: recordings of a step and of an evaluation.
+    staleness: the workflow's staleness, in steps: so many steps may overlap.
+    example: state, batch and key, as arrays, to measure with; None where they
+      do not fit on one device, and costs are modeled only.
+    keep: the plan of a resumed run. There is no search until steps deviate from
+      its prediction.
+    print_line: prints a line of text.
+  """
+  # The planner unrolls loops; the runtime runs them as loops.
+  step, evaluate = map(unroll.unroll, flows)
+  store = profile_store_lib.Store()
+  cluster = machine_profile.measure_cluster(store)
+  model = roofline.Roofline(
+    step, count.of_flow(step), cluster, rules_lib.DEFAULT
+  )
+  if example is None:
+    print_line('Planning by modeled costs: one device cannot hold the state.')
+  else:
+    print_line('Measuring stages to plan by; earlier measurements are reused.')
+    starts = (start for start, _ in step.carry)
+    leaves = zip((*starts, *step.inputs), jax.tree.leaves(example), strict=True)
+    model = model.with_measurements(
+      stage_profile.measure(step, dict(leaves), model, store)
+    )
+  space = space_lib.default_space(step, model)
+  if keep:
+    prediction = predict_step(step, staleness, model, keep)
+    chosen = ChosenPlan(keep, model, space, prediction, gap=None)
+  else:
+    chosen = search(step, evaluate, staleness, model, space)
+  print_line(summary(flows[0], chosen))
+  return chosen
+
+
+def search(step, evaluate, staleness, model, space) -> ChosenPlan:
   """Searches a space for the fastest plan.
 
   Raises:
-    ValueError: if none fits in memory.
+    ValueError: if no plan fits in memory.
   """
-  found = exact.search(step, model, space, ahead=ahead, seconds=SECONDS)
-  if found.best is None:
-    nearest = [f'The nearest: {words}.' for _, words in found.infeasible[:1]]
+  result = exact.search(
+    step, model, space, staleness=staleness, seconds=SECONDS
+  )
+  if result.best is None:
+    nearest = [f'The nearest: {words}.' for _, words in result.infeasible[:1]]
     raise ValueError(
       ' '.join(
         [
@@ -91,193 +129,63 @@ def plan(step, evaluate, ahead, model, space) -> Chosen:
         ]
       )
     )
-  best = _with_evaluation(found.best, step, evaluate)
-  return Chosen(
-    best, model, space, predict(step, ahead, model, best), found.gap
-  )
+  best = _with_evaluation(result.best, step, evaluate)
+  prediction = predict_step(step, staleness, model, best)
+  return ChosenPlan(best, model, space, prediction, result.gap)
 
 
-def predict(flow, ahead, model, chosen: plan_lib.Plan) -> Prediction:
-  """What a plan is expected to take, as simulated."""
-  played = evaluate_plan.play(flow, model, chosen, ahead)
-  spent = {}
-  for found in overview.busy(played.flow, played.simulation).values():
-    for name, seconds in found.items():
-      spent[name] = spent.get(name, 0.0) + seconds
+def predict_step(
+  flow: graph.Flow, staleness: int, model, plan: plan_lib.Plan
+) -> Prediction:
+  """Simulates a plan and returns the predicted time of its steps."""
+  evaluation = evaluate_plan.evaluate(flow, model, plan, staleness)
+  seconds_by_stage = {}
+  by_place = overview.busy(evaluation.flow, evaluation.simulation)
+  for stages in by_place.values():
+    for name, seconds in stages.items():
+      seconds_by_stage[name] = seconds_by_stage.get(name, 0.0) + seconds
   tags = {}
-  for node in played.flow.nodes:
+  for node in evaluation.flow.nodes:
     if not graph.is_plumbing(node):
-      place = chosen.places[chosen.stages[node.name]]
-      rows = chosen.micro_batch.get(node.name)
-      tags[node.name] = model.explain(played.flow, node, place, rows).total.tag
+      place = plan.places[plan.stages[node.name]]
+      rows = plan.micro_batch.get(node.name)
+      found = model.explain(evaluation.flow, node, place, rows)
+      tags[node.name] = found.total.tag
   return Prediction(
-    played.seconds,
+    evaluation.seconds,
     {
-      name: measured_lib.Number(spent.get(name, 0.0), tag)
+      name: measured_lib.Estimate(seconds_by_stage.get(name, 0.0), tag)
       for name, tag in tags.items()
     },
   )
 
 
-def _with_evaluation(found, step, evaluate) -> plan_lib.Plan:
-  """Stages of evaluations alone go where most of what they read lives."""
-  rest = [name for name in evaluate.stages if name not in found.stages]
-  homes = program.homes(step, found)
-  held = dict.fromkeys(found.places, 0)
+def _with_evaluation(plan, step, evaluate) -> plan_lib.Plan:
+  """Places the stages that only evaluations have.
+
+  They go to the place that holds most of what evaluations read.
+  """
+  rest = [name for name in evaluate.stages if name not in plan.stages]
+  homes = program.homes(step, plan)
+  bytes_at = dict.fromkeys(plan.places, 0)
   starts = [start for start, _ in step.carry]
   for i, (start, _) in enumerate(evaluate.carry):
     if start in evaluate.readers:
       for place in homes[starts[i]]:
-        held[place] += evaluate.values[start].bytes
-  place = max(held, key=held.get)
+        bytes_at[place] += evaluate.values[start].bytes
+  place = max(bytes_at, key=bytes_at.get)
   return dataclasses.replace(
-    found, stages=dict(found.stages) | dict.fromkeys(rest, place)
+    plan, stages=dict(plan.stages) | dict.fromkeys(rest, place)
   )
 
 
-def told(step, chosen: Chosen) -> str:
-  """A plan in a few words."""
+def summary(step: graph.Flow, chosen: ChosenPlan) -> str:
+  """Describes a plan in one line."""
   seconds = chosen.prediction.step
   proof = 'proved the fastest of its space'
   if chosen.gap is None:
     proof = 'as the run began'
   elif chosen.gap:
     proof = f'no plan of its space can be more than {chosen.gap:.0%} faster'
-  said = overview.in_a_line(step, chosen.plan)
-  return f'Plan: {said}; {seconds:.3g} s a step, {proof}.'
-
-
-class Watch:
-  """Holds what steps take against what was predicted.
-
-  Attributes:
-    chosen: the plan, as it is predicted by now.
-  """
-
-  def __init__(self, flows, ahead: int, chosen: Chosen, settle: Settle):
-    """Begins with a plan.
-
-    Args:
-      flows: of a step and of an evaluation.
-      ahead: steps that may overlap, the workflow's lag.
-      chosen: the plan.
-      settle: makes the places of a plan.
-    """
-    self._flows, self._ahead, self._settle = flows, ahead, settle
-    self.chosen = chosen
-    self._seen: list[tuple[float, Mapping[str, float]]] = []
-    self._fresh = True  # The first step compiles.
-    self._beside = 1.0  # How many times as long as stages explain.
-
-  def runtime(self, timeline=None):
-    """The places of the plan; they are given a state by who asks for them."""
-    made = self._settle(self.chosen.plan, self.chosen.cost)
-    made.timeline = timeline or made.timeline
-    return made
-
-  def told(self) -> str:
-    """The plan in a few words."""
-    return told(self._flows[0], self.chosen)
-
-  def see(self, step: float, by_stage: Mapping[str, float]) -> Chosen | None:
-    """Takes note of a step; returns a better plan once there is one.
-
-    Args:
-      step: its seconds.
-      by_stage: those of each of its stages.
-    """
-    if self._fresh:
-      self._fresh = False
-      return None
-    self._seen = [*self._seen, (step, by_stage)][-WINDOW:]
-    if len(self._seen) < WINDOW:
-      return None
-    took = statistics.median(step for step, _ in self._seen)
-    if _true(took / self.chosen.prediction.step / self._beside):
-      return None
-    factors = self._factors()
-    self._seen.clear()
-    better = None
-    if not all(map(_true, factors.values())):
-      better = self._again(factors)
-    # What no stage explains, no other search would either.
-    self._beside = 1.0 if better else took / self.chosen.prediction.step
-    return better
-
-  def _again(self, factors) -> Chosen | None:
-    """Corrects the model by what was seen, and searches with it."""
-    old = self.chosen
-    model = old.model.knowing(old.model.measured.times(factors))
-    step, evaluate = map(unroll.unroll, self._flows)
-    space = space_lib.space(step, model)
-    now = predict(step, self._ahead, model, old.plan)
-    best = plan(step, evaluate, self._ahead, model, space)
-    if best.prediction.step < GAIN * now.step:
-      self.chosen, self._fresh = best, True
-      return best
-    fastest = (1 - best.gap) * best.prediction.step
-    gap = max(0.0, 1 - fastest / now.step)
-    self.chosen = Chosen(old.plan, model, space, now, gap)
-    return None
-
-  def _factors(self) -> dict[str, float]:
-    """How many times as long as predicted each stage has taken."""
-    factors = {}
-    for name, predicted in self.chosen.prediction.stages.items():
-      took = [by_stage.get(name, 0.0) for _, by_stage in self._seen]
-      median = statistics.median(took)
-      if predicted.value > 0 and median > 0:
-        factors[name] = median / predicted.value
-    return factors
-
-
-def _true(ratio: float) -> bool:
-  """Whether a model with such a ratio, measured over predicted, will do."""
-  low, high = TRUE
-  return low <= ratio <= high
-
-
-def choose(
-  flows: tuple[graph.Flow, graph.Flow],
-  ahead: int,
-  given,
-  settle: Settle,
-  keep: plan_lib.Plan | None = None,
-  say: Callable[[str], None] = print,
-) -> Watch:
-  """Measures what matters, and finds the fastest plan.
-
-  Args:
-    flows: of a step and of an evaluation.
-    ahead: steps that may overlap, the workflow's lag.
-    given: state, batch and key, as arrays, to measure with; None where one
-      device has no room for them, and costs are modeled alone.
-    settle: makes the places of a plan.
-    keep: the plan of a run that goes on; no other is looked for until steps
-      are not as predicted.
-    say: what prints.
-  """
-  # Loops are planned by their rounds, and run as loops.
-  step, evaluate = map(unroll.unroll, flows)
-  store = profile_store_lib.Store()
-  model = roofline.Roofline(
-    step, count.of_flow(step), machine_profile.here(store), rules_lib.DEFAULT
-  )
-  if given is None:
-    say('Planning by modeled costs: one device cannot hold the state.')
-  else:
-    say('Measuring stages to plan by; what was measured once is remembered.')
-    starts = (start for start, _ in step.carry)
-    leaves = zip((*starts, *step.inputs), jax.tree.leaves(given), strict=True)
-    model = model.knowing(
-      stage_profile.measure(step, dict(leaves), model, store)
-    )
-  space = space_lib.space(step, model)
-  if keep:
-    prediction = predict(step, ahead, model, keep)
-    chosen = Chosen(keep, model, space, prediction, gap=None)
-  else:
-    chosen = plan(step, evaluate, ahead, model, space)
-  watch = Watch(flows, ahead, chosen, settle)
-  say(watch.told())
-  return watch
+  line = overview.one_line(step, chosen.plan)
+  return f'Plan: {line}; {seconds:.3g} s a step, {proof}.'

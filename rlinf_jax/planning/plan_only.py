@@ -22,7 +22,7 @@ def plan_only(
   lengths: Sequence[int] | None = None,
   output: str | os.PathLike | None = None,
   page: str | os.PathLike | None = None,
-) -> exact.Found:
+) -> exact.SearchResult:
   """Prints the fastest plan of a recipe on a cluster, and why it is.
 
   The first four arguments are those of `train.train`, with its defaults.
@@ -44,7 +44,7 @@ def plan_only(
   flows = flows_lib.trace_flows(workflow, source, seed)
   own = flows_lib.read_plan(plan, flows)
   config.refuse_unused()
-  return plan_report.advise(
+  return plan_report.report_plan(
     flows,
     workflow.staleness,
     own,

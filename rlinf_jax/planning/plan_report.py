@@ -1,4 +1,7 @@
-"""What plan a workflow should have on a cluster, and why; nothing is run."""
+"""Finds the fastest plan of a workflow on a cluster and explains it.
+
+Nothing is run: costs are modeled.
+"""
 
 from collections.abc import Callable, Sequence
 import json
@@ -8,7 +11,12 @@ import pathlib
 from planner import cluster as cluster_lib
 from planner.costs import decode, roofline
 from planner.counting import count
-from planner.explain import account, listing, overview, words
+from planner.explain import (
+  formatting,
+  overview,
+  plan_data,
+  report_text,
+)
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import unroll
@@ -18,12 +26,12 @@ from planner.simulation import evaluate_plan
 from rlinf_jax.report import plan_page
 from sharding import rules
 
-KEPT = 25  # Plans that were timed.
+KEPT = 25  # Fastest plans that a search returns.
 
 
-def advise(
+def report_plan(
   flows: tuple[graph.Flow, graph.Flow],
-  ahead: int,
+  staleness: int,
   own: plan_lib.Plan | None,
   *,
   cluster: cluster_lib.Cluster,
@@ -31,93 +39,106 @@ def advise(
   seconds: float = 60.0,
   output: str | os.PathLike | None = None,
   page: str | os.PathLike | None = None,
-  say: Callable[[str], None] = print,
-) -> exact.Found:
-  """Searches for the fastest plan and says why it is.
+  print_text: Callable[[str], None] = print,
+) -> exact.SearchResult:
+  """Searches for the fastest plan, and prints it with the reasons for it.
 
   Args:
-    flows: of a step and of an evaluation, which is not planned.
-    ahead: steps that may overlap, the workflow's lag.
-    own: the plan that the recipe has; None if it has none.
+    flows: recordings of a step and of an evaluation, which is not planned.
+    staleness: the workflow's staleness, in steps: so many steps may overlap.
+    own: the plan of the recipe; None if it has none.
     cluster: the hardware.
-    lengths: tokens of completions like those that will be made; None where
-      all are taken to be as long as there is room for.
-    seconds: to search at most; what is then not proved is said. Two
-      thirds as long again may go into what comes next and what would change
-      the choice.
-    output: a file for the same as JSON.
-    page: a file for the same as a page of HTML, with pictures.
-    say: what prints.
+    lengths: tokens of completions like those that will be generated; None where
+      all completions are assumed to have the maximum length.
+    seconds: limit of the search. The report says what is not proved by then.
+      Up to two thirds of this time are added to find the next best plans and
+      the costs that would change the choice.
+    output: a file for the report as JSON.
+    page: a file for the report as a page of HTML, with charts.
+    print_text: prints the report.
   """
   flow, _ = flows
-  said, flow = str(flow), unroll.unroll(flow)  # Loops go by their rounds.
-  works, assumed = _ending(count.of_flow(flow), lengths)
+  table, flow = str(flow), unroll.unroll(flow)
+  works, assumption = _completion_work(count.of_flow(flow), lengths)
   model = roofline.Roofline(flow, works, cluster, rules.DEFAULT)
-  space = space_lib.space(flow, model)
-  found = exact.search(
-    flow, model, space, ahead=ahead, keep=KEPT, seconds=seconds
+  space = space_lib.default_space(flow, model)
+  result = exact.search(
+    flow, model, space, staleness=staleness, keep=KEPT, seconds=seconds
   )
-  lines = [said, '', _searched(found, cluster), assumed, _together(space)]
   ranked = runners_up.runners_up(
-    flow, model, found, ahead=ahead, seconds=seconds / 6
+    flow, model, result, staleness=staleness, seconds=seconds / 6
   )
-  twin = account.account(
-    *(flow, model, found),
-    others=_others(flow, model, space, own, ranked, ahead),
+  result = runners_up.best_of(result, ranked)
+  data = plan_data.plan_data(
+    flow,
+    model,
+    result,
+    others=_others(flow, model, space, own, ranked, staleness),
     ranked=ranked,
-    ahead=ahead,
+    staleness=staleness,
     seconds=seconds / 2,
   )
-  if found.best is None and not twin['infeasible']:
+  lines = [
+    table,
+    '',
+    _searched(result, cluster),
+    assumption,
+    _colocated(space),
+  ]
+  if result.best is None and not data['infeasible']:
     lines += [
-      'No mesh of these devices can share the rows of every stage in whole '
-      'groups: change the batch or its minibatches, or the devices.'
+      'No mesh of these devices can divide the rows of every stage into whole '
+      'groups: change the batch, its minibatches or the devices.'
     ]
-  elif found.best is None:
+  elif result.best is None:
     lines += ['No plan fits in memory. The nearest to fitting:']
   else:
-    lines += _found(flow, model, found, ahead, twin)
-    # Evaluation has stages of its own: they go to the first place.
-    twin['plan']['stages'][plan_lib.REST] = next(iter(found.best.places))
-  lines += [f'  {entry["why"]}' for entry in twin['infeasible'][:3]]
-  say('\n'.join(line for line in lines if line is not None))
+    lines += _fastest(flow, model, result, staleness, data)
+    # Stages that only evaluations have go to the first place.
+    data['plan']['stages'][plan_lib.REST] = next(iter(result.best.places))
+  lines += [f'  {entry["why"]}' for entry in data['infeasible'][:3]]
+  print_text('\n'.join(line for line in lines if line is not None))
   if output:
-    pathlib.Path(output).write_text(json.dumps(twin, indent=2))
+    pathlib.Path(output).write_text(json.dumps(data, indent=2))
   if page:
-    pathlib.Path(page).write_text(plan_page.text(twin), encoding='utf-8')
-  return found
+    pathlib.Path(page).write_text(plan_page.text(data), encoding='utf-8')
+  return result
 
 
 def read_lengths(file: str | os.PathLike) -> list[int]:
-  """Tokens of completions, a JSON list in a file."""
+  """Reads the tokens of completions, a JSON list, from a file."""
   try:
-    told = json.loads(pathlib.Path(file).read_text())
+    lengths = json.loads(pathlib.Path(file).read_text())
   except ValueError:
-    told = None
-  whole = isinstance(told, list) and all(type(n) is int for n in told)
-  if not whole or not told or min(told) < 1:
+    lengths = None
+  integers = isinstance(lengths, list) and all(type(n) is int for n in lengths)
+  if not integers or not lengths or min(lengths) < 1:
     raise ValueError(
       f'{file} should hold the tokens of completions as a JSON list of whole '
       'numbers from 1 on, such as [212, 87, 1024].'
     )
-  return told
+  return lengths
 
 
-def _ending(works, lengths):
-  """Works of stages whose rows end when they do, and a sentence on that."""
+def _completion_work(works, lengths):
+  """Gives stages whose rows may end early their lengths.
+
+  Returns:
+    The work of all stages, and a sentence on what is assumed of the lengths.
+  """
   open_ended = {
-    name: call.whole.turns
+    name: call.full_batch.turns
     for name, call in works.items()
-    if call and call.whole.turns
+    if call and call.full_batch.turns
   }
   names = ', '.join(open_ended)
   if lengths is None:
     if not open_ended:
       return works, None
     return works, (
-      f'Rows of {names} are taken to be as long as there is room for, '
-      f'{max(open_ended.values()):g} tokens: --lengths takes a file of how '
-      'long they are.'
+      f'Every row of {names} is assumed to have the maximum length, '
+      f'{max(open_ended.values()):g} tokens; --lengths takes a file of the '
+      'lengths to expect.'
     )
   if not open_ended:
     raise ValueError(
@@ -126,79 +147,83 @@ def _ending(works, lengths):
   barriers = [name for name in open_ended if not works[name].rows]
   if barriers:
     raise ValueError(
-      f'Lengths were given, and {barriers[0]} ends when enough rows have, '
-      'which lengths do not tell: plan it without them.'
+      f'Lengths were given, and {barriers[0]} ends when enough rows have '
+      'ended, which lengths do not determine: plan it without them.'
     )
-  ending = {name: decode.of(works[name], lengths) for name in open_ended}
+  ending = {name: decode.from_work(works[name], lengths) for name in open_ended}
   return works | ending, (
-    f'Rows of {names} end as {len(lengths):,} that were given do, the longest '
-    f'after {max(lengths):,} tokens.'
+    f'Rows of {names} have the {len(lengths):,} lengths that were given; the '
+    f'longest is {max(lengths):,} tokens.'
   )
 
 
-def _others(flow, model, space, own, ranked, ahead):
-  """Plans that people would ask about, by what they are called."""
+def _others(flow, model, space, own, ranked, staleness):
+  """Returns plans to compare with, by title."""
   others = {}
   one = [plan for plan, _ in ranked if len(plan.places) == 1]
   if own:
     others["The recipe's own plan"] = own
   elif one:
     others['The fastest on one place'] = one[0]
-  theirs = algorithm1.algorithm1(flow, model, space, ahead=ahead)
+  theirs = algorithm1.algorithm1(flow, model, space, staleness=staleness)
   if theirs.best:
     others["The plan of RLinf's Algorithm 1"] = theirs.best
   return others
 
 
-def _found(flow, model, found, ahead, twin) -> list[str | None]:
-  """The fastest plan, and what is next to it."""
-  best = evaluate_plan.play(flow, model, found.best, ahead)
+def _fastest(flow, model, result, staleness, data) -> list[str | None]:
+  """Describes the fastest plan and compares it with others."""
+  best = evaluate_plan.evaluate(flow, model, result.best, staleness)
   return [
-    f'The fastest takes {found.seconds:.3g} s a step:',
-    overview.places(best.flow, found.best),
+    f'The fastest plan takes {result.seconds:.3g} s a step:',
+    overview.places(best.flow, result.best),
     '',
     overview.chart(best.flow, best.simulation),
     '',
-    twin['bottleneck'],
-    words.slack(twin),
-    _between(best.flow, found.best),
+    data['bottleneck'],
+    report_text.slack(data),
+    _transfers(best.flow, result.best),
     '',
-    *words.next_to_it(twin),
-    *words.beside(twin),
+    *report_text.runners_up(data),
+    *report_text.comparisons(data),
     '',
-    'What would change the choice, one cost at a time:',
-    *words.sensitivity(twin['sensitivity']),
+    'Which cost would have to be wrong to change the choice, one at a time:',
+    *report_text.sensitivity(data['sensitivity']),
   ]
 
 
-def _searched(found, cluster) -> str:
-  space = found.space
-  proof = 'it is proved that none of the space is faster'
-  if found.best is None:
-    proof = 'it is proved that none fits' * (not found.gap) or 'time was up'
-  elif found.gap:
-    proof = f'none of the space can be more than {100 * found.gap:.1f} % faster'
+def _searched(result, cluster) -> str:
+  """Says what was searched, and what the search proves."""
+  space = result.space
+  proof = 'no plan of this space is faster (proved)'
+  if result.best is None:
+    proof = 'no plan fits (proved)' if not result.gap else 'time was up'
+  elif result.gap:
+    proof = (
+      f'no plan of this space can be more than {100 * result.gap:.1f} % '
+      'faster; the search was stopped'
+    )
   device = cluster.device
+  memory = formatting.byte_size(device.memory_bytes)
   return (
-    f'{cluster.devices} × {device.name}, {listing.size(device.memory)} each. '
-    f'Searched: up to {space.places} places in units of {space.unit} devices, '
+    f'{cluster.num_devices} × {device.name}, {memory} each. '
+    f'Searched: up to {space.max_places} places in units of '
+    f'{space.unit} device{"s" * (space.unit > 1)}, '
     f'batches in {" or ".join(map(str, space.pieces))} pieces; '
-    f'{found.simulated} plans simulated, {found.tried:,} bounded; {proof}.\n'
-    'Seconds are modeled, from work counted and hardware as its gin file has '
-    'it; none is measured.'
+    f'{result.simulated} plans simulated, {result.tried:,} bounded; {proof}.\n'
+    'All seconds are modeled from counted work and the hardware in its gin '
+    'file; none is measured.'
   )
 
 
-def _together(space) -> str:
-  """Which stages no plan of the space puts apart."""
-  some = [' + '.join(stages) for stages in space.together]
+def _colocated(space) -> str:
+  """Says which stages share a place in every plan of the space."""
+  some = [' + '.join(stages) for stages in space.colocated]
   if not some:
     return ''
-  return (
-    f'Stages that take next to no time stay with others: {", ".join(some)}.\n'
-  )
+  return f'Short stages share a place with others: {", ".join(some)}.\n'
 
 
-def _between(flow, plan) -> str | None:
-  moved = overview.moved(flow, plan)
-  return f'Between places go: {moved}.' if moved else None
+def _transfers(flow, plan) -> str | None:
+  transfers = overview.transfers(flow, plan)
+  return f'Transfers between places: {transfers}.' if transfers else None

@@ -39,7 +39,7 @@ def measure(
   model: roofline.Roofline,
   store: profile_store_lib.Store,
   rules: rules_lib.Rules = rules_lib.DEFAULT,
-) -> measured_lib.Measured:
+) -> measured_lib.Measurements:
   """Measures what is worth it; nothing is run if all is remembered.
 
   Args:
@@ -61,22 +61,24 @@ def measure(
   return _tables(known)
 
 
-def _tables(known) -> measured_lib.Measured:
+def _tables(known) -> measured_lib.Measurements:
   """What was measured of each stage, as a model asks for it."""
-  curves, constants, turns, crowded = {}, {}, {}, {}
+  curves, constants, turns, contention = {}, {}, {}, {}
   for name, found in known.items():
     points, key = found['points'], (name, 1, ())
-    if found['crowded']:
-      crowded[name] = found['crowded']
+    if found['contention']:
+      contention[name] = found['contention']
     if len(points) < SIZES:
       constants[key] = points[-1][1]
       continue
-    curves[key] = measured_lib.Curve(tuple(map(tuple, points)))
+    curves[key] = measured_lib.RowCurve(tuple(map(tuple, points)))
     if found['turns']:
       # The largest is all that there is room for: a call of its own.
       points = [*found['turns'], points[-1]]
-      turns[key] = measured_lib.Curve(tuple(map(tuple, points)))
-  return measured_lib.Measured(curves, constants, turns, crowded=crowded)
+      turns[key] = measured_lib.RowCurve(tuple(map(tuple, points)))
+  return measured_lib.Measurements(
+    curves, constants, turns, contention=contention
+  )
 
 
 def fits(flow: graph_lib.Flow) -> bool:
@@ -160,7 +162,7 @@ class _Plan:
       'reads': [_kind(flow, v) for v in node.reads],
       'writes': [_kind(flow, v) for v in node.writes],
       'program': _program(flow, node),
-      'crowd': machine_profile.crowd(),
+      'busy_devices': machine_profile.busy_devices(),
     }
 
 
@@ -237,7 +239,7 @@ class Bench:
     self.flow, self.model = flow, model
     self.places = [
       place_lib.Place(f'device {i}', plan_lib.Placement((i,)), {}, rules)
-      for i in range(machine_profile.crowd())
+      for i in range(machine_profile.busy_devices())
     ]
     first = self.places[0]
     self.memory = {v: first.put(flow.values[v], x) for v, x in given.items()}
@@ -246,9 +248,10 @@ class Bench:
   def run(self, plans: Mapping[str, _Plan]):
     """Yields the name of each stage, and what was measured of it.
 
-    That is, on one device: 'points', its seconds by rows; 'turns', those of
-    each of some micro-batches. And 'crowded', how many times as long the last
-    of these calls takes on all at once; None where devices share nothing.
+    The measurement has 'points', seconds of a call on one device by its rows;
+    'turns', seconds of one of several micro-batches by its rows; and
+    'contention', how many times as long the last of these calls takes on all
+    cores at once, None where devices share no cores.
     """
     if not plans:
       return
@@ -280,8 +283,8 @@ class Bench:
     took = iter(call_timing.seconds(cases))
     points = [(n, next(took)) for n in rows]
     each = [(n, next(took) / k) for n, k in zip(small, turns, strict=True)]
-    crowded = machine_profile.slowdown(points[-1][1], *took)
-    return {'points': points, 'turns': each, 'crowded': crowded}
+    contention = machine_profile.slowdown(points[-1][1], *took)
+    return {'points': points, 'turns': each, 'contention': contention}
 
   def _in_turns(self, node, rows: int) -> place_lib.Place:
     """The first device, where a node takes so many rows at a time."""

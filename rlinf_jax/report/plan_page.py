@@ -8,7 +8,7 @@ import html
 import json
 from typing import Any
 
-from planner.explain import listing, words
+from planner.explain import formatting, report_text
 from planner.simulation import simulate
 from rlinf_jax.report import page, timeline_svg
 
@@ -16,37 +16,37 @@ WHOLE = 1082  # Pixels inside a card.
 COLORS = 7  # Stages with a color of their own; all others share the eighth.
 
 
-def text(twin: Mapping[str, Any]) -> str:
+def text(data: Mapping[str, Any]) -> str:
   """The page of an account, as `planner.why.account` makes it."""
-  cluster, found = twin['cluster'], 'plan' in twin
-  gap = twin['searched']['gap']
+  cluster, found = data['cluster'], 'plan' in data
+  gap = data['searched']['gap']
   proof = 'proved the fastest' if found else 'nothing fits'
   if found and gap:
     proof = f'at most {gap:.1%} from the fastest'
-  memory = listing.size(cluster['memory'])
+  memory = formatting.byte_size(cluster['memory'])
   kind = f'{cluster["devices"]} × {cluster["device"]}, {memory} each'
   return page.render(
     'plan_template.html',
     kind=html.escape(kind),
     state='finished' if found and not gap else 'unfinished',
     proof=proof,
-    story=html.escape(_story(twin)),
-    figures=page.figures(_figures(twin)) if found else '',
-    body=_found(twin) if found else _infeasible(twin),
+    story=html.escape(_story(data)),
+    figures=page.figures(_figures(data)) if found else '',
+    body=_found(data) if found else _infeasible(data),
   )
 
 
-def _found(twin) -> str:
-  colors = _colors(twin)
+def _found(data) -> str:
+  colors = _colors(data)
   parts = [
     '<div class="grid">',
-    _timelines(twin, colors),
+    _timelines(data, colors),
     '</div><h2>Where everything runs</h2><div class="grid">',
-    page.card('Places', _legend(), _places(twin), '', 'half'),
+    page.card('Places', _legend(), _places(data), '', 'half'),
     page.card(
       'Stages',
       'slack: how much longer one could take before a step does',
-      _stages(twin, colors),
+      _stages(data, colors),
       '',
       'half',
     ),
@@ -54,44 +54,44 @@ def _found(twin) -> str:
     page.card(
       'The fastest plans',
       'of those that were timed',
-      _ranked(twin),
+      _ranked(data),
       '',
       'whole',
     ),
     page.card(
       'What would change the choice',
       'one cost at a time, a tenth more or less',
-      _said(words.sensitivity(twin['sensitivity'])),
+      _said(report_text.sensitivity(data['sensitivity'])),
       '',
       'whole',
     ),
     '</div>',
-    _infeasible(twin),
+    _infeasible(data),
     '<h2>In detail</h2>',
-    _details('The plan as a run reads it', twin['plan']),
-    _details('What was searched', twin['space'] | twin['searched']),
+    _details('The plan as a run reads it', data['plan']),
+    _details('What was searched', data['space'] | data['searched']),
   ]
   return ''.join(parts)
 
 
-def _story(twin) -> str:
-  if 'plan' not in twin:
+def _story(data) -> str:
+  if 'plan' not in data:
     return 'No plan of those searched fits in memory.'
-  return twin['bottleneck']
+  return data['bottleneck']
 
 
-def _figures(twin) -> list[tuple[str, str, str]]:
+def _figures(data) -> list[tuple[str, str, str]]:
   figures = [
-    ('a step', f'<b>{listing.seconds(twin["seconds"])}</b>', 'headline')
+    ('a step', f'<b>{formatting.seconds(data["seconds"])}</b>', 'headline')
   ]
-  for beside in twin['beside'][:1]:
+  for beside in data['beside'][:1]:
     if 'seconds' in beside:
-      less = 1 - twin['seconds'] / beside['seconds']
+      less = 1 - data['seconds'] / beside['seconds']
       said = f'less: {beside["title"]}'.replace(': The', ' than the')
       figures.append((said, f'<b>{less:.0%}</b>', ''))
-  plan = twin['plan']
+  plan = data['plan']
   used = sum(len(place['devices']) for place in plan['places'].values())
-  there = twin['cluster']['devices']
+  there = data['cluster']['devices']
   figures.append((f'of {there} devices', f'<b>{used}</b>', ''))
   for n, one, more in (
     (len(plan['places']), 'place', 'places'),
@@ -101,24 +101,24 @@ def _figures(twin) -> list[tuple[str, str, str]]:
   return figures
 
 
-def _colors(twin) -> dict[str, int]:
+def _colors(data) -> dict[str, int]:
   """The longest stages have colors of their own."""
-  spent = {stage['name']: stage['seconds'] for stage in twin['stages']}
-  shown = [*twin['timeline']]
-  for beside in twin['beside']:
+  spent = {stage['name']: stage['seconds'] for stage in data['stages']}
+  shown = [*data['timeline']]
+  for beside in data['beside']:
     shown += beside.get('timeline', ())
   names = dict.fromkeys([*spent, *(s['stage'] for s in shown if s['stage'])])
   names = sorted(names, key=lambda name: -spent.get(name, 0.0))
   return {name: min(i, COLORS) + 1 for i, name in enumerate(names)}
 
 
-def _timelines(twin, colors) -> str:
-  cards = [('The fastest plan', twin)]
-  cards += [(beside['title'], beside) for beside in twin['beside']]
+def _timelines(data, colors) -> str:
+  cards = [('The fastest plan', data)]
+  cards += [(beside['title'], beside) for beside in data['beside']]
   shown = [
     (title, one)
     for title, one in cards
-    if 'timeline' in one and (one is twin or one['plan'] != twin['plan'])
+    if 'timeline' in one and (one is data or one['plan'] != data['plan'])
   ]
   longest = max(one['seconds'] for _, one in shown)
   left = timeline_svg.margin(lane for _, one in shown for lane in _lanes(one))
@@ -137,9 +137,9 @@ def _timelines(twin, colors) -> str:
     note = _keys({n: c for n, c in colors.items() if n in there})
     if None in there:
       note += ' <span class="key" style="--c: var(--soft)">moves</span>'
-    now = listing.seconds(one['seconds'])
+    now = formatting.seconds(one['seconds'])
     made.append(page.card(title, note, picture, now, 'whole'))
-  for beside in twin['beside']:
+  for beside in data['beside']:
     if 'refused' in beside:
       said = _said([f'It cannot be had here: {beside["refused"]}'])
       made.append(page.card(beside['title'], '', said, '', 'whole'))
@@ -151,7 +151,7 @@ def _lanes(one) -> list[str]:
   there = {span['place'] for span in one['timeline']}
   made = []
   for place in one['plan']['places']:
-    outside = (simulate.outside(place, s) for s in one['plan']['stages'])
+    outside = (simulate.background(place, s) for s in one['plan']['stages'])
     made += [place, *(lane for lane in outside if lane in there)]
   return made
 
@@ -173,14 +173,14 @@ def _legend() -> str:
   return 'how much of a step each works, and of its memory it needs at worst'
 
 
-def _places(twin) -> str:
-  capacity = twin['cluster']['capacity']
+def _places(data) -> str:
+  capacity = data['cluster']['capacity']
   made = []
-  for place in twin['places']:
+  for place in data['places']:
     mesh = ' '.join(f'{axis}={size}' for axis, size in place['axes'])
     n = len(place['devices'])
     devices = f'{n} device{"s" * (n > 1)} {mesh}'.strip()
-    share = place['works'] / twin['seconds'] if twin['seconds'] else 0.0
+    share = place['works'] / data['seconds'] if data['seconds'] else 0.0
     memory = place['memory']
     parts, during = memory['parts'], memory['during']
     during = f', at worst during {during}' * bool(during)
@@ -190,8 +190,9 @@ def _places(twin) -> str:
       f'<small>{html.escape(" → ".join(place["stages"]))}</small>'
       f'<p><small>works {share:.0%} of a step</small></p>'
       f'{_meter([(share, 1)])}'
-      f'<p><small>{listing.size(memory["bytes"])} of '
-      f'{listing.size(capacity)} that may be used on each device{during} '
+      f'<p><small>{formatting.byte_size(memory["bytes"])} of '
+      f'{formatting.byte_size(capacity)} that may be used on each device'
+      f'{during} '
       f'{_tag(memory["tag"])}</small></p>'
       + _meter(
         [(p['bytes'] / capacity, 2 + i % 6) for i, p in enumerate(parts)]
@@ -214,7 +215,7 @@ def _parts(parts) -> str:
   """What memory is made of; the stage it is worst in is said once."""
   return ''.join(
     page.key(
-      f'{p["what"]} {listing.size(p["bytes"])}'
+      f'{p["what"]} {formatting.byte_size(p["bytes"])}'
       + f' ({p["tag"]})' * (p['tag'] != 'modeled'),
       2 + i % 6,
     )
@@ -222,18 +223,18 @@ def _parts(parts) -> str:
   )
 
 
-def _stages(twin, colors) -> str:
+def _stages(data, colors) -> str:
   rows = []
-  for stage in sorted(twin['stages'], key=lambda s: -s['seconds']):
+  for stage in sorted(data['stages'], key=lambda s: -s['seconds']):
     name = stage['name']
-    tight = stage['slack'] < words.LITTLE * twin['seconds']
-    slack = 'none' if tight else listing.seconds(stage['slack'])
+    tight = stage['slack'] < report_text.LITTLE * data['seconds']
+    slack = 'none' if tight else formatting.seconds(stage['slack'])
     at_once = f' <small>{stage["micro_batch"]} rows at a time</small>'
     rows.append(
       f'<tr><td>{page.key(name, colors[name])}'
       f'{at_once if stage["micro_batch"] else ""}</td>'
       f'<td class="text">{html.escape(stage["place"])}</td>'
-      f'<td class="nowrap">{listing.seconds(stage["seconds"])}</td>'
+      f'<td class="nowrap">{formatting.seconds(stage["seconds"])}</td>'
       f'<td class="nowrap {"bad" if tight else ""}">{slack}</td>'
       f'<td>{_tag(stage["tag"])}</td></tr>'
     )
@@ -243,12 +244,12 @@ def _stages(twin, colors) -> str:
   )
 
 
-def _ranked(twin) -> str:
+def _ranked(data) -> str:
   rows = []
-  entries = [(entry, '') for entry in twin['ranked']]
+  entries = [(entry, '') for entry in data['ranked']]
   entries += [
     (beside, f'{beside["title"]}: ')
-    for beside in twin['beside']
+    for beside in data['beside']
     if 'seconds' in beside
   ]
   longest = max(entry['seconds'] for entry, _ in entries)
@@ -258,7 +259,7 @@ def _ranked(twin) -> str:
     bar = _meter([(n / longest, color) for n, color in of])
     rows.append(
       f'<tr><td class="nowrap">+{100 * entry["more"]:.1f} %</td>'
-      f'<td class="nowrap">{listing.seconds(entry["seconds"])}{bar}</td>'
+      f'<td class="nowrap">{formatting.seconds(entry["seconds"])}{bar}</td>'
       f'<td class="text">{html.escape(what + entry["in_a_line"])}'
       f'<small>{html.escape(entry["reason"])}</small></td></tr>'
     )
@@ -274,8 +275,8 @@ def _said(lines: Sequence[str]) -> str:
   return f'<ul class="said">{items}</ul>'
 
 
-def _infeasible(twin) -> str:
-  lines = [entry['why'] for entry in twin['infeasible']]
+def _infeasible(data) -> str:
+  lines = [entry['why'] for entry in data['infeasible']]
   if not lines:
     return ''
   body = page.card(

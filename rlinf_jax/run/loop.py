@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from rlinf_jax import config
-from rlinf_jax.planning import autoplan
+from rlinf_jax.planning import monitor as monitor_lib
 from rlinf_jax.run import checkpoint as checkpoint_lib
 from rlinf_jax.run import interrupt, run_log
 from rlinf_jax.runtime import base as runtime_base
@@ -86,7 +86,7 @@ class Loop:
     log: run_log.RunLog,
     seed: int,
     start: checkpoint_lib.CheckpointState,
-    monitor: autoplan.Watch | None = None,
+    monitor: monitor_lib.PlanMonitor | None = None,
   ):
     self.runtime, self._source = runtime, source
     self._staleness, self._score = workflow.staleness, workflow.score
@@ -220,7 +220,7 @@ class Loop:
     if not self._monitor:
       return
     before = self._monitor.chosen
-    better = self._monitor.see(seconds, by_stage)
+    better = self._monitor.update(seconds, by_stage)
     self._next_plan = better or self._next_plan
     if self._monitor.chosen is not before and not self._next_plan:
       self._log.write_prediction(self.steps, self._monitor.chosen.prediction)
@@ -238,7 +238,7 @@ class Loop:
     self._log.write_prediction(self.steps, chosen.prediction)
     self._log.print(
       'Steps did not take as long as predicted, so the plan changes. '
-      f'{self._monitor.told()}'
+      f'{self._monitor.summary()}'
     )
 
   def evaluate(self):

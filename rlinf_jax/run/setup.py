@@ -10,6 +10,7 @@ from planner.costs import cost as cost_lib
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import autoplan, stage_profile
+from rlinf_jax.planning import monitor as monitor_lib
 from rlinf_jax.run import checkpoint as checkpoint_lib
 from rlinf_jax.run import flows as flows_lib
 from rlinf_jax.runtime import base as runtime_base
@@ -20,7 +21,7 @@ from stages import base
 
 def make_runtime(
   plan: plan_lib.Plan,
-  cost=cost_lib.EQUAL,
+  cost=cost_lib.UNIT,
   *,
   flows: tuple[graph.Flow, graph.Flow],
   train: Callable[..., Any],
@@ -77,9 +78,9 @@ def load_first_state(
     if stage_profile.fits(flows[0]):
       state = flows_lib.first_state(workflow, key, batch)
       inputs = state, batch, key
-    monitor = autoplan.choose(
-      flows, workflow.staleness, inputs, make_runtime, earlier_plan
-    )
+    staleness = workflow.staleness
+    chosen = autoplan.find_plan(flows, staleness, inputs, earlier_plan)
+    monitor = monitor_lib.PlanMonitor(flows, staleness, chosen, make_runtime)
     runtime = monitor.runtime()
   runtime.compile('step')  # While the parameters are read.
   if any(map(stage_profile.uses_up, flows[0].nodes)):

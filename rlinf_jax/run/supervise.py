@@ -8,9 +8,9 @@ import pathlib
 
 import jax
 
-from planner.explain import listing
+from planner.explain import formatting
 from planner.ir import plan as plan_lib
-from rlinf_jax.planning import autoplan
+from rlinf_jax.planning import monitor as monitor_lib
 from rlinf_jax.report import trace
 from rlinf_jax.run import checkpoint as checkpoint_lib
 from rlinf_jax.run import console, flows, result, run_log, setup
@@ -47,7 +47,7 @@ class Run:
   schedule: loop_lib.Schedule
   checkpoints: checkpoint_lib.Checkpoints
   runtime: runtime_base.Runtime
-  monitor: autoplan.Watch | None
+  monitor: monitor_lib.PlanMonitor | None
   resume: bool
   wandb_project: str | None
   export: Callable[..., None] | None
@@ -135,8 +135,9 @@ def _finish(outcome: result.Result, log: run_log.RunLog):
 def _transfers(runtime: runtime_base.Runtime) -> list[str]:
   """A line for each pair of places: bytes sent, seconds and bandwidth."""
   return [
-    f'Sent from {source} to {target}: {listing.size(size)} in {seconds:.2f} s '
-    f'({listing.size(size / seconds)}/s).'
+    f'Sent from {source} to {target}: {formatting.byte_size(size)} in '
+    f'{seconds:.2f} s '
+    f'({formatting.byte_size(size / seconds)}/s).'
     for (source, target), (size, seconds) in runtime.moved().items()
   ]
 
@@ -150,13 +151,13 @@ def _header(
   facts = {
     'stages': ' → '.join(lowered.flow.stages),
     'steps': f'{steps}, resumed after {start}' if start else f'{steps}',
-    'state': listing.size(state_bytes),
+    'state': formatting.byte_size(state_bytes),
     'devices': _devices(runtime.plan),
     'folder': str(folder),
   }
   if len(runtime.plan.places) > 1:
     facts['transfers'] = ', '.join(
-      f'{source} → {target} {listing.size(size)} {how}'
+      f'{source} → {target} {formatting.byte_size(size)} {how}'
       for source, target, how, size in programs.traffic(
         lowered, runtime.transport
       )

@@ -32,7 +32,7 @@ class LocalRuntime(host.Host):
     step: graph_lib.Flow,
     evaluate: graph_lib.Flow | None = None,
     rules: rules_lib.Rules = rules_lib.DEFAULT,
-    cost: cost_lib.Cost = cost_lib.EQUAL,
+    cost: cost_lib.Cost = cost_lib.UNIT,
   ):
     """Raises ValueError for what the plan cannot run; computes nothing.
 

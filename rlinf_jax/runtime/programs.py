@@ -30,7 +30,7 @@ def lower(
   plan: plan_lib.Plan,
   step: graph_lib.Flow,
   evaluate: graph_lib.Flow | None = None,
-  cost: cost_lib.Cost = cost_lib.EQUAL,
+  cost: cost_lib.Cost = cost_lib.UNIT,
 ) -> dict[str, Lowered]:
   """Lowers a step and an evaluation with a plan; returns them by name.
 
@@ -45,7 +45,7 @@ def lower(
   if evaluate:
     uncut = dataclasses.replace(plan, pieces=1)
     resident = lowered['step'].resident
-    equal = cost_lib.EQUAL  # The costs may be of a step's stages alone.
+    equal = cost_lib.UNIT  # The costs may be of a step's stages alone.
     lowered['evaluate'] = _lower(evaluate, uncut, equal, resident)
   return lowered
 

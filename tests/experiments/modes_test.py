@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.modes import flows, published, replay
-from planner.search import exact
+from planner.search import space as space_lib
 
 # Of the modes that the paper tried: which the model thinks faster.
 AGREE = {
@@ -86,5 +86,5 @@ def test_models_are_as_large_as_published():
 
 
 def test_more_places_than_there_may_be_are_refused():
-  with pytest.raises(ValueError, match='at least 3 and at most 2 places'):
-    exact.Space(4, places=2, fewest=3)
+  with pytest.raises(ValueError, match='3 to 2 places'):
+    space_lib.Space(4, max_places=2, min_places=3)

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from planner.explain import account, overview
+from planner.explain import overview, plan_data
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.lower import lifetimes, passes, program
 from planner.search import exact
+from planner.search import space as space_lib
 from planner.simulation import evaluate_plan
 from rlinf_jax.report import plan_page
 from rlinf_jax.runtime import base, local, timeline
@@ -171,7 +172,9 @@ def test_what_waits_in_host_memory_is_brought_back_once_for_all_pieces():
   _, flow, chosen = runtime_of(Engine(), together(4))
   ((start, end),) = flow.carry
   ordered, programs = passes.lower(flow, chosen)
-  ops = lifetimes.offload(programs['all'], ordered, frozenset({start, end}))
+  ops = lifetimes.add_offloads(
+    programs['all'], ordered, frozenset({start, end})
+  )
   touched = [op for op in ops if getattr(op, 'value', None) == start]
   kinds = [type(op) for op in touched if not isinstance(op, program.Drop)]
   # For all calls of `act`, and for `apply`.
@@ -252,18 +255,20 @@ def test_a_place_is_free_while_what_it_began_is_done(pieces, seconds):
   flow = in_turn_flow()
   model = toys.Synthetic({'act': 1.0, 'simulate': 3.0})
   chosen = plan_lib.parse({'pieces': pieces}, flow.stages)
-  played = evaluate_plan.play(flow, model, chosen)
-  assert played.seconds == pytest.approx(seconds)
-  assert played.busy == {'all': pytest.approx(4), 'all: simulate': 9}
-  assert 'all: simulate' in overview.chart(played.flow, played.simulation)
+  evaluation = evaluate_plan.evaluate(flow, model, chosen)
+  assert evaluation.seconds == pytest.approx(seconds)
+  assert evaluation.busy == {'all': pytest.approx(4), 'all: simulate': 9}
+  assert 'all: simulate' in overview.chart(
+    evaluation.flow, evaluation.simulation
+  )
   shown = json.loads(chosen.to_json())
-  shown = {'plan': shown, 'timeline': account.timeline(played)}
+  shown = {'plan': shown, 'timeline': plan_data.timeline(evaluation)}
   assert plan_page._lanes(shown) == ['all', 'all: simulate']
 
 
 def test_the_search_has_half_of_the_environments_simulated_meanwhile():
   model = toys.Synthetic({'act': 1.0, 'simulate': 3.0})
-  found = exact.search(in_turn_flow(), model, exact.Space(1, pieces=(1, 2)))
+  found = exact.search(in_turn_flow(), model, space_lib.Space(1, pieces=(1, 2)))
   assert found.best.pieces == 2 and found.gap == 0
   assert found.seconds == pytest.approx(10)
 

@@ -43,15 +43,15 @@ def test_every_file_is_known():
 @pytest.mark.parametrize('name', DEVICES)
 def test_a_file_is_a_cluster_and_reads_all_it_says(name):
   there = read(name)
-  assert there.devices == DEVICES[name]
+  assert there.num_devices == DEVICES[name]
   assert cluster.Cluster.from_json(there.to_json()) == there
 
 
 def test_data_sheets():
   h100, h200 = read('h100'), read('h200')
   assert h100.device.peak('bfloat16') == 989e12
-  assert h100.device.bandwidth == 3.35e12
-  assert h200.device.bandwidth == 4.8e12
+  assert h100.device.memory_bandwidth == 3.35e12
+  assert h200.device.memory_bandwidth == 4.8e12
   assert h200.device.peak('bfloat16') == h100.device.peak('bfloat16')
   assert read('h100x1024').device == h100.device
 
@@ -62,7 +62,7 @@ def test_every_number_has_a_source(path):
   lines = path.read_text().splitlines()
   for i, line in enumerate(lines):
     number = re.search(r' = .*\d', line) and 'name' not in line
-    if number and not re.search(r'\.devices = |  devices = ', line):
+    if number and 'num_devices = ' not in line:
       above = next(
         x for x in reversed(lines[:i]) if not x.strip().startswith("'")
       )
@@ -70,35 +70,35 @@ def test_every_number_has_a_source(path):
 
 
 def test_cores_that_devices_share_are_slowed_in_a_line_and_then_take_turns():
-  there = small(cores=2, crowded=1.5)
-  assert [there.slowed(busy) for busy in (1, 2, 3, 4)] == [1, 1.5, 2.25, 3]
-  assert there.slowed(2, 1.1) == 1.1
-  four = small(cores=4, crowded=1.6)
-  assert [four.slowed(n) for n in (1, 2, 4)] == pytest.approx([1, 1.2, 1.6])
-  assert [small(cores=1).slowed(n) for n in (1, 4)] == [1, 4]
-  assert small().slowed(4) == 1
+  there = small(shared_cores=2, contention=1.5)
+  assert [there.slowdown(busy) for busy in (1, 2, 3, 4)] == [1, 1.5, 2.25, 3]
+  assert there.slowdown(2, 1.1) == 1.1
+  four = small(shared_cores=4, contention=1.6)
+  assert [four.slowdown(n) for n in (1, 2, 4)] == pytest.approx([1, 1.2, 1.6])
+  assert [small(shared_cores=1).slowdown(n) for n in (1, 4)] == [1, 4]
+  assert small().slowdown(4) == 1
 
 
 def test_a_processor_is_no_faster_for_being_crowded():
   with pytest.raises(ValueError, match='give 1 or more of each'):
-    small(cores=2, crowded=0.5)
+    small(shared_cores=2, contention=0.5)
 
 
 def small(**changes) -> cluster.Cluster:
   device = cluster.Device('d', {'float32': 1e9}, 1e8, 1e9, 1e8, 1e7)
   near, far = cluster.Link(1e-6, 1e9), cluster.Link(1e-5, 1e8)
   return cluster.Cluster(
-    **({'device': device, 'devices': 4, 'node': 2} | changes),
-    within=near,
-    between=far,
+    **({'device': device, 'num_devices': 4, 'devices_per_node': 2} | changes),
+    intra_node=near,
+    inter_node=far,
   )
 
 
 def test_a_link_is_as_slow_as_the_way_is_far():
   there = small()
-  assert there.link((2, 3)) == there.within
-  assert there.link((1, 2)) == there.between
-  assert there.within.seconds(1e6, 3) == pytest.approx(1e-3 + 3e-6)
+  assert there.link((2, 3)) == there.intra_node
+  assert there.link((1, 2)) == there.inter_node
+  assert there.intra_node.seconds(1e6, 3) == pytest.approx(1e-3 + 3e-6)
 
 
 def test_some_memory_is_left_alone():
@@ -113,8 +113,8 @@ def test_an_unknown_type_is_as_slow_as_the_slowest():
 @pytest.mark.parametrize(
   'changes, words',
   [
-    ({'devices': 5}, 'no whole number of nodes'),
-    ({'devices': 0}, 'at least one'),
+    ({'num_devices': 5}, 'no whole number of nodes'),
+    ({'num_devices': 0}, 'at least one'),
   ],
 )
 def test_what_cannot_be_is_refused(changes, words):
@@ -123,7 +123,7 @@ def test_what_cannot_be_is_refused(changes, words):
 
 
 def test_a_device_that_does_nothing_is_refused():
-  with pytest.raises(ValueError, match=r"\['bandwidth'\] of \[0\]"):
+  with pytest.raises(ValueError, match=r"\['memory_bandwidth'\] of \[0\]"):
     cluster.Device('d', {'float32': 1e9}, 1e8, 1e9, 0, 1e7)
 
 
@@ -131,6 +131,6 @@ def test_json_that_is_no_cluster_is_refused():
   plain = json.loads(small().to_json())
   with pytest.raises(ValueError, match=r"Cluster has no \['color'\]"):
     cluster.Cluster.from_json(json.dumps(plain | {'color': 1}))
-  del plain['device']['memory']
-  with pytest.raises(ValueError, match=r"Device needs \['memory'\]"):
+  del plain['device']['memory_bytes']
+  with pytest.raises(ValueError, match=r"Device needs \['memory_bytes'\]"):
     cluster.Cluster.from_json(json.dumps(plain))

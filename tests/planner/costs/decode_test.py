@@ -4,20 +4,20 @@ import numpy as np
 import pytest
 
 from planner.costs import completions, decode, roofline
-from planner.costs.work import Call, Work
+from planner.costs.work import StageWork, Work
 from planner.ir import plan as plan_lib
 from planner.lower import cut
 from tests.planner.costs import roofline_test as toys
 
 # Bytes of keys and values; a step of 1 ms and 0.1 ms a row, of traffic alone.
-STEP = Call(Work(bytes_moved=1e8), Work(bytes_moved=1e7))
+STEP = StageWork(Work(bytes_moved=1e8), Work(bytes_moved=1e7))
 LENGTHS = np.array([2] * 16 + [4] * 8 + [8] * 7 + [100])
 SPOT = plan_lib.Placement()
 
 
 def made(pieces=1, **kwargs):
   """The seconds of `act` in each piece, if it decodes."""
-  some = decode.Decode(LENGTHS, STEP, **{'known': 'measured'} | kwargs)
+  some = decode.DecodeWork(LENGTHS, STEP, **{'known': 'measured'} | kwargs)
   works = toys.WORKS | {'act': some}
   model = roofline.Roofline(
     toys.toy_flow(), works, toys.TOYS, toys.rules.DEFAULT, assumed=toys.SURE
@@ -97,8 +97,10 @@ def test_lengths_that_are_assumed_are_said_to_be():
 
 
 def test_what_was_counted_to_the_end_ends_with_its_rows():
-  counted = Call(Work(bytes_moved=1e9, turns=100), Work(bytes_moved=1e8), 32)
-  some = decode.of(counted, 16 * [10, 20])
+  counted = StageWork(
+    Work(bytes_moved=1e9, turns=100), Work(bytes_moved=1e8), 32
+  )
+  some = decode.from_work(counted, 16 * [10, 20])
   works = toys.WORKS | {'act': some}
   flow = toys.toy_flow()
   model = roofline.Roofline(
@@ -118,14 +120,14 @@ def test_what_was_counted_to_the_end_ends_with_its_rows():
 
 def test_lengths_that_cannot_be_are_refused():
   with pytest.raises(ValueError, match='no loop that may end early'):
-    decode.of(Call(Work()), [1, 2])
+    decode.from_work(StageWork(Work()), [1, 2])
   with pytest.raises(ValueError, match='up to 9 tokens, .* room for 8'):
-    decode.of(Call(Work(turns=8)), [1, 9])
+    decode.from_work(StageWork(Work(turns=8)), [1, 9])
 
 
 def test_lengths_of_no_tokens_are_refused():
   with pytest.raises(ValueError, match='at least one of each'):
-    decode.Decode([0, 1], STEP)
+    decode.DecodeWork([0, 1], STEP)
 
 
 def test_devices_share_rows_and_the_tail_stays():

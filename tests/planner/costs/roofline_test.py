@@ -14,7 +14,7 @@ import pytest
 from planner import cluster
 from planner.costs import collectives, layout, memory, roofline
 from planner.costs import measured as measured_lib
-from planner.costs.work import Call, Work
+from planner.costs.work import StageWork, Work
 from planner.counting import count
 from planner.ir import graph
 from planner.ir import plan as plan_lib
@@ -27,12 +27,14 @@ from stages.learn import optimizers
 import tiny
 
 ROOT = pathlib.Path(__file__).parents[3]
-SURE = roofline.Assumed(products=1.0, arithmetic=1.0, traffic=1.0)
+SURE = roofline.Assumptions(
+  matmul_efficiency=1.0, vector_efficiency=1.0, memory_efficiency=1.0
+)
 DEVICE = cluster.Device(
   'toy', {'bfloat16': 1e12, 'float32': 5e11}, 1e11, 1e9, 1e11, 1e10
 )
 NEAR, FAR = cluster.Link(1e-6, 1e10), cluster.Link(1e-4, 1e9)
-TOYS = cluster.Cluster(DEVICE, 64, 4, NEAR, FAR, reserve=0.0)
+TOYS = cluster.Cluster(DEVICE, 64, 4, NEAR, FAR, memory_reserve=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Stage:
   grain: str = 'row'
   group_size: int = 1
   host: bool = False
-  whole = (0,)
+  unbatched = (0,)
 
 
 F32, LAYERS, D, F = np.dtype('float32'), 10, 64, 256
@@ -78,13 +80,13 @@ def toy_flow() -> graph.Flow:
 
 
 WORKS = {
-  'act': Call(
+  'act': StageWork(
     Work(flops=0, bytes_moved=PARAMS, kernels=10),
     Work(flops=1e9, matmul={'bfloat16': 1e9}, bytes_moved=1e3),
     32,
   ),
   'judge': None,
-  'grad': Call(
+  'grad': StageWork(
     Work(bytes_moved=2 * PARAMS, bytes_alive=2e4),
     Work(
       flops=4e9,
@@ -94,7 +96,7 @@ WORKS = {
     ),
     32,
   ),
-  'step': Call(Work(flops=1e6, bytes_moved=5 * PARAMS)),
+  'step': StageWork(Work(flops=1e6, bytes_moved=5 * PARAMS)),
 }
 
 
@@ -141,7 +143,7 @@ def test_arithmetic_or_traffic_whichever_is_longer():
   assert found['traffic'].value == pytest.approx((PARAMS + 32e3) / 1e11)
   assert found.total.value == pytest.approx(0.032)
   slow = dataclasses.replace(
-    TOYS, device=dataclasses.replace(DEVICE, bandwidth=1e6)
+    TOYS, device=dataclasses.replace(DEVICE, memory_bandwidth=1e6)
   )
   found = explained('act', there=slow)
   assert found.total.value == pytest.approx((PARAMS + 32e3) / 1e6)
@@ -153,7 +155,9 @@ def test_other_arithmetic_goes_at_another_rate():
 
 
 def test_calls_and_kernels_begin_late():
-  device = dataclasses.replace(DEVICE, launch=0.5, kernel=0.25)
+  device = dataclasses.replace(
+    DEVICE, launch_seconds=0.5, kernel_gap_seconds=0.25
+  )
   found = explained('act', there=dataclasses.replace(TOYS, device=device))
   assert found['launch'] == (0.5, 'assumed')
   assert found['gaps between kernels'] == (2.5, 'assumed')
@@ -244,7 +248,7 @@ def test_what_has_no_rows_takes_the_share_that_a_device_keeps():
 
 
 def test_hidden_talk_costs_nothing():
-  hidden = dataclasses.replace(SURE, exposed=0.0)
+  hidden = dataclasses.replace(SURE, exposed_communication=0.0)
   one = explained('grad', ('data', 4), assumed=hidden)
   assert one.total.value == pytest.approx(8 * (3e-3 + 1e-2))
 
@@ -291,8 +295,8 @@ def test_every_part_says_where_it_comes_from():
 
 
 def table(axes=(), devices=1, points=((4, 1.0), (8, 3.0), (16, 4.0))):
-  curve = measured_lib.Curve(points)
-  return measured_lib.Measured({('act', devices, axes): curve})
+  curve = measured_lib.RowCurve(points)
+  return measured_lib.Measurements({('act', devices, axes): curve})
 
 
 @pytest.mark.parametrize(
@@ -304,12 +308,12 @@ def test_measured_rows_are_as_measured(rows, seconds):
 
 
 def test_between_measured_rows_it_is_straight():
-  curve = measured_lib.Curve(((8, 3.0), (4, 1.0), (16, 4.0)))
+  curve = measured_lib.RowCurve(((8, 3.0), (4, 1.0), (16, 4.0)))
   assert [curve.at(n) for n in (4, 6, 8, 12, 16)] == [1, 2, 3, 3.5, 4]
 
 
 def test_beyond_measured_rows_the_model_is_scaled_and_says_so():
-  curve = measured_lib.Curve(((4, 1.0), (8, 3.0), (16, 4.0)))
+  curve = measured_lib.RowCurve(((4, 1.0), (8, 3.0), (16, 4.0)))
   assert curve.at(3) is None and curve.at(17) is None
   found, plain = explained('act', measured=table()), explained('act')
   at_end = explained('act', rows=16)
@@ -348,34 +352,36 @@ def test_what_a_run_has_taken_multiplies_what_was_measured():
 
 
 def test_devices_of_one_processor_slow_each_other_down():
-  there = dataclasses.replace(TOYS, cores=2, crowded=1.5)
+  there = dataclasses.replace(TOYS, shared_cores=2, contention=1.5)
   shared = model(there)
   for axes, slower in ((), 1.0), ([('data', 2)], 1.5), ([('data', 4)], 3.0):
     alone = explained('act', *axes).total.value
     found = explained('act', *axes, there=there).total.value
     assert found == pytest.approx(slower * alone)
-  assert shared.crowding('act', 1, 1) == 1.5
-  assert shared.crowding('act', 2, 2) == 2.0
-  known = shared.knowing(measured_lib.Measured(crowded={'act': 1.2}))
-  assert known.crowding('act', 1, 1) == 1.2
-  assert known.crowding('learn', 1, 1) == 1.5
+  assert shared.contention('act', 1, 1) == 1.5
+  assert shared.contention('act', 2, 2) == 2.0
+  known = shared.with_measurements(
+    measured_lib.Measurements(contention={'act': 1.2})
+  )
+  assert known.contention('act', 1, 1) == 1.2
+  assert known.contention('learn', 1, 1) == 1.5
 
 
 def test_a_host_stage_is_one_thread_however_many_devices_its_place_has():
-  there = dataclasses.replace(TOYS, cores=2, crowded=1.5)
+  there = dataclasses.replace(TOYS, shared_cores=2, contention=1.5)
   works = WORKS | {'act': None}
   host = roofline.Roofline(
     toy_flow(), works, there, rules.DEFAULT, assumed=SURE
   )
-  assert host.crowding('act', 2, 0) == host.crowding('act', 1, 0) == 1.0
-  assert host.crowding('act', 2, 1) == 1.5
+  assert host.contention('act', 2, 0) == host.contention('act', 1, 0) == 1.0
+  assert host.contention('act', 2, 1) == 1.5
 
 
 def test_several_micro_batches_cost_what_they_did_in_a_row():
   key = 'act', 1, ()
-  in_turns = measured_lib.Curve(((4, 0.5), (8, 2.0), (16, 4.0)))
-  given = measured_lib.Measured(
-    {key: measured_lib.Curve(((4, 1.0), (8, 3.0), (16, 4.0)))},
+  in_turns = measured_lib.RowCurve(((4, 0.5), (8, 2.0), (16, 4.0)))
+  given = measured_lib.Measurements(
+    {key: measured_lib.RowCurve(((4, 1.0), (8, 3.0), (16, 4.0)))},
     turns={key: in_turns},
   )
   rows = toy_flow().rows_of(node('act'))
@@ -386,13 +392,13 @@ def test_several_micro_batches_cost_what_they_did_in_a_row():
 
 def test_two_points_are_no_curve():
   with pytest.raises(ValueError, match='three numbers of rows'):
-    measured_lib.Curve(((4, 1.0), (8, 2.0)))
+    measured_lib.RowCurve(((4, 1.0), (8, 2.0)))
   with pytest.raises(ValueError, match='three numbers of rows'):
-    measured_lib.Curve(((4, 1.0), (8, 2.0), (8, 2.0), (9, 1.0)))
+    measured_lib.RowCurve(((4, 1.0), (8, 2.0), (8, 2.0), (9, 1.0)))
 
 
 def test_a_stage_without_rows_is_measured_once():
-  given = measured_lib.Measured(constants={('step', 1, ()): 7.0})
+  given = measured_lib.Measurements(constants={('step', 1, ()): 7.0})
   assert explained('step', measured=given).total == (7.0, 'measured')
 
 
@@ -541,7 +547,7 @@ def test_stages_without_letters_may_only_have_copies(flow, works):
 
 
 def test_a_thousand_devices_are_quick():
-  m = model(dataclasses.replace(TOYS, devices=1024))
+  m = model(dataclasses.replace(TOYS, num_devices=1024))
   menu = m.axes(('step',), 1024)
   assert menu and all(dict(axes).get('fsdp', 1) <= D for axes in menu)
   assert m.axes(('act',), 1024) == ()  # There are 32 rows.

@@ -303,7 +303,7 @@ def test_every_stage_of_a_flow_has_its_work(flow, works):
 
 def test_work_of_a_stage_is_a_line_in_its_rows(flow, works):
   whole = flow.nodes[[n.name for n in flow.nodes].index('gradient')]
-  assert works['gradient'].whole.matmul_flops > 0
+  assert works['gradient'].full_batch.matmul_flops > 0
   in_pieces = cut.cut(flow, 4)
   node = next(n for n in in_pieces.nodes if n.name == 'gradient')
   piece = count.of_node(in_pieces, node)
@@ -337,21 +337,21 @@ def test_work_is_plain_data(works):
   for call in works.values():
     if call is not None:
       text = json.dumps(call.to_dict())
-      assert work_lib.Call.from_dict(json.loads(text)) == call
+      assert work_lib.StageWork.from_dict(json.loads(text)) == call
 
 
 def test_work_is_exact_where_counted_and_straight_between():
   done = [(n, work_lib.Work(flops=f)) for n, f in ((2, 5), (4, 7), (16, 23))]
-  call = work_lib.through(done)
+  call = work_lib.piecewise_linear(done)
   assert [call.at(n).flops for n in (2, 4, 16)] == [5, 7, 23]
   assert [call.at(n).flops for n in (1, 3, 8)] == pytest.approx([4, 6, 37 / 3])
   assert call.rows == 16 and call.near(3).fixed.flops == 3
-  steep = work_lib.through([*done, (32, work_lib.Work(flops=64))])
+  steep = work_lib.piecewise_linear([*done, (32, work_lib.Work(flops=64))])
   assert steep.fixed.flops == 0 and steep.at(24).flops == 48
-  assert work_lib.through(done[:1]).at(2) == done[0][1]
+  assert work_lib.piecewise_linear(done[:1]).at(2) == done[0][1]
 
 
 @pytest.mark.parametrize('rows', [(), (4, 4), (4, 2)])
 def test_lines_need_rows_that_rise(rows):
   with pytest.raises(ValueError, match='that rise'):
-    work_lib.through([(n, work_lib.NONE) for n in rows])
+    work_lib.piecewise_linear([(n, work_lib.NONE) for n in rows])

@@ -23,8 +23,8 @@ def made(pieces=1, offload=(), seconds=None, **places):
 
 
 def test_a_chart_shows_who_works_and_who_waits():
-  flow, _, played = made(actor='a', learner='bc')
-  assert overview.chart(flow, played, width=10).splitlines() == [
+  flow, _, evaluation = made(actor='a', learner='bc')
+  assert overview.chart(flow, evaluation, width=10).splitlines() == [
     'actor    aaaa······',
     'learner  ····bbbbcc',
     '         0       10 s',
@@ -35,20 +35,20 @@ def test_a_chart_shows_who_works_and_who_waits():
 
 
 def test_a_chart_shows_pieces_overlap():
-  flow, _, played = made(pieces=4, actor='a', learner='bc')
-  lines = overview.chart(flow, played, width=14).splitlines()
+  flow, _, evaluation = made(pieces=4, actor='a', learner='bc')
+  lines = overview.chart(flow, evaluation, width=14).splitlines()
   assert lines[:2] == ['actor    aaaaaaaa······', 'learner  ··bbbbbbbbcccc']
 
 
 def test_what_moves_between_device_and_host_is_shown():
-  flow, _, played = made(offload=('a',), all='abc')
-  assert overview.MOVING in overview.chart(flow, played).splitlines()[0]
-  assert overview.busy(flow, played)['all']['restore'] == pytest.approx(0.5)
+  flow, _, evaluation = made(offload=('a',), all='abc')
+  assert overview.MOVING in overview.chart(flow, evaluation).splitlines()[0]
+  assert overview.busy(flow, evaluation)['all']['restore'] == pytest.approx(0.5)
 
 
 def test_the_bottleneck_is_named_with_what_keeps_it():
-  flow, _, played = made(actor='a', learner='bc')
-  assert overview.bottleneck(flow, played) == (
+  flow, _, evaluation = made(actor='a', learner='bc')
+  assert overview.bottleneck(flow, evaluation) == (
     'learner works 60 % of the time, most of it on b (4 s of 10 s). '
     'actor waits 60 %.'
   )
@@ -67,11 +67,11 @@ def test_a_plan_is_a_table_for_people():
 
 
 def test_what_crosses_between_places_is_listed_by_size():
-  flow, chosen, played = made(actor='a', learner='bc')
+  flow, chosen, evaluation = made(actor='a', learner='bc')
   assert overview.moves(flow, chosen) == {'a → b': 32}
-  assert overview.moved(flow, chosen) == 'a → b 32 B'
-  twin = overview.to_json(flow, chosen, played)
-  assert json.loads(json.dumps(twin))['busy']['actor'] == {'a': 4}
+  assert overview.transfers(flow, chosen) == 'a → b 32 B'
+  data = overview.to_json(flow, chosen, evaluation)
+  assert json.loads(json.dumps(data))['busy']['actor'] == {'a': 4}
 
 
 def test_stages_of_one_initial_have_letters_of_their_own():

@@ -6,14 +6,14 @@ from planner.simulation import evaluate_plan
 import toys
 
 
-def played(model, flow, pieces=1, offload=(), **places):
+def evaluation(model, flow, pieces=1, offload=(), **places):
   chosen = plan.Plan(
     {name: plan.Placement((i,)) for i, name in enumerate(places)},
     {stage: name for name, stages in places.items() for stage in stages},
     pieces=pieces,
     offload=offload,
   )
-  return evaluate_plan.play(flow, model, chosen)
+  return evaluate_plan.evaluate(flow, model, chosen)
 
 
 WORK = {'a': 4.0, 'b': 4.0, 'c': 1.0}
@@ -23,7 +23,7 @@ WORK = {'a': 4.0, 'b': 4.0, 'c': 1.0}
 @pytest.mark.parametrize('pieces', [1, 2, 4])
 def test_work_and_waits_and_moves_add_up(move, pieces):
   flow, model = toys.line(WORK, move=move)
-  made = played(model, flow, pieces, x='a', y='bc')
+  made = evaluation(model, flow, pieces, x='a', y='bc')
   parts = reason.parts(made)
   assert sum(parts[1:]) == pytest.approx(made.seconds)
   assert (parts.place, parts.work) == ('y', pytest.approx(5.0))
@@ -35,8 +35,8 @@ def test_work_and_waits_and_moves_add_up(move, pieces):
 def test_one_place_loses_by_doing_all_of_it():
   flow, model = toys.line(WORK)
   best, other = (
-    played(model, flow, 4, x='a', y='bc'),
-    played(model, flow, x='abc'),
+    evaluation(model, flow, 4, x='a', y='bc'),
+    evaluation(model, flow, x='abc'),
   )
   assert reason.reason(other, best) == (
     'nothing overlaps: one place does all of 9 s, where the busiest of the '
@@ -47,7 +47,7 @@ def test_one_place_loses_by_doing_all_of_it():
 
 def test_a_plan_may_lose_by_waiting():
   flow, model = toys.line(WORK)
-  best, other = (played(model, flow, n, x='a', y='bc') for n in (4, 1))
+  best, other = (evaluation(model, flow, n, x='a', y='bc') for n in (4, 1))
   assert reason.reason(other, best) == (
     'y, the busiest place, waits 4 s of a step against 1 s, most of it while a '
     'runs'
@@ -56,16 +56,16 @@ def test_a_plan_may_lose_by_waiting():
 
 def test_a_plan_may_lose_by_moving():
   flow, model = toys.line(WORK, move=2.0)
-  best = played(model, flow, x='a', y='bc')
-  other = played(model, flow, x='ac', y='b')
+  best = evaluation(model, flow, x='a', y='bc')
+  other = evaluation(model, flow, x='ac', y='b')
   said = reason.reason(other, best)
   assert said.startswith('moves add 4 s against 2 s: ')
 
 
 def test_a_plan_may_lose_by_a_stage_at_its_busiest_place():
   flow, model = toys.line(WORK)
-  best = played(model, flow, 4, x='a', y='bc')
-  other = played(model, flow, 4, x='ab', y='c')
+  best = evaluation(model, flow, 4, x='a', y='bc')
+  other = evaluation(model, flow, 4, x='ab', y='c')
   assert reason.reason(other, best) == (
     'x has 8 s of work against 5 s: it also has a (4 s), which the fastest has '
     'elsewhere'

@@ -7,7 +7,7 @@ from planner.simulation import evaluate_plan, simulate
 import toys
 
 
-def played(cost, pieces=1, ahead=0, flow=None, **places):
+def evaluation(cost, pieces=1, staleness=0, flow=None, **places):
   flow = flow or toys.chain('row', 'sum', 'batch')
   chosen = plan.Plan(
     {name: plan.Placement((i,)) for i, name in enumerate(places)},
@@ -15,12 +15,14 @@ def played(cost, pieces=1, ahead=0, flow=None, **places):
     pieces=pieces,
   )
   flow, programs = passes.lower(flow, chosen, cost)
-  made = simulate.simulate(flow, programs, cost, evaluate_plan.STEPS, ahead)
-  return evaluate_plan.Played(chosen, flow, programs, cost, ahead, made)
+  made = simulate.simulate(flow, programs, cost, evaluate_plan.STEPS, staleness)
+  return evaluate_plan.PlanEvaluation(
+    chosen, flow, programs, cost, staleness, made
+  )
 
 
 def test_who_follows_each_other_has_no_slack():
-  made = played(toys.Known({'a': 4, 'b': 4, 'c': 2}), x='a', y='bc')
+  made = evaluation(toys.Known({'a': 4, 'b': 4, 'c': 2}), x='a', y='bc')
   assert slack.slack(made) == {'a': 0.0, 'b': 0.0, 'c': 0.0}
 
 
@@ -35,7 +37,7 @@ def branches(**spent):
     ],
     (),
   )
-  return played(toys.Known(spent), flow=flow, x='abd', y='c')
+  return evaluation(toys.Known(spent), flow=flow, x='abd', y='c')
 
 
 def test_a_short_branch_may_take_as_long_as_the_long_one():
@@ -48,11 +50,11 @@ def test_a_short_branch_may_take_as_long_as_the_long_one():
 @pytest.mark.parametrize('b', [1.0, 3.0, 4.0, 7.0])
 def test_with_its_slack_a_step_takes_no_longer_and_with_more_it_does(b, pieces):
   cost = toys.Known({'a': 4, 'b': b, 'c': 1}, transfer=0.125)
-  made = played(cost, pieces, x='a', y='b', z='c')
+  made = evaluation(cost, pieces, x='a', y='b', z='c')
   for stage, more in slack.slack(made).items():
     for extra, grows in ((more, False), (more + 1e-3, True)):
       spent = {s: cost.costs[s] + extra * (s == stage) for s in 'abc'}
-      longer = evaluate_plan.again(
+      longer = evaluate_plan.re_evaluate(
         made, toys.Known(spent, transfer=0.125)
       ).seconds
       assert (longer > made.seconds * (1 + 1e-6)) == grows
@@ -60,6 +62,8 @@ def test_with_its_slack_a_step_takes_no_longer_and_with_more_it_does(b, pieces):
 
 def test_steps_that_overlap_leave_slack_to_all_but_the_slowest():
   flow = toys.chain('row', 'row', carried=False)
-  made = played(toys.Known({'a': 1, 'b': 3}), flow=flow, ahead=1, x='a', y='b')
+  made = evaluation(
+    toys.Known({'a': 1, 'b': 3}), flow=flow, staleness=1, x='a', y='b'
+  )
   assert made.seconds == pytest.approx(3)
   assert slack.slack(made) == pytest.approx({'a': 2, 'b': 0})

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from planner.explain import listing
+from planner.explain import formatting
 from planner.ir import flow
 import stages
 from stages import workflows
@@ -352,7 +352,7 @@ def test_a_listing_of_grpo_fits_a_page():
   ],
 )
 def test_sizes_are_for_people(n, said):
-  assert listing.size(n) == said
+  assert formatting.byte_size(n) == said
 
 
 def test_a_listing_counts_all_bytes():
@@ -362,7 +362,7 @@ def test_a_listing_counts_all_bytes():
   carried = sum(graph.values[start].bytes for start, _ in graph.carry)
   assert carried == 2 * size + 4  # Actor, reference and the number of steps.
   (line,) = re.findall('^gradient.*', str(graph), re.M)
-  assert line.endswith(listing.size(sum(
+  assert line.endswith(formatting.byte_size(sum(
     graph.values[v].bytes
     for node in graph.nodes if node.name == 'gradient' for v in node.writes
   )))  # fmt: skip

@@ -161,4 +161,4 @@ def test_work_of_a_slice_can_be_counted():
   works = count.of_flow(
     grpo(num_minibatches=2, num_epochs=2, minibatch_by='shuffled')
   )
-  assert works['minibatches'].whole.bytes_out > 0
+  assert works['minibatches'].full_batch.bytes_out > 0

@@ -29,7 +29,7 @@ def test_stages_go_together_by_way_of_others():
 def test_stages_that_take_no_time_join_a_neighbor():
   work = {'a': 0.0, 'b': 5.0, 'c': 0.0, 'd': 5.0}
   flow, model = toys.line(work)
-  together = grouping.glue(flow, model, 4)
+  together = grouping.merge_small_stages(flow, model, 4)
   assert sorted(s for some in together for s in some) in (
     ['a', 'b', 'c'],
     ['a', 'b', 'c', 'd'],
@@ -40,12 +40,14 @@ def test_stages_that_take_no_time_join_a_neighbor():
 def test_stages_that_no_place_can_hold_together_stay_apart():
   work = {'a': 5.0, 'judge': 0.0}
   flow, model = toys.line(work, alone=('judge',))
-  assert grouping.glue(flow, model, 4) == ()
-  assert grouping.glue(flow, model, 1) == (('a', 'judge'),)
+  assert grouping.merge_small_stages(flow, model, 4) == ()
+  assert grouping.merge_small_stages(flow, model, 1) == (('a', 'judge'),)
 
 
 def test_where_all_are_alike_the_shortest_join_until_few_are_left():
   flow, model = toys.line({s: 1.0 + i for i, s in enumerate('abcd')})
-  assert grouping.glue(flow, model, 4) == ()
-  assert grouping.glue(flow, model, 4, most=3) == (('a', 'b'),)
-  assert grouping.glue(flow, model, 4, most=1) == (('a', 'b', 'c', 'd'),)
+  assert grouping.merge_small_stages(flow, model, 4) == ()
+  assert grouping.merge_small_stages(flow, model, 4, most=3) == (('a', 'b'),)
+  assert grouping.merge_small_stages(flow, model, 4, most=1) == (
+    ('a', 'b', 'c', 'd'),
+  )

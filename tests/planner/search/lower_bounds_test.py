@@ -14,7 +14,7 @@ def bound(flow, spent, where, pieces=1, share=1.0):
   rows = [[spent.get(name, 0.0) / node.piece[1]]
           for name, node in zip(names, flow.nodes, strict=True)]  # fmt: skip
   at = np.array([[where.get(name, 0)] for name in names])
-  (found,) = lower_bounds.Floor(flow).period(np.array(rows), at, share)
+  (found,) = lower_bounds.LowerBounds(flow).period(np.array(rows), at, share)
   return found
 
 
@@ -72,9 +72,9 @@ def test_a_state_that_is_made_from_itself_is_a_loop():
 
 @pytest.mark.parametrize('seed', range(100))
 def test_no_plan_takes_less_than_the_bound_of_its_sizes(seed):
-  flow, model, space, ahead = toys.random_instance(seed)
+  flow, model, space, staleness = toys.random_instance(seed)
   model.capacity = np.inf
-  finder = exact.Search(flow, model, space, ahead, keep=1)
+  finder = exact.Search(flow, model, space, staleness, keep=1)
   choices, rng = finder.choices, np.random.default_rng(seed)
   for opened in finder.open.values():
     part = int(rng.integers(len(choices.blocks)))
@@ -90,8 +90,8 @@ def test_no_plan_takes_less_than_the_bound_of_its_sizes(seed):
     choice = choices_lib.Choice(
       opened.cut.pieces, part, sizes, axes, rows, space.offload
     )
-    _, spent = timing.simulate(choices, choice, ahead)
-    low = np.zeros((1, space.places), int)
+    _, spent = timing.simulate(choices, choice, staleness)
+    low = np.zeros((1, space.max_places), int)
     low[0, : len(sizes)] = 1
     parts = np.array([part])
     high = np.minimum(low * choices.units, choices.units)

@@ -14,21 +14,24 @@ from planner.costs import cost_table
 from planner.ir import graph, plan
 from planner.lower import passes
 from planner.search import algorithm1, exact
+from planner.search import space as space_lib
 from planner.simulation import simulate as simulate_lib
 import toys
 
 ROOT = pathlib.Path(__file__).parents[3]
 
 
-def play(flow, model, chosen, ahead, **kwargs):
-  cost = cost_table.Priced(model, chosen)
+def play(flow, model, chosen, staleness, **kwargs):
+  cost = cost_table.CostTable(model, chosen)
   cut, programs = passes.lower(flow, chosen, cost)
-  return simulate_lib.simulate(cut, programs, cost, ahead=ahead, **kwargs)
+  return simulate_lib.simulate(
+    cut, programs, cost, staleness=staleness, **kwargs
+  )
 
 
-def period(flow, model, chosen, ahead):
+def period(flow, model, chosen, staleness):
   """What is sought the least of: no place falls behind for ever."""
-  made = play(flow, model, chosen, ahead)
+  made = play(flow, model, chosen, staleness)
   busy = [
     sum(s.end - s.start for s in made.spans if (s.place, s.step) == (place, 0)
         and s.what != 'wait')
@@ -58,12 +61,12 @@ def every_plan(flow, model, space):
     [(stage, rows) for rows in allowed] for stage, allowed in space.micro_batch
   ]
   for blocks in set_partitions(list(flow.stages)):
-    if len(blocks) > space.places:
+    if len(blocks) > space.max_places:
       continue
     blocks = sorted(blocks, key=lambda b: min(map(flow.stages.index, b)))
     if not all(
       any(set(some) <= set(block) for block in blocks)
-      for some in space.together
+      for some in space.colocated
     ):
       continue
     units = space.devices // space.unit
@@ -93,7 +96,7 @@ def every_plan(flow, model, space):
           )
 
 
-def brute_force(flow, model, space, ahead):
+def brute_force(flow, model, space, staleness):
   """The least seconds of all plans that fit; infinite if none does."""
   best = math.inf
   for chosen in every_plan(flow, model, space):
@@ -101,7 +104,7 @@ def brute_force(flow, model, space, ahead):
     if need > model.capacity:
       continue
     try:
-      best = min(best, period(flow, model, chosen, ahead))
+      best = min(best, period(flow, model, chosen, staleness))
     except ValueError:  # Of rows or pieces that there are not.
       continue
   return best
@@ -109,10 +112,10 @@ def brute_force(flow, model, space, ahead):
 
 def agrees(seed) -> bool:
   """Whether there is a plan; the search and trying everything agree."""
-  flow, model, space, ahead = toys.random_instance(seed)
-  found = exact.search(flow, model, space, ahead=ahead)
-  other = algorithm1.algorithm1(flow, model, space, ahead=ahead)
-  best = brute_force(flow, model, space, ahead)
+  flow, model, space, staleness = toys.random_instance(seed)
+  found = exact.search(flow, model, space, staleness=staleness)
+  other = algorithm1.algorithm1(flow, model, space, staleness=staleness)
+  best = brute_force(flow, model, space, staleness)
   assert found.gap == 0, seed
   assert found.bound == found.seconds
   assert found.seconds == pytest.approx(best, rel=1e-7), seed
@@ -123,7 +126,7 @@ def agrees(seed) -> bool:
     assert '>' in words
   for some in (found, other):
     for chosen, seconds in some.ranked:
-      assert period(flow, model, chosen, ahead) == pytest.approx(seconds)
+      assert period(flow, model, chosen, staleness) == pytest.approx(seconds)
       need = max(model.memory(flow, chosen, place) for place in chosen.places)
       assert need <= model.capacity
   assert (found.best is None) == (best == math.inf)
@@ -145,7 +148,7 @@ def test_what_is_found_is_what_trying_everything_finds_at_length(start):
 def test_two_equal_stages_share_two_devices_in_pieces():
   # A device each: half the devices for twice as long, but both at once.
   flow, model = toys.line({'a': 4.0, 'b': 4.0}, power=0.0)
-  found = exact.search(flow, model, exact.Space(2, pieces=(1, 2, 4)))
+  found = exact.search(flow, model, space_lib.Space(2, pieces=(1, 2, 4)))
   assert found.seconds == pytest.approx(1 + 4 * 1)  # A piece, and all of b.
   assert found.best.pieces == 4
   assert len(found.best.places) == 2
@@ -154,7 +157,7 @@ def test_two_equal_stages_share_two_devices_in_pieces():
 
 def test_stages_that_scale_share_all_devices():
   flow, model = toys.line({'a': 4.0, 'b': 4.0}, power=1.0)
-  found = exact.search(flow, model, exact.Space(4, pieces=(1, 2, 4)))
+  found = exact.search(flow, model, space_lib.Space(4, pieces=(1, 2, 4)))
   assert list(found.best.places) == ['all']
   assert found.seconds == pytest.approx(2.0)
 
@@ -168,13 +171,13 @@ def test_devices_may_be_left_idle():
       return super().seconds(flow, node, placement, rows) + max(0, n - 2)
 
   flow, _ = toys.line({'a': 1.0, 'b': 1.0})
-  found = exact.search(flow, Slower({'a': 1.0, 'b': 1.0}), exact.Space(8))
+  found = exact.search(flow, Slower({'a': 1.0, 'b': 1.0}), space_lib.Space(8))
   assert sum(len(p.devices) for p in found.best.places.values()) <= 4
 
 
 def test_a_stage_for_one_device_gets_one():
   flow, model = toys.line({'a': 8.0, 'judge': 1.0}, alone=('judge',))
-  found = exact.search(flow, model, exact.Space(4, pieces=(1, 2, 4)))
+  found = exact.search(flow, model, space_lib.Space(4, pieces=(1, 2, 4)))
   places = found.best.places
   assert len(places[found.best.stages['judge']].devices) == 1
   assert len(places[found.best.stages['a']].devices) == 3
@@ -182,7 +185,7 @@ def test_a_stage_for_one_device_gets_one():
 
 def test_what_fits_nowhere_is_explained():
   flow, model = toys.line({'a': 1.0, 'b': 1.0}, held={'a': 96.0}, capacity=8.0)
-  found = exact.search(flow, model, exact.Space(4))
+  found = exact.search(flow, model, space_lib.Space(4))
   assert (found.best, found.seconds, found.gap) == (None, math.inf, 0)
   (near, words), *_ = found.infeasible
   assert words == (
@@ -196,24 +199,27 @@ def test_memory_decides_where_and_offloads_make_room():
   flow, model = toys.line(
     {'a': 1.0, 'b': 1.0}, held={'a': 2.0, 'b': 2.0}, capacity=4.1, change=0.5
   )
-  apart = exact.search(flow, model, exact.Space(2))
+  apart = exact.search(flow, model, space_lib.Space(2))
   assert len(apart.best.places) == 2
-  room = exact.search(flow, model, exact.Space(1, offload=('b',)))
+  room = exact.search(flow, model, space_lib.Space(1, offload=('b',)))
   assert room.best.offload == ('b',)
-  assert exact.search(flow, model, exact.Space(1)).best is None
+  assert exact.search(flow, model, space_lib.Space(1)).best is None
 
 
 def test_an_older_state_lets_steps_overlap():
   flow, model = toys.ppo(staleness=1)
-  space = exact.Space(64, unit=8, pieces=(1, 2))
-  one, two = (exact.search(flow, model, space, ahead=ahead) for ahead in (0, 1))
+  space = space_lib.Space(64, unit=8, pieces=(1, 2))
+  one, two = (
+    exact.search(flow, model, space, staleness=staleness)
+    for staleness in (0, 1)
+  )
   assert two.seconds < one.seconds
   assert one.gap == two.gap == 0
 
 
 def test_a_search_that_is_stopped_says_how_far_it_came():
   flow, model = toys.ppo(power=0.6)
-  space = exact.Space(64, unit=8, pieces=(1, 2, 4))
+  space = space_lib.Space(64, unit=8, pieces=(1, 2, 4))
   short = exact.search(flow, model, space, seconds=0.0)
   full = exact.search(flow, model, space)
   assert 0 < short.gap < 1
@@ -227,9 +233,9 @@ def test_a_search_that_is_stopped_says_how_far_it_came():
 @pytest.mark.parametrize('devices, limit', [(1024, 10), (4096, 60)])
 def test_eight_stages_are_planned_on_clusters(devices, limit, lag):
   flow, model = toys.ppo(staleness=lag, move=0.5, meshes=2)
-  space = exact.Space(devices, unit=8, pieces=(1, 2, 4, 8))
+  space = space_lib.Space(devices, unit=8, pieces=(1, 2, 4, 8))
   start = time.process_time()
-  found = exact.search(flow, model, space, ahead=lag)
+  found = exact.search(flow, model, space, staleness=lag)
   assert time.process_time() - start < limit
   assert found.gap == 0
   assert period(flow, model, found.best, lag) == pytest.approx(found.seconds)
@@ -237,7 +243,7 @@ def test_eight_stages_are_planned_on_clusters(devices, limit, lag):
 
 def test_algorithm_1_pipelines_as_its_formula_says():
   flow, model = toys.line({'a': 4.0, 'b': 4.0}, power=0.0)
-  found = algorithm1.algorithm1(flow, model, exact.Space(2, pieces=(1, 4)))
+  found = algorithm1.algorithm1(flow, model, space_lib.Space(2, pieces=(1, 4)))
   assert found.best.pieces == 4
   assert found.seconds == pytest.approx(2 + 3 * 1)
   assert (found.bound, found.gap) == (None, None)
@@ -267,14 +273,14 @@ def test_algorithm_1_takes_cycles_for_one_stage():
   model = toys.Synthetic(
     {'generate': 4.0, 'gradient': 2.0, 'apply': 0.0}, power=0.0
   )
-  found = algorithm1.algorithm1(flow, model, exact.Space(3, pieces=(1, 2)))
+  found = algorithm1.algorithm1(flow, model, space_lib.Space(3, pieces=(1, 2)))
   stages = found.best.stages
   assert stages['gradient'] == stages['apply'] != stages['generate']
 
 
 def test_algorithm_1_is_never_better():
   flow, model = toys.ppo(power=0.6, move=0.5, meshes=2)
-  space = exact.Space(64, unit=8, pieces=(1, 2, 4))
+  space = space_lib.Space(64, unit=8, pieces=(1, 2, 4))
   found = exact.search(flow, model, space)
   other = algorithm1.algorithm1(flow, model, space)
   assert found.seconds <= other.seconds
@@ -282,7 +288,7 @@ def test_algorithm_1_is_never_better():
 
 
 def test_a_space_is_told_in_json():
-  space = exact.Space(8, micro_batch={'a': (None, 4)}, offload=('a',))
+  space = space_lib.Space(8, micro_batch={'a': (None, 4)}, offload=('a',))
   told = json.loads(space.to_json())
   assert told['devices'] == 8
   assert told['micro_batch'] == [['a', [None, 4]]]
@@ -292,30 +298,31 @@ def test_a_space_is_told_in_json():
   'kwargs, why',
   [
     ({'devices': 4, 'unit': 8}, 'no place of 8'),
-    ({'devices': 4, 'places': 0}, 'at most 0 places'),
+    ({'devices': 4, 'max_places': 0}, '1 to 0 places'),
     ({'devices': 4, 'pieces': ()}, 'no plan'),
   ],
 )
 def test_a_space_without_plans_is_refused(kwargs, why):
   with pytest.raises(ValueError, match=why):
-    exact.Space(**kwargs)
+    space_lib.Space(**kwargs)
 
 
 def test_stages_that_there_are_not_are_refused():
   flow, model = toys.line({'a': 1.0, 'b': 1.0})
-  for strange in ({'together': (('a', 'z'),)}, {'offload': ('z',)}):
+  for strange in ({'colocated': (('a', 'z'),)}, {'offload': ('z',)}):
     with pytest.raises(ValueError, match=r"\['z'\].*'a', 'b'"):
-      exact.search(flow, model, exact.Space(2, **strange))
+      exact.search(flow, model, space_lib.Space(2, **strange))
 
 
 def test_a_search_needs_no_jax():
   code = (
     'import sys\n'
     'from planner.search import algorithm1, exact\n'
+    'from planner.search import space as space_lib\n'
     'import toys\n'
     'flow, model = toys.line({"a": 4.0, "b": 4.0})\n'
-    'found = exact.search(flow, model, exact.Space(2))\n'
-    'other = algorithm1.algorithm1(flow, model, exact.Space(2))\n'
+    'found = exact.search(flow, model, space_lib.Space(2))\n'
+    'other = algorithm1.algorithm1(flow, model, space_lib.Space(2))\n'
     'assert found.best and other.best\n'
     'assert "jax" not in sys.modules, "jax"'
   )

@@ -42,7 +42,7 @@ def test_steps_that_carry_nothing_overlap_as_far_as_they_are_begun():
   flow = toys.chain('row', 'row', carried=False)
   cost, where = toys.Known({'a': 1, 'b': 3}), {'a': 'x', 'b': 'y'}
   assert simulate(flow, where, cost).period == pytest.approx(4)
-  assert simulate(flow, where, cost, ahead=1).period == pytest.approx(3)
+  assert simulate(flow, where, cost, staleness=1).period == pytest.approx(3)
 
 
 def test_moves_take_their_time_and_do_not_keep_a_place():
@@ -72,7 +72,7 @@ BRANCHES = [
 def test_calls_side_by_side_slow_each_other_down_for_as_long_as_they_are():
   flow = toys.build(BRANCHES, ())
   where = {'a': 'x', 'b': 'x', 'c': 'y', 'd': 'x'}
-  cost = toys.Known({'a': 1, 'b': 5, 'c': 2, 'd': 1}, crowded=1.5)
+  cost = toys.Known({'a': 1, 'b': 5, 'c': 2, 'd': 1}, slowdown=1.5)
   made = simulate(flow, where, cost, steps=1)
   # c takes 3 s of which b has done 2 s; then b is alone.
   ends = {s.node: s.end for s in made.spans if s.what == 'run'}
@@ -81,7 +81,7 @@ def test_calls_side_by_side_slow_each_other_down_for_as_long_as_they_are():
 
 def test_who_moves_or_waits_slows_nobody_down():
   flow = toys.chain('row', 'row')
-  cost = toys.Known({'a': 1, 'b': 3}, transfer=0.5, crowded=2.0)
+  cost = toys.Known({'a': 1, 'b': 3}, transfer=0.5, slowdown=2.0)
   made = simulate(flow, {'a': 'x', 'b': 'y'}, cost)
   assert made.period == pytest.approx(5)
 
@@ -90,7 +90,7 @@ def test_who_moves_or_waits_slows_nobody_down():
 def test_what_gains_nothing_by_overlap_takes_as_long_as_one_place(pieces):
   # Two that run beside each other take twice as long: a single core.
   flow = toys.chain('row', 'sum', 'batch')
-  cost = toys.Known({'a': 4, 'b': 3, 'c': 1}, crowded=2.0)
+  cost = toys.Known({'a': 4, 'b': 3, 'c': 1}, slowdown=2.0)
   made = simulate(flow, {'a': 'x', 'b': 'y', 'c': 'y'}, cost, pieces)
   assert made.period == pytest.approx(8)
 

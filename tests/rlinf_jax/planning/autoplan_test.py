@@ -14,7 +14,7 @@ from planner.costs import roofline
 from planner.counting import count
 from planner.ir import plan as plan_lib
 from rlinf_jax import train
-from rlinf_jax.planning import autoplan, machine_profile
+from rlinf_jax.planning import autoplan, machine_profile, monitor
 from rlinf_jax.planning import stage_profile as profile
 from rlinf_jax.report import predicted
 from rlinf_jax.run import flows as flows_lib
@@ -99,7 +99,7 @@ SOURCE = base.Source(
 
 def two_devices():
   device = cluster_lib.Device(
-    'toy', {'float32': 1e10}, 1e9, 1e9, 1e10, 1e10, launch=1e-4
+    'toy', {'float32': 1e10}, 1e9, 1e9, 1e10, 1e10, launch_seconds=1e-4
   )
   link = cluster_lib.Link(1e-4, 1e9)
   return cluster_lib.Cluster(device, 2, 2, link, link)
@@ -107,12 +107,12 @@ def two_devices():
 
 def known():
   curves = {
-    (name, 1, ()): measured_lib.Curve(
+    (name, 1, ()): measured_lib.RowCurve(
       tuple((n, n * seconds / ROWS) for n in (1, 4, ROWS))
     )
     for name, seconds in SECONDS.items()
   }
-  return measured_lib.Measured(curves)
+  return measured_lib.Measurements(curves)
 
 
 def flows():
@@ -146,7 +146,9 @@ def losses(folder):
 
 @pytest.fixture
 def measured(monkeypatch):
-  monkeypatch.setattr(machine_profile, 'here', lambda store: two_devices())
+  monkeypatch.setattr(
+    machine_profile, 'measure_cluster', lambda store: two_devices()
+  )
   monkeypatch.setattr(profile, 'measure', lambda *args: known())
 
 
@@ -171,8 +173,8 @@ def test_a_stage_that_becomes_slower_moves_others_away(
 def test_before_the_change_what_is_equally_long_is_together():
   step, evaluate = flows()
   costs = model()
-  space = autoplan.space_lib.space(step, costs)
-  chosen = autoplan.plan(step, evaluate, 0, costs, space)
+  space = autoplan.space_lib.default_space(step, costs)
+  chosen = autoplan.search(step, evaluate, 0, costs, space)
   assert chosen.plan.stages['act'] == chosen.plan.stages['judge']
   assert chosen.plan.stages['act'] != chosen.plan.stages['learn']
   assert chosen.plan.pieces > 1 and chosen.gap == 0
@@ -187,14 +189,14 @@ def test_before_the_change_what_is_equally_long_is_together():
 def watched():
   made = flows()
   costs = model()
-  space = autoplan.space_lib.space(made[0], costs)
-  chosen = autoplan.plan(*made, 0, costs, space)
-  return autoplan.Watch(made, 0, chosen, settle=None), chosen
+  space = autoplan.space_lib.default_space(made[0], costs)
+  chosen = autoplan.search(*made, 0, costs, space)
+  return monitor.PlanMonitor(made, 0, chosen, make_runtime=None), chosen
 
 
-def seen(watch, step, by_stage, times=2 * autoplan.WINDOW):
+def seen(watch, step, by_stage, times=2 * monitor.WINDOW):
   for _ in range(times):
-    better = watch.see(step, by_stage)
+    better = watch.update(step, by_stage)
     if better:
       return better
   return None
@@ -221,7 +223,7 @@ def test_a_machine_that_is_slower_throughout_keeps_its_plan():
 
 def test_what_no_stage_explains_is_not_searched_for_again(monkeypatch):
   watch, chosen = watched()
-  monkeypatch.setattr(autoplan, 'plan', lambda *args: 1 / 0)
+  monkeypatch.setattr(autoplan, 'search', lambda *args: 1 / 0)
   for _ in range(2):  # Stages are as predicted, a step is not.
     assert seen(watch, 3 * chosen.prediction.step, SECONDS) is None
   assert watch.chosen is chosen
@@ -229,12 +231,12 @@ def test_what_no_stage_explains_is_not_searched_for_again(monkeypatch):
 
 def test_a_slower_plan_says_how_much_faster_another_might_be(monkeypatch):
   watch, chosen = watched()
-  monkeypatch.setattr(autoplan, 'GAIN', 0.0)  # Whatever is found, it stays.
+  monkeypatch.setattr(monitor, 'GAIN', 0.0)  # Whatever is found, it stays.
   slower = SECONDS | {'act': 3 * SECONDS['act']}
   assert seen(watch, 2 * chosen.prediction.step, slower) is None
   now = watch.chosen
   assert now.plan == chosen.plan
-  best = autoplan.plan(*flows(), 0, now.model, now.space)
+  best = autoplan.search(*flows(), 0, now.model, now.space)
   assert now.gap == pytest.approx(
     1 - best.prediction.step / now.prediction.step
   )
@@ -243,7 +245,7 @@ def test_a_slower_plan_says_how_much_faster_another_might_be(monkeypatch):
 
 def test_the_first_step_compiles_and_is_not_counted():
   watch, chosen = watched()
-  watch.see(100 * chosen.prediction.step, SECONDS)
+  watch.update(100 * chosen.prediction.step, SECONDS)
   assert seen(watch, chosen.prediction.step, SECONDS) is None
   assert watch.chosen is chosen
 
@@ -287,7 +289,9 @@ def test_what_fits_nowhere_is_told():
   costs = model()
   costs.capacity = 1.0
   with pytest.raises(ValueError, match=r'No plan fits.*nearest.*bind a plan'):
-    autoplan.plan(*made, 0, costs, autoplan.space_lib.space(made[0], costs))
+    autoplan.search(
+      *made, 0, costs, autoplan.space_lib.default_space(made[0], costs)
+    )
 
 
 def test_accelerators_are_left_to_the_processes_that_shall_have_them(

@@ -22,7 +22,7 @@ import tiny
 
 def cluster(devices=2, memory=4e9, node=2):
   device = cluster_lib.Device(
-    'toy', {'float32': 1e10}, 1e9, memory, 1e10, 5e9, launch=1e-4
+    'toy', {'float32': 1e10}, 1e9, memory, 1e10, 5e9, launch_seconds=1e-4
   )
   fast, slow = cluster_lib.Link(1e-5, 1e10), cluster_lib.Link(1e-4, 1e9)
   return cluster_lib.Cluster(device, devices, node, fast, slow)
@@ -40,17 +40,17 @@ def flow():
   return tiny.trace(workflow, tiny.problem())
 
 
-def advised(tmp_path, lengths=None, **kwargs):
+def reported(tmp_path, lengths=None, **kwargs):
   said, made = [], flow()
   file = tmp_path / 'plan.json'
   own = plan_lib.parse({}, made.stages)
-  found = plan_report.advise(
+  found = plan_report.report_plan(
     *((made, None), 0, own),
     cluster=cluster(**kwargs),
     lengths=lengths,
     output=file,
     page=tmp_path / 'plan.html',
-    say=said.append,
+    print_text=said.append,
   )
   return found, '\n'.join(said), json.loads(file.read_text())
 
@@ -59,17 +59,17 @@ def advised(tmp_path, lengths=None, **kwargs):
 def roomy(tmp_path_factory):
   """Where all fits: what is found, what is said, the account, the page."""
   folder = tmp_path_factory.mktemp('roomy')
-  return *advised(folder), (folder / 'plan.html').read_text()
+  return *reported(folder), (folder / 'plan.html').read_text()
 
 
 def test_it_names_the_fastest_plan_the_next_and_the_recipes_own(roomy):
-  found, said, twin, _ = roomy
-  assert found.gap == 0 and 'it is proved that none' in said
-  assert f'The fastest takes {found.seconds:.3g} s a step' in said
+  found, said, data, _ = roomy
+  assert found.gap == 0 and '(proved)' in said
+  assert f'The fastest plan takes {found.seconds:.3g} s a step' in said
   for words in ('generate', '2 × toy', 'modeled', "The recipe's own plan"):
     assert words in said
-  assert plan_lib.parse(twin['plan']).stages == found.best.stages
-  seconds = [entry['seconds'] for entry in twin['ranked']]
+  assert plan_lib.parse(data['plan']).stages == found.best.stages
+  seconds = [entry['seconds'] for entry in data['ranked']]
   assert seconds == sorted(seconds) and seconds[0] == found.seconds
 
 
@@ -98,52 +98,52 @@ class Reader(html.parser.HTMLParser):
 
 
 def test_it_accounts_for_a_plan_in_words_in_json_and_on_a_page(roomy):
-  found, said, twin, text = roomy
+  found, said, data, text = roomy
   page = Reader(text)
   shown = ' '.join(page.words)
-  for stage in twin['stages']:
+  for stage in data['stages']:
     assert stage['slack'] >= 0 and stage['name'] in said
     assert stage['name'] in shown
   assert sum(tag == 'svg' for tag, _ in page.tags) >= 2  # The recipe's, too.
   assert not any(tag == 'script' for tag, _ in page.tags)
   for _, attrs in page.tags:  # It opens without a network.
     assert not {'src', 'href'} & attrs.keys() or attrs['href'] == 'data:,'
-  for place in twin['places']:
+  for place in data['places']:
     parts = sum(part['bytes'] for part in place['memory']['parts'])
     assert parts == pytest.approx(place['memory']['bytes'])
     assert place['works'] <= found.seconds * (1 + 1e-9)
-  for entry in twin['ranked']:
+  for entry in data['ranked']:
     assert entry['reason'] in said + 'the fastest'
     seconds = sum(entry['parts'][k] for k in ('work', 'waits', 'moves'))
     assert seconds == pytest.approx(entry['seconds'])
-  assert {c['cost'] for c in twin['sensitivity']} >= {*found.best.stages}
+  assert {c['cost'] for c in data['sensitivity']} >= {*found.best.stages}
   assert 'by a tenth' in said and 'by a tenth' in shown
   assert 'modeled' in shown
-  for beside in twin['beside']:
+  for beside in data['beside']:
     assert beside['title'] in said and beside['title'] in shown
     assert beside['seconds'] >= found.seconds
   assert "RLinf's Algorithm 1" in said
 
 
 def test_the_plan_that_it_finds_can_be_given_to_a_run(roomy):
-  _, _, twin, _ = roomy
+  _, _, data, _ = roomy
   names = [*flow().stages, 'answer', 'score']  # Of an evaluation as well.
-  made = plan_lib.parse(twin['plan'], names)
+  made = plan_lib.parse(data['plan'], names)
   assert set(made.stages) == {*flow().stages, 'answer', 'score'}
 
 
 def test_completions_end_as_they_are_said_to(roomy, tmp_path):
-  full, said, twin, _ = roomy
+  full, said, data, _ = roomy
   assert '--lengths takes a file' in said
-  found, said, other = advised(tmp_path, lengths=[1, 2, 1])
-  assert 'Rows of generate end as 3' in said
+  found, said, other = reported(tmp_path, lengths=[1, 2, 1])
+  assert 'Rows of generate have the 3 lengths' in said
   assert found.seconds < full.seconds
 
-  def generate(twin):
-    (stage,) = (x for x in twin['stages'] if x['name'] == 'generate')
+  def generate(data):
+    (stage,) = (x for x in data['stages'] if x['name'] == 'generate')
     return stage['seconds']
 
-  assert generate(other) < 0.7 * generate(twin)
+  assert generate(other) < 0.7 * generate(data)
 
 
 def test_lengths_do_not_tell_when_enough_rows_have_ended():
@@ -162,9 +162,9 @@ def test_lengths_do_not_tell_when_enough_rows_have_ended():
     lambda state, x: (state, generate(x)), (), jnp.ones(8, bool)
   )
   works = count.of_flow(made)
-  assert works['generate'].whole.turns == 6
+  assert works['generate'].full_batch.turns == 6
   with pytest.raises(ValueError, match='generate ends when enough rows have'):
-    plan_report._ending(works, [1, 2, 1])
+    plan_report._completion_work(works, [1, 2, 1])
 
 
 @pytest.mark.parametrize('text', ['[]', '[1.5]', '{"a": 1}', '[0]', 'not'])
@@ -179,7 +179,7 @@ def test_lengths_that_are_none_are_refused(tmp_path, text):
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_told_by_the_inequality(tmp_path):
-  found, said, _ = advised(tmp_path, memory=1e4)
+  found, said, _ = reported(tmp_path, memory=1e4)
   assert found.best is None
   assert 'No plan fits in memory' in said and 'too much' in said
   shown = Reader((tmp_path / 'plan.html').read_text()).words
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_told_by_the_inequality(tmp_path):
 def test_several_nodes_are_shared_out_whole(devices, unit):
   there, made = cluster(devices=devices), flow()
   model = roofline.Roofline(made, count.of_flow(made), there, rules.DEFAULT)
-  space = space_lib.space(made, model)
+  space = space_lib.default_space(made, model)
   assert (space.devices, space.unit) == (devices, unit)
   assert space.offload == ()  # There is room for all.
 
@@ -198,4 +198,7 @@ def test_several_nodes_are_shared_out_whole(devices, unit):
 def test_what_only_some_stages_read_may_leave_a_crowded_device():
   there, made = cluster(memory=1e4), flow()
   model = roofline.Roofline(made, count.of_flow(made), there, rules.DEFAULT)
-  assert set(space_lib.space(made, model).offload) == {'apply', 'ref_logp'}
+  assert set(space_lib.default_space(made, model).offload) == {
+    'apply',
+    'ref_logp',
+  }

@@ -27,7 +27,7 @@ import tiny
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
-  monkeypatch.setattr(machine_profile, 'crowd', lambda: 1)
+  monkeypatch.setattr(machine_profile, 'busy_devices', lambda: 1)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,12 @@ def test_the_cache_is_where_it_is_said_to_be(tmp_path, monkeypatch):
 
 
 def test_a_machine_is_measured_once(tmp_path, monkeypatch):
-  made = machine_profile.here(profile_store.Store(tmp_path))
-  assert made.devices == made.node == len(jax.devices())
-  assert made.device.flops['float32'] > 1e8
-  assert made.within.latency > 0
+  made = machine_profile.measure_cluster(profile_store.Store(tmp_path))
+  assert made.num_devices == made.devices_per_node == len(jax.devices())
+  assert made.device.matmul_flops['float32'] > 1e8
+  assert made.intra_node.latency > 0
   monkeypatch.setattr(machine_profile, '_measure', lambda: 1 / 0)
-  again = machine_profile.here(profile_store.Store(tmp_path))
+  again = machine_profile.measure_cluster(profile_store.Store(tmp_path))
   assert again == made
 
 
@@ -101,7 +101,7 @@ def test_devices_of_a_processor_have_shares_of_it(monkeypatch):
   monkeypatch.undo()
   cores = len(os.sched_getaffinity(0))
   assert machine_profile.cores() == cores
-  assert machine_profile.crowd() == min(len(jax.devices()), cores)
+  assert machine_profile.busy_devices() == min(len(jax.devices()), cores)
 
 
 def test_a_clock_tells_the_median_of_calls_at_once():
@@ -236,7 +236,7 @@ def _locked(x_BD):
 
 
 def test_a_crowd_tells_how_devices_slow_each_other_down(tmp_path, monkeypatch):
-  monkeypatch.setattr(machine_profile, 'crowd', lambda: 2)
+  monkeypatch.setattr(machine_profile, 'busy_devices', lambda: 2)
   alone = stages.Stage(_slow, 'alone', host=True, out_shapes=lambda x: x)
   in_line = stages.Stage(_locked, 'in_line', host=True, out_shapes=lambda x: x)
 
@@ -249,8 +249,8 @@ def test_a_crowd_tells_how_devices_slow_each_other_down(tmp_path, monkeypatch):
     *setting(both, args), profile_store.Store(tmp_path)
   )
   # Who comes second waits for the first: one and a half times, in the mean.
-  assert 1.0 <= found.crowded['alone'] < 1.2
-  assert 1.3 < found.crowded['in_line'] < 1.7
+  assert 1.0 <= found.contention['alone'] < 1.2
+  assert 1.3 < found.contention['in_line'] < 1.7
 
 
 class Simulator:

@@ -17,14 +17,14 @@ SHOWN = 5  # Plans, the best included.
 DURING = ', during '  # Before the stage, in what a model says of memory.
 
 
-def account(
+def plan_data(
   flow: graph.Flow,
   model,
-  found: exact.Found,
+  found: exact.SearchResult,
   *,
   others: Mapping[str, plan_lib.Plan] | None = None,
   ranked: Sequence[tuple[plan_lib.Plan, float]] = (),
-  ahead: int = 0,
+  staleness: int = 0,
   seconds: float = 30.0,
 ) -> dict[str, Any]:
   """Accounts for the fastest plan.
@@ -35,13 +35,13 @@ def account(
     found: what a search by this model has found.
     others: plans to compare with, by what they are called.
     ranked: plans and their seconds to compare with, fastest first.
-    ahead: as in that search.
+    staleness: as in that search.
     seconds: to ask for at most what would change the choice.
 
   Returns:
     What JSON can hold. Without a plan that fits, only what does not.
   """
-  twin = {
+  data = {
     'cluster': _cluster(model.cluster),
     'space': json.loads(found.space.to_json()),
     'searched': {
@@ -56,16 +56,18 @@ def account(
     ],
   }
   if found.best is None:
-    return twin
-  best = evaluate_plan.play(flow, model, found.best, ahead)
+    return data
+  best = evaluate_plan.evaluate(flow, model, found.best, staleness)
   ranked = list(ranked) or found.ranked
   changes = sensitivity.sensitivity(
     *(flow, model, found, [plan for plan, _ in ranked]),
-    ahead=ahead,
+    staleness=staleness,
     seconds=seconds,
   )
-  shown = [evaluate_plan.play(flow, model, p, ahead) for p, _ in ranked[:SHOWN]]
-  return twin | {
+  shown = [
+    evaluate_plan.evaluate(flow, model, p, staleness) for p, _ in ranked[:SHOWN]
+  ]
+  return data | {
     **overview.to_json(best.flow, found.best, best.simulation),
     'seconds': found.seconds,
     'bottleneck': overview.bottleneck(best.flow, best.simulation),
@@ -77,7 +79,7 @@ def account(
       for other, (_, seconds) in zip(shown, ranked, strict=False)
     ],
     'beside': [
-      {'title': title} | _beside(flow, model, plan, best, ahead)
+      {'title': title} | _beside(flow, model, plan, best, staleness)
       for title, plan in (others or {}).items()
     ],
     'sensitivity': [_change(flow, change) for change in changes],
@@ -87,26 +89,26 @@ def account(
 def _cluster(cluster) -> dict[str, Any]:
   return {
     'device': cluster.device.name,
-    'devices': cluster.devices,
-    'memory': cluster.device.memory,
+    'devices': cluster.num_devices,
+    'memory': cluster.device.memory_bytes,
     'capacity': cluster.capacity,
   }
 
 
-def timeline(played: evaluate_plan.Played) -> list[dict[str, Any]]:
+def timeline(evaluation: evaluate_plan.PlanEvaluation) -> list[dict[str, Any]]:
   """What places do from the end of one step to that of the next.
 
   With an older state several steps are under way then.
   """
-  spans = played.simulation.spans
+  spans = evaluation.simulation.spans
   half = evaluate_plan.STEPS // 2
   start = max((s.end for s in spans if s.step == half - 1), default=0.0)
-  end = start + played.simulation.period
+  end = start + evaluation.simulation.period
   return [
     {
       'place': span.place,
       'what': span.what,
-      'stage': overview.stage_of(played.flow, span),
+      'stage': overview.stage_of(evaluation.flow, span),
       'step': span.step - half,
       'start': max(span.start, start) - start,
       'end': min(span.end, end) - start,
@@ -116,20 +118,22 @@ def timeline(played: evaluate_plan.Played) -> list[dict[str, Any]]:
   ]
 
 
-def _stages(model, played: evaluate_plan.Played) -> list[dict[str, Any]]:
-  spent, free = reason.by_stage(played), slack.slack(played)
+def _stages(
+  model, evaluation: evaluate_plan.PlanEvaluation
+) -> list[dict[str, Any]]:
+  spent, free = reason.by_stage(evaluation), slack.slack(evaluation)
   tags = {}
-  for flow in overview.flows(played.flow):
+  for flow in overview.flows(evaluation.flow):
     for node in flow.nodes:
       if node.name in free and node.name not in tags:
-        place = played.plan.places[played.plan.stages[node.name]]
-        rows = played.plan.micro_batch.get(node.name)
+        place = evaluation.plan.places[evaluation.plan.stages[node.name]]
+        rows = evaluation.plan.micro_batch.get(node.name)
         tags[node.name] = model.explain(flow, node, place, rows).total.tag
   return [
     {
       'name': name,
-      'place': played.plan.stages[name],
-      'micro_batch': played.plan.micro_batch.get(name),
+      'place': evaluation.plan.stages[name],
+      'micro_batch': evaluation.plan.micro_batch.get(name),
       'seconds': spent.get(name, 0.0),
       'slack': free[name],
       'tag': tags.get(name, 'modeled'),
@@ -138,8 +142,10 @@ def _stages(model, played: evaluate_plan.Played) -> list[dict[str, Any]]:
   ]
 
 
-def _places(flow, model, played: evaluate_plan.Played) -> list[dict[str, Any]]:
-  plan, busy, made = played.plan, played.busy, []
+def _places(
+  flow, model, evaluation: evaluate_plan.PlanEvaluation
+) -> list[dict[str, Any]]:
+  plan, busy, made = evaluation.plan, evaluation.busy, []
   for name, place in plan.places.items():
     memory = model.explain_memory(flow, plan, name)
     made.append(
@@ -168,30 +174,30 @@ def _places(flow, model, played: evaluate_plan.Played) -> list[dict[str, Any]]:
   return made
 
 
-def _compared(flow, played, best, seconds) -> dict[str, Any]:
+def _compared(flow, evaluation, best, seconds) -> dict[str, Any]:
   return {
-    'plan': json.loads(played.plan.to_json()),
+    'plan': json.loads(evaluation.plan.to_json()),
     'seconds': seconds,
     'more': seconds / best.seconds - 1 if best.seconds else 0.0,
-    'in_a_line': overview.in_a_line(flow, played.plan),
-    'parts': reason.parts(played)._asdict(),
-    'reason': reason.reason(played, best)
-    if played.plan != best.plan
+    'in_a_line': overview.one_line(flow, evaluation.plan),
+    'parts': reason.parts(evaluation)._asdict(),
+    'reason': reason.reason(evaluation, best)
+    if evaluation.plan != best.plan
     else 'the fastest',
   }
 
 
-def _beside(flow, model, plan, best, ahead) -> dict[str, Any]:
+def _beside(flow, model, plan, best, staleness) -> dict[str, Any]:
   """How another plan does; if it cannot be had here, why."""
   most = max(d for place in plan.places.values() for d in place.devices)
-  if most >= model.cluster.devices:
+  if most >= model.cluster.num_devices:
     return {'refused': f'it needs device {most}, which is not there.'}
   try:
-    played = evaluate_plan.play(flow, model, plan, ahead)
+    evaluation = evaluate_plan.evaluate(flow, model, plan, staleness)
   except ValueError as error:
     return {'refused': str(error)}
-  return _compared(flow, played, best, played.seconds) | {
-    'timeline': timeline(played)
+  return _compared(flow, evaluation, best, evaluation.seconds) | {
+    'timeline': timeline(evaluation)
   }
 
 
@@ -205,5 +211,5 @@ def _change(flow, change: sensitivity.Change) -> dict[str, Any]:
     'gain': change.gain,
     'proved': change.proved,
     'plan': plan and json.loads(plan.to_json()),
-    'in_a_line': plan and overview.in_a_line(flow, plan),
+    'in_a_line': plan and overview.one_line(flow, plan),
   }

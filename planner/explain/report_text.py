@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planner.explain import listing
+from planner.explain import formatting
 
 LITTLE = 0.005  # Of a step: less slack is none, to people.
 
@@ -13,19 +13,19 @@ def by(times: float) -> str:
   return f'{100 * (times - 1):+.0f} %'.replace('-', '−')
 
 
-def next_to_it(twin: Mapping[str, Any]) -> list[str]:
+def runners_up(data: Mapping[str, Any]) -> list[str]:
   """The plans that come after the fastest, and what they lose by."""
   lines = []
-  for entry in twin['ranked'][1:]:
+  for entry in data['ranked'][1:]:
     lines.append(f'  +{100 * entry["more"]:.1f} %  {entry["in_a_line"]}')
     lines.append(f'          {entry["reason"]}')
   return ['Next to it, of those timed:', *lines] if lines else []
 
 
-def beside(twin: Mapping[str, Any]) -> list[str]:
+def comparisons(data: Mapping[str, Any]) -> list[str]:
   """How the plans that it is compared with do."""
   lines = []
-  for entry in twin['beside']:
+  for entry in data['beside']:
     if 'refused' in entry:
       lines.append(f'{entry["title"]} cannot be had: {entry["refused"]}')
       continue
@@ -34,13 +34,13 @@ def beside(twin: Mapping[str, Any]) -> list[str]:
   return lines
 
 
-def slack(twin: Mapping[str, Any]) -> str:
+def slack(data: Mapping[str, Any]) -> str:
   """How much longer stages could take, the least first."""
-  step = twin['seconds']
-  some = sorted(twin['stages'], key=lambda stage: stage['slack'])
+  step = data['seconds']
+  some = sorted(data['stages'], key=lambda stage: stage['slack'])
   tight = [s['name'] for s in some if s['slack'] < LITTLE * step]
   loose = [
-    f'{s["name"]} {listing.seconds(s["slack"])}'
+    f'{s["name"]} {formatting.seconds(s["slack"])}'
     for s in some
     if s['slack'] >= LITTLE * step
   ]

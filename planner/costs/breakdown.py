@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping
 
-from planner.costs.measured import Number, Tag
+from planner.costs.measured import Estimate, Tag
 
 
-class Explanation(dict):
-  """Parts by name; their parts of seconds, or of bytes, as `Number`s.
+class CostBreakdown(dict):
+  """Parts by name; their parts of seconds, or of bytes, as `Estimate`s.
 
   Attributes:
     total: of them all. Of 'arithmetic' and 'traffic', which overlap, the longer
       counts.
   """
 
-  def __init__(self, total: Number, parts: Mapping[str, Number]):
+  def __init__(self, total: Estimate, parts: Mapping[str, Estimate]):
     super().__init__(parts)
     self.total = total
 
@@ -23,14 +23,14 @@ class Explanation(dict):
 
 
 def scaled(
-  found: Explanation, times: Number, why: str, tag: Tag = 'modeled'
-) -> Explanation:
+  found: CostBreakdown, times: Estimate, why: str, tag: Tag = 'modeled'
+) -> CostBreakdown:
   """The same, so many times as much; `why` is told among the parts."""
-  return Explanation(
-    Number(found.total.value * times.value, tag), {**found, why: times}
+  return CostBreakdown(
+    Estimate(found.total.value * times.value, tag), {**found, why: times}
   )
 
 
-def whole(number: Number, what: str) -> Explanation:
+def single(number: Estimate, what: str) -> CostBreakdown:
   """A number of one part."""
-  return Explanation(number, {what: number})
+  return CostBreakdown(number, {what: number})

@@ -2,27 +2,11 @@
 
 import collections
 
-UNITS = ('B', 'KiB', 'MiB', 'GiB', 'TiB')
+from planner.explain import formatting
+
 COLUMNS = ('stage', 'grain', 'reads from', 'makes', 'bytes')
 SHOWN = 5  # Groups of values that a call makes; smaller ones are counted.
 WIDTH = {'reads from': 22, 'makes': 46}  # What is longer goes on below.
-
-
-def size(n: float) -> str:
-  """Bytes for people, to three digits: `3.2 MiB`."""
-  power = 0
-  while n >= 1024 and power < len(UNITS) - 1:
-    n, power = n / 1024, power + 1
-  digits = '.3g' if n < 999.5 else '.0f'  # Not 1.02e+03.
-  return f'{n:{digits}} {UNITS[power]}'
-
-
-def seconds(n: float) -> str:
-  """Seconds for people, to three digits: `12.3 ms`."""
-  for unit, times in (('s', 1), ('ms', 1e3)):
-    if n * times >= 0.9995:
-      return f'{n * times:.3g} {unit}' if n < 999.5 else f'{n:,.0f} s'
-  return f'{n * 1e6:.3g} µs' if n else '0 s'
 
 
 def _head(name: str) -> str:
@@ -78,7 +62,7 @@ def _row(node, values, made_by) -> list[tuple[str, ...]]:
     [f'≤ {node.stage.at_most} rounds' if node.body else node.stage.grain],
     _wrap(reads, WIDTH['reads from']),
     _wrap(_makes(writes), WIDTH['makes']),
-    [size(sum(value.bytes for value in writes))],
+    [formatting.byte_size(sum(value.bytes for value in writes))],
   ]
   height = max(map(len, cells))
   cells = [cell + [''] * (height - len(cell)) for cell in cells]
@@ -99,7 +83,7 @@ def _rows(flow, made_by, indent='') -> list[tuple[str, ...]]:
   return lines
 
 
-def listing(flow) -> str:
+def flow_table(flow) -> str:
   """Stage, grain, where its values come from, what it makes, and bytes."""
   made_by = dict.fromkeys(flow.inputs, 'input')
   for v, _ in flow.carry:
@@ -116,6 +100,6 @@ def listing(flow) -> str:
   carried = sum(flow.values[v].bytes for v, _ in flow.carry)
   head = (
     f'{len(flow.nodes)} stage calls; a state of {len(flow.carry)} arrays, '
-    f'{size(carried)}'
+    f'{formatting.byte_size(carried)}'
   )
   return '\n'.join([head, '', *table])
