@@ -70,7 +70,7 @@ def test_lengths_have_the_published_mean_and_most(case):
 def test_modes_are_numbers_of_places():
   drawn = flows.draw(CASES['GRPO, Qwen2.5-7B'], 512, 80e9)
   spaces = replay.spaces(64, drawn)
-  assert {mode: (s.fewest, s.places) for mode, s in spaces.items()} == {
+  assert {mode: (s.min_places, s.max_places) for mode, s in spaces.items()} == {
     'temporal': (1, 1),
     'spatial': (3, 3),
     'hybrid': (2, 2),

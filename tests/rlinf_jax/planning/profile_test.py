@@ -91,7 +91,7 @@ def test_a_machine_is_measured_once(tmp_path, monkeypatch):
   made = machine_profile.measure_cluster(profile_store.Store(tmp_path))
   assert made.num_devices == made.devices_per_node == len(jax.devices())
   assert made.device.matmul_flops['float32'] > 1e8
-  assert made.intra_node.latency > 0
+  assert made.intra_node.latency_seconds > 0
   monkeypatch.setattr(machine_profile, '_measure', lambda: 1 / 0)
   again = machine_profile.measure_cluster(profile_store.Store(tmp_path))
   assert again == made
