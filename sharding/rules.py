@@ -40,8 +40,8 @@ def dimensions(path, shape) -> tuple[str, ...] | None:
   """One letter a dimension ('' for none), by the keys on the path to an array.
 
   Returns:
-    None where the name spells another rank than the array has, as the
-    statistics of a factored optimizer do.
+    None where the name spells another rank than the array has, as for the
+    statistics of a factored optimizer.
   """
   keys = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
   letters = letters_of(str(keys[-1])) if keys else ()
@@ -139,23 +139,51 @@ def shardings(tree, mesh: Mesh, rules: Rules = DEFAULT):
   """A tree of shardings for a tree of parameters, by the names of its leaves.
 
   Raises:
-    ValueError: for an array of two dimensions or more whose name spells none,
-      or another rank than it has. (Silence would replicate it.)
+    ValueError: for a parameter whose name does not spell its dimensions, or
+      that the mesh cannot divide.
   """
 
   def sharding(path, leaf):
-    letters = dimensions(path, leaf.shape)
-    where = jax.tree_util.keystr(path)
-    if letters is None or (len(leaf.shape) > 1 and not any(letters)):
-      raise ValueError(
-        f'Parameter {where} of shape {leaf.shape} must end in one letter for '
-        'each of its dimensions (but for the first of those under `layers`).'
-      )
+    letters = _parameter_dimensions(path, leaf.shape)
     try:
-      return NamedSharding(
-        mesh, partition_spec(mesh, letters, leaf.shape, rules)
-      )
+      layout = partition_spec(mesh, letters, leaf.shape, rules)
     except ValueError as error:
+      where = jax.tree_util.keystr(path)
       raise ValueError(f'Parameter {where}: {error}') from None
+    return NamedSharding(mesh, layout)
 
   return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def check_parameters(state):
+  """Refuses a workflow's state whose parameters do not spell their dimensions.
+
+  Without letters, an array is replicated on every device. That is right for
+  counters and rows of data, and a silent waste of memory for parameters. What
+  lies below a field `params` or `opt_state`, as in a train state, is checked.
+  Optimizer state of another rank than its parameter, such as Adafactor's
+  factored statistics, is small and may be replicated.
+
+  Raises:
+    ValueError: for the first such parameter of two or more dimensions.
+  """
+  for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+    fields = [k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)]
+    if 'opt_state' in fields and dimensions(path, leaf.shape) is None:
+      continue
+    if 'opt_state' in fields or 'params' in fields:
+      _parameter_dimensions(path, leaf.shape)
+
+
+def _parameter_dimensions(path, shape) -> tuple[str, ...]:
+  """The letters of a parameter; an error where its name does not spell them."""
+  letters = dimensions(path, shape)
+  if letters is None or (len(shape) > 1 and not any(letters)):
+    raise ValueError(
+      f'Parameter {jax.tree_util.keystr(path)} of shape {shape} must end in '
+      'one letter for each of its dimensions (but for the first of those under '
+      "`layers`), such as 'kernel_DF': its layout on a mesh follows from them, "
+      'and without them every device would hold all of it. Declare it by '
+      "`self.param('kernel_DF', ...)`, or rename it in the policy's init."
+    )
+  return letters

@@ -197,7 +197,9 @@ def trace(step: Callable, carry, *inputs) -> graph.Flow:
 
   Raises:
     TypeError: if the step computes, or returns another state than it took.
+    ValueError: if a parameter's name does not spell its dimensions.
   """
+  rules.check_parameters(carry)
   recorder = Recorder()
   carry = recorder.tree('state.', shapes(carry))
   inputs = recorder.tree('input.', shapes(inputs))

@@ -1,8 +1,8 @@
-"""Checkpoints of Hugging Face, tensor by tensor, in and out.
+"""Hugging Face checkpoints in safetensors format, tensor by tensor.
 
-Files are read lazily: each device reads the part of each tensor that it will
-hold, one parameter at a time, so neither a whole checkpoint nor a whole tensor
-need fit on one device.
+Files are read lazily: each device reads its own part of each tensor, one
+parameter at a time, so neither a whole checkpoint nor a whole tensor needs to
+fit on one device.
 """
 
 from collections.abc import Iterator
@@ -23,17 +23,19 @@ SINGLE = 'model.safetensors'
 
 
 class CheckpointError(ValueError):
-  """A checkpoint that cannot be read; says all that is wrong with it."""
+  """An unreadable checkpoint, with everything that is wrong with it."""
 
 
 class Tensor(NamedTuple):
-  """How one tensor of a checkpoint relates to a parameter.
+  """The relation between a tensor of a checkpoint and one of our parameters.
 
   Attributes:
-    name: in the checkpoint; of a stacked parameter, with `{i}` for the layer.
-    inputs: leading dimensions of ours that are inputs of a linear map, which a
-      checkpoint stores as [outputs, inputs], each side flattened; 0 for a
-      vector, which it stores flat; None where it stores the array as it is.
+    name: name in the checkpoint; for a stacked parameter, with `{i}` in place
+      of the layer.
+    inputs: number of leading dimensions of our parameter that are inputs of a
+      linear map. A checkpoint stores such a map as [outputs, inputs], each side
+      flattened. 0 for a vector, which a checkpoint stores flat; None for an
+      array that it stores as it is.
   """
 
   name: str
@@ -48,37 +50,37 @@ def _stored_shape(shape: tuple[int, ...], inputs: int | None):
   return (outs, math.prod(shape[:inputs])) if inputs else (outs,)
 
 
-def _run(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
-  """The run of flattened places that holds `index` of dimensions `shape`.
+def _flat_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
+  """A slice of the flattened dimensions `shape` that contains `index`.
 
-  Exact where only the first dimension is cut; otherwise it holds more.
+  It is exact if only the first dimension is sliced, and otherwise larger.
   """
   start, stop, _ = index[0].indices(shape[0])
   below = math.prod(shape[1:])
   return slice(start * below, stop * below)
 
 
-def _unflat(part, index, shape):
-  """The dimensions that `_run` flattened, and what it took too much."""
+def _unflatten(part, index, shape):
+  """Restores dimensions that `_flat_slice` flattened, without the excess."""
   part = part.reshape(-1, *shape[1:], *part.shape[1:])
   return part[(slice(None), *index[1:])]
 
 
 def _read_part(stored, index, shape, inputs) -> np.ndarray:
-  """The part `index` of one parameter, from its tensor in a checkpoint."""
+  """Slice `index` of a parameter, from its tensor in a checkpoint."""
   if inputs is None:
     return stored[index]
-  rows = _run(index[inputs:], shape[inputs:])
+  rows = _flat_slice(index[inputs:], shape[inputs:])
   if not inputs:
-    return _unflat(stored[rows], index, shape)
-  columns = _run(index[:inputs], shape[:inputs])
-  part = _unflat(stored[rows, columns], index[inputs:], shape[inputs:])
+    return _unflatten(stored[rows], index, shape)
+  columns = _flat_slice(index[:inputs], shape[:inputs])
+  part = _unflatten(stored[rows, columns], index[inputs:], shape[inputs:])
   part = np.moveaxis(part, -1, 0)
-  return _unflat(part, index[:inputs], shape[:inputs])
+  return _unflatten(part, index[:inputs], shape[:inputs])
 
 
 def _write_part(part, inputs: int | None):
-  """One parameter as a checkpoint stores it."""
+  """A parameter in the shape in which a checkpoint stores it."""
   if inputs is not None:
     ins = math.prod(part.shape[:inputs])
     part = part.reshape(ins, -1).T if inputs else part.reshape(-1)
@@ -88,11 +90,11 @@ def _write_part(part, inputs: int | None):
 def checkpoint_tensors(
   params: Any, names: dict[str, Tensor]
 ) -> Iterator[tuple[str, Any]]:
-  """Parameters as a checkpoint has them: names, and views where they can be.
+  """Yields the names and tensors of a checkpoint, as views where possible.
 
   Args:
-    params: a tree of arrays, of whatever library that reshapes and transposes.
-    names: the tensor behind each parameter, by the last key of its path.
+    params: a tree of arrays with `reshape` and `T`: JAX, NumPy or torch.
+    names: the checkpoint tensor of each parameter, by the last key of its path.
   """
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     tensor = names[path[-1].key]
@@ -114,7 +116,11 @@ def _indexed(path: pathlib.Path) -> list[str]:
 
 
 class TensorFiles:
-  """The open files of a checkpoint; knows which holds which tensor."""
+  """The open files of a checkpoint, and the file that holds each tensor.
+
+  Attributes:
+    file_of: the open file by tensor name.
+  """
 
   def __init__(self, folder: pathlib.Path, stack: contextlib.ExitStack):
     import safetensors
@@ -134,7 +140,7 @@ class TensorFiles:
         f'{folder} lacks {absent}, which its {INDEX} names: copy the '
         'checkpoint again.'
       )
-    self.where = {}
+    self.file_of = {}
     for name in names:
       try:
         opened = stack.enter_context(
@@ -144,14 +150,14 @@ class TensorFiles:
         raise CheckpointError(
           f'{folder / name} cannot be read ({error}): copy it again.'
         ) from error
-      self.where |= dict.fromkeys(opened.keys(), opened)
+      self.file_of |= dict.fromkeys(opened.keys(), opened)
 
   def slice(self, name: str):
-    return self.where[name].get_slice(name)
+    return self.file_of[name].get_slice(name)
 
 
 def _names(tensor: Tensor, shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-  """Names and shapes in a checkpoint of the tensors that make a parameter."""
+  """Names and shapes of the checkpoint tensors that make up a parameter."""
   if '{i}' not in tensor.name:
     yield tensor.name, _stored_shape(shape, tensor.inputs)
     return
@@ -163,11 +169,13 @@ def _names(tensor: Tensor, shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _check(files: TensorFiles, folder, wanted: dict, ignored: frozenset):
-  """One error that names every missing, extra and mis-shaped tensor."""
-  faults = [f'missing {n}' for n in sorted(wanted.keys() - files.where.keys())]
-  extra = files.where.keys() - wanted.keys() - ignored
+  """Raises one error for all missing, extra and wrongly shaped tensors."""
+  faults = [
+    f'missing {n}' for n in sorted(wanted.keys() - files.file_of.keys())
+  ]
+  extra = files.file_of.keys() - wanted.keys() - ignored
   faults += [f'extra {n}' for n in sorted(extra)]
-  for name in sorted(wanted.keys() & files.where.keys()):
+  for name in sorted(wanted.keys() & files.file_of.keys()):
     got = tuple(files.slice(name).get_shape())
     if got != wanted[name]:
       faults.append(f'{name} is {list(got)}, expected {list(wanted[name])}')
@@ -180,68 +188,64 @@ def _check(files: TensorFiles, folder, wanted: dict, ignored: frozenset):
 
 def load(
   folder: str | pathlib.Path,
-  like: Any,
+  shapes: Any,
   names: dict[str, Tensor],
   *,
   ignored: frozenset[str] = frozenset(),
 ):
-  """Parameters from a checkpoint, straight to where they will lie.
+  """Loads the parameters of a checkpoint onto their devices.
 
-  Under `jax.set_mesh`, each parameter is laid out by the letters in its name;
+  Under `jax.set_mesh`, each parameter is sharded by the letters in its name;
   otherwise it goes to the first device.
 
   Args:
-    folder: of a checkpoint, in one file or in many.
-    like: a tree of shapes and types.
-    names: the tensor behind each parameter, by the last key of its path.
-    ignored: names of tensors that may be there and are not read.
+    folder: folder of a checkpoint in one or several files.
+    shapes: a tree of shapes and types.
+    names: the checkpoint tensor of each parameter, by the last key of its path.
+    ignored: names of tensors that may be present and are not read.
 
   Raises:
-    CheckpointError: naming all tensors that are missing, extra or mis-shaped.
+    CheckpointError: names all missing, extra and wrongly shaped tensors.
   """
   folder = pathlib.Path(folder)
   mesh = jax.sharding.get_mesh()
   with contextlib.ExitStack() as stack:
     files = TensorFiles(folder, stack)
     wanted = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(like):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
       wanted |= dict(_names(names[path[-1].key], leaf.shape))
     _check(files, folder, wanted, ignored)
 
-    def load(path, leaf):
+    def read(path, leaf, layout=None):
       tensor = names[path[-1].key]
-
-      def part(index):
-        if '{i}' not in tensor.name:
-          made = _read_part(
-            files.slice(tensor.name), index, leaf.shape, tensor.inputs
-          )
-          return np.asarray(made, leaf.dtype)
-        layers = range(leaf.shape[0])[index[0]]
-        return np.stack(
-          [
-            np.asarray(
-              _read_part(
-                files.slice(tensor.name.format(i=i)),
-                index[1:],
-                leaf.shape[1:],
-                tensor.inputs,
-              ),
-              leaf.dtype,
-            )
-            for i in layers
-          ]
-        )
-
-      if mesh.empty:
-        return jax.device_put(part((slice(None),) * len(leaf.shape)))
-      spec = rules.partition_spec(
-        mesh, rules.dimensions(path, leaf.shape), leaf.shape
+      if layout is None:
+        index = (slice(None),) * len(leaf.shape)
+        return jax.device_put(_read_parameter(files, tensor, leaf, index))
+      return jax.make_array_from_callback(
+        leaf.shape,
+        layout,
+        lambda index: _read_parameter(files, tensor, leaf, index),
       )
-      layout = jax.sharding.NamedSharding(mesh, spec)
-      return jax.make_array_from_callback(leaf.shape, layout, part)
 
-    return jax.tree_util.tree_map_with_path(load, like)
+    if mesh.empty:
+      return jax.tree_util.tree_map_with_path(read, shapes)
+    layouts = rules.shardings(shapes, mesh)
+    return jax.tree_util.tree_map_with_path(read, shapes, layouts)
+
+
+def _read_parameter(files: TensorFiles, tensor: Tensor, leaf, index):
+  """Slice `index` of a parameter, stacked over layers where it is."""
+
+  def read(name, index, shape):
+    part = _read_part(files.slice(name), index, shape, tensor.inputs)
+    return np.asarray(part, leaf.dtype)
+
+  if '{i}' not in tensor.name:
+    return read(tensor.name, index, leaf.shape)
+  layers = range(leaf.shape[0])[index[0]]
+  return np.stack(
+    [read(tensor.name.format(i=i), index[1:], leaf.shape[1:]) for i in layers]
+  )
 
 
 def save(
@@ -252,44 +256,51 @@ def save(
   dtype: str = 'float32',
   shard_bytes: int = 5 * 2**30,
 ):
-  """Writes parameters as a checkpoint, several files if one would be too large.
+  """Writes parameters as a checkpoint, in several files if it is large.
 
   Args:
-    folder: where; made if it is not there.
+    folder: where to write; created if it does not exist.
     params: a tree of arrays.
-    names: the tensor behind each parameter, by the last key of its path.
-    dtype: to write them in.
-    shard_bytes: most bytes of tensors in one file.
+    names: the checkpoint tensor of each parameter, by the last key of its path.
+    dtype: the type to write them in.
+    shard_bytes: maximum bytes of tensors in one file.
   """
   from safetensors import numpy as st
 
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   dtype = jnp.dtype(dtype)
-  sizes, plan = [0], [{}]
+  shards = _shards(params, names, dtype.itemsize, shard_bytes)
+  file_of, total = {}, 0
+  for n, shard in enumerate(shards):
+    file = SINGLE
+    if len(shards) > 1:
+      file = f'model-{n + 1:05d}-of-{len(shards):05d}.safetensors'
+    tensors = {}
+    for name, (leaf, i, tensor) in shard.items():
+      part = leaf[i] if '{i}' in tensor.name else leaf
+      part = np.asarray(jax.device_get(part), dtype)
+      tensors[name] = np.ascontiguousarray(_write_part(part, tensor.inputs))
+      total += part.nbytes
+    st.save_file(tensors, folder / file, metadata={'format': 'pt'})
+    file_of |= dict.fromkeys(tensors, file)
+  (folder / INDEX).unlink(missing_ok=True)
+  if len(shards) > 1:
+    index = {'metadata': {'total_size': total}, 'weight_map': file_of}
+    (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _shards(params, names, itemsize: int, shard_bytes: int) -> list[dict]:
+  """By file: parameter, layer and `Tensor` of each checkpoint tensor."""
+  sizes, shards = [0], [{}]
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     tensor = names[path[-1].key]
     count = leaf.shape[0] if '{i}' in tensor.name else 1
-    size = leaf.size // count * dtype.itemsize
+    size = leaf.size // count * itemsize
     for i in range(count):
-      if plan[-1] and sizes[-1] + size > shard_bytes:
+      if shards[-1] and sizes[-1] + size > shard_bytes:
         sizes.append(0)
-        plan.append({})
+        shards.append({})
       sizes[-1] += size
-      plan[-1][tensor.name.format(i=i)] = (leaf, i, tensor)
-  where = {}
-  for n, tensors in enumerate(plan):
-    file = SINGLE
-    if len(plan) > 1:
-      file = f'model-{n + 1:05d}-of-{len(plan):05d}.safetensors'
-    made = {}
-    for name, (leaf, i, tensor) in tensors.items():
-      part = leaf[i] if '{i}' in tensor.name else leaf
-      part = np.asarray(jax.device_get(part), dtype)
-      made[name] = np.ascontiguousarray(_write_part(part, tensor.inputs))
-    st.save_file(made, folder / file, metadata={'format': 'pt'})
-    where |= dict.fromkeys(made, file)
-  (folder / INDEX).unlink(missing_ok=True)
-  if len(plan) > 1:
-    index = {'metadata': {'total_size': sum(sizes)}, 'weight_map': where}
-    (folder / INDEX).write_text(json.dumps(index, indent=2))
+      shards[-1][tensor.name.format(i=i)] = (leaf, i, tensor)
+  return shards

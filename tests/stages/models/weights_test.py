@@ -202,7 +202,7 @@ CUT = {
 
 @pytest.mark.parametrize('axes', MESHES.values(), ids=MESHES)
 def test_each_device_reads_its_part_and_no_more(axes, even, monkeypatch):
-  want, open_slice, taken = read(even), weights.Files.slice, {}
+  want, open_slice, taken = read(even), weights.TensorFiles.slice, {}
 
   class Spy:
     """Notes the largest part that is read of a tensor at once."""
@@ -222,7 +222,7 @@ def test_each_device_reads_its_part_and_no_more(axes, even, monkeypatch):
   def spy(files, name):
     return Spy(open_slice(files, name), name)
 
-  monkeypatch.setattr(weights.Files, 'slice', spy)
+  monkeypatch.setattr(weights.TensorFiles, 'slice', spy)
   with jax.set_mesh(meshes.mesh(jax.devices(), axes)):
     got = read(even)
   equal(got, want)
