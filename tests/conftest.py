@@ -13,6 +13,7 @@ long), sees one thread only and cannot tell returning from raising.
 """
 
 import ast
+import functools
 import importlib.machinery
 import json
 import os
@@ -197,28 +198,52 @@ def cpu_seconds():
 SUFFIX = re.compile(r'_([A-Z0-9]*[A-Z][A-Z0-9]*)$')
 
 
+@functools.cache
+def suffix(name) -> str | None:
+  """The dimension letters that a name ends in."""
+  match = SUFFIX.search(name)
+  return match[1] if match else None
+
+
+@functools.cache
+def checked_names(code) -> tuple[list[str], list[str]] | None:
+  """A function's names of one letter, and those that end in letters.
+
+  None if it has nothing to check.
+  """
+  names = code.co_varnames + code.co_cellvars + code.co_freevars
+  letters = [name for name in names if re.fullmatch('[A-Z]', name)]
+  arrays = [name for name in names if suffix(name)]
+  return (letters, arrays) if arrays or 'self' in names else None
+
+
 def check(returned):
   """Checks the names of the calling function, and returns what it returns."""
   frame = sys._getframe(1)
-  names = dict(frame.f_locals)
-  if 'self' in names:
-    attributes = getattr(names['self'], '__dict__', {})
-    names |= {f'self.{name}': value for name, value in attributes.items()}
+  names = checked_names(frame.f_code)
+  if names is None:
+    return returned
+  values = frame.f_locals
+  letters, arrays = names
   sizes = {
-    name: (value, name)
-    for name, value in names.items()
-    if re.fullmatch('[A-Z]', name) and isinstance(value, int)
+    name: (values[name], name)
+    for name in letters
+    if isinstance(values.get(name), int)
   }
-  for name, value in names.items():
-    match = SUFFIX.search(name)
+  named = [(name, values[name]) for name in arrays if name in values]
+  if 'self' in values:
+    attributes = getattr(values['self'], '__dict__', {})
+    named += [(f'self.{name}', x) for name, x in attributes.items()]
+  for name, value in named:
+    letters = suffix(name)
     # To ask a flax module for an attribute may set it up: ask only of arrays.
-    shape = getattr(value, 'shape', None) if match else None
+    shape = getattr(value, 'shape', None) if letters else None
     if not isinstance(shape, tuple):
       continue
     where = f'{frame.f_code.co_qualname}: {name} has shape {shape}'
-    if len(match[1]) != len(shape):
+    if len(letters) != len(shape):
       raise AssertionError(f'{where}, of another rank than its name.')
-    for letter, size in zip(match[1], shape, strict=True):
+    for letter, size in zip(letters, shape, strict=True):
       want, source = sizes.setdefault(letter, (size, name))
       if letter.isdigit():
         want, source = int(letter), 'its name'

@@ -41,6 +41,7 @@ def check(name, devices, agree):
   return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name, devices, agree', QUICK)
 def test_the_table_of_modes_is_as_told(name, devices, agree):
   check(name, devices, agree)

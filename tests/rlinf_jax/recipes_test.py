@@ -44,6 +44,7 @@ def flows(name, bindings, folder):
   return config.call(flows_lib.trace_flows, bindings_of=train.train)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', RECIPES)
 def test_every_recipe_is_read_and_traced_and_binds_nothing_in_vain(
   name, tmp_path

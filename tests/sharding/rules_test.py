@@ -190,6 +190,7 @@ def test_statistics_of_adafactor_are_whole_and_the_rest_is_shared(
     assert shared >= 2  # The parameter and its momentum.
 
 
+@pytest.mark.slow
 def test_adafactor_steps_on_a_mesh_as_on_one_device():
   optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9)
   fresh = tiny.policy().init(jax.random.key(0))

@@ -506,6 +506,7 @@ def works(flow):
   return count.of_flow(flow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('devices', [1, 2, 4, 6, 8])
 def test_the_menu_is_what_places_accept(flow, works, devices):
   m = roofline.Roofline(flow, works, TOYS, rules.DEFAULT)

@@ -133,6 +133,7 @@ def agrees(seed) -> bool:
   return found.best is not None
 
 
+@pytest.mark.slow
 def test_what_is_found_is_what_trying_everything_finds():
   there = [agrees(seed) for seed in range(25)]
   assert 5 < sum(there) < 25  # Some have no plan at all.

@@ -181,6 +181,7 @@ SKETCHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('sketch', SKETCHES.values(), ids=SKETCHES)
 def test_a_plan_simulates_what_a_plain_loop_does(make, sketch):
   (pool, _), (other, _) = make(), make()

@@ -189,6 +189,7 @@ def test_another_process_begins_new_episodes_and_says_so():
   assert timestep.obs[0, 0] == first
 
 
+@pytest.mark.slow
 def test_ppo_learns_the_same_from_either_and_in_pieces(pool):
   make = lambda world: workflows.ppo(
     *(

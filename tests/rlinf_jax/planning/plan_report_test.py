@@ -62,6 +62,7 @@ def roomy(tmp_path_factory):
   return *reported(folder), (folder / 'plan.html').read_text()
 
 
+@pytest.mark.slow
 def test_it_names_the_fastest_plan_the_next_and_the_recipes_own(roomy):
   found, said, data, _ = roomy
   assert found.gap == 0 and '(proved)' in said
@@ -97,6 +98,7 @@ class Reader(html.parser.HTMLParser):
     self.words.append(data)
 
 
+@pytest.mark.slow
 def test_it_accounts_for_a_plan_in_words_in_json_and_on_a_page(roomy):
   found, said, data, text = roomy
   page = Reader(text)
@@ -125,6 +127,7 @@ def test_it_accounts_for_a_plan_in_words_in_json_and_on_a_page(roomy):
   assert "RLinf's Algorithm 1" in said
 
 
+@pytest.mark.slow
 def test_the_plan_that_it_finds_can_be_given_to_a_run(roomy):
   _, _, data, _ = roomy
   names = [*flow().stages, 'answer', 'score']  # Of an evaluation as well.
@@ -132,6 +135,7 @@ def test_the_plan_that_it_finds_can_be_given_to_a_run(roomy):
   assert set(made.stages) == {*flow().stages, 'answer', 'score'}
 
 
+@pytest.mark.slow
 def test_completions_end_as_they_are_said_to(roomy, tmp_path):
   full, said, data, _ = roomy
   assert '--lengths takes a file' in said

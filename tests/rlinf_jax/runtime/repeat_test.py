@@ -100,7 +100,7 @@ def test_without_a_predicate_it_goes_round_as_often_as_it_may():
 
 @pytest.mark.parametrize('at_most, expect', [(0, None), (2, 3), (2, 0)])
 def test_counts_that_cannot_be_are_refused(at_most, expect):
-  with pytest.raises(ValueError, match='Loop loop cannot .* round'):
+  with pytest.raises(ValueError, match='Loop loop runs at most .* impossible'):
     repeat.Repeat(counted, 'loop', at_most, expect)
 
 

@@ -205,6 +205,7 @@ def make(folder, config=SMALL, seed=0):
   return params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('tied', [True, False])
 def test_a_model_made_here_is_one_of_transformers(tied, tmp_path):
   config = dataclasses.replace(SMALL, tie_embeddings=tied, norm_epsilon=1e-5)

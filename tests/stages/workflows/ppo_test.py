@@ -77,6 +77,7 @@ def brute_force(obs_T, timestep, always=False):
   return advantage_T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('always', [False, True])
 def test_advantages_are_those_of_each_episode_by_itself(in_float64, always):
   x, timestep = layouts(10_000 if not always else 500)
@@ -327,6 +328,7 @@ def test_what_was_seen_is_counted_after_it_was_learned_from():
   assert ppo(normalize_obs=False).init(KEY).obs_stats == ()
 
 
+@pytest.mark.slow
 def test_no_update_follows_once_the_policy_has_gone_far_enough():
   state = ppo().init(KEY)
   steps = {}

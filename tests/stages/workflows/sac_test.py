@@ -179,6 +179,7 @@ def test_a_policy_at_random_does_anything_as_likely():
     assert (abs((command < x).mean(0) - p) < most).all()
 
 
+@pytest.mark.slow
 def test_nothing_is_learned_while_it_warms_up_and_then_critics_more_often():
   workflow = sac()
   begin = workflow.init(KEY)
@@ -201,6 +202,7 @@ def test_a_policy_is_exported_without_what_it_was_taught_by(tmp_path):
   tiny.assert_same_bits(policy_file.read(tmp_path, made), made)
 
 
+@pytest.mark.slow
 def test_averages_of_critics_follow_them():
   workflow = sac(**ONE, learning_starts=0, tau=0.25)
   state = workflow.init(KEY)

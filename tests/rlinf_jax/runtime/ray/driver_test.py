@@ -15,6 +15,7 @@ import psutil
 import pytest
 import ray
 
+import claims
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
@@ -110,9 +111,12 @@ def far(request):
     runtime.close()
 
 
-@pytest.mark.parametrize('lag', [0, 1])
-@pytest.mark.parametrize('sketch', [TWO, THREE], ids=['two', 'three'])
-def test_processes_compute_the_same_bits(far, sketch, lag):
+@pytest.mark.parametrize(
+  'places, lag',
+  claims.some([(2, 0), (2, 1), (3, 0), (3, 1)], keep=[(2, 1), (3, 0)]),
+)
+def test_processes_compute_the_same_bits(far, places, lag):
+  sketch = {2: TWO, 3: THREE}[places]
   remote, near = far(sketch, functools.partial(flows, lag))
   got, want = run(remote, grpo(lag)), run(near, grpo(lag))
   tiny.assert_same_bits(got[0], want[0])
@@ -281,7 +285,7 @@ def test_more_devices_than_there_are_are_refused(far, monkeypatch):
     remote.load(jnp.zeros(()))
 
 
-KILLS, STEPS = 30, 6
+STEPS = 6
 
 
 def kill(remote, place):
@@ -319,21 +323,22 @@ def survive(remote, rng, kills):
   return told, died, mended
 
 
-def test_thirty_deaths_change_nothing(far):
+@pytest.mark.parametrize('deaths', claims.some([8, 30], keep=[8]))
+def test_deaths_at_any_moment_change_nothing(far, deaths):
   remote, near = far(PAIR, simple)
   near.load(jnp.zeros(()))
   want = [float(near.step(batch(i % 5), KEY)) for i in range(STEPS)]
   final, rng = float(near.state()), np.random.default_rng(0)
   died, mended = 0, 0
-  while died + mended < KILLS:
+  while died + mended < deaths:
     told, more, lines = survive(remote, rng, 3)
     assert told == want and float(remote.state()) == final
     died, mended = died + more, mended + len(lines)
     assert all("of place 'b' has died" in line for line in lines)
-  assert died > 5 and mended > 5  # `a` holds the state, `b` nothing.
+  assert min(died, mended) > deaths // 6  # `a` holds the state, `b` nothing.
 
 
-@pytest.mark.parametrize('lag', [0, 1])
+@pytest.mark.parametrize('lag', claims.some([0, 1], keep=[1]))
 def test_who_only_holds_copies_is_taken_over_within_a_step(far, lag):
   """Whenever it dies: nothing is loaded again, and all bits are the same."""
   sketch = TWO | {'pieces': 2}
