@@ -34,11 +34,14 @@ SECONDS = {
   'apply': (0.4, 0.5),
 }
 ALL, ACTOR, LEARNER = [0, 1, 2, 3], [0, 1], [2, 3]
-APART = {'actor': {'devices': ACTOR}, 'learner': {'devices': LEARNER}}
+APART = {
+  'actor': {'devices': ACTOR, 'axes': [['data', 2]]},
+  'learner': {'devices': LEARNER, 'axes': [['data', 2]]},
+}
 ACTS = {'repeat': 'actor', 'keys': 'actor', 'generate': 'actor'}
 PLANS = {
   'Collocated: one place has all four devices': {
-    'places': {'all': {'devices': ALL}}
+    'places': {'all': {'devices': ALL, 'axes': [['data', 4]]}}
   },
   'Disaggregated: two places, one after the other': {
     'places': APART,
@@ -143,6 +146,13 @@ def draw() -> str:
       )
     )
     y += TITLE + int(height) + 8
+  for i, name in enumerate(SECONDS):
+    parts.append(
+      f'<rect x="{left + 110 * i}" y="{y}" width="12" height="12" rx="2" '
+      f'fill="var(--s{colors[name]})"/>'
+      f'<text x="{left + 110 * i + 18}" y="{y + 11}">{name}</text>'
+    )
+  y += 20
   return (
     f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}">'
     f'<style>{STYLE}</style>{"".join(parts)}</svg>\n'
