@@ -1,4 +1,4 @@
-"""Places that share a device have it in turn, and compute what they would."""
+"""Places that share a device hold it one at a time, and change no bit."""
 
 import functools
 import threading
@@ -45,7 +45,7 @@ def dapo():
 
 
 def planned(workflow, shared, **fields):
-  """Two places that share a device, or all stages at one."""
+  """A runtime of two places that share a device, or of a single place."""
   step = tiny.trace(workflow, tiny.problem())
   evaluate = tiny.trace_evaluation(workflow, tiny.problem(4))
   names = dict.fromkeys((*step.stages, *evaluate.stages))
@@ -97,7 +97,7 @@ def test_sharing_a_device_changes_no_bit(make, pieces, offload):
   one.close()
 
 
-# A pair: parameters go round, moments stay with the learner.
+# A pair of places: parameters travel, moments stay with the learner.
 
 N = 256
 BIG = 4 * N * N
@@ -117,7 +117,7 @@ learn = stages.Stage(_learn, 'learn', 'batch')
 
 
 def pair(check=lambda x: x, fail_at=None):
-  """act → check → learn: the parameters go round, the moments stay."""
+  """act → check → learn; returns state, arguments and flow."""
   count = iter(range(1, 100))
 
   def checked(x):
@@ -148,7 +148,7 @@ def two(flow, **fields):
 
 @pytest.fixture
 def account(monkeypatch):
-  """Bytes that every place has in each kind of memory, at all instructions."""
+  """Bytes of each place by kind of memory, after every instruction."""
   seen, held, lock = [], {}, threading.Lock()
   interpret = interpreter.Interpreter._interpret
 
@@ -175,7 +175,7 @@ def account(monkeypatch):
   return seen
 
 
-def test_never_do_two_places_hold_memory_of_the_device_they_share(account):
+def test_only_the_holder_of_a_shared_device_has_memory_on_it(account):
   state, (_, x, key), flow = pair()
   state = jax.device_get(state)
   runtime = two(flow)
@@ -192,15 +192,15 @@ def test_never_do_two_places_hold_memory_of_the_device_they_share(account):
     with_memory = [name for name, at in places.items() if at['device']]
     assert len(with_memory) <= 1
     assert all(places[name]['lease'] for name in with_memory)
-  # Parameters there; parameters, moments and what becomes of both here.
+  # Parameters at the actor; at the learner parameters and moments, old and new.
   assert BIG <= peaks['actor'] < 1.2 * BIG
   assert 2 * BIG <= peaks['learner'] < 4.2 * BIG
-  # Of all arrays that live, whoever has them: the most is the larger, not both.
+  # The peak of all live arrays is that of the larger place, not their sum.
   most = max(live for _, live in account) - before
   assert most <= max(peaks.values()) < sum(peaks.values())
 
 
-def test_a_place_that_fails_lets_the_device_go_and_the_other_is_told(account):
+def test_a_place_that_fails_releases_the_device_and_stops_the_other(account):
   state, (_, x, key), flow = pair(fail_at=2)
   runtime = two(flow)
   runtime.load(state)
@@ -213,9 +213,9 @@ def test_a_place_that_fails_lets_the_device_go_and_the_other_is_told(account):
   runtime.close()
 
 
-def test_who_waits_too_long_for_a_device_says_who_has_it():
+def test_a_lease_timeout_names_the_holder():
   state, (_, x, key), flow = pair()
-  # All at one place, which waits for no value meanwhile.
+  # All stages on one place, which therefore waits for no value.
   runtime = two(flow, stages=dict.fromkeys(flow.stages, 'learner'))
   runtime.receive_timeout = 0.2
   runtime.load(state)

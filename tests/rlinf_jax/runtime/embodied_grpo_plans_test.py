@@ -1,4 +1,4 @@
-"""No plan changes what GRPO computes in a world of JAX, step after step."""
+"""No plan changes what GRPO computes in a JAX environment."""
 
 import functools
 
@@ -15,14 +15,14 @@ from tests.stages.workflows import embodied_grpo_test
 import tiny
 
 STAGES = (
-  'seeds reset keys rollout compare measure refer shuffle minibatches gradient '
-  'apply fold see widen'
+  'seeds reset keys rollout group_advantage measure ref_logp minibatch_ids '
+  'minibatches gradient apply merge_info obs_moments update_obs_stats'
 ).split()
 KEEP = optax.chain(optax.trace(decay=0.0), optax.scale(-0.01))
 STEPS = 2
-# Minibatches, epochs, and whether groups that did alike are left out.
+# Minibatches, epochs, and whether groups of equal rewards are left out.
 UPDATES = [(1, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)]
-# Between them all that random plans vary, as in `random_plans_test`.
+# Together they vary all that random plans vary, as in `random_plans_test`.
 KEPT = 0, 1, 5, 7, 9
 
 
@@ -49,7 +49,7 @@ def workflow(updates):
 
 @functools.cache
 def eager(updates):
-  """Steps as arrays."""
+  """State and info after each step, called with arrays."""
   state, made = workflow(updates).init(jax.random.key(0)), []
   for i in range(STEPS):
     state, info = workflow(updates).step(state, (), random_plans_test.key(i))
@@ -60,7 +60,7 @@ def eager(updates):
 @pytest.mark.slow
 @pytest.mark.parametrize('seed', claims.some(range(12), KEPT))
 def test_no_plan_changes_the_mathematics(seed):
-  # What a piece may be of any stage, on two devices and in two minibatches.
+  # Any stage's piece can be cut so, on two devices and in two minibatches.
   rows = {'rollout': 2, 'gradient': 4}
   plan, updates = random_plans_test.random_plan(
     seed, STAGES, rows, ('ref_logp', 'apply'), UPDATES
@@ -71,8 +71,8 @@ def test_no_plan_changes_the_mathematics(seed):
   random_plans_test.compare(plan, made, eager(updates))
 
 
-def test_some_groups_differ_and_some_do_not_in_what_plans_are_tried_on():
-  """Or the mask of groups would go untested."""
+def test_the_eager_steps_have_groups_of_equal_and_of_different_rewards():
+  """The plans above are then tested with both values of the group mask."""
   info = eager(UPDATES[1])[0][1]
   told = {
     field: info[f"['rollout/groups_degenerate'].{field}"]

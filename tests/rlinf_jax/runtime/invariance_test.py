@@ -1,7 +1,7 @@
-"""A plan never changes the mathematics: rows at a time, meshes, padding.
+"""A plan never changes the mathematics: micro-batches, meshes, padding.
 
-Each plan is held against the workflow called with arrays, in the tolerances
-that the algebra (float64) and its rounding (float32) deserve.
+Each plan is compared with the workflow called with arrays, with tolerances for
+the algebra (float64) and for rounding (float32).
 """
 
 import functools
@@ -32,7 +32,7 @@ TOLERANCE = {'float32': 1e-5, 'float64': 1e-9}
 
 @pytest.fixture(params=['float32', 'float64'])
 def dtype(request):
-  # For all threads, as the runtime compiles on its own.
+  # For all threads, as the runtime compiles on threads of its own.
   jax.config.update('jax_enable_x64', request.param == 'float64')
   yield request.param
   jax.config.update('jax_enable_x64', False)
@@ -40,7 +40,7 @@ def dtype(request):
 
 @stages.stage('reward')
 def even(answer, action, mask):
-  """`tiny.even` in the widest type there is, so that sums of it are exact."""
+  """`tiny.even` in the widest float type, so that its sums are exact."""
   return tiny.even.fn(answer, action, mask.astype(jnp.result_type(float)))
 
 
@@ -67,14 +67,14 @@ def begin(workflow, seed=0):
 
 @functools.cache
 def eager(dtype, rows=8, **kwargs):
-  """One step as arrays, and what it is of."""
+  """State and info of one eager step, its batch and its key."""
   workflow = grpo(dtype, **kwargs)
   batch, key = tiny.problem(rows=rows), jax.random.key(3)
   return workflow.step(begin(workflow), batch, key), batch, key
 
 
 def agrees(dtype, place, micro_batch, **kwargs):
-  """Asserts that a step by a plan is the eager one but for rounding."""
+  """Asserts that a planned step equals the eager one up to rounding."""
   workflow = grpo(dtype, **{k: v for k, v in kwargs.items() if k != 'rows'})
   want, batch, key = eager(dtype, **kwargs)
   got = planned(workflow, begin(workflow), batch, key, place, micro_batch)
@@ -82,7 +82,7 @@ def agrees(dtype, place, micro_batch, **kwargs):
 
 
 def planned(workflow, state, batch, key, place, rows):
-  """One step by a plan."""
+  """State and info of one planned step."""
   flow = flow_lib.trace(workflow.step, state, batch, key)
   plan = plan_lib.one_place(flow.stages, tiny.PLACES[place], rows)
   runtime = local.LocalRuntime(plan, step=flow)
@@ -111,8 +111,8 @@ def same(got, want, tolerance):
   expected_numbers, expected_rows = metrics.read(jax.device_get(expected))
   assert numbers.keys() == expected_numbers.keys()
   for name, number in expected_numbers.items():
-    # What measures a difference that is nothing but rounding has no relative
-    # error worth the name: on policy, lp − lp_b.
+    # A metric of a difference that is only rounding has no meaningful relative
+    # error: on policy, lp − lp_b.
     near = 1e-6 if tolerance > 1e-6 else 1e-12
     np.testing.assert_allclose(
       numbers[name], number, rtol=tolerance, atol=near, err_msg=name
@@ -122,7 +122,7 @@ def same(got, want, tolerance):
 
 
 def cases(values, keep):
-  """Pairs of a dtype and a value: those to keep, and all for the claims."""
+  """Pairs of a dtype and a value: those of `keep`, or all for `make claims`."""
   pairs = itertools.product(TOLERANCE, values)
   return claims.some(list(pairs), keep)
 
@@ -133,7 +133,7 @@ def cases(values, keep):
   cases([1, 2, 4, 8], [('float64', 4), ('float32', 8)]),
   indirect=['dtype'],
 )
-def test_rows_at_a_time_change_only_rounding(dtype, pieces):
+def test_micro_batches_change_only_rounding(dtype, pieces):
   names = ('generate', 'ref_logp', 'group_advantage', 'measure', 'gradient')
   agrees(dtype, 'one', dict.fromkeys(names, ROWS // pieces))
 
@@ -155,12 +155,12 @@ def test_meshes_change_only_rounding(dtype, place):
 @pytest.mark.parametrize(
   'dtype', claims.some(list(TOLERANCE), ['float64']), indirect=True
 )
-def test_meshes_and_rows_at_a_time_together_change_only_rounding(dtype):
+def test_meshes_and_micro_batches_together_change_only_rounding(dtype):
   agrees(dtype, 'mixed', {'gradient': 16}, rows=16, num_minibatches=2)
 
 
 def drawn(policy, params, place, dtype):
-  """Every token of a batch, drawn on a place."""
+  """Every token of a batch, sampled on a place."""
   del dtype
   act = functools.partial(policy.act, group_size=GROUP)
   generate = stages.Stage(act, 'generate', unbatched=(0,), group_size=GROUP)
@@ -180,7 +180,7 @@ def drawn(policy, params, place, dtype):
 
 
 def gap(policy, params, x, row, t):
-  """Between the two likeliest perturbed logits of token `t` of a row."""
+  """The gap between the two largest perturbed logits of a row's token `t`."""
   model = policy.evaluate  # Log-probabilities of every token in turn.
   V = tiny.CONFIG.V
   action = np.repeat(np.asarray(x.action)[row : row + 1], V, 0)
@@ -202,7 +202,7 @@ def gap(policy, params, x, row, t):
   ),
   indirect=['dtype'],
 )
-def test_meshes_draw_the_same_tokens(dtype, place):
+def test_meshes_sample_the_same_tokens(dtype, place):
   policy = tiny.policy(dtype)
   params = policy.init(jax.random.key(5))
   want = drawn(policy, params, None, dtype)
@@ -216,7 +216,7 @@ def test_meshes_draw_the_same_tokens(dtype, place):
 
 
 def loss_and_gradient(dtype, problem, action, mask, advantage):
-  """GRPO's gradient on given rows."""
+  """GRPO's loss and gradient on given rows."""
   policy = tiny.policy(dtype)
   params = policy.init(jax.random.key(0))
 
@@ -274,8 +274,8 @@ def test_the_order_of_groups_changes_only_rounding(dtype):
 
 
 @pytest.mark.slow
-def test_a_rows_luck_is_its_keys_alone():
-  """Other rows may come and go; a row that keeps its key draws the same."""
+def test_a_rows_tokens_depend_on_its_key_alone():
+  """They do not depend on the other rows of the batch."""
   policy = tiny.policy()
   params = policy.init(jax.random.key(0))
   problem = tiny.problem()

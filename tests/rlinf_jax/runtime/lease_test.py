@@ -1,4 +1,4 @@
-"""One has the devices at a time; the dead are in nobody's way."""
+"""Leases exclude each other, and a dead process loses its lease."""
 
 import contextlib
 import json
@@ -16,17 +16,17 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import lease as lease_lib
 
 ROOT = pathlib.Path(__file__).parents[3]
-# Takes and lets go, and writes down when; or keeps what it has, or waits.
+# Acquires and releases a lease some times, and prints when it held it.
 CHILD = """
 import json, sys, time
 from rlinf_jax.runtime import lease
-folder, name, rank, times, keeps = sys.argv[1:]
+folder, name, rank, times, seconds = sys.argv[1:]
 mine, held = lease.Lease(folder, name, int(rank)), []
-print('here', flush=True)
+print('ready', flush=True)
 for _ in range(int(times)):
   mine.acquire(30)
   begin = time.monotonic_ns()
-  time.sleep(float(keeps))
+  time.sleep(float(seconds))
   held.append((begin, time.monotonic_ns()))
   mine.release()
 print(json.dumps(held), flush=True)
@@ -34,9 +34,9 @@ print(json.dumps(held), flush=True)
 
 
 @contextlib.contextmanager
-def child(folder, name, rank=0, times=1, keeps=0.0):
-  """A process that shares; ends it if need be."""
-  args = map(str, (folder, name, rank, times, keeps))
+def child(folder, name, rank=0, times=1, seconds=0.0):
+  """A process that runs CHILD; killed at the end."""
+  args = map(str, (folder, name, rank, times, seconds))
   made = subprocess.Popen(
     [sys.executable, '-S', '-c', CHILD, *args],
     cwd=ROOT,
@@ -44,7 +44,7 @@ def child(folder, name, rank=0, times=1, keeps=0.0):
     text=True,
   )
   try:
-    assert made.stdout.readline() == 'here\n'
+    assert made.stdout.readline() == 'ready\n'
     yield made
   finally:
     made.kill()
@@ -55,7 +55,7 @@ def child(folder, name, rank=0, times=1, keeps=0.0):
 def until(true, seconds=5.0):
   end = time.monotonic() + seconds
   while not true():
-    assert time.monotonic() < end, 'It did not happen.'
+    assert time.monotonic() < end, 'The condition was not met in time.'
     time.sleep(0.002)
 
 
@@ -63,8 +63,8 @@ def waiting(folder):
   return len(os.listdir(folder / 'queue'))
 
 
-def ask(lease, order, name):
-  """Asks in a thread of its own; notes when it has its turn, and lets go."""
+def acquire_in_thread(lease, order, name):
+  """Acquires a lease in a thread, appends `name` to `order`, releases it."""
 
   def run():
     lease.acquire(10)
@@ -76,37 +76,38 @@ def ask(lease, order, name):
   return thread
 
 
-def test_processes_never_have_it_at_once(tmp_path):
+def test_processes_never_hold_a_lease_at_the_same_time(tmp_path):
   with contextlib.ExitStack() as stack:
     made = [
       stack.enter_context(child(tmp_path, f'p{i}', i % 2, 40)) for i in range(4)
     ]
-    told = [json.loads(one.stdout.readline()) for one in made]
-  held = sorted(tuple(span) for spans in told for span in spans)
+    held = [json.loads(one.stdout.readline()) for one in made]
+  held = sorted(tuple(span) for spans in held for span in spans)
   assert len(held) == 4 * 40
   assert all(a[1] < b[0] for a, b in zip(held, held[1:], strict=False))
   assert waiting(tmp_path) == 0
 
 
-def test_rank_goes_before_waiting_and_waiting_before_nothing(tmp_path):
+def test_a_lease_goes_to_the_smallest_rank_then_to_the_longest_wait(tmp_path):
   first, order, threads = lease_lib.Lease(tmp_path, 'first', 5), [], []
   first.acquire()
   ranks = [2, 1, 2, 0, 1]
   for i, rank in enumerate(ranks):
-    threads.append(ask(lease_lib.Lease(tmp_path, f'{i}', rank), order, i))
+    threads.append(
+      acquire_in_thread(lease_lib.Lease(tmp_path, f'{i}', rank), order, i)
+    )
     until(lambda: waiting(tmp_path) == len(threads))
   first.release()
-  # Who lets go and asks again is behind those of its rank.
   for thread in threads:
     thread.join()
   assert order == [3, 1, 4, 0, 2]
 
 
-def test_who_lets_go_and_asks_again_lets_its_equals_have_it(tmp_path):
+def test_releasing_and_acquiring_again_queues_behind_the_same_rank(tmp_path):
   one, other = (lease_lib.Lease(tmp_path, name, 0) for name in 'ab')
   order = []
   one.acquire()
-  thread = ask(other, order, 'b')
+  thread = acquire_in_thread(other, order, 'b')
   until(lambda: waiting(tmp_path) == 1)
   one.release()
   one.acquire(10)
@@ -116,9 +117,9 @@ def test_who_lets_go_and_asks_again_lets_its_equals_have_it(tmp_path):
   assert order == ['b', 'a']
 
 
-def test_a_killed_owner_has_nothing_and_is_soon_followed(tmp_path):
+def test_a_killed_owner_loses_its_lease_at_once(tmp_path):
   mine = lease_lib.Lease(tmp_path, 'mine', 0)
-  with child(tmp_path, 'theirs', keeps=60) as owner:
+  with child(tmp_path, 'theirs', seconds=60) as owner:
     until(lambda: mine.owner().startswith('theirs'))
     with pytest.raises(TimeoutError, match=rf'theirs \(process {owner.pid}\)'):
       mine.acquire(0.05)
@@ -129,7 +130,7 @@ def test_a_killed_owner_has_nothing_and_is_soon_followed(tmp_path):
   mine.release()
 
 
-def test_who_is_killed_while_it_waits_keeps_nobody_waiting(tmp_path):
+def test_a_process_killed_while_it_waits_blocks_no_other(tmp_path):
   one, mine = (lease_lib.Lease(tmp_path, name, 3) for name in 'ab')
   one.acquire()
   with child(tmp_path, 'theirs', rank=0) as other:
@@ -142,7 +143,7 @@ def test_who_is_killed_while_it_waits_keeps_nobody_waiting(tmp_path):
   assert waiting(tmp_path) == 0
 
 
-def test_a_child_that_outlives_its_parent_has_nothing_of_it(tmp_path):
+def test_a_forked_child_does_not_hold_its_parents_lease(tmp_path):
   code = (
     'import os, sys, time\n'
     'from rlinf_jax.runtime import lease\n'
@@ -180,16 +181,16 @@ def test_a_failure_ends_the_wait(tmp_path):
   one.release()
 
 
-def test_nobody_takes_it_twice(tmp_path):
+def test_acquiring_twice_is_refused(tmp_path):
   mine = lease_lib.Lease(tmp_path, 'mine', 0)
   mine.acquire()
   with pytest.raises(RuntimeError, match='mine holds the devices already'):
     mine.acquire()
   mine.release()
-  mine.release()  # What it has not got it need not let go.
+  mine.release()  # Releasing without holding does nothing.
 
 
-def test_a_plan_says_who_shares_and_who_is_first(tmp_path):
+def test_a_plan_gives_the_shared_devices_and_the_ranks(tmp_path):
   places = {
     name: plan_lib.Placement((device,))
     for name, device in (('a', 0), ('b', 0), ('c', 1), ('d', 2), ('e', 2))

@@ -34,7 +34,7 @@ def grpo(verify, **kwargs):
 
 
 def run(workflow, batches, held_out, steps=3):
-  """Runs a workflow eagerly and by plan, and keeps all there is to compare."""
+  """Runs a workflow eagerly and planned; returns pairs to compare."""
   keys = list(jax.random.split(jax.random.key(7), steps))
   state = workflow.init(jax.random.key(0))
   first = tiny.arrays(state)
@@ -87,7 +87,7 @@ def test_planned_grpo_is_eager_grpo_bit_for_bit(kwargs):
 
 
 @pytest.mark.slow
-def test_planned_grpo_with_all_of_it_is_eager_grpo_bit_for_bit():
+def test_planned_grpo_with_all_options_is_eager_grpo_bit_for_bit():
   for got, want in grpo_run().pairs:
     tiny.assert_same_bits(got, want)
 
@@ -101,7 +101,7 @@ def test_planned_sft_is_eager_sft_bit_for_bit():
 
 
 @pytest.mark.slow
-def test_the_reference_stays_though_it_began_as_the_actor():
+def test_the_reference_is_not_overwritten_with_the_actor_it_started_from():
   done = grpo_run()
   tiny.assert_same_bits(
     done.planned.state().reference,
@@ -122,7 +122,7 @@ def test_an_evaluation_leaves_the_state_as_it_was():
   )
   tiny.assert_same_bits(done.planned.state(), before)
   assert done.planned.steps == steps == 3
-  # The run is shared: no other test shall find these.
+  # The run is shared between tests: remove these spans.
   assert 'answer' in timeline.seconds(done.planned.timeline.take())
 
 
@@ -162,11 +162,11 @@ def test_random_steps_planned_are_eager_bit_for_bit(seed):
     state, want = step(state, batch, KEY)
     tiny.assert_same_bits(planned.state(), state)
     pairs.append((got, want))
-  for got, want in pairs:  # What was given away is nobody else's.
+  for got, want in pairs:  # Later steps have not overwritten results.
     tiny.assert_same_bits(got, want)
 
 
-# A small learner: parameters drift towards what is rewarded.
+# A small learner: parameters move towards rewarded rows.
 
 
 @stages.stage('learn', 'sum', unbatched=(0,))
@@ -199,7 +199,7 @@ def learner(judge):
 
 
 def ready(step, state=None, batch=None, **kwargs):
-  """A runtime of a step, with its state in place."""
+  """A runtime of a step, with its state loaded."""
   state = STATE if state is None else state
   graph = flow.trace(step, state, BATCH if batch is None else batch, KEY)
   planned = local.LocalRuntime(
@@ -214,7 +214,7 @@ STATE = {'w': jnp.zeros((1, 512)), 'm': jnp.ones((1, 512))}
 BATCH = jnp.asarray(np.random.default_rng(0).normal(size=(8, 512)), jnp.float32)
 
 
-def test_what_a_step_overwrites_is_a_copy_of_what_was_loaded():
+def test_a_step_overwrites_a_copy_of_the_loaded_state():
   planned = ready(learner(judge(first_column)))
   before = tiny.arrays(STATE)
   planned.step(BATCH, KEY)
@@ -222,7 +222,7 @@ def test_what_a_step_overwrites_is_a_copy_of_what_was_loaded():
   assert not np.array_equal(planned.state()['w'], STATE['w'])
 
 
-def test_a_state_whose_parts_are_one_array_is_loaded_as_two():
+def test_an_array_that_is_two_parts_of_a_state_is_loaded_as_two():
   one = jnp.ones((1, 512))
   planned = ready(learner(judge(first_column)), {'w': one, 'm': one})
   want = {'w': one, 'm': one}
@@ -232,7 +232,7 @@ def test_a_state_whose_parts_are_one_array_is_loaded_as_two():
   tiny.assert_same_bits(planned.state(), want)
 
 
-def test_memory_of_the_old_state_and_of_gradients_is_used_again():
+def test_memory_of_the_old_state_and_of_gradients_is_reused():
   planned = ready(learner(judge(first_column)))
   before = [x.unsafe_buffer_pointer() for x in planned.state().values()]
   held = planned.state()['w']
@@ -273,7 +273,7 @@ def fail(x):
   raise LookupError('the verifier is away')
 
 
-def test_a_host_stage_that_fails_says_which_where_and_when():
+def test_an_error_of_a_host_stage_names_stage_place_and_step():
   failing = [first_column, first_column, fail]
   planned = ready(learner(judge(lambda x: failing.pop(0)(x))))
   planned.step(BATCH, KEY)
@@ -284,7 +284,7 @@ def test_a_host_stage_that_fails_says_which_where_and_when():
   assert isinstance(error.value.__cause__, LookupError)
 
 
-def test_a_stage_of_jax_that_fails_says_which_where_and_when():
+def test_an_error_of_a_jax_stage_names_stage_place_and_step():
   like = jax.ShapeDtypeStruct((8,), jnp.float32)
 
   @stages.stage('judge')
@@ -315,7 +315,7 @@ def test_after_a_failure_a_state_must_be_loaded_before_the_next_step():
   [np.zeros(7, np.float32), np.zeros(8), None],
   ids=['shape', 'type', 'nothing'],
 )
-def test_a_host_stage_that_breaks_its_promise_is_named(made):
+def test_a_host_stage_with_other_outputs_than_declared_is_named(made):
   planned = ready(learner(judge(lambda x: made)))
   said = "judge on place 'all' failed in step 1: Stage judge declares outputs"
   with pytest.raises(base.StageError, match=said):
@@ -328,7 +328,7 @@ def test_a_batch_of_another_shape_is_refused_by_the_stage_that_reads_it():
     planned.step(BATCH[:4], KEY)
 
 
-def test_a_place_on_devices_that_are_not_there_is_refused():
+def test_a_place_on_missing_devices_is_refused():
   placement = plan.Placement((7, 8), (('data', 2),))
   with pytest.raises(ValueError, match="'all' wants device 8, .* has 8: name"):
     ready(learner(judge(first_column)), placement=placement)
@@ -351,7 +351,7 @@ def test_micro_batches_that_a_mesh_cannot_share_are_refused():
 
 
 def test_groups_that_a_mesh_would_split_are_refused():
-  # The algebra would allow it; XLA 0.10.2 does not get it right.
+  # Mathematically it is fine; XLA 0.10.2 computes wrong numbers.
   pair = stages.Stage(lambda x: x, 'pair', group_size=2)
 
   def step(state, batch, key):
@@ -384,8 +384,8 @@ def test_placing_changes_no_bit():
   tiny.assert_same_bits(*states)
 
 
-def test_one_stage_may_make_rows_here_and_none_there():
-  # Of two calls alike, what one makes is read as rows; on a mesh it lies apart.
+def test_two_calls_of_a_stage_may_have_outputs_with_and_without_rows():
+  # The output of one of two equal calls is read as rows, and thus sharded.
   turn = stages.Stage(lambda x: x % 7, 'turn', 'batch')
   total = stages.Stage(lambda x: x.sum(), 'total', 'sum')
   norm = stages.Stage(lambda x: (x * x).sum(), 'norm', 'batch')
@@ -399,7 +399,7 @@ def test_one_stage_may_make_rows_here_and_none_there():
   tiny.assert_same_bits(got, want)  # Sums of whole numbers are exact.
 
 
-def test_a_state_lies_as_the_plan_has_it_from_load_to_step():
+def test_a_state_keeps_the_sharding_of_the_plan_from_load_to_step():
   state = {'up_DF': jnp.ones((32, 64)), 'm': jnp.ones(3)}
   add = stages.Stage(
     lambda state, x: state | {'up_DF': state['up_DF'] + x.sum()}, 'add', 'batch'
@@ -418,7 +418,7 @@ def test_a_state_lies_as_the_plan_has_it_from_load_to_step():
 
 @pytest.fixture
 def fetched(monkeypatch):
-  """Shapes of the arrays that came to the host, as they came."""
+  """Shapes of the arrays that were copied to the host, in order."""
   shapes, kind = [], type(jnp.zeros(()))
 
   def counting(fetch):
@@ -429,14 +429,14 @@ def fetched(monkeypatch):
 
     return counted
 
-  # NumPy reads the memory of a CPU itself; all other ways lead through _value.
+  # NumPy reads CPU memory itself; all other copies use _value.
   monkeypatch.setattr(kind, '_value', property(counting(kind._value.fget)))
   monkeypatch.setattr(np, 'asarray', counting(np.asarray))
   monkeypatch.setattr(np, 'array', counting(np.array))
   return shapes
 
 
-def test_the_host_sees_what_host_stages_read_and_nothing_else(fetched):
+def test_only_inputs_of_host_stages_are_copied_to_the_host(fetched):
   planned = ready(learner(judge(first_column)))
   planned.step(BATCH, KEY)
   fetched.clear()
@@ -447,7 +447,7 @@ def test_the_host_sees_what_host_stages_read_and_nothing_else(fetched):
   assert fetched == [BATCH.shape] * 3 + [(8,)]
 
 
-def test_the_counter_of_fetches_counts(fetched):
+def test_the_fixture_counts_copies_to_the_host(fetched):
   x = jnp.ones(3) + 1
   float(x[0])
   assert fetched == [()]

@@ -9,7 +9,7 @@ ONE = base.Channel('step', (), 3, 'actor', 'learner')
 TWO = ONE._replace(value=4)
 
 
-def test_values_come_in_the_order_in_which_they_were_sent():
+def test_a_channel_is_a_fifo_queue():
   post = mailbox.Mailbox()
   for i in range(5):
     post.put(ONE, i)
@@ -18,13 +18,13 @@ def test_values_come_in_the_order_in_which_they_were_sent():
   assert [post.get(TWO) for _ in range(5)] == [0, -1, -2, -3, -4]
 
 
-def test_what_fails_is_told_to_who_waits_and_to_who_will():
-  post, told = mailbox.Mailbox(), []
+def test_a_failure_wakes_present_and_later_receivers():
+  post, errors = mailbox.Mailbox(), []
 
   def wait():
     with pytest.raises(ValueError, match='first') as error:
       post.get(ONE)
-    told.append(error.value)
+    errors.append(error.value)
 
   thread = threading.Thread(target=wait)
   thread.start()
@@ -34,13 +34,13 @@ def test_what_fails_is_told_to_who_waits_and_to_who_will():
   thread.join()
   with pytest.raises(ValueError, match='first'):
     post.get(TWO)
-  assert len(told) == 1 and post.failure is told[0]
+  assert len(errors) == 1 and post.failure is errors[0]
   post.clear()
   post.put(ONE, 'new')
   assert post.get(ONE) == 'new' and post.failure is None
 
 
-def test_nobody_waits_longer_than_is_said():
+def test_a_receiver_waits_no_longer_than_its_timeout():
   with pytest.raises(
     base.ReceiveTimeoutError, match=r"'learner' waited 0.01 s"
   ):

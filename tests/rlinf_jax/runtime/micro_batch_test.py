@@ -14,7 +14,7 @@ ROWS = [1, 2, 4, 8]
 
 
 def rows(seed=0):
-  """Rows of whole numbers, whose sums are exact in any order."""
+  """Rows of integers, whose sums are exact in any order."""
   rng = np.random.default_rng(seed)
   return (
     jnp.asarray(rng.integers(-9, 9, (8, 3)), jnp.float32),
@@ -62,7 +62,7 @@ def test_sums_in_micro_batches_are_the_sums(n):
 
 @pytest.mark.parametrize('n', ROWS)
 def test_a_sum_without_a_zero_starts_from_its_first_part(n):
-  # All are below zero, and so is the largest.
+  # All values are below zero, and so is their maximum.
   largest = stages.Stage(lambda x: metrics.maximum(x), 'largest', 'sum')
   got = jax.jit(micro_batch.in_micro_batches(largest, n))(
     -1.0 - jnp.arange(8.0)
@@ -70,7 +70,7 @@ def test_a_sum_without_a_zero_starts_from_its_first_part(n):
   assert got.max == -1.0
 
 
-def test_a_part_that_is_not_finite_shows():
+def test_a_part_that_is_not_finite_makes_the_sum_not_finite():
   total = stages.Stage(lambda x: x.sum(), 'total', 'sum')
   for bad in (jnp.nan, jnp.inf):
     x = jnp.ones(8).at[5].set(bad)
@@ -85,7 +85,7 @@ def test_keys_can_be_cut():
 
 
 def test_micro_batches_are_taken_in_order():
-  # A group that lies across a cut would show.
+  # A group that is split between micro-batches would change the result.
   @stages.stage('group_advantage', group_size=4)
   def compare(x):
     groups = x.reshape(-1, 4)
@@ -112,6 +112,6 @@ def test_micro_batches_save_memory_and_add_no_work(place):
   whole, small = compiled(8192), compiled(1024)
   memory = lambda call: call.memory_analysis().temp_size_in_bytes
   assert memory(small) < memory(whole) / 3
-  # XLA counts what a loop repeats once: of eight micro-batches, one.
+  # XLA counts the body of a loop once: one of eight micro-batches.
   work = lambda call: call.cost_analysis()['flops']
   assert work(small) < work(whole) / 7

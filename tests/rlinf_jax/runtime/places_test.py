@@ -1,4 +1,4 @@
-"""Places of one process: they overlap, and they fail together and in words."""
+"""Places of one process: they overlap, and they stop together at a failure."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ def rows_of(x):
 
 
 def sleeper(name, seconds, fn, **kwargs):
-  """A host stage of rows that takes its share of `seconds`."""
+  """A host stage that takes `seconds` for the whole batch."""
 
   def run(*args):
     time.sleep(seconds * len(args[-1]) / len(BATCH))
@@ -34,7 +34,7 @@ def sleeper(name, seconds, fn, **kwargs):
 
 
 def workflow(act=0.0, learn=0.0, fail=None):
-  """act → judge → learn → apply, on numbers that are easy to follow."""
+  """act → judge → learn → apply, with simple numbers."""
 
   def broken(name, fn):
     def run(*args):
@@ -85,7 +85,7 @@ def runtime(step, plan):
 
 
 def apart(pieces=1, stages=None):
-  """Four places, one a stage, unless told otherwise."""
+  """A plan of four places, one per stage unless `stages` says otherwise."""
   places = {f'at {name}': {'devices': [i]} for i, name in enumerate(NAMES)}
   stages = stages or {name: f'at {name}' for name in NAMES}
   return {'places': places, 'stages': stages, 'pieces': pieces}
@@ -112,7 +112,7 @@ def test_a_stage_that_fails_anywhere_stops_every_place(name, pieces):
   with pytest.raises(base.StageError, match=said):
     planned.step(BATCH, KEY)
   with pytest.raises(base.StageError, match=said):
-    planned.step(BATCH, KEY)  # It does not go on with half a state.
+    planned.step(BATCH, KEY)  # The failure is sticky.
   assert time.monotonic() - start < 10
   planned.close()
 
@@ -129,7 +129,7 @@ def test_threads_end_when_a_runtime_is_closed():
   raise AssertionError('Threads of a closed runtime are still alive.')
 
 
-def test_pieces_are_learned_from_while_others_are_still_made():
+def test_pieces_are_learned_from_while_others_are_generated():
   planned = runtime(workflow(act=0.4, learn=0.4), apart(4))
   planned.step(BATCH, KEY)
   spans = [s for s in planned.timeline.take() if s.what == 'run']
@@ -159,13 +159,13 @@ def test_what_a_place_waits_for_is_on_the_timeline():
 @pytest.mark.parametrize(
   'sketch', [{}, {'pieces': 2}, apart(), apart(2)], ids=str
 )
-def test_what_a_host_stage_made_is_never_overwritten(sketch):
-  """Though the stage that reads it could do with its memory."""
+def test_the_result_of_a_host_stage_is_never_overwritten(sketch):
+  """Although the stage that reads it could reuse its memory."""
   made = []
 
   def keep(x):
     room = np.ones((len(x) + 1, WIDE), np.float32).ravel()
-    # Where JAX would take it as it lies.
+    # Aligned, so that JAX would alias it.
     begin = -room.ctypes.data % 64 // room.itemsize
     made.append(room[begin:][: len(x) * WIDE].reshape(len(x), WIDE))
     return made[-1]

@@ -1,7 +1,7 @@
-"""No plan changes what PPO computes in a world of JAX, step after step.
+"""No plan changes what PPO computes in a JAX environment.
 
-Placing changes no bit. Pieces, meshes and rows at a time change rounding, also
-where the batch of a step is what another step has left in the environments.
+Placing changes no bit. Pieces, meshes and micro-batches change rounding, also
+where a step continues episodes that another step has started.
 """
 
 import functools
@@ -25,14 +25,15 @@ from tests.rlinf_jax.runtime import random_plans_test
 import tiny
 
 STAGES = (
-  'keys rollout tally appraise measure whiten single shuffle ready minibatches '
-  'gradient apply fold see widen'
+  'keys rollout episode_stats compute_advantages measure whiten flatten_time '
+  'minibatch_ids ready minibatches gradient apply merge_info obs_moments '
+  'update_obs_stats'
 ).split()
 KEEP = optax.chain(optax.trace(decay=0.0), optax.scale(-0.01))
 ROWS, STEPS = 8, 2
-# Minibatches, epochs, and from which divergence on no update follows.
+# Minibatches, epochs, and the KL divergence that stops updates early.
 UPDATES = [(1, 1, None), (2, 1, None), (1, 2, 1e9), (2, 2, 1e-4)]
-# Between them all that random plans vary, as in `random_plans_test`.
+# Together they vary all that random plans vary, as in `random_plans_test`.
 KEPT = 0, 6, 14, 20
 
 
@@ -61,7 +62,7 @@ def workflow(updates):
 
 @functools.cache
 def eager(updates):
-  """Steps as arrays."""
+  """State and info after each step, called with arrays."""
   state, made = workflow(updates).init(jax.random.key(0)), []
   for i in range(STEPS):
     state, info = workflow(updates).step(state, (), random_plans_test.key(i))
@@ -72,7 +73,7 @@ def eager(updates):
 @pytest.mark.slow
 @pytest.mark.parametrize('seed', claims.some(range(24), KEPT))
 def test_no_plan_changes_the_mathematics(seed):
-  # What a piece may be of any stage, on two devices and in two minibatches.
+  # Any stage's piece can be cut so, on two devices and in two minibatches.
   rows = {'rollout': 2, 'gradient': 8}
   plan, updates = random_plans_test.random_plan(
     seed, STAGES, rows, ('apply',), UPDATES
@@ -84,12 +85,16 @@ def test_no_plan_changes_the_mathematics(seed):
 
 
 @functools.cache
-def looking():
-  """In pictures, which two cuts shall see alike."""
-  eye = cnn.Config(channels=(4,), kernel_sizes=(5,), strides=(3,), features=6)
+def ppo_on_images():
+  """PPO that learns from images."""
+  camera_encoder = cnn.Config(
+    channels=(4,), kernel_sizes=(5,), strides=(3,), features=6
+  )
   return workflows.ppo(
     push.push(horizon=3, image_size=16),
-    functools.partial(gaussian_policy.policy, width=4, camera_encoder=eye),
+    functools.partial(
+      gaussian_policy.policy, width=4, camera_encoder=camera_encoder
+    ),
     KEEP,
     num_envs=ROWS,
     num_steps=4,
@@ -99,8 +104,8 @@ def looking():
 
 
 @pytest.mark.slow
-def test_no_plan_changes_what_is_learned_from_pictures():
-  ours, made = looking(), []
+def test_no_plan_changes_what_is_learned_from_images():
+  ours, made = ppo_on_images(), []
   state = start = ours.init(jax.random.key(0))
   for i in range(STEPS):
     state, info = ours.step(state, (), random_plans_test.key(i))
@@ -120,8 +125,8 @@ def test_no_plan_changes_what_is_learned_from_pictures():
   random_plans_test.compare(plan, planned, made)
 
 
-def test_updates_stop_in_the_middle_of_what_plans_are_tried_on():
-  """Or the carried boolean would go untested."""
+def test_the_eager_steps_stop_updating_early():
+  """The plans above are then tested with both values of the carried flag."""
   stopped = eager(UPDATES[-1])[-1][1]
   (share,) = (v for k, v in stopped.items() if k == "['train/stopped'].sum")
   assert 0 < share < 4
@@ -129,7 +134,7 @@ def test_updates_stop_in_the_middle_of_what_plans_are_tried_on():
 
 @pytest.mark.parametrize('pieces', [1, 2, 4])
 def test_trajectories_are_the_same_in_pieces(pieces):
-  """To the bit but for what a policy's matrix products round."""
+  """To the bit, except for the rounding of the policy's matrix products."""
   policy = gaussian_policy.policy(push.push(), width=8)
   act = rollout_lib.rollout(policy, push.push(), 8)
   params = policy.init(jax.random.key(0))

@@ -1,7 +1,7 @@
 """A plan of several places never changes the mathematics.
 
-Moving stages between places of one device changes no bit. A batch in pieces, or
-another mesh, changes rounding.
+Moving stages between places of one device changes no bit. Pieces of the batch
+and other meshes change rounding.
 """
 
 import functools
@@ -18,13 +18,13 @@ from tests.rlinf_jax.runtime import invariance_test
 import tiny
 
 STAGES = (
-  'repeat keys generate reward measure compare refer shuffle minibatches '
-  'gradient apply fold'
+  'repeat keys generate reward measure group_advantage ref_logp '
+  'minibatch_ids minibatches gradient apply merge_info'
 ).split()
-# Minibatches, epochs, and which groups they are of.
+# Minibatches, epochs, and how rows are assigned to minibatches.
 UPDATES = [(1, 1, 'row'), (2, 1, 'row'), (1, 2, 'row'), (2, 2, 'shuffled')]
-# Devices and axes of places to choose from. Each has its own devices whatever
-# plan it is in, so that what one plan compiles serves the next.
+# Places to choose from. Each has the same devices in every plan, so that plans
+# share compiled calls.
 PLACES = {
   'p0': plan_lib.Placement((0,)),
   'p1': plan_lib.Placement((1,)),
@@ -32,8 +32,8 @@ PLACES = {
   'p3': plan_lib.Placement((3, 4), (('data', 2),)),
   'p4': plan_lib.Placement((5, 6), (('fsdp', 2),)),
 }
-# These plans have between them all numbers of places and pieces, both meshes,
-# rows at a time, offloads, placing alone, and all of UPDATES.
+# Together these plans have all numbers of places and pieces, both meshes,
+# micro-batches, offloads, a plan that only places, and all of UPDATES.
 KEPT = 2, 10, 11, 12
 
 
@@ -54,7 +54,7 @@ def begin(updates):
 
 @functools.cache
 def eager(updates):
-  """Two steps as arrays."""
+  """State and info after each of two steps, called with arrays."""
   state, made = begin(updates), []
   for i in range(2):
     state, info = workflow(updates).step(state, tiny.problem(seed=i), key(i))
@@ -67,13 +67,13 @@ def key(i):
 
 
 def random_plan(seed, stages, rows, offload, updates):
-  """A plan of one to four places, and the updates of a step it is tried on.
+  """A plan of one to four places, and one of `updates` to test it with.
 
   Args:
     seed: of all choices.
-    stages: that are placed.
-    rows: at a time, by stage, of half of the plans.
-    offload: stages that may be.
+    stages: stages to place.
+    rows: micro-batch rows, by stage, in half of the plans.
+    offload: stages that may offload.
     updates: to choose from.
   """
   rng = np.random.default_rng(seed)
@@ -88,7 +88,7 @@ def random_plan(seed, stages, rows, offload, updates):
 
 
 def run(plan, workflow, state, batches):
-  """Steps from a state as a plan has them, as arrays."""
+  """State and info after each of some planned steps."""
   runtime = local.LocalRuntime(plan, step=tiny.trace(workflow, batches[0]))
   runtime.load(state)
   made = []
@@ -100,7 +100,7 @@ def run(plan, workflow, state, batches):
 
 
 def compare(plan, got, want):
-  """To the bit where the plan only places, else but for rounding."""
+  """Asserts equality: of bits if the plan only places, else to rounding."""
   alone = all(len(place.devices) == 1 for place in plan.places.values())
   exact = alone and plan.pieces == 1 and not plan.micro_batch
   for trees in zip(got, want, strict=True):
@@ -128,29 +128,29 @@ def test_no_plan_changes_the_mathematics(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('lag', [1, 2])
-def test_steps_that_overlap_by_the_lag_compute_the_same(lag):
-  late = invariance_test.grpo('float64', staleness=lag)
-  state, n = invariance_test.begin(late), 5
+@pytest.mark.parametrize('staleness', [1, 2])
+def test_stale_steps_overlap_and_compute_the_same(staleness):
+  workflow = invariance_test.grpo('float64', staleness=staleness)
+  state, n = invariance_test.begin(workflow), 5
   sketch = {
     'places': {'actor': {'devices': [0]}, 'learner': {'devices': [1]}},
     'stages': dict.fromkeys(('repeat', 'keys', 'generate'), 'actor')
     | {'*': 'learner'},
   }
-  step = flow_lib.trace(late.step, state, tiny.problem(), key(0))
+  step = flow_lib.trace(workflow.step, state, tiny.problem(), key(0))
   runtime = local.LocalRuntime(plan_lib.parse(sketch, step.stages), step=step)
   runtime.load(state)
-  flying, infos = [], []
+  pending, infos = [], []
   for i in range(n):
-    flying.append(runtime.submit(tiny.problem(seed=i), key(i)))
-    if len(flying) > lag:
-      infos.append(flying.pop(0).result())
-  infos += [made.result() for made in flying]
+    pending.append(runtime.submit(tiny.problem(seed=i), key(i)))
+    if len(pending) > staleness:
+      infos.append(pending.pop(0).result())
+  infos += [info.result() for info in pending]
   for i in range(n):
-    state, info = late.step(state, tiny.problem(seed=i), key(i))
+    state, info = workflow.step(state, tiny.problem(seed=i), key(i))
     tiny.assert_same_bits(infos[i], info)
   tiny.assert_same_bits(runtime.state(), state)
-  # The actor went on while the learner was at an earlier step.
+  # The actor generated while the learner was at an earlier step.
   runs = [s for s in runtime.timeline.take() if s.what == 'run']
   acted = {s.step: s.start for s in runs if s.stage == 'generate'}
   learned = {s.step: s.end for s in runs if s.stage == 'apply'}

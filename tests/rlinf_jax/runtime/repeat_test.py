@@ -1,4 +1,4 @@
-"""Loops inside a step: recorded, cut, ordered, lowered, simulated and run."""
+"""Loops in a step: recorded, cut, ordered, lowered, simulated and run."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures('in_float64')
 
 @stages.stage('count', 'batch')
 def count(n, most):
-  """One more, and whether that is enough."""
+  """Increments a counter; whether it has reached `most`."""
   return n + 1, n + 1 >= most
 
 
@@ -53,7 +53,7 @@ def grow(x_B, sum_):
 
 
 def counted(carry, most):
-  """Halves, then adds the sum, as often as it is told."""
+  """Halves, then adds the sum, for `most` rounds."""
   n, x_B = carry
   x_B = halve(x_B)
   x_B = grow(x_B, weigh(x_B))
@@ -83,7 +83,7 @@ def trace(fn=step, state=None, given=None):
 
 
 @pytest.mark.parametrize('most, rounds', [(1, 1), (3, 3), (9, 5)])
-def test_called_with_arrays_it_is_a_loop_that_ends(most, rounds):
+def test_called_with_arrays_a_repeat_loops_until_its_predicate(most, rounds):
   x = np.arange(8.0) + 1
   for _ in range(rounds):
     x = x / 2
@@ -93,13 +93,13 @@ def test_called_with_arrays_it_is_a_loop_that_ends(most, rounds):
   np.testing.assert_allclose(made, x.sum() / 2, rtol=1e-6)
 
 
-def test_without_a_predicate_it_goes_round_as_often_as_it_may():
+def test_without_a_predicate_a_repeat_runs_at_most_rounds():
   loop = repeat.Repeat(lambda x: (halve(x), None), 'loop', at_most=3)
   np.testing.assert_array_equal(loop(jnp.ones(2) * 8), [1, 1])
 
 
 @pytest.mark.parametrize('at_most, expect', [(0, None), (2, 3), (2, 0)])
-def test_counts_that_cannot_be_are_refused(at_most, expect):
+def test_impossible_numbers_of_rounds_are_refused(at_most, expect):
   with pytest.raises(ValueError, match='Loop loop runs at most .* impossible'):
     repeat.Repeat(counted, 'loop', at_most, expect)
 
@@ -107,7 +107,7 @@ def test_counts_that_cannot_be_are_refused(at_most, expect):
 # Recorded.
 
 
-def test_it_is_recorded_as_one_call_with_a_body():
+def test_a_repeat_is_recorded_as_one_call_with_a_body():
   flow = trace()
   assert [node.name for node in flow.nodes] == [
     'zero', 'grow', 'loop', 'halve', 'weigh'
@@ -115,7 +115,7 @@ def test_it_is_recorded_as_one_call_with_a_body():
   (loop,) = [node for node in flow.nodes if node.body]
   names = [node.name for node in loop.body.nodes]
   assert names == ['halve', 'weigh', 'grow', 'count']
-  # A plan knows the stages of its body, and not it.
+  # A plan places the stages of the body, not the loop.
   assert flow.stages == ('zero', 'grow', 'halve', 'weigh', 'count')
   said = str(flow)
   assert '≤ 5 rounds' in said and '\n  halve ' in said
@@ -139,7 +139,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize('fn, said', REFUSED.values(), ids=REFUSED)
-def test_a_body_that_cannot_follow_itself_is_refused(fn, said):
+def test_a_body_whose_output_cannot_be_its_next_input_is_refused(fn, said):
   given = jnp.ones(2), jnp.ones(2)
   if fn is REFUSED['no boolean'][0]:
     fn, given = (lambda x: ((halve(x[0]), x[1]), x[1])), given
@@ -150,13 +150,13 @@ def test_a_body_that_cannot_follow_itself_is_refused(fn, said):
   assert any('in stage loop, while' in note for note in error.value.__notes__)
 
 
-def test_to_carry_what_it_was_given_is_refused():
+def test_a_body_that_returns_an_input_as_its_carry_is_refused():
   loop = repeat.Repeat(lambda x, y: ((halve(x[0]), y), None), 'loop', 2)
   with pytest.raises(TypeError, match='what it was given as state.1'):
     trace(lambda s, x: (s, loop((x, x), x)), given=jnp.ones(2))
 
 
-def test_a_body_that_reaches_out_is_refused():
+def test_a_body_that_reads_an_enclosing_value_is_refused():
   def reaching(state, x):
     loop = repeat.Repeat(lambda y: (grow(y, state), None), 'loop', 2)
     return state, loop(x)
@@ -170,7 +170,7 @@ def move(token, x):
   return token + x
 
 
-def test_a_token_is_carried_through_a_loop_and_used_up_by_it():
+def test_a_loop_carries_a_token_and_consumes_it():
   loop = repeat.Repeat(lambda t, x: (move(t, x), None), 'loop', 2)
   flow = trace(lambda t, x: (loop(t, x), ()), jnp.ones(4), jnp.ones(4))
   (node,) = flow.nodes
@@ -182,11 +182,11 @@ def test_a_token_is_carried_through_a_loop_and_used_up_by_it():
     trace(lambda t, x: (t, again(x, t)), jnp.ones(4), jnp.ones(4))
 
 
-# Lowered: on random flows and plans, by an interpreter that spoils memory.
+# Lowered: random flows and plans, by an interpreter that models overwriting.
 
 
 def random_loop(seed, depth=1):
-  """A step that routes at random, with a loop in it that may have another."""
+  """A step that routes values at random, with loops nested `depth` deep."""
 
   def route(rng, values, depth, most):
     for _ in range(rng.integers(1, 5)):
@@ -211,7 +211,7 @@ def random_loop(seed, depth=1):
         for i, j in again.integers(len(some), size=(width, 2))
       ]
       if again.integers(2):
-        ends[0] = own[-1]  # Late by a round, or as it was.
+        ends[0] = own[-1]  # The value of an earlier round.
       n, done = count(n, most)
       return (n, *ends), None if static else done
 
@@ -233,13 +233,16 @@ def random_loop(seed, depth=1):
   return step
 
 
-def drawn(rng, n):
+def random_rows(rng, n):
   return [jnp.asarray(rng.normal(size=4)) for _ in range(n)]
 
 
 def random_case(seed):
   rng = np.random.default_rng(seed)
-  state, batch = drawn(rng, rng.integers(1, 4)), drawn(rng, rng.integers(1, 3))
+  state, batch = (
+    random_rows(rng, rng.integers(1, 4)),
+    random_rows(rng, rng.integers(1, 3)),
+  )
   fn = random_loop(seed, depth=1 + seed % 2)
   flow = flow_lib.trace(fn, state, batch, jnp.int32(2))
   n = int(rng.integers(1, 4))
@@ -256,37 +259,38 @@ def random_case(seed):
 class Buffer:
   """Memory, and whether a stage has overwritten it."""
 
-  holds: object
-  spoilt: bool = False
+  x: object
+  overwritten: bool = False
 
 
 @dataclasses.dataclass(eq=False)
 class Frame:
-  """A program under way at a place."""
+  """A program that a place executes: of a flow, or of a loop's body."""
 
   flow: object
   program: tuple
   memory: dict
   inputs: dict
   loop: tuple = ()
-  left: int = 1
+  rounds: int = 1
   op: object = None
   at: int = 0
-  kept: dict = dataclasses.field(default_factory=dict)
-  last: bool = False
+  carry: dict = dataclasses.field(default_factory=dict)
+  is_last: bool = False
 
 
-class Site:
-  """A place that refuses what a runtime could not do."""
+class ModelPlace:
+  """A place that asserts what a runtime relies on."""
 
-  def __init__(self, name, frame, links, sink):
-    self.name, self.frames, self.links, self.sink = name, [frame], links, sink
+  def __init__(self, name, frame, channels, sink):
+    self.name, self.frames = name, [frame]
+    self.channels, self.sink = channels, sink
 
   def advance(self) -> bool:
-    """Does the next instruction; False if it must wait, or has ended."""
+    """Executes an instruction; False if it must wait, or has ended."""
     frame = self.frames[-1]
     if frame.at == len(frame.program):
-      return self.turn(frame)
+      return self.end_round(frame)
     memory, op = frame.memory, frame.program[frame.at]
     match op:
       case program_lib.Run(i, donate):
@@ -294,22 +298,22 @@ class Site:
       case program_lib.Send(v, target) if target == program_lib.SINK:
         self.sink[v] = memory[v]
       case program_lib.Send(v, target):
-        assert not memory[v].spoilt
-        link = self.links.setdefault((frame.loop, v, self.name, target), [])
-        link.append(Buffer(memory[v].holds))
+        assert not memory[v].overwritten
+        queue = self.channels.setdefault((frame.loop, v, self.name, target), [])
+        queue.append(Buffer(memory[v].x))
       case program_lib.Recv(v, source):
         assert v not in memory
-        link = self.links.get((frame.loop, v, source, self.name), [])
-        if source != program_lib.SOURCE and not link:
+        queue = self.channels.get((frame.loop, v, source, self.name), [])
+        if source != program_lib.SOURCE and not queue:
           return False
-        memory[v] = frame.inputs[v] if not link else link.pop(0)
+        memory[v] = frame.inputs[v] if not queue else queue.pop(0)
       case program_lib.Keep(end, start):
-        frame.kept[start] = memory[end]
+        frame.carry[start] = memory[end]
       case program_lib.Drop(v):
         del memory[v]
       case program_lib.Until(v):
-        assert not memory[v].spoilt
-        frame.last = bool(memory[v].holds)
+        assert not memory[v].overwritten
+        frame.is_last = bool(memory[v].x)
       case program_lib.Repeat():
         self.enter(frame, op)
     frame.at += 1
@@ -317,71 +321,71 @@ class Site:
 
   def run(self, frame, node, donate):
     buffers = [frame.memory[v] for v in node.reads]
-    assert not any(buffer.spoilt for buffer in buffers)
-    args = [buffer.holds for buffer in buffers]
+    assert not any(buffer.overwritten for buffer in buffers)
+    args = [buffer.x for buffer in buffers]
     if node.takes is not None:
       args = jax.tree.unflatten(node.takes, args)
     made = jax.tree.leaves(node.stage.fn(*args))
     for v in donate:
-      frame.memory.pop(v).spoilt = True
+      frame.memory.pop(v).overwritten = True
     for v, x in zip(node.writes, made, strict=True):
       assert v not in frame.memory
       frame.memory[v] = Buffer(x)
 
   def enter(self, frame, op):
     node, memory = frame.flow.nodes[op.node], frame.memory
-    assert not any(memory[v].spoilt for v in op.reads)
-    begin = {
-      start: memory[v] if v in op.donate else Buffer(memory[v].holds)
+    assert not any(memory[v].overwritten for v in op.reads)
+    initial = {
+      start: memory[v] if v in op.donate else Buffer(memory[v].x)
       for v, start, _ in op.carry
     }
     given = {x: memory[v] for v, x in op.given}
-    loop, left = (*frame.loop, op.node), node.stage.at_most
+    loop, rounds = (*frame.loop, op.node), node.stage.at_most
     for v in op.donate:
       del memory[v]
     self.frames.append(
-      Frame(node.body, op.program, begin, given, loop, left, op)
+      Frame(node.body, op.program, initial, given, loop, rounds, op)
     )
 
-  def turn(self, frame) -> bool:
+  def end_round(self, frame) -> bool:
     held = set(frame.memory)
     stays = {start for start, end in frame.flow.carry if start == end}
-    assert held <= stays, 'Nothing is left but what stays.'
-    frame.memory |= frame.kept
-    frame.at, frame.kept, frame.left = 0, {}, frame.left - 1
+    assert held <= stays, 'A round drops all that is not carried unchanged.'
+    frame.memory |= frame.carry
+    frame.at, frame.carry, frame.rounds = 0, {}, frame.rounds - 1
     if len(self.frames) == 1:
       frame.at = len(frame.program)
       return False
-    if not frame.left or frame.last:
+    if not frame.rounds or frame.is_last:
       self.frames.pop()
       for _, start, end in frame.op.carry:
-        assert not frame.memory[start].spoilt
+        assert not frame.memory[start].overwritten
         self.frames[-1].memory[end] = frame.memory[start]
     return True
 
   @property
   def ended(self):
-    return len(self.frames) == 1 and self.frames[0].left < 1
+    return len(self.frames) == 1 and self.frames[0].rounds < 1
 
 
 def play(flow, programs, memories, inputs):
-  links, sink = {}, {}
-  sites = [
-    Site(name, Frame(flow, made, memories[name], inputs), links, sink)
+  channels, sink = {}, {}
+  places = [
+    ModelPlace(name, Frame(flow, made, memories[name], inputs), channels, sink)
     for name, made in programs.items()
   ]
-  while not all(site.ended for site in sites):
+  while not all(place.ended for place in places):
     moved = False
-    for site in sites:
-      while not site.ended and (site.advance() or site.ended):
+    for place in places:
+      while not place.ended and (place.advance() or place.ended):
         moved = True
-    assert moved, 'They wait for ever.'
-  assert not any(links.values()), 'What was sent is received.'
-  return sink, {site.name: site.frames[0].memory for site in sites}
+    assert moved, 'Deadlock.'
+  assert not any(channels.values()), 'Every sent value is received.'
+  return sink, {place.name: place.frames[0].memory for place in places}
 
 
 @pytest.mark.parametrize('seed', range(40))
-def test_programs_with_loops_mean_what_their_flow_means(seed):
+def test_lowered_programs_with_loops_compute_what_their_flow_does(seed):
   fn, flow, plan, state, batch = random_case(seed)
   resident = program_lib.homes(flow, plan)
   flow, programs = passes.lower(flow, plan, resident=resident)
@@ -404,20 +408,23 @@ def test_programs_with_loops_mean_what_their_flow_means(seed):
       sink, memories = play(flow, programs, memories, lent)
       for v, x in zip(starts, state, strict=True):
         for name in resident[v]:
-          np.testing.assert_allclose(memories[name][v].holds, x, **TOLERANCE)
+          np.testing.assert_allclose(memories[name][v].x, x, **TOLERANCE)
       for v, x in zip(flow.outputs, want, strict=True):
-        np.testing.assert_allclose(sink[v].holds, x, **TOLERANCE)
+        np.testing.assert_allclose(sink[v].x, x, **TOLERANCE)
       given += [*lent.values(), *sink.values()]
-  assert not any(buffer.spoilt for buffer in given)
+  assert not any(buffer.overwritten for buffer in given)
 
 
 @pytest.mark.parametrize('seed', range(20))
 def test_an_unrolled_flow_computes_what_static_loops_do(seed):
 
   rng = np.random.default_rng(seed)
-  state, batch = drawn(rng, rng.integers(1, 4)), drawn(rng, rng.integers(1, 3))
+  state, batch = (
+    random_rows(rng, rng.integers(1, 4)),
+    random_rows(rng, rng.integers(1, 3)),
+  )
   fn = random_loop(seed, depth=1 + seed % 2)
-  most = jnp.int32(9)  # More than any of them goes round.
+  most = jnp.int32(9)  # More rounds than any loop has.
   flow = unroll.unroll(flow_lib.trace(fn, state, batch, most))
   assert not any(node.body for node in flow.nodes)
   with jax.disable_jit():
@@ -454,10 +461,10 @@ def test_a_loop_takes_as_long_as_its_rounds(expect, rounds):
   flow = looped(expect)
   where = dict.fromkeys(flow.stages, 'x')
   assert simulate(flow, where, cost).period == pytest.approx(rounds * 7 + 2)
-  # A round waits for the sum, and the next for what has grown.
+  # A round waits for the sum, and the next round for the grown rows.
   where |= {'weigh': 'y', 'halve': 'y'}
   period = simulate(flow, where, cost).period
-  moved = 0.25 * 2 * rounds  # There and back, and to begin with it is there.
+  moved = 0.25 * 2 * rounds  # There and back.
   assert period == pytest.approx(rounds * 7 + 2 + moved, abs=0.51)
 
 
@@ -469,7 +476,7 @@ def test_the_pieces_of_a_body_overlap():
   assert periods == pytest.approx([5 * 8 + 4, 5 * 6 + 4, 5 * 5 + 4])
 
 
-def test_what_is_done_in_a_loop_says_in_which():
+def test_a_span_within_a_loop_names_the_loop():
   flow = looped()
   made = simulate(flow, dict.fromkeys(flow.stages, 'x'), Known({'halve': 1}))
   (at,) = [i for i, node in enumerate(flow.nodes) if node.body]
@@ -503,20 +510,20 @@ def test_random_loops_planned_are_eager(seed):
     state, want = fn(state, batch, most)
     jax.tree.map(same, runtime.state(), state)
     made.append((got, want))
-  for got, want in made:  # What was given away is nobody else's.
+  for got, want in made:  # Later steps have not overwritten results.
     jax.tree.map(same, got, want)
   runtime.close()
 
 
 SKETCHES = {
   'one place': {},
-  'a place a stage': {
+  'one place per stage': {
     'places': {p: {'devices': [i]} for i, p in enumerate('abcde')},
     'stages': dict(
       zip(('zero', 'grow', 'halve', 'weigh', 'count'), 'abcde', strict=True)
     ),
   },
-  'a device in turn': {
+  'one shared device': {
     'places': {p: {'devices': [0]} for p in 'abcde'},
     'stages': dict(
       zip(('zero', 'grow', 'halve', 'weigh', 'count'), 'abcde', strict=True)
@@ -535,7 +542,7 @@ SKETCHES = {
 
 
 @pytest.mark.parametrize('sketch', SKETCHES.values(), ids=SKETCHES)
-def test_a_loop_ends_on_every_place_at_once(sketch):
+def test_a_loop_ends_in_the_same_round_on_every_place(sketch):
   flow, state = trace(), jnp.ones(())
   runtime = runtime_of(flow, plan_lib.parse(sketch, flow.stages), state)
   for most in (3, 1, 7, 2):
@@ -548,7 +555,7 @@ def test_a_loop_ends_on_every_place_at_once(sketch):
   runtime.close()
 
 
-def test_a_failure_in_a_loop_says_in_which_round():
+def test_an_error_in_a_loop_names_the_round():
   def twice(n):
     if n > 1:
       raise LookupError('it is away')

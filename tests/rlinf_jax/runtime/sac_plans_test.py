@@ -1,7 +1,7 @@
-"""No plan changes what SAC and RLPD compute in a world of JAX, step after step.
+"""No plan changes what SAC and RLPD compute in a JAX environment.
 
-Placing changes no bit, also of what is remembered. Pieces, meshes and rows at a
-time change rounding: loops inside loops, in pieces of minibatches.
+Placing changes no bit, of the replay buffer either. Pieces, meshes and
+micro-batches change rounding. Steps have loops within loops.
 """
 
 import functools
@@ -19,13 +19,14 @@ from tests.rlinf_jax.runtime import random_plans_test
 import tiny
 
 STAGES = (
-  'begin keys rollout tally measure see widen replay start take criticise '
-  'improve again gradient apply'
+  'warmup keys rollout episode_stats measure obs_moments update_obs_stats '
+  'replay first_info critic_minibatch critic_gradient critic_update '
+  'actor_minibatch gradient apply'
 ).split()
 KEEP = optax.chain(optax.trace(decay=0.0), optax.scale(-0.01))
 STEPS = 2
-# Of the random plans: two places with meshes; four, and two pieces; three, in
-# pieces, some rows at a time; one place and four pieces.
+# Random plans with two meshes; with four places and two pieces; with three
+# places, pieces and micro-batches; with one place and four pieces.
 SEEDS = 1, 3, 8, 11
 PLACED = {
   'places': {
@@ -49,7 +50,7 @@ pytestmark = pytest.mark.usefixtures('in_float64')
 
 @pytest.fixture(scope='module', autouse=True)
 def prior(tmp_path_factory):
-  """Some steps of a world, as if somebody had made them."""
+  """A file of random transitions, as offline data."""
   path = tmp_path_factory.mktemp('prior') / 'prior.npz'
   rng = np.random.default_rng(0)
   obs, after = rng.normal(size=(2, 20, 10))
@@ -60,7 +61,7 @@ def prior(tmp_path_factory):
 
 @functools.cache
 def workflow(prior):
-  """Two updates of the actor a step, and two of the critics for each."""
+  """Two actor updates per step, and two critic updates per actor update."""
   return workflows.sac(
     push.push(horizon=5, terminate=True),
     functools.partial(gaussian_policy.policy, width=8),
@@ -82,7 +83,7 @@ def workflow(prior):
 
 @functools.cache
 def eager(prior):
-  """Steps as arrays."""
+  """State and info after each step, called with arrays."""
   ours = workflow(prior)
   state, made = ours.init(jax.random.key(0)), []
   for i in range(STEPS):
@@ -114,8 +115,8 @@ def test_placing_changes_no_bit(prior):
 
 
 @pytest.mark.slow
-def test_plans_are_tried_on_steps_that_learn(prior):
-  """Or agreeing would be easy."""
+def test_the_eager_steps_change_the_parameters(prior):
+  """Otherwise the plans above would agree trivially."""
   first, second = eager(prior)
   name = next(x for x in first[0] if 'critic' in x and 'see_IOD' in x)
   assert (first[0][name] != second[0][name]).any()
