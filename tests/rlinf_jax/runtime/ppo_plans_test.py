@@ -138,19 +138,25 @@ def test_trajectories_are_the_same_in_pieces(pieces):
   policy = gaussian_policy.policy(push.push(), width=8)
   act = rollout_lib.rollout(policy, push.push(), 8)
   params = policy.init(jax.random.key(0))
-  world, obs = rollout_lib.begin(push.push(), np.arange(ROWS, dtype=np.int32))
+  env_state, obs = rollout_lib.init(
+    push.push(), np.arange(ROWS, dtype=np.int32)
+  )
 
   def step(state, params, key):
-    world, obs = state
-    world, obs, x, timestep = act(params, (), world, obs, stages.keys(key, obs))
-    return (world, obs), (x, timestep)
+    env_state, obs = state
+    env_state, obs, x, timestep = act(
+      params, (), env_state, obs, stages.keys(key, obs)
+    )
+    return (env_state, obs), (x, timestep)
 
-  flow = flow_lib.trace(step, (world, obs), params, random_plans_test.key(0))
+  flow = flow_lib.trace(
+    step, (env_state, obs), params, random_plans_test.key(0)
+  )
   plan = plan_lib.parse({'pieces': pieces}, flow.stages)
   runtime = local.LocalRuntime(plan, step=flow)
-  runtime.load((world, obs))
+  runtime.load((env_state, obs))
   made = runtime.step(params, random_plans_test.key(0))
-  _, want = step((world, obs), params, random_plans_test.key(0))
+  _, want = step((env_state, obs), params, random_plans_test.key(0))
   for one, other in zip(*map(jax.tree.leaves, (made, want)), strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
   runtime.close()
