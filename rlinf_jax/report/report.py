@@ -237,7 +237,7 @@ def _time_cards(run: run_folder.Run) -> str:
   ran = {record['stage'] for record in run.runs}
   names = [*times, *sorted(ran - set(times))]
   colors = dict.fromkeys(names, charts.SERIES)
-  places = (name for name in names if name not in run_folder.REST)
+  places = (name for name in names if name not in run_folder.NO_STAGE)
   colors |= dict(zip(places, range(1, charts.SERIES), strict=False))
   cards = [_share_card(times, colors)]
   stages = {

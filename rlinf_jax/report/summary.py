@@ -22,7 +22,7 @@ def tell(run: run_folder.Run) -> str:
   times = run_folder.stage_seconds(run)
   if times:
     place, most = next(iter(times.items()))
-    passed = 'passed' if place in run_folder.REST else 'went to'
+    passed = 'passed' if place in run_folder.NO_STAGE else 'went to'
     share = percent(most / sum(times.values()), 0)
     sentences.append(f'Most time {passed} {place} ({share}).')
   if run.warm_start:

@@ -1,7 +1,6 @@
-"""What a run left in its folder, read back for people.
+"""Reads run folders, also of runs that crashed or are still running.
 
-A run that crashed, or still runs, can be read too: what is not there yet is
-empty.
+Whatever is not written yet reads as empty.
 """
 
 import json
@@ -13,27 +12,27 @@ import numpy as np
 
 from rlinf_jax.run import writers
 
-# Seconds that belong to no stage.
-REST = ('between stages', 'outside steps')
+# Names for seconds that belong to no stage.
+NO_STAGE = ('between stages', 'outside steps')
 
 
 class Series(NamedTuple):
-  """One metric: `value` after `step` updates, steps ascending."""
+  """A metric over time: `value` after `step` updates, in ascending order."""
 
   step: np.ndarray
   value: np.ndarray
 
 
 class Run(NamedTuple):
-  """What a run folder holds.
+  """The contents of a run folder.
 
   Attributes:
-    folder: where it is.
-    series: every metric by name.
+    folder: its path.
+    series: every metric, by name.
     runs: the records of timeline.jsonl in which a stage ran.
     samples: the records of samples.jsonl.
-    result: what result.json says; None unless the run finished.
-    warm_start: the run this one started from, if it lies inside.
+    result: the contents of result.json; None unless the run finished.
+    warm_start: the run of the folder's warm_start folder, if there is one.
   """
 
   folder: pathlib.Path
@@ -45,11 +44,11 @@ class Run(NamedTuple):
 
 
 def read(folder: str | os.PathLike) -> Run:
-  """Reads a run folder, however far its run came.
+  """Reads a run folder.
 
   Raises:
-    FileNotFoundError: it has no metrics.
-    ValueError: one of its files is broken in the middle.
+    FileNotFoundError: if it has no metrics.
+    ValueError: if a line of one of its files is not JSON.
   """
   folder = pathlib.Path(folder)
   series: dict[str, dict[int, float]] = {}
@@ -85,7 +84,7 @@ def _result(path: pathlib.Path) -> dict[str, Any] | None:
   try:
     return json.loads(path.read_text(encoding='utf-8'))
   except (FileNotFoundError, json.JSONDecodeError):
-    return None  # Not written, or killed while writing: not finished.
+    return None  # Missing or half-written: the run did not finish.
 
 
 def _series(values: dict[int, float]) -> Series:
@@ -94,27 +93,28 @@ def _series(values: dict[int, float]) -> Series:
 
 
 def steps(run: Run) -> int:
+  """The number of finished updates."""
   return max(int(series.step[-1]) for series in run.series.values())
 
 
 def seconds(run: Run) -> float:
-  """How long the run took, as far as its folder tells."""
+  """The duration of a run; estimated if the run did not finish."""
   if run.result:
     return float(run.result['seconds'])
-  known = [record['end'] for record in run.runs]
-  counted = [
+  ends = [record['end'] for record in run.runs]
+  sums = [
     np.nansum(run.series[name].value)
     for name in ('time/step', 'time/evaluate')
     if name in run.series
   ]
-  return float(max([sum(counted), *known]))
+  return float(max([sum(sums), *ends]))
 
 
 def stage_seconds(run: Run) -> dict[str, float]:
-  """Seconds by stage over the whole run, biggest first.
+  """Seconds of each stage over the whole run, the longest first.
 
-  What steps took beyond their stages, and what a finished run took beyond its
-  steps, come under names of their own.
+  Seconds of steps that belong to no stage, and seconds of the run that belong
+  to no step, are listed under the names `NO_STAGE`.
   """
   total = {
     name.removeprefix('time/'): float(np.nansum(series.value))
@@ -124,14 +124,15 @@ def stage_seconds(run: Run) -> dict[str, float]:
   if 'time/step' in run.series:
     in_steps = float(np.nansum(run.series['time/step'].value))
     evaluating = total.get('evaluate', 0.0)
-    between, outside = REST
+    between, outside = NO_STAGE
     total[between] = in_steps + evaluating - sum(total.values())
     total[outside] = seconds(run) - in_steps - evaluating
-  # Stages of several places overlap: then there is no rest, but a surplus.
+  # Stages of several places overlap: their sum may exceed the duration, and
+  # the rest is then negative.
   least = 1e-3 * sum(total.values())
   total = {
     name: value
     for name, value in total.items()
-    if value > (least if name in REST else 0)
+    if value > (least if name in NO_STAGE else 0)
   }
   return dict(sorted(total.items(), key=lambda item: item[1], reverse=True))

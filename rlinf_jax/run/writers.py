@@ -1,8 +1,9 @@
-"""Where metrics go: JSON lines, TensorBoard, Weights & Biases.
+"""Metrics writers: JSON lines, TensorBoard, Weights & Biases.
 
-A writer is two functions. A run folder's `metrics.jsonl`, `timeline.jsonl` and
-`samples.jsonl` are all JSON lines: one object a line, each with its `step`, the
-number of finished updates. `truncate` takes any of them back to a checkpoint.
+A writer is a pair of functions. A run folder's `metrics.jsonl`,
+`timeline.jsonl` and `samples.jsonl` are JSON lines: one object per line, each
+with its `step`, the number of finished updates. `truncate` cuts any of them
+back to a checkpoint.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,11 +16,11 @@ import uuid
 
 
 class Writer(NamedTuple):
-  """Somewhere for metrics to go.
+  """A destination of metrics.
 
   Attributes:
     write: `step, values -> None`; `step` counts finished updates.
-    close: `() -> None`; nothing may be written after it.
+    close: `() -> None`; no write may follow.
   """
 
   write: Callable[[int, Mapping[str, Any]], None]
@@ -29,15 +30,15 @@ class Writer(NamedTuple):
 def json_lines(
   path: str | os.PathLike, resume_step: int | None = None
 ) -> Writer:
-  """Appends one JSON object a line, each on disk before `write` returns.
+  """Appends JSON objects to a file, one per line, flushed after each write.
 
-  JSON has no word for numbers that are not finite: they are written as the
+  JSON cannot represent numbers that are not finite. They are written as the
   strings 'NaN', 'Infinity' and '-Infinity', which `float` reads back.
 
   Args:
-    path: the file to append to, made if it does not exist.
-    resume_step: where a resumed run starts; what `path` holds of later steps
-      is removed first.
+    path: the file to append to; created if it does not exist.
+    resume_step: the step from which a run resumes; records of later steps are
+      removed first.
   """
   path = pathlib.Path(path)
   if resume_step is not None and path.exists():
@@ -45,14 +46,14 @@ def json_lines(
   file = path.open('a', encoding='utf-8')
 
   def write(step: int, values: Mapping[str, Any]) -> None:
-    finite = {name: _finite(value) for name, value in values.items()}
-    file.write(json.dumps({'step': step, **finite}, allow_nan=False) + '\n')
+    encoded = {name: _encode(value) for name, value in values.items()}
+    file.write(json.dumps({'step': step, **encoded}, allow_nan=False) + '\n')
     file.flush()
 
   return Writer(write, file.close)
 
 
-def _finite(value):
+def _encode(value):
   if not isinstance(value, float) or math.isfinite(value):
     return value
   return 'NaN' if math.isnan(value) else f'{"-" * (value < 0)}Infinity'
@@ -61,10 +62,10 @@ def _finite(value):
 def records(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
   """Yields the objects of a JSON lines file, in order.
 
-  A last line that a killed process left half-written is skipped.
+  A half-written last line, left by a killed process, is skipped.
 
   Raises:
-    ValueError: another line is not a JSON object.
+    ValueError: if another line is not a JSON object.
   """
   broken = None
   with pathlib.Path(path).open(encoding='utf-8', errors='replace') as file:
@@ -85,13 +86,12 @@ def records(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
 
 
 def truncate(path: str | os.PathLike, step: int) -> None:
-  """Keeps the lines of a JSON lines file up to and including `step`.
+  """Removes the records of a JSON lines file after `step`, atomically.
 
-  A half-written last line goes too. Atomic: whoever opens `path` finds the old
-  file or the new one, also after a crash.
+  A half-written last line is removed too.
 
   Raises:
-    ValueError: a line is not a JSON object with a `step`.
+    ValueError: if a line is not a JSON object with a `step`.
   """
   path = pathlib.Path(path)
   shorter = path.with_name(path.name + '.tmp')
@@ -99,8 +99,9 @@ def truncate(path: str | os.PathLike, step: int) -> None:
     for record in records(path):
       if not isinstance(record.get('step'), int):
         raise ValueError(
-          f'{path} holds {record}, which has no whole number `step`; cannot '
-          f'tell whether it belongs to the first {step} steps.'
+          f'{path} contains {record}, whose `step` is not a whole number, so '
+          f'it is unknown whether it belongs to the first {step} steps. Repair '
+          'or remove that line.'
         )
       if record['step'] <= step:
         file.write(json.dumps(record, allow_nan=False) + '\n')
@@ -112,12 +113,12 @@ def truncate(path: str | os.PathLike, step: int) -> None:
 def tensorboard(
   folder: str | os.PathLike, resume_step: int | None = None
 ) -> Writer:
-  """Writes TensorBoard events, a scalar a metric.
+  """Writes TensorBoard events, one scalar per metric.
 
   Args:
-    folder: where the event files go.
-    resume_step: where a resumed run starts; TensorBoard hides what earlier
-      event files hold of later steps.
+    folder: the folder of the event files.
+    resume_step: the step from which a run resumes; TensorBoard hides events of
+      later steps in earlier files.
   """
   import tensorboardX
 
@@ -139,24 +140,24 @@ def wandb(
   folder: str | os.PathLike,
   config: Mapping[str, Any] | None = None,
 ) -> Writer:
-  """Sends metrics to Weights & Biases, where it is installed.
+  """Sends metrics to Weights & Biases.
 
   Args:
-    project: the project of the run there.
-    folder: the run folder. The run's id is kept in it, so a resumed run goes on
-      where it was; steps that are trained again are already there and skipped.
-    config: settings to show beside the run.
+    project: the project at Weights & Biases.
+    folder: the run folder. It stores the run's id, so that a resumed run
+      continues the same run there; steps trained again are skipped.
+    config: settings to show with the run.
 
   Raises:
-    ImportError: the `wandb` package is not installed.
+    ImportError: if the package `wandb` is not installed.
   """
   try:
     import wandb as client
   except ImportError as error:
     raise ImportError(
-      f'Metrics were asked to go to the W&B project {project!r}, but the '
+      f'The recipe sends metrics to the W&B project {project!r}, but the '
       'package wandb is not installed. Install it with `pip install wandb`, or '
-      'leave W&B out of the configuration.'
+      'do not bind `train.train.wandb_project`.'
     ) from error
   folder = pathlib.Path(folder)
   id_file = folder / 'wandb_id.txt'

@@ -1,4 +1,4 @@
-"""The points of a grid: what a sweep runs, and what each point is called."""
+"""The grid of a sweep: its points, and their names."""
 
 import ast
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,13 @@ _MOST_POINTS = 10_000
 
 
 class Point(NamedTuple):
-  """A run of the grid; `name` is its folder's, `values` by full name."""
+  """A point of the grid, which is one run.
+
+  Attributes:
+    name: of its folder.
+    folder: its run folder.
+    values: of the parameters, by their full names.
+  """
 
   name: str
   folder: pathlib.Path
@@ -23,13 +29,13 @@ def parse_over(text: str) -> tuple[str, list[Any]]:
   """Reads 'name = [value, ...]' or 'name = range(...)'.
 
   Raises:
-    ValueError: a sentence.
+    ValueError: if the text is neither.
   """
   name, _, right = (part.strip() for part in text.partition('='))
-  fault = f"--over '{text}' is not a parameter and its values"
+  problem = f"--over '{text}' is not a parameter and its values"
   if not re.fullmatch(r'(\w+/)*\w+(\.\w+)*', name):
     raise ValueError(
-      f"{fault}; write for instance --over 'train.train.seed = range(3)'."
+      f"{problem}. Write, for example, --over 'train.train.seed = range(3)'."
     )
   try:
     tree = ast.parse(right, mode='eval').body
@@ -39,22 +45,22 @@ def parse_over(text: str) -> tuple[str, list[Any]]:
       case _:
         values = ast.literal_eval(tree)
     if not isinstance(values, range | list | tuple) or not values:
-      raise ValueError(f'{right} holds no values')
+      raise ValueError(f'{right} has no values')
     if len(values) > _MOST_POINTS:
       raise ValueError(f'more than {_MOST_POINTS} values')
   except (OverflowError, SyntaxError, TypeError, ValueError) as error:
     raise ValueError(
-      f'{fault}: {right or "nothing"} should be a Python list such as '
+      f'{problem}: {right or "nothing"} should be a Python list such as '
       '[0.2, 0.28], or a range such as range(3).'
     ) from error
   return name, list(values)
 
 
 def grid(over: Iterable[str], workdir: str | os.PathLike) -> list[Point]:
-  """Every combination of values, the last parameter changing fastest.
+  """Lists every combination of values; the last parameter varies fastest.
 
   Raises:
-    ValueError: a sentence; two points would be the same.
+    ValueError: if two points have the same name.
   """
   axes = [parse_over(text) for text in over]
   names = [name for name, _ in axes]
@@ -62,7 +68,7 @@ def grid(over: Iterable[str], workdir: str | os.PathLike) -> list[Point]:
   points = {}
   for values in itertools.product(*(values for _, values in axes)):
     folder = ','.join(
-      f'{label}={_word(value)}'
+      f'{label}={_file_name(value)}'
       for label, value in zip(short, values, strict=True)
     )
     point = Point(
@@ -72,27 +78,27 @@ def grid(over: Iterable[str], workdir: str | os.PathLike) -> list[Point]:
     )
     if folder in points or len(set(names)) < len(names):
       raise ValueError(
-        f'Two points of the grid would be called {folder}; give each --over '
-        'another parameter, and each of its values once.'
+        f'Two points of the grid have the name {folder}: give every --over a '
+        'different parameter, and list each value once.'
       )
     points[folder] = point
   return list(points.values())
 
 
 def labels(names: Iterable[str]) -> list[str]:
-  """The shortest ends of the names that tell them apart."""
+  """The shortest suffixes of dotted names that distinguish them."""
   parts = [re.split('[./]', name) for name in names]
 
-  def label(mine):
-    for size in range(1, len(mine)):
-      if sum(x[-size:] == mine[-size:] for x in parts) == 1:
-        return '.'.join(mine[-size:])
-    return '.'.join(mine)
+  def label(own):
+    for size in range(1, len(own)):
+      if sum(x[-size:] == own[-size:] for x in parts) == 1:
+        return '.'.join(own[-size:])
+    return '.'.join(own)
 
   return [label(x) for x in parts]
 
 
-def _word(value: Any) -> str:
-  """A value as part of a folder's name."""
+def _file_name(value: Any) -> str:
+  """A value as part of the name of a folder."""
   text = value if isinstance(value, str) else repr(value).replace(' ', '')
   return re.sub(r'[^\w.,+\-()\[\]]', '_', text)

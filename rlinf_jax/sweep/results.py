@@ -1,4 +1,4 @@
-"""What came out of a sweep: a row a point, a table and curves over seeds."""
+"""Results of a sweep: a CSV file, a table and a plot of means over seeds."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import csv
@@ -15,8 +15,8 @@ from rlinf_jax.run import console, run_folder
 from rlinf_jax.sweep import grid
 
 
-def last(point: grid.Point) -> dict[str, Any] | None:
-  """What result.json says; None if the point is not done."""
+def read_result(point: grid.Point) -> dict[str, Any] | None:
+  """Reads the result.json of a point; None if the point is not finished."""
   try:
     return json.loads((point.folder / 'result.json').read_text())
   except (FileNotFoundError, json.JSONDecodeError):
@@ -24,10 +24,10 @@ def last(point: grid.Point) -> dict[str, Any] | None:
 
 
 def write_csv(points: Sequence[grid.Point], path: pathlib.Path) -> None:
-  """Writes a row a point; of a point that is not done, only its values."""
+  """Writes one row per point: values of parameters, result and metrics."""
   rows = []
   for point in points:
-    result = last(point) or {'metrics': {}}
+    result = read_result(point) or {'metrics': {}}
     rows.append({'point': point.name, **point.values})
     rows[-1] |= {k: v for k, v in result.items() if k != 'metrics'}
     rows[-1] |= dict(sorted(result['metrics'].items()))
@@ -41,18 +41,18 @@ def write_csv(points: Sequence[grid.Point], path: pathlib.Path) -> None:
 
 
 def score(points: Iterable[grid.Point]) -> str:
-  """What evaluations of these points are summed up by."""
+  """The metric that summarizes evaluations of these points."""
   logged = {
-    x for point in points for x in (last(point) or {}).get('metrics', ())
+    x for point in points for x in (read_result(point) or {}).get('metrics', ())
   }
-  known = [*console.SCORES.values()]
-  return next((name for name in known if name in logged), known[0])
+  scores = [*console.SCORES.values()]
+  return next((name for name in scores if name in logged), scores[0])
 
 
 def settings(
   points: Sequence[grid.Point],
 ) -> dict[str, list[grid.Point]]:
-  """The points that differ in nothing but the seed, by a name for them."""
+  """Groups points that differ only in their seed, by their other values."""
   names = [x for x in points[0].values if not _is_seed(x)]
   labels = dict(
     zip(points[0].values, grid.labels(points[0].values), strict=True)
@@ -64,48 +64,49 @@ def settings(
   return groups
 
 
-def summarize(
+def mean_table(
   groups: Mapping[str, Sequence[grid.Point]], metric: str
 ) -> tuple[list[str], list[list[str]]]:
-  """Table of the last values of `metric`, and of the seconds.
+  """Computes mean and deviation of a metric's last values, and of seconds.
 
   Returns:
     Names of the columns, and rows of 'mean ± standard deviation'.
   """
   rows = []
   for name, points in groups.items():
-    done = [x for x in map(last, points) if x is not None]
-    values = [x['metrics'][metric] for x in done if metric in x['metrics']]
-    seconds = [x['seconds'] for x in done]
-    runs = f'{len(done)} of {len(points)}'
+    finished = [x for x in map(read_result, points) if x is not None]
+    values = [x['metrics'][metric] for x in finished if metric in x['metrics']]
+    seconds = [x['seconds'] for x in finished]
+    runs = f'{len(finished)} of {len(points)}'
     rows.append([name, runs, _mean(values), _mean(seconds)])
-  return ['setting', 'runs done', metric, 'seconds'], rows
+  return ['setting', 'finished', metric, 'seconds'], rows
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-  """Prints a table of means."""
+  """Prints the table of `mean_table`."""
   from rich import console, table
 
-  shown = table.Table(
-    *columns, caption='last value: mean ± standard deviation over seeds'
+  printed = table.Table(
+    *columns, caption='last values: mean ± standard deviation over seeds'
   )
   for row in rows:
-    shown.add_row(*row)
-  console.Console().print(shown)
+    printed.add_row(*row)
+  console.Console().print(printed)
 
 
 def curve(
   points: Iterable[grid.Point], metric: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-  """Steps that all done points logged `metric` at, its mean and spread there.
+  """Averages a metric over points, at the steps that all of them logged.
 
-  The spread is the standard deviation over the points, NaN for a single one;
-  None if no point logged the metric.
+  Returns:
+    Steps, means and standard deviations, which are NaN for a single point.
+    None if no finished point logged the metric.
   """
   series = [
     run_folder.read(point.folder).series.get(metric)
     for point in points
-    if last(point) is not None
+    if read_result(point) is not None
   ]
   series = [x for x in series if x is not None]
   if not series:
@@ -124,19 +125,21 @@ def plot(
   metric: str,
   path: pathlib.Path,
 ) -> None:
-  """Draws a line a setting: the mean over seeds, in a band of its spread.
+  """Plots one line per setting: the mean over seeds, in a band of deviation.
 
   Raises:
-    ValueError: a sentence; no point logged the metric.
+    ValueError: if no finished point logged the metric.
   """
   from matplotlib import figure
 
   curves = {name: curve(points, metric) for name, points in groups.items()}
   if not any(curves.values()):
-    done = map(last, itertools.chain(*groups.values()))
-    logged = sorted({x for result in done if result for x in result['metrics']})
+    finished = map(read_result, itertools.chain(*groups.values()))
+    logged = sorted(
+      {x for result in finished if result for x in result['metrics']}
+    )
     raise ValueError(
-      f'No point that is done logged `{metric}`, so there is no plot of it'
+      f'No finished point logged `{metric}`, so it cannot be plotted'
       f'{config_errors.nearest(metric, logged)}'
     )
   picture = figure.Figure(figsize=(7.5, 4.5), layout='constrained')

@@ -1,4 +1,4 @@
-r"""Runs a recipe at every point of a grid, and compares the outcomes.
+r"""Runs a recipe at every point of a grid of values, and compares the results.
 
   python -m rlinf_jax.sweep --gin_file gin_configs/grpo_arithmetic.gin \
     --over 'workflows.grpo.clip_high = [0.2, 0.28]' \
@@ -6,9 +6,9 @@ r"""Runs a recipe at every point of a grid, and compares the outcomes.
 
 Each point is a process and a run folder, such as
 runs/sweep/clip_high=0.2,seed=1.
-The same command again skips the points that are done and continues those that
-were interrupted. What comes out: results.csv (a row a point), a table and a
-plot of means over seeds, and of each point what it printed, in logs/.
+The same command again skips finished points and continues interrupted ones.
+Results are written to results.csv, one row per point; a table and a plot show
+means over seeds; logs/ has the output of each point.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,61 +35,77 @@ _OVER = flags.DEFINE_multi_string(
   "A parameter and its values, such as 'train.train.seed = range(3)'; the "
   'grid is the product of all --over.',
 )
-_JOBS = flags.DEFINE_integer('jobs', 1, 'Points run at a time.', lower_bound=1)
+_JOBS = flags.DEFINE_integer(
+  'jobs', 1, 'Points that run at the same time.', lower_bound=1
+)
 _METRIC = flags.DEFINE_string(
-  'metric', None, 'What to compare; what evaluations are summed up by if unset.'
+  'metric', None, 'The metric to compare; by default accuracy or success.'
 )
 flags.adopt_module_key_flags(config)
 
 _MAIN = (sys.executable, '-m', 'rlinf_jax.main')
-# Seconds that an interrupted run has to write what it wants to write.
+# Seconds that an interrupted run has to write its checkpoint.
 _GRACE = 20.0
 
 
-class Job(NamedTuple):
-  """A point's process; what it prints to `errors` begins at byte `offset`."""
+class RunningPoint(NamedTuple):
+  """The process of a point.
+
+  Attributes:
+    point: of the grid.
+    process: that runs it.
+    start_time: by `time.monotonic`.
+    errors: file of its standard error.
+    offset: byte of that file at which the output of this process starts.
+  """
 
   point: grid.Point
   process: subprocess.Popen
-  began: float
+  start_time: float
   errors: pathlib.Path
   offset: int
 
 
 def run(
   points: Sequence[grid.Point],
-  start: Callable[[grid.Point], Job],
+  start: Callable[[grid.Point], RunningPoint],
   jobs: int,
 ) -> list[str]:
-  """Runs what is not done, `jobs` at a time, and names the points that broke.
+  """Runs the unfinished points; stops all processes if it is interrupted.
 
-  However it ends, no process is left.
+  Args:
+    points: of the grid.
+    start: starts the process of a point.
+    jobs: number of points that run at the same time.
+
+  Returns:
+    Names of the points that failed.
   """
   numbers = {p.name: f'[{i}/{len(points)}]' for i, p in enumerate(points, 1)}
-  waiting, running, broken = list(points), [], []
+  waiting, running, failed = list(points), [], []
   try:
     while waiting or running:
       while waiting and len(running) < jobs:
         point = waiting.pop(0)
-        if results.last(point) is not None:
-          _say(f'{numbers[point.name]} was done {point.name}')
+        if results.read_result(point) is not None:
+          _print(f'{numbers[point.name]} already finished {point.name}')
           continue
-        again = 'continued' if _has_begun(point) else 'started'
+        verb = 'continued' if _has_started(point) else 'started'
         running.append(start(point))
-        _say(f'{numbers[point.name]} {again} {point.name}')
+        _print(f'{numbers[point.name]} {verb} {point.name}')
       for job in [x for x in running if x.process.poll() is not None]:
         running.remove(job)
-        name, fault = job.point.name, _fault(job)
-        if fault:
-          broken.append(name)
-        _say(
-          f'{numbers[name]} {"broke" if fault else "finished"} {name} after '
-          f'{time.monotonic() - job.began:.0f} s{fault}'
+        name, failure = job.point.name, _failure(job)
+        if failure:
+          failed.append(name)
+        _print(
+          f'{numbers[name]} {"failed" if failure else "finished"} {name} after '
+          f'{time.monotonic() - job.start_time:.0f} s{failure}'
         )
       time.sleep(0.05 if running else 0)
   finally:
     _stop([job.process for job in running])
-  return broken
+  return failed
 
 
 def start(
@@ -97,14 +113,14 @@ def start(
   command: Sequence[str],
   logs: pathlib.Path,
   lock: int,
-) -> Job:
+) -> RunningPoint:
   """Starts a point, or continues it where it was interrupted.
 
   Args:
-    point: which.
-    command: what to run, without what is the point's own.
-    logs: folder for what it prints.
-    lock: file that the process keeps open.
+    point: of the grid.
+    command: the command line, without the arguments of the point.
+    logs: folder for the output of the process.
+    lock: file descriptor that the process inherits and so keeps open.
   """
   errors = logs / f'{point.name}.err'
   with (logs / f'{point.name}.out').open('a') as out, errors.open('a') as err:
@@ -114,40 +130,40 @@ def start(
         *command,
         *(f'--gin_bindings={k} = {v!r}' for k, v in point.values.items()),
         f'--workdir={point.folder}',
-        *(['--resume'] if _has_begun(point) else []),
+        *(['--resume'] if _has_started(point) else []),
       ],
       stdin=subprocess.DEVNULL,
       stdout=out,
       stderr=err,
       pass_fds=(lock,),
-      # Ctrl-C reaches the sweep alone, which passes it on once.
+      # Ctrl-C reaches the sweep only, which interrupts each process once.
       start_new_session=True,
     )
-  return Job(point, process, time.monotonic(), errors, offset)
+  return RunningPoint(point, process, time.monotonic(), errors, offset)
 
 
-def _has_begun(point: grid.Point) -> bool:
+def _has_started(point: grid.Point) -> bool:
   return (point.folder / 'config.gin').exists()
 
 
-def _fault(job: Job) -> str:
-  """What went wrong in a process that has ended; '' if nothing."""
+def _failure(job: RunningPoint) -> str:
+  """Describes the failure of a process that has ended; '' for a success."""
   code = job.process.returncode
-  if code == 0 and results.last(job.point) is not None:
+  if code == 0 and results.read_result(job.point) is not None:
     return ''
   with job.errors.open(errors='replace') as file:
     file.seek(job.offset)
     lines = [x.strip() for x in file.read().splitlines()]
-  last = ([x for x in lines if x] or ['it printed no error'])[-1]
+  last_line = ([x for x in lines if x] or ['it printed no error'])[-1]
   if code == 0:
-    how = 'it left no result.json'
+    reason = 'it wrote no result.json'
   else:
-    how = f'exit code {code}' if code > 0 else f'killed by signal {-code}'
-  return f': {how}: {last} (log: {job.errors})'
+    reason = f'exit code {code}' if code > 0 else f'killed by signal {-code}'
+  return f': {reason}: {last_line} (log: {job.errors})'
 
 
 def _stop(processes: Sequence[subprocess.Popen]) -> None:
-  """Interrupts each with all it started; kills what stays for too long."""
+  """Interrupts processes and their children; kills those that do not end."""
   alive = [process for process in processes if process.poll() is None]
   for process in alive:
     os.killpg(process.pid, signal.SIGINT)
@@ -172,11 +188,23 @@ def sweep(
   metric: str | None = None,
   command: Sequence[str] = _MAIN,
 ) -> list[str]:
-  """Runs the grid and writes what came out; names the points that broke.
+  """Runs the grid and writes its results.
+
+  Args:
+    gin_files: of the recipe.
+    gin_bindings: of the recipe.
+    over: parameters and their values, as `grid.parse_over` reads them.
+    workdir: folder of the sweep.
+    jobs: number of points that run at the same time.
+    metric: the metric to compare; accuracy or success if None.
+    command: the command that runs a point.
+
+  Returns:
+    Names of the points that failed.
 
   Raises:
-    ValueError: a sentence; the grid cannot be read, the folder holds another
-      sweep, or no point logged `metric`.
+    ValueError: if the grid cannot be read, the folder contains another sweep,
+      or no point logged `metric`.
   """
   points = grid.grid(over, workdir)
   folder = pathlib.Path(workdir)
@@ -186,73 +214,78 @@ def sweep(
     *(f'--gin_file={x}' for x in gin_files),
     *(f'--gin_bindings={x}' for x in gin_bindings),
   ]
-  with _claimed(folder) as lock:
-    _remember(folder, recipe)
-    begin = functools.partial(
+  with _locked(folder) as lock:
+    _check_recipe(folder, recipe)
+    start_point = functools.partial(
       start, command=[*command, *recipe], logs=logs, lock=lock
     )
-    broken = run(points, begin, jobs)
+    failed = run(points, start_point, jobs)
   results.write_csv(points, folder / 'results.csv')
-  _say(f'A row a point is in {folder / "results.csv"}.')
-  if len(broken) < len(points):
+  _print(f'The results are in {folder / "results.csv"}, one row per point.')
+  if len(failed) < len(points):
     metric = metric or results.score(points)
     groups = results.settings(points)
-    results.print_table(*results.summarize(groups, metric))
+    results.print_table(*results.mean_table(groups, metric))
     picture = folder / f'{metric.replace("/", "_")}.png'
     results.plot(groups, metric, picture)
-    _say(f'The curves are in {picture}.')
-  return broken
+    _print(f'The plot is in {picture}.')
+  return failed
 
 
 @contextlib.contextmanager
-def _claimed(folder: pathlib.Path) -> Iterator[int]:
-  """Keeps other sweeps out of `folder`.
+def _locked(folder: pathlib.Path) -> Iterator[int]:
+  """Locks a folder against other sweeps; yields the descriptor of the lock.
 
-  The lock is the open file's: a run that holds it open keeps it, should it
-  outlive a sweep that was killed.
+  Runs inherit the descriptor. The folder stays locked while a run outlives a
+  sweep that was killed.
   """
   with (folder / 'lock').open('w') as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
       raise ValueError(
-        f'{folder} is in use by another sweep, or by a run that a killed sweep '
-        'left behind; end it, or give another --workdir.'
+        f'{folder} is in use by another sweep, or by a run that outlived a '
+        'killed sweep: stop it, or choose another --workdir.'
       ) from error
     yield file.fileno()
 
 
-def _remember(folder: pathlib.Path, recipe: Sequence[str]) -> None:
-  """Refuses to mix runs of another recipe with those that are there."""
+def _check_recipe(folder: pathlib.Path, recipe: Sequence[str]) -> None:
+  """Checks that earlier runs in the folder had the same recipe.
+
+  Raises:
+    ValueError: if they had another.
+  """
   path = folder / 'sweep.json'
   if any(folder.glob('*/config.gin')):
-    before = json.loads(path.read_text()) if path.exists() else []
-    if before != recipe:
+    earlier = json.loads(path.read_text()) if path.exists() else []
+    if earlier != recipe:
       raise ValueError(
-        f'{folder} holds a sweep of another recipe ({" ".join(before)}); give '
-        'the same --gin_file and --gin_bindings, or another --workdir.'
+        f'{folder} contains a sweep of another recipe ({" ".join(earlier)}). '
+        'Use the same --gin_file and --gin_bindings, or another --workdir.'
       )
   else:
     path.write_text(json.dumps(recipe))
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
   print(text, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
-  for end in (signal.SIGTERM, signal.SIGHUP):
-    if signal.getsignal(end) is not signal.SIG_IGN:  # As it is under nohup.
-      signal.signal(end, signal.default_int_handler)
+  """Runs the sweep of the command line; returns the exit code."""
+  for number in (signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(number) is not signal.SIG_IGN:  # Ignored under nohup.
+      signal.signal(number, signal.default_int_handler)
   try:
     if len(argv) > 1:
       raise ValueError(
-        f'{argv[1]} is no flag; put quotes around a whole --over or '
-        '--gin_bindings.'
+        f'{argv[1]} is not a flag. Put quotes around the whole argument of '
+        '--over and of --gin_bindings.'
       )
     if not (config.GIN_FILE.value and _OVER.value and config.WORKDIR.value):
       raise ValueError('A sweep needs --gin_file, --over and --workdir.')
-    broken = sweep(
+    failed = sweep(
       config.GIN_FILE.value,
       config.GIN_BINDINGS.value,
       _OVER.value,
@@ -264,8 +297,8 @@ def main(argv: Sequence[str]) -> int:
     print(error, file=sys.stderr)
     return 1
   except KeyboardInterrupt:
-    print('Stopped; the same command again goes on from here.', file=sys.stderr)
+    print('Stopped. The same command continues the sweep.', file=sys.stderr)
     return 130
-  if broken:
-    print(f'Broken: {", ".join(broken)}.', file=sys.stderr)
-  return 1 if broken else 0
+  if failed:
+    print(f'Failed: {", ".join(failed)}.', file=sys.stderr)
+  return 1 if failed else 0

@@ -66,7 +66,7 @@ def test_points_are_every_combination_and_named_for_people():
   ]
 
 
-def test_parameters_of_one_last_name_are_told_apart():
+def test_parameters_with_the_same_last_name_get_longer_labels():
   assert names(
     'adam.rate = [1]',
     'warmup/adam.rate = [2]',

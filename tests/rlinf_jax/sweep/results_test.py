@@ -18,11 +18,11 @@ def folder(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
 
 
-def ran(*over, broken=()):
+def ran(*over, failed=()):
   """Points whose accuracy is high + seed/100 + step/10 for three steps."""
   points = grid.grid(over, 'runs')
   for point in points:
-    if point.name in broken:
+    if point.name in failed:
       continue
     high = point.values['workflows.grpo.clip_high']
     start = high + point.values.get('train.train.seed', 0) / 100
@@ -43,7 +43,7 @@ def ran(*over, broken=()):
 
 @pytest.mark.parametrize('name', ['eval/accuracy', 'eval/success_once'])
 def test_points_are_compared_by_what_their_evaluations_say(name):
-  points = ran(HIGH, SEED, broken=['clip_high=0.2,seed=0'])
+  points = ran(HIGH, SEED, failed=['clip_high=0.2,seed=0'])
   for point in points[1:]:
     path = point.folder / 'result.json'
     path.write_text(path.read_text().replace('eval/accuracy', name))
@@ -52,7 +52,7 @@ def test_points_are_compared_by_what_their_evaluations_say(name):
 
 
 def test_the_csv_has_a_row_a_point_with_values_and_metrics():
-  points = ran(HIGH, SEED, broken=['clip_high=0.2,seed=1'])
+  points = ran(HIGH, SEED, failed=['clip_high=0.2,seed=1'])
   path = pathlib.Path('results.csv')
   results.write_csv(points, path)
   with path.open(newline='') as file:
@@ -74,9 +74,9 @@ def test_the_csv_has_a_row_a_point_with_values_and_metrics():
 
 
 def test_the_table_is_means_and_deviations_over_seeds_alone():
-  groups = results.settings(ran(HIGH, SEED, broken=['clip_high=0.28,seed=1']))
-  columns, rows = results.summarize(groups, 'eval/accuracy')
-  assert columns == ['setting', 'runs done', 'eval/accuracy', 'seconds']
+  groups = results.settings(ran(HIGH, SEED, failed=['clip_high=0.28,seed=1']))
+  columns, rows = results.mean_table(groups, 'eval/accuracy')
+  assert columns == ['setting', 'finished', 'eval/accuracy', 'seconds']
   # 0.40, 0.41, 0.42 deviate by 0.01 from their mean; 0.48, 0.50 by 0.01 √2.
   assert rows == [
     ['clip_high=0.2', '3 of 3', '0.410 ± 0.010', '750 ± 0'],
@@ -85,8 +85,8 @@ def test_the_table_is_means_and_deviations_over_seeds_alone():
 
 
 def test_a_setting_of_one_run_shows_no_deviation_and_of_none_nothing():
-  groups = results.settings(ran(HIGH, broken=['clip_high=0.28']))
-  assert results.summarize(groups, 'train/loss')[1] == [
+  groups = results.settings(ran(HIGH, failed=['clip_high=0.28']))
+  assert results.mean_table(groups, 'train/loss')[1] == [
     ['clip_high=0.2', '1 of 1', 'nan', '750'],
     ['clip_high=0.28', '0 of 1', '', ''],
   ]
@@ -100,7 +100,7 @@ def test_seeds_in_several_scopes_are_all_seeds():
 
 
 def test_curves_are_means_where_all_seeds_have_a_value():
-  points = ran(HIGH, SEED, broken=['clip_high=0.2,seed=2'])
+  points = ran(HIGH, SEED, failed=['clip_high=0.2,seed=2'])
   shorter = points[0].folder / 'metrics.jsonl'
   shorter.write_text(''.join(shorter.read_text().splitlines(True)[1:]))
   steps, mean, spread = results.curve(points[:3], 'eval/accuracy')
@@ -138,7 +138,7 @@ def test_the_plot_has_a_line_a_setting(monkeypatch):
   assert path.read_bytes().startswith(b'\x89PNG')
 
 
-def test_a_metric_that_nobody_logged_is_told_with_the_nearest(folder):
+def test_a_metric_that_no_point_logged_is_refused_with_a_suggestion(folder):
   groups = results.settings(ran(HIGH))
   with pytest.raises(ValueError, match='did you mean `eval/accuracy`'):
     results.plot(groups, 'eval/acuracy', pathlib.Path('x.png'))

@@ -121,7 +121,8 @@ def test_points_that_are_done_are_skipped(fake, capsys):
   assert run(fake, HIGH) == []
   assert len(starts('clip_high=0.2')) == 1
   assert capsys.readouterr().out.startswith(
-    '[1/2] was done clip_high=0.2\n[2/2] was done clip_high=0.28\n'
+    '[1/2] already finished clip_high=0.2\n'
+    '[2/2] already finished clip_high=0.28\n'
   )
 
 
@@ -135,15 +136,15 @@ def test_a_grid_may_grow(fake):
   ]
 
 
-def test_a_broken_point_is_told_and_the_others_run(fake, capsys):
-  broken = run(fake, 'workflows.grpo.clip_high = [0.2, 13, 14, 0.3]')
-  assert broken == ['clip_high=13', 'clip_high=14']
+def test_a_failed_point_is_reported_and_the_others_run(fake, capsys):
+  failed = run(fake, 'workflows.grpo.clip_high = [0.2, 13, 14, 0.3]')
+  assert failed == ['clip_high=13', 'clip_high=14']
   out = capsys.readouterr().out
   assert (
     ' s: exit code 3: ValueError: 13 is unlucky. '
     '(log: runs/logs/clip_high=13.err)\n'
   ) in out
-  assert ' s: it left no result.json: warming up (log: ' in out
+  assert ' s: it wrote no result.json: warming up (log: ' in out
   assert '[4/4] finished clip_high=0.3' in out
   assert pathlib.Path('runs/logs/clip_high=13.out').read_text() == 'hello 13\n'
   rows = read_csv()
@@ -151,7 +152,7 @@ def test_a_broken_point_is_told_and_the_others_run(fake, capsys):
   assert rows[1]['eval/accuracy'] == '' != rows[3]['eval/accuracy']
 
 
-def test_a_point_that_broke_is_continued_by_the_same_command(fake, capsys):
+def test_a_failed_point_is_continued_by_the_same_command(fake, capsys):
   run(fake, 'workflows.grpo.clip_high = [13]')
   assert 'results.csv' in capsys.readouterr().out
   assert run(fake, 'workflows.grpo.clip_high = [13]') == []
@@ -159,7 +160,7 @@ def test_a_point_that_broke_is_continued_by_the_same_command(fake, capsys):
   assert '[1/1] continued clip_high=13\n' in capsys.readouterr().out
 
 
-def test_only_what_the_last_attempt_printed_is_told(fake, capsys):
+def test_only_the_output_of_the_last_attempt_is_quoted(fake, capsys):
   run(fake, 'workflows.grpo.clip_high = [13]')
   capsys.readouterr()
   silent = sys.executable, '-c', 'raise SystemExit(5)'
@@ -204,7 +205,7 @@ def test_no_more_than_jobs_points_run_at_a_time(fake, tmp_path, jobs):
 
 def test_points_of_another_recipe_are_not_mixed_in(fake):
   run(fake, HIGH)
-  with pytest.raises(ValueError, match='holds a sweep of another recipe'):
+  with pytest.raises(ValueError, match='contains a sweep of another recipe'):
     sweep.sweep(['some.gin'], [], [HIGH], 'runs', command=fake)
 
 
@@ -268,7 +269,7 @@ def test_an_interrupted_sweep_stops_its_runs_and_can_go_on(fake, how):
   process.send_signal(how)
   _, errors = process.communicate(timeout=30)
   assert process.returncode == 130
-  assert errors == 'Stopped; the same command again goes on from here.\n'
+  assert errors == 'Stopped. The same command continues the sweep.\n'
   for seed in (0, 1):
     assert os.path.exists(f'runs/clip_high=99,seed={seed}/interrupted')
   assert not os.path.exists('runs/clip_high=0.2,seed=0')
@@ -307,7 +308,7 @@ def test_a_run_that_outlives_a_killed_sweep_keeps_the_folder(fake):
   process.kill()
   process.communicate(timeout=30)
   try:
-    with pytest.raises(ValueError, match='that a killed sweep left behind'):
+    with pytest.raises(ValueError, match='that outlived a killed sweep'):
       run(fake, HIGH)
   finally:
     os.kill(
@@ -318,7 +319,7 @@ def test_a_run_that_outlives_a_killed_sweep_keeps_the_folder(fake):
 @pytest.mark.parametrize(
   ('over', 'code', 'error'),
   [
-    (['workflows.grpo.clip_high = [0.2, 13]'], 1, 'Broken: clip_high=13.\n'),
+    (['workflows.grpo.clip_high = [0.2, 13]'], 1, 'Failed: clip_high=13.\n'),
     (['workflows.grpo.clip_high = [0.2]'], 0, ''),
     (['workflows.grpo.clip_high = 0.2'], 1, 'should be a Python list such as'),
     ([], 1, 'A sweep needs --gin_file, --over and --workdir.\n'),
@@ -340,7 +341,7 @@ def test_results_are_written_and_shown_when_all_have_run(plotted, capsys):
   assert '0.410 ± 0.010' in out and 'runs/eval_accuracy.png' in out
 
 
-def test_a_metric_that_nobody_logged_is_told_after_the_csv(plotted):
+def test_a_metric_that_no_point_logged_is_refused_after_the_csv(plotted):
   with pytest.raises(ValueError, match='did you mean `eval/accuracy`'):
     run(plotted, HIGH, metric='eval/acuracy')
   assert len(read_csv()) == 2
