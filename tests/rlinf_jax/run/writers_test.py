@@ -96,7 +96,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
 def test_a_line_without_a_step_is_named(tmp_path):
   path = tmp_path / 'metrics.jsonl'
   path.write_text('{"loss": 1.0}\n')
-  with pytest.raises(ValueError, match='no whole number `step`'):
+  with pytest.raises(ValueError, match='is not a whole number'):
     writers.truncate(path, 2)
 
 
