@@ -1,9 +1,9 @@
-"""One page that says what happened in a run: `report.html`.
+"""Writes `report.html`: one self-contained page about a run.
 
   python -m rlinf_jax.report runs/x
 
-The page needs nothing but itself: no network, no script. It is made from what
-the run folder holds, so a run that crashed, or still runs, has a page too.
+The page is made from the files of the run folder, also of a run that crashed or
+is still running. It loads nothing and runs no scripts.
 """
 
 import argparse
@@ -19,42 +19,46 @@ import numpy as np
 from rlinf_jax.report import charts, page, predicted, samples_html, summary
 from rlinf_jax.run import run_folder
 
-# Curves in the order of the page: title, what it means, its metrics by label.
+# Curves in the order of the page: title, note, metrics by label.
 CURVES = (
-  ('Reward', 'mean of a step', {'': 'rollout/reward_mean'}),
+  ('Reward', 'mean over the rows of a step', {'': 'rollout/reward_mean'}),
   (
     'Success',
-    'of the episodes that ended',
-    {'at some moment': 'env/success_once', 'at the end': 'env/success_at_end'},
+    'fraction of finished episodes',
+    {'at any time': 'env/success_once', 'at the end': 'env/success_at_end'},
   ),
-  ('Return', 'of the episodes that ended', {'': 'env/return'}),
-  ('Episode length', 'steps', {'': 'env/episode_length'}),
-  ('Loss', 'what the updates make smaller', {'': 'train/loss'}),
+  ('Return', 'mean of finished episodes', {'': 'env/return'}),
+  ('Episode length', 'environment steps', {'': 'env/episode_length'}),
+  ('Loss', 'minimized by the updates', {'': 'train/loss'}),
   (
     'Policy loss',
-    'a surrogate: near zero is normal',
+    'a surrogate objective: near zero is normal',
     {'': 'train/policy_loss'},
   ),
-  ('Value loss', 'how far the critic is off', {'': 'train/value_loss'}),
+  ('Value loss', 'error of the critic', {'': 'train/value_loss'}),
   (
     'Explained variance',
-    'of returns, by the critic',
+    'of returns, by the critic; 1 is perfect',
     {'': 'train/explained_variance'},
   ),
-  ('Expected', 'of what was done, by the critics', {'': 'train/q_value'}),
-  ('Entropy', 'nats a token or action', {'': 'train/entropy'}),
-  ('Temperature', 'what a nat of entropy is worth', {'': 'train/temperature'}),
+  ('Q value', 'of the actions taken, by the critics', {'': 'train/q_value'}),
+  ('Entropy', 'nats per token or action', {'': 'train/entropy'}),
+  (
+    'Temperature',
+    'weight of the entropy in the objective',
+    {'': 'train/temperature'},
+  ),
   (
     'KL divergence',
-    'nats a token or action',
+    'nats per token or action',
     {
       'from the sampler': 'train/kl_behavior',
       'from the reference': 'train/kl_reference',
     },
   ),
   (
-    'Clipped',
-    'tokens or actions outside the trust region',
+    'Clip fraction',
+    'tokens or actions with a clipped ratio',
     {'': 'train/clip_fraction'},
   ),
   (
@@ -67,52 +71,57 @@ CURVES = (
   ),
   (
     'Truncated',
-    'completions cut at the limit',
+    'fraction of completions cut at the limit',
     {'': 'rollout/truncated_fraction'},
   ),
   (
-    'Silent groups',
-    'same reward throughout',
+    'Groups without signal',
+    'fraction whose rewards are all equal',
     {'': 'rollout/groups_degenerate'},
   ),
   ('Gradient norm', 'before clipping', {'': 'train/grad_norm'}),
   ('Learning rate', '', {'': 'train/lr', 'critic': 'train/lr_critic'}),
   (
-    'Waiting',
-    'share of a rollout in simulators',
+    'Idle',
+    'fraction of a rollout spent waiting',
     {'simulators': 'wait/simulators', 'policy': 'wait/policy'},
   ),
-  ('Speed', 'tokens a second', {'': 'throughput/tokens_per_second'}),
-  ('Speed', 'environment steps a second', {'': 'throughput/steps_per_second'}),
+  ('Throughput', 'tokens per second', {'': 'throughput/tokens_per_second'}),
+  (
+    'Throughput',
+    'environment steps per second',
+    {'': 'throughput/steps_per_second'},
+  ),
 )
-SPEEDS = {
-  'throughput/tokens_per_second': 'tokens a second',
-  'throughput/steps_per_second': 'environment steps a second',
+THROUGHPUT = {
+  'throughput/tokens_per_second': 'tokens per second',
+  'throughput/steps_per_second': 'environment steps per second',
 }
-# What a headline is shown with: what was measured while it trained.
-BESIDE = {
+# The metric of training that is drawn with a headline, and its label.
+TRAINING_COUNTERPARTS = {
   'eval/accuracy': ('rollout/accuracy', 'training prompts, sampled'),
-  'eval/success_once': ('env/success_once', 'in training, drawn'),
+  'eval/success_once': ('env/success_once', 'training, sampled'),
 }
 GANTT_STEPS = 4
-THIRD, TWO_THIRDS, WHOLE = 325, 703, 1082  # Pixels inside a card.
+MAX_SHARES = 8  # Rows of the table of shares; other stages are summed.
+THIRD, TWO_THIRDS, WHOLE = 325, 703, 1082  # Pixels inside of cards.
 
 
 def write(folder: str | os.PathLike) -> pathlib.Path:
   """Writes `report.html` into a run folder; returns its path.
 
   Raises:
-    FileNotFoundError: the folder has no metrics.
-    ValueError: one of its files is broken in the middle.
+    FileNotFoundError: if the folder has no metrics.
+    ValueError: if a line of one of its files is not JSON.
   """
   run = run_folder.read(folder)
   text = page.render(
     'report_template.html',
     name=html.escape(run.folder.resolve().name),
-    kind=html.escape(_kind(run)),
+    kind=html.escape(_workflow(run)),
     state='finished' if run.result else 'unfinished',
-    story=html.escape(summary.tell(run)),
-    figures=_figures(run),
+    summary=html.escape(summary.describe(run)),
+    figures=_key_figures(run),
     headline=_headline_cards(run),
     curves=_curve_cards(run),
     time=_time_cards(run),
@@ -126,43 +135,43 @@ def write(folder: str | os.PathLike) -> pathlib.Path:
 
 
 def try_write(folder: str | os.PathLike) -> str:
-  """Writes the report; returns its path, or a sentence why there is none."""
+  """Writes the report; returns its path, or the reason why there is none."""
   try:
     return str(write(folder))
-  except Exception as error:  # noqa: BLE001 The model is worth more than its page.
-    return f'none, because: {error} Again: python -m rlinf_jax.report {folder}'
+  except Exception as error:  # noqa: BLE001 Training is worth more than its report.
+    return f'none: {error} Try again: python -m rlinf_jax.report {folder}'
 
 
-def _kind(run: run_folder.Run) -> str:
-  """The workflow that the configuration names, as `grpo`; else nothing."""
+def _workflow(run: run_folder.Run) -> str:
+  """The name of the workflow in config.gin, such as 'grpo'; '' if unknown."""
   path = run.folder / 'config.gin'
   text = path.read_text(encoding='utf-8') if path.exists() else ''
-  found = re.search(r'^\S*train\.workflow\s*=\s*@([\w./]+)', text, re.MULTILINE)
-  return re.split(r'[./]', found[1])[-1] if found else ''
+  match = re.search(r'^\S*train\.workflow\s*=\s*@([\w./]+)', text, re.MULTILINE)
+  return re.split(r'[./]', match[1])[-1] if match else ''
 
 
-def _figures(run: run_folder.Run) -> str:
-  """The big numbers on top."""
+def _key_figures(run: run_folder.Run) -> str:
+  """The large numbers at the top."""
   figures = []
   if headline := summary.headline(run):
-    words, name, share = headline
-    change = summary.ends(run, name) or [summary.latest(run, name)]
-    value = '<i>→</i>'.join(
-      f'<b>{summary.number(x, share)}</b>' for x in change
+    label, name, is_fraction = headline
+    values = summary.first_and_last(run, name) or [summary.latest(run, name)]
+    text = '<i>→</i>'.join(
+      f'<b>{summary.number(x, is_fraction)}</b>' for x in values
     )
-    figures.append((words, value, 'headline'))
+    figures.append((label, text, 'headline'))
   figures.append(('steps', f'<b>{run_folder.steps(run):,}</b>', ''))
   value, unit = summary.duration(run)
   figures.append((unit, f'<b>{value}</b>', ''))
-  for name, words in SPEEDS.items():
-    if speeds := run.series.get(name):
-      speed = np.median(speeds.value)
-      figures.append((words, f'<b>{speed:,.0f}</b>', ''))
-  return page.figures(figures)
+  for name, label in THROUGHPUT.items():
+    if series := run.series.get(name):
+      median = np.median(series.value)
+      figures.append((label, f'<b>{median:,.0f}</b>', ''))
+  return page.key_figures(figures)
 
 
 def _headline_cards(run: run_folder.Run) -> str:
-  """The curve that matters most, beside that of the warm-up."""
+  """The curve of the headline metric, beside that of the warm-up."""
   cards = []
   if run.warm_start:
     cards.append(_headline_card(run.warm_start, 'Warm-up: ', THIRD, 'third'))
@@ -179,16 +188,16 @@ def _headline_card(
   headline = summary.headline(run)
   if not headline:
     return ''
-  words, name, share = headline
+  headline_label, name, is_fraction = headline
   colors, lines = {}, []
-  beside, label = BESIDE.get(name, ('', ''))
-  if beside in run.series:
+  counterpart, label = TRAINING_COUNTERPARTS.get(name, ('', ''))
+  if counterpart in run.series:
     colors = {'held out, greedy': 1, label: 2}
-    lines = [charts.Line(*run.series[beside], 2)]
-  exact = name.startswith('eval/')
-  change = summary.ends(run, name)
-  lines.append(charts.Line(*run.series[name], 1, points=exact))
-  title = f'{prefix}{words}'
+    lines = [charts.Curve(*run.series[counterpart], 2)]
+  is_evaluation = name.startswith('eval/')
+  change = summary.first_and_last(run, name)
+  lines.append(charts.Curve(*run.series[name], 1, points=is_evaluation))
+  title = f'{prefix}{headline_label}'
   return page.card(
     title[0].upper() + title[1:],
     page.legend(colors) or 'over steps',
@@ -196,49 +205,52 @@ def _headline_card(
       lines,
       width=width,
       height=260,
-      percent=share,
-      base=change[0] if exact and change else None,
+      percent=is_fraction,
+      base=change[0] if is_evaluation and change else None,
     ),
-    summary.number(summary.latest(run, name), share),
+    summary.number(summary.latest(run, name), is_fraction),
     size,
   )
 
 
 def _curve_cards(run: run_folder.Run) -> str:
-  """A small curve for each metric that the run has, but its headline."""
+  """A small chart for each metric of the run except the headline."""
   cards = []
-  _, shown, _ = summary.headline(run) or ('', '', False)
+  headline = summary.headline(run)
+  shown = headline.metric if headline else ''
   for title, note, names in CURVES:
-    found = {
+    series = {
       label: run.series[name]
       for label, name in names.items()
       if name in run.series
       and name != shown
       and np.isfinite(run.series[name].value).any()
     }
-    if not found:
+    if not series:
       continue
-    colors = {label: i for i, label in enumerate(found, 1) if label}
-    lines = [charts.Line(*s, i) for i, s in enumerate(found.values(), 1)]
-    last = next(iter(found.values())).value[-1]
+    colors = {label: i for i, label in enumerate(series, 1) if label}
+    lines = [charts.Curve(*s, i) for i, s in enumerate(series.values(), 1)]
+    last = next(iter(series.values())).value[-1]
     picture = charts.curves(lines[::-1], width=THIRD, height=150)
     note = ' '.join([note, page.legend(colors)])
     cards.append(page.card(title, note, picture, summary.number(last), 'third'))
   if not cards:
     return ''
-  return f'<h2>Step by step</h2><div class="grid">{"".join(cards)}</div>'
+  return (
+    f'<h2>Metrics of every step</h2><div class="grid">{"".join(cards)}</div>'
+  )
 
 
 def _time_cards(run: run_folder.Run) -> str:
-  """Where the time went: shares, seconds over steps, the last steps."""
+  """Time: share of each stage, seconds over steps, the last steps."""
   times = run_folder.stage_seconds(run)
   if not times:
     return ''
-  ran = {record['stage'] for record in run.runs}
-  names = [*times, *sorted(ran - set(times))]
+  recorded = {record['stage'] for record in run.runs}
+  names = [*times, *sorted(recorded - set(times))]
   colors = dict.fromkeys(names, charts.SERIES)
-  places = (name for name in names if name not in run_folder.NO_STAGE)
-  colors |= dict(zip(places, range(1, charts.SERIES), strict=False))
+  stage_names = (name for name in names if name not in run_folder.NO_STAGE)
+  colors |= dict(zip(stage_names, range(1, charts.SERIES), strict=False))
   cards = [_share_card(times, colors)]
   stages = {
     name: run.series[f'time/{name}']
@@ -249,24 +261,28 @@ def _time_cards(run: run_folder.Run) -> str:
     cards.append(_stacked_card(stages, colors))
   if run.runs:
     cards.append(_gantt_card(run.runs, colors))
-  if lines := predicted.table(run.folder):
-    cards.append(_predicted_card(lines))
+  if rows := predicted.table(run.folder):
+    cards.append(_predicted_card(rows))
   grid = ''.join(cards)
-  return f'<h2>Where the time went</h2><div class="grid">{grid}</div>'
+  return f'<h2>Time</h2><div class="grid">{grid}</div>'
 
 
 def _share_card(times: Mapping[str, float], colors: Mapping[str, int]) -> str:
   total = sum(times.values())
+  shown = dict(list(times.items())[:MAX_SHARES])
+  if others := len(times) - len(shown):
+    shown[f'{others} others'] = total - sum(shown.values())
   rows = []
-  for name, value in times.items():
-    style = f'width: {100 * value / total:.2f}%; --c: var(--s{colors[name]})'
+  for name, value in shown.items():
+    color = colors.get(name, charts.SERIES)
+    style = f'width: {100 * value / total:.2f}%; --c: var(--s{color})'
     rows.append(
-      f'<tr><td>{page.key(name, colors[name])}</td>'
+      f'<tr><td>{page.legend_entry(name, color)}</td>'
       f'<td>{summary.percent(value / total)}</td><td>{value:,.1f} s</td></tr>'
       f'<tr class="bar"><td colspan="3"><div style="{style}"></div></td></tr>'
     )
   table = f'<table>{"".join(rows)}</table>'
-  return page.card('Shares', 'of all seconds', table, '', 'third')
+  return page.card('Time by stage', 'of the whole run', table, '', 'third')
 
 
 def _stacked_card(stages, colors: Mapping[str, int]) -> str:
@@ -274,43 +290,43 @@ def _stacked_card(stages, colors: Mapping[str, int]) -> str:
   seconds = {name: np.zeros(len(step)) for name in stages}
   for name, series in stages.items():
     seconds[name][np.searchsorted(step, series.step)] = series.value
-  of_step = sum(np.nan_to_num(value) for value in seconds.values())
-  note = 'over steps, stage on stage'
-  if len(step) > 2 and of_step[0] > 2 * np.median(of_step):
-    note += f'; the first took {of_step[0]:.1f} s, as it compiles'
+  total = sum(np.nan_to_num(value) for value in seconds.values())
+  note = 'of every step, stacked by stage'
+  if len(step) > 2 and total[0] > 2 * np.median(total):
+    note += f'; the first step compiles and took {total[0]:.1f} s'
   picture = charts.stacked(step, seconds, colors, width=TWO_THIRDS, height=280)
-  now = f'{np.median(of_step):.2f} s'
-  return page.card('Seconds a step', note, picture, now, 'two-thirds')
+  median = f'{np.median(total):.2f} s'
+  return page.card('Seconds per step', note, picture, median, 'two-thirds')
 
 
 def _gantt_card(runs: Sequence[Mapping], colors: Mapping[str, int]) -> str:
   last = sorted({record['step'] for record in runs})[-GANTT_STEPS:]
   records = [record for record in runs if record['step'] in last]
   picture = charts.gantt(records, colors, width=WHOLE)
-  words = 'step' if len(last) == 1 else f'{len(last)} steps'
+  steps = 'step' if len(last) == 1 else f'{len(last)} steps'
   return page.card(
-    f'The last {words}', 'which stage ran when', picture, '', 'whole'
+    f'The last {steps}', 'when each stage ran', picture, '', 'whole'
   )
 
 
-def _predicted_card(lines: Sequence[predicted.Row]) -> str:
-  rows = ''.join(
-    f'<tr><td>{html.escape(line.name)}</td><td>{line.predicted:.3g} s</td>'
-    f'<td>{"" if line.measured is None else f"{line.measured:.3g} s"}</td>'
-    f'<td>{"" if line.ratio is None else f"{line.ratio:.2f}"}</td>'
-    f'<td>{line.source}</td></tr>'
-    for line in lines
+def _predicted_card(rows: Sequence[predicted.Row]) -> str:
+  body = ''.join(
+    f'<tr><td>{html.escape(row.name)}</td><td>{row.predicted:.3g} s</td>'
+    f'<td>{"" if row.measured is None else f"{row.measured:.3g} s"}</td>'
+    f'<td>{"" if row.ratio is None else f"{row.ratio:.2f}"}</td>'
+    f'<td>{row.source}</td></tr>'
+    for row in rows
   )
   table = (
     '<table><tr><th></th><th>predicted</th><th>measured</th><th>ratio</th>'
-    f'<th>by what was</th></tr>{rows}</table>'
+    f'<th>prediction from</th></tr>{body}</table>'
   )
-  note = 'seconds a step: the plan in simulation, and the median since'
-  return page.card('Predicted against measured', note, table, '', 'whole')
+  note = 'seconds per step: simulated, and the median of later steps'
+  return page.card('Predicted and measured time', note, table, '', 'whole')
 
 
 def _details(run: run_folder.Run) -> str:
-  """All metrics in numbers, and the configuration."""
+  """Tables of all metrics, and the configuration files."""
   rows = ''.join(
     f'<tr><td>{html.escape(name)}</td>'
     + ''.join(
@@ -339,6 +355,7 @@ def _details(run: run_folder.Run) -> str:
 
 
 def main() -> None:
+  """Runs the command line."""
   parser = argparse.ArgumentParser(
     prog='python -m rlinf_jax.report',
     description='Writes report.html into a run folder.',

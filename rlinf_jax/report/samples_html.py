@@ -1,4 +1,4 @@
-"""What a report shows of evaluations: what a policy said, or what it did."""
+"""Samples of evaluations in a report: completions, or videos of episodes."""
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,19 +9,21 @@ from typing import Any
 from rlinf_jax.report import page, summary, video
 from rlinf_jax.run import run_folder
 
-SAMPLES = 8  # Shown of an evaluation.
-LONGEST = 600  # Characters shown of a prompt or a completion.
+SAMPLES = 8  # Shown per evaluation.
+LONGEST = 600  # Characters shown of a prompt or of a completion.
 
 
 def videos(run: run_folder.Run) -> str:
-  """What the policy did at the first, a middle and the last evaluation."""
+  """Videos of the first, a middle and the last evaluation that has one."""
   found = video.paths(run.folder)
   if not found:
     return ''
-  cards = ''.join(_video_card(run, step, found[step]) for step in _few(found))
+  cards = ''.join(
+    _video_card(run, step, found[step]) for step in _first_middle_last(found)
+  )
   return (
-    '<h2>What it does <small>in the first held-out episodes: green while the '
-    f'task is solved</small></h2><div class="grid">{cards}</div>'
+    '<h2>Videos <small>first held-out episodes; green while the task is '
+    f'solved, red if it never was</small></h2><div class="grid">{cards}</div>'
   )
 
 
@@ -31,18 +33,17 @@ def _video_card(run: run_folder.Run, step: int, path: pathlib.Path) -> str:
   solved, note = run.series.get('eval/success_once'), ''
   if solved is not None and step in solved.step:
     share = float(solved.value[solved.step == step][0])
-    note = f'{summary.percent(share)} of all held-out episodes solved'
+    note = f'{summary.percent(share)} of all held-out episodes succeeded'
   return page.card(f'After step {step:,}', note, picture, '', 'third')
 
 
-def _few(steps: Iterable[int]) -> list[int]:
-  """The first, a middle and the last."""
-  taken = sorted(steps)
-  return sorted({taken[0], taken[len(taken) // 2], taken[-1]})
+def _first_middle_last(steps: Iterable[int]) -> list[int]:
+  steps = sorted(steps)
+  return sorted({steps[0], steps[len(steps) // 2], steps[-1]})
 
 
 def samples(run: run_folder.Run) -> str:
-  """What the model said at the first, a middle and the last evaluation."""
+  """Completions of the first, a middle and the last evaluation."""
   split = 'eval' if any(s['split'] == 'eval' for s in run.samples) else 'train'
   by_step: dict[int, list] = {}
   for sample in run.samples:
@@ -50,10 +51,12 @@ def samples(run: run_folder.Run) -> str:
       by_step.setdefault(sample['step'], []).append(sample)
   if not by_step:
     return ''
-  columns = ''.join(_sample_column(x, by_step[x]) for x in _few(by_step))
-  words = 'held-out prompts' if split == 'eval' else 'training prompts'
+  columns = ''.join(
+    _sample_column(x, by_step[x]) for x in _first_middle_last(by_step)
+  )
+  prompts = 'held-out prompts' if split == 'eval' else 'training prompts'
   return (
-    f'<h2>What it says <small>to {words}</small></h2>'
+    f'<h2>Completions <small>of {prompts}</small></h2>'
     f'<div class="grid">{columns}</div>'
   )
 
@@ -63,7 +66,7 @@ def _sample_column(step: int, samples: Sequence[Mapping[str, Any]]) -> str:
   cards = ''.join(_sample(sample) for sample in samples[:SAMPLES])
   return (
     f'<section class="third"><h3>After step {step:,} <small>{right} of '
-    f'{len(samples)} right</small></h3>{cards}</section>'
+    f'{len(samples)} correct</small></h3>{cards}</section>'
   )
 
 

@@ -1,102 +1,126 @@
-"""What happened in a run, in words computed from its numbers."""
+"""Summary of a run in a few sentences, from its metrics."""
+
+from typing import NamedTuple
 
 import numpy as np
 
 from rlinf_jax.run import run_folder
 
-# What tells best whether a run learned: its words, its metric, whether it is
-# a share of one. The first that a run has is its headline.
+
+class Headline(NamedTuple):
+  """A metric that shows whether a run learned.
+
+  Attributes:
+    label: its name in sentences.
+    metric: its name in metrics.jsonl.
+    is_fraction: whether it lies between 0 and 1, to be shown in percent.
+  """
+
+  label: str
+  metric: str
+  is_fraction: bool
+
+
+# In order of preference: the first that a run has is its headline.
 HEADLINES = (
-  ('held-out accuracy', 'eval/accuracy', True),
-  ('held-out success', 'eval/success_once', True),
-  ('accuracy on training prompts', 'rollout/accuracy', True),
-  ('success in training', 'env/success_once', True),
-  ('mean reward', 'rollout/reward_mean', False),
-  ('loss', 'train/loss', False),
+  Headline('held-out accuracy', 'eval/accuracy', True),
+  Headline('held-out success rate', 'eval/success_once', True),
+  Headline('accuracy on training prompts', 'rollout/accuracy', True),
+  Headline('success rate in training', 'env/success_once', True),
+  Headline('mean reward', 'rollout/reward_mean', False),
+  Headline('loss', 'train/loss', False),
 )
 
 
-def tell(run: run_folder.Run) -> str:
-  """What happened, in a few sentences."""
+def describe(run: run_folder.Run) -> str:
+  """Describes progress, time and problems of a run in a few sentences."""
   sentences = [_progress(run)]
   times = run_folder.stage_seconds(run)
   if times:
-    place, most = next(iter(times.items()))
-    passed = 'passed' if place in run_folder.NO_STAGE else 'went to'
-    share = percent(most / sum(times.values()), 0)
-    sentences.append(f'Most time {passed} {place} ({share}).')
+    name, longest = next(iter(times.items()))
+    verb = 'passed' if name in run_folder.NO_STAGE else 'was spent in'
+    fraction = percent(longest / sum(times.values()), 0)
+    sentences.append(f'Most time {verb} {name} ({fraction}).')
   if run.warm_start:
     sentences.append(
-      f'It started from a model warmed up in {_effort(run.warm_start)}.'
+      f'It started from a model that was warmed up in '
+      f'{_duration(run.warm_start)}.'
     )
   if not run.result:
     sentences.append(
-      'The run is unfinished: it still runs, or it stopped after step '
+      'The run is not finished: it is still running, or it stopped after step '
       f'{run_folder.steps(run):,}.'
     )
-  broken = {
+  not_finite = {
     name: series.step[~np.isfinite(series.value)]
     for name, series in run.series.items()
   }
-  broken = {name: at for name, at in broken.items() if at.size}
-  if broken:
-    first = min(at[0] for at in broken.values())
+  not_finite = {name: steps for name, steps in not_finite.items() if steps.size}
+  if not_finite:
+    first = min(steps[0] for steps in not_finite.values())
     sentences.append(
-      f'From step {first:,} on, not every value was a finite number: '
-      f'{", ".join(broken)}.'
+      f'From step {first:,} on, some values were NaN or infinite: '
+      f'{", ".join(not_finite)}.'
     )
   return ' '.join(sentences)
 
 
 def _progress(run: run_folder.Run) -> str:
+  """How the headline metric changed."""
   best = headline(run)
   if not best:
-    return f'The run made {_effort(run)}.'
-  words, name, share = best
-  words = words[0].upper() + words[1:]
-  change = ends(run, name)
+    return f'The run took {_duration(run)}.'
+  label, name, is_fraction = best
+  label = label[0].upper() + label[1:]
+  change = first_and_last(run, name)
   if not change:
     (step,) = run.series[name].step[np.isfinite(run.series[name].value)]
-    value = number(latest(run, name), share)
-    return f'{words} was {value} at step {step:,}, its only measurement.'
+    value = number(latest(run, name), is_fraction)
+    return f'{label} was {value} at step {step:,}, its only measurement.'
   before, after = change
-  small = 0.005 if share else 0.01 * abs(before)
+  small = 0.005 if is_fraction else 0.01 * abs(before)
   if abs(after - before) <= small:
     verb = 'stayed about the same, from'
   else:
     verb = 'rose from' if after > before else 'fell from'
   return (
-    f'{words} {verb} {number(before, share)} to {number(after, share)} in '
-    f'{_effort(run)}.'
+    f'{label} {verb} {number(before, is_fraction)} to '
+    f'{number(after, is_fraction)} in '
+    f'{_duration(run)}.'
   )
 
 
-def _effort(run: run_folder.Run) -> str:
+def _duration(run: run_folder.Run) -> str:
   steps, (value, unit) = run_folder.steps(run), duration(run)
   return f'{steps:,} {"step" if steps == 1 else "steps"} and {value} {unit}'
 
 
-def headline(run: run_folder.Run) -> tuple[str, str, bool] | None:
-  """The line of `HEADLINES` that a run is best told by, if any."""
-  for line in HEADLINES:
-    series = run.series.get(line[1])
+def headline(run: run_folder.Run) -> Headline | None:
+  """The first of `HEADLINES` that a run has, if any."""
+  for candidate in HEADLINES:
+    series = run.series.get(candidate.metric)
     if series and np.isfinite(series.value).any():
-      return line
+      return candidate
   return None
 
 
-def ends(run: run_folder.Run, name: str) -> tuple[float, float] | None:
-  """A metric before and after; None where it was measured once.
+def first_and_last(
+  run: run_folder.Run, name: str
+) -> tuple[float, float] | None:
+  """A metric at the start and at the end of a run.
 
-  Evaluations are taken as they are, noisy metrics as means of their outer
-  tenths. Numbers that are not finite do not count.
+  Metrics of single steps are noisy: they are averaged over the first and the
+  last tenth of the run. Values that are not finite are ignored.
+
+  Returns:
+    Both values, or None if the metric has fewer than two.
   """
   value = run.series[name].value
   value = value[np.isfinite(value)]
   if len(value) < 2:
     return None
-  few = 1 if name.startswith('eval/') else max(1, len(value) // 10)
-  return float(value[:few].mean()), float(value[-few:].mean())
+  n = 1 if name.startswith('eval/') else max(1, len(value) // 10)
+  return float(value[:n].mean()), float(value[-n:].mean())
 
 
 def latest(run: run_folder.Run, name: str) -> float:
@@ -105,23 +129,22 @@ def latest(run: run_folder.Run, name: str) -> float:
   return float(value[np.isfinite(value)][-1])
 
 
-# Numbers as words.
-
-
-def number(value: float, share: bool = False) -> str:
+def number(value: float, is_fraction: bool = False) -> str:
+  """Formats a number; fractions of one in percent."""
   if not np.isfinite(value):
     return 'not a number' if np.isnan(value) else 'infinite'
-  if share:
+  if is_fraction:
     return percent(value)
   return f'{value:,.0f}' if abs(value) >= 1000 else f'{value:.3g}'
 
 
 def percent(value: float, decimals: int = 1) -> str:
+  """Formats a fraction of one in percent."""
   return f'{100 * value:.{decimals}f}\N{NARROW NO-BREAK SPACE}%'
 
 
 def duration(run: run_folder.Run) -> tuple[str, str]:
-  """How long a run took: a number and its unit."""
+  """The duration of a run: a number and its unit."""
   seconds = run_folder.seconds(run)
   if seconds < 120:
     return f'{seconds:.0f}', 'seconds'

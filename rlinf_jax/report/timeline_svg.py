@@ -1,7 +1,7 @@
-"""Draws who does what when: a lane a place, time to the right, as SVG.
+"""Draws a timeline as SVG: one track per place, time to the right.
 
-Colors are variables of the page around it, so that one picture serves a light
-and a dark page. A unit of a picture is a CSS pixel.
+Colors are CSS variables of the surrounding page, so that one picture fits a
+light and a dark page. Units are CSS pixels.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,14 +9,14 @@ import html
 import math
 from typing import Any
 
-LANE, GAP, AXIS, TOP = 34, 10, 26, 4  # Pixels.
-LETTER = 6.6  # Pixels of a letter, about.
-THINNEST = 0.7  # Pixels of a bar: thinner ones would vanish.
+TRACK, GAP, AXIS, TOP = 34, 10, 26, 4  # Heights in pixels.
+LETTER = 6.6  # Mean width of a letter in pixels.
+THINNEST = 0.7  # Least width of a bar in pixels, to be visible.
 
 
 def draw(
   spans: Sequence[Mapping[str, Any]],
-  lanes: Sequence[str],
+  tracks: Sequence[str],
   colors: Mapping[str, int],
   *,
   end: float,
@@ -27,76 +27,76 @@ def draw(
   """Draws spans.
 
   Args:
-    spans: each with `place`, `what`, `stage` (None for what only moves), and
-      `start` and `end` in seconds.
-    lanes: places, from top to bottom.
+    spans: each with `place`, `what`, `stage` (None where data only moves),
+      `step`, and `start` and `end` in seconds.
+    tracks: places, from top to bottom.
     colors: number of the color --s1 … of each stage.
     end: seconds of a step.
-    seconds: that there is room for: two pictures with as many have one scale.
-    left: pixels for the names of lanes, as `margin` has it.
+    seconds: range of the time axis; equal ranges make pictures comparable.
+    left: pixels for the names of tracks, as `margin` returns.
     width: pixels.
   """
   scale = (width - left - 8) / seconds if seconds else 0.0
-  height = TOP + len(lanes) * (LANE + GAP) + AXIS
+  height = TOP + len(tracks) * (TRACK + GAP) + AXIS
   parts = [_axis(seconds, scale, left, height)]
-  for i, lane in enumerate(lanes):
-    y = TOP + i * (LANE + GAP)
+  for i, track in enumerate(tracks):
+    y = TOP + i * (TRACK + GAP)
     parts.append(
-      f'<text x="{left - 12}" y="{y + LANE / 2 + 4.5:g}" text-anchor="end" '
-      f'class="lane">{html.escape(lane)}</text>'
+      f'<text x="{left - 12}" y="{y + TRACK / 2 + 4.5:g}" text-anchor="end" '
+      f'class="track">{html.escape(track)}</text>'
       f'<rect x="{left}" y="{y}" width="{end * scale:.2f}" '
-      f'height="{LANE}" rx="4" class="idle"/>'
+      f'height="{TRACK}" rx="4" class="idle"/>'
     )
-    mine = [span for span in spans if span['place'] == lane]
-    for span in _joined(mine, THINNEST / scale if scale else 0.0):
+    own = [span for span in spans if span['place'] == track]
+    for span in _merged(own, THINNEST / scale if scale else 0.0):
       parts.append(_bar(span, colors, left, y, scale))
   return (
     f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(parts)}</svg>'
   )
 
 
-def margin(lanes: Iterable[str]) -> int:
-  """Pixels that the names of lanes need."""
-  return 14 + math.ceil(7.5 * max(map(len, lanes)))
+def margin(tracks: Iterable[str]) -> int:
+  """The pixels that the names of tracks need."""
+  return 14 + math.ceil(7.5 * max(map(len, tracks)))
 
 
-def _joined(spans, thinnest: float) -> list[dict[str, Any]]:
-  """Neighbors that are the same and between which no eye sees a gap."""
-  joined = []
+def _merged(spans, thinnest: float) -> list[dict[str, Any]]:
+  """Merges neighboring spans of a stage whose gap is too small to be seen."""
+  merged = []
   for span in sorted(spans, key=lambda span: span['start']):
-    last = joined[-1] if joined else None
+    last = merged[-1] if merged else None
     same = last and all(last[k] == span[k] for k in ('stage', 'what', 'step'))
     if same and span['start'] - last['end'] < thinnest / 2:
       last['end'] = span['end']
       last['calls'] += 1
     else:
-      joined.append(dict(span, calls=1))
-  return joined
+      merged.append(dict(span, calls=1))
+  return merged
 
 
 def _bar(span, colors, left: int, y: int, scale: float) -> str:
   name = span['stage']
-  x, wide = left + span['start'] * scale, span['end'] - span['start']
-  said = name or {'run': 'moves rows'}.get(span['what'], span['what'])
+  x, seconds = left + span['start'] * scale, span['end'] - span['start']
+  label = name or {'run': 'moves rows'}.get(span['what'], span['what'])
   calls = f' in {span["calls"]} calls' * (span['calls'] > 1)
   step = f', step {span["step"]:+d}' * bool(span['step'])
-  title = f'{said}: {wide:.3g} s{calls}, from {span["start"]:.3g} s{step}'
-  pixels = max(wide * scale, THINNEST)
+  title = f'{label}: {seconds:.3g} s{calls}, from {span["start"]:.3g} s{step}'
+  pixels = max(seconds * scale, THINNEST)
   fill = f'var(--s{colors[name]})' if name else 'var(--soft)'
   bar = (
-    f'<rect x="{x:.2f}" y="{y}" width="{pixels:.2f}" height="{LANE}" '
+    f'<rect x="{x:.2f}" y="{y}" width="{pixels:.2f}" height="{TRACK}" '
     f'rx="{min(3, pixels / 3):.2g}" fill="{fill}"/>'
   )
-  if len(said) * LETTER + 10 < pixels:
+  if len(label) * LETTER + 10 < pixels:
     bar += (
-      f'<text x="{x + pixels / 2:.2f}" y="{y + LANE / 2 + 4:g}" '
-      f'text-anchor="middle" class="inside">{html.escape(said)}</text>'
+      f'<text x="{x + pixels / 2:.2f}" y="{y + TRACK / 2 + 4:g}" '
+      f'text-anchor="middle" class="inside">{html.escape(label)}</text>'
     )
   return f'<g><title>{html.escape(title)}</title>{bar}</g>'
 
 
 def _axis(seconds: float, scale: float, left: int, height: int) -> str:
-  """Hair lines at round numbers of seconds, or of parts of seconds."""
+  """Vertical lines at round numbers of seconds, or of ms or µs."""
   unit, times = next(
     ((u, n) for u, n in (('s', 1), ('ms', 1e3)) if seconds * n >= 1),
     ('µs', 1e6),
@@ -114,6 +114,6 @@ def _axis(seconds: float, scale: float, left: int, height: int) -> str:
 
 
 def _round(x: float) -> float:
-  """The least of 1, 2, 2.5, 5 × 10ⁿ that is no less."""
+  """The smallest of 1, 2, 2.5, 5 × 10ⁿ that is at least `x`."""
   power = 10 ** math.floor(math.log10(x))
   return next(n * power for n in (1, 2, 2.5, 5, 10) if n * power >= x * 0.999)

@@ -1,4 +1,4 @@
-"""A run's timeline for chrome://tracing and ui.perfetto.dev."""
+"""Exports a run's timeline for chrome://tracing and ui.perfetto.dev."""
 
 from collections.abc import Iterable, Mapping
 import json
@@ -8,15 +8,16 @@ from typing import Any
 
 
 def events(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  """Lines of timeline.jsonl as events, a row a place, in microseconds.
+  """Converts timeline records to trace events, one track per place.
 
+  Times are in microseconds. The format is described at
   https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
   """
-  rows, made = {}, []
+  tracks, spans = {}, []
   for record in records:
-    row = rows.setdefault(record['place'], len(rows))
+    track = tracks.setdefault(record['place'], len(tracks))
     piece, pieces = record['piece']
-    made.append(
+    spans.append(
       {
         'name': record['stage'],
         'cat': record['what'],
@@ -24,7 +25,7 @@ def events(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         'ts': 1e6 * record['start'],
         'dur': 1e6 * (record['end'] - record['start']),
         'pid': 0,
-        'tid': row,
+        'tid': track,
         'args': {
           'step': record['step'],
           'piece': f'{piece} of {pieces}',
@@ -32,22 +33,22 @@ def events(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         },
       }
     )
-  named = [
+  names = [
     {
       'name': 'thread_name',
       'ph': 'M',
       'pid': 0,
-      'tid': row,
+      'tid': track,
       'args': {'name': place},
     }
-    for place, row in rows.items()
+    for place, track in tracks.items()
   ]
-  return named + made
+  return names + spans
 
 
 def write(folder: str | os.PathLike):
   """Writes trace.json into a run folder, from its timeline.jsonl."""
   folder = pathlib.Path(folder)
   lines = (folder / 'timeline.jsonl').read_text().splitlines()
-  made = {'traceEvents': events(map(json.loads, lines))}
-  (folder / 'trace.json').write_text(json.dumps(made))
+  content = {'traceEvents': events(map(json.loads, lines))}
+  (folder / 'trace.json').write_text(json.dumps(content))

@@ -10,63 +10,66 @@ import re
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-LARGEST = 300_000  # Bytes of a video: a report holds three.
-LASTS = 120  # Milliseconds of a picture,
-LAST = 1500  # and of the last one, so that one sees how it ended.
+MAX_BYTES = 300_000  # Of a video: a report contains three.
+FRAME_MS = 120  # Milliseconds that a frame is shown,
+LAST_FRAME_MS = 1500  # and the last one, to show the outcome.
 STRIP, EDGE = 14, 3  # Pixels above a picture, and around it.
 INK, PAPER, RUNNING = (70, 76, 88), (255, 255, 255), (190, 194, 202)
 GOOD, BAD = (27, 150, 80), (200, 60, 50)
-# Of all pictures every so many, and colors: until it is small enough.
-COARSER = ((1, 128), (1, 48), (2, 48), (2, 16), (4, 16), (8, 8))
+# (Frame interval, number of colors), tried in order until a video is small
+# enough.
+QUALITIES = ((1, 128), (1, 48), (2, 48), (2, 16), (4, 16), (8, 8))
 
 
 def path(folder: pathlib.Path, step: int) -> pathlib.Path:
+  """The file of the video after `step` updates."""
   return folder / 'videos' / f'step_{step:06}.gif'
 
 
 def paths(folder: pathlib.Path) -> dict[int, pathlib.Path]:
-  """Videos that there are, by the updates made before."""
-  found = {}
-  for one in (folder / 'videos').glob('step_*.gif'):
-    if said := re.fullmatch(r'step_(\d+)', one.stem):
-      found[int(said[1])] = one
-  return dict(sorted(found.items()))
+  """The videos of a run folder, by updates finished."""
+  videos = {}
+  for file in (folder / 'videos').glob('step_*.gif'):
+    if match := re.fullmatch(r'step_(\d+)', file.stem):
+      videos[int(match[1])] = file
+  return dict(sorted(videos.items()))
 
 
 def truncate(folder: pathlib.Path, step: int):
-  """Removes those of later steps, which are made again."""
-  for later, one in paths(folder).items():
+  """Removes the videos after `step`, which a resumed run makes again."""
+  for later, file in paths(folder).items():
     if later > step:
-      one.unlink()
+      file.unlink()
 
 
 def try_write(
   folder: pathlib.Path,
   step: int,
-  film: Mapping[str, np.ndarray],
-  say: Callable[[str], None],
+  frames: Mapping[str, np.ndarray],
+  notify: Callable[[str], None],
 ):
-  """Writes a video, or says why there is none: no run ends by that."""
+  """Writes a video; reports a failure by `notify` and does not raise it."""
   try:
-    write(path(folder, step), film)
-  except Exception as error:  # noqa: BLE001 A policy is worth more.
-    say(f'There is no video of step {step}: {error}')
+    write(path(folder, step), frames)
+  except Exception as error:  # noqa: BLE001 Training is worth more than a video.
+    notify(f'There is no video of step {step}: {error}')
 
 
-def write(at: pathlib.Path, film: Mapping[str, np.ndarray]):
-  """Writes a film of `stages.film`, if anything is shown in it."""
-  if not (pictures := side_by_side(film)):
+def write(file: pathlib.Path, frames: Mapping[str, np.ndarray]):
+  """Writes the frames of `stages.envs.video` as a GIF, if there are any."""
+  if not (pictures := side_by_side(frames)):
     return
-  at.parent.mkdir(parents=True, exist_ok=True)
-  part = at.with_name(f'{at.name}.part')
-  part.write_bytes(encoded(pictures))
-  part.replace(at)
+  file.parent.mkdir(parents=True, exist_ok=True)
+  part = file.with_name(f'{file.name}.part')
+  part.write_bytes(encode(pictures))
+  part.replace(file)
 
 
 def side_by_side(film: Mapping[str, np.ndarray]) -> list[Image.Image]:
-  """Episodes next to each other, each in a frame that says how it goes.
+  """Arranges episodes in a grid of pictures, one grid per time step.
 
-  The frame is green while the task is solved; at the end, red if it never was.
+  The border of a picture is green while the task is solved. At the end of the
+  episode it is red if the task never was.
   """
   shown = np.flatnonzero(np.asarray(film['shown']))
   F = np.shape(film['time'])[1]
@@ -74,19 +77,19 @@ def side_by_side(film: Mapping[str, np.ndarray]) -> list[Image.Image]:
     return []
   columns = math.ceil(math.sqrt(len(shown)))
   rows = -(-len(shown) // columns)
-  made = []
+  sheets = []
   for f in range(F):
     tiles = [_tile(film, k, f) for k in shown]
     wide, high = tiles[0].size
     sheet = Image.new('RGB', (columns * wide, rows * high), PAPER)
     for i, tile in enumerate(tiles):
       sheet.paste(tile, (i % columns * wide, i // columns * high))
-    made.append(sheet)
-  return made
+    sheets.append(sheet)
+  return sheets
 
 
 def _tile(film, k: int, f: int) -> Image.Image:
-  """A picture of an episode, with its seed and the steps made."""
+  """The picture of an episode, with its seed and the number of steps."""
   time, solved = film['time'][k], film['solved'][k] > 0
   over = time[f] == time[-1]
   color = GOOD if film['success'][k, f] > 0 else RUNNING
@@ -111,34 +114,39 @@ def _font():
   return ImageFont.load_default(10)
 
 
-def encoded(pictures: Sequence[Image.Image]) -> bytes:
-  """As a GIF, as coarse as it must be not to be too large."""
-  for every, colors in COARSER:
-    some = [*pictures[:-1:every], pictures[-1]]
-    made = _encoded(some, every * LASTS, colors)
-    if len(made) <= LARGEST:
-      return made
+def encode(pictures: Sequence[Image.Image]) -> bytes:
+  """Encodes a GIF, in the best quality that is small enough.
+
+  Raises:
+    ValueError: if even the lowest quality exceeds `MAX_BYTES`.
+  """
+  for every, colors in QUALITIES:
+    selected = [*pictures[:-1:every], pictures[-1]]
+    data = _encode(selected, every * FRAME_MS, colors)
+    if len(data) <= MAX_BYTES:
+      return data
   raise ValueError(
-    f'its pictures take {len(made):,} bytes however coarse they are, and '
-    f'{LARGEST:,} at most: draw smaller ones.'
+    f'it has {len(data):,} bytes in the lowest quality, and the limit is '
+    f'{MAX_BYTES:,}. Draw smaller pictures.'
   )
 
 
-def _encoded(pictures, lasts: int, colors: int) -> bytes:
-  """A GIF whose pictures share a palette, of what is in all of them."""
-  few = pictures[:: max(1, len(pictures) // 4)]
-  sample = np.concatenate([np.asarray(x) for x in few])
-  # Of the ways there are, this one keeps what is small and colorful.
+def _encode(pictures, duration: int, colors: int) -> bytes:
+  """Encodes a GIF whose pictures share one palette."""
+  subset = pictures[:: max(1, len(pictures) // 4)]
+  sample = np.concatenate([np.asarray(x) for x in subset])
+  # The method that best keeps small colorful objects.
   octree = Image.Quantize.FASTOCTREE
   palette = Image.fromarray(sample).quantize(colors, octree)
-  plain = Image.Dither.NONE  # So that what stands still stays as it is.
-  drawn = [x.quantize(palette=palette, dither=plain) for x in pictures]
+  no_dither = Image.Dither.NONE  # Keeps still regions constant over time.
+  frames = [x.quantize(palette=palette, dither=no_dither) for x in pictures]
   file = io.BytesIO()
-  drawn[0].save(
-    *(file, 'GIF'),
+  frames[0].save(
+    file,
+    'GIF',
     save_all=True,
-    append_images=drawn[1:],
-    duration=[lasts] * (len(drawn) - 1) + [LAST],
+    append_images=frames[1:],
+    duration=[duration] * (len(frames) - 1) + [LAST_FRAME_MS],
     loop=0,
   )
   return file.getvalue()

@@ -263,7 +263,7 @@ def test_a_place_is_free_while_what_it_began_is_done(pieces, seconds):
   )
   shown = json.loads(chosen.to_json())
   shown = {'plan': shown, 'timeline': plan_data.timeline(evaluation)}
-  assert plan_page._lanes(shown) == ['all', 'all: simulate']
+  assert plan_page._tracks(shown) == ['all', 'all: simulate']
 
 
 def test_the_search_has_half_of_the_environments_simulated_meanwhile():

@@ -5,7 +5,7 @@ from rlinf_jax.report import charts
 RNG = np.random.default_rng(0)
 
 
-def test_what_is_not_noisy_is_not_smoothed():
+def test_smooth_curves_are_unchanged():
   value = np.linspace(0.0, 1.0, 100)
   np.testing.assert_array_equal(charts.smooth(value), value)
   np.testing.assert_array_equal(charts.smooth(np.ones(100)), np.ones(100))
@@ -22,26 +22,26 @@ def test_a_spike_hardly_moves_its_neighbors():
   value = RNG.random(120)
   spiked = value.copy()
   spiked[50] = 1000.0
-  apart = np.abs(charts.smooth(spiked) - charts.smooth(value))
-  assert apart.max() < 0.2
+  difference = np.abs(charts.smooth(spiked) - charts.smooth(value))
+  assert difference.max() < 0.2
 
 
-def test_numbers_that_are_not_finite_stay_holes():
+def test_values_that_are_not_finite_become_nan():
   value = RNG.random(100)
   value[[10, 20]] = np.nan, np.inf
   smoothed = charts.smooth(value)
   assert np.flatnonzero(np.isnan(smoothed)).tolist() == [10, 20]
 
 
-def test_long_curves_are_thinned_to_means():
+def test_long_curves_are_downsampled_to_means():
   value = np.arange(1000.0)
-  thin = charts.thin(value)
-  assert len(thin) <= charts.MOST_POINTS
-  np.testing.assert_array_equal(thin[:3], [1.0, 4.0, 7.0])
-  np.testing.assert_array_equal(charts.thin(value[:400]), value[:400])
+  short = charts.downsample(value)
+  assert len(short) <= charts.MAX_POINTS
+  np.testing.assert_array_equal(short[:3], [1.0, 4.0, 7.0])
+  np.testing.assert_array_equal(charts.downsample(value[:400]), value[:400])
 
 
 def test_a_picture_does_not_depend_on_those_before_it():
-  line = charts.Line(np.arange(5), np.arange(5.0))
-  first = charts.curves([line], width=300, height=150)
-  assert charts.curves([line], width=300, height=150) == first
+  curve = charts.Curve(np.arange(5), np.arange(5.0))
+  first = charts.curves([curve], width=300, height=150)
+  assert charts.curves([curve], width=300, height=150) == first

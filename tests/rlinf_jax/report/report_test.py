@@ -65,7 +65,7 @@ def test_the_page_needs_nothing_but_itself(full):
 def test_the_page_says_what_happened(full):
   for text in (
     'rose from 31.0\u202f% to 94.1\u202f% in 180 steps and 5.3 minutes.',
-    'Most time went to generate (57\u202f%).',
+    'Most time was spent in generate (57\u202f%).',
     'warmed up in 300 steps and 75 seconds.',
     '<b>31.0\u202f%</b><i>→</i><b>94.1\u202f%</b>',
     'state finished',
@@ -83,12 +83,12 @@ def test_the_page_has_every_part(full):
     'Policy loss',
     'Entropy',
     'KL divergence',
-    'Clipped',
+    'Clip fraction',
     'Response length',
     'Gradient norm',
-    'Speed',
-    'Shares',
-    'Seconds a step',
+    'Throughput',
+    'Time by stage',
+    'Seconds per step',
     'The last 4 steps',
     'After step 0',
     'After step 100',
@@ -104,7 +104,7 @@ def test_samples_are_colored_by_their_reward(full):
   assert first.count('sample right') == 3
   assert first.count('sample wrong') == 5
   assert last.count('sample wrong') == 0
-  assert '9 of 10 right' in last
+  assert '9 of 10 correct' in last
 
 
 def test_text_from_the_run_is_escaped(full, tmp_path):
@@ -146,7 +146,7 @@ def test_a_run_that_is_not_finished_says_so(tmp_path):
   (folder / 'result.json').write_text('{"steps"')
   page = report.write(folder).read_text(encoding='utf-8')
   assert 'state unfinished' in page
-  assert 'it still runs, or it stopped after step 57.' in page
+  assert 'it is still running, or it stopped after step 57.' in page
 
 
 @pytest.mark.parametrize('lines', range(1, 6))
@@ -172,8 +172,8 @@ def test_a_run_of_which_nothing_is_finite_is_shown(tmp_path):
     line.update({name: 'NaN' for name in line if name != 'step'})
   fake_run.write_lines(path, lines)
   page = report.write(folder).read_text(encoding='utf-8')
-  assert 'From step 0 on, not every value was a finite number' in page
-  assert 'The run made 30 steps' in page
+  assert 'From step 0 on, some values were NaN or infinite' in page
+  assert 'The run took 30 steps' in page
 
 
 def test_several_places_have_rows_of_their_own(tmp_path):
@@ -194,7 +194,7 @@ def test_several_places_have_rows_of_their_own(tmp_path):
   assert '>sampler · generate</text>' in page
 
 
-def test_a_supervised_run_is_told_by_its_loss(tmp_path):
+def test_the_headline_of_a_supervised_run_is_its_loss(tmp_path):
   folder = fake_run.make_warm_up(tmp_path / 'sft', evaluated=False)
   page = report.write(folder).read_text(encoding='utf-8')
   assert 'Loss fell from' in page
@@ -223,6 +223,6 @@ def test_a_report_that_fails_does_not_fail_the_training(tmp_path, monkeypatch):
 
   monkeypatch.setattr(charts, 'curves', broken)
   assert report.try_write(folder) == (
-    f'none, because: no such font. Again: python -m rlinf_jax.report {folder}'
+    f'none: no such font. Try again: python -m rlinf_jax.report {folder}'
   )
   assert not (folder / 'report.html').exists()

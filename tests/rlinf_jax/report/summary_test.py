@@ -24,15 +24,15 @@ def make(seconds=372.0, **series):
   )
 
 
-def test_a_rise_is_told_in_numbers():
+def test_a_rise_is_described_in_numbers():
   run = make(
     eval_accuracy={0: 0.312, 180: 0.945},
     time_step={1: 200.0, 2: 160.0},
     time_generate={1: 100.0, 2: 115.76},
   )
-  assert summary.tell(run) == (
+  assert summary.describe(run) == (
     'Held-out accuracy rose from 31.2\u202f% to 94.5\u202f% in 180 steps and '
-    '6.2 minutes. Most time went to generate (58\u202f%).'
+    '6.2 minutes. Most time was spent in generate (58\u202f%).'
   )
 
 
@@ -46,31 +46,37 @@ def test_a_rise_is_told_in_numbers():
 )
 def test_the_verb_follows_the_numbers(after, verb):
   run = make(eval_accuracy={0: 0.3, 10: after})
-  assert summary.tell(run).startswith(
+  assert summary.describe(run).startswith(
     f'Held-out accuracy {verb} 30.0\u202f% to'
   )
 
 
 def test_one_evaluation_is_no_change():
-  assert summary.tell(make(eval_accuracy={0: 0.3})) == (
+  assert summary.describe(make(eval_accuracy={0: 0.3})) == (
     'Held-out accuracy was 30.0\u202f% at step 0, its only measurement.'
   )
 
 
 def test_noisy_metrics_are_compared_by_their_outer_tenths():
   loss = {step: float(step) for step in range(20)}
-  assert summary.ends(make(train_loss=loss), 'train/loss') == (0.5, 18.5)
-  assert summary.ends(make(eval_accuracy=loss), 'eval/accuracy') == (0.0, 19.0)
+  assert summary.first_and_last(make(train_loss=loss), 'train/loss') == (
+    0.5,
+    18.5,
+  )
+  assert summary.first_and_last(make(eval_accuracy=loss), 'eval/accuracy') == (
+    0.0,
+    19.0,
+  )
 
 
 def test_numbers_that_are_not_finite_are_named_and_not_counted():
   run = make(train_loss={1: 2.0, 2: 1.0, 3: np.nan}, seconds=60.0)
-  assert summary.tell(run) == (
-    'Loss fell from 2 to 1 in 3 steps and 60 seconds. From step 3 on, not '
-    'every value was a finite number: train/loss.'
+  assert summary.describe(run) == (
+    'Loss fell from 2 to 1 in 3 steps and 60 seconds. From step 3 on, '
+    'some values were NaN or infinite: train/loss.'
   )
 
 
 def test_an_unfinished_run_is_not_called_finished():
   run = make(train_loss={1: 2.0, 2: 1.0})._replace(result=None)
-  assert 'stopped after step 2' in summary.tell(run)
+  assert 'stopped after step 2' in summary.describe(run)

@@ -39,7 +39,7 @@ def test_a_bar_is_as_long_as_its_stage_runs():
   assert 'b&lt;: 1.5 s, from 0.5 s' in text
 
 
-def test_lanes_end_with_the_step_and_pictures_have_one_scale():
+def test_tracks_end_with_the_step_and_pictures_have_one_scale():
   _, short = draw([], end=1.0)
   _, long = draw([], end=2.0)
   assert {bar.get('width') for bar in short} == {'100.00'}
@@ -53,7 +53,7 @@ def test_calls_that_follow_each_other_are_one_bar():
   assert 'in 4 calls' in text
 
 
-def test_what_only_moves_has_no_color_of_a_stage():
+def test_moves_have_no_color_of_a_stage():
   _, bars = draw([span('x', None, 0.0, 1.0, what='offload')])
   assert bars[1].get('fill') == 'var(--soft)'
 

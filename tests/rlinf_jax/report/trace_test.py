@@ -21,14 +21,14 @@ LINES = [
 ]
 
 
-def test_a_trace_has_a_row_a_place_in_microseconds(tmp_path):
+def test_a_trace_has_a_track_per_place_in_microseconds(tmp_path):
   text = '\n'.join(map(json.dumps, LINES))
   (tmp_path / 'timeline.jsonl').write_text(text + '\n')
   trace.write(tmp_path)
-  made = json.loads((tmp_path / 'trace.json').read_text())['traceEvents']
-  names = {e['tid']: e['args']['name'] for e in made if e['ph'] == 'M'}
+  events = json.loads((tmp_path / 'trace.json').read_text())['traceEvents']
+  names = {e['tid']: e['args']['name'] for e in events if e['ph'] == 'M'}
   assert names == {0: 'actor', 1: 'learner'}
-  spans = [e for e in made if e['ph'] == 'X']
+  spans = [e for e in events if e['ph'] == 'X']
   assert [(e['name'], e['cat'], e['tid']) for e in spans] == [
     ('generate', 'run', 0),
     ('generate.action', 'wait', 1),

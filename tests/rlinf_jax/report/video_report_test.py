@@ -63,7 +63,7 @@ def test_what_cannot_be_shown_leaves_no_file(tmp_path):
 def test_a_video_is_small_whatever_is_in_it(tmp_path):
   video.try_write(tmp_path, 0, film(F=12, edge=100, noise=True), pytest.fail)
   (path,) = video.paths(tmp_path).values()
-  assert path.stat().st_size <= video.LARGEST
+  assert path.stat().st_size <= video.MAX_BYTES
   assert 1 < Image.open(path).n_frames < 12  # Fewer, but the last.
 
 
@@ -86,6 +86,6 @@ def test_a_report_holds_the_first_a_middle_and_the_last(tmp_path):
   paths = video.paths(folder)
   want = [paths[step].read_bytes() for step in (0, 20, 40)]
   assert [base64.b64decode(x) for x in inside] == want
-  assert re.findall(r'After step (\d+)</h3><span class="now">', page) == [
+  assert re.findall(r'After step (\d+)</h3><span class="value">', page) == [
     *('0', '20', '40')
   ]
