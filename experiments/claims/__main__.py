@@ -142,7 +142,8 @@ def write(claims, records):
 def row(claim, found) -> str:
   commands = '<br>'.join(f'`{command}`' for command in claim.commands)
   if claim.page:
-    commands = f'[{claim.page}](../{claim.page}): {commands}'
+    # Not a link: the page is part of a site that has no experiments.
+    commands = f'`{claim.page}`: {commands}'
   found = found or dict.fromkeys(('commit', 'date', 'machine'), 'not run yet')
   cells = [
     *(claim.claim, found.get('figure', claim.figure), commands),
