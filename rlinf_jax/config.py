@@ -1,13 +1,12 @@
-"""What a gin file says, and what is refused in it.
+"""gin configuration: reading recipes, calling functions with their bindings.
 
-A recipe names functions and binds their parameters. gin by itself is lax in
-ways that waste a run, so here:
-- a binding or macro that nothing reads is refused before step 0, with the
+A recipe is a gin file that names functions and binds their parameters. In
+addition to gin, this module
+- refuses a binding or macro that nothing reads, before step 0, and suggests the
   nearest name that is read (`refuse_unused`);
-- a binding on the command line may name whatever the files import (gin gives
-  it no imports of its own);
-- whatever gin cannot read is told in one sentence.
-With `config_errors`, this is the only module that knows how gin works.
+- lets bindings on the command line use the imports of the files;
+- reports errors of gin in one sentence.
+Only this module and `config_errors` use gin.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,12 +23,12 @@ from gin import config_parser
 from rlinf_jax import config_errors
 
 GIN_FILE = flags.DEFINE_multi_string(
-  'gin_file', [], 'gin files to read, in this order.'
+  'gin_file', [], 'gin files, read in this order.'
 )
 GIN_BINDINGS = flags.DEFINE_multi_string(
-  'gin_bindings', [], 'Bindings to add after the files.'
+  'gin_bindings', [], 'gin bindings, read after the files.'
 )
-WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for all results.')
+WORKDIR = flags.DEFINE_string('workdir', None, 'The run folder.')
 
 _MACRO = 'gin.macro'
 _WORKDIR = 'WORKDIR/gin.macro.value'
@@ -40,22 +39,22 @@ _read_entirely: set[str] = set()
 def parse(
   gin_files: Iterable[str], gin_bindings: Iterable[str], workdir: str
 ) -> None:
-  """Reads files, then bindings, in place of whatever was read before.
+  """Reads files, then bindings, and replaces the current configuration.
 
   Files are looked for in the current folder, then beside the package. The
-  macro `WORKDIR` is `workdir`, also where a file (an earlier run's config.gin)
-  says otherwise.
+  macro `WORKDIR` is set to `workdir`, even if a file (an earlier run's
+  config.gin) sets it to another folder.
 
   Args:
-    gin_files: as given on the command line.
-    gin_bindings: single bindings; a later one wins over an earlier one and
-      over the files.
+    gin_files: names of files.
+    gin_bindings: single bindings; later ones override earlier ones and the
+      files.
     workdir: the run folder.
 
   Raises:
-    FileNotFoundError: a sentence; a file or an include does not exist.
-    ValueError: a sentence; something in a file or binding cannot be read, or
-      names what does not exist.
+    FileNotFoundError: if a file or an include does not exist.
+    ValueError: if a file or binding has a syntax error, or names a module,
+      function, parameter or macro that does not exist.
   """
   gin.clear_config()
   _read_entirely.clear()
@@ -63,17 +62,17 @@ def parse(
   header = config_errors.DYNAMIC + '\n'
   for name in gin_files:
     path = _find(name)
-    with config_errors.told(name):
+    with config_errors.rephrased(name):
       header += _imports(gin.parse_config_file(path))
   gin.bind_parameter(_WORKDIR, str(workdir))
   for binding in gin_bindings:
-    with config_errors.told(f"--gin_bindings '{binding}'", header):
+    with config_errors.rephrased(f"--gin_bindings '{binding}'", header):
       gin.parse_config(header + binding)
     header += _import_statements(binding)
   if gin.query_parameter(_WORKDIR) != str(workdir):
     raise ValueError(
-      'WORKDIR is the folder that --workdir names; set it there and not by a '
-      'binding.'
+      'WORKDIR is the folder that --workdir names: use --workdir to set it, '
+      'not a binding.'
     )
   _refuse_undefined()
   gin.finalize()
@@ -139,45 +138,49 @@ def error_text(error: BaseException) -> str:
 
 
 def text() -> str:
-  """Every binding; as a file it runs by itself, as a `--gin_file`."""
+  """All bindings, as the text of a gin file."""
   return gin.config_str()
 
 
 def save(path: str | os.PathLike) -> None:
-  """Writes every binding."""
+  """Writes all bindings to a gin file."""
   _write(path, text())
 
 
 def save_operative(path: str | os.PathLike) -> None:
-  """Writes every parameter used so far, defaults included."""
+  """Writes all parameters used so far, including defaults, to a gin file."""
   _write(path, gin.operative_config_str())
 
 
 def refuse_unused() -> None:
-  """Raises ValueError if a binding has no effect; call before step 0.
+  """Checks that every binding has an effect.
 
-  To be called when the workflow has been traced, so that all that a run calls
-  has been called, or is held by something that has.
+  Call it after the workflow has been traced: then every configured function
+  has been called, or is an argument of a function that has.
+
+  Raises:
+    ValueError: if a binding has no effect; suggests the nearest name.
   """
   names = unused()
   if not names:
     return
-  read = _read_names()
-  raise ValueError(
-    ' '.join(
-      f'`{name}` is set but nothing reads it'
-      f'{config_errors.nearest(name, [x for x in read if _alike(x, name)])}'
-      for name in names
-    )
-  )
+  names_read = _names_read()
+
+  def message(name):
+    candidates = [x for x in names_read if _same_kind(x, name)]
+    suggestion = config_errors.suggest(name, candidates)
+    return f'`{name}` is set but nothing reads it{suggestion}'
+
+  raise ValueError(' '.join(map(message, names)))
 
 
 def unused() -> list[str]:
-  """Left-hand sides that no call has read and none to come can read.
+  """The left-hand sides of bindings that no call reads, now or later.
 
-  A binding is used if a call has read it, or if its function or macro is
-  named, by `@scope/name` or `%MACRO`, in the value of a used binding: such a
-  function may be called later or, on resuming, not at all.
+  A binding counts as read if a call has read it, or if its function or macro is
+  referenced, as `@scope/name` or `%MACRO`, in the value of a binding that
+  counts as read: such a function may be called later, or, when a run resumes,
+  not at all.
   """
   bound = _bindings(gin.config_str())
   used = _used(bound, _bindings(gin.operative_config_str()))
@@ -198,7 +201,7 @@ class _Reference(NamedTuple):
 
 
 class _Binding(NamedTuple):
-  """A left-hand side as a person writes it, and the references in its value."""
+  """The left-hand side of a binding, and the references in its value."""
 
   name: str
   references: tuple[_Reference, ...]
@@ -209,7 +212,7 @@ _Bindings = dict[tuple[str, str], dict[str, _Binding]]
 
 
 class _Delegate(config_parser.ParserDelegate):
-  """Keeps references as plain data."""
+  """Parses references to plain data."""
 
   def configurable_reference(self, scoped_selector, evaluate):
     scope, _, selector = scoped_selector.rpartition('/')
@@ -220,10 +223,10 @@ class _Delegate(config_parser.ParserDelegate):
 
 
 def _bindings(text: str) -> _Bindings:
-  """Reads what `gin.config_str` wrote."""
+  """Parses the output of `gin.config_str`."""
   modules = config_errors.imported(text)
 
-  def whole(selector):
+  def full_name(selector):
     head, dot, rest = selector.partition('.')
     return modules.get(head, head) + dot + rest
 
@@ -234,17 +237,18 @@ def _bindings(text: str) -> _Bindings:
     scope, selector, argument, value, _ = statement
     path = f'{scope}/{selector}' if scope else selector
     if argument:
-      key, name = (scope, whole(selector)), f'{path}.{argument}'
+      key, name = (scope, full_name(selector)), f'{path}.{argument}'
     else:
       key, argument, name = (path, _MACRO), 'value', path
     references = tuple(
-      x._replace(selector=whole(x.selector)) for x in _references(value)
+      x._replace(selector=full_name(x.selector)) for x in _references(value)
     )
     bindings.setdefault(key, {})[argument] = _Binding(name, references)
   return bindings
 
 
 def _references(value) -> Iterator[_Reference]:
+  """The references in a value, also inside of containers."""
   if isinstance(value, _Reference):
     yield value
   elif isinstance(value, dict):
@@ -254,24 +258,24 @@ def _references(value) -> Iterator[_Reference]:
       yield from _references(x)
 
 
-def _seen(
+def _visible(
   bound: _Bindings, scope: str, selector: str
 ) -> dict[str, tuple[str, _Binding]]:
-  """What a call in `scope` is given: argument → (binding's scope, binding)."""
-  seen = {}
+  """The bindings of a call: argument → (scope of the binding, binding)."""
+  visible = {}
   parts = scope.split('/') if scope else []
   for i in range(len(parts) + 1):
     outer = '/'.join(parts[:i])
     for argument, binding in bound.get((outer, selector), {}).items():
-      seen[argument] = outer, binding
-  return seen
+      visible[argument] = outer, binding
+  return visible
 
 
 def _used(bound: _Bindings, ran: _Bindings) -> set[tuple[str, str, str]]:
-  """(scope, selector, argument) of every binding that is or can be read."""
+  """(scope, selector, argument) of every binding that counts as read."""
   used, visited = set(), set()
-  # The scope of a call, its selector, the scope in which a function that it
-  # is given may be called, and which arguments it reads (None: all).
+  # The scope of a call, its selector, the scope in which a function among its
+  # arguments may be called, and the arguments it reads (None: all).
   waiting = [
     (scope, selector, scope, frozenset(arguments))
     for (scope, selector), arguments in ran.items()
@@ -282,26 +286,26 @@ def _used(bound: _Bindings, ran: _Bindings) -> set[tuple[str, str, str]]:
     if item in visited:
       continue
     visited.add(item)
-    for argument, (outer, binding) in _seen(bound, scope, selector).items():
+    for argument, (outer, binding) in _visible(bound, scope, selector).items():
       if arguments is not None and argument not in arguments:
         continue
       used.add((outer, selector, argument))
-      for to in binding.references:
-        if to.selector == _MACRO:
-          waiting.append((to.scope, _MACRO, holder, None))
-        elif to.scope or to.evaluate:
-          there = to.scope or scope
-          waiting.append((there, to.selector, there, None))
+      for reference in binding.references:
+        if reference.selector == _MACRO:
+          waiting.append((reference.scope, _MACRO, holder, None))
+        elif reference.scope or reference.evaluate:
+          inner = reference.scope or scope
+          waiting.append((inner, reference.selector, inner, None))
         else:
-          # gin evaluates a macro in a scope of the macro's name; a function
-          # that the macro stands for is called in the scope of its holder.
-          for there in (scope, holder):
-            waiting.append((there, to.selector, there, None))
+          # gin evaluates a macro in a scope named like the macro, but calls a
+          # function that is the macro's value in the scope of its holder.
+          for inner in (scope, holder):
+            waiting.append((inner, reference.selector, inner, None))
   return used
 
 
-def _read_names() -> list[str]:
-  """Left-hand sides that are read, whether bound or not."""
+def _names_read() -> list[str]:
+  """The names of parameters and macros that are read, bound or not."""
   bound = _bindings(gin.config_str())
   ran = _bindings(gin.operative_config_str())
   names = {
@@ -312,48 +316,49 @@ def _read_names() -> list[str]:
   return sorted(names)
 
 
-def _alike(name: str, other: str) -> bool:
+def _same_kind(name: str, other: str) -> bool:
   """Whether both are macros or both are parameters."""
   return ('.' in name) == ('.' in other)
 
 
 def _refuse_undefined() -> None:
-  """Refuses macros that are read but not set, and what was left REQUIRED."""
+  """Raises ValueError for undefined macros and for REQUIRED parameters."""
   bound = _bindings(gin.config_str())
   macros = [scope for scope, selector in bound if selector == _MACRO]
-  faults, required = [], []
+  errors, required = [], []
   for bindings in bound.values():
     for name, references in bindings.values():
-      for to in references:
-        if to.selector != _MACRO or to.scope in macros:
+      for reference in references:
+        if reference.selector != _MACRO or reference.scope in macros:
           continue
-        if to.scope == 'gin.REQUIRED':
+        if reference.scope == 'gin.REQUIRED':
           required.append(name)
         else:
-          faults.append(
-            f'`{name}` reads `%{to.scope}`, which is not set'
-            f'{config_errors.nearest(to.scope, macros)}'
+          errors.append(
+            f'`{name}` reads `%{reference.scope}`, which is not set'
+            f'{config_errors.suggest(reference.scope, macros)}'
           )
   if required:
-    faults.append(
-      f'The recipe leaves {config_errors.listed(required)} to you; set it, '
-      f"for instance with --gin_bindings '{required[0]} = ...'."
+    errors.append(
+      f'The recipe requires {config_errors.join_names(required)} to be set: '
+      f"for example, add --gin_bindings '{required[0]} = ...'."
     )
-  if faults:
-    raise ValueError(' '.join(faults))
+  if errors:
+    raise ValueError(' '.join(errors))
 
 
 @functools.cache
 def _set_search() -> None:
+  """Sets up where and how gin opens files."""
   gin.add_config_file_search_path(str(config_errors.ROOT))
-  # Without the reader that takes folders for Python packages: it logs an error
-  # for every folder tried in vain, and fails where `gin_configs` can be
-  # imported (as a namespace package), which is so wherever it is installed.
+  # Leaves out gin's reader of package resources: it logs an error for every
+  # folder without the file, and it fails if `gin_configs` can be imported (as a
+  # namespace package), as it can where the package is installed.
   gin.config._FILE_READERS[:] = [(open, os.path.isfile)]
 
 
 def _find(name: str) -> str:
-  """A path that exists, for the name of a gin file."""
+  """The path of a gin file."""
   for folder in (pathlib.Path(), config_errors.ROOT):
     if (folder / name).is_file():
       return str(folder / name)
@@ -377,7 +382,7 @@ def _import_statements(text: str) -> str:
 
 
 def _write(path: str | os.PathLike, text: str) -> None:
-  """Writes a file that is there whole or not at all."""
+  """Writes a file atomically."""
   path = pathlib.Path(path)
   part = path.with_name(f'{path.name}.part')
   part.write_text(text)

@@ -1,4 +1,4 @@
-"""Sentences for what gin 0.5 says about a recipe that it cannot read."""
+"""Clear messages for the errors that gin 0.5 raises about recipes."""
 
 from collections.abc import Iterable, Iterator
 import contextlib
@@ -10,7 +10,7 @@ import re
 import sys
 import tokenize
 
-# Of a checkout and of an installed wheel alike: `gin_configs` lies in it.
+# The folder of `gin_configs`, in a checkout and in an installed wheel.
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DYNAMIC = 'from __gin__ import dynamic_registration'
 IMPORT = re.compile(
@@ -19,13 +19,13 @@ IMPORT = re.compile(
 
 
 @contextlib.contextmanager
-def told(where: str, header: str = '') -> Iterator[None]:
-  """Turns what gin raises into sentences, and lets other errors through.
+def rephrased(where: str, header: str = '') -> Iterator[None]:
+  """Replaces errors of gin by clear ones; other errors pass unchanged.
 
   Args:
-    where: what is being read, to begin the sentence with.
-    header: the import statements that hold there; those of a file are read
-      from it.
+    where: what is being read, for the start of the message.
+    header: import statements that apply there; those of a file are read from
+      the file.
   """
   try:
     yield
@@ -39,23 +39,26 @@ def told(where: str, header: str = '') -> Iterator[None]:
     tokenize.TokenError,
   ) as error:
     text = str(error)
-    place = re.search(r'In file "(.+?)", line (\d+)', text)
-    if place is None and isinstance(error, SyntaxError) and error.filename:
-      place = None, error.filename, error.lineno
-    if place is not None:
-      where = f'{place[1]} line {place[2]}'
-      header = pathlib.Path(place[1]).read_text()
+    location = re.search(r'In file "(.+?)", line (\d+)', text)
+    if location is None and isinstance(error, SyntaxError) and error.filename:
+      location = None, error.filename, error.lineno
+    if location is not None:
+      where = f'{location[1]} line {location[2]}'
+      header = pathlib.Path(location[1]).read_text()
     missing = re.match(r'Unable to open file: (.+)\. Searched', text)
     if missing is not None:
       raise FileNotFoundError(f'{where}: {no_file(missing[1])}') from error
-    sentence = _explain(error, text.partition('\n')[0], imported(header))
-    if sentence is None:
+    message = _explain(error, text.partition('\n')[0], imported(header))
+    if message is None:
       raise
-    raise ValueError(f'{where}: {sentence}') from error
+    raise ValueError(f'{where}: {message}') from error
 
 
 def missing_argument(error: TypeError) -> str | None:
-  """A sentence if a recipe leaves out an argument; None for faults in code."""
+  """The message for an argument that a recipe leaves out.
+
+  None if the error has another cause, such as a bug.
+  """
   missing = re.match(
     r'([\w.<>]+)\(\) missing \d+ required [\w -]+: (.+)\n'
     r"(?:.*\n)*?  In call to configurable '(\w+)'",
@@ -75,39 +78,44 @@ def not_given(function: str, arguments: str) -> str:
 
 
 def no_file(name: str) -> str:
-  """Says where a gin file was looked for, and which is there."""
+  """The message for a gin file that does not exist."""
   folder = pathlib.Path(name).parent
-  there = {
+  existing = {
     str(folder / path.name)
     for root in (pathlib.Path(), ROOT)
     for path in (root / folder).glob('*.gin')
   }
-  there |= {str(x.relative_to(ROOT)) for x in ROOT.glob('gin_configs/**/*.gin')}
+  existing |= {
+    str(x.relative_to(ROOT)) for x in ROOT.glob('gin_configs/**/*.gin')
+  }
   if folder.is_absolute():
     where = folder
   else:
     where = ' and '.join(dict.fromkeys([str(pathlib.Path.cwd()), str(ROOT)]))
   return (
-    f'There is no gin file {name} (looked in {where})'
-    f'{nearest(name, sorted(there))}'
+    f'There is no gin file {name} (searched in {where})'
+    f'{suggest(name, sorted(existing))}'
   )
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-  """Ends a sentence with the likeliest of `names`, or all if they are few."""
+def suggest(name: str, names: Iterable[str]) -> str:
+  """The end of a message: the closest of `names`, or all if they are few."""
   names = list(names)
-  near = difflib.get_close_matches(name, names, 1)
-  if near:
-    return f'; did you mean `{near[0]}`?'
-  return f'; there is {listed(names)}.' if 0 < len(names) <= 8 else '.'
+  closest = difflib.get_close_matches(name, names, 1)
+  if closest:
+    return f'; did you mean `{closest[0]}`?'
+  if 0 < len(names) <= 8:
+    return f'; available: {join_names(names)}.'
+  return '.'
 
 
-def listed(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
+  """Joins names with commas, each in backquotes."""
   return ', '.join(f'`{name}`' for name in names)
 
 
 def imported(text: str) -> dict[str, str]:
-  """Name → module, of the imports in a gin text."""
+  """Name → module of the imports in a gin text."""
   modules = {}
   for _, package, name, alias in IMPORT.findall(text):
     if package == '__gin__':
@@ -123,9 +131,9 @@ def imported(text: str) -> dict[str, str]:
 def _explain(
   error: Exception, text: str, modules: dict[str, str]
 ) -> str | None:
-  """A sentence for the first line that gin says, or None if not gin said it."""
+  """The message for an error of gin, by its first line; None for others."""
   if isinstance(error, SyntaxError):
-    return None if f'{error.filename}'.endswith('.py') else _unreadable(error)
+    return None if f'{error.filename}'.endswith('.py') else _syntax_error(error)
   if isinstance(error, tokenize.TokenError):
     return f'a bracket or a string is not closed ({error.args[0]}).'
   if text.startswith('not enough values to unpack'):
@@ -134,16 +142,16 @@ def _explain(
       'one (`module.function.parameter = value`) or a macro (`NAME = value`).'
     )
   for pattern, explain in _PATTERNS:
-    if found := re.match(pattern, text):
-      return explain(modules, *found.groups())
+    if match := re.match(pattern, text):
+      return explain(modules, *match.groups())
   return None
 
 
-def _unreadable(error: SyntaxError) -> str:
+def _syntax_error(error: SyntaxError) -> str:
   reason = str(error.msg)
-  if found := re.search(r"Failed to parse token '(.+)'", reason):
+  if match := re.search(r"Failed to parse token '(.+)'", reason):
     return (
-      f'`{found[1]}` is not a value; put quotes around a string, `@` before a '
+      f'`{match[1]}` is not a value; put quotes around a string, `@` before a '
       'function and `%` before a macro.'
     )
   line = (error.text or '').strip()
@@ -154,30 +162,30 @@ def _unreadable(error: SyntaxError) -> str:
 def _not_imported(modules, name):
   for module in modules:
     if hasattr(_get(modules, module), name):
-      near = f'; did you mean `{module}.{name}`?'
+      suggestion = f'; did you mean `{module}.{name}`?'
       break
   else:
-    near = nearest(name, modules)
-  return f'nothing called `{name}` is imported{near}'
+    suggestion = suggest(name, modules)
+  return f'`{name}` is not imported{suggestion}'
 
 
 def _not_there(modules, selector, name):
   parent = selector[: f'{selector}.'.rindex(f'.{name}.')]
   public = [x for x in dir(_get(modules, parent)) if not x.startswith('_')]
-  near = nearest(f'{parent}.{name}', [f'{parent}.{x}' for x in public])
-  return f'there is no `{parent}.{name}`{near}'
+  suggestion = suggest(f'{parent}.{name}', [f'{parent}.{x}' for x in public])
+  return f'there is no `{parent}.{name}`{suggestion}'
 
 
 def _no_parameter(modules, selector, name):
   function = _get(modules, selector)
   names = [] if function is None else inspect.signature(function).parameters
-  return f'`{selector}` has no parameter `{name}`{nearest(name, names)}'
+  return f'`{selector}` has no parameter `{name}`{suggest(name, names)}'
 
 
 def _not_dynamic(modules, selector):
   del modules
   return (
-    f'gin does not know `{selector}`; begin the file with `{DYNAMIC}` and an '
+    f'gin does not know `{selector}`: start the file with `{DYNAMIC}` and an '
     'import of its module.'
   )
 
@@ -185,9 +193,9 @@ def _not_dynamic(modules, selector):
 def _no_module(modules, name):
   del modules
   package = name.rpartition('.')[0]
-  places = getattr(sys.modules.get(package), '__path__', [])
-  near = [f'{package}.{x.name}' for x in pkgutil.iter_modules(places)]
-  return f'there is no module `{name}`{nearest(name, near)}'
+  paths = getattr(sys.modules.get(package), '__path__', [])
+  siblings = [f'{package}.{x.name}' for x in pkgutil.iter_modules(paths)]
+  return f'there is no module `{name}`{suggest(name, siblings)}'
 
 
 _PATTERNS = (
@@ -205,7 +213,7 @@ _PATTERNS = (
 def _get(modules: dict[str, str], selector: str):
   """The object that a selector names, or None."""
   head, *names = selector.split('.')
-  found = sys.modules.get(modules.get(head, ''))
+  value = sys.modules.get(modules.get(head, ''))
   for name in names:
-    found = getattr(found, name, None)
-  return found
+    value = getattr(value, name, None)
+  return value

@@ -140,7 +140,7 @@ def plot(
     )
     raise ValueError(
       f'No finished point logged `{metric}`, so it cannot be plotted'
-      f'{config_errors.nearest(metric, logged)}'
+      f'{config_errors.suggest(metric, logged)}'
     )
   picture = figure.Figure(figsize=(7.5, 4.5), layout='constrained')
   axes = picture.add_subplot(

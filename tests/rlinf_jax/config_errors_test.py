@@ -1,4 +1,4 @@
-"""Whatever gin cannot read is told in one sentence that helps."""
+"""Errors of gin become one clear sentence."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ def test_a_missing_file_says_where_it_was_looked_for(folder):
 def test_a_missing_absolute_file_says_so(folder):
   with pytest.raises(FileNotFoundError) as error:
     parse(files=[str(folder / 'configs/none.gin')])
-  assert f'(looked in {folder}/configs)' in str(error.value)
+  assert f'(searched in {folder}/configs)' in str(error.value)
 
 
 def test_a_missing_include_says_who_includes_it():
@@ -76,11 +76,11 @@ def test_gin_is_quiet_while_it_searches(folder):
   [
     (
       'flwos.grpo.clip_high = 1',
-      'nothing called `flwos` is imported; did you mean `flows`?',
+      '`flwos` is not imported; did you mean `flows`?',
     ),
     (
       'grpo.clip_high = 1',
-      'nothing called `grpo` is imported; did you mean `flows.grpo`?',
+      '`grpo` is not imported; did you mean `flows.grpo`?',
     ),
     (
       'flows.gpro.clip_high = 1',
@@ -100,7 +100,8 @@ def test_gin_is_quiet_while_it_searches(folder):
     ),
     (
       'flows.sft.clip = 1',
-      '`flows.sft` has no parameter `clip`; there is `optimizer`, `examples`.',
+      '`flows.sft` has no parameter `clip`; available: `optimizer`, '
+      '`examples`.',
     ),
     (
       'from recipe_library import flwos',

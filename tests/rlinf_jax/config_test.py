@@ -128,7 +128,7 @@ def test_a_recipe_without_a_root_is_one_sentence():
     config.call(never_mentioned)
 
 
-def test_a_message_leaves_out_the_call_chain():
+def test_error_text_has_no_call_chain():
   parse('loop.train.before = @flows.grpo')
   with pytest.raises(TypeError) as error:
     run()
@@ -136,24 +136,24 @@ def test_a_message_leaves_out_the_call_chain():
   assert 'In call to' not in config.error_text(error.value)
 
 
-# What nothing sets.
+# Undefined macros.
 
 
 def test_a_macro_that_is_read_must_be_set():
   assert refused('loop.train.steps = %STPES', 'A = [%SEED]') == (
-    '`A` reads `%SEED`, which is not set; there is `A`, `OPTIMIZER`, '
+    '`A` reads `%SEED`, which is not set; available: `A`, `OPTIMIZER`, '
     '`STEPS`, `WORKDIR`. '
     '`loop.train.steps` reads `%STPES`, which is not set; did you mean '
     '`STEPS`?'
   )
 
 
-def test_what_a_recipe_leaves_to_the_user_is_named():
+def test_required_parameters_are_named():
   text = refused('flows.grpo.clip_high = %gin.REQUIRED')
   assert "--gin_bindings 'flows.grpo.clip_high = ...'" in text
 
 
-# What nothing reads.
+# Unused bindings.
 
 
 def test_a_misspelled_macro_is_refused():
