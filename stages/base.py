@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 Params = Any  # A tree of arrays.
 Key = jax.Array  # A scalar, or one a row.
 Info = dict[str, Any]  # Metrics by name, each a type of `stages.metrics`.
+CRITIC = 'critic'  # Key of a critic's parameters, see `Policy.init`.
 
 
 class Prompt(NamedTuple):
@@ -188,7 +189,8 @@ class Policy(NamedTuple):
   """A trainable policy as pure functions.
 
   Attributes:
-    init: `key -> params`.
+    init: `key -> params`. Parameters that only the critic has are under the key
+      `CRITIC` of a dict; by it `optimizers.actor_critic` tells them apart.
     act: `params, obs, keys, *, group_size=1, greedy=False -> Experience`.
       Samples actions, with one key a row. Adjacent rows in groups of
       `group_size` share their observation, so a prompt is encoded once a group.

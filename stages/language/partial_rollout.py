@@ -40,6 +40,36 @@ class Rollout(NamedTuple):
   age: Int[Array, ' B']
 
 
+def partial_rollouts(
+  policy: base.Policy, group_size: int, *, max_carry: int, extra_groups: int
+) -> policy_stages.Rollouts:
+  """Generates completions that may take several steps, for `grpo(rollouts=…)`.
+
+  The importance weights of the loss then correct for tokens that older
+  parameters sampled.
+
+  Args:
+    policy: the policy that generates.
+    group_size: adjacent rows that share a prompt.
+    max_carry: steps for which an unfinished group may be carried.
+    extra_groups: groups in flight beside those that a step learns from.
+  """
+  check(policy, max_carry, extra_groups)
+  generate = act(policy, group_size, max_carry, extra_groups)
+  with_proximal = policy_stages.proximal_logp(
+    policy, group_size, several=max_carry > 0
+  )
+
+  def run(actor: base.Version, rollout: Rollout, problem: base.Problem, keys):
+    problem, x, rollout, info = generate(actor, rollout, problem, keys)
+    return problem, with_proximal(actor, x), rollout, info
+
+  def first_carry(problem: base.Problem) -> Rollout:
+    return allocate(policy, problem, group_size, extra_groups)
+
+  return policy_stages.Rollouts(run, first_carry if max_carry else None)
+
+
 def check(policy: base.Policy, max_carry: int, extra_groups: int):
   """Refuses settings and policies that cannot carry groups."""
   if (max_carry > 0) != (extra_groups > 0) or min(max_carry, extra_groups) < 0:

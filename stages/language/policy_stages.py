@@ -1,6 +1,7 @@
 """The stages in which a policy acts, and in which its trainer looks at that."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,19 +63,54 @@ def logp(policy: base.Policy, name: str, group_size: int) -> stages.Stage:
 def proximal_logp(
   policy: base.Policy, group_size: int, several: bool = False
 ) -> Callable:
-  """Returns `Version, experience -> experience`, as its trainer sees it.
+  """Returns `Version, experience -> experience`, with `proximal` where needed.
 
-  Where an engine outside JAX acted, the trainer goes over what it did by the
-  parameters that it had: what the loss is clipped around, and what tells how
-  far the two are apart. So it does where `several` versions acted, by the
-  newest (decoupled PPO, arXiv:2505.24298). Else that is known, and costs
-  nothing.
+  Where an engine outside JAX sampled, the trainer computes the log-probabilities
+  of its tokens by the same parameters: the loss is clipped around those, and
+  they tell how far engine and trainer differ. So it does, by the newest
+  parameters, where `several` versions sampled (decoupled PPO,
+  arXiv:2505.24298). Elsewhere they are already known.
   """
   if policy.out_shapes is None and not several:
     return lambda actor, x: x
   rescore = logp(policy, 'proximal_logp', group_size)
 
-  def look(actor: base.Version, x: base.Experience):
+  def with_proximal(actor: base.Version, x: base.Experience):
     return x._replace(proximal=rescore(actor.params, x.obs, x.action))
 
-  return look
+  return with_proximal
+
+
+def repeat(group_size: int) -> stages.Stage:
+  """Returns a stage that repeats each problem for the rows of its group."""
+
+  def run(problem: base.Problem):
+    return jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), problem)
+
+  return stages.Stage(run, 'repeat', 'batch')
+
+
+class Rollouts(NamedTuple):
+  """How completions are generated.
+
+  Attributes:
+    run: `Version, carry, problem, keys -> problem, experience, carry, info`.
+      What it returns is of the rows that are completed: their problems, their
+      experience, what is carried to the next step, and metrics.
+    allocate: `problem -> carry` of the first step; None if nothing is carried.
+  """
+
+  run: Callable
+  allocate: Callable | None = None
+
+
+def complete(policy: base.Policy, group_size: int) -> Rollouts:
+  """Every step completes the prompts that it is given."""
+  generate = act(policy, 'generate', group_size=group_size)
+  with_proximal = proximal_logp(policy, group_size)
+
+  def run(actor: base.Version, carry, problem: base.Problem, keys):
+    x = generate(actor, problem.prompt, keys)
+    return problem, with_proximal(actor, x), carry, {}
+
+  return Rollouts(run)

@@ -1,6 +1,6 @@
-"""How much better than expected: for one trajectory or one group.
+"""Advantages of one trajectory or of one group of completions.
 
-Use `jax.vmap` for more, all but `whiten`, which is of a whole minibatch.
+Use `jax.vmap` for several. `whiten` alone takes a whole minibatch.
 """
 
 import jax
@@ -47,9 +47,9 @@ def group_relative(reward_G):
     A = (R − mean R) / (std R + 10⁻⁶)
 
   The deviation is the unbiased one, and A is zero where all rewards are equal:
-  there, the formula alone is rounding error over 10⁻⁶.
+  there, the formula alone would divide rounding errors by 10⁻⁶.
   """
-  _compare('group_relative', reward_G)
+  _check_group('group_relative', reward_G)
   relative_G = group_centered(reward_G) / (jnp.std(reward_G, ddof=1) + 1e-6)
   return jnp.where(reward_G.max() == reward_G.min(), 0.0, relative_G)
 
@@ -61,12 +61,12 @@ def group_centered(reward_G):
 
 def leave_one_out(reward_G):
   """RLOO's advantage, arXiv:2402.14740.   Aᵢ = Rᵢ − Σⱼ≠ᵢ Rⱼ / (G − 1)"""
-  _compare('leave_one_out', reward_G)
+  _check_group('leave_one_out', reward_G)
   G = reward_G.shape[0]
   return reward_G - (reward_G.sum() - reward_G) / (G - 1)
 
 
-def _compare(name, reward_G):
+def _check_group(name, reward_G):
   G = reward_G.shape[0]
   if G < 2:
     raise ValueError(
@@ -75,27 +75,13 @@ def _compare(name, reward_G):
     )
 
 
-def last_token(reward, mask_T):
-  """Puts the reward of a sentence on its last real token, zero elsewhere."""
-  left_T = jnp.cumsum(mask_T[::-1])[::-1]  # Real tokens from here on.
-  return jnp.where((mask_T > 0) & (left_T == 1), reward, 0.0)
-
-
-def reward_to_go(reward_T, mask_T):
-  """Advantage of REINFORCE++ before whitening, arXiv:2501.03262.
-
-  Aₜ = rₜ + Aₜ₊₁   over real tokens, zero on the others
-  """
-  reward_T = reward_T * mask_T
-  return jnp.cumsum(reward_T[::-1])[::-1] * mask_T
-
-
 def whiten(x, mask):
-  """Mean zero and variance one where `mask` is one, zero elsewhere.
+  """Shifts and scales to mean 0 and variance 1 where `mask` is 1; 0 elsewhere.
 
     (x − μ) / √(σ² + 10⁻⁸),   σ² = Σ m (x − μ)² / Σ m
 
-  Of a whole minibatch, never of a piece: a stage that calls it is a barrier.
+  The moments are those of the whole minibatch, so a stage that calls this must
+  have grain 'batch'.
   """
   count = jnp.maximum(mask.sum(), 1.0)
   centered = (x - (x * mask).sum() / count) * mask

@@ -1,12 +1,14 @@
 """Loss terms, to be minimized, and how they are averaged.
 
 A term takes arrays of one shape, one number a token, and returns that shape.
-Weight terms and add them up, then `aggregate` once: a `metrics.Mean`, whose sum
-is the numerator and whose count is this batch's share of the denominator, which
-belongs to the whole minibatch. The means of its pieces merge to its own.
+Weight terms and add them up, then `aggregate` once. The result is a
+`metrics.Mean`: its sum is the numerator and its count this batch's share of the
+denominator, which belongs to the whole minibatch, so that the means of pieces
+merge to the mean of the whole.
 
-`logp` is of the policy that learns, `old_logp` of the one at the start of the
-update, `behavior_logp` of whoever drew the tokens, `ref_logp` of a reference.
+Log-probabilities: `logp` by the policy being updated, `old_logp` by the policy
+before the update, `behavior_logp` by the policy or engine that sampled the
+tokens, `ref_logp` by a reference policy.
 """
 
 from collections.abc import Callable
@@ -32,8 +34,8 @@ def ppo_clip(logp, old_logp, advantage, low, high, dual=None):
     logp: lp.
     old_logp: lp_old.
     advantage: A.
-    low: how far the ratio may fall.
-    high: how far it may rise; more than `low` is DAPO's clip-higher,
+    low: how far the ratio may fall below 1.
+    high: how far it may rise above 1; above `low` in DAPO's clip-higher,
       arXiv:2503.14476.
     dual: c > 1. Where A < 0, L is at most −c A (dual clip, arXiv:1912.09729).
   """
@@ -48,29 +50,30 @@ def _clipped(ratio, advantage, low, high):
   return jnp.maximum(-ratio * advantage, -clipped * advantage)
 
 
-def sequence_ratio(logp_BT, old_logp_BT, mask_BT):
-  """GSPO's ratio, s = exp(clip(meanₜ(lp − lp_old), ±20)), on every token."""
-  return ratio(_row_mean(logp_BT - old_logp_BT, mask_BT), 0.0)
+def token_logp(logp, mask):
+  """Each token's own log-probability: ratios are of tokens, as PPO has it."""
+  del mask
+  return logp
 
 
-def gspo(logp_BT, old_logp_BT, advantage_BT, mask_BT, low, high):
-  """Clipped surrogate of whole sentences, arXiv:2507.18071.
+def sequence_logp(logp_BT, mask_BT):
+  """Mean log-probability of a row's tokens, on every token, arXiv:2507.18071.
 
-    L = max(−s A, −clip(s, 1 − low, 1 + high) A)
+    log π(y|x) / |y| = Σₜ m lpₜ / Σₜ m
 
-  The same on every token of a row, so that `sequence_mean_token_mean` is the
-  paper's mean over sentences.
+  A ratio of two of them is GSPO's, s = exp(meanₜ(lp − lp_old)), which
+  `ppo_clip` clips for the whole sequence. The loss is then the same on every
+  token of a row, so that `sequence_mean_token_mean` is the paper's mean.
   """
-  ratio_BT = sequence_ratio(logp_BT, old_logp_BT, mask_BT)
-  return _clipped(ratio_BT, advantage_BT, low, high)
+  return _row_mean(logp_BT, mask_BT)
 
 
 def cispo(logp, old_logp, advantage, low, high):
-  """REINFORCE under a clipped weight, arXiv:2506.13585.
+  """REINFORCE weighted by the clipped ratio, arXiv:2506.13585 eq. 4.
 
     L = −sg(clip(ρ, 1 − low, 1 + high)) A lp
 
-  The paper bounds nothing from below: low = 1.
+  The gradient of no token is cut. The paper has no lower bound: low = 1.
   """
   weight = jnp.clip(ratio(logp, old_logp), 1.0 - low, 1.0 + high)
   return -jax.lax.stop_gradient(weight) * advantage * logp
@@ -82,10 +85,12 @@ def reinforce(logp, advantage):
 
 
 def clip_fraction(logp, old_logp, advantage, low, high):
-  """One where `ppo_clip` cuts the gradient: ρ < 1 − low, A < 0 or the mirror.
+  """One where `ppo_clip` cuts the gradient.
 
-  Measured on the raw ratio. Without an advantage (None), one wherever the ratio
-  is out of bounds, which is where `cispo` clips.
+    ρ < 1 − low and A < 0,   or   ρ > 1 + high and A > 0
+
+  Measured on the raw ratio. With `advantage` None, one wherever the ratio is out
+  of bounds.
   """
   raw = jnp.exp(logp - old_logp)
   fell, rose = raw < 1.0 - low, raw > 1.0 + high
@@ -109,7 +114,7 @@ def kl_k1(logp, ref_logp):
 
 
 def kl_k2(logp, ref_logp):
-  """Its gradient is without bias, joschu.net/blog/kl-approx.html.
+  """Estimates KL(π‖π_ref) with an unbiased gradient, ibid.
 
   k2 = ½ Δ²,   Δ = lp − lp_ref
   """
@@ -127,41 +132,41 @@ def kl_k3(logp, ref_logp):
 
 
 def token_weight(old_logp, behavior_logp, mask):
-  """How much likelier than when drawn, w = sg(exp(lp_old − lp_b)), per token.
+  """Importance weight of each token, w = sg(exp(lp_old − lp_b)); 1 on padding.
 
-  The weight of decoupled PPO (arXiv:2505.24298) and of the correction for an
-  engine that is not the trainer, one and the same: apply it once, under
-  `truncated` or `masked`. It is one on padding.
+  The weight of decoupled PPO (arXiv:2505.24298 eq. 5), which also corrects for
+  an inference engine that computes other log-probabilities than the trainer.
+  Apply it once, bounded by `truncated` or `masked`.
   """
   log_ratio = jnp.where(mask > 0, old_logp - behavior_logp, 0.0)
   return jax.lax.stop_gradient(jnp.exp(log_ratio))
 
 
 def sequence_weight(old_logp_BT, behavior_logp_BT, mask_BT):
-  """Product of a row's `token_weight`s, on every token."""
+  """Importance weight of a row, the product of its tokens', on every token."""
   gap_BT = _row_sum(old_logp_BT - behavior_logp_BT, mask_BT)
   return jax.lax.stop_gradient(jnp.exp(gap_BT))
 
 
 def geometric_weight(old_logp_BT, behavior_logp_BT, mask_BT):
-  """Geometric mean of a row's `token_weight`s, on every token."""
+  """Geometric mean of the importance weights of a row's tokens, on every one."""
   gap_BT = _row_mean(old_logp_BT - behavior_logp_BT, mask_BT)
   return jax.lax.stop_gradient(jnp.exp(gap_BT))
 
 
 def truncated(weight, cap):
-  """Weights of at most `cap`, C.   min(w, C)"""
+  """Bounds importance weights from above.   min(w, C),   C = `cap`"""
   return jnp.minimum(weight, cap)
 
 
 def masked(weight, cap):
-  """Weights out of [1/C, C] dropped: they are zero, and count all the same."""
+  """Sets weights out of [1/C, C] to zero; their tokens still count in means."""
   kept = (weight >= 1.0 / cap) & (weight <= cap)
   return jnp.where(kept, weight, 0.0)
 
 
 def value_clip(value, old_value, return_, clip):
-  """Critic's loss behind a trust region.
+  """Critic's loss with clipped updates, as in OpenAI Baselines' PPO2.
 
   L = ½ max((V − R)², (V_old + clip(V − V_old, ±c) − R)²)
   """
@@ -170,7 +175,7 @@ def value_clip(value, old_value, return_, clip):
 
 
 def huber(value, return_, delta):
-  """Critic's loss: ½ (V − R)² as far as δ, of slope δ beyond."""
+  """Critic's loss: ½ (V − R)² where |V − R| ≤ δ, δ (|V − R| − ½ δ) beyond."""
   return optax.losses.huber_loss(value, return_, delta=delta)
 
 

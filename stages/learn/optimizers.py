@@ -1,6 +1,10 @@
 """Optimizers whose learning rates appear in the metrics."""
 
+import jax
+import jax.numpy as jnp
 import optax
+
+from stages import base, metrics
 
 
 def adamw(
@@ -14,30 +18,32 @@ def adamw(
   weight_decay: float = 0.0,
   clip_norm: float = 1.0,
 ) -> optax.GradientTransformation:
-  """AdamW behind a clip of the global norm, its rate visible to the metrics.
+  """AdamW after clipping by global norm; its learning rate is a metric.
+
+  Steps are those of the workflow, of `updates_per_step` updates each.
 
   Args:
-    learning_rate: after the warm-up.
+    learning_rate: learning rate after the warm-up.
     warmup_steps: steps over which the rate rises linearly to its full value.
     decay_steps: the step by which the rate has fallen linearly to zero; None
       keeps it constant.
     updates_per_step: updates in a step of the workflow, minibatches × epochs.
     b1: decay of the first moment.
     b2: decay of the second moment.
-    weight_decay: decoupled, per unit of learning rate.
-    clip_norm: the largest global norm a gradient keeps.
+    weight_decay: decoupled weight decay, per unit of learning rate.
+    clip_norm: largest global norm of a gradient.
   """
   rate = optax.constant_schedule(learning_rate)
   warmup = warmup_steps * updates_per_step
-  if warmup > 1:  # Not from zero: an update of nothing is wasted.
+  if warmup > 1:  # Not from zero: the first update would change nothing.
     rate = optax.linear_schedule(
       learning_rate / warmup, learning_rate, warmup - 1
     )
   if decay_steps is not None:
-    fall = optax.linear_schedule(
+    decay = optax.linear_schedule(
       learning_rate, 0.0, decay_steps * updates_per_step - warmup
     )
-    rate = optax.join_schedules([rate, fall], [warmup])
+    rate = optax.join_schedules([rate, decay], [warmup])
   return optax.chain(
     optax.clip_by_global_norm(clip_norm),
     optax.inject_hyperparams(optax.adamw)(
@@ -53,27 +59,45 @@ def actor_critic(
   critic_warmup_steps: int = 0,
   updates_per_step: int = 1,
 ) -> optax.GradientTransformation:
-  """An optimizer for what acts, and another for its critic.
+  """One optimizer for the critic's parameters, another for all others.
 
-  A policy that can already do something has a critic with no idea: what that
-  says of actions would undo what the policy can, until it has learned.
+  The critic's are those under the key `base.CRITIC` (see `base.Policy.init`).
+  With `critic_warmup_steps`, a pretrained actor is kept unchanged until its new
+  critic has learned; advantages by an untrained critic would spoil it.
 
   Args:
-    actor: for all parameters but the critic's.
-    critic: for the critic's.
-    critic_warmup_steps: steps at first in which the critic alone learns.
+    actor: optimizer of all parameters but the critic's.
+    critic: optimizer of the critic's parameters.
+    critic_warmup_steps: first steps, in which only the critic learns.
     updates_per_step: updates in a step of the workflow, minibatches × epochs.
   """
   first = critic_warmup_steps * updates_per_step
   if first:
     actor = optax.conditionally_mask(actor, lambda update: update >= first)
 
-  def whose(params):
-    if 'critic' not in params:
+  def labels(params):
+    if base.CRITIC not in params:
       raise ValueError(
-        'An optimizer for the critic is given, and the policy has none: its '
-        f'parameters are of {", ".join(params)}. Give one optimizer for all.'
+        'actor_critic has an optimizer for the critic, and this policy has no '
+        f'critic: its parameters are {", ".join(params)}. Use one optimizer '
+        'for all parameters, such as adamw.'
       )
-    return {name: 'critic' if name == 'critic' else 'actor' for name in params}
+    return {
+      name: base.CRITIC if name == base.CRITIC else 'actor' for name in params
+    }
 
-  return optax.partition({'actor': actor, 'critic': critic}, whose)
+  return optax.partition({'actor': actor, base.CRITIC: critic}, labels)
+
+
+def learning_rates(opt_state) -> base.Info:
+  """Reads the learning rates of an optimizer that keeps them in its state.
+
+  `train/lr`, and `train/lr_critic` of the critic's part of `actor_critic`.
+  """
+  info = {}
+  for path, rate in optax.tree.get_all_with_path(opt_state, 'learning_rate'):
+    if isinstance(rate, jax.Array):  # Skips the schedule of the same name.
+      critic = any(getattr(part, 'key', None) == base.CRITIC for part in path)
+      name = 'train/lr_critic' if critic else 'train/lr'
+      info.setdefault(name, metrics.Mean(rate, jnp.ones(())))
+  return info

@@ -1,79 +1,151 @@
-"""Gradient steps, in two stages: `gradient` adds up over rows, `apply` is one.
+"""Gradient steps in two stages: `gradient` sums over rows, `apply` updates.
 
 A loss is a sum of means whose denominators belong to the whole minibatch. A
-piece of it knows only its own share, so what travels is each numerator's
-gradient with its share of the denominator; `apply` divides, once.
+piece of the minibatch knows only its share of them, so `gradient` returns the
+gradient of each numerator and the piece's share of its denominator; both add
+up, and `apply` divides once. `learner` runs both over several minibatches.
 """
 
 from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+import stages
 from stages import base, metrics
+from stages.learn import optimizers
+
+
+class Loss(NamedTuple):
+  """What a loss function returns.
+
+  Attributes:
+    means: one mean for each distinct denominator, already weighted; their sum
+      is minimized.
+    info: metrics.
+    kl: mean KL(π_old‖π), by which `learner` stops early; None without it.
+  """
+
+  means: tuple[metrics.Mean, ...]
+  info: base.Info
+  kl: metrics.Mean | None = None
 
 
 class Gradient(NamedTuple):
-  """What one piece of a minibatch has to say to the optimizer.
+  """The contribution of one piece of a minibatch; pieces add up.
 
   Attributes:
     numerators: a tree like the parameters for each distinct denominator.
     denominators: this piece's share of each.
     info: metrics.
+    kl: as in `Loss`.
   """
 
   numerators: tuple[base.Params, ...]
   denominators: tuple[jax.Array, ...]
   info: base.Info
+  kl: metrics.Mean | None = None
 
 
 def init(params, optimizer: optax.GradientTransformation) -> base.TrainState:
-  """The state before the first step."""
+  """Returns the state before the first update."""
   return base.TrainState(
-    params, optimizer.init(_wide(params)), jnp.zeros((), jnp.int32)
+    params, optimizer.init(_at_least_float32(params)), jnp.zeros((), jnp.int32)
   )
 
 
-def _wide(tree):
-  """In float32 or wider: in bfloat16, Adam's decay of 0.999 would be 1."""
+def _at_least_float32(tree):
+  """Casts to float32 or wider: in bfloat16, Adam's decay of 0.999 would be 1."""
   return jax.tree.map(
     lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree
   )
+
+
+def learner(
+  loss: Callable,
+  optimizer: optax.GradientTransformation,
+  *,
+  unbatched: tuple[int, ...] = (0,),
+  group_size: int = 1,
+  target_kl: float | None = None,
+) -> Callable:
+  """Makes an update for each of several minibatches.
+
+  Args:
+    loss: `params, *given, *minibatch -> Loss`, or its first two fields.
+    optimizer: optimizer of the parameters.
+    unbatched: positions of the loss's arguments without rows: the parameters
+      and whatever is `given`.
+    group_size: adjacent rows that stay together.
+    target_kl: the remaining minibatches change nothing once the KL of one is
+      beyond this; None always makes all updates.
+
+  Returns:
+    `state, minibatches, *given -> state, info`: metrics are those of all
+    minibatches together.
+  """
+  gradient_stage = stages.Stage(
+    gradient(loss), 'gradient', 'sum', unbatched, group_size=group_size
+  )
+  apply_stage = stages.Stage(
+    apply(optimizer)
+    if target_kl is None
+    else apply_until(optimizer, target_kl),
+    'apply',
+    'batch',
+  )
+  merge_info = stages.Stage(
+    lambda *infos: functools.reduce(metrics.merge, infos), 'merge_info', 'batch'
+  )
+  never = stages.Stage(lambda step: jnp.zeros((), bool), 'kl_stop', 'batch')
+
+  def learn(state: base.TrainState, minibatches, *given):
+    infos, stopped = [], () if target_kl is None else (never(state.step),)
+    for minibatch in minibatches:
+      grads = gradient_stage(state.params, *given, *minibatch)
+      state, *stopped, info = apply_stage(state, *stopped, grads)
+      infos.append(info)
+    return state, infos[0] if len(infos) == 1 else merge_info(*infos)
+
+  return learn
 
 
 def gradient(loss: Callable) -> Callable:
   """Returns `params, *batch -> Gradient`, whose pieces add up.
 
   Args:
-    loss: `params, *batch -> means, info`: a tuple of `metrics.Mean`, one for
-      each distinct denominator and already weighted, to be minimized in sum.
+    loss: `params, *batch -> Loss`, or its first two fields.
   """
 
   def gradient(params, *batch) -> Gradient:
     def numerators(params):
-      means, info = loss(params, *batch)
-      return tuple(mean.sum for mean in means), (
-        tuple(mean.count for mean in means),
-        info,
+      result = Loss(*loss(params, *batch))
+      return tuple(mean.sum for mean in result.means), (
+        tuple(mean.count for mean in result.means),
+        result.info,
+        result.kl,
       )
 
-    sums, pullback, (counts, info) = jax.vjp(numerators, params, has_aux=True)
+    sums, pullback, (counts, info, kl) = jax.vjp(
+      numerators, params, has_aux=True
+    )
     grads = tuple(
       pullback(tuple(jnp.full_like(s, i == j) for j, s in enumerate(sums)))[0]
       for i in range(len(sums))
     )
-    return Gradient(grads, counts, info)
+    return Gradient(grads, counts, info, kl)
 
   return gradient
 
 
 def apply(optimizer: optax.GradientTransformation) -> Callable:
-  """Returns `state, Gradient -> state, info`, one step of `optimizer`.
+  """Returns `state, Gradient -> state, info`, one update of `optimizer`.
 
-  A gradient that is not finite leaves parameters and moments as they were and
-  counts as `train/skipped`; one bad batch must not end a run of days.
+  A gradient that is not finite changes neither parameters nor moments and
+  counts as `train/skipped`, so that one bad batch does not end a long run.
   """
 
   def apply(state: base.TrainState, gradient: Gradient):
@@ -82,12 +154,12 @@ def apply(optimizer: optax.GradientTransformation) -> Callable:
       lambda *gs: sum(
         g * s.astype(g.dtype) for g, s in zip(gs, scales, strict=True)
       ),
-      *_wide(gradient.numerators),
+      *_at_least_float32(gradient.numerators),
     )
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)
     updates, opt_state = optimizer.update(
-      grads, state.opt_state, _wide(state.params)
+      grads, state.opt_state, _at_least_float32(state.params)
     )
     params = optax.apply_updates(state.params, updates)
     params, opt_state = jax.tree.map(
@@ -102,18 +174,28 @@ def apply(optimizer: optax.GradientTransformation) -> Callable:
       ),
       'train/skipped': metrics.Mean(1.0 - finite, one),
     }
-    info |= _rates(opt_state)
+    info |= optimizers.learning_rates(opt_state)
     return base.TrainState(params, opt_state, state.step + 1), info
 
   return apply
 
 
-def _rates(opt_state) -> base.Info:
-  """Learning rates, of an optimizer that shows what it has."""
-  info = {}
-  for path, rate in optax.tree.get_all_with_path(opt_state, 'learning_rate'):
-    if isinstance(rate, jax.Array):  # And not what computes it.
-      critic = any(getattr(part, 'key', None) == 'critic' for part in path)
-      name = 'train/lr_critic' if critic else 'train/lr'
-      info.setdefault(name, metrics.Mean(rate, jnp.ones(())))
-  return info
+def apply_until(
+  optimizer: optax.GradientTransformation, target_kl: float
+) -> Callable:
+  """Returns `state, stopped, Gradient -> state, stopped, info`.
+
+  As `apply`, but an update whose KL is beyond `target_kl`, and every update
+  after it, leaves the state unchanged and counts as `train/stopped`.
+  """
+  update = apply(optimizer)
+
+  def apply_unless_stopped(state: base.TrainState, stopped, gradient: Gradient):
+    new, info = update(state, gradient)
+    stopped |= gradient.kl.sum > target_kl * gradient.kl.count
+    new = jax.tree.map(lambda a, b: jnp.where(stopped, a, b), state, new)
+    one = jnp.ones(())
+    info['train/stopped'] = metrics.Mean(stopped * one, one)
+    return new, stopped, info
+
+  return apply_unless_stopped

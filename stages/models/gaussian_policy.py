@@ -69,7 +69,7 @@ def policy(
     zeros = jnp.zeros(seen.shape, seen.dtype)
     params = {'actor': actor.init(ours, zeros)['params']}
     if critic:
-      params['critic'] = judge.init(theirs, zeros)['params']
+      params[base.CRITIC] = judge.init(theirs, zeros)['params']
     if encoder.cameras:
       params['encoder'] = encoder.init(eyes, like)['params']
     return params
@@ -82,7 +82,7 @@ def policy(
     return mean, _wide(log_std, mean)
 
   def expect(params, x):
-    return judge.apply({'params': params['critic']}, x)
+    return judge.apply({'params': params[base.CRITIC]}, x)
 
   def density(action, mean, log_std):
     logp = gaussian(action, mean, log_std)

@@ -5,6 +5,7 @@ from stages.workflows.dapo import dapo
 from stages.workflows.embodied_grpo import embodied_grpo
 from stages.workflows.grpo import grpo
 from stages.workflows.ppo import ppo
+from stages.workflows.reinforce import reinforce
 from stages.workflows.sac import sac
 from stages.workflows.sft import sft
 
@@ -14,6 +15,7 @@ __all__ = [
   'embodied_grpo',
   'grpo',
   'ppo',
+  'reinforce',
   'sac',
   'sft',
 ]

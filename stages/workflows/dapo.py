@@ -1,7 +1,7 @@
-"""Decoupled clip and dynamic sampling, DAPO, arXiv:2503.14476."""
+"""Decoupled clip and dynamic sampling policy optimization, arXiv:2503.14476."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,26 +10,30 @@ import optax
 import stages
 from stages import base, metrics, repeat
 from stages.language import evaluate as evaluate_lib
-from stages.language import policy_stages
+from stages.language import policy_stages, rollout_metrics
 from stages.learn import advantages, losses, minibatches, train_step
-from stages.workflows.grpo import describe, objective
+from stages.workflows.grpo import objective
 
 
 class State(NamedTuple):
-  """What a step of DAPO reads and rewrites."""
+  """State carried from step to step.
+
+  Attributes:
+    actor: the policy being trained.
+  """
 
   actor: base.TrainState
 
 
 class Slots(NamedTuple):
-  """The batch that is learned from, while it fills.
+  """The batch that a step learns from, while sampling fills it.
 
   Attributes:
-    x: experience, in groups; with mask zero where nothing is yet.
-    verdict: of it.
-    filled: groups that are there.
+    x: experience, in groups; `mask` is 0 in empty slots.
+    verdict: its rewards.
+    filled: number of filled groups.
     round: rounds of sampling so far.
-    accuracy: of all that was drawn, accepted or not.
+    accuracy: mean accuracy of all samples, accepted or not.
   """
 
   x: base.Experience
@@ -54,85 +58,77 @@ def dapo(
   expected_rounds: int | None = None,
   importance_cap: float = 2.0,
 ) -> base.Workflow:
-  """Learns from groups that are neither all right nor all wrong.
+  """Learns from groups of mixed accuracy: neither all right nor all wrong.
 
-  A batch is prompts for `max_rounds` rounds of sampling. Each round takes its
-  share of them and keeps the groups of mixed accuracy, until as many as it asks
-  for are there or no prompts are left. What is then missing is padding: it
-  has no tokens, and the loss is a mean over tokens. (The paper samples without
-  a bound.)
+  A batch holds the prompts of `max_rounds` rounds of sampling. Each round
+  completes its share of them and keeps the groups of mixed accuracy, until
+  there are as many groups as prompts in a round, or no prompts are left. Missing
+  groups are padding without tokens; the loss is a mean over tokens. The paper
+  samples without a bound.
 
   Args:
-    policy: the model to train.
-    verify: `answer, action, mask -> base.Verdict`.
-    optimizer: how gradients become updates.
-    group_size: completions a prompt.
-    max_rounds: of sampling, at most.
-    clip_low: how far the probability ratio may fall.
-    clip_high: how far it may rise (clip-higher).
+    policy: the language model to train.
+    verify: stage `answer, action, mask -> base.Verdict`.
+    optimizer: optimizer of the parameters.
+    group_size: completions of each prompt.
+    max_rounds: upper bound on rounds of sampling.
+    clip_low: how far the probability ratio may fall below 1.
+    clip_high: how far it may rise above 1 (clip-higher).
     overlong_buffer: the last tokens before the length limit, over which the
       reward falls linearly by 1 (soft overlong punishment, eq. 13); None for no
       punishment.
-    num_minibatches: minibatches of one batch, each an optimiser step.
-    num_epochs: how often the batch is learned from, in another order each time.
-    expected_rounds: rounds that planners shall count on; all if None.
+    num_minibatches: minibatches of a batch, with an update each.
+    num_epochs: passes over each batch, shuffled anew in each.
+    expected_rounds: rounds that planners count on; `max_rounds` if None.
     importance_cap: as in `grpo`.
   """
-  together = functools.partial(stages.stage, group_size=group_size)
-  loss = objective(
-    functools.partial(policy.evaluate, group_size=group_size),
-    (clip_low, clip_high, None),
-    (0.0, losses.kl_k3),
-    0.0,
-    losses.token_mean,
-    importance_cap,
+  take_prompts = stages.Stage(
+    functools.partial(_round_prompts, max_rounds, group_size),
+    'round_prompts',
+    'batch',
   )
-  ask = stages.Stage(
-    functools.partial(_ask, max_rounds, group_size), 'ask', 'batch'
-  )
+  generate = policy_stages.act(policy, 'generate', group_size=group_size)
   accept = stages.Stage(
     functools.partial(_accept, group_size), 'accept', 'batch'
   )
-  deal = minibatches.shuffle(num_minibatches, num_epochs, group_size)
-  shuffled = minibatches.gather(group_size)
-  gradient = stages.Stage(
-    train_step.gradient(loss),
-    'gradient',
-    'sum',
-    unbatched=(0,),
-    group_size=group_size,
-  )
-  apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
-  fold = stages.Stage(
-    lambda *infos: functools.reduce(metrics.merge, infos), 'merge_info', 'batch'
-  )
+  with_proximal = policy_stages.proximal_logp(policy, group_size)
   measure = stages.Stage(
     functools.partial(
-      _describe, group_size=group_size, updates=num_minibatches * num_epochs
+      _describe,
+      group_size=group_size,
+      updates_per_step=num_minibatches * num_epochs,
     ),
     'measure',
     'batch',
   )
-  examine = evaluate_lib.evaluate(policy, verify)
-
-  generate = policy_stages.act(policy, 'generate', group_size=group_size)
-  recall = policy_stages.proximal_logp(policy, group_size)
+  minibatch = minibatches.minibatches(
+    'shuffled', num_minibatches, num_epochs, group_size
+  )
+  loss = objective(
+    functools.partial(policy.evaluate, group_size=group_size),
+    clip=(clip_low, clip_high, None),
+    aggregate=losses.token_mean,
+    importance=(losses.token_weight, losses.truncated, importance_cap),
+  )
+  learn = train_step.learner(loss, optimizer, group_size=group_size)
+  evaluate_actor = evaluate_lib.evaluate(policy, verify)
 
   @stages.stage('empty_slots', 'batch')
-  def begin(actor: base.Version, problem: base.Problem, key):
-    problem, key_B = _ask(max_rounds, group_size, problem, key, jnp.int32(0))
-    like = generate.shapes(actor, problem.prompt, key_B)
-    x = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    like = verify.shapes(problem.answer, x.action, x.mask)
-    verdict = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+  def empty_slots(actor: base.Version, problem: base.Problem, key):
+    problem, key_B = _round_prompts(
+      max_rounds, group_size, problem, key, jnp.int32(0)
+    )
+    shapes = generate.shapes(actor, problem.prompt, key_B)
+    x = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    shapes = verify.shapes(problem.answer, x.action, x.mask)
+    verdict = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     zero, none = jnp.zeros(()), jnp.int32(0)
-    # A prompt all of padding is none: a policy may make NaN of it.
+    # Real prompts: a policy may return NaN for one that is all padding.
     x = x._replace(obs=problem.prompt)
     return Slots(x, verdict, none, none, metrics.Mean(zero, zero))
 
-  @together('group_advantage')
-  def compare(reward_B, mask_BT):
-    """Of shaped rewards; A is zero on padding."""
+  @stages.stage('group_advantage', group_size=group_size)
+  def group_advantage(reward_B, mask_BT):
     if overlong_buffer is not None:
       reward_B += overlong(mask_BT.sum(1), mask_BT.shape[1], overlong_buffer)
     reward_NG = reward_B.reshape(-1, group_size)
@@ -140,10 +136,10 @@ def dapo(
     return advantage_NG.reshape(-1, 1) * mask_BT
 
   def sample(slots: Slots, actor: base.Version, problem, key):
-    """One round: to be repeated."""
-    asked, key_B = ask(problem, key, slots.round)
-    x = generate(actor, asked.prompt, key_B)
-    return accept(slots, x, verify(asked.answer, x.action, x.mask))
+    """Samples one round."""
+    prompts, key_B = take_prompts(problem, key, slots.round)
+    x = generate(actor, prompts.prompt, key_B)
+    return accept(slots, x, verify(prompts.answer, x.action, x.mask))
 
   fill = repeat.Repeat(sample, 'fill', max_rounds, expected_rounds)
 
@@ -153,45 +149,42 @@ def dapo(
   def step(state: State, problem: base.Problem, key):
     actor = state.actor
     now = base.Version(actor.params, actor.step)
-    empty = begin(now, problem, key)
-    dealt = deal(key, empty.x.mask)  # Whatever will be there.
+    empty = empty_slots(now, problem, key)
     slots = fill(empty, now, problem, key)
-    x = recall(now, slots.x)
-    measured = measure(slots._replace(x=x), actor.step)
-    x = x._replace(advantage=compare(slots.verdict.reward, x.mask))
-    infos = []
-    for (batch,) in shuffled(dealt, (x,)):
-      actor, info = apply(actor, gradient(actor.params, batch, ()))
-      infos.append(info)
-    info = infos[0] if len(infos) == 1 else fold(*infos)
-    return State(actor), measured | info
+    x = with_proximal(now, slots.x)
+    rollout_info = measure(slots._replace(x=x), actor.step)
+    x = x._replace(advantage=group_advantage(slots.verdict.reward, x.mask))
+    actor, info = learn(actor, minibatch(key, empty.x.mask, x, ()))
+    return State(actor), rollout_info | info
 
   def evaluate(state: State, problem: base.Problem, key):
     now = base.Version(state.actor.params, state.actor.step)
-    return examine(now, problem, key)
+    return evaluate_actor(now, problem, key)
 
   return base.Workflow(init, step, evaluate, lambda state: state.actor.params)
 
 
-def overlong(length_B, limit: int, cache: int):
+def overlong(length_B, limit: int, buffer: int):
   """Soft overlong punishment, arXiv:2503.14476 eq. 13.
 
     0                          where |y| ≤ L − C
     ((L − C) − |y|) / C        where L − C < |y| ≤ L
 
   Args:
-    length_B: |y|.
-    limit: L, beyond which no completion goes.
-    cache: C.
+    length_B: |y|, tokens of each completion.
+    limit: L, the most tokens that a completion may have.
+    buffer: C, tokens.
   """
-  return jnp.clip((limit - cache - length_B) / cache, -1.0, 0.0)
+  return jnp.clip((limit - buffer - length_B) / buffer, -1.0, 0.0)
 
 
-def _ask(rounds: int, group_size: int, problem: base.Problem, key, round_):
-  """The prompts of a round, each for a group, and a key for every row.
+def _round_prompts(
+  rounds: int, group_size: int, problem: base.Problem, key, round_
+):
+  """Prompts of a round, repeated for their groups, and a key for each row.
 
-  A row's key is that of its place among the rows of all rounds, so that it
-  depends neither on how many rounds there are nor on what they accept.
+  A row's key is that of its position among the rows of all rounds, so that it
+  depends neither on the number of rounds nor on what they accept.
   """
   N = jax.tree.leaves(problem)[0].shape[0]
   if N % rounds:
@@ -237,13 +230,15 @@ def _accept(group_size: int, slots: Slots, x: base.Experience, verdict):
 
 
 def _describe(
-  slots: Slots, now, group_size: int, updates: int
-) -> dict[str, Any]:
-  """What is worth knowing of what was drawn, and of what is learned from."""
+  slots: Slots, actor_step, group_size: int, updates_per_step: int
+) -> base.Info:
+  """Metrics of all samples, and of the groups that are learned from."""
   N, one = slots.x.mask.shape[0] // group_size, jnp.ones(())
-  told = describe(slots.x, slots.verdict, now, group_size, updates)
-  del told['rollout/groups_degenerate']  # There are none.
-  return told | {
+  info = rollout_metrics.describe(
+    slots.x, slots.verdict, actor_step, group_size, updates_per_step
+  )
+  del info['rollout/groups_degenerate']  # Always zero.
+  return info | {
     'rollout/accuracy': slots.accuracy,
     'rollout/rounds': metrics.Mean(slots.round * one, one),
     'rollout/groups_filled': metrics.Mean(slots.filled * one, N * one),

@@ -1,8 +1,11 @@
-"""Group relative policy optimisation, arXiv:2402.03300."""
+"""Group relative policy optimization, arXiv:2402.03300.
+
+With other arguments it is GSPO, CISPO, Dr. GRPO or RLOO, see `grpo`.
+"""
 
 from collections.abc import Callable
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,24 +14,25 @@ import optax
 import stages
 from stages import base, metrics
 from stages.language import evaluate as evaluate_lib
-from stages.language import partial_rollout, policy_stages
+from stages.language import policy_stages, rollout_metrics
 from stages.learn import advantages, losses, minibatches, train_step
 
 
 class State(NamedTuple):
-  """What a step of GRPO reads and rewrites.
+  """State carried from step to step.
 
   Attributes:
-    actor: what learns.
-    reference: what it began as; nothing where none is used.
-    past: the actor before each of the last `lag` steps, the oldest first.
-    rollout: completions on their way; nothing where steps finish their own.
+    actor: the policy being trained.
+    reference: its initial parameters; `()` where there is no KL term.
+    past: versions of the actor before each of the last `staleness` steps, the
+      oldest first.
+    carry: what `rollouts` carries from step to step; `()` by default.
   """
 
   actor: base.TrainState
   reference: base.Params
   past: tuple[base.Version, ...]
-  rollout: partial_rollout.Rollout | tuple[()] = ()
+  carry: Any = ()
 
 
 def grpo(
@@ -47,99 +51,87 @@ def grpo(
   num_epochs: int = 1,
   minibatch_by: minibatches.MinibatchBy = 'row',
   staleness: int = 0,
-  max_carry: int = 0,
-  extra_groups: int = 0,
   advantage: Callable = advantages.group_relative,
+  policy_loss: Callable = losses.ppo_clip,
+  likelihood: Callable = losses.token_logp,
   aggregate: Callable = losses.sequence_mean_token_mean,
+  importance_weight: Callable = losses.token_weight,
+  importance_bound: Callable = losses.truncated,
   importance_cap: float = 2.0,
+  rollouts: Callable = policy_stages.complete,
 ) -> base.Workflow:
-  """Rewards each completion against the others of its prompt.
+  """Compares each completion's reward with those of its group.
+
+    Aᵢ = (Rᵢ − mean R) / std R,   maximize  mean min(ρ A, clip(ρ) A) − β KL
+
+  Dr. GRPO is `advantage=advantages.group_centered` with
+  `aggregate=losses.constant(length)`, RLOO is
+  `advantage=advantages.leave_one_out`, GSPO is
+  `likelihood=losses.sequence_logp`, and CISPO is `policy_loss=losses.cispo`
+  with `clip_low=1.0` and `aggregate=losses.token_mean`.
 
   Args:
-    policy: the model to train.
-    verify: `answer, action, mask -> base.Verdict`.
-    optimizer: how gradients become updates.
-    group_size: completions a prompt.
-    clip_low: how far the probability ratio may fall.
-    clip_high: how far it may rise; more than `clip_low` is DAPO's clip-higher.
-    dual_clip: bound of the loss where the advantage is negative (dual clip).
-    kl_coef: weight of the pull towards the policy it began as; 0 keeps no copy.
-    kl_estimator: `logp, ref_logp -> KL`, token by token: how that is estimated.
-      The gradient of `kl_k2` is that of KL(π‖π_ref), which lets go of what the
-      reference did wrong; that of `kl_k3` is of KL(π_ref‖π), which does not.
+    policy: the language model to train.
+    verify: stage `answer, action, mask -> base.Verdict`.
+    optimizer: optimizer of the parameters.
+    group_size: completions of each prompt.
+    clip_low: how far the probability ratio may fall below 1.
+    clip_high: how far it may rise above 1; above `clip_low` in DAPO's
+      clip-higher.
+    dual_clip: bound of the loss where the advantage is negative; only for
+      `losses.ppo_clip`.
+    kl_coef: β, weight of the KL term; 0 keeps no reference.
+    kl_estimator: `logp, ref_logp -> KL`, for each token. The gradient of
+      `kl_k2` is that of KL(π‖π_ref); the gradient of `kl_k3` is that of
+      KL(π_ref‖π), which does not unlearn what the reference does wrong.
     entropy_coef: weight of the entropy bonus.
-    num_minibatches: minibatches of one batch, each an optimiser step.
-    num_epochs: how often the batch is learned from, as PPO does: the clip is
-      around the policy that acted.
-    minibatch_by: of groups in minibatches: by 'row', 'shuffled' or by
-      'arrival', as `dealing` says.
-    staleness: steps by which the policy that acts is older than the one that
-      learns. It is meaning, not speed: called with arrays it is obeyed too.
-      What it buys is that a plan may generate while an earlier step still
-      learns. The clip is then around the policy that acted.
-    max_carry: steps for which a group may be carried that has not ended, to go
-      on by newer parameters; 0 finishes all that is begun. As lag, it is
-      meaning. The clip is then around the newest that acted, and every token is
-      weighed.
-    extra_groups: groups that are under way beside those that a step learns
-      from.
+    num_minibatches: minibatches of a batch, with an update each.
+    num_epochs: passes over each batch.
+    minibatch_by: 'row', 'shuffled' or 'arrival', see `minibatches`.
+    staleness: steps by which the policy that samples is older than the one
+      that is updated. It is part of the algorithm, and a plan may then overlap
+      generation with updates.
     advantage: `reward_G -> advantage_G` of one group.
+    policy_loss: `logp, old_logp, advantage, clip_low, clip_high -> loss`, for
+      each token.
+    likelihood: `logp_BT, mask_BT -> logp_BT`: the log-probability whose ratio is
+      clipped, of tokens or of sequences.
     aggregate: `loss_BT, mask_BT -> metrics.Mean`.
-    importance_cap: the most that a token weighs for being likelier to the
-      trainer than to who drew it (truncated importance sampling), where that is
-      an engine which is not the trainer, or were several versions of the
-      policy.
+    importance_weight: `proximal_logp, behavior_logp, mask -> weight`: weights
+      the loss where an engine other than the trainer, or several versions of
+      the policy, sampled the tokens; the ratio is then clipped around the
+      proximal policy.
+    importance_bound: `weight, importance_cap -> weight`.
+    importance_cap: bound of the weights.
+    rollouts: `policy, group_size -> policy_stages.Rollouts`: how completions
+      are generated; `partial_rollout.partial_rollouts` carries unfinished ones
+      into later steps.
   """
-  partial_rollout.check(policy, max_carry, extra_groups)
-  loss = objective(
-    functools.partial(policy.evaluate, group_size=group_size),
-    (clip_low, clip_high, dual_clip),
-    (kl_coef, kl_estimator),
-    entropy_coef,
-    aggregate,
-    importance_cap,
-  )
-  measure = stages.Stage(
-    functools.partial(
-      describe, group_size=group_size, updates=num_minibatches * num_epochs
-    ),
-    'measure',
-    'sum',
-    unbatched=(2,),
-    group_size=group_size,
-  )
-  deal = minibatches.minibatches(
+  generate = rollouts(policy, group_size)
+  repeat = policy_stages.repeat(group_size)
+  measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
+  score_ref = policy_stages.logp(policy, 'ref_logp', group_size)
+  minibatch = minibatches.minibatches(
     minibatch_by, num_minibatches, num_epochs, group_size
   )
-
-  act = partial_rollout.act(policy, group_size, max_carry, extra_groups)
-  recall = policy_stages.proximal_logp(
-    policy, group_size, several=max_carry > 0
+  loss = objective(
+    functools.partial(policy.evaluate, group_size=group_size),
+    clip=(clip_low, clip_high, dual_clip),
+    kl=(kl_coef, kl_estimator),
+    entropy_coef=entropy_coef,
+    policy_loss=policy_loss,
+    likelihood=likelihood,
+    aggregate=aggregate,
+    importance=(importance_weight, importance_bound, importance_cap),
   )
-  refer = policy_stages.logp(policy, 'ref_logp', group_size)
-
-  @stages.stage('repeat', 'batch')
-  def repeat(problem: base.Problem):
-    return jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), problem)
+  learn = train_step.learner(loss, optimizer, group_size=group_size)
+  evaluate_actor = evaluate_lib.evaluate(policy, verify)
 
   @stages.stage('group_advantage', group_size=group_size)
-  def compare(reward_B, mask_BT):
+  def group_advantage(reward_B, mask_BT):
     advantage_NG = jax.vmap(advantage)(reward_B.reshape(-1, group_size))
-    # What a verifier makes of nobody may be anything.
+    # Rewards of padding rows are arbitrary.
     return jnp.where(mask_BT > 0, advantage_NG.reshape(-1, 1), 0.0)
-
-  gradient = stages.Stage(
-    train_step.gradient(loss),
-    'gradient',
-    'sum',
-    unbatched=(0,),
-    group_size=group_size,
-  )
-  apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
-  fold = stages.Stage(
-    lambda *infos: functools.reduce(metrics.merge, infos), 'merge_info', 'batch'
-  )
-  examine = evaluate_lib.evaluate(policy, verify)
 
   def init(key):
     params = policy.init(key)
@@ -147,64 +139,100 @@ def grpo(
     past = (base.Version(params, actor.step),) * staleness
     return State(actor, params if kl_coef else (), past)
 
-  def begin(state: State, problem: base.Problem):
-    rollout = partial_rollout.allocate(
-      policy, problem, group_size, extra_groups
-    )
-    return state._replace(rollout=rollout)
-
   def step(state: State, problem: base.Problem, key):
-    asked = repeat(problem)
-    keys = stages.keys(key, asked.prompt)
     actor = state.actor
     now = base.Version(actor.params, actor.step)
-    older, *past = (*state.past, now)
-    problem, x, rollout, told = act(older, state.rollout, asked, keys)
-    x = recall(older, x)
+    behavior, *past = (*state.past, now)
+    prompts = repeat(problem)
+    keys = stages.keys(key, prompts.prompt)
+    problem, x, carry, carry_info = generate.run(
+      behavior, state.carry, prompts, keys
+    )
     verdict = verify(problem.answer, x.action, x.mask)
-    measured = measure(x, verdict, actor.step)
-    x = x._replace(advantage=compare(verdict.reward, x.mask))
-    ref_logp = refer(state.reference, x.obs, x.action) if kl_coef else ()
-    infos = []
-    for batch in deal(key, asked.prompt, x, ref_logp):
-      actor, info = apply(actor, gradient(actor.params, *batch))
-      infos.append(info)
-    info = infos[0] if len(infos) == 1 else fold(*infos)
-    state = State(actor, state.reference, tuple(past), rollout)
-    return state, measured | told | info
+    rollout_info = measure(x, verdict, actor.step)
+    x = x._replace(advantage=group_advantage(verdict.reward, x.mask))
+    ref_logp = score_ref(state.reference, x.obs, x.action) if kl_coef else ()
+    actor, info = learn(actor, minibatch(key, prompts.prompt, x, ref_logp))
+    state = State(actor, state.reference, tuple(past), carry)
+    return state, rollout_info | carry_info | info
 
   def evaluate(state: State, problem: base.Problem, key):
     now = base.Version(state.actor.params, state.actor.step)
-    return examine(now, problem, key)
+    return evaluate_actor(now, problem, key)
+
+  def allocate(state: State, problem: base.Problem):
+    return state._replace(carry=generate.allocate(problem))
 
   return base.Workflow(
-    *(init, step, evaluate, lambda state: state.actor.params, staleness),
-    allocate=begin if max_carry else None,
+    init,
+    step,
+    evaluate,
+    lambda state: state.actor.params,
+    staleness,
+    allocate=allocate if generate.allocate else None,
   )
 
 
-def objective(evaluate, clip, kl, entropy, aggregate, cap=2.0) -> Callable:
-  """What `grpo` minimises: `params, experience, ref_logp -> means, info`.
+def objective(
+  evaluate: Callable,
+  *,
+  clip: tuple[float, float, float | None] = (0.2, 0.2, None),
+  kl: tuple[float, Callable] = (0.0, losses.kl_k3),
+  entropy_coef: float = 0.0,
+  policy_loss: Callable = losses.ppo_clip,
+  likelihood: Callable = losses.token_logp,
+  aggregate: Callable = losses.sequence_mean_token_mean,
+  importance: tuple[Callable, Callable, float] = (
+    losses.token_weight,
+    losses.truncated,
+    2.0,
+  ),
+) -> Callable:
+  """Returns the loss `params, experience, ref_logp_BT -> Loss`.
 
-  The clip is around the policy that acted, in the trainer's arithmetic. Where
-  that is not the engine's, or where it was the last of several that acted,
-  min(exp(lp_p − lp_b), C) weighs the difference.
+    L = aggregate(w · policy_loss(lp, lp_old, A) + β KL(lp, lp_ref) − η H)
+
+  lp_old is that of the policy that sampled, and w = 1. Where the experience has
+  `proximal` log-probabilities, lp_old is those, and w is the bounded importance
+  weight of lp_old over the sampled lp_b.
+
+  Args:
+    evaluate: `params, obs, action -> base.Evaluation`.
+    clip: `clip_low`, `clip_high` and `dual_clip` of `grpo`.
+    kl: `kl_coef` and `kl_estimator`.
+    entropy_coef: η.
+    policy_loss: as in `grpo`.
+    likelihood: as in `grpo`.
+    aggregate: as in `grpo`.
+    importance: `importance_weight`, `importance_bound` and `importance_cap`.
   """
-  kl, divergence = kl
+  clip_low, clip_high, dual_clip = clip
+  kl_coef, kl_estimator = kl
+  importance_weight, importance_bound, importance_cap = importance
+  if dual_clip is not None and policy_loss is not losses.ppo_clip:
+    raise ValueError(
+      'dual_clip bounds losses.ppo_clip alone: leave it out with another '
+      'policy_loss.'
+    )
+  if dual_clip is not None:
+    policy_loss = functools.partial(policy_loss, dual=dual_clip)
 
   def loss(params, x: base.Experience, ref_logp_BT):
     now = evaluate(params, x.obs, x.action)
-    # What a policy makes of padding may be anything, and ∞ · 0 is no number.
+    # Log-probabilities of padding are arbitrary, and ∞ · 0 is NaN.
     now = now._replace(logp=jnp.where(x.mask > 0, now.logp, 0.0))
     old_BT = x.logp
     if x.proximal is not None:
       old_BT = jnp.where(x.mask > 0, x.proximal, 0.0)
-    loss_BT = losses.ppo_clip(now.logp, old_BT, x.advantage, *clip)
-    ratio_BT = losses.ratio(now.logp, old_BT)
-    clipped_BT = losses.clip_fraction(now.logp, old_BT, x.advantage, *clip[:2])
+    logp_BT, old_BT = (likelihood(lp, x.mask) for lp in (now.logp, old_BT))
+    loss_BT = policy_loss(logp_BT, old_BT, x.advantage, clip_low, clip_high)
+    ratio_BT = losses.ratio(logp_BT, old_BT)
+    clipped_BT = losses.clip_fraction(
+      logp_BT, old_BT, x.advantage, clip_low, clip_high
+    )
     if x.proximal is not None:
-      weight_BT = losses.token_weight(x.proximal, x.logp, x.mask)
-      loss_BT *= losses.truncated(weight_BT, cap)
+      weight_BT = importance_weight(x.proximal, x.logp, x.mask)
+      loss_BT *= importance_bound(weight_BT, importance_cap)
     kl_BT = losses.kl_k3(x.logp, now.logp)
     info = {
       'train/policy_loss': aggregate(loss_BT, x.mask),
@@ -212,62 +240,24 @@ def objective(evaluate, clip, kl, entropy, aggregate, cap=2.0) -> Callable:
       'train/clip_fraction': metrics.mean(clipped_BT, x.mask),
       'train/ratio_mean': metrics.mean(ratio_BT, x.mask),
       'train/ratio_max': metrics.maximum(ratio_BT, x.mask),
-      # The exact one needs a pass over the vocabulary; its estimate does not.
+      # The exact entropy costs a pass over the vocabulary; −lp estimates it.
       'train/entropy': metrics.mean(
-        now.entropy if entropy else -x.logp, x.mask
+        now.entropy if entropy_coef else -x.logp, x.mask
       ),
     }
-    if kl:
+    if dual_clip is not None:
+      dual_BT = losses.dual_clip_fraction(
+        logp_BT, old_BT, x.advantage, dual_clip
+      )
+      info['train/clip_fraction_dual'] = metrics.mean(dual_BT, x.mask)
+    if kl_coef:
       ref_logp_BT = jnp.where(x.mask > 0, ref_logp_BT, 0.0)
       info['train/kl_reference'] = metrics.mean(
         losses.kl_k3(now.logp, ref_logp_BT), x.mask
       )
-      loss_BT += kl * divergence(now.logp, ref_logp_BT)
-    if entropy:
-      loss_BT -= entropy * now.entropy
-    return (aggregate(loss_BT, x.mask),), info
+      loss_BT += kl_coef * kl_estimator(now.logp, ref_logp_BT)
+    if entropy_coef:
+      loss_BT -= entropy_coef * now.entropy
+    return train_step.Loss((aggregate(loss_BT, x.mask),), info)
 
   return loss
-
-
-def describe(
-  x: base.Experience, verdict: base.Verdict, now, group_size: int, updates: int
-):
-  """What is worth knowing of a rollout, when the actor is at update `now`.
-
-  A row without a token is padding, and nobody's.
-  """
-  here_B = x.mask.max(1)
-  here_NG = here_B.reshape(-1, group_size)
-  verdict = jax.tree.map(lambda x_B: jnp.where(here_B > 0, x_B, 0), verdict)
-  reward_NG = verdict.reward.reshape(-1, group_size)
-  alike_N = reward_NG.max(1) == reward_NG.min(1)
-  length_B, T = x.mask.sum(1), x.mask.shape[1]
-  stale_BT = (now - x.version).astype(jnp.float32) / updates  # In steps.
-  stale_BT = jnp.where(x.mask > 0, stale_BT, 0.0)
-  return _gap(x) | {
-    'rollout/reward': metrics.moments(verdict.reward, here_B),
-    'rollout/accuracy': metrics.mean(verdict.correct, here_B),
-    'rollout/groups_degenerate': metrics.mean(
-      alike_N.astype(jnp.float32), here_NG[:, 0]
-    ),
-    'rollout/response_length': metrics.histogram(length_B, T + 1, here_B),
-    'rollout/truncated_fraction': metrics.mean(x.truncated, here_B),
-    'rollout/staleness': metrics.mean(stale_BT, x.mask),
-    'rollout/staleness_max': metrics.maximum(stale_BT),
-    'rollout/tokens': length_B.sum(),
-    'rollout/samples': metrics.first_rows(
-      evaluate_lib.samples(x, verdict.reward), group_size
-    ),
-  }
-
-
-def _gap(x: base.Experience):
-  """How far the trainer is from whoever acted, in nats a token."""
-  if x.proximal is None:
-    return {}
-  gap_BT = jnp.where(x.mask > 0, jnp.abs(x.proximal - x.logp), 0.0)
-  return {
-    'rollout/logprob_gap_mean': metrics.mean(gap_BT, x.mask),
-    'rollout/logprob_gap_max': metrics.maximum(gap_BT),
-  }

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: learning to imitate worked examples."""
+"""Supervised fine-tuning: maximum likelihood of worked examples."""
 
 import optax
 
@@ -15,11 +15,13 @@ def sft(
 ) -> base.Workflow:
   """Maximizes the likelihood of each token of the examples' completions.
 
+    L = −Σ m lp / Σ m
+
   Args:
-    policy: the model to train.
-    verify: how the held-out problems are judged: `answer, action, mask ->
-      base.Verdict`.
-    optimizer: how gradients become updates.
+    policy: the language model to train.
+    verify: stage `answer, action, mask -> base.Verdict`, which judges held-out
+      problems.
+    optimizer: optimizer of the parameters.
   """
 
   def loss(params, x: base.Example):
@@ -27,21 +29,18 @@ def sft(
     mean = losses.token_mean(-logp_BT, x.mask)
     return (mean,), {'train/loss': mean, 'train/tokens': x.mask.sum()}
 
-  gradient = stages.Stage(
-    train_step.gradient(loss), 'gradient', 'sum', unbatched=(0,)
-  )
-  apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
-  examine = evaluate_lib.evaluate(policy, verify)
+  learn = train_step.learner(loss, optimizer)
+  evaluate_actor = evaluate_lib.evaluate(policy, verify)
 
   def init(key):
     return train_step.init(policy.init(key), optimizer)
 
   def step(state: base.TrainState, examples: base.Example, key):
     del key  # Nothing here is random.
-    return apply(state, gradient(state.params, examples))
+    return learn(state, [(examples,)])
 
   def evaluate(state: base.TrainState, problem: base.Problem, key):
     now = base.Version(state.params, state.step)
-    return examine(now, problem, key)
+    return evaluate_actor(now, problem, key)
 
   return base.Workflow(init, step, evaluate, lambda state: state.params)

@@ -91,7 +91,7 @@ def test_an_arrival_is_after_generation_and_other_deals_are_before():
 
 
 def test_a_membership_that_is_none_is_refused():
-  with pytest.raises(ValueError, match="'alphabet' is none of 'row'"):
+  with pytest.raises(ValueError, match="not 'alphabet'"):
     grpo(minibatch_by='alphabet')
 
 

@@ -310,8 +310,9 @@ def test_rows_that_have_not_ended_go_on_by_newer_parameters(case):
     tiny.even_on_host,
     optimizers.adamw(3e-2),
     group_size=GROUP,
-    max_carry=2,
-    extra_groups=2,
+    rollouts=functools.partial(
+      partial_rollout.partial_rollouts, max_carry=2, extra_groups=2
+    ),
   )
   own = qwen.policy(case.folder, response_length=LENGTH)
   state = workflow.init(jax.random.key(0))
@@ -325,7 +326,7 @@ def test_rows_that_have_not_ended_go_on_by_newer_parameters(case):
       lambda x: jnp.repeat(x, GROUP, axis=0), tiny.problem(5, seed=i)
     )
     keys = stages.keys(jax.random.key(i), asked.prompt)
-    _, x, _, _ = act(now, state.rollout, asked, keys)
+    _, x, _, _ = act(now, state.carry, asked, keys)
     handed.append(x)
     state, info = workflow.step(
       state, tiny.problem(5, seed=i), jax.random.key(i)

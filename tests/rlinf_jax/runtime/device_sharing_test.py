@@ -18,7 +18,7 @@ from stages import workflows
 from stages.learn import optimizers
 import tiny
 
-ACTING = dict.fromkeys(('keys', 'repeat', 'generate', 'ask'), 'actor')
+ACTING = dict.fromkeys(('keys', 'repeat', 'generate', 'round_prompts'), 'actor')
 BOTH = {'actor': {'devices': [0]}, 'learner': {'devices': [0]}}
 SHARE = ['learner', 'actor']
 

@@ -6,7 +6,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from planner.ir import plan as plan_lib
@@ -105,14 +104,7 @@ def test_only_one_of_the_two_settings_is_refused(
 def test_a_policy_that_cannot_resume_is_refused():
   engine = policy()._replace(resume=None)
   with pytest.raises(ValueError, match='this one has no `resume`'):
-    workflows.grpo(
-      engine,
-      tiny.even,
-      optax.sgd(0.1),
-      group_size=2,
-      max_carry=1,
-      extra_groups=1,
-    )
+    partial_rollout.partial_rollouts(engine, 2, max_carry=1, extra_groups=1)
 
 
 def test_as_many_extra_groups_as_a_batch_has_are_refused():
@@ -278,8 +270,9 @@ def test_where_nothing_is_carried_it_is_what_it_was_without():
 def grpo(dtype='float32', **kwargs):
   kwargs = {
     'optimizer': optimizers.adamw(1e-2),
-    'max_carry': 1,
-    'extra_groups': 3,
+    'rollouts': functools.partial(
+      partial_rollout.partial_rollouts, max_carry=1, extra_groups=3
+    ),
   } | kwargs
   return workflows.grpo(
     policy(dtype, length=12),

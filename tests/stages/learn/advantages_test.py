@@ -138,11 +138,11 @@ def test_gae_of_a_sentence_does_not_see_its_padding():
   value = rng.normal(size=5)
 
   def judge(padding):
-    mask = np.append(np.ones(5), np.zeros(padding))
+    reward = np.append(np.zeros(4), np.append(3.0, np.zeros(padding)))
     values = np.append(value, rng.normal(size=padding))
     real = np.append(np.ones(4), np.zeros(1 + padding))  # Its end terminates.
     return advantages.gae(
-      advantages.last_token(3.0, jnp.asarray(mask)),
+      reward,
       values,
       np.append(values[1:], 0.0),
       real,
@@ -238,37 +238,6 @@ def test_a_group_sums_to_zero_and_its_order_does_not_matter(estimate):
   np.testing.assert_allclose(advantage.sum(), 0.0, **EXACT)
   np.testing.assert_allclose(estimate(reward[order]), advantage[order], **EXACT)
   np.testing.assert_allclose(estimate(reward + 5.0), advantage, **EXACT)
-
-
-def test_last_token_by_hand():
-  mask = jnp.array([[1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 0, 1], [1, 0, 0, 0.0]])
-  got = jax.vmap(advantages.last_token)(jnp.array([2.0, 3.0, 4.0, 5.0]), mask)
-  want = [[0, 2, 0, 0], [0, 0, 0, 3], [0, 0, 0, 4], [5, 0, 0, 0]]
-  np.testing.assert_array_equal(got, want)
-
-
-def test_a_sentence_of_padding_has_no_last_token():
-  np.testing.assert_array_equal(
-    advantages.last_token(1.0, jnp.zeros(4)), np.zeros(4)
-  )
-
-
-def test_reward_to_go_by_hand():
-  got = advantages.reward_to_go(
-    jnp.array([1.0, 2.0, 4.0, 8.0, 9.0]), jnp.array([1.0, 1.0, 0.0, 1.0, 0.0])
-  )
-  np.testing.assert_array_equal(got, [11.0, 10.0, 0.0, 8.0, 0.0])
-
-
-@pytest.mark.parametrize('seed', range(4))
-def test_reward_to_go_sums_what_real_tokens_have_ahead(seed):
-  rng = np.random.default_rng(seed)
-  reward, mask = rng.normal(size=30), rng.integers(0, 2, 30).astype(float)
-  want = [
-    mask[t] * sum(mask[k] * reward[k] for k in range(t, 30)) for t in range(30)
-  ]
-  got = advantages.reward_to_go(jnp.asarray(reward), jnp.asarray(mask))
-  np.testing.assert_allclose(got, want, **EXACT)
 
 
 def test_whiten_is_the_biased_standard_score_of_real_tokens():

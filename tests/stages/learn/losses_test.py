@@ -122,7 +122,15 @@ def test_gspo_clips_whole_sentences(seed):
     return surrogate(ratio, advantage, 0.1, 0.15)
 
   agrees(
-    lambda x: losses.gspo(x, old, advantage, mask, 0.1, 0.15), oracle, logp
+    lambda x: losses.ppo_clip(
+      losses.sequence_logp(x, mask),
+      losses.sequence_logp(old, mask),
+      advantage,
+      low=0.1,
+      high=0.15,
+    ),
+    oracle,
+    logp,
   )
 
 
@@ -130,10 +138,9 @@ def test_gspo_by_hand():
   # The geometric mean of 4 and 1 is 2, clipped to 1.5; 7 is of padding.
   logp, old = jnp.log(jnp.array([[4.0, 1.0, 7.0]])), jnp.zeros((1, 3))
   mask, one = jnp.array([[1.0, 1.0, 0.0]]), jnp.ones((1, 3))
-  np.testing.assert_allclose(
-    losses.sequence_ratio(logp, old, mask), 2 * one, **EXACT
-  )
-  loss = losses.gspo(logp, old, 3 * one, mask, 0.5, 0.5)
+  per_row = losses.sequence_logp(logp, mask), losses.sequence_logp(old, mask)
+  np.testing.assert_allclose(losses.ratio(*per_row), 2 * one, **EXACT)
+  loss = losses.ppo_clip(*per_row, 3 * one, 0.5, 0.5)
   np.testing.assert_allclose(loss, -4.5 * one, **EXACT)
   mean = losses.sequence_mean_token_mean(loss, mask)
   np.testing.assert_allclose((mean.sum, mean.count), (-4.5, 1.0), **EXACT)

@@ -12,7 +12,7 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
 from stages import base, metrics, workflows
 from stages.learn import optimizers
-from stages.workflows.dapo import _accept, _ask, overlong, Slots
+from stages.workflows.dapo import _accept, _round_prompts, overlong, Slots
 from tests.rlinf_jax.runtime import invariance_test
 import tiny
 
@@ -24,7 +24,7 @@ GROUP = 4
   'length, cost', [(0, 0), (12, 0), (14, -0.25), (16, -0.5), (20, -1)]
 )
 def test_overlong_costs_rise_to_one(length, cost):
-  made = overlong(jnp.float32([length]), limit=20, cache=8)
+  made = overlong(jnp.float32([length]), limit=20, buffer=8)
   np.testing.assert_allclose(made, [cost])
 
 
@@ -86,7 +86,7 @@ def test_filling_is_the_first_mixed_groups_of_all_rounds(seed):
 
 
 def test_a_rows_key_is_of_its_round_too():
-  ask = functools.partial(_ask, 2, GROUP)
+  ask = functools.partial(_round_prompts, 2, GROUP)
   rows = [ask(tiny.problem(8), KEY, jnp.int32(i)) for i in range(2)]
   key_B = np.concatenate([jax.random.key_data(keys) for _, keys in rows])
   assert len({tuple(key) for key in key_B.tolist()}) == 8 * GROUP
@@ -96,7 +96,7 @@ def test_a_rows_key_is_of_its_round_too():
 
 def test_prompts_that_rounds_cannot_share_are_refused():
   with pytest.raises(ValueError, match='8 prompts .* 3 rounds'):
-    _ask(3, GROUP, tiny.problem(8), KEY, jnp.int32(0))
+    _round_prompts(3, GROUP, tiny.problem(8), KEY, jnp.int32(0))
 
 
 @functools.cache
@@ -155,7 +155,12 @@ PLANS = {
   'places': (
     {
       'places': {p: {'devices': [i]} for i, p in enumerate('abc')},
-      'stages': {'generate': 'a', 'ask': 'a', 'reward': 'b', '*': 'c'},
+      'stages': {
+        'generate': 'a',
+        'round_prompts': 'a',
+        'reward': 'b',
+        '*': 'c',
+      },
     },
     True,
   ),

@@ -183,15 +183,12 @@ def test_what_padding_looks_like_to_the_policy_has_no_part_in_the_loss():
   x = base.Experience(
     (), np.ones((1, 3), np.int32), -mask, mask, (), advantage=mask
   )
-  aggregate = losses.sequence_mean_token_mean
 
   def loss(logp, ref_logp):
     def evaluate(params, obs, action):
       return base.Evaluation(params, jnp.zeros_like(params))
 
-    f = objective(
-      evaluate, (0.2, 0.2, None), (1.0, losses.kl_k3), 0.0, aggregate
-    )
+    f = objective(evaluate, kl=(1.0, losses.kl_k3))
     return jax.value_and_grad(lambda p: f(p, x, ref_logp)[0][0].sum)(logp)
 
   want = loss(jnp.array([[-1.0, -2.0, 0.0]]), jnp.array([[-2.0, -1.0, 0.0]]))
@@ -202,20 +199,34 @@ def test_what_padding_looks_like_to_the_policy_has_no_part_in_the_loss():
     tiny.assert_same_bits(got, want)
 
 
-def _corrected(logp, proximal, behavior, advantage, cap=2.0):
-  """GRPO's loss of one token, by hand; and its slope."""
+def _corrected(
+  logp,
+  proximal,
+  behavior,
+  advantage,
+  weight=losses.token_weight,
+  bound=losses.truncated,
+  **kwargs,
+):
+  """GRPO's loss of tokens that an engine sampled, and its gradient."""
+  one_BT = np.ones((1, np.size(logp)), np.float32)
   x = base.Experience(
-    *((), np.ones((1, 1), np.int32), jnp.array([[behavior]])),
-    *(np.ones((1, 1), np.float32), ()),
-    advantage=jnp.array([[advantage]]),
-    proximal=jnp.array([[proximal]]),
+    (),
+    one_BT.astype(np.int32),
+    jnp.reshape(jnp.float32(behavior), (1, -1)),
+    one_BT,
+    (),
+    advantage=advantage * one_BT,
+    proximal=jnp.reshape(jnp.float32(proximal), (1, -1)),
   )
   f = objective(
     lambda params, *_: base.Evaluation(params, jnp.zeros_like(params)),
-    *((0.2, 0.2, None), (0.0, losses.kl_k3), 0.0, losses.token_mean, cap),
+    aggregate=losses.token_mean,
+    importance=(weight, bound, 2.0),
+    **kwargs,
   )
   return jax.value_and_grad(lambda p: f(p, x, ())[0][0].sum)(
-    jnp.array([[logp]])
+    jnp.reshape(jnp.float32(logp), (1, -1))
   )
 
 

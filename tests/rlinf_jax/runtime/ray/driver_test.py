@@ -153,7 +153,7 @@ def dapo_flows():
 def test_a_loop_goes_round_in_three_processes_at_once(far):
   sketch = {
     'places': {p: {'devices': [i]} for i, p in enumerate('abc')},
-    'stages': {'generate': 'a', 'ask': 'a', 'reward': 'b', '*': 'c'},
+    'stages': {'generate': 'a', 'round_prompts': 'a', 'reward': 'b', '*': 'c'},
   }
   remote, near = far(sketch, dapo_flows)
   got, want = run(remote, dapo()), run(near, dapo())

@@ -1,0 +1,77 @@
+"""Metrics of sampled completions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import stages
+from stages import base, metrics
+from stages.language import evaluate as evaluate_lib
+
+
+def measure(group_size: int, updates_per_step: int) -> stages.Stage:
+  """Returns a stage `experience, verdict, actor_step -> info`, see `describe`."""
+  return stages.Stage(
+    functools.partial(
+      describe, group_size=group_size, updates_per_step=updates_per_step
+    ),
+    'measure',
+    'sum',
+    unbatched=(2,),
+    group_size=group_size,
+  )
+
+
+def describe(
+  x: base.Experience,
+  verdict: base.Verdict,
+  actor_step,
+  group_size: int,
+  updates_per_step: int,
+) -> base.Info:
+  """Rewards, lengths and staleness of completions, and one group of samples.
+
+  Rows without a token are padding and do not count.
+
+  Args:
+    x: experience in groups.
+    verdict: its rewards; arbitrary on padding rows.
+    actor_step: updates that the actor has made so far.
+    group_size: adjacent rows that share a prompt.
+    updates_per_step: updates of the actor in a step, the unit of staleness.
+  """
+  real_B = x.mask.max(1)
+  real_NG = real_B.reshape(-1, group_size)
+  verdict = jax.tree.map(lambda x_B: jnp.where(real_B > 0, x_B, 0), verdict)
+  reward_NG = verdict.reward.reshape(-1, group_size)
+  degenerate_N = reward_NG.max(1) == reward_NG.min(1)
+  length_B, T = x.mask.sum(1), x.mask.shape[1]
+  stale_BT = (actor_step - x.version).astype(jnp.float32) / updates_per_step
+  stale_BT = jnp.where(x.mask > 0, stale_BT, 0.0)
+  return _logprob_gap(x) | {
+    'rollout/reward': metrics.moments(verdict.reward, real_B),
+    'rollout/accuracy': metrics.mean(verdict.correct, real_B),
+    'rollout/groups_degenerate': metrics.mean(
+      degenerate_N.astype(jnp.float32), real_NG[:, 0]
+    ),
+    'rollout/response_length': metrics.histogram(length_B, T + 1, real_B),
+    'rollout/truncated_fraction': metrics.mean(x.truncated, real_B),
+    'rollout/staleness': metrics.mean(stale_BT, x.mask),
+    'rollout/staleness_max': metrics.maximum(stale_BT),
+    'rollout/tokens': length_B.sum(),
+    'rollout/samples': metrics.first_rows(
+      evaluate_lib.samples(x, verdict.reward), group_size
+    ),
+  }
+
+
+def _logprob_gap(x: base.Experience) -> base.Info:
+  """Distance between trainer and sampling engine, in nats a token."""
+  if x.proximal is None:
+    return {}
+  gap_BT = jnp.where(x.mask > 0, jnp.abs(x.proximal - x.logp), 0.0)
+  return {
+    'rollout/logprob_gap_mean': metrics.mean(gap_BT, x.mask),
+    'rollout/logprob_gap_max': metrics.maximum(gap_BT),
+  }

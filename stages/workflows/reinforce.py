@@ -1,0 +1,59 @@
+"""REINFORCE with a group baseline: the smallest workflow, made to be copied."""
+
+import jax.numpy as jnp
+import optax
+
+import stages
+from stages import base
+from stages.language import evaluate as evaluate_lib
+from stages.language import policy_stages, rollout_metrics
+from stages.learn import losses, train_step
+
+
+def reinforce(
+  policy: base.Policy,
+  verify: stages.Stage,
+  optimizer: optax.GradientTransformation,
+  *,
+  group_size: int,
+) -> base.Workflow:
+  """Makes completions likelier whose reward is above their group's mean.
+
+  Aᵢ = Rᵢ − mean R,   L = −Σ m A lp / Σ m
+  """
+
+  def loss(params, x: base.Experience):
+    now = policy.evaluate(params, x.obs, x.action, group_size=group_size)
+    logp_BT = jnp.where(x.mask > 0, now.logp, 0.0)
+    loss_BT = losses.reinforce(logp_BT, x.advantage)
+    mean = losses.token_mean(loss_BT, x.mask)
+    return (mean,), {'train/policy_loss': mean}
+
+  @stages.stage('group_advantage', group_size=group_size)
+  def group_advantage(reward_B, mask_BT):
+    reward_NG = reward_B.reshape(-1, group_size)
+    advantage_NG = reward_NG - reward_NG.mean(1, keepdims=True)
+    return advantage_NG.reshape(-1, 1) * mask_BT
+
+  repeat = policy_stages.repeat(group_size)
+  generate = policy_stages.act(policy, 'generate', group_size=group_size)
+  measure = rollout_metrics.measure(group_size, updates_per_step=1)
+  learn = train_step.learner(loss, optimizer, group_size=group_size)
+  evaluate_actor = evaluate_lib.evaluate(policy, verify)
+
+  def init(key):
+    return train_step.init(policy.init(key), optimizer)
+
+  def step(state: base.TrainState, problem: base.Problem, key):
+    problem, version = repeat(problem), base.Version(state.params, state.step)
+    x = generate(version, problem.prompt, stages.keys(key, problem.prompt))
+    verdict = verify(problem.answer, x.action, x.mask)
+    rollout_info = measure(x, verdict, state.step)
+    x = x._replace(advantage=group_advantage(verdict.reward, x.mask))
+    state, info = learn(state, [(x,)])
+    return state, rollout_info | info
+
+  def evaluate(state: base.TrainState, problem: base.Problem, key):
+    return evaluate_actor(base.Version(state.params, state.step), problem, key)
+
+  return base.Workflow(init, step, evaluate, lambda state: state.params)
