@@ -11,7 +11,7 @@ from stages.language import evaluate as evaluate_lib
 
 
 def measure(group_size: int, updates_per_step: int) -> stages.Stage:
-  """Returns a stage `experience, verdict, actor_step -> info`, see `describe`."""
+  """Returns a stage `experience, verdict, actor_step -> info` of `describe`."""
   return stages.Stage(
     functools.partial(
       describe, group_size=group_size, updates_per_step=updates_per_step

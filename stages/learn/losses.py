@@ -89,8 +89,8 @@ def clip_fraction(logp, old_logp, advantage, low, high):
 
     ρ < 1 − low and A < 0,   or   ρ > 1 + high and A > 0
 
-  Measured on the raw ratio. With `advantage` None, one wherever the ratio is out
-  of bounds.
+  Measured on the raw ratio. With `advantage` None, one wherever the ratio is
+  out of bounds.
   """
   raw = jnp.exp(logp - old_logp)
   fell, rose = raw < 1.0 - low, raw > 1.0 + high
@@ -149,7 +149,7 @@ def sequence_weight(old_logp_BT, behavior_logp_BT, mask_BT):
 
 
 def geometric_weight(old_logp_BT, behavior_logp_BT, mask_BT):
-  """Geometric mean of the importance weights of a row's tokens, on every one."""
+  """Geometric mean of a row's token weights, on every token."""
   gap_BT = _row_mean(old_logp_BT - behavior_logp_BT, mask_BT)
   return jax.lax.stop_gradient(jnp.exp(gap_BT))
 

@@ -49,7 +49,7 @@ def minibatches(
 
 
 def split(n: int, group_size: int = 1) -> stages.Stage:
-  """Returns a stage that splits a tree of rows into `n` runs of whole groups."""
+  """Returns a stage that splits rows into `n` equal runs of whole groups."""
 
   def run(tree):
     B = _num_rows(tree, n, group_size)

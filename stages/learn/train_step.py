@@ -58,7 +58,7 @@ def init(params, optimizer: optax.GradientTransformation) -> base.TrainState:
 
 
 def _at_least_float32(tree):
-  """Casts to float32 or wider: in bfloat16, Adam's decay of 0.999 would be 1."""
+  """Casts to float32 or wider; in bfloat16 Adam's decay of 0.999 would be 1."""
   return jax.tree.map(
     lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree
   )
@@ -90,13 +90,10 @@ def learner(
   gradient_stage = stages.Stage(
     gradient(loss), 'gradient', 'sum', unbatched, group_size=group_size
   )
-  apply_stage = stages.Stage(
-    apply(optimizer)
-    if target_kl is None
-    else apply_until(optimizer, target_kl),
-    'apply',
-    'batch',
-  )
+  update = apply(optimizer)
+  if target_kl is not None:
+    update = apply_until(optimizer, target_kl)
+  apply_stage = stages.Stage(update, 'apply', 'batch')
   merge_info = stages.Stage(
     lambda *infos: functools.reduce(metrics.merge, infos), 'merge_info', 'batch'
   )

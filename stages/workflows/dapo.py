@@ -62,9 +62,9 @@ def dapo(
 
   A batch holds the prompts of `max_rounds` rounds of sampling. Each round
   completes its share of them and keeps the groups of mixed accuracy, until
-  there are as many groups as prompts in a round, or no prompts are left. Missing
-  groups are padding without tokens; the loss is a mean over tokens. The paper
-  samples without a bound.
+  there are as many groups as prompts in a round, or no prompts are left.
+  Missing groups are padding without tokens; the loss is a mean over tokens. The
+  paper samples without a bound.
 
   Args:
     policy: the language model to train.

@@ -94,7 +94,7 @@ def grpo(
     advantage: `reward_G -> advantage_G` of one group.
     policy_loss: `logp, old_logp, advantage, clip_low, clip_high -> loss`, for
       each token.
-    likelihood: `logp_BT, mask_BT -> logp_BT`: the log-probability whose ratio is
+    likelihood: `logp_BT, mask_BT -> logp_BT`: log-probabilities whose ratio is
       clipped, of tokens or of sequences.
     aggregate: `loss_BT, mask_BT -> metrics.Mean`.
     importance_weight: `proximal_logp, behavior_logp, mask -> weight`: weights

@@ -7,6 +7,9 @@ import numpy as np
 import optax
 import pytest
 
+from planner.ir import flow as flow_lib
+from planner.ir import plan as plan_lib
+from rlinf_jax.runtime import local
 import stages
 from stages import base, metrics, workflows
 from stages.learn import losses, optimizers
@@ -241,6 +244,85 @@ def test_what_another_engine_drew_is_weighed_and_clipped_around_the_trainer():
   loss, slope = _corrected(-0.7, -1.0, -0.7, advantage=2.0)
   np.testing.assert_allclose(loss, -2 * 1.2 * np.exp(-0.3), rtol=1e-6)
   assert slope == 0
+
+
+def test_importance_weights_of_sequences_are_worked_by_hand():
+  # Ratios e^0.1; each token is e^0.25 likelier to the trainer.
+  tokens = [-0.9] * 2, [-1.0] * 2, [-1.25] * 2
+  plain = -2 * 2 * np.exp(0.1)
+  for weight, want in (
+    (losses.token_weight, np.exp(0.25)),
+    (losses.sequence_weight, np.exp(0.5)),
+    (losses.geometric_weight, np.exp(0.25)),
+  ):
+    loss, _ = _corrected(*tokens, advantage=2.0, weight=weight)
+    np.testing.assert_allclose(loss, plain * want, rtol=1e-6)
+
+
+def test_a_masked_importance_weight_drops_the_token():
+  given = (-0.9, -1.0, -3.0), {'advantage': 2.0}
+  loss, slope = _corrected(*given[0], **given[1], bound=losses.masked)
+  assert loss == 0 and slope == 0
+  assert _corrected(*given[0], **given[1])[0] < 0  # Truncated, it counts.
+
+
+def test_gspo_clips_the_ratio_of_the_sequence():
+  gspo = functools.partial(
+    _corrected, advantage=2.0, likelihood=losses.sequence_logp
+  )
+  # Log-ratios 0.4 and −0.2: 0.1 on average, within the clip of log 1.2.
+  loss, slope = gspo([-0.6, -1.2], [-1.0] * 2, [-1.0] * 2)
+  np.testing.assert_allclose(loss, 2 * -2 * np.exp(0.1), rtol=1e-6)
+  np.testing.assert_allclose(slope, [[loss / 2] * 2], rtol=1e-6)
+  # 0.4 and 0.2: the sequence is clipped, both tokens with it.
+  loss, slope = gspo([-0.6, -0.8], [-1.0] * 2, [-1.0] * 2)
+  np.testing.assert_allclose(loss, 2 * -2 * 1.2, rtol=1e-6)
+  np.testing.assert_array_equal(slope, 0.0)
+
+
+def test_cispo_weighs_the_gradient_of_a_clipped_token():
+  loss, slope = _corrected(
+    -0.5, -1.0, -1.0, advantage=2.0, policy_loss=losses.cispo
+  )
+  np.testing.assert_allclose(loss, -1.2 * 2 * -0.5, rtol=1e-6)
+  np.testing.assert_allclose(slope, [[-1.2 * 2]], rtol=1e-6)
+
+
+def test_a_dual_clip_belongs_to_ppo_clip():
+  with pytest.raises(
+    ValueError, match='dual_clip bounds losses.ppo_clip alone'
+  ):
+    grpo(dual_clip=3.0, policy_loss=losses.cispo)
+
+
+@pytest.mark.slow
+def test_planned_gspo_is_eager_gspo():
+  workflow = workflows.grpo(
+    tiny.policy(length=4),
+    count_even,
+    optimizers.adamw(1e-2),
+    group_size=8,
+    num_minibatches=2,
+    likelihood=losses.sequence_logp,
+    clip_low=3e-4,
+    clip_high=4e-4,
+  )
+  state = workflow.init(KEY)
+  flow = flow_lib.trace(workflow.step, state, problem(), KEY)
+  plan = plan_lib.parse(
+    {
+      'places': {p: {'devices': [i]} for i, p in enumerate('ab')},
+      'stages': {'generate': 'a', '*': 'b'},
+    },
+    flow.stages,
+  )
+  runtime = local.LocalRuntime(plan, step=flow)
+  runtime.load(state)
+  got = runtime.step(problem(), KEY)
+  state, want = workflow.step(state, problem(), KEY)
+  tiny.assert_same_bits((got, runtime.state()), (want, state))
+  assert read(want)['train/clip_fraction'] > 0
+  runtime.close()
 
 
 def _elsewhere(policy: base.Policy, off: float) -> base.Policy:
