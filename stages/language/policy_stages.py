@@ -65,7 +65,7 @@ def proximal_logp(
 ) -> Callable:
   """Returns `Version, experience -> experience`, with `proximal` where needed.
 
-  Where an engine outside JAX sampled, the trainer computes the log-probabilities
+  Where an engine outside JAX sampled, the trainer computes log-probabilities
   of its tokens by the same parameters: the loss is clipped around those, and
   they tell how far engine and trainer differ. So it does, by the newest
   parameters, where `several` versions sampled (decoupled PPO,

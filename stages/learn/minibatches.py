@@ -123,8 +123,10 @@ def gather(group_size: int = 1) -> stages.Stage:
   """
 
   def take(id_ENM, tree):
-    id_NM = id_ENM.reshape(-1, id_ENM.shape[-1])
-    return tuple(jax.tree.map(lambda x: x[id_M], tree) for id_M in id_NM)
+    minibatch_ids = id_ENM.reshape(-1, id_ENM.shape[-1])
+    return tuple(
+      jax.tree.map(lambda x: x[row_ids], tree) for row_ids in minibatch_ids
+    )
 
   return stages.Stage(
     take, 'minibatches', 'slice', unbatched=(0,), group_size=group_size

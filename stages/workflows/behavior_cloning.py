@@ -1,4 +1,4 @@
-"""Behavior cloning: learning to do what was demonstrated."""
+"""Behavior cloning: supervised learning of demonstrated actions."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,19 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import stages
 from stages import base, metrics
-from stages.envs import evaluate as evaluate_lib
-from stages.envs import obs_stats
+from stages.envs import embodied, obs_stats
 from stages.learn import train_step
 
 
 class State(NamedTuple):
-  """What a step reads and rewrites.
+  """State carried from step to step.
 
   Attributes:
-    actor: what learns.
-    obs_stats: moments of the demonstrated observations; `()` if none are kept.
+    actor: the policy being trained.
+    obs_stats: moments of the demonstrated observations; `()` if not normalized.
   """
 
   actor: base.TrainState
@@ -33,25 +31,29 @@ def behavior_cloning(
   *,
   normalize_obs: bool = True,
 ) -> base.Workflow:
-  """Maximizes the likelihood of each action that was demonstrated.
+  """Maximizes the likelihood of each demonstrated action.
 
-  A policy learns how far to deviate, too: as far as demonstrations do from what
-  it can tell by what it sees. From there it may explore.
+    L = −mean log π(a|s)
+
+  The likelihood also fits the policy's standard deviation, to the spread of
+  demonstrations around what the observation predicts; reinforcement learning
+  that starts from the clone explores by it.
 
   Args:
-    env: in which the policy is judged.
-    policy: makes the policy to train from what a world shows and takes.
-    optimizer: how gradients become updates.
-    normalize_obs: whether observations are put on a scale of their own.
+    env: environments in which the policy is evaluated.
+    policy: makes the policy for an environment's observations and actions.
+    optimizer: optimizer of the parameters.
+    normalize_obs: whether observations are normalized by running moments.
 
   Raises:
     ValueError: for a policy that squashes its samples.
   """
   policy = policy(env)
   _check(policy, env)
+  update_obs_stats = embodied.update_obs_stats(env, normalize_obs)
 
-  def loss(params, scale, x: base.Demonstration):
-    obs = obs_stats.normalize(scale, x.obs)
+  def loss(params, stats, x: base.Demonstration):
+    obs = obs_stats.normalize(stats, x.obs)
     now = policy.evaluate(params, obs, x.action)
     mean = metrics.mean(-now.logp)
     return (mean,), {
@@ -59,47 +61,33 @@ def behavior_cloning(
       'train/entropy': metrics.mean(now.entropy),
     }
 
-  gradient = stages.Stage(
-    train_step.gradient(loss), 'gradient', 'sum', unbatched=(0, 1)
-  )
-  apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
-  see = stages.Stage(
-    lambda obs: obs_stats.from_batch(obs, env.obs_spec), 'obs_moments', 'sum'
-  )
-  widen = stages.Stage(lambda a, b: a.merge(b), 'update_obs_stats', 'batch')
-  attempt = evaluate_lib.evaluator(policy, env)
+  learn = train_step.learner(loss, optimizer, unbatched=(0, 1))
 
   def init(key):
-    fresh = evaluate_lib.init(policy, env, normalize_obs, key)
     return State(
-      train_step.init(fresh['policy'], optimizer), fresh['obs_stats']
+      *embodied.init_actor(
+        policy, env, optimizer, key, normalize_obs=normalize_obs
+      )
     )
 
   def step(state: State, batch: base.Demonstration, key):
     del key  # Nothing here is random.
-    actor, scale = state
-    if normalize_obs:
-      scale = widen(scale, see(batch.obs))
-    actor, info = apply(actor, gradient(actor.params, scale, batch))
-    return State(actor, scale), info
+    stats = update_obs_stats(state.obs_stats, batch.obs)
+    actor, info = learn(state.actor, [(batch,)], stats)
+    return State(actor, stats), info
 
-  def evaluate(state: State, seed, key):
-    return attempt(state.actor.params, state.obs_stats, seed, key)
-
-  return base.Workflow(
-    init, step, evaluate, evaluate_lib.policy_state, score='eval/success_once'
-  )
+  return embodied.workflow(init, step, policy, env)
 
 
 def _check(policy: base.Policy, env: base.Env):
-  """Refuses policies whose commands are not what they draw, within bounds."""
+  """Refuses policies that do not command an environment's bound by action 1."""
   if policy.to_env_action is None:
     return
   high = np.array(env.action_high)
   most = np.asarray(policy.to_env_action(jnp.ones((1, *high.shape))))[0]
   if not np.allclose(most, high, atol=1e-3 * np.abs(high).max()):
     raise ValueError(
-      'Demonstrations say what was commanded, where one is the end of a range, '
-      f"and this policy's one commands {most.tolist()} and not "
+      'In demonstrations an action of 1 is the upper bound of the environment, '
+      f'and this policy maps it to {most.tolist()} instead of '
       f"{high.tolist()}: it squashes its samples, so give it bounding = 'clip'."
     )

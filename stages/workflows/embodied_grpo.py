@@ -1,7 +1,8 @@
-"""Group relative policy optimization in worlds, arXiv:2402.03300.
+"""Group relative policy optimization in environments, arXiv:2402.03300.
 
-Episodes that begin alike are compared with each other, as RLinf-VLA does
-(arXiv:2510.06710): one advantage an episode, and nothing after its end.
+Episodes with the same initial state are compared with each other, as in
+RLinf-VLA (arXiv:2510.06710): one advantage an episode, and steps after its end
+do not count.
 """
 
 from collections.abc import Callable
@@ -14,22 +15,19 @@ import optax
 
 import stages
 from stages import base, metrics
-from stages.envs import episode_stats, obs_stats, rollout
-from stages.envs import evaluate as evaluate_lib
-from stages.envs import rollout as rollout_lib
+from stages.envs import embodied, episode_stats, obs_stats, rollout
 from stages.learn import advantages, losses, minibatches, train_step
-from stages.models import policy_file
 from stages.workflows.grpo import objective
 
 
 class State(NamedTuple):
-  """What a step reads and rewrites: of environments nothing is left over.
+  """State carried from step to step; environments are reset in every one.
 
   Attributes:
-    actor: what learns.
-    obs_stats: moments of all that was seen; nothing where none are kept.
-    reference: what it began as, parameters and scale; nothing where none is
-      used.
+    actor: the policy being trained.
+    obs_stats: running moments of observations; `()` if not normalized.
+    reference: initial parameters and statistics; `()` where there is no KL
+      term.
   """
 
   actor: base.TrainState
@@ -61,58 +59,49 @@ def embodied_grpo(
   init_from: str | None = None,
   eval_env: base.Env | None = None,
 ) -> base.Workflow:
-  """Makes one attempt in every environment, and compares those of a group.
+  """Runs an episode in every environment and compares those of a group.
 
   Args:
-    env: to act in. Rows of a group are next to each other, and the seed that
-      they share shall begin the same episode in all of their environments.
-    policy: makes the policy to train from what a world shows and takes.
-    optimizer: how gradients become updates.
-    num_envs: environments.
-    group_size: of them, those that begin alike.
-    num_steps: steps of an attempt; the most that an episode has if None.
-    episode_reward: `episode_stats.EpisodeStats -> reward_B`: what an episode
-      was worth, `episode_stats.success` or `episode_stats.episode_return`.
-    clip_low: how far the probability ratio may fall.
-    clip_high: how far it may rise.
-    dual_clip: limit of the loss where the advantage is negative; None for none.
-    kl_coef: weight of the pull towards the policy it began as; 0 keeps no copy.
-    kl_estimator: `logp, ref_logp -> KL`, step by step: how that is estimated.
+    env: environments to act in. Adjacent environments form groups and share
+      their seed, which must begin the same episode in each of them.
+    policy: makes the policy for an environment's observations and actions.
+    optimizer: optimizer of the parameters.
+    num_envs: number of environments.
+    group_size: environments that share their initial state.
+    num_steps: steps of each environment; the horizon of `env` if None.
+    episode_reward: `episode_stats.EpisodeStats -> reward_B`: what an episode is
+      worth, `episode_stats.success` or `episode_stats.episode_return`.
+    clip_low: how far the probability ratio may fall below 1.
+    clip_high: how far it may rise above 1.
+    dual_clip: bound of the loss where the advantage is negative; None for none.
+    kl_coef: weight of the KL to the initial policy; 0 keeps no copy of it.
+    kl_estimator: `logp, ref_logp -> KL`, for each step.
     entropy_coef: weight of the entropy bonus.
-    num_minibatches: minibatches of a batch, each an optimizer step.
-    num_epochs: how often a batch is learned from, in another order each time.
-    filter_groups: masks groups of which all did equally well. Their advantage
-      is zero in any case, but `kl_coef` and `entropy_coef` act on them, and
+    num_minibatches: minibatches of a batch, with an update each.
+    num_epochs: passes over each batch, shuffled anew in each.
+    filter_groups: masks groups whose rewards are all equal. Their advantages
+      are zero in any case, but `kl_coef` and `entropy_coef` act on them, and
       they count where `aggregate` averages over steps.
-    advantage: `return_G -> advantage_G` of one group.
+    advantage: `reward_G -> advantage_G` of one group.
     aggregate: `loss_BT, mask_BT -> metrics.Mean`.
-    normalize_obs: whether observations are put on a scale of their own.
-    init_from: folder that a run has exported, to begin with its policy and its
-      scale, which then stays as it is; None to begin from nothing.
-    eval_env: the world in which the policy is judged; `env` if None, as no
-      step needs what another has left there.
+    normalize_obs: whether observations are normalized by running moments.
+    init_from: folder of an exported policy to start from; its observation
+      statistics then stay fixed. None for random parameters.
+    eval_env: environments for evaluation; `env` if None, as every step resets
+      them.
   """
   if num_envs % group_size:
     raise ValueError(
-      f'{num_envs} environments are no whole groups of {group_size}: make '
-      f'`rows` a '
-      'multiple of `group_size`.'
+      f'{num_envs} environments cannot be split into groups of {group_size}: '
+      'make `num_envs` a multiple of `group_size`.'
     )
   policy = policy(env)
-  loss = objective(
-    *(
-      policy.evaluate,
-      (clip_low, clip_high, dual_clip),
-      (kl_coef, kl_estimator),
-    ),
-    *(entropy_coef, aggregate),
-  )
-  draw = rollout_lib.draw_seeds(num_envs // group_size, group_size)
+  draw_seeds = rollout.draw_seeds(num_envs // group_size, group_size)
   reset = rollout.reset(env)
   act = rollout.rollout(policy, env, num_steps or env.horizon)
-  contrast = stages.Stage(
+  compare = stages.Stage(
     functools.partial(
-      compare, group_size, episode_reward, advantage, filter_groups
+      group_advantage, group_size, episode_reward, advantage, filter_groups
     ),
     'group_advantage',
     group_size=group_size,
@@ -123,83 +112,81 @@ def embodied_grpo(
     'sum',
     group_size=group_size,
   )
+  minibatch = minibatches.minibatches(
+    'shuffled', num_minibatches, num_epochs, group_size
+  )
+  loss = objective(
+    policy.evaluate,
+    clip=(clip_low, clip_high, dual_clip),
+    kl=(kl_coef, kl_estimator),
+    entropy_coef=entropy_coef,
+    aggregate=aggregate,
+  )
+  update_obs_stats = embodied.update_obs_stats(
+    env, normalize_obs and init_from is None
+  )
 
-  def score(reference, obs, action):
-    params, scale = reference
-    obs = obs_stats.normalize(scale, obs)
-    return policy.evaluate(params, obs, action).logp
-
-  def scaled(params, scale, x: base.Experience, ref_logp):
-    obs = obs_stats.normalize(scale, x.obs)
+  def loss_of_obs(params, stats, x: base.Experience, ref_logp):
+    obs = obs_stats.normalize(stats, x.obs)
     return loss(params, x._replace(obs=obs), ref_logp)
 
-  refer = stages.Stage(score, 'ref_logp', unbatched=(0,))
-  deal = minibatches.shuffle(num_minibatches, num_epochs, group_size)
-  shuffled = minibatches.gather(group_size)
-  gradient = stages.Stage(
-    train_step.gradient(scaled), 'gradient', 'sum', unbatched=(0, 1)
-  )
-  apply = stages.Stage(train_step.apply(optimizer), 'apply', 'batch')
-  fold = stages.Stage(
-    lambda *infos: functools.reduce(metrics.merge, infos), 'merge_info', 'batch'
-  )
-  see = stages.Stage(
-    lambda obs: obs_stats.from_batch(obs, env.obs_spec), 'obs_moments', 'sum'
-  )
-  widen = stages.Stage(lambda a, b: a.merge(b), 'update_obs_stats', 'batch')
-  attempt = evaluate_lib.evaluator(policy, eval_env or env)
+  learn = train_step.learner(loss_of_obs, optimizer, unbatched=(0, 1))
+
+  @stages.stage('ref_logp', unbatched=(0,))
+  def score_ref(reference, obs, action):
+    params, stats = reference
+    obs = obs_stats.normalize(stats, obs)
+    return policy.evaluate(params, obs, action).logp
 
   def init(key):
-    fresh = evaluate_lib.init(policy, env, normalize_obs, key)
-    begun = policy_file.start(init_from, fresh)
-    params, scale = begun['policy'], begun['obs_stats']
-    reference = (params, scale) if kl_coef else ()
-    return State(train_step.init(params, optimizer), scale, reference)
+    actor, stats = embodied.init_actor(
+      policy,
+      env,
+      optimizer,
+      key,
+      normalize_obs=normalize_obs,
+      init_from=init_from,
+    )
+    return State(actor, stats, (actor.params, stats) if kl_coef else ())
 
   def step(state: State, batch, key):
-    del batch  # All there is to know is in the environments.
-    actor, scale = state.actor, state.obs_stats
-    seed = draw(key)
-    env_state, obs = reset(seed)
-    keys = stages.keys(key, seed)
-    *_, x, timestep = act(actor.params, scale, env_state, obs, keys)
+    del batch  # The environments are the data.
+    actor, stats = state.actor, state.obs_stats
+    seed_B = draw_seeds(key)
+    env_state, obs = reset(seed_B)
+    keys = stages.keys(key, seed_B)
+    *_, x, timestep = act(actor.params, stats, env_state, obs, keys)
     timestep = timestep._replace(final_obs=())
-    x = x._replace(**contrast(timestep), truncated=None)
-    measured = measure(timestep)
-    ref_logp = refer(state.reference, x.obs, x.action) if kl_coef else ()
-    infos = []
-    for batch in shuffled(deal(key, seed), (x, ref_logp)):
-      actor, info = apply(actor, gradient(actor.params, scale, *batch))
-      infos.append(info)
-    info = infos[0] if len(infos) == 1 else fold(*infos)
-    if normalize_obs and init_from is None:
-      scale = widen(scale, see(x.obs))
-    return State(actor, scale, state.reference), measured | info
+    x = x._replace(**compare(timestep), truncated=None)
+    rollout_info = measure(timestep)
+    ref_logp = score_ref(state.reference, x.obs, x.action) if kl_coef else ()
+    actor, info = learn(actor, minibatch(key, seed_B, x, ref_logp), stats)
+    stats = update_obs_stats(stats, x.obs)
+    return State(actor, stats, state.reference), rollout_info | info
 
-  def evaluate(state: State, seed, key):
-    return attempt(state.actor.params, state.obs_stats, seed, key)
-
-  return base.Workflow(
-    init, step, evaluate, evaluate_lib.policy_state, score='eval/success_once'
-  )
+  return embodied.workflow(init, step, policy, eval_env or env)
 
 
-def compare(
-  group_size, episode_reward, advantage, filter_groups, timestep
+def group_advantage(
+  group_size: int,
+  episode_reward: Callable,
+  advantage: Callable,
+  filter_groups: bool,
+  timestep: base.TimeStep,
 ) -> dict[str, Any]:
-  """Which steps count, and what they were worth: fields of the experience.
+  """Masks and advantages of [B, T] steps, as fields of the experience.
 
-  Of an episode that a simulator has lost no step counts, and its group takes it
-  to have gone as the others did on average.
+  No step counts of an episode whose simulator failed; its group is compared as
+  if its reward were their mean.
   """
-  return_NG, kept_NG, least_N1, most_N1 = _groups(
+  reward_NG, kept_NG, least_N1, most_N1 = _groups(
     group_size, episode_reward, timestep
   )
-  sum_N1 = (kept_NG * return_NG).sum(1, keepdims=True)
+  sum_N1 = (kept_NG * reward_NG).sum(1, keepdims=True)
   count_N1 = kept_NG.sum(1, keepdims=True)
-  # Not beyond what it is a mean of, or equals would differ by rounding.
+  # Within its range: by rounding, the mean of equal rewards could differ.
   mean_N1 = jnp.clip(sum_N1 / jnp.maximum(count_N1, 1.0), least_N1, most_N1)
-  advantage_NG = jax.vmap(advantage)(jnp.where(kept_NG > 0, return_NG, mean_N1))
+  advantage_NG = jax.vmap(advantage)(jnp.where(kept_NG > 0, reward_NG, mean_N1))
   if filter_groups:
     kept_NG *= most_N1 > least_N1
   mask_BT = episode_stats.in_first_episode(timestep) * kept_NG.reshape(-1, 1)
@@ -207,9 +194,11 @@ def compare(
   return {'mask': mask_BT, 'advantage': advantage_BT}
 
 
-def describe(group_size, episode_reward, timestep) -> base.Info:
-  """What is worth knowing of attempts; steps are all that were made."""
-  return_NG, kept_NG, least_N1, most_N1 = _groups(
+def describe(
+  group_size: int, episode_reward: Callable, timestep: base.TimeStep
+) -> base.Info:
+  """Metrics of first episodes; `env/steps` counts all steps that were made."""
+  reward_NG, kept_NG, least_N1, most_N1 = _groups(
     group_size, episode_reward, timestep
   )
   steps = jnp.ones_like(timestep.reward)
@@ -217,25 +206,24 @@ def describe(group_size, episode_reward, timestep) -> base.Info:
     steps = timestep.steps
   if timestep.env_failed is not None:
     steps = steps * (1.0 - timestep.env_failed)
-  told = episode_stats.metrics(episode_stats.first_episode(timestep), 'env')
   return (
-    told
+    episode_stats.metrics(episode_stats.first_episode(timestep), 'env')
     | episode_stats.failures(timestep)
     | {
-      'rollout/reward': metrics.moments(return_NG, kept_NG),
+      'rollout/reward': metrics.moments(reward_NG, kept_NG),
       'rollout/groups_degenerate': metrics.mean(
-        (most_N1 <= least_N1)[:, 0].astype(return_NG.dtype), kept_NG.max(1)
+        (most_N1 <= least_N1)[:, 0].astype(reward_NG.dtype), kept_NG.max(1)
       ),
       'env/steps': steps.sum(),
     }
   )
 
 
-def _groups(group_size: int, episode_reward, timestep):
-  """Returns, which of them were not lost, and the least and most of those."""
+def _groups(group_size: int, episode_reward: Callable, timestep: base.TimeStep):
+  """Rewards, which episodes did not fail, and each group's least and most."""
   ended = episode_stats.first_episode(timestep)
-  return_NG = episode_reward(ended).reshape(-1, group_size)
+  reward_NG = episode_reward(ended).reshape(-1, group_size)
   kept_NG = ended.count.reshape(-1, group_size)
-  least_N1 = jnp.where(kept_NG > 0, return_NG, jnp.inf).min(1, keepdims=True)
-  most_N1 = jnp.where(kept_NG > 0, return_NG, -jnp.inf).max(1, keepdims=True)
-  return return_NG, kept_NG, least_N1, most_N1
+  least_N1 = jnp.where(kept_NG > 0, reward_NG, jnp.inf).min(1, keepdims=True)
+  most_N1 = jnp.where(kept_NG > 0, reward_NG, -jnp.inf).max(1, keepdims=True)
+  return reward_NG, kept_NG, least_N1, most_N1

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation in worlds, arXiv:1707.06347."""
+"""Proximal policy optimization in environments, arXiv:1707.06347."""
 
 from collections.abc import Callable
 import functools
@@ -10,21 +10,19 @@ import optax
 
 import stages
 from stages import base, metrics
-from stages.envs import episode_stats, obs_stats, rollout
-from stages.envs import evaluate as evaluate_lib
+from stages.envs import embodied, episode_stats, obs_stats, rollout
 from stages.learn import advantages, losses, minibatches, train_step
-from stages.models import policy_file
 
 
 class State(NamedTuple):
-  """What a step of PPO reads and rewrites.
+  """State carried from step to step.
 
   Attributes:
-    actor: what learns, its critic included.
-    obs_stats: moments of all that was seen; nothing where none are kept.
-    env_state: the state of the environments, or their tokens.
-    obs: what is seen in them.
-    episodes: how the episodes go that have not ended.
+    actor: the policy being trained, its critic included.
+    obs_stats: running moments of observations; `()` if not normalized.
+    env_state: state of the environments, or their tokens.
+    obs: their current observations.
+    episodes: running statistics of unfinished episodes.
   """
 
   actor: base.TrainState
@@ -48,6 +46,7 @@ def ppo(
   dual_clip: float | None = None,
   value_coef: float = 0.5,
   value_clip: float | None = None,
+  value_huber: float | None = None,
   entropy_coef: float = 0.0,
   num_minibatches: int = 4,
   num_epochs: int = 4,
@@ -58,155 +57,135 @@ def ppo(
   init_from: str | None = None,
   eval_env: base.Env | None = None,
 ) -> base.Workflow:
-  """Acts for some steps in many environments, and learns from them all.
+  """Collects steps in many environments and learns from all of them.
+
+    L = mean(max(−ρ A, −clip(ρ) A) + c_v L_value − c_e H)
 
   Args:
-    env: to act in.
-    policy: makes the policy to train from what a world shows and takes.
-    optimizer: how gradients become updates.
-    num_envs: environments.
-    num_steps: steps in each, of a batch.
-    discount: γ, a step.
-    gae_lambda: λ of the advantages.
-    clip_low: how far the probability ratio may fall.
-    clip_high: how far it may rise.
-    dual_clip: limit of the loss where the advantage is negative; None for none.
-    value_coef: weight of the critic's loss.
-    value_clip: how far an estimate may move at a time; None for any way.
-    entropy_coef: weight of the bonus for entropy.
-    num_minibatches: minibatches of a batch, each an optimiser step.
-    num_epochs: how often a batch is learned from, in another order each time.
-    target_kl: no update follows in a step once KL(acted ‖ now) of a minibatch
-      is beyond this; None for all updates. Schedules count updates that are
-      made.
-    normalize_obs: whether observations are put on a scale of their own.
-    normalize_advantages: whether the advantages of a batch are brought to mean
-      zero and variance one. Where success is rare and the only reward, a batch
-      without any would have nothing but the critic's errors made as large as
-      that.
-    bootstrap_on_success: takes success, too, for an end that time has set, so
-      that whoever is done early loses nothing by it.
-    init_from: folder that a run has exported, to begin with its policy and its
-      scale, which then stays as it is; None to begin from nothing.
-    eval_env: the world in which the policy is judged: a simulator needs another
-      than it trains in. `env` if None.
+    env: environments to act in.
+    policy: makes the policy for an environment's observations and actions.
+    optimizer: optimizer of the parameters.
+    num_envs: number of environments.
+    num_steps: steps in each environment, per batch.
+    discount: γ, per environment step.
+    gae_lambda: λ of generalized advantage estimation.
+    clip_low: how far the probability ratio may fall below 1.
+    clip_high: how far it may rise above 1.
+    dual_clip: bound of the loss where the advantage is negative; None for none.
+    value_coef: c_v, weight of the critic's loss.
+    value_clip: how far a value may move from the one that was recorded; None
+      for no bound.
+    value_huber: error beyond which the critic's loss is linear (Huber); None
+      for a squared error. Not together with `value_clip`.
+    entropy_coef: c_e, weight of the entropy bonus.
+    num_minibatches: minibatches of a batch, with an update each.
+    num_epochs: passes over each batch, shuffled anew in each.
+    target_kl: stops the updates of a step once KL(π_old‖π) of a minibatch is
+      beyond this; None makes all updates. Learning-rate schedules count only
+      the updates that are made.
+    normalize_obs: whether observations are normalized by running moments.
+    normalize_advantages: whether the advantages of a batch are whitened. Where
+      success is rare and the only reward, a batch without it would consist of
+      magnified errors of the critic.
+    bootstrap_on_success: treats success like a time limit: the value of the
+      final observation counts, so that an early success loses no reward.
+    init_from: folder of an exported policy to start from; its observation
+      statistics then stay fixed. None for random parameters.
+    eval_env: environments for evaluation, which a simulator needs apart from
+      those it trains in; `env` if None.
   """
   policy = policy(env)
-  loss = objective(
-    policy,
-    (clip_low, clip_high, dual_clip),
-    (value_coef, value_clip),
-    entropy_coef,
-  )
   act = rollout.rollout(policy, env, num_steps)
-  judge = stages.Stage(
+  count_episodes = stages.Stage(episode_stats.update, 'episode_stats')
+  estimate = stages.Stage(
     functools.partial(
-      appraise, policy, discount, gae_lambda, bootstrap_on_success
+      compute_advantages, policy, discount, gae_lambda, bootstrap_on_success
     ),
     'compute_advantages',
     unbatched=(0, 1),
   )
-  count = stages.Stage(episode_stats.update, 'episode_stats')
-  see = stages.Stage(
-    lambda obs: obs_stats.from_batch(obs, env.obs_spec), 'obs_moments', 'sum'
-  )
-  widen = stages.Stage(lambda a, b: a.merge(b), 'update_obs_stats', 'batch')
-  whiten = stages.Stage(advantages.whiten, 'whiten', 'batch')
-  single = stages.Stage(_single, 'flatten_time', 'batch')
   measure = stages.Stage(describe, 'measure', 'sum')
-  deal = minibatches.shuffle(num_minibatches, num_epochs)
-  shuffled = minibatches.gather()
-  gradient = stages.Stage(
-    train_step.gradient(loss), 'gradient', 'sum', unbatched=(0, 1)
+  whiten = stages.Stage(advantages.whiten, 'whiten', 'batch')
+  flatten = stages.Stage(flatten_time, 'flatten_time', 'batch')
+  minibatch = minibatches.minibatches('shuffled', num_minibatches, num_epochs)
+  loss = objective(
+    policy,
+    clip=(clip_low, clip_high, dual_clip),
+    value=(value_coef, value_clip, value_huber),
+    entropy_coef=entropy_coef,
   )
-  ready = stages.Stage(lambda id_: jnp.zeros((), bool), 'ready', 'batch')
-  apply = stages.Stage(_apply(optimizer, target_kl), 'apply', 'batch')
-  fold = stages.Stage(
-    lambda *infos: functools.reduce(metrics.merge, infos), 'merge_info', 'batch'
+  learn = train_step.learner(
+    loss, optimizer, unbatched=(0, 1), target_kl=target_kl
   )
-  attempt = evaluate_lib.evaluator(policy, eval_env or env)
+  update_obs_stats = embodied.update_obs_stats(
+    env, normalize_obs and init_from is None
+  )
 
   def init(key):
-    luck, seeds = jax.random.split(key)
-    seed_B = jax.random.randint(
-      seeds, (num_envs,), 0, jnp.iinfo(jnp.int32).max, jnp.int32
+    policy_key, env_key = jax.random.split(key)
+    actor, stats = embodied.init_actor(
+      policy,
+      env,
+      optimizer,
+      policy_key,
+      normalize_obs=normalize_obs,
+      init_from=init_from,
     )
-    fresh = evaluate_lib.init(policy, env, normalize_obs, luck)
-    begun = policy_file.start(init_from, fresh)
-    actor = train_step.init(begun['policy'], optimizer)
-    return State(
-      *(actor, begun['obs_stats']),
-      *rollout.init(env, seed_B),
-      episode_stats.init(num_envs),
-    )
+    return State(actor, stats, *embodied.reset(env, num_envs, env_key))
 
   def step(state: State, batch, key):
-    del batch  # All there is to know is in the environments.
-    actor, scale = state.actor, state.obs_stats
+    del batch  # The environments are the data.
+    params, stats = state.actor.params, state.obs_stats
     keys = stages.keys(key, state.obs)
     env_state, obs, x, timestep = act(
-      actor.params, scale, state.env_state, state.obs, keys
+      params, stats, state.env_state, state.obs, keys
     )
-    episodes, ended = count(state.episodes, timestep)
-    x = x._replace(**judge(actor.params, scale, x, timestep))
-    measured = measure(x, timestep._replace(final_obs=()), ended)
+    episodes, ended = count_episodes(state.episodes, timestep)
+    x = x._replace(**estimate(params, stats, x, timestep))
+    rollout_info = measure(x, timestep._replace(final_obs=()), ended)
     if normalize_advantages:
       x = x._replace(advantage=whiten(x.advantage, x.mask))
-    x = single(x)
-    dealt = deal(key, x.mask)
-    stopped, infos = ready(dealt), []
-    for (batch,) in shuffled(dealt, (x,)):
-      made = gradient(actor.params, scale, batch)
-      actor, stopped, info = apply(actor, stopped, made)
-      infos.append(info)
-    info = infos[0] if len(infos) == 1 else fold(*infos)
-    if normalize_obs and init_from is None:
-      scale = widen(scale, see(x.obs))
-    return State(actor, scale, env_state, obs, episodes), measured | info
+    x = flatten(x)
+    actor, info = learn(state.actor, minibatch(key, x.mask, x), stats)
+    stats = update_obs_stats(stats, x.obs)
+    return State(actor, stats, env_state, obs, episodes), rollout_info | info
 
-  def evaluate(state: State, seed, key):
-    return attempt(state.actor.params, state.obs_stats, seed, key)
-
-  return base.Workflow(
-    init,
-    step,
-    evaluate,
-    evaluate_lib.policy_state,
-    score='eval/success_once',
-  )
+  return embodied.workflow(init, step, policy, eval_env or env)
 
 
-def appraise(
-  policy, discount, lambda_, always, params, scale, x, timestep
+def compute_advantages(
+  policy,
+  discount,
+  gae_lambda,
+  bootstrap_on_success,
+  params,
+  stats,
+  x: base.Experience,
+  timestep: base.TimeStep,
 ) -> dict[str, Any]:
-  """What each step was worth: the fields of `x` that say so, by name.
+  """Advantages and returns of [B, T] steps, as fields of the experience.
 
-  What follows the last step of an episode that time has ended is estimated from
-  what was seen then, and never from the episode that comes next.
+  The value after the last step of a truncated episode is that of its final
+  observation, never of the next episode's first.
   """
-  value = policy.value(params, obs_stats.normalize(scale, x.obs))
+  value = policy.value(params, obs_stats.normalize(stats, x.obs))
   next_value = policy.value(
-    params, obs_stats.normalize(scale, timestep.final_obs)
+    params, obs_stats.normalize(stats, timestep.final_obs)
   )
   steps = 1.0 if timestep.steps is None else timestep.steps
   discount = discount**steps * jnp.ones_like(value)
-  if not always:
+  if not bootstrap_on_success:
     discount *= 1.0 - timestep.terminated
   continue_ = 1.0 - jnp.maximum(timestep.terminated, timestep.truncated)
   reward, mask = timestep.reward, x.mask
   if timestep.env_failed is not None:
-    # What was lost taught nothing: it is as good as expected, to the bit.
+    # A failed step teaches nothing: reward := value makes its δ exactly zero.
     mask *= 1.0 - timestep.env_failed
-    reward, discount, value, next_value = (
-      jnp.where(timestep.env_failed > 0, there, here)
-      for there, here in (
-        (value, reward),
-        (0.0, discount),
-        (value, value),
-        (0.0, next_value),
-      )
-    )
-  gae = jax.vmap(functools.partial(advantages.gae, lambda_=lambda_))
+    failed = timestep.env_failed > 0
+    reward = jnp.where(failed, value, reward)
+    discount = jnp.where(failed, 0.0, discount)
+    next_value = jnp.where(failed, 0.0, next_value)
+  gae = jax.vmap(functools.partial(advantages.gae, lambda_=gae_lambda))
   advantage = gae(reward, value, next_value, discount, continue_)
   return {
     'mask': mask,
@@ -221,64 +200,71 @@ def appraise(
   }
 
 
-def _single(x: base.Experience) -> base.Experience:
-  """Every step a row of its own, with what is learned from."""
+def flatten_time(x: base.Experience) -> base.Experience:
+  """Makes every step a row, [B, T] to [B · T], of what the loss reads."""
   x = x._replace(
     reward=None, next_value=None, discount=None, continue_=None, truncated=None
   )
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), x)
 
 
-def objective(policy, clip, critic, entropy) -> Callable:
-  """What `ppo` minimises: `params, scale, experience -> means, info`."""
-  weight, near = critic
+def objective(
+  policy: base.Policy,
+  *,
+  clip: tuple[float, float, float | None] = (0.2, 0.2, None),
+  value: tuple[float, float | None, float | None] = (0.5, None, None),
+  entropy_coef: float = 0.0,
+) -> Callable:
+  """Returns the loss `params, obs_stats, experience -> Loss`, see `ppo`.
 
-  def loss(params, scale, x: base.Experience):
-    obs = obs_stats.normalize(scale, x.obs)
+  Args:
+    policy: the policy, with a critic.
+    clip: `clip_low`, `clip_high` and `dual_clip`.
+    value: `value_coef`, `value_clip` and `value_huber`.
+    entropy_coef: weight of the entropy bonus.
+  """
+  value_coef, value_clip, value_huber = value
+  if value_clip is not None and value_huber is not None:
+    raise ValueError(
+      'The critic has one loss: give value_clip or value_huber, not both.'
+    )
+
+  def critic_loss(value, x: base.Experience):
+    if value_clip is not None:
+      return losses.value_clip(value, x.value, x.return_, value_clip)
+    if value_huber is not None:
+      return losses.huber(value, x.return_, value_huber)
+    return 0.5 * (value - x.return_) ** 2
+
+  def loss(params, stats, x: base.Experience):
+    obs = obs_stats.normalize(stats, x.obs)
     now = policy.evaluate(params, obs, x.action)
     policy_loss = losses.ppo_clip(now.logp, x.logp, x.advantage, *clip)
-    if near is None:
-      value_loss = 0.5 * (now.value - x.return_) ** 2
-    else:
-      value_loss = losses.value_clip(now.value, x.value, x.return_, near)
-    total = policy_loss + weight * value_loss - entropy * now.entropy
+    value_loss = critic_loss(now.value, x)
+    total = policy_loss + value_coef * value_loss - entropy_coef * now.entropy
     ratio = losses.ratio(now.logp, x.logp)
     clipped = losses.clip_fraction(now.logp, x.logp, x.advantage, *clip[:2])
+    kl = metrics.mean(losses.kl_k3(x.logp, now.logp), x.mask)
     info = {
       'train/policy_loss': metrics.mean(policy_loss, x.mask),
       'train/value_loss': metrics.mean(value_loss, x.mask),
       'train/entropy': metrics.mean(now.entropy, x.mask),
-      'train/kl_behavior': metrics.mean(losses.kl_k3(x.logp, now.logp), x.mask),
+      'train/kl_behavior': kl,
       'train/clip_fraction': metrics.mean(clipped, x.mask),
       'train/ratio_mean': metrics.mean(ratio, x.mask),
       'train/ratio_max': metrics.maximum(ratio, x.mask),
     }
-    return (losses.token_mean(total, x.mask),), info
+    return train_step.Loss((losses.token_mean(total, x.mask),), info, kl)
 
   return loss
 
 
-def _apply(optimizer, kl_stop) -> Callable:
-  """An update, unless one before it has gone far enough."""
-  update = train_step.apply(optimizer)
-
-  def apply(actor: base.TrainState, stopped, gradient: train_step.Gradient):
-    new, info = update(actor, gradient)
-    if kl_stop is not None:
-      kl = gradient.info['train/kl_behavior']
-      stopped |= kl.sum > kl_stop * kl.count
-      new = jax.tree.map(lambda a, b: jnp.where(stopped, a, b), actor, new)
-    one = jnp.ones(())
-    info['train/stopped'] = metrics.Mean(stopped * one, one)
-    return new, stopped, info
-
-  return apply
-
-
 def describe(
-  x: base.Experience, timestep, ended: episode_stats.EpisodeStats
+  x: base.Experience,
+  timestep: base.TimeStep,
+  ended: episode_stats.EpisodeStats,
 ) -> base.Info:
-  """What is worth knowing of a rollout."""
+  """Metrics of a rollout, and of the episodes that ended in it."""
   steps = 1.0 if timestep.steps is None else timestep.steps
   return (
     episode_stats.metrics(ended, 'env')

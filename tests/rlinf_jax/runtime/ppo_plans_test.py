@@ -1,7 +1,7 @@
-"""No plan changes what PPO computes in a JAX environment.
+"""No plan changes what PPO computes in a world of JAX, step after step.
 
-Placing changes no bit. Pieces, meshes and micro-batches change rounding, also
-where a step continues episodes that another step has started.
+Placing changes no bit. Pieces, meshes and rows at a time change rounding, also
+where the batch of a step is what another step has left in the environments.
 """
 
 import functools
@@ -26,14 +26,14 @@ import tiny
 
 STAGES = (
   'keys rollout episode_stats compute_advantages measure whiten flatten_time '
-  'minibatch_ids ready minibatches gradient apply merge_info obs_moments '
+  'minibatch_ids kl_stop minibatches gradient apply merge_info obs_moments '
   'update_obs_stats'
 ).split()
 KEEP = optax.chain(optax.trace(decay=0.0), optax.scale(-0.01))
 ROWS, STEPS = 8, 2
-# Minibatches, epochs, and the KL divergence that stops updates early.
+# Minibatches, epochs, and from which divergence on no update follows.
 UPDATES = [(1, 1, None), (2, 1, None), (1, 2, 1e9), (2, 2, 1e-4)]
-# Together they vary all that random plans vary, as in `random_plans_test`.
+# Between them all that random plans vary, as in `random_plans_test`.
 KEPT = 0, 6, 14, 20
 
 
@@ -62,7 +62,7 @@ def workflow(updates):
 
 @functools.cache
 def eager(updates):
-  """State and info after each step, called with arrays."""
+  """Steps as arrays."""
   state, made = workflow(updates).init(jax.random.key(0)), []
   for i in range(STEPS):
     state, info = workflow(updates).step(state, (), random_plans_test.key(i))
@@ -73,7 +73,7 @@ def eager(updates):
 @pytest.mark.slow
 @pytest.mark.parametrize('seed', claims.some(range(24), KEPT))
 def test_no_plan_changes_the_mathematics(seed):
-  # Any stage's piece can be cut so, on two devices and in two minibatches.
+  # What a piece may be of any stage, on two devices and in two minibatches.
   rows = {'rollout': 2, 'gradient': 8}
   plan, updates = random_plans_test.random_plan(
     seed, STAGES, rows, ('apply',), UPDATES
@@ -85,16 +85,12 @@ def test_no_plan_changes_the_mathematics(seed):
 
 
 @functools.cache
-def ppo_on_images():
-  """PPO that learns from images."""
-  camera_encoder = cnn.Config(
-    channels=(4,), kernel_sizes=(5,), strides=(3,), features=6
-  )
+def looking():
+  """In pictures, which two cuts shall see alike."""
+  eye = cnn.Config(channels=(4,), kernel_sizes=(5,), strides=(3,), features=6)
   return workflows.ppo(
     push.push(horizon=3, image_size=16),
-    functools.partial(
-      gaussian_policy.policy, width=4, camera_encoder=camera_encoder
-    ),
+    functools.partial(gaussian_policy.policy, width=4, camera_encoder=eye),
     KEEP,
     num_envs=ROWS,
     num_steps=4,
@@ -104,8 +100,8 @@ def ppo_on_images():
 
 
 @pytest.mark.slow
-def test_no_plan_changes_what_is_learned_from_images():
-  ours, made = ppo_on_images(), []
+def test_no_plan_changes_what_is_learned_from_pictures():
+  ours, made = looking(), []
   state = start = ours.init(jax.random.key(0))
   for i in range(STEPS):
     state, info = ours.step(state, (), random_plans_test.key(i))
@@ -125,8 +121,8 @@ def test_no_plan_changes_what_is_learned_from_images():
   random_plans_test.compare(plan, planned, made)
 
 
-def test_the_eager_steps_stop_updating_early():
-  """The plans above are then tested with both values of the carried flag."""
+def test_updates_stop_in_the_middle_of_what_plans_are_tried_on():
+  """Or the carried boolean would go untested."""
   stopped = eager(UPDATES[-1])[-1][1]
   (share,) = (v for k, v in stopped.items() if k == "['train/stopped'].sum")
   assert 0 < share < 4
@@ -134,29 +130,23 @@ def test_the_eager_steps_stop_updating_early():
 
 @pytest.mark.parametrize('pieces', [1, 2, 4])
 def test_trajectories_are_the_same_in_pieces(pieces):
-  """To the bit, except for the rounding of the policy's matrix products."""
+  """To the bit but for what a policy's matrix products round."""
   policy = gaussian_policy.policy(push.push(), width=8)
   act = rollout_lib.rollout(policy, push.push(), 8)
   params = policy.init(jax.random.key(0))
-  env_state, obs = rollout_lib.init(
-    push.push(), np.arange(ROWS, dtype=np.int32)
-  )
+  world, obs = rollout_lib.begin(push.push(), np.arange(ROWS, dtype=np.int32))
 
   def step(state, params, key):
-    env_state, obs = state
-    env_state, obs, x, timestep = act(
-      params, (), env_state, obs, stages.keys(key, obs)
-    )
-    return (env_state, obs), (x, timestep)
+    world, obs = state
+    world, obs, x, timestep = act(params, (), world, obs, stages.keys(key, obs))
+    return (world, obs), (x, timestep)
 
-  flow = flow_lib.trace(
-    step, (env_state, obs), params, random_plans_test.key(0)
-  )
+  flow = flow_lib.trace(step, (world, obs), params, random_plans_test.key(0))
   plan = plan_lib.parse({'pieces': pieces}, flow.stages)
   runtime = local.LocalRuntime(plan, step=flow)
-  runtime.load((env_state, obs))
+  runtime.load((world, obs))
   made = runtime.step(params, random_plans_test.key(0))
-  _, want = step((env_state, obs), params, random_plans_test.key(0))
+  _, want = step((world, obs), params, random_plans_test.key(0))
   for one, other in zip(*map(jax.tree.leaves, (made, want)), strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
   runtime.close()

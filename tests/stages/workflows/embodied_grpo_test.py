@@ -15,7 +15,7 @@ from stages.envs import episode_stats, push, rollout, vectorize
 from stages.envs import rollout as rollout_lib
 from stages.learn import advantages, optimizers
 from stages.models import gaussian_policy, policy_file
-from stages.workflows.embodied_grpo import compare, describe
+from stages.workflows.embodied_grpo import describe, group_advantage
 from tests.stages.workflows.ppo_test import read, Simulator, with_random_reward
 
 KEY = jax.random.key(0)
@@ -63,7 +63,7 @@ def timestep_of(done, success=None, reward=None, env_failed=None):
 def compared(
   timestep, group_size=2, judge=episode_stats.success, filtered=False
 ):
-  made = compare(
+  made = group_advantage(
     group_size, judge, advantages.group_relative, filtered, timestep
   )
   return np.asarray(made['mask']), np.asarray(made['advantage'])
@@ -191,7 +191,7 @@ def test_a_first_update_is_on_policy_and_follows_equations():
 
 
 def test_rows_are_whole_groups():
-  with pytest.raises(ValueError, match='10 environments are no whole groups'):
+  with pytest.raises(ValueError, match='10 environments cannot be split'):
     grpo(num_envs=10)
 
 

@@ -14,7 +14,7 @@ from stages import base, metrics, workflows
 from stages.envs import action_chunks, episode_stats, obs_stats, push, reach
 from stages.learn import optimizers, train_step
 from stages.models import gaussian_policy
-from stages.workflows.ppo import appraise, objective
+from stages.workflows.ppo import compute_advantages, objective
 
 KEY = jax.random.key(0)
 GAMMA, LAMBDA = 0.9, 0.8
@@ -100,7 +100,7 @@ def as_jax(tree):
 def appraised(x, timestep, always=False):
   """Experience with what each step was worth."""
   return x._replace(
-    **appraise(
+    **compute_advantages(
       Critic, GAMMA, LAMBDA, always, None, (), *map(as_jax, (x, timestep))
     )
   )
@@ -240,14 +240,15 @@ def test_loss_and_gradient_are_those_of_torch(in_float64, case):
   )
   loss = objective(
     policy,
-    (*case['clip'], case['dual']),
-    (case['weight'], case['near']),
-    case['entropy'],
+    clip=(*case['clip'], case['dual']),
+    value=(case['weight'], case['near'], None),
+    entropy_coef=case['entropy'],
   )
   made = train_step.gradient(loss)(params, scale, x)
   (numerator,), (denominator,) = made.numerators, made.denominators
   want, grads = torch_ppo(params, scale, x, **case)
-  (mean,), info = loss(params, scale, x)
+  (mean,), info, kl = loss(params, scale, x)
+  assert kl == info['train/kl_behavior']
   np.testing.assert_allclose(mean.sum / mean.count, want, rtol=1e-10)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(
@@ -334,7 +335,8 @@ def test_no_update_follows_once_the_policy_has_gone_far_enough():
   steps = {}
   for stop in (None, 0.0, 1e9):
     after, info = ppo(target_kl=stop, rate=0.1).step(state, (), KEY)
-    steps[stop] = int(after.actor.step), read(info)['train/stopped']
+    stopped = read(info).get('train/stopped', 0.0)  # None never stops.
+    steps[stop] = int(after.actor.step), stopped
   assert steps[None] == steps[1e9] == (4, 0.0)
   # The first minibatch is on policy; from the second on, KL is above zero.
   assert steps[0.0][0] in (0, 1) and steps[0.0][1] >= 0.75

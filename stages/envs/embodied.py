@@ -1,0 +1,96 @@
+"""What all workflows that act in environments share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import stages
+from stages import base
+from stages.envs import episode_stats, evaluate, obs_stats, rollout
+from stages.learn import train_step
+from stages.models import policy_file
+
+
+def init_actor(
+  policy: base.Policy,
+  env: base.Env,
+  optimizer: optax.GradientTransformation,
+  key: base.Key,
+  *,
+  normalize_obs: bool,
+  init_from: str | None = None,
+) -> tuple[base.TrainState, Any]:
+  """Returns a policy's state before the first update, and its obs statistics.
+
+  Args:
+    policy: the policy to train.
+    env: environments whose observations it reads.
+    optimizer: optimizer of the parameters.
+    key: key of the initial parameters.
+    normalize_obs: whether observations are normalized; else statistics are
+      `()`.
+    init_from: folder of an exported policy; None for random parameters and
+      empty statistics.
+  """
+  initial = evaluate.init(policy, env, normalize_obs, key)
+  initial = policy_file.start(init_from, initial)
+  actor = train_step.init(initial['policy'], optimizer)
+  return actor, initial['obs_stats']
+
+
+def reset(env: base.Env, num_envs: int, key: base.Key) -> tuple[Any, Any, Any]:
+  """Resets environments by random seeds, outside of a step.
+
+  Returns:
+    `env_state, obs, episodes`, the last of which are running episode
+    statistics.
+  """
+  seed_B = jax.random.randint(
+    key, (num_envs,), 0, jnp.iinfo(jnp.int32).max, jnp.int32
+  )
+  return *rollout.init(env, seed_B), episode_stats.init(num_envs)
+
+
+def update_obs_stats(env: base.Env, enabled: bool) -> Callable:
+  """Returns `obs_stats, obs -> obs_stats`: adds a batch of observations.
+
+  Two stages: moments of the batch, which add up over its pieces, and their
+  merge. If not `enabled`, statistics are returned as they are.
+  """
+  moments = stages.Stage(
+    lambda obs: obs_stats.from_batch(obs, env.obs_spec), 'obs_moments', 'sum'
+  )
+  merge = stages.Stage(lambda a, b: a.merge(b), 'update_obs_stats', 'batch')
+  if not enabled:
+    return lambda stats, obs: stats
+  return lambda stats, obs: merge(stats, moments(obs))
+
+
+def workflow(
+  init: Callable,
+  step: Callable,
+  policy: base.Policy,
+  eval_env: base.Env,
+  policy_state: Callable = evaluate.policy_state,
+) -> base.Workflow:
+  """Completes a workflow with greedy evaluation of the policy and its export.
+
+  Args:
+    init: as in `base.Workflow`.
+    step: as in `base.Workflow`.
+    policy: the policy that is trained.
+    eval_env: environments to evaluate it in.
+    policy_state: `state -> {'policy': params, 'obs_stats': …}`.
+  """
+  evaluate_policy = evaluate.evaluator(policy, eval_env)
+
+  def evaluate_state(state, seed_B, key):
+    now = policy_state(state)
+    return evaluate_policy(now['policy'], now['obs_stats'], seed_B, key)
+
+  return base.Workflow(
+    init, step, evaluate_state, policy_state, score='eval/success_once'
+  )
