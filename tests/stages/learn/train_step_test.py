@@ -355,5 +355,5 @@ def test_both_learn_at_once_without_a_warm_up():
 
 def test_what_has_no_critic_needs_no_optimizer_for_one():
   both = optimizers.actor_critic(optimizers.adamw(0.1), optimizers.adamw(0.3))
-  with pytest.raises(ValueError, match='the policy has none.*actor'):
+  with pytest.raises(ValueError, match='this policy has no critic.*actor'):
     train_step.init({'actor': jnp.ones(2)}, both)
