@@ -135,8 +135,8 @@ def sac(world=None, eval_env=None, **kwargs):
     'num_envs': 4,
     'num_steps': 3,
     'capacity': 50_000,
-    'batch': 8,
-    'utd': 0.5,
+    'batch_size': 8,
+    'utd_ratio': 0.5,
     'actor_update_period': 3,
   } | kwargs
   return workflows.sac(
@@ -153,7 +153,7 @@ ONE = {
   'num_envs': 1,
   'num_steps': 12,
   'capacity': 12,
-  'utd': 1 / 12,
+  'utd_ratio': 1 / 12,
   'actor_update_period': 1,
 }
 
