@@ -27,6 +27,7 @@ def judged(name, folder, recipe, *bindings):
   return [x[name] for x in map(json.loads, lines) if name in x]
 
 
+@pytest.mark.claims
 @pytest.mark.slow
 def test_grpo_learns_sums_that_imitation_left_wrong(tmp_path):
   accuracy = judged(
