@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 RECIPE = 'gin_configs/grpo_arithmetic.gin'
 SMALL = (
   'STEPS = 10',
-  # A fresh model is never right; this it can learn from all the same.
+  # A fresh model is never right: the entropy bonus still gives gradients.
   'workflows.grpo.entropy_coef = 0.05',
   'GROUP = 4',
   "train.train.plan = {'micro_batch': {'gradient': 8}}",
@@ -62,7 +62,7 @@ def command(folder, model, *more, resume=False, recipe=RECIPE):
 
 
 def run(*args, kilobytes=None, **kwargs):
-  """Runs to the end; no file may grow beyond `kilobytes`, as on a full disk."""
+  """Runs to the end; limits files to `kilobytes`, to simulate a full disk."""
   limit = ['bash', '-c', f'ulimit -f {kilobytes}; exec "$0" "$@"']
   return subprocess.run(
     [*(limit if kilobytes else []), *command(*args, **kwargs)],
@@ -75,7 +75,7 @@ def run(*args, kilobytes=None, **kwargs):
 
 
 def killed(folder, model, when, *more, how=signal.SIGKILL):
-  """Starts a run and kills it as soon as `when()`; returns its exit code."""
+  """Starts a run and kills it once `when()` is true; returns its exit code."""
   process = subprocess.Popen(
     # A shell that runs the tests in the background has SIGINT ignored.
     ['env', '--default-signal=INT', *command(folder, model, *more)],
@@ -93,7 +93,7 @@ def killed(folder, model, when, *more, how=signal.SIGKILL):
 
 
 def lines(folder):
-  """Metrics of a run but for those that tell time."""
+  """Metrics of a run, without those that measure time."""
   text = (folder / 'metrics.jsonl').read_text().splitlines()
   return [
     {
@@ -119,18 +119,18 @@ def equal_states(a, b):
 
 
 @pytest.fixture(scope='module')
-def straight(tmp_path_factory, model):
-  """Ten steps without a stop."""
-  folder = tmp_path_factory.mktemp('straight') / 'run'
+def uninterrupted(tmp_path_factory, model):
+  """Folder and result of a run of ten steps."""
+  folder = tmp_path_factory.mktemp('uninterrupted') / 'run'
   done = run(folder, model)
   assert done.returncode == 0, done.stderr
   return folder, done
 
 
-def test_a_run_leaves_its_whole_folder_behind(straight):
-  folder, done = straight
-  there = {path.name for path in folder.iterdir()}
-  assert there >= {
+def test_a_run_writes_its_whole_folder(uninterrupted):
+  folder, done = uninterrupted
+  names = {path.name for path in folder.iterdir()}
+  assert names >= {
     *('config.gin', 'operative_config.gin', 'plan.json', 'metrics.jsonl'),
     *('timeline.jsonl', 'samples.jsonl', 'events', 'checkpoints', 'model'),
     *('report.html', 'result.json'),
@@ -145,10 +145,10 @@ def test_a_run_leaves_its_whole_folder_behind(straight):
   ]
 
 
-def test_the_trained_model_is_one_that_transformers_loads(straight, model):
+def test_transformers_loads_the_trained_model(uninterrupted, model):
   import transformers
 
-  folder, _ = straight
+  folder, _ = uninterrupted
   loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / 'model')
   trained = state(folder, 10)['actor']['params']['embed_VD']
   theirs = loaded.get_input_embeddings().weight.detach().numpy()
@@ -159,8 +159,8 @@ def test_the_trained_model_is_one_that_transformers_loads(straight, model):
   ).any()
 
 
-def test_killed_and_resumed_equals_straight_to_the_bit(
-  straight, model, tmp_path
+def test_a_killed_and_resumed_run_has_the_same_bits(
+  uninterrupted, model, tmp_path
 ):
   folder = tmp_path / 'run'
 
@@ -175,16 +175,16 @@ def test_killed_and_resumed_equals_straight_to_the_bit(
   killed(folder, model, after_five)
   done = run(folder, model, resume=True)
   assert done.returncode == 0, done.stderr
-  assert '5 of 10 done' in done.stdout
-  assert lines(folder) == lines(straight[0])
-  equal_states(state(folder, 10), state(straight[0], 10))
+  assert '10, resumed after 5' in done.stdout
+  assert lines(folder) == lines(uninterrupted[0])
+  equal_states(state(folder, 10), state(uninterrupted[0], 10))
 
 
 @pytest.mark.parametrize(
   'how', claims.some([signal.SIGTERM, signal.SIGINT], keep=[signal.SIGTERM])
 )
-def test_asked_to_end_it_leaves_a_checkpoint_and_goes_on_from_there(
-  straight, model, tmp_path, how
+def test_an_interrupted_run_writes_a_checkpoint_and_resumes_from_it(
+  uninterrupted, model, tmp_path, how
 ):
   folder = tmp_path / 'run'
 
@@ -195,62 +195,64 @@ def test_asked_to_end_it_leaves_a_checkpoint_and_goes_on_from_there(
   assert killed(folder, model, after_two, how=how) == 130
   done = run(folder, model, resume=True)
   assert done.returncode == 0, done.stderr
-  began = int(re.search(r'(\d+) of 10 done', done.stdout)[1])
-  assert began >= 2
-  assert lines(folder) == lines(straight[0])
-  equal_states(state(folder, 10), state(straight[0], 10))
+  start = int(re.search(r'10, resumed after (\d+)', done.stdout)[1])
+  assert start >= 2
+  assert lines(folder) == lines(uninterrupted[0])
+  equal_states(state(folder, 10), state(uninterrupted[0], 10))
 
 
-def test_killed_while_it_writes_a_checkpoint_it_resumes_from_the_last_whole_one(
-  straight, model, tmp_path
+def test_a_run_killed_while_saving_resumes_from_the_last_complete_checkpoint(
+  uninterrupted, model, tmp_path
 ):
   folder = tmp_path / 'run'
   often = 'train.train.checkpoint_every = 1'
 
   def writing():
     names = [p.name for p in (folder / 'checkpoints').glob('*')]
-    whole = [int(name) for name in names if name.isdigit()]
-    return whole and max(whole) >= 3 and any('tmp' in name for name in names)
+    complete = [int(name) for name in names if name.isdigit()]
+    return (
+      complete and max(complete) >= 3 and any('tmp' in name for name in names)
+    )
 
   killed(folder, model, writing, often)
   done = run(folder, model, often, resume=True)
   assert done.returncode == 0, done.stderr
-  began = int(re.search(r'(\d+) of 10 done', done.stdout)[1])
-  assert began >= 3
-  assert lines(folder) == lines(straight[0])
-  equal_states(state(folder, 10), state(straight[0], 10))
+  start = int(re.search(r'10, resumed after (\d+)', done.stdout)[1])
+  assert start >= 3
+  assert lines(folder) == lines(uninterrupted[0])
+  equal_states(state(folder, 10), state(uninterrupted[0], 10))
 
 
-def test_a_finished_run_is_not_run_again(straight, model):
-  folder, _ = straight
+def test_a_finished_run_is_not_run_again(uninterrupted, model):
+  folder, _ = uninterrupted
   before = (folder / 'metrics.jsonl').read_bytes()
   done = run(folder, model, resume=True)
   assert done.returncode == 0 and 'is finished: 10 steps' in done.stdout
   assert (folder / 'metrics.jsonl').read_bytes() == before
 
 
-def refused(folder, model, *more, says, resume=False, **kwargs):
-  """Runs what cannot run: one sentence, exit code 1, nothing left behind."""
-  there = folder.exists()
+def refused(folder, model, *more, message, resume=False, **kwargs):
+  """Checks that a run fails with a message and leaves no new folder."""
+  existed = folder.exists()
   done = run(folder, model, *more, resume=resume, **kwargs)
   assert done.returncode == 1, done.stdout + done.stderr
-  assert re.search(says, done.stderr), done.stderr
+  assert re.search(message, done.stderr), done.stderr
   assert 'Traceback' not in done.stderr
-  assert folder.exists() == there
+  assert folder.exists() == existed
 
 
-def test_an_occupied_folder_is_refused(straight, model):
-  refused(straight[0], model, says='already holds a run: add --resume')
+def test_an_occupied_folder_is_refused(uninterrupted, model):
+  refused(uninterrupted[0], model, message='already holds a run: add --resume')
 
 
 @pytest.mark.parametrize(
-  'binding, says',
+  'binding, message',
   [
     ('CHECKPOINT = "nowhere"', 'no checkpoint at nowhere'),
     ('PROMPT = 5', r'has \d+ tokens and the limit is 5'),
     ('workflows.grpo.num_minibatches = 3', '16 rows cannot be split into 3'),
     ('GRUOP = 8', '`GRUOP` is set but nothing reads it.*`GROUP`'),
-    ('workflows.grpo.hihg = 0.3', 'hihg.*high'),
+    ('workflows.grpo.clip_hihg = 0.3', 'clip_hihg.*clip_high'),
     (
       "train.train.plan = {'micro_batch': {'gradient': 5}}",
       'cannot be taken 5 at a time',
@@ -258,34 +260,34 @@ def test_an_occupied_folder_is_refused(straight, model):
     ('arithmetic.problems.held_out = 9', '9 held-out problems'),
   ],
 )
-def test_bad_input_is_refused_at_the_door(model, tmp_path, binding, says):
+def test_bad_input_is_refused_before_training(
+  model, tmp_path, binding, message
+):
   given = None if 'CHECKPOINT' in binding else model
-  refused(tmp_path / 'run', given, binding, says=says)
+  refused(tmp_path / 'run', given, binding, message=message)
 
 
 def test_a_checkpoint_of_another_kind_of_model_is_refused(model, tmp_path):
   other = tmp_path / 'other'
   other.mkdir()
   (other / 'config.json').write_text('{"model_type": "llama"}')
-  refused(tmp_path / 'run', str(other), says="type 'llama'; Qwen2")
+  refused(tmp_path / 'run', str(other), message="type 'llama'; Qwen2")
 
 
 def test_a_refused_recipe_leaves_no_warm_start_behind(tmp_path):
-  refused(tmp_path / 'run', None, 'STPES = 3', says='STPES.*STEPS')
+  refused(tmp_path / 'run', None, 'STPES = 3', message='STPES.*STEPS')
 
 
-def test_a_full_disk_ends_in_a_sentence_and_keeps_the_last_checkpoint(
-  model, tmp_path
-):
+def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(model, tmp_path):
   folder = tmp_path / 'run'
   first = run(folder, model, 'STEPS = 5')
   assert first.returncode == 0, first.stderr
 
   done = run(folder, model, resume=True, kilobytes=20)
   assert done.returncode == 1, done.stdout
-  # Tracebacks of tensorstore's threads may stand before it.
+  # Threads of tensorstore may print tracebacks before it.
   sentence = done.stderr.splitlines()[-1]
   assert 'A checkpoint could not be written' in sentence
-  assert 'The checkpoint of step 5 stands' in sentence
+  assert 'The checkpoint of step 5 is intact' in sentence
   again = run(folder, model, resume=True)
-  assert again.returncode == 0 and '5 of 10 done' in again.stdout
+  assert again.returncode == 0 and '10, resumed after 5' in again.stdout

@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 
 
 def judged(name, folder, recipe, *bindings):
-  """What a run's evaluations say of `name`, in order."""
+  """The values of a metric in a run's evaluations, in order."""
   done = subprocess.run(
     [
       *(sys.executable, '-m', 'rlinf_jax.main'),

@@ -41,50 +41,50 @@ def run(folder, *more, resume=False):
 
 
 @pytest.fixture(scope='module')
-def straight(tmp_path_factory):
-  """Four steps without a stop."""
-  folder = tmp_path_factory.mktemp('straight') / 'run'
+def uninterrupted(tmp_path_factory):
+  """Folder and output of a run of four steps."""
+  folder = tmp_path_factory.mktemp('uninterrupted') / 'run'
   return folder, run(folder, 'STEPS = 4')
 
 
-def test_a_run_tells_of_success_and_leaves_a_report(straight):
-  folder, said = straight
-  assert 'evaluation  step 0/4  success 0.0%  at the end 0.0%' in said
-  assert 'env steps/s' in said
-  assert '-> ' in said.split('Finished 4 steps.')[1].splitlines()[1]
-  # After steps 0, 2 and 4: of four evaluations one, the first and the last.
-  made = sorted(path.name for path in (folder / 'videos').iterdir())
-  assert made == ['step_000000.gif', 'step_000004.gif']
+def test_a_run_prints_success_and_writes_a_report(uninterrupted):
+  folder, output = uninterrupted
+  assert 'evaluation  step 0/4  success 0.0%  success at end 0.0%' in output
+  assert 'env steps/s' in output
+  assert '-> ' in output.split('Finished 4 steps.')[1].splitlines()[1]
+  # Evaluations are after steps 0, 2 and 4; the first and last have videos.
+  videos = sorted(path.name for path in (folder / 'videos').iterdir())
+  assert videos == ['step_000000.gif', 'step_000004.gif']
   page = (folder / 'report.html').read_text()
   assert page.count('data:image/gif') == 2
-  for words in ('Held-out success', 'Explained variance', 'Episode length'):
-    assert words in page
+  for title in ('Held-out success', 'Explained variance', 'Episode length'):
+    assert title in page
   assert (folder / 'model' / 'policy.safetensors').exists()
   numbers = json.loads((folder / 'result.json').read_text())['metrics']
   assert 0 <= numbers['eval/success_at_end'] <= numbers['eval/success_once']
   assert numbers['env/steps'] == 16 * 30
 
 
-def test_resuming_goes_on_to_the_bit(straight, tmp_path):
-  """Episodes that were open go on where they were."""
-  folder, _ = straight
+def test_a_resumed_run_has_the_same_bits(uninterrupted, tmp_path):
+  """Running episodes continue from the checkpoint."""
+  folder, _ = uninterrupted
   run(tmp_path / 'run', 'STEPS = 2')
   run(tmp_path / 'run', 'STEPS = 4', resume=True)
   equal_states(state(tmp_path / 'run', 4), state(folder, 4))
   assert lines(tmp_path / 'run') == lines(folder)
 
 
-def test_a_run_finds_its_plan_by_itself_and_computes_the_same(
-  straight, tmp_path
+def test_a_plan_that_is_searched_for_does_not_change_the_results(
+  uninterrupted, tmp_path
 ):
-  folder, _ = straight
-  said = run(tmp_path / 'run', 'STEPS = 4', "train.train.plan = 'auto'")
-  assert 'a step, ' in said and 'Plan: ' in said
+  folder, _ = uninterrupted
+  output = run(tmp_path / 'run', 'STEPS = 4', "train.train.plan = 'auto'")
+  assert 'a step, ' in output and 'Plan: ' in output
   for want, got in zip(*map(lines, (folder, tmp_path / 'run')), strict=True):
     if want['step'] <= 1:  # Rounding grows from step to step.
       assert got == pytest.approx(want, rel=1e-3, abs=1e-5)
 
 
-def test_a_run_ends_early_once_it_succeeds_often_enough(tmp_path):
-  said = run(tmp_path / 'run', 'STEPS = 4', 'train.train.stop_at_score = 0.0')
-  assert 'Finished 0 steps.' in said
+def test_a_run_ends_early_at_its_target_score(tmp_path):
+  output = run(tmp_path / 'run', 'STEPS = 4', 'train.train.stop_at_score = 0.0')
+  assert 'Finished 0 steps.' in output
