@@ -1,4 +1,4 @@
-"""Every array arrives as it was sent, whichever way it goes."""
+"""Every array arrives as it was sent, by each transport."""
 
 import threading
 
@@ -12,9 +12,9 @@ import pytest
 from rlinf_jax.runtime.ray import channel, serialize
 from sharding import mesh as mesh_lib
 
-TREES, LEAVES = 500, 4  # For each way.
+TREES, LEAVES = 500, 4  # For each transport.
 TYPES = 'bool int8 uint8 int32 float16 float32 bfloat16 float8_e4m3fn'.split()
-# Dimensions, their sizes in units of eight, and how a mesh shares them.
+# Shapes, and their partition specs on a mesh.
 LAYOUTS = [
   ((), None),
   ((0,), None),
@@ -42,7 +42,7 @@ def meshes():
 
 
 def leaf(rng, mesh):
-  """An array, and how the other end shall hold it."""
+  """NumPy data, the array at one end, the sharding at the other, and axes."""
   shape, spec = LAYOUTS[rng.integers(len(LAYOUTS))]
   dtype = jnp.dtype(TYPES[rng.integers(len(TYPES))])
   bits = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
@@ -55,7 +55,7 @@ def leaf(rng, mesh):
     axes = ()
   else:
     one, other = (NamedSharding(m, spec) for m in mesh)
-    # Ends of other meshes gather first, those of one kind go shard by shard.
+    # With equal axes it is pulled shard by shard; otherwise gathered first.
     axes = (('data', 2), ('tensor', 2)) if rng.integers(2) else ()
   return x, jax.device_put(x, one), other, axes
 
@@ -79,7 +79,9 @@ def test_trees_arrive_bit_for_bit(ends, fully_optimized, monkeypatch, small):
   assert (pulled > TREES) == (small == 1)
 
 
-def test_what_is_sent_may_be_overwritten_when_it_was_read(ends, monkeypatch):
+def test_an_offered_array_may_be_overwritten_after_it_was_pulled(
+  ends, monkeypatch
+):
   monkeypatch.setattr(channel, 'SMALL', 1)
   here, there = ends
   x = jax.device_put(np.arange(1024.0, dtype=np.float32))
@@ -96,11 +98,11 @@ def test_what_is_sent_may_be_overwritten_when_it_was_read(ends, monkeypatch):
   np.testing.assert_array_equal(got, np.arange(1024, dtype=np.float32))
   here.pack(other, (), False)
   assert not here.wait_until_pulled([other], 0.01)
-  here.cancel_offers()  # Nobody will pull it.
+  here.cancel_offers()
   assert here.wait_until_pulled([other], 0)
 
 
-def test_a_way_is_chosen_by_size_and_kind():
+def test_the_transport_depends_on_size_and_type():
   key = jax.random.split(jax.random.key(0), 1 << 18)
   plain = np.dtype('float32')
   assert channel.transport(plain, 100, False) == 'in calls'

@@ -1,4 +1,4 @@
-"""Places in processes of their own give what places in one process give."""
+"""A RayRuntime computes the bits of a LocalRuntime, and survives deaths."""
 
 import contextlib
 import functools
@@ -60,9 +60,9 @@ def grpo(staleness=0):
   )
 
 
-def flows(lag=0):
-  """Recorded in every process anew."""
-  workflow = grpo(lag)
+def flows(staleness=0):
+  """Recorded by every process."""
+  workflow = grpo(staleness)
   return (
     tiny.trace(workflow, tiny.problem()),
     tiny.trace_evaluation(workflow, tiny.problem(4)),
@@ -70,7 +70,7 @@ def flows(lag=0):
 
 
 @pytest.fixture(scope='module', autouse=True)
-def here():
+def ray_cluster():
   before = {p.pid for p in psutil.process_iter()}
   actor_pool.connect()
   yield
@@ -80,22 +80,22 @@ def here():
   assert not [p for p in after if 'ray' in p.name()], 'Ray left processes.'
 
 
-def run(runtime, workflow, steps=3, begun=lambda: None):
+def run(runtime, workflow, steps=3, after_load=lambda: None):
   runtime.load(workflow.init(jax.random.key(0)))
-  begun()
-  told = [runtime.evaluate(tiny.problem(4), jax.random.key(9))]
-  made = [
+  after_load()
+  infos = [runtime.evaluate(tiny.problem(4), jax.random.key(9))]
+  submitted = [
     runtime.submit(tiny.problem(seed=i), jax.random.key(i))
     for i in range(steps)
   ]
-  told += [one.result() for one in made]
+  infos += [info.result() for info in submitted]
   runtime.wait()
-  return jax.device_get(told), tiny.arrays(runtime.state())
+  return jax.device_get(infos), tiny.arrays(runtime.state())
 
 
 @pytest.fixture
-def far(request):
-  """Makes runtimes that end with the test."""
+def runtimes(request):
+  """Makes a RayRuntime, closed after the test, and a LocalRuntime of a plan."""
   made = []
 
   def make(sketch, fn=flows, **kwargs):
@@ -112,13 +112,13 @@ def far(request):
 
 
 @pytest.mark.parametrize(
-  'places, lag',
+  'places, staleness',
   claims.some([(2, 0), (2, 1), (3, 0), (3, 1)], keep=[(2, 1), (3, 0)]),
 )
-def test_processes_compute_the_same_bits(far, places, lag):
+def test_processes_compute_the_same_bits(runtimes, places, staleness):
   sketch = {2: TWO, 3: THREE}[places]
-  remote, near = far(sketch, functools.partial(flows, lag))
-  got, want = run(remote, grpo(lag)), run(near, grpo(lag))
+  remote, local_ = runtimes(sketch, functools.partial(flows, staleness))
+  got, want = run(remote, grpo(staleness)), run(local_, grpo(staleness))
   tiny.assert_same_bits(got[0], want[0])
   tiny.assert_same_bits(got[1], want[1])
   spans = remote.timeline.take()
@@ -129,7 +129,7 @@ def test_processes_compute_the_same_bits(far, places, lag):
   assert moved['actor', 'learner'][0] > 0
   about = remote.processes()
   assert len({one['pid'] for one in about.values()}) == len(about)
-  near.close()
+  local_.close()
 
 
 def dapo():
@@ -150,16 +150,16 @@ def dapo_flows():
   )
 
 
-def test_a_loop_goes_round_in_three_processes_at_once(far):
+def test_a_loop_runs_in_three_processes_together(runtimes):
   sketch = {
     'places': {p: {'devices': [i]} for i, p in enumerate('abc')},
     'stages': {'generate': 'a', 'round_prompts': 'a', 'reward': 'b', '*': 'c'},
   }
-  remote, near = far(sketch, dapo_flows)
-  got, want = run(remote, dapo()), run(near, dapo())
+  remote, local_ = runtimes(sketch, dapo_flows)
+  got, want = run(remote, dapo()), run(local_, dapo())
   tiny.assert_same_bits(got[0], want[0])
   tiny.assert_same_bits(got[1], want[1])
-  near.close()
+  local_.close()
 
 
 @stages.stage('double')
@@ -211,8 +211,8 @@ def batch(x):
   return np.full(4, x, np.float32)
 
 
-def test_a_failure_names_place_stage_and_step_and_a_new_state_begins_anew(far):
-  remote, _ = far(PAIR, simple)
+def test_a_failure_names_place_stage_and_step_until_a_state_is_loaded(runtimes):
+  remote, _ = runtimes(PAIR, simple)
   remote.load(jnp.zeros(()))
   assert remote.step(batch(1), KEY) == 8
   for _ in range(2):
@@ -220,15 +220,15 @@ def test_a_failure_names_place_stage_and_step_and_a_new_state_begins_anew(far):
       StageError, match=r"Stage check on place 'b' failed in step 2.*than ten"
     ):
       remote.step(batch(9), KEY)
-    with pytest.raises(StageError, match='step 2'):  # It is not forgotten.
+    with pytest.raises(StageError, match='step 2'):  # The failure is sticky.
       remote.step(batch(1), KEY)
     remote.load(jnp.ones(()), 1)
   assert remote.step(batch(2), KEY) == 16
   assert remote.state() == 17
 
 
-def test_a_process_that_dies_with_the_state_is_told_in_seconds(far):
-  remote, _ = far(PAIR, functools.partial(simple, sleep))
+def test_the_death_of_a_process_with_state_is_reported_in_seconds(runtimes):
+  remote, _ = runtimes(PAIR, functools.partial(simple, sleep))
   remote.load(jnp.zeros(()))
   assert remote.step(batch(1), KEY) == 8
   made = remote.submit(batch(9), KEY)
@@ -238,12 +238,12 @@ def test_a_process_that_dies_with_the_state_is_told_in_seconds(far):
   with pytest.raises(StageError, match="process of place 'a' has died"):
     made.result(timeout=20)
   assert time.monotonic() - start < 5
-  remote.load(jnp.ones(()), 1)  # It is there again.
+  remote.load(jnp.ones(()), 1)  # Starts the process again.
   assert remote.step(batch(2), KEY) == 16 and remote.state() == 17
 
 
-def test_a_process_that_dies_without_a_state_is_replaced_in_seconds(far):
-  remote, _ = far(PAIR, functools.partial(simple, sleep))
+def test_a_process_that_dies_without_state_is_replaced_in_seconds(runtimes):
+  remote, _ = runtimes(PAIR, functools.partial(simple, sleep))
   remote.load(jnp.zeros(()))
   assert remote.step(batch(1), KEY) == 8
   before, made = remote.processes()['b']['pid'], remote.submit(batch(9), KEY)
@@ -256,26 +256,28 @@ def test_a_process_that_dies_without_a_state_is_replaced_in_seconds(far):
   assert remote.step(batch(1), KEY) == 8
 
 
-def test_who_waits_too_long_says_for_what(far):
-  remote, _ = far(PAIR, functools.partial(simple, sleep), receive_timeout=2.0)
+def test_a_receive_timeout_names_the_value_and_its_sender(runtimes):
+  remote, _ = runtimes(
+    PAIR, functools.partial(simple, sleep), receive_timeout=2.0
+  )
   remote.load(jnp.zeros(()))
   with pytest.raises(StageError, match=r"'a' waited 2 s .*'b'.*step 1"):
     remote.step(batch(9), KEY)
 
 
 def different():
-  """In the driver one thing, in actors another."""
-  here = ray.get_runtime_context().get_actor_id() is None
-  return simple(rows=4 if here else 5)
+  """Records other shapes in actors than in the driver."""
+  is_driver = ray.get_runtime_context().get_actor_id() is None
+  return simple(rows=4 if is_driver else 5)
 
 
-def test_a_process_that_has_recorded_something_else_is_refused(far):
-  remote, _ = far(PAIR, different)
+def test_an_actor_that_records_another_flow_is_refused(runtimes):
+  remote, _ = runtimes(PAIR, different)
   with pytest.raises(ValueError, match='another step than the driver'):
     remote.load(jnp.zeros(()))
 
 
-def test_more_devices_than_there_are_are_refused(far, monkeypatch):
+def test_more_devices_than_ray_has_are_refused(runtimes, monkeypatch):
   monkeypatch.setattr(resources, 'READY', 1.0)
   many = {'devices': list(range(500)), 'axes': [['tensor', 500]]}
   step, evaluate = simple()
@@ -294,66 +296,68 @@ def kill(remote, place):
 
 
 def survive(remote, rng, kills):
-  """Steps, a state kept after each second, and deaths at any time.
+  """Runs steps while processes are killed; keeps every second state.
 
   Returns:
-    What steps reported, how many deaths they were stopped by, and what was said
-    of those that they were not.
+    The info of each step, how many deaths stopped the run, and the notices of
+    those that did not.
   """
-  saved, told, died, mended = [jnp.zeros(())], [], 0, []
+  saved, infos, died, notices = [jnp.zeros(())], [], 0, []
   remote.load(saved[0])
-  while len(told) < STEPS:
+  while len(infos) < STEPS:
     timer = threading.Timer(
       rng.uniform(0, 0.05), kill, [remote, 'ab'[rng.integers(2)]]
     )
     try:
-      if died + len(mended) < kills:
+      if died + len(notices) < kills:
         timer.start()
-      while len(told) < STEPS:
-        told.append(float(remote.step(batch(len(told) % 5), KEY)))
-        mended += remote.notices()
-        if len(told) % 2 == 0:
+      while len(infos) < STEPS:
+        infos.append(float(remote.step(batch(len(infos) % 5), KEY)))
+        notices += remote.notices()
+        if len(infos) % 2 == 0:
           saved.append(remote.state())
     except ProcessDiedError:
       died += 1
-      told = told[: 2 * (len(saved) - 1)]
-      remote.load(saved[-1], len(told))
+      infos = infos[: 2 * (len(saved) - 1)]
+      remote.load(saved[-1], len(infos))
     finally:
       timer.cancel()
-  return told, died, mended
+  return infos, died, notices
 
 
 @pytest.mark.parametrize('deaths', claims.some([8, 30], keep=[8]))
-def test_deaths_at_any_moment_change_nothing(far, deaths):
-  remote, near = far(PAIR, simple)
-  near.load(jnp.zeros(()))
-  want = [float(near.step(batch(i % 5), KEY)) for i in range(STEPS)]
-  final, rng = float(near.state()), np.random.default_rng(0)
-  died, mended = 0, 0
-  while died + mended < deaths:
-    told, more, lines = survive(remote, rng, 3)
-    assert told == want and float(remote.state()) == final
-    died, mended = died + more, mended + len(lines)
+def test_deaths_at_any_moment_change_nothing(runtimes, deaths):
+  remote, local_ = runtimes(PAIR, simple)
+  local_.load(jnp.zeros(()))
+  want = [float(local_.step(batch(i % 5), KEY)) for i in range(STEPS)]
+  final, rng = float(local_.state()), np.random.default_rng(0)
+  died, notices = 0, 0
+  while died + notices < deaths:
+    infos, more, lines = survive(remote, rng, 3)
+    assert infos == want and float(remote.state()) == final
+    died, notices = died + more, notices + len(lines)
     assert all("of place 'b' has died" in line for line in lines)
-  assert min(died, mended) > deaths // 6  # `a` holds the state, `b` nothing.
+  assert min(died, notices) > deaths // 6  # `a` holds the state, `b` nothing.
 
 
-@pytest.mark.parametrize('lag', claims.some([0, 1], keep=[1]))
-def test_who_only_holds_copies_is_taken_over_within_a_step(far, lag):
-  """Whenever it dies: nothing is loaded again, and all bits are the same."""
+@pytest.mark.parametrize('staleness', claims.some([0, 1], keep=[1]))
+def test_a_place_that_only_holds_copies_is_replaced_within_a_step(
+  runtimes, staleness
+):
+  """At any moment: no state is loaded again, and all bits are the same."""
   sketch = TWO | {'pieces': 2}
-  remote, near = far(sketch, functools.partial(flows, lag))
-  want = run(near, grpo(lag), steps=8)
-  near.close()
-  run(remote, grpo(lag))  # All is compiled.
-  rng, mended = np.random.default_rng(lag), []
+  remote, local_ = runtimes(sketch, functools.partial(flows, staleness))
+  want = run(local_, grpo(staleness), steps=8)
+  local_.close()
+  run(remote, grpo(staleness))  # Compiles.
+  rng, notices = np.random.default_rng(staleness), []
   for _ in range(4):
     timer = threading.Timer(rng.uniform(0, 0.4), kill, [remote, 'actor'])
-    got = run(remote, grpo(lag), steps=8, begun=timer.start)
+    got = run(remote, grpo(staleness), steps=8, after_load=timer.start)
     timer.join()
     tiny.assert_same_bits(got[0], want[0])
     tiny.assert_same_bits(got[1], want[1])
-    mended += remote.notices()
-  assert mended
-  for line in mended:
+    notices += remote.notices()
+  assert notices
+  for line in notices:
     assert re.search("'actor' has died in step .* and was replaced", line)

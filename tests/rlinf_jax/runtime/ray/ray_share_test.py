@@ -1,4 +1,4 @@
-"""Processes that share devices have them in turn, and one may die with them."""
+"""Processes share a device one at a time, and survive the holder's death."""
 
 import functools
 import itertools
@@ -27,11 +27,11 @@ SKETCH = {
   'shared_devices': ['learner', 'actor'],
 }
 KEY, N, LONG = jax.random.key(0), 64, 0.1
-SLOW = 2.0  # A batch of this takes the stage that is slow very long.
+SLOW = 2.0  # A batch of this value makes the slow stage very slow.
 
 
 @pytest.fixture(scope='module', autouse=True)
-def here():
+def ray_cluster():
   actor_pool.connect()
   yield
   ray.shutdown()
@@ -52,7 +52,7 @@ def _judge(x):
 
 
 def flows(slow=''):
-  """act → judge, both on the host, and long enough to be seen; learn."""
+  """act → judge → learn; the first two are host stages of some duration."""
   act = stages.Stage(
     functools.partial(_taking, slow == 'actor', _act),
     'act',
@@ -75,8 +75,8 @@ def flows(slow=''):
   def step(state, x, key):
     del key
     w, m = state
-    w, m, told = learn(w, m, judge(act(w, x)))
-    return (w, m), told
+    w, m, info = learn(w, m, judge(act(w, x)))
+    return (w, m), info
 
   args = state(), batch(1.0), KEY
   evaluate = flow_lib.trace(lambda s, x, key: (s, act(s[0], x)), *args)
@@ -92,7 +92,7 @@ def batch(x):
 
 
 @pytest.fixture
-def far():
+def make_runtime():
   made = []
 
   def make(slow=''):
@@ -107,17 +107,19 @@ def far():
     runtime.close()
 
 
-def test_processes_of_one_device_have_it_in_turn_and_compute_the_same(far):
-  told, runtimes = [], far()
+def test_processes_hold_a_shared_device_in_turn_and_compute_the_same(
+  make_runtime,
+):
+  results, runtimes = [], make_runtime()
   for runtime in runtimes:
     runtime.load(state())
     seen = [runtime.evaluate(batch(0.5), KEY)]
     made = [runtime.submit(batch(0.1 * i), KEY) for i in range(4)]
     seen += [one.result() for one in made]
     runtime.wait()
-    told.append(jax.device_get([seen, runtime.state()]))
-  jax.tree.map(np.testing.assert_array_equal, *told)
-  remote, near = runtimes
+    results.append(jax.device_get([seen, runtime.state()]))
+  jax.tree.map(np.testing.assert_array_equal, *results)
+  remote, local_ = runtimes
   about = remote.processes()
   assert about['actor']['pid'] != about['learner']['pid']
   spans = [
@@ -130,18 +132,20 @@ def test_processes_of_one_device_have_it_in_turn_and_compute_the_same(far):
   # Clocks of processes agree to some milliseconds; a stage takes a hundred.
   late = max(a[1] - b[0] for a, b in pairs)
   assert late < LONG / 10
-  assert sum(a[2] != b[2] for a, b in pairs) == 7  # From one to the other.
-  near.close()
+  assert sum(a[2] != b[2] for a, b in pairs) == 7  # Changes of the holder.
+  local_.close()
 
 
 @pytest.mark.parametrize('victim', ['actor', 'learner'])
-def test_who_dies_with_the_device_is_told_of_and_followed(far, victim):
-  remote, near = far(victim)
-  near.close()
+def test_the_holders_death_is_reported_and_another_gets_the_device(
+  make_runtime, victim
+):
+  remote, local_ = make_runtime(victim)
+  local_.close()
   remote.load(state())
   want = float(remote.step(batch(1.0), KEY))
   made = remote.submit(batch(SLOW), KEY)
-  time.sleep(1)  # It has the device, and will for long.
+  time.sleep(1)  # It holds the device, for long.
   pid = remote.processes()[victim]['pid']
   start = time.monotonic()
   os.kill(pid, signal.SIGKILL)
@@ -151,12 +155,12 @@ def test_who_dies_with_the_device_is_told_of_and_followed(far, victim):
     made.result(timeout=20)
   assert time.monotonic() - start < 5
   start = time.monotonic()
-  remote.load(state(), 0)  # Another process takes it.
+  remote.load(state(), 0)
   assert float(remote.step(batch(1.0), KEY)) == want
   assert remote.processes()[victim]['pid'] != pid
 
 
-def test_what_ray_cannot_share_is_refused():
+def test_devices_that_ray_cannot_share_are_refused():
   places = {name: plan_lib.Placement((0,)) for name in 'ab'}
   one = plan_lib.Plan(places, {}, shared_devices=('a', 'b'))
   a, b = (actor.Process(name, 0, 1) for name in 'ab')

@@ -1,6 +1,6 @@
-"""A place of several processes, on two machines, computes what one does.
+"""A place that spans processes computes what one process does.
 
-The machines are two nodes of Ray on this one.
+Two nodes of Ray on this machine stand for two machines.
 """
 
 import contextlib
@@ -29,11 +29,16 @@ from tests.stages.workflows import dapo_test
 import tiny
 
 pytestmark = pytest.mark.slow
-far = driver_test.far  # The fixture.
+runtimes = driver_test.runtimes  # The fixture.
 
 NODE = [
-  *(sys.executable, '-m', 'ray.scripts.scripts', 'start', '--block'),
-  *('--disable-usage-stats', '--object-store-memory=100000000'),
+  sys.executable,
+  '-m',
+  'ray.scripts.scripts',
+  'start',
+  '--block',
+  '--disable-usage-stats',
+  '--object-store-memory=100000000',
 ]
 TWO = {
   'places': {
@@ -57,7 +62,7 @@ FOUR = {
 
 @contextlib.contextmanager
 def cluster_of(*cpus):
-  """Nodes of so many processors; their address."""
+  """Starts a node with each number of processors; yields their address."""
   with socket.socket() as free:
     free.bind(('', 0))
     port = free.getsockname()[1]
@@ -73,7 +78,7 @@ def cluster_of(*cpus):
         time.sleep(0.1)
     yield address
   finally:
-    for node in nodes:  # SIGTERM would drain it first.
+    for node in nodes:  # SIGTERM would drain the node first.
       node.kill()
       node.wait()
 
@@ -84,7 +89,7 @@ def _listens(port):
 
 
 @pytest.fixture(scope='module', autouse=True)
-def here():
+def ray_cluster():
   with cluster_of(2, 2) as address:
     actor_pool.connect(address)
     while sum(node['Alive'] for node in ray.nodes()) < 2:
@@ -93,25 +98,25 @@ def here():
     ray.shutdown()
 
 
-def test_two_processes_of_a_device_compute_the_same_bits(far, tmp_path):
-  remote, near = far(TWO, driver_test.flows)
+def test_two_processes_of_a_device_compute_the_same_bits(runtimes, tmp_path):
+  remote, local_ = runtimes(TWO, driver_test.flows)
   got = driver_test.run(remote, driver_test.grpo())
-  want = driver_test.run(near, driver_test.grpo())
+  want = driver_test.run(local_, driver_test.grpo())
   for one, other in zip(got, want, strict=True):
     tiny.assert_same_bits(one, other)
   assert {*remote.processes()} == {'actor', 'learner 1/2', 'learner 2/2'}
   assert {*remote.moved()} == {('actor', 'learner'), ('learner', 'actor')}
-  # Either goes on from a checkpoint of the other.
-  remote.load(_saved(near, tmp_path / 'near'), 3)
-  near.load(_saved(remote, tmp_path / 'remote'), 3)
-  for runtime in (remote, near):
+  # Each continues from a checkpoint of the other.
+  remote.load(_saved(local_, tmp_path / 'local'), 3)
+  local_.load(_saved(remote, tmp_path / 'remote'), 3)
+  for runtime in (remote, local_):
     runtime.step(tiny.problem(seed=3), driver_test.KEY)
-  tiny.assert_same_bits(remote.state(), near.state())
-  near.close()
+  tiny.assert_same_bits(remote.state(), local_.state())
+  local_.close()
 
 
 def _saved(runtime, folder):
-  """The state of a runtime, by way of a disk."""
+  """The state of a runtime, saved to disk and read again."""
   files, source = checkpoint.Checkpoints(folder, 1), {'at': np.zeros(1)}
   files.save(checkpoint.CheckpointState(3, runtime.state(), source, {}))
   files.close()
@@ -129,12 +134,12 @@ def dapo_flows():
   )
 
 
-def test_two_processes_of_two_devices_compute_the_same_but_for_rounding(
-  in_float64, far
+def test_two_processes_of_two_devices_compute_the_same_up_to_rounding(
+  in_float64, runtimes
 ):
-  remote, near = far(FOUR, dapo_flows)
+  remote, local_ = runtimes(FOUR, dapo_flows)
   made = []
-  for runtime in (remote, near):
+  for runtime in (remote, local_):
     runtime.load(dapo().init(driver_test.KEY))
     infos = [
       runtime.step(tiny.problem(seed=i), jax.random.key(i)) for i in range(2)
@@ -142,8 +147,8 @@ def test_two_processes_of_two_devices_compute_the_same_but_for_rounding(
     made.append([[tiny.arrays(x) for x in (infos, runtime.state())]])
   random_plans_test.compare(remote.plan, *made)
   nodes = {one['node'] for one in remote.processes().values()}
-  assert len(nodes) == 2  # Neither has four processors.
-  near.close()
+  assert len(nodes) == 2  # No node has four processors.
+  local_.close()
 
 
 SPLIT = {
@@ -175,9 +180,11 @@ def _gone(pids):
     time.sleep(0.1)
 
 
-def test_the_death_of_one_process_is_that_of_its_place(far):
-  rows = 1 << 19  # Too many to travel in calls.
-  remote, _ = far(SPLIT, functools.partial(driver_test.simple, sleep, rows))
+def test_the_death_of_one_process_stops_its_place(runtimes):
+  rows = 1 << 19  # Too many to be sent in calls.
+  remote, _ = runtimes(
+    SPLIT, functools.partial(driver_test.simple, sleep, rows)
+  )
   for victim in ('a 1/2', 'b'):
     remote.load(jnp.zeros(()))
     assert remote.step(batch(1, rows), driver_test.KEY) == 2 * rows
@@ -192,13 +199,13 @@ def test_the_death_of_one_process_is_that_of_its_place(far):
     ):
       made.result(timeout=20)
     assert time.monotonic() - start < 5
-    # Each may be in a call that the other will not come to.
+    # Each may block in a collective that the other never joins.
     _gone([about[name]['pid'] for name in ('a 1/2', 'a 2/2')])
 
 
-def test_stages_outside_of_jax_are_refused_there(far):
+def test_host_stages_are_refused_on_a_place_that_spans_processes(runtimes):
   sketch = {'places': {'a': SPLIT['places']['a']}}
   with pytest.raises(
     ValueError, match="check does not run in JAX, and place 'a' is of 2 proc"
   ):
-    far(sketch, driver_test.simple)
+    runtimes(sketch, driver_test.simple)
