@@ -1,1 +1,1 @@
-"""How fast values get from process to process."""
+"""Measures how fast values get from process to process."""

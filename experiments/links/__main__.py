@@ -1,10 +1,11 @@
-"""Bandwidth between two processes, by size and by way.
+"""Seconds to send a value between two processes, by size and by transport.
 
   python -m experiments.links
 
-Each size is pulled by our links and by a bare `jax.experimental.transfer`, and
-goes as our links take it between processors of one machine, in turns. Seconds
-are from the offer to when it is there.
+Each size is sent in three ways, one after the other: pulled through our
+`Channels`; pulled with a bare `jax.experimental.transfer`; and as `Channels`
+sends it between processors of one machine. Time runs from the offer to the
+arrival.
 """
 
 import json
@@ -24,41 +25,41 @@ ADDRESS = '127.0.0.1:0'
 
 
 class End:
-  """A process with both kinds of link."""
+  """A process that sends and receives in each of the three ways."""
 
   def __init__(self):
-    self.links = channel.Channels('127.0.0.1')
+    self.channels = channel.Channels('127.0.0.1')
     self.bare = transfer.start_transfer_server(
       jax.devices()[0].client, ADDRESS, [ADDRESS] * channel.STREAMS
     )
-    self.number, self.peer = 0, None
+    self.number, self.connection = 0, None
 
   def make(self, size: int):
-    """What is sent from now on."""
+    """Makes the array of `size` bytes that `offer` sends from now on."""
     self.x = jnp.arange(size // 4, dtype=jnp.int32)
 
   def address(self):
     return self.bare.address()
 
   def offer(self, how: str):
-    """Sends: what the other end needs to have it, and when that began."""
+    """Sends the array; returns the time and what the receiver needs."""
     start = time.time()
     if how == 'bare':
       self.number += 1
       self.bare.await_pull(self.number, [self.x])
       return start, self.number
-    return start, self.links.pack(self.x, (), how == 'near')
+    return start, self.channels.pack(self.x, (), how == 'near')
 
   def take(self, how: str, offered, address, size: int):
-    """Seconds until it is there."""
+    """Receives the array; returns the seconds since it was offered."""
     start, sent = offered
     layout = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     if how == 'bare':
-      self.peer = self.peer or self.bare.connect(address)
-      like = jax.ShapeDtypeStruct((size // 4,), jnp.int32, sharding=layout)
-      (x,) = self.peer.pull(sent, [like])
+      self.connection = self.connection or self.bare.connect(address)
+      shape = jax.ShapeDtypeStruct((size // 4,), jnp.int32, sharding=layout)
+      (x,) = self.connection.pull(sent, [shape])
     else:
-      x = self.links.unpack(sent, layout)
+      x = self.channels.unpack(sent, layout)
     jax.block_until_ready(x)
     return time.time() - start
 
@@ -66,25 +67,23 @@ class End:
 def main():
   ray.init('local', log_to_driver=False, logging_level='error')
   environment = {'env_vars': {'JAX_PLATFORMS': 'cpu'}}
-  made = ray.remote(End).options(num_cpus=1, runtime_env=environment)
-  one, other = made.remote(), made.remote()
-  address = ray.get(one.address.remote())
+  actor = ray.remote(End).options(num_cpus=1, runtime_env=environment)
+  sender, receiver = actor.remote(), actor.remote()
+  address = ray.get(sender.address.remote())
   rows = []
   for size in SIZES:
-    ray.get(one.make.remote(size))
-    took = {'pulled': [], 'bare': [], 'near': []}
-    for turn in range(ROUNDS + 1):
-      for how, spent in took.items():
-        offered = one.offer.remote(how)
-        seconds = ray.get(other.take.remote(how, offered, address, size))
-        if turn:  # The first connects.
-          spent.append(seconds)
-    rows.append(
-      {'bytes': size}
-      | {how: statistics.median(spent) for how, spent in took.items()}
-    )
-    told = '  '.join(f'{how} {1e3 * rows[-1][how]:8.2f} ms' for how in took)
-    print(f'{size:>10,} bytes  {told}', flush=True)
+    ray.get(sender.make.remote(size))
+    seconds = {'pulled': [], 'bare': [], 'near': []}
+    for i in range(ROUNDS + 1):
+      for how, measured in seconds.items():
+        offered = sender.offer.remote(how)
+        spent = ray.get(receiver.take.remote(how, offered, address, size))
+        if i:  # The first round connects.
+          measured.append(spent)
+    medians = {how: statistics.median(spent) for how, spent in seconds.items()}
+    rows.append({'bytes': size} | medians)
+    line = '  '.join(f'{how} {1e3 * x:8.2f} ms' for how, x in medians.items())
+    print(f'{size:>10,} bytes  {line}', flush=True)
   last = rows[-1]
   print(f'100 MB: {last["bare"] / last["pulled"]:.2f} of the bare bandwidth')
   print(json.dumps(rows))

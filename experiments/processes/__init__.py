@@ -1,1 +1,1 @@
-"""Places in processes against places in one process, on the real job."""
+"""Compares a run in processes with the same run in threads."""

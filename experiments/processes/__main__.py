@@ -1,11 +1,12 @@
-"""The arithmetic job on threads and on processes: the same bits, and overlap.
+"""The arithmetic run in threads and in processes: equal bits, and overlap.
 
   python -m experiments.processes runs/arithmetic/warm_start/model
 
-Twenty steps on two places, with the policy that acts as it is and a step old,
-and with a learner of two devices, which are two processes': once as threads of
-one process, once as processes that Ray starts. Compares all metrics but those
-of time, and all that a checkpoint holds, to the bit.
+Runs twenty steps on two places, once as threads of one process and once as
+processes that Ray starts, in three cases: on policy; with a policy that is one
+step old; and on policy with a learner that spans two processes of one device
+each. Compares all metrics except those of time, and all arrays of the last
+checkpoint, bit by bit.
 """
 
 import argparse
@@ -33,20 +34,22 @@ SPAN = {
   },
   'stages': {'gradient': 'learner', 'apply': 'learner', '*': 'actor'},
 }
-# Lag, and a plan other than the recipe's.
+# Staleness, and a plan in place of the recipe's.
 CASES = {
-  'as it is': (0, None),
-  'a step old': (1, None),
-  'as it is, of a learner of two processes': (0, SPAN),
+  'on policy': (0, None),
+  'one step old': (1, None),
+  'on policy, learner of two processes': (0, SPAN),
 }
 
 
-def run(folder: pathlib.Path, checkpoint: str, lag: int, plan, ray: str | None):
-  """Runs the recipe to its end, as a user would."""
+def run(
+  folder: pathlib.Path, checkpoint: str, staleness: int, plan, ray: str | None
+):
+  """Runs the recipe from the command line, in a new process."""
   bindings = [
     f'STEPS = {STEPS}',
     f'CHECKPOINT = {checkpoint!r}',
-    f'workflows.grpo.staleness = {lag}',
+    f'workflows.grpo.staleness = {staleness}',
     f'train.train.ray_address = {ray!r}',
     'train.train.evaluate_every = 10',
     f'train.train.checkpoint_every = {STEPS}',
@@ -62,8 +65,8 @@ def run(folder: pathlib.Path, checkpoint: str, lag: int, plan, ray: str | None):
   )
 
 
-def told(folder: pathlib.Path) -> list[dict]:
-  """Metrics but for those that tell time."""
+def metrics(folder: pathlib.Path) -> list[dict]:
+  """All logged metrics except those of time."""
   return [
     {k: v for k, v in line.items() if not k.startswith(OF_TIME)}
     for line in writers.records(folder / 'metrics.jsonl')
@@ -77,7 +80,7 @@ def state(folder: pathlib.Path) -> list[np.ndarray]:
 
 
 def overlap(folder: pathlib.Path) -> float:
-  """Of the seconds that the learner learns, those in which the actor acts."""
+  """The fraction of the learner's seconds in which the actor generates."""
   spans = writers.records(folder / 'timeline.jsonl')
   runs = [s for s in spans if s['what'] == 'run' and s['step'] > 2]
   act = [s for s in runs if s['stage'] == 'generate']
@@ -98,15 +101,15 @@ def seconds(folder: pathlib.Path) -> float:
 
 
 def compare(checkpoint: str, case: str, folder: pathlib.Path) -> dict:
-  """What threads and processes make of one job."""
+  """Runs one case in threads and in processes; returns the differences."""
   threads, processes = folder / 'threads', folder / 'processes'
   run(threads, checkpoint, *CASES[case], None)
   run(processes, checkpoint, *CASES[case], 'local')
   pairs = list(zip(state(threads), state(processes), strict=True))
   return {
-    'policy that acts': case,
-    'steps': max(line['step'] for line in told(processes)),
-    'same_metrics': told(threads) == told(processes),
+    'case': case,
+    'steps': max(line['step'] for line in metrics(processes)),
+    'same_metrics': metrics(threads) == metrics(processes),
     'arrays': len(pairs),
     'same_arrays': sum(x.tobytes() == y.tobytes() for x, y in pairs),
     'overlap': overlap(processes),
@@ -117,9 +120,9 @@ def compare(checkpoint: str, case: str, folder: pathlib.Path) -> dict:
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument('checkpoint', help='of a model that is warmed up')
+  parser.add_argument('checkpoint', help='a model from warm start')
   checkpoint = str(pathlib.Path(parser.parse_args().checkpoint).absolute())
-  jax.config.update('jax_num_cpu_devices', 3)  # To read checkpoints of three.
+  jax.config.update('jax_num_cpu_devices', 3)  # As in the checkpoints.
   for case in CASES:
     with tempfile.TemporaryDirectory() as folder:
       print(json.dumps(compare(checkpoint, case, pathlib.Path(folder))))

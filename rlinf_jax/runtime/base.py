@@ -150,7 +150,7 @@ class Runtime(Protocol):
     plan: the plan in execution.
     lowered: by name, 'step' and possibly 'evaluate': their programs.
     timeline: what ran when.
-    steps: number of steps submitted, counted from what `load` was told.
+    steps: number of the last step submitted; `load` sets it.
   """
 
   plan: plan_lib.Plan
@@ -203,7 +203,7 @@ class Runtime(Protocol):
     """A context in which a checkpoint is read straight to its devices."""
 
   def transport(self, source: str, target: str, value: graph_lib.Value) -> str:
-    """How a value travels from place to place, in words for people."""
+    """Names the transport of a value from place to place, for people."""
 
   def moved(self) -> dict[tuple[str, str], tuple[int, float]]:
     """Bytes and seconds of what left processes, by (source, target)."""

@@ -54,7 +54,7 @@ def _lower(flow, plan, cost, resident=None) -> Lowered:
   starts = [start for start, _ in flow.carry]
   if resident is not None:
     resident = dict(zip(starts, resident, strict=True))
-  # Where values live does not depend on how they are cut.
+  # Residence is a property of the uncut flow: pieces do not change it.
   resident = resident or program_lib.homes(flow, plan)
   cut, programs = passes.lower(flow, plan, cost, resident)
   return Lowered(cut, programs, tuple(resident[start] for start in starts))
@@ -93,7 +93,7 @@ def outputs(program) -> set[int]:
 def traffic(
   lowered: Lowered, transport: Callable[[str, str, graph_lib.Value], str]
 ) -> list[tuple[str, str, str, int]]:
-  """What a step sends from place to place; loops are not counted.
+  """Counts the bytes that a step sends from place to place, outside of loops.
 
   Args:
     lowered: a step.

@@ -1,4 +1,4 @@
-"""What ran when: one record per executed instruction."""
+"""A timeline of one record per executed instruction."""
 
 import collections
 from collections.abc import Iterable

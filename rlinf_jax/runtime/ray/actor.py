@@ -91,7 +91,7 @@ def replaceable(
 
 
 def carried_copies(step: programs.Lowered, place: str):
-  """How a place receives what it carries; as `recovery.copies`."""
+  """Receives of the values that a place carries; as `recovery.copies`."""
   held = {
     start
     for (start, _), places in zip(step.flow.carry, step.resident, strict=True)
@@ -206,7 +206,7 @@ class Actor:
 
   @ray.method(concurrency_group='control')
   def describe(self) -> dict[str, Any]:
-    """Where it is: process id, node, device, and its clock's epoch."""
+    """Process id, node, device, and the epoch of its timeline."""
     device = jax.local_devices()[0]
     return {
       'pid': os.getpid(),

@@ -165,7 +165,7 @@ def size(sent: serialize.Serialized | Offer) -> int:
 def transport(
   dtype, size: int, same_machine: bool, several_readers: bool = False
 ) -> str:
-  """How a value travels, in words.
+  """Names the transport of a value.
 
   Args:
     dtype: its type.

@@ -149,7 +149,7 @@ class RayRuntime:
     self._threads.shutdown(wait=False)
 
   def processes(self) -> dict[str, dict[str, Any]]:
-    """Where each process is, as `Actor.describe`; starts missing ones."""
+    """Describes each process, as `Actor.describe`; starts missing ones."""
     self._start_missing()
     return dict(self._pool.descriptions)
 

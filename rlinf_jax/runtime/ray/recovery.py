@@ -24,7 +24,7 @@ from rlinf_jax.runtime.ray import actor_pool as actor_pool_lib
 from rlinf_jax.runtime.ray import call_log as call_log_lib
 from rlinf_jax.runtime.ray import pending
 
-# What a replacement can fail with. A run then goes on from its checkpoint.
+# Errors of `Recovery.replace`. The run then goes on from its checkpoint.
 ERRORS = base.StageError, ValueError, LookupError, ray.exceptions.RayError
 
 
@@ -139,7 +139,7 @@ class Recovery:
     return arrived
 
   def _remaining(self, place, first, arrived) -> recovery.Left:
-    """What is left to do of the first call."""
+    """The part of the first call that the replacement executes."""
     lowered = self._lowered[first.flow]
     left = recovery.left(lowered.flow, lowered.programs[place], arrived)
     if left is None:

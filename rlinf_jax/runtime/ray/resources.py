@@ -1,4 +1,4 @@
-"""What a plan's processes need of Ray: devices and environment variables."""
+"""Devices and environment variables of a plan's processes, from Ray."""
 
 import collections
 from collections.abc import Mapping, Sequence
@@ -130,7 +130,7 @@ def environment(place, needs: Mapping[str, float]) -> dict[str, str]:
     variables.pop('JAX_PLATFORMS', None)
     if needs.get('GPU', 1) < 1:  # Freed memory must be another process's.
       variables['XLA_PYTHON_CLIENT_ALLOCATOR'] = 'platform'
-  # What the driver imports from folders, such as experiments of a checkout.
+  # Folders that the driver imports from, such as experiments of a checkout.
   own = [path for path in sys.path if not path.startswith(sys.prefix)]
   variables['PYTHONPATH'] = os.pathsep.join(map(os.path.abspath, own))
   if 'XLA_FLAGS' in os.environ:

@@ -74,7 +74,9 @@ class SendLog:
   def replay(
     self, place: str, call: int
   ) -> Iterator[tuple[base.Channel, int, Any]]:
-    """What a place needs to execute a call again: channel, sequence, value.
+    """Yields (channel, sequence, value) for a place that executes calls again.
+
+    It includes the values that the place carries into the first call.
 
     Values of one channel come in the order in which they were sent first.
 

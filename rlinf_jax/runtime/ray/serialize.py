@@ -1,4 +1,4 @@
-"""Arrays as NumPy arrays that any process can read, whatever their type.
+"""Converts arrays of any type to NumPy arrays that other processes can read.
 
 Ray transfers NumPy arrays of NumPy's own types without a copy, by shared memory
 where both ends are on one machine. Other types (bfloat16 and its like, random

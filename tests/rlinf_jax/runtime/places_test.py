@@ -150,8 +150,10 @@ def test_what_a_place_waits_for_is_on_the_timeline():
     (s.place, s.stage.partition('.')[0]) for s in spans if s.what == 'send'
   }
   assert sent == {
-    *(('at act', 'act'), ('at judge', 'judge')),
-    *(('at learn', 'learn'), ('at apply', 'apply')),
+    ('at act', 'act'),
+    ('at judge', 'judge'),
+    ('at learn', 'learn'),
+    ('at apply', 'apply'),
   }
   planned.close()
 

@@ -73,7 +73,7 @@ def eager(updates):
 @pytest.mark.slow
 @pytest.mark.parametrize('seed', claims.some(range(24), KEPT))
 def test_no_plan_changes_the_mathematics(seed):
-  # What a piece may be of any stage, on two devices and in two minibatches.
+  # Any stage's piece can be cut so, on two devices and in two minibatches.
   rows = {'rollout': 2, 'gradient': 8}
   plan, updates = random_plans_test.random_plan(
     seed, STAGES, rows, ('apply',), UPDATES

@@ -32,7 +32,7 @@ RAY = "train.train.ray_address = 'local'"
 model = language_run_test.model  # The fixture.
 
 
-def started(folder, model, *more, plan=PLAN, cache='', **kwargs):
+def start_run(folder, model, *more, plan=PLAN, cache='', **kwargs):
   environment = os.environ | {
     'JAX_NUM_CPU_DEVICES': '2',
     'RLINF_JAX_CACHE': str(cache),
@@ -47,7 +47,8 @@ def started(folder, model, *more, plan=PLAN, cache='', **kwargs):
   )
 
 
-def ended(process):
+def finish(process):
+  """Waits for a run to end without an error; returns what it printed."""
   out, error = process.communicate(timeout=400)
   assert process.returncode == 0, error
   return out
@@ -57,7 +58,7 @@ def ended(process):
 def one(tmp_path_factory, model):
   """The folder of a run with the same places in one process."""
   folder = tmp_path_factory.mktemp('one') / 'run'
-  ended(started(folder, model))
+  finish(start_run(folder, model))
   return folder
 
 
@@ -70,7 +71,7 @@ def assert_same(folder, other):
 
 def test_ray_leaves_the_same_folder_as_one_process(tmp_path, model, one):
   before = _raylets()
-  out = ended(started(tmp_path / 'run', model, RAY))
+  out = finish(start_run(tmp_path / 'run', model, RAY))
   assert_same(tmp_path / 'run', one)
   assert re.search(r'actor → learner .*B (in calls|by shared memory)', out)
   text = (tmp_path / 'run' / 'metrics.jsonl').read_text()
@@ -81,7 +82,7 @@ def test_ray_leaves_the_same_folder_as_one_process(tmp_path, model, one):
 
 def test_ray_runs_the_plan_that_planning_finds(tmp_path, model, one):
   auto, cache = "train.train.plan = 'auto'", tmp_path / 'cache'
-  out = ended(started(tmp_path / 'run', model, RAY, plan=auto, cache=cache))
+  out = finish(start_run(tmp_path / 'run', model, RAY, plan=auto, cache=cache))
   assert 'Plan: ' in out and 'a step, proved the fastest of its space' in out
   assert list(cache.iterdir())
   plan = json.loads((tmp_path / 'run' / 'plan.json').read_text())
@@ -91,9 +92,8 @@ def test_ray_runs_the_plan_that_planning_finds(tmp_path, model, one):
     language_run_test.lines(one),
     strict=True,
   )
-  first, wanted = next(
-    pairs
-  )  # Later ones may differ: rounding can change a sampled token.
+  # Later steps may differ: rounding can change a sampled token.
+  first, wanted = next(pairs)
   assert first.keys() == wanted.keys()
   for name, number in first.items():
     assert number == pytest.approx(wanted[name], abs=1e-4), name
@@ -103,16 +103,16 @@ def test_two_hundred_steps_take_no_more_memory(tmp_path, model):
   """Of the driver and of both places, after the first fifty steps."""
   folder, seen = tmp_path / 'run', {}
   # Orbax keeps some 20 KB per checkpoint that it has written.
-  rarely = [
+  intervals = [
     f'train.train.{what}_every = 300' for what in ('checkpoint', 'evaluate')
   ]
-  process = started(folder, model, RAY, 'STEPS = 260', *rarely)
+  process = start_run(folder, model, RAY, 'STEPS = 260', *intervals)
   while process.poll() is None:
     for one in (psutil.Process(process.pid), *places(process)):
       with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         seen.setdefault(one.pid, []).append((_steps(folder), _own(one)))
     time.sleep(0.2)
-  ended(process)
+  finish(process)
   assert len(seen) == 3
   for pid, some in seen.items():
     early = [size for step, size in some if 50 <= step < 80]
@@ -178,9 +178,9 @@ def test_a_run_continues_when_its_processes_are_killed(
 ):
   """The learner restarts from a checkpoint; the actor is replaced at once."""
   folder = tmp_path / 'run'
-  process = started(folder, model, RAY)
+  process = start_run(folder, model, RAY)
   kill_after(process, folder, zip(order, (3, 7), strict=True))
-  out = ended(process)
+  out = finish(process)
   assert re.search("'actor' has died in step .* and was replaced in", out)
   assert re.search("'learner' has died(.|\n)*goes on from step [05]", out)
   assert_same(folder, one)
@@ -190,9 +190,9 @@ def test_a_run_continues_when_a_process_that_shares_a_device_dies(
   tmp_path, model, one
 ):
   folder = tmp_path / 'run'
-  process = started(folder, model, RAY, plan=SHARED)
+  process = start_run(folder, model, RAY, plan=SHARED)
   kill_after(process, folder, [(1, 3)])
-  out = ended(process)
+  out = finish(process)
   assert 'has died' in out and 'goes on from step 0' in out
   assert_same(folder, one)
 
@@ -212,10 +212,12 @@ def test_a_replacement_opens_the_engine_again(tmp_path):
     kv_heads=1,
     feed_forward=64,
   )
-  process = started(
+  process = start_run(
     tmp_path / 'run',
     model,
-    *(RAY, 'STEPS = 8', 'train.train.evaluate_every = 4'),
+    RAY,
+    'STEPS = 8',
+    'train.train.evaluate_every = 4',
     plan=PLAN.replace("'generate':", "'answer': 'actor', 'generate':"),
     recipe='gin_configs/grpo_arithmetic_vllm.gin',
   )
@@ -229,7 +231,7 @@ def test_a_replacement_opens_the_engine_again(tmp_path):
       killed = set(opened)
       os.kill(*opened, signal.SIGKILL)
     time.sleep(0.5)
-  out = ended(process)
+  out = finish(process)
   assert "'actor' has died" in out and 'and was replaced in' in out
   assert len(killed) == 1 and len(opened) == 2 and process.pid not in opened
   gaps = [
