@@ -55,8 +55,9 @@ class Channel(NamedTuple):
 class Mailbox(Protocol):
   """The receiving ends of the channels that lead to places of one process.
 
-  Any thread may put; one thread, that of the target place, gets. Values of one
-  channel arrive in the order in which they were put; channels are independent.
+  Any thread may put; the target place gets, from one thread at a time. Values
+  of a channel arrive in the order in which they were put; channels are
+  independent of each other.
   `put` never blocks. `get` blocks until a value or a failure arrives. A failure
   is sticky: until `clear`, every present and later receiver is given it.
   """

@@ -27,8 +27,9 @@ class Interpreter:
 
   The thread owns the place's memory: the carried state between calls, and the
   stack frames during one. Other threads read `state` only after `wait`. Within
-  a call, instructions run in program order. `Recv` and `Acquire` block; all
-  others finish without waiting for another place.
+  a call, instructions run in program order. Three wait for other places: `Recv`
+  for a value, `Acquire` for shared devices, and what overwrites an array for
+  its readers in other processes. `Send` never waits for its receiver.
 
   A failure of an instruction stops this call and, through the host, all others;
   the place then frees its memory if it shares devices, and releases them.

@@ -29,8 +29,9 @@ class RayRuntime:
   """A `base.Runtime` whose places are processes of a Ray cluster.
 
   The actors hold the carried state. The thread that drives the runtime sends
-  calls; a thread per pending call collects its answers. `_lock` guards the call
-  log and the actor pool, so that no process is replaced while a call is sent.
+  calls; a thread per pending call collects its answers. While calls are
+  pending, `_lock` guards the call log and the actor pool, so that no process is
+  replaced while a call is sent.
 
   If a process dies, `recovery` replaces it where the place only holds copies of
   others' values. Otherwise, and after any other error, the first failure stops

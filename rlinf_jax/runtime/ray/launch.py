@@ -22,7 +22,7 @@ class Recipe:
   """A recipe as gin text, from which any process can record the flows.
 
   Attributes:
-    train: the function that the recipe configures, `rlinf_jax.train.train`.
+    train: the function whose arguments it binds, `rlinf_jax.train.train`.
     text: gin, as `config.text`.
     workdir: the run folder.
   """

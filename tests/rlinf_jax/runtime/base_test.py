@@ -58,16 +58,16 @@ def parameters(method):
 @pytest.mark.parametrize('name', IMPLEMENTATIONS)
 def test_an_implementation_has_all_members_of_its_protocol(name):
   protocol, make = IMPLEMENTATIONS[name]
-  made = make()
-  assert isinstance(made, protocol)
+  implementation = make()
+  assert isinstance(implementation, protocol)
   if protocol is base.Runtime:
-    made.close()
+    implementation.close()
 
 
 @pytest.mark.parametrize('name', IMPLEMENTATIONS)
 def test_an_implementation_has_the_signatures_of_its_protocol(name):
   protocol, make = IMPLEMENTATIONS[name]
-  made = make()
+  implementation = make()
   methods = {
     name: method
     for name, method in vars(protocol).items()
@@ -75,10 +75,12 @@ def test_an_implementation_has_the_signatures_of_its_protocol(name):
   }
   assert len(methods) >= 5
   for name, method in methods.items():
-    assert parameters(method) == parameters(getattr(type(made), name)), name
+    assert parameters(method) == parameters(
+      getattr(type(implementation), name)
+    ), name
     assert method.__doc__, name
   if protocol is base.Runtime:
-    made.close()
+    implementation.close()
 
 
 def test_the_runtime_of_threads_does_not_name_ray():

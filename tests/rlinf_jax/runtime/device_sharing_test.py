@@ -59,14 +59,14 @@ def planned(workflow, shared, **fields):
 
 def run(runtime, workflow, steps=3):
   runtime.load(workflow.init(jax.random.key(0)))
-  told = [runtime.evaluate(tiny.problem(4), jax.random.key(9))]
-  made = [
+  infos = [runtime.evaluate(tiny.problem(4), jax.random.key(9))]
+  submitted = [
     runtime.submit(tiny.problem(seed=i), jax.random.key(i))
     for i in range(steps)
   ]
-  told += [one.result() for one in made]
+  infos += [info.result() for info in submitted]
   runtime.wait()
-  return jax.device_get(told), tiny.arrays(runtime.state())
+  return jax.device_get(infos), tiny.arrays(runtime.state())
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def two(flow, **fields):
 @pytest.fixture
 def account(monkeypatch):
   """Bytes of each place by kind of memory, after every instruction."""
-  seen, held, lock = [], {}, threading.Lock()
+  records, memory, lock = [], {}, threading.Lock()
   interpret = interpreter.Interpreter._interpret
 
   def counted(self, frame, op):
@@ -159,7 +159,7 @@ def account(monkeypatch):
       away = [offload.is_offloaded(x) for x in found.values()]
       sizes = [x.nbytes for x in found.values()]
       pairs = list(zip(away, sizes, strict=True))
-      held[self.place.name] = {
+      memory[self.place.name] = {
         'device': sum(n for gone, n in pairs if not gone),
         'host': sum(n for gone, n in pairs if gone),
         'lease': self.place.lease is not None and self.place.lease.held,
@@ -169,10 +169,10 @@ def account(monkeypatch):
         for x in jax.live_arrays()
         if not x.is_deleted() and not offload.is_offloaded(x)
       )
-      seen.append(({name: dict(one) for name, one in held.items()}, live))
+      records.append(({k: dict(x) for k, x in memory.items()}, live))
 
   monkeypatch.setattr(interpreter.Interpreter, '_interpret', counted)
-  return seen
+  return records
 
 
 def test_only_the_holder_of_a_shared_device_has_memory_on_it(account):

@@ -50,11 +50,11 @@ def workflow(updates):
 @functools.cache
 def eager(updates):
   """State and info after each step, called with arrays."""
-  state, made = workflow(updates).init(jax.random.key(0)), []
+  state, results = workflow(updates).init(jax.random.key(0)), []
   for i in range(STEPS):
     state, info = workflow(updates).step(state, (), random_plans_test.key(i))
-    made.append((tiny.arrays(state), tiny.arrays(info)))
-  return made
+    results.append((tiny.arrays(state), tiny.arrays(info)))
+  return results
 
 
 @pytest.mark.slow
@@ -65,17 +65,17 @@ def test_no_plan_changes_the_mathematics(seed):
   plan, updates = random_plans_test.random_plan(
     seed, STAGES, rows, ('ref_logp', 'apply'), UPDATES
   )
-  ours = workflow(updates)
-  state = ours.init(jax.random.key(0))
-  made = random_plans_test.run(plan, ours, state, [()] * STEPS)
-  random_plans_test.compare(plan, made, eager(updates))
+  workflow_ = workflow(updates)
+  state = workflow_.init(jax.random.key(0))
+  results = random_plans_test.run(plan, workflow_, state, [()] * STEPS)
+  random_plans_test.compare(plan, results, eager(updates))
 
 
 def test_the_eager_steps_have_groups_of_equal_and_of_different_rewards():
   """The plans above are then tested with both values of the group mask."""
   info = eager(UPDATES[1])[0][1]
-  told = {
+  sums = {
     field: info[f"['rollout/groups_degenerate'].{field}"]
     for field in ('sum', 'count')
   }
-  assert 0 < told['sum'] < told['count']
+  assert 0 < sums['sum'] < sums['count']

@@ -37,19 +37,19 @@ print(json.dumps(held), flush=True)
 def child(folder, name, rank=0, times=1, seconds=0.0):
   """A process that runs CHILD; killed at the end."""
   args = map(str, (folder, name, rank, times, seconds))
-  made = subprocess.Popen(
+  process = subprocess.Popen(
     [sys.executable, '-S', '-c', CHILD, *args],
     cwd=ROOT,
     stdout=subprocess.PIPE,
     text=True,
   )
   try:
-    assert made.stdout.readline() == 'ready\n'
-    yield made
+    assert process.stdout.readline() == 'ready\n'
+    yield process
   finally:
-    made.kill()
-    made.wait()
-    made.stdout.close()
+    process.kill()
+    process.wait()
+    process.stdout.close()
 
 
 def until(true, seconds=5.0):
@@ -78,10 +78,10 @@ def acquire_in_thread(lease, order, name):
 
 def test_processes_never_hold_a_lease_at_the_same_time(tmp_path):
   with contextlib.ExitStack() as stack:
-    made = [
+    processes = [
       stack.enter_context(child(tmp_path, f'p{i}', i % 2, 40)) for i in range(4)
     ]
-    held = [json.loads(one.stdout.readline()) for one in made]
+    held = [json.loads(one.stdout.readline()) for one in processes]
   held = sorted(tuple(span) for spans in held for span in spans)
   assert len(held) == 4 * 40
   assert all(a[1] < b[0] for a, b in zip(held, held[1:], strict=False))
@@ -196,12 +196,12 @@ def test_a_plan_gives_the_shared_devices_and_the_ranks(tmp_path):
     for name, device in (('a', 0), ('b', 0), ('c', 1), ('d', 2), ('e', 2))
   }
   plan = plan_lib.Plan(places, {}, shared_devices=('b', 'e', 'd', 'a'))
-  made = lease_lib.of_plan(plan, tmp_path, plan.places)
-  ranks = {name: one.rank for name, one in made.items()}
+  leases = lease_lib.of_plan(plan, tmp_path, plan.places)
+  ranks = {name: one.rank for name, one in leases.items()}
   assert ranks == {'b': 0, 'e': 1, 'd': 2, 'a': 3}
-  made['a'].acquire()
-  made['d'].acquire(0.1)  # Other devices.
+  leases['a'].acquire()
+  leases['d'].acquire(0.1)  # Other devices.
   with pytest.raises(TimeoutError, match="Place 'b' waited .* Place 'a'"):
-    made['b'].acquire(0.02)
-  made['a'].release()
-  made['d'].release()
+    leases['b'].acquire(0.02)
+  leases['a'].release()
+  leases['d'].release()

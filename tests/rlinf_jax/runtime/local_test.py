@@ -235,11 +235,11 @@ def test_an_array_that_is_two_parts_of_a_state_is_loaded_as_two():
 def test_memory_of_the_old_state_and_of_gradients_is_reused():
   planned = ready(learner(judge(first_column)))
   before = [x.unsafe_buffer_pointer() for x in planned.state().values()]
-  held = planned.state()['w']
+  old = planned.state()['w']
   planned.step(BATCH, KEY)
   after = [x.unsafe_buffer_pointer() for x in planned.state().values()]
   assert set(before) == set(after)
-  assert held.is_deleted()
+  assert old.is_deleted()
 
 
 def test_a_state_read_as_numpy_outlives_the_next_step():
@@ -278,8 +278,8 @@ def test_an_error_of_a_host_stage_names_stage_place_and_step():
   planned = ready(learner(judge(lambda x: failing.pop(0)(x))))
   planned.step(BATCH, KEY)
   planned.step(BATCH, KEY)
-  said = "Stage judge on place 'all' failed in step 3: the verifier is away"
-  with pytest.raises(base.StageError, match=said) as error:
+  message = "Stage judge on place 'all' failed in step 3: the verifier is away"
+  with pytest.raises(base.StageError, match=message) as error:
     planned.step(BATCH, KEY)
   assert isinstance(error.value.__cause__, LookupError)
 
@@ -292,8 +292,10 @@ def test_an_error_of_a_jax_stage_names_stage_place_and_step():
     return jax.pure_callback(fail, like, x)
 
   planned = ready(learner(broken))
-  said = "Stage judge on place 'all' failed in step 1: .*the verifier is away"
-  with pytest.raises(base.StageError, match=re.compile(said, re.S)):
+  message = (
+    "Stage judge on place 'all' failed in step 1: .*the verifier is away"
+  )
+  with pytest.raises(base.StageError, match=re.compile(message, re.S)):
     planned.step(BATCH, KEY)
 
 
@@ -311,14 +313,16 @@ def test_after_a_failure_a_state_must_be_loaded_before_the_next_step():
 
 
 @pytest.mark.parametrize(
-  'made',
+  'output',
   [np.zeros(7, np.float32), np.zeros(8), None],
   ids=['shape', 'type', 'nothing'],
 )
-def test_a_host_stage_with_other_outputs_than_declared_is_named(made):
-  planned = ready(learner(judge(lambda x: made)))
-  said = "judge on place 'all' failed in step 1: Stage judge declares outputs"
-  with pytest.raises(base.StageError, match=said):
+def test_a_host_stage_with_other_outputs_than_declared_is_named(output):
+  planned = ready(learner(judge(lambda x: output)))
+  message = (
+    "judge on place 'all' failed in step 1: Stage judge declares outputs"
+  )
+  with pytest.raises(base.StageError, match=message):
     planned.step(BATCH, KEY)
 
 
@@ -335,14 +339,14 @@ def test_a_place_on_missing_devices_is_refused():
 
 
 def test_rows_that_a_mesh_cannot_share_are_refused_before_anything_runs():
-  said = r"input.0 on place 'all': Dimension B .* size 6, which 8 devices"
-  with pytest.raises(ValueError, match=said):
+  message = r"input.0 on place 'all': Dimension B .* size 6, which 8 devices"
+  with pytest.raises(ValueError, match=message):
     ready(learner(judge(fail)), batch=BATCH[:6], placement=tiny.PLACES['data'])
 
 
 def test_micro_batches_that_a_mesh_cannot_share_are_refused():
-  said = r"input.0 on place 'all': Dimension B .* size 4, which 8 devices"
-  with pytest.raises(ValueError, match=said):
+  message = r"input.0 on place 'all': Dimension B .* size 4, which 8 devices"
+  with pytest.raises(ValueError, match=message):
     ready(
       learner(judge(fail)),
       placement=tiny.PLACES['data'],

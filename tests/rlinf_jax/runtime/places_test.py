@@ -79,9 +79,9 @@ def workflow(act=0.0, learn=0.0, fail=None):
 
 def runtime(step, plan):
   flow = flow_lib.trace(step, jnp.ones(2), BATCH, KEY)
-  made = local.LocalRuntime(plan_lib.parse(plan, flow.stages), step=flow)
-  made.load(jnp.ones(2))
-  return made
+  runtime = local.LocalRuntime(plan_lib.parse(plan, flow.stages), step=flow)
+  runtime.load(jnp.ones(2))
+  return runtime
 
 
 def apart(pieces=1, stages=None):
@@ -95,9 +95,9 @@ def apart(pieces=1, stages=None):
 def test_four_places_compute_what_one_does(pieces):
   want, planned = jnp.ones(2), runtime(workflow(), apart(pieces))
   for _ in range(5):
-    made = planned.step(BATCH, KEY)
-    want, told = workflow()(want, BATCH, KEY)
-    np.testing.assert_array_equal(made, told)
+    info = planned.step(BATCH, KEY)
+    want, want_info = workflow()(want, BATCH, KEY)
+    np.testing.assert_array_equal(info, want_info)
     np.testing.assert_array_equal(planned.state(), want)
   planned.close()
 
@@ -107,11 +107,11 @@ def test_four_places_compute_what_one_does(pieces):
 def test_a_stage_that_fails_anywhere_stops_every_place(name, pieces):
   planned = runtime(workflow(fail=name), apart(pieces))
   piece = ', piece 1 of 2' if pieces > 1 and name != 'apply' else ''
-  said = f"Stage {name} on place 'at {name}' failed in step 1{piece}: it is"
+  message = f"Stage {name} on place 'at {name}' failed in step 1{piece}: it is"
   start = time.monotonic()
-  with pytest.raises(base.StageError, match=said):
+  with pytest.raises(base.StageError, match=message):
     planned.step(BATCH, KEY)
-  with pytest.raises(base.StageError, match=said):
+  with pytest.raises(base.StageError, match=message):
     planned.step(BATCH, KEY)  # The failure is sticky.
   assert time.monotonic() - start < 10
   planned.close()

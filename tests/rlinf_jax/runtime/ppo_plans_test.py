@@ -1,7 +1,7 @@
-"""No plan changes what PPO computes in a world of JAX, step after step.
+"""No plan changes what PPO computes in a JAX environment.
 
-Placing changes no bit. Pieces, meshes and rows at a time change rounding, also
-where the batch of a step is what another step has left in the environments.
+Placing changes no bit. Pieces, meshes and micro-batches change rounding, also
+where a step continues episodes that another step has started.
 """
 
 import functools
@@ -31,9 +31,9 @@ STAGES = (
 ).split()
 KEEP = optax.chain(optax.trace(decay=0.0), optax.scale(-0.01))
 ROWS, STEPS = 8, 2
-# Minibatches, epochs, and from which divergence on no update follows.
+# Minibatches, epochs, and the KL divergence that stops updates early.
 UPDATES = [(1, 1, None), (2, 1, None), (1, 2, 1e9), (2, 2, 1e-4)]
-# Between them all that random plans vary, as in `random_plans_test`.
+# Together they vary all that random plans vary, as in `random_plans_test`.
 KEPT = 0, 6, 14, 20
 
 
@@ -62,12 +62,12 @@ def workflow(updates):
 
 @functools.cache
 def eager(updates):
-  """Steps as arrays."""
-  state, made = workflow(updates).init(jax.random.key(0)), []
+  """State and info after each step, called with arrays."""
+  state, results = workflow(updates).init(jax.random.key(0)), []
   for i in range(STEPS):
     state, info = workflow(updates).step(state, (), random_plans_test.key(i))
-    made.append((tiny.arrays(state), tiny.arrays(info)))
-  return made
+    results.append((tiny.arrays(state), tiny.arrays(info)))
+  return results
 
 
 @pytest.mark.slow
@@ -78,19 +78,23 @@ def test_no_plan_changes_the_mathematics(seed):
   plan, updates = random_plans_test.random_plan(
     seed, STAGES, rows, ('apply',), UPDATES
   )
-  ours = workflow(updates)
-  state = ours.init(jax.random.key(0))
-  made = random_plans_test.run(plan, ours, state, [()] * STEPS)
-  random_plans_test.compare(plan, made, eager(updates))
+  workflow_ = workflow(updates)
+  state = workflow_.init(jax.random.key(0))
+  results = random_plans_test.run(plan, workflow_, state, [()] * STEPS)
+  random_plans_test.compare(plan, results, eager(updates))
 
 
 @functools.cache
-def looking():
-  """In pictures, which two cuts shall see alike."""
-  eye = cnn.Config(channels=(4,), kernel_sizes=(5,), strides=(3,), features=6)
+def ppo_on_images():
+  """PPO that learns from images."""
+  camera_encoder = cnn.Config(
+    channels=(4,), kernel_sizes=(5,), strides=(3,), features=6
+  )
   return workflows.ppo(
     push.push(horizon=3, image_size=16),
-    functools.partial(gaussian_policy.policy, width=4, camera_encoder=eye),
+    functools.partial(
+      gaussian_policy.policy, width=4, camera_encoder=camera_encoder
+    ),
     KEEP,
     num_envs=ROWS,
     num_steps=4,
@@ -100,12 +104,12 @@ def looking():
 
 
 @pytest.mark.slow
-def test_no_plan_changes_what_is_learned_from_pictures():
-  ours, made = looking(), []
-  state = start = ours.init(jax.random.key(0))
+def test_no_plan_changes_what_is_learned_from_images():
+  workflow_, results = ppo_on_images(), []
+  state = start = workflow_.init(jax.random.key(0))
   for i in range(STEPS):
-    state, info = ours.step(state, (), random_plans_test.key(i))
-    made.append((tiny.arrays(state), tiny.arrays(info)))
+    state, info = workflow_.step(state, (), random_plans_test.key(i))
+    results.append((tiny.arrays(state), tiny.arrays(info)))
   places = {
     'actor': {'devices': [0]},
     'learner': {'devices': [1, 2], 'axes': [['data', 2]]},
@@ -117,12 +121,12 @@ def test_no_plan_changes_what_is_learned_from_pictures():
   }
   sketch = {'places': places, 'stages': stages, 'pieces': 2}
   plan = plan_lib.parse(sketch | {'micro_batch': {'gradient': 4}}, STAGES)
-  planned = random_plans_test.run(plan, ours, start, [()] * STEPS)
-  random_plans_test.compare(plan, planned, made)
+  planned = random_plans_test.run(plan, workflow_, start, [()] * STEPS)
+  random_plans_test.compare(plan, planned, results)
 
 
-def test_updates_stop_in_the_middle_of_what_plans_are_tried_on():
-  """Or the carried boolean would go untested."""
+def test_the_eager_steps_stop_updating_early():
+  """The plans above are then tested with both values of the carried flag."""
   stopped = eager(UPDATES[-1])[-1][1]
   (share,) = (v for k, v in stopped.items() if k == "['train/stopped'].sum")
   assert 0 < share < 4
@@ -130,23 +134,29 @@ def test_updates_stop_in_the_middle_of_what_plans_are_tried_on():
 
 @pytest.mark.parametrize('pieces', [1, 2, 4])
 def test_trajectories_are_the_same_in_pieces(pieces):
-  """To the bit but for what a policy's matrix products round."""
+  """To the bit, except for the rounding of the policy's matrix products."""
   policy = gaussian_policy.policy(push.push(), width=8)
   act = rollout_lib.rollout(policy, push.push(), 8)
   params = policy.init(jax.random.key(0))
-  world, obs = rollout_lib.begin(push.push(), np.arange(ROWS, dtype=np.int32))
+  env_state, obs = rollout_lib.init(
+    push.push(), np.arange(ROWS, dtype=np.int32)
+  )
 
   def step(state, params, key):
-    world, obs = state
-    world, obs, x, timestep = act(params, (), world, obs, stages.keys(key, obs))
-    return (world, obs), (x, timestep)
+    env_state, obs = state
+    env_state, obs, x, timestep = act(
+      params, (), env_state, obs, stages.keys(key, obs)
+    )
+    return (env_state, obs), (x, timestep)
 
-  flow = flow_lib.trace(step, (world, obs), params, random_plans_test.key(0))
+  flow = flow_lib.trace(
+    step, (env_state, obs), params, random_plans_test.key(0)
+  )
   plan = plan_lib.parse({'pieces': pieces}, flow.stages)
   runtime = local.LocalRuntime(plan, step=flow)
-  runtime.load((world, obs))
-  made = runtime.step(params, random_plans_test.key(0))
-  _, want = step((world, obs), params, random_plans_test.key(0))
-  for one, other in zip(*map(jax.tree.leaves, (made, want)), strict=True):
+  runtime.load((env_state, obs))
+  results = runtime.step(params, random_plans_test.key(0))
+  _, want = step((env_state, obs), params, random_plans_test.key(0))
+  for one, other in zip(*map(jax.tree.leaves, (results, want)), strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
   runtime.close()

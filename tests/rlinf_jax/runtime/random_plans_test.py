@@ -55,11 +55,11 @@ def begin(updates):
 @functools.cache
 def eager(updates):
   """State and info after each of two steps, called with arrays."""
-  state, made = begin(updates), []
+  state, results = begin(updates), []
   for i in range(2):
     state, info = workflow(updates).step(state, tiny.problem(seed=i), key(i))
-    made.append((tiny.arrays(state), tiny.arrays(info)))
-  return made
+    results.append((tiny.arrays(state), tiny.arrays(info)))
+  return results
 
 
 def key(i):
@@ -91,12 +91,12 @@ def run(plan, workflow, state, batches):
   """State and info after each of some planned steps."""
   runtime = local.LocalRuntime(plan, step=tiny.trace(workflow, batches[0]))
   runtime.load(state)
-  made = []
+  results = []
   for i, batch in enumerate(batches):
     info = runtime.step(batch, key(i))
-    made.append((tiny.arrays(runtime.state()), tiny.arrays(info)))
+    results.append((tiny.arrays(runtime.state()), tiny.arrays(info)))
   runtime.close()
-  return made
+  return results
 
 
 def compare(plan, got, want):
@@ -123,8 +123,8 @@ def test_no_plan_changes_the_mathematics(seed):
     seed, STAGES, {'gradient': 8}, ('ref_logp', 'apply'), UPDATES
   )
   batches = [tiny.problem(seed=i) for i in range(2)]
-  made = run(plan, workflow(updates), begin(updates), batches)
-  compare(plan, made, eager(updates))
+  results = run(plan, workflow(updates), begin(updates), batches)
+  compare(plan, results, eager(updates))
 
 
 @pytest.mark.slow

@@ -84,19 +84,19 @@ def workflow(prior):
 @functools.cache
 def eager(prior):
   """State and info after each step, called with arrays."""
-  ours = workflow(prior)
-  state, made = ours.init(jax.random.key(0)), []
+  workflow_ = workflow(prior)
+  state, results = workflow_.init(jax.random.key(0)), []
   for i in range(STEPS):
-    state, info = ours.step(state, (), random_plans_test.key(i))
-    made.append((tiny.arrays(state), tiny.arrays(info)))
-  return made
+    state, info = workflow_.step(state, (), random_plans_test.key(i))
+    results.append((tiny.arrays(state), tiny.arrays(info)))
+  return results
 
 
 def agrees(plan, prior):
-  ours = workflow(prior)
-  state = ours.init(jax.random.key(0))
-  made = random_plans_test.run(plan, ours, state, [()] * STEPS)
-  random_plans_test.compare(plan, made, eager(prior))
+  workflow_ = workflow(prior)
+  state = workflow_.init(jax.random.key(0))
+  results = random_plans_test.run(plan, workflow_, state, [()] * STEPS)
+  random_plans_test.compare(plan, results, eager(prior))
 
 
 @pytest.mark.slow
