@@ -1,1 +1,1 @@
-"""Sums by GRPO: three seeds, and a control that is rewarded at random."""
+"""GRPO on sums: three seeds, and a control with shuffled rewards."""

@@ -1,4 +1,4 @@
-"""Draws held-out accuracy of seeds and control, and tells it as a table.
+"""Plots held-out accuracy of the seeds and the control, and prints a table.
 
 python -m experiments.arithmetic.curves runs/seeds runs/control OUTPUT
 """
@@ -13,15 +13,14 @@ from rlinf_jax.run import run_folder
 
 
 def row(name: str, run: run_folder.Run) -> dict:
-  """What the table says of a run; minutes include the warm-up."""
+  """The row of a run in the table."""
   accuracy = run.series['eval/accuracy']
-  warm = run.warm_start
   return {
     'run': name,
     'warm start': float(accuracy.value[0]),
     'best': float(accuracy.value.max()),
     'end': float(accuracy.value[-1]),
-    'warm-up minutes': run_folder.seconds(warm) / 60,
+    'warm-up minutes': run_folder.seconds(run.warm_start) / 60,
     'GRPO minutes': run_folder.seconds(run) / 60,
   }
 
@@ -49,9 +48,9 @@ def main(seeds: str, control: str, output: str):
   print('| ' + ' | '.join(table[0]) + ' |')
   print('|' + '---|' * len(table[0]))
   for name, *numbers in (entry.values() for entry in table):
-    shares = [f'{100 * x:.1f} %' for x in numbers[:3]]
+    percents = [f'{100 * x:.1f} %' for x in numbers[:3]]
     minutes = [f'{x:.1f}' for x in numbers[3:]]
-    print('| ' + ' | '.join([name, *shares, *minutes]) + ' |')
+    print('| ' + ' | '.join([name, *percents, *minutes]) + ' |')
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""A verifier that tells the truth to the wrong rows."""
+"""A verifier that shuffles rewards over rows, for a control experiment."""
 
 import zlib
 
@@ -9,10 +9,10 @@ from stages import base
 
 
 def rewards(verify: stages.Stage) -> stages.Stage:
-  """`verify` with its rewards dealt out at random over the whole batch.
+  """A verifier like `verify`, whose rewards are shuffled over the batch.
 
-  What is correct stays true. The shuffle is drawn from the completions
-  themselves, so that the stage stays a function of its arguments.
+  Correctness, which metrics report, is not shuffled. The permutation is seeded
+  by the completions, so that the stage remains a pure function.
   """
 
   def judge(answer, action_BT, mask_BT) -> base.Verdict:

@@ -1,1 +1,1 @@
-"""What one step of a workflow costs."""
+"""Benchmark of one training step."""

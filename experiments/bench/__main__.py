@@ -1,8 +1,8 @@
-"""Measures a step of what a gin file describes.
+"""Measures a training step of a recipe.
 
   python -m experiments.bench --gin_file gin_configs/bench/grpo_step.gin
 
-Prints a table and, last, one JSON line.
+Prints a table and, as the last line, JSON.
 """
 
 from absl import app
@@ -12,6 +12,7 @@ from rlinf_jax import config
 
 
 def main(_):
+  """Runs the benchmark that the gin file configures."""
   config.parse(config.GIN_FILE.value, config.GIN_BINDINGS.value, '')
   config.call(step.bench)
 

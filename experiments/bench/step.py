@@ -27,7 +27,7 @@ def prompts(rows: int, length: int, vocabulary: int) -> base.Problem:
 
 
 def even_tokens() -> stages.Stage:
-  """A verifier that costs nothing: the share of even tokens."""
+  """A verifier without cost: rewards the fraction of even tokens."""
 
   def judge(answer_B, action_BT, mask_BT):
     del answer_B
@@ -42,19 +42,19 @@ def bench(
   batch: base.Problem,
   *,
   steps: int,
-  warm: int = 2,
+  warmup: int = 2,
   plan: Mapping[str, Any] | None = None,
 ):
-  """Runs `warm` + `steps` steps through flow, plan and runtime; prints figures.
+  """Runs `warmup` + `steps` steps with the runtime and prints measurements.
 
   Args:
-    workflow: what to run.
-    batch: what every step is given.
-    steps: how many are measured.
-    warm: how many are not; the first of all is timed from the start of the
-      process.
-    plan: as `planner.ir.plan.parse` reads it; None runs all on the first
-      device.
+    workflow: the workflow to run.
+    batch: the batch of every step.
+    steps: number of measured steps.
+    warmup: number of steps before them. The first step is timed from the start
+      of the process.
+    plan: as `planner.ir.plan.parse` reads it; None runs every stage on the
+      first device.
   """
   key = jax.random.key(0)
   state = jax.eval_shape(workflow.init, key)
@@ -62,10 +62,10 @@ def bench(
   runtime = local.LocalRuntime(
     plan_lib.parse(plan or {}, flow.stages), step=flow
   )
-  runtime.compile('step')  # While the parameters are made.
+  runtime.compile('step')  # While the parameters are initialized.
   runtime.load(workflow.init(key))
   wall, cpu, spans, tokens = [], [], [], 0.0
-  for i in range(warm + steps):
+  for i in range(warmup + steps):
     before = time.perf_counter(), time.process_time()
     info = jax.device_get(runtime.step(batch, jax.random.fold_in(key, i)))
     after = time.perf_counter(), time.process_time()
@@ -79,11 +79,12 @@ def bench(
     spans.append(runtime.timeline.take())
     tokens = metrics.read(info)[0]['rollout/tokens']
   print(flow, '\n')
-  _report(wall[warm:], cpu[warm:], spans[warm:], tokens, first)
+  _report(wall[warmup:], cpu[warmup:], spans[warmup:], tokens, first)
 
 
 def _report(wall, cpu, spans, tokens, first):
-  stages_ = dict.fromkeys(span.stage for span in spans[0])
+  """Prints medians over steps: a table of stages, and a JSON line."""
+  names = dict.fromkeys(span.stage for span in spans[0])
   by_stage = {
     name: tuple(
       float(
@@ -93,7 +94,7 @@ def _report(wall, cpu, spans, tokens, first):
       )
       for measure in (lambda s: s.end - s.start, lambda s: s.cpu)
     )
-    for name in stages_
+    for name in names
   }
   print(f'{"stage":14} {"wall ms":>9} {"CPU ms":>9}')
   for name, (seconds, used) in by_stage.items():

@@ -1,8 +1,8 @@
-"""Runs our bench and google-tunix in turn and compares what they print.
+"""Runs our benchmark and google-tunix in turn, and compares the results.
 
-Each run is a process of its own; the order is ours, tunix, ours, tunix, …, so
-that a slow spell of the machine falls on both. Needs the standard library
-alone: any Python runs it.
+Every run is a separate process. The order is ours, tunix, ours, tunix, …, so
+that slow phases of the machine affect both. The script needs only the standard
+library.
 """
 
 import argparse
@@ -26,16 +26,16 @@ REQUIRED = (
   'wall_seconds_per_step',
   'first_step_seconds',
 )
-# Compared as well where both sides print them.
+# Also compared if both sides print them.
 OPTIONAL = ('first_step_cpu_seconds', 'peak_rss_mib')
-LEAST_PAIRS = 5
+MIN_PAIRS = 5
 
 
 def last_json_object(text: str) -> dict:
-  """The last line of `text` that is a JSON object with the required figures.
+  """Parses the last line of `text` that is a JSON object.
 
-  Raises ValueError if no line is an object, or if the last one that is lacks a
-  figure.
+  Raises:
+    ValueError: if there is no such line, or if it lacks a required figure.
   """
   for line in reversed(text.splitlines()):
     if not line.startswith('{'):
@@ -52,13 +52,13 @@ def last_json_object(text: str) -> dict:
 
 
 def environment() -> dict[str, str]:
-  """This process's environment without what would favor one side."""
+  """The environment of this process, without settings of JAX and Python."""
   inherited = {
     name: value
     for name, value in os.environ.items()
     if not name.startswith(('JAX_', 'XLA_', 'PYTHON'))
   }
-  # Cold caches: every process compiles for itself.
+  # Without a compilation cache: every process compiles.
   return inherited | {
     'JAX_PLATFORMS': 'cpu',
     'JAX_ENABLE_COMPILATION_CACHE': 'false',
@@ -82,10 +82,12 @@ def children_seconds() -> float:
 def run(command: list[str], timeout: float) -> dict:
   """Runs one side and returns its figures.
 
-  To them it adds `seconds`, the wall time of the process, and `others`, the
-  mean number of cores that the rest of the machine kept busy meanwhile.
+  Returns:
+    The figures that the process prints; `seconds`, its wall time; and `others`,
+    the mean number of cores that other processes kept busy meanwhile.
 
-  Raises RuntimeError if the command fails or prints no figures.
+  Raises:
+    RuntimeError: if the command fails or prints no figures.
   """
   busy, own, start = busy_seconds(), children_seconds(), time.perf_counter()
   done = subprocess.run(
@@ -124,7 +126,7 @@ def interval_of_median(
 
 
 def compare(pairs: list[dict]) -> dict[str, dict]:
-  """For each figure: both medians and the ratio tunix/ours within pairs."""
+  """Compares each figure: both medians, and the ratio tunix/ours in pairs."""
   names = REQUIRED + tuple(
     name
     for name in OPTIONAL
@@ -145,7 +147,7 @@ def compare(pairs: list[dict]) -> dict[str, dict]:
 
 
 def machine(cores: str | None) -> dict:
-  """What the figures were measured on."""
+  """The machine on which the figures were measured."""
   with open('/proc/cpuinfo') as file:
     models = [
       line.split(':', 1)[1].strip()
@@ -207,26 +209,40 @@ def commands(arguments) -> dict[str, list[str]]:
 def parse(argv: list[str] | None):
   parser = argparse.ArgumentParser(description=__doc__)
   add = parser.add_argument
-  add('--ours_python', required=True, help='a Python that has our packages')
-  add('--tunix_python', required=True, help='one that has requirements.txt')
-  add('--pairs', type=int, default=7, help=f'at least {LEAST_PAIRS}')
-  add('--warm_up_pairs', type=int, default=1, help='run first, not counted')
-  add('--cores', help='pin both to these cores, as taskset -c takes them')
+  add('--ours_python', required=True, help='Python with our packages')
+  add(
+    '--tunix_python',
+    required=True,
+    help='Python with the packages of requirements.txt',
+  )
+  add('--pairs', type=int, default=7, help=f'at least {MIN_PAIRS}')
+  add(
+    '--warm_up_pairs',
+    type=int,
+    default=1,
+    help='pairs that run first and are not counted',
+  )
+  add('--cores', help='cores for both, in the format of taskset -c')
   add('--gin_file', default='gin_configs/bench/grpo_step.gin')
-  add('--ours_arguments', default='', help='more for experiments.bench')
-  add('--tunix_arguments', default='', help='more for tunix_step.py')
-  add('--timeout', type=float, default=900, help='seconds a run')
+  add(
+    '--ours_arguments', default='', help='more arguments of experiments.bench'
+  )
+  add('--tunix_arguments', default='', help='more arguments of tunix_step.py')
+  add('--timeout', type=float, default=900, help='seconds per run')
   add('--output', type=pathlib.Path, default=HERE / 'results.json')
   arguments = parser.parse_args(argv)
-  if arguments.pairs < LEAST_PAIRS:
+  if arguments.pairs < MIN_PAIRS:
     parser.error(
-      f'--pairs is {arguments.pairs}: an interval needs {LEAST_PAIRS} or more.'
+      f'--pairs is {arguments.pairs}: a confidence interval needs at least '
+      f'{MIN_PAIRS}.'
     )
   if arguments.cores and not shutil.which('taskset'):
-    parser.error('--cores needs taskset (util-linux), which is not here.')
+    parser.error('--cores needs taskset (util-linux), which is not installed.')
   for name in ('ours_python', 'tunix_python'):
     if not shutil.which(getattr(arguments, name)):
-      parser.error(f'--{name}: {getattr(arguments, name)} is no executable.')
+      parser.error(
+        f'--{name}: {getattr(arguments, name)} is not an executable.'
+      )
     # A virtual environment's Python is a link: absolute, but not resolved.
     path = shutil.which(getattr(arguments, name))
     setattr(arguments, name, os.path.abspath(path))

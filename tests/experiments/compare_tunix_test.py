@@ -83,7 +83,7 @@ def test_fewer_pairs_than_an_interval_needs_are_refused(capsys):
   python = ['--ours_python', sys.executable, '--tunix_python', sys.executable]
   with pytest.raises(SystemExit):
     compare.parse(python + ['--pairs', '4'])
-  assert 'needs 5 or more' in capsys.readouterr().err
+  assert 'needs at least 5' in capsys.readouterr().err
 
 
 def test_main_alternates_and_writes_the_results(tmp_path, capsys):

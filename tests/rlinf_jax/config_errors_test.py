@@ -31,7 +31,7 @@ def refused(*bindings, files=('base.gin',)):
   return str(error.value)
 
 
-def test_a_missing_file_says_where_it_was_looked_for(folder):
+def test_a_missing_file_is_reported_with_the_searched_folders(folder):
   with pytest.raises(FileNotFoundError) as error:
     parse(files=['bsae.gin'])
   text = str(error.value)
@@ -39,13 +39,13 @@ def test_a_missing_file_says_where_it_was_looked_for(folder):
   assert text.endswith('did you mean `base.gin`?')
 
 
-def test_a_missing_absolute_file_says_so(folder):
+def test_a_missing_absolute_path_is_reported(folder):
   with pytest.raises(FileNotFoundError) as error:
     parse(files=[str(folder / 'configs/none.gin')])
   assert f'(searched in {folder}/configs)' in str(error.value)
 
 
-def test_a_missing_include_says_who_includes_it():
+def test_a_missing_include_is_reported_with_its_file():
   write('top.gin', "\ninclude 'bsae.gin'")
   with pytest.raises(FileNotFoundError) as error:
     parse(files=['top.gin'])
@@ -54,7 +54,7 @@ def test_a_missing_include_says_who_includes_it():
   assert text.endswith('did you mean `base.gin`?')
 
 
-def test_gin_is_quiet_while_it_searches(folder):
+def test_gin_logs_nothing_while_it_searches(folder):
   write('top.gin', "include 'nowhere/none.gin'")
   code = (
     'from rlinf_jax import config\n'
@@ -72,7 +72,7 @@ def test_gin_is_quiet_while_it_searches(folder):
 
 
 @pytest.mark.parametrize(
-  ('binding', 'sentence'),
+  ('binding', 'message'),
   [
     (
       'flwos.grpo.clip_high = 1',
@@ -133,11 +133,11 @@ def test_gin_is_quiet_while_it_searches(folder):
     ),
   ],
 )
-def test_an_unreadable_binding_is_one_sentence(binding, sentence):
-  assert refused(binding) == f"--gin_bindings '{binding}': {sentence}"
+def test_an_unreadable_binding_is_one_sentence(binding, message):
+  assert refused(binding) == f"--gin_bindings '{binding}': {message}"
 
 
-def test_a_fault_in_a_file_says_which_line():
+def test_an_error_in_a_file_names_the_line():
   write('top.gin', BASE + '\n  flows.grpo.clip_hihg = 1\n')
   assert refused(files=['top.gin']) == (
     'top.gin line 15: `flows.grpo` has no parameter `clip_hihg`; did you mean '
@@ -145,20 +145,20 @@ def test_a_fault_in_a_file_says_which_line():
   )
 
 
-def test_a_fault_in_an_include_says_which_line_of_the_include():
+def test_an_error_in_an_include_names_the_line_of_the_include():
   write('top.gin', "include 'base.gin'\ninclude 'inner.gin'")
   write('inner.gin', '\nSTEPS == 3')
   assert refused(files=['top.gin']).startswith('inner.gin line 2: ')
 
 
-def test_a_file_without_dynamic_registration_is_told_about_it():
+def test_a_file_without_dynamic_registration_is_explained():
   write('top.gin', 'from recipe_library import flows\nflows.none.clip_high = 1')
   assert 'from __gin__ import dynamic_registration' in refused(
     files=['top.gin']
   )
 
 
-def test_a_fault_in_an_imported_module_is_not_taken_for_one_in_the_recipe():
+def test_an_error_in_an_imported_module_is_not_rephrased():
   with pytest.raises(NameError, match='undefined_name'):
     parse('from recipe_library import broken')
   with pytest.raises(SyntaxError, match='was never closed'):

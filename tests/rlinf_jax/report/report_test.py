@@ -15,7 +15,7 @@ VOID = {'meta', 'link', 'br'}
 
 
 class Page(parser.HTMLParser):
-  """Reads a page: what it would fetch, and whether its tags are balanced."""
+  """Parses a page: the links it loads, and whether its tags are balanced."""
 
   def __init__(self, text):
     super().__init__()
@@ -51,7 +51,7 @@ def drawn(page):
   return re.findall(r'<svg.*?</svg>', page, re.DOTALL)
 
 
-def test_the_page_needs_nothing_but_itself(full):
+def test_the_page_is_self_contained(full):
   page = Page(full)
   assert page.open == []
   outside = [link for link in page.fetched if not link.startswith('#')]
@@ -62,7 +62,7 @@ def test_the_page_needs_nothing_but_itself(full):
   assert '://' not in full
 
 
-def test_the_page_says_what_happened(full):
+def test_the_page_summarizes_the_run(full):
   for text in (
     'rose from 31.0\u202f% to 94.1\u202f% in 180 steps and 5.3 minutes.',
     'Most time was spent in generate (57\u202f%).',
@@ -139,7 +139,7 @@ def test_a_long_run_still_makes_a_small_page(tmp_path):
   assert report.write(folder).stat().st_size < 1_000_000
 
 
-def test_a_run_that_is_not_finished_says_so(tmp_path):
+def test_an_unfinished_run_is_marked(tmp_path):
   folder = fake_run.make_run(tmp_path / 'r', steps=57, finished=False)
   with (folder / 'metrics.jsonl').open('a') as file:
     file.write('{"step": 58, "train/po')
@@ -164,7 +164,7 @@ def test_a_run_can_be_read_from_its_first_line_on(tmp_path, lines):
 
 
 @pytest.mark.filterwarnings('error')
-def test_a_run_of_which_nothing_is_finite_is_shown(tmp_path):
+def test_a_run_without_finite_values_is_shown(tmp_path):
   folder = fake_run.make_run(tmp_path / 'r', steps=30, warm_start=False)
   path = folder / 'metrics.jsonl'
   lines = list(writers.records(path))
@@ -176,7 +176,7 @@ def test_a_run_of_which_nothing_is_finite_is_shown(tmp_path):
   assert 'The run took 30 steps' in page
 
 
-def test_several_places_have_rows_of_their_own(tmp_path):
+def test_every_place_has_its_own_rows(tmp_path):
   folder = fake_run.make_run(tmp_path / 'r', steps=2, warm_start=False)
   record = {
     'step': 2,
@@ -201,7 +201,7 @@ def test_the_headline_of_a_supervised_run_is_its_loss(tmp_path):
   assert page.count('<h3>Loss</h3>') == 1
 
 
-def test_a_folder_without_metrics_is_refused_in_a_sentence(tmp_path):
+def test_a_folder_without_metrics_is_refused(tmp_path):
   done = subprocess.run(
     [sys.executable, '-m', 'rlinf_jax.report', str(tmp_path)],
     capture_output=True,

@@ -14,7 +14,7 @@ GREEN, RED, GRAY = video.GOOD, video.BAD, video.RUNNING
 
 
 def film(K=4, F=3, edge=20, noise=False):
-  """Episode k is of shade 64 k, brighter by 20 in every frame."""
+  """Frames of episodes: episode k has shade 64 k, and 20 more per frame."""
   shade = 64 * np.arange(K)[:, None] + 20 * np.arange(F)
   frame = np.tile(shade[:, :, None, None, None], (1, 1, edge, edge, 3))
   if noise:
@@ -50,7 +50,7 @@ def test_episodes_are_side_by_side_in_order_and_frames_in_time(tmp_path):
       assert np.abs(tile[video.STRIP + 13, 1] - edge).max() <= 24
 
 
-def test_what_cannot_be_shown_leaves_no_file(tmp_path):
+def test_frames_that_cannot_be_drawn_leave_no_file(tmp_path):
   told = film()
   told['shown'][:] = 0
   video.try_write(tmp_path, 3, told, pytest.fail)
@@ -60,14 +60,14 @@ def test_what_cannot_be_shown_leaves_no_file(tmp_path):
   assert not video.paths(tmp_path) and 'no video of step 3' in said[0]
 
 
-def test_a_video_is_small_whatever_is_in_it(tmp_path):
+def test_a_video_is_small_for_any_frames(tmp_path):
   video.try_write(tmp_path, 0, film(F=12, edge=100, noise=True), pytest.fail)
   (path,) = video.paths(tmp_path).values()
   assert path.stat().st_size <= video.MAX_BYTES
   assert 1 < Image.open(path).n_frames < 12  # Fewer, but the last.
 
 
-def test_videos_of_steps_that_are_made_again_are_removed(tmp_path):
+def test_videos_of_repeated_steps_are_removed(tmp_path):
   for step in (0, 20, 1_000_040):
     video.try_write(tmp_path, step, film(K=1), pytest.fail)
   assert list(video.paths(tmp_path)) == [0, 20, 1_000_040]
@@ -77,7 +77,7 @@ def test_videos_of_steps_that_are_made_again_are_removed(tmp_path):
   assert not video.paths(tmp_path)
 
 
-def test_a_report_holds_the_first_a_middle_and_the_last(tmp_path):
+def test_a_report_shows_the_first_a_middle_and_the_last_video(tmp_path):
   folder = fake_run.make_run(tmp_path / 'sums')
   for step in range(0, 50, 10):
     video.try_write(folder, step, film(F=2 + step // 10), pytest.fail)

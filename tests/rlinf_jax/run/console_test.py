@@ -49,7 +49,7 @@ def test_numbers_that_are_not_finite_are_shown():
   )
 
 
-def test_an_evaluation_stands_out_in_plain_text():
+def test_an_evaluation_is_marked_in_plain_text():
   stream = io.StringIO()
   view = console.create(200, stream=stream)
   view.write(20, {'eval/accuracy': 0.612, 'time/evaluate': 1.25})
@@ -58,7 +58,7 @@ def test_an_evaluation_stands_out_in_plain_text():
   )
 
 
-def test_a_file_gets_one_plain_line_a_step_and_nothing_else():
+def test_a_file_gets_one_plain_line_per_step():
   stream = io.StringIO()
   view = console.create(3, stream=stream)
   for step in (1, 2, 3):
@@ -70,7 +70,7 @@ def test_a_file_gets_one_plain_line_a_step_and_nothing_else():
   assert text.replace('\n', '').isprintable()
 
 
-def test_a_terminal_gets_the_lines_and_a_bar_that_goes_away(monkeypatch):
+def test_a_terminal_gets_the_lines_and_a_bar_that_is_removed(monkeypatch):
   monkeypatch.setenv('TERM', 'xterm')
   monkeypatch.setenv('COLUMNS', '200')
   stream = Terminal()
@@ -86,7 +86,7 @@ def test_a_terminal_gets_the_lines_and_a_bar_that_goes_away(monkeypatch):
   assert stream.getvalue().endswith('Done.\n')
 
 
-def test_markup_in_a_run_is_not_taken_for_style(monkeypatch):
+def test_markup_in_text_is_printed_unchanged(monkeypatch):
   monkeypatch.setenv('TERM', 'xterm')
   stream = Terminal()
   view = console.create(1, stream=stream)

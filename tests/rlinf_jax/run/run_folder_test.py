@@ -6,7 +6,7 @@ import fake_run
 from rlinf_jax.run import run_folder
 
 
-def test_the_seconds_of_a_finished_run_are_all_accounted_for(tmp_path):
+def test_all_seconds_of_a_finished_run_are_listed(tmp_path):
   run = run_folder.read(fake_run.make_run(tmp_path / 'r', steps=40))
   times = run_folder.stage_seconds(run)
   assert sum(times.values()) == pytest.approx(run.result['seconds'], rel=1e-3)
@@ -21,7 +21,7 @@ def test_stages_that_overlap_leave_no_rest(tmp_path):
   assert run_folder.stage_seconds(run) == {'a': 0.9, 'b': 0.8}
 
 
-def test_an_unfinished_run_took_as_long_as_its_folder_tells(tmp_path):
+def test_the_duration_of_an_unfinished_run_is_estimated(tmp_path):
   folder = fake_run.make_run(tmp_path / 'r', steps=5, finished=False)
   run = run_folder.read(folder)
   last = json.loads((folder / 'timeline.jsonl').read_text().splitlines()[-1])
@@ -29,7 +29,7 @@ def test_an_unfinished_run_took_as_long_as_its_folder_tells(tmp_path):
   assert run_folder.steps(run) == 5
 
 
-def test_of_a_step_that_was_written_twice_the_later_counts(tmp_path):
+def test_the_later_record_of_a_step_counts(tmp_path):
   lines = [{'step': 2, 'a': 1.0}, {'step': 1, 'a': 3.0}, {'step': 2, 'a': 5.0}]
   fake_run.write_lines(tmp_path / 'metrics.jsonl', lines)
   series = run_folder.read(tmp_path).series['a']

@@ -39,7 +39,7 @@ def test_numbers_that_are_not_finite_stay_json_and_read_back(tmp_path):
   assert float(record['c']) == -math.inf
 
 
-def test_text_is_kept_as_it_is(tmp_path):
+def test_text_is_written_unchanged(tmp_path):
   path = tmp_path / 'samples.jsonl'
   writer = writers.json_lines(path)
   writer.write(1, {'completion': 'line\u2028one\n"two" é', 'reward': 1.0})
@@ -58,7 +58,7 @@ def test_resuming_gives_the_bytes_of_a_run_that_never_stopped(tmp_path):
   assert resumed.read_bytes() == straight.read_bytes()
 
 
-def test_a_whole_last_line_without_its_line_end_is_kept(tmp_path):
+def test_a_complete_last_line_without_a_newline_is_kept(tmp_path):
   path = tmp_path / 'metrics.jsonl'
   path.write_text('{"step": 1}\n{"step": 2}')
   writers.truncate(path, 2)
@@ -137,15 +137,13 @@ def test_resuming_hides_only_the_later_steps_from_tensorboard(tmp_path):
   assert purged == [8]  # TensorBoard drops steps from this one on.
 
 
-def test_wandb_that_is_not_installed_says_how_to_install_it(
-  tmp_path, monkeypatch
-):
+def test_a_missing_wandb_package_is_explained(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'wandb', None)
   with pytest.raises(ImportError, match='pip install wandb'):
     writers.wandb('sums', tmp_path)
 
 
-def test_wandb_goes_on_with_the_same_run_when_resumed(tmp_path, monkeypatch):
+def test_wandb_continues_the_same_run_when_resumed(tmp_path, monkeypatch):
   calls = []
 
   def init(**settings):

@@ -42,13 +42,13 @@ def test_over_is_a_name_and_python_values(text, name, values):
     '[%MACRO]',
   ],
 )
-def test_other_values_are_refused_with_a_sentence(right):
+def test_other_values_are_refused(right):
   with pytest.raises(ValueError, match=r'should be a Python list such as'):
     grid.parse_over(f'a.b = {right}')
 
 
 @pytest.mark.parametrize('text', ['', 'a.b', '[1, 2]', '= [1]', 'a b = [1]'])
-def test_an_over_without_a_name_is_refused_with_a_sentence(text):
+def test_an_over_without_a_name_is_refused(text):
   with pytest.raises(ValueError, match='is not a parameter and its values'):
     grid.parse_over(text)
 
@@ -57,7 +57,7 @@ def names(*over):
   return [point.name for point in grid.grid(over, 'runs')]
 
 
-def test_points_are_every_combination_and_named_for_people():
+def test_points_are_all_combinations_with_short_names():
   assert names(HIGH, 'train.train.seed = range(2)') == [
     'clip_high=0.2,seed=0',
     'clip_high=0.2,seed=1',
@@ -78,7 +78,7 @@ def test_parameters_with_the_same_last_name_get_longer_labels():
   ]
 
 
-def test_values_make_names_of_one_folder_each():
+def test_names_of_points_are_single_folders():
   assert names('a.path = ["data/x y", [0.9, 0.95], {"k": 1}, None]') == [
     'path=data_x_y',
     'path=[0.9,0.95]',
@@ -95,6 +95,6 @@ def test_values_make_names_of_one_folder_each():
     ['a.b = ["x/y", "x_y"]'],
   ],
 )
-def test_a_point_that_comes_twice_is_refused_with_a_sentence(over):
+def test_duplicate_points_are_refused(over):
   with pytest.raises(ValueError, match='Two points of the grid'):
     names(*over)

@@ -1,4 +1,4 @@
-"""What came out of a sweep is compared over seeds, and over nothing else."""
+"""Results of a sweep are averaged over seeds, and over nothing else."""
 
 import csv
 import json
@@ -42,7 +42,7 @@ def ran(*over, failed=()):
 
 
 @pytest.mark.parametrize('name', ['eval/accuracy', 'eval/success_once'])
-def test_points_are_compared_by_what_their_evaluations_say(name):
+def test_points_are_compared_by_their_evaluations(name):
   points = ran(HIGH, SEED, failed=['clip_high=0.2,seed=0'])
   for point in points[1:]:
     path = point.folder / 'result.json'
@@ -51,7 +51,7 @@ def test_points_are_compared_by_what_their_evaluations_say(name):
   assert results.score(points[:1]) == 'eval/accuracy'
 
 
-def test_the_csv_has_a_row_a_point_with_values_and_metrics():
+def test_the_csv_has_one_row_per_point_with_values_and_metrics():
   points = ran(HIGH, SEED, failed=['clip_high=0.2,seed=1'])
   path = pathlib.Path('results.csv')
   results.write_csv(points, path)
@@ -84,7 +84,7 @@ def test_the_table_is_means_and_deviations_over_seeds_alone():
   ]
 
 
-def test_a_setting_of_one_run_shows_no_deviation_and_of_none_nothing():
+def test_a_setting_of_one_run_has_no_deviation_and_of_none_no_mean():
   groups = results.settings(ran(HIGH, failed=['clip_high=0.28']))
   assert results.mean_table(groups, 'train/loss')[1] == [
     ['clip_high=0.2', '1 of 1', 'nan', '750'],
@@ -117,7 +117,7 @@ def test_a_curve_of_one_point_has_no_spread():
   assert np.isnan(spread).all()
 
 
-def test_the_plot_has_a_line_a_setting(monkeypatch):
+def test_the_plot_has_one_line_per_setting(monkeypatch):
   from matplotlib import figure
 
   pictures = []

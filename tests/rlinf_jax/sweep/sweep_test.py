@@ -73,7 +73,7 @@ PLOT = results.plot
 
 @pytest.fixture
 def plotted(fake, monkeypatch):
-  """The fake main, of which the results are plotted, which takes time."""
+  """The fake main; its results are plotted, which takes time."""
   monkeypatch.setattr(results, 'plot', PLOT)
   return fake
 
@@ -115,7 +115,7 @@ def test_every_point_runs_once_with_its_values(fake, capsys):
   assert lines[10] == '[6/6] started clip_high=0.28,seed=2'
 
 
-def test_points_that_are_done_are_skipped(fake, capsys):
+def test_finished_points_are_skipped(fake, capsys):
   run(fake, HIGH)
   capsys.readouterr()
   assert run(fake, HIGH) == []
@@ -169,7 +169,7 @@ def test_only_the_output_of_the_last_attempt_is_quoted(fake, capsys):
   assert 'exit code 5: it printed no error (log: ' in out
 
 
-def test_a_point_that_is_killed_says_so(fake, capsys):
+def test_a_killed_point_is_reported(fake, capsys):
   killer = (
     sys.executable,
     '-c',
@@ -209,7 +209,7 @@ def test_points_of_another_recipe_are_not_mixed_in(fake):
     sweep.sweep(['some.gin'], [], [HIGH], 'runs', command=fake)
 
 
-def test_a_recipe_that_never_began_may_be_corrected(fake):
+def test_a_recipe_that_never_started_may_be_corrected(fake):
   false = sys.executable, '-c', 'raise SystemExit(1)'
   sweep.sweep(['smoe.gin'], ['STEPS = 2'], [HIGH], 'runs', command=false)
   assert run(fake, HIGH) == []
@@ -224,7 +224,7 @@ def test_two_sweeps_do_not_share_a_folder(fake):
 
 
 def launch(fake, *over, jobs=1):
-  """Starts a sweep in a process of its own, by the command line."""
+  """Starts a sweep in another process, by its command line."""
   code = (
     'import signal\n'
     # A shell that runs the tests in the background has SIGINT ignored.
@@ -262,7 +262,7 @@ def wait_for(pattern, count):
     pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
   ],
 )
-def test_an_interrupted_sweep_stops_its_runs_and_can_go_on(fake, how):
+def test_an_interrupted_sweep_stops_its_runs_and_can_continue(fake, how):
   over = 'workflows.grpo.clip_high = [99, 0.2]', 'train.train.seed = range(2)'
   process = launch(fake, *over, jobs=2)
   wait_for('*/config.gin', 2)
@@ -326,7 +326,9 @@ def test_a_run_that_outlives_a_killed_sweep_keeps_the_folder(fake):
     ([HIGH, 'a.b', '[1]'], 1, 'is not a parameter and its values'),
   ],
 )
-def test_the_exit_code_tells_whether_all_went_well(fake, over, code, error):
+def test_the_exit_code_is_zero_only_if_all_points_finish(
+  fake, over, code, error
+):
   process = launch(fake, *over)
   _, errors = process.communicate(timeout=30)
   assert process.returncode == code

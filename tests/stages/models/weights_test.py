@@ -15,8 +15,8 @@ from stages.models import qwen, weights
 import torch_reference
 
 torch = torch_reference.torch
-CASE = 'two queries a key, tied, linear'
-UNTIED = 'four queries a key, untied, yarn'
+CASE = 'two queries per key, tied, linear'
+UNTIED = 'four queries per key, untied, yarn'
 
 
 def save(folder, case=CASE, dtype=torch.float32, **settings):
