@@ -1,7 +1,7 @@
-"""Soft actor-critic: what is made smaller, arXiv:1812.05905, and by what steps.
+"""Losses and updates of soft actor-critic, arXiv:1812.05905.
 
-With layers that are normalized, several critics and a subset of them, it is
-what RLPD learns by, arXiv:2302.02348.
+With layer normalization in the critics, several of them and a random subset in
+the target, it is RLPD's learner, arXiv:2302.02348.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,17 @@ import stages
 from stages import base, core, metrics, repeat
 from stages.envs import obs_stats, replay
 from stages.learn import train_step
+from stages.models import critics as critics_lib
 
 
 class Critics(NamedTuple):
-  """What the updates of critics in a step go on from.
+  """State of the critics within a step.
 
   Attributes:
-    critic: they themselves.
-    target: an average of what they were.
-    round: updates of this step so far.
-    info: what those had to tell.
+    critic: parameters and optimizer state of all critics.
+    target: Polyak average of their parameters.
+    round: updates made so far in this step.
+    info: metrics of those updates; `{}` before the first.
   """
 
   critic: base.TrainState
@@ -34,135 +35,179 @@ class Critics(NamedTuple):
   info: base.Info
 
 
-def learner(parts, n, delay, polyak, subset, entropy) -> Callable:
-  """Returns `actor, (critic, target), stats, warm, sample, key -> the same`.
-
-  What it returns are the first two, and info.
+def learner(
+  policy: base.Policy,
+  critic: critics_lib.Critic,
+  optimizer: optax.GradientTransformation,
+  *,
+  num_updates: int,
+  actor_update_period: int,
+  tau: float,
+  critic_subset: int | None,
+  target_entropy: float,
+) -> Callable:
+  """Makes all updates of a step.
 
   Args:
-    parts: policy, critic and optimizer.
-    n: updates of the critics.
-    delay: of them, those for one of the actor.
-    polyak: as in `sac`.
-    subset: as in `sac`.
-    entropy: as in `sac`.
+    policy: the actor.
+    critic: the critics.
+    optimizer: optimizer of the actor, and of the critics.
+    num_updates: updates of the critics.
+    actor_update_period: of these, updates for each one of the actor.
+    tau: τ of the Polyak average.
+    critic_subset: as in `sac`.
+    target_entropy: H, as in `sac`.
+
+  Returns:
+    `actor, (critic, target), obs_stats, warm, sample, key -> actor, (critic,
+    target), info`. `warm` is true while nothing is learned; `sample` holds the
+    minibatches of all updates, one after the other.
   """
-  policy, critic, optimizer = parts
-  expect = critic_objective(policy, critic, subset)
-  climb = actor_objective(policy, critic, subset, entropy)
-  make = train_step.apply(optimizer)
-  take, again = (
-    stages.Stage(functools.partial(minibatch, n, ago), name, 'slice', (0,))
-    for ago, name in ((0, 'critic_minibatch'), (1, 'actor_minibatch'))
+  update = train_step.apply(optimizer)
+  critic_loss = critic_objective(policy, critic, critic_subset)
+  actor_loss = actor_objective(policy, critic, critic_subset, target_entropy)
+  critic_minibatch = stages.Stage(
+    functools.partial(minibatch, num_updates, 0),
+    'critic_minibatch',
+    'slice',
+    unbatched=(0,),
   )
-  criticise = stages.Stage(
-    train_step.gradient(expect),
+  critic_gradient = stages.Stage(
+    train_step.gradient(critic_loss),
     'critic_gradient',
     'sum',
     unbatched=(0, 1, 2, 3, 4, 5),
   )
-  improve = stages.Stage(
-    functools.partial(_improve, make, polyak), 'critic_update', 'batch'
+  critic_update = stages.Stage(
+    functools.partial(_update_critics, update, tau), 'critic_update', 'batch'
+  )
+  # The minibatch of the critics' last update, whose round is already over.
+  actor_minibatch = stages.Stage(
+    functools.partial(minibatch, num_updates, 1),
+    'actor_minibatch',
+    'slice',
+    unbatched=(0,),
   )
   gradient = stages.Stage(
-    train_step.gradient(climb), 'gradient', 'sum', unbatched=(0, 1, 2)
+    train_step.gradient(actor_loss), 'gradient', 'sum', unbatched=(0, 1, 2)
   )
-  apply = stages.Stage(functools.partial(_apply, make), 'apply', 'batch')
+  apply = stages.Stage(
+    functools.partial(_update_actor, update), 'apply', 'batch'
+  )
 
-  def one(now: Critics, actor, stats, warm, sample, key):
-    """An update of the critics."""
-    (batch,) = take(now.round, sample)
-    made = criticise(
-      *(now.critic.params, now.target, actor, stats, key, now.round), batch
+  def update_critics(critics: Critics, actor, stats, warm, sample, key):
+    """One update of the critics."""
+    (batch,) = critic_minibatch(critics.round, sample)
+    grads = critic_gradient(
+      critics.critic.params,
+      critics.target,
+      actor,
+      stats,
+      key,
+      critics.round,
+      batch,
     )
-    return improve(now, made, warm), None
+    return critic_update(critics, grads, warm), None
 
-  several = repeat.Repeat(one, 'critic_updates', delay)
+  critic_updates = repeat.Repeat(
+    update_critics, 'critic_updates', actor_update_period
+  )
 
-  def update(carry, stats, warm, sample, key):
-    """Some of the critics, and one of the actor."""
-    now, actor, info = carry
-    now = several(now, actor.params, stats, warm, sample, key)
-    (batch,) = again(now.round, sample)
-    made = gradient(actor.params, now.critic.params, stats, batch)
-    return (now, *apply(actor, info, made, warm)), None
+  def update_both(carry, stats, warm, sample, key):
+    """Some updates of the critics, and one of the actor."""
+    critics, actor, info = carry
+    critics = critic_updates(critics, actor.params, stats, warm, sample, key)
+    (batch,) = actor_minibatch(critics.round, sample)
+    grads = gradient(actor.params, critics.critic.params, stats, batch)
+    actor, info = apply(actor, info, grads, warm)
+    return (critics, actor, info), None
 
   @stages.stage('first_info', 'batch')
-  def start(actor, critic, target, *given):
-    """No update yet, and nothing told, in the shape of what will be."""
-    now = Critics(critic, target, jnp.zeros((), jnp.int32), {})
-    (told, _, info), _ = jax.eval_shape(update, (now, actor, {}), *given)
+  def first_info(actor, critic, target, *given):
+    """Round zero, and zero metrics in the shapes that updates give them."""
+    critics = Critics(critic, target, jnp.zeros((), jnp.int32), {})
+    (after, _, info), _ = jax.eval_shape(
+      update_both, (critics, actor, {}), *given
+    )
     zeros = lambda x: jnp.zeros(x.shape, x.dtype)
-    return now.round, *jax.tree.map(zeros, (told.info, info))
+    return critics.round, *jax.tree.map(zeros, (after.info, info))
 
-  loop = repeat.Repeat(update, 'updates', n // delay)
+  updates = repeat.Repeat(
+    update_both, 'updates', num_updates // actor_update_period
+  )
 
   def learn(actor, critics, *given):
-    round_, told, info = start(actor, *critics, *given)
-    carry = Critics(*critics, round_, told), actor, info
-    now, actor, info = loop(carry, *given)
-    return actor, (now.critic, now.target), now.info | info
+    round_, critic_info, info = first_info(actor, *critics, *given)
+    carry = Critics(*critics, round_, critic_info), actor, info
+    after, actor, info = updates(carry, *given)
+    return actor, (after.critic, after.target), after.info | info
 
   return learn
 
 
-def minibatch(n, ago, round_, rows):
-  """That of a round: of `n` that are equal runs of rows."""
-  M = jax.tree.leaves(rows)[0].shape[0] // n
-  take = lambda x: jax.lax.dynamic_slice_in_dim(x, (round_ - ago) * M, M)
+def minibatch(num_minibatches: int, rounds_ago: int, round_, rows):
+  """The minibatch of a round, of so many equal runs of rows; as a tuple."""
+  M = jax.tree.leaves(rows)[0].shape[0] // num_minibatches
+  start = (round_ - rounds_ago) * M
+  take = lambda x: jax.lax.dynamic_slice_in_dim(x, start, M)
   return (jax.tree.map(take, rows),)
 
 
-def _improve(make, polyak, now: Critics, gradient, warm) -> Critics:
-  """An update of the critics, and of what they are on average.
+def _update_critics(update, tau, critics: Critics, gradient, warm) -> Critics:
+  """An update of the critics and of their average.
 
   θ̄ ← τ θ + (1 − τ) θ̄
   """
-  critic, info = make(now.critic, gradient)
-  target = optax.incremental_update(critic.params, now.target, polyak)
-  info.pop('train/lr', None)  # The actor's.
+  critic, info = update(critics.critic, gradient)
+  target = optax.incremental_update(critic.params, critics.target, tau)
+  info.pop('train/lr', None)  # Reported by the actor.
   for name in ('grad_norm', 'skipped'):
     info[f'train/critic_{name}'] = info.pop(f'train/{name}')
-  critic, target = _unless(warm, (critic, target), (now.critic, now.target))
-  return Critics(critic, target, now.round + 1, _told(now.info, info))
+  critic, target = _keep_if(
+    warm, (critics.critic, critics.target), (critic, target)
+  )
+  return Critics(critic, target, critics.round + 1, _add(critics.info, info))
 
 
-def _apply(make, actor: base.TrainState, info, gradient, warm):
+def _update_actor(update, actor: base.TrainState, info, gradient, warm):
   """An update of the actor and of the temperature."""
-  new, told = make(actor, gradient)
-  return _unless(warm, new, actor), _told(info, told)
+  new, new_info = update(actor, gradient)
+  return _keep_if(warm, actor, new), _add(info, new_info)
 
 
-def _unless(warm, new, old):
-  return jax.tree.map(lambda a, b: jnp.where(warm, b, a), new, old)
+def _keep_if(keep, old, new):
+  return jax.tree.map(lambda x, y: jnp.where(keep, x, y), old, new)
 
 
-def _told(before: base.Info, info: base.Info) -> base.Info:
+def _add(before: base.Info, info: base.Info) -> base.Info:
   return metrics.merge(before, info) if before else info
 
 
-def critic_objective(policy, critic, subset) -> Callable:
-  """What critics minimize, arXiv:1812.05905 eq. 5; returns a loss.
+def critic_objective(
+  policy: base.Policy,
+  critic: critics_lib.Critic,
+  critic_subset: int | None,
+) -> Callable:
+  """Returns the critics' loss, arXiv:1812.05905 eq. 5.
 
     J = Σᵢ ½ (Qᵢ(s, a) − y)²,   y = r + γ (minᵢ Q̄ᵢ(s′, a′) − α log π(a′|s′))
 
-  The least is of all critics, or of a subset of them that is drawn for the
+  The minimum is over all critics, or over a random subset of them for each
   minibatch (arXiv:2101.05982, algorithm 1).
   """
 
   def loss(params, target, actor, stats, key, round_, batch: replay.Sample):
     row = batch.row
-    obs, after = (
-      obs_stats.normalize(stats, x) for x in (row.obs, row.next_obs)
-    )
-    x = policy.act(actor['policy'], after, _luck(batch.key, 0))
-    q_IM = critic.value(target, after, policy.to_env_action(x.action))
-    luck = jax.random.fold_in(jax.random.fold_in(key, core.CHOOSE), round_)
-    chosen = jax.random.permutation(luck, q_IM.shape[0])[:subset]
+    obs = obs_stats.normalize(stats, row.obs)
+    next_obs = obs_stats.normalize(stats, row.next_obs)
+    x = policy.act(actor['policy'], next_obs, _keys(batch.key, 0))
+    q_IM = critic.value(target, next_obs, policy.to_env_action(x.action))
+    key = jax.random.fold_in(jax.random.fold_in(key, core.CHOOSE), round_)
+    chosen = jax.random.permutation(key, q_IM.shape[0])[:critic_subset]
     soft_M = q_IM[chosen].min(0) - jnp.exp(actor['log_temperature']) * x.logp
-    aim_M = row.reward + row.discount * soft_M
+    target_M = row.reward + row.discount * soft_M
     value_IM = critic.value(params, obs, row.env_action)
-    error_IM = value_IM - jax.lax.stop_gradient(aim_M)[None]
+    error_IM = value_IM - jax.lax.stop_gradient(target_M)[None]
     loss_M = 0.5 * (error_IM**2).sum(0)
     info = {
       'train/value_loss': metrics.mean(loss_M),
@@ -173,23 +218,29 @@ def critic_objective(policy, critic, subset) -> Callable:
   return loss
 
 
-def actor_objective(policy, critic, subset, entropy) -> Callable:
-  """What the actor minimizes, arXiv:1812.05905 eq. 9 and 18; returns a loss.
+def actor_objective(
+  policy: base.Policy,
+  critic: critics_lib.Critic,
+  critic_subset: int | None,
+  target_entropy: float,
+) -> Callable:
+  """Returns the loss of actor and temperature, arXiv:1812.05905 eq. 9 and 18.
 
     J = α log π(a|s) − minᵢ Qᵢ(s, a)  −  α (log π(a|s) + H)
 
-  In the first two terms α is a number, and in the last log π. Where targets are
-  of a subset of the critics, the mean of all is climbed (arXiv:2302.02348).
+  α is constant in the first two terms, and log π in the last. With a
+  `critic_subset`, the mean of all critics is maximized instead of the minimum
+  (arXiv:2302.02348).
   """
 
   def loss(params, critics, stats, batch: replay.Sample):
     obs = obs_stats.normalize(stats, batch.row.obs)
-    x = policy.act(params['policy'], obs, _luck(batch.key, 1))
+    x = policy.act(params['policy'], obs, _keys(batch.key, 1))
     q_IM = critic.value(critics, obs, policy.to_env_action(x.action))
-    q_M = q_IM.min(0) if subset is None else q_IM.mean(0)
+    q_M = q_IM.min(0) if critic_subset is None else q_IM.mean(0)
     alpha, fixed = jnp.exp(params['log_temperature']), jax.lax.stop_gradient
     policy_loss_M = fixed(alpha) * x.logp - q_M
-    temperature_loss_M = -alpha * fixed(x.logp + entropy)
+    temperature_loss_M = -alpha * fixed(x.logp + target_entropy)
     info = {
       'train/policy_loss': metrics.mean(policy_loss_M),
       'train/entropy': metrics.mean(-x.logp),
@@ -200,5 +251,5 @@ def actor_objective(policy, critic, subset, entropy) -> Callable:
   return loss
 
 
-def _luck(key_M, purpose: int):
+def _keys(key_M, purpose: int):
   return jax.vmap(jax.random.fold_in, (0, None))(key_M, purpose)

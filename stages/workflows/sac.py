@@ -1,4 +1,7 @@
-"""Soft actor-critic in worlds, arXiv:1812.05905, and RLPD, arXiv:2302.02348."""
+"""Soft actor-critic in environments, arXiv:1812.05905; RLPD, arXiv:2302.02348.
+
+The losses and updates are in `stages.learn.soft_actor_critic`.
+"""
 
 from collections.abc import Callable
 import functools
@@ -11,27 +14,26 @@ import optax
 
 import stages
 from stages import base, metrics
-from stages.envs import episode_stats, obs_stats, rollout
-from stages.envs import evaluate as evaluate_lib
+from stages.envs import embodied, episode_stats, obs_stats, rollout
 from stages.envs import replay as replay_lib
 from stages.learn import soft_actor_critic, train_step
 from stages.models import critics as critics_lib
 
 
 class State(NamedTuple):
-  """What a step of SAC reads and rewrites.
+  """State carried from step to step.
 
   Attributes:
-    actor: the policy, and the log of the temperature.
+    actor: parameters of the policy, and the log of the temperature.
     critic: the critics.
-    target: the critics of a while ago: an average of what they were.
-    replay: what was done.
+    target: Polyak average of the critics' parameters.
+    replay: transitions of the last steps.
     offline_data: transitions recorded before training; `()` without any.
-    obs_stats: moments of all that was seen; nothing where none are kept.
-    env_state: the state of the environments, or their tokens.
-    obs: what is seen in them.
-    episodes: how the episodes go that have not ended.
-    step: steps so far.
+    obs_stats: running moments of observations; `()` if not normalized.
+    env_state: state of the environments, or their tokens.
+    obs: their current observations.
+    episodes: running statistics of unfinished episodes.
+    step: number of steps so far.
   """
 
   actor: base.TrainState
@@ -69,162 +71,164 @@ def sac(
   bootstrap_on_success: bool = False,
   eval_env: base.Env | None = None,
 ) -> base.Workflow:
-  """Acts for some steps in environments, and learns from all that was done.
+  """Collects steps in environments and learns from a replay of past ones.
 
   Args:
-    env: to act in.
-    policy: makes the policy to train from what a world shows and takes; it is
-      asked for actions that are squashed, for a deviation that depends on what
-      is seen, and for no critic of its own.
-    critic: makes the critics, likewise.
-    optimizer: how gradients become updates, of the actor and of the critics:
-      its schedule counts those that each of them makes once it has warmed up.
-    num_envs: environments.
-    num_steps: steps in each, between updates.
-    capacity: steps that are remembered.
-    batch_size: of them, those of a minibatch.
-    utd_ratio: updates of the critics for every step of an environment.
-    actor_update_period: updates of the critics for one of the actor; RLPD has
-      all of a step.
+    env: environments to act in.
+    policy: makes the policy for an environment's observations and actions;
+      called with `bounding='tanh'`, `state_dependent_std=True` and
+      `critic=False`.
+    critic: makes the critics for an environment.
+    optimizer: optimizer of the actor, and of the critics. Its schedule counts
+      the updates of each.
+    num_envs: number of environments.
+    num_steps: steps in each environment between updates.
+    capacity: transitions that the replay holds.
+    batch_size: transitions in a minibatch.
+    utd_ratio: updates of the critics for each transition (update-to-data).
+    actor_update_period: updates of the critics for each one of the actor; in
+      RLPD, all updates of a step.
     learning_starts: first steps (of `num_envs` × `num_steps` transitions) in
       which actions are uniform and nothing is learned.
-    discount: γ, a step.
-    tau: τ, how much of the critics the average takes at an update.
-    init_temperature: α at the beginning.
-    target_entropy: H, which α is to bring the policy's to, in nats; −dim(A) if
-      None, where the range of each dimension of a command is −1 … 1.
+    discount: γ, per environment step.
+    tau: τ, weight of the new parameters in the target's Polyak average.
+    init_temperature: initial α.
+    target_entropy: H, in nats, which α keeps the policy's entropy at; None for
+      −dim(A), where the range of each action dimension is −1 … 1.
     critic_subset: critics drawn anew for every update, the least of which is
       the target; the actor then maximizes the mean of all critics, as in REDQ
       and RLPD. None: the least of all critics for both, as in SAC.
     offline_data: file of transitions that half of each minibatch is drawn from
       (`stages.envs.replay.write`); None for no such file.
-    normalize_obs: whether observations are put on a scale of their own.
-    bootstrap_on_success: takes success, too, for an end that time has set, so
-      that whoever is done early loses nothing by it.
-    eval_env: the world in which the policy is judged: a simulator needs another
-      than it trains in. `env` if None.
+    normalize_obs: whether observations are normalized by running moments.
+    bootstrap_on_success: treats success like a time limit: the value of the
+      final observation counts, so that an early success loses no reward.
+    eval_env: environments for evaluation, which a simulator needs apart from
+      those it trains in; `env` if None.
   """
   critic = critic(env)
   policy = policy(env, bounding='tanh', state_dependent_std=True, critic=False)
-  like = _like(policy, env)
-  if offline_data and len(like.env_action.shape) > 1:
+  shapes = transition_shapes(policy, env)
+  if offline_data and len(shapes.env_action.shape) > 1:
     raise ValueError(
-      'A file of demonstrations does not say how many steps of a chunk were '
-      'made, so what follows one cannot be discounted: leave out '
-      '`offline_data`, or decide one step at a time.'
+      'A file of transitions does not say how many steps of an action chunk '
+      'were made, so that the value after it cannot be discounted: leave out '
+      '`offline_data`, or use chunks of one step.'
     )
-  n = updates(utd_ratio, num_envs * num_steps, actor_update_period)
+  n = num_updates(utd_ratio, num_envs * num_steps, actor_update_period)
   if target_entropy is None:
-    target_entropy = default_target_entropy(env, like.env_action)
-  act = rollout.rollout(at_random(policy), env, num_steps)
-  begin = stages.Stage(
+    target_entropy = default_target_entropy(env, shapes.env_action)
+  act = rollout.rollout(uniform_while_warm(policy), env, num_steps)
+  warmup = stages.Stage(
     lambda step: (step < learning_starts, step + 1), 'warmup', 'batch'
   )
-  count = stages.Stage(episode_stats.update, 'episode_stats')
+  count_episodes = stages.Stage(episode_stats.update, 'episode_stats')
   measure = stages.Stage(describe, 'measure', 'sum')
-  recall = stages.Stage(
+  update_obs_stats = embodied.update_obs_stats(env, normalize_obs)
+  replay = stages.Stage(
     functools.partial(
-      remember, policy, discount, n, batch_size, always=bootstrap_on_success
+      store_and_sample,
+      policy,
+      discount,
+      n,
+      batch_size,
+      bootstrap_on_success=bootstrap_on_success,
     ),
     'replay',
     'batch',
     consumes=(0,),
   )
-  see = stages.Stage(
-    lambda obs: obs_stats.from_batch(obs, env.obs_spec), 'obs_moments', 'sum'
-  )
-  widen = stages.Stage(lambda a, b: a.merge(b), 'update_obs_stats', 'batch')
   learn = soft_actor_critic.learner(
-    (policy, critic, optimizer),
-    *(n, actor_update_period, tau, critic_subset, target_entropy),
+    policy,
+    critic,
+    optimizer,
+    num_updates=n,
+    actor_update_period=actor_update_period,
+    tau=tau,
+    critic_subset=critic_subset,
+    target_entropy=target_entropy,
   )
-  attempt = evaluate_lib.evaluator(policy, eval_env or env)
 
   def init(key):
-    luck, theirs, seeds = jax.random.split(key, 3)
-    seed_B = jax.random.randint(
-      seeds, (num_envs,), 0, jnp.iinfo(jnp.int32).max, jnp.int32
-    )
-    ours = {
-      'policy': policy.init(luck),
+    policy_key, critic_key, env_key = jax.random.split(key, 3)
+    actor = {
+      'policy': policy.init(policy_key),
       'log_temperature': jnp.log(jnp.full((), init_temperature, float)),
     }
-    params = critic.init(theirs)
+    critics, recorded = critic.init(critic_key), ()
+    if offline_data:
+      recorded = replay_lib.read(
+        offline_data, shapes, discount, bootstrap_on_success
+      )
     return State(
-      train_step.init(ours, optimizer),
-      train_step.init(params, optimizer),
-      params,
-      replay_lib.empty(like, capacity),
-      replay_lib.read(offline_data, like, discount, bootstrap_on_success)
-      if offline_data
-      else (),
+      train_step.init(actor, optimizer),
+      train_step.init(critics, optimizer),
+      critics,
+      replay_lib.empty(shapes, capacity),
+      recorded,
       obs_stats.init(env.obs_spec) if normalize_obs else (),
-      *rollout.init(env, seed_B),
-      episode_stats.init(num_envs),
+      *embodied.reset(env, num_envs, env_key),
       jnp.zeros((), jnp.int32),
     )
 
   def step(state: State, batch, key):
-    del batch  # All there is to know is in the environments.
-    actor, scale = state.actor, state.obs_stats
-    warm, steps = begin(state.step)
+    del batch  # The environments are the data.
+    actor, stats = state.actor, state.obs_stats
+    warm, step = warmup(state.step)
     keys = stages.keys(key, state.obs)
     env_state, obs, x, timestep = act(
-      (actor.params['policy'], warm), scale, state.env_state, state.obs, keys
+      (actor.params['policy'], warm), stats, state.env_state, state.obs, keys
     )
-    episodes, ended = count(state.episodes, timestep)
-    measured = measure(timestep._replace(final_obs=()), ended)
-    if normalize_obs:
-      scale = widen(scale, see(x.obs))
-    kept, sample, filled = recall(
+    episodes, ended = count_episodes(state.episodes, timestep)
+    rollout_info = measure(timestep._replace(final_obs=()), ended)
+    stats = update_obs_stats(stats, x.obs)
+    stored, sample, replay_info = replay(
       state.replay, state.offline_data, x, timestep, key
     )
-    actor, critics, info = learn(
-      *(actor, (state.critic, state.target), scale, warm, sample, key)
+    actor, (critic, target), info = learn(
+      actor, (state.critic, state.target), stats, warm, sample, key
     )
-    return State(
-      *(
-        actor,
-        *critics,
-        kept,
-        state.offline_data,
-        scale,
-        env_state,
-        obs,
-        episodes,
-        steps,
-      )
-    ), measured | filled | info
+    state = State(
+      actor=actor,
+      critic=critic,
+      target=target,
+      replay=stored,
+      offline_data=state.offline_data,
+      obs_stats=stats,
+      env_state=env_state,
+      obs=obs,
+      episodes=episodes,
+      step=step,
+    )
+    return state, rollout_info | replay_info | info
 
-  def evaluate(state: State, seed, key):
+  def policy_state(state: State):
     params = state.actor.params['policy']
-    return attempt(params, state.obs_stats, seed, key)
+    return {'policy': params, 'obs_stats': state.obs_stats}
 
-  def params(state: State):
-    return {
-      'policy': state.actor.params['policy'],
-      'obs_stats': state.obs_stats,
-    }
-
-  return base.Workflow(init, step, evaluate, params, score='eval/success_once')
+  return embodied.workflow(init, step, policy, eval_env or env, policy_state)
 
 
-def updates(utd: float, steps: int, delay: int) -> int:
-  """Updates of the critics in a step of so many steps of environments."""
-  n = round(utd * steps)
-  if n < 1 or abs(n - utd * steps) > 1e-6 or n % delay:
+def num_updates(
+  utd_ratio: float, num_transitions: int, actor_update_period: int
+) -> int:
+  """Updates of the critics in a step of so many transitions."""
+  n = round(utd_ratio * num_transitions)
+  whole = n >= 1 and abs(n - utd_ratio * num_transitions) <= 1e-6
+  if not whole or n % actor_update_period:
     raise ValueError(
-      f'{utd} updates for each of {steps} steps of environments are '
-      f'{utd * steps:g}, which must be a whole number of at least 1, and a '
-      f'multiple of the {delay} for one of the actor.'
+      f'{utd_ratio} updates for each of {num_transitions} transitions are '
+      f'{utd_ratio * num_transitions:g} in a step, which must be a whole '
+      'number of at least 1 and a multiple of actor_update_period='
+      f'{actor_update_period}.'
     )
   return n
 
 
-def at_random(policy: base.Policy) -> base.Policy:
-  """The policy whose `params` are a pair: its own, and whether to ignore them.
+def uniform_while_warm(policy: base.Policy) -> base.Policy:
+  """Makes actions uniform within the bounds while a flag is true.
 
-  If so, every command within the bounds is as likely.
+  The parameters of the returned policy are `(params, warm)`.
   """
 
   def act(params, obs, key_B, *, group_size=1, greedy=False):
@@ -232,26 +236,39 @@ def at_random(policy: base.Policy) -> base.Policy:
     x = policy.act(params, obs, key_B, group_size=group_size, greedy=greedy)
     shape = x.action.shape[1:]
     draw = lambda key: jax.random.uniform(key, shape, x.action.dtype, -1, 1)
-    # What tanh brings back, but for the very ends.
-    any_BA = jnp.arctanh((1.0 - 1e-6) * jax.vmap(draw)(key_B))
-    return x._replace(action=jnp.where(warm, any_BA, x.action))
+    # tanh maps these back into the bounds; arctanh(±1) is infinite.
+    uniform_BA = jnp.arctanh((1.0 - 1e-6) * jax.vmap(draw)(key_B))
+    return x._replace(action=jnp.where(warm, uniform_BA, x.action))
 
   return policy._replace(act=act)
 
 
-def remember(
-  policy, discount, n, batch, kept, prior, x, timestep, key, *, always=False
+def store_and_sample(
+  policy: base.Policy,
+  discount: float,
+  num_minibatches: int,
+  batch_size: int,
+  replay: replay_lib.Replay,
+  offline_data: replay_lib.Transition | tuple[()],
+  x: base.Experience,
+  timestep: base.TimeStep,
+  key,
+  *,
+  bootstrap_on_success: bool = False,
 ):
-  """Puts a batch of steps into the replay, and draws `n` minibatches from it.
+  """Stores [B, T] steps in the replay, and draws minibatches from it.
 
-  What follows the last step of an episode that time has ended is what was seen
-  then, and counts; only termination ends what there is to expect, and not that
-  if what follows counts `always`. What a simulator has lost is not remembered.
+  The next observation at the end of an episode is its final one. The value
+  after it counts unless the episode terminated, and in any case if
+  `bootstrap_on_success`. Steps in which a simulator failed are not stored.
+
+  Returns:
+    The replay, a sample of all minibatches, and metrics.
   """
   steps = jnp.ones_like(timestep.reward)
   if timestep.steps is not None:
     steps = timestep.steps
-  ends = 0.0 if always else timestep.terminated
+  ends = 0.0 if bootstrap_on_success else timestep.terminated
   new = replay_lib.Transition(
     x.obs,
     policy.to_env_action(x.action),
@@ -259,23 +276,27 @@ def remember(
     discount**steps * (1.0 - ends),
     timestep.final_obs,
   )
-  mask = x.mask if timestep.env_failed is None else 1.0 - timestep.env_failed
-  # What was done first is first overwritten.
+  mask = x.mask
+  if timestep.env_failed is not None:
+    mask = 1.0 - timestep.env_failed
+  # Time-major, so that the ring overwrites the oldest steps first.
   new, mask = jax.tree.map(
     lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), (new, mask)
   )
-  kept = replay_lib.put(kept, new, mask)
-  sample = replay_lib.draw(kept, prior, key, n, batch)
-  Y = jax.tree.leaves(kept.rows)[0].shape[0]
-  share = kept.filled.astype(timestep.reward.dtype)
-  filled = metrics.Mean(share, jnp.full_like(share, Y))
-  return kept, sample, {'replay/filled': filled}
+  replay = replay_lib.put(replay, new, mask)
+  sample = replay_lib.draw(
+    replay, offline_data, key, num_minibatches, batch_size
+  )
+  Y = jax.tree.leaves(replay.rows)[0].shape[0]
+  filled = replay.filled.astype(timestep.reward.dtype)
+  fraction = metrics.Mean(filled, jnp.full_like(filled, Y))
+  return replay, sample, {'replay/filled': fraction}
 
 
 def describe(
   timestep: base.TimeStep, ended: episode_stats.EpisodeStats
 ) -> base.Info:
-  """What is worth knowing of a rollout."""
+  """Metrics of a rollout, and of the episodes that ended in it."""
   mask = jnp.ones_like(timestep.reward)
   if timestep.env_failed is not None:
     mask -= timestep.env_failed
@@ -290,26 +311,28 @@ def describe(
   )
 
 
-def _like(policy: base.Policy, env: base.Env) -> replay_lib.Transition:
-  """One transition, as shapes."""
+def transition_shapes(
+  policy: base.Policy, env: base.Env
+) -> replay_lib.Transition:
+  """Shapes of one transition."""
 
-  def decide(key):
+  def env_action(key):
     obs = jax.tree.map(
       lambda x: jnp.zeros((1, *x.shape), x.dtype), env.obs_spec
     )
     x = policy.act(policy.init(key), obs, key[None])
     return policy.to_env_action(x.action)[0]
 
-  command = jax.eval_shape(decide, jax.random.key(0))
+  action = jax.eval_shape(env_action, jax.random.key(0))
   number = jax.ShapeDtypeStruct((), jnp.result_type(float))
   return replay_lib.Transition(
-    env.obs_spec, command, number, number, env.obs_spec
+    env.obs_spec, action, number, number, env.obs_spec
   )
 
 
-def default_target_entropy(env: base.Env, command) -> float:
-  """−1 for each dimension, as if its range were −1 … 1."""
-  A = math.prod(command.shape)
+def default_target_entropy(env: base.Env, env_action) -> float:
+  """−1 nat for each action dimension, as if its range were −1 … 1."""
+  A = math.prod(env_action.shape)
   half = [
     0.5 * (b - a) for a, b in zip(env.action_low, env.action_high, strict=True)
   ]

@@ -17,10 +17,10 @@ from stages.learn import optimizers, soft_actor_critic
 from stages.models import critics as critics_lib
 from stages.models import gaussian_policy, policy_file
 from stages.workflows.sac import (
-  at_random,
   default_target_entropy,
-  remember,
-  updates,
+  num_updates,
+  store_and_sample,
+  uniform_while_warm,
 )
 from tests.stages.learn.soft_actor_critic_test import HIGH, Known, LOW
 from tests.stages.workflows.ppo_test import Simulator, with_random_reward
@@ -62,7 +62,9 @@ def remembered(obs, timestep, capacity=8, **kwargs):
   number = jax.ShapeDtypeStruct((), float)
   like = jax.ShapeDtypeStruct((1,), float)
   like = replay.Transition(like, like, number, number, like)
-  made = jax.jit(functools.partial(remember, Known, GAMMA, 1, 4, **kwargs))
+  made = jax.jit(
+    functools.partial(store_and_sample, Known, GAMMA, 1, 4, **kwargs)
+  )
   return made(replay.empty(like, capacity), (), x, timestep, KEY)
 
 
@@ -107,7 +109,7 @@ def test_success_may_end_nothing(in_float64):
   kept, *_ = remembered(
     [1.0, 2.0, 3.0],
     timestep([1, 1, 1], [0, 1, 0], [0, 0, 1], [2.0, 3.0, 4.0]),
-    always=True,
+    bootstrap_on_success=True,
   )
   np.testing.assert_allclose(kept.rows.discount[:3], [GAMMA] * 3)
 
@@ -168,7 +170,7 @@ def test_a_policy_at_random_does_anything_as_likely():
   )
   obs, key_B = jnp.zeros((2000, 10)), jax.random.split(KEY, 2000)
   params = policy.init(KEY)
-  act = jax.jit(at_random(policy).act)
+  act = jax.jit(uniform_while_warm(policy).act)
   calm, wild = (act((params, warm), obs, key_B) for warm in (False, True))
   want = policy.act(params, obs, key_B).action
   np.testing.assert_array_equal(calm.action, want)
@@ -219,7 +221,7 @@ def test_averages_of_critics_follow_them():
 @pytest.mark.parametrize('utd, delay', [(0.3, 1), (0.5, 4), (0.01, 1)])
 def test_updates_that_do_not_come_out_even_are_refused(utd, delay):
   with pytest.raises(ValueError, match='must be a whole number of at least 1'):
-    updates(utd, 12, delay)
+    num_updates(utd, 12, delay)
 
 
 @pytest.mark.parametrize('terminate', [False, True])
