@@ -1,4 +1,4 @@
-"""Devices as a grid with named axes."""
+"""Meshes: devices in a grid with named axes."""
 
 from collections.abc import Mapping, Sequence
 import math
@@ -8,10 +8,10 @@ from jax.sharding import AxisType, Mesh
 
 
 def mesh(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Mesh:
-  """A grid of `devices`, e.g. `mesh(jax.devices(), {'data': 2, 'fsdp': 4})`.
+  """A mesh of `devices`, e.g. `mesh(jax.devices(), {'data': 2, 'fsdp': 4})`.
 
-  Axes are `Auto`: stages name no layouts, and XLA carries those of their inputs
-  through. (JAX itself defaults to `Explicit`, which makes every gather say.)
+  Axes are `Auto`: stages name no layouts, and XLA propagates those of their
+  inputs. (JAX defaults to `Explicit`, under which every gather states its own.)
 
   Raises:
     ValueError: if the axes do not multiply to the number of devices.

@@ -1,10 +1,10 @@
-"""Between device memory and the host's, without a change of layout."""
+"""Offloading of arrays to host memory and back, with the same layout."""
 
 from collections.abc import Sequence
 
 import jax
 
-HOST, DEVICE = 'pinned_host', 'device'  # Kinds of memory, as JAX calls them.
+HOST, DEVICE = 'pinned_host', 'device'  # JAX's names of memory kinds.
 
 
 def is_offloaded(x: jax.Array) -> bool:
@@ -13,20 +13,21 @@ def is_offloaded(x: jax.Array) -> bool:
 
 
 def to_host(xs: Sequence[jax.Array]) -> list[jax.Array]:
-  """Arrays in host memory that their devices can reach; layouts stay."""
-  return _moved(xs, HOST)
+  """Copies arrays to pinned host memory, with their layouts."""
+  return _move(xs, HOST)
 
 
 def to_device(xs: Sequence[jax.Array]) -> list[jax.Array]:
-  """Arrays in the memory of their devices; themselves if they are there."""
-  return _moved(xs, DEVICE)
+  """Copies arrays to device memory; arrays already there are returned."""
+  return _move(xs, DEVICE)
 
 
-def _moved(xs, kind):
+def _move(xs, kind):
   there = [x.sharding.memory_kind == kind for x in xs]
-  moving = [x for x, ready in zip(xs, there, strict=True) if not ready]
-  where = [x.sharding.with_memory_kind(kind) for x in moving]
-  moved = iter(jax.block_until_ready(jax.device_put(moving, where)))
+  away = [x for x, is_there in zip(xs, there, strict=True) if not is_there]
+  layouts = [x.sharding.with_memory_kind(kind) for x in away]
+  moved = iter(jax.block_until_ready(jax.device_put(away, layouts)))
   return [
-    x if ready else next(moved) for x, ready in zip(xs, there, strict=True)
+    x if is_there else next(moved)
+    for x, is_there in zip(xs, there, strict=True)
   ]

@@ -1,11 +1,11 @@
-"""From the letters in a name to a layout on a mesh.
+"""Layouts on a mesh from the dimension letters in a name.
 
   sharding(mesh, letters_of('up_DF'), shape)  # P('fsdp', 'tensor')
 
-Parameters and everything shaped like them, such as Adam's moments, carry their
-layout in the last key of their path; nothing else has to be written down.
-Letters align right. Under `layers` one dimension without a letter lies ahead:
-the stack of a scanned layer, which is not sharded.
+The last key on the path of a parameter, and of everything shaped like it such
+as Adam's moments, spells its dimensions. Letters align right. Under `layers`
+there is one more leading dimension without a letter, the stack of scanned
+layers, which is not sharded.
 """
 
 from collections.abc import Iterable, Mapping
@@ -54,7 +54,7 @@ def dimensions(path, shape) -> tuple[str, ...] | None:
 def mesh_axes(
   mesh: Mesh, letter: str, rules: Rules = DEFAULT
 ) -> tuple[str, ...]:
-  """The axes of `mesh` that share a dimension of this letter."""
+  """The axes of `mesh` that shard a dimension of this letter."""
   want = rules.get(letter) or ()
   want = (want,) if isinstance(want, str) else want
   return tuple(axis for axis in want if axis in mesh.axis_names)
@@ -68,16 +68,16 @@ def partition_spec(
 ) -> PartitionSpec:
   """The layout of an array whose dimensions have these letters.
 
-  Axes that the mesh lacks are left out; dimensions of size one are not shared.
+  Axes that the mesh lacks are ignored; dimensions of size one are not sharded.
 
   Raises:
-    ValueError: where two letters want one mesh axis, or a dimension cannot be
-      divided evenly among its devices.
+    ValueError: if two letters use one mesh axis, or a dimension does not divide
+      evenly among its devices.
   """
   letters, axes, taken = tuple(letters), [], {}
   for letter, size in zip(letters, shape, strict=True):
     have = mesh_axes(mesh, letter, rules)
-    if size == 1:  # Where an optimizer keeps no statistics it keeps one zero.
+    if size == 1:  # Optimizers store one zero in place of absent statistics.
       have = ()
     for axis in have:
       if taken.setdefault(axis, letter) != letter or letters.count(letter) > 1:
@@ -90,19 +90,20 @@ def partition_spec(
     if size % devices:
       raise ValueError(
         f'Dimension {letter} of an array of shape {shape} has size {size}, '
-        f'which {devices} devices of {have} cannot share evenly: make '
-        'the mesh axis a divisor of it.'
+        f'which {devices} devices of {have} cannot share evenly: choose '
+        'mesh axes whose sizes divide it.'
       )
     axes.append(have if len(have) > 1 else have[0] if have else None)
   return PartitionSpec(*axes)
 
 
 def shard_rows(x, rules: Rules = DEFAULT):
-  """Shares the rows of `x[row, ...]` over the ambient mesh, if there is one.
+  """Shards the rows of `x[row, ...]` over the ambient mesh, if there is one.
 
-  A hint where parameters are shared by the same axes as rows: XLA would else
-  bring rows together to multiply them by a part of the parameters, and not the
-  parts. Rows that the devices cannot share evenly are left to it.
+  A hint for where rows and parameters are sharded over the same axes. Without
+  it, XLA might gather the rows and multiply them by a shard of the parameters,
+  instead of gathering the parameters. Rows that do not divide evenly are left
+  to XLA.
   """
   mesh = jax.sharding.get_abstract_mesh()
   axes = () if mesh.empty else mesh_axes(mesh, 'B', rules)
@@ -113,10 +114,10 @@ def shard_rows(x, rules: Rules = DEFAULT):
 
 
 def gather(tree, rules: Rules = DEFAULT):
-  """Parameters as a call needs them that uses each many times.
+  """Gathers parameters once, for a call that reads each of them many times.
 
-  What devices that have rows of their own share, each of them gets, once; what
-  others share stays apart. Without an ambient mesh nothing changes.
+  Axes that also shard rows are gathered; others, such as `tensor`, stay
+  sharded. Without an ambient mesh nothing changes.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
@@ -127,12 +128,12 @@ def gather(tree, rules: Rules = DEFAULT):
     for letter in rules
   }
 
-  def whole(path, leaf):
+  def gathered(path, leaf):
     letters = dimensions(path, leaf.shape) or ('',) * leaf.ndim
-    where = partition_spec(mesh, letters, leaf.shape, rest)
-    return jax.lax.with_sharding_constraint(leaf, where)
+    spec = partition_spec(mesh, letters, leaf.shape, rest)
+    return jax.lax.with_sharding_constraint(leaf, spec)
 
-  return jax.tree_util.tree_map_with_path(whole, tree)
+  return jax.tree_util.tree_map_with_path(gathered, tree)
 
 
 def shardings(tree, mesh: Mesh, rules: Rules = DEFAULT):

@@ -1,8 +1,8 @@
-"""What is worth knowing of a step, in forms that add up.
+"""Metrics that can be merged, so that a batch may be cut into pieces.
 
-A metric is a monoid: `merge` joins those of two pieces of a batch, so that a
-number does not depend on how the batch was cut; `value` reads it once, at the
-end. A plain array counts as a sum.
+A metric is a monoid: `merge` joins the metrics of two pieces of a batch, and
+the result does not depend on how the batch was cut. `value` computes the number
+once, at the end. A plain array counts as a sum.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ class Mean(NamedTuple):
 
 
 class OptionalMean(NamedTuple):
-  """A mean of which there may be nothing to tell: then it tells nothing."""
+  """A mean that is left out of the log where its count is zero."""
 
   sum: jax.Array
   count: jax.Array
@@ -39,7 +39,7 @@ class OptionalMean(NamedTuple):
 
 
 class Max(NamedTuple):
-  """The largest of what was seen."""
+  """A maximum."""
 
   max: jax.Array
 
@@ -68,15 +68,15 @@ class Moments(NamedTuple):
 
 
 class ExplainedVariance(NamedTuple):
-  """The share of a variance that estimates explain: 1 − Var(R − v) / Var(R).
+  """Explained variance of returns R by values v: 1 − Var(R − v) / Var(R).
 
   Attributes:
-    rest: moments of R − v.
-    whole: moments of R.
+    residual: moments of R − v.
+    target: moments of R.
   """
 
-  rest: Moments
-  whole: Moments
+  residual: Moments
+  target: Moments
 
   def merge(self, other):
     return ExplainedVariance(
@@ -84,12 +84,12 @@ class ExplainedVariance(NamedTuple):
     )
 
   def value(self):
-    rest, whole = (x.value()['_std'] ** 2 for x in self)
-    return {'': 1.0 - rest / np.maximum(whole, 1e-12)}
+    residual, target = (x.value()['_std'] ** 2 for x in self)
+    return {'': 1.0 - residual / np.maximum(target, 1e-12)}
 
 
 class Histogram(NamedTuple):
-  """How often each whole number from zero was seen; quantiles are exact."""
+  """Counts of the integers from zero; its quantiles are exact."""
 
   count: jax.Array
 
@@ -110,7 +110,7 @@ class Histogram(NamedTuple):
 
 
 class FirstRows(NamedTuple):
-  """The first rows of a batch as they are, for people to look at."""
+  """The first rows of a batch, unchanged, for the log."""
 
   rows: Any
 
@@ -126,7 +126,7 @@ def mean(x, mask=None) -> Mean:
 
 
 def maximum(x, mask=None) -> Max:
-  """Largest of `x` where `mask` is one."""
+  """Maximum of `x` where `mask` is one."""
   return Max(
     x.max() if mask is None else jnp.where(mask > 0, x, -jnp.inf).max()
   )
@@ -139,18 +139,18 @@ def moments(x, mask=None) -> Moments:
 
 
 def explained_variance(estimate, truth) -> ExplainedVariance:
-  """How much of the variance of `truth` estimates explain."""
+  """Explained variance of `truth` by `estimate`."""
   return ExplainedVariance(moments(truth - estimate), moments(truth))
 
 
 def histogram(x, size: int, mask=None) -> Histogram:
-  """How often each of 0 … `size` − 1 is in `x`, where `mask` is one."""
+  """Counts of 0 … `size` − 1 in `x` where `mask` is one."""
   mask = 1.0 if mask is None else mask.astype(jnp.float32)
   return Histogram(jnp.zeros(size, jnp.float32).at[x.astype(int)].add(mask))
 
 
 def first_rows(rows, n: int) -> FirstRows:
-  """The first `n` rows of a tree of arrays; no piece may have fewer."""
+  """The first `n` rows of a tree of arrays; every piece must have `n`."""
   return FirstRows(jax.tree.map(lambda x: x[:n], rows))
 
 
@@ -159,7 +159,7 @@ def is_metric(x) -> bool:
 
 
 def merge(a, b):
-  """Joins two trees of metrics; plain arrays are added."""
+  """Merges two trees of metrics; plain arrays are added."""
   return jax.tree.map(
     lambda x, y: x.merge(y) if is_metric(x) else x + y,
     a,
@@ -169,7 +169,7 @@ def merge(a, b):
 
 
 def read(info) -> tuple[dict[str, float], dict[str, Any]]:
-  """The numbers of `info`, already on the host, and its rows apart."""
+  """Splits `info`, already on the host, into numbers and logged rows."""
   numbers, rows = {}, {}
   for name, metric in info.items():
     if isinstance(metric, FirstRows):

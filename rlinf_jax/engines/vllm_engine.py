@@ -1,10 +1,10 @@
-"""vLLM, at work on a thread of its own.
+"""Runs vLLM on a thread of its own.
 
-Calls are asked for and waited for apart, so that a second one is under way
-while what came of the first is learned from: requests of all that act by the
-same parameters are decoded together, and whoever asks for others waits until
-those have ended. Where it acts at a place that shares devices, it sleeps while
-another place has them.
+Requests are submitted and awaited separately, so that later requests are under
+way while the results of earlier ones are learned from. Requests with the same
+parameters are decoded together; a request with other parameters waits until
+those have ended. On a place that shares its devices, vLLM sleeps while another
+place uses them.
 """
 
 import atexit
@@ -26,31 +26,31 @@ from stages.models import weights
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """What tells engines apart.
+  """Settings of an engine; equal settings share one engine.
 
   Attributes:
-    checkpoint: a folder, of which the configuration is read.
-    dtype: of its arithmetic.
-    rows: most completions at work at once.
-    memory: bytes for keys and values.
-    context: most tokens of a prompt and its completion; those of the first call
-      if None.
+    checkpoint: folder whose configuration is read.
+    dtype: type of the arithmetic.
+    max_num_seqs: maximum number of completions decoded at once.
+    kv_cache_memory_bytes: memory for keys and values.
+    max_model_len: maximum tokens of a prompt and its completion together; that
+      of the first request if None.
   """
 
   checkpoint: str
   dtype: str
-  rows: int
-  memory: int
-  context: int | None
+  max_num_seqs: int
+  kv_cache_memory_bytes: int
+  max_model_len: int | None
 
 
 class Completion(NamedTuple):
-  """What came of one prompt.
+  """The completion of one prompt.
 
   Attributes:
-    token: ids, the one that ended it included.
-    logp: log-probability of each under the distribution drawn from.
-    ended: whether it ended by itself, not by the limit of length.
+    token: token ids, including the end token.
+    logp: log-probability of each under the sampling distribution.
+    ended: whether it ended with an end token, not by the length limit.
   """
 
   token: Sequence[int]
@@ -58,322 +58,341 @@ class Completion(NamedTuple):
   ended: bool
 
 
-class Ask(NamedTuple):
-  """A call: some prompts, to be completed by some parameters.
+class Request(NamedTuple):
+  """Prompts to complete with given parameters.
 
   Attributes:
-    params: to complete them by.
-    names: the tensor of a checkpoint behind each parameter.
+    params: parameters of the model.
+    names: the checkpoint tensor of each parameter.
     prompts: token ids.
-    hows: for each prompt, arguments of vLLM's `SamplingParams`.
-    context: most tokens of a prompt and its completion.
-    until: whether it is enough, given the places of the prompts that have
-      ended: what has not is handed out as far as it is. None for all.
+    sampling: for each prompt, arguments of vLLM's `SamplingParams`.
+    max_model_len: maximum tokens of a prompt and its completion together.
+    should_stop: whether to stop early, given the indices of prompts that have
+      ended; unfinished completions are then returned as they are. None to
+      finish all.
   """
 
   params: Any
   names: dict[str, weights.Tensor]
   prompts: Sequence[Sequence[int]]
-  hows: Sequence[dict[str, Any]]
-  context: int
-  until: Callable[[Set[int]], bool] | None = None
+  sampling: Sequence[dict[str, Any]]
+  max_model_len: int
+  should_stop: Callable[[Set[int]], bool] | None = None
 
 
 @dataclasses.dataclass(eq=False)
-class _Call:
-  """An `Ask` under way.
+class _Pending:
+  """A request under way.
 
   Attributes:
-    ask: which.
-    told: its completions, when all are there.
-    made: those that are there, by the places of their prompts.
-    begun: what there is of the others, where that is asked for.
-    left: places of the prompts that are not, by names of vLLM's requests.
+    request: the request.
+    future: resolves to its completions.
+    finished: finished completions by the index of their prompt.
+    index_of: indices of unfinished prompts by vLLM's request id.
+    unfinished: latest output of unfinished prompts, if `should_stop` needs it.
   """
 
-  ask: Ask
-  told: futures.Future
-  made: dict[int, Completion] = dataclasses.field(default_factory=dict)
-  left: dict[str, int] = dataclasses.field(default_factory=dict)
-  begun: dict[int, Completion] = dataclasses.field(default_factory=dict)
+  request: Request
+  future: futures.Future
+  finished: dict[int, Completion] = dataclasses.field(default_factory=dict)
+  index_of: dict[str, int] = dataclasses.field(default_factory=dict)
+  unfinished: dict[int, Completion] = dataclasses.field(default_factory=dict)
 
 
 class Engine:
-  """vLLM in this process, opened by its first call.
+  """vLLM in this process, started by its first request.
 
-  Nobody but its thread calls vLLM: OpenMP counts threads by caller, and
-  attention on a CPU fails where two callers count differently.
+  Only the engine's own thread calls vLLM: OpenMP counts threads by caller, and
+  attention on a CPU fails if two callers have different counts.
 
   Attributes:
-    settings: what it is opened with.
-    llm: vLLM's own engine, when it is open.
-    sent: how often it was sent parameters: the version of those that it has.
+    settings: the settings that it is started with.
+    llm: vLLM's own engine, once it is started.
+    weight_version: number of parameter updates that vLLM has received.
   """
 
   def __init__(self, settings: Settings):
-    self.settings, self.sent = settings, 0
-    self.llm, self._context = None, None
-    self._has, self._asked = (), 0
-    self._news, self._thread, self._closing = threading.Condition(), None, False
-    self._waiting: collections.deque[_Call] = collections.deque()
-    self._working: list[_Call] = []
-    self._shares, self._asleep = False, False
-    self._resting: futures.Future | None = None
+    self.settings, self.weight_version = settings, 0
+    self.llm, self._max_model_len = None, None
+    self._current, self._num_requests = (), 0
+    self._changed, self._thread = threading.Condition(), None
+    self._closing = False
+    self._waiting: collections.deque[_Pending] = collections.deque()
+    self._running: list[_Pending] = []
+    self._shares_devices, self._asleep = False, False
+    self._sleep_requested: futures.Future | None = None
 
-  def ask(self, ask: Ask) -> futures.Future[list[Completion]]:
-    """Begins to complete prompts, at once as far as there is room.
+  def submit(self, request: Request) -> futures.Future[list[Completion]]:
+    """Submits prompts; they are decoded as soon as there is room.
 
-    Parameters are sent only if they are other arrays than last time, as an
-    array of JAX never changes.
+    Parameters are sent to vLLM only if they are other arrays than last time:
+    JAX arrays are immutable.
 
     Returns:
-      The future of a completion a prompt. If it is cancelled, what has not
-      ended is given up.
+      A future of one completion a prompt. Cancelling it aborts the prompts that
+      have not ended.
     """
-    call = _Call(ask, futures.Future())
+    pending = _Pending(request, futures.Future())
     lease = lease_lib.current()
-    if lease and self.rest not in lease.on_release:
-      lease.on_release.append(self.rest)
-      self._shares = True
-    with self._news:
-      self._waiting.append(call)
+    if lease and self.sleep not in lease.on_release:
+      lease.on_release.append(self.sleep)
+      self._shares_devices = True
+    with self._changed:
+      self._waiting.append(pending)
       if not self._thread:
         self._closing = False
         self._thread = threading.Thread(
-          target=self._work, name='vllm', daemon=True
+          target=self._run, name='vllm', daemon=True
         )
         self._thread.start()
         atexit.register(self.close)
-      self._news.notify()
-    return call.told
+      self._changed.notify()
+    return pending.future
 
-  def rest(self):
-    """Returns when calls have ended and it sleeps; the next one wakes it.
+  def sleep(self):
+    """Waits until all requests have ended, then releases device memory.
 
-    Asleep it holds no memory of devices: neither parameters, which it is sent
-    again, nor keys and values.
+    An engine that sleeps holds neither parameters, which are sent again, nor
+    keys and values. The next request wakes it up.
     """
-    with self._news:
+    with self._changed:
       if not self._thread:
         return
-      self._resting = resting = futures.Future()
-      self._news.notify()
-    resting.result()
+      self._sleep_requested = asleep = futures.Future()
+      self._changed.notify()
+    asleep.result()
 
   def close(self):
-    """Ends it; who waits is told."""
-    with self._news:
+    """Stops the engine; requests under way fail."""
+    with self._changed:
       thread, self._closing = self._thread, True
-      self._news.notify()
+      self._changed.notify()
     if thread:
       thread.join()
 
-  # Of its thread alone.
+  # The methods below run on the engine's thread.
 
-  def _work(self):
-    """Takes up what is asked for, and steps vLLM as long as there is work."""
+  def _run(self):
+    """Starts waiting requests, and steps vLLM while there is work."""
     while True:
-      with self._news:
-        while not self._has_to_do():
-          self._news.wait()
+      with self._changed:
+        while not self._has_work():
+          self._changed.wait()
         if self._closing:
           break
       try:
-        self._forget()
-        self._take_up()
+        self._abort_cancelled()
+        self._start_waiting()
         self._step()
-        self._fall_asleep()
-      except BaseException as error:  # noqa: BLE001 (whoever waits must know)
-        self._give_up(error)
-    self._give_up(RuntimeError('vLLM was closed.'))
+        self._maybe_sleep()
+      except BaseException as error:  # noqa: BLE001 (waiting callers need it)
+        self._fail_all(error)
+    self._fail_all(RuntimeError('vLLM was closed.'))
     if self.llm:
       self.llm.engine_core.shutdown()
     self.llm, self._thread = None, None
 
-  def _has_to_do(self) -> bool:
-    work = self._waiting or self._working
-    return bool(work or self._closing or self._resting)
+  def _has_work(self) -> bool:
+    requests = self._waiting or self._running
+    return bool(requests or self._closing or self._sleep_requested)
 
-  def _fall_asleep(self):
-    """Goes to sleep if it was told to, and nothing is left to do."""
-    if not self._resting or self._waiting or self._working:
+  def _maybe_sleep(self):
+    """Sleeps if this was requested and no request is left."""
+    if not self._sleep_requested or self._waiting or self._running:
       return
     if self.llm and not self._asleep:
-      # Parameters that come back would be those of a step ago.
+      # Level 2 drops parameters: restored ones would be a step old.
       self.llm.sleep(level=2)
-      self._asleep, self._has = True, ()
-    resting, self._resting = self._resting, None
-    resting.set_result(None)
+      self._asleep, self._current = True, ()
+    asleep, self._sleep_requested = self._sleep_requested, None
+    asleep.set_result(None)
 
-  def _forget(self):
-    """Gives up requests of calls that nobody waits for any more."""
-    for call in self._working:
-      if call.told.cancelled() and call.left:
-        self.llm.abort_request(list(call.left))
-    self._working = [x for x in self._working if not x.told.cancelled()]
+  def _abort_cancelled(self):
+    """Aborts the prompts of cancelled requests."""
+    for pending in self._running:
+      if pending.future.cancelled() and pending.index_of:
+        self.llm.abort_request(list(pending.index_of))
+    self._running = [x for x in self._running if not x.future.cancelled()]
 
-  def _take_up(self):
-    """Hands vLLM the next calls, as long as they are by what it has."""
+  def _start_waiting(self):
+    """Starts the next requests, as long as they use the current parameters."""
     while self._waiting:
-      call = self._waiting[0]
-      if call.told.cancelled():
+      pending = self._waiting[0]
+      request = pending.request
+      if pending.future.cancelled():
         self._waiting.popleft()
         continue
-      if self._working and not self._acts_by(call.ask.params):
+      if self._running and not self._has_params(request.params):
         return
       self._waiting.popleft()
       try:
-        self._open(call.ask.context)
-        self._send(call.ask.params, call.ask.names)
-        self._working.append(call)
-        self._request(call)
-      except Exception as error:  # noqa: BLE001 (other calls go on)
-        self._drop(call, error)
+        self._open(request.max_model_len)
+        self._send(request.params, request.names)
+        self._running.append(pending)
+        self._add(pending)
+      except Exception as error:  # noqa: BLE001 (other requests continue)
+        self._fail(pending, error)
 
-  def _request(self, call: _Call):
+  def _add(self, pending: _Pending):
+    """Adds the prompts of a request to vLLM."""
     import vllm
     from vllm import sampling_params
 
-    kinds = sampling_params.RequestOutputKind
-    kind = kinds.CUMULATIVE if call.ask.until else kinds.FINAL_ONLY
-    pairs = zip(call.ask.prompts, call.ask.hows, strict=True)
-    for i, (prompt, how) in enumerate(pairs):
+    request, kinds = pending.request, sampling_params.RequestOutputKind
+    kind = kinds.CUMULATIVE if request.should_stop else kinds.FINAL_ONLY
+    pairs = zip(request.prompts, request.sampling, strict=True)
+    for i, (prompt, sampling) in enumerate(pairs):
       params = vllm.SamplingParams(
-        **how,
-        logprobs=0,  # That of what was drawn, and no other.
+        **sampling,
+        logprobs=0,  # Of the sampled token only.
         flat_logprobs=True,
-        ignore_eos=True,  # `stop_token_ids` says all.
+        ignore_eos=True,  # `stop_token_ids` has all end tokens.
         detokenize=False,
         output_kind=kind,
       )
-      name = str(self._asked)
-      self._asked += 1
+      name = str(self._num_requests)
+      self._num_requests += 1
       self.llm.add_request(name, {'prompt_token_ids': prompt}, params)
-      call.left[name] = i
-    self._tell(call)  # Where nothing was asked for, or what there is is enough.
+      pending.index_of[name] = i
+    # A request without prompts, or that should stop at once, is done already.
+    self._resolve(pending)
 
   def _step(self):
-    """A step of vLLM; hands out what has ended."""
-    if not self._working:
+    """Steps vLLM, and resolves requests that have ended."""
+    if not self._running:
       return
-    for made in self.llm.step():
-      for call in self._working:
-        if (i := call.left.get(made.request_id)) is not None:
-          if made.finished:
-            call.made[i] = self.checked(i, made.outputs[0])
-            del call.left[made.request_id]
+    for output in self.llm.step():
+      name = output.request_id
+      for pending in self._running:
+        if (i := pending.index_of.get(name)) is not None:
+          if output.finished:
+            pending.finished[i] = self.checked(i, output.outputs[0])
+            del pending.index_of[name]
           else:
-            call.begun[i] = _completion(made.outputs[0])
-    for call in self._working:
-      self._tell(call)
-    self._working = [  # `_forget` sees to those that were cancelled meanwhile.
-      x for x in self._working if x.told.cancelled() or not x.told.done()
+            pending.unfinished[i] = _completion(output.outputs[0])
+    for pending in self._running:
+      self._resolve(pending)
+    # `_abort_cancelled` handles those that were cancelled meanwhile.
+    self._running = [
+      x for x in self._running if x.future.cancelled() or not x.future.done()
     ]
 
-  def _tell(self, call: _Call):
-    """Hands out the completions of a call that has all of them, or enough."""
-    until = call.ask.until
-    if call.left and until and until(call.made.keys()):
-      self.llm.abort_request(list(call.left))
-      for i in call.left.values():
-        call.made[i] = call.begun.get(i, Completion((), (), False))
-      call.left.clear()
+  def _resolve(self, pending: _Pending):
+    """Resolves a request if all its prompts have ended, or enough of them."""
+    should_stop = pending.request.should_stop
     if (
-      not call.left
-      and not call.told.done()
-      and call.told.set_running_or_notify_cancel()
+      pending.index_of and should_stop and should_stop(pending.finished.keys())
     ):
-      call.told.set_result([call.made[i] for i in range(len(call.made))])
+      self.llm.abort_request(list(pending.index_of))
+      for i in pending.index_of.values():
+        latest = pending.unfinished.get(i, Completion((), (), False))
+        pending.finished[i] = latest
+      pending.index_of.clear()
+    future, finished = pending.future, pending.finished
+    if (
+      not pending.index_of
+      and not future.done()
+      and future.set_running_or_notify_cancel()
+    ):
+      future.set_result([finished[i] for i in range(len(finished))])
 
-  def _drop(self, call: _Call, error: BaseException):
-    """Has a call fail."""
-    if call in self._working:
-      self._working.remove(call)
-    if call.left and self.llm:
-      self.llm.abort_request(list(call.left))
-    if not call.told.done() and call.told.set_running_or_notify_cancel():
-      call.told.set_exception(error)
+  def _fail(self, pending: _Pending, error: BaseException):
+    """Fails a request."""
+    if pending in self._running:
+      self._running.remove(pending)
+    if pending.index_of and self.llm:
+      self.llm.abort_request(list(pending.index_of))
+    future = pending.future
+    if not future.done() and future.set_running_or_notify_cancel():
+      future.set_exception(error)
 
-  def _give_up(self, error: BaseException):
-    """Has all calls fail."""
-    for call in tuple(self._working):
-      self._drop(call, error)
+  def _fail_all(self, error: BaseException):
+    """Fails all requests."""
+    for pending in tuple(self._running):
+      self._fail(pending, error)
     while self._waiting:
-      self._drop(self._waiting.popleft(), error)
-    if self._resting:
-      resting, self._resting = self._resting, None
-      resting.set_exception(error)
+      self._fail(self._waiting.popleft(), error)
+    if self._sleep_requested:
+      asleep, self._sleep_requested = self._sleep_requested, None
+      asleep.set_exception(error)
 
-  def checked(self, i: int, made) -> Completion:
-    """What vLLM made of prompt `i`, if it is what was asked for."""
-    if made.finish_reason not in ('stop', 'length'):
-      raise RuntimeError(
-        f'vLLM gave row {i} up after {len(made.token_ids)} tokens: '
-        f'{made.finish_reason!r}.'
-      )
-    by = {span.version for span in made.weight_versions}
-    if by != {str(self.sent)}:
-      raise RuntimeError(
-        f'vLLM completed row {i} by parameters {sorted(by)}, and was last sent '
-        f'{self.sent}.'
-      )
-    return _completion(made)
+  def checked(self, i: int, output) -> Completion:
+    """The completion of prompt `i`.
 
-  def _acts_by(self, params) -> bool:
-    """Whether it has these very arrays."""
+    Raises:
+      RuntimeError: if vLLM aborted it, or used outdated parameters.
+    """
+    if output.finish_reason not in ('stop', 'length'):
+      raise RuntimeError(
+        f'vLLM aborted row {i} after {len(output.token_ids)} tokens: '
+        f'{output.finish_reason!r}.'
+      )
+    used = {span.version for span in output.weight_versions}
+    if used != {str(self.weight_version)}:
+      raise RuntimeError(
+        f'vLLM completed row {i} with parameters of version {sorted(used)}, '
+        f'but the latest version is {self.weight_version}.'
+      )
+    return _completion(output)
+
+  def _has_params(self, params) -> bool:
+    """Whether vLLM has these very arrays."""
     leaves = jax.tree.leaves(params)
-    return len(leaves) == len(self._has) and all(
-      x is had() for x, had in zip(leaves, self._has, strict=True)
+    return len(leaves) == len(self._current) and all(
+      x is current() for x, current in zip(leaves, self._current, strict=True)
     )
 
   def _send(self, params, names):
-    """Makes it act by `params`, if it does not already."""
-    if self._acts_by(params):
+    """Sends `params` to vLLM, unless it has them already."""
+    if self._has_params(params):
       return
     from rlinf_jax.engines import vllm_weights
 
-    there = jax.tree.map(vllm_weights.tensor, params)
-    tensors = dict(weights.checkpoint_tensors(there, names))
-    # A tied output keeps a packed copy of its own, which would stay as it was.
+    as_torch = jax.tree.map(vllm_weights.tensor, params)
+    tensors = dict(weights.checkpoint_tensors(as_torch, names))
+    # A tied output layer has a packed copy of its own, which needs an update.
     embed, unembed = names['embed_VD'].name, names['unembed_DV'].name
     tensors.setdefault(unembed, tensors[embed])
-    self._has = ()
+    self._current = ()
     call = self.llm.collective_rpc
     call('start_weight_update')
     call('update_weights', kwargs={'update_info': {'tensors': tensors}})
     call('finish_weight_update')
-    self.sent += 1
-    self.llm.set_weight_version(str(self.sent))
+    self.weight_version += 1
+    self.llm.set_weight_version(str(self.weight_version))
     self.llm.reset_prefix_cache(reset_running_requests=True)
-    self._has = tuple(map(weakref.ref, jax.tree.leaves(params)))
+    self._current = tuple(map(weakref.ref, jax.tree.leaves(params)))
 
-  def _open(self, context: int):
-    """Starts vLLM, or sees that it was started for as long a context."""
+  def _open(self, max_model_len: int):
+    """Starts or wakes vLLM, and checks that requests of this length fit."""
     if not self.llm:
-      self._context = self.settings.context or context
-    if context > self._context:
+      self._max_model_len = self.settings.max_model_len or max_model_len
+    if max_model_len > self._max_model_len:
       raise ValueError(
-        f'A prompt and its completion may have {context} tokens here, and '
-        f"vLLM is there for {self._context}: set the engine's `context`."
+        f'A prompt and its completion may have {max_model_len} tokens here, '
+        f'but vLLM was started for {self._max_model_len}: set max_model_len of '
+        'the engine.'
       )
     if not self.llm:
-      self.llm = vllm_start.started(self.settings, self._context, self._shares)
-      self._has, self._asleep = (), False
+      self.llm = vllm_start.start(
+        self.settings, self._max_model_len, self._shares_devices
+      )
+      self._current, self._asleep = (), False
       from rlinf_jax.engines import vllm_weights
 
-      vllm_weights.agree_on_threads()
+      vllm_weights.sync_omp_threads()
     if self._asleep:
       self.llm.wake_up()
       self._asleep = False
 
 
-def _completion(made) -> Completion:
-  """As far as vLLM has come; copies, as it goes on."""
+def _completion(output) -> Completion:
+  """A copy of vLLM's output so far, which vLLM extends in place."""
   return Completion(
-    tuple(made.token_ids),
-    tuple(made.logprobs.logprobs),
-    made.finish_reason == 'stop',
+    tuple(output.token_ids),
+    tuple(output.logprobs.logprobs),
+    output.finish_reason == 'stop',
   )
 
 
-of = functools.cache(Engine)  # One a process, however often it is asked for.
+get = functools.cache(Engine)  # One engine a process for equal settings.

@@ -1,4 +1,4 @@
-"""How vLLM is started in this process."""
+"""Starts vLLM in this process."""
 
 import logging
 import os
@@ -7,28 +7,28 @@ import warnings
 import jax
 
 
-def started(settings, context: int, sleeps: bool):
-  """vLLM with parameters of no meaning, to be sent some.
+def start(settings, max_model_len: int, enable_sleep: bool):
+  """Returns a vLLM engine with dummy parameters, which are replaced later.
 
   Args:
-    settings: as `vllm_engine.Settings`.
-    context: most tokens of a prompt and its completion.
-    sleeps: whether it will be told to give its memory back.
+    settings: a `vllm_engine.Settings`.
+    max_model_len: maximum tokens of a prompt and its completion together.
+    enable_sleep: whether the engine must be able to release its memory.
   """
   cpu = jax.default_backend() == 'cpu'
   if cpu:
-    # What it gains does not pay for a compiler and half a minute.
+    # Compiling takes half a minute and a compiler, and gains little.
     os.environ.setdefault('TORCH_COMPILE_DISABLE', '1')
   logging.getLogger('torch._library.triton').setLevel(logging.ERROR)
   with warnings.catch_warnings():
-    warnings.simplefilter('ignore')  # Its own, of what it depends on.
+    warnings.simplefilter('ignore')  # Warnings of vLLM's dependencies.
     import vllm
     from vllm import config
 
     from rlinf_jax.engines import vllm_weights
 
     vllm_weights.register()
-    vllm_weights.look_calmly()
+    vllm_weights.tolerate_broken_modules()
     return vllm.LLMEngine.from_engine_args(
       vllm.EngineArgs(
         model=settings.checkpoint,
@@ -36,22 +36,22 @@ def started(settings, context: int, sleeps: bool):
         load_format='dummy',
         skip_tokenizer_init=True,
         enforce_eager=cpu,
-        max_model_len=context,
-        max_num_seqs=settings.rows,
-        kv_cache_memory_bytes=settings.memory,
-        # Else it would ask for most of a device of which JAX has a part.
+        max_model_len=max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+        # By default vLLM claims most of a device, of which JAX holds a part.
         gpu_memory_utilization=0.01,
-        # Of the distribution drawn from, not of the bare logits.
+        # Log-probabilities of the sampling distribution, not of raw logits.
         logprobs_mode='processed_logprobs',
-        # A prompt read in parts rewinds its row's generator, which those of
-        # torch on a CPU cannot (0.32).
+        # A chunked prompt rewinds the random generator of its row, which torch
+        # cannot do on a CPU (vLLM 0.32).
         enable_chunked_prefill=False,
-        max_num_batched_tokens=max(context, settings.rows, 8192),
+        max_num_batched_tokens=max(max_model_len, settings.max_num_seqs, 8192),
         weight_transfer_config=config.WeightTransferConfig(
           backend=vllm_weights.NAME
         ),
         disable_log_stats=True,
-        # Which takes memory that can be given back; CPUs have none of that.
-        enable_sleep_mode=sleeps and not cpu,
+        # Allocates releasable memory, which CPUs do not have.
+        enable_sleep_mode=enable_sleep and not cpu,
       )
     )

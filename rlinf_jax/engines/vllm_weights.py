@@ -1,4 +1,4 @@
-"""How vLLM takes over parameters that lie in its own process."""
+"""Transfer of parameters to vLLM within one process."""
 
 import dataclasses
 import functools
@@ -13,21 +13,21 @@ NAME = 'rlinf_jax'
 
 
 @dataclasses.dataclass
-class Nothing(base.WeightTransferInitInfo):
-  """What has to be agreed on beforehand."""
+class InitInfo(base.WeightTransferInitInfo):
+  """Arguments of the initialization: none."""
 
 
 @dataclasses.dataclass
-class Tensors(base.WeightTransferUpdateInfo):
+class UpdateInfo(base.WeightTransferUpdateInfo):
   """Parameters, by their names in a checkpoint."""
 
   tensors: dict[str, torch.Tensor]
 
 
-class InProcess(base.WeightTransferEngine[Nothing, Tensors]):
-  """Copies tensors into the model, which packs them as it likes them best."""
+class InProcess(base.WeightTransferEngine[InitInfo, UpdateInfo]):
+  """Copies tensors into the model, which packs them in its own layout."""
 
-  init_info_cls, update_info_cls = Nothing, Tensors
+  init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
   def init_transfer_engine(self, init_info):
     del init_info
@@ -46,42 +46,43 @@ class InProcess(base.WeightTransferEngine[Nothing, Tensors]):
 
 
 def tensor(x: jax.Array) -> torch.Tensor:
-  """An array as a tensor: the same memory, where one device has it."""
+  """An array as a tensor, without a copy if it is on one device."""
   if len(x.devices()) == 1:
     return torch.from_dlpack(jax.block_until_ready(x))
   return torch.from_numpy(np.array(x))
 
 
-def agree_on_threads():
-  """Has OpenMP use as many in the calling thread as torch does everywhere.
+def sync_omp_threads():
+  """Sets OpenMP's number of threads in the calling thread to that of torch.
 
-  It counts them by caller, and attention on a CPU fails if the two differ.
+  OpenMP keeps one number for each calling thread, and vLLM's attention on a CPU
+  fails if it differs from torch's.
   """
   torch.set_num_threads(torch.get_num_threads())
 
 
-def look_calmly():
-  """Has vLLM pass over what cannot be looked at.
+def tolerate_broken_modules():
+  """Makes vLLM skip module attributes that raise when they are inspected.
 
-  As it starts on a CPU it asks everything in every module for a `__dict__`.
-  Some raise, such as what trimesh, and so a simulator, has in the place of a
-  package that is not there.
+  On a CPU, vLLM inspects `__dict__` of everything in every loaded module as it
+  starts. Some modules raise, such as the placeholders that trimesh (a
+  dependency of simulators) has for packages that are not installed.
   """
   try:
     from vllm.triton_utils import dispatcher
   except ImportError:
     return
 
-  def has(x, name):
+  def safe_hasattr(x, name):
     try:
       return hasattr(x, name)
-    except Exception:  # noqa: BLE001 (what it raises is that module's affair)
+    except Exception:  # noqa: BLE001 (foreign modules may raise anything)
       return False
 
-  dispatcher.hasattr = has  # Before the one of `builtins`, in there alone.
+  dispatcher.hasattr = safe_hasattr  # Shadows the builtin in that module only.
 
 
 @functools.cache
 def register():
-  """Makes it known to vLLM, by `NAME`."""
+  """Registers `InProcess` with vLLM under `NAME`."""
   factory.WeightTransferEngineFactory.register_engine(NAME, InProcess)

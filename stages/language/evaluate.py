@@ -1,4 +1,4 @@
-"""How a policy does on problems it did not train on."""
+"""Evaluation of a policy on held-out problems."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ from stages.language import policy_stages
 
 
 def evaluate(policy: base.Policy, verify: stages.Stage) -> Callable:
-  """Returns `Version, problem, key -> info`, greedily.
+  """Returns `Version, problem, key -> info`: greedy answers, verified.
 
   Args:
-    policy: who answers.
+    policy: the policy to evaluate.
     verify: `answer, action, mask -> base.Verdict`.
   """
   answer = policy_stages.act(policy, 'answer', greedy=True)
@@ -35,7 +35,7 @@ def evaluate(policy: base.Policy, verify: stages.Stage) -> Callable:
 
 
 def samples(x: base.Experience, reward_B) -> dict:
-  """What a person wants to see of some rows."""
+  """Rows to log: prompts, completions and rewards."""
   return {
     'prompt': x.obs.token,
     'prompt_mask': x.obs.mask,

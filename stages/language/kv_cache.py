@@ -1,8 +1,7 @@
-"""Keys and values while decoding: a value, written one token at a time.
+"""Keys and values while decoding, written one token at a time.
 
-A completion's own keys are laid out [B, K, T, W], which is how a single query
-reads them; its prompt's keys stay one row a group, and are read by all queries
-of the group at once.
+Keys of completions are laid out [B, K, T, W], as a single query reads them.
+Keys of prompts stay one row a group; all queries of a group read them at once.
 """
 
 from typing import NamedTuple
@@ -15,35 +14,35 @@ from stages.models import transformer
 
 
 class LayerCache(NamedTuple):
-  """One layer's memory of the completions so far."""
+  """Keys and values of the completions in one layer."""
 
   key: Float[Array, 'B K T W']
   value: Float[Array, 'B K T W']
 
 
 def empty(config: transformer.Config, rows: int, length: int):
-  """Memory of `rows` completions of at most `length` tokens, by layer."""
+  """Empty caches of `rows` completions of `length` tokens, by layer."""
   shape = (rows, config.K, length, config.W)
   zeros = jnp.zeros(shape, jnp.dtype(config.dtype))
   return tuple(LayerCache(zeros, zeros) for _ in range(config.L))
 
 
 def update(cache: LayerCache, t, k_B1KW, v_B1KW) -> LayerCache:
-  """Remembers token `t`."""
-  return LayerCache(
-    *(
-      jax.lax.dynamic_update_slice_in_dim(old, jnp.swapaxes(new, 1, 2), t, 2)
-      for old, new in zip(cache, (k_B1KW, v_B1KW), strict=True)
-    )
-  )
+  """Writes the keys and values of token `t`."""
+
+  def write(old, new):
+    new = jnp.swapaxes(new, 1, 2)
+    return jax.lax.dynamic_update_slice_in_dim(old, new, t, 2)
+
+  return LayerCache(write(cache.key, k_B1KW), write(cache.value, v_B1KW))
 
 
 def attention(q_B1HW, cache: LayerCache, past_BT, k_NKPW, v_NKPW, mask_NP):
-  """Attention of one query a row to its prompt and to tokens `past_BT`.
+  """Attention of one query a row to its prompt and to its tokens `past_BT`.
 
-  One softmax over both parts, in float32 or wider.
-  `jax.nn.dot_product_attention` would need the prompt's keys copied to every
-  row of the group at every token.
+  One softmax covers both parts, in float32 or wider.
+  `jax.nn.dot_product_attention` would need a copy of the prompt's keys for
+  every row of the group at every token.
   """
   B, _, H, W = q_B1HW.shape
   N, K, P, _ = k_NKPW.shape

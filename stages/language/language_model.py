@@ -1,4 +1,4 @@
-"""A language model as a policy: it acts by completing a prompt."""
+"""A policy from a language model: it acts by completing prompts."""
 
 from collections.abc import Callable
 import functools
@@ -10,7 +10,7 @@ from stages import base
 from stages.language import generate, sample
 from stages.models import transformer
 
-# Logits alive at once while scoring: 2^26 are 256 MiB in float32.
+# Logits in memory at once while scoring: 2^26 are 256 MiB in float32.
 MAX_LIVE_LOGITS = 2**26
 
 
@@ -23,44 +23,45 @@ def policy(
   init: Callable[[base.Key], base.Params] | None = None,
   max_live_logits: int = MAX_LIVE_LOGITS,
 ) -> base.Policy:
-  """The policy that a transformer is.
+  """A policy from a decoder-only transformer.
 
   Args:
-    config: the shape of the model.
-    response_length: most tokens of a completion.
-    stop: ids of the tokens that end one.
-    sampling: the distribution it acts by, and by which it is evaluated.
-    init: `key -> params`, such as a checkpoint's; fresh weights if None.
+    config: dimensions of the model.
+    response_length: maximum tokens of a completion.
+    stop: ids of the tokens that end a completion.
+    sampling: distribution to sample from, and to score actions under.
+    init: `key -> params`, such as those of a checkpoint; random weights if
+      None.
     max_live_logits: maximum number of logits in memory at once while scoring;
       longer batches are scored in chunks of time, which the backward pass
       recomputes.
   """
   model = transformer.Transformer(config)
 
-  how = {'stop': stop, 'sampling': sampling}
+  settings = {'stop': stop, 'sampling': sampling}
   act = functools.partial(
-    generate.generate, model, length=response_length, **how
+    generate.generate, model, length=response_length, **settings
   )
-  resume = functools.partial(generate.resume, model, **how)
+  resume = functools.partial(generate.resume, model, **settings)
 
   def evaluate(params, prompt, action_BT, *, group_size=1):
-    begin = generate.split_prompt(prompt, group_size)
+    split = generate.split_prompt(prompt, group_size)
     token_BT = jnp.concatenate(
-      [begin.token_B[:, None], action_BT[:, :-1]], axis=1
+      [split.token_B[:, None], action_BT[:, :-1]], axis=1
     )
     x_BTD = model.apply(
       {'params': params},
-      begin.prompt_NP,
-      begin.mask_NP,
+      split.prompt_NP,
+      split.mask_NP,
       token_BT,
-      begin.position_B,
+      split.position_B,
       method='hidden_states',
     )
     score = functools.partial(_score, model, params, sampling)
     return _in_chunks(score, x_BTD, action_BT, config.V, max_live_logits)
 
-  fresh = functools.partial(transformer.init_params, config)
-  return base.Policy(init or fresh, act, evaluate, resume=resume)
+  random = functools.partial(transformer.init_params, config)
+  return base.Policy(init or random, act, evaluate, resume=resume)
 
 
 def _score(model, params, sampling, x_BTD, action_BT) -> base.Evaluation:
@@ -86,7 +87,7 @@ def _in_chunks(score, x_BTD, action_BT, V: int, max_live_logits: int):
     return jnp.moveaxis(x, 1, 0)
 
   chunks = jax.tree.map(split, (x_BTD, action_BT))
-  made = jax.lax.map(lambda chunk: jax.checkpoint(score)(*chunk), chunks)
+  scores = jax.lax.map(lambda chunk: jax.checkpoint(score)(*chunk), chunks)
   return jax.tree.map(
-    lambda x: jnp.moveaxis(x, 0, 1).reshape(B, n * t)[:, :T], made
+    lambda x: jnp.moveaxis(x, 0, 1).reshape(B, n * t)[:, :T], scores
   )

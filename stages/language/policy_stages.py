@@ -1,4 +1,4 @@
-"""The stages in which a policy acts, and in which its trainer looks at that."""
+"""Stages of a language policy: acting and scoring its actions."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,12 +16,11 @@ def act(
   """Returns `Version, obs, keys -> Experience`, every token with its version.
 
   Args:
-    policy: who acts: on the host, if an engine outside JAX does.
-    name: of the stage.
+    policy: the policy. The stage is a host stage if an engine outside JAX acts.
+    name: name of the stage.
     group_size: adjacent rows that share their observation.
-    greedy: take the likeliest action instead of a draw.
+    greedy: take the most likely action instead of a sample.
   """
-
   host = policy.out_shapes is not None
 
   def run(actor: base.Version, obs, key_B):
@@ -33,7 +32,7 @@ def act(
     )
     return stages.Deferred(x, versioned) if host else versioned(x)
 
-  def like(actor: base.Version, obs, key_B):
+  def out_shapes(actor: base.Version, obs, key_B):
     x = policy.out_shapes(actor.params, obs, key_B)
     version = jax.ShapeDtypeStruct(x.mask.shape, actor.step.dtype)
     return x._replace(version=version)
@@ -46,13 +45,13 @@ def act(
     unbatched=(0,),
     group_size=group_size,
     host=True,
-    out_shapes=like,
+    out_shapes=out_shapes,
     asynchronous=True,
   )
 
 
 def logp(policy: base.Policy, name: str, group_size: int) -> stages.Stage:
-  """Returns `params, obs, action -> logp`, as a forward pass has it."""
+  """Returns `params, obs, action -> logp`, from a forward pass."""
 
   def run(params, obs, action_BT):
     return policy.evaluate(params, obs, action_BT, group_size=group_size).logp
@@ -63,20 +62,20 @@ def logp(policy: base.Policy, name: str, group_size: int) -> stages.Stage:
 def proximal_logp(
   policy: base.Policy, group_size: int, several: bool = False
 ) -> Callable:
-  """Returns `Version, experience -> experience`, with `proximal` where needed.
+  """Returns `Version, experience -> experience` with proximal log-probs.
 
-  Where an engine outside JAX sampled, the trainer computes log-probabilities
-  of its tokens by the same parameters: the loss is clipped around those, and
-  they tell how far engine and trainer differ. So it does, by the newest
-  parameters, where `several` versions sampled (decoupled PPO,
-  arXiv:2505.24298). Elsewhere they are already known.
+  These are the trainer's own log-probabilities under the acting parameters, and
+  the loss is clipped around them (decoupled PPO, arXiv:2505.24298). They are
+  computed where an engine outside JAX acted, whose arithmetic differs, or where
+  `several` versions acted, under the newest. Otherwise they equal the recorded
+  ones, and the experience is returned unchanged.
   """
   if policy.out_shapes is None and not several:
     return lambda actor, x: x
-  rescore = logp(policy, 'proximal_logp', group_size)
+  stage = logp(policy, 'proximal_logp', group_size)
 
   def with_proximal(actor: base.Version, x: base.Experience):
-    return x._replace(proximal=rescore(actor.params, x.obs, x.action))
+    return x._replace(proximal=stage(actor.params, x.obs, x.action))
 
   return with_proximal
 

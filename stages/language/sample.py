@@ -1,4 +1,4 @@
-"""From logits to tokens, and the distribution that they are drawn from."""
+"""Sampling of tokens from logits, and the log-probabilities of samples."""
 
 import dataclasses
 
@@ -8,12 +8,13 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """How to draw a token.
+  """The distribution to sample tokens from.
 
   Attributes:
     temperature: divides the logits.
-    top_k: keep so many of the likeliest tokens; 0 keeps all.
-    top_p: keep the fewest likeliest tokens that together reach this.
+    top_k: number of most likely tokens to keep; 0 keeps all.
+    top_p: keep the smallest set of most likely tokens whose probability
+      reaches this.
   """
 
   temperature: float = 1.0
@@ -24,7 +25,7 @@ class Sampling:
     if self.temperature <= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
       raise ValueError(
         f'{self} is not a distribution: temperature must be above 0 '
-        '(evaluation is greedy by itself), top_k 0 or more, top_p in (0, 1].'
+        '(evaluation is always greedy), top_k 0 or more, top_p in (0, 1].'
       )
 
 
@@ -32,10 +33,10 @@ def shape(logit_BTV, sampling: Sampling, keep_BT=None):
   """Logits of the distribution that is sampled from, dropped tokens at −∞.
 
   Args:
-    logit_BTV: what the model says.
-    sampling: what to make of it.
-    keep_BT: tokens never dropped: those already drawn, whose log-probability
-      must stay finite when the parameters have moved on.
+    logit_BTV: logits of the model.
+    sampling: temperature, top-k and top-p.
+    keep_BT: tokens that are never dropped: samples, whose log-probability must
+      stay finite after the parameters have changed.
   """
   logit_BTV = logit_BTV / sampling.temperature
   V = logit_BTV.shape[-1]
@@ -49,7 +50,7 @@ def shape(logit_BTV, sampling: Sampling, keep_BT=None):
       jnp.arange(V)[None, None] < sampling.top_k, sorted_BTV, -jnp.inf
     )
   if sampling.top_p < 1.0:
-    # A token is kept while those before it have not reached top_p.
+    # A token is kept if the more likely ones together are below top_p.
     share_BTV = jax.nn.softmax(sorted_BTV, axis=-1)
     before_BTV = jnp.cumsum(share_BTV, axis=-1) - share_BTV
     n_BT = (before_BTV < sampling.top_p).sum(-1)
@@ -67,13 +68,13 @@ def logp(logit_BTV, token_BT):
 
 
 def entropy(logit_BTV):
-  """Entropy in nats; tokens at −∞ have no part in it."""
+  """Entropy in nats; tokens at −∞ contribute 0."""
   logp_BTV = jax.nn.log_softmax(logit_BTV, axis=-1)
-  # Chosen before it is multiplied: 0 · −∞ is no number, nor is its gradient.
+  # Select before multiplying: 0 · −∞ is NaN, and so is its gradient.
   finite_BTV = jnp.where(jnp.isfinite(logp_BTV), logp_BTV, 0.0)
   return -(jnp.exp(logp_BTV) * finite_BTV).sum(-1)
 
 
 def draw(key_B, logit_BV):
-  """One token a row, each by its own key (Gumbel-max)."""
+  """Samples one token a row, each with its own key (Gumbel-max)."""
   return jax.vmap(jax.random.categorical)(key_B, logit_BV)

@@ -1,4 +1,4 @@
-"""Between text and tokens, on the host."""
+"""Conversion between text and tokens, on the host."""
 
 from collections.abc import Iterable, Sequence
 import functools
@@ -21,7 +21,7 @@ def load_tokenizer(checkpoint: str):
   """
   import transformers
 
-  # Else `transformers` would take it for the name of a model to download.
+  # Otherwise `transformers` would take it as the name of a model to download.
   if not pathlib.Path(checkpoint).is_dir():
     raise ValueError(
       f'There is no checkpoint at {checkpoint}: give the folder of a model in '
@@ -39,15 +39,15 @@ def load_tokenizer(checkpoint: str):
 def train_tokenizer(
   folder: str | pathlib.Path, texts: Iterable[str], size: int
 ):
-  """Makes a BPE tokenizer in the manner of Qwen2, digit by digit.
+  """Trains a BPE tokenizer like that of Qwen2, with one token a digit.
 
   Its vocabulary has the characters of `texts` only; `encode_prompts` refuses
   others. Starting from all 256 bytes would make it five times as large.
 
   Args:
-    folder: where its files go.
-    texts: what it should be able to spell.
-    size: most tokens it may have; merges fill what characters leave.
+    folder: folder to save it in.
+    texts: texts that it must be able to encode.
+    size: maximum vocabulary size; merges fill what characters leave.
 
   Returns:
     The tokenizer.
@@ -76,25 +76,25 @@ def train_tokenizer(
 
 
 def encode_prompts(tokenizer, texts: Sequence[str], length: int) -> base.Prompt:
-  """Texts as prompts, padded on the left to `length` tokens.
+  """Encodes prompts, padded on the left to `length` tokens.
 
   Raises:
-    ValueError: for a text of more tokens, or of none, or with characters that
-      the tokenizer does not know.
+    ValueError: for a text without tokens, with more than `length`, or with
+      characters that the tokenizer does not know.
   """
   rows = tokenizer(list(texts), add_special_tokens=False)['input_ids']
   for text, row in zip(texts, rows, strict=True):
-    # A tokenizer without a token for the unknown leaves it out in silence.
+    # A tokenizer without an unknown token drops unknown characters silently.
     lost = _characters(text) - _characters(tokenizer.decode(row))
     if lost:
       raise ValueError(
         f'The prompt {text!r} has {sorted(lost)}, which this tokenizer cannot '
-        'spell: leave that out of the template, or use another checkpoint.'
+        'encode: remove these characters, or use another checkpoint.'
       )
     if not 0 < len(row) <= length:
       raise ValueError(
         f'The prompt {text!r} has {len(row)} tokens and the limit is {length}: '
-        'raise prompt_length, or leave such prompts out.'
+        'raise prompt_length, or leave out such prompts.'
       )
   token_BP = np.zeros((len(rows), length), np.int32)
   mask_BP = np.zeros((len(rows), length), np.int32)
@@ -109,10 +109,10 @@ def _characters(text: str) -> set[str]:
 
 
 def encode_completions(tokenizer, texts: Sequence[str], length: int):
-  """Texts as completions that end, padded on the right to `length` tokens.
+  """Encodes completions with an end token, padded on the right to `length`.
 
   Returns:
-    Tokens [B, T], and a mask that is one on the text and on its end.
+    Tokens [B, T], and a mask that is 1 on the text and on its end token.
   """
   rows = tokenizer(list(texts), add_special_tokens=False)['input_ids']
   action_BT = np.zeros((len(rows), length), np.int32)
@@ -122,7 +122,7 @@ def encode_completions(tokenizer, texts: Sequence[str], length: int):
     if len(row) > length:
       raise ValueError(
         f'The example {texts[i]!r} has {len(row)} tokens and the limit is '
-        f'{length}: raise the length of completions.'
+        f'{length}: raise response_length.'
       )
     action_BT[i, : len(row)] = row
     mask_BT[i, : len(row)] = 1.0
@@ -130,7 +130,7 @@ def encode_completions(tokenizer, texts: Sequence[str], length: int):
 
 
 def decode(tokenizer, token_BT, mask_BT) -> list[str]:
-  """Text of every row, without its end token."""
+  """The text of every row, without its end token."""
   rows = [
     row[keep > 0].tolist() for row, keep in zip(token_BT, mask_BT, strict=True)
   ]

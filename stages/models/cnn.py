@@ -53,7 +53,7 @@ class Encoder(nn.Module):
   @nn.compact
   def __call__(self, obs):
     """`a tree of [..., rows, columns, colors] and [..., O] -> [..., O]`."""
-    leaves = tree_paths.of(obs)
+    leaves = tree_paths.flatten(obs)
     made = [
       CameraEncoder(self.config, name=camera.replace('/', '_'))(leaves[camera])
       for camera in self.cameras
@@ -130,7 +130,7 @@ def encoder(like, config: Config, ignored: tuple[str, ...] = ()) -> Encoder:
     ValueError: if there is something that it cannot read.
   """
   cameras, vectors = [], []
-  for name, x in tree_paths.of(like).items():
+  for name, x in tree_paths.flatten(like).items():
     if name in ignored:
       continue
     if x.dtype == jnp.uint8 and len(x.shape) == 3:

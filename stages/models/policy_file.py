@@ -24,7 +24,8 @@ def export(folder: str | pathlib.Path, params):
   folder.mkdir(parents=True, exist_ok=True)
   part = folder / f'{FILE}.part'  # It is there whole or not at all.
   arrays = {
-    name: np.asarray(x, order='C') for name, x in tree_paths.of(params).items()
+    name: np.asarray(x, order='C')
+    for name, x in tree_paths.flatten(params).items()
   }
   st.save_file(arrays, part)
   part.replace(folder / FILE)
@@ -48,7 +49,9 @@ def read(folder: str | pathlib.Path, like):
       f'There is no policy at {path}: give the folder `model` of a run.'
     )
   arrays = st.load_file(path)
-  want = {name: (x.shape, x.dtype) for name, x in tree_paths.of(like).items()}
+  want = {
+    name: (x.shape, x.dtype) for name, x in tree_paths.flatten(like).items()
+  }
   got = {name: (x.shape, x.dtype) for name, x in arrays.items()}
   if want != got:
     name = min(n for n in want | got if want.get(n) != got.get(n))
@@ -56,7 +59,7 @@ def read(folder: str | pathlib.Path, like):
       f'{path} holds another policy: {name} is {got.get(name)} there and '
       f'should be {want.get(name)}. Give the settings it was trained with.'
     )
-  leaves = [arrays[name] for name in tree_paths.of(like)]
+  leaves = [arrays[name] for name in tree_paths.flatten(like)]
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: from and to checkpoints of Hugging Face."""
+"""Qwen2 and Qwen2.5: loading and exporting Hugging Face checkpoints."""
 
 from collections.abc import Callable
 import json
@@ -33,7 +33,7 @@ NAMES = {
   'up_DF': Tensor('model.layers.{i}.mlp.up_proj.weight', 1),
   'down_FD': Tensor('model.layers.{i}.mlp.down_proj.weight', 1),
 }
-# What a checkpoint holds beside its tensors, and export hands on.
+# Files of a checkpoint beside its tensors, which `export` copies.
 COMPANIONS = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -47,7 +47,7 @@ COMPANIONS = (
 
 
 def _rope(c, path) -> rope_lib.RopeConfig:
-  """The rotary embedding that a configuration describes."""
+  """The rotary embedding of a configuration."""
   r = c.rope_parameters
   kind = r.get('rope_type', 'default')
   known = {'default', 'linear', 'yarn', 'llama3'}
@@ -82,15 +82,15 @@ def _rope(c, path) -> rope_lib.RopeConfig:
 def load_config(
   checkpoint: str | pathlib.Path, *, dtype: str | None = None, remat='none'
 ) -> transformer.Config:
-  """The shape of a checkpoint's model, from its config.json.
+  """The model configuration in a checkpoint's config.json.
 
   Args:
     checkpoint: folder of a Hugging Face checkpoint.
-    dtype: of the arithmetic; the checkpoint's own if None.
-    remat: what the backward pass keeps, as in `transformer.Config`.
+    dtype: type of the arithmetic; that of the checkpoint if None.
+    remat: as in `transformer.Config`.
 
   Raises:
-    CheckpointError: for no such folder, or another kind of model.
+    CheckpointError: if the folder is missing, or holds another kind of model.
   """
   path = pathlib.Path(checkpoint) / 'config.json'
   if not path.is_file():
@@ -141,7 +141,7 @@ def load_config(
 
 
 def stop_tokens(checkpoint: str | pathlib.Path) -> tuple[int, ...]:
-  """Ids that end a text, from generation_config.json or config.json."""
+  """Ids of end tokens, from generation_config.json or config.json."""
   folder, ids = pathlib.Path(checkpoint), None
   for name in ('config.json', 'generation_config.json'):
     if (folder / name).is_file():
@@ -151,7 +151,7 @@ def stop_tokens(checkpoint: str | pathlib.Path) -> tuple[int, ...]:
 
 
 def load_params(checkpoint: str | pathlib.Path, config: transformer.Config):
-  """A checkpoint's parameters."""
+  """The parameters of a checkpoint."""
   # Some checkpoints of tied models store the embedding a second time.
   ignored = frozenset({'lm_head.weight'} if config.tie_embeddings else ())
   return weights.load(
@@ -169,15 +169,15 @@ def policy(
   max_live_logits: int = language_model.MAX_LIVE_LOGITS,
   engine: Callable[..., base.Policy] | None = None,
 ) -> base.Policy:
-  """A checkpoint as a policy.
+  """A policy from a checkpoint.
 
   Args:
     checkpoint: folder of a Qwen2 or Qwen2.5 model in Hugging Face format.
-    response_length: most tokens of a completion.
-    sampling: the distribution it acts by.
-    dtype: of the arithmetic; the checkpoint's own if None.
-    remat: what the backward pass keeps, as in `transformer.Config`.
-    max_live_logits: how many logits may be alive at once while evaluating.
+    response_length: maximum tokens of a completion.
+    sampling: distribution to sample from.
+    dtype: type of the arithmetic; that of the checkpoint if None.
+    remat: as in `transformer.Config`.
+    max_live_logits: as in `language_model.policy`.
     engine: an engine that generates in place of the model, such as vLLM:
       `policy, *, checkpoint, config, names, response_length, stop, sampling ->
       policy`; None to generate with the model itself.
@@ -185,32 +185,36 @@ def policy(
   config = load_config(checkpoint, dtype=dtype, remat=remat)
 
   def init(key):
-    if isinstance(key, jax.core.Tracer):  # Only shapes are asked for.
+    if isinstance(key, jax.core.Tracer):  # Only shapes are needed.
       return jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype), transformer.param_shapes(config)
       )
     return load_params(checkpoint, config)
 
-  how = {
+  settings = {
     'response_length': response_length,
     'stop': stop_tokens(checkpoint),
     'sampling': sampling,
   }
-  made = language_model.policy(
-    config, **how, init=init, max_live_logits=max_live_logits
+  own = language_model.policy(
+    config, **settings, init=init, max_live_logits=max_live_logits
   )
   if engine is None:
-    return made
-  return engine(made, checkpoint=checkpoint, config=config, names=NAMES, **how)
+    return own
+  return engine(
+    own, checkpoint=checkpoint, config=config, names=NAMES, **settings
+  )
 
 
 def save_config(folder: pathlib.Path, c: transformer.Config, **extra):
-  """config.json of a model made here, for `transformers` to read."""
+  """Writes the config.json of a new model, for `transformers` to read."""
   import transformers
 
   if c.rope.kind != 'default' or not c.qkv_bias:
     raise ValueError(
-      'A model made here has the default rope and biases, as Qwen2.5 has.'
+      'A config.json is written for models with the default rope and biases, '
+      f'as Qwen2.5 has; this one has rope {c.rope.kind!r} and '
+      f'qkv_bias={c.qkv_bias}.'
     )
   transformers.Qwen2Config(
     vocab_size=c.V,
@@ -234,13 +238,13 @@ def export(folder: str | pathlib.Path, params, checkpoint: str | pathlib.Path):
   """Writes trained parameters as a checkpoint that `transformers` loads.
 
   Args:
-    folder: where to.
-    params: of the model; written in the type that the checkpoint has.
-    checkpoint: where the model came from: its configuration and tokenizer.
+    folder: folder to write.
+    params: parameters of the model; written in the type of `checkpoint`.
+    checkpoint: the original model, for its configuration and tokenizer.
   """
   folder, source = pathlib.Path(folder), pathlib.Path(checkpoint)
-  # Beside it first: the folder may be the one that the model came from, and
-  # must be whole or as it was.
+  # Write beside the folder, then rename: it may be the original checkpoint, and
+  # an interrupted export must leave it as it was.
   part = folder.with_name(f'{folder.name}.part')
   shutil.rmtree(part, ignore_errors=True)
   config = json.loads((source / 'config.json').read_text())

@@ -1,4 +1,4 @@
-"""Rotary position embedding, arXiv:2104.09864, and how it is stretched."""
+"""Rotary position embedding, arXiv:2104.09864, with long-context scaling."""
 
 import dataclasses
 import math
@@ -10,23 +10,26 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-  """How positions become angles.
+  """Settings of a rotary position embedding.
 
   Attributes:
-    theta: θ; plane i turns by base^(−2i/W) radians a token.
+    theta: base of the frequencies: plane i turns by theta^(−2i/W) radians a
+      token.
     kind: 'default'; 'linear' divides every angle by `factor`; 'yarn'
-      (arXiv:2309.00071) does so for slow planes only and sharpens attention;
-      'llama3' does so for planes whose wavelength exceeds the original context.
-    factor: how many times longer the context became.
-    original_context: tokens of context before stretching.
+      (arXiv:2309.00071) divides those of slow planes only and sharpens
+      attention; 'llama3' divides those of planes whose wavelength exceeds the
+      original context.
+    factor: ratio of the extended context to the original one.
+    original_context: tokens of context before the extension.
     beta_fast: 'yarn': planes that turn at least this often within
       `original_context` are left alone.
     beta_slow: 'yarn': planes that turn less often are divided by `factor`.
     truncate: 'yarn': round the planes at which the ramp starts and ends.
     attention_factor: 'yarn': scale of the embedding; computed from `factor` if
       None.
-    low_freq_factor: 'llama3': `low_freq_factor`.
-    high_freq_factor: 'llama3': `high_freq_factor`.
+    low_freq_factor: 'llama3': planes that turn less often than this within
+      `original_context` are divided by `factor`.
+    high_freq_factor: 'llama3': planes that turn more often are left alone.
   """
 
   theta: float = 1e6
@@ -42,7 +45,7 @@ class RopeConfig:
 
 
 def frequencies(rope: RopeConfig, width: int) -> tuple[np.ndarray, float]:
-  """Radians a token of each of the `width / 2` planes, and the scale."""
+  """Radians per token of the `width / 2` planes, and the embedding's scale."""
   plane_R = np.arange(0, width, 2, dtype=np.float32)
   turn_R = 1.0 / rope.theta ** (plane_R / np.float32(width))
   match rope.kind:
@@ -62,7 +65,7 @@ def frequencies(rope: RopeConfig, width: int) -> tuple[np.ndarray, float]:
 
 def _yarn(rope, width, turn_R):
   def plane(turns):
-    """The plane that turns so many times within the original context."""
+    """The plane that makes `turns` turns within the original context."""
     length = rope.original_context / (turns * 2 * math.pi)
     return width * math.log(length) / (2 * math.log(rope.theta))
 
@@ -97,12 +100,12 @@ def angles(rope: RopeConfig, width: int, position_BT):
 
 
 def rotate(x_BTHW, cos_BTR, sin_BTR):
-  """Turns each half-split plane of each head, in float32.
+  """Rotates each half-split plane of each head, in float32 or wider.
 
   x′ᵢ = xᵢ cos − xᵢ₊ᵣ sin      x′ᵢ₊ᵣ = xᵢ₊ᵣ cos + xᵢ sin
   """
   cos, sin = cos_BTR[:, :, None], sin_BTR[:, :, None]
   wide = jnp.promote_types(x_BTHW.dtype, jnp.float32)
   left, right = jnp.split(x_BTHW.astype(wide), 2, axis=-1)
-  turned = (left * cos - right * sin, right * cos + left * sin)
-  return jnp.concatenate(turned, axis=-1).astype(x_BTHW.dtype)
+  rotated = (left * cos - right * sin, right * cos + left * sin)
+  return jnp.concatenate(rotated, axis=-1).astype(x_BTHW.dtype)

@@ -1,9 +1,10 @@
 """A decoder-only transformer of the Qwen2 family.
 
 Grouped-query attention with biases, rotary positions, RMSNorm and a gated
-feed-forward. A sequence is read in two parts, because the completions of one
-prompt share it: the prompt once a group, then each completion, which attends to
-its prompt's keys and to its own. Learning and generating read it the same way.
+feed-forward. The completions of a group share their prompt, so a sequence is
+processed in two parts: the prompt once a group, then each completion, which
+attends to the keys of its prompt and to its own. Training and generation do
+this in the same way.
 """
 
 import dataclasses
@@ -22,25 +23,26 @@ from stages.models import rope as rope_lib
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """The shape of a model, in the letters of `stages/base.py`.
+  """Dimensions and settings of a model; letters as in `stages/base.py`.
 
   Attributes:
-    V: vocabulary.
+    V: vocabulary size.
     D: model width.
-    L: layers.
-    H: query heads.
-    K: key-value heads, of which each serves H / K query heads.
+    L: number of layers.
+    H: number of query heads.
+    K: number of key-value heads; each serves H / K query heads.
     W: width of a head.
     F: width of the feed-forward.
-    rope: how positions become angles.
-    norm_epsilon: of RMSNorm.
+    rope: rotary position embedding.
+    norm_epsilon: ε of RMSNorm.
     qkv_bias: whether query, key and value have biases.
     tie_embeddings: whether the output layer is the embedding.
-    dtype: of the arithmetic. Parameters are kept in float32 or wider, as in
-      bfloat16 an update below a part in 256 would be rounded away.
-    remat: what the backward pass keeps: 'none' to keep all, or the name of a
-      policy in `jax.checkpoint_policies`, such as 'nothing_saveable'.
-    init_stddev: standard deviation of fresh weights.
+    dtype: type of the arithmetic. Parameters are stored in float32 or wider:
+      in bfloat16, updates below 1/256 of a weight would be rounded away.
+    remat: activations stored for the backward pass: 'none' to store all, or
+      the name of a policy in `jax.checkpoint_policies`, such as
+      'nothing_saveable'.
+    init_stddev: standard deviation of random weights.
   """
 
   V: int
@@ -60,7 +62,7 @@ class Config:
 
   @property
   def param_dtype(self):
-    """The type that parameters are kept in."""
+    """The type that parameters are stored in."""
     return jnp.promote_types(jnp.dtype(self.dtype), jnp.float32)
 
   def __post_init__(self):
@@ -98,12 +100,12 @@ def rms_norm(x_BTD, scale_D, norm_epsilon):
 
 
 def attention(q_BTHW, k_BCKW, v_BCKW, mask_BTC):
-  """Attention where `mask_BTC`, its softmax in float32 or wider."""
+  """Attention where `mask_BTC` is true, with a softmax in float32 or wider."""
   if q_BTHW.dtype != jnp.float64:
     return jax.nn.dot_product_attention(
       q_BTHW, k_BCKW, v_BCKW, mask=mask_BTC[:, None]
     )
-  # The library takes every softmax in float32: in float64, an error of 1e-6.
+  # The library computes every softmax in float32, an error of 1e-6 in float64.
   B, T, H, W = q_BTHW.shape
   K = k_BCKW.shape[2]
   q_BTKJW = q_BTHW.reshape(B, T, K, H // K, W)
@@ -117,13 +119,13 @@ def attention(q_BTHW, k_BCKW, v_BCKW, mask_BTC):
 def _parameter(module, name, *shape):
   """A parameter for use in the arithmetic of `module.config.dtype`."""
   c = module.config
-  # `init_params` gives values; flax is asked for names and shapes only.
+  # `init_params` draws the values; flax only declares names and shapes.
   zeros = nn.initializers.zeros
   return module.param(name, zeros, shape, c.param_dtype).astype(c.dtype)
 
 
 class Block(nn.Module):
-  """One layer."""
+  """One transformer layer."""
 
   config: Config
 
@@ -161,7 +163,7 @@ class Block(nn.Module):
     return q_BTHW, k_BTKW, v_BTKW
 
   def finish(self, x_BTD, seen_BTHW):
-    """Adds what attention saw, then what the feed-forward makes of it."""
+    """Adds the output of attention, then that of the feed-forward."""
     x_BTD += jnp.einsum('BTHW,HWD->BTD', seen_BTHW, self.out_HWD)
     x_BTD = rules.shard_rows(x_BTD)
     y_BTD = rms_norm(x_BTD, self.after_D, self.config.norm_epsilon)
@@ -172,15 +174,15 @@ class Block(nn.Module):
     return rules.shard_rows(x_BTD)
 
   def __call__(self, x_NSD, cos_NSR, sin_NSR, mask_NPP, mask_BTC):
-    """Reads each group: its prompt, then its completions end to end.
+    """Processes each group: its prompt, then its completions end to end.
 
     Args:
-      x_NSD: activations; S is P + group · T.
-      cos_NSR: of the angle of every position.
-      sin_NSR: likewise.
-      mask_NPP: where prompts look within themselves.
-      mask_BTC: where completions look: at their prompt, then at themselves;
-        None where there are none.
+      x_NSD: activations; S is P + group_size · T.
+      cos_NSR: cosine of the angle of every position.
+      sin_NSR: sine of it.
+      mask_NPP: where prompts attend to themselves.
+      mask_BTC: where completions attend: to their prompt, then to themselves;
+        None without completions.
 
     Returns:
       Activations, and the prompts' keys and values.
@@ -211,7 +213,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-  """The stack: embedding, scanned layers, norm, and logits when asked for."""
+  """The model: embedding, scanned layers, final norm and output layer."""
 
   config: Config
 
@@ -234,7 +236,7 @@ class Transformer(nn.Module):
     )(c)
 
   def embed(self, token_BT):
-    # Padding may hold any id; out of range it would read NaN.
+    # Padding may hold any id; one out of range would give NaN.
     return jnp.take(self.embed_VD, token_BT, axis=0, mode='clip')
 
   def logits(self, x_BTD):
@@ -247,17 +249,17 @@ class Transformer(nn.Module):
     return logit_BTV.astype(jnp.promote_types(logit_BTV.dtype, jnp.float32))
 
   def prefill(self, token_NP, mask_NP) -> PromptCache:
-    """Reads prompts, padded anywhere: their keys and values."""
+    """Keys and values of prompts, padded anywhere."""
     _, (key, value) = self._prompts(token_NP, mask_NP)
     return PromptCache(key, value)
 
   def hidden_states(self, token_NP, mask_NP, token_BT, start_B):
-    """Last hidden states [B, T, D] of completions of prompts.
+    """Final hidden states [B, T, D] of completions.
 
     Args:
       token_NP: prompts, one a group, padded anywhere.
-      mask_NP: one where a completion may look.
-      token_BT: completions, the rows of a group next to each other.
+      mask_NP: one where completions may attend.
+      token_BT: completions; the rows of a group are adjacent.
       start_B: position of the first token of each.
     """
     (N, P), (B, T) = token_NP.shape, token_BT.shape
@@ -284,23 +286,23 @@ class Transformer(nn.Module):
     return self._stack(token_NP, positions(mask_NP), _causal(mask_NP), None)
 
   def __call__(self, token_NP, mask_NP):
-    """Logits after every token of padded sequences: the textbook forward."""
+    """Logits after every token of padded sequences: the plain forward pass."""
     return self.logits(self._prompts(token_NP, mask_NP)[0])
 
 
 def positions(mask_NP):
-  """Positions of tokens, not counting padding."""
+  """Positions of tokens, without padding."""
   return jnp.cumsum(mask_NP, axis=1, dtype=jnp.int32) - 1
 
 
 def _causal(mask_NP):
-  """Where tokens of padded prompts look: back, and at real tokens."""
+  """Causal mask [N, P, P] of padded prompts: earlier and real tokens only."""
   P = mask_NP.shape[1]
   return jnp.tri(P, dtype=bool)[None] & (mask_NP[:, None] > 0)
 
 
 def layer_params(params: Any, i: int) -> Any:
-  """Parameters of layer `i` alone."""
+  """Parameters of layer `i`."""
   return jax.tree.map(lambda x: x[i], params['layers'])
 
 
@@ -308,34 +310,34 @@ def param_shapes(config: Config) -> Any:
   """Shapes and types of the parameters of a model."""
   token_11 = jnp.zeros((1, 1), jnp.int32)
   model = Transformer(config)
-  made = jax.eval_shape(model.init, jax.random.key(0), token_11, token_11)
-  return made['params']
+  variables = jax.eval_shape(model.init, jax.random.key(0), token_11, token_11)
+  return variables['params']
 
 
 def init_params(config: Config, key: jax.Array) -> Any:
-  """Fresh parameters: normal matrices, norms of one, biases of zero.
+  """Random parameters: normal matrices, norms of one, biases of zero.
 
-  One draw for all: compiling one for each takes seconds.
+  One draw serves all matrices: compiling one for each takes seconds.
   """
-  like = param_shapes(config)
+  shapes = param_shapes(config)
 
   @jax.jit
   def draw(key):
-    leaves, tree = jax.tree_util.tree_flatten_with_path(like)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
     ends = np.cumsum([leaf.size for _, leaf in leaves])
     noise = (
       jax.random.normal(key, ends[-1:], config.param_dtype) * config.init_stddev
     )
-    made = []
+    params = []
     for (path, leaf), part in zip(
       leaves, jnp.split(noise, ends[:-1]), strict=True
     ):
       name = path[-1].key
       if 'bias' in name or name.endswith('_D'):
         fill = 0.0 if 'bias' in name else 1.0
-        made.append(jnp.full(leaf.shape, fill, leaf.dtype))
+        params.append(jnp.full(leaf.shape, fill, leaf.dtype))
       else:
-        made.append(part.reshape(leaf.shape))
-    return jax.tree.unflatten(tree, made)
+        params.append(part.reshape(leaf.shape))
+    return jax.tree.unflatten(tree, params)
 
   return draw(key)

@@ -1,9 +1,9 @@
-"""Sums of long numbers, worked out digit by digit.
+"""Addition of long numbers, worked out digit by digit.
 
 A problem is `347+58=`. A worked answer adds the columns from the right, each
 with its carry, and then says the sum: `7+8=15,4+5+1=10,3+1=4;405`. Only the
-last number of a completion is judged, as far as it got if it was cut off, so a
-policy is free to work otherwise.
+last number of a completion is verified, even if the completion was cut off, so
+a policy may work in another way.
 """
 
 import re
@@ -18,12 +18,12 @@ from stages import base
 from stages.language import tokens
 
 NUMBER = re.compile(r'\d+')
-HELD_OUT = 16  # One pair in so many is kept from training.
+HELD_OUT = 16  # One pair in 16 is held out from training.
 TEMPLATE = '{a}+{b}='
 
 
 class Digits(NamedTuple):
-  """How long operands are, from one digit to nine: sums are of 32 bits."""
+  """Range of operand lengths in digits, within 1 … 9: sums fit in 32 bits."""
 
   min: int = 3
   max: int = 4
@@ -42,13 +42,13 @@ def worked_answer(a: int, b: int) -> str:
 
 
 def is_held_out(a, b):
-  """Whether a pair is kept from training, in either order."""
+  """Whether a pair is held out from training, in either order."""
   low, high = np.minimum(a, b), np.maximum(a, b)
   return (low * 7919 + high * 104729) // 7 % HELD_OUT == 0
 
 
 def pairs(rng, rows: int, digits: Digits, held_out: bool):
-  """`rows` pairs of operands, each as likely long as short."""
+  """`rows` pairs of operands, with uniformly distributed lengths."""
   if not 1 <= digits.min <= digits.max <= 9:
     raise ValueError(
       f'Operands of {digits.min} to {digits.max} digits were asked for: '
@@ -78,15 +78,15 @@ def _problem(tokenizer, pair, template, chat, prompt_length) -> base.Problem:
 
 
 def _source(tokenizer, make, held) -> base.Source:
-  """A source whose batches are a function of the seed and their number."""
+  """A source whose batches depend on the seed and the batch number only."""
 
   def init(seed):
     return {'seed': np.array(seed), 'batch': np.array(0)}
 
   def advance(state, metrics):
-    del metrics  # The task is as hard at the end as at the beginning.
+    del metrics  # There is no curriculum.
     rng = np.random.default_rng([int(state['seed']), int(state['batch'])])
-    # NumPy makes the sum of arrays without dimensions a mere number.
+    # NumPy returns a scalar, not an array, for a sum of 0-d arrays.
     batch = np.asarray(state['batch'] + 1)
     return {**state, 'batch': batch}, make(rng)
 
@@ -98,8 +98,8 @@ def _source(tokenizer, make, held) -> base.Source:
 def _held_out(tokenizer, digits, rows, batch, template, chat, prompt_length):
   if rows % batch:
     raise ValueError(
-      f'{rows} held-out problems cannot be asked in batches of {batch}: make '
-      'one a multiple of the other.'
+      f'{rows} held-out problems cannot be cut into batches of {batch}: make '
+      'held_out a multiple of held_out_batch.'
     )
 
   def held():
@@ -123,15 +123,15 @@ def problems(
   template: str = TEMPLATE,
   chat: bool = False,
 ) -> base.Source:
-  """Problems to solve, never those of the held-out set.
+  """A source of problems to solve, never those of the held-out set.
 
   Args:
-    checkpoint: whose tokenizer to use.
+    checkpoint: folder of the model whose tokenizer to use.
     batch_size: problems a batch.
     prompt_length: tokens that prompts are padded to.
-    digits: how long operands are.
-    held_out: how many problems are kept for evaluation.
-    held_out_batch: how many of them are asked at once.
+    digits: range of operand lengths.
+    held_out: number of problems held out for evaluation.
+    held_out_batch: number of them in a batch.
     template: the text of a problem, in terms of `{a}` and `{b}`.
     chat: whether to wrap the text in the tokenizer's chat template.
   """
@@ -155,16 +155,16 @@ def examples(
   held_out: int = 512,
   held_out_batch: int = 256,
 ) -> base.Source:
-  """Worked examples to imitate, never those of the held-out set.
+  """A source of worked examples to imitate, never of held-out problems.
 
   Args:
-    checkpoint: whose tokenizer to use.
+    checkpoint: folder of the model whose tokenizer to use.
     batch_size: examples a batch.
     prompt_length: tokens that prompts are padded to.
     response_length: tokens that worked answers are padded to.
-    digits: how long operands are.
-    held_out: how many problems are kept for evaluation.
-    held_out_batch: how many of them are asked at once.
+    digits: range of operand lengths.
+    held_out: number of problems held out for evaluation.
+    held_out_batch: number of them in a batch.
   """
   tokenizer = tokens.load_tokenizer(checkpoint)
   shape = TEMPLATE, False, prompt_length
@@ -182,7 +182,7 @@ def examples(
 
 
 def corpus(num_problems: int = 1000) -> list[str]:
-  """Text of the task, for a tokenizer to learn from."""
+  """Texts of the task, to train a tokenizer on."""
   pair = pairs(np.random.default_rng(0), num_problems, Digits(1, 6), False)
   return [
     TEMPLATE.format(a=a, b=b) + worked_answer(int(a), int(b)) for a, b in pair
@@ -190,25 +190,25 @@ def corpus(num_problems: int = 1000) -> list[str]:
 
 
 def verify(checkpoint: str) -> stages.Stage:
-  """A stage `answer, action, mask -> Verdict`: is the last number the sum?
+  """A stage `answer, action, mask -> Verdict`: is the last number right?
 
   Args:
-    checkpoint: whose tokenizer to read completions with.
+    checkpoint: folder of the model whose tokenizer to decode with.
   """
   tokenizer = tokens.load_tokenizer(checkpoint)
 
-  def judge(answer_B, action_BT, mask_BT) -> base.Verdict:
-    said = tokens.decode(tokenizer, action_BT, mask_BT)
-    numbers = [NUMBER.findall(s)[-1:] for s in said]
+  def verify_texts(answer_B, action_BT, mask_BT) -> base.Verdict:
+    texts = tokens.decode(tokenizer, action_BT, mask_BT)
+    numbers = [NUMBER.findall(text)[-1:] for text in texts]
     right_B = np.array(
       [n == [str(a)] for n, a in zip(numbers, answer_B.tolist(), strict=True)],
       np.float32,
     )
     return base.Verdict(right_B, right_B)
 
-  def like(answer, action, mask):
+  def out_shapes(answer, action, mask):
     del answer, mask
     row = jax.ShapeDtypeStruct(action.shape[:1], jnp.float32)
     return base.Verdict(row, row)
 
-  return stages.Stage(judge, 'reward', host=True, out_shapes=like)
+  return stages.Stage(verify_texts, 'reward', host=True, out_shapes=out_shapes)

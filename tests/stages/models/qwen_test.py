@@ -232,7 +232,7 @@ def test_a_rope_that_would_be_lost_is_not_written(tmp_path):
   config = dataclasses.replace(
     SMALL, rope=rope.RopeConfig(kind='linear', factor=2)
   )
-  with pytest.raises(ValueError, match='has the default rope and biases'):
+  with pytest.raises(ValueError, match='with the default rope and biases'):
     qwen.save_config(tmp_path, config)
 
 
