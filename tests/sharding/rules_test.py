@@ -27,7 +27,7 @@ def spec(name, *shape, **kwargs):
   return rules.partition_spec(mixed(), rules.letters_of(name), shape, **kwargs)
 
 
-def spell(*keys, shape):
+def dimensions(*keys, shape):
   path = [jax.tree_util.DictKey(key) for key in keys]
   return rules.dimensions(path, shape)
 
@@ -94,20 +94,20 @@ def test_a_dimension_that_devices_cannot_share_evenly_is_refused(size):
     spec('token_BT', 6, 5)
 
 
-def test_the_last_key_spells_and_layers_lie_ahead():
-  assert spell('up_DF', shape=(32, 64)) == ('D', 'F')
-  assert spell('layers', 'up_DF', shape=(2, 32, 64)) == ('', 'D', 'F')
-  assert spell('layers', 'norm_D', shape=(2, 32)) == ('', 'D')
-  assert spell('step', shape=()) == ()
-  assert spell('token', shape=(8, 5)) == ('', '')
+def test_the_last_key_spells_the_dimensions_and_layers_come_first():
+  assert dimensions('up_DF', shape=(32, 64)) == ('D', 'F')
+  assert dimensions('layers', 'up_DF', shape=(2, 32, 64)) == ('', 'D', 'F')
+  assert dimensions('layers', 'norm_D', shape=(2, 32)) == ('', 'D')
+  assert dimensions('step', shape=()) == ()
+  assert dimensions('token', shape=(8, 5)) == ('', '')
   assert rules.dimensions((), (3,)) == ('',)
 
 
 def test_a_name_of_another_rank_spells_nothing():
-  assert spell('up_DF', shape=(32,)) is None
-  assert spell('up_DF', shape=(2, 32, 64)) is None  # Not under `layers`.
-  assert spell('layers', 'up_DF', shape=(7, 2, 32, 64)) is None
-  assert spell('layers', 'up_DF', shape=(2, 32)) is None  # Not D by F.
+  assert dimensions('up_DF', shape=(32,)) is None
+  assert dimensions('up_DF', shape=(2, 32, 64)) is None  # Not under `layers`.
+  assert dimensions('layers', 'up_DF', shape=(7, 2, 32, 64)) is None
+  assert dimensions('layers', 'up_DF', shape=(2, 32)) is None  # Not D by F.
 
 
 def test_the_stack_of_layers_is_never_shared():
@@ -143,7 +143,7 @@ def test_a_refused_parameter_is_named():
 
 
 def layouts(optimizer, axes):
-  """How a place holds a training state: pairs of a name and a sharding."""
+  """By name: each value of a train state, and its sharding on a place."""
   state = jax.eval_shape(
     functools.partial(train_step.init, optimizer=optimizer), params()
   )
@@ -170,7 +170,7 @@ def test_moments_lie_where_their_parameters_lie():
 
 @pytest.mark.parametrize('axes', [AXES, {'fsdp': 8}], ids=['mixed', 'fsdp'])
 @pytest.mark.parametrize('factored', [True, False])
-def test_statistics_of_adafactor_are_whole_and_the_rest_is_shared(
+def test_statistics_of_adafactor_are_replicated_and_the_rest_is_sharded(
   axes, factored
 ):
   optimizer = optax.adafactor(
@@ -212,7 +212,7 @@ def test_adafactor_steps_on_a_mesh_as_on_one_device():
 
 
 @pytest.mark.parametrize('name', ['generate', 'ref_logp', 'gradient'])
-def test_where_rows_share_parameters_it_is_the_parameters_that_are_gathered(
+def test_parameters_are_gathered_rather_than_rows_that_share_their_axis(
   name,
 ):
   workflow = workflows.grpo(
@@ -235,7 +235,7 @@ def test_where_rows_share_parameters_it_is_the_parameters_that_are_gathered(
     assert tuple(map(int, found.split(','))) in shapes, found
 
 
-def test_without_a_mesh_hints_are_none():
+def test_without_a_mesh_hints_do_nothing():
   x = jnp.ones((8, 2))
   assert rules.shard_rows(x) is x
   tree = {'up_DF': x}
@@ -249,7 +249,7 @@ def test_rows_that_devices_cannot_share_are_left_to_the_compiler():
     assert spread(jnp.ones((8, 2))).sharding.spec == P('fsdp')
 
 
-def test_gathering_leaves_apart_what_is_no_matter_of_rows():
+def test_gathering_keeps_axes_that_do_not_shard_rows():
   tree = {'up_DF': jnp.ones((32, 64)), 'scale_D': jnp.ones(32)}
   with jax.set_mesh(mixed()):
     made = jax.jit(rules.gather)(tree)

@@ -9,7 +9,7 @@ from stages import metrics
 
 EXACT = {'rtol': 1e-12, 'atol': 1e-12}  # Another order of some float64 sums.
 
-# What each makes of whole numbers and of a mask.
+# Each metric of integers and a mask.
 KINDS = {
   'mean': metrics.mean,
   'mean of all': lambda x, mask: metrics.mean(x),
@@ -110,7 +110,7 @@ def test_histogram_reads_what_sorting_would(seed):
   x = np.random.default_rng(seed).integers(0, 50, 37 + seed)
   read = metrics.histogram(jnp.asarray(x), 50).value()
   np.testing.assert_allclose(read['_mean'], x.mean(), **EXACT)
-  # The least number that so many do not exceed.
+  # The smallest number that 95 % do not exceed.
   assert read['_p95'] == np.quantile(x, 0.95, method='inverted_cdf')
   assert read['_max'] == x.max()
 

@@ -1,4 +1,4 @@
-"""Groups that a step leaves unfinished, and that later ones go on with."""
+"""Groups that one step leaves unfinished and a later step continues."""
 
 import dataclasses
 import functools
@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from planner.ir import plan as plan_lib
-from rlinf_jax import train as trainer
-from rlinf_jax.run import checkpoint
+from rlinf_jax.run import checkpoint, flows
 import stages
 from stages import base, metrics, workflows
 from stages.language import language_model, partial_rollout
@@ -25,13 +24,13 @@ STOP = (0, 1, 2)
 
 @functools.cache
 def policy(dtype='float32', length=LENGTH):
-  """Rows of a few tokens, and now and then one of many."""
+  """A policy whose rows mostly have a few tokens, and sometimes many."""
   config = dataclasses.replace(tiny.CONFIG, dtype=dtype)
   return language_model.policy(config, response_length=length, stop=STOP)
 
 
-def draft_of(lengths, ended, T=4) -> base.Completions:
-  """Rows of so many tokens."""
+def completions_of(lengths, ended, T=4) -> base.Completions:
+  """Completions with these lengths."""
   length_B = jnp.array(lengths)
   mask_BT = (jnp.arange(T)[None] < length_B[:, None]).astype(jnp.float32)
   return base.Completions(
@@ -39,34 +38,34 @@ def draft_of(lengths, ended, T=4) -> base.Completions:
   )
 
 
-def test_the_first_groups_that_have_ended_go_on_and_others_wait_in_order():
+def test_the_first_finished_groups_are_split_off_in_order():
   # Groups of two: one unfinished, ended, ended by length, unfinished, ended.
-  draft = draft_of(
+  completions = completions_of(
     [2, 3, 1, 2, 4, 4, 2, 4, 3, 1], [1, 0, 1, 1, 1, 0, 0, 1, 1, 1]
   )
-  out, rest = partial_rollout.split_finished(draft, 2, 2)
+  out, rest = partial_rollout.split_finished(completions, 2, 2)
   assert out.tolist() == [2, 3, 4, 5]
   assert rest.tolist() == [0, 1, 6, 7, 8, 9]
-  out, rest = partial_rollout.split_finished(draft, 2, 3)
+  out, rest = partial_rollout.split_finished(completions, 2, 3)
   assert out.tolist() == [2, 3, 4, 5, 8, 9]
 
 
 def rollout_of(lengths, ended) -> partial_rollout.Rollout:
-  """Rows of so many tokens, which their answers number."""
-  draft = draft_of(lengths, ended)
-  B, T = draft.mask.shape
+  """Rows with these lengths, numbered by their answers."""
+  completions = completions_of(lengths, ended)
+  B, T = completions.mask.shape
   prompt = base.Prompt(jnp.ones((B, 1), jnp.int32), jnp.ones((B, 1), jnp.int32))
   return partial_rollout.Rollout(
     base.Problem(prompt, jnp.arange(B)),
     jnp.zeros((B, 2), jnp.uint32),
-    draft,
+    completions,
     jnp.zeros((B, T), jnp.int32),
     jnp.zeros(B, jnp.int32),
   )
 
 
-def test_new_groups_come_after_carried_ones_and_nobody_asks_what_another_asks():
-  # The last is somebody of whom there is no token yet.
+def test_new_groups_follow_carried_ones_and_empty_slots_get_a_real_problem():
+  # The last carried group is not empty: it waits, alive, without a token.
   old = rollout_of([3, 0, 0, 2, 0, 0], [0, 1, 1, 0, 0, 0])
   new = rollout_of([0, 0], [0, 0]).problem
   new = new._replace(answer=jnp.array([70, 71]))
@@ -76,14 +75,14 @@ def test_new_groups_come_after_carried_ones_and_nobody_asks_what_another_asks():
   assert slots.completions.alive.tolist() == [True, False, False] + [True] * 5
 
 
-def test_what_is_told_of_rows_that_several_steps_drew():
+def test_metrics_of_rows_that_several_steps_generated():
   version = np.array([[2, 2, 3], [3, 3, 0], [1, 2, 2], [0, 0, 0]])
   mask = np.float32([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
-  told = partial_rollout.carry_metrics(
+  info = partial_rollout.carry_metrics(
     jnp.array(version), jnp.array(mask), jnp.ones((2, 3))
   )
-  assert told['rollout/continued_fraction'].value()[''] == pytest.approx(1 / 3)
-  assert told['rollout/tokens_carried'] == 6
+  assert info['rollout/continued_fraction'].value()[''] == pytest.approx(1 / 3)
+  assert info['rollout/tokens_carried'] == 6
 
 
 @pytest.mark.parametrize(
@@ -112,136 +111,138 @@ def test_as_many_extra_groups_as_a_batch_has_are_refused():
     partial_rollout.allocate(policy(), tiny.problem(rows=6), GROUP, 6)
 
 
-def asked(i) -> base.Problem:
-  """The problems of step i, which their answers number."""
+def problem_of(i) -> base.Problem:
+  """The problems of step i, numbered by their answers."""
   problem = tiny.problem(rows=GROUPS, seed=i)
   problem = problem._replace(answer=problem.answer + 100 * i)
   return jax.tree.map(lambda x: jnp.repeat(x, GROUP, axis=0), problem)
 
 
 def keys(i):
-  return stages.keys(jax.random.fold_in(KEY, i), asked(i).prompt)
+  return stages.keys(jax.random.fold_in(KEY, i), problem_of(i).prompt)
 
 
 @functools.cache
 def params(i):
-  """Parameters that an i-th update might have made."""
+  """Parameters as they might be after update i."""
   first, other = (policy().init(jax.random.key(k)) for k in (5, 6))
   return jax.tree.map(lambda x, y: x + 0.1 * i * y, first, other)
 
 
 @functools.cache
-def acts(partial):
-  return partial_rollout.act(policy(), GROUP, partial)
+def act(max_carry):
+  return partial_rollout.act(policy(), GROUP, max_carry)
 
 
 @functools.cache
-def acted(partial, spare, steps, frozen=True):
-  """What steps hand on, and what each of them leaves."""
+def run(max_carry, extra_groups, steps, frozen=True):
+  """Problems, experience, carried rollout and metrics of each step."""
   rollout = partial_rollout.allocate(
-    policy(), tiny.problem(GROUPS), GROUP, spare
+    policy(), tiny.problem(GROUPS), GROUP, extra_groups
   )
-  made = []
+  results = []
   for i in range(steps):
     actor = base.Version(params(0 if frozen else i), jnp.int32(i))
-    problem, x, rollout, told = acts(partial)(actor, rollout, asked(i), keys(i))
-    made.append((problem, x, rollout, told))
-  return made
+    problem, x, rollout, info = act(max_carry)(
+      actor, rollout, problem_of(i), keys(i)
+    )
+    results.append((problem, x, rollout, info))
+  return results
 
 
-def rows_of(made):
-  """Every row that was handed on: answer, step, row of its step, experience."""
-  for i, (problem, x, *_) in enumerate(made):
+def rows_of(steps):
+  """Yields the answer, step and experience of every finished row."""
+  for i, (problem, x, *_) in enumerate(steps):
     for b, answer in enumerate(np.asarray(problem.answer)):
       if x.mask[b].any():
         yield int(answer), i, jax.tree.map(lambda x, b=b: x[b], x)
 
 
-def said(problem, x):
-  """The tokens of each row, by its answer and its place in the group."""
-  made = {}
+def tokens_of(problem, x):
+  """The tokens of each row, by its answer and its index in the group."""
+  rows = {}
   for b, answer in enumerate(np.asarray(problem.answer).tolist()):
     tokens = np.asarray(x.action[b])[np.asarray(x.mask[b]) > 0]
-    made[answer, b % GROUP] = tokens.tolist()
-  return made
+    rows[answer, b % GROUP] = tokens.tolist()
+  return rows
 
 
-PARTIAL = [(1, 2), (2, 3), (3, 5)]
+CARRY = [(1, 2), (2, 3), (3, 5)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('partial, spare', PARTIAL)
-def test_rows_that_were_carried_are_rows_that_were_not(partial, spare):
+@pytest.mark.parametrize('max_carry, extra_groups', CARRY)
+def test_carried_rows_equal_rows_that_were_not(max_carry, extra_groups):
   """With frozen parameters, an interruption changes no token."""
-  made = acted(partial, spare, 8)
+  steps = run(max_carry, extra_groups, 8)
   whole = jax.jit(functools.partial(policy().act, group_size=GROUP))
   want, seen, several = {}, {}, 0
   for i in range(8):
-    want[i] = whole(params(0), asked(i).prompt, keys(i))
-  for answer, _, x in rows_of(made):
-    begun, n = divmod(answer, 100)
+    want[i] = whole(params(0), problem_of(i).prompt, keys(i))
+  for answer, _, x in rows_of(steps):
+    start, n = divmod(answer, 100)
     b = n * GROUP + seen.setdefault(answer, 0)
     seen[answer] += 1
     several += len({*np.asarray(x.version)[np.asarray(x.mask) > 0]}) > 1
     for name in ('action', 'mask', 'truncated'):
       np.testing.assert_array_equal(
-        getattr(x, name), getattr(want[begun], name)[b]
+        getattr(x, name), getattr(want[start], name)[b]
       )
-    np.testing.assert_allclose(x.logp, want[begun].logp[b], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(x.logp, want[start].logp[b], rtol=0, atol=1e-5)
   assert several > GROUP
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('partial, spare', PARTIAL)
-def test_no_group_is_lost_none_comes_twice_and_no_token_is_thrown_away(
-  partial, spare
+@pytest.mark.parametrize('max_carry, extra_groups', CARRY)
+def test_no_group_is_lost_or_doubled_and_no_token_is_discarded(
+  max_carry, extra_groups
 ):
-  made = acted(partial, spare, 8, frozen=False)
-  handed = [answer for answer, *_ in rows_of(made)]
-  *_, rollout, _ = made[-1]
+  steps = run(max_carry, extra_groups, 8, frozen=False)
+  emitted = [answer for answer, *_ in rows_of(steps)]
+  *_, rollout, _ = steps[-1]
   waiting = np.asarray(rollout.problem.answer).tolist()
-  begun = [100 * i + n for i in range(8) for n in range(GROUPS)] * GROUP
-  assert sorted(handed + waiting) == sorted(begun)
-  for i, (_, x, _, told) in enumerate(made):
+  started = [100 * i + n for i in range(8) for n in range(GROUPS)] * GROUP
+  assert sorted(emitted + waiting) == sorted(started)
+  for i, (_, x, _, info) in enumerate(steps):
     empty = (x.mask.sum(1) == 0).sum()
-    assert empty == (spare * GROUP if i == 0 else 0)
-    left = made[i][2]
-    assert told['rollout/tokens_carried'] == left.completions.mask.sum()
-    if i + 1 < len(made):
-      problem, x, rest, _ = made[i + 1]
-      later = said(problem, x) | said(rest.problem, rest.completions)
-      for row, tokens in said(left.problem, left.completions).items():
+    assert empty == (extra_groups * GROUP if i == 0 else 0)
+    left = steps[i][2]
+    assert info['rollout/tokens_carried'] == left.completions.mask.sum()
+    if i + 1 < len(steps):
+      problem, x, rest, _ = steps[i + 1]
+      later = tokens_of(problem, x) | tokens_of(rest.problem, rest.completions)
+      for row, tokens in tokens_of(left.problem, left.completions).items():
         assert later[row][: len(tokens)] == tokens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('partial, spare', PARTIAL)
-def test_no_token_is_older_than_the_bound(partial, spare):
-  made = acted(partial, spare, 8, frozen=False)
+@pytest.mark.parametrize('max_carry, extra_groups', CARRY)
+def test_no_token_is_older_than_the_bound(max_carry, extra_groups):
+  steps = run(max_carry, extra_groups, 8, frozen=False)
   oldest = 0
-  for answer, i, x in rows_of(made):
+  for answer, i, x in rows_of(steps):
     version = np.asarray(x.version)[np.asarray(x.mask) > 0]
-    assert i - partial <= answer // 100 <= version.min()
+    assert i - max_carry <= answer // 100 <= version.min()
     assert version.max() <= i
     assert (np.diff(version) >= 0).all()
     oldest = max(oldest, i - version.min())
-  assert 0 < oldest <= partial
+  assert 0 < oldest <= max_carry
 
 
 @pytest.mark.slow
-def test_older_groups_are_handed_on_before_newer_ones():
-  made = acted(2, 3, 8, frozen=False)
-  for problem, *_ in made[1:]:
+def test_older_groups_are_emitted_before_newer_ones():
+  steps = run(2, 3, 8, frozen=False)
+  for problem, *_ in steps[1:]:
     answers = np.asarray(problem.answer)
     assert (np.diff(answers) >= 0).all()
 
 
 @pytest.mark.slow
 def test_a_log_probability_is_of_the_version_that_drew_the_token():
-  made = acted(2, 3, 8, frozen=False)
+  steps = run(2, 3, 8, frozen=False)
   evaluate = jax.jit(functools.partial(policy().evaluate, group_size=GROUP))
   mixed = 0
-  for _, x, *_ in made:
+  for _, x, *_ in steps:
     mask, version = np.asarray(x.mask), np.asarray(x.version)
     mixed += (np.where(mask > 0, version, version.max()) < version.max()).sum()
     for i in {*version[mask > 0]}:
@@ -254,15 +255,14 @@ def test_a_log_probability_is_of_the_version_that_drew_the_token():
 
 
 @pytest.mark.slow
-def test_where_nothing_is_carried_it_is_what_it_was_without():
-  """Of no spare groups, to the bit."""
-  nobody = partial_rollout.allocate(policy(), tiny.problem(GROUPS), GROUP, 0)
+def test_without_extra_groups_nothing_changes_to_the_bit():
+  empty = partial_rollout.allocate(policy(), tiny.problem(GROUPS), GROUP, 0)
   actor = base.Version(params(0), jnp.int32(3))
-  given = (actor, nobody, asked(0), keys(0))
-  problem, x, rest, _ = acts(1)(*given)
-  tiny.assert_same_bits(problem, asked(0))
+  args = (actor, empty, problem_of(0), keys(0))
+  problem, x, rest, _ = act(1)(*args)
+  tiny.assert_same_bits(problem, problem_of(0))
   assert not jax.tree.leaves(rest)[0].size
-  plain = acts(0)(*given)[1]
+  plain = act(0)(*args)[1]
   tiny.assert_same_bits(x._replace(arrival=None), plain)
 
 
@@ -287,9 +287,9 @@ def read(info):
 
 
 @pytest.mark.slow
-def test_a_step_learns_from_rows_that_others_have_begun():
+def test_a_step_learns_from_rows_that_earlier_steps_started():
   workflow = grpo()
-  state = trainer.first_state(workflow, KEY, tiny.problem())
+  state = flows.first_state(workflow, KEY, tiny.problem())
   rewards, continued, gaps = [], [], []
   for i in range(30):
     key = jax.random.fold_in(KEY, i)
@@ -301,14 +301,14 @@ def test_a_step_learns_from_rows_that_others_have_begun():
     gaps.append(numbers['rollout/logprob_gap_max'])
   assert rewards[0] < 0.65 < 0.9 < np.mean(rewards[-3:])
   assert max(continued) > 0.1
-  # Of one version, and then of two.
+  # First tokens of one version, then of two.
   assert gaps[0] < 1e-4 < 1e-2 < gaps[1]
 
 
 @pytest.mark.slow
-def test_what_is_carried_grows_older_by_the_lag_too():
+def test_staleness_adds_to_the_age_of_carried_rows():
   workflow = grpo(staleness=1)
-  state, stale = trainer.first_state(workflow, KEY, tiny.problem()), []
+  state, stale = flows.first_state(workflow, KEY, tiny.problem()), []
   for i in range(4):
     state, info = workflow.step(state, tiny.problem(seed=i), jax.random.key(i))
     stale.append(read(info)['rollout/staleness_max'])
@@ -316,21 +316,21 @@ def test_what_is_carried_grows_older_by_the_lag_too():
 
 
 @pytest.mark.slow
-def test_what_is_carried_is_kept_in_a_checkpoint(tmp_path):
+def test_carried_rows_are_saved_in_a_checkpoint(tmp_path):
   workflow = grpo()
-  state = trainer.first_state(workflow, KEY, tiny.problem())
+  state = flows.first_state(workflow, KEY, tiny.problem())
   for i in range(2):
     state, _ = workflow.step(state, tiny.problem(seed=i), jax.random.key(i))
   folder = checkpoint.Checkpoints(tmp_path, 1)
   folder.save(checkpoint.CheckpointState(2, state, {'n': np.array(2)}, {}))
   folder.close()
-  fresh = trainer.first_state(workflow, jax.random.key(7), tiny.problem())
+  fresh = flows.first_state(workflow, jax.random.key(7), tiny.problem())
   folder = checkpoint.Checkpoints(tmp_path, 1)
   saved = folder.load(fresh, {'n': np.array(0)})
   folder.close()
-  given = tiny.problem(seed=2), jax.random.key(2)
+  args = tiny.problem(seed=2), jax.random.key(2)
   tiny.assert_same_bits(
-    workflow.step(saved.state, *given), workflow.step(state, *given)
+    workflow.step(saved.state, *args), workflow.step(state, *args)
   )
 
 
@@ -353,10 +353,10 @@ PLANS = {
 
 @functools.cache
 def eager():
-  """Three steps as arrays; the last hands on what an earlier one began."""
+  """Three eager steps; the last emits rows that an earlier one started."""
   workflow = grpo('float64', num_minibatches=2, minibatch_by='arrival')
   batches = [tiny.problem(seed=i) for i in range(3)]
-  first = state = trainer.first_state(workflow, KEY, batches[0])
+  first = state = flows.first_state(workflow, KEY, batches[0])
   want = []
   for i, batch in enumerate(batches):
     state, info = workflow.step(state, batch, random_plans_test.key(i))
@@ -367,7 +367,7 @@ def eager():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('sketch', PLANS.values(), ids=PLANS)
-def test_no_plan_changes_what_is_carried(sketch, in_float64):
+def test_no_plan_changes_carried_rows(sketch, in_float64):
   workflow, first, batches, want = eager()
   flow = tiny.trace(workflow, batches[0])
   plan = plan_lib.parse(sketch, flow.stages)

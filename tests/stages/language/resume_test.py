@@ -1,4 +1,4 @@
-"""Completions that were interrupted, and are gone on with."""
+"""Interrupted completions are resumed."""
 
 import functools
 
@@ -39,12 +39,12 @@ def resume(num_started=B, should_continue=jnp.any, **settings):
   )
 
 
-def draft_of(x: base.Experience) -> base.Completions:
+def completions_of(x: base.Experience) -> base.Completions:
   return base.Completions(x.action, x.logp, x.mask, x.truncated > 0)
 
 
 def cut(x: base.Experience, length_B) -> base.Completions:
-  """What there was of `x` when rows had so many tokens."""
+  """The completions of `x` when its rows had these lengths."""
   kept_BT = x.mask * (np.arange(T)[None] < length_B[:, None])
   return base.Completions(
     jnp.where(kept_BT > 0, x.action, 0),
@@ -63,7 +63,7 @@ def same(got: base.Completions, want: base.Experience):
 
 @pytest.mark.parametrize('padding', ['left', 'right'])
 @pytest.mark.parametrize('settings', [{}, {'sampling': CUT}], ids=str)
-def test_interrupted_rows_are_uninterrupted_ones(settings, padding):
+def test_interrupted_rows_equal_uninterrupted_ones(settings, padding):
   prompt = prompts(padding)
   want = act(**settings)(params(), prompt, keys())
   for seed in range(3):
@@ -73,7 +73,7 @@ def test_interrupted_rows_are_uninterrupted_ones(settings, padding):
     same(resume(**settings)(params(), prompt, keys(), some), want)
 
 
-def test_going_on_from_nothing_is_beginning():
+def test_resuming_without_tokens_equals_generating():
   draft = generate.empty_completions(CONFIG, B, T)
   same(
     resume()(params(), prompts(), keys(), draft),
@@ -81,13 +81,13 @@ def test_going_on_from_nothing_is_beginning():
   )
 
 
-def test_rows_that_began_before_and_rows_that_begin_go_on_together():
+def test_started_rows_and_new_rows_are_generated_together():
   want = act()(params(), prompts(), keys())
   draft = cut(want, np.where(np.arange(B) < GROUP, 3, 0))
   same(resume(num_started=GROUP)(params(), prompts(), keys(), draft), want)
 
 
-def test_rows_wait_when_enough_have_ended():
+def test_generation_stops_when_enough_rows_have_ended():
   want = act()(params(), prompts(), keys())
   at = sorted(want.mask.sum(1).tolist())[1]
   assert at < T
@@ -96,16 +96,16 @@ def test_rows_wait_when_enough_have_ended():
   )
   empty = generate.empty_completions(CONFIG, B, T)
   draft = until_two(params(), prompts(), keys(), empty)
-  # Every row as far as the second that ended went, and no further.
+  # Every row stops at the length of the second row that ended.
   np.testing.assert_array_equal(
     draft.mask.sum(1), np.minimum(want.mask.sum(1), at)
   )
   same(resume()(params(), prompts(), keys(), draft), want)
 
 
-def test_a_row_that_has_ended_stays_as_it_was():
+def test_a_row_that_has_ended_does_not_change():
   want = act()(params(), prompts(), keys())
-  got = resume()(params(), prompts(), keys(1), draft_of(want))
+  got = resume()(params(), prompts(), keys(1), completions_of(want))
   np.testing.assert_array_equal(got.action, want.action)
   np.testing.assert_array_equal(got.logp, want.logp)
   np.testing.assert_array_equal(got.alive, want.truncated > 0)

@@ -30,7 +30,7 @@ def softmax(x):
 
 
 def kept(logit, sampling):
-  """The tokens that may be drawn, by adding up the likeliest one by one."""
+  """The tokens that may be sampled, by adding up the most likely ones."""
   order = sorted(range(len(logit)), key=lambda v: -logit[v])
   order = order[: sampling.top_k or None]
   share = softmax(np.float64(logit)[order] / sampling.temperature)
@@ -94,7 +94,7 @@ def test_drawn_tokens_are_never_dropped():
   )
   np.testing.assert_array_equal(shaped, free)
   assert np.isfinite(sample.logp(shaped, worst_BT)).all()
-  # Those that would be kept anyway change nothing.
+  # Tokens that are kept anyway change nothing.
   best_BT = logit_BTV.argmax(-1)
   np.testing.assert_array_equal(
     sample.shape(logit_BTV, sampling, keep_BT=best_BT),
@@ -164,7 +164,7 @@ def test_gradients_are_those_of_the_kept_tokens_alone(sampling, of):
   np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
-def test_what_is_no_distribution_is_refused():
+def test_invalid_sampling_settings_are_refused():
   for settings in (
     {'temperature': 0.0},
     {'top_k': -1},

@@ -16,7 +16,7 @@ def pieces(tokenizer, string):
   return tokenizer.convert_ids_to_tokens(tokenizer(string)['input_ids'])
 
 
-def test_what_is_read_back_is_the_tokenizer_that_was_trained(tmp_path):
+def test_a_trained_tokenizer_can_be_loaded(tmp_path):
   made = tokens.train_tokenizer(tmp_path, arithmetic.corpus(200), 80)
   again = tokens.load_tokenizer(str(tmp_path))
   assert again.get_vocab() == made.get_vocab()
@@ -43,7 +43,7 @@ def test_the_vocabulary_is_no_larger_than_asked(tmp_path):
     assert len(tokens.train_tokenizer(tmp_path, texts, size)) == size
 
 
-def test_what_a_tokenizer_cannot_spell_is_refused(tokenizer):
+def test_unknown_characters_are_refused(tokenizer):
   with pytest.raises(ValueError, match=r"'12 plus Ω=' has \[.*'Ω'\]"):
     tokens.encode_prompts(tokenizer, ['12+3=', '12 plus Ω='], 9)
 

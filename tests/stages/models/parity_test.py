@@ -1,4 +1,4 @@
-"""What a model says, draws and learns, against `transformers` in torch."""
+"""Logits, samples and gradients, compared with `transformers` in torch."""
 
 import functools
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ STEPS = 16
 
 
 class Case(NamedTuple):
-  """The same model twice, and where it is saved."""
+  """The same model in torch and in JAX, and its folder."""
 
   torch: Any
   folder: Any
@@ -144,7 +144,7 @@ def test_greedy_generation_is_that_of_transformers(case):
     )[:, token.shape[1] :].numpy()
     return np.pad(made, [(0, 0), (0, STEPS - made.shape[1])])
 
-  # A token that ends some rows early, and others never.
+  # A token that ends some rows early and others never.
   endless = want([])
   stop = next(
     int(token)
@@ -187,7 +187,7 @@ def test_log_probabilities_of_given_completions_are_those_of_torch(case):
 
 
 class Seen(NamedTuple):
-  """What an optimizer was given: the gradients of its first two updates."""
+  """Optimizer state: the gradients of its first two updates."""
 
   first: Any
   second: Any
@@ -195,7 +195,7 @@ class Seen(NamedTuple):
 
 
 def watch(move):
-  """An optimizer that remembers gradients and moves by `move` whatever they be.
+  """An optimizer that records gradients and always updates by `move`.
 
   The second minibatch is then learned from off-policy: ratios leave one.
   """
@@ -250,7 +250,7 @@ def test_grpo_gradient_is_that_of_torch(case, tmp_path):
   settings = {'low': 0.1, 'high': 0.15, 'kl': 0.05}
   rng, drawn = np.random.default_rng(3), []
   reward = rng.normal(size=rows).astype(np.float32)
-  reward[4:8] = 0.5  # A group that teaches nothing.
+  reward[4:8] = 0.5  # A group without advantages.
 
   def judge(answer, action, mask):
     drawn.extend(torch.tensor(x) for x in (action, mask))

@@ -1,4 +1,4 @@
-"""Configurations of Qwen2, and models that go there and back."""
+"""Configurations of Qwen2, and round trips of models."""
 
 import dataclasses
 import json
@@ -155,7 +155,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize('words', REFUSED)
-def test_a_model_that_would_be_another_is_refused(words, tmp_path):
+def test_an_unsupported_model_is_refused(words, tmp_path):
   write(tmp_path, **PUBLISHED | REFUSED[words])
   with pytest.raises(weights.CheckpointError, match=words):
     qwen.load_config(tmp_path)
@@ -181,7 +181,7 @@ def test_a_broken_configuration_is_a_sentence(tmp_path):
     qwen.load_config(tmp_path)
 
 
-def test_what_ends_a_text_is_read_from_either_file(tmp_path):
+def test_end_tokens_are_read_from_either_file(tmp_path):
   assert qwen.stop_tokens(tmp_path) == ()
   write(tmp_path)
   assert qwen.stop_tokens(tmp_path) == ()
@@ -195,7 +195,7 @@ def test_what_ends_a_text_is_read_from_either_file(tmp_path):
 
 
 def make(folder, config=SMALL, seed=0):
-  """A checkpoint that starts here, as the warm start does."""
+  """A new checkpoint, as the warm start makes it."""
   folder.mkdir()
   qwen.save_config(folder, config, eos_token_id=3)
   params = language_model.policy(config, response_length=1).init(
@@ -207,11 +207,11 @@ def make(folder, config=SMALL, seed=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('tied', [True, False])
-def test_a_model_made_here_is_one_of_transformers(tied, tmp_path):
+def test_a_new_model_can_be_loaded_by_transformers(tied, tmp_path):
   config = dataclasses.replace(SMALL, tie_embeddings=tied, norm_epsilon=1e-5)
   params = make(tmp_path / 'model', config)
   again = qwen.load_config(tmp_path / 'model')
-  # How far the default rope reaches is no part of it.
+  # The default rope has no original context.
   assert dataclasses.replace(again, rope=config.rope) == config
   assert (again.rope.kind, again.rope.theta) == ('default', 1e4)
   token = np.random.default_rng(0).integers(0, config.V, (2, 7))
@@ -238,7 +238,9 @@ def test_a_rope_that_would_be_lost_is_not_written(tmp_path):
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('stored', ['dtype', 'torch_dtype'])
-def test_what_is_exported_transformers_reads(dtype, stored, tmp_path):
+def test_an_exported_model_can_be_loaded_by_transformers(
+  dtype, stored, tmp_path
+):
   source = tmp_path / 'source'
   params = make(source)
   config = json.loads((source / 'config.json').read_text())
@@ -275,7 +277,7 @@ def test_a_model_may_replace_the_one_it_came_from(tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ['model']
 
 
-def test_a_disk_that_fills_up_costs_no_model(tmp_path, monkeypatch):
+def test_a_full_disk_does_not_lose_the_model(tmp_path, monkeypatch):
   folder = tmp_path / 'model'
   params = make(folder)
 
@@ -305,7 +307,7 @@ def test_the_shapes_of_a_policy_are_known_without_its_tensors(tmp_path):
   )
 
 
-def test_a_policy_begins_with_its_checkpoint(tmp_path):
+def test_a_policy_starts_from_its_checkpoint(tmp_path):
   params = make(tmp_path / 'model', seed=4)
   policy = qwen.policy(str(tmp_path / 'model'), response_length=9)
   jax.tree.map(

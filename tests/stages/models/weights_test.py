@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face, read and written."""
+"""Loading and saving Hugging Face checkpoints."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def equal(got, want):
 
 
 def ours(state, config):
-  """Our parameters, from the tensors by the hand-written book."""
+  """Our parameters, converted from the tensors by hand."""
   x = {name: np.asarray(x.float()) for name, x in state.items()}
   D, H, K, W = config.D, config.H, config.K, config.W
 
@@ -84,7 +84,7 @@ def test_one_file_and_many_read_bit_for_bit(case, dtype, tmp_path):
   assert config.dtype == dtype
   for folder in 'one', 'many':
     got = read(tmp_path / folder)
-    # Whatever the type of the arithmetic, parameters are kept in float32.
+    # Parameters are stored in float32, for any type of the arithmetic.
     assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype('float32')}
     equal(got, ours(state, config))
 
@@ -120,7 +120,7 @@ def test_written_files_hold_the_tensors_that_were_read(
   for name, x in state.items():
     assert got[name].dtype == x.dtype
     assert torch.equal(got[name], x), name
-  # `transformers` finds them all, and says what we read.
+  # `transformers` finds all tensors and computes the same logits.
   (folder / 'config.json').write_bytes(
     (tmp_path / 'theirs' / 'config.json').read_bytes()
   )
@@ -134,7 +134,7 @@ def test_written_files_hold_the_tensors_that_were_read(
     assert torch.equal(model(token).logits, was(token).logits)
 
 
-def test_tensors_are_those_of_the_file_in_whichever_library(tmp_path):
+def test_tensors_are_those_of_the_file_in_numpy_and_torch(tmp_path):
   save(tmp_path)
   params = read(tmp_path)
   want = st.load_file(tmp_path / weights.SINGLE)
@@ -157,7 +157,7 @@ def test_one_file_replaces_many(tmp_path):
 
 @pytest.fixture(scope='module')
 def even(tmp_path_factory):
-  """A checkpoint whose dimensions eight devices can share."""
+  """A checkpoint whose dimensions divide among eight devices."""
   folder = tmp_path_factory.mktemp('even')
   torch.manual_seed(0)
   transformers.Qwen2ForCausalLM(
@@ -180,7 +180,7 @@ MESHES = {
   'fsdp and tensor': {'fsdp': 4, 'tensor': 2},
   'all': {'data': 2, 'fsdp': 2, 'tensor': 2},
 }
-# How many parts each axis cuts of these arrays.
+# Number of parts into which each axis cuts of these arrays.
 CUT = {
   'embed_VD': ('tensor', 'fsdp'),
   'unembed_DV': ('fsdp', 'tensor'),
@@ -205,7 +205,7 @@ def test_each_device_reads_its_part_and_no_more(axes, even, monkeypatch):
   want, open_slice, taken = read(even), weights.TensorFiles.slice, {}
 
   class Spy:
-    """Notes the largest part that is read of a tensor at once."""
+    """Records the largest part of a tensor that is read at once."""
 
     def __init__(self, stored, name):
       self.stored, self.name = stored, name

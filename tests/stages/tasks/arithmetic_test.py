@@ -45,7 +45,7 @@ def run(source, batches, seed=0):
 
 
 def asked(source, prompt):
-  """The pairs that prompts ask for."""
+  """The pairs of operands in the prompts."""
   return [
     tuple(map(int, re.fullmatch(r'(\d+)\+(\d+)=', said).groups()))
     for said in source.text(*prompt)
@@ -138,7 +138,7 @@ def test_held_out_problems_must_fill_their_batches(checkpoint):
     problems(checkpoint, held_out=500, held_out_batch=256)
 
 
-def test_answers_are_the_sums_of_what_is_asked(checkpoint):
+def test_answers_are_the_sums_of_the_operands(checkpoint):
   source = problems(checkpoint)
   for batch in [*run(source, 5), *source.held_out()]:
     assert batch.answer.tolist() == [
@@ -173,7 +173,7 @@ def test_operands_are_short_as_often_as_long():
 
 
 @pytest.mark.parametrize('make', [problems, examples])
-def test_a_source_goes_on_where_its_state_was_kept(make, checkpoint):
+def test_a_source_resumes_from_its_saved_state(make, checkpoint):
   source = make(checkpoint)
   state = source.init(7)
   for _ in range(3):
@@ -199,7 +199,7 @@ def test_batches_and_seeds_differ(checkpoint):
     assert (one.answer != other.answer).any()
 
 
-def test_a_template_is_what_is_asked(checkpoint):
+def test_prompts_follow_the_template(checkpoint):
   source = problems(checkpoint, template='{b}+{a};', batch_size=4)
   batch = next(run(source, 1))
   for said, answer in zip(
