@@ -1,0 +1,71 @@
+import json
+import pathlib
+import re
+
+import pytest
+
+from experiments.claims import __main__ as claims_main
+from experiments.claims import figure
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_commands_name_files_that_exist():
+  for claim in claims_main.read():
+    for path in re.findall(
+      r'(?:tests|gin_configs|experiments)/[\w/]+\.(?:py|gin|txt)\b',
+      ' '.join(claim.commands),
+    ):
+      assert (ROOT / path).exists(), f'{claim.name} names {path}.'
+    for module in re.findall(r'-m (experiments[\w.]+)', str(claim.commands)):
+      path = ROOT / module.replace('.', '/')
+      assert path.with_suffix('.py').exists() or path.is_dir(), module
+
+
+def test_the_page_has_every_claim():
+  page = (ROOT / 'docs/claims.md').read_text()
+  for claim in claims_main.read():
+    assert f'| {claim.claim} |' in page, (
+      'Run python -m experiments.claims --write'
+    )
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+  for name in ('RECORDS', 'PAGE', 'ROUND'):
+    monkeypatch.setattr(claims_main, name, tmp_path / name)
+  monkeypatch.setattr(claims_main, 'git', lambda *words: 'abc')
+  return tmp_path
+
+
+def test_a_round_goes_on_where_it_stopped(elsewhere, monkeypatch):
+  ran, broken = elsewhere / 'ran', elsewhere / 'broken'
+  broken.touch()
+  made = [
+    claims_main.Claim('one', 'One', '1 %', (f'echo one >> {ran}',)),
+    claims_main.Claim(
+      'two', 'Two', '2 %', (f'echo two >> {ran}; echo figure: 3 %',)
+    ),
+    claims_main.Claim('three', 'Three', '4 %', (f'! test -e {broken}',)),
+  ]
+  monkeypatch.setattr(claims_main, 'read', lambda: made)
+  monkeypatch.setattr('sys.argv', ['claims'])
+  with pytest.raises(SystemExit, match='run again by the next call: three'):
+    claims_main.main()
+  broken.unlink()
+  claims_main.main()
+  assert ran.read_text() == 'one\ntwo\n'
+  records = json.loads((elsewhere / 'RECORDS').read_text())
+  assert [records[x.name]['figure'] for x in made] == ['1 %', '3 %', '4 %']
+  assert '| Two | 3 % |' in (elsewhere / 'PAGE').read_text()
+  claims_main.main()  # A new round.
+  assert ran.read_text() == 'one\ntwo\n' * 2
+
+
+def test_a_figure_is_the_first_and_the_last_evaluation(tmp_path):
+  lines = [{'eval/accuracy': x} for x in (0.326, 0.2, 0.936)]
+  text = ''.join(json.dumps(line) + '\n' for line in [*lines, {'loss': 1}])
+  (tmp_path / 'metrics.jsonl').write_text(text)
+  values = figure.evaluations(tmp_path, 'eval/accuracy')
+  assert figure.describe(values) == '32.6 → 93.6 %'
+  assert figure.describe(values, True) == '32.6 → 93.6 %, from 20 to 93.6 %'
