@@ -1,1 +1,1 @@
-"""What stages, moves and memory cost: counted, modeled and measured."""
+"""Costs of stages, transfers and memory: counted, modeled and measured."""

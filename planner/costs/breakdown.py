@@ -1,4 +1,4 @@
-"""A number, and what it is made of."""
+"""A cost and its components."""
 
 from collections.abc import Mapping
 
@@ -6,11 +6,11 @@ from planner.costs.measured import Estimate, Tag
 
 
 class CostBreakdown(dict):
-  """Parts by name; their parts of seconds, or of bytes, as `Estimate`s.
+  """Components of seconds or of bytes, as `Estimate`s by name.
 
   Attributes:
-    total: of them all. Of 'arithmetic' and 'traffic', which overlap, the longer
-      counts.
+    total: their total. 'arithmetic' and 'traffic' overlap, so only the longer
+      of the two counts.
   """
 
   def __init__(self, total: Estimate, parts: Mapping[str, Estimate]):
@@ -25,12 +25,12 @@ class CostBreakdown(dict):
 def scaled(
   found: CostBreakdown, times: Estimate, why: str, tag: Tag = 'modeled'
 ) -> CostBreakdown:
-  """The same, so many times as much; `why` is told among the parts."""
+  """Multiplies a total by a factor, listed among the components as `why`."""
   return CostBreakdown(
     Estimate(found.total.value * times.value, tag), {**found, why: times}
   )
 
 
 def single(number: Estimate, what: str) -> CostBreakdown:
-  """A number of one part."""
+  """Returns a breakdown with a single component."""
   return CostBreakdown(number, {what: number})

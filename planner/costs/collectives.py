@@ -1,10 +1,9 @@
-"""What devices of a mesh say to each other during a stage, in seconds.
+"""Models the communication between the devices of a mesh during a stage.
 
-Parameters that are shared over an axis of rows are gathered before use, and
-their gradients reduced back to whoever keeps them; other gradients are added up
-among the devices that hold copies; sums over a dimension that devices share are
-added up at once. Rings are assumed: to gather n shares, a device receives
-n - 1 of them.
+Parameters that are sharded over an axis of rows are gathered before use, and
+their gradients are reduce-scattered; other gradients are all-reduced among the
+devices that hold copies; partial sums over a sharded dimension are all-reduced
+at once. Collectives are rings: to gather n shards, a device receives n - 1.
 """
 
 from collections.abc import Iterator
@@ -21,21 +20,21 @@ from planner.ir import plan as plan_lib
 
 
 def item_bytes(dtype: str) -> float:
-  """Bytes of a number of a type, by its name: 2 for bfloat16."""
+  """Returns the bytes of a number of a named type: 2 for bfloat16."""
   bits = re.search(r'\d+', dtype)
   return int(bits[0]) / 8 if bits else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """One kind of talk.
+  """One kind of collective communication.
 
   Attributes:
-    what: for people.
-    axis: along which devices talk.
+    what: a description for people.
+    axis: the mesh axis along which devices communicate.
     size: bytes that each device sends.
-    messages: how many, one after the other.
-    per_micro_batch: whether every micro-batch says it; otherwise a call does.
+    messages: number of consecutive messages.
+    per_micro_batch: whether each micro-batch needs it, or each call.
   """
 
   what: str
@@ -46,12 +45,12 @@ class Collective:
 
 
 class Parameters:
-  """Arguments without rows of a node, and what becomes of them on a mesh.
+  """The arguments without rows of a node, and their layout on a mesh.
 
   Attributes:
-    read: values without rows that it reads.
-    gradients: values laid out as parameters that a stage of sums writes.
-    depth: layers that are stacked in them, at least one.
+    read: values without rows that the node reads.
+    gradients: sums that the node writes and that are laid out as parameters.
+    depth: number of stacked layers, at least one.
   """
 
   def __init__(self, flow: graph.Flow, node: graph.Node, layout):
@@ -74,25 +73,25 @@ class Parameters:
     return self.layout.shared(value.letters, value.shape, axes) or ()
 
   def ways(self, axes) -> int:
-    """Devices that share the work on them: those of axes without rows."""
+    """Returns how many devices share the work: those of axes without rows."""
     used = {axis for value in self.read for axis in self.used(value, axes)}
     return math.prod(
       n for a, n in axes if a in used and a not in self.layout.of_rows
     )
 
   def share(self, axes) -> float:
-    """Of all their bytes, those that a device keeps."""
+    """Returns the fraction of all their bytes that a device holds."""
     total = sum(value.bytes for value in self.read)
     kept = sum(self.layout.local(value, axes) for value in self.read)
     return kept / total if total else 1.0
 
   def gathered(self, axes, item: float, axis: str | None = None) -> float:
-    """Bytes that a device has gathered over `axis`, or any axis of rows.
+    """Returns the bytes that a device gathers over `axis`, or all axes of rows.
 
     Args:
-      axes: of the mesh.
-      item: bytes a number, in the type of the arithmetic.
-      axis: along which.
+      axes: axes of the mesh.
+      item: bytes of a number in the type of the arithmetic.
+      axis: the axis to gather over; None for all axes of rows.
     """
     sizes, size = dict(axes), 0.0
     for value in self.read:
@@ -107,12 +106,12 @@ class Parameters:
 def communication(
   parameters: Parameters, done: Work, axes: layout_lib.Axes
 ) -> Iterator[Collective]:
-  """What the devices of a mesh say while a node runs.
+  """Yields the communication between the devices of a mesh during a node.
 
   Args:
-    parameters: of the node.
+    parameters: the parameters of the node.
     done: the work of one micro-batch.
-    axes: of the mesh.
+    axes: axes of the mesh.
   """
   layout, depth = parameters.layout, parameters.depth
   kind = max(done.matmul, key=done.matmul.get, default=None)
@@ -151,16 +150,16 @@ def communication(
 
 
 class AxisLinks:
-  """The links along the axes of placements."""
+  """The links along the mesh axes of placements."""
 
   def __init__(self, cluster: cluster_lib.Cluster):
     self.cluster = cluster
     self.link = functools.lru_cache(None)(self._link)
 
   def _link(self, placement: plan_lib.Placement, axis: str):
-    """The link that the slowest group of devices along an axis has.
+    """Returns the link of the slowest group of devices along an axis.
 
-    A ring through several nodes leaves each by as many ports as it has devices
+    A ring through several nodes uses as many ports of a node as it has devices
     there.
     """
     there, worst = self.cluster, None

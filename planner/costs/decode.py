@@ -1,11 +1,11 @@
-"""Stages whose rows end one by one, priced by when they do.
+"""Models the time of decoding, whose rows end one by one.
 
-Decoding is not a line over its rows: it takes a step for every token of the
-longest, and rows that have ended early are there early. What a step has to do
-is counted or written down as work, the roofline says how long that takes on a
-placement, and `planner.costs.rollout` which rows are complete by when. A piece
-of the batch takes from the end of the one before it to its own: the first
-groups to be complete are the first piece, the longest rows are in the last.
+The time of decoding is not linear in its rows: it takes a step for each token
+of the longest row, and short rows finish early. The work of a step is counted
+or given, the roofline model gives its seconds on a placement, and `completions`
+the time at which each row finishes. The first piece of the batch consists of
+the groups that finish first, the last piece has the longest rows. A piece takes
+from the end of the previous piece to its own.
 """
 
 from collections.abc import Sequence
@@ -25,22 +25,22 @@ Parts = dict[str, Estimate]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DecodeWork:
-  """What a stage that decodes has to do.
+  """The work of a stage that decodes.
 
   Attributes:
-    lengths: tokens of each row of the batch, or of rows like them, [N].
+    lengths: tokens of each row of the batch, or of similar rows, [N].
     step: the work of decoding one token of each row.
-    token: what is to be done in a step for each token that a row looks back on.
-    prompt: the work of reading the prompts of rows; none if `step` has it.
-    context: tokens of a prompt, which all rows look back on.
-    kept: bytes of a row that is under way: its keys and values.
-    group_size: rows that are of use together.
-    engine: whether all rows of the batch are begun as there is room, leave when
-      they have ended and are handed on in the order in which they do, as in an
-      inference engine. Else a piece is decoded, by itself, until its last row
-      has ended, as by `stages.generate`.
-    budget: bytes that an engine has on a device for rows that are under way.
-    known: where the lengths come from.
+    token: additional work of a step for each token of context.
+    prompt: the work of prefilling the prompts; none if `step` includes it.
+    context: tokens of a prompt.
+    kept: bytes of the keys and values of an active row.
+    group_size: rows of a group, which are passed on together.
+    engine: whether it is an inference engine with continuous batching: rows of
+      the whole batch start as slots fall free, and are passed on in the order
+      in which they finish. Otherwise each piece is decoded by itself until its
+      last row has finished, as by `stages.generate`.
+    budget: bytes on a device for the keys and values of an engine.
+    known: origin of the lengths.
   """
 
   lengths: Sequence[int]
@@ -63,14 +63,14 @@ class DecodeWork:
     object.__setattr__(self, 'lengths', lengths)
 
   def seconds(self, model, flow, node, placement, rows: int) -> Parts:
-    """What a call takes; the parts add up.
+    """Returns the seconds of a call, by component.
 
     Args:
       model: a `roofline.Roofline`.
       flow: as cut.
-      node: of it.
-      placement: where it runs.
-      rows: at a time, if no engine decides that.
+      node: a call of the stage.
+      placement: its placement.
+      rows: rows of a micro-batch, which an engine ignores.
     """
     axes, (at, pieces) = placement.axes, node.piece
     there = max(flow.values[v].shape[0] for v in node.rows)
@@ -89,7 +89,7 @@ class DecodeWork:
     else:
       again = there / rows
       last = longest(self.lengths, rows)
-      context = self.context + last / 2  # Of all steps in the mean.
+      context = self.context + last / 2  # The mean over all steps.
       steps = again * last * speed(rows / copies, context)
       prompts = again * speed.read(rows / copies)
     tag = 'assumed' if self.known == 'assumed' else 'modeled'
@@ -100,25 +100,25 @@ class DecodeWork:
     }
 
   def at(self, rows: float) -> Work:
-    """The work of a step."""
+    """Returns the work of a step with `rows` rows."""
     return self.step.at(rows)
 
   def slots(self, rows: float, ways: int) -> int:
-    """Rows that are under way at a time on devices with one copy."""
+    """Returns the active rows on devices that hold one copy of the model."""
     if not self.kept:
       return int(rows)
     return int(max(1, min(rows, self.budget * ways // self.kept)))
 
   def bytes(self, flow, node, axes, layout, pieces: int, rows) -> Parts:
-    """What a device holds while rows are under way.
+    """Returns the bytes on a device while rows are decoded, by component.
 
     Args:
       flow: as recorded.
-      node: of it.
-      axes: of the place.
-      layout: how values lie on meshes.
-      pieces: in how many the batch passes.
-      rows: at a time; None for all.
+      node: a call of the stage.
+      axes: mesh axes of the place.
+      layout: the layout of values on meshes.
+      pieces: number of pieces of the batch.
+      rows: rows of a micro-batch; None for all.
     """
     there = max(flow.values[v].shape[0] for v in node.rows)
     parameters = collectives.Parameters(flow, node, layout)
@@ -131,7 +131,7 @@ class DecodeWork:
     item = max(map(collectives.item_bytes, work.per_row.matmul), default=0)
     kept = slots * self.kept / ways
     return {
-      'rows under way': Estimate(kept, 'modeled'),
+      'keys and values of active rows': Estimate(kept, 'modeled'),
       'activations': Estimate(work.at(slots).bytes_alive / ways, 'modeled'),
       'gathered parameters': Estimate(
         parameters.gathered(axes, item), 'modeled'
@@ -144,20 +144,23 @@ def from_work(
   lengths: Sequence[int],
   known: Tag = 'measured',
 ) -> DecodeWork:
-  """A stage that was counted as if every row were as long as it may be.
+  """Converts work that was counted as if every row had the maximum length.
 
   Args:
-    call: its work. All steps are taken to be alike, and the prompts to be part
-      of them.
-    lengths: tokens of rows like its own.
-    known: where they come from.
+    call: the counted work. All steps are assumed to be alike, and to include
+      the prompts.
+    lengths: tokens of similar rows.
+    known: origin of the lengths.
 
   Raises:
-    ValueError: if nothing of it may end early, or not with such lengths.
+    ValueError: if the stage has no loop that may end early, or a length exceeds
+      its limit.
   """
   tokens = call.full_batch.turns
   if not tokens:
-    raise ValueError('It has no loop that may end early: all rows are alike.')
+    raise ValueError(
+      'The stage has no loop that may end early: all rows are alike.'
+    )
   if max(lengths, default=0) > tokens:
     raise ValueError(
       f'There are lengths of up to {max(lengths)} tokens, and rows have room '
@@ -184,21 +187,21 @@ def from_work(
 
 
 def _alive(work, plain):
-  """Memory is not shared out over steps."""
+  """Restores the peak memory, which is not divided by the steps."""
   return dataclasses.replace(work, bytes_alive=plain.bytes_alive)
 
 
 def longest(lengths, rows: float) -> float:
-  """Tokens of the longest of so many rows, in the mean of draws.
+  """Returns the expected tokens of the longest of `rows` random rows.
 
-  E[max] = Σₜ 1 - F(t)ⁿ, where F(t) is the share of rows of at most t tokens.
+  E[max] = Σₜ 1 - F(t)ⁿ, where F(t) is the fraction of rows of at most t tokens.
   """
   share = np.cumsum(np.bincount(lengths)) / len(lengths)
   return float(np.sum(1 - np.minimum(share, 1.0) ** rows))
 
 
 class LinearTime(NamedTuple):
-  """Seconds: so many fixed, a row, and a token that a row looks back on."""
+  """Seconds of a step: fixed, for each row, and for each token of context."""
 
   fixed: float
   row: float
@@ -209,14 +212,15 @@ class LinearTime(NamedTuple):
 
 
 class DecodeSpeed(NamedTuple):
-  """Seconds of a step, as `rollout.Step`, on devices that share one copy.
+  """Seconds of a step on devices that share one copy, a `completions.Step`.
 
   Attributes:
-    arithmetic: the longer of this
-    traffic: and this counts;
-    communication: this always does, with gaps between kernels.
-    prompts: seconds to read those of so many rows: arithmetic and traffic.
-    gather: seconds to gather parameters.
+    arithmetic: seconds of arithmetic, which overlap with `traffic`.
+    traffic: seconds of memory traffic.
+    communication: seconds of communication and of gaps between kernels, which
+      do not overlap.
+    prompts: seconds of prefilling, of arithmetic and of traffic.
+    gather: seconds of gathering parameters.
   """
 
   arithmetic: LinearTime
@@ -238,14 +242,14 @@ class DecodeSpeed(NamedTuple):
 def decode_speed(
   decode: DecodeWork, rows, model, parameters, placement
 ) -> DecodeSpeed:
-  """How fast a placement decodes.
+  """Returns the seconds of a step on a placement.
 
   Args:
-    decode: what is to be done.
-    rows: at a time.
+    decode: the work of the stage.
+    rows: active rows.
     model: a `roofline.Roofline`.
-    parameters: of the stage.
-    placement: where it runs.
+    parameters: the parameters of the stage.
+    placement: its placement.
   """
   device, assumed = model.cluster.device, model.assumed
   axes = placement.axes
@@ -300,10 +304,10 @@ def decode_speed(
 def _ends(
   decode: DecodeWork, speed: DecodeSpeed, rows: int, slots: int, copies: int
 ):
-  """When the first k groups are complete on a typical copy, [groups].
+  """Returns when the first k groups finish on a typical copy, [groups].
 
-  Its rows are spread like those of the batch, whose longest is among them: the
-  batch has ended when that has.
+  Its rows have the same distribution of lengths as the batch, and include the
+  longest row of the batch, which determines when the batch ends.
   """
   rows = max(rows, decode.group_size)
   share = (np.arange(rows) + 0.5) / rows

@@ -1,7 +1,7 @@
-"""How values lie on a mesh, by the letters of their dimensions, without JAX.
+"""The layout of values on a mesh, by the letters of their dimensions.
 
-The rules are those of `sharding.rules`, which are handed in: a letter is shared
-over those of its axes that the mesh has.
+The rules are those of `sharding.rules`, passed in as an argument: a dimension
+is sharded over those axes of its letter that the mesh has.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ Axes = tuple[tuple[str, int], ...]
 
 
 class Layout:
-  """The rules, and what follows from them on any mesh.
+  """Applies sharding rules to any mesh.
 
   Attributes:
-    rules: axes of each letter.
-    of_rows: axes that share rows.
+    rules: mesh axes of each letter.
+    of_rows: mesh axes over which rows are sharded.
   """
 
   def __init__(self, rules: Rules):
@@ -33,7 +33,7 @@ class Layout:
     return self.rules.get(letter, ())
 
   def _shared(self, letters, shape, axes: Axes) -> tuple[str, ...] | None:
-    """The axes over which an array is shared; None where it cannot be."""
+    """Returns the axes over which an array is sharded; None if impossible."""
     sizes, used = dict(axes), []
     for letter, size in zip(letters, shape, strict=True):
       mine = [axis for axis in self.axes_of(letter) if axis in sizes]
@@ -45,22 +45,22 @@ class Layout:
     return tuple(used) if len(set(used)) == len(used) else None
 
   def ways(self, letters, shape, axes: Axes) -> int:
-    """Into how many parts an array is cut; 1 where it cannot be."""
+    """Returns the number of shards of an array; 1 if it cannot be sharded."""
     used = self.shared(tuple(letters), tuple(shape), axes) or ()
     sizes = dict(axes)
     return math.prod(sizes[axis] for axis in used)
 
   def local(self, value, axes: Axes) -> float:
-    """Bytes of a value on each device."""
+    """Returns the bytes of a value on each device."""
     return value.bytes / self.ways(value.letters, value.shape, axes)
 
   def row_ways(self, axes: Axes) -> int:
-    """How many devices share the rows of a batch."""
+    """Returns how many devices share the rows of a batch."""
     return math.prod(n for axis, n in axes if axis in self.of_rows)
 
 
 def along(devices, axes: Axes, axis: str) -> list[tuple[int, ...]]:
-  """The groups of devices that share something along an axis."""
+  """Returns the groups of devices along an axis."""
   sizes = [n for _, n in axes]
   at = [name for name, _ in axes].index(axis)
   inner = math.prod(sizes[at + 1 :])
@@ -73,12 +73,12 @@ def along(devices, axes: Axes, axis: str) -> list[tuple[int, ...]]:
 
 
 def meshes(devices: int, names: tuple[str, ...], most: Mapping[str, int]):
-  """Every mesh of some axes; those of size one are left out.
+  """Lists every mesh of some axes, without axes of size one.
 
   Args:
-    devices: how many.
-    names: of axes, the outermost first.
-    most: the largest size of an axis; any if it is not named.
+    devices: number of devices.
+    names: names of axes, the outermost first.
+    most: the largest size of an axis; any size if it is not named.
   """
   if devices == 1:
     return [()]

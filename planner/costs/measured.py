@@ -1,4 +1,4 @@
-"""Numbers that say where they come from, and tables of measured ones."""
+"""Numbers tagged with their origin, and tables of measured numbers."""
 
 import bisect
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ Tag = Literal['measured', 'modeled', 'assumed']
 
 
 class Estimate(NamedTuple):
-  """A number and where it comes from.
+  """A number and its origin.
 
   Attributes:
-    value: in the unit of what it is a part of.
-    tag: 'measured' on these devices, 'modeled' from what is known of them, or
-      'assumed' for want of anything better.
+    value: the number, in seconds, bytes or as a factor.
+    tag: 'measured' on these devices, 'modeled' from known rates and sizes, or
+      'assumed' without evidence.
   """
 
   value: float
@@ -23,9 +23,9 @@ class Estimate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowCurve:
-  """Seconds of a call by its rows, measured at three numbers of rows or more.
+  """Seconds of a call by its rows, measured at three or more numbers of rows.
 
-  Between them it is a straight line; beyond them it says nothing.
+  It is interpolated linearly and never extrapolated.
   """
 
   points: tuple[tuple[int, float], ...]
@@ -37,11 +37,11 @@ class RowCurve:
     if len(set(rows)) < 3 or len(set(rows)) < len(rows):
       raise ValueError(
         f'A curve needs three numbers of rows or more, each once; got {rows}: '
-        'two points cannot show that they are not on a line.'
+        'two points cannot show a bend.'
       )
 
   def at(self, rows: float) -> float | None:
-    """Seconds; None outside what was measured."""
+    """Returns the seconds at `rows`; None outside the measured range."""
     known = [n for n, _ in self.points]
     if not known[0] <= rows <= known[-1]:
       return None
@@ -50,7 +50,7 @@ class RowCurve:
     return s + (t - s) * (rows - n) / (m - n)
 
   def nearest(self, rows: float) -> tuple[float, float]:
-    """Rows and seconds, as near to `rows` as was measured."""
+    """Returns the nearest measured number of rows, and its seconds."""
     rows = min(max(rows, self.points[0][0]), self.points[-1][0])
     return rows, self.at(rows)
 
@@ -61,17 +61,17 @@ Key = tuple[str, int, tuple[tuple[str, int], ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Measurements:
-  """What was measured, by stage, number of devices and mesh axes.
+  """Measured seconds by stage, number of devices and mesh axes.
 
-  Rows are those of one micro-batch, all devices together.
+  Rows are those of one micro-batch, over all devices.
 
   Attributes:
     curves: seconds of a call by its rows.
-    constants: seconds of a call, whatever its rows.
-    turns: seconds of one of several micro-batches of a call, by its rows: the
-      call begins but once, and what they add up is handed out once.
-    factors: by stage, how many times the seconds above, or modeled, a run has
-      taken.
+    constants: seconds of a call that do not depend on its rows.
+    turns: seconds of one of several micro-batches of a call, by its rows. They
+      share one launch and one output.
+    factors: by stage, the seconds in a run over the seconds above or the
+      modeled seconds.
     contention: by stage, how many times as long a call takes while every core
       of a shared processor runs one.
   """
@@ -83,7 +83,7 @@ class Measurements:
   contention: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   def times(self, factors: Mapping[str, float]) -> 'Measurements':
-    """The same, after a run took so many times as long."""
+    """Multiplies the factors, after a run took so many times as long."""
     known = {
       name: self.factors.get(name, 1.0) * factor
       for name, factor in factors.items()
@@ -91,17 +91,17 @@ class Measurements:
     return dataclasses.replace(self, factors={**self.factors, **known})
 
   def curve(self, key: Key, turns: float = 1) -> RowCurve | None:
-    """Seconds of each of so many micro-batches of a call, by their rows."""
+    """Returns the seconds of each of `turns` micro-batches, by their rows."""
     curve = self.curves.get(key)
     return self.turns.get(key, curve) if turns > 1 else curve
 
   def rows(self, stage: str) -> list[int]:
-    """The numbers of rows at which a stage was measured."""
+    """Returns the numbers of rows at which a stage was measured."""
     curves = (curve for key, curve in self.curves.items() if key[0] == stage)
     return sorted({rows for curve in curves for rows, _ in curve.points})
 
   def elsewhere(self, stage: str) -> Key | None:
-    """Where else a stage was measured: on the fewest devices."""
+    """Returns where else a stage was measured, on the fewest devices."""
     known = (*self.curves, *self.constants)
     there = [key for key in known if key[0] == stage]
     return min(there, key=lambda key: key[1], default=None)

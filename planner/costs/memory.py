@@ -1,4 +1,4 @@
-"""Bytes that the devices of a place need at their worst moment."""
+"""Models the peak memory of the devices of a place."""
 
 from planner.costs import collectives, work
 from planner.costs.measured import Estimate
@@ -16,20 +16,24 @@ def parts(
   works,
   layout,
 ) -> tuple[str, dict[str, Estimate]]:
-  """The worst moment: during which stage it is, and what is there then.
+  """Finds the stage with the peak memory, and the components of the peak.
 
-  Values lie on a device from being made or received until their last use. What
-  replaces a carried value takes its memory over. A batch that passes in pieces
-  counts whole, as pieces pile up before a slow stage.
+  A value is on a device from when it is made or received until its last use.
+  The next version of a carried value takes over the memory of the old one. A
+  batch that passes in pieces counts in full, as pieces pile up before a slow
+  stage.
 
   Args:
     flow: as recorded.
-    chosen: where its stages run.
-    place: which of them.
+    chosen: the plan.
+    place: name of the place.
     where: the place of every node.
     homes: the places of every carried value.
-    works: of stages by name, as `planner.costs.count.of_flow`.
-    layout: how values lie on meshes.
+    works: the work of each stage, as `planner.counting.count.of_flow`.
+    layout: the layout of values on meshes.
+
+  Returns:
+    The stage, and bytes by component.
   """
   axes = chosen.places[place].axes
   here = [i for i, name in enumerate(where) if name == place]
@@ -68,7 +72,7 @@ def parts(
 
 
 def within(flow, node, chosen, axes, works, layout) -> dict[str, Estimate]:
-  """What a stage needs for itself."""
+  """Returns the bytes that a stage itself needs, by component."""
   call = works.get(node.name)
   if graph.is_plumbing(node) or call is None:
     return {}
@@ -84,10 +88,12 @@ def within(flow, node, chosen, axes, works, layout) -> dict[str, Estimate]:
   matmul = call.fixed.matmul | call.per_row.matmul
   item = max(map(collectives.item_bytes, matmul), default=0)
   gathered = parameters.gathered(axes, item)
-  if parameters.gradients:  # A scanned stack gathers a layer, ahead of one.
+  if parameters.gradients:  # A scan gathers one layer ahead.
     gathered *= min(1.0, 2 / parameters.depth)
   made = 0.0
-  if at_once < rows and node.stage.grain == 'sum':  # Added to what there is.
+  if (
+    at_once < rows and node.stage.grain == 'sum'
+  ):  # They are added to the sums so far.
     made = sum(layout.local(flow.values[v], axes) for v in node.writes)
   return {
     'activations': Estimate(alive + fixed, 'modeled'),
@@ -97,7 +103,7 @@ def within(flow, node, chosen, axes, works, layout) -> dict[str, Estimate]:
 
 
 def _spans(flow, here, carried) -> dict[int, tuple[int, int]]:
-  """From which node to which a value lies at a place, if it is not carried."""
+  """Returns the first and last node of each value that is not carried."""
   spans, end = {}, len(flow.nodes)
   for i in here:
     node = flow.nodes[i]
@@ -110,7 +116,7 @@ def _spans(flow, here, carried) -> dict[int, tuple[int, int]]:
     if start in carried and start != finish and finish in made:
       last = max(flow.readers.get(start, (-1,)))
       if last <= flow.maker[finish]:
-        spans.pop(finish, None)  # It takes the memory of what it replaces.
+        spans.pop(finish, None)  # It replaces the old value in memory.
       else:
         spans[finish] = spans[finish][0], end
   for v in flow.outputs:
@@ -120,5 +126,5 @@ def _spans(flow, here, carried) -> dict[int, tuple[int, int]]:
 
 
 def homes(flow: graph.Flow, chosen: plan_lib.Plan):
-  """The place of every node, and the places of every carried value."""
+  """Returns the place of every node and the places of every carried value."""
   return program.locate(flow, chosen), program.homes(flow, chosen)

@@ -1,8 +1,9 @@
 """Seconds and bytes of stages on placements, modeled from their work.
 
-A call takes its launch, then as long as its arithmetic or its traffic takes,
-whichever is longer, then what its devices say to each other. Where a stage was
-measured, that is taken instead. Every number can be asked where it comes from.
+The time of a call is its launch, plus the longer of its arithmetic and its
+memory traffic, plus the communication between its devices. Where a stage was
+measured, the measurement is used instead. Every number is tagged with its
+origin.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +43,7 @@ class Assumptions:
 
 
 class Process(Protocol):
-  """What is no line over its rows, such as `decode.DecodeWork`."""
+  """Work that is not linear in its rows, such as `decode.DecodeWork`."""
 
   def seconds(
     self,
@@ -52,7 +53,7 @@ class Process(Protocol):
     placement: plan_lib.Placement,
     rows: int,
   ) -> Mapping[str, Estimate]:
-    """Of a call, so many rows at a time: parts that add up."""
+    """Returns the seconds of a call in micro-batches, by component."""
 
   def bytes(
     self,
@@ -63,11 +64,11 @@ class Process(Protocol):
     pieces: int,
     rows: int | None,
   ) -> Mapping[str, Estimate]:
-    """That a device of a mesh needs meanwhile: parts that add up."""
+    """Returns the bytes on a device of a mesh meanwhile, by component."""
 
 
 class Roofline:
-  """A model of costs, as `planner.search` asks for one.
+  """A cost model of stages, transfers and memory, a `cost.Model`.
 
   Attributes:
     capacity: bytes of a device that plans may use.
@@ -82,21 +83,21 @@ class Roofline:
     measured: measured_lib.Measurements = measured_lib.Measurements(),
     assumed: Assumptions = Assumptions(),
   ):
-    """Takes what is known.
+    """Takes the work of the stages and the hardware.
 
     Args:
       flow: as recorded.
-      works: of its stages, as `count.of_flow`; None for the host's.
-      cluster: what it runs on.
-      rules: axes of letters, as `sharding.rules.DEFAULT`.
-      measured: seconds of stages, which win over the model.
-      assumed: what else the model needs.
+      works: the work of each stage, as `count.of_flow`; None for host stages.
+      cluster: the hardware.
+      rules: mesh axes of each letter, as `sharding.rules.DEFAULT`.
+      measured: measured seconds of stages, which replace modeled seconds.
+      assumed: efficiencies that are neither measured nor on a data sheet.
     """
     missing = [name for name in flow.stages if name not in works]
     if missing:
       raise ValueError(
-        f'Nothing is known of the work of {missing}: count the flow that is to '
-        'be planned.'
+        f'The work of {missing} is missing: count the same flow that is '
+        'planned.'
       )
     self.flow, self.works, self.cluster = flow, works, cluster
     self.layout = layout_lib.Layout(rules)
@@ -104,12 +105,12 @@ class Roofline:
     self.measured, self.assumed = measured, assumed
     self.capacity = cluster.capacity
     self.axes = functools.cache(self._axes)
-    self._known, self._places = {}, {}
+    self._memo, self._places = {}, {}
 
   def with_measurements(
     self, measured: measured_lib.Measurements
   ) -> 'Roofline':
-    """The same model, after more was measured."""
+    """Returns the same model with other measurements."""
     return Roofline(
       self.flow,
       self.works,
@@ -122,9 +123,9 @@ class Roofline:
   # Meshes.
 
   def _axes(self, stages: tuple[str, ...], devices: int) -> Sequence:
-    """Meshes that a place of these stages may have; none if it cannot be.
+    """Returns the meshes that a place of these stages may have, if any.
 
-    Axes without rows stay within a node: they talk at every layer.
+    Axes without rows stay within a node, as they communicate in every layer.
     """
     nodes = [n for n in self.flow.nodes if n.name in stages]
     kinds = {
@@ -134,7 +135,7 @@ class Roofline:
     }
     letters = {x for some, _ in kinds for x in some if x not in ('', 'B')}
     wanted = {axis for x in letters for axis in self.layout.axes_of(x)}
-    # The first axis of rows is for copies, and is always there.
+    # The first axis of rows is for replicas, and is always allowed.
     names = list(self.layout.of_rows[:1])
     names += [a for a in self.layout.of_rows[1:] if a in wanted]
     inner = sorted(wanted - set(self.layout.of_rows))
@@ -150,7 +151,7 @@ class Roofline:
     return tuple(axes for axes in menu if fits(axes))
 
   def _can_share(self, flow, node, axes, rows: int | None = None) -> bool:
-    """Whether devices can have as many whole groups of rows each."""
+    """Whether rows can be divided among devices in whole groups."""
     if graph.is_plumbing(node) or node.stage.host or not axes:
       return True
     ways = self.layout.row_ways(axes)
@@ -168,17 +169,17 @@ class Roofline:
     placement: plan_lib.Placement,
     rows: int | None,
   ) -> float:
-    """Of a call of a node; infinite where devices cannot share its rows."""
+    """Returns the seconds of a call; infinite if its rows cannot be divided."""
     if graph.is_plumbing(node) or not node.rows:
       return self.explain(flow, node, placement, rows).total.value
     there = flow.rows_of(node)
-    # Nodes of a stage that have as many rows cost the same, if it is a line.
-    line = isinstance(self.works.get(node.name), StageWork)
-    key = node.name, there, rows, placement, None if line else node.piece
-    if key not in self._known:
+    # Nodes with equally many rows cost the same, unless work is a process.
+    linear = isinstance(self.works.get(node.name), StageWork)
+    key = node.name, there, rows, placement, None if linear else node.piece
+    if key not in self._memo:
       found = self.explain(flow, node, placement, rows)
-      self._known[key] = found.total.value
-    return self._known[key]
+      self._memo[key] = found.total.value
+    return self._memo[key]
 
   def explain(
     self,
@@ -187,13 +188,13 @@ class Roofline:
     placement: plan_lib.Placement,
     rows: int | None = None,
   ) -> breakdown.CostBreakdown:
-    """What the seconds of a call are made of.
+    """Returns the seconds of a call, by component.
 
     Args:
-      flow: as cut; a piece's rows are those of what it reads.
-      node: of that flow.
-      placement: where it runs.
-      rows: at a time; None for all.
+      flow: a cut flow; a piece has the rows of what it reads.
+      node: a node of that flow.
+      placement: its placement.
+      rows: rows of a micro-batch; None for all.
     """
     if graph.is_plumbing(node):
       return self._moved(flow, node, placement)
@@ -211,12 +212,15 @@ class Roofline:
     return breakdown.scaled(
       found,
       Estimate(factor, 'measured'),
-      'times, as a run has taken',
+      'times, corrected by a run',
       found.total.tag,
     )
 
   def _measured(self, flow, node, placement, rows, turns):
-    """As measured; else as modeled, scaled by what was measured nearest."""
+    """Returns measured seconds, else modeled ones scaled by a measurement.
+
+    The scale is measured over modeled seconds at the nearest measured rows.
+    """
     table = self.measured
     key = node.name, len(placement.devices), tuple(placement.axes)
     if key in table.constants:
@@ -234,7 +238,7 @@ class Roofline:
     _, devices, axes = other
     near, spent = rows, table.constants.get(other)
     if spent is None:
-      # At as many rows a device, if that was measured.
+      # At the same number of rows a device, if that was measured.
       ways = self.layout.row_ways(placement.axes) / self.layout.row_ways(axes)
       near, each = table.curve(other, turns).nearest(rows / ways)
       spent = turns * each
@@ -247,7 +251,7 @@ class Roofline:
     )
 
   def _moved(self, flow, node, placement):
-    """What planners add moves bytes and does no more."""
+    """Returns the seconds of an added node, which only moves bytes."""
     device = self.cluster.device
     values = [flow.values[v] for v in (*node.reads, *node.writes)]
     size = sum(self.layout.local(value, placement.axes) for value in values)
@@ -271,7 +275,7 @@ class Roofline:
     return breakdown.scaled(found, times, 'times, as devices share cores')
 
   def _alone(self, flow, node, placement, rows, turns):
-    """As modeled, if no device keeps another from its work."""
+    """Returns modeled seconds without contention between devices."""
     call = self.works[node.name]
     if call is None:
       return self._on_host(flow, node, rows * turns)
@@ -299,7 +303,7 @@ class Roofline:
     traffic = own.bytes_moved / (
       device.memory_bandwidth * assumed.memory_efficiency
     )
-    # Devices share the numbers of a kernel, not the kernels.
+    # Each device launches every kernel, on its share of the numbers.
     gaps = call.at(rows).kernels * device.kernel_gap_seconds
     parts = {
       'launch': Estimate(device.launch_seconds, 'assumed'),
@@ -320,7 +324,7 @@ class Roofline:
     return breakdown.CostBreakdown(Estimate(total, 'modeled'), parts)
 
   def _share(self, flow, node, axes) -> float:
-    """Of the bytes of a stage without rows, those that a device has."""
+    """Returns the fraction of a stage's bytes that a device holds."""
     values = [flow.values[v] for v in {*node.reads, *node.writes}]
     size = sum(value.bytes for value in values)
     kept = sum(self.layout.local(value, axes) for value in values)
@@ -340,15 +344,15 @@ class Roofline:
     )
 
   def contention(self, stage: str, devices: int, beside: int) -> float:
-    """How many times as long a call takes while other devices are busy.
+    """Returns how many times as long a call takes while others are busy.
 
     Args:
-      stage: what is called.
-      devices: that the call has.
-      beside: others of the same processor that are busy as well.
+      stage: the stage of the call.
+      devices: number of devices of the call.
+      beside: number of other busy devices of the same processor.
     """
     if stage in self.works and self.works[stage] is None:
-      devices = 1  # On the host, wherever its place is.
+      devices = 1  # It runs on the host.
     alone, together = (
       self.cluster.slowdown(busy, self.measured.contention.get(stage))
       for busy in (devices, devices + beside)
@@ -364,10 +368,10 @@ class Roofline:
     source: plan_lib.Placement,
     target: plan_lib.Placement,
   ) -> float:
-    """Of a value from place to place; nothing where it is already so.
+    """Returns the seconds of a transfer; zero if source and target are equal.
 
-    Every device of the target receives its share, all copies included, and
-    those of the source send as many bytes each.
+    Each device of the target receives its shards, copies included, and the
+    devices of the source send as many bytes in total.
     """
     if source == target:
       return 0.0
@@ -379,7 +383,7 @@ class Roofline:
   def switch(
     self, flow: graph.Flow, value: int, placement: plan_lib.Placement
   ) -> float:
-    """Of a value between the memory of devices and of their host."""
+    """Returns the seconds of moving a value between device and host memory."""
     local = self.layout.local(flow.values[value], placement.axes)
     return (
       self.cluster.device.launch_seconds
@@ -391,13 +395,13 @@ class Roofline:
   def memory(
     self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
   ) -> float:
-    """Bytes that a device of a place needs at its worst moment."""
+    """Returns the peak bytes on a device of a place."""
     return self.explain_memory(flow, chosen, place).total.value
 
   def explain_memory(
     self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
   ) -> breakdown.CostBreakdown:
-    """What is on a device at its worst moment."""
+    """Returns the peak bytes on a device of a place, by component."""
     key = id(flow), tuple(chosen.stages.items()), tuple(chosen.places)
     if key not in self._places:
       self._places[key] = flow, memory.homes(flow, chosen)

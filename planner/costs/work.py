@@ -1,6 +1,6 @@
-"""What a call of a stage has to do, as plain data: arithmetic and traffic.
+"""The work of a stage call as plain data: arithmetic and memory traffic.
 
-Counted by `count`, which needs JAX; read by models of costs, which do not.
+`counting.count` counts it with JAX; cost models read it without.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,23 +10,24 @@ import itertools
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """Of one call, on one device that has all of it.
+  """The work of one call that runs on one device.
 
   Attributes:
     flops: arithmetic operations of any kind; a multiply-add is two.
-    matmul: those of matrix products and convolutions, by type of the operands.
-    bytes_in: arguments, each once.
-    bytes_out: results, each once.
-    bytes_moved: to and from device memory, if elementwise arithmetic is fused
-      with what follows it and everything else reads and writes its operands.
-    bytes_alive: most bytes of intermediate values alive at one time; arguments
-      and results are not among them.
-    kernels: things launched one after the other on the device.
+    matmul: operations of matrix products and convolutions, by type of the
+      operands.
+    bytes_in: bytes of the arguments.
+    bytes_out: bytes of the results.
+    bytes_moved: bytes to and from device memory, if elementwise arithmetic is
+      fused with its consumer and everything else reads and writes its operands.
+    bytes_alive: peak bytes of intermediate values, without arguments and
+      results.
+    kernels: number of kernels launched one after another.
     partial: products summed over a dimension of an argument, by that
-      dimension's letter: how many, and the bytes of their results. Where
-      devices share the letter, these are what they add up.
-    turns: that were counted of a loop that may end before, as decoding does; 0
-      if there is none, and of several the most.
+      dimension's letter: their number and the bytes of their results. Where
+      the letter is sharded, devices all-reduce these.
+    turns: trip count of the longest loop that may end early, as decoding does;
+      0 if there is none.
   """
 
   flops: float = 0.0
@@ -47,11 +48,11 @@ class Work:
 
   @property
   def other_flops(self) -> float:
-    """Elementwise arithmetic, reductions and the like."""
+    """Operations of elementwise arithmetic, reductions and the like."""
     return max(0.0, self.flops - self.matmul_flops)
 
   def weighted(self, n: float, other: 'Work', m: float) -> 'Work':
-    """`n · self + m · other`, nothing below zero."""
+    """Returns `n · self + m · other`, clipped at zero."""
 
     def mix(a, b):
       return max(0.0, n * a + m * b)
@@ -87,14 +88,6 @@ class Work:
   def times(self, n: float) -> 'Work':
     return self.weighted(n, NONE, 0.0)
 
-  def to_dict(self) -> dict:
-    return dataclasses.asdict(self)
-
-  @classmethod
-  def from_dict(cls, plain: Mapping) -> 'Work':
-    partial = {k: tuple(v) for k, v in plain.get('partial', {}).items()}
-    return cls(**{**plain, 'partial': partial})
-
 
 SCALARS = tuple(
   field.name
@@ -106,14 +99,15 @@ NONE = Work()
 
 @dataclasses.dataclass(frozen=True)
 class StageWork:
-  """The work of a stage, for any number of rows: straight lines.
+  """The work of a stage as a piecewise linear function of its rows.
 
   Attributes:
-    fixed: what a call does whatever its rows, such as reading parameters.
-    per_row: what it does for each row besides.
-    rows: up to which this holds: the whole batch; 0 for a stage without rows.
-    below: the same for fewer rows, the fewest first. A stage that makes its
-      logits in chunks, for one, has fewer chunks then.
+    fixed: work that does not depend on rows, such as reading parameters.
+    per_row: additional work for each row.
+    rows: largest number of rows of this segment, which is the full batch for
+      the last one; 0 for a stage without rows.
+    below: the segments for fewer rows, the fewest first. For example, a stage
+      that computes logits in chunks has fewer chunks then.
   """
 
   fixed: Work
@@ -122,47 +116,35 @@ class StageWork:
   below: tuple['StageWork', ...] = ()
 
   def near(self, rows: float) -> 'StageWork':
-    """The line that holds for so many rows."""
+    """Returns the segment for a number of rows."""
     return next((call for call in self.below if rows <= call.rows), self)
 
   def at(self, rows: float) -> Work:
-    """Of a call with so many rows."""
+    """Returns the work of a call with `rows` rows."""
     line = self.near(rows)
     return line.fixed.weighted(1.0, line.per_row, rows)
 
   @property
   def full_batch(self) -> Work:
-    """Of a call with the whole batch."""
+    """The work of a call with the full batch."""
     return self.at(self.rows)
-
-  def to_dict(self) -> dict:
-    return dataclasses.asdict(self)
-
-  @classmethod
-  def from_dict(cls, plain: Mapping) -> 'StageWork':
-    return cls(
-      Work.from_dict(plain['fixed']),
-      Work.from_dict(plain['each']),
-      plain['rows'],
-      tuple(map(cls.from_dict, plain['below'])),
-    )
 
 
 def piecewise_linear(points: Sequence[tuple[int, Work]]) -> StageWork:
-  """The lines through the work of calls of some numbers of rows.
+  """Interpolates the work of calls with several numbers of rows.
 
   Args:
-    points: rows and their work, the fewest first; of one alone, all is fixed.
+    points: rows and their work, the fewest first. A single point is constant.
   """
   rows = [n for n, _ in points]
   if not rows or rows != sorted(set(rows)):
-    raise ValueError(f'Lines need numbers of rows that rise: got {rows}.')
+    raise ValueError(f'Interpolation needs rising numbers of rows: got {rows}.')
   if len(points) == 1:
     return StageWork(points[0][1], rows=rows[0])
   lines = []
   for (n, one), (m, other) in itertools.pairwise(points):
     each = other.weighted(1 / (m - n), one, -1 / (m - n))
     fixed = other.weighted(1.0, each, -m)
-    # What would be less than nothing without rows grows in proportion to them.
+    # A negative intercept becomes proportional work.
     lines.append(StageWork(fixed, other.weighted(1 / m, fixed, -1 / m), m))
   return dataclasses.replace(lines[-1], below=tuple(lines[:-1]))

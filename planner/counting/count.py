@@ -1,13 +1,13 @@
 """Counts the arithmetic and the traffic of a stage by walking its jaxpr.
 
-XLA's own cost analysis counts a scanned body once, whatever the trip count: a
-model of eight layers is told as one. Here loops count as often as they turn.
+XLA's own cost analysis counts a scanned body once, whatever the trip count, so
+eight scanned layers count as one. Here the body counts once for each trip.
 
-Traffic is an estimate: elementwise arithmetic is taken to be fused with what
-reads it, as XLA does, so that a chain reads its sources once and writes its end
-once; products, gathers, sorts and loops read and write what they are given.
-A loop that may end early, as decoding does, counts as if it did not; `decode`
-says what it takes where lengths are known.
+Traffic is an estimate. Elementwise arithmetic is assumed to be fused with its
+consumer, as XLA does: a chain reads its sources once and writes its result
+once. Products, gathers, sorts and loops read and write their operands. A loop
+that may end early, as decoding does, counts with its maximum trip count;
+`costs.decode` corrects this where lengths are known.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ from planner.costs.work import StageWork, Work
 from planner.counting import jaxpr_walk
 from planner.ir import graph
 
-ROUTING = ('split', 'slice')  # Grains that move rows and compute nothing.
-PARTS = (1, 2, 8, 64)  # Of a batch, for which its work is counted.
+ROUTING = ('split', 'slice')  # Grains that only move rows.
+PARTS = (1, 2, 8, 64)  # Fractions of a batch whose work is counted.
 
 
 def work(
@@ -30,18 +30,18 @@ def work(
   trips: int | None = None,
   letters: Sequence[Sequence[str]] | None = None,
 ) -> Work:
-  """The work of one call of `fn`.
+  """Counts the work of one call of `fn`.
 
   Args:
-    fn: what JAX can trace.
-    *shapes: its arguments, as trees of arrays or of `jax.ShapeDtypeStruct`s.
-    trips: of a `while` loop that does not show how often it turns at most.
-    letters: of the dimensions of every array among the arguments, for
+    fn: a function that JAX can trace.
+    *shapes: the arguments, as trees of arrays or of `jax.ShapeDtypeStruct`s.
+    trips: trip count of a `while` loop whose maximum is not visible.
+    letters: letters of the dimensions of every array among the arguments, for
       `Work.partial`.
 
   Raises:
     ValueError: for a loop without a bound, if `trips` is None.
-    NotImplementedError: for a kernel that cannot be looked into.
+    NotImplementedError: for a kernel whose work cannot be counted.
   """
   run = fn if hasattr(fn, 'trace') else jax.jit(fn)
   jaxpr = run.trace(*shapes).jaxpr
@@ -64,10 +64,9 @@ def work(
 def of_node(
   flow: graph.Flow, node: graph.Node, trips: int | None = None
 ) -> StageWork | None:
-  """The work of a node for any number of rows; None where the host does it.
+  """Counts the work of a node for any number of rows; None for a host stage.
 
-  Of a stage of rows it is the lines through the whole batch, a half, an eighth
-  and a 64th of it.
+  It is interpolated between a full batch, a half, an eighth and a 64th of it.
   """
   if graph.is_plumbing(node) or node.stage.grain in ROUTING:
     taken = sum(flow.values[v].bytes for v in node.reads)
@@ -106,12 +105,11 @@ def of_node(
 def of_flow(
   flow: graph.Flow, trips: int | None = None
 ) -> dict[str, StageWork | None]:
-  """The work of every stage by name, of its call with the most rows.
+  """Counts the work of every stage, from its call with the most rows.
 
   Args:
-    flow: as recorded; what a planner adds to it is not counted, as its bytes
-      are those of what it reads and writes.
-    trips: of `while` loops that show no bound.
+    flow: as recorded.
+    trips: trip count of `while` loops whose maximum is not visible.
   """
   nodes = {}
   for node in flow.nodes:

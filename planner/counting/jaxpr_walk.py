@@ -1,10 +1,10 @@
-"""Walks a jaxpr: arithmetic, traffic, memory and partial sums, as they come.
+"""Counts arithmetic, traffic, memory and partial sums by walking a jaxpr.
 
-Jaxprs are met by their fields alone, so this needs no JAX.
+Only the fields of jaxprs are used, so this module does not import JAX.
 
-A variable is in memory, or it is *fused*: made of its sources whenever it is
-read, at no traffic of its own. It is stored when a kernel that cannot make it
-as it goes along wants it, or when there are too many sources.
+A variable is either in memory or *fused*: it is recomputed from its sources
+whenever it is read, without traffic of its own. It is stored when a kernel that
+cannot be fused reads it, or when it has too many sources.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ import numpy as np
 from planner.costs.work import Work
 from planner.counting import primitives, trip_counts
 
-SOURCES = 8  # A chain of more arrays than this is cut in two.
-SCALAR = 16  # Bytes of what goes along with other things.
+SOURCES = 8  # A fused chain has at most so many sources.
+SCALAR = 16  # Bytes: smaller arrays need no kernel of their own.
 
 
 def size_of(aval) -> float:
@@ -25,16 +25,16 @@ def size_of(aval) -> float:
 
 
 class Buffer:
-  """Memory: when it is first and last needed, in equations walked."""
+  """A buffer, with the first and last equation that uses it."""
 
   def __init__(self, size: float, born: int, outside: bool = False):
     self.size, self.born, self.last = size, born, born
-    self.outside = outside  # Arguments and results: whoever calls has them.
+    self.outside = outside  # Arguments and results belong to the caller.
 
 
 @dataclasses.dataclass(eq=False)
 class _Sum:
-  """A sum over letters of arguments; `open` until its value is needed."""
+  """A sum over lettered dimensions; `open` until its value is read."""
 
   letters: list[str]
   size: float
@@ -43,15 +43,15 @@ class _Sum:
 
 @dataclasses.dataclass(eq=False)
 class Variable:
-  """What is known of a variable.
+  """The abstract value of a variable.
 
   Attributes:
     size: its bytes.
-    sources: the memory that must be read to have it, and how many bytes.
-    fused: not in memory, but made of its sources as it is read.
-    letters: of its dimensions, where it is a view of an argument.
-    partial: the sum that it is, of which devices may each have a part.
-    constant: its number, if that is known.
+    sources: the buffers that must be read to compute it, and how many bytes.
+    fused: whether it is recomputed from its sources when read.
+    letters: the letters of its dimensions if it is a view of an argument.
+    partial: the sum that it is, of which each device may have a part.
+    constant: its number, if known.
   """
 
   size: float
@@ -63,7 +63,7 @@ class Variable:
 
 
 class WorkCounter:
-  """The count of a program, or of a loop's body."""
+  """Counts the work of a program, or of a loop's body."""
 
   def __init__(self, trips: int | None):
     self.trips = trips
@@ -83,7 +83,7 @@ class WorkCounter:
     )
 
   def peak(self) -> float:
-    """Most bytes of own buffers, and of loops' bodies, at one time."""
+    """Returns the peak bytes of its buffers and of loops' bodies."""
     change = np.zeros(self.now + 3)
     for buffer in self.buffers:
       if not buffer.outside:
@@ -108,13 +108,13 @@ class WorkCounter:
     return Variable(size, {buffer: size})
 
   def read(self, variable: Variable) -> float:
-    """Notes that a variable's sources are read now; how many bytes."""
+    """Records that a variable's sources are read now; returns their bytes."""
     for buffer in variable.sources:
       buffer.last = max(buffer.last, self.now)
     return sum(variable.sources.values())
 
   def store(self, variable: Variable):
-    """Puts a fused variable into memory."""
+    """Stores a fused variable in memory."""
     if not variable.fused:
       return
     self.moved += self.read(variable) + variable.size
@@ -124,15 +124,15 @@ class WorkCounter:
     variable.sources, variable.fused = {buffer: variable.size}, False
 
   def hand_over(self, variable: Variable):
-    """Has a variable in memory of its own, for a loop to read."""
+    """Stores a variable in memory of its own, for a loop to read."""
     self.store(variable)
     if any(n < buffer.size for buffer, n in variable.sources.items()):
-      variable.fused = True  # A part of something larger is copied out of it.
+      variable.fused = True  # A slice of a larger buffer is copied.
       self.store(variable)
     self.read(variable)
 
   def store_all(self, made):
-    """Puts variables into memory: what they are made of is read but once."""
+    """Stores variables in memory; shared sources are read only once."""
     sources = {}
     for variable in made:
       if variable.fused:
@@ -143,12 +143,12 @@ class WorkCounter:
     self.moved += sum(sources.values())
 
   def hand_out(self, made, args):
-    """Has results in memory, which is not this frame's own."""
+    """Stores results in memory, which belongs to the caller."""
     self.store_all(made)
     for variable in (variable for variable in made if variable not in args):
       if any(
         b.outside for b in variable.sources
-      ):  # Part of an argument: a copy.
+      ):  # A slice of an argument is copied.
         self.moved += self.read(variable) + variable.size
         self.kernels += 1
       for buffer in variable.sources:
@@ -157,7 +157,7 @@ class WorkCounter:
   # Programs.
 
   def inline(self, jaxpr, args) -> list[Variable]:
-    """Walks a jaxpr; returns what is known of its results."""
+    """Walks a jaxpr; returns its results as abstract values."""
     consts = [None] * len(jaxpr.constvars)
     if hasattr(jaxpr, 'jaxpr'):
       consts, jaxpr = jaxpr.consts, jaxpr.jaxpr
@@ -223,7 +223,7 @@ class WorkCounter:
     ]
 
   def _fused(self, eqn, args):
-    """Elementwise arithmetic and reductions: made as they are read."""
+    """Counts elementwise arithmetic and reductions, which are fused."""
     name = eqn.primitive.name
     reduces = name.startswith(primitives.REDUCES)
     touched = eqn.invars if reduces else eqn.outvars
@@ -279,7 +279,7 @@ class WorkCounter:
     return made
 
   def _indexed(self, eqn, args):
-    """Reads or writes some of an array, in place if it writes."""
+    """Counts reads or writes of parts of an array, in place if possible."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     self.kernels += 1
     if name == 'gather':
@@ -294,11 +294,11 @@ class WorkCounter:
     self.store(args[0])
     updates = args[1 if name == 'dynamic_update_slice' else 2]
     self.moved += sum(self.read(variable) for variable in args[1:])
-    # What is added to is read too.
+    # A scatter also reads what it adds to.
     self.moved += updates.size * (1 + (name != 'dynamic_update_slice'))
     self.read(args[0])
     if any(b.outside for b in args[0].sources):
-      made = self.stored(out)  # An argument is not to be overwritten.
+      made = self.stored(out)  # An argument is copied, not overwritten.
       self.moved += 2 * made.size
       return [made]
     if name != 'dynamic_update_slice':
@@ -306,7 +306,7 @@ class WorkCounter:
     return [Variable(size_of(out), dict(args[0].sources))]
 
   def _sum_over(self, made: Variable, over):
-    """Notes a sum over dimensions of some variables."""
+    """Records a sum over dimensions of some variables."""
     letters = [
       variable.letters[axis]
       for variable, axes in over
@@ -318,7 +318,7 @@ class WorkCounter:
       self._add_partial(made.partial, 1)
 
   def _add_up(self, one: _Sum, other: _Sum):
-    """Adds sums: as devices have parts of both, they add up but once."""
+    """Adds two partial sums, which then need a single all-reduce."""
     if one.open and other.open and one is not other:
       self._add_partial(other, -1)
     else:
@@ -333,12 +333,12 @@ class WorkCounter:
   # Loops and branches.
 
   def _body(self, jaxpr, args, drop=()) -> Work:
-    """The work of one turn.
+    """Counts the work of one trip.
 
     Args:
-      jaxpr: of the body.
-      args: what it is given.
-      drop: positions of those of which it is given a slice.
+      jaxpr: the jaxpr of the body.
+      args: the arguments of the loop.
+      drop: positions of the arguments that a scan slices.
     """
     frame = WorkCounter(self.trips)
     given = []
@@ -350,7 +350,7 @@ class WorkCounter:
         letters = letters[1:]
       one = frame.argument(var.aval, letters)
       one.constant = None if i in drop else variable.constant
-      for buffer in one.sources:  # Loops write what they carry in place.
+      for buffer in one.sources:  # Loops write their carry in place.
         buffer.size, buffer.outside = 0.0, False
       given.append(one)
     frame.store_all(frame.inline(jaxpr, given))
@@ -374,7 +374,7 @@ class WorkCounter:
   def _scan(self, eqn, args):
     jaxpr, n = eqn.params['jaxpr'], eqn.params['length']
     carried = eqn.params['num_consts'], eqn.params['num_carry']
-    # What is carried is another value each turn, whatever it begins as.
+    # The carry differs from trip to trip, so its initial value is forgotten.
     args = [*args]
     for i in range(carried[0], sum(carried)):
       args[i] = self._forgetful(args[i])
@@ -384,24 +384,28 @@ class WorkCounter:
   def _while(self, eqn, args):
     test, body = eqn.params['cond_jaxpr'], eqn.params['body_jaxpr']
     n, m = eqn.params['cond_nconsts'], eqn.params['body_nconsts']
-    ahead, own, state = args[:n], args[n : n + m], args[n + m :]
-    known = [[x.constant for x in some] for some in (ahead, own, state)]
+    test_consts, body_consts = args[:n], args[n : n + m]
+    state = args[n + m :]
+    known = [
+      [x.constant for x in some] for some in (test_consts, body_consts, state)
+    ]
     turns, early = trip_counts.bound(test, body, *known)
     turns = self.trips if turns is None else turns
     if turns is None:
       raise ValueError(
-        'A while loop does not show how often it turns: compare a counter '
-        'with a number in its condition, or say `trips`.'
+        'The maximum trip count of a while loop is not visible: compare a '
+        'counter with a number in its condition, or give `trips`.'
       )
     state = [self._forgetful(variable) for variable in state]
-    done = self._body(test, ahead + state) + self._body(body, own + state)
+    done = self._body(test, test_consts + state)
+    done += self._body(body, body_consts + state)
     self.turns = max(self.turns, turns * early)
-    return self._repeat(eqn, ahead + own + state, done, turns)
+    return self._repeat(eqn, test_consts + body_consts + state, done, turns)
 
   def _cond(self, eqn, args):
-    ways = [self._body(way, args[1:]) for way in eqn.params['branches']]
-    dearest = max(ways, key=lambda way: (way.flops, way.bytes_moved))
-    return self._repeat(eqn, args, dearest, 1)
+    branches = [self._body(x, args[1:]) for x in eqn.params['branches']]
+    largest = max(branches, key=lambda work: (work.flops, work.bytes_moved))
+    return self._repeat(eqn, args, largest, 1)
 
   def _forgetful(self, variable):
     self.hand_over(variable)

@@ -1,11 +1,11 @@
-"""What single equations of a jaxpr are: arithmetic, views, loops."""
+"""Classifies the primitives of a jaxpr: arithmetic, views, loops."""
 
 import math
 
 # Calls that XLA inlines.
 CALLS = ('jaxpr', 'call_jaxpr', 'fun_jaxpr')
 CONTROL = ('scan', 'while', 'cond')
-# The same numbers seen otherwise: no arithmetic, and no memory of their own.
+# Views: no arithmetic, and no memory of their own.
 VIEWS = {
   'bitcast_convert_type',
   'copy',
@@ -32,12 +32,12 @@ MOVES = {
   'select_n',
   'split',
 }
-# Read a chain as they go along; operations an element that is read.
+# Fused with the chain that they read; one operation an element read.
 REDUCES = ('reduce_', 'argmax', 'argmin')
 SCANS = ('cumsum', 'cumprod', 'cummax', 'cummin', 'cumlogsumexp')
 # Threefry: twenty rounds of five operations for two words, and some more.
 OPERATIONS = {'random_bits': 55, 'random_fold_in': 110, 'random_seed': 110}
-# Each in its own kernel, whatever it reads.
+# Always a kernel of their own.
 HEAVY = {
   'conv_general_dilated',
   'dot_general',
@@ -55,7 +55,7 @@ HEAVY = {
 
 
 def letters_of(eqn, letters):
-  """Letters of a view's dimensions; None where they cannot be told."""
+  """Returns the letters of a view's dimensions; None if unknown."""
   name, (out,) = eqn.primitive.name, eqn.outvars
   if name == 'transpose':
     return tuple(letters[i] for i in eqn.params['permutation'])
@@ -71,9 +71,10 @@ def letters_of(eqn, letters):
 
 
 def _reshaped(old, letters, new):
-  """Of runs of dimensions that are merged or split, the first has the letter.
+  """Returns letters after a reshape.
 
-  Sharding follows the same rule: the outermost dimension is the shared one.
+  The first of several merged or split dimensions has the letter, as the
+  outermost one is sharded.
   """
   made, i = [], 0
   for size in new:
@@ -83,7 +84,7 @@ def _reshaped(old, letters, new):
       i += 1
       while have < size and i < len(old):
         have, i = have * old[i], i + 1
-      if have > size:  # Split: what is left of it belongs to nobody.
+      if have > size:  # Split: the remainder has no letter.
         if have % size:
           return None
         old = (*old[:i], have // size, *old[i:])
@@ -94,11 +95,11 @@ def _reshaped(old, letters, new):
 
 
 def product_flops(eqn) -> float:
-  """Of a matrix product or a convolution: two for each multiply-add."""
+  """Returns the operations of a product: two for each multiply-add."""
   numbers, sizes = eqn.params['dimension_numbers'], eqn.invars[0].aval.shape
   if eqn.primitive.name == 'dot_general':
     each = math.prod(sizes[i] for i in numbers[0][0])
-  else:  # Grouped filters are as deep as a group already.
+  else:  # Grouped filters have the depth of a group already.
     kernel = eqn.invars[1].aval
     each = kernel.size // kernel.shape[numbers.rhs_spec[0]]
   return 2.0 * eqn.outvars[0].aval.size * each

@@ -1,7 +1,7 @@
-"""How often a `while` loop turns at most, as its jaxpr shows.
+"""Finds the maximum trip count of a `while` loop in its jaxpr.
 
-A loop shows it by a counter: it ends when a carried number passes a known one,
-and each turn adds a known number to it.
+The loop must have a counter: it ends when a carried number passes a known one,
+and each trip adds a known number to it.
 """
 
 import math
@@ -23,7 +23,7 @@ def is_literal(atom) -> bool:
 
 
 def number(x) -> float | None:
-  """`x`, if it is one known number."""
+  """Returns `x` if it is a single known number, else None."""
   try:
     if np.size(x) != 1 or not np.issubdtype(np.asarray(x).dtype, np.number):
       return None
@@ -35,16 +35,16 @@ def number(x) -> float | None:
 def bound(
   test, body, test_consts, body_consts, start
 ) -> tuple[int | None, bool]:
-  """The most turns, and whether there may be fewer.
+  """Returns the maximum trip count, and whether there may be fewer trips.
 
-  The turns are None where no counter is seen.
+  The count is None if no counter is found.
 
   Args:
     test: closed jaxpr of the condition.
-    body: closed jaxpr of a turn.
-    test_consts: what is known of the condition's constants, as numbers or None.
-    body_consts: of the body's.
-    start: of what the loop carries as it begins.
+    body: closed jaxpr of the body.
+    test_consts: the condition's constants, None where unknown.
+    body_consts: the body's constants, likewise.
+    start: initial values of the loop's carry, likewise.
   """
   inner, known, carried = test.jaxpr, {}, {}
   n = len(test_consts)
@@ -61,7 +61,7 @@ def bound(
       return value(eqn.invars[0])
     return known.get(atom)
 
-  # Each of these must hold for the loop to go on.
+  # The loop continues while all of these conditions hold.
   wanted, found, early = [inner.outvars[0]], [], False
   while wanted:
     atom = wanted.pop()
@@ -81,7 +81,7 @@ def bound(
         step = _step(body, i, body_consts)
         turns = _turns(name, start[i], limit, step) if step else None
     if turns is None:
-      early = True  # A condition that is not counted may fail at any turn.
+      early = True  # Any other condition may fail early.
     else:
       found.append(turns)
   return min(found, default=None), early
@@ -97,7 +97,7 @@ def _turns(name, start, limit, step) -> int | None:
 
 
 def _step(body, i, consts) -> float | None:
-  """What a turn adds to the carried number `i`."""
+  """Returns what a trip adds to the carried number `i`."""
   inner = body.jaxpr
   known = dict(zip(inner.invars, consts, strict=False))
   known |= zip(inner.constvars, map(number, body.consts), strict=True)

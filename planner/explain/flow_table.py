@@ -1,25 +1,25 @@
-"""A flow as text, for people: a table with a row for each call of a stage."""
+"""Formats a flow as a table with a row for each call of a stage."""
 
 import collections
 
 from planner.explain import formatting
 
 COLUMNS = ('stage', 'grain', 'reads from', 'makes', 'bytes')
-SHOWN = 5  # Groups of values that a call makes; smaller ones are counted.
-WIDTH = {'reads from': 22, 'makes': 46}  # What is longer goes on below.
+SHOWN = 5  # Groups of outputs in full; smaller ones are counted.
+WIDTH = {'reads from': 22, 'makes': 46}  # Longer cells continue below.
 
 
 def _head(name: str) -> str:
-  """What a value is called in what it is part of: `action`, or nothing.
+  """Returns the first key of a value's path that is a name, or ''.
 
-  Its name is a path, such as `minibatches.0.0.action` or `state.actor.step`.
+  A path is such as `minibatches.0.0.action` or `state.actor.step`.
   """
   keys = [key for key in name.split('.')[1:] if not key.isdigit()]
   return keys[0] if keys else ''
 
 
 def _group(name, values) -> str:
-  """Values of one name: `logp 2× float32[64,128]`, `params (14 arrays)`."""
+  """Formats values of one name, as `logp 2× float32[64,128]`."""
   kinds = {f'{v.dtype}[{",".join(map(str, v.shape))}]' for v in values}
   if len(kinds) > 1:
     return f'{name} ({len(values)} arrays)'
@@ -28,7 +28,7 @@ def _group(name, values) -> str:
 
 
 def _makes(values) -> list[str]:
-  """What a call makes, the largest first."""
+  """Lists the outputs of a call, the largest first."""
   groups = collections.defaultdict(list)
   for value in values:
     groups[_head(value.name)].append(value)
@@ -37,13 +37,13 @@ def _makes(values) -> list[str]:
   )
   if len(largest) > SHOWN:
     rest = sum(len(values) for _, values in largest[SHOWN - 1 :])
-    said = [_group(*group) for group in largest[: SHOWN - 1]]
-    return [*said, f'and {rest} smaller']
+    lines = [_group(*group) for group in largest[: SHOWN - 1]]
+    return [*lines, f'and {rest} smaller']
   return [_group(*group) for group in largest]
 
 
 def _wrap(items, width: int) -> list[str]:
-  """A list as lines that break between items."""
+  """Joins items into lines, which break between items."""
   lines = ['']
   for i, item in enumerate(items):
     item += ',' if i < len(items) - 1 else ''
@@ -54,7 +54,7 @@ def _wrap(items, width: int) -> list[str]:
 
 
 def _row(node, values, made_by) -> list[tuple[str, ...]]:
-  """The lines of one call."""
+  """Returns the lines of one call."""
   writes = [values[v] for v in node.writes]
   reads = list(dict.fromkeys(made_by[v] for v in node.reads))
   cells = [
@@ -70,7 +70,7 @@ def _row(node, values, made_by) -> list[tuple[str, ...]]:
 
 
 def _rows(flow, made_by, indent='') -> list[tuple[str, ...]]:
-  """The lines of all calls; of a loop's body, further in."""
+  """Returns the lines of all calls; the body of a loop is indented."""
   lines = []
   made_by |= {v: node.name for node in flow.nodes for v in node.writes}
   for node in flow.nodes:
@@ -84,7 +84,7 @@ def _rows(flow, made_by, indent='') -> list[tuple[str, ...]]:
 
 
 def flow_table(flow) -> str:
-  """Stage, grain, where its values come from, what it makes, and bytes."""
+  """Tabulates stages, grains, sources of inputs, outputs and bytes."""
   made_by = dict.fromkeys(flow.inputs, 'input')
   for v, _ in flow.carry:
     made_by[v] = f'state.{_head(flow.values[v].name)}'.rstrip('.')

@@ -1,4 +1,4 @@
-"""Says what a plan does and why it takes as long as it does."""
+"""Describes a plan: its places, its timeline, its bottleneck and transfers."""
 
 import collections
 from collections.abc import Iterator, Sequence
@@ -11,17 +11,17 @@ from planner.ir import graph
 from planner.simulation import clock
 
 IDLE, MOVING = '·', '~'
-PLUMBING = {'run': 'moves rows'}  # What planners add to a place's work.
+PLUMBING = {'run': 'moves rows'}  # Nodes that the planner adds.
 
 
 def _steady(simulation) -> list[clock.Span]:
-  """What was done in a step when the pipeline was full."""
+  """Returns the spans of the last step, when the pipeline is full."""
   last = max((span.step for span in simulation.spans), default=0)
   return [span for span in simulation.spans if span.step == last]
 
 
 def flows(flow: graph.Flow) -> Iterator[graph.Flow]:
-  """A flow, and those of the bodies of its loops."""
+  """Yields a flow and the bodies of its loops."""
   yield flow
   for node in flow.nodes:
     if node.body:
@@ -29,7 +29,7 @@ def flows(flow: graph.Flow) -> Iterator[graph.Flow]:
 
 
 def stage_of(flow: graph.Flow, span: clock.Span) -> str | None:
-  """The stage that a span is of; None for what moves and waits."""
+  """Returns the stage of a span; None for moves and waits."""
   if span.node is None:
     return None
   for i in span.loop:
@@ -39,7 +39,7 @@ def stage_of(flow: graph.Flow, span: clock.Span) -> str | None:
 
 
 def letters(flow: graph.Flow) -> dict[str, str]:
-  """A letter for each stage: of its own name, if that is free."""
+  """Assigns a letter to each stage, from its own name if one is free."""
   taken = {}
   for name in flow.stages:
     free = [c for c in name + string.ascii_letters if c not in taken.values()]
@@ -48,7 +48,7 @@ def letters(flow: graph.Flow) -> dict[str, str]:
 
 
 def chart(flow: graph.Flow, simulation, width: int = 60) -> str:
-  """A step as text: a line a place, a letter a stage, time to the right."""
+  """Draws a step as text: a line for each place, a letter for each stage."""
   spans = _steady(simulation)
   if not spans:
     return 'Nothing takes any time.'
@@ -87,7 +87,7 @@ def _wrap(words: Sequence[str], indent: int, width: int) -> list[str]:
 
 
 def busy(flow: graph.Flow, simulation) -> dict[str, dict[str, float]]:
-  """Seconds of a step that each place spends on each of its stages."""
+  """Returns the seconds of a step that each place spends on each stage."""
   total = collections.defaultdict(lambda: collections.defaultdict(float))
   for span in _steady(simulation):
     if span.what != 'wait':
@@ -97,7 +97,7 @@ def busy(flow: graph.Flow, simulation) -> dict[str, dict[str, float]]:
 
 
 def bottleneck(flow: graph.Flow, simulation) -> str:
-  """Which place is never free, and how much of their time others wait."""
+  """Names the busiest place, and how much of a step the others wait."""
   period = simulation.period
   shares = {
     place: sum(stages.values()) / period
@@ -109,8 +109,8 @@ def bottleneck(flow: graph.Flow, simulation) -> str:
   place = max(shares, key=shares.get)
   stages = busy(flow, simulation)[place]
   longest = max(stages, key=stages.get)
-  said = (
-    f'{place} works {100 * shares[place]:.0f} % of the time, most of it on '
+  line = (
+    f'{place} is busy {100 * shares[place]:.0f} % of the time, mostly with '
     f'{longest} ({stages[longest]:.3g} s of {period:.3g} s).'
   )
   idle = [
@@ -118,11 +118,11 @@ def bottleneck(flow: graph.Flow, simulation) -> str:
     for name, share in shares.items()
     if name != place
   ]
-  return ' '.join([said, *([f'{", ".join(idle)}.'] if idle else [])])
+  return ' '.join([line, *([f'{", ".join(idle)}.'] if idle else [])])
 
 
 def places(flow: graph.Flow, plan) -> str:
-  """A plan as a table: devices, mesh and stages of every place."""
+  """Describes a plan: devices, mesh and stages of every place."""
   lines = []
   for name, place in plan.places.items():
     stages = [s for s in flow.stages if plan.stages[s] == name]
@@ -138,30 +138,31 @@ def places(flow: graph.Flow, plan) -> str:
     lines.append(f'in host memory while others run: {", ".join(plan.offload)}')
   if plan.shared_devices:
     lines.append(
-      f'share devices, the first goes first: {", ".join(plan.shared_devices)}'
+      'take turns on shared devices, in this order: '
+      f'{", ".join(plan.shared_devices)}'
     )
   return '\n'.join(lines)
 
 
 def one_line(flow: graph.Flow, plan) -> str:
-  """A plan, as short as it can be told."""
-  said = []
+  """Describes a plan in one line."""
+  parts = []
   for name, place in plan.places.items():
     stages = [s for s in flow.stages if plan.stages[s] == name]
     mesh = ' '.join(f'{axis}={size}' for axis, size in place.axes)
     devices = f'{len(place.devices)} {mesh}'.rstrip()
-    said.append(f'[{" ".join(stages)}] on {devices}')
-  said += [f'{plan.pieces} pieces'] * (plan.pieces > 1)
-  said += [f'{s} {n} rows at a time' for s, n in plan.micro_batch.items()]
-  said += [f'offloaded {" ".join(plan.offload)}'] * bool(plan.offload)
-  said += [f'devices shared by {" ".join(plan.shared_devices)}'] * bool(
+    parts.append(f'[{" ".join(stages)}] on {devices}')
+  parts += [f'{plan.pieces} pieces'] * (plan.pieces > 1)
+  parts += [f'{s} {n} rows at a time' for s, n in plan.micro_batch.items()]
+  parts += [f'offloaded {" ".join(plan.offload)}'] * bool(plan.offload)
+  parts += [f'devices shared by {" ".join(plan.shared_devices)}'] * bool(
     plan.shared_devices
   )
-  return ', '.join(said)
+  return ', '.join(parts)
 
 
 def to_json(flow: graph.Flow, plan, simulation) -> dict[str, Any]:
-  """The same for programs."""
+  """Returns a plan, its period, busy seconds and moves, for JSON."""
   return {
     'plan': json.loads(plan.to_json()),
     'period': simulation.period,
@@ -171,7 +172,7 @@ def to_json(flow: graph.Flow, plan, simulation) -> dict[str, Any]:
 
 
 def moves(flow: graph.Flow, plan) -> dict[str, int]:
-  """Bytes that go from stage to stage between places, largest first."""
+  """Returns bytes between stages of different places, largest first."""
   total = collections.Counter()
   for node in flow.nodes:
     for v in node.reads:
@@ -184,7 +185,7 @@ def moves(flow: graph.Flow, plan) -> dict[str, int]:
 
 
 def transfers(flow: graph.Flow, plan) -> str:
-  """The same for people."""
+  """Formats these bytes in a line."""
   found = moves(flow, plan)
   return ', '.join(
     f'{way} {formatting.byte_size(n)}' for way, n in found.items()

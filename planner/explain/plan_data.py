@@ -1,7 +1,4 @@
-"""All that is known of a plan that was found, as plain data for any reader.
-
-What is said to people, in a terminal or on a page, is said from this.
-"""
+"""Explains a plan as plain data, the source of all reports of it."""
 
 from collections.abc import Mapping, Sequence
 import json
@@ -14,7 +11,7 @@ from planner.search import exact
 from planner.simulation import evaluate_plan
 
 SHOWN = 5  # Plans, the best included.
-DURING = ', during '  # Before the stage, in what a model says of memory.
+DURING = ', during '  # Separates a part of memory from its stage.
 
 
 def plan_data(
@@ -27,19 +24,20 @@ def plan_data(
   staleness: int = 0,
   seconds: float = 30.0,
 ) -> dict[str, Any]:
-  """Accounts for the fastest plan.
+  """Explains the fastest plan as data.
 
   Args:
     flow: as recorded.
-    model: of the costs, a `planner.costs.roofline.Roofline`.
-    found: what a search by this model has found.
-    others: plans to compare with, by what they are called.
-    ranked: plans and their seconds to compare with, fastest first.
+    model: the cost model, a `planner.costs.roofline.Roofline`.
+    found: the result of a search with this model.
+    others: plans to compare with, by title.
+    ranked: plans to compare with and their seconds, fastest first.
     staleness: as in that search.
-    seconds: to ask for at most what would change the choice.
+    seconds: time limit of the search for costs that would change the choice.
 
   Returns:
-    What JSON can hold. Without a plan that fits, only what does not.
+    Data that can be written as JSON. If no plan fits, it has only the plans
+    that are nearest to fitting.
   """
   data = {
     'cluster': _cluster(model.cluster),
@@ -96,9 +94,9 @@ def _cluster(cluster) -> dict[str, Any]:
 
 
 def timeline(evaluation: evaluate_plan.PlanEvaluation) -> list[dict[str, Any]]:
-  """What places do from the end of one step to that of the next.
+  """Returns the spans of all places from the end of one step to the next.
 
-  With an older state several steps are under way then.
+  With stale parameters, several steps overlap in this interval.
   """
   spans = evaluation.simulation.spans
   half = evaluate_plan.STEPS // 2
@@ -188,10 +186,10 @@ def _compared(flow, evaluation, best, seconds) -> dict[str, Any]:
 
 
 def _beside(flow, model, plan, best, staleness) -> dict[str, Any]:
-  """How another plan does; if it cannot be had here, why."""
+  """Compares another plan with the best one; says why if it cannot run here."""
   most = max(d for place in plan.places.values() for d in place.devices)
   if most >= model.cluster.num_devices:
-    return {'refused': f'it needs device {most}, which is not there.'}
+    return {'refused': f'it needs device {most}, which the cluster lacks.'}
   try:
     evaluation = evaluate_plan.evaluate(flow, model, plan, staleness)
   except ValueError as error:

@@ -1,7 +1,7 @@
-"""Why one plan takes longer than another, in a clause.
+"""Explains in a clause why one plan takes longer than another.
 
-A step takes what its busiest place has to do, what that place waits for others
-even if moves took no time, and what moves add:
+The seconds of a step are those that its busiest place works, those that this
+place would wait for others if moves took no time, and those that moves add:
 
   seconds = work + waits + moves
 """
@@ -15,17 +15,17 @@ from planner.simulation import evaluate_plan
 
 SAME = 5e-4  # Of the seconds: less is not worth a reason.
 
-_say = formatting.seconds
+_format = formatting.seconds
 
 
 class Parts(NamedTuple):
-  """What the seconds of a step are made of.
+  """The components of the seconds of a step.
 
   Attributes:
-    place: the one with most to do.
-    work: seconds that it does something.
-    waits: seconds that it waits for other places to do something.
-    moves: seconds that moves between places and to host memory add.
+    place: the busiest place.
+    work: seconds in which it works.
+    waits: seconds in which it waits for the work of other places.
+    moves: seconds that transfers and moves to host memory add.
   """
 
   place: str
@@ -35,7 +35,7 @@ class Parts(NamedTuple):
 
 
 def parts(evaluation: evaluate_plan.PlanEvaluation) -> Parts:
-  """Takes the seconds of a step apart; they add up exactly."""
+  """Splits the seconds of a step into components that add up exactly."""
   still = _without_moves(evaluation)
   busy = still.busy
   place = max(busy, key=busy.get, default='')
@@ -58,64 +58,67 @@ def _without_moves(
 def reason(
   evaluation: evaluate_plan.PlanEvaluation, best: evaluate_plan.PlanEvaluation
 ) -> str:
-  """What a plan loses most by, against a faster one."""
+  """Names the component by which a plan loses most against a faster one."""
   mine, its = parts(evaluation), parts(best)
   lost = evaluation.seconds - best.seconds
   if lost <= SAME * best.seconds:
-    return 'as fast, within what matters'
+    return 'as fast, within the accuracy that matters'
   more = {
     'work': mine.work - its.work,
     'waits': mine.waits - its.waits,
     'moves': mine.moves - its.moves,
   }
   most = max(more, key=more.get)
-  said = {'work': _work, 'waits': _waits, 'moves': _moves}[most]
-  return said(evaluation, best, mine, its)
+  describe = {'work': _work, 'waits': _waits, 'moves': _moves}[most]
+  return describe(evaluation, best, mine, its)
 
 
 def _work(evaluation, best, mine, its) -> str:
   if len(evaluation.plan.places) == 1 < len(best.plan.places):
     return (
-      f'nothing overlaps: one place does all of {_say(mine.work)}, where the '
-      f'busiest of the fastest does {_say(its.work)}'
+      f'nothing overlaps: one place works {_format(mine.work)}, the busiest '
+      f'place of the fastest plan {_format(its.work)}'
     )
   spent, before = by_stage(evaluation), by_stage(best)
   here = overview.busy(evaluation.flow, evaluation.simulation)[mine.place]
-  # What the busiest place does that the fastest plan does not do there, or
-  # does faster.
+  # The stage that the fastest plan runs elsewhere, or faster.
   there = overview.busy(best.flow, best.simulation).get(its.place, {})
   stage = max(here, key=lambda s: here[s] - there.get(s, 0.0))
-  said = f'{mine.place} has {_say(mine.work)} of work against {_say(its.work)}'
+  clause = (
+    f'{mine.place} works {_format(mine.work)} against {_format(its.work)}'
+  )
   if stage in there:
     return (
-      f'{said}: {stage} takes {_say(here[stage])}, not {_say(there[stage])}'
+      f'{clause}: {stage} takes {_format(here[stage])}, not '
+      f'{_format(there[stage])}'
     )
   if stage in before:
-    also = f', {_say(before[stage])} there' * (
+    also = f', {_format(before[stage])} there' * (
       abs(spent[stage] - before[stage]) > SAME * best.seconds
     )
     return (
-      f'{said}: it also has {stage} ({_say(here[stage])}{also}), which the '
-      f'fastest has elsewhere'
+      f'{clause}: it also runs {stage} ({_format(here[stage])}{also}), which '
+      'the fastest plan runs elsewhere'
     )
-  return f'{said}, most of it {stage} ({_say(here[stage])})'
+  return f'{clause}, most of it {stage} ({_format(here[stage])})'
 
 
 def _waits(evaluation, best, mine, its) -> str:
-  said = (
-    f'{mine.place}, the busiest place, waits {_say(mine.waits)} of a '
-    f'step against {_say(its.waits)}'
+  clause = (
+    f'{mine.place}, the busiest place, waits {_format(mine.waits)} of a '
+    f'step against {_format(its.waits)}'
   )
   meanwhile = _meanwhile(_without_moves(evaluation), mine.place)
   if not meanwhile:
-    return said
-  return f'{said}, most of it while {max(meanwhile, key=meanwhile.get)} runs'
+    return clause
+  return f'{clause}, most of it while {max(meanwhile, key=meanwhile.get)} runs'
 
 
 def _meanwhile(evaluation, place: str) -> dict[str, float]:
-  """Seconds that stages run elsewhere while a place waits, in the first step.
+  """Returns seconds that stages run elsewhere while a place waits.
 
-  Whose value it waits for says less: its maker may have stood in a queue.
+  These are seconds of the first step. The maker of the awaited value says less,
+  since it may itself have waited for another stage.
   """
   first = [span for span in evaluation.simulation.spans if span.step == 0]
   waits = [s for s in first if s.place == place and s.what == 'wait']
@@ -130,20 +133,19 @@ def _meanwhile(evaluation, place: str) -> dict[str, float]:
 
 
 def _moves(evaluation, best, mine, its) -> str:
-  said = f'moves add {_say(mine.moves)} against {_say(its.moves)}'
+  clause = f'moves add {_format(mine.moves)} against {_format(its.moves)}'
   if evaluation.plan.offload and not best.plan.offload:
-    return (
-      f'{said}: {", ".join(evaluation.plan.offload)} go to host memory and back'
-    )
+    names = ', '.join(evaluation.plan.offload)
+    return f'{clause}: {names} go to host memory and back'
   found = overview.moves(evaluation.flow, evaluation.plan)
   if found:
     way, size = next(iter(found.items()))
-    return f'{said}: {way} is {formatting.byte_size(size)}'
-  return said
+    return f'{clause}: {way} is {formatting.byte_size(size)}'
+  return clause
 
 
 def by_stage(evaluation: evaluate_plan.PlanEvaluation) -> dict[str, float]:
-  """Seconds of a step that each stage takes, wherever it is."""
+  """Returns the seconds of a step that each stage takes, over all places."""
   spent = collections.Counter()
   for stages in overview.busy(evaluation.flow, evaluation.simulation).values():
     spent.update(stages)

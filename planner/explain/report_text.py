@@ -1,33 +1,33 @@
-"""An account of a plan in words."""
+"""The sentences of a plan report."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.explain import formatting
 
-LITTLE = 0.005  # Of a step: less slack is none, to people.
+LITTLE = 0.005  # Of a step: a smaller slack is reported as none.
 
 
 def by(times: float) -> str:
-  """A factor as people say it: `+10 %`."""
+  """Formats a factor as a percentage: `+10 %`."""
   return f'{100 * (times - 1):+.0f} %'.replace('-', '−')
 
 
 def runners_up(data: Mapping[str, Any]) -> list[str]:
-  """The plans that come after the fastest, and what they lose by."""
+  """Lists the plans after the fastest, and why they are slower."""
   lines = []
   for entry in data['ranked'][1:]:
     lines.append(f'  +{100 * entry["more"]:.1f} %  {entry["in_a_line"]}')
     lines.append(f'          {entry["reason"]}')
-  return ['Next to it, of those timed:', *lines] if lines else []
+  return ['The next plans, of those simulated:', *lines] if lines else []
 
 
 def comparisons(data: Mapping[str, Any]) -> list[str]:
-  """How the plans that it is compared with do."""
+  """Compares the fastest plan with plans that a reader would ask about."""
   lines = []
   for entry in data['beside']:
     if 'refused' in entry:
-      lines.append(f'{entry["title"]} cannot be had: {entry["refused"]}')
+      lines.append(f'{entry["title"]} cannot run here: {entry["refused"]}')
       continue
     said = f'{entry["title"]} takes {entry["seconds"]:.3g} s'
     lines.append(f'{said}, {100 * entry["more"]:+.1f} %: {entry["reason"]}.')
@@ -35,7 +35,7 @@ def comparisons(data: Mapping[str, Any]) -> list[str]:
 
 
 def slack(data: Mapping[str, Any]) -> str:
-  """How much longer stages could take, the least first."""
+  """Lists how much longer each stage could take, the least slack first."""
   step = data['seconds']
   some = sorted(data['stages'], key=lambda stage: stage['slack'])
   tight = [s['name'] for s in some if s['slack'] < LITTLE * step]
@@ -46,13 +46,13 @@ def slack(data: Mapping[str, Any]) -> str:
   ]
   if not loose:
     return 'No stage has slack.'
-  said = f'Without slack: {", ".join(tight)}.' if tight else ''
-  said += f' Could take longer before a step does: {", ".join(loose)}.'
-  return said.strip()
+  text = f'Stages without slack: {", ".join(tight)}.' if tight else ''
+  text += f' Slack before a step takes longer: {", ".join(loose)}.'
+  return text.strip()
 
 
 def sensitivity(changes: Sequence[Mapping[str, Any]]) -> list[str]:
-  """Which cost would have to be wrong to change the choice."""
+  """Lists the costs that would change the choice if they were wrong."""
   if not changes:
     return []
   flips = [c for c in changes if c['plan']]
@@ -61,7 +61,7 @@ def sensitivity(changes: Sequence[Mapping[str, Any]]) -> list[str]:
   lines = [
     f'  {c["cost"]} {by(c["times"])}: {100 * c["gain"]:.1f} % faster with '
     f'{c["in_a_line"]}'
-    + ' (at least: not searched to the end)'
+    + ' (at least: the search was stopped)'
     * (not c['proved'])
     for c in flips
   ]
@@ -71,7 +71,7 @@ def sensitivity(changes: Sequence[Mapping[str, Any]]) -> list[str]:
   )
   if unsure:
     rest += (
-      f', as far as was searched: {unsure} of them only among plans that were '
-      'timed'
+      f', as far as is known: for {unsure} of them only the plans already '
+      'simulated were compared'
     )
   return [*lines, f'  {rest}.']

@@ -1,8 +1,8 @@
-"""Which cost would have to be wrong, and by how little, to change the choice.
+"""Finds the costs that would change the choice of plan if they were wrong.
 
-One number at a time is made a tenth larger or smaller: the seconds of a stage,
-all moves between places, all moves to and from host memory. Then the plans that
-are known are timed again, and the space is searched for a faster one.
+One cost at a time is made a tenth larger or smaller: the seconds of a stage, of
+all transfers between places, of all moves to and from host memory. Then the
+known plans are evaluated again, and the space is searched for a faster one.
 """
 
 from collections.abc import Sequence
@@ -15,21 +15,21 @@ from planner.search import exact
 from planner.simulation import evaluate_plan
 
 TIMES = (1.1, 0.9)
-MATTERS = 1e-3  # Of a step: a plan that gains less is not another choice.
+MATTERS = 1e-3  # Of a step: a smaller gain does not count as a change.
 MOVES, SWITCHES = 'moves between places', 'moves to host memory'
 
 
 class Change(NamedTuple):
-  """One cost that is larger or smaller than was thought, and what follows.
+  """The effect of one cost being larger or smaller.
 
   Attributes:
-    cost: the stage whose seconds they are, `MOVES` or `SWITCHES`.
-    times: the factor.
-    before: seconds of a step of the plan that was chosen, as it costs then.
-    plan: the one that is faster then; None if none is known.
-    seconds: of a step of the plan that is the fastest then.
-    proved: whether no plan of the space is faster than that by what matters;
-      else it is the fastest of those that were timed.
+    cost: name of a stage, `MOVES` or `SWITCHES`.
+    times: the factor of this cost.
+    before: seconds of a step of the chosen plan with the changed cost.
+    plan: a plan that is faster with the changed cost; None if none is known.
+    seconds: seconds of a step of the fastest plan with the changed cost.
+    proved: whether it is proved that no plan of the space is faster; else
+      `seconds` is the minimum over the plans that were evaluated.
   """
 
   cost: str
@@ -41,7 +41,7 @@ class Change(NamedTuple):
 
   @property
   def gain(self) -> float:
-    """What a change of plan would gain, of a step."""
+    """The fraction of a step that changing the plan would save."""
     return 1 - self.seconds / self.before if self.before else 0.0
 
 
@@ -58,12 +58,12 @@ def sensitivity(
 
   Args:
     flow: as recorded.
-    model: of the costs.
-    found: what a search by this model has found.
-    known: other plans of the space that fit in memory, to be timed again.
+    model: the cost model.
+    found: the result of a search with this model.
+    known: other plans of the space that fit in memory.
     staleness: as in that search.
-    seconds: to search at most, all in all. Where the time is up before a
-      search has come to its end, `proved` is false.
+    seconds: limit of all searches together. `proved` is false where a search
+      was stopped by it.
 
   Returns:
     Every change, whether or not it changes the choice.
@@ -90,7 +90,7 @@ def sensitivity(
 
 
 def changed(model, cost: str, times: float) -> scaled.ScaledCosts:
-  """A model of which one cost is so many times as large."""
+  """Returns the model with one cost multiplied by a factor."""
   if cost == MOVES:
     return scaled.ScaledCosts(model, transfers=times)
   if cost == SWITCHES:
@@ -99,10 +99,10 @@ def changed(model, cost: str, times: float) -> scaled.ScaledCosts:
 
 
 def _same(flow, dearer, found: exact.SearchResult, staleness: int) -> bool:
-  """Whether a cost that grows leaves the choice alone without a search.
+  """Whether a larger cost keeps the choice, without a search.
 
-  It does if the chosen plan takes no longer and is proved: what no plan could
-  do in less time it cannot now that things cost more.
+  It does if the chosen plan is proved the fastest and does not become slower:
+  no plan becomes faster when a cost grows.
   """
   if found.gap != 0 or found.simulated > len(found.ranked):
     return False
@@ -119,7 +119,7 @@ def _same(flow, dearer, found: exact.SearchResult, staleness: int) -> bool:
 
 
 def _choose(flow, model, found, plans, staleness, seconds):
-  """The fastest plan if a model is right: fields of a `Change`."""
+  """Returns the fastest plan with a changed model, as fields of a `Change`."""
   timed = [
     evaluate_plan.evaluate(flow, model, plan, staleness).seconds
     for plan in plans

@@ -1,16 +1,16 @@
-"""How much longer each stage could take before a step does."""
+"""Finds how much longer each stage could take without delaying a step."""
 
 from planner.explain import overview
 from planner.ir import graph
 from planner.simulation import evaluate_plan, simulate
 
-GROWS = 1 + 1e-9  # Times as long: sums of the same seconds differ by less.
-NOTHING = 1e-7  # Of a step: it is not told apart from no slack.
-CLOSE = 1e-4  # Of the room there is: where a slope is measured.
+GROWS = 1 + 1e-9  # Ratio: sums of the same seconds differ by less.
+NOTHING = 1e-7  # Of a step: a smaller slack counts as none.
+CLOSE = 1e-4  # Of the largest slack: the step of a numerical slope.
 
 
 class _Longer:
-  """Costs of which each call of a stage takes some seconds more."""
+  """Adds some seconds to each call of a stage."""
 
   def __init__(self, cost, stage: str, more: float):
     self._cost, self._stage, self._more = cost, stage, more
@@ -24,19 +24,19 @@ class _Longer:
 
 
 def slack(evaluation: evaluate_plan.PlanEvaluation) -> dict[str, float]:
-  """Seconds more that each stage could take in a step, all of its calls.
+  """Returns the slack of each stage, in seconds over all calls of a step.
 
-  Programs stay as they are, and no stage but the one takes longer. A stage of
-  which every moment counts has none.
+  Programs stay as they are, and only one stage takes longer at a time. A stage
+  on the critical path has no slack.
   """
   return {stage: _of(evaluation, stage) for stage in evaluation.flow.stages}
 
 
 def _of(evaluation: evaluate_plan.PlanEvaluation, stage: str) -> float:
-  """The last seconds at which a step takes no longer.
+  """Returns the largest extra seconds of a stage that do not delay a step.
 
-  How long a step takes is a convex line of pieces, flat and then rising: from
-  where it rises, go down along its slope until it is flat.
+  The time of a step is a convex, piecewise linear function of these seconds,
+  first flat and then rising. Newton's method goes down its slope until flat.
   """
   calls = sum(
     span.step == 0 and overview.stage_of(evaluation.flow, span) == stage
@@ -53,7 +53,9 @@ def _of(evaluation: evaluate_plan.PlanEvaluation, stage: str) -> float:
     node.asynchronous and node.name == stage for node in evaluation.flow.nodes
   ):
     place = simulate.background(place, stage)
-  room = at = flat - evaluation.busy.get(place, 0.0)  # Its place has no more.
+  room = at = flat - evaluation.busy.get(
+    place, 0.0
+  )  # Its place is idle for no longer.
   if at <= 0 or not calls:
     return 0.0
   grown = seconds(at)

@@ -19,7 +19,7 @@ from sharding import rules
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ref:
-  """A value that does not exist yet: its shape, and its place in a flow."""
+  """A symbol of a value that is not computed yet: its shape and its id."""
 
   id: int
   shape: tuple[int, ...]
@@ -62,9 +62,7 @@ for _did, _names in {
 Ref.__hash__ = object.__hash__
 
 
-FOREIGN = (
-  'another recording. A step may keep nothing from call to call but its state.'
-)
+FOREIGN = 'another recording. A step may keep only its state from call to call.'
 
 
 class Recorder:
@@ -73,7 +71,7 @@ class Recorder:
   def __init__(self):
     self.nodes: list[graph.Node] = []
     self.values: list[graph.Value] = []
-    self.reads = consumption_lib.Reads()
+    self.reads = consumption_lib.ReadTracker()
 
   def new(self, origin: str, path, like) -> Ref:
     letters = rules.dimensions(path, like.shape) or ('',) * len(like.shape)
@@ -133,7 +131,7 @@ class Recorder:
     return self.values[v].name
 
   def check(self, node: graph.Node):
-    """Rows in, rows out, all of one number; marks them as rows."""
+    """Checks that the values of a node have equally many rows; marks them."""
     grain, sets = node.stage.grain, [node.rows]
     if grain == 'row':
       sets = [node.rows | set(node.writes)]
@@ -145,8 +143,7 @@ class Recorder:
         raise TypeError(
           f'Stage {node.name} of grain {grain!r} has values of different rows: '
           f'{sorted(sizes)}. Name its arguments without rows in `unbatched`, '
-          f'or '
-          "call it grain 'batch'."
+          "or give it grain 'batch'."
         )
       for size, *_ in sizes:
         if size % node.stage.group_size:
@@ -162,7 +159,7 @@ class Recorder:
 
 
 def with_rows(stage, args) -> frozenset[int]:
-  """Which of the values that a stage is given have rows to cut."""
+  """Returns the ids of those arguments of a stage that have rows."""
   if stage.grain == 'batch':
     return frozenset()
   return frozenset(
@@ -174,7 +171,7 @@ def with_rows(stage, args) -> frozenset[int]:
 
 
 def used_up(stage, args) -> frozenset[int]:
-  """Which of the values that a stage is given nobody may read again."""
+  """Returns the ids of those arguments that a stage uses up."""
   return frozenset(v for i in stage.consumes for v in jax.tree.leaves(args[i]))
 
 
@@ -183,7 +180,7 @@ def ids(refs) -> tuple[int, ...]:
 
 
 def shapes(tree):
-  """Shapes and types of a tree of arrays."""
+  """Returns the shapes and types of a tree of arrays."""
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
@@ -192,12 +189,12 @@ def trace(step: Callable, carry, *inputs) -> graph.Flow:
 
   Args:
     step: the step of a workflow.
-    carry: its state, as arrays or as `jax.ShapeDtypeStruct`s.
-    *inputs: its other arguments, likewise.
+    carry: the state, as arrays or as `jax.ShapeDtypeStruct`s.
+    *inputs: the other arguments, likewise.
 
   Raises:
-    TypeError: if the step computes, or returns another state than it took.
-    ValueError: if a parameter's name does not spell its dimensions.
+    TypeError: if the step computes, or returns a state of another structure.
+    ValueError: if the name of a parameter does not spell its dimensions.
   """
   rules.check_parameters(carry)
   recorder = Recorder()
@@ -225,7 +222,7 @@ def trace_body(loop, carry, *given) -> graph.Flow:
   """Records one round of a loop, `carry, *given -> carry, done`.
 
   Raises:
-    TypeError: where rounds could not follow each other.
+    TypeError: if a round cannot follow another.
   """
   body = trace(loop.body, carry, *given)
   if not body.nodes:
@@ -261,13 +258,13 @@ def trace_body(loop, carry, *given) -> graph.Flow:
 
 
 def _recorded(step, *args):
-  """Calls a step with `Ref`s and sees to it that two things come back."""
+  """Calls a step with `Ref`s and checks that it returns a pair."""
   try:
     made = step(*args)
   except TypeError as error:
     if str(Ref) not in str(error):
       raise
-    # What a library says of a value that it does not know.
+    # A library refused an unknown type of value.
     raise TypeError(
       'A workflow step gave a value that no stage has computed yet to a '
       f'function that is not a stage ({str(error).splitlines()[0]}) A step '

@@ -1,6 +1,6 @@
-"""The graph of a workflow step as plain data, which planners read and rewrite.
+"""The graph of a workflow step as plain data, which the planner rewrites.
 
-Nothing here needs JAX: a plan for a thousand devices is made on a laptop.
+Nothing here needs JAX, so that a laptop can plan for a thousand devices.
 """
 
 import dataclasses
@@ -13,13 +13,13 @@ from planner.explain import flow_table
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-  """What is known of a value before it exists.
+  """The description of a value that is not computed yet.
 
   Attributes:
-    name: where it comes from, for people.
+    name: the path of its origin, for people.
     shape: its dimensions.
     dtype: its type.
-    letters: one a dimension, '' for none: how it may be sharded.
+    letters: a letter for each dimension, by which it may be sharded, or ''.
   """
 
   name: str
@@ -37,16 +37,16 @@ class Node:
   """One call of a stage.
 
   Attributes:
-    stage: what is called; the planner uses only its fields.
-    reads: ids of the values it takes.
-    writes: ids of the values it makes.
-    rows: those it reads that have rows to cut.
-    takes: how `reads` fold back into the arguments; None where they are them.
-    gives: how `writes` fold back into the result.
-    piece: which piece of the batch it handles, and of how many.
-    consumes: those it reads that are used up: nobody else reads them.
-    body: of a loop, one round of it, whose carry and whose inputs are what it
-      reads; None if it is none.
+    stage: the stage; the planner uses only its fields.
+    reads: ids of the values that it reads.
+    writes: ids of the values that it computes.
+    rows: ids of those values of `reads` that have rows.
+    takes: the tree structure of the arguments; None if they are `reads`.
+    gives: the tree structure of the result.
+    piece: index of the piece of the batch, and the number of pieces.
+    consumes: ids of those values of `reads` that are used up. No other node
+      reads them.
+    body: for a loop, one round, whose carry and inputs are `reads`; else None.
   """
 
   stage: Any
@@ -65,18 +65,18 @@ class Node:
 
   @property
   def asynchronous(self) -> bool:
-    """Whether it may be begun before its turn."""
+    """Whether the call may be started early and awaited later."""
     return getattr(self.stage, 'asynchronous', False)
 
   @property
   def enters(self) -> dict[int, int]:
-    """What a value of a loop's body is before the first round."""
+    """Maps values of a loop's body to their ids before the first round."""
     starts = (start for start, _ in self.body.carry)
     return dict(zip((*starts, *self.body.inputs), self.reads, strict=True))
 
   @property
   def leaves(self) -> dict[int, int]:
-    """What a value that a loop carries is called after the last round."""
+    """Maps values that a loop carries to their ids after the last round."""
     starts = (start for start, _ in self.body.carry)
     return dict(zip(starts, self.writes, strict=True))
 
@@ -86,12 +86,13 @@ class Flow:
   """A workflow step as a graph.
 
   Attributes:
-    nodes: stage calls, in an order that respects every edge.
-    values: what is known of every value, by id.
-    inputs: values that arrive each step.
-    outputs: values that leave each step.
-    carry: pairs `(at start of step, at end of step)` of values that persist.
-    gives: how `outputs` fold back into what the step returns.
+    nodes: stage calls in topological order.
+    values: descriptions of the values, by id.
+    inputs: ids of values that arrive each step.
+    outputs: ids of values that each step returns.
+    carry: pairs of ids, at the start and at the end of a step, of carried
+      values.
+    gives: the tree structure of what the step returns.
   """
 
   nodes: tuple[Node, ...]
@@ -103,9 +104,9 @@ class Flow:
 
   @functools.cached_property
   def stages(self) -> tuple[str, ...]:
-    """Names of its stages, in order of first call; not what planners add.
+    """Names of the stages in order of first call, without added plumbing.
 
-    Those of the bodies of loops are among them, and loops are not.
+    Stages in the bodies of loops are included; loops are not stages.
     """
     names = {}
     for node in self.nodes:
@@ -117,12 +118,12 @@ class Flow:
 
   @functools.cached_property
   def maker(self) -> dict[int, int]:
-    """Which node makes a value."""
+    """The index of the node that computes each value."""
     return {v: i for i, node in enumerate(self.nodes) for v in node.writes}
 
   @functools.cached_property
   def readers(self) -> dict[int, tuple[int, ...]]:
-    """Which nodes read a value, in order."""
+    """The indices of the nodes that read each value, in order."""
     readers = {}
     for i, node in enumerate(self.nodes):
       for v in dict.fromkeys(node.reads):
@@ -130,7 +131,7 @@ class Flow:
     return {v: tuple(nodes) for v, nodes in readers.items()}
 
   def rows_of(self, node: Node) -> int:
-    """How many rows a node is given; 0 if it has none."""
+    """Returns the number of rows that a node reads; 0 if none."""
     return max((self.values[v].shape[0] for v in node.rows), default=0)
 
   def __str__(self):
@@ -138,24 +139,24 @@ class Flow:
 
 
 def is_plumbing(node: Node) -> bool:
-  """Whether a planner has added it, to move rows or to add sums."""
+  """Whether the planner added the node, to move rows or to add sums."""
   return isinstance(node.stage, Plumbing)
 
 
 def rounds(node: Node) -> int:
-  """How often a planner expects a loop to go round."""
+  """Returns the expected number of rounds of a loop."""
   stage = node.stage
   return stage.at_most if stage.expect is None else stage.expect
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plumbing:
-  """A stage that a planner adds. It moves rows and adds sums; no more.
+  """A stage that the planner adds to move rows or to add sums.
 
   Attributes:
     name: 'split', 'join' or 'total'.
-    fn: on the arrays that it reads, of whatever library.
-    grain: 'sum' for a total, whose memory may be used again; else 'batch'.
+    fn: a function of the arrays that it reads, of any array library.
+    grain: 'sum' for a total, whose memory may be reused; else 'batch'.
   """
 
   name: str

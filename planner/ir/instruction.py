@@ -1,8 +1,8 @@
-"""What programs are made of: twelve kinds of instruction.
+"""The twelve kinds of instruction that programs consist of.
 
-Values go from place to place over links. Two ends are no place: inputs come
-from the `SOURCE` and outputs go to the `SINK`, which is whoever calls the step,
-or, in the body of a loop, the loop.
+Values travel from place to place over links. Inputs come from the `SOURCE` and
+outputs go to the `SINK`, which are not places: they stand for the caller of the
+step, or for the loop around a loop's body.
 """
 
 from typing import NamedTuple
@@ -11,62 +11,62 @@ SOURCE, SINK = 'source', 'sink'
 
 
 class Run(NamedTuple):
-  """Call stage node `node`, which may overwrite the values in `donate`."""
+  """Calls node `node`, which may overwrite the values in `donate`."""
 
   node: int
   donate: tuple[int, ...] = ()
 
 
 class Begin(NamedTuple):
-  """Begin the call of stage node `node`, which its `Run` will wait for."""
+  """Starts node `node` asynchronously; its `Run` awaits the result."""
 
   node: int
 
 
 class Send(NamedTuple):
-  """Hand `value` to `place`."""
+  """Sends `value` to `place`."""
 
   value: int
   place: str
 
 
 class Recv(NamedTuple):
-  """Wait for `value` from `place`."""
+  """Receives `value` from `place`, waiting for it if needed."""
 
   value: int
   place: str
 
 
 class Keep(NamedTuple):
-  """When all else is done, let `end` become the next step's `start`."""
+  """Makes `end` the value of `start` in the next step, at the end of this."""
 
   end: int
   start: int
 
 
 class Drop(NamedTuple):
-  """Forget `value`."""
+  """Deletes `value`."""
 
   value: int
 
 
 class Offload(NamedTuple):
-  """Move `value` from device to host memory."""
+  """Moves `value` from device to host memory."""
 
   value: int
 
 
 class Restore(NamedTuple):
-  """Move `value` from host to device memory."""
+  """Moves `value` from host to device memory."""
 
   value: int
 
 
 class Acquire(NamedTuple):
-  """Have `values` in the memory of devices that are shared.
+  """Acquires shared devices, and restores `values` to their memory.
 
-  Where the place has let the devices go it waits for its turn: until nobody
-  has them, and nobody of a smaller `rank` waits.
+  A place that does not hold the devices waits until they are free and no place
+  of smaller `rank` waits for them.
   """
 
   devices: tuple[int, ...]
@@ -75,10 +75,10 @@ class Acquire(NamedTuple):
 
 
 class Release(NamedTuple):
-  """Let shared devices go, unless `value` has already come from `place`.
+  """Releases shared devices, unless `value` has already arrived from `place`.
 
-  All that the place holds moves to host memory first. Without a value it is the
-  end of a step.
+  All values of the place move to host memory first. Without `value`, the place
+  releases the devices at the end of a step.
   """
 
   value: int | None = None
@@ -86,24 +86,24 @@ class Release(NamedTuple):
 
 
 class Until(NamedTuple):
-  """Let this round of a loop be the last if `value` is true."""
+  """Makes this round of a loop the last if `value` is true."""
 
   value: int
 
 
 class Repeat(NamedTuple):
-  """Do this place's part of loop node `node` again and again.
+  """Repeats this place's part of loop node `node`.
 
-  The body has values of its own. A place that no value leaves or enters by this
-  instruction may have a part all the same: in between.
+  The body has ids of values of its own. A place may take part in a loop even if
+  it neither provides nor receives values of the surrounding program.
 
   Attributes:
-    node: of the flow; its `body` is what `program` is of.
-    program: of this place, for one round.
-    carry: `(value, start, end)`: what becomes the body's `start` before the
-      first round, and what that is called after the last.
-    given: `(value, input)`: what the body's inputs are, in every round.
-    donate: values that may be overwritten; others of `carry` are copied.
+    node: index of the node in the flow; its `body` is lowered to `program`.
+    program: the program of this place for one round.
+    carry: triples `(value, start, end)`: `value` becomes the body's `start`
+      before the first round, which becomes `end` after the last.
+    given: pairs `(value, input)`: the body's inputs in every round.
+    donate: values that may be overwritten; other values of `carry` are copied.
   """
 
   node: int
@@ -138,7 +138,7 @@ Instruction = (
 
 
 def passed(op: Instruction) -> tuple[int, ...]:
-  """Values that it keeps, moves or hands on, rather than calls a stage with."""
+  """Returns the values that an instruction keeps or moves."""
   match op:
     case Send(v) | Offload(v) | Restore(v) | Until(v):
       return (v,)

@@ -1,4 +1,4 @@
-"""A plan: where each stage runs. Plain data, to be read, kept and edited."""
+"""A plan, which places every stage: plain data to read, store and edit."""
 
 from collections.abc import Iterable, Mapping
 import dataclasses
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """A set of devices seen as a mesh, e.g. devices 0-3 as `(('data', 4),)`.
+  """A set of devices as a mesh, such as devices 0-3 as `(('data', 4),)`.
 
   Attributes:
-    devices: numbers of the process's devices.
-    axes: names and sizes of the mesh; none for a single device.
-    processes: that have as many of the devices each, in their order, where
-      places are processes. Where they are threads, one has them all.
+    devices: indices of devices.
+    axes: names and sizes of the mesh axes; none for a single device.
+    processes: number of processes that divide the devices evenly, in order,
+      where places are processes. It is 1 where places are threads.
   """
 
   devices: tuple[int, ...] = (0,)
@@ -23,51 +23,51 @@ class Placement:
   processes: int = 1
 
   def __post_init__(self):
-    there = len(self.devices)
-    if there > 1 and not self.axes:
+    count = len(self.devices)
+    if count > 1 and not self.axes:
       raise ValueError(
-        f'A place of {there} devices needs mesh axes, such as '
-        f"(('data', {there}),)."
+        f'A place of {count} devices needs mesh axes, such as '
+        f"(('data', {count}),)."
       )
     need = math.prod(size for _, size in self.axes)
-    if there != need:
+    if count != need:
       raise ValueError(
         f'A place with the axes {dict(self.axes)} needs {need} devices, and it '
-        f'has {there}: change one of them.'
+        f'has {count}: change one of them.'
       )
-    if len(set(self.devices)) < there:
+    if len(set(self.devices)) < count:
       raise ValueError(f'A place of {self.devices} names a device twice.')
     if self.processes < 1:
       raise ValueError(
         f'A place cannot be of {self.processes} processes: give 1 or more.'
       )
-    if there % self.processes:
+    if count % self.processes:
       raise ValueError(
-        f'{self.processes} processes cannot have as many of {there} devices '
-        'each: make the number of processes a divisor of it.'
+        f'{self.processes} processes cannot divide {count} devices evenly: '
+        'choose a number of processes that divides it.'
       )
 
   def __str__(self):
-    """Devices, mesh and processes, for people."""
+    """Formats devices, mesh and processes."""
     count = len(self.devices)
     mesh = ' '.join(f'{axis}={size}' for axis, size in self.axes)
-    said = f'{count} device{"s" * (count > 1)} {mesh}'.rstrip()
+    text = f'{count} device{"s" * (count > 1)} {mesh}'.rstrip()
     many = f' in {self.processes} processes' * (self.processes > 1)
-    return f'{said}{many}'
+    return f'{text}{many}'
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """Where, and how finely, every stage runs.
+  """The place of every stage, and how finely its batch is cut.
 
   Attributes:
-    places: name of each group of devices; they have none in common but those
-      in `shared_devices`.
+    places: the devices of each place, by name. Places have no devices in common
+      unless they are in `shared_devices`.
     stages: the place of each stage.
     micro_batch: rows that a stage takes at once, which bounds its memory. A
       stage that is not named takes all the rows that it is given.
-    pieces: in how many pieces a batch passes from stage to stage, so that they
-      overlap.
+    pieces: number of pieces in which a batch passes from stage to stage, so
+      that stages overlap.
     offload: stages whose own carried values (an optimizer's moments, a
       reference model) stay in host memory while other stages run.
     shared_devices: places that have devices in common. One place uses them at a
@@ -112,11 +112,11 @@ class Plan:
         if other != name and not {other, name} <= {*self.shared_devices}:
           raise ValueError(
             f'Device {device} is in the places {other!r} and {name!r}: a '
-            'device belongs to one place; put the stages that share it there, '
-            'or name both places in `shared_devices`, and they have it in turn.'
+            'device belongs to one place. Put the stages that use it there, '
+            'or name both places in `shared_devices` to let them take turns.'
           )
     for name in self.shared_devices:
-      if name not in self.places or not self._beside(name):
+      if name not in self.places or not self._sharing_with(name):
         raise ValueError(
           f'The plan lets {name!r} share devices, and no other place of '
           f'{sorted(self.places)} has one of its devices: leave it out of '
@@ -128,8 +128,8 @@ class Plan:
           f'{self.places[name].processes} processes: only a place of one can.'
         )
 
-  def _beside(self, place: str) -> list[str]:
-    """Other places that have one of its devices."""
+  def _sharing_with(self, place: str) -> list[str]:
+    """Returns the other places that have one of its devices."""
     own = set(self.places[place].devices)
     return [
       other
@@ -140,54 +140,56 @@ class Plan:
     ]
 
   def lease_devices(self, place: str) -> tuple[int, ...]:
-    """The devices that a place can only have together with others.
+    """Returns the devices that a place acquires together; none if unshared.
 
-    Its own, those of the places that have some of these, and so on: one place
-    of them all has its turn at a time. None of them if it shares none.
+    These are its own devices, those of the places that share any of them, and
+    so on. Only one of all these places uses the devices at a time.
     """
     found, new = set(), [place] if place in self.shared_devices else []
     while new:
       found.update(new)
-      new = [x for name in new for x in self._beside(name) if x not in found]
+      new = [
+        x for name in new for x in self._sharing_with(name) if x not in found
+      ]
     devices = (self.places[name].devices for name in found)
     return tuple(sorted({i for some in devices for i in some}))
 
   def to_json(self) -> str:
     data = dataclasses.asdict(self)
     for place in data['places'].values():
-      if place['processes'] == 1:  # Most plans have no use for the word.
+      if place['processes'] == 1:  # Keeps the JSON of most plans short.
         del place['processes']
     return json.dumps(data, indent=2)
 
   @classmethod
   def from_json(cls, text: str) -> 'Plan':
-    """Reads a plan; the inverse of `to_json`.
+    """Reads a plan from JSON; the inverse of `to_json`.
 
     Raises:
-      ValueError: as `parse`.
+      ValueError: as in `parse`.
     """
     return parse(json.loads(text))
 
 
-REST = '*'  # In a sketch: every stage that is not named.
+REST = '*'  # In a sketch, stands for every stage that is not named.
 
 
 def parse(sketch: Mapping[str, Any], stages: Iterable[str] = ()) -> Plan:
-  """The plan that a person, or a file, has in mind.
+  """Completes the sketch of a plan, from a gin binding or a file.
 
     {'places': {'actor': {'devices': [0]}, 'learner': {'devices': [1]}},
      'stages': {'generate': 'actor', '*': 'learner'}, 'pieces': 4}
 
   Args:
-    sketch: the fields of a plan. Without places there is one, on device 0; a
-      sole place is that of all stages; else `*` stands for those not named.
+    sketch: the fields of a plan. Without places there is a single one, on
+      device 0. A single place has all stages; otherwise `*` stands for the
+      stages that are not named.
     stages: names of all stages.
 
   Raises:
-    ValueError: for a field that plans do not have, a stage that there is not,
-      or a plan that cannot be.
+    ValueError: for an unknown field, an unknown stage, or an invalid plan.
   """
-  _refuse_strange('plan', sketch, Plan)
+  _refuse_unknown('plan', sketch, Plan)
   places = {
     name: _placement(place)
     for name, place in sketch.get('places', {'all': {}}).items()
@@ -214,25 +216,25 @@ def parse(sketch: Mapping[str, Any], stages: Iterable[str] = ()) -> Plan:
 
 
 def _placement(sketch) -> Placement:
-  """The place that a person, or a file, has in mind."""
-  _refuse_strange('place', sketch, Placement)
+  """Completes the sketch of a placement."""
+  _refuse_unknown('place', sketch, Placement)
   axes = tuple((axis, size) for axis, size in sketch.get('axes', ()))
   devices = tuple(sketch.get('devices', (0,)))
   return Placement(devices, axes, sketch.get('processes', 1))
 
 
-def _refuse_strange(noun, sketch, kind):
-  """Refuses fields that plans, or places, do not have."""
+def _refuse_unknown(noun, sketch, kind):
+  """Refuses unknown fields."""
   known = [field.name for field in dataclasses.fields(kind)]
-  strange = sorted(sketch.keys() - set(known))
-  if strange:
-    raise ValueError(f'A {noun} has no {strange}: it has {known}.')
+  unknown = sorted(sketch.keys() - set(known))
+  if unknown:
+    raise ValueError(f'A {noun} has no {unknown}: it has {known}.')
 
 
 def one_place(
   stages, placement: Placement = Placement(), micro_batch=None
 ) -> Plan:
-  """The trivial plan: every stage on one place."""
+  """Returns the plan with every stage on one place."""
   return Plan(
     {'all': placement},
     dict.fromkeys(stages, 'all'),

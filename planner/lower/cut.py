@@ -1,11 +1,12 @@
 """Cuts a flow's batch into pieces, so that stages may overlap on one step.
 
-Stages of rows are repeated once a piece; the sums of pieces are added as they
-come, in the order of their rows; runs of rows are runs of pieces; before a
-stage of grain 'batch' or 'slice' pieces are joined again, and runs of rows that
-a slice has made are cut into pieces as large as the others, where that comes
-out even. A loop begins and ends with whole values; its body is cut for itself.
-The cut flow computes the same values: only when, never what.
+A stage of grain 'row' or 'sum' is called once for each piece. The sums of
+pieces are added one after another, in the order of their rows. A run of rows
+consists of whole pieces. Before a stage of grain 'batch' or 'slice' the pieces
+are joined. The runs of rows that a slice returns are cut into pieces of the
+same size as before where that divides them evenly. A loop reads and returns
+whole values, and its body is cut by itself. The cut flow computes the same
+values at other times.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from planner.ir import graph
 
 @functools.cache
 def splits(pieces: int) -> graph.Plumbing:
-  """Deals the rows of one array out to `pieces` arrays."""
+  """Returns the stage that splits the rows of an array into `pieces` arrays."""
 
   def split(x):
     n = x.shape[0] // pieces
@@ -34,7 +35,7 @@ JOIN = graph.Plumbing('join', _join)
 
 @functools.cache
 def totals(stage, gives) -> graph.Plumbing:
-  """Adds what two pieces made of a stage of sums: their leaves, end to end."""
+  """Returns the stage that adds the sums of two pieces, given their leaves."""
 
   def total(*leaves):
     half = len(leaves) // 2
@@ -45,26 +46,26 @@ def totals(stage, gives) -> graph.Plumbing:
 
 
 class _Cutter:
-  """What of a flow has been cut so far.
+  """The state of cutting a flow.
 
   Attributes:
-    nodes: those of the cut flow, each with when it is due.
-    values: those of the flow, and pieces of them.
-    parts: the pieces of a value that is in pieces.
-    entire: values that exist as one.
-    runs: of runs of rows that are not cut yet, in how many pieces they pass.
-    turn: when a value is due: how often its rows were joined, and the last
-      piece that is in it.
+    nodes: the nodes of the cut flow, each with its due time.
+    values: the values of the flow, followed by pieces of them.
+    parts: the pieces of each value that is in pieces.
+    entire: ids of values that exist as a whole.
+    runs: the number of pieces of each run of rows that is not cut yet.
+    due: the due time of each value: how often its rows were joined, and the
+      last piece that it contains.
   """
 
   def __init__(self, flow: graph.Flow, pieces: int):
     self.pieces = pieces
     self.nodes, self.values = [], list(flow.values)
-    self.parts, self.runs, self.turn = {}, {}, {}
+    self.parts, self.runs, self.due = {}, {}, {}
     self.entire = {*flow.inputs, *(start for start, _ in flow.carry)}
 
   def new(self, v: int, pieces: int = 1) -> int:
-    """A value like a piece of `v`."""
+    """Adds a value that is like a piece of `v`."""
     value = self.values[v]
     shape = value.shape
     if pieces > 1:
@@ -73,38 +74,38 @@ class _Cutter:
     return len(self.values) - 1
 
   def add(self, node: graph.Node):
-    """Appends a node, due as soon as the last of what it reads."""
-    due = max((self.turn.get(v, (0, 0)) for v in node.reads), default=(0, 0))
-    self.turn |= dict.fromkeys(node.writes, due)
+    """Appends a node, due as soon as the last value that it reads."""
+    due = max((self.due.get(v, (0, 0)) for v in node.reads), default=(0, 0))
+    self.due |= dict.fromkeys(node.writes, due)
     self.nodes.append((due, node))
 
   def split(self, v: int, pieces: int) -> list[int]:
-    """The pieces of `v`, which is split if it is one."""
+    """Returns the pieces of `v`, which is split if necessary."""
     if v not in self.parts:
       parts = [self.new(v, pieces) for _ in range(pieces)]
       self.add(graph.Node(splits(pieces), (v,), tuple(parts)))
-      joined, last = self.turn.get(v, (0, 0))
-      self.turn |= {
+      joined, last = self.due.get(v, (0, 0))
+      self.due |= {
         piece: (joined + (last > 0), i) for i, piece in enumerate(parts)
       }
       self.parts[v] = parts
     return self.parts[v]
 
-  def whole(self, v: int):
-    """Has `v` as one value, joined if it is in pieces."""
+  def join(self, v: int):
+    """Joins `v` if it exists only in pieces."""
     if v not in self.entire:
       self.entire.add(v)
       self.add(graph.Node(JOIN, tuple(self.parts[v]), (v,)))
 
   def repeat(self, node: graph.Node):
-    """Repeats a node of rows in, rows or sums out, once a piece."""
+    """Adds a call of a node for each piece."""
     cut = [len(self.parts[v]) for v in node.rows if v in self.parts]
     cut = cut or [self.runs[v] for v in node.rows if v in self.runs]
     pieces = max(cut, default=self.pieces)
     self.check(node, pieces)
     parts = {v: self.split(v, pieces) for v in sorted(node.rows)}
     for v in set(node.reads) - node.rows:
-      self.whole(v)
+      self.join(v)
     sums = node.stage.grain == 'sum'
     made = []
     for i in range(pieces):
@@ -132,7 +133,7 @@ class _Cutter:
       self.entire.update(node.writes)
 
   def add_up(self, node: graph.Node, made: list[tuple[int, ...]]):
-    """Adds sums as they come, in the order of their rows."""
+    """Adds the sums of pieces one after another, in the order of their rows."""
     total = totals(node.stage, node.gives)
     so_far = made[0]
     for i, sums in enumerate(made[1:], 2):
@@ -142,8 +143,8 @@ class _Cutter:
       self.add(graph.Node(total, (*so_far, *sums), writes))
       so_far = writes
 
-  def deal(self, node: graph.Node):
-    """Deals pieces out to runs of rows; nothing is computed."""
+  def route(self, node: graph.Node):
+    """Assigns whole pieces to runs of rows, which computes nothing."""
     runs = len(node.writes) // len(node.reads)
     for i, v in enumerate(node.reads):
       each = len(self.parts[v]) // runs
@@ -151,8 +152,8 @@ class _Cutter:
         run = node.writes[j * len(node.reads) + i]
         self.parts[run] = self.parts[v][j * each : (j + 1) * each]
 
-  def deals(self, node: graph.Node) -> bool:
-    """Whether every run of a split is a number of whole pieces."""
+  def can_route(self, node: graph.Node) -> bool:
+    """Whether every run of a split consists of whole pieces."""
     runs = len(node.writes) // max(1, len(node.reads))
     return bool(runs) and all(
       v in self.parts and not len(self.parts[v]) % runs for v in node.reads
@@ -161,32 +162,32 @@ class _Cutter:
   def keep(self, node: graph.Node):
     """Calls a node once, on whole values."""
     for v in node.reads:
-      self.whole(v)
+      self.join(v)
     self.add(node)
     self.entire.update(node.writes)
     if node.stage.grain == 'slice' and node.writes:
       rows = max(self.values[v].shape[0] for v in node.rows)
       for v in node.writes:
-        times, rest = divmod(self.pieces * self.values[v].shape[0], rows)
-        self.runs[v] = 1 if rest else times
+        times, remainder = divmod(self.pieces * self.values[v].shape[0], rows)
+        self.runs[v] = 1 if remainder else times
 
   def check(self, node: graph.Node, pieces: int):
     for rows in {self.values[v].shape[0] for v in node.rows}:
       if rows % (pieces * node.stage.group_size):
         raise ValueError(
           f'Stage {node.name} has {rows} rows in groups of '
-          f'{node.stage.group_size}, '
-          f'which cannot be cut into {pieces} pieces of whole groups: choose '
+          f'{node.stage.group_size}, which cannot be cut into {pieces} pieces '
+          f'of whole groups: choose '
           f'a number of pieces that divides {rows // node.stage.group_size}.'
         )
 
 
 def cut(flow: graph.Flow, pieces: int) -> graph.Flow:
-  """Returns an equivalent flow whose batch passes in `pieces`.
+  """Returns an equivalent flow whose batch passes in `pieces` pieces.
 
   Args:
     flow: as recorded.
-    pieces: how many; minibatches divide them among themselves.
+    pieces: number of pieces of a batch, which its minibatches divide.
 
   Raises:
     ValueError: if a piece would split a group of rows.
@@ -195,8 +196,8 @@ def cut(flow: graph.Flow, pieces: int) -> graph.Flow:
     return flow
   cutter = _Cutter(flow, pieces)
   for node in flow.nodes:
-    if node.stage.grain == 'split' and cutter.deals(node):
-      cutter.deal(node)
+    if node.stage.grain == 'split' and cutter.can_route(node):
+      cutter.route(node)
     elif node.stage.grain in ('row', 'sum') and node.rows:
       cutter.repeat(node)
     elif node.body:
@@ -205,7 +206,7 @@ def cut(flow: graph.Flow, pieces: int) -> graph.Flow:
     else:
       cutter.keep(node)
   for v in (*flow.outputs, *(end for _, end in flow.carry)):
-    cutter.whole(v)
+    cutter.join(v)
   nodes = sorted(cutter.nodes, key=lambda pair: pair[0])
   return dataclasses.replace(
     flow,

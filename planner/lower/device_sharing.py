@@ -1,9 +1,9 @@
-"""How places that share devices have them in turn.
+"""Adds instructions by which places that share devices take turns.
 
-A place takes them before it runs something, and lets them go before it waits
-for a value: whoever waits for another has nothing that this one could need, so
-they cannot wait for each other. What it holds waits in host memory meanwhile,
-and only what is read comes back.
+A place acquires the devices before it runs a stage and releases them before it
+waits for a value. A waiting place holds no devices, so there is no deadlock.
+Its values are offloaded to host memory meanwhile, and only those that are read
+are restored.
 """
 
 from planner.ir import graph
@@ -21,17 +21,17 @@ from planner.ir.instruction import (
 
 
 def add_leases(program, flow: graph.Flow, plan, place: str, loop: bool) -> list:
-  """A program, with the devices of its place taken and let go.
+  """Adds `Acquire` and `Release` to the program of a place.
 
   Args:
-    program: otherwise complete.
-    flow: that it is of.
-    plan: in which the place shares devices.
-    place: where it runs.
-    loop: it is a round of one, after which the place goes on.
+    program: the program, otherwise complete.
+    flow: the flow that it is lowered from.
+    plan: a plan in which the place shares devices.
+    place: name of the place.
+    loop: whether the program is a loop's body, after which the place goes on.
   """
   devices, rank = plan.lease_devices(place), plan.shared_devices.index(place)
-  out, there = [], None  # Values surely on the devices; None: they may be gone.
+  out, there = [], None  # Values certainly on the devices; None if released.
   for op in program:
     match op:
       case Begin(i) | Run(i):
@@ -48,7 +48,7 @@ def add_leases(program, flow: graph.Flow, plan, place: str, loop: bool) -> list:
       case Repeat():
         there = None
       case Restore():
-        continue  # Whoever reads it has it brought back.
+        continue  # `Acquire` restores what is read.
       case Offload(v) if there:
         there.discard(v)
     out.append(op)

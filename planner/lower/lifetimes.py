@@ -1,4 +1,4 @@
-"""How long values live at a place: drops, donations, offloads."""
+"""Limits how long values stay in memory: drops, donations and offloads."""
 
 import collections
 
@@ -17,7 +17,7 @@ from planner.ir.instruction import (
 
 
 def add_offloads(program, flow, idle):
-  """Has `idle` values on the device only around the stages that touch them."""
+  """Keeps `idle` values on the device only around the stages that use them."""
   out, away, begun = [], set(idle), {}
   for op in program:
     if not isinstance(op, Begin | Run | Repeat):
@@ -29,7 +29,7 @@ def add_offloads(program, flow, idle):
     away -= {*back}
     out.append(op)
     if isinstance(op, Begin):
-      begun[op.node] = reads  # Which stay until its turn has come.
+      begun[op.node] = reads  # Its inputs stay on the device until its `Run`.
       continue
     begun.pop(op.node, None)
     gone = idle.intersection((*reads, *writes)).difference(*begun.values())
@@ -39,7 +39,7 @@ def add_offloads(program, flow, idle):
 
 
 def _uses(op, flow):
-  """Values that an instruction reads, and those it makes."""
+  """Returns the values that an instruction reads, and those it writes."""
   match op:
     case Begin(i):
       return flow.nodes[i].reads, ()
@@ -57,36 +57,40 @@ def _uses(op, flow):
 def add_drops(program, flow, place, resident):
   """Adds drops and donations after the last use of every value."""
   held = {start for start, places in resident.items() if place in places}
-  # What was lent, is given away or is kept twice is not this place's alone.
+  # Inputs, outputs and values that are kept twice have other owners.
   kept = [op for op in program if isinstance(op, Keep)]
   starts = {op.start for op in kept}
   shared = collections.Counter(op.end for op in kept)
   shared.update({*flow.outputs, *flow.inputs, *(held - starts)})
-  fresh = {op.start for op in kept if shared[op.end] == 1}
-  # In a delay line, nothing is fresher than what enters it.
+  exclusive = {op.start for op in kept if shared[op.end] == 1}
+  # In a delay line, a value has an owner until the line ends.
   while late := {
-    op.start for op in kept if op.start in fresh and op.end in starts - fresh
+    op.start
+    for op in kept
+    if op.start in exclusive and op.end in starts - exclusive
   }:
-    fresh -= late
-  fresh |= {
+    exclusive -= late
+  exclusive |= {
     v for node in flow.nodes if node.stage.grain == 'sum' for v in node.writes
   }
-  # What is used up nobody else reads; but inputs are lent.
-  fresh |= {v for node in flow.nodes for v in node.consumes} - {*flow.inputs}
-  seen = held - starts  # What stays as it is stays here.
+  # A value that is used up has no other reader, unless it is an input.
+  exclusive |= {v for node in flow.nodes for v in node.consumes} - {
+    *flow.inputs
+  }
+  used = held - starts  # Constant carried values are never dropped.
   outputs = set(flow.outputs)
   backwards = []
   for op in reversed(program):
     reads, writes = _uses(op, flow)
-    last = {*reads, *writes} - seen
+    last = {*reads, *writes} - used
     if isinstance(op, Offload) and op.value in last:
-      continue  # Nobody will ask for it again.
-    seen |= last
+      continue  # It is dropped instead.
+    used |= last
     if isinstance(op, Run | Repeat):
-      donate = tuple(v for v in reads if v in last & fresh - outputs)
+      donate = tuple(v for v in reads if v in last & exclusive - outputs)
       donate = tuple(v for v in donate if donate.count(v) == 1)
       op = op._replace(donate=donate)
       last -= set(op.donate)
     backwards += [Drop(v) for v in sorted(last, reverse=True)]
     backwards.append(op)
-  return [*[Drop(v) for v in sorted(starts - seen)], *reversed(backwards)]
+  return [*[Drop(v) for v in sorted(starts - used)], *reversed(backwards)]

@@ -1,16 +1,17 @@
-"""Orders the nodes of a flow for a plan: whoever can start first goes first.
+"""Orders the nodes of a flow by list scheduling: earliest start first.
 
-Streaming wants a piece taken through every stage before the next; a loop over
-time wants every piece taken one step before the next step. Both are the same
-rule: a place never waits for one node while another could run. Of those that
-could, it runs the one of the earliest piece, since other places wait for what
-becomes of it; then the one with the longest way to go (HEFT, Topcuoglu 2002),
-which alone would finish a long stage before a short one that follows it.
+Streaming should take a piece through every stage before the next piece. A loop
+over time should take every piece one time step before the next time step. Both
+follow from one rule: a place never waits for one node while another could run.
+Among nodes that could run, the earliest piece goes first, since other places
+wait for its results. Ties go to the longest remaining path (HEFT, Topcuoglu
+2002); this alone would finish a long stage before a short one that follows it.
 
-What may begin ahead of its turn keeps no place: it is done elsewhere, one call
-of a stage after the other, and a place is free until it waits for it. It does
-so when all that can be begun so has what it reads: an engine is given all
-pieces at once, and while simulators step one piece a policy acts on another.
+An asynchronous call does not occupy its place. Calls of one stage run one after
+another in the background, and the place is free until it needs the result. All
+asynchronous calls start as soon as their inputs are there: an inference engine
+gets all pieces at once, and a policy acts on one piece while simulators step
+another.
 """
 
 import collections
@@ -25,13 +26,13 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
   """Returns the flow with its nodes in the order of a greedy schedule.
 
   Args:
-    flow: cut as the plan says.
-    plan: where its stages run.
-    cost: as `costs.cost.Cost`: `seconds` of nodes, `transfer` of values.
+    flow: a flow, cut as the plan says.
+    plan: the plan.
+    cost: a `costs.cost.Cost`; only `seconds` and `transfer` are used.
   """
   flow = _with_bodies(flow, plan, cost)
   where = program.locate(flow, plan)
-  # Who shares devices is busy while another has them.
+  # A place is busy while another place uses its shared devices.
   there = [
     tuple(dict.fromkeys(plan.lease_devices(place) or place for place in part))
     for part in program.parts(flow, plan)
@@ -45,33 +46,35 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
   end, free, done = {}, collections.defaultdict(float), []
 
   def arrival(i):
-    """When the last of what a node reads is at its place."""
+    """Returns when the last input of a node arrives at its place."""
     made = [(v, flow.maker[v]) for v in flow.nodes[i].reads if v in flow.maker]
     return max(
       (end[j] + cost.transfer(flow, v, where[j], where[i]) for v, j in made),
       default=0.0,
     )
 
-  def began(i, now):
-    """When what is begun now has ended elsewhere."""
-    outside = where[i], flow.nodes[i].name
-    free[outside] = max(now, free[outside]) + takes[i]
-    return free[outside]
+  def background_end(i, now):
+    """Returns when an asynchronous call that starts now ends."""
+    worker = where[i], flow.nodes[i].name
+    free[worker] = max(now, free[worker]) + takes[i]
+    return free[worker]
 
   left = [len(before) for before in makers]
   ready = {i: 0.0 for i in range(n) if not left[i]}
-  ready |= {i: began(i, 0.0) for i in ready if flow.nodes[i].asynchronous}
+  ready |= {
+    i: background_end(i, 0.0) for i in ready if flow.nodes[i].asynchronous
+  }
 
-  def turn(i, start):
+  def priority(i, start):
     return start, flow.nodes[i].piece[0], -to_go[i], i
 
-  heap = [turn(i, start) for i, start in ready.items()]
+  heap = [priority(i, start) for i, start in ready.items()]
   heapq.heapify(heap)
   while heap:
     start, *_, i = heapq.heappop(heap)
     now = max(ready[i], *(free[place] for place in there[i]))
     if now > start:
-      heapq.heappush(heap, turn(i, now))
+      heapq.heappush(heap, priority(i, now))
       continue
     end[i] = now + takes[i] * (not flow.nodes[i].asynchronous)
     free |= dict.fromkeys(there[i], end[i])
@@ -81,13 +84,13 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
       if not left[j]:
         ready[j] = arrival(j)
         if flow.nodes[j].asynchronous:
-          ready[j] = began(j, ready[j])
-        heapq.heappush(heap, turn(j, ready[j]))
+          ready[j] = background_end(j, ready[j])
+        heapq.heappush(heap, priority(j, ready[j]))
   return dataclasses.replace(flow, nodes=tuple(flow.nodes[i] for i in done))
 
 
 def _makers(flow) -> list[set[int]]:
-  """Nodes that each waits for."""
+  """Returns the nodes that each node waits for."""
   makers = [
     {flow.maker[v] for v in node.reads if v in flow.maker}
     for node in flow.nodes
@@ -100,7 +103,7 @@ def _makers(flow) -> list[set[int]]:
 
 
 def _to_go(makers, takes) -> tuple[list[list[int]], list[float]]:
-  """Nodes that read of each, and seconds from its start to the end of all."""
+  """Returns the readers of each node, and its longest path to the end."""
   after, to_go = [[] for _ in makers], list(takes)
   for i, before in enumerate(makers):
     for j in before:
@@ -111,7 +114,7 @@ def _to_go(makers, takes) -> tuple[list[list[int]], list[float]]:
 
 
 def _first(flow, makers) -> set[int]:
-  """Nodes that lead to what may begin ahead, and wait for nothing such."""
+  """Returns the nodes before asynchronous calls that do not wait for one."""
   before, late = set(), set()
   for i in reversed(range(len(flow.nodes))):
     if i in before or flow.nodes[i].asynchronous:
@@ -123,7 +126,7 @@ def _first(flow, makers) -> set[int]:
 
 
 def _seconds(flow, node, place, plan, cost) -> float:
-  """Of a node; of a loop, those of its busiest place."""
+  """Returns the seconds of a node; for a loop, those of its busiest place."""
   if not node.body:
     return cost.seconds(flow, node, place)
   busy = collections.Counter()
@@ -134,7 +137,7 @@ def _seconds(flow, node, place, plan, cost) -> float:
 
 
 def _with_bodies(flow, plan, cost) -> graph.Flow:
-  """The flow with the bodies of its loops in order."""
+  """Orders the bodies of the loops of a flow."""
   nodes = [
     dataclasses.replace(node, body=order(node.body, plan, cost))
     if node.body

@@ -1,4 +1,4 @@
-"""From a flow and a plan to programs: cut what, order when, lower where."""
+"""The passes from a flow and a plan to programs: cut, order and lower."""
 
 from planner.costs import cost as cost_lib
 from planner.ir import graph
@@ -8,12 +8,12 @@ from planner.lower import cut, order, program
 def lower(
   flow: graph.Flow, plan, cost=cost_lib.UNIT, resident=None
 ) -> tuple[graph.Flow, dict[str, tuple[program.Instruction, ...]]]:
-  """Returns the flow as the plan cuts and orders it, and every place's program.
+  """Returns the flow as the plan cuts and orders it, and all programs.
 
   Args:
     flow: as recorded.
-    plan: how to run it.
-    cost: of its nodes, which decides who goes first where several could.
+    plan: the plan.
+    cost: costs of its nodes, which decide the order of ready nodes.
     resident: as in `program.lower`.
 
   Raises:

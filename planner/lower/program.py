@@ -1,8 +1,8 @@
-"""Lowers a flow and a plan to one straight-line program a place.
+"""Lowers a flow and a plan to one straight-line program for each place.
 
-A program is a list of a few kinds of instruction. Whoever can interpret those
-can run any workflow: `simulate` does it with clocks, the runtime with arrays.
-Weight synchronization, context switching and pipelining have no other form.
+A program is a list of instructions of a few kinds. `simulate` interprets it
+with clocks, the runtime with arrays. Weight synchronization, context switching
+and pipelining all take this form.
 """
 
 import collections
@@ -59,17 +59,18 @@ __all__ = [
 
 
 def locate(flow: graph.Flow, plan) -> list[str]:
-  """The place of every node. Rows are split where they are, joined where read.
+  """Returns the place of every node.
 
-  Of a loop it is the first of the places that have a part in it.
+  Rows are split where they are, and joined where they are read. A loop counts
+  as at the first of the places that take part in it.
 
   Raises:
     ValueError: for stages without a place.
   """
-  homeless = [name for name in flow.stages if name not in plan.stages]
-  if homeless:
+  unplaced = [name for name in flow.stages if name not in plan.stages]
+  if unplaced:
     raise ValueError(
-      f'The plan has no place for {homeless}: it names {sorted(plan.stages)}.'
+      f'The plan has no place for {unplaced}: it names {sorted(plan.stages)}.'
     )
   rank = {place: i for i, place in enumerate(plan.places)}
   where = [None] * len(flow.nodes)
@@ -80,9 +81,9 @@ def locate(flow: graph.Flow, plan) -> list[str]:
       where[i] = plan.stages[node.name]
 
   def reader(i):
-    """The first of the places that what a node makes goes to.
+    """Returns the first place that reads the results of a node.
 
-    First in the plan: in the order of nodes it would change with their order.
+    The first in the plan, so that it does not depend on the order of nodes.
     """
     readers = (j for v in flow.nodes[i].writes for j in flow.readers.get(v, ()))
     found = {where[j] or reader(j) for j in readers} - {None}
@@ -101,14 +102,14 @@ def locate(flow: graph.Flow, plan) -> list[str]:
 
 
 class Part(NamedTuple):
-  """What a place has to do with a node: the values it takes, and makes."""
+  """The values that a place reads and writes in a node."""
 
   reads: tuple[int, ...]
   writes: tuple[int, ...]
 
 
 def parts(flow: graph.Flow, plan) -> list[dict[str, Part]]:
-  """Who takes part in every node, and in what: one place, but for loops."""
+  """Returns the parts of the places in every node: one, except for loops."""
   return [
     _of_loop(node, plan)
     if node.body
@@ -118,7 +119,7 @@ def parts(flow: graph.Flow, plan) -> list[dict[str, Part]]:
 
 
 def _of_loop(node: graph.Node, plan) -> dict[str, Part]:
-  """The same of a loop: all who have a part in its body, or hold its carry."""
+  """Returns the parts of places that run a loop's body or hold its carry."""
   body = node.body
   takes, makes = node.enters, node.leaves
   reads, writes = collections.defaultdict(dict), collections.defaultdict(dict)
@@ -136,7 +137,7 @@ def _of_loop(node: graph.Node, plan) -> dict[str, Part]:
 
 
 def _made_at(flow: graph.Flow, there) -> dict[int, str]:
-  """The place that has each value first: where it is made, or one of those."""
+  """Returns the first place that computes each value."""
   made = {}
   for part in there:
     for place, (_, writes) in part.items():
@@ -146,10 +147,11 @@ def _made_at(flow: graph.Flow, there) -> dict[int, str]:
 
 
 def homes(flow: graph.Flow, plan) -> dict[int, tuple[str, ...]]:
-  """The places that hold each carried value from step to step.
+  """Returns the places that hold each carried value from step to step.
 
-  Every place that reads a carried value keeps a copy of its own, and is sent
-  the next as soon as it is made. What no stage reads stays where it is made.
+  Every place that reads a carried value keeps a copy, and receives the next
+  version as soon as it is computed. A value that no stage reads stays at the
+  place that computes it.
   """
   there = parts(flow, plan)
   made = _made_at(flow, there)
@@ -163,7 +165,7 @@ def homes(flow: graph.Flow, plan) -> dict[int, tuple[str, ...]]:
       if start in part.reads
     )
     if places:
-      # Its maker's place first, if it is one: what is asked for is had there.
+      # The place that computes the value comes first, as it needs no transfer.
       first = [made[ends[start]]] if ends[start] in made else []
       return tuple(dict.fromkeys([p for p in first if p in places] + [*places]))
     end = ends[start]
@@ -177,12 +179,12 @@ def homes(flow: graph.Flow, plan) -> dict[int, tuple[str, ...]]:
 
 
 class _Writer:
-  """Programs under way.
+  """Writes the programs of all places.
 
   Attributes:
-    programs: of every place.
+    programs: the program of each place so far.
     here: the values that each place has.
-    made: the place that has each value first, if a place makes it.
+    made: the first place that computes each value.
     resident: the places that hold each carried value.
   """
 
@@ -203,14 +205,14 @@ class _Writer:
     self.programs[place].append(op)
 
   def send(self, v: int, ends):
-    """Sends a value to those who do not have it."""
+    """Sends a value to the places that do not have it."""
     if self.owner(v) != SOURCE:
       for end in ends:
         if v not in self.here.get(end, ()):
           self.add(self.owner(v), Send(v, end))
 
   def begin(self, flow, there, nodes):
-    """Begins nodes, where they run."""
+    """Starts asynchronous nodes at their places."""
     for i in nodes:
       for place, (reads, _) in there[i].items():
         for v in reads:
@@ -218,17 +220,17 @@ class _Writer:
         self.add(place, Begin(i))
 
   def fetch(self, v: int, place: str):
-    """Has a value at a place, received if need be."""
+    """Receives a value at a place that does not have it."""
     if v not in self.here[place]:
       self.here[place].add(v)
       self.add(place, Recv(v, self.owner(v)))
 
 
 def _early(flow: graph.Flow) -> dict[int | None, list[int]]:
-  """Nodes to begin ahead, by the one after which all that they read is there.
+  """Returns asynchronous nodes by the node that computes their last input.
 
-  None is the beginning. As that is one order for all places, none of them waits
-  for what another makes only later.
+  None stands for the start of the step. As all places follow this one order, no
+  place waits for a value that is computed later.
   """
   early = collections.defaultdict(list)
   for i, node in enumerate(flow.nodes):
@@ -243,18 +245,19 @@ def lower(
 ) -> dict[str, tuple]:
   """Returns the program of every place.
 
-  A value is sent as soon as it is there and received when first needed. What
-  may begin ahead of its turn does so when the last of what it reads is made. A
-  value is dropped after its last use; what a stage reads for the last time it
-  may overwrite, if this place alone can hold it: carried values, sums, and what
-  is used up. Places that share devices let them go while they wait.
+  A value is sent as soon as it is computed, and received when first needed. An
+  asynchronous call starts when its last input is computed. A value is dropped
+  after its last use. A stage may overwrite the values that it is the last to
+  read and that no other place can hold: carried values, sums, and values that
+  are used up. Places that share devices release them while they wait.
 
   Args:
-    flow: cut and ordered as the plan says.
-    plan: where its stages run.
-    resident: the places that hold each carried value, where another flow has
-      settled that; `homes` of this flow if None.
-    loop: it is the body of one, whose outputs tell everyone whether to end.
+    flow: a flow, cut and ordered as the plan says.
+    plan: the plan.
+    resident: the places that hold each carried value, if another flow decides
+      that; `homes` of this flow if None.
+    loop: whether the flow is a loop's body, whose output is sent to all places
+      and decides whether the loop ends.
 
   Raises:
     ValueError: for a plan that the flow cannot follow.
@@ -263,9 +266,9 @@ def lower(
   there = parts(flow, plan)
   resident = resident or homes(flow, plan)
   writer = _Writer(plan.places, _made_at(flow, there), resident)
-  everyone = dict.fromkeys(itertools.chain(*there, *resident.values()))
-  told = everyone if loop else (SINK,)
-  needs = _needs(flow, there, writer.made, resident, told)
+  all_places = dict.fromkeys(itertools.chain(*there, *resident.values()))
+  receivers = all_places if loop else (SINK,)
+  needs = _needs(flow, there, writer.made, resident, receivers)
   early = _early(flow)
   for start, _ in flow.carry:
     writer.send(start, needs[start])
@@ -282,11 +285,11 @@ def lower(
     writer.begin(flow, there, early[i])
   for v in flow.outputs:
     if loop:
-      for place in told:
+      for place in receivers:
         writer.fetch(v, place)
         writer.add(place, Until(v))
     elif writer.owner(v) == SOURCE:
-      # An input that is an output, by way of any place.
+      # An input that is an output passes through any place.
       first = next(iter(plan.places))
       writer.fetch(v, first)
       writer.add(first, Send(v, SINK))
@@ -307,9 +310,9 @@ def lower(
 
 
 def repeats(i: int, node: graph.Node, plan) -> dict[str, Repeat]:
-  """What every place that has a part in a loop does.
+  """Returns the `Repeat` of every place that takes part in a loop.
 
-  Nothing waits in host memory between rounds: offloads are for whole steps.
+  Offloaded values stay on the device between rounds.
   """
   body, takes, makes = node.body, node.enters, node.leaves
   plan = dataclasses.replace(plan, offload=())
@@ -325,8 +328,8 @@ def repeats(i: int, node: graph.Node, plan) -> dict[str, Repeat]:
   }
 
 
-def _needs(flow, there, made, resident, told):
-  """Ends other than its own that need each value, in order of first need."""
+def _needs(flow, there, made, resident, receivers):
+  """Returns the other places that need each value, in order of first need."""
   needs = collections.defaultdict(dict)
   for part in there:
     for place, (reads, _) in part.items():
@@ -336,17 +339,17 @@ def _needs(flow, there, made, resident, told):
     if start != end:
       needs[end].update(dict.fromkeys(resident[start]))
   for v in flow.outputs:
-    needs[v].update(dict.fromkeys(told))
+    needs[v].update(dict.fromkeys(receivers))
   for v, place in made.items():
     needs[v].pop(place, None)
   return needs
 
 
 def check_rows(flow: graph.Flow, plan):
-  """Refuses rows at a time that a stage does not have.
+  """Checks that the micro-batches of a plan divide the rows of its stages.
 
   Raises:
-    ValueError: with what it has.
+    ValueError: if one does not.
   """
   for node in flow.nodes:
     rows = plan.micro_batch.get(node.name)
@@ -364,15 +367,18 @@ def check_rows(flow: graph.Flow, plan):
         raise ValueError(
           f'{node.name} has {size} rows{pieces}, in groups of '
           f'{node.stage.group_size}, which cannot be taken {rows} at a time: '
-          f'choose '
-          f'a divisor of {size} that is a multiple of {node.stage.group_size}.'
+          f'choose a divisor of {size} that is a multiple of '
+          f'{node.stage.group_size}.'
         )
 
 
 def private(flow: graph.Flow, names) -> dict[int, int]:
-  """Carried values that the stages `names` alone read, and what they become.
+  """Returns the carried values that only the stages `names` read.
 
-  What only moves rows reads for those who read what it makes.
+  Nodes that only move rows count as the readers of their results.
+
+  Returns:
+    The id at the end of the step, by the id at its start.
   """
 
   def readers(v):

@@ -1,8 +1,8 @@
-"""What a place that was lost has to do again, and whether another can do it.
+"""Decides whether a lost place can be replaced, and what it must run again.
 
-A place that only holds copies of what others make can be put up anew in the
-middle of a step: it is given those copies, runs its program from the beginning,
-and leaves out what led to nothing but values that have already arrived.
+A place that holds only copies of other places' values can be replaced in the
+middle of a step. The replacement receives these copies and runs the program
+from the start, without the nodes whose results have all arrived already.
 """
 
 from collections.abc import Set
@@ -13,11 +13,11 @@ from planner.lower.program import Keep, Recv, Repeat, Run, Send, SINK, SOURCE
 
 
 class Left(NamedTuple):
-  """What is left of a program.
+  """The part of a program that must run again.
 
   Attributes:
     skip: nodes that need not run again.
-    sent: values, with the places that have them, that need not be sent.
+    sent: pairs of values and places that need not be sent again.
   """
 
   skip: frozenset[int]
@@ -30,17 +30,17 @@ EVERYTHING = Left(frozenset(), frozenset())
 def copies(
   flow: graph.Flow, program, resident: Set[int]
 ) -> dict[int, Recv | None] | None:
-  """What a place holds from step to step, if all of it is had from elsewhere.
+  """Returns how a place receives the carried values that it holds.
 
   Args:
     flow: a step, cut and ordered.
-    program: of the place.
-    resident: starts of the carried values that it holds.
+    program: the program of the place.
+    resident: ids at the start of the step of the carried values that it holds.
 
   Returns:
-    By their starts, how it is sent each, None if that never changes; None if
-    the place cannot be replaced, as it makes some of it itself, or uses up what
-    is more than a value, such as a simulator.
+    The `Recv` of each value by its id, None for a constant value. None if the
+    place cannot be replaced: it computes a carried value itself, or uses up a
+    token, such as that of a simulator.
   """
   if _uses_up(flow, program):
     return None
@@ -69,16 +69,17 @@ def _uses_up(flow, program) -> bool:
 
 
 def left(flow: graph.Flow, program, sent: Set[tuple[int, str]]) -> Left | None:
-  """What another has to do in place of one that was lost within a step.
+  """Returns what the replacement of a lost place must run again.
 
   Args:
     flow: the step, cut and ordered.
-    program: of the place.
-    sent: values of it, with the places at which they have arrived.
+    program: the program of the place.
+    sent: pairs of its values and the places at which they have arrived.
 
   Returns:
-    What need not be done again; None if it cannot be done again, as an engine
-    that does nothing twice made what has arrived and what is missing.
+    The work that can be skipped. None if the step cannot be completed: an
+    engine that is not deterministic computed values that have arrived and
+    values that are missing.
   """
   arrived = frozenset(sent)
   loops = [op for op in program if isinstance(op, Repeat)]
@@ -102,7 +103,7 @@ def left(flow: graph.Flow, program, sent: Set[tuple[int, str]]) -> Left | None:
 
 
 def acts_outside(flow: graph.Flow) -> bool:
-  """Whether an engine outside JAX acts in it."""
+  """Whether an engine outside JAX runs in a flow."""
   return any(
     acts_outside(node.body) if node.body else node.asynchronous
     for node in flow.nodes
@@ -110,8 +111,8 @@ def acts_outside(flow: graph.Flow) -> bool:
 
 
 def _contradicts(flow, program, runs, arrived) -> bool:
-  """Whether an engine would make again what has arrived in another form."""
-  other = set()  # Values that would be others.
+  """Whether running again would contradict values that have arrived."""
+  other = set()  # Values that would differ.
   for op in program:
     if isinstance(op, Run):
       node = flow.nodes[op.node]

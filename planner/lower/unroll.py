@@ -1,7 +1,7 @@
-"""Writes loops out, for whoever prices nodes one by one.
+"""Unrolls loops, so that the planner can assign costs to single nodes.
 
-What an unrolled flow computes is what its loops would, did they go round as
-often as is expected of them.
+An unrolled flow computes what its loops compute in the expected number of
+rounds.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from planner.ir import graph
 
 
 def unroll(flow: graph.Flow) -> graph.Flow:
-  """Returns the flow without loops: with all rounds of every body."""
+  """Returns the flow with every loop replaced by all rounds of its body."""
   if not any(node.body for node in flow.nodes):
     return flow
   writer = _Writer(flow)
@@ -27,19 +27,19 @@ def unroll(flow: graph.Flow) -> graph.Flow:
 
 
 class _Writer:
-  """What has been written out so far.
+  """The state of unrolling a flow.
 
   Attributes:
-    nodes: those of the unrolled flow.
-    values: its values, of which those of the flow are the first.
-    known: what a value that a loop makes is called.
+    nodes: the nodes of the unrolled flow.
+    values: its values, the first of which are those of the original flow.
+    known: the new ids of values that loops compute.
   """
 
   def __init__(self, flow: graph.Flow):
     self.nodes, self.values, self.known = [], list(flow.values), {}
 
   def add(self, node: graph.Node, known: dict[int, int]):
-    """Adds a node, whose values have other names: those that are `known`."""
+    """Adds a node with its values renamed by `known`."""
     if not node.body:
       self.nodes.append(renamed(node, known))
       return
@@ -59,7 +59,7 @@ class _Writer:
 
 
 def renamed(node: graph.Node, known: dict[int, int]) -> graph.Node:
-  """The node, with other names for its values."""
+  """Returns the node with its values renamed."""
 
   def name(values):
     return (known.get(v, v) for v in values)

@@ -1,7 +1,6 @@
 """Work is what it is by hand, and what XLA says where XLA can count."""
 
 import functools
-import json
 
 import jax
 from jax import lax
@@ -171,7 +170,7 @@ def test_a_loop_without_a_counter_wants_to_be_told():
   def fn(x):
     return lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ x, x)
 
-  with pytest.raises(ValueError, match='does not show how often it turns'):
+  with pytest.raises(ValueError, match='maximum trip count .* is not visible'):
     count.work(fn, SIDE)
   assert count.work(fn, SIDE, trips=5).matmul_flops == 5 * 2 * 16**3
 
@@ -333,13 +332,6 @@ def test_what_a_planner_adds_is_bytes(flow):
   assert done.flops == 0 and done.bytes_moved == 1.5 * done.bytes_in
 
 
-def test_work_is_plain_data(works):
-  for call in works.values():
-    if call is not None:
-      text = json.dumps(call.to_dict())
-      assert work_lib.StageWork.from_dict(json.loads(text)) == call
-
-
 def test_work_is_exact_where_counted_and_straight_between():
   done = [(n, work_lib.Work(flops=f)) for n, f in ((2, 5), (4, 7), (16, 23))]
   call = work_lib.piecewise_linear(done)
@@ -353,5 +345,5 @@ def test_work_is_exact_where_counted_and_straight_between():
 
 @pytest.mark.parametrize('rows', [(), (4, 4), (4, 2)])
 def test_lines_need_rows_that_rise(rows):
-  with pytest.raises(ValueError, match='that rise'):
+  with pytest.raises(ValueError, match='rising numbers'):
     work_lib.piecewise_linear([(n, work_lib.NONE) for n in rows])

@@ -49,7 +49,7 @@ def test_what_moves_between_device_and_host_is_shown():
 def test_the_bottleneck_is_named_with_what_keeps_it():
   flow, _, evaluation = made(actor='a', learner='bc')
   assert overview.bottleneck(flow, evaluation) == (
-    'learner works 60 % of the time, most of it on b (4 s of 10 s). '
+    'learner is busy 60 % of the time, mostly with b (4 s of 10 s). '
     'actor waits 60 %.'
   )
 

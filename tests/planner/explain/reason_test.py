@@ -39,10 +39,12 @@ def test_one_place_loses_by_doing_all_of_it():
     evaluation(model, flow, x='abc'),
   )
   assert reason.reason(other, best) == (
-    'nothing overlaps: one place does all of 9 s, where the busiest of the '
-    'fastest does 5 s'
+    'nothing overlaps: one place works 9 s, the busiest place of the fastest '
+    'plan 5 s'
   )
-  assert reason.reason(best, best) == 'as fast, within what matters'
+  assert (
+    reason.reason(best, best) == 'as fast, within the accuracy that matters'
+  )
 
 
 def test_a_plan_may_lose_by_waiting():
@@ -67,6 +69,6 @@ def test_a_plan_may_lose_by_a_stage_at_its_busiest_place():
   best = evaluation(model, flow, 4, x='a', y='bc')
   other = evaluation(model, flow, 4, x='ab', y='c')
   assert reason.reason(other, best) == (
-    'x has 8 s of work against 5 s: it also has a (4 s), which the fastest has '
-    'elsewhere'
+    'x works 8 s against 5 s: it also runs a (4 s), which the fastest plan '
+    'runs elsewhere'
   )

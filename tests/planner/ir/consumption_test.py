@@ -40,7 +40,7 @@ def trace(step):
 REFUSED = {
   'after it was used up': (
     lambda t, x: (move(t, x), look(t)),
-    'look was given state., which stage move has used up: go on with',
+    'look was given state., which stage move has used up: read what that',
   ),
   'twice': (
     lambda t, x: (move(t, x), move(t, x)),
