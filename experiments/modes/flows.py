@@ -25,7 +25,7 @@ BLOCKS = 4  # In which the steps of an episode are told, instead of one by one.
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-  """What a planner sees of a stage."""
+  """The fields of a stage that the planner uses."""
 
   name: str
   grain: str = 'row'
@@ -40,7 +40,7 @@ class Drawn(NamedTuple):
   Attributes:
     flow: of a step.
     works: of its stages.
-    colocated: stages that share a place whatever the plan.
+    colocated: groups of stages that share a place in every plan.
   """
 
   flow: graph.Flow

@@ -1,4 +1,4 @@
-"""What others have published: workloads, and which mode was faster.
+"""Published workloads, and which mode was faster.
 
 Nothing here is measured by us. RLinf is Yu et al., OSDI 2026, arXiv:2509.15965:
 figures are numbered as there; bars and lines are read off the vector graphics

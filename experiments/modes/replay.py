@@ -22,7 +22,7 @@ SHARES = 8  # Places are eighths of the devices.
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-  """What came of a case on some devices.
+  """The result of a case on some devices.
 
   Attributes:
     case: which.

@@ -1,1 +1,1 @@
-"""Where the time of a step goes: the figures that motivate planning."""
+"""Shows where the time of a step goes: the figures that motivate planning."""

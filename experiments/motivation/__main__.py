@@ -1,4 +1,4 @@
-"""Where the time of a step goes, from a run of the arithmetic job.
+"""Shows where the time of a step goes, from a run of the arithmetic job.
 
   python -m experiments.motivation runs/arithmetic
 

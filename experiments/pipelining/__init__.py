@@ -1,1 +1,1 @@
-"""What pieces are worth, and what interpreting costs."""
+"""Measures the gain of pipelining and the overhead of interpreting."""

@@ -1,4 +1,4 @@
-"""What interpreting a program adds to the work that it orders.
+"""Measures the overhead of interpreting a program.
 
   python -m experiments.pipelining.overhead
 

@@ -1,1 +1,1 @@
-"""What the planner predicts, against what is then measured."""
+"""Compares predicted with measured seconds."""

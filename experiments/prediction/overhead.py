@@ -1,4 +1,4 @@
-"""What a plan that was found costs over a loop jitted by hand.
+"""Compares a plan that was found with a loop jitted by hand.
 
   python -m experiments.prediction.overhead
 

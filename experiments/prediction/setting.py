@@ -23,7 +23,7 @@ PROBLEMS, GROUP = 16, 8
 
 
 class Setting(NamedTuple):
-  """What is planned, and what is known of it.
+  """A flow to plan and its cost model.
 
   Attributes:
     flow: of a step.

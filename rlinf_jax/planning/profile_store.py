@@ -1,4 +1,4 @@
-"""What was measured before, by a fingerprint of all that it depends on."""
+"""Stores measurements by a fingerprint of everything that they depend on."""
 
 from collections.abc import Mapping
 import contextlib
@@ -14,7 +14,7 @@ import jaxlib
 
 
 def folder() -> pathlib.Path:
-  """$RLINF_JAX_CACHE, or a folder of the user's cache."""
+  """Returns $RLINF_JAX_CACHE, or a folder in the user's cache."""
   named = os.environ.get('RLINF_JAX_CACHE')
   if named:
     return pathlib.Path(named)
@@ -23,7 +23,7 @@ def folder() -> pathlib.Path:
 
 
 def machine() -> dict[str, Any]:
-  """What seconds depend on besides the program: hardware and versions."""
+  """Describes the hardware and versions that measured seconds depend on."""
   device = jax.devices()[0]
   return {
     'device': device.device_kind,
@@ -38,7 +38,7 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-  """The model of the processor, as far as the system tells it."""
+  """Returns the model of the processor, as far as it is known."""
   info = pathlib.Path('/proc/cpuinfo')
   lines = info.read_text().splitlines() if info.exists() else []
   names = [x.split(':')[1].strip() for x in lines if x.startswith('model name')]
@@ -46,35 +46,35 @@ def _processor() -> str:
 
 
 class Store:
-  """Measurements in a folder, a file each."""
+  """Stores each measurement in a file of a folder."""
 
   def __init__(self, where: pathlib.Path | None = None):
     self._where = where or folder()
     self._machine = machine()
 
   def _file(self, what: Mapping[str, Any]) -> pathlib.Path:
-    told = json.dumps({**what, 'machine': self._machine}, sort_keys=True)
-    name = hashlib.sha256(told.encode()).hexdigest()[:32]
+    key = json.dumps({**what, 'machine': self._machine}, sort_keys=True)
+    name = hashlib.sha256(key.encode()).hexdigest()[:32]
     return self._where / f'{name}.json'
 
   def get(self, what: Mapping[str, Any]) -> Any | None:
-    """What was measured of this, on a machine like this; None if nothing."""
+    """Returns an earlier measurement on an equal machine, or None."""
     file = self._file(what)
     try:
       return json.loads(file.read_text())['measured']
     except (OSError, ValueError, KeyError):
-      return None  # What cannot be read is measured again.
+      return None  # An unreadable file is measured again.
 
   def put(self, what: Mapping[str, Any], measured: Any):
-    """Remembers it. A disk that is full or closed costs the memory alone."""
+    """Stores a measurement; an unwritable disk is not an error."""
     file = self._file(what)
-    # What it was measured of is its name; who reads the file wants words.
-    words = {k: v for k, v in what.items() if k != 'program'}
-    told = {**words, 'machine': self._machine, 'measured': measured}
+    # The program is only part of the fingerprint, as its text is long.
+    labels = {k: v for k, v in what.items() if k != 'program'}
+    data = {**labels, 'machine': self._machine, 'measured': measured}
     part = file.with_suffix(f'.{os.getpid()}.part')
     try:
       self._where.mkdir(parents=True, exist_ok=True)
-      part.write_text(json.dumps(told, indent=2))
+      part.write_text(json.dumps(data, indent=2))
       part.replace(file)
     except OSError:
       with contextlib.suppress(OSError):

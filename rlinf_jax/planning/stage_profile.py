@@ -1,9 +1,9 @@
-"""Seconds of the stages of a flow on this machine, by their rows.
+"""Measures the seconds of a flow's stages on this machine, by their rows.
 
-A stage is measured on what it is really given: the flow is run once, and each
-stage that matters is called on its inputs and on some first rows of them.
-Where devices share a processor, it is measured on one of them, and then on as
-many at once as there are cores: that tells how they slow each other down.
+A stage is measured with its actual inputs: the flow is run once, and each stage
+that matters is called with its inputs and with some of their first rows. Where
+devices share a processor, a stage is measured on one of them and then on as
+many at once as there are cores, which shows how much they slow each other down.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,10 +26,10 @@ from rlinf_jax.planning import profile_store as profile_store_lib
 from rlinf_jax.runtime import place as place_lib
 from sharding import rules as rules_lib
 
-SHARE = 0.01  # Of a step, as modeled: what takes less is not measured.
-SIZES = 3  # Numbers of rows, from one group to as many as memory has room for.
-TURNS = 4  # Micro-batches that are measured in a row.
-FILL = 0.5  # Of a device's memory, as modeled, that a measurement may take.
+SHARE = 0.01  # Of a modeled step: shorter stages are not measured.
+SIZES = 3  # Numbers of rows, from one group to the most that fit in memory.
+TURNS = 4  # Micro-batches that are measured in one call.
+FILL = 0.5  # Of a device's memory: a measurement may need so much, as modeled.
 ADDRESS = re.compile(r'0x[0-9a-f]+')
 
 
@@ -40,17 +40,17 @@ def measure(
   store: profile_store_lib.Store,
   rules: rules_lib.Rules = rules_lib.DEFAULT,
 ) -> measured_lib.Measurements:
-  """Measures what is worth it; nothing is run if all is remembered.
+  """Measures the stages that matter; runs nothing if all are in the store.
 
   Args:
     flow: as recorded.
-    given: its inputs and carried values.
-    model: says what is worth measuring and what fits in memory.
-    store: of earlier measurements.
-    rules: from letters to mesh axes.
+    given: its inputs and carried values, by id.
+    model: decides which stages matter and what fits in memory.
+    store: earlier measurements.
+    rules: mesh axes of each letter.
   """
   nodes = worth(flow, model)
-  plans = {name: _Plan(flow, node, model) for name, node in nodes.items()}
+  plans = {name: _Case(flow, node, model) for name, node in nodes.items()}
   known = {name: store.get(plan.what) for name, plan in plans.items()}
   missing = {name for name, found in known.items() if found is None}
   if missing:
@@ -62,7 +62,7 @@ def measure(
 
 
 def _tables(known) -> measured_lib.Measurements:
-  """What was measured of each stage, as a model asks for it."""
+  """Converts the measurements of stages to tables for a cost model."""
   curves, constants, turns, contention = {}, {}, {}, {}
   for name, found in known.items():
     points, key = found['points'], (name, 1, ())
@@ -73,7 +73,7 @@ def _tables(known) -> measured_lib.Measurements:
       continue
     curves[key] = measured_lib.RowCurve(tuple(map(tuple, points)))
     if found['turns']:
-      # The largest is all that there is room for: a call of its own.
+      # The largest number of rows that fits is a call of its own.
       points = [*found['turns'], points[-1]]
       turns[key] = measured_lib.RowCurve(tuple(map(tuple, points)))
   return measured_lib.Measurements(
@@ -82,7 +82,7 @@ def _tables(known) -> measured_lib.Measurements:
 
 
 def fits(flow: graph_lib.Flow) -> bool:
-  """Whether one device has room for what is carried, and to work."""
+  """Whether one device has room for the carried values and for the stages."""
   carried = sum(flow.values[start].bytes for start, _ in flow.carry)
   return carried <= FILL * machine_profile.memory()
 
@@ -90,9 +90,9 @@ def fits(flow: graph_lib.Flow) -> bool:
 def worth(
   flow: graph_lib.Flow, model: roofline.Roofline
 ) -> dict[str, graph_lib.Node]:
-  """The stages that are worth measuring: each as its call with the most rows.
+  """Returns the stages that matter, each as its call with the most rows.
 
-  Those of the host are, as nothing counts what they do.
+  Host stages always do, as their work cannot be counted.
   """
   one = plan_lib.Placement()
   spent, calls = {}, {}
@@ -100,7 +100,7 @@ def worth(
     if graph_lib.is_plumbing(node) or node.stage.grain in count.ROUTING:
       continue
     if uses_up(node) and len(successors(flow, node)) < len(node.consumes):
-      continue  # It could be called once, and then nothing would be left.
+      continue  # It could be called only once.
     seconds = model.seconds(flow, node, one, None)
     spent[node.name] = spent.get(node.name, 0.0) + seconds
     largest = calls.setdefault(node.name, node)
@@ -115,12 +115,12 @@ def worth(
 
 
 def uses_up(node: graph_lib.Node) -> bool:
-  """Whether calling it leaves something else than there was: a simulator."""
+  """Whether a call uses up a token, such as that of a simulator."""
   return bool(node.stage.host and node.consumes)
 
 
 def successors(flow: graph_lib.Flow, node: graph_lib.Node) -> dict[int, int]:
-  """What it returns, by number, to go on with in place of what it uses up."""
+  """Maps each value that a node uses up to the output that replaces it."""
   kinds = [_kind(flow, v) for v in node.writes]
   found = {}
   for v in node.reads:
@@ -131,7 +131,7 @@ def successors(flow: graph_lib.Flow, node: graph_lib.Node) -> dict[int, int]:
 
 
 def sizes(rows: int, group: int, most: int) -> tuple[int, ...]:
-  """Rows to measure: whole shares of all rows, from a group to `most` rows."""
+  """Returns rows to measure: divisors of all rows, from a group to `most`."""
   groups = rows // group
   shares = [n for n in range(1, groups + 1) if not groups % n]
   shares = [n for n in shares if n * group <= most] or shares[:1]
@@ -140,13 +140,13 @@ def sizes(rows: int, group: int, most: int) -> tuple[int, ...]:
   return tuple(n * group for n in sorted({shares[0], between, shares[-1]}))
 
 
-class _Plan:
-  """What to measure of a stage.
+class _Case:
+  """The measurements of a stage.
 
   Attributes:
-    node: its call.
-    rows: numbers of rows; a 0 where it has none.
-    what: all that its seconds depend on.
+    node: the call to measure.
+    rows: numbers of rows; 0 for a stage without rows.
+    what: everything that its seconds depend on.
   """
 
   def __init__(self, flow, node, model):
@@ -171,7 +171,7 @@ def _kind(flow, v):
 
 
 def _program(flow, node) -> str:
-  """The text of a stage, without what differs from process to process."""
+  """Returns the text of a stage, without addresses, which vary by process."""
   stage = node.stage
   if stage.host:
     return ADDRESS.sub('', '\n'.join(_python(stage.fn)))
@@ -184,9 +184,9 @@ def _program(flow, node) -> str:
 
 
 def _python(fn) -> Iterator[str]:
-  """What Python runs on the host: its module's text, and what it is bound to.
+  """Yields the source of a Python function's module, and its bound values.
 
-  What it calls in other modules is not looked at.
+  Functions of other modules are not included.
   """
   while isinstance(fn, functools.partial):
     yield f'{fn.args} {fn.keywords}'
@@ -196,14 +196,16 @@ def _python(fn) -> Iterator[str]:
     yield repr(fn.__self__)
   kind = fn if hasattr(fn, '__qualname__') else type(fn)
   yield f'{kind.__module__}.{kind.__qualname__}'
-  with contextlib.suppress(OSError, TypeError):  # Typed in, or not Python.
+  with contextlib.suppress(
+    OSError, TypeError
+  ):  # Defined interactively, or not Python.
     yield inspect.getsource(inspect.getmodule(kind))
   if inspect.isfunction(fn):
     yield str(inspect.getclosurevars(fn).nonlocals)
 
 
 def _most(flow, node, model) -> int:
-  """The most rows that memory has room for, as modeled."""
+  """Returns the most rows that fit in memory, as modeled."""
   there, call = flow.rows_of(node), model.works[node.name]
   if call is None:
     return there
@@ -216,7 +218,7 @@ def _most(flow, node, model) -> int:
 
 
 def resized(flow: graph_lib.Flow, node: graph_lib.Node, rows: int):
-  """The flow as it would be if a node were given so many rows."""
+  """Returns the flow with another number of rows of a node."""
   changed = node.rows
   if node.stage.grain == 'row':
     changed = changed | set(node.writes)
@@ -228,11 +230,11 @@ def resized(flow: graph_lib.Flow, node: graph_lib.Node, rows: int):
 
 
 class Bench:
-  """Runs a flow once on the first device and measures on the way.
+  """Runs a flow once on the first device, and measures stages on the way.
 
   Attributes:
     places: the devices that measure at the same time.
-    memory: what has been made so far, by value.
+    memory: the values computed so far, by id.
   """
 
   def __init__(self, flow, given, model, rules=rules_lib.DEFAULT):
@@ -245,8 +247,8 @@ class Bench:
     self.memory = {v: first.put(flow.values[v], x) for v, x in given.items()}
     self.last = {v: i for i, node in enumerate(flow.nodes) for v in node.reads}
 
-  def run(self, plans: Mapping[str, _Plan]):
-    """Yields the name of each stage, and what was measured of it.
+  def run(self, plans: Mapping[str, _Case]):
+    """Yields the name of each stage and its measurement.
 
     The measurement has 'points', seconds of a call on one device by its rows;
     'turns', seconds of one of several micro-batches by its rows; and
@@ -268,14 +270,14 @@ class Bench:
           self.memory.pop(v, None)
 
   def _measured(self, node, rows):
-    """What `run` yields of a node, at some numbers of rows."""
+    """Measures a node with some numbers of rows."""
     there = self.flow.rows_of(node)
     several = node.stage.grain in ('row', 'sum') and not node.stage.host
     small = rows[:-1] if several else ()
     turns = [min(TURNS, there // n) for n in small]
     cases = [self.calls(node, n)[:1] for n in rows]
     cases += [
-      self.calls(node, n * k, (self._in_turns(node, n),))
+      self.calls(node, n * k, (self._micro_batched(node, n),))
       for n, k in zip(small, turns, strict=True)
     ]
     if len(self.places) > 1 and not uses_up(node):
@@ -286,14 +288,14 @@ class Bench:
     contention = machine_profile.slowdown(points[-1][1], *took)
     return {'points': points, 'turns': each, 'contention': contention}
 
-  def _in_turns(self, node, rows: int) -> place_lib.Place:
-    """The first device, where a node takes so many rows at a time."""
+  def _micro_batched(self, node, rows: int) -> place_lib.Place:
+    """Returns the first device, with a micro-batch for a node."""
     rules = self.places[0].rules
     one = plan_lib.Placement((0,))
     return place_lib.Place('in turns', one, {node.name: rows}, rules)
 
   def calls(self, node, rows: int, places=None):
-    """A call of a node on so many rows for every device; 0 if it has none."""
+    """Returns calls of a node on `rows` rows, one a device; 0 for no rows."""
     flow = resized(self.flow, node, rows) if rows else self.flow
     if uses_up(node):
       return [functools.partial(self._step, flow, node, rows)]
@@ -308,7 +310,7 @@ class Bench:
     return calls
 
   def _step(self, flow, node, rows):
-    """Calls what uses up its token, and goes on with what it returns."""
+    """Calls a node that uses up a token, and keeps the returned token."""
     call = self.places[0].compile(flow, node, passed=())  # As in a program.
     made = call(*(self._first(v, node, rows) for v in node.reads))
     for v, i in successors(flow, node).items():
@@ -321,7 +323,7 @@ class Bench:
     return x[:rows] if rows and v in node.rows else x
 
   def make(self, node):
-    """What a node makes; of as many rows as fit, over and over."""
+    """Computes the outputs of a node, from repeated rows if not all fit."""
     there = self.flow.rows_of(node)
     most = _most(self.flow, node, self.model) if there else 0
     rows = max(sizes(there, node.stage.group_size, most)) if there else 0

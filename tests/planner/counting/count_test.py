@@ -182,7 +182,7 @@ def test_a_counter_that_does_not_get_there_is_no_bound(step):
       lambda c: c[0] < 7, lambda c: (c[0] + step, c[1] @ c[1]), (0, x)
     )[1]
 
-  with pytest.raises(ValueError, match='does not show'):
+  with pytest.raises(ValueError, match='is not visible'):
     count.work(fn, SIDE)
 
 
@@ -308,7 +308,7 @@ def test_work_of_a_stage_is_a_line_in_its_rows(flow, works):
   piece = count.of_node(in_pieces, node)
   assert piece.rows == 8
   for field in ('matmul_flops', 'bytes_moved', 'bytes_alive'):
-    want = getattr(piece.whole, field)
+    want = getattr(piece.full_batch, field)
     got = getattr(works['gradient'].at(8), field)
     assert got == pytest.approx(want, rel=0.05), field
   assert count.of_node(flow, whole) == works['gradient']
@@ -328,7 +328,7 @@ def test_decoding_reads_its_parameters_at_every_token(flow, works):
 def test_what_a_planner_adds_is_bytes(flow):
   in_pieces = cut.cut(flow, 2)
   node = next(n for n in in_pieces.nodes if n.name == 'total')
-  done = count.of_node(in_pieces, node).whole
+  done = count.of_node(in_pieces, node).full_batch
   assert done.flops == 0 and done.bytes_moved == 1.5 * done.bytes_in
 
 

@@ -92,7 +92,7 @@ def test_a_device_named_twice_is_refused():
 @pytest.mark.parametrize('processes', [3, 8])
 def test_processes_that_cannot_share_the_devices_are_refused(processes):
   with pytest.raises(
-    ValueError, match=f'{processes} processes cannot .* 4 devices each: make'
+    ValueError, match=f'{processes} processes cannot divide 4 devices evenly'
   ):
     plan.Placement((0, 1, 2, 3), (('data', 4),), processes)
 
