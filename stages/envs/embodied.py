@@ -19,7 +19,6 @@ def init_actor(
   env: base.Env,
   optimizer: optax.GradientTransformation,
   key: base.Key,
-  *,
   normalize_obs: bool,
   init_from: str | None = None,
 ) -> tuple[base.TrainState, Any]:

@@ -57,6 +57,11 @@ def init(params, optimizer: optax.GradientTransformation) -> base.TrainState:
   )
 
 
+def version(state: base.TrainState) -> base.Version:
+  """The parameters of a state, with the number of updates that made them."""
+  return base.Version(state.params, state.step)
+
+
 def _at_least_float32(tree):
   """Casts to float32 or wider; in bfloat16 Adam's decay of 0.999 would be 1."""
   return jax.tree.map(

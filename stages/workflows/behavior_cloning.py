@@ -65,9 +65,7 @@ def behavior_cloning(
 
   def init(key):
     return State(
-      *embodied.init_actor(
-        policy, env, optimizer, key, normalize_obs=normalize_obs
-      )
+      *embodied.init_actor(policy, env, optimizer, key, normalize_obs)
     )
 
   def step(state: State, batch: base.Demonstration, key):

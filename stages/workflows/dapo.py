@@ -82,22 +82,16 @@ def dapo(
     expected_rounds: rounds that planners count on; `max_rounds` if None.
     importance_cap: as in `grpo`.
   """
-  take_prompts = stages.Stage(
-    functools.partial(_round_prompts, max_rounds, group_size),
-    'round_prompts',
-    'batch',
-  )
+  prompts_of = functools.partial(_round_prompts, max_rounds, group_size)
+  take_prompts = stages.Stage(prompts_of, 'round_prompts', 'batch')
   generate = policy_stages.act(policy, 'generate', group_size=group_size)
   accept = stages.Stage(
     functools.partial(_accept, group_size), 'accept', 'batch'
   )
   with_proximal = policy_stages.proximal_logp(policy, group_size)
+  updates_per_step = num_minibatches * num_epochs
   measure = stages.Stage(
-    functools.partial(
-      _describe,
-      group_size=group_size,
-      updates_per_step=num_minibatches * num_epochs,
-    ),
+    functools.partial(_describe, group_size, updates_per_step),
     'measure',
     'batch',
   )
@@ -113,27 +107,16 @@ def dapo(
   learn = train_step.learner(loss, optimizer, group_size=group_size)
   evaluate_actor = evaluate_lib.evaluate(policy, verify)
 
-  @stages.stage('empty_slots', 'batch')
-  def empty_slots(actor: base.Version, problem: base.Problem, key):
-    problem, key_B = _round_prompts(
-      max_rounds, group_size, problem, key, jnp.int32(0)
-    )
-    shapes = generate.shapes(actor, problem.prompt, key_B)
-    x = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    shapes = verify.shapes(problem.answer, x.action, x.mask)
-    verdict = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    zero, none = jnp.zeros(()), jnp.int32(0)
-    # Real prompts: a policy may return NaN for one that is all padding.
-    x = x._replace(obs=problem.prompt)
-    return Slots(x, verdict, none, none, metrics.Mean(zero, zero))
-
-  @stages.stage('group_advantage', group_size=group_size)
-  def group_advantage(reward_B, mask_BT):
-    if overlong_buffer is not None:
-      reward_B += overlong(mask_BT.sum(1), mask_BT.shape[1], overlong_buffer)
-    reward_NG = reward_B.reshape(-1, group_size)
-    advantage_NG = jax.vmap(advantages.group_relative)(reward_NG)
-    return advantage_NG.reshape(-1, 1) * mask_BT
+  empty_slots = stages.Stage(
+    functools.partial(_empty_slots, prompts_of, generate, verify),
+    'empty_slots',
+    'batch',
+  )
+  compare = stages.Stage(
+    functools.partial(_group_advantage, group_size, overlong_buffer),
+    'group_advantage',
+    group_size=group_size,
+  )
 
   def sample(slots: Slots, actor: base.Version, problem, key):
     """Samples one round."""
@@ -148,18 +131,17 @@ def dapo(
 
   def step(state: State, problem: base.Problem, key):
     actor = state.actor
-    now = base.Version(actor.params, actor.step)
+    now = train_step.version(actor)
     empty = empty_slots(now, problem, key)
     slots = fill(empty, now, problem, key)
     x = with_proximal(now, slots.x)
     rollout_info = measure(slots._replace(x=x), actor.step)
-    x = x._replace(advantage=group_advantage(slots.verdict.reward, x.mask))
+    x = x._replace(advantage=compare(slots.verdict.reward, x.mask))
     actor, info = learn(actor, minibatch(key, empty.x.mask, x, ()))
     return State(actor), rollout_info | info
 
   def evaluate(state: State, problem: base.Problem, key):
-    now = base.Version(state.actor.params, state.actor.step)
-    return evaluate_actor(now, problem, key)
+    return evaluate_actor(train_step.version(state.actor), problem, key)
 
   return base.Workflow(init, step, evaluate, lambda state: state.actor.params)
 
@@ -203,6 +185,32 @@ def _round_prompts(
   return jax.tree.map(take, problem), key_B
 
 
+def _empty_slots(
+  prompts_of, generate, verify, actor: base.Version, problem, key
+) -> Slots:
+  """Slots for the groups of one round, before anything is sampled."""
+  problem, key_B = prompts_of(problem, key, jnp.int32(0))
+  shapes = generate.shapes(actor, problem.prompt, key_B)
+  x = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  shapes = verify.shapes(problem.answer, x.action, x.mask)
+  verdict = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  zero, none = jnp.zeros(()), jnp.int32(0)
+  # Real prompts: a policy may return NaN for one that is all padding.
+  x = x._replace(obs=problem.prompt)
+  return Slots(x, verdict, none, none, metrics.Mean(zero, zero))
+
+
+def _group_advantage(
+  group_size: int, overlong_buffer: int | None, reward_B, mask_BT
+):
+  """Group-relative advantages of shaped rewards; 0 on padding."""
+  if overlong_buffer is not None:
+    reward_B += overlong(mask_BT.sum(1), mask_BT.shape[1], overlong_buffer)
+  reward_NG = reward_B.reshape(-1, group_size)
+  advantage_NG = jax.vmap(advantages.group_relative)(reward_NG)
+  return advantage_NG.reshape(-1, 1) * mask_BT
+
+
 def _accept(group_size: int, slots: Slots, x: base.Experience, verdict):
   """Puts groups of mixed accuracy into the slots that are free, in order.
 
@@ -230,7 +238,7 @@ def _accept(group_size: int, slots: Slots, x: base.Experience, verdict):
 
 
 def _describe(
-  slots: Slots, actor_step, group_size: int, updates_per_step: int
+  group_size: int, updates_per_step: int, slots: Slots, actor_step
 ) -> base.Info:
   """Metrics of all samples, and of the groups that are learned from."""
   N, one = slots.x.mask.shape[0] // group_size, jnp.ones(())

@@ -90,11 +90,7 @@ def embodied_grpo(
     eval_env: environments for evaluation; `env` if None, as every step resets
       them.
   """
-  if num_envs % group_size:
-    raise ValueError(
-      f'{num_envs} environments cannot be split into groups of {group_size}: '
-      'make `num_envs` a multiple of `group_size`.'
-    )
+  _check_groups(num_envs, group_size)
   policy = policy(env)
   draw_seeds = rollout.draw_seeds(num_envs // group_size, group_size)
   reset = rollout.reset(env)
@@ -122,6 +118,9 @@ def embodied_grpo(
     entropy_coef=entropy_coef,
     aggregate=aggregate,
   )
+  score_ref = stages.Stage(
+    functools.partial(ref_logp, policy), 'ref_logp', unbatched=(0,)
+  )
   update_obs_stats = embodied.update_obs_stats(
     env, normalize_obs and init_from is None
   )
@@ -132,20 +131,9 @@ def embodied_grpo(
 
   learn = train_step.learner(loss_of_obs, optimizer, unbatched=(0, 1))
 
-  @stages.stage('ref_logp', unbatched=(0,))
-  def score_ref(reference, obs, action):
-    params, stats = reference
-    obs = obs_stats.normalize(stats, obs)
-    return policy.evaluate(params, obs, action).logp
-
   def init(key):
     actor, stats = embodied.init_actor(
-      policy,
-      env,
-      optimizer,
-      key,
-      normalize_obs=normalize_obs,
-      init_from=init_from,
+      policy, env, optimizer, key, normalize_obs, init_from
     )
     return State(actor, stats, (actor.params, stats) if kl_coef else ())
 
@@ -159,12 +147,27 @@ def embodied_grpo(
     timestep = timestep._replace(final_obs=())
     x = x._replace(**compare(timestep), truncated=None)
     rollout_info = measure(timestep)
-    ref_logp = score_ref(state.reference, x.obs, x.action) if kl_coef else ()
-    actor, info = learn(actor, minibatch(key, seed_B, x, ref_logp), stats)
+    ref = score_ref(state.reference, x.obs, x.action) if kl_coef else ()
+    actor, info = learn(actor, minibatch(key, seed_B, x, ref), stats)
     stats = update_obs_stats(stats, x.obs)
     return State(actor, stats, state.reference), rollout_info | info
 
   return embodied.workflow(init, step, policy, eval_env or env)
+
+
+def _check_groups(num_envs: int, group_size: int):
+  if num_envs % group_size:
+    raise ValueError(
+      f'{num_envs} environments cannot be split into groups of {group_size}: '
+      'make `num_envs` a multiple of `group_size`.'
+    )
+
+
+def ref_logp(policy: base.Policy, reference, obs, action):
+  """Log-probabilities by the reference: parameters and obs statistics."""
+  params, stats = reference
+  obs = obs_stats.normalize(stats, obs)
+  return policy.evaluate(params, obs, action).logp
 
 
 def group_advantage(

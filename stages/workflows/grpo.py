@@ -134,15 +134,13 @@ def grpo(
     return jnp.where(mask_BT > 0, advantage_NG.reshape(-1, 1), 0.0)
 
   def init(key):
-    params = policy.init(key)
-    actor = train_step.init(params, optimizer)
-    past = (base.Version(params, actor.step),) * staleness
-    return State(actor, params if kl_coef else (), past)
+    actor = train_step.init(policy.init(key), optimizer)
+    past = (train_step.version(actor),) * staleness
+    return State(actor, actor.params if kl_coef else (), past)
 
   def step(state: State, problem: base.Problem, key):
     actor = state.actor
-    now = base.Version(actor.params, actor.step)
-    behavior, *past = (*state.past, now)
+    behavior, *past = *state.past, train_step.version(actor)
     prompts = repeat(problem)
     keys = stages.keys(key, prompts.prompt)
     problem, x, carry, carry_info = generate.run(
@@ -157,8 +155,7 @@ def grpo(
     return state, rollout_info | carry_info | info
 
   def evaluate(state: State, problem: base.Problem, key):
-    now = base.Version(state.actor.params, state.actor.step)
-    return evaluate_actor(now, problem, key)
+    return evaluate_actor(train_step.version(state.actor), problem, key)
 
   def allocate(state: State, problem: base.Problem):
     return state._replace(carry=generate.allocate(problem))

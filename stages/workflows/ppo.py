@@ -124,12 +124,7 @@ def ppo(
   def init(key):
     policy_key, env_key = jax.random.split(key)
     actor, stats = embodied.init_actor(
-      policy,
-      env,
-      optimizer,
-      policy_key,
-      normalize_obs=normalize_obs,
-      init_from=init_from,
+      policy, env, optimizer, policy_key, normalize_obs, init_from
     )
     return State(actor, stats, *embodied.reset(env, num_envs, env_key))
 

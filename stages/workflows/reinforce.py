@@ -45,8 +45,9 @@ def reinforce(
     return train_step.init(policy.init(key), optimizer)
 
   def step(state: base.TrainState, problem: base.Problem, key):
-    problem, version = repeat(problem), base.Version(state.params, state.step)
-    x = generate(version, problem.prompt, stages.keys(key, problem.prompt))
+    problem = repeat(problem)
+    keys = stages.keys(key, problem.prompt)
+    x = generate(train_step.version(state), problem.prompt, keys)
     verdict = verify(problem.answer, x.action, x.mask)
     rollout_info = measure(x, verdict, state.step)
     x = x._replace(advantage=group_advantage(verdict.reward, x.mask))
@@ -54,6 +55,6 @@ def reinforce(
     return state, rollout_info | info
 
   def evaluate(state: base.TrainState, problem: base.Problem, key):
-    return evaluate_actor(base.Version(state.params, state.step), problem, key)
+    return evaluate_actor(train_step.version(state), problem, key)
 
   return base.Workflow(init, step, evaluate, lambda state: state.params)

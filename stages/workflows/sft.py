@@ -40,7 +40,6 @@ def sft(
     return learn(state, [(examples,)])
 
   def evaluate(state: base.TrainState, problem: base.Problem, key):
-    now = base.Version(state.params, state.step)
-    return evaluate_actor(now, problem, key)
+    return evaluate_actor(train_step.version(state), problem, key)
 
   return base.Workflow(init, step, evaluate, lambda state: state.params)
