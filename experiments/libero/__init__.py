@@ -1,1 +1,1 @@
-"""Somebody who can do a task of LIBERO, filmed."""
+"""A scripted controller for LIBERO, recorded."""

@@ -1,4 +1,4 @@
-"""Films somebody who can put LIBERO's cream cheese into the basket.
+"""Records a scripted controller at LIBERO's cream-cheese task.
 
 python -m experiments.libero experiments/libero/basket.gif
 """
@@ -19,16 +19,18 @@ from stages.envs import video as video_lib
 
 
 def main(path: str):
-  """Writes a video of the benchmark's own first initial states."""
-  world = libero.env(
-    *('libero_object', video_lib.EPISODES, 2),
+  """Writes a video of the benchmark's first initial states."""
+  env = libero.env(
+    'libero_object',
+    video_lib.EPISODES,
+    2,
     task_ids=(1,),
     horizon=100,
     step_timeout=300.0,
   )
-  able = demonstrations.scripted_policy(world, libero_script.to_basket, 0.0)
+  policy = demonstrations.scripted_policy(env, libero_script.to_basket, 0.0)
   seed_B = np.arange(video_lib.EPISODES, dtype=np.int32)
-  evaluate = evaluate_lib.evaluator(able, world)
+  evaluate = evaluate_lib.evaluator(policy, env)
   info = jax.device_get(evaluate((), (), seed_B, jax.random.key(0)))
   numbers, rows = metrics.read(info)
   video.write(pathlib.Path(path), rows[video_lib.NAME])

@@ -1,1 +1,1 @@
-"""What demonstrations are worth to a learner that remembers."""
+"""RLPD with and without demonstrations."""

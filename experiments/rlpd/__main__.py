@@ -1,4 +1,4 @@
-"""Writes demonstrations of pushing, by a controller that knows the way.
+"""Records demonstrations of pushing, by a scripted controller.
 
 python -m experiments.rlpd demonstrations.npz
 """
@@ -12,13 +12,13 @@ from stages import base
 from stages.envs import demonstrations, push, replay, rollout
 
 
-def demonstrate(world: base.Env, episodes: int):
-  """Transitions of whole episodes, and how many of them end in success."""
-  place, obs = rollout.init(world, np.arange(episodes, dtype=np.int32))
-  policy = demonstrations.scripted_policy(world, push.show_how, noise_std=0.0)
-  play = rollout.rollout(policy, world, world.horizon)
+def record(env: base.Env, episodes: int):
+  """Returns transitions of whole episodes, and the number of successes."""
+  env_state, obs = rollout.init(env, np.arange(episodes, dtype=np.int32))
+  policy = demonstrations.scripted_policy(env, push.controller, noise_std=0.0)
+  play = rollout.rollout(policy, env, env.horizon)
   keys = jax.random.split(jax.random.key(0), episodes)
-  *_, x, timestep = play((), (), place, obs, keys)
+  *_, x, timestep = play((), (), env_state, obs, keys)
   rows = replay.Transition(
     x.obs,
     x.action,
@@ -32,14 +32,14 @@ def demonstrate(world: base.Env, episodes: int):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument('path', help='where to')
+  parser.add_argument('path', help='of the file to write')
   parser.add_argument('--episodes', type=int, default=20)
-  given = parser.parse_args()
-  rows, good = demonstrate(push.push(dense=False), given.episodes)
-  replay.write(given.path, rows)
+  args = parser.parse_args()
+  rows, successes = record(push.push(dense=False), args.episodes)
+  replay.write(args.path, rows)
   print(
-    f'{good} of {given.episodes} episodes succeed: {len(rows.reward):,} steps '
-    f'in {given.path}.'
+    f'{successes} of {args.episodes} episodes succeed: '
+    f'{len(rows.reward):,} steps in {args.path}.'
   )
 
 

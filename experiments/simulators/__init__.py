@@ -1,1 +1,1 @@
-"""What a pool of simulators costs."""
+"""The cost of a pool of simulators."""

@@ -1,4 +1,4 @@
-"""Simulators without a pool, to compare with."""
+"""Simulators without a pool, as a baseline."""
 
 import multiprocessing
 import os
@@ -9,10 +9,10 @@ from rlinf_jax.envs import process as process_lib
 
 
 class Bare:
-  """Processes that loop over environments, each by itself."""
+  """Processes that loop over environments independently."""
 
   def __init__(self, task: str, action, processes: int):
-    """Starts them, and waits until their environments are there."""
+    """Starts the processes, and waits until environments are built."""
     context = multiprocessing.get_context('spawn')
     os.environ.update(dict.fromkeys(process_lib.THREADS, '1'))
     self._ends = []
@@ -26,7 +26,7 @@ class Bare:
       end.recv()
 
   def run(self) -> float:
-    """Seconds until the last of them has done its share."""
+    """Returns the seconds until the last process has finished."""
     begin = time.perf_counter()
     for end in self._ends:
       end.send(True)
@@ -36,16 +36,16 @@ class Bare:
 
 
 def _loop(end, task, action):
-  made = [maniskill.make(i, task) for i in range(action.shape[1])]
-  for i, env in enumerate(made):
+  envs = [maniskill.make(i, task) for i in range(action.shape[1])]
+  for i, env in enumerate(envs):
     env.reset(i)
   end.send(True)
   try:
     while end.recv():
       for action_NA in action:
-        for env, action_A in zip(made, action_NA, strict=True):
-          came = env.step(action_A)
-          if came.terminated or came.truncated:
+        for env, action_A in zip(envs, action_NA, strict=True):
+          result = env.step(action_A)
+          if result.terminated or result.truncated:
             env.reset(0)
       end.send(True)
   except EOFError:

@@ -1,9 +1,9 @@
-"""Seconds of a simulators' step by how many environments take it.
+"""Seconds of a simulator step by the number of environments.
 
   python -m experiments.simulators.batch
 
-ManiSkill's PushCube in one process and in two: cases take turns, the median of
-their steps is told. It is a figure of the paper's, of our own simulators.
+ManiSkill's PushCube in one process and in two; cases take turns, and the median
+step of each is printed. The paper has this figure for its own simulators.
 """
 
 import json

@@ -1,72 +1,94 @@
-"""A pool of simulators as a Env, for workflows to act in."""
+"""A pool of simulators as an `Env`, for workflows to act in."""
 
 import functools
 
 import jax
 import numpy as np
 
-from rlinf_jax.envs import episode_log, simulator
-from rlinf_jax.envs import pool as pool_lib
+from rlinf_jax.envs import episode_log, pool, simulator
 from stages import base
 
-OURS = ('chunk', 'discount', 'step_timeout', 'idle_timeout', 'say')
+# Settings of the pool; all others are the simulator's.
+POOL_SETTINGS = ('chunk', 'discount', 'step_timeout', 'idle_timeout', 'say')
 
 
-def env(make, num_envs: int, num_processes: int = 1, **settings) -> base.Env:
+def env(
+  make: simulator.Make, num_envs: int, num_processes: int = 1, **settings
+) -> base.Env:
   """An Env of `num_envs` simulators that run in processes of their own.
 
   Args:
-    make: `index, **settings -> Environment`, as a pool wants it.
+    make: `index, **settings -> Environment`: builds environment `index`. It is
+      called in worker processes.
     num_envs: how many environments.
     num_processes: to spread them over.
-    **settings: those of `Pool` by their names there, all others of `make`.
+    **settings: those of `EnvPool` by their names there; all others are passed
+      to `make`.
   """
   return from_pool(make_pool(make, num_envs, num_processes, **settings))
 
 
 def make_pool(
-  make, num_envs: int, num_processes: int = 1, **settings
-) -> pool_lib.Pool:
-  """The same as a `Pool`."""
-  ours = {name: settings.pop(name) for name in OURS if name in settings}
-  return pool_lib.Pool(
-    functools.partial(make, **settings), num_envs, num_processes, **ours
+  make: simulator.Make, num_envs: int, num_processes: int = 1, **settings
+) -> pool.EnvPool:
+  """The pool of `env`, with the same arguments."""
+  pool_settings = {
+    name: settings.pop(name) for name in POOL_SETTINGS if name in settings
+  }
+  make = functools.partial(make, **settings)
+  return pool.EnvPool(make, num_envs, num_processes, **pool_settings)
+
+
+def from_pool(env_pool: pool.EnvPool) -> base.Env:
+  """A pool as an Env, which keeps it alive."""
+  image = env_pool.spec.image
+  recorder = image and base.VideoRecorder(
+    env_pool.init, env_pool.frames, image.shape
   )
-
-
-def from_pool(pool: pool_lib.Pool) -> base.Env:
-  """A pool as a Env, which keeps it."""
-  picture = pool.spec.picture
   return host_env(
-    *(pool.spec, pool.init, pool.step),
-    recorder=picture
-    and base.VideoRecorder(pool.init, pool.frames, picture.shape),
-    send=pool.send,
-    snapshot_spec=_past(pool),
-    save=pool.save,
-    load=pool.load,
+    env_pool.spec,
+    env_pool.init,
+    env_pool.step,
+    recorder=recorder,
+    send=env_pool.send,
+    snapshot_spec=_snapshot_spec(env_pool),
+    save=env_pool.save,
+    load=env_pool.load,
   )
 
 
 def host_env(spec: simulator.Spec, init, step, **fields) -> base.Env:
-  """A World of what is not JAX; `fields` are more of it."""
-  low, high = tuple(spec.low.tolist()), tuple(spec.high.tolist())
+  """An Env of NumPy functions.
+
+  Args:
+    spec: of one environment.
+    init: as `Env.init`.
+    step: as `Env.step`.
+    **fields: further fields of the Env.
+  """
   return base.Env(
-    *(init, step, _shapes(spec), low, high, spec.horizon), host=True, **fields
+    init,
+    step,
+    _obs_spec(spec),
+    tuple(spec.low.tolist()),
+    tuple(spec.high.tolist()),
+    spec.horizon,
+    host=True,
+    **fields,
   )
 
 
-def _shapes(spec: simulator.Spec):
-  """What one environment shows, as JAX has it."""
+def _obs_spec(spec: simulator.Spec):
+  """One environment's observation as JAX shapes."""
   return jax.tree.map(
-    lambda like: jax.ShapeDtypeStruct(like.shape, like.dtype),
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
     spec.obs,
     is_leaf=lambda x: isinstance(x, simulator.Array),
   )
 
 
-def _past(pool: pool_lib.Pool) -> episode_log.Past:
-  """Shapes of what one environment is saved by."""
-  one = jax.ShapeDtypeStruct((), np.int32)
-  action = jax.ShapeDtypeStruct(pool.episode, np.float32)
-  return episode_log.Past(one, one, action, _shapes(pool.spec))
+def _snapshot_spec(env_pool: pool.EnvPool) -> episode_log.Snapshot:
+  """Shapes of one environment's snapshot."""
+  scalar = jax.ShapeDtypeStruct((), np.int32)
+  action = jax.ShapeDtypeStruct(env_pool.episode_shape, np.float32)
+  return episode_log.Snapshot(scalar, scalar, action, _obs_spec(env_pool.spec))

@@ -1,7 +1,7 @@
-"""Any environment of Gymnasium as a Env.
+"""Environments of Gymnasium as an `Env`.
 
-world = gymnasium.env('Pendulum-v1', n=16, processes=2)
-world = gymnasium.env('my_module:my/Env-v0', n=16)  # Yours, if registered.
+env = gymnasium.env('Pendulum-v1', num_envs=16, num_processes=2)
+env = gymnasium.env('my_module:my/Env-v0', num_envs=16)  # Yours, if registered.
 
 With `render_mode='rgb_array'` there are videos of evaluations.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from rlinf_jax.envs import simulator
 
-EDGE = 200  # Pixels of a picture for people, at most.
+MAX_SIZE = 200  # Pixels along an edge of a frame for people.
 
 
 def env(name: str, num_envs: int, num_processes: int = 1, **settings):
@@ -24,7 +24,7 @@ def env(name: str, num_envs: int, num_processes: int = 1, **settings):
     name: an id of Gymnasium's registry; 'module:id' imports the module first.
     num_envs: how many environments.
     num_processes: to spread them over.
-    **settings: those of `rlinf_jax.envs.pool.Pool` by their names there, all
+    **settings: those of `rlinf_jax.envs.pool.EnvPool` by their names there, all
       others for `gymnasium.make`.
   """
   from rlinf_jax.envs import env_pool  # Not in a worker: it imports JAX.
@@ -33,7 +33,7 @@ def env(name: str, num_envs: int, num_processes: int = 1, **settings):
 
 
 def make(index: int, name: str, **settings) -> simulator.Environment:
-  """One environment; of a registered id all are alike, whatever the index."""
+  """Builds one environment; they do not depend on the index."""
   del index
   try:
     import gymnasium
@@ -45,20 +45,21 @@ def make(index: int, name: str, **settings) -> simulator.Environment:
 
 
 class Gymnasium:
-  """An environment of Gymnasium, as a worker steps it.
+  """A Gymnasium environment behind the `simulator.Environment` interface.
 
-  Numbers become float32, or stay uint8 where they are pictures. A choice among
-  n is made by the greatest of n numbers in [0, 1].
+  Observations become float32; images stay uint8. A discrete action is the
+  argmax of n numbers in [0, 1].
   """
 
   def __init__(self, env: Any):
-    """Reads the spaces."""
+    """Reads the spaces of a `gymnasium.Env`."""
     self._env, self._actions = env, Actions(env.action_space)
     self.spec = simulator.Spec(
-      like(env.observation_space),
-      *(self._actions.low, self._actions.high),
-      _horizon(env),
-      self._picture(),
+      obs=obs_arrays(env.observation_space),
+      low=self._actions.low,
+      high=self._actions.high,
+      horizon=_horizon(env),
+      image=self._image(),
     )
 
   def reset(self, seed: int) -> simulator.Tree:
@@ -70,20 +71,23 @@ class Gymnasium:
     )
     success = info.get('success', info.get('is_success', False))
     return simulator.Step(
-      *(read(obs, self.spec.obs), float(reward)),
-      *(bool(terminated), bool(truncated), bool(success)),
+      obs=read(obs, self.spec.obs),
+      reward=float(reward),
+      terminated=bool(terminated),
+      truncated=bool(truncated),
+      success=bool(success),
     )
 
-  def draw(self) -> np.ndarray:
-    return _small(self._env.render())
+  def render(self) -> np.ndarray:
+    return _downsample(self._env.render())
 
-  def _picture(self) -> simulator.Array | None:
+  def _image(self) -> simulator.Array | None:
     if self._env.render_mode != 'rgb_array':
       return None
     self._env.reset(seed=0)
     try:
-      shape = self.draw().shape
-    except Exception:  # noqa: BLE001 Told when there is somebody to see it.
+      shape = self.render().shape
+    except Exception:  # noqa: BLE001 Reported when a video is recorded.
       shape = 1, 1, 3
     return simulator.Array(shape, 'uint8')
 
@@ -92,63 +96,67 @@ class Gymnasium:
 
 
 class Actions:
-  """What a space of Gymnasium makes of numbers.
+  """Converts action vectors to the actions of a Gymnasium space.
 
   Attributes:
-    low: the least of each, [A].
-    high: the most.
+    low: lower bounds, [A].
+    high: upper bounds, [A].
   """
 
   def __init__(self, space: Any):
-    """Reads the space."""
-    self._space, self._chooses = space, hasattr(space, 'n')
-    if self._chooses:
+    """Reads a Box or Discrete space."""
+    self._space, self._discrete = space, hasattr(space, 'n')
+    if self._discrete:
       low, high = np.zeros(space.n), np.ones(space.n)
     elif getattr(space, 'low', None) is not None:
       low, high = space.low.ravel(), space.high.ravel()
     else:
-      raise ValueError(f'Actions are {space}: only Box and Discrete are known.')
+      raise ValueError(
+        f'The action space is {space}: it must be a Box or Discrete.'
+      )
     self.low, self.high = low.astype(np.float32), high.astype(np.float32)
 
   def one(self, action_A: np.ndarray):
-    """An action of one environment."""
-    made = self.batch(action_A[None])[0]
-    return int(made) if self._chooses else made
+    """The action of one environment."""
+    action = self.batch(action_A[None])[0]
+    return int(action) if self._discrete else action
 
   def batch(self, action_BA: np.ndarray) -> np.ndarray:
-    """Actions of several."""
+    """The actions of a batch of environments."""
     space = self._space
-    if self._chooses:
+    if self._discrete:
       return space.start + action_BA.argmax(1)
     action_BA = np.clip(action_BA, self.low, self.high)
     return action_BA.reshape(-1, *space.shape).astype(space.dtype)
 
 
-def _small(frame: np.ndarray) -> np.ndarray:
-  """A picture of means of squares of pixels, so that it is small enough."""
-  high, wide, colors = frame.shape
-  s = -(-max(high, wide) // EDGE)
-  cut = frame[: high // s * s, : wide // s * s]
+def _downsample(frame: np.ndarray) -> np.ndarray:
+  """Averages squares of pixels until no edge is longer than MAX_SIZE."""
+  height, width, colors = frame.shape
+  s = -(-max(height, width) // MAX_SIZE)
+  cropped = frame[: height // s * s, : width // s * s]
   return (
-    cut.reshape(high // s, s, wide // s, s, colors)
+    cropped.reshape(height // s, s, width // s, s, colors)
     .mean((1, 3))
     .astype(np.uint8)
   )
 
 
-def like(space) -> simulator.Tree:
-  """What a space shows, as shapes."""
+def obs_arrays(space) -> simulator.Tree:
+  """The observations of a space as a tree of `simulator.Array`."""
   if hasattr(space, 'spaces') and isinstance(space.spaces, Mapping):
-    return {name: like(child) for name, child in space.spaces.items()}
+    return {name: obs_arrays(child) for name, child in space.spaces.items()}
   if space.shape is None:
-    raise ValueError(f'Observations are {space}: only arrays are known.')
+    raise ValueError(
+      f'The observation space is {space}: it must be of arrays, or a Dict.'
+    )
   if len(space.shape) == 3 and space.dtype == np.uint8:
     return simulator.Array(space.shape, 'uint8')
   return simulator.Array((math.prod(space.shape),), 'float32')
 
 
 def _horizon(env) -> int:
-  """Most steps of an episode."""
+  """Maximum steps of an episode."""
   limit = env.spec.max_episode_steps if env.spec else None
   if limit is None:
     raise ValueError(
@@ -158,13 +166,13 @@ def _horizon(env) -> int:
 
 
 def read(obs, want, rows=(), array=np.asarray) -> simulator.Tree:
-  """An observation as arrays of the shapes that were promised.
+  """An observation as arrays of the given shapes.
 
   Args:
-    obs: of one environment, or of many.
-    want: a tree of `environment.Array`, of one.
-    rows: what comes before that shape.
-    array: makes an array of what is in `obs`.
+    obs: of one environment, or of a batch.
+    want: a tree of `simulator.Array`, of one environment.
+    rows: leading dimensions of a batch.
+    array: converts a leaf of `obs` to a NumPy array.
   """
   if isinstance(want, Mapping):
     return {

@@ -1,8 +1,8 @@
-"""LIBERO as a Env: tasks of a kitchen table, with fixed initial states.
+"""LIBERO as an `Env`: manipulation tasks with fixed initial states.
 
-Environment i is of task i // `group_size` modulo the tasks that are given, and
-the episode of a seed begins in the initial state of its number, modulo how many
-there are; so seeds 0 … 49 are the benchmark's own fifty attempts.
+Environment i runs the task i // `group_size`, modulo the number of tasks given.
+The episode of a seed starts in the initial state of that number, modulo how
+many there are: seeds 0 … 49 are the benchmark's own fifty attempts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ import numpy as np
 
 from rlinf_jax.envs import simulator
 
-ASSETS = 'LIBERO_ASSETS'  # The variable that says where meshes are.
+ASSETS = 'LIBERO_ASSETS'  # Environment variable: the folder of meshes.
 CAMERAS = {'front': 'agentview', 'wrist': 'robot0_eye_in_hand'}
 ARM = 'robot0_proprio-state'
-THINGS = 'object-state'
-LETTERS = 128  # Bytes of an instruction.
-SETTLE = 10  # Steps until things that were put down lie still.
-VIDEO = 160  # Pixels along each edge of a picture for people.
-STILL = np.array([0, 0, 0, 0, 0, 0, -1.0])  # Hold; the gripper open.
+OBJECTS = 'object-state'
+INSTRUCTION_SIZE = 128  # Bytes of an instruction.
+SETTLE_STEPS = 10  # Steps after a reset until objects lie still.
+VIDEO_SIZE = 160  # Pixels along each edge of a frame for people.
+HOLD = np.array([0, 0, 0, 0, 0, 0, -1.0])  # No motion; the gripper open.
 
 
 def env(suite: str, num_envs: int, num_processes: int = 1, **settings):
@@ -32,7 +32,7 @@ def env(suite: str, num_envs: int, num_processes: int = 1, **settings):
     suite: such as 'libero_spatial'.
     num_envs: how many environments.
     num_processes: to spread them over.
-    **settings: those of `rlinf_jax.envs.pool.Pool` by their names there, all
+    **settings: those of `rlinf_jax.envs.pool.EnvPool` by their names there, all
       others of `make`.
   """
   from rlinf_jax.envs import env_pool  # Not in a worker: it imports JAX.
@@ -51,22 +51,22 @@ def make(
   image_size: int = 128,
   fast_rendering: bool = True,
 ) -> simulator.Environment:
-  """One environment.
+  """Builds one environment.
 
-  Without pictures what is seen is one vector, of the arm and of all that lies
-  on the table; it is as long as the task has things, so several tasks go
-  together only where they have as many. With pictures it is a dict: 'state' of
-  the arm alone, 'image' by camera, and 'instruction', UTF-8 and zeros.
+  The observation is one vector, the state of the arm and of all objects. Its
+  length depends on the number of objects, so tasks can be mixed only where that
+  agrees. With `images` it is a dict: 'state' of the arm alone, 'image' by
+  camera, and 'instruction', UTF-8 bytes padded with zeros.
 
   Args:
-    index: of the environment; it chooses the task.
+    index: of the environment; it selects the task.
     suite: such as 'libero_spatial'.
-    task_ids: numbers of tasks in the suite.
-    group_size: adjacent environments of one task, such as GRPO's group.
+    task_ids: numbers of the suite's tasks.
+    group_size: adjacent environments of one task, such as GRPO's groups.
     horizon: steps after which an episode is truncated.
-    images: show what cameras see.
-    image_size: of pictures, in pixels.
-    fast_rendering: draw no shadows and no reflections.
+    images: whether observations have camera images.
+    image_size: their edge, in pixels.
+    fast_rendering: whether to leave out shadows and reflections.
   """
   names = _installed(suite)
   task = task_ids[index // group_size % len(task_ids)]
@@ -78,17 +78,17 @@ def make(
 
 
 class Libero:
-  """An environment of LIBERO, as a worker steps it."""
+  """A LIBERO environment behind the `simulator.Environment` interface."""
 
   def __init__(self, suite, name, horizon, images, image_size, fast_rendering):
-    """Builds the scene, and reads its initial states."""
+    """Builds the scene and reads its initial states."""
     import libero.libero as package
     from libero.libero import benchmark, envs
     import torch
 
     root = pathlib.Path(package.__file__).parent
     states = root / 'init_files' / suite / f'{name}.pruned_init'
-    # Its own pickles, of NumPy arrays.
+    # LIBERO's own pickles, of NumPy arrays.
     self._states = torch.load(states, weights_only=False)
     self._env = envs.env_wrapper.ControlEnv(
       str(root / 'bddl_files' / suite / f'{name}.bddl'),
@@ -97,56 +97,59 @@ class Libero:
       camera_names=list(CAMERAS.values()),
       camera_heights=image_size,
       camera_widths=image_size,
-      ignore_done=True,  # Ends are ours to tell.
-      hard_reset=False,  # A scene is built once; states differ, and no more.
+      ignore_done=True,  # `step` ends episodes.
+      hard_reset=False,  # Build the scene once; only its state is reset.
     )
     self._images, self._fast_rendering, self._time = images, fast_rendering, 0
-    # What policies are given: the file's name, not the scene's own wording.
-    said = benchmark.grab_language_from_filename(f'{name}.bddl')
-    text = said.encode()[:LETTERS]
-    self._text = np.frombuffer(text.ljust(LETTERS, b'\0'), np.uint8)
+    # The instruction is the file's name, not the scene's own wording.
+    instruction = benchmark.grab_language_from_filename(f'{name}.bddl')
+    text = instruction.encode()[:INSTRUCTION_SIZE]
+    self._text = np.frombuffer(text.ljust(INSTRUCTION_SIZE, b'\0'), np.uint8)
     low, high = self._env.env.action_spec
     self._renderer = None
     self.spec = simulator.Spec(
-      *(_like(self.reset(0)), np.float32(low), np.float32(high), horizon),
-      simulator.Array((VIDEO, VIDEO, 3), 'uint8'),
+      obs=_obs_arrays(self.reset(0)),
+      low=np.float32(low),
+      high=np.float32(high),
+      horizon=horizon,
+      image=simulator.Array((VIDEO_SIZE, VIDEO_SIZE, 3), 'uint8'),
     )
 
   def reset(self, seed: int) -> simulator.Tree:
     self._time = 0
-    np.random.seed(seed)  # It draws from there.
+    np.random.seed(seed)  # LIBERO samples from the global generator.
     self._env.reset()
     obs = self._env.set_init_state(self._states[seed % len(self._states)])
     if self._images and self._fast_rendering:
-      _plain(self._env.sim._render_context_offscreen.scn)
-    for _ in range(SETTLE):
-      obs, *_ = self._env.step(STILL)
-    return self._seen(obs)
+      _leave_out_shadows(self._env.sim._render_context_offscreen.scn)
+    for _ in range(SETTLE_STEPS):
+      obs, *_ = self._env.step(HOLD)
+    return self._obs(obs)
 
   def step(self, action_A: np.ndarray) -> simulator.Step:
     obs, reward, _, _ = self._env.step(action_A)
     self._time += 1
     success = bool(self._env.check_success())
-    late = self._time >= self.spec.horizon
-    return simulator.Step(self._seen(obs), reward, success, late, success)
+    truncated = self._time >= self.spec.horizon
+    return simulator.Step(self._obs(obs), reward, success, truncated, success)
 
-  def draw(self) -> np.ndarray:
+  def render(self) -> np.ndarray:
     import mujoco
 
     model, data = self._env.sim.model._model, self._env.sim.data._data
     if self._renderer is None:
       try:
-        self._renderer = mujoco.Renderer(model, VIDEO, VIDEO)
-      except Exception as error:  # noqa: BLE001 Of whatever finds no screen.
+        self._renderer = mujoco.Renderer(model, VIDEO_SIZE, VIDEO_SIZE)
+      except Exception as error:  # noqa: BLE001 EGL or OSMesa is missing.
         raise simulator.UnavailableError(
-          f'MuJoCo cannot draw here ({error}): install libegl1 and Mesa, and '
+          f'MuJoCo cannot render here ({error}): install libegl1 and Mesa, and '
           'leave MUJOCO_GL unset, or libosmesa6 and set MUJOCO_GL=osmesa'
         ) from None
-    solid = mujoco.MjvOption()
-    solid.geomgroup[0] = 0  # The shapes that collide, which are another set.
-    self._renderer.update_scene(data, _viewpoint(model, data), solid)
+    options = mujoco.MjvOption()
+    options.geomgroup[0] = 0  # Hides collision shapes.
+    self._renderer.update_scene(data, _viewpoint(model, data), options)
     if self._fast_rendering:
-      _plain(self._renderer.scene)
+      _leave_out_shadows(self._renderer.scene)
     return self._renderer.render()
 
   def close(self):
@@ -154,20 +157,20 @@ class Libero:
       self._renderer.close()
     self._env.close()
 
-  def _seen(self, obs: Mapping[str, np.ndarray]) -> simulator.Tree:
+  def _obs(self, obs: Mapping[str, np.ndarray]) -> simulator.Tree:
     if not self._images:
-      return np.concatenate([obs[ARM], obs[THINGS]]).astype(np.float32)
+      return np.concatenate([obs[ARM], obs[OBJECTS]]).astype(np.float32)
     return {
       'state': obs[ARM].astype(np.float32),
-      'image': {  # They come upside down.
+      'image': {  # LIBERO returns them upside down.
         name: obs[f'{camera}_image'][::-1] for name, camera in CAMERAS.items()
       },
       'instruction': self._text,
     }
 
 
-def _plain(scene):
-  """Draws without shadows and reflections."""
+def _leave_out_shadows(scene):
+  """Turns shadows and reflections off."""
   import mujoco
 
   for flag in (
@@ -178,7 +181,7 @@ def _plain(scene):
 
 
 def _viewpoint(model, data):
-  """From where people look: as the camera in front, but further from above."""
+  """A camera for people: the front camera's view from further above."""
   import mujoco
 
   front = model.camera(CAMERAS['front']).id
@@ -192,7 +195,7 @@ def _viewpoint(model, data):
   return viewpoint
 
 
-def _like(obs) -> simulator.Tree:
+def _obs_arrays(obs) -> simulator.Tree:
   by_path = simulator.leaves(obs)
   return simulator.tree(
     {
@@ -203,12 +206,16 @@ def _like(obs) -> simulator.Tree:
 
 
 def _installed(suite: str) -> list[str]:
-  """Names of a suite's tasks, once LIBERO is ready to build them."""
-  # Without a screen; only what takes pictures opens it.
+  """Task names of a suite; prepares LIBERO for building them.
+
+  Raises:
+    UnavailableError: if LIBERO, its assets or the suite are missing.
+  """
+  # Renders without a screen; only cameras use it.
   os.environ.setdefault('MUJOCO_GL', 'egl')
   if importlib.util.find_spec('libero') is None:
     raise simulator.UnavailableError(
-      f'{suite!r} needs LIBERO, which is not installed: say `make robots` in a '
+      f'{suite!r} needs LIBERO, which is not installed: run `make robots` in a '
       'checkout, or pip install "rlinf-jax[libero]" and then pip install '
       '--no-deps hf-libero==0.1.4.'
     )
@@ -229,14 +236,14 @@ def _installed(suite: str) -> list[str]:
 
 
 def _imported():
-  """LIBERO, which at its first import would ask where its files shall be."""
+  """Imports LIBERO, which would ask for paths when first imported."""
   if 'LIBERO_CONFIG_PATH' in os.environ:
     import libero.libero as package
 
     return package
   (folder,) = importlib.util.find_spec('libero').submodule_search_locations
   root = pathlib.Path(folder) / 'libero'
-  says = {
+  paths = {
     'benchmark_root': root,
     'bddl_files': root / 'bddl_files',
     'init_states': root / 'init_files',
@@ -244,7 +251,7 @@ def _imported():
     'assets': root / 'assets',
   }
   with tempfile.TemporaryDirectory() as config:
-    lines = [f'{name}: {str(path)!r}\n' for name, path in says.items()]
+    lines = [f'{name}: {str(path)!r}\n' for name, path in paths.items()]
     (pathlib.Path(config) / 'config.yaml').write_text(''.join(lines))
     os.environ['LIBERO_CONFIG_PATH'] = config
     try:
@@ -255,13 +262,13 @@ def _imported():
 
 
 def _assets(package: pathlib.Path) -> pathlib.Path:
-  """Where meshes and textures are."""
+  """The folder of meshes and textures."""
   given = os.environ.get(ASSETS)
   folder = pathlib.Path(given) if given else package.parent / 'assets'
   if not (folder / 'scenes').is_dir():
     raise simulator.UnavailableError(
-      f'There are no assets of LIBERO in {folder}: their `scenes` are not '
-      'there. They are the data set lerobot/libero-assets of the Hugging Face '
+      f'There are no assets of LIBERO in {folder}: it has no `scenes`. '
+      'They are the data set lerobot/libero-assets of the Hugging Face '
       f'hub: download it, and set {ASSETS} to its folder.'
     )
   return folder.resolve()

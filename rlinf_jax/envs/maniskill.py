@@ -1,8 +1,8 @@
-"""ManiSkill 3 as a Env: its tasks by state or by picture, on processors.
+"""ManiSkill 3 as an `Env`: its tasks by state or camera images, on CPUs.
 
-PhysX on a processor holds one scene an environment, so many environments are
-many objects in several processes. Cameras draw on a graphics device, or on a
-processor that stands in for one. Vectorized simulation on a GPU is not here.
+PhysX on a CPU holds one scene per environment, so environments are spread over
+several processes. Cameras render on a GPU, or on a CPU through a software
+Vulkan device. For ManiSkill's vectorized simulation on a GPU see `vector`.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ import numpy as np
 
 from rlinf_jax.envs import simulator
 
-VIDEO = 160  # Pixels along each edge of a picture for people.
+VIDEO_SIZE = 160  # Pixels along each edge of a frame for people.
 
 
 def env(task: str, num_envs: int, num_processes: int = 1, **settings):
@@ -24,7 +24,7 @@ def env(task: str, num_envs: int, num_processes: int = 1, **settings):
     task: such as 'PushCube-v1'.
     num_envs: how many environments.
     num_processes: to spread them over.
-    **settings: those of `rlinf_jax.envs.pool.Pool` by their names there, all
+    **settings: those of `rlinf_jax.envs.pool.EnvPool` by their names there, all
       others of `make`.
   """
   from rlinf_jax.envs import env_pool  # Not in a worker: it imports JAX.
@@ -44,30 +44,29 @@ def make(
   video: bool = False,
   **settings,
 ) -> simulator.Environment:
-  """One environment; all of a task are alike, whatever the index.
+  """Builds one environment; those of a task do not depend on the index.
 
-  Without pictures what is seen is one vector, of all there is to know. With
-  pictures it is a dict: 'image' by camera, and 'state' of the robot alone.
+  The observation is one vector, the full state. With `images` it is a dict:
+  'image' by camera, and 'state' of the robot alone.
 
   Args:
     index: of the environment.
     task: such as 'PushCube-v1'.
-    control_mode: how actions move the robot.
+    control_mode: ManiSkill's name of how actions move the robot.
     reward_mode: 'normalized_dense', at most 1 a step, 'dense', or 'sparse'.
     horizon: steps after which an episode is truncated; None for the task's own.
-    images: show what the task's cameras see.
-    image_size: of pictures, in pixels.
-    video: let people see it too, by a camera of the task that is none of the
-      robot's: evaluations have videos then. Where nothing can draw, there is
-      none, and all else goes on.
-    **settings: more of what ManiSkill's environments can be told.
+    images: whether observations have images of the task's cameras.
+    image_size: their edge, in pixels.
+    video: whether evaluations are recorded, by a camera of the task that is
+      not the robot's. Where nothing can render, there is no video.
+    **settings: further arguments of ManiSkill's environments.
   """
   del index
   registration = _installed(task)
-  blind = _blind()
-  if blind and images:
+  no_rendering = _no_rendering()
+  if no_rendering and images:
     raise simulator.UnavailableError(
-      f'{blind}. Without one there are tasks by state.'
+      f'{no_rendering}. Without one there are tasks by state.'
     )
   if task not in registration.REGISTERED_ENVS:
     raise simulator.UnavailableError(
@@ -78,13 +77,16 @@ def make(
     raise simulator.UnavailableError(
       f'Episodes of {task!r} have no limit of steps: give it a `horizon`.'
     )
-  # Where there is no GPU, ManiSkill takes what draws on a processor.
-  shown = {'obs_mode': 'rgb' if images else 'state', 'render_backend': 'none'}
-  if images or (video and not blind):
-    shown |= {
+  # Without a GPU, ManiSkill renders by a software Vulkan device.
+  render = {'obs_mode': 'rgb' if images else 'state', 'render_backend': 'none'}
+  if images or (video and not no_rendering):
+    render |= {
       'render_backend': 'gpu',
       'sensor_configs': {'width': image_size, 'height': image_size},
-      'human_render_camera_configs': {'width': VIDEO, 'height': VIDEO},
+      'human_render_camera_configs': {
+        'width': VIDEO_SIZE,
+        'height': VIDEO_SIZE,
+      },
     }
   env = registration.make(
     task,
@@ -92,51 +94,54 @@ def make(
     control_mode=control_mode,
     reward_mode=reward_mode,
     sim_backend='physx_cpu',
-    **(shown | settings),
+    **(render | settings),
   )
   return ManiSkill(env, horizon, video)
 
 
 class ManiSkill:
-  """An environment of ManiSkill, as a worker steps it."""
+  """A ManiSkill environment behind the `simulator.Environment` interface."""
 
   def __init__(self, env: Any, horizon: int, video: bool):
     """Reads the spaces.
 
     Args:
       env: ManiSkill's.
-      horizon: most steps of an episode.
-      video: whether it is drawn for people.
+      horizon: maximum steps of an episode.
+      video: whether it is rendered for people.
     """
     self._env, self._time = env, 0
     space = env.single_action_space
-    picture = simulator.Array((VIDEO, VIDEO, 3), 'uint8') if video else None
+    image = simulator.Array((VIDEO_SIZE, VIDEO_SIZE, 3), 'uint8')
     self.spec = simulator.Spec(
-      *(_like(env.single_observation_space), space.low, space.high),
-      *(horizon, picture),
+      obs=_obs_arrays(env.single_observation_space),
+      low=space.low,
+      high=space.high,
+      horizon=horizon,
+      image=image if video else None,
     )
 
   def reset(self, seed: int) -> simulator.Tree:
     self._time = 0
     obs, _ = self._env.reset(seed=seed)
-    return _seen(obs)
+    return _obs(obs)
 
   def step(self, action_A: np.ndarray) -> simulator.Step:
     obs, reward, terminated, _, info = self._env.step(action_A)
     self._time += 1
     return simulator.Step(
-      obs=_seen(obs),
+      obs=_obs(obs),
       reward=float(reward[0]),
       terminated=bool(terminated[0]),
       truncated=self._time >= self.spec.horizon,
       success=bool(info['success'][0]) if 'success' in info else False,
     )
 
-  def draw(self) -> np.ndarray:
+  def render(self) -> np.ndarray:
     cameras = self._env.scene.human_render_cameras
-    if _blind() or not cameras:
+    if _no_rendering() or not cameras:
       raise simulator.UnavailableError(
-        _blind() or 'the task has no camera for people'
+        _no_rendering() or 'the task has no camera for people'
       )
     return self._env.render_rgb_array(next(iter(cameras)))[0].numpy()
 
@@ -144,8 +149,8 @@ class ManiSkill:
     self._env.close()
 
 
-def _like(space) -> simulator.Tree:
-  """What is seen, as shapes."""
+def _obs_arrays(space) -> simulator.Tree:
+  """The observation space as a tree of `simulator.Array`."""
   if not isinstance(space, Mapping):
     return simulator.Array(space.shape, 'float32')
   robot, images = _parts(space)
@@ -158,8 +163,8 @@ def _like(space) -> simulator.Tree:
   }
 
 
-def _seen(obs) -> simulator.Tree:
-  """What is seen, of the one environment of a batch."""
+def _obs(obs) -> simulator.Tree:
+  """The observation of the only environment of a batch, in NumPy."""
   if not isinstance(obs, Mapping):
     return obs[0].numpy()
   robot, images = _parts(obs)
@@ -171,14 +176,18 @@ def _seen(obs) -> simulator.Tree:
 
 
 def _parts(tree: Mapping) -> tuple[list, dict[str, Any]]:
-  """What the robot feels, and what each camera sees."""
+  """Arrays of the robot's state, and images by camera."""
   robot = {k: x for k, x in tree.items() if k in ('agent', 'extra')}
   images = {name: x['rgb'] for name, x in tree['sensor_data'].items()}
   return [*simulator.leaves(robot).values()], images
 
 
 def _installed(task: str):
-  """ManiSkill's registry."""
+  """ManiSkill's registry of tasks.
+
+  Raises:
+    UnavailableError: if ManiSkill is missing.
+  """
   try:
     import mani_skill.envs  # noqa: F401 It registers tasks.
     from mani_skill.utils import download_asset, registration
@@ -188,9 +197,9 @@ def _installed(task: str):
       '"rlinf-jax[maniskill]", after a torch of your choice.'
     ) from None
 
-  # It would ask whether to download what is missing. Told not to ask, it takes
-  # that for a yes; and a download that fails leaves an empty folder behind,
-  # which counts as downloaded ever after.
+  # ManiSkill would ask whether to download missing assets, or download them
+  # without asking. A failed download leaves an empty folder, which counts as
+  # downloaded from then on. So downloads raise instead.
   def refuse(source, *args, **kwargs):
     raise simulator.UnavailableError(
       f'{task!r} needs assets that come apart from ManiSkill: '
@@ -205,39 +214,39 @@ def _installed(task: str):
 
 
 @functools.cache
-def _blind() -> str:
-  """Why nothing can be drawn here, if nothing can."""
+def _no_rendering() -> str:
+  """Why nothing can be rendered here; '' if it can."""
   import sapien
 
   try:
     sapien.render.RenderMaterial()
   except RuntimeError as error:
-    # Even tasks that draw nothing make some.
-    sapien.render.RenderMaterial = Inert
-    sapien.pysapien.render.RenderMaterial = Inert
+    # Tasks by state create materials, too.
+    sapien.render.RenderMaterial = NullMaterial
+    sapien.pysapien.render.RenderMaterial = NullMaterial
     return (
-      f"ManiSkill's pictures need a Vulkan device ({error}): install the "
+      f"ManiSkill's images need a Vulkan device ({error}): install the "
       "driver of a GPU, or Mesa 25's for processors (`mesa-vulkan-drivers`; "
       'VK_ICD_FILENAMES says where its `lvp_icd` is, if it is not found)'
     )
   return ''
 
 
-class Inert:
-  """Stands for a material of surfaces that nobody draws."""
+class NullMaterial:
+  """Replaces a surface material where nothing is rendered."""
 
   def __init__(self, *args, **kwargs):
-    """Takes whatever a material takes."""
+    """Takes any arguments."""
 
   def __setattr__(self, name, value):
-    """Keeps nothing."""
+    """Ignores the value."""
 
   def __getattr__(self, name):
     return lambda *args, **kwargs: None
 
 
 def _nearest(task: str, registration) -> str:
-  """Tasks that are called alike."""
+  """Names of tasks that resemble a name."""
   import difflib
 
   near = difflib.get_close_matches(task, registration.REGISTERED_ENVS, 3, 0.3)

@@ -1,17 +1,18 @@
 """Environments in worker processes, stepped together and in order.
 
 N environments are spread over P processes, environment i in process i mod P, so
-that any run of rows keeps all of them busy: while a policy acts on one half of
-the rows, every process steps environments of the other half. A call is one
-message a process; observations and actions lie in memory that both sides map.
+that any run of rows keeps all processes busy: while a policy acts on one half
+of the rows, every process steps environments of the other half. A call is one
+message per process; observations and actions lie in shared memory.
 
-A row's token says which environment it is, how often that was stepped, and its
-seed. A token is used in order. With what `save` says of it any process can go
-on from it, or this one go back to it: seeds and actions bring episodes back.
+The state of a row is a token: the environment's number, its call count, and its
+seed. Tokens are used in order. With the snapshot that `save` returns, any
+process can go on from a token, or this one go back to it: seeds and actions
+restore episodes.
 
-An environment that fails loses its episode and no other. Where its whole
-process is lost with it, the others of that process are brought back by their
-seeds and the actions of their episodes, and are checked to show what they did.
+An environment that fails loses its own episode and no other. If its process
+dies, the other environments of that process are restored by replaying their
+seeds and actions, and checked to return the same observations.
 """
 
 import collections
@@ -21,57 +22,57 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlinf_jax.envs import episode_log, simulator, worker
-from rlinf_jax.envs import process_group as process_group_lib
+from rlinf_jax.envs import episode_log, process_group, simulator, worker
 from rlinf_jax.run import notices
 from stages import base
 
-FAILURES = 10  # In a row, after which an environment is given up.
+MAX_FAILURES = 10  # In a row, after which an environment is given up.
 INDEX, CALL, SEED = range(3)  # Columns of a token.
 
 
-class Ticket(NamedTuple):
-  """Steps that are under way.
+class PendingStep(NamedTuple):
+  """Steps under way, as `EnvPool.send` returns them.
 
   Attributes:
-    pool: that makes them.
+    pool: that runs them.
     rows: environments.
     token: after the steps.
-    asked: requests that must be answered, by process.
-    elsewhere: processes that have done it, from when to when.
+    counts: requests to wait for, by process.
+    elsewhere: spans (process, start, end) of the work, once it is done.
   """
 
-  pool: 'Pool'
+  pool: 'EnvPool'
   rows: np.ndarray
   token: np.ndarray
-  asked: dict[int, int]
+  counts: dict[int, int]
   elsewhere: list[tuple[str, float, float]]
 
   def result(self):
-    """As `Pool.receive`."""
-    return self.pool.receive(self)
+    """Waits, as `EnvPool.recv`."""
+    return self.pool.recv(self)
 
   def cancel(self):
-    """Waits all the same: until then nobody can step these environments."""
+    """Waits all the same: the environments cannot be stepped before."""
     with contextlib.suppress(worker.BrokenError):
-      self.pool.receive(self)
+      self.pool.recv(self)
 
 
-class Pool:
+class EnvPool:
   """N environments in P processes, which end with this one.
 
   Attributes:
-    spec: what environments show and take.
-    faults: the failures that were got over, oldest first, the last thousand.
-    failed_episodes: how many episodes were lost to them.
-    restarted_episodes: how many began anew, as they could not be saved.
+    spec: of the environments.
+    failures: failures that were recovered from, oldest first, the last 1000.
+    failed_episodes: episodes lost to failures.
+    restarted_episodes: episodes that were started anew, as they could not be
+      restored.
   """
 
   def __init__(
     self,
     make: simulator.Make,
-    n: int,
-    processes: int = 1,
+    num_envs: int,
+    num_processes: int = 1,
     *,
     chunk: int = 1,
     discount: float = 1.0,
@@ -79,74 +80,78 @@ class Pool:
     idle_timeout: float = 120.0,
     say: Callable[[str], None] = notices.notify,
   ):
-    """Starts the first process, to learn what environments look like.
+    """Starts the first process, for the spec of its environment.
 
     Args:
-      make: makes an environment of its index, in a worker: a function of a
+      make: builds the environment of an index, in a worker: a function of a
         module, or a `functools.partial` of one.
-      n: how many environments.
-      processes: to spread them over.
+      num_envs: how many environments.
+      num_processes: to spread them over.
       chunk: steps of a call, if actions are chunks.
-      discount: γ of a chunk's reward, Σₖ γᵏ rₖ over the steps that were made.
-      step_timeout: seconds after which a step or a reset is taken to hang.
+      discount: γ of a chunk's reward, Σₖ γᵏ rₖ over the steps taken.
+      step_timeout: seconds after which a step or a reset counts as hanging.
       idle_timeout: seconds without a step after which a worker process exits.
         The next request starts it again. A process that only traces a step
         thereby keeps no idle simulators.
-      say: told of every failure that is got over.
+      say: told of every failure that is recovered from.
 
     Raises:
       UnavailableError: if environments cannot be built here.
+      ValueError: for no environment, or `make` of the main program.
     """
-    _refuse(make, n, processes, chunk)
-    self._make, self._sizes = make, (n, chunk, processes)
+    _check_settings(make, num_envs, num_processes, chunk)
+    self._make, self._sizes = make, (num_envs, chunk, num_processes)
     self._say, self._discount = say, discount
-    self.faults = collections.deque(maxlen=1000)
+    self.failures = collections.deque(maxlen=1000)
     self.failed_episodes = self.restarted_episodes = 0
-    faults = self.faults  # Not `self`, which ends with its last reader.
+    failures = self.failures  # A closure over `self` would keep the pool alive.
 
-    def tell(fault: worker.Fault):
-      faults.append(fault)
-      say(f'Environment {fault.env_id}, at call {fault.call}, {fault.what}.')
+    def on_failure(failure: worker.Failure):
+      failures.append(failure)
+      say(
+        f'Environment {failure.env_id}, at call {failure.call}, '
+        f'{failure.message}.'
+      )
 
-    self._processes = process_group_lib.Processes(
-      *(make, self._sizes, step_timeout, idle_timeout), say, tell
+    self._group = process_group.ProcessGroup(
+      make, self._sizes, step_timeout, idle_timeout, say, on_failure
     )
-    self.spec, self._memory = self._processes.spec, self._processes.memory
-    self._episodes = self._processes.episodes
-    self._reel = self._processes.reel
-    self._failures = np.zeros(n, int)  # In a row.
+    self.spec, self._memory = self._group.spec, self._group.memory
+    self._episodes = self._group.episodes
+    self._recorder = self._group.recorder
+    self._failures_in_a_row = np.zeros(num_envs, int)
 
   def __len__(self):
     return self._sizes[0]
 
   def __repr__(self):
     n, chunk, processes = self._sizes
-    return f'Pool({self._make}, {n}, {processes}, chunk={chunk})'
+    return f'EnvPool({self._make}, {n}, {processes}, chunk={chunk})'
 
   @property
   def pids(self) -> list[int]:
-    """Of the worker processes that are there."""
-    return self._processes.pids
+    """Process ids of the workers."""
+    return self._group.pids
 
   @property
-  def episode(self) -> tuple[int, int, int]:
+  def episode_shape(self) -> tuple[int, int, int]:
     """Shape [K, C, A] of the actions of the longest episode."""
     return self._episodes.longest, *self._memory.action_NCA.shape[1:]
 
   def close(self):
     """Ends all processes."""
-    self._processes.close()
+    self._group.close()
 
   def init(self, seed_B, *, rows: int = 0, every: int = 1):
-    """Begins episodes by seeds, whatever was under way.
+    """Starts episodes by seeds; running ones are dropped.
 
     Args:
       seed_B: of the first environments, in [0, 2³¹).
-      rows: in how many of them the first episode is filmed.
-      every: calls between pictures.
+      rows: how many of them record their first episode.
+      every: calls between frames.
 
     Returns:
-      A token, int32 [B, 3], and what is seen, a tree of [B, ...].
+      A token, int32 [B, 3], and observations, a tree of [B, ...].
     """
     seed_B = np.asarray(seed_B, np.int32)
     row_B = np.arange(len(seed_B))
@@ -155,26 +160,26 @@ class Pool:
         f'{len(seed_B)} seeds for {len(self)} environments: make the pool as '
         'large as the batch.'
       )
-    self._processes.refuse_busy(row_B)
-    self._reel.roll(seed_B, rows, every)
-    self._restart(row_B, 0 * row_B, seed_B)
+    self._group.check_not_stepping(row_B)
+    self._recorder.start(seed_B, rows, every)
+    self._reset(row_B, 0 * row_B, seed_B)
     token = np.stack([row_B, 0 * row_B, seed_B], 1).astype(np.int32)
-    return token, self._seen(self._memory.obs, row_B)
+    return token, self._read(self._memory.obs, row_B)
 
   def frames(self, token, time):
-    """What was filmed since, as `stages.base.VideoRecorder` says."""
-    row_B, shape = np.asarray(token)[:, INDEX], self.spec.picture.shape
-    return self._reel.frames(row_B, np.asarray(time), shape)
+    """Recorded frames, as `stages.base.VideoRecorder.frames`."""
+    row_B, shape = np.asarray(token)[:, INDEX], self.spec.image.shape
+    return self._recorder.frames(row_B, np.asarray(time), shape)
 
   def step(self, token, action):
-    """Acts: `send`, then `receive`."""
-    return self.receive(self.send(token, action))
+    """Steps environments: `send`, then `recv`."""
+    return self.recv(self.send(token, action))
 
-  def send(self, token, action) -> Ticket:
-    """Has environments act, and does not wait for them.
+  def send(self, token, action) -> PendingStep:
+    """Starts steps of environments, without waiting for them.
 
     Args:
-      token: int32 [B, 3], as `init` or the call before returned it.
+      token: int32 [B, 3], as `init` or the last call returned it.
       action: [B, A], or chunks [B, C, A].
     """
     token, action = np.asarray(token), np.asarray(action, np.float32)
@@ -184,105 +189,109 @@ class Pool:
       action if action.ndim == 3 else action[:, None]
     )
     for i in row_B:
-      self._episodes.remember(i)
-    self._reel.aim(row_B, token[:, CALL])
-    asked = self._processes.ask('step', row_B)
+      self._episodes.append(i)
+    self._recorder.before_step(row_B, token[:, CALL])
+    counts = self._group.request('step', row_B)
     token = token.copy()
     token[:, CALL] += 1
-    return Ticket(self, row_B, token, asked, [])
+    return PendingStep(self, row_B, token, counts, [])
 
-  def receive(self, ticket: Ticket):
-    """Waits for what `send` began.
+  def recv(self, pending: PendingStep):
+    """Waits for steps that `send` started.
 
     Returns:
-      The token to go on with, and the `stages.base.TimeStep`.
+      The next token, and the `stages.base.TimeStep`.
 
     Raises:
-      BrokenError: if an environment cannot be brought to begin an episode.
+      BrokenError: if an environment starts no episode any more.
     """
-    done = self._processes.hear(ticket.asked)
-    ticket.elsewhere.extend(
-      (f'simulators {rank}', *when) for rank, when in done.items()
+    spans = self._group.wait(pending.counts)
+    pending.elsewhere.extend(
+      (f'simulators {rank}', *span) for rank, span in spans.items()
     )
-    m, row_B = self._memory, ticket.rows
+    m, row_B = self._memory, pending.rows
     reward_BC = m.reward_NC[row_B]
     gamma_C = np.float32(self._discount) ** np.arange(reward_BC.shape[1])
-    ended_B, lost_B = m.begun_N[row_B] == m.call_N[row_B], m.lost_N[row_B]
-    obs, final = self._seen(m.obs, row_B), self._seen(m.obs, row_B)
-    for path, x in simulator.leaves(final).items():
+    ended_B = m.first_call_N[row_B] == m.call_N[row_B]
+    failed_B = m.env_failed_N[row_B]
+    obs, final_obs = self._read(m.obs, row_B), self._read(m.obs, row_B)
+    for path, x in simulator.leaves(final_obs).items():
       x[ended_B] = m.final[path][row_B[ended_B]]
-    self._count(row_B, lost_B)
-    return ticket.token, base.TimeStep(
+    self._count_failures(row_B, failed_B)
+    return pending.token, base.TimeStep(
       obs=obs,
       reward=(reward_BC * gamma_C).sum(1, dtype=np.float32),
       terminated=m.terminated_N[row_B],
       truncated=m.truncated_N[row_B],
-      final_obs=final,
+      final_obs=final_obs,
       success=m.success_N[row_B],
       steps=m.steps_N[row_B],
-      env_failed=lost_B,
+      env_failed=failed_B,
     )
 
-  def save(self, token) -> episode_log.Past:
-    """What, with a token, is enough to go on in any process."""
-    return self._episodes.past(np.asarray(token)[:, INDEX])
+  def save(self, token) -> episode_log.Snapshot:
+    """A snapshot: with the token, all that any process needs to go on."""
+    return self._episodes.snapshot(np.asarray(token)[:, INDEX])
 
-  def load(self, token, past: episode_log.Past):
-    """Has environments where a token and its past say, and returns the token.
+  def load(self, token, snapshot: episode_log.Snapshot):
+    """Brings environments to a token and its snapshot; returns the token.
 
-    Those that are elsewhere are brought there by their seeds and actions.
+    Environments in another state are restored by their seeds and actions.
     """
     token = np.asarray(token)
     row_B, call_B, seed_B = token.T.astype(np.int64)
-    self._processes.refuse_busy(row_B)
+    self._group.check_not_stepping(row_B)
     m = self._memory
-    away_B = ~self._processes.known_N[row_B] | (m.base_N[row_B] != seed_B)
-    away_B |= m.call_N[row_B] != call_B
-    away_B |= episode_log.differ(self._episodes.past(row_B), past)
-    if away_B.any():
-      self._bring(np.flatnonzero(away_B), row_B, call_B, seed_B, past)
+    differs_B = ~self._group.initialized_N[row_B]
+    differs_B |= m.env_seed_N[row_B] != seed_B
+    differs_B |= m.call_N[row_B] != call_B
+    differs_B |= episode_log.differ(self._episodes.snapshot(row_B), snapshot)
+    if differs_B.any():
+      at = np.flatnonzero(differs_B)
+      self._restore(at, row_B, call_B, seed_B, snapshot)
     return token
 
-  def _bring(self, away, row_B, call_B, seed_B, past):
-    """Brings rows `away` of a token to where they were."""
-    self._processes.start()
-    self._processes.known_N[row_B[away]] = True
-    self._memory.base_N[row_B[away]] = seed_B[away]
-    replays = {}
-    for b in away:
-      i = int(row_B[b])
-      replays[i] = self._episodes.put(i, int(call_B[b]), past, b)
-    lost = [i for i, actions in replays.items() if actions is None]
-    for i in lost:
-      del replays[i]
-    self._processes.replay(replays)
-    moved = sum(len(actions) > 0 for actions in replays.values())
-    if moved:
-      self._say(
-        f'Episodes that are gone on with, by their seeds and actions: {moved}.'
+  def _restore(self, at, row_B, call_B, seed_B, snapshot):
+    """Restores rows `at` of a token."""
+    self._group.start()
+    self._group.initialized_N[row_B[at]] = True
+    self._memory.env_seed_N[row_B[at]] = seed_B[at]
+    actions = {
+      int(row_B[b]): self._episodes.restore(
+        int(row_B[b]), int(call_B[b]), snapshot, b
       )
+      for b in at
+    }
+    lost = [i for i, x in actions.items() if x is None]
+    for i in lost:
+      del actions[i]
+    self._group.replay(actions)
+    moved = sum(len(x) > 0 for x in actions.values())
+    if moved:
+      self._say(f'Episodes restored by their seeds and actions: {moved}.')
     if lost:
       self.restarted_episodes += len(lost)
-      self._say(f'New episodes, as those could not be saved: {len(lost)}.')
+      self._say(f'Episodes started anew, as they were not saved: {len(lost)}.')
 
-  def _count(self, row_B, lost_B):
-    """Counts lost episodes; gives up on what only ever fails."""
-    self.failed_episodes += int(lost_B.sum())
-    self._failures[row_B] = np.where(lost_B, self._failures[row_B] + 1, 0)
-    for i in row_B[self._failures[row_B] >= FAILURES]:
-      whats = (x.what for x in reversed(self.faults) if x.env_id == i)
-      what = next(whats, 'was in another process')
+  def _count_failures(self, row_B, failed_B):
+    """Counts failed episodes; raises for environments that only fail."""
+    self.failed_episodes += int(failed_B.sum())
+    in_a_row_N = self._failures_in_a_row
+    in_a_row_N[row_B] = np.where(failed_B, in_a_row_N[row_B] + 1, 0)
+    for i in row_B[in_a_row_N[row_B] >= MAX_FAILURES]:
+      messages = (x.message for x in reversed(self.failures) if x.env_id == i)
+      message = next(messages, 'was in another process')
       raise worker.BrokenError(
-        f'Environment {i} failed {FAILURES} times in a row; the last time it '
-        f'{what}.'
+        f'Environment {i} failed {MAX_FAILURES} times in a row; the last time '
+        f'it {message}.'
       )
 
-  def _seen(self, rows, row_B):
-    """Copies: memory is written again by the next step."""
+  def _read(self, rows, row_B):
+    """Observations, copied: the next step overwrites the memory."""
     return simulator.tree({path: x[row_B] for path, x in rows.items()})
 
   def _check(self, token, action):
-    """Refuses what is out of order, or of another shape."""
+    """Raises ValueError for a wrong token, or a wrong shape of actions."""
     (n, C, _), (A,) = self._sizes, self.spec.low.shape
     want = (len(token), A) if action.ndim == 2 else (len(token), C, A)
     if action.shape != want or (action.ndim == 2 and C != 1):
@@ -297,40 +306,41 @@ class Pool:
     if row_B.max() >= n:
       raise ValueError(f'Environment {row_B.max()} is not one of {n}.')
     row_B, call_B, seed_B = token.T.astype(np.int64)
-    self._processes.refuse_busy(row_B)  # While they step, `call_N` moves on.
-    here_B = self._processes.known_N[row_B] & (
-      self._memory.base_N[row_B] == seed_B
+    self._group.check_not_stepping(row_B)  # While they step, `call_N` moves on.
+    here_B = self._group.initialized_N[row_B] & (
+      self._memory.env_seed_N[row_B] == seed_B
     )
     for i, call, here in zip(row_B, call_B, here_B, strict=True):
       at = f'at {self._memory.call_N[i]}' if here else 'of another token here'
       if not here or call != self._memory.call_N[i]:
         raise ValueError(
-          f'Environment {i} was to make call {call}, but is {at}: each token '
-          'is used once and where it was made. To go on elsewhere, or from an '
-          'earlier one, `load` it with what `save` has said of it.'
+          f'Environment {i} was to make call {call}, but is {at}: a token can '
+          'be used once, in the process that returned it. To go on elsewhere, '
+          'or from an earlier token, `load` it with its `save`d snapshot.'
         )
 
-  def _restart(self, row_B, call_B, seed_B):
-    """Begins episodes where tokens say that environments are."""
-    self._processes.start()
+  def _reset(self, row_B, call_B, seed_B):
+    """Starts episodes at the given call counts."""
+    self._group.start()
     m = self._memory
-    m.base_N[row_B], m.call_N[row_B] = seed_B, call_B
-    m.attempt_N[row_B] = m.dropped_N[row_B] = 0
+    m.env_seed_N[row_B], m.call_N[row_B] = seed_B, call_B
+    m.attempt_N[row_B] = m.abandoned_N[row_B] = 0
     for i in row_B:
-      self._episodes.forget(i)
-    self._processes.hear(self._processes.ask('reset', row_B))
-    self._processes.known_N[row_B] = True
+      self._episodes.clear(i)
+    self._group.wait(self._group.request('reset', row_B))
+    self._group.initialized_N[row_B] = True
 
 
-def _refuse(make, n: int, processes: int, chunk: int):
-  """Raises for what cannot be a pool."""
-  if not 1 <= processes <= n or chunk < 1:
+def _check_settings(make, num_envs: int, num_processes: int, chunk: int):
+  """Raises ValueError for settings that make no pool."""
+  if not 1 <= num_processes <= num_envs or chunk < 1:
     raise ValueError(
-      f'{n} environments in {processes} processes, {chunk} steps a call: there '
-      'must be at least one of each, and no process without an environment.'
+      f'{num_envs} environments in {num_processes} processes, {chunk} steps a '
+      'call: there must be at least one of each, and no process without an '
+      'environment.'
     )
   if getattr(make, 'func', make).__module__ == '__main__':
     raise ValueError(
-      'What makes environments is called in other processes, which cannot see '
-      'the main program: put it in a module of its own.'
+      'The function that builds environments is called in other processes, '
+      'which cannot see the main program: put it in a module of its own.'
     )

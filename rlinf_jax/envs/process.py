@@ -1,10 +1,10 @@
-"""The pool's side of a worker: begun, asked, waited for and ended.
+"""The pool's side of a worker process: starts it, sends requests, ends it.
 
-Workers are plain processes and not Ray actors: what they show lies in memory
-that both sides map, which needs one machine anyhow, and a run without Ray has
+Workers are plain processes and not Ray actors: observations lie in memory that
+both sides map, which needs one machine anyway, and a run without Ray has
 simulators too. Where Ray spreads a plan's places over machines, a place is an
-actor, and the workers of its simulators are that actor's children; they end
-with it, however it ends. So one way serves both.
+actor and its simulators' workers are its children; they end with it, however it
+ends. One mechanism serves both.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 from rlinf_jax.envs import shared_memory as shared_memory_lib
 from rlinf_jax.envs import simulator, worker
 
-BUILD = 300.0  # Seconds that an environment may take to build.
-LEAVE = 2.0  # Seconds to close environments in.
-LOG = 1 << 20  # Bytes of output kept.
+BUILD_TIMEOUT = 300.0  # Seconds to build an environment.
+CLOSE_TIMEOUT = 2.0  # Seconds to close environments.
+LOG_SIZE = 1 << 20  # Bytes of output kept.
 MAIN = f'from {worker.__name__} import main; main()'
-THREADS = (  # Simulators share the cores by processes.
+THREADS = (  # Set to 1: simulators share the cores by processes.
   'OMP_NUM_THREADS',
   'MKL_NUM_THREADS',
   'OPENBLAS_NUM_THREADS',
@@ -34,16 +34,16 @@ THREADS = (  # Simulators share the cores by processes.
 
 
 class DiedError(Exception):
-  """A worker is no more, or had to be ended."""
+  """A worker process has died, or had to be ended."""
 
 
 class Request(NamedTuple):
-  """What a worker was asked.
+  """A request to a worker.
 
   Attributes:
     name: 'reset', 'step' or 'replay'.
     rows: environments.
-    calls: how often each had been stepped then.
+    calls: their call counts when it was sent.
   """
 
   name: str
@@ -56,10 +56,11 @@ class Process:
 
   Attributes:
     rank: its number.
-    waiting: what it was asked and has not answered yet, oldest first.
-    answered: how many requests it has answered.
-    done: when it did what nobody has asked after yet, by such numbers.
-    spec: of its environments, once `settle` has returned.
+    pending: requests that it has not served yet, oldest first.
+    num_served: requests that it has served.
+    spans: when it served requests, by number, until `ProcessGroup.wait` reads
+      them.
+    spec: of its environments, once `wait_ready` has returned.
   """
 
   def __init__(
@@ -71,156 +72,164 @@ class Process:
     fd: int,
     idle_timeout: float,
   ):
-    """Starts it, and does not wait until it is there.
+    """Starts the process, without waiting for it.
 
     Args:
-      make: makes environments.
+      make: builds the environment of an index.
       rank: its number.
       first: the environment that it builds at once.
       sizes: environments, steps of a call, processes.
-      fd: of the memory that is shared.
-      idle_timeout: seconds after which it ends, if nothing was stepped.
+      fd: of the shared memory.
+      idle_timeout: seconds without a step after which it exits.
     """
-    self.rank, self.waiting, self.answered = rank, [], 0
-    self.spec, self.done = None, {}
+    self.rank, self.pending, self.num_served = rank, [], 0
+    self.spec, self.spans = None, {}
     ours, theirs = socket.socketpair()
     end, self._lifeline = os.pipe()
-    # Its output is told if it dies. The file has no name, so nothing is left.
+    # Its output, for the message if it dies. An unnamed file leaves no trace.
     self._log = tempfile.TemporaryFile(mode='a+b')
     with theirs:
+      fds = theirs.fileno(), end, fd
       self._child = subprocess.Popen(
-        [
-          *(sys.executable, '-c', MAIN),
-          *map(str, (theirs.fileno(), end, fd, os.getpid())),
-        ],
+        [sys.executable, '-c', MAIN, *map(str, (*fds, os.getpid()))],
         env=os.environ
         | dict.fromkeys(THREADS, '1')
         | {'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
-        pass_fds=(theirs.fileno(), end, fd),
-        stdin=subprocess.DEVNULL,  # A prompt is an error and no hang.
+        pass_fds=fds,
+        stdin=subprocess.DEVNULL,  # A prompt fails instead of hanging.
         stdout=self._log,
         stderr=subprocess.STDOUT,
       )
     os.close(end)
-    self._mail = connection.Connection(ours.detach())
-    with contextlib.suppress(OSError):  # It died; `settle` tells.
-      self._mail.send((make, rank, first, sizes, idle_timeout))
+    self._connection = connection.Connection(ours.detach())
+    with contextlib.suppress(OSError):  # It died; `wait_ready` raises.
+      self._connection.send((make, rank, first, sizes, idle_timeout))
 
   @property
   def pid(self) -> int:
-    """Of the operating system."""
+    """Process id."""
     return self._child.pid
 
-  def settle(self) -> simulator.Spec:
-    """Waits until its first environment is built.
+  def wait_ready(self) -> simulator.Spec:
+    """Waits until its first environment is built; returns the spec.
 
     Raises:
-      UnavailableError: if it cannot be.
+      UnavailableError: if the environment cannot be built.
+      DiedError: if the process died.
     """
     if self.spec is None:
-      said = self._hear(BUILD)
-      if isinstance(said, simulator.UnavailableError):
-        raise said
-      self.spec = said
+      reply = self._receive(BUILD_TIMEOUT)
+      if isinstance(reply, simulator.UnavailableError):
+        raise reply
+      self.spec = reply
     return self.spec
 
-  def ask(self, name: str, rows: list, memory: shared_memory_lib.Memory):
-    """Sends a request: of environments, or pairs that begin with one."""
-    at = [row[0] if name == 'replay' else row for row in rows]
-    self.waiting.append(Request(name, at, memory.call_N[at].tolist()))
-    with contextlib.suppress(OSError):  # It died; `answer` tells.
-      self._mail.send((name, rows))
+  def request(self, name: str, rows: list, memory: shared_memory_lib.Memory):
+    """Sends a request.
 
-  def answer(
+    Args:
+      name: 'reset', 'step' or 'replay'.
+      rows: environments; of 'replay', pairs of one and its actions.
+      memory: the shared memory.
+    """
+    at = [row[0] if name == 'replay' else row for row in rows]
+    self.pending.append(Request(name, at, memory.call_N[at].tolist()))
+    with contextlib.suppress(OSError):  # It died; `wait` raises.
+      self._connection.send((name, rows))
+
+  def wait(
     self,
     memory: shared_memory_lib.Memory,
     step_timeout: float,
-    tell: Callable[[worker.Fault | worker.Picture], None],
+    on_message: Callable[[worker.Failure | worker.RenderedFrame], None],
   ):
-    """Waits until its oldest request is done.
+    """Waits until its oldest request is served.
 
     Args:
-      memory: shared with it, where it beats.
+      memory: the shared memory, with its heartbeat.
       step_timeout: seconds that one step of one environment may take.
-      tell: told of the failures that it got over, and given pictures.
+      on_message: called with each failure and frame.
 
     Raises:
-      DiedError: if it died, or takes longer.
-      BrokenError: if an environment begins no episode.
+      DiedError: if it died, or took longer.
+      BrokenError: if an environment starts no episode.
     """
-    while not isinstance(said := self._next(memory, step_timeout), worker.Done):
-      if isinstance(said, worker.BrokenError):
-        raise said
-      tell(said)
-    self.waiting.pop(0)
-    self.answered += 1
-    self.done[self.answered] = said
-    if os.fstat(self._log.fileno()).st_size > LOG:
+    while True:
+      message = self._next_message(memory, step_timeout)
+      if isinstance(message, worker.Done):
+        break
+      if isinstance(message, worker.BrokenError):
+        raise message
+      on_message(message)
+    self.pending.pop(0)
+    self.num_served += 1
+    self.spans[self.num_served] = message
+    if os.fstat(self._log.fileno()).st_size > LOG_SIZE:
       self._log.truncate(0)
 
-  def _next(self, memory, step_timeout: float):
-    """What it says next, as long as it beats."""
-    beat, waited, tick = None, 0.0, min(1.0, step_timeout / 4)
-    while not self._mail.poll(tick):
-      # Not by the clock: a machine that was suspended has not waited.
+  def _next_message(self, memory, step_timeout: float):
+    """Its next message; waits as long as its heartbeat changes."""
+    last, waited, tick = None, 0.0, min(1.0, step_timeout / 4)
+    while not self._connection.poll(tick):
+      # Counted, not by the clock, which runs on while a machine is suspended.
       waited += tick
-      of_P = memory.beat_P, memory.at_P, memory.does_P
+      of_P = memory.heartbeat_P, memory.env_P, memory.activity_P
       now = [int(x_P[self.rank]) for x_P in of_P]
-      if now != beat:
-        beat, waited = now, 0.0
-      builds = now[2] == shared_memory_lib.BUILDING
-      allowed = max(BUILD, step_timeout) if builds else step_timeout
-      if waited > allowed:
-        raise DiedError(f'did not answer for {allowed:g} seconds')
-    return self._hear(step_timeout)
+      if now != last:
+        last, waited = now, 0.0
+      building = now[2] == shared_memory_lib.BUILDING
+      timeout = max(BUILD_TIMEOUT, step_timeout) if building else step_timeout
+      if waited > timeout:
+        raise DiedError(f'did not answer for {timeout:g} seconds')
+    return self._receive(step_timeout)
 
-  def _hear(self, step_timeout: float) -> Any:
+  def _receive(self, timeout: float) -> Any:
     try:
-      if self._mail.poll(step_timeout):
-        return self._mail.recv()
+      if self._connection.poll(timeout):
+        return self._connection.recv()
     except (EOFError, OSError):
-      raise DiedError(self._death()) from None
-    raise DiedError(f'did not answer for {step_timeout:g} seconds')
+      raise DiedError(self._exit_reason()) from None
+    raise DiedError(f'did not answer for {timeout:g} seconds')
 
-  def _death(self) -> str:
-    """How it ended."""
+  def _exit_reason(self) -> str:
+    """How it ended, with the last line of its output."""
     try:
       code = self._child.wait(5)
     except subprocess.TimeoutExpired:
-      return 'closed its mail'
-    said = self.output().strip().splitlines()[-1:]
-    how = (
+      return 'closed its connection'
+    last_line = self.output().strip().splitlines()[-1:]
+    reason = (
       f'was killed by {signal.Signals(-code).name}'
       if code < 0
       else f'ended with code {code}'
     )
-    return f'{how} ({said[0].strip()})' if said else how
+    return f'{reason} ({last_line[0].strip()})' if last_line else reason
 
   def output(self) -> str:
-    """What it printed last."""
+    """The end of its output."""
     size = os.fstat(self._log.fileno()).st_size
     return os.pread(self._log.fileno(), 4096, max(0, size - 4096)).decode(
       errors='replace'
     )
 
   def kill(self):
-    """Ends it, whatever it does."""
-    if self._mail.closed:
+    """Ends it at once."""
+    if self._connection.closed:
       return
     self._child.kill()
     self._child.wait()
-    self._mail.close()
+    self._connection.close()
     os.close(self._lifeline)
     self._log.close()
 
-  def dismiss(self):
-    """Lets it close its environments and end."""
+  def request_exit(self):
+    """Asks it to close its environments and exit."""
     with contextlib.suppress(OSError):
-      self._mail.send(None)
+      self._connection.send(None)
 
   def close(self):
-    """Ends it, soon."""
-    if not self._mail.closed:
+    """Waits shortly for its exit, then ends it."""
+    if not self._connection.closed:
       with contextlib.suppress(subprocess.TimeoutExpired):
-        self._child.wait(LEAVE)
+        self._child.wait(CLOSE_TIMEOUT)
     self.kill()

@@ -1,4 +1,4 @@
-"""The worker processes of a pool: started, asked, waited for, begun anew."""
+"""The worker processes of a pool: requests, waiting, and recovery."""
 
 from collections.abc import Callable, Iterable
 import os
@@ -10,15 +10,15 @@ from rlinf_jax.envs import episode_log, process, recorder, simulator, worker
 from rlinf_jax.envs import shared_memory as shared_memory_lib
 
 
-class Processes:
-  """P of them, with environment i in the one of rank i mod P.
+class ProcessGroup:
+  """P worker processes; environment i lives in the one of rank i mod P.
 
   Attributes:
-    spec: what environments show and take.
-    memory: that is shared with them.
-    episodes: what environments did since theirs began.
-    known_N: those that have begun one, bool.
-    reel: what of them is filmed.
+    spec: of the environments.
+    memory: shared with the processes.
+    episodes: the actions of running episodes.
+    initialized_N: environments that have started an episode, bool.
+    recorder: of videos.
   """
 
   def __init__(
@@ -28,177 +28,210 @@ class Processes:
     step_timeout: float,
     idle_timeout: float,
     say: Callable[[str], None],
-    tell: Callable[[worker.Fault], None],
+    on_failure: Callable[[worker.Failure], None],
   ):
-    """Starts the first, to learn what environments look like.
+    """Starts the first process, for the spec of its environment.
 
     Args:
-      make: makes an environment of its index.
+      make: builds the environment of an index.
       sizes: environments, steps of a call, processes.
-      step_timeout: seconds after which a step or a reset is taken to hang.
+      step_timeout: seconds after which a step or a reset counts as hanging.
       idle_timeout: seconds without a step after which a process exits.
-      say: told of processes that died at rest.
-      tell: told of failures of environments.
+      say: told of processes that died while idle.
+      on_failure: called with failures of environments.
 
     Raises:
       UnavailableError: if environments cannot be built here.
     """
     self._make, self._sizes = make, sizes
     self._step_timeout, self._idle_timeout = step_timeout, idle_timeout
-    self._say, self._tell = say, tell
+    self._say, self._on_failure = say, on_failure
     self._fd = shared_memory_lib.anonymous()
-    self._there: list[process.Process] = []
-    self._end = weakref.finalize(self, _close, self._there, self._fd)
+    self._processes: list[process.Process] = []
+    self._end = weakref.finalize(self, _close, self._processes, self._fd)
     try:
-      self._there.append(self._started(0))
-      self.spec = self._there[0].settle()
+      self._processes.append(self._new_process(0))
+      self.spec = self._processes[0].wait_ready()
     except process.DiedError as error:
       self.close()
       raise simulator.UnavailableError(
-        f'The first environment was to be built, and its process {error}.'
+        f'While the first environment was being built, its process {error}.'
       ) from None
     except BaseException:
       self.close()
       raise
     self.memory = shared_memory_lib.Memory(self._fd, self.spec, *sizes)
-    self.episodes = episode_log.Episodes(self.memory, self.spec.horizon)
-    self.known_N = np.zeros(sizes[0], bool)
-    self.reel = recorder.Reel(self.memory, say)
+    self.episodes = episode_log.EpisodeLog(self.memory, self.spec.horizon)
+    self.initialized_N = np.zeros(sizes[0], bool)
+    self.recorder = recorder.Recorder(self.memory, say)
 
   @property
   def pids(self) -> list[int]:
-    """Of those that are there."""
-    return [one.pid for one in self._there]
+    """Process ids of the processes that have been started."""
+    return [one.pid for one in self._processes]
 
   def close(self):
-    """Ends them all."""
+    """Ends all processes."""
     self._end()
 
   def start(self):
-    """Starts those that are not there."""
-    first = len(self._there)
-    self._there += map(self._started, range(first, self._sizes[2]))
-    for one in self._there[first:]:
-      self._agree(one)
+    """Starts the processes that have not been started."""
+    first = len(self._processes)
+    self._processes += map(self._new_process, range(first, self._sizes[2]))
+    for one in self._processes[first:]:
+      self._check_spec(one)
 
-  def refuse_busy(self, row_B: Iterable[int]):
-    """Refuses rows that are stepping."""
-    busy = {i for one in self._there for ask in one.waiting for i in ask.rows}
+  def check_not_stepping(self, row_B: Iterable[int]):
+    """Raises ValueError for rows that are stepping."""
+    busy = {
+      i
+      for one in self._processes
+      for request in one.pending
+      for i in request.rows
+    }
     if both := sorted(busy & {*map(int, row_B)}):
       raise ValueError(
-        f'Environments {both} are stepping: receive what they were sent first.'
+        f'Environments {both} are stepping: call `recv` for them first.'
       )
 
-  def ask(self, name: str, row_B) -> dict[int, int]:
-    """Asks those that hold environments; returns what `hear` shall wait for."""
-    return self._ask(name, [(int(i), int(i)) for i in row_B])
+  def request(self, name: str, row_B) -> dict[int, int]:
+    """Sends a request for environments.
+
+    Returns:
+      For each process, the number of requests served once this one is; an
+      argument of `wait`.
+    """
+    return self._request(name, [(int(i), int(i)) for i in row_B])
 
   def replay(self, actions: dict[int, np.ndarray]):
-    """Brings environments to where memory says, by actions [n, C, A]."""
-    # In a process that dies all are replayed at once, so it is asked alone.
-    self.hear({x.rank: x.answered + len(x.waiting) for x in self._there})
-    self.hear(self._ask('replay', [(i, (i, x)) for i, x in actions.items()]))
+    """Restores environments by their seeds in memory and actions [n, C, A]."""
+    # A process that dies replays all its environments, so none may be pending.
+    self.wait({x.rank: x.num_served + len(x.pending) for x in self._processes})
+    pairs = [(i, (i, x)) for i, x in actions.items()]
+    self.wait(self._request('replay', pairs))
 
-  def hear(self, asked: dict[int, int]) -> dict[int, worker.Done]:
-    """Waits until processes have answered, whatever it takes; tells when."""
-    for rank, count in asked.items():
-      died = 0
-      while (one := self._there[rank]).answered < count:
+  def wait(self, counts: dict[int, int]) -> dict[int, worker.Done]:
+    """Waits until processes have served as many requests; restarts dead ones.
+
+    Returns:
+      When each process served its request, by rank.
+
+    Raises:
+      BrokenError: if processes die again and again.
+    """
+    for rank, count in counts.items():
+      deaths = 0
+      while (one := self._processes[rank]).num_served < count:
         try:
-          one.answer(self.memory, self._step_timeout, self._told)
+          one.wait(self.memory, self._step_timeout, self._on_message)
         except process.DiedError as error:
-          died += 1
-          if died > worker.ATTEMPTS * self._sizes[0]:
+          deaths += 1
+          if deaths > worker.ATTEMPTS * self._sizes[0]:
             raise worker.BrokenError(
-              f'A process of simulators {error}, as did {died - 1} before '
-              'it in one call.'
+              f'A simulator process {error}, after {deaths - 1} others in one '
+              'call.'
             ) from None
-          self._mend(one, error)
-    done = {rank: self._there[rank].done for rank in asked}
-    return {k: done[k].pop(n) for k, n in asked.items() if n in done[k]}
+          self._restart(one, error)
+    spans = {rank: self._processes[rank].spans for rank in counts}
+    return {k: spans[k].pop(n) for k, n in counts.items() if n in spans[k]}
 
-  def _started(self, rank: int) -> process.Process:
+  def _new_process(self, rank: int) -> process.Process:
     return process.Process(
       self._make, rank, rank, self._sizes, self._fd, self._idle_timeout
     )
 
-  def _agree(self, one: process.Process):
-    """Waits for a process whose environments must look like the first."""
+  def _check_spec(self, one: process.Process):
+    """Waits for a process and checks that its spec is that of the first."""
     try:
-      spec = one.settle()
+      spec = one.wait_ready()
     except process.DiedError as error:
       raise worker.BrokenError(
-        f'Environment {one.rank} was to be built, and its process {error}.'
+        f'While environment {one.rank} was being built, its process {error}.'
       ) from None
     if (spec.obs, spec.low.shape) != (self.spec.obs, self.spec.low.shape):
       raise ValueError(
-        f'Environment {one.rank} shows {spec.obs} and takes {spec.low.shape}, '
-        f'environment 0 {self.spec.obs} and {self.spec.low.shape}: in a pool '
-        'all must be alike.'
+        f'Environment {one.rank} has observations {spec.obs} and actions '
+        f'{spec.low.shape}, environment 0 has {self.spec.obs} and '
+        f'{self.spec.low.shape}: in a pool all must have the same.'
       )
 
-  def _ask(self, name: str, requests) -> dict[int, int]:
-    """Sends requests, each with its environment, to those that hold them."""
-    asked, P = {}, self._sizes[2]
-    for rank, one in enumerate(self._there):
-      if rows := [request for i, request in requests if i % P == rank]:
-        one.ask(name, rows, self.memory)
-        asked[rank] = one.answered + len(one.waiting)
-    return asked
+  def _request(self, name: str, rows) -> dict[int, int]:
+    """Sends rows, each with its environment, to the processes that hold it."""
+    counts, P = {}, self._sizes[2]
+    for rank, one in enumerate(self._processes):
+      if mine := [row for i, row in rows if i % P == rank]:
+        one.request(name, mine, self.memory)
+        counts[rank] = one.num_served + len(one.pending)
+    return counts
 
-  def _mend(self, one: process.Process, error: process.DiedError):
-    """Begins a process anew and brings its environments to where they were."""
+  def _restart(self, one: process.Process, error: process.DiedError):
+    """Restarts a process, restores its environments, resends its requests."""
     m, rank = self.memory, one.rank
-    at, does = int(m.at_P[rank]), m.does_P[rank]
+    at, activity = int(m.env_P[rank]), m.activity_P[rank]
     one.kill()
-    if does == shared_memory_lib.DRAWING:
-      self.reel.stop(f'environment {at} was drawn when its process {error}')
-    elif does != shared_memory_lib.IDLE:
-      m.dropped_N[at] = 1
-      m.attempt_N[at] += does != shared_memory_lib.STEPPING
-      doing = shared_memory_lib.DOES[does]
-      what = f'was {doing} when its process {error}: its episode is lost'
-      self._tell(worker.Fault(at, int(m.call_N[at]), what))
+    if activity == shared_memory_lib.RENDERING:
+      self.recorder.disable(
+        f'environment {at} was rendering when its process {error}'
+      )
+    elif activity != shared_memory_lib.IDLE:
+      m.abandoned_N[at] = 1
+      m.attempt_N[at] += activity != shared_memory_lib.STEPPING
+      doing = shared_memory_lib.ACTIVITIES[activity]
+      self._report(
+        at, f'was {doing} when its process {error}: its episode is lost'
+      )
     else:
-      self._say(f'Process {rank} of simulators {error} and is begun anew.')
-    m.does_P[rank] = shared_memory_lib.IDLE
-    self._there[rank] = new = self._started(rank)
-    # One request more, which nobody waits for; if it died in that, it has it.
-    again = one.waiting[0].name == 'replay'
-    new.answered = one.answered - (not again)
-    self._agree(new)
-    begins = {i for ask in one.waiting if ask.name == 'reset' for i in ask.rows}
-    replays = []
-    for i in range(rank, self._sizes[0], self._sizes[2]):
-      if not self.known_N[i] or i in begins or m.dropped_N[i]:
+      self._say(f'Process {rank} of the simulators {error} and is restarted.')
+    m.activity_P[rank] = shared_memory_lib.IDLE
+    self._processes[rank] = new = self._new_process(rank)
+    # The replay below is one request more, unless it died in a replay.
+    replaying = one.pending[0].name == 'replay'
+    new.num_served = one.num_served - (not replaying)
+    self._check_spec(new)
+    new.request('replay', self._to_replay(one), m)
+    for request in one.pending:
+      if request.name != 'replay':
+        unserved = [
+          i
+          for i, call in zip(request.rows, request.calls, strict=True)
+          if request.name == 'reset' or m.call_N[i] == call
+        ]
+        new.request(request.name, unserved, m)
+
+  def _to_replay(self, one: process.Process) -> list[tuple[int, np.ndarray]]:
+    """Environments of a dead process, with the actions that restore them."""
+    m = self.memory
+    resetting = {
+      i
+      for request in one.pending
+      if request.name == 'reset'
+      for i in request.rows
+    }
+    pairs = []
+    for i in range(one.rank, self._sizes[0], self._sizes[2]):
+      if not self.initialized_N[i] or i in resetting or m.abandoned_N[i]:
         continue
       if (actions := self.episodes.actions(i)) is None:
-        m.dropped_N[i] = 1
-        what = 'cannot be brought to where it was: its episode is lost'
-        self._tell(worker.Fault(i, int(m.call_N[i]), what))
+        m.abandoned_N[i] = 1
+        self._report(i, 'cannot be restored: its episode is lost')
       else:
-        replays.append((i, actions))
-    new.ask('replay', replays, m)
-    for ask in one.waiting:
-      if ask.name != 'replay':
-        undone = [
-          i
-          for i, call in zip(ask.rows, ask.calls, strict=True)
-          if ask.name == 'reset' or m.call_N[i] == call
-        ]
-        new.ask(ask.name, undone, m)
+        pairs.append((i, actions))
+    return pairs
 
-  def _told(self, said: worker.Fault | worker.Picture):
-    if isinstance(said, worker.Picture):
-      self.reel.take(said)
+  def _report(self, i: int, message: str):
+    self._on_failure(worker.Failure(i, int(self.memory.call_N[i]), message))
+
+  def _on_message(self, message: worker.Failure | worker.RenderedFrame):
+    if isinstance(message, worker.RenderedFrame):
+      self.recorder.add(message)
     else:
-      self._tell(said)
+      self._on_failure(message)
 
 
-def _close(there: list[process.Process], fd: int):
-  """Ends processes, first of all those that can end by themselves."""
-  for one in there:
-    one.dismiss()
-  for one in there:
+def _close(processes: list[process.Process], fd: int):
+  """Ends processes; first asks all of them to exit."""
+  for one in processes:
+    one.request_exit()
+  for one in processes:
     one.close()
   os.close(fd)

@@ -1,4 +1,4 @@
-"""What a pool has filmed: pictures of the first episodes of an evaluation."""
+"""Recorded frames of a pool: the first episodes of an evaluation."""
 
 from collections.abc import Callable
 
@@ -8,66 +8,66 @@ from rlinf_jax.envs import shared_memory as shared_memory_lib
 from rlinf_jax.envs import worker
 
 
-class Reel:
-  """Pictures by environment and by how often that had been stepped.
+class Recorder:
+  """Frames by environment and call count.
 
-  It films the episodes of the first seeds that it is asked for, and never
-  others: an evaluation in several batches shows its first, each time the same.
+  It records the episodes of the first seeds that it is given, and never others:
+  an evaluation in several batches shows its first, each time the same.
   """
 
   def __init__(
     self, memory: shared_memory_lib.Memory, say: Callable[[str], None]
   ):
-    """Starts with nothing; `say` is told, once, why there is nothing."""
-    self._memory, self._say, self._blind = memory, say, False
-    self._cast: np.ndarray | None = None
-    self._every, self._taken = 1, {}
+    """Starts without frames; `say` is told, once, why there is no video."""
+    self._memory, self._say, self._disabled = memory, say, False
+    self._seeds: np.ndarray | None = None  # Of the recorded episodes.
+    self._every, self._frames = 1, {}
 
-  def roll(self, seed_B, rows: int, every: int):
-    """Films the first `rows` environments that begin by seeds, and no other."""
-    self._memory.film_N[:] = shared_memory_lib.NO
-    self._every, self._taken = every, {i: {} for i in range(rows)}
+  def start(self, seed_B, rows: int, every: int):
+    """Records the first `rows` environments that start by these seeds."""
+    self._memory.record_N[:] = shared_memory_lib.NO
+    self._every, self._frames = every, {i: {} for i in range(rows)}
     seed_K = np.array(seed_B[:rows])
-    if rows and self._cast is None:
-      self._cast = seed_K
-    if not self._blind and np.array_equal(seed_K, self._cast):
-      self._memory.film_N[: len(seed_K)] = shared_memory_lib.YES
+    if rows and self._seeds is None:
+      self._seeds = seed_K
+    if not self._disabled and np.array_equal(seed_K, self._seeds):
+      self._memory.record_N[: len(seed_K)] = shared_memory_lib.YES
 
-  def aim(self, row_B, call_B):
-    """Says what is filmed of the steps after these calls."""
+  def before_step(self, row_B, call_B):
+    """Sets which environments render after the step of these calls."""
     m = self._memory
     for i, call in zip(row_B, call_B, strict=True):
-      if m.begun_N[i] > 0:  # Its first episode has ended.
-        m.film_N[i] = shared_memory_lib.NO
-      elif m.film_N[i]:
+      if m.first_call_N[i] > 0:  # Its first episode has ended.
+        m.record_N[i] = shared_memory_lib.NO
+      elif m.record_N[i]:
         due = (call + 1) % self._every == 0
-        m.film_N[i] = shared_memory_lib.YES if due else shared_memory_lib.END
+        m.record_N[i] = shared_memory_lib.YES if due else shared_memory_lib.END
 
-  def take(self, picture: worker.Picture):
-    """Keeps a picture."""
-    if isinstance(picture.frame, str):
-      self.stop(picture.frame)
+  def add(self, frame: worker.RenderedFrame):
+    """Keeps a frame; stops recording if rendering failed."""
+    if isinstance(frame.image, str):
+      self.disable(frame.image)
     else:
-      self._taken[picture.env_id][picture.call] = picture.frame
+      self._frames[frame.env_id][frame.call] = frame.image
 
-  def stop(self, why: str):
-    """Films nothing from now on."""
-    self._memory.film_N[:] = shared_memory_lib.NO
-    if not self._blind:
-      self._say(f'There is no video of what is simulated: {why}.')
-    self._blind = True
+  def disable(self, why: str):
+    """Records nothing from now on."""
+    self._memory.record_N[:] = shared_memory_lib.NO
+    if not self._disabled:
+      self._say(f'There is no video of the simulators: {why}.')
+    self._disabled = True
 
   def frames(self, row_B, time, shape) -> tuple[np.ndarray, np.ndarray]:
-    """Pictures of environments, as `stages.base.VideoRecorder` has them."""
-    if self._cast is None:
-      self.stop(
-        'they began in another process than this; give `reset`, `simulate` '
-        'and `video` one place'
+    """Frames of environments, as `stages.base.VideoRecorder.frames`."""
+    if self._seeds is None:
+      self.disable(
+        'their episodes began in another process; put the stages `reset`, '
+        '`simulate` and `video` on one place'
       )
     frame = np.zeros((*time.shape, *shape), np.uint8)
     shown_B = np.zeros(len(row_B), np.float32)
     for b, (i, times) in enumerate(zip(row_B, time.tolist(), strict=True)):
-      taken = self._taken.get(int(i), {})
-      if {*times} <= taken.keys():
-        frame[b], shown_B[b] = [taken[t] for t in times], 1
+      frames = self._frames.get(int(i), {})
+      if {*times} <= frames.keys():
+        frame[b], shown_B[b] = [frames[t] for t in times], 1
     return frame, shown_B

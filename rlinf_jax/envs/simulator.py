@@ -1,7 +1,7 @@
-"""What a worker steps: one environment, in NumPy.
+"""The interface of one simulator, in NumPy, as a worker process steps it.
 
-Nothing here or in `worker` imports JAX: a worker process is a simulator and
-little else.
+Neither this module nor `worker` imports JAX: a worker process is a simulator
+and little else.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,39 +13,39 @@ Tree = Any  # An array, or a dict of trees by name.
 
 
 class Array(NamedTuple):
-  """What an array looks like before there is one."""
+  """Shape and dtype of an array."""
 
   shape: tuple[int, ...]
   dtype: str
 
 
 class Spec(NamedTuple):
-  """What an environment shows, and what it can be told to do.
+  """Observation and action spaces of an environment.
 
   Attributes:
     obs: a tree of `Array`, without rows.
-    low: least action [A].
-    high: greatest action [A].
-    horizon: most steps of an episode.
-    picture: what `draw` returns; None for what has no `draw`.
+    low: lower bounds of actions, [A].
+    high: upper bounds of actions, [A].
+    horizon: maximum steps of an episode.
+    image: of what `render` returns; None without a `render`.
   """
 
   obs: Tree
   low: np.ndarray
   high: np.ndarray
   horizon: int
-  picture: Array | None = None
+  image: Array | None = None
 
 
 class Step(NamedTuple):
-  """What came of one action.
+  """Result of one action.
 
   Attributes:
     obs: a tree of arrays.
     reward: a number.
-    terminated: the task has ended, well or badly: nothing follows.
-    truncated: something else ended the episode, such as a limit of time.
-    success: the task is accomplished now.
+    terminated: the task has ended, in success or failure.
+    truncated: something else ended the episode, such as a time limit.
+    success: the task is solved at this moment.
   """
 
   obs: Tree
@@ -56,42 +56,43 @@ class Step(NamedTuple):
 
 
 class Environment(Protocol):
-  """A simulator of one scene, which does not begin anew by itself.
+  """A simulator of one scene, which does not reset by itself.
 
-  Equal seeds and actions must give equal observations: an environment whose
-  process died is brought back by them.
+  Equal seeds and actions must give equal observations: they are how an
+  environment is restored when its process has died.
 
-  It may have `draw() -> uint8 [H, W, 3]`, how it looks now, for people, if its
-  spec says what size that is. It is called between steps and changes nothing;
-  where it raises, there is no video, and all else goes on.
+  It may have `render() -> uint8 [H, W, 3]`, a frame for people, if its spec has
+  an `image`. It is called between steps and must change nothing; if it raises,
+  there is no video, and the run continues.
   """
 
   spec: Spec
 
   def reset(self, seed: int) -> Tree:
-    """Begins the episode of a seed in [0, 2³¹)."""
+    """Starts the episode of a seed in [0, 2³¹); returns an observation."""
 
   def step(self, action_A: np.ndarray) -> Step:
-    """Acts once."""
+    """Takes an action."""
 
   def close(self):
-    """Frees what it holds."""
+    """Frees its resources."""
 
 
 class UnavailableError(RuntimeError):
-  """A package or an asset is missing; the message says which and from where."""
+  """A package or asset is missing; the message says which and how to get it."""
 
 
-Make = Callable[[int], Environment]  # Of an environment's index.
+# `index, **settings -> Environment`: builds the environment of an index.
+Make = Callable[..., Environment]
 
 
 def episode_seed(seed: int, call: int, attempt: int = 0) -> int:
-  """The seed of the episode which an environment begins before a call.
+  """The seed of the episode that starts before a call.
 
   Args:
-    seed: of the environment; its first episode has it as it is.
-    call: how often the environment has been stepped.
-    attempt: how many episodes failed to begin here.
+    seed: of the environment; its first episode uses it unchanged.
+    call: call count of the environment.
+    attempt: failed attempts to start this episode.
   """
   if call == attempt == 0:
     return seed
@@ -110,14 +111,14 @@ def leaves(tree: Tree, path: str = '') -> dict[str, Any]:
 
 
 def tree(by_path: Mapping[str, Any]) -> Tree:
-  """Undoes `leaves`."""
+  """The inverse of `leaves`."""
   if list(by_path) == ['']:
     return by_path['']
-  made: dict[str, Any] = {}
+  root: dict[str, Any] = {}
   for path, leaf in by_path.items():
-    *above, name = path.split('/')
-    at = made
-    for folder in above:
-      at = at.setdefault(folder, {})
-    at[name] = leaf
-  return made
+    *parents, name = path.split('/')
+    node = root
+    for parent in parents:
+      node = node.setdefault(parent, {})
+    node[name] = leaf
+  return root

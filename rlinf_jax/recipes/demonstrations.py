@@ -1,4 +1,4 @@
-"""Demonstrations made on the spot, by a controller that somebody wrote."""
+"""Demonstrations recorded on the spot, by a scripted controller."""
 
 from collections.abc import Callable
 import pathlib
@@ -11,25 +11,28 @@ def record(
   workdir: str,
   *,
   env: Callable[[], base.Env],
-  controller: Callable,
+  controller: demonstrations.Controller,
   num_envs: int,
   num_episodes: int,
   noise_std: float = 0.0,
 ) -> str:
-  """The file of demonstrations of a run, made if it is not there.
+  """The path of a run's demonstrations, recorded if they do not exist.
 
   Args:
     workdir: the run folder.
-    env: makes where; a simulator that is not needed is not started.
-    controller: `obs_O -> action_A`, where −1 … 1 is the range of the world.
-    num_envs: environments.
-    num_episodes: how often to try; those that succeed are kept.
-    noise_std: of actions from what the controller says.
+    env: makes the environment; not called if the demonstrations exist.
+    controller: `obs_O -> action_A`, where −1 … 1 is the action range.
+    num_envs: episodes that run in parallel.
+    num_episodes: episodes to try; those that succeed are kept.
+    noise_std: standard deviation of the noise added to actions.
+
+  Raises:
+    ValueError: if no episode succeeds.
   """
   path = pathlib.Path(workdir) / 'warm_start' / 'demonstrations.npz'
   if path.exists():
     return str(path)
-  made, succeeded = demonstrations.collect(
+  data, succeeded = demonstrations.collect(
     env(),
     controller,
     num_envs=num_envs,
@@ -37,8 +40,8 @@ def record(
     num_episodes=num_episodes,
   )
   print(
-    f'Demonstrated: {succeeded} of {num_episodes} attempts succeeded, '
-    f'{len(made.obs)} steps.',
+    f'Demonstrations: {succeeded} of {num_episodes} episodes succeeded, '
+    f'{len(data.obs)} steps.',
     flush=True,
   )
   if not succeeded:
@@ -47,5 +50,5 @@ def record(
       'to imitate: give a controller that can do the task, or a smaller '
       '`noise_std`.'
     )
-  demonstrations.write(path, made)
+  demonstrations.write(path, data)
   return str(path)

@@ -1,8 +1,8 @@
-"""A small model to begin with, made on the spot: fresh weights, then imitation.
+"""A small initial model made on the spot: new weights, then imitation.
 
-Reinforcement learning needs a policy that is right sometimes. Where there is no
-pretrained checkpoint, this makes one in the same form: a language model as a
-folder that `transformers` loads too, a robot's policy as a run exports it.
+Reinforcement learning needs a policy that succeeds sometimes. Without a
+pretrained checkpoint, this makes one of the same format: a language model as a
+folder that `transformers` loads, a robot's policy as a run exports it.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,20 +30,20 @@ def checkpoint(
   rope_theta: float = 1e4,
   seed: int = 0,
 ) -> str:
-  """The folder of the checkpoint to begin with, made if it is not there.
+  """The folder of the initial checkpoint, made if it does not exist.
 
   Args:
-    workdir: the run folder; it is made in `workdir`/warm_start/model.
-    given: a checkpoint that exists; nothing is made then.
-    corpus: text for the tokenizer to learn from.
-    vocabulary: most tokens.
-    width: of the model.
-    layers: of the model.
-    heads: of queries.
-    kv_heads: of keys and values.
-    feed_forward: width of the feed-forward.
+    workdir: the run folder; the checkpoint is `workdir`/warm_start/model.
+    given: an existing checkpoint, which is used instead.
+    corpus: returns the text that the tokenizer is trained on.
+    vocabulary: maximum size of the vocabulary.
+    width: of the residual stream.
+    layers: number of layers.
+    heads: query heads.
+    kv_heads: key-value heads.
+    feed_forward: width of the feed-forward layers.
     rope_theta: θ of the rotary embedding.
-    seed: of the weights.
+    seed: of the initial weights.
   """
   if given:
     return given
@@ -73,11 +73,11 @@ def checkpoint(
 
 
 def cloned(workdir: str, *, given: str | None = None) -> str:
-  """The folder of the robot's policy to begin with, which `warm_up` makes.
+  """The folder of the initial robot policy, which `warm_up` makes.
 
   Args:
     workdir: the run folder.
-    given: a policy that exists; none is made then.
+    given: an existing policy, which is used instead.
   """
   return given or str(pathlib.Path(workdir) / 'warm_start' / 'model')
 
@@ -89,13 +89,13 @@ def warm_up(
   train: Callable[..., Any],
   seed: int,
 ):
-  """Trains what to begin with by imitation until it is right sometimes.
+  """Trains the initial model by imitation, until it succeeds sometimes.
 
   Args:
-    workdir: the run folder; the warm-up's own is `workdir`/warm_start.
-    given: a checkpoint that exists; it is left as it is.
-    train: `train.train`, configured for imitation; its export is what the run
-      begins with.
+    workdir: the run folder; the warm-up's is `workdir`/warm_start.
+    given: an existing checkpoint, which needs no warm-up.
+    train: `train.train`, configured for imitation; the run starts from its
+      export.
     seed: of the run.
   """
   if given:

@@ -1,4 +1,4 @@
-"""Several actions at a time: a world that is told what to do next, and then."""
+"""Environments that execute a chunk of actions per step."""
 
 import jax
 import jax.numpy as jnp
@@ -6,45 +6,46 @@ import jax.numpy as jnp
 from stages import base
 
 
-def chunked(world: base.Env, steps: int, discount: float) -> base.Env:
-  """The world whose commands are chunks, [B, Z, A], of as many steps.
+def chunked(env: base.Env, chunk_size: int, discount: float) -> base.Env:
+  """Wraps an environment so that a step takes a chunk of actions, [B, Z, A].
 
-  A chunk ends where the episode does: what it says beyond is not done, and the
-  next chunk begins with the next episode.
+  A chunk ends where its episode does: its remaining actions are dropped, and
+  the next chunk starts with the next episode.
 
   Args:
-    world: of JAX, that takes one command at a time.
-    steps: Z.
-    discount: γ, by which a chunk's reward is Σₖ γᵏ rₖ. What follows it counts
-      for γⁿ, where n is `TimeStep.steps`.
+    env: a JAX environment that takes one action per step.
+    chunk_size: Z.
+    discount: γ. The reward of a chunk is Σₖ γᵏ rₖ, and what follows it is
+      discounted by γⁿ, where n is `TimeStep.steps`.
   """
 
-  def step(state, command_BZA):
-    if command_BZA.shape[1] != steps:
+  def step(state, action_BZA):
+    if action_BZA.shape[1] != chunk_size:
       raise ValueError(
-        f'Chunks of {command_BZA.shape[1]} commands were given to a world of '
-        f'chunks of {steps}: give the policy the same `chunk`.'
+        f'Chunks of {action_BZA.shape[1]} actions were given to an environment '
+        f'that takes chunks of {chunk_size}: give the policy the same `chunk`.'
       )
-    state, so_far = world.step(state, command_BZA[:, 0])
+    state, so_far = env.step(state, action_BZA[:, 0])
     so_far = so_far._replace(steps=jnp.ones_like(so_far.reward))
-    for z in range(1, steps):
-      goes_on_B = (so_far.terminated + so_far.truncated) == 0
-      new, now = world.step(state, command_BZA[:, z])
+    for z in range(1, chunk_size):
+      running_B = (so_far.terminated + so_far.truncated) == 0
+      new_state, timestep = env.step(state, action_BZA[:, z])
       n_B = so_far.steps
-      now = now._replace(
-        reward=so_far.reward + discount**n_B * now.reward,
-        success=jnp.maximum(so_far.success, now.success),
+      timestep = timestep._replace(
+        reward=so_far.reward + discount**n_B * timestep.reward,
+        success=jnp.maximum(so_far.success, timestep.success),
         steps=n_B + 1.0,
       )
       state, so_far = jax.tree.map(
-        lambda a, b: jnp.where(_as_rows(goes_on_B, a), a, b),
-        (new, now),
+        lambda a, b: jnp.where(_expand_dims(running_B, a), a, b),
+        (new_state, timestep),
         (state, so_far),
       )
     return state, so_far
 
-  return world._replace(step=step, horizon=-(-world.horizon // steps))
+  return env._replace(step=step, horizon=-(-env.horizon // chunk_size))
 
 
-def _as_rows(x_B, like):
+def _expand_dims(x_B, like):
+  """`[B] -> [B, 1, …]`, of the rank of `like`."""
   return x_B.reshape(x_B.shape + (1,) * (like.ndim - 1))

@@ -1,8 +1,8 @@
-"""Demonstrations: who makes them, the file they are in, batches of them.
+"""Demonstrations: collecting them, their file format, batches of them.
 
 A file is a `.npz` of two arrays whose rows are steps: `obs`, float32 [N, O],
-what was seen before each, and `action`, float32 [N, A], what was done, where
-−1 … 1 is the range that the world has. The order of steps does not matter.
+the observation before each step, and `action`, float32 [N, A], where −1 … 1 is
+the action range of the environment. The order of steps does not matter.
 """
 
 from collections.abc import Callable
@@ -16,17 +16,22 @@ from stages import base
 from stages.envs import episode_stats, rollout, seed_source
 from stages.models import gaussian_policy
 
+# `obs_O -> action_A`: a scripted policy for one environment, where −1 … 1 is
+# the environment's action range. It is vmapped, so it is written in JAX.
+Controller = Callable[[jax.Array], jax.Array]
+
 
 def scripted_policy(
-  world: base.Env, controller: Callable, noise_std: float
+  env: base.Env, controller: Controller, noise_std: float
 ) -> base.Policy:
-  """A policy that does what somebody wrote down, and deviates from it.
+  """A policy without parameters that follows a controller, plus noise.
 
   Args:
-    world: where.
-    controller: `obs_O -> action_A`, where −1 … 1 is the range of the world.
-    noise_std: of the Gaussian noise that is added. What makes up for it is
-      demonstrated, too, and whoever clones that explores as far.
+    env: the environment to act in.
+    controller: `obs_O -> action_A`, where −1 … 1 is the action range.
+    noise_std: standard deviation of the Gaussian noise added to actions. The
+      demonstrations then show how to correct deviations, and a policy cloned
+      from them explores as far.
   """
 
   def act(params, obs, key_B, *, group_size=1, greedy=False):
@@ -35,60 +40,62 @@ def scripted_policy(
     if not greedy:
       draw = lambda key: jax.random.normal(key, action_BA.shape[1:])
       action_BA += noise_std * jax.vmap(draw)(key_B)
-    none_B = 0.0 * action_BA[:, 0]
-    return base.Experience(obs, action_BA, none_B, none_B + 1.0, none_B)
+    zero_B = 0.0 * action_BA[:, 0]
+    return base.Experience(obs, action_BA, zero_B, zero_B + 1.0, zero_B)
 
-  return base.Policy(
-    lambda key: (), act, None, gaussian_policy.policy(world).to_env_action
-  )
+  to_env_action = gaussian_policy.policy(env).to_env_action
+  return base.Policy(lambda key: (), act, None, to_env_action)
 
 
 def collect(
-  world: base.Env,
-  controller: Callable,
+  env: base.Env,
+  controller: Controller,
   *,
   num_envs: int,
   noise_std: float,
   num_episodes: int,
 ) -> tuple[base.Demonstration, int]:
-  """The episodes that succeed of some, step by step; and how many those are.
+  """Runs episodes and returns the steps of those that succeed.
 
   Args:
-    world: where.
-    controller: `obs_O -> action_A`, where −1 … 1 is the range of the world.
-    num_envs: environments.
-    noise_std: of actions from what it says.
-    num_episodes: how many; the first has seed 0, the next 1.
+    env: the environment to act in; its observations are vectors.
+    controller: `obs_O -> action_A`, where −1 … 1 is the action range.
+    num_envs: episodes that run in parallel.
+    noise_std: standard deviation of the noise added to actions.
+    num_episodes: episodes to try; the first has seed 0, the next 1.
+
+  Returns:
+    The steps of successful episodes, and how many episodes succeeded.
+
+  Raises:
+    ValueError: if observations are not vectors.
   """
-  if isinstance(world.obs_spec, dict) or len(world.obs_spec.shape) != 1:
+  if isinstance(env.obs_spec, dict) or len(env.obs_spec.shape) != 1:
     raise ValueError(
       'Demonstrations hold vector observations, and this environment has '
-      f'{world.obs_spec}: configure it to return its state as a vector.'
+      f'{env.obs_spec}: configure it to return its state as a vector.'
     )
-  policy = scripted_policy(world, controller, noise_std)
-  reset = rollout.reset(world)
-  act = rollout.rollout(policy, world, world.horizon)
+  policy = scripted_policy(env, controller, noise_std)
+  reset = rollout.reset(env)
+  act = rollout.rollout(policy, env, env.horizon)
   kept, succeeded = [], 0
   for begin in range(0, num_episodes, num_envs):
-    seed_B = np.arange(
-      begin, min(begin + num_envs, num_episodes), dtype=np.int32
-    )
+    end = min(begin + num_envs, num_episodes)
+    seed_B = np.arange(begin, end, dtype=np.int32)
     state, obs = reset(seed_B)
     keys = stages.keys(jax.random.key(begin), seed_B)
     *_, x, timestep = act((), (), state, obs, keys)
     success_B = episode_stats.first_episode(timestep).success_once
-    counts_BT = (
-      np.asarray(episode_stats.in_first_episode(timestep) * success_B[:, None])
-      > 0
-    )
-    kept.append([np.asarray(y)[counts_BT] for y in (x.obs, x.action)])
+    mask_BT = episode_stats.in_first_episode(timestep) * success_B[:, None]
+    kept_BT = np.asarray(mask_BT) > 0
+    kept.append([np.asarray(y)[kept_BT] for y in (x.obs, x.action)])
     succeeded += int(success_B.sum())
-  every = map(np.concatenate, zip(*kept, strict=True))
-  return base.Demonstration(*every), succeeded
+  arrays = map(np.concatenate, zip(*kept, strict=True))
+  return base.Demonstration(*arrays), succeeded
 
 
 def write(path: str | pathlib.Path, x: base.Demonstration):
-  """Writes a file that is there whole or not at all."""
+  """Writes demonstrations to a file, atomically."""
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   part = path.with_name(f'{path.name}.part')
@@ -98,7 +105,12 @@ def write(path: str | pathlib.Path, x: base.Demonstration):
 
 
 def read(path: str | pathlib.Path) -> base.Demonstration:
-  """All steps of a file."""
+  """Reads all steps of a file.
+
+  Raises:
+    FileNotFoundError: if there is no such file.
+    ValueError: if it lacks an array, or their lengths differ or are zero.
+  """
   if not pathlib.Path(path).is_file():
     raise FileNotFoundError(f'There are no demonstrations at {path}.')
   with np.load(path) as arrays:
@@ -120,25 +132,25 @@ def read(path: str | pathlib.Path) -> base.Demonstration:
 def source(
   path: str, *, batch_size: int, held_out: int = 100, held_out_batch: int = 100
 ) -> base.Source:
-  """Steps at random, and held-out seeds to try what was learned from them.
+  """A source of random steps for training and of seeds for evaluation.
 
   Args:
-    path: of a file of demonstrations.
-    batch_size: steps of a batch.
+    path: a file of demonstrations.
+    batch_size: steps of a training batch, drawn with replacement.
     held_out: episodes of an evaluation.
-    held_out_batch: how many of them go on at once.
+    held_out_batch: episodes that run in parallel.
   """
-  every = read(path)
+  data = read(path)
 
   def init(seed):
     return {'seed': np.array(seed), 'batch': np.array(0)}
 
-  def draw(state, metrics):
+  def next_batch(state, metrics):
     del metrics
     rng = np.random.default_rng([int(state['seed']), int(state['batch'])])
-    id_B = rng.integers(len(every.obs), size=batch_size)
-    batch = base.Demonstration(every.obs[id_B], every.action[id_B])
+    id_B = rng.integers(len(data.obs), size=batch_size)
+    batch = base.Demonstration(data.obs[id_B], data.action[id_B])
     return {**state, 'batch': state['batch'] + 1}, batch
 
-  tried = seed_source.seeds(held_out=held_out, held_out_batch=held_out_batch)
-  return base.Source(init, draw, tried.held_out)
+  seeds = seed_source.seeds(held_out=held_out, held_out_batch=held_out_batch)
+  return base.Source(init, next_batch, seeds.held_out)

@@ -1,8 +1,8 @@
-"""Worlds in the plane as pictures: strokes of a round brush, from above.
+"""Rasterizes 2-D scenes as images: round-brush strokes, seen from above.
 
-A disc is a stroke that goes nowhere. What part of a pixel a stroke covers is
-told by how far the pixel's middle is from its edge, so edges are smooth, and a
-motion of less than a pixel can be seen.
+A disc is a stroke of length zero. Coverage of a pixel follows from the distance
+of its center to the stroke's edge, so edges are anti-aliased and a motion of
+less than a pixel changes the image.
 """
 
 from collections.abc import Iterable
@@ -11,17 +11,17 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-SIZE = 128  # Pixels along each edge of a picture for people.
-PAPER = (0.1, 0.1, 0.12)  # Red, green and blue of 0 to 1, as all colors.
+SIZE = 128  # Edge, in pixels, of an image for people.
+BACKGROUND = (0.1, 0.1, 0.12)  # RGB in 0 … 1, as all colors here.
 
 
 class Stroke(NamedTuple):
-  """All points that are near enough to a line.
+  """All points within a radius of a line segment.
 
   Attributes:
-    start: of the line.
-    end: of it; the same as `start` for a disc.
-    radius: how near, in the units of the plane.
+    start: first end of the segment.
+    end: second end; equal to `start` for a disc.
+    radius: in the units of the plane.
     color: red, green and blue.
   """
 
@@ -32,37 +32,37 @@ class Stroke(NamedTuple):
 
 
 def disc(center_X, radius: float, color) -> Stroke:
-  """All points that are near enough to one."""
+  """All points within a radius of a point."""
   return Stroke(center_X, center_X, radius, color)
 
 
-def picture(
-  strokes: Iterable[Stroke], size: int, reach: float = 1.0
+def image(
+  strokes: Iterable[Stroke], size: int, extent: float = 1.0
 ) -> UInt8[Array, 'size size 3']:
   """Draws strokes one over the other.
 
   Args:
     strokes: the first lies lowest.
-    size: pixels along each edge.
-    reach: the plane is seen from −reach to reach on both axes, the first to
-      the right and the second upwards.
+    size: edge of the image, in pixels.
+    extent: the image spans −extent … extent on both axes, the first to the
+      right and the second upwards.
   """
-  pixel = 2.0 * reach / size
-  line = pixel * (jnp.arange(size) + 0.5) - reach
+  pixel = 2.0 * extent / size
+  line = pixel * (jnp.arange(size) + 0.5) - extent
   at = jnp.stack(jnp.meshgrid(line, line[::-1]), -1)
-  drawn = jnp.broadcast_to(jnp.asarray(PAPER), (size, size, 3))
+  image = jnp.broadcast_to(jnp.asarray(BACKGROUND), (size, size, 3))
   for stroke in strokes:
-    inside = (stroke.radius - _away(at, stroke)) / pixel
+    inside = (stroke.radius - _distance(at, stroke)) / pixel
     cover = jnp.clip(inside + 0.5, 0.0, 1.0)[:, :, None]
-    drawn += cover * (jnp.asarray(stroke.color)[None, None] - drawn)
-  return jnp.round(255.0 * drawn).astype(jnp.uint8)
+    image += cover * (jnp.asarray(stroke.color)[None, None] - image)
+  return jnp.round(255.0 * image).astype(jnp.uint8)
 
 
-def _away(at, stroke: Stroke):
-  """How far points `[…, X]` are from the line of a stroke."""
+def _distance(at, stroke: Stroke):
+  """Distance of points `[…, X]` from the segment of a stroke, `[…]`."""
   along_X = stroke.end - stroke.start
-  off = at - stroke.start[None, None]
-  # Of the line's point that is nearest, how far along it is; 0 of a disc's.
-  share = off @ along_X / jnp.maximum(along_X @ along_X, 1e-12)
+  offset = at - stroke.start[None, None]
+  # Position of the nearest point along the segment, 0 … 1; 0 for a disc.
+  share = offset @ along_X / jnp.maximum(along_X @ along_X, 1e-12)
   share = jnp.clip(share, 0.0, 1.0)[:, :, None]
-  return jnp.linalg.norm(off - share * along_X[None, None], axis=-1)
+  return jnp.linalg.norm(offset - share * along_X[None, None], axis=-1)

@@ -1,4 +1,7 @@
-"""How episodes went: whether they succeeded, what they returned, how long."""
+"""Statistics of episodes: success, return and length.
+
+Rows are environments. Episodes that a failed simulator ended are not counted.
+"""
 
 from typing import NamedTuple
 
@@ -11,12 +14,12 @@ from stages import metrics as metrics_lib
 
 
 class Running(NamedTuple):
-  """Of every row, the episode that has not ended yet.
+  """Statistics of each row's running episode.
 
   Attributes:
-    return_: rewards so far.
+    return_: sum of rewards so far.
     length: steps so far.
-    success: one once it has succeeded.
+    success: 1 once it has succeeded.
   """
 
   return_: Float[Array, ' B']
@@ -25,14 +28,14 @@ class Running(NamedTuple):
 
 
 class EpisodeStats(NamedTuple):
-  """Of every row, sums over the episodes that have ended.
+  """Sums over each row's finished episodes.
 
   Attributes:
-    count: how many.
-    return_: their rewards.
+    count: finished episodes.
+    return_: their returns.
     length: their steps.
-    success_once: those that succeeded at some moment.
-    success_at_end: those that had when they ended.
+    success_once: episodes that succeeded at some moment.
+    success_at_end: episodes that were successful at their last step.
   """
 
   count: Float[Array, ' B']
@@ -43,86 +46,83 @@ class EpisodeStats(NamedTuple):
 
 
 def init(B: int) -> Running:
-  """Nothing has happened in any of `B` rows."""
+  """Statistics before the first step of `B` rows."""
   return Running(*(jnp.zeros(B, float) for _ in Running._fields))
 
 
 def update(
   running: Running, timestep: base.TimeStep
 ) -> tuple[Running, EpisodeStats]:
-  """Goes on with episodes for the steps of `timestep`, [B, T].
-
-  An episode that a simulator has lost is not counted.
-  """
-  none = jnp.zeros_like(timestep.reward)
+  """Adds the steps of `timestep`, [B, T]; returns what finished in them."""
+  zero = jnp.zeros_like(timestep.reward)
   time_major = jax.tree.map(
     lambda x: x.T,
     (
       timestep.reward,
       timestep.success,
       jnp.maximum(timestep.terminated, timestep.truncated),
-      none + 1.0 if timestep.steps is None else timestep.steps,
-      none if timestep.env_failed is None else timestep.env_failed,
+      zero + 1.0 if timestep.steps is None else timestep.steps,
+      zero if timestep.env_failed is None else timestep.env_failed,
     ),
   )
 
   def one(carry, step):
-    now, ended = carry
-    reward, success, done, steps, lost = step
+    now, finished = carry
+    reward, success, done, steps, env_failed = step
     now = Running(
       now.return_ + reward,
       now.length + steps,
       jnp.maximum(now.success, success),
     )
-    counts = done * (1.0 - lost)
+    counts = done * (1.0 - env_failed)
     last = EpisodeStats(jnp.ones_like(done), *now, success)
-    ended = jax.tree.map(lambda x, y: x + counts * y, ended, last)
-    return (jax.tree.map(lambda x: x * (1.0 - done), now), ended), None
+    finished = jax.tree.map(lambda x, y: x + counts * y, finished, last)
+    return (jax.tree.map(lambda x: x * (1.0 - done), now), finished), None
 
-  zero = EpisodeStats(*(none[:, 0] for _ in EpisodeStats._fields))
-  return jax.lax.scan(one, (running, zero), time_major)[0]
+  finished = EpisodeStats(*(zero[:, 0] for _ in EpisodeStats._fields))
+  return jax.lax.scan(one, (running, finished), time_major)[0]
 
 
 def in_first_episode(timestep: base.TimeStep):
-  """One up to the end of each row's first episode, that step included."""
+  """1 up to and including the last step of each row's first episode, [B, T]."""
   done_BT = jnp.maximum(timestep.terminated, timestep.truncated)
   before_BT = jnp.cumsum(done_BT, 1) - done_BT
   return (before_BT == 0).astype(done_BT.dtype)
 
 
 def first_episode(timestep: base.TimeStep) -> EpisodeStats:
-  """The first episode of each row of [B, T], ended or not."""
-  alive_BT = in_first_episode(timestep)
-  last_BT = alive_BT * (1.0 - jnp.roll(alive_BT, -1, 1).at[:, -1].set(0.0))
-  lost_BT = 0.0 if timestep.env_failed is None else timestep.env_failed
-  kept_B = 1.0 - (alive_BT * lost_BT).max(1)
-  steps_BT = alive_BT if timestep.steps is None else alive_BT * timestep.steps
+  """Statistics of each row's first episode in [B, T], finished or not."""
+  mask_BT = in_first_episode(timestep)
+  last_BT = mask_BT * (1.0 - jnp.roll(mask_BT, -1, 1).at[:, -1].set(0.0))
+  failed_BT = 0.0 if timestep.env_failed is None else timestep.env_failed
+  kept_B = 1.0 - (mask_BT * failed_BT).max(1)
+  steps_BT = mask_BT if timestep.steps is None else mask_BT * timestep.steps
   sums = EpisodeStats(
     jnp.ones_like(kept_B),
-    (alive_BT * timestep.reward).sum(1),
+    (mask_BT * timestep.reward).sum(1),
     steps_BT.sum(1),
-    (alive_BT * timestep.success).max(1),
+    (mask_BT * timestep.success).max(1),
     (last_BT * timestep.success).sum(1),
   )
   return jax.tree.map(lambda x: kept_B * x, sums)
 
 
-def success(ended: EpisodeStats):
-  """One for an episode that succeeded at some moment, [B]."""
-  return ended.success_once
+def success(stats: EpisodeStats):
+  """1 for an episode that succeeded at some moment, [B]."""
+  return stats.success_once
 
 
-def episode_return(ended: EpisodeStats):
-  """The rewards of an episode, [B]."""
-  return ended.return_
+def episode_return(stats: EpisodeStats):
+  """The return of an episode, [B]."""
+  return stats.return_
 
 
-def metrics(ended: EpisodeStats, prefix: str) -> base.Info:
-  """Means over episodes, by name."""
-  count = ended.count.sum()
+def metrics(stats: EpisodeStats, prefix: str) -> base.Info:
+  """Means over episodes, named `prefix`/…."""
+  count = stats.count.sum()
   return {
     f'{prefix}/{name}': metrics_lib.OptionalMean(
-      getattr(ended, field).sum(), count
+      getattr(stats, field).sum(), count
     )
     for name, field in (
       ('success_once', 'success_once'),
@@ -134,9 +134,7 @@ def metrics(ended: EpisodeStats, prefix: str) -> base.Info:
 
 
 def failures(timestep: base.TimeStep) -> base.Info:
-  """How many episodes were lost; nothing where none can be."""
-  return (
-    {}
-    if timestep.env_failed is None
-    else {'env/failed': timestep.env_failed.sum()}
-  )
+  """Number of episodes that simulators failed in; {} where none can fail."""
+  if timestep.env_failed is None:
+    return {}
+  return {'env/failed': timestep.env_failed.sum()}

@@ -1,4 +1,8 @@
-"""What workflows in worlds share: what they export, and how they are judged."""
+"""What workflows in environments share: initial parameters, export, evaluation.
+
+`init` and `policy_state` return trees of one structure, which
+`stages.models.policy_file` writes and reads.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,31 +12,32 @@ from stages import base
 from stages.envs import episode_stats, obs_stats, rollout, video
 
 
-def init(policy: base.Policy, world: base.Env, normalize_obs: bool, key):
-  """A policy that knows nothing, and the scale before anything was seen."""
-  scale = obs_stats.init(world.obs_spec) if normalize_obs else ()
-  return {'policy': policy.init(key), 'obs_stats': scale}
+def init(policy: base.Policy, env: base.Env, normalize_obs: bool, key):
+  """New parameters, and observation statistics if observations use them."""
+  stats = obs_stats.init(env.obs_spec) if normalize_obs else ()
+  return {'policy': policy.init(key), 'obs_stats': stats}
 
 
 def policy_state(state) -> dict[str, Any]:
-  """The policy of a state, as `stages.models.policy_file` keeps it."""
+  """The policy in a workflow's state: parameters and observation statistics."""
   return {'policy': state.actor.params, 'obs_stats': state.obs_stats}
 
 
-def evaluator(policy: base.Policy, world: base.Env) -> Callable:
-  """Returns `params, scale, seed_B, key -> info`: each seed's first episode.
+def evaluator(policy: base.Policy, env: base.Env) -> Callable:
+  """Returns `params, obs_stats, seed_B, key -> info`.
 
-  Where the world can be drawn, some of them can be seen.
+  It runs one greedy episode per seed. `info` holds the statistics of these
+  episodes and, where the environment renders, a video of some of them.
   """
-  reset = rollout.reset(video.with_recorder(world))
+  reset = rollout.reset(video.with_recorder(env))
   attempt = rollout.rollout(
     policy,
-    world,
-    world.horizon,
+    env,
+    env.horizon,
     greedy=True,
-    keep_states=world.render is not None,
+    keep_states=env.render is not None,
   )
-  watch = video.video_stage(world)
+  record = video.video_stage(env)
   score = stages.Stage(
     lambda timestep: episode_stats.metrics(
       episode_stats.first_episode(timestep), 'eval'
@@ -41,11 +46,11 @@ def evaluator(policy: base.Policy, world: base.Env) -> Callable:
     'sum',
   )
 
-  def evaluate(params, scale, seed_B, key):
-    state, obs = reset(seed_B)
+  def evaluate(params, stats, seed_B, key):
+    env_state, obs = reset(seed_B)
     keys = stages.keys(key, seed_B)
-    state, _, _, timestep = attempt(params, scale, state, obs, keys)
+    env_state, _, _, timestep = attempt(params, stats, env_state, obs, keys)
     info = score(timestep._replace(final_state=None))
-    return info | watch(state, seed_B, timestep._replace(final_obs=()))
+    return info | record(env_state, seed_B, timestep._replace(final_obs=()))
 
   return evaluate

@@ -1,10 +1,10 @@
-"""What is seen, on a stats of its own: mean zero and variance one so far.
+"""Running mean and variance of observations, and normalization by them.
 
-Pictures and letters have a stats already, that of bytes: whatever is of
-integers is left as it is, and no moments are kept of it.
+Integer leaves, such as images and text, are bytes of a known range: they are
+left as they are, and no statistics are kept of them.
 
-Means and variances of pieces merge to those of the whole without error in the
-algebra, so they do not depend on how a batch was cut.
+Statistics of the pieces of a batch merge exactly (in real arithmetic) to those
+of the batch, so they do not depend on how it was cut.
 """
 
 from typing import Any, NamedTuple
@@ -14,16 +14,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 EPSILON = 1e-8
-MOST = 10.0  # Deviations from the mean beyond which nothing is told apart.
+CLIP = 10.0  # Normalized observations are clipped to ±CLIP.
 
 
 class RunningStats(NamedTuple):
-  """Moments of all that was seen, one of each for every feature.
+  """Mean and variance of every feature seen so far.
 
   Attributes:
-    count: how often.
-    mean: of it, a tree like an observation of one environment; None in place
-      of integers.
+    count: number of observations.
+    mean: a tree like one observation; None in place of integer leaves.
     square: Σ (x − mean)², likewise.
   """
 
@@ -42,52 +41,62 @@ class RunningStats(NamedTuple):
     mean = jax.tree.map(lambda m, d: m + d * share, self.mean, delta)
     square = jax.tree.map(
       lambda a, b, d: a + b + d**2 * (self.count * share),
-      *(self.square, other.square, delta),
+      self.square,
+      other.square,
+      delta,
     )
     return RunningStats(count, mean, square)
 
 
-def init(like) -> RunningStats:
-  """Before anything was seen; `like` is one observation."""
-  zero = jax.tree.map(lambda x: jnp.zeros(x.shape, float), _numbers(like))
+def init(obs_spec) -> RunningStats:
+  """Statistics of no observation; `obs_spec` has the shapes of one."""
+  zero = jax.tree.map(lambda x: jnp.zeros(x.shape, float), _floats(obs_spec))
   return RunningStats(jnp.zeros((), float), zero, zero)
 
 
-def from_batch(obs, like) -> RunningStats:
-  """The moments of observations that have some dimensions ahead of `like`'s."""
+def from_batch(obs, obs_spec) -> RunningStats:
+  """Statistics of a batch of observations.
 
-  def flat(x, one):
-    return x.reshape(-1, *one.shape)
+  Args:
+    obs: a tree of […, *shape], with any leading dimensions.
+    obs_spec: shapes of one observation.
+  """
 
-  rows = jax.tree.map(flat, obs, like)
+  def flat(x, spec):
+    return x.reshape(-1, *spec.shape)
+
+  rows = jax.tree.map(flat, obs, obs_spec)
   count = jax.tree.leaves(rows)[0].shape[0]
-  rows = _numbers(rows)
+  rows = _floats(rows)
   mean = jax.tree.map(lambda x: x.mean(0), rows)
   square = jax.tree.map(lambda x, m: ((x - m[None]) ** 2).sum(0), rows, mean)
   return RunningStats(jnp.full((), count, float), mean, square)
 
 
 def normalize(stats: RunningStats | tuple[()], obs):
-  """Observations by `stats`; as they are before anything was seen.
+  """Observations with mean zero and variance one, clipped to ±CLIP.
 
-  So they are where there is no stats, `()`.
+  Args:
+    stats: () for a policy that does not normalize; then, and while their count
+      is zero, observations keep their scale.
+    obs: a tree of […, *shape].
   """
   if not stats:
     return obs
   known = stats.count > 0
 
-  def by(x, mean, square):
+  def leaf(x, mean, square):
     if mean is None:
       return x
     variance = jnp.where(known, square / jnp.maximum(stats.count, 1.0), 1.0)
-    ahead = (1,) * (x.ndim - mean.ndim)
-    mean, variance = (m.reshape(ahead + m.shape) for m in (mean, variance))
-    return jnp.clip((x - mean) * jax.lax.rsqrt(variance + EPSILON), -MOST, MOST)
+    leading = (1,) * (x.ndim - mean.ndim)
+    mean, variance = (m.reshape(leading + m.shape) for m in (mean, variance))
+    return jnp.clip((x - mean) * jax.lax.rsqrt(variance + EPSILON), -CLIP, CLIP)
 
-  return jax.tree.map(by, obs, stats.mean, stats.square)
+  return jax.tree.map(leaf, obs, stats.mean, stats.square)
 
 
-def _numbers(tree):
-  """Without what is of integers."""
-  real = lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None
-  return jax.tree.map(real, tree)
+def _floats(tree):
+  """The tree with None in place of integer leaves."""
+  keep = lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None
+  return jax.tree.map(keep, tree)

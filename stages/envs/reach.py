@@ -1,4 +1,4 @@
-"""An arm of two joints in the plane reaches for a point."""
+"""A two-joint arm in the plane reaches for a point."""
 
 from typing import NamedTuple
 
@@ -10,14 +10,14 @@ from stages import base
 from stages.envs import drawing, vectorize
 
 SPEED = 0.15  # Radians a step.
-LINK = 0.5  # Length of each half of the arm.
-NEAR = 0.05  # Between its tip and the goal: close enough.
-THICK = 0.04  # Half of what a link is across.
+LINK = 0.5  # Length of each of the two links.
+NEAR = 0.05  # Distance of tip and goal that counts as success.
+THICK = 0.04  # Half the width of a link.
 GOAL, ARM, TIP = (0.2, 0.7, 0.3), (0.45, 0.45, 0.5), (0.2, 0.35, 0.8)
 
 
 class Arm(NamedTuple):
-  """How the arm is bent, and where its tip shall be.
+  """Joint angles and the goal of the tip.
 
   Attributes:
     angle: of the first link to the axis and of the second to the first; there
@@ -36,23 +36,26 @@ def reach(
   horizon: int = 40,
   image_size: int | None = None,
 ) -> base.Env:
-  """The world in which the tip of an arm shall be at a goal.
+  """Makes the environment.
 
   Args:
-    dense: whether the reward says how near the tip is, or success alone.
-    terminate: whether success ends an episode for good.
+    dense: whether the reward grows with closeness; otherwise it is success.
+    terminate: whether success terminates an episode.
     horizon: steps after which an episode is truncated.
-    image_size: edge in pixels of a rendered image. The observation is then the
-      image and the state of the arm; None for one vector with the goal in it.
+    image_size: edge of an image of arm and goal, in pixels. The observation is
+      then the image and the state of the arm; None for a vector that includes
+      the goal.
   """
 
-  def judge(arm: Arm):
-    off_X = arm.goal - tip(arm.angle)
-    far = jnp.sqrt(off_X @ off_X + 1e-12)
-    success = (far < NEAR).astype(far.dtype)
-    return (1.0 - jnp.tanh(5.0 * far) if dense else success), success
+  def reward(arm: Arm):
+    offset_X = arm.goal - tip(arm.angle)
+    distance = jnp.sqrt(offset_X @ offset_X + 1e-12)
+    success = (distance < NEAR).astype(distance.dtype)
+    return (1.0 - jnp.tanh(5.0 * distance) if dense else success), success
 
-  task = vectorize.Task(begin, move, look, judge, scene, feel, 1.1)
+  task = vectorize.Task(
+    reset, step, observe, reward, render, proprioception, extent=1.1
+  )
   return vectorize.env(
     task,
     action_low=(-1.0, -1.0),
@@ -64,45 +67,45 @@ def reach(
 
 
 def tip(angle_X):
-  """Where the arm ends."""
+  """Position of the end of the arm: `[2] -> [2]`."""
   bend_X = jnp.cumsum(angle_X)
   return LINK * jnp.stack([jnp.cos(bend_X).sum(), jnp.sin(bend_X).sum()])
 
 
-def begin(key) -> Arm:
-  """Any bend, and the tip of another as the goal."""
-  luck = jax.random.uniform(key, (4,), minval=-jnp.pi, maxval=jnp.pi)
-  return Arm(luck[:2], tip(luck[2:]))
+def reset(key) -> Arm:
+  """Random angles, and the tip of other random angles as the goal."""
+  angle = jax.random.uniform(key, (4,), minval=-jnp.pi, maxval=jnp.pi)
+  return Arm(angle[:2], tip(angle[2:]))
 
 
-def move(arm: Arm, command_X) -> Arm:
-  """Both joints turn as they are told."""
-  return Arm(arm.angle + SPEED * command_X, arm.goal)
+def step(arm: Arm, action_X) -> Arm:
+  """Turns both joints."""
+  return Arm(arm.angle + SPEED * action_X, arm.goal)
 
 
-def look(arm: Arm):
-  """Angles as points on a circle, the tip, and where the goal is from it."""
-  at_X = tip(arm.angle)
-  off_X = arm.goal - at_X
+def observe(arm: Arm):
+  """Cosines and sines of the angles, tip, goal, and tip to goal: [10]."""
+  tip_X = tip(arm.angle)
+  offset_X = arm.goal - tip_X
   circle = jnp.cos(arm.angle), jnp.sin(arm.angle)
-  return jnp.concatenate([*circle, at_X, arm.goal, off_X])
+  return jnp.concatenate([*circle, tip_X, arm.goal, offset_X])
 
 
-def feel(arm: Arm):
-  """Angles as points on a circle, and the tip."""
+def proprioception(arm: Arm):
+  """Cosines and sines of the angles, and the tip: [6]."""
   return jnp.concatenate(
     [jnp.cos(arm.angle), jnp.sin(arm.angle), tip(arm.angle)]
   )
 
 
-def scene(arm: Arm) -> list[drawing.Stroke]:
+def render(arm: Arm) -> list[drawing.Stroke]:
   """The arm over the goal."""
   angle = arm.angle[0]
-  shoulder_X, at_X = jnp.zeros(2), tip(arm.angle)
+  shoulder_X, tip_X = jnp.zeros(2), tip(arm.angle)
   elbow_X = LINK * jnp.stack([jnp.cos(angle), jnp.sin(angle)])
   return [
     drawing.disc(arm.goal, 2 * NEAR, GOAL),
     drawing.Stroke(shoulder_X, elbow_X, THICK, ARM),
-    drawing.Stroke(elbow_X, at_X, THICK, ARM),
-    drawing.disc(at_X, NEAR, TIP),
+    drawing.Stroke(elbow_X, tip_X, THICK, ARM),
+    drawing.disc(tip_X, NEAR, TIP),
   ]

@@ -1,9 +1,8 @@
-"""What was done and what came of it, kept to be learned from again.
+"""A replay buffer: a ring of transitions, sampled with replacement.
 
-A ring of so many rows: the newest overwrites the oldest. Rows are drawn with
-replacement, all alike, each by a key of its own. A `Replay` is carried like any
-other state, and whoever puts rows into it uses it up, so that its memory is
-written where it lies.
+The newest transitions overwrite the oldest. Rows are drawn uniformly, each with
+a key of its own. A `Replay` is carried like any other state; `put` consumes it,
+so that its memory is updated in place.
 """
 
 import pathlib
@@ -21,12 +20,12 @@ class Transition(NamedTuple):
   """Steps of environments, in any order.
 
   Attributes:
-    obs: what was seen before.
-    env_action: what the environment was told.
-    reward: what followed; of a chunk of n steps, Σₖ γᵏ rₖ.
-    discount: what comes after counts by: γⁿ, zero only where the episode
-      terminated.
-    next_obs: what was seen after, before anything began anew.
+    obs: observation before the step.
+    env_action: action the environment was given, within its bounds.
+    reward: reward of the step; of a chunk of n steps, Σₖ γᵏ rₖ.
+    discount: factor of the value of what follows: γⁿ, and zero where the
+      episode terminated.
+    next_obs: observation after the step, before any reset.
   """
 
   obs: Any
@@ -37,12 +36,12 @@ class Transition(NamedTuple):
 
 
 class Replay(NamedTuple):
-  """The last of all transitions.
+  """The ring buffer.
 
   Attributes:
-    rows: of them, [Y, ...]; those beyond `filled` are nothing yet.
-    next: where the next is put.
-    filled: how many there are.
+    rows: [Y, ...]; rows from `filled` on are unset.
+    next: where the next transition is written.
+    filled: number of transitions held.
   """
 
   rows: Transition
@@ -51,22 +50,23 @@ class Replay(NamedTuple):
 
 
 class Sample(NamedTuple):
-  """Rows that were drawn, and luck for what is tried on them."""
+  """Sampled transitions, and a key per row for what is computed on them."""
 
   row: Transition
   key: base.Key
 
 
 def empty(like: Transition, capacity: int) -> Replay:
-  """Room for so many rows; `like` is one, as shapes."""
+  """A buffer of `capacity` rows; `like` has the shapes of one."""
   rows = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), like)
   return Replay(rows, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
 
 def put(replay: Replay, new: Transition, kept_N) -> Replay:
-  """Adds those of `new` where `kept_N` is not zero, the first of them first.
+  """Appends the rows of `new` where `kept_N` is not zero, in order.
 
-  There may be no more of them than there is room.
+  Raises:
+    ValueError: if `new` has more rows than the buffer.
   """
   Y, N = (jax.tree.leaves(x)[0].shape[0] for x in (replay.rows, new))
   if N > Y:
@@ -75,10 +75,10 @@ def put(replay: Replay, new: Transition, kept_N) -> Replay:
       'more capacity.'
     )
   kept_N = kept_N > 0
-  place_N = (replay.next + jnp.cumsum(kept_N, dtype=jnp.int32) - 1) % Y
-  place_N = jnp.where(kept_N, place_N, Y)  # Y is nowhere.
+  row_N = (replay.next + jnp.cumsum(kept_N, dtype=jnp.int32) - 1) % Y
+  row_N = jnp.where(kept_N, row_N, Y)  # Writes to row Y are dropped.
   rows = jax.tree.map(
-    lambda old, x: old.at[place_N].set(x, mode='drop'), replay.rows, new
+    lambda old, x: old.at[row_N].set(x, mode='drop'), replay.rows, new
   )
   count = kept_N.sum(dtype=jnp.int32)
   return Replay(
@@ -89,16 +89,16 @@ def put(replay: Replay, new: Transition, kept_N) -> Replay:
 def draw(
   replay: Replay, prior: Transition | tuple[()], key, n: int, batch: int
 ) -> Sample:
-  """Rows for `n` minibatches of `batch`, one after the other.
+  """Samples `n` minibatches of `batch` rows, one after the other: [n · batch].
 
   Args:
     replay: with at least one row.
-    prior: what others have done. If there is any, the second half of every
+    prior: offline data, or (). If there is any, the second half of every
       minibatch is drawn from it, which is RLPD's symmetric sampling
       (arXiv:2302.02348, section 4.1).
     key: of the step.
-    n: how many minibatches.
-    batch: rows of each.
+    n: number of minibatches.
+    batch: rows of each; even with offline data.
   """
   key = jax.random.fold_in(key, core.REPLAY)
   id_N = jnp.arange(n * batch)
@@ -116,26 +116,27 @@ def draw(
   if batch % 2:
     raise ValueError(
       f'A minibatch of {batch} rows has no halves: make it even, as one half '
-      'is drawn from prior data.'
+      'is drawn from offline data.'
     )
   halves = key_N2[:, 0].reshape(n, 2, batch // 2)
   count = jax.tree.leaves(prior)[0].shape[0]
-  here, there = (
-    pick(halves[:, i].reshape(-1), many).reshape(n, -1)
-    for i, many in enumerate((replay.filled, count))
+  online, offline = (
+    pick(halves[:, i].reshape(-1), size).reshape(n, -1)
+    for i, size in enumerate((replay.filled, count))
   )
 
-  def both(ours, theirs):
-    rows = jnp.concatenate([ours[here], theirs[there]], 1)
+  def both(replayed, given):
+    rows = jnp.concatenate([replayed[online], given[offline]], 1)
     return rows.reshape(-1, *rows.shape[2:])
 
   return Sample(jax.tree.map(both, replay.rows, prior), key_N2[:, 1])
 
 
 def write(path: str | pathlib.Path, rows: Transition):
-  """Writes transitions as a file of NumPy arrays, whole or not at all.
+  """Writes transitions as a file of NumPy arrays, atomically.
 
-  It says where episodes terminated, and not how what comes after counts.
+  Instead of discounts, which are a choice of the learner, the file stores
+  `terminated`.
   """
   path = pathlib.Path(path)
   arrays = rows._asdict()
@@ -152,29 +153,31 @@ def read(
   discount: float,
   always: bool = False,
 ):
-  """What `write` has written.
+  """Reads what `write` has written.
 
   Args:
     path: of the file.
-    like: one transition, as shapes.
-    discount: γ, by which what comes after counts.
-    always: whether it counts after a termination, too.
+    like: shapes of one transition.
+    discount: γ.
+    always: whether to bootstrap after a termination, too.
 
   Raises:
-    ValueError: if it is of another world.
+    FileNotFoundError: if there is no such file.
+    ValueError: if its arrays are of another environment, or it holds
+      demonstrations for cloning.
   """
   path = pathlib.Path(path)
   if not path.is_file():
     raise FileNotFoundError(
-      f'There are no demonstrations at {path}: give a file that '
-      '`stages.replay.write` has written.'
+      f'There are no transitions at {path}: give a file that '
+      '`stages.envs.replay.write` has written.'
     )
   with np.load(path) as file:
     arrays = dict(file)
   if arrays.keys() == {'obs', 'action'}:
     raise ValueError(
-      f'{path} says what was done, for a clone, and not what came of it: to '
-      'learn from rewards give what `stages.replay.write` has written.'
+      f'{path} holds demonstrations for cloning, without rewards: give a file '
+      'that `stages.envs.replay.write` has written.'
     )
   want = {name: shape.shape for name, shape in like._asdict().items()}
   want['terminated'] = want.pop('discount')
@@ -182,7 +185,7 @@ def read(
   if want != got:
     name = min(n for n in want | got if want.get(n) != got.get(n))
     raise ValueError(
-      f'{path} holds demonstrations of another world: a row of {name} is '
+      f'{path} holds transitions of another environment: a row of {name} is '
       f'{got.get(name)} there and should be {want.get(name)}.'
     )
   ends = arrays.pop('terminated') * (not always)

@@ -1,9 +1,9 @@
-"""A policy acts in a world, step by step.
+"""Rollouts: a policy acts in a batch of environments, step by step.
 
-Where the world is JAX, all steps are one stage, compiled as one loop. Where it
-is a simulator, they are calls of two stages in turn, so that a plan may have
-one half of the environments simulated while the policy acts on the other. Both
-compute the same.
+In a JAX environment all steps are one stage, compiled as one loop. In a
+simulator they alternate between two stages, so that a plan may simulate one
+half of the environments while the policy acts on the other. Both compute the
+same.
 """
 
 from collections.abc import Callable
@@ -20,79 +20,80 @@ from stages.envs import obs_stats
 
 
 class Saved(NamedTuple):
-  """Environments of a simulator, between rollouts.
+  """State of a simulator's environments between rollouts.
 
   Attributes:
-    token: who they are.
-    past: by which any process can bring them to where they are.
+    token: identifies the environments.
+    snapshot: data from which any process can restore them.
   """
 
   token: Any
-  past: Any
+  snapshot: Any
 
 
 def rollout(
   policy: base.Policy,
-  world: base.Env,
-  T: int,
+  env: base.Env,
+  num_steps: int,
   *,
   greedy: bool = False,
   keep_states: bool = False,
 ) -> Callable:
-  """Returns `params, stats, state, obs, keys -> state, obs, x, timestep`.
+  """Returns `params, obs_stats, state, obs, keys -> state, obs, x, timestep`.
 
-  `x`, an Experience, and `timestep` (without what is seen next, which `x` has)
-  are [B, T]; the state of the world is used up.
+  `x`, an Experience, and `timestep` (without `obs`, which `x` has) are [B, T].
+  The environment's state is consumed.
 
   Args:
-    policy: who acts.
-    world: where.
-    T: steps.
-    greedy: whether it does what is likeliest, rather than what it draws.
+    policy: the acting policy.
+    env: the environment.
+    num_steps: T.
+    greedy: whether to take the likeliest action instead of sampling.
     keep_states: whether time steps keep `final_state`, for rendering.
   """
 
   def act(params, stats, obs, key_B):
-    """One step: what is done, what the world is told, and keys for the next."""
+    """One step: experience, the environment's action, keys for the next."""
     key_B2 = jax.vmap(jax.random.split)(key_B)
     x = policy.act(
       params, obs_stats.normalize(stats, obs), key_B2[:, 0], greedy=greedy
     )
-    command = (
-      policy.to_env_action(x.action) if policy.to_env_action else x.action
-    )
-    return x._replace(obs=obs), command, key_B2[:, 1]
+    to_env_action = policy.to_env_action
+    env_action = to_env_action(x.action) if to_env_action else x.action
+    return x._replace(obs=obs), env_action, key_B2[:, 1]
 
   def fused(params, stats, state, obs, key_B):
     def one(carry, _):
       state, obs, key_B = carry
-      x, command, key_B = act(params, stats, obs, key_B)
-      state, timestep = world.step(state, command)
+      x, env_action, key_B = act(params, stats, obs, key_B)
+      state, timestep = env.step(state, env_action)
       kept = timestep._replace(obs=())
       if not keep_states:
         kept = kept._replace(final_state=None)
       return (state, timestep.obs, key_B), (x, kept)
 
     start = state, obs, key_B
-    (state, obs, _), made = jax.lax.scan(one, start, length=T)
-    x, timestep = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), made)
+    (state, obs, _), steps = jax.lax.scan(one, start, length=num_steps)
+    x, timestep = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), steps)
     return state, obs, x, timestep
 
-  if not world.host:
+  if not env.host:
     name = 'attempt' if greedy else 'rollout'
     return stages.Stage(fused, name, unbatched=(0, 1), consumes=(2,))
 
-  decide = stages.Stage(act, 'act', unbatched=(0, 1))
-  simulate = [step_stage(world, t == 0, t == T - 1) for t in range(T)]
-  # Two stages, so that a place of simulators sends what is seen and no more.
-  gather = stages.Stage(_gathered, 'gather')
-  collect = stages.Stage(_gathered, 'collect')
+  act_stage = stages.Stage(act, 'act', unbatched=(0, 1))
+  simulate = [
+    step_stage(env, t == 0, t == num_steps - 1) for t in range(num_steps)
+  ]
+  # Two stages, so that a place of simulators sends observations and no more.
+  gather = stages.Stage(_stack, 'gather')
+  collect = stages.Stage(_stack, 'collect')
 
   def alternate(params, stats, state, obs, key_B):
     xs, timesteps = [], []
-    for t in range(T):
-      x, command, key_B = decide(params, stats, obs, key_B)
-      state, timestep = simulate[t](state, command)
+    for t in range(num_steps):
+      x, env_action, key_B = act_stage(params, stats, obs, key_B)
+      state, timestep = simulate[t](state, env_action)
       obs = timestep.obs
       xs.append(x)
       timesteps.append(timestep._replace(obs=()))
@@ -101,107 +102,107 @@ def rollout(
   return alternate
 
 
-def _gathered(*made):
-  """Steps one after the other, as one tree of [B, T]."""
-  return jax.tree.map(lambda *xs: jnp.stack(xs, 1), *made)
+def _stack(*steps):
+  """Stacks steps to one tree of [B, T]."""
+  return jax.tree.map(lambda *xs: jnp.stack(xs, 1), *steps)
 
 
-def reset(world: base.Env) -> stages.Stage:
-  """Begins episodes: a stage `seed_B -> state, obs`.
+def reset(env: base.Env) -> stages.Stage:
+  """Starts episodes: a stage `seed_B -> state, obs`.
 
-  A simulator begins with all of its environments, the first seed's first: a
-  piece of a batch would begin with them again.
+  A simulator resets its environments from the first on, so its batch cannot be
+  cut: a second piece would reset the same ones again.
   """
-  if not world.host:
-    return stages.Stage(world.init, 'reset')
-  start = functools.partial(_start, world)
-  like = lambda seed: _begun(world, seed)
-  return stages.Stage(start, 'reset', 'batch', host=True, out_shapes=like)
+  if not env.host:
+    return stages.Stage(env.init, 'reset')
+  start = functools.partial(_start, env)
+  shapes = lambda seed: _start_shapes(env, seed)
+  return stages.Stage(start, 'reset', 'batch', host=True, out_shapes=shapes)
 
 
-def step_stage(world: base.Env, first: bool, last: bool) -> stages.Stage:
-  """One step of a simulator: a stage `state, command -> state, TimeStep`.
+def step_stage(env: base.Env, first: bool, last: bool) -> stages.Stage:
+  """One step of a simulator: a stage `state, env_action -> state, TimeStep`.
 
   Args:
-    world: the simulator.
-    first: of some steps, so that it is given what the last one has returned,
-      which was in another process, it may be.
-    last: of them.
+    env: the simulator.
+    first: whether it is the first step of a rollout, which restores what the
+      last one saved, possibly in another process.
+    last: whether it is the last step, which saves the environments.
   """
-  saves = world.save is not None
+  saves = env.save is not None
 
-  def like(state, command):
-    del command
+  def shapes(state, env_action):
+    del env_action
     token = state.token if saves and first else state
     B = token.shape[0]
     state = (
-      Saved(token, _rows(world.snapshot_spec, B)) if saves and last else token
+      Saved(token, _rows(env.snapshot_spec, B)) if saves and last else token
     )
-    obs = _rows(world.obs_spec, B)
+    obs = _rows(env.obs_spec, B)
     row = jax.ShapeDtypeStruct((B,), jnp.float32)
     return state, base.TimeStep(obs, row, row, row, obs, row, row, row)
 
-  def step(state, command):
-    token = world.load(*state) if saves and first else state
-    if world.send is None:
-      return leave(world.step(token, command))
-    return stages.Deferred(world.send(token, command), leave)
+  def step(state, env_action):
+    token = env.load(*state) if saves and first else state
+    if env.send is None:
+      return finish(env.step(token, env_action))
+    return stages.Deferred(env.send(token, env_action), finish)
 
-  def leave(made):
-    token, timestep = made
-    return (_saved(world, token) if last else token), timestep
+  def finish(result):
+    token, timestep = result
+    return (_saved(env, token) if last else token), timestep
 
-  ahead = world.send is not None
-  grain = 'batch' if world.lockstep else 'row'
   return stages.Stage(
     step,
     'simulate',
-    grain,
+    'batch' if env.lockstep else 'row',
     consumes=(0,),
     host=True,
-    out_shapes=like,
-    asynchronous=ahead,
+    out_shapes=shapes,
+    asynchronous=env.send is not None,
   )
 
 
-def init(world: base.Env, seed_B):
-  """Begins episodes outside of a step."""
-  if not world.host:
-    return jax.jit(world.init)(seed_B)
-  start = lambda seed_B: _start(world, np.asarray(seed_B))
+def init(env: base.Env, seed_B):
+  """Starts episodes outside of a workflow's step: `seed_B -> state, obs`."""
+  if not env.host:
+    return jax.jit(env.init)(seed_B)
+  start = lambda seed_B: _start(env, np.asarray(seed_B))
   if isinstance(seed_B, jax.core.Tracer):  # Such as for shapes alone.
-    return jax.pure_callback(start, _begun(world, seed_B), seed_B)
+    return jax.pure_callback(start, _start_shapes(env, seed_B), seed_B)
   return jax.tree.map(jnp.asarray, start(seed_B))
 
 
-def _start(world: base.Env, seed_B):
-  token, obs = world.init(seed_B)
-  return _saved(world, token), obs
+def _start(env: base.Env, seed_B):
+  token, obs = env.init(seed_B)
+  return _saved(env, token), obs
 
 
-def _saved(world: base.Env, token):
-  """What of environments outlives the process that has them."""
-  return Saved(token, world.save(token)) if world.save else token
+def _saved(env: base.Env, token):
+  """A state that outlives the process of the simulator, if it can be saved."""
+  return Saved(token, env.save(token)) if env.save else token
 
 
-def _begun(world: base.Env, seed):
+def _start_shapes(env: base.Env, seed):
+  """Shapes of what `_start` returns."""
   B = seed.shape[0]
   token = jax.ShapeDtypeStruct((B, 3), jnp.int32)
-  if world.save:
-    token = Saved(token, _rows(world.snapshot_spec, B))
-  return token, _rows(world.obs_spec, B)
+  if env.save:
+    token = Saved(token, _rows(env.snapshot_spec, B))
+  return token, _rows(env.obs_spec, B)
 
 
-def _rows(like, B: int):
+def _rows(spec, B: int):
+  """Shapes with `B` rows, of a tree of shapes without."""
   return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct((B, *x.shape), x.dtype), like
+    lambda x: jax.ShapeDtypeStruct((B, *x.shape), x.dtype), spec
   )
 
 
 def draw_seeds(n: int, group_size: int) -> stages.Stage:
-  """Begins worlds: a stage `key -> seed_B`, `n` seeds, each `group_size` times.
+  """Draws seeds: a stage `key -> seed_B`, `n` seeds, each `group_size` times.
 
-  Rows of a group are next to each other.
+  Rows of a group are adjacent.
   """
 
   def draw(key):

@@ -1,8 +1,8 @@
-"""From one environment to a `Env`: many of them, episode after episode.
+"""Makes a batched `Env` with automatic resets of one environment in JAX.
 
-What a task has to say is how one environment begins, moves, looks and is
-judged. That it ends, and begins anew at once without losing what was seen last,
-is the same for all of them and said here, and so is how it is seen in pictures.
+A task defines how a single environment resets, steps, is observed and rewarded.
+Ends of episodes, same-step resets that keep the final observation, and image
+observations are the same for all tasks and implemented here.
 """
 
 from collections.abc import Callable
@@ -15,46 +15,48 @@ from jaxtyping import Array, Int
 from stages import base
 from stages.envs import drawing
 
-CAMERA = 'table'  # The name of the only one, which looks from above.
+CAMERA = 'table'  # Name of the only camera, which looks from above.
 
 
-class Running(NamedTuple):
-  """Environments in the middle of their episodes.
+class VectorState(NamedTuple):
+  """State of a batch of environments.
 
   Attributes:
-    seed: what all luck of an environment comes from.
-    episode: how many ended before this one.
-    time: steps made in it.
-    place: of all things, as the task has them.
+    seed: seed that all randomness of an environment follows from.
+    episode: number of episodes that have ended.
+    time: steps of the current episode so far.
+    task_state: the task's own state.
   """
 
   seed: Int[Array, ' B']
   episode: Int[Array, ' B']
   time: Int[Array, ' B']
-  place: Any
+  task_state: Any
 
 
 class Task(NamedTuple):
-  """One environment, as functions of where things are.
+  """One environment, as functions of its state.
 
   Attributes:
-    begin: `key -> place`.
-    move: `place, command_A -> place`.
-    look: `place -> obs`, a vector of all there is to know.
-    judge: `place -> reward, success`, of having come there; both of 0 to 1.
-    scene: `place -> strokes` of a picture; None for what is not drawn.
-    feel: `place -> state`, what a robot knows with its eyes closed, beside its
-      picture.
-    reach: how far from the middle there is something to be seen.
+    reset: `key -> state` at the beginning of an episode.
+    step: `state, action_A -> state`.
+    observe: `state -> obs_O`, a vector of everything there is to know.
+    reward: `state -> reward, success` of having reached a state; scalars,
+      success 0 or 1.
+    render: `state -> strokes` of an image, the lowest first; None for a task
+      without images.
+    proprioception: `state -> vector` of what a robot knows of itself, the
+      observation beside its image; needed for image observations only.
+    extent: images span −extent … extent on both axes.
   """
 
-  begin: Callable[[base.Key], Any]
-  move: Callable[[Any, Any], Any]
-  look: Callable[[Any], Any]
-  judge: Callable[[Any], tuple[Any, Any]]
-  scene: Callable[[Any], list[drawing.Stroke]] | None = None
-  feel: Callable[[Any], Any] | None = None
-  reach: float = 1.0
+  reset: Callable[[base.Key], Any]
+  step: Callable[[Any, jax.Array], Any]
+  observe: Callable[[Any], jax.Array]
+  reward: Callable[[Any], tuple[jax.Array, jax.Array]]
+  render: Callable[[Any], list[drawing.Stroke]] | None = None
+  proprioception: Callable[[Any], jax.Array] | None = None
+  extent: float = 1.0
 
 
 def env(
@@ -66,66 +68,78 @@ def env(
   terminate: bool,
   image_size: int | None = None,
 ) -> base.Env:
-  """The world of a task.
+  """Makes a batched environment of a task.
 
   Args:
     task: one environment.
-    action_low: the least of each dimension of a command.
-    action_high: the most.
+    action_low: lower bound of each action dimension.
+    action_high: upper bound of each action dimension.
     horizon: steps after which an episode is truncated.
-    terminate: whether success ends an episode for good.
-    image_size: pixels along each edge of what is seen: then an observation is
-      {'image': {'table': uint8 [size, size, 3]}, 'state': what the
-      robot feels}. None: it is the vector that the task looks like.
+    terminate: whether success terminates an episode.
+    image_size: edge of an image observation, in pixels. The observation is then
+      {'image': {'table': uint8 [size, size, 3]}, 'state': proprioception}.
+      None: it is the task's observation vector.
+
+  Raises:
+    ValueError: if images are asked of a task that renders none.
   """
-  if image_size and not task.scene:
+  if image_size and not task.render:
     raise ValueError(
-      'This task has no scene, so there are no pictures of it: leave out '
-      '`image_size`, or say what is to be drawn.'
+      'This task has no `render`, so it has no images: leave out `image_size`, '
+      'or give the task a `render`.'
     )
 
-  def picture(place, size):
-    return drawing.picture(task.scene(place), size, task.reach)
+  def image(task_state, size):
+    return drawing.image(task.render(task_state), size, task.extent)
 
-  def look(place):
+  def observe(task_state):
     if image_size is None:
-      return task.look(place)
-    image = {CAMERA: picture(place, image_size)}
-    return {'image': image, 'state': task.feel(place)}
+      return task.observe(task_state)
+    images = {CAMERA: image(task_state, image_size)}
+    return {'image': images, 'state': task.proprioception(task_state)}
 
-  def drawn(state_B: Running, size: int = drawing.SIZE):
-    return jax.vmap(lambda place: picture(place, size))(state_B.place)
+  def render(state_B: VectorState, size: int = drawing.SIZE):
+    return jax.vmap(lambda state: image(state, size))(state_B.task_state)
 
-  def start(seed, episode) -> Running:
+  def reset(seed, episode) -> VectorState:
     key = jax.random.fold_in(jax.random.key(seed), episode)
-    return Running(seed, episode, jnp.zeros_like(seed), task.begin(key))
+    return VectorState(seed, episode, jnp.zeros_like(seed), task.reset(key))
 
   def init(seed):
-    now = start(seed, jnp.zeros_like(seed))
-    return now, look(now.place)
+    state = reset(seed, jnp.zeros_like(seed))
+    return state, observe(state.task_state)
 
-  def step(old: Running, command_A):
-    place, time = task.move(old.place, command_A), old.time + 1
-    final_obs = look(place)
-    reward, success = task.judge(place)
+  def step(old: VectorState, action_A):
+    task_state, time = task.step(old.task_state, action_A), old.time + 1
+    final_obs = observe(task_state)
+    reward, success = task.reward(task_state)
     terminated = success if terminate else jnp.zeros_like(success)
     truncated = (time >= horizon) * (1.0 - terminated)
     done = (terminated + truncated) > 0
-    final_state = Running(old.seed, old.episode, time, place)
-    now = jax.tree.map(
+    final_state = VectorState(old.seed, old.episode, time, task_state)
+    state = jax.tree.map(
       lambda new, same: jnp.where(done, new, same),
-      start(old.seed, old.episode + 1),
+      reset(old.seed, old.episode + 1),
       final_state,
     )
     timestep = base.TimeStep(
-      *(look(now.place), reward, terminated, truncated, final_obs, success),
+      obs=observe(state.task_state),
+      reward=reward,
+      terminated=terminated,
+      truncated=truncated,
+      final_obs=final_obs,
+      success=success,
       final_state=final_state,
     )
-    return now, timestep
+    return state, timestep
 
-  like = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.int32))[1]
+  obs_spec = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.int32))[1]
   return base.Env(
-    *(jax.vmap(init), jax.vmap(step), like),
-    *(action_low, action_high, horizon),
-    render=drawn if task.scene else None,
+    jax.vmap(init),
+    jax.vmap(step),
+    obs_spec,
+    action_low,
+    action_high,
+    horizon,
+    render=render if task.render else None,
   )

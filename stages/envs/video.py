@@ -1,9 +1,9 @@
-"""What a person sees of an evaluation: some episodes, picture by picture.
+"""Videos of an evaluation: frames of its first episodes.
 
-They are of the very episodes that are judged. Where a world is JAX, its rollout
-keeps the states that it came through, and they are drawn when it has ended; a
-simulator can be drawn while it is there and never again, so its pictures are
-taken on the way and fetched at the end.
+They show the very episodes that are scored. In a JAX environment the rollout
+keeps its states, which are rendered afterwards. A simulator can only be
+rendered while it runs: its frames are recorded on the way and fetched at the
+end.
 """
 
 from collections.abc import Callable
@@ -18,110 +18,117 @@ from stages import base, metrics
 from stages.envs import rollout
 
 EPISODES = 4  # The first of an evaluation.
-PICTURES = 30  # Of an episode, at most, beside its beginning.
+FRAMES = 30  # Of an episode at most, beside its first.
 NAME = 'eval/video'
 
 
-def with_recorder(world: base.Env) -> base.Env:
-  """The same world, in which cameras run where it needs any."""
-  if world.recorder is None:
-    return world
-  begin = functools.partial(
-    world.recorder.init, rows=EPISODES, every=_every(world.horizon)
+def with_recorder(env: base.Env) -> base.Env:
+  """The environment with recording on, if it is a simulator that renders."""
+  if env.recorder is None:
+    return env
+  init = functools.partial(
+    env.recorder.init, rows=EPISODES, every=_stride(env.horizon)
   )
-  return world._replace(init=begin)
+  return env._replace(init=init)
 
 
-def video_stage(world: base.Env) -> Callable:
-  """Returns `state, seed_B, timestep -> info`, what is to be seen, if anything.
+def video_stage(env: base.Env) -> Callable:
+  """Returns `state, seed_B, timestep -> info` with the video; {} without one.
 
-  The state is the one after the last step, and is used up; `timestep` is of the
-  `world.horizon` steps since episodes began. Of each of the first episodes
-  there is a `frame` every few steps, and its last one up to the end of all:
+  The state is the one after the last step, and is consumed; `timestep` holds
+  the `env.horizon` steps since episodes began. The video has a frame every few
+  steps of each of the first episodes, and repeats the last frame up to the end:
 
     seed: int32 [B].
-    time: steps made before each frame, int32 [B, n].
-    success: whether the task was solved at that moment, [B, n].
-    solved: whether it ever was, [B].
-    shown: one where there are pictures, [B].
+    time: steps before each frame, int32 [B, n].
+    success: 1 where the task was solved at that moment, [B, n].
+    solved: 1 where it ever was, [B].
+    shown: 1 where frames are available, [B].
     frame: uint8 [B, n, height, width, 3].
   """
-  if world.recorder:
-    fetch = functools.partial(_fetched, world.recorder)
-    like = functools.partial(_promised, world.recorder)
+  if env.recorder:
+    fetch = functools.partial(_fetch, env.recorder)
+    shapes = functools.partial(_fetch_shapes, env.recorder)
     return stages.Stage(
-      fetch, 'video', 'sum', consumes=(0,), host=True, out_shapes=like
+      fetch, 'video', 'sum', consumes=(0,), host=True, out_shapes=shapes
     )
-  if world.render:
-    drawn = stages.Stage(functools.partial(_drawn, world), 'video', 'sum')
-    return lambda state, seed, timestep: drawn(seed, timestep)
+  if env.render:
+    render = stages.Stage(functools.partial(_render, env), 'video', 'sum')
+    return lambda state, seed, timestep: render(seed, timestep)
   return lambda state, seed, timestep: {}
 
 
-def _drawn(world: base.Env, seed, timestep: base.TimeStep) -> base.Info:
-  """Draws the states that a rollout has kept."""
+def _render(env: base.Env, seed, timestep: base.TimeStep) -> base.Info:
+  """Renders the states that a rollout has kept."""
   if timestep.final_state is None:
     raise ValueError(
-      'This world can be drawn, but its timesteps have no `final_state`, and '
-      'without it nobody sees how an episode ends: give them one, or leave out '
-      '`render`.'
+      'This environment has `render`, but its time steps have no '
+      '`final_state`, without which the end of an episode cannot be rendered: '
+      'return `final_state`, or leave out `render`.'
     )
-  first, _ = world.init(seed[:EPISODES])
-  place = jax.tree.map(
+  first, _ = env.init(seed[:EPISODES])
+  state = jax.tree.map(
     lambda x, y: jnp.concatenate([x[:, None], y[:EPISODES]], 1),
-    *(first, timestep.final_state),
+    first,
+    timestep.final_state,
   )
-  told = _told(seed, timestep)
+  captions = _captions(seed, timestep)
   pick = jax.vmap(lambda row, at: row[at])
-  place = jax.tree.map(lambda x: pick(x, told['time']), place)
-  frame = jax.lax.map(world.render, place)  # An episode at a time.
-  return _shown(jnp, told, jnp.ones_like(told['solved']), frame)
+  state = jax.tree.map(lambda x: pick(x, captions['time']), state)
+  frame = jax.lax.map(env.render, state)  # An episode at a time.
+  return _video(jnp, captions, jnp.ones_like(captions['solved']), frame)
 
 
-def _fetched(recorder, state, seed, timestep: base.TimeStep) -> base.Info:
-  """Fetches what a simulator's recorder has filmed."""
-  told = _told(seed, timestep)
-  told = {name: np.asarray(x) for name, x in told.items()}
+def _fetch(
+  recorder: base.VideoRecorder, state, seed, timestep: base.TimeStep
+) -> base.Info:
+  """Fetches the frames that a simulator has recorded."""
+  captions = _captions(seed, timestep)
+  captions = {name: np.asarray(x) for name, x in captions.items()}
   token = state.token if isinstance(state, rollout.Saved) else state
-  frame, shown_B = recorder.frames(token[:EPISODES], told['time'])
-  return _shown(np, told, shown_B, frame)
+  frame, shown_B = recorder.frames(token[:EPISODES], captions['time'])
+  return _video(np, captions, shown_B, frame)
 
 
-def _promised(recorder, state, seed, timestep) -> base.Info:
-  """Shapes of what `_fetched` returns."""
+def _fetch_shapes(
+  recorder: base.VideoRecorder, state, seed, timestep
+) -> base.Info:
+  """Shapes of what `_fetch` returns."""
   del state
 
   def shapes(seed, timestep):
-    told = _told(seed, timestep)
-    frame = jnp.zeros((*told['time'].shape, *recorder.shape), jnp.uint8)
-    return _shown(jnp, told, told['solved'], frame)
+    captions = _captions(seed, timestep)
+    shape = (*captions['time'].shape, *recorder.shape)
+    frame = jnp.zeros(shape, jnp.uint8)
+    return _video(jnp, captions, captions['solved'], frame)
 
   return jax.eval_shape(shapes, seed, timestep)
 
 
-def _shown(numpy, told, shown_B, frame) -> base.Info:
-  """The same number of episodes always, of which some are nothing to see.
+def _video(numpy, captions, shown_B, frame) -> base.Info:
+  """The video as a metric, padded with empty episodes to EPISODES rows.
 
-  A piece of a batch may have fewer rows, and its sums the shape of all others.
+  A piece of a batch may have fewer rows, and the sums of all pieces must have
+  one shape.
   """
 
-  def filled(x):
-    rest = [(0, EPISODES - len(x)), *[(0, 0)] * (x.ndim - 1)]
-    return numpy.pad(x, rest)
+  def pad(x):
+    widths = [(0, EPISODES - len(x)), *[(0, 0)] * (x.ndim - 1)]
+    return numpy.pad(x, widths)
 
-  film = told | {'shown': shown_B, 'frame': frame}
-  return {NAME: metrics.FirstRows(jax.tree.map(filled, film))}
+  video = captions | {'shown': shown_B, 'frame': frame}
+  return {NAME: metrics.FirstRows(jax.tree.map(pad, video))}
 
 
-def _told(seed, timestep: base.TimeStep) -> dict:
-  """What goes with pictures; of JAX or NumPy, as it is given."""
+def _captions(seed, timestep: base.TimeStep) -> dict:
+  """What accompanies the frames, in JAX or NumPy as the arguments are."""
   done_BT = (timestep.terminated + timestep.truncated)[:EPISODES] > 0
   success_BT = timestep.success[:EPISODES]
   T = done_BT.shape[1]
-  # Steps up to the end of the first episode, that step included.
+  # Steps up to and including the last of the first episode.
   end_B = ((done_BT.cumsum(1) - done_BT) == 0).sum(1)
-  every = _every(T)
-  due = np.arange(-(-T // every) + 1)[None] * every
+  stride = _stride(T)
+  due = np.arange(-(-T // stride) + 1)[None] * stride
   late = due >= end_B[:, None]
   time = late * end_B[:, None] + ~late * due
   after = time[:, :, None] == np.arange(1, T + 1)[None, None]
@@ -134,6 +141,6 @@ def _told(seed, timestep: base.TimeStep) -> dict:
   }
 
 
-def _every(T: int) -> int:
-  """Steps between pictures of T."""
-  return -(-T // PICTURES)
+def _stride(T: int) -> int:
+  """Steps between frames of an episode of T steps."""
+  return -(-T // FRAMES)

@@ -1,11 +1,10 @@
-"""A convolutional network that turns what is seen into a vector.
+"""A convolutional encoder that turns observations into one vector.
 
-Three layers by default, as in https://doi.org/10.1038/nature14236 (methods,
-model architecture), with 256 features in the end as ManiSkill's PPO from
-pictures has them. Or what the last layer finds is told by where it is, which
-is called a spatial softmax (arXiv:1504.00702, section 4.1) and has much less to
-learn. Every camera has a network of its own, so that cameras may
-differ in size and in what they are good for.
+By default three layers as in https://doi.org/10.1038/nature14236 (methods,
+model architecture) and a dense layer of 256 features, as in ManiSkill's PPO
+from images. Alternatively the last layer ends in a spatial softmax
+(arXiv:1504.00702, section 4.1), which has far fewer parameters. Every camera
+has a network of its own, so cameras may differ in size and content.
 """
 
 import dataclasses
@@ -18,17 +17,17 @@ import jax.numpy as jnp
 from stages import tree_paths
 from stages.models import mlp
 
-SHARP = 4.0  # Inverse temperature of a spatial softmax, to begin with.
+SHARPNESS = 4.0  # Initial inverse temperature of a spatial softmax.
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """The shape of the network of a camera, in the letters of `stages/base.py`.
+  """Sizes of a camera's network.
 
   Attributes:
-    channels: of each layer.
-    kernel_sizes: pixels along an edge that a layer looks at a time.
-    strides: pixels from one window to the next.
+    channels: output channels of each layer.
+    kernel_sizes: edge of each layer's kernel, in pixels.
+    strides: stride of each layer, in pixels.
     features: width of a dense output layer; None for a spatial softmax, which
       returns two features per channel: the expected row and column, −1 … 1
       downwards and to the right.
@@ -41,9 +40,14 @@ class Config:
 
 
 class Encoder(nn.Module):
-  """What cameras see and what is told besides, as one vector.
+  """Concatenates encoded images and vector observations.
 
-  Bytes of 0 to 255 are colors, taken as 0 to 1. Vectors are left as they are.
+  Image bytes 0 … 255 are scaled to 0 … 1. Vectors are left as they are.
+
+  Attributes:
+    config: of each camera's network.
+    cameras: paths of image observations.
+    vectors: paths of vector observations.
   """
 
   config: Config
@@ -54,11 +58,11 @@ class Encoder(nn.Module):
   def __call__(self, obs):
     """`a tree of [..., rows, columns, colors] and [..., O] -> [..., O]`."""
     leaves = tree_paths.flatten(obs)
-    made = [
+    features = [
       CameraEncoder(self.config, name=camera.replace('/', '_'))(leaves[camera])
       for camera in self.cameras
     ]
-    return jnp.concatenate([*made, *(leaves[n] for n in self.vectors)], -1)
+    return jnp.concatenate([*features, *(leaves[n] for n in self.vectors)], -1)
 
 
 class CameraEncoder(nn.Module):
@@ -67,30 +71,30 @@ class CameraEncoder(nn.Module):
   config: Config
 
   @nn.compact
-  def __call__(self, picture):
-    """`[..., rows, columns, colors] in bytes -> [..., D]`."""
-    c, ahead = self.config, picture.shape[:-3]
-    x = picture.reshape(-1, *picture.shape[-3:])
+  def __call__(self, image):
+    """`uint8 [..., rows, columns, colors] -> [..., features]`."""
+    c, leading = self.config, image.shape[:-3]
+    x = image.reshape(-1, *image.shape[-3:])
     x = x.astype(jnp.result_type(float)) / 255.0
     last = len(c.channels) - 1
     shapes = zip(c.channels, c.kernel_sizes, c.strides, strict=True)
-    for i, (channels, window, stride) in enumerate(shapes):
-      shape = window, window, x.shape[-1], channels
+    for i, (channels, kernel, stride) in enumerate(shapes):
+      shape = kernel, kernel, x.shape[-1], channels
       x = _convolve(self, x, f'layer{i}', shape, stride)
       x = x if c.features is None and i == last else jax.nn.relu(x)
     if c.features is None:
-      initial = nn.initializers.constant(SHARP)
-      x = _where(x * self.param('sharpness', initial, ()))
-      return x.reshape(*ahead, x.shape[-1])
-    x = x.reshape(*ahead, math.prod(x.shape[1:]))
+      initial = nn.initializers.constant(SHARPNESS)
+      x = _spatial_softmax(x * self.param('sharpness', initial, ()))
+      return x.reshape(*leading, x.shape[-1])
+    x = x.reshape(*leading, math.prod(x.shape[1:]))
     shape = x.shape[-1], c.features
     return jax.nn.relu(mlp.layer(self, x, 'out', 'OD', shape, 2**0.5))
 
 
-def _where(x):
-  """Mean row and column of each channel, as if `exp x` were its weight.
+def _spatial_softmax(x):
+  """Expected row and column of each channel under a softmax over pixels.
 
-  `[B, rows, columns, channels] -> [B, 2 · channels]`, rows first.
+  `[B, rows, columns, channels] -> [B, 2 · channels]`, rows first, −1 … 1.
   """
   B, rows, columns, F = x.shape
   share = jax.nn.softmax(x.reshape(B, -1, F), axis=1).reshape(x.shape)
@@ -103,7 +107,7 @@ def _where(x):
 
 
 def _convolve(module, x, name: str, shape, stride: int):
-  """A layer of windows, with orthogonal weights to begin with."""
+  """A convolution without padding; its weights are initialized orthogonally."""
   weight_UUOF = module.param(
     f'{name}_UUOF', nn.initializers.orthogonal(2**0.5), shape
   )
@@ -118,43 +122,44 @@ def _convolve(module, x, name: str, shape, stride: int):
   return x + bias_F[None, None, None]
 
 
-def encoder(like, config: Config, ignored: tuple[str, ...] = ()) -> Encoder:
-  """The encoder for observations that look like these.
+def encoder(obs_spec, config: Config, ignored: tuple[str, ...] = ()) -> Encoder:
+  """Makes the encoder of an environment's observations.
 
   Args:
-    like: shapes of one observation, a tree of pictures and vectors by name.
-    config: of the network of each camera.
-    ignored: names of what it shall not read.
+    obs_spec: shapes of one observation, a tree of images and vectors.
+    config: of each camera's network.
+    ignored: paths of observations that it does not read.
 
   Raises:
-    ValueError: if there is something that it cannot read.
+    ValueError: if an observation is neither an image nor a vector, or an image
+      is smaller than a kernel.
   """
   cameras, vectors = [], []
-  for name, x in tree_paths.flatten(like).items():
+  for name, x in tree_paths.flatten(obs_spec).items():
     if name in ignored:
       continue
     if x.dtype == jnp.uint8 and len(x.shape) == 3:
-      _fits(name, x.shape, config)
+      _check_size(name, x.shape, config)
       cameras.append(name)
     elif jnp.issubdtype(x.dtype, jnp.floating) and len(x.shape) == 1:
       vectors.append(name)
     else:
       raise ValueError(
-        f'This policy reads pictures, uint8 [rows, columns, colors], and '
-        f'vectors of numbers, and the world shows {name!r}, {x.dtype} '
-        f'{[*x.shape]}: name it in `ignored` if it can be done without.'
+        'This policy reads images, uint8 [rows, columns, colors], and float '
+        f'vectors, and the environment returns {name!r}, {x.dtype} '
+        f'{[*x.shape]}: add it to `ignored` if the policy can do without.'
       )
   return Encoder(config, tuple(cameras), tuple(vectors))
 
 
-def _fits(name: str, shape, config: Config):
-  """Refuses pictures in which a window finds no room."""
+def _check_size(name: str, shape, config: Config):
+  """Refuses images that are smaller than a layer's kernel."""
   left = min(shape[:2])
-  for window, stride in zip(config.kernel_sizes, config.strides, strict=True):
-    if left < window:
+  for kernel, stride in zip(config.kernel_sizes, config.strides, strict=True):
+    if left < kernel:
       raise ValueError(
-        f'{name!r} is {shape[0]} pixels by {shape[1]}, too small for windows '
-        f'of {config.kernel_sizes} at strides of {config.strides}: give '
-        '`cnn.Config` smaller ones, or the camera more pixels.'
+        f'{name!r} is {shape[0]} pixels by {shape[1]}, too small for '
+        f'kernels of {config.kernel_sizes} at strides of {config.strides}: '
+        'make them smaller in `cnn.Config`, or the image larger.'
       )
-    left = (left - window) // stride + 1
+    left = (left - kernel) // stride + 1

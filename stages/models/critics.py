@@ -1,4 +1,4 @@
-"""What actions are worth: several networks of one shape, told apart by luck."""
+"""Q-functions: an ensemble of critics, told apart by their initial weights."""
 
 from collections.abc import Callable
 import dataclasses
@@ -13,11 +13,12 @@ from stages import base
 
 
 class Critic(NamedTuple):
-  """Estimates of what is to be expected once something is done.
+  """Estimates of the return after an action.
 
   Attributes:
     init: `key -> params`.
-    value: `params, obs [B, O], command [B, …] -> value_IB`, one a critic.
+    value: `params, obs [B, O], env_action [B, …] -> value_IB`: one estimate of
+      each critic.
   """
 
   init: Callable[[base.Key], base.Params]
@@ -26,16 +27,16 @@ class Critic(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """The shape of all of them, in the letters of `stages/base.py`.
+  """Sizes of the ensemble, in the letters of `stages/base.py`.
 
   Attributes:
-    I: how many.
-    O: features that are seen.
+    I: number of critics.
+    O: features of an observation.
     A: dimensions of an action.
     D: width of the first hidden layer.
     F: width of the second.
-    norm: whether what a hidden layer adds up is brought to mean zero and
-      variance one, which bounds what is expected of actions that nobody took.
+    norm: whether hidden layers have layer normalization, which bounds the
+      estimates of actions that no data covers.
   """
 
   I: int
@@ -47,35 +48,38 @@ class Config:
 
 
 def ensemble(
-  world: base.Env,
+  env: base.Env,
   *,
   num_critics: int = 2,
   width: int = 256,
   layer_norm: bool = False,
   chunk: int = 1,
 ) -> Critic:
-  """Critics for what a world shows and takes.
+  """Makes critics for an environment's spaces.
 
   Args:
-    world: whose observations are vectors.
-    num_critics: how many: 2 are SAC's, 10 RLPD's.
-    width: of the hidden layers.
-    layer_norm: layer normalization, as RLPD has it.
-    chunk: commands that are given at a time.
+    env: its observations are vectors.
+    num_critics: 2 for SAC, 10 for RLPD.
+    width: of both hidden layers.
+    layer_norm: whether hidden layers are normalized, as in RLPD.
+    chunk: actions that are given at a time.
+
+  Raises:
+    ValueError: if observations are not vectors.
   """
-  if isinstance(world.obs_spec, dict) or len(world.obs_spec.shape) != 1:
+  if isinstance(env.obs_spec, dict) or len(env.obs_spec.shape) != 1:
     raise ValueError(
       'These critics read vectors, and this environment has '
-      f'{world.obs_spec}: configure it to return its state as a vector, or '
+      f'{env.obs_spec}: configure it to return its state as a vector, or '
       'learn from images by PPO.'
     )
   low, high = (
-    jnp.asarray(x * chunk, float) for x in (world.action_low, world.action_high)
+    jnp.asarray(x * chunk, float) for x in (env.action_low, env.action_high)
   )
   module = Ensemble(
     Config(
       num_critics,
-      world.obs_spec.shape[0],
+      env.obs_spec.shape[0],
       low.shape[0],
       width,
       width,
@@ -84,19 +88,19 @@ def ensemble(
   )
 
   def init(key):
-    obs = jnp.zeros((1, *world.obs_spec.shape), float)
+    obs = jnp.zeros((1, *env.obs_spec.shape), float)
     return module.init(key, obs, jnp.zeros((1, *low.shape), float))['params']
 
-  def value(params, obs_BO, command):
-    command_BA = command.reshape(obs_BO.shape[0], -1)
-    inside_BA = (2.0 * command_BA - (low + high)[None]) / (high - low)[None]
+  def value(params, obs_BO, env_action):
+    action_BA = env_action.reshape(obs_BO.shape[0], -1)
+    inside_BA = (2.0 * action_BA - (low + high)[None]) / (high - low)[None]
     return module.apply({'params': params}, obs_BO, inside_BA)
 
   return Critic(init, value)
 
 
 class Ensemble(nn.Module):
-  """Two hidden layers each; a parameter's first dimension is the critic."""
+  """Critics of two hidden layers; parameters have the critic first."""
 
   config: Config
 
@@ -107,8 +111,8 @@ class Ensemble(nn.Module):
     zeros, ones = nn.initializers.zeros, nn.initializers.ones
     first, up, out = map(_uniform, (c.O + c.A, c.D, c.F))
     weights = {
-      'see': self.param('see_IOD', first, (c.I, c.O, c.D)),
-      'do': self.param('do_IAD', first, (c.I, c.A, c.D)),
+      'obs': self.param('see_IOD', first, (c.I, c.O, c.D)),
+      'action': self.param('do_IAD', first, (c.I, c.A, c.D)),
       'enter': self.param('enter_bias_ID', zeros, (c.I, c.D)),
       'up': self.param('up_IDF', up, (c.I, c.D, c.F)),
       'up_bias': self.param('up_bias_IF', zeros, (c.I, c.F)),
@@ -122,30 +126,30 @@ class Ensemble(nn.Module):
         'up_scale': self.param('up_scale_IF', ones, (c.I, c.F)),
         'up_shift': self.param('up_shift_IF', zeros, (c.I, c.F)),
       }
-    one = functools.partial(_value, c.norm)
-    return jax.vmap(one, (0, None, None))(weights, obs_BO, action_BA)
+    value = functools.partial(_value, c.norm)
+    return jax.vmap(value, (0, None, None))(weights, obs_BO, action_BA)
 
 
 def _value(norm: bool, weights, obs, action):
-  """One critic."""
+  """The value of one critic, [B]."""
   w = weights
-  x = obs @ w['see'] + action @ w['do'] + w['enter'][None]
+  x = obs @ w['obs'] + action @ w['action'] + w['enter'][None]
   if norm:
-    x = _normed(x, w['enter_scale'], w['enter_shift'])
+    x = _layer_norm(x, w['enter_scale'], w['enter_shift'])
   x = jax.nn.relu(x) @ w['up'] + w['up_bias'][None]
   if norm:
-    x = _normed(x, w['up_scale'], w['up_shift'])
+    x = _layer_norm(x, w['up_scale'], w['up_shift'])
   return jax.nn.relu(x) @ w['out'] + w['out_bias']
 
 
-def _normed(x, scale, shift):
+def _layer_norm(x, scale, shift):
   """Layer normalization, arXiv:1607.06450."""
   x = jax.nn.standardize(x, axis=-1, epsilon=1e-6)
   return x * scale[None] + shift[None]
 
 
 def _uniform(fan: int):
-  """Weights within ±1/√fan, of which as many are added up."""
+  """An initializer, uniform within ±1/√fan; `fan` is the number of inputs."""
   return lambda key, shape: (
     fan**-0.5 * jax.random.uniform(key, shape, minval=-1.0)
   )

@@ -5,20 +5,20 @@ import dataclasses
 from flax import linen as nn
 import jax.numpy as jnp
 
-LOG_STD_RANGE = -10.0, 2.0  # Within which one that is seen to keeps.
+LOG_STD_RANGE = -10.0, 2.0  # Of a state-dependent standard deviation.
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """The shape of both networks, in the letters of `stages/base.py`.
+  """Sizes of both networks, in the letters of `stages/base.py`.
 
   Attributes:
-    O: features that are seen.
+    O: features of an observation.
     A: dimensions of an action.
     D: width of the first hidden layer.
     F: width of the second.
-    init_std: of actions at the beginning.
-    state_dependent_std: whether the deviation depends on what is seen.
+    init_std: initial standard deviation of actions.
+    state_dependent_std: whether it depends on the observation.
   """
 
   O: int
@@ -30,17 +30,17 @@ class Config:
 
 
 class Actor(nn.Module):
-  """The mean of a Gaussian over actions, and the log of its deviation.
+  """Mean and log standard deviation of a Gaussian over actions.
 
-  The last layer begins small, so that the first actions are about zero and of
-  about the same deviation.
+  The last layer starts small, so that initial means are near zero and initial
+  standard deviations near `init_std`.
   """
 
   config: Config
 
   @nn.compact
   def __call__(self, obs):
-    """`[…, O] -> mean […, A], log σ […, A]`; [A] if σ ignores the input."""
+    """`[…, O] -> mean […, A], log σ […, A]`; [A] if it is a parameter."""
     c = self.config
     hidden = _hidden(self, obs)
     mean = layer(self, hidden, 'out', 'FA', (c.F, c.A), 0.01)
@@ -52,7 +52,7 @@ class Actor(nn.Module):
 
 
 class Critic(nn.Module):
-  """What is to be expected from here on."""
+  """Value of an observation."""
 
   config: Config
 
@@ -69,20 +69,29 @@ class Critic(nn.Module):
 
 
 def _hidden(module, x):
-  """Two hidden layers."""
+  """Two hidden layers: `[…, O] -> […, F]`."""
   c = module.config
   x = jnp.tanh(layer(module, x, 'enter', 'OD', (c.O, c.D), 2**0.5))
   return jnp.tanh(layer(module, x, 'up', 'DF', (c.D, c.F), 2**0.5))
 
 
 def layer(module, x, name: str, letters: str, shape, scale: float):
-  """An affine map, with orthogonal weights to begin with."""
+  """An affine map whose weights are initialized orthogonally.
+
+  Args:
+    module: the Flax module that holds its parameters.
+    x: `[…, shape[0]]`.
+    name: of its parameters.
+    letters: dimension letters of `shape`.
+    shape: of the weights.
+    scale: of the initial weights.
+  """
   weight = module.param(
     f'{name}_{letters}', nn.initializers.orthogonal(scale), shape
   )
   bias = module.param(
     f'{name}_bias_{letters[1]}', nn.initializers.zeros, shape[1:]
   )
-  # Ranks are made equal: what is seen may have any number of rows and steps.
+  # Equal ranks, as rank promotion is an error and `x` may have any rank.
   product = x @ weight
   return product + bias.reshape((1,) * (product.ndim - 1) + bias.shape)

@@ -1,4 +1,4 @@
-"""A robot's policy as a file: its parameters, and the scale that it sees by."""
+"""A robot policy as a file: its parameters and observation statistics."""
 
 import pathlib
 
@@ -12,17 +12,17 @@ FILE = 'policy.safetensors'
 
 
 def export(folder: str | pathlib.Path, params):
-  """Writes a tree of arrays as one file, each by the names on its path.
+  """Writes a tree of arrays as one safetensors file, atomically.
 
   Args:
-    folder: where to.
-    params: what `Workflow.params` gives.
+    folder: where the file goes; made if needed.
+    params: what `Workflow.params` returns. An array is named by its path.
   """
   from safetensors import numpy as st
 
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
-  part = folder / f'{FILE}.part'  # It is there whole or not at all.
+  part = folder / f'{FILE}.part'
   arrays = {
     name: np.asarray(x, order='C')
     for name, x in tree_paths.flatten(params).items()
@@ -32,14 +32,15 @@ def export(folder: str | pathlib.Path, params):
 
 
 def read(folder: str | pathlib.Path, like):
-  """What `export` has written.
+  """Reads what `export` has written.
 
   Args:
-    folder: where it is.
-    like: a tree of arrays, or of their shapes, as it shall be.
+    folder: of the file.
+    like: a tree of arrays, or of their shapes, with the structure to return.
 
   Raises:
-    ValueError: if it is of another policy.
+    FileNotFoundError: if there is no policy.
+    ValueError: if names, shapes or dtypes differ from those of `like`.
   """
   from safetensors import numpy as st
 
@@ -64,12 +65,12 @@ def read(folder: str | pathlib.Path, like):
 
 
 def start(folder: str | pathlib.Path | None, fresh):
-  """What training begins with: what was exported, or what is fresh.
+  """The parameters that training starts from.
 
   Args:
-    folder: where it is; None for `fresh`.
-    fresh: parameters as `Workflow.params` gives them. While shapes alone are
-      asked for it is returned in any case: the folder may still be made.
+    folder: an exported policy; None for `fresh`.
+    fresh: new parameters, as `Workflow.params` returns them. They are returned
+      while tracing, too, as the folder may not exist yet.
   """
   traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(fresh))
   if folder is None or traced:

@@ -133,7 +133,7 @@ def test_a_killed_process_brings_its_environments_back_to_the_bit(make, calm):
       os.kill(shaken.pids[1], signal.SIGKILL)
 
   assert same(calm, play(shaken, kill))
-  assert shaken.failed_episodes == 0 and not shaken.faults
+  assert shaken.failed_episodes == 0 and not shaken.failures
 
 
 def test_another_process_goes_on_from_what_was_saved_to_the_bit(make):
@@ -146,7 +146,7 @@ def test_another_process_goes_on_from_what_was_saved_to_the_bit(make):
     token, want = pool.step(token, action_NA)
     after, made = other.step(after, action_NA)
     assert same(want, made)
-  assert other.failed_episodes == 0 and not other.faults
+  assert other.failed_episodes == 0 and not other.failures
 
 
 def test_an_observation_of_nan_costs_one_episode(make):
@@ -158,8 +158,8 @@ def test_an_observation_of_nan_costs_one_episode(make):
   token, made = pool.step(token, action_NA)
   assert made.env_failed.tolist() == [0, 0, 1, 0]
   assert np.isfinite(made.obs).all() and np.isfinite(made.final_obs).all()
-  (fault,) = pool.faults
-  assert fault.env_id == 2 and 'lost' in fault.what
+  (fault,) = pool.failures
+  assert fault.env_id == 2 and 'lost' in fault.message
   token, made = pool.step(token, actions()[1])
   assert not made.env_failed.any()
 

@@ -136,7 +136,7 @@ def test_who_dies_costs_no_bit(made, one):
   worker.kill()  # Between two steps.
   told, _ = go_on(remote, 1, 2)
   (said,) = remote.notices()
-  assert 'robots: Process' in said and 'SIGKILL and is begun anew' in said
+  assert 'robots: Process' in said and 'SIGKILL and is restarted' in said
   tiny.assert_same_bits(infos + told, want[0][:4])
   for place in ('policy', 'robots'):
     os.kill(remote.processes()[place]['pid'], signal.SIGKILL)

@@ -28,7 +28,7 @@ TOY = 'env_toys:toys/Count-v0'
 RAISE, KILL, HANG, NAN, BAD_RESET, HANG_RESET = 10, 20, 30, 40, 50, 60
 KILL_AGAIN, WIN = 70, -11
 PATIENCE = 2.0
-GONE_ON = 'Episodes that are gone on with, by their seeds and actions: '
+GONE_ON = 'Episodes restored by their seeds and actions: '
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_halves_in_turn_see_what_all_at_once_do(make):
       for one, half in zip(tokens, np.split(action_BA, 2), strict=True)
     ]
     # Heard in the other order than they were sent.
-    second, first = halves.receive(sent[1]), halves.receive(sent[0])
+    second, first = halves.recv(sent[1]), halves.recv(sent[0])
     tokens = [first[0], second[0]]
     all_three = map(jax.tree.leaves, (want, first[1], second[1]))
     for x, y, z in zip(*all_three, strict=True):
@@ -283,14 +283,14 @@ def test_a_token_is_used_in_order(make):
   token, _ = pool.init(np.arange(6))
   after, _ = act(pool, token, *range(6))
   with pytest.raises(
-    ValueError, match='0 was to make call 0, but is at 1: each'
+    ValueError, match='0 was to make call 0, but is at 1: a token'
   ):
     act(pool, token, *range(6))
   sent = pool.send(after[:3], np.zeros((3, 1)))
   time.sleep(0.3)  # They are done, and still not received.
-  with pytest.raises(ValueError, match=r'\[2\] are stepping: receive what'):
+  with pytest.raises(ValueError, match=r'\[2\] are stepping: call .recv'):
     pool.send(after[2:], np.zeros((4, 1)))
-  pool.receive(sent)
+  pool.recv(sent)
   with pytest.raises(ValueError, match=r'6 environments must be \[6, 1\]'):
     pool.step(after, np.zeros((6, 2)))
 
@@ -313,7 +313,7 @@ def test_another_process_goes_on_from_what_was_saved(make):
   # And so does the one that made it, which has gone further since.
   token = pool.load(there, past)
   _, made = pool.step(token, action_TBA[10])
-  assert pool.save(there).begun.max() > 0
+  assert pool.save(there).first_call.max() > 0
   _, want = other.step(other.load(there, past), action_TBA[10])
   for x, y in zip(made, want, strict=True):
     np.testing.assert_array_equal(x, y)
@@ -332,10 +332,10 @@ def test_an_episode_that_could_not_be_saved_begins_anew_and_says_so(make):
   token, _ = pool.init(np.arange(6))
   token, made = act(pool, token, *range(6))
   past = pool.save(token)
-  past.begun[2] = episode_log.NEVER
+  past.first_call[2] = episode_log.NEVER
   other, said = make()
   token = other.load(token, past)
-  assert said[1] == 'New episodes, as those could not be saved: 1.'
+  assert said[1] == 'Episodes started anew, as they were not saved: 1.'
   token, made = act(other, token, *6 * [1])
   assert (
     made.env_failed.tolist() == made.truncated.tolist() == [0, 0, 1, 0, 0, 0]
@@ -354,7 +354,9 @@ def test_who_shows_something_else_when_brought_back_begins_anew(make):
   past.obs[4] += 1
   other, said = make()
   token = other.load(token, past)
-  assert 'Environment 4' in said[0] and 'showed another observation' in said[0]
+  assert (
+    'Environment 4' in said[0] and 'returned another observation' in said[0]
+  )
   token, made = act(other, token, *6 * [1])
   assert made.env_failed.tolist() == [0, 0, 0, 0, 1, 0]
 
@@ -369,7 +371,7 @@ FAULTS = {
   'hangs': (HANG, 'stepping when its process did not answer for 2 seconds'),
   'hangs in reset': (
     HANG_RESET,
-    'beginning an episode when its process did no',
+    'resetting when its process did no',
   ),
 }
 
@@ -404,9 +406,9 @@ def test_a_fault_costs_one_episode_and_nobody_elses(make, fault, said):
     else:
       assert not made.env_failed.any()
   assert shaken.failed_episodes == 1 and not calm.failed_episodes
-  (fault,) = shaken.faults
+  (fault,) = shaken.failures
   assert (fault.env_id, fault.call) == (guilty, when)
-  assert said in fault.what and 'episode is lost' in fault.what
+  assert said in fault.message and 'episode is lost' in fault.message
   assert re.match(f'Environment {guilty}, at call {when}, .*', heard[0])
 
 
@@ -434,7 +436,7 @@ def test_a_process_killed_between_calls_loses_no_episode(make):
       np.testing.assert_array_equal(x, y)
   assert (
     not shaken.failed_episodes
-    and 'was killed by SIGKILL and is begun' in heard[0]
+    and 'was killed by SIGKILL and is restarted' in heard[0]
   )
 
 
@@ -462,7 +464,7 @@ def test_one_who_cannot_be_brought_back_is_lost_alone(
   token, _ = act(pool, token, 0, 0, KILL_AGAIN, 0, 0, 0)
   token, made = act(pool, token, KILL, 1, 1, 1, 1, 1)  # 2 is in that process.
   assert made.env_failed.tolist() == [1, 0, 1, 0, 0, 0]
-  assert [fault.env_id for fault in pool.faults] == [0, 2]
+  assert [fault.env_id for fault in pool.failures] == [0, 2]
   np.testing.assert_array_equal(made.obs[:, 1], [0, 2, 0, 2, 2, 2])  # Time.
   token, made = act(pool, token, *6 * [1])
   assert not made.env_failed.any()

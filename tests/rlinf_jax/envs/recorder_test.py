@@ -102,7 +102,7 @@ def test_whatever_comes_of_a_picture_nothing_else_does(make, fails):
     assert shown_B.all() == (not fails) and (
       not again or len(set(shown_B)) == 1
     )
-  assert not filmed.failed_episodes and not filmed.faults
+  assert not filmed.failed_episodes and not filmed.failures
   told = [x for x in said if 'no video' in x]
   assert len(told) == bool(fails)
   because = {
@@ -148,5 +148,5 @@ def test_a_picture_that_is_large_is_made_small():
   frame = np.zeros((400, 602, 3), np.uint8)
   frame[:4, :4, 0] = 16
   frame[0, 0, 1] = 160
-  small = gymnasium._small(frame)
+  small = gymnasium._downsample(frame)
   assert small.shape == (100, 150, 3) and small[0, 0].tolist() == [16, 10, 0]

@@ -182,7 +182,9 @@ def test_another_process_begins_new_episodes_and_says_so():
   assert one.load(token, one.save(token)) is token and not said
   after = other.load(token, one.save(token))
   np.testing.assert_array_equal(after, token)
-  assert said == ['New episodes, as a vector environment cannot be saved: 4.']
+  assert said == [
+    'Episodes started anew, as a vector environment is not saved: 4.'
+  ]
   _, timestep = other.step(after, actions()[5])
   assert (timestep.obs[:, 1] == 1).all()
   first = simulator.episode_seed(int(SEEDS[0]), 5) % 1000

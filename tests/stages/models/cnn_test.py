@@ -54,7 +54,7 @@ def in_torch(weights, picture_BHWC):
   channels = 3, *CONFIG.channels
   layers = []
   for i, (window, stride) in enumerate(
-    zip(CONFIG.windows, CONFIG.strides, strict=True)
+    zip(CONFIG.kernel_sizes, CONFIG.strides, strict=True)
   ):
     layer = nn.Conv2d(channels[i], channels[i + 1], window, stride)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def in_torch(weights, picture_BHWC):
     layers += [layer, nn.ReLU()]
   x = tensor(picture_BHWC).permute(0, 3, 1, 2).double() / 255
   x = nn.Sequential(*layers)(x).permute(0, 2, 3, 1).flatten(1)
-  last = nn.Linear(x.shape[1], CONFIG.D).double()
+  last = nn.Linear(x.shape[1], CONFIG.features).double()
   with torch.no_grad():
     last.weight = nn.Parameter(tensor(weights['out_OD']).T)
     last.bias = nn.Parameter(tensor(weights['out_bias_D']))
@@ -81,7 +81,7 @@ def test_the_encoder_is_that_of_torch():
     for camera in ('front', 'wrist')
   ]
   want = np.concatenate([*want, obs['state']], 1)
-  assert (want[:, : 2 * CONFIG.D] > 0).any(0).sum() > CONFIG.D
+  assert (want[:, : 2 * CONFIG.features] > 0).any(0).sum() > CONFIG.features
   np.testing.assert_allclose(made, want, rtol=1e-11, atol=1e-11)
 
 
@@ -168,14 +168,14 @@ def test_pictures_alone_are_read_too():
   encoder = cnn.encoder(picture, CONFIG)
   encode = lambda key, obs: encoder.init_with_output(key, obs)[0]
   made = jax.eval_shape(encode, jax.random.key(0), seen(2, like=picture))
-  assert made.shape == (2, CONFIG.D)
+  assert made.shape == (2, CONFIG.features)
   scale = obs_stats.from_batch(seen(5, like=picture), picture)
   assert scale.count == 5 and scale.mean is None
 
 
 def test_what_cannot_be_read_is_refused():
   text = {**LIKE, 'instruction': jax.ShapeDtypeStruct((128,), jnp.uint8)}
-  with pytest.raises(ValueError, match=r"shows 'instruction', uint8 \[128\]"):
+  with pytest.raises(ValueError, match=r"returns 'instruction', uint8 \[128\]"):
     cnn.encoder(text, CONFIG)
   assert cnn.encoder(text, CONFIG, ('instruction',)) == cnn.encoder(
     LIKE, CONFIG

@@ -145,10 +145,12 @@ def test_weights_are_orthogonal_and_the_last_layer_of_the_actor_small():
 
 def test_a_world_that_shows_words_is_refused():
   obs = {'instruction': jax.ShapeDtypeStruct((128,), jnp.uint8)}
-  with pytest.raises(ValueError, match='reads pictures.* and vectors'):
-    gaussian_policy.policy(WORLD._replace(obs=obs))
+  with pytest.raises(ValueError, match='reads images.* and float vectors'):
+    gaussian_policy.policy(WORLD._replace(obs_spec=obs))
 
 
 def test_bounds_of_another_name_are_refused():
-  with pytest.raises(ValueError, match="by 'clip' or 'tanh', and not by 'cut'"):
+  with pytest.raises(
+    ValueError, match="must be 'clip' or 'tanh', and is 'cut'"
+  ):
     gaussian_policy.policy(WORLD, bounding='cut')

@@ -74,7 +74,9 @@ def test_who_cannot_learn_from_pictures_says_so():
       capacity=8,
       **ROWS,
     )
-  with pytest.raises(ValueError, match='Demonstrations are kept of vectors'):
+  with pytest.raises(
+    ValueError, match='Demonstrations hold vector observations'
+  ):
     demonstrations.collect(
-      WORLD, push.show_how, num_envs=1, noise_std=0.1, num_episodes=1
+      WORLD, push.controller, num_envs=1, noise_std=0.1, num_episodes=1
     )

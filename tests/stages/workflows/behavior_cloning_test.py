@@ -22,7 +22,7 @@ def shown():
   """Attempts of a controller, and how many of 64 succeeded."""
   return demonstrations.collect(
     push.push(),
-    push.show_how,
+    push.controller,
     num_envs=32,
     noise_std=DEVIATION,
     num_episodes=64,
@@ -43,7 +43,7 @@ def test_a_controller_can_do_what_it_demonstrates(shown):
   x, succeeded = shown
   assert succeeded >= 60
   assert x.obs.shape == (succeeded * 50, 10) and x.action.shape[1] == 2
-  said = jax.vmap(push.show_how)(jnp.asarray(x.obs))
+  said = jax.vmap(push.controller)(jnp.asarray(x.obs))
   noise = x.action - said
   assert abs(noise.mean()) < 0.01
   np.testing.assert_allclose(noise.std(), DEVIATION, rtol=0.05)
@@ -88,7 +88,7 @@ def test_batches_follow_from_seed_and_number_alone(path):
   np.testing.assert_array_equal(second.obs, again.obs)
   assert not np.array_equal(first.obs, second.obs)
   (seed_B,) = source.held_out()
-  assert len(seed_B) == 100 and seed_B[0] == seed_source.FIRST
+  assert len(seed_B) == 100 and seed_B[0] == seed_source.FIRST_HELD_OUT
 
 
 # What is learned.
@@ -120,7 +120,7 @@ def test_the_loss_is_a_likelihood_by_the_scale_of_what_was_shown():
 def test_a_clone_of_few_gets_better_by_success_alone(tmp_path):
   world = push.push(dense=False, terminate=True)
   x, succeeded = demonstrations.collect(
-    world, push.show_how, num_envs=8, noise_std=DEVIATION, num_episodes=8
+    world, push.controller, num_envs=8, noise_std=DEVIATION, num_episodes=8
   )
   assert succeeded == 8
   demonstrations.write(tmp_path / 'push.npz', x)

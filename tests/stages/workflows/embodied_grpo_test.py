@@ -23,20 +23,20 @@ GROUP = 4
 
 
 class Line(NamedTuple):
-  """Where somebody stands, and where that began."""
+  """A position on a line, and the position at the episode's start."""
 
   at: jax.Array
-  begun: jax.Array
+  start: jax.Array
 
 
 def line(horizon=5):
-  """A world so small that episodes end early: beyond 1 is success."""
+  """A small environment whose episodes end early: beyond 1 is success."""
   start = lambda key: jax.random.uniform(key, (1,), float, -0.5, 0.5)
   task = vectorize.Task(
-    begin=lambda key: Line(*[start(key)] * 2),
-    move=lambda place, command: place._replace(at=place.at + command),
-    look=lambda place: jnp.concatenate(place),
-    judge=lambda place: (place.at[0], (place.at[0] > 1.0).astype(float)),
+    reset=lambda key: Line(*[start(key)] * 2),
+    step=lambda state, action: state._replace(at=state.at + action),
+    observe=lambda state: jnp.concatenate(state),
+    reward=lambda state: (state.at[0], (state.at[0] > 1.0).astype(float)),
   )
   bounds = {'action_low': (-1.0,), 'action_high': (1.0,)}
   return vectorize.env(task, horizon=horizon, terminate=True, **bounds)

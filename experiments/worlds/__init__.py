@@ -1,1 +1,0 @@
-"""How fast worlds of JAX are."""
