@@ -1,4 +1,4 @@
-"""What all workflows that act in environments share."""
+"""Shared parts of workflows that act in environments."""
 
 from collections.abc import Callable
 from typing import Any
