@@ -1,8 +1,10 @@
-"""Protocols of costs: of a model, and of a model under one plan."""
+"""Protocols of costs: of a model, of a model under a plan, and of decoding."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from planner.costs import layout as layout_lib
+from planner.costs import measured
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 
@@ -91,6 +93,31 @@ class Cost(Protocol):
       place: where it runs.
       beside: the other places that run a call.
     """
+
+
+class Process(Protocol):
+  """Work that is not linear in its rows, such as `decode.DecodeWork`."""
+
+  def seconds(
+    self,
+    model,
+    flow: graph.Flow,
+    node: graph.Node,
+    placement: plan_lib.Placement,
+    rows: int,
+  ) -> Mapping[str, measured.Estimate]:
+    """Returns the seconds of a call in micro-batches, by component."""
+
+  def bytes(
+    self,
+    flow: graph.Flow,
+    node: graph.Node,
+    axes: Axes,
+    layout: layout_lib.Layout,
+    pieces: int,
+    rows: int | None,
+  ) -> Mapping[str, measured.Estimate]:
+    """Returns the bytes on a device of a mesh meanwhile, by component."""
 
 
 class UnitCost:

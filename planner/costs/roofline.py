@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import math
-from typing import Protocol
 
 from planner import cluster as cluster_lib
 from planner.costs import breakdown, collectives, memory
+from planner.costs import cost as cost_lib
 from planner.costs import layout as layout_lib
 from planner.costs import measured as measured_lib
 from planner.costs.measured import Estimate
@@ -42,31 +42,6 @@ class Assumptions:
   host_seconds_per_row: float = 1e-4
 
 
-class Process(Protocol):
-  """Work that is not linear in its rows, such as `decode.DecodeWork`."""
-
-  def seconds(
-    self,
-    model: 'Roofline',
-    flow: graph.Flow,
-    node: graph.Node,
-    placement: plan_lib.Placement,
-    rows: int,
-  ) -> Mapping[str, Estimate]:
-    """Returns the seconds of a call in micro-batches, by component."""
-
-  def bytes(
-    self,
-    flow: graph.Flow,
-    node: graph.Node,
-    axes: layout_lib.Axes,
-    layout: layout_lib.Layout,
-    pieces: int,
-    rows: int | None,
-  ) -> Mapping[str, Estimate]:
-    """Returns the bytes on a device of a mesh meanwhile, by component."""
-
-
 class Roofline:
   """A cost model of stages, transfers and memory, a `cost.Model`.
 
@@ -77,7 +52,7 @@ class Roofline:
   def __init__(
     self,
     flow: graph.Flow,
-    works: Mapping[str, StageWork | Process | None],
+    works: Mapping[str, StageWork | cost_lib.Process | None],
     cluster: cluster_lib.Cluster,
     rules: layout_lib.Rules,
     measured: measured_lib.Measurements = measured_lib.Measurements(),

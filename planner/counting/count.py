@@ -1,7 +1,7 @@
 """Counts the arithmetic and the traffic of a stage by walking its jaxpr.
 
-XLA's own cost analysis counts a scanned body once, whatever the trip count, so
-eight scanned layers count as one. Here the body counts once for each trip.
+XLA's own cost analysis counts a scanned body once, so that eight scanned layers
+count as one. Here the body counts once for each trip.
 
 Traffic is an estimate. Elementwise arithmetic is assumed to be fused with its
 consumer, as XLA does: a chain reads its sources once and writes its result
@@ -17,7 +17,7 @@ import jax
 
 from planner.costs import work as work_lib
 from planner.costs.work import StageWork, Work
-from planner.counting import jaxpr_walk
+from planner.counting import jaxpr_walk, variables
 from planner.ir import graph
 
 ROUTING = ('split', 'slice')  # Grains that only move rows.
@@ -56,8 +56,8 @@ def work(
   frame.hand_out(made, args)
   return dataclasses.replace(
     frame.work(),
-    bytes_in=sum(map(jaxpr_walk.size_of, jaxpr.in_avals)),
-    bytes_out=sum(map(jaxpr_walk.size_of, jaxpr.out_avals)),
+    bytes_in=sum(map(variables.size_of, jaxpr.in_avals)),
+    bytes_out=sum(map(variables.size_of, jaxpr.out_avals)),
   )
 
 

@@ -13,53 +13,10 @@ import math
 import numpy as np
 
 from planner.costs.work import Work
-from planner.counting import primitives, trip_counts
+from planner.counting import primitives, trip_counts, variables
 
 SOURCES = 8  # A fused chain has at most so many sources.
 SCALAR = 16  # Bytes: smaller arrays need no kernel of their own.
-
-
-def size_of(aval) -> float:
-  size = getattr(aval, 'size', 0)
-  return float(size * aval.dtype.itemsize) if size else 0.0
-
-
-class Buffer:
-  """A buffer, with the first and last equation that uses it."""
-
-  def __init__(self, size: float, born: int, outside: bool = False):
-    self.size, self.born, self.last = size, born, born
-    self.outside = outside  # Arguments and results belong to the caller.
-
-
-@dataclasses.dataclass(eq=False)
-class _Sum:
-  """A sum over lettered dimensions; `open` until its value is read."""
-
-  letters: list[str]
-  size: float
-  open: bool = True
-
-
-@dataclasses.dataclass(eq=False)
-class Variable:
-  """The abstract value of a variable.
-
-  Attributes:
-    size: its bytes.
-    sources: the buffers that must be read to compute it, and how many bytes.
-    fused: whether it is recomputed from its sources when read.
-    letters: the letters of its dimensions if it is a view of an argument.
-    partial: the sum that it is, of which each device may have a part.
-    constant: its number, if known.
-  """
-
-  size: float
-  sources: dict
-  fused: bool = False
-  letters: tuple | None = None
-  partial: '_Sum | None' = None
-  constant: float | None = None
 
 
 class WorkCounter:
@@ -96,34 +53,34 @@ class WorkCounter:
 
   # Variables.
 
-  def argument(self, aval, letters=None) -> Variable:
+  def argument(self, aval, letters=None) -> variables.Variable:
     variable = self.stored(aval, outside=True)
     variable.letters = tuple(letters) if letters is not None else None
     return variable
 
-  def stored(self, aval, outside=False) -> Variable:
-    size = size_of(aval)
-    buffer = Buffer(size, self.now, outside)
+  def stored(self, aval, outside=False) -> variables.Variable:
+    size = variables.size_of(aval)
+    buffer = variables.Buffer(size, self.now, outside)
     self.buffers.append(buffer)
-    return Variable(size, {buffer: size})
+    return variables.Variable(size, {buffer: size})
 
-  def read(self, variable: Variable) -> float:
+  def read(self, variable: variables.Variable) -> float:
     """Records that a variable's sources are read now; returns their bytes."""
     for buffer in variable.sources:
       buffer.last = max(buffer.last, self.now)
     return sum(variable.sources.values())
 
-  def store(self, variable: Variable):
+  def store(self, variable: variables.Variable):
     """Stores a fused variable in memory."""
     if not variable.fused:
       return
     self.moved += self.read(variable) + variable.size
     self.kernels += variable.size > SCALAR
-    buffer = Buffer(variable.size, self.now)
+    buffer = variables.Buffer(variable.size, self.now)
     self.buffers.append(buffer)
     variable.sources, variable.fused = {buffer: variable.size}, False
 
-  def hand_over(self, variable: Variable):
+  def hand_over(self, variable: variables.Variable):
     """Stores a variable in memory of its own, for a loop to read."""
     self.store(variable)
     if any(n < buffer.size for buffer, n in variable.sources.items()):
@@ -156,7 +113,7 @@ class WorkCounter:
 
   # Programs.
 
-  def inline(self, jaxpr, args) -> list[Variable]:
+  def inline(self, jaxpr, args) -> list[variables.Variable]:
     """Walks a jaxpr; returns its results as abstract values."""
     consts = [None] * len(jaxpr.constvars)
     if hasattr(jaxpr, 'jaxpr'):
@@ -168,7 +125,9 @@ class WorkCounter:
 
     def look(atom):
       if trip_counts.is_literal(atom):
-        return Variable(0.0, {}, constant=trip_counts.number(atom.val))
+        return variables.Variable(
+          0.0, {}, constant=trip_counts.number(atom.val)
+        )
       return known[atom]
 
     for eqn in jaxpr.eqns:
@@ -177,7 +136,7 @@ class WorkCounter:
       known |= zip(eqn.outvars, made, strict=True)
     return [look(x) for x in jaxpr.outvars]
 
-  def step(self, eqn, args) -> list[Variable]:
+  def step(self, eqn, args) -> list[variables.Variable]:
     name = eqn.primitive.name
     if name in primitives.CONTROL:
       return getattr(self, f'_{name}')(eqn, args)
@@ -206,13 +165,13 @@ class WorkCounter:
   def _view(self, eqn, args):
     if len(eqn.outvars) > 1:  # A barrier.
       return args
-    variable, size = args[0], size_of(eqn.outvars[0].aval)
+    variable, size = args[0], variables.size_of(eqn.outvars[0].aval)
     sources = variable.sources
     if not variable.fused:
       sources = {b: min(n, size) for b, n in sources.items()}
     letters = variable.letters and primitives.letters_of(eqn, variable.letters)
     return [
-      Variable(
+      variables.Variable(
         size,
         sources,
         variable.fused,
@@ -240,7 +199,7 @@ class WorkCounter:
         sources[buffer] = max(n, sources.get(buffer, 0.0))
     made = []
     for var in eqn.outvars:
-      one = Variable(size_of(var.aval), dict(sources), True)
+      one = variables.Variable(variables.size_of(var.aval), dict(sources), True)
       if reduces:
         self.store(one)
       made.append(one)
@@ -303,9 +262,9 @@ class WorkCounter:
       return [made]
     if name != 'dynamic_update_slice':
       self.flops += getattr(eqn.invars[2].aval, 'size', 0)
-    return [Variable(size_of(out), dict(args[0].sources))]
+    return [variables.Variable(variables.size_of(out), dict(args[0].sources))]
 
-  def _sum_over(self, made: Variable, over):
+  def _sum_over(self, made: variables.Variable, over):
     """Records a sum over dimensions of some variables."""
     letters = [
       variable.letters[axis]
@@ -314,10 +273,10 @@ class WorkCounter:
       if variable.letters[axis]
     ]
     if letters:
-      made.partial = _Sum(letters, made.size)
+      made.partial = variables.PartialSum(letters, made.size)
       self._add_partial(made.partial, 1)
 
-  def _add_up(self, one: _Sum, other: _Sum):
+  def _add_up(self, one: variables.PartialSum, other: variables.PartialSum):
     """Adds two partial sums, which then need a single all-reduce."""
     if one.open and other.open and one is not other:
       self._add_partial(other, -1)
@@ -325,7 +284,7 @@ class WorkCounter:
       one.open = False
     other.open = False
 
-  def _add_partial(self, some: _Sum, n: int):
+  def _add_partial(self, some: variables.PartialSum, n: int):
     for letter in some.letters:
       count, total = self.partial.get(letter, (0.0, 0.0))
       self.partial[letter] = count + n, total + n * some.size

@@ -58,7 +58,10 @@ def plan_data(
   best = evaluate_plan.evaluate(flow, model, found.best, staleness)
   ranked = list(ranked) or found.ranked
   changes = sensitivity.sensitivity(
-    *(flow, model, found, [plan for plan, _ in ranked]),
+    flow,
+    model,
+    found,
+    known=[plan for plan, _ in ranked],
     staleness=staleness,
     seconds=seconds,
   )

@@ -30,7 +30,7 @@ from planner.search import space as space_lib
 
 
 class _Schedule(NamedTuple):
-  """How to run a part of the graph, for every number of units, [units + 1].
+  """The fastest schedule of a part of the graph, by its units, [units + 1].
 
   Attributes:
     critical: seconds of the first piece from end to end.

@@ -88,7 +88,7 @@ class SimulatedFrame:
 
 @dataclasses.dataclass(eq=False)
 class Task:
-  """What a place is busy with, and until when.
+  """A task that occupies a place until it ends.
 
   Attributes:
     what: as `Span.what`.

@@ -80,7 +80,7 @@ def count(made):
 
 def test_stages_of_rows_are_repeated_and_the_rest_is_not():
   calls = count(cut.cut(grpo(), 4))
-  for name in 'generate reward compare measure gradient'.split():
+  for name in 'generate reward group_advantage measure gradient'.split():
     assert calls[name] == 4, name
   for name in 'repeat keys apply'.split():
     assert calls[name] == 1, name

@@ -45,7 +45,9 @@ def reported(tmp_path, lengths=None, **kwargs):
   file = tmp_path / 'plan.json'
   own = plan_lib.parse({}, made.stages)
   found = plan_report.report_plan(
-    *((made, None), 0, own),
+    (made, None),
+    staleness=0,
+    own=own,
     cluster=cluster(**kwargs),
     lengths=lengths,
     output=file,

@@ -1,0 +1,46 @@
+"""Abstract values of the variables of a jaxpr: buffers and partial sums."""
+
+import dataclasses
+
+
+def size_of(aval) -> float:
+  size = getattr(aval, 'size', 0)
+  return float(size * aval.dtype.itemsize) if size else 0.0
+
+
+class Buffer:
+  """A buffer, with the first and last equation that uses it."""
+
+  def __init__(self, size: float, born: int, outside: bool = False):
+    self.size, self.born, self.last = size, born, born
+    self.outside = outside  # Arguments and results belong to the caller.
+
+
+@dataclasses.dataclass(eq=False)
+class PartialSum:
+  """A sum over lettered dimensions; `open` until its value is read."""
+
+  letters: list[str]
+  size: float
+  open: bool = True
+
+
+@dataclasses.dataclass(eq=False)
+class Variable:
+  """The abstract value of a variable.
+
+  Attributes:
+    size: its bytes.
+    sources: the buffers that must be read to compute it, and how many bytes.
+    fused: whether it is recomputed from its sources when read.
+    letters: the letters of its dimensions if it is a view of an argument.
+    partial: the sum that it is, of which each device may have a part.
+    constant: its number, if known.
+  """
+
+  size: float
+  sources: dict
+  fused: bool = False
+  letters: tuple | None = None
+  partial: 'PartialSum | None' = None
+  constant: float | None = None
