@@ -1,4 +1,4 @@
-"""What a pool of simulators leaves behind: nothing, however it ends."""
+"""A pool of simulators leaves nothing behind, however it ends."""
 
 import functools
 import gc
@@ -57,7 +57,7 @@ def test_a_pool_that_is_closed_or_forgotten_leaves_nothing():
     assert gone(pids)
 
 
-def test_who_only_looks_keeps_no_simulators():
+def test_idle_processes_without_steps_exit():
   """As the process that begins a run for others does, or one that learns."""
   pool, other = (
     env_pool.make_pool(gymnasium.make, 4, 2, name=TOY, idle_timeout=rest)
@@ -106,7 +106,7 @@ def test_a_parent_that_is_killed_leaves_nothing():
 
 
 @pytest.mark.slow
-def test_five_hundred_iterations_take_no_more_memory():
+def test_memory_does_not_grow_in_five_hundred_iterations():
   """Of PPO: simulators, policy and what is carried."""
   pool = env_pool.make_pool(gymnasium.make, 6, 2, name=TOY)
   workflow = workflows.ppo(

@@ -34,9 +34,9 @@ SEED = np.arange(2, dtype=np.int32)
 
 
 def ppo(**settings):
-  world = gymnasium.env(num_envs=ROWS, num_processes=2, **settings)
+  env = gymnasium.env(num_envs=ROWS, num_processes=2, **settings)
   return workflows.ppo(
-    world,
+    env,
     functools.partial(gaussian_policy.policy, width=8),
     optimizers.adamw(1e-3),
     num_envs=ROWS,
@@ -107,7 +107,7 @@ def same(got, want):
 
 @pytest.fixture(scope='module')
 def one():
-  """A run on one place, from its beginning: state, then what came of it."""
+  """A run on one place: its initial state, then its results."""
   start = begin(**PENDULUM)
   step, evaluate = flows(**PENDULUM)
   plan = plan_lib.parse({}, dict.fromkeys(step.stages + evaluate.stages))
@@ -117,16 +117,14 @@ def one():
 
 
 def test_a_process_of_their_own_changes_no_bit(made, one):
-  """Where episodes go on that the driver has begun."""
+  """Continues episodes that the driver has started."""
   start, want = one
   remote = made(APART, **PENDULUM)
   same(run(remote, start), want)
-  assert (
-    not remote.notices()
-  )  # Nothing was lost, and nothing had to be brought.
+  assert not remote.notices()  # No episode was lost or restored.
 
 
-def test_who_dies_costs_no_bit(made, one):
+def test_a_dead_process_changes_no_bit(made, one):
   """Simulators, and who has them, and who learns while they go on."""
   start, want = one
   remote = made(APART, **PENDULUM)

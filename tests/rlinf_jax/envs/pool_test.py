@@ -1,4 +1,4 @@
-"""Simulators in processes of their own: the same episodes, whatever fails."""
+"""Simulators in worker processes: the same episodes whatever fails."""
 
 import os
 import re
@@ -27,20 +27,20 @@ from tests.rlinf_jax.run import language_run_test
 TOY = 'env_toys:toys/Count-v0'
 RAISE, KILL, HANG, NAN, BAD_RESET, HANG_RESET = 10, 20, 30, 40, 50, 60
 KILL_AGAIN, WIN = 70, -11
-PATIENCE = 2.0
-GONE_ON = 'Episodes restored by their seeds and actions: '
+STEP_TIMEOUT = 2.0
+RESTORED = 'Episodes restored by their seeds and actions: '
 
 
 @pytest.fixture
 def make():
-  """Makes pools of toys, with what they say, and ends them."""
+  """Makes pools of toys, with their messages, and closes them."""
   pools = []
 
   def made(n=6, processes=2, **settings):
     said = []
     settings = {
       'name': TOY,
-      'step_timeout': PATIENCE,
+      'step_timeout': STEP_TIMEOUT,
       'say': said.append,
     } | settings
     pool = env_pool.make_pool(gymnasium.make, n, processes, **settings)
@@ -57,7 +57,7 @@ def act(pool, token, *numbers):
 
 
 def bare(seed_B, action_TBA):
-  """What a plain loop over bare environments sees."""
+  """Time steps of a plain loop over environments without a pool."""
   rows = []
   for b, seed in enumerate(seed_B):
     env, row = gym.make(TOY), []
@@ -100,7 +100,7 @@ def test_a_pool_is_a_loop_over_bare_environments(make, processes):
   assert sum(want[4].sum() for want in wanted)
 
 
-def test_halves_in_turn_see_what_all_at_once_do(make):
+def test_alternating_halves_equal_all_at_once(make):
   seed_B, action_TBA = np.arange(6), actions(20, 6)
   whole, _ = make(6, 2)
   halves, _ = make(6, 2)
@@ -113,7 +113,7 @@ def test_halves_in_turn_see_what_all_at_once_do(make):
       halves.send(one, half)
       for one, half in zip(tokens, np.split(action_BA, 2), strict=True)
     ]
-    # Heard in the other order than they were sent.
+    # Received in the opposite order.
     second, first = halves.recv(sent[1]), halves.recv(sent[0])
     tokens = [first[0], second[0]]
     all_three = map(jax.tree.leaves, (want, first[1], second[1]))
@@ -122,7 +122,7 @@ def test_halves_in_turn_see_what_all_at_once_do(make):
   np.testing.assert_array_equal(token, np.concatenate(tokens))
 
 
-def test_a_choice_is_made_by_the_greatest_of_numbers(make):
+def test_a_discrete_action_is_the_argmax(make):
   pool, _ = make(2, 1, name='CartPole-v1')
   assert pool.spec.horizon == 500 and pool.spec.low.shape == (2,)
   token, obs = pool.init([3, 4])
@@ -135,13 +135,13 @@ def test_a_choice_is_made_by_the_greatest_of_numbers(make):
     obs = made.obs
 
 
-def test_names_and_pictures_of_an_observation_are_kept(make):
+def test_dict_observations_keep_names_and_images(make):
   pool, _ = make(2, 1, name='env_toys:toys/See-v0')
-  world = env_pool.from_pool(pool)
-  assert world.obs_spec['eye']['front'] == jax.ShapeDtypeStruct(
+  env = env_pool.from_pool(pool)
+  assert env.obs_spec['eye']['front'] == jax.ShapeDtypeStruct(
     (4, 6, 3), jnp.uint8
   )
-  assert world.obs_spec['state'] == jax.ShapeDtypeStruct((4,), jnp.float32)
+  assert env.obs_spec['state'] == jax.ShapeDtypeStruct((4,), jnp.float32)
   token, obs = pool.init([3, 4])
   np.testing.assert_array_equal(obs['eye']['front'][1], np.full((4, 6, 3), 4))
   token, made = act(pool, token, 0, 0)
@@ -183,7 +183,7 @@ SKETCHES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize('sketch', SKETCHES.values(), ids=SKETCHES)
-def test_a_plan_simulates_what_a_plain_loop_does(make, sketch):
+def test_a_plan_simulates_as_a_plain_loop_does(make, sketch):
   (pool, _), (other, _) = make(), make()
   begin = lambda pool: rollout.init(env_pool.from_pool(pool), np.arange(6))
   eager, state = workflow(pool), begin(pool)
@@ -202,9 +202,9 @@ def test_a_plan_simulates_what_a_plain_loop_does(make, sketch):
 
 def ppo(pools):
   """A workflow that trains in one pool and is judged in the other."""
-  world, eval_env = map(env_pool.from_pool, pools)
+  env, eval_env = map(env_pool.from_pool, pools)
   workflow = workflows.ppo(
-    world,
+    env,
     gaussian_policy.policy,
     optimizers_lib.adamw(1e-3),
     num_envs=4,
@@ -217,9 +217,7 @@ def ppo(pools):
 
 
 @pytest.mark.slow
-def test_a_run_measures_simulators_and_begins_them_anew(
-  make, tmp_path, monkeypatch
-):
+def test_a_run_measures_simulators_and_resets_them(make, tmp_path, monkeypatch):
   monkeypatch.setenv('RLINF_JAX_CACHE', str(tmp_path / 'cache'))
 
   def run(name, **kwargs):
@@ -237,7 +235,7 @@ def test_a_run_measures_simulators_and_begins_them_anew(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_resumed_goes_on_to_the_bit(make, tmp_path, capsys):
+def test_a_resumed_run_continues_to_the_bit(make, tmp_path, capsys):
   """In the middle of its episodes: other processes bring them back."""
 
   def run(name, steps, **kwargs):
@@ -249,10 +247,10 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit(make, tmp_path, capsys):
     return folder, capsys.readouterr().out
 
   straight, said = run('straight', 4)
-  assert GONE_ON not in said
+  assert RESTORED not in said
   run('broken', 2)
   resumed, said = run('broken', 4, resume=True)
-  assert said.count(GONE_ON) == 2  # Of each piece.
+  assert said.count(RESTORED) == 2  # Of each piece.
   assert language_run_test.lines(resumed) == language_run_test.lines(straight)
   language_run_test.equal_states(
     language_run_test.state(resumed, 4), language_run_test.state(straight, 4)
@@ -295,7 +293,7 @@ def test_a_token_is_used_in_order(make):
     pool.step(after, np.zeros((6, 2)))
 
 
-def test_another_process_goes_on_from_what_was_saved(make):
+def test_another_process_continues_from_a_snapshot(make):
   seed_B, action_TBA = np.arange(6), actions(20, 6)
   pool, _ = make()
   token, _ = pool.init(seed_B)
@@ -309,7 +307,7 @@ def test_another_process_goes_on_from_what_was_saved(make):
     token, made = other.step(token, action_BA)
     for x, y in zip(made, want, strict=True):
       np.testing.assert_array_equal(x, y)
-  assert not other.failed_episodes and said[0].startswith(GONE_ON)
+  assert not other.failed_episodes and said[0].startswith(RESTORED)
   # And so does the one that made it, which has gone further since.
   token = pool.load(there, past)
   _, made = pool.step(token, action_TBA[10])
@@ -319,7 +317,7 @@ def test_another_process_goes_on_from_what_was_saved(make):
     np.testing.assert_array_equal(x, y)
 
 
-def test_a_token_that_is_where_it_was_made_is_brought_nowhere(make):
+def test_loading_the_current_token_restores_nothing(make):
   pool, said = make()
   token, _ = pool.init(np.arange(6))
   token, _ = act(pool, token, *range(6))
@@ -327,7 +325,7 @@ def test_a_token_that_is_where_it_was_made_is_brought_nowhere(make):
   assert not said
 
 
-def test_an_episode_that_could_not_be_saved_begins_anew_and_says_so(make):
+def test_an_episode_that_was_not_saved_is_started_anew_and_reported(make):
   pool, _ = make()
   token, _ = pool.init(np.arange(6))
   token, made = act(pool, token, *range(6))
@@ -346,7 +344,7 @@ def test_an_episode_that_could_not_be_saved_begins_anew_and_says_so(make):
   assert not made.env_failed.any()
 
 
-def test_who_shows_something_else_when_brought_back_begins_anew(make):
+def test_an_episode_that_replays_differently_is_lost(make):
   pool, _ = make()
   token, _ = pool.init(np.arange(6))
   token, made = act(pool, token, *range(6))
@@ -378,7 +376,7 @@ FAULTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize('fault, said', FAULTS.values(), ids=FAULTS)
-def test_a_fault_costs_one_episode_and_nobody_elses(make, fault, said):
+def test_a_failure_costs_one_episode_and_no_other(make, fault, said):
   action_TBA = actions(20, 6)
   calm, _ = make()
   shaken, heard = make()
@@ -412,7 +410,7 @@ def test_a_fault_costs_one_episode_and_nobody_elses(make, fault, said):
   assert re.match(f'Environment {guilty}, at call {when}, .*', heard[0])
 
 
-def test_an_episode_that_does_not_begin_is_begun_by_another_seed(make):
+def test_an_episode_that_fails_to_start_is_started_by_another_seed(make):
   pool, heard = make()
   token, _ = pool.init(np.arange(6))
   token, made = act(pool, token, 0, 0, 0, BAD_RESET, 0, 0)
@@ -441,7 +439,7 @@ def test_a_process_killed_between_calls_loses_no_episode(make):
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_who_is_asked_to_end_waits_for_the_parent_to(make, number):
+def test_a_worker_ignores_signals_until_its_parent_ends(make, number):
   pool, said = make()
   token, _ = pool.init(np.arange(6))
   pids = pool.pids
@@ -455,14 +453,16 @@ def test_who_is_asked_to_end_waits_for_the_parent_to(make, number):
       os.kill(pid, 0)
 
 
-def test_one_who_cannot_be_brought_back_is_lost_alone(
+def test_an_environment_that_cannot_be_restored_is_lost_alone(
   make, tmp_path, monkeypatch
 ):
   monkeypatch.setenv('TOYS_MARK', str(tmp_path / 'mark'))
   pool, _ = make(6, 2)
   token, _ = pool.init(np.arange(6))
   token, _ = act(pool, token, 0, 0, KILL_AGAIN, 0, 0, 0)
-  token, made = act(pool, token, KILL, 1, 1, 1, 1, 1)  # 2 is in that process.
+  token, made = act(
+    pool, token, KILL, 1, 1, 1, 1, 1
+  )  # Environment 2 is in that process.
   assert made.env_failed.tolist() == [1, 0, 1, 0, 0, 0]
   assert [fault.env_id for fault in pool.failures] == [0, 2]
   np.testing.assert_array_equal(made.obs[:, 1], [0, 2, 0, 2, 2, 2])  # Time.
@@ -470,7 +470,7 @@ def test_one_who_cannot_be_brought_back_is_lost_alone(
   assert not made.env_failed.any()
 
 
-def test_what_only_ever_fails_is_given_up(make):
+def test_an_environment_that_always_fails_is_given_up(make):
   pool, _ = make()
   token, _ = pool.init(np.arange(6))
   with pytest.raises(worker.BrokenError, match='Environment 4 failed 10 times'):
@@ -478,7 +478,7 @@ def test_what_only_ever_fails_is_given_up(make):
       token, _ = act(pool, token, 0, 0, 0, 0, RAISE, 0)
 
 
-def test_what_cannot_be_built_is_told_at_the_door(make):
+def test_an_environment_that_cannot_be_built_is_refused_at_once(make):
   with pytest.raises(simulator.UnavailableError, match='No environment could'):
     make(name='toys/Nothing-v0')
   with pytest.raises(ValueError, match='no process without an environment'):

@@ -21,7 +21,7 @@ T = env_toys.HORIZON
 
 @pytest.fixture
 def make():
-  """Makes pools of toys, with what they say, and ends them."""
+  """Makes pools of toys, with their messages, and closes them."""
   pools = []
 
   def made(processes=2, **settings):
@@ -45,7 +45,7 @@ def actions():
 
 
 def play(pool, seed_B, **films):
-  """All timesteps, and the token that comes after."""
+  """All time steps, and the next token."""
   token, _ = pool.init(seed_B, **films)
   made = []
   for action_BA in actions():
@@ -71,7 +71,7 @@ def bare(seed, b, time):
 
 
 @pytest.mark.parametrize('processes, every', [(1, 1), (2, 3)])
-def test_pictures_are_those_of_a_plain_loop(make, processes, every):
+def test_frames_are_those_of_a_plain_loop(make, processes, every):
   pool, said = make(processes)
   token, _ = play(pool, SEEDS, rows=3, every=every)
   time = times(every)
@@ -91,7 +91,7 @@ def test_pictures_are_those_of_a_plain_loop(make, processes, every):
 @pytest.mark.parametrize(
   'fails', ['', 'raise', 'kill', pytest.param('hang', marks=pytest.mark.slow)]
 )
-def test_whatever_comes_of_a_picture_nothing_else_does(make, fails):
+def test_a_rendering_failure_changes_nothing_else(make, fails):
   calm, _ = make()
   filmed, said = make(fails=fails)
   _, want = play(calm, SEEDS)
@@ -113,7 +113,7 @@ def test_whatever_comes_of_a_picture_nothing_else_does(make, fails):
   assert not fails or because[fails] in told[0]
 
 
-def test_what_began_in_another_process_is_not_shown(make):
+def test_episodes_of_another_process_have_no_video(make):
   """A pool that never began to film says so once, and shows nothing."""
   pool, said = make()
   token, _ = play(pool, SEEDS)
@@ -123,13 +123,13 @@ def test_what_began_in_another_process_is_not_shown(make):
   assert 'in another process' in told and 'one place' in told
 
 
-def test_an_evaluation_shows_what_it_counts(make):
+def test_the_video_shows_the_episodes_that_are_scored(make):
   """And counts what it does where nothing is to be seen."""
   infos = []
   for settings in ({}, {'render_mode': None}):
-    world = env_pool.from_pool(make(**settings)[0])
-    policy = gaussian_policy.policy(world)
-    evaluate = evaluate_lib.evaluator(policy, world)
+    env = env_pool.from_pool(make(**settings)[0])
+    policy = gaussian_policy.policy(env)
+    evaluate = evaluate_lib.evaluator(policy, env)
     params = policy.init(jax.random.key(0))
     infos.append(evaluate(params, (), SEEDS, jax.random.key(1)))
   (numbers, rows), (unseen, nothing) = map(metrics.read, infos)
@@ -144,7 +144,7 @@ def test_an_evaluation_shows_what_it_counts(make):
   np.testing.assert_array_equal(shown['frame'][:, :, 0, 0, 1], shown['time'])
 
 
-def test_a_picture_that_is_large_is_made_small():
+def test_large_frames_are_downsampled():
   frame = np.zeros((400, 602, 3), np.uint8)
   frame[:4, :4, 0] = 16
   frame[0, 0, 1] = 160

@@ -1,4 +1,4 @@
-"""A vector environment is a pool of as many, but for its faults."""
+"""A vector environment equals a pool of as many, except for failures."""
 
 from concurrent import futures
 import functools
@@ -70,7 +70,7 @@ def equal(x, y):
 
 @pytest.mark.parametrize('name', [toy('Count'), toy('See'), 'CartPole-v1'])
 @pytest.mark.parametrize('B', [N, N - 1])
-def test_it_is_a_pool_of_as_many_to_the_bit(pool, name, B):
+def test_it_equals_a_pool_of_as_many_to_the_bit(pool, name, B):
   want = pool(name)
   mode = {'vectorization_mode': 'sync'} if name == 'CartPole-v1' else {}
   if mode:
@@ -88,7 +88,7 @@ def test_it_is_a_pool_of_as_many_to_the_bit(pool, name, B):
   equal(play(got, action_TNA, SEEDS[:B]), play(want, action_TNA, SEEDS[:B]))
 
 
-def test_one_that_begins_anew_by_itself_shows_both_ends_of_a_step():
+def test_same_step_autoreset_keeps_final_observations():
   world = vector.wrap(same_step('Again'))
   made = play(world, actions())
   for i in range(N):
@@ -126,7 +126,7 @@ class Told(gym_vector.VectorEnv):
     return self.reset()[0], np.ones(2), ended, ~ended & ended, self.info
 
 
-def test_infos_of_the_next_episode_are_not_of_the_last():
+def test_infos_of_the_next_episode_are_not_taken_for_the_last():
   final = np.full((2, 1), 0.5, np.float32)
   info = {'success': np.array([True, True]), 'final_obs': final}
   world = vector.wrap(Told(info | {'final_info': {}}), horizon=5)
@@ -140,7 +140,7 @@ def test_infos_of_the_next_episode_are_not_of_the_last():
     vector.wrap(Told({}, begins=np.nan), horizon=5).init([1, 2])
 
 
-def test_what_it_cannot_be_is_said():
+def test_unsupported_vector_environments_are_refused():
   next_step = gym.make_vec(toy('Again'), 2)
   with pytest.raises(ValueError, match="'NextStep'.*SAME_STEP or DISABLED"):
     vector.wrap(next_step)
@@ -157,7 +157,7 @@ def test_what_it_cannot_be_is_said():
     world.step(token, actions()[0, :2])
 
 
-def test_what_is_not_finite_costs_one_episode(pool):
+def test_a_non_finite_observation_costs_one_episode(pool):
   action_TNA = actions()
   action_TNA[5, 3] = 40
   made = play(vector.env(toy('Count'), N), action_TNA)
@@ -174,7 +174,7 @@ def test_what_is_not_finite_costs_one_episode(pool):
     play(vector.wrap(same_step('Again')), action_TNA)
 
 
-def test_another_process_begins_new_episodes_and_says_so():
+def test_another_process_starts_new_episodes_and_reports_it():
   said = []
   make = lambda: vector.wrap(same_step('Again'), say=said.append)
   one, other = make(), make()
@@ -192,7 +192,7 @@ def test_another_process_begins_new_episodes_and_says_so():
 
 
 @pytest.mark.slow
-def test_ppo_learns_the_same_from_either_and_in_pieces(pool):
+def test_ppo_is_the_same_in_either_and_in_pieces(pool):
   make = lambda world: workflows.ppo(
     *(
       world,
@@ -222,7 +222,7 @@ def test_ppo_learns_the_same_from_either_and_in_pieces(pool):
 
 
 def theirs(T):
-  """What ManiSkill's own vector environment shows, by way of a Env."""
+  """Time steps of ManiSkill's own vector environment as an Env."""
   maniskill.make(0, 'PushCube-v1').close()  # Where nothing can be drawn.
   from mani_skill.vector.wrappers import gymnasium as wrappers
 
@@ -248,7 +248,7 @@ def arm(T):
   importlib.util.find_spec('mani_skill') is None,
   reason='ManiSkill is not installed: pip install "rlinf-jax[maniskill]"',
 )
-def test_that_of_maniskill_is_its_environment():
+def test_maniskills_vector_environment_equals_its_environment():
   """Of torch's tensors; here on a processor, where it holds one scene."""
   T = 50  # It begins further episodes by seeds of its own.
   world = maniskill.env('PushCube-v1', 1)

@@ -47,7 +47,7 @@ def replay(seed, horizon, terminate):
 
 
 @pytest.mark.parametrize('terminate', [False, True])
-def test_frames_are_of_the_tables_that_were_evaluated(terminate):
+def test_frames_are_of_the_episodes_that_were_scored(terminate):
   horizon, every = 32, 2  # At most 30 frames.
   env = push.push(horizon=horizon, terminate=terminate)
   policy = demonstrations.scripted_policy(env, push.controller, 0.0)
