@@ -78,20 +78,10 @@ def report_plan(
     staleness=staleness,
     seconds=seconds / 2,
   )
-  lines = [
-    table,
-    '',
-    _searched(result, cluster),
-    assumption,
-    _colocated(space),
-  ]
-  if result.best is None and not data['infeasible']:
-    lines += [
-      'No mesh of these devices can divide the rows of every stage into whole '
-      'groups: change the batch, its minibatches or the devices.'
-    ]
-  elif result.best is None:
-    lines += ['No plan fits in memory. The nearest to fitting:']
+  lines = [table, '', _searched(result, cluster), assumption]
+  lines += [_colocated(space)]
+  if result.best is None:
+    lines += [_no_plan(data)]
   else:
     lines += _fastest(flow, model, result, staleness, data)
     # Stages that only evaluations have go to the first place.
@@ -190,6 +180,16 @@ def _fastest(flow, model, result, staleness, data) -> list[str | None]:
     'Which cost would have to be wrong to change the choice, one at a time:',
     *report_text.sensitivity(data['sensitivity']),
   ]
+
+
+def _no_plan(data) -> str:
+  """Says why there is no plan."""
+  if data['infeasible']:
+    return 'No plan fits in memory. The nearest to fitting:'
+  return (
+    'No mesh of these devices can divide the rows of every stage into whole '
+    'groups: change the batch, its minibatches or the devices.'
+  )
 
 
 def _searched(result, cluster) -> str:
