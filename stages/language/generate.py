@@ -242,20 +242,11 @@ def resume(
   params = rules.gather(jax.tree.map(lambda x: x.astype(dtype), params))
   split = split_prompt(prompt, group_size)
   layers = _prompt_layers(model, params, split)
-  B, T = completions.mask.shape
+  T = completions.mask.shape[1]
   length_B = completions.mask.sum(1, dtype=jnp.int32)
-  caches, token_B = kv_cache.empty(model.config, B, T), split.token_B
-  if num_started:
-    first = jax.tree.map(lambda x: x[:num_started], (prompt, completions))
-    started = _prefill_completions(
-      model, params, first[0], group_size, first[1]
-    )
-    token_B, caches = jax.tree.map(
-      lambda all_, some: all_.at[:num_started].set(some),
-      (token_B, [*caches]),
-      started,
-    )
-    completions = _roll_completions(completions, length_B)
+  start = _initial_state(
+    model, params, prompt, group_size, completions, num_started
+  )
 
   def open_rows(state: DecodeState):
     return state.completions.alive & (length_B + state.t < T)
@@ -270,18 +261,39 @@ def resume(
       token_B = jnp.argmax(logit_B1V[:, 0], axis=-1)
     else:
       logit_B1V = sample.shape(logit_B1V, sampling)
-      key_now_B = jax.vmap(jax.random.fold_in)(key_B, length_B + state.t)
-      token_B = sample.draw(key_now_B, logit_B1V[:, 0])
+      key_t_B = jax.vmap(jax.random.fold_in)(key_B, length_B + state.t)
+      token_B = sample.draw(key_t_B, logit_B1V[:, 0])
     token_B = jnp.where(open_B, token_B, 0).astype(jnp.int32)
     logp_B = sample.logp(logit_B1V, token_B[:, None])[:, 0]
     new = _append(state, open_B, token_B, logp_B, stop)
     return DecodeState(state.t + 1, token_B, caches, new)
 
-  start = DecodeState(
-    jnp.zeros((), jnp.int32), token_B, tuple(caches), completions
-  )
   end = jax.lax.while_loop(condition, extend, start).completions
   return _roll_completions(end, -length_B) if num_started else end
+
+
+def _initial_state(
+  model, params, prompt, group_size: int, completions, num_started: int
+) -> DecodeState:
+  """The state of the decoding loop before its first token."""
+  B, T = completions.mask.shape
+  token_B = split_prompt(prompt, group_size).token_B
+  caches = kv_cache.empty(model.config, B, T)
+  if num_started:
+    first = jax.tree.map(lambda x: x[:num_started], (prompt, completions))
+    started = _prefill_completions(
+      model, params, first[0], group_size, first[1]
+    )
+    token_B, caches = jax.tree.map(
+      lambda all_, some: all_.at[:num_started].set(some),
+      (token_B, [*caches]),
+      started,
+    )
+    length_B = completions.mask.sum(1, dtype=jnp.int32)
+    completions = _roll_completions(completions, length_B)
+  return DecodeState(
+    jnp.zeros((), jnp.int32), token_B, tuple(caches), completions
+  )
 
 
 def _prompt_layers(model, params, split: SplitPrompt):

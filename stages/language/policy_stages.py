@@ -90,12 +90,12 @@ def repeat(group_size: int) -> stages.Stage:
 
 
 class Rollouts(NamedTuple):
-  """How completions are generated.
+  """A method of generating completions for a training step.
 
   Attributes:
     run: `Version, carry, problem, keys -> problem, experience, carry, info`.
-      What it returns is of the rows that are completed: their problems, their
-      experience, what is carried to the next step, and metrics.
+      Returns the problems and the experience of finished rows, the state that
+      is carried to the next step, and metrics.
     allocate: `problem -> carry` of the first step; None if nothing is carried.
   """
 
@@ -104,7 +104,7 @@ class Rollouts(NamedTuple):
 
 
 def complete(policy: base.Policy, group_size: int) -> Rollouts:
-  """Every step completes the prompts that it is given."""
+  """Returns rollouts in which every step finishes all of its prompts."""
   generate = act(policy, 'generate', group_size=group_size)
   with_proximal = proximal_logp(policy, group_size)
 

@@ -287,7 +287,7 @@ def test_a_full_disk_does_not_lose_the_model(tmp_path, monkeypatch):
     raise OSError(28, 'No space left on device')
 
   with monkeypatch.context() as patch:
-    patch.setattr(weights, 'write', fill)
+    patch.setattr(weights, 'save', fill)
     with pytest.raises(OSError, match='No space left'):
       qwen.export(folder, params, folder)
   jax.tree.map(
