@@ -20,7 +20,7 @@ from stages.learn import optimizers
 
 
 class Loss(NamedTuple):
-  """What a loss function returns.
+  """Result of a loss function.
 
   Attributes:
     means: one mean for each distinct denominator, already weighted; their sum
@@ -83,7 +83,7 @@ def learner(
     loss: `params, *given, *minibatch -> Loss`, or its first two fields.
     optimizer: optimizer of the parameters.
     unbatched: positions of the loss's arguments without rows: the parameters
-      and whatever is `given`.
+      and the `given` arguments.
     group_size: adjacent rows that stay together.
     target_kl: the remaining minibatches change nothing once the KL of one is
       beyond this; None always makes all updates.

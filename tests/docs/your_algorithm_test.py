@@ -18,7 +18,7 @@ PAGE = ROOT / 'docs' / 'your_algorithm.md'
 
 @pytest.fixture(scope='module')
 def page():
-  """What the page's Python blocks define."""
+  """Names that the page's Python blocks define."""
   namespace = {}
   for block in re.findall('```python\n(.*?)```', PAGE.read_text(), re.DOTALL):
     exec(block, namespace)

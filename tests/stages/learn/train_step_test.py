@@ -314,7 +314,7 @@ def apart(optimizer, updates):
 
 
 def alone(optimizer, slopes):
-  """What the optimizer makes of one part by itself, by Optax."""
+  """One part's parameters after Optax's updates of it alone."""
   params = {'w': jnp.ones_like(slopes[0])}
   state, made = optimizer.init(params), []
   for slope in slopes:

@@ -91,14 +91,14 @@ def test_batches_follow_from_seed_and_number_alone(path):
   assert len(seed_B) == 100 and seed_B[0] == seed_source.FIRST_HELD_OUT
 
 
-# What is learned.
+# Learning.
 
 
 def policy(**kwargs):
   return functools.partial(gaussian_policy.policy, width=16, **kwargs)
 
 
-def test_the_loss_is_a_likelihood_by_the_scale_of_what_was_shown():
+def test_the_loss_is_the_likelihood_after_normalizing_observations():
   workflow = workflows.behavior_cloning(
     push.push(), policy(), optimizers.adamw(1e-3)
   )
@@ -134,7 +134,9 @@ def test_a_clone_of_few_gets_better_by_success_alone(tmp_path):
     state, _ = workflow.step(state, batch, KEY)
   policy_file.export(tmp_path / 'model', workflow.params(state))
   rl = workflows.embodied_grpo(
-    *(world, policy(), optimizers.adamw(3e-3, clip_norm=0.5)),
+    world,
+    policy(),
+    optimizers.adamw(3e-3, clip_norm=0.5),
     num_envs=256,
     group_size=8,
     num_minibatches=2,

@@ -1,4 +1,4 @@
-"""GRPO in worlds: who is compared with whom, by what, and what counts of it."""
+"""Embodied GRPO: groups, rewards, masks, its gradient by torch, learning."""
 
 import functools
 from typing import NamedTuple
@@ -99,7 +99,7 @@ def test_what_it_returned_may_count_instead():
   np.testing.assert_allclose(np.abs(advantage[:, 0]), 2**-0.5, rtol=1e-5)
 
 
-def test_groups_that_did_alike_may_be_left_out():
+def test_groups_of_equal_rewards_may_be_masked():
   success = [[0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0]]
   mask, advantage = compared(timestep_of(ENDS, success), filtered=True)
   np.testing.assert_array_equal(mask, [*FIRST[:2], [0] * 4, [0] * 4])
@@ -108,14 +108,15 @@ def test_groups_that_did_alike_may_be_left_out():
 
 
 @pytest.mark.parametrize('worth', [0.1, 1.0])
-def test_an_episode_that_was_lost_counts_for_nothing(worth):
+def test_an_episode_whose_simulator_failed_does_not_count(worth):
   ends, lost = np.ones((8, 1)), np.zeros((8, 1))
   lost[[1, 4, 5, 6, 7]] = 1.0
   reward = np.full((8, 1), worth)
   reward[1] = 7.0
   timestep = timestep_of(ends, reward=reward, env_failed=lost)
   mask, advantage = compared(timestep, GROUP, episode_stats.episode_return)
-  # Three that did alike are alike to the bit, and four lost are no group.
+  # Three equal rewards have equal advantages, to the bit; in the second group
+  # all four episodes failed.
   np.testing.assert_array_equal(mask, 1.0 - lost)
   assert not advantage.any()
   reward[0] += 1.0
@@ -125,7 +126,7 @@ def test_an_episode_that_was_lost_counts_for_nothing(worth):
   np.testing.assert_allclose(advantage.sum(), 0.0, atol=1e-6)
 
 
-def test_what_is_told_is_of_first_episodes_and_steps_that_were_not_lost():
+def test_metrics_are_of_first_episodes_and_steps_that_did_not_fail():
   success = [[0, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]]
   lost = np.zeros((4, 4))
   lost[2, 0] = 1.0
@@ -160,7 +161,7 @@ def grpo(world=None, optimizer=None, **kwargs):
 
 
 def acted(workflow_world, state, key, group_size=GROUP, rows=16, T=5):
-  """What a step does in the world, stage by stage."""
+  """Experience and time steps of one step, stage by stage."""
   policy = gaussian_policy.policy(workflow_world, width=8)
   seed = rollout_lib.draw_seeds(rows // group_size, group_size)(key)
   place, obs = rollout.reset(workflow_world)(seed)
@@ -169,7 +170,7 @@ def acted(workflow_world, state, key, group_size=GROUP, rows=16, T=5):
   return act(state.actor.params, state.obs_stats, place, obs, keys)[2:]
 
 
-def test_a_group_begins_alike_and_each_of_it_has_its_own_luck():
+def test_a_group_shares_its_initial_state_and_samples_different_actions():
   state = grpo().init(KEY)
   x, _ = acted(line(), state, KEY)
   start = np.asarray(x.obs)[:, 0, 1].reshape(-1, GROUP)
@@ -198,8 +199,10 @@ def test_rows_are_whole_groups():
 CLIP = {'clip_low': 0.04, 'clip_high': 0.07}
 
 
-def torch_gradient(params, reference, scale, x, timestep, *, kl, entropy):
-  """The gradient of a batch, from what was done, written anew in torch."""
+def torch_gradient(
+  params, reference, scale, x, timestep, *, kl_coef, entropy_coef
+):
+  """The gradient of a batch, written anew in torch."""
   import torch
 
   as_torch = lambda y: torch.tensor(np.array(y), dtype=torch.float64)
@@ -237,8 +240,8 @@ def torch_gradient(params, reference, scale, x, timestep, *, kl, entropy):
   ahead = normal(then, reference[1]).log_prob(action).sum(-1) - logp
   ratio = torch.exp(logp - as_torch(x.logp))
   surrogate = torch.minimum(ratio * gain, ratio.clamp(0.96, 1.07) * gain)
-  each = -surrogate + kl * (torch.exp(ahead) - 1 - ahead)
-  each = each - entropy * now.entropy().sum(-1)
+  each = -surrogate + kl_coef * (torch.exp(ahead) - 1 - ahead)
+  each = each - entropy_coef * now.entropy().sum(-1)
   ((each * mask).sum(1) / mask.sum(1)).mean().backward()
   clipped = ((ratio < 0.96) & (gain < 0) | (ratio > 1.07) & (gain > 0)) * mask
   share = (clipped.sum() / mask.sum()).item()
@@ -248,33 +251,35 @@ def torch_gradient(params, reference, scale, x, timestep, *, kl, entropy):
 @pytest.mark.slow
 def test_two_epochs_are_those_of_torch(in_float64):
   pytest.importorskip('torch', reason='The reference is written in torch.')
-  rate, weights = 0.3, {'kl': 0.3, 'entropy': 0.02}
+  rate, weights = 0.3, {'kl_coef': 0.3, 'entropy_coef': 0.02}
   sgd = optax.chain(optax.trace(decay=0.0), optax.scale(-rate))
   workflow = grpo(optimizer=sgd, num_epochs=2, **CLIP, **weights)
   begun = workflow.init(KEY)
-  state, _ = workflow.step(begun, (), KEY)  # It has a scale from here on.
+  state, _ = workflow.step(
+    begun, (), KEY
+  )  # Observations are normalized from here on.
   key = jax.random.key(1)
   x, timestep = acted(line(), state, key)
   after, info = workflow.step(state, (), key)
   params = jax.device_get(state.actor.params)
   for _ in range(2):
     want, clipped, mask = torch_gradient(
-      *(params, begun.reference, state.obs_stats, x, timestep), **weights
+      params, begun.reference, state.obs_stats, x, timestep, **weights
     )
     moved = {k: params['actor'][k] - rate * want[k] for k in want}
     params = params | {'actor': moved}
-  assert mask.sum() < mask.numel()  # Some have ended before.
+  assert mask.sum() < mask.numel()  # Some episodes have ended early.
   made = optax.tree.get(after.actor.opt_state, 'trace')['actor']
   for name, grad in want.items():
     np.testing.assert_allclose(made[name], grad, rtol=1e-8, atol=1e-11)
-  # Of both epochs, and the first is on policy.
+  # The mean of both epochs; nothing is clipped in the first.
   assert clipped > 0.05
   np.testing.assert_allclose(
     read(info)['train/clip_fraction'], clipped / 2, rtol=1e-9
   )
 
 
-def test_it_begins_with_what_was_exported_and_sees_by_its_scale(tmp_path):
+def test_it_starts_from_an_exported_policy_and_keeps_its_statistics(tmp_path):
   first = grpo()
   before, _ = first.step(first.init(KEY), (), KEY)
   policy_file.export(tmp_path, first.params(before))
@@ -306,7 +311,7 @@ def ppo(**kwargs):
 
 
 @pytest.mark.slow
-def test_a_simulator_is_acted_in_as_a_world_of_jax_is():
+def test_a_host_simulator_gives_the_metrics_of_the_same_env_in_jax():
   theirs = Simulator(line(), 16)
   ours, hosted = grpo(), grpo(theirs.world)
   states = [ours.init(KEY), hosted.init(KEY)]
@@ -315,7 +320,7 @@ def test_a_simulator_is_acted_in_as_a_world_of_jax_is():
     key, infos = jax.random.fold_in(KEY, i), []
     for j, workflow in enumerate((ours, hosted)):
       states[j], info = workflow.step(states[j], (), key)
-      # In the very environments that it trains in.
+      # Evaluation may use the environments that it trains in.
       infos.append(read(info) | read(workflow.evaluate(states[j], seed, key)))
     for name, number in infos[0].items():
       np.testing.assert_allclose(

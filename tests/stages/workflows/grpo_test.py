@@ -52,7 +52,7 @@ def read(info):
 
 
 def moved(state, other):
-  """How far the actor's parameters are apart."""
+  """Distance between the actors' parameters."""
   return float(
     optax.tree.norm(
       jax.tree.map(jnp.subtract, state.actor.params, other.actor.params)
@@ -83,7 +83,7 @@ def test_sft_learns_its_examples():
     numbers.append(read(info))
   first, last = numbers[0], numbers[-1]
   assert first['train/loss'] > 2.0
-  # Where an example ends is chance; what it repeats is not.
+  # The length of an example is random; the token that it repeats is not.
   assert last['train/loss'] < 0.8
   assert {n['train/tokens'] for n in numbers} == {tiny.examples().mask.sum()}
 
@@ -105,7 +105,7 @@ def test_a_first_update_is_on_policy():
   workflow = grpo()
   _, info = workflow.step(workflow.init(KEY), problem(), KEY)
   numbers = read(info)
-  # What decoding and learning make of one token differs by rounding.
+  # Decoding and scoring a token differ by rounding.
   np.testing.assert_allclose(numbers['train/ratio_mean'], 1.0, atol=1e-5)
   np.testing.assert_allclose(numbers['train/ratio_max'], 1.0, atol=1e-5)
   np.testing.assert_allclose(numbers['train/kl_behavior'], 0.0, atol=1e-9)
@@ -181,7 +181,7 @@ def test_the_kl_term_pulls_towards_the_reference_and_nowhere_else():
   assert apart[-1] < apart[0] / 4
 
 
-def test_what_padding_looks_like_to_the_policy_has_no_part_in_the_loss():
+def test_log_probs_of_padding_do_not_enter_the_loss():
   mask = np.array([[1.0, 1.0, 0.0]], np.float32)
   x = base.Experience(
     (), np.ones((1, 3), np.int32), -mask, mask, (), advantage=mask
@@ -233,12 +233,13 @@ def _corrected(
   )
 
 
-def test_what_another_engine_drew_is_weighed_and_clipped_around_the_trainer():
+def test_samples_of_another_engine_are_weighed_and_clipped_around_the_trainer():
   # Ratio e^0.1, weight e^(−1 + 1.5).
   loss, slope = _corrected(-0.9, -1.0, -1.5, advantage=2.0)
   np.testing.assert_allclose(loss, -2 * np.exp(0.1) * np.exp(0.5), rtol=1e-6)
   np.testing.assert_allclose(slope, [[loss]], rtol=1e-6)
-  # At most so much; and a ratio of e^0.3 is clipped, though behavior is near.
+  # The weight is capped at 2. A ratio of e^0.3 to the trainer is clipped, even
+  # where the sampled log-prob equals the new one.
   loss, slope = _corrected(-0.9, -1.0, -3.0, advantage=2.0)
   np.testing.assert_allclose(loss, -2 * np.exp(0.1) * 2, rtol=1e-6)
   loss, slope = _corrected(-0.7, -1.0, -0.7, advantage=2.0)
@@ -340,7 +341,7 @@ def _elsewhere(policy: base.Policy, off: float) -> base.Policy:
 
 
 @pytest.mark.slow
-def test_a_policy_that_acts_on_the_host_learns_the_same_and_tells_the_gap():
+def test_a_policy_that_samples_on_the_host_learns_the_same_and_logs_the_gap():
   made = []
   for engine in (tiny.policy(), _elsewhere(tiny.policy(), -0.1)):
     workflow = workflows.grpo(
@@ -359,7 +360,7 @@ def test_a_policy_that_acts_on_the_host_learns_the_same_and_tells_the_gap():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('lag', [1, 2])
-def test_a_lagging_policy_acts_as_the_one_of_so_many_steps_ago(lag):
+def test_a_stale_policy_samples_as_it_would_have_so_many_steps_ago(lag):
   fresh, late = grpo(optax.sgd(0.1)), grpo(optax.sgd(0.1), staleness=lag)
   state, seen = late.init(KEY), []
   for i in range(4):
@@ -369,7 +370,7 @@ def test_a_lagging_policy_acts_as_the_one_of_so_many_steps_ago(lag):
     key = jax.random.key(i)
     _, want = fresh.step(old, problem(), key)
     state, info = late.step(state, problem(), key)
-    # It says what that one would have said, and learns from it as it is now.
+    # The older version samples, and the current one is updated.
     shown, expected = (
       metrics.read(jax.device_get(x))[1]['rollout/samples']['completion']
       for x in (info, want)
@@ -393,7 +394,7 @@ def test_the_entropy_bonus_raises_entropy():
 
 
 @pytest.mark.slow
-def test_a_second_minibatch_is_learned_with_what_the_first_taught():
+def test_a_second_minibatch_starts_from_the_first_ones_update():
   workflow = grpo(optax.sgd(0.5), num_minibatches=2)
   state = workflow.init(KEY)
   after, info = workflow.step(state, problem(), KEY)
@@ -406,7 +407,7 @@ def test_a_second_minibatch_is_learned_with_what_the_first_taught():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('membership', ['row', 'shuffled', 'arrival'])
-def test_epochs_learn_from_one_batch_again_and_clip_around_who_acted(
+def test_epochs_reuse_a_batch_and_clip_around_the_sampling_policy(
   membership,
 ):
   workflow = grpo(

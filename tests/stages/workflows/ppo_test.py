@@ -24,7 +24,7 @@ GAMMA, LAMBDA = 0.9, 0.8
 
 
 class Critic:
-  """What is seen is a number, and worth just that."""
+  """The observation is a number, which is its own value."""
 
   @staticmethod
   def value(params, obs):
@@ -261,6 +261,24 @@ def test_loss_and_gradient_are_those_of_torch(in_float64, case):
   assert 0.1 < clipped < 0.9  # The clip is at work.
 
 
+def test_the_critics_huber_loss_is_worked_by_hand():
+  policy = Critic()
+  policy.evaluate = lambda params, obs, action: base.Evaluation(
+    jnp.zeros(2), jnp.zeros(2), params
+  )
+  zero, one = jnp.zeros(2), jnp.ones(2)
+  x = base.Experience(
+    zero[:, None], zero, zero, one, zero, advantage=zero, return_=zero
+  )
+  loss = objective(policy, value=(2.0, None, 1.0))
+  # Errors of ½ and 3, the second linear beyond 1: ⅛ and 2½.
+  (mean,), info, _ = loss(jnp.array([0.5, 3.0]), (), x)
+  np.testing.assert_allclose(mean.sum, 2.0 * (0.125 + 2.5), rtol=1e-6)
+  np.testing.assert_allclose(info['train/value_loss'].sum, 2.625, rtol=1e-6)
+  with pytest.raises(ValueError, match='value_clip or value_huber, not both'):
+    objective(policy, value=(0.5, 0.2, 1.0))
+
+
 # Workflow.
 
 
@@ -293,7 +311,7 @@ def test_a_first_update_is_on_policy():
   assert abs(numbers['train/policy_loss']) < 1e-5  # Whitened advantages.
 
 
-def test_advantages_that_are_not_whitened_are_as_they_are():
+def test_advantages_may_be_left_unwhitened():
   workflow = ppo(
     num_minibatches=1, num_epochs=1, normalize_advantages=False, discount=0.0
   )
@@ -302,13 +320,13 @@ def test_advantages_that_are_not_whitened_are_as_they_are():
   params |= {'critic': jax.tree.map(jnp.zeros_like, params['critic'])}
   state = state._replace(actor=state.actor._replace(params=params))
   _, info = workflow.step(state, (), KEY)
-  numbers = read(info)  # All that is to be expected is nothing.
+  numbers = read(info)  # Values are zero.
   want = -numbers['rollout/reward_mean']
   assert want < -0.01
   np.testing.assert_allclose(numbers['train/policy_loss'], want, rtol=1e-5)
 
 
-def test_environments_go_on_where_the_step_before_left_them():
+def test_episodes_continue_over_steps():
   workflow = ppo(num_steps=3)
   state = workflow.init(KEY)
   times = []
@@ -320,7 +338,7 @@ def test_environments_go_on_where_the_step_before_left_them():
   assert times == [(0, 3), (1, 1), (1, 4), (2, 2)]
 
 
-def test_what_was_seen_is_counted_after_it_was_learned_from():
+def test_observation_statistics_are_updated_after_learning():
   workflow = ppo()
   state = workflow.init(KEY)
   assert state.obs_stats.count == 0
@@ -330,7 +348,7 @@ def test_what_was_seen_is_counted_after_it_was_learned_from():
 
 
 @pytest.mark.slow
-def test_no_update_follows_once_the_policy_has_gone_far_enough():
+def test_no_update_follows_beyond_the_target_kl():
   state = ppo().init(KEY)
   steps = {}
   for stop in (None, 0.0, 1e9):
@@ -342,14 +360,14 @@ def test_no_update_follows_once_the_policy_has_gone_far_enough():
   assert steps[0.0][0] in (0, 1) and steps[0.0][1] >= 0.75
 
 
-def test_what_was_stopped_keeps_parameters_and_moments_to_the_bit():
+def test_a_stopped_update_changes_no_bit_of_parameters_and_moments():
   state = ppo().init(KEY)
   stopped, _ = ppo(target_kl=-1.0).step(state, (), KEY)
   jax.tree.map(np.testing.assert_array_equal, stopped.actor, state.actor)
 
 
 @pytest.mark.slow
-def test_a_policy_of_chunks_learns_from_what_was_done_of_them():
+def test_a_chunk_counts_the_steps_that_were_made_of_it():
   world = action_chunks.chunked(push.push(horizon=5), 3, 0.9)
   workflow = workflows.ppo(
     world,
@@ -397,7 +415,7 @@ def test_episodes_are_counted_when_they_end_however_batches_are_cut():
     jax.tree.map(np.testing.assert_array_equal, (two, both), (open_, ended))
 
 
-def test_an_episode_that_was_lost_is_not_counted():
+def test_an_episode_whose_simulator_failed_is_not_counted():
   lost = jnp.array([[0.0, 1.0, 0.0, 0.0]])
   timestep = timestep_of([1.0] * 4, [0, 1, 0, 1], [1, 0, 0, 0], env_failed=lost)
   open_, ended = episode_stats.update(episode_stats.init(1), timestep)
@@ -405,7 +423,7 @@ def test_an_episode_that_was_lost_is_not_counted():
   assert float(episode_stats.first_episode(timestep).count[0]) == 0
 
 
-def test_only_the_first_episode_is_judged():
+def test_first_episode_stats_ignore_later_episodes():
   timestep = timestep_of([1.0, 2, 4, 8], [0, 1, 0, 1], [1, 0, 1, 1])
   first = episode_stats.first_episode(timestep)
   assert [float(x[0]) for x in first] == [1.0, 3.0, 2.0, 1.0, 0.0]
@@ -420,7 +438,7 @@ def test_only_the_first_episode_is_judged():
 
 
 @pytest.mark.slow
-def test_where_no_episode_ended_nothing_is_told():
+def test_without_a_finished_episode_there_are_no_episode_metrics():
   workflow = ppo(push.push(horizon=50))
   _, info = workflow.step(workflow.init(KEY), (), KEY)
   assert not any(name.startswith('env/success') for name in read(info))
@@ -442,7 +460,7 @@ def test_the_explained_share_of_a_variance_is_numpys():
 
 
 class Simulator:
-  """A world of JAX behind tokens, as if it were none."""
+  """An environment in JAX behind tokens, like a simulator on the host."""
 
   def __init__(self, world, B):
     self.inner, self.state, self.B = world, None, B
@@ -475,7 +493,7 @@ class Simulator:
 
 
 @pytest.mark.slow
-def test_a_simulator_is_acted_in_as_a_world_of_jax_is():
+def test_a_host_simulator_gives_the_metrics_of_the_same_env_in_jax():
   inner = push.push(horizon=5)
   theirs = Simulator(inner, 8)
   judged = Simulator(inner, 4)
@@ -493,7 +511,7 @@ def test_a_simulator_is_acted_in_as_a_world_of_jax_is():
         infos[1][name], number, rtol=1e-4, atol=1e-5, err_msg=name
       )
   np.testing.assert_allclose(states[1].obs, states[0].obs, atol=1e-4)
-  assert (np.asarray(states[1].world)[:, 1] == 12).all()
+  assert (np.asarray(states[1].env_state)[:, 1] == 12).all()
 
 
 @pytest.mark.slow
@@ -549,12 +567,12 @@ def learn(env, steps):
 
 
 def with_random_reward(world):
-  """Whose reward says nothing of what was done."""
+  """An environment whose reward does not depend on the task."""
 
   def step(state, command_BA):
     state, timestep = world.step(state, command_BA)
-    luck_BA = jnp.sin(1e4 * (timestep.final_obs[:, :2] + command_BA))
-    return state, timestep._replace(reward=luck_BA.mean(1))
+    noise_BA = jnp.sin(1e4 * (timestep.final_obs[:, :2] + command_BA))
+    return state, timestep._replace(reward=noise_BA.mean(1))
 
   return world._replace(step=step)
 

@@ -33,8 +33,8 @@ GAMMA = 0.9
 # Targets.
 
 
-# What is seen is a number, and the critics take it for what that is worth: the
-# number itself, and a hundred more or less.
+# The observation is a number. One critic adds its parameter to it, the other a
+# hundred.
 ABOUT = critics_lib.Critic(
   lambda key: (),
   lambda params, obs, command: jnp.stack(
@@ -55,7 +55,7 @@ def timestep(reward, terminated, truncated, final_obs, **kwargs):
 
 
 def remembered(obs, timestep, capacity=8, **kwargs):
-  """What is kept of an environment's steps, in the order of their rewards."""
+  """The replay after an environment's steps, in the order of their rewards."""
   obs = jnp.asarray([obs], float)[..., None]
   one = jnp.ones(obs.shape[:2])
   x = base.Experience(obs, 0.0 * obs, 0.0 * one, one, 0.0 * one)
@@ -114,7 +114,7 @@ def test_success_may_end_nothing(in_float64):
   np.testing.assert_allclose(kept.rows.discount[:3], [GAMMA] * 3)
 
 
-def test_what_a_simulator_has_lost_is_not_remembered(in_float64):
+def test_failed_steps_are_not_stored(in_float64):
   kept, sample, told = remembered(
     [1.0, 2.0, 3.0],
     timestep(
@@ -190,7 +190,7 @@ def test_nothing_is_learned_while_it_warms_up_and_then_critics_more_often():
     tiny.assert_same_bits(getattr(first, name), getattr(begin, name))
   second, info = workflow.step(first, (), jax.random.fold_in(KEY, 1))
   assert (int(second.critic.step), int(second.actor.step)) == (6, 2)
-  # What is told is of all updates.
+  # Metrics are of all updates.
   assert info['train/value_loss'].count == 6 * 8
   assert info['train/policy_loss'].count == 2 * 8
 
@@ -225,7 +225,7 @@ def test_updates_that_do_not_come_out_even_are_refused(utd, delay):
 
 
 @pytest.mark.parametrize('terminate', [False, True])
-def test_an_episode_is_remembered_as_it_was(terminate):
+def test_an_episode_is_stored_as_it_happened(terminate):
   """Time ends nothing; success may. The next episode is never what follows."""
   world = push.push(horizon=5, terminate=terminate)
   if terminate:  # A task that is solved by luck: at the third step of all.
@@ -269,7 +269,7 @@ def planned(workflow, state, sketch=None):
 
 
 @pytest.mark.slow
-def test_what_is_remembered_is_written_where_it_lies_and_checkpointed(tmp_path):
+def test_the_replay_is_updated_in_place_and_checkpointed(tmp_path):
   """However much there is, a step copies none of it; and all of it lasts."""
   workflow, where = sac(), set()
   runtime = planned(workflow, workflow.init(KEY))
