@@ -98,7 +98,7 @@ def fully_optimized(monkeypatch):
   jax.config.update('jax_disable_most_optimizations', True)
 
 
-# How tests are chosen, shared between processes, and measured.
+# Options to choose tests, to share them between processes, to measure them.
 
 
 def pytest_addoption(parser):

@@ -45,7 +45,7 @@ whole learning runs and speed.
 
 
 class Claim(NamedTuple):
-  """What is claimed.
+  """One claim: its sentence, figure and commands.
 
   Attributes:
     name: by which `make claims NAMES=…` selects it.
@@ -117,13 +117,13 @@ def run(command) -> dict:
     'date': datetime.date.today().isoformat(),
     'machine': machine(),
   }
-  if status == 0:  # What failed is run again by the next call.
+  if status == 0:  # A failed command runs again in the next call.
     file.write_text(json.dumps(result, indent=2))
   return result
 
 
 def record(claim, results) -> dict:
-  """What the page says of a claim whose commands have all succeeded."""
+  """Record of a claim whose commands have all succeeded."""
   last = results[-1]
   figures = [x['figure'] for x in results if x['figure']]
   found = {name: last[name] for name in ('commit', 'date', 'machine')}

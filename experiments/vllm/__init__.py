@@ -1,1 +1,1 @@
-"""What acting by vLLM costs."""
+"""Overhead of generating with vLLM."""

@@ -66,7 +66,7 @@ def describe(run: run_folder.Run) -> str:
 
 
 def _progress(run: run_folder.Run) -> str:
-  """How the headline metric changed."""
+  """Describes how the headline metric changed."""
   best = headline(run)
   if not best:
     return f'The run took {_duration(run)}.'

@@ -1,6 +1,6 @@
 """Reads run folders, also of runs that crashed or are still running.
 
-Whatever is not written yet reads as empty.
+A file that is not written yet reads as empty.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Where the model of costs agrees with what was published, and where not.
+"""Agreement of the cost model with published choices of mode.
 
 The table is pinned, disagreements too: experiments/modes says why they are.
 """

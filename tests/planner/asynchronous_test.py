@@ -1,4 +1,4 @@
-"""What is begun ahead of its turn: an engine is given all pieces at once."""
+"""Asynchronous stages: an engine is given all pieces at once."""
 
 from concurrent import futures
 import json

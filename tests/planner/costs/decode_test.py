@@ -1,4 +1,4 @@
-"""What decodes takes as long as its rows do, not as long as rows may."""
+"""Decoding takes as long as its rows, not as long as rows may be."""
 
 import numpy as np
 import pytest

@@ -291,7 +291,7 @@ def test_every_part_says_where_it_comes_from():
     assert 'total' in str(found)
 
 
-# What was measured.
+# Measured costs.
 
 
 def table(axes=(), devices=1, points=((4, 1.0), (8, 3.0), (16, 4.0))):

@@ -22,7 +22,7 @@ def like(*shape, dtype=jnp.float32):
 
 
 def xla(fn, *args):
-  """What XLA counts of a program for this CPU."""
+  """XLA's own counts of a program for this CPU."""
   compiled = jax.jit(fn).lower(*args).compile()
   return compiled.cost_analysis(), compiled.memory_analysis()
 

@@ -1,4 +1,4 @@
-"""What is used up is read once, in pieces and on places too."""
+"""A consumed value is read once, in pieces and on places too."""
 
 import jax
 import jax.numpy as jnp

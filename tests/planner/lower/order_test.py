@@ -1,4 +1,4 @@
-"""What goes first where several nodes could."""
+"""Order of nodes that are ready at the same time."""
 
 import numpy as np
 

@@ -248,7 +248,7 @@ def follow(graph, chosen):
         assert memories[name][v].holds == state[i]
     given += [*lent, *made]
     wanted += [*inputs, *outputs]
-  # What was lent or given away is still what it was, and so is the state.
+  # Lent and donated arrays are unchanged, and so is the state.
   assert [buffer.holds for buffer in given] == wanted
   kept = [buffer for memory in memories.values() for buffer in memory.values()]
   assert not any(buffer.overwritten for buffer in [*given, *kept])
@@ -440,7 +440,7 @@ def test_a_plan_is_lowered_without_jax(tmp_path):
 
 @pytest.mark.parametrize('pieces', [1, 2])
 def test_what_stages_alone_read_is_theirs_however_the_batch_is_cut(pieces):
-  # What a carried value with rows is split by reads it for them.
+  # The plumbing that splits a carried value reads it for them.
   flow = toys.build(
     [('a', 'row', ('batch', 'state.b')), ('b', 'row', ('a',))], ('b',)
   )

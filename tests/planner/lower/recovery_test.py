@@ -1,4 +1,4 @@
-"""What a lost place has to do again: that, and nothing else."""
+"""A replacement repeats exactly the work that was lost."""
 
 import functools
 
@@ -142,7 +142,7 @@ def random_case(seed):
 
 @pytest.mark.parametrize('seed', range(60))
 def test_what_is_left_makes_all_that_is_missing_and_nothing_in_vain(seed):
-  """At whatever instruction a place is lost."""
+  """Whichever instruction a place is lost at."""
   rng, flow, programs, resident = random_case(seed)
   for place, ops in programs.items():
     memory, mail = beginning(flow, ops, held(resident, place))

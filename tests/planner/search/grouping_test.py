@@ -12,7 +12,7 @@ def test_things_are_parted_in_all_ways_once(n, most):
   parts = list(grouping.partitions(n, most))
   assert len(set(map(frozenset, parts))) == len(parts)
   assert all(sum(blocks) == 2**n - 1 for blocks in parts)
-  labels = itertools.product(range(n), repeat=n)  # Who is with whom.
+  labels = itertools.product(range(n), repeat=n)  # Stages that share a place.
   with_whom = {tuple(map(some.index, some)) for some in labels}
   count = sum(len(set(some)) <= most for some in with_whom)
   assert len(parts) == count

@@ -30,7 +30,7 @@ def play(flow, model, chosen, staleness, **kwargs):
 
 
 def period(flow, model, chosen, staleness):
-  """What is sought the least of: no place falls behind for ever."""
+  """Seconds of a step in the long run: no place falls behind forever."""
   made = play(flow, model, chosen, staleness)
   busy = [
     sum(s.end - s.start for s in made.spans if (s.place, s.step) == (place, 0)

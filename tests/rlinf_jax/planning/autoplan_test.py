@@ -231,7 +231,7 @@ def test_what_no_stage_explains_is_not_searched_for_again(monkeypatch):
 
 def test_a_slower_plan_says_how_much_faster_another_might_be(monkeypatch):
   watch, chosen = watched()
-  monkeypatch.setattr(monitor, 'GAIN', 0.0)  # Whatever is found, it stays.
+  monkeypatch.setattr(monitor, 'GAIN', 0.0)  # The plan that is found stays.
   slower = SECONDS | {'act': 3 * SECONDS['act']}
   assert seen(watch, 2 * chosen.prediction.step, slower) is None
   now = watch.chosen

@@ -59,7 +59,7 @@ def reported(tmp_path, lengths=None, **kwargs):
 
 @pytest.fixture(scope='module')
 def roomy(tmp_path_factory):
-  """Where all fits: what is found, what is said, the account, the page."""
+  """A report of a cluster in which everything fits: plan, text, JSON, page."""
   folder = tmp_path_factory.mktemp('roomy')
   return *reported(folder), (folder / 'plan.html').read_text()
 

@@ -154,10 +154,10 @@ def test_stages_are_measured_once_and_then_remembered(tmp_path, monkeypatch):
   assert ('apply', 1, ()) in found.constants
   assert all(s > 0 for c in found.curves.values() for _, s in c.points)
   monkeypatch.setattr(stage_profile, 'Bench', lambda *args: 1 / 0)
-  # A stage of the same program is the same, whoever made it.
+  # Stages of equal programs share their measurement.
   workflow, args = grpo()
   flow, given, model = setting(workflow.step, args)
-  # What is worth measuring is as modeled: the same.
+  # The same stages are worth measuring, as modeled.
   assert (
     stage_profile.measure(flow, given, model, profile_store.Store(tmp_path))
     == found
@@ -248,7 +248,7 @@ def test_a_crowd_tells_how_devices_slow_each_other_down(tmp_path, monkeypatch):
   found = stage_profile.measure(
     *setting(both, args), profile_store.Store(tmp_path)
   )
-  # Who comes second waits for the first: one and a half times, in the mean.
+  # The second call waits for the first: 1.5 times as long, on average.
   assert 1.0 <= found.contention['alone'] < 1.2
   assert 1.3 < found.contention['in_line'] < 1.7
 
