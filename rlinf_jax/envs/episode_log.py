@@ -13,7 +13,7 @@ NEVER = -1  # As `first_call`: the episode cannot be restored.
 
 
 class Snapshot(NamedTuple):
-  """What any process needs to restore environments: seeds and actions.
+  """Seeds and actions, from which any process can restore environments.
 
   A simulator's own state is not enough: ManiSkill, for one, steps from more
   than what it calls its state, and an episode restored from that diverges.

@@ -192,7 +192,7 @@ class Process:
     raise DiedError(f'did not answer for {timeout:g} seconds')
 
   def _exit_reason(self) -> str:
-    """How it ended, with the last line of its output."""
+    """The reason of its exit, with the last line of its output."""
     try:
       code = self._child.wait(5)
     except subprocess.TimeoutExpired:

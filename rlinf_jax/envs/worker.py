@@ -21,7 +21,7 @@ import numpy as np
 from rlinf_jax.envs import shared_memory as shared_memory_lib
 from rlinf_jax.envs import simulator
 
-# What foreign code may raise; it may even call `exit`.
+# Errors of foreign code, which may even call `exit`.
 FOREIGN_ERRORS = Exception, SystemExit
 ATTEMPTS = 3  # To start an episode, each by another seed.
 

@@ -1,4 +1,4 @@
-"""What workflows in environments share: initial parameters, export, evaluation.
+"""Initialization, export and evaluation for workflows in environments.
 
 `init` and `policy_state` return trees of one structure, which
 `stages.models.policy_file` writes and reads.

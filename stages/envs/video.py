@@ -121,7 +121,7 @@ def _video(numpy, captions, shown_B, frame) -> base.Info:
 
 
 def _captions(seed, timestep: base.TimeStep) -> dict:
-  """What accompanies the frames, in JAX or NumPy as the arguments are."""
+  """Seeds, times and success of the frames, in JAX or NumPy as given."""
   done_BT = (timestep.terminated + timestep.truncated)[:EPISODES] > 0
   success_BT = timestep.success[:EPISODES]
   T = done_BT.shape[1]

@@ -97,7 +97,7 @@ def test_somebody_who_can_puts_the_cream_cheese_into_the_basket(make):
     num_episodes=2,
   )
   assert succeeded == 2
-  assert len(x.obs) < 2 * 100  # What follows an end is not of the attempt.
+  assert len(x.obs) < 2 * 100  # Steps after the end are left out.
 
 
 @needs_meshes

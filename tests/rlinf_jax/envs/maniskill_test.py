@@ -87,7 +87,7 @@ def bare(i: int):
   import gymnasium
   import mani_skill.envs  # noqa: F401
 
-  maniskill.make(0, TASK).close()  # Where there is no graphics device.
+  maniskill.make(0, TASK).close()  # Checks rendering first.
   env = gymnasium.make(
     TASK,
     num_envs=1,
@@ -129,7 +129,7 @@ def test_a_killed_process_brings_its_environments_back_to_the_bit(make, calm):
   shaken = make()
 
   def kill(t):
-    if t == 60:  # Between calls: nobody's fault.
+    if t == 60:  # Between calls, so no environment fails.
       os.kill(shaken.pids[1], signal.SIGKILL)
 
   assert same(calm, play(shaken, kill))
@@ -154,7 +154,7 @@ def test_an_observation_of_nan_costs_one_episode(make):
   token, _ = pool.init(np.arange(N))
   action_NA = actions()[0]
   token, _ = pool.step(token, action_NA)
-  action_NA[2] = np.nan  # Where the simulator is told nonsense.
+  action_NA[2] = np.nan  # An invalid action.
   token, made = pool.step(token, action_NA)
   assert made.env_failed.tolist() == [0, 0, 1, 0]
   assert np.isfinite(made.obs).all() and np.isfinite(made.final_obs).all()
