@@ -98,7 +98,6 @@ def train(
   if pretrain:
     pretrain(seed=seed)
   checkpoints = checkpoint.Checkpoints(folder / 'checkpoints', keep_checkpoints)
-  plan_file = folder / 'plan.json'
   runtime, monitor = setup.load_first_state(
     workflow,
     source,
@@ -106,9 +105,7 @@ def train(
     flows=flows,
     runtime=runtime,
     make_runtime=make_runtime,
-    earlier_plan=(
-      flows_lib.read_plan(str(plan_file), flows) if plan_file.exists() else None
-    ),
+    earlier_plan=flows_lib.read_earlier_plan(folder, flows),
   )
   return supervise.run_to_end(
     supervise.Run(

@@ -67,3 +67,11 @@ def read_plan(
   step, evaluate = flows
   stages = dict.fromkeys((*step.stages, *evaluate.stages))
   return plan_lib.parse(plan or {}, stages)
+
+
+def read_earlier_plan(
+  folder: pathlib.Path, flows: tuple[graph.Flow, graph.Flow]
+) -> plan_lib.Plan | None:
+  """Reads the plan with which a run ended; None if there was no run."""
+  file = folder / 'plan.json'
+  return read_plan(str(file), flows) if file.exists() else None

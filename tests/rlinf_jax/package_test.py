@@ -16,9 +16,12 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 JOB = (
-  *('--gin_file', 'gin_configs/grpo_arithmetic.gin'),
-  *('--gin_bindings', 'STEPS = 3'),
-  *('--gin_bindings', 'imitate/train.train.steps = 2'),
+  '--gin_file',
+  'gin_configs/grpo_arithmetic.gin',
+  '--gin_bindings',
+  'STEPS = 3',
+  '--gin_bindings',
+  'imitate/train.train.steps = 2',
 )
 
 
@@ -43,8 +46,16 @@ def run(*command, **kwargs):
 def wheel(tmp_path_factory):
   folder = tmp_path_factory.mktemp('wheel')
   run(
-    *(sys.executable, '-m', 'pip', 'wheel', '--no-deps', '--no-index'),
-    *('--no-build-isolation', '--wheel-dir', folder, ROOT),
+    sys.executable,
+    '-m',
+    'pip',
+    'wheel',
+    '--no-deps',
+    '--no-index',
+    '--no-build-isolation',
+    '--wheel-dir',
+    folder,
+    ROOT,
   )
   (wheel,) = folder.glob('rlinf_jax-*.whl')
   return wheel
@@ -64,8 +75,15 @@ def python(wheel, tmp_path_factory):
           link.symlink_to(source)
   python = home / 'bin' / 'python'
   run(
-    *(sys.executable, '-m', 'pip', '--python', python, 'install'),
-    *('--no-deps', '--no-index', wheel),
+    sys.executable,
+    '-m',
+    'pip',
+    '--python',
+    python,
+    'install',
+    '--no-deps',
+    '--no-index',
+    wheel,
   )
   return python
 

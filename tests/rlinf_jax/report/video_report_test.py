@@ -87,5 +87,7 @@ def test_a_report_shows_the_first_a_middle_and_the_last_video(tmp_path):
   want = [paths[step].read_bytes() for step in (0, 20, 40)]
   assert [base64.b64decode(x) for x in inside] == want
   assert re.findall(r'After step (\d+)</h3><span class="value">', page) == [
-    *('0', '20', '40')
+    '0',
+    '20',
+    '40',
   ]

@@ -54,9 +54,14 @@ def command(folder, model, *more, resume=False, recipe=RECIPE):
   if model:
     bindings.append(f'CHECKPOINT = "{model}"')
   return [
-    *(sys.executable, '-m', 'rlinf_jax.main', '--gin_file', recipe),
+    sys.executable,
+    '-m',
+    'rlinf_jax.main',
+    '--gin_file',
+    recipe,
     *(f'--gin_bindings={binding}' for binding in bindings),
-    *('--workdir', str(folder)),
+    '--workdir',
+    str(folder),
     *(['--resume'] if resume else []),
   ]
 
@@ -131,9 +136,17 @@ def test_a_run_writes_its_whole_folder(uninterrupted):
   folder, done = uninterrupted
   names = {path.name for path in folder.iterdir()}
   assert names >= {
-    *('config.gin', 'operative_config.gin', 'plan.json', 'metrics.jsonl'),
-    *('timeline.jsonl', 'samples.jsonl', 'events', 'checkpoints', 'model'),
-    *('report.html', 'result.json'),
+    'config.gin',
+    'operative_config.gin',
+    'plan.json',
+    'metrics.jsonl',
+    'timeline.jsonl',
+    'samples.jsonl',
+    'events',
+    'checkpoints',
+    'model',
+    'report.html',
+    'result.json',
   }
   steps = [line['step'] for line in lines(folder)]
   assert steps == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 10]

@@ -14,8 +14,13 @@ def judged(name, folder, recipe, *bindings):
   """The values of a metric in a run's evaluations, in order."""
   done = subprocess.run(
     [
-      *(sys.executable, '-m', 'rlinf_jax.main'),
-      *('--gin_file', recipe, '--workdir', str(folder)),
+      sys.executable,
+      '-m',
+      'rlinf_jax.main',
+      '--gin_file',
+      recipe,
+      '--workdir',
+      str(folder),
       *(f'--gin_bindings={binding}' for binding in bindings),
     ],
     cwd=ROOT,

@@ -26,8 +26,13 @@ SMALL = (
 def run(folder, *more, resume=False):
   done = subprocess.run(
     [
-      *(sys.executable, '-m', 'rlinf_jax.main'),
-      *('--gin_file', 'gin_configs/ppo_push.gin', '--workdir', str(folder)),
+      sys.executable,
+      '-m',
+      'rlinf_jax.main',
+      '--gin_file',
+      'gin_configs/ppo_push.gin',
+      '--workdir',
+      str(folder),
       *(f'--gin_bindings={binding}' for binding in (*SMALL, *more)),
       *(['--resume'] if resume else []),
     ],

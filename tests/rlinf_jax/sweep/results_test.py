@@ -69,7 +69,9 @@ def test_the_csv_has_one_row_per_point_with_values_and_metrics():
   ]
   assert float(rows[4]['eval/accuracy']) == pytest.approx(0.28 + 0.01 + 0.2)
   assert [rows[1][x] for x in ('train.train.seed', 'steps', 'train/loss')] == [
-    *('1', '', '')
+    '1',
+    '',
+    '',
   ]
 
 

@@ -236,7 +236,11 @@ def launch(fake, *over, jobs=1):
   )
   return subprocess.Popen(
     [
-      *(sys.executable, '-c', code, '--gin_file=some.gin', '--workdir=runs'),
+      sys.executable,
+      '-c',
+      code,
+      '--gin_file=some.gin',
+      '--workdir=runs',
       *(f'--over={x}' for x in over),
       f'--jobs={jobs}',
     ],
@@ -366,7 +370,9 @@ TINY = (
 def test_the_real_main_is_swept(tmp_path):
   process = subprocess.run(
     [
-      *(sys.executable, '-m', 'rlinf_jax.sweep'),
+      sys.executable,
+      '-m',
+      'rlinf_jax.sweep',
       '--gin_file=gin_configs/grpo_arithmetic.gin',
       *(f'--gin_bindings={x}' for x in TINY),
       '--over=train.train.seed = range(2)',
