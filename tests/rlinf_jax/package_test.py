@@ -15,14 +15,19 @@ import venv
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-JOB = (
-  '--gin_file',
-  'gin_configs/grpo_arithmetic.gin',
-  '--gin_bindings',
+BINDINGS = (
   'STEPS = 3',
-  '--gin_bindings',
   'imitate/train.train.steps = 2',
+  'GROUP = 4',
+  "train.train.plan = {'micro_batch': {'gradient': 8}}",
+  'arithmetic.problems.batch_size = 4',
+  'arithmetic.problems.held_out = 8',
+  'arithmetic.problems.held_out_batch = 8',
 )
+JOB = [
+  '--gin_file=gin_configs/grpo_arithmetic.gin',
+  *(f'--gin_bindings={binding}' for binding in BINDINGS),
+]
 
 
 PACKAGES = ('rlinf_jax', 'stages', 'sharding', 'planner')
