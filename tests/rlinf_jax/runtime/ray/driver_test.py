@@ -69,15 +69,29 @@ def flows(staleness=0):
   )
 
 
+def processes_of(session: str) -> list[str]:
+  """Names of the processes that a session of Ray has started."""
+  found = []
+  for process in psutil.process_iter():
+    try:
+      if any(session in argument for argument in process.cmdline()):
+        found.append(process.name())
+    except psutil.Error:  # It has ended meanwhile.
+      continue
+  return found
+
+
 @pytest.fixture(scope='module', autouse=True)
 def ray_cluster():
-  before = {p.pid for p in psutil.process_iter()}
   actor_pool.connect()
+  session = ray.get_runtime_context().get_session_name()
+  assert processes_of(session), 'These are looked for at the end.'
   yield
   ray.shutdown()
-  time.sleep(1)
-  after = [p for p in psutil.process_iter() if p.pid not in before]
-  assert not [p for p in after if 'ray' in p.name()], 'Ray left processes.'
+  deadline = time.monotonic() + 30
+  while (left := processes_of(session)) and time.monotonic() < deadline:
+    time.sleep(0.5)
+  assert not left, f'Ray left processes: {left}.'
 
 
 def run(runtime, workflow, steps=3, after_load=lambda: None):
