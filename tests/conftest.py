@@ -155,10 +155,14 @@ def taken(items, folder):
   """Yields the tests of one module after the other, each taken once by a file.
 
   Modules with slow tests come first: a long one at the end would run alone.
+  All that start Ray are taken together: their tests count Ray's processes.
   """
   modules = {}
   for item in items:
-    modules.setdefault(item.nodeid.partition('::')[0], []).append(item)
+    name = item.nodeid.partition('::')[0]
+    module = getattr(item, 'module', None)
+    starts_ray = '/ray/' in name or hasattr(module, 'ray')
+    modules.setdefault('ray' if starts_ray else name, []).append(item)
 
   def slow(tests):
     return sum(test.get_closest_marker('slow') is not None for test in tests)

@@ -185,7 +185,11 @@ def test_processes_share_modules_and_each_test_runs_once(tmp_path, processes):
 
   items = [Item(f'tests/{m}_test.py::test_{i}') for m in 'abc' for i in '01']
   items.append(Item('tests/d_test.py::test_0', slow=True))
+  items += [Item(f'tests/ray/{m}_test.py::test_0') for m in 'ef']
   shares = [conftest.taken(items, tmp_path / 'of') for _ in range(processes)]
-  ran = [item for turn in zip_longest(*shares) for item in turn if item]
+  turns = list(zip_longest(*shares))
+  ran = [item for turn in turns for item in turn if item]
   assert sorted(ran) == sorted(items)
   assert ran[0].slow
+  of_ray = [i for t in turns for i, x in enumerate(t) if x and '/ray/' in x[0]]
+  assert len(set(of_ray)) == 1  # They count Ray's processes.
