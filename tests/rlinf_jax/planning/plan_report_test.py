@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_told_by_the_inequality(tmp_path):
   assert found.best is None
   assert 'No plan fits in memory' in said and 'too much' in said
   shown = Reader((tmp_path / 'plan.html').read_text()).words
-  assert 'nothing fits' in shown
+  assert 'no plan fits' in shown
 
 
 @pytest.mark.parametrize('devices, unit', [(2, 1), (8, 2)])
