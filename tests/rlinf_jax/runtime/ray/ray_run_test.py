@@ -182,7 +182,7 @@ def test_a_run_continues_when_its_processes_are_killed(
   kill_after(process, folder, zip(order, (3, 7), strict=True))
   out = finish(process)
   assert re.search("'actor' has died in step .* and was replaced in", out)
-  assert re.search("'learner' has died(.|\n)*goes on from step [05]", out)
+  assert re.search("'learner' has died(.|\n)*continues from step [05]", out)
   assert_same(folder, one)
 
 
@@ -193,7 +193,7 @@ def test_a_run_continues_when_a_process_that_shares_a_device_dies(
   process = start_run(folder, model, RAY, plan=SHARED)
   kill_after(process, folder, [(1, 3)])
   out = finish(process)
-  assert 'has died' in out and 'goes on from step 0' in out
+  assert 'has died' in out and 'continues from step 0' in out
   assert_same(folder, one)
 
 
