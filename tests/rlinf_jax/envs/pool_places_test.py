@@ -141,7 +141,7 @@ def test_a_dead_process_changes_no_bit(made, one):
     with pytest.raises(ProcessDiedError):
       go_on(remote, 1, STEPS)
     got = run(remote, kept, 1)  # As a run does, from its last checkpoint.
-    assert 'robots: Episodes that are gone on with' in remote.notices()[0]
+    assert 'robots: Episodes restored' in remote.notices()[0]
     tiny.assert_same_bits(infos + got[0], want[0])
     tiny.assert_same_bits(got[1], want[1])
 
