@@ -6,7 +6,7 @@ from planner.explain import formatting
 
 COLUMNS = ('stage', 'grain', 'reads from', 'makes', 'bytes')
 SHOWN = 5  # Groups of outputs in full; smaller ones are counted.
-WIDTH = {'reads from': 22, 'makes': 46}  # Longer cells continue below.
+WIDTH = {'reads from': 21, 'makes': 43}  # Longer cells continue below.
 
 
 def _head(name: str) -> str:
