@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def test_the_bench_ends_in_one_line_of_json():
   bindings = (
     'step.bench.steps = 2',
-    'language.policy.response_length = 8',
+    'language_model.policy.response_length = 8',
     'transformer.Config.D = 32',
     'transformer.Config.L = 2',
     'transformer.Config.F = 64',

@@ -247,7 +247,7 @@ def compare_gradients(ours, model, folder):
 @pytest.mark.slow
 def test_grpo_gradient_is_that_of_torch(case, tmp_path):
   group_size, rows, T, heat = 4, 16, 9, 0.9
-  settings = {'low': 0.1, 'high': 0.15, 'kl': 0.05}
+  settings = {'clip_low': 0.1, 'clip_high': 0.15, 'kl_coef': 0.05}
   rng, drawn = np.random.default_rng(3), []
   reward = rng.normal(size=rows).astype(np.float32)
   reward[4:8] = 0.5  # A group without advantages.

@@ -134,7 +134,7 @@ def test_all_sources_hold_out_the_same_problems(checkpoint):
 
 
 def test_held_out_problems_must_fill_their_batches(checkpoint):
-  with pytest.raises(ValueError, match='500 held-out problems cannot be asked'):
+  with pytest.raises(ValueError, match='500 held-out problems cannot be cut'):
     problems(checkpoint, held_out=500, held_out_batch=256)
 
 

@@ -4,14 +4,14 @@ from collections.abc import Callable
 import pathlib
 
 from stages import base
-from stages.envs import demonstrations
+from stages.envs import demonstrations as demonstrations_lib
 
 
-def record(
+def demonstrations(
   workdir: str,
   *,
   env: Callable[[], base.Env],
-  controller: demonstrations.Controller,
+  controller: demonstrations_lib.Controller,
   num_envs: int,
   num_episodes: int,
   noise_std: float = 0.0,
@@ -32,7 +32,7 @@ def record(
   path = pathlib.Path(workdir) / 'warm_start' / 'demonstrations.npz'
   if path.exists():
     return str(path)
-  data, succeeded = demonstrations.collect(
+  data, succeeded = demonstrations_lib.collect(
     env(),
     controller,
     num_envs=num_envs,
@@ -50,5 +50,5 @@ def record(
       'to imitate: give a controller that can do the task, or a smaller '
       '`noise_std`.'
     )
-  demonstrations.write(path, data)
+  demonstrations_lib.write(path, data)
   return str(path)
