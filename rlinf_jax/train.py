@@ -93,8 +93,7 @@ def train(
   given_plan = flows_lib.read_plan(plan, flows)
   runtime = make_runtime(given_plan) if given_plan else None
   config.refuse_unused()
-  folder.mkdir(parents=True, exist_ok=True)
-  config.save(folder / 'config.gin')
+  _start_folder(folder)
   if pretrain:
     pretrain(seed=seed)
   checkpoints = checkpoint.Checkpoints(folder / 'checkpoints', keep_checkpoints)
@@ -128,3 +127,9 @@ def train(
       export=export,
     )
   )
+
+
+def _start_folder(folder: pathlib.Path):
+  """Makes the run folder, with the recipe in it."""
+  folder.mkdir(parents=True, exist_ok=True)
+  config.save(folder / 'config.gin')

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,35 +86,65 @@ def engine(
   draw = dataclasses.asdict(sampling)
   draw['top_k'] = sampling.top_k if sampling.top_k < config.V else 0
   limits = {'max_tokens': response_length, 'stop_token_ids': list(stop)}
+  generator = _Generator(llm, names, response_length, draw, limits)
+  return policy._replace(
+    act=generator.act,
+    out_shapes=generator.out_shapes,
+    resume=generator.resume,
+  )
 
-  def act(params, prompt, key_B, *, group_size=1, greedy=False):
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Generator:
+  """The functions of a policy that generate, by vLLM; see `base.Policy`.
+
+  Attributes:
+    llm: the engine.
+    names: the checkpoint tensor of each parameter.
+    response_length: maximum tokens of a completion.
+    draw: arguments of vLLM's `SamplingParams`: the distribution.
+    limits: arguments of it that end a completion.
+  """
+
+  llm: vllm_engine.Engine
+  names: dict[str, weights.Tensor]
+  response_length: int
+  draw: dict[str, Any]
+  limits: dict[str, Any]
+
+  def act(self, params, prompt, key_B, *, group_size=1, greedy=False):
+    """Completes prompts."""
     del group_size  # vLLM's prefix cache recognizes equal prompts by itself.
     prompts = [
       token_P[mask_P > 0].tolist()
       for token_P, mask_P in zip(prompt.token, prompt.mask, strict=True)
     ]
-    settings = {'temperature': 0.0} if greedy else draw
-    settings = [settings | limits | {'seed': seed} for seed in _seeds(key_B)]
-    length = prompt.token.shape[1] + response_length
-    request = vllm_engine.Request(params, names, prompts, settings, length)
+    draw = {'temperature': 0.0} if greedy else self.draw
+    settings = [draw | self.limits | {'seed': seed} for seed in _seeds(key_B)]
+    length = prompt.token.shape[1] + self.response_length
+    request = vllm_engine.Request(params, self.names, prompts, settings, length)
     return stages.Deferred(
-      llm.submit(request),
-      lambda completions: _experience(prompt, completions, response_length),
+      self.llm.submit(request),
+      lambda completions: _experience(
+        prompt, completions, self.response_length
+      ),
     )
 
-  def out_shapes(params, prompt, key_B):
+  def out_shapes(self, params, prompt, key_B):
+    """Shapes of the completions of prompts."""
     del params
-    B = key_B.shape[0]
-    real_BT = jax.ShapeDtypeStruct((B, response_length), jnp.float32)
+    B, T = key_B.shape[0], self.response_length
+    real_BT = jax.ShapeDtypeStruct((B, T), jnp.float32)
     return base.Experience(
       obs=prompt,
-      action=jax.ShapeDtypeStruct((B, response_length), jnp.int32),
+      action=jax.ShapeDtypeStruct((B, T), jnp.int32),
       logp=real_BT,
       mask=real_BT,
       truncated=jax.ShapeDtypeStruct((B,), jnp.float32),
     )
 
   def resume(
+    self,
     params,
     prompt,
     key_B,
@@ -123,6 +154,7 @@ def engine(
     num_started=0,
     should_continue=np.any,
   ):
+    """Continues completions that have not ended."""
     del group_size, num_started
     T = completions.mask.shape[1]
     length_B = completions.mask.sum(1).astype(int)
@@ -136,22 +168,21 @@ def engine(
       )
       # Without the length, a row would sample its first tokens again.
       seed = _seed(bits[i].tobytes() + (n.tobytes() if n else b''))
-      settings.append(draw | limits | {'max_tokens': int(T - n), 'seed': seed})
+      left = {'max_tokens': int(T - n), 'seed': seed}
+      settings.append(self.draw | self.limits | left)
 
     def should_stop(ended):
       left_B = open_B.copy()
       left_B[rows[list(ended)]] = False
       return not should_continue(left_B)
 
-    length = prompt.token.shape[1] + response_length
+    length = prompt.token.shape[1] + self.response_length
     request = vllm_engine.Request(
-      params, names, prompts, settings, length, should_stop
+      params, self.names, prompts, settings, length, should_stop
     )
     return stages.Deferred(
-      llm.submit(request), lambda new: _extended(completions, rows, new)
+      self.llm.submit(request), lambda new: _extended(completions, rows, new)
     )
-
-  return policy._replace(act=act, out_shapes=out_shapes, resume=resume)
 
 
 def _check_supported(config: transformer.Config, sampling: sample.Sampling):

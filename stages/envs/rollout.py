@@ -62,24 +62,10 @@ def rollout(
     env_action = to_env_action(x.action) if to_env_action else x.action
     return x._replace(obs=obs), env_action, key_B2[:, 1]
 
-  def fused(params, stats, state, obs, key_B):
-    def one(carry, _):
-      state, obs, key_B = carry
-      x, env_action, key_B = act(params, stats, obs, key_B)
-      state, timestep = env.step(state, env_action)
-      kept = timestep._replace(obs=())
-      if not keep_states:
-        kept = kept._replace(final_state=None)
-      return (state, timestep.obs, key_B), (x, kept)
-
-    start = state, obs, key_B
-    (state, obs, _), steps = jax.lax.scan(one, start, length=num_steps)
-    x, timestep = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), steps)
-    return state, obs, x, timestep
-
   if not env.host:
     name = 'attempt' if greedy else 'rollout'
-    return stages.Stage(fused, name, unbatched=(0, 1), consumes=(2,))
+    scan = functools.partial(_scan, act, env, num_steps, keep_states)
+    return stages.Stage(scan, name, unbatched=(0, 1), consumes=(2,))
 
   act_stage = stages.Stage(act, 'act', unbatched=(0, 1))
   simulate = [
@@ -100,6 +86,34 @@ def rollout(
     return state, obs, gather(*xs), collect(*timesteps)
 
   return alternate
+
+
+def _scan(
+  act: Callable,
+  env: base.Env,
+  num_steps: int,
+  keep_states: bool,
+  params,
+  stats,
+  state,
+  obs,
+  key_B,
+):
+  """All steps in a JAX environment, as one loop; see `rollout`."""
+
+  def one(carry, _):
+    state, obs, key_B = carry
+    x, env_action, key_B = act(params, stats, obs, key_B)
+    state, timestep = env.step(state, env_action)
+    kept = timestep._replace(obs=())
+    if not keep_states:
+      kept = kept._replace(final_state=None)
+    return (state, timestep.obs, key_B), (x, kept)
+
+  start = state, obs, key_B
+  (state, obs, _), steps = jax.lax.scan(one, start, length=num_steps)
+  x, timestep = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), steps)
+  return state, obs, x, timestep
 
 
 def _stack(*steps):

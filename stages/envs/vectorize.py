@@ -6,6 +6,7 @@ observations are the same for all tasks and implemented here.
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -101,38 +102,11 @@ def env(
   def render(state_B: VectorState, size: int = drawing.SIZE):
     return jax.vmap(lambda state: image(state, size))(state_B.task_state)
 
-  def reset(seed, episode) -> VectorState:
-    key = jax.random.fold_in(jax.random.key(seed), episode)
-    return VectorState(seed, episode, jnp.zeros_like(seed), task.reset(key))
-
   def init(seed):
-    state = reset(seed, jnp.zeros_like(seed))
+    state = _reset(task, seed, jnp.zeros_like(seed))
     return state, observe(state.task_state)
 
-  def step(old: VectorState, action_A):
-    task_state, time = task.step(old.task_state, action_A), old.time + 1
-    final_obs = observe(task_state)
-    reward, success = task.reward(task_state)
-    terminated = success if terminate else jnp.zeros_like(success)
-    truncated = (time >= horizon) * (1.0 - terminated)
-    done = (terminated + truncated) > 0
-    final_state = VectorState(old.seed, old.episode, time, task_state)
-    state = jax.tree.map(
-      lambda new, same: jnp.where(done, new, same),
-      reset(old.seed, old.episode + 1),
-      final_state,
-    )
-    timestep = base.TimeStep(
-      obs=observe(state.task_state),
-      reward=reward,
-      terminated=terminated,
-      truncated=truncated,
-      final_obs=final_obs,
-      success=success,
-      final_state=final_state,
-    )
-    return state, timestep
-
+  step = functools.partial(_step, task, observe, horizon, terminate)
   obs_spec = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.int32))[1]
   return base.Env(
     jax.vmap(init),
@@ -143,3 +117,42 @@ def env(
     horizon,
     render=render if task.render else None,
   )
+
+
+def _reset(task: Task, seed, episode) -> VectorState:
+  """State of one environment at the beginning of an episode."""
+  key = jax.random.fold_in(jax.random.key(seed), episode)
+  return VectorState(seed, episode, jnp.zeros_like(seed), task.reset(key))
+
+
+def _step(
+  task: Task,
+  observe: Callable,
+  horizon: int,
+  terminate: bool,
+  old: VectorState,
+  action_A,
+) -> tuple[VectorState, base.TimeStep]:
+  """A step of one environment, and its reset where an episode ends."""
+  task_state, time = task.step(old.task_state, action_A), old.time + 1
+  final_obs = observe(task_state)
+  reward, success = task.reward(task_state)
+  terminated = success if terminate else jnp.zeros_like(success)
+  truncated = (time >= horizon) * (1.0 - terminated)
+  done = (terminated + truncated) > 0
+  final_state = VectorState(old.seed, old.episode, time, task_state)
+  state = jax.tree.map(
+    lambda new, same: jnp.where(done, new, same),
+    _reset(task, old.seed, old.episode + 1),
+    final_state,
+  )
+  timestep = base.TimeStep(
+    obs=observe(state.task_state),
+    reward=reward,
+    terminated=terminated,
+    truncated=truncated,
+    final_obs=final_obs,
+    success=success,
+    final_state=final_state,
+  )
+  return state, timestep

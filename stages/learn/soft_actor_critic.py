@@ -35,105 +35,69 @@ class Critics(NamedTuple):
   info: base.Info
 
 
+class Learner(NamedTuple):
+  """Soft actor-critic apart from its environments.
+
+  Attributes:
+    init: `actor_key, critic_key -> actor, critic, target`. The actor's
+      parameters are {'policy', 'log_temperature'}.
+    update: all updates of a step: `actor, (critic, target), obs_stats, warm,
+      sample, key -> actor, (critic, target), info`. `warm` is true while
+      nothing is learned; `sample` holds the minibatches of all updates, one
+      after the other.
+  """
+
+  init: Callable
+  update: Callable
+
+
 def learner(
   policy: base.Policy,
   critic: critics_lib.Critic,
   optimizer: optax.GradientTransformation,
   *,
+  init_temperature: float,
   num_updates: int,
   actor_update_period: int,
   tau: float,
   critic_subset: int | None,
   target_entropy: float,
-) -> Callable:
-  """Makes all updates of a step.
+) -> Learner:
+  """Makes the first state of actor and critics, and the updates of a step.
 
   Args:
     policy: the actor.
     critic: the critics.
     optimizer: optimizer of the actor, and of the critics.
-    num_updates: updates of the critics.
+    init_temperature: initial α.
+    num_updates: updates of the critics in a step.
     actor_update_period: of these, updates for each one of the actor.
     tau: τ of the Polyak average.
     critic_subset: as in `sac`.
     target_entropy: H, as in `sac`.
-
-  Returns:
-    `actor, (critic, target), obs_stats, warm, sample, key -> actor, (critic,
-    target), info`. `warm` is true while nothing is learned; `sample` holds the
-    minibatches of all updates, one after the other.
   """
   update = train_step.apply(optimizer)
   critic_loss = critic_objective(policy, critic, critic_subset)
   actor_loss = actor_objective(policy, critic, critic_subset, target_entropy)
-  critic_minibatch = stages.Stage(
-    functools.partial(minibatch, num_updates, 0),
-    'critic_minibatch',
-    'slice',
-    unbatched=(0,),
+  update_critics = repeat.Repeat(
+    critic_updater(critic_loss, update, num_updates, tau),
+    'critic_updates',
+    actor_update_period,
   )
-  critic_gradient = stages.Stage(
-    train_step.gradient(critic_loss),
-    'critic_gradient',
-    'sum',
-    unbatched=(0, 1, 2, 3, 4, 5),
-  )
-  critic_update = stages.Stage(
-    functools.partial(_update_critics, update, tau), 'critic_update', 'batch'
-  )
-  # The minibatch of the critics' last update, whose round is already over.
-  actor_minibatch = stages.Stage(
-    functools.partial(minibatch, num_updates, 1),
-    'actor_minibatch',
-    'slice',
-    unbatched=(0,),
-  )
-  gradient = stages.Stage(
-    train_step.gradient(actor_loss), 'gradient', 'sum', unbatched=(0, 1, 2)
-  )
-  apply = stages.Stage(
-    functools.partial(_update_actor, update), 'apply', 'batch'
-  )
-
-  def update_critics(critics: Critics, actor, stats, warm, sample, key):
-    """One update of the critics."""
-    (batch,) = critic_minibatch(critics.round, sample)
-    grads = critic_gradient(
-      critics.critic.params,
-      critics.target,
-      actor,
-      stats,
-      key,
-      critics.round,
-      batch,
-    )
-    return critic_update(critics, grads, warm), None
-
-  critic_updates = repeat.Repeat(
-    update_critics, 'critic_updates', actor_update_period
-  )
+  update_actor = actor_updater(actor_loss, update, num_updates)
 
   def update_both(carry, stats, warm, sample, key):
     """Some updates of the critics, and one of the actor."""
     critics, actor, info = carry
-    critics = critic_updates(critics, actor.params, stats, warm, sample, key)
-    (batch,) = actor_minibatch(critics.round, sample)
-    grads = gradient(actor.params, critics.critic.params, stats, batch)
-    actor, info = apply(actor, info, grads, warm)
+    critics = update_critics(critics, actor.params, stats, warm, sample, key)
+    actor, info = update_actor(actor, info, critics, stats, warm, sample)
     return (critics, actor, info), None
-
-  @stages.stage('first_info', 'batch')
-  def first_info(actor, critic, target, *given):
-    """Round zero, and zero metrics in the shapes that updates give them."""
-    critics = Critics(critic, target, jnp.zeros((), jnp.int32), {})
-    (after, _, info), _ = jax.eval_shape(
-      update_both, (critics, actor, {}), *given
-    )
-    zeros = lambda x: jnp.zeros(x.shape, x.dtype)
-    return critics.round, *jax.tree.map(zeros, (after.info, info))
 
   updates = repeat.Repeat(
     update_both, 'updates', num_updates // actor_update_period
+  )
+  first_info = stages.Stage(
+    functools.partial(_first_info, update_both), 'first_info', 'batch'
   )
 
   def learn(actor, critics, *given):
@@ -142,7 +106,104 @@ def learner(
     after, actor, info = updates(carry, *given)
     return actor, (after.critic, after.target), after.info | info
 
-  return learn
+  init = functools.partial(_init, policy, critic, optimizer, init_temperature)
+  return Learner(init, learn)
+
+
+def _init(
+  policy, critic, optimizer, init_temperature, actor_key, critic_key
+) -> tuple[base.TrainState, base.TrainState, base.Params]:
+  """Actor, critics and their target before the first update."""
+  actor = {
+    'policy': policy.init(actor_key),
+    'log_temperature': jnp.log(jnp.full((), init_temperature, float)),
+  }
+  critics = critic.init(critic_key)
+  return (
+    train_step.init(actor, optimizer),
+    train_step.init(critics, optimizer),
+    critics,
+  )
+
+
+def critic_updater(
+  loss: Callable, update: Callable, num_updates: int, tau: float
+) -> Callable:
+  """Returns one update of the critics, a body of `Repeat`.
+
+  Args:
+    loss: that of `critic_objective`.
+    update: `train_state, gradient -> train_state, info`.
+    num_updates: minibatches of a sample.
+    tau: τ of the Polyak average.
+  """
+  take = stages.Stage(
+    functools.partial(minibatch, num_updates, 0),
+    'critic_minibatch',
+    'slice',
+    unbatched=(0,),
+  )
+  gradient = stages.Stage(
+    train_step.gradient(loss),
+    'critic_gradient',
+    'sum',
+    unbatched=(0, 1, 2, 3, 4, 5),
+  )
+  apply = stages.Stage(
+    functools.partial(_update_critics, update, tau), 'critic_update', 'batch'
+  )
+
+  def update_critics(critics: Critics, actor, stats, warm, sample, key):
+    (batch,) = take(critics.round, sample)
+    grads = gradient(
+      critics.critic.params,
+      critics.target,
+      actor,
+      stats,
+      key,
+      critics.round,
+      batch,
+    )
+    return apply(critics, grads, warm), None
+
+  return update_critics
+
+
+def actor_updater(
+  loss: Callable, update: Callable, num_updates: int
+) -> Callable:
+  """Returns an update of actor and temperature; arguments as for the critics.
+
+  It takes the minibatch of the critics' last update, whose round is over.
+  """
+  take = stages.Stage(
+    functools.partial(minibatch, num_updates, 1),
+    'actor_minibatch',
+    'slice',
+    unbatched=(0,),
+  )
+  gradient = stages.Stage(
+    train_step.gradient(loss), 'gradient', 'sum', unbatched=(0, 1, 2)
+  )
+  apply = stages.Stage(
+    functools.partial(_update_actor, update), 'apply', 'batch'
+  )
+
+  def update_actor(actor, info, critics: Critics, stats, warm, sample):
+    (batch,) = take(critics.round, sample)
+    grads = gradient(actor.params, critics.critic.params, stats, batch)
+    return apply(actor, info, grads, warm)
+
+  return update_actor
+
+
+def _first_info(update_both, actor, critic, target, *given):
+  """Round zero, and zero metrics in the shapes that updates give them."""
+  critics = Critics(critic, target, jnp.zeros((), jnp.int32), {})
+  carry = critics, actor, {}
+  (after, _, info), _ = jax.eval_shape(update_both, carry, *given)
+  zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+  return critics.round, *jax.tree.map(zeros, (after.info, info))
 
 
 def minibatch(num_minibatches: int, rounds_ago: int, round_, rows):

@@ -1,8 +1,9 @@
 """A Gaussian policy for robots: observations in, action vectors out."""
 
+from collections.abc import Callable
 import functools
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,21 +62,81 @@ def policy(
   low, high = (
     jnp.asarray(x * chunk, float) for x in (env.action_low, env.action_high)
   )
-  encoder = cnn.encoder(env.obs_spec, camera_encoder, ignored)
-  zero_obs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), env.obs_spec)
-  encoded = jax.eval_shape(
-    encoder.init_with_output, jax.random.key(0), zero_obs
-  )[0]
-  config = mlp.Config(
-    O=encoded.shape[0],
+  networks = _networks(
+    cnn.encoder(env.obs_spec, camera_encoder, ignored),
+    env.obs_spec,
+    critic,
     A=low.shape[0],
     D=width,
     F=width,
     init_std=init_std,
     state_dependent_std=state_dependent_std,
   )
-  actor, critic_net = mlp.Actor(config), mlp.Critic(config)
   squash = bounding == 'tanh'
+
+  def log_density(action, mean, log_std):
+    logp = gaussian(action, mean, log_std)
+    return logp - log_slope(action, low, high) if squash else logp
+
+  def act(params, obs, key_B, *, group_size=1, greedy=False):
+    del group_size  # Nothing is shared within a group.
+    mean_BA, log_std_BA = networks.distribution(
+      params, networks.encode(params, obs)
+    )
+    draw = functools.partial(jax.random.normal, shape=mean_BA.shape[1:])
+    noise_BA = jax.vmap(draw)(key_B)
+    sample_BA = mean_BA + jnp.exp(log_std_BA) * noise_BA
+    action_BA = mean_BA if greedy else sample_BA
+    logp_B = log_density(action_BA, mean_BA, log_std_BA)
+    one_B = jnp.ones_like(logp_B)
+    return base.Experience(obs, action_BA, logp_B, one_B, 0.0 * one_B)
+
+  def evaluate(params, obs, action, *, group_size=1):
+    del group_size
+    x = networks.encode(params, obs)
+    mean, log_std = networks.distribution(params, x)
+    entropy = gaussian_entropy(log_std)
+    if squash:
+      entropy += log_slope(mean, low, high)
+    return base.Evaluation(
+      log_density(action, mean, log_std),
+      entropy,
+      networks.value(params, x) if critic else None,
+    )
+
+  def value(params, obs):
+    return networks.value(params, networks.encode(params, obs))
+
+  to_env_action = functools.partial(_to_env_action, squash, low, high, chunk)
+  return base.Policy(
+    networks.init, act, evaluate, to_env_action, value if critic else None
+  )
+
+
+class _Networks(NamedTuple):
+  """Actor and critic on one encoder, as functions of their parameters.
+
+  Attributes:
+    init: `key -> params`.
+    encode: `params, obs -> x`, the input of actor and critic.
+    distribution: `params, x -> mean, log_std`, of the same shape.
+    value: `params, x -> value`.
+  """
+
+  init: Callable
+  encode: Callable
+  distribution: Callable
+  value: Callable
+
+
+def _networks(encoder, obs_spec, critic: bool, **dimensions) -> _Networks:
+  """Makes the networks; `dimensions` are those of `mlp.Config` but for `O`."""
+  zero_obs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), obs_spec)
+  encoded = jax.eval_shape(
+    encoder.init_with_output, jax.random.key(0), zero_obs
+  )[0]
+  config = mlp.Config(O=encoded.shape[0], **dimensions)
+  actor, critic_net = mlp.Actor(config), mlp.Critic(config)
 
   def init(key):
     actor_key, critic_key, encoder_key = jax.random.split(key, 3)
@@ -94,49 +155,10 @@ def policy(
     mean, log_std = actor.apply({'params': params['actor']}, x)
     return mean, _broadcast(log_std, mean)
 
-  def estimate(params, x):
+  def value(params, x):
     return critic_net.apply({'params': params[base.CRITIC]}, x)
 
-  def log_density(action, mean, log_std):
-    logp = gaussian(action, mean, log_std)
-    return logp - log_slope(action, low, high) if squash else logp
-
-  def act(params, obs, key_B, *, group_size=1, greedy=False):
-    del group_size  # Nothing is shared within a group.
-    mean_BA, log_std_BA = distribution(params, encode(params, obs))
-    draw = functools.partial(jax.random.normal, shape=mean_BA.shape[1:])
-    noise_BA = jax.vmap(draw)(key_B)
-    sample_BA = mean_BA + jnp.exp(log_std_BA) * noise_BA
-    action_BA = mean_BA if greedy else sample_BA
-    logp_B = log_density(action_BA, mean_BA, log_std_BA)
-    one_B = jnp.ones_like(logp_B)
-    return base.Experience(obs, action_BA, logp_B, one_B, 0.0 * one_B)
-
-  def evaluate(params, obs, action, *, group_size=1):
-    del group_size
-    x = encode(params, obs)
-    mean, log_std = distribution(params, x)
-    entropy = gaussian_entropy(log_std)
-    if squash:
-      entropy += log_slope(mean, low, high)
-    return base.Evaluation(
-      log_density(action, mean, log_std),
-      entropy,
-      estimate(params, x) if critic else None,
-    )
-
-  def value(params, obs):
-    return estimate(params, encode(params, obs))
-
-  def to_env_action(action):
-    bounded = _bound(squash, low, high, action)
-    if chunk == 1:
-      return bounded
-    return bounded.reshape(*bounded.shape[:-1], chunk, -1)
-
-  return base.Policy(
-    init, act, evaluate, to_env_action, value if critic else None
-  )
+  return _Networks(init, encode, distribution, value)
 
 
 def gaussian(x, mean, log_std):
@@ -164,11 +186,17 @@ def log_slope(x, low, high):
   return (slope + _broadcast(jnp.log(0.5 * (high - low)), x)).sum(-1)
 
 
-def _bound(squash: bool, low, high, action):
-  """An action in −1 … 1 units, squashed or clipped, in low … high."""
+def _to_env_action(squash: bool, low, high, chunk: int, action):
+  """An action in −1 … 1 units, squashed or clipped, in low … high.
+
+  A chunk of several steps becomes [chunk, A].
+  """
   inside = jnp.tanh(action) if squash else jnp.clip(action, -1.0, 1.0)
   low, high = _broadcast(low, action), _broadcast(high, action)
-  return 0.5 * (low + high) + 0.5 * (high - low) * inside
+  bounded = 0.5 * (low + high) + 0.5 * (high - low) * inside
+  if chunk == 1:
+    return bounded
+  return bounded.reshape(*bounded.shape[:-1], chunk, -1)
 
 
 def _broadcast(x, like):

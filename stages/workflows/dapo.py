@@ -112,11 +112,7 @@ def dapo(
     'empty_slots',
     'batch',
   )
-  compare = stages.Stage(
-    functools.partial(_group_advantage, group_size, overlong_buffer),
-    'group_advantage',
-    group_size=group_size,
-  )
+  compare = _group_advantage(group_size, overlong_buffer)
 
   def sample(slots: Slots, actor: base.Version, problem, key):
     """Samples one round."""
@@ -201,14 +197,22 @@ def _empty_slots(
 
 
 def _group_advantage(
-  group_size: int, overlong_buffer: int | None, reward_B, mask_BT
-):
-  """Group-relative advantages of shaped rewards; 0 on padding."""
-  if overlong_buffer is not None:
-    reward_B += overlong(mask_BT.sum(1), mask_BT.shape[1], overlong_buffer)
-  reward_NG = reward_B.reshape(-1, group_size)
-  advantage_NG = jax.vmap(advantages.group_relative)(reward_NG)
-  return advantage_NG.reshape(-1, 1) * mask_BT
+  group_size: int, overlong_buffer: int | None
+) -> stages.Stage:
+  """Returns a stage `reward_B, mask_BT -> advantage_BT` of shaped rewards.
+
+  Advantages are 0 on padding.
+  """
+
+  @stages.stage('group_advantage', group_size=group_size)
+  def compare(reward_B, mask_BT):
+    if overlong_buffer is not None:
+      reward_B += overlong(mask_BT.sum(1), mask_BT.shape[1], overlong_buffer)
+    reward_NG = reward_B.reshape(-1, group_size)
+    advantage_NG = jax.vmap(advantages.group_relative)(reward_NG)
+    return advantage_NG.reshape(-1, 1) * mask_BT
+
+  return compare
 
 
 def _accept(group_size: int, slots: Slots, x: base.Experience, verdict):

@@ -124,12 +124,9 @@ def embodied_grpo(
   update_obs_stats = embodied.update_obs_stats(
     env, normalize_obs and init_from is None
   )
-
-  def loss_of_obs(params, stats, x: base.Experience, ref_logp):
-    obs = obs_stats.normalize(stats, x.obs)
-    return loss(params, x._replace(obs=obs), ref_logp)
-
-  learn = train_step.learner(loss_of_obs, optimizer, unbatched=(0, 1))
+  learn = train_step.learner(
+    with_normalized_obs(loss), optimizer, unbatched=(0, 1)
+  )
 
   def init(key):
     actor, stats = embodied.init_actor(
@@ -161,6 +158,16 @@ def _check_groups(num_envs: int, group_size: int):
       f'{num_envs} environments cannot be split into groups of {group_size}: '
       'make `num_envs` a multiple of `group_size`.'
     )
+
+
+def with_normalized_obs(loss: Callable) -> Callable:
+  """Returns the loss as a function of raw observations and their statistics."""
+
+  def run(params, stats, x: base.Experience, ref_logp):
+    obs = obs_stats.normalize(stats, x.obs)
+    return loss(params, x._replace(obs=obs), ref_logp)
+
+  return run
 
 
 def ref_logp(policy: base.Policy, reference, obs, action):

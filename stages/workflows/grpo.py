@@ -109,6 +109,7 @@ def grpo(
   """
   generate = rollouts(policy, group_size)
   repeat = policy_stages.repeat(group_size)
+  compare = group_advantage(advantage, group_size)
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
   score_ref = policy_stages.logp(policy, 'ref_logp', group_size)
   minibatch = minibatches.minibatches(
@@ -127,12 +128,6 @@ def grpo(
   learn = train_step.learner(loss, optimizer, group_size=group_size)
   evaluate_actor = evaluate_lib.evaluate(policy, verify)
 
-  @stages.stage('group_advantage', group_size=group_size)
-  def group_advantage(reward_B, mask_BT):
-    advantage_NG = jax.vmap(advantage)(reward_B.reshape(-1, group_size))
-    # Rewards of padding rows are arbitrary.
-    return jnp.where(mask_BT > 0, advantage_NG.reshape(-1, 1), 0.0)
-
   def init(key):
     actor = train_step.init(policy.init(key), optimizer)
     past = (train_step.version(actor),) * staleness
@@ -148,7 +143,7 @@ def grpo(
     )
     verdict = verify(problem.answer, x.action, x.mask)
     rollout_info = measure(x, verdict, actor.step)
-    x = x._replace(advantage=group_advantage(verdict.reward, x.mask))
+    x = x._replace(advantage=compare(verdict.reward, x.mask))
     ref_logp = score_ref(state.reference, x.obs, x.action) if kl_coef else ()
     actor, info = learn(actor, minibatch(key, prompts.prompt, x, ref_logp))
     state = State(actor, state.reference, tuple(past), carry)
@@ -168,6 +163,18 @@ def grpo(
     staleness,
     allocate=allocate if generate.allocate else None,
   )
+
+
+def group_advantage(advantage: Callable, group_size: int) -> stages.Stage:
+  """Returns a stage `reward_B, mask_BT -> advantage_BT`, 0 on padding."""
+
+  @stages.stage('group_advantage', group_size=group_size)
+  def compare(reward_B, mask_BT):
+    advantage_NG = jax.vmap(advantage)(reward_B.reshape(-1, group_size))
+    # Rewards of padding rows are arbitrary.
+    return jnp.where(mask_BT > 0, advantage_NG.reshape(-1, 1), 0.0)
+
+  return compare
 
 
 def objective(

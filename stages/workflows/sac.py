@@ -16,7 +16,7 @@ import stages
 from stages import base, metrics
 from stages.envs import embodied, episode_stats, obs_stats, rollout
 from stages.envs import replay as replay_lib
-from stages.learn import soft_actor_critic, train_step
+from stages.learn import soft_actor_critic
 from stages.models import critics as critics_lib
 
 
@@ -109,39 +109,21 @@ def sac(
   critic = critic(env)
   policy = policy(env, bounding='tanh', state_dependent_std=True, critic=False)
   shapes = transition_shapes(policy, env)
-  if offline_data and len(shapes.env_action.shape) > 1:
-    raise ValueError(
-      'A file of transitions does not say how many steps of an action chunk '
-      'were made, so that the value after it cannot be discounted: leave out '
-      '`offline_data`, or use chunks of one step.'
-    )
-  n = num_updates(utd_ratio, num_envs * num_steps, actor_update_period)
+  check_offline_data(offline_data, shapes)
   if target_entropy is None:
     target_entropy = default_target_entropy(env, shapes.env_action)
+  n = num_updates(utd_ratio, num_envs * num_steps, actor_update_period)
   act = rollout.rollout(uniform_while_warm(policy), env, num_steps)
-  warmup = stages.Stage(
-    lambda step: (step < learning_starts, step + 1), 'warmup', 'batch'
-  )
+  warmup = warmup_stage(learning_starts)
   count_episodes = stages.Stage(episode_stats.update, 'episode_stats')
   measure = stages.Stage(describe, 'measure', 'sum')
   update_obs_stats = embodied.update_obs_stats(env, normalize_obs)
-  replay = stages.Stage(
-    functools.partial(
-      store_and_sample,
-      policy,
-      discount,
-      n,
-      batch_size,
-      bootstrap_on_success=bootstrap_on_success,
-    ),
-    'replay',
-    'batch',
-    consumes=(0,),
-  )
-  learn = soft_actor_critic.learner(
+  replay = replay_stage(policy, discount, n, batch_size, bootstrap_on_success)
+  learner = soft_actor_critic.learner(
     policy,
     critic,
     optimizer,
+    init_temperature=init_temperature,
     num_updates=n,
     actor_update_period=actor_update_period,
     tau=tau,
@@ -150,22 +132,11 @@ def sac(
   )
 
   def init(key):
-    policy_key, critic_key, env_key = jax.random.split(key, 3)
-    actor = {
-      'policy': policy.init(policy_key),
-      'log_temperature': jnp.log(jnp.full((), init_temperature, float)),
-    }
-    critics, recorded = critic.init(critic_key), ()
-    if offline_data:
-      recorded = replay_lib.read(
-        offline_data, shapes, discount, bootstrap_on_success
-      )
+    *keys, env_key = jax.random.split(key, 3)
     return State(
-      train_step.init(actor, optimizer),
-      train_step.init(critics, optimizer),
-      critics,
+      *learner.init(*keys),
       replay_lib.empty(shapes, capacity),
-      recorded,
+      read_offline(offline_data, shapes, discount, bootstrap_on_success),
       obs_stats.init(env.obs_spec) if normalize_obs else (),
       *embodied.reset(env, num_envs, env_key),
       jnp.zeros((), jnp.int32),
@@ -185,28 +156,72 @@ def sac(
     stored, sample, replay_info = replay(
       state.replay, state.offline_data, x, timestep, key
     )
-    actor, (critic, target), info = learn(
+    actor, (critic, target), info = learner.update(
       actor, (state.critic, state.target), stats, warm, sample, key
     )
-    state = State(
-      actor=actor,
-      critic=critic,
-      target=target,
-      replay=stored,
-      offline_data=state.offline_data,
-      obs_stats=stats,
-      env_state=env_state,
-      obs=obs,
-      episodes=episodes,
-      step=step,
+    state = state._replace(env_state=env_state, obs=obs, episodes=episodes)
+    state = state._replace(
+      actor=actor, critic=critic, target=target, replay=stored, obs_stats=stats
     )
-    return state, rollout_info | replay_info | info
-
-  def policy_state(state: State):
-    params = state.actor.params['policy']
-    return {'policy': params, 'obs_stats': state.obs_stats}
+    return state._replace(step=step), rollout_info | replay_info | info
 
   return embodied.workflow(init, step, policy, eval_env or env, policy_state)
+
+
+def policy_state(state: State) -> dict[str, Any]:
+  """The policy's parameters and observation statistics, for evaluation."""
+  params = state.actor.params['policy']
+  return {'policy': params, 'obs_stats': state.obs_stats}
+
+
+def check_offline_data(offline_data: str | None, shapes: replay_lib.Transition):
+  """Raises an error for a file of transitions and chunks of several steps."""
+  if offline_data and len(shapes.env_action.shape) > 1:
+    raise ValueError(
+      'A file of transitions does not say how many steps of an action chunk '
+      'were made, so that the value after it cannot be discounted: leave out '
+      '`offline_data`, or use chunks of one step.'
+    )
+
+
+def read_offline(
+  offline_data: str | None,
+  shapes: replay_lib.Transition,
+  discount: float,
+  bootstrap_on_success: bool,
+) -> replay_lib.Transition | tuple[()]:
+  """Reads the transitions recorded before training; `()` without a file."""
+  if not offline_data:
+    return ()
+  return replay_lib.read(offline_data, shapes, discount, bootstrap_on_success)
+
+
+def warmup_stage(learning_starts: int) -> stages.Stage:
+  """Counts steps: a stage `step -> warm, step + 1`.
+
+  `warm` is true in the first `learning_starts` steps.
+  """
+  count = lambda step: (step < learning_starts, step + 1)
+  return stages.Stage(count, 'warmup', 'batch')
+
+
+def replay_stage(
+  policy: base.Policy,
+  discount: float,
+  num_minibatches: int,
+  batch_size: int,
+  bootstrap_on_success: bool,
+) -> stages.Stage:
+  """Returns `store_and_sample` with these arguments as a stage."""
+  store = functools.partial(
+    store_and_sample,
+    policy,
+    discount,
+    num_minibatches,
+    batch_size,
+    bootstrap_on_success=bootstrap_on_success,
+  )
+  return stages.Stage(store, 'replay', 'batch', consumes=(0,))
 
 
 def num_updates(
