@@ -49,7 +49,7 @@ def plan_data(
     },
     'ranked': [],
     'infeasible': [
-      {'plan': json.loads(plan.to_json()), 'why': words}
+      {'plan': json.loads(plan.to_json()), 'reason': words}
       for plan, words in found.infeasible
     ],
   }
@@ -79,8 +79,8 @@ def plan_data(
       _compared(flow, other, best, seconds)
       for other, (_, seconds) in zip(shown, ranked, strict=False)
     ],
-    'beside': [
-      {'title': title} | _beside(flow, model, plan, best, staleness)
+    'alternatives': [
+      {'title': title} | _alternative(flow, model, plan, best, staleness)
       for title, plan in (others or {}).items()
     ],
     'sensitivity': [_change(flow, change) for change in changes],
@@ -146,16 +146,16 @@ def _stages(
 def _places(
   flow, model, evaluation: evaluate_plan.PlanEvaluation
 ) -> list[dict[str, Any]]:
-  plan, busy, made = evaluation.plan, evaluation.busy, []
+  plan, busy, places = evaluation.plan, evaluation.busy, []
   for name, place in plan.places.items():
     memory = model.explain_memory(flow, plan, name)
-    made.append(
+    places.append(
       {
         'name': name,
         'devices': list(place.devices),
         'axes': [list(axis) for axis in place.axes],
         'stages': [s for s in flow.stages if plan.stages[s] == name],
-        'works': busy.get(name, 0.0),
+        'busy_seconds': busy.get(name, 0.0),
         'memory': {
           'bytes': memory.total.value,
           'tag': memory.total.tag,
@@ -172,15 +172,15 @@ def _places(
         },
       }
     )
-  return made
+  return places
 
 
 def _compared(flow, evaluation, best, seconds) -> dict[str, Any]:
   return {
     'plan': json.loads(evaluation.plan.to_json()),
     'seconds': seconds,
-    'more': seconds / best.seconds - 1 if best.seconds else 0.0,
-    'in_a_line': overview.one_line(flow, evaluation.plan),
+    'relative_slowdown': seconds / best.seconds - 1 if best.seconds else 0.0,
+    'summary': overview.one_line(flow, evaluation.plan),
     'parts': reason.parts(evaluation)._asdict(),
     'reason': reason.reason(evaluation, best)
     if evaluation.plan != best.plan
@@ -188,7 +188,7 @@ def _compared(flow, evaluation, best, seconds) -> dict[str, Any]:
   }
 
 
-def _beside(flow, model, plan, best, staleness) -> dict[str, Any]:
+def _alternative(flow, model, plan, best, staleness) -> dict[str, Any]:
   """Compares another plan with the best one; says why if it cannot run here."""
   most = max(d for place in plan.places.values() for d in place.devices)
   if most >= model.cluster.num_devices:
@@ -206,11 +206,11 @@ def _change(flow, change: sensitivity.Change) -> dict[str, Any]:
   plan = change.plan
   return {
     'cost': change.cost,
-    'times': change.times,
+    'factor': change.factor,
     'before': change.before,
     'seconds': change.seconds,
     'gain': change.gain,
     'proved': change.proved,
     'plan': plan and json.loads(plan.to_json()),
-    'in_a_line': plan and overview.one_line(flow, plan),
+    'summary': plan and overview.one_line(flow, plan),
   }

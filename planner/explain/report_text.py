@@ -8,16 +8,18 @@ from planner.explain import formatting
 LITTLE = 0.005  # Of a step: a smaller slack is reported as none.
 
 
-def by(times: float) -> str:
+def by(factor: float) -> str:
   """Formats a factor as a percentage: `+10 %`."""
-  return f'{100 * (times - 1):+.0f} %'.replace('-', '−')
+  return f'{100 * (factor - 1):+.0f} %'.replace('-', '−')
 
 
 def runners_up(data: Mapping[str, Any]) -> list[str]:
   """Lists the plans after the fastest, and why they are slower."""
   lines = []
   for entry in data['ranked'][1:]:
-    lines.append(f'  +{100 * entry["more"]:.1f} %  {entry["in_a_line"]}')
+    lines.append(
+      f'  +{100 * entry["relative_slowdown"]:.1f} %  {entry["summary"]}'
+    )
     lines.append(f'          {entry["reason"]}')
   return ['The next plans, of those simulated:', *lines] if lines else []
 
@@ -25,12 +27,15 @@ def runners_up(data: Mapping[str, Any]) -> list[str]:
 def comparisons(data: Mapping[str, Any]) -> list[str]:
   """Compares the fastest plan with plans that a reader would ask about."""
   lines = []
-  for entry in data['beside']:
+  for entry in data['alternatives']:
     if 'refused' in entry:
       lines.append(f'{entry["title"]} cannot run here: {entry["refused"]}')
       continue
-    said = f'{entry["title"]} takes {entry["seconds"]:.3g} s'
-    lines.append(f'{said}, {100 * entry["more"]:+.1f} %: {entry["reason"]}.')
+    slowdown = 100 * entry['relative_slowdown']
+    lines.append(
+      f'{entry["title"]} takes {entry["seconds"]:.3g} s, {slowdown:+.1f} %: '
+      f'{entry["reason"]}.'
+    )
   return lines
 
 
@@ -59,8 +64,8 @@ def sensitivity(changes: Sequence[Mapping[str, Any]]) -> list[str]:
   flips.sort(key=lambda c: -c['gain'])
   unsure = sum(not c['proved'] for c in changes)
   lines = [
-    f'  {c["cost"]} {by(c["times"])}: {100 * c["gain"]:.1f} % faster with '
-    f'{c["in_a_line"]}'
+    f'  {c["cost"]} {by(c["factor"])}: {100 * c["gain"]:.1f} % faster with '
+    f'{c["summary"]}'
     + ' (at least: the search was stopped)'
     * (not c['proved'])
     for c in flips

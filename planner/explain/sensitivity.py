@@ -14,7 +14,7 @@ from planner.ir import plan as plan_lib
 from planner.search import exact
 from planner.simulation import evaluate_plan
 
-TIMES = (1.1, 0.9)
+FACTORS = (1.1, 0.9)
 MATTERS = 1e-3  # Of a step: a smaller gain does not count as a change.
 MOVES, SWITCHES = 'moves between places', 'moves to host memory'
 
@@ -24,7 +24,7 @@ class Change(NamedTuple):
 
   Attributes:
     cost: name of a stage, `MOVES` or `SWITCHES`.
-    times: the factor of this cost.
+    factor: the number that this cost is multiplied by.
     before: seconds of a step of the chosen plan with the changed cost.
     plan: a plan that is faster with the changed cost; None if none is known.
     seconds: seconds of a step of the fastest plan with the changed cost.
@@ -33,7 +33,7 @@ class Change(NamedTuple):
   """
 
   cost: str
-  times: float
+  factor: float
   before: float
   plan: plan_lib.Plan | None
   seconds: float
@@ -71,31 +71,31 @@ def sensitivity(
   costs = list(flow.stages)
   costs += [MOVES] * (found.space.devices > 1)
   costs += [SWITCHES] * bool(found.space.offload)
-  changes = [(cost, times) for cost in costs for times in TIMES]
+  changes = [(cost, factor) for cost in costs for factor in FACTORS]
   plans = [found.best] + [
     plan
     for plan in [*(plan for plan, _ in found.ranked), *known]
     if plan != found.best
   ]
   out, deadline = [], time.monotonic() + seconds
-  for i, (cost, times) in enumerate(changes):
+  for i, (cost, factor) in enumerate(changes):
     left = max(0.0, deadline - time.monotonic()) / (len(changes) - i)
-    other = changed(model, cost, times)
+    other = changed(model, cost, factor)
     out.append(
-      Change(cost, times, *_choose(flow, other, found, plans, staleness, left))
-      if times < 1 or not _same(flow, other, found, staleness)
-      else Change(cost, times, found.seconds, None, found.seconds, True)
+      Change(cost, factor, *_choose(flow, other, found, plans, staleness, left))
+      if factor < 1 or not _same(flow, other, found, staleness)
+      else Change(cost, factor, found.seconds, None, found.seconds, True)
     )
   return out
 
 
-def changed(model, cost: str, times: float) -> scaled.ScaledCosts:
+def changed(model, cost: str, factor: float) -> scaled.ScaledCosts:
   """Returns the model with one cost multiplied by a factor."""
   if cost == MOVES:
-    return scaled.ScaledCosts(model, transfers=times)
+    return scaled.ScaledCosts(model, transfers=factor)
   if cost == SWITCHES:
-    return scaled.ScaledCosts(model, switches=times)
-  return scaled.ScaledCosts(model, {cost: times})
+    return scaled.ScaledCosts(model, switches=factor)
+  return scaled.ScaledCosts(model, {cost: factor})
 
 
 def _same(flow, dearer, found: exact.SearchResult, staleness: int) -> bool:

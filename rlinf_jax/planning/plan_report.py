@@ -86,7 +86,7 @@ def report_plan(
     lines += _fastest(flow, model, result, staleness, data)
     # Stages that only evaluations have go to the first place.
     data['plan']['stages'][plan_lib.REST] = next(iter(result.best.places))
-  lines += [f'  {entry["why"]}' for entry in data['infeasible'][:3]]
+  lines += [f'  {entry["reason"]}' for entry in data['infeasible'][:3]]
   print_text('\n'.join(line for line in lines if line is not None))
   if output:
     pathlib.Path(output).write_text(json.dumps(data, indent=2))

@@ -85,7 +85,7 @@ def _key_figures(data) -> list[tuple[str, str, str]]:
   figures = [
     ('per step', f'<b>{formatting.seconds(data["seconds"])}</b>', 'headline')
   ]
-  for alternative in data['beside'][:1]:
+  for alternative in data['alternatives'][:1]:
     if 'seconds' in alternative:
       less = 1 - data['seconds'] / alternative['seconds']
       label = f'less: {alternative["title"]}'.replace(': The', ' than the')
@@ -106,7 +106,7 @@ def _colors(data) -> dict[str, int]:
   """Assigns colors to stages; the longest get colors of their own."""
   seconds = {stage['name']: stage['seconds'] for stage in data['stages']}
   spans = [*data['timeline']]
-  for alternative in data['beside']:
+  for alternative in data['alternatives']:
     spans += alternative.get('timeline', ())
   names = dict.fromkeys([*seconds, *(s['stage'] for s in spans if s['stage'])])
   names = sorted(names, key=lambda name: -seconds.get(name, 0.0))
@@ -117,7 +117,7 @@ def _timelines(data, colors) -> str:
   """Timelines of the plan and of the alternatives, on one scale."""
   plans = [('The fastest plan', data)]
   plans += [
-    (alternative['title'], alternative) for alternative in data['beside']
+    (alternative['title'], alternative) for alternative in data['alternatives']
   ]
   shown = [
     (title, plan)
@@ -145,7 +145,7 @@ def _timelines(data, colors) -> str:
       note += ' <span class="key" style="--c: var(--soft)">moves</span>'
     seconds = formatting.seconds(plan['seconds'])
     cards.append(page.card(title, note, picture, seconds, 'whole'))
-  for alternative in data['beside']:
+  for alternative in data['alternatives']:
     if 'refused' in alternative:
       body = _list([f'It is not possible here: {alternative["refused"]}'])
       cards.append(page.card(alternative['title'], '', body, '', 'whole'))
@@ -183,7 +183,7 @@ def _places(data) -> str:
     mesh = ' '.join(f'{axis}={size}' for axis, size in place['axes'])
     n = len(place['devices'])
     devices = f'{n} device{"s" * (n > 1)} {mesh}'.strip()
-    share = place['works'] / data['seconds'] if data['seconds'] else 0.0
+    share = place['busy_seconds'] / data['seconds'] if data['seconds'] else 0.0
     memory = place['memory']
     parts, during = memory['parts'], memory['during']
     during = f', highest during {during}' * bool(during)
@@ -257,7 +257,7 @@ def _ranked(data) -> str:
   entries = [(entry, '') for entry in data['ranked']]
   entries += [
     (alternative, f'{alternative["title"]}: ')
-    for alternative in data['beside']
+    for alternative in data['alternatives']
     if 'seconds' in alternative
   ]
   longest = max(entry['seconds'] for entry, _ in entries)
@@ -266,9 +266,9 @@ def _ranked(data) -> str:
     segments = [(parts['work'], 1), (parts['waits'], 8), (parts['moves'], 5)]
     bar = _meter([(n / longest, color) for n, color in segments])
     rows.append(
-      f'<tr><td class="nowrap">+{100 * entry["more"]:.1f} %</td>'
+      f'<tr><td class="nowrap">+{100 * entry["relative_slowdown"]:.1f} %</td>'
       f'<td class="nowrap">{formatting.seconds(entry["seconds"])}{bar}</td>'
-      f'<td class="text">{html.escape(title + entry["in_a_line"])}'
+      f'<td class="text">{html.escape(title + entry["summary"])}'
       f'<small>{html.escape(entry["reason"])}</small></td></tr>'
     )
   colors = {'busy (busiest place)': 1, 'waiting': 8, 'moving data': 5}
@@ -284,7 +284,7 @@ def _list(lines: Sequence[str]) -> str:
 
 
 def _infeasible(data) -> str:
-  lines = [entry['why'] for entry in data['infeasible']]
+  lines = [entry['reason'] for entry in data['infeasible']]
   if not lines:
     return ''
   body = page.card(

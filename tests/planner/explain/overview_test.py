@@ -9,7 +9,7 @@ from planner.simulation import simulate
 import toys
 
 
-def made(pieces=1, offload=(), seconds=None, **places):
+def simulated(pieces=1, offload=(), seconds=None, **places):
   flow = toys.chain('row', 'sum', 'batch')
   chosen = plan.Plan(
     {name: plan.Placement((i,)) for i, name in enumerate(places)},
@@ -22,8 +22,8 @@ def made(pieces=1, offload=(), seconds=None, **places):
   return flow, chosen, simulate.simulate(flow, programs, cost)
 
 
-def test_a_chart_shows_who_works_and_who_waits():
-  flow, _, evaluation = made(actor='a', learner='bc')
+def test_a_chart_shows_busy_and_waiting_places():
+  flow, _, evaluation = simulated(actor='a', learner='bc')
   assert overview.chart(flow, evaluation, width=10).splitlines() == [
     'actor    aaaa······',
     'learner  ····bbbbcc',
@@ -34,28 +34,28 @@ def test_a_chart_shows_who_works_and_who_waits():
   ]
 
 
-def test_a_chart_shows_pieces_overlap():
-  flow, _, evaluation = made(pieces=4, actor='a', learner='bc')
+def test_a_chart_shows_overlapping_pieces():
+  flow, _, evaluation = simulated(pieces=4, actor='a', learner='bc')
   lines = overview.chart(flow, evaluation, width=14).splitlines()
   assert lines[:2] == ['actor    aaaaaaaa······', 'learner  ··bbbbbbbbcccc']
 
 
-def test_what_moves_between_device_and_host_is_shown():
-  flow, _, evaluation = made(offload=('a',), all='abc')
+def test_moves_between_device_and_host_are_shown():
+  flow, _, evaluation = simulated(offload=('a',), all='abc')
   assert overview.MOVING in overview.chart(flow, evaluation).splitlines()[0]
   assert overview.busy(flow, evaluation)['all']['restore'] == pytest.approx(0.5)
 
 
-def test_the_bottleneck_is_named_with_what_keeps_it():
-  flow, _, evaluation = made(actor='a', learner='bc')
+def test_the_bottleneck_is_named_with_its_longest_stage():
+  flow, _, evaluation = simulated(actor='a', learner='bc')
   assert overview.bottleneck(flow, evaluation) == (
     'learner is busy 60 % of the time, mostly with b (4 s of 10 s). '
     'actor waits 60 %.'
   )
 
 
-def test_a_plan_is_a_table_for_people():
-  flow, chosen, _ = made(pieces=2, offload=('a',), actor='a', learner='bc')
+def test_a_plan_is_described_in_lines():
+  flow, chosen, _ = simulated(pieces=2, offload=('a',), actor='a', learner='bc')
   assert overview.places(flow, chosen).splitlines() == [
     'actor: 1 device',
     '  a',
@@ -66,15 +66,15 @@ def test_a_plan_is_a_table_for_people():
   ]
 
 
-def test_what_crosses_between_places_is_listed_by_size():
-  flow, chosen, evaluation = made(actor='a', learner='bc')
+def test_transfers_between_places_are_listed_by_size():
+  flow, chosen, evaluation = simulated(actor='a', learner='bc')
   assert overview.moves(flow, chosen) == {'a → b': 32}
   assert overview.transfers(flow, chosen) == 'a → b 32 B'
   data = overview.to_json(flow, chosen, evaluation)
   assert json.loads(json.dumps(data))['busy']['actor'] == {'a': 4}
 
 
-def test_stages_of_one_initial_have_letters_of_their_own():
+def test_stages_with_one_initial_get_different_letters():
   flow = toys.chain(*['row'] * 3)
   names = iter(('generate', 'gradient', 'gg'))
   for node in flow.nodes:

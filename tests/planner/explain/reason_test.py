@@ -21,18 +21,18 @@ WORK = {'a': 4.0, 'b': 4.0, 'c': 1.0}
 
 @pytest.mark.parametrize('move', [0.0, 0.5])
 @pytest.mark.parametrize('pieces', [1, 2, 4])
-def test_work_and_waits_and_moves_add_up(move, pieces):
+def test_work_waits_and_moves_add_up_to_a_step(move, pieces):
   flow, model = toys.line(WORK, move=move)
-  made = evaluation(model, flow, pieces, x='a', y='bc')
-  parts = reason.parts(made)
-  assert sum(parts[1:]) == pytest.approx(made.seconds)
+  result = evaluation(model, flow, pieces, x='a', y='bc')
+  parts = reason.parts(result)
+  assert sum(parts[1:]) == pytest.approx(result.seconds)
   assert (parts.place, parts.work) == ('y', pytest.approx(5.0))
   # The first piece of a, which nothing overlaps.
   assert parts.waits == pytest.approx(4 / pieces)
   assert (parts.moves > 0) == (move > 0)
 
 
-def test_one_place_loses_by_doing_all_of_it():
+def test_a_plan_of_one_place_is_slower_without_overlap():
   flow, model = toys.line(WORK)
   best, other = (
     evaluation(model, flow, 4, x='a', y='bc'),
@@ -47,7 +47,7 @@ def test_one_place_loses_by_doing_all_of_it():
   )
 
 
-def test_a_plan_may_lose_by_waiting():
+def test_a_plan_that_is_slower_by_waiting_says_so():
   flow, model = toys.line(WORK)
   best, other = (evaluation(model, flow, n, x='a', y='bc') for n in (4, 1))
   assert reason.reason(other, best) == (
@@ -56,15 +56,15 @@ def test_a_plan_may_lose_by_waiting():
   )
 
 
-def test_a_plan_may_lose_by_moving():
+def test_a_plan_that_is_slower_by_moves_says_so():
   flow, model = toys.line(WORK, move=2.0)
   best = evaluation(model, flow, x='a', y='bc')
   other = evaluation(model, flow, x='ac', y='b')
-  said = reason.reason(other, best)
-  assert said.startswith('moves add 4 s against 2 s: ')
+  text = reason.reason(other, best)
+  assert text.startswith('moves add 4 s against 2 s: ')
 
 
-def test_a_plan_may_lose_by_a_stage_at_its_busiest_place():
+def test_a_plan_that_is_slower_by_a_stage_of_its_busiest_place_says_so():
   flow, model = toys.line(WORK)
   best = evaluation(model, flow, 4, x='a', y='bc')
   other = evaluation(model, flow, 4, x='ab', y='c')

@@ -11,28 +11,28 @@ import toys
 
 def changes(flow, model, space, **kwargs):
   found = exact.search(flow, model, space, keep=25)
-  made = sensitivity.sensitivity(flow, model, found, **kwargs)
-  return found, {(c.cost, c.times): c for c in made}
+  result = sensitivity.sensitivity(flow, model, found, **kwargs)
+  return found, {(c.cost, c.factor): c for c in result}
 
 
-def test_a_choice_that_is_nearly_a_tie_hangs_on_its_costs():
+def test_a_near_tie_is_flipped_by_a_tenth_of_any_cost():
   # Apart, two equal stages take 5 s in pieces; on one place 5.1 s.
   flow, model = toys.line({'a': 4.0, 'b': 4.0}, power=0.65, move=0.0)
-  found, made = changes(flow, model, space_lib.Space(2, pieces=(1, 4)))
+  found, by_cost = changes(flow, model, space_lib.Space(2, pieces=(1, 4)))
   assert len(found.best.places) == 2
-  flipped = {key for key, change in made.items() if change.plan}
+  flipped = {key for key, change in by_cost.items() if change.plan}
   assert flipped == {('a', 0.9), ('b', 1.1), ('a', 1.1), ('b', 0.9)}
 
 
 @pytest.mark.parametrize('seed', range(12))
-def test_what_it_says_is_what_trying_everything_finds(seed):
+def test_sensitivity_agrees_with_brute_force(seed):
   flow, model, space, staleness = toys.random_instance(seed)
   found = exact.search(flow, model, space, staleness=staleness, keep=25)
   if found.best is None:
     return
-  made = sensitivity.sensitivity(flow, model, found, staleness=staleness)
-  for change in made[:: max(1, len(made) // 3)]:
-    changed = sensitivity.changed(model, change.cost, change.times)
+  result = sensitivity.sensitivity(flow, model, found, staleness=staleness)
+  for change in result[:: max(1, len(result) // 3)]:
+    changed = sensitivity.changed(model, change.cost, change.factor)
     least = search_test.brute_force(flow, changed, space, staleness)
     ours = evaluate_plan.evaluate(flow, changed, found.best, staleness).seconds
     assert change.proved
@@ -43,25 +43,26 @@ def test_what_it_says_is_what_trying_everything_finds(seed):
       assert change.seconds == pytest.approx(least, rel=1e-7)
 
 
-def test_without_time_it_compares_what_was_timed_and_says_so():
+def test_without_search_time_changes_are_not_proved():
   flow, model = toys.line({'a': 4.0, 'b': 4.0}, power=0.65)
-  found, made = changes(
+  found, by_cost = changes(
     flow, model, space_lib.Space(2, pieces=(1, 4)), seconds=0.0
   )
-  assert not made['a', 0.9].proved
+  assert not by_cost['a', 0.9].proved
 
 
-def test_a_model_with_one_number_changed_is_a_model():
+def test_a_scaled_cost_model_can_be_searched():
   flow, model = toys.line({'a': 4.0, 'b': 2.0}, move=1.0)
-  made = scaled.ScaledCosts(model, {'a': 1.5}, transfers=2.0)
+  scaled_model = scaled.ScaledCosts(model, {'a': 1.5}, transfers=2.0)
   first, second = (
-    exact.search(flow, m, space_lib.Space(1)).seconds for m in (model, made)
+    exact.search(flow, m, space_lib.Space(1)).seconds
+    for m in (model, scaled_model)
   )
   assert (first, second) == (6.0, 8.0)
-  assert made.capacity == model.capacity
+  assert scaled_model.capacity == model.capacity
 
 
-def test_what_a_search_ruled_out_is_there_to_compare():
+def test_runners_up_include_plans_that_the_search_excluded():
   flow, model = toys.line({'a': 4.0, 'b': 4.0, 'c': 1.0}, power=1.0)
   found = exact.search(flow, model, space_lib.Space(4, pieces=(1, 2)))
   ranked = runners_up.runners_up(flow, model, found)
@@ -70,7 +71,7 @@ def test_what_a_search_ruled_out_is_there_to_compare():
   assert ranked[0] == (found.best, found.seconds)
 
 
-def test_a_runner_up_may_be_better_than_what_a_stopped_search_has_found():
+def test_a_runner_up_may_be_faster_than_the_best_of_a_stopped_search():
   flow, model = toys.ppo(power=0.6)
   space = space_lib.Space(64, unit=8, pieces=(1, 2, 4))
   short = exact.search(flow, model, space, seconds=0.0)
@@ -81,7 +82,7 @@ def test_a_runner_up_may_be_better_than_what_a_stopped_search_has_found():
   assert runners_up.best_of(full, full.ranked) is full
 
 
-def test_a_search_below_a_number_finds_what_is_faster_or_proves_none_is():
+def test_a_search_below_a_limit_finds_a_faster_plan_or_proves_there_is_none():
   flow, model = toys.ppo(power=0.6)
   space = space_lib.Space(64, unit=8, pieces=(1, 2, 4))
   best = exact.search(flow, model, space)

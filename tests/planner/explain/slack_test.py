@@ -15,15 +15,17 @@ def evaluation(cost, pieces=1, staleness=0, flow=None, **places):
     pieces=pieces,
   )
   flow, programs = passes.lower(flow, chosen, cost)
-  made = simulate.simulate(flow, programs, cost, evaluate_plan.STEPS, staleness)
+  simulation = simulate.simulate(
+    flow, programs, cost, evaluate_plan.STEPS, staleness
+  )
   return evaluate_plan.PlanEvaluation(
-    chosen, flow, programs, cost, staleness, made
+    chosen, flow, programs, cost, staleness, simulation
   )
 
 
-def test_who_follows_each_other_has_no_slack():
-  made = evaluation(toys.Known({'a': 4, 'b': 4, 'c': 2}), x='a', y='bc')
-  assert slack.slack(made) == {'a': 0.0, 'b': 0.0, 'c': 0.0}
+def test_stages_in_a_chain_have_no_slack():
+  result = evaluation(toys.Known({'a': 4, 'b': 4, 'c': 2}), x='a', y='bc')
+  assert slack.slack(result) == {'a': 0.0, 'b': 0.0, 'c': 0.0}
 
 
 def branches(**spent):
@@ -40,30 +42,30 @@ def branches(**spent):
   return evaluation(toys.Known(spent), flow=flow, x='abd', y='c')
 
 
-def test_a_short_branch_may_take_as_long_as_the_long_one():
-  made = branches(a=1, b=5, c=2, d=1)
-  assert made.seconds == pytest.approx(7)
-  assert slack.slack(made) == pytest.approx({'a': 0, 'b': 0, 'c': 3, 'd': 0})
+def test_slack_of_a_short_branch_is_its_distance_to_the_long_one():
+  result = branches(a=1, b=5, c=2, d=1)
+  assert result.seconds == pytest.approx(7)
+  assert slack.slack(result) == pytest.approx({'a': 0, 'b': 0, 'c': 3, 'd': 0})
 
 
 @pytest.mark.parametrize('pieces', [1, 2, 4])
 @pytest.mark.parametrize('b', [1.0, 3.0, 4.0, 7.0])
-def test_with_its_slack_a_step_takes_no_longer_and_with_more_it_does(b, pieces):
+def test_a_step_takes_longer_only_if_a_stage_exceeds_its_slack(b, pieces):
   cost = toys.Known({'a': 4, 'b': b, 'c': 1}, transfer=0.125)
-  made = evaluation(cost, pieces, x='a', y='b', z='c')
-  for stage, more in slack.slack(made).items():
+  result = evaluation(cost, pieces, x='a', y='b', z='c')
+  for stage, more in slack.slack(result).items():
     for extra, grows in ((more, False), (more + 1e-3, True)):
       spent = {s: cost.costs[s] + extra * (s == stage) for s in 'abc'}
       longer = evaluate_plan.re_evaluate(
-        made, toys.Known(spent, transfer=0.125)
+        result, toys.Known(spent, transfer=0.125)
       ).seconds
-      assert (longer > made.seconds * (1 + 1e-6)) == grows
+      assert (longer > result.seconds * (1 + 1e-6)) == grows
 
 
-def test_steps_that_overlap_leave_slack_to_all_but_the_slowest():
+def test_with_overlapping_steps_only_the_slowest_stage_has_no_slack():
   flow = toys.chain('row', 'row', carried=False)
-  made = evaluation(
+  result = evaluation(
     toys.Known({'a': 1, 'b': 3}), flow=flow, staleness=1, x='a', y='b'
   )
-  assert made.seconds == pytest.approx(3)
-  assert slack.slack(made) == pytest.approx({'a': 2, 'b': 0})
+  assert result.seconds == pytest.approx(3)
+  assert slack.slack(result) == pytest.approx({'a': 2, 'b': 0})

@@ -120,9 +120,9 @@ def flows():
 
 
 def model():
-  made = flows()[0]
+  flow = flows()[0]
   return roofline.Roofline(
-    made, count.of_flow(made), two_devices(), rules.DEFAULT, known()
+    flow, count.of_flow(flow), two_devices(), rules.DEFAULT, known()
   )
 
 
@@ -140,8 +140,8 @@ def run(folder, **kwargs):
 
 def losses(folder):
   lines = (folder / 'metrics.jsonl').read_text().splitlines()
-  told = {x['step']: x for x in map(json.loads, lines) if 'train/loss' in x}
-  return [told[i]['train/loss'] for i in range(1, STEPS + 1)]
+  records = {x['step']: x for x in map(json.loads, lines) if 'train/loss' in x}
+  return [records[i]['train/loss'] for i in range(1, STEPS + 1)]
 
 
 @pytest.fixture
@@ -158,14 +158,14 @@ def test_a_stage_that_becomes_slower_moves_others_away(
   run(tmp_path / 'auto')
   run(tmp_path / 'one', plan=None)
   assert losses(tmp_path / 'auto') == losses(tmp_path / 'one')
-  said = capsys.readouterr().out
-  assert 'Plan:' in said and 'did not take as long as predicted' in said
+  output = capsys.readouterr().out
+  assert 'Plan:' in output and 'did not take as long as predicted' in output
   found = plan_lib.Plan.from_json((tmp_path / 'auto/plan.json').read_text())
   assert found.stages['act'] != found.stages['judge']
   assert found.stages['judge'] == found.stages['learn']
-  told = (tmp_path / 'auto/predictions.jsonl').read_text().splitlines()
-  made = [json.loads(line)['step'] for line in told]
-  assert made[0] == 0 and made[-1] >= CHANGE
+  lines = (tmp_path / 'auto/predictions.jsonl').read_text().splitlines()
+  steps = [json.loads(line)['step'] for line in lines]
+  assert steps[0] == 0 and steps[-1] >= CHANGE
   step_line = predicted.table(tmp_path / 'auto')[0]
   assert 0.5 < step_line.ratio < 2  # Sleeping is not exact on a busy machine.
 
@@ -187,14 +187,14 @@ def test_before_the_change_what_is_equally_long_is_together():
 
 
 def watched():
-  made = flows()
+  both_flows = flows()
   costs = model()
-  space = autoplan.space_lib.default_space(made[0], costs)
-  chosen = autoplan.search(*made, 0, costs, space)
-  return monitor.PlanMonitor(made, 0, chosen, make_runtime=None), chosen
+  space = autoplan.space_lib.default_space(both_flows[0], costs)
+  chosen = autoplan.search(*both_flows, 0, costs, space)
+  return monitor.PlanMonitor(both_flows, 0, chosen, make_runtime=None), chosen
 
 
-def seen(watch, step, by_stage, times=2 * monitor.WINDOW):
+def replan(watch, step, by_stage, times=2 * monitor.WINDOW):
   for _ in range(times):
     better = watch.update(step, by_stage)
     if better:
@@ -204,28 +204,28 @@ def seen(watch, step, by_stage, times=2 * monitor.WINDOW):
 
 def test_a_model_that_is_nearly_true_is_left_alone():
   watch, chosen = watched()
-  assert seen(watch, 1.2 * chosen.prediction.step, SECONDS) is None
+  assert replan(watch, 1.2 * chosen.prediction.step, SECONDS) is None
   assert watch.chosen is chosen
 
 
 def test_a_machine_that_is_slower_throughout_keeps_its_plan():
   watch, chosen = watched()
   slower = {name: 2 * seconds for name, seconds in SECONDS.items()}
-  assert seen(watch, 2 * chosen.prediction.step, slower) is None
+  assert replan(watch, 2 * chosen.prediction.step, slower) is None
   assert watch.chosen.plan == chosen.plan
   now = watch.chosen.prediction
   assert now.step == pytest.approx(2 * chosen.prediction.step, rel=0.1)
   assert now.stages['act'].value == pytest.approx(2 * SECONDS['act'])
   # It is believed from now on.
   before = watch.chosen
-  assert seen(watch, now.step, slower) is None and watch.chosen is before
+  assert replan(watch, now.step, slower) is None and watch.chosen is before
 
 
 def test_what_no_stage_explains_is_not_searched_for_again(monkeypatch):
   watch, chosen = watched()
   monkeypatch.setattr(autoplan, 'search', lambda *args: 1 / 0)
   for _ in range(2):  # Stages are as predicted, a step is not.
-    assert seen(watch, 3 * chosen.prediction.step, SECONDS) is None
+    assert replan(watch, 3 * chosen.prediction.step, SECONDS) is None
   assert watch.chosen is chosen
 
 
@@ -233,7 +233,7 @@ def test_a_slower_plan_says_how_much_faster_another_might_be(monkeypatch):
   watch, chosen = watched()
   monkeypatch.setattr(monitor, 'GAIN', 0.0)  # The plan that is found stays.
   slower = SECONDS | {'act': 3 * SECONDS['act']}
-  assert seen(watch, 2 * chosen.prediction.step, slower) is None
+  assert replan(watch, 2 * chosen.prediction.step, slower) is None
   now = watch.chosen
   assert now.plan == chosen.plan
   best = autoplan.search(*flows(), 0, now.model, now.space)
@@ -246,7 +246,7 @@ def test_a_slower_plan_says_how_much_faster_another_might_be(monkeypatch):
 def test_the_first_step_compiles_and_is_not_counted():
   watch, chosen = watched()
   watch.update(100 * chosen.prediction.step, SECONDS)
-  assert seen(watch, chosen.prediction.step, SECONDS) is None
+  assert replan(watch, chosen.prediction.step, SECONDS) is None
   assert watch.chosen is chosen
 
 
@@ -281,16 +281,19 @@ def test_a_run_goes_on_by_the_plan_that_it_found(tmp_path, measured):
 
 
 def two_flows():
-  return [name for made in flows() for name in made.stages]
+  return [name for flow in flows() for name in flow.stages]
 
 
 def test_what_fits_nowhere_is_told():
-  made = flows()
+  both_flows = flows()
   costs = model()
   costs.capacity = 1.0
   with pytest.raises(ValueError, match=r'No plan fits.*nearest.*bind a plan'):
     autoplan.search(
-      *made, 0, costs, autoplan.space_lib.default_space(made[0], costs)
+      *both_flows,
+      0,
+      costs,
+      autoplan.space_lib.default_space(both_flows[0], costs),
     )
 
 

@@ -41,20 +41,20 @@ def flow():
 
 
 def reported(tmp_path, lengths=None, **kwargs):
-  said, made = [], flow()
+  printed, recorded = [], flow()
   file = tmp_path / 'plan.json'
-  own = plan_lib.parse({}, made.stages)
+  own = plan_lib.parse({}, recorded.stages)
   found = plan_report.report_plan(
-    (made, None),
+    (recorded, None),
     staleness=0,
     own=own,
     cluster=cluster(**kwargs),
     lengths=lengths,
     output=file,
     page=tmp_path / 'plan.html',
-    print_text=said.append,
+    print_text=printed.append,
   )
-  return found, '\n'.join(said), json.loads(file.read_text())
+  return found, '\n'.join(printed), json.loads(file.read_text())
 
 
 @pytest.fixture(scope='module')
@@ -66,11 +66,11 @@ def roomy(tmp_path_factory):
 
 @pytest.mark.slow
 def test_it_names_the_fastest_plan_the_next_and_the_recipes_own(roomy):
-  found, said, data, _ = roomy
-  assert found.gap == 0 and '(proved)' in said
-  assert f'The fastest plan takes {found.seconds:.3g} s a step' in said
+  found, printed, data, _ = roomy
+  assert found.gap == 0 and '(proved)' in printed
+  assert f'The fastest plan takes {found.seconds:.3g} s a step' in printed
   for words in ('generate', '2 × toy', 'modeled', "The recipe's own plan"):
-    assert words in said
+    assert words in printed
   assert plan_lib.parse(data['plan']).stages == found.best.stages
   seconds = [entry['seconds'] for entry in data['ranked']]
   assert seconds == sorted(seconds) and seconds[0] == found.seconds
@@ -102,11 +102,11 @@ class Reader(html.parser.HTMLParser):
 
 @pytest.mark.slow
 def test_it_accounts_for_a_plan_in_words_in_json_and_on_a_page(roomy):
-  found, said, data, text = roomy
+  found, printed, data, text = roomy
   page = Reader(text)
   shown = ' '.join(page.words)
   for stage in data['stages']:
-    assert stage['slack'] >= 0 and stage['name'] in said
+    assert stage['slack'] >= 0 and stage['name'] in printed
     assert stage['name'] in shown
   assert sum(tag == 'svg' for tag, _ in page.tags) >= 2  # The recipe's, too.
   assert not any(tag == 'script' for tag, _ in page.tags)
@@ -115,34 +115,34 @@ def test_it_accounts_for_a_plan_in_words_in_json_and_on_a_page(roomy):
   for place in data['places']:
     parts = sum(part['bytes'] for part in place['memory']['parts'])
     assert parts == pytest.approx(place['memory']['bytes'])
-    assert place['works'] <= found.seconds * (1 + 1e-9)
+    assert place['busy_seconds'] <= found.seconds * (1 + 1e-9)
   for entry in data['ranked']:
-    assert entry['reason'] in said + 'the fastest'
+    assert entry['reason'] in printed + 'the fastest'
     seconds = sum(entry['parts'][k] for k in ('work', 'waits', 'moves'))
     assert seconds == pytest.approx(entry['seconds'])
   assert {c['cost'] for c in data['sensitivity']} >= {*found.best.stages}
-  assert 'by a tenth' in said and 'by a tenth' in shown
+  assert 'by a tenth' in printed and 'by a tenth' in shown
   assert 'modeled' in shown
-  for beside in data['beside']:
-    assert beside['title'] in said and beside['title'] in shown
-    assert beside['seconds'] >= found.seconds
-  assert "RLinf's Algorithm 1" in said
+  for other in data['alternatives']:
+    assert other['title'] in printed and other['title'] in shown
+    assert other['seconds'] >= found.seconds
+  assert "RLinf's Algorithm 1" in printed
 
 
 @pytest.mark.slow
 def test_the_plan_that_it_finds_can_be_given_to_a_run(roomy):
   _, _, data, _ = roomy
   names = [*flow().stages, 'answer', 'score']  # Of an evaluation as well.
-  made = plan_lib.parse(data['plan'], names)
-  assert set(made.stages) == {*flow().stages, 'answer', 'score'}
+  parsed = plan_lib.parse(data['plan'], names)
+  assert set(parsed.stages) == {*flow().stages, 'answer', 'score'}
 
 
 @pytest.mark.slow
 def test_completions_end_as_they_are_said_to(roomy, tmp_path):
-  full, said, data, _ = roomy
-  assert '--lengths takes a file' in said
-  found, said, other = reported(tmp_path, lengths=[1, 2, 1])
-  assert 'Rows of generate have the 3 lengths' in said
+  full, printed, data, _ = roomy
+  assert '--lengths takes a file' in printed
+  found, printed, other = reported(tmp_path, lengths=[1, 2, 1])
+  assert 'Rows of generate have the 3 lengths' in printed
   assert found.seconds < full.seconds
 
   def generate(data):
@@ -164,10 +164,10 @@ def test_lengths_do_not_tell_when_enough_rows_have_ended():
     )
 
   generate = stages.Stage(draw, 'generate', 'batch')
-  made = flow_lib.trace(
+  recorded = flow_lib.trace(
     lambda state, x: (state, generate(x)), (), jnp.ones(8, bool)
   )
-  works = count.of_flow(made)
+  works = count.of_flow(recorded)
   assert works['generate'].full_batch.turns == 6
   with pytest.raises(ValueError, match='generate ends when enough rows have'):
     plan_report._completion_work(works, [1, 2, 1])
@@ -185,26 +185,30 @@ def test_lengths_that_are_none_are_refused(tmp_path, text):
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_told_by_the_inequality(tmp_path):
-  found, said, _ = reported(tmp_path, memory=1e4)
+  found, printed, _ = reported(tmp_path, memory=1e4)
   assert found.best is None
-  assert 'No plan fits in memory' in said and 'too much' in said
+  assert 'No plan fits in memory' in printed and 'too much' in printed
   shown = Reader((tmp_path / 'plan.html').read_text()).words
   assert 'no plan fits' in shown
 
 
 @pytest.mark.parametrize('devices, unit', [(2, 1), (8, 2)])
 def test_several_nodes_are_shared_out_whole(devices, unit):
-  there, made = cluster(devices=devices), flow()
-  model = roofline.Roofline(made, count.of_flow(made), there, rules.DEFAULT)
-  space = space_lib.default_space(made, model)
+  there, recorded = cluster(devices=devices), flow()
+  model = roofline.Roofline(
+    recorded, count.of_flow(recorded), there, rules.DEFAULT
+  )
+  space = space_lib.default_space(recorded, model)
   assert (space.devices, space.unit) == (devices, unit)
   assert space.offload == ()  # There is room for all.
 
 
 def test_what_only_some_stages_read_may_leave_a_crowded_device():
-  there, made = cluster(memory=1e4), flow()
-  model = roofline.Roofline(made, count.of_flow(made), there, rules.DEFAULT)
-  assert set(space_lib.default_space(made, model).offload) == {
+  there, recorded = cluster(memory=1e4), flow()
+  model = roofline.Roofline(
+    recorded, count.of_flow(recorded), there, rules.DEFAULT
+  )
+  assert set(space_lib.default_space(recorded, model).offload) == {
     'apply',
     'ref_logp',
   }

@@ -88,13 +88,13 @@ def test_the_cache_is_where_it_is_said_to_be(tmp_path, monkeypatch):
 
 
 def test_a_machine_is_measured_once(tmp_path, monkeypatch):
-  made = machine_profile.measure_cluster(profile_store.Store(tmp_path))
-  assert made.num_devices == made.devices_per_node == len(jax.devices())
-  assert made.device.matmul_flops['float32'] > 1e8
-  assert made.intra_node.latency_seconds > 0
+  measured = machine_profile.measure_cluster(profile_store.Store(tmp_path))
+  assert measured.num_devices == measured.devices_per_node == len(jax.devices())
+  assert measured.device.matmul_flops['float32'] > 1e8
+  assert measured.intra_node.latency_seconds > 0
   monkeypatch.setattr(machine_profile, '_measure', lambda: 1 / 0)
   again = machine_profile.measure_cluster(profile_store.Store(tmp_path))
-  assert again == made
+  assert again == measured
 
 
 def test_devices_of_a_processor_have_shares_of_it(monkeypatch):
@@ -207,13 +207,13 @@ def _judge(scale):
   'other', [lambda x: 2 * x, functools.partial(_slow), np.negative]
 )
 def test_a_host_stage_is_known_by_its_text_and_what_it_is_bound_to(other):
-  def told(fn):
+  def identity(fn):
     return list(stage_profile._python(fn))
 
-  assert told(_judge(2).fn) == told(_judge(2).fn)
-  assert told(_judge(2).fn) != told(_judge(3).fn)
-  assert told(other) != told(_judge(2).fn)
-  assert any('def test_a_host_stage' in some for some in told(_judge(2).fn))
+  assert identity(_judge(2).fn) == identity(_judge(2).fn)
+  assert identity(_judge(2).fn) != identity(_judge(3).fn)
+  assert identity(other) != identity(_judge(2).fn)
+  assert any('def test_a_host_stage' in some for some in identity(_judge(2).fn))
 
 
 def test_a_stage_takes_as_long_as_its_rows_say(tmp_path):
@@ -279,8 +279,8 @@ def test_a_simulator_is_measured_by_going_on(tmp_path):
 
   def acted(state, x_B, key):
     del key
-    token, seen = simulate(state['token'], x_B)
-    token, seen = simulate(token, seen)
+    token, obs = simulate(state['token'], x_B)
+    token, obs = simulate(token, obs)
     return {'token': token}, ()
 
   token = np.stack([np.arange(16), 0 * np.arange(16)], 1).astype(np.int32)
