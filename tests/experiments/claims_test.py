@@ -41,14 +41,14 @@ def elsewhere(tmp_path, monkeypatch):
 def test_a_round_goes_on_where_it_stopped(elsewhere, monkeypatch):
   ran, broken = elsewhere / 'ran', elsewhere / 'broken'
   broken.touch()
-  made = [
+  claims = [
     claims_main.Claim('one', 'One', '1 %', (f'echo one >> {ran}',)),
     claims_main.Claim(
       'two', 'Two', '2 %', (f'echo two >> {ran}; echo figure: 3 %',)
     ),
     claims_main.Claim('three', 'Three', '4 %', (f'! test -e {broken}',)),
   ]
-  monkeypatch.setattr(claims_main, 'read', lambda: made)
+  monkeypatch.setattr(claims_main, 'read', lambda: claims)
   monkeypatch.setattr('sys.argv', ['claims'])
   with pytest.raises(SystemExit, match='run again by the next call: three'):
     claims_main.main()
@@ -56,7 +56,7 @@ def test_a_round_goes_on_where_it_stopped(elsewhere, monkeypatch):
   claims_main.main()
   assert ran.read_text() == 'one\ntwo\n'
   records = json.loads((elsewhere / 'RECORDS').read_text())
-  assert [records[x.name]['figure'] for x in made] == ['1 %', '3 %', '4 %']
+  assert [records[x.name]['figure'] for x in claims] == ['1 %', '3 %', '4 %']
   assert '| Two | 3 % |' in (elsewhere / 'PAGE').read_text()
   claims_main.main()  # A new round.
   assert ran.read_text() == 'one\ntwo\n' * 2

@@ -35,19 +35,19 @@ class Engine:
     self.calls, self.all_there = [], threading.Event()
 
   def ask(self, w, x):
-    told = futures.Future()
-    self.calls.append((told, w, x))
+    future = futures.Future()
+    self.calls.append((future, w, x))
     if len(self.calls) == self.expected:
       self.all_there.set()
       for i, call in enumerate(self.calls):
         self.answer(i, *call)
-    return told
+    return future
 
-  def answer(self, i, told, w, x):
+  def answer(self, i, future, w, x):
     if i in self.fails:
-      told.set_exception(LookupError('it is away'))
-    elif told.set_running_or_notify_cancel():
-      told.set_result(x + np.asarray(w))
+      future.set_exception(LookupError('it is away'))
+    elif future.set_running_or_notify_cancel():
+      future.set_result(x + np.asarray(w))
 
 
 def step_of(engine):
@@ -79,8 +79,8 @@ def runtime_of(engine, chosen):
     jnp.asarray(BATCH),
     jax.eval_shape(lambda: KEY),
   )
-  made = plan_lib.parse(chosen)
-  return local.LocalRuntime(made, step=flow), flow, made
+  plan = plan_lib.parse(chosen)
+  return local.LocalRuntime(plan, step=flow), flow, plan
 
 
 def together(pieces):
@@ -101,35 +101,35 @@ def apart(pieces):
 
 @pytest.mark.parametrize('pieces', [1, 2, 4])
 @pytest.mark.parametrize('plan', [together, apart])
-def test_all_pieces_are_begun_before_one_is_waited_for(plan, pieces):
+def test_all_pieces_start_before_any_is_awaited(plan, pieces):
   """Or this would wait for ever: the engine answers when all have asked."""
   engine = Engine(pieces)
   runtime, *_ = runtime_of(engine, plan(pieces))
   runtime.load(jnp.ones(2))
-  made = runtime.submit(BATCH, KEY).result(timeout=60)
+  total = runtime.submit(BATCH, KEY).result(timeout=60)
   want = 2 * (BATCH + 1 + 1).sum(0)
-  np.testing.assert_array_equal(made, want)
+  np.testing.assert_array_equal(total, want)
   np.testing.assert_array_equal(runtime.state(), 1 + want)
   assert engine.all_there.is_set()
   runtime.close()
 
 
-def test_eager_calls_wait_at_once():
+def test_eager_calls_wait_for_their_result():
   _, total = step_of(Engine(1))(jnp.ones(2), jnp.asarray(BATCH), KEY)
   np.testing.assert_array_equal(total, 2 * (BATCH + 2).sum(0))
 
 
-def test_what_fails_is_named_and_the_rest_is_given_up():
+def test_a_failed_call_is_reported_with_stage_place_and_piece():
   engine = Engine(4, fails=[1])
   runtime, *_ = runtime_of(engine, apart(4))
   runtime.load(jnp.ones(2))
-  said = "act on place 'engine' failed in step 1, piece 2 of 4: it is away"
-  with pytest.raises(base.StageError, match=said):
+  message = "act on place 'engine' failed in step 1, piece 2 of 4: it is away"
+  with pytest.raises(base.StageError, match=message):
     runtime.step(BATCH, KEY)
   runtime.close()
 
 
-def test_what_nobody_waits_for_any_more_is_cancelled():
+def test_pending_calls_are_canceled_when_another_place_fails():
   """Another place fails while calls are under way."""
   engine = Engine(expected=9)  # More than it will be asked.
   runtime, *_ = runtime_of(engine, apart(4))
@@ -142,33 +142,33 @@ def test_what_nobody_waits_for_any_more_is_cancelled():
   engine.answer(1, *engine.calls[1])  # It stops at the next instruction.
   for worker_ in runtime.interpreters.values():
     worker_.wait()
-  cancelled = [told.cancelled() for told, *_ in engine.calls]
+  cancelled = [future.cancelled() for future, *_ in engine.calls]
   assert cancelled == [False, False, True, True]
   runtime.close()
 
 
 @pytest.mark.parametrize('pieces', [1, 2, 4])
-def test_it_begins_when_the_last_that_it_reads_is_made(pieces):
+def test_a_call_begins_when_its_last_input_is_computed(pieces):
   _, flow, chosen = runtime_of(Engine(), apart(pieces))
   ordered, programs = passes.lower(flow, chosen)
-  have, begun = set(), []
+  present, started = set(), []
   starts = {start for start, _ in ordered.carry}
   for op in programs['engine']:
     match op:
       case program.Recv(v, _):
-        have.add(v)
+        present.add(v)
       case program.Begin(i):
-        assert {*ordered.nodes[i].reads} <= have | starts
-        begun.append(i)
+        assert {*ordered.nodes[i].reads} <= present | starts
+        started.append(i)
       case program.Run(i):
         node = ordered.nodes[i]
-        have |= {*node.writes}
+        present |= {*node.writes}
         if node.name == 'act':
-          assert i in begun and len(begun) == pieces
-  assert len(begun) == pieces
+          assert i in started and len(started) == pieces
+  assert len(started) == pieces
 
 
-def test_what_waits_in_host_memory_is_brought_back_once_for_all_pieces():
+def test_offloaded_values_are_restored_once_for_all_pieces():
   _, flow, chosen = runtime_of(Engine(), together(4))
   ((start, end),) = flow.carry
   ordered, programs = passes.lower(flow, chosen)
@@ -194,7 +194,9 @@ def in_turn(x, key, T=3):
   """A policy acts in a simulator."""
   del key
   like = lambda token, x: (token, x)
-  step = lambda token, x: stages.Deferred(futures.Future(), lambda made: made)
+  step = lambda token, x: stages.Deferred(
+    futures.Future(), lambda result: result
+  )
   simulate = stages.Stage(
     step,
     'simulate',
@@ -247,7 +249,7 @@ def in_turn_flow():
 
 
 @pytest.mark.parametrize('pieces, seconds', [(1, 4 + 3 * 3), (2, 1 + 3 * 3)])
-def test_a_place_is_free_while_what_it_began_is_done(pieces, seconds):
+def test_a_place_is_free_during_an_asynchronous_call(pieces, seconds):
   """In halves, simulators wait for the first two acts on one and never again.
 
   Of four acts two come before the first step.
@@ -266,19 +268,19 @@ def test_a_place_is_free_while_what_it_began_is_done(pieces, seconds):
   assert plan_page._tracks(shown) == ['all', 'all: simulate']
 
 
-def test_the_search_has_half_of_the_environments_simulated_meanwhile():
+def test_the_search_overlaps_acting_and_simulating_in_two_pieces():
   model = toys.Synthetic({'act': 1.0, 'simulate': 3.0})
   found = exact.search(in_turn_flow(), model, space_lib.Space(1, pieces=(1, 2)))
   assert found.best.pieces == 2 and found.gap == 0
   assert found.seconds == pytest.approx(10)
 
 
-def test_only_the_host_begins_ahead():
+def test_an_asynchronous_stage_outside_the_host_is_refused():
   with pytest.raises(ValueError, match='which only a host stage can be'):
     stages.Stage(lambda x: x, 'act', asynchronous=True)
 
 
-def test_a_call_that_breaks_its_promise_is_refused():
+def test_outputs_of_undeclared_shapes_are_refused():
   engine = Engine(1)
   act = stages.Stage(
     lambda w, x: engine.ask(w, x),
@@ -292,7 +294,7 @@ def test_a_call_that_breaks_its_promise_is_refused():
     act(np.ones(2, np.float32), BATCH)
 
 
-def test_what_was_begun_took_as_long_as_the_busiest_of_who_did_it():
+def test_seconds_of_an_asynchronous_stage_are_those_of_its_busiest_worker():
   span = lambda place, what, stage, start, end: timeline.Span(
     *(1, place, what, stage, (1, 1), start, end, 0.0)
   )

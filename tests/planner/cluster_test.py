@@ -31,23 +31,23 @@ def clear():
 
 def read(name) -> cluster.Cluster:
   config.parse([f'gin_configs/clusters/{name}.gin'], [], 'runs/x')
-  made = config.call(cluster.Cluster)
+  loaded = config.call(cluster.Cluster)
   config.refuse_unused()
-  return made
+  return loaded
 
 
-def test_every_file_is_known():
+def test_every_cluster_file_is_tested():
   assert {path.stem for path in FILES} == set(DEVICES)
 
 
 @pytest.mark.parametrize('name', DEVICES)
-def test_a_file_is_a_cluster_and_reads_all_it_says(name):
-  there = read(name)
-  assert there.num_devices == DEVICES[name]
-  assert cluster.Cluster.from_json(there.to_json()) == there
+def test_a_file_reads_as_a_cluster_without_unused_bindings(name):
+  toy = read(name)
+  assert toy.num_devices == DEVICES[name]
+  assert cluster.Cluster.from_json(toy.to_json()) == toy
 
 
-def test_data_sheets():
+def test_figures_are_those_of_data_sheets():
   h100, h200 = read('h100'), read('h200')
   assert h100.device.peak('bfloat16') == 989e12
   assert h100.device.memory_bandwidth == 3.35e12
@@ -69,17 +69,17 @@ def test_every_number_has_a_source(path):
       assert '#' in line or '#' in above, f'{path.name}:{i + 1}: {line}'
 
 
-def test_cores_that_devices_share_are_slowed_in_a_line_and_then_take_turns():
-  there = small(shared_cores=2, contention=1.5)
-  assert [there.slowdown(busy) for busy in (1, 2, 3, 4)] == [1, 1.5, 2.25, 3]
-  assert there.slowdown(2, 1.1) == 1.1
+def test_slowdown_is_linear_up_to_the_shared_cores_and_proportional_beyond():
+  toy = small(shared_cores=2, contention=1.5)
+  assert [toy.slowdown(busy) for busy in (1, 2, 3, 4)] == [1, 1.5, 2.25, 3]
+  assert toy.slowdown(2, 1.1) == 1.1
   four = small(shared_cores=4, contention=1.6)
   assert [four.slowdown(n) for n in (1, 2, 4)] == pytest.approx([1, 1.2, 1.6])
   assert [small(shared_cores=1).slowdown(n) for n in (1, 4)] == [1, 4]
   assert small().slowdown(4) == 1
 
 
-def test_a_processor_is_no_faster_for_being_crowded():
+def test_contention_below_one_is_refused():
   with pytest.raises(ValueError, match='give 1 or more of each'):
     small(shared_cores=2, contention=0.5)
 
@@ -94,18 +94,18 @@ def small(**changes) -> cluster.Cluster:
   )
 
 
-def test_a_link_is_as_slow_as_the_way_is_far():
-  there = small()
-  assert there.link((2, 3)) == there.intra_node
-  assert there.link((1, 2)) == there.inter_node
-  assert there.intra_node.seconds(1e6, 3) == pytest.approx(1e-3 + 3e-6)
+def test_devices_of_different_nodes_use_the_inter_node_link():
+  toy = small()
+  assert toy.link((2, 3)) == toy.intra_node
+  assert toy.link((1, 2)) == toy.inter_node
+  assert toy.intra_node.seconds(1e6, 3) == pytest.approx(1e-3 + 3e-6)
 
 
-def test_some_memory_is_left_alone():
+def test_capacity_leaves_a_reserve():
   assert small().capacity == pytest.approx(0.9e9)
 
 
-def test_an_unknown_type_is_as_slow_as_the_slowest():
+def test_the_peak_of_an_unknown_type_is_the_lowest():
   device = cluster.Device('d', {'a': 2.0, 'b': 1.0}, 1, 1, 1, 1)
   assert device.peak('c') == 1.0
 
@@ -117,17 +117,17 @@ def test_an_unknown_type_is_as_slow_as_the_slowest():
     ({'num_devices': 0}, 'at least one'),
   ],
 )
-def test_what_cannot_be_is_refused(changes, words):
+def test_invalid_numbers_of_devices_are_refused(changes, words):
   with pytest.raises(ValueError, match=words):
     small(**changes)
 
 
-def test_a_device_that_does_nothing_is_refused():
+def test_a_device_without_bandwidth_is_refused():
   with pytest.raises(ValueError, match=r"\['memory_bandwidth'\] of \[0\]"):
     cluster.Device('d', {'float32': 1e9}, 1e8, 1e9, 0, 1e7)
 
 
-def test_json_that_is_no_cluster_is_refused():
+def test_json_with_unknown_or_missing_fields_is_refused():
   plain = json.loads(small().to_json())
   with pytest.raises(ValueError, match=r"Cluster has no \['color'\]"):
     cluster.Cluster.from_json(json.dumps(plain | {'color': 1}))

@@ -23,19 +23,19 @@ def python(*args):
   )
 
 
-def test_floors_import_only_downwards():
+def test_packages_import_only_downwards():
   lint = 'import importlinter.cli as cli; cli.lint_imports_command()'
   done = python('-c', lint, '--no-cache')
   assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize('module', ['planner.ir.plan', 'planner.lower.program'])
-def test_planning_runs_where_jax_is_not(module):
+def test_planning_runs_without_jax(module):
   done = python('-c', IMPORT, module, 'jax', 'jaxlib', 'flax', 'optax', 'chex')
   assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize('floor', ['planner', 'stages', 'sharding'])
-def test_a_lower_floor_stands_without_the_machine(floor):
+def test_lower_packages_import_without_gin_ray_and_torch(floor):
   done = python('-c', IMPORT, floor, 'gin', 'ray', 'torch', 'wandb')
   assert done.returncode == 0, done.stderr

@@ -6,21 +6,21 @@ from sharding import mesh
 
 
 def test_axes_are_in_the_order_given_and_left_to_the_compiler():
-  made = mesh.mesh(jax.devices(), {'data': 2, 'fsdp': 4})
-  assert dict(made.shape) == {'data': 2, 'fsdp': 4}
-  assert made.axis_names == ('data', 'fsdp')
-  assert made.axis_types == (AxisType.Auto, AxisType.Auto)
+  result = mesh.mesh(jax.devices(), {'data': 2, 'fsdp': 4})
+  assert dict(result.shape) == {'data': 2, 'fsdp': 4}
+  assert result.axis_names == ('data', 'fsdp')
+  assert result.axis_types == (AxisType.Auto, AxisType.Auto)
 
 
 def test_a_mesh_is_of_the_devices_given():
   devices = jax.devices()[4:]
-  made = mesh.mesh(devices, {'fsdp': 2, 'tensor': 2})
-  assert set(made.devices.flat) == set(devices)
+  result = mesh.mesh(devices, {'fsdp': 2, 'tensor': 2})
+  assert set(result.devices.flat) == set(devices)
 
 
 def test_neighbors_along_the_last_axis_are_neighbors():
-  made = mesh.mesh(jax.devices(), {'data': 2, 'tensor': 4})
-  assert [d.id for d in made.devices.flat] == [d.id for d in jax.devices()]
+  result = mesh.mesh(jax.devices(), {'data': 2, 'tensor': 4})
+  assert [d.id for d in result.devices.flat] == [d.id for d in jax.devices()]
 
 
 @pytest.mark.parametrize('axes', [{'data': 4}, {'data': 3, 'fsdp': 3}, {}])

@@ -46,11 +46,11 @@ def test_a_kernel_of_flax_is_refused_with_its_path_at_the_first_trace():
   workflow = workflows.grpo(
     dense_policy(), tiny.even, optax.adam(1e-3), group_size=4
   )
-  said = (
+  message = (
     r"Parameter \.actor\.params\['head'\]\['kernel'\] of shape \(32, 16\) must "
     r'end in one letter for each of its dimensions .*kernel_DF.*every device'
   )
-  with pytest.raises(ValueError, match=said):
+  with pytest.raises(ValueError, match=message):
     tiny.trace(workflow, tiny.problem(rows=8))
 
 

@@ -87,8 +87,8 @@ def test_two_letters_that_want_one_axis_are_refused():
 
 @pytest.mark.parametrize('size', [3, 5, 33])
 def test_a_dimension_that_devices_cannot_share_evenly_is_refused(size):
-  said = f'Dimension D .* size {size}, which 2 devices .*fsdp.* evenly'
-  with pytest.raises(ValueError, match=said):
+  message = f'Dimension D .* size {size}, which 2 devices .*fsdp.* evenly'
+  with pytest.raises(ValueError, match=message):
     spec('up_DF', size, 64)
   with pytest.raises(ValueError, match='6, which 4 devices of .*data.*fsdp'):
     spec('token_BT', 6, 5)
@@ -126,8 +126,8 @@ def test_the_stack_of_layers_is_never_shared():
 )
 def test_a_matrix_whose_name_spells_no_layout_is_refused(bad, shape):
   tree = {'block': {bad: jax.ShapeDtypeStruct(shape, jnp.float32)}}
-  said = rf"Parameter \['block'\]\['{bad}'\] of shape .* one letter for each"
-  with pytest.raises(ValueError, match=said):
+  message = rf"Parameter \['block'\]\['{bad}'\] of shape .* one letter for each"
+  with pytest.raises(ValueError, match=message):
     rules.shardings(tree, mixed())
 
 
@@ -181,12 +181,12 @@ def test_statistics_of_adafactor_are_replicated_and_the_rest_is_sharded(
   for path, lie in jax.tree_util.tree_flatten_with_path(spelled)[0]:
     name = '.'.join(key.key for key in path)
     (like, _), shared = lies[f'state.params.{name}'], 0
-    for other, (value, held) in lies.items():
+    for other, (value, layout) in lies.items():
       if other.endswith('.' + name) and value.shape == like.shape:
-        assert held == lie, other
+        assert layout == lie, other
         shared += 1
       elif other.endswith('.' + name):
-        assert held.is_fully_replicated, other
+        assert layout.is_fully_replicated, other
     assert shared >= 2  # The parameter and its momentum.
 
 
@@ -200,12 +200,12 @@ def test_adafactor_steps_on_a_mesh_as_on_one_device():
   want, _ = apply(state, gradient)
   lies = layouts(optimizer, AXES)
   flat, tree = jax.tree.flatten(state)
-  held = [
+  sharded = [
     jax.device_put(x, lie)
     for x, (_, lie) in zip(flat, lies.values(), strict=True)
   ]
-  assert all(isinstance(x.sharding, NamedSharding) for x in held)
-  got, _ = apply(jax.tree.unflatten(tree, held), gradient)
+  assert all(isinstance(x.sharding, NamedSharding) for x in sharded)
+  got, _ = apply(jax.tree.unflatten(tree, sharded), gradient)
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     norm = jnp.linalg.norm(b)
     assert jnp.linalg.norm(jax.device_get(a) - b) <= 1e-5 * norm
@@ -252,6 +252,6 @@ def test_rows_that_devices_cannot_share_are_left_to_the_compiler():
 def test_gathering_keeps_axes_that_do_not_shard_rows():
   tree = {'up_DF': jnp.ones((32, 64)), 'scale_D': jnp.ones(32)}
   with jax.set_mesh(mixed()):
-    made = jax.jit(rules.gather)(tree)
-  assert made['up_DF'].sharding.spec == P(None, 'tensor')
-  assert made['scale_D'].sharding.is_fully_replicated
+    gathered = jax.jit(rules.gather)(tree)
+  assert gathered['up_DF'].sharding.spec == P(None, 'tensor')
+  assert gathered['scale_D'].sharding.is_fully_replicated

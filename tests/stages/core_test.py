@@ -52,10 +52,10 @@ def test_two_stages_of_one_function_are_two():
 def test_shapes_are_those_of_what_it_returns():
   make = stages.Stage(lambda x: {'y': x[:, 0], 'z': x > 0}, 'make')
   like = jax.ShapeDtypeStruct((4, 2), jnp.float32)
-  said = make.shapes(like)
-  made = make(jnp.ones((4, 2)))
-  assert jax.tree.map(lambda x: (x.shape, x.dtype), said) == jax.tree.map(
-    lambda x: (x.shape, x.dtype), made
+  shapes = make.shapes(like)
+  outputs = make(jnp.ones((4, 2)))
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
+    lambda x: (x.shape, x.dtype), outputs
   )
 
 
@@ -96,7 +96,7 @@ def test_a_host_stage_without_a_promise_of_shapes_is_refused():
 
 
 @pytest.mark.parametrize(
-  'made',
+  'output',
   [
     np.zeros(2, np.float32),
     np.zeros(3, np.float64),
@@ -106,9 +106,9 @@ def test_a_host_stage_without_a_promise_of_shapes_is_refused():
   ],
   ids=['shape', 'type', 'tuple', 'dict', 'nothing'],
 )
-def test_a_host_stage_that_breaks_its_promise_is_refused(made):
+def test_a_host_stage_that_breaks_its_promise_is_refused(output):
   with pytest.raises(TypeError, match='judge declares outputs .* but returned'):
-    on_host(lambda x: made)(jnp.ones((3, 2)))
+    on_host(lambda x: output)(jnp.ones((3, 2)))
 
 
 def test_a_host_stage_that_returns_no_arrays_is_refused():
@@ -120,8 +120,8 @@ def test_a_host_stage_is_shaped_without_being_called():
   def judge(x):
     raise AssertionError
 
-  said = on_host(judge).shapes(jax.ShapeDtypeStruct((3, 2), jnp.int32))
-  assert (said.shape, said.dtype) == ((3,), jnp.float32)
+  shape = on_host(judge).shapes(jax.ShapeDtypeStruct((3, 2), jnp.int32))
+  assert (shape.shape, shape.dtype) == ((3,), jnp.float32)
 
 
 def test_a_row_has_the_key_of_its_place_in_the_whole_batch():
@@ -160,5 +160,5 @@ def test_sums_merge_as_metrics_and_arrays_do():
   )
   x = jnp.arange(12.0).reshape(6, 2)
   whole, parts = total(x), [total(part) for part in jnp.split(x, 3)]
-  made = total.merge(total.merge(parts[0], parts[1]), parts[2])
-  jax.tree.map(np.testing.assert_array_equal, made, whole)
+  merged = total.merge(total.merge(parts[0], parts[1]), parts[2])
+  jax.tree.map(np.testing.assert_array_equal, merged, whole)

@@ -53,13 +53,13 @@ def test_slots_are_refilled_as_simulated_row_by_row(lengths, slots):
 
 
 @pytest.mark.parametrize('lengths', RANDOM)
-def test_as_many_slots_as_rows_are_no_slots(lengths):
+def test_refilling_as_many_slots_as_rows_equals_a_single_batch(lengths):
   one = completions.refill(lengths, step, slots=len(lengths), prompt=2)
   np.testing.assert_allclose(one, completions.finish(lengths, step, prompt=2))
 
 
 @pytest.mark.parametrize('lengths', RANDOM)
-def test_the_curve_counts_rows_that_are_left(lengths):
+def test_the_curve_counts_unfinished_rows(lengths):
   found = completions.curve(lengths, step, before=3.0)
   done = by_hand(lengths, len(lengths)) + 3.0
   for seconds in np.linspace(0, done.max() + 1, 50) + 1e-7:
@@ -69,7 +69,7 @@ def test_the_curve_counts_rows_that_are_left(lengths):
   assert (np.diff(found.unfinished) <= 0).all()
 
 
-def test_a_worked_example():
+def test_a_curve_of_two_rows_by_hand():
   found = completions.curve([1, 3], lambda batch, context: batch + 0 * context)
   np.testing.assert_array_equal(found.seconds, [0, 2, 3, 4])
   np.testing.assert_array_equal(found.unfinished, [2, 1, 1, 0])
@@ -109,7 +109,7 @@ def test_refilling_beats_waves_where_lengths_differ():
   assert least <= filled < 0.5 * waves
 
 
-def test_alike_lengths_gain_nothing_from_refilling():
+def test_equal_lengths_gain_nothing_from_refilling():
   assert completions.refill([7] * 64, flat, slots=32).max() == 14
 
 
@@ -122,6 +122,6 @@ def test_alike_lengths_gain_nothing_from_refilling():
     (lambda: completions.finished_groups([1, 2, 3], 2), 'no whole number'),
   ],
 )
-def test_what_cannot_be_is_refused(call, words):
+def test_invalid_lengths_slots_and_groups_are_refused(call, words):
   with pytest.raises(ValueError, match=words):
     call()

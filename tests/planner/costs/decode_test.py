@@ -15,7 +15,7 @@ LENGTHS = np.array([2] * 16 + [4] * 8 + [8] * 7 + [100])
 SPOT = plan_lib.Placement()
 
 
-def made(pieces=1, **kwargs):
+def explained(pieces=1, **kwargs):
   """The seconds of `act` in each piece, if it decodes."""
   some = decode.DecodeWork(LENGTHS, STEP, **{'known': 'measured'} | kwargs)
   works = toys.WORKS | {'act': some}
@@ -28,7 +28,7 @@ def made(pieces=1, **kwargs):
 
 
 def seconds(pieces=1, **kwargs):
-  return [found.total.value for found in made(pieces, **kwargs)[0]]
+  return [found.total.value for found in explained(pieces, **kwargs)[0]]
 
 
 def test_an_engine_ends_with_its_longest_row():
@@ -42,13 +42,13 @@ def test_an_engine_ends_with_its_longest_row():
   assert spent < 100 * (1e-3 + 32 * 1e-4)  # As if all were as long.
 
 
-def test_pieces_of_an_engine_add_up_and_the_tail_is_last():
+def test_seconds_of_an_engines_pieces_add_up_and_the_last_has_the_tail():
   (whole,), parts = seconds(engine=True), seconds(4, engine=True)
   assert sum(parts) == pytest.approx(whole)
   assert parts[0] > 0 and parts[-1] > 0.8 * whole
 
 
-def test_groups_are_handed_on_when_their_last_row_is():
+def test_larger_groups_delay_the_first_piece():
   alone, groups = seconds(4, engine=True), seconds(4, engine=True, group_size=8)
   assert sum(alone) == pytest.approx(sum(groups))
   assert groups[0] > alone[0]
@@ -61,7 +61,7 @@ def test_a_loop_decodes_every_piece_to_its_end():
   assert parts[0] == pytest.approx(last * (1e-3 + 8 * 1e-4))
 
 
-def test_the_longest_of_some_rows_is_that_of_draws():
+def test_expected_longest_length_equals_that_of_random_draws():
   draws = np.random.default_rng(0).choice(LENGTHS, (20_000, 8)).max(1)
   error = draws.std() / len(draws) ** 0.5
   assert decode.longest(LENGTHS, 8) == pytest.approx(
@@ -70,35 +70,35 @@ def test_the_longest_of_some_rows_is_that_of_draws():
   assert decode.longest(LENGTHS, 1) == pytest.approx(LENGTHS.mean())
 
 
-def test_an_engine_has_as_many_rows_under_way_as_fit():
+def test_an_engine_decodes_as_many_rows_at_once_as_fit_in_memory():
   free, tight = (
     seconds(engine=True, kept=1e6, budget=rows * 1e6)[0] for rows in (32, 4)
   )
   assert tight > free
   flow = toys.toy_flow()
   chosen = plan_lib.one_place(flow.stages, SPOT)
-  _, model = made(engine=True, kept=1e8, budget=4e8)
+  _, model = explained(engine=True, kept=1e8, budget=4e8)
   need = model.explain_memory(flow, chosen, 'all')
   assert need[
     'keys and values of active rows, during act'
   ].value == pytest.approx(4e8)
 
 
-def test_what_each_token_looks_back_on_costs():
+def test_a_longer_context_costs_more():
   near = seconds(engine=True)
   far = seconds(engine=True, token=Work(bytes_moved=1e6), context=50)
   assert far[0] > near[0]
 
 
-def test_lengths_that_are_assumed_are_said_to_be():
+def test_costs_of_assumed_lengths_are_tagged_assumed():
   for known, tag in (('assumed', 'assumed'), ('measured', 'modeled')):
-    (found,), _ = made(engine=True, known=known)
+    (found,), _ = explained(engine=True, known=known)
     assert found.total.tag == tag
     parts = sum(number.value for number in found.values())
     assert found.total.value == pytest.approx(parts)
 
 
-def test_what_was_counted_to_the_end_ends_with_its_rows():
+def test_a_counted_loop_ends_at_the_longest_length():
   counted = StageWork(
     Work(bytes_moved=1e9, turns=100), Work(bytes_moved=1e8), 32
   )
@@ -120,20 +120,20 @@ def test_what_was_counted_to_the_end_ends_with_its_rows():
   assert ends == pytest.approx(whole * 20 / 100, rel=1e-6)
 
 
-def test_lengths_that_cannot_be_are_refused():
+def test_lengths_beyond_the_counted_loop_are_refused():
   with pytest.raises(ValueError, match='no loop that may end early'):
     decode.from_work(StageWork(Work()), [1, 2])
   with pytest.raises(ValueError, match='up to 9 tokens, .* room for 8'):
     decode.from_work(StageWork(Work(turns=8)), [1, 9])
 
 
-def test_lengths_of_no_tokens_are_refused():
+def test_zero_lengths_are_refused():
   with pytest.raises(ValueError, match='at least one of each'):
     decode.DecodeWork([0, 1], STEP)
 
 
-def test_devices_share_rows_and_the_tail_stays():
-  (one,), model = made(engine=True)
+def test_more_devices_do_not_shorten_the_longest_row():
+  (one,), model = explained(engine=True)
   flow = toys.toy_flow()
   four = model.explain(flow, toys.node('act'), toys.spot(('data', 4)))
   tail = decode.longest(LENGTHS, 32) * 1e-3

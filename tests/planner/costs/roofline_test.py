@@ -123,7 +123,7 @@ def explained(name, *axes, rows=None, **kwargs):
   'module',
   ['cluster', *(f'costs.{m}' for m in ('memory', 'roofline', 'completions'))],
 )
-def test_it_runs_where_jax_is_not(module):
+def test_cost_modules_import_without_jax(module):
   code = (
     "import sys; sys.modules.update(dict.fromkeys(['jax', 'jaxlib', 'flax']));"
     f'import planner.{module}'
@@ -137,7 +137,7 @@ def test_it_runs_where_jax_is_not(module):
 # Seconds.
 
 
-def test_arithmetic_or_traffic_whichever_is_longer():
+def test_a_stage_takes_the_longer_of_arithmetic_and_traffic():
   found = explained('act')
   assert found['arithmetic'].value == pytest.approx(32 * 1e9 / 1e12)
   assert found['traffic'].value == pytest.approx((PARAMS + 32e3) / 1e11)
@@ -149,12 +149,12 @@ def test_arithmetic_or_traffic_whichever_is_longer():
   assert found.total.value == pytest.approx((PARAMS + 32e3) / 1e6)
 
 
-def test_other_arithmetic_goes_at_another_rate():
+def test_arithmetic_outside_matmuls_has_its_own_rate():
   found = explained('grad')
   assert found['arithmetic'].value == pytest.approx(32 * (3e-3 + 1e-2))
 
 
-def test_calls_and_kernels_begin_late():
+def test_launches_and_gaps_between_kernels_add_seconds():
   device = dataclasses.replace(
     DEVICE, launch_seconds=0.5, kernel_gap_seconds=0.25
   )
@@ -164,7 +164,7 @@ def test_calls_and_kernels_begin_late():
   assert found.total.value == pytest.approx(3.0 + 0.032)
 
 
-def test_devices_share_rows_and_all_read_parameters():
+def test_data_parallel_devices_share_rows_and_each_reads_all_parameters():
   found = explained('act', ('data', 4))
   assert found['arithmetic'].value == pytest.approx(8 * 1e9 / 1e12)
   assert found['traffic'].value == pytest.approx((PARAMS + 8e3) / 1e11)
@@ -176,23 +176,23 @@ def test_devices_share_rows_and_all_read_parameters():
   }
 
 
-def test_micro_batches_read_parameters_each_time():
+def test_every_micro_batch_reads_the_parameters():
   whole, parts = explained('act'), explained('act', rows=8)
   assert parts['arithmetic'].value == pytest.approx(whole['arithmetic'].value)
   assert parts['traffic'].value == pytest.approx((4 * PARAMS + 32e3) / 1e11)
 
 
-def test_pieces_share_rows_and_each_reads_parameters():
+def test_pieces_share_rows_and_each_reads_the_parameters():
   flow = toy_flow()
   pieces = [n for n in cut.cut(flow, 4).nodes if n.name == 'act']
-  made = cut.cut(flow, 4)
-  found = [model().explain(made, n, spot(), None) for n in pieces]
+  pieced = cut.cut(flow, 4)
+  found = [model().explain(pieced, n, spot(), None) for n in pieces]
   assert len(found) == 4
   assert sum(f['arithmetic'].value for f in found) == pytest.approx(0.032)
   assert found[0]['traffic'].value == pytest.approx((PARAMS + 8e3) / 1e11)
 
 
-def test_copies_add_up_gradients_once_a_call():
+def test_data_parallel_gradients_are_reduced_once_a_call():
   want = 1e-6 + 2 * 3 / 4 * PARAMS / 1e10
   for rows in (None, 8):
     found = explained('grad', ('data', 4), rows=rows)
@@ -200,7 +200,7 @@ def test_copies_add_up_gradients_once_a_call():
 
 
 @pytest.mark.parametrize('rows, turns', [(None, 1), (8, 4)])
-def test_shares_are_gathered_and_scattered_every_micro_batch(rows, turns):
+def test_fsdp_gathers_and_scatters_in_every_micro_batch(rows, turns):
   found = explained('grad', ('fsdp', 4), rows=rows)
   # In bfloat16, forth and back, a message a layer.
   gather = 2 * LAYERS * 1e-6 + 2 * 3 / 4 * PARAMS / 2 / 1e10
@@ -213,7 +213,7 @@ def test_shares_are_gathered_and_scattered_every_micro_batch(rows, turns):
   )
 
 
-def test_a_dimension_that_devices_share_is_added_up():
+def test_tensor_parallel_parts_are_reduced():
   found = explained('grad', ('data', 2), ('tensor', 2))
   want = LAYERS * 1e-6 + 2 * 1 / 2 * 32e6 / 2 / 1e10
   assert found['add up parts (tensor)'].value == pytest.approx(want)
@@ -232,7 +232,7 @@ def test_an_axis_of_several_nodes_is_slower():
   assert near['add up gradients (data)'].value < want
 
 
-def test_an_axis_across_nodes_has_one_port_a_device():
+def test_an_axis_across_nodes_uses_one_port_per_device():
   found = explained('grad', ('data', 2), ('tensor', 4))
   want = 1e-4 + 2 * 1 / 2 * PARAMS / 4 / 1e9
   assert found['add up gradients (data)'].value == pytest.approx(want)
@@ -240,20 +240,20 @@ def test_an_axis_across_nodes_has_one_port_a_device():
   assert tensor == pytest.approx(10e-6 + 2 * 3 / 4 * 32e6 / 2 / 1e10)
 
 
-def test_what_has_no_rows_takes_the_share_that_a_device_keeps():
+def test_a_stage_without_rows_is_divided_by_fsdp_alone():
   one, copies = explained('step'), explained('step', ('data', 4))
   shares = explained('step', ('fsdp', 4))
   assert copies.total.value == pytest.approx(one.total.value)
   assert shares.total.value == pytest.approx(one.total.value / 4)
 
 
-def test_hidden_talk_costs_nothing():
+def test_hidden_communication_costs_nothing():
   hidden = dataclasses.replace(SURE, exposed_communication=0.0)
   one = explained('grad', ('data', 4), assumed=hidden)
   assert one.total.value == pytest.approx(8 * (3e-3 + 1e-2))
 
 
-def test_groups_that_devices_cannot_share_take_for_ever():
+def test_rows_that_do_not_divide_into_groups_cost_infinity():
   there, m = node('grad'), model()
   flow = toy_flow()
   assert m.seconds(flow, there, spot(('data', 16)), None) < math.inf
@@ -262,22 +262,22 @@ def test_groups_that_devices_cannot_share_take_for_ever():
   assert m.seconds(flow, there, spot(), 5) == math.inf
 
 
-def test_the_host_is_assumed():
+def test_seconds_of_a_host_stage_are_assumed():
   found = explained('judge')
   assert found.total.tag == 'assumed'
   assert found['on the host'].value == pytest.approx(32 * 1e-4)
 
 
-def test_what_planners_add_moves_bytes():
-  made = cut.cut(toy_flow(), 2)
-  there = next(n for n in made.nodes if n.stage.name == 'total')
-  found = model().explain(made, there, spot(), None)
+def test_nodes_that_a_planner_adds_cost_their_traffic():
+  pieced = cut.cut(toy_flow(), 2)
+  there = next(n for n in pieced.nodes if n.stage.name == 'total')
+  found = model().explain(pieced, there, spot(), None)
   assert found.total.value == pytest.approx(3 * PARAMS / 1e11)
-  shared = model().seconds(made, there, spot(('fsdp', 4)), None)
+  shared = model().seconds(pieced, there, spot(('fsdp', 4)), None)
   assert shared == pytest.approx(3 * PARAMS / 4 / 1e11)
 
 
-def test_every_part_says_where_it_comes_from():
+def test_every_part_of_a_cost_has_a_tag():
   for name in toy_flow().stages:
     found = explained(name, ('fsdp', 4), ('tensor', 2))
     tags = {number.tag for number in (found.total, *found.values())}
@@ -302,17 +302,17 @@ def table(axes=(), devices=1, points=((4, 1.0), (8, 3.0), (16, 4.0))):
 @pytest.mark.parametrize(
   'rows, seconds', [(4, 8 * 1.0), (8, 4 * 3.0), (16, 2 * 4.0)]
 )
-def test_measured_rows_are_as_measured(rows, seconds):
+def test_measured_numbers_of_rows_cost_what_was_measured(rows, seconds):
   found = explained('act', rows=rows, measured=table())
   assert found.total == (seconds, 'measured')
 
 
-def test_between_measured_rows_it_is_straight():
+def test_costs_are_linear_between_measured_rows():
   curve = measured_lib.RowCurve(((8, 3.0), (4, 1.0), (16, 4.0)))
   assert [curve.at(n) for n in (4, 6, 8, 12, 16)] == [1, 2, 3, 3.5, 4]
 
 
-def test_beyond_measured_rows_the_model_is_scaled_and_says_so():
+def test_beyond_measured_rows_the_model_is_scaled_and_tagged_modeled():
   curve = measured_lib.RowCurve(((4, 1.0), (8, 3.0), (16, 4.0)))
   assert curve.at(3) is None and curve.at(17) is None
   found, plain = explained('act', measured=table()), explained('act')
@@ -322,7 +322,7 @@ def test_beyond_measured_rows_the_model_is_scaled_and_says_so():
   assert found.total.value == pytest.approx(plain.total.value * scale)
 
 
-def test_what_was_measured_elsewhere_scales_the_model():
+def test_measurements_on_another_mesh_scale_the_model():
   given = table((('data', 2),), 2)
   measured = explained('act', ('data', 2), rows=4, measured=given).total
   assert measured == (8.0, 'measured')
@@ -344,14 +344,14 @@ def test_what_was_measured_elsewhere_scales_the_model():
     assert found == (pytest.approx(3 * plain.value), 'modeled')
 
 
-def test_what_a_run_has_taken_multiplies_what_was_measured():
+def test_factors_of_a_run_multiply_measurements():
   given = table((('data', 2),), 2).times({'act': 3.0}).times({'act': 0.5})
   found = explained('act', ('data', 2), rows=4, measured=given)
   assert found.total == (8 * 1.5, 'measured')
   assert given.factors == {'act': 1.5}
 
 
-def test_devices_of_one_processor_slow_each_other_down():
+def test_devices_that_share_cores_slow_each_other_down():
   there = dataclasses.replace(TOYS, shared_cores=2, contention=1.5)
   shared = model(there)
   for axes, slower in ((), 1.0), ([('data', 2)], 1.5), ([('data', 4)], 3.0):
@@ -367,7 +367,7 @@ def test_devices_of_one_processor_slow_each_other_down():
   assert known.contention('learn', 1, 1) == 1.5
 
 
-def test_a_host_stage_is_one_thread_however_many_devices_its_place_has():
+def test_a_host_stage_counts_as_one_thread_on_any_number_of_devices():
   there = dataclasses.replace(TOYS, shared_cores=2, contention=1.5)
   works = WORKS | {'act': None}
   host = roofline.Roofline(
@@ -377,7 +377,7 @@ def test_a_host_stage_is_one_thread_however_many_devices_its_place_has():
   assert host.contention('act', 2, 1) == 1.5
 
 
-def test_several_micro_batches_cost_what_they_did_in_a_row():
+def test_several_micro_batches_cost_what_was_measured_in_a_row():
   key = 'act', 1, ()
   in_turns = measured_lib.RowCurve(((4, 0.5), (8, 2.0), (16, 4.0)))
   given = measured_lib.Measurements(
@@ -390,7 +390,7 @@ def test_several_micro_batches_cost_what_they_did_in_a_row():
   assert known(8) == rows / 8 * (2.0 if rows > 8 else 3.0)
 
 
-def test_two_points_are_no_curve():
+def test_a_curve_of_fewer_than_three_numbers_of_rows_is_refused():
   with pytest.raises(ValueError, match='three numbers of rows'):
     measured_lib.RowCurve(((4, 1.0), (8, 2.0)))
   with pytest.raises(ValueError, match='three numbers of rows'):
@@ -410,7 +410,7 @@ def test_uncounted_stages_are_refused():
 # Moves.
 
 
-def test_a_move_is_as_long_as_its_busiest_device():
+def test_a_transfer_takes_as_long_as_its_busiest_device():
   flow, m = toy_flow(), model()
   here, there = spot(('fsdp', 2)), spot(('data', 2), first=2)
   assert m.transfer(flow, 0, here, here) == 0
@@ -425,7 +425,7 @@ def test_a_move_is_as_long_as_its_busiest_device():
   )
 
 
-def test_a_switch_moves_what_a_device_has():
+def test_offloading_moves_the_bytes_of_one_device():
   flow, m = toy_flow(), model()
   assert m.switch(flow, 1, spot()) == pytest.approx(PARAMS / 1e10)
   assert m.switch(flow, 1, spot(('fsdp', 4))) == pytest.approx(
@@ -453,7 +453,7 @@ def test_memory_by_hand():
   assert 'activations, during grad' in found
 
 
-def test_copies_share_rows_and_shares_share_all():
+def test_data_parallelism_divides_rows_and_fsdp_divides_all_memory():
   one = one_place().total.value
   copies = one_place(('data', 4)).total.value
   shares = one_place(('fsdp', 4)).total.value
@@ -469,7 +469,7 @@ def test_micro_batches_shrink_activations():
   assert pieces['activations, during grad'].value == pytest.approx(10e4)
 
 
-def test_what_is_evicted_is_there_only_for_its_stage():
+def test_offloaded_values_occupy_memory_only_during_their_stage():
   away = one_place(offload=('step',))
   # The worst moment is now another: moments, no activations.
   assert away['carried values, during step'].value == PARAMS
@@ -478,7 +478,7 @@ def test_what_is_evicted_is_there_only_for_its_stage():
   assert away.total.value == 3 * PARAMS + 128 < one_place().total.value
 
 
-def test_a_place_holds_what_its_stages_touch():
+def test_a_place_holds_only_values_of_its_stages():
   flow = toy_flow()
   places = {'a': spot(), 'b': spot(first=1)}
   chosen = plan_lib.Plan(
@@ -508,7 +508,7 @@ def works(flow):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('devices', [1, 2, 4, 6, 8])
-def test_the_menu_is_what_places_accept(flow, works, devices):
+def test_the_meshes_offered_are_those_that_places_accept(flow, works, devices):
   m = roofline.Roofline(flow, works, TOYS, rules.DEFAULT)
   every = layout.meshes(devices, ('data', 'fsdp', 'tensor'), {'tensor': 4})
 
@@ -529,7 +529,7 @@ def test_the_menu_is_what_places_accept(flow, works, devices):
   assert menu or devices == 6
 
 
-def test_bytes_of_a_device_are_those_that_jax_gives_it(flow):
+def test_bytes_per_device_equal_jax_shard_sizes(flow):
   there = layout.Layout(rules.DEFAULT)
   for placement in tiny.PLACES.values():
     if not placement.axes:
@@ -542,19 +542,21 @@ def test_bytes_of_a_device_are_those_that_jax_gives_it(flow):
       assert there.local(v, placement.axes) == want, v
 
 
-def test_stages_without_letters_may_only_have_copies(flow, works):
+def test_stages_without_dimension_letters_allow_data_parallelism_alone(
+  flow, works
+):
   m = roofline.Roofline(flow, works, TOYS, rules.DEFAULT)
   assert m.axes(('reward',), 4) == ((('data', 4),),)
 
 
-def test_a_thousand_devices_are_quick():
+def test_meshes_of_1024_devices_divide_their_dimensions():
   m = model(dataclasses.replace(TOYS, num_devices=1024))
   menu = m.axes(('step',), 1024)
   assert menu and all(dict(axes).get('fsdp', 1) <= D for axes in menu)
   assert m.axes(('act',), 1024) == ()  # There are 32 rows.
 
 
-def test_groups_along_an_axis():
+def test_device_groups_along_an_axis():
   axes = (('data', 2), ('tensor', 2))
   assert layout.along((4, 5, 6, 7), axes, 'data') == [(4, 6), (5, 7)]
   assert layout.along((4, 5, 6, 7), axes, 'tensor') == [(4, 5), (6, 7)]
@@ -562,7 +564,9 @@ def test_groups_along_an_axis():
 
 @pytest.mark.parametrize('stage', ['gradient', 'generate'])
 @pytest.mark.parametrize('place', ['one', 'data'])
-def test_memory_of_a_stage_is_what_xla_plans(flow, works, place, stage):
+def test_memory_of_a_stage_is_within_a_factor_of_two_of_xla(
+  flow, works, place, stage
+):
   """Within a factor of two: XLA fuses and reuses in ways of its own.
 
   With `fsdp` its partitioner does as it likes: it may share activations by
@@ -571,13 +575,13 @@ def test_memory_of_a_stage_is_what_xla_plans(flow, works, place, stage):
   placement = tiny.PLACES[place]
   there = next(n for n in flow.nodes if n.name == stage)
   run = place_lib.Place('all', placement, {}).compile(flow, there)
-  said = run.memory_analysis()
+  analysis = run.memory_analysis()
   chosen = plan_lib.one_place(flow.stages, placement)
   own = memory.within(
     flow, there, chosen, placement.axes, works, layout.Layout(rules.DEFAULT)
   )
   got = sum(number.value for number in own.values())
-  assert 0.5 < got / said.temp_size_in_bytes < 2
+  assert 0.5 < got / analysis.temp_size_in_bytes < 2
 
 
 def test_item_bytes():

@@ -47,14 +47,14 @@ def stack(x, ws, unroll=1):
     ('ij,ij->', [(3, 5), (3, 5)], 2 * 15),
   ],
 )
-def test_a_product_is_two_operations_a_multiply_add(spec, shapes, flops):
+def test_a_matmul_counts_two_operations_per_multiply_add(spec, shapes, flops):
   args = [like(*shape) for shape in shapes]
   done = count.work(functools.partial(jnp.einsum, spec), *args)
   assert done.matmul == {'float32': flops}
   assert done.bytes_in == 4 * sum(np.prod(shape) for shape in shapes)
 
 
-def test_a_convolution_is_a_product_at_every_place():
+def test_a_convolution_counts_as_a_matmul_at_every_position():
   def conv(x, kernel):
     return lax.conv(x, kernel, (1, 1), 'VALID')
 
@@ -64,13 +64,13 @@ def test_a_convolution_is_a_product_at_every_place():
   assert xla(conv, *args)[0]['flops'] == pytest.approx(want, rel=0.01)
 
 
-def test_a_product_of_other_types_is_told_apart():
+def test_matmuls_are_counted_by_type():
   x = like(4, 4, dtype=jnp.bfloat16)
   done = count.work(lambda x, y: (x @ x, y @ y), x, like(4, 4))
   assert done.matmul == {'bfloat16': 128, 'float32': 128}
 
 
-def test_a_scanned_stack_is_as_many_layers():
+def test_a_scan_counts_its_body_once_per_layer():
   one = count.work(layer, SIDE, SIDE)
   all_of_them = count.work(stack, SIDE, like(8, 16, 16))
   for field in ('flops', 'matmul_flops', 'bytes_moved', 'kernels'):
@@ -88,17 +88,17 @@ def test_an_unrolled_stack_is_counted_as_xla_counts_it(grad):
 
   fn = jax.grad(fn, argnums=1) if grad else fn
   args = like(64, 128), like(4, 128, 128)
-  done, (said, _) = count.work(fn, *args), xla(fn, *args)
-  assert done.flops == pytest.approx(said['flops'], rel=0.03)
-  assert done.bytes_moved == pytest.approx(said['bytes accessed'], rel=0.5)
+  done, (expected, _) = count.work(fn, *args), xla(fn, *args)
+  assert done.flops == pytest.approx(expected['flops'], rel=0.03)
+  assert done.bytes_moved == pytest.approx(expected['bytes accessed'], rel=0.5)
 
 
 @pytest.mark.parametrize('wrap', [jax.jit, jax.checkpoint, lambda f: f])
-def test_calls_are_looked_into(wrap):
+def test_nested_calls_are_counted(wrap):
   assert count.work(wrap(layer), SIDE, SIDE) == count.work(layer, SIDE, SIDE)
 
 
-def test_custom_derivatives_are_looked_into():
+def test_custom_derivatives_are_counted():
   @jax.custom_vjp
   def square(x):
     return x @ x
@@ -109,7 +109,7 @@ def test_custom_derivatives_are_looked_into():
   assert both.matmul_flops == 3 * 2 * 16**3
 
 
-def test_recomputing_is_work():
+def test_rematerialization_is_counted():
   def loss(wrap, w, x):
     return wrap(layer)(wrap(layer)(x, w), w).sum()
 
@@ -132,7 +132,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize('name', LOOPS)
-def test_a_while_loop_turns_as_often_as_its_counter_says(name):
+def test_a_while_loop_counts_the_iterations_of_its_counter(name):
   test, step, start, turns = LOOPS[name]
 
   def fn(x):
@@ -147,7 +147,7 @@ def test_a_while_loop_turns_as_often_as_its_counter_says(name):
   assert done.turns == turns  # There may be fewer.
 
 
-def test_a_loop_that_ends_by_its_counter_alone_may_not_end_early():
+def test_only_a_loop_with_another_condition_may_end_early():
   def fn(x):
     return lax.fori_loop(0, 7, lambda _, x: x @ x, x)
 
@@ -166,7 +166,7 @@ def test_a_loop_that_ends_by_its_counter_alone_may_not_end_early():
   assert done.turns == 5 and done.matmul_flops == (7 + 3 * 5) * 2 * 16**3
 
 
-def test_a_loop_without_a_counter_wants_to_be_told():
+def test_a_loop_without_a_counter_needs_a_given_trip_count():
   def fn(x):
     return lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ x, x)
 
@@ -176,7 +176,7 @@ def test_a_loop_without_a_counter_wants_to_be_told():
 
 
 @pytest.mark.parametrize('step', [-1, 0])
-def test_a_counter_that_does_not_get_there_is_no_bound(step):
+def test_a_counter_that_never_reaches_its_limit_is_no_bound(step):
   def fn(x):
     return lax.while_loop(
       lambda c: c[0] < 7, lambda c: (c[0] + step, c[1] @ c[1]), (0, x)
@@ -186,7 +186,7 @@ def test_a_counter_that_does_not_get_there_is_no_bound(step):
     count.work(fn, SIDE)
 
 
-def test_of_branches_the_dearest_counts():
+def test_the_most_expensive_branch_counts():
   def fn(p, x):
     return lax.cond(p, lambda x: x @ x @ x, lambda x: x, x)
 
@@ -194,7 +194,7 @@ def test_of_branches_the_dearest_counts():
   assert done.matmul_flops == 2 * 2 * 16**3
 
 
-def test_a_chain_of_elementwise_arithmetic_is_read_and_written_once():
+def test_fused_elementwise_operations_read_and_write_once():
   x = like(1000)
 
   def chain(x):
@@ -206,7 +206,7 @@ def test_a_chain_of_elementwise_arithmetic_is_read_and_written_once():
   assert count.work(lambda x: x, x).bytes_moved == 0
 
 
-def test_a_row_is_written_in_place():
+def test_an_updated_row_is_written_in_place():
   def put(x, row):
     return lax.fori_loop(
       0, 10, lambda i, x: lax.dynamic_update_slice(x, row, (i, 0)), x + 1
@@ -225,7 +225,7 @@ def test_a_part_of_an_argument_is_copied_for_a_loop():
   assert done.bytes_alive >= 4 * 16 * 16
 
 
-def test_what_is_kept_for_the_backward_pass_is_alive():
+def test_values_kept_for_the_backward_pass_count_as_alive():
   def loss(ws, x, wrap=lambda f: f):
     body = wrap(lambda x, w: (layer(layer(x, w), w), None))
     return lax.scan(body, x, ws)[0].sum()
@@ -236,8 +236,8 @@ def test_what_is_kept_for_the_backward_pass_is_alive():
     jax.grad(functools.partial(loss, wrap=jax.checkpoint)), *args
   ).bytes_alive
   assert less < 0.6 * kept
-  said = xla(jax.grad(loss), *args)[1].temp_size_in_bytes
-  assert kept == pytest.approx(said, rel=0.5)
+  expected = xla(jax.grad(loss), *args)[1].temp_size_in_bytes
+  assert kept == pytest.approx(expected, rel=0.5)
 
 
 CONFIG = transformer.Config(V=64, D=64, L=3, H=4, K=2, W=16, F=128)
@@ -247,7 +247,7 @@ def forward(params, token, mask):
   return transformer.Transformer(CONFIG).apply({'params': params}, token, mask)
 
 
-def test_a_gradient_is_three_times_a_forward():
+def test_a_gradient_counts_three_forward_passes():
   token = like(4, 32, dtype=jnp.int32)
   params = transformer.param_shapes(CONFIG)
   once = count.work(forward, params, token, token)
@@ -293,14 +293,14 @@ def works(flow):
   return count.of_flow(flow)
 
 
-def test_every_stage_of_a_flow_has_its_work(flow, works):
+def test_every_stage_of_a_flow_is_counted(flow, works):
   assert tuple(works) == flow.stages
   assert works['reward'] is None  # The host's.
   assert works['gradient'].rows == 32
   assert works['apply'].rows == 0
 
 
-def test_work_of_a_stage_is_a_line_in_its_rows(flow, works):
+def test_work_of_a_stage_is_linear_in_its_rows(flow, works):
   whole = flow.nodes[[n.name for n in flow.nodes].index('gradient')]
   assert works['gradient'].full_batch.matmul_flops > 0
   in_pieces = cut.cut(flow, 4)
@@ -325,14 +325,14 @@ def test_decoding_reads_its_parameters_at_every_token(flow, works):
   assert fixed > 0.8 * tiny.LENGTH * params
 
 
-def test_what_a_planner_adds_is_bytes(flow):
+def test_nodes_that_a_planner_adds_count_bytes_alone(flow):
   in_pieces = cut.cut(flow, 2)
   node = next(n for n in in_pieces.nodes if n.name == 'total')
   done = count.of_node(in_pieces, node).full_batch
   assert done.flops == 0 and done.bytes_moved == 1.5 * done.bytes_in
 
 
-def test_work_is_exact_where_counted_and_straight_between():
+def test_work_is_exact_at_counted_rows_and_linear_between():
   done = [(n, work_lib.Work(flops=f)) for n, f in ((2, 5), (4, 7), (16, 23))]
   call = work_lib.piecewise_linear(done)
   assert [call.at(n).flops for n in (2, 4, 16)] == [5, 7, 23]
@@ -344,6 +344,6 @@ def test_work_is_exact_where_counted_and_straight_between():
 
 
 @pytest.mark.parametrize('rows', [(), (4, 4), (4, 2)])
-def test_lines_need_rows_that_rise(rows):
+def test_rows_that_do_not_increase_are_refused(rows):
   with pytest.raises(ValueError, match='rising numbers'):
     work_lib.piecewise_linear([(n, work_lib.NONE) for n in rows])

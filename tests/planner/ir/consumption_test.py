@@ -59,31 +59,31 @@ REFUSED = {
     'returns state., which stage move has used up',
   ),
   'kept twice': (
-    lambda t, x: ((made := move(t, x)), made),
+    lambda t, x: ((moved := move(t, x)), moved),
     'returns move. more than once, and its next call will use it up as state.',
   ),
 }
 
 
-@pytest.mark.parametrize('step, said', REFUSED.values(), ids=REFUSED)
-def test_a_second_use_is_refused(step, said):
-  with pytest.raises(TypeError, match=said):
+@pytest.mark.parametrize('step, message', REFUSED.values(), ids=REFUSED)
+def test_a_second_use_of_a_consumed_value_is_refused(step, message):
+  with pytest.raises(TypeError, match=message):
     trace(step)
 
 
-def test_used_up_again_and_again_if_it_is_made_anew():
+def test_a_value_that_is_replaced_may_be_consumed_again():
   flow = trace(lambda t, x: (move(move(t, x), x), x))
   used = [v for node in flow.nodes for v in node.consumes]
   assert len(set(used)) == 2
 
 
-def test_what_all_pieces_would_use_up_is_refused():
+def test_consuming_an_unbatched_argument_is_refused():
   with pytest.raises(ValueError, match=r'unbatched arguments \[1\].* rows'):
     stages.Stage(lambda x, t: x, 'move', consumes=(1,), unbatched=(1,))
   stages.Stage(lambda x, t: x, 'move', 'batch', consumes=(1,), unbatched=(1,))
 
 
-def test_lowering_gives_its_memory_away_but_not_what_is_lent():
+def test_lowering_donates_consumed_values_but_not_the_callers():
   def step(state, x):
     return move(move(x, state), state), ()  # `x` is the caller's.
 
@@ -122,7 +122,7 @@ class Env:
       )
 
     return stages.Stage(
-      step, 'world', consumes=(0,), host=True, out_shapes=like
+      step, 'simulate', consumes=(0,), host=True, out_shapes=like
     )
 
 
@@ -137,13 +137,13 @@ def learn(w, obs_B):
 
 
 def workflow():
-  world = Env().stage()
+  simulate = Env().stage()
 
   def step(state, obs, key):
     del key
     token, w = state
     for _ in range(HORIZON):
-      token, obs = world(token, act(w, obs))
+      token, obs = simulate(token, act(w, obs))
     return (token, learn(w, obs)), obs
 
   return step
@@ -159,7 +159,7 @@ SKETCHES = {
   'pieces': {'pieces': 4},
   'two places in pieces': {
     'places': {'x': {'devices': [0]}, 'y': {'devices': [1]}},
-    'stages': {'world': 'y', '*': 'x'},
+    'stages': {'simulate': 'y', '*': 'x'},
     'pieces': 2,
   },
 }
@@ -172,9 +172,9 @@ def test_a_simulator_behind_a_token_is_stepped_in_order(sketch):
   runtime = local.LocalRuntime(plan_lib.parse(sketch, flow.stages), step=flow)
   runtime.load(state)
   for _ in range(3):
-    made = runtime.step(obs, KEY)
+    outputs = runtime.step(obs, KEY)
     state, want = eager(state, obs, KEY)
-    np.testing.assert_allclose(made, want, rtol=1e-6)
+    np.testing.assert_allclose(outputs, want, rtol=1e-6)
     np.testing.assert_array_equal(runtime.state()[0], state[0])
   assert int(state[0][0, 1]) == 3 * HORIZON
   runtime.close()

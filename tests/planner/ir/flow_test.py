@@ -80,7 +80,7 @@ def test_an_evaluation_carries_the_state_unchanged():
   assert all(start == end for start, end in graph.carry)
 
 
-def test_a_flow_knows_what_arrays_would_have_been():
+def test_a_flow_has_the_shapes_and_types_of_eager_outputs():
   workflow = grpo(kl_coef=0.1)
   graph = tiny.trace(workflow, tiny.problem())
   key = jax.random.key(0)
@@ -94,17 +94,19 @@ def test_a_flow_knows_what_arrays_would_have_been():
   assert recorded == jax.tree.map(lambda x: (x.shape, x.dtype), info)
 
 
-def test_edges_lead_from_what_makes_a_value_to_what_reads_it():
+def test_every_value_is_written_once_before_it_is_read():
   graph = tiny.trace(grpo(kl_coef=0.1, num_minibatches=2), tiny.problem())
-  made = {start for start, _ in graph.carry} | set(graph.inputs)
+  written = {start for start, _ in graph.carry} | set(graph.inputs)
   for node in graph.nodes:
-    assert made.issuperset(node.reads), node.name
-    assert made.isdisjoint(node.writes), node.name
-    made |= set(node.writes)
-  assert made.issuperset({end for _, end in graph.carry} | set(graph.outputs))
+    assert written.issuperset(node.reads), node.name
+    assert written.isdisjoint(node.writes), node.name
+    written |= set(node.writes)
+  assert written.issuperset(
+    {end for _, end in graph.carry} | set(graph.outputs)
+  )
 
 
-def test_rows_are_known_by_their_letter():
+def test_rows_have_the_letter_of_the_batch():
   graph = tiny.trace(grpo(kl_coef=0.1), tiny.problem())
   (generate,) = [node for node in graph.nodes if node.name == 'generate']
   for v in generate.writes:
@@ -149,13 +151,13 @@ COMPUTES = {
 
 
 @pytest.mark.parametrize('compute, did', COMPUTES.values(), ids=COMPUTES)
-def test_a_step_that_computes_is_told_what_to_move(compute, did):
+def test_arithmetic_in_a_step_is_refused_with_advice(compute, did):
   with pytest.raises(TypeError) as error:
     trace(lambda state, x: (state, compute(x)))
-  said = str(error.value)
-  assert did in said
-  assert 'float32[8, 2]' in said
-  assert said.endswith('move this into a stage.')
+  message = str(error.value)
+  assert did in message
+  assert 'float32[8, 2]' in message
+  assert message.endswith('move this into a stage.')
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ def test_a_step_that_computes_is_told_what_to_move(compute, did):
   ],
   ids=['jnp.sin', 'jit', 'vmap', 'lax.add', 'jnp.where', 'jnp.concatenate'],
 )
-def test_a_function_of_jax_is_told_to_move(function):
+def test_a_jax_function_in_a_step_is_refused_with_advice(function):
   with pytest.raises(TypeError, match='into a stage.$'):
     trace(lambda state, x: (state, function(x)))
 
@@ -193,27 +195,29 @@ def test_shapes_may_be_read():
 
 
 @pytest.mark.parametrize(
-  'made', [jnp.ones(8), np.ones(8), 1.0], ids=['JAX', 'NumPy', 'float']
+  'array', [jnp.ones(8), np.ones(8), 1.0], ids=['JAX', 'NumPy', 'float']
 )
-def test_a_value_that_the_step_made_may_not_enter_a_stage(made):
+def test_an_array_created_in_a_step_is_refused_as_an_input(array):
   pair = stages.Stage(lambda x, y: x, 'pair')
-  said = f'Stage pair was given a {type(made).__name__} .*carry .* in the state'
-  with pytest.raises(TypeError, match=said):
-    trace(lambda state, x: (state, pair(x, made)))
+  message = (
+    f'Stage pair was given a {type(array).__name__} .*carry .* in the state'
+  )
+  with pytest.raises(TypeError, match=message):
+    trace(lambda state, x: (state, pair(x, array)))
 
 
 @pytest.mark.parametrize(
-  'made', [jnp.zeros(3), np.zeros(3), 1.0], ids=['JAX', 'NumPy', 'float']
+  'array', [jnp.zeros(3), np.zeros(3), 1.0], ids=['JAX', 'NumPy', 'float']
 )
-def test_a_value_that_the_step_made_may_not_leave_it(made):
+def test_an_array_created_in_a_step_is_refused_as_an_output(array):
   with pytest.raises(TypeError, match='that no stage made.*in a stage'):
-    trace(lambda state, x: (state, made))
+    trace(lambda state, x: (state, array))
   with pytest.raises(TypeError, match='that no stage made.*in a stage'):
-    trace(lambda state, x: ({'w': made}, x))
+    trace(lambda state, x: ({'w': array}, x))
 
 
 @pytest.mark.parametrize(
-  'step, said',
+  'step, message',
   [
     (lambda state, x: ({}, x), "must return a state like .*'w'"),
     (lambda state, x: (state | {'v': x}, x), "must return a state like .*'v'"),
@@ -228,8 +232,8 @@ def test_a_value_that_the_step_made_may_not_leave_it(made):
   ],
   ids=['smaller', 'larger', 'another shape', 'another type'],
 )
-def test_another_state_than_the_step_took_is_refused(step, said):
-  with pytest.raises(TypeError, match=said):
+def test_a_state_of_another_structure_is_refused(step, message):
+  with pytest.raises(TypeError, match=message):
     trace(step)
 
 
@@ -255,7 +259,7 @@ def test_rows_of_different_number_are_refused():
     trace(lambda state, x: (state, pair(x, state['w'])))
 
 
-def test_a_number_is_not_a_row():
+def test_a_scalar_is_refused_as_a_row():
   total = stages.Stage(lambda x: x.sum(), 'total')
   with pytest.raises(TypeError, match="total of grain 'row'"):
     trace(lambda state, x: (state, total(x)))
@@ -315,7 +319,7 @@ def test_a_listing_shows_stage_grain_sources_shapes_and_bytes():
   assert str(trace(step, state)) == LISTING.rstrip()
 
 
-def test_a_listing_counts_what_there_is_no_room_for():
+def test_a_listing_counts_omitted_values():
   many = stages.Stage(
     lambda x: (
       {'a': (x, x[0]), 'b': [x[0]] * 2} | dict.fromkeys('cdef', x[0, 0])
@@ -323,8 +327,8 @@ def test_a_listing_counts_what_there_is_no_room_for():
     'many',
     'batch',
   )
-  said = str(trace(lambda state, x: (state, many(x)))).split('\n', 3)[3]
-  assert ' '.join(said.split()) == (
+  listing = str(trace(lambda state, x: (state, many(x)))).split('\n', 3)[3]
+  assert ' '.join(listing.split()) == (
     'many batch input a (2 arrays), b 2× float32[2], c float32[], 104 B '
     'd float32[], and 2 smaller'
   )
@@ -339,7 +343,7 @@ def test_a_listing_of_grpo_fits_a_page():
 
 
 @pytest.mark.parametrize(
-  'n, said',
+  'n, text',
   [
     (0, '0 B'),
     (1, '1 B'),
@@ -351,8 +355,8 @@ def test_a_listing_of_grpo_fits_a_page():
     (2**50, '1024 TiB'),
   ],
 )
-def test_sizes_are_for_people(n, said):
-  assert formatting.byte_size(n) == said
+def test_byte_sizes_are_formatted_with_units(n, text):
+  assert formatting.byte_size(n) == text
 
 
 def test_a_listing_counts_all_bytes():

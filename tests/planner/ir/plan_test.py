@@ -30,9 +30,9 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize('made', PLANS.values(), ids=PLANS)
-def test_a_plan_survives_json(made):
-  assert plan.Plan.from_json(made.to_json()) == made
+@pytest.mark.parametrize('original', PLANS.values(), ids=PLANS)
+def test_a_plan_survives_json(original):
+  assert plan.Plan.from_json(original.to_json()) == original
 
 
 def test_a_plan_can_be_edited_as_json():
@@ -45,10 +45,10 @@ def test_a_plan_can_be_edited_as_json():
 
 
 def test_one_place_holds_every_stage():
-  made = plan.one_place(('act', 'learn'), micro_batch={'learn': 4})
-  assert made.stages == {'act': 'all', 'learn': 'all'}
-  assert list(made.places) == ['all']
-  assert made.micro_batch == {'learn': 4}
+  collocated = plan.one_place(('act', 'learn'), micro_batch={'learn': 4})
+  assert collocated.stages == {'act': 'all', 'learn': 'all'}
+  assert list(collocated.places) == ['all']
+  assert collocated.micro_batch == {'learn': 4}
 
 
 def test_a_plan_cannot_be_changed_in_place():
@@ -61,7 +61,7 @@ def test_a_stage_on_an_unknown_place_is_refused():
     plan.Plan({'a': plan.Placement()}, {'apply': 'b'})
 
 
-def test_rows_of_an_unknown_stage_are_refused():
+def test_micro_batches_of_an_unknown_stage_are_refused():
   with pytest.raises(
     ValueError, match=r"micro-batch for 'gradeint', .*\['gradient'\]"
   ):
@@ -90,24 +90,24 @@ def test_a_device_named_twice_is_refused():
 
 
 @pytest.mark.parametrize('processes', [3, 8])
-def test_processes_that_cannot_share_the_devices_are_refused(processes):
+def test_processes_that_do_not_divide_the_devices_are_refused(processes):
   with pytest.raises(
     ValueError, match=f'{processes} processes cannot divide 4 devices evenly'
   ):
     plan.Placement((0, 1, 2, 3), (('data', 4),), processes)
 
 
-def test_a_place_of_no_process_is_refused():
+def test_a_place_of_zero_processes_is_refused():
   with pytest.raises(ValueError, match='cannot be of 0 processes: give 1'):
     plan.Placement(processes=0)
 
 
-def test_only_a_place_of_several_processes_says_how_many():
-  for name, made in PLANS.items():
-    assert ('processes' in made.to_json()) == (name == 'processes')
+def test_json_names_processes_only_where_there_are_several():
+  for name, original in PLANS.items():
+    assert ('processes' in original.to_json()) == (name == 'processes')
 
 
-def test_a_place_is_told_by_devices_mesh_and_processes():
+def test_a_place_is_described_by_devices_mesh_and_processes():
   assert str(plan.Placement()) == '1 device'
   two = plan.Placement((0, 1), (('data', 2),), processes=2)
   assert str(two) == '2 devices data=2 in 2 processes'
@@ -122,69 +122,69 @@ def test_a_device_of_two_places_is_refused():
     plan.Plan(places, {})
 
 
-def test_who_may_share_is_told_of_it():
+def test_sharing_a_device_requires_naming_both_places():
   places = {'a': plan.Placement((3,)), 'b': plan.Placement((3,))}
   with pytest.raises(ValueError, match='name both places in `shared_devices`'):
     plan.Plan(places, {}, shared_devices=('a',))
 
 
 @pytest.mark.parametrize('name', ['c', 'd'])
-def test_who_has_nothing_to_share_is_refused(name):
+def test_a_sharing_place_without_a_shared_device_is_refused(name):
   places = {n: plan.Placement((int(n == 'c'),)) for n in 'abc'}
   with pytest.raises(ValueError, match=f'lets {name!r} share devices, and no'):
     plan.Plan(places, {}, shared_devices=('a', 'b', name))
 
 
-def test_places_that_share_have_all_their_devices_at_a_time():
+def test_places_that_share_lease_all_their_devices_together():
   pair = (('data', 2),)
   devices = {'a': (0, 1), 'b': (1, 2), 'c': (2, 3), 'd': (4, 5), 'e': (4, 5)}
   places = {name: plan.Placement(at, pair) for name, at in devices.items()}
-  made = plan.Plan(
+  shared = plan.Plan(
     places | {'f': plan.Placement((6,))}, {}, shared_devices=(*'ebcad',)
   )
   assert (
-    made.lease_devices('a')
-    == made.lease_devices('b')
-    == made.lease_devices('c')
+    shared.lease_devices('a')
+    == shared.lease_devices('b')
+    == shared.lease_devices('c')
     == (0, 1, 2, 3)
   )
-  assert made.lease_devices('d') == made.lease_devices('e') == (4, 5)
-  assert made.lease_devices('f') == ()
+  assert shared.lease_devices('d') == shared.lease_devices('e') == (4, 5)
+  assert shared.lease_devices('f') == ()
 
 
-def test_no_pieces_are_refused():
+def test_zero_pieces_are_refused():
   with pytest.raises(ValueError, match='pass in 0 pieces'):
     plan.Plan({'a': plan.Placement()}, {}, pieces=0)
 
 
-def test_an_eviction_of_an_unknown_stage_is_refused():
+def test_offloading_for_an_unknown_stage_is_refused():
   with pytest.raises(ValueError, match=r"offloading for 'aply'.*\['apply'\]"):
     plan.Plan({'a': plan.Placement()}, {'apply': 'a'}, offload=('aply',))
 
 
-def test_a_field_that_plans_do_not_have_is_refused():
+def test_an_unknown_field_of_a_plan_is_refused():
   text = '{"places": {"a": {}}, "stages": {}, "peices": 2}'
   with pytest.raises(ValueError, match=r"no \['peices'\]: it has .*'pieces'"):
     plan.Plan.from_json(text)
 
 
-def test_a_field_that_places_do_not_have_is_refused():
+def test_an_unknown_field_of_a_place_is_refused():
   place = {'devices': [0, 1], 'axes': [['data', 2]], 'proceses': 2}
   with pytest.raises(ValueError, match=r"place has no \['proceses'\]: it has"):
     plan.parse({'places': {'a': place}})
 
 
-def test_what_a_plan_leaves_out_has_a_default():
+def test_fields_missing_in_json_have_defaults():
   text = '{"places": {"a": {"devices": [3]}}, "stages": {"learn": "a"}}'
-  made = plan.Plan.from_json(text)
-  assert made == plan.Plan({'a': plan.Placement((3,))}, {'learn': 'a'})
+  parsed = plan.Plan.from_json(text)
+  assert parsed == plan.Plan({'a': plan.Placement((3,))}, {'learn': 'a'})
 
 
-def test_a_sketch_of_nothing_runs_all_on_one_device():
+def test_an_empty_sketch_runs_everything_on_one_device():
   assert plan.parse({}, ('act', 'learn')) == plan.one_place(('act', 'learn'))
 
 
-def test_three_lines_say_collocated_disaggregated_or_hybrid():
+def test_sketches_express_collocated_disaggregated_and_hybrid_plans():
   names = ('generate', 'reward', 'gradient', 'apply')
   two = {'actor': {'devices': [0]}, 'learner': {'devices': [1]}}
   collocated = plan.parse({'places': {'all': {'devices': [0]}}}, names)
@@ -204,7 +204,7 @@ def test_three_lines_say_collocated_disaggregated_or_hybrid():
   assert hybrid.stages['reward'] == 'actor' and hybrid.pieces == 4
 
 
-def test_a_sketch_that_places_a_stage_there_is_not_is_refused():
+def test_a_sketch_that_places_an_unknown_stage_is_refused():
   with pytest.raises(ValueError, match=r"places \['genrate'\].*\['generate'\]"):
     plan.parse({'stages': {'genrate': 'all'}}, ('generate',))
 

@@ -14,12 +14,12 @@ from stages.learn import optimizers
 import tiny
 
 
-def play(made: graph.Flow, state, inputs):
+def play(recorded: graph.Flow, state, inputs):
   """Runs a flow's nodes in their order."""
-  starts = [start for start, _ in made.carry]
+  starts = [start for start, _ in recorded.carry]
   known = dict(zip(starts, jax.tree.leaves(state), strict=True))
-  known |= zip(made.inputs, jax.tree.leaves(inputs), strict=True)
-  for node in made.nodes:
+  known |= zip(recorded.inputs, jax.tree.leaves(inputs), strict=True)
+  for node in recorded.nodes:
     args = [known[v] for v in node.reads]
     if node.takes is not None:
       args = jax.tree.unflatten(node.takes, args)
@@ -27,8 +27,10 @@ def play(made: graph.Flow, state, inputs):
       node.writes, jax.tree.leaves(node.stage.run(*args)), strict=True
     )
   for v, x in known.items():
-    assert x.shape == made.values[v].shape, made.values[v].name
-  return [known[end] for _, end in made.carry], [known[v] for v in made.outputs]
+    assert x.shape == recorded.values[v].shape, recorded.values[v].name
+  return [known[end] for _, end in recorded.carry], [
+    known[v] for v in recorded.outputs
+  ]
 
 
 def close(got, want):
@@ -47,11 +49,11 @@ def test_a_cut_flow_computes_the_same(seed, pieces):
     for n in (rng.integers(1, 5), rng.integers(1, 3))
   )
   key, step = jax.random.key(0), tiny.random_step(seed)
-  made = flow.trace(step, state, batch, key)
-  pieced = cut.cut(made, pieces)
+  recorded = flow.trace(step, state, batch, key)
+  pieced = cut.cut(recorded, pieces)
   close(play(pieced, state, (batch, key)), step(state, batch, key))
   # An order that another plan would choose computes the same.
-  names = made.stages
+  names = recorded.stages
   spread = plan.Plan(
     {f'p{i}': plan.Placement((i,)) for i in range(3)},
     {name: f'p{rng.integers(3)}' for name in names},
@@ -73,12 +75,12 @@ def grpo(num_minibatches=1):
   return tiny.trace(workflow, tiny.problem())
 
 
-def count(made):
-  names = [node.name for node in made.nodes]
+def count(recorded):
+  names = [node.name for node in recorded.nodes]
   return {name: names.count(name) for name in dict.fromkeys(names)}
 
 
-def test_stages_of_rows_are_repeated_and_the_rest_is_not():
+def test_row_stages_are_repeated_for_every_piece_and_batch_stages_are_not():
   calls = count(cut.cut(grpo(), 4))
   for name in 'generate reward group_advantage measure gradient'.split():
     assert calls[name] == 4, name
@@ -87,16 +89,18 @@ def test_stages_of_rows_are_repeated_and_the_rest_is_not():
   assert 'minibatches' not in calls  # Runs of rows are runs of pieces.
 
 
-def test_minibatches_share_the_pieces():
+def test_minibatches_divide_the_pieces_among_them():
   calls = count(cut.cut(grpo(num_minibatches=2), 4))
   assert calls['gradient'] == 4
   assert calls['apply'] == 2
 
 
-def test_pieces_pass_one_after_another():
+def test_a_piece_passes_all_stages_before_the_next():
   nodes = cut.cut(grpo(), 4).nodes
-  seen = [n.piece[0] for n in nodes if n.name in ('generate', 'gradient')]
-  assert seen == [0, 0, 1, 1, 2, 2, 3, 3]
+  order_of_pieces = [
+    n.piece[0] for n in nodes if n.name in ('generate', 'gradient')
+  ]
+  assert order_of_pieces == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_one_piece_is_the_flow_itself():
@@ -114,8 +118,10 @@ def test_a_piece_that_would_split_a_group_is_refused(pieces):
 def test_sums_add_up_in_the_order_of_their_rows():
   first = stages.Stage(lambda x: {'text': x[:1]}, 'first', 'sum')
   object.__setattr__(first, 'merge', lambda a, b: a)
-  made = flow.trace(lambda s, x, key: (s, first(x)), (), jnp.arange(8), key())
-  (_, outputs) = play(cut.cut(made, 4), (), (jnp.arange(8), key()))
+  recorded = flow.trace(
+    lambda s, x, key: (s, first(x)), (), jnp.arange(8), key()
+  )
+  (_, outputs) = play(cut.cut(recorded, 4), (), (jnp.arange(8), key()))
   assert outputs[0].tolist() == [0]
 
 

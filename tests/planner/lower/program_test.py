@@ -173,9 +173,9 @@ class Site:
     args = tuple(buffer.holds for buffer in buffers)
     for v in donate:
       self.memory.pop(v).overwritten = True
-    made = {v: Buffer(symbol(v, *args)) for v in node.writes}
-    assert self.memory.keys().isdisjoint(made)
-    self.memory |= made
+    written = {v: Buffer(symbol(v, *args)) for v in node.writes}
+    assert self.memory.keys().isdisjoint(written)
+    self.memory |= written
 
 
 def play(graph, programs, memories, inputs):
@@ -242,11 +242,11 @@ def follow(graph, chosen):
     inputs = [symbol('input', step, i) for i in range(len(graph.inputs))]
     state, outputs = meaning(graph, state, inputs)
     lent = [Buffer(x) for x in inputs]
-    made, memories = play(graph, programs, memories, lent)
+    sent, memories = play(graph, programs, memories, lent)
     for i, v in enumerate(starts):
       for name in resident[v]:
         assert memories[name][v].holds == state[i]
-    given += [*lent, *made]
+    given += [*lent, *sent]
     wanted += [*inputs, *outputs]
   # Lent and donated arrays are unchanged, and so is the state.
   assert [buffer.holds for buffer in given] == wanted
@@ -255,21 +255,21 @@ def follow(graph, chosen):
 
 
 @each_flow
-def test_a_program_means_what_its_flow_means(make):
+def test_the_program_of_one_place_computes_its_flow(make):
   graph = make()
   follow(graph, plan.one_place(graph.stages))
 
 
 @each_flow
 @pytest.mark.parametrize('seed', range(4))
-def test_programs_of_several_places_mean_what_their_flow_means(make, seed):
+def test_programs_of_several_places_compute_their_flow(make, seed):
   graph = make()
   follow(graph, random_plan(graph, seed))
 
 
 @each_flow
 @pytest.mark.parametrize('seed', range(4))
-def test_places_that_share_devices_mean_the_same_and_never_wait_with_them(
+def test_places_that_share_devices_compute_their_flow_and_wait_without_them(
   make, seed
 ):
   graph = make()
@@ -291,25 +291,25 @@ def test_nothing_is_held_after_its_last_use(make):
       case program.Recv(v, _):
         needed -= {v}
     needs.append(set(needed))
-  held = {start for start, _ in graph.carry}
+  live = {start for start, _ in graph.carry}
   for op in lower(graph):
     need = needs.pop()
     match op:
       case program.Run(i, donate):
-        assert held == need
-        held = (held | set(graph.nodes[i].writes)) - set(donate)
+        assert live == need
+        live = (live | set(graph.nodes[i].writes)) - set(donate)
       case program.Keep() | program.Send():
-        assert held == need
+        assert live == need
       case program.Recv(v, _):
-        held |= {v}
+        live |= {v}
       case program.Drop(v):
         assert v not in need
-        held -= {v}
-  assert held == needs.pop()
+        live -= {v}
+  assert live == needs.pop()
 
 
 @each_flow
-def test_only_what_the_runtime_alone_holds_is_overwritten(make):
+def test_only_values_that_the_runtime_owns_are_donated(make):
   graph = make()
   sums = {
     v for node in graph.nodes if node.stage.grain == 'sum' for v in node.writes
@@ -344,7 +344,7 @@ def test_parameters_that_are_read_later_are_not_overwritten():
   assert all(last[v] == i for i, v in donated)
 
 
-def test_what_stays_as_it_was_is_not_kept_again():
+def test_an_unchanged_value_is_not_kept_again():
   graph = graph_lib.Flow((), tuple('abc'), (), (), ((0, 0), (1, 2)), None)
   keeps = [op for op in lower(graph) if isinstance(op, program.Keep)]
   assert keeps == [program.Keep(2, 1)]
@@ -370,7 +370,7 @@ def test_rows_in_whole_groups_are_accepted(rows):
 
 
 @pytest.mark.parametrize('stage', ['apply', 'repeat', 'minibatches'])
-def test_micro_batches_of_what_cannot_be_cut_are_refused(stage):
+def test_micro_batches_of_stages_that_cannot_be_cut_are_refused(stage):
   with pytest.raises(ValueError, match=f'rows of {stage} at once.* only JAX'):
     lower(grpo(), micro_batch={stage: 4})
 
@@ -384,7 +384,7 @@ def test_micro_batches_of_a_host_stage_are_refused():
     lower(graph, micro_batch={'reward': 4})
 
 
-def test_what_one_place_makes_is_sent_as_soon_as_it_is_there():
+def test_a_value_is_sent_as_soon_as_it_is_computed():
   graph = sft()
   places = {'a': plan.Placement((0,)), 'b': plan.Placement((1,))}
   spread = plan.Plan(places, {'gradient': 'a', 'apply': 'b'})
@@ -402,7 +402,7 @@ def test_what_one_place_makes_is_sent_as_soon_as_it_is_there():
   assert back == params <= set(graph.nodes[apply].writes)
 
 
-def test_moments_may_wait_in_host_memory():
+def test_moments_can_be_offloaded_to_host_memory():
   graph = sft()
   chosen = plan.Plan(
     {'a': plan.Placement()},
@@ -439,7 +439,7 @@ def test_a_plan_is_lowered_without_jax(tmp_path):
 
 
 @pytest.mark.parametrize('pieces', [1, 2])
-def test_what_stages_alone_read_is_theirs_however_the_batch_is_cut(pieces):
+def test_private_values_of_a_stage_do_not_depend_on_pieces(pieces):
   # The plumbing that splits a carried value reads it for them.
   flow = toys.build(
     [('a', 'row', ('batch', 'state.b')), ('b', 'row', ('a',))], ('b',)
@@ -447,6 +447,6 @@ def test_what_stages_alone_read_is_theirs_however_the_batch_is_cut(pieces):
   rows = frozenset(v for v, value in enumerate(flow.values[:2]))
   first = dataclasses.replace(flow.nodes[0], rows=rows)
   flow = dataclasses.replace(flow, nodes=(first, *flow.nodes[1:]))
-  made = cut.cut(flow, pieces)
-  assert len(program.private(made, ('a',))) == 1
-  assert program.private(made, ('b',)) == program.private(made, ()) == {}
+  pieced = cut.cut(flow, pieces)
+  assert len(program.private(pieced, ('a',))) == 1
+  assert program.private(pieced, ('b',)) == program.private(pieced, ()) == {}

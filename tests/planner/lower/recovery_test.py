@@ -39,30 +39,30 @@ def lowered(lag=0, pieces=1):
   return cut, programs, resident
 
 
-def held(resident, place):
+def starts_at(resident, place):
   return {start for start, places in resident.items() if place in places}
 
 
 @pytest.mark.parametrize('lag', [0, 2])
-def test_who_generates_only_holds_copies_and_who_learns_does_not(lag):
+def test_a_generating_place_holds_only_copies_and_a_learning_one_does_not(lag):
   flow, programs, resident = lowered(lag)
-  own = held(resident, 'actor')
-  made = recovery.copies(flow, programs['actor'], own)
-  assert made.keys() == own
-  assert {op.place for op in made.values()} == {'learner'}
-  assert [op.value for op in made.values()] == [
+  own = starts_at(resident, 'actor')
+  copies = recovery.copies(flow, programs['actor'], own)
+  assert copies.keys() == own
+  assert {op.place for op in copies.values()} == {'learner'}
+  assert [op.value for op in copies.values()] == [
     end for start, end in flow.carry if start in own
   ]
-  own = held(resident, 'learner')
+  own = starts_at(resident, 'learner')
   assert recovery.copies(flow, programs['learner'], own) is None
 
 
-def test_what_never_changes_is_as_it_was_in_the_beginning():
+def test_an_unchanged_value_is_restored_from_the_first_state():
   flow = graph_lib.Flow((), (toys.value(),), (), (), ((0, 0),))
   assert recovery.copies(flow, (), {0}) == {0: None}
 
 
-def test_who_uses_up_a_simulator_cannot_be_replaced():
+def test_a_place_that_consumes_a_simulator_cannot_be_replaced():
   node = toys.chain('row').nodes[0]
   flow = graph_lib.Flow(
     (graph_lib.Node(node.stage, (0,), (1,), consumes=frozenset({0})),),
@@ -78,7 +78,7 @@ class Lost(Exception):
   """The place is lost."""
 
 
-def play(flow, ops, memory, mail, left=recovery.EVERYTHING, until=None):
+def play(flow, ops, memory, received, left=recovery.EVERYTHING, until=None):
   """Interprets a program on numbers; returns what it sends, keeps and runs.
 
   Args:
@@ -95,7 +95,7 @@ def play(flow, ops, memory, mail, left=recovery.EVERYTHING, until=None):
       break
     match op:
       case program.Recv(v, _):
-        memory[v] = mail[v]
+        memory[v] = received[v]
       case program.Run(i) if i not in left.skip:
         node = flow.nodes[i]
         args = tuple(memory[v] for v in node.reads)
@@ -112,12 +112,12 @@ def play(flow, ops, memory, mail, left=recovery.EVERYTHING, until=None):
 def beginning(flow, ops, resident):
   """Numbers for what a place holds and is sent."""
   memory = {v: hash(('held', v)) for v in resident}
-  mail = {
+  received = {
     op.value: hash(('sent', op.value))
     for op in ops
     if isinstance(op, program.Recv)
   }
-  return memory, mail
+  return memory, received
 
 
 @functools.cache
@@ -141,24 +141,24 @@ def random_case(seed):
 
 
 @pytest.mark.parametrize('seed', range(60))
-def test_what_is_left_makes_all_that_is_missing_and_nothing_in_vain(seed):
+def test_the_remaining_work_computes_all_missing_values_and_nothing_else(seed):
   """Whichever instruction a place is lost at."""
   rng, flow, programs, resident = random_case(seed)
   for place, ops in programs.items():
-    memory, mail = beginning(flow, ops, held(resident, place))
-    all_sent, kept, ran = play(flow, ops, memory, mail)
+    memory, received = beginning(flow, ops, starts_at(resident, place))
+    all_sent, kept, ran = play(flow, ops, memory, received)
     for until in {0, len(ops), *rng.integers(0, len(ops) + 1, 4)}:
-      before, *_ = play(flow, ops, memory, mail, until=until)
+      before, *_ = play(flow, ops, memory, received, until=until)
       arrived = {at: x for at, x in before.items() if at[1] != program.SINK}
       left = recovery.left(flow, ops, arrived.keys())
-      sent, kept_again, again = play(flow, ops, memory, mail, left)
+      sent, kept_again, again = play(flow, ops, memory, received, left)
       assert arrived | sent == all_sent and not arrived.keys() & sent.keys()
       assert kept_again == kept
       assert {*again} <= {*ran} and left.skip == {*ran} - {*again}
       for i in again:  # Each leads to something that is missing.
         less = recovery.Left(left.skip | {i}, left.sent)
         with pytest.raises(KeyError):
-          play(flow, ops, memory, mail, less)
+          play(flow, ops, memory, received, less)
 
 
 def engine(pieces, also=False):
@@ -178,13 +178,13 @@ def engine(pieces, also=False):
   return flow, tuple(ops)
 
 
-def test_rows_that_have_arrived_are_not_asked_for_again():
+def test_rows_that_have_arrived_are_not_generated_again():
   flow, ops = engine(3)
   left = recovery.left(flow, ops, {(20, 'learner')})
   assert left.skip == {0, 1}
 
 
-def test_an_engine_does_not_contradict_what_has_arrived():
+def test_rows_that_arrived_at_one_of_two_places_cannot_be_generated_again():
   """One place has the rows, another waits for what is made of them."""
   flow, ops = engine(3, also=True)
   assert recovery.left(flow, ops, {(20, 'learner')}) is None

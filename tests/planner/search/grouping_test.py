@@ -8,7 +8,7 @@ import toys
 
 @pytest.mark.parametrize('n', range(1, 7))
 @pytest.mark.parametrize('most', range(1, 5))
-def test_things_are_parted_in_all_ways_once(n, most):
+def test_every_partition_is_listed_once(n, most):
   parts = list(grouping.partitions(n, most))
   assert len(set(map(frozenset, parts))) == len(parts)
   assert all(sum(blocks) == 2**n - 1 for blocks in parts)
@@ -18,7 +18,7 @@ def test_things_are_parted_in_all_ways_once(n, most):
   assert len(parts) == count
 
 
-def test_stages_go_together_by_way_of_others():
+def test_pairs_with_a_common_stage_form_one_group():
   flow = toys.line(dict.fromkeys('abcd', 1.0))[0]
   assert grouping.groups(flow, [('a', 'c'), ('c', 'd')]) == [
     ('a', 'c', 'd'),
@@ -44,7 +44,7 @@ def test_stages_that_no_place_can_hold_together_stay_apart():
   assert grouping.merge_small_stages(flow, model, 1) == (('a', 'judge'),)
 
 
-def test_where_all_are_alike_the_shortest_join_until_few_are_left():
+def test_among_similar_stages_the_shortest_join_first():
   flow, model = toys.line({s: 1.0 + i for i, s in enumerate('abcd')})
   assert grouping.merge_small_stages(flow, model, 4) == ()
   assert grouping.merge_small_stages(flow, model, 4, most=3) == (('a', 'b'),)

@@ -19,7 +19,7 @@ def bound(flow, spent, where, pieces=1, share=1.0):
 
 
 @pytest.mark.parametrize('pieces', [1, 2, 4, 8])
-def test_a_pipeline_is_bounded_by_what_it_takes(pieces):
+def test_the_bound_of_a_pipeline_is_its_exact_time(pieces):
   flow, _ = toys.line(dict.fromkeys('abc', 0.0))
   spent, where = {'a': 4.0, 'b': 8.0, 'c': 2.0}, {'a': 0, 'b': 1, 'c': 2}
   # The slowest place is never idle between its first piece and its last.
@@ -28,7 +28,7 @@ def test_a_pipeline_is_bounded_by_what_it_takes(pieces):
   )
 
 
-def test_what_must_be_done_before_paths_meet_counts_in_full():
+def test_work_before_paths_join_counts_in_full():
   flow = toys.build(
     [
       ('a', 'row', ('batch',)),
@@ -59,7 +59,7 @@ def test_branches_on_one_place_take_turns():
   assert bound(flow, spent, where | {'c': 2}) == pytest.approx(8.0)
 
 
-def test_a_state_that_is_made_from_itself_is_a_loop():
+def test_a_state_computed_from_itself_bounds_the_period():
   # Even where no step waits for another, but for what it reads.
   flow, _ = toys.line(dict.fromkeys('ab', 0.0))
   loop = toys.build(
@@ -71,7 +71,7 @@ def test_a_state_that_is_made_from_itself_is_a_loop():
 
 
 @pytest.mark.parametrize('seed', range(100))
-def test_no_plan_takes_less_than_the_bound_of_its_sizes(seed):
+def test_no_plan_is_faster_than_the_bound_of_its_sizes(seed):
   flow, model, space, staleness = toys.random_instance(seed)
   model.capacity = np.inf
   finder = exact.Search(flow, model, space, staleness, keep=1)

@@ -31,13 +31,13 @@ def play(flow, model, chosen, staleness, **kwargs):
 
 def period(flow, model, chosen, staleness):
   """Seconds of a step in the long run: no place falls behind forever."""
-  made = play(flow, model, chosen, staleness)
+  played = play(flow, model, chosen, staleness)
   busy = [
-    sum(s.end - s.start for s in made.spans if (s.place, s.step) == (place, 0)
+    sum(s.end - s.start for s in played.spans if (s.place, s.step) == (place, 0)
         and s.what != 'wait')
     for place in chosen.places
   ]  # fmt: skip
-  return max(made.period, *busy)
+  return max(played.period, *busy)
 
 
 def set_partitions(things):
@@ -134,14 +134,14 @@ def agrees(seed) -> bool:
 
 
 @pytest.mark.slow
-def test_what_is_found_is_what_trying_everything_finds():
+def test_search_finds_the_brute_force_optimum():
   there = [agrees(seed) for seed in range(25)]
   assert 5 < sum(there) < 25  # Some have no plan at all.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('start', claims.some(range(25, 525, 50), [25]))
-def test_what_is_found_is_what_trying_everything_finds_at_length(start):
+def test_search_finds_the_brute_force_optimum_in_many_random_instances(start):
   there = [agrees(seed) for seed in range(start, start + 50)]
   assert 0 < sum(there) < 50
 
@@ -176,7 +176,7 @@ def test_devices_may_be_left_idle():
   assert sum(len(p.devices) for p in found.best.places.values()) <= 4
 
 
-def test_a_stage_for_one_device_gets_one():
+def test_a_stage_that_runs_on_one_device_gets_one():
   flow, model = toys.line({'a': 8.0, 'judge': 1.0}, alone=('judge',))
   found = exact.search(flow, model, space_lib.Space(4, pieces=(1, 2, 4)))
   places = found.best.places
@@ -184,7 +184,7 @@ def test_a_stage_for_one_device_gets_one():
   assert len(places[found.best.stages['a']].devices) == 3
 
 
-def test_what_fits_nowhere_is_explained():
+def test_a_search_without_a_plan_that_fits_explains_the_nearest():
   flow, model = toys.line({'a': 1.0, 'b': 1.0}, held={'a': 96.0}, capacity=8.0)
   found = exact.search(flow, model, space_lib.Space(4))
   assert (found.best, found.seconds, found.gap) == (None, math.inf, 0)
@@ -196,7 +196,7 @@ def test_what_fits_nowhere_is_explained():
   assert model.memory(flow, near, 'all') == 96.0
 
 
-def test_memory_decides_where_and_offloads_make_room():
+def test_memory_limits_placement_and_offloading_makes_room():
   flow, model = toys.line(
     {'a': 1.0, 'b': 1.0}, held={'a': 2.0, 'b': 2.0}, capacity=4.1, change=0.5
   )
@@ -207,7 +207,7 @@ def test_memory_decides_where_and_offloads_make_room():
   assert exact.search(flow, model, space_lib.Space(1)).best is None
 
 
-def test_an_older_state_lets_steps_overlap():
+def test_staleness_lets_steps_overlap():
   flow, model = toys.ppo(staleness=1)
   space = space_lib.Space(64, unit=8, pieces=(1, 2))
   one, two = (
@@ -218,7 +218,7 @@ def test_an_older_state_lets_steps_overlap():
   assert one.gap == two.gap == 0
 
 
-def test_a_search_that_is_stopped_says_how_far_it_came():
+def test_a_stopped_search_reports_its_gap():
   flow, model = toys.ppo(power=0.6)
   space = space_lib.Space(64, unit=8, pieces=(1, 2, 4))
   short = exact.search(flow, model, space, seconds=0.0)
@@ -250,7 +250,7 @@ def test_algorithm_1_pipelines_as_its_formula_says():
   assert (found.bound, found.gap) == (None, None)
 
 
-def test_algorithm_1_takes_cycles_for_one_stage():
+def test_algorithm_1_treats_a_cycle_as_one_stage():
   # An update between two gradients: one cannot be cut from the other.
   flow = toys.build(
     [
@@ -279,7 +279,7 @@ def test_algorithm_1_takes_cycles_for_one_stage():
   assert stages['gradient'] == stages['apply'] != stages['generate']
 
 
-def test_algorithm_1_is_never_better():
+def test_algorithm_1_is_never_faster_than_the_search():
   flow, model = toys.ppo(power=0.6, move=0.5, meshes=2)
   space = space_lib.Space(64, unit=8, pieces=(1, 2, 4))
   found = exact.search(flow, model, space)
@@ -288,11 +288,11 @@ def test_algorithm_1_is_never_better():
   assert found.bound <= other.seconds
 
 
-def test_a_space_is_told_in_json():
+def test_a_space_can_be_written_as_json():
   space = space_lib.Space(8, micro_batch={'a': (None, 4)}, offload=('a',))
-  told = json.loads(space.to_json())
-  assert told['devices'] == 8
-  assert told['micro_batch'] == [['a', [None, 4]]]
+  data = json.loads(space.to_json())
+  assert data['devices'] == 8
+  assert data['micro_batch'] == [['a', [None, 4]]]
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_a_space_without_plans_is_refused(kwargs, why):
     space_lib.Space(**kwargs)
 
 
-def test_stages_that_there_are_not_are_refused():
+def test_unknown_stages_are_refused():
   flow, model = toys.line({'a': 1.0, 'b': 1.0})
   for strange in ({'colocated': (('a', 'z'),)}, {'offload': ('z',)}):
     with pytest.raises(ValueError, match=r"\['z'\].*'a', 'b'"):

@@ -18,47 +18,47 @@ def simulate(flow, stages, cost, pieces=1, offload=(), **kwargs):
   return simulate_lib.simulate(flow, programs, cost, **kwargs)
 
 
-def test_one_place_does_one_thing_after_another():
-  made = simulate(
+def test_stages_of_one_place_run_one_after_another():
+  result = simulate(
     toys.chain('row', 'row', 'batch'),
     dict.fromkeys('abc', 'x'),
     toys.Known({'a': 1, 'b': 2, 'c': 4}),
   )
-  assert made.period == pytest.approx(7)
+  assert result.period == pytest.approx(7)
 
 
 @pytest.mark.parametrize('pieces', [1, 2, 4, 8])
-def test_pieces_overlap_as_the_textbook_says(pieces):
+def test_pieces_overlap_as_in_a_textbook_pipeline(pieces):
   # Critical path of one piece, and the bottleneck for the rest.
   flow = toys.chain('row', 'sum', 'batch')
   cost = toys.Known({'a': 4, 'b': 4, 'c': 1})
-  made = simulate(flow, {'a': 'x', 'b': 'y', 'c': 'y'}, cost, pieces)
-  assert made.period == pytest.approx(
+  result = simulate(flow, {'a': 'x', 'b': 'y', 'c': 'y'}, cost, pieces)
+  assert result.period == pytest.approx(
     8 / pieces + (pieces - 1) * 4 / pieces + 1
   )
 
 
-def test_steps_that_carry_nothing_overlap_as_far_as_they_are_begun():
+def test_independent_steps_overlap_up_to_the_staleness():
   flow = toys.chain('row', 'row', carried=False)
   cost, where = toys.Known({'a': 1, 'b': 3}), {'a': 'x', 'b': 'y'}
   assert simulate(flow, where, cost).period == pytest.approx(4)
   assert simulate(flow, where, cost, staleness=1).period == pytest.approx(3)
 
 
-def test_moves_take_their_time_and_do_not_keep_a_place():
+def test_transfers_take_time_but_do_not_occupy_a_place():
   cost = toys.Known({'a': 1, 'b': 1}, transfer=0.5)
-  made = simulate(toys.chain('row', 'row'), {'a': 'x', 'b': 'y'}, cost)
-  assert made.period == pytest.approx(1 + 0.5 + 1 + 0.5)
-  busy = sum(s.end - s.start for s in made.spans if s.what == 'run')
+  result = simulate(toys.chain('row', 'row'), {'a': 'x', 'b': 'y'}, cost)
+  assert result.period == pytest.approx(1 + 0.5 + 1 + 0.5)
+  busy = sum(s.end - s.start for s in result.spans if s.what == 'run')
   assert busy == pytest.approx(2 * 8)
 
 
-def test_a_switch_keeps_its_place():
+def test_offloading_occupies_its_place():
   cost = toys.Known({'a': 1, 'b': 1}, switch=0.25)
-  made = simulate(
+  result = simulate(
     toys.chain('row', 'row'), dict.fromkeys('ab', 'x'), cost, offload=('a',)
   )
-  assert made.period == pytest.approx(2.5)
+  assert result.period == pytest.approx(2.5)
 
 
 BRANCHES = [
@@ -69,41 +69,43 @@ BRANCHES = [
 ]
 
 
-def test_calls_side_by_side_slow_each_other_down_for_as_long_as_they_are():
+def test_concurrent_calls_slow_each_other_down_while_both_run():
   flow = toys.build(BRANCHES, ())
   where = {'a': 'x', 'b': 'x', 'c': 'y', 'd': 'x'}
   cost = toys.Known({'a': 1, 'b': 5, 'c': 2, 'd': 1}, slowdown=1.5)
-  made = simulate(flow, where, cost, steps=1)
+  result = simulate(flow, where, cost, steps=1)
   # c takes 3 s of which b has done 2 s; then b is alone.
-  ends = {s.node: s.end for s in made.spans if s.what == 'run'}
+  ends = {s.node: s.end for s in result.spans if s.what == 'run'}
   assert [ends[i] for i in range(4)] == pytest.approx([1, 7, 4, 8])
 
 
-def test_who_moves_or_waits_slows_nobody_down():
+def test_transfers_and_waits_do_not_slow_calls_down():
   flow = toys.chain('row', 'row')
   cost = toys.Known({'a': 1, 'b': 3}, transfer=0.5, slowdown=2.0)
-  made = simulate(flow, {'a': 'x', 'b': 'y'}, cost)
-  assert made.period == pytest.approx(5)
+  result = simulate(flow, {'a': 'x', 'b': 'y'}, cost)
+  assert result.period == pytest.approx(5)
 
 
 @pytest.mark.parametrize('pieces', [1, 2, 4])
-def test_what_gains_nothing_by_overlap_takes_as_long_as_one_place(pieces):
+def test_two_places_on_one_core_take_as_long_as_one_place(pieces):
   # Two that run beside each other take twice as long: a single core.
   flow = toys.chain('row', 'sum', 'batch')
   cost = toys.Known({'a': 4, 'b': 3, 'c': 1}, slowdown=2.0)
-  made = simulate(flow, {'a': 'x', 'b': 'y', 'c': 'y'}, cost, pieces)
-  assert made.period == pytest.approx(8)
+  result = simulate(flow, {'a': 'x', 'b': 'y', 'c': 'y'}, cost, pieces)
+  assert result.period == pytest.approx(8)
 
 
-def test_places_wait_and_say_for_what():
+def test_spans_of_waiting_name_the_value():
   cost = toys.Known({'a': 1, 'b': 3})
-  made = simulate(toys.chain('row', 'row'), {'a': 'x', 'b': 'y'}, cost, steps=4)
-  waits = [s for s in made.spans if s.what == 'wait' and s.place == 'x']
+  result = simulate(
+    toys.chain('row', 'row'), {'a': 'x', 'b': 'y'}, cost, steps=4
+  )
+  waits = [s for s in result.spans if s.what == 'wait' and s.place == 'x']
   assert [(s.step, s.value) for s in waits] == [(0, 2), (1, 2), (2, 2), (3, 2)]
   assert all(s.end - s.start == pytest.approx(3) for s in waits)
 
 
-def test_programs_that_wait_for_each_other_are_a_fault():
+def test_programs_that_wait_for_each_other_raise_an_error():
   flow = toys.chain('row', 'row')
   broken = {
     'x': (program.Recv(1, 'y'), program.Run(0)),
@@ -113,7 +115,7 @@ def test_programs_that_wait_for_each_other_are_a_fault():
     simulate_lib.simulate(flow, broken, toys.Known({}))
 
 
-def test_a_workflow_of_this_house_can_be_simulated():
+def test_grpo_can_be_simulated():
   from stages import workflows
 
   workflow = workflows.grpo(
@@ -138,16 +140,16 @@ def shared(flow, stages, cost, devices=(0, 0, 0), share='yxz', **kwargs):
   return simulate_lib.simulate(flow, programs, cost, **kwargs)
 
 
-def test_places_of_one_device_take_as_long_as_one_place():
+def test_two_places_that_share_a_device_take_as_long_as_one():
   flow, cost = (
     toys.chain('row', 'row', 'batch'),
     toys.Known({'a': 1, 'b': 2, 'c': 4}),
   )
-  made = shared(flow, {'a': 'x', 'b': 'y', 'c': 'x'}, cost)
-  assert made.period == pytest.approx(7)
+  result = shared(flow, {'a': 'x', 'b': 'y', 'c': 'x'}, cost)
+  assert result.period == pytest.approx(7)
 
 
-def test_what_could_run_side_by_side_does_not_on_one_device():
+def test_branches_do_not_overlap_on_a_shared_device():
   flow = toys.build(BRANCHES, ())
   where = {'a': 'x', 'b': 'x', 'c': 'y', 'd': 'x'}
   cost = toys.Known({'a': 1, 'b': 5, 'c': 2, 'd': 1})
@@ -155,20 +157,20 @@ def test_what_could_run_side_by_side_does_not_on_one_device():
   assert shared(flow, where, cost, steps=1).period == pytest.approx(9)
 
 
-def test_a_hand_over_moves_what_is_there_and_what_is_read_next():
+def test_handing_over_a_device_offloads_and_restores_values():
   # a and b read and make a value each; both go by way of the host.
   cost = toys.Known({'a': 1, 'b': 2}, switch=0.25)
-  made = shared(toys.chain('row', 'row'), {'a': 'x', 'b': 'y'}, cost, steps=4)
+  result = shared(toys.chain('row', 'row'), {'a': 'x', 'b': 'y'}, cost, steps=4)
   # Each is brought back, and made values are sent there; none is left to move.
-  assert made.period == pytest.approx(3 + 2 * 0.25 + 2 * 0.25)
+  assert result.period == pytest.approx(3 + 2 * 0.25 + 2 * 0.25)
   spent = {
-    what: sum(s.end - s.start for s in made.spans if s.what == what)
+    what: sum(s.end - s.start for s in result.spans if s.what == what)
     for what in ('run', 'restore', 'offload')
   }
   assert spent == pytest.approx({'run': 12, 'restore': 2, 'offload': 0})
 
 
-def test_of_those_who_wait_the_first_named_is_next():
+def test_a_shared_device_goes_to_the_first_named_waiting_place():
   # All could begin at once; x has the device first, as it comes first.
   flow = toys.build([(name, 'batch', ('batch',)) for name in 'abc'], ())
   where, cost = (
@@ -176,16 +178,16 @@ def test_of_those_who_wait_the_first_named_is_next():
     toys.Known({'a': 1, 'b': 1, 'c': 1}),
   )
   for share in ('xyz', 'xzy'):
-    made = shared(flow, where, cost, share=share, steps=1)
-    ends = {s.place: s.end for s in made.spans if s.what == 'run'}
+    result = shared(flow, where, cost, share=share, steps=1)
+    ends = {s.place: s.end for s in result.spans if s.what == 'run'}
     assert sorted(ends, key=ends.get) == list(share)
 
 
-def test_who_shares_nothing_goes_on_beside_those_who_do():
+def test_a_place_with_its_own_device_does_not_wait_for_shared_ones():
   flow = toys.build([(name, 'batch', ('batch',)) for name in 'abc'], ())
   where, cost = (
     dict(zip('abc', 'xyz', strict=True)),
     toys.Known({'a': 1, 'b': 1, 'c': 2}),
   )
-  made = shared(flow, where, cost, devices=(0, 0, 1), share='xy', steps=1)
-  assert made.period == pytest.approx(2)
+  result = shared(flow, where, cost, devices=(0, 0, 1), share='xy', steps=1)
+  assert result.period == pytest.approx(2)

@@ -128,7 +128,7 @@ def assert_close_where_real(got, want, mask):
 def test_after_every_update_log_probs_equal_those_of_transformers(
   case, tmp_path
 ):
-  policy, prompt, seen = case.policy(), prompts(), []
+  policy, prompt, compared = case.policy(), prompts(), []
   for seed in range(1, 6):
     model = reference(case.sizes, seed)
     model.save_pretrained(tmp_path / str(seed))
@@ -143,8 +143,8 @@ def test_after_every_update_log_probs_equal_those_of_transformers(
         torch.tensor(np.array(x.mask)),
       ).numpy()
     assert_close_where_real(x.logp, want, x.mask)
-    seen.append(np.asarray(x.action).tobytes())
-  assert len(set(seen)) == 5
+    compared.append(np.asarray(x.action).tobytes())
+  assert len(set(compared)) == 5
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_groups_that_wait_in_its_queue_start_in_a_later_step(case):
   policy, extra = case.policy(), 12  # Groups of more rows than 16.
   params = policy.init(jax.random.key(0))
   rollout = partial_rollout.allocate(policy, tiny.problem(13), GROUP, extra)
-  act, seen = partial_rollout.act(policy, GROUP, 2, extra), []
+  act, answers = partial_rollout.act(policy, GROUP, 2, extra), []
   waited = 0
   for i in range(6):
     problem = tiny.problem(13, seed=i)
@@ -365,13 +365,13 @@ def test_groups_that_wait_in_its_queue_start_in_a_later_step(case):
     answer_NG = np.asarray(done.answer).reshape(-1, GROUP)
     assert (answer_NG == answer_NG[:, :1]).all()
     here = np.asarray(x.mask).max(1).reshape(-1, GROUP).max(1) > 0
-    seen += answer_NG[here, 0].tolist()
+    answers += answer_NG[here, 0].tolist()
     left_B = np.asarray(rollout.completions.alive)
     waited += (
       left_B & (np.asarray(rollout.completions.mask).max(1) == 0)
     ).sum()
   left = np.asarray(rollout.problem.answer)[::GROUP].tolist()
-  assert sorted(seen + left) == [*range(78)]
+  assert sorted(answers + left) == [*range(78)]
   assert waited  # Otherwise the test shows nothing.
 
 

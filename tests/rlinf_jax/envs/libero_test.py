@@ -26,68 +26,68 @@ HOLD = np.array([0, 0, 0, 0, 0, 0, -1], np.float32)
 def make():
   pools = []
 
-  def made(n, processes=1, **settings):
+  def make_pool(n, processes=1, **settings):
     pools.append(env_pool.make_pool(libero.make, n, processes, **settings))
     return pools[-1]
 
-  yield made
+  yield make_pool
   for pool in pools:
     pool.close()
 
 
 @needs_meshes
 @pytest.mark.parametrize('suite', SUITES)
-def test_every_task_builds_begins_as_it_should_and_steps(make, suite):
+def test_every_task_builds_resets_and_steps(make, suite):
   pool = make(10, suite=suite, task_ids=range(10), step_timeout=300.0)
-  seen = []
+  observations = []
   for seed in (0, 1, 50):
     token, obs = pool.init(10 * [seed])
-    token, made = pool.step(token, np.tile(HOLD, (10, 1)))
-    assert np.isfinite(made.obs).all()
-    assert not made.reward.any() and not made.env_failed.any()
-    seen.append(obs)
+    token, timestep = pool.step(token, np.tile(HOLD, (10, 1)))
+    assert np.isfinite(timestep.obs).all()
+    assert not timestep.reward.any() and not timestep.env_failed.any()
+    observations.append(obs)
   # 50 is 0 again, of fifty initial states.
-  np.testing.assert_array_equal(seen[0], seen[2])
-  assert (seen[0] != seen[1]).any(1).all()
+  np.testing.assert_array_equal(observations[0], observations[2])
+  assert (observations[0] != observations[1]).any(1).all()
 
 
 @needs_meshes
 def test_an_episode_replays_to_the_bit_in_one_process_or_two(make):
   rng = np.random.default_rng(0)
   action_TBA = rng.uniform(-1, 1, (12, 2, 7)).astype(np.float32)
-  seen = []
+  observations = []
   for processes in (1, 2):
     setting = {'suite': SUITES[0], 'horizon': 8, 'step_timeout': 300.0}
     pool = make(2, processes, **setting)
     token, obs = pool.init([4, 5])
-    seen.append([obs])
+    observations.append([obs])
     for action_BA in action_TBA:
-      token, made = pool.step(token, action_BA)
-      seen[-1] += [made.obs, made.final_obs]
-  assert made.truncated.sum() == 0
-  np.testing.assert_array_equal(*seen)
+      token, timestep = pool.step(token, action_BA)
+      observations[-1] += [timestep.obs, timestep.final_obs]
+  assert timestep.truncated.sum() == 0
+  np.testing.assert_array_equal(*observations)
 
 
 @needs_meshes
-def test_pictures_come_by_camera_with_the_instruction(make):
+def test_observations_hold_images_by_camera_and_the_instruction(make):
   tasks = (0, 1)
   setting = {'suite': SUITES[1], 'images': True, 'image_size': 64}
   pool = make(2, task_ids=tasks, step_timeout=300.0, **setting)
   token, obs = pool.init([0, 0])
-  said = [bytes(x).rstrip(b'\0').decode() for x in obs['instruction']]
-  assert said == [
+  instructions = [bytes(x).rstrip(b'\0').decode() for x in obs['instruction']]
+  assert instructions == [
     f'pick up the {thing} and place it in the basket'
     for thing in ('alphabet soup', 'cream cheese')
   ]
   for image in obs['image'].values():
     assert image.shape == (2, 64, 64, 3) and image.dtype == np.uint8
     assert image.std() > 10  # It shows something.
-  token, made = pool.step(token, np.stack([HOLD, HOLD]))
-  assert made.obs['state'].shape == obs['state'].shape
+  token, timestep = pool.step(token, np.stack([HOLD, HOLD]))
+  assert timestep.obs['state'].shape == obs['state'].shape
 
 
 @needs_meshes
-def test_somebody_who_can_puts_the_cream_cheese_into_the_basket(make):
+def test_the_script_puts_the_cream_cheese_into_the_basket(make):
   setting = {'suite': SUITES[1], 'task_ids': (1,), 'horizon': 100}
   pool = make(2, 2, step_timeout=300.0, **setting)
   x, succeeded = demonstrations.collect(
@@ -101,37 +101,37 @@ def test_somebody_who_can_puts_the_cream_cheese_into_the_basket(make):
 
 
 @needs_meshes
-def test_being_filmed_changes_no_bit_and_shows_the_arm_move(make):
+def test_video_changes_no_bit_and_shows_the_arm_move(make):
   pool = make(
     2, 1, suite=SUITES[1], task_ids=(1,), horizon=6, step_timeout=300.0
   )
-  seen = []
+  observations = []
   for rows in (0, 1):
     token, obs = pool.init([4, 5], rows=rows, every=2)
     for _ in range(6):
-      token, made = pool.step(token, np.ones((2, 7), np.float32))
-      obs = np.concatenate([obs, made.final_obs])
-    seen.append(obs)
-  np.testing.assert_array_equal(*seen)
+      token, timestep = pool.step(token, np.ones((2, 7), np.float32))
+      obs = np.concatenate([obs, timestep.final_obs])
+    observations.append(obs)
+  np.testing.assert_array_equal(*observations)
   (frame,), shown = pool.frames(token[:1], np.array([[0, 2, 4, 6]]))
   assert shown.tolist() == [1]
   change = np.abs(np.diff(frame.astype(int), axis=0))
   assert (change.max((1, 2, 3)) > 50).all() and np.median(change) < 5
 
 
-def test_missing_meshes_are_told_before_anything_is_downloaded(
+def test_missing_meshes_are_reported_before_anything_is_downloaded(
   make, tmp_path, monkeypatch
 ):
   monkeypatch.setenv(libero.ASSETS, str(tmp_path))
   with pytest.raises(simulator.UnavailableError) as error:
     make(1, suite=SUITES[0])
-  for said in (str(tmp_path), 'lerobot/libero-assets', libero.ASSETS):
-    assert said in str(error.value)
+  for part in (str(tmp_path), 'lerobot/libero-assets', libero.ASSETS):
+    assert part in str(error.value)
   assert not list(pathlib.Path(tmp_path).iterdir())
 
 
-def test_adjacent_environments_may_be_of_one_task(monkeypatch):
+def test_adjacent_environments_of_a_group_have_one_task(monkeypatch):
   monkeypatch.setattr(libero, '_installed', lambda suite: ['a', 'b', 'c'])
   monkeypatch.setattr(libero, 'Libero', lambda suite, name, *_: name)
-  made = [libero.make(i, 's', task_ids=(0, 2), group_size=2) for i in range(6)]
-  assert made == ['a', 'a', 'c', 'c', 'a', 'a']
+  names = [libero.make(i, 's', task_ids=(0, 2), group_size=2) for i in range(6)]
+  assert names == ['a', 'a', 'c', 'c', 'a', 'a']

@@ -31,28 +31,28 @@ def makes():
   """Makes pools, and closes them in the end."""
   pools = []
 
-  def made(n=N, processes=2, task=TASK, **settings):
+  def make_pool(n=N, processes=2, task=TASK, **settings):
     pools.append(
       env_pool.make_pool(maniskill.make, n, processes, task=task, **settings)
     )
     return pools[-1]
 
-  yield made
+  yield make_pool
   for pool in pools:
     pool.close()
 
 
 @pytest.fixture
 def make():
-  with makes() as made:
-    yield made
+  with makes() as make_pool:
+    yield make_pool
 
 
 @pytest.fixture(scope='module')
-def calm():
+def reference():
   """A trajectory in two processes, which nothing disturbs."""
-  with makes() as made:
-    return play(made())
+  with makes() as make_pool:
+    return play(make_pool())
 
 
 def actions(T=T, n=N):
@@ -62,12 +62,12 @@ def actions(T=T, n=N):
 
 def play(pool, before=lambda t: None, **films):
   token, obs = pool.init(np.arange(N) + 100, **films)
-  made = [obs]
+  timesteps = [obs]
   for t, action_NA in enumerate(actions()):
     before(t)
     token, timestep = pool.step(token, action_NA)
-    made.append(timestep)
-  return made
+    timesteps.append(timestep)
+  return timesteps
 
 
 def same(x, y):
@@ -76,10 +76,10 @@ def same(x, y):
 
 @pytest.mark.parametrize('processes', claims.some([1, 4], keep=[1]))
 def test_trajectories_are_bit_equal_in_1_2_and_4_processes(
-  make, calm, processes
+  make, reference, processes
 ):
-  assert same(play(make(processes=processes)), calm)
-  assert sum(made.truncated.sum() for made in calm[1:]) == N
+  assert same(play(make(processes=processes)), reference)
+  assert sum(timestep.truncated.sum() for timestep in reference[1:]) == N
 
 
 def bare(i: int):
@@ -98,7 +98,7 @@ def bare(i: int):
     render_backend='none',
   )
   obs, _ = env.reset(seed=100 + i)
-  seen = [np.array(obs[0])]
+  steps = [np.array(obs[0])]
   for t, action_NA in enumerate(actions()):
     obs, reward, terminated, truncated, info = env.step(action_NA[i])
     ends = bool(terminated[0]), bool(truncated[0] & ~terminated[0])
@@ -106,37 +106,41 @@ def bare(i: int):
     if terminated[0] or truncated[0]:
       obs, _ = env.reset(seed=simulator.episode_seed(100 + i, t + 1))
     success, now = bool(info['success'][0]), np.array(obs[0])
-    seen.append((last, np.float32(reward[0]), *ends, success, now))
+    steps.append((last, np.float32(reward[0]), *ends, success, now))
   env.close()
-  return seen
+  return steps
 
 
-def test_a_pool_is_a_loop_over_bare_environments(calm):
-  made = calm
+def test_a_pool_equals_a_loop_over_bare_environments(reference):
+  timesteps = reference
   spawn = multiprocessing.get_context('spawn')
   with futures.ProcessPoolExecutor(1, spawn) as process:
     bares = [*process.map(bare, (0, 3))]
-  for i, (first, *seen) in zip((0, 3), bares, strict=True):
-    np.testing.assert_array_equal(made[0][i], first)
-    for got, (last, reward, *ends, now) in zip(made[1:], seen, strict=True):
+  for i, (first, *steps) in zip((0, 3), bares, strict=True):
+    np.testing.assert_array_equal(timesteps[0][i], first)
+    for got, (last, reward, *ends, now) in zip(
+      timesteps[1:], steps, strict=True
+    ):
       np.testing.assert_array_equal(got.final_obs[i], last)
       assert got.reward[i] == reward
       assert [got.terminated[i], got.truncated[i], got.success[i]] == ends
       np.testing.assert_array_equal(got.obs[i], now)
 
 
-def test_a_killed_process_brings_its_environments_back_to_the_bit(make, calm):
-  shaken = make()
+def test_a_killed_process_brings_its_environments_back_to_the_bit(
+  make, reference
+):
+  disturbed = make()
 
   def kill(t):
     if t == 60:  # Between calls, so no environment fails.
-      os.kill(shaken.pids[1], signal.SIGKILL)
+      os.kill(disturbed.pids[1], signal.SIGKILL)
 
-  assert same(calm, play(shaken, kill))
-  assert shaken.failed_episodes == 0 and not shaken.failures
+  assert same(reference, play(disturbed, kill))
+  assert disturbed.failed_episodes == 0 and not disturbed.failures
 
 
-def test_another_process_goes_on_from_what_was_saved_to_the_bit(make):
+def test_another_process_continues_from_a_snapshot_to_the_bit(make):
   pool, other = make(2, 1), make(2, 2)
   token, _ = pool.init([100, 101])
   for action_NA in actions(20, 2):
@@ -144,8 +148,8 @@ def test_another_process_goes_on_from_what_was_saved_to_the_bit(make):
   after = other.load(token, pool.save(token))
   for action_NA in actions(40, 2):  # Beyond the end of the episode.
     token, want = pool.step(token, action_NA)
-    after, made = other.step(after, action_NA)
-    assert same(want, made)
+    after, timestep = other.step(after, action_NA)
+    assert same(want, timestep)
   assert other.failed_episodes == 0 and not other.failures
 
 
@@ -155,69 +159,71 @@ def test_an_observation_of_nan_costs_one_episode(make):
   action_NA = actions()[0]
   token, _ = pool.step(token, action_NA)
   action_NA[2] = np.nan  # An invalid action.
-  token, made = pool.step(token, action_NA)
-  assert made.env_failed.tolist() == [0, 0, 1, 0]
-  assert np.isfinite(made.obs).all() and np.isfinite(made.final_obs).all()
+  token, timestep = pool.step(token, action_NA)
+  assert timestep.env_failed.tolist() == [0, 0, 1, 0]
+  assert (
+    np.isfinite(timestep.obs).all() and np.isfinite(timestep.final_obs).all()
+  )
   (fault,) = pool.failures
   assert fault.env_id == 2 and 'lost' in fault.message
-  token, made = pool.step(token, actions()[1])
-  assert not made.env_failed.any()
+  token, timestep = pool.step(token, actions()[1])
+  assert not timestep.env_failed.any()
 
 
-def test_what_is_missing_is_told(make, tmp_path, monkeypatch):
+def test_missing_assets_are_reported(make, tmp_path, monkeypatch):
   monkeypatch.setenv('MS_ASSET_DIR', str(tmp_path))
   with pytest.raises(simulator.UnavailableError) as error:
     make(task='PickSingleYCB-v1')
-  for said in ('mani_skill2_ycb is not there', 'download_asset', 'MS_ASSET_DI'):
-    assert said in str(error.value)
+  for part in ('mani_skill2_ycb is not there', 'download_asset', 'MS_ASSET_DI'):
+    assert part in str(error.value)
   assert not list(tmp_path.rglob('mani_skill2_ycb'))
   with pytest.raises(simulator.UnavailableError, match='but.* PushCube-v1'):
     make(task='PushCub-v1')
 
 
-def test_cameras_see_and_the_state_is_the_robots_alone(make):
+def test_image_observations_hold_cameras_and_proprioception(make):
   try:
     pool = make(1, 1, images=True, image_size=32)
   except simulator.UnavailableError as error:
     assert 'need a Vulkan device' in str(error)
     pytest.skip(str(error))
-  told = actions(2, 1)[0]
+  action_1A = actions(2, 1)[0]
   token, obs = pool.init(np.arange(1))
   assert obs['state'].shape == (1, 9 + 9 + 7)  # Joints, speeds, the tool.
   assert obs['state'].dtype == np.float32
   (camera,) = obs['image'].values()
   assert camera.shape == (1, 32, 32, 3) and camera.dtype == np.uint8
   assert camera.std() > 10  # Of a scene, and not of nothing.
-  _, made = pool.step(token, told)
-  (moved,) = made.obs['image'].values()
+  _, timestep = pool.step(token, action_1A)
+  (moved,) = timestep.obs['image'].values()
   assert (moved != camera).any()
 
 
-def test_pictures_without_a_device_are_refused_at_the_door(make, monkeypatch):
+def test_images_without_a_vulkan_device_are_refused(make, monkeypatch):
   monkeypatch.setenv('VK_ICD_FILENAMES', os.devnull)
   with pytest.raises(simulator.UnavailableError) as error:
     make(1, 1, images=True)
-  for said in ('Vulkan device', 'mesa-vulkan-drivers', 'tasks by state'):
-    assert said in str(error.value)
+  for part in ('Vulkan device', 'mesa-vulkan-drivers', 'tasks by state'):
+    assert part in str(error.value)
 
 
 @pytest.mark.parametrize('sees', claims.some([True, False], keep=[True]))
-def test_a_film_changes_nothing_but_that_there_is_one(
-  make, calm, monkeypatch, sees
+def test_recording_video_changes_no_time_step(
+  make, reference, monkeypatch, sees
 ):
   if not sees:
     monkeypatch.setenv('VK_ICD_FILENAMES', os.devnull)
-  said = []
-  filmed = make(video=True, say=said.append)
-  assert same(calm, play(filmed, rows=2, every=10))
+  messages = []
+  filmed = make(video=True, say=messages.append)
+  assert same(reference, play(filmed, rows=2, every=10))
   token = np.stack([np.arange(2)] * 3, 1)
   time_2M = np.tile(np.arange(0, 51, 10), (2, 1))
   frame, shown_2 = filmed.frames(token, time_2M)
   if shown_2.any():
-    assert sees and shown_2.all() and not said
+    assert sees and shown_2.all() and not messages
     assert frame.shape == (2, 6, maniskill.VIDEO, maniskill.VIDEO, 3)
     assert frame.std((2, 3, 4)).min() > 10  # Of a scene, and not of nothing.
     assert len({x.tobytes() for x in frame[0]}) == 6
   else:
-    (told,) = said
-    assert 'no video' in told and 'need a Vulkan device' in told
+    (message,) = messages
+    assert 'no video' in message and 'need a Vulkan device' in message

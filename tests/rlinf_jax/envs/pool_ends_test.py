@@ -67,10 +67,10 @@ def test_idle_processes_without_steps_exit():
   assert gone(pool.pids)
   there, _ = other.init(np.arange(4))
   for _ in range(2):
-    token, made = pool.step(token, np.ones((4, 1)))
+    token, timestep = pool.step(token, np.ones((4, 1)))
     there, want = other.step(there, np.ones((4, 1)))
-    np.testing.assert_array_equal(made.obs, want.obs)
-  assert not made.env_failed.any() and not gone(pool.pids, within=0.5)
+    np.testing.assert_array_equal(timestep.obs, want.obs)
+  assert not timestep.env_failed.any() and not gone(pool.pids, within=0.5)
   pool.close()
   other.close()
 

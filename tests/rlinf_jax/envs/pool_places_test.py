@@ -66,7 +66,7 @@ def here():
 
 
 @pytest.fixture
-def made():
+def make_runtime():
   """Makes runtimes that end with the test."""
   there = []
 
@@ -116,26 +116,26 @@ def one():
   runtime.close()
 
 
-def test_a_process_of_their_own_changes_no_bit(made, one):
+def test_simulators_in_another_process_change_no_bit(make_runtime, one):
   """Continues episodes that the driver has started."""
   start, want = one
-  remote = made(APART, **PENDULUM)
+  remote = make_runtime(APART, **PENDULUM)
   same(run(remote, start), want)
   assert not remote.notices()  # No episode was lost or restored.
 
 
-def test_a_dead_process_changes_no_bit(made, one):
+def test_a_dead_process_changes_no_bit(make_runtime, one):
   """Simulators, and who has them, and who learns while they go on."""
   start, want = one
-  remote = made(APART, **PENDULUM)
+  remote = make_runtime(APART, **PENDULUM)
   infos, _ = run(remote, start, steps=1)
   kept = jax.tree.map(np.array, remote.state())
   worker = psutil.Process(remote.processes()['robots']['pid']).children()[0]
   worker.kill()  # Between two steps.
-  told, _ = go_on(remote, 1, 2)
-  (said,) = remote.notices()
-  assert 'robots: Process' in said and 'SIGKILL and is restarted' in said
-  tiny.assert_same_bits(infos + told, want[0][:4])
+  more_infos, _ = go_on(remote, 1, 2)
+  (message,) = remote.notices()
+  assert 'robots: Process' in message and 'SIGKILL and is restarted' in message
+  tiny.assert_same_bits(infos + more_infos, want[0][:4])
   for place in ('policy', 'robots'):
     os.kill(remote.processes()[place]['pid'], signal.SIGKILL)
     with pytest.raises(ProcessDiedError):
@@ -146,11 +146,15 @@ def test_a_dead_process_changes_no_bit(made, one):
     tiny.assert_same_bits(got[1], want[1])
 
 
-def test_a_simulator_that_dies_in_a_place_costs_its_episode(made, tmp_path):
+def test_a_simulator_that_dies_at_a_place_loses_its_episode(
+  make_runtime, tmp_path
+):
   settings = {'name': 'env_toys:toys/Fragile-v0', 'mark': tmp_path / 'mark'}
-  remote = made(APART, **settings)
+  remote = make_runtime(APART, **settings)
   infos, _ = run(remote, begin(**settings), steps=2)
   assert [float(info['env/failed']) for info in infos[::2]] == [1, 0]
-  (said,) = remote.notices()
-  assert 'robots: Environment' in said
-  assert 'stepping when its process was killed by SIGKILL: its episode' in said
+  (message,) = remote.notices()
+  assert 'robots: Environment' in message
+  assert (
+    'stepping when its process was killed by SIGKILL: its episode' in message
+  )

@@ -36,18 +36,18 @@ def make():
   """Makes pools of toys, with their messages, and closes them."""
   pools = []
 
-  def made(n=6, processes=2, **settings):
-    said = []
+  def make_pool(n=6, processes=2, **settings):
+    messages = []
     settings = {
       'name': TOY,
       'step_timeout': STEP_TIMEOUT,
-      'say': said.append,
+      'say': messages.append,
     } | settings
     pool = env_pool.make_pool(gymnasium.make, n, processes, **settings)
     pools.append(pool)
-    return pool, said
+    return pool, messages
 
-  yield made
+  yield make_pool
   for pool in pools:
     pool.close()
 
@@ -84,23 +84,23 @@ def actions(T, B, A=1):
 
 
 @pytest.mark.parametrize('processes', [1, 2, 4])
-def test_a_pool_is_a_loop_over_bare_environments(make, processes):
+def test_a_pool_equals_a_loop_over_bare_environments(make, processes):
   seed_B, action_TBA = np.arange(5) + 7, actions(30, 5)
   pool, _ = make(5, processes)
   token, obs = pool.init(seed_B)
   np.testing.assert_array_equal(obs[:, 0], seed_B)
   wanted = bare(seed_B, action_TBA)
   for action_BA, want in zip(action_TBA, wanted, strict=True):
-    token, made = pool.step(token, action_BA)
-    got = made.obs, made.final_obs, made.reward
-    got += made.terminated, made.truncated, made.success
+    token, timestep = pool.step(token, action_BA)
+    got = timestep.obs, timestep.final_obs, timestep.reward
+    got += timestep.terminated, timestep.truncated, timestep.success
     for x, y in zip(got, want, strict=True):
       np.testing.assert_array_equal(x, y.astype(np.float32))
   assert sum(want[3].sum() for want in wanted)  # Both kinds of ends occurred.
   assert sum(want[4].sum() for want in wanted)
 
 
-def test_alternating_halves_equal_all_at_once(make):
+def test_stepping_halves_in_turn_equals_stepping_all_at_once(make):
   seed_B, action_TBA = np.arange(6), actions(20, 6)
   whole, _ = make(6, 2)
   halves, _ = make(6, 2)
@@ -130,9 +130,9 @@ def test_a_discrete_action_is_the_argmax(make):
   want, _ = env.reset(seed=4)
   for choice in (0, 1, 1):
     np.testing.assert_array_equal(obs[1], want)
-    token, made = pool.step(token, np.eye(2)[[1 - choice, choice]])
+    token, timestep = pool.step(token, np.eye(2)[[1 - choice, choice]])
     want, *_ = env.step(choice)
-    obs = made.obs
+    obs = timestep.obs
 
 
 def test_dict_observations_keep_names_and_images(make):
@@ -144,8 +144,8 @@ def test_dict_observations_keep_names_and_images(make):
   assert env.obs_spec['state'] == jax.ShapeDtypeStruct((4,), jnp.float32)
   token, obs = pool.init([3, 4])
   np.testing.assert_array_equal(obs['eye']['front'][1], np.full((4, 6, 3), 4))
-  token, made = act(pool, token, 0, 0)
-  np.testing.assert_array_equal(made.obs['eye']['front'][0].max(), 4)
+  token, timestep = act(pool, token, 0, 0)
+  np.testing.assert_array_equal(timestep.obs['eye']['front'][0].max(), 4)
 
 
 @stages.stage('decide')
@@ -163,9 +163,13 @@ def workflow(pool):
     del batch, key
     token, obs = state
     for t in range(5):
-      token, made = simulate[t](token, decide(obs))
-      obs = made.obs
-    return (token, obs), (made.reward, made.final_obs, made.env_failed)
+      token, timestep = simulate[t](token, decide(obs))
+      obs = timestep.obs
+    return (token, obs), (
+      timestep.reward,
+      timestep.final_obs,
+      timestep.env_failed,
+    )
 
   return step
 
@@ -183,7 +187,7 @@ SKETCHES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize('sketch', SKETCHES.values(), ids=SKETCHES)
-def test_a_plan_simulates_as_a_plain_loop_does(make, sketch):
+def test_a_planned_step_equals_a_plain_loop(make, sketch):
   (pool, _), (other, _) = make(), make()
   begin = lambda pool: rollout.init(env_pool.from_pool(pool), np.arange(6))
   eager, state = workflow(pool), begin(pool)
@@ -192,9 +196,9 @@ def test_a_plan_simulates_as_a_plain_loop_does(make, sketch):
   runtime = local.LocalRuntime(plan_lib.parse(sketch, flow.stages), step=flow)
   runtime.load(begin(other))
   for _ in range(4):
-    made = runtime.step(*inputs)
+    result = runtime.step(*inputs)
     state, want = eager(state, *inputs)
-    for x, y in zip((made, runtime.state()), (want, state), strict=True):
+    for x, y in zip((result, runtime.state()), (want, state), strict=True):
       jax.tree.map(np.testing.assert_array_equal, tuple(x), tuple(y))
   assert int(state[0].token[0, 1]) == 20
   runtime.close()
@@ -246,11 +250,11 @@ def test_a_resumed_run_continues_to_the_bit(make, tmp_path, capsys):
     train.train(*ppo(pools), workdir=str(folder), steps=steps, **given)
     return folder, capsys.readouterr().out
 
-  straight, said = run('straight', 4)
-  assert RESTORED not in said
+  straight, output = run('straight', 4)
+  assert RESTORED not in output
   run('broken', 2)
-  resumed, said = run('broken', 4, resume=True)
-  assert said.count(RESTORED) == 2  # Of each piece.
+  resumed, output = run('broken', 4, resume=True)
+  assert output.count(RESTORED) == 2  # Of each piece.
   assert language_run_test.lines(resumed) == language_run_test.lines(straight)
   language_run_test.equal_states(
     language_run_test.state(resumed, 4), language_run_test.state(straight, 4)
@@ -261,19 +265,19 @@ def test_a_chunk_ends_with_the_episode(make):
   pool, _ = make(3, 1, chunk=4, discount=0.5)
   token, _ = pool.init(np.arange(3))
   chunk = np.array([[1, 2, 3, 4], [1, WIN, 3, 4], [RAISE, 1, 1, 1]], np.float32)
-  token, made = pool.step(token, chunk[..., None])
-  np.testing.assert_array_equal(made.steps[:2], [4, 2])
+  token, timestep = pool.step(token, chunk[..., None])
+  np.testing.assert_array_equal(timestep.steps[:2], [4, 2])
   np.testing.assert_allclose(
-    made.reward, [1 + 2 / 2 + 3 / 4 + 4 / 8, 1 + WIN / 2, 0]
+    timestep.reward, [1 + 2 / 2 + 3 / 4 + 4 / 8, 1 + WIN / 2, 0]
   )
-  np.testing.assert_array_equal(made.terminated, [0, 1, 0])
-  np.testing.assert_array_equal(made.success, [0, 1, 0])
-  np.testing.assert_array_equal(made.env_failed, [0, 0, 1])
-  np.testing.assert_array_equal(made.obs[:, 1], [4, 0, 0])  # Time.
-  np.testing.assert_array_equal(made.final_obs[:, 1], [4, 2, 0])
-  token, made = pool.step(token, 0 * chunk[..., None])
-  np.testing.assert_array_equal(made.truncated, [1, 0, 0])
-  np.testing.assert_array_equal(made.steps, [env_toys.HORIZON - 4, 4, 4])
+  np.testing.assert_array_equal(timestep.terminated, [0, 1, 0])
+  np.testing.assert_array_equal(timestep.success, [0, 1, 0])
+  np.testing.assert_array_equal(timestep.env_failed, [0, 0, 1])
+  np.testing.assert_array_equal(timestep.obs[:, 1], [4, 0, 0])  # Time.
+  np.testing.assert_array_equal(timestep.final_obs[:, 1], [4, 2, 0])
+  token, timestep = pool.step(token, 0 * chunk[..., None])
+  np.testing.assert_array_equal(timestep.truncated, [1, 0, 0])
+  np.testing.assert_array_equal(timestep.steps, [env_toys.HORIZON - 4, 4, 4])
 
 
 def test_a_token_is_used_in_order(make):
@@ -300,63 +304,66 @@ def test_another_process_continues_from_a_snapshot(make):
   for action_BA in action_TBA[:10]:
     token, _ = pool.step(token, action_BA)
   past, there = pool.save(token), token
-  other, said = make(processes=3)
+  other, messages = make(processes=3)
   token, after = other.load(there, past), there
   for action_BA in action_TBA[10:]:
     after, want = pool.step(after, action_BA)
-    token, made = other.step(token, action_BA)
-    for x, y in zip(made, want, strict=True):
+    token, timestep = other.step(token, action_BA)
+    for x, y in zip(timestep, want, strict=True):
       np.testing.assert_array_equal(x, y)
-  assert not other.failed_episodes and said[0].startswith(RESTORED)
+  assert not other.failed_episodes and messages[0].startswith(RESTORED)
   # And so does the one that made it, which has gone further since.
   token = pool.load(there, past)
-  _, made = pool.step(token, action_TBA[10])
+  _, timestep = pool.step(token, action_TBA[10])
   assert pool.save(there).first_call.max() > 0
   _, want = other.step(other.load(there, past), action_TBA[10])
-  for x, y in zip(made, want, strict=True):
+  for x, y in zip(timestep, want, strict=True):
     np.testing.assert_array_equal(x, y)
 
 
 def test_loading_the_current_token_restores_nothing(make):
-  pool, said = make()
+  pool, messages = make()
   token, _ = pool.init(np.arange(6))
   token, _ = act(pool, token, *range(6))
   np.testing.assert_array_equal(pool.load(token, pool.save(token)), token)
-  assert not said
+  assert not messages
 
 
 def test_an_episode_that_was_not_saved_is_started_anew_and_reported(make):
   pool, _ = make()
   token, _ = pool.init(np.arange(6))
-  token, made = act(pool, token, *range(6))
+  token, timestep = act(pool, token, *range(6))
   past = pool.save(token)
   past.first_call[2] = episode_log.NEVER
-  other, said = make()
+  other, messages = make()
   token = other.load(token, past)
-  assert said[1] == 'Episodes started anew, as they were not saved: 1.'
-  token, made = act(other, token, *6 * [1])
+  assert messages[1] == 'Episodes started anew, as they were not saved: 1.'
+  token, timestep = act(other, token, *6 * [1])
   assert (
-    made.env_failed.tolist() == made.truncated.tolist() == [0, 0, 1, 0, 0, 0]
+    timestep.env_failed.tolist()
+    == timestep.truncated.tolist()
+    == [0, 0, 1, 0, 0, 0]
   )
   assert other.restarted_episodes == other.failed_episodes == 1
-  np.testing.assert_array_equal(made.final_obs[2], past.obs[2])
-  token, made = act(other, token, *6 * [1])
-  assert not made.env_failed.any()
+  np.testing.assert_array_equal(timestep.final_obs[2], past.obs[2])
+  token, timestep = act(other, token, *6 * [1])
+  assert not timestep.env_failed.any()
 
 
 def test_an_episode_that_replays_differently_is_lost(make):
   pool, _ = make()
   token, _ = pool.init(np.arange(6))
-  token, made = act(pool, token, *range(6))
+  token, timestep = act(pool, token, *range(6))
   past = pool.save(token)
   past.obs[4] += 1
-  other, said = make()
+  other, messages = make()
   token = other.load(token, past)
   assert (
-    'Environment 4' in said[0] and 'returned another observation' in said[0]
+    'Environment 4' in messages[0]
+    and 'returned another observation' in messages[0]
   )
-  token, made = act(other, token, *6 * [1])
-  assert made.env_failed.tolist() == [0, 0, 0, 0, 1, 0]
+  token, timestep = act(other, token, *6 * [1])
+  assert timestep.env_failed.tolist() == [0, 0, 0, 0, 1, 0]
 
 
 FAULTS = {
@@ -375,99 +382,107 @@ FAULTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('fault, said', FAULTS.values(), ids=FAULTS)
-def test_a_failure_costs_one_episode_and_no_other(make, fault, said):
+@pytest.mark.parametrize('fault, message', FAULTS.values(), ids=FAULTS)
+def test_a_failure_loses_one_episode_and_no_other(make, fault, message):
   action_TBA = actions(20, 6)
-  calm, _ = make()
-  shaken, heard = make()
-  token, _ = calm.init(np.arange(6))
-  other, _ = shaken.init(np.arange(6))
-  guilty, when = 2, 10
-  rest, made = np.arange(6) != guilty, None
+  reference, _ = make()
+  disturbed, messages = make()
+  token, _ = reference.init(np.arange(6))
+  other, _ = disturbed.init(np.arange(6))
+  failing, failing_call = 2, 10
+  rest, timestep = np.arange(6) != failing, None
   for t, action_BA in enumerate(action_TBA):
-    token, want = calm.step(token, action_BA)
-    if t == when:
+    token, want = reference.step(token, action_BA)
+    if t == failing_call:
       action_BA = action_BA.copy()
-      action_BA[guilty] = fault
-      before = made.obs[guilty]
-    other, made = shaken.step(other, action_BA)
-    for x, y in zip(*map(jax.tree.leaves, (want, made)), strict=True):
+      action_BA[failing] = fault
+      before = timestep.obs[failing]
+    other, timestep = disturbed.step(other, action_BA)
+    for x, y in zip(*map(jax.tree.leaves, (want, timestep)), strict=True):
       np.testing.assert_array_equal(x[rest], y[rest])
-    if t == when:
-      assert made.env_failed[guilty] == made.truncated[guilty] == 1
-      assert made.reward[guilty] == made.terminated[guilty] == 0
-      np.testing.assert_array_equal(made.final_obs[guilty], before)
+    if t == failing_call:
+      assert timestep.env_failed[failing] == timestep.truncated[failing] == 1
+      assert timestep.reward[failing] == timestep.terminated[failing] == 0
+      np.testing.assert_array_equal(timestep.final_obs[failing], before)
       # The next episode, by the next seed, or the one after if that hung.
-      seeds = [simulator.episode_seed(guilty, when + 1, k) for k in (0, 1)]
+      seeds = [
+        simulator.episode_seed(failing, failing_call + 1, k) for k in (0, 1)
+      ]
       seed = seeds[fault == HANG_RESET]
-      assert made.obs[guilty, 0] == seed % 1000 and made.obs[guilty, 1] == 0
+      assert (
+        timestep.obs[failing, 0] == seed % 1000
+        and timestep.obs[failing, 1] == 0
+      )
     else:
-      assert not made.env_failed.any()
-  assert shaken.failed_episodes == 1 and not calm.failed_episodes
-  (fault,) = shaken.failures
-  assert (fault.env_id, fault.call) == (guilty, when)
-  assert said in fault.message and 'episode is lost' in fault.message
-  assert re.match(f'Environment {guilty}, at call {when}, .*', heard[0])
+      assert not timestep.env_failed.any()
+  assert disturbed.failed_episodes == 1 and not reference.failed_episodes
+  (fault,) = disturbed.failures
+  assert (fault.env_id, fault.call) == (failing, failing_call)
+  assert message in fault.message and 'episode is lost' in fault.message
+  assert re.match(
+    f'Environment {failing}, at call {failing_call}, .*', messages[0]
+  )
 
 
 def test_an_episode_that_fails_to_start_is_started_by_another_seed(make):
-  pool, heard = make()
+  pool, messages = make()
   token, _ = pool.init(np.arange(6))
-  token, made = act(pool, token, 0, 0, 0, BAD_RESET, 0, 0)
-  assert made.terminated[3] and not made.env_failed.any()  # It had ended well.
-  assert made.obs[3, 0] == simulator.episode_seed(3, 1, attempt=1) % 1000
-  assert '3, at call 0, failed in `reset` by seed' in heard[0]
-  assert 'the arm is not there' in heard[0]
+  token, timestep = act(pool, token, 0, 0, 0, BAD_RESET, 0, 0)
+  # It had ended well.
+  assert timestep.terminated[3] and not timestep.env_failed.any()
+  assert timestep.obs[3, 0] == simulator.episode_seed(3, 1, attempt=1) % 1000
+  assert '3, at call 0, failed in `reset` by seed' in messages[0]
+  assert 'the arm is not there' in messages[0]
 
 
 def test_a_process_killed_between_calls_loses_no_episode(make):
-  calm, _ = make()
-  shaken, heard = make()
-  token, _ = calm.init(np.arange(6))
-  other, _ = shaken.init(np.arange(6))
+  reference, _ = make()
+  disturbed, messages = make()
+  token, _ = reference.init(np.arange(6))
+  other, _ = disturbed.init(np.arange(6))
   for t, action_BA in enumerate(actions(20, 6)):
     if t == 10:
-      os.kill(shaken.pids[1], signal.SIGKILL)
-    token, want = calm.step(token, action_BA)
-    other, made = shaken.step(other, action_BA)
-    for x, y in zip(want, made, strict=True):
+      os.kill(disturbed.pids[1], signal.SIGKILL)
+    token, want = reference.step(token, action_BA)
+    other, timestep = disturbed.step(other, action_BA)
+    for x, y in zip(want, timestep, strict=True):
       np.testing.assert_array_equal(x, y)
   assert (
-    not shaken.failed_episodes
-    and 'was killed by SIGKILL and is restarted' in heard[0]
+    not disturbed.failed_episodes
+    and 'was killed by SIGKILL and is restarted' in messages[0]
   )
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_a_worker_ignores_signals_until_its_parent_ends(make, number):
-  pool, said = make()
+  pool, messages = make()
   token, _ = pool.init(np.arange(6))
   pids = pool.pids
   for pid in pids:
     os.kill(pid, number)
   act(pool, token, *range(6))
-  assert pool.pids == pids and not pool.failed_episodes and not said
+  assert pool.pids == pids and not pool.failed_episodes and not messages
   pool.close()
   for pid in pids:
     with pytest.raises(ProcessLookupError):
       os.kill(pid, 0)
 
 
-def test_an_environment_that_cannot_be_restored_is_lost_alone(
+def test_only_the_environment_that_cannot_be_restored_is_lost(
   make, tmp_path, monkeypatch
 ):
   monkeypatch.setenv('TOYS_MARK', str(tmp_path / 'mark'))
   pool, _ = make(6, 2)
   token, _ = pool.init(np.arange(6))
   token, _ = act(pool, token, 0, 0, KILL_AGAIN, 0, 0, 0)
-  token, made = act(
+  token, timestep = act(
     pool, token, KILL, 1, 1, 1, 1, 1
   )  # Environment 2 is in that process.
-  assert made.env_failed.tolist() == [1, 0, 1, 0, 0, 0]
+  assert timestep.env_failed.tolist() == [1, 0, 1, 0, 0, 0]
   assert [fault.env_id for fault in pool.failures] == [0, 2]
-  np.testing.assert_array_equal(made.obs[:, 1], [0, 2, 0, 2, 2, 2])  # Time.
-  token, made = act(pool, token, *6 * [1])
-  assert not made.env_failed.any()
+  np.testing.assert_array_equal(timestep.obs[:, 1], [0, 2, 0, 2, 2, 2])  # Time.
+  token, timestep = act(pool, token, *6 * [1])
+  assert not timestep.env_failed.any()
 
 
 def test_an_environment_that_always_fails_is_given_up(make):

@@ -24,15 +24,17 @@ def make():
   """Makes pools of toys, with their messages, and closes them."""
   pools = []
 
-  def made(processes=2, **settings):
-    said = []
+  def make_pool(processes=2, **settings):
+    messages = []
     settings = (
-      DRAWN | {'name': TOY, 'say': said.append, 'step_timeout': 2.0} | settings
+      DRAWN
+      | {'name': TOY, 'say': messages.append, 'step_timeout': 2.0}
+      | settings
     )
     pools.append(env_pool.make_pool(gymnasium.make, 5, processes, **settings))
-    return pools[-1], said
+    return pools[-1], messages
 
-  yield made
+  yield make_pool
   for pool in pools:
     pool.close()
 
@@ -47,11 +49,11 @@ def actions():
 def play(pool, seed_B, **films):
   """All time steps, and the next token."""
   token, _ = pool.init(seed_B, **films)
-  made = []
+  timesteps = []
   for action_BA in actions():
     token, timestep = pool.step(token, action_BA)
-    made.append(timestep)
-  return token, jax.tree.map(lambda *xs: np.stack(xs), *made)
+    timesteps.append(timestep)
+  return token, jax.tree.map(lambda *xs: np.stack(xs), *timesteps)
 
 
 def times(every=1):
@@ -72,7 +74,7 @@ def bare(seed, b, time):
 
 @pytest.mark.parametrize('processes, every', [(1, 1), (2, 3)])
 def test_frames_are_those_of_a_plain_loop(make, processes, every):
-  pool, said = make(processes)
+  pool, messages = make(processes)
   token, _ = play(pool, SEEDS, rows=3, every=every)
   time = times(every)
   frame, shown_B = pool.frames(token[:3], time)
@@ -80,7 +82,7 @@ def test_frames_are_those_of_a_plain_loop(make, processes, every):
     want = bare(SEEDS[b], b, time[b])
     np.testing.assert_array_equal(frame[b], want)
     assert len({x.tobytes() for x in want}) > 2
-  assert shown_B.all() and not said
+  assert shown_B.all() and not messages
   # Of another batch nothing is shown, and then the same seeds again.
   token, _ = play(pool, OTHERS, rows=3, every=every)
   assert not pool.frames(token[:3], time)[1].any()
@@ -92,9 +94,9 @@ def test_frames_are_those_of_a_plain_loop(make, processes, every):
   'fails', ['', 'raise', 'kill', pytest.param('hang', marks=pytest.mark.slow)]
 )
 def test_a_rendering_failure_changes_nothing_else(make, fails):
-  calm, _ = make()
-  filmed, said = make(fails=fails)
-  _, want = play(calm, SEEDS)
+  plain, _ = make()
+  filmed, messages = make(fails=fails)
+  _, want = play(plain, SEEDS)
   for again in range(2):
     token, got = play(filmed, SEEDS, rows=3, every=1)
     jax.tree.map(np.testing.assert_array_equal, got, want)
@@ -103,24 +105,24 @@ def test_a_rendering_failure_changes_nothing_else(make, fails):
       not again or len(set(shown_B)) == 1
     )
   assert not filmed.failed_episodes and not filmed.failures
-  told = [x for x in said if 'no video' in x]
-  assert len(told) == bool(fails)
+  no_video = [x for x in messages if 'no video' in x]
+  assert len(no_video) == bool(fails)
   because = {
     'raise': 'the screen is black',
     'kill': 'was killed by SIGKILL',
     'hang': 'did not answer for 2 seconds',
   }
-  assert not fails or because[fails] in told[0]
+  assert not fails or because[fails] in no_video[0]
 
 
 def test_episodes_of_another_process_have_no_video(make):
   """A pool that never began to film says so once, and shows nothing."""
-  pool, said = make()
+  pool, messages = make()
   token, _ = play(pool, SEEDS)
   for _ in range(2):
     assert not pool.frames(token[:3], times())[1].any()
-  (told,) = said
-  assert 'in another process' in told and 'one place' in told
+  (message,) = messages
+  assert 'in another process' in message and 'one place' in message
 
 
 def test_the_video_shows_the_episodes_that_are_scored(make):

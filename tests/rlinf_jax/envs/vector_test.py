@@ -41,25 +41,25 @@ def actions(wins=True):
   return action_TNA.astype(np.float32)
 
 
-def play(world, action_TNA, seed_B=SEEDS):
+def play(env, action_TNA, seed_B=SEEDS):
   """All tokens and all that was seen."""
-  token, obs = world.init(seed_B)
-  made = [(token, obs)]
+  token, obs = env.init(seed_B)
+  timesteps = [(token, obs)]
   for action_NA in action_TNA:
-    token, timestep = world.step(token, action_NA[: len(seed_B)])
-    made.append((token, timestep._replace(final_state=None)))
-  return made
+    token, timestep = env.step(token, action_NA[: len(seed_B)])
+    timesteps.append((token, timestep._replace(final_state=None)))
+  return timesteps
 
 
 @pytest.fixture
 def pool():
   pools = []
 
-  def made(name, n=N):
+  def make_pool(name, n=N):
     pools.append(env_pool.make_pool(gymnasium.make, n, 2, name=name))
     return env_pool.from_pool(pools[-1])
 
-  yield made
+  yield make_pool
   for pool in pools:
     pool.close()
 
@@ -70,7 +70,7 @@ def equal(x, y):
 
 @pytest.mark.parametrize('name', [toy('Count'), toy('See'), 'CartPole-v1'])
 @pytest.mark.parametrize('B', [N, N - 1])
-def test_it_equals_a_pool_of_as_many_to_the_bit(pool, name, B):
+def test_a_vector_environment_equals_a_pool_to_the_bit(pool, name, B):
   want = pool(name)
   mode = {'vectorization_mode': 'sync'} if name == 'CartPole-v1' else {}
   if mode:
@@ -89,17 +89,17 @@ def test_it_equals_a_pool_of_as_many_to_the_bit(pool, name, B):
 
 
 def test_same_step_autoreset_keeps_final_observations():
-  world = vector.wrap(same_step('Again'))
-  made = play(world, actions())
+  vector_env = vector.wrap(same_step('Again'))
+  timesteps = play(vector_env, actions())
   for i in range(N):
     env = gym.make(toy('Again'))
     obs, _ = env.reset(seed=int(SEEDS[i]))
-    np.testing.assert_array_equal(made[0][1][i], obs)
-    for (_, got), action_NA in zip(made[1:], actions(), strict=True):
+    np.testing.assert_array_equal(timesteps[0][1][i], obs)
+    for (_, got), action_NA in zip(timesteps[1:], actions(), strict=True):
       obs, reward, terminated, truncated, info = env.step(action_NA[i])
       np.testing.assert_array_equal(got.final_obs[i], obs)
-      said = reward, terminated, truncated and not terminated, info['success']
-      assert said == (
+      want = reward, terminated, truncated and not terminated, info['success']
+      assert want == (
         *(got.reward[i], got.terminated[i], got.truncated[i], got.success[i]),
       )
       if terminated or truncated:
@@ -107,8 +107,8 @@ def test_same_step_autoreset_keeps_final_observations():
       np.testing.assert_array_equal(got.obs[i], obs)
 
 
-class Told(gym_vector.VectorEnv):
-  """One row that ends with success; infos are what they are told to be."""
+class FixedInfo(gym_vector.VectorEnv):
+  """One row that ends with success; infos are the given ones."""
 
   metadata = {'autoreset_mode': SAME}
   num_envs = 2
@@ -129,15 +129,15 @@ class Told(gym_vector.VectorEnv):
 def test_infos_of_the_next_episode_are_not_taken_for_the_last():
   final = np.full((2, 1), 0.5, np.float32)
   info = {'success': np.array([True, True]), 'final_obs': final}
-  world = vector.wrap(Told(info | {'final_info': {}}), horizon=5)
-  _, timestep = world.step(world.init([1, 2])[0], np.zeros((2, 1)))
+  env = vector.wrap(FixedInfo(info | {'final_info': {}}), horizon=5)
+  _, timestep = env.step(env.init([1, 2])[0], np.zeros((2, 1)))
   assert timestep.success.tolist() == [0, 1]
   assert timestep.final_obs.ravel().tolist() == [0.5, 0]
-  world = vector.wrap(Told({}), horizon=5)
+  env = vector.wrap(FixedInfo({}), horizon=5)
   with pytest.raises(RuntimeError, match='infos have none of'):
-    world.step(world.init([1, 2])[0], np.zeros((2, 1)))
+    env.step(env.init([1, 2])[0], np.zeros((2, 1)))
   with pytest.raises(RuntimeError, match='Environment 0 .* seed 1 began'):
-    vector.wrap(Told({}, begins=np.nan), horizon=5).init([1, 2])
+    vector.wrap(FixedInfo({}, begins=np.nan), horizon=5).init([1, 2])
 
 
 def test_unsupported_vector_environments_are_refused():
@@ -147,42 +147,42 @@ def test_unsupported_vector_environments_are_refused():
   endless = gym_vector.SyncVectorEnv([env_toys.Again] * 2, autoreset_mode=SAME)
   with pytest.raises(ValueError, match='no limit of steps'):
     vector.wrap(endless)
-  world = vector.wrap(endless, horizon=5)
-  assert world.horizon == 5
+  env = vector.wrap(endless, horizon=5)
+  assert env.horizon == 5
   with pytest.raises(ValueError, match='3 seeds for 2 environments'):
-    world.init([1, 2, 3])
-  token, _ = world.init([1, 2])
-  world.step(token, actions()[0, :2])
+    env.init([1, 2, 3])
+  token, _ = env.init([1, 2])
+  env.step(token, actions()[0, :2])
   with pytest.raises(ValueError, match='each token is used once'):
-    world.step(token, actions()[0, :2])
+    env.step(token, actions()[0, :2])
 
 
 def test_a_non_finite_observation_costs_one_episode(pool):
   action_TNA = actions()
   action_TNA[5, 3] = 40
-  made = play(vector.env(toy('Count'), N), action_TNA)
-  calm = play(pool(toy('Count')), actions())
+  timesteps = play(vector.env(toy('Count'), N), action_TNA)
+  reference = play(pool(toy('Count')), actions())
   rest = lambda x: jax.tree.map(lambda leaf: leaf[:3], x)
-  equal(rest(made), rest(calm))
-  lost = np.array([x.env_failed for _, x in made[1:]])
+  equal(rest(timesteps), rest(reference))
+  lost = np.array([x.env_failed for _, x in timesteps[1:]])
   assert lost.sum() == lost[5, 3] == 1
-  _, timestep = made[6]
+  _, timestep = timesteps[6]
   assert timestep.truncated[3] == 1 and timestep.reward[3] == 0
-  np.testing.assert_array_equal(timestep.final_obs[3], made[5][1].obs[3])
+  np.testing.assert_array_equal(timestep.final_obs[3], timesteps[5][1].obs[3])
   assert timestep.obs[3, 1] == 0  # A new episode.
   with pytest.raises(RuntimeError, match='Environment 3 .* at call 5.*DISABL'):
     play(vector.wrap(same_step('Again')), action_TNA)
 
 
 def test_another_process_starts_new_episodes_and_reports_it():
-  said = []
-  make = lambda: vector.wrap(same_step('Again'), say=said.append)
+  messages = []
+  make = lambda: vector.wrap(same_step('Again'), say=messages.append)
   one, other = make(), make()
   token, _ = play(one, actions()[:5])[-1]
-  assert one.load(token, one.save(token)) is token and not said
+  assert one.load(token, one.save(token)) is token and not messages
   after = other.load(token, one.save(token))
   np.testing.assert_array_equal(after, token)
-  assert said == [
+  assert messages == [
     'Episodes started anew, as a vector environment is not saved: 4.'
   ]
   _, timestep = other.step(after, actions()[5])
@@ -192,23 +192,23 @@ def test_another_process_starts_new_episodes_and_reports_it():
 
 
 @pytest.mark.slow
-def test_ppo_is_the_same_in_either_and_in_pieces(pool):
-  make = lambda world: workflows.ppo(
+def test_ppo_is_the_same_in_a_pool_a_vector_environment_and_pieces(pool):
+  make = lambda env: workflows.ppo(
     *(
-      world,
+      env,
       functools.partial(gaussian_policy.policy, width=8),
       optimizers.adamw(1e-2),
     ),
     num_envs=N,
     num_steps=9,
   )
-  made = []
-  for world in (pool(toy('Count')), vector.env(toy('Count'), N)):
-    workflow = make(world)
+  results = []
+  for env in (pool(toy('Count')), vector.env(toy('Count'), N)):
+    workflow = make(env)
     state = workflow.init(KEY)
     state, info = workflow.step(state, (), KEY)
-    made.append((workflow.params(state), info))
-  equal(*made)
+    results.append((workflow.params(state), info))
+  equal(*results)
   workflow = make(vector.env(toy('Count'), N))
   state = workflow.init(KEY)
   flow = flow_lib.trace(workflow.step, state, (), KEY)
@@ -217,7 +217,7 @@ def test_ppo_is_the_same_in_either_and_in_pieces(pool):
   planned.load(state)
   planned.step((), KEY)
   near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-  jax.tree.map(near, workflow.params(planned.state()), made[0][0])
+  jax.tree.map(near, workflow.params(planned.state()), results[0][0])
   planned.close()
 
 
@@ -234,8 +234,8 @@ def theirs(T):
     sim_backend='physx_cpu',
     render_backend='none',
   )
-  world = vector.wrap(env, horizon=50)
-  return play(world, arm(T), SEEDS[:1])
+  vector_env = vector.wrap(env, horizon=50)
+  return play(vector_env, arm(T), SEEDS[:1])
 
 
 def arm(T):
@@ -251,8 +251,8 @@ def arm(T):
 def test_maniskills_vector_environment_equals_its_environment():
   """Of torch's tensors; here on a processor, where it holds one scene."""
   T = 50  # It begins further episodes by seeds of its own.
-  world = maniskill.env('PushCube-v1', 1)
-  want = play(world, arm(T), SEEDS[:1])
+  env = maniskill.env('PushCube-v1', 1)
+  want = play(env, arm(T), SEEDS[:1])
   spawn = multiprocessing.get_context('spawn')
   with futures.ProcessPoolExecutor(1, spawn) as process:
     got = process.submit(theirs, T).result()

@@ -30,10 +30,10 @@ def film(K=4, F=3, edge=20, noise=False):
 
 
 def test_episodes_are_side_by_side_in_order_and_frames_in_time(tmp_path):
-  told = film()
-  told['success'][2, 1:] = told['solved'][2] = 1
+  episodes = film()
+  episodes['success'][2, 1:] = episodes['solved'][2] = 1
   at = tmp_path / 'videos' / 'x.gif'
-  video.write(at, told)
+  video.write(at, episodes)
   opened = Image.open(at)
   assert opened.n_frames == 3 and opened.info['loop'] == 0
   wide, high = opened.size[0] // 2, opened.size[1] // 2
@@ -51,13 +51,15 @@ def test_episodes_are_side_by_side_in_order_and_frames_in_time(tmp_path):
 
 
 def test_frames_that_cannot_be_drawn_leave_no_file(tmp_path):
-  told = film()
-  told['shown'][:] = 0
-  video.try_write(tmp_path, 3, told, pytest.fail)
+  episodes = film()
+  episodes['shown'][:] = 0
+  video.try_write(tmp_path, 3, episodes, pytest.fail)
   assert not video.paths(tmp_path)
-  said = []
-  video.try_write(tmp_path, 3, told | {'shown': np.ones(9)}, said.append)
-  assert not video.paths(tmp_path) and 'no video of step 3' in said[0]
+  messages = []
+  video.try_write(
+    tmp_path, 3, episodes | {'shown': np.ones(9)}, messages.append
+  )
+  assert not video.paths(tmp_path) and 'no video of step 3' in messages[0]
 
 
 def test_a_video_is_small_for_any_frames(tmp_path):

@@ -7,11 +7,11 @@ import optax
 import pytest
 
 import claims
+import jax_envs
 from stages import workflows
 from stages.envs import episode_stats
 from stages.models import gaussian_policy
 from tests.rlinf_jax.runtime import random_plans_test
-from tests.stages.workflows import embodied_grpo_test
 import tiny
 
 STAGES = (
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures('in_float64')
 def workflow(updates):
   n, epochs, filtered = updates
   return workflows.embodied_grpo(
-    embodied_grpo_test.line(),
+    jax_envs.line(),
     functools.partial(gaussian_policy.policy, width=8),
     KEEP,
     num_envs=16,

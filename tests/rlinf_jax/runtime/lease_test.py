@@ -81,10 +81,10 @@ def test_processes_never_hold_a_lease_at_the_same_time(tmp_path):
     processes = [
       stack.enter_context(child(tmp_path, f'p{i}', i % 2, 40)) for i in range(4)
     ]
-    held = [json.loads(one.stdout.readline()) for one in processes]
-  held = sorted(tuple(span) for spans in held for span in spans)
-  assert len(held) == 4 * 40
-  assert all(a[1] < b[0] for a, b in zip(held, held[1:], strict=False))
+    lists = [json.loads(one.stdout.readline()) for one in processes]
+  spans = sorted(tuple(span) for some in lists for span in some)
+  assert len(spans) == 4 * 40
+  assert all(a[1] < b[0] for a, b in zip(spans, spans[1:], strict=False))
   assert waiting(tmp_path) == 0
 
 

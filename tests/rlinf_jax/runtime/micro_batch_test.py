@@ -106,8 +106,8 @@ def test_micro_batches_save_memory_and_add_no_work(place):
     like = {'w': jax.ShapeDtypeStruct((64, 512), jnp.float32)}
     batch = jax.ShapeDtypeStruct((8192, 64), jnp.float32)
     graph = flow_lib.trace(lambda w, x: (w, gradient(w, x)), like, batch)
-    held = place_lib.Place('all', tiny.PLACES[place], {'gradient': rows})
-    return held.compile(graph, graph.nodes[0])
+    holder = place_lib.Place('all', tiny.PLACES[place], {'gradient': rows})
+    return holder.compile(graph, graph.nodes[0])
 
   whole, small = compiled(8192), compiled(1024)
   memory = lambda call: call.memory_analysis().temp_size_in_bytes

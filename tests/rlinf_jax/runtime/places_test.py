@@ -163,14 +163,14 @@ def test_what_a_place_waits_for_is_on_the_timeline():
 )
 def test_the_result_of_a_host_stage_is_never_overwritten(sketch):
   """Although the stage that reads it could reuse its memory."""
-  made = []
+  results = []
 
   def keep(x):
     room = np.ones((len(x) + 1, WIDE), np.float32).ravel()
     # Aligned, so that JAX would alias it.
     begin = -room.ctypes.data % 64 // room.itemsize
-    made.append(room[begin:][: len(x) * WIDE].reshape(len(x), WIDE))
-    return made[-1]
+    results.append(room[begin:][: len(x) * WIDE].reshape(len(x), WIDE))
+    return results[-1]
 
   like = lambda x: jax.ShapeDtypeStruct((x.shape[0], WIDE), jnp.float32)
   act = stages.Stage(keep, 'act', host=True, out_shapes=like)
@@ -187,5 +187,5 @@ def test_the_result_of_a_host_stage_is_never_overwritten(sketch):
   for _ in range(2):
     assert planned.step(BATCH, KEY) == 3
   planned.close()
-  assert len(made) == 2 * sketch.get('pieces', 1)
-  assert all((x == 1).all() for x in made)
+  assert len(results) == 2 * sketch.get('pieces', 1)
+  assert all((x == 1).all() for x in results)

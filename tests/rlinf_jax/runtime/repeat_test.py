@@ -88,9 +88,9 @@ def test_called_with_arrays_a_repeat_loops_until_its_predicate(most, rounds):
   for _ in range(rounds):
     x = x / 2
     x = x + x.sum()
-  made, n = step(jnp.ones(()), inputs(most))
+  result, n = step(jnp.ones(()), inputs(most))
   assert n == rounds
-  np.testing.assert_allclose(made, x.sum() / 2, rtol=1e-6)
+  np.testing.assert_allclose(result, x.sum() / 2, rtol=1e-6)
 
 
 def test_without_a_predicate_a_repeat_runs_at_most_rounds():
@@ -117,8 +117,8 @@ def test_a_repeat_is_recorded_as_one_call_with_a_body():
   assert names == ['halve', 'weigh', 'grow', 'count']
   # A plan places the stages of the body, not the loop.
   assert flow.stages == ('zero', 'grow', 'halve', 'weigh', 'count')
-  said = str(flow)
-  assert '≤ 5 rounds' in said and '\n  halve ' in said
+  listing = str(flow)
+  assert '≤ 5 rounds' in listing and '\n  halve ' in listing
 
 
 def body(fn, *given):
@@ -132,20 +132,20 @@ REFUSED = {
   'two': (lambda x: (x, (count(x[1], x[1]))), 'one boolean that a stage'),
   'another carry': (lambda x: (halve(x[0]), None), 'a state like the one'),
   'twice': (
-    lambda x: ((made := halve(x[0]), made), None),
+    lambda x: ((halved := halve(x[0]), halved), None),
     'returns halve. more than once, state.0 being one of them',
   ),
 }
 
 
-@pytest.mark.parametrize('fn, said', REFUSED.values(), ids=REFUSED)
-def test_a_body_whose_output_cannot_be_its_next_input_is_refused(fn, said):
+@pytest.mark.parametrize('fn, message', REFUSED.values(), ids=REFUSED)
+def test_a_body_whose_output_cannot_be_its_next_input_is_refused(fn, message):
   given = jnp.ones(2), jnp.ones(2)
   if fn is REFUSED['no boolean'][0]:
     fn, given = (lambda x: ((halve(x[0]), x[1]), x[1])), given
   if fn is REFUSED['two'][0]:
     given = jnp.ones(2), jnp.int32(1)
-  with pytest.raises(TypeError, match=said) as error:
+  with pytest.raises(TypeError, match=message) as error:
     trace(body(fn), given=given)
   assert any('in stage loop, while' in note for note in error.value.__notes__)
 
@@ -192,8 +192,8 @@ def random_loop(seed, depth=1):
     for _ in range(rng.integers(1, 5)):
       stage = tiny.ROUTED[rng.integers(len(tiny.ROUTED))]
       n = stage.fn.__code__.co_argcount
-      made = stage(*(values[i] for i in rng.integers(len(values), size=n)))
-      values += made if isinstance(made, tuple) else [made]
+      new = stage(*(values[i] for i in rng.integers(len(values), size=n)))
+      values += new if isinstance(new, tuple) else [new]
     if depth:
       values += loop(rng, values, depth - 1, most)
     return values
@@ -217,18 +217,18 @@ def random_loop(seed, depth=1):
 
     pick = rng.integers(len(values), size=width + rng.integers(3))
     carry = zero(most), *(values[i] for i in pick[:width])
-    made = repeat.Repeat(turn, f'loop {depth}', int(rng.integers(1, 4)))(
+    outputs = repeat.Repeat(turn, f'loop {depth}', int(rng.integers(1, 4)))(
       carry, most, *(values[i] for i in pick[width:])
     )
-    return list(made[1:])
+    return list(outputs[1:])
 
   def step(state, batch, most):
     rng = np.random.default_rng(seed)
     values = route(rng, [*state, *batch], depth, most)
     values = route(rng, values, 0, most)
     pick = rng.integers(len(values), size=len(state) + rng.integers(4))
-    made = [values[i] for i in pick]
-    return made[: len(state)], made[len(state) :]
+    chosen = [values[i] for i in pick]
+    return chosen[: len(state)], chosen[len(state) :]
 
   return step
 
@@ -325,10 +325,10 @@ class ModelPlace:
     args = [buffer.x for buffer in buffers]
     if node.takes is not None:
       args = jax.tree.unflatten(node.takes, args)
-    made = jax.tree.leaves(node.stage.fn(*args))
+    outputs = jax.tree.leaves(node.stage.fn(*args))
     for v in donate:
       frame.memory.pop(v).overwritten = True
-    for v, x in zip(node.writes, made, strict=True):
+    for v, x in zip(node.writes, outputs, strict=True):
       assert v not in frame.memory
       frame.memory[v] = Buffer(x)
 
@@ -348,9 +348,9 @@ class ModelPlace:
     )
 
   def end_round(self, frame) -> bool:
-    held = set(frame.memory)
+    left = set(frame.memory)
     stays = {start for start, end in frame.flow.carry if start == end}
-    assert held <= stays, 'A round drops all that is not carried unchanged.'
+    assert left <= stays, 'A round drops all that is not carried unchanged.'
     frame.memory |= frame.carry
     frame.at, frame.carry, frame.rounds = 0, {}, frame.rounds - 1
     if len(self.frames) == 1:
@@ -371,8 +371,10 @@ class ModelPlace:
 def play(flow, programs, memories, inputs):
   channels, sink = {}, {}
   places = [
-    ModelPlace(name, Frame(flow, made, memories[name], inputs), channels, sink)
-    for name, made in programs.items()
+    ModelPlace(
+      name, Frame(flow, instructions, memories[name], inputs), channels, sink
+    )
+    for name, instructions in programs.items()
   ]
   while not all(place.ended for place in places):
     moved = False
@@ -478,10 +480,12 @@ def test_the_pieces_of_a_body_overlap():
 
 def test_a_span_within_a_loop_names_the_loop():
   flow = looped()
-  made = simulate(flow, dict.fromkeys(flow.stages, 'x'), Known({'halve': 1}))
+  simulation = simulate(
+    flow, dict.fromkeys(flow.stages, 'x'), Known({'halve': 1})
+  )
   (at,) = [i for i, node in enumerate(flow.nodes) if node.body]
   body = flow.nodes[at].body
-  spans = [span for span in made.spans if span.step == 0 and span.loop]
+  spans = [span for span in simulation.spans if span.step == 0 and span.loop]
   assert {span.loop for span in spans} == {(at,)}
   runs = [body.nodes[span.node].name for span in spans if span.what == 'run']
   assert runs == ['halve', 'weigh', 'grow', 'count'] * 5
@@ -503,14 +507,14 @@ def test_random_loops_planned_are_eager(seed):
   same = functools.partial(
     np.testing.assert_allclose, **TOLERANCE
   ) if plan.pieces > 1 else np.testing.assert_array_equal  # fmt: skip
-  made = []
+  results = []
   for most in (2, 1, 3):
     most = jnp.int32(most)
     got = runtime.step(batch, most)
     state, want = fn(state, batch, most)
     jax.tree.map(same, runtime.state(), state)
-    made.append((got, want))
-  for got, want in made:  # Later steps have not overwritten results.
+    results.append((got, want))
+  for got, want in results:  # Later steps have not overwritten results.
     jax.tree.map(same, got, want)
   runtime.close()
 

@@ -199,8 +199,8 @@ def test_no_more_than_jobs_points_run_at_a_time(fake, tmp_path, jobs):
     '(here / str(os.getpid())).unlink()\n'
   )
   run((sys.executable, '-S', str(counter)), 'a.b = range(5)', jobs=jobs)
-  seen = [int(x) for x in pathlib.Path('seen').read_text().split()]
-  assert max(seen) == jobs
+  running = [int(x) for x in pathlib.Path('seen').read_text().split()]
+  assert max(running) == jobs
 
 
 def test_points_of_another_recipe_are_not_mixed_in(fake):

@@ -42,13 +42,13 @@ def ids(kept: replay.Replay):
 def test_the_newest_rows_are_kept_as_in_a_deque(capacity):
   rng = np.random.default_rng(capacity)
   ring, oracle = replay.empty(LIKE, capacity), collections.deque([], capacity)
-  seen = 0
+  stored = 0
   for _ in range(40):
     kept = rng.integers(0, 2, 5).astype(np.float32)  # Rows that did not fail.
-    new = rows(seen, 5)
+    new = rows(stored, 5)
     ring = put(ring, new, kept)
     oracle.extend(new.reward[kept > 0])
-    seen += 5
+    stored += 5
     assert sorted(ids(ring)) == sorted(oracle)
     if len(oracle) == capacity:  # `next` is the oldest row.
       assert ring.rows.reward[ring.next] == oracle[0]

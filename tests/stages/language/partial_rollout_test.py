@@ -11,11 +11,12 @@ import pytest
 from planner.ir import plan as plan_lib
 from rlinf_jax.run import checkpoint, flows
 import stages
-from stages import base, metrics, workflows
+from stages import base, workflows
 from stages.language import language_model, partial_rollout
 from stages.learn import optimizers
 from tests.rlinf_jax.runtime import invariance_test, random_plans_test
 import tiny
+from tiny import read
 
 KEY = jax.random.key(0)
 GROUP, GROUPS, LENGTH = 2, 6, 24
@@ -176,13 +177,13 @@ def test_carried_rows_equal_rows_that_were_not(max_carry, extra_groups):
   """With frozen parameters, an interruption changes no token."""
   steps = run(max_carry, extra_groups, 8)
   whole = jax.jit(functools.partial(policy().act, group_size=GROUP))
-  want, seen, several = {}, {}, 0
+  want, counts, several = {}, {}, 0
   for i in range(8):
     want[i] = whole(params(0), problem_of(i).prompt, keys(i))
   for answer, _, x in rows_of(steps):
     start, n = divmod(answer, 100)
-    b = n * GROUP + seen.setdefault(answer, 0)
-    seen[answer] += 1
+    b = n * GROUP + counts.setdefault(answer, 0)
+    counts[answer] += 1
     several += len({*np.asarray(x.version)[np.asarray(x.mask) > 0]}) > 1
     for name in ('action', 'mask', 'truncated'):
       np.testing.assert_array_equal(
@@ -280,10 +281,6 @@ def grpo(dtype='float32', **kwargs):
     group_size=4,
     **kwargs,
   )
-
-
-def read(info):
-  return metrics.read(jax.device_get(info))[0]
 
 
 @pytest.mark.slow

@@ -17,19 +17,19 @@ def pieces(tokenizer, string):
 
 
 def test_a_trained_tokenizer_can_be_loaded(tmp_path):
-  made = tokens.train_tokenizer(tmp_path, arithmetic.corpus(200), 80)
+  trained = tokens.train_tokenizer(tmp_path, arithmetic.corpus(200), 80)
   again = tokens.load_tokenizer(str(tmp_path))
-  assert again.get_vocab() == made.get_vocab()
-  assert again.eos_token_id == again.pad_token_id == made.eos_token_id
+  assert again.get_vocab() == trained.get_vocab()
+  assert again.eos_token_id == again.pad_token_id == trained.eos_token_id
   for string in arithmetic.corpus(20):
-    assert again(string)['input_ids'] == made(string)['input_ids']
+    assert again(string)['input_ids'] == trained(string)['input_ids']
 
 
 def test_texts_survive_the_round_trip(tokenizer):
   texts = [*arithmetic.corpus(300), 'the hat', 'cat and 12']
   for make in tokens.encode_prompts, tokens.encode_completions:
-    made = make(tokenizer, texts, 120)
-    assert tokens.decode(tokenizer, *made) == texts
+    rows = make(tokenizer, texts, 120)
+    assert tokens.decode(tokenizer, *rows) == texts
 
 
 def test_every_digit_is_a_token_and_words_are_merged(tokenizer):

@@ -5,28 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stages import base, core
-from stages.envs import obs_stats, push, replay
+import jax_envs
+from jax_envs import HIGH, LOW
+from stages import core
+from stages.envs import obs_stats, replay
 from stages.learn import soft_actor_critic, train_step
 from stages.models import critics as critics_lib
 from stages.models import gaussian_policy
 
 KEY = jax.random.key(0)
 GAMMA = 0.9
-
-
-class Known:
-  """A policy that does nothing in particular, log π = −3."""
-
-  @staticmethod
-  def act(params, obs, key, **kwargs):
-    del params, key, kwargs
-    logp = jnp.full(obs.shape[:1], -3.0)
-    return base.Experience(obs, 0.0 * obs, logp, 1.0 + 0.0 * logp, 0.0 * logp)
-
-  @staticmethod
-  def to_env_action(action):
-    return action
 
 
 def test_the_least_is_of_a_pair_that_is_drawn_for_each_update():
@@ -37,15 +25,17 @@ def test_the_least_is_of_a_pair_that_is_drawn_for_each_update():
       params * jnp.arange(5.0)[:, None] * jnp.ones((1, len(obs)))
     ),
   )
-  loss = jax.jit(soft_actor_critic.critic_objective(Known, five, 2))
+  loss = jax.jit(
+    soft_actor_critic.critic_objective(jax_envs.IdlePolicy, five, 2)
+  )
   zero = jnp.zeros((3, 1))
   row = replay.Transition(zero, zero, zero[:, 0], zero[:, 0] + 1.0, zero)
   batch = replay.Sample(row, jax.random.split(KEY, 3))
   actor = {'policy': (), 'log_temperature': -jnp.inf}  # α = 0.
-  luck, least = jax.random.fold_in(KEY, core.CHOOSE), []
+  key, least = jax.random.fold_in(KEY, core.CHOOSE), []
   for i in range(40):
     (mean,), _ = loss(0.0, 1.0, actor, (), KEY, i, batch)
-    pair = jax.random.permutation(jax.random.fold_in(luck, i), 5)[:2]
+    pair = jax.random.permutation(jax.random.fold_in(key, i), 5)[:2]
     least.append(int(pair.min()))
     y = (float(mean.sum / mean.count) / 2.5) ** 0.5
     assert y == pytest.approx(least[-1], abs=1e-6)
@@ -83,7 +73,7 @@ def torch_sac(params, target, actor, scale, batch, noise, *, case):
 
   def value(p, obs, command):
     inside = (2 * command - low - high) / (high - low)
-    made = []
+    values = []
     for i in range(case['critics']):
       x = obs @ p['see_IOD'][i] + inside @ p['do_IAD'][i]
       x = x + p['enter_bias_ID'][i]
@@ -98,8 +88,8 @@ def torch_sac(params, target, actor, scale, batch, noise, *, case):
           *(x, x.shape[-1:], p['up_scale_IF'][i], p['up_shift_IF'][i]),
           eps=1e-6,
         )
-      made.append(torch.relu(x) @ p['out_IF'][i] + p['out_bias_I'][i])
-    return torch.stack(made)
+      values.append(torch.relu(x) @ p['out_IF'][i] + p['out_bias_I'][i])
+    return torch.stack(values)
 
   obs, after = seen(row.obs), seen(row.next_obs)
   alpha = actor['log_temperature'].exp()
@@ -121,7 +111,6 @@ def torch_sac(params, target, actor, scale, batch, noise, *, case):
   return (critic_loss.item(), critic_grads), (loss.item(), actor_grads)
 
 
-LOW, HIGH = (-1.0, 0.0), (1.0, 3.0)
 CASES = {
   'two critics': {},
   'ten critics, normalized layers, the least of two': {
@@ -136,12 +125,12 @@ CASES = {
 def test_losses_and_gradients_are_those_of_torch(in_float64, case):
   pytest.importorskip('torch', reason='The reference is written in torch.')
   case = {'critics': 2, 'norm': False, 'subset': None, 'entropy': -1.3} | case
-  world = push.push()._replace(action_low=LOW, action_high=HIGH)
+  env = jax_envs.push_in_bounds()
   policy = gaussian_policy.policy(
-    world, width=8, bounding='tanh', state_dependent_std=True, critic=False
+    env, width=8, bounding='tanh', state_dependent_std=True, critic=False
   )
   critic = critics_lib.ensemble(
-    world, num_critics=case['critics'], width=8, layer_norm=case['norm']
+    env, num_critics=case['critics'], width=8, layer_norm=case['norm']
   )
   params, target = (critic.init(jax.random.key(i)) for i in range(2))
   moved = lambda x: x + 0.1 * jax.random.normal(KEY, x.shape)
@@ -151,16 +140,16 @@ def test_losses_and_gradients_are_those_of_torch(in_float64, case):
   params, target = jax.tree.map(moved, (params, target))
   M = 24
   obs, after = jax.random.normal(jax.random.key(7), (2, M, 10))
-  luck = np.random.default_rng(0)
+  rng = np.random.default_rng(0)
   row = replay.Transition(
     obs,
-    jnp.asarray(luck.uniform(LOW, HIGH, (M, 2))),
-    jnp.asarray(luck.normal(size=M)),
-    jnp.asarray(GAMMA * (luck.random(M) < 0.8)),
+    jnp.asarray(rng.uniform(LOW, HIGH, (M, 2))),
+    jnp.asarray(rng.normal(size=M)),
+    jnp.asarray(GAMMA * (rng.random(M) < 0.8)),
     after,
   )
   batch = replay.Sample(row, jax.random.split(KEY, M))
-  scale = obs_stats.from_batch(3.0 + 2.0 * obs, world.obs_spec)
+  scale = obs_stats.from_batch(3.0 + 2.0 * obs, env.obs_spec)
   noise = [
     jax.vmap(lambda key, i=i: jax.random.normal(jax.random.fold_in(key, i), 2))(
       batch.key
@@ -182,8 +171,8 @@ def test_losses_and_gradients_are_those_of_torch(in_float64, case):
     (climb, (actor, params, scale, batch)),
   )
   for (loss, args), (number, grads) in zip(got, want, strict=True):
-    made = jax.jit(train_step.gradient(loss))(*args)
-    (numerator,), (denominator,) = made.numerators, made.denominators
+    gradient = jax.jit(train_step.gradient(loss))(*args)
+    (numerator,), (denominator,) = gradient.numerators, gradient.denominators
     (mean,), _ = jax.jit(loss)(*args)
     np.testing.assert_allclose(mean.sum / mean.count, number, rtol=1e-9)
     jax.tree.map(

@@ -218,10 +218,10 @@ def test_bfloat16_parameters_are_updated_in_float32():
 
 
 def test_an_optimizer_is_shown_float32():
-  seen = []
+  dtypes = []
 
   def update(updates, params):
-    seen.append((updates.dtype, params.dtype))
+    dtypes.append((updates.dtype, params.dtype))
     return updates
 
   optimizer, one = optax.stateless(update), jnp.ones(2, jnp.bfloat16)
@@ -229,7 +229,7 @@ def test_an_optimizer_is_shown_float32():
   state, _ = train_step.apply(optimizer)(
     train_step.init(one, optimizer), gradient
   )
-  assert seen == [(jnp.float32, jnp.float32)]
+  assert dtypes == [(jnp.float32, jnp.float32)]
   assert state.params.dtype == jnp.bfloat16
 
 
@@ -265,10 +265,10 @@ def test_an_optimizer_that_does_not_show_its_rate_logs_none():
 
 
 def test_rates_count_the_steps_of_several_updates():
-  made = rates(
+  logged = rates(
     optimizers.adamw(0.4, warmup_steps=1, decay_steps=3, updates_per_step=2), 6
   )
-  np.testing.assert_allclose(made, [0.2, 0.4, 0.4, 0.3, 0.2, 0.1])
+  np.testing.assert_allclose(logged, [0.2, 0.4, 0.4, 0.3, 0.2, 0.1])
 
 
 def test_adamw_decays_weights_by_its_rate():
@@ -300,7 +300,7 @@ def apart(optimizer, updates):
     train_step.init(params, optimizer),
     jax.jit(train_step.apply(optimizer)),
   )
-  made = []
+  history = []
   for i in range(updates):
     slope = {
       'actor': {'w': jnp.arange(3.0) + i},
@@ -309,19 +309,19 @@ def apart(optimizer, updates):
     state, info = apply(
       state, train_step.Gradient((slope,), (jnp.ones(()),), {})
     )
-    made.append(state.params)
-  return made, metrics.read(jax.device_get(info))[0]
+    history.append(state.params)
+  return history, metrics.read(jax.device_get(info))[0]
 
 
 def alone(optimizer, slopes):
   """One part's parameters after Optax's updates of it alone."""
   params = {'w': jnp.ones_like(slopes[0])}
-  state, made = optimizer.init(params), []
+  state, history = optimizer.init(params), []
   for slope in slopes:
     change, state = optimizer.update({'w': slope}, state, params)
     params = optax.apply_updates(params, change)
-    made.append(params['w'])
-  return made
+    history.append(params['w'])
+  return history
 
 
 def test_an_actor_waits_for_its_critic():
@@ -332,25 +332,28 @@ def test_an_actor_waits_for_its_critic():
   both = optimizers.actor_critic(
     slow, fast, critic_warmup_steps=2, updates_per_step=2
   )
-  made, told = apart(both, 7)
+  history, info = apart(both, 7)
   ours = alone(slow, [jnp.arange(3.0) + i for i in range(4, 7)])
   theirs = alone(fast, [jnp.array([2.0, -1.0]) * (i - 1.5) for i in range(7)])
-  for params in made[:4]:
+  for params in history[:4]:
     np.testing.assert_array_equal(params['actor']['w'], 1)
-  for params, want in zip(made[4:], ours, strict=True):  # As if it began then.
+  # As if it began then.
+  for params, want in zip(history[4:], ours, strict=True):
     np.testing.assert_allclose(params['actor']['w'], want, rtol=1e-12)
-  for params, want in zip(made, theirs, strict=True):
+  for params, want in zip(history, theirs, strict=True):
     np.testing.assert_allclose(params['critic']['w'], want, rtol=1e-12)
-  assert told['train/lr'] == pytest.approx(0.1)
-  assert told['train/lr_critic'] == pytest.approx(0.3)
+  assert info['train/lr'] == pytest.approx(0.1)
+  assert info['train/lr_critic'] == pytest.approx(0.3)
 
 
 def test_both_learn_at_once_without_a_warm_up():
-  made, _ = apart(
+  history, _ = apart(
     optimizers.actor_critic(optimizers.adamw(0.1), optimizers.adamw(0.3)), 1
   )
-  np.testing.assert_allclose(made[0]['actor']['w'], [1.0, 0.9, 0.9], rtol=1e-6)
-  np.testing.assert_allclose(made[0]['critic']['w'], [1.3, 0.7], rtol=1e-6)
+  np.testing.assert_allclose(
+    history[0]['actor']['w'], [1.0, 0.9, 0.9], rtol=1e-6
+  )
+  np.testing.assert_allclose(history[0]['critic']['w'], [1.3, 0.7], rtol=1e-6)
 
 
 def test_what_has_no_critic_needs_no_optimizer_for_one():

@@ -23,7 +23,7 @@ LIKE = {
 pytestmark = pytest.mark.usefixtures('in_float64')
 
 
-def seen(*ahead, like=LIKE, seed=0):
+def observations(*ahead, like=LIKE, seed=0):
   """Observations of any colors and numbers."""
   rng = np.random.default_rng(seed)
 
@@ -39,7 +39,7 @@ def seen(*ahead, like=LIKE, seed=0):
 def network():
   """The encoder, and parameters none of which is zero."""
   encoder = cnn.encoder(LIKE, CONFIG)
-  params = jax.jit(encoder.init)(jax.random.key(0), seen(1))['params']
+  params = jax.jit(encoder.init)(jax.random.key(0), observations(1))['params']
   leaves, tree = jax.tree.flatten(params)
   rng = np.random.default_rng(1)
   leaves = [x + 0.1 * rng.normal(size=x.shape) for x in leaves]
@@ -74,15 +74,15 @@ def in_torch(weights, picture_BHWC):
 
 def test_the_encoder_is_that_of_torch():
   encoder, params = network()
-  obs = seen(5)
-  made = jax.jit(encoder.apply)({'params': params}, obs)
+  obs = observations(5)
+  got = jax.jit(encoder.apply)({'params': params}, obs)
   want = [
     in_torch(params[f'image_{camera}'], obs['image'][camera])
     for camera in ('front', 'wrist')
   ]
   want = np.concatenate([*want, obs['state']], 1)
   assert (want[:, : 2 * CONFIG.features] > 0).any(0).sum() > CONFIG.features
-  np.testing.assert_allclose(made, want, rtol=1e-11, atol=1e-11)
+  np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-11)
 
 
 def test_a_spatial_softmax_says_where_a_channel_sees_something():
@@ -100,9 +100,9 @@ def test_a_spatial_softmax_says_where_a_channel_sees_something():
     'layer0_bias_F': np.array([3.0, -4.0]),  # Softmax is blind to it.
     'sharpness': np.array(1.0),
   }
-  made = jax.jit(encoder.apply)({'params': {'': eye}}, picture)
+  got = jax.jit(encoder.apply)({'params': {'': eye}}, picture)
   want = [[-1, 1, 1, -1], [0, -0.5, 0, 0.5]]
-  np.testing.assert_allclose(made, want, atol=1e-12)
+  np.testing.assert_allclose(got, want, atol=1e-12)
   even = jax.jit(encoder.apply)({'params': {'': eye}}, 0 * picture)
   np.testing.assert_allclose(even, np.zeros((2, 4)), atol=1e-12)
 
@@ -110,19 +110,19 @@ def test_a_spatial_softmax_says_where_a_channel_sees_something():
 def test_rows_and_steps_may_lie_ahead():
   encoder, params = network()
   encode = jax.jit(encoder.apply)
-  obs = seen(2, 3)
+  obs = observations(2, 3)
   rows = jax.tree.map(lambda x: x.reshape(6, *x.shape[2:]), obs)
-  made, want = (encode({'params': params}, x) for x in (obs, rows))
-  np.testing.assert_allclose(made.reshape(want.shape), want, rtol=1e-12)
+  got, want = (encode({'params': params}, x) for x in (obs, rows))
+  np.testing.assert_allclose(got.reshape(want.shape), want, rtol=1e-12)
   one = encode({'params': params}, jax.tree.map(lambda x: x[0, 0], obs))
   np.testing.assert_allclose(one, want[0], rtol=1e-12)
 
 
 def test_actor_and_critic_both_teach_every_weight_of_the_encoder():
-  world = push.push(image_size=12)
-  policy = gaussian_policy.policy(world, width=8, camera_encoder=CONFIG)
+  env = push.push(image_size=12)
+  policy = gaussian_policy.policy(env, width=8, camera_encoder=CONFIG)
   params = jax.jit(policy.init)(jax.random.key(0))
-  obs = seen(16, like=world.obs_spec)
+  obs = observations(16, like=env.obs_spec)
   action = np.random.default_rng(2).normal(size=(16, 2))
 
   def loss(params, field):
@@ -138,17 +138,17 @@ def test_actor_and_critic_both_teach_every_weight_of_the_encoder():
 
 
 def test_a_value_is_the_same_alone_and_beside_the_action():
-  world = push.push(image_size=12)
-  policy = gaussian_policy.policy(world, width=8, camera_encoder=CONFIG)
+  env = push.push(image_size=12)
+  policy = gaussian_policy.policy(env, width=8, camera_encoder=CONFIG)
   params = jax.jit(policy.init)(jax.random.key(0))
-  obs, evaluate = seen(4, like=world.obs_spec), jax.jit(policy.evaluate)
+  obs, evaluate = observations(4, like=env.obs_spec), jax.jit(policy.evaluate)
   both = evaluate(params, obs, np.zeros((4, 2)))
   alone = jax.jit(policy.value)(params, obs)
   np.testing.assert_allclose(alone, both.value, rtol=1e-12)
 
 
 def test_a_moment_of_what_is_seen_is_kept_of_numbers_alone():
-  obs = seen(9)
+  obs = observations(9)
   scale = obs_stats.from_batch(obs, LIKE)
   assert scale.count == 9 and scale.mean['image'] == {
     'front': None,
@@ -156,20 +156,20 @@ def test_a_moment_of_what_is_seen_is_kept_of_numbers_alone():
   }
   np.testing.assert_allclose(scale.mean['state'], obs['state'].mean(0))
   twice = obs_stats.init(LIKE).merge(scale).merge(scale)
-  made = obs_stats.normalize(twice, obs)
+  got = obs_stats.normalize(twice, obs)
   for camera, picture in obs['image'].items():
-    assert made['image'][camera] is picture  # Bytes, and not one changed.
-  np.testing.assert_allclose(made['state'].mean(0), 0, atol=1e-12)
-  np.testing.assert_allclose(made['state'].std(0), 1, rtol=1e-6)
+    assert got['image'][camera] is picture  # Bytes, and not one changed.
+  np.testing.assert_allclose(got['state'].mean(0), 0, atol=1e-12)
+  np.testing.assert_allclose(got['state'].std(0), 1, rtol=1e-6)
 
 
 def test_pictures_alone_are_read_too():
   picture = LIKE['image']['front']
   encoder = cnn.encoder(picture, CONFIG)
   encode = lambda key, obs: encoder.init_with_output(key, obs)[0]
-  made = jax.eval_shape(encode, jax.random.key(0), seen(2, like=picture))
-  assert made.shape == (2, CONFIG.features)
-  scale = obs_stats.from_batch(seen(5, like=picture), picture)
+  got = jax.eval_shape(encode, jax.random.key(0), observations(2, like=picture))
+  assert got.shape == (2, CONFIG.features)
+  scale = obs_stats.from_batch(observations(5, like=picture), picture)
   assert scale.count == 5 and scale.mean is None
 
 

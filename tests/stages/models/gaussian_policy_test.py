@@ -82,10 +82,10 @@ def test_a_squashed_gaussians_log_probability_is_that_of_torch():
 def test_a_squashed_density_is_finite_and_exact_where_tanh_is_one():
   far = jnp.array([[10.0, -30.0, 0.0]])
   low, high = jnp.array(LOW), jnp.array(HIGH)
-  made = gaussian_policy.log_slope(far, low, high)[0]
+  slope = gaussian_policy.log_slope(far, low, high)[0]
   # log(1 − tanh² x) = log 4 − 2|x| + O(e^−2|x|), and 0 at 0.
   want = (np.log(4) - 20) + (np.log(4) - 60) + np.log(1 * 1 * 4)
-  np.testing.assert_allclose(made, want, rtol=1e-9)
+  np.testing.assert_allclose(slope, want, rtol=1e-9)
 
 
 @pytest.mark.parametrize('bound', ['clip', 'tanh'])
@@ -93,8 +93,10 @@ def test_commands_stay_within_the_space_and_reach_its_ends(bound):
   policy, _ = policy_and_params(bound)
   low, high = np.array(LOW), np.array(HIGH)
   far = jnp.array([[-50.0] * 3, [50.0] * 3, [0.0] * 3])
-  made = policy.to_env_action(far)
-  np.testing.assert_allclose(made, [low, high, (low + high) / 2], atol=1e-12)
+  env_action = policy.to_env_action(far)
+  np.testing.assert_allclose(
+    env_action, [low, high, (low + high) / 2], atol=1e-12
+  )
   drawn = policy.to_env_action(
     3 * jax.random.normal(jax.random.key(0), (99, 3))
   )
@@ -105,13 +107,13 @@ def test_commands_stay_within_the_space_and_reach_its_ends(bound):
 def test_a_greedy_policy_does_the_same_whatever_the_key(bound):
   policy, params = policy_and_params(bound)
   obs = jax.random.normal(jax.random.key(2), (B, 4))
-  made = [
+  actions = [
     policy.act(
       params, obs, jax.random.split(jax.random.key(i), B), greedy=True
     ).action
     for i in range(2)
   ]
-  np.testing.assert_array_equal(*made)
+  np.testing.assert_array_equal(*actions)
 
 
 def test_a_rows_draw_is_its_keys_alone():

@@ -68,7 +68,7 @@ def keys(rows, seed=0):
 def decode(model, prompt, action_BT):
   """Logits [B, T, V] of each token, from a cache, one at a time."""
   token_BP, mask_BP = to_torch(prompt)
-  position_BP, made, past = torch_reference.positions(mask_BP), [], None
+  position_BP, logits, past = torch_reference.positions(mask_BP), [], None
   token_BX, position_BX = token_BP, position_BP
   for t in range(action_BT.shape[1]):
     out = model(
@@ -78,11 +78,11 @@ def decode(model, prompt, action_BT):
       past_key_values=past,
       use_cache=True,
     )
-    made.append(out.logits[:, -1])
+    logits.append(out.logits[:, -1])
     past, token_BX = out.past_key_values, action_BT[:, t : t + 1]
     position_BX = position_BX[:, -1:] + 1
     mask_BP = torch.cat([mask_BP, torch.ones_like(token_BX)], 1)
-  return torch.stack(made, 1).numpy()
+  return torch.stack(logits, 1).numpy()
 
 
 def test_logits_of_padded_prompts_are_those_of_transformers(case):
@@ -132,7 +132,7 @@ def test_greedy_generation_is_that_of_transformers(case):
 
   def want(stop):
     token, mask = to_torch(prompt)
-    made = case.torch.generate(
+    token_BT = case.torch.generate(
       input_ids=token,
       attention_mask=mask,
       generation_config=transformers.GenerationConfig(
@@ -142,7 +142,7 @@ def test_greedy_generation_is_that_of_transformers(case):
         pad_token_id=0,
       ),
     )[:, token.shape[1] :].numpy()
-    return np.pad(made, [(0, 0), (0, STEPS - made.shape[1])])
+    return np.pad(token_BT, [(0, 0), (0, STEPS - token_BT.shape[1])])
 
   # A token that ends some rows early and others never.
   endless = want([])
@@ -204,14 +204,14 @@ def watch(move):
     zeros = jax.tree.map(jnp.zeros_like, params)
     return Seen(zeros, zeros, jnp.zeros((), jnp.int32))
 
-  def update(gradient, seen, params=None):
+  def update(gradient, state, params=None):
     del params
-    is_first = seen.step == 0
+    is_first = state.step == 0
     first, second = (
       jax.tree.map(lambda new, old: jnp.where(at, new, old), gradient, old)
-      for at, old in ((is_first, seen.first), (~is_first, seen.second))
+      for at, old in ((is_first, state.first), (~is_first, state.second))
     )
-    return move, Seen(first, second, seen.step + 1)
+    return move, Seen(first, second, state.step + 1)
 
   return optax.GradientTransformation(init, update)
 
@@ -299,10 +299,10 @@ def test_grpo_gradient_is_that_of_torch(case, tmp_path):
       for m in (start, reference)
     )
   advantage = torch_reference.group_relative(torch.tensor(reward), group_size)
-  seen = state.actor.opt_state
+  recorded = state.actor.opt_state
   for model, run, ours in (
-    (start, slice(rows // 2), seen.first),
-    (moved, slice(rows // 2, rows), seen.second),
+    (start, slice(rows // 2), recorded.first),
+    (moved, slice(rows // 2, rows), recorded.second),
   ):
     part = jax.tree.map(lambda x: x[run], prompt)
     logp = torch_reference.logp(model, part, action[run], mask[run], heat)

@@ -12,7 +12,7 @@ from stages.envs import demonstrations, obs_stats, push
 from stages.learn import optimizers
 from stages.models import cnn, critics, gaussian_policy, policy_file
 
-WORLD = push.push(image_size=12, horizon=2)
+ENV = push.push(image_size=12, horizon=2)
 policy = functools.partial(
   gaussian_policy.policy,
   width=4,
@@ -32,19 +32,19 @@ def shapes(workflow, batch=()):
 def test_a_step_in_pictures_leaves_a_state_of_the_same_shapes(name):
   optimizer, batch = optimizers.adamw(1e-3), ()
   if name == 'ppo':
-    made = workflows.ppo(WORLD, policy, optimizer, num_minibatches=2, **ROWS)
+    workflow = workflows.ppo(ENV, policy, optimizer, num_minibatches=2, **ROWS)
   elif name == 'grpo':
-    made = workflows.embodied_grpo(
-      WORLD, policy, optimizer, group_size=2, kl_coef=0.1, **ROWS
+    workflow = workflows.embodied_grpo(
+      ENV, policy, optimizer, group_size=2, kl_coef=0.1, **ROWS
     )
   else:
-    made = workflows.behavior_cloning(WORLD, policy, optimizer)
+    workflow = workflows.behavior_cloning(ENV, policy, optimizer)
     rows = lambda x: jax.ShapeDtypeStruct((4, *x.shape), x.dtype)
     batch = base.Demonstration(
-      jax.tree.map(rows, WORLD.obs_spec),
+      jax.tree.map(rows, ENV.obs_spec),
       jax.ShapeDtypeStruct((4, 2), jnp.float32),
     )
-  before, after = shapes(made, batch)
+  before, after = shapes(workflow, batch)
   assert before == after
   scale = after.obs_stats.mean
   assert scale['image'] == {'table': None} and scale['state'].shape == (2,)
@@ -53,8 +53,8 @@ def test_a_step_in_pictures_leaves_a_state_of_the_same_shapes(name):
 
 def test_a_policy_of_pictures_is_exported_and_begun_with(tmp_path):
   fresh = {
-    'policy': jax.jit(policy(WORLD).init)(jax.random.key(0)),
-    'obs_stats': obs_stats.init(WORLD.obs_spec),
+    'policy': jax.jit(policy(ENV).init)(jax.random.key(0)),
+    'obs_stats': obs_stats.init(ENV.obs_spec),
   }
   policy_file.export(tmp_path, fresh)
   again = policy_file.start(tmp_path, jax.tree.map(jnp.zeros_like, fresh))
@@ -66,7 +66,7 @@ def test_who_cannot_learn_from_pictures_says_so():
   with pytest.raises(ValueError, match='These critics read vectors'):
     workflows.sac(
       *(
-        WORLD,
+        ENV,
         gaussian_policy.policy,
         critics.ensemble,
         optimizers.adamw(1e-3),
@@ -78,5 +78,5 @@ def test_who_cannot_learn_from_pictures_says_so():
     ValueError, match='Demonstrations hold vector observations'
   ):
     demonstrations.collect(
-      WORLD, push.controller, num_envs=1, noise_std=0.1, num_episodes=1
+      ENV, push.controller, num_envs=1, noise_std=0.1, num_episodes=1
     )

@@ -9,13 +9,11 @@ from stages.models import gaussian_policy, policy_file
 
 
 def exported(width=8):
-  world = push.push()
+  env = push.push()
   obs = jax.random.normal(jax.random.key(1), (20, 10))
   return {
-    'policy': gaussian_policy.policy(world, width=width).init(
-      jax.random.key(0)
-    ),
-    'obs_stats': obs_stats.from_batch(obs, world.obs_spec),
+    'policy': gaussian_policy.policy(env, width=width).init(jax.random.key(0)),
+    'obs_stats': obs_stats.from_batch(obs, env.obs_spec),
   }
 
 
@@ -23,9 +21,9 @@ def test_what_is_read_is_what_was_written_to_the_bit(tmp_path):
   params = exported()
   policy_file.export(tmp_path / 'model', params)
   like = jax.eval_shape(lambda: params)
-  made = policy_file.read(tmp_path / 'model', like)
-  assert jax.tree.structure(made) == jax.tree.structure(params)
-  jax.tree.map(np.testing.assert_array_equal, made, params)
+  got = policy_file.read(tmp_path / 'model', like)
+  assert jax.tree.structure(got) == jax.tree.structure(params)
+  jax.tree.map(np.testing.assert_array_equal, got, params)
 
 
 def test_other_settings_and_missing_files_are_told(tmp_path):

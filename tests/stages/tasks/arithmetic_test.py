@@ -44,11 +44,11 @@ def run(source, batches, seed=0):
     yield batch
 
 
-def asked(source, prompt):
+def operands_of(source, prompt):
   """The pairs of operands in the prompts."""
   return [
-    tuple(map(int, re.fullmatch(r'(\d+)\+(\d+)=', said).groups()))
-    for said in source.text(*prompt)
+    tuple(map(int, re.fullmatch(r'(\d+)\+(\d+)=', text).groups()))
+    for text in source.text(*prompt)
   ]
 
 
@@ -72,7 +72,7 @@ def test_worked_answers_are_right():
   for a, b in pairs:
     work, answer = arithmetic.worked_answer(a, b).split(';')
     assert int(answer) == a + b
-    carry, said, operands = 0, 0, 0
+    carry, written, operands = 0, 0, 0
     for i, column in enumerate(work.split(',')):
       digits, total = column.split('=')
       digits = list(map(int, digits.split('+')))
@@ -80,49 +80,51 @@ def test_worked_answers_are_right():
       if carry:
         assert digits.pop() == 1
       carry, digit = divmod(int(total), 10)
-      said += digit * 10**i
+      written += digit * 10**i
       operands += sum(digits) * 10**i
     assert operands == a + b, 'the columns should be those of the operands'
-    assert said + carry * 10 ** (i + 1) == a + b
+    assert written + carry * 10 ** (i + 1) == a + b
 
 
 def test_what_is_held_out_does_not_depend_on_the_order():
   rng = np.random.default_rng(0)
   a, b = rng.integers(10**6, size=(2, 100_000))
-  held = arithmetic.is_held_out(a, b)
-  np.testing.assert_array_equal(held, arithmetic.is_held_out(b, a))
+  is_held_out = arithmetic.is_held_out(a, b)
+  np.testing.assert_array_equal(is_held_out, arithmetic.is_held_out(b, a))
   # Five standard deviations of a count.
   share = 1 / arithmetic.HELD_OUT
-  assert abs(held.mean() - share) < 5 * (share / held.size) ** 0.5
+  assert abs(is_held_out.mean() - share) < 5 * (share / is_held_out.size) ** 0.5
 
 
 def test_training_never_meets_a_held_out_pair(checkpoint):
   source = problems(checkpoint)
-  held = {
-    pair for part in source.held_out() for pair in asked(source, part.prompt)
+  held_out = {
+    pair
+    for part in source.held_out()
+    for pair in operands_of(source, part.prompt)
   }
-  assert len(held) > 400
-  held |= {(b, a) for a, b in held}
+  assert len(held_out) > 400
+  held_out |= {(b, a) for a, b in held_out}
   trained = {
     pair
     for seed in range(3)
     for batch in run(source, 40, seed)
-    for pair in asked(source, batch.prompt)
+    for pair in operands_of(source, batch.prompt)
   }
   assert len(trained) > 3000
-  assert not trained & held
+  assert not trained & held_out
   imitated = {
     pair
     for batch in run(examples(checkpoint), 60)
-    for pair in asked(source, batch.prompt)
+    for pair in operands_of(source, batch.prompt)
   }
   assert len(imitated) > 1500
-  assert not imitated & held
+  assert not imitated & held_out
   spelled = {
     tuple(map(int, re.match(r'(\d+)\+(\d+)=', line).groups()))
     for line in arithmetic.corpus()
   }
-  assert not spelled & held
+  assert not spelled & held_out
 
 
 def test_all_sources_hold_out_the_same_problems(checkpoint):
@@ -142,7 +144,7 @@ def test_answers_are_the_sums_of_the_operands(checkpoint):
   source = problems(checkpoint)
   for batch in [*run(source, 5), *source.held_out()]:
     assert batch.answer.tolist() == [
-      a + b for a, b in asked(source, batch.prompt)
+      a + b for a, b in operands_of(source, batch.prompt)
     ]
 
 
@@ -151,7 +153,8 @@ def test_examples_are_worked_answers_that_end(checkpoint):
   end = tokens.load_tokenizer(checkpoint).eos_token_id
   for batch in run(source, 5):
     assert source.text(batch.action, batch.mask) == [
-      arithmetic.worked_answer(a, b) for a, b in asked(source, batch.prompt)
+      arithmetic.worked_answer(a, b)
+      for a, b in operands_of(source, batch.prompt)
     ]
     last = batch.mask.sum(1).astype(int) - 1
     assert (batch.action[np.arange(len(last)), last] == end).all()
@@ -202,16 +205,16 @@ def test_batches_and_seeds_differ(checkpoint):
 def test_prompts_follow_the_template(checkpoint):
   source = problems(checkpoint, template='{b}+{a};', batch_size=4)
   batch = next(run(source, 1))
-  for said, answer in zip(
+  for text, answer in zip(
     source.text(*batch.prompt), batch.answer, strict=True
   ):
-    b, a = re.fullmatch(r'(\d+)\+(\d+);', said).groups()
+    b, a = re.fullmatch(r'(\d+)\+(\d+);', text).groups()
     assert int(a) + int(b) == answer
   plain = next(run(problems(checkpoint, batch_size=4), 1))
   equal(batch.answer, plain.answer)
 
 
-SAID = {
+COMPLETIONS = {
   '7+8=15,4+5+1=10,3+1=4;405': 1,
   '405': 1,
   '404+1=405': 1,
@@ -225,11 +228,11 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize('said, right', SAID.items())
-def test_the_last_number_is_judged(said, right, checkpoint):
+@pytest.mark.parametrize('text, right', COMPLETIONS.items())
+def test_the_last_number_is_judged(text, right, checkpoint):
   verify = arithmetic.verify(checkpoint)
   rows = tokens.encode_completions(
-    tokens.load_tokenizer(checkpoint), [said], 30
+    tokens.load_tokenizer(checkpoint), [text], 30
   )
   verdict = verify(np.array([405], np.int32), *rows)
   assert verdict.reward == verdict.correct == right
@@ -249,5 +252,5 @@ def test_each_row_is_judged_by_its_own_answer(checkpoint):
 def test_all_worked_answers_are_judged_right(checkpoint):
   verify, source = arithmetic.verify(checkpoint), examples(checkpoint)
   for batch in run(source, 3):
-    answer = np.array([a + b for a, b in asked(source, batch.prompt)])
+    answer = np.array([a + b for a, b in operands_of(source, batch.prompt)])
     assert verify(answer, batch.action, batch.mask).correct.all()

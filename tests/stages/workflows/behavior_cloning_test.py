@@ -11,7 +11,7 @@ from stages import base, workflows
 from stages.envs import demonstrations, push, seed_source
 from stages.learn import optimizers
 from stages.models import gaussian_policy, policy_file
-from tests.stages.workflows.ppo_test import read
+from tiny import read
 
 KEY = jax.random.key(0)
 DEVIATION = 0.3
@@ -43,8 +43,8 @@ def test_a_controller_can_do_what_it_demonstrates(shown):
   x, succeeded = shown
   assert succeeded >= 60
   assert x.obs.shape == (succeeded * 50, 10) and x.action.shape[1] == 2
-  said = jax.vmap(push.controller)(jnp.asarray(x.obs))
-  noise = x.action - said
+  intended = jax.vmap(push.controller)(jnp.asarray(x.obs))
+  noise = x.action - intended
   assert abs(noise.mean()) < 0.01
   np.testing.assert_allclose(noise.std(), DEVIATION, rtol=0.05)
 
@@ -62,13 +62,13 @@ def test_a_file_is_read_as_it_was_written(shown, path, tmp_path):
     np.testing.assert_array_equal(one, other)
   with pytest.raises(FileNotFoundError, match='no demonstrations at'):
     demonstrations.read(tmp_path / 'none.npz')
-  for arrays, said in (
+  for arrays, message in (
     ({'obs': np.zeros((3, 2))}, r"lacks \['action'\]"),
     ({'obs': np.zeros((3, 2)), 'action': np.zeros((2, 1))}, '3 observations'),
     ({'obs': np.zeros((0, 2)), 'action': np.zeros((0, 1))}, 'at least one'),
   ):
     np.savez(tmp_path / 'bad.npz', **arrays)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
       demonstrations.read(tmp_path / 'bad.npz')
 
 
@@ -118,14 +118,14 @@ def test_the_loss_is_the_likelihood_after_normalizing_observations():
 
 @pytest.mark.slow
 def test_a_clone_of_few_gets_better_by_success_alone(tmp_path):
-  world = push.push(dense=False, terminate=True)
+  env = push.push(dense=False, terminate=True)
   x, succeeded = demonstrations.collect(
-    world, push.controller, num_envs=8, noise_std=DEVIATION, num_episodes=8
+    env, push.controller, num_envs=8, noise_std=DEVIATION, num_episodes=8
   )
   assert succeeded == 8
   demonstrations.write(tmp_path / 'push.npz', x)
   source = demonstrations.source(str(tmp_path / 'push.npz'), batch_size=256)
-  workflow = workflows.behavior_cloning(world, policy(), optimizers.adamw(1e-2))
+  workflow = workflows.behavior_cloning(env, policy(), optimizers.adamw(1e-2))
   state, at = workflow.init(KEY), source.init(0)
   (seeds,) = source.held_out()
   fresh = read(workflow.evaluate(state, seeds, KEY))['eval/success_once']
@@ -134,7 +134,7 @@ def test_a_clone_of_few_gets_better_by_success_alone(tmp_path):
     state, _ = workflow.step(state, batch, KEY)
   policy_file.export(tmp_path / 'model', workflow.params(state))
   rl = workflows.embodied_grpo(
-    world,
+    env,
     policy(),
     optimizers.adamw(3e-3, clip_norm=0.5),
     num_envs=256,

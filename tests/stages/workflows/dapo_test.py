@@ -15,6 +15,7 @@ from stages.learn import optimizers
 from stages.workflows.dapo import _accept, _round_prompts, overlong, Slots
 from tests.rlinf_jax.runtime import invariance_test
 import tiny
+from tiny import read
 
 KEY = jax.random.key(0)
 GROUP = 4
@@ -24,8 +25,8 @@ GROUP = 4
   'length, cost', [(0, 0), (12, 0), (14, -0.25), (16, -0.5), (20, -1)]
 )
 def test_overlong_costs_rise_to_one(length, cost):
-  made = overlong(jnp.float32([length]), limit=20, buffer=8)
-  np.testing.assert_allclose(made, [cost])
+  penalty = overlong(jnp.float32([length]), limit=20, buffer=8)
+  np.testing.assert_allclose(penalty, [cost])
 
 
 def slots_of(N):
@@ -109,10 +110,6 @@ def dapo(dtype='float32', rounds=2, **kwargs):
     max_rounds=rounds,
     **kwargs,
   )
-
-
-def read(info):
-  return metrics.read(jax.device_get(info))[0]
 
 
 @pytest.mark.slow

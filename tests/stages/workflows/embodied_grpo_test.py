@@ -1,7 +1,6 @@
 """Embodied GRPO: groups, rewards, masks, its gradient by torch, learning."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,37 +8,18 @@ import numpy as np
 import optax
 import pytest
 
+import jax_envs
 import stages
 from stages import base, workflows
-from stages.envs import episode_stats, push, rollout, vectorize
+from stages.envs import episode_stats, push, rollout
 from stages.envs import rollout as rollout_lib
 from stages.learn import advantages, optimizers
 from stages.models import gaussian_policy, policy_file
 from stages.workflows.embodied_grpo import describe, group_advantage
-from tests.stages.workflows.ppo_test import read, Simulator, with_random_reward
+from tiny import read
 
 KEY = jax.random.key(0)
 GROUP = 4
-
-
-class Line(NamedTuple):
-  """A position on a line, and the position at the episode's start."""
-
-  at: jax.Array
-  start: jax.Array
-
-
-def line(horizon=5):
-  """A small environment whose episodes end early: beyond 1 is success."""
-  start = lambda key: jax.random.uniform(key, (1,), float, -0.5, 0.5)
-  task = vectorize.Task(
-    reset=lambda key: Line(*[start(key)] * 2),
-    step=lambda state, action: state._replace(at=state.at + action),
-    observe=lambda state: jnp.concatenate(state),
-    reward=lambda state: (state.at[0], (state.at[0] > 1.0).astype(float)),
-  )
-  bounds = {'action_low': (-1.0,), 'action_high': (1.0,)}
-  return vectorize.env(task, horizon=horizon, terminate=True, **bounds)
 
 
 # Advantages and masks, by hand.
@@ -63,10 +43,10 @@ def timestep_of(done, success=None, reward=None, env_failed=None):
 def compared(
   timestep, group_size=2, judge=episode_stats.success, filtered=False
 ):
-  made = group_advantage(
+  fields = group_advantage(
     group_size, judge, advantages.group_relative, filtered, timestep
   )
-  return np.asarray(made['mask']), np.asarray(made['advantage'])
+  return np.asarray(fields['mask']), np.asarray(fields['advantage'])
 
 
 ENDS = [[0, 1, 0, 1], [0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 1, 0]]
@@ -130,54 +110,54 @@ def test_metrics_are_of_first_episodes_and_steps_that_did_not_fail():
   success = [[0, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]]
   lost = np.zeros((4, 4))
   lost[2, 0] = 1.0
-  told = read(
+  numbers = read(
     describe(
       2, episode_stats.success, timestep_of(ENDS, success, env_failed=lost)
     )
   )
-  assert told['env/success_once'] == pytest.approx(1 / 3)
-  assert told['env/episode_length'] == 3.0
-  assert told['rollout/reward_mean'] == pytest.approx(1 / 3)
-  assert told['rollout/groups_degenerate'] == 0.5
-  assert told['env/steps'] == 15
+  assert numbers['env/success_once'] == pytest.approx(1 / 3)
+  assert numbers['env/episode_length'] == 3.0
+  assert numbers['rollout/reward_mean'] == pytest.approx(1 / 3)
+  assert numbers['rollout/groups_degenerate'] == 0.5
+  assert numbers['env/steps'] == 15
 
 
 # A step.
 
 
 @functools.cache
-def grpo(world=None, optimizer=None, **kwargs):
+def grpo(env=None, optimizer=None, **kwargs):
   settings = {
     'num_envs': 16,
     'group_size': GROUP,
     'episode_reward': episode_stats.episode_return,
   } | kwargs
   return workflows.embodied_grpo(
-    world or line(),
+    env or jax_envs.line(),
     functools.partial(gaussian_policy.policy, width=8),
     optimizer or optimizers.adamw(1e-3),
     **settings,
   )
 
 
-def acted(workflow_world, state, key, group_size=GROUP, rows=16, T=5):
+def acted(env, state, key, group_size=GROUP, rows=16, T=5):
   """Experience and time steps of one step, stage by stage."""
-  policy = gaussian_policy.policy(workflow_world, width=8)
+  policy = gaussian_policy.policy(env, width=8)
   seed = rollout_lib.draw_seeds(rows // group_size, group_size)(key)
-  place, obs = rollout.reset(workflow_world)(seed)
-  act = rollout.rollout(policy, workflow_world, T)
+  env_state, obs = rollout.reset(env)(seed)
+  act = rollout.rollout(policy, env, T)
   keys = stages.keys(key, seed)
-  return act(state.actor.params, state.obs_stats, place, obs, keys)[2:]
+  return act(state.actor.params, state.obs_stats, env_state, obs, keys)[2:]
 
 
 def test_a_group_shares_its_initial_state_and_samples_different_actions():
   state = grpo().init(KEY)
-  x, _ = acted(line(), state, KEY)
+  x, _ = acted(jax_envs.line(), state, KEY)
   start = np.asarray(x.obs)[:, 0, 1].reshape(-1, GROUP)
   assert (start == start[:, :1]).all()
   assert len({*start[:, 0]}) == 4
   assert len({*np.asarray(x.action)[:, 0, 0]}) == 16
-  other, _ = acted(line(), state, jax.random.key(1))
+  other, _ = acted(jax_envs.line(), state, jax.random.key(1))
   assert not {*np.asarray(other.obs)[:, 0, 1]} & {*start.ravel()}
 
 
@@ -259,7 +239,7 @@ def test_two_epochs_are_those_of_torch(in_float64):
     begun, (), KEY
   )  # Observations are normalized from here on.
   key = jax.random.key(1)
-  x, timestep = acted(line(), state, key)
+  x, timestep = acted(jax_envs.line(), state, key)
   after, info = workflow.step(state, (), key)
   params = jax.device_get(state.actor.params)
   for _ in range(2):
@@ -269,9 +249,9 @@ def test_two_epochs_are_those_of_torch(in_float64):
     moved = {k: params['actor'][k] - rate * want[k] for k in want}
     params = params | {'actor': moved}
   assert mask.sum() < mask.numel()  # Some episodes have ended early.
-  made = optax.tree.get(after.actor.opt_state, 'trace')['actor']
+  got = optax.tree.get(after.actor.opt_state, 'trace')['actor']
   for name, grad in want.items():
-    np.testing.assert_allclose(made[name], grad, rtol=1e-8, atol=1e-11)
+    np.testing.assert_allclose(got[name], grad, rtol=1e-8, atol=1e-11)
   # The mean of both epochs; nothing is clipped in the first.
   assert clipped > 0.05
   np.testing.assert_allclose(
@@ -300,7 +280,7 @@ def test_it_starts_from_an_exported_policy_and_keeps_its_statistics(tmp_path):
 
 def ppo(**kwargs):
   return workflows.ppo(
-    line(),
+    jax_envs.line(),
     functools.partial(gaussian_policy.policy, width=8),
     optimizers.adamw(1e-3),
     **(
@@ -312,26 +292,15 @@ def ppo(**kwargs):
 
 @pytest.mark.slow
 def test_a_host_simulator_gives_the_metrics_of_the_same_env_in_jax():
-  theirs = Simulator(line(), 16)
-  ours, hosted = grpo(), grpo(theirs.world)
-  states = [ours.init(KEY), hosted.init(KEY)]
-  seed = np.arange(8, dtype=np.int32)
-  for i in range(2):
-    key, infos = jax.random.fold_in(KEY, i), []
-    for j, workflow in enumerate((ours, hosted)):
-      states[j], info = workflow.step(states[j], (), key)
-      # Evaluation may use the environments that it trains in.
-      infos.append(read(info) | read(workflow.evaluate(states[j], seed, key)))
-    for name, number in infos[0].items():
-      np.testing.assert_allclose(
-        infos[1][name], number, rtol=1e-4, atol=1e-5, err_msg=name
-      )
+  env = jax_envs.line()
+  hosted = grpo(jax_envs.on_host(env))
+  jax_envs.assert_same_metrics(grpo(), hosted, KEY, num_seeds=8)
 
 
-def learned(world, steps):
+def learned(env, steps):
   """Success of 100 seeds after so many steps."""
   workflow = workflows.embodied_grpo(
-    world,
+    env,
     functools.partial(gaussian_policy.policy, width=32),
     optimizers.adamw(6e-3, decay_steps=60, updates_per_step=16, clip_norm=0.5),
     num_envs=256,
@@ -354,4 +323,4 @@ def test_it_learns_to_push():
 @pytest.mark.claims
 @pytest.mark.slow
 def test_it_learns_nothing_from_rewards_of_chance():
-  assert learned(with_random_reward(push.push()), 60) < 0.1
+  assert learned(jax_envs.with_random_reward(push.push()), 60) < 0.1

@@ -15,6 +15,7 @@ from stages import base, metrics, workflows
 from stages.learn import losses, optimizers
 from stages.workflows.grpo import objective
 import tiny
+from tiny import read
 
 KEY = jax.random.key(0)
 
@@ -35,8 +36,8 @@ def count_even(answer, action, mask):
 
 
 def problem(seed=0, worth=1):
-  made = tiny.problem(seed=seed)
-  return made._replace(answer=np.full_like(made.answer, worth))
+  result = tiny.problem(seed=seed)
+  return result._replace(answer=np.full_like(result.answer, worth))
 
 
 @functools.cache
@@ -45,10 +46,6 @@ def grpo(optimizer=None, **kwargs):
   return workflows.grpo(
     tiny.policy(length=4), count_even, optimizer, group_size=8, **kwargs
   )
-
-
-def read(info):
-  return metrics.read(jax.device_get(info))[0]
 
 
 def moved(state, other):
@@ -330,10 +327,10 @@ def _elsewhere(policy: base.Policy, off: float) -> base.Policy:
   """The policy as if an engine acted: on the host, log-probs `off` by that."""
 
   def act(*args, **kwargs):
-    told = futures.Future()
-    told.set_result(jax.device_get(policy.act(*args, **kwargs)))
+    future = futures.Future()
+    future.set_result(jax.device_get(policy.act(*args, **kwargs)))
     return stages.Deferred(
-      told, lambda x: x._replace(logp=x.logp + np.float32(off) * x.mask)
+      future, lambda x: x._replace(logp=x.logp + np.float32(off) * x.mask)
     )
 
   like = functools.partial(jax.eval_shape, policy.act)
@@ -342,14 +339,14 @@ def _elsewhere(policy: base.Policy, off: float) -> base.Policy:
 
 @pytest.mark.slow
 def test_a_policy_that_samples_on_the_host_learns_the_same_and_logs_the_gap():
-  made = []
+  results = []
   for engine in (tiny.policy(), _elsewhere(tiny.policy(), -0.1)):
     workflow = workflows.grpo(
       engine, tiny.even_on_host, optax.sgd(0.1), group_size=4
     )
     state = workflow.init(KEY)
-    made.append(workflow.step(state, tiny.problem(), KEY))
-  (_, own), (_, far) = made
+    results.append(workflow.step(state, tiny.problem(), KEY))
+  (_, own), (_, far) = results
   gap = jax.device_get(far['rollout/logprob_gap_mean'].value()[''])
   np.testing.assert_allclose(gap, 0.1, rtol=1e-4)
   assert 'rollout/logprob_gap_mean' not in own
@@ -362,11 +359,13 @@ def test_a_policy_that_samples_on_the_host_learns_the_same_and_logs_the_gap():
 @pytest.mark.parametrize('lag', [1, 2])
 def test_a_stale_policy_samples_as_it_would_have_so_many_steps_ago(lag):
   fresh, late = grpo(optax.sgd(0.1)), grpo(optax.sgd(0.1), staleness=lag)
-  state, seen = late.init(KEY), []
+  state, versions = late.init(KEY), []
   for i in range(4):
-    seen.append(state.actor.params)
+    versions.append(state.actor.params)
     old = fresh.init(KEY)
-    old = old._replace(actor=old.actor._replace(params=seen[max(0, i - lag)]))
+    old = old._replace(
+      actor=old.actor._replace(params=versions[max(0, i - lag)])
+    )
     key = jax.random.key(i)
     _, want = fresh.step(old, problem(), key)
     state, info = late.step(state, problem(), key)

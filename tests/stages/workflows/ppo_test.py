@@ -1,4 +1,4 @@
-"""PPO in worlds: advantages by brute force, its loss by torch, and learning."""
+"""PPO in environments: advantages by brute force, loss by torch, learning."""
 
 import functools
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_envs
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
@@ -15,6 +16,7 @@ from stages.envs import action_chunks, episode_stats, obs_stats, push, reach
 from stages.learn import optimizers, train_step
 from stages.models import gaussian_policy
 from stages.workflows.ppo import compute_advantages, objective
+from tiny import read
 
 KEY = jax.random.key(0)
 GAMMA, LAMBDA = 0.9, 0.8
@@ -83,13 +85,13 @@ def test_advantages_are_those_of_each_episode_by_itself(in_float64, always):
   x, timestep = layouts(10_000 if not always else 500)
   done_BT = timestep.terminated + timestep.truncated
   assert (done_BT.sum(0) > 0).all()  # At every position.
-  made = appraised(x, timestep, always)
+  result = with_advantages(x, timestep, always)
   for i in range(len(done_BT)):
     row = jax.tree.map(lambda x, i=i: x[i], timestep)
     want_T = brute_force(x.obs[i, :, 0], row, always)
-    np.testing.assert_allclose(made.advantage[i], want_T, atol=1e-12)
+    np.testing.assert_allclose(result.advantage[i], want_T, atol=1e-12)
   np.testing.assert_allclose(
-    made.return_, made.advantage + x.obs[..., 0], atol=1e-12
+    result.return_, result.advantage + x.obs[..., 0], atol=1e-12
   )
 
 
@@ -97,8 +99,8 @@ def as_jax(tree):
   return jax.tree.map(jnp.asarray, tree)
 
 
-def appraised(x, timestep, always=False):
-  """Experience with what each step was worth."""
+def with_advantages(x, timestep, always=False):
+  """Experience with the advantage and return of each step."""
   return x._replace(
     **compute_advantages(
       Critic, GAMMA, LAMBDA, always, None, (), *map(as_jax, (x, timestep))
@@ -109,11 +111,13 @@ def appraised(x, timestep, always=False):
 def test_what_comes_after_an_episode_does_not_reach_into_it(in_float64):
   x, timestep = layouts(50)
   timestep.truncated[:, 4], timestep.terminated[:, 4] = 1.0, 0.0
-  before = appraised(x, timestep).advantage[:, :5]
+  before = with_advantages(x, timestep).advantage[:, :5]
   x.obs[:, 5:] += 7.0
   timestep.reward[:, 5:] -= 3.0
   timestep.final_obs[:, 5:] *= 2.0
-  np.testing.assert_array_equal(appraised(x, timestep).advantage[:, :5], before)
+  np.testing.assert_array_equal(
+    with_advantages(x, timestep).advantage[:, :5], before
+  )
 
 
 def test_a_step_that_a_simulator_lost_teaches_nothing(in_float64):
@@ -124,14 +128,14 @@ def test_a_step_that_a_simulator_lost_teaches_nothing(in_float64):
   lost[:, 4] = timestep.truncated[:, 4] = 1.0
   timestep.terminated[:, 4] = 0.0
   timestep = timestep._replace(env_failed=lost)
-  made = appraised(x, timestep)
-  assert (made.mask == 1.0 - lost).all()
-  assert (made.advantage[:, 4] == 0).all()
+  result = with_advantages(x, timestep)
+  assert (result.mask == 1.0 - lost).all()
+  assert (result.advantage[:, 4] == 0).all()
   # The step before is as if time had been up then.
   short = jax.tree.map(lambda y: y[:, :4], (x, timestep))
   short[1].truncated[:, 3] = 1.0 - short[1].terminated[:, 3]
-  want = appraised(*short).advantage
-  np.testing.assert_allclose(made.advantage[:, :4], want, atol=1e-12)
+  want = with_advantages(*short).advantage
+  np.testing.assert_allclose(result.advantage[:, :4], want, atol=1e-12)
 
 
 # Loss and gradient.
@@ -244,8 +248,8 @@ def test_loss_and_gradient_are_those_of_torch(in_float64, case):
     value=(case['weight'], case['near'], None),
     entropy_coef=case['entropy'],
   )
-  made = train_step.gradient(loss)(params, scale, x)
-  (numerator,), (denominator,) = made.numerators, made.denominators
+  gradient = train_step.gradient(loss)(params, scale, x)
+  (numerator,), (denominator,) = gradient.numerators, gradient.denominators
   want, grads = torch_ppo(params, scale, x, **case)
   (mean,), info, kl = loss(params, scale, x)
   assert kl == info['train/kl_behavior']
@@ -283,7 +287,7 @@ def test_the_critics_huber_loss_is_worked_by_hand():
 
 
 @functools.cache
-def ppo(world=None, **kwargs):
+def ppo(env=None, **kwargs):
   settings = {
     'num_envs': 8,
     'num_steps': 6,
@@ -291,15 +295,11 @@ def ppo(world=None, **kwargs):
     'num_epochs': 2,
   } | kwargs
   return workflows.ppo(
-    world or push.push(horizon=5),
+    env or push.push(horizon=5),
     functools.partial(gaussian_policy.policy, width=8),
     optimizers.adamw(settings.pop('rate', 1e-3)),
     **settings,
   )
-
-
-def read(info):
-  return metrics.read(jax.device_get(info))[0]
 
 
 def test_a_first_update_is_on_policy():
@@ -368,9 +368,9 @@ def test_a_stopped_update_changes_no_bit_of_parameters_and_moments():
 
 @pytest.mark.slow
 def test_a_chunk_counts_the_steps_that_were_made_of_it():
-  world = action_chunks.chunked(push.push(horizon=5), 3, 0.9)
+  env = action_chunks.chunked(push.push(horizon=5), 3, 0.9)
   workflow = workflows.ppo(
-    world,
+    env,
     functools.partial(gaussian_policy.policy, width=8, chunk=3),
     optimizers.adamw(1e-3),
     num_envs=8,
@@ -459,71 +459,25 @@ def test_the_explained_share_of_a_variance_is_numpys():
 # A simulator.
 
 
-class Simulator:
-  """An environment in JAX behind tokens, like a simulator on the host."""
-
-  def __init__(self, world, B):
-    self.inner, self.state, self.B = world, None, B
-    self.world = world._replace(
-      init=self.init, step=self.step, host=True, render=None
-    )
-
-  def init(self, seed_B):
-    assert isinstance(seed_B, np.ndarray)
-    state, obs = jax.jit(self.inner.init)(jnp.asarray(seed_B))
-    self.state = jax.tree.map(np.array, state)
-    id_B, zero_B = np.arange(len(seed_B)), np.zeros(len(seed_B))
-    token_B3 = np.stack([id_B, zero_B, seed_B], 1).astype(np.int32)
-    return token_B3, np.asarray(obs)
-
-  def step(self, token_B3, command_BA):
-    id_B = token_B3[:, 0]
-    rows = jax.tree.map(lambda x: jnp.asarray(x[id_B]), self.state)
-    rows, timestep = jax.jit(self.inner.step)(rows, jnp.asarray(command_BA))
-    for kept, new in zip(
-      jax.tree.leaves(self.state), jax.tree.leaves(rows), strict=True
-    ):
-      kept[id_B] = new
-    one = np.ones(len(id_B), np.float32)
-    timestep = jax.tree.map(
-      np.asarray,
-      timestep._replace(steps=one, env_failed=0 * one, final_state=None),
-    )
-    return token_B3 + np.array([[0, 1, 0]], np.int32), timestep
-
-
 @pytest.mark.slow
 def test_a_host_simulator_gives_the_metrics_of_the_same_env_in_jax():
-  inner = push.push(horizon=5)
-  theirs = Simulator(inner, 8)
-  judged = Simulator(inner, 4)
-  ours = ppo(inner)
-  hosted = ppo(theirs.world, eval_env=judged.world)
-  states = [ours.init(KEY), hosted.init(KEY)]
-  seed = np.arange(4, dtype=np.int32)
-  for i in range(2):
-    key, infos = jax.random.fold_in(KEY, i), []
-    for j, workflow in enumerate((ours, hosted)):
-      states[j], info = workflow.step(states[j], (), key)
-      infos.append(read(info) | read(workflow.evaluate(states[j], seed, key)))
-    for name, number in infos[0].items():
-      np.testing.assert_allclose(
-        infos[1][name], number, rtol=1e-4, atol=1e-5, err_msg=name
-      )
+  env = push.push(horizon=5)
+  hosted = ppo(jax_envs.on_host(env), eval_env=jax_envs.on_host(env))
+  states = jax_envs.assert_same_metrics(ppo(env), hosted, KEY, num_seeds=4)
   np.testing.assert_allclose(states[1].obs, states[0].obs, atol=1e-4)
   assert (np.asarray(states[1].env_state)[:, 1] == 12).all()
 
 
 @pytest.mark.slow
 def test_half_of_a_simulator_may_be_stepped_while_the_other_is_acted_on():
-  inner = push.push(horizon=5)
-  plain = ppo(inner)
-  hosted = ppo(Simulator(inner, 8).world)
+  env = push.push(horizon=5)
+  plain = ppo(env)
+  hosted = ppo(jax_envs.on_host(env))
   state, start = plain.init(KEY), hosted.init(KEY)
   step = flow_lib.trace(hosted.step, start, (), KEY)
   sketch = {
-    'places': {'robot': {'devices': [0]}, 'world': {'devices': [1]}},
-    'stages': {'simulate': 'world', '*': 'robot'},
+    'places': {'policy': {'devices': [0]}, 'simulator': {'devices': [1]}},
+    'stages': {'simulate': 'simulator', '*': 'policy'},
     'pieces': 2,
   }
   runtime = local.LocalRuntime(plan_lib.parse(sketch, step.stages), step=step)
@@ -566,21 +520,10 @@ def learn(env, steps):
   return before, read(workflow.evaluate(state, seed, KEY))
 
 
-def with_random_reward(world):
-  """An environment whose reward does not depend on the task."""
-
-  def step(state, command_BA):
-    state, timestep = world.step(state, command_BA)
-    noise_BA = jnp.sin(1e4 * (timestep.final_obs[:, :2] + command_BA))
-    return state, timestep._replace(reward=noise_BA.mean(1))
-
-  return world._replace(step=step)
-
-
 @pytest.mark.slow
 def test_ppo_learns_to_reach_and_not_from_rewards_of_chance():
   before, after = learn(reach.reach(), 60)
-  _, control = learn(with_random_reward(reach.reach()), 60)
+  _, control = learn(jax_envs.with_random_reward(reach.reach()), 60)
   assert before['eval/success_at_end'] < 0.1
   assert after['eval/success_at_end'] > 0.5
   assert control['eval/success_at_end'] < 0.2
@@ -590,6 +533,6 @@ def test_ppo_learns_to_reach_and_not_from_rewards_of_chance():
 @pytest.mark.slow
 def test_ppo_learns_to_push_and_not_from_rewards_of_chance():
   _, after = learn(push.push(), 120)
-  _, control = learn(with_random_reward(push.push()), 120)
+  _, control = learn(jax_envs.with_random_reward(push.push()), 120)
   assert after['eval/success_at_end'] > 0.8
   assert control['eval/success_once'] < 0.2

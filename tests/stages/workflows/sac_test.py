@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_envs
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.run import checkpoint
@@ -22,9 +23,8 @@ from stages.workflows.sac import (
   store_and_sample,
   uniform_while_warm,
 )
-from tests.stages.learn.soft_actor_critic_test import HIGH, Known, LOW
-from tests.stages.workflows.ppo_test import Simulator, with_random_reward
 import tiny
+from tiny import read
 
 KEY = jax.random.key(0)
 GAMMA = 0.9
@@ -54,7 +54,7 @@ def timestep(reward, terminated, truncated, final_obs, **kwargs):
   )
 
 
-def remembered(obs, timestep, capacity=8, **kwargs):
+def stored(obs, timestep, capacity=8, **kwargs):
   """The replay after an environment's steps, in the order of their rewards."""
   obs = jnp.asarray([obs], float)[..., None]
   one = jnp.ones(obs.shape[:2])
@@ -62,10 +62,12 @@ def remembered(obs, timestep, capacity=8, **kwargs):
   number = jax.ShapeDtypeStruct((), float)
   like = jax.ShapeDtypeStruct((1,), float)
   like = replay.Transition(like, like, number, number, like)
-  made = jax.jit(
-    functools.partial(store_and_sample, Known, GAMMA, 1, 4, **kwargs)
+  store = jax.jit(
+    functools.partial(
+      store_and_sample, jax_envs.IdlePolicy, GAMMA, 1, 4, **kwargs
+    )
   )
-  return made(replay.empty(like, capacity), (), x, timestep, KEY)
+  return store(replay.empty(like, capacity), (), x, timestep, KEY)
 
 
 def test_targets_are_those_worked_by_hand(in_float64):
@@ -73,13 +75,15 @@ def test_targets_are_those_worked_by_hand(in_float64):
 
   An episode that begins anew shows 50: no target may know of it.
   """
-  kept, *_ = remembered(
+  kept, *_ = stored(
     [1.0, 2.0, 50.0],
     timestep([10.0, 20.0, 30.0], [0, 0, 1], [0, 1, 0], [2.0, 3.0, 51.0]),
   )
   row = jax.tree.map(lambda x: x[:3], kept.rows)
   temperature = 0.5
-  loss = jax.jit(soft_actor_critic.critic_objective(Known, ABOUT, None))
+  loss = jax.jit(
+    soft_actor_critic.critic_objective(jax_envs.IdlePolicy, ABOUT, None)
+  )
   actor = {'policy': (), 'log_temperature': jnp.log(temperature)}
   # y = r + γ (min(s′ + 1, s′ + 100) + ½ · 3), or r where it terminates.
   want = [10 + 0.9 * (3.0 + 1.5), 20 + 0.9 * (4.0 + 1.5), 30.0]
@@ -98,7 +102,7 @@ def test_targets_are_those_worked_by_hand(in_float64):
 
 
 def test_a_chunk_counts_by_the_steps_that_were_made_of_it(in_float64):
-  kept, *_ = remembered(
+  kept, *_ = stored(
     [1.0, 2.0],
     timestep([1, 1], [0, 1], [0, 0], [2.0, 3.0], steps=jnp.array([[3.0, 2.0]])),
   )
@@ -106,7 +110,7 @@ def test_a_chunk_counts_by_the_steps_that_were_made_of_it(in_float64):
 
 
 def test_success_may_end_nothing(in_float64):
-  kept, *_ = remembered(
+  kept, *_ = stored(
     [1.0, 2.0, 3.0],
     timestep([1, 1, 1], [0, 1, 0], [0, 0, 1], [2.0, 3.0, 4.0]),
     bootstrap_on_success=True,
@@ -115,7 +119,7 @@ def test_success_may_end_nothing(in_float64):
 
 
 def test_failed_steps_are_not_stored(in_float64):
-  kept, sample, told = remembered(
+  kept, sample, info = stored(
     [1.0, 2.0, 3.0],
     timestep(
       *([7, 8, 9], [0, 0, 0], [0, 1, 0], [2.0, 2.0, 4.0]),
@@ -125,14 +129,14 @@ def test_failed_steps_are_not_stored(in_float64):
   assert int(kept.filled) == 2
   assert {*np.asarray(kept.rows.reward[:2])} == {7.0, 9.0}
   assert {*np.asarray(sample.row.reward)} <= {7.0, 9.0}
-  assert metrics.read(told)[0]['replay/filled'] == 2 / 8
+  assert metrics.read(info)[0]['replay/filled'] == 2 / 8
 
 
 # Workflow.
 
 
 @functools.cache
-def sac(world=None, eval_env=None, **kwargs):
+def sac(env=None, eval_env=None, **kwargs):
   settings = {
     'num_envs': 4,
     'num_steps': 3,
@@ -142,7 +146,7 @@ def sac(world=None, eval_env=None, **kwargs):
     'actor_update_period': 3,
   } | kwargs
   return workflows.sac(
-    world or push.push(horizon=5),
+    env or push.push(horizon=5),
     functools.partial(gaussian_policy.policy, width=8),
     functools.partial(critics_lib.ensemble, width=8),
     optimizers.adamw(1e-3),
@@ -160,10 +164,6 @@ ONE = {
 }
 
 
-def read(info):
-  return metrics.read(jax.device_get(info))[0]
-
-
 def test_a_policy_at_random_does_anything_as_likely():
   policy = gaussian_policy.policy(
     push.push(), width=8, bounding='tanh', critic=False
@@ -171,10 +171,10 @@ def test_a_policy_at_random_does_anything_as_likely():
   obs, key_B = jnp.zeros((2000, 10)), jax.random.split(KEY, 2000)
   params = policy.init(KEY)
   act = jax.jit(uniform_while_warm(policy).act)
-  calm, wild = (act((params, warm), obs, key_B) for warm in (False, True))
+  own, uniform = (act((params, warm), obs, key_B) for warm in (False, True))
   want = policy.act(params, obs, key_B).action
-  np.testing.assert_array_equal(calm.action, want)
-  command = np.asarray(policy.to_env_action(wild.action))
+  np.testing.assert_array_equal(own.action, want)
+  command = np.asarray(policy.to_env_action(uniform.action))
   for x in (-0.9, -0.5, 0.0, 0.5, 0.9):
     p = (x + 1) / 2  # Of 2000 draws; five deviations.
     most = 5 * (p * (1 - p) / 2000) ** 0.5
@@ -197,11 +197,11 @@ def test_nothing_is_learned_while_it_warms_up_and_then_critics_more_often():
 
 def test_a_policy_is_exported_without_what_it_was_taught_by(tmp_path):
   workflow = sac()
-  made = workflow.params(workflow.init(KEY))
-  assert made.keys() == {'policy', 'obs_stats'}
-  assert made['policy'].keys() == {'actor'}
-  policy_file.export(tmp_path, made)
-  tiny.assert_same_bits(policy_file.read(tmp_path, made), made)
+  exported = workflow.params(workflow.init(KEY))
+  assert exported.keys() == {'policy', 'obs_stats'}
+  assert exported['policy'].keys() == {'actor'}
+  policy_file.export(tmp_path, exported)
+  tiny.assert_same_bits(policy_file.read(tmp_path, exported), exported)
 
 
 @pytest.mark.slow
@@ -227,17 +227,17 @@ def test_updates_that_do_not_come_out_even_are_refused(utd, delay):
 @pytest.mark.parametrize('terminate', [False, True])
 def test_an_episode_is_stored_as_it_happened(terminate):
   """Time ends nothing; success may. The next episode is never what follows."""
-  world = push.push(horizon=5, terminate=terminate)
+  env = push.push(horizon=5, terminate=terminate)
   if terminate:  # A task that is solved by luck: at the third step of all.
-    inner = world.step
+    inner = env.step
 
     def step(state, command):
-      state, made = inner(state, command)
+      state, timestep = inner(state, command)
       third = (state.time + 5 * state.episode == 3).astype(float)
-      return state, made._replace(terminated=third)
+      return state, timestep._replace(terminated=third)
 
-    world = world._replace(step=step)
-  workflow = sac(world, **ONE, learning_starts=0, tau=0.25)
+    env = env._replace(step=step)
+  workflow = sac(env, **ONE, learning_starts=0, tau=0.25)
   state, _ = workflow.step(workflow.init(KEY), (), KEY)
   row = jax.device_get(state.replay.rows)
   ended = [2] if terminate else []
@@ -250,13 +250,13 @@ def test_an_episode_is_stored_as_it_happened(terminate):
   np.testing.assert_array_equal(goal(row.next_obs), goal(row.obs))
 
 
-def test_dim_of_actions_counts_in_the_units_of_the_world():
-  world = push.push()._replace(action_low=LOW, action_high=HIGH)
+def test_target_entropy_is_in_the_units_of_the_environment():
+  env = jax_envs.push_in_bounds()
   like = jax.ShapeDtypeStruct((2,), jnp.float32)
-  made = default_target_entropy(world, like)
-  np.testing.assert_allclose(made, -2 + np.log(1.0) + np.log(1.5))
+  entropy = default_target_entropy(env, like)
+  np.testing.assert_allclose(entropy, -2 + np.log(1.0) + np.log(1.5))
   chunk = jax.ShapeDtypeStruct((3, 2), jnp.float32)
-  np.testing.assert_allclose(default_target_entropy(world, chunk), 3 * made)
+  np.testing.assert_allclose(default_target_entropy(env, chunk), 3 * entropy)
 
 
 def planned(workflow, state, sketch=None):
@@ -297,21 +297,10 @@ def test_the_replay_is_updated_in_place_and_checkpointed(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_simulator_is_learned_in_as_a_world_of_jax_is():
-  inner = push.push(horizon=5)
-  ours = sac(inner)
-  hosted = sac(Simulator(inner, 4).world, Simulator(inner, 4).world)
-  states = [ours.init(KEY), hosted.init(KEY)]
-  seed = np.arange(4, dtype=np.int32)
-  for i in range(2):
-    key, infos = jax.random.fold_in(KEY, i), []
-    for j, workflow in enumerate((ours, hosted)):
-      states[j], info = workflow.step(states[j], (), key)
-      infos.append(read(info) | read(workflow.evaluate(states[j], seed, key)))
-    for name, number in infos[0].items():
-      np.testing.assert_allclose(
-        infos[1][name], number, rtol=1e-4, atol=1e-5, err_msg=name
-      )
+def test_a_host_simulator_gives_the_metrics_of_the_same_env_in_jax():
+  env = push.push(horizon=5)
+  hosted = sac(jax_envs.on_host(env), jax_envs.on_host(env))
+  states = jax_envs.assert_same_metrics(sac(env), hosted, KEY, num_seeds=4)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),
     states[1].replay,
@@ -358,5 +347,5 @@ def test_sac_learns_to_reach():
 @pytest.mark.claims
 @pytest.mark.slow
 def test_sac_learns_nothing_from_rewards_of_chance():
-  _, control = learn(with_random_reward(reach.reach()))
+  _, control = learn(jax_envs.with_random_reward(reach.reach()))
   assert control['eval/success_at_end'] < 0.2

@@ -110,18 +110,18 @@ def run(runtime, workflow, steps=3, after_load=lambda: None):
 @pytest.fixture
 def runtimes(request):
   """Makes a RayRuntime, closed after the test, and a LocalRuntime of a plan."""
-  made = []
+  remotes = []
 
   def make(sketch, fn=flows, **kwargs):
     step, evaluate = fn()
     plan = plan_lib.parse(sketch, dict.fromkeys(step.stages + evaluate.stages))
-    made.append(
+    remotes.append(
       driver.RayRuntime(plan, fn, step=step, evaluate=evaluate, **kwargs)
     )
-    return made[-1], local.LocalRuntime(plan, step=step, evaluate=evaluate)
+    return remotes[-1], local.LocalRuntime(plan, step=step, evaluate=evaluate)
 
   yield make
-  for runtime in made:
+  for runtime in remotes:
     runtime.close()
 
 
@@ -245,12 +245,12 @@ def test_the_death_of_a_process_with_state_is_reported_in_seconds(runtimes):
   remote, _ = runtimes(PAIR, functools.partial(simple, sleep))
   remote.load(jnp.zeros(()))
   assert remote.step(batch(1), KEY) == 8
-  made = remote.submit(batch(9), KEY)
+  future = remote.submit(batch(9), KEY)
   time.sleep(1)
   start = time.monotonic()
   os.kill(remote.processes()['a']['pid'], signal.SIGKILL)
   with pytest.raises(StageError, match="process of place 'a' has died"):
-    made.result(timeout=20)
+    future.result(timeout=20)
   assert time.monotonic() - start < 5
   remote.load(jnp.ones(()), 1)  # Starts the process again.
   assert remote.step(batch(2), KEY) == 16 and remote.state() == 17
@@ -260,10 +260,10 @@ def test_a_process_that_dies_without_state_is_replaced_in_seconds(runtimes):
   remote, _ = runtimes(PAIR, functools.partial(simple, sleep))
   remote.load(jnp.zeros(()))
   assert remote.step(batch(1), KEY) == 8
-  before, made = remote.processes()['b']['pid'], remote.submit(batch(9), KEY)
+  before, future = remote.processes()['b']['pid'], remote.submit(batch(9), KEY)
   time.sleep(1)
   os.kill(before, signal.SIGKILL)
-  assert made.result(timeout=60) == 72 and remote.state() == 80
+  assert future.result(timeout=60) == 72 and remote.state() == 80
   (line,) = remote.notices()
   assert "place 'b' has died in step 2 and was replaced in " in line
   assert remote.processes()['b']['pid'] != before

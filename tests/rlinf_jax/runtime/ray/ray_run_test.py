@@ -102,7 +102,7 @@ def test_ray_runs_the_plan_that_planning_finds(tmp_path, model, one):
 
 def test_a_hundred_steps_take_no_more_memory(tmp_path, model):
   """Of the driver and of both places, after the first forty steps."""
-  folder, seen = tmp_path / 'run', {}
+  folder, sizes = tmp_path / 'run', {}
   # Orbax keeps some 20 KB per checkpoint that it has written.
   intervals = [
     f'train.train.{what}_every = 300' for what in ('checkpoint', 'evaluate')
@@ -111,11 +111,11 @@ def test_a_hundred_steps_take_no_more_memory(tmp_path, model):
   while process.poll() is None:
     for one in (psutil.Process(process.pid), *places(process)):
       with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-        seen.setdefault(one.pid, []).append((_steps(folder), _own(one)))
+        sizes.setdefault(one.pid, []).append((_steps(folder), _own(one)))
     time.sleep(0.2)
   finish(process)
-  assert len(seen) == 3
-  for pid, some in seen.items():
+  assert len(sizes) == 3
+  for pid, some in sizes.items():
     early = [size for step, size in some if 40 <= step < 70]
     late = [size for step, size in some if 110 <= step < 140]
     assert early and late, (pid, some[-1])

@@ -93,17 +93,17 @@ def batch(x):
 
 @pytest.fixture
 def make_runtime():
-  made = []
+  remotes = []
 
   def make(slow=''):
     fn = functools.partial(flows, slow)
     step, evaluate = fn()
     plan = plan_lib.parse(SKETCH, dict.fromkeys(step.stages + evaluate.stages))
-    made.append(driver.RayRuntime(plan, fn, step=step, evaluate=evaluate))
-    return made[-1], local.LocalRuntime(plan, step=step, evaluate=evaluate)
+    remotes.append(driver.RayRuntime(plan, fn, step=step, evaluate=evaluate))
+    return remotes[-1], local.LocalRuntime(plan, step=step, evaluate=evaluate)
 
   yield make
-  for runtime in made:
+  for runtime in remotes:
     runtime.close()
 
 
@@ -113,11 +113,11 @@ def test_processes_hold_a_shared_device_in_turn_and_compute_the_same(
   results, runtimes = [], make_runtime()
   for runtime in runtimes:
     runtime.load(state())
-    seen = [runtime.evaluate(batch(0.5), KEY)]
-    made = [runtime.submit(batch(0.1 * i), KEY) for i in range(4)]
-    seen += [one.result() for one in made]
+    infos = [runtime.evaluate(batch(0.5), KEY)]
+    futures = [runtime.submit(batch(0.1 * i), KEY) for i in range(4)]
+    infos += [one.result() for one in futures]
     runtime.wait()
-    results.append(jax.device_get([seen, runtime.state()]))
+    results.append(jax.device_get([infos, runtime.state()]))
   jax.tree.map(np.testing.assert_array_equal, *results)
   remote, local_ = runtimes
   about = remote.processes()
@@ -144,7 +144,7 @@ def test_the_holders_death_is_reported_and_another_gets_the_device(
   local_.close()
   remote.load(state())
   want = float(remote.step(batch(1.0), KEY))
-  made = remote.submit(batch(SLOW), KEY)
+  future = remote.submit(batch(SLOW), KEY)
   time.sleep(1)  # It holds the device, for long.
   pid = remote.processes()[victim]['pid']
   start = time.monotonic()
@@ -152,7 +152,7 @@ def test_the_holders_death_is_reported_and_another_gets_the_device(
   with pytest.raises(
     ProcessDiedError, match=f"process of place '{victim}' has died"
   ):
-    made.result(timeout=20)
+    future.result(timeout=20)
   assert time.monotonic() - start < 5
   start = time.monotonic()
   remote.load(state(), 0)

@@ -27,11 +27,11 @@ def test_every_type_arrives_as_it_was_sent(dtype):
   for shape in SHAPES:
     x = array(rng, shape, dtype)
     for sent in (x, jax.device_put(x)):
-      made = pickle.loads(pickle.dumps(serialize.pack(sent), protocol=5))
+      received = pickle.loads(pickle.dumps(serialize.pack(sent), protocol=5))
       assert (
-        made.data.dtype.kind != 'V'
+        received.data.dtype.kind != 'V'
       )  # Ray sends NumPy's own types without a copy.
-      got = jnp.asarray(serialize.unpack(made))
+      got = jnp.asarray(serialize.unpack(received))
       assert got.dtype == x.dtype and got.shape == shape
       assert np.asarray(got).tobytes() == x.tobytes()
 

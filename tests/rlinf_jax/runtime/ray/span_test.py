@@ -138,14 +138,14 @@ def test_two_processes_of_two_devices_compute_the_same_up_to_rounding(
   in_float64, runtimes
 ):
   remote, local_ = runtimes(FOUR, dapo_flows)
-  made = []
+  results = []
   for runtime in (remote, local_):
     runtime.load(dapo().init(driver_test.KEY))
     infos = [
       runtime.step(tiny.problem(seed=i), jax.random.key(i)) for i in range(2)
     ]
-    made.append([[tiny.arrays(x) for x in (infos, runtime.state())]])
-  random_plans_test.compare(remote.plan, *made)
+    results.append([[tiny.arrays(x) for x in (infos, runtime.state())]])
+  random_plans_test.compare(remote.plan, *results)
   nodes = {one['node'] for one in remote.processes().values()}
   assert len(nodes) == 2  # No node has four processors.
   local_.close()
@@ -190,14 +190,14 @@ def test_the_death_of_one_process_stops_its_place(runtimes):
     assert remote.step(batch(1, rows), driver_test.KEY) == 2 * rows
     assert remote.state() == 2 * rows
     about = remote.processes()
-    made = remote.submit(batch(9, rows), driver_test.KEY)
+    future = remote.submit(batch(9, rows), driver_test.KEY)
     time.sleep(0.5)
     start = time.monotonic()
     os.kill(about[victim]['pid'], signal.SIGKILL)
     with pytest.raises(
       ProcessDiedError, match=f"process of place '{victim}' has die"
     ):
-      made.result(timeout=20)
+      future.result(timeout=20)
     assert time.monotonic() - start < 5
     # Each may block in a collective that the other never joins.
     _gone([about[name]['pid'] for name in ('a 1/2', 'a 2/2')])
