@@ -76,6 +76,28 @@ def in_float64():
   jax.config.update('jax_enable_x64', False)
 
 
+@pytest.fixture(scope='module')
+def recipe_library(tmp_path_factory):
+  """Makes the modules that `fake_recipe` configures importable."""
+  import fake_recipe
+
+  with fake_recipe.library(tmp_path_factory.mktemp('library')):
+    yield
+
+
+@pytest.fixture
+def recipe_folder(recipe_library, tmp_path, monkeypatch):
+  """The current folder, with the recipe base.gin in it."""
+  import gin
+
+  import fake_recipe
+
+  monkeypatch.chdir(tmp_path)
+  fake_recipe.write('base.gin', fake_recipe.BASE)
+  yield tmp_path
+  gin.clear_config()
+
+
 @pytest.fixture
 def fully_optimized(monkeypatch):
   """Compiles as in production, where a test mostly runs what it compiles.

@@ -11,13 +11,13 @@ import jax
 from planner.costs import cost as cost_lib
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import host, programs
+from rlinf_jax.runtime import calls, host, programs
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import place as place_lib
 from sharding import rules as rules_lib
 
 
-class LocalRuntime(host.Host):
+class LocalRuntime(calls.Calls, host.Host):
   """A `base.Runtime` whose places are threads of this process.
 
   Attributes:
@@ -85,19 +85,6 @@ class LocalRuntime(host.Host):
       self._treedef, [leaves[i] for i in range(len(leaves))]
     )
 
-  def submit(self, batch, key) -> futures.Future:
-    return self._submit('step', batch, key)
-
-  def step(self, batch, key):
-    info = self.submit(batch, key)
-    self.wait()
-    return info.result()
-
-  def evaluate(self, batch, key):
-    info = self._submit('evaluate', batch, key)
-    self.wait()
-    return info.result()
-
   def _submit(self, name, *inputs) -> futures.Future:
     if self.failure:
       raise self.failure
@@ -105,20 +92,4 @@ class LocalRuntime(host.Host):
     outputs = self.submit_flow(
       name, self.steps + (name != 'step'), jax.tree.leaves(inputs)
     )
-    return info_of(self.lowered[name].flow, outputs)
-
-
-def info_of(flow: graph_lib.Flow, outputs: futures.Future) -> futures.Future:
-  """The future of a flow's info, from that of its outputs by value."""
-  info = futures.Future()
-
-  def resolve(outputs):
-    error = outputs.exception()
-    if error:
-      info.set_exception(error)
-      return
-    leaves = [outputs.result()[v] for v in flow.outputs]
-    info.set_result(jax.tree.unflatten(flow.gives, leaves))
-
-  outputs.add_done_callback(resolve)
-  return info
+    return calls.info_of(self.lowered[name].flow, outputs)

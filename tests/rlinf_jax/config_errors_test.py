@@ -3,46 +3,26 @@
 import subprocess
 import sys
 
-import gin
 import pytest
 
-import fake_recipe
-from fake_recipe import BASE, parse, run, write
+from fake_recipe import BASE, parse, refused, run, write
 from rlinf_jax import config_errors
 
-
-@pytest.fixture(scope='module')
-def library(tmp_path_factory):
-  with fake_recipe.library(tmp_path_factory.mktemp('library')):
-    yield
+pytestmark = pytest.mark.usefixtures('recipe_folder')
 
 
-@pytest.fixture(autouse=True)
-def folder(library, tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  fake_recipe.write('base.gin', fake_recipe.BASE)
-  yield tmp_path
-  gin.clear_config()
-
-
-def refused(*bindings, files=('base.gin',)):
-  with pytest.raises(ValueError) as error:
-    parse(*bindings, files=files)
-  return str(error.value)
-
-
-def test_a_missing_file_is_reported_with_the_searched_folders(folder):
+def test_a_missing_file_is_reported_with_the_searched_folders(recipe_folder):
   with pytest.raises(FileNotFoundError) as error:
     parse(files=['bsae.gin'])
   text = str(error.value)
-  assert str(folder) in text and str(config_errors.ROOT) in text
+  assert str(recipe_folder) in text and str(config_errors.ROOT) in text
   assert text.endswith('did you mean `base.gin`?')
 
 
-def test_a_missing_absolute_path_is_reported(folder):
+def test_a_missing_absolute_path_is_reported(recipe_folder):
   with pytest.raises(FileNotFoundError) as error:
-    parse(files=[str(folder / 'configs/none.gin')])
-  assert f'(searched in {folder}/configs)' in str(error.value)
+    parse(files=[str(recipe_folder / 'configs/none.gin')])
+  assert f'(searched in {recipe_folder}/configs)' in str(error.value)
 
 
 def test_a_missing_include_is_reported_with_its_file():
@@ -54,7 +34,7 @@ def test_a_missing_include_is_reported_with_its_file():
   assert text.endswith('did you mean `base.gin`?')
 
 
-def test_gin_logs_nothing_while_it_searches(folder):
+def test_gin_logs_nothing_while_it_searches(recipe_folder):
   write('top.gin', "include 'nowhere/none.gin'")
   code = (
     'from rlinf_jax import config\n'

@@ -2,32 +2,12 @@
 
 import textwrap
 
-import gin
 import pytest
 
-import fake_recipe
-from fake_recipe import BASE, parse, run, write
+from fake_recipe import BASE, parse, refused, run, write
 from rlinf_jax import config, config_errors
 
-
-@pytest.fixture(scope='module')
-def library(tmp_path_factory):
-  with fake_recipe.library(tmp_path_factory.mktemp('library')):
-    yield
-
-
-@pytest.fixture(autouse=True)
-def folder(library, tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  fake_recipe.write('base.gin', fake_recipe.BASE)
-  yield tmp_path
-  gin.clear_config()
-
-
-def refused(*bindings, files=('base.gin',)):
-  with pytest.raises(ValueError) as error:
-    parse(*bindings, files=files)
-  return str(error.value)
+pytestmark = pytest.mark.usefixtures('recipe_folder')
 
 
 def refused_as_unused():
@@ -273,7 +253,7 @@ def test_references_inside_containers_are_used():
 # Writing.
 
 
-def test_a_saved_config_runs_alone(folder):
+def test_a_saved_config_runs_alone(recipe_folder):
   write(
     'top.gin',
     """
@@ -289,39 +269,39 @@ def test_a_saved_config_runs_alone(folder):
   expected = run()
   config.save('config.gin')
   for name in ('base.gin', 'top.gin'):
-    (folder / name).unlink()
+    (recipe_folder / name).unlink()
 
   config.parse(['config.gin'], [], 'runs/x')
   assert run() == expected
   assert config.unused() == []
   config.save('again.gin')
-  assert (folder / 'again.gin').read_text() == (
-    folder / 'config.gin'
+  assert (recipe_folder / 'again.gin').read_text() == (
+    recipe_folder / 'config.gin'
   ).read_text()
 
   config.parse(['config.gin'], ['STEPS = 6'], 'runs/y')
   assert run()[0][4] == 'runs/y' and run()[2] == 6
 
 
-def test_the_operative_config_shows_what_was_read_with_defaults(folder):
+def test_the_operative_config_shows_what_was_read_with_defaults(recipe_folder):
   parse()
   run()
   config.save_operative('operative_config.gin')
-  text = (folder / 'operative_config.gin').read_text()
+  text = (recipe_folder / 'operative_config.gin').read_text()
   assert 'flows.grpo.clip_high = 0.2\n' in text
   assert 'optim.adamw.learning_rate = 0.1\n' in text
 
 
-def test_saving_leaves_no_other_file(folder):
+def test_saving_leaves_no_other_file(recipe_folder):
   parse()
   config.save('config.gin')
-  assert {x.name for x in folder.iterdir()} == {'base.gin', 'config.gin'}
+  assert {x.name for x in recipe_folder.iterdir()} == {'base.gin', 'config.gin'}
 
 
-def test_a_failed_save_leaves_the_old_file(folder, monkeypatch):
+def test_a_failed_save_leaves_the_old_file(recipe_folder, monkeypatch):
   parse()
-  (folder / 'config.gin').write_text('old')
-  (folder / 'config.gin.part').mkdir()
+  (recipe_folder / 'config.gin').write_text('old')
+  (recipe_folder / 'config.gin.part').mkdir()
   with pytest.raises(OSError):
     config.save('config.gin')
-  assert (folder / 'config.gin').read_text() == 'old'
+  assert (recipe_folder / 'config.gin').read_text() == 'old'

@@ -15,7 +15,7 @@ import ray
 
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import local, programs
+from rlinf_jax.runtime import calls, programs
 from rlinf_jax.runtime import timeline as timeline_lib
 from rlinf_jax.runtime.base import ProcessDiedError, StageError
 from rlinf_jax.runtime.ray import actor as actor_lib
@@ -25,7 +25,7 @@ from rlinf_jax.runtime.ray import channel, pending, serialize
 from rlinf_jax.runtime.ray import recovery as recovery_lib
 
 
-class RayRuntime:
+class RayRuntime(calls.Calls):
   """A `base.Runtime` whose places are processes of a Ray cluster.
 
   The actors hold the carried state. The thread that drives the runtime sends
@@ -127,19 +127,6 @@ class RayRuntime:
     ]
     return jax.tree.unflatten(self._treedef, leaves)
 
-  def submit(self, batch, key) -> futures.Future:
-    return self._submit('step', batch, key)
-
-  def step(self, batch, key):
-    info = self.submit(batch, key)
-    self.wait()
-    return info.result()
-
-  def evaluate(self, batch, key):
-    info = self._submit('evaluate', batch, key)
-    self.wait()
-    return info.result()
-
   def wait(self):
     futures.wait(self._running)
     if self._failure:
@@ -185,7 +172,7 @@ class RayRuntime:
     outputs = self._threads.submit(self._collect, call)
     running = [one for one in self._running if not one.done()]
     self._running = [*running, outputs]
-    return local.info_of(self.lowered[name].flow, outputs)
+    return calls.info_of(self.lowered[name].flow, outputs)
 
   def _collect(self, call: pending.PendingCall) -> dict[int, Any]:
     """Blocks until all processes have finished a call; returns its outputs."""
