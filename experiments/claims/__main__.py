@@ -64,8 +64,8 @@ class Claim(NamedTuple):
 
 
 def read() -> list[Claim]:
-  made = tomllib.loads((HERE / 'claims.toml').read_text())['claim']
-  claims = [Claim(**{**x, 'commands': tuple(x['commands'])}) for x in made]
+  entries = tomllib.loads((HERE / 'claims.toml').read_text())['claim']
+  claims = [Claim(**{**x, 'commands': tuple(x['commands'])}) for x in entries]
   names = [claim.name for claim in claims]
   assert len({*names}) == len(names), 'Two claims have one name.'
   return claims

@@ -1,4 +1,4 @@
-"""Replays the published choices of mode; tells them as a table and a figure.
+"""Replays the published choices of mode, as a table and a figure.
 
   python -m experiments.modes
 
@@ -28,14 +28,20 @@ def draw(found: list[replay.Replay]):
     ]
     axes.bar(at + 0.27 * (i - 1), speed, 0.25, color=color, label=mode)
   for x, one in zip(at, found, strict=True):
-    shift = 0.27 * (list(COLORS).index(one.published) - 1)
+    shift = 0.27 * (list(COLORS).index(one.published_fastest) - 1)
     axes.plot(x + shift, 0.06, 'wo', markersize=4)
-    if one.by[0]:
-      other = one.published if one.published != 'temporal' else 'spatial'
+    if one.speedups[0]:
+      other = (
+        one.published_fastest
+        if one.published_fastest != 'temporal'
+        else 'spatial'
+      )
       if one.case.endswith('LIBERO'):
         other = 'hybrid'
       shift = 0.27 * (list(COLORS).index(other) - 1)
-      axes.plot(x + shift, one.by[0], 'k_', markersize=9, markeredgewidth=2)
+      axes.plot(
+        x + shift, one.speedups[0], 'k_', markersize=9, markeredgewidth=2
+      )
   axes.plot([], [], 'k_', markeredgewidth=2, label='published')
   axes.plot([], [], 'o', color='gray', label='was faster, published')
   axes.set_xticks(

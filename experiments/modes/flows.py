@@ -1,4 +1,4 @@
-"""Flows of the published workloads, and what their stages have to do.
+"""Flows of the published workloads, and the work of their stages.
 
 Written from sizes of models: 2 · N operations a token and a pass, 3 times that
 and a pass more to learn, since the published recipes compute activations again.
@@ -19,8 +19,8 @@ from planner.ir import graph
 HALF, SINGLE = np.dtype('float16'), np.dtype('float32')
 KERNELS = 10  # A layer and a pass. Assumptions.
 PROMPT = 256  # Tokens. Assumptions: published are 512 and 1,024 at most.
-ENGINE = 0.4  # Of memory, for keys and values. Recipes: 0.3 to 0.65, all told.
-BLOCKS = 4  # In which the steps of an episode are told, instead of one by one.
+ENGINE = 0.4  # Of memory, for keys and values. Recipes: 0.3 to 0.65 in all.
+BLOCKS = 4  # Blocks that stand for the steps of an episode.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Stage:
 
 
 class Drawn(NamedTuple):
-  """A flow and what its stages do, as `roofline.Roofline` takes them.
+  """A flow and the work of its stages, as `roofline.Roofline` takes them.
 
   Attributes:
     flow: of a step.
@@ -120,8 +120,8 @@ def draw(case: published.Case, rows: int, memory: float) -> Drawn:
 
 def language(case, rows: int, memory: float) -> Drawn:
   """Generates, infers log-probabilities (and values), learns."""
-  model, group = case.model, case.group
-  lengths = published.lengths(case.tokens, case.most)
+  model, group = case.model, case.group_size
+  lengths = published.lengths(case.tokens, case.max_tokens)
   critic = case.flow == 'ppo'
   models = ('', 'critic_') if critic else ('',)
   draft = Draft()
@@ -137,11 +137,11 @@ def language(case, rows: int, memory: float) -> Drawn:
   )
   there = ['x']
   for who in models if case.flow != 'grpo without inference' else ():
-    made = f'{who}inferred'
-    draft.value(made, (rows, math.ceil(lengths.mean())))
+    inferred = f'{who}inferred'
+    draft.value(inferred, (rows, math.ceil(lengths.mean())))
     stage = Stage(f'{who}infer', group_size=group)
-    draft.node(stage, (f'{who}params', 'x'), (made,), ('x',))
-    there.append(made)
+    draft.node(stage, (f'{who}params', 'x'), (inferred,), ('x',))
+    there.append(inferred)
   for who in models:
     draft.learner(who, model, tuple(there), group)
   works = {'generate': generation(model, lengths, group, memory)}
@@ -249,28 +249,33 @@ class Steps:
 
 
 def robot(case, rows: int) -> Drawn:
-  """A world and a policy take turns; then the policy learns from all of it.
+  """A simulator and a policy take turns; then the policy learns from all steps.
 
-  The steps are told in `BLOCKS` blocks of as many steps of the world and then
-  of the policy. Work is the same, and a block's pieces overlap as steps would.
+  `BLOCKS` blocks stand for the steps: each is as many steps of the policy, then
+  of the simulator. Work is the same, and a block's pieces overlap as steps
+  would.
   """
-  model, steps = case.model, published.STEPS[case.world]
+  model, steps = case.model, published.STEPS[case.env]
   block = steps / BLOCKS
   draft = Draft()
-  pixels, action = (rows, 224, 224, 3), (rows, 56)
+  pixels, motion = (rows, 224, 224, 3), (rows, 56)
   draft.value('obs0', pixels, np.dtype('uint8'))
   draft.state('', model)
   for t in range(BLOCKS):
-    draft.value(f'action{t}', action)
+    draft.value(f'action{t}', motion)
     draft.value(f'obs{t + 1}', pixels, np.dtype('uint8'))
-    obs, made = f'obs{t}', f'action{t}'
-    draft.node(Stage('act'), ('params', obs), (made,), (obs,))
-    draft.node(Stage('simulate'), (obs, made), (f'obs{t + 1}',), (obs, made))
-  seen = [f'{what}{t}' for t in range(BLOCKS) for what in ('obs', 'action')]
-  draft.learner('', model, (*seen, f'obs{BLOCKS}'), case.group)
+    obs, action = f'obs{t}', f'action{t}'
+    draft.node(Stage('act'), ('params', obs), (action,), (obs,))
+    draft.node(
+      Stage('simulate'), (obs, action), (f'obs{t + 1}',), (obs, action)
+    )
+  steps_read = [
+    f'{what}{t}' for t in range(BLOCKS) for what in ('obs', 'action')
+  ]
+  draft.learner('', model, (*steps_read, f'obs{BLOCKS}'), case.group_size)
   tokens = np.array([case.tokens])
   one = forward(model, tokens, rows)
-  if case.world == 'maniskill':
+  if case.env == 'maniskill':
     act = Steps(block, *published.OPENVLA_STEP)
     simulate = Steps(block, *published.MANISKILL_STEP)
   else:

@@ -18,7 +18,7 @@ class Model:
 
   Attributes:
     parameters: all of them.
-    active: of those, what a token meets.
+    active: of those, the ones that a token uses.
     L: layers.
     D: width.
     H: query heads.
@@ -54,17 +54,17 @@ class Case:
     model: that learns; of PPO twice, as actor and as critic.
     devices: that it was run on.
     rows: sequences of a batch on each, or environments.
-    group: sequences that are compared with each other.
+    group_size: sequences that are compared with each other.
     tokens: of a sequence in the mean, prompt included.
-    most: of a sequence.
+    max_tokens: of a sequence.
     faster: the mode that was faster on each, of those that were tried.
     tried: those modes.
-    by: how many times as fast as temporal the best other mode was, on each;
-      None where the paper says which and not by how much.
-    took: seconds of an iteration in temporal mode on each; None where the
+    speedup: speed of the fastest other mode over temporal, on each; None where
+      the paper says which and not by how much.
+    seconds: of an iteration in temporal mode on each; None where the
       paper has no such number, nor tokens or steps to divide by its throughput.
     source: where it says so.
-    world: what a robot acts in.
+    env: the environment of a robot.
   """
 
   name: str
@@ -72,15 +72,15 @@ class Case:
   model: Model
   devices: tuple[int, ...]
   rows: tuple[int, ...]
-  group: int
+  group_size: int
   tokens: float
-  most: int
+  max_tokens: int
   faster: tuple[str, ...]
   tried: tuple[str, ...]
-  by: tuple[float | None, ...]
-  took: tuple[float | None, ...]
+  speedup: tuple[float | None, ...]
+  seconds: tuple[float | None, ...]
   source: str
-  world: str = ''
+  env: str = ''
 
 
 TWO = 'temporal', 'spatial'
@@ -122,11 +122,11 @@ CASES = (
       12288,
       ('spatial',) * 3,
       TWO,
-      by,
-      took,
+      speedup,
+      seconds,
       'section 5.1.1, figure 10',
     )
-    for size, model, devices, by, took in (
+    for size, model, devices, speedup, seconds in (
       ('1.5B', QWEN_1_5B, (16, 32, 64), (1.398, 1.194, 1.186), (None,) * 3),
       # Figure 11. What of 7B is not in its text is read off figure 10.
       ('7B', QWEN_7B, (32, 64, 128), (1.38, 1.45, 1.19), (27.6, None, None)),
@@ -207,18 +207,18 @@ LIBERO_ROLLOUT = 238.0
 LIBERO_CORE_SECONDS = LIBERO_ROLLOUT * CORES * 16 / (512 * 64)
 
 
-def lengths(tokens: float, most: int, rows: int = 4096) -> np.ndarray:
+def lengths(tokens: float, max_tokens: int, rows: int = 4096) -> np.ndarray:
   """Lengths of sequences, spread as figure 2b, [rows].
 
   Responses are taken to grow at one pace, so that their seconds are spread as
-  their tokens; they are scaled to the mean, and end at the most there may be.
+  their tokens; they are scaled to the mean, and end at the maximum.
   """
   share, seconds = np.array(UNFINISHED).T
   middle = (np.arange(rows) + 0.5) / rows
   shape = np.interp(middle, 1 - share, seconds)
-  low, high = 0.0, float(most)
+  low, high = 0.0, float(max_tokens)
   for _ in range(50):  # The mean of what is cut off grows with the scale.
     scale = (low + high) / 2
-    small = np.minimum(shape * scale, most).mean() < tokens
+    small = np.minimum(shape * scale, max_tokens).mean() < tokens
     low, high = (scale, high) if small else (low, scale)
-  return np.clip(np.round(shape * low), 1, most).astype(int)
+  return np.clip(np.round(shape * low), 1, max_tokens).astype(int)

@@ -1,4 +1,4 @@
-"""Which mode the model of costs thinks fastest, case by case."""
+"""The mode that the cost model predicts to be fastest, case by case."""
 
 import dataclasses
 import functools
@@ -28,28 +28,28 @@ class Replay:
     case: which.
     devices: how many.
     seconds: a step of the fastest plan of every mode; none if none fits.
-    took: in temporal mode, as published; None where it is not.
-    by: how many times as fast as temporal the best other mode was, as published
-      and as modeled, of those tried.
     plans: those plans, in words.
-    published: the mode that was faster, of those tried.
-    ours: likewise, as modeled.
-    best: the fastest of all modes, tried or not.
+    published_seconds: in temporal mode; None where it is not published.
+    speedups: speed of the fastest other mode over temporal, as published and as
+      modeled, of those tried.
+    published_fastest: the mode that was faster, of those tried.
+    modeled_fastest: likewise, as modeled.
+    modeled_fastest_of_all: the fastest of all modes, tried or not.
   """
 
   case: str
   devices: int
   seconds: dict[str, float]
   plans: dict[str, str]
-  took: float | None
-  by: tuple[float | None, float]
-  published: str
-  ours: str
-  best: str
+  published_seconds: float | None
+  speedups: tuple[float | None, float]
+  published_fastest: str
+  modeled_fastest: str
+  modeled_fastest_of_all: str
 
   @property
   def agrees(self) -> bool:
-    return self.published == self.ours
+    return self.published_fastest == self.modeled_fastest
 
 
 @functools.cache
@@ -100,8 +100,8 @@ def replay(case: published.Case, devices: int, engine=True) -> Replay:
   )
   drawn = flows.draw(case, case.rows[at], there.device.memory_bytes)
   if 'generate' in drawn.works:
-    made = dataclasses.replace(drawn.works['generate'], engine=engine)
-    drawn.works['generate'] = made
+    generate = dataclasses.replace(drawn.works['generate'], engine=engine)
+    drawn.works['generate'] = generate
   model = roofline.Roofline(drawn.flow, drawn.works, there, RULES)
   seconds, plans = {}, {}
   for mode, space in spaces(devices, drawn).items():
@@ -116,8 +116,8 @@ def replay(case: published.Case, devices: int, engine=True) -> Replay:
     devices,
     seconds,
     plans,
-    case.took[at],
-    (case.by[at], seconds['temporal'] / min(others)),
+    case.seconds[at],
+    (case.speedup[at], seconds['temporal'] / min(others)),
     case.faster[at],
     min(tried, key=seconds.get),
     min(seconds, key=seconds.get),
@@ -136,11 +136,13 @@ def table(found: list[Replay]) -> str:
       f'{one.seconds[mode]:.3g} s' if mode in one.seconds else '–'
       for mode in published.THREE
     ]
-    took = f'{one.took:.4g} s' if one.took else '–'
-    ratios = [f' ({by:.2f} ×)' if by else '' for by in one.by]
+    seconds = one.published_seconds
+    seconds = f'{seconds:.4g} s' if seconds else '–'
+    ratios = [f' ({ratio:.2f} ×)' if ratio else '' for ratio in one.speedups]
     lines.append(
-      f'| {one.case} | {one.devices} | {took} | {" | ".join(spent)} | '
-      f'{one.published}{ratios[0]} | {one.ours}{ratios[1]} | '
+      f'| {one.case} | {one.devices} | {seconds} | {" | ".join(spent)} | '
+      f'{one.published_fastest}{ratios[0]} | '
+      f'{one.modeled_fastest}{ratios[1]} | '
       f'{"yes" if one.agrees else "**no**"} |'
     )
   agree = sum(one.agrees for one in found)

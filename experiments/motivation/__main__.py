@@ -4,7 +4,7 @@
 
 Measures with the run's trained model which completions are unfinished when,
 and how generation and learning grow with the batch; reads from the run what
-its stages took. Writes motivation.png and results.json beside this file.
+its stages durations. Writes motivation.png and results.json beside this file.
 """
 
 import collections
@@ -46,18 +46,18 @@ def calls(checkpoint: str, prompts: int):
   starts = (start for start, _ in flow.carry)
   leaves = map(jnp.asarray, jax.tree.leaves(given))
   memory = dict(zip((*starts, *flow.inputs), leaves, strict=True))
-  made = {}
+  calls_by_stage = {}
   for node in flow.nodes:
     leaves = [memory[v] for v in node.reads]
     args = jax.tree.unflatten(node.takes, leaves)
-    made[node.name] = lambda run=node.stage.run, args=args: run(*args)
+    calls_by_stage[node.name] = lambda run=node.stage.run, args=args: run(*args)
     out = node.stage.run(*args)
     memory |= zip(node.writes, jax.tree.leaves(out), strict=True)
     if node.name == 'generate':
       tokens = np.asarray(out.mask.sum(1), int)
     if node.name == 'gradient':
       break
-  return made['generate'], made['gradient'], tokens
+  return calls_by_stage['generate'], calls_by_stage['gradient'], tokens
 
 
 def breakdown(folder: str) -> dict[str, float]:
@@ -83,14 +83,14 @@ def measure(folder: str) -> dict:
   both = [
     call for generate, gradient, _ in cases for call in (generate, gradient)
   ]
-  took = call_timing.seconds([[call] for call in both])
+  durations = call_timing.seconds([[call] for call in both])
   tokens = cases[-1][2]
-  step = took[-2] / tokens.max()  # Seconds a token, prompts among them.
+  step = durations[-2] / tokens.max()  # Seconds a token, prompts among them.
   unfinished = [float(np.mean(tokens > t)) for t in range(tokens.max() + 1)]
   return {
     'rows': [setting_lib.GROUP * prompts for prompts in PROMPTS],
-    'generate seconds': took[::2],
-    'gradient seconds': took[1::2],
+    'generate seconds': durations[::2],
+    'gradient seconds': durations[1::2],
     'longest': [int(tokens.max()) for *_, tokens in cases],
     'unfinished': unfinished,
     'seconds a token of all rows': step,

@@ -32,9 +32,9 @@ def by_hand(flow, state):
     flow.nodes[host],
     flow.nodes[host + 1 :],
   )
-  made = [v for node in first for v in node.writes]
+  written = [v for node in first for v in node.writes]
   needed = {v for node in (judge, *rest) for v in node.reads}
-  passed = [v for v in made if v in needed]
+  passed = [v for v in written if v in needed]
 
   def run(nodes, memory):
     for node in nodes:
@@ -73,42 +73,44 @@ def by_hand(flow, state):
 
 
 def main():
-  made = setting_lib.setting()
+  setting = setting_lib.setting()
   found = exact.search(
-    made.flow, made.model, space_lib.default_space(made.flow, made.model)
+    setting.flow,
+    setting.model,
+    space_lib.default_space(setting.flow, setting.model),
   )
-  print(f'Found: rows at a time {found.best.rows or "all"}')
-  runtime = local.LocalRuntime(found.best, step=made.flow)
-  runtime.load(made.state)
-  ways = {
+  print(f'Found: micro-batches of {found.best.micro_batch or "all"}')
+  runtime = local.LocalRuntime(found.best, step=setting.flow)
+  runtime.load(setting.state)
+  loops = {
     'auto': lambda batch, key: jax.device_get(runtime.step(batch, key)),
-    'by hand': by_hand(made.flow, made.state),
+    'by hand': by_hand(setting.flow, setting.state),
   }
-  took = {name: [] for name in ways}
+  seconds = {name: [] for name in loops}
   for i in range(PAIRS + 2):
-    for name in sorted(ways, reverse=i % 2):
+    for name in sorted(loops, reverse=i % 2):
       start = time.perf_counter(), time.process_time()
-      ways[name](made.batch, jax.random.key(i))
+      loops[name](setting.batch, jax.random.key(i))
       end = time.perf_counter(), time.process_time()
       if i > 1:
-        took[name].append((end[0] - start[0], end[1] - start[1]))
+        seconds[name].append((end[0] - start[0], end[1] - start[1]))
   runtime.close()
-  told = {'micro_batch': found.best.micro_batch}
+  summary = {'micro_batch': found.best.micro_batch}
   for which, what in enumerate(('wall', 'cpu')):
     ratios = [
       a[which] / b[which]
-      for a, b in zip(took['auto'], took['by hand'], strict=True)
+      for a, b in zip(seconds['auto'], seconds['by hand'], strict=True)
     ]
-    told[what] = statistics.median(ratios)
+    summary[what] = statistics.median(ratios)
     each = {
       name: statistics.median(t[which] for t in some)
-      for name, some in took.items()
+      for name, some in seconds.items()
     }
     print(
       f'{what:4}: auto {each["auto"]:.3f} s, by hand {each["by hand"]:.3f} s, '
-      f'{told[what]:.3f} times'
+      f'{summary[what]:.3f} times'
     )
-  print(json.dumps(told))
+  print(json.dumps(summary))
 
 
 if __name__ == '__main__':

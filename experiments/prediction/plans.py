@@ -26,7 +26,7 @@ from rlinf_jax.planning import autoplan
 from rlinf_jax.runtime import local
 
 STEPS, WARM, ROUNDS = 4, 2, 3
-DIFFERENT = 1.15  # Measured medians further apart than this are told apart.
+DIFFERENT = 1.15  # Ratio of measured medians that counts as a difference.
 TWO = {'places': {'a': {'devices': [0]}, 'b': {'devices': [1]}}}
 DATA = {'places': {'all': {'devices': [0, 1], 'axes': [['data', 2]]}}}
 FSDP = {'places': {'all': {'devices': [0, 1], 'axes': [['fsdp', 2]]}}}
@@ -51,20 +51,20 @@ SKETCHES = {
   'generate | rest': split(ACT),
   'generate | rest, 2 pieces': split(ACT, pieces=2),
   'generate | rest, 4 pieces': split(ACT, pieces=4),
-  'generate refer | rest, 4 pieces': split(
+  'generate ref_logp | rest, 4 pieces': split(
     (*ACT, 'reward', 'measure', 'group_advantage', 'ref_logp'), pieces=4
   ),
-  'refer | rest': split(('ref_logp',)),
-  'refer | rest, 4 pieces': split(('ref_logp',), pieces=4),
+  'ref_logp | rest': split(('ref_logp',)),
+  'ref_logp | rest, 4 pieces': split(('ref_logp',), pieces=4),
   'gradient | rest, 4 pieces, 8 rows': split(
-    ('gradient', 'apply'), pieces=4, rows={'gradient': 8}
+    ('gradient', 'apply'), pieces=4, micro_batch={'gradient': 8}
   ),
   'generate | rest, 8 pieces': split(ACT, pieces=8),
 }
 
 
 def kendall(pairs) -> float:
-  """Of pairs `(predicted, measured)`; those hardly apart do not count."""
+  """Kendall's τ of `(predicted, measured)`; near ties do not count."""
   agree, there = 0, 0
   for (p, m), (q, n) in itertools.combinations(pairs, 2):
     if max(m, n) > DIFFERENT * min(m, n):
@@ -74,24 +74,27 @@ def kendall(pairs) -> float:
 
 
 def main():
-  made = setting_lib.setting()
+  setting = setting_lib.setting()
   runs, rows = {}, []
   for name, sketch in SKETCHES.items():
-    plan = plan_lib.parse(sketch, made.flow.stages)
-    predicted = autoplan.predict_step(made.flow, 0, made.model, plan).step
-    cost = cost_table.CostTable(made.model, plan)
-    runs[name] = predicted, local.LocalRuntime(plan, step=made.flow, cost=cost)
-  took = {name: [] for name in runs}
+    plan = plan_lib.parse(sketch, setting.flow.stages)
+    predicted = autoplan.predict_step(setting.flow, 0, setting.model, plan).step
+    cost = cost_table.CostTable(setting.model, plan)
+    runs[name] = (
+      predicted,
+      local.LocalRuntime(plan, step=setting.flow, cost=cost),
+    )
+  seconds = {name: [] for name in runs}
   for turn in range(ROUNDS):  # In alternation: noise comes in spells.
     for name, (_, runtime) in runs.items():
-      runtime.load(made.state)
+      runtime.load(setting.state)
       for i in range(STEPS + WARM * (not turn)):
         start = time.perf_counter()
-        runtime.step(made.batch, jax.random.key(i))
+        runtime.step(setting.batch, jax.random.key(i))
         if turn or i >= WARM:
-          took[name].append(time.perf_counter() - start)
+          seconds[name].append(time.perf_counter() - start)
   for name, (predicted, runtime) in runs.items():
-    rows.append((name, predicted, statistics.median(took[name])))
+    rows.append((name, predicted, statistics.median(seconds[name])))
     runtime.close()
   report(rows)
 
@@ -103,13 +106,15 @@ def report(rows):
     print(f'{name:36} {predicted:7.3f} s  {measured:6.3f} s  {ratio:.2f}')
   best = min(measured for *_, measured in rows)
   first = min(rows, key=lambda row: row[1])
-  told = {
+  summary = {
     'kendall_tau': kendall([row[1:] for row in rows]),
     'regret': first[2] / best - 1,
     'plans': rows,
   }
-  print(f'Kendall τ {told["kendall_tau"]:.2f}, regret {told["regret"]:.1%}')
-  print(json.dumps(told))
+  print(
+    f'Kendall τ {summary["kendall_tau"]:.2f}, regret {summary["regret"]:.1%}'
+  )
+  print(json.dumps(summary))
 
 
 if __name__ == '__main__':

@@ -27,44 +27,48 @@ CALIBRATED = (8, 32, 128)
 
 
 def main():
-  made = setting_lib.setting()
+  setting = setting_lib.setting()
   bench = profile.Bench(
-    made.flow, setting_lib.leaves(made.flow, made.state, made.batch), made.bare
+    setting.flow,
+    setting_lib.leaves(setting.flow, setting.state, setting.batch),
+    setting.bare,
   )
   times, sizes = [], []
-  for node in made.flow.nodes:
+  for node in setting.flow.nodes:
     if node.name in STAGES:
       cases = [bench.calls(node, rows) for rows in ROWS]
-      took = call_timing.seconds(cases, time.process_time)
-      spent = dict(zip(ROWS, took, strict=True))
+      seconds = call_timing.seconds(cases, time.process_time)
+      spent = dict(zip(ROWS, seconds, strict=True))
       curve = measured_lib.RowCurve(tuple((n, spent[n]) for n in CALIBRATED))
       times += [
         (node.name, n, curve.at(n), spent[n])
         for n in ROWS
         if n not in CALIBRATED
       ]
-      sizes += [(node.name, n, *bytes_of(made, bench, node, n)) for n in ROWS]
+      sizes += [
+        (node.name, n, *bytes_of(setting, bench, node, n)) for n in ROWS
+      ]
     bench.make(node)
   table('CPU-seconds at rows that were not measured', times, 1)
   table('MiB, before and after compiling', sizes, 2**20)
 
 
-def bytes_of(made, bench, node, rows):
+def bytes_of(setting, bench, node, rows):
   """Of a call, predicted and as compiled: what comes, goes and is between."""
-  flow = profile.resized(made.flow, node, rows)
-  chosen = plan_lib.one_place(made.flow.stages)
+  flow = profile.resized(setting.flow, node, rows)
+  chosen = plan_lib.one_place(setting.flow.stages)
   inside = memory.within(
-    flow, node, chosen, (), made.bare.works, made.bare.layout
+    flow, node, chosen, (), setting.bare.works, setting.bare.layout
   )
   values = {*node.reads, *node.writes}
   outside = sum(flow.values[v].bytes for v in values)
   predicted = outside + sum(part.value for part in inside.values())
-  said = bench.places[0].compile(flow, node).memory_analysis()
+  analysis = bench.places[0].compile(flow, node).memory_analysis()
   there = (
-    said.argument_size_in_bytes
-    + said.output_size_in_bytes
-    + said.temp_size_in_bytes
-    - said.alias_size_in_bytes
+    analysis.argument_size_in_bytes
+    + analysis.output_size_in_bytes
+    + analysis.temp_size_in_bytes
+    - analysis.alias_size_in_bytes
   )
   return predicted, there
 

@@ -9,7 +9,7 @@ import pytest
 from experiments.modes import flows, published, replay
 from planner.search import space as space_lib
 
-# Of the modes that the paper tried: which the model thinks faster.
+# Of the modes that the paper tried: whether the model agrees on the fastest.
 AGREE = {
   'GRPO, Qwen2.5-7B': (True, True, True),
   'PPO, Qwen2.5-1.5B': (True, True, True),
@@ -43,7 +43,7 @@ def check(name, devices, agree):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name, devices, agree', QUICK)
-def test_the_table_of_modes_is_as_told(name, devices, agree):
+def test_the_table_of_modes_is_as_documented(name, devices, agree):
   check(name, devices, agree)
 
 
@@ -51,21 +51,21 @@ def test_the_table_of_modes_is_as_told(name, devices, agree):
 @pytest.mark.parametrize(
   'name, devices, agree', [some for some in ALL if some not in QUICK]
 )
-def test_the_rest_of_the_table_is_as_told(name, devices, agree):
+def test_the_rest_of_the_table_is_as_documented(name, devices, agree):
   check(name, devices, agree)
 
 
 def test_spatial_needs_an_engine_that_hands_on_what_has_ended():
   case = CASES['PPO, Qwen2.5-1.5B']
-  assert replay.replay(case, 64).ours == 'spatial'
-  assert replay.replay(case, 64, engine=False).ours == 'temporal'
+  assert replay.replay(case, 64).modeled_fastest == 'spatial'
+  assert replay.replay(case, 64, engine=False).modeled_fastest == 'temporal'
 
 
 @pytest.mark.parametrize('case', published.CASES[:-2])
 def test_lengths_have_the_published_mean_and_most(case):
-  lengths = published.lengths(case.tokens, case.most)
+  lengths = published.lengths(case.tokens, case.max_tokens)
   assert lengths.mean() == pytest.approx(case.tokens, rel=1e-3)
-  assert lengths.max() <= case.most
+  assert lengths.max() <= case.max_tokens
 
 
 def test_modes_are_numbers_of_places():
