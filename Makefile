@@ -5,7 +5,7 @@ PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: train test fast claims docs lint robots bench lock clean
+.PHONY: train test fast claims docs lint robots aot bench lock clean
 
 # Where LIBERO's meshes lie beside a checkout, its tests find them.
 LIBERO_ASSETS ?= $(wildcard $(abspath ../shared/data/libero_assets))
@@ -53,6 +53,9 @@ lint: .venv/test
 robots: .venv/core  # Simulators: what the extras say, and what they cannot.
 	$(PIP) --editable '.[maniskill,libero]'
 	$(PIP) --no-deps -r requirements/libero.txt
+
+aot: .venv/core  # Compilers of accelerators that are not here: for --compile.
+	$(PIP) --no-deps -r requirements/aot.txt
 
 bench: .venv/core  # What one GRPO step costs here.
 	$(BIN)/python -m experiments.bench --gin_file gin_configs/bench/grpo_step.gin

@@ -90,6 +90,9 @@ class Cluster:
     contention: how many times as long a call takes when every shared core is
       busy as when only its own core is: cores share memory bandwidth, caches
       and arithmetic units.
+    topology: name of these devices for XLA's compilers, such as 'v5p:4x4x4';
+      None if no plan is compiled for them. See
+      `rlinf_jax.planning.compiled.topology`.
   """
 
   device: Device
@@ -100,6 +103,7 @@ class Cluster:
   memory_reserve: float = 0.1
   shared_cores: int | None = None
   contention: float = 1.0
+  topology: str | None = None
 
   def __post_init__(self):
     devices, per_node = self.num_devices, self.devices_per_node

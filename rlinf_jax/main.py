@@ -2,7 +2,7 @@
 
   python -m rlinf_jax.main --gin_file gin_configs/grpo_arithmetic.gin
   python -m rlinf_jax.main --gin_file ... --gin_bindings 'STEPS = 50' --resume
-  python -m rlinf_jax.main --gin_file ... --plan_only \
+  python -m rlinf_jax.main --gin_file ... --plan_only --compile \
     --cluster gin_configs/clusters/h100x64.gin
 """
 
@@ -28,6 +28,12 @@ CLUSTER = flags.DEFINE_string(
   'cluster',
   'gin_configs/clusters/cpu.gin',
   'For --plan_only: gin file of the hardware, which need not be this machine.',
+)
+COMPILE = flags.DEFINE_bool(
+  'compile',
+  False,
+  'For --plan_only: compile the plan for the topology of --cluster, whose '
+  'devices need not be here, and refuse what the compiler refuses.',
 )
 PLAN_JSON = flags.DEFINE_string(
   'plan_json', None, 'For --plan_only: JSON file for the plan and why.'
@@ -70,16 +76,23 @@ def plan_only():
   # Imported here: they load all of the planner.
   from rlinf_jax.planning import plan_only as plan_only_lib
   from rlinf_jax.planning import plan_report
+  from rlinf_jax.planning.compiled import topology
 
   files = [*config.GIN_FILE.value, CLUSTER.value]
   lengths = LENGTHS.value and plan_report.read_lengths(LENGTHS.value)
   with tempfile.TemporaryDirectory() as folder:
     config.parse(files, config.GIN_BINDINGS.value, folder)
+    hardware = config.call(cluster.Cluster)
+    compile_for = None
+    if COMPILE.value:
+      compile_for = topology.of_cluster(hardware)
+      topology.prepare(compile_for)  # Before the recipe starts JAX.
     config.call(
       plan_only_lib.plan_only,
       bindings_of=train.train,
-      cluster=config.call(cluster.Cluster),
+      cluster=hardware,
       lengths=lengths,
+      compile_for=compile_for,
       output=PLAN_JSON.value,
       page=PLAN_HTML.value,
     )
@@ -91,9 +104,14 @@ def main(_):
   logging.set_verbosity(logging.FATAL)
   allocator.retain_freed_memory()
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
-  folder = None
+  folder, fresh = None, False
   try:
     folder = workdir()
+    if COMPILE.value and not PLAN_ONLY.value:
+      raise ValueError(
+        '--compile compiles a plan for other devices and trains nothing: add '
+        '--plan_only.'
+      )
     if PLAN_ONLY.value:
       folder = None
       plan_only()

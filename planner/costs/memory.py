@@ -71,6 +71,29 @@ def parts(
   return worst
 
 
+def alive(
+  flow: graph.Flow,
+  chosen: plan_lib.Plan,
+  place: str,
+  where: list[str],
+  homes: dict[int, tuple[str, ...]],
+) -> dict[int, set[int]]:
+  """Returns the values that lie on a place's devices during each of its nodes.
+
+  The arguments are those of `parts`, which sums up the bytes of these values.
+  """
+  here = [i for i, name in enumerate(where) if name == place]
+  carried = {v for v, places in homes.items() if place in places}
+  away = carried.intersection(program.private(flow, chosen.offload))
+  spans = _spans(flow, here, carried)
+  return {
+    i: (carried - away)
+    | away.intersection(flow.nodes[i].reads)
+    | {v for v, (first, last) in spans.items() if first <= i <= last}
+    for i in here
+  }
+
+
 def within(flow, node, chosen, axes, works, layout) -> dict[str, Estimate]:
   """Returns the bytes that a stage itself needs, by component."""
   call = works.get(node.name)

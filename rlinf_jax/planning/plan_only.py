@@ -8,6 +8,7 @@ from planner import cluster as cluster_lib
 from planner.search import exact
 from rlinf_jax import config
 from rlinf_jax.planning import plan_report
+from rlinf_jax.planning.compiled import topology as topology_lib
 from rlinf_jax.run import flows as flows_lib
 from stages import base
 
@@ -20,6 +21,7 @@ def plan_only(
   plan: Mapping[str, Any] | str | None,
   cluster: cluster_lib.Cluster,
   lengths: Sequence[int] | None = None,
+  compile_for: topology_lib.Topology | None = None,
   output: str | os.PathLike | None = None,
   page: str | os.PathLike | None = None,
 ) -> exact.SearchResult:
@@ -35,6 +37,7 @@ def plan_only(
     cluster: the hardware, which need not be here.
     lengths: tokens of completions like those that will be generated; None
       assumes that all reach the limit.
+    compile_for: devices to compile the plan for, as `plan_report.report_plan`.
     output: file for the plan and its explanation as JSON.
     page: file for the same as an HTML page.
 
@@ -50,6 +53,7 @@ def plan_only(
     own,
     cluster=cluster,
     lengths=lengths,
+    compile_for=compile_for,
     output=output,
     page=page,
   )

@@ -1,6 +1,7 @@
 """Finds the fastest plan of a workflow on a cluster and explains it.
 
-Nothing is run: costs are modeled.
+Nothing is run: costs are modeled. The plan can be compiled, though, for devices
+that need not be here.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +24,9 @@ from planner.lower import unroll
 from planner.search import algorithm1, exact, runners_up
 from planner.search import space as space_lib
 from planner.simulation import evaluate_plan
+from rlinf_jax.planning.compiled import plan_compiler
+from rlinf_jax.planning.compiled import report as compiled_report
+from rlinf_jax.planning.compiled import topology as topology_lib
 from rlinf_jax.report import plan_page
 from sharding import rules
 
@@ -37,6 +41,7 @@ def report_plan(
   cluster: cluster_lib.Cluster,
   lengths: Sequence[int] | None = None,
   seconds: float = 60.0,
+  compile_for: topology_lib.Topology | None = None,
   output: str | os.PathLike | None = None,
   page: str | os.PathLike | None = None,
   print_text: Callable[[str], None] = print,
@@ -53,6 +58,9 @@ def report_plan(
     seconds: limit of the search. The report says what is not proved by then.
       Up to two thirds of this time are added to find the next best plans and
       the costs that would change the choice.
+    compile_for: the devices that plans are compiled for, after
+      `topology.prepare`, until the compiler accepts one; None to compile
+      nothing.
     output: a file for the report as JSON.
     page: a file for the report as a page of HTML, with charts.
     print_text: prints the report.
@@ -69,16 +77,22 @@ def report_plan(
     flow, model, result, staleness=staleness, seconds=seconds / 6
   )
   result = runners_up.best_of(result, ranked)
+  lines = [table, '', _searched(result, cluster), assumption]
+  others = _others(flow, model, space, own, ranked, staleness)
+  compiled = None
+  if compile_for:
+    result, ranked, others, compiled = _compile(
+      flow, model, result, ranked, others, compile_for, print_text
+    )
   data = plan_data.plan_data(
     flow,
     model,
     result,
-    others=_others(flow, model, space, own, ranked, staleness),
+    others=others,
     ranked=ranked,
     staleness=staleness,
     seconds=seconds / 2,
-  )
-  lines = [table, '', _searched(result, cluster), assumption]
+  ) | ({'compiled': compiled} if compiled else {})
   lines += [_colocated(space)]
   if result.best is None:
     lines += [_no_plan(data)]
@@ -93,6 +107,20 @@ def report_plan(
   if page:
     pathlib.Path(page).write_text(plan_page.text(data), encoding='utf-8')
   return result
+
+
+def _compile(flow, model, result, ranked, others, topology, print_text):
+  """Compiles plans until one is accepted, and drops those that are refused."""
+  compiler = plan_compiler.PlanCompiler(
+    flow, model, topology_lib.devices(topology), print_text
+  )
+  choice = plan_compiler.first_accepted(compiler, result, ranked)
+  refused = [plan for plan, _ in choice.refused]
+  others = {title: p for title, p in others.items() if p not in refused}
+  compiled = compiled_report.to_data(
+    choice.compiled or plan_compiler.CompiledPlan([]), topology, choice.refused
+  )
+  return choice.result, choice.ranked, others, compiled
 
 
 def read_lengths(file: str | os.PathLike) -> list[int]:
@@ -174,6 +202,7 @@ def _fastest(flow, model, result, staleness, data) -> list[str | None]:
     report_text.slack(data),
     _transfers(best.flow, result.best),
     '',
+    *compiled_report.text(data.get('compiled')),
     *report_text.runners_up(data),
     *report_text.comparisons(data),
     '',

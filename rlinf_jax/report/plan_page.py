@@ -10,7 +10,7 @@ from typing import Any
 
 from planner.explain import formatting, report_text
 from planner.simulation import simulate
-from rlinf_jax.report import page, timeline_svg
+from rlinf_jax.report import compiled_table, page, timeline_svg
 
 WIDTH = 1082  # Pixels inside a card.
 PLACES_NOTE = 'busy time as a share of the step, and peak memory'
@@ -51,7 +51,9 @@ def _feasible(data) -> str:
       '',
       'half',
     ),
-    '</div><h2>Why this plan</h2><div class="grid">',
+    '</div>',
+    _compiled(data),
+    '<h2>Why this plan</h2><div class="grid">',
     page.card(
       'The fastest plans',
       'of the plans that were simulated',
@@ -73,6 +75,11 @@ def _feasible(data) -> str:
     _details('The search', data['space'] | data['searched']),
   ]
   return ''.join(parts)
+
+
+def _compiled(data) -> str:
+  compiled = data.get('compiled')
+  return compiled_table.section(compiled) if compiled else ''
 
 
 def _summary(data) -> str:

@@ -1,6 +1,6 @@
 """A place: devices seen as a mesh, and how values lie and stages run on it."""
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 import contextlib
 import dataclasses
 import math
@@ -23,6 +23,8 @@ from sharding import rules as rules_lib
 class Place:
   """A `base.Place` on devices of this process.
 
+  On devices that are not here, stages can be compiled but not called.
+
   A place may span processes. Then each process has one of these, after
   `jax.distributed` has made their devices one list, and all of them make the
   same calls in the same order.
@@ -44,6 +46,7 @@ class Place:
     micro_batch: dict[str, int],
     rules: rules_lib.Rules = rules_lib.DEFAULT,
     lease: lease_lib.Lease | None = None,
+    available: Sequence[jax.Device] | None = None,
   ):
     """Makes the mesh.
 
@@ -53,15 +56,19 @@ class Place:
       micro_batch: rows that a stage takes at once, by stage.
       rules: from dimension letters to mesh axes.
       lease: the right to its devices, if other places share them.
+      available: the devices that `placement` numbers; None for those of this
+        process.
 
     Raises:
-      ValueError: if this process lacks one of the devices.
+      ValueError: if one of the devices is missing.
     """
-    devices, available = placement.devices, jax.devices()
+    devices = placement.devices
+    owner = 'this process has' if available is None else 'there are'
+    available = jax.devices() if available is None else available
     missing = [i for i in devices if i >= len(available)]
     if missing:
       raise ValueError(
-        f'Place {name!r} wants device {missing[0]}, and this process has '
+        f'Place {name!r} wants device {missing[0]}, and {owner} '
         f'{len(available)}: name other devices, or start with more.'
       )
     self.name, self.micro_batch, self.rules = name, micro_batch, rules

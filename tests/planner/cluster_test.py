@@ -9,6 +9,7 @@ import pytest
 
 from planner import cluster
 from rlinf_jax import config
+from rlinf_jax.planning.compiled import topology
 
 ROOT = pathlib.Path(__file__).parents[2]
 FILES = sorted(ROOT.glob('gin_configs/clusters/*.gin'))
@@ -19,7 +20,9 @@ DEVICES = {
   'h100x128': 128,
   'h100x1024': 1024,
   'h200': 8,
+  'tpu_v5e': 8,
   'tpu_v5p': 64,
+  'tpu_v6e': 8,
 }
 
 
@@ -44,6 +47,7 @@ def test_every_cluster_file_is_tested():
 def test_a_file_reads_as_a_cluster_without_unused_bindings(name):
   toy = read(name)
   assert toy.num_devices == DEVICES[name]
+  assert topology.parse(toy.topology).num_devices == DEVICES[name]
   assert cluster.Cluster.from_json(toy.to_json()) == toy
 
 

@@ -1,0 +1,1 @@
+"""Modeled memory, arithmetic and communication beside the compiler's."""

@@ -1,0 +1,105 @@
+"""One case: a model on a topology and a mesh, modeled and compiled."""
+
+import dataclasses
+import json
+import pathlib
+import tempfile
+
+from planner import cluster as cluster_lib
+from planner.costs import roofline
+from planner.counting import count
+from planner.ir import plan as plan_lib
+from planner.lower import unroll
+from rlinf_jax import config, train
+from rlinf_jax.planning.compiled import plan_compiler, report
+from rlinf_jax.planning.compiled import topology as topology_lib
+from rlinf_jax.run import flows as flows_lib
+from sharding import rules
+
+HERE = pathlib.Path(__file__).parent
+RECIPE = 'experiments/compiled/grpo.gin'
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """What is compiled.
+
+  Attributes:
+    model: folder of a config.json in `models`.
+    cluster: file in gin_configs/clusters, for the numbers of a device.
+    topology: the devices, as in `rlinf_jax.planning.compiled.topology`.
+    axes: names and sizes of the mesh axes.
+    layers: number of layers; None for those of the model.
+    groups: prompts of a batch.
+    group_size: completions of each.
+    prompt: tokens of a prompt.
+    length: tokens of a completion.
+    rows: rows of a micro-batch of `gradient`; None for all.
+    stages: names of the stages to compile.
+  """
+
+  model: str
+  cluster: str
+  topology: str
+  axes: tuple[tuple[str, int], ...]
+  layers: int | None = None
+  groups: int = 8
+  group_size: int = 8
+  prompt: int = 512
+  length: int = 1024
+  rows: int | None = None
+  stages: tuple[str, ...] = ('gradient', 'apply')
+
+
+def run(case: Case) -> dict:
+  """Compiles a case; returns its report as data."""
+  topology = topology_lib.parse(case.topology)
+  topology_lib.prepare(topology)
+  with tempfile.TemporaryDirectory() as folder:
+    checkpoint = _checkpoint(case, pathlib.Path(folder))
+    cluster, flow = _read(case, topology, checkpoint)
+  flow = unroll.unroll(flow)
+  model = roofline.Roofline(flow, count.of_flow(flow), cluster, rules.DEFAULT)
+  placement = plan_lib.Placement(
+    tuple(range(topology.num_devices)), tuple(case.axes)
+  )
+  micro_batch = {'gradient': case.rows} if case.rows else {}
+  plan = plan_lib.one_place(flow.stages, placement, micro_batch)
+  compiler = plan_compiler.PlanCompiler(
+    flow, model, topology_lib.devices(topology), print
+  )
+  compiled = compiler.compile(plan, case.stages)
+  data = report.to_data(compiled, topology)
+  print('\n'.join(report.text(data)), flush=True)
+  if compiled.refusal:
+    print('Refused:', compiled.refusal, flush=True)
+  return data | {'refusal': compiled.refusal}
+
+
+def _checkpoint(case: Case, folder: pathlib.Path) -> str:
+  """Writes a config.json with as many layers as the case has."""
+  raw = json.loads((HERE / 'models' / case.model / 'config.json').read_text())
+  raw['num_hidden_layers'] = case.layers or raw['num_hidden_layers']
+  (folder / 'config.json').write_text(json.dumps(raw))
+  return str(folder)
+
+
+def _read(case: Case, topology, checkpoint: str):
+  """Reads the cluster, and records the flow of a step."""
+  bindings = {
+    'CHECKPOINT': checkpoint,
+    'GROUP': case.group_size,
+    'GROUPS': case.groups,
+    'PROMPT': case.prompt,
+    'LENGTH': case.length,
+    'cluster.Cluster.num_devices': topology.num_devices,
+    'cluster.Cluster.topology': case.topology,
+  }
+  config.parse(
+    [RECIPE, f'gin_configs/clusters/{case.cluster}.gin'],
+    [f'{name} = {value!r}' for name, value in bindings.items()],
+    checkpoint,
+  )
+  cluster = config.call(cluster_lib.Cluster)
+  flow, _ = config.call(flows_lib.trace_flows, bindings_of=train.train)
+  return cluster, flow

@@ -1,0 +1,1 @@
+"""Plans compiled for accelerators that are not here."""

@@ -1,0 +1,94 @@
+"""Reads from a compiled executable what the compiler made of a stage."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rlinf_jax.planning.compiled import (
+  communication,
+  hlo,
+  large_arrays,
+  matmul_flops,
+)
+
+
+class Memory(NamedTuple):
+  """Bytes on each device during a call.
+
+  Attributes:
+    arguments: of the arguments.
+    outputs: of the results.
+    donated: of results that take over the memory of arguments.
+    temporary: of one block for everything else, in which arrays follow each
+      other.
+  """
+
+  arguments: int
+  outputs: int
+  donated: int
+  temporary: int
+
+  @property
+  def needed(self) -> int:
+    """Bytes that a call allocates, its arguments included."""
+    return self.arguments + self.outputs - self.donated + self.temporary
+
+
+class Executable(NamedTuple):
+  """What the compiler made of a stage, for one device and one call.
+
+  Attributes:
+    memory: bytes.
+    matmul_flops: operations of matrix products; loops that may end early count
+      in full.
+    collectives: communication, most bytes first.
+    large_arrays: the largest arrays that are written to memory.
+    scores: the largest array of a score for each pair of tokens; None if
+      attention writes none to memory.
+    unknown_loops: number of loops whose trip count cannot be seen, which count
+      once.
+  """
+
+  memory: Memory
+  matmul_flops: float
+  collectives: list[communication.Collective]
+  large_arrays: list[large_arrays.LargeArray]
+  scores: large_arrays.LargeArray | None
+  unknown_loops: int
+
+
+def read(
+  compiled, axes: communication.Axes, lengths: Sequence[int] = ()
+) -> Executable:
+  """Reads a compiled executable.
+
+  Args:
+    compiled: a `jax.stages.Compiled`.
+    axes: names and sizes of the mesh axes that it was compiled for.
+    lengths: tokens of the sequences that it reads or writes.
+  """
+  module = hlo.parse(compiled.as_text())
+  arrays = large_arrays.large_arrays(module, shown=1000)
+  loops = (
+    executed.instruction
+    for executed in hlo.walk(module)
+    if executed.instruction.opcode == 'while'
+  )
+  return Executable(
+    memory(compiled),
+    matmul_flops.matmul_flops(module),
+    communication.collectives(module, axes),
+    arrays[: large_arrays.SHOWN],
+    large_arrays.attention_scores(arrays, lengths),
+    sum(hlo.trip_count(module, loop) is None for loop in loops),
+  )
+
+
+def memory(compiled) -> Memory:
+  """Returns the bytes that the compiler has planned on each device."""
+  analysis = compiled.memory_analysis()
+  return Memory(
+    analysis.argument_size_in_bytes,
+    analysis.output_size_in_bytes,
+    analysis.alias_size_in_bytes,
+    analysis.temp_size_in_bytes,
+  )

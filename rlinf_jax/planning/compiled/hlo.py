@@ -1,0 +1,227 @@
+"""Reads optimized HLO, the text of a program as XLA runs it.
+
+XLA's own cost analysis counts the body of a loop once. `walk` says of each
+instruction how often a call of the program executes it.
+"""
+
+from collections.abc import Iterator
+import math
+import re
+from typing import NamedTuple
+
+ARRAY = re.compile(r'\b([a-z]+\d*\w*)\[([<=\d,]*)\]')
+HEADER = re.compile(r'(ENTRY )?%?([\w.$-]+) ?\(.*\) -> .*\{\s*$')
+ASSIGNMENT = re.compile(r'\s*(?:ROOT )?%?([\w.$-]+) = (.*)$')
+OPERAND = re.compile(r'%([\w.$-]+)')
+CALLED = re.compile(
+  r'\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.$-]+)'
+)
+BRANCHES = re.compile(r'\bbranch_computations=\{([^}]*)\}')
+WITHOUT_BYTES = ('token', 'opaque')
+# The end of an operation names the same computation as its start.
+ENDS = ('-done', '-update')
+
+
+class Array(NamedTuple):
+  """The type of an array.
+
+  Attributes:
+    dtype: XLA's name of its type, such as 'bf16'.
+    shape: its dimensions.
+  """
+
+  dtype: str
+  shape: tuple[int, ...]
+
+  @property
+  def bytes(self) -> float:
+    """Bytes without padding; a type of four bits takes half a byte."""
+    if self.dtype in WITHOUT_BYTES:
+      return 0.0
+    bits = re.search(r'\d+', self.dtype)
+    return math.prod(self.shape) * (int(bits[0]) / 8 if bits else 1.0)
+
+  def __str__(self):
+    return f'{self.dtype}[{",".join(map(str, self.shape))}]'
+
+
+class Instruction(NamedTuple):
+  """A line of HLO.
+
+  Attributes:
+    name: its name.
+    result: the type of its result, as text; a tuple is in parentheses.
+    opcode: what it does, such as 'dot'.
+    arguments: the text in its parentheses.
+    attributes: the text after them.
+  """
+
+  name: str
+  result: str
+  opcode: str
+  arguments: str
+  attributes: str
+
+  @property
+  def operands(self) -> list[str]:
+    """Names of the instructions whose results it reads."""
+    return OPERAND.findall(self.arguments)
+
+  @property
+  def arrays(self) -> list[Array]:
+    """The arrays of its result."""
+    return arrays(self.result)
+
+  @property
+  def op_name(self) -> str:
+    """The operation of JAX that it stems from; '' if unknown."""
+    found = re.search(r'op_name="([^"]*)"', self.attributes)
+    return found[1] if found else ''
+
+
+Computation = dict[str, Instruction]
+
+
+class Module(NamedTuple):
+  """A program.
+
+  Attributes:
+    computations: instructions by name, for each computation by its name.
+    entry: name of the computation that a call executes.
+    num_partitions: number of devices that execute it together.
+  """
+
+  computations: dict[str, Computation]
+  entry: str
+  num_partitions: int
+
+
+class Executed(NamedTuple):
+  """An instruction as a call of the program executes it.
+
+  Attributes:
+    instruction: the instruction.
+    times: how often it is executed.
+    computation: the instructions around it, by name.
+    caller: the fusion or other instruction of the enclosing computation that
+      executes it as a part of itself, so that its result is not written to
+      memory; None where there is none.
+  """
+
+  instruction: Instruction
+  times: int
+  computation: Computation
+  caller: Instruction | None
+
+
+def arrays(text: str) -> list[Array]:
+  """Returns the arrays that a type names."""
+  return [
+    Array(m[1], tuple(int(n.strip('<=')) for n in m[2].split(',') if n))
+    for m in ARRAY.finditer(text)
+  ]
+
+
+def parse(text: str) -> Module:
+  """Reads a module.
+
+  Raises:
+    ValueError: if the text has no entry computation.
+  """
+  computations, current, entry = {}, None, None
+  for line in text.splitlines():
+    header = HEADER.match(line)
+    if header:
+      current = computations[header[2]] = {}
+      entry = header[2] if header[1] else entry
+    elif line.startswith('}'):
+      current = None
+    elif current is not None:
+      assignment = ASSIGNMENT.match(line)
+      if assignment:
+        name, right_side = assignment.groups()
+        current[name] = _instruction(name, right_side)
+  if entry is None:
+    raise ValueError(
+      'The text has no ENTRY computation: give the HLO of a whole module, as '
+      '`compiled.as_text()` returns it.'
+    )
+  partitions = re.search(r'\bnum_partitions=(\d+)', text)
+  return Module(computations, entry, int(partitions[1]) if partitions else 1)
+
+
+def _instruction(name: str, text: str) -> Instruction:
+  """Reads what is right of the equals sign."""
+  end = _closing(text, 0) if text.startswith('(') else text.find(' ')
+  result, rest = text[:end], text[end:].lstrip()
+  start = rest.find('(')
+  end = _closing(rest, start)
+  arguments = rest[start + 1 : end - 1]
+  return Instruction(name, result, rest[:start], arguments, rest[end:])
+
+
+def _closing(text: str, start: int) -> int:
+  """Returns the position after the parenthesis that closes that at `start`."""
+  depth = 0
+  for i in range(start, len(text)):
+    depth += (text[i] == '(') - (text[i] == ')')
+    if not depth:
+      return i + 1
+  return len(text)
+
+
+def walk(module: Module) -> Iterator[Executed]:
+  """Yields every instruction that a call executes, and how often.
+
+  A loop counts as often as it can turn, even if it may end early, and once if
+  its end is unknown. Each branch of a conditional counts.
+  """
+  yield from _visit(module, module.entry, 1, None)
+
+
+def _visit(module, name, times, caller) -> Iterator[Executed]:
+  computation = module.computations[name]
+  for instruction in computation.values():
+    yield Executed(instruction, times, computation, caller)
+    if instruction.opcode == 'while':
+      body = re.search(r'\bbody=%?([\w.$-]+)', instruction.attributes)[1]
+      turns = times * (trip_count(module, instruction) or 1)
+      yield from _visit(module, body, turns, caller)
+    elif not instruction.opcode.endswith(ENDS):
+      is_control = instruction.opcode in ('call', 'conditional')
+      inside = caller if is_control else caller or instruction
+      for called in _called(instruction):
+        yield from _visit(module, called, times, inside)
+
+
+def _called(instruction: Instruction) -> list[str]:
+  """Returns the computations that an instruction executes, but for loops."""
+  branches = BRANCHES.search(instruction.attributes)
+  return [
+    *CALLED.findall(instruction.attributes),
+    *(re.findall(r'[\w.$-]+', branches[1]) if branches else ()),
+  ]
+
+
+def trip_count(module: Module, loop: Instruction) -> int | None:
+  """Returns how often a loop turns at most; None if it cannot be seen.
+
+  XLA notes the count of a loop that always turns equally often. Otherwise the
+  condition compares a counter with a constant.
+  """
+  known = re.search(r'"?known_trip_count"?\D*(\d+)', loop.attributes)
+  if known:
+    return int(known[1])
+  condition = re.search(r'\bcondition=%?([\w.$-]+)', loop.attributes)[1]
+  limits = set(_integer_constants(module, condition))
+  return limits.pop() if len(limits) == 1 else None
+
+
+def _integer_constants(module: Module, name: str) -> Iterator[int]:
+  """Yields the integer scalars of a computation and those that it calls."""
+  for instruction in module.computations[name].values():
+    is_integer = re.match(r'[su](?:32|64)\[\]', instruction.result)
+    if is_integer and instruction.opcode == 'constant':
+      yield int(instruction.arguments)
+    for called in _called(instruction):
+      yield from _integer_constants(module, called)

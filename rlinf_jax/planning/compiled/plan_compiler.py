@@ -1,0 +1,260 @@
+"""Compiles the stages of a plan for devices that need not be here."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from planner.costs import per_device
+from planner.explain import formatting
+from planner.ir import graph
+from planner.ir import plan as plan_lib
+from planner.lower import passes
+from planner.search import exact
+from rlinf_jax.planning.compiled import executable as executable_lib
+from rlinf_jax.planning.compiled import partitioner
+from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.runtime import programs
+
+LONGEST_MESSAGE = 400  # Characters of a compiler's message.
+
+
+class CompiledStage(NamedTuple):
+  """A stage of a plan as the compiler sees it.
+
+  Attributes:
+    name: of the stage.
+    place: where the plan runs it.
+    rows: of a call.
+    calls: of this executable in a step.
+    seconds: that compiling took.
+    executable: bytes, operations and communication of a call, on one device.
+    rematerialized: operations whose arrays the partitioner replicates in full
+      to change their layout.
+    modeled: what the cost model says of the call.
+  """
+
+  name: str
+  place: str
+  rows: int
+  calls: int
+  seconds: float
+  executable: executable_lib.Executable
+  rematerialized: list[str]
+  modeled: per_device.DeviceCosts
+
+  @property
+  def total(self) -> float:
+    """Bytes of a device during the call, values of other stages included."""
+    return self.executable.memory.needed + self.modeled.others
+
+
+class CompiledPlan(NamedTuple):
+  """The compiled stages of a plan.
+
+  Attributes:
+    stages: what was compiled.
+    refusal: a sentence on why the plan cannot run; None if it can.
+  """
+
+  stages: list[CompiledStage]
+  refusal: str | None = None
+
+
+class PlanCompiler:
+  """Compiles plans of one flow, each distinct stage once.
+
+  Plans that agree on a place and its micro-batches share what is compiled.
+
+  Attributes:
+    flow: as recorded, without loops.
+    model: the cost model.
+    devices: the devices that plans number.
+    report: is told what was compiled, and how long it took.
+  """
+
+  def __init__(
+    self,
+    flow: graph.Flow,
+    model,
+    devices: Sequence[jax.Device],
+    report: Callable[[str], None] = lambda text: None,
+  ):
+    self.flow, self.model, self.devices = flow, model, devices
+    self.report = report
+    self._places, self._read = {}, {}
+
+  def compile(
+    self, plan: plan_lib.Plan, only: Sequence[str] | None = None
+  ) -> CompiledPlan:
+    """Compiles the stages of a plan until one is refused.
+
+    Stages that run on the host are left out, and so are the moves of rows
+    that the planner adds.
+
+    Args:
+      plan: the plan.
+      only: names of stages; None for all.
+    """
+    cut, lowered = passes.lower(self.flow, plan)
+    found = {}
+    for name, program in lowered.items():
+      place = self._place(name, plan)
+      for _, flow, op, passed in programs.stage_calls(cut, program):
+        node = flow.nodes[op.node]
+        if node.stage.host or graph.is_plumbing(node):
+          continue
+        if only is not None and node.name not in only:
+          continue
+        try:
+          compiled = self._compile(place, flow, node, op.donate, passed)
+        except jax.errors.JaxRuntimeError as error:
+          return CompiledPlan(
+            [*found.values()],
+            f'{node.name} on {plan.places[name]} does not compile: '
+            f'{message(error)}',
+          )
+        key = name, id(compiled)
+        if key in found:
+          found[key] = found[key]._replace(calls=found[key].calls + 1)
+          continue
+        found[key] = self._stage(plan, name, flow, node, compiled)
+        refusal = self._overflow(plan, found[key])
+        if refusal:
+          return CompiledPlan([*found.values()], refusal)
+    return CompiledPlan([*found.values()])
+
+  def _place(self, name: str, plan: plan_lib.Plan) -> place_lib.Place:
+    placement = plan.places[name]
+    key = placement, tuple(sorted(plan.micro_batch.items()))
+    if key not in self._places:
+      self._places[key] = place_lib.Place(
+        name,
+        placement,
+        plan.micro_batch,
+        self.model.layout.rules,
+        available=self.devices,
+      )
+    return self._places[key]
+
+  def _compile(self, place, flow, node, donate, passed):
+    """Compiles a call, and remembers what the compiler says of it."""
+    place.check_rows(flow, node)
+    start = time.perf_counter()
+    with partitioner.captured_warnings() as rematerialized:
+      compiled = place.compile(flow, node, donate, passed)
+    if id(compiled) not in self._read:
+      seconds = time.perf_counter() - start
+      self.report(f'Compiled {node.name} in {formatting.seconds(seconds)}.')
+      axes = tuple(place.mesh.shape.items()) if place.mesh else ()
+      read = executable_lib.read(compiled, axes, _lengths(flow, node))
+      self._read[id(compiled)] = seconds, read, rematerialized
+    return compiled
+
+  def _stage(self, plan, place, flow, node, compiled) -> CompiledStage:
+    seconds, read, rematerialized = self._read[id(compiled)]
+    rows = flow.rows_of(node)
+    modeled = per_device.stage_costs(
+      self.flow, plan, self.model, node.name, rows
+    )
+    return CompiledStage(
+      node.name, place, rows, 1, seconds, read, rematerialized, modeled
+    )
+
+  def _overflow(self, plan, stage: CompiledStage) -> str | None:
+    """Says how much memory is lacking, if it is."""
+    capacity = self.model.cluster.capacity
+    if stage.total <= capacity:
+      return None
+    needed, others, excess, usable = map(
+      formatting.byte_size,
+      (
+        stage.executable.memory.needed,
+        stage.modeled.others,
+        stage.total - capacity,
+        capacity,
+      ),
+    )
+    return (
+      f'{stage.name} on {plan.places[stage.place]} needs {needed} of each '
+      f'device, beside {others} of other values: {excess} more than the '
+      f'{usable} that are usable.'
+    )
+
+
+def _lengths(flow: graph.Flow, node: graph.Node) -> list[int]:
+  """Returns the tokens of the sequences that a node reads and writes."""
+  values = [flow.values[v] for v in (*node.reads, *node.writes)]
+  return sorted(
+    {
+      value.shape[1]
+      for value in values
+      if len(value.shape) == 2
+      and jax.dtypes.issubdtype(value.dtype, jnp.integer)
+      and value.shape[1] > 1
+    }
+  )
+
+
+def message(error: Exception) -> str:
+  """Returns the first sentences of a compiler's error."""
+  text = ' '.join(str(error).split())
+  if len(text) > LONGEST_MESSAGE:
+    text = f'{text[:LONGEST_MESSAGE].rsplit(" ", 1)[0]} …'
+  return text
+
+
+class Choice(NamedTuple):
+  """The fastest plan that the compiler accepts.
+
+  Attributes:
+    result: the search, with that plan as its best.
+    ranked: the plans that were not refused, and their seconds.
+    compiled: its stages; None if every plan was refused.
+    refused: plans that the compiler refused, and why.
+  """
+
+  result: exact.SearchResult
+  ranked: list[tuple[plan_lib.Plan, float]]
+  compiled: CompiledPlan | None
+  refused: list[tuple[plan_lib.Plan, str]]
+
+
+def first_accepted(
+  compiler: PlanCompiler,
+  result: exact.SearchResult,
+  ranked: Sequence[tuple[plan_lib.Plan, float]],
+) -> Choice:
+  """Compiles plans, the fastest first, until one is accepted.
+
+  The search's lower bound holds for every plan of its space, so the gap of an
+  accepted plan is measured from there.
+
+  Args:
+    compiler: of the flow that was searched.
+    result: of the search.
+    ranked: plans and their seconds, the fastest first.
+  """
+  refused = []
+  for i, (plan, seconds) in enumerate(ranked):
+    compiled = compiler.compile(plan)
+    if compiled.refusal is None:
+      gap = 1 - result.bound / seconds if i else result.gap
+      chosen = dataclasses.replace(
+        result,
+        best=plan,
+        seconds=seconds,
+        gap=gap,
+        ranked=list(ranked[i:]),
+        infeasible=[*refused, *result.infeasible],
+      )
+      return Choice(chosen, chosen.ranked, compiled, refused)
+    compiler.report(f'Refused: {compiled.refusal}')
+    refused.append((plan, compiled.refusal))
+  chosen = dataclasses.replace(
+    result, best=None, ranked=[], infeasible=[*refused, *result.infeasible]
+  )
+  return Choice(chosen, [], None, refused)

@@ -1,0 +1,163 @@
+"""Reports what a compiler says of a plan: as data, and as lines of text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from planner.explain import formatting
+from rlinf_jax.planning.compiled import plan_compiler
+from rlinf_jax.planning.compiled import topology as topology_lib
+
+COLUMNS = (
+  'place',
+  'stage',
+  'arguments',
+  'temporary',
+  'needed',
+  'others',
+  'total',
+  'modeled',
+  'matrix FLOPs',
+  'modeled',
+  'sent',
+  'modeled',
+)
+LEFT = 2  # Columns of words.
+SMALL = 0.01  # Of the bytes sent by a stage: such collectives are not listed.
+
+
+def to_data(
+  compiled: plan_compiler.CompiledPlan,
+  topology: topology_lib.Topology,
+  refused: Sequence[tuple[Any, str]] = (),
+) -> dict[str, Any]:
+  """Returns what the compiler says of a plan, as data for JSON."""
+  stages = [_stage(stage) for stage in compiled.stages]
+  return {
+    'topology': str(topology),
+    'tag': 'compiled',
+    'stages': stages,
+    'notes': [line for stage in stages for line in _notes(stage)],
+    'refused': [words for _, words in refused],
+  }
+
+
+def _stage(stage: plan_compiler.CompiledStage) -> dict[str, Any]:
+  made = stage.executable
+  return {
+    'name': stage.name,
+    'place': stage.place,
+    'rows': stage.rows,
+    'calls': stage.calls,
+    'seconds': stage.seconds,
+    'memory': {
+      **made.memory._asdict(),
+      'needed': made.memory.needed,
+      'others': stage.modeled.others,
+      'total': stage.total,
+      'modeled': stage.modeled.memory,
+    },
+    'matmul_flops': made.matmul_flops,
+    'modeled_matmul_flops': stage.modeled.matmul_flops,
+    'collective_bytes': sum(x.bytes for x in made.collectives),
+    'modeled_collective_bytes': stage.modeled.collective_bytes,
+    'collectives': [x._asdict() for x in made.collectives],
+    'large_arrays': [_array(x) for x in made.large_arrays],
+    'scores': made.scores and _array(made.scores),
+    'unknown_loops': made.unknown_loops,
+    'rematerialized': stage.rematerialized,
+  }
+
+
+def _array(large) -> dict[str, Any]:
+  return {
+    'type': str(large.array),
+    'bytes': large.array.bytes,
+    'times': large.times,
+    'op_name': large.op_name,
+  }
+
+
+def text(data: Mapping[str, Any] | None) -> list[str]:
+  """Formats the data of `to_data` as lines; none if nothing was compiled."""
+  if not data:
+    return []
+  table = [COLUMNS, *(row(stage) for stage in data['stages'])]
+  widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+  lines = [
+    '  '.join(
+      word.ljust(n) if i < LEFT else word.rjust(n)
+      for i, (word, n) in enumerate(zip(cells, widths, strict=True))
+    ).rstrip()
+    for cells in table
+  ]
+  head = (
+    f'Compiled for {data["topology"]}; of each device and call, tagged '
+    f'{data["tag"]} beside the modeled numbers:'
+  )
+  refused = [
+    f'The compiler refused a faster plan: {words}' for words in data['refused']
+  ]
+  return [*refused, head, *lines, *data['notes'], '']
+
+
+def row(stage: Mapping[str, Any]) -> list[str]:
+  """Returns the cells of a stage's row."""
+  memory = stage['memory']
+  sizes = ('arguments', 'temporary', 'needed', 'others', 'total', 'modeled')
+  return [
+    stage['place'],
+    stage['name'],
+    *(formatting.byte_size(memory[name]) for name in sizes),
+    _number(stage['matmul_flops']),
+    _number(stage['modeled_matmul_flops']),
+    formatting.byte_size(stage['collective_bytes']),
+    '-'
+    if stage['modeled_collective_bytes'] is None
+    else formatting.byte_size(stage['modeled_collective_bytes']),
+  ]
+
+
+def _number(n: float | None) -> str:
+  return '-' if n is None else f'{n:.3g}'
+
+
+def _notes(stage: Mapping[str, Any]) -> list[str]:
+  """Returns sentences on collectives, large arrays, scores and layouts."""
+  name, scores = stage['name'], stage['scores']
+  lines = [*_collectives(stage), *_arrays(stage)]
+  if scores:
+    lines.append(
+      f'{name} materializes attention scores of length × length: '
+      f'{scores["type"]}, {formatting.byte_size(scores["bytes"])}, '
+      f'{scores["times"]} times.'
+    )
+  if stage['unknown_loops']:
+    lines.append(
+      f'{name} has {stage["unknown_loops"]} loops of unknown trip count, which '
+      'count once.'
+    )
+  lines += [
+    f'{name}: the partitioner replicates {words} to change its layout.'
+    for words in stage['rematerialized']
+  ]
+  return lines
+
+
+def _collectives(stage) -> list[str]:
+  least = SMALL * stage['collective_bytes']
+  parts = [
+    f'{x["kind"]} ({x["axis"]}) {x["count"]} × '
+    f'{formatting.byte_size(x["bytes"] / x["count"])}'
+    for x in stage['collectives']
+    if x['bytes'] > least
+  ]
+  return [f'{stage["name"]} sends: {", ".join(parts)}.'] if parts else []
+
+
+def _arrays(stage) -> list[str]:
+  parts = [
+    f'{x["type"]} {formatting.byte_size(x["bytes"])}'
+    + f' ({x["op_name"].rpartition("jit(")[2]})' * bool(x['op_name'])
+    for x in stage['large_arrays'][:2]
+  ]
+  return [f'{stage["name"]} writes: {", ".join(parts)}.'] if parts else []

@@ -1,0 +1,50 @@
+"""The part of a plan's page on what a compiler says of it."""
+
+from collections.abc import Mapping
+import html
+from typing import Any
+
+from planner.explain import formatting
+from rlinf_jax.report import page
+
+
+def section(data: Mapping[str, Any]) -> str:
+  """A table of compiled stages, from the field 'compiled' of a plan's data."""
+  rows = ''.join(_row(stage) for stage in data['stages'])
+  table = (
+    '<table><tr><th>stage</th><th>arguments</th><th>temporary</th>'
+    '<th>needed</th><th>others</th><th>total</th><th>modeled</th>'
+    '<th>matrix FLOPs</th><th>modeled</th><th>sent</th><th>modeled</th>'
+    f'<th></th></tr>{rows}</table>'
+  )
+  items = ''.join(f'<li>{html.escape(line)}</li>' for line in data['notes'])
+  return (
+    f'<h2>Compiled for {html.escape(data["topology"])}</h2><div class="grid">'
+    + page.card(
+      'Stages as compiled',
+      'of one device and one call; others are bytes of values that lie on the '
+      'device meanwhile',
+      f'{table}<ul class="list">{items}</ul>',
+      '',
+      'whole',
+    )
+    + '</div>'
+  )
+
+
+def _row(stage) -> str:
+  memory = stage['memory']
+  sizes = ('arguments', 'temporary', 'needed', 'others', 'total', 'modeled')
+  cells = [formatting.byte_size(memory[name]) for name in sizes]
+  for name, form in (
+    ('matmul_flops', '{:.3g}'.format),
+    ('collective_bytes', formatting.byte_size),
+  ):
+    for number in (stage[name], stage[f'modeled_{name}']):
+      cells.append('' if number is None else form(number))
+  return (
+    f'<tr><td>{html.escape(stage["name"])} '
+    f'<small>{html.escape(stage["place"])}</small></td>'
+    + ''.join(f'<td class="nowrap">{cell}</td>' for cell in cells)
+    + '<td><span class="tag compiled">compiled</span></td></tr>'
+  )

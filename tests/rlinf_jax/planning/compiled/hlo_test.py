@@ -1,0 +1,211 @@
+"""The walk over optimized HLO, against counts by hand."""
+
+import pytest
+
+from rlinf_jax.planning.compiled import (
+  communication,
+  hlo,
+  large_arrays,
+  matmul_flops,
+)
+
+# A loop of three turns, each with a product of [4,8] and [8,16] and a gather
+# of [4,8] from the two devices along 'fsdp'; then a product in a fusion.
+LOOP = """\
+HloModule jit_f, is_scheduled=true, num_partitions=4
+
+%body (p: (s32[], f32[4,8], f32[8,16])) -> (s32[], f32[4,8], f32[8,16]) {
+  %p = (s32[], f32[4,8]{1,0}, /*index=2*/f32[8,16]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[4,8]{1,0:T(8,128)} get-tuple-element(%p), index=1
+  %w = f32[8,16]{1,0} get-tuple-element(%p), index=2
+  %dot.1 = f32[4,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, \
+rhs_contracting_dims={0}, metadata={op_name="jit(f)/while/body/dot_general"}
+  %gather = f32[8,8]{1,0} all-gather(%x), channel_id=1, \
+replica_groups=[2,2]<=[4], dimensions={0}, use_global_device_ids=true
+  ROOT %t = (s32[], f32[4,8]{1,0}, f32[8,16]{1,0}) tuple(%i, %x, %w)
+}
+
+%condition (q: (s32[], f32[4,8], f32[8,16])) -> pred[] {
+  %q = (s32[], f32[4,8]{1,0}, f32[8,16]{1,0}) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %limit = s32[] constant(5)
+  ROOT %less = pred[] compare(%j, %limit), direction=LT
+}
+
+%fused (a: f32[4,8], b: f32[8,16]) -> f32[4,16] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %b = f32[8,16]{1,0} parameter(1)
+  ROOT %dot.2 = f32[4,16]{1,0} dot(%a, %b), lhs_contracting_dims={1}, \
+rhs_contracting_dims={0}
+}
+
+ENTRY %main (w: f32[8,16]) -> f32[4,16] {
+  %w = f32[8,16]{1,0} parameter(0)
+  %x0 = f32[4,8]{1,0} constant({...})
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[4,8]{1,0}, f32[8,16]{1,0}) tuple(%zero, %x0, %w)
+  %loop = (s32[], f32[4,8]{1,0}, f32[8,16]{1,0}) while(%init), \
+condition=%condition, body=%body@KNOWN@
+  %x1 = f32[4,8]{1,0} get-tuple-element(%loop), index=1
+  ROOT %out = f32[4,16]{1,0} fusion(%x1, %w), kind=kOutput, calls=%fused
+}
+"""
+KNOWN = ', backend_config={"known_trip_count":{"n":"3"},"other":{"n":"7"}}'
+PRODUCT = 2 * 4 * 8 * 16
+AXES = (('data', 2), ('fsdp', 2))
+
+
+def module(known=KNOWN):
+  return hlo.parse(LOOP.replace('@KNOWN@', known))
+
+
+def test_a_loop_counts_as_often_as_it_turns():
+  assert matmul_flops.matmul_flops(module()) == 3 * PRODUCT + PRODUCT
+
+
+def test_a_loop_without_a_count_turns_as_often_as_its_condition_allows():
+  assert matmul_flops.matmul_flops(module('')) == 5 * PRODUCT + PRODUCT
+
+
+def test_a_loop_of_unknown_end_counts_once():
+  text = LOOP.replace('@KNOWN@', '').replace('constant(5)', 'parameter(1)')
+  read = hlo.parse(text)
+  (loop,) = (
+    x.instruction for x in hlo.walk(read) if x.instruction.opcode == 'while'
+  )
+  assert hlo.trip_count(read, loop) is None
+  assert matmul_flops.matmul_flops(read) == 2 * PRODUCT
+
+
+def test_collectives_have_an_axis_a_count_and_the_bytes_of_a_ring():
+  (found,) = communication.collectives(module(), AXES)
+  # To gather two shards of 4 × 8 × 4 bytes, a device sends one of them.
+  assert found == ('all-gather', 'fsdp', 3, 3 * 4 * 8 * 4)
+
+
+def test_results_inside_a_fusion_are_not_written_to_memory():
+  found = large_arrays.large_arrays(module())
+  assert [(str(x.array), x.times) for x in found] == [
+    ('f32[4,16]', 3),  # In the loop.
+    ('f32[8,8]', 3),
+    ('f32[4,16]', 1),  # The result of the fusion.
+    ('f32[4,8]', 1),
+    ('s32[]', 1),
+  ]
+  assert found[0].op_name == 'jit(f)/while/body/dot_general'
+
+
+def test_scores_have_two_dimensions_of_tokens():
+  def large(*shape):
+    return large_arrays.LargeArray(hlo.Array('f32', shape), 1, '')
+
+  scores = large(2, 4, 24, 40)  # A completion sees its prompt and itself.
+  arrays = [large(2, 24, 512), scores, large(2, 4, 1, 40)]
+  assert large_arrays.attention_scores(arrays, [16, 24]) == scores
+  assert large_arrays.attention_scores([*arrays[:1], arrays[2]], [16]) is None
+
+
+@pytest.mark.parametrize(
+  'text, groups',
+  [
+    ('replica_groups={{0,1},{2,3}}', [(0, 1), (2, 3)]),
+    ('replica_groups=[2,2]<=[4]', [(0, 1), (2, 3)]),
+    ('replica_groups=[2,2]<=[2,2]T(1,0)', [(0, 2), (1, 3)]),
+    ('replica_groups={}', [(0, 1, 2, 3)]),
+  ],
+)
+def test_groups_of_devices(text, groups):
+  assert communication.replica_groups(text, 4) == groups
+
+
+def test_axes_of_groups():
+  axis = communication.axis_of_groups
+  assert axis([(0, 1), (2, 3)], AXES) == 'fsdp'
+  assert axis([(0, 2), (1, 3)], AXES) == 'data'
+  assert axis([(0, 1, 2, 3)], AXES) == 'data+fsdp'
+  assert axis([(0, 3), (1, 2)], AXES) == '?'
+  assert communication.axis_of_pairs([(0, 2), (3, 1)], AXES) == 'data'
+
+
+@pytest.mark.parametrize(
+  'kind, sent',
+  [
+    ('all-gather', 3.0),  # To receive the shards of three others.
+    ('reduce-scatter', 0.75),
+    ('all-reduce', 1.5),  # A scatter, then a gather.
+    ('all-to-all', 0.75),
+  ],
+)
+def test_bytes_that_a_device_of_four_sends(kind, sent):
+  assert communication._sent(kind, 4) == sent
+
+
+def convolution(attributes, left, right, out):
+  text = f"""HloModule m
+
+ENTRY %main (a: {left}, b: {right}) -> {out} {{
+  %a = {left} parameter(0)
+  %b = {right} parameter(1)
+  ROOT %c = {out} convolution(%a, %b), {attributes}
+}}
+"""
+  return matmul_flops.matmul_flops(hlo.parse(text))
+
+
+def test_a_product_that_a_tpu_states_as_a_convolution():
+  assert (
+    convolution('dim_labels=bf_io->bf', 'bf16[4,8]', 'bf16[8,16]', 'bf16[4,16]')
+    == PRODUCT
+  )
+
+
+def test_a_batched_product_that_a_tpu_states_as_a_convolution():
+  """Five products: each output of the batch sees one input."""
+  window = 'window={size=5 stride=4 pad=0_0 lhs_dilate=5}'
+  flops = convolution(
+    f'{window}, dim_labels=0bf_0io->0bf',
+    'bf16[5,4,8]',
+    'bf16[5,8,16]',
+    'bf16[5,4,16]',
+  )
+  assert flops == 5 * PRODUCT
+
+
+def test_a_convolution_counts_only_positions_inside_its_input():
+  """Three outputs of a window of three, of which two reach outside by one."""
+  flops = convolution(
+    'window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f',
+    'f32[2,3,4]',
+    'f32[3,4,5]',
+    'f32[2,3,5]',
+  )
+  assert flops == 2 * 2 * 4 * 5 * (3 * 3 - 2)
+
+
+def test_a_product_of_cublas():
+  text = """HloModule m
+
+ENTRY %main (a: f32[4,8], b: f32[8,16]) -> f32[4,16] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %b = f32[8,16]{1,0} parameter(1)
+  %c = (f32[4,16]{1,0}, s8[1024]{0}) custom-call(%a, %b), \
+custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":\
+{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],\
+"rhs_contracting_dimensions":["0"]}}}
+  ROOT %d = f32[4,16]{1,0} get-tuple-element(%c), index=0
+}
+"""
+  assert matmul_flops.matmul_flops(hlo.parse(text)) == PRODUCT
+
+
+def test_bytes_of_arrays():
+  found = hlo.arrays(
+    '(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, s4[10], pred[], f8e4m3fn[7])'
+  )
+  assert [x.bytes for x in found] == [12, 5, 1, 7]
+
+
+def test_text_that_is_no_module_is_refused():
+  with pytest.raises(ValueError, match='no ENTRY computation'):
+    hlo.parse('HloModule m')

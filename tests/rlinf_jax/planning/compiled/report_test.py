@@ -1,0 +1,73 @@
+"""A report of a plan that was compiled: text, JSON and page."""
+
+import json
+
+import pytest
+
+import matrices
+from planner import cluster as cluster_lib
+from rlinf_jax.planning import plan_report
+from rlinf_jax.planning.compiled import plan_compiler
+from rlinf_jax.planning.compiled import topology as topology_lib
+
+
+def reported(folder):
+  device = cluster_lib.Device('toy', {'float32': 1e10}, 1e9, 1e6, 1e10, 5e9)
+  link = cluster_lib.Link(1e-5, 1e10)
+  lines = []
+  found = plan_report.report_plan(
+    (matrices.flow(), None),
+    staleness=0,
+    own=None,
+    cluster=cluster_lib.Cluster(device, 2, 2, link, link),
+    compile_for=topology_lib.parse('cpu:2'),
+    output=folder / 'plan.json',
+    page=folder / 'plan.html',
+    print_text=lines.append,
+  )
+  data = json.loads((folder / 'plan.json').read_text())
+  return found, '\n'.join(lines), data, (folder / 'plan.html').read_text()
+
+
+def test_the_chosen_plan_is_compiled_and_reported(tmp_path):
+  found, text, data, page = reported(tmp_path)
+  assert found.best and 'Compiled gradient in' in text
+  assert 'Compiled for cpu:2' in text and 'tagged compiled' in text
+  compiled = data['compiled']
+  assert [s['name'] for s in compiled['stages']] == ['gradient', 'apply']
+  assert not compiled['refused']
+  for stage in compiled['stages']:
+    memory = stage['memory']
+    assert memory['total'] == memory['needed'] + memory['others']
+    assert stage['name'] in page
+  assert 'Compiled for cpu:2' in page and 'tag compiled' in page
+
+
+def test_a_plan_that_the_compiler_refuses_is_listed_and_the_next_one_chosen(
+  tmp_path, monkeypatch
+):
+  first = reported(tmp_path)[0]
+  compile = plan_compiler.PlanCompiler.compile
+
+  def refuse_first(self, plan):
+    if plan == first.best:
+      return plan_compiler.CompiledPlan([], 'Ran out of memory: 2 of 1 GB.')
+    return compile(self, plan)
+
+  monkeypatch.setattr(plan_compiler.PlanCompiler, 'compile', refuse_first)
+  found, text, data, page = reported(tmp_path)
+  assert found.best != first.best and found.seconds >= first.seconds
+  assert found.gap == pytest.approx(1 - first.bound / found.seconds)
+  assert data['infeasible'][0]['why'] == 'Ran out of memory: 2 of 1 GB.'
+  assert 'The compiler refused a faster plan: Ran out of memory' in text
+  assert 'Ran out of memory: 2 of 1 GB.' in page
+
+
+def test_a_cluster_without_a_plan_that_compiles_says_why(tmp_path, monkeypatch):
+  refusal = plan_compiler.CompiledPlan([], 'Ran out of memory: 2 of 1 GB.')
+  monkeypatch.setattr(
+    plan_compiler.PlanCompiler, 'compile', lambda self, plan: refusal
+  )
+  found, text, data, page = reported(tmp_path)
+  assert found.best is None and 'plan' not in data
+  assert 'Refused: Ran out of memory' in text and 'no plan fits' in page
