@@ -22,7 +22,7 @@ RECIPE = 'experiments/compiled/grpo.gin'
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """What is compiled.
+  """The model, the devices and the batch of a compilation.
 
   Attributes:
     model: folder of a config.json in `models`.

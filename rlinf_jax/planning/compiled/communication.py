@@ -95,22 +95,29 @@ def _sent(kind: str, n: int) -> float:
 def _is_scattered(executed: hlo.Executed) -> bool:
   """Whether a TPU runs an all-reduce as a reduce-scatter.
 
-  There, a fusion of this name keeps only the device's own slice of the sum.
+  There, a fusion by this name keeps only the device's own slice of the sum.
   """
   caller = executed.caller
-  return caller is not None and 'all-reduce-scatter' in (
-    caller.name + caller.attributes.partition(',')[0]
+  return caller is not None and bool(
+    re.search(r'\bcalls=%?all-reduce-scatter', caller.attributes)
   )
 
 
 def replica_groups(text: str, num_partitions: int) -> list[tuple[int, ...]]:
   """Reads the groups of devices that communicate with each other.
 
-  {{0,1},{2,3}}            groups one by one
-  [2,2]<=[4]               0 … 3 in rows of two
-  [2,2]<=[2,2]T(1,0)       the same of a transposed grid: {0,2},{1,3}
-  {}                       all devices
+  {{0,1},{2,3}}                  groups one by one
+  [2,2]<=[4]                     0 … 3 in rows of two
+  [2,2]<=[2,2]T(1,0)             the same of a transposed grid: {0,2},{1,3}
+  mesh['a'=2,'b'=2] {'a'}        along an axis of a grid: {0,2},{1,3}
+  {}                             all devices
   """
+  match = re.search(r'replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}', text)
+  if match:
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+    names = re.findall(r"'(\w+)'", match[2])
+    grid = np.arange(num_partitions).reshape([*map(int, sizes.values())])
+    return _rows(grid, [[*sizes].index(name) for name in names])
   match = re.search(
     r'replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text
   )
@@ -127,6 +134,13 @@ def replica_groups(text: str, num_partitions: int) -> list[tuple[int, ...]]:
       for group in re.findall(r'\{([\d,]+)\}', match[1])
     ]
   return [tuple(range(num_partitions))]
+
+
+def _rows(grid: np.ndarray, along: Sequence[int]) -> list[tuple[int, ...]]:
+  """Returns the groups of numbers of a grid that lie along some dimensions."""
+  last = np.moveaxis(grid, along, range(-len(along), 0))
+  size = math.prod(grid.shape[i] for i in along)
+  return [tuple(map(int, row)) for row in last.reshape(-1, size)]
 
 
 def axis_of_groups(groups: Sequence[tuple[int, ...]], axes: Axes) -> str:
@@ -155,10 +169,8 @@ def _groups_by_axes(axes: Axes) -> Iterator[tuple[tuple[str, ...], set]]:
   grid = np.arange(math.prod(sizes)).reshape(sizes)
   for k in range(1, len(sizes) + 1):
     for some in itertools.combinations(range(len(sizes)), k):
-      last = np.moveaxis(grid, some, range(-k, 0))
-      rows = last.reshape(-1, math.prod(sizes[i] for i in some))
       names = tuple(axes[i][0] for i in some)
-      yield names, {frozenset(map(int, row)) for row in rows}
+      yield names, {frozenset(group) for group in _rows(grid, some)}
 
 
 def _pairs(text: str) -> list[tuple[int, int]]:

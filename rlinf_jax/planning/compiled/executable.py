@@ -1,4 +1,4 @@
-"""Reads from a compiled executable what the compiler made of a stage."""
+"""Reads memory, arithmetic and communication from a compiled executable."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -34,7 +34,7 @@ class Memory(NamedTuple):
 
 
 class Executable(NamedTuple):
-  """What the compiler made of a stage, for one device and one call.
+  """A compiled stage: the costs of one call on one device.
 
   Attributes:
     memory: bytes.

@@ -25,7 +25,7 @@ from planner import cluster as cluster_lib
 EXTRA = "pip install 'rlinf-jax[aot]'"
 # libtpu asks for the type of this machine. The named topology overrules it.
 TPU_TYPES = {'v5p': 'v5p-8', 'v5e': 'v5litepod-8', 'v6e': 'v6e-8'}
-# What distinguishes the GPUs of `hopper.txtpb`.
+# The fields in which the GPUs of `hopper.txtpb` differ.
 GPUS: Mapping[str, Mapping[str, str | int]] = {
   'h100': {
     'name': 'NVIDIA H100 80GB HBM3',

@@ -112,6 +112,8 @@ def test_scores_have_two_dimensions_of_tokens():
     ('replica_groups={{0,1},{2,3}}', [(0, 1), (2, 3)]),
     ('replica_groups=[2,2]<=[4]', [(0, 1), (2, 3)]),
     ('replica_groups=[2,2]<=[2,2]T(1,0)', [(0, 2), (1, 3)]),
+    ("replica_groups=mesh['a'=2,'b'=2] {'a'}, x", [(0, 2), (1, 3)]),
+    ("replica_groups=mesh['a'=2,'b'=1,'c'=2] {'b','c'}", [(0, 1), (2, 3)]),
     ('replica_groups={}', [(0, 1, 2, 3)]),
   ],
 )
@@ -126,6 +128,30 @@ def test_axes_of_groups():
   assert axis([(0, 1, 2, 3)], AXES) == 'data+fsdp'
   assert axis([(0, 3), (1, 2)], AXES) == '?'
   assert communication.axis_of_pairs([(0, 2), (3, 1)], AXES) == 'data'
+
+
+def test_a_tpu_scatters_the_sum_of_a_fusion_of_that_name():
+  text = """HloModule m, num_partitions=4
+
+%all-reduce-scatter.3 (a: f32[8]) -> f32[2] {
+  %a = f32[8]{0} parameter(0)
+  %sum = f32[8]{0} all-reduce(%a), replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %slice = f32[2]{0} dynamic-slice(%sum), dynamic_slice_sizes={2}
+}
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %z = f32[] add(%x, %y)
+}
+
+ENTRY %main (a: f32[8]) -> f32[2] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %f = f32[2]{0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.3
+}
+"""
+  (found,) = communication.collectives(hlo.parse(text), (('fsdp', 4),))
+  assert found == ('reduce-scatter', 'fsdp', 1, 0.75 * 8 * 4)
 
 
 @pytest.mark.parametrize(
