@@ -14,7 +14,8 @@ def mesh(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Mesh:
   inputs. (JAX defaults to `Explicit`, under which every gather states its own.)
 
   Raises:
-    ValueError: if the axes do not multiply to the number of devices.
+    ValueError: if the axes do not multiply to the number of devices, or these
+      TPU chips cannot form such a mesh.
   """
   need = math.prod(axes.values())
   if len(devices) != need:
@@ -22,9 +23,17 @@ def mesh(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Mesh:
       f'A mesh of {dict(axes)} needs {need} devices, got {len(devices)}: '
       'change the axes or the devices so that the two agree.'
     )
-  return jax.make_mesh(
-    tuple(axes.values()),
-    tuple(axes),
-    devices=devices,
-    axis_types=(AxisType.Auto,) * len(axes),
-  )
+  try:
+    return jax.make_mesh(
+      tuple(axes.values()),
+      tuple(axes),
+      devices=devices,
+      axis_types=(AxisType.Auto,) * len(axes),
+    )
+  # JAX wants chips that fill a box of the interconnect, and axes that fit it.
+  except (AssertionError, NotImplementedError) as error:
+    raise ValueError(
+      f'{len(devices)} × {devices[0].device_kind} cannot form a mesh of '
+      f'{dict(axes)}: chips must fill a box of their interconnect, whose sides '
+      'the axes divide. Choose other devices or axes.'
+    ) from error

@@ -27,3 +27,15 @@ def test_neighbors_along_the_last_axis_are_neighbors():
 def test_axes_that_do_not_multiply_to_the_devices_are_refused(axes):
   with pytest.raises(ValueError, match=r'needs \d devices, got 8: change'):
     mesh.mesh(jax.devices(), axes)
+
+
+@pytest.mark.parametrize('kind', [AssertionError, NotImplementedError])
+def test_chips_that_cannot_form_a_mesh_are_refused(monkeypatch, kind):
+  """As JAX refuses seven chips of a torus."""
+
+  def refuse(*args, **kwargs):
+    raise kind
+
+  monkeypatch.setattr(jax, 'make_mesh', refuse)
+  with pytest.raises(ValueError, match='7 × .* must fill a box'):
+    mesh.mesh(jax.devices()[:7], {'data': 7})

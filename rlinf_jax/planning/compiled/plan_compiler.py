@@ -101,8 +101,12 @@ class PlanCompiler:
     """
     cut, lowered = passes.lower(self.flow, plan)
     found = {}
+    try:
+      places = {name: self._place(name, plan) for name in lowered}
+    except ValueError as error:  # Some chips cannot form the mesh of a place.
+      return CompiledPlan([], str(error))
     for name, program in lowered.items():
-      place = self._place(name, plan)
+      place = places[name]
       for _, flow, op, passed in programs.stage_calls(cut, program):
         node = flow.nodes[op.node]
         if node.stage.host or graph.is_plumbing(node):

@@ -121,6 +121,12 @@ def test_a_compilers_error_is_a_sentence(monkeypatch):
   assert len(found.refusal) < 600 and '\n' not in found.refusal
 
 
+def test_devices_that_cannot_form_a_mesh_refuse_a_plan():
+  few = compile_tiny.compiler(matrices.flow(), jax.devices()[:2])
+  found = few.compile(plan())
+  assert not found.stages and 'wants device 2, and there are 2' in found.refusal
+
+
 def test_the_report_names_stages_and_numbers():
   data = report.to_data(compiled(), topology_lib.parse('cpu:4'))
   text = '\n'.join(report.text(data))
