@@ -31,9 +31,15 @@ def recipe(path):
   return pytest.param(name, marks=marks, id=name)
 
 
+FOLDERS = (
+  'experiments/arithmetic',
+  'experiments/compiled',
+  'experiments/rlpd',
+  'gin_configs',
+)
 RECIPES = [
   recipe(path)
-  for folder in ('experiments/arithmetic', 'experiments/rlpd', 'gin_configs')
+  for folder in FOLDERS
   for path in sorted((ROOT / folder).glob('*.gin'))
 ]
 

@@ -1,6 +1,7 @@
 """Reports what a compiler says of a plan: as data, and as lines of text."""
 
 from collections.abc import Mapping, Sequence
+import re
 from typing import Any
 
 from planner.explain import formatting
@@ -23,6 +24,8 @@ COLUMNS = (
 )
 LEFT = 2  # Columns of words.
 SMALL = 0.01  # Of the bytes sent by a stage: such collectives are not listed.
+LITTLE = 0.1  # Of the largest stage's bytes: notes on such stages are left out.
+LONGEST_NAME = 80  # Characters of an operation's name.
 
 
 def to_data(
@@ -32,11 +35,17 @@ def to_data(
 ) -> dict[str, Any]:
   """Returns what the compiler says of a plan, as data for JSON."""
   stages = [_stage(stage) for stage in compiled.stages]
+  largest = max((stage['memory']['needed'] for stage in stages), default=0)
   return {
     'topology': str(topology),
     'tag': 'compiled',
     'stages': stages,
-    'notes': [line for stage in stages for line in _notes(stage)],
+    'notes': [
+      line
+      for stage in stages
+      if stage['memory']['needed'] > LITTLE * largest
+      for line in _notes(stage)
+    ],
     'refused': [words for _, words in refused],
   }
 
@@ -157,7 +166,13 @@ def _collectives(stage) -> list[str]:
 def _arrays(stage) -> list[str]:
   parts = [
     f'{x["type"]} {formatting.byte_size(x["bytes"])}'
-    + f' ({x["op_name"].rpartition("jit(")[2]})' * bool(x['op_name'])
+    + f' ({_shortened(x["op_name"])})' * bool(x['op_name'])
     for x in stage['large_arrays'][:2]
   ]
   return [f'{stage["name"]} writes: {", ".join(parts)}.'] if parts else []
+
+
+def _shortened(op_name: str) -> str:
+  """Leaves out the functions that JAX compiled, and the start of long names."""
+  name = re.sub(r'^(?:jit\([^)]*\)/)*', '', op_name)
+  return name if len(name) <= LONGEST_NAME else f'…{name[-LONGEST_NAME:]}'
