@@ -213,15 +213,35 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
   if known:
     return int(known[1])
   condition = re.search(r'\bcondition=%?([\w.$-]+)', loop.attributes)[1]
-  limits = set(_integer_constants(module, condition))
-  return limits.pop() if len(limits) == 1 else None
+  for find in (_limits, _integer_constants):
+    found = set(find(module, condition))
+    if len(found) == 1:
+      return found.pop()
+  return None
+
+
+def _limits(module: Module, name: str) -> Iterator[int]:
+  """Yields the constants that a computation compares a counter with."""
+  computation = module.computations[name]
+  for instruction in computation.values():
+    if (
+      instruction.opcode == 'compare'
+      and 'direction=LT' in instruction.attributes
+    ):
+      limit = computation.get(instruction.operands[1])
+      if limit and _is_integer_constant(limit):
+        yield int(limit.arguments)
+
+
+def _is_integer_constant(instruction: Instruction) -> bool:
+  is_integer = re.match(r'[su](?:32|64)\[\]', instruction.result)
+  return bool(is_integer) and instruction.opcode == 'constant'
 
 
 def _integer_constants(module: Module, name: str) -> Iterator[int]:
   """Yields the integer scalars of a computation and those that it calls."""
   for instruction in module.computations[name].values():
-    is_integer = re.match(r'[su](?:32|64)\[\]', instruction.result)
-    if is_integer and instruction.opcode == 'constant':
+    if _is_integer_constant(instruction):
       yield int(instruction.arguments)
     for called in _called(instruction):
       yield from _integer_constants(module, called)

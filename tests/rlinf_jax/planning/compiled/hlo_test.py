@@ -68,6 +68,15 @@ def test_a_loop_without_a_count_turns_as_often_as_its_condition_allows():
   assert matmul_flops.matmul_flops(module('')) == 5 * PRODUCT + PRODUCT
 
 
+def test_a_loop_that_may_end_early_turns_as_often_as_its_counter_allows():
+  """Its condition has other constants, here the number of this device's row."""
+  other = '%row = s32[] constant(7)\n  %limit = s32[] constant(5)'
+  text = LOOP.replace('@KNOWN@', '').replace(
+    '%limit = s32[] constant(5)', other
+  )
+  assert matmul_flops.matmul_flops(hlo.parse(text)) == 5 * PRODUCT + PRODUCT
+
+
 def test_a_loop_of_unknown_end_counts_once():
   text = LOOP.replace('@KNOWN@', '').replace('constant(5)', 'parameter(1)')
   read = hlo.parse(text)
