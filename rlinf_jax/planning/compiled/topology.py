@@ -136,6 +136,9 @@ def prepare(topology: Topology):
     flags = [
       os.environ.get('XLA_FLAGS', ''),
       '--xla_gpu_autotune_level=0',  # Tuning would run kernels.
+      # cuBLAS multiplies: without tuning, some kernels of Triton's do not
+      # compile.
+      '--xla_gpu_enable_triton_gemm=false',
       # The folder of bin/ptxas and nvvm/libdevice.
       f'--xla_gpu_cuda_data_dir={next(iter(found.submodule_search_locations))}',
     ]

@@ -41,9 +41,8 @@ def test_a_tiny_gradient_compiles_for_an_accelerator_that_is_not_here(name):
   (stage,) = data['stages']
   memory = stage['memory']
   assert 0 < memory['arguments'] < memory['needed'] <= memory['total'] < 1e9
-  assert stage['matmul_flops'] == pytest.approx(
-    stage['modeled_matmul_flops'], rel=0.3
-  )
-  axes = {x['axis'] for x in stage['collectives']}
-  assert axes & {'fsdp', 'tensor', 'fsdp+tensor'} and '?' not in axes
+  # Each product is seen, as often as its loop turns.
+  assert stage['matmul_flops'] == stage['modeled_matmul_flops']
   assert stage['unknown_loops'] == 0
+  axes = {x['axis'] for x in stage['collectives']}
+  assert {'fsdp', 'tensor'} <= axes and '?' not in axes
