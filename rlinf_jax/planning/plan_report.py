@@ -65,35 +65,21 @@ def report_plan(
     page: a file for the report as a page of HTML, with charts.
     print_text: prints the report.
   """
-  flow, _ = flows
-  table, flow = str(flow), unroll.unroll(flow)
+  table, flow = str(flows[0]), unroll.unroll(flows[0])
   works, assumption = _completion_work(count.of_flow(flow), lengths)
   model = roofline.Roofline(flow, works, cluster, rules.DEFAULT)
-  space = space_lib.default_space(flow, model)
-  result = exact.search(
-    flow, model, space, staleness=staleness, keep=KEPT, seconds=seconds
-  )
-  ranked = runners_up.runners_up(
-    flow, model, result, staleness=staleness, seconds=seconds / 6
-  )
-  result = runners_up.best_of(result, ranked)
+  result, ranked = _search(flow, model, staleness, seconds)
   lines = [table, '', _searched(result, cluster), assumption]
-  others = _others(flow, model, space, own, ranked, staleness)
+  others = _others(flow, model, result.space, own, ranked, staleness)
   compiled = None
   if compile_for:
     result, ranked, others, compiled = _compile(
       flow, model, result, ranked, others, compile_for, print_text
     )
-  data = plan_data.plan_data(
-    flow,
-    model,
-    result,
-    others=others,
-    ranked=ranked,
-    staleness=staleness,
-    seconds=seconds / 2,
-  ) | ({'compiled': compiled} if compiled else {})
-  lines += [_colocated(space)]
+  kwargs = {'others': others, 'ranked': ranked, 'staleness': staleness}
+  data = plan_data.plan_data(flow, model, result, seconds=seconds / 2, **kwargs)
+  data |= {'compiled': compiled} if compiled else {}
+  lines += [_colocated(result.space)]
   if result.best is None:
     lines += [_no_plan(data)]
   else:
@@ -107,6 +93,18 @@ def report_plan(
   if page:
     pathlib.Path(page).write_text(plan_page.text(data), encoding='utf-8')
   return result
+
+
+def _search(flow, model, staleness, seconds):
+  """Returns the result of a search, and plans from the fastest on."""
+  space = space_lib.default_space(flow, model)
+  result = exact.search(
+    flow, model, space, staleness=staleness, keep=KEPT, seconds=seconds
+  )
+  ranked = runners_up.runners_up(
+    flow, model, result, staleness=staleness, seconds=seconds / 6
+  )
+  return runners_up.best_of(result, ranked), ranked
 
 
 def _compile(flow, model, result, ranked, others, topology, print_text):
