@@ -58,7 +58,7 @@ def test_a_plan_that_the_compiler_refuses_is_listed_and_the_next_one_chosen(
   found, text, data, page = reported(tmp_path)
   assert found.best != first.best and found.seconds >= first.seconds
   assert found.gap == pytest.approx(1 - first.bound / found.seconds)
-  assert data['infeasible'][0]['why'] == 'Ran out of memory: 2 of 1 GB.'
+  assert data['infeasible'][0]['reason'] == 'Ran out of memory: 2 of 1 GB.'
   assert 'The compiler refused a faster plan: Ran out of memory' in text
   assert 'Ran out of memory: 2 of 1 GB.' in page
 
