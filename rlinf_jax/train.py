@@ -31,6 +31,7 @@ def train(
   wandb_project: str | None = None,
   ray_address: str | None = None,
   receive_timeout: float | None = None,
+  network_interface: str | None = None,
 ) -> result.Result:
   """Trains a workflow and writes a run folder.
 
@@ -61,6 +62,9 @@ def train(
       this process. With plan 'auto', stages are measured in this process.
     receive_timeout: seconds for which a Ray process waits for a value of
       another before the run fails with an error; None waits without limit.
+    network_interface: name of the interface, such as 'eth1', on which Ray
+      processes listen for each other. None is the narrowest: the loopback
+      interface if all of them are on one machine, else the one that Ray uses.
 
   Raises:
     FileExistsError: if `workdir` holds a run and `resume` is False.
@@ -87,6 +91,7 @@ def train(
     folder=folder,
     use_ray=bool(ray_address),
     receive_timeout=receive_timeout,
+    network_interface=network_interface,
   )
   if ray_address and plan == flows_lib.AUTO:
     launch.check_measurable()

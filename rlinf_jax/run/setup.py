@@ -28,6 +28,7 @@ def make_runtime(
   folder: pathlib.Path,
   use_ray: bool,
   receive_timeout: float | None,
+  network_interface: str | None,
 ) -> runtime_base.Runtime:
   """Makes the runtime of a plan, of threads or Ray processes, without a state.
 
@@ -40,10 +41,13 @@ def make_runtime(
     folder: the run folder.
     use_ray: runs every place in a Ray process.
     receive_timeout: seconds for which a Ray process waits for a value.
+    network_interface: on which Ray processes listen, as `ActorPool`.
   """
   step, evaluate = flows
   if use_ray:
-    return launch.runtime(plan, flows, train, folder, receive_timeout)
+    return launch.runtime(
+      plan, flows, train, folder, receive_timeout, network_interface
+    )
   return local.LocalRuntime(plan, step=step, evaluate=evaluate, cost=cost)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 import dataclasses
 import hashlib
 import os
-import socket
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from rlinf_jax.run import allocator, notices
 from rlinf_jax.runtime import base, programs
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import place as place_lib
-from rlinf_jax.runtime.ray import channel, remote_host, serialize
+from rlinf_jax.runtime.ray import channel, network, remote_host, serialize
 from sharding import multihost
 from sharding import rules as rules_lib
 
@@ -116,25 +115,31 @@ class Actor:
     self._is_replacement = False
 
   @ray.method(concurrency_group='control')
-  def address(self) -> str:
-    """A free address at which the processes of this place can meet."""
-    with socket.socket() as free:
-      free.bind(('', 0))
-      return f'{ray.util.get_node_ip_address()}:{free.getsockname()[1]}'
+  def address(self, interface: str | None) -> str:
+    """A free address at which the processes of this place can meet.
+
+    Args:
+      interface: on which they listen, as `network.address`.
+    """
+    host = network.address(interface)
+    return network.with_port(host, network.free_port(host))
 
   @ray.method(concurrency_group='control')
-  def join(self, address: str, process: Process):
+  def join(self, address: str, process: Process, interface: str | None):
     """Joins the devices of a place's processes, before JAX starts.
 
     Args:
       address: of the first process.
       process: which of them this is.
+      interface: on which it listens, as `network.address`.
     """
+    network.bind_cpu_collectives(network.address(interface))
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')
     # The service would catch SIGTERM, and the process could not be ended.
     jax.config.update('jax_enable_preemption_service', False)
     jax.distributed.initialize(
       coordinator_address=address,
+      coordinator_bind_address=address,  # By default, every interface.
       num_processes=process.count,
       process_id=process.rank,
       initialization_timeout=JOIN_TIMEOUT,
@@ -151,6 +156,7 @@ class Actor:
     folder: str,
     receive_timeout: float | None,
     lease_folder: str,
+    interface: str | None,
   ):
     """Records the flows and makes the place ready.
 
@@ -162,9 +168,11 @@ class Actor:
       folder: the driver's working directory, entered if it exists here.
       receive_timeout: seconds to wait for a value; None for no limit.
       lease_folder: where places that share devices queue for them.
+      interface: on which it listens, as `network.address`.
 
     Raises:
-      ValueError: if it has recorded something else than the driver.
+      ValueError: if it has recorded something else than the driver, or there
+        is no such interface.
     """
     allocator.retain_freed_memory()
     notices.start_buffering()
@@ -194,6 +202,7 @@ class Actor:
       process.rank == 0,
       replaceable(parsed, lowered),
       axes,
+      interface,
       lowered,
       {name: place},
       receive_timeout,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import os
+import secrets
 import shutil
 import tempfile
 from typing import Any
@@ -15,14 +16,18 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.runtime.ray import actor as actor_lib
-from rlinf_jax.runtime.ray import pending, resources
+from rlinf_jax.runtime.ray import network, pending, resources
 
 HERE = 'local'  # In place of an address: Ray is started on this machine.
 ALIVE = 2.0  # Seconds in which a live process answers.
+TOKEN_SETTINGS = {'RAY_AUTH_MODE', 'RAY_AUTH_TOKEN', 'RAY_AUTH_TOKEN_PATH'}
 
 
 def connect(address: str = HERE):
   """Connects to Ray, or starts it on this machine; once per process.
+
+  A Ray that is started here admits processes that know its token, which is
+  drawn at random unless the environment sets one.
 
   Args:
     address: 'local', 'auto', or that of a cluster, such as 'ray://head:10001'.
@@ -34,6 +39,10 @@ def connect(address: str = HERE):
     return
   options = {'log_to_driver': False, 'logging_level': 'error'}
   if address == HERE:
+    # By default, Ray reads a token of all runs from a file of the user.
+    if not TOKEN_SETTINGS & os.environ.keys():
+      os.environ['RAY_AUTH_MODE'] = 'token'
+      os.environ['RAY_AUTH_TOKEN'] = secrets.token_hex(32)
     # Actors wait more than they compute: few processors must not limit them.
     cpus = max(64, len(os.sched_getaffinity(0)))
     ray.init('local', num_cpus=cpus, **options)
@@ -65,14 +74,25 @@ class ActorPool:
     flows: actor_lib.Flows,
     lowered: Mapping[str, programs.Lowered],
     receive_timeout: float | None,
+    network_interface: str | None = None,
   ):
     """Starts nothing.
+
+    Args:
+      plan: with the places.
+      flows: records the flows in any process.
+      lowered: the driver's programs.
+      receive_timeout: seconds that a place waits for a value.
+      network_interface: name of the interface on which processes listen; None
+        for the loopback interface if all are on one machine, otherwise the one
+        that Ray uses.
 
     Raises:
       ValueError: for a host stage on a place that spans processes.
     """
     self._plan, self._flows = plan, flows
     self._receive_timeout = receive_timeout
+    self._interface = self._given_interface = network_interface
     self._fingerprint = actor_lib.fingerprint(lowered)
     self._reservation: resources.Reservation | None = None
     self._lease_folder = ''
@@ -135,6 +155,8 @@ class ActorPool:
     if self._reservation is None:
       connect()
       self._reservation = resources.reserve(self._plan, self.processes)
+    if not self.actors:  # Those that run go on listening where they do.
+      self._interface = self._choose_interface()
     new = {name: self._new_actor(name) for name in names}
     self.actors |= new
     plan, folder = self._plan.to_json(), os.getcwd()
@@ -148,11 +170,19 @@ class ActorPool:
         folder,
         self._receive_timeout,
         self._lease_folder,
+        self._interface,
       ),
       new,
     )
     self.descriptions |= self.call_all(
       lambda _, actor: actor.describe.remote(), new
+    )
+
+  def _choose_interface(self) -> str | None:
+    """The narrowest interface by which all processes reach each other."""
+    on_one_machine = len(resources.machines(self._reservation)) == 1
+    return self._given_interface or (
+      network.LOOPBACK if on_one_machine else None
     )
 
   def _new_actor(self, name: str):
@@ -168,7 +198,9 @@ class ActorPool:
         self._reservation.group,
         placement_group_bundle_index=self._reservation.bundle[name],
       ),
-      runtime_env={'env_vars': resources.environment(place, needs)},
+      runtime_env={
+        'env_vars': resources.environment(place, needs, self._interface)
+      },
     ).remote()
 
   def _join(self, actors):
@@ -181,14 +213,17 @@ class ActorPool:
       for name, actor in spanning.items()
       if self.processes[name].rank == 0
     }
-    answers = self.call_all(lambda _, actor: actor.address.remote(), first)
+    interface = self._interface
+    answers = self.call_all(
+      lambda _, actor: actor.address.remote(interface), first
+    )
     addresses = {
       self.processes[name].place: address for name, address in answers.items()
     }
 
     def join(name, actor):
       process = self.processes[name]
-      return actor.join.remote(addresses[process.place], process)
+      return actor.join.remote(addresses[process.place], process, interface)
 
     self.call_all(join, spanning)
 

@@ -8,11 +8,15 @@
   device (`jax.experimental.transfer`).
 - Random keys go through the object store from anywhere, as do values that
   several processes read, since each of them takes its own shards.
+
+Every process that reaches the port of an offer may pull it, if it knows the
+number of the offer. Numbers are therefore secrets: each is random and used for
+one offer, and only Ray carries it, from the sender to the receiver.
 """
 
 from collections.abc import Sequence
-import itertools
 import math
+import secrets
 import threading
 from typing import NamedTuple
 
@@ -20,7 +24,7 @@ import jax
 from jax.experimental import transfer
 import jax.numpy as jnp
 
-from rlinf_jax.runtime.ray import serialize
+from rlinf_jax.runtime.ray import network, serialize
 from sharding import multihost
 
 SMALL = 1 << 20  # Bytes: below, a pull takes longer than a copy.
@@ -32,7 +36,7 @@ class Offer(NamedTuple):
 
   Attributes:
     address: of the server that offers it.
-    number: of the offer.
+    number: of the offer, 64 random bits.
     shape: of the value.
     dtype: its name.
     axes: mesh axes, if it is to be pulled shard by shard; else empty.
@@ -50,23 +54,35 @@ class Channels:
 
   Offered arrays must not be overwritten until they are pulled. This keeps
   references to them, and `wait_until_pulled` blocks for them.
+
+  Ports are opened with the first value that is pulled, so that a run in which
+  none is pulled listens on no port.
   """
 
   def __init__(self, host: str):
-    """Starts the server that values are pulled from.
+    """Opens no port yet.
 
     Args:
       host: the address by which other processes reach this one.
     """
-    client = jax.local_devices()[0].client
-    self._server = transfer.start_transfer_server(
-      client, f'{host}:0', [f'{host}:0'] * STREAMS
-    )
-    self._numbers = itertools.count()
+    self._host = host
+    self._started = None  # The server that values are pulled from.
     self._connections = {}  # By address.
     # Arrays that share the offered memory, by number of the offer.
     self._offered: dict[int, tuple[jax.Array | None, ...]] = {}
     self._changed = threading.Condition()
+    self._start_lock = threading.Lock()
+
+  @property
+  def _server(self) -> transfer.TransferServer:
+    with self._start_lock:
+      if self._started is None:
+        client = jax.local_devices()[0].client
+        at = network.with_port(self._host, 0)
+        self._started = transfer.start_transfer_server(
+          client, at, [at] * STREAMS
+        )
+      return self._started
 
   def pack(
     self,
@@ -89,7 +105,7 @@ class Channels:
     how = transport(x.dtype, x.nbytes, same_machine, several_readers)
     if how != 'device to device':
       return serialize.pack(x)
-    number, offered = next(self._numbers), x
+    number, offered = secrets.randbits(64), x
     if not axes:
       offered = jax.device_put(x, next(iter(x.sharding.device_set)))
     with self._changed:

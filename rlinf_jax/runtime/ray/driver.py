@@ -52,6 +52,7 @@ class RayRuntime(calls.Calls):
     step: graph_lib.Flow,
     evaluate: graph_lib.Flow | None = None,
     receive_timeout: float | None = None,
+    network_interface: str | None = None,
   ):
     """Raises ValueError for what the plan cannot run; starts nothing.
 
@@ -62,12 +63,13 @@ class RayRuntime(calls.Calls):
       evaluate: the flow of an evaluation.
       receive_timeout: seconds that a place waits for a value of another; None
         for no limit.
+      network_interface: as `ActorPool`.
     """
     self.plan, self.steps = plan, 0
     self.lowered = programs.lower(plan, step, evaluate)
     self.timeline = timeline_lib.Timeline()
     self._pool = actor_pool_lib.ActorPool(
-      plan, flows, self.lowered, receive_timeout
+      plan, flows, self.lowered, receive_timeout, network_interface
     )
     self._log = call_log_lib.CallLog(self.lowered['step'].resident)
     self._recovery = recovery_lib.Recovery(

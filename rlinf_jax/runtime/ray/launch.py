@@ -73,6 +73,7 @@ def runtime(
   train,
   folder: pathlib.Path,
   receive_timeout: float | None,
+  network_interface: str | None,
 ):
   """Makes the `RayRuntime` of a recipe; starts no process yet.
 
@@ -82,11 +83,17 @@ def runtime(
     train: as `Recipe`.
     folder: the run folder.
     receive_timeout: as `RayRuntime`.
+    network_interface: likewise.
   """
   from rlinf_jax.runtime.ray import driver
 
   step, evaluate = flows
   recipe = Recipe(train, config.text(), str(folder))
   return driver.RayRuntime(
-    plan, recipe, step=step, evaluate=evaluate, receive_timeout=receive_timeout
+    plan,
+    recipe,
+    step=step,
+    evaluate=evaluate,
+    receive_timeout=receive_timeout,
+    network_interface=network_interface,
   )

@@ -9,7 +9,7 @@ import jax
 import ray
 
 from rlinf_jax.runtime import base, host
-from rlinf_jax.runtime.ray import channel
+from rlinf_jax.runtime.ray import channel, network
 from rlinf_jax.runtime.ray import send_log as send_log_lib
 from sharding import multihost
 
@@ -38,19 +38,20 @@ class RemoteHost(host.Host):
     seconds: that sending took, likewise.
   """
 
-  def __init__(self, is_leader, replaceable, axes, *args, **kwargs):
-    """Starts the server that values are pulled from.
+  def __init__(self, is_leader, replaceable, axes, interface, *args, **kwargs):
+    """Computes nothing, and opens no port.
 
     Args:
       is_leader: whether this is the first process of its place.
       replaceable: places that can be replaced, as `SendLog`.
       axes: mesh axes of every place, empty for one that spans processes.
+      interface: on which it listens, as `network.address`.
       *args: as `host.Host`.
       **kwargs: likewise.
     """
     super().__init__(*args, **kwargs)
     self.is_leader, self._axes = is_leader, axes
-    self.channels = channel.Channels(ray.util.get_node_ip_address())
+    self.channels = channel.Channels(network.address(interface))
     self.peers, self.same_machine = {}, frozenset()
     self.sent, self.generation, self.call, self.flow_call = {}, 0, 0, 0
     self.send_log = send_log_lib.SendLog(replaceable)

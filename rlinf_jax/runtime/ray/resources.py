@@ -79,6 +79,15 @@ def reserve(plan, processes: Mapping[str, actor_lib.Process]) -> Reservation:
   return Reservation(group, bundle, needs)
 
 
+def machines(reservation: Reservation) -> set[str]:
+  """Addresses of the machines on which devices are reserved."""
+  addresses = {
+    node['NodeID']: node['NodeManagerAddress'] for node in ray.nodes()
+  }
+  nodes = util.placement_group_table(reservation.group)['bundles_to_node_id']
+  return {addresses[node] for node in nodes.values()}
+
+
 def need(
   plan,
   process: actor_lib.Process,
@@ -109,12 +118,15 @@ def need(
   return {'CPU': 1.0} | {kind: n}
 
 
-def environment(place, needs: Mapping[str, float]) -> dict[str, str]:
+def environment(
+  place, needs: Mapping[str, float], interface: str | None = None
+) -> dict[str, str]:
   """Environment variables that an actor's JAX must start with.
 
   Args:
     place: its placement in the plan.
     needs: its resources, as `need`.
+    interface: on which it listens; None for the one that Ray uses.
   """
   variables = {
     name.upper(): str(value)
@@ -128,6 +140,8 @@ def environment(place, needs: Mapping[str, float]) -> dict[str, str]:
     }
   else:
     variables.pop('JAX_PLATFORMS', None)
+    if interface and 'NCCL_SOCKET_IFNAME' not in os.environ:
+      variables['NCCL_SOCKET_IFNAME'] = f'={interface}'
     if needs.get('GPU', 1) < 1:  # Freed memory must be another process's.
       variables['XLA_PYTHON_CLIENT_ALLOCATOR'] = 'platform'
   # Folders that the driver imports from, such as experiments of a checkout.

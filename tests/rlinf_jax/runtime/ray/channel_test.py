@@ -1,5 +1,8 @@
 """Every array arrives as it was sent, by each transport."""
 
+import secrets
+import subprocess
+import sys
 import threading
 
 import jax
@@ -7,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
+import psutil
 import pytest
 
 from rlinf_jax.runtime.ray import channel, serialize
@@ -100,6 +104,70 @@ def test_an_offered_array_may_be_overwritten_after_it_was_pulled(
   assert not here.wait_until_pulled([other], 0.01)
   here.cancel_offers()
   assert here.wait_until_pulled([other], 0)
+
+
+def offers(ends, n):
+  """Offers so many arrays of 1,024 numbers."""
+  some = [jax.device_put(np.full(1024, i, np.float32)) for i in range(n)]
+  return [ends.pack(x, (), False) for x in some]
+
+
+def test_numbers_of_offers_cannot_be_guessed_and_are_never_used_again(
+  monkeypatch,
+):
+  monkeypatch.setattr(channel, 'SMALL', 1)
+  numbers = []
+  for _ in range(2):  # As of two processes, or of two runs.
+    ends = channel.Channels('127.0.0.1')
+    for _ in range(2):
+      numbers += [offer.number for offer in offers(ends, 250)]
+      ends.cancel_offers()
+  assert len({*numbers}) == 1000
+  assert min(numbers) > 1 << 40 and max(numbers) > 1 << 63
+  # Every bit is set in half of them: 15 standard deviations are 237.
+  bits = np.array(numbers, np.uint64)[:, None] >> np.arange(64, dtype=np.uint64)
+  assert np.all(np.abs((bits & np.uint64(1)).sum(0).astype(int) - 500) < 237)
+
+
+def test_a_process_of_another_run_obtains_nothing_by_guessing(monkeypatch):
+  monkeypatch.setattr(channel, 'SMALL', 1)
+  ends = channel.Channels('127.0.0.1')
+  first, second = offers(ends, 2)
+  guesses = [*range(16), first.number + 1, first.number ^ 1]
+  guesses += [secrets.randbits(64) for _ in range(16)]
+  command = [sys.executable, '-m', 'tests.rlinf_jax.runtime.ray.foreign']
+  done = subprocess.run(
+    # With the number itself it obtains the value: the guesses could succeed.
+    [*command, first.address, *map(str, [*guesses, first.number])],
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=True,
+  )
+  assert done.stdout.split() == [str(first.number)], done.stderr
+  layout = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+  there = channel.Channels('127.0.0.1')
+  np.testing.assert_array_equal(there.unpack(second, layout), np.ones(1024))
+
+
+def test_ports_are_opened_with_the_first_offer_and_on_one_interface(
+  monkeypatch,
+):
+  monkeypatch.setattr(channel, 'SMALL', 1)
+
+  def listening():
+    return {
+      one.laddr
+      for one in psutil.Process().net_connections('inet')
+      if one.status == psutil.CONN_LISTEN
+    }
+
+  before = listening()
+  ends = channel.Channels('127.0.0.1')
+  assert listening() == before
+  offers(ends, 1)
+  opened = listening() - before
+  assert opened and {at.ip for at in opened} == {'127.0.0.1'}
 
 
 def test_the_transport_depends_on_size_and_type():

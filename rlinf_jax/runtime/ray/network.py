@@ -1,0 +1,80 @@
+"""The network interface on which the processes of a run listen.
+
+Neither the device-to-device transport nor `jax.distributed` nor the collectives
+of JAX's CPU devices encrypt, and they know no passwords. Their processes listen
+on one interface each: the loopback interface if all are on one machine.
+"""
+
+import fcntl
+import ipaddress
+import socket
+import struct
+
+from jax._src import distributed, xla_bridge
+from jax._src.lib import _jax
+import ray
+
+LOOPBACK = 'lo'
+SIOCGIFADDR = 0x8915  # Linux's request for the IPv4 address of an interface.
+
+
+def address(interface: str | None) -> str:
+  """The address of this machine at which a process listens.
+
+  Args:
+    interface: name of a network interface; None for the one that Ray uses.
+
+  Raises:
+    ValueError: if this machine has no such interface, or it has no IPv4
+      address.
+  """
+  if interface is None:
+    return ray.util.get_node_ip_address()
+  request = struct.pack('256s', interface.encode())
+  with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    try:
+      answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+    except OSError:
+      names = [name for _, name in socket.if_nameindex()]
+      raise ValueError(
+        f'{socket.gethostname()} has no network interface {interface!r} with '
+        f'an IPv4 address: set `network_interface` to one of {names}.'
+      ) from None
+  return socket.inet_ntoa(answer[20:24])
+
+
+def with_port(host: str, port: int) -> str:
+  """An address and a port in one string; 0 for a port that is free."""
+  if ipaddress.ip_address(host).version == 6:
+    host = f'[{host}]'
+  return f'{host}:{port}'
+
+
+def free_port(host: str) -> int:
+  """A port that is free at an address of this machine."""
+  version = ipaddress.ip_address(host).version
+  family = socket.AF_INET6 if version == 6 else socket.AF_INET
+  with socket.socket(family) as free:
+    free.bind((host, 0))
+    return free.getsockname()[1]
+
+
+def bind_cpu_collectives(host: str):
+  """Has the collectives of JAX's CPU devices listen at one address.
+
+  Without it they listen at the address of the machine's name. JAX has no
+  setting for it. Call this before JAX starts its devices.
+
+  Args:
+    host: the address.
+  """
+
+  def make_client():
+    collectives = _jax.make_gloo_tcp_collectives(
+      distributed_client=distributed.global_state.client, hostname=host
+    )
+    return xla_bridge.make_cpu_client(collectives)
+
+  xla_bridge.register_backend_factory(
+    'cpu', make_client, priority=0, fail_quietly=False
+  )
