@@ -376,6 +376,11 @@ class Actor:
     self._host.mailbox.put(to, packed)
 
   @ray.method(concurrency_group='control')
+  def probes(self) -> list[channel.Probe]:
+    """As `Channels.probes`."""
+    return self._host.channels.probes()
+
+  @ray.method(concurrency_group='control')
   def mark_pulled(self, number: int):
     """Records that an offer was pulled: its array may be overwritten."""
     self._host.channels.mark_pulled(number)

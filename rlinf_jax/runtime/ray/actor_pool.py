@@ -45,7 +45,8 @@ def connect(address: str = HERE):
       os.environ['RAY_AUTH_TOKEN'] = secrets.token_hex(32)
     # Actors wait more than they compute: few processors must not limit them.
     cpus = max(64, len(os.sched_getaffinity(0)))
-    ray.init('local', num_cpus=cpus, **options)
+    with network.ray_on_loopback():
+      ray.init('local', num_cpus=cpus, **options)
     return
   try:
     ray.init(address, **options)

@@ -12,23 +12,33 @@
 Every process that reaches the port of an offer may pull it, if it knows the
 number of the offer. Numbers are therefore secrets: each is random and used for
 one offer, and only Ray carries it, from the sender to the receiver.
+
+The streams of a connection have small numbers, which can be guessed: another
+process that reaches the port may take a stream just before the receiver does,
+and would be sent values. The receiver therefore pulls `probes` over a new
+connection before anything else; they do not arrive if a stream is lost.
 """
 
 from collections.abc import Sequence
 import math
 import secrets
 import threading
+import time
 from typing import NamedTuple
 
 import jax
 from jax.experimental import transfer
 import jax.numpy as jnp
+import numpy as np
 
 from rlinf_jax.runtime.ray import network, serialize
 from sharding import multihost
 
 SMALL = 1 << 20  # Bytes: below, a pull takes longer than a copy.
 STREAMS = 2  # Connections per pair of servers: one does not fill a link.
+PROBES = 2 * STREAMS  # Streams take turns, so that each carries two.
+SETTLED = 0.05  # Seconds in which both ends of a stream have accepted it.
+PROBE_TIMEOUT = 30.0  # Seconds until a probe has arrived.
 
 
 class Offer(NamedTuple):
@@ -47,6 +57,18 @@ class Offer(NamedTuple):
   shape: tuple[int, ...]
   dtype: str
   axes: tuple
+
+
+class Probe(NamedTuple):
+  """A random value by which a new connection is checked.
+
+  Attributes:
+    offer: of the value.
+    value: its bytes, which Ray carries.
+  """
+
+  offer: Offer
+  value: bytes
 
 
 class Channels:
@@ -105,14 +127,55 @@ class Channels:
     how = transport(x.dtype, x.nbytes, same_machine, several_readers)
     if how != 'device to device':
       return serialize.pack(x)
-    number, offered = secrets.randbits(64), x
+    offered = x
     if not axes:
       offered = jax.device_put(x, next(iter(x.sharding.device_set)))
+    number = secrets.randbits(64)
     with self._changed:
       self._offered[number] = (x, offered, base)
-    self._server.await_pull(number, [jax.block_until_ready(offered)])
+    return self._offer(number, offered, axes)
+
+  def _offer(self, number, x, axes) -> Offer:
+    self._server.await_pull(number, [jax.block_until_ready(x)])
     address = self._server.address()
     return Offer(address, number, x.shape, x.dtype.name, axes)
+
+  def probes(self) -> list[Probe]:
+    """Offers values for the check of a new connection to this process."""
+    values = [secrets.token_bytes(32) for _ in range(PROBES)]
+    arrays = [jnp.asarray(np.frombuffer(x, np.uint8)) for x in values]
+    return [
+      Probe(self._offer(secrets.randbits(64), x, ()), value)
+      for x, value in zip(arrays, values, strict=True)
+    ]
+
+  def is_connected(self, address: str) -> bool:
+    """Whether values were pulled from an address before."""
+    return address in self._connections
+
+  def check(self, probes: Sequence[Probe]):
+    """Checks that all streams of a new connection lead to the sender.
+
+    Args:
+      probes: of the sender.
+
+    Raises:
+      RuntimeError: if one does not.
+    """
+    layout = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    for offer, value in probes:
+      x = self.unpack(offer, layout)
+      time.sleep(SETTLED)
+      deadline = time.monotonic() + PROBE_TIMEOUT
+      while not x.is_ready() and time.monotonic() < deadline:
+        time.sleep(0.001)
+      if not x.is_ready() or _bytes(x) != value:
+        del self._connections[offer.address]
+        raise RuntimeError(
+          f'The connection to {offer.address} does not carry what was sent: '
+          'another process may have taken one of its streams. Run in a network '
+          'that only the machines of the cluster reach.'
+        )
 
   def mark_pulled(self, number: int):
     """Drops an offer that the receiver has pulled."""
@@ -169,6 +232,14 @@ class Channels:
     )
     (x,) = connection.pull(sent.number, [shape])
     return jax.device_put(x, layout)
+
+
+def _bytes(x: jax.Array) -> bytes | None:
+  """The bytes of an array that was pulled; None if that has failed."""
+  try:
+    return np.asarray(x).tobytes()
+  except jax.errors.JaxRuntimeError:
+    return None
 
 
 def size(sent: serialize.Serialized | Offer) -> int:

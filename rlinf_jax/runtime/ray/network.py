@@ -5,6 +5,8 @@ of JAX's CPU devices encrypt, and they know no passwords. Their processes listen
 on one interface each: the loopback interface if all are on one machine.
 """
 
+from collections.abc import Iterator
+import contextlib
 import fcntl
 import ipaddress
 import socket
@@ -13,6 +15,7 @@ import struct
 from jax._src import distributed, xla_bridge
 from jax._src.lib import _jax
 import ray
+from ray._private import ray_constants
 
 LOOPBACK = 'lo'
 SIOCGIFADDR = 0x8915  # Linux's request for the IPv4 address of an interface.
@@ -41,6 +44,20 @@ def address(interface: str | None) -> str:
         f'an IPv4 address: set `network_interface` to one of {names}.'
       ) from None
   return socket.inet_ntoa(answer[20:24])
+
+
+@contextlib.contextmanager
+def ray_on_loopback() -> Iterator[None]:
+  """Has a Ray that is started meanwhile listen on the loopback interface.
+
+  On Linux it would listen on every interface, and has no argument for it.
+  """
+  before = ray_constants.ENABLE_RAY_CLUSTER
+  ray_constants.ENABLE_RAY_CLUSTER = False  # As Ray does on other systems.
+  try:
+    yield
+  finally:
+    ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def with_port(host: str, port: int) -> str:

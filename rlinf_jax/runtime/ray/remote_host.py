@@ -139,6 +139,9 @@ class RemoteHost(host.Host):
     for node in to.loop:
       flow = flow.nodes[node].body
     layout = self.places[to.target].layout(flow.values[to.value])
+    if not self.channels.is_connected(offer.address):
+      sender = self.peers[to.source][0]
+      self.channels.check(ray.get(sender.probes.remote()))
     x = jax.block_until_ready(self.channels.unpack(offer, layout))
     self.peers[to.source][0].mark_pulled.remote(offer.number)
     return x

@@ -1,9 +1,14 @@
 """Every array arrives as it was sent, by each transport."""
 
+import collections
+import pickle
 import secrets
+import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +134,7 @@ def test_numbers_of_offers_cannot_be_guessed_and_are_never_used_again(
   assert np.all(np.abs((bits & np.uint64(1)).sum(0).astype(int) - 500) < 237)
 
 
+@pytest.mark.slow
 def test_a_process_of_another_run_obtains_nothing_by_guessing(monkeypatch):
   monkeypatch.setattr(channel, 'SMALL', 1)
   ends = channel.Channels('127.0.0.1')
@@ -150,24 +156,79 @@ def test_a_process_of_another_run_obtains_nothing_by_guessing(monkeypatch):
   np.testing.assert_array_equal(there.unpack(second, layout), np.ones(1024))
 
 
+def listening():
+  """Addresses at which this process listens."""
+  return {
+    one.laddr
+    for one in psutil.Process().net_connections('inet')
+    if one.status == psutil.CONN_LISTEN
+  }
+
+
 def test_ports_are_opened_with_the_first_offer_and_on_one_interface(
   monkeypatch,
 ):
   monkeypatch.setattr(channel, 'SMALL', 1)
-
-  def listening():
-    return {
-      one.laddr
-      for one in psutil.Process().net_connections('inet')
-      if one.status == psutil.CONN_LISTEN
-    }
-
   before = listening()
   ends = channel.Channels('127.0.0.1')
   assert listening() == before
   offers(ends, 1)
   opened = listening() - before
   assert opened and {at.ip for at in opened} == {'127.0.0.1'}
+
+
+class Intruder(threading.Thread):
+  """Connects to streams, again and again, with the numbers that come next."""
+
+  def __init__(self):
+    super().__init__(daemon=True)
+    self.addresses, self.stopped = (), False
+    self.taken = collections.deque(maxlen=200)
+
+  def run(self):
+    while not self.stopped:
+      time.sleep(0)
+      for at in self.addresses:
+        for number in range(channel.STREAMS):
+          one = socket.create_connection(at)
+          one.sendall(struct.pack('<Q', number))
+          self.taken.append(one)
+
+
+def check_connections(intruder, attempts):
+  """Has a process connect to new servers; yields what it says of each."""
+  victim = subprocess.Popen(
+    [sys.executable, '-m', 'tests.rlinf_jax.runtime.ray.victim'],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+  )
+  for _ in range(attempts):
+    before, ends = listening(), channel.Channels('127.0.0.1')
+    probes = ends.probes()
+    host, port = probes[0].offer.address.rsplit(':', 1)
+    streams = listening() - before - {(host, int(port))}
+    assert len(streams) == channel.STREAMS
+    if intruder:
+      intruder.addresses = streams
+    pickle.dump(probes, victim.stdin)
+    victim.stdin.flush()
+    yield victim.stdout.readline().decode().strip()
+  pickle.dump([], victim.stdin)
+  victim.stdin.close()
+  assert victim.wait(timeout=60) == 0
+
+
+@pytest.mark.slow
+def test_a_stream_that_another_process_takes_is_noticed():
+  assert list(check_connections(None, 2)) == ['checked'] * 2
+  intruder = Intruder()
+  intruder.start()
+  try:  # It does not win every race.
+    said = check_connections(intruder, 50)
+    assert any('may have taken one of its streams' in line for line in said)
+  finally:
+    intruder.stopped = True
+    intruder.join()
 
 
 def test_the_transport_depends_on_size_and_type():

@@ -1,14 +1,19 @@
 """Processes of a run listen on as few interfaces as possible."""
 
+import contextlib
+import functools
 import os
 import subprocess
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import psutil
 import pytest
 import ray
 
 from planner.ir import plan as plan_lib
+from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.ray import actor_pool, driver, network
 from tests.rlinf_jax.runtime.ray import driver_test
 
@@ -33,26 +38,73 @@ def test_an_address_and_a_port_in_one_string():
   assert network.free_port('127.0.0.1') > 0
 
 
-def listening(pid):
-  """Addresses at which a process listens, by port."""
+def listening(process):
+  """Addresses at which a process listens."""
   return {
-    one.laddr.port: one.laddr.ip
-    for one in psutil.Process(pid).net_connections('inet')
+    one.laddr.ip.removeprefix('::ffff:')  # IPv4, as IPv6 writes it.
+    for one in process.net_connections('inet')
     if one.status == psutil.CONN_LISTEN
   }
 
 
-@pytest.fixture(scope='module')
-def run():
-  """A run with a place of two processes and one of one."""
-  actor_pool.connect()
-  step, evaluate = driver_test.simple()
-  plan = plan_lib.parse(SPLIT, dict.fromkeys(step.stages + evaluate.stages))
-  runtime = driver.RayRuntime(
-    plan, driver_test.simple, step=step, evaluate=evaluate
+ROWS = 1 << 19  # Too many to be sent in calls.
+
+
+@pytest.fixture
+def run(monkeypatch):
+  """A run with a place of two processes and one of one, which pulls values."""
+  # As between accelerators.
+  monkeypatch.setattr(
+    actor_pool.ActorPool, 'same_machine', lambda pool, place: set()
   )
-  runtime.load(driver_test.jnp.zeros(()))
-  assert runtime.step(driver_test.batch(1), driver_test.KEY) == 8
+  actor_pool.connect()
+  record = functools.partial(driver_test.simple, rows=ROWS)
+  step, evaluate = record()
+  plan = plan_lib.parse(SPLIT, dict.fromkeys(step.stages + evaluate.stages))
+  runtime = driver.RayRuntime(plan, record, step=step, evaluate=evaluate)
+  runtime.load(jnp.zeros(()))
   yield runtime
   runtime.close()
   ray.shutdown()
+
+
+STRANGER = """
+import ray
+ray.init({address!r}, logging_level='error')
+print(ray.cluster_resources()['CPU'] > 0)
+"""
+
+
+def stranger(token):
+  """A process that knows the address of the run's Ray, and some token."""
+  address = ray.get_runtime_context().gcs_address
+  return subprocess.run(
+    [sys.executable, '-c', STRANGER.format(address=address)],
+    env=os.environ
+    | {'RAY_AUTH_TOKEN': token, 'RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER': '0'},
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
+
+
+@pytest.mark.slow
+def test_all_processes_of_a_run_on_one_machine_listen_on_loopback(run):
+  for i in range(1, 3):
+    batch = np.full(ROWS, i, np.float32)
+    assert run.step(batch, driver_test.KEY) == 2 * i * ROWS
+  lowered = run.lowered['step']
+  edges = programs.traffic(lowered, run.transport)
+  assert 'device to device' in {how for *_, how, _ in edges}
+  places = [psutil.Process(one['pid']) for one in run.processes().values()]
+  this = psutil.Process()
+  for process in {this, *this.children(recursive=True), *places}:
+    with contextlib.suppress(psutil.NoSuchProcess):  # It has just ended.
+      addresses = listening(process)
+      assert addresses <= {'127.0.0.1'}, (process.cmdline(), addresses)
+      assert addresses or process not in places
+  # Ray admits who has the token of the run.
+  assert 'True' in stranger(os.environ['RAY_AUTH_TOKEN']).stdout
+  refused = stranger('0' * 64)
+  assert refused.returncode and 'uthentication' in refused.stderr
