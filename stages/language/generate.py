@@ -71,10 +71,9 @@ def empty_completions(
   config: transformer.Config, rows: int, length: int
 ) -> base.Completions:
   """Completions [rows, length] without tokens."""
-  wide = jnp.promote_types(jnp.dtype(config.dtype), jnp.float32)
   return base.Completions(
     action=jnp.zeros((rows, length), jnp.int32),
-    logp=jnp.zeros((rows, length), wide),
+    logp=jnp.zeros((rows, length), config.param_dtype),
     mask=jnp.zeros((rows, length), jnp.float32),
     alive=jnp.ones(rows, bool),
   )
@@ -238,8 +237,7 @@ def resume(
       unfinished row, given which rows are unfinished. By default, until all
       rows have ended.
   """
-  dtype = jnp.dtype(model.config.dtype)
-  params = rules.gather(jax.tree.map(lambda x: x.astype(dtype), params))
+  params = rules.gather(transformer.compute_params(model.config, params))
   split = split_prompt(prompt, group_size)
   layers = _prompt_layers(model, params, split)
   T = completions.mask.shape[1]

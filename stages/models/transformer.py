@@ -18,6 +18,7 @@ from jaxtyping import Array
 import numpy as np
 
 from sharding import rules
+from stages.models import mixed_precision
 from stages.models import rope as rope_lib
 
 
@@ -63,7 +64,7 @@ class Config:
   @property
   def param_dtype(self):
     """The type that parameters are stored in."""
-    return jnp.promote_types(jnp.dtype(self.dtype), jnp.float32)
+    return mixed_precision.wide_dtype(jnp.dtype(self.dtype))
 
   def __post_init__(self):
     if self.H % self.K:
@@ -91,14 +92,6 @@ class PromptCache(NamedTuple):
   value: Array
 
 
-def rms_norm(x_BTD, scale_D, norm_epsilon):
-  """RMSNorm, arXiv:1910.07467, in float32 or wider."""
-  wide_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
-  mean_BT1 = jnp.mean(wide_BTD * wide_BTD, -1, keepdims=True)
-  normal_BTD = wide_BTD * jax.lax.rsqrt(mean_BT1 + norm_epsilon)
-  return normal_BTD.astype(x_BTD.dtype) * scale_D[None, None]
-
-
 def attention(q_BTHW, k_BCKW, v_BCKW, mask_BTC):
   """Attention where `mask_BTC` is true, with a softmax in float32 or wider."""
   if q_BTHW.dtype != jnp.float64:
@@ -117,11 +110,22 @@ def attention(q_BTHW, k_BCKW, v_BCKW, mask_BTC):
 
 
 def _parameter(module, name, *shape):
-  """A parameter for use in the arithmetic of `module.config.dtype`."""
-  c = module.config
+  """A parameter in the dtype that it is stored in.
+
+  Its gradient is summed in that dtype. A cast before use would sum the
+  gradients of all tokens in the narrow dtype.
+  """
   # `init_params` draws the values; flax only declares names and shapes.
   zeros = nn.initializers.zeros
-  return module.param(name, zeros, shape, c.param_dtype).astype(c.dtype)
+  return module.param(name, zeros, shape, module.config.param_dtype)
+
+
+def _matrix(module, name, *shape):
+  """A factor of matrix products, in `module.config.dtype`.
+
+  Products sum over tokens in float32, and round the gradient once.
+  """
+  return _parameter(module, name, *shape).astype(module.config.dtype)
 
 
 class Block(nn.Module):
@@ -131,14 +135,15 @@ class Block(nn.Module):
 
   def setup(self):
     c = self.config
+    matrix = functools.partial(_matrix, self)
     parameter = functools.partial(_parameter, self)
-    self.query_DHW = parameter('query_DHW', c.D, c.H, c.W)
-    self.key_DKW = parameter('key_DKW', c.D, c.K, c.W)
-    self.value_DKW = parameter('value_DKW', c.D, c.K, c.W)
-    self.out_HWD = parameter('out_HWD', c.H, c.W, c.D)
-    self.gate_DF = parameter('gate_DF', c.D, c.F)
-    self.up_DF = parameter('up_DF', c.D, c.F)
-    self.down_FD = parameter('down_FD', c.F, c.D)
+    self.query_DHW = matrix('query_DHW', c.D, c.H, c.W)
+    self.key_DKW = matrix('key_DKW', c.D, c.K, c.W)
+    self.value_DKW = matrix('value_DKW', c.D, c.K, c.W)
+    self.out_HWD = matrix('out_HWD', c.H, c.W, c.D)
+    self.gate_DF = matrix('gate_DF', c.D, c.F)
+    self.up_DF = matrix('up_DF', c.D, c.F)
+    self.down_FD = matrix('down_FD', c.F, c.D)
     self.before_D = parameter('before_attention_D', c.D)
     self.after_D = parameter('before_feedforward_D', c.D)
     if c.qkv_bias:
@@ -148,25 +153,29 @@ class Block(nn.Module):
 
   def project(self, x_BTD, cos_BTR, sin_BTR):
     """Rotated queries and keys, and values."""
-    x_BTD = rms_norm(
+    x_BTD = mixed_precision.rms_norm(
       rules.shard_rows(x_BTD), self.before_D, self.config.norm_epsilon
     )
-    q_BTHW = jnp.einsum('BTD,DHW->BTHW', x_BTD, self.query_DHW)
-    k_BTKW = jnp.einsum('BTD,DKW->BTKW', x_BTD, self.key_DKW)
-    v_BTKW = jnp.einsum('BTD,DKW->BTKW', x_BTD, self.value_DKW)
+    # In float32 until biases are added and positions are rotated.
+    q_BTHW = mixed_precision.product('BTD,DHW->BTHW', x_BTD, self.query_DHW)
+    k_BTKW = mixed_precision.product('BTD,DKW->BTKW', x_BTD, self.key_DKW)
+    v_BTKW = mixed_precision.product('BTD,DKW->BTKW', x_BTD, self.value_DKW)
     if self.config.qkv_bias:
       q_BTHW += self.query_HW[None, None]
       k_BTKW += self.key_KW[None, None]
       v_BTKW += self.value_KW[None, None]
     q_BTHW = rope_lib.rotate(q_BTHW, cos_BTR, sin_BTR)
     k_BTKW = rope_lib.rotate(k_BTKW, cos_BTR, sin_BTR)
-    return q_BTHW, k_BTKW, v_BTKW
+    dtype = x_BTD.dtype
+    return q_BTHW.astype(dtype), k_BTKW.astype(dtype), v_BTKW.astype(dtype)
 
   def finish(self, x_BTD, seen_BTHW):
     """Adds the output of attention, then that of the feed-forward."""
     x_BTD += jnp.einsum('BTHW,HWD->BTD', seen_BTHW, self.out_HWD)
     x_BTD = rules.shard_rows(x_BTD)
-    y_BTD = rms_norm(x_BTD, self.after_D, self.config.norm_epsilon)
+    y_BTD = mixed_precision.rms_norm(
+      x_BTD, self.after_D, self.config.norm_epsilon
+    )
     gate_BTF = jnp.einsum('BTD,DF->BTF', y_BTD, self.gate_DF)
     up_BTF = jnp.einsum('BTD,DF->BTF', y_BTD, self.up_DF)
     hidden_BTF = nn.silu(gate_BTF) * up_BTF
@@ -237,16 +246,17 @@ class Transformer(nn.Module):
 
   def embed(self, token_BT):
     # Padding may hold any id; one out of range would give NaN.
-    return jnp.take(self.embed_VD, token_BT, axis=0, mode='clip')
+    x_BTD = jnp.take(self.embed_VD, token_BT, axis=0, mode='clip')
+    return x_BTD.astype(self.config.dtype)
 
   def logits(self, x_BTD):
     """Logits of the next token, in float32 or wider."""
-    x_BTD = rms_norm(x_BTD, self.norm_D, self.config.norm_epsilon)
+    x_BTD = mixed_precision.rms_norm(
+      x_BTD, self.norm_D, self.config.norm_epsilon
+    )
     if self.config.tie_embeddings:
-      logit_BTV = jnp.einsum('BTD,VD->BTV', x_BTD, self.embed_VD)
-    else:
-      logit_BTV = jnp.einsum('BTD,DV->BTV', x_BTD, self.unembed_DV)
-    return logit_BTV.astype(jnp.promote_types(logit_BTV.dtype, jnp.float32))
+      return mixed_precision.product('BTD,VD->BTV', x_BTD, self.embed_VD)
+    return mixed_precision.product('BTD,DV->BTV', x_BTD, self.unembed_DV)
 
   def prefill(self, token_NP, mask_NP) -> PromptCache:
     """Keys and values of prompts, padded anywhere."""
@@ -306,6 +316,25 @@ def layer_params(params: Any, i: int) -> Any:
   return jax.tree.map(lambda x: x[i], params['layers'])
 
 
+def compute_params(config: Config, params: Any) -> Any:
+  """Parameters rounded once, for a call that reads each of them many times.
+
+  Biases and norm scales are used in the dtype that they are stored in, so they
+  stay in it. The result of the model is the same as with `params`.
+  """
+
+  def rounded(path, leaf):
+    return leaf if _is_vector(path) else leaf.astype(config.dtype)
+
+  return jax.tree_util.tree_map_with_path(rounded, params)
+
+
+def _is_vector(path) -> bool:
+  """Whether the path leads to a bias or a norm scale."""
+  name = path[-1].key
+  return 'bias' in name or name.endswith('_D')
+
+
 def param_shapes(config: Config) -> Any:
   """Shapes and types of the parameters of a model."""
   token_11 = jnp.zeros((1, 1), jnp.int32)
@@ -332,9 +361,8 @@ def init_params(config: Config, key: jax.Array) -> Any:
     for (path, leaf), part in zip(
       leaves, jnp.split(noise, ends[:-1]), strict=True
     ):
-      name = path[-1].key
-      if 'bias' in name or name.endswith('_D'):
-        fill = 0.0 if 'bias' in name else 1.0
+      if _is_vector(path):
+        fill = 0.0 if 'bias' in path[-1].key else 1.0
         params.append(jnp.full(leaf.shape, fill, leaf.dtype))
       else:
         params.append(part.reshape(leaf.shape))
