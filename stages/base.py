@@ -104,9 +104,10 @@ class Experience(NamedTuple):
     continue_: 0 where the episode ends at this step, terminated or truncated.
     return_: target of the critic: advantage (before normalization) plus value.
     proximal: log-probability of each action as the trainer computes it with the
-      acting parameters (the proximal policy of arXiv:2505.24298). Set where an
-      engine outside JAX sampled, or where several versions of the policy did;
-      None where it equals `logp`.
+      acting parameters (the proximal policy of arXiv:2505.24298). Set where
+      `logp` has another rounding than the trainer's (an engine outside JAX, or
+      arithmetic narrower than float32), or where several versions of the
+      policy sampled; None where it equals `logp` to float32's rounding.
     arrival: rank by which rows finished, in any unit; None where all rows
       started together, so that the row length tells.
   """
@@ -208,6 +209,10 @@ class Policy(NamedTuple):
       `stages.language.generate.resume` does. With `out_shapes`, it takes keys
       as their bits and returns a `Deferred`. None where completions cannot be
       continued.
+    recompute_logp: whether `evaluate` gives other log-probabilities than `act`
+      recorded, by more than float32's rounding, as where the arithmetic is
+      bfloat16. Losses then use those of `evaluate` and weigh actions by the
+      ratio of the two, as with `out_shapes`.
   """
 
   init: Callable[[Key], Params]
@@ -217,6 +222,7 @@ class Policy(NamedTuple):
   value: Callable[..., Any] | None = None
   out_shapes: Callable[..., Experience] | None = None
   resume: Callable[..., Completions] | None = None
+  recompute_logp: bool = False
 
 
 class TimeStep(NamedTuple):

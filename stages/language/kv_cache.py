@@ -4,13 +4,14 @@ Keys of completions are laid out [B, K, T, W], as a single query reads them.
 Keys of prompts stay one row a group; all queries of a group read them at once.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from stages.models import transformer
+from stages.models import mixed_precision, transformer
 
 
 class LayerCache(NamedTuple):
@@ -40,7 +41,8 @@ def update(cache: LayerCache, t, k_B1KW, v_B1KW) -> LayerCache:
 def attention(q_B1HW, cache: LayerCache, past_BT, k_NKPW, v_NKPW, mask_NP):
   """Attention of one query a row to its prompt and to its tokens `past_BT`.
 
-  One softmax covers both parts, in float32 or wider.
+  One softmax covers both parts. Scores are in float32 or wider and never
+  rounded to the dtype of the keys; neither is the sum of the two parts.
   `jax.nn.dot_product_attention` would need a copy of the prompt's keys for
   every row of the group at every token.
   """
@@ -52,11 +54,12 @@ def attention(q_B1HW, cache: LayerCache, past_BT, k_NKPW, v_NKPW, mask_NP):
   q_NKQW = q_BKJW.reshape(N, B // N, K, J, W).swapaxes(1, 2)
   q_NKQW = q_NKQW.reshape(N, K, B // N * J, W)
 
-  wide = jnp.promote_types(q_B1HW.dtype, jnp.float32)
-  ahead_NKQP = jnp.einsum('NKQW,NKPW->NKQP', q_NKQW, k_NKPW).astype(wide)
+  wide = mixed_precision.wide_dtype(q_B1HW.dtype)
+  einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
+  ahead_NKQP = einsum('NKQW,NKPW->NKQP', q_NKQW, k_NKPW)
   ahead_NKQP = jnp.where(mask_NP[:, None, None] > 0, ahead_NKQP, -jnp.inf)
-  own_BKJT = jnp.einsum('BKJW,BKTW->BKJT', q_BKJW, cache.key)
-  own_BKJT = jnp.where(past_BT[:, None, None], own_BKJT.astype(wide), -jnp.inf)
+  own_BKJT = einsum('BKJW,BKTW->BKJT', q_BKJW, cache.key)
+  own_BKJT = jnp.where(past_BT[:, None, None], own_BKJT, -jnp.inf)
 
   def by_row(x_NKQX):
     x = x_NKQX.reshape(N, K, B // N, J, -1).swapaxes(1, 2)
@@ -68,7 +71,7 @@ def attention(q_B1HW, cache: LayerCache, past_BT, k_NKPW, v_NKPW, mask_NP):
 
   score = jnp.concatenate([by_row(ahead_NKQP), own_BKJT], axis=-1) * scale
   weight = jax.nn.softmax(score, axis=-1).astype(cache.value.dtype)
-  seen_NKQW = jnp.einsum('NKQP,NKPW->NKQW', by_group(weight[..., :P]), v_NKPW)
-  seen_BKJW = jnp.einsum('BKJT,BKTW->BKJW', weight[..., P:], cache.value)
+  seen_NKQW = einsum('NKQP,NKPW->NKQW', by_group(weight[..., :P]), v_NKPW)
+  seen_BKJW = einsum('BKJT,BKTW->BKJW', weight[..., P:], cache.value)
   seen_BKJW += by_row(seen_NKQW)
-  return seen_BKJW.reshape(B, 1, H, W)
+  return seen_BKJW.astype(q_B1HW.dtype).reshape(B, 1, H, W)

@@ -25,6 +25,10 @@ def policy(
 ) -> base.Policy:
   """A policy from a decoder-only transformer.
 
+  Sampling and scoring give a token the same log-probability to float32's
+  rounding. If `config.dtype` is narrower, they differ more, and the policy sets
+  `recompute_logp`.
+
   Args:
     config: dimensions of the model.
     response_length: maximum tokens of a completion.
@@ -61,7 +65,12 @@ def policy(
     return _in_chunks(score, x_BTD, action_BT, config.V, max_live_logits)
 
   random = functools.partial(transformer.init_params, config)
-  return base.Policy(init or random, act, evaluate, resume=resume)
+  # Decoding and scoring add in another order. Below float32, the sums are
+  # rounded apart, by up to some tenths of a nat for unlikely tokens.
+  narrow = jnp.dtype(config.dtype) != config.param_dtype
+  return base.Policy(
+    init or random, act, evaluate, resume=resume, recompute_logp=narrow
+  )
 
 
 def _score(model, params, sampling, x_BTD, action_BT) -> base.Evaluation:

@@ -66,11 +66,13 @@ def proximal_logp(
 
   These are the trainer's own log-probabilities under the acting parameters, and
   the loss is clipped around them (decoupled PPO, arXiv:2505.24298). They are
-  computed where an engine outside JAX acted, whose arithmetic differs, or where
-  `several` versions acted, under the newest. Otherwise they equal the recorded
-  ones, and the experience is returned unchanged.
+  computed where the recorded ones are rounded in another way: an engine outside
+  JAX acted, or decoding in bfloat16 did. They are also computed where `several`
+  versions acted, under the newest. Otherwise they equal the recorded ones to
+  float32's rounding, and the experience is returned unchanged.
   """
-  if policy.out_shapes is None and not several:
+  rounded_alike = policy.out_shapes is None and not policy.recompute_logp
+  if rounded_alike and not several:
     return lambda actor, x: x
   stage = logp(policy, 'proximal_logp', group_size)
 

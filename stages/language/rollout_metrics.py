@@ -67,7 +67,7 @@ def describe(
 
 
 def _logprob_gap(x: base.Experience) -> base.Info:
-  """Distance between trainer and sampling engine, in nats a token."""
+  """Distance between log-probs of scoring and of sampling, nats a token."""
   if x.proximal is None:
     return {}
   gap_BT = jnp.where(x.mask > 0, jnp.abs(x.proximal - x.logp), 0.0)

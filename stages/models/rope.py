@@ -7,6 +7,8 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
+from stages.models import mixed_precision
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
@@ -105,7 +107,7 @@ def rotate(x_BTHW, cos_BTR, sin_BTR):
   x′ᵢ = xᵢ cos − xᵢ₊ᵣ sin      x′ᵢ₊ᵣ = xᵢ₊ᵣ cos + xᵢ sin
   """
   cos, sin = cos_BTR[:, :, None], sin_BTR[:, :, None]
-  wide = jnp.promote_types(x_BTHW.dtype, jnp.float32)
+  wide = mixed_precision.wide_dtype(x_BTHW.dtype)
   left, right = jnp.split(x_BTHW.astype(wide), 2, axis=-1)
   rotated = (left * cos - right * sin, right * cos + left * sin)
   return jnp.concatenate(rotated, axis=-1).astype(x_BTHW.dtype)

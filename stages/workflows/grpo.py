@@ -98,9 +98,9 @@ def grpo(
       clipped, of tokens or of sequences.
     aggregate: `loss_BT, mask_BT -> metrics.Mean`.
     importance_weight: `proximal_logp, behavior_logp, mask -> weight`: weights
-      the loss where an engine other than the trainer, or several versions of
-      the policy, sampled the tokens; the ratio is then clipped around the
-      proximal policy.
+      the loss where sampling rounds log-probabilities differently from scoring
+      (another engine, or bfloat16), or where several versions of the policy
+      sampled; the ratio is then clipped around the proximal policy.
     importance_bound: `weight, importance_cap -> weight`.
     importance_cap: bound of the weights.
     rollouts: `policy, group_size -> policy_stages.Rollouts`: how completions

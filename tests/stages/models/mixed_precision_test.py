@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stages import base
-from stages.language import language_model
+from stages.language import kv_cache, language_model
 from stages.models import mixed_precision, transformer
 
 CONFIG = transformer.Config(V=64, D=32, L=2, H=4, K=2, W=8, F=64)
@@ -135,3 +135,46 @@ def test_a_product_is_summed_in_float32_and_its_cotangents_keep_their_types(
     np.testing.assert_allclose(
       x_bar.astype(wide), want, rtol=2**-8, atol=1e-4 * np.abs(want).max()
     )
+
+
+def test_logits_in_bfloat16_are_not_rounded():
+  config = dataclasses.replace(CONFIG, dtype='bfloat16')
+  weights = params(config)
+  rng = np.random.default_rng(0)
+  x_BTD = jnp.asarray(rng.normal(size=(2, 3, config.D)), jnp.bfloat16)
+  got = transformer.Transformer(config).apply(
+    {'params': weights}, x_BTD, method='logits'
+  )
+  normal = mixed_precision.rms_norm(
+    x_BTD, weights['norm_D'], config.norm_epsilon
+  )
+  want = np.asarray(normal, np.float64) @ np.asarray(weights['embed_VD']).T
+  assert got.dtype == jnp.float32
+  # Rounding to bfloat16 would be up to 0.03 off.
+  np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
+def test_attention_scores_of_decoding_are_not_rounded():
+  rng = np.random.default_rng(0)
+
+  def draw(*shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+  # Scores of some ±60: bfloat16 would be up to 0.1 off.
+  q_B1HW, past_BT = 20 * draw(4, 1, 4, 8), jnp.ones((4, 5), bool)
+  cache = kv_cache.LayerCache(draw(4, 2, 5, 8), draw(4, 2, 5, 8))
+  key_NKPW, value_NKPW = draw(2, 2, 6, 8), draw(2, 2, 6, 8)
+  args = past_BT, key_NKPW, value_NKPW, jnp.ones((2, 6))
+  got = kv_cache.attention(q_B1HW, cache, *args)
+  wide = lambda x: x.astype(jnp.float32)
+  want = kv_cache.attention(
+    wide(q_B1HW),
+    jax.tree.map(wide, cache),
+    past_BT,
+    wide(key_NKPW),
+    wide(value_NKPW),
+    args[3],
+  )
+  assert got.dtype == jnp.bfloat16
+  # Weights, values and result are rounded to eight bits each.
+  assert error(wide(got), want) < 2**-8

@@ -355,6 +355,31 @@ def test_a_policy_that_samples_on_the_host_learns_the_same_and_logs_the_gap():
   np.testing.assert_allclose(norms[1] / norms[0], np.exp(0.1), rtol=1e-3)
 
 
+def test_log_probs_of_decoding_are_corrected_where_they_are_rounded():
+  dapo = functools.partial(workflows.dapo, max_rounds=2)
+  for dtype, is_rounded in (('float32', False), ('bfloat16', True)):
+    for make in (workflows.grpo, dapo):
+      workflow = make(
+        tiny.policy(dtype), tiny.even, optimizers.adamw(1e-2), group_size=4
+      )
+      flow = tiny.trace(workflow, tiny.problem())
+      names = [node.stage.name for node in flow.nodes]
+      assert ('proximal_logp' in names) == is_rounded
+
+
+@pytest.mark.slow
+def test_a_step_in_bfloat16_logs_the_gap_between_decoding_and_scoring():
+  workflow = workflows.grpo(
+    tiny.policy('bfloat16'), tiny.even, optax.sgd(0.1), group_size=4
+  )
+  _, info = workflow.step(workflow.init(KEY), tiny.problem(), KEY)
+  numbers = read(info)
+  assert 0 < numbers['rollout/logprob_gap_mean'] < 0.05
+  assert numbers['rollout/logprob_gap_max'] < 0.5
+  # The ratio is to the trainer's own log-probabilities.
+  np.testing.assert_allclose(numbers['train/ratio_max'], 1.0, atol=1e-2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('lag', [1, 2])
 def test_a_stale_policy_samples_as_it_would_have_so_many_steps_ago(lag):
