@@ -110,12 +110,13 @@ def measure(pieces: int, far: bool) -> dict[str, float]:
     made.stages,
   )
   cut, programs = passes.lower(made, plan, Known())
+  plan = passes.with_order(made, plan, Known())
   if far:
     from rlinf_jax.runtime.ray import driver
 
     runtime = driver.RayRuntime(plan, flows, step=made, evaluate=evaluate)
   else:
-    runtime = local.LocalRuntime(plan, step=made, cost=Known())
+    runtime = local.LocalRuntime(plan, step=made)
   runtime.load(jnp.asarray(STATE))
   taken = []
   for i in range(STEPS):

@@ -22,6 +22,7 @@ import jax
 from experiments.prediction import setting as setting_lib
 from planner.costs import cost_table
 from planner.ir import plan as plan_lib
+from planner.lower import passes
 from rlinf_jax.planning import autoplan
 from rlinf_jax.runtime import local
 
@@ -80,10 +81,8 @@ def main():
     plan = plan_lib.parse(sketch, setting.flow.stages)
     predicted = autoplan.predict_step(setting.flow, 0, setting.model, plan).step
     cost = cost_table.CostTable(setting.model, plan)
-    runs[name] = (
-      predicted,
-      local.LocalRuntime(plan, step=setting.flow, cost=cost),
-    )
+    plan = passes.with_order(setting.flow, plan, cost)
+    runs[name] = predicted, local.LocalRuntime(plan, step=setting.flow)
   seconds = {name: [] for name in runs}
   for turn in range(ROUNDS):  # In alternation: noise comes in spells.
     for name, (_, runtime) in runs.items():

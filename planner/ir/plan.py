@@ -56,6 +56,11 @@ class Placement:
     return f'{text}{many}'
 
 
+# The nodes of a flow in some order, by number; a loop is a pair of its number
+# and the order of its body.
+Order = tuple['int | tuple[int, Order]', ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
   """The place of every stage, and how finely its batch is cut.
@@ -72,6 +77,9 @@ class Plan:
       reference model) stay in host memory while other stages run.
     shared_devices: places that have devices in common. One place uses them at a
       time; of the places that wait, the one named first is served first.
+    order: the order of the nodes of a step, cut into pieces: that of the search
+      that found the plan. Empty where lowering chooses an order that does not
+      depend on costs. No order changes what a step computes.
   """
 
   places: dict[str, Placement]
@@ -80,6 +88,7 @@ class Plan:
   pieces: int = 1
   offload: tuple[str, ...] = ()
   shared_devices: tuple[str, ...] = ()
+  order: Order = ()
 
   def __post_init__(self):
     for stage, place in self.stages.items():
@@ -159,7 +168,12 @@ class Plan:
     for place in data['places'].values():
       if place['processes'] == 1:  # Keeps the JSON of most plans short.
         del place['processes']
-    return json.dumps(data, indent=2)
+    order = data.pop('order')
+    text = json.dumps(data, indent=2)
+    if not order:
+      return text
+    # In one line: it is as long as the step, and not written by hand.
+    return f'{text[:-2]},\n  "order": {json.dumps(order)}\n}}'
 
   @classmethod
   def from_json(cls, text: str) -> 'Plan':
@@ -212,6 +226,14 @@ def parse(sketch: Mapping[str, Any], stages: Iterable[str] = ()) -> Plan:
     sketch.get('pieces', 1),
     tuple(sketch.get('offload', ())),
     tuple(sketch.get('shared_devices', ())),
+    _order(sketch.get('order', ())),
+  )
+
+
+def _order(sketch) -> Order:
+  """Reads an order from lists of numbers and of pairs."""
+  return tuple(
+    i if isinstance(i, int) else (i[0], _order(i[1])) for i in sketch
   )
 
 

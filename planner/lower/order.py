@@ -19,6 +19,7 @@ import dataclasses
 import heapq
 
 from planner.ir import graph
+from planner.ir import plan as plan_lib
 from planner.lower import program
 
 
@@ -30,7 +31,76 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
     plan: the plan.
     cost: a `costs.cost.Cost`; only `seconds` and `transfer` are used.
   """
-  flow = _with_bodies(flow, plan, cost)
+  return _permuted(flow, numbers(flow, plan, cost))
+
+
+def numbers(flow: graph.Flow, plan, cost) -> plan_lib.Order:
+  """Returns the numbers of the nodes in the order of a greedy schedule.
+
+  The arguments are those of `order`.
+  """
+  bodies = {
+    i: numbers(node.body, plan, cost)
+    for i, node in enumerate(flow.nodes)
+    if node.body
+  }
+  return tuple(
+    (i, bodies[i]) if i in bodies else i for i in _greedy(flow, plan, cost)
+  )
+
+
+def arranged(flow: graph.Flow, order: plan_lib.Order) -> graph.Flow:
+  """Returns the flow with its nodes in the order of a plan.
+
+  Raises:
+    ValueError: if the order does not have every node once, or has a node before
+      another that it waits for.
+  """
+  _check(flow, order)
+  return _permuted(flow, order)
+
+
+def _check(flow, order):
+  """Refuses the order of another flow."""
+  bodies = _bodies(order)
+  done = [one if isinstance(one, int) else one[0] for one in order]
+  loops = {i for i, node in enumerate(flow.nodes) if node.body}
+  if sorted(done) != [*range(len(flow.nodes))] or bodies.keys() != loops:
+    raise ValueError(
+      f'The order of the plan is of {len(done)} calls, {len(bodies)} of them '
+      f'loops, and the step has {len(flow.nodes)} calls, {len(loops)} of them '
+      'loops: the recipe or the pieces were changed. Remove `order` from the '
+      'plan, or plan again.'
+    )
+  at = {i: n for n, i in enumerate(done)}
+  for i, before in enumerate(_makers(flow)):
+    if any(at[j] > at[i] for j in before):
+      raise ValueError(
+        f'The order of the plan has {flow.nodes[i].name} before a call that '
+        'it waits for: the recipe was changed. Remove `order` from the plan, '
+        'or plan again.'
+      )
+  for i, body in bodies.items():
+    _check(flow.nodes[i].body, body)
+
+
+def _permuted(flow, order) -> graph.Flow:
+  """Returns the flow with its nodes, and those of loops, in an order."""
+  nodes = list(flow.nodes)
+  for i, body in _bodies(order).items():
+    inner = _permuted(nodes[i].body, body)
+    nodes[i] = dataclasses.replace(nodes[i], body=inner)
+  done = (one if isinstance(one, int) else one[0] for one in order)
+  return dataclasses.replace(flow, nodes=tuple(nodes[i] for i in done))
+
+
+def _bodies(order) -> dict[int, plan_lib.Order]:
+  """Returns the orders of the bodies of loops, by the number of the loop."""
+  return dict(one for one in order if not isinstance(one, int))
+
+
+def _greedy(flow: graph.Flow, plan, cost) -> list[int]:
+  """Returns the numbers of the nodes, those within loops excepted."""
   where = program.locate(flow, plan)
   # A place is busy while another place uses its shared devices.
   there = [
@@ -86,7 +156,7 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
         if flow.nodes[j].asynchronous:
           ready[j] = background_end(j, ready[j])
         heapq.heappush(heap, priority(j, ready[j]))
-  return dataclasses.replace(flow, nodes=tuple(flow.nodes[i] for i in done))
+  return done
 
 
 def _makers(flow) -> list[set[int]]:
@@ -134,14 +204,3 @@ def _seconds(flow, node, place, plan, cost) -> float:
   for inner, there in zip(node.body.nodes, where, strict=True):
     busy[there] += _seconds(node.body, inner, there, plan, cost)
   return graph.rounds(node) * max(busy.values(), default=0.0)
-
-
-def _with_bodies(flow, plan, cost) -> graph.Flow:
-  """Orders the bodies of the loops of a flow."""
-  nodes = [
-    dataclasses.replace(node, body=order(node.body, plan, cost))
-    if node.body
-    else node
-    for node in flow.nodes
-  ]
-  return dataclasses.replace(flow, nodes=tuple(nodes))

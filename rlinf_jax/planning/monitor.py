@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 import statistics
 from typing import Any
 
-from planner.costs import cost_table
 from planner.ir import graph
 from planner.ir import plan as plan_lib
-from planner.lower import unroll
+from planner.lower import passes, unroll
 from planner.search import space as space_lib
 from rlinf_jax.planning import autoplan
 
@@ -20,7 +19,7 @@ WINDOW = 8  # Steps over which medians are taken.
 GAIN = 0.95  # Of the current seconds: a plan below it is worth the move.
 
 # Builds the runtime of a plan, such as a `runtime.local.LocalRuntime`.
-MakeRuntime = Callable[[plan_lib.Plan, cost_table.CostTable], Any]
+MakeRuntime = Callable[[plan_lib.Plan], Any]
 
 
 class PlanMonitor:
@@ -55,7 +54,11 @@ class PlanMonitor:
 
   def runtime(self, timeline=None):
     """Builds the runtime of the current plan, which has no state yet."""
-    runtime = self._make_runtime(self.chosen.plan, self.chosen.cost)
+    chosen = self.chosen
+    # Every process runs stages in the order that the costs predict with.
+    runtime = self._make_runtime(
+      passes.with_order(self._flows[0], chosen.plan, chosen.cost)
+    )
     runtime.timeline = timeline or runtime.timeline
     return runtime
 

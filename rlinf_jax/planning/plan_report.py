@@ -10,7 +10,7 @@ import os
 import pathlib
 
 from planner import cluster as cluster_lib
-from planner.costs import decode, roofline
+from planner.costs import cost_table, decode, roofline
 from planner.counting import count
 from planner.explain import (
   formatting,
@@ -20,7 +20,7 @@ from planner.explain import (
 )
 from planner.ir import graph
 from planner.ir import plan as plan_lib
-from planner.lower import unroll
+from planner.lower import passes, unroll
 from planner.search import algorithm1, exact, runners_up
 from planner.search import space as space_lib
 from planner.simulation import evaluate_plan
@@ -84,8 +84,7 @@ def report_plan(
     lines += [_no_plan(data)]
   else:
     lines += _fastest(flow, model, result, staleness, data)
-    # Stages that only evaluations have go to the first place.
-    data['plan']['stages'][plan_lib.REST] = next(iter(result.best.places))
+    data['plan'] = _as_run(flows[0], model, result.best, data['plan'])
   lines += [f'  {entry["reason"]}' for entry in data['infeasible'][:3]]
   print_text('\n'.join(line for line in lines if line is not None))
   if output:
@@ -119,6 +118,15 @@ def _compile(flow, model, result, ranked, others, topology, print_text):
     choice.compiled or plan_compiler.CompiledPlan([]), topology, choice.refused
   )
   return choice.result, choice.ranked, others, compiled
+
+
+def _as_run(flow, model, plan, data):
+  """Adds to the data of a plan what a run reads and the search did not have."""
+  # Stages that only evaluations have go to the first place.
+  stages = data['stages'] | {plan_lib.REST: next(iter(plan.places))}
+  cost = cost_table.CostTable(model, plan)
+  order = passes.with_order(flow, plan, cost).order
+  return data | {'stages': stages} | ({'order': order} if order else {})
 
 
 def read_lengths(file: str | os.PathLike) -> list[int]:

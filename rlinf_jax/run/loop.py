@@ -234,7 +234,7 @@ class Loop:
     old.close()  # Before the new runtime starts: it needs the devices.
     self.runtime = self._monitor.runtime(old.timeline)
     self.runtime.load(state, self.steps)
-    self._log.write_plan(chosen.plan)
+    self._log.write_plan(self.runtime.plan)
     self._log.write_prediction(self.steps, chosen.prediction)
     self._log.print(
       'Steps did not take as long as predicted, so the plan changes. '

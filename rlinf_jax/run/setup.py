@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from planner.costs import cost as cost_lib
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import autoplan, stage_profile
@@ -21,7 +20,6 @@ from stages import base
 
 def make_runtime(
   plan: plan_lib.Plan,
-  cost=cost_lib.UNIT,
   *,
   flows: tuple[graph.Flow, graph.Flow],
   train: Callable[..., Any],
@@ -34,8 +32,6 @@ def make_runtime(
 
   Args:
     plan: the plan to run.
-    cost: orders stages that could run at the same time. Only threads use it:
-      Ray processes order their stages by the plan alone.
     flows: of a step and of an evaluation.
     train: the function that the recipe configures, `rlinf_jax.train.train`.
     folder: the run folder.
@@ -48,7 +44,7 @@ def make_runtime(
     return launch.runtime(
       plan, flows, train, folder, receive_timeout, network_interface
     )
-  return local.LocalRuntime(plan, step=step, evaluate=evaluate, cost=cost)
+  return local.LocalRuntime(plan, step=step, evaluate=evaluate)
 
 
 def load_first_state(
@@ -69,7 +65,7 @@ def load_first_state(
     seed: of the parameters and of that batch.
     flows: of a step and of an evaluation.
     runtime: the runtime, or None to search for a plan and make its runtime.
-    make_runtime: `plan, cost -> runtime`.
+    make_runtime: `plan -> runtime`.
     earlier_plan: the plan of the run that is resumed, if one was found; it is
       used instead of a search.
 

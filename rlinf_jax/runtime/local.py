@@ -8,7 +8,6 @@ import weakref
 
 import jax
 
-from planner.costs import cost as cost_lib
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import calls, host, programs
@@ -32,7 +31,6 @@ class LocalRuntime(calls.Calls, host.Host):
     step: graph_lib.Flow,
     evaluate: graph_lib.Flow | None = None,
     rules: rules_lib.Rules = rules_lib.DEFAULT,
-    cost: cost_lib.Cost = cost_lib.UNIT,
   ):
     """Raises ValueError for what the plan cannot run; computes nothing.
 
@@ -41,9 +39,8 @@ class LocalRuntime(calls.Calls, host.Host):
       step: as `programs.lower`.
       evaluate: likewise.
       rules: from dimension letters to mesh axes.
-      cost: as `programs.lower`.
     """
-    lowered = programs.lower(plan, step, evaluate, cost)
+    lowered = programs.lower(plan, step, evaluate)
     leases = {}
     if plan.shared_devices:
       folder = tempfile.mkdtemp(prefix='rlinf_jax-')

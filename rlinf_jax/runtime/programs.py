@@ -4,7 +4,6 @@ import collections
 from collections.abc import Callable, Iterator
 import dataclasses
 
-from planner.costs import cost as cost_lib
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
 from planner.lower import passes
@@ -30,33 +29,33 @@ def lower(
   plan: plan_lib.Plan,
   step: graph_lib.Flow,
   evaluate: graph_lib.Flow | None = None,
-  cost: cost_lib.Cost = cost_lib.UNIT,
 ) -> dict[str, Lowered]:
   """Lowers a step and an evaluation with a plan; returns them by name.
 
   Args:
-    plan: places, pieces and micro-batches.
+    plan: places, pieces, micro-batches, and the order of a step's calls.
     step: the flow of a step.
     evaluate: the flow of an evaluation, which carries the state unchanged. It
       is not cut into pieces.
-    cost: decides which stage goes first where several could.
+
+  Raises:
+    ValueError: for a plan that a flow cannot follow.
   """
-  lowered = {'step': _lower(step, plan, cost)}
+  lowered = {'step': _lower(step, plan)}
   if evaluate:
-    uncut = dataclasses.replace(plan, pieces=1)
+    uncut = dataclasses.replace(plan, pieces=1, order=())
     resident = lowered['step'].resident
-    equal = cost_lib.UNIT  # The costs may be of a step's stages alone.
-    lowered['evaluate'] = _lower(evaluate, uncut, equal, resident)
+    lowered['evaluate'] = _lower(evaluate, uncut, resident)
   return lowered
 
 
-def _lower(flow, plan, cost, resident=None) -> Lowered:
+def _lower(flow, plan, resident=None) -> Lowered:
   starts = [start for start, _ in flow.carry]
   if resident is not None:
     resident = dict(zip(starts, resident, strict=True))
   # Residence is a property of the uncut flow: pieces do not change it.
   resident = resident or program_lib.homes(flow, plan)
-  cut, programs = passes.lower(flow, plan, cost, resident)
+  cut, programs = passes.lower(flow, plan, resident=resident)
   return Lowered(cut, programs, tuple(resident[start] for start in starts))
 
 

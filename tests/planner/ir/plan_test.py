@@ -27,6 +27,9 @@ PLANS = {
     {'generate': 'a', 'gradient': 'b', 'apply': 'c'},
     shared_devices=('b', 'a'),
   ),
+  'an order': dataclasses.replace(
+    plan.one_place(['generate']), order=(1, (2, (1, (0, (0,)))), 0)
+  ),
 }
 
 

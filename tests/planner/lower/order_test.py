@@ -1,9 +1,12 @@
 """Order of nodes that are ready at the same time."""
 
+import dataclasses
+
 import numpy as np
+import pytest
 
 from planner.ir import graph, plan
-from planner.lower import cut, order
+from planner.lower import cut, order, passes
 import toys
 
 
@@ -70,3 +73,34 @@ def test_an_order_respects_every_edge():
     for node in scheduled.nodes:
       assert there.issuperset(node.reads)
       there.update(node.writes)
+
+
+TWO = {'p0': plan.Placement((0,)), 'p1': plan.Placement((1,))}
+
+
+def test_a_plan_with_an_order_is_lowered_as_by_the_costs_that_gave_it():
+  rng, changed = np.random.default_rng(1), 0
+  for seed in range(20):
+    reads = {'a': ['batch'], 'b': 'a', 'c': 'a', 'd': 'b', 'e': 'c', 'f': 'de'}
+    calls = [(name, 'row', [*given]) for name, given in reads.items()]
+    flow = toys.build(calls, [])
+    where = {s: f'p{rng.integers(2)}' for s in 'abcdef'}
+    chosen, cost = plan.Plan(TWO, where, pieces=2), toys.Random(seed)
+    known = passes.with_order(flow, chosen, cost)
+    known = plan.Plan.from_json(known.to_json())  # As another process reads it.
+    assert passes.lower(flow, known) == passes.lower(flow, chosen, cost)
+    changed += passes.lower(flow, known) != passes.lower(flow, chosen)
+    # The search goes by costs, whatever order the plan has.
+    other = toys.Random(seed + 100)
+    assert passes.lower(flow, known, other) == passes.lower(flow, chosen, other)
+  assert changed > 2
+
+
+def test_the_order_of_another_step_is_refused():
+  chosen = plan.Plan(TWO, dict.fromkeys('abc', 'p0'))
+  flow = toys.chain('row', 'row', 'row')
+  for wrong in (0, 1), (0, 1, 1), (0, 1, (2, (0,))):
+    with pytest.raises(ValueError, match='the step has 3 calls, 0 of them loo'):
+      passes.lower(flow, dataclasses.replace(chosen, order=wrong))
+  with pytest.raises(ValueError, match='has c before a call that it waits for'):
+    passes.lower(flow, dataclasses.replace(chosen, order=(0, 2, 1)))

@@ -2,6 +2,7 @@
 
 import json
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,13 @@ from planner.costs import measured as measured_lib
 from planner.costs import roofline
 from planner.counting import count
 from planner.ir import plan as plan_lib
+from planner.simulation import evaluate_plan
 from rlinf_jax import train
 from rlinf_jax.planning import autoplan, machine_profile, monitor
 from rlinf_jax.planning import stage_profile as profile
 from rlinf_jax.report import predicted
 from rlinf_jax.run import flows as flows_lib
+from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.ray import launch
 from sharding import rules
 import stages
@@ -200,6 +203,29 @@ def replan(watch, step, by_stage, times=2 * monitor.WINDOW):
     if better:
       return better
   return None
+
+
+def test_a_run_takes_the_order_that_the_search_simulated():
+  made, costs = flows(), model()
+  sketch = {
+    'places': {'a': {'devices': [0]}, 'b': {'devices': [1]}},
+    'stages': {'judge': 'b', '*': 'a'},
+    'pieces': 4,
+  }
+  plan = plan_lib.parse(sketch, two_flows())
+  simulated = evaluate_plan.evaluate(made[0], costs, plan)
+  space = autoplan.space_lib.default_space(made[0], costs)
+  predicted_step = autoplan.predict_step(made[0], 0, costs, plan)
+  chosen = autoplan.ChosenPlan(plan, costs, space, predicted_step, 0.0)
+  watch = monitor.PlanMonitor(
+    made, 0, chosen, lambda plan: types.SimpleNamespace(plan=plan, timeline=())
+  )
+  # As the driver sends it to other processes, and as plan.json has it.
+  sent = plan_lib.Plan.from_json(watch.runtime().plan.to_json())
+  lowered = programs.lower(sent, *made)['step']
+  assert lowered.flow.nodes == simulated.flow.nodes
+  assert lowered.programs == simulated.programs
+  assert programs.lower(plan, *made)['step'].programs != simulated.programs
 
 
 def test_a_model_that_is_nearly_true_is_left_alone():

@@ -13,6 +13,7 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.search import space as space_lib
 from rlinf_jax.planning import plan_report
+from rlinf_jax.runtime import programs
 from sharding import rules
 import stages
 from stages import workflows
@@ -135,6 +136,8 @@ def test_the_plan_that_it_finds_can_be_given_to_a_run(roomy):
   names = [*flow().stages, 'answer', 'score']  # Of an evaluation as well.
   parsed = plan_lib.parse(data['plan'], names)
   assert set(parsed.stages) == {*flow().stages, 'answer', 'score'}
+  assert bool(parsed.order) == (len(parsed.places) > 1)
+  programs.lower(parsed, flow())  # Its order is one of this step.
 
 
 @pytest.mark.slow

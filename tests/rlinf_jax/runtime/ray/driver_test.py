@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import os
 import re
 import signal
@@ -18,13 +19,15 @@ import ray
 import claims
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import local
+from planner.lower import passes
+from rlinf_jax.runtime import local, programs
 from rlinf_jax.runtime.base import ProcessDiedError, StageError
-from rlinf_jax.runtime.ray import actor_pool, driver, resources
+from rlinf_jax.runtime.ray import actor, actor_pool, driver, resources
 import stages
 from stages import workflows
 from stages.learn import optimizers
 import tiny
+import toys
 
 pytestmark = pytest.mark.slow
 
@@ -143,6 +146,24 @@ def test_processes_compute_the_same_bits(runtimes, places, staleness):
   assert moved['actor', 'learner'][0] > 0
   about = remote.processes()
   assert len({one['pid'] for one in about.values()}) == len(about)
+  local_.close()
+
+
+def test_all_processes_follow_the_order_of_a_plan(runtimes):
+  step, evaluate = flows()
+  plan = plan_lib.parse(THREE, dict.fromkeys(step.stages + evaluate.stages))
+  known = passes.with_order(step, plan, toys.Random(0))
+  facts = [
+    actor.fingerprint(programs.lower(one, step, evaluate))
+    for one in (plan, known)
+  ]
+  assert facts[0] != facts[1]  # An actor with another order is refused.
+  remote, local_ = runtimes(json.loads(known.to_json()))
+  assert remote.plan.order == local_.plan.order == known.order
+  assert remote.lowered == local_.lowered
+  got, want = run(remote, grpo()), run(local_, grpo())
+  tiny.assert_same_bits(got[0], want[0])
+  tiny.assert_same_bits(got[1], want[1])
   local_.close()
 
 
