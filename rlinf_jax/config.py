@@ -10,6 +10,7 @@ Only this module and `config_errors` use gin.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+import copy
 import functools
 import inspect
 import os
@@ -113,6 +114,18 @@ def call(
     if message is None:
       raise
     raise ValueError(message) from error
+
+
+def binding(function: Callable, name: str) -> Any:
+  """The value that the recipe binds to a parameter; None if it binds none.
+
+  No other parameter's value is computed.
+  """
+  try:
+    bound = gin.get_bindings(function, resolve_references=False)
+  except ValueError:  # It binds no parameter of the function.
+    return None
+  return copy.deepcopy(bound.get(name))  # Gin resolves references so.
 
 
 def _shared_arguments(function, configured) -> dict[str, Any]:

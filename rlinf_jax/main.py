@@ -18,6 +18,7 @@ from planner import cluster
 from rlinf_jax import config, train
 from rlinf_jax.run import allocator, checkpoint
 from rlinf_jax.runtime import base
+from rlinf_jax.runtime.ray import launch
 
 flags.adopt_module_key_flags(config)
 RESUME = flags.DEFINE_bool('resume', False, 'Continue the run in --workdir.')
@@ -118,6 +119,9 @@ def main(_):
       return
     fresh = not folder.exists()
     config.parse(config.GIN_FILE.value, config.GIN_BINDINGS.value, str(folder))
+    if config.binding(train.train, 'ray_address'):
+      # Before a workflow is built, which may compute.
+      launch.leave_accelerators()
     config.call(train.train, workdir=str(folder), resume=RESUME.value)
   except KeyboardInterrupt:
     print('Stopped. Continue with --resume.', file=sys.stderr)

@@ -28,6 +28,20 @@ def test_bindings_override_files_and_later_ones_earlier_ones():
   assert config.unused() == []
 
 
+def test_one_binding_is_read_without_the_others():
+  from recipe_library import flows, loop
+
+  # Whose arguments are missing.
+  parse(
+    'from recipe_library import clumsy', 'loop.train.before = @clumsy.area()'
+  )
+  assert config.binding(loop.train, 'steps') == 5  # A macro.
+  assert config.binding(loop.train, 'seed') is None
+  assert config.binding(flows.sft, 'examples') is None
+  with pytest.raises(ValueError):
+    run()
+
+
 def test_a_binding_may_use_imports_of_the_files():
   parse('OPTIMIZER = @optim.adam()', 'optim.adam.learning_rate = 0.5')
   assert run()[0][1] == ('adam', 0.5)

@@ -40,29 +40,46 @@ class Recipe:
     return config.call(flows_lib.trace_flows, bindings_of=self.train)
 
 
+def leave_accelerators():
+  """Has this process compute on its CPU: accelerators are for its places.
+
+  It overrides JAX_PLATFORMS. Call it before JAX starts its devices.
+  """
+  jax.config.update('jax_platforms', 'cpu')
+
+
 def connect(address: str):
-  """Connects to Ray. Call it before JAX starts threads.
+  """Connects to Ray, as a driver. Call it before JAX starts threads.
 
   Raises:
     ConnectionError: if there is no cluster at that address.
+    ValueError: if this process uses accelerators already.
   """
   from rlinf_jax.runtime.ray import actor_pool
 
+  leave_accelerators()
   actor_pool.connect(address)
+  if (kind := jax.default_backend()) != 'cpu':
+    raise ValueError(
+      f'With `ray_address` this process computes on its CPU and its places use '
+      f'accelerators, but JAX has started on the {kind} in it: set '
+      'JAX_PLATFORMS=cpu for it.'
+    )
 
 
 def check_measurable():
-  """Checks that this process may measure stages on its devices.
+  """Checks that stages measured in this process take as long at the places.
 
   Raises:
-    ValueError: if they are accelerators. Measuring would occupy them, and the
-      processes that run the plan could not use them.
+    ValueError: if places have accelerators. This process computes on its CPU.
   """
-  kind = jax.default_backend()
-  if kind != 'cpu':
+  from rlinf_jax.runtime.ray import resources
+
+  kind = resources.device_kind()
+  if kind != 'CPU':
     raise ValueError(
-      f"With `ray_address`, `train.train.plan = 'auto'` measures on the {kind} "
-      'of this process, which its places would then lack: bind a plan. '
+      "With `ray_address`, `train.train.plan = 'auto'` measures stages on the "
+      f'CPU of this process, and its places would have a {kind}: bind a plan. '
       '--plan_only finds one for a cluster, and --plan_json writes it.'
     )
 

@@ -39,6 +39,12 @@ class Reservation(NamedTuple):
   needs: dict[str, dict[str, float]]
 
 
+def device_kind() -> str:
+  """The kind of the devices that Ray gives to places."""
+  available = ray.cluster_resources()
+  return next(kind for kind in KINDS if available.get(kind))
+
+
 def reserve(plan, processes: Mapping[str, actor_lib.Process]) -> Reservation:
   """Reserves devices for all processes together; blocks until they are free.
 
@@ -51,8 +57,7 @@ def reserve(plan, processes: Mapping[str, actor_lib.Process]) -> Reservation:
   Raises:
     ValueError: if Ray has too few devices, or cannot share them.
   """
-  available = ray.cluster_resources()
-  kind = next(kind for kind in KINDS if available.get(kind))
+  kind = device_kind()
   sharing = collections.defaultdict(list)
   for name, process in processes.items():
     sharing[plan.lease_devices(process.place) or name].append(name)
@@ -73,8 +78,9 @@ def reserve(plan, processes: Mapping[str, actor_lib.Process]) -> Reservation:
       for name, place in plan.places.items()
     )
     raise ValueError(
-      f'The plan wants {wanted}, and Ray has {available.get(kind, 0):g} {kind} '
-      'in all: add nodes, or bind a plan for fewer.'
+      f'The plan wants {wanted}, and Ray has '
+      f'{ray.cluster_resources().get(kind, 0):g} {kind} in all: add nodes, or '
+      'bind a plan for fewer.'
     )
   return Reservation(group, bundle, needs)
 
@@ -139,7 +145,8 @@ def environment(
       'JAX_NUM_CPU_DEVICES': str(len(place.devices) // place.processes),
     }
   else:
-    variables.pop('JAX_PLATFORMS', None)
+    # The best there is. The driver, and so its environment, may name the CPU.
+    variables['JAX_PLATFORMS'] = ''
     if interface and 'NCCL_SOCKET_IFNAME' not in os.environ:
       variables['NCCL_SOCKET_IFNAME'] = f'={interface}'
     if needs.get('GPU', 1) < 1:  # Freed memory must be another process's.

@@ -21,7 +21,7 @@ from rlinf_jax.planning import stage_profile as profile
 from rlinf_jax.report import predicted
 from rlinf_jax.run import flows as flows_lib
 from rlinf_jax.runtime import programs
-from rlinf_jax.runtime.ray import launch
+from rlinf_jax.runtime.ray import launch, resources
 from sharding import rules
 import stages
 from stages import base, metrics
@@ -326,7 +326,8 @@ def test_what_fits_nowhere_is_told():
 def test_accelerators_are_left_to_the_processes_that_shall_have_them(
   monkeypatch,
 ):
+  monkeypatch.setattr(resources, 'device_kind', lambda: 'CPU')
   launch.check_measurable()
-  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-  with pytest.raises(ValueError, match='measures on the gpu .* bind a plan'):
+  monkeypatch.setattr(resources, 'device_kind', lambda: 'GPU')
+  with pytest.raises(ValueError, match='measures .* on the CPU .* bind a plan'):
     launch.check_measurable()

@@ -33,9 +33,12 @@ RAY = "train.train.ray_address = 'local'"
 model = language_run_test.model  # The fixture.
 
 
-def start_run(folder, model, *more, plan=PLAN, cache='', **kwargs):
+def start_run(
+  folder, model, *more, plan=PLAN, cache='', platform='cpu', **kwargs
+):
   environment = os.environ | {
     'JAX_NUM_CPU_DEVICES': '2',
+    'JAX_PLATFORMS': platform,
     'RLINF_JAX_CACHE': str(cache),
   }
   return subprocess.Popen(
@@ -72,7 +75,9 @@ def assert_same(folder, other):
 
 def test_ray_leaves_the_same_folder_as_one_process(tmp_path, model, one):
   before = _raylets()
-  out = finish(start_run(tmp_path / 'run', model, RAY))
+  # The driver computes on the CPU: it would not start on a platform that this
+  # machine lacks.
+  out = finish(start_run(tmp_path / 'run', model, RAY, platform='tpu'))
   assert_same(tmp_path / 'run', one)
   assert re.search(r'actor → learner .*B (in calls|by shared memory)', out)
   text = (tmp_path / 'run' / 'metrics.jsonl').read_text()
