@@ -1,6 +1,7 @@
 """One case: a model on a topology and a mesh, modeled and compiled."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import tempfile
@@ -66,7 +67,10 @@ def run(case: Case) -> dict:
   micro_batch = {'gradient': case.rows} if case.rows else {}
   plan = plan_lib.one_place(flow.stages, placement, micro_batch)
   compiler = plan_compiler.PlanCompiler(
-    flow, model, topology_lib.devices(topology), print
+    flow,
+    model,
+    topology_lib.devices(topology),
+    functools.partial(print, flush=True),
   )
   compiled = compiler.compile(plan, case.stages)
   data = report.to_data(compiled, topology)
