@@ -42,7 +42,7 @@ claims: .venv/test  # The complete proof, for many hours; goes on after a stop.
 PLACES := 25
 
 docs: .venv/docs  # The site, in `site/`; a broken link is an error.
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 lint: .venv/test
 	$(BIN)/ruff check
