@@ -16,7 +16,7 @@ from absl import app, flags, logging
 
 from planner import cluster
 from rlinf_jax import config, train
-from rlinf_jax.run import allocator, checkpoint
+from rlinf_jax.run import allocator, checkpoint, run_lock
 from rlinf_jax.runtime import base
 from rlinf_jax.runtime.ray import launch
 
@@ -99,13 +99,29 @@ def plan_only():
     )
 
 
+def run(folder: pathlib.Path):
+  """Trains the recipe in a run folder, and removes it if that is refused."""
+  config.parse(config.GIN_FILE.value, config.GIN_BINDINGS.value, str(folder))
+  if config.binding(train.train, 'ray_address'):
+    # Before a workflow is built, which may compute.
+    launch.leave_accelerators()
+  fresh = not folder.exists()
+  with run_lock.hold(folder):
+    try:
+      config.call(train.train, workdir=str(folder), resume=RESUME.value)
+    except USER_ERRORS:
+      if fresh and not (folder / 'config.gin').exists():
+        # The run was refused before it started: nothing of value is in there.
+        shutil.rmtree(folder, ignore_errors=True)
+      raise
+
+
 def main(_):
   """Runs the recipe; errors that the user can fix are printed in a sentence."""
   # orbax logs forty lines per checkpoint; `checkpoint` reports its failures.
   logging.set_verbosity(logging.FATAL)
   allocator.retain_freed_memory()
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
-  folder, fresh = None, False
   try:
     folder = workdir()
     if COMPILE.value and not PLAN_ONLY.value:
@@ -113,23 +129,11 @@ def main(_):
         '--compile compiles a plan for other devices and trains nothing: add '
         '--plan_only.'
       )
-    if PLAN_ONLY.value:
-      folder = None
-      plan_only()
-      return
-    fresh = not folder.exists()
-    config.parse(config.GIN_FILE.value, config.GIN_BINDINGS.value, str(folder))
-    if config.binding(train.train, 'ray_address'):
-      # Before a workflow is built, which may compute.
-      launch.leave_accelerators()
-    config.call(train.train, workdir=str(folder), resume=RESUME.value)
+    plan_only() if PLAN_ONLY.value else run(folder)
   except KeyboardInterrupt:
     print('Stopped. Continue with --resume.', file=sys.stderr)
     sys.exit(130)
   except USER_ERRORS as error:
-    if folder and fresh and not (folder / 'config.gin').exists():
-      # The run was refused before it started: nothing of value is in there.
-      shutil.rmtree(folder, ignore_errors=True)
     print(config.error_text(error), file=sys.stderr, flush=True)
     if isinstance(error, checkpoint.CheckpointError):
       # Threads of tensorstore still call into orbax's closed event loop, and

@@ -6,7 +6,7 @@ import pathlib
 from typing import Any
 
 from rlinf_jax import config
-from rlinf_jax.run import checkpoint, loop, result, setup, supervise
+from rlinf_jax.run import checkpoint, loop, result, run_lock, setup, supervise
 from rlinf_jax.run import flows as flows_lib
 from rlinf_jax.runtime.ray import launch
 from stages import base
@@ -67,71 +67,75 @@ def train(
       interface if all of them are on one machine, else the one that Ray uses.
 
   Raises:
+    BlockingIOError: if another process runs in `workdir`.
     FileExistsError: if `workdir` holds a run and `resume` is False.
     ValueError: if the recipe binds a parameter that nothing reads, or no plan
       fits in memory.
   """
   folder = pathlib.Path(workdir)
-  finished = result.read_finished(
-    folder,
-    steps=steps,
-    stop_at_score=stop_at_score,
-    score=workflow.score,
-    resume=resume,
-  )
-  if finished:
-    return finished
-  if ray_address:
-    launch.connect(ray_address)
-  flows = flows_lib.trace_flows(workflow, source, seed)
-  make_runtime = functools.partial(
-    setup.make_runtime,
-    flows=flows,
-    train=train,
-    folder=folder,
-    use_ray=bool(ray_address),
-    receive_timeout=receive_timeout,
-    network_interface=network_interface,
-  )
-  if ray_address and plan == flows_lib.AUTO:
-    launch.check_measurable()
-  given_plan = flows_lib.read_plan(plan, flows)
-  runtime = make_runtime(given_plan) if given_plan else None
-  config.refuse_unused()
-  _start_folder(folder)
-  if pretrain:
-    pretrain(seed=seed)
-  checkpoints = checkpoint.Checkpoints(folder / 'checkpoints', keep_checkpoints)
-  runtime, monitor = setup.load_first_state(
-    workflow,
-    source,
-    seed,
-    flows=flows,
-    runtime=runtime,
-    make_runtime=make_runtime,
-    earlier_plan=flows_lib.read_earlier_plan(folder, flows),
-  )
-  return supervise.run_to_end(
-    supervise.Run(
-      workflow=workflow,
-      source=source,
-      seed=seed,
-      folder=folder,
-      schedule=loop.Schedule(
-        steps=steps,
-        evaluate_every=evaluate_every,
-        checkpoint_every=checkpoint_every,
-        stop_at_score=stop_at_score,
-        video_every_evals=video_every_evals,
-      ),
-      checkpoints=checkpoints,
-      runtime=runtime,
-      monitor=monitor,
+  with run_lock.hold(folder):
+    finished = result.read_finished(
+      folder,
+      steps=steps,
+      stop_at_score=stop_at_score,
+      score=workflow.score,
       resume=resume,
-      wandb_project=wandb_project,
-      export=export,
     )
-  )
+    if finished:
+      return finished
+    if ray_address:
+      launch.connect(ray_address)
+    flows = flows_lib.trace_flows(workflow, source, seed)
+    make_runtime = functools.partial(
+      setup.make_runtime,
+      flows=flows,
+      train=train,
+      folder=folder,
+      use_ray=bool(ray_address),
+      receive_timeout=receive_timeout,
+      network_interface=network_interface,
+    )
+    if ray_address and plan == flows_lib.AUTO:
+      launch.check_measurable()
+    given_plan = flows_lib.read_plan(plan, flows)
+    runtime = make_runtime(given_plan) if given_plan else None
+    config.refuse_unused()
+    _start_folder(folder)
+    if pretrain:
+      pretrain(seed=seed)
+    checkpoints = checkpoint.Checkpoints(
+      folder / 'checkpoints', keep_checkpoints
+    )
+    runtime, monitor = setup.load_first_state(
+      workflow,
+      source,
+      seed,
+      flows=flows,
+      runtime=runtime,
+      make_runtime=make_runtime,
+      earlier_plan=flows_lib.read_earlier_plan(folder, flows),
+    )
+    return supervise.run_to_end(
+      supervise.Run(
+        workflow=workflow,
+        source=source,
+        seed=seed,
+        folder=folder,
+        schedule=loop.Schedule(
+          steps=steps,
+          evaluate_every=evaluate_every,
+          checkpoint_every=checkpoint_every,
+          stop_at_score=stop_at_score,
+          video_every_evals=video_every_evals,
+        ),
+        checkpoints=checkpoints,
+        runtime=runtime,
+        monitor=monitor,
+        resume=resume,
+        wandb_project=wandb_project,
+        export=export,
+      )
+    )
 
 
 def _start_folder(folder: pathlib.Path):

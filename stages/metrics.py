@@ -51,20 +51,37 @@ class Max(NamedTuple):
 
 
 class Moments(NamedTuple):
-  """Mean and biased standard deviation, from sums."""
+  """Mean and biased standard deviation, merged without cancellation.
 
-  sum: jax.Array
+  Attributes:
+    mean: μ, 0 where `count` is.
+    square: S = Σ (x − μ)².
+    count: n.
+  """
+
+  mean: jax.Array
   square: jax.Array
   count: jax.Array
 
   def merge(self, other):
-    return Moments(*map(jnp.add, self, other))
+    """Chan, Golub and LeVeque, 1979: https://doi.org/10.2307/2683386.
+
+    δ = μ_b − μ_a,   μ = μ_a + δ n_b / n,   S = S_a + S_b + δ² n_a n_b / n
+
+    The order of merging changes only rounding.
+    """
+    count = self.count + other.count
+    share = other.count / jnp.where(count > 0, count, 1)
+    delta = other.mean - self.mean
+    return Moments(
+      self.mean + delta * share,
+      self.square + other.square + delta**2 * (self.count * share),
+      count,
+    )
 
   def value(self):
-    count = np.maximum(self.count, 1e-9)
-    mean = self.sum / count
-    variance = np.maximum(self.square / count - mean**2, 0.0)
-    return {'_mean': mean, '_std': np.sqrt(variance)}
+    variance = self.square / np.maximum(self.count, 1e-9)
+    return {'_mean': self.mean, '_std': np.sqrt(variance)}
 
 
 class ExplainedVariance(NamedTuple):
@@ -135,7 +152,9 @@ def maximum(x, mask=None) -> Max:
 def moments(x, mask=None) -> Moments:
   """Mean and standard deviation of `x` where `mask` is one."""
   mask = jnp.ones_like(x) if mask is None else mask
-  return Moments((x * mask).sum(), (x * x * mask).sum(), mask.sum())
+  count = mask.sum()
+  mean = (x * mask).sum() / jnp.where(count > 0, count, 1)
+  return Moments(mean, ((x - mean) ** 2 * mask).sum(), count)
 
 
 def explained_variance(estimate, truth) -> ExplainedVariance:

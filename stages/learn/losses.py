@@ -12,6 +12,7 @@ tokens, `ref_logp` by a reference policy.
 """
 
 from collections.abc import Callable
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,13 @@ import optax
 
 from stages import metrics
 
+# Log-ratios beyond this are cut, so that exp(20) = 5e8 is the largest ratio.
+_MAX_LOG_RATIO = 20.0
+
 
 def ratio(logp, old_logp):
   """Probability ratio, ρ = exp(clip(lp − lp_old, ±20)), finite in float32."""
-  return jnp.exp(jnp.clip(logp - old_logp, -20.0, 20.0))
+  return jnp.exp(jnp.clip(logp - old_logp, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
 
 
 def ppo_clip(logp, old_logp, advantage, low, high, dual=None):
@@ -125,10 +129,22 @@ def kl_k3(logp, ref_logp):
   """Estimates KL(π‖π_ref) without bias and never below zero, ibid.
 
   k3 = exp(−Δ) − 1 + Δ,   Δ = lp − lp_ref
+
+  Below Δ = −20, it continues along its tangent, a lower bound as k3 is convex:
+
+    k3(−20) + (1 − exp(20)) (Δ + 20)
+
+  Value and gradient are continuous at −20 and finite in float32, where exp(−Δ)
+  overflows at Δ ≈ −88.
   """
   delta = logp - ref_logp
+  is_far = delta < -_MAX_LOG_RATIO
+  # Select before taking exp: ∞ · 0 is NaN in the gradient.
+  near = jnp.where(is_far, -_MAX_LOG_RATIO, delta)
   # By expm1: in float32, exp(−Δ) − 1 is below −Δ for small Δ.
-  return jnp.expm1(-delta) + delta
+  k3 = jnp.expm1(-near) + near
+  slope = -math.expm1(_MAX_LOG_RATIO)
+  return jnp.where(is_far, k3 + slope * (delta + _MAX_LOG_RATIO), k3)
 
 
 def token_weight(old_logp, behavior_logp, mask):

@@ -93,8 +93,36 @@ def test_moments_by_hand():
 def test_moments_of_equal_numbers_have_no_deviation():
   with jax.enable_x64(False):
     moments = metrics.moments(jnp.full(7, 0.1))
-  # Sums of squares less a square: rounding of float32, under the root.
-  assert moments.value()['_std'] < 1e-4
+  assert moments.value()['_std'] < 1e-7
+
+
+@pytest.mark.parametrize('pieces', [1, 4, 256])
+def test_moments_of_a_large_mean_do_not_cancel(pieces):
+  x = np.random.default_rng(0).normal(1e4, 1.0, 4096).astype(np.float32)
+  mask = (np.arange(4096) % 3 > 0).astype(np.float32)
+  kept = x[mask > 0].astype(np.float64)
+  with jax.enable_x64(False):
+    parts = [
+      metrics.moments(jnp.asarray(a), jnp.asarray(b))
+      for a, b in zip(np.split(x, pieces), np.split(mask, pieces), strict=True)
+    ]
+    left = functools.reduce(metrics.merge, parts)
+    while len(parts) > 1:  # Pairs of pairs, as devices would.
+      parts = [*map(metrics.merge, parts[::2], parts[1::2])]
+    for moments in (left, parts[0]):
+      assert moments.mean.dtype == jnp.float32
+      got = moments.value()
+      # Float32 has steps of 1e-3 at 1e4.
+      np.testing.assert_allclose(got['_mean'], kept.mean(), rtol=1e-6)
+      np.testing.assert_allclose(got['_std'], kept.std(), rtol=1e-3)
+
+
+def test_moments_merge_with_those_of_no_rows():
+  some, none = (
+    metrics.moments(jnp.arange(4.0), m * jnp.ones(4)) for m in (1, 0)
+  )
+  assert metrics.merge(some, none) == some == metrics.merge(none, some)
+  assert metrics.merge(none, none).value() == {'_mean': 0.0, '_std': 0.0}
 
 
 def test_histogram_by_hand():

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +59,13 @@ def test_sums_in_micro_batches_are_the_sums(n):
 
   x, y = rows(1)
   got = jax.jit(micro_batch.in_micro_batches(measure, n))(2.0, x, y)
-  same(got, measure(2.0, x, y))
+  want = measure(2.0, x, y)
+  # Means of pieces are rounded; sums are exact.
+  moments = got.pop('moments'), want.pop('moments')
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-6), *moments
+  )
+  same(got, want)
 
 
 @pytest.mark.parametrize('n', ROWS)

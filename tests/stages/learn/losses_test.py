@@ -275,6 +275,20 @@ def test_k3_is_never_negative(dtype):
   assert k3[2001] == 0
 
 
+def test_k3_of_tokens_that_the_policy_nearly_lost_is_finite():
+  delta = jnp.array([-19.9, -20.0, -20.1, -21.0, -89.0, -1e4], jnp.float32)
+  k3, slope = jax.vmap(jax.value_and_grad(losses.kl_k3), (0, None))(delta, 0.0)
+  assert k3.dtype == slope.dtype == jnp.float32
+  near, far = slice(0, 2), slice(2, None)
+  exact = np.exp(-np.asarray(delta[near], np.float64))
+  np.testing.assert_allclose(k3[near], exact - 1 + delta[near], rtol=1e-5)
+  np.testing.assert_allclose(slope[near], 1 - exact, rtol=1e-5)
+  # The tangent at −20, below k3.
+  np.testing.assert_allclose(slope[far], 1 - np.exp(20.0), rtol=1e-6)
+  tangent = np.exp(20.0) - 21 + (1 - np.exp(20.0)) * (delta[far] + 20.0)
+  np.testing.assert_allclose(k3[far], tangent, rtol=1e-5)
+
+
 @pytest.mark.parametrize('seed', range(3))
 def test_weights_are_products_of_what_each_token_weighs(seed):
   old, drawn, _, mask = batch(seed)
