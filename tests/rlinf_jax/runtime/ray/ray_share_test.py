@@ -147,11 +147,14 @@ def test_the_holders_death_is_reported_and_another_gets_the_device(
   future = remote.submit(batch(SLOW), KEY)
   time.sleep(1)  # It holds the device, for long.
   pid = remote.processes()[victim]['pid']
+  start = time.monotonic()
   os.kill(pid, signal.SIGKILL)
   with pytest.raises(
     ProcessDiedError, match=f"process of place '{victim}' has died"
   ):
     future.result(timeout=20)
+  assert time.monotonic() - start < 5
+  start = time.monotonic()
   remote.load(state(), 0)
   assert float(remote.step(batch(1.0), KEY)) == want
   assert remote.processes()[victim]['pid'] != pid
