@@ -31,7 +31,7 @@ def test_bindings_override_files_and_later_ones_earlier_ones():
 def test_one_binding_is_read_without_the_others():
   from recipe_library import flows, loop
 
-  # Whose arguments are missing.
+  # A call of `clumsy.area` would fail: it lacks arguments.
   parse(
     'from recipe_library import clumsy', 'loop.train.before = @clumsy.area()'
   )

@@ -156,7 +156,7 @@ class ActorPool:
     if self._reservation is None:
       connect()
       self._reservation = resources.reserve(self._plan, self.processes)
-    if not self.actors:  # Those that run go on listening where they do.
+    if not self.actors:  # A running process keeps its address.
       self._interface = self._choose_interface()
     new = {name: self._new_actor(name) for name in names}
     self.actors |= new

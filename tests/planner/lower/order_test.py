@@ -90,7 +90,7 @@ def test_a_plan_with_an_order_is_lowered_as_by_the_costs_that_gave_it():
     known = plan.Plan.from_json(known.to_json())  # As another process reads it.
     assert passes.lower(flow, known) == passes.lower(flow, chosen, cost)
     changed += passes.lower(flow, known) != passes.lower(flow, chosen)
-    # The search goes by costs, whatever order the plan has.
+    # With costs, the order of the plan is not used.
     other = toys.Random(seed + 100)
     assert passes.lower(flow, known, other) == passes.lower(flow, chosen, other)
   assert changed > 2
