@@ -71,11 +71,12 @@ class Moments(NamedTuple):
     The order of merging changes only rounding.
     """
     count = self.count + other.count
-    share = other.count / jnp.where(count > 0, count, 1)
     delta = other.mean - self.mean
+    # δ n_b / n from left to right: counts may have fewer bits than the means.
+    shift = delta * other.count / jnp.where(count > 0, count, 1)
     return Moments(
-      self.mean + delta * share,
-      self.square + other.square + delta**2 * (self.count * share),
+      self.mean + shift,
+      self.square + other.square + delta * shift * self.count,
       count,
     )
 
