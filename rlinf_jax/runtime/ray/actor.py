@@ -254,6 +254,11 @@ class Actor:
     host.generation = generation
 
   @ray.method(concurrency_group='control')
+  def check_resend(self, place: str, call: int):
+    """Raises LookupError if `resend`, which raises it too, would."""
+    self._host.check_resend(place, call)
+
+  @ray.method(concurrency_group='control')
   def resend(
     self, place: str, actors: Sequence[Any], call: int
   ) -> dict[base.Channel, int]:
@@ -266,9 +271,6 @@ class Actor:
 
     Returns:
       How many values of the dead process have arrived here, by channel.
-
-    Raises:
-      LookupError: if a value cannot be sent again.
     """
     self._replaced.add(place)
     self._host.resend(place, actors, call)

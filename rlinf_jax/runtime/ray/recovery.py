@@ -11,6 +11,7 @@ the middle of a step. A new process takes over:
 """
 
 import collections
+from collections.abc import Mapping
 import time
 from typing import Any
 
@@ -62,8 +63,13 @@ class Recovery:
     calls = [call for call in self._log.pending if call.lacks(place)]
     first = calls[0] if calls else self._log.new_call('step', next_step)
     self._check_senders(place, first)
+    # Before a new process, which takes seconds to start.
+    others = {k: x for k, x in self._pool.actors.items() if k != place}
+    self._pool.call_all(
+      lambda _, other: other.check_resend.remote(place, first.number), others
+    )
     actor = self._load(place)
-    arrived = self._resend(place, actor, first)
+    arrived = self._resend(place, actor, first, others)
     remaining = self._remaining(place, first, arrived)
     if first.step > self._log.first_step:
       actor.receive_carry.remote(self._carried(place))
@@ -104,7 +110,11 @@ class Recovery:
     return actor
 
   def _resend(
-    self, place: str, actor: Any, first: pending.PendingCall
+    self,
+    place: str,
+    actor: Any,
+    first: pending.PendingCall,
+    others: Mapping[str, Any],
   ) -> set[tuple[int, str]]:
     """Has all others send again what is needed.
 
@@ -116,7 +126,6 @@ class Recovery:
       LookupError: if processes of one place have received different values,
         and an engine would not make them alike.
     """
-    others = {k: x for k, x in self._pool.actors.items() if k != place}
     counts = self._pool.call_all(
       lambda _, other: other.resend.remote(place, [actor], first.number),
       others,

@@ -1,5 +1,6 @@
 """A host whose other places are actors in other processes."""
 
+import collections
 from collections.abc import Mapping, Sequence
 import threading
 import time
@@ -93,6 +94,11 @@ class RemoteHost(host.Host):
       for to, sequence, packed in self.send_log.replay(place, call):
         for actor in actors:
           actor.deliver.remote(self.generation, to, sequence, packed)
+
+  def check_resend(self, place: str, call: int):
+    """Raises LookupError if `resend` could not send all again."""
+    with self._send_lock:
+      collections.deque(self.send_log.replay(place, call), maxlen=0)
 
   def truncate_log(self, finished: Mapping[str, int]):
     """As `SendLog.truncate`."""
