@@ -94,7 +94,8 @@ class Choices:
     self.stages = functools.cache(self._stages)
     self.menu = functools.cache(self._menu)
     self.smallest = functools.cache(self._smallest)
-    self._fits, self._possible, self._homes = {}, {}, {}
+    self.group_axes = functools.cache(self._group_axes)
+    self._fits, self._possible, self._sizes, self._homes = {}, {}, {}, {}
     self._placements, self._columns = {}, {}
 
   # Places.
@@ -172,15 +173,8 @@ class Choices:
   def table(self, cut) -> np.ndarray:
     """Returns the least seconds of every node by its units, [N, units + 1]."""
     least = np.full((len(cut.flow.nodes), self.units + 1), np.inf)
-    with_group = [
-      {block for blocks in self.blocks for block in blocks if block >> g & 1}
-      for g in range(len(self.groups))
-    ]
     for units in range(1, self.units + 1):
-      axes = [
-        {axes for block in blocks for axes in self.menu(block, units)}
-        for blocks in with_group
-      ]
+      axes = self.group_axes(units)
       for i, node in enumerate(cut.flow.nodes):
         if i in cut.floating:
           least[i, units] = 0.0
@@ -191,6 +185,15 @@ class Choices:
             spent = self.seconds(cut, i, units, mesh, rows)
             least[i, units] = min(least[i, units], spent)
     return least
+
+  def _group_axes(self, units: int) -> list[set]:
+    """Returns the meshes that the place of each group of stages may have."""
+    found = [set() for _ in self.groups]
+    for block in {block for blocks in self.blocks for block in blocks}:
+      for g in range(len(self.groups)):
+        if block >> g & 1:
+          found[g].update(self.menu(block, units))
+    return found
 
   # Plans.
 
@@ -309,12 +312,19 @@ class Choices:
 
   def possible(self, cut, part: int, b: int, units: int) -> bool:
     """Whether a place may have `units` units."""
-    key = cut.pieces, part, b, units
+    key = cut.pieces, part, b
     if key not in self._possible:
-      self._possible[key] = bool(self.menu(self.blocks[part][b], units)) and (
-        any(
-          self.fitting(cut, part, b, units, offload)
-          for offload in self.offloads
-        )
+      blocks = self.blocks[part]
+      others = [self.smallest(x) for i, x in enumerate(blocks) if i != b]
+      most = 0 if None in others else self.units - sum(others)
+      # Partitions whose place has the same stages and values share a table.
+      same = cut.pieces, blocks[b], self.homes(part)[b]
+      self._possible[key] = most, self._sizes.setdefault(same, {})
+    most, sizes = self._possible[key]
+    if units > most:
+      return False
+    if units not in sizes:
+      sizes[units] = bool(self.menu(self.blocks[part][b], units)) and any(
+        self.fitting(cut, part, b, units, offload) for offload in self.offloads
       )
-    return self._possible[key]
+    return sizes[units]

@@ -120,7 +120,7 @@ class Search:
     for opened in self.open.values():
       opened.add(*self._all_plans(), self)
       if self.space.min_places == 1:
-        self._leaf(opened, 0, (self.choices.units,))
+        self._add_leaves(opened, [(0, (self.choices.units,))])
     while self.leaves and not self.simulated:
       self._simulate_best()
     while self._least() < self.enough and time.monotonic() < deadline:
@@ -131,13 +131,12 @@ class Search:
       opened = min(self.open.values(), key=lambda o: o.least)
       if not next(iteration) % 8:
         for some in self.open.values():
-          for part, units in some.guess(self):
-            self._leaf(some, part, units)
+          for sizes in some.guess(self):
+            self._add_leaves(some, [sizes])
             self._simulate_best()
             self._simulate_best()
       if opened.least < self.enough:
-        for part, units in opened.split(self):
-          self._leaf(opened, part, units)
+        self._add_leaves(opened, opened.split(self))
         self._simulate_best()
     return self._result()
 
@@ -164,14 +163,38 @@ class Search:
       seconds, at, self.share, delays, waits, self.enough
     )
 
-  def _leaf(self, opened, part: int, units):
-    """Bounds all plans whose places have the given sizes."""
+  def _add_leaves(self, opened, sizes):
+    """Bounds all plans whose places have given sizes, and keeps good ones.
+
+    Args:
+      opened: the sets that they are from.
+      sizes: pairs of a partition and the units of its places.
+    """
+    plans = itertools.chain(*(self._plans(opened, *some) for some in sizes))
+    while some := list(itertools.islice(plans, branch_and_bound.BATCH)):
+      plan_choices, columns = zip(*some, strict=True)
+      seconds = np.stack(columns, axis=1)
+      at = np.stack(
+        [
+          self.choices.place_of[choice.part][opened.cut.group]
+          for choice in plan_choices
+        ],
+        axis=1,
+      )
+      bounds = self.bound(opened, seconds, at)
+      for k in np.flatnonzero(bounds < self.enough):
+        self._push(plan_choices[k], bounds[k], seconds[:, k : k + 1])
+
+  def _plans(self, opened, part: int, units):
+    """Yields the plans whose places have given sizes, if they are new.
+
+    Each comes with the seconds of its nodes, [N].
+    """
     choices, cut = self.choices, opened.cut
     if (cut.pieces, part, units) in self.visited:
       return
     self.visited.add((cut.pieces, part, units))
     blocks = choices.blocks[part]
-    at = choices.place_of[part][cut.group]
     for offload in choices.offloads:
       fitting = [
         choices.fitting(cut, part, b, n, offload) for b, n in enumerate(units)
@@ -180,22 +203,14 @@ class Search:
         [choices.column(cut, block, n, *option) for option in options]
         for block, n, options in zip(blocks, units, fitting, strict=True)
       ]
-      ways = itertools.product(*(range(len(options)) for options in fitting))
-      while some := list(itertools.islice(ways, branch_and_bound.BATCH)):
-        seconds = np.stack(
-          [sum(columns[b][o] for b, o in enumerate(way)) for way in some],
-          axis=1,
+      for way in itertools.product(*(range(len(some)) for some in fitting)):
+        axes, rows = zip(
+          *(fitting[b][o] for b, o in enumerate(way)), strict=True
         )
-        spread = np.broadcast_to(at[:, None], seconds.shape)
-        bounds = self.bound(opened, seconds, spread)
-        for k in np.flatnonzero(bounds < self.enough):
-          axes, rows = zip(
-            *(fitting[b][o] for b, o in enumerate(some[k])), strict=True
-          )
-          choice = choices_lib.Choice(
-            cut.pieces, part, units, axes, rows, offload
-          )
-          self._push(choice, bounds[k], seconds[:, k : k + 1])
+        choice = choices_lib.Choice(
+          cut.pieces, part, units, axes, rows, offload
+        )
+        yield choice, sum(columns[b][o] for b, o in enumerate(way))
 
   def _push(self, choice, bound, seconds):
     heapq.heappush(self.leaves, (bound, next(self.counter), choice, seconds))

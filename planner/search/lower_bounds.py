@@ -23,6 +23,7 @@ class Paths:
     after: for each node, pairs `(later node, index of the edge)`.
     order: the nodes, earlier ones first.
     meets: for each node at which several paths meet, all nodes before it.
+    meet: the number of each of these nodes.
     calls: for each of these, the calls of each stage that is called more than
       once. All calls of a stage are at one place.
   """
@@ -38,55 +39,56 @@ class Paths:
       for i in order
       if len(before[i]) > 1 and i not in chained
     }
+    self.meet = {i: number for number, i in enumerate(self.meets)}
     self.calls = {i: _calls(names, there) for i, there in self.meets.items()}
 
-  def heads(self, seconds, shares, least, delays):
+  def heads(self, seconds, own, absent, least, delays):
     """Returns the earliest start of every node, [N, K].
 
     Args:
       seconds: time of each node, [N, K].
-      shares: for each place, the seconds of its own nodes, and 0 where it has
-        the node and infinity elsewhere, both [N, K].
+      own: at each of the P places, the seconds of its own nodes, and 0 for
+        others, [P, N, K].
+      absent: infinity where a place does not have the node, else 0, [P, N, K].
       least: time before a node that is not in the graph, [N, K] or 0.
       delays: time along each edge, [E, K]; None for none.
     """
     head = np.zeros_like(seconds) + least
+    left = self._left(seconds, delays)
     for i in self.order:
       for j, e in self.before[i]:
         arrival = head[j] + seconds[j]
         if delays is not None:
-          arrival = arrival + delays[e]
+          arrival += delays[e]
         np.maximum(head[i], arrival, out=head[i])
       if i in self.meets:
         there = self.meets[i]
-        left = self._left(i, there, seconds, delays)
-        for own, absent in shares:
-          gone = absent[there]
-          first = (head[there] + gone).min(0)
-          last = (left + gone).min(0)
-          work = first + own[there].sum(0) + last
-          np.maximum(head[i], np.where(first < np.inf, work, 0), out=head[i])
+        to_i, gone = left[there, self.meet[i]], absent[:, there]
+        first = (head[there] + gone).min(1)
+        last = (to_i + gone).min(1)
+        work = first + own[:, there].sum(1) + last
+        work[first == np.inf] = 0.0
+        np.maximum(head[i], work.max(0), out=head[i])
         for rows in self.calls[i]:
           calls = there[rows]
-          work = head[calls].min(0) + seconds[calls].sum(0) + left[rows].min(0)
+          work = head[calls].min(0) + seconds[calls].sum(0) + to_i[rows].min(0)
           np.maximum(head[i], work, out=head[i])
     return head
 
-  def _left(self, i, there, seconds, delays):
-    """Returns seconds from the end of each node of `there` to node `i`."""
-    row = {j: at for at, j in enumerate(there)}
-    left = np.zeros((len(there), seconds.shape[1]))
-    for j in reversed(there):
+  def _left(self, seconds, delays):
+    """Returns seconds from the end of each node to each meeting point.
+
+    The result is [N, meeting points, K], −infinity where no path leads there.
+    """
+    left = np.full((len(seconds), len(self.meets), seconds.shape[1]), -np.inf)
+    for j in self.order[::-1]:
       for k, e in self.after[j]:
-        if k == i:
-          path = 0.0
-        elif k in row:
-          path = left[row[k]] + seconds[k]
-        else:
-          continue
+        path = left[k] + seconds[k]
+        if k in self.meet:
+          path[self.meet[k]] = 0.0
         if delays is not None:
-          path = path + delays[e]
-        np.maximum(left[row[j]], path, out=left[row[j]])
+          path += delays[e]
+        np.maximum(left[j], path, out=left[j])
     return left
 
 
@@ -147,21 +149,20 @@ class Section:
     """
     seconds, at = seconds[self.nodes], at[self.nodes]
     wait = 0.0 if wait is None else wait[self.nodes]
-    shares = []
-    for place in range(at.max() + 1):
-      here = at == place
-      shares.append((np.where(here, seconds, 0.0), np.where(here, 0.0, np.inf)))
+    here = at == np.arange(at.max() + 1)[:, None, None]
+    own, absent = np.where(here, seconds, 0.0), np.where(here, 0.0, np.inf)
     if self.end is not None:
       end = self.nodes.index(self.end)
-      head = self.forth.heads(seconds, shares, wait, delays)
+      head = self.forth.heads(seconds, own, absent, wait, delays)
       return head[end] + seconds[end]
-    head = self.forth.heads(seconds, shares, 0.0, delays)
-    tail = self.back.heads(seconds, shares, wait, delays)
+    head = self.forth.heads(seconds, own, absent, 0.0, delays)
+    tail = self.back.heads(seconds, own, absent, wait, delays)
     bound = (head + seconds + tail).max(0)
     some = np.flatnonzero(bound < enough)
-    for own, absent in shares:
-      parts = [x[:, some] for x in (own, absent, head, tail)]
-      bound[some] = np.maximum(bound[some], _one_place(*parts))
+    at_place = _one_place(
+      own[:, :, some], absent[:, :, some], head[:, some], tail[:, some]
+    )
+    bound[some] = np.maximum(bound[some], at_place)
     return bound
 
 
@@ -253,16 +254,16 @@ def _is_total(node) -> bool:
 
 def _one_place(own, absent, head, tail):
   """The one-machine bound, over all sets of nodes with large heads or tails."""
-  bound = np.zeros(own.shape[1])
+  bound = np.zeros(own.shape[2])
   for one, other in ((head, tail), (tail, head)):
     one, other = one + absent, other + absent
-    order = np.argsort(-one, axis=0)
+    order = np.argsort(-one, axis=1)
     one, other, work = (
-      np.take_along_axis(x, order, 0) for x in (one, other, own)
+      np.take_along_axis(x, order, 1) for x in (one, other, own)
     )
-    total = one + np.cumsum(work, 0) + np.minimum.accumulate(other, 0)
+    total = one + np.cumsum(work, 1) + np.minimum.accumulate(other, 1)
     total[~np.isfinite(total)] = 0.0
-    bound = np.maximum(bound, total.max(0, initial=0.0))
+    bound = np.maximum(bound, total.max((0, 1), initial=0.0))
   return bound
 
 
