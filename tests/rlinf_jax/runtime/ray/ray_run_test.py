@@ -89,7 +89,12 @@ def test_ray_leaves_the_same_folder_as_one_process(tmp_path, model, one):
 def test_ray_runs_the_plan_that_planning_finds(tmp_path, model, one):
   auto, cache = "train.train.plan = 'auto'", tmp_path / 'cache'
   out = finish(start_run(tmp_path / 'run', model, RAY, plan=auto, cache=cache))
-  assert 'Plan: ' in out and 'a step, proved the fastest of its space' in out
+  # The search ends after ten seconds, whatever it has proved by then.
+  assert re.search(
+    r'Plan: .* s a step, (proved the fastest of its space'
+    r'|no plan of its space can be more than \d+% faster)\.',
+    out,
+  )
   assert list(cache.iterdir())
   plan = json.loads((tmp_path / 'run' / 'plan.json').read_text())
   assert plan['places']
