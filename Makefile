@@ -11,6 +11,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install
 LIBERO_ASSETS ?= $(wildcard $(abspath ../shared/data/libero_assets))
 export LIBERO_ASSETS
 
+# And where GSM8K's questions lie, its tests and recipe find them.
+GSM8K_DIR ?= $(wildcard $(abspath ../shared/data/gsm8k))
+export GSM8K_DIR
+
 train: .venv/core  # The main job: a small model learns arithmetic by GRPO.
 	$(BIN)/python -m rlinf_jax.main \
 	  --gin_file gin_configs/grpo_arithmetic.gin \

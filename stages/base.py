@@ -15,7 +15,7 @@ ends in its dimensions, one capital letter each:
   ensemble U pixel of a convolution window, along one edge
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -46,10 +46,13 @@ class Problem(NamedTuple):
     prompt: the questions.
     answer: a tree of arrays whose first dimension is the row, such as the
       expected answers.
+    weight: 1 on problems that count in an evaluation, 0 on those that only fill
+      up a batch; None where all count.
   """
 
   prompt: Prompt
   answer: Any
+  weight: Float[Array, ' B'] | None = None
 
 
 class Example(NamedTuple):
@@ -151,10 +154,12 @@ class Verdict(NamedTuple):
   Attributes:
     reward: reward to learn from, after any shaping.
     correct: 1 where the answer is right, before any shaping.
+    terms: numbers to log, by name, such as the terms that `reward` adds up.
   """
 
   reward: Float[Array, ' B']
   correct: Float[Array, ' B']
+  terms: Mapping[str, Float[Array, ' B']] | tuple[()] = ()
 
 
 class Evaluation(NamedTuple):

@@ -17,21 +17,31 @@ def evaluate(policy: base.Policy, verify: stages.Stage) -> Callable:
   answer = policy_stages.act(policy, 'answer', greedy=True)
 
   @stages.stage('score', 'sum')
-  def score(x: base.Experience, verdict: base.Verdict):
-    length_B = x.mask.sum(1)
+  def score(x: base.Experience, verdict: base.Verdict, weight_B):
+    length_B, T = x.mask.sum(1), x.mask.shape[1]
     return {
-      'eval/accuracy': metrics.mean(verdict.correct),
-      'eval/reward': metrics.mean(verdict.reward),
-      'eval/response_length': metrics.histogram(length_B, x.mask.shape[1] + 1),
-      'eval/truncated_fraction': metrics.mean(x.truncated),
+      'eval/accuracy': metrics.mean(verdict.correct, weight_B),
+      'eval/reward': metrics.mean(verdict.reward, weight_B),
+      **verdict_terms(verdict, 'eval', weight_B),
+      'eval/response_length': metrics.histogram(length_B, T + 1, weight_B),
+      'eval/truncated_fraction': metrics.mean(x.truncated, weight_B),
       'eval/samples': metrics.first_rows(samples(x, verdict.reward), 4),
     }
 
   def run(actor: base.Version, problem: base.Problem, key):
     x = answer(actor, problem.prompt, stages.keys(key, problem.prompt))
-    return score(x, verify(problem.answer, x.action, x.mask))
+    verdict = verify(problem.answer, x.action, x.mask)
+    return score(x, verdict, problem.weight)
 
   return run
+
+
+def verdict_terms(verdict: base.Verdict, split: str, mask_B=None) -> base.Info:
+  """The mean of each term of the reward, where `mask_B` is one."""
+  return {
+    f'{split}/reward/{name}': metrics.mean(term_B, mask_B)
+    for name, term_B in dict(verdict.terms).items()
+  }
 
 
 def samples(x: base.Experience, reward_B) -> dict:

@@ -52,6 +52,7 @@ def describe(
   return _logprob_gap(x) | {
     'rollout/reward': metrics.moments(verdict.reward, real_B),
     'rollout/accuracy': metrics.mean(verdict.correct, real_B),
+    **evaluate_lib.verdict_terms(verdict, 'rollout', real_B),
     'rollout/groups_degenerate': metrics.mean(
       degenerate_N.astype(jnp.float32), real_NG[:, 0]
     ),

@@ -84,8 +84,7 @@ def encode_prompts(tokenizer, texts: Sequence[str], length: int) -> base.Prompt:
   """
   rows = tokenizer(list(texts), add_special_tokens=False)['input_ids']
   for text, row in zip(texts, rows, strict=True):
-    # A tokenizer without an unknown token drops unknown characters silently.
-    lost = _characters(text) - _characters(tokenizer.decode(row))
+    lost = lost_characters(tokenizer, text, row)
     if lost:
       raise ValueError(
         f'The prompt {text!r} has {sorted(lost)}, which this tokenizer cannot '
@@ -96,12 +95,25 @@ def encode_prompts(tokenizer, texts: Sequence[str], length: int) -> base.Prompt:
         f'The prompt {text!r} has {len(row)} tokens and the limit is {length}: '
         'raise prompt_length, or leave out such prompts.'
       )
+  return pad_left(rows, length)
+
+
+def pad_left(rows: Sequence[Sequence[int]], length: int) -> base.Prompt:
+  """Tokens of prompts, padded on the left to `length`."""
   token_BP = np.zeros((len(rows), length), np.int32)
   mask_BP = np.zeros((len(rows), length), np.int32)
   for i, row in enumerate(rows):
     token_BP[i, length - len(row) :] = row
     mask_BP[i, length - len(row) :] = 1
   return base.Prompt(token_BP, mask_BP)
+
+
+def lost_characters(tokenizer, text: str, row: Sequence[int]) -> set[str]:
+  """The characters of a text that its tokens `row` lack.
+
+  A tokenizer without an unknown token drops unknown characters silently.
+  """
+  return _characters(text) - _characters(tokenizer.decode(row))
 
 
 def _characters(text: str) -> set[str]:

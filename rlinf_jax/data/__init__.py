@@ -1,0 +1,1 @@
+"""Questions of your own: files, chat templates, mixtures and their order."""

@@ -1,0 +1,75 @@
+"""Texts of prompts: a template of the question, in the model's chat format."""
+
+from collections.abc import Sequence
+
+from rlinf_jax.data import files
+
+
+def texts(
+  tokenizer,
+  rows: Sequence[files.Row],
+  *,
+  chat: bool = True,
+  system_prompt: str | None = None,
+  template: str = '{prompt}',
+) -> list[str]:
+  """The texts that a model completes, one a row.
+
+  Args:
+    tokenizer: of the model.
+    rows: questions.
+    chat: whether to wrap them in the chat template of the tokenizer.
+    system_prompt: system message of conversations that have none.
+    template: what to make of a question, in terms of `{prompt}`; messages are
+      left as they are.
+
+  Raises:
+    ValueError: if a template is asked for that does not exist, or refuses the
+      messages.
+  """
+  if '{prompt}' not in template:
+    raise ValueError(
+      f'The template {template!r} does not say where the question goes: put '
+      '{prompt} there.'
+    )
+  if chat and not tokenizer.chat_template:
+    raise ValueError(
+      f'The tokenizer of {tokenizer.name_or_path} has no chat template: bind '
+      'CHAT = False to complete questions as they are, or give the folder of '
+      'an instruct model.'
+    )
+  if system_prompt and not chat:
+    raise ValueError(
+      'A system prompt needs the chat template: bind CHAT = True, or put its '
+      'text into the template of questions.'
+    )
+  return [_text(tokenizer, row, chat, system_prompt, template) for row in rows]
+
+
+def _text(tokenizer, row: files.Row, chat, system_prompt, template) -> str:
+  """The text of one row."""
+  if isinstance(row.prompt, str):
+    question = template.replace('{prompt}', row.prompt)
+    messages = [{'role': 'user', 'content': question}]
+  else:
+    messages = list(row.prompt)
+  if not chat:
+    if not isinstance(row.prompt, str):
+      raise ValueError(
+        f'{row.where} has messages, which need a chat template: bind CHAT = '
+        'True, or give questions as text.'
+      )
+    return question
+  if system_prompt and messages[0]['role'] != 'system':
+    messages = [{'role': 'system', 'content': system_prompt}, *messages]
+  import jinja2
+
+  try:
+    return tokenizer.apply_chat_template(
+      messages, tokenize=False, add_generation_prompt=True
+    )
+  except jinja2.TemplateError as error:
+    raise ValueError(
+      f'The chat template of {tokenizer.name_or_path} refuses {row.where}: '
+      f'{error}.'
+    ) from error

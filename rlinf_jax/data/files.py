@@ -1,0 +1,262 @@
+"""Files of questions with answers: JSON lines, CSV and parquet."""
+
+from collections.abc import Iterator, Mapping
+import csv
+import json
+import os
+import pathlib
+from typing import Any, NamedTuple
+
+from rlinf_jax import config_errors
+
+# Columns that may hold the question, the first that a file has.
+PROMPT_COLUMNS = ('prompt', 'question', 'messages', 'problem')
+ROLES = ('system', 'user', 'assistant')
+Message = Mapping[str, str]  # Its 'role' and its 'content'.
+
+
+class Row(NamedTuple):
+  """A question with its answer.
+
+  Attributes:
+    prompt: the question, or the messages of a conversation so far.
+    answer: what a reward is given to compare with.
+    where: file and line, for messages.
+  """
+
+  prompt: str | tuple[Message, ...]
+  answer: str
+  where: str
+
+  @property
+  def question(self) -> str:
+    """The text of the question; of a conversation, its last message."""
+    return (
+      self.prompt
+      if isinstance(self.prompt, str)
+      else self.prompt[-1]['content']
+    )
+
+
+def read(
+  path: str,
+  *,
+  prompt_column: str | None = None,
+  answer_column: str = 'answer',
+  answer_after: str = '####',
+) -> list[Row]:
+  """Reads the rows of a file, whose ending tells its format.
+
+  Args:
+    path: a file that ends in .jsonl, .csv or .parquet; `~` and environment
+      variables such as `$GSM8K_DIR` are expanded.
+    prompt_column: the column of questions; by default, the first of
+      `PROMPT_COLUMNS` that the file has.
+    answer_column: the column of answers. An answer that is not text, such as a
+      list, is handed to rewards as JSON.
+    answer_after: where this marker is in an answer, the answer is what follows
+      its last occurrence, as in GSM8K, whose answers show their working.
+
+  Raises:
+    ImportError: for a parquet file without pyarrow.
+    OSError: if the file cannot be read.
+    ValueError: for an empty file, a missing column, or a row without a question
+      or an answer; names the line.
+  """
+  file = expand(path)
+  if file.suffix not in _READERS:
+    raise ValueError(
+      f'{file} ends in {file.suffix!r}, and files of questions end in '
+      f'{config_errors.join_names(_READERS)}: convert it, or rename it.'
+    )
+  rows = []
+  try:
+    for where, row in _READERS[file.suffix](file):
+      if not rows:
+        prompt_column = _find_columns(row, prompt_column, answer_column, where)
+      prompt = _prompt(row.get(prompt_column), prompt_column, where)
+      answer = _answer(row.get(answer_column), answer_column, where)
+      answer = (
+        answer.rpartition(answer_after)[2].strip()
+        if answer_after
+        else (answer.strip())
+      )
+      if not answer:
+        raise ValueError(
+          f'{where} has nothing in {answer_column!r}: give it an answer, or '
+          'leave the row out.'
+        )
+      rows.append(Row(prompt, answer, where))
+  except UnicodeDecodeError as error:
+    raise ValueError(
+      f'{file} is not text in UTF-8 ({error.reason} at byte {error.start}): '
+      'convert it.'
+    ) from error
+  if not rows:
+    raise ValueError(f'{file} has no rows: give a file with questions.')
+  return rows
+
+
+def expand(path: str) -> pathlib.Path:
+  """The path with `~` and environment variables expanded.
+
+  Raises:
+    FileNotFoundError: if there is no such file.
+    ValueError: if an environment variable is not set.
+  """
+  # An unset variable would become part of a name that looks complete.
+  expanded = os.path.expanduser(os.path.expandvars(path))
+  if '$' in expanded:
+    raise ValueError(
+      f'{path} names an environment variable that is not set: set it to the '
+      'folder, or write the folder out.'
+    )
+  file = pathlib.Path(expanded)
+  if not file.is_file():
+    raise FileNotFoundError(
+      f'There is no file {file} (searched in {pathlib.Path.cwd()}): give the '
+      'path of a file of questions.'
+    )
+  return file
+
+
+def _find_columns(row, prompt_column, answer_column: str, where: str) -> str:
+  """The column of questions, if the file has it and that of answers."""
+  existing = f'columns are {config_errors.join_names(row)}'
+  if prompt_column is None:
+    prompt_column = next((c for c in PROMPT_COLUMNS if c in row), None)
+  elif prompt_column not in row:
+    raise ValueError(
+      f'{where} has no column {prompt_column!r}; its {existing}: bind '
+      'prompt_column to one of them.'
+    )
+  if prompt_column is None:
+    names = config_errors.join_names(PROMPT_COLUMNS)
+    raise ValueError(
+      f'{where} has none of the columns {names}; its {existing}: bind '
+      'prompt_column to the one with the questions.'
+    )
+  # A first row that lacks its answer is a row without one, not a wrong name.
+  if answer_column not in row and len(row) > 1:
+    raise ValueError(
+      f'{where} has no column {answer_column!r}; its {existing}: bind '
+      'answer_column to the one with the answers.'
+    )
+  return prompt_column
+
+
+def _prompt(value: Any, column: str, where: str):
+  """A question as text, or as messages, checked."""
+  if isinstance(value, list) and value:
+    for message in value:
+      _check_message(message, column, where)
+    if value[-1]['role'] != 'user':
+      raise ValueError(
+        f'{where} ends with a message of the {value[-1]["role"]}, which leaves '
+        'nothing to answer: end it with one of the user.'
+      )
+    return tuple(value)
+  if not isinstance(value, str) or not value.strip():
+    raise ValueError(
+      f'{where} has no question in {column!r}: give it a text or a list of '
+      'messages, or leave the row out.'
+    )
+  return _checked_text(value, where)
+
+
+def _check_message(message: Any, column: str, where: str):
+  is_message = (
+    isinstance(message, dict)
+    and message.get('role') in ROLES
+    and isinstance(message.get('content'), str)
+  )
+  if not is_message:
+    raise ValueError(
+      f'{where} has {str(message)[:80]!r} in {column!r}: a message is '
+      '{"role": ..., "content": ...} with a role of '
+      f'{config_errors.join_names(ROLES)}.'
+    )
+  _checked_text(message['content'], where)
+
+
+def _answer(value: Any, column: str, where: str) -> str:
+  """An answer as text."""
+  if value is None or value in ('', [], {}):
+    raise ValueError(
+      f'{where} has no answer in {column!r}: give it one, or leave the row out.'
+    )
+  text = value if isinstance(value, str) else json.dumps(value)
+  return _checked_text(text, where)
+
+
+def _checked_text(text: str, where: str) -> str:
+  """The text, if it can be written in UTF-8: JSON can hold half a character."""
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    raise ValueError(
+      f'{where} has half of a character ({error.object[error.start]!r}), which '
+      'no tokenizer can read: remove it.'
+    ) from error
+  return text
+
+
+def _json_lines(file: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+  """The rows of a file with a JSON object on each line."""
+  with file.open(encoding='utf-8-sig') as lines:
+    for i, line in enumerate(lines, 1):
+      if not line.strip():
+        continue
+      where = f'{file} line {i}'
+      try:
+        row = json.loads(line)
+      except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f'{where} is not JSON ({error}): mend it.') from error
+      if not isinstance(row, dict):
+        raise ValueError(
+          f'{where} is not a JSON object: write rows as {{"prompt": ..., '
+          '"answer": ...}.'
+        )
+      yield where, row
+
+
+def _csv_rows(file: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+  """The rows of a CSV file, whose first line names the columns."""
+  with file.open(encoding='utf-8-sig', newline='') as lines:
+    reader = csv.DictReader(lines)
+    for row in reader:
+      where = f'{file} line {reader.line_num}'
+      if None in row:
+        raise ValueError(
+          f'{where} has more fields than the first line names columns: put '
+          'quotes around a field with a comma in it.'
+        )
+      yield where, row
+
+
+def _parquet_rows(file: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+  """The rows of a parquet file."""
+  try:
+    from pyarrow import parquet
+  except ImportError as error:
+    raise ImportError(
+      f'{file} needs pyarrow, which is not installed: pip install '
+      '"rlinf-jax[parquet]", or convert the file to .jsonl.'
+    ) from error
+  i = 0
+  try:
+    for batch in parquet.ParquetFile(file).iter_batches():
+      for row in batch.to_pylist():
+        i += 1
+        yield f'{file} row {i}', row
+  except parquet.lib.ArrowInvalid as error:
+    raise ValueError(
+      f'{file} is not a parquet file that can be read ({error}).'
+    ) from error
+
+
+_READERS = {
+  '.jsonl': _json_lines,
+  '.csv': _csv_rows,
+  '.parquet': _parquet_rows,
+}

@@ -1,0 +1,64 @@
+"""The order of rows: shuffled by seed and epoch, mixed by weights.
+
+The order is one endless sequence, a function of the seed alone. A position in
+it is a few integers, so a checkpoint stores it and a resumed run continues it.
+"""
+
+from collections.abc import Sequence
+import functools
+
+import numpy as np
+
+
+@functools.lru_cache(maxsize=64)
+def permutation(seed: int, part: int, epoch: int, rows: int) -> np.ndarray:
+  """The order of a file's rows in an epoch."""
+  return np.random.default_rng([seed, part, epoch]).permutation(rows)
+
+
+def take(
+  seed: int, position: np.ndarray, sizes: Sequence[int], weights, n: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """The next `n` rows of a mixture of files.
+
+  The next row comes from the file that is furthest behind its share, so that
+  shares hold at every moment. Within a file, an epoch gives every row once.
+
+  Args:
+    seed: of the order.
+    position: rows taken from each file so far.
+    sizes: rows of each file.
+    weights: the share of each file.
+    n: rows to take.
+
+  Returns:
+    The position afterward, and the numbers of the rows, counted through all
+    files.
+  """
+  shares = np.asarray(weights, float) / np.sum(weights)
+  position = position.copy()
+  starts = np.cumsum([0, *sizes[:-1]])
+  taken = np.zeros(n, np.int64)
+  for i in range(n):
+    part = int(np.argmax(shares * (position.sum() + 1) - position))
+    epoch, index = divmod(int(position[part]), sizes[part])
+    order = permutation(seed, part, epoch, sizes[part])
+    taken[i] = starts[part] + order[index]
+    position[part] += 1
+  return position, taken
+
+
+def batches_by_length(
+  rng: np.random.Generator, rows: np.ndarray, length: np.ndarray, size: int
+) -> np.ndarray:
+  """Cuts rows into batches of similar length, in random order.
+
+  Args:
+    rng: of the order.
+    rows: numbers of rows, a multiple of `size`.
+    length: the length of every row.
+    size: rows a batch.
+  """
+  # Stable, so that equal lengths keep the order of the mixture.
+  by_length = rows[np.argsort(length[rows], kind='stable')]
+  return rng.permutation(by_length.reshape(-1, size))

@@ -1,0 +1,104 @@
+"""Questions as tokens: encoded once, checked and filtered by length."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rlinf_jax.data import files, text_arrays
+from stages import base
+from stages.language import tokens
+
+
+class Prompts(NamedTuple):
+  """Encoded questions.
+
+  Attributes:
+    token: the tokens of each question.
+    length: their number.
+    reference: what a reward is given, of each question.
+  """
+
+  token: list[list[int]]
+  length: np.ndarray
+  reference: text_arrays.Reference
+
+  def batch(self, rows: np.ndarray, length: int) -> base.Problem:
+    """The problems of some rows, padded on the left to `length` tokens."""
+    prompt = tokens.pad_left([self.token[i] for i in rows], length)
+    reference = text_arrays.Reference(*(x[rows] for x in self.reference))
+    return base.Problem(prompt, reference)
+
+
+def encode(
+  tokenizer,
+  rows: Sequence[files.Row],
+  texts: Sequence[str],
+  *,
+  limit: int,
+  drop_long: bool,
+  name: str,
+) -> tuple[list[files.Row], list[list[int]]]:
+  """Encodes the texts of questions, and leaves out those that are too long.
+
+  Args:
+    tokenizer: of the model.
+    rows: the questions.
+    texts: their texts.
+    limit: the most tokens that a text may have.
+    drop_long: whether longer ones are left out, with their number printed, or
+      refused.
+    name: of the file, for messages.
+
+  Returns:
+    The rows that are left, and their tokens.
+
+  Raises:
+    ValueError: for a text without tokens or with characters that the tokenizer
+      does not know, for one over the limit that must not be left out, or if
+      none is left.
+  """
+  kept, encoded, longest = [], [], 0
+  ids = tokenizer(list(texts), add_special_tokens=False)['input_ids']
+  for row, text, token in zip(rows, texts, ids, strict=True):
+    lost = tokens.lost_characters(tokenizer, text, token)
+    if lost:
+      raise ValueError(
+        f'{row.where} has {sorted(lost)}, which this tokenizer cannot encode: '
+        'remove these characters, or use another model.'
+      )
+    if not token:
+      raise ValueError(f'{row.where} has no tokens: leave the row out.')
+    longest = max(longest, len(token))
+    if len(token) <= limit:
+      kept.append(row)
+      encoded.append(token)
+    elif not drop_long:
+      raise ValueError(
+        f'{row.where} has {len(token)} tokens and the limit is {limit}: raise '
+        'prompt_length, or bind drop_long = True to leave such questions out.'
+      )
+  if not kept:
+    raise ValueError(
+      f'All {len(rows)} questions of {name} have more than {limit} tokens (the '
+      f'longest has {longest}): raise prompt_length.'
+    )
+  dropped = len(rows) - len(kept)
+  over = f', {dropped} of more than {limit} tokens left out' if dropped else ''
+  print(
+    f'{name}: {len(kept)} questions, the longest of {longest} tokens{over}.',
+    flush=True,
+  )
+  return kept, encoded
+
+
+def prompts(rows: Sequence[files.Row], encoded: list[list[int]]) -> Prompts:
+  """Questions with their tokens and references."""
+  return Prompts(
+    encoded,
+    np.array([len(token) for token in encoded]),
+    text_arrays.Reference(
+      text_arrays.pack([row.question for row in rows]),
+      text_arrays.pack([row.answer for row in rows]),
+    ),
+  )

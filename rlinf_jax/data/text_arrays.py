@@ -1,0 +1,42 @@
+"""Texts as arrays of bytes, so that they travel with their rows."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxtyping import Array, UInt8
+import numpy as np
+
+
+class Reference(NamedTuple):
+  """What a reward compares a completion with; `base.Problem.answer`.
+
+  Attributes:
+    question: UTF-8 bytes of the question, padded with zeros.
+    answer: UTF-8 bytes of the answer, likewise.
+  """
+
+  question: UInt8[Array, 'B n']
+  answer: UInt8[Array, 'B m']
+
+
+def pack(texts: Sequence[str], width: int | None = None) -> np.ndarray:
+  """UTF-8 bytes of texts, padded with zeros: uint8 [B, width].
+
+  Args:
+    texts: texts without zero bytes at their ends.
+    width: bytes a row; those of the longest text by default, and at least 1.
+  """
+  rows = [text.encode() for text in texts]
+  width = width or max(1, *map(len, rows), 1)
+  packed = np.zeros((len(rows), width), np.uint8)
+  for i, row in enumerate(rows):
+    packed[i, : len(row)] = np.frombuffer(row, np.uint8)
+  return packed
+
+
+def unpack(packed: np.ndarray) -> list[str]:
+  """The texts of rows of bytes."""
+  return [
+    row.tobytes().rstrip(b'\0').decode(errors='replace')
+    for row in np.asarray(packed)
+  ]

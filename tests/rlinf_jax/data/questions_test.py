@@ -1,0 +1,279 @@
+import json
+import os
+import pathlib
+
+import numpy as np
+import pytest
+
+from rlinf_jax.data import files, mixtures, questions, text_arrays
+from stages.language import tokens
+
+TEMPLATE = (
+  '{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:'
+)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """A tokenizer with a chat template, and one file of 10 questions."""
+  folder = tmp_path_factory.mktemp('data')
+  printable = ''.join(map(chr, range(32, 127)))
+  tokenizer = tokens.train_tokenizer(folder / 'plain', [printable] * 2, 99)
+  tokenizer.save_pretrained(folder / 'plain')
+  tokenizer.chat_template = TEMPLATE
+  tokenizer.save_pretrained(folder / 'chat')
+  write(folder / 'ten.jsonl', [row(i) for i in range(10)])
+  return folder
+
+
+def row(i):
+  return {'question': f'{i}+1', 'answer': f'so it is\n#### {i + 1}'}
+
+
+def write(path, rows):
+  path.write_text('\n'.join(map(json.dumps, rows)))
+  return str(path)
+
+
+def source(folder, model='chat', **settings):
+  return questions.questions(
+    str(folder / model),
+    **{
+      'train': str(folder / 'ten.jsonl'),
+      'held_out': str(folder / 'ten.jsonl'),
+      'batch_size': 4,
+      'prompt_length': 40,
+      **settings,
+    },
+  )
+
+
+def asked(batch):
+  return text_arrays.unpack(batch.answer.question)
+
+
+def take(source, n, state=None):
+  state, batches = state or source.init(3), []
+  for _ in range(n):
+    state, batch = source.next(state, {})
+    batches.append(batch)
+  return state, batches
+
+
+def test_formats_give_the_same_rows(tmp_path):
+  jsonl = write(tmp_path / 'a.jsonl', [{'prompt': 'a, "b"', 'answer': 7}])
+  table = tmp_path / 'a.csv'
+  table.write_text('prompt,answer\n"a, ""b""",7\n')
+  for path in jsonl, str(table):
+    (read,) = files.read(path)
+    assert (read.prompt, read.answer) == ('a, "b"', '7')
+
+
+def test_a_parquet_file_is_read_or_names_what_it_needs(tmp_path):
+  path = tmp_path / 'a.parquet'
+  try:
+    import pyarrow
+    from pyarrow import parquet
+  except ImportError:
+    path.write_bytes(b'')
+    with pytest.raises(ImportError, match=r'rlinf-jax\[parquet\]'):
+      files.read(str(path))
+    return
+  table = pyarrow.table({'problem': ['a'], 'answer': ['7']})
+  parquet.write_table(table, path)
+  assert files.read(str(path))[0][:2] == ('a', '7')
+
+
+def test_an_answer_is_what_follows_its_marker(folder):
+  rows = files.read(str(folder / 'ten.jsonl'))
+  assert [x.answer for x in rows] == [str(i + 1) for i in range(10)]
+  (whole, *_) = files.read(str(folder / 'ten.jsonl'), answer_after='')
+  assert whole.answer.startswith('so it is')
+
+
+@pytest.mark.skipif(
+  not os.environ.get('GSM8K_DIR'),
+  reason='GSM8K_DIR is not set to the folder of GSM8K.',
+)
+def test_gsm8k_is_read_as_published():
+  train = files.read('$GSM8K_DIR/train.jsonl')
+  test = files.read('$GSM8K_DIR/test.jsonl')
+  assert (len(train), len(test)) == (7473, 1319)
+  assert (train[0].answer, test[0].answer) == ('72', '18')
+
+
+def test_an_epoch_gives_every_row_once_and_the_next_another_order(folder):
+  _, batches = take(source(folder, batch_size=5), 4)
+  first, second = (
+    [q for batch in batches[i : i + 2] for q in asked(batch)] for i in (0, 2)
+  )
+  assert sorted(first) == sorted(second) == [f'{i}+1' for i in range(10)]
+  assert first != second
+
+
+@pytest.mark.parametrize('buckets', [(), (22, 30)])
+def test_a_resumed_source_goes_on_with_the_same_rows(folder, buckets):
+  settings = {'buckets': buckets, 'batch_size': 3}
+  _, straight = take(source(folder, **settings), 40)
+  state, _ = take(source(folder, **settings), 21)
+  stored = {name: np.array(x) for name, x in state.items()}
+  _, rest = take(source(folder, **settings), 19, stored)
+  assert [asked(x) for x in rest] == [asked(x) for x in straight[21:]]
+
+
+def test_another_seed_gives_another_order(folder):
+  made = source(folder)
+  one, other = (made.next(made.init(seed), {})[1] for seed in (1, 2))
+  assert asked(one) != asked(other)
+
+
+def test_a_mixture_keeps_its_shares_at_every_moment(folder, tmp_path):
+  few = write(
+    tmp_path / 'few.jsonl',
+    [{'question': f'few {i}', 'answer': '1'} for i in range(2)],
+  )
+  weights = {str(folder / 'ten.jsonl'): 3, few: 1}
+  _, batches = take(source(folder, train=weights), 6)
+  for batch in batches:
+    assert sum('few' in q for q in asked(batch)) == 1
+
+
+def test_shares_hold_for_any_weights():
+  position, shares = np.zeros(3, np.int64), np.array([0.5, 0.3, 0.2])
+  for _ in range(20):
+    position, _ = mixtures.take(0, position, [5, 7, 2], shares, 7)
+    assert np.abs(position - position.sum() * shares).max() <= 1
+
+
+def test_buckets_pad_to_few_lengths_and_lose_no_row(folder, tmp_path):
+  rows = [{'prompt': 'a' * (1 + i % 30), 'answer': '1'} for i in range(64)]
+  train = write(tmp_path / 'long.jsonl', rows)
+  made = source(
+    folder, train=train, chat=False, buckets=(8, 16, 24), batch_size=4
+  )
+  _, batches = take(made, 16)
+  shapes = {batch.prompt.token.shape for batch in batches}
+  assert len(shapes) > 2 and shapes <= {(4, n) for n in (8, 16, 24, 40)}
+  got = sorted(len(q) for batch in batches for q in asked(batch))
+  assert got == sorted(len(row['prompt']) for row in rows)
+  real = sum(batch.prompt.mask.sum() for batch in batches)
+  padded = sum(batch.prompt.mask.size for batch in batches)
+  assert real / padded > 0.6  # 0.39 with one length.
+
+
+def test_prompts_are_in_the_chat_format_of_the_model(folder):
+  made = source(folder, system_prompt='Add.', template='{prompt}=?')
+  batch = made.held_out()[0]
+  text = made.text(batch.prompt.token[:1], batch.prompt.mask[:1])
+  assert text == ['system:Add.;user:0+1=?;assistant:']
+  assert asked(batch)[0] == '0+1'
+
+
+def test_messages_are_conversations(folder, tmp_path):
+  messages = [
+    {'role': 'user', 'content': 'a'},
+    {'role': 'assistant', 'content': 'b'},
+    {'role': 'user', 'content': 'c'},
+  ]
+  train = write(tmp_path / 'm.jsonl', [{'messages': messages, 'answer': '1'}])
+  made = source(folder, train=train)
+  batch = made.next(made.init(0), {})[1]
+  text = made.text(batch.prompt.token[:1], batch.prompt.mask[:1])
+  assert text == ['user:a;assistant:b;user:c;assistant:']
+  assert asked(batch)[0] == 'c'
+
+
+def test_rows_that_fill_up_the_last_held_out_batch_weigh_nothing(folder):
+  batches = source(folder, held_out_batch=4).held_out()
+  assert [batch.weight.tolist() for batch in batches] == [
+    [1, 1, 1, 1],
+    [1, 1, 1, 1],
+    [1, 1, 0, 0],
+  ]
+
+
+def test_long_questions_are_dropped_and_counted(folder, tmp_path, capsys):
+  train = write(
+    tmp_path / 'mixed.jsonl',
+    [{'prompt': 'a' * n, 'answer': '1'} for n in (5, 90, 6, 80)],
+  )
+  source(folder, train=train, chat=False, drop_long=True)
+  printed = capsys.readouterr().out
+  assert '2 questions' in printed and '2 of more than 40 tokens' in printed
+  with pytest.raises(ValueError, match='line 2 has 90 tokens .* limit is 40'):
+    source(folder, train=train, chat=False)
+  with pytest.raises(ValueError, match='All 4 .* have more than 3 tokens'):
+    source(folder, train=train, chat=False, drop_long=True, prompt_length=3)
+
+
+BAD_FILES = [
+  ('', 'has no rows'),
+  ('\n\n', 'has no rows'),
+  ('{"prompt": "a", "answer": "1"}\n\n{"prompt": "b"}', 'line 3 has no answer'),
+  ('{"prompt": "a", "answer": null}', 'line 1 has no answer'),
+  ('{"prompt": "a", "answer": "x ####"}', 'line 1 has nothing in'),
+  ('{"prompt": "a", "solution": "1"}', "no column 'answer'.*`solution`"),
+  ('{"ask": "a", "answer": "1"}', 'none of the columns.*`ask`, `answer`'),
+  ('{"prompt": " ", "answer": "1"}', 'line 1 has no question'),
+  ('{"prompt": "a"', 'line 1 is not JSON'),
+  ('[' * 100_000, 'line 1 is not JSON'),
+  ('[1]', 'line 1 is not a JSON object'),
+  ('{"prompt": "\\ud800", "answer": "1"}', 'line 1 has half of a character'),
+  ('{"messages": [{"role": "me"}], "answer": "1"}', 'a message is'),
+  (
+    '{"messages": [{"role": "assistant", "content": "a"}], "answer": "1"}',
+    'ends with a message of the assistant',
+  ),
+]
+
+
+@pytest.mark.parametrize('text, message', BAD_FILES)
+def test_a_bad_file_is_refused_in_a_sentence(tmp_path, text, message):
+  path = tmp_path / 'bad.jsonl'
+  path.write_text(text)
+  with pytest.raises(ValueError, match=message):
+    files.read(str(path))
+
+
+@pytest.mark.parametrize(
+  'path, error, message',
+  [
+    ('nowhere.jsonl', FileNotFoundError, 'no file nowhere.jsonl'),
+    ('$NO_SUCH_FOLDER/a.jsonl', ValueError, 'variable that is not set'),
+    ('a.xlsx', ValueError, "ends in '.xlsx'"),
+  ],
+)
+def test_a_file_that_cannot_be_is_refused(
+  tmp_path, monkeypatch, path, error, message
+):
+  monkeypatch.chdir(tmp_path)
+  pathlib.Path('a.xlsx').touch()
+  with pytest.raises(error, match=message):
+    files.read(path)
+
+
+BAD_SETTINGS = [
+  ({'model': 'plain'}, 'has no chat template'),
+  ({'chat': False, 'system_prompt': 'a'}, 'needs the chat template'),
+  ({'template': 'Add!'}, 'where the question goes'),
+  ({'buckets': (50,)}, r'buckets \[50\]'),
+  ({'train': ()}, "No file is given for 'train'"),
+  ({'prompt_column': 'ask'}, "no column 'ask'"),
+]
+
+
+@pytest.mark.parametrize('settings, message', BAD_SETTINGS)
+def test_bad_settings_are_refused_in_a_sentence(folder, settings, message):
+  with pytest.raises(ValueError, match=message):
+    source(folder, **settings)
+
+
+def test_a_character_that_the_tokenizer_lacks_names_its_line(folder, tmp_path):
+  train = write(tmp_path / 'c.jsonl', [{'prompt': 'é', 'answer': '1'}])
+  with pytest.raises(ValueError, match="line 1 has .*'é'.*cannot encode"):
+    source(folder, train=train, chat=False)
+
+
+def test_texts_survive_as_bytes():
+  texts = ['', 'é ü', '数', 'x' * 30]
+  assert text_arrays.unpack(text_arrays.pack(texts)) == texts
