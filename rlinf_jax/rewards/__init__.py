@@ -1,0 +1,1 @@
+"""Rewards of completions: verified answers, formats, functions of your own."""

@@ -1,0 +1,129 @@
+"""Whether a completion's final answer is right, by `math-verify`.
+
+Answers are compared as mathematics: 1/2 is 0.5, {1,2} is {2,1}. Run it in
+`pool.isolated`: what it parses may take any time and any memory.
+"""
+
+import functools
+import re
+
+from rlinf_jax.rewards import base
+
+# An answer is at the end; what stands before only costs time.
+MAX_CHARACTERS = 10_000
+MARKER = '####'  # Of the final line in GSM8K.
+CHOICE = re.compile(r'\(?([A-J])\)?[.:]?')
+CHOICE_FIRST = re.compile(r'\(?([A-J])\b')
+# The last of these is the choice of a completion without a box.
+STATED_CHOICE = re.compile(
+  r'(?i:answer|choice|option)\s*(?i:is|:)?:?\s*[*$(]*\s*([A-J])\b'
+)
+WORDS = re.compile(r'[^\W\d_]{2,}(?:[ -][^\W\d_]+)*')
+STATED = re.compile(r'(?:answer|result)\s*(?:is|:|=)\s*(.+)', re.I)
+TEXT_COMMAND = re.compile(r'\\(?:text|textbf|mathrm|mathbf)\s*{([^{}]*)}')
+
+
+def correct(completion: base.Completion) -> float:
+  """1 if the final answer of a completion is its answer, else 0.
+
+  The final answer is what follows `####`, or is in `\\boxed{}`, or is stated
+  last. An answer of one letter (A … J) is a multiple choice, and an answer in
+  words is compared letter by letter; all others are compared as mathematics.
+  """
+  gold = _unboxed(completion.answer).strip().strip('$').strip()
+  text = completion.text[-MAX_CHARACTERS:]
+  final = _final(text)
+  if choice := CHOICE.fullmatch(_plain(gold)):
+    return float(_choice(text, final) == choice[1])
+  if WORDS.fullmatch(_plain(gold)):
+    return float(_in_words(text, final).casefold() == _plain(gold).casefold())
+  return float(_equal_mathematics(text if final is None else _box(final), gold))
+
+
+def _final(text: str) -> str | None:
+  """What follows the last marker, or is in the last box; None without both."""
+  marker, box = text.rfind(MARKER), text.rfind('\\boxed')
+  if marker > box:
+    line = text[marker + len(MARKER) :].strip().partition('\n')[0].strip()
+    return _unboxed(line)
+  return content(text)
+
+
+def _unboxed(text: str) -> str:
+  """The content of the last box, or the text if it has none."""
+  inside = content(text)
+  return text if inside is None else inside
+
+
+def content(text: str) -> str | None:
+  r"""The content of the last `\boxed{…}`; None if there is none that closes."""
+  box, depth = text.rfind('\\boxed'), 0
+  start = -1 if box < 0 else text.find('{', box)
+  if start < 0:
+    return None
+  for i in range(start, len(text)):
+    depth += (text[i] == '{') - (text[i] == '}')
+    if depth == 0:
+      return text[start + 1 : i]
+  return None
+
+
+def _box(text: str) -> str:
+  return f'\\boxed{{{text}}}'
+
+
+def _plain(text: str) -> str:
+  """The text without commands that only set its type."""
+  return TEXT_COMMAND.sub(r'\1', text).strip(' \n$*.')
+
+
+def _choice(text: str, final: str | None) -> str | None:
+  """The letter of a multiple choice that a completion ends with."""
+  if final is not None:
+    letter = CHOICE_FIRST.match(_plain(final))
+    return letter[1] if letter else None
+  if stated := STATED_CHOICE.findall(text):
+    return stated[-1]
+  lines = text.strip().splitlines()
+  letter = CHOICE.fullmatch(_plain(lines[-1])) if lines else None
+  return letter[1] if letter else None
+
+
+def _in_words(text: str, final: str | None) -> str:
+  """The words that a completion ends with."""
+  if final is None:
+    stated = STATED.findall(text)
+    lines = text.strip().splitlines()
+    final = stated[-1] if stated else lines[-1] if lines else ''
+  return _plain(final)
+
+
+def _equal_mathematics(text: str, gold: str) -> bool:
+  """Whether the last mathematics of a text equals an answer."""
+  import math_verify
+
+  # A process that ends late calls takes the place of their time limits, which
+  # are signals that only a main thread may ask for.
+  truth = _parsed_answer(gold)
+  found = math_verify.parse(
+    text,
+    extraction_config=[
+      math_verify.LatexExtractionConfig(boxed_match_priority=0),
+      math_verify.ExprExtractionConfig(),
+    ],
+    parsing_timeout=None,
+  )
+  if not found:
+    lines = text.strip().splitlines()
+    stated = STATED.findall(text)
+    last = stated[-1] if stated else lines[-1] if lines else ''
+    found = math_verify.parse(_box(last.strip(' .')), parsing_timeout=None)
+  return math_verify.verify(truth, found, timeout_seconds=None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed_answer(gold: str):
+  """The mathematics of an answer."""
+  import math_verify
+
+  return math_verify.parse(_box(gold), parsing_timeout=None)

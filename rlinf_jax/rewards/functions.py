@@ -1,0 +1,57 @@
+"""Rewards of the form of a completion, as functions of a `base.Completion`."""
+
+from rlinf_jax.rewards import answers, base, pool
+
+
+def correct(
+  *,
+  seconds: float = 5.0,
+  memory: float = 2.0,
+  processes: int | None = None,
+) -> base.Batched:
+  """1 for the right final answer, see `answers.correct`; in isolated processes.
+
+  Args:
+    seconds: as `pool.isolated`.
+    memory: likewise.
+    processes: likewise.
+  """
+  return pool.isolated(
+    answers.correct, seconds=seconds, memory=memory, processes=processes
+  )
+
+
+def boxed(completion: base.Completion) -> float:
+  r"""1 if a completion has one `\boxed{}`, and that with something in it."""
+  text = completion.text[-answers.MAX_CHARACTERS :]
+  return float(text.count('\\boxed') == 1 and bool(answers.content(text)))
+
+
+def thinks(completion: base.Completion) -> float:
+  """1 if a completion is `<think>…</think>` and then an answer, each once."""
+  before, start, rest = completion.text.partition('<think>')
+  thought, end, answer = rest.partition('</think>')
+  tags = completion.text.count('<think>'), completion.text.count('</think>')
+  complete = start and end and tags == (1, 1)
+  return float(
+    bool(complete and not before.strip() and thought.strip() and answer.strip())
+  )
+
+
+def within_length(completion: base.Completion, *, buffer: int = 64) -> float:
+  """0 to −1 over the last tokens before the limit, arXiv:2503.14476 eq. 13.
+
+    0                          where |y| ≤ L − C
+    ((L − C) − |y|) / C        where L − C < |y| ≤ L
+
+  Args:
+    completion: |y| and L are its `tokens` and `limit`.
+    buffer: C, tokens.
+  """
+  over = completion.tokens - (completion.limit - buffer)
+  return -min(max(over / buffer, 0.0), 1.0)
+
+
+def finishes(completion: base.Completion) -> float:
+  """1 if a completion ends before the limit of tokens."""
+  return float(not completion.truncated)

@@ -1,0 +1,167 @@
+"""The stage that rewards completions by a sum of functions."""
+
+from collections.abc import Callable, Sequence
+import functools
+import inspect
+import math
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlinf_jax.data import text_arrays
+from rlinf_jax.rewards import base as rewards_base
+from rlinf_jax.rewards import functions
+import stages
+from stages import base
+from stages.language import tokens
+
+FAILED = 'failed'  # The metric of completions that a function failed on.
+
+
+def verify(
+  checkpoint: str,
+  *,
+  rewards: Sequence[rewards_base.Reward | rewards_base.Batched] | None = None,
+  weights: Sequence[float] | None = None,
+) -> stages.Stage:
+  """A stage `reference, action, mask -> Verdict` that adds up rewards.
+
+    R = Σᵢ wᵢ rᵢ
+
+  Each rᵢ is logged by the name of its function, and so is the share of
+  completions on which some function failed; it gives 0 to those. A completion
+  is correct where the first reward is above 1/2.
+
+  Args:
+    checkpoint: folder of the model whose tokenizer to decode with.
+    rewards: functions of a `Completion`; by default, whether the final answer
+      is right. One that must not stop the run, whatever a completion says, is
+      given by `pool.isolated`.
+    weights: the weight of each; 1 by default.
+
+  Raises:
+    ValueError: for weights that do not fit the rewards, or names that are not
+      different.
+  """
+  tokenizer = tokens.load_tokenizer(checkpoint)
+  rewards = [functions.correct()] if rewards is None else list(rewards)
+  weights = [1.0] * len(rewards) if weights is None else list(weights)
+  if not rewards or len(rewards) != len(weights):
+    raise ValueError(
+      f'There are {len(rewards)} rewards and {len(weights)} weights: give at '
+      'least one reward, and a weight for each.'
+    )
+  terms = [_batched(reward) for reward in rewards]
+  names = [term.name for term in terms]
+  if len({*names, FAILED}) <= len(names):
+    raise ValueError(
+      f'Rewards are logged by their names, which are {names}: give functions '
+      f'of different names, none of them {FAILED!r}.'
+    )
+
+  def reward(reference: text_arrays.Reference, action_BT, mask_BT):
+    completions = _completions(tokenizer, reference, action_BT, mask_BT)
+    scores = {
+      term.name: np.array(term.score(completions), np.float32).reshape(-1)
+      for term in terms
+    }
+    failed_B = np.zeros(len(completions), np.float32)
+    for name, score_B in scores.items():
+      bad_B = ~np.isfinite(score_B)
+      failed_B = np.maximum(failed_B, bad_B)
+      scores[name] = np.where(bad_B, np.float32(0), score_B)
+    total_B = sum(
+      np.float32(weight) * scores[name]
+      for name, weight in zip(names, weights, strict=True)
+    )
+    correct_B = (scores[names[0]] > 0.5).astype(np.float32)
+    return base.Verdict(total_B, correct_B, {**scores, FAILED: failed_B})
+
+  def out_shapes(reference, action, mask):
+    del reference, mask
+    row = jax.ShapeDtypeStruct(action.shape[:1], jnp.float32)
+    return base.Verdict(row, row, dict.fromkeys([*names, FAILED], row))
+
+  return stages.Stage(reward, 'reward', host=True, out_shapes=out_shapes)
+
+
+def _completions(
+  tokenizer, reference: text_arrays.Reference, action_BT, mask_BT
+) -> list[rewards_base.Completion]:
+  """The completions of a batch."""
+  return [
+    rewards_base.Completion(*row, limit=action_BT.shape[1])
+    for row in zip(
+      tokens.decode(tokenizer, action_BT, mask_BT),
+      text_arrays.unpack(reference.question),
+      text_arrays.unpack(reference.answer),
+      mask_BT.sum(1).astype(int).tolist(),
+      strict=True,
+    )
+  ]
+
+
+def _batched(
+  reward: rewards_base.Reward | rewards_base.Batched,
+) -> rewards_base.Batched:
+  """A reward as one of many completions."""
+  if isinstance(reward, rewards_base.Batched):
+    return reward
+  name = getattr(_unwrapped(reward), '__name__', None)
+  if name is None or not callable(reward):
+    raise ValueError(
+      f'{reward!r} is not a reward: give a function of a completion, such as '
+      '@functions.boxed.'
+    )
+  _check_signature(reward, name)
+  warn = _Once()
+
+  def score(completions):
+    values = []
+    for completion in completions:
+      try:
+        values.append(float(reward(completion)))
+      except Exception as error:  # noqa: BLE001 (Foreign code.)
+        warn(
+          f'The reward {name} failed on a completion, which counts as 0 '
+          f'({type(error).__name__}: {error}).'
+        )
+        values.append(math.nan)
+    return values
+
+  return rewards_base.Batched(name, score)
+
+
+def _unwrapped(function: Callable) -> Callable:
+  """The function itself, without what gin or `functools` put around it."""
+  while isinstance(function, functools.partial):
+    function = function.func
+  return inspect.unwrap(function)
+
+
+def _check_signature(reward: Callable, name: str):
+  """Raises ValueError unless a reward can be called with one completion."""
+  try:
+    inspect.signature(reward).bind(None)
+  except TypeError as error:
+    raise ValueError(
+      f'The reward {name}{inspect.signature(reward)} cannot be called with a '
+      f'completion ({error}): write it as `{name}(completion) -> float`; a '
+      'function that makes a reward is called by `()` in a recipe.'
+    ) from error
+
+
+class _Once:
+  """Prints the first message to standard error."""
+
+  def __init__(self):
+    self._lock, self._printed = threading.Lock(), False
+
+  def __call__(self, message: str):
+    with self._lock:
+      if not self._printed:
+        print(message, file=sys.stderr, flush=True)
+      self._printed = True

@@ -1,0 +1,74 @@
+import os
+
+import pytest
+
+from rlinf_jax.data import files
+from rlinf_jax.rewards import answers, base
+
+
+def correct(text, answer):
+  return answers.correct(base.Completion(text, '', answer, 1, 8)) == 1.0
+
+
+RIGHT = [
+  ('The answer is \\boxed{\\frac{1}{2}}', '0.5'),
+  ('so $x=\\frac12$', '1/2'),
+  ('Final answer is $x=3$', '3'),
+  ('It costs \\boxed{1,234} dollars', '1234'),
+  ('We add 3 and 4. The answer is 7.', '7'),
+  ('wrong: \\boxed{3}\nright: \\boxed{4}', '4'),
+  ('\\boxed{\\{1,2\\}}', '\\{2,1\\}'),
+  ('\\boxed{[1,2)}', '[1,2)'),
+  ('[1,2)', '[1,2)'),
+  ('\\boxed{(3, \\frac{\\pi}{2})}', '\\left(3, \\frac{\\pi}{2}\\right)'),
+  ('\\boxed{x^2+2x+1}', '(x+1)^2'),
+  ('\\boxed{5}', 'Hence it is $\\boxed{5}$.'),
+  ('I had 5, then\n#### 6', '6'),
+  ('\\boxed{\\text{(B)}}', 'B'),
+  ('A is wrong. The answer is (B).', 'B'),
+  ('C', 'C'),
+  ('\\boxed{\\text{Paris}}', 'Paris'),
+  ('The answer is Tuesday.', 'Tuesday'),
+]
+WRONG = [
+  ('\\boxed{0.51}', '1/2'),
+  ('\\boxed{3} and not 4', '4'),
+  ('#### 7', '6'),
+  ('\\boxed{[1,2]}', '[1,2)'),
+  ('\\boxed{A}', 'B'),
+  ('the answer is a banana', 'A'),
+  ('\\boxed{Apple}', 'A'),
+  ('\\boxed{siraP}', 'Paris'),  # As a product of letters it is the same.
+  ('', '1'),
+  ('', 'B'),
+  ('', 'Paris'),
+  ('\\boxed{', '1'),
+  ('1 2 3 4 5 6 7 8 9', '5'),
+]
+
+
+@pytest.mark.parametrize('text, answer', RIGHT)
+def test_a_right_answer_is_recognized(text, answer):
+  assert correct(text, answer)
+
+
+@pytest.mark.parametrize('text, answer', WRONG)
+def test_a_wrong_answer_is_not(text, answer):
+  assert not correct(text, answer)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  not os.environ.get('GSM8K_DIR'),
+  reason='GSM8K_DIR is not set to the folder of GSM8K.',
+)
+def test_all_gold_answers_of_gsm8k_are_right_and_all_perturbed_are_wrong():
+  golds = files.read('$GSM8K_DIR/test.jsonl')
+  texts = files.read('$GSM8K_DIR/test.jsonl', answer_after='')
+  assert len(golds) == 1319
+  for row, text in zip(golds, texts, strict=True):
+    working, number = text.answer.rpartition('####')[0], row.answer
+    other = int(number.replace(',', '')) + 1
+    for form in '#### {}', '\\boxed{{{}}}':
+      assert correct(working + form.format(number), number), row.where
+      assert not correct(working + form.format(other), number), row.where

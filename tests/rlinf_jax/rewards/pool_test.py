@@ -1,0 +1,133 @@
+import math
+import time
+
+import pytest
+
+import claims
+import rewards_of_mine
+from rlinf_jax.rewards import answers, base, pool
+
+
+def completions(*texts, answer='1'):
+  return [base.Completion(text, '', answer, 1, 8) for text in texts]
+
+
+@pytest.fixture(scope='module')
+def misbehave():
+  return pool.isolated(rewards_of_mine.misbehave, seconds=0.5, processes=2)
+
+
+FAILURES = 'raise sleep swallow hold fill crash exit text'.split()
+
+
+def test_a_failure_costs_its_own_reward_only(misbehave):
+  texts = [text for failure in FAILURES for text in (failure, 'fine')]
+  scores = misbehave.score(completions(*texts))
+  assert scores[1::2] == [0.5] * len(FAILURES)
+  assert all(map(math.isnan, scores[::2])), scores
+
+
+def test_a_late_call_ends_soon_after_its_limit(misbehave):
+  misbehave.score(completions('fine', 'fine'))
+  start = time.perf_counter()
+  (score,) = misbehave.score(completions('hold'))
+  assert math.isnan(score)
+  assert time.perf_counter() - start < 0.5 + pool.GRACE + 2
+
+
+def test_what_cannot_be_imported_is_refused_at_once():
+  for function in (lambda completion: 1.0, print_nothing()):
+    with pytest.raises(ValueError, match='put a function into a module'):
+      pool.isolated(function)
+
+
+def print_nothing():
+  def inner(completion):
+    return 0.0
+
+  return inner
+
+
+def test_a_module_that_does_not_import_is_named(monkeypatch):
+  monkeypatch.setattr(rewards_of_mine.shout, '__module__', 'no_such_module')
+  made = pool.isolated(rewards_of_mine.shout, processes=1)
+  with pytest.raises(ImportError, match='shout of no_such_module.*No module'):
+    made.score(completions('A'))
+
+
+START = 20.0  # Seconds of a process to import sympy, at the most.
+DEEP = 3000
+# From a language model in bad faith.
+HOSTILE = [
+  '10**10**10',
+  '$10^{10^{10}}$',
+  '\\boxed{10^{10^{10}}}',
+  '\\boxed{9^{9^{9^{9}}}}',
+  '\\boxed{(10^9)!}',
+  '\\boxed{\\sum_{i=1}^{10^{12}} i^2}',
+  '\\boxed{\\int_0^\\infty e^{-x^{77}} \\sin(x^{33}) dx}',
+  '\\boxed{\\prod_{k=1}^{10^8} (1+1/k)}',
+  '{' * 2**20,
+  '\\boxed{' * 2**17,
+  '}' * 2**20,
+  '$' * 2**20,
+  '(' * DEEP + '1' + ')' * DEEP,
+  '\\boxed{' + '(' * DEEP + '1' + ')' * DEEP + '}',
+  '\\boxed{' + '\\frac{1}{' * DEEP + '1' + '}' * DEEP + '}',
+  '\\boxed{' + '\\sqrt{' * DEEP + '2' + '}' * DEEP + '}',
+  '\\boxed{' + '1+' * DEEP + '1}',
+  '\\boxed{' + '-' * DEEP + '1}',
+  '\\boxed{' + 'x^' * DEEP + '2}',
+  '9' * 2**20,
+  '\\boxed{' + '9' * 9000 + '}',
+  '\\boxed{0.' + '3' * 9000 + '}',
+  '1,' * 2**19,
+  '\0' * 2**10,
+  '\\boxed{\0}',
+  '\ud800',
+  '\\boxed{\udfff}',
+  '\u202e1\u202c',
+  '\\boxed{١٢}',
+  '\\boxed{\\infty-\\infty}',
+  '\\boxed{1/0}',
+  '\\boxed{0^0}',
+  '\\boxed{\\text{' + 'a' * 9000 + '}}',
+  '\\boxed{__import__("os").system("false")}',
+  'the answer is ' * 50_000,
+  '#### ' * 50_000,
+  '\\begin{pmatrix}' + '1 & ' * 2000 + '\\end{pmatrix}',
+  '\\boxed{\\{' + ','.join(map(str, range(2000))) + '\\}}',
+  '\\boxed{x \\in (-\\infty, ' + '(' * 100 + '}',
+  '\\boxed{\\lim_{x \\to 0} \\frac{\\sin x}{x}}',
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'tail', claims.some(('', '\n', ' .', '}', '$'), keep=[''])
+)
+def test_hostile_texts_end_within_their_limit_and_are_wrong(tail, monkeypatch):
+  limit, seconds = 1.0, {}
+  call = pool.Pool._call
+
+  def timed(self, completion):
+    start = time.perf_counter()
+    score = call(self, completion)
+    seconds[completion.text] = time.perf_counter() - start
+    return score
+
+  monkeypatch.setattr(pool.Pool, '_call', timed)
+  judge = pool.isolated(answers.correct, seconds=limit, processes=2)
+  texts = [text + tail for text in HOSTILE]
+  scores = judge.score(completions(*texts, answer='271828'))
+  assert not any(score > 0 for score in scores)
+  # The first call, and one after a call that had to be killed, starts a
+  # process; and rows wait for one another.
+  assert max(seconds.values()) < START + 2 * (limit + pool.GRACE)
+  fine = judge.score(completions(*['#### 2'] * 20, answer='2'))
+  assert fine == [1.0] * 20
+
+
+def test_rewards_are_in_the_order_of_completions():
+  made = pool.isolated(rewards_of_mine.shout, processes=2)
+  assert made.score(completions(*'AbCdEf')) == [1.0, 0.0] * 3
