@@ -80,7 +80,8 @@ class Roofline:
     self.measured, self.assumed = measured, assumed
     self.capacity = cluster.capacity
     self.axes = functools.cache(self._axes)
-    self._memo, self._places = {}, {}
+    self._memo = {}
+    self._peaks = memory.MemoryModel(works, self.layout)
 
   def with_measurements(
     self, measured: measured_lib.Measurements
@@ -377,13 +378,7 @@ class Roofline:
     self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
   ) -> breakdown.CostBreakdown:
     """Returns the peak bytes on a device of a place, by component."""
-    key = id(flow), tuple(chosen.stages.items()), tuple(chosen.places)
-    if key not in self._places:
-      self._places[key] = flow, memory.homes(flow, chosen)
-    _, (where, homes) = self._places[key]
-    stage, parts = memory.parts(
-      flow, chosen, place, where, homes, self.works, self.layout
-    )
+    stage, parts = self._peaks.parts(flow, chosen, place)
     total = sum(number.value for number in parts.values())
     during = {f'{name}, during {stage}': n for name, n in parts.items()}
     return breakdown.CostBreakdown(
