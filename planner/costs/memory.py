@@ -179,8 +179,10 @@ def within(flow, node, chosen, axes, works, layout) -> dict[str, Estimate]:
   parameters = collectives.Parameters(flow, node, layout)
   rows = max((flow.values[v].shape[0] for v in node.rows), default=0)
   at_once = chosen.micro_batch.get(node.name) or rows / chosen.pieces
-  call = call.near(at_once)
-  alive = call.per_row.bytes_alive * at_once / layout.row_ways(axes)
+  # What a stage does at once may depend on the rows of a device.
+  local_rows = at_once / layout.row_ways(axes)
+  call = call.near(local_rows)
+  alive = call.per_row.bytes_alive * local_rows
   fixed = call.fixed.bytes_alive * parameters.share(axes)
   matmul = call.fixed.matmul | call.per_row.matmul
   item = max(map(collectives.item_bytes, matmul), default=0)

@@ -261,12 +261,14 @@ class Roofline:
       tag = 'assumed' if 'assumed' in tags else 'modeled'
       total = sum(number.value for number in parts.values())
       return breakdown.CostBreakdown(Estimate(total, tag), parts)
-    call = call.near(rows)
     device, assumed, axes = self.cluster.device, self.assumed, placement.axes
     parameters = collectives.Parameters(flow, node, self.layout)
+    # What a stage does at once may depend on the rows of a device.
+    local_rows = rows / self.layout.row_ways(axes)
+    call = call.near(local_rows)
     if rows:
       ways = parameters.ways(axes)
-      share = 1 / ways, rows / self.layout.row_ways(axes) / ways
+      share = 1 / ways, local_rows / ways
     else:
       share = self._share(flow, node, axes), 0.0
     own = call.fixed.weighted(share[0], call.per_row, share[1])
@@ -280,7 +282,7 @@ class Roofline:
       device.memory_bandwidth * assumed.memory_efficiency
     )
     # Each device launches every kernel, on its share of the numbers.
-    gaps = call.at(rows).kernels * device.kernel_gap_seconds
+    gaps = call.at(local_rows).kernels * device.kernel_gap_seconds
     parts = {
       'launch': Estimate(device.launch_seconds, 'assumed'),
       'gaps between kernels': Estimate(turns * gaps, 'assumed'),

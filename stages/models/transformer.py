@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 import numpy as np
 
-from sharding import rules
+from sharding import row_map, rules
 from stages.models import mixed_precision
 from stages.models import rope as rope_lib
 
@@ -245,18 +245,12 @@ class Transformer(nn.Module):
     )(c)
 
   def embed(self, token_BT):
-    # Padding may hold any id; one out of range would give NaN.
-    x_BTD = jnp.take(self.embed_VD, token_BT, axis=0, mode='clip')
-    return x_BTD.astype(self.config.dtype)
+    return self._look_up(self.embed_VD, token_BT)
 
   def logits(self, x_BTD):
-    """Logits of the next token, in float32 or wider."""
-    x_BTD = mixed_precision.rms_norm(
-      x_BTD, self.norm_D, self.config.norm_epsilon
-    )
-    if self.config.tie_embeddings:
-      return mixed_precision.product('BTD,VD->BTV', x_BTD, self.embed_VD)
-    return mixed_precision.product('BTD,DV->BTV', x_BTD, self.unembed_DV)
+    """As `output_logits`."""
+    params = {x: getattr(self, x) for x in output_names(self.config)}
+    return output_logits(self.config, params, x_BTD)
 
   def prefill(self, token_NP, mask_NP) -> PromptCache:
     """Keys and values of prompts, padded anywhere."""
@@ -283,21 +277,51 @@ class Transformer(nn.Module):
       return jnp.concatenate([x_NP, x_BT.reshape(N, -1)], axis=1)
 
     position_NS = pack(positions(mask_NP), position_BT)
-    x_NSD, _ = self._stack(
-      pack(token_NP, token_BT), position_NS, _causal(mask_NP), mask_BTC
+    x_NSD = row_map.map_rows(
+      lambda params, token_NS: self._look_up(params['embed_VD'], token_NS),
+      {'embed_VD': self.embed_VD},
+      pack(token_NP, token_BT),
+      dtype=self.config.dtype,
     )
+    x_NSD, _ = self._stack(x_NSD, position_NS, _causal(mask_NP), mask_BTC)
     return x_NSD[:, P:].reshape(B, T, -1)
 
-  def _stack(self, token_NS, position_NS, mask_NPP, mask_BTC):
+  def _look_up(self, embed_VD, token_BT):
+    # Padding may hold any id; one out of range would give NaN.
+    x_BTD = jnp.take(embed_VD, token_BT, axis=0, mode='clip')
+    return x_BTD.astype(self.config.dtype)
+
+  def _stack(self, x_NSD, position_NS, mask_NPP, mask_BTC):
     angles = rope_lib.angles(self.config.rope, self.config.W, position_NS)
-    return self.layers(self.embed(token_NS), *angles, mask_NPP, mask_BTC)
+    return self.layers(x_NSD, *angles, mask_NPP, mask_BTC)
 
   def _prompts(self, token_NP, mask_NP):
-    return self._stack(token_NP, positions(mask_NP), _causal(mask_NP), None)
+    return self._stack(
+      self.embed(token_NP), positions(mask_NP), _causal(mask_NP), None
+    )
 
   def __call__(self, token_NP, mask_NP):
     """Logits after every token of padded sequences: the plain forward pass."""
     return self.logits(self._prompts(token_NP, mask_NP)[0])
+
+
+def output_names(config: Config) -> tuple[str, str]:
+  """Names of the parameters of the final norm and of the output layer."""
+  return 'norm_D', 'embed_VD' if config.tie_embeddings else 'unembed_DV'
+
+
+def output_logits(config: Config, params, x_BTD):
+  """Logits of the next token from final hidden states, in float32 or wider.
+
+  Args:
+    config: dimensions of the model.
+    params: those of `output_names`, by name.
+    x_BTD: final hidden states.
+  """
+  x_BTD = mixed_precision.rms_norm(x_BTD, params['norm_D'], config.norm_epsilon)
+  if config.tie_embeddings:
+    return mixed_precision.product('BTD,VD->BTV', x_BTD, params['embed_VD'])
+  return mixed_precision.product('BTD,DV->BTV', x_BTD, params['unembed_DV'])
 
 
 def positions(mask_NP):
