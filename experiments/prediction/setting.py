@@ -16,7 +16,7 @@ from rlinf_jax.run import allocator as allocator_lib
 from sharding import rules
 from stages import workflows
 from stages.learn import losses, optimizers
-from stages.models import qwen
+from stages.models import huggingface
 from stages.tasks import arithmetic
 
 PROBLEMS, GROUP = 16, 8
@@ -58,7 +58,7 @@ def job(folder: str):
 def recipe(checkpoint: str, problems: int):
   """Workflow and source of a step of so many prompts."""
   workflow = workflows.grpo(
-    qwen.policy(checkpoint, response_length=40),
+    huggingface.policy(checkpoint, response_length=40),
     arithmetic.verify(checkpoint),
     optimizers.adamw(4e-4),
     group=GROUP,

@@ -20,7 +20,7 @@ from rlinf_jax.engines import vllm, vllm_engine
 import stages
 from stages import base
 from stages.language import policy_stages
-from stages.models import qwen
+from stages.models import huggingface
 from stages.tasks import arithmetic
 
 PROMPTS, GROUP, LENGTH, PROMPT = 56, 8, 40, 10  # Of the arithmetic job.
@@ -59,8 +59,10 @@ def main():
   prompt = jax.tree.map(lambda x: np.repeat(x, GROUP, axis=0), problem.prompt)
   pairs = zip(*prompt, strict=True)
   rows = [token_P[mask_P > 0].tolist() for token_P, mask_P in pairs]
-  stop = qwen.stop_tokens(checkpoint)
-  policy = functools.partial(qwen.policy, checkpoint, response_length=LENGTH)
+  stop = huggingface.stop_tokens(checkpoint)
+  policy = functools.partial(
+    huggingface.policy, checkpoint, response_length=LENGTH
+  )
   ours, theirs = policy(), policy(engine=vllm.engine)
   params = ours.init(jax.random.key(0))
   acts = {
@@ -68,7 +70,7 @@ def main():
     'our own loop': policy_stages.act(ours, 'generate', group_size=GROUP),
   }
   settings = vllm_engine.Settings(
-    checkpoint, qwen.load_config(checkpoint).dtype, 256, 2**30, None
+    checkpoint, huggingface.load_config(checkpoint).dtype, 256, 2**30, None
   )
   rates = {name: [] for name in (*acts, 'bare')}
   for turn in range(rounds + 1):

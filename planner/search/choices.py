@@ -10,7 +10,6 @@ from planner.explain import formatting
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import program
-from planner.search import deadline as deadline_lib
 from planner.search import grouping, memo
 from planner.search import pieces as pieces_lib
 
@@ -52,12 +51,10 @@ class Choices:
     offloads: every subset of the stages that may be offloaded.
     infeasible: plans that need too much memory, the nearest to fitting first:
       bytes needed over bytes available, the plan, and a sentence.
-    deadline: when to stop; asked before each option of a place.
   """
 
-  def __init__(self, flow, model, space, deadline=deadline_lib.NEVER):
+  def __init__(self, flow, model, space):
     self.flow, self.model, self.space = flow, model, space
-    self.deadline = deadline
     self.costs = memo.MemoizedModel(model)
     self.units = space.devices // space.unit
     self.groups = grouping.groups(flow, space.colocated)
@@ -160,7 +157,6 @@ class Choices:
     """
     key = cut.pieces, *option
     if key not in self._columns:
-      self.deadline.check()
       self._columns[key] = self._column(cut, *option)
     return self._columns[key]
 
@@ -178,7 +174,6 @@ class Choices:
     """Returns the least seconds of every node by its units, [N, units + 1]."""
     least = np.full((len(cut.flow.nodes), self.units + 1), np.inf)
     for units in range(1, self.units + 1):
-      self.deadline.check()
       axes = self.group_axes(units)
       for i, node in enumerate(cut.flow.nodes):
         if i in cut.floating:
@@ -302,15 +297,13 @@ class Choices:
         self.options(cut, other, size)[:1]
         for other, size in zip(blocks, sizes, strict=True)
       ]
-      fits = []
+      self._fits[key] = fits = []
       for option in self.options(cut, block, units):
-        self.deadline.check()
         given[b] = [option]
         axes, rows = zip(*(options[0] for options in given), strict=True)
         choice = Choice(cut.pieces, part, tuple(sizes), axes, rows, offload)
         if not self.overflows(choice, b):
           fits.append(option)
-      self._fits[key] = fits
     return self._fits[key]
 
   def _smallest(self, block: int):

@@ -20,7 +20,7 @@ from rlinf_jax.engines import vllm_engine
 import stages
 from stages import base
 from stages.language import sample
-from stages.models import transformer, weights
+from stages.models import huggingface, transformer, weights
 
 # Read by vLLM and by torch, which a tokenizer may import first: so they are set
 # when this module is imported. Values that a user has set are kept.
@@ -72,7 +72,7 @@ def engine(
     ImportError: if vLLM is not installed.
     ValueError: for a distribution or a model that vLLM does not support.
   """
-  _check_supported(config, sampling)
+  _check_supported(checkpoint, config, sampling)
   llm = vllm_engine.get(
     vllm_engine.Settings(
       checkpoint,
@@ -185,7 +185,9 @@ class _Generator:
     )
 
 
-def _check_supported(config: transformer.Config, sampling: sample.Sampling):
+def _check_supported(
+  checkpoint: str, config: transformer.Config, sampling: sample.Sampling
+):
   """Raises an error if vLLM is missing or does not support these settings."""
   if importlib.util.find_spec('vllm') is None:
     raise ImportError(
@@ -197,11 +199,18 @@ def _check_supported(config: transformer.Config, sampling: sample.Sampling):
       f'vLLM samples at temperatures of {MIN_TEMPERATURE} or more, and this is '
       f'{sampling.temperature}: raise it, or leave the engine out.'
     )
+  if huggingface.model_type(checkpoint) != 'qwen2':
+    return
   if config.H * config.W != config.D:
     raise ValueError(
       'vLLM supports this kind of model if its heads together are as wide as '
       f'the model; here {config.H} heads of width {config.W} are in a model of '
       f'width {config.D}: leave the engine out.'
+    )
+  if config.window is not None:
+    raise ValueError(
+      'vLLM was not tried with the sliding windows of Qwen2: leave the engine '
+      'out.'
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from stages.language import tokens
-from stages.models import qwen, transformer, weights
+from stages.models import huggingface, transformer
 
 
 def checkpoint(
@@ -65,9 +65,8 @@ def checkpoint(
     rope=transformer.rope_lib.RopeConfig(theta=rope_theta),
   )
   end = tokenizer.eos_token_id
-  qwen.save_config(part, config, eos_token_id=end, pad_token_id=end)
   fresh = transformer.init_params(config, jax.random.key(seed))
-  weights.save(part, fresh, qwen.NAMES)
+  huggingface.save(part, fresh, config, eos_token_id=end, pad_token_id=end)
   part.replace(model)
   return str(model)
 

@@ -10,7 +10,7 @@ from jaxtyping import Array
 from sharding import rules
 from stages import base
 from stages.language import kv_cache, sample
-from stages.models import rope, transformer
+from stages.models import attention, rope, transformer
 
 
 class SplitPrompt(NamedTuple):
@@ -154,27 +154,57 @@ def _decode(
   c, t = model.config, state.t
   variables, block = {'params': params}, transformer.Block(model.config)
   position_B1 = (split.position_B + length_B + t)[:, None]
-  cos_B1R, sin_B1R = rope.angles(c.rope, c.W, position_B1)
   T = state.completions.mask.shape[1]
   column_1T = jnp.arange(T)[None]
   past_BT = (column_1T <= t) | (column_1T >= T - length_B[:, None])
+  # By whether a layer has a window: angles, and tokens that it reaches.
+  context = {False: (*rope.angles(c.rope, c.W, position_B1), None)}
+  if c.window is not None:
+    near_BC = _near(c, split, position_B1[:, 0], length_B, t, T)
+    angles = rope.angles(c.local_rope or c.rope, c.W, position_B1)
+    context[True] = (*angles, near_BC)
   x_B1D = model.apply(variables, state.token_B[:, None], method='embed')
   caches = []
-  for (own, key_NKPW, value_NKPW), cache in zip(
-    layers, state.caches, strict=True
+  for i, ((own, key_NKPW, value_NKPW), cache) in enumerate(
+    zip(layers, state.caches, strict=True)
   ):
     own = {'params': own}
+    cos_B1R, sin_B1R, near_BC = context[c.is_local(i)]
     q_B1HW, k_B1KW, v_B1KW = block.apply(
       own, x_B1D, cos_B1R, sin_B1R, method='project'
     )
     cache = kv_cache.update(cache, t, k_B1KW, v_B1KW)
     seen_B1HW = kv_cache.attention(
-      q_B1HW, cache, past_BT, key_NKPW, value_NKPW, split.mask_NP
+      c, q_B1HW, cache, key_NKPW, value_NKPW, split.mask_NP, past_BT, near_BC
     )
     x_B1D = block.apply(own, x_B1D, seen_B1HW, method='finish')
     caches.append(cache)
   logit_B1V = model.apply(variables, x_B1D, method='logits')
   return logit_B1V, tuple(caches)
+
+
+def _near(
+  c: transformer.Config, split: SplitPrompt, position_B, length_B, t, T
+):
+  """Where tokens of the prompt, then of the cache, lie in the local window."""
+  group_size = position_B.shape[0] // split.mask_NP.shape[0]
+  column_1T = jnp.arange(T)[None]
+  length_B1 = length_B[:, None]
+  # Old tokens lie at the right end, see `DecodeState`.
+  order_BT = jnp.where(
+    column_1T <= t, length_B1 + column_1T, length_B1 + column_1T - T
+  )
+  prompt_NP = transformer.positions(split.mask_NP)
+  position_BC = jnp.concatenate(
+    [
+      jnp.repeat(prompt_NP, group_size, axis=0),
+      split.position_B[:, None] + order_BT,
+    ],
+    axis=1,
+  )
+  return attention.within_window(position_B[:, None], position_BC, c.window)[
+    :, 0
+  ]
 
 
 def generate(

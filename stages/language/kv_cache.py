@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from stages.models import attention as attention_lib
 from stages.models import mixed_precision, transformer
 
 
@@ -38,17 +39,38 @@ def update(cache: LayerCache, t, k_B1KW, v_B1KW) -> LayerCache:
   return LayerCache(write(cache.key, k_B1KW), write(cache.value, v_B1KW))
 
 
-def attention(q_B1HW, cache: LayerCache, past_BT, k_NKPW, v_NKPW, mask_NP):
+def attention(
+  config: transformer.Config,
+  q_B1HW,
+  cache: LayerCache,
+  k_NKPW,
+  v_NKPW,
+  mask_NP,
+  past_BT,
+  near_BC=None,
+):
   """Attention of one query a row to its prompt and to its tokens `past_BT`.
 
   One softmax covers both parts. Scores are in float32 or wider and never
   rounded to the dtype of the keys; neither is the sum of the two parts.
   `jax.nn.dot_product_attention` would need a copy of the prompt's keys for
   every row of the group at every token.
+
+  Args:
+    config: dimensions and settings of the model.
+    q_B1HW: queries.
+    cache: keys and values of the completions.
+    k_NKPW: keys of the prompts.
+    v_NKPW: values of the prompts.
+    mask_NP: one on tokens of the prompts.
+    past_BT: where the cache holds tokens.
+    near_BC: tokens of the prompt, then of the cache, within the layer's window;
+      None if it has none.
   """
   B, _, H, W = q_B1HW.shape
   N, K, P, _ = k_NKPW.shape
-  J, scale = H // K, W**-0.5
+  J = H // K
+  scale = W**-0.5 if config.query_scale is None else config.query_scale
   q_BKJW = q_B1HW.reshape(B, K, J, W)
   # All queries that share a prompt and a key head: [N, K, queries, W].
   q_NKQW = q_BKJW.reshape(N, B // N, K, J, W).swapaxes(1, 2)
@@ -57,8 +79,13 @@ def attention(q_B1HW, cache: LayerCache, past_BT, k_NKPW, v_NKPW, mask_NP):
   wide = mixed_precision.wide_dtype(q_B1HW.dtype)
   einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
   ahead_NKQP = einsum('NKQW,NKPW->NKQP', q_NKQW, k_NKPW)
-  ahead_NKQP = jnp.where(mask_NP[:, None, None] > 0, ahead_NKQP, -jnp.inf)
   own_BKJT = einsum('BKJW,BKTW->BKJT', q_BKJW, cache.key)
+  if config.score_softcap is not None:
+    ahead_NKQP, own_BKJT = (
+      attention_lib.soft_cap(x * scale, config.score_softcap)
+      for x in (ahead_NKQP, own_BKJT)
+    )
+  ahead_NKQP = jnp.where(mask_NP[:, None, None] > 0, ahead_NKQP, -jnp.inf)
   own_BKJT = jnp.where(past_BT[:, None, None], own_BKJT, -jnp.inf)
 
   def by_row(x_NKQX):
@@ -69,7 +96,11 @@ def attention(q_B1HW, cache: LayerCache, past_BT, k_NKPW, v_NKPW, mask_NP):
     x = x_BKJX.reshape(N, B // N, K, J, -1).swapaxes(1, 2)
     return x.reshape(N, K, B // N * J, -1)
 
-  score = jnp.concatenate([by_row(ahead_NKQP), own_BKJT], axis=-1) * scale
+  score = jnp.concatenate([by_row(ahead_NKQP), own_BKJT], axis=-1)
+  if near_BC is not None:
+    score = jnp.where(near_BC[:, None, None], score, -jnp.inf)
+  if config.score_softcap is None:
+    score *= scale
   weight = jax.nn.softmax(score, axis=-1).astype(cache.value.dtype)
   seen_NKQW = einsum('NKQP,NKPW->NKQW', by_group(weight[..., :P]), v_NKPW)
   seen_BKJW = einsum('BKJT,BKTW->BKJW', weight[..., P:], cache.value)

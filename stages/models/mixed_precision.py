@@ -17,25 +17,26 @@ def wide_dtype(dtype):
   return jnp.promote_types(dtype, jnp.float32)
 
 
-def rms_norm(x_BTD, scale_D, norm_epsilon):
-  """RMSNorm, arXiv:1910.07467, in float32 or wider.
+def rms_norm(x, scale, norm_epsilon):
+  """RMSNorm over the last dimension, arXiv:1910.07467, in float32 or wider.
 
-  The result has the dtype of `x_BTD`. The gradient of the scale is a sum over
-  all tokens, so the scale is used in float32 and the product is rounded.
+  The result has the dtype of `x`. The gradient of the scale is a sum over all
+  tokens, so the scale is used in float32 and the product is rounded.
   """
-  if x_BTD.dtype == wide_dtype(x_BTD.dtype):
-    return _rms_norm(x_BTD, scale_D, norm_epsilon)
+  if x.dtype == wide_dtype(x.dtype):
+    return _rms_norm(x, scale, norm_epsilon)
   # Recompute in the backward pass: otherwise it keeps float32 activations.
   norm = jax.checkpoint(_rms_norm, prevent_cse=False, static_argnums=2)
-  return norm(x_BTD, scale_D, norm_epsilon)
+  return norm(x, scale, norm_epsilon)
 
 
-def _rms_norm(x_BTD, scale_D, norm_epsilon):
-  wide = wide_dtype(x_BTD.dtype)
-  wide_BTD = x_BTD.astype(wide)
-  mean_BT1 = jnp.mean(wide_BTD * wide_BTD, -1, keepdims=True)
-  normal_BTD = wide_BTD * jax.lax.rsqrt(mean_BT1 + norm_epsilon)
-  return (normal_BTD * scale_D[None, None].astype(wide)).astype(x_BTD.dtype)
+def _rms_norm(x, scale, norm_epsilon):
+  wide = wide_dtype(x.dtype)
+  wide_x = x.astype(wide)
+  mean = jnp.mean(wide_x * wide_x, -1, keepdims=True)
+  normal = wide_x * jax.lax.rsqrt(mean + norm_epsilon)
+  scale = jnp.expand_dims(scale, range(x.ndim - 1)).astype(wide)
+  return (normal * scale).astype(x.dtype)
 
 
 def product(equation: str, x, weight):

@@ -1,14 +1,17 @@
-"""A decoder-only transformer of the Qwen2 family.
+"""A decoder-only transformer: Qwen2, Qwen3, Llama, Mistral and Gemma.
 
-Grouped-query attention with biases, rotary positions, RMSNorm and a gated
-feed-forward. The completions of a group share their prompt, so a sequence is
-processed in two parts: the prompt once a group, then each completion, which
-attends to the keys of its prompt and to its own. Training and generation do
-this in the same way.
+Grouped-query attention, rotary positions, RMSNorm and a gated feed-forward;
+`Config` selects what the architectures differ in. The completions of a group
+share their prompt, so a sequence is processed in two parts: the prompt once a
+group, then each completion, which attends to the keys of its prompt and to its
+own. Training and generation do this in the same way.
+
+Layers are scanned. Layers with a sliding window take the positions and the
+masks of local attention by a flag that is scanned beside their parameters.
 """
 
-import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 from flax import linen as nn
@@ -17,67 +20,17 @@ import jax.numpy as jnp
 from jaxtyping import Array
 import numpy as np
 
-from sharding import row_map, rules
-from stages.models import mixed_precision
+from sharding import rules
+from stages.models import attention, mixed_precision
+from stages.models import config as config_lib
 from stages.models import rope as rope_lib
 
+Config = config_lib.Config
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-  """Dimensions and settings of a model; letters as in `stages/base.py`.
-
-  Attributes:
-    V: vocabulary size.
-    D: model width.
-    L: number of layers.
-    H: number of query heads.
-    K: number of key-value heads; each serves H / K query heads.
-    W: width of a head.
-    F: width of the feed-forward.
-    rope: rotary position embedding.
-    norm_epsilon: ε of RMSNorm.
-    qkv_bias: whether query, key and value have biases.
-    tie_embeddings: whether the output layer is the embedding.
-    dtype: type of the arithmetic. Parameters are stored in float32 or wider:
-      in bfloat16, updates below 1/256 of a weight would be rounded away.
-    remat: activations stored for the backward pass: 'none' to store all, or
-      the name of a policy in `jax.checkpoint_policies`, such as
-      'nothing_saveable'.
-    init_stddev: standard deviation of random weights.
-  """
-
-  V: int
-  D: int
-  L: int
-  H: int
-  K: int
-  W: int
-  F: int
-  rope: rope_lib.RopeConfig = rope_lib.RopeConfig()
-  norm_epsilon: float = 1e-6
-  qkv_bias: bool = True
-  tie_embeddings: bool = True
-  dtype: str = 'float32'
-  remat: str = 'none'
-  init_stddev: float = 0.02
-
-  @property
-  def param_dtype(self):
-    """The type that parameters are stored in."""
-    return mixed_precision.wide_dtype(jnp.dtype(self.dtype))
-
-  def __post_init__(self):
-    if self.H % self.K:
-      raise ValueError(
-        f'{self.H} query heads cannot share {self.K} key-value heads evenly.'
-      )
-    if self.remat != 'none' and not hasattr(
-      jax.checkpoint_policies, self.remat
-    ):
-      raise ValueError(
-        f"remat {self.remat!r} is neither 'none' nor a policy of "
-        'jax.checkpoint_policies.'
-      )
+ACTIVATIONS = {
+  'silu': nn.silu,
+  'gelu_tanh': functools.partial(nn.gelu, approximate=True),
+}
 
 
 class PromptCache(NamedTuple):
@@ -90,23 +43,6 @@ class PromptCache(NamedTuple):
 
   key: Array
   value: Array
-
-
-def attention(q_BTHW, k_BCKW, v_BCKW, mask_BTC):
-  """Attention where `mask_BTC` is true, with a softmax in float32 or wider."""
-  if q_BTHW.dtype != jnp.float64:
-    return jax.nn.dot_product_attention(
-      q_BTHW, k_BCKW, v_BCKW, mask=mask_BTC[:, None]
-    )
-  # The library computes every softmax in float32, an error of 1e-6 in float64.
-  B, T, H, W = q_BTHW.shape
-  K = k_BCKW.shape[2]
-  q_BTKJW = q_BTHW.reshape(B, T, K, H // K, W)
-  score_BKJTC = jnp.einsum('BTKJW,BCKW->BKJTC', q_BTKJW, k_BCKW) * W**-0.5
-  score_BKJTC = jnp.where(mask_BTC[:, None, None], score_BKJTC, -1e300)
-  weight_BKJTC = jax.nn.softmax(score_BKJTC, axis=-1)
-  seen_BTKJW = jnp.einsum('BKJTC,BCKW->BTKJW', weight_BKJTC, v_BCKW)
-  return seen_BTKJW.reshape(B, T, H, W)
 
 
 def _parameter(module, name, *shape):
@@ -128,6 +64,30 @@ def _matrix(module, name, *shape):
   return _parameter(module, name, *shape).astype(module.config.dtype)
 
 
+def _rms_norm(config: Config, x, scale):
+  """RMSNorm over the last dimension, with the scale as `config` stores it."""
+  if config.unit_offset:
+    scale = 1 + scale
+  return mixed_precision.rms_norm(x, scale, config.norm_epsilon)
+
+
+class Context(NamedTuple):
+  """Positions of a packed group, and what each of them attends to.
+
+  Attributes:
+    cos_NSR: cosine of the angle of every position.
+    sin_NSR: sine of it.
+    mask_NPP: where prompts attend to themselves.
+    mask_BTC: where completions attend: to their prompt, then to themselves;
+      None without completions.
+  """
+
+  cos_NSR: Array
+  sin_NSR: Array
+  mask_NPP: Array
+  mask_BTC: Array | None
+
+
 class Block(nn.Module):
   """One transformer layer."""
 
@@ -144,17 +104,25 @@ class Block(nn.Module):
     self.gate_DF = matrix('gate_DF', c.D, c.F)
     self.up_DF = matrix('up_DF', c.D, c.F)
     self.down_FD = matrix('down_FD', c.F, c.D)
-    self.before_D = parameter('before_attention_D', c.D)
-    self.after_D = parameter('before_feedforward_D', c.D)
+    self.before_attention_D = parameter('before_attention_D', c.D)
+    self.before_feedforward_D = parameter('before_feedforward_D', c.D)
     if c.qkv_bias:
       self.query_HW = parameter('query_bias_HW', c.H, c.W)
       self.key_KW = parameter('key_bias_KW', c.K, c.W)
       self.value_KW = parameter('value_bias_KW', c.K, c.W)
+    if c.out_bias:
+      self.out_D = parameter('out_bias_D', c.D)
+    if c.qk_norm:
+      self.query_W = parameter('query_norm_W', c.W)
+      self.key_W = parameter('key_norm_W', c.W)
+    if c.post_norms:
+      self.after_attention_D = parameter('after_attention_D', c.D)
+      self.after_feedforward_D = parameter('after_feedforward_D', c.D)
 
   def project(self, x_BTD, cos_BTR, sin_BTR):
     """Rotated queries and keys, and values."""
-    x_BTD = mixed_precision.rms_norm(
-      rules.shard_rows(x_BTD), self.before_D, self.config.norm_epsilon
+    x_BTD = _rms_norm(
+      self.config, rules.shard_rows(x_BTD), self.before_attention_D
     )
     # In float32 until biases are added and positions are rotated.
     q_BTHW = mixed_precision.product('BTD,DHW->BTHW', x_BTD, self.query_DHW)
@@ -164,57 +132,80 @@ class Block(nn.Module):
       q_BTHW += self.query_HW[None, None]
       k_BTKW += self.key_KW[None, None]
       v_BTKW += self.value_KW[None, None]
+    dtype = x_BTD.dtype
+    if self.config.qk_norm:
+      # Rounded first: the backward pass would keep float32 queries otherwise.
+      q_BTHW = _rms_norm(self.config, q_BTHW.astype(dtype), self.query_W)
+      k_BTKW = _rms_norm(self.config, k_BTKW.astype(dtype), self.key_W)
     q_BTHW = rope_lib.rotate(q_BTHW, cos_BTR, sin_BTR)
     k_BTKW = rope_lib.rotate(k_BTKW, cos_BTR, sin_BTR)
-    dtype = x_BTD.dtype
     return q_BTHW.astype(dtype), k_BTKW.astype(dtype), v_BTKW.astype(dtype)
 
   def finish(self, x_BTD, seen_BTHW):
     """Adds the output of attention, then that of the feed-forward."""
-    x_BTD += jnp.einsum('BTHW,HWD->BTD', seen_BTHW, self.out_HWD)
+    c = self.config
+    y_BTD = jnp.einsum('BTHW,HWD->BTD', seen_BTHW, self.out_HWD)
+    if c.out_bias:
+      wide = mixed_precision.wide_dtype(y_BTD.dtype)
+      y_BTD = (y_BTD.astype(wide) + self.out_D[None, None]).astype(y_BTD.dtype)
+    if c.post_norms:
+      y_BTD = _rms_norm(c, y_BTD, self.after_attention_D)
+    x_BTD += y_BTD
     x_BTD = rules.shard_rows(x_BTD)
-    y_BTD = mixed_precision.rms_norm(
-      x_BTD, self.after_D, self.config.norm_epsilon
-    )
-    gate_BTF = jnp.einsum('BTD,DF->BTF', y_BTD, self.gate_DF)
-    up_BTF = jnp.einsum('BTD,DF->BTF', y_BTD, self.up_DF)
-    hidden_BTF = nn.silu(gate_BTF) * up_BTF
-    x_BTD += jnp.einsum('BTF,FD->BTD', hidden_BTF, self.down_FD)
-    return rules.shard_rows(x_BTD)
+    y_BTD = self.feedforward(_rms_norm(c, x_BTD, self.before_feedforward_D))
+    if c.post_norms:
+      y_BTD = _rms_norm(c, y_BTD, self.after_feedforward_D)
+    return rules.shard_rows(x_BTD + y_BTD)
 
-  def __call__(self, x_NSD, cos_NSR, sin_NSR, mask_NPP, mask_BTC):
+  def feedforward(self, x_BTD):
+    gate_BTF = jnp.einsum('BTD,DF->BTF', x_BTD, self.gate_DF)
+    up_BTF = jnp.einsum('BTD,DF->BTF', x_BTD, self.up_DF)
+    hidden_BTF = ACTIVATIONS[self.config.activation](gate_BTF) * up_BTF
+    return jnp.einsum('BTF,FD->BTD', hidden_BTF, self.down_FD)
+
+  def __call__(self, x_NSD, is_local, everywhere, nearby):
     """Processes each group: its prompt, then its completions end to end.
 
     Args:
       x_NSD: activations; S is P + group_size · T.
-      cos_NSR: cosine of the angle of every position.
-      sin_NSR: sine of it.
-      mask_NPP: where prompts attend to themselves.
-      mask_BTC: where completions attend: to their prompt, then to themselves;
-        None without completions.
+      is_local: whether this layer has a window; None if no layer has one.
+      everywhere: positions and masks of layers without a window.
+      nearby: those of layers with a window; None if no layer has one.
 
     Returns:
       Activations, and the prompts' keys and values.
     """
-    N, P, _ = mask_NPP.shape
-    q_NSHW, k_NSKW, v_NSKW = self.project(x_NSD, cos_NSR, sin_NSR)
+    context = everywhere
+    if is_local is not None:
+      context = jax.tree.map(
+        lambda near, far: jnp.where(is_local, near, far), nearby, everywhere
+      )
+    N, P, _ = context.mask_NPP.shape
+    attend = functools.partial(
+      attention.attention,
+      scale=self.config.query_scale,
+      softcap=self.config.score_softcap,
+    )
+    q_NSHW, k_NSKW, v_NSKW = self.project(
+      x_NSD, context.cos_NSR, context.sin_NSR
+    )
     k_NPKW, v_NPKW = k_NSKW[:, :P], v_NSKW[:, :P]
-    seen_NSHW = attention(q_NSHW[:, :P], k_NPKW, v_NPKW, mask_NPP)
-    if mask_BTC is not None:
-      B, T, _ = mask_BTC.shape
+    seen_NSHW = attend(q_NSHW[:, :P], k_NPKW, v_NPKW, context.mask_NPP)
+    if context.mask_BTC is not None:
+      B, T, _ = context.mask_BTC.shape
 
       def completions(x):
         return x[:, P:].reshape(B, T, *x.shape[2:])
 
-      def context(prompt, x):
+      def joined(prompt, x):
         prompt = jnp.repeat(prompt, B // N, axis=0)
         return jnp.concatenate([prompt, completions(x)], axis=1)
 
-      own_BTHW = attention(
+      own_BTHW = attend(
         completions(q_NSHW),
-        context(k_NPKW, k_NSKW),
-        context(v_NPKW, v_NSKW),
-        mask_BTC,
+        joined(k_NPKW, k_NSKW),
+        joined(v_NPKW, v_NSKW),
+        context.mask_BTC,
       )
       own = own_BTHW.reshape(N, -1, *own_BTHW.shape[2:])
       seen_NSHW = jnp.concatenate([seen_NSHW, own], axis=1)
@@ -240,17 +231,27 @@ class Transformer(nn.Module):
       block,
       variable_axes={'params': 0},
       split_rngs={'params': True},
-      in_axes=(nn.broadcast,) * 4,
+      in_axes=(0, nn.broadcast, nn.broadcast),
       length=c.L,
     )(c)
 
   def embed(self, token_BT):
-    return self._look_up(self.embed_VD, token_BT)
+    # Padding may hold any id; one out of range would give NaN.
+    x_BTD = jnp.take(self.embed_VD, token_BT, axis=0, mode='clip')
+    x_BTD = x_BTD.astype(self.config.dtype)
+    if self.config.scale_embeddings:
+      x_BTD *= jnp.asarray(math.sqrt(self.config.D), x_BTD.dtype)
+    return x_BTD
 
   def logits(self, x_BTD):
-    """As `output_logits`."""
-    params = {x: getattr(self, x) for x in output_names(self.config)}
-    return output_logits(self.config, params, x_BTD)
+    """Logits of the next token, in float32 or wider."""
+    c = self.config
+    x_BTD = _rms_norm(c, x_BTD, self.norm_D)
+    if c.tie_embeddings:
+      logit_BTV = mixed_precision.product('BTD,VD->BTV', x_BTD, self.embed_VD)
+    else:
+      logit_BTV = mixed_precision.product('BTD,DV->BTV', x_BTD, self.unembed_DV)
+    return attention.soft_cap(logit_BTV, c.logit_softcap)
 
   def prefill(self, token_NP, mask_NP) -> PromptCache:
     """Keys and values of prompts, padded anywhere."""
@@ -276,52 +277,47 @@ class Transformer(nn.Module):
     def pack(x_NP, x_BT):
       return jnp.concatenate([x_NP, x_BT.reshape(N, -1)], axis=1)
 
-    position_NS = pack(positions(mask_NP), position_BT)
-    x_NSD = row_map.map_rows(
-      lambda params, token_NS: self._look_up(params['embed_VD'], token_NS),
-      {'embed_VD': self.embed_VD},
-      pack(token_NP, token_BT),
-      dtype=self.config.dtype,
-    )
-    x_NSD, _ = self._stack(x_NSD, position_NS, _causal(mask_NP), mask_BTC)
+    position_NP = positions(mask_NP)
+    position_NS = pack(position_NP, position_BT)
+
+    def context(rope, window=None):
+      mask_NPP = _causal(mask_NP, window)
+      mask = mask_BTC
+      if window is not None:
+        position_BP = jnp.repeat(position_NP, B // N, axis=0)
+        position_BC = jnp.concatenate([position_BP, position_BT], axis=1)
+        mask &= attention.within_window(position_BT, position_BC, window)
+      return Context(*self._angles(rope, position_NS), mask_NPP, mask)
+
+    x_NSD, _ = self._stack(pack(token_NP, token_BT), context)
     return x_NSD[:, P:].reshape(B, T, -1)
 
-  def _look_up(self, embed_VD, token_BT):
-    # Padding may hold any id; one out of range would give NaN.
-    x_BTD = jnp.take(embed_VD, token_BT, axis=0, mode='clip')
-    return x_BTD.astype(self.config.dtype)
+  def _angles(self, rope, position_NS):
+    return rope_lib.angles(rope, self.config.W, position_NS)
 
-  def _stack(self, x_NSD, position_NS, mask_NPP, mask_BTC):
-    angles = rope_lib.angles(self.config.rope, self.config.W, position_NS)
-    return self.layers(x_NSD, *angles, mask_NPP, mask_BTC)
+  def _stack(self, token_NS, context):
+    """All layers; `context: rope, window -> Context`."""
+    c = self.config
+    is_local_L, nearby = None, None
+    if c.window is not None:
+      is_local_L = jnp.array([c.is_local(i) for i in range(c.L)])
+      nearby = context(c.local_rope or c.rope, c.window)
+    return self.layers(
+      self.embed(token_NS), is_local_L, context(c.rope), nearby
+    )
 
   def _prompts(self, token_NP, mask_NP):
-    return self._stack(
-      self.embed(token_NP), positions(mask_NP), _causal(mask_NP), None
-    )
+    position_NP = positions(mask_NP)
+
+    def context(rope, window=None):
+      mask_NPP = _causal(mask_NP, window)
+      return Context(*self._angles(rope, position_NP), mask_NPP, None)
+
+    return self._stack(token_NP, context)
 
   def __call__(self, token_NP, mask_NP):
     """Logits after every token of padded sequences: the plain forward pass."""
     return self.logits(self._prompts(token_NP, mask_NP)[0])
-
-
-def output_names(config: Config) -> tuple[str, str]:
-  """Names of the parameters of the final norm and of the output layer."""
-  return 'norm_D', 'embed_VD' if config.tie_embeddings else 'unembed_DV'
-
-
-def output_logits(config: Config, params, x_BTD):
-  """Logits of the next token from final hidden states, in float32 or wider.
-
-  Args:
-    config: dimensions of the model.
-    params: those of `output_names`, by name.
-    x_BTD: final hidden states.
-  """
-  x_BTD = mixed_precision.rms_norm(x_BTD, params['norm_D'], config.norm_epsilon)
-  if config.tie_embeddings:
-    return mixed_precision.product('BTD,VD->BTV', x_BTD, params['embed_VD'])
-  return mixed_precision.product('BTD,DV->BTV', x_BTD, params['unembed_DV'])
 
 
 def positions(mask_NP):
@@ -329,10 +325,14 @@ def positions(mask_NP):
   return jnp.cumsum(mask_NP, axis=1, dtype=jnp.int32) - 1
 
 
-def _causal(mask_NP):
+def _causal(mask_NP, window: int | None = None):
   """Causal mask [N, P, P] of padded prompts: earlier and real tokens only."""
   P = mask_NP.shape[1]
-  return jnp.tri(P, dtype=bool)[None] & (mask_NP[:, None] > 0)
+  mask_NPP = jnp.tri(P, dtype=bool)[None] & (mask_NP[:, None] > 0)
+  if window is not None:
+    position_NP = positions(mask_NP)
+    mask_NPP &= attention.within_window(position_NP, position_NP, window)
+  return mask_NPP
 
 
 def layer_params(params: Any, i: int) -> Any:
@@ -356,7 +356,7 @@ def compute_params(config: Config, params: Any) -> Any:
 def _is_vector(path) -> bool:
   """Whether the path leads to a bias or a norm scale."""
   name = path[-1].key
-  return 'bias' in name or name.endswith('_D')
+  return 'bias' in name or len(rules.letters_of(name)) == 1
 
 
 def param_shapes(config: Config) -> Any:
@@ -368,7 +368,7 @@ def param_shapes(config: Config) -> Any:
 
 
 def init_params(config: Config, key: jax.Array) -> Any:
-  """Random parameters: normal matrices, norms of one, biases of zero.
+  """Random parameters: normal matrices, scales of one, biases of zero.
 
   One draw serves all matrices: compiling one for each takes seconds.
   """
@@ -386,7 +386,8 @@ def init_params(config: Config, key: jax.Array) -> Any:
       leaves, jnp.split(noise, ends[:-1]), strict=True
     ):
       if _is_vector(path):
-        fill = 0.0 if 'bias' in path[-1].key else 1.0
+        is_zero = 'bias' in path[-1].key or config.unit_offset
+        fill = 0.0 if is_zero else 1.0
         params.append(jnp.full(leaf.shape, fill, leaf.dtype))
       else:
         params.append(part.reshape(leaf.shape))

@@ -19,7 +19,7 @@ import stages
 from stages import base, workflows
 from stages.language import partial_rollout, policy_stages, sample
 from stages.learn import optimizers
-from stages.models import qwen
+from stages.models import huggingface
 import tiny
 
 pytestmark = [
@@ -63,7 +63,7 @@ class Case(NamedTuple):
       engine = functools.partial(
         engine, max_num_seqs=16, kv_cache_memory_bytes=2**26
       )
-    return qwen.policy(
+    return huggingface.policy(
       self.folder, response_length=LENGTH, engine=engine, **kwargs
     )
 
@@ -132,8 +132,8 @@ def test_after_every_update_log_probs_equal_those_of_transformers(
   for seed in range(1, 6):
     model = reference(case.sizes, seed)
     model.save_pretrained(tmp_path / str(seed))
-    config = qwen.load_config(tmp_path / str(seed))
-    params = qwen.load_params(tmp_path / str(seed), config)
+    config = huggingface.load_config(tmp_path / str(seed))
+    params = huggingface.load_params(tmp_path / str(seed), config)
     x = act(policy, params, prompt)
     with torch.no_grad():
       want = torch_reference.logp(
@@ -319,7 +319,7 @@ def test_unfinished_rows_continue_with_newer_parameters(case):
       partial_rollout.partial_rollouts, max_carry=2, extra_groups=2
     ),
   )
-  own = qwen.policy(case.folder, response_length=LENGTH)
+  own = huggingface.policy(case.folder, response_length=LENGTH)
   state = workflow.init(jax.random.key(0))
   # With the carried rows, no more than are decoded at once.
   state, params_of, emitted = workflow.allocate(state, tiny.problem(5)), [], []

@@ -93,9 +93,8 @@ def test_the_backward_pass_keeps_activations_in_bfloat16():
 
   def forward(variables, x_NSD):
     mask_NPP = jnp.ones((2, 8, 8), bool)
-    return block.apply(variables, x_NSD, angle_NSR, angle_NSR, mask_NPP, None)[
-      0
-    ]
+    context = transformer.Context(angle_NSR, angle_NSR, mask_NPP, None)
+    return block.apply(variables, x_NSD, None, context, None)[0]
 
   _, pullback = jax.eval_shape(
     lambda *inputs: jax.vjp(forward, *inputs), variables, x_NSD
@@ -164,16 +163,19 @@ def test_attention_scores_of_decoding_are_not_rounded():
   q_B1HW, past_BT = 20 * draw(4, 1, 4, 8), jnp.ones((4, 5), bool)
   cache = kv_cache.LayerCache(draw(4, 2, 5, 8), draw(4, 2, 5, 8))
   key_NKPW, value_NKPW = draw(2, 2, 6, 8), draw(2, 2, 6, 8)
-  args = past_BT, key_NKPW, value_NKPW, jnp.ones((2, 6))
-  got = kv_cache.attention(q_B1HW, cache, *args)
+  mask_NP = jnp.ones((2, 6))
+  got = kv_cache.attention(
+    CONFIG, q_B1HW, cache, key_NKPW, value_NKPW, mask_NP, past_BT
+  )
   wide = lambda x: x.astype(jnp.float32)
   want = kv_cache.attention(
+    CONFIG,
     wide(q_B1HW),
     jax.tree.map(wide, cache),
-    past_BT,
     wide(key_NKPW),
     wide(value_NKPW),
-    args[3],
+    mask_NP,
+    past_BT,
   )
   assert got.dtype == jnp.bfloat16
   # Weights, values and result are rounded to eight bits each.

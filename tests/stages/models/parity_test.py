@@ -14,8 +14,9 @@ import transformers
 import stages
 from stages import base, workflows
 from stages.language import language_model, sample
-from stages.models import qwen, transformer, weights
+from stages.models import families, huggingface, transformer, weights
 import torch_reference
+from torch_reference import decode, keys, prompts, repeat, to_torch
 
 torch = torch_reference.torch
 STEPS = 16
@@ -35,54 +36,10 @@ def case(request, tmp_path_factory):
   folder = tmp_path_factory.mktemp('model')
   reference = torch_reference.model(request.param)
   reference.save_pretrained(folder)
-  config = qwen.load_config(folder)
-  return Case(reference, folder, config, qwen.load_params(folder, config))
-
-
-def prompts(config, lengths, padding='left', seed=0):
-  """Random prompts of these lengths, padded with random tokens."""
-  rng = np.random.default_rng(seed)
-  P = max(lengths) + 1
-  token_BP = rng.integers(0, config.V, (len(lengths), P))
-  mask_BP = np.zeros_like(token_BP)
-  for row, length in enumerate(lengths):
-    text = np.random.default_rng([seed, row]).integers(0, config.V, length)
-    where = slice(P - length, P) if padding == 'left' else slice(length)
-    token_BP[row, where], mask_BP[row, where] = text, 1
-  return base.Prompt(jnp.asarray(token_BP), jnp.asarray(mask_BP))
-
-
-def to_torch(prompt):
-  return tuple(torch.tensor(np.asarray(x)).long() for x in prompt)
-
-
-def repeat(prompt, group_size):
-  return jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), prompt)
-
-
-def keys(rows, seed=0):
-  return jax.random.split(jax.random.key(seed), rows)
-
-
-@torch.no_grad()
-def decode(model, prompt, action_BT):
-  """Logits [B, T, V] of each token, from a cache, one at a time."""
-  token_BP, mask_BP = to_torch(prompt)
-  position_BP, logits, past = torch_reference.positions(mask_BP), [], None
-  token_BX, position_BX = token_BP, position_BP
-  for t in range(action_BT.shape[1]):
-    out = model(
-      input_ids=token_BX,
-      attention_mask=mask_BP,
-      position_ids=position_BX,
-      past_key_values=past,
-      use_cache=True,
-    )
-    logits.append(out.logits[:, -1])
-    past, token_BX = out.past_key_values, action_BT[:, t : t + 1]
-    position_BX = position_BX[:, -1:] + 1
-    mask_BP = torch.cat([mask_BP, torch.ones_like(token_BX)], 1)
-  return torch.stack(logits, 1).numpy()
+  config = huggingface.load_config(folder)
+  return Case(
+    reference, folder, config, huggingface.load_params(folder, config)
+  )
 
 
 def test_logits_of_padded_prompts_are_those_of_transformers(case):
@@ -226,7 +183,7 @@ def noise(params, size, seed):
 
 def as_torch(case, params, folder):
   """The model of `case` with our parameters, by way of a file."""
-  weights.save(folder, params, qwen.NAMES)
+  weights.save(folder, params, families.NAMES)
   (folder / 'config.json').write_bytes(
     (case.folder / 'config.json').read_bytes()
   )
@@ -235,7 +192,7 @@ def as_torch(case, params, folder):
 
 def compare_gradients(ours, model, folder):
   """Each tensor's gradient, by its Hugging Face name."""
-  weights.save(folder, ours, qwen.NAMES)
+  weights.save(folder, ours, families.NAMES)
   got = st.load_file(folder / weights.SINGLE)
   want = {name: x.grad for name, x in model.named_parameters()}
   assert got.keys() == want.keys()

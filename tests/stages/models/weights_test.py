@@ -11,7 +11,7 @@ from safetensors import torch as st
 import transformers
 
 from sharding import mesh as meshes
-from stages.models import qwen, weights
+from stages.models import families, huggingface, weights
 import torch_reference
 
 torch = torch_reference.torch
@@ -32,7 +32,7 @@ def save(folder, case=CASE, dtype=torch.float32, **settings):
 
 
 def read(folder):
-  return qwen.load_params(folder, qwen.load_config(folder))
+  return huggingface.load_params(folder, huggingface.load_config(folder))
 
 
 def equal(got, want):
@@ -80,7 +80,7 @@ def test_one_file_and_many_read_bit_for_bit(case, dtype, tmp_path):
   save(tmp_path / 'many', case, stored, max_shard_size='5KB')
   assert len(list((tmp_path / 'one').glob('*.safetensors'))) == 1
   assert len(list((tmp_path / 'many').glob('*.safetensors'))) > 3
-  config = qwen.load_config(tmp_path / 'one')
+  config = huggingface.load_config(tmp_path / 'one')
   assert config.dtype == dtype
   for folder in 'one', 'many':
     got = read(tmp_path / folder)
@@ -100,7 +100,7 @@ def test_written_files_hold_the_tensors_that_were_read(
   weights.save(
     folder,
     read(tmp_path / 'theirs'),
-    qwen.NAMES,
+    families.NAMES,
     dtype=dtype,
     shard_bytes=shard_bytes,
   )
@@ -140,7 +140,7 @@ def test_tensors_are_those_of_the_file_in_numpy_and_torch(tmp_path):
   want = st.load_file(tmp_path / weights.SINGLE)
   for convert in (np.asarray, torch.from_dlpack):
     got = dict(
-      weights.checkpoint_tensors(jax.tree.map(convert, params), qwen.NAMES)
+      weights.checkpoint_tensors(jax.tree.map(convert, params), families.NAMES)
     )
     assert got.keys() == want.keys()
     for name, tensor in want.items():
@@ -150,8 +150,8 @@ def test_tensors_are_those_of_the_file_in_numpy_and_torch(tmp_path):
 def test_one_file_replaces_many(tmp_path):
   save(tmp_path)
   params = read(tmp_path)
-  weights.save(tmp_path, params, qwen.NAMES, shard_bytes=5000)
-  weights.save(tmp_path, jax.tree.map(jnp.zeros_like, params), qwen.NAMES)
+  weights.save(tmp_path, params, families.NAMES, shard_bytes=5000)
+  weights.save(tmp_path, jax.tree.map(jnp.zeros_like, params), families.NAMES)
   assert not any(x.any() for x in jax.tree.leaves(read(tmp_path)))
 
 
@@ -235,7 +235,7 @@ def test_each_device_reads_its_part_and_no_more(axes, even, monkeypatch):
     assert {shard.device for shard in x.addressable_shards} == set(
       jax.devices()
     )
-    tensor = qwen.NAMES[name].name
+    tensor = families.NAMES[name].name
     for i in range(3 if '{i}' in tensor else 1):
       assert taken[tensor.format(i=i)] == 1 / parts, name
 
@@ -317,7 +317,7 @@ def test_a_broken_index_is_refused(index, tmp_path):
 def test_the_index_says_where_and_how_much(tmp_path):
   save(tmp_path / 'theirs')
   params = read(tmp_path / 'theirs')
-  weights.save(tmp_path, params, qwen.NAMES, shard_bytes=5000)
+  weights.save(tmp_path, params, families.NAMES, shard_bytes=5000)
   index = json.loads((tmp_path / weights.INDEX).read_text())
   assert set(index['weight_map'].values()) == {
     file.name for file in tmp_path.glob('*.safetensors')

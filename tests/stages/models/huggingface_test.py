@@ -1,4 +1,4 @@
-"""Configurations of Qwen2, and round trips of models."""
+"""Configurations of Hugging Face, and round trips of models."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ import transformers
 from transformers.models.qwen2 import modeling_qwen2
 
 from stages.language import language_model
-from stages.models import qwen, rope, transformer, weights
+from stages.models import families, huggingface, rope, transformer, weights
 import torch_reference
 
 torch = torch_reference.torch
@@ -65,7 +65,7 @@ def test_frequencies_are_those_of_transformers(settings, width, base, tmp_path):
     head_dim=width, max_position_embeddings=4096, rope_parameters=parameters
   )
   config.save_pretrained(tmp_path)
-  got, scale = rope.frequencies(qwen.load_config(tmp_path).rope, width)
+  got, scale = rope.frequencies(huggingface.load_config(tmp_path).rope, width)
   want = modeling_qwen2.Qwen2RotaryEmbedding(config)
   np.testing.assert_allclose(got, want.inv_freq, rtol=1e-6)
   assert scale == pytest.approx(want.attention_scaling, rel=1e-12)
@@ -115,14 +115,14 @@ def test_a_published_configuration_is_understood(tmp_path):
     tie_embeddings=True,
     dtype='bfloat16',
   )
-  assert qwen.load_config(write(tmp_path, **PUBLISHED)) == want
+  assert huggingface.load_config(write(tmp_path, **PUBLISHED)) == want
   longer = {
     'factor': 4.0,
     'original_max_position_embeddings': 32768,
     'type': 'yarn',
   }
   write(tmp_path, **PUBLISHED, rope_scaling=longer)
-  assert qwen.load_config(
+  assert huggingface.load_config(
     tmp_path, dtype='float32', remat='nothing_saveable'
   ) == dataclasses.replace(
     want,
@@ -135,11 +135,34 @@ def test_a_published_configuration_is_understood(tmp_path):
 
 
 REFUSED = {
-  "describes a model of type 'llama'; Qwen2": {'model_type': 'llama'},
-  'uses sliding-window attention.*set use_sliding_window to false': {
-    'use_sliding_window': True
+  "describes a model of type 'mamba'; qwen2, qwen3, llama, mistral, gemma": {
+    'model_type': 'mamba'
   },
-  "wants the activation 'gelu'; silu is supported": {'hidden_act': 'gelu'},
+  "a Qwen2Model; of type 'qwen2', Qwen2ForCausalLM is supported": {
+    'architectures': ['Qwen2Model']
+  },
+  "has layers of type 'chunked_attention'": {
+    'use_sliding_window': True,
+    'layer_types': ['chunked_attention'] * 24,
+  },
+  'sets mlp_bias to True, which is not supported': {
+    'model_type': 'llama',
+    'architectures': ['LlamaForCausalLM'],
+    'mlp_bias': True,
+  },
+  'sets attn_logit_softcapping, which is not supported for Gemma 3': {
+    'model_type': 'gemma3_text',
+    'architectures': None,
+    'attn_logit_softcapping': 50.0,
+  },
+  'sets use_bidirectional_attention to True': {
+    'model_type': 'gemma3_text',
+    'architectures': None,
+    'use_bidirectional_attention': True,
+  },
+  "wants the activation 'gelu'; silu and gelu_pytorch_tanh": {
+    'hidden_act': 'gelu'
+  },
   "wants rope scaling 'dynamic'": {
     'rope_scaling': {'rope_type': 'dynamic', 'factor': 2.0}
   },
@@ -158,50 +181,49 @@ REFUSED = {
 def test_an_unsupported_model_is_refused(words, tmp_path):
   write(tmp_path, **PUBLISHED | REFUSED[words])
   with pytest.raises(weights.CheckpointError, match=words):
-    qwen.load_config(tmp_path)
+    huggingface.load_config(tmp_path)
 
 
 def test_no_checkpoint_is_a_sentence(tmp_path):
   with pytest.raises(
     weights.CheckpointError, match='There is no checkpoint at'
   ):
-    qwen.load_config(tmp_path / 'nowhere')
+    huggingface.load_config(tmp_path / 'nowhere')
   with pytest.raises(
     weights.CheckpointError, match='There is no checkpoint at'
   ):
-    qwen.policy(str(tmp_path), response_length=3)
+    huggingface.policy(str(tmp_path), response_length=3)
 
 
 def test_a_broken_configuration_is_a_sentence(tmp_path):
   (tmp_path / 'config.json').write_text('{"model_type": "qwen2",')
   with pytest.raises(weights.CheckpointError, match='is not JSON .*again'):
-    qwen.load_config(tmp_path)
+    huggingface.load_config(tmp_path)
   (tmp_path / 'config.json').write_text('["qwen2"]')
   with pytest.raises(weights.CheckpointError, match='model of type None'):
-    qwen.load_config(tmp_path)
+    huggingface.load_config(tmp_path)
 
 
 def test_end_tokens_are_read_from_either_file(tmp_path):
-  assert qwen.stop_tokens(tmp_path) == ()
+  assert huggingface.stop_tokens(tmp_path) == ()
   write(tmp_path)
-  assert qwen.stop_tokens(tmp_path) == ()
+  assert huggingface.stop_tokens(tmp_path) == ()
   write(tmp_path, eos_token_id=5)
-  assert qwen.stop_tokens(tmp_path) == (5,)
+  assert huggingface.stop_tokens(tmp_path) == (5,)
   generation = tmp_path / 'generation_config.json'
   generation.write_text('{"eos_token_id": [7, 8]}')
-  assert qwen.stop_tokens(tmp_path) == (7, 8)
+  assert huggingface.stop_tokens(tmp_path) == (7, 8)
   generation.write_text('{"temperature": 0.7}')
-  assert qwen.stop_tokens(tmp_path) == (5,)
+  assert huggingface.stop_tokens(tmp_path) == (5,)
 
 
 def make(folder, config=SMALL, seed=0):
   """A new checkpoint, as the warm start makes it."""
   folder.mkdir()
-  qwen.save_config(folder, config, eos_token_id=3)
   params = language_model.policy(config, response_length=1).init(
     jax.random.key(seed)
   )
-  weights.save(folder, params, qwen.NAMES)
+  huggingface.save(folder, params, config, eos_token_id=3)
   return params
 
 
@@ -210,7 +232,7 @@ def make(folder, config=SMALL, seed=0):
 def test_a_new_model_can_be_loaded_by_transformers(tied, tmp_path):
   config = dataclasses.replace(SMALL, tie_embeddings=tied, norm_epsilon=1e-5)
   params = make(tmp_path / 'model', config)
-  again = qwen.load_config(tmp_path / 'model')
+  again = huggingface.load_config(tmp_path / 'model')
   # The default rope has no original context.
   assert dataclasses.replace(again, rope=config.rope) == config
   assert (again.rope.kind, again.rope.theta) == ('default', 1e4)
@@ -225,15 +247,27 @@ def test_a_new_model_can_be_loaded_by_transformers(tied, tmp_path):
   with torch.no_grad():
     want = model(torch.tensor(token)).logits
   np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
-  assert qwen.stop_tokens(tmp_path / 'model') == (3,)
+  assert huggingface.stop_tokens(tmp_path / 'model') == (3,)
 
 
-def test_a_rope_that_would_be_lost_is_not_written(tmp_path):
-  config = dataclasses.replace(
-    SMALL, rope=rope.RopeConfig(kind='linear', factor=2)
-  )
-  with pytest.raises(ValueError, match='with the default rope and biases'):
-    qwen.save_config(tmp_path, config)
+@pytest.mark.parametrize(
+  ('model_type', 'lost'),
+  [
+    ('llama', {'qkv_bias': True}),
+    ('qwen2', {'qk_norm': True, 'post_norms': True}),
+    ('gemma2', {'local_rope': rope.RopeConfig(theta=7.0)}),
+  ],
+)
+def test_a_setting_that_would_be_lost_is_refused(model_type, lost, tmp_path):
+  family = families.FAMILIES[model_type]
+  settings = {'qkv_bias': False, **family.settings}
+  if model_type == 'gemma2':
+    settings |= {'activation': 'gelu_tanh', 'windows': (3, None)}
+  config = dataclasses.replace(SMALL, **settings)
+  families.write(tmp_path, config, model_type)
+  other = dataclasses.replace(config, **lost)
+  with pytest.raises(ValueError, match=f'{" and ".join(lost)} would be lost'):
+    families.write(tmp_path, other, model_type)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -249,17 +283,17 @@ def test_an_exported_model_can_be_loaded_by_transformers(
   (source / 'tokenizer.json').write_text('{"some": "tokenizer"}')
   (source / 'optimizer.bin').write_text('of no use')
   trained = jax.tree.map(lambda x: x + 1 / 3, params)
-  qwen.export(tmp_path / 'model', trained, source)
+  huggingface.export(tmp_path / 'model', trained, source)
   assert sorted(file.name for file in (tmp_path / 'model').iterdir()) == [
     'config.json',
     'model.safetensors',
     'tokenizer.json',
   ]
-  config = qwen.load_config(tmp_path / 'model')
+  config = huggingface.load_config(tmp_path / 'model')
   assert config.dtype == dtype
   jax.tree.map(
     np.testing.assert_array_equal,
-    qwen.load_params(tmp_path / 'model', config),
+    huggingface.load_params(tmp_path / 'model', config),
     jax.tree.map(lambda x: x.astype(dtype).astype('float32'), trained),
   )
   model = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / 'model')
@@ -270,9 +304,11 @@ def test_a_model_may_replace_the_one_it_came_from(tmp_path):
   folder = tmp_path / 'model'
   params = make(folder)
   trained = jax.tree.map(lambda x: 2 * x, params)
-  qwen.export(folder, trained, folder)
+  huggingface.export(folder, trained, folder)
   jax.tree.map(
-    np.testing.assert_array_equal, qwen.load_params(folder, SMALL), trained
+    np.testing.assert_array_equal,
+    huggingface.load_params(folder, SMALL),
+    trained,
   )
   assert [path.name for path in tmp_path.iterdir()] == ['model']
 
@@ -289,18 +325,20 @@ def test_a_full_disk_does_not_lose_the_model(tmp_path, monkeypatch):
   with monkeypatch.context() as patch:
     patch.setattr(weights, 'save', fill)
     with pytest.raises(OSError, match='No space left'):
-      qwen.export(folder, params, folder)
+      huggingface.export(folder, params, folder)
   jax.tree.map(
-    np.testing.assert_array_equal, qwen.load_params(folder, SMALL), params
+    np.testing.assert_array_equal,
+    huggingface.load_params(folder, SMALL),
+    params,
   )
-  qwen.export(folder, params, folder)
+  huggingface.export(folder, params, folder)
   assert [path.name for path in tmp_path.iterdir()] == ['model']
 
 
 def test_the_shapes_of_a_policy_are_known_without_its_tensors(tmp_path):
   params = make(tmp_path / 'model')
   (tmp_path / 'model' / weights.SINGLE).unlink()
-  policy = qwen.policy(str(tmp_path / 'model'), response_length=3)
+  policy = huggingface.policy(str(tmp_path / 'model'), response_length=3)
   like = jax.eval_shape(policy.init, jax.random.key(0))
   assert jax.tree.map(lambda x: (x.shape, x.dtype), like) == jax.tree.map(
     lambda x: (x.shape, x.dtype), params
@@ -309,7 +347,7 @@ def test_the_shapes_of_a_policy_are_known_without_its_tensors(tmp_path):
 
 def test_a_policy_starts_from_its_checkpoint(tmp_path):
   params = make(tmp_path / 'model', seed=4)
-  policy = qwen.policy(str(tmp_path / 'model'), response_length=9)
+  policy = huggingface.policy(str(tmp_path / 'model'), response_length=9)
   jax.tree.map(
     np.testing.assert_array_equal, policy.init(jax.random.key(0)), params
   )

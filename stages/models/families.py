@@ -1,0 +1,361 @@
+"""Architectures of Hugging Face, as configurations of one transformer.
+
+`FAMILIES` decides by the `model_type` of a config.json. `read` translates its
+settings and `write` translates them back.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any, NamedTuple
+
+from stages.models import config as config_lib
+from stages.models import rope as rope_lib
+from stages.models import weights
+from stages.models.weights import Tensor
+
+LAYER = 'model.layers.{i}'
+# Checkpoint tensors by parameter; `Family.renamed` has the exceptions.
+NAMES = {
+  'embed_VD': Tensor('model.embed_tokens.weight'),
+  'unembed_DV': Tensor('lm_head.weight', 1),
+  'norm_D': Tensor('model.norm.weight'),
+  'before_attention_D': Tensor(f'{LAYER}.input_layernorm.weight'),
+  'before_feedforward_D': Tensor(f'{LAYER}.post_attention_layernorm.weight'),
+  'query_DHW': Tensor(f'{LAYER}.self_attn.q_proj.weight', 1),
+  'key_DKW': Tensor(f'{LAYER}.self_attn.k_proj.weight', 1),
+  'value_DKW': Tensor(f'{LAYER}.self_attn.v_proj.weight', 1),
+  'out_HWD': Tensor(f'{LAYER}.self_attn.o_proj.weight', 2),
+  'query_bias_HW': Tensor(f'{LAYER}.self_attn.q_proj.bias', 0),
+  'key_bias_KW': Tensor(f'{LAYER}.self_attn.k_proj.bias', 0),
+  'value_bias_KW': Tensor(f'{LAYER}.self_attn.v_proj.bias', 0),
+  'out_bias_D': Tensor(f'{LAYER}.self_attn.o_proj.bias', 0),
+  'query_norm_W': Tensor(f'{LAYER}.self_attn.q_norm.weight'),
+  'key_norm_W': Tensor(f'{LAYER}.self_attn.k_norm.weight'),
+  'gate_DF': Tensor(f'{LAYER}.mlp.gate_proj.weight', 1),
+  'up_DF': Tensor(f'{LAYER}.mlp.up_proj.weight', 1),
+  'down_FD': Tensor(f'{LAYER}.mlp.down_proj.weight', 1),
+}
+POST_NORMS = {
+  'after_attention_D': Tensor(f'{LAYER}.post_attention_layernorm.weight'),
+  'before_feedforward_D': Tensor(f'{LAYER}.pre_feedforward_layernorm.weight'),
+  'after_feedforward_D': Tensor(f'{LAYER}.post_feedforward_layernorm.weight'),
+}
+GEMMA = {'unit_offset': True, 'scale_embeddings': True}
+
+
+class Family(NamedTuple):
+  """An architecture.
+
+  Attributes:
+    architecture: its class in `transformers`.
+    settings: fields of `transformer.Config` that it fixes.
+    renamed: checkpoint tensors whose names differ from `NAMES`.
+  """
+
+  architecture: str
+  settings: Mapping[str, Any] = {}
+  renamed: Mapping[str, Tensor] = {}
+
+  @property
+  def names(self) -> dict[str, Tensor]:
+    """The checkpoint tensor of each parameter."""
+    return NAMES | self.renamed
+
+
+FAMILIES = {
+  'qwen2': Family('Qwen2ForCausalLM', {'qkv_bias': True}),
+  'qwen3': Family('Qwen3ForCausalLM', {'qk_norm': True}),
+  'llama': Family('LlamaForCausalLM'),
+  'mistral': Family('MistralForCausalLM'),
+  'gemma': Family('GemmaForCausalLM', GEMMA),
+  'gemma2': Family(
+    'Gemma2ForCausalLM', GEMMA | {'post_norms': True}, POST_NORMS
+  ),
+  'gemma3_text': Family(
+    'Gemma3ForCausalLM',
+    GEMMA | {'post_norms': True, 'qk_norm': True},
+    POST_NORMS,
+  ),
+}
+ACTIVATIONS = {'silu': 'silu', 'gelu_pytorch_tanh': 'gelu_tanh'}
+ROPES = ('default', 'linear', 'yarn', 'llama3')
+# Settings that would change the model, with the values that change nothing.
+REFUSED = {
+  'mlp_bias': (False,),
+  'use_bidirectional_attention': (False, None),
+}
+
+
+def family_of(raw: Any, path) -> Family:
+  """The architecture of a config.json.
+
+  Args:
+    raw: its content.
+    path: where it was read, for errors.
+
+  Raises:
+    CheckpointError: if it is another model than those of `FAMILIES`.
+  """
+  raw = raw if isinstance(raw, dict) else {}
+  kind, classes = raw.get('model_type'), raw.get('architectures') or ()
+  family = FAMILIES.get(kind)
+  if family is None:
+    raise weights.CheckpointError(
+      f'{path} describes a model of type {kind!r}; {", ".join(FAMILIES)} are '
+      'supported.'
+    )
+  if classes and family.architecture not in classes:
+    raise weights.CheckpointError(
+      f'{path} describes a {" or ".join(classes)}; of type {kind!r}, '
+      f'{family.architecture} is supported.'
+    )
+  return family
+
+
+def read(
+  raw: dict[str, Any], path, *, dtype: str | None = None, remat: str = 'none'
+) -> config_lib.Config:
+  """The model that a config.json describes.
+
+  Args:
+    raw: its content.
+    path: where it was read, for errors.
+    dtype: type of the arithmetic; that of the checkpoint if None.
+    remat: as in `transformer.Config`.
+
+  Raises:
+    CheckpointError: for a model or a setting that is not supported.
+  """
+  import transformers
+
+  family = family_of(raw, path)
+  c = transformers.CONFIG_MAPPING[raw['model_type']].from_dict(raw)
+  _check(c, path)
+  biased = bool(getattr(c, 'attention_bias', False))
+  scalar = getattr(c, 'query_pre_attn_scalar', None)
+  rope, local_rope = _ropes(c, path)
+  settings = {
+    'qkv_bias': biased,
+    'out_bias': biased,
+    'windows': _windows(c, path),
+    **family.settings,
+  }
+  return config_lib.Config(
+    V=c.vocab_size,
+    D=c.hidden_size,
+    L=c.num_hidden_layers,
+    H=c.num_attention_heads,
+    K=c.num_key_value_heads,
+    W=getattr(c, 'head_dim', None) or c.hidden_size // c.num_attention_heads,
+    F=c.intermediate_size,
+    rope=rope,
+    local_rope=local_rope,
+    norm_epsilon=c.rms_norm_eps,
+    activation=ACTIVATIONS[_activation(c)],
+    query_scale=None if scalar is None else scalar**-0.5,
+    score_softcap=getattr(c, 'attn_logit_softcapping', None),
+    logit_softcap=getattr(c, 'final_logit_softcapping', None),
+    tie_embeddings=c.tie_word_embeddings,
+    dtype=dtype or raw.get('dtype') or raw.get('torch_dtype') or 'float32',
+    remat=remat,
+    init_stddev=c.initializer_range,
+    **settings,
+  )
+
+
+def _activation(c) -> str:
+  return getattr(c, 'hidden_activation', None) or c.hidden_act
+
+
+def _check(c, path):
+  """Refuses settings that the transformer does not have."""
+  if _activation(c) not in ACTIVATIONS:
+    raise weights.CheckpointError(
+      f'{path} wants the activation {_activation(c)!r}; '
+      f'{" and ".join(ACTIVATIONS)} are supported.'
+    )
+  for key, allowed in REFUSED.items():
+    value = getattr(c, key, allowed[0])
+    if value not in allowed:
+      raise weights.CheckpointError(
+        f'{path} sets {key} to {value!r}, which is not supported.'
+      )
+  # transformers 5.19 ignores it for Gemma 3, and other programs apply it.
+  if c.model_type == 'gemma3_text' and c.attn_logit_softcapping is not None:
+    raise weights.CheckpointError(
+      f'{path} sets attn_logit_softcapping, which is not supported for Gemma 3.'
+    )
+
+
+def _windows(c, path) -> tuple[int | None, ...]:
+  """Window of each layer, as `transformer.Config.windows`."""
+  window = getattr(c, 'sliding_window', None)
+  if window is None:
+    return ()
+  # Of these architectures, Mistral alone has a window without layer types.
+  kinds = getattr(c, 'layer_types', None)
+  kinds = kinds or ['sliding_attention'] * c.num_hidden_layers
+  other = set(kinds) - {'sliding_attention', 'full_attention'}
+  if other:
+    raise weights.CheckpointError(
+      f'{path} has layers of type {min(other)!r}; sliding_attention and '
+      'full_attention are supported.'
+    )
+  if 'sliding_attention' not in kinds:
+    return ()
+  return tuple(window if k == 'sliding_attention' else None for k in kinds)
+
+
+def _ropes(c, path):
+  """Rotary embeddings of layers without and with a window (None if equal)."""
+  r = c.rope_parameters
+  if 'full_attention' not in r:
+    return _rope(r, c, path), None
+  rope = _rope(r['full_attention'], c, path)
+  local_rope = _rope(r['sliding_attention'], c, path)
+  return rope, local_rope if local_rope != rope and _windows(c, path) else None
+
+
+def _rope(r, c, path) -> rope_lib.RopeConfig:
+  """The rotary embedding that `rope_parameters` describe."""
+  kind = r.get('rope_type', 'default')
+  if kind not in ROPES:
+    raise weights.CheckpointError(
+      f'{path} wants rope scaling {kind!r}; {sorted(ROPES)} are supported.'
+    )
+  if r.get('partial_rotary_factor', 1.0) != 1.0:
+    raise weights.CheckpointError(
+      f'{path} rotates a part of each head (partial_rotary_factor), which is '
+      'not supported.'
+    )
+  original = (
+    r.get('original_max_position_embeddings') or c.max_position_embeddings
+  )
+  attention = r.get('attention_factor')
+  if attention is None and r.get('mscale') and r.get('mscale_all_dim'):
+    raise weights.CheckpointError(
+      f'{path} sets mscale and mscale_all_dim, which are not supported: set '
+      'attention_factor instead.'
+    )
+  return rope_lib.RopeConfig(
+    theta=r['rope_theta'],
+    kind=kind,
+    factor=r.get('factor') or c.max_position_embeddings / original,
+    original_context=original,
+    beta_fast=r.get('beta_fast') or 32.0,
+    beta_slow=r.get('beta_slow') or 1.0,
+    truncate=r.get('truncate', True),
+    attention_factor=attention,
+    low_freq_factor=r.get('low_freq_factor', 1.0),
+    high_freq_factor=r.get('high_freq_factor', 4.0),
+  )
+
+
+def write(folder, c: config_lib.Config, model_type: str, **extra):
+  """Writes the config.json of a new model, for `transformers` to read.
+
+  Args:
+    folder: where to write.
+    c: the model.
+    model_type: its architecture, a key of `FAMILIES`.
+    **extra: more settings, such as ids of special tokens.
+
+  Raises:
+    ValueError: if the architecture lacks a setting of the model.
+  """
+  import transformers
+
+  kind = transformers.CONFIG_MAPPING[model_type]
+  known = kind().to_dict().keys()
+  written = kind(
+    vocab_size=c.V,
+    hidden_size=c.D,
+    num_hidden_layers=c.L,
+    num_attention_heads=c.H,
+    num_key_value_heads=c.K,
+    head_dim=c.W,
+    intermediate_size=c.F,
+    rms_norm_eps=c.norm_epsilon,
+    rope_parameters=_rope_parameters(c, model_type),
+    max_position_embeddings=_context(c.rope),
+    tie_word_embeddings=c.tie_embeddings,
+    initializer_range=c.init_stddev,
+    dtype=c.dtype,
+    architectures=[FAMILIES[model_type].architecture],
+    **{k: v for k, v in _optional(c).items() if k in known},
+    **extra,
+  )
+  got = read(written.to_dict(), folder, remat=c.remat)
+  lost = [
+    field.name
+    for field in dataclasses.fields(c)
+    if _meaning(c, field.name) != _meaning(got, field.name)
+  ]
+  if lost:
+    raise ValueError(
+      f'A config.json of type {model_type!r} cannot describe this model: its '
+      f'{" and ".join(lost)} would be lost.'
+    )
+  written.save_pretrained(folder)
+
+
+def _optional(c: config_lib.Config) -> dict[str, Any]:
+  """Settings that only some architectures have."""
+  activation = next(k for k, v in ACTIVATIONS.items() if v == c.activation)
+  return {
+    'attention_bias': c.out_bias,
+    'hidden_act': activation,
+    'hidden_activation': activation,
+    'query_pre_attn_scalar': round(_meaning(c, 'query_scale') ** -2),
+    'attn_logit_softcapping': c.score_softcap,
+    'final_logit_softcapping': c.logit_softcap,
+    'sliding_window': c.window,
+    'use_sliding_window': c.window is not None,
+    'layer_types': [
+      'sliding_attention' if c.is_local(i) else 'full_attention'
+      for i in range(c.L)
+    ],
+  }
+
+
+def _context(rope: rope_lib.RopeConfig) -> int:
+  """Tokens of context, after the extension where it is declared apart."""
+  longer = rope.kind in ('yarn', 'llama3')
+  return round(rope.original_context * (rope.factor if longer else 1))
+
+
+def _rope_parameters(c: config_lib.Config, model_type: str) -> dict[str, Any]:
+  """Settings of the rotary embedding, by type of layer for Gemma 3."""
+
+  def parameters(rope):
+    keys = {
+      'default': (),
+      'linear': ('factor',),
+      'yarn': ('factor', 'beta_fast', 'beta_slow', 'truncate'),
+      'llama3': ('factor', 'low_freq_factor', 'high_freq_factor'),
+    }[rope.kind]
+    found = {key: getattr(rope, key) for key in keys}
+    if rope.kind in ('yarn', 'llama3'):
+      found['original_max_position_embeddings'] = rope.original_context
+    if rope.attention_factor is not None:
+      found['attention_factor'] = rope.attention_factor
+    return {'rope_type': rope.kind, 'rope_theta': rope.theta} | found
+
+  if model_type != 'gemma3_text':
+    return parameters(c.rope)
+  return {
+    'full_attention': parameters(c.rope),
+    'sliding_attention': parameters(c.local_rope or c.rope),
+  }
+
+
+def _meaning(c: config_lib.Config, name: str):
+  """The value of a field, alike for settings that mean the same."""
+  value = getattr(c, name)
+  if name == 'query_scale':
+    return round(c.W**-0.5 if value is None else value, 9)
+  if name == 'windows':
+    return value if c.window else ()
+  if name == 'rope' and value.kind == 'default':
+    return value.kind, value.theta
+  return value

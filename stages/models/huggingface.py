@@ -1,0 +1,194 @@
+"""Models as Hugging Face checkpoints: loading, policies and exporting."""
+
+from collections.abc import Callable
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stages import base
+from stages.language import language_model, sample
+from stages.models import families, transformer, weights
+
+# Files of a checkpoint beside its tensors, which `export` copies.
+COMPANIONS = (
+  'tokenizer.json',
+  'tokenizer_config.json',
+  'special_tokens_map.json',
+  'added_tokens.json',
+  'vocab.json',
+  'merges.txt',
+  'chat_template.jinja',
+  'generation_config.json',
+)
+
+
+def _raw_config(checkpoint) -> tuple[Any, pathlib.Path]:
+  """The content of a checkpoint's config.json, and its path."""
+  path = pathlib.Path(checkpoint) / 'config.json'
+  if not path.is_file():
+    raise weights.CheckpointError(
+      f'There is no checkpoint at {checkpoint}: {path} was not found. Give the '
+      'folder of a model in Hugging Face format.'
+    )
+  try:
+    return json.loads(path.read_text()), path
+  except json.JSONDecodeError as error:
+    raise weights.CheckpointError(
+      f'{path} is not JSON ({error}): copy it again.'
+    ) from error
+
+
+def model_type(checkpoint: str | pathlib.Path) -> str:
+  """The architecture of a checkpoint, a key of `families.FAMILIES`."""
+  raw, path = _raw_config(checkpoint)
+  families.family_of(raw, path)
+  return raw['model_type']
+
+
+def names(checkpoint: str | pathlib.Path) -> dict[str, weights.Tensor]:
+  """The tensor of a checkpoint that holds each parameter."""
+  return families.family_of(*_raw_config(checkpoint)).names
+
+
+def load_config(
+  checkpoint: str | pathlib.Path, *, dtype: str | None = None, remat='none'
+) -> transformer.Config:
+  """The model configuration in a checkpoint's config.json.
+
+  Args:
+    checkpoint: folder of a Hugging Face checkpoint.
+    dtype: type of the arithmetic; that of the checkpoint if None.
+    remat: as in `transformer.Config`.
+
+  Raises:
+    CheckpointError: if the folder is missing, or holds a model or a setting
+      that is not supported.
+  """
+  return families.read(*_raw_config(checkpoint), dtype=dtype, remat=remat)
+
+
+def stop_tokens(checkpoint: str | pathlib.Path) -> tuple[int, ...]:
+  """Ids of end tokens, from generation_config.json or config.json."""
+  folder, ids = pathlib.Path(checkpoint), None
+  for name in ('config.json', 'generation_config.json'):
+    if (folder / name).is_file():
+      ids = json.loads((folder / name).read_text()).get('eos_token_id', ids)
+  ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+  return tuple(ids)
+
+
+def load_params(checkpoint: str | pathlib.Path, config: transformer.Config):
+  """The parameters of a checkpoint."""
+  # Some checkpoints of tied models store the embedding a second time.
+  ignored = frozenset({'lm_head.weight'} if config.tie_embeddings else ())
+  return weights.load(
+    checkpoint,
+    transformer.param_shapes(config),
+    names(checkpoint),
+    ignored=ignored,
+  )
+
+
+def policy(
+  checkpoint: str,
+  *,
+  response_length: int,
+  sampling: sample.Sampling = sample.Sampling(),
+  dtype: str | None = None,
+  remat: str = 'none',
+  max_live_logits: int = language_model.MAX_LIVE_LOGITS,
+  engine: Callable[..., base.Policy] | None = None,
+) -> base.Policy:
+  """A policy from a checkpoint.
+
+  Args:
+    checkpoint: folder of a model in Hugging Face format, of an architecture in
+      `families.FAMILIES`.
+    response_length: maximum tokens of a completion.
+    sampling: distribution to sample from.
+    dtype: type of the arithmetic; that of the checkpoint if None.
+    remat: as in `transformer.Config`.
+    max_live_logits: as in `language_model.policy`.
+    engine: an engine that generates in place of the model, such as vLLM:
+      `policy, *, checkpoint, config, names, response_length, stop, sampling ->
+      policy`; None to generate with the model itself.
+  """
+  config = load_config(checkpoint, dtype=dtype, remat=remat)
+
+  def init(key):
+    if isinstance(key, jax.core.Tracer):  # Only shapes are needed.
+      return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), transformer.param_shapes(config)
+      )
+    return load_params(checkpoint, config)
+
+  settings = {
+    'response_length': response_length,
+    'stop': stop_tokens(checkpoint),
+    'sampling': sampling,
+  }
+  own = language_model.policy(
+    config, **settings, init=init, max_live_logits=max_live_logits
+  )
+  if engine is None:
+    return own
+  return engine(
+    own,
+    checkpoint=checkpoint,
+    config=config,
+    names=names(checkpoint),
+    **settings,
+  )
+
+
+def save(
+  folder: str | pathlib.Path,
+  params,
+  config: transformer.Config,
+  *,
+  model_type: str = 'qwen2',
+  **extra,
+):
+  """Writes a new model as a checkpoint that `transformers` loads.
+
+  Args:
+    folder: folder to write.
+    params: parameters of the model.
+    config: the model.
+    model_type: its architecture, a key of `families.FAMILIES`.
+    **extra: more settings of config.json, such as ids of special tokens.
+
+  Raises:
+    ValueError: if the architecture lacks a setting of the model.
+  """
+  families.write(folder, config, model_type, **extra)
+  weights.save(folder, params, names(folder))
+
+
+def export(folder: str | pathlib.Path, params, checkpoint: str | pathlib.Path):
+  """Writes trained parameters as a checkpoint that `transformers` loads.
+
+  Args:
+    folder: folder to write.
+    params: parameters of the model; written in the type of `checkpoint`.
+    checkpoint: the original model, for its configuration and tokenizer.
+  """
+  folder, source = pathlib.Path(folder), pathlib.Path(checkpoint)
+  # Write beside the folder, then rename: it may be the original checkpoint, and
+  # an interrupted export must leave it as it was.
+  part = folder.with_name(f'{folder.name}.part')
+  shutil.rmtree(part, ignore_errors=True)
+  config = json.loads((source / 'config.json').read_text())
+  dtype = config.pop('torch_dtype', None) or config.get('dtype', 'float32')
+  weights.save(part, params, names(source), dtype=dtype)
+  config['dtype'] = dtype
+  (part / 'config.json').write_text(json.dumps(config, indent=2))
+  for name in COMPANIONS:
+    if (source / name).exists():
+      shutil.copy(source / name, part / name)
+  shutil.rmtree(folder, ignore_errors=True)
+  part.replace(folder)
