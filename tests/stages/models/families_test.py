@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import transformers
 
+from stages import base
 from stages.language import language_model, sample
 from stages.models import families, huggingface, transformer, weights
 import torch_reference
@@ -196,6 +197,27 @@ def test_cached_decoding_sees_the_logits_of_transformers(case, monkeypatch):
   want = decode(case.torch, prompt, action)
   got = np.stack([np.asarray(step) for step in logits], 1)
   np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
+def test_resumed_rows_see_their_old_tokens_within_the_window(case):
+  if case.config.window is None:
+    pytest.skip('The model has no window.')
+  policy = language_model.policy(case.config, response_length=STEPS)
+  prompt = prompts(case.config, [9, 1, 5])
+  whole = policy.act(case.params, prompt, keys(3), greedy=True)
+  # Rows stop after different numbers of tokens.
+  mask = jnp.arange(STEPS)[None] < jnp.array([[7], [3], [0]])
+  started = base.Completions(
+    whole.action * mask,
+    whole.logp * mask,
+    mask.astype(jnp.float32),
+    jnp.ones(3, bool),
+  )
+  resumed = policy.resume(
+    case.params, prompt, keys(3), started, num_started=3, greedy=True
+  )
+  np.testing.assert_array_equal(resumed.action, whole.action)
+  np.testing.assert_allclose(resumed.logp, whole.logp, rtol=0, atol=1e-5)
 
 
 def test_gradients_are_those_of_torch(case):
