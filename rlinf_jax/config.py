@@ -21,7 +21,7 @@ from absl import flags
 import gin
 from gin import config_parser
 
-from rlinf_jax import config_errors
+from rlinf_jax import config_errors, recipe_files
 
 GIN_FILE = flags.DEFINE_multi_string(
   'gin_file', [], 'gin files, read in this order.'
@@ -62,7 +62,7 @@ def parse(
   _set_search()
   header = config_errors.DYNAMIC + '\n'
   for name in gin_files:
-    path = _find(name)
+    path = recipe_files.find(name)
     with config_errors.rephrased(name):
       header += _imports(gin.parse_config_file(path))
   gin.bind_parameter(_WORKDIR, str(workdir))
@@ -354,7 +354,7 @@ def _refuse_undefined() -> None:
   if required:
     errors.append(
       f'The recipe requires {config_errors.join_names(required)} to be set: '
-      f"for example, add --gin_bindings '{required[0]} = ...'."
+      f'for example, add --gin.{required[0]}=...'
     )
   if errors:
     raise ValueError(' '.join(errors))
@@ -370,17 +370,9 @@ def _set_search() -> None:
   gin.config._FILE_READERS[:] = [(open, os.path.isfile)]
 
 
-def _find(name: str) -> str:
-  """The path of a gin file."""
-  for folder in (pathlib.Path(), config_errors.ROOT):
-    if (folder / name).is_file():
-      return str(folder / name)
-  raise FileNotFoundError(config_errors.no_file(name))
-
-
 def _imports(parsed) -> str:
   """The import statements of a parsed file, after those of its includes."""
-  text = pathlib.Path(_find(parsed.filename)).read_text()
+  text = recipe_files.read(parsed.filename)
   includes = ''.join(_imports(x) for x in parsed.includes)
   return includes + _import_statements(text)
 

@@ -1,7 +1,8 @@
 """Command line: trains, resumes or plans the recipe of a gin file.
 
   python -m rlinf_jax.main --gin_file gin_configs/grpo_arithmetic.gin
-  python -m rlinf_jax.main --gin_file ... --gin_bindings 'STEPS = 50' --resume
+  python -m rlinf_jax.main --gin_file ... --gin.STEPS=50 --resume
+  python -m rlinf_jax.main --gin_file ... --help
   python -m rlinf_jax.main --gin_file ... --plan_only --compile \
     --cluster gin_configs/clusters/h100x64.gin
 """
@@ -15,7 +16,7 @@ import tempfile
 from absl import app, flags, logging
 
 from planner import cluster
-from rlinf_jax import config, train
+from rlinf_jax import config, gin_flags, train
 from rlinf_jax.run import allocator, checkpoint, run_lock
 from rlinf_jax.runtime import base
 from rlinf_jax.runtime.ray import launch
@@ -143,4 +144,4 @@ def main(_):
 
 
 if __name__ == '__main__':
-  app.run(main)
+  app.run(main, flags_parser=gin_flags.parse)

@@ -97,6 +97,14 @@ def partition_spec(
   return PartitionSpec(*axes)
 
 
+def devices_of(letter: str, size: int, rules: Rules = DEFAULT) -> int:
+  """The devices of the ambient mesh that share a dimension; 1 without one."""
+  mesh = jax.sharding.get_abstract_mesh()
+  axes = () if mesh.empty else mesh_axes(mesh, letter, rules)
+  n = math.prod(mesh.shape[axis] for axis in axes)
+  return 1 if size % n else n
+
+
 def shard_rows(x, rules: Rules = DEFAULT):
   """Shards the rows of `x[row, ...]` over the ambient mesh, if there is one.
 

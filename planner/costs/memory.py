@@ -1,5 +1,9 @@
 """Models the peak memory of the devices of a place."""
 
+from collections.abc import Mapping
+import functools
+import itertools
+
 from planner.costs import collectives, work
 from planner.costs.measured import Estimate
 from planner.ir import graph
@@ -7,68 +11,140 @@ from planner.ir import plan as plan_lib
 from planner.lower import program
 
 
-def parts(
-  flow: graph.Flow,
-  chosen: plan_lib.Plan,
-  place: str,
-  where: list[str],
-  homes: dict[int, tuple[str, ...]],
-  works,
-  layout,
-) -> tuple[str, dict[str, Estimate]]:
-  """Finds the stage with the peak memory, and the components of the peak.
+class PlaceValues:
+  """The values that lie on a place's devices while each of its nodes runs.
 
   A value is on a device from when it is made or received until its last use.
   The next version of a carried value takes over the memory of the old one. A
   batch that passes in pieces counts in full, as pieces pile up before a slow
   stage.
 
-  Args:
-    flow: as recorded.
-    chosen: the plan.
-    place: name of the place.
-    where: the place of every node.
-    homes: the places of every carried value.
-    works: the work of each stage, as `planner.counting.count.of_flow`.
-    layout: the layout of values on meshes.
+  None of this depends on meshes, micro-batches or pieces. A search asks for the
+  memory of many of these, so sums of bytes are memoized by mesh.
 
-  Returns:
-    The stage, and bytes by component.
+  Attributes:
+    here: indices of the place's nodes.
+    carried: carried values that the place holds.
+    between: for each of these nodes, the values that are not carried.
   """
-  axes = chosen.places[place].axes
-  here = [i for i, name in enumerate(where) if name == place]
-  carried = {v for v, places in homes.items() if place in places}
-  away = carried.intersection(program.private(flow, chosen.offload))
-  resident = sum(layout.local(flow.values[v], axes) for v in carried - away)
-  worst = (
-    '',
-    {
-      'carried values': Estimate(resident, 'modeled'),
-    },
-  )
-  if not here:
-    return worst
-  spans = _spans(flow, here, carried)
-  most = -1.0
-  for i in here:
-    node = flow.nodes[i]
-    values = sum(
-      layout.local(flow.values[v], axes)
-      for v, (first, last) in spans.items()
-      if first <= i <= last
-    )
-    touched = away.intersection(node.reads)
-    back = sum(layout.local(flow.values[v], axes) for v in touched)
-    found = {
-      'carried values': Estimate(resident, 'modeled'),
-      'restored values': Estimate(back, 'modeled'),
-      'values between stages': Estimate(values, 'modeled'),
-      **within(flow, node, chosen, axes, works, layout),
+
+  def __init__(
+    self,
+    flow: graph.Flow,
+    place: str,
+    where: list[str],
+    homes: dict[int, tuple[str, ...]],
+  ):
+    """Takes a flow and its places.
+
+    Args:
+      flow: as recorded.
+      place: name of the place.
+      where: the place of every node.
+      homes: the places of every carried value.
+    """
+    self.flow = flow
+    self.here = [i for i, name in enumerate(where) if name == place]
+    self.carried = {v for v, places in homes.items() if place in places}
+    spans = _spans(flow, self.here, self.carried) if self.here else {}
+    self.between = [
+      [v for v, (first, last) in spans.items() if first <= i <= last]
+      for i in self.here
+    ]
+    self.away = functools.cache(self._away)
+    self.sums = functools.cache(self._sums)
+
+  def _away(self, offload: tuple[str, ...]) -> set[int]:
+    """Returns carried values that are in host memory while unused."""
+    return self.carried.intersection(program.private(self.flow, offload))
+
+  def _sums(self, offload, axes, layout) -> tuple[float, list]:
+    """Returns bytes of resident values, and those of each node.
+
+    The latter are pairs: restored values, and values between stages.
+    """
+    local = {
+      v: layout.local(self.flow.values[v], axes)
+      for v in {*self.carried, *itertools.chain(*self.between)}
     }
-    total = sum(number.value for number in found.values())
-    if total > most:
-      most, worst = total, (node.name, found)
-  return worst
+    away = self.away(offload)
+    return sum(local[v] for v in self.carried - away), [
+      (
+        sum(local[v] for v in away.intersection(self.flow.nodes[i].reads)),
+        sum(local[v] for v in values),
+      )
+      for i, values in zip(self.here, self.between, strict=True)
+    ]
+
+
+class MemoryModel:
+  """Models the peak memory of any place, memoized.
+
+  A search asks for the memory of many meshes and micro-batches of a place.
+  """
+
+  def __init__(self, works, layout):
+    """Takes the work of stages and the layout of values.
+
+    Args:
+      works: the work of each stage, as `planner.counting.count.of_flow`.
+      layout: the layout of values on meshes.
+    """
+    self.works, self.layout = works, layout
+    self._places, self._needs = {}, {}
+
+  def parts(
+    self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
+  ) -> tuple[str, dict[str, Estimate]]:
+    """Finds the stage with the peak memory, and the components of the peak.
+
+    Args:
+      flow: as recorded.
+      chosen: the plan.
+      place: name of the place.
+
+    Returns:
+      The stage, and bytes by component.
+    """
+    axes, values = chosen.places[place].axes, self._values(flow, chosen, place)
+    resident, sums = values.sums(chosen.offload, axes, self.layout)
+    found = {'carried values': Estimate(resident, 'modeled')}
+    if not values.here:
+      return '', found
+    most = -1.0
+    for i, (back, between) in zip(values.here, sums, strict=True):
+      own = self._within(flow, flow.nodes[i], chosen, axes)
+      total = sum((number.value for number in own.values()), back + between)
+      if total > most:
+        most, peak = total, (flow.nodes[i].name, back, between, own)
+    stage, back, between, own = peak
+    return stage, found | {
+      'restored values': Estimate(back, 'modeled'),
+      'values between stages': Estimate(between, 'modeled'),
+      **own,
+    }
+
+  def _values(self, flow, chosen, place) -> PlaceValues:
+    """Returns the values of a place, memoized by the stages of all places."""
+    key = id(flow), tuple(chosen.stages.items()), tuple(chosen.places)
+    if key not in self._places:
+      self._places[key] = flow, homes(flow, chosen), {}
+    _, where_and_homes, places = self._places[key]
+    if place not in places:
+      places[place] = PlaceValues(flow, place, *where_and_homes)
+    return places[place]
+
+  def _within(self, flow, node, chosen, axes) -> Mapping[str, Estimate]:
+    """Returns the bytes that a stage itself needs, memoized."""
+    rows = chosen.micro_batch.get(node.name)
+    key = id(node), axes, rows, chosen.pieces
+    if key not in self._needs:
+      found = within(flow, node, chosen, axes, self.works, self.layout)
+      self._needs[key] = (
+        node,
+        found,
+      )  # Its id stays its own.
+    return self._needs[key][1]
 
 
 def alive(
@@ -80,17 +156,15 @@ def alive(
 ) -> dict[int, set[int]]:
   """Returns the values that lie on a place's devices during each of its nodes.
 
-  The arguments are those of `parts`, which sums up the bytes of these values.
+  The arguments are those of `PlaceValues`, and the plan.
   """
-  here = [i for i, name in enumerate(where) if name == place]
-  carried = {v for v, places in homes.items() if place in places}
-  away = carried.intersection(program.private(flow, chosen.offload))
-  spans = _spans(flow, here, carried)
+  values = PlaceValues(flow, place, where, homes)
+  away = values.away(chosen.offload)
   return {
-    i: (carried - away)
+    i: (values.carried - away)
     | away.intersection(flow.nodes[i].reads)
-    | {v for v, (first, last) in spans.items() if first <= i <= last}
-    for i in here
+    | {*between}
+    for i, between in zip(values.here, values.between, strict=True)
   }
 
 
@@ -105,8 +179,10 @@ def within(flow, node, chosen, axes, works, layout) -> dict[str, Estimate]:
   parameters = collectives.Parameters(flow, node, layout)
   rows = max((flow.values[v].shape[0] for v in node.rows), default=0)
   at_once = chosen.micro_batch.get(node.name) or rows / chosen.pieces
-  call = call.near(at_once)
-  alive = call.per_row.bytes_alive * at_once / layout.row_ways(axes)
+  # What a stage does at once may depend on the rows of a device.
+  local_rows = at_once / layout.row_ways(axes)
+  call = call.near(local_rows)
+  alive = call.per_row.bytes_alive * local_rows
   fixed = call.fixed.bytes_alive * parameters.share(axes)
   matmul = call.fixed.matmul | call.per_row.matmul
   item = max(map(collectives.item_bytes, matmul), default=0)

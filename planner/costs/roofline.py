@@ -80,7 +80,8 @@ class Roofline:
     self.measured, self.assumed = measured, assumed
     self.capacity = cluster.capacity
     self.axes = functools.cache(self._axes)
-    self._memo, self._places = {}, {}
+    self._memo = {}
+    self._peaks = memory.MemoryModel(works, self.layout)
 
   def with_measurements(
     self, measured: measured_lib.Measurements
@@ -260,12 +261,14 @@ class Roofline:
       tag = 'assumed' if 'assumed' in tags else 'modeled'
       total = sum(number.value for number in parts.values())
       return breakdown.CostBreakdown(Estimate(total, tag), parts)
-    call = call.near(rows)
     device, assumed, axes = self.cluster.device, self.assumed, placement.axes
     parameters = collectives.Parameters(flow, node, self.layout)
+    # What a stage does at once may depend on the rows of a device.
+    local_rows = rows / self.layout.row_ways(axes)
+    call = call.near(local_rows)
     if rows:
       ways = parameters.ways(axes)
-      share = 1 / ways, rows / self.layout.row_ways(axes) / ways
+      share = 1 / ways, local_rows / ways
     else:
       share = self._share(flow, node, axes), 0.0
     own = call.fixed.weighted(share[0], call.per_row, share[1])
@@ -279,7 +282,7 @@ class Roofline:
       device.memory_bandwidth * assumed.memory_efficiency
     )
     # Each device launches every kernel, on its share of the numbers.
-    gaps = call.at(rows).kernels * device.kernel_gap_seconds
+    gaps = call.at(local_rows).kernels * device.kernel_gap_seconds
     parts = {
       'launch': Estimate(device.launch_seconds, 'assumed'),
       'gaps between kernels': Estimate(turns * gaps, 'assumed'),
@@ -377,13 +380,7 @@ class Roofline:
     self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
   ) -> breakdown.CostBreakdown:
     """Returns the peak bytes on a device of a place, by component."""
-    key = id(flow), tuple(chosen.stages.items()), tuple(chosen.places)
-    if key not in self._places:
-      self._places[key] = flow, memory.homes(flow, chosen)
-    _, (where, homes) = self._places[key]
-    stage, parts = memory.parts(
-      flow, chosen, place, where, homes, self.works, self.layout
-    )
+    stage, parts = self._peaks.parts(flow, chosen, place)
     total = sum(number.value for number in parts.values())
     during = {f'{name}, during {stage}': n for name, n in parts.items()}
     return breakdown.CostBreakdown(

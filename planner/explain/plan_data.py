@@ -7,6 +7,7 @@ from typing import Any
 from planner.explain import overview, reason, sensitivity, slack
 from planner.ir import graph
 from planner.ir import plan as plan_lib
+from planner.search import deadline as deadline_lib
 from planner.search import exact
 from planner.simulation import evaluate_plan
 
@@ -19,10 +20,10 @@ def plan_data(
   model,
   found: exact.SearchResult,
   *,
-  others: Mapping[str, plan_lib.Plan] | None = None,
+  others: Mapping[str, plan_lib.Plan | None] | None = None,
   ranked: Sequence[tuple[plan_lib.Plan, float]] = (),
   staleness: int = 0,
-  seconds: float = 30.0,
+  deadline: deadline_lib.Deadline = deadline_lib.NEVER,
 ) -> dict[str, Any]:
   """Explains the fastest plan as data.
 
@@ -30,10 +31,12 @@ def plan_data(
     flow: as recorded.
     model: the cost model, a `planner.costs.roofline.Roofline`.
     found: the result of a search with this model.
-    others: plans to compare with, by title.
+    others: plans to compare with, by title; None for one that there was no
+      time for.
     ranked: plans to compare with and their seconds, fastest first.
     staleness: as in that search.
-    seconds: time limit of the search for costs that would change the choice.
+    deadline: when to stop. Slacks, reasons and changes that there was no time
+      for are left out.
 
   Returns:
     Data that can be written as JSON. If no plan fits, it has only the plans
@@ -57,34 +60,43 @@ def plan_data(
     return data
   best = evaluate_plan.evaluate(flow, model, found.best, staleness)
   ranked = list(ranked) or found.ranked
+  stages = _stages(model, best, deadline)
+  compared = [
+    _compared(flow, other, best, seconds)
+    for other, seconds in _evaluated(flow, model, ranked, staleness, deadline)
+  ]
+  alternatives = [
+    {'title': title} | _alternative(flow, model, plan, best, staleness)
+    for title, plan in (others or {}).items()
+  ]
   changes = sensitivity.sensitivity(
     flow,
     model,
     found,
     known=[plan for plan, _ in ranked],
     staleness=staleness,
-    seconds=seconds,
+    deadline=deadline,
   )
-  shown = [
-    evaluate_plan.evaluate(flow, model, p, staleness) for p, _ in ranked[:SHOWN]
-  ]
+  changes_left = len(sensitivity.all_changes(flow, found.space)) - len(changes)
   return data | {
     **overview.to_json(best.flow, found.best, best.simulation),
     'seconds': found.seconds,
     'bottleneck': overview.bottleneck(best.flow, best.simulation),
     'timeline': timeline(best),
-    'stages': _stages(model, best),
+    'stages': stages,
     'places': _places(flow, model, best),
-    'ranked': [
-      _compared(flow, other, best, seconds)
-      for other, (_, seconds) in zip(shown, ranked, strict=False)
-    ],
-    'alternatives': [
-      {'title': title} | _alternative(flow, model, plan, best, staleness)
-      for title, plan in (others or {}).items()
-    ],
+    'ranked': compared,
+    'alternatives': alternatives,
     'sensitivity': [_change(flow, change) for change in changes],
+    'sensitivity_left': changes_left,
   }
+
+
+def _evaluated(flow, model, ranked, staleness, deadline):
+  """Yields evaluations of the fastest plans and their seconds, in time."""
+  for i, (plan, seconds) in enumerate(ranked[:SHOWN]):
+    if not i or not deadline.has_passed:
+      yield evaluate_plan.evaluate(flow, model, plan, staleness), seconds
 
 
 def _cluster(cluster) -> dict[str, Any]:
@@ -120,9 +132,9 @@ def timeline(evaluation: evaluate_plan.PlanEvaluation) -> list[dict[str, Any]]:
 
 
 def _stages(
-  model, evaluation: evaluate_plan.PlanEvaluation
+  model, evaluation: evaluate_plan.PlanEvaluation, deadline
 ) -> list[dict[str, Any]]:
-  spent, free = reason.by_stage(evaluation), slack.slack(evaluation)
+  spent, free = reason.by_stage(evaluation), slack.slack(evaluation, deadline)
   tags = {}
   for flow in overview.flows(evaluation.flow):
     for node in flow.nodes:
@@ -189,14 +201,19 @@ def _compared(flow, evaluation, best, seconds) -> dict[str, Any]:
 
 
 def _alternative(flow, model, plan, best, staleness) -> dict[str, Any]:
-  """Compares another plan with the best one; says why if it cannot run here."""
+  """Compares another plan with the best one, or says why it cannot."""
+  if plan is None:
+    return {'refused': 'is not known: time was up.'}
   most = max(d for place in plan.places.values() for d in place.devices)
   if most >= model.cluster.num_devices:
-    return {'refused': f'it needs device {most}, which the cluster lacks.'}
+    return {
+      'refused': f'cannot run here: it needs device {most}, which the cluster '
+      'lacks.'
+    }
   try:
     evaluation = evaluate_plan.evaluate(flow, model, plan, staleness)
   except ValueError as error:
-    return {'refused': str(error)}
+    return {'refused': f'cannot run here: {error}'}
   return _compared(flow, evaluation, best, evaluation.seconds) | {
     'timeline': timeline(evaluation)
   }

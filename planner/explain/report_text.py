@@ -29,7 +29,7 @@ def comparisons(data: Mapping[str, Any]) -> list[str]:
   lines = []
   for entry in data['alternatives']:
     if 'refused' in entry:
-      lines.append(f'{entry["title"]} cannot run here: {entry["refused"]}')
+      lines.append(f'{entry["title"]} {entry["refused"]}')
       continue
     slowdown = 100 * entry['relative_slowdown']
     lines.append(
@@ -42,13 +42,16 @@ def comparisons(data: Mapping[str, Any]) -> list[str]:
 def slack(data: Mapping[str, Any]) -> str:
   """Lists how much longer each stage could take, the least slack first."""
   step = data['seconds']
-  some = sorted(data['stages'], key=lambda stage: stage['slack'])
+  known = [stage for stage in data['stages'] if stage['slack'] is not None]
+  some = sorted(known, key=lambda stage: stage['slack'])
   tight = [s['name'] for s in some if s['slack'] < LITTLE * step]
   loose = [
     f'{s["name"]} {formatting.seconds(s["slack"])}'
     for s in some
     if s['slack'] >= LITTLE * step
   ]
+  if len(known) < len(data['stages']):
+    return 'Slack is not computed for all stages: time was up.'
   if not loose:
     return 'No stage has slack.'
   text = f'Stages without slack: {", ".join(tight)}.' if tight else ''
@@ -56,10 +59,11 @@ def slack(data: Mapping[str, Any]) -> str:
   return text.strip()
 
 
-def sensitivity(changes: Sequence[Mapping[str, Any]]) -> list[str]:
+def sensitivity(data: Mapping[str, Any]) -> list[str]:
   """Lists the costs that would change the choice if they were wrong."""
+  changes: Sequence[Mapping[str, Any]] = data['sensitivity']
   if not changes:
-    return []
+    return ['  Not computed: time was up.'] * bool(data['sensitivity_left'])
   flips = [c for c in changes if c['plan']]
   flips.sort(key=lambda c: -c['gain'])
   unsure = sum(not c['proved'] for c in changes)
@@ -79,4 +83,6 @@ def sensitivity(changes: Sequence[Mapping[str, Any]]) -> list[str]:
       f', as far as is known: for {unsure} of them only the plans already '
       'simulated were compared'
     )
+  if data['sensitivity_left']:
+    rest += f'; time was up for {data["sensitivity_left"]} more'
   return [*lines, f'  {rest}.']

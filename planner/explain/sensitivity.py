@@ -6,11 +6,11 @@ known plans are evaluated again, and the space is searched for a faster one.
 """
 
 from collections.abc import Sequence
-import time
 from typing import NamedTuple
 
 from planner.costs import scaled
 from planner.ir import plan as plan_lib
+from planner.search import deadline as deadline_lib
 from planner.search import exact
 from planner.simulation import evaluate_plan
 
@@ -52,7 +52,7 @@ def sensitivity(
   known: Sequence[plan_lib.Plan] = (),
   *,
   staleness: int = 0,
-  seconds: float = 30.0,
+  deadline: deadline_lib.Deadline = deadline_lib.NEVER,
 ) -> list[Change]:
   """Changes each cost by a tenth, up and down.
 
@@ -62,31 +62,41 @@ def sensitivity(
     found: the result of a search with this model.
     known: other plans of the space that fit in memory.
     staleness: as in that search.
-    seconds: limit of all searches together. `proved` is false where a search
-      was stopped by it.
+    deadline: of all searches together. `proved` is false where a search was
+      stopped by it.
 
   Returns:
-    Every change, whether or not it changes the choice.
+    Every change, whether or not it changes the choice; without those that
+    there was no time for.
   """
-  costs = list(flow.stages)
-  costs += [MOVES] * (found.space.devices > 1)
-  costs += [SWITCHES] * bool(found.space.offload)
-  changes = [(cost, factor) for cost in costs for factor in FACTORS]
+  changes = all_changes(flow, found.space)
   plans = [found.best] + [
     plan
     for plan in [*(plan for plan, _ in found.ranked), *known]
     if plan != found.best
   ]
-  out, deadline = [], time.monotonic() + seconds
+  out = []
   for i, (cost, factor) in enumerate(changes):
-    left = max(0.0, deadline - time.monotonic()) / (len(changes) - i)
     other = changed(model, cost, factor)
-    out.append(
-      Change(cost, factor, *_choose(flow, other, found, plans, staleness, left))
-      if factor < 1 or not _same(flow, other, found, staleness)
-      else Change(cost, factor, found.seconds, None, found.seconds, True)
-    )
+    left = deadline.part(1 / (len(changes) - i))
+    try:
+      if factor > 1 and _same(flow, other, found, staleness, deadline):
+        seconds = found.seconds
+        out.append(Change(cost, factor, seconds, None, seconds, True))
+      else:
+        fields = _choose(flow, other, found, plans, staleness, (deadline, left))
+        out.append(Change(cost, factor, *fields))
+    except deadline_lib.TimeUp:
+      break
   return out
+
+
+def all_changes(flow, space) -> list[tuple[str, float]]:
+  """Lists the changes to ask about, as costs and factors."""
+  costs = list(flow.stages)
+  costs += [MOVES] * (space.devices > 1)
+  costs += [SWITCHES] * bool(space.offload)
+  return [(cost, factor) for cost in costs for factor in FACTORS]
 
 
 def changed(model, cost: str, factor: float) -> scaled.ScaledCosts:
@@ -98,7 +108,7 @@ def changed(model, cost: str, factor: float) -> scaled.ScaledCosts:
   return scaled.ScaledCosts(model, {cost: factor})
 
 
-def _same(flow, dearer, found: exact.SearchResult, staleness: int) -> bool:
+def _same(flow, dearer, found, staleness: int, deadline) -> bool:
   """Whether a larger cost keeps the choice, without a search.
 
   It does if the chosen plan is proved the fastest and does not become slower:
@@ -106,39 +116,42 @@ def _same(flow, dearer, found: exact.SearchResult, staleness: int) -> bool:
   """
   if found.gap != 0 or found.simulated > len(found.ranked):
     return False
-  seconds = lambda plan: (
-    evaluate_plan.evaluate(flow, dearer, plan, staleness).seconds
-  )
   enough = found.seconds * (1 + exact.ROUNDING)
-  if seconds(found.best) > enough:
+  if _timed(flow, dearer, found.best, staleness, deadline) > enough:
     return False
   return all(
-    seconds(plan) >= found.seconds * (1 - MATTERS)
+    _timed(flow, dearer, plan, staleness, deadline)
+    >= found.seconds * (1 - MATTERS)
     for plan, _ in found.ranked[1:]
   )
 
 
-def _choose(flow, model, found, plans, staleness, seconds):
-  """Returns the fastest plan with a changed model, as fields of a `Change`."""
-  timed = [
-    evaluate_plan.evaluate(flow, model, plan, staleness).seconds
-    for plan in plans
-  ]
+def _timed(flow, model, plan, staleness, deadline) -> float:
+  """Simulates a plan, if there is time; returns the seconds of a step."""
+  deadline.check()
+  return evaluate_plan.evaluate(flow, model, plan, staleness).seconds
+
+
+def _choose(flow, model, found, plans, staleness, deadlines):
+  """Returns the fastest plan with a changed model, as fields of a `Change`.
+
+  The deadlines are that of known plans, and that of the search for others.
+  """
+  deadline, of_search = deadlines
+  timed = [_timed(flow, model, plan, staleness, deadline) for plan in plans]
   before, best = timed[0], min(timed)
   plan, enough = None, before * (1 - MATTERS)
   if best < enough:
     plan, enough = plans[timed.index(best)], best
   else:
     best = before
-  if not seconds:
-    return before, plan, best, False
   other = exact.search(
     flow,
     model,
     found.space,
     staleness=staleness,
     keep=1,
-    seconds=seconds,
+    deadline=of_search,
     below=enough,
   )
   if other.best is not None and other.seconds < enough:

@@ -2,6 +2,7 @@
 
 from planner.explain import overview
 from planner.ir import graph
+from planner.search import deadline as deadline_lib
 from planner.simulation import evaluate_plan, simulate
 
 GROWS = 1 + 1e-9  # Ratio: sums of the same seconds differ by less.
@@ -23,13 +24,21 @@ class _Longer:
     return found + self._more * mine
 
 
-def slack(evaluation: evaluate_plan.PlanEvaluation) -> dict[str, float]:
+def slack(
+  evaluation: evaluate_plan.PlanEvaluation,
+  deadline: deadline_lib.Deadline = deadline_lib.NEVER,
+) -> dict[str, float | None]:
   """Returns the slack of each stage, in seconds over all calls of a step.
 
   Programs stay as they are, and only one stage takes longer at a time. A stage
-  on the critical path has no slack.
+  on the critical path has no slack. After the deadline, the slack of the other
+  stages is unknown: None.
   """
-  return {stage: _of(evaluation, stage) for stage in evaluation.flow.stages}
+  stages = evaluation.flow.stages
+  return {
+    stage: None if deadline.has_passed else _of(evaluation, stage)
+    for stage in stages
+  }
 
 
 def _of(evaluation: evaluate_plan.PlanEvaluation, stage: str) -> float:

@@ -114,6 +114,11 @@ class Plan:
     self._check_devices()
 
   def _check_devices(self):
+    devices = [place.devices for place in self.places.values()]
+    if not self.shared_devices and (
+      len(set().union(*devices)) == sum(map(len, devices))
+    ):
+      return  # A search makes many plans of a thousand devices.
     taken = {}
     for name, place in self.places.items():
       for device in place.devices:

@@ -25,6 +25,7 @@ from planner.costs import cost as cost_lib
 from planner.ir import graph
 from planner.lower import program
 from planner.search import choices as choices_lib
+from planner.search import deadline as deadline_lib
 from planner.search import exact, timing
 from planner.search import space as space_lib
 
@@ -50,6 +51,7 @@ def algorithm1(
   *,
   staleness: int = 0,
   keep: int = 5,
+  deadline: deadline_lib.Deadline = deadline_lib.NEVER,
 ) -> exact.SearchResult:
   """Returns the plan that Algorithm 1 expects to be fastest, simulated.
 
@@ -59,8 +61,13 @@ def algorithm1(
     space: the plans to choose from.
     staleness: as in `exact.search`; only the simulation uses it.
     keep: how many plans to return, of the best of each number of pieces.
+    deadline: when to stop.
+
+  Raises:
+    deadline.TimeUp: if time is up before it has ended. Without all divisions of
+      the devices, its plan is not known.
   """
-  choices = choices_lib.Choices(flow, model, space)
+  choices = choices_lib.Choices(flow, model, space, deadline)
   best, ranked, tried = None, [], 0
   for cut in choices.cuts.values():
     made = _Algorithm(choices, cut)
@@ -137,6 +144,7 @@ class _Algorithm:
           self.schedules(first, mine),
           self.schedules(rest, places - mine),
         )
+        self.choices.deadline.check()
         for units in range(2, n + 1):
           here = np.arange(1, units)
           path = one.critical[here] + other.critical[units - here]

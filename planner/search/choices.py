@@ -10,6 +10,7 @@ from planner.explain import formatting
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import program
+from planner.search import deadline as deadline_lib
 from planner.search import grouping, memo
 from planner.search import pieces as pieces_lib
 
@@ -51,10 +52,12 @@ class Choices:
     offloads: every subset of the stages that may be offloaded.
     infeasible: plans that need too much memory, the nearest to fitting first:
       bytes needed over bytes available, the plan, and a sentence.
+    deadline: when to stop; asked before each option of a place.
   """
 
-  def __init__(self, flow, model, space):
+  def __init__(self, flow, model, space, deadline=deadline_lib.NEVER):
     self.flow, self.model, self.space = flow, model, space
+    self.deadline = deadline
     self.costs = memo.MemoizedModel(model)
     self.units = space.devices // space.unit
     self.groups = grouping.groups(flow, space.colocated)
@@ -157,6 +160,7 @@ class Choices:
     """
     key = cut.pieces, *option
     if key not in self._columns:
+      self.deadline.check()
       self._columns[key] = self._column(cut, *option)
     return self._columns[key]
 
@@ -174,6 +178,7 @@ class Choices:
     """Returns the least seconds of every node by its units, [N, units + 1]."""
     least = np.full((len(cut.flow.nodes), self.units + 1), np.inf)
     for units in range(1, self.units + 1):
+      self.deadline.check()
       axes = self.group_axes(units)
       for i, node in enumerate(cut.flow.nodes):
         if i in cut.floating:
@@ -297,13 +302,15 @@ class Choices:
         self.options(cut, other, size)[:1]
         for other, size in zip(blocks, sizes, strict=True)
       ]
-      self._fits[key] = fits = []
+      fits = []
       for option in self.options(cut, block, units):
+        self.deadline.check()
         given[b] = [option]
         axes, rows = zip(*(options[0] for options in given), strict=True)
         choice = Choice(cut.pieces, part, tuple(sizes), axes, rows, offload)
         if not self.overflows(choice, b):
           fits.append(option)
+      self._fits[key] = fits
     return self._fits[key]
 
   def _smallest(self, block: int):

@@ -11,7 +11,6 @@ earlier, the smallest remaining bound gives its gap.
 import dataclasses
 import heapq
 import itertools
-import time
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.search import branch_and_bound, timing
 from planner.search import choices as choices_lib
+from planner.search import deadline as deadline_lib
 from planner.search import space as space_lib
 from planner.simulation import evaluate_plan
 
@@ -66,7 +66,7 @@ def search(
   *,
   staleness: int = 0,
   keep: int = 5,
-  seconds: float | None = None,
+  deadline: deadline_lib.Deadline = deadline_lib.NEVER,
   below: float = np.inf,
 ) -> SearchResult:
   """Returns the fastest plan of a space, with a certificate.
@@ -77,12 +77,11 @@ def search(
     space: the plans to search.
     staleness: number of steps that may begin before an earlier one has ended.
     keep: how many of the fastest plans to return.
-    seconds: time limit, after which the gap says what is not proved; None for
-      no limit.
+    deadline: when to stop; the gap then says what is not proved.
     below: seconds of a step. Only faster plans are searched for, and the
       certificate then says that there is none.
   """
-  return Search(flow, model, space, staleness, keep, below).run(seconds)
+  return Search(flow, model, space, staleness, keep, below, deadline).run()
 
 
 class Search:
@@ -90,12 +89,24 @@ class Search:
 
   Attributes:
     best: seconds of the fastest plan so far, or the limit it must stay below.
+    proved: lower bound on the seconds of every plan that was neither simulated
+      nor excluded. It does not count work that the deadline interrupted.
     open: sets of plans that may contain a faster one, by number of pieces.
     leaves: a heap of plans that may be faster, by lower bound.
   """
 
-  def __init__(self, flow, model, space, staleness, keep, below=np.inf):
-    self.choices = choices_lib.Choices(flow, model, space)
+  def __init__(
+    self,
+    flow,
+    model,
+    space,
+    staleness,
+    keep,
+    below=np.inf,
+    deadline=deadline_lib.NEVER,
+  ):
+    self.choices = choices_lib.Choices(flow, model, space, deadline)
+    self.deadline, self.proved, self.open = deadline, 0.0, {}
     self.space, self.staleness, self.keep = space, staleness, keep
     half = evaluate_plan.STEPS // 2
     # The share of a step that passes before the next one begins.
@@ -104,28 +115,44 @@ class Search:
     self.leaves, self.counter = [], itertools.count()
     self.tried = self.simulated = 0
     self.visited = set()
-    cuts = self.choices.cuts.values()
-    self.open = {
-      cut.pieces: branch_and_bound.PlanSets(self.choices, cut) for cut in cuts
-    }
 
   @property
   def enough(self) -> float:
     """Plans whose bound reaches this many seconds cannot be the best."""
     return self.best * (1 - ROUNDING)
 
-  def run(self, seconds) -> SearchResult:
-    iteration = itertools.count()
-    deadline = np.inf if seconds is None else time.monotonic() + seconds
+  def run(self) -> SearchResult:
+    """Searches until the best plan is proved, or time is up."""
+    try:
+      self._start()
+      self._split_sets()
+    except deadline_lib.TimeUp:
+      pass  # `proved` says what is known.
+    return self._result()
+
+  def _start(self):
+    """Opens the sets of all plans, and simulates a plan of one place."""
+    self.open_sets()
     for opened in self.open.values():
       opened.add(*self._all_plans(), self)
       if self.space.min_places == 1:
         self._add_leaves(opened, [(0, (self.choices.units,))])
     while self.leaves and not self.simulated:
       self._simulate_best()
-    while self._least() < self.enough and time.monotonic() < deadline:
+
+  def open_sets(self):
+    """Tabulates the costs that sets of plans are bounded by."""
+    for pieces, cut in self.choices.cuts.items():
+      self.open[pieces] = branch_and_bound.PlanSets(self.choices, cut)
+
+  def _split_sets(self):
+    """Splits sets and simulates plans until none may be faster."""
+    iteration = itertools.count()
+    while self._least() < self.enough:
+      self.proved = self._least()
+      self.deadline.check()
       while self.leaves and self.leaves[0][0] <= self._least_open():
-        if self.leaves[0][0] >= self.enough or time.monotonic() > deadline:
+        if self.leaves[0][0] >= self.enough:
           break
         self._simulate_best()
       opened = min(self.open.values(), key=lambda o: o.least)
@@ -138,7 +165,7 @@ class Search:
       if opened.least < self.enough:
         self._add_leaves(opened, opened.split(self))
         self._simulate_best()
-    return self._result()
+    self.proved = np.inf
 
   def _all_plans(self):
     """Returns every partition, as the set of all its plans."""
@@ -158,6 +185,7 @@ class Search:
 
   def bound(self, opened, seconds, at, delays=None, waits=None):
     """Returns lower bounds on the seconds of a step, one a column."""
+    self.deadline.check()
     self.tried += seconds.shape[1]
     return opened.cut.bounds.period(
       seconds, at, self.share, delays, waits, self.enough
@@ -222,6 +250,7 @@ class Search:
     """
     if not self.leaves:
       return
+    self.deadline.check()
     bound, _, choice, seconds = heapq.heappop(self.leaves)
     if bound >= self.enough:
       self.leaves.clear()
@@ -247,8 +276,7 @@ class Search:
     best = None
     if self.ranked and not self.below <= self.ranked[0][1]:
       best = self.ranked[0][0]
-    least = self._least()
-    bound = self.best if least >= self.enough else least
+    bound = self.best if self.proved >= self.enough else self.proved
     gap = 0.0 if bound >= self.best else 1.0
     if self.best < np.inf:
       gap = 1 - bound / self.best if self.best else 0.0

@@ -1,9 +1,9 @@
 """Finds plans to compare with the fastest."""
 
 import dataclasses
-import time
 
 from planner.ir import plan as plan_lib
+from planner.search import deadline as deadline_lib
 from planner.search import exact
 
 
@@ -13,7 +13,7 @@ def runners_up(
   found: exact.SearchResult,
   *,
   staleness: int = 0,
-  seconds: float = 10.0,
+  deadline: deadline_lib.Deadline = deadline_lib.NEVER,
 ) -> list[tuple[plan_lib.Plan, float]]:
   """Adds the best plan of each number of places to the ranked plans.
 
@@ -25,13 +25,12 @@ def runners_up(
     model: of the costs.
     found: the result of a search.
     staleness: as in that search.
-    seconds: limit of all these searches together.
+    deadline: of all these searches together.
 
   Returns:
     Plans and the seconds of their steps, fastest first.
   """
   ranked = list(found.ranked)
-  deadline = time.monotonic() + seconds
   most = min(found.space.max_places, len(flow.stages), found.space.devices)
   for places in range(found.space.min_places, most + 1):
     if any(len(plan.places) == places for plan, _ in found.ranked[:1]):
@@ -39,9 +38,13 @@ def runners_up(
     space = dataclasses.replace(
       found.space, max_places=places, min_places=places
     )
-    left = max(0.0, deadline - time.monotonic()) / (most + 1 - places)
     some = exact.search(
-      flow, model, space, staleness=staleness, keep=1, seconds=left
+      flow,
+      model,
+      space,
+      staleness=staleness,
+      keep=1,
+      deadline=deadline.part(1 / (most + 1 - places)),
     ).ranked
     known = [plan for plan, _ in ranked]
     ranked += [entry for entry in some if entry[0] not in known]

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Reference(NamedTuple):
-  """What a reward compares a completion with; `base.Problem.answer`.
+  """The question and the answer of each row, for rewards: `Problem.answer`.
 
   Attributes:
     question: UTF-8 bytes of the question, padded with zeros.

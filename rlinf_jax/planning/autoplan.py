@@ -16,6 +16,7 @@ from planner.explain import overview
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import program, unroll
+from planner.search import deadline as deadline_lib
 from planner.search import exact
 from planner.search import space as space_lib
 from planner.simulation import evaluate_plan
@@ -116,7 +117,11 @@ def search(step, evaluate, staleness, model, space) -> ChosenPlan:
     ValueError: if no plan fits in memory.
   """
   result = exact.search(
-    step, model, space, staleness=staleness, seconds=SECONDS
+    step,
+    model,
+    space,
+    staleness=staleness,
+    deadline=deadline_lib.Deadline(SECONDS),
   )
   if result.best is None:
     nearest = [f'The nearest: {words}.' for _, words in result.infeasible[:1]]

@@ -22,6 +22,7 @@ from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import passes, unroll
 from planner.search import algorithm1, exact, runners_up
+from planner.search import deadline as deadline_lib
 from planner.search import space as space_lib
 from planner.simulation import evaluate_plan
 from rlinf_jax.planning.compiled import plan_compiler
@@ -31,6 +32,9 @@ from rlinf_jax.report import plan_page
 from sharding import rules
 
 KEPT = 25  # Fastest plans that a search returns.
+ALGORITHM1 = "The plan of RLinf's Algorithm 1"
+SEARCH = 0.6  # Of the time that is left, for the fastest plan.
+SHARE = 1 / 3  # Likewise for the next best plans, and then for Algorithm 1.
 
 
 def report_plan(
@@ -55,9 +59,10 @@ def report_plan(
     cluster: the hardware.
     lengths: tokens of completions like those that will be generated; None where
       all completions are assumed to have the maximum length.
-    seconds: limit of the search. The report says what is not proved by then.
-      Up to two thirds of this time are added to find the next best plans and
-      the costs that would change the choice.
+    seconds: limit of the whole report, without the compilation of plans. The
+      search for the fastest plan takes up to `SEARCH` of what counting leaves;
+      the next best plans, RLinf's Algorithm 1 and the costs that would change
+      the choice have the rest. The report says what is not proved by then.
     compile_for: the devices that plans are compiled for, after
       `topology.prepare`, until the compiler accepts one; None to compile
       nothing.
@@ -65,19 +70,22 @@ def report_plan(
     page: a file for the report as a page of HTML, with charts.
     print_text: prints the report.
   """
+  deadline = deadline_lib.Deadline(seconds)
   table, flow = str(flows[0]), unroll.unroll(flows[0])
   works, assumption = _completion_work(count.of_flow(flow), lengths)
   model = roofline.Roofline(flow, works, cluster, rules.DEFAULT)
-  result, ranked = _search(flow, model, staleness, seconds)
+  result, ranked = _search(flow, model, staleness, deadline)
   lines = [table, '', _searched(result, cluster), assumption]
-  others = _others(flow, model, result.space, own, ranked, staleness)
+  others = _others(flow, model, result, own, ranked, staleness, deadline)
   compiled = None
   if compile_for:
+    left = deadline.left
     result, ranked, others, compiled = _compile(
       flow, model, result, ranked, others, compile_for, print_text
     )
+    deadline = deadline_lib.Deadline(left)
   kwargs = {'others': others, 'ranked': ranked, 'staleness': staleness}
-  data = plan_data.plan_data(flow, model, result, seconds=seconds / 2, **kwargs)
+  data = plan_data.plan_data(flow, model, result, deadline=deadline, **kwargs)
   data |= {'compiled': compiled} if compiled else {}
   lines += [_colocated(result.space)]
   if result.best is None:
@@ -94,14 +102,21 @@ def report_plan(
   return result
 
 
-def _search(flow, model, staleness, seconds):
+def _search(flow, model, staleness, deadline):
   """Returns the result of a search, and plans from the fastest on."""
   space = space_lib.default_space(flow, model)
   result = exact.search(
-    flow, model, space, staleness=staleness, keep=KEPT, seconds=seconds
+    flow,
+    model,
+    space,
+    staleness=staleness,
+    keep=KEPT,
+    deadline=deadline.part(SEARCH),
   )
+  if result.best is None and not result.gap:
+    return result, []
   ranked = runners_up.runners_up(
-    flow, model, result, staleness=staleness, seconds=seconds / 6
+    flow, model, result, staleness=staleness, deadline=deadline.part(SHARE)
   )
   return runners_up.best_of(result, ranked), ranked
 
@@ -181,17 +196,28 @@ def _completion_work(works, lengths):
   )
 
 
-def _others(flow, model, space, own, ranked, staleness):
-  """Returns plans to compare with, by title."""
+def _others(flow, model, result, own, ranked, staleness, deadline):
+  """Returns plans to compare with the best one, by title."""
+  if result.best is None:
+    return {}
   others = {}
   one = [plan for plan, _ in ranked if len(plan.places) == 1]
   if own:
     others["The recipe's own plan"] = own
   elif one:
     others['The fastest on one place'] = one[0]
-  theirs = algorithm1.algorithm1(flow, model, space, staleness=staleness)
+  try:
+    theirs = algorithm1.algorithm1(
+      flow,
+      model,
+      result.space,
+      staleness=staleness,
+      deadline=deadline.part(SHARE),
+    )
+  except deadline_lib.TimeUp:
+    return others | {ALGORITHM1: None}
   if theirs.best:
-    others["The plan of RLinf's Algorithm 1"] = theirs.best
+    others[ALGORITHM1] = theirs.best
   return others
 
 
@@ -213,7 +239,7 @@ def _fastest(flow, model, result, staleness, data) -> list[str | None]:
     *report_text.comparisons(data),
     '',
     'Which cost would have to be wrong to change the choice, one at a time:',
-    *report_text.sensitivity(data['sensitivity']),
+    *report_text.sensitivity(data),
   ]
 
 

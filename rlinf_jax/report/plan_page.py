@@ -64,7 +64,7 @@ def _feasible(data) -> str:
     page.card(
       'What would change the choice',
       'one cost at a time, 10 % higher or lower',
-      _list(report_text.sensitivity(data['sensitivity'])),
+      _list(report_text.sensitivity(data)),
       '',
       'whole',
     ),
@@ -154,7 +154,7 @@ def _timelines(data, colors) -> str:
     cards.append(page.card(title, note, picture, seconds, 'whole'))
   for alternative in data['alternatives']:
     if 'refused' in alternative:
-      body = _list([f'It is not possible here: {alternative["refused"]}'])
+      body = _list([f'It {alternative["refused"]}'])
       cards.append(page.card(alternative['title'], '', body, '', 'whole'))
   return ''.join(cards)
 
@@ -239,8 +239,10 @@ def _stages(data, colors) -> str:
   rows = []
   for stage in sorted(data['stages'], key=lambda s: -s['seconds']):
     name = stage['name']
-    is_critical = stage['slack'] < report_text.LITTLE * data['seconds']
-    slack = 'none' if is_critical else formatting.seconds(stage['slack'])
+    is_critical, slack = False, 'time was up'
+    if stage['slack'] is not None:
+      is_critical = stage['slack'] < report_text.LITTLE * data['seconds']
+      slack = 'none' if is_critical else formatting.seconds(stage['slack'])
     micro_batch = (
       f' <small>micro-batches of {stage["micro_batch"]} rows</small>'
     )

@@ -41,7 +41,7 @@ def correct(completion: base.Completion) -> float:
 
 
 def _final(text: str) -> str | None:
-  """What follows the last marker, or is in the last box; None without both."""
+  """The text after the last marker or in the last box; None without both."""
   marker, box = text.rfind(MARKER), text.rfind('\\boxed')
   if marker > box:
     line = text[marker + len(MARKER) :].strip().partition('\n')[0].strip()

@@ -1,7 +1,7 @@
 """Reward functions in processes of their own, each call with limits.
 
-A completion is foreign code to whatever parses it: it may take for ever, fill
-the memory or crash the interpreter. Here it then costs its own reward only.
+A parser of completions meets any text at all. One may keep it busy forever,
+fill the memory or crash the interpreter. Here that costs its own reward only.
 """
 
 from collections.abc import Sequence

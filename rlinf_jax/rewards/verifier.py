@@ -38,8 +38,7 @@ def verify(
   Args:
     checkpoint: folder of the model whose tokenizer to decode with.
     rewards: functions of a `Completion`; by default, whether the final answer
-      is right. One that must not stop the run, whatever a completion says, is
-      given by `pool.isolated`.
+      is right. `pool.isolated` gives a function limits of time and memory.
     weights: the weight of each; 1 by default.
 
   Raises:

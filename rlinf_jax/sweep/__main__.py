@@ -2,7 +2,8 @@
 
 from absl import app
 
+from rlinf_jax import gin_flags
 from rlinf_jax.sweep import sweep
 
 if __name__ == '__main__':
-  app.run(sweep.main)
+  app.run(sweep.main, flags_parser=gin_flags.parse)

@@ -6,11 +6,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from sharding import row_map, rules
 from stages import base
 from stages.language import generate, sample
 from stages.models import transformer
 
-# Logits in memory at once while scoring: 2^26 are 256 MiB in float32.
+# Logits on a device at once while scoring: 2^26 are 256 MiB in float32.
 MAX_LIVE_LOGITS = 2**26
 
 
@@ -36,7 +37,7 @@ def policy(
     sampling: distribution to sample from, and to score actions under.
     init: `key -> params`, such as those of a checkpoint; random weights if
       None.
-    max_live_logits: maximum number of logits in memory at once while scoring;
+    max_live_logits: maximum number of logits on a device at once while scoring;
       longer batches are scored in chunks of time, which the backward pass
       recomputes.
   """
@@ -61,8 +62,15 @@ def policy(
       split.position_B,
       method='hidden_states',
     )
-    score = functools.partial(_score, model, params, sampling)
-    return _in_chunks(score, x_BTD, action_BT, config.V, max_live_logits)
+    score = functools.partial(_score, config, sampling)
+    chunk = _chunk_length(action_BT.shape, config.V, max_live_logits)
+    return row_map.map_rows(
+      functools.partial(_in_chunks, score, chunk),
+      {name: params[name] for name in transformer.output_names(config)},
+      x_BTD,
+      action_BT,
+      dtype=config.dtype,
+    )
 
   random = functools.partial(transformer.init_params, config)
   # Decoding and scoring add in another order. Below float32, the sums are
@@ -73,22 +81,32 @@ def policy(
   )
 
 
-def _score(model, params, sampling, x_BTD, action_BT) -> base.Evaluation:
-  logit_BTV = model.apply({'params': params}, x_BTD, method='logits')
+def _score(config, sampling, params, x_BTD, action_BT) -> base.Evaluation:
+  logit_BTV = transformer.output_logits(config, params, x_BTD)
   logit_BTV = sample.shape(logit_BTV, sampling, keep_BT=action_BT)
   return base.Evaluation(
     sample.logp(logit_BTV, action_BT), sample.entropy(logit_BTV)
   )
 
 
-def _in_chunks(score, x_BTD, action_BT, V: int, max_live_logits: int):
-  """Scores in the fewest chunks of time that keep [B, t, V] within a limit."""
-  B, T, _ = x_BTD.shape
+def _chunk_length(shape: tuple[int, int], V: int, max_live_logits: int) -> int:
+  """The tokens of a row to score at once.
+
+  There are the fewest chunks that keep [B, t, V] within a limit on a device.
+  """
+  B, T = shape
+  B //= rules.devices_of('B', B)
+  V //= rules.devices_of('V', V)
   n = -(-T // max(1, max_live_logits // (B * V)))
-  if n == 1:
-    return score(x_BTD, action_BT)
-  t = -(-T // n)
+  return -(-T // n)
+
+
+def _in_chunks(score, t: int, params, x_BTD, action_BT):
+  """Scores `t` tokens of each row at once."""
+  B, T, _ = x_BTD.shape
   n = -(-T // t)
+  if n == 1:
+    return score(params, x_BTD, action_BT)
 
   def split(x):
     padding = [(0, 0), (0, n * t - T)] + [(0, 0)] * (x.ndim - 2)
@@ -96,7 +114,8 @@ def _in_chunks(score, x_BTD, action_BT, V: int, max_live_logits: int):
     return jnp.moveaxis(x, 1, 0)
 
   chunks = jax.tree.map(split, (x_BTD, action_BT))
-  scores = jax.lax.map(lambda chunk: jax.checkpoint(score)(*chunk), chunks)
+  recomputed = jax.checkpoint(score)
+  scores = jax.lax.map(lambda chunk: recomputed(params, *chunk), chunks)
   return jax.tree.map(
     lambda x: jnp.moveaxis(x, 0, 1).reshape(B, n * t)[:, :T], scores
   )

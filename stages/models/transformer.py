@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 import numpy as np
 
-from sharding import rules
+from sharding import row_map, rules
 from stages.models import attention, mixed_precision
 from stages.models import config as config_lib
 from stages.models import rope as rope_lib
@@ -236,22 +236,12 @@ class Transformer(nn.Module):
     )(c)
 
   def embed(self, token_BT):
-    # Padding may hold any id; one out of range would give NaN.
-    x_BTD = jnp.take(self.embed_VD, token_BT, axis=0, mode='clip')
-    x_BTD = x_BTD.astype(self.config.dtype)
-    if self.config.scale_embeddings:
-      x_BTD *= jnp.asarray(math.sqrt(self.config.D), x_BTD.dtype)
-    return x_BTD
+    return self._look_up(self.embed_VD, token_BT)
 
   def logits(self, x_BTD):
-    """Logits of the next token, in float32 or wider."""
-    c = self.config
-    x_BTD = _rms_norm(c, x_BTD, self.norm_D)
-    if c.tie_embeddings:
-      logit_BTV = mixed_precision.product('BTD,VD->BTV', x_BTD, self.embed_VD)
-    else:
-      logit_BTV = mixed_precision.product('BTD,DV->BTV', x_BTD, self.unembed_DV)
-    return attention.soft_cap(logit_BTV, c.logit_softcap)
+    """As `output_logits`."""
+    params = {x: getattr(self, x) for x in output_names(self.config)}
+    return output_logits(self.config, params, x_BTD)
 
   def prefill(self, token_NP, mask_NP) -> PromptCache:
     """Keys and values of prompts, padded anywhere."""
@@ -289,22 +279,34 @@ class Transformer(nn.Module):
         mask &= attention.within_window(position_BT, position_BC, window)
       return Context(*self._angles(rope, position_NS), mask_NPP, mask)
 
-    x_NSD, _ = self._stack(pack(token_NP, token_BT), context)
+    x_NSD = row_map.map_rows(
+      lambda params, token_NS: self._look_up(params['embed_VD'], token_NS),
+      {'embed_VD': self.embed_VD},
+      pack(token_NP, token_BT),
+      dtype=self.config.dtype,
+    )
+    x_NSD, _ = self._stack(x_NSD, context)
     return x_NSD[:, P:].reshape(B, T, -1)
+
+  def _look_up(self, embed_VD, token_BT):
+    # Padding may hold any id; one out of range would give NaN.
+    x_BTD = jnp.take(embed_VD, token_BT, axis=0, mode='clip')
+    x_BTD = x_BTD.astype(self.config.dtype)
+    if self.config.scale_embeddings:
+      x_BTD *= jnp.asarray(math.sqrt(self.config.D), x_BTD.dtype)
+    return x_BTD
 
   def _angles(self, rope, position_NS):
     return rope_lib.angles(rope, self.config.W, position_NS)
 
-  def _stack(self, token_NS, context):
+  def _stack(self, x_NSD, context):
     """All layers; `context: rope, window -> Context`."""
     c = self.config
     is_local_L, nearby = None, None
     if c.window is not None:
       is_local_L = jnp.array([c.is_local(i) for i in range(c.L)])
       nearby = context(c.local_rope or c.rope, c.window)
-    return self.layers(
-      self.embed(token_NS), is_local_L, context(c.rope), nearby
-    )
+    return self.layers(x_NSD, is_local_L, context(c.rope), nearby)
 
   def _prompts(self, token_NP, mask_NP):
     position_NP = positions(mask_NP)
@@ -313,11 +315,35 @@ class Transformer(nn.Module):
       mask_NPP = _causal(mask_NP, window)
       return Context(*self._angles(rope, position_NP), mask_NPP, None)
 
-    return self._stack(token_NP, context)
+    return self._stack(self.embed(token_NP), context)
 
   def __call__(self, token_NP, mask_NP):
     """Logits after every token of padded sequences: the plain forward pass."""
     return self.logits(self._prompts(token_NP, mask_NP)[0])
+
+
+def output_names(config: Config) -> tuple[str, str]:
+  """Names of the parameters of the final norm and of the output layer."""
+  return 'norm_D', 'embed_VD' if config.tie_embeddings else 'unembed_DV'
+
+
+def output_logits(config: Config, params, x_BTD):
+  """Logits of the next token from final hidden states, in float32 or wider.
+
+  Args:
+    config: dimensions of the model.
+    params: those of `output_names`, by name.
+    x_BTD: final hidden states.
+  """
+  x_BTD = _rms_norm(config, x_BTD, params['norm_D'])
+  if config.tie_embeddings:
+    logit_BTV = mixed_precision.product(
+      'BTD,VD->BTV', x_BTD, params['embed_VD']
+    )
+  else:
+    unembed_DV = params['unembed_DV']
+    logit_BTV = mixed_precision.product('BTD,DV->BTV', x_BTD, unembed_DV)
+  return attention.soft_cap(logit_BTV, config.logit_softcap)
 
 
 def positions(mask_NP):

@@ -144,7 +144,7 @@ def test_a_macro_that_is_read_must_be_set():
 
 def test_required_parameters_are_named():
   text = refused('flows.grpo.clip_high = %gin.REQUIRED')
-  assert "--gin_bindings 'flows.grpo.clip_high = ...'" in text
+  assert 'add --gin.flows.grpo.clip_high=...' in text
 
 
 # Unused bindings.

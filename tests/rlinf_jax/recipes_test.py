@@ -4,6 +4,7 @@ import pathlib
 
 import pytest
 
+import own_data
 from rlinf_jax import config, train
 from rlinf_jax.envs import simulator
 from rlinf_jax.run import flows as flows_lib
@@ -45,7 +46,9 @@ RECIPES = [
 
 
 def flows(name, bindings, folder):
-  """Traces the flows of a recipe."""
+  """Traces the flows of a recipe, with small files where it requires some."""
+  if name.endswith('grpo_math.gin'):
+    bindings = [*bindings, *own_data.bindings(folder / 'own_data')]
   config.parse([name], bindings, str(folder))
   return config.call(flows_lib.trace_flows, bindings_of=train.train)
 

@@ -45,10 +45,13 @@ def test_sensitivity_agrees_with_brute_force(seed):
 
 def test_without_search_time_changes_are_not_proved():
   flow, model = toys.line({'a': 4.0, 'b': 4.0}, power=0.65)
-  found, by_cost = changes(
-    flow, model, space_lib.Space(2, pieces=(1, 4)), seconds=0.0
-  )
-  assert not by_cost['a', 0.9].proved
+  space = space_lib.Space(2, pieces=(1, 4))
+  _, some = changes(flow, model, space, deadline=toys.deadline(60))
+  assert not all(change.proved for change in some.values())
+  _, few = changes(flow, model, space, deadline=toys.deadline(20))
+  assert 0 < len(few) < len(sensitivity.all_changes(flow, space))
+  _, none = changes(flow, model, space, deadline=toys.deadline(0))
+  assert not none
 
 
 def test_a_scaled_cost_model_can_be_searched():
@@ -74,7 +77,7 @@ def test_runners_up_include_plans_that_the_search_excluded():
 def test_a_runner_up_may_be_faster_than_the_best_of_a_stopped_search():
   flow, model = toys.ppo(power=0.6)
   space = space_lib.Space(64, unit=8, pieces=(1, 2, 4))
-  short = exact.search(flow, model, space, seconds=0.0)
+  short = exact.search(flow, model, space, deadline=toys.deadline(400))
   full = exact.search(flow, model, space)
   found = runners_up.best_of(short, full.ranked)
   assert found.best == full.best

@@ -75,6 +75,7 @@ def test_no_plan_is_faster_than_the_bound_of_its_sizes(seed):
   flow, model, space, staleness = toys.random_instance(seed)
   model.capacity = np.inf
   finder = exact.Search(flow, model, space, staleness, keep=1)
+  finder.open_sets()
   choices, rng = finder.choices, np.random.default_rng(seed)
   for opened in finder.open.values():
     part = int(rng.integers(len(choices.blocks)))

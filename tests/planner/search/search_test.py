@@ -14,6 +14,7 @@ from planner.costs import cost_table
 from planner.ir import graph, plan
 from planner.lower import passes
 from planner.search import algorithm1, exact
+from planner.search import deadline as deadline_lib
 from planner.search import space as space_lib
 from planner.simulation import simulate as simulate_lib
 import toys
@@ -221,12 +222,69 @@ def test_staleness_lets_steps_overlap():
 def test_a_stopped_search_reports_its_gap():
   flow, model = toys.ppo(power=0.6)
   space = space_lib.Space(64, unit=8, pieces=(1, 2, 4))
-  short = exact.search(flow, model, space, seconds=0.0)
+  short = exact.search(flow, model, space, deadline=toys.deadline(400))
   full = exact.search(flow, model, space)
   assert 0 < short.gap < 1
   assert short.bound <= full.seconds <= short.seconds
   assert short.bound == pytest.approx(short.seconds * (1 - short.gap))
   assert full.gap == 0
+
+
+class Clock:
+  """A clock that goes on by a second with each query of a cost model."""
+
+  def __init__(self, model):
+    self.model, self.now = model, 0.0
+
+  def __call__(self):
+    return self.now
+
+  def __getattr__(self, name):
+    found = getattr(self.model, name)
+    if not callable(found):
+      return found
+
+    def query(*args):
+      self.now += 1.0
+      return found(*args)
+
+    return query
+
+
+@pytest.mark.parametrize('search', [exact.search, algorithm1.algorithm1])
+def test_no_phase_exceeds_the_time_limit(search):
+  """Tables, sizes that fit, leaves and simulations stop at the deadline."""
+  flow, model = toys.ppo(power=0.6, meshes=2, capacity=1e3)
+  space = space_lib.Space(
+    32, unit=4, pieces=(1, 2), micro_batch={'gradient': (None, 4, 2)}
+  )
+  most = 300  # Costs of all stages on places of one size, or of a simulation.
+  clock = Clock(model)
+  search(flow, clock, space)
+  queries = int(clock.now)
+  assert queries > 5 * most
+  for limit in range(0, queries - most, queries // 3):
+    clock = Clock(model)
+    deadline = deadline_lib.Deadline(limit, clock)
+    try:
+      found = search(flow, clock, space, deadline=deadline)
+      assert found.gap > 0 and found.bound <= found.seconds
+    except deadline_lib.TimeUp:
+      assert search is algorithm1.algorithm1
+    assert limit <= clock.now < limit + most
+
+
+def test_a_bound_holds_wherever_a_search_is_stopped():
+  flow, model = toys.ppo(power=0.6)
+  space = space_lib.Space(24, unit=8, pieces=(1, 2))
+  best = exact.search(flow, model, space).seconds
+  stopped = 0
+  for checks in range(0, 1200, 110):
+    found = exact.search(flow, model, space, deadline=toys.deadline(checks))
+    assert found.bound <= best <= found.seconds
+    assert found.gap == 1 or found.best
+    stopped += found.gap > 0
+  assert stopped > 3
 
 
 @pytest.mark.slow

@@ -1,0 +1,155 @@
+"""`--gin.NAME=value` and the macros of a recipe in --help, for absl programs.
+
+--gin.MODEL=/models/qwen      for --gin_bindings 'MODEL = "/models/qwen"'
+--gin.train.train.steps=50    for --gin_bindings 'train.train.steps = 50'
+"""
+
+import argparse
+import ast
+from collections.abc import Iterator, Sequence
+import contextlib
+import io
+import re
+import sys
+import textwrap
+import tokenize
+from typing import NamedTuple
+
+from absl import app
+
+from rlinf_jax import recipe_files
+
+PREFIX = re.compile(r'--?gin\.(.*)', re.S)
+NAME = re.compile(r'[\w./]+')
+MACRO = re.compile(r'([A-Za-z_]\w*)\s*=\s*(.*)')
+INCLUDE = re.compile(r'include\s+[\'"](.+?)[\'"]')
+HELP = ('--help', '-help', '--helpshort', '-h')
+
+
+class Macro(NamedTuple):
+  """A macro of a recipe.
+
+  Attributes:
+    name: its name.
+    value: the text of its value, of one line.
+    comment: the comment behind it, or the line above; '' without either.
+  """
+
+  name: str
+  value: str
+  comment: str
+
+
+def parse(argv: Sequence[str]) -> list[str]:
+  """Parses the flags of a program; for `app.run(flags_parser=parse)`.
+
+  Returns:
+    The arguments that are not flags.
+  """
+  # Help is asked for before required macros are given.
+  try:
+    if any(arg in HELP for arg in argv) and (files := _gin_files(argv)):
+      print(describe(files))
+      print('\nOther flags, of every recipe: --help without --gin_file.')
+      sys.exit()
+    argv = [argv[0], *map(_as_binding, argv[1:])]
+  except (ValueError, OSError) as error:
+    print(error, file=sys.stderr)
+    sys.exit(1)
+  return app.parse_flags_with_usage(argv)
+
+
+def _as_binding(arg: str) -> str:
+  """An argument, with `--gin.NAME=value` turned into --gin_bindings."""
+  match = PREFIX.fullmatch(arg)
+  if not match:
+    return arg
+  name, equals, value = match[1].partition('=')
+  if not equals or not NAME.fullmatch(name):
+    raise ValueError(
+      f'{arg} is not a setting: write --gin.NAME=value, without spaces around '
+      'the equals sign.'
+    )
+  return f'--gin_bindings={name} = {literal(value)}'
+
+
+def literal(value: str) -> str:
+  """A value in the syntax of gin: what is no literal in it is a string."""
+  # References, or lists that may hold some: gin reports what is wrong there.
+  if value.startswith(('@', '%', '[', '(', '{')):
+    return value
+  try:
+    ast.literal_eval(value)
+  except (SyntaxError, ValueError):
+    return repr(value)
+  return value
+
+
+def describe(files: Sequence[str]) -> str:
+  """A text that lists the macros of recipes, each with its comment.
+
+  Raises:
+    FileNotFoundError: if there is no such recipe.
+  """
+  title = recipe_files.read(files[-1]).partition('\n')[0].lstrip('# ')
+  rows = [
+    f'{files[-1]}: {title}',
+    '',
+    'Settings, each by --gin.NAME=value, with its value in the recipe:',
+  ]
+  for macro in macros(files):
+    required = macro.value.startswith('%gin.REQUIRED')
+    value = 'required' if required else textwrap.shorten(macro.value, 60)
+    rows.append(f'  {macro.name} = {value}')
+    if macro.comment:
+      rows.append(f'      {macro.comment}')
+  return '\n'.join(rows)
+
+
+def macros(files: Sequence[str]) -> list[Macro]:
+  """The macros that files and their includes set; later values are kept."""
+  found = {}
+  for file in files:
+    for macro in _macros(recipe_files.read(file)):
+      comment = macro.comment or found.get(macro.name, macro).comment
+      found[macro.name] = macro._replace(comment=comment)
+  return list(found.values())
+
+
+def _macros(text: str) -> Iterator[Macro]:
+  """The macros of a gin text in its order, those of its includes there."""
+  lines, comments = text.splitlines(), _comments(text)
+  for i, line in enumerate(lines):
+    if include := INCLUDE.match(line):
+      yield from _macros(recipe_files.read(include[1]))
+    elif macro := MACRO.match(line):
+      above = comments.get(i - 1)
+      if i in comments:
+        column, comment = comments[i]
+        line = line[:column]
+      elif above and above[0] == 0:
+        comment = above[1]
+      else:
+        comment = ''
+      value = MACRO.match(line)[2].strip()
+      yield Macro(macro[1], value, comment)
+
+
+def _comments(text: str) -> dict[int, tuple[int, str]]:
+  """The column and the words of the comments of a gin text, by line."""
+  comments = {}
+  # What tokens cannot be read of, `config.parse` reports.
+  with contextlib.suppress(tokenize.TokenError, SyntaxError):
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+      if token.type == tokenize.COMMENT:
+        row, column = token.start
+        comments[row - 1] = column, token.string.lstrip('# ')
+  return comments
+
+
+def _gin_files(argv: Sequence[str]) -> list[str]:
+  """The values of --gin_file, before flags are parsed."""
+  parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+  parser.add_argument('--gin_file', action='append', default=[])
+  known, _ = parser.parse_known_args(argv[1:])
+  return known.gin_file

@@ -1,0 +1,116 @@
+"""Functions of rows that run on each device's own rows, with whole parameters.
+
+XLA places collectives by itself, one at a time. In a loop over chunks of rows
+it gathers a sharded parameter in each turn, and adds up its gradient in each.
+Here a parameter is gathered once before the function, and its gradient is
+added up once after it.
+"""
+
+from collections.abc import Callable
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from sharding import rules as rules_lib
+
+
+def map_rows(
+  fn: Callable,
+  params: Any,
+  *rows: Any,
+  dtype: Any,
+  rules: rules_lib.Rules = rules_lib.DEFAULT,
+) -> Any:
+  """Returns `fn(params, *rows)`, computed by each device for its own rows.
+
+  Axes of the ambient mesh that do not shard rows, such as `tensor`, are left to
+  XLA. Without a mesh, or if rows do not divide evenly, this only calls `fn`.
+
+  Args:
+    fn: returns arrays with a leading dimension of rows; a row of its result
+      depends on the same row of its arguments.
+    params: a tree of parameters, whose names spell their dimensions.
+    *rows: trees of arrays with a leading dimension of rows.
+    dtype: of the parameters of rank two and more on their way to other devices.
+      `fn` must round them to it. Gradients return in their own dtype.
+    rules: mesh axes of each letter.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  n = jax.tree.leaves(rows)[0].shape[0]
+  axes = _row_axes(mesh, n, rules)
+  if not axes:
+    return fn(params, *rows)
+  shards_rows = {
+    letter: tuple(
+      a for a in rules_lib.mesh_axes(mesh, letter, rules) if a in axes
+    )
+    for letter in rules
+  }
+
+  def spec(path, leaf):
+    letters = rules_lib.dimensions(path, leaf.shape) or ('',) * leaf.ndim
+    return rules_lib.partition_spec(mesh, letters, leaf.shape, shards_rows)
+
+  specs = jax.tree_util.tree_map_with_path(spec, params)
+
+  def local(params, *rows):
+    gather = functools.partial(_gather_leaf, axes, dtype)
+    return fn(jax.tree.map(gather, params, specs), *rows)
+
+  by_row = PartitionSpec(axes)
+  return jax.shard_map(
+    local,
+    in_specs=(specs, *(by_row for _ in rows)),
+    out_specs=by_row,
+    axis_names={*axes},
+  )(params, *rows)
+
+
+def _row_axes(mesh, n: int, rules) -> tuple[str, ...]:
+  """The axes of a mesh that shard `n` rows; none if they cannot evenly."""
+  if mesh.empty:
+    return ()
+  axes = rules_lib.mesh_axes(mesh, 'B', rules)
+  axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+  return () if n % math.prod(mesh.shape[a] for a in axes) else axes
+
+
+def _gather_leaf(axes, dtype, leaf, spec):
+  """Gathers a parameter over the axes of rows."""
+  # Its gradient is a sum over all rows, also over axes that do not shard it.
+  copied = tuple(axis for axis in axes if axis not in jax.tree.leaves([*spec]))
+  if copied:
+    leaf = jax.lax.pcast(leaf, copied, to='varying')
+  for i, names in enumerate(spec):
+    if names:
+      narrow = leaf.dtype if leaf.ndim == 1 else dtype
+      leaf = _gather(leaf, names, i, narrow)
+  return leaf
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(x, names, dimension, dtype):
+  """Gathers shards in `dtype`; the gradient is summed in the dtype of `x`."""
+  gathered = jax.lax.all_gather(
+    x.astype(dtype), names, axis=dimension, tiled=True
+  )
+  return gathered.astype(x.dtype)
+
+
+def _gather_forward(x, names, dimension, dtype):
+  return _gather(x, names, dimension, dtype), None
+
+
+def _gather_backward(names, dimension, dtype, _, gradient):
+  del dtype
+  return (
+    jax.lax.psum_scatter(
+      gradient, names, scatter_dimension=dimension, tiled=True
+    ),
+  )
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
