@@ -18,13 +18,13 @@ from stages.base import (
   VideoRecorder,
   Workflow,
 )
-from stages.core import Deferred, keys, Stage, stage
+from stages.core import Deferred, EngineCost, keys, Stage, stage
 from stages.repeat import Repeat
 
 __all__ = [
   'VideoRecorder',
   'Demonstration',
-  'Deferred',
+  'EngineCost',
   'Completions',
   'Evaluation',
   'Example',

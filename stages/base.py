@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
+from stages import core
+
 Params = Any  # A tree of arrays.
 Key = jax.Array  # A scalar, or one a row.
 Info = dict[str, Any]  # Metrics by name, each a type of `stages.metrics`.
@@ -214,6 +216,8 @@ class Policy(NamedTuple):
       `stages.language.generate.resume` does. With `out_shapes`, it takes keys
       as their bits and returns a `Deferred`. None where completions cannot be
       continued.
+    engine: what a cost model reads of an engine that `act` runs on, whose
+      `equivalent` is the policy's own `act`; None without one.
     recompute_logp: whether `evaluate` gives other log-probabilities than `act`
       recorded, by more than float32's rounding, as where the arithmetic is
       bfloat16. Losses then use those of `evaluate` and weigh actions by the
@@ -228,6 +232,7 @@ class Policy(NamedTuple):
   out_shapes: Callable[..., Experience] | None = None
   resume: Callable[..., Completions] | None = None
   recompute_logp: bool = False
+  engine: core.EngineCost | None = None
 
 
 class TimeStep(NamedTuple):

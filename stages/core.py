@@ -44,6 +44,24 @@ class Deferred(NamedTuple):
     return getattr(self.future, 'elsewhere', ())
 
 
+class EngineCost(NamedTuple):
+  """What a cost model reads of an inference engine.
+
+  Attributes:
+    equivalent: a function in JAX with the arguments and results of the stage,
+      whose arithmetic the engine does: decoding in a loop.
+    cache_bytes: bytes that it reserves for keys and values, on its device.
+    row_cache_bytes: keys and values of a row, in bytes: its prompt, as far as
+      its length is known, and the longest completion.
+    max_rows: maximum number of rows that it decodes at once.
+  """
+
+  equivalent: Callable[..., Any]
+  cache_bytes: float
+  row_cache_bytes: float
+  max_rows: int
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
   """A named pure function over a batch.
@@ -73,6 +91,8 @@ class Stage:
     asynchronous: whether a host stage's `fn` returns a `Deferred`. The runtime
       starts such a call as soon as its inputs are there and waits for it at its
       turn, so that a simulator steps while a policy acts on other rows.
+    engine: what a cost model reads of a host stage whose arithmetic is on
+      accelerators; None for others.
   """
 
   fn: Callable[..., Any]
@@ -84,6 +104,7 @@ class Stage:
   host: bool = False
   out_shapes: Callable[..., Any] | None = None
   asynchronous: bool = False
+  engine: EngineCost | None = None
 
   def __post_init__(self):
     if self.host and self.out_shapes is None:
@@ -96,6 +117,11 @@ class Stage:
       raise ValueError(
         f'Stage {self.name} is asynchronous, which only a host stage can be: '
         'give it host=True, or leave out asynchronous.'
+      )
+    if self.engine and not self.host:
+      raise ValueError(
+        f'Stage {self.name} has an engine, which only a host stage can have: '
+        'give it host=True, or leave out engine.'
       )
     both = sorted({*self.consumes} & {*self.unbatched})
     if both and self.grain != 'batch':

@@ -19,6 +19,7 @@ import numpy as np
 from planner.costs import collectives, completions
 from planner.costs.measured import Estimate, Tag
 from planner.costs.work import NONE, StageWork, Work
+from planner.ir import plan as plan_lib
 
 Parts = dict[str, Estimate]
 
@@ -39,7 +40,11 @@ class DecodeWork:
       the whole batch start as slots fall free, and are passed on in the order
       in which they finish. Otherwise each piece is decoded by itself until its
       last row has finished, as by `stages.generate`.
-    budget: bytes on a device for the keys and values of an engine.
+    budget: bytes on a device for the keys and values of an engine, which it
+      reserves as it starts.
+    max_rows: maximum number of active rows of an engine.
+    is_separate: whether the engine is a program of its own, which runs on the
+      first device of its place and holds its own copy of the parameters.
     known: origin of the lengths.
   """
 
@@ -52,6 +57,8 @@ class DecodeWork:
   group_size: int = 1
   engine: bool = False
   budget: float = math.inf
+  max_rows: float = math.inf
+  is_separate: bool = False
   known: Tag = 'assumed'
 
   def __post_init__(self):
@@ -72,6 +79,8 @@ class DecodeWork:
       placement: its placement.
       rows: rows of a micro-batch, which an engine ignores.
     """
+    if self.is_separate:
+      placement = plan_lib.Placement(placement.devices[:1])
     axes, (at, pieces) = placement.axes, node.piece
     there = max(flow.values[v].shape[0] for v in node.rows)
     parameters = collectives.Parameters(flow, node, model.layout)
@@ -105,9 +114,10 @@ class DecodeWork:
 
   def slots(self, rows: float, ways: int) -> int:
     """Returns the active rows on devices that hold one copy of the model."""
-    if not self.kept:
-      return int(rows)
-    return int(max(1, min(rows, self.budget * ways // self.kept)))
+    rows = min(rows, self.max_rows)
+    if self.kept:
+      rows = min(rows, self.budget * ways // self.kept)
+    return int(max(1, rows))
 
   def bytes(self, flow, node, axes, layout, pieces: int, rows) -> Parts:
     """Returns the bytes on a device while rows are decoded, by component.
@@ -120,6 +130,7 @@ class DecodeWork:
       pieces: number of pieces of the batch.
       rows: rows of a micro-batch; None for all.
     """
+    axes = () if self.is_separate else axes
     there = max(flow.values[v].shape[0] for v in node.rows)
     parameters = collectives.Parameters(flow, node, layout)
     copies, ways = layout.row_ways(axes), parameters.ways(axes)
@@ -130,6 +141,12 @@ class DecodeWork:
     work = self.step.near(slots)
     item = max(map(collectives.item_bytes, work.per_row.matmul), default=0)
     kept = slots * self.kept / ways
+    if self.is_separate:
+      own = sum(math.prod(value.shape) * item for value in parameters.read)
+      return {
+        'keys and values of the engine': Estimate(self.budget, 'modeled'),
+        "the engine's copy of parameters": Estimate(own, 'modeled'),
+      }
     return {
       'keys and values of active rows': Estimate(kept, 'modeled'),
       'activations': Estimate(work.at(slots).bytes_alive / ways, 'modeled'),
@@ -139,16 +156,20 @@ class DecodeWork:
     }
 
 
-def from_work(
-  call: StageWork,
-  lengths: Sequence[int],
-  known: Tag = 'measured',
+def max_tokens(call: StageWork | DecodeWork) -> float:
+  """Returns the most tokens of a row; 0 for a stage whose rows end together."""
+  if isinstance(call, DecodeWork):
+    return float(call.lengths.max())
+  return call.full_batch.turns
+
+
+def with_lengths(
+  call: StageWork | DecodeWork, lengths: Sequence[int], known: Tag = 'measured'
 ) -> DecodeWork:
-  """Converts work that was counted as if every row had the maximum length.
+  """Returns the work of a stage that decodes rows of given lengths.
 
   Args:
-    call: the counted work. All steps are assumed to be alike, and to include
-      the prompts.
+    call: the counted work, as if every row had the maximum length.
     lengths: tokens of similar rows.
     known: origin of the lengths.
 
@@ -156,7 +177,7 @@ def from_work(
     ValueError: if the stage has no loop that may end early, or a length exceeds
       its limit.
   """
-  tokens = call.full_batch.turns
+  tokens = max_tokens(call)
   if not tokens:
     raise ValueError(
       'The stage has no loop that may end early: all rows are alike.'
@@ -166,6 +187,17 @@ def from_work(
       f'There are lengths of up to {max(lengths)} tokens, and rows have room '
       f'for {tokens:g}.'
     )
+  if isinstance(call, DecodeWork):
+    return dataclasses.replace(call, lengths=lengths, known=known)
+  return _from_work(call, lengths, known)
+
+
+def _from_work(call: StageWork, lengths, known: Tag) -> DecodeWork:
+  """Converts counted work; all steps are assumed to be alike.
+
+  They include the prompts.
+  """
+  tokens = call.full_batch.turns
 
   def scaled(line):
     return StageWork(
@@ -184,6 +216,26 @@ def from_work(
     )
 
   return DecodeWork(lengths, alive(scaled(call), call), known=known)
+
+
+def of_engine(call: StageWork, cost) -> DecodeWork:
+  """Returns the work of an inference engine outside JAX.
+
+  Every row has the maximum length, until lengths are given.
+
+  Args:
+    call: counted work of the engine's equivalent in JAX.
+    cost: what the stage says of its engine, `stages.EngineCost`.
+  """
+  found = with_lengths(call, [round(max_tokens(call))], 'assumed')
+  return dataclasses.replace(
+    found,
+    kept=cost.row_cache_bytes,
+    engine=True,
+    budget=cost.cache_bytes,
+    max_rows=cost.max_rows,
+    is_separate=True,
+  )
 
 
 def _alive(work, plain):

@@ -85,7 +85,7 @@ def _work(flow, chosen, model, node, rows) -> dict[str, float]:
   turns = rows / at_once if rows else 1
   parameters = collectives.Parameters(flow, node, model.layout)
   ways, copies = parameters.ways(axes), model.layout.row_ways(axes)
-  call = call.near(at_once)
+  call = call.near(at_once / copies)
   own = call.fixed.weighted(1 / ways, call.per_row, at_once / copies / ways)
   sent = sum(
     part.size * (turns if part.per_micro_batch else 1)

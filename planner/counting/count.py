@@ -15,6 +15,7 @@ import dataclasses
 
 import jax
 
+from planner.costs import decode
 from planner.costs import work as work_lib
 from planner.costs.work import StageWork, Work
 from planner.counting import jaxpr_walk, variables
@@ -63,8 +64,10 @@ def work(
 
 def of_node(
   flow: graph.Flow, node: graph.Node, trips: int | None = None
-) -> StageWork | None:
+) -> StageWork | decode.DecodeWork | None:
   """Counts the work of a node for any number of rows; None for a host stage.
+
+  An inference engine outside JAX counts as its equivalent in JAX.
 
   It is interpolated between a full batch, a half, an eighth and a 64th of it.
   """
@@ -74,8 +77,10 @@ def of_node(
     return StageWork(
       Work(bytes_in=taken, bytes_out=made, bytes_moved=taken + made, kernels=1)
     )
-  if node.stage.host:
+  engine = getattr(node.stage, 'engine', None)
+  if node.stage.host and engine is None:
     return None
+  run = engine.equivalent if engine else node.stage.run
 
   def at(rows):
     leaves = []
@@ -87,7 +92,7 @@ def of_node(
       leaves.append(jax.ShapeDtypeStruct(shape, value.dtype))
     args = jax.tree.unflatten(node.takes, leaves)
     letters = [flow.values[v].letters for v in node.reads]
-    return work(node.stage.run, *args, trips=trips, letters=letters)
+    return work(run, *args, trips=trips, letters=letters)
 
   rows = flow.rows_of(node)
   groups = rows // node.stage.group_size
@@ -96,7 +101,8 @@ def of_node(
     if not some:
       return StageWork(at(rows), rows=rows)
     sizes = [n * node.stage.group_size for n in some]
-    return work_lib.piecewise_linear([(size, at(size)) for size in sizes])
+    found = work_lib.piecewise_linear([(size, at(size)) for size in sizes])
+    return decode.of_engine(found, engine) if engine else found
   except (NotImplementedError, ValueError) as error:
     error.add_note(f'This happened in stage {node.name}, while counted.')
     raise

@@ -87,10 +87,18 @@ def engine(
   draw['top_k'] = sampling.top_k if sampling.top_k < config.V else 0
   limits = {'max_tokens': response_length, 'stop_token_ids': list(stop)}
   generator = _Generator(llm, names, response_length, draw, limits)
+  item = jnp.dtype(config.dtype).itemsize
+  token_bytes = 2 * config.L * config.K * config.W * item
   return policy._replace(
     act=generator.act,
     out_shapes=generator.out_shapes,
     resume=generator.resume,
+    engine=stages.EngineCost(
+      policy.act,
+      kv_cache_memory_bytes,
+      token_bytes * (max_model_len or response_length),
+      max_num_seqs,
+    ),
   )
 
 

@@ -11,6 +11,7 @@ import pathlib
 
 from planner import cluster as cluster_lib
 from planner.costs import cost_table, decode, roofline
+from planner.costs.work import StageWork
 from planner.counting import count
 from planner.explain import (
   formatting,
@@ -166,9 +167,9 @@ def _completion_work(works, lengths):
     The work of all stages, and a sentence on what is assumed of the lengths.
   """
   open_ended = {
-    name: call.full_batch.turns
+    name: decode.max_tokens(call)
     for name, call in works.items()
-    if call and call.full_batch.turns
+    if call and decode.max_tokens(call)
   }
   names = ', '.join(open_ended)
   if lengths is None:
@@ -183,13 +184,19 @@ def _completion_work(works, lengths):
     raise ValueError(
       'Lengths were given, and no stage has rows that end early.'
     )
-  barriers = [name for name in open_ended if not works[name].rows]
+  barriers = [
+    name
+    for name in open_ended
+    if isinstance(works[name], StageWork) and not works[name].rows
+  ]
   if barriers:
     raise ValueError(
       f'Lengths were given, and {barriers[0]} ends when enough rows have '
       'ended, which lengths do not determine: plan it without them.'
     )
-  ending = {name: decode.from_work(works[name], lengths) for name in open_ended}
+  ending = {
+    name: decode.with_lengths(works[name], lengths) for name in open_ended
+  }
   return works | ending, (
     f'Rows of {names} have the {len(lengths):,} lengths that were given; the '
     f'longest is {max(lengths):,} tokens.'

@@ -207,7 +207,7 @@ def _python(fn) -> Iterator[str]:
 def _most(flow, node, model) -> int:
   """Returns the most rows that fit in memory, as modeled."""
   there, call = flow.rows_of(node), model.works[node.name]
-  if call is None:
+  if call is None or node.stage.host:
     return there
   rows = there
   while rows > node.stage.group_size:

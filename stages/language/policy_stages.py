@@ -1,6 +1,7 @@
 """Stages of a language policy: acting and scoring its actions."""
 
 from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 import jax
@@ -23,14 +24,14 @@ def act(
   """
   host = policy.out_shapes is not None
 
-  def run(actor: base.Version, obs, key_B):
+  def run_by(act, is_deferred, actor: base.Version, obs, key_B):
     def versioned(x: base.Experience):
       return x._replace(version=jnp.broadcast_to(actor.step, x.mask.shape))
 
-    x = policy.act(
-      actor.params, obs, key_B, group_size=group_size, greedy=greedy
-    )
-    return stages.Deferred(x, versioned) if host else versioned(x)
+    x = act(actor.params, obs, key_B, group_size=group_size, greedy=greedy)
+    return stages.Deferred(x, versioned) if is_deferred else versioned(x)
+
+  run = functools.partial(run_by, policy.act, host)
 
   def out_shapes(actor: base.Version, obs, key_B):
     x = policy.out_shapes(actor.params, obs, key_B)
@@ -39,6 +40,10 @@ def act(
 
   if not host:
     return stages.Stage(run, name, unbatched=(0,), group_size=group_size)
+  engine = policy.engine
+  if engine:
+    equivalent = functools.partial(run_by, engine.equivalent, False)
+    engine = engine._replace(equivalent=equivalent)
   return stages.Stage(
     run,
     name,
@@ -47,6 +52,7 @@ def act(
     host=True,
     out_shapes=out_shapes,
     asynchronous=True,
+    engine=engine,
   )
 
 

@@ -102,7 +102,7 @@ def test_a_counted_loop_ends_at_the_longest_length():
   counted = StageWork(
     Work(bytes_moved=1e9, turns=100), Work(bytes_moved=1e8), 32
   )
-  some = decode.from_work(counted, 16 * [10, 20])
+  some = decode.with_lengths(counted, 16 * [10, 20])
   works = toys.WORKS | {'act': some}
   flow = toys.toy_flow()
   model = roofline.Roofline(
@@ -122,9 +122,9 @@ def test_a_counted_loop_ends_at_the_longest_length():
 
 def test_lengths_beyond_the_counted_loop_are_refused():
   with pytest.raises(ValueError, match='no loop that may end early'):
-    decode.from_work(StageWork(Work()), [1, 2])
+    decode.with_lengths(StageWork(Work()), [1, 2])
   with pytest.raises(ValueError, match='up to 9 tokens, .* room for 8'):
-    decode.from_work(StageWork(Work(turns=8)), [1, 9])
+    decode.with_lengths(StageWork(Work(turns=8)), [1, 9])
 
 
 def test_zero_lengths_are_refused():
