@@ -6,7 +6,7 @@ addition to gin, this module
   nearest name that is read (`refuse_unused`);
 - lets bindings on the command line use the imports of the files;
 - reports errors of gin in one sentence.
-Only this module and `config_errors` use gin.
+Only this module, `config_errors` and `config_values` use gin.
 """
 
 from collections.abc import Callable, Iterable, Iterator

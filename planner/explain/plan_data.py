@@ -49,6 +49,7 @@ def plan_data(
       'simulated': found.simulated,
       'bounded': found.tried,
       'gap': found.gap,
+      'proved': found.proved,
     },
     'ranked': [],
     'infeasible': [

@@ -39,6 +39,17 @@ def comparisons(data: Mapping[str, Any]) -> list[str]:
   return lines
 
 
+def shortage(data: Mapping[str, Any]) -> list[str]:
+  """Says what the plan nearest to fitting lacks, and which bindings help."""
+  found = data.get('shortage')
+  if not found:
+    return []
+  lines = [f'Of the nearest, {found["lacks"]}']
+  if found['bindings']:
+    lines += ['What would help, one at a time:']
+  return lines + [f'  {line}' for line in found['bindings']]
+
+
 def slack(data: Mapping[str, Any]) -> str:
   """Lists how much longer each stage could take, the least slack first."""
   step = data['seconds']

@@ -58,6 +58,11 @@ class SearchResult:
   tried: int
   simulated: int
 
+  @property
+  def proved(self) -> bool:
+    """Whether it is proved that no plan is faster, or that none fits."""
+    return self.gap == 0
+
 
 def search(
   flow: graph.Flow,

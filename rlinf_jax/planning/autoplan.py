@@ -20,7 +20,7 @@ from planner.search import deadline as deadline_lib
 from planner.search import exact
 from planner.search import space as space_lib
 from planner.simulation import evaluate_plan
-from rlinf_jax.planning import machine_profile, stage_profile
+from rlinf_jax.planning import machine_profile, remedies, stage_profile
 from rlinf_jax.planning import profile_store as profile_store_lib
 from sharding import rules as rules_lib
 
@@ -124,19 +124,30 @@ def search(step, evaluate, staleness, model, space) -> ChosenPlan:
     deadline=deadline_lib.Deadline(SECONDS),
   )
   if result.best is None:
-    nearest = [f'The nearest: {words}.' for _, words in result.infeasible[:1]]
-    raise ValueError(
-      ' '.join(
-        [
-          f'No plan fits in the memory of {space.devices} devices.',
-          *nearest,
-          'Use more devices or a smaller batch, or bind a plan of your own.',
-        ]
-      )
-    )
+    raise ValueError(_refusal(step, model, result))
   best = _with_evaluation(result.best, step, evaluate)
   prediction = predict_step(step, staleness, model, best)
   return ChosenPlan(best, model, space, prediction, result.gap)
+
+
+def _refusal(step, model, result) -> str:
+  """Says that there is no plan, whether that is proved, and what would help."""
+  devices = result.space.devices
+  lines = [f'No plan fits in the memory of {devices} devices (proved).']
+  if not result.proved:
+    lines = [
+      f'No plan for {devices} devices was found in {SECONDS:g} s, and it is '
+      'not proved that none fits in memory.'
+    ]
+  for plan, words in result.infeasible[:1]:
+    lacks, bindings = remedies.shortage(step, model, plan)
+    lines += [f'The nearest: {words}.', lacks[0].upper() + lacks[1:], *bindings]
+  return ' '.join(
+    [
+      *lines,
+      'Use more devices or a smaller batch, or bind a plan of your own.',
+    ]
+  )
 
 
 def predict_step(

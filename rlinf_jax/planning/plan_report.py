@@ -26,6 +26,7 @@ from planner.search import algorithm1, exact, runners_up
 from planner.search import deadline as deadline_lib
 from planner.search import space as space_lib
 from planner.simulation import evaluate_plan
+from rlinf_jax.planning import remedies
 from rlinf_jax.planning.compiled import plan_compiler
 from rlinf_jax.planning.compiled import report as compiled_report
 from rlinf_jax.planning.compiled import topology as topology_lib
@@ -33,6 +34,7 @@ from rlinf_jax.report import plan_page
 from sharding import rules
 
 KEPT = 25  # Fastest plans that a search returns.
+TOO_LARGE = 'Plans that do not fit in memory, as it is modeled or compiled:'
 ALGORITHM1 = "The plan of RLinf's Algorithm 1"
 SEARCH = 0.6  # Of the time that is left, for the fastest plan.
 SHARE = 1 / 3  # Likewise for the next best plans, and then for Algorithm 1.
@@ -90,11 +92,14 @@ def report_plan(
   data |= {'compiled': compiled} if compiled else {}
   lines += [_colocated(result.space)]
   if result.best is None:
+    data['shortage'] = {} if compiled else _shortage(flow, model, result)
     lines += [_no_plan(data)]
   else:
     lines += _fastest(flow, model, result, staleness, data)
     data['plan'] = _as_run(flows[0], model, result.best, data['plan'])
+    lines += [TOO_LARGE] * bool(data['infeasible'])
   lines += [f'  {entry["reason"]}' for entry in data['infeasible'][:3]]
+  lines += report_text.shortage(data)
   print_text('\n'.join(line for line in lines if line is not None))
   if output:
     pathlib.Path(output).write_text(json.dumps(data, indent=2))
@@ -250,10 +255,32 @@ def _fastest(flow, model, result, staleness, data) -> list[str | None]:
   ]
 
 
+def _shortage(flow, model, result) -> dict[str, str | list[str]]:
+  """Explains what the plan that is nearest to fitting lacks, for JSON."""
+  if not result.infeasible:
+    return {}
+  lacks, bindings = remedies.shortage(flow, model, result.infeasible[0][0])
+  return {'lacks': lacks, 'bindings': bindings}
+
+
 def _no_plan(data) -> str:
-  """Says why there is no plan."""
-  if data['infeasible']:
-    return 'No plan fits in memory. The nearest to fitting:'
+  """Says why there is no plan, and whether that is proved."""
+  nearest = 'The nearest to fitting:' if data['infeasible'] else ''
+  if data.get('compiled'):
+    return (
+      'The compiler refused every plan that the search found; it is not proved '
+      'that it would refuse the others.'
+    )
+  if not data['searched']['proved']:
+    return (
+      'No plan was found in the time limit, and it is not proved that there is '
+      f'none: the search was stopped. {nearest}'.rstrip()
+    )
+  if nearest:
+    return (
+      'No plan fits in memory: proved for every plan of this space, as memory '
+      f'is modeled. {nearest}'
+    )
   return (
     'No mesh of these devices can divide the rows of every stage into whole '
     'groups: change the batch, its minibatches or the devices.'
@@ -265,7 +292,9 @@ def _searched(result, cluster) -> str:
   space = result.space
   proof = 'no plan of this space is faster (proved)'
   if result.best is None:
-    proof = 'no plan fits (proved)' if not result.gap else 'time was up'
+    proof = 'no plan fits (proved)'
+    if not result.proved:
+      proof = 'time was up, and nothing is proved'
   elif result.gap:
     proof = (
       f'no plan of this space can be more than {100 * result.gap:.1f} % '

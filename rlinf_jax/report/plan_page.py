@@ -22,6 +22,8 @@ def text(data: Mapping[str, Any]) -> str:
   cluster, is_feasible = data['cluster'], 'plan' in data
   gap = data['searched']['gap']
   proof = 'proved to be the fastest' if is_feasible else 'no plan fits'
+  if not is_feasible and not data['searched']['proved']:
+    proof = 'no plan was found, and nothing is proved'
   if is_feasible and gap:
     proof = f'at most {gap:.1%} slower than the fastest'
   memory = formatting.byte_size(cluster['memory'])
@@ -84,7 +86,9 @@ def _compiled(data) -> str:
 
 def _summary(data) -> str:
   if 'plan' not in data:
-    return 'No plan in the searched space fits in memory.'
+    if data['searched']['proved']:
+      return 'No plan in the searched space fits in memory (proved).'
+    return 'No plan was found before the search was stopped; there may be one.'
   return data['bottleneck']
 
 
@@ -303,6 +307,8 @@ def _infeasible(data) -> str:
     '',
     'whole',
   )
+  if lines := report_text.shortage(data):
+    body += page.card('What the nearest lacks', '', _list(lines), '', 'whole')
   return f'<h2>Infeasible plans</h2><div class="grid">{body}</div>'
 
 

@@ -259,6 +259,10 @@ def first_accepted(
     compiler.report(f'Refused: {compiled.refusal}')
     refused.append((plan, compiled.refusal))
   chosen = dataclasses.replace(
-    result, best=None, ranked=[], infeasible=[*refused, *result.infeasible]
+    result,
+    best=None,
+    gap=1.0,  # Plans that the search did not rank were not compiled.
+    ranked=[],
+    infeasible=[*refused, *result.infeasible],
   )
   return Choice(chosen, [], None, refused)

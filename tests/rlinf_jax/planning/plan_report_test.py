@@ -41,7 +41,7 @@ def flow():
   return tiny.trace(workflow, tiny.problem())
 
 
-def reported(tmp_path, lengths=None, **kwargs):
+def reported(tmp_path, lengths=None, seconds=60.0, **kwargs):
   printed, recorded = [], flow()
   file = tmp_path / 'plan.json'
   own = plan_lib.parse({}, recorded.stages)
@@ -51,6 +51,7 @@ def reported(tmp_path, lengths=None, **kwargs):
     own=own,
     cluster=cluster(**kwargs),
     lengths=lengths,
+    seconds=seconds,
     output=file,
     page=tmp_path / 'plan.html',
     print_text=printed.append,
@@ -188,11 +189,22 @@ def test_lengths_that_are_none_are_refused(tmp_path, text):
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_told_by_the_inequality(tmp_path):
-  found, printed, _ = reported(tmp_path, memory=1e4)
-  assert found.best is None
-  assert 'No plan fits in memory' in printed and 'too much' in printed
+  found, printed, data = reported(tmp_path, memory=1e4)
+  assert found.best is None and data['searched']['proved']
+  assert 'No plan fits in memory: proved' in printed and 'too much' in printed
+  assert 'lacks' in data['shortage']['lacks']
   shown = Reader((tmp_path / 'plan.html').read_text()).words
   assert 'no plan fits' in shown
+
+
+def test_a_search_without_time_proves_nothing(tmp_path):
+  found, printed, data = reported(tmp_path, memory=1e4, seconds=0.0)
+  assert found.best is None and not data['searched']['proved']
+  assert 'time was up, and nothing is proved' in printed
+  assert 'it is not proved that there is none' in printed
+  assert 'fits' not in printed
+  shown = Reader((tmp_path / 'plan.html').read_text()).words
+  assert 'no plan was found, and nothing is proved' in shown
 
 
 @pytest.mark.parametrize('devices, unit', [(2, 1), (8, 2)])

@@ -70,4 +70,4 @@ def test_a_cluster_without_a_plan_that_compiles_says_why(tmp_path, monkeypatch):
   )
   found, text, data, page = reported(tmp_path)
   assert found.best is None and 'plan' not in data
-  assert 'Refused: Ran out of memory' in text and 'no plan fits' in page
+  assert 'Refused: Ran out of memory' in text and 'nothing is proved' in page

@@ -1,0 +1,109 @@
+"""Bindings of a recipe that would save the memory that a plan lacks."""
+
+from collections.abc import Iterator
+
+from planner.costs import roofline
+from planner.explain import formatting, plan_data
+from planner.ir import graph
+from planner.ir import plan as plan_lib
+from rlinf_jax import config_values
+
+ACTIVATIONS, BETWEEN = 'activations', 'values between stages'
+
+
+def shortage(
+  flow: graph.Flow, model: roofline.Roofline, chosen: plan_lib.Plan
+) -> tuple[str, list[str]]:
+  """Explains why a plan does not fit, at the place that lacks most bytes.
+
+  Args:
+    flow: as recorded.
+    model: the cost model.
+    chosen: a plan that needs too much memory.
+
+  Returns:
+    A sentence on the memory of that place, and a sentence for each binding that
+    acts on at least as many bytes as are lacking.
+  """
+  peaks = {
+    name: model.explain_memory(flow, chosen, name) for name in chosen.places
+  }
+  place = max(peaks, key=lambda name: peaks[name].total.value)
+  peak = peaks[place]
+  stage = next(iter(peak), '').partition(plan_data.DURING)[2]
+  parts = {
+    what.partition(plan_data.DURING)[0]: number.value
+    for what, number in peak.items()
+  }
+  short = peak.total.value - model.capacity
+  largest = ', '.join(
+    f'{formatting.byte_size(size)} {what}'
+    for what, size in sorted(parts.items(), key=lambda item: -item[1])
+    if size
+  )
+  sentence = (
+    f'{place} lacks {formatting.byte_size(short)} on each device during '
+    f'{stage or "every stage"}: {largest}.'
+  )
+  found = _remedies(flow, model, chosen, place, stage, parts, short)
+  return sentence, list(found)
+
+
+def _remedies(flow, model, chosen, place, stage, parts, short) -> Iterator[str]:
+  """Yields a sentence for each binding that would help."""
+  nodes = [node for node in flow.nodes if node.name == stage]
+  activations = parts.get(ACTIVATIONS, 0.0)
+  if activations >= short and nodes and nodes[0].stage.grain == 'sum':
+    for name, value in config_values.read('remat').items():
+      if value == 'none':
+        yield (
+          f"{name} = 'nothing_saveable' computes activations of {stage} "
+          f'({formatting.byte_size(activations)}) again and stores fewer.'
+        )
+  if nodes:
+    yield from _micro_batch(flow, model, chosen, place, nodes[0], parts, short)
+  if activations + parts.get(BETWEEN, 0.0) >= short:
+    for parameter in ('batch_size', 'response_length'):
+      for name, value in config_values.read(parameter).items():
+        yield f'{name} below {value} makes activations and batches smaller.'
+  yield from _reference(flow, model, chosen, place, short)
+  if sum(parts.values()) >= 2 * short:
+    for name, value in config_values.read('num_devices').items():
+      yield f'{name} above {value} shares memory among more devices.'
+
+
+def _micro_batch(
+  flow, model, chosen, place, node, parts, short
+) -> Iterator[str]:
+  """Yields the smallest micro-batch of a stage, if it would save enough."""
+  rows = flow.rows_of(node)
+  if node.stage.grain not in ('row', 'sum') or node.stage.host or not rows:
+    return
+  axes = chosen.places[place].axes
+  at_once = chosen.micro_batch.get(node.name) or rows // chosen.pieces
+  least = node.stage.group_size * model.layout.row_ways(axes)
+  saved = parts.get(ACTIVATIONS, 0.0) * (1 - least / at_once)
+  if not rows % least and saved >= short:
+    yield (
+      f'train.train.plan may give {node.name} a micro_batch of {least} rows '
+      f'instead of {at_once}, which saves up to {formatting.byte_size(saved)}.'
+    )
+
+
+def _reference(flow, model, chosen, place, short) -> Iterator[str]:
+  """Yields the weight of the KL term, without which no reference is kept."""
+  constant = {start for start, end in flow.carry if start == end}
+  here = {
+    v
+    for node in flow.nodes
+    if chosen.stages.get(node.name) == place
+    for v in constant.intersection(node.reads)
+  }
+  axes = chosen.places[place].axes
+  kept = sum(model.layout.local(flow.values[v], axes) for v in here)
+  for name, value in config_values.read('kl_coef').items():
+    if value and kept >= short:
+      yield (
+        f'{name} = 0 keeps no reference ({formatting.byte_size(kept)}); it is '
+        'another objective.'
+      )

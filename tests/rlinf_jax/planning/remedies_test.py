@@ -1,0 +1,76 @@
+import functools
+
+import gin
+import pytest
+
+from planner.costs import roofline
+from planner.counting import count
+from planner.ir import plan as plan_lib
+from rlinf_jax import config, config_values, train
+from rlinf_jax.planning import autoplan, remedies
+from rlinf_jax.run import flows as flows_lib
+from sharding import rules
+from tests.rlinf_jax.planning import plan_report_test
+
+RECIPE = 'experiments/compiled/grpo.gin'
+BINDINGS = (
+  "huggingface.policy.remat = 'none'",
+  'GROUPS = 2',
+  'GROUP = 4',
+  'PROMPT = 8',
+  'LENGTH = 64',
+)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+  """The flow of two layers of Qwen2.5 in miniature, from a gin file."""
+  (tmp_path / 'config.json').write_text(
+    '{"model_type": "qwen2", "hidden_size": 32, "intermediate_size": 64, '
+    '"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, '
+    '"num_hidden_layers": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e4, '
+    '"tie_word_embeddings": true, "max_position_embeddings": 128}'
+  )
+  bindings = [*BINDINGS, f'CHECKPOINT = {str(tmp_path)!r}']
+  config.parse([RECIPE], bindings, str(tmp_path))
+  yield config.call(flows_lib.trace_flows, bindings_of=train.train)[0]
+  gin.clear_config()
+
+
+@functools.cache
+def works(flow):
+  return count.of_flow(flow)
+
+
+def model(flow, memory):
+  cluster = plan_report_test.cluster(devices=1, memory=memory)
+  return roofline.Roofline(flow, works(flow), cluster, rules.DEFAULT)
+
+
+def test_bindings_that_would_help_are_named_as_the_recipe_names_them(recipe):
+  plan = plan_lib.one_place(recipe.stages)
+  need = model(recipe, 1e9).memory(recipe, plan, 'all')
+  lacks, bindings = remedies.shortage(recipe, model(recipe, need * 0.998), plan)
+  assert lacks.startswith('all lacks') and 'during gradient' in lacks
+  assert 'activations' in lacks
+  assert bindings[0].startswith("huggingface.policy.remat = 'nothing_saveable'")
+  said = ' '.join(bindings)
+  for name in ('micro_batch of 4 rows instead of 8', 'GROUPS below 2'):
+    assert name in said
+  assert 'kl_coef' not in said  # There is no reference.
+  assert config_values.read('response_length') == {'LENGTH': 64}
+
+
+def test_bindings_that_save_too_little_are_left_out(recipe):
+  plan = plan_lib.one_place(recipe.stages)
+  _, bindings = remedies.shortage(recipe, model(recipe, 1e3), plan)
+  assert not bindings
+
+
+def test_a_run_without_a_plan_says_whether_that_is_proved(recipe, monkeypatch):
+  costs = model(recipe, 1e3)
+  space = autoplan.space_lib.default_space(recipe, costs)
+  for seconds, words in ((60, r'\(proved\).*lacks'), (0, 'not proved that')):
+    monkeypatch.setattr(autoplan, 'SECONDS', seconds)
+    with pytest.raises(ValueError, match=words):
+      autoplan.search(recipe, recipe, 0, costs, space)
