@@ -94,6 +94,7 @@ def train(
       use_ray=bool(ray_address),
       receive_timeout=receive_timeout,
       network_interface=network_interface,
+      retrace=functools.partial(flows_lib.trace_step, workflow),
     )
     if ray_address and plan == flows_lib.AUTO:
       launch.check_measurable()

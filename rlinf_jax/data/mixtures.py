@@ -51,7 +51,10 @@ def take(
 def batches_by_length(
   rng: np.random.Generator, rows: np.ndarray, length: np.ndarray, size: int
 ) -> np.ndarray:
-  """Cuts rows into batches of similar length, in random order.
+  """Cuts rows into batches of similar length, the longest first.
+
+  The order of the others is random. A plan is made for the first batch of a
+  run, so that one must need the most memory.
 
   Args:
     rng: of the order.
@@ -61,4 +64,5 @@ def batches_by_length(
   """
   # Stable, so that equal lengths keep the order of the mixture.
   by_length = rows[np.argsort(length[rows], kind='stable')]
-  return rng.permutation(by_length.reshape(-1, size))
+  *others, longest = by_length.reshape(-1, size)
+  return np.stack([longest, *rng.permutation(others)])

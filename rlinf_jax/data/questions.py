@@ -57,7 +57,7 @@ def questions(
     buckets: lengths in tokens to which prompts are padded, besides
       `prompt_length`. Batches are then made of prompts of similar length, and
       each is padded to the shortest of these that holds it. A step is compiled
-      once for each.
+      once for each; not with Ray.
   """
   tokenizer = tokens.load_tokenizer(checkpoint)
   lengths = _lengths(buckets, prompt_length)

@@ -21,10 +21,8 @@ def trace_flows(
 ) -> tuple[graph.Flow, graph.Flow]:
   """Records the flows of a step and of an evaluation; computes no arrays."""
   key, batch = jax.random.key(seed), first_batch(source, seed)
-  state = jax.eval_shape(
-    functools.partial(first_state, workflow, batch=batch), key
-  )
-  step = flow_lib.trace(workflow.step, state, batch, key)
+  state = _state_shapes(workflow, batch, key)
+  step = trace_step(workflow, batch, key)
   evaluate = flow_lib.trace(
     lambda state, *inputs: (state, workflow.evaluate(state, *inputs)),
     state,
@@ -32,6 +30,18 @@ def trace_flows(
     key,
   )
   return step, evaluate
+
+
+def trace_step(workflow: base.Workflow, batch, key) -> graph.Flow:
+  """Records the flow of a step with batches like `batch`."""
+  state = _state_shapes(workflow, batch, key)
+  return flow_lib.trace(workflow.step, state, batch, key)
+
+
+def _state_shapes(workflow: base.Workflow, batch, key):
+  return jax.eval_shape(
+    functools.partial(first_state, workflow, batch=batch), key
+  )
 
 
 def first_batch(source: base.Source, seed: int) -> Any:

@@ -27,6 +27,7 @@ def make_runtime(
   use_ray: bool,
   receive_timeout: float | None,
   network_interface: str | None,
+  retrace: Callable[..., graph.Flow] | None = None,
 ) -> runtime_base.Runtime:
   """Makes the runtime of a plan, of threads or Ray processes, without a state.
 
@@ -38,13 +39,14 @@ def make_runtime(
     use_ray: runs every place in a Ray process.
     receive_timeout: seconds for which a Ray process waits for a value.
     network_interface: on which Ray processes listen, as `ActorPool`.
+    retrace: `batch, key -> flow` of a step with a batch of other shapes.
   """
   step, evaluate = flows
   if use_ray:
     return launch.runtime(
       plan, flows, train, folder, receive_timeout, network_interface
     )
-  return local.LocalRuntime(plan, step=step, evaluate=evaluate)
+  return local.LocalRuntime(plan, step=step, evaluate=evaluate, retrace=retrace)
 
 
 def load_first_state(

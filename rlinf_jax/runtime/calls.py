@@ -28,6 +28,16 @@ class Calls:
     return info.result()
 
 
+def shapes_of(inputs) -> tuple[tuple[int, ...], ...]:
+  """The shapes of a call's inputs, in the order of the flow's."""
+  return tuple(x.shape for x in jax.tree.leaves(inputs))
+
+
+def shapes_of_flow(flow: graph_lib.Flow) -> tuple[tuple[int, ...], ...]:
+  """The shapes of the inputs that a flow was recorded with."""
+  return tuple(flow.values[v].shape for v in flow.inputs)
+
+
 def info_of(flow: graph_lib.Flow, outputs: futures.Future) -> futures.Future:
   """The future of a flow's info, from that of its outputs by value."""
   info = futures.Future()

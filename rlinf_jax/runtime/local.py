@@ -1,6 +1,7 @@
 """Runs a plan in this process, with one thread per place."""
 
 import collections
+from collections.abc import Callable
 from concurrent import futures
 import shutil
 import tempfile
@@ -31,6 +32,7 @@ class LocalRuntime(calls.Calls, host.Host):
     step: graph_lib.Flow,
     evaluate: graph_lib.Flow | None = None,
     rules: rules_lib.Rules = rules_lib.DEFAULT,
+    retrace: Callable[..., graph_lib.Flow] | None = None,
   ):
     """Raises ValueError for what the plan cannot run; computes nothing.
 
@@ -39,6 +41,8 @@ class LocalRuntime(calls.Calls, host.Host):
       step: as `programs.lower`.
       evaluate: likewise.
       rules: from dimension letters to mesh axes.
+      retrace: `batch, key -> flow` of a step with a batch of other shapes; None
+        where all batches have the shapes of `step`.
     """
     lowered = programs.lower(plan, step, evaluate)
     leases = {}
@@ -52,6 +56,9 @@ class LocalRuntime(calls.Calls, host.Host):
     }
     super().__init__(lowered, places)
     self.plan, self.steps, self._treedef = plan, 0, None
+    self._retrace, self._notices = retrace, []
+    # Names of flows of steps, by the shapes of their inputs.
+    self._flow_names = {calls.shapes_of_flow(lowered['step'].flow): 'step'}
 
   def transport(self, source: str, target: str, value: graph_lib.Value) -> str:
     del source, target, value
@@ -61,7 +68,8 @@ class LocalRuntime(calls.Calls, host.Host):
     return {}  # Nothing leaves this process.
 
   def notices(self) -> list[str]:
-    return []  # In this process they are printed as they arise.
+    notices, self._notices = self._notices, []
+    return notices
 
   def ambient(self):
     resident = self.lowered['step'].resident
@@ -86,7 +94,28 @@ class LocalRuntime(calls.Calls, host.Host):
     if self.failure:
       raise self.failure
     self.steps += name == 'step'
-    outputs = self.submit_flow(
-      name, self.steps + (name != 'step'), jax.tree.leaves(inputs)
-    )
+    step = self.steps + (name != 'step')
+    if name == 'step':
+      name = self._flow_of(inputs)
+    outputs = self.submit_flow(name, step, jax.tree.leaves(inputs))
     return calls.info_of(self.lowered[name].flow, outputs)
+
+  def _flow_of(self, inputs) -> str:
+    """The name of the flow of a step with such inputs, recorded if it is new.
+
+    Raises:
+      ValueError: for shapes that the state, or the plan, cannot follow.
+    """
+    shapes = calls.shapes_of(inputs)
+    if shapes not in self._flow_names and self._retrace:
+      flow = self._retrace(*inputs)
+      name = f'step {len(self._flow_names) + 1}'
+      traced = self.lowered['step']
+      self.lowered[name] = programs.lower_like(self.plan, flow, traced)
+      self._check()
+      self._flow_names[shapes] = name
+      self._notices.append(
+        f'A step is compiled for batches of shape {shapes[0]}, too: '
+        f'{len(self._flow_names)} shapes so far.'
+      )
+    return self._flow_names.get(shapes, 'step')

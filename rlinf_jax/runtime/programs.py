@@ -49,6 +49,34 @@ def lower(
   return lowered
 
 
+def lower_like(
+  plan: plan_lib.Plan, step: graph_lib.Flow, traced: Lowered
+) -> Lowered:
+  """Lowers a step of batches of other shapes, with the same residence.
+
+  Args:
+    plan: the plan that `traced` follows.
+    step: the flow of the step.
+    traced: the step of the batches that the plan was made for.
+
+  Raises:
+    ValueError: if what the step carries has other shapes, too.
+  """
+
+  def carried(flow):
+    return [
+      (flow.values[start].shape, flow.values[start].dtype)
+      for start, _ in flow.carry
+    ]
+
+  if carried(step) != carried(traced.flow):
+    raise ValueError(
+      'The state that this workflow carries has the shapes of its batches, '
+      'which differ: leave out buckets, so that all batches have one shape.'
+    )
+  return _lower(step, plan, traced.resident)
+
+
 def _lower(flow, plan, resident=None) -> Lowered:
   starts = [start for start, _ in flow.carry]
   if resident is not None:

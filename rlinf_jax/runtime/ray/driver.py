@@ -163,6 +163,13 @@ class RayRuntime(calls.Calls):
     """Sends a call to all actors; returns the future of its info."""
     if self._failure:
       raise self._failure
+    shapes = calls.shapes_of_flow(self.lowered[name].flow)
+    if calls.shapes_of(inputs) != shapes:
+      raise ValueError(
+        f'A batch has the shapes {calls.shapes_of(inputs)}, and processes of '
+        f'Ray were started for {shapes}: leave out buckets, or run in one '
+        'process.'
+      )
     self._start_missing()
     self.steps += name == 'step'
     step = self.steps + (name != 'step')

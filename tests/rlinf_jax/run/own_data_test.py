@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -24,10 +25,12 @@ SMALL = (
   '--gin.GROUP=4',
   '--gin.LENGTH=8',
   '--gin.PROMPT=150',
+  '--gin.BUCKETS=(115,)',
   '--gin.LEARNING_RATE=1e-3',
   '--gin.train.train.plan=None',
   '--gin.train.train.evaluate_every=2',
   '--gin.train.train.checkpoint_every=1',
+  '--gin.train.train.keep_checkpoints=3',
   '--gin_bindings=from rewards_of_mine_too import rewards',
   # A new model is never right.
   '--gin.REWARDS=[@functions.correct(), @functions.finishes, @rewards.vowels]',
@@ -94,6 +97,7 @@ def test_the_documented_command_trains_on_files(folder, tmp_path):
   done = run(folder, tmp_path / 'run')
   assert done.returncode == 0, done.stderr
   assert 'train.jsonl: 20 questions' in done.stdout
+  assert 'batches of shape (4, 115), too: 2 shapes so far' in done.stdout
   lines = (tmp_path / 'run/metrics.jsonl').read_text().splitlines()
   steps = [x for x in map(json.loads, lines) if 'rollout/reward_mean' in x]
   evals = [x for x in map(json.loads, lines) if 'eval/accuracy' in x]
@@ -112,10 +116,13 @@ def test_the_documented_command_trains_on_files(folder, tmp_path):
   assert all((before[name] != after[name]).any() for name in before)
 
   straight = [x['rollout/reward_mean'] for x in steps]
-  first = run(folder, tmp_path / 'cut', '--gin.STEPS=1')
-  rest = run(folder, tmp_path / 'cut', '--resume')
-  assert first.returncode == rest.returncode == 0, rest.stderr
-  lines = (tmp_path / 'cut/metrics.jsonl').read_text().splitlines()
+  for name in 'checkpoints/2', 'checkpoints/3':  # As if it had ended there.
+    shutil.rmtree(tmp_path / 'run' / name)
+  (tmp_path / 'run/result.json').unlink()
+  rest = run(folder, tmp_path / 'run', '--resume')
+  assert rest.returncode == 0, rest.stderr
+  assert 'resumed after 1' in rest.stdout
+  lines = (tmp_path / 'run/metrics.jsonl').read_text().splitlines()
   resumed = [
     x['rollout/reward_mean']
     for x in map(json.loads, lines)

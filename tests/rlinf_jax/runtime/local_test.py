@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from planner.ir import flow, plan
+from rlinf_jax.run import flows
 from rlinf_jax.runtime import base, local, timeline
 import stages
 from stages import workflows
@@ -488,3 +489,28 @@ def test_spans_add_up_by_stage():
   assert [span.stage for span in spans] == ['a', 'b', 'a']
   assert set(timeline.seconds(spans)) == {'a', 'b'}
   assert line.take() == []
+
+
+@pytest.mark.slow
+def test_batches_of_other_shapes_are_compiled_once_each_and_change_no_bit():
+  workflow = grpo(tiny.even_on_host, num_minibatches=2)
+  batches = [tiny.problem(columns=n, seed=n) for n in (7, 3, 7, 3, 5)]
+  planned = local.LocalRuntime(
+    plan.one_place(tiny.trace(workflow, batches[0]).stages),
+    step=tiny.trace(workflow, batches[0]),
+    retrace=functools.partial(flows.trace_step, workflow),
+  )
+  state = workflow.init(jax.random.key(0))
+  planned.load(state)
+  notices = []
+  for i, batch in enumerate(batches):
+    key = jax.random.key(i)
+    got = planned.step(batch, key)
+    notices += planned.notices()
+    state, want = workflow.step(state, batch, key)
+    tiny.assert_same_bits(got, want)
+  tiny.assert_same_bits(tiny.arrays(planned.state()), tiny.arrays(state))
+  assert [x.split(': ')[1] for x in notices] == [
+    '2 shapes so far.',
+    '3 shapes so far.',
+  ]
