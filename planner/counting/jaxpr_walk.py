@@ -224,7 +224,7 @@ class WorkCounter:
     self.moved += sum(one.size for one in made)
     self.kernels += 1
     size = max(getattr(var.aval, 'size', 0) for var in eqn.invars)
-    if name in ('dot_general', 'conv_general_dilated'):
+    if name in ('dot_general', 'conv_general_dilated', 'ragged_dot_general'):
       flops = primitives.product_flops(eqn)
       kind = str(eqn.invars[0].aval.dtype)
       self.matmul[kind] = self.matmul.get(kind, 0.0) + flops

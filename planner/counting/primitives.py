@@ -41,6 +41,7 @@ OPERATIONS = {'random_bits': 55, 'random_fold_in': 110, 'random_seed': 110}
 HEAVY = {
   'conv_general_dilated',
   'dot_general',
+  'ragged_dot_general',
   'sort',
   'top_k',
   'triangular_solve',
@@ -96,6 +97,8 @@ def _reshaped(old, letters, new):
 
 def product_flops(eqn) -> float:
   """Returns the operations of a product: two for each multiply-add."""
+  if eqn.primitive.name == 'ragged_dot_general':
+    return _ragged_flops(eqn)
   numbers, sizes = eqn.params['dimension_numbers'], eqn.invars[0].aval.shape
   if eqn.primitive.name == 'dot_general':
     each = math.prod(sizes[i] for i in numbers[0][0])
@@ -103,3 +106,19 @@ def product_flops(eqn) -> float:
     kernel = eqn.invars[1].aval
     each = kernel.size // kernel.shape[numbers.rhs_spec[0]]
   return 2.0 * eqn.outvars[0].aval.size * each
+
+
+def _ragged_flops(eqn) -> float:
+  """Returns the operations of a product whose rows belong to groups.
+
+  Every row is multiplied by the matrix of its own group, however long the
+  groups are.
+  """
+  numbers = eqn.params['ragged_dot_dimension_numbers']
+  sizes, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval
+  over = numbers.dot_dimension_numbers[0][0]
+  flops = 2.0 * out.size * math.prod(sizes[i] for i in over)
+  if set(numbers.lhs_ragged_dimensions) <= set(over):
+    # A sum over rows for each group: the first dimension is the group.
+    flops /= out.shape[0]
+  return flops

@@ -207,19 +207,29 @@ def _check_supported(
       f'vLLM samples at temperatures of {MIN_TEMPERATURE} or more, and this is '
       f'{sampling.temperature}: raise it, or leave the engine out.'
     )
-  if huggingface.model_type(checkpoint) != 'qwen2':
-    return
-  if config.H * config.W != config.D:
-    raise ValueError(
-      'vLLM supports this kind of model if its heads together are as wide as '
-      f'the model; here {config.H} heads of width {config.W} are in a model of '
-      f'width {config.D}: leave the engine out.'
-    )
-  if config.window is not None:
-    raise ValueError(
-      'vLLM was not tried with the sliding windows of Qwen2: leave the engine '
-      'out.'
-    )
+  fault = _unsupported(huggingface.model_type(checkpoint), config)
+  if fault:
+    raise ValueError(f'{fault}: leave the engine out.')
+
+
+def _unsupported(model_type: str, config: transformer.Config) -> str | None:
+  """A fault of a model for vLLM, as the start of a sentence; None if none."""
+  match model_type:
+    case 'qwen3_moe':
+      return 'vLLM was not tried with mixtures of experts'
+    case 'qwen3' if config.out_bias:
+      return 'vLLM has no bias at the output of the attention of Qwen3'
+    case 'gemma2' if not config.tie_embeddings:
+      return 'vLLM uses the embedding as the output layer of Gemma 2'
+    case 'qwen2' if config.window is not None:
+      return 'vLLM was not tried with the sliding windows of Qwen2'
+    case 'qwen2' if config.H * config.W != config.D:
+      return (
+        'vLLM supports this kind of model if its heads together are as wide as '
+        f'the model; here {config.H} heads of width {config.W} are in a model '
+        f'of width {config.D}'
+      )
+  return None
 
 
 def _seeds(key_B) -> list[int]:

@@ -36,7 +36,12 @@ class InProcess(base.WeightTransferEngine[InitInfo, UpdateInfo]):
     reload.initialize_layerwise_reload(self.model)
 
   def receive_weights(self, update_info):
-    self.model.load_weights(update_info.tensors.items())
+    tensors = update_info.tensors
+    if not hasattr(self.model, 'lm_head'):  # Gemma 2 uses the embedding.
+      tensors = {
+        name: x for name, x in tensors.items() if 'lm_head' not in name
+      }
+    self.model.load_weights(tensors.items())
 
   def finish_weight_update(self):
     reload.finalize_layerwise_reload(self.model, self.model_config)

@@ -1,9 +1,41 @@
 """Attention with grouped queries, soft caps and sliding windows."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from stages.models import mixed_precision
+
+
+class Context(NamedTuple):
+  """Positions of a packed group, and what each of them attends to.
+
+  Attributes:
+    cos_NSR: cosine of the angle of every position.
+    sin_NSR: sine of it.
+    mask_NPP: where prompts attend to themselves.
+    mask_BTC: where completions attend: to their prompt, then to themselves;
+      None without completions.
+  """
+
+  cos_NSR: Array
+  sin_NSR: Array
+  mask_NPP: Array
+  mask_BTC: Array | None
+
+
+class PromptCache(NamedTuple):
+  """Keys and values of prompts, stacked over layers, one row a group.
+
+  Attributes:
+    key: rotated keys, [L, N, P, K, W].
+    value: values, [L, N, P, K, W].
+  """
+
+  key: Array
+  value: Array
 
 
 def soft_cap(x, cap: float | None):
@@ -12,11 +44,20 @@ def soft_cap(x, cap: float | None):
 
 
 def within_window(position_BT, position_BC, window: int):
-  """Where a key lies among the latest `window` tokens of a query, [B, T, C].
+  """Mask [B, T, C] of keys among the latest `window` tokens of a query.
 
   The token of the query itself counts as one. Later tokens are not excluded.
   """
   return position_BT[:, :, None] - position_BC[:, None] < window
+
+
+def causal(position_NP, mask_NP, window: int | None = None):
+  """Mask [N, P, P] of padded prompts: earlier and real tokens only."""
+  P = mask_NP.shape[1]
+  mask_NPP = jnp.tri(P, dtype=bool)[None] & (mask_NP[:, None] > 0)
+  if window is not None:
+    mask_NPP &= within_window(position_NP, position_NP, window)
+  return mask_NPP
 
 
 def attention(

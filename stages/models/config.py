@@ -25,6 +25,10 @@ class Config:
     K: number of key-value heads; each serves H / K query heads.
     W: width of a head.
     F: width of the feed-forward.
+      With experts, that of each.
+    E: number of experts of each layer's feed-forward; 0 for a dense one.
+    experts_per_token: number of experts that each token uses.
+    normalize_experts: whether the weights of a token's experts add up to one.
     rope: rotary position embedding.
     norm_epsilon: ε of RMSNorm.
     qkv_bias: whether query, key and value have biases.
@@ -58,6 +62,9 @@ class Config:
   K: int
   W: int
   F: int
+  E: int = 0
+  experts_per_token: int = 0
+  normalize_experts: bool = True
   rope: rope_lib.RopeConfig = rope_lib.RopeConfig()
   norm_epsilon: float = 1e-6
   qkv_bias: bool = True
@@ -107,6 +114,10 @@ class Config:
       raise ValueError(
         f'Activation {self.activation!r} is not one of '
         f'{typing.get_args(Activation)}.'
+      )
+    if self.E and not 0 < self.experts_per_token <= self.E:
+      raise ValueError(
+        f'A token cannot use {self.experts_per_token} of {self.E} experts.'
       )
     if self.windows and len(self.windows) != self.L:
       raise ValueError(

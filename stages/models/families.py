@@ -40,6 +40,12 @@ POST_NORMS = {
   'before_feedforward_D': Tensor(f'{LAYER}.pre_feedforward_layernorm.weight'),
   'after_feedforward_D': Tensor(f'{LAYER}.post_feedforward_layernorm.weight'),
 }
+EXPERTS = {
+  'router_DE': Tensor(f'{LAYER}.mlp.gate.weight', 1),
+  'gate_EDF': Tensor(f'{LAYER}.mlp.experts.{{e}}.gate_proj.weight', 1),
+  'up_EDF': Tensor(f'{LAYER}.mlp.experts.{{e}}.up_proj.weight', 1),
+  'down_EFD': Tensor(f'{LAYER}.mlp.experts.{{e}}.down_proj.weight', 1),
+}
 GEMMA = {'unit_offset': True, 'scale_embeddings': True}
 
 
@@ -65,6 +71,7 @@ class Family(NamedTuple):
 FAMILIES = {
   'qwen2': Family('Qwen2ForCausalLM', {'qkv_bias': True}),
   'qwen3': Family('Qwen3ForCausalLM', {'qk_norm': True}),
+  'qwen3_moe': Family('Qwen3MoeForCausalLM', {'qk_norm': True}, EXPERTS),
   'llama': Family('LlamaForCausalLM'),
   'mistral': Family('MistralForCausalLM'),
   'gemma': Family('GemmaForCausalLM', GEMMA),
@@ -82,6 +89,8 @@ ROPES = ('default', 'linear', 'yarn', 'llama3')
 # Settings that would change the model, with the values that change nothing.
 REFUSED = {
   'mlp_bias': (False,),
+  'decoder_sparse_step': (1,),
+  'mlp_only_layers': ([], None),
   'use_bidirectional_attention': (False, None),
 }
 
@@ -138,6 +147,8 @@ def read(
     'qkv_bias': biased,
     'out_bias': biased,
     'windows': _windows(c, path),
+    'F': c.intermediate_size,
+    **_experts(c),
     **family.settings,
   }
   return config_lib.Config(
@@ -147,7 +158,6 @@ def read(
     H=c.num_attention_heads,
     K=c.num_key_value_heads,
     W=getattr(c, 'head_dim', None) or c.hidden_size // c.num_attention_heads,
-    F=c.intermediate_size,
     rope=rope,
     local_rope=local_rope,
     norm_epsilon=c.rms_norm_eps,
@@ -161,6 +171,18 @@ def read(
     init_stddev=c.initializer_range,
     **settings,
   )
+
+
+def _experts(c) -> dict[str, Any]:
+  """Settings of a mixture of experts."""
+  if not hasattr(c, 'moe_intermediate_size'):
+    return {}
+  return {
+    'E': c.num_experts,
+    'F': c.moe_intermediate_size,
+    'experts_per_token': c.num_experts_per_tok,
+    'normalize_experts': c.norm_topk_prob,
+  }
 
 
 def _activation(c) -> str:
@@ -266,7 +288,7 @@ def write(folder, c: config_lib.Config, model_type: str, **extra):
   import transformers
 
   kind = transformers.CONFIG_MAPPING[model_type]
-  known = kind().to_dict().keys()
+  known = kind().to_dict().keys() | kind.attribute_map.keys()
   written = kind(
     vocab_size=c.V,
     hidden_size=c.D,
@@ -311,6 +333,10 @@ def _optional(c: config_lib.Config) -> dict[str, Any]:
     'final_logit_softcapping': c.logit_softcap,
     'sliding_window': c.window,
     'use_sliding_window': c.window is not None,
+    'num_experts': c.E,
+    'num_experts_per_tok': c.experts_per_token,
+    'norm_topk_prob': c.normalize_experts,
+    'moe_intermediate_size': c.F,
     'layer_types': [
       'sliding_attention' if c.is_local(i) else 'full_attention'
       for i in range(c.L)

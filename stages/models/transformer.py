@@ -12,16 +12,15 @@ masks of local attention by a flag that is scanned beside their parameters.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 import numpy as np
 
 from sharding import row_map, rules
-from stages.models import attention, mixed_precision
+from stages.models import attention, mixed_precision, mixture
 from stages.models import config as config_lib
 from stages.models import rope as rope_lib
 
@@ -31,18 +30,6 @@ ACTIVATIONS = {
   'silu': nn.silu,
   'gelu_tanh': functools.partial(nn.gelu, approximate=True),
 }
-
-
-class PromptCache(NamedTuple):
-  """Keys and values of prompts, stacked over layers, one row a group.
-
-  Attributes:
-    key: rotated keys, [L, N, P, K, W].
-    value: values, [L, N, P, K, W].
-  """
-
-  key: Array
-  value: Array
 
 
 def _parameter(module, name, *shape):
@@ -71,23 +58,6 @@ def _rms_norm(config: Config, x, scale):
   return mixed_precision.rms_norm(x, scale, config.norm_epsilon)
 
 
-class Context(NamedTuple):
-  """Positions of a packed group, and what each of them attends to.
-
-  Attributes:
-    cos_NSR: cosine of the angle of every position.
-    sin_NSR: sine of it.
-    mask_NPP: where prompts attend to themselves.
-    mask_BTC: where completions attend: to their prompt, then to themselves;
-      None without completions.
-  """
-
-  cos_NSR: Array
-  sin_NSR: Array
-  mask_NPP: Array
-  mask_BTC: Array | None
-
-
 class Block(nn.Module):
   """One transformer layer."""
 
@@ -101,9 +71,15 @@ class Block(nn.Module):
     self.key_DKW = matrix('key_DKW', c.D, c.K, c.W)
     self.value_DKW = matrix('value_DKW', c.D, c.K, c.W)
     self.out_HWD = matrix('out_HWD', c.H, c.W, c.D)
-    self.gate_DF = matrix('gate_DF', c.D, c.F)
-    self.up_DF = matrix('up_DF', c.D, c.F)
-    self.down_FD = matrix('down_FD', c.F, c.D)
+    if c.E:
+      self.router_DE = parameter('router_DE', c.D, c.E)
+      self.gate_EDF = matrix('gate_EDF', c.E, c.D, c.F)
+      self.up_EDF = matrix('up_EDF', c.E, c.D, c.F)
+      self.down_EFD = matrix('down_EFD', c.E, c.F, c.D)
+    else:
+      self.gate_DF = matrix('gate_DF', c.D, c.F)
+      self.up_DF = matrix('up_DF', c.D, c.F)
+      self.down_FD = matrix('down_FD', c.F, c.D)
     self.before_attention_D = parameter('before_attention_D', c.D)
     self.before_feedforward_D = parameter('before_feedforward_D', c.D)
     if c.qkv_bias:
@@ -158,9 +134,20 @@ class Block(nn.Module):
     return rules.shard_rows(x_BTD + y_BTD)
 
   def feedforward(self, x_BTD):
+    c = self.config
+    activation = ACTIVATIONS[c.activation]
+    if c.E:
+      logit_BTE = mixture.router_logits(x_BTD, self.router_DE)
+      self.sow('intermediates', 'router', logit_BTE)
+      return mixture.feedforward(
+        x_BTD,
+        *mixture.route(logit_BTE, c.experts_per_token, c.normalize_experts),
+        (self.gate_EDF, self.up_EDF, self.down_EFD),
+        activation,
+      )
     gate_BTF = jnp.einsum('BTD,DF->BTF', x_BTD, self.gate_DF)
     up_BTF = jnp.einsum('BTD,DF->BTF', x_BTD, self.up_DF)
-    hidden_BTF = ACTIVATIONS[self.config.activation](gate_BTF) * up_BTF
+    hidden_BTF = activation(gate_BTF) * up_BTF
     return jnp.einsum('BTF,FD->BTD', hidden_BTF, self.down_FD)
 
   def __call__(self, x_NSD, is_local, everywhere, nearby):
@@ -229,7 +216,7 @@ class Transformer(nn.Module):
       block = nn.remat(Block, policy=policy, prevent_cse=False)
     self.layers = nn.scan(
       block,
-      variable_axes={'params': 0},
+      variable_axes={'params': 0, 'intermediates': 0},
       split_rngs={'params': True},
       in_axes=(0, nn.broadcast, nn.broadcast),
       length=c.L,
@@ -243,10 +230,10 @@ class Transformer(nn.Module):
     params = {x: getattr(self, x) for x in output_names(self.config)}
     return output_logits(self.config, params, x_BTD)
 
-  def prefill(self, token_NP, mask_NP) -> PromptCache:
+  def prefill(self, token_NP, mask_NP) -> attention.PromptCache:
     """Keys and values of prompts, padded anywhere."""
     _, (key, value) = self._prompts(token_NP, mask_NP)
-    return PromptCache(key, value)
+    return attention.PromptCache(key, value)
 
   def hidden_states(self, token_NP, mask_NP, token_BT, start_B):
     """Final hidden states [B, T, D] of completions.
@@ -271,13 +258,14 @@ class Transformer(nn.Module):
     position_NS = pack(position_NP, position_BT)
 
     def context(rope, window=None):
-      mask_NPP = _causal(mask_NP, window)
+      mask_NPP = attention.causal(position_NP, mask_NP, window)
       mask = mask_BTC
       if window is not None:
         position_BP = jnp.repeat(position_NP, B // N, axis=0)
         position_BC = jnp.concatenate([position_BP, position_BT], axis=1)
         mask &= attention.within_window(position_BT, position_BC, window)
-      return Context(*self._angles(rope, position_NS), mask_NPP, mask)
+      angles = rope_lib.angles(rope, self.config.W, position_NS)
+      return attention.Context(*angles, mask_NPP, mask)
 
     x_NSD = row_map.map_rows(
       lambda params, token_NS: self._look_up(params['embed_VD'], token_NS),
@@ -296,9 +284,6 @@ class Transformer(nn.Module):
       x_BTD *= jnp.asarray(math.sqrt(self.config.D), x_BTD.dtype)
     return x_BTD
 
-  def _angles(self, rope, position_NS):
-    return rope_lib.angles(rope, self.config.W, position_NS)
-
   def _stack(self, x_NSD, context):
     """All layers; `context: rope, window -> Context`."""
     c = self.config
@@ -312,8 +297,9 @@ class Transformer(nn.Module):
     position_NP = positions(mask_NP)
 
     def context(rope, window=None):
-      mask_NPP = _causal(mask_NP, window)
-      return Context(*self._angles(rope, position_NP), mask_NPP, None)
+      mask_NPP = attention.causal(position_NP, mask_NP, window)
+      angles = rope_lib.angles(rope, self.config.W, position_NP)
+      return attention.Context(*angles, mask_NPP, None)
 
     return self._stack(self.embed(token_NP), context)
 
@@ -351,16 +337,6 @@ def positions(mask_NP):
   return jnp.cumsum(mask_NP, axis=1, dtype=jnp.int32) - 1
 
 
-def _causal(mask_NP, window: int | None = None):
-  """Causal mask [N, P, P] of padded prompts: earlier and real tokens only."""
-  P = mask_NP.shape[1]
-  mask_NPP = jnp.tri(P, dtype=bool)[None] & (mask_NP[:, None] > 0)
-  if window is not None:
-    position_NP = positions(mask_NP)
-    mask_NPP &= attention.within_window(position_NP, position_NP, window)
-  return mask_NPP
-
-
 def layer_params(params: Any, i: int) -> Any:
   """Parameters of layer `i`."""
   return jax.tree.map(lambda x: x[i], params['layers'])
@@ -369,12 +345,13 @@ def layer_params(params: Any, i: int) -> Any:
 def compute_params(config: Config, params: Any) -> Any:
   """Parameters rounded once, for a call that reads each of them many times.
 
-  Biases and norm scales are used in the dtype that they are stored in, so they
-  stay in it. The result of the model is the same as with `params`.
+  Biases, norm scales and routers are used in the dtype that they are stored in,
+  so they stay in it. The result of the model is the same as with `params`.
   """
 
   def rounded(path, leaf):
-    return leaf if _is_vector(path) else leaf.astype(config.dtype)
+    stays = _is_vector(path) or path[-1].key.startswith('router')
+    return leaf if stays else leaf.astype(config.dtype)
 
   return jax.tree_util.tree_map_with_path(rounded, params)
 

@@ -7,6 +7,7 @@ fit on one device.
 
 from collections.abc import Iterator
 import contextlib
+import itertools
 import json
 import math
 import pathlib
@@ -31,7 +32,7 @@ class Tensor(NamedTuple):
 
   Attributes:
     name: name in the checkpoint; for a stacked parameter, with `{i}` in place
-      of the layer.
+      of the layer, and `{e}` in place of the expert where that is stacked too.
     inputs: number of leading dimensions of our parameter that are inputs of a
       linear map. A checkpoint stores such a map as [outputs, inputs], each side
       flattened. 0 for a vector, which a checkpoint stores flat; None for an
@@ -98,11 +99,20 @@ def checkpoint_tensors(
   """
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     tensor = names[path[-1].key]
-    if '{i}' not in tensor.name:
-      yield tensor.name, _write_part(leaf, tensor.inputs)
-      continue
-    for i in range(leaf.shape[0]):
-      yield tensor.name.format(i=i), _write_part(leaf[i], tensor.inputs)
+    for index, name in _parts(tensor, leaf.shape):
+      yield name, _write_part(leaf[index] if index else leaf, tensor.inputs)
+
+
+def _stacked(tensor: Tensor) -> list[str]:
+  """Placeholders of the leading dimensions that a checkpoint stores apart."""
+  return [key for key in ('i', 'e') if f'{{{key}}}' in tensor.name]
+
+
+def _parts(tensor: Tensor, shape) -> Iterator[tuple[tuple[int, ...], str]]:
+  """Indices into a parameter and the checkpoint tensors that they name."""
+  keys = _stacked(tensor)
+  for index in np.ndindex(*shape[: len(keys)]):
+    yield index, tensor.name.format(**dict(zip(keys, index, strict=True)))
 
 
 def _indexed(path: pathlib.Path) -> list[str]:
@@ -158,14 +168,9 @@ class TensorFiles:
 
 def _names(tensor: Tensor, shape) -> Iterator[tuple[str, tuple[int, ...]]]:
   """Names and shapes of the checkpoint tensors that make up a parameter."""
-  if '{i}' not in tensor.name:
-    yield tensor.name, _stored_shape(shape, tensor.inputs)
-    return
-  for i in range(shape[0]):
-    yield (
-      tensor.name.format(i=i),
-      _stored_shape(tuple(shape[1:]), tensor.inputs),
-    )
+  stored = _stored_shape(shape[len(_stacked(tensor)) :], tensor.inputs)
+  for _, name in _parts(tensor, shape):
+    yield name, stored
 
 
 def _check(files: TensorFiles, folder, wanted: dict, ignored: frozenset):
@@ -240,12 +245,20 @@ def _read_parameter(files: TensorFiles, tensor: Tensor, leaf, index):
     part = _read_part(files.slice(name), index, shape, tensor.inputs)
     return np.asarray(part, leaf.dtype)
 
-  if '{i}' not in tensor.name:
+  keys = _stacked(tensor)
+  if not keys:
     return read(tensor.name, index, leaf.shape)
-  layers = range(leaf.shape[0])[index[0]]
-  return np.stack(
-    [read(tensor.name.format(i=i), index[1:], leaf.shape[1:]) for i in layers]
-  )
+  n = len(keys)
+  ranges = [range(leaf.shape[d])[index[d]] for d in range(n)]
+  parts = [
+    read(
+      tensor.name.format(**dict(zip(keys, at, strict=True))),
+      index[n:],
+      leaf.shape[n:],
+    )
+    for at in itertools.product(*ranges)
+  ]
+  return np.stack(parts).reshape(*map(len, ranges), *parts[0].shape)
 
 
 def save(
@@ -277,8 +290,8 @@ def save(
     if len(shards) > 1:
       file = f'model-{n + 1:05d}-of-{len(shards):05d}.safetensors'
     tensors = {}
-    for name, (leaf, i, tensor) in shard.items():
-      part = leaf[i] if '{i}' in tensor.name else leaf
+    for name, (leaf, at, tensor) in shard.items():
+      part = leaf[at] if at else leaf
       part = np.asarray(jax.device_get(part), dtype)
       tensors[name] = np.ascontiguousarray(_write_part(part, tensor.inputs))
       total += part.nbytes
@@ -291,16 +304,16 @@ def save(
 
 
 def _shards(params, names, itemsize: int, shard_bytes: int) -> list[dict]:
-  """By file: parameter, layer and `Tensor` of each checkpoint tensor."""
+  """By file: parameter, index and `Tensor` of each checkpoint tensor."""
   sizes, shards = [0], [{}]
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     tensor = names[path[-1].key]
-    count = leaf.shape[0] if '{i}' in tensor.name else 1
-    size = leaf.size // count * itemsize
-    for i in range(count):
+    parts = list(_parts(tensor, leaf.shape))
+    size = leaf.size // len(parts) * itemsize
+    for at, name in parts:
       if shards[-1] and sizes[-1] + size > shard_bytes:
         sizes.append(0)
         shards.append({})
       sizes[-1] += size
-      shards[-1][tensor.name.format(i=i)] = (leaf, i, tensor)
+      shards[-1][name] = (leaf, at, tensor)
   return shards

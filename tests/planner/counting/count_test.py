@@ -262,6 +262,18 @@ def test_a_gradient_counts_three_forward_passes():
   assert once.matmul_flops == by_hand
 
 
+def test_experts_count_by_the_rows_that_each_token_uses():
+  x, weight, sizes = like(12, 5), like(3, 5, 7), like(3, dtype=jnp.int32)
+  once = count.work(lax.ragged_dot, x, weight, sizes)
+  assert once.matmul_flops == 2 * 12 * 5 * 7
+
+  def loss(x, weight, sizes):
+    return lax.ragged_dot(x, weight, sizes).sum()
+
+  done = count.work(jax.grad(loss, (0, 1)), x, weight, sizes)
+  assert done.matmul_flops == pytest.approx(3 * once.matmul_flops)
+
+
 def test_partial_sums_of_a_layer_are_two_forwards_and_two_backwards():
   token = like(4, 32, dtype=jnp.int32)
   params = transformer.param_shapes(CONFIG)

@@ -10,7 +10,7 @@ import pytest
 
 from stages import base
 from stages.language import kv_cache, language_model
-from stages.models import mixed_precision, transformer
+from stages.models import attention, mixed_precision, transformer
 
 CONFIG = transformer.Config(V=64, D=32, L=2, H=4, K=2, W=8, F=64)
 OFTEN = 5  # A token that is half of all tokens.
@@ -93,7 +93,7 @@ def test_the_backward_pass_keeps_activations_in_bfloat16():
 
   def forward(variables, x_NSD):
     mask_NPP = jnp.ones((2, 8, 8), bool)
-    context = transformer.Context(angle_NSR, angle_NSR, mask_NPP, None)
+    context = attention.Context(angle_NSR, angle_NSR, mask_NPP, None)
     return block.apply(variables, x_NSD, None, context, None)[0]
 
   _, pullback = jax.eval_shape(

@@ -1,0 +1,84 @@
+"""Mixture of experts: a feed-forward of which each token uses a part.
+
+No token is dropped and no expert is padded: tokens are sorted by expert, and
+each expert multiplies its own, however many they are.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from stages.models import mixed_precision
+
+
+def route(logit_BTE, top_k: int, normalize: bool):
+  """The `top_k` experts of each token, and their weights, in float32.
+
+  Args:
+    logit_BTE: logits of the router.
+    top_k: experts of a token.
+    normalize: whether the weights of a token add up to one; they are the
+      probabilities among all experts otherwise.
+
+  Returns:
+    Weights and indices [B, T, top_k].
+  """
+  weight, expert = jax.lax.top_k(jax.nn.softmax(logit_BTE, axis=-1), top_k)
+  if normalize:
+    weight /= weight.sum(-1, keepdims=True)
+  return weight, expert
+
+
+def router_logits(x_BTD, router_DE):
+  """Logits of the router, in float32 or wider.
+
+  Rounded logits would send tokens to other experts.
+  """
+  wide = mixed_precision.wide_dtype(x_BTD.dtype)
+  return jnp.einsum('BTD,DE->BTE', x_BTD.astype(wide), router_DE.astype(wide))
+
+
+def feedforward(x_BTD, weight, expert, experts, activation):
+  """Σₖ weightₖ · down(activation(gate x) · up x), over the experts of a token.
+
+  Args:
+    x_BTD: activations.
+    weight: weights of the experts of each token, [B, T, top_k].
+    expert: their indices.
+    experts: the matrices of gate [E, D, F], up [E, D, F] and down [E, F, D].
+    activation: of the gates.
+  """
+  gate_EDF, up_EDF, down_EFD = experts
+  B, T, D = x_BTD.shape
+  top_k, num_experts = expert.shape[-1], gate_EDF.shape[0]
+  expert = expert.reshape(-1)
+  order = jnp.argsort(expert, stable=True)
+  sizes = jnp.bincount(expert, length=num_experts).astype(jnp.int32)
+  rows = x_BTD.reshape(-1, D)[order // top_k]
+  gate = jax.lax.ragged_dot(rows, gate_EDF, sizes)
+  up = jax.lax.ragged_dot(rows, up_EDF, sizes)
+  out = jax.lax.ragged_dot(activation(gate) * up, down_EFD, sizes)
+  out = out[jnp.argsort(order)].reshape(B, T, top_k, D)
+  # Weights are float32, and so is the sum.
+  return (out * weight[..., None]).sum(2).astype(x_BTD.dtype)
+
+
+def load_balancing_loss(logits, mask_BT, top_k: int):
+  """E · Σₑ fₑ pₑ, arXiv:2101.03961 eq. 4 to 6, over all layers together.
+
+  fₑ is the mean number of choices of expert e by a token, and pₑ its mean
+  probability. The loss is `top_k` if all experts are used equally.
+
+  Args:
+    logits: logits of the routers, [L, B, T, E].
+    mask_BT: one on real tokens.
+    top_k: experts of a token.
+  """
+  probability = jax.nn.softmax(logits, axis=-1)
+  _, expert = jax.lax.top_k(probability, top_k)
+  num_experts = logits.shape[-1]
+  chosen = jax.nn.one_hot(expert, num_experts).sum(-2)
+  real = mask_BT[None, :, :, None].astype(probability.dtype)
+  count = logits.shape[0] * mask_BT.sum()
+  share = (chosen * real).sum((0, 1, 2)) / count
+  mean = (probability * real).sum((0, 1, 2)) / count
+  return num_experts * (share * mean).sum()
