@@ -8,14 +8,14 @@ from planner.costs import collectives, work
 from planner.costs.measured import Estimate
 from planner.ir import graph
 from planner.ir import plan as plan_lib
-from planner.lower import program
+from planner.lower import lifetimes, program
 
 
 class PlaceValues:
   """The values that lie on a place's devices while each of its nodes runs.
 
   A value is on a device from when it is made or received until its last use.
-  The next version of a carried value takes over the memory of the old one. A
+  Later versions of a carried value take over the memory of the old one. A
   batch that passes in pieces counts in full, as pieces pile up before a slow
   stage.
 
@@ -25,7 +25,6 @@ class PlaceValues:
   Attributes:
     here: indices of the place's nodes.
     carried: carried values that the place holds.
-    between: for each of these nodes, the values that are not carried.
   """
 
   def __init__(
@@ -47,7 +46,15 @@ class PlaceValues:
     self.here = [i for i, name in enumerate(where) if name == place]
     self.carried = {v for v, places in homes.items() if place in places}
     spans = _spans(flow, self.here, self.carried) if self.here else {}
-    self.between = [
+    changing = [v for v, end in flow.carry if v in self.carried and v != end]
+    last = {*flow.outputs, *(end for _, end in flow.carry)}
+    # They take over the memory of carried values, or of restored ones.
+    self._versions = {
+      v: (start, *spans.pop(v))
+      for v, start in lifetimes.versions(flow, self.here, changing).items()
+      if v in spans and v not in last
+    }
+    self._between = [
       [v for v, (first, last) in spans.items() if first <= i <= last]
       for i in self.here
     ]
@@ -58,14 +65,32 @@ class PlaceValues:
     """Returns carried values that are in host memory while unused."""
     return self.carried.intersection(program.private(self.flow, offload))
 
+  def between(self, offload: tuple[str, ...]) -> list[list[int]]:
+    """Returns the values that are not carried, for each of the nodes.
+
+    Only the first and the last version of an offloaded value are in host memory
+    while unused, so those between them count from the call after their own.
+    """
+    away = self.away(offload)
+    spans = [
+      (v, first + 1, last)
+      for v, (start, first, last) in self._versions.items()
+      if start in away
+    ]
+    return [
+      values + [v for v, first, last in spans if first <= i <= last]
+      for i, values in zip(self.here, self._between, strict=True)
+    ]
+
   def _sums(self, offload, axes, layout) -> tuple[float, list]:
     """Returns bytes of resident values, and those of each node.
 
     The latter are pairs: restored values, and values between stages.
     """
+    between = self.between(offload)
     local = {
       v: layout.local(self.flow.values[v], axes)
-      for v in {*self.carried, *itertools.chain(*self.between)}
+      for v in {*self.carried, *itertools.chain(*between)}
     }
     away = self.away(offload)
     return sum(local[v] for v in self.carried - away), [
@@ -73,7 +98,7 @@ class PlaceValues:
         sum(local[v] for v in away.intersection(self.flow.nodes[i].reads)),
         sum(local[v] for v in values),
       )
-      for i, values in zip(self.here, self.between, strict=True)
+      for i, values in zip(self.here, between, strict=True)
     ]
 
 
@@ -164,7 +189,9 @@ def alive(
     i: (values.carried - away)
     | away.intersection(flow.nodes[i].reads)
     | {*between}
-    for i, between in zip(values.here, values.between, strict=True)
+    for i, between in zip(
+      values.here, values.between(chosen.offload), strict=True
+    )
   }
 
 

@@ -1,7 +1,9 @@
 """Limits how long values stay in memory: drops, donations and offloads."""
 
 import collections
+from collections.abc import Iterable
 
+from planner.ir import graph
 from planner.ir.instruction import (
   Begin,
   Drop,
@@ -54,6 +56,45 @@ def _uses(op, flow):
   raise AssertionError(op)
 
 
+def versions(
+  flow: graph.Flow, nodes: Iterable[int], starts: Iterable[int]
+) -> dict[int, int]:
+  """Returns the later versions of carried values that calls make.
+
+  A call that is the last to read a carried value, or a version of it, and that
+  returns a value of the same shape and type, makes its next version: an
+  optimizer with several minibatches makes one in each update. A version takes
+  over the memory of the one before.
+
+  Args:
+    flow: a flow.
+    nodes: indices of a place's nodes, in their order.
+    starts: carried values that the place replaces in every step.
+
+  Returns:
+    The carried value that each version began as.
+  """
+  nodes, root = list(nodes), {start: start for start in starts}
+  last = {v: i for i in nodes for v in flow.nodes[i].reads}
+  found = {}
+  for i in nodes:
+    node = flow.nodes[i]
+    if graph.is_plumbing(node) or node.stage.host or node.body:
+      continue
+    old = [v for v in dict.fromkeys(node.reads) if v in root and last[v] == i]
+    for v in node.writes:
+      same = (u for u in old if _kind(flow, u) == _kind(flow, v))
+      if (before := next(same, None)) is not None:
+        old.remove(before)
+        found[v] = root[v] = root[before]
+  return found
+
+
+def _kind(flow, v: int):
+  value = flow.values[v]
+  return value.shape, value.dtype, value.letters
+
+
 def add_drops(program, flow, place, resident):
   """Adds drops and donations after the last use of every value."""
   held = {start for start, places in resident.items() if place in places}
@@ -73,6 +114,9 @@ def add_drops(program, flow, place, resident):
   exclusive |= {
     v for node in flow.nodes if node.stage.grain == 'sum' for v in node.writes
   }
+  # Results of a call have memory of their own, so versions have one owner.
+  nodes = [op.node for op in program if isinstance(op, Run)]
+  exclusive |= {*versions(flow, nodes, starts)}
   # A value that is used up has no other reader, unless it is an input.
   exclusive |= {v for node in flow.nodes for v in node.consumes} - {
     *flow.inputs

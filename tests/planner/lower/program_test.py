@@ -10,10 +10,11 @@ import numpy as np
 import optax
 import pytest
 
+from planner.costs import memory
 from planner.ir import flow as flow_lib
 from planner.ir import graph as graph_lib
 from planner.ir import plan
-from planner.lower import cut, passes, program
+from planner.lower import cut, lifetimes, passes, program
 from stages import workflows
 from stages.learn import optimizers
 import tiny
@@ -315,9 +316,12 @@ def test_only_values_that_the_runtime_owns_are_donated(make):
     v for node in graph.nodes if node.stage.grain == 'sum' for v in node.writes
   }
   starts = {start for start, _ in graph.carry}
+  versions = lifetimes.versions(graph, range(len(graph.nodes)), starts)
+  assert set(versions.values()) <= starts
+  owned = sums | starts | {*versions}
   for op in lower(graph):
     if isinstance(op, program.Run):
-      assert set(op.donate) <= set(graph.nodes[op.node].reads) & (sums | starts)
+      assert set(op.donate) <= set(graph.nodes[op.node].reads) & owned
 
 
 def test_the_optimizer_overwrites_its_state_and_the_gradient():
@@ -329,6 +333,54 @@ def test_the_optimizer_overwrites_its_state_and_the_gradient():
     if isinstance(op, program.Run) and graph.nodes[op.node] is apply
   )
   assert set(run.donate) == set(apply.reads)
+
+
+@pytest.mark.parametrize('kl_coef', [0.0, 0.1])
+def test_each_of_several_updates_overwrites_the_state_before_it(kl_coef):
+  graph = grpo(kl_coef, num_minibatches=4)
+  runs = [
+    op
+    for op in lower(graph)
+    if isinstance(op, program.Run) and graph.nodes[op.node].name == 'apply'
+  ]
+  assert len(runs) == 4
+  for run in runs:
+    assert set(run.donate) == set(graph.nodes[run.node].reads)
+
+
+def held(graph, chosen):
+  """Bytes of values during each node, as a program of one place has them."""
+  live = {start for start, _ in graph.carry}
+  found, size = {}, lambda vs: sum(graph.values[v].bytes for v in vs)
+  for op in lower(graph):
+    match op:
+      case program.Run(i, donate):
+        writes = graph.nodes[i].writes
+        kinds = [lifetimes._kind(graph, v) for v in writes]
+        reused = []
+        for v in donate:
+          if (kind := lifetimes._kind(graph, v)) in kinds:
+            kinds.remove(kind)
+            reused.append(v)
+        found[i] = size(live) + size(writes) - size(reused)
+        live = live.union(writes) - set(donate)
+      case program.Recv(v, _):
+        live.add(v)
+      case program.Drop(v):
+        live.discard(v)
+  return found
+
+
+@pytest.mark.parametrize('num_minibatches', [1, 2, 4])
+@pytest.mark.parametrize('kl_coef', [0.0, 0.1])
+def test_memory_is_modeled_as_the_program_holds_it(kl_coef, num_minibatches):
+  graph = grpo(kl_coef, num_minibatches)
+  chosen = plan.one_place(graph.stages)
+  modeled = memory.alive(graph, chosen, 'all', *memory.homes(graph, chosen))
+  state = sum(graph.values[start].bytes for start, _ in graph.carry)
+  for i, needed in held(graph, chosen).items():
+    values = sum(graph.values[v].bytes for v in modeled[i])
+    assert values == pytest.approx(needed, abs=0.005 * state), graph.nodes[i]
 
 
 def test_parameters_that_are_read_later_are_not_overwritten():
