@@ -148,6 +148,36 @@ def test_after_every_update_log_probs_equal_those_of_transformers(
 
 
 @pytest.mark.parametrize(
+  ('model_type', 'settings'),
+  [
+    ('qwen3', {'tie_word_embeddings': False}),
+    ('gemma2', {'query_pre_attn_scalar': 9, 'sliding_window': 4}),
+  ],
+)
+def test_other_architectures_have_the_log_probs_of_transformers(
+  model_type, settings, tmp_path
+):
+  sizes = SIZES | {'head_dim': 64, 'pad_token_id': None} | settings
+  model = torch_reference.dressed(sizes, 0, model_type)
+  # The embedding of Gemma is multiplied by √D, and its output layer is tied.
+  model.model.embed_tokens.weight.data *= 0.1
+  model.save_pretrained(tmp_path)
+  case = Case(sizes, str(tmp_path))
+  prompt, config = prompts(), huggingface.load_config(tmp_path)
+  params = huggingface.load_params(tmp_path, config)
+  x = act(case.policy(), params, prompt)
+  with torch.no_grad():
+    want = torch_reference.logp(
+      model,
+      prompt,
+      torch.tensor(np.array(x.action)).long(),
+      torch.tensor(np.array(x.mask)),
+    ).numpy()
+  assert_close_where_real(x.logp, want, x.mask)
+  assert np.abs(want).max() > 1
+
+
+@pytest.mark.parametrize(
   'sampling',
   [
     sample.Sampling(temperature=0.6),
