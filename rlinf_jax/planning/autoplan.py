@@ -25,6 +25,7 @@ from rlinf_jax.planning import profile_store as profile_store_lib
 from sharding import rules as rules_lib
 
 SECONDS = 10.0  # Of search, after which an unproved plan is good enough.
+PATIENCE = 60.0  # Of a second search where the first found no plan at all.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,13 +117,16 @@ def search(step, evaluate, staleness, model, space) -> ChosenPlan:
   Raises:
     ValueError: if no plan fits in memory.
   """
-  result = exact.search(
-    step,
-    model,
-    space,
-    staleness=staleness,
-    deadline=deadline_lib.Deadline(SECONDS),
-  )
+  for seconds in (SECONDS, PATIENCE):
+    result = exact.search(
+      step,
+      model,
+      space,
+      staleness=staleness,
+      deadline=deadline_lib.Deadline(seconds),
+    )
+    if result.best or result.proved:
+      break
   if result.best is None:
     raise ValueError(_refusal(step, model, result))
   best = _with_evaluation(result.best, step, evaluate)
@@ -136,7 +140,7 @@ def _refusal(step, model, result) -> str:
   lines = [f'No plan fits in the memory of {devices} devices (proved).']
   if not result.proved:
     lines = [
-      f'No plan for {devices} devices was found in {SECONDS:g} s, and it is '
+      f'No plan for {devices} devices was found in {PATIENCE:g} s, and it is '
       'not proved that none fits in memory.'
     ]
   for plan, words in result.infeasible[:1]:
