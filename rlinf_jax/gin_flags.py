@@ -138,7 +138,7 @@ def _macros(text: str) -> Iterator[Macro]:
 def _comments(text: str) -> dict[int, tuple[int, str]]:
   """The column and the words of the comments of a gin text, by line."""
   comments = {}
-  # What tokens cannot be read of, `config.parse` reports.
+  # `config.parse` reports text that is not gin.
   with contextlib.suppress(tokenize.TokenError, SyntaxError):
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
       if token.type == tokenize.COMMENT:

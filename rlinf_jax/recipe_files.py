@@ -1,4 +1,4 @@
-"""Where gin files lie: in the current folder, or beside the package."""
+"""Finding gin files: in the current folder, then beside the package."""
 
 import pathlib
 

@@ -7,10 +7,10 @@ Answers are compared as mathematics: 1/2 is 0.5, {1,2} is {2,1}. Run it in
 import functools
 import re
 
-from rlinf_jax.rewards import base
+import math_verify
 
-# An answer is at the end; what stands before only costs time.
-MAX_CHARACTERS = 10_000
+from rlinf_jax.rewards import base, boxes
+
 MARKER = '####'  # Of the final line in GSM8K.
 CHOICE = re.compile(r'\(?([A-J])\)?[.:]?')
 CHOICE_FIRST = re.compile(r'\(?([A-J])\b')
@@ -31,7 +31,7 @@ def correct(completion: base.Completion) -> float:
   words is compared letter by letter; all others are compared as mathematics.
   """
   gold = _unboxed(completion.answer).strip().strip('$').strip()
-  text = completion.text[-MAX_CHARACTERS:]
+  text = completion.text[-boxes.MAX_CHARACTERS :]
   final = _final(text)
   if choice := CHOICE.fullmatch(_plain(gold)):
     return float(_choice(text, final) == choice[1])
@@ -46,26 +46,13 @@ def _final(text: str) -> str | None:
   if marker > box:
     line = text[marker + len(MARKER) :].strip().partition('\n')[0].strip()
     return _unboxed(line)
-  return content(text)
+  return boxes.content(text)
 
 
 def _unboxed(text: str) -> str:
   """The content of the last box, or the text if it has none."""
-  inside = content(text)
+  inside = boxes.content(text)
   return text if inside is None else inside
-
-
-def content(text: str) -> str | None:
-  r"""The content of the last `\boxed{…}`; None if there is none that closes."""
-  box, depth = text.rfind('\\boxed'), 0
-  start = -1 if box < 0 else text.find('{', box)
-  if start < 0:
-    return None
-  for i in range(start, len(text)):
-    depth += (text[i] == '{') - (text[i] == '}')
-    if depth == 0:
-      return text[start + 1 : i]
-  return None
 
 
 def _box(text: str) -> str:
@@ -100,8 +87,6 @@ def _in_words(text: str, final: str | None) -> str:
 
 def _equal_mathematics(text: str, gold: str) -> bool:
   """Whether the last mathematics of a text equals an answer."""
-  import math_verify
-
   # A process that ends late calls takes the place of their time limits, which
   # are signals that only a main thread may ask for.
   truth = _parsed_answer(gold)
@@ -124,6 +109,4 @@ def _equal_mathematics(text: str, gold: str) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _parsed_answer(gold: str):
   """The mathematics of an answer."""
-  import math_verify
-
   return math_verify.parse(_box(gold), parsing_timeout=None)

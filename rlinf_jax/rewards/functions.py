@@ -1,6 +1,6 @@
 """Rewards of the form of a completion, as functions of a `base.Completion`."""
 
-from rlinf_jax.rewards import answers, base, pool
+from rlinf_jax.rewards import base, boxes, pool
 
 
 def correct(
@@ -16,15 +16,20 @@ def correct(
     memory: likewise.
     processes: likewise.
   """
-  return pool.isolated(
-    answers.correct, seconds=seconds, memory=memory, processes=processes
+  # By name: sympy takes seconds to import, and this process needs none of it.
+  return pool.named(
+    'rlinf_jax.rewards.answers',
+    'correct',
+    seconds=seconds,
+    memory=memory,
+    processes=processes,
   )
 
 
 def boxed(completion: base.Completion) -> float:
   r"""1 if a completion has one `\boxed{}`, and that with something in it."""
-  text = completion.text[-answers.MAX_CHARACTERS :]
-  return float(text.count('\\boxed') == 1 and bool(answers.content(text)))
+  text = completion.text[-boxes.MAX_CHARACTERS :]
+  return float(text.count('\\boxed') == 1 and bool(boxes.content(text)))
 
 
 def thinks(completion: base.Completion) -> float:

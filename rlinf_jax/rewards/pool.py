@@ -58,6 +58,20 @@ def isolated(
       f'{function!r} cannot be imported by other processes: put a function '
       'into a module, and give that.'
     )
+  return named(
+    module, name, seconds=seconds, memory=memory, processes=processes
+  )
+
+
+def named(
+  module: str,
+  name: str,
+  *,
+  seconds: float = 5.0,
+  memory: float = 2.0,
+  processes: int | None = None,
+) -> base.Batched:
+  """As `isolated`, of a function that this process need not import."""
   if processes is None:
     processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
   limits = worker.Limits(seconds, int(memory * 2**30))
