@@ -135,7 +135,7 @@ def test_a_published_configuration_is_understood(tmp_path):
 
 
 REFUSED = {
-  "describes a model of type 'mamba'; qwen2, qwen3, llama, mistral, gemma": {
+  "describes a model of type 'mamba'; qwen2, qwen3, qwen3_moe, llama": {
     'model_type': 'mamba'
   },
   "a Qwen2Model; of type 'qwen2', Qwen2ForCausalLM is supported": {
