@@ -1,12 +1,62 @@
-"""Attention with grouped queries, soft caps and sliding windows."""
+"""Attention with grouped queries, soft caps and sliding windows.
 
+Scores are computed for some queries at a time, so that [B, H, T, C] of a long
+sequence is never in memory.
+"""
+
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from sharding import rules
 from stages.models import mixed_precision
+
+# Scores on a device at once: 2^26 are 256 MiB in float32.
+MAX_LIVE_SCORES = 2**26
+
+
+class Mask(NamedTuple):
+  """Where queries attend: to earlier tokens, and to themselves.
+
+  The last of C keys is that of the last of T queries: query t attends to the
+  keys up to number t + C − T.
+
+  Attributes:
+    key_BC: true on tokens, false on padding.
+    window: number of latest tokens that a query attends to, itself included;
+      None for all.
+    position_BT: positions of the queries, if there is a window.
+    position_BC: those of the keys.
+  """
+
+  key_BC: Array
+  window: Array | None = None
+  position_BT: Array | None = None
+  position_BC: Array | None = None
+
+  def dense(self, T: int, start=0, length: int | None = None):
+    """The mask [B, length, C] of queries from `start` on, of T in all."""
+    length = T if length is None else length
+    C = self.key_BC.shape[1]
+    last_t = start + jnp.arange(length) + C - T
+    mask_BtC = (jnp.arange(C)[None] <= last_t[:, None])[None]
+    mask_BtC &= self.key_BC[:, None]
+    if self.window is None:
+      return mask_BtC
+    position_Bt = jax.lax.dynamic_slice_in_dim(
+      self.position_BT, start, length, axis=1
+    )
+    return mask_BtC & within_window(position_Bt, self.position_BC, self.window)
+
+
+def causal(is_key_BC, window: int | None, position_BT, position_BC) -> Mask:
+  """The mask of queries and keys at given positions, which count no padding."""
+  if window is None:
+    return Mask(is_key_BC)
+  return Mask(is_key_BC, jnp.int32(window), position_BT, position_BC)
 
 
 class Context(NamedTuple):
@@ -15,15 +65,15 @@ class Context(NamedTuple):
   Attributes:
     cos_NSR: cosine of the angle of every position.
     sin_NSR: sine of it.
-    mask_NPP: where prompts attend to themselves.
-    mask_BTC: where completions attend: to their prompt, then to themselves;
+    prompt: where prompts attend to themselves.
+    completion: where completions attend: to their prompt, then to themselves;
       None without completions.
   """
 
   cos_NSR: Array
   sin_NSR: Array
-  mask_NPP: Array
-  mask_BTC: Array | None
+  prompt: Mask
+  completion: Mask | None = None
 
 
 class PromptCache(NamedTuple):
@@ -43,7 +93,7 @@ def soft_cap(x, cap: float | None):
   return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def within_window(position_BT, position_BC, window: int):
+def within_window(position_BT, position_BC, window):
   """Mask [B, T, C] of keys among the latest `window` tokens of a query.
 
   The token of the query itself counts as one. Later tokens are not excluded.
@@ -51,34 +101,66 @@ def within_window(position_BT, position_BC, window: int):
   return position_BT[:, :, None] - position_BC[:, None] < window
 
 
-def causal(position_NP, mask_NP, window: int | None = None):
-  """Mask [N, P, P] of padded prompts: earlier and real tokens only."""
-  P = mask_NP.shape[1]
-  mask_NPP = jnp.tri(P, dtype=bool)[None] & (mask_NP[:, None] > 0)
-  if window is not None:
-    mask_NPP &= within_window(position_NP, position_NP, window)
-  return mask_NPP
-
-
 def attention(
   q_BTHW,
   k_BCKW,
   v_BCKW,
-  mask_BTC,
+  mask: Mask,
   *,
   scale: float | None = None,
   softcap: float | None = None,
+  max_live_scores: int = MAX_LIVE_SCORES,
 ):
-  """Attention where `mask_BTC` is true, with a softmax in float32 or wider.
+  """Attention with a softmax in float32 or wider, [B, T, H, W].
 
   Args:
     q_BTHW: queries.
     k_BCKW: keys.
     v_BCKW: values.
-    mask_BTC: where queries attend.
+    mask: where queries attend.
     scale: factor of the scores; 1/√W if None.
     softcap: cap of the scores, as in `soft_cap`, before they are masked.
+    max_live_scores: maximum number of scores on a device at once. Queries of
+      longer sequences attend in chunks, whose scores the backward pass computes
+      again.
   """
+  B, T, H, W = q_BTHW.shape
+  C = k_BCKW.shape[1]
+  attend = functools.partial(_attend, scale=scale, softcap=softcap)
+  on_device = (
+    B // rules.devices_of('B', B) * (H // rules.devices_of('H', H)) * C
+  )
+  n = -(-T // max(1, max_live_scores // on_device))
+  if n == 1:
+    return attend(q_BTHW, k_BCKW, v_BCKW, mask.dense(T))
+  t = -(-T // n)
+  n = -(-T // t)
+
+  def pad(x):
+    return jnp.pad(x, [(0, 0), (0, n * t - T)] + [(0, 0)] * (x.ndim - 2))
+
+  if mask.window is not None:
+    mask = mask._replace(position_BT=pad(mask.position_BT))
+  dtype, wide = k_BCKW.dtype, mixed_precision.wide_dtype(k_BCKW.dtype)
+
+  @jax.checkpoint
+  def chunk(k_BCKW, v_BCKW, q_BtHW, start):
+    mask_BtC = mask.dense(T, start, t)
+    return attend(q_BtHW, k_BCKW.astype(dtype), v_BCKW.astype(dtype), mask_BtC)
+
+  # Their gradients are sums over chunks.
+  k_BCKW, v_BCKW = k_BCKW.astype(wide), v_BCKW.astype(wide)
+  q_nBtHW = jnp.moveaxis(pad(q_BTHW).reshape(B, n, t, H, W), 1, 0)
+  seen_nBtHW = jax.lax.map(
+    lambda some: chunk(k_BCKW, v_BCKW, *some), (q_nBtHW, t * jnp.arange(n))
+  )
+  # [B, n t, H, W], of which the last rows are padding.
+  seen = jnp.moveaxis(seen_nBtHW, 0, 1).reshape(B, n * t, H, W)
+  return seen[:, :T]
+
+
+def _attend(q_BTHW, k_BCKW, v_BCKW, mask_BTC, *, scale, softcap):
+  """Attention of some queries, where `mask_BTC` is true."""
   if q_BTHW.dtype != jnp.float64 and softcap is None:
     return jax.nn.dot_product_attention(
       q_BTHW, k_BCKW, v_BCKW, mask=mask_BTC[:, None], scale=scale

@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from stages.models import mixed_precision
+from stages.models import attention, mixed_precision
 from stages.models import rope as rope_lib
 
 Activation = Literal['silu', 'gelu_tanh']
@@ -52,6 +52,8 @@ class Config:
     remat: activations stored for the backward pass: 'none' to store all, or
       the name of a policy in `jax.checkpoint_policies`, such as
       'nothing_saveable'.
+    max_live_scores: maximum number of attention scores on a device at once, as
+      in `attention.attention`.
     init_stddev: standard deviation of random weights.
   """
 
@@ -82,6 +84,7 @@ class Config:
   tie_embeddings: bool = True
   dtype: str = 'float32'
   remat: str = 'none'
+  max_live_scores: int = attention.MAX_LIVE_SCORES
   init_stddev: float = 0.02
 
   @property

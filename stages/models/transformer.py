@@ -167,19 +167,21 @@ class Block(nn.Module):
       context = jax.tree.map(
         lambda near, far: jnp.where(is_local, near, far), nearby, everywhere
       )
-    N, P, _ = context.mask_NPP.shape
+    N, P = context.prompt.key_BC.shape
     attend = functools.partial(
       attention.attention,
       scale=self.config.query_scale,
       softcap=self.config.score_softcap,
+      max_live_scores=self.config.max_live_scores,
     )
     q_NSHW, k_NSKW, v_NSKW = self.project(
       x_NSD, context.cos_NSR, context.sin_NSR
     )
     k_NPKW, v_NPKW = k_NSKW[:, :P], v_NSKW[:, :P]
-    seen_NSHW = attend(q_NSHW[:, :P], k_NPKW, v_NPKW, context.mask_NPP)
-    if context.mask_BTC is not None:
-      B, T, _ = context.mask_BTC.shape
+    seen_NSHW = attend(q_NSHW[:, :P], k_NPKW, v_NPKW, context.prompt)
+    if context.completion is not None:
+      B, C = context.completion.key_BC.shape
+      T = C - P
 
       def completions(x):
         return x[:, P:].reshape(B, T, *x.shape[2:])
@@ -192,7 +194,7 @@ class Block(nn.Module):
         completions(q_NSHW),
         joined(k_NPKW, k_NSKW),
         joined(v_NPKW, v_NSKW),
-        context.mask_BTC,
+        context.completion,
       )
       own = own_BTHW.reshape(N, -1, *own_BTHW.shape[2:])
       seen_NSHW = jnp.concatenate([seen_NSHW, own], axis=1)
@@ -246,26 +248,26 @@ class Transformer(nn.Module):
     """
     (N, P), (B, T) = token_NP.shape, token_BT.shape
     position_BT = start_B[:, None] + jnp.arange(T)[None]
-    mask_BTP = jnp.repeat(mask_NP[:, None] > 0, B // N, axis=0)
-    mask_BTP = jnp.broadcast_to(mask_BTP, (B, T, P))
-    mask_BTT = jnp.broadcast_to(jnp.tri(T, dtype=bool)[None], (B, T, T))
-    mask_BTC = jnp.concatenate([mask_BTP, mask_BTT], axis=-1)
 
     def pack(x_NP, x_BT):
       return jnp.concatenate([x_NP, x_BT.reshape(N, -1)], axis=1)
 
-    position_NP = positions(mask_NP)
+    def joined(x_NP, x_BT):
+      x_BP = jnp.repeat(x_NP, B // N, axis=0)
+      return jnp.concatenate([x_BP, x_BT], axis=1)
+
+    position_NP, is_key_NP = positions(mask_NP), mask_NP > 0
     position_NS = pack(position_NP, position_BT)
+    position_BC = joined(position_NP, position_BT)
+    is_key_BC = joined(is_key_NP, jnp.ones((B, T), bool))
 
     def context(rope, window=None):
-      mask_NPP = attention.causal(position_NP, mask_NP, window)
-      mask = mask_BTC
-      if window is not None:
-        position_BP = jnp.repeat(position_NP, B // N, axis=0)
-        position_BC = jnp.concatenate([position_BP, position_BT], axis=1)
-        mask &= attention.within_window(position_BT, position_BC, window)
+      masks = (
+        attention.causal(is_key_NP, window, position_NP, position_NP),
+        attention.causal(is_key_BC, window, position_BT, position_BC),
+      )
       angles = rope_lib.angles(rope, self.config.W, position_NS)
-      return attention.Context(*angles, mask_NPP, mask)
+      return attention.Context(*angles, *masks)
 
     x_NSD = row_map.map_rows(
       lambda params, token_NS: self._look_up(params['embed_VD'], token_NS),
@@ -287,19 +289,21 @@ class Transformer(nn.Module):
   def _stack(self, x_NSD, context):
     """All layers; `context: rope, window -> Context`."""
     c = self.config
-    is_local_L, nearby = None, None
-    if c.window is not None:
-      is_local_L = jnp.array([c.is_local(i) for i in range(c.L)])
-      nearby = context(c.local_rope or c.rope, c.window)
-    return self.layers(x_NSD, is_local_L, context(c.rope), nearby)
+    if c.window is None:
+      return self.layers(x_NSD, None, context(c.rope), None)
+    is_local_L = jnp.array([c.is_local(i) for i in range(c.L)])
+    nearby = context(c.local_rope or c.rope, c.window)
+    # Both have a window, as one of them is chosen in each layer.
+    everywhere = context(c.rope, jnp.iinfo(jnp.int32).max)
+    return self.layers(x_NSD, is_local_L, everywhere, nearby)
 
   def _prompts(self, token_NP, mask_NP):
     position_NP = positions(mask_NP)
 
     def context(rope, window=None):
-      mask_NPP = attention.causal(position_NP, mask_NP, window)
+      mask = attention.causal(mask_NP > 0, window, position_NP, position_NP)
       angles = rope_lib.angles(rope, self.config.W, position_NP)
-      return attention.Context(*angles, mask_NPP, None)
+      return attention.Context(*angles, mask)
 
     return self._stack(self.embed(token_NP), context)
 

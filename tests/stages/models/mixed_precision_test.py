@@ -92,8 +92,8 @@ def test_the_backward_pass_keeps_activations_in_bfloat16():
   angle_NSR = jnp.zeros((2, 8, config.W // 2))
 
   def forward(variables, x_NSD):
-    mask_NPP = jnp.ones((2, 8, 8), bool)
-    context = attention.Context(angle_NSR, angle_NSR, mask_NPP, None)
+    mask = attention.Mask(jnp.ones((2, 8), bool))
+    context = attention.Context(angle_NSR, angle_NSR, mask)
     return block.apply(variables, x_NSD, None, context, None)[0]
 
   _, pullback = jax.eval_shape(
