@@ -225,7 +225,7 @@ class Transformer(nn.Module):
     )(c)
 
   def embed(self, token_BT):
-    return self._look_up(self.embed_VD, token_BT)
+    return self._look_up({'embed_VD': self.embed_VD}, token_BT)
 
   def logits(self, x_BTD):
     """As `output_logits`."""
@@ -269,18 +269,16 @@ class Transformer(nn.Module):
       angles = rope_lib.angles(rope, self.config.W, position_NS)
       return attention.Context(*angles, *masks)
 
+    params, token_NS = {'embed_VD': self.embed_VD}, pack(token_NP, token_BT)
     x_NSD = row_map.map_rows(
-      lambda params, token_NS: self._look_up(params['embed_VD'], token_NS),
-      {'embed_VD': self.embed_VD},
-      pack(token_NP, token_BT),
-      dtype=self.config.dtype,
+      self._look_up, params, token_NS, dtype=self.config.dtype
     )
     x_NSD, _ = self._stack(x_NSD, context)
     return x_NSD[:, P:].reshape(B, T, -1)
 
-  def _look_up(self, embed_VD, token_BT):
+  def _look_up(self, params, token_BT):
     # Padding may hold any id; one out of range would give NaN.
-    x_BTD = jnp.take(embed_VD, token_BT, axis=0, mode='clip')
+    x_BTD = jnp.take(params['embed_VD'], token_BT, axis=0, mode='clip')
     x_BTD = x_BTD.astype(self.config.dtype)
     if self.config.scale_embeddings:
       x_BTD *= jnp.asarray(math.sqrt(self.config.D), x_BTD.dtype)
