@@ -234,8 +234,7 @@ class Transformer(nn.Module):
 
   def prefill(self, token_NP, mask_NP) -> attention.PromptCache:
     """Keys and values of prompts, padded anywhere."""
-    _, (key, value) = self._prompts(token_NP, mask_NP)
-    return attention.PromptCache(key, value)
+    return attention.PromptCache(*self._prompts(token_NP, mask_NP)[1])
 
   def hidden_states(self, token_NP, mask_NP, token_BT, start_B):
     """Final hidden states [B, T, D] of completions.
