@@ -1,0 +1,127 @@
+"""A conversation with a model in the terminal.
+
+  python -m rlinf_jax.chat /path/to/model
+
+The model is a folder in Hugging Face format with a chat template: a model to
+train, or the `model` folder of a run. A line is a message; an empty line or the
+end of the input ends the conversation.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+import sys
+
+from absl import app, flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stages import base
+from stages.language import sample, tokens
+from stages.models import huggingface, weights
+
+SYSTEM = flags.DEFINE_string('system', None, 'System message.')
+LENGTH = flags.DEFINE_integer(
+  'length', 256, 'Most tokens of an answer.', lower_bound=1
+)
+TEMPERATURE = flags.DEFINE_float(
+  'temperature', 0.0, 'Of sampling; 0 for the likeliest token.', lower_bound=0.0
+)
+SEED = flags.DEFINE_integer('seed', 0, 'Of sampling.')
+STEP = 128  # Prompts are padded to multiples, so that few lengths compile.
+
+
+class Chat:
+  """A model that answers conversations.
+
+  Attributes:
+    tokenizer: of the model.
+  """
+
+  def __init__(self, model: str, *, length: int, temperature: float = 0.0):
+    """Loads a model.
+
+    Args:
+      model: folder in Hugging Face format.
+      length: most tokens of an answer.
+      temperature: of sampling; 0 for the likeliest token.
+
+    Raises:
+      ValueError: if there is no such model, or it has no chat template.
+    """
+    self.tokenizer = tokens.load_tokenizer(model)
+    if not self.tokenizer.chat_template:
+      raise ValueError(
+        f'The tokenizer of {model} has no chat template: give the folder of an '
+        'instruct model.'
+      )
+    self._policy = huggingface.policy(
+      model,
+      response_length=length,
+      sampling=sample.Sampling(temperature=temperature or 1.0),
+    )
+    self._params = self._policy.init(jax.random.key(0))
+    self._act = jax.jit(self._policy.act, static_argnames='greedy')
+    self._greedy = not temperature
+
+  def answer(self, messages: Sequence[dict], key: jax.Array) -> str:
+    """The model's next message.
+
+    Args:
+      messages: the conversation so far, as chat templates take it.
+      key: of the sampling.
+    """
+    ids = self.tokenizer.apply_chat_template(
+      messages, add_generation_prompt=True, return_dict=False
+    )
+    prompt = tokens.pad_left([ids], -(-len(ids) // STEP) * STEP)
+    keys = jax.random.split(key, 1)
+    x: base.Experience = self._act(
+      self._params, jax.tree.map(jnp.asarray, prompt), keys, greedy=self._greedy
+    )
+    action, mask = np.asarray(x.action[0]), np.asarray(x.mask[0])
+    return self.tokenizer.decode(
+      action[mask > 0], skip_special_tokens=True
+    ).strip()
+
+
+def converse(
+  chat: Chat, lines: Iterable[str], system: str | None, key: jax.Array
+) -> Iterator[str]:
+  """Yields an answer to each line, until one is empty."""
+  messages = [{'role': 'system', 'content': system}] if system else []
+  for n, line in enumerate(lines):
+    if not line.strip():
+      return
+    messages.append({'role': 'user', 'content': line.strip()})
+    text = chat.answer(messages, jax.random.fold_in(key, n))
+    messages.append({'role': 'assistant', 'content': text})
+    yield text
+
+
+def _lines() -> Iterator[str]:
+  """Lines of the terminal, with a prompt if it is one."""
+  while True:
+    if sys.stdin.isatty():
+      print('> ', end='', flush=True)
+    line = sys.stdin.readline()
+    if not line:
+      return
+    yield line
+
+
+def main(args):
+  if len(args) != 2:
+    sys.exit('Usage: python -m rlinf_jax.chat MODEL')
+  try:
+    chat = Chat(args[1], length=LENGTH.value, temperature=TEMPERATURE.value)
+    key = jax.random.key(SEED.value)
+    for text in converse(chat, _lines(), SYSTEM.value, key):
+      print(text, flush=True)
+  except (ValueError, weights.CheckpointError) as error:
+    sys.exit(str(error))
+  except KeyboardInterrupt:
+    sys.exit(130)
+
+
+if __name__ == '__main__':
+  app.run(main)
