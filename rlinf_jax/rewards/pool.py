@@ -15,6 +15,7 @@ import os
 import pathlib
 import queue
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -158,8 +159,8 @@ class _Process:
     with contextlib.suppress(OSError, EOFError):
       self._connection.send(self._request)
       if self._connection.poll(START_TIMEOUT):
-        error = self._connection.recv()
-    if error is not None:
+        error = self._connection.recv_bytes().decode(errors='replace')
+    if error:
       self._log.seek(0)
       last = self._log.read().decode(errors='replace').strip().splitlines()[-1:]
       self.kill()
@@ -177,9 +178,9 @@ class _Process:
     try:
       self._connection.send(completion)
       if self._connection.poll(self._limits.seconds + GRACE):
-        return self._connection.recv()
-    except (OSError, EOFError):
-      pass  # It ended, such as by a crash of the interpreter.
+        return worker.REWARD.unpack(self._connection.recv_bytes())[0]
+    except (OSError, EOFError, struct.error):
+      pass  # It ended, such as by a crash of the interpreter, or is not itself.
     self.kill()
     return math.nan
 

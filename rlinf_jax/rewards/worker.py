@@ -1,12 +1,19 @@
-"""The process of a reward function: calls it, one completion at a time."""
+"""The process of a reward function: calls it, one completion at a time.
+
+It answers in bytes that are no pickles: to read a pickle is to run it, and what
+the function parses may have taken this process over.
+"""
 
 import importlib
 import math
 from multiprocessing import connection
 import resource
 import signal
+import struct
 import sys
 from typing import NamedTuple
+
+REWARD = struct.Struct('d')  # The answer to a completion.
 
 
 class Limits(NamedTuple):
@@ -34,14 +41,15 @@ def main():
     try:
       function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-      pipe.send(f'{type(error).__name__}: {error}')
+      pipe.send_bytes(f'{type(error).__name__}: {error}'.encode())
       return
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory, most))
     signal.signal(signal.SIGALRM, _raise_late)
-    pipe.send(None)
+    pipe.send_bytes(b'')
     while True:
-      pipe.send(_call(function, pipe.recv(), limits.seconds))
+      reward = _call(function, pipe.recv(), limits.seconds)
+      pipe.send_bytes(REWARD.pack(reward))
   except (EOFError, OSError):
     pass  # The trainer has ended.
 

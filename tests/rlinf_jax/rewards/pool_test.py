@@ -27,6 +27,13 @@ def test_a_failure_costs_its_own_reward_only(misbehave):
   assert all(map(math.isnan, scores[::2])), scores
 
 
+def test_an_answer_is_never_run_as_a_pickle(misbehave, tmp_path):
+  folder = tmp_path / 'made'
+  (score,) = misbehave.score(completions('pickle', answer=str(folder)))
+  assert math.isnan(score) and not folder.exists()
+  assert misbehave.score(completions('fine', 'fine')) == [0.5, 0.5]
+
+
 def test_a_late_call_ends_soon_after_its_limit(misbehave):
   misbehave.score(completions('fine', 'fine'))
   start = time.perf_counter()
