@@ -286,8 +286,8 @@ def test_bad_input_is_refused_before_training(
 def test_a_checkpoint_of_another_kind_of_model_is_refused(model, tmp_path):
   other = tmp_path / 'other'
   other.mkdir()
-  (other / 'config.json').write_text('{"model_type": "llama"}')
-  refused(tmp_path / 'run', str(other), message="type 'llama'; Qwen2")
+  (other / 'config.json').write_text('{"model_type": "mamba"}')
+  refused(tmp_path / 'run', str(other), message="type 'mamba'; qwen2, qwen3")
 
 
 def test_a_refused_recipe_leaves_no_warm_start_behind(tmp_path):
