@@ -8,7 +8,6 @@ added up once after it.
 
 from collections.abc import Callable
 import functools
-import math
 from typing import Any
 
 import jax
@@ -38,11 +37,11 @@ def map_rows(
       `fn` must round them to it. Gradients return in their own dtype.
     rules: mesh axes of each letter.
   """
-  mesh = jax.sharding.get_abstract_mesh()
   n = jax.tree.leaves(rows)[0].shape[0]
-  axes = _row_axes(mesh, n, rules)
-  if not axes:
+  if rules_lib.devices_of('B', n, rules) == 1:
     return fn(params, *rows)
+  mesh = jax.sharding.get_abstract_mesh()
+  axes = rules_lib.mesh_axes(mesh, 'B', rules)
   shards_rows = {
     letter: tuple(
       a for a in rules_lib.mesh_axes(mesh, letter, rules) if a in axes
@@ -67,15 +66,6 @@ def map_rows(
     out_specs=by_row,
     axis_names={*axes},
   )(params, *rows)
-
-
-def _row_axes(mesh, n: int, rules) -> tuple[str, ...]:
-  """The axes of a mesh that shard `n` rows; none if they cannot evenly."""
-  if mesh.empty:
-    return ()
-  axes = rules_lib.mesh_axes(mesh, 'B', rules)
-  axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
-  return () if n % math.prod(mesh.shape[a] for a in axes) else axes
 
 
 def _gather_leaf(axes, dtype, leaf, spec):

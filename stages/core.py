@@ -45,7 +45,7 @@ class Deferred(NamedTuple):
 
 
 class EngineCost(NamedTuple):
-  """What a cost model reads of an inference engine.
+  """The costs of an inference engine, as a cost model reads them.
 
   Attributes:
     equivalent: a function in JAX with the arguments and results of the stage,

@@ -165,10 +165,8 @@ class MemoryModel:
     key = id(node), axes, rows, chosen.pieces
     if key not in self._needs:
       found = within(flow, node, chosen, axes, self.works, self.layout)
-      self._needs[key] = (
-        node,
-        found,
-      )  # Its id stays its own.
+      # With the node, so that no other node gets its id.
+      self._needs[key] = node, found
     return self._needs[key][1]
 
 
@@ -206,7 +204,7 @@ def within(flow, node, chosen, axes, works, layout) -> dict[str, Estimate]:
   parameters = collectives.Parameters(flow, node, layout)
   rows = max((flow.values[v].shape[0] for v in node.rows), default=0)
   at_once = chosen.micro_batch.get(node.name) or rows / chosen.pieces
-  # What a stage does at once may depend on the rows of a device.
+  # Work is counted at a device's rows: chunks of logits have a limit a device.
   local_rows = at_once / layout.row_ways(axes)
   call = call.near(local_rows)
   alive = call.per_row.bytes_alive * local_rows

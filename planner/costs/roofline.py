@@ -263,7 +263,7 @@ class Roofline:
       return breakdown.CostBreakdown(Estimate(total, tag), parts)
     device, assumed, axes = self.cluster.device, self.assumed, placement.axes
     parameters = collectives.Parameters(flow, node, self.layout)
-    # What a stage does at once may depend on the rows of a device.
+    # Chunks of logits have a limit a device, so its own rows count.
     local_rows = rows / self.layout.row_ways(axes)
     call = call.near(local_rows)
     if rows:

@@ -77,7 +77,7 @@ def of_node(
     return StageWork(
       Work(bytes_in=taken, bytes_out=made, bytes_moved=taken + made, kernels=1)
     )
-  engine = getattr(node.stage, 'engine', None)
+  engine = node.stage.engine if node.stage.host else None
   if node.stage.host and engine is None:
     return None
   run = engine.equivalent if engine else node.stage.run

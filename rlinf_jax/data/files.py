@@ -76,11 +76,9 @@ def read(
         prompt_column = _find_columns(row, prompt_column, answer_column, where)
       prompt = _prompt(row.get(prompt_column), prompt_column, where)
       answer = _answer(row.get(answer_column), answer_column, where)
-      answer = (
-        answer.rpartition(answer_after)[2].strip()
-        if answer_after
-        else (answer.strip())
-      )
+      if answer_after:
+        answer = answer.rpartition(answer_after)[2]
+      answer = answer.strip()
       if not answer:
         raise ValueError(
           f'{where} has nothing in {answer_column!r}: give it an answer, or '

@@ -12,8 +12,8 @@ LLAMA_3 = (
   r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
 QWEN_2 = LLAMA_3.replace(r'\p{N}{1,3}', r'\p{N}')
-# How text is split before bytes are merged, by `tokenizer.ggml.pre`: digits one
-# by one, then words; or a regular expression.
+# The regular expression that splits text before bytes are merged, by
+# `tokenizer.ggml.pre`; None for that of GPT-2, which `tokenizers` has.
 SPLITS = {'gpt-2': None, 'smollm': None, 'llama-bpe': LLAMA_3, 'qwen2': QWEN_2}
 
 

@@ -186,7 +186,7 @@ def _decode(
 def _near(
   c: transformer.Config, split: SplitPrompt, position_B, length_B, t, T
 ):
-  """Where tokens of the prompt, then of the cache, lie in the local window."""
+  """Mask [B, P + T] of the prompt's and the cached tokens in the window."""
   group_size = position_B.shape[0] // split.mask_NP.shape[0]
   column_1T = jnp.arange(T)[None]
   length_B1 = length_B[:, None]

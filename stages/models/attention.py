@@ -19,7 +19,7 @@ MAX_LIVE_SCORES = 2**26
 
 
 class Mask(NamedTuple):
-  """Where queries attend: to earlier tokens, and to themselves.
+  """A causal mask, not yet expanded to [B, T, C].
 
   The last of C keys is that of the last of T queries: query t attends to the
   keys up to number t + C − T.
