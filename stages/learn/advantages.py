@@ -66,6 +66,20 @@ def leave_one_out(reward_G):
   return reward_G - (reward_G.sum() - reward_G) / (G - 1)
 
 
+def no_baseline(reward_G):
+  """The reward itself, as in REINFORCE.   A = R
+
+  For batches that are whitened (REINFORCE++, arXiv:2501.03262), or rewards
+  that a baseline was subtracted from (ReMax, arXiv:2310.10505).
+  """
+  return reward_G
+
+
+def reward_to_go(reward_T):
+  """Sum of the rewards from each token on, undiscounted.   Gₜ = Σₛ≥ₜ rₛ"""
+  return jnp.cumsum(reward_T[::-1])[::-1]
+
+
 def _check_group(name, reward_G):
   G = reward_G.shape[0]
   if G < 2:

@@ -72,6 +72,17 @@ def sequence_logp(logp_BT, mask_BT):
   return _row_mean(logp_BT, mask_BT)
 
 
+def sequence_sum_logp(logp_BT, mask_BT):
+  """Log-probability of a row's completion, on every token, arXiv:2402.14740.
+
+    log π(y|x) = Σₜ m lpₜ
+
+  The completion is one action, whose ratio `ppo_clip` clips. As for
+  `sequence_logp`, `sequence_mean_token_mean` is the mean over completions.
+  """
+  return _row_sum(logp_BT, mask_BT)
+
+
 def cispo(logp, old_logp, advantage, low, high):
   """REINFORCE weighted by the clipped ratio, arXiv:2506.13585 eq. 4.
 

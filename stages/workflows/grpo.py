@@ -1,6 +1,7 @@
 """Group relative policy optimization, arXiv:2402.03300.
 
-With other arguments it is GSPO, CISPO, Dr. GRPO or RLOO, see `grpo`.
+With other arguments it is GSPO, CISPO, Dr. GRPO, RLOO, ReMax or REINFORCE++,
+see `grpo`.
 """
 
 from collections.abc import Callable
@@ -13,8 +14,8 @@ import optax
 
 import stages
 from stages import base, metrics
+from stages.language import advantage_stages, policy_stages, rollout_metrics
 from stages.language import evaluate as evaluate_lib
-from stages.language import policy_stages, rollout_metrics
 from stages.learn import advantages, losses, minibatches, train_step
 
 
@@ -23,7 +24,7 @@ class State(NamedTuple):
 
   Attributes:
     actor: the policy being trained.
-    reference: its initial parameters; `()` where there is no KL term.
+    reference: its initial parameters; `()` where nothing reads them.
     past: versions of the actor before each of the last `staleness` steps, the
       oldest first.
     carry: what `rollouts` carries from step to step; `()` by default.
@@ -46,12 +47,17 @@ def grpo(
   dual_clip: float | None = None,
   kl_coef: float = 0.0,
   kl_estimator: Callable = losses.kl_k3,
+  kl_reward_coef: float = 0.0,
+  kl_to_go: bool = False,
   entropy_coef: float = 0.0,
   num_minibatches: int = 1,
   num_epochs: int = 1,
   minibatch_by: minibatches.MinibatchBy = 'row',
   staleness: int = 0,
   advantage: Callable = advantages.group_relative,
+  greedy_baseline: bool = False,
+  normalize_advantages: bool = False,
+  mask_truncated: bool = False,
   policy_loss: Callable = losses.ppo_clip,
   likelihood: Callable = losses.token_logp,
   aggregate: Callable = losses.sequence_mean_token_mean,
@@ -68,7 +74,11 @@ def grpo(
   `aggregate=losses.constant(length)`, RLOO is
   `advantage=advantages.leave_one_out`, GSPO is
   `likelihood=losses.sequence_logp`, and CISPO is `policy_loss=losses.cispo`
-  with `clip_low=1.0` and `aggregate=losses.token_mean`.
+  with `clip_low=1.0` and `aggregate=losses.token_mean`. With
+  `advantage=advantages.no_baseline`, `greedy_baseline` is ReMax, and
+  `kl_to_go` with `normalize_advantages` is REINFORCE++; its variant with a
+  baseline is `advantage=advantages.group_centered` with `normalize_advantages`
+  and `kl_estimator=losses.kl_k2`. `gin_configs/algorithms` has each of them.
 
   Args:
     policy: the language model to train.
@@ -84,6 +94,10 @@ def grpo(
     kl_estimator: `logp, ref_logp -> KL`, for each token. The gradient of
       `kl_k2` is that of KL(π‖π_ref); the gradient of `kl_k3` is that of
       KL(π_ref‖π), which does not unlearn what the reference does wrong.
+    kl_reward_coef: β of a penalty of the rewards by lp − lp_ref, in place of
+      the term of the loss.
+    kl_to_go: whether that penalty is of each token and those after it, rather
+      than of the whole completion.
     entropy_coef: weight of the entropy bonus.
     num_minibatches: minibatches of a batch, with an update each.
     num_epochs: passes over each batch.
@@ -92,6 +106,12 @@ def grpo(
       that is updated. It is part of the algorithm, and a plan may then overlap
       generation with updates.
     advantage: `reward_G -> advantage_G` of one group.
+    greedy_baseline: whether the reward of a greedy completion of the prompt is
+      subtracted from rewards first.
+    normalize_advantages: whether advantages are whitened over all tokens of the
+      batch.
+    mask_truncated: whether the loss leaves out completions that the length
+      limit ended (overlong filtering, arXiv:2503.14476 §3.4).
     policy_loss: `logp, old_logp, advantage, clip_low, clip_high -> loss`, for
       each token.
     likelihood: `logp_BT, mask_BT -> logp_BT`: log-probabilities whose ratio is
@@ -106,10 +126,24 @@ def grpo(
     rollouts: `policy, group_size -> policy_stages.Rollouts`: how completions
       are generated; `partial_rollout.partial_rollouts` carries unfinished ones
       into later steps.
+
+  Raises:
+    ValueError: for a KL term and a KL penalty at once, for `kl_to_go` without a
+      penalty, or for a greedy baseline of rollouts that a step leaves
+      unfinished.
   """
   generate = rollouts(policy, group_size)
+  _check_kl(kl_coef, kl_reward_coef, kl_to_go)
+  _check_baseline(greedy_baseline, generate)
   repeat = policy_stages.repeat(group_size)
-  compare = group_advantage(advantage, group_size)
+  above_greedy = advantage_stages.above_greedy(policy, verify, group_size)
+  estimate = advantage_stages.estimator(
+    advantage,
+    group_size,
+    kl_coef=kl_reward_coef,
+    kl_to_go=kl_to_go,
+    normalize=normalize_advantages,
+  )
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
   score_ref = policy_stages.logp(policy, 'ref_logp', group_size)
   minibatch = minibatches.minibatches(
@@ -124,27 +158,34 @@ def grpo(
     likelihood=likelihood,
     aggregate=aggregate,
     importance=(importance_weight, importance_bound, importance_cap),
+    mask_truncated=mask_truncated,
   )
+  has_reference = bool(kl_coef or kl_reward_coef)
   learn = train_step.learner(loss, optimizer, group_size=group_size)
   evaluate_actor = evaluate_lib.evaluate(policy, verify)
 
   def init(key):
     actor = train_step.init(policy.init(key), optimizer)
     past = (train_step.version(actor),) * staleness
-    return State(actor, actor.params if kl_coef else (), past)
+    return State(actor, actor.params if has_reference else (), past)
 
   def step(state: State, problem: base.Problem, key):
     actor = state.actor
     behavior, *past = *state.past, train_step.version(actor)
     prompts = repeat(problem)
     keys = stages.keys(key, prompts.prompt)
-    problem, x, carry, carry_info = generate.run(
+    finished, x, carry, carry_info = generate.run(
       behavior, state.carry, prompts, keys
     )
-    verdict = verify(problem.answer, x.action, x.mask)
+    verdict = verify(finished.answer, x.action, x.mask)
     rollout_info = measure(x, verdict, actor.step)
-    x = x._replace(advantage=compare(verdict.reward, x.mask))
-    ref_logp = score_ref(state.reference, x.obs, x.action) if kl_coef else ()
+    reward_B = verdict.reward
+    if greedy_baseline:
+      reward_B = above_greedy(reward_B, behavior, problem, key)
+    ref_logp = ()
+    if has_reference:
+      ref_logp = score_ref(state.reference, x.obs, x.action)
+    x = x._replace(advantage=estimate(x, reward_B, ref_logp))
     actor, info = learn(actor, minibatch(key, prompts.prompt, x, ref_logp))
     state = State(actor, state.reference, tuple(past), carry)
     return state, rollout_info | carry_info | info
@@ -165,16 +206,27 @@ def grpo(
   )
 
 
-def group_advantage(advantage: Callable, group_size: int) -> stages.Stage:
-  """Returns a stage `reward_B, mask_BT -> advantage_BT`, 0 on padding."""
+def _check_kl(kl_coef: float, kl_reward_coef: float, kl_to_go: bool):
+  if kl_coef and kl_reward_coef:
+    raise ValueError(
+      f'kl_coef is {kl_coef} and kl_reward_coef is {kl_reward_coef}, which '
+      'would count the distance from the reference twice, in the loss and in '
+      'the reward: set one of them to 0.'
+    )
+  if kl_to_go and not kl_reward_coef:
+    raise ValueError(
+      'kl_to_go distributes the penalty of kl_reward_coef, which is 0: set '
+      'kl_reward_coef, or leave kl_to_go out.'
+    )
 
-  @stages.stage('group_advantage', group_size=group_size)
-  def compare(reward_B, mask_BT):
-    advantage_NG = jax.vmap(advantage)(reward_B.reshape(-1, group_size))
-    # Rewards of padding rows are arbitrary.
-    return jnp.where(mask_BT > 0, advantage_NG.reshape(-1, 1), 0.0)
 
-  return compare
+def _check_baseline(greedy: bool, generate: policy_stages.Rollouts):
+  if greedy and generate.allocate:
+    raise ValueError(
+      'greedy_baseline compares the completions of a step with greedy ones of '
+      'its prompts, and these rollouts finish prompts of other steps: leave '
+      'out one of the two.'
+    )
 
 
 def objective(
@@ -191,6 +243,7 @@ def objective(
     losses.truncated,
     2.0,
   ),
+  mask_truncated: bool = False,
 ) -> Callable:
   """Returns the loss `params, experience, ref_logp_BT -> Loss`.
 
@@ -209,6 +262,7 @@ def objective(
     likelihood: as in `grpo`.
     aggregate: as in `grpo`.
     importance: `importance_weight`, `importance_bound` and `importance_cap`.
+    mask_truncated: as in `grpo`.
   """
   clip_low, clip_high, dual_clip = clip
   kl_coef, kl_estimator = kl
@@ -222,6 +276,8 @@ def objective(
     policy_loss = functools.partial(policy_loss, dual=dual_clip)
 
   def loss(params, x: base.Experience, ref_logp_BT):
+    if mask_truncated:
+      x = x._replace(mask=x.mask * (1.0 - x.truncated[:, None]))
     now = evaluate(params, x.obs, x.action)
     # Log-probabilities of padding are arbitrary, and ∞ · 0 is NaN.
     now = now._replace(logp=jnp.where(x.mask > 0, now.logp, 0.0))
@@ -254,11 +310,12 @@ def objective(
         logp_BT, old_BT, x.advantage, dual_clip
       )
       info['train/clip_fraction_dual'] = metrics.mean(dual_BT, x.mask)
-    if kl_coef:
+    if jax.tree.leaves(ref_logp_BT):
       ref_logp_BT = jnp.where(x.mask > 0, ref_logp_BT, 0.0)
       info['train/kl_reference'] = metrics.mean(
         losses.kl_k3(now.logp, ref_logp_BT), x.mask
       )
+    if kl_coef:
       loss_BT += kl_coef * kl_estimator(now.logp, ref_logp_BT)
     if entropy_coef:
       loss_BT -= entropy_coef * now.entropy

@@ -1,4 +1,5 @@
 import importlib.util
+import itertools
 import os
 import pathlib
 
@@ -45,11 +46,14 @@ RECIPES = [
 ]
 
 
-def flows(name, bindings, folder):
-  """Traces the flows of a recipe, with small files where it requires some."""
-  if name.endswith('grpo_math.gin'):
+def flows(name, bindings, folder, *more):
+  """Traces the flows of a recipe, with small files where it requires some.
+
+  `more` files are read after the recipe.
+  """
+  if 'math.gin' in (ROOT / name).read_text():
     bindings = [*bindings, *own_data.bindings(folder / 'own_data')]
-  config.parse([name], bindings, str(folder))
+  config.parse([name, *more], bindings, str(folder))
   return config.call(flows_lib.trace_flows, bindings_of=train.train)
 
 
@@ -72,3 +76,25 @@ def test_every_recipe_is_traced_and_has_no_unused_binding(name, tmp_path):
     step, evaluate = flows(name, blind, tmp_path)
   acts = {'generate', 'rollout', 'act'}
   assert step.carry and acts & {*step.stages} and evaluate.stages
+
+
+# Not every pair: the jobs differ only in what is asked, and of which model.
+ALGORITHMS = [
+  pytest.param(f'gin_configs/grpo_{job}.gin', str(path), id=path.stem)
+  for path, job in zip(
+    sorted((ROOT / 'gin_configs/algorithms').glob('*.gin')),
+    itertools.cycle(['arithmetic', 'math']),
+  )
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('job, algorithm', ALGORITHMS)
+def test_an_algorithm_is_read_after_a_recipe_of_grpo(job, algorithm, tmp_path):
+  step, _ = flows(job, [], tmp_path, algorithm)
+  names = {*step.stages}
+  stem = pathlib.Path(algorithm).stem
+  assert ('whiten' in names) == stem.startswith('reinforce_pp')
+  assert ('above_greedy' in names) == (stem == 'remax')
+  with_kl = {'reinforce_pp', 'reinforce_pp_baseline', 'remax', 'rloo'}
+  assert ('ref_logp' in names) == (stem in with_kl)

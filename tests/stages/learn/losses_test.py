@@ -146,6 +146,36 @@ def test_gspo_by_hand():
   np.testing.assert_allclose((mean.sum, mean.count), (-4.5, 1.0), **EXACT)
 
 
+@pytest.mark.parametrize('seed', range(3))
+def test_rloo_clips_the_ratio_of_whole_completions(seed):
+  logp, old, _, mask = batch(seed)
+  advantage_B = np.random.default_rng(seed).normal(size=len(logp))
+
+  def oracle(x):
+    losses_B = []
+    for b in range(len(x)):
+      real = [t for t in range(x.shape[1]) if mask[b, t]]
+      ratio = np.exp(sum(x[b, t] - old[b, t] for t in real))
+      loss = surrogate(ratio, advantage_B[b], 0.2, 0.2)
+      losses_B.append(loss if real else 0.0)
+    return sum(losses_B) / len(losses_B)
+
+  def ours(x):
+    loss = losses.ppo_clip(
+      losses.sequence_sum_logp(x, mask),
+      losses.sequence_sum_logp(old, mask),
+      jnp.broadcast_to(advantage_B[:, None], x.shape),
+      low=0.2,
+      high=0.2,
+    )
+    mean = losses.sequence_mean_token_mean(loss, mask)
+    return mean.sum / mean.count
+
+  np.testing.assert_allclose(ours(logp), oracle(logp), **EXACT)
+  got = jax.grad(ours)(jnp.asarray(logp))
+  np.testing.assert_allclose(got, slope(oracle, logp), **SLOPE)
+
+
 def test_cispo_weighs_a_policy_gradient_and_never_stops_it():
   logp, old, advantage, _ = batch(3)
   weight = np.clip(np.exp(logp - old), 0.7, 1.28)

@@ -1,0 +1,89 @@
+"""Stages from rewards of completions to advantages of their tokens."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+import stages
+from stages import base
+from stages.language import policy_stages
+from stages.learn import advantages, losses
+
+
+def estimator(
+  advantage: Callable,
+  group_size: int,
+  *,
+  kl_coef: float = 0.0,
+  kl_to_go: bool = False,
+  normalize: bool = False,
+) -> Callable:
+  """Returns `experience, reward_B, ref_logp_BT -> advantage_BT`, 0 on padding.
+
+    Aᵢₜ = A(R − β Σₛ k1ₛ)ᵢ,   or with `kl_to_go`   Aᵢₜ = A(R)ᵢ − β Σₛ≥ₜ k1ᵢₛ
+
+  A compares the rewards of a group, and k1 = lp − lp_ref with the
+  log-probabilities lp before the update.
+
+  Args:
+    advantage: A, `reward_G -> advantage_G` of one group.
+    group_size: completions of each prompt.
+    kl_coef: β; 0 reads no reference.
+    kl_to_go: whether a token pays for its own KL and that of the tokens after
+      it, as in REINFORCE++, rather than for that of the whole completion.
+    normalize: whether advantages are whitened over all tokens of the batch, a
+      barrier.
+  """
+
+  @stages.stage('group_advantage', group_size=group_size)
+  def compare(reward_B, mask_BT, *logps):
+    if kl_coef:
+      logp_BT, ref_logp_BT = logps
+      kl_BT = jnp.where(mask_BT > 0, losses.kl_k1(logp_BT, ref_logp_BT), 0.0)
+      if not kl_to_go:
+        reward_B -= kl_coef * kl_BT.sum(1)
+    advantage_NG = jax.vmap(advantage)(reward_B.reshape(-1, group_size))
+    # Rewards of padding rows are arbitrary.
+    advantage_BT = jnp.where(mask_BT > 0, advantage_NG.reshape(-1, 1), 0.0)
+    if kl_coef and kl_to_go:
+      to_go_BT = jax.vmap(advantages.reward_to_go)(-kl_coef * kl_BT)
+      advantage_BT += jnp.where(mask_BT > 0, to_go_BT, 0.0)
+    return advantage_BT
+
+  whiten = stages.Stage(advantages.whiten, 'whiten', 'batch')
+
+  def estimate(x: base.Experience, reward_B, ref_logp_BT):
+    logp_BT = x.logp if x.proximal is None else x.proximal
+    logps = (logp_BT, ref_logp_BT) if kl_coef else ()
+    advantage_BT = compare(reward_B, x.mask, *logps)
+    return whiten(advantage_BT, x.mask) if normalize else advantage_BT
+
+  return estimate
+
+
+def above_greedy(
+  policy: base.Policy, verify: stages.Stage, group_size: int
+) -> Callable:
+  """Returns `reward_B, Version, problem, key -> reward_B`, ReMax's baseline.
+
+    R − R(greedy completion of the same prompt),   arXiv:2310.10505 eq. 6
+
+  Args:
+    policy: the language model that is trained.
+    verify: stage `answer, action, mask -> base.Verdict`.
+    group_size: sampled completions of each prompt of `problem`.
+  """
+  complete = policy_stages.act(policy, 'greedy', greedy=True)
+  repeat = policy_stages.repeat(group_size)
+  subtract = stages.Stage(
+    lambda reward_B, greedy_B: reward_B - greedy_B, 'above_greedy'
+  )
+
+  def compare(reward_B, actor: base.Version, problem: base.Problem, key):
+    keys = stages.keys(key, problem.prompt)  # Greedy decoding draws nothing.
+    x = complete(actor, problem.prompt, keys)
+    verdict = verify(problem.answer, x.action, x.mask)
+    return subtract(reward_B, repeat(verdict.reward))
+
+  return compare

@@ -1,0 +1,79 @@
+"""No plan changes what an algorithm of language models computes.
+
+Placing changes no bit. Pieces, meshes and micro-batches change rounding, also
+of what is a barrier, such as whitening.
+"""
+
+import functools
+
+import jax
+import pytest
+
+import claims
+from stages import workflows
+from stages.learn import advantages, losses
+from tests.rlinf_jax.runtime import invariance_test, random_plans_test
+import tiny
+
+pytestmark = pytest.mark.usefixtures('in_float64')
+
+
+def grpo(**kwargs):
+  return workflows.grpo(
+    tiny.policy('float64'),
+    invariance_test.even,
+    invariance_test.KEEP,
+    group_size=4,
+    **kwargs,
+  )
+
+
+WORKFLOWS = {
+  'reinforce_pp': lambda: grpo(
+    advantage=advantages.no_baseline,
+    normalize_advantages=True,
+    kl_reward_coef=0.1,
+    kl_to_go=True,
+    aggregate=losses.token_mean,
+    num_minibatches=2,
+  ),
+  'remax': lambda: grpo(
+    advantage=advantages.no_baseline,
+    greedy_baseline=True,
+    likelihood=losses.sequence_sum_logp,
+    mask_truncated=True,
+  ),
+}
+workflow = functools.cache(lambda name: WORKFLOWS[name]())
+
+
+def batches(name):
+  del name
+  return [tiny.problem(seed=i) for i in range(2)]
+
+
+@functools.cache
+def eager(name):
+  """State and info after each of two steps, called with arrays."""
+  state, results = workflow(name).init(jax.random.key(0)), []
+  for i, batch in enumerate(batches(name)):
+    state, info = workflow(name).step(state, batch, random_plans_test.key(i))
+    results.append((tiny.arrays(state), tiny.arrays(info)))
+  return results
+
+
+# It cuts the batch into four pieces; `make claims` tries all plans.
+KEPT = (11,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', WORKFLOWS)
+@pytest.mark.parametrize('seed', claims.some(range(12), KEPT))
+def test_no_plan_changes_the_mathematics(name, seed):
+  stages = tiny.trace(workflow(name), batches(name)[0]).stages
+  plan, _ = random_plans_test.random_plan(
+    seed, stages, {'gradient': 4}, ('apply',), [None]
+  )
+  state = workflow(name).init(jax.random.key(0))
+  results = random_plans_test.run(plan, workflow(name), state, batches(name))
+  random_plans_test.compare(plan, results, eager(name))
