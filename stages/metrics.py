@@ -158,9 +158,11 @@ def moments(x, mask=None) -> Moments:
   return Moments(mean, ((x - mean) ** 2 * mask).sum(), count)
 
 
-def explained_variance(estimate, truth) -> ExplainedVariance:
-  """Explained variance of `truth` by `estimate`."""
-  return ExplainedVariance(moments(truth - estimate), moments(truth))
+def explained_variance(estimate, truth, mask=None) -> ExplainedVariance:
+  """Explained variance of `truth` by `estimate` where `mask` is one."""
+  return ExplainedVariance(
+    moments(truth - estimate, mask), moments(truth, mask)
+  )
 
 
 def histogram(x, size: int, mask=None) -> Histogram:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from sharding import row_map, rules
 from stages import base
-from stages.language import generate, sample
+from stages.language import generate, sample, value_model
 from stages.models import transformer
 
 # Logits on a device at once while scoring: 2^26 are 256 MiB in float32.
@@ -28,7 +28,8 @@ def policy(
 
   Sampling and scoring give a token the same log-probability to float32's
   rounding. If `config.dtype` is narrower, they differ more, and the policy sets
-  `recompute_logp`.
+  `recompute_logp`. Where parameters have a head of values under the key
+  `base.CRITIC`, as `value_model.head` describes, `evaluate` returns its values.
 
   Args:
     config: dimensions of the model.
@@ -50,27 +51,21 @@ def policy(
   resume = functools.partial(generate.resume, model, **settings)
 
   def evaluate(params, prompt, action_BT, *, group_size=1):
-    split = generate.split_prompt(prompt, group_size)
-    token_BT = jnp.concatenate(
-      [split.token_B[:, None], action_BT[:, :-1]], axis=1
-    )
-    x_BTD = model.apply(
-      {'params': params},
-      split.prompt_NP,
-      split.mask_NP,
-      token_BT,
-      split.position_B,
-      method='hidden_states',
+    x_BTD = value_model.completion_states(
+      model, params, prompt, action_BT, group_size
     )
     score = functools.partial(_score, config, sampling)
     chunk = _chunk_length(action_BT.shape, config.V, max_live_logits)
-    return row_map.map_rows(
+    scored = row_map.map_rows(
       functools.partial(_in_chunks, score, chunk),
       {name: params[name] for name in transformer.output_names(config)},
       x_BTD,
       action_BT,
       dtype=config.dtype,
     )
+    if base.CRITIC not in params:
+      return scored
+    return scored._replace(value=value_model.head_values(config, params, x_BTD))
 
   random = functools.partial(transformer.init_params, config)
   # Decoding and scoring add in another order. Below float32, the sums are

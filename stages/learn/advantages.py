@@ -3,6 +3,8 @@
 Use `jax.vmap` for several. `whiten` alone takes a whole minibatch.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -39,6 +41,59 @@ def gae(reward_T, value_T, next_value_T, discount_T, continue_T, lambda_):
   # An associative scan takes longer to compile and, on CPU, to run.
   zero = jnp.zeros((), delta_T.dtype)
   return jax.lax.scan(backward, zero, (delta_T, decay_T), reverse=True)[1]
+
+
+def token_gae(reward_T, value_T, mask_T, discount, lambda_):
+  """Generalized advantage estimation of the tokens of one completion.
+
+    δₜ = rₜ + γ vₜ₊₁ − vₜ
+    Aₜ = δₜ + γ λ Aₜ₊₁,   v = A = 0 after the last token
+
+  The end of a completion is terminal, also where a length limit cut it off.
+  Advantages of padding are zero, and what padding holds changes none.
+
+  Args:
+    reward_T: rₜ of each token, see `at_last_token`.
+    value_T: vₜ, the critic's estimate before each token.
+    mask_T: 1 on real tokens, which come first.
+    discount: γ.
+    lambda_: λ.
+  """
+  continue_T = _shift_left(mask_T)
+  # Padding may hold anything, and ∞ · 0 is NaN.
+  reward_T, value_T = (
+    jnp.where(mask_T > 0, x, 0.0) for x in (reward_T, value_T)
+  )
+  return mask_T * gae(
+    reward_T,
+    value_T,
+    _shift_left(value_T),
+    discount * continue_T,
+    continue_T,
+    lambda_,
+  )
+
+
+def at_last_token(reward, mask_T):
+  """Puts the reward of a completion on its last real token."""
+  is_last_T = mask_T * (1.0 - _shift_left(mask_T))
+  return jnp.where(is_last_T > 0, reward, 0.0)
+
+
+def _shift_left(x_T):
+  """x₁ … x_T₋₁, 0."""
+  return jnp.append(x_T[1:], jnp.zeros((), x_T.dtype))
+
+
+def length_adaptive(alpha: float = 0.05) -> Callable:
+  """Returns `length -> λ` of VAPO, arXiv:2504.05118 §4.2.
+
+  λ = 1 − 1 / (α l), and not below 0
+
+  Args:
+    alpha: α; Σₜ λᵗ ≈ α l, the reach of a reward, is this share of the tokens.
+  """
+  return lambda length: jnp.maximum(1.0 - 1.0 / (alpha * length), 0.0)
 
 
 def group_relative(reward_G):

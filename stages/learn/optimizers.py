@@ -71,9 +71,7 @@ def actor_critic(
     critic_warmup_steps: first steps, in which only the critic learns.
     updates_per_step: updates in a step of the workflow, minibatches × epochs.
   """
-  first = critic_warmup_steps * updates_per_step
-  if first:
-    actor = optax.conditionally_mask(actor, lambda update: update >= first)
+  actor = delayed(actor, critic_warmup_steps, updates_per_step)
 
   def labels(params):
     if base.CRITIC not in params:
@@ -87,6 +85,22 @@ def actor_critic(
     }
 
   return optax.partition({'actor': actor, base.CRITIC: critic}, labels)
+
+
+def delayed(
+  optimizer: optax.GradientTransformation, steps: int, updates_per_step: int = 1
+) -> optax.GradientTransformation:
+  """Changes nothing in the first steps; schedules start after them.
+
+  Args:
+    optimizer: the optimizer from then on.
+    steps: first steps, in which parameters stay as they are.
+    updates_per_step: updates in a step of the workflow, minibatches × epochs.
+  """
+  first = steps * updates_per_step
+  if not first:
+    return optimizer
+  return optax.conditionally_mask(optimizer, lambda update: update >= first)
 
 
 def learning_rates(opt_state) -> base.Info:

@@ -76,6 +76,7 @@ def learner(
   unbatched: tuple[int, ...] = (0,),
   group_size: int = 1,
   target_kl: float | None = None,
+  prefix: str = '',
 ) -> Callable:
   """Makes an update for each of several minibatches.
 
@@ -87,20 +88,27 @@ def learner(
     group_size: adjacent rows that stay together.
     target_kl: the remaining minibatches change nothing once the KL of one is
       beyond this; None always makes all updates.
+    prefix: of the names of its stages, where a workflow has several learners.
 
   Returns:
     `state, minibatches, *given -> state, info`: metrics are those of all
     minibatches together.
   """
   gradient_stage = stages.Stage(
-    gradient(loss), 'gradient', 'sum', unbatched, group_size=group_size
+    gradient(loss),
+    f'{prefix}gradient',
+    'sum',
+    unbatched,
+    group_size=group_size,
   )
   update = apply(optimizer)
   if target_kl is not None:
     update = apply_until(optimizer, target_kl)
-  apply_stage = stages.Stage(update, 'apply', 'batch')
+  apply_stage = stages.Stage(update, f'{prefix}apply', 'batch')
   merge_info = stages.Stage(
-    lambda *infos: functools.reduce(metrics.merge, infos), 'merge_info', 'batch'
+    lambda *infos: functools.reduce(metrics.merge, infos),
+    f'{prefix}merge_info',
+    'batch',
   )
   never = stages.Stage(lambda step: jnp.zeros((), bool), 'kl_stop', 'batch')
 

@@ -26,7 +26,7 @@ COMPANIONS = (
 )
 
 
-def _raw_config(checkpoint) -> tuple[Any, pathlib.Path]:
+def raw_config(checkpoint) -> tuple[Any, pathlib.Path]:
   """The content of a checkpoint's config.json, and its path."""
   path = pathlib.Path(checkpoint) / 'config.json'
   if not path.is_file():
@@ -44,14 +44,14 @@ def _raw_config(checkpoint) -> tuple[Any, pathlib.Path]:
 
 def model_type(checkpoint: str | pathlib.Path) -> str:
   """The architecture of a checkpoint, a key of `families.FAMILIES`."""
-  raw, path = _raw_config(checkpoint)
+  raw, path = raw_config(checkpoint)
   families.family_of(raw, path)
   return raw['model_type']
 
 
 def names(checkpoint: str | pathlib.Path) -> dict[str, weights.Tensor]:
   """The tensor of a checkpoint that holds each parameter."""
-  return families.family_of(*_raw_config(checkpoint)).names
+  return families.family_of(*raw_config(checkpoint)).names
 
 
 def load_config(
@@ -68,7 +68,7 @@ def load_config(
     CheckpointError: if the folder is missing, or holds a model or a setting
       that is not supported.
   """
-  return families.read(*_raw_config(checkpoint), dtype=dtype, remat=remat)
+  return families.read(*raw_config(checkpoint), dtype=dtype, remat=remat)
 
 
 def stop_tokens(checkpoint: str | pathlib.Path) -> tuple[int, ...]:

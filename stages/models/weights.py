@@ -56,6 +56,8 @@ def _flat_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
 
   It is exact if only the first dimension is sliced, and otherwise larger.
   """
+  if not shape:  # A map to one number.
+    return slice(0, 1)
   start, stop, _ = index[0].indices(shape[0])
   below = math.prod(shape[1:])
   return slice(start * below, stop * below)
@@ -63,6 +65,8 @@ def _flat_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
 
 def _unflatten(part, index, shape):
   """Restores dimensions that `_flat_slice` flattened, without the excess."""
+  if not shape:
+    return part[0]
   part = part.reshape(-1, *shape[1:], *part.shape[1:])
   return part[(slice(None), *index[1:])]
 

@@ -8,6 +8,7 @@ from stages.workflows.ppo import ppo
 from stages.workflows.reinforce import reinforce
 from stages.workflows.sac import sac
 from stages.workflows.sft import sft
+from stages.workflows.text_ppo import text_ppo
 
 __all__ = [
   'behavior_cloning',
@@ -18,4 +19,5 @@ __all__ = [
   'reinforce',
   'sac',
   'sft',
+  'text_ppo',
 ]

@@ -133,7 +133,7 @@ def grpo(
       unfinished.
   """
   generate = rollouts(policy, group_size)
-  _check_kl(kl_coef, kl_reward_coef, kl_to_go)
+  check_kl(kl_coef, kl_reward_coef, kl_to_go)
   _check_baseline(greedy_baseline, generate)
   repeat = policy_stages.repeat(group_size)
   above_greedy = advantage_stages.above_greedy(policy, verify, group_size)
@@ -206,7 +206,8 @@ def grpo(
   )
 
 
-def _check_kl(kl_coef: float, kl_reward_coef: float, kl_to_go: bool):
+def check_kl(kl_coef: float, kl_reward_coef: float, kl_to_go: bool = False):
+  """Refuses a KL term and a KL penalty at once, and a penalty of no weight."""
   if kl_coef and kl_reward_coef:
     raise ValueError(
       f'kl_coef is {kl_coef} and kl_reward_coef is {kl_reward_coef}, which '
@@ -244,6 +245,7 @@ def objective(
     2.0,
   ),
   mask_truncated: bool = False,
+  critic_loss: Callable | None = None,
 ) -> Callable:
   """Returns the loss `params, experience, ref_logp_BT -> Loss`.
 
@@ -263,6 +265,8 @@ def objective(
     aggregate: as in `grpo`.
     importance: `importance_weight`, `importance_bound` and `importance_cap`.
     mask_truncated: as in `grpo`.
+    critic_loss: `value_BT, experience -> loss_BT, info`, added for a critic
+      that `evaluate` computes; None without one.
   """
   clip_low, clip_high, dual_clip = clip
   kl_coef, kl_estimator = kl
@@ -319,6 +323,10 @@ def objective(
       loss_BT += kl_coef * kl_estimator(now.logp, ref_logp_BT)
     if entropy_coef:
       loss_BT -= entropy_coef * now.entropy
+    if critic_loss:
+      value_loss_BT, value_info = critic_loss(now.value, x)
+      loss_BT += value_loss_BT
+      info |= value_info
     return train_step.Loss((aggregate(loss_BT, x.mask),), info)
 
   return loss

@@ -1,0 +1,110 @@
+"""Value models of texts: a critic's estimate before each token.
+
+  vₜ = w · norm(hₜ)
+
+hₜ is the last hidden state of a transformer that has read the prompt and the
+tokens before t: the state whose logits predict token t.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from stages import base
+from stages.language import generate
+from stages.models import mixed_precision, transformer
+
+
+class ValueModel(NamedTuple):
+  """Estimates of the return before each token of a completion.
+
+  Attributes:
+    init: `key -> params`: those of the whole model, or of the head alone if it
+      shares the trunk of the policy.
+    value: `params, prompt, action, *, group_size=1 -> value_BT`. If it shares
+      the trunk, `params` are those of the policy, with those of the head under
+      the key `base.CRITIC`.
+    shares_trunk: whether it is a head on the trunk of the policy.
+  """
+
+  init: Callable[[base.Key], base.Params]
+  value: Callable[..., jax.Array]
+  shares_trunk: bool = False
+
+
+def own_trunk(
+  config: transformer.Config,
+  *,
+  init: Callable[[base.Key], base.Params] | None = None,
+) -> ValueModel:
+  """A value model with a transformer of its own.
+
+  Args:
+    config: dimensions of the transformer.
+    init: `key -> params`, such as those of a checkpoint; if None, a random
+      transformer and a head of zeros.
+  """
+  # Its output layer is the head: there is no other.
+  config = dataclasses.replace(config, tie_embeddings=True)
+  model = transformer.Transformer(config)
+
+  def random(key):
+    return transformer.init_params(config, key) | init_head(config)
+
+  def value(params, prompt, action_BT, *, group_size=1):
+    x_BTD = completion_states(model, params, prompt, action_BT, group_size)
+    return score(config, params['norm_D'], params['value_D'], x_BTD)
+
+  return ValueModel(init or random, value)
+
+
+def head(config: transformer.Config) -> ValueModel:
+  """A value model that is one vector on the trunk of the policy.
+
+  Args:
+    config: dimensions of the policy's transformer.
+  """
+  model = transformer.Transformer(config)
+
+  def value(params, prompt, action_BT, *, group_size=1):
+    x_BTD = completion_states(model, params, prompt, action_BT, group_size)
+    return head_values(config, params, x_BTD)
+
+  return ValueModel(lambda key: init_head(config), value, shares_trunk=True)
+
+
+def init_head(config: transformer.Config) -> base.Params:
+  """A head of zeros: the first values are zero."""
+  return {'value_D': jnp.zeros(config.D, config.param_dtype)}
+
+
+def completion_states(model, params, prompt, action_BT, group_size: int):
+  """Hidden states [B, T, D] that predict the tokens of completions."""
+  split = generate.split_prompt(prompt, group_size)
+  token_BT = jnp.concatenate(
+    [split.token_B[:, None], action_BT[:, :-1]], axis=1
+  )
+  return model.apply(
+    {'params': params},
+    split.prompt_NP,
+    split.mask_NP,
+    token_BT,
+    split.position_B,
+    method='hidden_states',
+  )
+
+
+def head_values(config: transformer.Config, params, x_BTD):
+  """Values by the head under the key `base.CRITIC` of a policy's parameters."""
+  value_D = params[base.CRITIC]['value_D']
+  return score(config, params['norm_D'], value_D, x_BTD)
+
+
+def score(config: transformer.Config, norm_D, value_D, x_BTD):
+  """w · norm(h) of each position, in float32 or wider."""
+  scale_D = 1 + norm_D if config.unit_offset else norm_D
+  x_BTD = mixed_precision.rms_norm(x_BTD, scale_D, config.norm_epsilon)
+  return mixed_precision.product('BTD,D->BT', x_BTD, value_D)

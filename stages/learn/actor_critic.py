@@ -1,0 +1,145 @@
+"""Updates of a policy and of a value model, on one trunk or on two.
+
+Two trunks have a gradient and an optimizer each, so that a plan may give each
+model a place of its own. On one trunk, both losses have one gradient.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from stages import base
+from stages.learn import optimizers, train_step
+
+
+class Learner(NamedTuple):
+  """How an actor and its critic are updated.
+
+  Attributes:
+    init: `key -> actor, critic`: two train states; of the critic, `()` if it is
+      a head on the trunk of the actor.
+    critic_params: `actor, critic -> params` that `ValueModel.value` takes.
+    update: `actor, critic, minibatches -> actor, critic, info`.
+  """
+
+  init: Callable[[base.Key], tuple[base.TrainState, Any]]
+  critic_params: Callable[..., base.Params]
+  update: Callable[..., Any]
+
+
+def two_learners(
+  policy_and_optimizer,
+  critic_and_optimizer,
+  policy_objective: Callable,
+  value_loss: Callable,
+  *,
+  aggregate: Callable,
+  warmup: tuple[int, int],
+  group_size: int,
+) -> Learner:
+  """Updates of a policy and of a value model with a trunk of its own.
+
+  Args:
+    policy_and_optimizer: a `base.Policy` and its optimizer.
+    critic_and_optimizer: a `value_model.ValueModel` and its optimizer.
+    policy_objective: `critic_loss=None -> loss`, as `grpo.objective`.
+    value_loss: `value_BT, experience -> loss_BT, info`.
+    aggregate: `loss_BT, mask_BT -> metrics.Mean` of the critic's loss.
+    warmup: first steps, in which only the critic learns, and updates a step.
+    group_size: adjacent rows that share a prompt.
+  """
+  (policy, optimizer), (critic, critic_optimizer) = (
+    policy_and_optimizer,
+    critic_and_optimizer,
+  )
+  optimizer = optimizers.delayed(optimizer, *warmup)
+
+  def loss_of_critic(params, x: base.Experience):
+    value_BT = critic.value(params, x.obs, x.action, group_size=group_size)
+    loss_BT, info = value_loss(value_BT, x)
+    return (aggregate(loss_BT, x.mask),), info
+
+  learn_actor = train_step.learner(
+    policy_objective(), optimizer, group_size=group_size
+  )
+  learn_critic = train_step.learner(
+    loss_of_critic, critic_optimizer, group_size=group_size, prefix='critic_'
+  )
+
+  def init(key):
+    actor_key, critic_key = jax.random.split(key)
+    return (
+      train_step.init(policy.init(actor_key), optimizer),
+      train_step.init(critic.init(critic_key), critic_optimizer),
+    )
+
+  def update(actor, critic, batches):
+    # What the critic does not read is not sent to its place.
+    unread = {'logp': (), 'advantage': (), 'reward': (), 'version': ()}
+    read = [(x._replace(proximal=None, **unread),) for x, _ in batches]
+    critic, critic_info = learn_critic(critic, read)
+    actor, info = learn_actor(actor, batches)
+    return actor, critic, info | _of_critic(critic_info)
+
+  return Learner(init, lambda actor, critic: critic.params, update)
+
+
+def one_learner(
+  policy_and_optimizer,
+  critic_and_optimizer,
+  policy_objective: Callable,
+  value_loss: Callable,
+  *,
+  aggregate: Callable,
+  warmup: tuple[int, int],
+  group_size: int,
+) -> Learner:
+  """Updates of a policy with the critic's head on its trunk.
+
+  Arguments are those of `two_learners`. Both losses are averaged as
+  `policy_objective` does, and the warm-up trains only the head.
+  """
+  del aggregate
+  (policy, optimizer), (critic, critic_optimizer) = (
+    policy_and_optimizer,
+    critic_and_optimizer,
+  )
+  optimizer = optimizers.actor_critic(
+    optimizer,
+    critic_optimizer,
+    critic_warmup_steps=warmup[0],
+    updates_per_step=warmup[1],
+  )
+  learn = train_step.learner(
+    policy_objective(critic_loss=value_loss), optimizer, group_size=group_size
+  )
+
+  def init(key):
+    actor_key, critic_key = jax.random.split(key)
+    params = policy.init(actor_key) | {base.CRITIC: critic.init(critic_key)}
+    return train_step.init(params, optimizer), ()
+
+  def update(actor, critic, batches):
+    actor, info = learn(actor, batches)
+    return actor, critic, info
+
+  return Learner(init, lambda actor, critic: actor.params, update)
+
+
+def _of_critic(info: base.Info) -> base.Info:
+  """The critic's metrics, where an optimizer's have names of their own."""
+  names = {'train/lr': 'train/lr_critic'} | {
+    f'train/{x}': f'train/critic_{x}' for x in ('grad_norm', 'skipped')
+  }
+  return {names.get(name, name): x for name, x in info.items()}
+
+
+def policy_version(actor: base.TrainState) -> base.Version:
+  """The version of an actor that samples: without the critic's head."""
+  return base.Version(policy_params(actor.params), actor.step)
+
+
+def policy_params(params: base.Params) -> base.Params:
+  """Parameters without the critic's head, if there is one."""
+  return {name: x for name, x in params.items() if name != base.CRITIC}

@@ -1,0 +1,118 @@
+"""Models with a head of one number, from folders of Hugging Face.
+
+A `*ForSequenceClassification` of the architectures in `families.FAMILIES` has
+the trunk of a causal language model, and one linear map in place of its output
+layer.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from stages.language import value_model as value_model_lib
+from stages.models import families, huggingface, transformer, weights
+
+HEAD = {'value_D': weights.Tensor('score.weight', 1)}
+CLASS = 'ForSequenceClassification'
+
+
+def value_model(
+  checkpoint: str,
+  *,
+  trunk: Literal['own', 'policy'] = 'own',
+  dtype: str | None = None,
+  remat: str = 'none',
+) -> value_model_lib.ValueModel:
+  """A value model that starts from a checkpoint.
+
+  Args:
+    checkpoint: folder of a model in Hugging Face format: a causal language
+      model, whose head is zero at first, or a classifier of one label, such as
+      a reward model, whose head is kept. For a head on the trunk of the policy,
+      the folder of the policy.
+    trunk: 'own' for a second transformer, which learns by itself; 'policy' for
+      a head on the transformer of the policy, which both train.
+    dtype: type of the arithmetic; that of the checkpoint if None.
+    remat: as in `transformer.Config`.
+
+  Raises:
+    CheckpointError: for a folder that is neither, or a head that cannot be on
+      another trunk.
+  """
+  config, has_head = load_config(checkpoint, dtype=dtype, remat=remat)
+  if trunk == 'own':
+    init = functools.partial(_init, checkpoint, config, has_head)
+    return value_model_lib.own_trunk(config, init=init)
+  if trunk != 'policy':
+    raise ValueError(
+      f"The trunk of values is 'own' or 'policy', not {trunk!r}."
+    )
+  if has_head:
+    raise weights.CheckpointError(
+      f'{checkpoint} is a classifier, whose head belongs to its own trunk: '
+      "give it trunk='own', or give the folder of the policy."
+    )
+  return value_model_lib.head(config)
+
+
+def load_config(
+  checkpoint: str | pathlib.Path, *, dtype: str | None = None, remat='none'
+) -> tuple[transformer.Config, bool]:
+  """The trunk that a config.json describes, and whether it has a head.
+
+  Raises:
+    CheckpointError: if the model is not supported, or the head has several
+      outputs.
+  """
+  import transformers
+
+  raw, path = huggingface.raw_config(checkpoint)
+  classes = raw.get('architectures') or () if isinstance(raw, dict) else ()
+  has_head = any(name.endswith(CLASS) for name in classes)
+  if has_head:
+    raw = {key: x for key, x in raw.items() if key != 'architectures'}
+    families.family_of(raw, path)
+    kind = transformers.CONFIG_MAPPING[raw['model_type']]
+    labels = kind.from_dict(raw).num_labels
+    if labels != 1:
+      raise weights.CheckpointError(
+        f'{path} describes a classifier of {labels} labels; a value or a '
+        'reward is one number, so num_labels must be 1.'
+      )
+  config = families.read(raw, path, dtype=dtype, remat=remat)
+  # The head takes the place of the output layer.
+  return dataclasses.replace(config, tie_embeddings=True), has_head
+
+
+def load_params(
+  checkpoint: str | pathlib.Path, config: transformer.Config, has_head: bool
+) -> Any:
+  """The parameters of a trunk and of its head, which is zero if it has none."""
+  shapes = transformer.param_shapes(config)
+  head = value_model_lib.init_head(config)
+  if not has_head:
+    ignored = frozenset({'lm_head.weight'})
+    trunk = weights.load(
+      checkpoint, shapes, huggingface.names(checkpoint), ignored=ignored
+    )
+    return trunk | head
+  return weights.load(checkpoint, shapes | head, names(checkpoint))
+
+
+def names(checkpoint: str | pathlib.Path) -> dict[str, weights.Tensor]:
+  """The tensor of a classifier's folder that holds each parameter."""
+  raw, _ = huggingface.raw_config(checkpoint)
+  return families.FAMILIES[raw['model_type']].names | HEAD
+
+
+def _init(checkpoint, config: transformer.Config, has_head: bool, key):
+  """Reads the parameters; while tracing, when only shapes count, zeros."""
+  if isinstance(key, jax.core.Tracer):
+    return jax.tree.map(
+      lambda x: jnp.zeros(x.shape, x.dtype), transformer.param_shapes(config)
+    ) | value_model_lib.init_head(config)
+  return load_params(checkpoint, config, has_head)

@@ -1,0 +1,318 @@
+"""Proximal policy optimization of language models, arXiv:1707.06347.
+
+The actor, critic and reference of arXiv:2203.02155, with a value before each
+token. `ppo` is the same equation in environments.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import stages
+from stages import base, metrics
+from stages.language import evaluate as evaluate_lib
+from stages.language import policy_stages, rollout_metrics, value_model
+from stages.learn import actor_critic, advantages, losses, minibatches
+from stages.workflows.grpo import check_kl, objective
+
+
+class State(NamedTuple):
+  """State carried from step to step.
+
+  Attributes:
+    actor: the policy being trained; with the critic's head, if that is on its
+      trunk.
+    critic: the value model; `()` if it is a head on the trunk of the actor.
+    reference: the policy's initial parameters; `()` where there is no KL term.
+    past: versions of the actor before each of the last `staleness` steps, the
+      oldest first.
+    carry: what `rollouts` carries from step to step; `()` by default.
+  """
+
+  actor: base.TrainState
+  critic: Any
+  reference: base.Params
+  past: tuple[base.Version, ...]
+  carry: Any = ()
+
+
+def text_ppo(
+  policy: base.Policy,
+  verify: stages.Stage,
+  critic: value_model.ValueModel,
+  optimizer: optax.GradientTransformation,
+  critic_optimizer: optax.GradientTransformation,
+  *,
+  group_size: int = 1,
+  discount: float = 1.0,
+  gae_lambda: float | Callable = 0.95,
+  critic_gae_lambda: float | Callable | None = None,
+  normalize_advantages: bool = True,
+  clip_low: float = 0.2,
+  clip_high: float = 0.2,
+  dual_clip: float | None = None,
+  value_coef: float = 1.0,
+  value_clip: float | None = 0.2,
+  critic_warmup_steps: int = 0,
+  kl_coef: float = 0.0,
+  kl_estimator: Callable = losses.kl_k3,
+  kl_reward_coef: float = 0.0,
+  entropy_coef: float = 0.0,
+  num_minibatches: int = 1,
+  num_epochs: int = 1,
+  minibatch_by: minibatches.MinibatchBy = 'shuffled',
+  staleness: int = 0,
+  policy_loss: Callable = losses.ppo_clip,
+  likelihood: Callable = losses.token_logp,
+  aggregate: Callable = losses.token_mean,
+  importance_weight: Callable = losses.token_weight,
+  importance_bound: Callable = losses.truncated,
+  importance_cap: float = 2.0,
+  rollouts: Callable = policy_stages.complete,
+) -> base.Workflow:
+  """Compares the reward of each token with what a critic has expected.
+
+    δₜ = rₜ + γ vₜ₊₁ − vₜ,   Aₜ = δₜ + γ λ Aₜ₊₁
+    maximize  mean min(ρ A, clip(ρ) A) − c_v L_value − c_KL KL
+
+  The verifier's reward is that of the last token. VC-PPO (arXiv:2503.01491) is
+  `critic_gae_lambda=1.0` with `critic_warmup_steps`; VAPO (arXiv:2504.05118)
+  also has `gae_lambda=advantages.length_adaptive()` and a higher `clip_high`.
+
+  Args:
+    policy: the language model to train.
+    verify: stage `answer, action, mask -> base.Verdict`.
+    critic: the value model, with a trunk of its own or on that of the policy.
+    optimizer: optimizer of the policy.
+    critic_optimizer: optimizer of the value model, or of its head.
+    group_size: completions of each prompt, which share its reading.
+    discount: γ, per token.
+    gae_lambda: λ of the advantages, or `length -> λ` of a completion.
+    critic_gae_lambda: λ of the returns that the critic learns; `gae_lambda` if
+      None.
+    normalize_advantages: whether the advantages of a batch are whitened.
+    clip_low: how far the probability ratio may fall below 1.
+    clip_high: how far it may rise above 1.
+    dual_clip: as in `grpo`.
+    value_coef: c_v, weight of the critic's loss.
+    value_clip: how far a value may move from the one before the update; None
+      for no bound.
+    critic_warmup_steps: first steps, in which only the critic learns, or only
+      its head.
+    kl_coef: weight of the KL to the initial policy as a term of the loss.
+    kl_estimator: as in `grpo`.
+    kl_reward_coef: β of a penalty of each token's reward by lp − lp_ref, in
+      place of the term of the loss. Without both, no reference is kept.
+    entropy_coef: weight of the entropy bonus.
+    num_minibatches: minibatches of a batch, with an update each.
+    num_epochs: passes over each batch.
+    minibatch_by: as in `grpo`.
+    staleness: as in `grpo`; values are those of the newest critic.
+    policy_loss: as in `grpo`.
+    likelihood: as in `grpo`.
+    aggregate: `loss_BT, mask_BT -> metrics.Mean`, of both losses.
+    importance_weight: as in `grpo`.
+    importance_bound: as in `grpo`.
+    importance_cap: as in `grpo`.
+    rollouts: as in `grpo`.
+
+  Raises:
+    ValueError: for a KL term and a KL penalty at once.
+  """
+  check_kl(kl_coef, kl_reward_coef)
+  generate = rollouts(policy, group_size)
+  repeat = policy_stages.repeat(group_size)
+  by_row = functools.partial(stages.Stage, group_size=group_size)
+  score_ref = policy_stages.logp(policy, 'ref_logp', group_size)
+  values = functools.partial(critic.value, group_size=group_size)
+  score_value = by_row(values, 'value', unbatched=(0,))
+  estimate = functools.partial(
+    compute_advantages,
+    discount,
+    (gae_lambda, critic_gae_lambda),
+    kl_reward_coef,
+  )
+  estimate = by_row(estimate, 'compute_advantages')
+  whiten = stages.Stage(advantages.whiten, 'whiten', 'batch')
+  num_updates = num_minibatches * num_epochs
+  measure = functools.partial(describe, group_size, num_updates)
+  measure = by_row(measure, 'measure', 'sum', unbatched=(2,))
+  minibatch = minibatches.minibatches(
+    minibatch_by, num_minibatches, num_epochs, group_size
+  )
+  make_learner = actor_critic.two_learners
+  if critic.shares_trunk:
+    make_learner = actor_critic.one_learner
+  learner = make_learner(
+    (policy, optimizer),
+    (critic, critic_optimizer),
+    functools.partial(
+      objective,
+      functools.partial(policy.evaluate, group_size=group_size),
+      clip=(clip_low, clip_high, dual_clip),
+      kl=(kl_coef, kl_estimator),
+      entropy_coef=entropy_coef,
+      policy_loss=policy_loss,
+      likelihood=likelihood,
+      aggregate=aggregate,
+      importance=(importance_weight, importance_bound, importance_cap),
+    ),
+    critic_loss(value_coef, value_clip),
+    aggregate=aggregate,
+    warmup=(critic_warmup_steps, num_updates),
+    group_size=group_size,
+  )
+  evaluate_actor = evaluate_lib.evaluate(policy, verify)
+  has_reference = bool(kl_coef or kl_reward_coef)
+
+  def init(key):
+    actor, critic_state = learner.init(key)
+    now = actor_critic.policy_version(actor)
+    reference = now.params if has_reference else ()
+    return State(actor, critic_state, reference, (now,) * staleness)
+
+  def step(state: State, problem: base.Problem, key):
+    behavior, *past = *state.past, actor_critic.policy_version(state.actor)
+    prompts = repeat(problem)
+    keys = stages.keys(key, prompts.prompt)
+    problem, x, carry, carry_info = generate.run(
+      behavior, state.carry, prompts, keys
+    )
+    verdict = verify(problem.answer, x.action, x.mask)
+    ref_logp = ()
+    if has_reference:
+      ref_logp = score_ref(state.reference, x.obs, x.action)
+    value = score_value(
+      learner.critic_params(state.actor, state.critic), x.obs, x.action
+    )
+    old_logp = x.logp if x.proximal is None else x.proximal
+    x = x._replace(
+      **estimate(verdict.reward, old_logp, ref_logp, value, x.mask)
+    )
+    rollout_info = measure(x, verdict, state.actor.step)
+    if normalize_advantages:
+      x = x._replace(advantage=whiten(x.advantage, x.mask))
+    batches = minibatch(key, prompts.prompt, x, ref_logp)
+    actor, critic_state, info = learner.update(
+      state.actor, state.critic, batches
+    )
+    state = State(actor, critic_state, state.reference, tuple(past), carry)
+    return state, rollout_info | carry_info | info
+
+  def evaluate(state: State, problem: base.Problem, key):
+    return evaluate_actor(
+      actor_critic.policy_version(state.actor), problem, key
+    )
+
+  def allocate(state: State, problem: base.Problem):
+    return state._replace(carry=generate.allocate(problem))
+
+  return base.Workflow(
+    init,
+    step,
+    evaluate,
+    lambda state: actor_critic.policy_params(state.actor.params),
+    staleness,
+    allocate=allocate if generate.allocate else None,
+  )
+
+
+def compute_advantages(
+  discount: float,
+  lambdas: tuple[float | Callable, float | Callable | None],
+  penalty: float,
+  reward_B,
+  logp_BT,
+  ref_logp_BT,
+  value_BT,
+  mask_BT,
+) -> dict[str, Any]:
+  """Rewards, advantages and returns of tokens, as fields of the experience.
+
+    rₜ = R [t is the last token] − β (lpₜ − lp_refₜ)
+
+  Args:
+    discount: γ.
+    lambdas: λ of the advantages and of the returns, as in `text_ppo`.
+    penalty: β; 0 for no KL in the reward.
+    reward_B: R of each completion.
+    logp_BT: lp, before the update.
+    ref_logp_BT: lp_ref; `()` without a reference.
+    value_BT: the critic's estimates.
+    mask_BT: 1 on real tokens.
+  """
+  reward_BT = jax.vmap(advantages.at_last_token)(reward_B, mask_BT)
+  if penalty:
+    kl_BT = losses.kl_k1(logp_BT, ref_logp_BT)
+    reward_BT -= penalty * jnp.where(mask_BT > 0, kl_BT, 0.0)
+  length_B = jnp.maximum(mask_BT.sum(1), 1.0)
+
+  def gae(lambda_):
+    if callable(lambda_):
+      lambda_ = lambda_(length_B)
+    lambda_B = jnp.broadcast_to(jnp.asarray(lambda_, float), length_B.shape)
+    return jax.vmap(advantages.token_gae, (0, 0, 0, None, 0))(
+      reward_BT, value_BT, mask_BT, discount, lambda_B
+    )
+
+  advantage_BT = target_BT = gae(lambdas[0])
+  if lambdas[1] is not None:
+    target_BT = gae(lambdas[1])
+  value_BT = jnp.where(mask_BT > 0, value_BT, 0.0)
+  return {
+    'advantage': advantage_BT,
+    'reward': reward_BT,
+    'value': value_BT,
+    'return_': target_BT + value_BT,
+  }
+
+
+def critic_loss(value_coef: float, value_clip: float | None) -> Callable:
+  """Returns `value_BT, experience -> loss_BT, info`.
+
+  Args:
+    value_coef: weight of the loss.
+    value_clip: as in `text_ppo`.
+  """
+
+  def loss(value_BT, x: base.Experience):
+    # Values of padding are arbitrary, and ∞ · 0 is NaN.
+    value_BT = jnp.where(x.mask > 0, value_BT, 0.0)
+    moved_BT = jnp.abs(value_BT - x.value)
+    loss_BT = 0.5 * (value_BT - x.return_) ** 2
+    info = {}
+    if value_clip is not None:
+      loss_BT = losses.value_clip(value_BT, x.value, x.return_, value_clip)
+      clipped_BT = (moved_BT > value_clip).astype(value_BT.dtype)
+      info['train/value_clip_fraction'] = metrics.mean(clipped_BT, x.mask)
+    info['train/value_loss'] = metrics.mean(loss_BT, x.mask)
+    return value_coef * loss_BT, info
+
+  return loss
+
+
+def describe(
+  group_size: int,
+  updates_per_step: int,
+  x: base.Experience,
+  verdict: base.Verdict,
+  actor_step,
+) -> base.Info:
+  """Metrics of completions and of their values."""
+  info = rollout_metrics.describe(
+    x, verdict, actor_step, group_size, updates_per_step
+  )
+  if group_size == 1:
+    del info['rollout/groups_degenerate']  # Always one.
+  info |= {
+    'rollout/value': metrics.moments(x.value, x.mask),
+    'rollout/return': metrics.moments(x.return_, x.mask),
+    'train/explained_variance': metrics.explained_variance(
+      x.value, x.return_, x.mask
+    ),
+  }
+  return info
