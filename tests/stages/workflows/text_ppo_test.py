@@ -158,7 +158,7 @@ def test_advantages_and_losses_are_those_of_trl():
     n = mask.sum()
     whitened = advantages.whiten(got['advantage'], mask) * np.sqrt((n - 1) / n)
     np.testing.assert_allclose(whitened, want, rtol=1e-7, atol=1e-9)
-    np.testing.assert_allclose(got['return_'] * mask, returns * mask)
+    np.testing.assert_allclose(got['return_'] * mask, returns.numpy() * mask)
     x = base.Experience((), (), given[0], mask, (), **got)
     loss = objective(
       lambda params, *_: base.Evaluation(params[0], (), params[1]),
