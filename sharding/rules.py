@@ -100,9 +100,19 @@ def partition_spec(
 def devices_of(letter: str, size: int, rules: Rules = DEFAULT) -> int:
   """The devices of the ambient mesh that share a dimension; 1 without one."""
   mesh = jax.sharding.get_abstract_mesh()
-  axes = () if mesh.empty else mesh_axes(mesh, letter, rules)
-  n = math.prod(mesh.shape[axis] for axis in axes)
+  n = math.prod(mesh.shape[axis] for axis in _ambient_axes(letter, rules))
   return 1 if size % n else n
+
+
+def _ambient_axes(letter: str, rules: Rules) -> tuple[str, ...]:
+  """The axes of the ambient mesh that shard a dimension of this letter.
+
+  In a `jax.shard_map`, a device has only its own part of a dimension, so the
+  axes that it maps shard nothing.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  axes = () if mesh.empty else mesh_axes(mesh, letter, rules)
+  return tuple(axis for axis in axes if axis not in mesh.manual_axes)
 
 
 def shard_rows(x, rules: Rules = DEFAULT):
@@ -113,8 +123,7 @@ def shard_rows(x, rules: Rules = DEFAULT):
   instead of gathering the parameters. Rows that do not divide evenly are left
   to XLA.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  axes = () if mesh.empty else mesh_axes(mesh, 'B', rules)
+  mesh, axes = jax.sharding.get_abstract_mesh(), _ambient_axes('B', rules)
   if not axes or x.shape[0] % math.prod(mesh.shape[a] for a in axes):
     return x
   free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)

@@ -3,7 +3,7 @@
 Arrays live in NamedTuples; behavior lives in functions. The name of an array
 ends in its dimensions, one capital letter each:
 
-  B row    N group    G row within a group    M row of a minibatch
+  B row    N group    G row within a group    M row of a minibatch, or slot
   P prompt token    T completion token or time step    C key position
   S position in a packed group: its prompt, then its completions end to end
   V vocabulary    D model width    H head    K key-value head    W head width
@@ -216,8 +216,8 @@ class Policy(NamedTuple):
       `stages.language.generate.resume` does. With `out_shapes`, it takes keys
       as their bits and returns a `Deferred`. None where completions cannot be
       continued.
-    engine: what a cost model reads of an engine that `act` runs on, whose
-      `equivalent` is the policy's own `act`; None without one.
+    engine: what a cost model reads of continuous batching, by an engine that
+      `act` runs on or in slots of its own loop; None without it.
     recompute_logp: whether `evaluate` gives other log-probabilities than `act`
       recorded, by more than float32's rounding, as where the arithmetic is
       bfloat16. Losses then use those of `evaluate` and weigh actions by the

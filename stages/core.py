@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -45,21 +46,34 @@ class Deferred(NamedTuple):
 
 
 class EngineCost(NamedTuple):
-  """The costs of an inference engine, as a cost model reads them.
+  """The costs of continuous batching, as a cost model reads them.
+
+  The stage is an inference engine, if it is a host stage, or a loop in JAX in
+  which rows enter slots as others end.
 
   Attributes:
     equivalent: a function in JAX with the arguments and results of the stage,
-      whose arithmetic the engine does: decoding in a loop.
-    cache_bytes: bytes that it reserves for keys and values, on its device.
-    row_cache_bytes: keys and values of a row, in bytes: its prompt, as far as
-      its length is known, and the longest completion.
-    max_rows: maximum number of rows that it decodes at once.
+      and its arithmetic: decoding all rows in a loop.
+    cache_bytes: bytes that an engine reserves for keys and values, on its
+      device.
+    row_cache_bytes: keys and values of a row of an engine, in bytes: its
+      prompt, as far as its length is known, and the longest completion.
+    max_rows: maximum number of rows that it decodes at once, on the devices
+      that hold one copy of the parameters.
   """
 
   equivalent: Callable[..., Any]
   cache_bytes: float
   row_cache_bytes: float
   max_rows: int
+
+
+def slots_cost(equivalent: Callable[..., Any], slots: int) -> EngineCost:
+  """The cost of a loop in JAX that decodes in `slots`.
+
+  Its keys and values count with its other arrays.
+  """
+  return EngineCost(equivalent, math.inf, 0.0, slots)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,8 +105,8 @@ class Stage:
     asynchronous: whether a host stage's `fn` returns a `Deferred`. The runtime
       starts such a call as soon as its inputs are there and waits for it at its
       turn, so that a simulator steps while a policy acts on other rows.
-    engine: what a cost model reads of a host stage whose arithmetic is on
-      accelerators; None for others.
+    engine: what a cost model reads of a stage with continuous batching; None
+      for others, and for host stages whose arithmetic is not on accelerators.
   """
 
   fn: Callable[..., Any]
@@ -117,11 +131,6 @@ class Stage:
       raise ValueError(
         f'Stage {self.name} is asynchronous, which only a host stage can be: '
         'give it host=True, or leave out asynchronous.'
-      )
-    if self.engine and not self.host:
-      raise ValueError(
-        f'Stage {self.name} has an engine, which only a host stage can have: '
-        'give it host=True, or leave out engine.'
       )
     both = sorted({*self.consumes} & {*self.unbatched})
     if both and self.grain != 'batch':

@@ -42,7 +42,9 @@ class DecodeWork:
       last row has finished, as by `stages.generate`.
     budget: bytes on a device for the keys and values of an engine, which it
       reserves as it starts.
-    max_rows: maximum number of active rows of an engine.
+    max_rows: maximum number of active rows, on the devices that hold one copy
+      of the parameters. Without an engine, each call decodes its rows in so
+      many slots, which take as long where they are empty.
     is_separate: whether the engine is a program of its own, which runs on the
       first device of its place and holds its own copy of the parameters.
     known: origin of the lengths.
@@ -87,6 +89,7 @@ class DecodeWork:
     copies, ways = model.layout.row_ways(axes), parameters.ways(axes)
     speed = decode_speed(self, rows, model, parameters, placement)
     once, again = speed.gather + model.cluster.device.launch_seconds, 0
+    slotted = not self.engine and self.max_rows * copies < rows
     if self.engine:
       each = there * pieces // copies
       ends = _ends(self, speed, each, self.slots(each, ways), copies)
@@ -95,6 +98,10 @@ class DecodeWork:
       steps = ends[last[1]] - (ends[last[0]] if at else 0.0)
       prompts = 0.0 if at else speed.read(each)
       once = 0.0 if at else once
+    elif slotted:
+      again, each = there / rows, rows // copies
+      ends = _ends(self, speed, each, int(self.max_rows), copies)
+      steps, prompts = again * ends[-1], again * speed.read(each)
     else:
       again = there / rows
       last = longest(self.lengths, rows)
@@ -137,7 +144,7 @@ class DecodeWork:
     if self.engine:
       slots = self.slots(there / copies, ways)
     else:
-      slots = (rows or there / pieces) / copies
+      slots = min((rows or there / pieces) / copies, self.max_rows)
     work = self.step.near(slots)
     item = max(map(collectives.item_bytes, work.per_row.matmul), default=0)
     kept = slots * self.kept / ways
@@ -236,6 +243,19 @@ def of_engine(call: StageWork, cost) -> DecodeWork:
     max_rows=cost.max_rows,
     is_separate=True,
   )
+
+
+def of_slots(call: StageWork, cost) -> DecodeWork:
+  """Returns the work of a loop in JAX that decodes rows in slots.
+
+  Every row has the maximum length, until lengths are given.
+
+  Args:
+    call: counted work of decoding all rows at once.
+    cost: what the stage says of its slots, `stages.EngineCost`.
+  """
+  found = with_lengths(call, [round(max_tokens(call))], 'assumed')
+  return dataclasses.replace(found, max_rows=cost.max_rows)
 
 
 def _alive(work, plain):
@@ -352,6 +372,11 @@ def decode_speed(
   )
 
 
+def _full_step(speed: DecodeSpeed, slots: int, rows: int, context):
+  del rows
+  return speed(slots, context)
+
+
 @functools.lru_cache(1024)
 def _ends(
   decode: DecodeWork, speed: DecodeSpeed, rows: int, slots: int, copies: int
@@ -367,5 +392,8 @@ def _ends(
   last = longest(decode.lengths, rows * copies)
   lengths[-1] = max(lengths[-1], round(last))
   lengths = np.random.default_rng(0).permutation(lengths).astype(int)
-  done = completions.finish(lengths, speed, slots=slots, prompt=decode.context)
+  step = speed
+  if not decode.engine:  # A loop also computes its empty slots.
+    step = functools.partial(_full_step, speed, slots)
+  done = completions.finish(lengths, step, slots=slots, prompt=decode.context)
   return completions.finished_groups(done, decode.group_size)

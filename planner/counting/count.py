@@ -67,7 +67,7 @@ def of_node(
 ) -> StageWork | decode.DecodeWork | None:
   """Counts the work of a node for any number of rows; None for a host stage.
 
-  An inference engine outside JAX counts as its equivalent in JAX.
+  Continuous batching, in an engine or in slots, counts as its equivalent.
 
   It is interpolated between a full batch, a half, an eighth and a 64th of it.
   """
@@ -77,7 +77,7 @@ def of_node(
     return StageWork(
       Work(bytes_in=taken, bytes_out=made, bytes_moved=taken + made, kernels=1)
     )
-  engine = node.stage.engine if node.stage.host else None
+  engine = node.stage.engine
   if node.stage.host and engine is None:
     return None
   run = engine.equivalent if engine else node.stage.run
@@ -102,7 +102,10 @@ def of_node(
       return StageWork(at(rows), rows=rows)
     sizes = [n * node.stage.group_size for n in some]
     found = work_lib.piecewise_linear([(size, at(size)) for size in sizes])
-    return decode.of_engine(found, engine) if engine else found
+    if engine is None:
+      return found
+    price = decode.of_engine if node.stage.host else decode.of_slots
+    return price(found, engine)
   except (NotImplementedError, ValueError) as error:
     error.add_note(f'This happened in stage {node.name}, while counted.')
     raise

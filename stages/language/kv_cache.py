@@ -106,3 +106,24 @@ def attention(
   seen_BKJW = einsum('BKJT,BKTW->BKJW', weight[..., P:], cache.value)
   seen_BKJW += by_row(seen_NKQW)
   return seen_BKJW.astype(q_B1HW.dtype).reshape(B, 1, H, W)
+
+
+def own_attention(
+  config: transformer.Config, q_B1HW, cache: LayerCache, mask_BC
+):
+  """Attention of one query a row to the columns `mask_BC` of its own cache.
+
+  Each row has a copy of its prompt in the cache. Scores are as in `attention`.
+  """
+  B, _, H, W = q_B1HW.shape
+  K = cache.key.shape[1]
+  scale = W**-0.5 if config.query_scale is None else config.query_scale
+  q_BKJW = q_B1HW.reshape(B, K, H // K, W)
+  wide = mixed_precision.wide_dtype(q_B1HW.dtype)
+  einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
+  score_BKJC = einsum('BKJW,BKCW->BKJC', q_BKJW, cache.key) * scale
+  score_BKJC = attention_lib.soft_cap(score_BKJC, config.score_softcap)
+  score_BKJC = jnp.where(mask_BC[:, None, None], score_BKJC, -jnp.inf)
+  weight = jax.nn.softmax(score_BKJC, axis=-1).astype(cache.value.dtype)
+  seen_BKJW = einsum('BKJC,BKCW->BKJW', weight, cache.value)
+  return seen_BKJW.astype(q_B1HW.dtype).reshape(B, 1, H, W)

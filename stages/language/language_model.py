@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from sharding import row_map, rules
-from stages import base
-from stages.language import generate, sample, value_model
+from stages import base, core
+from stages.language import continuous, generate, sample, value_model
 from stages.models import transformer
 
 # Logits on a device at once while scoring: 2^26 are 256 MiB in float32.
@@ -23,6 +23,7 @@ def policy(
   sampling: sample.Sampling = sample.Sampling(),
   init: Callable[[base.Key], base.Params] | None = None,
   max_live_logits: int = MAX_LIVE_LOGITS,
+  slots: int | None = None,
 ) -> base.Policy:
   """A policy from a decoder-only transformer.
 
@@ -41,7 +42,16 @@ def policy(
     max_live_logits: maximum number of logits on a device at once while scoring;
       longer batches are scored in chunks of time, which the backward pass
       recomputes.
+    slots: rows that a device decodes at once; waiting rows take the place of
+      rows that have ended. The tokens are the same. None to decode all rows
+      until the longest has ended. With slots, unfinished rows cannot be
+      carried to another step.
   """
+  if slots is not None and slots < 1:
+    raise ValueError(
+      f'With {slots} slots no row is decoded: give one slot or more, or None '
+      'to decode all rows at once.'
+    )
   model = transformer.Transformer(config)
 
   settings = {'stop': stop, 'sampling': sampling}
@@ -49,6 +59,16 @@ def policy(
     generate.generate, model, length=response_length, **settings
   )
   resume = functools.partial(generate.resume, model, **settings)
+  engine = None
+  if slots is not None:
+    engine, resume = core.slots_cost(act, slots), None
+    act = functools.partial(
+      continuous.generate,
+      model,
+      slots=slots,
+      length=response_length,
+      **settings,
+    )
 
   def evaluate(params, prompt, action_BT, *, group_size=1):
     x_BTD = value_model.completion_states(
@@ -72,7 +92,12 @@ def policy(
   # rounded apart, by up to some tenths of a nat for unlikely tokens.
   narrow = jnp.dtype(config.dtype) != config.param_dtype
   return base.Policy(
-    init or random, act, evaluate, resume=resume, recompute_logp=narrow
+    init or random,
+    act,
+    evaluate,
+    resume=resume,
+    recompute_logp=narrow,
+    engine=engine,
   )
 
 

@@ -82,7 +82,8 @@ def check(policy: base.Policy, max_carry: int, extra_groups: int):
     raise ValueError(
       'Partial rollouts need a policy that can resume unfinished completions, '
       'and this one has no `resume`: leave out max_carry and extra_groups, or '
-      'use another policy.'
+      'use another policy. One that decodes in `slots` has none: set slots to '
+      'None.'
     )
 
 

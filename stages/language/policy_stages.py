@@ -38,12 +38,14 @@ def act(
     version = jax.ShapeDtypeStruct(x.mask.shape, actor.step.dtype)
     return x._replace(version=version)
 
-  if not host:
-    return stages.Stage(run, name, unbatched=(0,), group_size=group_size)
   engine = policy.engine
   if engine:
     equivalent = functools.partial(run_by, engine.equivalent, False)
     engine = engine._replace(equivalent=equivalent)
+  if not host:
+    return stages.Stage(
+      run, name, unbatched=(0,), group_size=group_size, engine=engine
+    )
   return stages.Stage(
     run,
     name,

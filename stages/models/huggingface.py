@@ -101,6 +101,7 @@ def policy(
   dtype: str | None = None,
   remat: str = 'none',
   max_live_logits: int = language_model.MAX_LIVE_LOGITS,
+  slots: int | None = None,
   engine: Callable[..., base.Policy] | None = None,
 ) -> base.Policy:
   """A policy from a checkpoint.
@@ -113,10 +114,20 @@ def policy(
     dtype: type of the arithmetic; that of the checkpoint if None.
     remat: as in `transformer.Config`.
     max_live_logits: as in `language_model.policy`.
+    slots: as in `language_model.policy`.
     engine: an engine that generates in place of the model, such as vLLM:
       `policy, *, checkpoint, config, names, response_length, stop, sampling ->
       policy`; None to generate with the model itself.
+
+  Raises:
+    ValueError: for both slots and an engine.
   """
+  if slots is not None and engine is not None:
+    raise ValueError(
+      f'slots={slots} is given for the loop in JAX, and an engine to generate '
+      'in its place: leave out one of them. The slots of vLLM are '
+      'vllm.engine.max_num_seqs.'
+    )
   config = load_config(checkpoint, dtype=dtype, remat=remat)
 
   def init(key):
@@ -132,7 +143,11 @@ def policy(
     'sampling': sampling,
   }
   own = language_model.policy(
-    config, **settings, init=init, max_live_logits=max_live_logits
+    config,
+    **settings,
+    init=init,
+    max_live_logits=max_live_logits,
+    slots=slots,
   )
   if engine is None:
     return own

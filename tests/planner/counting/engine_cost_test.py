@@ -52,8 +52,8 @@ def generate(flow):
   return next(node for node in flow.nodes if node.name == 'generate')
 
 
-def seconds(flow, costs, placement=plan_lib.Placement()):
-  return costs.seconds(flow, generate(flow), placement, None)
+def seconds(flow, costs, placement=plan_lib.Placement(), rows=None):
+  return costs.seconds(flow, generate(flow), placement, rows)
 
 
 def test_an_engine_takes_a_step_for_each_token_of_its_longest_row():
@@ -93,6 +93,51 @@ def test_an_engine_needs_its_cache_and_its_own_parameters():
   )
 
 
-def test_only_a_host_stage_has_an_engine():
-  with pytest.raises(ValueError, match='only a host stage can have'):
-    stages.Stage(abs, 'generate', engine=stages.EngineCost(abs, CACHE, 1e6, 8))
+def slotted(slots, **mesh):
+  """Seconds and memory of our own loop with slots, of 32 rows."""
+  workflow = workflows.grpo(
+    tiny.policy(length=LENGTH, slots=slots),
+    tiny.even,
+    optax.sgd(0.1),
+    group_size=GROUP,
+  )
+  flow = tiny.trace(workflow, tiny.problem())
+  there = cluster_lib.Cluster(DEVICE, 2, 2, LINK, LINK)
+  costs = roofline.Roofline(flow, count.of_flow(flow), there, rules.DEFAULT)
+  return flow, costs
+
+
+def with_lengths(flow, costs, lengths):
+  call = decode.with_lengths(costs.works['generate'], lengths)
+  works = costs.works | {'generate': call}
+  return roofline.Roofline(flow, works, costs.cluster, rules.DEFAULT)
+
+
+def test_slots_of_our_own_loop_are_priced_as_rows_enter_them():
+  rows = 32
+  flow, static = slotted(None)
+  long_tail = 24 * [2] + 4 * [LENGTH // 3] + 4 * [LENGTH]
+  _, few = slotted(4)
+  # Of equal rows, four at a time take eight times the steps of them all.
+  equal = seconds(flow, few)
+  turns = seconds(flow, static, rows=4)
+  assert equal == pytest.approx(turns, rel=0.05)
+  # Of rows with a long tail, slots take fewer steps than micro-batches.
+  tail = seconds(flow, with_lengths(flow, few, long_tail))
+  batches = seconds(flow, with_lengths(flow, static, long_tail), rows=4)
+  assert 0.3 * batches < tail < 0.7 * batches
+  # As many slots as rows are a static batch.
+  whole = seconds(*slotted(rows))
+  assert whole == pytest.approx(seconds(flow, static), rel=1e-3)
+
+
+def test_slots_need_memory_for_their_own_rows_alone():
+  def live(slots):
+    flow, costs = slotted(slots)
+    call = costs.works['generate']
+    if slots is None:
+      call = decode.with_lengths(call, [LENGTH])
+    parts = call.bytes(flow, generate(flow), (), costs.layout, 1, None)
+    return parts['activations'].value
+
+  assert live(4) < live(16) < live(None) == live(64)

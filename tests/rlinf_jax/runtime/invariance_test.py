@@ -215,6 +215,26 @@ def test_meshes_sample_the_same_tokens(dtype, place):
     assert gap(policy, params, want, row, t) < 1e-4
 
 
+@pytest.mark.parametrize(
+  'dtype, place',
+  cases(['one', 'data', 'fsdp', 'mixed'], [('float64', 'mixed')]),
+  indirect=['dtype'],
+)
+def test_slots_of_each_device_sample_the_tokens_of_a_static_batch(dtype, place):
+  static, slotted = tiny.policy(dtype), tiny.policy(dtype, slots=3)
+  params = static.init(jax.random.key(5))
+  want = drawn(static, params, None, dtype)
+  got = drawn(slotted, params, place, dtype)
+  differ = np.argwhere(np.asarray(got.action) != np.asarray(want.action))
+  if dtype == 'float64':
+    assert not differ.size
+    np.testing.assert_array_equal(got.truncated, want.truncated)
+    np.testing.assert_allclose(got.logp, want.logp, rtol=0, atol=1e-9)
+  for row in {row for row, _ in differ}:
+    t = min(t for r, t in differ if r == row)
+    assert gap(static, params, want, row, t) < 1e-4
+
+
 def loss_and_gradient(dtype, problem, action, mask, advantage):
   """GRPO's loss and gradient on given rows."""
   policy = tiny.policy(dtype)

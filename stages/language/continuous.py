@@ -1,0 +1,386 @@
+"""Continuous batching: waiting rows enter decode slots as others end.
+
+A static batch decodes until its longest row has ended, while finished rows
+occupy their places. Here a fixed number of slots decodes in one compiled loop.
+When a row ends, its tokens are written to the output and the next waiting row
+takes its slot. This is the iteration-level scheduling of Orca (OSDI '22).
+
+Every iteration writes keys, values and tokens of all slots to one column, which
+advances around a ring of T columns. A row has at most T tokens, so it never
+overwrites its own, and those of earlier rows are masked by their age. One
+update of a column is in place; a write to another column in each slot would be
+a scatter.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from sharding import rules
+from stages import base
+from stages.language import generate as static
+from stages.language import kv_cache, sample
+from stages.models import attention, rope, transformer
+
+# Tokens of prompts that are read at once. More do not make better use of the
+# arithmetic units, and their activations take memory.
+MAX_PROMPT_TOKENS = 2**14
+
+
+class Slots(NamedTuple):
+  """Rows that are being decoded, one in each of M slots.
+
+  Attributes:
+    row_M: number of the row; the number of rows where a slot is empty.
+    is_open_M: whether the row has not ended.
+    start_M: iteration that decodes the row's first token.
+    position_M: position of the last token of its prompt.
+    token_M: latest token.
+    mask_MP: one on the tokens of its prompt but the last.
+    caches: keys and values by layer, [M, K, P + T, W]: those of the prompt,
+      then the ring.
+    action_MT: sampled tokens, a ring.
+    logp_MT: their log-probabilities, a ring.
+  """
+
+  row_M: Array
+  is_open_M: Array
+  start_M: Array
+  position_M: Array
+  token_M: Array
+  mask_MP: Array
+  caches: tuple[kv_cache.LayerCache, ...]
+  action_MT: Array
+  logp_MT: Array
+
+
+class LoopState(NamedTuple):
+  """State of the decoding loop.
+
+  Attributes:
+    t: iterations so far.
+    next_row: the next row to enter a slot.
+    slots: the rows that are being decoded.
+    completions: the rows that have ended.
+  """
+
+  t: Array
+  next_row: Array
+  slots: Slots
+  completions: base.Completions
+
+
+def generate(
+  model: transformer.Transformer,
+  params: base.Params,
+  prompt: base.Prompt,
+  key_B: base.Key,
+  *,
+  slots: int,
+  length: int,
+  group_size: int = 1,
+  **settings,
+) -> base.Experience:
+  """Continues each prompt by up to `length` tokens, some rows at a time.
+
+  The tokens are those of `stages.language.generate.generate`, whatever the
+  number of slots: token t of a row is drawn with `fold_in(key, t)`. On a mesh,
+  each device that holds rows decodes its own, in slots of its own.
+
+  Args:
+    model: the model.
+    params: its parameters.
+    prompt: prompts; the rows of a group are adjacent and equal.
+    key_B: one key a row.
+    slots: number of rows that a device decodes at once.
+    length: maximum tokens of a row.
+    group_size: rows that share a prompt, which is read once for all of them.
+    **settings: `stop`, `sampling` and `greedy`, as in `generate.resume`.
+  """
+  params = rules.gather(transformer.compute_params(model.config, params))
+  run = functools.partial(
+    _generate,
+    model,
+    slots=slots,
+    length=length,
+    group_size=group_size,
+    **settings,
+  )
+  B = prompt.token.shape[0]
+  if rules.devices_of('B', B // group_size) > 1:
+    axes = rules.mesh_axes(jax.sharding.get_abstract_mesh(), 'B')
+    by_row = PartitionSpec(axes)
+    # Devices run different numbers of iterations. XLA alone would make them
+    # run the same number, in step.
+    run = jax.shard_map(
+      run,
+      in_specs=(PartitionSpec(), by_row, by_row),
+      out_specs=by_row,
+      axis_names={*axes},
+      check_vma=False,
+    )
+  completions = run(params, prompt, key_B)
+  return base.Experience(
+    obs=prompt,
+    action=completions.action,
+    logp=completions.logp,
+    mask=completions.mask,
+    truncated=completions.alive.astype(jnp.float32),
+  )
+
+
+def _generate(
+  model,
+  params,
+  prompt: base.Prompt,
+  key_B,
+  *,
+  slots: int,
+  length: int,
+  group_size: int,
+  stop: tuple[int, ...] = (),
+  sampling: sample.Sampling = sample.Sampling(),
+  greedy: bool = False,
+) -> base.Completions:
+  """Decodes all rows of one device."""
+  split = static.split_prompt(prompt, group_size)
+  layers = _prompt_layers(model, params, split)
+  B = key_B.shape[0]
+  slots = min(slots, B)
+  replace = functools.partial(_replace_ended, layers, split, group_size, stop)
+
+  def condition(state: LoopState):
+    # Rows have at most `length` tokens and enter in order, so this bounds the
+    # iterations. Cost models read it.
+    bound = -(-B // slots) * length
+    return (state.t < bound) & state.slots.is_open_M.any()
+
+  def extend(state: LoopState) -> LoopState:
+    t, now = state.t, state.slots
+    logit_M1V, caches = _decode(model, params, layers, t, now)
+    if greedy:
+      token_M = jnp.argmax(logit_M1V[:, 0], axis=-1)
+    else:
+      logit_M1V = sample.shape(logit_M1V, sampling)
+      key_M = key_B[jnp.minimum(now.row_M, B - 1)]
+      key_M = jax.vmap(jax.random.fold_in)(key_M, t - now.start_M)
+      token_M = sample.draw(key_M, logit_M1V[:, 0])
+    token_M = token_M.astype(jnp.int32)
+    logp_M = sample.logp(logit_M1V, token_M[:, None])[:, 0]
+    is_full_M = t + 1 - now.start_M >= length
+    now = now._replace(
+      is_open_M=now.is_open_M & ~is_full_M & ~_is_stop(token_M, stop),
+      token_M=token_M,
+      caches=caches,
+      action_MT=_put_column(now.action_MT, t, token_M),
+      logp_MT=_put_column(now.logp_MT, t, logp_M),
+    )
+    return replace(state._replace(t=t + 1, slots=now))
+
+  start = replace(_initial_state(model.config, split, slots, B, length))
+  return jax.lax.while_loop(condition, extend, start).completions
+
+
+def _prompt_layers(model, params, split: static.SplitPrompt):
+  """By layer: its parameters, and its prompts' keys and values [N, K, P, W].
+
+  All prompts are read before the loop, in chunks. In the loop, prompts of a few
+  rows would each read all parameters, while all slots wait.
+  """
+  layers = range(model.config.L)
+
+  def read(prompt):
+    cache = model.apply({'params': params}, *prompt, method='prefill')
+    return [
+      kv_cache.LayerCache(*(jnp.swapaxes(x[i], 1, 2) for x in cache))
+      for i in layers
+    ]
+
+  (N, P), prompt = split.mask_NP.shape, (split.prompt_NP, split.mask_NP)
+  n = max(1, MAX_PROMPT_TOKENS // P)
+  if n >= N:
+    caches = read(prompt)
+  else:
+    chunks = -(-N // n)
+    padding = [(0, chunks * n - N), (0, 0)]
+    prompt = [jnp.pad(x, padding).reshape(chunks, n, P) for x in prompt]
+    caches = jax.tree.map(
+      lambda x: x.reshape(chunks * n, *x.shape[2:]), jax.lax.map(read, prompt)
+    )
+  return [(transformer.layer_params(params, i), *caches[i]) for i in layers]
+
+
+def _initial_state(
+  config: transformer.Config,
+  split: static.SplitPrompt,
+  slots: int,
+  rows: int,
+  length: int,
+) -> LoopState:
+  """Empty slots, and all rows waiting."""
+  P = split.mask_NP.shape[1]
+
+  def zeros(*shape, dtype=jnp.int32):
+    return jnp.zeros((slots, *shape), dtype)
+
+  return LoopState(
+    t=jnp.zeros((), jnp.int32),
+    next_row=jnp.zeros((), jnp.int32),
+    slots=Slots(
+      row_M=jnp.full(slots, rows, jnp.int32),
+      is_open_M=zeros(dtype=bool),
+      start_M=zeros(),
+      position_M=zeros(),
+      token_M=zeros(),
+      mask_MP=zeros(P, dtype=split.mask_NP.dtype),
+      caches=kv_cache.empty(config, slots, P + length),
+      action_MT=zeros(length),
+      logp_MT=zeros(length, dtype=config.param_dtype),
+    ),
+    completions=static.empty_completions(config, rows, length),
+  )
+
+
+def _is_stop(token, stop: tuple[int, ...]):
+  return jnp.isin(token, jnp.array(stop, jnp.int32))
+
+
+def _put_column(x_MT, t, x_M):
+  """Writes one column of a ring."""
+  x_M1 = x_M[:, None].astype(x_MT.dtype)
+  return jax.lax.dynamic_update_slice_in_dim(x_MT, x_M1, t % x_MT.shape[1], 1)
+
+
+def _put_row(x, i, row):
+  """Writes row `i`, in place."""
+  return jax.lax.dynamic_update_slice_in_dim(
+    x, row[None].astype(x.dtype), i, axis=0
+  )
+
+
+def _replace_ended(
+  layers, split: static.SplitPrompt, group_size: int, stop, state: LoopState
+) -> LoopState:
+  """Writes rows that have ended to the output, and fills their slots."""
+  M = state.slots.row_M.shape[0]
+  B = state.completions.mask.shape[0]
+
+  def is_due(state: LoopState):
+    now = state.slots
+    return ~now.is_open_M & ((now.row_M < B) | (state.next_row < B))
+
+  def condition(carry):
+    count, state = carry
+    return (count < M) & is_due(state).any()
+
+  def replace(carry):
+    count, state = carry
+    m = jnp.argmax(is_due(state))
+    completions = _write_completion(state, m, stop)
+    slots = _enter(layers, split, group_size, state, m, B)
+    enters = (state.next_row < B).astype(jnp.int32)
+    return count + 1, LoopState(
+      state.t, state.next_row + enters, slots, completions
+    )
+
+  zero = jnp.zeros((), jnp.int32)
+  return jax.lax.while_loop(condition, replace, (zero, state))[1]
+
+
+def _write_completion(state: LoopState, m, stop) -> base.Completions:
+  """The output, with the row of slot `m` if it is not empty."""
+  now, old = state.slots, state.completions
+  B, T = old.mask.shape
+  row, start = now.row_M[m], now.start_M[m]
+  length = state.t - start
+  order_T = (start + jnp.arange(T)) % T
+  mask_T = jnp.arange(T) < length
+  action_T = jnp.where(mask_T, now.action_MT[m, order_T], 0)
+  logp_T = jnp.where(mask_T, now.logp_MT[m, order_T], 0)
+  is_stopped = _is_stop(action_T[length - 1], stop)
+
+  def put(x, new):
+    # Row B, of an empty slot, is clipped to B - 1, which must not change.
+    return _put_row(x, row, jnp.where(row < B, new.astype(x.dtype), x[row]))
+
+  return base.Completions(
+    put(old.action, action_T),
+    put(old.logp, logp_T),
+    put(old.mask, mask_T),
+    put(old.alive, ~is_stopped),
+  )
+
+
+def _enter(
+  layers, split: static.SplitPrompt, group_size: int, state: LoopState, m, B
+) -> Slots:
+  """Slot `m` with the next row; empty if no row is waiting."""
+  now, row = state.slots, state.next_row
+  n = jnp.minimum(row, B - 1) // group_size
+
+  def put_prompt(cache_MKCW, prompt_NKPW):
+    prompt_1KPW = jax.lax.dynamic_slice_in_dim(prompt_NKPW, n, 1, axis=0)
+    return jax.lax.dynamic_update_slice(
+      cache_MKCW, prompt_1KPW.astype(cache_MKCW.dtype), (m, 0, 0, 0)
+    )
+
+  caches = tuple(
+    kv_cache.LayerCache(put_prompt(cache.key, key), put_prompt(cache.value, v))
+    for cache, (_, key, v) in zip(now.caches, layers, strict=True)
+  )
+  return now._replace(
+    row_M=_put_row(now.row_M, m, jnp.minimum(row, B)),
+    is_open_M=_put_row(now.is_open_M, m, row < B),
+    start_M=_put_row(now.start_M, m, state.t),
+    position_M=_put_row(now.position_M, m, split.position_B[n * group_size]),
+    token_M=_put_row(now.token_M, m, split.token_B[n * group_size]),
+    mask_MP=_put_row(now.mask_MP, m, split.mask_NP[n]),
+    caches=caches,
+  )
+
+
+def _decode(model, params, layers, t, now: Slots):
+  """Logits of the next token, and caches that include the current one."""
+  c = model.config
+  variables, block = {'params': params}, transformer.Block(c)
+  P, T = now.mask_MP.shape[1], now.action_MT.shape[1]
+  length_M = t - now.start_M
+  position_M = now.position_M + length_M
+  age_T = (t - jnp.arange(T)) % T
+  is_key_MC = jnp.concatenate(
+    [now.mask_MP > 0, age_T[None] <= length_M[:, None]], axis=1
+  )
+  # By whether a layer has a window: angles, and tokens that it reaches.
+  context = {False: (*rope.angles(c.rope, c.W, position_M[:, None]), is_key_MC)}
+  if c.window is not None:
+    position_MC = jnp.concatenate(
+      [
+        transformer.positions(now.mask_MP),
+        position_M[:, None] - age_T[None],
+      ],
+      axis=1,
+    )
+    is_near_M1C = attention.within_window(
+      position_M[:, None], position_MC, c.window
+    )
+    angles = rope.angles(c.local_rope or c.rope, c.W, position_M[:, None])
+    context[True] = (*angles, is_key_MC & is_near_M1C[:, 0])
+  x_M1D = model.apply(variables, now.token_M[:, None], method='embed')
+  caches = []
+  for i, ((own, _, _), cache) in enumerate(
+    zip(layers, now.caches, strict=True)
+  ):
+    own = {'params': own}
+    cos_M1R, sin_M1R, mask_MC = context[c.is_local(i)]
+    q_M1HW, k_M1KW, v_M1KW = block.apply(
+      own, x_M1D, cos_M1R, sin_M1R, method='project'
+    )
+    cache = kv_cache.update(cache, P + t % T, k_M1KW, v_M1KW)
+    seen_M1HW = kv_cache.own_attention(c, q_M1HW, cache, mask_MC)
+    x_M1D = block.apply(own, x_M1D, seen_M1HW, method='finish')
+    caches.append(cache)
+  return model.apply(variables, x_M1D, method='logits'), tuple(caches)
