@@ -48,28 +48,64 @@ def texts(
 
 def _text(tokenizer, row: files.Row, chat, system_prompt, template) -> str:
   """The text of one row."""
+  if chat:
+    return _applied(
+      tokenizer,
+      _messages(row, system_prompt, template),
+      row.where,
+      add_generation_prompt=True,
+    )
+  if not isinstance(row.prompt, str):
+    raise ValueError(
+      f'{row.where} has messages, which need a chat template: bind CHAT = '
+      'True, or give questions as text.'
+    )
+  return template.replace('{prompt}', row.prompt)
+
+
+def answered_text(
+  tokenizer,
+  row: files.Row,
+  answer: str,
+  *,
+  system_prompt: str | None = None,
+  template: str = '{prompt}',
+) -> str:
+  """The text of a conversation with its answer, in the chat template.
+
+  Args:
+    tokenizer: of the model.
+    row: the question.
+    answer: the reply of the assistant.
+    system_prompt: as in `texts`.
+    template: likewise.
+  """
+  messages = [
+    *_messages(row, system_prompt, template),
+    {'role': 'assistant', 'content': answer},
+  ]
+  return _applied(tokenizer, messages, row.where)
+
+
+def _messages(row: files.Row, system_prompt, template) -> list[files.Message]:
+  """A question as the messages of a conversation."""
   if isinstance(row.prompt, str):
     question = template.replace('{prompt}', row.prompt)
     messages = [{'role': 'user', 'content': question}]
   else:
     messages = list(row.prompt)
-  if not chat:
-    if not isinstance(row.prompt, str):
-      raise ValueError(
-        f'{row.where} has messages, which need a chat template: bind CHAT = '
-        'True, or give questions as text.'
-      )
-    return question
   if system_prompt and messages[0]['role'] != 'system':
     messages = [{'role': 'system', 'content': system_prompt}, *messages]
+  return messages
+
+
+def _applied(tokenizer, messages, where: str, **kwargs) -> str:
+  """The text that the chat template makes of messages."""
   import jinja2
 
   try:
-    return tokenizer.apply_chat_template(
-      messages, tokenize=False, add_generation_prompt=True
-    )
+    return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
   except jinja2.TemplateError as error:
     raise ValueError(
-      f'The chat template of {tokenizer.name_or_path} refuses {row.where}: '
-      f'{error}.'
+      f'The chat template of {tokenizer.name_or_path} refuses {where}: {error}.'
     ) from error

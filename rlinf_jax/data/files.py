@@ -63,36 +63,51 @@ def read(
     ValueError: for an empty file, a missing column, or a row without a question
       or an answer; names the line.
   """
+  rows = []
+  for where, row in records(path):
+    if not rows:
+      prompt_column = _find_columns(row, prompt_column, answer_column, where)
+    prompt = checked_prompt(row.get(prompt_column), prompt_column, where)
+    answer = _answer(row.get(answer_column), answer_column, where)
+    if answer_after:
+      answer = answer.rpartition(answer_after)[2]
+    answer = answer.strip()
+    if not answer:
+      raise ValueError(
+        f'{where} has nothing in {answer_column!r}: give it an answer, or '
+        'leave the row out.'
+      )
+    rows.append(Row(prompt, answer, where))
+  return rows
+
+
+def records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields where each row of a file is, for messages, and its columns.
+
+  Raises:
+    ImportError: for a parquet file without pyarrow.
+    OSError: if the file cannot be read.
+    ValueError: for a file without rows, in another format, or with lines that
+      are not of its format.
+  """
   file = expand(path)
   if file.suffix not in _READERS:
     raise ValueError(
       f'{file} ends in {file.suffix!r}, and files of questions end in '
       f'{config_errors.join_names(_READERS)}: convert it, or rename it.'
     )
-  rows = []
+  is_empty = True
   try:
     for where, row in _READERS[file.suffix](file):
-      if not rows:
-        prompt_column = _find_columns(row, prompt_column, answer_column, where)
-      prompt = _prompt(row.get(prompt_column), prompt_column, where)
-      answer = _answer(row.get(answer_column), answer_column, where)
-      if answer_after:
-        answer = answer.rpartition(answer_after)[2]
-      answer = answer.strip()
-      if not answer:
-        raise ValueError(
-          f'{where} has nothing in {answer_column!r}: give it an answer, or '
-          'leave the row out.'
-        )
-      rows.append(Row(prompt, answer, where))
+      is_empty = False
+      yield where, row
   except UnicodeDecodeError as error:
     raise ValueError(
       f'{file} is not text in UTF-8 ({error.reason} at byte {error.start}): '
       'convert it.'
     ) from error
-  if not rows:
+  if is_empty:
     raise ValueError(f'{file} has no rows: give a file with questions.')
-  return rows
 
 
 def expand(path: str) -> pathlib.Path:
@@ -143,11 +158,14 @@ def _find_columns(row, prompt_column, answer_column: str, where: str) -> str:
   return prompt_column
 
 
-def _prompt(value: Any, column: str, where: str):
-  """A question as text, or as messages, checked."""
+def checked_prompt(value: Any, column: str, where: str):
+  """A question as text, or as messages.
+
+  Raises:
+    ValueError: for anything else, or messages that do not end with the user's.
+  """
   if isinstance(value, list) and value:
-    for message in value:
-      _check_message(message, column, where)
+    check_messages(value, column, where)
     if value[-1]['role'] != 'user':
       raise ValueError(
         f'{where} ends with a message of the {value[-1]["role"]}, which leaves '
@@ -159,7 +177,13 @@ def _prompt(value: Any, column: str, where: str):
       f'{where} has no question in {column!r}: give it a text or a list of '
       'messages, or leave the row out.'
     )
-  return _checked_text(value, where)
+  return checked_text(value, where)
+
+
+def check_messages(messages: list[Any], column: str, where: str):
+  """Raises ValueError unless all of a list are messages."""
+  for message in messages:
+    _check_message(message, column, where)
 
 
 def _check_message(message: Any, column: str, where: str):
@@ -174,7 +198,7 @@ def _check_message(message: Any, column: str, where: str):
       '{"role": ..., "content": ...} with a role of '
       f'{config_errors.join_names(ROLES)}.'
     )
-  _checked_text(message['content'], where)
+  checked_text(message['content'], where)
 
 
 def _answer(value: Any, column: str, where: str) -> str:
@@ -184,10 +208,10 @@ def _answer(value: Any, column: str, where: str) -> str:
       f'{where} has no answer in {column!r}: give it one, or leave the row out.'
     )
   text = value if isinstance(value, str) else json.dumps(value)
-  return _checked_text(text, where)
+  return checked_text(text, where)
 
 
-def _checked_text(text: str, where: str) -> str:
+def checked_text(text: str, where: str) -> str:
   """The text, if it can be written in UTF-8: JSON can hold half a character."""
   try:
     text.encode()

@@ -4,10 +4,52 @@ The order is one endless sequence, a function of the seed alone. A position in
 it is a few integers, so a checkpoint stores it and a resumed run continues it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import functools
 
 import numpy as np
+
+
+def paths(given: str | Sequence[str], name: str) -> list[str]:
+  """The files of an argument that names one or several.
+
+  Raises:
+    ValueError: if there is none.
+  """
+  files = [given] if isinstance(given, str) else list(given)
+  if not files:
+    raise ValueError(f'No file is given for {name!r}: name one.')
+  return files
+
+
+def shares(train, sizes: Sequence[int]) -> list[float]:
+  """The share of each file in every batch: as given, or by its rows.
+
+  Raises:
+    ValueError: for a share that is not above zero.
+  """
+  if not isinstance(train, Mapping):
+    return [float(size) for size in sizes]
+  wrong = {name: x for name, x in train.items() if not x > 0}
+  if wrong:
+    raise ValueError(
+      f'The weights {wrong} of files are not above zero: leave out a file that '
+      'is not to be used.'
+    )
+  return [float(x) for x in train.values()]
+
+
+def init(num_files: int) -> Callable[[int], dict[str, np.ndarray]]:
+  """Returns the function from a seed to the state before the first batch."""
+
+  def init(seed):
+    return {
+      'seed': np.array(seed),
+      'batch': np.array(0),
+      'position': np.zeros(num_files, np.int64),
+    }
+
+  return init
 
 
 @functools.lru_cache(maxsize=64)

@@ -85,30 +85,17 @@ def questions(
       name=pathlib.Path(path).name,
     )
 
-  parts = [load(path) for path in _paths(train, 'train')]
+  parts = [load(path) for path in mixtures.paths(train, 'train')]
   sizes = [len(rows) for rows, _ in parts]
-  weights = _weights(train, sizes)
+  weights = mixtures.shares(train, sizes)
   train_prompts = _joined(parts)
-  held = _joined([load(path) for path in _paths(held_out, 'held_out')])
+  held = _joined([load(path) for path in mixtures.paths(held_out, 'held_out')])
   return base.Source(
-    _init(len(sizes)),
+    mixtures.init(len(sizes)),
     _next(train_prompts, sizes, weights, batch_size, lengths),
     _held_out(held, held_out_rows, held_out_batch, prompt_length),
     lambda *rows: tokens.decode(tokenizer, *rows),
   )
-
-
-def _init(num_files: int):
-  """Returns the function from a seed to the state before the first batch."""
-
-  def init(seed):
-    return {
-      'seed': np.array(seed),
-      'batch': np.array(0),
-      'position': np.zeros(num_files, np.int64),
-    }
-
-  return init
 
 
 def _next(prompts, sizes, weights, batch_size: int, lengths: Sequence[int]):
@@ -169,26 +156,6 @@ def _joined(parts) -> prompts_lib.Prompts:
   """The questions of several files, one after the other."""
   rows = [row for rows, _ in parts for row in rows]
   return prompts_lib.prompts(rows, [t for _, encoded in parts for t in encoded])
-
-
-def _paths(given, name: str) -> list[str]:
-  paths = [given] if isinstance(given, str) else list(given)
-  if not paths:
-    raise ValueError(f'No file is given for {name!r}: name one.')
-  return paths
-
-
-def _weights(train, sizes: Sequence[int]) -> list[float]:
-  """The share of each file in every batch."""
-  if not isinstance(train, Mapping):
-    return [float(size) for size in sizes]
-  wrong = {name: x for name, x in train.items() if not x > 0}
-  if wrong:
-    raise ValueError(
-      f'The weights {wrong} of files are not above zero: leave out a file that '
-      'is not to be used.'
-    )
-  return [float(x) for x in train.values()]
 
 
 def _lengths(buckets: Sequence[int], prompt_length: int) -> list[int]:

@@ -29,6 +29,7 @@ EVALUATION = (
   'accuracy {eval/accuracy:.1%}',
   'success {eval/success_once:.1%}',
   'success at end {eval/success_at_end:.1%}',
+  'loss {eval/loss:.3f}',
   'reward {eval/reward:.2f}',
   'return {eval/return:.2f}',
   'length {eval/response_length_mean:.1f}/{eval/response_length_max:.0f}',

@@ -206,6 +206,20 @@ def huber(value, return_, delta):
   return optax.losses.huber_loss(value, return_, delta=delta)
 
 
+def preference(margin, label_smoothing=0.0):
+  """DPO's loss of a pair of completions, arXiv:2305.18290 eq. 7.
+
+    L = −(1 − ε) log σ(m) − ε log σ(−m)
+
+  Args:
+    margin: m, by how much the implicit reward β log(π/π_ref) of the preferred
+      completion is above that of the other one.
+    label_smoothing: ε, the share of preferences that are the wrong way round.
+  """
+  right = (1.0 - label_smoothing) * jax.nn.log_sigmoid(margin)
+  return -right - label_smoothing * jax.nn.log_sigmoid(-margin)
+
+
 def token_mean(loss, mask) -> metrics.Mean:
   """Σ m L / Σ m: every token weighs the same."""
   return metrics.mean(loss, mask)

@@ -2,6 +2,7 @@
 
 from stages.workflows.behavior_cloning import behavior_cloning
 from stages.workflows.dapo import dapo
+from stages.workflows.dpo import dpo
 from stages.workflows.embodied_grpo import embodied_grpo
 from stages.workflows.grpo import grpo
 from stages.workflows.ppo import ppo
@@ -13,6 +14,7 @@ from stages.workflows.text_ppo import text_ppo
 __all__ = [
   'behavior_cloning',
   'dapo',
+  'dpo',
   'embodied_grpo',
   'grpo',
   'ppo',

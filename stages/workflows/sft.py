@@ -1,16 +1,17 @@
 """Supervised fine-tuning: maximum likelihood of worked examples."""
 
+import jax.numpy as jnp
 import optax
 
 import stages
-from stages import base
+from stages import base, metrics
 from stages.language import evaluate as evaluate_lib
 from stages.learn import losses, train_step
 
 
 def sft(
   policy: base.Policy,
-  verify: stages.Stage,
+  verify: stages.Stage | None,
   optimizer: optax.GradientTransformation,
 ) -> base.Workflow:
   """Maximizes the likelihood of each token of the examples' completions.
@@ -20,7 +21,7 @@ def sft(
   Args:
     policy: the language model to train.
     verify: stage `answer, action, mask -> base.Verdict`, which judges held-out
-      problems.
+      problems; None to measure the likelihood of held-out examples instead.
     optimizer: optimizer of the parameters.
   """
 
@@ -30,7 +31,10 @@ def sft(
     return (mean,), {'train/loss': mean, 'train/tokens': x.mask.sum()}
 
   learn = train_step.learner(loss, optimizer)
-  evaluate_actor = evaluate_lib.evaluate(policy, verify)
+  score = stages.Stage(
+    lambda params, x: likelihood(policy, params, x), 'score', 'sum', (0,)
+  )
+  evaluate_actor = verify and evaluate_lib.evaluate(policy, verify)
 
   def init(key):
     return train_step.init(policy.init(key), optimizer)
@@ -39,7 +43,24 @@ def sft(
     del key  # Nothing here is random.
     return learn(state, [(examples,)])
 
-  def evaluate(state: base.TrainState, problem: base.Problem, key):
-    return evaluate_actor(train_step.version(state), problem, key)
+  def evaluate(state: base.TrainState, batch, key):
+    if verify is None:
+      return score(state.params, batch)
+    return evaluate_actor(train_step.version(state), batch, key)
 
-  return base.Workflow(init, step, evaluate, lambda state: state.params)
+  measure = 'eval/token_probability' if verify is None else 'eval/accuracy'
+  return base.Workflow(
+    init, step, evaluate, lambda state: state.params, score=measure
+  )
+
+
+def likelihood(policy: base.Policy, params, x: base.Example) -> base.Info:
+  """Mean loss and mean probability of the tokens of examples.
+
+  The loss, −Σ m lp / Σ m, is the logarithm of the perplexity.
+  """
+  logp_BT = policy.evaluate(params, x.prompt, x.action).logp
+  return {
+    'eval/loss': losses.token_mean(-logp_BT, x.mask),
+    'eval/token_probability': metrics.mean(jnp.exp(logp_BT), x.mask),
+  }

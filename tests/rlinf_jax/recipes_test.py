@@ -51,8 +51,12 @@ def flows(name, bindings, folder, *more):
 
   `more` files are read after the recipe.
   """
-  if 'math.gin' in (ROOT / name).read_text():
+  text = (ROOT / name).read_text()
+  if 'math.gin' in text:
     bindings = [*bindings, *own_data.bindings(folder / 'own_data')]
+  if 'supervised' in text:
+    given = own_data.bindings(folder / 'own_data', own_data.write_replies)
+    bindings = [*bindings, *given]
   config.parse([name, *more], bindings, str(folder))
   return config.call(flows_lib.trace_flows, bindings_of=train.train)
 
@@ -74,7 +78,7 @@ def test_every_recipe_is_traced_and_has_no_unused_binding(name, tmp_path):
       f'{scope}/maniskill.env.images = False' for scope in ('train', 'eval')
     ]
     step, evaluate = flows(name, blind, tmp_path)
-  acts = {'generate', 'rollout', 'act'}
+  acts = {'generate', 'rollout', 'act', 'gradient'}
   assert step.carry and acts & {*step.stages} and evaluate.stages
 
 

@@ -43,12 +43,16 @@ WORKFLOWS = {
     likelihood=losses.sequence_sum_logp,
     mask_truncated=True,
   ),
+  'dpo': lambda: workflows.dpo(
+    tiny.policy('float64'), invariance_test.KEEP, beta=0.5
+  ),
 }
 workflow = functools.cache(lambda name: WORKFLOWS[name]())
 
 
 def batches(name):
-  del name
+  if name == 'dpo':
+    return [tiny.pairs(seed=i) for i in range(2)]
   return [tiny.problem(seed=i) for i in range(2)]
 
 

@@ -1,0 +1,227 @@
+"""Sources of examples and of preferences from files of your own."""
+
+from collections.abc import Callable, Mapping, Sequence
+import pathlib
+
+import numpy as np
+
+from rlinf_jax.data import completions, mixtures
+from stages import base
+from stages.language import tokens
+from stages.models import huggingface
+
+
+def examples(
+  checkpoint: str,
+  *,
+  train: str | Sequence[str] | Mapping[str, float],
+  held_out: str | Sequence[str],
+  batch_size: int,
+  prompt_length: int,
+  response_length: int,
+  held_out_batch: int = 64,
+  held_out_rows: int | None = None,
+  prompt_column: str | None = None,
+  completion_column: str | None = None,
+  chat: bool = True,
+  system_prompt: str | None = None,
+  template: str = '{prompt}',
+  drop_long: bool = False,
+) -> base.Source:
+  """A source of prompts with completions to imitate, for `workflows.sft`.
+
+  Its order is that of `questions.questions`. Held-out batches are examples,
+  too; rows without tokens fill up the last one.
+
+  Args:
+    checkpoint: folder of the model whose tokenizer to use.
+    train: a file of examples, several, or `{file: weight}`.
+    held_out: a file of examples for evaluation, or several.
+    batch_size: examples a batch.
+    prompt_length: the most tokens of a prompt.
+    response_length: the most tokens of a completion, its end token included.
+    held_out_batch: held-out examples a batch.
+    held_out_rows: number of held-out examples, the first; None for all.
+    prompt_column: as `completions.read_examples`.
+    completion_column: likewise.
+    chat: as `chat.texts`.
+    system_prompt: likewise.
+    template: likewise.
+    drop_long: whether rows over a limit are left out rather than refused.
+  """
+
+  def read(path):
+    return completions.read_examples(
+      path, prompt_column=prompt_column, completion_column=completion_column
+    )
+
+  return _source(
+    checkpoint,
+    read,
+    (train, held_out),
+    (batch_size, held_out_batch, held_out_rows),
+    prompt_length=prompt_length,
+    response_length=response_length,
+    chat=chat,
+    system_prompt=system_prompt,
+    template=template,
+    drop_long=drop_long,
+  )
+
+
+def preferences(
+  checkpoint: str,
+  *,
+  train: str | Sequence[str] | Mapping[str, float],
+  held_out: str | Sequence[str],
+  batch_size: int,
+  prompt_length: int,
+  response_length: int,
+  held_out_batch: int = 64,
+  held_out_rows: int | None = None,
+  prompt_column: str | None = None,
+  chosen_column: str = 'chosen',
+  rejected_column: str = 'rejected',
+  chat: bool = True,
+  system_prompt: str | None = None,
+  template: str = '{prompt}',
+  drop_long: bool = False,
+) -> base.Source:
+  """A source of pairs of completions, for `workflows.dpo`.
+
+  A pair is two adjacent rows of a batch, the preferred completion first.
+
+  Args:
+    checkpoint: as for `examples`.
+    train: likewise.
+    held_out: likewise.
+    batch_size: pairs a batch.
+    prompt_length: as for `examples`.
+    response_length: likewise.
+    held_out_batch: held-out pairs a batch.
+    held_out_rows: number of held-out pairs, the first; None for all.
+    prompt_column: as `completions.read_preferences`.
+    chosen_column: likewise.
+    rejected_column: likewise.
+    chat: as `chat.texts`.
+    system_prompt: likewise.
+    template: likewise.
+    drop_long: as for `examples`.
+  """
+
+  def read(path):
+    return completions.read_preferences(
+      path,
+      prompt_column=prompt_column,
+      chosen_column=chosen_column,
+      rejected_column=rejected_column,
+    )
+
+  return _source(
+    checkpoint,
+    read,
+    (train, held_out),
+    (batch_size, held_out_batch, held_out_rows),
+    prompt_length=prompt_length,
+    response_length=response_length,
+    chat=chat,
+    system_prompt=system_prompt,
+    template=template,
+    drop_long=drop_long,
+  )
+
+
+def _source(
+  checkpoint: str,
+  read: Callable[[str], list[completions.Row]],
+  data,
+  sizes,
+  *,
+  prompt_length: int,
+  response_length: int,
+  **shape,
+) -> base.Source:
+  """A source of the rows that `read` finds in files.
+
+  Args:
+    checkpoint: folder of the model.
+    read: `path -> rows`.
+    data: files to train on, and to evaluate on.
+    sizes: rows a batch, held-out rows a batch, and number of held-out rows.
+    prompt_length: the most tokens of a prompt.
+    response_length: the most tokens of a completion.
+    **shape: other arguments of `completions.encode`.
+  """
+  (train, held_out), (batch_size, held_out_batch, held_out_rows) = data, sizes
+  tokenizer = tokens.load_tokenizer(checkpoint)
+  stop = _stop(tokenizer, checkpoint)
+  lengths = prompt_length, response_length
+
+  def load(path: str) -> completions.Encoded:
+    return completions.encode(
+      tokenizer,
+      read(path),
+      stop=stop,
+      prompt_length=prompt_length,
+      response_length=response_length,
+      name=pathlib.Path(path).name,
+      **shape,
+    )
+
+  parts = [load(path) for path in mixtures.paths(train, 'train')]
+  num_rows = [len(part.prompt) for part in parts]
+  shares = mixtures.shares(train, num_rows)
+  training = _joined(parts)
+  held = _joined([load(p) for p in mixtures.paths(held_out, 'held_out')])
+
+  def advance(state, metrics):
+    del metrics  # There is no curriculum.
+    position, rows = mixtures.take(
+      int(state['seed']), state['position'], num_rows, shares, batch_size
+    )
+    batch = np.asarray(state['batch'] + 1)
+    state = {**state, 'batch': batch, 'position': position}
+    return state, training.batch(rows, *lengths)
+
+  def held_batches():
+    rows = np.arange(len(held.prompt))[:held_out_rows]
+    n = min(held_out_batch, len(rows))
+    starts = range(0, len(rows), n)
+    return [_filled(held, rows[i : i + n], n, *lengths) for i in starts]
+
+  return base.Source(
+    mixtures.init(len(num_rows)),
+    advance,
+    held_batches,
+    lambda *rows: tokens.decode(tokenizer, *rows),
+  )
+
+
+def _stop(tokenizer, checkpoint: str) -> tuple[int, ...]:
+  """The end tokens of a model, that of its tokenizer first."""
+  own = tokenizer.eos_token_id
+  stop = dict.fromkeys([own, *huggingface.stop_tokens(checkpoint)])
+  stop.pop(None, None)
+  if not stop:
+    raise ValueError(
+      f'{checkpoint} names no end token (eos_token_id) in its tokenizer, '
+      'config.json or generation_config.json: add one.'
+    )
+  return tuple(stop)
+
+
+def _joined(parts: Sequence[completions.Encoded]) -> completions.Encoded:
+  """The rows of several files, one after the other."""
+  return completions.Encoded(
+    [prompt for part in parts for prompt in part.prompt],
+    [replies for part in parts for replies in part.completions],
+  )
+
+
+def _filled(held: completions.Encoded, rows, n: int, *lengths) -> base.Example:
+  """A batch of `n` rows, filled up with rows without completion tokens."""
+  missing = n - len(rows)
+  batch = held.batch(np.concatenate([rows, rows[:1].repeat(missing)]), *lengths)
+  each = len(batch.mask) // n
+  batch.mask[(n - missing) * each :] = 0.0
+  return batch

@@ -1,0 +1,123 @@
+"""Direct preference optimization, arXiv:2305.18290."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+import stages
+from stages import base, metrics
+from stages.learn import losses, train_step
+
+PAIR = 2  # Adjacent rows: the preferred completion, then the other one.
+
+
+class State(NamedTuple):
+  """State carried from step to step.
+
+  Attributes:
+    actor: the policy being trained.
+    reference: its initial parameters.
+  """
+
+  actor: base.TrainState
+  reference: base.Params
+
+
+def dpo(
+  policy: base.Policy,
+  optimizer: optax.GradientTransformation,
+  *,
+  beta: float = 0.1,
+  label_smoothing: float = 0.0,
+) -> base.Workflow:
+  """Makes preferred completions likelier than others of the same prompt.
+
+    r = β (log π(y|x) − log π_ref(y|x)),   L = −log σ(r_chosen − r_rejected)
+
+  Batches are `base.Example`s, a pair of completions in adjacent rows, the
+  preferred one first. Evaluations are of held-out pairs.
+
+  Args:
+    policy: the language model to train, whose sampling is at temperature 1.
+    optimizer: optimizer of the parameters.
+    beta: β, how strongly the policy is held to the reference.
+    label_smoothing: as in `losses.preference`.
+  """
+  loss = objective(policy, beta, label_smoothing)
+  score_ref = stages.Stage(
+    lambda params, x: completion_logp(policy, params, x),
+    'ref_logp',
+    unbatched=(0,),
+    group_size=PAIR,
+  )
+  score = stages.Stage(
+    lambda params, x, ref_logp_B: _renamed(loss(params, x, ref_logp_B)),
+    'score',
+    'sum',
+    unbatched=(0,),
+    group_size=PAIR,
+  )
+  learn = train_step.learner(loss, optimizer, group_size=PAIR)
+
+  def init(key):
+    actor = train_step.init(policy.init(key), optimizer)
+    return State(actor, actor.params)
+
+  def step(state: State, pairs: base.Example, key):
+    del key  # Nothing here is random.
+    ref_logp_B = score_ref(state.reference, pairs)
+    actor, info = learn(state.actor, [(pairs, ref_logp_B)])
+    return state._replace(actor=actor), info
+
+  def evaluate(state: State, pairs: base.Example, key):
+    del key
+    ref_logp_B = score_ref(state.reference, pairs)
+    return score(state.actor.params, pairs, ref_logp_B)
+
+  return base.Workflow(init, step, evaluate, lambda state: state.actor.params)
+
+
+def completion_logp(policy: base.Policy, params, x: base.Example):
+  """Log-probability of each completion, log π(y|x) = Σₜ m lpₜ, [B]."""
+  now = policy.evaluate(params, x.prompt, x.action, group_size=PAIR)
+  # Log-probabilities of padding are arbitrary, and ∞ · 0 is NaN.
+  return jnp.where(x.mask > 0, now.logp, 0.0).sum(1)
+
+
+def objective(
+  policy: base.Policy, beta: float, label_smoothing: float
+) -> Callable:
+  """Returns the loss `params, pairs, ref_logp_B -> Loss`.
+
+  Pairs without a token are padding and do not count.
+  """
+
+  def loss(params, x: base.Example, ref_logp_B):
+    logp_B = completion_logp(policy, params, x)
+    chosen_N, rejected_N = (beta * (logp_B - ref_logp_B)).reshape(-1, PAIR).T
+    margin_N = chosen_N - rejected_N
+    real_N = x.mask.max(1)[::PAIR]
+    logp_N2 = logp_B.reshape(-1, PAIR)
+    mean = metrics.mean(losses.preference(margin_N, label_smoothing), real_N)
+    info = {
+      'train/loss': mean,
+      'train/accuracy': metrics.mean((margin_N > 0) * 1.0, real_N),
+      'train/reward_chosen': metrics.mean(chosen_N, real_N),
+      'train/reward_rejected': metrics.mean(rejected_N, real_N),
+      'train/reward_margin': metrics.mean(margin_N, real_N),
+      'train/logp_chosen': metrics.mean(logp_N2[:, 0], real_N),
+      'train/logp_rejected': metrics.mean(logp_N2[:, 1], real_N),
+    }
+    return train_step.Loss((mean,), info)
+
+  return loss
+
+
+def _renamed(result: train_step.Loss) -> base.Info:
+  """The metrics of a loss, as those of an evaluation."""
+  return {
+    name.replace('train/', 'eval/'): metric
+    for name, metric in result.info.items()
+  }
