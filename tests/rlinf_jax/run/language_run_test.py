@@ -1,7 +1,6 @@
 """A run as its user meets it: a process, a folder, a kill, a full disk."""
 
 import json
-import os
 import pathlib
 import re
 import signal
@@ -14,6 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import claims
+import core_only
 from rlinf_jax.recipes import warm_start
 from stages.tasks import arithmetic
 
@@ -72,7 +72,7 @@ def run(*args, kilobytes=None, **kwargs):
   return subprocess.run(
     [*(limit if kilobytes else []), *command(*args, **kwargs)],
     cwd=ROOT,
-    env=os.environ,
+    env=core_only.environment(),
     capture_output=True,
     text=True,
     timeout=600,
@@ -85,6 +85,7 @@ def killed(folder, model, when, *more, how=signal.SIGKILL):
     # A shell that runs the tests in the background has SIGINT ignored.
     ['env', '--default-signal=INT', *command(folder, model, *more)],
     cwd=ROOT,
+    env=core_only.environment(),
     stdout=subprocess.DEVNULL,
     stderr=subprocess.DEVNULL,
   )

@@ -1,7 +1,6 @@
 """Training on files of one's own, by the commands of the documentation."""
 
 import json
-import os
 import pathlib
 import re
 import shlex
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import core_only
 import own_data
 
 pytestmark = pytest.mark.slow
@@ -86,7 +86,7 @@ def run(folder, workdir, *more, train='train.jsonl'):
   return subprocess.run(
     [sys.executable, '-m', 'rlinf_jax.main', *args, *SMALL, *more],
     cwd=folder,
-    env=os.environ | {'PYTHONPATH': f'{ROOT}:{folder}'},
+    env=core_only.environment(ROOT, folder),
     capture_output=True,
     text=True,
     timeout=600,
@@ -157,7 +157,7 @@ assert result.steps == 2
   done = subprocess.run(
     [sys.executable, '-c', program],
     cwd=folder,
-    env=os.environ | {'PYTHONPATH': str(ROOT)},
+    env=core_only.environment(ROOT),
     capture_output=True,
     text=True,
     timeout=600,

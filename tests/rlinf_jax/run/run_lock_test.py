@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import core_only
 from rlinf_jax.run import run_lock
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -101,6 +102,7 @@ def test_a_second_command_on_a_folder_ends_with_a_sentence(tmp_path):
     done = subprocess.run(
       [*command, *recipe, '--workdir', str(folder)],
       cwd=ROOT,
+      env=core_only.environment(),
       capture_output=True,
       text=True,
       timeout=120,

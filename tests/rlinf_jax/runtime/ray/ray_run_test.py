@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 import claims
+import core_only
 from rlinf_jax.recipes import warm_start
 from stages.tasks import arithmetic
 from tests.rlinf_jax.run import language_run_test
@@ -34,9 +35,17 @@ model = language_run_test.model  # The fixture.
 
 
 def start_run(
-  folder, model, *more, plan=PLAN, cache='', platform='cpu', **kwargs
+  folder,
+  model,
+  *more,
+  plan=PLAN,
+  cache='',
+  platform='cpu',
+  needs_torch=False,
+  **kwargs,
 ):
-  environment = os.environ | {
+  environment = dict(os.environ) if needs_torch else core_only.environment()
+  environment |= {
     'JAX_NUM_CPU_DEVICES': '2',
     'JAX_PLATFORMS': platform,
     'RLINF_JAX_CACHE': str(cache),
@@ -233,6 +242,7 @@ def test_a_replacement_opens_the_engine_again(tmp_path):
     'train.train.evaluate_every = 4',
     plan=PLAN.replace("'generate':", "'answer': 'actor', 'generate':"),
     recipe='gin_configs/grpo_arithmetic_vllm.gin',
+    needs_torch=True,
   )
   opened, killed = set(), set()
   while process.poll() is None:
