@@ -13,10 +13,10 @@ import numpy as np
 
 from rlinf_jax.data import text_arrays
 from rlinf_jax.rewards import base as rewards_base
-from rlinf_jax.rewards import functions
+from rlinf_jax.rewards import functions, model
 import stages
 from stages import base
-from stages.language import tokens
+from stages.language import tokens, verifiers
 
 FAILED = 'failed'  # The metric of completions that a function failed on.
 
@@ -24,12 +24,17 @@ FAILED = 'failed'  # The metric of completions that a function failed on.
 def verify(
   checkpoint: str,
   *,
-  rewards: Sequence[rewards_base.Reward | rewards_base.Batched] | None = None,
+  rewards: Sequence[
+    rewards_base.Reward | rewards_base.Batched | model.RewardModel
+  ]
+  | None = None,
   weights: Sequence[float] | None = None,
-) -> stages.Stage:
+) -> stages.Stage | verifiers.LearnedVerifier:
   """A stage `reference, action, mask -> Verdict` that adds up rewards.
 
     R = Σᵢ wᵢ rᵢ
+
+  With reward models it is a `verifiers.LearnedVerifier`.
 
   Each rᵢ is logged by the name of its function, and so is the share of
   completions on which some function failed; it gives 0 to those. A completion
@@ -37,8 +42,9 @@ def verify(
 
   Args:
     checkpoint: folder of the model whose tokenizer to decode with.
-    rewards: functions of a `Completion`; by default, whether the final answer
-      is right. `pool.isolated` gives a function limits of time and memory.
+    rewards: functions of a `Completion`, and reward models; by default, whether
+      the final answer is right. `pool.isolated` gives a function limits of time
+      and memory.
     weights: the weight of each; 1 by default.
 
   Raises:
@@ -53,7 +59,11 @@ def verify(
       f'There are {len(rewards)} rewards and {len(weights)} weights: give at '
       'least one reward, and a weight for each.'
     )
-  terms = [_batched(reward) for reward in rewards]
+  is_learned = [isinstance(reward, model.RewardModel) for reward in rewards]
+  terms = [
+    reward if learned else _batched(reward)
+    for reward, learned in zip(rewards, is_learned, strict=True)
+  ]
   names = [term.name for term in terms]
   if len({*names, FAILED}) <= len(names):
     raise ValueError(
@@ -61,11 +71,29 @@ def verify(
       f'of different names, none of them {FAILED!r}.'
     )
 
+  def chosen(learned: bool):
+    rows = zip(terms, weights, is_learned, strict=True)
+    return [(term, weight) for term, weight, x in rows if x == learned]
+
+  host = _sum(tokenizer, chosen(False)) if chosen(False) else None
+  if not any(is_learned):
+    return host
+  return model.learned_verifier(
+    checkpoint, host, chosen(True), failed=FAILED, decides=is_learned[0]
+  )
+
+
+def _sum(
+  tokenizer, terms: Sequence[tuple[rewards_base.Batched, float]]
+) -> stages.Stage:
+  """The stage that adds up functions of completions, on the host."""
+  names = [term.name for term, _ in terms]
+
   def reward(reference: text_arrays.Reference, action_BT, mask_BT):
     completions = _completions(tokenizer, reference, action_BT, mask_BT)
     scores = {
       term.name: np.array(term.score(completions), np.float32).reshape(-1)
-      for term in terms
+      for term, _ in terms
     }
     failed_B = np.zeros(len(completions), np.float32)
     for name, score_B in scores.items():
@@ -73,8 +101,7 @@ def verify(
       failed_B = np.maximum(failed_B, bad_B)
       scores[name] = np.where(bad_B, np.float32(0), score_B)
     total_B = sum(
-      np.float32(weight) * scores[name]
-      for name, weight in zip(names, weights, strict=True)
+      np.float32(weight) * scores[term.name] for term, weight in terms
     )
     correct_B = (scores[names[0]] > 0.5).astype(np.float32)
     return base.Verdict(total_B, correct_B, {**scores, FAILED: failed_B})

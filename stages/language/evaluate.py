@@ -4,11 +4,13 @@ from collections.abc import Callable
 
 import stages
 from stages import base, metrics
-from stages.language import policy_stages
+from stages.language import policy_stages, verifiers
 
 
 def evaluate(policy: base.Policy, verify: stages.Stage) -> Callable:
-  """Returns `Version, problem, key -> info`: greedy answers, verified.
+  """Returns `Version, problem, key, params=() -> info`: verified answers.
+
+  They are greedy. `params` are those of the verifier, if it is a learned one.
 
   Args:
     policy: the policy to evaluate.
@@ -28,9 +30,9 @@ def evaluate(policy: base.Policy, verify: stages.Stage) -> Callable:
       'eval/samples': metrics.first_rows(samples(x, verdict.reward), 4),
     }
 
-  def run(actor: base.Version, problem: base.Problem, key):
+  def run(actor: base.Version, problem: base.Problem, key, params=()):
     x = answer(actor, problem.prompt, stages.keys(key, problem.prompt))
-    verdict = verify(problem.answer, x.action, x.mask)
+    verdict = verifiers.judge(verify, params, problem.answer, x)
     return score(x, verdict, problem.weight)
 
   return run

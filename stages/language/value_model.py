@@ -76,6 +76,23 @@ def head(config: transformer.Config) -> ValueModel:
   return ValueModel(lambda key: init_head(config), value, shares_trunk=True)
 
 
+def score_completions(model: ValueModel) -> Callable:
+  """Returns `params, prompt, action, mask -> score_B` of whole sequences.
+
+  The score is the value after the last real token, as `transformers` has it in
+  its classifiers: that of the last position which is not padding.
+  """
+
+  def run(params, prompt, action_BT, mask_BT):
+    # The value after the last of T tokens is that before one more.
+    action_BS = jnp.pad(action_BT, ((0, 0), (0, 1)))
+    value_BS = model.value(params, prompt, action_BS)
+    last_B1 = mask_BT.sum(1, keepdims=True).astype(jnp.int32)
+    return jnp.take_along_axis(value_BS, last_B1, axis=1)[:, 0]
+
+  return run
+
+
 def init_head(config: transformer.Config) -> base.Params:
   """A head of zeros: the first values are zero."""
   return {'value_D': jnp.zeros(config.D, config.param_dtype)}

@@ -59,6 +59,28 @@ def value_model(
   return value_model_lib.head(config)
 
 
+def reward_model(
+  checkpoint: str, *, dtype: str | None = None
+) -> value_model_lib.ValueModel:
+  """A reward model, whose value after the last token is the reward.
+
+  Args:
+    checkpoint: folder of a classifier of one label.
+    dtype: type of the arithmetic; that of the checkpoint if None.
+
+  Raises:
+    CheckpointError: for another model.
+  """
+  config, has_head = load_config(checkpoint, dtype=dtype)
+  if not has_head:
+    raise weights.CheckpointError(
+      f'{checkpoint} is a language model, which has no head for rewards: give '
+      f'the folder of a model whose architecture ends in {CLASS}.'
+    )
+  init = functools.partial(_init, checkpoint, config, has_head)
+  return value_model_lib.own_trunk(config, init=init)
+
+
 def load_config(
   checkpoint: str | pathlib.Path, *, dtype: str | None = None, remat='none'
 ) -> tuple[transformer.Config, bool]:

@@ -14,7 +14,12 @@ import optax
 
 import stages
 from stages import base, metrics
-from stages.language import advantage_stages, policy_stages, rollout_metrics
+from stages.language import (
+  advantage_stages,
+  policy_stages,
+  rollout_metrics,
+  verifiers,
+)
 from stages.language import evaluate as evaluate_lib
 from stages.learn import advantages, losses, minibatches, train_step
 
@@ -28,17 +33,19 @@ class State(NamedTuple):
     past: versions of the actor before each of the last `staleness` steps, the
       oldest first.
     carry: what `rollouts` carries from step to step; `()` by default.
+    verifier: parameters of a learned verifier; `()` for others.
   """
 
   actor: base.TrainState
   reference: base.Params
   past: tuple[base.Version, ...]
   carry: Any = ()
+  verifier: base.Params = ()
 
 
 def grpo(
   policy: base.Policy,
-  verify: stages.Stage,
+  verify: stages.Stage | verifiers.LearnedVerifier,
   optimizer: optax.GradientTransformation,
   *,
   group_size: int,
@@ -82,7 +89,8 @@ def grpo(
 
   Args:
     policy: the language model to train.
-    verify: stage `answer, action, mask -> base.Verdict`.
+    verify: stage `answer, action, mask -> base.Verdict`, or a
+      `verifiers.LearnedVerifier`.
     optimizer: optimizer of the parameters.
     group_size: completions of each prompt.
     clip_low: how far the probability ratio may fall below 1.
@@ -167,7 +175,9 @@ def grpo(
   def init(key):
     actor = train_step.init(policy.init(key), optimizer)
     past = (train_step.version(actor),) * staleness
-    return State(actor, actor.params if has_reference else (), past)
+    reference = actor.params if has_reference else ()
+    judge = verifiers.init(verify, jax.random.fold_in(key, 1))
+    return State(actor, reference, past, verifier=judge)
 
   def step(state: State, problem: base.Problem, key):
     actor = state.actor
@@ -177,7 +187,7 @@ def grpo(
     finished, x, carry, carry_info = generate.run(
       behavior, state.carry, prompts, keys
     )
-    verdict = verify(finished.answer, x.action, x.mask)
+    verdict = verifiers.judge(verify, state.verifier, finished.answer, x)
     rollout_info = measure(x, verdict, actor.step)
     reward_B = verdict.reward
     if greedy_baseline:
@@ -187,11 +197,12 @@ def grpo(
       ref_logp = score_ref(state.reference, x.obs, x.action)
     x = x._replace(advantage=estimate(x, reward_B, ref_logp))
     actor, info = learn(actor, minibatch(key, prompts.prompt, x, ref_logp))
-    state = State(actor, state.reference, tuple(past), carry)
+    state = state._replace(actor=actor, past=tuple(past), carry=carry)
     return state, rollout_info | carry_info | info
 
   def evaluate(state: State, problem: base.Problem, key):
-    return evaluate_actor(train_step.version(state.actor), problem, key)
+    actor = train_step.version(state.actor)
+    return evaluate_actor(actor, problem, key, state.verifier)
 
   def allocate(state: State, problem: base.Problem):
     return state._replace(carry=generate.allocate(problem))

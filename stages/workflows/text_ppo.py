@@ -15,7 +15,12 @@ import optax
 import stages
 from stages import base, metrics
 from stages.language import evaluate as evaluate_lib
-from stages.language import policy_stages, rollout_metrics, value_model
+from stages.language import (
+  policy_stages,
+  rollout_metrics,
+  value_model,
+  verifiers,
+)
 from stages.learn import actor_critic, advantages, losses, minibatches
 from stages.workflows.grpo import check_kl, objective
 
@@ -31,6 +36,7 @@ class State(NamedTuple):
     past: versions of the actor before each of the last `staleness` steps, the
       oldest first.
     carry: what `rollouts` carries from step to step; `()` by default.
+    verifier: parameters of a learned verifier; `()` for others.
   """
 
   actor: base.TrainState
@@ -38,11 +44,12 @@ class State(NamedTuple):
   reference: base.Params
   past: tuple[base.Version, ...]
   carry: Any = ()
+  verifier: base.Params = ()
 
 
 def text_ppo(
   policy: base.Policy,
-  verify: stages.Stage,
+  verify: stages.Stage | verifiers.LearnedVerifier,
   critic: value_model.ValueModel,
   optimizer: optax.GradientTransformation,
   critic_optimizer: optax.GradientTransformation,
@@ -85,7 +92,7 @@ def text_ppo(
 
   Args:
     policy: the language model to train.
-    verify: stage `answer, action, mask -> base.Verdict`.
+    verify: as in `grpo`.
     critic: the value model, with a trunk of its own or on that of the policy.
     optimizer: optimizer of the policy.
     critic_optimizer: optimizer of the value model, or of its head.
@@ -173,7 +180,9 @@ def text_ppo(
     actor, critic_state = learner.init(key)
     now = actor_critic.policy_version(actor)
     reference = now.params if has_reference else ()
-    return State(actor, critic_state, reference, (now,) * staleness)
+    judge = verifiers.init(verify, jax.random.fold_in(key, 1))
+    past = (now,) * staleness
+    return State(actor, critic_state, reference, past, verifier=judge)
 
   def step(state: State, problem: base.Problem, key):
     behavior, *past = *state.past, actor_critic.policy_version(state.actor)
@@ -182,7 +191,7 @@ def text_ppo(
     problem, x, carry, carry_info = generate.run(
       behavior, state.carry, prompts, keys
     )
-    verdict = verify(problem.answer, x.action, x.mask)
+    verdict = verifiers.judge(verify, state.verifier, problem.answer, x)
     ref_logp = ()
     if has_reference:
       ref_logp = score_ref(state.reference, x.obs, x.action)
@@ -200,13 +209,14 @@ def text_ppo(
     actor, critic_state, info = learner.update(
       state.actor, state.critic, batches
     )
-    state = State(actor, critic_state, state.reference, tuple(past), carry)
+    state = state._replace(
+      actor=actor, critic=critic_state, past=tuple(past), carry=carry
+    )
     return state, rollout_info | carry_info | info
 
   def evaluate(state: State, problem: base.Problem, key):
-    return evaluate_actor(
-      actor_critic.policy_version(state.actor), problem, key
-    )
+    actor = actor_critic.policy_version(state.actor)
+    return evaluate_actor(actor, problem, key, state.verifier)
 
   def allocate(state: State, problem: base.Problem):
     return state._replace(carry=generate.allocate(problem))

@@ -1,4 +1,4 @@
-"""Value models in folders of Hugging Face, compared with `transformers`."""
+"""Value and reward models in folders, compared with `transformers`."""
 
 import json
 
@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import transformers
 
+from stages import base
+from stages.language import value_model
 from stages.models import classifier, huggingface, weights
 from tests.stages.models import families_test
 import torch_reference
@@ -91,10 +93,50 @@ def test_a_language_model_gives_a_trunk_with_a_head_of_zeros(name, tmp_path):
   assert head.init(jax.random.key(0)).keys() == {'value_D'}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('name', families_test.CASES)
+def test_scores_of_sequences_are_the_logits_of_transformers(name, tmp_path):
+  model = reference(name, tmp_path)
+  critic = classifier.reward_model(tmp_path)
+  params, lengths = critic.init(jax.random.key(0)), (5, 3, 1, 0)
+  prompt = prompts(classifier.load_config(tmp_path)[0], [6, 2, 9, 1])
+  action = np.random.default_rng(2).integers(1, 61, (4, 5))
+  mask = (np.arange(5) < np.array(lengths)[:, None]).astype(np.float32)
+  score = jax.jit(value_model.score_completions(critic))
+  got = score(params, prompt, jnp.asarray(action), jnp.asarray(mask))
+  for i, n in enumerate(lengths):
+    real = np.asarray(prompt.token)[i][np.asarray(prompt.mask)[i] > 0]
+    row = torch.tensor(np.append(real, action[i, :n])).long()[None]
+    with torch.no_grad():
+      want = model(row).logits
+    assert want.shape == (1, 1)
+    np.testing.assert_allclose(got[i], want[0, 0], rtol=0, atol=1e-4)
+
+
+def test_a_padded_batch_has_the_logits_of_transformers(tmp_path):
+  """Padding by a token of its own, on the right."""
+  model = reference(SMALL, tmp_path)
+  model.config.pad_token_id = 0
+  critic = classifier.reward_model(tmp_path)
+  mask = np.array([[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0], [1] * 6])
+  token = np.random.default_rng(3).integers(1, 61, mask.shape) * mask
+  with torch.no_grad():
+    want = model(torch.tensor(token), attention_mask=torch.tensor(mask)).logits
+  prompt = base.Prompt(jnp.asarray(token[:, :1]), jnp.asarray(mask[:, :1]))
+  got = jax.jit(value_model.score_completions(critic))(
+    critic.init(jax.random.key(0)), prompt, token[:, 1:], mask[:, 1:]
+  )
+  np.testing.assert_allclose(got, want[:, 0], rtol=0, atol=1e-4)
+
+
 def test_a_wrong_folder_is_refused_in_a_sentence(tmp_path):
+  reference(SMALL, tmp_path / 'causal', transformers.AutoModelForCausalLM)
+  with pytest.raises(weights.CheckpointError, match='no head for rewards'):
+    classifier.reward_model(tmp_path / 'causal')
   reference(SMALL, tmp_path / 'three', labels=3)
-  with pytest.raises(weights.CheckpointError, match='classifier of 3 labels'):
-    classifier.value_model(tmp_path / 'three')
+  for make in classifier.value_model, classifier.reward_model:
+    with pytest.raises(weights.CheckpointError, match='classifier of 3 labels'):
+      make(tmp_path / 'three')
   reference(SMALL, tmp_path / 'one')
   with pytest.raises(weights.CheckpointError, match="give it trunk='own'"):
     classifier.value_model(tmp_path / 'one', trunk='policy')
