@@ -4,8 +4,7 @@ Its arithmetic is a stage of JAX, which a plan may give a place of its own. The
 workflow carries its parameters in its state.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,98 +63,44 @@ def reward_model(
   return RewardModel(name, checkpoint, model, length)
 
 
-def learned_verifier(
-  checkpoint: str,
-  host: stages.Stage | None,
-  models_and_weights: Sequence[tuple[RewardModel, float]],
-  *,
-  failed: str,
-  decides: bool,
-) -> verifiers.LearnedVerifier:
-  """Adds the scores of reward models to the verdict of a stage.
+def scorer(
+  reward: RewardModel, checkpoint: str, weight: float
+) -> verifiers.Scorer:
+  """A reward model that scores a policy; prints which tokens it reads.
 
   Args:
+    reward: the reward model.
     checkpoint: folder of the policy's tokenizer.
-    host: stage `reference, action, mask -> base.Verdict` of other rewards; None
-      without any.
-    models_and_weights: reward models, and the weight of each.
-    failed: the term of completions that a reward failed on: a score that is not
-      finite counts as 0.
-    decides: whether completions are correct where the first model's score is
-      above 1/2, rather than where `host` says so.
+    weight: in the sum of rewards.
   """
-  models, weights = zip(*models_and_weights, strict=True)
-  scorers = [_scorer(model, checkpoint) for model in models]
-
-  @stages.stage('add_rewards')
-  def add(verdict: base.Verdict, *score_B):
-    terms = dict(verdict.terms)
-    terms.setdefault(failed, jnp.zeros_like(verdict.reward))
-    total_B, correct_B = verdict.reward, verdict.correct
-    for model, weight, x_B in zip(models, weights, score_B, strict=True):
-      is_bad_B = ~jnp.isfinite(x_B)
-      terms[failed] = jnp.maximum(terms[failed], is_bad_B)
-      terms[model.name] = jnp.where(is_bad_B, 0.0, x_B).astype(jnp.float32)
-      total_B += weight * terms[model.name]
-    if decides:
-      correct_B = (terms[models[0].name] > 0.5).astype(jnp.float32)
-    return verdict._replace(reward=total_B, correct=correct_B, terms=terms)
-
-  @stages.stage('no_rewards')
-  def nothing(mask_BT):
-    zero_B = jnp.zeros(mask_BT.shape[0], jnp.float32)
-    return base.Verdict(zero_B, zero_B, {})
-
-  def init(key):
-    keys = jax.random.split(key, len(models))
-    return {m.name: m.model.init(k) for m, k in zip(models, keys, strict=True)}
-
-  def verify(params, reference, x: base.Experience):
-    if host:
-      verdict = host(reference, x.action, x.mask)
-    else:
-      verdict = nothing(x.mask)
-    scores = [
-      score(params[model.name], reference, x)
-      for model, score in zip(models, scorers, strict=True)
-    ]
-    return add(verdict, *scores)
-
-  return verifiers.LearnedVerifier(init, verify)
-
-
-def _scorer(model: RewardModel, checkpoint: str) -> Callable[..., Any]:
-  """Returns `params, reference, x -> score_B`, and prints what it reads."""
   policy_tokenizer = tokens.load_tokenizer(checkpoint)
-  tokenizer = tokens.load_tokenizer(model.checkpoint)
+  tokenizer = tokens.load_tokenizer(reward.checkpoint)
   if _same(policy_tokenizer, tokenizer):
-    print(f'{model.name} reads the tokens of the policy.', flush=True)
-    run = value_model.score_completions(model.model)
-    stage = stages.Stage(run, model.name, unbatched=(0,))
-    return lambda params, reference, x: stage(params, x.obs, x.action, x.mask)
+    print(f'{reward.name} reads the tokens of the policy.', flush=True)
+    return verifiers.scorer(reward.name, reward.model, weight)
   print(
-    f'{model.name} has another tokenizer or chat template than the policy: '
+    f'{reward.name} has another tokenizer or chat template than the policy: '
     'questions and completions are tokenized again on the host.',
     flush=True,
   )
   if not tokenizer.chat_template:
     raise ValueError(
-      f'The tokenizer of {model.checkpoint} has no chat template, so questions '
-      'and completions cannot be put together for it: add the file '
+      f'The tokenizer of {reward.checkpoint} has no chat template, so '
+      'questions and completions cannot be put together for it: add the file '
       'chat_template.jinja there.'
     )
-  encode = _conversation_stage(model, policy_tokenizer, tokenizer)
+  encode = _conversation_stage(reward, policy_tokenizer, tokenizer)
 
   def score_prompt(params, prompt: base.Prompt):
     next_B1 = jnp.zeros((prompt.token.shape[0], 1), prompt.token.dtype)
-    return model.model.value(params, prompt, next_B1)[:, 0]
+    return reward.model.value(params, prompt, next_B1)[:, 0]
 
-  stage = stages.Stage(score_prompt, model.name, unbatched=(0,))
+  stage = stages.Stage(score_prompt, reward.name, unbatched=(0,))
 
   def score(params, reference, x: base.Experience):
     return stage(params, encode(reference, x.action, x.mask))
 
-  return score
+  return verifiers.Scorer(reward.name, reward.model.init, score, weight)
 
 
 def _same(one, other) -> bool:

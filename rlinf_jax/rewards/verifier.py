@@ -18,7 +18,7 @@ import stages
 from stages import base
 from stages.language import tokens, verifiers
 
-FAILED = 'failed'  # The metric of completions that a function failed on.
+FAILED = verifiers.FAILED
 
 
 def verify(
@@ -78,9 +78,8 @@ def verify(
   host = _sum(tokenizer, chosen(False)) if chosen(False) else None
   if not any(is_learned):
     return host
-  return model.learned_verifier(
-    checkpoint, host, chosen(True), failed=FAILED, decides=is_learned[0]
-  )
+  scorers = [model.scorer(x, checkpoint, weight) for x, weight in chosen(True)]
+  return verifiers.add_scores(host, scorers, decides=is_learned[0])
 
 
 def _sum(

@@ -1,10 +1,16 @@
 """Verifiers with parameters of their own, such as those of a reward model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 import stages
 from stages import base
+from stages.language import value_model
+
+FAILED = 'failed'  # The term of completions that a reward failed on.
 
 
 class LearnedVerifier(NamedTuple):
@@ -25,6 +31,84 @@ class LearnedVerifier(NamedTuple):
       'without any: use grpo (without greedy_baseline) or text_ppo, or leave '
       'reward models out.'
     )
+
+
+class Scorer(NamedTuple):
+  """A learned reward.
+
+  Attributes:
+    name: in metrics.
+    init: `key -> params`.
+    score: `params, answer, experience -> score_B`, made of stages.
+    weight: in the sum of rewards.
+  """
+
+  name: str
+  init: Callable[[base.Key], base.Params]
+  score: Callable[..., jax.Array]
+  weight: float = 1.0
+
+
+def scorer(
+  name: str, model: value_model.ValueModel, weight: float = 1.0
+) -> Scorer:
+  """A reward by a model that reads the tokens of the policy."""
+  run = value_model.score_completions(model)
+  stage = stages.Stage(run, name, unbatched=(0,))
+  return Scorer(
+    name,
+    model.init,
+    lambda params, answer, x: stage(params, x.obs, x.action, x.mask),
+    weight,
+  )
+
+
+def add_scores(
+  verify: stages.Stage | None,
+  scorers: Sequence[Scorer],
+  *,
+  decides: bool = False,
+) -> LearnedVerifier:
+  """Adds learned rewards to the verdict of a stage, each logged by its name.
+
+  A score that is not finite counts as 0, and its completion as failed.
+
+  Args:
+    verify: stage `answer, action, mask -> base.Verdict` of other rewards; None
+      without any.
+    scorers: learned rewards.
+    decides: whether completions are correct where the first score is above 1/2,
+      rather than where `verify` says so.
+  """
+
+  @stages.stage('add_rewards')
+  def add(verdict: base.Verdict, *score_B):
+    terms = dict(verdict.terms)
+    terms.setdefault(FAILED, jnp.zeros_like(verdict.reward))
+    total_B, correct_B = verdict.reward, verdict.correct
+    for s, x_B in zip(scorers, score_B, strict=True):
+      is_bad_B = ~jnp.isfinite(x_B)
+      terms[FAILED] = jnp.maximum(terms[FAILED], is_bad_B)
+      terms[s.name] = jnp.where(is_bad_B, 0.0, x_B).astype(total_B.dtype)
+      total_B += s.weight * terms[s.name]
+    if decides:
+      correct_B = (terms[scorers[0].name] > 0.5).astype(correct_B.dtype)
+    return verdict._replace(reward=total_B, correct=correct_B, terms=terms)
+
+  @stages.stage('no_rewards')
+  def nothing(mask_BT):
+    zero_B = jnp.zeros(mask_BT.shape[0], jnp.float32)
+    return base.Verdict(zero_B, zero_B, {})
+
+  def init(key):
+    keys = jax.random.split(key, len(scorers))
+    return {s.name: s.init(k) for s, k in zip(scorers, keys, strict=True)}
+
+  def judge(params, answer, x: base.Experience):
+    verdict = verify(answer, x.action, x.mask) if verify else nothing(x.mask)
+    return add(verdict, *(s.score(params[s.name], answer, x) for s in scorers))
+
+  return LearnedVerifier(init, judge)
 
 
 def init(verify: stages.Stage | LearnedVerifier, key) -> base.Params:

@@ -1,4 +1,4 @@
-"""A run of PPO on questions of one's own: folders in, a folder out, resumed."""
+"""A run of PPO with a learned reward: folders in, a folder out, resumed."""
 
 import functools
 import json
@@ -11,9 +11,11 @@ import own_data
 from rlinf_jax import train
 from rlinf_jax.data import questions
 from rlinf_jax.rewards import functions, verifier
+from rlinf_jax.rewards import model as reward_model
 from stages import workflows
 from stages.learn import optimizers
 from stages.models import classifier, huggingface
+from tests.rlinf_jax.rewards import model_test
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +24,14 @@ def run(folder, workdir, steps, **kwargs):
   model = str(folder / 'warm_start/model')
   workflow = workflows.text_ppo(
     huggingface.policy(model, response_length=6),
-    verifier.verify(model, rewards=[functions.finishes]),
+    verifier.verify(
+      model,
+      rewards=[
+        functions.finishes,
+        reward_model.reward_model(f'{folder}/judge'),
+      ],
+      weights=[1.0, 0.1],
+    ),
     classifier.value_model(model),
     optimizers.adamw(1e-2),
     optimizers.adamw(1e-2),
@@ -61,10 +70,12 @@ def run(folder, workdir, steps, **kwargs):
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
   model = own_data.model(tmp_path)
   own_data.write(tmp_path / 'train.jsonl', range(8))
+  model_test.classifier_of(model, tmp_path / 'judge')
   straight = run(tmp_path, tmp_path / 'straight', 3)
   run(tmp_path, tmp_path / 'resumed', 2)
   assert run(tmp_path, tmp_path / 'resumed', 3, resume=True) == straight
   assert len({x['train/value_loss'] for x in straight}) == 3
+  assert len({x['rollout/reward/reward_model'] for x in straight}) == 3
   paths = model, tmp_path / 'straight/model', tmp_path / 'resumed/model'
   before, after, again = (
     safetensors.numpy.load_file(f'{path}/model.safetensors') for path in paths
