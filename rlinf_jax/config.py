@@ -106,7 +106,7 @@ def call(
     ) from error
   try:
     if bindings_of:
-      given = _shared_arguments(function, bindings_of) | given
+      given = _shared_arguments(function, bindings_of, given) | given
       bound = function
     return bound(**given)
   except TypeError as error:
@@ -128,13 +128,14 @@ def binding(function: Callable, name: str) -> Any:
   return copy.deepcopy(bound.get(name))  # Gin resolves references so.
 
 
-def _shared_arguments(function, configured) -> dict[str, Any]:
-  """Arguments of `configured`, for the parameters that `function` has too."""
+def _shared_arguments(function, configured, given) -> dict[str, Any]:
+  """Arguments of `configured` for parameters of `function`, not yet given."""
   _read_entirely.add(f'{configured.__module__}.{configured.__qualname__}')
   bindings = gin.get_bindings(configured)
   arguments = {}
   parameters = inspect.signature(configured).parameters
-  for name in inspect.signature(function).parameters.keys() & parameters:
+  names = inspect.signature(function).parameters.keys() & parameters
+  for name in names - given.keys():
     default = parameters[name].default
     if name in bindings:
       arguments[name] = bindings[name]

@@ -1,10 +1,11 @@
-"""Command line: trains, resumes or plans the recipe of a gin file.
+"""Command line: trains, resumes, evaluates or plans the recipe of a gin file.
 
   python -m rlinf_jax.main --gin_file gin_configs/grpo_arithmetic.gin
   python -m rlinf_jax.main --gin_file ... --gin.STEPS=50 --resume
   python -m rlinf_jax.main --gin_file ... --help
   python -m rlinf_jax.main --gin_file ... --plan_only --compile \
     --cluster gin_configs/clusters/h100x64.gin
+  python -m rlinf_jax.main --gin_file ... --eval_only --workdir runs/scores
 """
 
 import os
@@ -48,6 +49,15 @@ LENGTHS = flags.DEFINE_string(
   None,
   'For --plan_only: JSON file with a list of completion lengths in tokens, '
   'representative of those that training will generate.',
+)
+EVAL_ONLY = flags.DEFINE_bool(
+  'eval_only', False, "Evaluate the recipe's policy without training it."
+)
+EVAL_CHECKPOINT = flags.DEFINE_string(
+  'eval_checkpoint',
+  None,
+  'For --eval_only: run folder, whose newest checkpoint is evaluated instead '
+  "of the recipe's initial policy.",
 )
 
 # Errors that the user can fix: they are printed without a traceback.
@@ -101,7 +111,10 @@ def plan_only():
 
 
 def run(folder: pathlib.Path):
-  """Trains the recipe in a run folder, and removes it if that is refused."""
+  """Trains or evaluates the recipe in a run folder.
+
+  The folder is removed if that is refused.
+  """
   config.parse(config.GIN_FILE.value, config.GIN_BINDINGS.value, str(folder))
   if config.binding(train.train, 'ray_address'):
     # Before a workflow is built, which may compute.
@@ -109,12 +122,30 @@ def run(folder: pathlib.Path):
   fresh = not folder.exists()
   with run_lock.hold(folder):
     try:
-      config.call(train.train, workdir=str(folder), resume=RESUME.value)
+      if EVAL_ONLY.value:
+        _evaluate(folder)
+      else:
+        config.call(train.train, workdir=str(folder), resume=RESUME.value)
     except USER_ERRORS:
       if fresh and not (folder / 'config.gin').exists():
         # The run was refused before it started: nothing of value is in there.
         shutil.rmtree(folder, ignore_errors=True)
       raise
+
+
+def _evaluate(folder: pathlib.Path):
+  """Evaluates the recipe's policy."""
+  # Imported here: training needs none of it.
+  from rlinf_jax import evaluate
+
+  config.call(
+    evaluate.evaluate,
+    bindings_of=train.train,
+    workdir=str(folder),
+    resume=RESUME.value,
+    checkpoint_of=EVAL_CHECKPOINT.value,
+    recipe_of=train.train,
+  )
 
 
 def main(_):
@@ -129,6 +160,11 @@ def main(_):
       raise ValueError(
         '--compile compiles a plan for other devices and trains nothing: add '
         '--plan_only.'
+      )
+    if EVAL_CHECKPOINT.value and not EVAL_ONLY.value:
+      raise ValueError(
+        '--eval_checkpoint names what is evaluated without training: add '
+        '--eval_only.'
       )
     plan_only() if PLAN_ONLY.value else run(folder)
   except KeyboardInterrupt:

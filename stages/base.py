@@ -157,11 +157,15 @@ class Verdict(NamedTuple):
     reward: reward to learn from, after any shaping.
     correct: 1 where the answer is right, before any shaping.
     terms: numbers to log, by name, such as the terms that `reward` adds up.
+    vote: the final answer of each completion as an id for majority votes; −1
+      where it has none. Two right answers may differ. None where a verifier
+      knows no final answers.
   """
 
   reward: Float[Array, ' B']
   correct: Float[Array, ' B']
   terms: Mapping[str, Float[Array, ' B']] | tuple[()] = ()
+  vote: Int[Array, ' B'] | None = None
 
 
 class Evaluation(NamedTuple):
@@ -369,9 +373,12 @@ class Source(NamedTuple):
     held_out: `() -> batches`, a list that no training batch overlaps.
     text: `token, mask -> texts`, one string a row, for logs; None where rows
       are not text.
+    held_out_names: `() -> names`: for each batch of `held_out`, the name of the
+      set that it belongs to; None where all are of one set.
   """
 
   init: Callable[[int], Any]
   next: Callable[[Any, dict[str, float]], tuple[Any, Any]]
   held_out: Callable[[], list[Any]]
   text: Callable[[Any, Any], list[str]] | None = None
+  held_out_names: Callable[[], list[str]] | None = None

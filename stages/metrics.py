@@ -38,6 +38,66 @@ class OptionalMean(NamedTuple):
     return {'': self.sum / self.count} if self.count > 0 else {}
 
 
+class Score(NamedTuple):
+  """A mean of scores between 0 and 1, with its standard error.
+
+  It is left out of the log where its count is zero. The standard error of a
+  mean of n independent scores is
+
+    √(Σ (x − μ)² / (n (n − 1)))
+
+  and is left out for n < 2. Scores this small are summed without cancellation.
+
+  Attributes:
+    sum: Σ x.
+    square: Σ x².
+    count: n.
+  """
+
+  sum: jax.Array
+  square: jax.Array
+  count: jax.Array
+
+  def merge(self, other):
+    return Score(*(a + b for a, b in zip(self, other, strict=True)))
+
+  def value(self):
+    if self.count == 0:
+      return {}
+    error = self.standard_error()
+    values = {'': self.sum / self.count}
+    return values if np.isnan(error) else values | {'_stderr': error}
+
+  def standard_error(self) -> float:
+    """The standard error of the mean; NaN for fewer than two scores."""
+    # In float64: Σ x² and (Σ x)² / n are close where scores are alike.
+    total, square, n = (float(x) for x in self)
+    if n < 2:
+      return np.nan
+    variance = max(square - total**2 / n, 0.0) / (n - 1)
+    return np.sqrt(variance / n)
+
+  def interval(self, z: float = 1.96) -> tuple[float, float]:
+    """A confidence interval of the mean, by Wilson, doi:10.2307/2276774.
+
+    It lies within 0 … 1 and has a width for means of 0 and 1, too. Scores
+    between 0 and 1 vary less than successes and failures do; their number is
+    raised accordingly, to the n of as many successes and failures with the same
+    standard error.
+
+    Args:
+      z: quantile of the normal distribution: 1.96 for 95 %.
+    """
+    p, n = float(self.sum / self.count), float(self.count)
+    error = self.standard_error()
+    if n >= 2 and error > 0.0:
+      n = max(n, p * (1.0 - p) / error**2)
+    center = (p + z**2 / (2 * n)) / (1 + z**2 / n)
+    root = np.sqrt(p * (1.0 - p) / n + z**2 / (4 * n**2))
+    half = z * root / (1 + z**2 / n)
+    return max(center - half, 0.0), min(center + half, 1.0)
+
+
 class Max(NamedTuple):
   """A maximum."""
 
@@ -137,10 +197,30 @@ class FirstRows(NamedTuple):
     return self
 
 
+class Rows(NamedTuple):
+  """All rows of a batch, unchanged; those of several batches in their order.
+
+  It is made of the results of stages, and is not a result of one.
+  """
+
+  rows: Any
+
+  def merge(self, other):
+    return Rows(
+      jax.tree.map(lambda *x: np.concatenate(x), self.rows, other.rows)
+    )
+
+
 def mean(x, mask=None) -> Mean:
   """Mean of `x` where `mask` is one."""
   mask = jnp.ones_like(x) if mask is None else mask
   return Mean((x * mask).sum(), mask.sum())
+
+
+def score(x, mask=None) -> Score:
+  """Mean and standard error of scores `x` where `mask` is one."""
+  mask = jnp.ones_like(x) if mask is None else mask
+  return Score((x * mask).sum(), (x * x * mask).sum(), mask.sum())
 
 
 def maximum(x, mask=None) -> Max:
@@ -194,7 +274,7 @@ def read(info) -> tuple[dict[str, float], dict[str, Any]]:
   """Splits `info`, already on the host, into numbers and logged rows."""
   numbers, rows = {}, {}
   for name, metric in info.items():
-    if isinstance(metric, FirstRows):
+    if isinstance(metric, FirstRows | Rows):
       rows[name] = metric.rows
     else:
       values = metric.value() if is_metric(metric) else {'': metric}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 import csv
 import json
+import math
 import os
 import pathlib
 from typing import Any, NamedTuple
@@ -22,11 +23,13 @@ class Row(NamedTuple):
     prompt: the question, or the messages of a conversation so far.
     answer: what a reward is given to compare with.
     where: file and line, for messages.
+    difficulty: a number that is higher for harder questions; 0 without one.
   """
 
   prompt: str | tuple[Message, ...]
   answer: str
   where: str
+  difficulty: float = 0.0
 
   @property
   def question(self) -> str:
@@ -44,6 +47,7 @@ def read(
   prompt_column: str | None = None,
   answer_column: str = 'answer',
   answer_after: str = '####',
+  difficulty_column: str | None = None,
 ) -> list[Row]:
   """Reads the rows of a file, whose ending tells its format.
 
@@ -56,6 +60,8 @@ def read(
       list, is handed to rewards as JSON.
     answer_after: where this marker is in an answer, the answer is what follows
       its last occurrence, as in GSM8K, whose answers show their working.
+    difficulty_column: the column of numbers that are higher for harder
+      questions, such as a level; None if there is none.
 
   Raises:
     ImportError: for a parquet file without pyarrow.
@@ -77,7 +83,8 @@ def read(
         f'{where} has nothing in {answer_column!r}: give it an answer, or '
         'leave the row out.'
       )
-    rows.append(Row(prompt, answer, where))
+    difficulty = _difficulty(row, difficulty_column, where)
+    rows.append(Row(prompt, answer, where, difficulty))
   return rows
 
 
@@ -209,6 +216,23 @@ def _answer(value: Any, column: str, where: str) -> str:
     )
   text = value if isinstance(value, str) else json.dumps(value)
   return checked_text(text, where)
+
+
+def _difficulty(row, column: str | None, where: str) -> float:
+  """The difficulty of a question, as a number."""
+  if column is None:
+    return 0.0
+  try:
+    difficulty = float(row[column])
+  except (KeyError, TypeError, ValueError):
+    difficulty = math.nan
+  if not math.isfinite(difficulty):
+    raise ValueError(
+      f'{where} has {row.get(column)!r} as its difficulty in {column!r}: give '
+      'every row a number, higher for harder questions, or bind no '
+      'difficulty_column.'
+    )
+  return difficulty
 
 
 def checked_text(text: str, where: str) -> str:

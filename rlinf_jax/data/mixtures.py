@@ -1,4 +1,4 @@
-"""The order of rows: shuffled by seed and epoch, mixed by weights.
+"""The order of rows: by seed, epoch and difficulty, mixed by weights.
 
 The order is one endless sequence, a function of the seed alone. A position in
 it is a few integers, so a checkpoint stores it and a resumed run continues it.
@@ -6,6 +6,7 @@ it is a few integers, so a checkpoint stores it and a resumed run continues it.
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,12 +55,36 @@ def init(num_files: int) -> Callable[[int], dict[str, np.ndarray]]:
 
 @functools.lru_cache(maxsize=64)
 def permutation(seed: int, part: int, epoch: int, rows: int) -> np.ndarray:
-  """The order of a file's rows in an epoch."""
+  """A random order of a file's rows in an epoch."""
   return np.random.default_rng([seed, part, epoch]).permutation(rows)
 
 
+class Mixture(NamedTuple):
+  """Files of rows, and how they are mixed.
+
+  Attributes:
+    sizes: rows of each file.
+    weights: the share of each file.
+    difficulty: of every row, through all files; the first epoch of each file
+      is then in ascending order of it, and random among equals. None if every
+      epoch is in random order.
+  """
+
+  sizes: Sequence[int]
+  weights: Sequence[float]
+  difficulty: np.ndarray | None = None
+
+  def order(self, seed: int, part: int, epoch: int) -> np.ndarray:
+    """The rows of a file in an epoch, counted through all files."""
+    start = sum(self.sizes[:part])
+    rows = start + permutation(seed, part, epoch, self.sizes[part])
+    if epoch == 0 and self.difficulty is not None:
+      rows = rows[np.argsort(self.difficulty[rows], kind='stable')]
+    return rows
+
+
 def take(
-  seed: int, position: np.ndarray, sizes: Sequence[int], weights, n: int
+  seed: int, position: np.ndarray, mixture: Mixture, n: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """The next `n` rows of a mixture of files.
 
@@ -69,23 +94,22 @@ def take(
   Args:
     seed: of the order.
     position: rows taken from each file so far.
-    sizes: rows of each file.
-    weights: the share of each file.
+    mixture: the files.
     n: rows to take.
 
   Returns:
     The position afterward, and the numbers of the rows, counted through all
     files.
   """
-  shares = np.asarray(weights, float) / np.sum(weights)
+  shares = np.asarray(mixture.weights, float) / np.sum(mixture.weights)
   position = position.copy()
-  starts = np.cumsum([0, *sizes[:-1]])
-  taken = np.zeros(n, np.int64)
+  taken, orders = np.zeros(n, np.int64), {}
   for i in range(n):
     part = int(np.argmax(shares * (position.sum() + 1) - position))
-    epoch, index = divmod(int(position[part]), sizes[part])
-    order = permutation(seed, part, epoch, sizes[part])
-    taken[i] = starts[part] + order[index]
+    epoch, index = divmod(int(position[part]), mixture.sizes[part])
+    if (part, epoch) not in orders:
+      orders[part, epoch] = mixture.order(seed, part, epoch)
+    taken[i] = orders[part, epoch][index]
     position[part] += 1
   return position, taken
 

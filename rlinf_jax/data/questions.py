@@ -19,7 +19,7 @@ def questions(
   checkpoint: str,
   *,
   train: str | Sequence[str] | Mapping[str, float],
-  held_out: str | Sequence[str],
+  held_out: str | Sequence[str] | Mapping[str, str],
   batch_size: int,
   prompt_length: int,
   held_out_batch: int = 256,
@@ -27,6 +27,7 @@ def questions(
   prompt_column: str | None = None,
   answer_column: str = 'answer',
   answer_after: str = '####',
+  difficulty_column: str | None = None,
   chat: bool = True,
   system_prompt: str | None = None,
   template: str = '{prompt}',
@@ -36,20 +37,24 @@ def questions(
   """A source of the questions in files, and their answers.
 
   Batch `i` is a function of the files, the seed and `i`. An epoch gives every
-  question once, in an order that depends on the seed and the epoch.
+  question once, in an order that depends on the seed and the epoch. With a
+  `difficulty_column`, the first epoch goes from easy to hard (a curriculum).
 
   Args:
     checkpoint: folder of the model whose tokenizer to use.
     train: a file of questions, several, or `{file: weight}`: the share of each
       in every batch; by default, files have shares by their sizes.
-    held_out: a file of questions for evaluation, or several.
+    held_out: a file of questions for evaluation; or several, each a set with
+      metrics of its own; or `{name of the set: file}`. Without names, those of
+      the files are used.
     batch_size: questions a batch.
     prompt_length: the most tokens of a prompt.
     held_out_batch: held-out questions a batch.
-    held_out_rows: number of held-out questions, the first; None for all.
+    held_out_rows: number of questions of each set, the first; None for all.
     prompt_column: as `files.read`.
     answer_column: likewise.
     answer_after: likewise.
+    difficulty_column: likewise, of the files to train on.
     chat: as `chat.texts`.
     system_prompt: likewise.
     template: likewise.
@@ -62,12 +67,13 @@ def questions(
   tokenizer = tokens.load_tokenizer(checkpoint)
   lengths = _lengths(buckets, prompt_length)
 
-  def load(path: str):
+  def load(path: str, difficulty: str | None = None):
     rows = files.read(
       path,
       prompt_column=prompt_column,
       answer_column=answer_column,
       answer_after=answer_after,
+      difficulty_column=difficulty,
     )
     texts = chat_lib.texts(
       tokenizer,
@@ -85,20 +91,34 @@ def questions(
       name=pathlib.Path(path).name,
     )
 
-  parts = [load(path) for path in mixtures.paths(train, 'train')]
+  parts = [
+    load(path, difficulty_column) for path in mixtures.paths(train, 'train')
+  ]
   sizes = [len(rows) for rows, _ in parts]
-  weights = mixtures.shares(train, sizes)
+  difficulty = None
+  if difficulty_column is not None:
+    difficulty = np.array([row.difficulty for rows, _ in parts for row in rows])
+  mixture = mixtures.Mixture(sizes, mixtures.shares(train, sizes), difficulty)
   train_prompts = _joined(parts)
-  held = _joined([load(path) for path in mixtures.paths(held_out, 'held_out')])
+  sets = {name: load(path) for name, path in _held_out_files(held_out).items()}
+  held = _joined(list(sets.values()))
+  held_out_sizes = [len(rows) for rows, _ in sets.values()]
+  batches = _held_out_rows(held_out_sizes, held_out_rows, held_out_batch)
   return base.Source(
     mixtures.init(len(sizes)),
-    _next(train_prompts, sizes, weights, batch_size, lengths),
-    _held_out(held, held_out_rows, held_out_batch, prompt_length),
+    _next(train_prompts, mixture, batch_size, lengths),
+    lambda: [
+      held.batch(rows, prompt_length)._replace(weight=weight)
+      for _, rows, weight in batches
+    ],
     lambda *rows: tokens.decode(tokenizer, *rows),
+    (lambda: [list(sets)[i] for i, *_ in batches]) if len(sets) > 1 else None,
   )
 
 
-def _next(prompts, sizes, weights, batch_size: int, lengths: Sequence[int]):
+def _next(
+  prompts, mixture: mixtures.Mixture, batch_size: int, lengths: Sequence[int]
+):
   """Returns the function from a state to the next one and its batch."""
   # Alike only within a window, so that no length waits for long.
   window = WINDOW if len(lengths) > 1 else 1
@@ -106,17 +126,17 @@ def _next(prompts, sizes, weights, batch_size: int, lengths: Sequence[int]):
   @functools.lru_cache(maxsize=4)
   def in_window(seed: int, number: int, position: tuple[int, ...]):
     position, rows = mixtures.take(
-      seed, np.array(position), sizes, weights, window * batch_size
+      seed, np.array(position), mixture, window * batch_size
     )
     if window == 1:
       return position, rows[None]
-    rng = np.random.default_rng([seed, len(sizes), number])
+    rng = np.random.default_rng([seed, len(mixture.sizes), number])
     return position, mixtures.batches_by_length(
       rng, rows, prompts.length, batch_size
     )
 
   def advance(state, metrics):
-    del metrics  # There is no curriculum.
+    del metrics  # The order is known beforehand.
     number, index = divmod(int(state['batch']), window)
     position = tuple(state['position'].tolist())
     after, batches = in_window(int(state['seed']), number, position)
@@ -130,32 +150,64 @@ def _next(prompts, sizes, weights, batch_size: int, lengths: Sequence[int]):
   return advance
 
 
-def _held_out(prompts, limit: int | None, size: int, length: int):
-  """Returns the function that makes the held-out batches.
+def _held_out_rows(
+  sizes: Sequence[int], limit: int | None, batch_size: int
+) -> list[tuple[int, np.ndarray, np.ndarray]]:
+  """The batches of held-out questions of several sets, one after the other.
 
-  The last one is filled up with questions whose weight is zero.
+  The last batch of a set is filled up with its questions, of weight zero.
+
+  Args:
+    sizes: number of questions of each set.
+    limit: number of them to use, the first; None for all.
+    batch_size: questions a batch; fewer if no set has as many.
+
+  Returns:
+    The set, the rows and the weights of each batch.
   """
-
-  def held():
-    rows = np.arange(len(prompts.token))[:limit]
-    n = min(size, len(rows))
-    filled = -len(rows) % n
-    weight = np.concatenate(
-      [np.ones(len(rows), np.float32), np.zeros(filled, np.float32)]
-    )
-    rows = np.concatenate([rows, rows[:filled]])
-    return [
-      prompts.batch(rows[i : i + n], length)._replace(weight=weight[i : i + n])
-      for i in range(0, len(rows), n)
+  starts = np.cumsum([0, *sizes])
+  used = [len(range(size)[:limit]) for size in sizes]
+  n = min(batch_size, max(used))
+  batches = []
+  for i, (start, size) in enumerate(zip(starts, used, strict=False)):
+    row = np.arange(-(-size // n) * n)
+    weight = (row < size).astype(np.float32)
+    row = start + row % size
+    cuts = range(n, len(row), n)
+    batches += [
+      (i, *part)
+      for part in zip(np.split(row, cuts), np.split(weight, cuts), strict=True)
     ]
-
-  return held
+  return batches
 
 
 def _joined(parts) -> prompts_lib.Prompts:
   """The questions of several files, one after the other."""
   rows = [row for rows, _ in parts for row in rows]
   return prompts_lib.prompts(rows, [t for _, encoded in parts for t in encoded])
+
+
+def _held_out_files(given) -> dict[str, str]:
+  """The file of each set of held-out questions, by the name of the set."""
+  if isinstance(given, Mapping):
+    files_of = dict(given)
+  else:
+    paths = mixtures.paths(given, 'held_out')
+    files_of = {pathlib.Path(path).stem: path for path in paths}
+    if len(files_of) < len(paths):
+      raise ValueError(
+        f'Files {paths} of held-out questions have the same names, by which '
+        "their metrics would be logged: name the sets, as in {'name': 'file'}."
+      )
+  if not files_of:
+    raise ValueError("No file is given for 'held_out': name one.")
+  wrong = [name for name in files_of if not name or '/' in name]
+  if wrong:
+    raise ValueError(
+      f'The names {wrong} of held-out sets cannot be parts of the names of '
+      'metrics: name them by at least one character, without slashes.'
+    )
+  return files_of
 
 
 def _lengths(buckets: Sequence[int], prompt_length: int) -> list[int]:

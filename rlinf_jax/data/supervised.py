@@ -170,14 +170,14 @@ def _source(
 
   parts = [load(path) for path in mixtures.paths(train, 'train')]
   num_rows = [len(part.prompt) for part in parts]
-  shares = mixtures.shares(train, num_rows)
+  mixture = mixtures.Mixture(num_rows, mixtures.shares(train, num_rows))
   training = _joined(parts)
   held = _joined([load(p) for p in mixtures.paths(held_out, 'held_out')])
 
   def advance(state, metrics):
     del metrics  # There is no curriculum.
     position, rows = mixtures.take(
-      int(state['seed']), state['position'], num_rows, shares, batch_size
+      int(state['seed']), state['position'], mixture, batch_size
     )
     batch = np.asarray(state['batch'] + 1)
     state = {**state, 'batch': batch, 'position': position}

@@ -1,6 +1,7 @@
 """Writes `report.html`: one self-contained page about a run.
 
   python -m rlinf_jax.report runs/x
+  python -m rlinf_jax.report runs/x runs/y  # Compares them, in compare.html.
 
 The page is made from the files of the run folder, also of a run that crashed or
 is still running. It loads nothing and runs no scripts.
@@ -16,83 +17,18 @@ import sys
 
 import numpy as np
 
-from rlinf_jax.report import charts, page, predicted, samples_html, summary
+from rlinf_jax.report import (
+  charted,
+  charts,
+  compare,
+  evaluation_table,
+  page,
+  predicted,
+  samples_html,
+  summary,
+)
 from rlinf_jax.run import run_folder
 
-# Curves in the order of the page: title, note, metrics by label.
-CURVES = (
-  ('Reward', 'mean over the rows of a step', {'': 'rollout/reward_mean'}),
-  (
-    'Success',
-    'fraction of finished episodes',
-    {'at any time': 'env/success_once', 'at the end': 'env/success_at_end'},
-  ),
-  ('Return', 'mean of finished episodes', {'': 'env/return'}),
-  ('Episode length', 'environment steps', {'': 'env/episode_length'}),
-  ('Loss', 'minimized by the updates', {'': 'train/loss'}),
-  (
-    'Policy loss',
-    'a surrogate objective: near zero is normal',
-    {'': 'train/policy_loss'},
-  ),
-  ('Value loss', 'error of the critic', {'': 'train/value_loss'}),
-  (
-    'Explained variance',
-    'of returns, by the critic; 1 is perfect',
-    {'': 'train/explained_variance'},
-  ),
-  ('Q value', 'of the actions taken, by the critics', {'': 'train/q_value'}),
-  ('Entropy', 'nats per token or action', {'': 'train/entropy'}),
-  (
-    'Temperature',
-    'weight of the entropy in the objective',
-    {'': 'train/temperature'},
-  ),
-  (
-    'KL divergence',
-    'nats per token or action',
-    {
-      'from the sampler': 'train/kl_behavior',
-      'from the reference': 'train/kl_reference',
-    },
-  ),
-  (
-    'Clip fraction',
-    'tokens or actions with a clipped ratio',
-    {'': 'train/clip_fraction'},
-  ),
-  (
-    'Response length',
-    'tokens',
-    {
-      'mean': 'rollout/response_length_mean',
-      'longest': 'rollout/response_length_max',
-    },
-  ),
-  (
-    'Truncated',
-    'fraction of completions cut at the limit',
-    {'': 'rollout/truncated_fraction'},
-  ),
-  (
-    'Groups without signal',
-    'fraction whose rewards are all equal',
-    {'': 'rollout/groups_degenerate'},
-  ),
-  ('Gradient norm', 'before clipping', {'': 'train/grad_norm'}),
-  ('Learning rate', '', {'': 'train/lr', 'critic': 'train/lr_critic'}),
-  (
-    'Idle',
-    'fraction of a rollout spent waiting',
-    {'simulators': 'wait/simulators', 'policy': 'wait/policy'},
-  ),
-  ('Throughput', 'tokens per second', {'': 'throughput/tokens_per_second'}),
-  (
-    'Throughput',
-    'environment steps per second',
-    {'': 'throughput/steps_per_second'},
-  ),
-)
 THROUGHPUT = {
   'throughput/tokens_per_second': 'tokens per second',
   'throughput/steps_per_second': 'environment steps per second',
@@ -119,10 +55,10 @@ def write(folder: str | os.PathLike) -> pathlib.Path:
     'report_template.html',
     name=html.escape(run.folder.resolve().name),
     kind=html.escape(_workflow(run)),
-    state='finished' if run.result else 'unfinished',
+    state='finished' if run.result or run.evaluation else 'unfinished',
     summary=html.escape(summary.describe(run)),
     figures=_key_figures(run),
-    headline=_headline_cards(run),
+    headline=_evaluation_card(run) or _headline_cards(run),
     curves=_curve_cards(run),
     time=_time_cards(run),
     samples=samples_html.videos(run) + samples_html.samples(run),
@@ -160,7 +96,8 @@ def _key_figures(run: run_folder.Run) -> str:
       f'<b>{summary.number(x, is_fraction)}</b>' for x in values
     )
     figures.append((label, text, 'headline'))
-  figures.append(('steps', f'<b>{run_folder.steps(run):,}</b>', ''))
+  if not run.evaluation:
+    figures.append(('steps', f'<b>{run_folder.steps(run):,}</b>', ''))
   value, unit = summary.duration(run)
   figures.append((unit, f'<b>{value}</b>', ''))
   for name, label in THROUGHPUT.items():
@@ -168,6 +105,19 @@ def _key_figures(run: run_folder.Run) -> str:
       median = np.median(series.value)
       figures.append((label, f'<b>{median:,.0f}</b>', ''))
   return page.key_figures(figures)
+
+
+def _evaluation_card(run: run_folder.Run) -> str:
+  """The table of an evaluation without training; '' of a training run."""
+  if not run.evaluation:
+    return ''
+  return page.card(
+    'Evaluation',
+    'in parentheses: confidence intervals of 95 %, over problems',
+    evaluation_table.as_html(evaluation_table.rows(run.evaluation['sets'])),
+    '',
+    'whole',
+  )
 
 
 def _headline_cards(run: run_folder.Run) -> str:
@@ -218,7 +168,7 @@ def _curve_cards(run: run_folder.Run) -> str:
   cards = []
   headline = summary.headline(run)
   shown = headline.metric if headline else ''
-  for title, note, names in CURVES:
+  for title, note, names in charted.CURVES:
     series = {
       label: run.series[name]
       for label, name in names.items()
@@ -358,10 +308,19 @@ def main() -> None:
   """Runs the command line."""
   parser = argparse.ArgumentParser(
     prog='python -m rlinf_jax.report',
-    description='Writes report.html into a run folder.',
+    description='Writes report.html into a run folder, or compares runs.',
   )
-  parser.add_argument('folder', help='a run folder, the --workdir of a run')
+  parser.add_argument(
+    'folders', nargs='+', help='run folders, the --workdir of a run each'
+  )
+  parser.add_argument(
+    '--output', default='compare.html', help='the page that compares runs'
+  )
+  given = parser.parse_args()
   try:
-    print(write(parser.parse_args().folder))
+    if len(given.folders) == 1:
+      print(write(given.folders[0]))
+    else:
+      print(compare.write(given.folders, given.output))
   except (OSError, ValueError) as error:
     sys.exit(str(error))

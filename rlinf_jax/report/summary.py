@@ -34,6 +34,8 @@ HEADLINES = (
 
 def describe(run: run_folder.Run) -> str:
   """Describes progress, time and problems of a run in a few sentences."""
+  if run.evaluation:
+    return _evaluated(run)
   sentences = [_progress(run)]
   times = run_folder.stage_seconds(run)
   if times:
@@ -63,6 +65,18 @@ def describe(run: run_folder.Run) -> str:
       f'{", ".join(not_finite)}.'
     )
   return ' '.join(sentences)
+
+
+def _evaluated(run: run_folder.Run) -> str:
+  """Describes an evaluation without training."""
+  scores = [
+    f'{set_}: {values[name]["value"]:.1%} of {values[name]["problems"]:,}'
+    for set_, values in run.evaluation['sets'].items()
+    for name in ('accuracy', 'success_once')
+    if name in values
+  ]
+  value, unit = duration(run)
+  return f'Evaluated in {value} {unit}. {"; ".join(scores)}.'
 
 
 def _progress(run: run_folder.Run) -> str:

@@ -9,9 +9,8 @@ import re
 
 import math_verify
 
-from rlinf_jax.rewards import base, boxes
+from rlinf_jax.rewards import base, final_answer
 
-MARKER = '####'  # Of the final line in GSM8K.
 CHOICE = re.compile(r'\(?([A-J])\)?[.:]?')
 CHOICE_FIRST = re.compile(r'\(?([A-J])\b')
 # The last of these is the choice of a completion without a box.
@@ -30,29 +29,14 @@ def correct(completion: base.Completion) -> float:
   last. An answer of one letter (A … J) is a multiple choice, and an answer in
   words is compared letter by letter; all others are compared as mathematics.
   """
-  gold = _unboxed(completion.answer).strip().strip('$').strip()
-  text = completion.text[-boxes.MAX_CHARACTERS :]
-  final = _final(text)
+  gold = final_answer.unboxed(completion.answer).strip().strip('$').strip()
+  text = completion.text[-final_answer.MAX_CHARACTERS :]
+  final = final_answer.find(text)
   if choice := CHOICE.fullmatch(_plain(gold)):
     return float(_choice(text, final) == choice[1])
   if WORDS.fullmatch(_plain(gold)):
     return float(_in_words(text, final).casefold() == _plain(gold).casefold())
   return float(_equal_mathematics(text if final is None else _box(final), gold))
-
-
-def _final(text: str) -> str | None:
-  """The text after the last marker or in the last box; None without both."""
-  marker, box = text.rfind(MARKER), text.rfind('\\boxed')
-  if marker > box:
-    line = text[marker + len(MARKER) :].strip().partition('\n')[0].strip()
-    return _unboxed(line)
-  return boxes.content(text)
-
-
-def _unboxed(text: str) -> str:
-  """The content of the last box, or the text if it has none."""
-  inside = boxes.content(text)
-  return text if inside is None else inside
 
 
 def _box(text: str) -> str:

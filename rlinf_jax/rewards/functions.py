@@ -1,6 +1,6 @@
 """Rewards of the form of a completion, as functions of a `base.Completion`."""
 
-from rlinf_jax.rewards import base, boxes, pool
+from rlinf_jax.rewards import base, final_answer, pool
 
 
 def correct(
@@ -28,8 +28,8 @@ def correct(
 
 def boxed(completion: base.Completion) -> float:
   r"""1 if a completion has one `\boxed{}`, and that with something in it."""
-  text = completion.text[-boxes.MAX_CHARACTERS :]
-  return float(text.count('\\boxed') == 1 and bool(boxes.content(text)))
+  text = completion.text[-final_answer.MAX_CHARACTERS :]
+  return float(text.count('\\boxed') == 1 and bool(final_answer.in_box(text)))
 
 
 def thinks(completion: base.Completion) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlinf_jax.data import text_arrays
 from rlinf_jax.rewards import base as rewards_base
-from rlinf_jax.rewards import functions, model
+from rlinf_jax.rewards import final_answer, functions, model
 import stages
 from stages import base
 from stages.language import tokens, verifiers
@@ -103,12 +103,15 @@ def _sum(
       np.float32(weight) * scores[term.name] for term, weight in terms
     )
     correct_B = (scores[names[0]] > 0.5).astype(np.float32)
-    return base.Verdict(total_B, correct_B, {**scores, FAILED: failed_B})
+    vote_B = tokens.text_ids([final_answer.vote(x.text) for x in completions])
+    terms_B = {**scores, FAILED: failed_B}
+    return base.Verdict(total_B, correct_B, terms_B, vote_B)
 
   def out_shapes(reference, action, mask):
     del reference, mask
     row = jax.ShapeDtypeStruct(action.shape[:1], jnp.float32)
-    return base.Verdict(row, row, dict.fromkeys([*names, FAILED], row))
+    vote = jax.ShapeDtypeStruct(row.shape, jnp.int32)
+    return base.Verdict(row, row, dict.fromkeys([*names, FAILED], row), vote)
 
   return stages.Stage(reward, 'reward', host=True, out_shapes=out_shapes)
 

@@ -33,13 +33,16 @@ class CheckpointState(NamedTuple):
 class Checkpoints:
   """The checkpoints of one run; writes one while training goes on."""
 
-  def __init__(self, folder: str | os.PathLike, keep: int):
+  def __init__(
+    self, folder: str | os.PathLike, keep: int, *, read_only: bool = False
+  ):
     """Opens a folder of checkpoints, which need not exist.
 
     Args:
       folder: the folder; unfinished checkpoints of a killed process are
         removed.
       keep: number of checkpoints to keep, the newest.
+      read_only: changes nothing, as where another process may be writing.
     """
     # Imported here because it takes half a second.
     import orbax.checkpoint as ocp
@@ -50,9 +53,10 @@ class Checkpoints:
       self.folder,
       options=ocp.CheckpointManagerOptions(
         max_to_keep=keep,
-        create=True,
-        cleanup_tmp_directories=True,
-        enable_async_checkpointing=True,
+        create=not read_only,
+        cleanup_tmp_directories=not read_only,
+        enable_async_checkpointing=not read_only,
+        read_only=read_only,
       ),
     )
 

@@ -23,13 +23,51 @@ def trace_flows(
   key, batch = jax.random.key(seed), first_batch(source, seed)
   state = _state_shapes(workflow, batch, key)
   step = trace_step(workflow, batch, key)
-  evaluate = flow_lib.trace(
+  return step, _trace_evaluation(workflow, source, state)
+
+
+def trace_evaluation(
+  workflow: base.Workflow, source: base.Source, seed: int
+) -> tuple[graph.Flow, graph.Flow]:
+  """Records the flow of an evaluation twice, in the place of a step as well.
+
+  Its state holds only what evaluations read, see `evaluated`.
+  """
+  key, batch = jax.random.key(seed), first_batch(source, seed)
+  state = jax.eval_shape(
+    functools.partial(evaluated, workflow, source),
+    _state_shapes(workflow, batch, key),
+  )
+  flow = _trace_evaluation(workflow, source, state)
+  return flow, flow
+
+
+def evaluated(workflow: base.Workflow, source: base.Source, state) -> Any:
+  """A state with empty arrays for what evaluations do not read.
+
+  Such as the moments of an optimizer, which need not take memory then.
+  """
+  flow = _trace_evaluation(workflow, source, state)
+  leaves, tree = jax.tree.flatten(state)
+  kept = [
+    x if start in flow.readers or not x.ndim else _empty(x)
+    for x, (start, _) in zip(leaves, flow.carry, strict=True)
+  ]
+  return jax.tree.unflatten(tree, kept)
+
+
+def _empty(x):
+  """An array without elements, of as many dimensions as `x`."""
+  return jax.lax.slice(x, (0,) * x.ndim, (0,) * x.ndim)
+
+
+def _trace_evaluation(workflow: base.Workflow, source: base.Source, state):
+  return flow_lib.trace(
     lambda state, *inputs: (state, workflow.evaluate(state, *inputs)),
     state,
     source.held_out()[0],
-    key,
+    jax.random.key(0),
   )
-  return step, evaluate
 
 
 def trace_step(workflow: base.Workflow, batch, key) -> graph.Flow:

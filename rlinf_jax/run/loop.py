@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import math
 import pathlib
 import time
@@ -13,7 +12,7 @@ import jax
 from rlinf_jax import config
 from rlinf_jax.planning import monitor as monitor_lib
 from rlinf_jax.run import checkpoint as checkpoint_lib
-from rlinf_jax.run import interrupt, run_log
+from rlinf_jax.run import evaluation, interrupt, run_log
 from rlinf_jax.runtime import base as runtime_base
 from rlinf_jax.runtime import timeline as timeline_lib
 from stages import base, metrics
@@ -25,6 +24,7 @@ THROUGHPUT = {
   'train/tokens': 'throughput/tokens_per_second',
   'env/steps': 'throughput/steps_per_second',
 }
+EVALUATION_SAMPLES = 4  # Completions of an evaluation that are logged.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Loop:
     self._video = None  # Frames of the last evaluation.
     self._checkpoints, self._log = checkpoints, log
     self._key = jax.random.key(seed)
-    self._held_out = source.held_out()
+    self._held_out = evaluation.HeldOut.of(source)
     self._source_state = start.source
     self.steps = self._submitted = start.step
     self._interrupt = interrupt.Interrupt()
@@ -245,15 +245,16 @@ class Loop:
     """Evaluates the policy on all held-out problems."""
     start = time.perf_counter()
     infos = [
-      jax.device_get(self.runtime.evaluate(batch, self._key))
-      for batch in self._held_out
+      evaluation.evaluate_batch(self.runtime, self._held_out, i, self._key)
+      for i in range(len(self._held_out.batches))
     ]
     self.runtime.timeline.take()  # Spans of an evaluation belong to no step.
-    values, samples = metrics.read(functools.reduce(metrics.merge, infos))
+    values, samples = evaluation.summarize(infos, self._held_out.names)
     values['time/evaluate'] = time.perf_counter() - start
     self._log.write_metrics(self.steps, values)
     self._video = samples.pop(video.NAME, None)
-    self._write_samples(samples)
+    first = jax.tree.map(lambda x: x[:EVALUATION_SAMPLES], samples)
+    self._write_samples(first)
     self._update_metrics(values)
 
   def _write_samples(self, samples: dict[str, Any]):

@@ -33,6 +33,8 @@ class Run(NamedTuple):
     samples: the records of samples.jsonl.
     result: the contents of result.json; None unless the run finished.
     warm_start: the run of the folder's warm_start folder, if there is one.
+    evaluation: the contents of evaluation.json, which --eval_only writes; None
+      if there is none.
   """
 
   folder: pathlib.Path
@@ -41,6 +43,7 @@ class Run(NamedTuple):
   samples: list[dict[str, Any]]
   result: dict[str, Any] | None
   warm_start: 'Run | None'
+  evaluation: dict[str, Any] | None = None
 
 
 def read(folder: str | os.PathLike) -> Run:
@@ -71,16 +74,22 @@ def read(folder: str | os.PathLike) -> Run:
       if record['what'] == 'run'
     ],
     _records(folder / 'samples.jsonl'),
-    _result(folder / 'result.json'),
+    _read_json(folder / 'result.json'),
     read(inside) if _records(inside / 'metrics.jsonl') else None,
+    _read_json(folder / 'evaluation.json'),
   )
+
+
+def completions(folder: str | os.PathLike) -> list[dict[str, Any]]:
+  """The records of completions.jsonl, which --eval_only writes."""
+  return _records(pathlib.Path(folder) / 'completions.jsonl')
 
 
 def _records(path: pathlib.Path) -> list[dict[str, Any]]:
   return list(writers.records(path)) if path.exists() else []
 
 
-def _result(path: pathlib.Path) -> dict[str, Any] | None:
+def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
   try:
     return json.loads(path.read_text(encoding='utf-8'))
   except (FileNotFoundError, json.JSONDecodeError):
@@ -99,8 +108,8 @@ def steps(run: Run) -> int:
 
 def seconds(run: Run) -> float:
   """The duration of a run; estimated if the run did not finish."""
-  if run.result:
-    return float(run.result['seconds'])
+  if record := run.result or run.evaluation:
+    return float(record['seconds'])
   ends = [record['end'] for record in run.runs]
   sums = [
     np.nansum(run.series[name].value)

@@ -28,6 +28,7 @@ def make_runtime(
   receive_timeout: float | None,
   network_interface: str | None,
   retrace: Callable[..., graph.Flow] | None = None,
+  trace: Callable[..., Any] = flows_lib.trace_flows,
 ) -> runtime_base.Runtime:
   """Makes the runtime of a plan, of threads or Ray processes, without a state.
 
@@ -40,11 +41,12 @@ def make_runtime(
     receive_timeout: seconds for which a Ray process waits for a value.
     network_interface: on which Ray processes listen, as `ActorPool`.
     retrace: `batch, key -> flow` of a step with a batch of other shapes.
+    trace: the function that recorded `flows`.
   """
   step, evaluate = flows
   if use_ray:
     return launch.runtime(
-      plan, flows, train, folder, receive_timeout, network_interface
+      plan, flows, train, folder, receive_timeout, network_interface, trace
     )
   return local.LocalRuntime(plan, step=step, evaluate=evaluate, retrace=retrace)
 

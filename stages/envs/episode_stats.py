@@ -120,16 +120,19 @@ def episode_return(stats: EpisodeStats):
 def metrics(stats: EpisodeStats, prefix: str) -> base.Info:
   """Means over episodes, named `prefix`/…."""
   count = stats.count.sum()
+
+  def score(successes):
+    # Each is 0 or 1, and so its own square.
+    return metrics_lib.Score(successes.sum(), successes.sum(), count)
+
+  def mean(x):
+    return metrics_lib.OptionalMean(x.sum(), count)
+
   return {
-    f'{prefix}/{name}': metrics_lib.OptionalMean(
-      getattr(stats, field).sum(), count
-    )
-    for name, field in (
-      ('success_once', 'success_once'),
-      ('success_at_end', 'success_at_end'),
-      ('return', 'return_'),
-      ('episode_length', 'length'),
-    )
+    f'{prefix}/success_once': score(stats.success_once),
+    f'{prefix}/success_at_end': score(stats.success_at_end),
+    f'{prefix}/return': mean(stats.return_),
+    f'{prefix}/episode_length': mean(stats.length),
   }
 
 

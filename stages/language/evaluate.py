@@ -1,41 +1,143 @@
 """Evaluation of a policy on held-out problems."""
 
 from collections.abc import Callable
+import functools
+
+import jax
+import jax.numpy as jnp
 
 import stages
 from stages import base, metrics
 from stages.language import policy_stages, verifiers
 
+SAMPLES = 'eval/samples'  # Name of the rows of an evaluation in its info.
 
-def evaluate(policy: base.Policy, verify: stages.Stage) -> Callable:
+
+def evaluate(
+  policy: base.Policy,
+  verify: stages.Stage,
+  *,
+  samples: int = 1,
+  greedy: bool | None = None,
+) -> Callable:
   """Returns `Version, problem, key, params=() -> info`: verified answers.
 
-  They are greedy. `params` are those of the verifier, if it is a learned one.
+  `params` are those of the verifier, if it is a learned one. `info` has the
+  accuracy with its standard error, rewards, lengths, the share of completions
+  that a limit cut off, and all rows. With several samples a problem it also has
+  `pass_at_k` and, where the verifier knows final answers, `maj_at_k`, for
+  k = 2, 4, 8, … up to `samples`.
 
   Args:
     policy: the policy to evaluate.
     verify: `answer, action, mask -> base.Verdict`.
-  """
-  answer = policy_stages.act(policy, 'answer', greedy=True)
+    samples: completions of each problem. Scores are averaged over those of a
+      problem first, so the standard error is that of independent problems.
+    greedy: takes the likeliest tokens instead of samples; by default, where
+      there is one completion a problem.
 
-  @stages.stage('score', 'sum')
-  def score(x: base.Experience, verdict: base.Verdict, weight_B):
-    length_B, T = x.mask.sum(1), x.mask.shape[1]
-    return {
-      'eval/accuracy': metrics.mean(verdict.correct, weight_B),
-      'eval/reward': metrics.mean(verdict.reward, weight_B),
-      **verdict_terms(verdict, 'eval', weight_B),
-      'eval/response_length': metrics.histogram(length_B, T + 1, weight_B),
-      'eval/truncated_fraction': metrics.mean(x.truncated, weight_B),
-      'eval/samples': metrics.first_rows(samples(x, verdict.reward), 4),
-    }
+  Raises:
+    ValueError: for several greedy completions, which would all be the same.
+  """
+  greedy = samples == 1 if greedy is None else greedy
+  if samples < 1 or (greedy and samples > 1):
+    raise ValueError(
+      f'An evaluation has {samples} {"greedy " * greedy}completions of each '
+      'problem: give one greedy completion, or one or more samples.'
+    )
+  repeat = policy_stages.repeat(samples)
+  answer = policy_stages.act(
+    policy, 'answer', group_size=samples, greedy=greedy
+  )
+  score = stages.Stage(
+    functools.partial(_score, samples), 'score', 'sum', group_size=samples
+  )
 
   def run(actor: base.Version, problem: base.Problem, key, params=()):
+    if samples > 1:
+      problem = repeat(problem)
     x = answer(actor, problem.prompt, stages.keys(key, problem.prompt))
     verdict = verifiers.judge(verify, params, problem.answer, x)
-    return score(x, verdict, problem.weight)
+    rows = rows_to_log(x, verdict.reward) | {
+      'correct': verdict.correct,
+      'truncated': x.truncated,
+    }
+    if problem.weight is not None:
+      rows['weight'] = problem.weight
+    return score(x, verdict, problem.weight) | {SAMPLES: metrics.Rows(rows)}
 
   return run
+
+
+def pass_at_k(correct_G, k: int):
+  """Probability that one of k samples is right, arXiv:2107.03374 eq. 1.
+
+    1 − C(n − c, k) / C(n, k)
+
+  It is estimated without bias from n samples of which c are right.
+
+  Args:
+    correct_G: 1 for right samples, 0 for wrong ones.
+    k: at most n.
+  """
+  n, right = correct_G.shape[0], correct_G.sum()
+  i = jnp.arange(k)
+  return 1.0 - jnp.maximum((n - right - i) / (n - i), 0.0).prod()
+
+
+def maj_at_k(correct_G, vote_G, k: int):
+  """Probability that the most frequent answer of k samples is right.
+
+  Right samples agree with each other, others if their answers are the same,
+  wrong ones without an answer do not vote, and of equally frequent answers the
+  first wins. It is the mean over disjoint runs of k samples, which is unbiased.
+
+  Args:
+    correct_G: 1 for right samples, 0 for wrong ones.
+    vote_G: ids of their answers, −1 for none.
+    k: at most n.
+  """
+  runs = correct_G.shape[0] // k
+
+  def majority(correct_K, vote_K):
+    same_KK = vote_K[:, None] == vote_K[None]
+    same_KK |= (correct_K[:, None] * correct_K[None]) > 0
+    votes_K = (vote_K >= 0) | (correct_K > 0)
+    agreed_KK = same_KK & votes_K[:, None] & votes_K[None]
+    return correct_K[agreed_KK.sum(1).argmax()]
+
+  parts = (x[: runs * k].reshape(runs, k) for x in (correct_G, vote_G))
+  return jax.vmap(majority)(*parts).mean()
+
+
+def _score(
+  samples: int, x: base.Experience, verdict: base.Verdict, weight_B
+) -> base.Info:
+  """Metrics of an evaluation with several completions a problem."""
+  length_B, T = x.mask.sum(1), x.mask.shape[1]
+  correct_NG = verdict.correct.reshape(-1, samples)
+  weight_N = None if weight_B is None else weight_B[::samples]
+  info = {
+    'eval/accuracy': metrics.score(correct_NG.mean(1), weight_N),
+    'eval/reward': metrics.mean(verdict.reward, weight_B),
+    **verdict_terms(verdict, 'eval', weight_B),
+    'eval/response_length': metrics.histogram(length_B, T + 1, weight_B),
+    'eval/truncated_fraction': metrics.mean(x.truncated, weight_B),
+  }
+  for k in _sizes(samples):
+    passed_N = jax.vmap(functools.partial(pass_at_k, k=k))(correct_NG)
+    info[f'eval/pass_at_{k}'] = metrics.score(passed_N, weight_N)
+    if verdict.vote is not None:
+      majority = jax.vmap(functools.partial(maj_at_k, k=k))
+      right_N = majority(correct_NG, verdict.vote.reshape(-1, samples))
+      info[f'eval/maj_at_{k}'] = metrics.score(right_N, weight_N)
+  return info
+
+
+def _sizes(samples: int) -> list[int]:
+  """2, 4, 8, … below `samples`, and `samples`; none for one sample."""
+  powers = [2**i for i in range(1, samples.bit_length()) if 2**i < samples]
+  return [*powers, samples] if samples > 1 else []
 
 
 def verdict_terms(verdict: base.Verdict, split: str, mask_B=None) -> base.Info:
@@ -46,8 +148,8 @@ def verdict_terms(verdict: base.Verdict, split: str, mask_B=None) -> base.Info:
   }
 
 
-def samples(x: base.Experience, reward_B) -> dict:
-  """Rows to log: prompts, completions and rewards."""
+def rows_to_log(x: base.Experience, reward_B) -> dict:
+  """Prompts, completions and rewards."""
   return {
     'prompt': x.obs.token,
     'prompt_mask': x.obs.mask,

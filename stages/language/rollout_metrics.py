@@ -62,7 +62,7 @@ def describe(
     'rollout/staleness_max': metrics.maximum(stale_BT),
     'rollout/tokens': length_B.sum(),
     'rollout/samples': metrics.first_rows(
-      evaluate_lib.samples(x, verdict.reward), group_size
+      evaluate_lib.rows_to_log(x, verdict.reward), group_size
     ),
   }
 

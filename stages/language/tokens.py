@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 import functools
 import pathlib
 import unicodedata
+import zlib
 
 import numpy as np
 
@@ -147,3 +148,15 @@ def decode(tokenizer, token_BT, mask_BT) -> list[str]:
     row[keep > 0].tolist() for row, keep in zip(token_BT, mask_BT, strict=True)
   ]
   return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
+def text_ids(texts: Sequence[str | None]) -> np.ndarray:
+  """An id of each text, int32 [B]: its CRC-32 without the top bit; −1 of None.
+
+  Equal texts have equal ids, and different ones almost always differ.
+  """
+  ids = [
+    -1 if t is None else zlib.crc32(t.encode(errors='replace')) >> 1
+    for t in texts
+  ]
+  return np.array(ids, np.int32)

@@ -204,11 +204,13 @@ def verify(checkpoint: str) -> stages.Stage:
       [n == [str(a)] for n, a in zip(numbers, answer_B.tolist(), strict=True)],
       np.float32,
     )
-    return base.Verdict(right_B, right_B)
+    vote_B = tokens.text_ids([n[0] if n else None for n in numbers])
+    return base.Verdict(right_B, right_B, vote=vote_B)
 
   def out_shapes(answer, action, mask):
     del answer, mask
     row = jax.ShapeDtypeStruct(action.shape[:1], jnp.float32)
-    return base.Verdict(row, row)
+    vote = jax.ShapeDtypeStruct(row.shape, jnp.int32)
+    return base.Verdict(row, row, vote=vote)
 
   return stages.Stage(verify_texts, 'reward', host=True, out_shapes=out_shapes)

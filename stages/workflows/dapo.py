@@ -1,5 +1,6 @@
 """Decoupled clip and dynamic sampling policy optimization, arXiv:2503.14476."""
 
+from collections.abc import Callable
 import functools
 from typing import NamedTuple
 
@@ -57,6 +58,7 @@ def dapo(
   num_epochs: int = 1,
   expected_rounds: int | None = None,
   importance_cap: float = 2.0,
+  evaluator: Callable = evaluate_lib.evaluate,
 ) -> base.Workflow:
   """Learns from groups of mixed accuracy: neither all right nor all wrong.
 
@@ -81,6 +83,7 @@ def dapo(
     num_epochs: passes over each batch, shuffled anew in each.
     expected_rounds: rounds that planners count on; `max_rounds` if None.
     importance_cap: as in `grpo`.
+    evaluator: as in `grpo`.
   """
   prompts_of = functools.partial(_round_prompts, max_rounds, group_size)
   take_prompts = stages.Stage(prompts_of, 'round_prompts', 'batch')
@@ -105,7 +108,7 @@ def dapo(
     importance=(losses.token_weight, losses.truncated, importance_cap),
   )
   learn = train_step.learner(loss, optimizer, group_size=group_size)
-  evaluate_actor = evaluate_lib.evaluate(policy, verify)
+  evaluate_actor = evaluator(policy, verify)
 
   empty_slots = stages.Stage(
     functools.partial(_empty_slots, prompts_of, generate, verify),

@@ -72,6 +72,7 @@ def grpo(
   importance_bound: Callable = losses.truncated,
   importance_cap: float = 2.0,
   rollouts: Callable = policy_stages.complete,
+  evaluator: Callable = evaluate_lib.evaluate,
 ) -> base.Workflow:
   """Compares each completion's reward with those of its group.
 
@@ -134,6 +135,7 @@ def grpo(
     rollouts: `policy, group_size -> policy_stages.Rollouts`: how completions
       are generated; `partial_rollout.partial_rollouts` carries unfinished ones
       into later steps.
+    evaluator: `policy, verify -> evaluate`, see `stages.language.evaluate`.
 
   Raises:
     ValueError: for a KL term and a KL penalty at once, for `kl_to_go` without a
@@ -170,7 +172,7 @@ def grpo(
   )
   has_reference = bool(kl_coef or kl_reward_coef)
   learn = train_step.learner(loss, optimizer, group_size=group_size)
-  evaluate_actor = evaluate_lib.evaluate(policy, verify)
+  evaluate_actor = evaluator(policy, verify)
 
   def init(key):
     actor = train_step.init(policy.init(key), optimizer)

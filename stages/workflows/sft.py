@@ -1,5 +1,7 @@
 """Supervised fine-tuning: maximum likelihood of worked examples."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import optax
 
@@ -13,6 +15,8 @@ def sft(
   policy: base.Policy,
   verify: stages.Stage | None,
   optimizer: optax.GradientTransformation,
+  *,
+  evaluator: Callable = evaluate_lib.evaluate,
 ) -> base.Workflow:
   """Maximizes the likelihood of each token of the examples' completions.
 
@@ -23,6 +27,7 @@ def sft(
     verify: stage `answer, action, mask -> base.Verdict`, which judges held-out
       problems; None to measure the likelihood of held-out examples instead.
     optimizer: optimizer of the parameters.
+    evaluator: `policy, verify -> evaluate`, see `stages.language.evaluate`.
   """
 
   def loss(params, x: base.Example):
@@ -34,7 +39,7 @@ def sft(
   score = stages.Stage(
     lambda params, x: likelihood(policy, params, x), 'score', 'sum', (0,)
   )
-  evaluate_actor = verify and evaluate_lib.evaluate(policy, verify)
+  evaluate_actor = verify and evaluator(policy, verify)
 
   def init(key):
     return train_step.init(policy.init(key), optimizer)

@@ -80,6 +80,7 @@ def text_ppo(
   importance_bound: Callable = losses.truncated,
   importance_cap: float = 2.0,
   rollouts: Callable = policy_stages.complete,
+  evaluator: Callable = evaluate_lib.evaluate,
 ) -> base.Workflow:
   """Compares the reward of each token with what a critic has expected.
 
@@ -126,6 +127,7 @@ def text_ppo(
     importance_bound: as in `grpo`.
     importance_cap: as in `grpo`.
     rollouts: as in `grpo`.
+    evaluator: as in `grpo`.
 
   Raises:
     ValueError: for a KL term and a KL penalty at once.
@@ -173,7 +175,7 @@ def text_ppo(
     warmup=(critic_warmup_steps, num_updates),
     group_size=group_size,
   )
-  evaluate_actor = evaluate_lib.evaluate(policy, verify)
+  evaluate_actor = evaluator(policy, verify)
   has_reference = bool(kl_coef or kl_reward_coef)
 
   def init(key):

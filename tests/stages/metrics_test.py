@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 from stages import metrics
 
@@ -17,6 +18,8 @@ KINDS = {
   'maximum of all': lambda x, mask: metrics.maximum(x),
   'moments': metrics.moments,
   'moments of all': lambda x, mask: metrics.moments(x),
+  'score': lambda x, mask: metrics.score(x / 9, mask),
+  'score of all': lambda x, mask: metrics.score(x / 9),
   'histogram': lambda x, mask: metrics.histogram(x, 12),
   'plain sum': lambda x, mask: x.sum(),
 }
@@ -191,3 +194,38 @@ def test_metrics_pass_through_a_compiled_function():
       jax.jit(make)(x, mask),
       make(x, mask),
     )
+
+
+def test_a_score_has_the_standard_error_of_its_mean():
+  x, mask = batch()
+  value = metrics.score(x / 9, mask).value()
+  kept = np.asarray(x)[np.asarray(mask) > 0] / 9
+  np.testing.assert_allclose(value[''], kept.mean(), rtol=1e-12)
+  np.testing.assert_allclose(value['_stderr'], stats.sem(kept), rtol=1e-9)
+  assert metrics.score(x, 0 * mask).value() == {}
+  assert metrics.score(x[:1, :1] / 9).value().keys() == {''}
+
+
+@pytest.mark.parametrize(('right', 'n'), [(0, 6), (1, 1), (7, 30), (940, 1319)])
+def test_the_interval_of_successes_is_that_of_scipy(right, n):
+  x = (jnp.arange(n) < right).astype(float)
+  want = stats.binomtest(right, n).proportion_ci(method='wilson')
+  got = metrics.score(x).interval(z=stats.norm.ppf(0.975))
+  # The variance of n scores has n − 1 in its denominator.
+  np.testing.assert_allclose(got, want, atol=1e-3 if right else 1e-9)
+
+
+def test_averaged_samples_narrow_the_interval():
+  one = metrics.score(jnp.asarray([0.0, 1.0] * 20))
+  averaged = metrics.score(jnp.asarray([0.25, 0.75] * 20))
+  width = lambda score: np.diff(score.interval())[0]
+  np.testing.assert_allclose(width(averaged), width(one) / 2, rtol=0.1)
+
+
+def test_rows_of_batches_follow_each_other():
+  rows = [{'a': np.arange(2)}, {'a': np.arange(3)}]
+  info = functools.reduce(
+    metrics.merge, [{'eval/samples': metrics.Rows(x)} for x in rows]
+  )
+  _, got = metrics.read(info)
+  assert got['eval/samples']['a'].tolist() == [0, 1, 0, 1, 2]

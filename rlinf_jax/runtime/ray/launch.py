@@ -25,11 +25,13 @@ class Recipe:
     train: the function whose arguments it binds, `rlinf_jax.train.train`.
     text: gin, as `config.text`.
     workdir: the run folder.
+    trace: `workflow, source, seed -> flows`.
   """
 
   train: Callable[..., Any]
   text: str
   workdir: str
+  trace: Callable[..., Any] = flows_lib.trace_flows
 
   def __call__(self):
     """Records and returns the flows of a step and of an evaluation."""
@@ -37,7 +39,7 @@ class Recipe:
       file = pathlib.Path(folder) / 'config.gin'
       file.write_text(self.text)
       config.parse([str(file)], [], self.workdir)
-    return config.call(flows_lib.trace_flows, bindings_of=self.train)
+    return config.call(self.trace, bindings_of=self.train)
 
 
 def leave_accelerators():
@@ -91,6 +93,7 @@ def runtime(
   folder: pathlib.Path,
   receive_timeout: float | None,
   network_interface: str | None,
+  trace: Callable[..., Any] = flows_lib.trace_flows,
 ):
   """Makes the `RayRuntime` of a recipe; starts no process yet.
 
@@ -101,11 +104,12 @@ def runtime(
     folder: the run folder.
     receive_timeout: as `RayRuntime`.
     network_interface: likewise.
+    trace: the function that recorded `flows`, as `Recipe`.
   """
   from rlinf_jax.runtime.ray import driver
 
   step, evaluate = flows
-  recipe = Recipe(train, config.text(), str(folder))
+  recipe = Recipe(train, config.text(), str(folder), trace)
   return driver.RayRuntime(
     plan,
     recipe,

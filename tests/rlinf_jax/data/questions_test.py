@@ -2,6 +2,7 @@ import json
 import os
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 
@@ -141,8 +142,28 @@ def test_a_mixture_keeps_its_shares_at_every_moment(folder, tmp_path):
 def test_shares_hold_for_any_weights():
   position, shares = np.zeros(3, np.int64), np.array([0.5, 0.3, 0.2])
   for _ in range(20):
-    position, _ = mixtures.take(0, position, [5, 7, 2], shares, 7)
+    mixture = mixtures.Mixture([5, 7, 2], shares)
+    position, _ = mixtures.take(0, position, mixture, 7)
     assert np.abs(position - position.sum() * shares).max() <= 1
+
+
+def test_the_first_epoch_goes_from_easy_to_hard(folder, tmp_path):
+  rows = [row(i) | {'level': i % 3} for i in range(12)]
+  train = write(tmp_path / 'levels.jsonl', rows)
+  made = source(folder, train=train, difficulty_column='level')
+  _, batches = take(made, 6)
+  numbers = [int(q.split('+')[0]) for x in batches for q in asked(x)]
+  first, second = numbers[:12], numbers[12:]
+  assert sorted(first) == sorted(second) == list(range(12))
+  assert [n % 3 for n in first] == [0] * 4 + [1] * 4 + [2] * 4
+  assert first[:4] != sorted(first[:4])  # At random among equals.
+  assert [n % 3 for n in second] != sorted(n % 3 for n in second)
+
+
+def test_a_row_without_a_difficulty_is_refused(folder, tmp_path):
+  train = write(tmp_path / 'a.jsonl', [row(1) | {'level': 'hard'}])
+  with pytest.raises(ValueError, match="line 1 has 'hard' as its difficulty"):
+    source(folder, train=train, difficulty_column='level')
 
 
 def test_buckets_pad_to_few_lengths_and_lose_no_row(folder, tmp_path):
@@ -190,6 +211,25 @@ def test_rows_that_fill_up_the_last_held_out_batch_weigh_nothing(folder):
     [1, 1, 1, 1],
     [1, 1, 0, 0],
   ]
+
+
+@pytest.mark.parametrize('named', [True, False])
+def test_batches_belong_to_one_set_each(folder, tmp_path, named):
+  few = write(tmp_path / 'few.jsonl', [row(50), row(51)])
+  ten = str(folder / 'ten.jsonl')
+  held_out = {'few': few, 'ten': ten} if named else [few, ten]
+  made = source(folder, held_out=held_out, held_out_batch=4, held_out_rows=7)
+  assert made.held_out_names() == ['few', 'ten', 'ten']
+  kept = [
+    [text for text, w in zip(asked(x), x.weight, strict=True) if w]
+    for x in made.held_out()
+  ]
+  assert kept[0] == ['50+1', '51+1']
+  assert kept[1] + kept[2] == [f'{i}+1' for i in range(7)]
+  # All batches are of one shape, so that one program evaluates them.
+  shapes = {str(jax.tree.map(np.shape, x)) for x in made.held_out()}
+  assert len(shapes) == 1
+  assert source(folder).held_out_names is None
 
 
 def test_long_questions_are_dropped_and_counted(folder, tmp_path, capsys):
@@ -258,6 +298,9 @@ BAD_SETTINGS = [
   ({'template': 'Add!'}, 'where the question goes'),
   ({'buckets': (50,)}, r'buckets \[50\]'),
   ({'train': ()}, "No file is given for 'train'"),
+  ({'held_out': {}}, "No file is given for 'held_out'"),
+  ({'held_out': {'a/b': 'x.jsonl'}}, 'without slashes'),
+  ({'held_out': ['a/x.jsonl', 'b/x.jsonl']}, 'have the same names'),
   ({'prompt_column': 'ask'}, "no column 'ask'"),
 ]
 

@@ -1,0 +1,51 @@
+r"""Final answers: in `\boxed{}`, after `####`, or a last number."""
+
+import re
+
+# An answer is at the end; the text before only costs time.
+MAX_CHARACTERS = 10_000
+MARKER = '####'  # Of the final line in GSM8K.
+NUMBER = re.compile(r'-?\d[\d,]*(?:\.\d+)?(?:/\d+)?')
+# Differences that do not make answers differ.
+STYLE = re.compile(r'\\(?:left|right|,|;|!)|[\s$]|(?<=\d),(?=\d{3}(?!\d))|\.$')
+
+
+def in_box(text: str) -> str | None:
+  r"""The content of the last `\boxed{…}`; None if there is none that closes."""
+  box, depth = text.rfind('\\boxed'), 0
+  start = -1 if box < 0 else text.find('{', box)
+  if start < 0:
+    return None
+  for i in range(start, len(text)):
+    depth += (text[i] == '{') - (text[i] == '}')
+    if depth == 0:
+      return text[start + 1 : i]
+  return None
+
+
+def unboxed(text: str) -> str:
+  """The content of the last box, or the text if it has none."""
+  inside = in_box(text)
+  return text if inside is None else inside
+
+
+def find(text: str) -> str | None:
+  """The text after the last marker or in the last box; None without both."""
+  marker, box = text.rfind(MARKER), text.rfind('\\boxed')
+  if marker > box:
+    line = text[marker + len(MARKER) :].strip().partition('\n')[0].strip()
+    return unboxed(line)
+  return in_box(text)
+
+
+def vote(text: str) -> str | None:
+  """What a completion votes for: its final answer, or else its last number.
+
+  Answers are compared as text, but for spaces, dollars, capital letters and the
+  commas of thousands. None if there is neither.
+  """
+  text = text[-MAX_CHARACTERS:]
+  answer = find(text)
+  if answer is None:
+    answer = (NUMBER.findall(text) or [None])[-1]
+  return None if answer is None else STYLE.sub('', answer).casefold()

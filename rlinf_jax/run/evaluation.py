@@ -1,0 +1,142 @@
+"""Evaluation of a loaded runtime on held-out batches, of one set or several."""
+
+from collections.abc import Iterator, Sequence
+import functools
+from typing import Any, NamedTuple
+
+import jax
+
+from rlinf_jax.runtime import base as runtime_base
+from stages import base, metrics
+from stages.language.evaluate import SAMPLES
+
+ALL = 'all'  # Name of all problems together, among the names of sets.
+
+
+class HeldOut(NamedTuple):
+  """The held-out batches of a source.
+
+  Attributes:
+    batches: the batches, of one shape.
+    names: the name of the set that each belongs to; None for one set without
+      a name.
+  """
+
+  batches: list[Any]
+  names: list[str] | None
+
+  @classmethod
+  def of(cls, source: base.Source) -> 'HeldOut':
+    names = source.held_out_names() if source.held_out_names else None
+    return cls(source.held_out(), names)
+
+
+def evaluate_batch(
+  runtime: runtime_base.Runtime, held_out: HeldOut, i: int, key: jax.Array
+) -> base.Info:
+  """The metrics of batch `i`, on the host; `key` is that of all batches."""
+  # Rows at the same place of two batches must not be sampled alike.
+  key = jax.random.fold_in(key, i)
+  return jax.device_get(runtime.evaluate(held_out.batches[i], key))
+
+
+def summarize(
+  infos: Sequence[base.Info], names: Sequence[str] | None
+) -> tuple[dict[str, float], dict[str, Any]]:
+  """The numbers and the rows of an evaluation.
+
+  Of several sets, a metric `eval/x` is that of all problems together, and
+  `eval/NAME/x` that of one set.
+
+  Args:
+    infos: of each batch.
+    names: the name of the set of each batch; None for one set.
+  """
+  values, rows = metrics.read(functools.reduce(metrics.merge, infos))
+  for name in dict.fromkeys(names or ()):
+    of_set = [x for x, its in zip(infos, names, strict=True) if its == name]
+    numbers, _ = metrics.read(functools.reduce(metrics.merge, of_set))
+    for metric, value in numbers.items():
+      head, _, tail = metric.partition('/')
+      values[f'{head}/{name}/{tail}'] = value
+  return values, rows
+
+
+def results(
+  infos: Sequence[base.Info], names: Sequence[str] | None
+) -> dict[str, dict[str, Any]]:
+  """The numbers of each set and of all problems, with confidence intervals.
+
+  Args:
+    infos: of each batch.
+    names: the name of the set of each batch; None for one set.
+
+  Returns:
+    By set, then by metric without its `eval/`: its value; of scores, also
+    'stderr', 'interval' of 95 % and the number of 'problems'. All problems
+    together are the set `ALL`.
+  """
+  sets = {
+    name: [x for x, its in zip(infos, names, strict=True) if its == name]
+    for name in dict.fromkeys(names or ())
+  }
+  if len(sets) != 1:
+    sets[ALL] = list(infos)
+  return {name: _results(infos) for name, infos in sets.items()}
+
+
+def _results(infos: Sequence[base.Info]) -> dict[str, Any]:
+  info = functools.reduce(metrics.merge, infos)
+  numbers, _ = metrics.read(info)
+  values = {
+    name.removeprefix('eval/'): {'value': value}
+    for name, value in numbers.items()
+    if not name.endswith('_stderr')
+  }
+  for name, metric in info.items():
+    if isinstance(metric, metrics.Score) and metric.count > 0:
+      values[name.removeprefix('eval/')] |= {
+        'stderr': float(metric.standard_error()),
+        'interval': list(map(float, metric.interval())),
+        'problems': int(metric.count),
+      }
+  return values
+
+
+def completions(
+  info: base.Info, source: base.Source, held_out: HeldOut, i: int
+) -> Iterator[dict[str, Any]]:
+  """Yields the completions of batch `i` as text, with their rewards.
+
+  Args:
+    info: the metrics of the batch; nothing is yielded where it has no rows.
+    source: decodes tokens by its `text`.
+    held_out: all batches.
+    i: the number of the batch.
+  """
+  if SAMPLES not in info:
+    return
+  rows = info[SAMPLES].rows
+  texts = {
+    name: source.text(rows[name], rows[f'{name}_mask'])
+    for name in ('prompt', 'completion')
+  }
+  B = jax.tree.leaves(held_out.batches[i])[0].shape[0]
+  samples = len(rows['reward']) // B
+  name = held_out.names[i] if held_out.names else ALL
+  before = (held_out.names or [ALL] * i)[:i].count(name) * B
+  for row in range(len(rows['reward'])):
+    if 'weight' in rows and not rows['weight'][row]:
+      continue
+    problem, sample = divmod(row, samples)
+    yield {
+      'set': name,
+      'problem': before + problem,
+      'sample': sample,
+      'prompt': texts['prompt'][row],
+      'completion': texts['completion'][row],
+      'correct': float(rows['correct'][row]),
+      'reward': float(rows['reward'][row]),
+      'tokens': int(rows['completion_mask'][row].sum()),
+      'truncated': bool(rows['truncated'][row]),
+    }
