@@ -29,6 +29,8 @@ from stages.models import attention, rope, transformer
 # Tokens of prompts that are read at once. More do not make better use of the
 # arithmetic units, and their activations take memory.
 MAX_PROMPT_TOKENS = 2**14
+# Slots are divided by this when no row is waiting and so many have emptied.
+SHRINK = 4
 
 
 class Slots(NamedTuple):
@@ -153,12 +155,6 @@ def _generate(
   slots = min(slots, B)
   replace = functools.partial(_replace_ended, layers, split, group_size, stop)
 
-  def condition(state: LoopState):
-    # Rows have at most `length` tokens and enter in order, so this bounds the
-    # iterations. Cost models read it.
-    bound = -(-B // slots) * length
-    return (state.t < bound) & state.slots.is_open_M.any()
-
   def extend(state: LoopState) -> LoopState:
     t, now = state.t, state.slots
     logit_M1V, caches = _decode(model, params, layers, t, now)
@@ -181,8 +177,18 @@ def _generate(
     )
     return replace(state._replace(t=t + 1, slots=now))
 
-  start = replace(_initial_state(model.config, split, slots, B, length))
-  return jax.lax.while_loop(condition, extend, start).completions
+  def run(state: LoopState, at_least: int) -> LoopState:
+    # While rows are waiting, all slots are open.
+    return jax.lax.while_loop(
+      lambda state: state.slots.is_open_M.sum() >= at_least, extend, state
+    )
+
+  state = replace(_initial_state(model.config, split, slots, B, length))
+  few = slots // SHRINK
+  if few:
+    # The last rows go on in a loop of fewer slots.
+    state = _shrink(run(state, few + 1), few)
+  return run(state, 1).completions
 
 
 def _prompt_layers(model, params, split: static.SplitPrompt):
@@ -243,6 +249,13 @@ def _initial_state(
     ),
     completions=static.empty_completions(config, rows, length),
   )
+
+
+def _shrink(state: LoopState, few: int) -> LoopState:
+  """The same rows in `few` slots; no more than these are open."""
+  order = jnp.argsort(~state.slots.is_open_M, stable=True)[:few]
+  slots = jax.tree.map(lambda x: x[order], state.slots)
+  return state._replace(slots=slots)
 
 
 def _is_stop(token, stop: tuple[int, ...]):
