@@ -23,12 +23,9 @@ from jaxtyping import Array
 from sharding import rules
 from stages import base
 from stages.language import generate as static
-from stages.language import kv_cache, sample
+from stages.language import kv_cache, prefill, sample
 from stages.models import attention, rope, transformer
 
-# Tokens of prompts that are read at once. More do not make better use of the
-# arithmetic units, and their activations take memory.
-MAX_PROMPT_TOKENS = 2**14
 # Slots are divided by this when no row is waiting and so many have emptied.
 SHRINK = 4
 
@@ -43,8 +40,9 @@ class Slots(NamedTuple):
     position_M: position of the last token of its prompt.
     token_M: latest token.
     mask_MP: one on the tokens of its prompt but the last.
-    caches: keys and values by layer, [M, K, P + T, W]: those of the prompt,
-      then the ring.
+    prompts: keys and values of the prompts by layer, [M, K, P, W].
+    rings: keys and values of the completions by layer, [M, K, C, W]. C is
+      `kv_cache.ring_columns(T)`.
     action_MT: sampled tokens, a ring.
     logp_MT: their log-probabilities, a ring.
   """
@@ -55,7 +53,8 @@ class Slots(NamedTuple):
   position_M: Array
   token_M: Array
   mask_MP: Array
-  caches: tuple[kv_cache.LayerCache, ...]
+  prompts: tuple[kv_cache.LayerCache, ...]
+  rings: tuple[kv_cache.LayerCache, ...]
   action_MT: Array
   logp_MT: Array
 
@@ -150,14 +149,14 @@ def _generate(
 ) -> base.Completions:
   """Decodes all rows of one device."""
   split = static.split_prompt(prompt, group_size)
-  layers = _prompt_layers(model, params, split)
+  layers = prefill.prompt_layers(model, params, split.prompt_NP, split.mask_NP)
   B = key_B.shape[0]
   slots = min(slots, B)
   replace = functools.partial(_replace_ended, layers, split, group_size, stop)
 
   def extend(state: LoopState) -> LoopState:
     t, now = state.t, state.slots
-    logit_M1V, caches = _decode(model, params, layers, t, now)
+    logit_M1V, rings = _decode(model, params, layers, t, now)
     if greedy:
       token_M = jnp.argmax(logit_M1V[:, 0], axis=-1)
     else:
@@ -171,7 +170,7 @@ def _generate(
     now = now._replace(
       is_open_M=now.is_open_M & ~is_full_M & ~_is_stop(token_M, stop),
       token_M=token_M,
-      caches=caches,
+      rings=rings,
       action_MT=_put_column(now.action_MT, t, token_M),
       logp_MT=_put_column(now.logp_MT, t, logp_M),
     )
@@ -189,35 +188,6 @@ def _generate(
     # The last rows go on in a loop of fewer slots.
     state = _shrink(run(state, few + 1), few)
   return run(state, 1).completions
-
-
-def _prompt_layers(model, params, split: static.SplitPrompt):
-  """By layer: its parameters, and its prompts' keys and values [N, K, P, W].
-
-  All prompts are read before the loop, in chunks. In the loop, prompts of a few
-  rows would each read all parameters, while all slots wait.
-  """
-  layers = range(model.config.L)
-
-  def read(prompt):
-    cache = model.apply({'params': params}, *prompt, method='prefill')
-    return [
-      kv_cache.LayerCache(*(jnp.swapaxes(x[i], 1, 2) for x in cache))
-      for i in layers
-    ]
-
-  (N, P), prompt = split.mask_NP.shape, (split.prompt_NP, split.mask_NP)
-  n = max(1, MAX_PROMPT_TOKENS // P)
-  if n >= N:
-    caches = read(prompt)
-  else:
-    chunks = -(-N // n)
-    padding = [(0, chunks * n - N), (0, 0)]
-    prompt = [jnp.pad(x, padding).reshape(chunks, n, P) for x in prompt]
-    caches = jax.tree.map(
-      lambda x: x.reshape(chunks * n, *x.shape[2:]), jax.lax.map(read, prompt)
-    )
-  return [(transformer.layer_params(params, i), *caches[i]) for i in layers]
 
 
 def _initial_state(
@@ -243,7 +213,8 @@ def _initial_state(
       position_M=zeros(),
       token_M=zeros(),
       mask_MP=zeros(P, dtype=split.mask_NP.dtype),
-      caches=kv_cache.empty(config, slots, P + length),
+      prompts=kv_cache.empty(config, slots, P),
+      rings=kv_cache.empty(config, slots, kv_cache.ring_columns(length)),
       action_MT=zeros(length),
       logp_MT=zeros(length, dtype=config.param_dtype),
     ),
@@ -341,9 +312,9 @@ def _enter(
       cache_MKCW, prompt_1KPW.astype(cache_MKCW.dtype), (m, 0, 0, 0)
     )
 
-  caches = tuple(
+  prompts = tuple(
     kv_cache.LayerCache(put_prompt(cache.key, key), put_prompt(cache.value, v))
-    for cache, (_, key, v) in zip(now.caches, layers, strict=True)
+    for cache, (_, key, v) in zip(now.prompts, layers, strict=True)
   )
   return now._replace(
     row_M=_put_row(now.row_M, m, jnp.minimum(row, B)),
@@ -352,48 +323,55 @@ def _enter(
     position_M=_put_row(now.position_M, m, split.position_B[n * group_size]),
     token_M=_put_row(now.token_M, m, split.token_B[n * group_size]),
     mask_MP=_put_row(now.mask_MP, m, split.mask_NP[n]),
-    caches=caches,
+    prompts=prompts,
   )
 
 
 def _decode(model, params, layers, t, now: Slots):
-  """Logits of the next token, and caches that include the current one."""
+  """Logits of the next token, and rings that include the current one."""
   c = model.config
   variables, block = {'params': params}, transformer.Block(c)
-  P, T = now.mask_MP.shape[1], now.action_MT.shape[1]
-  length_M = t - now.start_M
-  position_M = now.position_M + length_M
-  age_T = (t - jnp.arange(T)) % T
-  is_key_MC = jnp.concatenate(
-    [now.mask_MP > 0, age_T[None] <= length_M[:, None]], axis=1
-  )
-  # By whether a layer has a window: angles, and tokens that it reaches.
-  context = {False: (*rope.angles(c.rope, c.W, position_M[:, None]), is_key_MC)}
-  if c.window is not None:
-    position_MC = jnp.concatenate(
-      [
-        transformer.positions(now.mask_MP),
-        position_M[:, None] - age_T[None],
-      ],
-      axis=1,
-    )
-    is_near_M1C = attention.within_window(
-      position_M[:, None], position_MC, c.window
-    )
-    angles = rope.angles(c.local_rope or c.rope, c.W, position_M[:, None])
-    context[True] = (*angles, is_key_MC & is_near_M1C[:, 0])
+  contexts = _contexts(c, t, now)
   x_M1D = model.apply(variables, now.token_M[:, None], method='embed')
-  caches = []
-  for i, ((own, _, _), cache) in enumerate(
-    zip(layers, now.caches, strict=True)
-  ):
+  rings = []
+  for i, (own, _, _) in enumerate(layers):
     own = {'params': own}
-    cos_M1R, sin_M1R, mask_MC = context[c.is_local(i)]
+    (cos_M1R, sin_M1R), *where = contexts[c.is_local(i)]
     q_M1HW, k_M1KW, v_M1KW = block.apply(
       own, x_M1D, cos_M1R, sin_M1R, method='project'
     )
-    cache = kv_cache.update(cache, P + t % T, k_M1KW, v_M1KW)
-    seen_M1HW = kv_cache.own_attention(c, q_M1HW, cache, mask_MC)
+    column = t % now.rings[i].key.shape[2]
+    ring = kv_cache.update(now.rings[i], column, k_M1KW, v_M1KW)
+    seen_M1HW = kv_cache.ring_attention(c, q_M1HW, now.prompts[i], ring, *where)
     x_M1D = block.apply(own, x_M1D, seen_M1HW, method='finish')
-    caches.append(cache)
-  return model.apply(variables, x_M1D, method='logits'), tuple(caches)
+    rings.append(ring)
+  return model.apply(variables, x_M1D, method='logits'), tuple(rings)
+
+
+def _contexts(c: transformer.Config, t, now: Slots):
+  """By whether a layer has a window: angles, and what it attends to.
+
+  That are the masks [M, P] and [M, C], the iteration, and the age of the oldest
+  column of the ring, as `kv_cache.ring_attention` takes them.
+  """
+  C = now.rings[0].key.shape[2]
+  length_M = t - now.start_M
+  position_M1 = (now.position_M + length_M)[:, None]
+  is_prompt_MP = now.mask_MP > 0
+  age_C = (t - jnp.arange(C)) % C
+  is_own_MC = age_C[None] <= length_M[:, None]
+  # Empty slots do not count.
+  reach = jnp.where(now.is_open_M, length_M, 0).max()
+  angles = rope.angles(c.rope, c.W, position_M1)
+  contexts = {False: (angles, is_prompt_MP, is_own_MC, t, reach)}
+  if c.window is not None:
+    position_MP = transformer.positions(now.mask_MP)
+    is_near_M1P = attention.within_window(position_M1, position_MP, c.window)
+    contexts[True] = (
+      rope.angles(c.local_rope or c.rope, c.W, position_M1),
+      is_prompt_MP & is_near_M1P[:, 0],
+      is_own_MC & (age_C < c.window)[None],
+      t,
+      jnp.minimum(reach, c.window - 1),
+    )
+  return contexts

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from planner.costs import completions
-from stages.language import continuous, language_model, sample
+from stages.language import kv_cache, language_model, prefill, sample
 from stages.models import huggingface, transformer
 from tests.stages.language.generate_test import (
   act,
@@ -69,6 +69,26 @@ GEMMA = {
   'post_norms': True,
 }
 EXPERTS = {'E': 5, 'experts_per_token': 3, 'qk_norm': True}
+
+
+@pytest.mark.parametrize('model', [{}, GEMMA], ids=['qwen', 'gemma'])
+def test_blocks_of_the_cache_see_what_the_whole_of_it_sees(monkeypatch, model):
+  config = dataclasses.replace(CONFIG, **model)
+  weights = transformer.init_params(config, jax.random.key(0))
+  args = weights, prompts(), keys()
+
+  def run(slots):
+    policy = language_model.policy(
+      config, response_length=21, stop=STOP, slots=slots
+    )
+    act = jax.jit(functools.partial(policy.act, group_size=GROUP))
+    return act(*args)
+
+  want = run(None)
+  monkeypatch.setattr(kv_cache, 'BLOCK', 4)
+  assert kv_cache.ring_columns(21) == 24
+  same(run(3), want)
+  assert 4 * 3 < want.mask.sum(1).max()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +155,7 @@ def test_a_row_enters_in_the_iteration_after_another_has_ended(monkeypatch):
 
 def test_prompts_that_are_read_in_chunks_are_completed_alike(monkeypatch):
   want = act(slots=3)(params(), prompts(), keys())
-  monkeypatch.setattr(continuous, 'MAX_PROMPT_TOKENS', 14)  # Two of three.
+  monkeypatch.setattr(prefill, 'MAX_PROMPT_TOKENS', 14)  # Two of three.
   policy = language_model.policy(CONFIG, response_length=T, stop=STOP, slots=3)
   got = policy.act(params(), prompts(), keys(), group_size=GROUP)
   same(got, want)
@@ -150,7 +170,7 @@ def test_no_iteration_copies_the_cache():
   run = jax.jit(functools.partial(policy.act, group_size=GROUP))
   compiled = run.lower(params(), prompts(), keys()).compile()
   P = prompts().token.shape[1]
-  shape = f'f32[{slots},{config.K},{P + length},{config.W}]'
+  shape = f'f32[{slots},{config.K},{kv_cache.ring_columns(length)},{config.W}]'
   text = compiled.as_text()
   bodies = set(re.findall(r'body=(%[\w.-]+)', text))
   updates = 0
@@ -160,7 +180,8 @@ def test_no_iteration_copies_the_cache():
       assert not [x for x in made if ' copy(' in x]
       updates += len(made)
   assert updates
-  cache = 2 * config.L * slots * config.K * (P + length) * config.W * 4
+  columns = P + kv_cache.ring_columns(length)
+  cache = 2 * config.L * slots * config.K * columns * config.W * 4
   assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * cache
 
 
