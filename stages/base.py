@@ -12,7 +12,8 @@ ends in its dimensions, one capital letter each:
   R half a head width: one rotated plane
   O observation feature    A action dimension    X axis of the plane
   Z step of an action chunk    Y row of a replay buffer    I critic of an
-  ensemble U pixel of a convolution window, along one edge
+  ensemble, or rank of an adapter    U pixel of a convolution window, along one
+  edge
 """
 
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ Params = Any  # A tree of arrays.
 Key = jax.Array  # A scalar, or one a row.
 Info = dict[str, Any]  # Metrics by name, each a type of `stages.metrics`.
 CRITIC = 'critic'  # Key of a critic's parameters, see `Policy.init`.
+FROZEN = 'frozen'  # Key of parameters that are not trained, likewise.
 
 
 class Prompt(NamedTuple):
@@ -203,6 +205,7 @@ class Policy(NamedTuple):
   Attributes:
     init: `key -> params`. Parameters that only the critic has are under the key
       `CRITIC` of a dict; by it `optimizers.actor_critic` tells them apart.
+      Those under the key `FROZEN` have no gradient, see `train_step`.
     act: `params, obs, keys, *, group_size=1, greedy=False -> Experience`.
       Samples actions, with one key a row. Adjacent rows in groups of
       `group_size` share their observation, so a prompt is encoded once a group.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from stages import base
 from stages.language import generate
-from stages.models import mixed_precision, transformer
+from stages.models import lora, mixed_precision, transformer
 
 
 class ValueModel(NamedTuple):
@@ -70,6 +70,8 @@ def head(config: transformer.Config) -> ValueModel:
   model = transformer.Transformer(config)
 
   def value(params, prompt, action_BT, *, group_size=1):
+    if lora.is_adapted(params):
+      params = lora.join(params)
     x_BTD = completion_states(model, params, prompt, action_BT, group_size)
     return head_values(config, params, x_BTD)
 

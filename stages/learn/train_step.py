@@ -4,6 +4,10 @@ A loss is a sum of means whose denominators belong to the whole minibatch. A
 piece of the minibatch knows only its share of them, so `gradient` returns the
 gradient of each numerator and the piece's share of its denominator; both add
 up, and `apply` divides once. `learner` runs both over several minibatches.
+
+Parameters under the key `base.FROZEN`, such as weights beside an adapter, are
+read by `gradient` alone: they have no gradients and no moments, and a plan
+places them once, as they pass through a step unchanged.
 """
 
 from collections.abc import Callable
@@ -38,7 +42,8 @@ class Gradient(NamedTuple):
   """The contribution of one piece of a minibatch; pieces add up.
 
   Attributes:
-    numerators: a tree like the parameters for each distinct denominator.
+    numerators: a tree like the trainable parameters for each distinct
+      denominator.
     denominators: this piece's share of each.
     info: metrics.
     kl: as in `Loss`.
@@ -52,14 +57,47 @@ class Gradient(NamedTuple):
 
 def init(params, optimizer: optax.GradientTransformation) -> base.TrainState:
   """Returns the state before the first update."""
-  return base.TrainState(
-    params, optimizer.init(_at_least_float32(params)), jnp.zeros((), jnp.int32)
-  )
+  moments = optimizer.init(_at_least_float32(trainable(params)))
+  return base.TrainState(params, moments, jnp.zeros((), jnp.int32))
+
+
+def trainable(params):
+  """The parameters without those that are frozen."""
+  if isinstance(params, dict) and base.FROZEN in params:
+    return {k: x for k, x in params.items() if k != base.FROZEN}
+  return params
+
+
+def with_frozen(trained, params):
+  """Trained parameters together with the frozen ones of `params`, if any."""
+  if isinstance(params, dict) and base.FROZEN in params:
+    return trained | {base.FROZEN: params[base.FROZEN]}
+  return trained
 
 
 def version(state: base.TrainState) -> base.Version:
   """The parameters of a state, with the number of updates that made them."""
   return base.Version(state.params, state.step)
+
+
+def snapshot(version: base.Version) -> base.Version:
+  """A version to carry from step to step: without frozen parameters."""
+  return version._replace(params=trainable(version.params))
+
+
+def delayed(past: tuple[base.Version, ...], now: base.Version):
+  """Takes the oldest version from a delay line, and puts `now` at its end.
+
+  Args:
+    past: snapshots, the oldest first.
+    now: the version of this step.
+
+  Returns:
+    The oldest version, with frozen parameters, and the line of the next step.
+  """
+  oldest, *rest = *past, snapshot(now)
+  params = with_frozen(oldest.params, now.params)
+  return oldest._replace(params=params), tuple(rest)
 
 
 def _at_least_float32(tree):
@@ -116,7 +154,10 @@ def learner(
     infos, stopped = [], () if target_kl is None else (never(state.step),)
     for minibatch in minibatches:
       grads = gradient_stage(state.params, *given, *minibatch)
+      params = state.params
+      state = state._replace(params=trainable(params))
       state, *stopped, info = apply_stage(state, *stopped, grads)
+      state = state._replace(params=with_frozen(state.params, params))
       infos.append(info)
     return state, infos[0] if len(infos) == 1 else merge_info(*infos)
 
@@ -131,8 +172,8 @@ def gradient(loss: Callable) -> Callable:
   """
 
   def gradient(params, *batch) -> Gradient:
-    def numerators(params):
-      result = Loss(*loss(params, *batch))
+    def numerators(trained):
+      result = Loss(*loss(with_frozen(trained, params), *batch))
       return tuple(mean.sum for mean in result.means), (
         tuple(mean.count for mean in result.means),
         result.info,
@@ -140,7 +181,7 @@ def gradient(loss: Callable) -> Callable:
       )
 
     sums, pullback, (counts, info, kl) = jax.vjp(
-      numerators, params, has_aux=True
+      numerators, trainable(params), has_aux=True
     )
     grads = tuple(
       pullback(tuple(jnp.full_like(s, i == j) for j, s in enumerate(sums)))[0]

@@ -1,6 +1,8 @@
 """Models as Hugging Face checkpoints: loading, policies and exporting."""
 
 from collections.abc import Callable
+import contextlib
+import functools
 import json
 import pathlib
 import shutil
@@ -11,7 +13,8 @@ import jax.numpy as jnp
 
 from stages import base
 from stages.language import language_model, sample
-from stages.models import families, transformer, weights
+from stages.models import families, peft_files, transformer, weights
+from stages.models import lora as lora_lib
 
 # Files of a checkpoint beside its tensors, which `export` copies.
 COMPANIONS = (
@@ -29,6 +32,12 @@ COMPANIONS = (
 def raw_config(checkpoint) -> tuple[Any, pathlib.Path]:
   """The content of a checkpoint's config.json, and its path."""
   path = pathlib.Path(checkpoint) / 'config.json'
+  if peft_files.is_adapter(checkpoint) and not path.is_file():
+    raise weights.CheckpointError(
+      f'{checkpoint} holds an adapter of PEFT, not a model: give the folder of '
+      'the model that it adapts, and this one as `lora.Lora.adapter` '
+      '(LORA_ADAPTER in gin).'
+    )
   if not path.is_file():
     raise weights.CheckpointError(
       f'There is no checkpoint at {checkpoint}: {path} was not found. Give the '
@@ -81,13 +90,15 @@ def stop_tokens(checkpoint: str | pathlib.Path) -> tuple[int, ...]:
   return tuple(ids)
 
 
-def load_params(checkpoint: str | pathlib.Path, config: transformer.Config):
-  """The parameters of a checkpoint."""
+def load_params(
+  checkpoint: str | pathlib.Path, config: transformer.Config, shapes=None
+):
+  """The parameters of a checkpoint, in the types of `shapes` if given."""
   # Some checkpoints of tied models store the embedding a second time.
   ignored = frozenset({'lm_head.weight'} if config.tie_embeddings else ())
   return weights.load(
     checkpoint,
-    transformer.param_shapes(config),
+    shapes or transformer.param_shapes(config),
     names(checkpoint),
     ignored=ignored,
   )
@@ -103,6 +114,7 @@ def policy(
   max_live_logits: int = language_model.MAX_LIVE_LOGITS,
   slots: int | None = None,
   engine: Callable[..., base.Policy] | None = None,
+  lora: lora_lib.Lora | None = None,
 ) -> base.Policy:
   """A policy from a checkpoint.
 
@@ -118,6 +130,8 @@ def policy(
     engine: an engine that generates in place of the model, such as vLLM:
       `policy, *, checkpoint, config, names, response_length, stop, sampling ->
       policy`; None to generate with the model itself.
+    lora: adapters that are trained in place of the weights, which are then held
+      in the type of the arithmetic; None to train the weights.
 
   Raises:
     ValueError: for both slots and an engine.
@@ -128,36 +142,48 @@ def policy(
       'in its place: leave out one of them. The slots of vLLM are '
       'vllm.engine.max_num_seqs.'
     )
-  config = load_config(checkpoint, dtype=dtype, remat=remat)
+  config, start = load_config(checkpoint, dtype=dtype, remat=remat), None
+  shapes = transformer.param_shapes(config)
+  if lora:
+    shapes, lora, start = _adapter(config, shapes, lora)
 
   def init(key):
     if isinstance(key, jax.core.Tracer):  # Only shapes are needed.
-      return jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), transformer.param_shapes(config)
-      )
-    return load_params(checkpoint, config)
+      return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return load_params(checkpoint, config, shapes)
 
   settings = {
     'response_length': response_length,
     'stop': stop_tokens(checkpoint),
     'sampling': sampling,
   }
-  own = language_model.policy(
+  made = language_model.policy(
     config,
     **settings,
     init=init,
     max_live_logits=max_live_logits,
     slots=slots,
   )
-  if engine is None:
-    return own
-  return engine(
-    own,
-    checkpoint=checkpoint,
-    config=config,
-    names=names(checkpoint),
-    **settings,
-  )
+  if engine is not None:
+    made = engine(
+      made,
+      checkpoint=checkpoint,
+      config=config,
+      names=names(checkpoint),
+      **settings,
+    )
+  return lora_lib.wrap(made, lora, start) if lora else made
+
+
+def _adapter(config: transformer.Config, shapes, lora: lora_lib.Lora):
+  """Shapes of frozen weights, settings of their adapter, and how it starts."""
+  # Rounding does not change the model, and nothing is added to the weights.
+  rounded = functools.partial(transformer.compute_params, config)
+  shapes, start = jax.eval_shape(rounded, shapes), None
+  if lora.adapter:
+    lora, start = peft_files.load(lora, shapes)
+  lora_lib.shapes(shapes, lora)  # Refuses targets that the model lacks.
+  return shapes, lora, start
 
 
 def save(
@@ -184,26 +210,54 @@ def save(
   weights.save(folder, params, names(folder))
 
 
-def export(folder: str | pathlib.Path, params, checkpoint: str | pathlib.Path):
+def export(
+  folder: str | pathlib.Path,
+  params,
+  checkpoint: str | pathlib.Path,
+  *,
+  merge_lora: bool = False,
+):
   """Writes trained parameters as a checkpoint that `transformers` loads.
+
+  Adapters become a folder in PEFT's format, or a checkpoint of the model with
+  the adapters added to its weights.
 
   Args:
     folder: folder to write.
     params: parameters of the model; written in the type of `checkpoint`.
     checkpoint: the original model, for its configuration and tokenizer.
+    merge_lora: whether adapters are added to the weights.
   """
-  folder, source = pathlib.Path(folder), pathlib.Path(checkpoint)
-  # Write beside the folder, then rename: it may be the original checkpoint, and
-  # an interrupted export must leave it as it was.
+  source = pathlib.Path(checkpoint)
+  with _new_folder(pathlib.Path(folder)) as part:
+    if lora_lib.is_adapted(params) and not merge_lora:
+      peft_files.write(part, params, source)
+    else:
+      if lora_lib.is_adapted(params):
+        params = jax.jit(lora_lib.merge)(params)
+      _export_model(part, params, source)
+    for name in COMPANIONS:
+      if (source / name).exists():
+        shutil.copy(source / name, part / name)
+
+
+@contextlib.contextmanager
+def _new_folder(folder: pathlib.Path):
+  """A folder to make and write, which becomes `folder` when it is complete.
+
+  `folder` may be the original checkpoint, and an interrupted export must leave
+  it as it was.
+  """
   part = folder.with_name(f'{folder.name}.part')
   shutil.rmtree(part, ignore_errors=True)
-  config = json.loads((source / 'config.json').read_text())
-  dtype = config.pop('torch_dtype', None) or config.get('dtype', 'float32')
-  weights.save(part, params, names(source), dtype=dtype)
-  config['dtype'] = dtype
-  (part / 'config.json').write_text(json.dumps(config, indent=2))
-  for name in COMPANIONS:
-    if (source / name).exists():
-      shutil.copy(source / name, part / name)
+  yield part
   shutil.rmtree(folder, ignore_errors=True)
   part.replace(folder)
+
+
+def _export_model(folder: pathlib.Path, params, source: pathlib.Path):
+  config = json.loads((source / 'config.json').read_text())
+  dtype = config.pop('torch_dtype', None) or config.get('dtype', 'float32')
+  weights.save(folder, params, names(source), dtype=dtype)
+  config['dtype'] = dtype
+  (folder / 'config.json').write_text(json.dumps(config, indent=2))

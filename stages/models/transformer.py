@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sharding import row_map, rules
-from stages.models import attention, mixed_precision, mixture
+from stages.models import attention, lora, mixed_precision, mixture
 from stages.models import config as config_lib
 from stages.models import rope as rope_lib
 
@@ -97,13 +97,13 @@ class Block(nn.Module):
 
   def project(self, x_BTD, cos_BTR, sin_BTR):
     """Rotated queries and keys, and values."""
-    x_BTD = _rms_norm(
-      self.config, rules.shard_rows(x_BTD), self.before_attention_D
-    )
+    x_BTD = rules.shard_rows(x_BTD)
+    x_BTD = _rms_norm(self.config, x_BTD, self.before_attention_D)
     # In float32 until biases are added and positions are rotated.
-    q_BTHW = mixed_precision.product('BTD,DHW->BTHW', x_BTD, self.query_DHW)
-    k_BTKW = mixed_precision.product('BTD,DKW->BTKW', x_BTD, self.key_DKW)
-    v_BTKW = mixed_precision.product('BTD,DKW->BTKW', x_BTD, self.value_DKW)
+    wide = mixed_precision.product
+    q_BTHW = lora.linear(self, 'query_DHW', 'BTD,DHW->BTHW', x_BTD, wide)
+    k_BTKW = lora.linear(self, 'key_DKW', 'BTD,DKW->BTKW', x_BTD, wide)
+    v_BTKW = lora.linear(self, 'value_DKW', 'BTD,DKW->BTKW', x_BTD, wide)
     if self.config.qkv_bias:
       q_BTHW += self.query_HW[None, None]
       k_BTKW += self.key_KW[None, None]
@@ -120,7 +120,7 @@ class Block(nn.Module):
   def finish(self, x_BTD, seen_BTHW):
     """Adds the output of attention, then that of the feed-forward."""
     c = self.config
-    y_BTD = jnp.einsum('BTHW,HWD->BTD', seen_BTHW, self.out_HWD)
+    y_BTD = lora.linear(self, 'out_HWD', 'BTHW,HWD->BTD', seen_BTHW)
     if c.out_bias:
       wide = mixed_precision.wide_dtype(y_BTD.dtype)
       y_BTD = (y_BTD.astype(wide) + self.out_D[None, None]).astype(y_BTD.dtype)
@@ -145,10 +145,10 @@ class Block(nn.Module):
         (self.gate_EDF, self.up_EDF, self.down_EFD),
         activation,
       )
-    gate_BTF = jnp.einsum('BTD,DF->BTF', x_BTD, self.gate_DF)
-    up_BTF = jnp.einsum('BTD,DF->BTF', x_BTD, self.up_DF)
+    gate_BTF = lora.linear(self, 'gate_DF', 'BTD,DF->BTF', x_BTD)
+    up_BTF = lora.linear(self, 'up_DF', 'BTD,DF->BTF', x_BTD)
     hidden_BTF = activation(gate_BTF) * up_BTF
-    return jnp.einsum('BTF,FD->BTD', hidden_BTF, self.down_FD)
+    return lora.linear(self, 'down_FD', 'BTF,FD->BTD', hidden_BTF)
 
   def __call__(self, x_NSD, is_local, everywhere, nearby):
     """Processes each group: its prompt, then its completions end to end.

@@ -18,7 +18,7 @@ class State(NamedTuple):
 
   Attributes:
     actor: the policy being trained.
-    reference: its initial parameters.
+    reference: its initial parameters, without frozen ones.
   """
 
   actor: base.TrainState
@@ -63,17 +63,20 @@ def dpo(
 
   def init(key):
     actor = train_step.init(policy.init(key), optimizer)
-    return State(actor, actor.params)
+    return State(actor, train_step.trainable(actor.params))
+
+  def reference(state: State):
+    return train_step.with_frozen(state.reference, state.actor.params)
 
   def step(state: State, pairs: base.Example, key):
     del key  # Nothing here is random.
-    ref_logp_B = score_ref(state.reference, pairs)
+    ref_logp_B = score_ref(reference(state), pairs)
     actor, info = learn(state.actor, [(pairs, ref_logp_B)])
     return state._replace(actor=actor), info
 
   def evaluate(state: State, pairs: base.Example, key):
     del key
-    ref_logp_B = score_ref(state.reference, pairs)
+    ref_logp_B = score_ref(reference(state), pairs)
     return score(state.actor.params, pairs, ref_logp_B)
 
   return base.Workflow(init, step, evaluate, lambda state: state.actor.params)

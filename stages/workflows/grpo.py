@@ -29,9 +29,10 @@ class State(NamedTuple):
 
   Attributes:
     actor: the policy being trained.
-    reference: its initial parameters; `()` where nothing reads them.
+    reference: its initial parameters, without frozen ones; `()` where nothing
+      reads them.
     past: versions of the actor before each of the last `staleness` steps, the
-      oldest first.
+      oldest first, without frozen parameters.
     carry: what `rollouts` carries from step to step; `()` by default.
     verifier: parameters of a learned verifier; `()` for others.
   """
@@ -176,14 +177,15 @@ def grpo(
 
   def init(key):
     actor = train_step.init(policy.init(key), optimizer)
-    past = (train_step.version(actor),) * staleness
-    reference = actor.params if has_reference else ()
+    now = train_step.snapshot(train_step.version(actor))
+    reference = now.params if has_reference else ()
     judge = verifiers.init(verify, jax.random.fold_in(key, 1))
-    return State(actor, reference, past, verifier=judge)
+    return State(actor, reference, (now,) * staleness, verifier=judge)
 
   def step(state: State, problem: base.Problem, key):
     actor = state.actor
-    behavior, *past = *state.past, train_step.version(actor)
+    now = train_step.version(actor)
+    behavior, past = train_step.delayed(state.past, now)
     prompts = repeat(problem)
     keys = stages.keys(key, prompts.prompt)
     finished, x, carry, carry_info = generate.run(
@@ -196,10 +198,11 @@ def grpo(
       reward_B = above_greedy(reward_B, behavior, problem, key)
     ref_logp = ()
     if has_reference:
-      ref_logp = score_ref(state.reference, x.obs, x.action)
+      reference = train_step.with_frozen(state.reference, now.params)
+      ref_logp = score_ref(reference, x.obs, x.action)
     x = x._replace(advantage=estimate(x, reward_B, ref_logp))
     actor, info = learn(actor, minibatch(key, prompts.prompt, x, ref_logp))
-    state = state._replace(actor=actor, past=tuple(past), carry=carry)
+    state = state._replace(actor=actor, past=past, carry=carry)
     return state, rollout_info | carry_info | info
 
   def evaluate(state: State, problem: base.Problem, key):

@@ -21,7 +21,13 @@ from stages.language import (
   value_model,
   verifiers,
 )
-from stages.learn import actor_critic, advantages, losses, minibatches
+from stages.learn import (
+  actor_critic,
+  advantages,
+  losses,
+  minibatches,
+  train_step,
+)
 from stages.workflows.grpo import check_kl, objective
 
 
@@ -32,9 +38,10 @@ class State(NamedTuple):
     actor: the policy being trained; with the critic's head, if that is on its
       trunk.
     critic: the value model; `()` if it is a head on the trunk of the actor.
-    reference: the policy's initial parameters; `()` where there is no KL term.
+    reference: the policy's initial parameters, without frozen ones; `()` where
+      there is no KL term.
     past: versions of the actor before each of the last `staleness` steps, the
-      oldest first.
+      oldest first, without frozen parameters.
     carry: what `rollouts` carries from step to step; `()` by default.
     verifier: parameters of a learned verifier; `()` for others.
   """
@@ -180,14 +187,15 @@ def text_ppo(
 
   def init(key):
     actor, critic_state = learner.init(key)
-    now = actor_critic.policy_version(actor)
+    now = train_step.snapshot(actor_critic.policy_version(actor))
     reference = now.params if has_reference else ()
     judge = verifiers.init(verify, jax.random.fold_in(key, 1))
     past = (now,) * staleness
     return State(actor, critic_state, reference, past, verifier=judge)
 
   def step(state: State, problem: base.Problem, key):
-    behavior, *past = *state.past, actor_critic.policy_version(state.actor)
+    now = actor_critic.policy_version(state.actor)
+    behavior, past = train_step.delayed(state.past, now)
     prompts = repeat(problem)
     keys = stages.keys(key, prompts.prompt)
     problem, x, carry, carry_info = generate.run(
@@ -196,7 +204,8 @@ def text_ppo(
     verdict = verifiers.judge(verify, state.verifier, problem.answer, x)
     ref_logp = ()
     if has_reference:
-      ref_logp = score_ref(state.reference, x.obs, x.action)
+      reference = train_step.with_frozen(state.reference, now.params)
+      ref_logp = score_ref(reference, x.obs, x.action)
     value = score_value(
       learner.critic_params(state.actor, state.critic), x.obs, x.action
     )
@@ -212,7 +221,7 @@ def text_ppo(
       state.actor, state.critic, batches
     )
     state = state._replace(
-      actor=actor, critic=critic_state, past=tuple(past), carry=carry
+      actor=actor, critic=critic_state, past=past, carry=carry
     )
     return state, rollout_info | carry_info | info
 

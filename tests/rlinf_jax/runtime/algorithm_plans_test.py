@@ -12,15 +12,17 @@ import pytest
 import claims
 from stages import workflows
 from stages.learn import advantages, losses
+from stages.models import lora
 from tests.rlinf_jax.runtime import invariance_test, random_plans_test
 import tiny
 
 pytestmark = pytest.mark.usefixtures('in_float64')
 
 
-def grpo(**kwargs):
+def grpo(adapters=None, **kwargs):
+  policy = tiny.policy('float64')
   return workflows.grpo(
-    tiny.policy('float64'),
+    lora.wrap(policy, adapters) if adapters else policy,
     invariance_test.even,
     invariance_test.KEEP,
     group_size=4,
@@ -42,6 +44,13 @@ WORKFLOWS = {
     greedy_baseline=True,
     likelihood=losses.sequence_sum_logp,
     mask_truncated=True,
+  ),
+  'lora': lambda: grpo(
+    lora.Lora(rank=3),
+    normalize_advantages=True,
+    kl_reward_coef=0.1,
+    staleness=1,
+    num_minibatches=2,
   ),
   'dpo': lambda: workflows.dpo(
     tiny.policy('float64'), invariance_test.KEEP, beta=0.5

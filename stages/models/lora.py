@@ -1,0 +1,300 @@
+"""Low-rank adapters beside frozen weights, LoRA, arXiv:2106.09685.
+
+  y = W x + (α/r) B A x
+
+W is frozen. A [inputs, r] and B [r, outputs] are trained, and B starts at zero,
+so that training starts from the model itself. The parameters of an adapted
+policy are a dict:
+
+  'adapter': A and B of each matrix, stacked over layers
+  base.FROZEN: {'params': the parameters of the model, 'alpha': α}
+  base.CRITIC: the parameters of a critic, trained in full, where there is one
+
+Training and scoring compute B (A x) and never W + B A. Sampling adds the
+product to the weights once a call, because every token would read A and B.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import math
+from typing import Any
+import weakref
+
+import jax
+import jax.numpy as jnp
+
+from stages import base
+from stages.models import families, mixed_precision
+
+ADAPTER, PARAMS, ALPHA = 'adapter', 'params', 'alpha'
+# Parameters by the letter of a target. Their last names in a checkpoint, such
+# as q_proj, are the names of targets.
+LETTERS = {
+  'q': 'query_DHW',
+  'k': 'key_DKW',
+  'v': 'value_DKW',
+  'o': 'out_HWD',
+  'g': 'gate_DF',
+  'u': 'up_DF',
+  'd': 'down_FD',
+}
+ALL = ''.join(LETTERS)
+DEFAULT_ALPHA = 32
+
+
+def module_name(parameter: str) -> str:
+  """The name of a linear map in a checkpoint, such as 'self_attn.q_proj'."""
+  name = families.NAMES[parameter].name.removesuffix('.weight')
+  return name.removeprefix(f'{families.LAYER}.')
+
+
+NAMED = {module_name(p).split('.')[-1]: p for p in LETTERS.values()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+  """Settings of adapters.
+
+  Attributes:
+    rank: r; None or 0 trains all weights, unless `adapter` is given.
+    alpha: α; 32 if None, or that of `adapter`.
+    targets: the matrices that are adapted: letters (q k v o of attention,
+      g u d for gate, up and down of the feed-forward), or a list of names such
+      as 'q_proj'; all seven if None, or those of `adapter`.
+    adapter: folder of an adapter in PEFT's format to start from; None starts
+      from the model itself.
+  """
+
+  rank: int | None = None
+  alpha: float | None = None
+  targets: str | tuple[str, ...] | None = None
+  adapter: str | None = None
+
+  def __post_init__(self):
+    if self.rank and (self.rank < 0 or self.rank != int(self.rank)):
+      raise ValueError(
+        f'The rank of LoRA is {self.rank}: give a whole number such as 32, or '
+        '0 or None to train all weights.'
+      )
+    parameters(ALL if self.targets is None else self.targets)
+
+  def __bool__(self):
+    return bool(self.rank or self.adapter)
+
+
+def parameters(targets: str | tuple[str, ...]) -> tuple[str, ...]:
+  """Our parameters of some targets, in a fixed order.
+
+  Raises:
+    ValueError: if there is none, or one is unknown.
+  """
+  known = LETTERS | NAMED
+  if isinstance(targets, str):
+    targets = [targets] if targets in NAMED else list(targets)
+  unknown = [x for x in targets if x not in known]
+  if unknown or not targets:
+    said = ', '.join(map(repr, unknown)) or 'none'
+    raise ValueError(
+      f'Targets of LoRA are letters of {ALL!r} or names of '
+      f'{", ".join(NAMED)}; {said} was given.'
+    )
+  chosen = {known[x] for x in targets}
+  return tuple(p for p in LETTERS.values() if p in chosen)
+
+
+def split(parameter: str) -> tuple[str, str]:
+  """The letters of a matrix that are inputs, and those that are outputs."""
+  letters = parameter.rsplit('_', 1)[1]
+  n = families.NAMES[parameter].inputs
+  return letters[:n], letters[n:]
+
+
+def pair_names(parameter: str) -> tuple[str, str]:
+  """The names of A and B of a matrix: `query_A_DI` and `query_B_IHW`."""
+  stem, (ins, outs) = parameter.rsplit('_', 1)[0], split(parameter)
+  return f'{stem}_A_{ins}I', f'{stem}_B_I{outs}'
+
+
+def linear(module, parameter: str, equation: str, x, product=jnp.einsum):
+  """W x of one matrix, plus B A x where `join` has put an adapter beside it.
+
+  Args:
+    module: a flax module with the matrix as an attribute.
+    parameter: name of the matrix.
+    equation: the product, as of an einsum.
+    x: the input.
+    product: computes the product, as `jnp.einsum` does.
+  """
+  y = product(equation, x, getattr(module, parameter))
+  names = pair_names(parameter)
+  if not module.has_variable('params', names[0]):
+    return y
+  a, b = (module.get_variable('params', name) for name in names)
+  ins, outs = split(parameter)
+  low_BTI = mixed_precision.product(f'BT{ins},{ins}I->BTI', x, a)
+  low_BTI = low_BTI.astype(x.dtype)
+  delta = mixed_precision.product(f'BTI,I{outs}->BT{outs}', low_BTI, b)
+  return (y.astype(delta.dtype) + delta).astype(y.dtype)
+
+
+def shapes(params, settings: Lora) -> dict[str, jax.ShapeDtypeStruct]:
+  """Shapes of A and B by name, for the parameters of a model.
+
+  Raises:
+    ValueError: if the model lacks a target.
+  """
+  layers = params.get('layers', {})
+  targets = parameters(ALL if settings.targets is None else settings.targets)
+  absent = [p for p in targets if p not in layers]
+  if absent:
+    names = ', '.join(module_name(p).split('.')[-1] for p in absent)
+    raise ValueError(
+      f'LoRA cannot adapt {names}: this model has no such matrices, as in a '
+      "mixture of experts. Choose other targets, such as 'qkvo'."
+    )
+  found = {}
+  for p in targets:
+    shape, dtype = layers[p].shape, layers[p].dtype
+    n = 1 + len(split(p)[0])
+    a, b = pair_names(p)
+    # In bfloat16, small updates would be rounded away.
+    dtype = mixed_precision.wide_dtype(dtype)
+    rank = settings.rank
+    found[a] = jax.ShapeDtypeStruct((*shape[:n], rank), dtype)
+    found[b] = jax.ShapeDtypeStruct((shape[0], rank, *shape[n:]), dtype)
+  return found
+
+
+def init(params, settings: Lora, key: base.Key) -> dict[str, Any]:
+  """A new adapter: A uniform within ±1/√inputs, as in PEFT, and B zero."""
+  wanted = shapes(params, settings)
+
+  @jax.jit
+  def draw(key):
+    adapter = {}
+    for i, (name, x) in enumerate(wanted.items()):
+      if '_B_' in name:
+        adapter[name] = jnp.zeros(x.shape, x.dtype)
+        continue
+      bound = math.prod(x.shape[1:-1]) ** -0.5
+      adapter[name] = jax.random.uniform(
+        jax.random.fold_in(key, i), x.shape, x.dtype, -bound, bound
+      )
+    return adapter
+
+  return {'layers': draw(key)}
+
+
+def is_adapted(params) -> bool:
+  """Whether parameters are those of an adapted policy."""
+  return isinstance(params, dict) and ADAPTER in params
+
+
+def pairs(params):
+  """Yields the name of each adapted matrix, A, and α/r · B."""
+  adapter, alpha = params[ADAPTER]['layers'], params[base.FROZEN][ALPHA]
+  for p in LETTERS.values():
+    a, b = pair_names(p)
+    if a in adapter:
+      scale = alpha / adapter[a].shape[-1]
+      yield p, adapter[a], adapter[b] * scale.astype(adapter[b].dtype)
+
+
+def _with_layers(params, layers):
+  """The model's parameters with some of the layers', and those of a critic."""
+  own = params[base.FROZEN][PARAMS]
+  rest = {k: v for k, v in params.items() if k not in (ADAPTER, base.FROZEN)}
+  return own | rest | {'layers': own['layers'] | layers}
+
+
+def join(params):
+  """Parameters of the model with A and B beside the weights, for training.
+
+  `transformer.Block` adds B A x where it finds them.
+  """
+  layers = {}
+  for p, *pair in pairs(params):
+    layers |= zip(pair_names(p), pair, strict=True)
+  return _with_layers(params, layers)
+
+
+def merge(params):
+  """Parameters of the model with W + (α/r) B A in place of W."""
+  layers, own = {}, params[base.FROZEN][PARAMS]['layers']
+  for p, a, b in pairs(params):
+    ins, outs = split(p)
+    delta = jnp.einsum(f'L{ins}I,LI{outs}->L{ins}{outs}', a, b)
+    layers[p] = (own[p].astype(delta.dtype) + delta).astype(own[p].dtype)
+  return _with_layers(params, layers)
+
+
+class _MergedOnce:
+  """Merges for an engine outside JAX, once for each version of the adapter.
+
+  The engine knows parameters that it has by the identity of their arrays.
+  """
+
+  def __init__(self):
+    self._merge, self._of, self._merged = jax.jit(merge), (), None
+
+  def __call__(self, params):
+    leaves = jax.tree.leaves(params)
+    if len(leaves) != len(self._of) or any(
+      x is not known() for x, known in zip(leaves, self._of, strict=True)
+    ):
+      self._merged = None  # Frees memory before the next copy is made.
+      self._merged = self._merge(params)
+      self._of = tuple(map(weakref.ref, leaves))
+    return self._merged
+
+
+def wrap(
+  policy: base.Policy,
+  settings: Lora,
+  start: Callable[[Any], dict[str, Any]] | None = None,
+) -> base.Policy:
+  """A policy whose weights are frozen, with adapters that are trained.
+
+  A critic of the policy, under the key `base.CRITIC`, is trained as before.
+
+  Args:
+    policy: a language model, such as `language_model.policy`.
+    settings: rank, alpha and targets.
+    start: `params -> adapter`: an existing adapter of the model; a new one if
+      None.
+  """
+  merged = merge if policy.out_shapes is None else _MergedOnce()
+
+  def adapted(function, prepare):
+    if function is None:
+      return None
+
+    @functools.wraps(function)
+    def run(params, *args, **kwargs):
+      return function(prepare(params), *args, **kwargs)
+
+    return run
+
+  def new(key):
+    params = dict(policy.init(key))
+    critic = {k: params.pop(k) for k in (base.CRITIC,) if k in params}
+    if start:
+      adapter = start(params)
+    else:
+      adapter = init(params, settings, jax.random.fold_in(key, 2))
+    alpha = DEFAULT_ALPHA if settings.alpha is None else settings.alpha
+    frozen = {PARAMS: params, ALPHA: jnp.float32(alpha)}
+    return {ADAPTER: adapter, base.FROZEN: frozen} | critic
+
+  engine = policy.engine
+  if engine:
+    engine = engine._replace(equivalent=adapted(engine.equivalent, merge))
+  return policy._replace(
+    init=new,
+    act=adapted(policy.act, merged),
+    evaluate=adapted(policy.evaluate, join),
+    value=adapted(policy.value, join),
+    resume=adapted(policy.resume, merged),
+    engine=engine,
+  )
