@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import stages
 from stages import base
+from stages.learn import train_step
 
 
 def act(
@@ -67,6 +68,23 @@ def logp(policy: base.Policy, name: str, group_size: int) -> stages.Stage:
   return stages.Stage(run, name, unbatched=(0,), group_size=group_size)
 
 
+def ref_logp(policy: base.Policy, group_size: int, is_read: bool) -> Callable:
+  """Returns `reference, Version, experience -> logp_BT` of a reference policy.
+
+  The version has the frozen parameters, which the reference shares. Where
+  nothing reads the log-probabilities, the result is `()`.
+  """
+  if not is_read:
+    return lambda reference, now, x: ()
+  stage = logp(policy, 'ref_logp', group_size)
+
+  def score(reference, now: base.Version, x: base.Experience):
+    params = train_step.with_frozen(reference, now.params)
+    return stage(params, x.obs, x.action)
+
+  return score
+
+
 def proximal_logp(
   policy: base.Policy, group_size: int, several: bool = False
 ) -> Callable:
@@ -123,3 +141,41 @@ def complete(policy: base.Policy, group_size: int) -> Rollouts:
     return problem, with_proximal(actor, x), carry, {}
 
   return Rollouts(run)
+
+
+def workflow(
+  init: Callable,
+  step: Callable,
+  version: Callable[..., base.Version],
+  evaluate_actor: Callable,
+  rollouts: Rollouts,
+  staleness: int,
+) -> base.Workflow:
+  """A workflow of a language model, with its evaluation.
+
+  The fields `carry` and `verifier` of its state are those of the rollouts and
+  of a learned verifier.
+
+  Args:
+    init: as in `base.Workflow`.
+    step: likewise.
+    version: `state -> Version` of the policy.
+    evaluate_actor: `Version, problem, key, verifier_params -> info`.
+    rollouts: how completions are generated.
+    staleness: as in `base.Workflow`.
+  """
+
+  def evaluate(state, problem: base.Problem, key):
+    return evaluate_actor(version(state), problem, key, state.verifier)
+
+  def allocate(state, problem: base.Problem):
+    return state._replace(carry=rollouts.allocate(problem))
+
+  return base.Workflow(
+    init,
+    step,
+    evaluate,
+    lambda state: version(state).params,
+    staleness,
+    allocate=allocate if rollouts.allocate else None,
+  )

@@ -19,36 +19,63 @@ class Learner(NamedTuple):
   Attributes:
     init: `key -> actor, critic`: two train states; of the critic, `()` if it is
       a head on the trunk of the actor.
-    critic_params: `actor, critic -> params` that `ValueModel.value` takes.
-    update: `actor, critic, minibatches -> actor, critic, info`.
+    critic_params: `state -> params` that `ValueModel.value` takes; the state
+      has the fields `actor` and `critic`.
+    update: `state, minibatches -> {'actor': …, 'critic': …}, info`.
   """
 
   init: Callable[[base.Key], tuple[base.TrainState, Any]]
-  critic_params: Callable[..., base.Params]
+  critic_params: Callable[[Any], base.Params]
   update: Callable[..., Any]
 
 
-def two_learners(
+def learner(
   policy_and_optimizer,
   critic_and_optimizer,
-  policy_objective: Callable,
-  value_loss: Callable,
+  losses: tuple[Callable, Callable],
   *,
   aggregate: Callable,
   warmup: tuple[int, int],
   group_size: int,
 ) -> Learner:
-  """Updates of a policy and of a value model with a trunk of its own.
+  """Updates of a policy and of its critic, on one trunk or on two.
 
   Args:
     policy_and_optimizer: a `base.Policy` and its optimizer.
     critic_and_optimizer: a `value_model.ValueModel` and its optimizer.
-    policy_objective: `critic_loss=None -> loss`, as `grpo.objective`.
-    value_loss: `value_BT, experience -> loss_BT, info`.
+    losses: of the policy, `critic_loss=None -> loss` as `grpo.objective`, which
+      adds that of the critic; of the critic, `value_BT, experience -> loss_BT,
+      info`.
     aggregate: `loss_BT, mask_BT -> metrics.Mean` of the critic's loss.
-    warmup: first steps, in which only the critic learns, and updates a step.
+    warmup: first steps, in which only the critic learns, or only its head; and
+      updates a step.
     group_size: adjacent rows that share a prompt.
   """
+  critic, _ = critic_and_optimizer
+  if critic.shares_trunk:
+    return _one_learner(
+      policy_and_optimizer, critic_and_optimizer, losses, warmup, group_size
+    )
+  return _two_learners(
+    policy_and_optimizer,
+    critic_and_optimizer,
+    losses,
+    aggregate,
+    warmup,
+    group_size,
+  )
+
+
+def _two_learners(
+  policy_and_optimizer,
+  critic_and_optimizer,
+  losses,
+  aggregate,
+  warmup,
+  group_size,
+) -> Learner:
+  """Updates of a policy and of a value model with a trunk of its own."""
+  policy_objective, value_loss = losses
   (policy, optimizer), (critic, critic_optimizer) = (
     policy_and_optimizer,
     critic_and_optimizer,
@@ -74,33 +101,22 @@ def two_learners(
       train_step.init(critic.init(critic_key), critic_optimizer),
     )
 
-  def update(actor, critic, batches):
+  def update(state, batches):
     # What the critic does not read is not sent to its place.
     unread = {'logp': (), 'advantage': (), 'reward': (), 'version': ()}
     read = [(x._replace(proximal=None, **unread),) for x, _ in batches]
-    critic, critic_info = learn_critic(critic, read)
-    actor, info = learn_actor(actor, batches)
-    return actor, critic, info | _of_critic(critic_info)
+    critic, critic_info = learn_critic(state.critic, read)
+    actor, info = learn_actor(state.actor, batches)
+    return {'actor': actor, 'critic': critic}, info | _of_critic(critic_info)
 
-  return Learner(init, lambda actor, critic: critic.params, update)
+  return Learner(init, lambda state: state.critic.params, update)
 
 
-def one_learner(
-  policy_and_optimizer,
-  critic_and_optimizer,
-  policy_objective: Callable,
-  value_loss: Callable,
-  *,
-  aggregate: Callable,
-  warmup: tuple[int, int],
-  group_size: int,
+def _one_learner(
+  policy_and_optimizer, critic_and_optimizer, losses, warmup, group_size
 ) -> Learner:
-  """Updates of a policy with the critic's head on its trunk.
-
-  Arguments are those of `two_learners`. Both losses are averaged as
-  `policy_objective` does, and the warm-up trains only the head.
-  """
-  del aggregate
+  """Updates of a policy with the critic's head on its trunk."""
+  policy_objective, value_loss = losses
   (policy, optimizer), (critic, critic_optimizer) = (
     policy_and_optimizer,
     critic_and_optimizer,
@@ -120,11 +136,11 @@ def one_learner(
     params = policy.init(actor_key) | {base.CRITIC: critic.init(critic_key)}
     return train_step.init(params, optimizer), ()
 
-  def update(actor, critic, batches):
-    actor, info = learn(actor, batches)
-    return actor, critic, info
+  def update(state, batches):
+    actor, info = learn(state.actor, batches)
+    return {'actor': actor, 'critic': state.critic}, info
 
-  return Learner(init, lambda actor, critic: actor.params, update)
+  return Learner(init, lambda state: state.actor.params, update)
 
 
 def _of_critic(info: base.Info) -> base.Info:

@@ -144,7 +144,7 @@ def grpo(
       unfinished.
   """
   generate = rollouts(policy, group_size)
-  check_kl(kl_coef, kl_reward_coef, kl_to_go)
+  has_reference = needs_reference(kl_coef, kl_reward_coef, kl_to_go)
   _check_baseline(greedy_baseline, generate)
   repeat = policy_stages.repeat(group_size)
   above_greedy = advantage_stages.above_greedy(policy, verify, group_size)
@@ -156,7 +156,7 @@ def grpo(
     normalize=normalize_advantages,
   )
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
-  score_ref = policy_stages.logp(policy, 'ref_logp', group_size)
+  score_ref = policy_stages.ref_logp(policy, group_size, has_reference)
   minibatch = minibatches.minibatches(
     minibatch_by, num_minibatches, num_epochs, group_size
   )
@@ -171,9 +171,9 @@ def grpo(
     importance=(importance_weight, importance_bound, importance_cap),
     mask_truncated=mask_truncated,
   )
-  has_reference = bool(kl_coef or kl_reward_coef)
   learn = train_step.learner(loss, optimizer, group_size=group_size)
-  evaluate_actor = evaluator(policy, verify)
+  evaluate = evaluator(policy, verify)
+  version = lambda state: train_step.version(state.actor)
 
   def init(key):
     actor = train_step.init(policy.init(key), optimizer)
@@ -183,47 +183,37 @@ def grpo(
     return State(actor, reference, (now,) * staleness, verifier=judge)
 
   def step(state: State, problem: base.Problem, key):
-    actor = state.actor
-    now = train_step.version(actor)
+    now = version(state)
     behavior, past = train_step.delayed(state.past, now)
     prompts = repeat(problem)
-    keys = stages.keys(key, prompts.prompt)
     finished, x, carry, carry_info = generate.run(
-      behavior, state.carry, prompts, keys
+      behavior, state.carry, prompts, stages.keys(key, prompts.prompt)
     )
     verdict = verifiers.judge(verify, state.verifier, finished.answer, x)
-    rollout_info = measure(x, verdict, actor.step)
+    rollout_info = measure(x, verdict, state.actor.step)
     reward_B = verdict.reward
     if greedy_baseline:
       reward_B = above_greedy(reward_B, behavior, problem, key)
-    ref_logp = ()
-    if has_reference:
-      reference = train_step.with_frozen(state.reference, now.params)
-      ref_logp = score_ref(reference, x.obs, x.action)
+    ref_logp = score_ref(state.reference, now, x)
     x = x._replace(advantage=estimate(x, reward_B, ref_logp))
-    actor, info = learn(actor, minibatch(key, prompts.prompt, x, ref_logp))
+    batches = minibatch(key, prompts.prompt, x, ref_logp)
+    actor, info = learn(state.actor, batches)
     state = state._replace(actor=actor, past=past, carry=carry)
     return state, rollout_info | carry_info | info
 
-  def evaluate(state: State, problem: base.Problem, key):
-    actor = train_step.version(state.actor)
-    return evaluate_actor(actor, problem, key, state.verifier)
-
-  def allocate(state: State, problem: base.Problem):
-    return state._replace(carry=generate.allocate(problem))
-
-  return base.Workflow(
-    init,
-    step,
-    evaluate,
-    lambda state: state.actor.params,
-    staleness,
-    allocate=allocate if generate.allocate else None,
+  return policy_stages.workflow(
+    init, step, version, evaluate, generate, staleness
   )
 
 
-def check_kl(kl_coef: float, kl_reward_coef: float, kl_to_go: bool = False):
-  """Refuses a KL term and a KL penalty at once, and a penalty of no weight."""
+def needs_reference(
+  kl_coef: float, kl_reward_coef: float, kl_to_go: bool = False
+) -> bool:
+  """Whether a KL needs a reference.
+
+  Raises:
+    ValueError: for a term and a penalty at once, or a penalty without a weight.
+  """
   if kl_coef and kl_reward_coef:
     raise ValueError(
       f'kl_coef is {kl_coef} and kl_reward_coef is {kl_reward_coef}, which '
@@ -235,6 +225,7 @@ def check_kl(kl_coef: float, kl_reward_coef: float, kl_to_go: bool = False):
       'kl_to_go distributes the penalty of kl_reward_coef, which is 0: set '
       'kl_reward_coef, or leave kl_to_go out.'
     )
+  return bool(kl_coef or kl_reward_coef)
 
 
 def _check_baseline(greedy: bool, generate: policy_stages.Rollouts):

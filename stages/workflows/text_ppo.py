@@ -28,7 +28,7 @@ from stages.learn import (
   minibatches,
   train_step,
 )
-from stages.workflows.grpo import check_kl, objective
+from stages.workflows.grpo import needs_reference, objective
 
 
 class State(NamedTuple):
@@ -139,107 +139,102 @@ def text_ppo(
   Raises:
     ValueError: for a KL term and a KL penalty at once.
   """
-  check_kl(kl_coef, kl_reward_coef)
+  has_kl = needs_reference(kl_coef, kl_reward_coef)
   generate = rollouts(policy, group_size)
   repeat = policy_stages.repeat(group_size)
-  by_row = functools.partial(stages.Stage, group_size=group_size)
-  score_ref = policy_stages.logp(policy, 'ref_logp', group_size)
-  values = functools.partial(critic.value, group_size=group_size)
-  score_value = by_row(values, 'value', unbatched=(0,))
-  estimate = functools.partial(
-    compute_advantages,
-    discount,
-    (gae_lambda, critic_gae_lambda),
-    kl_reward_coef,
-  )
-  estimate = by_row(estimate, 'compute_advantages')
-  whiten = stages.Stage(advantages.whiten, 'whiten', 'batch')
+  score_ref = policy_stages.ref_logp(policy, group_size, has_kl)
+  gae = discount, gae_lambda, critic_gae_lambda
+  shaping = kl_reward_coef, normalize_advantages
+  estimate = estimator(critic, group_size, gae, shaping)
   num_updates = num_minibatches * num_epochs
-  measure = functools.partial(describe, group_size, num_updates)
-  measure = by_row(measure, 'measure', 'sum', unbatched=(2,))
+  measure = _measure(group_size, num_updates)
   minibatch = minibatches.minibatches(
     minibatch_by, num_minibatches, num_epochs, group_size
   )
-  make_learner = actor_critic.two_learners
-  if critic.shares_trunk:
-    make_learner = actor_critic.one_learner
-  learner = make_learner(
+  policy_objective = functools.partial(
+    objective,
+    functools.partial(policy.evaluate, group_size=group_size),
+    clip=(clip_low, clip_high, dual_clip),
+    kl=(kl_coef, kl_estimator),
+    entropy_coef=entropy_coef,
+    policy_loss=policy_loss,
+    likelihood=likelihood,
+    aggregate=aggregate,
+    importance=(importance_weight, importance_bound, importance_cap),
+  )
+  learner = actor_critic.learner(
     (policy, optimizer),
     (critic, critic_optimizer),
-    functools.partial(
-      objective,
-      functools.partial(policy.evaluate, group_size=group_size),
-      clip=(clip_low, clip_high, dual_clip),
-      kl=(kl_coef, kl_estimator),
-      entropy_coef=entropy_coef,
-      policy_loss=policy_loss,
-      likelihood=likelihood,
-      aggregate=aggregate,
-      importance=(importance_weight, importance_bound, importance_cap),
-    ),
-    critic_loss(value_coef, value_clip),
+    (policy_objective, critic_loss(value_coef, value_clip)),
     aggregate=aggregate,
     warmup=(critic_warmup_steps, num_updates),
     group_size=group_size,
   )
-  evaluate_actor = evaluator(policy, verify)
-  has_reference = bool(kl_coef or kl_reward_coef)
+  evaluate = evaluator(policy, verify)
+  version = lambda state: actor_critic.policy_version(state.actor)
 
   def init(key):
     actor, critic_state = learner.init(key)
     now = train_step.snapshot(actor_critic.policy_version(actor))
-    reference = now.params if has_reference else ()
+    reference, past = now.params if has_kl else (), (now,) * staleness
     judge = verifiers.init(verify, jax.random.fold_in(key, 1))
-    past = (now,) * staleness
     return State(actor, critic_state, reference, past, verifier=judge)
 
   def step(state: State, problem: base.Problem, key):
-    now = actor_critic.policy_version(state.actor)
+    now = version(state)
     behavior, past = train_step.delayed(state.past, now)
     prompts = repeat(problem)
-    keys = stages.keys(key, prompts.prompt)
     problem, x, carry, carry_info = generate.run(
-      behavior, state.carry, prompts, keys
+      behavior, state.carry, prompts, stages.keys(key, prompts.prompt)
     )
     verdict = verifiers.judge(verify, state.verifier, problem.answer, x)
-    ref_logp = ()
-    if has_reference:
-      reference = train_step.with_frozen(state.reference, now.params)
-      ref_logp = score_ref(reference, x.obs, x.action)
-    value = score_value(
-      learner.critic_params(state.actor, state.critic), x.obs, x.action
-    )
-    old_logp = x.logp if x.proximal is None else x.proximal
-    x = x._replace(
-      **estimate(verdict.reward, old_logp, ref_logp, value, x.mask)
-    )
+    ref_logp = score_ref(state.reference, now, x)
+    x = estimate(learner.critic_params(state), x, verdict.reward, ref_logp)
     rollout_info = measure(x, verdict, state.actor.step)
-    if normalize_advantages:
-      x = x._replace(advantage=whiten(x.advantage, x.mask))
     batches = minibatch(key, prompts.prompt, x, ref_logp)
-    actor, critic_state, info = learner.update(
-      state.actor, state.critic, batches
-    )
-    state = state._replace(
-      actor=actor, critic=critic_state, past=past, carry=carry
-    )
+    trained, info = learner.update(state, batches)
+    state = state._replace(**trained, past=past, carry=carry)
     return state, rollout_info | carry_info | info
 
-  def evaluate(state: State, problem: base.Problem, key):
-    actor = actor_critic.policy_version(state.actor)
-    return evaluate_actor(actor, problem, key, state.verifier)
-
-  def allocate(state: State, problem: base.Problem):
-    return state._replace(carry=generate.allocate(problem))
-
-  return base.Workflow(
-    init,
-    step,
-    evaluate,
-    lambda state: actor_critic.policy_params(state.actor.params),
-    staleness,
-    allocate=allocate if generate.allocate else None,
+  return policy_stages.workflow(
+    init, step, version, evaluate, generate, staleness
   )
+
+
+def estimator(
+  critic: value_model.ValueModel,
+  group_size: int,
+  gae: tuple[float, float | Callable, float | Callable | None],
+  shaping: tuple[float, bool],
+) -> Callable:
+  """Returns `params, experience, reward_B, ref_logp_BT -> experience`.
+
+  It adds values, token rewards, advantages and returns.
+
+  Args:
+    critic: the value model, which `params` are of.
+    group_size: adjacent rows that share a prompt.
+    gae: `discount`, `gae_lambda` and `critic_gae_lambda` of `text_ppo`.
+    shaping: its `kl_reward_coef` and `normalize_advantages`.
+  """
+  by_row = functools.partial(stages.Stage, group_size=group_size)
+  score = functools.partial(critic.value, group_size=group_size)
+  score = by_row(score, 'value', unbatched=(0,))
+  discount, *lambdas = gae
+  penalty, normalize = shaping
+  compute = functools.partial(compute_advantages, discount, lambdas, penalty)
+  compute = by_row(compute, 'compute_advantages')
+  whiten = stages.Stage(advantages.whiten, 'whiten', 'batch')
+
+  def estimate(params, x: base.Experience, reward_B, ref_logp_BT):
+    value_BT = score(params, x.obs, x.action)
+    logp_BT = x.logp if x.proximal is None else x.proximal
+    x = x._replace(**compute(reward_B, logp_BT, ref_logp_BT, value_BT, x.mask))
+    if normalize:
+      x = x._replace(advantage=whiten(x.advantage, x.mask))
+    return x
+
+  return estimate
 
 
 def compute_advantages(
@@ -314,6 +309,12 @@ def critic_loss(value_coef: float, value_clip: float | None) -> Callable:
     return value_coef * loss_BT, info
 
   return loss
+
+
+def _measure(group_size: int, updates_per_step: int) -> stages.Stage:
+  """Returns a stage `experience, verdict, actor_step -> info`."""
+  run = functools.partial(describe, group_size, updates_per_step)
+  return stages.Stage(run, 'measure', 'sum', (2,), group_size)
 
 
 def describe(
