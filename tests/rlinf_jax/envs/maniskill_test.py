@@ -49,10 +49,18 @@ def make():
 
 
 @pytest.fixture(scope='module')
-def reference():
-  """A trajectory in two processes, which nothing disturbs."""
+def pool():
+  """Two processes: starting one takes some CPU-seconds."""
   with makes() as make_pool:
-    return play(make_pool())
+    yield make_pool()
+
+
+@pytest.fixture(scope='module')
+def reference(pool):
+  """A trajectory in two processes, which nothing disturbs."""
+  timesteps = play(pool)
+  assert pool.failed_episodes == 0 and not pool.failures
+  return timesteps
 
 
 def actions(T=T, n=N):
@@ -128,16 +136,15 @@ def test_a_pool_equals_a_loop_over_bare_environments(reference):
 
 
 def test_a_killed_process_brings_its_environments_back_to_the_bit(
-  make, reference
+  pool, reference
 ):
-  disturbed = make()
-
   def kill(t):
     if t == 60:  # Between calls, so no environment fails.
-      os.kill(disturbed.pids[1], signal.SIGKILL)
+      os.kill(pool.pids[1], signal.SIGKILL)
 
-  assert same(reference, play(disturbed, kill))
-  assert disturbed.failed_episodes == 0 and not disturbed.failures
+  failed, failures = pool.failed_episodes, len(pool.failures)
+  assert same(reference, play(pool, kill))
+  assert (pool.failed_episodes, len(pool.failures)) == (failed, failures)
 
 
 def test_another_process_continues_from_a_snapshot_to_the_bit(make):
@@ -153,8 +160,8 @@ def test_another_process_continues_from_a_snapshot_to_the_bit(make):
   assert other.failed_episodes == 0 and not other.failures
 
 
-def test_an_observation_of_nan_costs_one_episode(make):
-  pool = make()
+def test_an_observation_of_nan_costs_one_episode(pool):
+  failures = len(pool.failures)
   token, _ = pool.init(np.arange(N))
   action_NA = actions()[0]
   token, _ = pool.step(token, action_NA)
@@ -164,7 +171,7 @@ def test_an_observation_of_nan_costs_one_episode(make):
   assert (
     np.isfinite(timestep.obs).all() and np.isfinite(timestep.final_obs).all()
   )
-  (fault,) = pool.failures
+  (fault,) = list(pool.failures)[failures:]
   assert fault.env_id == 2 and 'lost' in fault.message
   token, timestep = pool.step(token, actions()[1])
   assert not timestep.env_failed.any()

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -295,11 +296,13 @@ def test_a_refused_recipe_leaves_no_warm_start_behind(tmp_path):
   refused(tmp_path / 'run', None, 'STPES = 3', message='STPES.*STEPS')
 
 
-def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(model, tmp_path):
+def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(
+  uninterrupted, model, tmp_path
+):
   folder = tmp_path / 'run'
-  first = run(folder, model, 'STEPS = 5')
-  assert first.returncode == 0, first.stderr
-
+  shutil.copytree(uninterrupted[0], folder)
+  shutil.rmtree(folder / 'checkpoints' / '10')  # As if it had ended there.
+  (folder / 'result.json').unlink()
   done = run(folder, model, resume=True, kilobytes=20)
   assert done.returncode == 1, done.stdout
   # Threads of tensorstore may print tracebacks before it.
