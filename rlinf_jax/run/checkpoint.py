@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from rlinf_jax.run import frozen_weights
+
 
 class CheckpointError(RuntimeError):
   """A checkpoint could not be written; names the newest complete one."""
@@ -67,13 +69,16 @@ class Checkpoints:
   def save(self, contents: CheckpointState):
     """Starts to write a checkpoint, after the previous one is complete.
 
+    Of frozen parameters, it holds checksums.
+
     Raises:
       CheckpointError: if this or the previous one cannot be written.
     """
     ocp = self._ocp
     # The next step overwrites the state while a thread still writes it.
     state = jax.tree.map(
-      lambda x: x.copy() if isinstance(x, jax.Array) else x, contents.state
+      lambda x: x.copy() if isinstance(x, jax.Array) else x,
+      frozen_weights.remove(contents.state),
     )
     metrics = {
       str(step): {k: float(v).hex() for k, v in numbers.items()}
@@ -86,6 +91,7 @@ class Checkpoints:
           state=ocp.args.StandardSave(state),
           source=ocp.args.StandardSave(contents.source),
           metrics=ocp.args.JsonSave(metrics),
+          frozen=ocp.args.JsonSave(frozen_weights.checksums(contents.state)),
         ),
       )
     )
@@ -94,24 +100,37 @@ class Checkpoints:
     """Reads the newest complete checkpoint.
 
     Args:
-      state: arrays with the shapes, dtypes and shardings of the result.
+      state: arrays with the shapes, dtypes and shardings of the result, and the
+        frozen parameters of the run.
       source: a source's state; its NumPy arrays give shapes and dtypes.
+
+    Raises:
+      ValueError: if the frozen parameters are others than when it was written.
     """
     ocp, step = self._ocp, self.latest()
-    out_shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    trained = frozen_weights.remove(state)
+    out_shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, trained)
     restored = self._manager.restore(
       step,
       args=ocp.args.Composite(
         state=ocp.args.StandardRestore(out_shapes),
         source=ocp.args.StandardRestore(jax.tree.map(np.asarray, source)),
         metrics=ocp.args.JsonRestore(),
+        frozen=ocp.args.JsonRestore(),
       ),
     )
+    if restored.frozen != frozen_weights.checksums(state):
+      raise ValueError(
+        f'The checkpoint of step {step} in {self.folder} was trained beside '
+        'other frozen weights than those of the model that is given now: give '
+        'it the model that the run began with.'
+      )
     metrics = {
       int(step): {k: float.fromhex(v) for k, v in numbers.items()}
       for step, numbers in restored.metrics.items()
     }
-    return CheckpointState(step, restored.state, restored.source, metrics)
+    whole = frozen_weights.restore(restored.state, state)
+    return CheckpointState(step, whole, restored.source, metrics)
 
   def close(self):
     """Waits until all checkpoints are written.

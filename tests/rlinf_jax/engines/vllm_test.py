@@ -19,7 +19,7 @@ import stages
 from stages import base, workflows
 from stages.language import partial_rollout, policy_stages, sample
 from stages.learn import optimizers
-from stages.models import huggingface
+from stages.models import huggingface, lora
 import tiny
 
 pytestmark = [
@@ -254,6 +254,27 @@ def test_parameters_are_sent_only_when_they_change(case):
   same = act(policy, jax.tree.map(jnp.copy, params), prompt)
   assert engine.weight_version == before + 1
   tiny.assert_same_bits(same, act(policy, params, prompt))
+
+
+def test_adapters_are_added_to_what_is_sent_once_a_version(case):
+  policy, prompt = case.policy(lora=lora.Lora(rank=4)), prompts()
+  engine = vllm_engine.get(case.settings)
+  params, seen = policy.init(jax.random.key(0)), []
+  for seed in range(2):
+    x = act(policy, params, prompt)
+    sent = engine.weight_version
+    act(policy, params, prompt, seed=1)
+    assert engine.weight_version == sent
+    want = policy.evaluate(params, prompt, x.action, group_size=GROUP)
+    assert_close_where_real(x.logp, want.logp, x.mask)
+    seen.append(np.asarray(x.action).tobytes())
+    noise = jax.random.key(seed)
+    adapter = jax.tree.map(
+      lambda x: x + 0.1 * jax.random.normal(noise, x.shape),
+      params[lora.ADAPTER],
+    )
+    params = params | {lora.ADAPTER: adapter}
+  assert len(set(seen)) == 2
 
 
 @pytest.mark.parametrize('name', ['grpo', 'dapo'])

@@ -1,0 +1,56 @@
+"""Frozen parameters in checkpoints: only a checksum of them.
+
+A run that resumes reads them again from where it first read them, and the
+checksum shows whether they are still the same bits.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stages import base
+
+
+def _has_frozen(x) -> bool:
+  return isinstance(x, dict) and base.FROZEN in x
+
+
+def remove(state: Any) -> Any:
+  """A state without its frozen parameters."""
+
+  def trained(x):
+    if not _has_frozen(x):
+      return x
+    return {key: value for key, value in x.items() if key != base.FROZEN}
+
+  return jax.tree.map(trained, state, is_leaf=_has_frozen)
+
+
+def restore(trained: Any, state: Any) -> Any:
+  """What `remove` has left, with the frozen parameters of `state`."""
+
+  def whole(x, rest):
+    return rest | {base.FROZEN: x[base.FROZEN]} if _has_frozen(x) else rest
+
+  return jax.tree.map(whole, state, trained, is_leaf=_has_frozen)
+
+
+def checksums(state: Any) -> dict[str, int]:
+  """The sum of the bits of each frozen parameter, modulo 2³², by its path."""
+  leaves = {
+    jax.tree_util.keystr(path): x
+    for path, x in jax.tree_util.tree_leaves_with_path(state)
+    if jax.tree_util.DictKey(base.FROZEN) in path
+  }
+  return {name: int(x) for name, x in _sums(leaves).items()} if leaves else {}
+
+
+@jax.jit
+def _sums(leaves):
+  def total(x):
+    size = min(x.dtype.itemsize, 4)
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f'uint{8 * size}'))
+    return bits.sum(dtype=jnp.uint32)
+
+  return {name: total(x) for name, x in leaves.items()}
