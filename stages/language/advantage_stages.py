@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import stages
 from stages import base
-from stages.language import policy_stages
+from stages.language import policy_stages, verifiers
 from stages.learn import advantages, losses
 
 
@@ -63,15 +63,19 @@ def estimator(
 
 
 def above_greedy(
-  policy: base.Policy, verify: stages.Stage, group_size: int
+  policy: base.Policy,
+  verify: stages.Stage | verifiers.LearnedVerifier,
+  group_size: int,
 ) -> Callable:
-  """Returns `reward_B, Version, problem, key -> reward_B`, ReMax's baseline.
+  """Returns `reward_B, Version, problem, key, params=() -> reward_B`.
+
+  Subtracts ReMax's baseline; `params` are those of a learned verifier.
 
     R − R(greedy completion of the same prompt),   arXiv:2310.10505 eq. 6
 
   Args:
     policy: the language model that is trained.
-    verify: stage `answer, action, mask -> base.Verdict`.
+    verify: as in `grpo`.
     group_size: sampled completions of each prompt of `problem`.
   """
   complete = policy_stages.act(policy, 'greedy', greedy=True)
@@ -80,10 +84,10 @@ def above_greedy(
     lambda reward_B, greedy_B: reward_B - greedy_B, 'above_greedy'
   )
 
-  def compare(reward_B, actor: base.Version, problem: base.Problem, key):
+  def compare(reward_B, actor: base.Version, problem, key, params=()):
     keys = stages.keys(key, problem.prompt)  # Greedy decoding draws nothing.
     x = complete(actor, problem.prompt, keys)
-    verdict = verify(problem.answer, x.action, x.mask)
+    verdict = verifiers.judge(verify, params, problem.answer, x)
     return subtract(reward_B, repeat(verdict.reward))
 
   return compare

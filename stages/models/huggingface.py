@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base
-from stages.language import language_model, sample
+from stages.language import language_model, sample, tokens
 from stages.models import families, peft_files, transformer, weights
 from stages.models import lora as lora_lib
 
@@ -184,6 +184,48 @@ def _adapter(config: transformer.Config, shapes, lora: lora_lib.Lora):
     lora, start = peft_files.load(lora, shapes)
   lora_lib.shapes(shapes, lora)  # Refuses targets that the model lacks.
   return shapes, lora, start
+
+
+def teacher(
+  checkpoint: str,
+  *,
+  student: str,
+  sampling: sample.Sampling = sample.Sampling(),
+  dtype: str | None = None,
+  max_live_logits: int = language_model.MAX_LIVE_LOGITS,
+) -> base.Policy:
+  """A policy that scores the completions of another one.
+
+  Args:
+    checkpoint: as for `policy`.
+    student: folder of the model whose tokens are scored.
+    sampling: the distribution that tokens are scored under.
+    dtype: as for `policy`.
+    max_live_logits: likewise.
+
+  Raises:
+    ValueError: if the two have different vocabularies.
+  """
+  own, other = (
+    tokens.load_tokenizer(folder).get_vocab()
+    for folder in (checkpoint, student)
+  )
+  if own != other:
+    differing = sorted(
+      token for token in {*own, *other} if own.get(token) != other.get(token)
+    )
+    raise ValueError(
+      f'The teacher {checkpoint} has another vocabulary than {student}: '
+      f'{len(differing)} tokens differ, such as {differing[0]!r}. A teacher '
+      'scores the tokens of its student, so give one of the same family.'
+    )
+  return policy(
+    checkpoint,
+    response_length=1,  # It never samples.
+    sampling=sampling,
+    dtype=dtype,
+    max_live_logits=max_live_logits,
+  )
 
 
 def save(

@@ -2,8 +2,10 @@
 
 from stages.workflows.behavior_cloning import behavior_cloning
 from stages.workflows.dapo import dapo
+from stages.workflows.distillation import distillation
 from stages.workflows.dpo import dpo
 from stages.workflows.embodied_grpo import embodied_grpo
+from stages.workflows.expert_iteration import expert_iteration
 from stages.workflows.grpo import grpo
 from stages.workflows.ppo import ppo
 from stages.workflows.reinforce import reinforce
@@ -14,8 +16,10 @@ from stages.workflows.text_ppo import text_ppo
 __all__ = [
   'behavior_cloning',
   'dapo',
+  'distillation',
   'dpo',
   'embodied_grpo',
+  'expert_iteration',
   'grpo',
   'ppo',
   'reinforce',

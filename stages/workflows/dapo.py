@@ -57,6 +57,9 @@ def dapo(
   num_minibatches: int = 1,
   num_epochs: int = 1,
   expected_rounds: int | None = None,
+  mask_truncated: bool = False,
+  importance_weight: Callable = losses.token_weight,
+  importance_bound: Callable = losses.truncated,
   importance_cap: float = 2.0,
   evaluator: Callable = evaluate_lib.evaluate,
 ) -> base.Workflow:
@@ -82,8 +85,11 @@ def dapo(
     num_minibatches: minibatches of a batch, with an update each.
     num_epochs: passes over each batch, shuffled anew in each.
     expected_rounds: rounds that planners count on; `max_rounds` if None.
-    importance_cap: as in `grpo`.
-    evaluator: as in `grpo`.
+    mask_truncated: as in `grpo`.
+    importance_weight: likewise.
+    importance_bound: likewise.
+    importance_cap: likewise.
+    evaluator: likewise.
   """
   prompts_of = functools.partial(_round_prompts, max_rounds, group_size)
   take_prompts = stages.Stage(prompts_of, 'round_prompts', 'batch')
@@ -105,7 +111,8 @@ def dapo(
     functools.partial(policy.evaluate, group_size=group_size),
     clip=(clip_low, clip_high, None),
     aggregate=losses.token_mean,
-    importance=(losses.token_weight, losses.truncated, importance_cap),
+    importance=(importance_weight, importance_bound, importance_cap),
+    mask_truncated=mask_truncated,
   )
   learn = train_step.learner(loss, optimizer, group_size=group_size)
   evaluate_actor = evaluator(policy, verify)

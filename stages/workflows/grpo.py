@@ -193,7 +193,7 @@ def grpo(
     rollout_info = measure(x, verdict, state.actor.step)
     reward_B = verdict.reward
     if greedy_baseline:
-      reward_B = above_greedy(reward_B, behavior, problem, key)
+      reward_B = above_greedy(reward_B, behavior, problem, key, state.verifier)
     ref_logp = score_ref(state.reference, now, x)
     x = x._replace(advantage=estimate(x, reward_B, ref_logp))
     batches = minibatch(key, prompts.prompt, x, ref_logp)

@@ -8,7 +8,9 @@ import pytest
 import own_data
 from rlinf_jax import config, train
 from rlinf_jax.envs import simulator
+from rlinf_jax.recipes import warm_start
 from rlinf_jax.run import flows as flows_lib
+from stages.tasks import arithmetic
 
 ROOT = pathlib.Path(__file__).parents[2]
 # These simulators are started to find the shapes of observations.
@@ -46,6 +48,20 @@ RECIPES = [
 ]
 
 
+def arithmetic_model(folder) -> str:
+  """The folder of a new model of sums."""
+  return warm_start.checkpoint(
+    str(folder),
+    corpus=arithmetic.corpus,
+    vocabulary=64,
+    width=32,
+    layers=1,
+    heads=2,
+    kv_heads=1,
+    feed_forward=32,
+  )
+
+
 def flows(name, bindings, folder, *more):
   """Traces the flows of a recipe, with small files where it requires some.
 
@@ -57,6 +73,11 @@ def flows(name, bindings, folder, *more):
   if 'supervised' in text:
     given = own_data.bindings(folder / 'own_data', own_data.write_replies)
     bindings = [*bindings, *given]
+  if 'TEACHER = %gin.REQUIRED' in text:
+    teacher = own_data.model(folder / 'own_data')
+    if 'arithmetic' in text:
+      teacher = arithmetic_model(folder / 'teacher')
+    bindings = [*bindings, f'TEACHER = {teacher!r}']
   config.parse([name, *more], bindings, str(folder))
   return config.call(flows_lib.trace_flows, bindings_of=train.train)
 

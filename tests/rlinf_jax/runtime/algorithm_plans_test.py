@@ -11,7 +11,7 @@ import pytest
 
 import claims
 from stages import workflows
-from stages.learn import advantages, losses
+from stages.learn import advantages, losses, selection
 from stages.models import lora
 from tests.rlinf_jax.runtime import invariance_test, random_plans_test
 import tiny
@@ -28,6 +28,12 @@ def grpo(adapters=None, **kwargs):
     group_size=4,
     **kwargs,
   )
+
+
+def teacher():
+  """A policy with other parameters than the student's."""
+  policy = tiny.policy('float64')
+  return policy._replace(init=lambda key: policy.init(jax.random.key(5)))
 
 
 WORKFLOWS = {
@@ -54,6 +60,22 @@ WORKFLOWS = {
   ),
   'dpo': lambda: workflows.dpo(
     tiny.policy('float64'), invariance_test.KEEP, beta=0.5
+  ),
+  'expert_iteration': lambda: workflows.expert_iteration(
+    tiny.policy('float64'),
+    invariance_test.even,
+    invariance_test.KEEP,
+    group_size=4,
+    keep=selection.best,
+    kl_coef=0.1,
+    num_minibatches=2,
+  ),
+  'distillation': lambda: workflows.distillation(
+    tiny.policy('float64'),
+    teacher(),
+    invariance_test.even,
+    invariance_test.KEEP,
+    group_size=4,
   ),
 }
 workflow = functools.cache(lambda name: WORKFLOWS[name]())

@@ -1,0 +1,137 @@
+"""On-policy distillation: a teacher scores the tokens that a student samples.
+
+arXiv:2306.13649, with the gradient of the reverse KL by sampled tokens.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import stages
+from stages import base, metrics
+from stages.language import evaluate as evaluate_lib
+from stages.language import policy_stages, rollout_metrics, verifiers
+from stages.learn import losses, minibatches, train_step
+from stages.workflows.grpo import objective
+
+
+class State(NamedTuple):
+  """State carried from step to step.
+
+  Attributes:
+    actor: the student.
+    teacher: parameters of the teacher, which never change.
+    verifier: parameters of a learned verifier; `()` for others.
+  """
+
+  actor: base.TrainState
+  teacher: base.Params
+  verifier: base.Params = ()
+
+
+def distillation(
+  policy: base.Policy,
+  teacher: base.Policy,
+  verify: stages.Stage | verifiers.LearnedVerifier,
+  optimizer: optax.GradientTransformation,
+  *,
+  group_size: int,
+  clip_low: float = 0.2,
+  clip_high: float = 0.2,
+  num_minibatches: int = 1,
+  num_epochs: int = 1,
+  minibatch_by: minibatches.MinibatchBy = 'row',
+  mask_truncated: bool = False,
+  policy_loss: Callable = losses.ppo_clip,
+  aggregate: Callable = losses.token_mean,
+  importance_weight: Callable = losses.token_weight,
+  importance_bound: Callable = losses.truncated,
+  importance_cap: float = 2.0,
+  evaluator: Callable = evaluate_lib.evaluate,
+) -> base.Workflow:
+  """Makes a student sample as a teacher would.
+
+    Aₜ = sg(lp_teacher − lp),   maximize  mean min(ρ A, clip(ρ) A)
+
+  The mean of −A estimates KL(student‖teacher). Each token answers for itself;
+  the effect on later tokens is left out, as if γ were 0.
+
+  Args:
+    policy: the student, a language model to train.
+    teacher: a language model with the same vocabulary, see
+      `huggingface.teacher`.
+    verify: as in `grpo`; it measures the student and does not train it.
+    optimizer: optimizer of the student's parameters.
+    group_size: completions of each prompt.
+    clip_low: as in `grpo`.
+    clip_high: likewise.
+    num_minibatches: likewise.
+    num_epochs: likewise.
+    minibatch_by: likewise.
+    mask_truncated: likewise.
+    policy_loss: likewise.
+    aggregate: likewise.
+    importance_weight: likewise.
+    importance_bound: likewise.
+    importance_cap: likewise.
+    evaluator: likewise.
+  """
+  repeat = policy_stages.repeat(group_size)
+  generate = policy_stages.complete(policy, group_size)
+  score = policy_stages.logp(teacher, 'teacher_logp', group_size)
+  compare = stages.Stage(teacher_advantage, 'teacher_advantage')
+  gap = stages.Stage(teacher_gap, 'teacher_gap', 'sum', group_size=group_size)
+  measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
+  minibatch = minibatches.minibatches(
+    minibatch_by, num_minibatches, num_epochs, group_size
+  )
+  loss = objective(
+    functools.partial(policy.evaluate, group_size=group_size),
+    clip=(clip_low, clip_high, None),
+    policy_loss=policy_loss,
+    aggregate=aggregate,
+    importance=(importance_weight, importance_bound, importance_cap),
+    mask_truncated=mask_truncated,
+  )
+  learn = train_step.learner(loss, optimizer, group_size=group_size)
+  evaluate_actor = evaluator(policy, verify)
+
+  def init(key):
+    actor = train_step.init(policy.init(key), optimizer)
+    judge = verifiers.init(verify, jax.random.fold_in(key, 1))
+    return State(actor, teacher.init(key), judge)
+
+  def step(state: State, problem: base.Problem, key):
+    actor, prompts = state.actor, repeat(problem)
+    keys = stages.keys(key, prompts.prompt)
+    prompts, x, _, _ = generate.run(
+      train_step.version(actor), (), prompts, keys
+    )
+    verdict = verifiers.judge(verify, state.verifier, prompts.answer, x)
+    info = measure(x, verdict, actor.step)
+    teacher_logp = score(state.teacher, x.obs, x.action)
+    logp = x.logp if x.proximal is None else x.proximal
+    x = x._replace(advantage=compare(teacher_logp, logp, x.mask))
+    info |= gap(x.advantage, x.mask)
+    actor, learned = learn(actor, minibatch(key, prompts.prompt, x, ()))
+    return state._replace(actor=actor), info | learned
+
+  def evaluate(state: State, problem: base.Problem, key):
+    actor = train_step.version(state.actor)
+    return evaluate_actor(actor, problem, key, state.verifier)
+
+  return base.Workflow(init, step, evaluate, lambda state: state.actor.params)
+
+
+def teacher_advantage(teacher_logp_BT, logp_BT, mask_BT):
+  """Aₜ = lp_teacher − lp of each token; 0 on padding."""
+  return jnp.where(mask_BT > 0, teacher_logp_BT - logp_BT, 0.0)
+
+
+def teacher_gap(advantage_BT, mask_BT) -> base.Info:
+  """KL(student‖teacher) of a token, estimated by k1, in nats."""
+  return {'rollout/kl_teacher': metrics.mean(-advantage_BT, mask_BT)}

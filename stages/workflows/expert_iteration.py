@@ -1,0 +1,133 @@
+"""Expert iteration: maximum likelihood of the policy's own best completions."""
+
+from collections.abc import Callable
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import stages
+from stages import base, metrics
+from stages.language import evaluate as evaluate_lib
+from stages.language import policy_stages, rollout_metrics, verifiers
+from stages.learn import losses, minibatches, selection, train_step
+from stages.workflows.grpo import objective
+
+
+class State(NamedTuple):
+  """State carried from step to step.
+
+  Attributes:
+    actor: the policy being trained.
+    reference: its initial parameters, without frozen ones; `()` where there is
+      no KL term.
+    verifier: parameters of a learned verifier; `()` for others.
+  """
+
+  actor: base.TrainState
+  reference: base.Params
+  verifier: base.Params = ()
+
+
+def expert_iteration(
+  policy: base.Policy,
+  verify: stages.Stage | verifiers.LearnedVerifier,
+  optimizer: optax.GradientTransformation,
+  *,
+  group_size: int,
+  keep: Callable = selection.correct,
+  kl_coef: float = 0.0,
+  kl_estimator: Callable = losses.kl_k3,
+  num_minibatches: int = 1,
+  num_epochs: int = 1,
+  mask_truncated: bool = False,
+  evaluator: Callable = evaluate_lib.evaluate,
+) -> base.Workflow:
+  """Samples completions, keeps the right ones or the best, and imitates them.
+
+    L = −Σ k m lp / Σ k m + β KL,   k = 1 on completions that are kept
+
+  The first update of a step is that of REINFORCE with rewards k and without a
+  baseline, up to the denominator.
+
+  Args:
+    policy: the language model to train.
+    verify: as in `grpo`.
+    optimizer: optimizer of the parameters.
+    group_size: n, completions of each prompt.
+    keep: `reward_G, correct_G -> kept_G` of one group: `selection.correct` is
+      expert iteration, `selection.best` is best-of-n.
+    kl_coef: β, weight of the KL to the initial policy on the same tokens; 0
+      keeps no reference.
+    kl_estimator: as in `grpo`.
+    num_minibatches: minibatches of a batch, with an update each.
+    num_epochs: passes over each batch, shuffled anew in each.
+    mask_truncated: as in `grpo`.
+    evaluator: likewise.
+  """
+  repeat = policy_stages.repeat(group_size)
+  generate = policy_stages.act(policy, 'generate', group_size=group_size)
+  measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
+  select = select_stage(keep, group_size)
+  count = stages.Stage(count_kept, 'count_kept', 'sum', group_size=group_size)
+  score_ref = policy_stages.ref_logp(policy, group_size, bool(kl_coef))
+  minibatch = minibatches.minibatches(
+    'shuffled', num_minibatches, num_epochs, group_size
+  )
+  loss = objective(
+    functools.partial(policy.evaluate, group_size=group_size),
+    kl=(kl_coef, kl_estimator),
+    policy_loss=lambda logp, old, kept, low, high: -kept * logp,
+    aggregate=losses.token_mean,
+    mask_truncated=mask_truncated,
+  )
+  learn = train_step.learner(loss, optimizer, group_size=group_size)
+  evaluate_actor = evaluator(policy, verify)
+
+  def init(key):
+    actor = train_step.init(policy.init(key), optimizer)
+    judge = verifiers.init(verify, jax.random.fold_in(key, 1))
+    reference = train_step.trainable(actor.params) if kl_coef else ()
+    return State(actor, reference, judge)
+
+  def step(state: State, problem: base.Problem, key):
+    actor, problem = state.actor, repeat(problem)
+    keys = stages.keys(key, problem.prompt)
+    now = train_step.version(actor)
+    x = generate(now, problem.prompt, keys)
+    verdict = verifiers.judge(verify, state.verifier, problem.answer, x)
+    info = measure(x, verdict, actor.step)
+    kept = select(verdict, x.mask)
+    info |= count(kept, x.mask)
+    ref_logp = score_ref(state.reference, now, x)
+    x = x._replace(mask=kept, advantage=kept)
+    actor, learned = learn(actor, minibatch(key, problem.prompt, x, ref_logp))
+    return state._replace(actor=actor), info | learned
+
+  def evaluate(state: State, problem: base.Problem, key):
+    actor = train_step.version(state.actor)
+    return evaluate_actor(actor, problem, key, state.verifier)
+
+  return base.Workflow(init, step, evaluate, lambda state: state.actor.params)
+
+
+def select_stage(keep: Callable, group_size: int) -> stages.Stage:
+  """Returns a stage `verdict, mask_BT -> mask_BT` of the kept completions."""
+
+  @stages.stage('select', group_size=group_size)
+  def select(verdict: base.Verdict, mask_BT):
+    kept_NG = jax.vmap(keep)(
+      verdict.reward.reshape(-1, group_size),
+      verdict.correct.reshape(-1, group_size),
+    )
+    # Verdicts on padding rows are arbitrary.
+    return jnp.where(mask_BT > 0, kept_NG.reshape(-1, 1), 0.0)
+
+  return select
+
+
+def count_kept(kept_BT, mask_BT) -> base.Info:
+  """The share of completions that are kept."""
+  return {'rollout/kept': metrics.mean(kept_BT.max(1), mask_BT.max(1))}

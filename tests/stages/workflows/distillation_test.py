@@ -1,0 +1,74 @@
+"""On-policy distillation: its advantage, its effect, and who may teach."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import own_data
+from stages import workflows
+from stages.language import tokens
+from stages.learn import optimizers
+from stages.models import huggingface
+from stages.workflows.distillation import teacher_advantage, teacher_gap
+import tiny
+from tiny import read
+
+KEY = jax.random.key(0)
+
+
+def test_each_token_answers_for_itself(in_float64):
+  rng = np.random.default_rng(0)
+  logp_BT, teacher_BT = rng.normal(size=(2, 4, 5))
+  mask_BT = (np.arange(5)[None] < np.array([[5], [1], [0], [3]])).astype(float)
+  want_BT = np.zeros((4, 5))
+  for b, t in np.argwhere(mask_BT > 0):
+    want_BT[b, t] = teacher_BT[b, t] - logp_BT[b, t]
+  logp_BT = np.where(mask_BT > 0, logp_BT, np.nan)
+  got_BT = teacher_advantage(teacher_BT, logp_BT, mask_BT)
+  np.testing.assert_array_equal(got_BT, want_BT)
+  gap = read(teacher_gap(got_BT, mask_BT))['rollout/kl_teacher']
+  np.testing.assert_allclose(gap, -want_BT.sum() / 9, rtol=1e-12)
+
+
+def distillation(optimizer, policy=None, **kwargs):
+  student = tiny.policy(length=4)
+  other = student._replace(init=lambda key: student.init(jax.random.key(5)))
+  return workflows.distillation(
+    policy or student, other, tiny.even, optimizer, group_size=8, **kwargs
+  )
+
+
+@pytest.mark.slow
+def test_a_student_becomes_its_teacher():
+  workflow = distillation(optimizers.adamw(1e-2))
+  state, gaps = workflow.init(KEY), []
+  first = tiny.arrays(state.teacher)
+  for i in range(30):
+    key = jax.random.fold_in(KEY, i)
+    state, info = workflow.step(state, tiny.problem(), key)
+    gaps.append(read(info)['rollout/kl_teacher'])
+  assert gaps[0] > 0.5 and np.mean(gaps[-5:]) < 0.5 * gaps[0]
+  tiny.assert_same_bits(state.teacher, first)
+
+
+@pytest.mark.slow
+def test_a_teacher_changes_nothing_of_a_student_that_is_its_equal():
+  student = tiny.policy(length=4)
+  workflow = workflows.distillation(
+    student, student, tiny.even, optax.sgd(1.0), group_size=2
+  )
+  state = workflow.init(KEY)
+  after, info = workflow.step(state, tiny.problem(), KEY)
+  assert abs(read(info)['rollout/kl_teacher']) < 1e-5
+  gap = jax.tree.map(lambda x, y: x - y, after.actor.params, state.teacher)
+  assert float(optax.tree.norm(gap)) < 1e-4
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
+  student = own_data.model(tmp_path)
+  tokens.train_tokenizer(tmp_path / 'other', ['abc'], 9)
+  with pytest.raises(ValueError, match='tokens differ.* of the same family'):
+    huggingface.teacher(str(tmp_path / 'other'), student=student)
+  teacher = huggingface.teacher(student, student=student)
+  assert teacher.evaluate is not None
