@@ -24,6 +24,7 @@ SMALL = (
   '--gin.BATCH=4',
   '--gin.GROUP=4',
   '--gin.LENGTH=8',
+  '--gin.SLOTS=4',
   '--gin.PROMPT=150',
   '--gin.BUCKETS=(115,)',
   '--gin.LEARNING_RATE=1e-3',

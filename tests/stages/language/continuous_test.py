@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from planner.costs import completions
-from stages.language import kv_cache, language_model, prefill, sample
+from stages.language import (
+  kv_cache,
+  language_model,
+  partial_rollout,
+  prefill,
+  sample,
+)
 from stages.models import huggingface, transformer
 from tests.stages.language.generate_test import (
   act,
@@ -24,6 +30,10 @@ from tests.stages.language.generate_test import (
   STOP,
   T,
 )
+
+
+def jitted(policy, **kwargs):
+  return jax.jit(functools.partial(policy.act, group_size=GROUP, **kwargs))
 
 
 def same(got, want):
@@ -81,8 +91,7 @@ def test_blocks_of_the_cache_see_what_the_whole_of_it_sees(monkeypatch, model):
     policy = language_model.policy(
       config, response_length=21, stop=STOP, slots=slots
     )
-    act = jax.jit(functools.partial(policy.act, group_size=GROUP))
-    return act(*args)
+    return jitted(policy)(*args)
 
   want = run(None)
   monkeypatch.setattr(kv_cache, 'BLOCK', 4)
@@ -102,10 +111,7 @@ def test_slots_draw_alike_from_other_models(model, greedy):
   )
   weights = transformer.init_params(config, jax.random.key(0))
   got, want = (
-    jax.jit(functools.partial(x.act, group_size=GROUP, greedy=greedy))(
-      weights, prompts(), keys()
-    )
-    for x in policies
+    jitted(x, greedy=greedy)(weights, prompts(), keys()) for x in policies
   )
   same(got, want)
   assert got.mask.sum() < B * T
@@ -124,7 +130,7 @@ def test_greedy_rows_are_those_of_the_textbook_forward():
     token = jnp.concatenate([token, logit.argmax(-1)[:, None]], axis=1)
     mask = jnp.concatenate([mask, jnp.ones_like(mask[:, :1])], axis=1)
   policy = language_model.policy(CONFIG, response_length=T, stop=STOP, slots=2)
-  got = policy.act(params(), prompt, keys(), group_size=GROUP, greedy=True)
+  got = jitted(policy, greedy=True)(params(), prompt, keys())
   for action, mask, want in zip(
     got.action, got.mask, np.repeat(token[:, -T:], GROUP, axis=0), strict=True
   ):
@@ -144,7 +150,7 @@ def test_a_row_enters_in_the_iteration_after_another_has_ended(monkeypatch):
   want = act()(params(), prompts(), keys())
   monkeypatch.setattr(sample, 'draw', spy)
   policy = language_model.policy(CONFIG, response_length=T, stop=STOP, slots=3)
-  x = policy.act(params(), prompts(), keys(), group_size=GROUP)
+  x = jitted(policy)(params(), prompts(), keys())
   jax.effects_barrier()
   lengths = want.mask.sum(1).astype(int)
   np.testing.assert_array_equal(x.mask.sum(1), lengths)
@@ -157,7 +163,7 @@ def test_prompts_that_are_read_in_chunks_are_completed_alike(monkeypatch):
   want = act(slots=3)(params(), prompts(), keys())
   monkeypatch.setattr(prefill, 'MAX_PROMPT_TOKENS', 14)  # Two of three.
   policy = language_model.policy(CONFIG, response_length=T, stop=STOP, slots=3)
-  got = policy.act(params(), prompts(), keys(), group_size=GROUP)
+  got = jitted(policy)(params(), prompts(), keys())
   same(got, want)
 
 
@@ -167,8 +173,8 @@ def test_no_iteration_copies_the_cache():
   policy = language_model.policy(
     config, response_length=length, stop=STOP, slots=slots
   )
-  run = jax.jit(functools.partial(policy.act, group_size=GROUP))
-  compiled = run.lower(params(), prompts(), keys()).compile()
+  run = jitted(policy).lower(params(), prompts(), keys())
+  compiled = run.compile()
   P = prompts().token.shape[1]
   shape = f'f32[{slots},{config.K},{kv_cache.ring_columns(length)},{config.W}]'
   text = compiled.as_text()
@@ -190,3 +196,6 @@ def test_slots_are_refused_where_they_cannot_work():
     language_model.policy(CONFIG, response_length=T, slots=0)
   with pytest.raises(ValueError, match='leave out one of them'):
     huggingface.policy('none', response_length=T, slots=2, engine=lambda: None)
+  policy = language_model.policy(CONFIG, response_length=T, slots=2)
+  with pytest.raises(ValueError, match='decodes in `slots` has none'):
+    partial_rollout.check(policy, max_carry=1, extra_groups=2)

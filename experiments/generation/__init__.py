@@ -1,0 +1,1 @@
+"""Generation of completions whose lengths have a long tail."""
