@@ -28,8 +28,8 @@ class LearnedVerifier(NamedTuple):
   def __call__(self, answer, action, mask):
     raise ValueError(
       'A learned reward has parameters, and this workflow calls its verifier '
-      'without any: use grpo (without greedy_baseline) or text_ppo, or leave '
-      'reward models out.'
+      'without any: use another, such as grpo (without greedy_baseline) or '
+      'text_ppo, or leave reward models out.'
     )
 
 
