@@ -58,7 +58,7 @@ if CPUINFO.exists():
     f'{cache}/jax/{zlib.crc32(machine.encode()):08x}',
   )
   os.environ.setdefault('RLINF_JAX_CACHE', f'{cache}/measured')
-  os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.1')
+  os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 
 import jax  # noqa: E402
 from jax._src import compiler  # noqa: E402
@@ -173,11 +173,15 @@ def pytest_runtestloop(session):
   return True
 
 
+# CPU-seconds of the longest modules, as `--costs` measures them.
+COSTS = pathlib.Path(__file__).parent / 'costs.json'
+
+
 def taken(items, folder):
   """Yields the tests of one module after the other, each taken once by a file.
 
-  Modules with slow tests come first: a long one at the end would run alone.
-  All that start Ray are taken together: their tests count Ray's processes.
+  Long modules come first: a long one at the end would run alone. All that
+  start Ray are taken together: their tests count its processes.
   """
   modules = {}
   for item in items:
@@ -185,12 +189,15 @@ def taken(items, folder):
     module = getattr(item, 'module', None)
     starts_ray = '/ray/' in name or hasattr(module, 'ray')
     modules.setdefault('ray' if starts_ray else name, []).append(item)
+  known = json.loads(COSTS.read_text())
 
-  def slow(tests):
-    return sum(test.get_closest_marker('slow') is not None for test in tests)
+  def seconds(name):
+    tests = modules[name]
+    slow = sum(test.get_closest_marker('slow') is not None for test in tests)
+    return known.get(name, 5 * slow)
 
   folder.mkdir(parents=True, exist_ok=True)
-  order = sorted(modules, key=lambda name: -slow(modules[name]))
+  order = sorted(modules, key=lambda name: -seconds(name))
   for name in order:
     try:
       (folder / name.replace('/', '.')).touch(exist_ok=False)

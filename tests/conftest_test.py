@@ -175,7 +175,12 @@ def test_every_module_of_stages_is_loaded_by_the_check():
 
 
 @pytest.mark.parametrize('processes', [1, 2])
-def test_processes_share_modules_and_each_test_runs_once(tmp_path, processes):
+def test_processes_share_modules_and_each_test_runs_once(
+  tmp_path, monkeypatch, processes
+):
+  monkeypatch.setattr(conftest, 'COSTS', tmp_path / 'costs.json')
+  conftest.COSTS.write_text('{"tests/c_test.py": 3}')
+
   class Item(NamedTuple):
     nodeid: str
     slow: bool = False
@@ -190,6 +195,7 @@ def test_processes_share_modules_and_each_test_runs_once(tmp_path, processes):
   turns = list(zip_longest(*shares))
   ran = [item for turn in turns for item in turn if item]
   assert sorted(ran) == sorted(items)
-  assert ran[0].slow
+  assert ran[0].slow  # Longer than the costs of `c`.
+  assert ran[1].nodeid.startswith('tests/c_test')
   of_ray = [i for t in turns for i, x in enumerate(t) if x and '/ray/' in x[0]]
   assert len(set(of_ray)) == 1  # They count Ray's processes.

@@ -83,16 +83,19 @@ def assert_same(folder, other):
 
 
 def test_ray_leaves_the_same_folder_as_one_process(tmp_path, model, one):
-  before = _raylets()
   # The driver computes on the CPU: it would not start on a platform that this
   # machine lacks.
-  out = finish(start_run(tmp_path / 'run', model, RAY, platform='tpu'))
+  process = start_run(tmp_path / 'run', model, RAY, platform='tpu')
+  while not _reached(tmp_path / 'run', 0) and process.poll() is None:
+    time.sleep(0.1)
+  assert 'raylet' in _ray_processes(process), 'It is looked for at the end.'
+  out = finish(process)
   assert_same(tmp_path / 'run', one)
   assert re.search(r'actor → learner .*B (in calls|by shared memory)', out)
   text = (tmp_path / 'run' / 'metrics.jsonl').read_text()
   assert '"utilization/learner"' in text
   time.sleep(2)
-  assert not _raylets() - before
+  assert not _ray_processes(process)
 
 
 def test_ray_runs_the_plan_that_planning_finds(tmp_path, model, one):
@@ -157,10 +160,17 @@ def _steps(folder) -> int:
     return 0
 
 
-def _raylets():
-  """Process ids of Ray's raylets on this machine."""
-  there = psutil.process_iter(['name', 'pid'])
-  return {p.info['pid'] for p in there if 'raylet' in p.info['name']}
+def _ray_processes(process) -> list[str]:
+  """Names of the processes of the Ray that a run has started."""
+  found = []
+  for one in psutil.process_iter():
+    with contextlib.suppress(psutil.Error):
+      # Ray's session is named after its driver.
+      if re.search(
+        rf'/session_[\d_-]+_{process.pid}/', ' '.join(one.cmdline())
+      ):
+        found.append(one.name())
+  return found
 
 
 def places(process):
