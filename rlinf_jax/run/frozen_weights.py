@@ -28,7 +28,7 @@ def remove(state: Any) -> Any:
 
 
 def restore(trained: Any, state: Any) -> Any:
-  """What `remove` has left, with the frozen parameters of `state`."""
+  """Adds the frozen parameters of `state` to the result of `remove`."""
 
   def whole(x, rest):
     return rest | {base.FROZEN: x[base.FROZEN]} if _has_frozen(x) else rest
