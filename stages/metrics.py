@@ -167,7 +167,10 @@ class ExplainedVariance(NamedTuple):
 
 
 class Histogram(NamedTuple):
-  """Counts of the integers from zero; its quantiles are exact."""
+  """Counts of the integers from zero; its quantiles are exact.
+
+  It is left out of the log where nothing was counted.
+  """
 
   count: jax.Array
 
@@ -178,7 +181,7 @@ class Histogram(NamedTuple):
     count = np.asarray(self.count, np.float64)
     seen = np.flatnonzero(count)
     if not seen.size:
-      return {'_mean': np.nan, '_p95': np.nan, '_max': np.nan}
+      return {}
     below = np.cumsum(count)
     return {
       '_mean': (count * np.arange(count.size)).sum() / below[-1],

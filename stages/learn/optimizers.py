@@ -15,6 +15,7 @@ def adamw(
   updates_per_step: int = 1,
   b1: float = 0.9,
   b2: float = 0.999,
+  eps: float = 1e-8,
   weight_decay: float = 0.0,
   clip_norm: float = 1.0,
 ) -> optax.GradientTransformation:
@@ -30,6 +31,7 @@ def adamw(
     updates_per_step: updates in a step of the workflow, minibatches × epochs.
     b1: decay of the first moment.
     b2: decay of the second moment.
+    eps: added to the root of the second moment.
     weight_decay: decoupled weight decay, per unit of learning rate.
     clip_norm: largest global norm of a gradient.
   """
@@ -47,7 +49,7 @@ def adamw(
   return optax.chain(
     optax.clip_by_global_norm(clip_norm),
     optax.inject_hyperparams(optax.adamw)(
-      rate, b1=b1, b2=b2, weight_decay=weight_decay
+      rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
     ),
   )
 

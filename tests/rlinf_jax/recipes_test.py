@@ -40,11 +40,14 @@ FOLDERS = (
   'experiments/compiled',
   'experiments/rlpd',
   'gin_configs',
+  'gin_configs/recipes',
 )
+TINY = 'gin_configs/recipes/tiny.gin'  # Of no use alone.
 RECIPES = [
   recipe(path)
   for folder in FOLDERS
   for path in sorted((ROOT / folder).glob('*.gin'))
+  if path != ROOT / TINY
 ]
 
 
@@ -68,7 +71,7 @@ def flows(name, bindings, folder, *more):
   `more` files are read after the recipe.
   """
   text = (ROOT / name).read_text()
-  if 'math.gin' in text:
+  if 'math.gin' in text or '/recipes/' in name:
     bindings = [*bindings, *own_data.bindings(folder / 'own_data')]
   if 'supervised' in text:
     given = own_data.bindings(folder / 'own_data', own_data.write_replies)

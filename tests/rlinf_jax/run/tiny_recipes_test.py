@@ -1,0 +1,38 @@
+"""Recipes for large models train a tiny one: their CPU-size twins."""
+
+import json
+
+import pytest
+
+import own_data
+from rlinf_jax import config, train
+from tests.rlinf_jax import recipes_test
+
+# One of each workflow; that of MoE differs from the first in numbers only.
+RECIPES = {
+  'grpo_qwen2.5_1.5b': [],
+  'dapo_qwen2.5_32b': ['ROUNDS = 2', 'OVERLONG = 2', 'EXPECTED_ROUNDS = 2'],
+  'ppo_qwen2.5_7b': [],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', RECIPES)
+def test_a_recipe_trains_a_tiny_model(name, tmp_path):
+  bindings = [
+    *own_data.bindings(tmp_path / 'data'),
+    *RECIPES[name],
+    'train.train.plan = None',
+    'EVAL_BATCH = 6',
+  ]
+  files = [f'gin_configs/recipes/{name}.gin', recipes_test.TINY]
+  folder = tmp_path / 'run'
+  config.parse(files, bindings, str(folder))
+  config.call(train.train, workdir=str(folder))
+  lines = (folder / 'metrics.jsonl').read_text().splitlines()
+  steps = [x for x in map(json.loads, lines) if 'train/policy_loss' in x]
+  assert [x['step'] for x in steps] == [1, 2]
+  # DAPO may find no group of mixed accuracy to learn from.
+  assert steps[-1].get('rollout/response_length_max', 8) == 8
+  assert 0.0 <= json.loads(lines[-1])['eval/accuracy'] < 0.2  # A new model.
+  assert (folder / 'model/config.json').exists()
