@@ -1,7 +1,6 @@
 """Training on completions of your own, by the commands of the docs."""
 
 import json
-import os
 import pathlib
 import re
 import shlex
@@ -10,6 +9,7 @@ import sys
 
 import pytest
 
+import core_only
 import own_data
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -43,7 +43,7 @@ def run(folder, args, model) -> list[dict]:
   done = subprocess.run(
     [sys.executable, '-m', 'rlinf_jax.main', *args, *SMALL],
     cwd=folder,
-    env=os.environ | {'PYTHONPATH': str(ROOT)},
+    env=core_only.environment(ROOT),
     capture_output=True,
     text=True,
     timeout=600,
