@@ -83,8 +83,8 @@ workflow = functools.cache(lambda name: WORKFLOWS[name]())
 
 def batches(name):
   if name == 'dpo':
-    return [tiny.pairs(seed=i) for i in range(2)]
-  return [tiny.problem(seed=i) for i in range(2)]
+    return [tiny.pairs(rows=32, seed=i) for i in range(2)]
+  return [tiny.problem(rows=16, seed=i) for i in range(2)]
 
 
 @functools.cache
@@ -107,7 +107,7 @@ KEPT = (11,)
 def test_no_plan_changes_the_mathematics(name, seed):
   stages = tiny.trace(workflow(name), batches(name)[0]).stages
   plan, _ = random_plans_test.random_plan(
-    seed, stages, {'gradient': 4}, ('apply',), [None]
+    seed, stages, {'gradient': 8}, ('apply',), [None]
   )
   state = workflow(name).init(jax.random.key(0))
   results = random_plans_test.run(plan, workflow(name), state, batches(name))
