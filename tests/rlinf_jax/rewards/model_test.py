@@ -136,9 +136,13 @@ def test_texts_are_tokenized_again_for_another_tokenizer(folders, capsys):
   verdict = verify.verify(verify.init(KEY), reference, x)
   tokenizer = tokens.load_tokenizer(other)
   texts = [
-    f'user:{q}|assistant:{a}|assistant:'
+    tokenizer.apply_chat_template(
+      [{'role': 'user', 'content': q}, {'role': 'assistant', 'content': a}],
+      tokenize=False,
+    )
     for q, a in zip(QUESTIONS, COMPLETIONS, strict=True)
   ]
+  assert 'It is 4.' in texts[1] and ';' not in texts[1]
   want = scores(other, tokenizer(texts)['input_ids'])
   np.testing.assert_allclose(verdict.terms['judge'], want, rtol=1e-4)
   np.testing.assert_allclose(verdict.reward, want, rtol=1e-4)
