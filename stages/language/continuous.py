@@ -22,8 +22,8 @@ from jaxtyping import Array
 
 from sharding import rules
 from stages import base
+from stages.language import decode_layer, kv_cache, prefill, sample
 from stages.language import generate as static
-from stages.language import kv_cache, prefill, sample
 from stages.models import attention, rope, transformer
 
 # Slots are divided by this when no row is waiting and so many have emptied.
@@ -330,20 +330,19 @@ def _enter(
 def _decode(model, params, layers, t, now: Slots):
   """Logits of the next token, and rings that include the current one."""
   c = model.config
-  variables, block = {'params': params}, transformer.Block(c)
+  variables = {'params': params}
   contexts = _contexts(c, t, now)
   x_M1D = model.apply(variables, now.token_M[:, None], method='embed')
   rings = []
   for i, (own, _, _) in enumerate(layers):
-    own = {'params': own}
     (cos_M1R, sin_M1R), *where = contexts[c.is_local(i)]
-    q_M1HW, k_M1KW, v_M1KW = block.apply(
-      own, x_M1D, cos_M1R, sin_M1R, method='project'
+    q_M1HW, k_M1KW, v_M1KW = decode_layer.project(
+      c, own, x_M1D, cos_M1R, sin_M1R
     )
     column = t % now.rings[i].key.shape[2]
     ring = kv_cache.update(now.rings[i], column, k_M1KW, v_M1KW)
     seen_M1HW = kv_cache.ring_attention(c, q_M1HW, now.prompts[i], ring, *where)
-    x_M1D = block.apply(own, x_M1D, seen_M1HW, method='finish')
+    x_M1D = decode_layer.finish(c, own, x_M1D, seen_M1HW)
     rings.append(ring)
   return model.apply(variables, x_M1D, method='logits'), tuple(rings)
 

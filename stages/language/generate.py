@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from sharding import rules
 from stages import base
-from stages.language import kv_cache, sample
+from stages.language import decode_layer, kv_cache, sample
 from stages.models import attention, rope, transformer
 
 
@@ -152,7 +152,7 @@ def _decode(
     state: the state of the loop.
   """
   c, t = model.config, state.t
-  variables, block = {'params': params}, transformer.Block(model.config)
+  variables = {'params': params}
   position_B1 = (split.position_B + length_B + t)[:, None]
   T = state.completions.mask.shape[1]
   column_1T = jnp.arange(T)[None]
@@ -168,16 +168,15 @@ def _decode(
   for i, ((own, key_NKPW, value_NKPW), cache) in enumerate(
     zip(layers, state.caches, strict=True)
   ):
-    own = {'params': own}
     cos_B1R, sin_B1R, near_BC = context[c.is_local(i)]
-    q_B1HW, k_B1KW, v_B1KW = block.apply(
-      own, x_B1D, cos_B1R, sin_B1R, method='project'
+    q_B1HW, k_B1KW, v_B1KW = decode_layer.project(
+      c, own, x_B1D, cos_B1R, sin_B1R
     )
     cache = kv_cache.update(cache, t, k_B1KW, v_B1KW)
     seen_B1HW = kv_cache.attention(
       c, q_B1HW, cache, key_NKPW, value_NKPW, split.mask_NP, past_BT, near_BC
     )
-    x_B1D = block.apply(own, x_B1D, seen_B1HW, method='finish')
+    x_B1D = decode_layer.finish(c, own, x_B1D, seen_B1HW)
     caches.append(cache)
   logit_B1V = model.apply(variables, x_B1D, method='logits')
   return logit_B1V, tuple(caches)

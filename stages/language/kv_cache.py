@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from stages.language import decode_layer
 from stages.models import attention as attention_lib
 from stages.models import mixed_precision, transformer
 
@@ -47,6 +48,7 @@ def update(cache: LayerCache, t, k_B1KW, v_B1KW) -> LayerCache:
   return LayerCache(write(cache.key, k_B1KW), write(cache.value, v_B1KW))
 
 
+@decode_layer.traced_once
 def attention(
   config: transformer.Config,
   q_B1HW,
@@ -130,6 +132,7 @@ class Softmax(NamedTuple):
   seen: Float[Array, 'B K J W']
 
 
+@decode_layer.traced_once
 def ring_attention(
   config: transformer.Config,
   q_B1HW,

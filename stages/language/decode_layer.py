@@ -1,0 +1,31 @@
+"""Parts of a layer as decoding calls them, traced once for all layers.
+
+Decoding unrolls the layers, so that each has a cache of its own. Tracing them
+one by one would take most of the time in which a step of a deep model starts.
+"""
+
+import functools
+
+import jax
+
+from stages.models import transformer
+
+# For functions whose first argument is the model's config. They are inlined, so
+# the program is that of calling them for each layer.
+traced_once = functools.partial(jax.jit, static_argnums=0, inline=True)
+
+
+@traced_once
+def project(config: transformer.Config, layer, x_B1D, cos_B1R, sin_B1R):
+  """`transformer.Block.project` with the parameters of a layer."""
+  return transformer.Block(config).apply(
+    {'params': layer}, x_B1D, cos_B1R, sin_B1R, method='project'
+  )
+
+
+@traced_once
+def finish(config: transformer.Config, layer, x_B1D, seen_B1HW):
+  """`transformer.Block.finish` with the parameters of a layer."""
+  return transformer.Block(config).apply(
+    {'params': layer}, x_B1D, seen_B1HW, method='finish'
+  )
