@@ -22,7 +22,7 @@ from rlinf_jax.runtime.ray import launch
 from stages import base
 from stages.envs import video as env_video
 
-PARTS = 'parts'  # Folder of finished batches, while others are left.
+PARTS = 'parts'  # Folder of finished batches' metrics; removed at the end.
 SHOWN = 8  # Completions that the report shows.
 
 
@@ -42,21 +42,22 @@ def evaluate(
 ) -> dict[str, Any]:
   """Evaluates the policy of a workflow on all held-out batches of a source.
 
-  It writes evaluation.json, metrics.jsonl, report.html and, of a language
-  model, completions.jsonl into `workdir`, and prints a table.
+  It writes evaluation.json, metrics.jsonl, report.html and, for a language
+  model, completions.jsonl into `workdir`, and prints a table. Resuming a
+  finished evaluation only prints its table.
 
   Args:
-    workflow: its initial policy is evaluated.
-    source: its held-out batches are used.
+    workflow: the workflow whose initial policy is evaluated.
+    source: the source whose held-out batches are used.
     workdir: the folder of the results.
-    recipe_of: the function that a recipe configures, of which Ray processes
-      read `workflow`, `source` and `seed`.
-    checkpoint_of: run folder, whose newest checkpoint is evaluated instead of
+    recipe_of: the function that the recipe configures, such as `train.train`;
+      Ray processes read `workflow`, `source` and `seed` from its bindings.
+    checkpoint_of: a run folder; its newest checkpoint is evaluated instead of
       the initial policy.
-    resume: continues in `workdir`, with the batches that are left.
-    seed: of the parameters and of sampling.
-    plan: as `train.train`, for the stages of an evaluation.
-    ray_address: likewise.
+    resume: whether to continue in `workdir`, with the batches that are left.
+    seed: seed of the parameters and of sampling.
+    plan: as in `train.train`, for the stages of an evaluation.
+    ray_address: as in `train.train`.
     receive_timeout: likewise.
     network_interface: likewise.
 
@@ -113,7 +114,7 @@ def evaluate(
 
 
 def _check_folder(folder: pathlib.Path, resume: bool):
-  """Raises FileExistsError if the folder is in use and must not be."""
+  """Raises FileExistsError if the folder holds something else already."""
   names = 'config.gin', 'metrics.jsonl', 'evaluation.json'
   if not resume and any((folder / name).exists() for name in names):
     raise FileExistsError(

@@ -1,4 +1,4 @@
-"""Prompts with their completions, from files: to imitate, or to prefer one.
+"""Prompts with one completion to imitate, or with a preferred one, from files.
 
 {"prompt": "2+2=", "completion": "4"}
 {"messages": [..., {"role": "assistant", "content": "4"}]}
@@ -16,7 +16,7 @@ from rlinf_jax.data import files
 from stages import base
 from stages.language import tokens
 
-# Columns that may hold the completion, the first that a file has.
+# Columns that may hold the completion; the first that a file has is used.
 COMPLETION_COLUMNS = ('completion', 'response', 'output', 'answer')
 MESSAGES = 'messages'
 
@@ -26,8 +26,8 @@ class Row(NamedTuple):
 
   Attributes:
     prompt: the question, or the messages of a conversation so far.
-    completions: one to imitate, or the preferred and the other one.
-    where: file and line, for messages.
+    completions: one to imitate, or the preferred and the rejected one.
+    where: file and line, for error messages.
   """
 
   prompt: str | tuple[files.Message, ...]
@@ -84,17 +84,17 @@ def read_preferences(
   chosen_column: str = 'chosen',
   rejected_column: str = 'rejected',
 ) -> list[Row]:
-  """Reads prompts with a preferred and another completion.
+  """Reads prompts with a preferred and a rejected completion.
 
-  A completion is text, a message of the assistant, or a conversation that
-  ends with one; a file of conversations needs no column of prompts.
+  A completion is text, or a list of messages that ends with the assistant's. A
+  file whose completions are conversations needs no column of prompts.
 
   Args:
     path: as for `files.read`.
     prompt_column: the column of prompts; by default, the first of
       `files.PROMPT_COLUMNS` that the file has, if it has one.
     chosen_column: the column of preferred completions.
-    rejected_column: the column of the others.
+    rejected_column: the column of rejected completions.
 
   Raises:
     ImportError: as `files.records`.
@@ -108,7 +108,7 @@ def read_preferences(
       find = _Columns(row, where)
       find.column('chosen_column', chosen_column)
       find.column('rejected_column', rejected_column)
-      # Conversations need none.
+      # Conversations need no column of prompts.
       if not isinstance(row[chosen_column], list) or find.has_any(
         prompt_column, files.PROMPT_COLUMNS
       ):
@@ -153,7 +153,7 @@ class _Columns:
 
 
 def _row(prompt, row: dict[str, Any], columns, where: str) -> Row:
-  """A row, whose prompt may be what its conversations have in common."""
+  """A row; its prompt may be the messages that its conversations share."""
   pairs = [_completion(row.get(column), column, where) for column in columns]
   before = [messages for messages, _ in pairs if messages]
   if before and any(messages != before[0] for messages in before):
@@ -207,7 +207,7 @@ class Encoded(NamedTuple):
   def batch(
     self, rows: np.ndarray, prompt_length: int, response_length: int
   ) -> base.Example:
-    """The examples of some rows; completions of a prompt are adjacent."""
+    """The examples of some rows; completions of a prompt are adjacent rows."""
     prompts, actions = [], []
     for i in rows:
       for completion in self.completions[i]:
@@ -242,21 +242,21 @@ def encode(
   does: that of the chat template, or else `stop[0]`.
 
   Args:
-    tokenizer: of the model.
+    tokenizer: tokenizer of the model.
     rows: prompts with completions.
     stop: ids of the tokens that end a completion; at least one.
     prompt_length: the most tokens of a prompt.
     response_length: the most tokens of a completion, its end token included.
-    drop_long: whether longer rows are left out, with their number printed, or
-      refused.
-    name: of the file, for messages.
+    drop_long: whether longer rows are left out, and their number printed; else
+      they are an error.
+    name: name of the file, for messages.
     chat: as for `chat.texts`.
     system_prompt: likewise.
     template: likewise.
 
   Raises:
-    ValueError: for texts that the tokenizer cannot encode, or a row over a
-      limit that must not be left out, or if none is left.
+    ValueError: for texts that the tokenizer cannot encode, for a row over a
+      limit unless `drop_long`, or if no row is left.
   """
   shape = {'system_prompt': system_prompt, 'template': template}
   texts = chat_lib.texts(tokenizer, rows, chat=chat, **shape)
@@ -298,7 +298,7 @@ def encode(
 
 
 def _reply(tokenizer, row: Row, text: str, completion: str, shape) -> str:
-  """What a chat template writes after the text of a prompt."""
+  """The text that a chat template writes after the text of a prompt."""
   whole = chat_lib.answered_text(tokenizer, row, completion, **shape)
   if not whole.startswith(text):
     raise ValueError(

@@ -1,7 +1,8 @@
 """The order of rows: by seed, epoch and difficulty, mixed by weights.
 
-The order is one endless sequence, a function of the seed alone. A position in
-it is a few integers, so a checkpoint stores it and a resumed run continues it.
+The order is one endless sequence, a function of the files and the seed alone. A
+position in it is an integer for each file, so a checkpoint stores it and a
+resumed run continues it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ def paths(given: str | Sequence[str], name: str) -> list[str]:
   """The files of an argument that names one or several.
 
   Raises:
-    ValueError: if there is none.
+    ValueError: if no file is given.
   """
   files = [given] if isinstance(given, str) else list(given)
   if not files:
@@ -24,10 +25,10 @@ def paths(given: str | Sequence[str], name: str) -> list[str]:
 
 
 def shares(train, sizes: Sequence[int]) -> list[float]:
-  """The share of each file in every batch: as given, or by its rows.
+  """The weight of each file in a mixture: as given, or its number of rows.
 
   Raises:
-    ValueError: for a share that is not above zero.
+    ValueError: for a weight that is not above zero.
   """
   if not isinstance(train, Mapping):
     return [float(size) for size in sizes]
@@ -63,11 +64,11 @@ class Mixture(NamedTuple):
   """Files of rows, and how they are mixed.
 
   Attributes:
-    sizes: rows of each file.
-    weights: the share of each file.
-    difficulty: of every row, through all files; the first epoch of each file
-      is then in ascending order of it, and random among equals. None if every
-      epoch is in random order.
+    sizes: number of rows of each file.
+    weights: share of each file, in any unit.
+    difficulty: a number for every row, file after file. The first epoch of each
+      file is then in ascending order of it, and random among equals. None if
+      every epoch is in random order.
   """
 
   sizes: Sequence[int]
@@ -75,7 +76,7 @@ class Mixture(NamedTuple):
   difficulty: np.ndarray | None = None
 
   def order(self, seed: int, part: int, epoch: int) -> np.ndarray:
-    """The rows of a file in an epoch, counted through all files."""
+    """Indices of a file's rows in an epoch, counted file after file."""
     start = sum(self.sizes[:part])
     rows = start + permutation(seed, part, epoch, self.sizes[part])
     if epoch == 0 and self.difficulty is not None:
@@ -92,14 +93,14 @@ def take(
   shares hold at every moment. Within a file, an epoch gives every row once.
 
   Args:
-    seed: of the order.
-    position: rows taken from each file so far.
+    seed: seed of the order.
+    position: number of rows taken from each file so far.
     mixture: the files.
-    n: rows to take.
+    n: number of rows to take.
 
   Returns:
-    The position afterward, and the numbers of the rows, counted through all
-    files.
+    The position afterward, and the indices of the rows, counted file after
+    file.
   """
   shares = np.asarray(mixture.weights, float) / np.sum(mixture.weights)
   position = position.copy()
@@ -120,12 +121,12 @@ def batches_by_length(
   """Cuts rows into batches of similar length, the longest first.
 
   The order of the others is random. A plan is made for the first batch of a
-  run, so that one must need the most memory.
+  run, so the first batch must be the one that needs the most memory.
 
   Args:
-    rng: of the order.
-    rows: numbers of rows, a multiple of `size`.
-    length: the length of every row.
+    rng: generator of the order.
+    rows: indices of rows; their number is a multiple of `size`.
+    length: the length in tokens of every row.
     size: rows a batch.
   """
   # Stable, so that equal lengths keep the order of the mixture.

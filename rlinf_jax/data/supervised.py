@@ -30,24 +30,27 @@ def examples(
 ) -> base.Source:
   """A source of prompts with completions to imitate, for `workflows.sft`.
 
-  Its order is that of `questions.questions`. Held-out batches are examples,
-  too; rows without tokens fill up the last one.
+  Batches are `base.Example`s, in the order of `questions.questions`. Held-out
+  batches are examples, too; rows without completion tokens fill up the last
+  one.
 
   Args:
     checkpoint: folder of the model whose tokenizer to use.
-    train: a file of examples, several, or `{file: weight}`.
+    train: a file of examples, several, or `{file: weight}`, where weights are
+      the shares of files in every batch.
     held_out: a file of examples for evaluation, or several.
     batch_size: examples a batch.
     prompt_length: the most tokens of a prompt.
     response_length: the most tokens of a completion, its end token included.
     held_out_batch: held-out examples a batch.
-    held_out_rows: number of held-out examples, the first; None for all.
+    held_out_rows: how many examples of the held-out files to use, from the
+      first on; None for all.
     prompt_column: as `completions.read_examples`.
     completion_column: likewise.
     chat: as `chat.texts`.
     system_prompt: likewise.
     template: likewise.
-    drop_long: whether rows over a limit are left out rather than refused.
+    drop_long: whether rows over a limit are left out; else they are an error.
   """
 
   def read(path):
@@ -89,7 +92,8 @@ def preferences(
 ) -> base.Source:
   """A source of pairs of completions, for `workflows.dpo`.
 
-  A pair is two adjacent rows of a batch, the preferred completion first.
+  Batches are `base.Example`s. A pair is two adjacent rows, the preferred
+  completion first, so a batch has twice as many rows as pairs.
 
   Args:
     checkpoint: as for `examples`.
@@ -99,7 +103,8 @@ def preferences(
     prompt_length: as for `examples`.
     response_length: likewise.
     held_out_batch: held-out pairs a batch.
-    held_out_rows: number of held-out pairs, the first; None for all.
+    held_out_rows: how many pairs of the held-out files to use, from the first
+      on; None for all.
     prompt_column: as `completions.read_preferences`.
     chosen_column: likewise.
     rejected_column: likewise.
@@ -146,8 +151,8 @@ def _source(
   Args:
     checkpoint: folder of the model.
     read: `path -> rows`.
-    data: files to train on, and to evaluate on.
-    sizes: rows a batch, held-out rows a batch, and number of held-out rows.
+    data: `train` and `held_out` of `examples`.
+    sizes: its `batch_size`, `held_out_batch` and `held_out_rows`.
     prompt_length: the most tokens of a prompt.
     response_length: the most tokens of a completion.
     **shape: other arguments of `completions.encode`.
@@ -198,7 +203,11 @@ def _source(
 
 
 def _stop(tokenizer, checkpoint: str) -> tuple[int, ...]:
-  """The end tokens of a model, that of its tokenizer first."""
+  """Ids of the end tokens of a model, that of its tokenizer first.
+
+  Raises:
+    ValueError: if it has none.
+  """
   own = tokenizer.eos_token_id
   stop = dict.fromkeys([own, *huggingface.stop_tokens(checkpoint)])
   stop.pop(None, None)

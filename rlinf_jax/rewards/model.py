@@ -1,7 +1,7 @@
 """Learned rewards: a classifier that scores a prompt with its completion.
 
-Its arithmetic is a stage of JAX, which a plan may give a place of its own. The
-workflow carries its parameters in its state.
+The forward pass is a stage of JAX, which a plan may give a place of its own.
+The workflow carries the parameters in its state.
 """
 
 from typing import NamedTuple
@@ -21,9 +21,9 @@ class RewardModel(NamedTuple):
   """A reward model among the rewards of `verifier.verify`.
 
   Attributes:
-    name: in metrics and in plans.
+    name: its name in metrics and in plans.
     checkpoint: its folder, with its tokenizer.
-    model: its scores of prompts and completions.
+    model: the model that scores prompts and completions.
     length: maximum number of tokens of a conversation that is tokenized again.
   """
 
@@ -43,21 +43,22 @@ def reward_model(
   """A reward by a classifier of one label.
 
   If it has the tokenizer and the chat template of the policy, it reads the
-  tokens that the policy has read and written. Otherwise the host puts question
-  and completion, as messages of a user and of an assistant, into its own chat
-  template and tokenizes them. A line says which.
+  tokens of the prompt and of the completion unchanged. Otherwise the host puts
+  the question and the completion into the reward model's chat template, as
+  messages of a user and of an assistant, and tokenizes them again. A line of
+  output says which of the two applies.
 
   Args:
     checkpoint: folder of a `*ForSequenceClassification` of an architecture in
       `families.FAMILIES`, with a tokenizer.
-    name: in metrics and in plans.
+    name: its name in metrics and in plans.
     length: maximum number of tokens of a conversation that is tokenized again;
-      longer ones lose their first tokens.
+      longer conversations lose their first tokens.
     dtype: type of the arithmetic; that of the checkpoint if None.
 
   Raises:
-    CheckpointError: for another model, such as a causal language model, or one
-      of several labels.
+    CheckpointError: for any other model, such as a causal language model or a
+      classifier of several labels.
   """
   model = classifier.reward_model(checkpoint, dtype=dtype)
   return RewardModel(name, checkpoint, model, length)
@@ -71,7 +72,7 @@ def scorer(
   Args:
     reward: the reward model.
     checkpoint: folder of the policy's tokenizer.
-    weight: in the sum of rewards.
+    weight: its weight in the sum of rewards.
   """
   policy_tokenizer = tokens.load_tokenizer(checkpoint)
   tokenizer = tokens.load_tokenizer(reward.checkpoint)

@@ -23,17 +23,18 @@ def estimator(
 
     Aᵢₜ = A(R − β Σₛ k1ₛ)ᵢ,   or with `kl_to_go`   Aᵢₜ = A(R)ᵢ − β Σₛ≥ₜ k1ᵢₛ
 
-  A compares the rewards of a group, and k1 = lp − lp_ref with the
-  log-probabilities lp before the update.
+  A is a function of the rewards of a group, and k1 = lp − lp_ref, where lp is
+  the log-probability before the update.
 
   Args:
     advantage: A, `reward_G -> advantage_G` of one group.
     group_size: completions of each prompt.
-    kl_coef: β; 0 reads no reference.
-    kl_to_go: whether a token pays for its own KL and that of the tokens after
-      it, as in REINFORCE++, rather than for that of the whole completion.
-    normalize: whether advantages are whitened over all tokens of the batch, a
-      barrier.
+    kl_coef: β; if it is 0, no reference is read.
+    kl_to_go: whether a token's penalty is the sum of its own k1 and those of
+      the tokens after it, as in REINFORCE++, rather than of the whole
+      completion.
+    normalize: whether advantages are whitened over all tokens of the batch,
+      which is a barrier.
   """
 
   @stages.stage('group_advantage', group_size=group_size)

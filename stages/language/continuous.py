@@ -1,15 +1,16 @@
 """Continuous batching: waiting rows enter decode slots as others end.
 
-A static batch decodes until its longest row has ended, while finished rows
-occupy their places. Here a fixed number of slots decodes in one compiled loop.
-When a row ends, its tokens are written to the output and the next waiting row
-takes its slot. This is the iteration-level scheduling of Orca (OSDI '22).
+A static batch decodes until its longest row has ended, and rows that ended
+earlier are still computed. Here a fixed number of slots decodes in one compiled
+loop. When a row ends, its tokens are written to the output and the next waiting
+row takes its slot. This is the iteration-level scheduling of Orca (OSDI '22).
 
-Every iteration writes keys, values and tokens of all slots to one column, which
-advances around a ring of T columns. A row has at most T tokens, so it never
-overwrites its own, and those of earlier rows are masked by their age. One
-update of a column is in place; a write to another column in each slot would be
-a scatter.
+Every iteration writes the keys, values and tokens of all slots to one column,
+the same for all. The next iteration takes the next column, and the first one
+follows the last: a ring of T columns or more. A row has at most T tokens, so it
+never overwrites its own. Older columns of a slot belong to its earlier rows and
+are masked. Writing one column is an update in place; a different column in each
+slot would be a scatter, which is slow.
 """
 
 import functools
@@ -26,7 +27,8 @@ from stages.language import decode_layer, kv_cache, prefill, sample
 from stages.language import generate as static
 from stages.models import attention, rope, transformer
 
-# Slots are divided by this when no row is waiting and so many have emptied.
+# When no row is waiting and at most 1 / SHRINK of the slots hold a row, the
+# loop continues with 1 / SHRINK of the slots.
 SHRINK = 4
 
 
@@ -34,17 +36,17 @@ class Slots(NamedTuple):
   """Rows that are being decoded, one in each of M slots.
 
   Attributes:
-    row_M: number of the row; the number of rows where a slot is empty.
+    row_M: index of the row; B, the number of rows, where a slot is empty.
     is_open_M: whether the row has not ended.
     start_M: iteration that decodes the row's first token.
     position_M: position of the last token of its prompt.
     token_M: latest token.
-    mask_MP: one on the tokens of its prompt but the last.
+    mask_MP: 1 on the tokens of its prompt except the last.
     prompts: keys and values of the prompts by layer, [M, K, P, W].
     rings: keys and values of the completions by layer, [M, K, C, W]. C is
       `kv_cache.ring_columns(T)`.
-    action_MT: sampled tokens, a ring.
-    logp_MT: their log-probabilities, a ring.
+    action_MT: sampled tokens, in a ring.
+    logp_MT: their log-probabilities, in a ring.
   """
 
   row_M: Array
@@ -63,8 +65,8 @@ class LoopState(NamedTuple):
   """State of the decoding loop.
 
   Attributes:
-    t: iterations so far.
-    next_row: the next row to enter a slot.
+    t: number of iterations so far.
+    next_row: index of the next row to enter a slot.
     slots: the rows that are being decoded.
     completions: the rows that have ended.
   """
@@ -88,9 +90,10 @@ def generate(
 ) -> base.Experience:
   """Continues each prompt by up to `length` tokens, some rows at a time.
 
-  The tokens are those of `stages.language.generate.generate`, whatever the
-  number of slots: token t of a row is drawn with `fold_in(key, t)`. On a mesh,
-  each device that holds rows decodes its own, in slots of its own.
+  For any number of slots, the tokens are those of
+  `stages.language.generate.generate`: token t of a row is drawn with
+  `fold_in(key, t)`. On a mesh, each device that holds rows decodes its own
+  rows, in slots of its own.
 
   Args:
     model: the model.
@@ -115,8 +118,8 @@ def generate(
   if rules.devices_of('B', B // group_size) > 1:
     axes = rules.mesh_axes(jax.sharding.get_abstract_mesh(), 'B')
     by_row = PartitionSpec(axes)
-    # Devices run different numbers of iterations. XLA alone would make them
-    # run the same number, in step.
+    # Each device stops after its own number of iterations. Without shard_map,
+    # XLA would make all devices run the same number.
     run = jax.shard_map(
       run,
       in_specs=(PartitionSpec(), by_row, by_row),
@@ -177,7 +180,8 @@ def _generate(
     return replace(state._replace(t=t + 1, slots=now))
 
   def run(state: LoopState, at_least: int) -> LoopState:
-    # While rows are waiting, all slots are open.
+    # While rows are waiting, all slots hold an unfinished row, so the loop
+    # cannot end below `at_least` before the last row has entered.
     return jax.lax.while_loop(
       lambda state: state.slots.is_open_M.sum() >= at_least, extend, state
     )
@@ -185,7 +189,7 @@ def _generate(
   state = replace(_initial_state(model.config, split, slots, B, length))
   few = slots // SHRINK
   if few:
-    # The last rows go on in a loop of fewer slots.
+    # The last rows continue in a loop of fewer slots.
     state = _shrink(run(state, few + 1), few)
   return run(state, 1).completions
 
@@ -223,7 +227,7 @@ def _initial_state(
 
 
 def _shrink(state: LoopState, few: int) -> LoopState:
-  """The same rows in `few` slots; no more than these are open."""
+  """The same rows in `few` slots; at most `few` rows are unfinished."""
   order = jnp.argsort(~state.slots.is_open_M, stable=True)[:few]
   slots = jax.tree.map(lambda x: x[order], state.slots)
   return state._replace(slots=slots)
@@ -276,7 +280,7 @@ def _replace_ended(
 
 
 def _write_completion(state: LoopState, m, stop) -> base.Completions:
-  """The output, with the row of slot `m` if it is not empty."""
+  """The output, with the row of slot `m` written to it unless `m` is empty."""
   now, old = state.slots, state.completions
   B, T = old.mask.shape
   row, start = now.row_M[m], now.start_M[m]
@@ -288,7 +292,8 @@ def _write_completion(state: LoopState, m, stop) -> base.Completions:
   is_stopped = _is_stop(action_T[length - 1], stop)
 
   def put(x, new):
-    # Row B, of an empty slot, is clipped to B - 1, which must not change.
+    # An empty slot has row B. The update clips it to B - 1, whose values must
+    # not change.
     return _put_row(x, row, jnp.where(row < B, new.astype(x.dtype), x[row]))
 
   return base.Completions(
@@ -302,7 +307,7 @@ def _write_completion(state: LoopState, m, stop) -> base.Completions:
 def _enter(
   layers, split: static.SplitPrompt, group_size: int, state: LoopState, m, B
 ) -> Slots:
-  """Slot `m` with the next row; empty if no row is waiting."""
+  """All slots, with the next row in slot `m`; empty if no row is waiting."""
   now, row = state.slots, state.next_row
   n = jnp.minimum(row, B - 1) // group_size
 
@@ -328,7 +333,7 @@ def _enter(
 
 
 def _decode(model, params, layers, t, now: Slots):
-  """Logits of the next token, and rings that include the current one."""
+  """Logits [M, 1, V] of the next token, and rings with the current one."""
   c = model.config
   variables = {'params': params}
   contexts = _contexts(c, t, now)
@@ -348,10 +353,11 @@ def _decode(model, params, layers, t, now: Slots):
 
 
 def _contexts(c: transformer.Config, t, now: Slots):
-  """By whether a layer has a window: angles, and what it attends to.
+  """Rotary angles and arguments of attention, for layers of each kind.
 
-  That are the masks [M, P] and [M, C], the iteration, and the age of the oldest
-  column of the ring, as `kv_cache.ring_attention` takes them.
+  The key says whether a layer has a window. The arguments are the last four of
+  `kv_cache.ring_attention`: the masks [M, P] of the prompt and [M, C] of the
+  ring, the iteration, and the age of the oldest column to read.
   """
   C = now.rings[0].key.shape[2]
   length_M = t - now.start_M
@@ -359,7 +365,7 @@ def _contexts(c: transformer.Config, t, now: Slots):
   is_prompt_MP = now.mask_MP > 0
   age_C = (t - jnp.arange(C)) % C
   is_own_MC = age_C[None] <= length_M[:, None]
-  # Empty slots do not count.
+  # Of unfinished rows only; empty slots would count as old ones.
   reach = jnp.where(now.is_open_M, length_M, 0).max()
   angles = rope.angles(c.rope, c.W, position_M1)
   contexts = {False: (angles, is_prompt_MP, is_own_MC, t, reach)}

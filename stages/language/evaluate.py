@@ -10,7 +10,7 @@ import stages
 from stages import base, metrics
 from stages.language import policy_stages, verifiers
 
-SAMPLES = 'eval/samples'  # Name of the rows of an evaluation in its info.
+SAMPLES = 'eval/samples'  # Name in `info` of all rows: prompts and completions.
 
 
 def evaluate(
@@ -20,20 +20,20 @@ def evaluate(
   samples: int = 1,
   greedy: bool | None = None,
 ) -> Callable:
-  """Returns `Version, problem, key, params=() -> info`: verified answers.
+  """Returns `Version, problem, key, params=() -> info`: metrics of answers.
 
   `params` are those of the verifier, if it is a learned one. `info` has the
   accuracy with its standard error, rewards, lengths, the share of completions
-  that a limit cut off, and all rows. With several samples a problem it also has
-  `pass_at_k` and, where the verifier knows final answers, `maj_at_k`, for
-  k = 2, 4, 8, … up to `samples`.
+  that reached the length limit, and all rows. With several samples a problem it
+  also has `pass_at_k` and, where the verifier knows final answers, `maj_at_k`,
+  for k = 2, 4, 8, … up to `samples`, and for k = `samples`.
 
   Args:
     policy: the policy to evaluate.
     verify: `answer, action, mask -> base.Verdict`.
     samples: completions of each problem. Scores are averaged over those of a
       problem first, so the standard error is that of independent problems.
-    greedy: takes the likeliest tokens instead of samples; by default, where
+    greedy: takes the most likely tokens instead of samples; by default, if
       there is one completion a problem.
 
   Raises:
@@ -70,14 +70,14 @@ def evaluate(
 
 
 def pass_at_k(correct_G, k: int):
-  """Probability that one of k samples is right, arXiv:2107.03374 eq. 1.
+  """Probability that at least one of k samples is right, arXiv:2107.03374.
 
     1 − C(n − c, k) / C(n, k)
 
-  It is estimated without bias from n samples of which c are right.
+  This is equation 1, an unbiased estimate from n samples of which c are right.
 
   Args:
-    correct_G: 1 for right samples, 0 for wrong ones.
+    correct_G: 1 for right samples, 0 for wrong ones; G is n.
     k: at most n.
   """
   n, right = correct_G.shape[0], correct_G.sum()
@@ -88,9 +88,10 @@ def pass_at_k(correct_G, k: int):
 def maj_at_k(correct_G, vote_G, k: int):
   """Probability that the most frequent answer of k samples is right.
 
-  Right samples agree with each other, others if their answers are the same,
-  wrong ones without an answer do not vote, and of equally frequent answers the
-  first wins. It is the mean over disjoint runs of k samples, which is unbiased.
+  All right samples count as the same answer. Wrong samples agree if their ids
+  are equal, and do not vote without an answer. Of equally frequent answers, the
+  first wins. The estimate is the mean over disjoint runs of k samples, which is
+  unbiased.
 
   Args:
     correct_G: 1 for right samples, 0 for wrong ones.
@@ -113,7 +114,7 @@ def maj_at_k(correct_G, vote_G, k: int):
 def _score(
   samples: int, x: base.Experience, verdict: base.Verdict, weight_B
 ) -> base.Info:
-  """Metrics of an evaluation with several completions a problem."""
+  """Metrics of an evaluation with `samples` completions a problem."""
   length_B, T = x.mask.sum(1), x.mask.shape[1]
   correct_NG = verdict.correct.reshape(-1, samples)
   weight_N = None if weight_B is None else weight_B[::samples]
@@ -141,7 +142,7 @@ def _sizes(samples: int) -> list[int]:
 
 
 def verdict_terms(verdict: base.Verdict, split: str, mask_B=None) -> base.Info:
-  """The mean of each term of the reward, where `mask_B` is one."""
+  """Metrics of the mean of each term of the reward, where `mask_B` is 1."""
   return {
     f'{split}/reward/{name}': metrics.mean(term_B, mask_B)
     for name, term_B in dict(verdict.terms).items()
@@ -149,7 +150,7 @@ def verdict_terms(verdict: base.Verdict, split: str, mask_B=None) -> base.Info:
 
 
 def rows_to_log(x: base.Experience, reward_B) -> dict:
-  """Prompts, completions and rewards."""
+  """Prompts, completions and rewards of all rows, by name."""
   return {
     'prompt': x.obs.token,
     'prompt_mask': x.obs.mask,

@@ -24,8 +24,9 @@ class Sampling:
   def __post_init__(self):
     if self.temperature <= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
       raise ValueError(
-        f'{self} is not a distribution: temperature must be above 0 '
-        '(evaluation is always greedy), top_k 0 or more, top_p in (0, 1].'
+        f'{self} is not a distribution: temperature must be above 0 (for '
+        'greedy evaluations, leave it as it is), top_k 0 or more, top_p in '
+        '(0, 1].'
       )
 
 

@@ -3,7 +3,8 @@
   vₜ = w · norm(hₜ)
 
 hₜ is the last hidden state of a transformer that has read the prompt and the
-tokens before t: the state whose logits predict token t.
+tokens before t, so the same state from which token t is predicted. w is the
+head, a vector, and norm is the transformer's last RMSNorm.
 """
 
 from collections.abc import Callable
@@ -47,7 +48,8 @@ def own_trunk(
     init: `key -> params`, such as those of a checkpoint; if None, a random
       transformer and a head of zeros.
   """
-  # Its output layer is the head: there is no other.
+  # The head replaces the output layer. With tied embeddings, the transformer
+  # has no output matrix.
   config = dataclasses.replace(config, tie_embeddings=True)
   model = transformer.Transformer(config)
 
@@ -81,12 +83,13 @@ def head(config: transformer.Config) -> ValueModel:
 def score_completions(model: ValueModel) -> Callable:
   """Returns `params, prompt, action, mask -> score_B` of whole sequences.
 
-  The score is the value after the last real token, as `transformers` has it in
-  its classifiers: that of the last position which is not padding.
+  The score is the value after the last real token, as in the sequence
+  classifiers of `transformers`, which take the last position that is not
+  padding.
   """
 
   def run(params, prompt, action_BT, mask_BT):
-    # The value after the last of T tokens is that before one more.
+    # The value after token T is the value before token T + 1.
     action_BS = jnp.pad(action_BT, ((0, 0), (0, 1)))
     value_BS = model.value(params, prompt, action_BS)
     last_B1 = mask_BT.sum(1, keepdims=True).astype(jnp.int32)

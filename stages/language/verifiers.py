@@ -1,4 +1,4 @@
-"""Verifiers with parameters of their own, such as those of a reward model."""
+"""Verifiers that have parameters, such as reward models."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import stages
 from stages import base
 from stages.language import value_model
 
-FAILED = 'failed'  # The term of completions that a reward failed on.
+FAILED = 'failed'  # The term that is 1 on completions where a reward failed.
 
 
 class LearnedVerifier(NamedTuple):
@@ -37,10 +37,10 @@ class Scorer(NamedTuple):
   """A learned reward.
 
   Attributes:
-    name: in metrics.
+    name: its name in metrics.
     init: `key -> params`.
     score: `params, answer, experience -> score_B`, made of stages.
-    weight: in the sum of rewards.
+    weight: its weight in the sum of rewards.
   """
 
   name: str
@@ -52,7 +52,7 @@ class Scorer(NamedTuple):
 def scorer(
   name: str, model: value_model.ValueModel, weight: float = 1.0
 ) -> Scorer:
-  """A reward by a model that reads the tokens of the policy."""
+  """A learned reward whose model reads the policy's own tokens."""
   run = value_model.score_completions(model)
   stage = stages.Stage(run, name, unbatched=(0,))
   return Scorer(
@@ -71,7 +71,8 @@ def add_scores(
 ) -> LearnedVerifier:
   """Adds learned rewards to the verdict of a stage, each logged by its name.
 
-  A score that is not finite counts as 0, and its completion as failed.
+  A score that is not finite is replaced by 0, and the term `FAILED` of its
+  completion is 1.
 
   Args:
     verify: stage `answer, action, mask -> base.Verdict` of other rewards; None

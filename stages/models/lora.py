@@ -3,15 +3,17 @@
   y = W x + (α/r) B A x
 
 W is frozen. A [inputs, r] and B [r, outputs] are trained, and B starts at zero,
-so that training starts from the model itself. The parameters of an adapted
-policy are a dict:
+so that training starts from the model itself. A matrix is multiplied from the
+right here, x A B; the formula has the paper's order. The parameters of an
+adapted policy are a dict:
 
   'adapter': A and B of each matrix, stacked over layers
   base.FROZEN: {'params': the parameters of the model, 'alpha': α}
   base.CRITIC: the parameters of a critic, trained in full, where there is one
 
 Training and scoring compute B (A x) and never W + B A. Sampling adds the
-product to the weights once a call, because every token would read A and B.
+product to the weights once for each call, because otherwise each token would
+read A and B.
 """
 
 from collections.abc import Callable
@@ -28,8 +30,8 @@ from stages import base
 from stages.models import families, mixed_precision
 
 ADAPTER, PARAMS, ALPHA = 'adapter', 'params', 'alpha'
-# Parameters by the letter of a target. Their last names in a checkpoint, such
-# as q_proj, are the names of targets.
+# Parameters by the letter of a target. A target may also be named as in a
+# checkpoint, such as q_proj.
 LETTERS = {
   'q': 'query_DHW',
   'k': 'key_DKW',
@@ -58,10 +60,10 @@ class Lora:
 
   Attributes:
     rank: r; None or 0 trains all weights, unless `adapter` is given.
-    alpha: α; 32 if None, or that of `adapter`.
-    targets: the matrices that are adapted: letters (q k v o of attention,
-      g u d for gate, up and down of the feed-forward), or a list of names such
-      as 'q_proj'; all seven if None, or those of `adapter`.
+    alpha: α; if None, that of `adapter`, or 32 without one.
+    targets: the matrices to adapt: letters (q k v o of attention, g u d for
+      gate, up and down of the feed-forward), or a list of names such as
+      'q_proj'; if None, those of `adapter`, or all seven without one.
     adapter: folder of an adapter in PEFT's format to start from; None starts
       from the model itself.
   """
@@ -84,10 +86,10 @@ class Lora:
 
 
 def parameters(targets: str | tuple[str, ...]) -> tuple[str, ...]:
-  """Our parameters of some targets, in a fixed order.
+  """Names of the parameters that targets select, in a fixed order.
 
   Raises:
-    ValueError: if there is none, or one is unknown.
+    ValueError: if no target is given, or one is unknown.
   """
   known = LETTERS | NAMED
   if isinstance(targets, str):
@@ -104,7 +106,7 @@ def parameters(targets: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def split(parameter: str) -> tuple[str, str]:
-  """The letters of a matrix that are inputs, and those that are outputs."""
+  """The dimension letters of a matrix: those of inputs, those of outputs."""
   letters = parameter.rsplit('_', 1)[1]
   n = families.NAMES[parameter].inputs
   return letters[:n], letters[n:]
@@ -117,13 +119,13 @@ def pair_names(parameter: str) -> tuple[str, str]:
 
 
 def linear(module, parameter: str, equation: str, x, product=jnp.einsum):
-  """W x of one matrix, plus B A x where `join` has put an adapter beside it.
+  """Computes W x, plus B A x where `join` has put an adapter beside W.
 
   Args:
     module: a flax module with the matrix as an attribute.
     parameter: name of the matrix.
-    equation: the product, as of an einsum.
-    x: the input.
+    equation: einsum equation of W x.
+    x: the input, [B, T, inputs].
     product: computes the product, as `jnp.einsum` does.
   """
   y = product(equation, x, getattr(module, parameter))
@@ -192,7 +194,7 @@ def is_adapted(params) -> bool:
 
 
 def pairs(params):
-  """Yields the name of each adapted matrix, A, and α/r · B."""
+  """Yields the name, A and α/r · B of each adapted matrix."""
   adapter, alpha = params[ADAPTER]['layers'], params[base.FROZEN][ALPHA]
   for p in LETTERS.values():
     a, b = pair_names(p)
@@ -202,7 +204,7 @@ def pairs(params):
 
 
 def _with_layers(params, layers):
-  """The model's parameters with some of the layers', and those of a critic."""
+  """The model's parameters with `layers` replaced, and those of a critic."""
   own = params[base.FROZEN][PARAMS]
   rest = {k: v for k, v in params.items() if k not in (ADAPTER, base.FROZEN)}
   return own | rest | {'layers': own['layers'] | layers}
@@ -232,7 +234,8 @@ def merge(params):
 class _MergedOnce:
   """Merges for an engine outside JAX, once for each version of the adapter.
 
-  The engine knows parameters that it has by the identity of their arrays.
+  The engine compares arrays by identity to find out whether it already has a
+  version, so the same arrays must be returned for the same version.
   """
 
   def __init__(self):
@@ -261,8 +264,8 @@ def wrap(
   Args:
     policy: a language model, such as `language_model.policy`.
     settings: rank, alpha and targets.
-    start: `params -> adapter`: an existing adapter of the model; a new one if
-      None.
+    start: `params -> adapter`, which returns an existing adapter of the model;
+      if None, a new adapter is drawn.
   """
   merged = merge if policy.out_shapes is None else _MergedOnce()
 

@@ -1,6 +1,7 @@
 """On-policy distillation: a teacher scores the tokens that a student samples.
 
-arXiv:2306.13649, with the gradient of the reverse KL by sampled tokens.
+It is arXiv:2306.13649 with the reverse KL, whose gradient is estimated from the
+sampled tokens.
 """
 
 from collections.abc import Callable
@@ -53,12 +54,13 @@ def distillation(
   importance_cap: float = 2.0,
   evaluator: Callable = evaluate_lib.evaluate,
 ) -> base.Workflow:
-  """Makes a student sample as a teacher would.
+  """Trains a student towards a teacher on the student's own completions.
 
     Aₜ = sg(lp_teacher − lp),   maximize  mean min(ρ A, clip(ρ) A)
 
-  The mean of −A estimates KL(student‖teacher). Each token answers for itself;
-  the effect on later tokens is left out, as if γ were 0.
+  sg stops the gradient. The mean of −A estimates KL(student‖teacher). The
+  advantage of a token is its own log-ratio: its effect on later tokens is left
+  out, as with a discount of 0.
 
   Args:
     policy: the student, a language model to train.

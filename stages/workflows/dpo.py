@@ -10,7 +10,7 @@ import stages
 from stages import base, metrics
 from stages.learn import losses, train_step
 
-PAIR = 2  # Adjacent rows: the preferred completion, then the other one.
+PAIR = 2  # Adjacent rows: the preferred completion, then the rejected one.
 
 
 class State(NamedTuple):
@@ -32,17 +32,21 @@ def dpo(
   beta: float = 0.1,
   label_smoothing: float = 0.0,
 ) -> base.Workflow:
-  """Makes preferred completions likelier than others of the same prompt.
+  """DPO: raises the probability of preferred over rejected completions.
 
     r = β (log π(y|x) − log π_ref(y|x)),   L = −log σ(r_chosen − r_rejected)
 
-  Batches are `base.Example`s, a pair of completions in adjacent rows, the
-  preferred one first. Evaluations are of held-out pairs.
+  y is a completion of the prompt x, π_ref the initial policy and σ the logistic
+  function. A batch is a `base.Example` with a pair of completions in adjacent
+  rows, the preferred one first. Evaluations compute the metrics of held-out
+  pairs.
 
   Args:
-    policy: the language model to train, whose sampling is at temperature 1.
+    policy: the language model to train. It must sample from the whole
+      distribution at temperature 1, the default, because `evaluate` scores
+      under the distribution that is sampled from.
     optimizer: optimizer of the parameters.
-    beta: β, how strongly the policy is held to the reference.
+    beta: β; a larger β keeps the policy closer to the reference.
     label_smoothing: as in `losses.preference`.
   """
   loss = objective(policy, beta, label_smoothing)
@@ -83,7 +87,7 @@ def dpo(
 
 
 def completion_logp(policy: base.Policy, params, x: base.Example):
-  """Log-probability of each completion, log π(y|x) = Σₜ m lpₜ, [B]."""
+  """Log-probability of each completion, log π(y|x) = Σₜ mₜ lpₜ, [B]."""
   now = policy.evaluate(params, x.prompt, x.action, group_size=PAIR)
   # Log-probabilities of padding are arbitrary, and ∞ · 0 is NaN.
   return jnp.where(x.mask > 0, now.logp, 0.0).sum(1)
@@ -119,7 +123,7 @@ def objective(
 
 
 def _renamed(result: train_step.Loss) -> base.Info:
-  """The metrics of a loss, as those of an evaluation."""
+  """The metrics of a loss, with names that start with 'eval/'."""
   return {
     name.replace('train/', 'eval/'): metric
     for name, metric in result.info.items()

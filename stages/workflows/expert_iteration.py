@@ -45,12 +45,13 @@ def expert_iteration(
   mask_truncated: bool = False,
   evaluator: Callable = evaluate_lib.evaluate,
 ) -> base.Workflow:
-  """Samples completions, keeps the right ones or the best, and imitates them.
+  """Samples completions, selects the correct or the best, and imitates them.
 
-    L = −Σ k m lp / Σ k m + β KL,   k = 1 on completions that are kept
+    L = −Σ k m lp / Σ k m + β KL
 
-  The first update of a step is that of REINFORCE with rewards k and without a
-  baseline, up to the denominator.
+  k is 1 on the tokens of selected completions and else 0, m is 1 on real tokens
+  and 0 on padding. The first update of a step is that of REINFORCE with rewards
+  k and without a baseline, up to the denominator.
 
   Args:
     policy: the language model to train.
@@ -59,10 +60,10 @@ def expert_iteration(
     group_size: n, completions of each prompt.
     keep: `reward_G, correct_G -> kept_G` of one group: `selection.correct` is
       expert iteration, `selection.best` is best-of-n.
-    kl_coef: β, weight of the KL to the initial policy on the same tokens; 0
-      keeps no reference.
+    kl_coef: β, weight of the KL to the initial policy on the same tokens; if it
+      is 0, no reference is kept.
     kl_estimator: as in `grpo`.
-    num_minibatches: minibatches of a batch, with an update each.
+    num_minibatches: minibatches of a batch, one update each.
     num_epochs: passes over each batch, shuffled anew in each.
     mask_truncated: as in `grpo`.
     evaluator: likewise.
@@ -114,7 +115,7 @@ def expert_iteration(
 
 
 def select_stage(keep: Callable, group_size: int) -> stages.Stage:
-  """Returns a stage `verdict, mask_BT -> mask_BT` of the kept completions."""
+  """Returns a stage `verdict, mask_BT -> mask_BT`, 1 on kept completions."""
 
   @stages.stage('select', group_size=group_size)
   def select(verdict: base.Verdict, mask_BT):
@@ -129,5 +130,5 @@ def select_stage(keep: Callable, group_size: int) -> stages.Stage:
 
 
 def count_kept(kept_BT, mask_BT) -> base.Info:
-  """The share of completions that are kept."""
+  """Metric of the share of completions that are kept."""
   return {'rollout/kept': metrics.mean(kept_BT.max(1), mask_BT.max(1))}

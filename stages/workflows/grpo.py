@@ -1,7 +1,7 @@
 """Group relative policy optimization, arXiv:2402.03300.
 
-With other arguments it is GSPO, CISPO, Dr. GRPO, RLOO, ReMax or REINFORCE++,
-see `grpo`.
+Other arguments of `grpo` make it GSPO, CISPO, Dr. GRPO, RLOO, ReMax or
+REINFORCE++.
 """
 
 from collections.abc import Callable
@@ -75,9 +75,12 @@ def grpo(
   rollouts: Callable = policy_stages.complete,
   evaluator: Callable = evaluate_lib.evaluate,
 ) -> base.Workflow:
-  """Compares each completion's reward with those of its group.
+  """GRPO: the rewards of a group of completions are each other's baseline.
 
     Aᵢ = (Rᵢ − mean R) / std R,   maximize  mean min(ρ A, clip(ρ) A) − β KL
+
+  R is the reward of a completion, mean and std are those of its group, and
+  ρ = exp(lp − lp_old) is the probability ratio of a token.
 
   Dr. GRPO is `advantage=advantages.group_centered` with
   `aggregate=losses.constant(length)`, RLOO is
@@ -100,42 +103,45 @@ def grpo(
       clip-higher.
     dual_clip: bound of the loss where the advantage is negative; only for
       `losses.ppo_clip`.
-    kl_coef: β, weight of the KL term; 0 keeps no reference.
+    kl_coef: β, weight of the KL term of the loss; if it and `kl_reward_coef`
+      are 0, no reference is kept.
     kl_estimator: `logp, ref_logp -> KL`, for each token. The gradient of
       `kl_k2` is that of KL(π‖π_ref); the gradient of `kl_k3` is that of
-      KL(π_ref‖π), which does not unlearn what the reference does wrong.
-    kl_reward_coef: β of a penalty of the rewards by lp − lp_ref, in place of
-      the term of the loss.
-    kl_to_go: whether that penalty is of each token and those after it, rather
-      than of the whole completion.
+      KL(π_ref‖π), which keeps probability on all that the reference samples,
+      its mistakes included.
+    kl_reward_coef: β, weight of a KL penalty in place of the KL term:
+      β (lp − lp_ref) is subtracted from rewards.
+    kl_to_go: whether that penalty is summed over each token and those after
+      it, rather than over the whole completion.
     entropy_coef: weight of the entropy bonus.
-    num_minibatches: minibatches of a batch, with an update each.
+    num_minibatches: minibatches of a batch, one update each.
     num_epochs: passes over each batch.
     minibatch_by: 'row', 'shuffled' or 'arrival', see `minibatches`.
     staleness: steps by which the policy that samples is older than the one
-      that is updated. It is part of the algorithm, and a plan may then overlap
-      generation with updates.
+      that is updated. It changes the algorithm. With 1 or more, a plan may
+      overlap generation with updates.
     advantage: `reward_G -> advantage_G` of one group.
     greedy_baseline: whether the reward of a greedy completion of the prompt is
-      subtracted from rewards first.
+      subtracted from rewards before `advantage`.
     normalize_advantages: whether advantages are whitened over all tokens of the
       batch.
-    mask_truncated: whether the loss leaves out completions that the length
-      limit ended (overlong filtering, arXiv:2503.14476 §3.4).
+    mask_truncated: whether the loss leaves out completions that reached the
+      length limit (overlong filtering, arXiv:2503.14476 §3.4).
     policy_loss: `logp, old_logp, advantage, clip_low, clip_high -> loss`, for
       each token.
-    likelihood: `logp_BT, mask_BT -> logp_BT`: log-probabilities whose ratio is
-      clipped, of tokens or of sequences.
+    likelihood: `logp_BT, mask_BT -> logp_BT`: the log-probabilities, of tokens
+      or of sequences, whose ratio is clipped.
     aggregate: `loss_BT, mask_BT -> metrics.Mean`.
-    importance_weight: `proximal_logp, behavior_logp, mask -> weight`: weights
-      the loss where sampling rounds log-probabilities differently from scoring
-      (another engine, or bfloat16), or where several versions of the policy
-      sampled; the ratio is then clipped around the proximal policy.
+    importance_weight: `proximal_logp, behavior_logp, mask -> weight`, the
+      weight of the loss of each token. It is used where sampling rounds
+      log-probabilities differently from scoring (another engine, or bfloat16),
+      or where several versions of the policy sampled. The ratio is then clipped
+      around the proximal policy.
     importance_bound: `weight, importance_cap -> weight`.
     importance_cap: bound of the weights.
-    rollouts: `policy, group_size -> policy_stages.Rollouts`: how completions
-      are generated; `partial_rollout.partial_rollouts` carries unfinished ones
-      into later steps.
+    rollouts: `policy, group_size -> policy_stages.Rollouts`, the method of
+      generation; `partial_rollout.partial_rollouts` carries unfinished
+      completions into later steps.
     evaluator: `policy, verify -> evaluate`, see `stages.language.evaluate`.
 
   Raises:
@@ -258,15 +264,16 @@ def objective(
 
     L = aggregate(w · policy_loss(lp, lp_old, A) + β KL(lp, lp_ref) − η H)
 
-  lp_old is that of the policy that sampled, and w = 1. Where the experience has
-  `proximal` log-probabilities, lp_old is those, and w is the bounded importance
-  weight of lp_old over the sampled lp_b.
+  H is the entropy. lp_old are the log-probabilities recorded while sampling,
+  and w = 1. Where the experience has `proximal` log-probabilities, these are
+  lp_old, and w is the bounded importance weight exp(lp_old − lp_b) of them over
+  the recorded ones, lp_b.
 
   Args:
     evaluate: `params, obs, action -> base.Evaluation`.
     clip: `clip_low`, `clip_high` and `dual_clip` of `grpo`.
     kl: `kl_coef` and `kl_estimator`.
-    entropy_coef: η.
+    entropy_coef: η, weight of the entropy bonus.
     policy_loss: as in `grpo`.
     likelihood: as in `grpo`.
     aggregate: as in `grpo`.

@@ -1,7 +1,7 @@
 """Proximal policy optimization of language models, arXiv:1707.06347.
 
-The actor, critic and reference of arXiv:2203.02155, with a value before each
-token. `ppo` is the same equation in environments.
+Actor, critic and reference are those of arXiv:2203.02155. The critic estimates
+a value before each token. `ppo` is the same equation in environments.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ class State(NamedTuple):
   """State carried from step to step.
 
   Attributes:
-    actor: the policy being trained; with the critic's head, if that is on its
-      trunk.
+    actor: the policy being trained; if it shares its trunk with the critic,
+      also the critic's head.
     critic: the value model; `()` if it is a head on the trunk of the actor.
     reference: the policy's initial parameters, without frozen ones; `()` where
       there is no KL term.
@@ -89,14 +89,17 @@ def text_ppo(
   rollouts: Callable = policy_stages.complete,
   evaluator: Callable = evaluate_lib.evaluate,
 ) -> base.Workflow:
-  """Compares the reward of each token with what a critic has expected.
+  """PPO of tokens: a critic's estimates are the baseline of their rewards.
 
     δₜ = rₜ + γ vₜ₊₁ − vₜ,   Aₜ = δₜ + γ λ Aₜ₊₁
     maximize  mean min(ρ A, clip(ρ) A) − c_v L_value − c_KL KL
 
-  The verifier's reward is that of the last token. VC-PPO (arXiv:2503.01491) is
-  `critic_gae_lambda=1.0` with `critic_warmup_steps`; VAPO (arXiv:2504.05118)
-  also has `gae_lambda=advantages.length_adaptive()` and a higher `clip_high`.
+  v is the critic's estimate before a token, and ρ = exp(lp − lp_old) the
+  probability ratio. The verifier's reward is the reward of the last token.
+
+  VC-PPO (arXiv:2503.01491) is `critic_gae_lambda=1.0` with
+  `critic_warmup_steps`; VAPO (arXiv:2504.05118) also has
+  `gae_lambda=advantages.length_adaptive()` and a higher `clip_high`.
 
   Args:
     policy: the language model to train.
@@ -104,26 +107,28 @@ def text_ppo(
     critic: the value model, with a trunk of its own or on that of the policy.
     optimizer: optimizer of the policy.
     critic_optimizer: optimizer of the value model, or of its head.
-    group_size: completions of each prompt, which share its reading.
+    group_size: completions of each prompt, which is encoded once for all.
     discount: γ, per token.
     gae_lambda: λ of the advantages, or `length -> λ` of a completion.
     critic_gae_lambda: λ of the returns that the critic learns; `gae_lambda` if
       None.
-    normalize_advantages: whether the advantages of a batch are whitened.
+    normalize_advantages: whether advantages are whitened over all tokens of the
+      batch.
     clip_low: how far the probability ratio may fall below 1.
     clip_high: how far it may rise above 1.
     dual_clip: as in `grpo`.
     value_coef: c_v, weight of the critic's loss.
     value_clip: how far a value may move from the one before the update; None
       for no bound.
-    critic_warmup_steps: first steps, in which only the critic learns, or only
-      its head.
-    kl_coef: weight of the KL to the initial policy as a term of the loss.
+    critic_warmup_steps: number of first steps in which only the critic learns;
+      on the trunk of the policy, only its head.
+    kl_coef: c_KL, weight of the KL to the initial policy as a term of the loss.
     kl_estimator: as in `grpo`.
-    kl_reward_coef: β of a penalty of each token's reward by lp − lp_ref, in
-      place of the term of the loss. Without both, no reference is kept.
+    kl_reward_coef: β, weight of a KL penalty in place of the KL term:
+      β (lp − lp_ref) is subtracted from each token's reward. If both are 0, no
+      reference is kept.
     entropy_coef: weight of the entropy bonus.
-    num_minibatches: minibatches of a batch, with an update each.
+    num_minibatches: minibatches of a batch, one update each.
     num_epochs: passes over each batch.
     minibatch_by: as in `grpo`.
     staleness: as in `grpo`; values are those of the newest critic.
@@ -212,10 +217,10 @@ def estimator(
   It adds values, token rewards, advantages and returns.
 
   Args:
-    critic: the value model, which `params` are of.
+    critic: the value model; `params` are its parameters.
     group_size: adjacent rows that share a prompt.
     gae: `discount`, `gae_lambda` and `critic_gae_lambda` of `text_ppo`.
-    shaping: its `kl_reward_coef` and `normalize_advantages`.
+    shaping: `kl_reward_coef` and `normalize_advantages` of `text_ppo`.
   """
   by_row = functools.partial(stages.Stage, group_size=group_size)
   score = functools.partial(critic.value, group_size=group_size)
@@ -247,15 +252,17 @@ def compute_advantages(
   value_BT,
   mask_BT,
 ) -> dict[str, Any]:
-  """Rewards, advantages and returns of tokens, as fields of the experience.
+  """Computes fields of the experience: rewards, advantages, values and returns.
 
     rₜ = R [t is the last token] − β (lpₜ − lp_refₜ)
+
+  All are [B, T] and 0 on padding.
 
   Args:
     discount: γ.
     lambdas: λ of the advantages and of the returns, as in `text_ppo`.
     penalty: β; 0 for no KL in the reward.
-    reward_B: R of each completion.
+    reward_B: R, the reward of each completion.
     logp_BT: lp, before the update.
     ref_logp_BT: lp_ref; `()` without a reference.
     value_BT: the critic's estimates.
@@ -329,7 +336,7 @@ def describe(
     x, verdict, actor_step, group_size, updates_per_step
   )
   if group_size == 1:
-    del info['rollout/groups_degenerate']  # Always one.
+    del info['rollout/groups_degenerate']  # It would always be 1.
   info |= {
     'rollout/value': metrics.moments(x.value, x.mask),
     'rollout/return': metrics.moments(x.return_, x.mask),
