@@ -39,7 +39,7 @@ def find(text: str) -> str | None:
 
 
 def vote(text: str) -> str | None:
-  """What a completion votes for: its final answer, or else its last number.
+  """The vote of a completion: its final answer, or else its last number.
 
   Answers are compared as text, but for spaces, dollars, capital letters and the
   commas of thousands. None if there is neither.

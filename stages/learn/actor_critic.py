@@ -14,7 +14,7 @@ from stages.learn import optimizers, train_step
 
 
 class Learner(NamedTuple):
-  """How an actor and its critic are updated.
+  """Functions that initialize and update an actor and its critic.
 
   Attributes:
     init: `key -> actor, critic`: two train states; of the critic, `()` if it is
@@ -102,7 +102,7 @@ def _two_learners(
     )
 
   def update(state, batches):
-    # What the critic does not read is not sent to its place.
+    # Fields that the critic does not read are not sent to its place.
     unread = {'logp': (), 'advantage': (), 'reward': (), 'version': ()}
     read = [(x._replace(proximal=None, **unread),) for x, _ in batches]
     critic, critic_info = learn_critic(state.critic, read)
