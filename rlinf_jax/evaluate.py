@@ -23,7 +23,9 @@ from stages import base
 from stages.envs import video as env_video
 
 PARTS = 'parts'  # Folder of finished batches' metrics; removed at the end.
+EVALUATED = 'evaluated.json'  # What is evaluated: run, step and seed.
 SHOWN = 8  # Completions that the report shows.
+SECONDS = 'time/evaluate'  # Of each batch, among its metrics.
 
 
 def evaluate(
@@ -69,11 +71,12 @@ def evaluate(
     FileExistsError: if `workdir` is in use and `resume` is False.
     FileNotFoundError: if `checkpoint_of` has no checkpoint.
     ValueError: if the recipe binds a parameter that nothing reads, or an
-      evaluation with other settings is resumed.
+      evaluation of something else, or with other bindings, is resumed.
   """
   folder = pathlib.Path(workdir)
   with run_lock.hold(folder):
     _check_folder(folder, resume)
+    subject = _subject(folder, checkpoint_of, seed)
     if (finished := folder / 'evaluation.json').exists():
       record = json.loads(finished.read_text())
       print(evaluation_table.text(record['sets']))
@@ -81,14 +84,12 @@ def evaluate(
     if ray_address:
       launch.connect(ray_address)
     flows = flows_lib.trace_evaluation(workflow, source, seed)
-    given_plan = flows_lib.read_plan(plan, flows)
+    given_plan = flows_lib.read_plan(plan, flows, ignore_others=True)
     config.refuse_unused()
-    if checkpoint_of:
-      _check_checkpoint(checkpoint_of)
-    _start_folder(folder)
+    _start_folder(folder, subject)
     key = jax.random.key(seed)
     held_out = evaluation.HeldOut.of(source)
-    load = functools.partial(_state, workflow, source, seed, checkpoint_of)
+    load = functools.partial(_state, workflow, source, seed, subject)
     state = None
     if given_plan is None:
       state = load()
@@ -108,7 +109,8 @@ def evaluate(
       with runtime.ambient():
         state = load() if state is None else state
       runtime.load(state)
-      return _run(folder, runtime, source, held_out, key, flows[0].gives)
+      infos = _run(folder, runtime, source, held_out, key, flows[0].gives)
+      return _finish(folder, infos, held_out, subject)
     finally:
       runtime.close()
 
@@ -128,47 +130,77 @@ def _check_folder(folder: pathlib.Path, resume: bool):
     )
 
 
-def _check_checkpoint(run: str):
-  """Raises FileNotFoundError if a run folder has no checkpoint."""
+def _subject(
+  folder: pathlib.Path, run: str | None, seed: int
+) -> dict[str, Any]:
+  """What is evaluated; of an evaluation that goes on, what it began with.
+
+  Raises:
+    FileNotFoundError: if the run has no checkpoint, or no longer that with
+      which the evaluation began.
+    ValueError: if the folder holds an evaluation of something else, or one with
+      other bindings.
+  """
+  subject = {'run': run and str(pathlib.Path(run).resolve()), 'seed': seed}
+  file, recipe = folder / EVALUATED, folder / 'config.gin'
+  began = json.loads(file.read_text()) if file.exists() else None
+  if began and (
+    began | {'step': None} != subject | {'step': None}
+    or recipe.read_text() != config.text()
+  ):
+    raise ValueError(
+      f'{folder} was begun with other bindings, another seed or another run, '
+      f'see its config.gin and {EVALUATED}: give the same, or choose another '
+      '--workdir.'
+    )
+  steps = _checkpoints(run).steps() if run else [None]
+  step = began['step'] if began else max(steps, default=None)
+  if run and step not in steps:
+    raise FileNotFoundError(
+      f'{run} has no checkpoint of step {step} to evaluate, only of {steps}: '
+      'choose another --workdir for one of those.'
+      if steps
+      else f'{run} has no checkpoint to evaluate: give the --workdir of a run '
+      'that has written one.'
+    )
+  return subject | {'step': step}
+
+
+def _checkpoints(run: str) -> checkpoint.Checkpoints:
+  """The checkpoints of a run, which may still be writing others.
+
+  Raises:
+    FileNotFoundError: if the run has never written one.
+  """
   folder = pathlib.Path(run) / 'checkpoints'
-  if not folder.is_dir() or not _checkpoints(folder).latest():
+  if not folder.is_dir():
     raise FileNotFoundError(
       f'{run} has no checkpoint to evaluate: give the --workdir of a run that '
       'has written one.'
     )
-
-
-def _checkpoints(folder: pathlib.Path) -> checkpoint.Checkpoints:
   return checkpoint.Checkpoints(folder, keep=1, read_only=True)
 
 
-def _start_folder(folder: pathlib.Path):
-  """Makes the folder, with the recipe in it.
-
-  Raises:
-    ValueError: if it holds another recipe.
-  """
-  folder.mkdir(parents=True, exist_ok=True)
-  earlier = folder / 'config.gin'
-  if earlier.exists() and earlier.read_text() != config.text():
-    raise ValueError(
-      f'{folder} was begun with other bindings, see its config.gin: give the '
-      'same, or choose another --workdir.'
-    )
-  config.save(earlier)
-  (folder / PARTS).mkdir(exist_ok=True)
+def _start_folder(folder: pathlib.Path, subject: dict[str, Any]):
+  """Makes the folder, with the recipe and what is evaluated in it."""
+  (folder / PARTS).mkdir(parents=True, exist_ok=True)
+  config.save(folder / 'config.gin')
+  (folder / EVALUATED).write_text(json.dumps(subject))
 
 
 def _state(
-  workflow: base.Workflow, source: base.Source, seed: int, run: str | None
+  workflow: base.Workflow,
+  source: base.Source,
+  seed: int,
+  subject: dict[str, Any],
 ):
   """The state to evaluate: a checkpoint's, or the first of a run."""
   batch = flows_lib.first_batch(source, seed)
   state = flows_lib.first_state(workflow, jax.random.key(seed), batch)
-  if run:
-    checkpoints = _checkpoints(pathlib.Path(run) / 'checkpoints')
-    restored = checkpoints.load(state, source.init(seed))
-    print(f'The checkpoint of step {restored.step} of {run} is evaluated.')
+  if run := subject['run']:
+    step = subject['step']
+    restored = _checkpoints(run).load(state, source.init(seed), step)
+    print(f'The checkpoint of step {step} of {run} is evaluated.')
     state = restored.state
   return flows_lib.evaluated(workflow, source, state)
 
@@ -180,9 +212,9 @@ def _run(
   held_out: evaluation.HeldOut,
   key: jax.Array,
   structure,
-) -> dict[str, Any]:
-  """Evaluates the batches that are left, and writes the results."""
-  start, infos = time.perf_counter(), []
+) -> list[base.Info]:
+  """Evaluates the batches that are left; returns the metrics of all."""
+  infos = []
   (folder / 'samples.jsonl').unlink(missing_ok=True)
   samples = writers.json_lines(folder / 'samples.jsonl')
   with (
@@ -193,7 +225,9 @@ def _run(
       part = folder / PARTS / f'{i:06}.npz'
       info = _read_part(part, structure)
       if info is None:
+        start = time.perf_counter()
         info = evaluation.evaluate_batch(runtime, held_out, i, key)
+        info[SECONDS] = np.float64(time.perf_counter() - start)
         _write_part(part, info)
         print(
           f'{i + 1} of {len(held_out.batches)} batches are evaluated.',
@@ -205,14 +239,16 @@ def _run(
       for record in records[: 0 if infos else SHOWN]:
         samples.write(0, {'split': 'eval', **record})
       infos.append(info)
-  return _finish(folder, infos, held_out, time.perf_counter() - start)
+  return infos
 
 
 def _write_part(path: pathlib.Path, info: base.Info):
   """Writes the metrics of a batch, atomically."""
   partial = path.with_suffix('.part')
   with partial.open('wb') as file:
-    np.savez(file, *map(np.asarray, jax.tree.leaves(info)))
+    leaves, seconds = dict(info), info[SECONDS]
+    del leaves[SECONDS]
+    np.savez(file, seconds, *map(np.asarray, jax.tree.leaves(leaves)))
   partial.replace(path)
 
 
@@ -221,19 +257,20 @@ def _read_part(path: pathlib.Path, structure) -> base.Info | None:
   if not path.exists():
     return None
   with np.load(path) as arrays:
-    leaves = [arrays[name] for name in arrays.files]
-  return jax.tree.unflatten(structure, leaves)
+    seconds, *leaves = (arrays[name] for name in arrays.files)
+  return jax.tree.unflatten(structure, leaves) | {SECONDS: seconds}
 
 
 def _finish(
   folder: pathlib.Path,
   infos: list[base.Info],
   held_out: evaluation.HeldOut,
-  seconds: float,
+  subject: dict[str, Any],
 ) -> dict[str, Any]:
   """Writes the results of an evaluation and prints its table."""
+  seconds = float(sum(info.pop(SECONDS) for info in infos))
   results = evaluation.results(infos, held_out.names)
-  record = {'seconds': seconds, 'sets': results}
+  record = {'seconds': seconds, 'evaluated': subject, 'sets': results}
   part = folder / 'evaluation.json.part'
   part.write_text(json.dumps(record, indent=2))
   part.replace(folder / 'evaluation.json')

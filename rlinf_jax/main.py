@@ -166,6 +166,10 @@ def main(_):
         '--eval_checkpoint names what is evaluated without training: add '
         '--eval_only.'
       )
+    if EVAL_ONLY.value and PLAN_ONLY.value:
+      raise ValueError(
+        '--eval_only and --plan_only are both given: choose one of them.'
+      )
     plan_only() if PLAN_ONLY.value else run(folder)
   except KeyboardInterrupt:
     print('Stopped. Continue with --resume.', file=sys.stderr)

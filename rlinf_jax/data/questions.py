@@ -201,11 +201,12 @@ def _held_out_files(given) -> dict[str, str]:
       )
   if not files_of:
     raise ValueError("No file is given for 'held_out': name one.")
-  wrong = [name for name in files_of if not name or '/' in name]
-  if wrong:
+  wrong = [x for x in files_of if not x or '/' in x or x == 'all']
+  if wrong and len(files_of) > 1:
     raise ValueError(
       f'The names {wrong} of held-out sets cannot be parts of the names of '
-      'metrics: name them by at least one character, without slashes.'
+      'metrics: name them by at least one character, without slashes, and not '
+      "'all', which is all sets together."
     )
   return files_of
 

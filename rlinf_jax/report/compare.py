@@ -106,10 +106,16 @@ def _completions(runs: Mapping[str, run_folder.Run]) -> str:
   a, b = map(html.escape, runs)
   parts = []
   for title, problems in ((f'{b} is better', gained), (f'{a} is better', lost)):
-    rows = ''.join(
-      f'<div class="pair">{_sample(first[x][0])}{_sample(second[x][0])}</div>'
-      for x in problems[:EXAMPLES]
-    )
+    better, worse = (second, first) if problems is gained else (first, second)
+    rows = ''
+    for x in problems[:EXAMPLES]:
+      # One has a right sample, and the other a wrong one.
+      shown = {
+        id(better): max(better[x], key=lambda record: record['correct']),
+        id(worse): min(worse[x], key=lambda record: record['correct']),
+      }
+      pair = ''.join(_sample(shown[id(run)]) for run in (first, second))
+      rows += f'<div class="pair">{pair}</div>'
     parts.append(f'<h3>{title} <small>{len(problems)} problems</small></h3>')
     parts.append(rows)
   alike = len(both) - len(gained) - len(lost)

@@ -12,6 +12,9 @@ OTHERS = {
   'response_length_mean': ('tokens', '{:,.0f}'),
   'episode_length': ('steps', '{:,.0f}'),
   'truncated_fraction': ('cut off', '{:.1%}'),
+  'loss': ('loss', '{:.4f}'),
+  'token_probability': ('token probability', '{:.1%}'),
+  'reward_margin': ('reward margin', '{:.3f}'),
 }
 
 Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -31,7 +34,7 @@ def rows(results: Results) -> list[list[str]]:
   titles = [x.replace('_at_', '@').replace('_', ' ') for x in scores]
   table = [['set', 'problems', *titles, *(OTHERS[x][0] for x in others)]]
   for name, values in results.items():
-    problems = next((x['problems'] for x in values.values() if len(x) > 1), '')
+    problems = max((x.get('problems', 0) for x in values.values()), default=0)
     cells = [name, f'{problems:,}' if problems else '']
     cells += [_score(values.get(x)) for x in scores]
     cells += [

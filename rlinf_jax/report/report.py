@@ -314,13 +314,16 @@ def main() -> None:
     'folders', nargs='+', help='run folders, the --workdir of a run each'
   )
   parser.add_argument(
-    '--output', default='compare.html', help='the page that compares runs'
+    '--output',
+    help='the page that compares runs; compare.html in this folder by default',
   )
   given = parser.parse_args()
+  if given.output and len(given.folders) == 1:
+    parser.error('--output is the page that compares runs: name another run.')
   try:
     if len(given.folders) == 1:
       print(write(given.folders[0]))
     else:
-      print(compare.write(given.folders, given.output))
+      print(compare.write(given.folders, given.output or 'compare.html'))
   except (OSError, ValueError) as error:
     sys.exit(str(error))

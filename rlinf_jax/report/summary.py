@@ -70,13 +70,14 @@ def describe(run: run_folder.Run) -> str:
 def _evaluated(run: run_folder.Run) -> str:
   """Describes an evaluation without training."""
   scores = [
-    f'{set_}: {values[name]["value"]:.1%} of {values[name]["problems"]:,}'
+    f'{set_}: {score["value"]:.1%} of {score["problems"]:,}'
     for set_, values in run.evaluation['sets'].items()
-    for name in ('accuracy', 'success_once')
-    if name in values
+    for score in (values.get('accuracy'), values.get('success_once'))
+    if score and 'problems' in score
   ]
   value, unit = duration(run)
-  return f'Evaluated in {value} {unit}. {"; ".join(scores)}.'
+  scores = f' {"; ".join(scores)}.' if scores else ''
+  return f'Evaluated in {value} {unit}.{scores}'
 
 
 def _progress(run: run_folder.Run) -> str:

@@ -62,6 +62,10 @@ class Checkpoints:
       ),
     )
 
+  def steps(self) -> list[int]:
+    """Steps of all complete checkpoints."""
+    return list(self._manager.all_steps())
+
   def latest(self) -> int | None:
     """Step of the newest complete checkpoint."""
     return self._manager.latest_step()
@@ -96,18 +100,19 @@ class Checkpoints:
       )
     )
 
-  def load(self, state, source) -> CheckpointState:
-    """Reads the newest complete checkpoint.
+  def load(self, state, source, step: int | None = None) -> CheckpointState:
+    """Reads a complete checkpoint.
 
     Args:
       state: arrays with the shapes, dtypes and shardings of the result, and the
         frozen parameters of the run.
       source: a source's state; its NumPy arrays give shapes and dtypes.
+      step: that of the checkpoint; the newest if None.
 
     Raises:
       ValueError: if the frozen parameters are others than when it was written.
     """
-    ocp, step = self._ocp, self.latest()
+    ocp, step = self._ocp, self.latest() if step is None else step
     trained = frozen_weights.remove(state)
     out_shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, trained)
     restored = self._manager.restore(

@@ -94,7 +94,10 @@ def first_state(workflow: base.Workflow, key: jax.Array, batch) -> Any:
 
 
 def read_plan(
-  plan: Mapping[str, Any] | str | None, flows: tuple[graph.Flow, graph.Flow]
+  plan: Mapping[str, Any] | str | None,
+  flows: tuple[graph.Flow, graph.Flow],
+  *,
+  ignore_others: bool = False,
 ) -> plan_lib.Plan | None:
   """Reads a recipe's plan, completed for the stages of two flows.
 
@@ -103,6 +106,8 @@ def read_plan(
       of the JSON that --plan_json writes; or None to run every stage on the
       first device; or 'auto'.
     flows: of a step and of an evaluation.
+    ignore_others: leaves out what the plan says of other stages, and how it
+      cuts and orders them. A plan for training then serves an evaluation.
 
   Returns:
     The plan, or None for 'auto': the plan is yet to be searched for.
@@ -114,7 +119,20 @@ def read_plan(
     plan = plan.get('plan', plan)  # --plan_json writes more than the plan.
   step, evaluate = flows
   stages = dict.fromkeys((*step.stages, *evaluate.stages))
+  if plan and ignore_others:
+    plan = _of_stages(plan, {*stages, plan_lib.REST})
   return plan_lib.parse(plan or {}, stages)
+
+
+def _of_stages(plan: Mapping[str, Any], stages: set[str]) -> dict[str, Any]:
+  """The sketch of a plan for some of its stages, in one piece."""
+  kept = {k: v for k, v in plan.items() if k not in ('pieces', 'order')}
+  for field in ('stages', 'micro_batch'):
+    if field in kept:
+      kept[field] = {k: v for k, v in kept[field].items() if k in stages}
+  if 'offload' in kept:
+    kept['offload'] = [name for name in kept['offload'] if name in stages]
+  return kept
 
 
 def read_earlier_plan(

@@ -110,7 +110,7 @@ def objective(
     mean = metrics.mean(losses.preference(margin_N, label_smoothing), real_N)
     info = {
       'train/loss': mean,
-      'train/accuracy': metrics.mean((margin_N > 0) * 1.0, real_N),
+      'train/accuracy': metrics.score((margin_N > 0) * 1.0, real_N),
       'train/reward_chosen': metrics.mean(chosen_N, real_N),
       'train/reward_rejected': metrics.mean(rejected_N, real_N),
       'train/reward_margin': metrics.mean(margin_N, real_N),

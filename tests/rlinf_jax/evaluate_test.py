@@ -120,6 +120,55 @@ def test_a_stopped_evaluation_goes_on(tmp_path, monkeypatch):
   assert calls == [0, 1, 1, 2]
 
 
+def test_an_evaluation_of_something_else_is_not_resumed(tmp_path):
+  run(tmp_path / 'a')
+  with pytest.raises(ValueError, match='was begun with other bindings'):
+    run(tmp_path / 'a', resume=True, seed=1)
+
+
+def test_a_resumed_evaluation_keeps_its_checkpoint(tmp_path, monkeypatch):
+  def trained(steps):
+    train.train(
+      workflow(),
+      source(),
+      workdir=str(tmp_path / 'run'),
+      steps=steps,
+      plan={},
+      checkpoint_every=1,
+      resume=True,
+    )
+
+  kept, go = [], evaluate.evaluation.evaluate_batch
+
+  def stop(runtime, held_out, i, key):
+    if i == 1 and not kept:
+      kept.append(i)
+      raise KeyboardInterrupt
+    return go(runtime, held_out, i, key)
+
+  settings = {'checkpoint_of': str(tmp_path / 'run')}
+  trained(1)
+  whole = run(tmp_path / 'whole', **settings)
+  monkeypatch.setattr(evaluate.evaluation, 'evaluate_batch', stop)
+  with pytest.raises(KeyboardInterrupt):
+    run(tmp_path / 'cut', **settings)
+  trained(2)
+  resumed = run(tmp_path / 'cut', resume=True, **settings)
+  assert resumed['evaluated']['step'] == 1
+  assert resumed['sets'] == whole['sets']
+
+
+def test_a_plan_for_training_serves_an_evaluation(tmp_path):
+  plan = {
+    'places': {'actor': {'devices': [0]}, 'learner': {'devices': [1]}},
+    'stages': {'generate': 'actor', 'answer': 'actor', '*': 'learner'},
+    'micro_batch': {'gradient': 2, 'answer': 4},
+    'pieces': 2,
+  }
+  sets = run(tmp_path / 'a', plan=plan)['sets']
+  assert sets == run(tmp_path / 'b')['sets']
+
+
 def test_another_seed_samples_others_and_the_same_seed_the_same(tmp_path):
   texts = {}
   for name, seed in (('a', 0), ('b', 0), ('c', 1)):

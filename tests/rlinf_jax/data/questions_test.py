@@ -299,7 +299,8 @@ BAD_SETTINGS = [
   ({'buckets': (50,)}, r'buckets \[50\]'),
   ({'train': ()}, "No file is given for 'train'"),
   ({'held_out': {}}, "No file is given for 'held_out'"),
-  ({'held_out': {'a/b': 'x.jsonl'}}, 'without slashes'),
+  ({'held_out': {'a/b': 'x', 'c': 'x'}}, 'without slashes'),
+  ({'held_out': {'all': 'x', 'c': 'x'}}, 'all sets together'),
   ({'held_out': ['a/x.jsonl', 'b/x.jsonl']}, 'have the same names'),
   ({'prompt_column': 'ask'}, "no column 'ask'"),
 ]
