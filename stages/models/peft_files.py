@@ -29,7 +29,20 @@ REFUSED = {
   'alpha_pattern': (None, {}),
   'layer_replication': (None, []),
   'target_parameters': (None, []),
+  # Others, such as PiSSA, take a part of the weights out of the model at load.
+  'init_lora_weights': (True, False, 'gaussian', 'orthogonal', 'eva'),
 }
+# Settings of PEFT that do not change the model, or whose effect the tensors
+# show. Any other one must be off.
+HARMLESS = frozenset(
+  """
+  auto_mapping base_model_name_or_path corda_config ensure_weight_tying
+  eva_config exclude_modules inference_mode layers_pattern layers_to_transform
+  loftq_config lora_alpha lora_dropout lora_ga_config megatron_config
+  megatron_core peft_version qalora_group_size r revision runtime_config
+  target_modules task_type use_rslora
+  """.split()
+)
 
 
 def is_adapter(folder: str | pathlib.Path) -> bool:
@@ -172,6 +185,11 @@ def _read_config(folder: pathlib.Path) -> dict[str, Any]:
     f'{key} {config[key]!r}'
     for key, allowed in REFUSED.items()
     if config.get(key, allowed[0]) not in allowed
+  ]
+  wrong += [
+    f'{key} {value!r}'
+    for key, value in config.items()
+    if value and key not in HARMLESS and key not in REFUSED
   ]
   if wrong:
     raise weights.CheckpointError(

@@ -213,6 +213,13 @@ def test_an_adapter_of_other_settings_is_one_sentence(model, adapter):
     ({'peft_type': 'IA3'}, "sets peft_type 'IA3'"),
     ({'r': None}, 'is not the configuration of a LoRA adapter'),
     ({'rank_pattern': {'q_proj': 8}}, 'sets rank_pattern'),
+    ({'init_lora_weights': 'pissa_niter_16'}, "sets init_lora_weights 'pissa"),
+    ({'init_lora_weights': 'olora'}, "sets init_lora_weights 'olora'"),
+    ({'alora_invocation_tokens': [5]}, r'sets alora_invocation_tokens \[5\]'),
+    (
+      {'use_qalora': True, 'x_config': {'a': 1}},
+      'use_qalora True and x_config',
+    ),
   ],
 )
 def test_unsupported_adapters_are_refused(
@@ -222,6 +229,25 @@ def test_unsupported_adapters_are_refused(
   path = tmp_path / 'adapter/adapter_config.json'
   path.write_text(json.dumps(json.loads(path.read_text()) | change))
   refused(model[1], lora.Lora(adapter=str(tmp_path / 'adapter')), match)
+
+
+def test_settings_that_do_not_change_the_model_are_allowed(
+  model, adapter, tmp_path
+):
+  shutil.copytree(adapter, tmp_path / 'adapter')
+  path = tmp_path / 'adapter/adapter_config.json'
+  config = json.loads(path.read_text()) | {
+    'peft_version': '0.21.2',
+    'megatron_core': 'megatron.core',
+    'qalora_group_size': 16,
+    'runtime_config': {'ephemeral_gpu_offload': False},
+    'alora_invocation_tokens': None,
+    'newer_option': False,
+  }
+  for start in (True, False, 'gaussian', 'orthogonal', 'eva'):
+    path.write_text(json.dumps(config | {'init_lora_weights': start}))
+    settings = lora.Lora(adapter=str(tmp_path / 'adapter'))
+    huggingface.policy(str(model[1]), response_length=4, lora=settings)
 
 
 def test_absent_and_broken_adapters_are_refused(model, adapter, tmp_path):
