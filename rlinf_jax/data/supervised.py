@@ -159,7 +159,7 @@ def _source(
   """
   (train, held_out), (batch_size, held_out_batch, held_out_rows) = data, sizes
   tokenizer = tokens.load_tokenizer(checkpoint)
-  stop = _stop(tokenizer, checkpoint)
+  stop = _stop(checkpoint)
   lengths = prompt_length, response_length
 
   def load(path: str) -> completions.Encoded:
@@ -202,21 +202,19 @@ def _source(
   )
 
 
-def _stop(tokenizer, checkpoint: str) -> tuple[int, ...]:
-  """Ids of the end tokens of a model, that of its tokenizer first.
+def _stop(checkpoint: str) -> tuple[int, ...]:
+  """Ids of the end tokens of a model; a policy stops at the same ones.
 
   Raises:
     ValueError: if it has none.
   """
-  own = tokenizer.eos_token_id
-  stop = dict.fromkeys([own, *huggingface.stop_tokens(checkpoint)])
-  stop.pop(None, None)
+  stop = huggingface.stop_tokens(checkpoint)
   if not stop:
     raise ValueError(
       f'{checkpoint} names no end token (eos_token_id) in its tokenizer, '
       'config.json or generation_config.json: add one.'
     )
-  return tuple(stop)
+  return stop
 
 
 def _joined(parts: Sequence[completions.Encoded]) -> completions.Encoded:

@@ -27,6 +27,13 @@ COMPANIONS = (
   'chat_template.jinja',
   'generation_config.json',
 )
+# Files of which a tokenizer has at least one.
+TOKENIZERS = (
+  'tokenizer.json',
+  'tokenizer_config.json',
+  'tokenizer.model',
+  'vocab.json',
+)
 
 
 def raw_config(checkpoint) -> tuple[Any, pathlib.Path]:
@@ -81,13 +88,19 @@ def load_config(
 
 
 def stop_tokens(checkpoint: str | pathlib.Path) -> tuple[int, ...]:
-  """Ids of end tokens, from generation_config.json or config.json."""
+  """Ids of end tokens, that of the tokenizer first.
+
+  The others are those of generation_config.json, or else of config.json. vLLM
+  stops at all of these, too. A folder without a tokenizer has only the latter.
+  """
   folder, ids = pathlib.Path(checkpoint), None
   for name in ('config.json', 'generation_config.json'):
     if (folder / name).is_file():
       ids = json.loads((folder / name).read_text()).get('eos_token_id', ids)
   ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-  return tuple(ids)
+  if any((folder / name).is_file() for name in TOKENIZERS):
+    ids = [tokens.load_tokenizer(str(checkpoint)).eos_token_id, *ids]
+  return tuple(x for x in dict.fromkeys(ids) if x is not None)
 
 
 def load_params(

@@ -1,13 +1,17 @@
 """Files of examples and preferences: what is learned, and what is refused."""
 
 import json
+import pathlib
 
+import jax
 import numpy as np
 import pytest
 
 import own_data
 from rlinf_jax.data import completions, supervised
+from stages import base
 from stages.language import tokens
+from stages.models import huggingface
 
 USER = {'role': 'user', 'content': '1+1=?'}
 
@@ -186,6 +190,30 @@ def test_a_template_that_rewrites_questions_is_refused(model, tmp_path):
 def test_completions_have_an_end_once():
   assert completions._ended([5, 6], (9, 8)) == [5, 6, 9]
   assert completions._ended([5, 8], (9, 8)) == [5, 8]
+
+
+def test_sampling_stops_at_the_end_that_examples_teach(tmp_path):
+  # As in models whose tokenizer ends a turn, while config.json ends a text.
+  folder = own_data.model(tmp_path / 'model')
+  config = pathlib.Path(folder) / 'config.json'
+  config.write_text(
+    json.dumps(json.loads(config.read_text()) | {'eos_token_id': 7})
+  )
+  end = tokens.load_tokenizer(folder).eos_token_id
+  assert end != 7 and huggingface.stop_tokens(folder) == (end, 7)
+
+  row = write(tmp_path, {'prompt': 'a', 'completion': 'x'})
+  batch = first(supervised.examples, folder, row)
+  assert (batch.action[0][batch.mask[0] > 0]).tolist()[-1] == end
+
+  policy = huggingface.policy(folder, response_length=64)
+  prompt = base.Prompt(*(np.ones((16, 3), np.int32),) * 2)
+  keys = jax.random.split(jax.random.key(0), 16)
+  x = jax.jit(policy.act)(policy.init(keys[0]), prompt, keys)
+  action, mask = np.asarray(x.action), np.asarray(x.mask)
+  for stop in (end, 7):
+    is_stop = action[:, :-1] == stop
+    assert is_stop.any() and not mask[:, 1:][is_stop].any()
 
 
 def test_mixtures_and_dtypes_are_those_of_questions(model, tmp_path):
