@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stages import base
 
@@ -37,7 +38,7 @@ def restore(trained: Any, state: Any) -> Any:
 
 
 def checksums(state: Any) -> dict[str, int]:
-  """The sum of the bits of each frozen parameter, modulo 2³², by its path."""
+  """A checksum of the bits of each frozen parameter, uint32, by its path."""
   leaves = {
     jax.tree_util.keystr(path): x
     for path, x in jax.tree_util.tree_leaves_with_path(state)
@@ -51,6 +52,22 @@ def _sums(leaves):
   def total(x):
     size = min(x.dtype.itemsize, 4)
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f'uint{8 * size}'))
-    return bits.sum(dtype=jnp.uint32)
+    return _mixed(bits.astype(jnp.uint32)).sum(dtype=jnp.uint32)
 
   return {name: total(x) for name, x in leaves.items()}
+
+
+def _mixed(bits):
+  """A hash of each element and its position, so that swapped rows are seen.
+
+  The mixing is the finalizer of MurmurHash3. A product with the position alone
+  would not see rows that are a multiple of a power of two apart.
+  """
+  stride = 1
+  for axis in reversed(range(bits.ndim)):
+    position = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+    bits += position * np.uint32(stride * 0x9E3779B1 % 2**32)
+    stride *= bits.shape[axis]
+  bits = (bits ^ (bits >> 16)) * np.uint32(0x85EBCA6B)
+  bits = (bits ^ (bits >> 13)) * np.uint32(0xC2B2AE35)
+  return bits ^ (bits >> 16)
