@@ -225,6 +225,9 @@ class Policy(NamedTuple):
       continued.
     engine: what a cost model reads of continuous batching, by an engine that
       `act` runs on or in slots of its own loop; None without it.
+    sampling: the distribution that `act` samples actions from and `evaluate`
+      scores them under, see `stages.language.sample`; None where there is no
+      choice of it.
     recompute_logp: whether `evaluate` gives other log-probabilities than `act`
       recorded, by more than float32's rounding, as where the arithmetic is
       bfloat16. Losses then use those of `evaluate` and weigh actions by the
@@ -240,6 +243,7 @@ class Policy(NamedTuple):
   resume: Callable[..., Completions] | None = None
   recompute_logp: bool = False
   engine: core.EngineCost | None = None
+  sampling: Any = None
 
 
 class TimeStep(NamedTuple):

@@ -18,6 +18,7 @@ def estimator(
   kl_coef: float = 0.0,
   kl_to_go: bool = False,
   normalize: bool = False,
+  mask_truncated: bool = False,
 ) -> Callable:
   """Returns `experience, reward_B, ref_logp_BT -> advantage_BT`, 0 on padding.
 
@@ -35,6 +36,8 @@ def estimator(
       completion.
     normalize: whether advantages are whitened over all tokens of the batch,
       which is a barrier.
+    mask_truncated: whether whitening leaves out completions that reached the
+      length limit, as the loss then does; their advantages become 0.
   """
 
   @stages.stage('group_advantage', group_size=group_size)
@@ -53,14 +56,28 @@ def estimator(
     return advantage_BT
 
   whiten = stages.Stage(advantages.whiten, 'whiten', 'batch')
+  if mask_truncated:
+    whiten = stages.Stage(_whiten_finished, 'whiten', 'batch')
 
   def estimate(x: base.Experience, reward_B, ref_logp_BT):
     logp_BT = x.logp if x.proximal is None else x.proximal
     logps = (logp_BT, ref_logp_BT) if kl_coef else ()
     advantage_BT = compare(reward_B, x.mask, *logps)
-    return whiten(advantage_BT, x.mask) if normalize else advantage_BT
+    if not normalize:
+      return advantage_BT
+    truncated = (x.truncated,) if mask_truncated else ()
+    return whiten(advantage_BT, x.mask, *truncated)
 
   return estimate
+
+
+def finished_mask(mask_BT, truncated_B):
+  """`mask_BT`, 0 also on completions that reached the length limit."""
+  return mask_BT * (1.0 - truncated_B[:, None])
+
+
+def _whiten_finished(advantage_BT, mask_BT, truncated_B):
+  return advantages.whiten(advantage_BT, finished_mask(mask_BT, truncated_B))
 
 
 def above_greedy(

@@ -98,6 +98,7 @@ def policy(
     resume=resume,
     recompute_logp=narrow,
     engine=engine,
+    sampling=sampling,
   )
 
 

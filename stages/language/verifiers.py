@@ -26,11 +26,7 @@ class LearnedVerifier(NamedTuple):
   verify: Callable[..., base.Verdict]
 
   def __call__(self, answer, action, mask):
-    raise ValueError(
-      'A learned reward has parameters, and this workflow calls its verifier '
-      'without any: use another, such as grpo (without greedy_baseline) or '
-      'text_ppo, or leave reward models out.'
-    )
+    refuse_learned(self)
 
 
 class Scorer(NamedTuple):
@@ -110,6 +106,19 @@ def add_scores(
     return add(verdict, *(s.score(params[s.name], answer, x) for s in scorers))
 
   return LearnedVerifier(init, judge)
+
+
+def refuse_learned(verify: stages.Stage | LearnedVerifier | None):
+  """Raises a ValueError for a learned verifier.
+
+  For workflows that have no place for its parameters in their state.
+  """
+  if isinstance(verify, LearnedVerifier):
+    raise ValueError(
+      'A learned reward has parameters, and this workflow calls its verifier '
+      'without any: use another, such as grpo or text_ppo, or leave reward '
+      'models out.'
+    )
 
 
 def init(verify: stages.Stage | LearnedVerifier, key) -> base.Params:

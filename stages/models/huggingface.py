@@ -212,7 +212,8 @@ def teacher(
   Args:
     checkpoint: as for `policy`.
     student: folder of the model whose tokens are scored.
-    sampling: the distribution that tokens are scored under.
+    sampling: the distribution that tokens are scored under; that of the
+      student, or `distillation` refuses the pair.
     dtype: as for `policy`.
     max_live_logits: likewise.
 

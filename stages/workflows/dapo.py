@@ -11,7 +11,7 @@ import optax
 import stages
 from stages import base, metrics, repeat
 from stages.language import evaluate as evaluate_lib
-from stages.language import policy_stages, rollout_metrics
+from stages.language import policy_stages, rollout_metrics, verifiers
 from stages.learn import advantages, losses, minibatches, train_step
 from stages.workflows.grpo import objective
 
@@ -73,7 +73,7 @@ def dapo(
 
   Args:
     policy: the language model to train.
-    verify: stage `answer, action, mask -> base.Verdict`.
+    verify: stage `answer, action, mask -> base.Verdict`; not a learned one.
     optimizer: optimizer of the parameters.
     group_size: completions of each prompt.
     max_rounds: upper bound on rounds of sampling.
@@ -90,7 +90,11 @@ def dapo(
     importance_bound: likewise.
     importance_cap: likewise.
     evaluator: likewise.
+
+  Raises:
+    ValueError: for a learned verifier.
   """
+  verifiers.refuse_learned(verify)
   prompts_of = functools.partial(_round_prompts, max_rounds, group_size)
   take_prompts = stages.Stage(prompts_of, 'round_prompts', 'batch')
   generate = policy_stages.act(policy, 'generate', group_size=group_size)

@@ -65,7 +65,8 @@ def distillation(
   Args:
     policy: the student, a language model to train.
     teacher: a language model with the same vocabulary, see
-      `huggingface.teacher`.
+      `huggingface.teacher`. It scores tokens under the distribution that the
+      student samples from, so both have the same `sampling`.
     verify: as in `grpo`; it measures the student and does not train it.
     optimizer: optimizer of the student's parameters.
     group_size: completions of each prompt.
@@ -81,7 +82,12 @@ def distillation(
     importance_bound: likewise.
     importance_cap: likewise.
     evaluator: likewise.
+
+  Raises:
+    ValueError: if the student samples from another distribution than the
+      teacher scores under.
   """
+  _check_sampling(policy, teacher)
   repeat = policy_stages.repeat(group_size)
   generate = policy_stages.complete(policy, group_size)
   score = policy_stages.logp(teacher, 'teacher_logp', group_size)
@@ -127,6 +133,16 @@ def distillation(
     return evaluate_actor(actor, problem, key, state.verifier)
 
   return base.Workflow(init, step, evaluate, lambda state: state.actor.params)
+
+
+def _check_sampling(policy: base.Policy, teacher: base.Policy):
+  either_unknown = policy.sampling is None or teacher.sampling is None
+  if not either_unknown and teacher.sampling != policy.sampling:
+    raise ValueError(
+      f'The student samples from {policy.sampling} and the teacher scores '
+      f'under {teacher.sampling}, which would count as a difference of the two '
+      'models: give both the same sampling (SAMPLING in gin).'
+    )
 
 
 def teacher_advantage(teacher_logp_BT, logp_BT, mask_BT):

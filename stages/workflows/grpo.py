@@ -6,6 +6,7 @@ REINFORCE++.
 
 from collections.abc import Callable
 import functools
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -125,8 +126,8 @@ def grpo(
       subtracted from rewards before `advantage`.
     normalize_advantages: whether advantages are whitened over all tokens of the
       batch.
-    mask_truncated: whether the loss leaves out completions that reached the
-      length limit (overlong filtering, arXiv:2503.14476 §3.4).
+    mask_truncated: whether the loss, and whitening, leave out completions that
+      reached the length limit (overlong filtering, arXiv:2503.14476 §3.4).
     policy_loss: `logp, old_logp, advantage, clip_low, clip_high -> loss`, for
       each token.
     likelihood: `logp_BT, mask_BT -> logp_BT`: the log-probabilities, of tokens
@@ -160,6 +161,7 @@ def grpo(
     kl_coef=kl_reward_coef,
     kl_to_go=kl_to_go,
     normalize=normalize_advantages,
+    mask_truncated=mask_truncated,
   )
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
   score_ref = policy_stages.ref_logp(policy, group_size, has_reference)
@@ -285,7 +287,9 @@ def objective(
   clip_low, clip_high, dual_clip = clip
   kl_coef, kl_estimator = kl
   importance_weight, importance_bound, importance_cap = importance
-  if dual_clip is not None and policy_loss is not losses.ppo_clip:
+  # Gin wraps the functions that recipes name.
+  is_ppo_clip = inspect.unwrap(policy_loss) is losses.ppo_clip
+  if dual_clip is not None and not is_ppo_clip:
     raise ValueError(
       'dual_clip bounds losses.ppo_clip alone: leave it out with another '
       'policy_loss.'
@@ -295,7 +299,7 @@ def objective(
 
   def loss(params, x: base.Experience, ref_logp_BT):
     if mask_truncated:
-      x = x._replace(mask=x.mask * (1.0 - x.truncated[:, None]))
+      x = x._replace(mask=advantage_stages.finished_mask(x.mask, x.truncated))
     now = evaluate(params, x.obs, x.action)
     # Log-probabilities of padding are arbitrary, and ∞ · 0 is NaN.
     now = now._replace(logp=jnp.where(x.mask > 0, now.logp, 0.0))

@@ -8,6 +8,7 @@ import optax
 import stages
 from stages import base, metrics
 from stages.language import evaluate as evaluate_lib
+from stages.language import verifiers
 from stages.learn import losses, train_step
 
 
@@ -25,13 +26,18 @@ def sft(
   Args:
     policy: the language model to train.
     verify: stage `answer, action, mask -> base.Verdict`, which judges held-out
-      problems; None to measure the likelihood of held-out examples instead.
+      problems, not a learned one; None to measure the likelihood of held-out
+      examples instead.
     optimizer: optimizer of the parameters.
     evaluator: `policy, verify -> evaluate`, see `stages.language.evaluate`.
+
+  Raises:
+    ValueError: for a learned verifier.
   """
+  verifiers.refuse_learned(verify)
 
   def loss(params, x: base.Example):
-    logp_BT = policy.evaluate(params, x.prompt, x.action).logp
+    logp_BT = token_logp(policy, params, x)
     mean = losses.token_mean(-logp_BT, x.mask)
     return (mean,), {'train/loss': mean, 'train/tokens': x.mask.sum()}
 
@@ -59,12 +65,19 @@ def sft(
   )
 
 
+def token_logp(policy: base.Policy, params, x: base.Example):
+  """Log-probabilities of the tokens of completions, [B, T]; 0 on padding."""
+  logp_BT = policy.evaluate(params, x.prompt, x.action).logp
+  # Log-probabilities of padding are arbitrary, and ∞ · 0 is NaN.
+  return jnp.where(x.mask > 0, logp_BT, 0.0)
+
+
 def likelihood(policy: base.Policy, params, x: base.Example) -> base.Info:
   """Mean loss and mean probability of the tokens of examples.
 
   The loss, −Σ m lp / Σ m, is the logarithm of the perplexity.
   """
-  logp_BT = policy.evaluate(params, x.prompt, x.action).logp
+  logp_BT = token_logp(policy, params, x)
   return {
     'eval/loss': losses.token_mean(-logp_BT, x.mask),
     'eval/token_probability': metrics.mean(jnp.exp(logp_BT), x.mask),

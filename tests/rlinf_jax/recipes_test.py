@@ -1,4 +1,5 @@
 import importlib.util
+import inspect
 import itertools
 import os
 import pathlib
@@ -10,6 +11,8 @@ from rlinf_jax import config, train
 from rlinf_jax.envs import simulator
 from rlinf_jax.recipes import warm_start
 from rlinf_jax.run import flows as flows_lib
+from stages import workflows
+from stages.learn import advantages, losses
 from stages.tasks import arithmetic
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -114,6 +117,100 @@ ALGORITHMS = [
     itertools.cycle(['arithmetic', 'math']),
   )
 ]
+
+
+# What an algorithm is made of. What is not listed is the default of `grpo`.
+MADE_OF = {
+  'cispo': {'policy_loss': losses.cispo, 'aggregate': losses.token_mean},
+  'dr_grpo': {
+    'advantage': advantages.group_centered,
+    'aggregate': losses.constant,
+  },
+  'gspo': {'likelihood': losses.sequence_logp},
+  'reinforce_pp': {
+    'advantage': advantages.no_baseline,
+    'normalize_advantages': True,
+    'aggregate': losses.token_mean,
+    'kl_reward_coef': 1e-3,
+    'kl_to_go': True,
+  },
+  'reinforce_pp_baseline': {
+    'advantage': advantages.group_centered,
+    'normalize_advantages': True,
+    'aggregate': losses.token_mean,
+    'kl_coef': 1e-3,
+    'kl_estimator': losses.kl_k2,
+  },
+  'remax': {
+    'advantage': advantages.no_baseline,
+    'greedy_baseline': True,
+    'likelihood': losses.sequence_sum_logp,
+    'kl_reward_coef': 1e-3,
+  },
+  'rloo': {
+    'advantage': advantages.leave_one_out,
+    'likelihood': losses.sequence_sum_logp,
+    'kl_reward_coef': 0.05,
+  },
+}
+PARTS = {
+  'advantage',
+  'greedy_baseline',
+  'normalize_advantages',
+  'likelihood',
+  'policy_loss',
+  'aggregate',
+  'kl_coef',
+  'kl_estimator',
+  'kl_reward_coef',
+  'kl_to_go',
+}
+
+
+def name_of(value):
+  """The name of a function, without its wrappers and what it returns."""
+  if not callable(value):
+    return value
+  return inspect.unwrap(value).__qualname__.split('.')[0]
+
+
+@pytest.mark.parametrize('algorithm', [p.values[1] for p in ALGORITHMS])
+def test_an_algorithm_keeps_nothing_of_the_recipe_that_defines_another(
+  algorithm, tmp_path
+):
+  recipe = 'gin_configs/recipes/grpo_qwen2.5_7b.gin'
+  files = [f'{name} = "none"' for name in ('MODEL', 'TRAIN', 'EVAL')]
+  other = [  # None of them is any algorithm's own.
+    'workflows.grpo.greedy_baseline = None',
+    'workflows.grpo.kl_to_go = None',
+    'workflows.grpo.kl_reward_coef = None',
+    'workflows.grpo.likelihood = None',
+    'workflows.grpo.policy_loss = None',
+    'workflows.grpo.advantage = None',
+    'workflows.grpo.kl_estimator = None',
+  ]
+  header = 'from __gin__ import dynamic_registration\n'
+  lines = ['from stages import workflows', *other]
+  (tmp_path / 'other.gin').write_text(header + '\n'.join(lines))
+  config.parse(
+    [recipe, str(tmp_path / 'other.gin'), algorithm], files, str(tmp_path)
+  )
+  parameters = inspect.signature(workflows.grpo).parameters
+  want = {name: parameters[name].default for name in PARTS}
+  want |= MADE_OF[pathlib.Path(algorithm).stem]
+  got = {name: config.binding(workflows.grpo, name) for name in PARTS}
+  assert {k: name_of(v) for k, v in got.items()} == {
+    k: name_of(v) for k, v in want.items()
+  }
+
+
+def test_ppo_takes_the_lambda_that_it_recommends(tmp_path):
+  files = [f'{name} = "none"' for name in ('MODEL', 'TRAIN', 'EVAL')]
+  length_adaptive = 'LAMBDA = @advantages.length_adaptive()'
+  config.parse(
+    ['gin_configs/ppo_math.gin'], [*files, length_adaptive], str(tmp_path)
+  )
+  assert callable(config.binding(workflows.text_ppo, 'gae_lambda'))
 
 
 @pytest.mark.slow

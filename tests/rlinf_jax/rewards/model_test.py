@@ -170,6 +170,15 @@ def test_a_workflow_without_room_for_parameters_refuses_reward_models(folders):
     tiny.trace(workflow, tiny.problem())
 
 
+@pytest.mark.parametrize('name', ['dapo', 'sft'])
+def test_a_learned_verifier_is_refused_before_anything_runs(name):
+  own = value_model.own_trunk(tiny.CONFIG)
+  verify = verifiers.add_scores(None, [verifiers.scorer('judge', own)])
+  sizes = {'dapo': {'group_size': 2, 'max_rounds': 1}, 'sft': {}}[name]
+  with pytest.raises(ValueError, match='calls its verifier without any'):
+    getattr(workflows, name)(tiny.policy(), verify, optax.sgd(1.0), **sizes)
+
+
 def test_a_score_that_is_not_finite_counts_as_zero(folders):
   policy, same, _ = folders
   verify = verifier.verify(policy, rewards=[length, model.reward_model(same)])

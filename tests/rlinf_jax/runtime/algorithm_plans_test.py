@@ -42,6 +42,7 @@ WORKFLOWS = {
     normalize_advantages=True,
     kl_reward_coef=0.1,
     kl_to_go=True,
+    mask_truncated=True,
     aggregate=losses.token_mean,
     num_minibatches=2,
   ),

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from stages import base, workflows
-from stages.language import advantage_stages, partial_rollout
+from stages.language import advantage_stages, partial_rollout, verifiers
 from stages.learn import advantages, losses
 from stages.workflows.grpo import objective
 import tiny
@@ -103,6 +103,19 @@ def test_rloo_pays_for_the_kl_of_a_completion_before_it_compares(seed):
   np.testing.assert_allclose(estimate(x, reward_B, ref_logp_BT), want, **EXACT)
 
 
+def test_whitening_and_the_loss_leave_out_the_same_completions():
+  x, reward_B, _ = batch(1)
+  x = x._replace(truncated=(np.arange(8) % 3 == 0).astype(float))
+  assert (x.mask[x.truncated > 0].sum(1) > 0).any()
+  estimate = advantage_stages.estimator(
+    advantages.no_baseline, 1, normalize=True, mask_truncated=True
+  )
+  got = estimate(x, reward_B, ())
+  learned_BT = np.where(x.truncated[:, None] > 0, 0.0, x.mask)
+  want = whitened(np.broadcast_to(reward_B[:, None], x.mask.shape), learned_BT)
+  np.testing.assert_allclose(got, want, **EXACT)
+
+
 def test_the_trainers_own_log_probs_pay_where_an_engine_sampled():
   x, reward_B, ref_logp_BT = batch(0)
   estimate = advantage_stages.estimator(
@@ -160,6 +173,39 @@ def test_remax_subtracts_the_reward_of_the_greedy_completion():
   greedy_N = ((x.action + problem.answer[:, None]) * x.mask).sum(1)
   want = [reward_B[i] - greedy_N[i // 2] for i in range(8)]
   np.testing.assert_array_equal(got, want)
+
+
+def test_remax_takes_a_learned_verifier():
+  judge = tiny.stages.Stage(
+    lambda weight, action, mask: weight * (action * mask).sum(1),
+    'judge',
+    unbatched=(0,),
+  )
+  scorer = verifiers.Scorer(
+    'judge',
+    lambda key: jnp.array(0.25),
+    lambda weight, answer, x: judge(weight, x.action, x.mask),
+  )
+  verify = verifiers.add_scores(None, [scorer])
+  policy, key = tiny.policy(), jax.random.key(1)
+  above_greedy = advantage_stages.above_greedy(policy, verify, 2)
+  params, problem = policy.init(jax.random.key(0)), tiny.problem(rows=4)
+  got = above_greedy(
+    jnp.arange(8.0),
+    base.Version(params, jnp.int32(0)),
+    problem,
+    key,
+    verify.init(key),
+  )
+  keys = jax.random.split(key, 4)
+  x = policy.act(params, problem.prompt, keys, greedy=True)
+  greedy_N = 0.25 * (x.action * x.mask).sum(1)
+  np.testing.assert_allclose(got, np.arange(8.0) - np.repeat(greedy_N, 2))
+  workflow = workflows.grpo(
+    policy, verify, optax.sgd(1.0), group_size=2, greedy_baseline=True
+  )
+  names = {*tiny.trace(workflow, problem).stages}
+  assert {'judge', 'above_greedy'} <= names
 
 
 def test_remax_of_prompts_that_a_step_leaves_unfinished_is_refused():

@@ -6,8 +6,9 @@ import optax
 import pytest
 
 import own_data
+from rlinf_jax import config
 from stages import workflows
-from stages.language import tokens
+from stages.language import sample, tokens
 from stages.learn import optimizers
 from stages.models import huggingface
 from stages.workflows.distillation import teacher_advantage, teacher_gap
@@ -63,6 +64,27 @@ def test_a_teacher_changes_nothing_of_a_student_that_is_its_equal():
   assert abs(read(info)['rollout/kl_teacher']) < 1e-5
   gap = jax.tree.map(lambda x, y: x - y, after.actor.params, state.teacher)
   assert float(optax.tree.norm(gap)) < 1e-4
+
+
+def test_a_teacher_scores_under_what_its_student_samples_from():
+  cold = tiny.policy(length=4, sampling=sample.Sampling(temperature=0.5))
+  with pytest.raises(ValueError, match='give both the same sampling'):
+    distillation(optax.sgd(1.0), cold)
+  workflows.distillation(cold, cold, tiny.even, optax.sgd(1.0), group_size=2)
+
+
+@pytest.mark.parametrize('job', ['arithmetic', 'math'])
+def test_a_recipe_gives_the_teacher_the_sampling_of_its_student(job, tmp_path):
+  names = {'math': ['MODEL', 'TRAIN', 'EVAL'], 'arithmetic': []}[job]
+  bindings = [f'{name} = "none"' for name in [*names, 'TEACHER']]
+  bindings += ['sample.Sampling.temperature = 0.5']
+  recipe = f'gin_configs/distillation_{job}.gin'
+  config.parse([recipe], bindings, str(tmp_path))
+  student, teacher = (
+    config.binding(function, 'sampling')
+    for function in (huggingface.policy, huggingface.teacher)
+  )
+  assert student == teacher == sample.Sampling(temperature=0.5)
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):

@@ -114,6 +114,21 @@ def test_dpo_learns_what_is_preferred_and_leaves_its_reference_alone():
   tiny.assert_same_bits(state.reference, first.actor.params)
 
 
+def test_sft_reads_no_log_probability_of_padding():
+  x = tiny.examples()
+  params = jnp.where(x.mask > 0, -1.0, -jnp.inf)
+  policy = tiny.policy()._replace(
+    init=lambda key: params,
+    evaluate=lambda params, obs, action: base.Evaluation(params, params),
+  )
+  workflow = workflows.sft(policy, None, optax.sgd(1.0))
+  state = workflow.init(KEY)
+  assert read(workflow.evaluate(state, x, KEY))['eval/loss'] == 1.0
+  state, info = workflow.step(state, x, KEY)
+  assert read(info)['train/loss'] == 1.0
+  assert np.isfinite(state.params[x.mask > 0]).all()
+
+
 @pytest.mark.slow
 def test_sft_without_a_verifier_measures_held_out_examples():
   workflow = workflows.sft(tiny.policy(), None, optax.sgd(0.0))

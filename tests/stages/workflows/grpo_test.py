@@ -292,6 +292,12 @@ def test_a_dual_clip_belongs_to_ppo_clip():
   ):
     grpo(dual_clip=3.0, policy_loss=losses.cispo)
 
+  @functools.wraps(losses.ppo_clip)
+  def named_by_gin(*args, **kwargs):
+    return losses.ppo_clip(*args, **kwargs)
+
+  grpo(dual_clip=3.0, policy_loss=named_by_gin)
+
 
 @pytest.mark.slow
 def test_planned_gspo_is_eager_gspo():
