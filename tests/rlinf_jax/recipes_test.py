@@ -180,15 +180,8 @@ def test_an_algorithm_keeps_nothing_of_the_recipe_that_defines_another(
 ):
   recipe = 'gin_configs/recipes/grpo_qwen2.5_7b.gin'
   files = [f'{name} = "none"' for name in ('MODEL', 'TRAIN', 'EVAL')]
-  other = [  # None of them is any algorithm's own.
-    'workflows.grpo.greedy_baseline = None',
-    'workflows.grpo.kl_to_go = None',
-    'workflows.grpo.kl_reward_coef = None',
-    'workflows.grpo.likelihood = None',
-    'workflows.grpo.policy_loss = None',
-    'workflows.grpo.advantage = None',
-    'workflows.grpo.kl_estimator = None',
-  ]
+  # None of these is a part of any algorithm.
+  other = [f'workflows.grpo.{name} = None' for name in sorted(PARTS)]
   header = 'from __gin__ import dynamic_registration\n'
   lines = ['from stages import workflows', *other]
   (tmp_path / 'other.gin').write_text(header + '\n'.join(lines))
