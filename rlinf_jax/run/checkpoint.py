@@ -127,8 +127,8 @@ class Checkpoints:
     if restored.frozen != frozen_weights.checksums(state):
       raise ValueError(
         f'The checkpoint of step {step} in {self.folder} was trained beside '
-        'other frozen weights than those of the model that is given now: give '
-        'it the model that the run began with.'
+        'other frozen weights than those that are given now: give it the '
+        'model, teacher and reward models that the run began with.'
       )
     metrics = {
       int(step): {k: float.fromhex(v) for k, v in numbers.items()}

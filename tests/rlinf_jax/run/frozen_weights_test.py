@@ -1,11 +1,13 @@
-"""Checksums of frozen parameters."""
+"""Frozen parameters and checkpoints: what is left out, and what is seen."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlinf_jax.run import frozen_weights
+from rlinf_jax.run import checkpoint, frozen_weights
 from stages import base
+from stages.workflows.distillation import State
 
 
 def checksum(x):
@@ -26,3 +28,30 @@ def test_a_checksum_sees_every_change(dtype):
   ]
   sums = [checksum(y)["['frozen']['x']"] for y in (x, *changed)]
   assert len({*sums}) == len(sums)
+
+
+def state(teacher, actor=1.0):
+  """A state of distillation with an adapter and a reward model."""
+  params = {'adapter': jnp.full(2, actor), base.FROZEN: jnp.full(3, 7.0)}
+  verifier = {'judge': jnp.arange(4.0)}
+  return State(params, {'w': jnp.full((2, 3), teacher)}, verifier)
+
+
+def test_a_checkpoint_leaves_out_teachers_and_reward_models(tmp_path):
+  source = {'seed': np.asarray(3)}
+  checkpoints = checkpoint.Checkpoints(tmp_path, keep=1)
+  checkpoints.save(
+    checkpoint.CheckpointState(5, state(2.0, actor=4.0), source, {})
+  )
+  checkpoints.close()
+  written = next(tmp_path.rglob('state/_METADATA')).read_text()
+  assert 'adapter' in written and 'judge' not in written
+  assert "'w'" not in written and '"w"' not in written
+
+  checkpoints = checkpoint.Checkpoints(tmp_path, keep=1)
+  restored = checkpoints.load(state(2.0), source)
+  want = state(2.0, actor=4.0)
+  assert jax.tree.structure(restored.state) == jax.tree.structure(want)
+  jax.tree.map(np.testing.assert_array_equal, restored.state, want)
+  with pytest.raises(ValueError, match='give it the model, teacher and reward'):
+    checkpoints.load(state(3.0), source)
