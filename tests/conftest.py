@@ -19,7 +19,6 @@ import json
 import os
 import pathlib
 import re
-import secrets
 import sys
 import time
 import zlib
@@ -42,9 +41,6 @@ os.environ['XLA_FLAGS'] = ' '.join(
 ).strip()
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
-# Nodes of Ray that tests start let in who has it.
-os.environ.setdefault('RAY_AUTH_MODE', 'token')
-os.environ.setdefault('RAY_AUTH_TOKEN', secrets.token_hex(32))
 
 # Compiled programs are kept for the next run, bit for bit the same. JAX's key
 # knows neither the instruction set nor the cores, so the folder's name does.

@@ -39,9 +39,10 @@ def connect(address: str = HERE):
     return
   options = {'log_to_driver': False, 'logging_level': 'error'}
   if address == HERE:
-    # By default, Ray reads a token of all runs from a file of the user.
+    # By default, Ray reads a token of all runs from a file of the user. It
+    # turns authentication on by itself, and only while the mode is not set:
+    # it has read the environment when it was imported.
     if not TOKEN_SETTINGS & os.environ.keys():
-      os.environ['RAY_AUTH_MODE'] = 'token'
       os.environ['RAY_AUTH_TOKEN'] = secrets.token_hex(32)
     # Actors wait more than they compute: few processors must not limit them.
     cpus = max(64, len(os.sched_getaffinity(0)))
