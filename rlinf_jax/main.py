@@ -175,12 +175,23 @@ def main(_):
     print('Stopped. Continue with --resume.', file=sys.stderr)
     sys.exit(130)
   except USER_ERRORS as error:
-    print(config.error_text(error), file=sys.stderr, flush=True)
     if isinstance(error, checkpoint.CheckpointError):
-      # Threads of tensorstore still call into orbax's closed event loop, and
-      # would print tracebacks after the message.
-      os._exit(1)
+      _exit(config.error_text(error))
+    print(config.error_text(error), file=sys.stderr, flush=True)
     sys.exit(1)
+
+
+def _exit(message: str):
+  """Ends the process at once, with a message as the last thing it prints.
+
+  Threads of tensorstore still call into orbax's closed event loop. They would
+  print tracebacks after the message, or in the middle of it.
+  """
+  sys.stdout.flush()
+  stderr = os.dup(2)
+  os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+  os.write(stderr, f'{message}\n'.encode())
+  os._exit(1)
 
 
 if __name__ == '__main__':

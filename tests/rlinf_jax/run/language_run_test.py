@@ -305,7 +305,7 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(
   (folder / 'result.json').unlink()
   done = run(folder, model, resume=True, kilobytes=20)
   assert done.returncode == 1, done.stdout
-  # Threads of tensorstore may print tracebacks before it.
+  # Threads of tensorstore may print tracebacks before it, but not after it.
   sentence = done.stderr.splitlines()[-1]
   assert 'A checkpoint could not be written' in sentence
   assert 'The checkpoint of step 5 is intact' in sentence
