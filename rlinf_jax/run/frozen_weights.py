@@ -1,7 +1,7 @@
 """Frozen parameters in checkpoints: only a checksum of them.
 
-Frozen are parameters under `base.FROZEN`, such as weights beside an adapter,
-and the fields `FIELDS` of a workflow's state.
+Frozen is what a state has under the key `base.FROZEN`, such as weights beside
+an adapter, a teacher, or reward models.
 
 A run that resumes reads them again from where it first read them, and the
 checksum shows whether they are still the same bits.
@@ -14,15 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from stages import base
-
-# A distillation's teacher, and reward models.
-FIELDS = ('teacher', 'verifier')
-
-
-def _fields(state) -> dict[str, Any]:
-  """The fields of a state that are frozen."""
-  names = getattr(state, '_fields', ())
-  return {name: getattr(state, name) for name in FIELDS if name in names}
 
 
 def _has_frozen(x) -> bool:
@@ -37,12 +28,7 @@ def remove(state: Any) -> Any:
       return x
     return {key: value for key, value in x.items() if key != base.FROZEN}
 
-  return jax.tree.map(trained, _without_fields(state), is_leaf=_has_frozen)
-
-
-def _without_fields(state: Any) -> Any:
-  fields = _fields(state)
-  return state._replace(**dict.fromkeys(fields, ())) if fields else state
+  return jax.tree.map(trained, state, is_leaf=_has_frozen)
 
 
 def restore(trained: Any, state: Any) -> Any:
@@ -51,23 +37,15 @@ def restore(trained: Any, state: Any) -> Any:
   def whole(x, rest):
     return rest | {base.FROZEN: x[base.FROZEN]} if _has_frozen(x) else rest
 
-  rest = jax.tree.map(
-    whole, _without_fields(state), trained, is_leaf=_has_frozen
-  )
-  fields = _fields(state)
-  return rest._replace(**fields) if fields else rest
+  return jax.tree.map(whole, state, trained, is_leaf=_has_frozen)
 
 
 def checksums(state: Any) -> dict[str, int]:
   """A checksum of the bits of each frozen parameter, uint32, by its path."""
-  frozen = {
-    jax.tree_util.DictKey(base.FROZEN),
-    *map(jax.tree_util.GetAttrKey, _fields(state)),
-  }
   leaves = {
     jax.tree_util.keystr(path): x
     for path, x in jax.tree_util.tree_leaves_with_path(state)
-    if not frozen.isdisjoint(path)
+    if jax.tree_util.DictKey(base.FROZEN) in path
   }
   return {name: int(x) for name, x in _sums(leaves).items()} if leaves else {}
 

@@ -148,20 +148,20 @@ def workflow(
   step: Callable,
   version: Callable[..., base.Version],
   evaluate_actor: Callable,
-  rollouts: Rollouts,
-  staleness: int,
+  rollouts: Rollouts | None = None,
+  staleness: int = 0,
 ) -> base.Workflow:
   """A workflow of a language model, with its evaluation.
 
-  The fields `carry` and `verifier` of its state are those of the rollouts and
-  of a learned verifier.
+  The field `verifier` of its state has the parameters of a learned verifier,
+  and the field `carry` what rollouts carry, if they carry something.
 
   Args:
     init: as in `base.Workflow`.
     step: likewise.
     version: `state -> Version` of the policy.
     evaluate_actor: `Version, problem, key, verifier_params -> info`.
-    rollouts: how completions are generated.
+    rollouts: how completions are generated; None where a step finishes all.
     staleness: as in `base.Workflow`.
   """
 
@@ -177,5 +177,5 @@ def workflow(
     evaluate,
     lambda state: version(state).params,
     staleness,
-    allocate=allocate if rollouts.allocate else None,
+    allocate=allocate if rollouts and rollouts.allocate else None,
   )

@@ -122,14 +122,16 @@ def refuse_learned(verify: stages.Stage | LearnedVerifier | None):
 
 
 def init(verify: stages.Stage | LearnedVerifier, key) -> base.Params:
-  """The parameters of a verifier; `()` for a stage, which has none."""
-  return verify.init(key) if isinstance(verify, LearnedVerifier) else ()
+  """The frozen parameters of a verifier; `()` for a stage, which has none."""
+  if isinstance(verify, LearnedVerifier):
+    return {base.FROZEN: verify.init(key)}
+  return ()
 
 
 def judge(
   verify: stages.Stage | LearnedVerifier, params, answer, x: base.Experience
 ) -> base.Verdict:
-  """The verdict on completions, by a verifier of either kind."""
+  """The verdict on completions, by a verifier with the parameters of `init`."""
   if isinstance(verify, LearnedVerifier):
-    return verify.verify(params, answer, x)
+    return verify.verify(params[base.FROZEN], answer, x)
   return verify(answer, x.action, x.mask)

@@ -25,7 +25,7 @@ class State(NamedTuple):
 
   Attributes:
     actor: the student.
-    teacher: parameters of the teacher, which never change.
+    teacher: parameters of the teacher, frozen.
     verifier: parameters of a learned verifier; `()` for others.
   """
 
@@ -106,33 +106,27 @@ def distillation(
     mask_truncated=mask_truncated,
   )
   learn = train_step.learner(loss, optimizer, group_size=group_size)
-  evaluate_actor = evaluator(policy, verify)
+  version = lambda state: train_step.version(state.actor)
 
   def init(key):
     actor = train_step.init(policy.init(key), optimizer)
     judge = verifiers.init(verify, jax.random.fold_in(key, 1))
-    return State(actor, teacher.init(key), judge)
+    return State(actor, {base.FROZEN: teacher.init(key)}, judge)
 
   def step(state: State, problem: base.Problem, key):
     actor, prompts = state.actor, repeat(problem)
     keys = stages.keys(key, prompts.prompt)
-    prompts, x, _, _ = generate.run(
-      train_step.version(actor), (), prompts, keys
-    )
+    prompts, x, _, _ = generate.run(version(state), (), prompts, keys)
     verdict = verifiers.judge(verify, state.verifier, prompts.answer, x)
     info = measure(x, verdict, actor.step)
-    teacher_logp = score(state.teacher, x.obs, x.action)
+    teacher_logp = score(state.teacher[base.FROZEN], x.obs, x.action)
     logp = x.logp if x.proximal is None else x.proximal
     x = x._replace(advantage=compare(teacher_logp, logp, x.mask))
     info |= gap(x.advantage, x.mask)
     actor, learned = learn(actor, minibatch(key, prompts.prompt, x, ()))
     return state._replace(actor=actor), info | learned
 
-  def evaluate(state: State, problem: base.Problem, key):
-    actor = train_step.version(state.actor)
-    return evaluate_actor(actor, problem, key, state.verifier)
-
-  return base.Workflow(init, step, evaluate, lambda state: state.actor.params)
+  return policy_stages.workflow(init, step, version, evaluator(policy, verify))
 
 
 def _check_sampling(policy: base.Policy, teacher: base.Policy):

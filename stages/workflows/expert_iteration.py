@@ -80,12 +80,12 @@ def expert_iteration(
   loss = objective(
     functools.partial(policy.evaluate, group_size=group_size),
     kl=(kl_coef, kl_estimator),
-    policy_loss=lambda logp, old, kept, low, high: -kept * logp,
+    policy_loss=lambda logp, old, kept, *clip: losses.reinforce(logp, kept),
     aggregate=losses.token_mean,
     mask_truncated=mask_truncated,
   )
   learn = train_step.learner(loss, optimizer, group_size=group_size)
-  evaluate_actor = evaluator(policy, verify)
+  version = lambda state: train_step.version(state.actor)
 
   def init(key):
     actor = train_step.init(policy.init(key), optimizer)
@@ -94,9 +94,8 @@ def expert_iteration(
     return State(actor, reference, judge)
 
   def step(state: State, problem: base.Problem, key):
-    actor, problem = state.actor, repeat(problem)
+    actor, now, problem = state.actor, version(state), repeat(problem)
     keys = stages.keys(key, problem.prompt)
-    now = train_step.version(actor)
     x = generate(now, problem.prompt, keys)
     verdict = verifiers.judge(verify, state.verifier, problem.answer, x)
     info = measure(x, verdict, actor.step)
@@ -107,11 +106,7 @@ def expert_iteration(
     actor, learned = learn(actor, minibatch(key, problem.prompt, x, ref_logp))
     return state._replace(actor=actor), info | learned
 
-  def evaluate(state: State, problem: base.Problem, key):
-    actor = train_step.version(state.actor)
-    return evaluate_actor(actor, problem, key, state.verifier)
-
-  return base.Workflow(init, step, evaluate, lambda state: state.actor.params)
+  return policy_stages.workflow(init, step, version, evaluator(policy, verify))
 
 
 def select_stage(keep: Callable, group_size: int) -> stages.Stage:

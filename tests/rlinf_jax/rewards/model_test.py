@@ -198,8 +198,8 @@ def test_a_reward_model_with_a_place_of_its_own_changes_no_bit():
   workflow = workflows.grpo(tiny.policy(), verify, optax.sgd(0.1), group_size=4)
   state, batch = workflow.init(KEY), tiny.problem()
   head = {'value_D': jnp.ones(tiny.CONFIG.D)}
-  params = {'judge': state.verifier['judge'] | head}
-  state = state._replace(verifier=params)
+  params = {'judge': state.verifier[base.FROZEN]['judge'] | head}
+  state = state._replace(verifier={base.FROZEN: params})
   flow = flow_lib.trace(workflow.step, state, batch, KEY)
   plan = plan_lib.parse(
     {
