@@ -7,7 +7,7 @@ import json
 import pathlib
 import shutil
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,9 +23,15 @@ from stages import base
 from stages.envs import video as env_video
 
 PARTS = 'parts'  # Folder of finished batches' metrics; removed at the end.
-EVALUATED = 'evaluated.json'  # What is evaluated: run, step and seed.
+EVALUATED = 'evaluated.json'  # The run, step and seed of an evaluation.
 SHOWN = 8  # Completions that the report shows.
-SECONDS = 'time/evaluate'  # Of each batch, among its metrics.
+
+
+class _Part(NamedTuple):
+  """The metrics of a held-out batch, and how long its evaluation took."""
+
+  info: base.Info
+  seconds: float
 
 
 def evaluate(
@@ -109,8 +115,8 @@ def evaluate(
       with runtime.ambient():
         state = load() if state is None else state
       runtime.load(state)
-      infos = _run(folder, runtime, source, held_out, key, flows[0].gives)
-      return _finish(folder, infos, held_out, subject)
+      parts = _run(folder, runtime, source, held_out, key, flows[0].gives)
+      return _finish(folder, parts, held_out, subject)
     finally:
       runtime.close()
 
@@ -133,7 +139,9 @@ def _check_folder(folder: pathlib.Path, resume: bool):
 def _subject(
   folder: pathlib.Path, run: str | None, seed: int
 ) -> dict[str, Any]:
-  """What is evaluated; of an evaluation that goes on, what it began with.
+  """The run, its checkpoint's step and the seed that are evaluated.
+
+  The step is the newest, or that with which the evaluation in the folder began.
 
   Raises:
     FileNotFoundError: if the run has no checkpoint, or no longer that with
@@ -212,9 +220,9 @@ def _run(
   held_out: evaluation.HeldOut,
   key: jax.Array,
   structure,
-) -> list[base.Info]:
+) -> list[_Part]:
   """Evaluates the batches that are left; returns the metrics of all."""
-  infos = []
+  parts = []
   (folder / 'samples.jsonl').unlink(missing_ok=True)
   samples = writers.json_lines(folder / 'samples.jsonl')
   with (
@@ -222,59 +230,54 @@ def _run(
     (folder / 'completions.jsonl').open('w', encoding='utf-8') as file,
   ):
     for i in range(len(held_out.batches)):
-      part = folder / PARTS / f'{i:06}.npz'
-      info = _read_part(part, structure)
-      if info is None:
+      path = folder / PARTS / f'{i:06}.npz'
+      part = _read_part(path, structure)
+      if part is None:
         start = time.perf_counter()
         info = evaluation.evaluate_batch(runtime, held_out, i, key)
-        info[SECONDS] = np.float64(time.perf_counter() - start)
-        _write_part(part, info)
+        part = _Part(info, time.perf_counter() - start)
+        _write_part(path, part)
         print(
           f'{i + 1} of {len(held_out.batches)} batches are evaluated.',
           flush=True,
         )
-      records = list(evaluation.completions(info, source, held_out, i))
+      records = list(evaluation.completions(part.info, source, held_out, i))
       for record in records:
         file.write(json.dumps(record) + '\n')
-      for record in records[: 0 if infos else SHOWN]:
+      for record in records[: 0 if parts else SHOWN]:
         samples.write(0, {'split': 'eval', **record})
-      infos.append(info)
-  return infos
+      parts.append(part)
+  return parts
 
 
-def _write_part(path: pathlib.Path, info: base.Info):
+def _write_part(path: pathlib.Path, part: _Part):
   """Writes the metrics of a batch, atomically."""
   partial = path.with_suffix('.part')
   with partial.open('wb') as file:
-    leaves, seconds = dict(info), info[SECONDS]
-    del leaves[SECONDS]
-    np.savez(file, seconds, *map(np.asarray, jax.tree.leaves(leaves)))
+    np.savez(file, part.seconds, *map(np.asarray, jax.tree.leaves(part.info)))
   partial.replace(path)
 
 
-def _read_part(path: pathlib.Path, structure) -> base.Info | None:
+def _read_part(path: pathlib.Path, structure) -> _Part | None:
   """Reads the metrics of a batch; None if it is still to be evaluated."""
   if not path.exists():
     return None
   with np.load(path) as arrays:
     seconds, *leaves = (arrays[name] for name in arrays.files)
-  return jax.tree.unflatten(structure, leaves) | {SECONDS: seconds}
+  return _Part(jax.tree.unflatten(structure, leaves), float(seconds))
 
 
 def _finish(
   folder: pathlib.Path,
-  infos: list[base.Info],
+  parts: list[_Part],
   held_out: evaluation.HeldOut,
   subject: dict[str, Any],
 ) -> dict[str, Any]:
   """Writes the results of an evaluation and prints its table."""
-  seconds = float(sum(info.pop(SECONDS) for info in infos))
-  results = evaluation.results(infos, held_out.names)
-  record = {'seconds': seconds, 'evaluated': subject, 'sets': results}
-  part = folder / 'evaluation.json.part'
-  part.write_text(json.dumps(record, indent=2))
-  part.replace(folder / 'evaluation.json')
+  infos = [part.info for part in parts]
+  seconds = sum(part.seconds for part in parts)
   values, rows = evaluation.summarize(infos, held_out.names)
+  values['time/evaluate'] = seconds
   (folder / 'metrics.jsonl').unlink(missing_ok=True)
   log = writers.json_lines(folder / 'metrics.jsonl')
   log.write(0, values)
@@ -283,6 +286,12 @@ def _finish(
     video.try_write(folder, 0, frames, print)
   if not (folder / 'completions.jsonl').stat().st_size:
     (folder / 'completions.jsonl').unlink()
+  results = evaluation.results(infos, held_out.names)
+  record = {'seconds': seconds, 'evaluated': subject, 'sets': results}
+  # The last, as it marks the evaluation as finished.
+  part = folder / 'evaluation.json.part'
+  part.write_text(json.dumps(record, indent=2))
+  part.replace(folder / 'evaluation.json')
   shutil.rmtree(folder / PARTS, ignore_errors=True)
   print(evaluation_table.text(results))
   print(f'{seconds:.1f} s. See {report.try_write(folder)}.', flush=True)

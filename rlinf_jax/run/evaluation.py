@@ -52,14 +52,25 @@ def summarize(
     infos: of each batch.
     names: the name of the set of each batch; None for one set.
   """
-  values, rows = metrics.read(functools.reduce(metrics.merge, infos))
-  for name in dict.fromkeys(names or ()):
-    of_set = [x for x, its in zip(infos, names, strict=True) if its == name]
-    numbers, _ = metrics.read(functools.reduce(metrics.merge, of_set))
-    for metric, value in numbers.items():
+  sets = _by_set(infos, names)
+  values, rows = metrics.read(sets.pop(ALL))
+  for name, info in sets.items():
+    for metric, value in metrics.read(info)[0].items():
       head, _, tail = metric.partition('/')
       values[f'{head}/{name}/{tail}'] = value
   return values, rows
+
+
+def _by_set(
+  infos: Sequence[base.Info], names: Sequence[str] | None
+) -> dict[str, base.Info]:
+  """The merged metrics of each set, and then of all problems, as `ALL`."""
+  sets = {}
+  for info, name in zip(infos, names or (), strict=bool(names)):
+    sets.setdefault(name, []).append(info)
+  sets[ALL] = infos
+  merge = functools.partial(functools.reduce, metrics.merge)
+  return {name: merge(batches) for name, batches in sets.items()}
 
 
 def results(
@@ -76,17 +87,11 @@ def results(
     'stderr', 'interval' of 95 % and the number of 'problems'. All problems
     together are the set `ALL`.
   """
-  sets = {
-    name: [x for x, its in zip(infos, names, strict=True) if its == name]
-    for name in dict.fromkeys(names or ())
-  }
-  if len(sets) != 1:
-    sets[ALL] = list(infos)
-  return {name: _results(infos) for name, infos in sets.items()}
+  sets = _by_set(infos, names)
+  return {name: _results(info) for name, info in sets.items()}
 
 
-def _results(infos: Sequence[base.Info]) -> dict[str, Any]:
-  info = functools.reduce(metrics.merge, infos)
+def _results(info: base.Info) -> dict[str, Any]:
   numbers, _ = metrics.read(info)
   values = {
     name.removeprefix('eval/'): {'value': value}
