@@ -23,13 +23,14 @@ class Row(NamedTuple):
     prompt: the question, or the messages of a conversation so far.
     answer: what a reward is given to compare with.
     where: file and line, for messages.
-    difficulty: a number that is higher for harder questions; 0 without one.
+    difficulty: a number that is higher for harder questions; None without
+      a column of it.
   """
 
   prompt: str | tuple[Message, ...]
   answer: str
   where: str
-  difficulty: float = 0.0
+  difficulty: float | None = None
 
   @property
   def question(self) -> str:
@@ -218,10 +219,10 @@ def _answer(value: Any, column: str, where: str) -> str:
   return checked_text(text, where)
 
 
-def _difficulty(row, column: str | None, where: str) -> float:
+def _difficulty(row, column: str | None, where: str) -> float | None:
   """The difficulty of a question, as a number."""
   if column is None:
-    return 0.0
+    return None
   try:
     difficulty = float(row[column])
   except (KeyError, TypeError, ValueError):

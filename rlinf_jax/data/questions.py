@@ -94,25 +94,31 @@ def questions(
   parts = [
     load(path, difficulty_column) for path in mixtures.paths(train, 'train')
   ]
-  sizes = [len(rows) for rows, _ in parts]
-  difficulty = None
-  if difficulty_column is not None:
-    difficulty = np.array([row.difficulty for rows, _ in parts for row in rows])
-  mixture = mixtures.Mixture(sizes, mixtures.shares(train, sizes), difficulty)
-  train_prompts = _joined(parts)
   sets = {name: load(path) for name, path in _held_out_files(held_out).items()}
+  num_rows = [len(rows) for rows, _ in sets.values()]
+  batches = _held_out_rows(num_rows, held_out_rows, held_out_batch)
   held = _joined(list(sets.values()))
-  held_out_sizes = [len(rows) for rows, _ in sets.values()]
-  batches = _held_out_rows(held_out_sizes, held_out_rows, held_out_batch)
   return base.Source(
-    mixtures.init(len(sizes)),
-    _next(train_prompts, mixture, batch_size, lengths),
+    mixtures.init(len(parts)),
+    _next(_joined(parts), _mixture(train, parts), batch_size, lengths),
     lambda: [
       held.batch(rows, prompt_length)._replace(weight=weight)
       for _, rows, weight in batches
     ],
     lambda *rows: tokens.decode(tokenizer, *rows),
     (lambda: [list(sets)[i] for i, *_ in batches]) if len(sets) > 1 else None,
+  )
+
+
+def _mixture(train, parts) -> mixtures.Mixture:
+  """The order of the questions of several files."""
+  rows = [row for rows, _ in parts for row in rows]
+  difficulty = None
+  if rows and rows[0].difficulty is not None:
+    difficulty = np.array([row.difficulty for row in rows])
+  num_rows = [len(rows) for rows, _ in parts]
+  return mixtures.Mixture(
+    num_rows, mixtures.shares(train, num_rows), difficulty
   )
 
 

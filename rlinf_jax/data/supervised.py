@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import pathlib
+from typing import Any
 
 import numpy as np
 
@@ -61,8 +62,11 @@ def examples(
   return _source(
     checkpoint,
     read,
-    (train, held_out),
-    (batch_size, held_out_batch, held_out_rows),
+    train=train,
+    held_out=held_out,
+    batch_size=batch_size,
+    held_out_batch=held_out_batch,
+    held_out_rows=held_out_rows,
     prompt_length=prompt_length,
     response_length=response_length,
     chat=chat,
@@ -125,8 +129,11 @@ def preferences(
   return _source(
     checkpoint,
     read,
-    (train, held_out),
-    (batch_size, held_out_batch, held_out_rows),
+    train=train,
+    held_out=held_out,
+    batch_size=batch_size,
+    held_out_batch=held_out_batch,
+    held_out_rows=held_out_rows,
     prompt_length=prompt_length,
     response_length=response_length,
     chat=chat,
@@ -139,25 +146,30 @@ def preferences(
 def _source(
   checkpoint: str,
   read: Callable[[str], list[completions.Row]],
-  data,
-  sizes,
   *,
+  train: str | Sequence[str] | Mapping[str, float],
+  held_out: str | Sequence[str],
+  batch_size: int,
+  held_out_batch: int,
+  held_out_rows: int | None,
   prompt_length: int,
   response_length: int,
-  **shape,
+  **text: Any,
 ) -> base.Source:
   """A source of the rows that `read` finds in files.
 
   Args:
-    checkpoint: folder of the model.
+    checkpoint: as for `examples`.
     read: `path -> rows`.
-    data: `train` and `held_out` of `examples`.
-    sizes: its `batch_size`, `held_out_batch` and `held_out_rows`.
-    prompt_length: the most tokens of a prompt.
-    response_length: the most tokens of a completion.
-    **shape: other arguments of `completions.encode`.
+    train: as for `examples`.
+    held_out: likewise.
+    batch_size: likewise.
+    held_out_batch: likewise.
+    held_out_rows: likewise.
+    prompt_length: likewise.
+    response_length: likewise.
+    **text: other arguments of `completions.encode`.
   """
-  (train, held_out), (batch_size, held_out_batch, held_out_rows) = data, sizes
   tokenizer = tokens.load_tokenizer(checkpoint)
   stop = _stop(checkpoint)
   lengths = prompt_length, response_length
@@ -170,7 +182,7 @@ def _source(
       prompt_length=prompt_length,
       response_length=response_length,
       name=pathlib.Path(path).name,
-      **shape,
+      **text,
     )
 
   parts = [load(path) for path in mixtures.paths(train, 'train')]
