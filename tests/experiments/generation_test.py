@@ -28,6 +28,6 @@ def test_a_token_ends_its_row_with_the_probability_of_its_class():
   classes = long_tail.class_of(np.asarray(token[:, 0]))
   want = 1 / long_tail.class_means(20)[classes]
   np.testing.assert_allclose(ends, want, rtol=0.3)
-  # What follows is of the same class.
+  # The most likely next token is of the same class.
   follows = np.asarray(logit[:, 0, 1:].argmax(-1)) + 1
   np.testing.assert_array_equal(long_tail.class_of(follows), classes)

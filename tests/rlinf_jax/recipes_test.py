@@ -119,7 +119,7 @@ ALGORITHMS = [
 ]
 
 
-# What an algorithm is made of. What is not listed is the default of `grpo`.
+# The arguments of `grpo` by which an algorithm differs from its defaults.
 MADE_OF = {
   'cispo': {'policy_loss': losses.cispo, 'aggregate': losses.token_mean},
   'dr_grpo': {

@@ -1,4 +1,4 @@
-"""Simulators in worker processes: the same episodes whatever fails."""
+"""Simulators in worker processes: the same episodes after any failure."""
 
 import os
 import re

@@ -223,7 +223,7 @@ def test_ppo_is_the_same_in_a_pool_a_vector_environment_and_pieces(pool):
 
 def theirs(T):
   """Time steps of ManiSkill's own vector environment as an Env."""
-  maniskill.make(0, 'PushCube-v1').close()  # Where rendering is not available.
+  maniskill.make(0, 'PushCube-v1').close()  # Skips without rendering.
   from mani_skill.vector.wrappers import gymnasium as wrappers
 
   env = wrappers.ManiSkillVectorEnv(

@@ -235,8 +235,8 @@ def test_samples_of_another_engine_are_weighed_and_clipped_around_the_trainer():
   loss, slope = _corrected(-0.9, -1.0, -1.5, advantage=2.0)
   np.testing.assert_allclose(loss, -2 * np.exp(0.1) * np.exp(0.5), rtol=1e-6)
   np.testing.assert_allclose(slope, [[loss]], rtol=1e-6)
-  # The weight is capped at 2. A ratio of e^0.3 to the trainer is clipped, even
-  # where the sampled log-prob equals the new one.
+  # The weight is capped at 2. A ratio of e^0.3 to the trainer is clipped,
+  # though that to the engine is 1.
   loss, slope = _corrected(-0.9, -1.0, -3.0, advantage=2.0)
   np.testing.assert_allclose(loss, -2 * np.exp(0.1) * 2, rtol=1e-6)
   loss, slope = _corrected(-0.7, -1.0, -0.7, advantage=2.0)

@@ -44,7 +44,7 @@ def tokens(seed):
 
 
 def trainer(logp, **settings):
-  """What a trainer reads of itself while it computes a loss."""
+  """The attributes of a trainer that its loss reads."""
   same = lambda x, *_, **__: x
   return types.SimpleNamespace(
     model=types.SimpleNamespace(training=True),
