@@ -59,10 +59,12 @@ class Model(Protocol):
 
   def memory(
     self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
-  ) -> float:
-    """Returns the peak bytes on a device of a place.
+  ) -> Mapping[str, float]:
+    """Returns the bytes on a device of a place while each of its nodes runs.
 
-    The flow is as recorded: `chosen.pieces` says how it is cut.
+    They are by the node's name, and the most of all its calls. Those of a stage
+    must not depend on the micro-batches of others. The flow is as recorded:
+    `chosen.pieces` says how it is cut.
     """
 
 

@@ -131,23 +131,35 @@ class MemoryModel:
     Returns:
       The stage, and bytes by component.
     """
+    nodes = list(self._nodes(flow, chosen, place))
+    return max(nodes, key=lambda pair: _total(pair[1]))
+
+  def needs(
+    self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
+  ) -> dict[str, float]:
+    """Returns the bytes while each node runs, as `cost.Model.memory`."""
+    found = {}
+    for name, parts in self._nodes(flow, chosen, place):
+      found[name] = max(found.get(name, 0.0), _total(parts))
+    return found
+
+  def _nodes(self, flow, chosen, place):
+    """Yields the name of each node of a place, and bytes by component."""
     axes, values = chosen.places[place].axes, self._values(flow, chosen, place)
     resident, sums = values.sums(chosen.offload, axes, self.layout)
     found = {'carried values': Estimate(resident, 'modeled')}
     if not values.here:
-      return '', found
-    most = -1.0
+      yield '', found
     for i, (back, between) in zip(values.here, sums, strict=True):
-      own = self._within(flow, flow.nodes[i], chosen, axes)
-      total = sum((number.value for number in own.values()), back + between)
-      if total > most:
-        most, peak = total, (flow.nodes[i].name, back, between, own)
-    stage, back, between, own = peak
-    return stage, found | {
-      'restored values': Estimate(back, 'modeled'),
-      'values between stages': Estimate(between, 'modeled'),
-      **own,
-    }
+      yield (
+        flow.nodes[i].name,
+        {
+          **found,
+          'restored values': Estimate(back, 'modeled'),
+          'values between stages': Estimate(between, 'modeled'),
+          **self._within(flow, flow.nodes[i], chosen, axes),
+        },
+      )
 
   def _values(self, flow, chosen, place) -> PlaceValues:
     """Returns the values of a place, memoized by the stages of all places."""
@@ -168,6 +180,10 @@ class MemoryModel:
       # With the node, so that no other node gets its id.
       self._needs[key] = node, found
     return self._needs[key][1]
+
+
+def _total(parts: Mapping[str, Estimate]) -> float:
+  return sum(number.value for number in parts.values())
 
 
 def alive(

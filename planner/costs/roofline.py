@@ -372,9 +372,9 @@ class Roofline:
 
   def memory(
     self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
-  ) -> float:
-    """Returns the peak bytes on a device of a place."""
-    return self.explain_memory(flow, chosen, place).total.value
+  ) -> Mapping[str, float]:
+    """Returns the bytes on a device of a place while each of its nodes runs."""
+    return self._peaks.needs(flow, chosen, place)
 
   def explain_memory(
     self, flow: graph.Flow, chosen: plan_lib.Plan, place: str

@@ -54,5 +54,5 @@ class ScaledCosts:
   def axes(self, stages: tuple[str, ...], devices: int) -> Sequence:
     return self._costs.axes(stages, devices)
 
-  def memory(self, flow: graph.Flow, chosen, place: str) -> float:
+  def memory(self, flow: graph.Flow, chosen, place: str) -> Mapping[str, float]:
     return self._costs.memory(flow, chosen, place)

@@ -1,5 +1,6 @@
 """Enumerates the plans of a space and memoizes their costs."""
 
+from collections.abc import Mapping
 import functools
 import itertools
 from typing import NamedTuple
@@ -137,15 +138,6 @@ class Choices:
       starts[b], at = at, at + units[b]
     return starts
 
-  def options(self, cut, block: int, units: int):
-    """Returns pairs of axes and micro-batches that a place may have."""
-    rows = [
-      [(stage, rows) for rows in cut.rows[stage]]
-      for stage in self.stages(block)
-    ]
-    menu = self.menu(block, units)
-    return list(itertools.product(menu, map(tuple, itertools.product(*rows))))
-
   # Costs.
 
   def seconds(self, cut, i: int, units: int, axes, rows) -> float:
@@ -254,19 +246,20 @@ class Choices:
       ]
     return self._homes[part]
 
-  def overflows(self, choice: Choice, only=None) -> bool:
+  def overflows(self, choice: Choice) -> bool:
     """Whether a place needs more memory than there is; records it if so."""
-    if self.model.capacity == np.inf:
-      return False
+    needs = [
+      max(self._memory(choice, b).values()) for b in range(len(choice.units))
+    ]
+    over = [b for b, need in enumerate(needs) if need > self.model.capacity]
+    for b in over:
+      self._note(choice, b, needs[b])
+    return bool(over)
+
+  def _memory(self, choice: Choice, b: int) -> Mapping[str, float]:
+    """Returns the bytes on a device of a place while each of its nodes runs."""
     names = [self.stages(block)[0] for block in self.blocks[choice.part]]
-    chosen, over = self.plan(choice, names), False
-    for b, place in enumerate(chosen.places):
-      if only in (None, b):
-        need = self.model.memory(self.flow, chosen, place)
-        if need > self.model.capacity:
-          over = True
-          self._note(choice, b, need)
-    return over
+    return self.model.memory(self.flow, self.plan(choice, names), names[b])
 
   def _note(self, choice, b, need):
     there = self.model.capacity
@@ -286,32 +279,91 @@ class Choices:
     del self.infeasible[SHOWN:]
 
   def fitting(self, cut, part: int, b: int, units: int, offload):
-    """Returns the options of a place that fit in memory.
+    """Returns the axes and micro-batches with which a place fits in memory.
 
     Memory does not depend on the sizes and options of other places.
     """
     blocks = self.blocks[part]
-    block, held = blocks[b], self.homes(part)[b]
-    key = cut.pieces, block, held, units, offload
+    key = cut.pieces, blocks[b], self.homes(part)[b], units, offload
     if key not in self._fits:
       sizes = [self.smallest(other) for other in blocks]
       sizes[b] = units
       if None in sizes or sum(sizes) > self.units:
         return []  # There is no such plan.
-      given = [
-        self.options(cut, other, size)[:1]
-        for other, size in zip(blocks, sizes, strict=True)
-      ]
+      menus = [self.menu(*place) for place in zip(blocks, sizes, strict=True)]
+      axes = [menu[0] if menu else () for menu in menus]
+      rows = tuple(self._rows(cut, block, 0) for block in blocks)
       fits = []
-      for option in self.options(cut, block, units):
+      for mesh in menus[b]:
         self.deadline.check()
-        given[b] = [option]
-        axes, rows = zip(*(options[0] for options in given), strict=True)
-        choice = Choice(cut.pieces, part, tuple(sizes), axes, rows, offload)
-        if not self.overflows(choice, b):
-          fits.append(option)
+        axes[b] = mesh
+        choice = Choice(
+          cut.pieces, part, tuple(sizes), tuple(axes), rows, offload
+        )
+        found = self._micro_batches(cut, choice, b)
+        if found is not None:
+          fits.append((mesh, found))
       self._fits[key] = fits
     return self._fits[key]
+
+  def _rows(self, cut, block: int, k: int) -> tuple:
+    """Returns the k-th micro-batch, or the last, of each stage of a place."""
+    rows = [(stage, cut.rows[stage]) for stage in self.stages(block)]
+    return tuple((stage, some[min(k, len(some) - 1)]) for stage, some in rows)
+
+  def _micro_batches(self, cut, choice: Choice, b: int) -> tuple | None:
+    """Returns the fastest micro-batches with which a place fits in memory.
+
+    What a device needs while a stage runs does not depend on the micro-batches
+    of other stages, so that of each stage is found by itself.
+
+    Args:
+      cut: the cut flow.
+      choice: a plan; its micro-batches at the place do not matter.
+      b: index of the place.
+
+    Returns:
+      Pairs of a stage and its micro-batch; None if a stage fits with none.
+    """
+    stages = self.stages(self.blocks[choice.part][b])
+    needs, capacity = self._needs(cut, choice, b), self.model.capacity
+    where = choice.units[b], choice.axes[b]
+    seconds = {
+      stage: {
+        n: sum(self.seconds(cut, i, *where, n) for i in cut.calls[stage])
+        for n in cut.rows[stage]
+      }
+      for stage in stages
+    }
+    for stage, some in seconds.items():  # Rows that the mesh cannot divide.
+      for n in [n for n, spent in some.items() if spent == np.inf]:
+        del needs[stage][n]
+    if not all(needs.values()):
+      return None
+    least = {name: min(some, key=some.get) for name, some in needs.items()}
+    need = max(needs[name][n] for name, n in least.items())
+    if need > capacity:
+      rows = list(choice.rows)
+      rows[b] = tuple((stage, least[stage]) for stage in stages)
+      self._note(choice._replace(rows=tuple(rows)), b, need)
+      return None
+    fit = {s: [n for n in needs[s] if needs[s][n] <= capacity] for s in stages}
+    return tuple((s, min(fit[s], key=seconds[s].get)) for s in stages)
+
+  def _needs(self, cut, choice: Choice, b: int) -> dict[str, dict]:
+    """Returns the bytes while a node runs, by its name and its micro-batch."""
+    block = self.blocks[choice.part][b]
+    if self.model.capacity == np.inf:
+      stages = self.stages(block)
+      return {stage: dict.fromkeys(cut.rows[stage], 0.0) for stage in stages}
+    needs, rows = {}, list(choice.rows)
+    for k in range(max(len(cut.rows[s]) for s in self.stages(block))):
+      rows[b] = self._rows(cut, block, k)
+      found = self._memory(choice._replace(rows=tuple(rows)), b)
+      now = dict(rows[b])
+      for name, need in found.items():
+        needs.setdefault(name, {})[now.get(name)] = need
+    return needs
 
   def _smallest(self, block: int):
     sizes = range(1, self.units + 1)

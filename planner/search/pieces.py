@@ -16,6 +16,7 @@ class CutFlow:
     flow: the cut flow.
     group: the group of stages at whose place each node runs, [N].
     rows: the micro-batches that each stage may have.
+    calls: the nodes of each stage.
     floating: for nodes that only move rows, the groups at whose places they may
       run, if there are several; such a node runs where its first reader does.
     bounds: lower bounds on the time of the flow.
@@ -30,6 +31,10 @@ class CutFlow:
     self.group = np.array([of[stage] for stage in where])
     self.floating = _floating(self.flow, of)
     self.rows = {s: self._fitting(s, rows.get(s, (None,))) for s in flow.stages}
+    self.calls = {stage: [] for stage in flow.stages}
+    for i, node in enumerate(self.flow.nodes):
+      if not graph.is_plumbing(node):
+        self.calls[node.name].append(i)
     self.bounds = lower_bounds.LowerBounds(self.flow)
     self.carried = [
       set(self.flow.nodes[j].writes).intersection(self.flow.nodes[i].reads)

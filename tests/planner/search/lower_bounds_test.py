@@ -80,13 +80,14 @@ def test_no_plan_is_faster_than_the_bound_of_its_sizes(seed):
   for opened in finder.open.values():
     part = int(rng.integers(len(choices.blocks)))
     sizes = tuple(1 for _ in choices.blocks[part])
-    options = [
-      choices.options(opened.cut, block, 1) for block in choices.blocks[part]
-    ]
-    if sum(sizes) > choices.units or not all(options):
+    menus = [choices.menu(block, 1) for block in choices.blocks[part]]
+    if sum(sizes) > choices.units or not all(menus):
       continue
-    axes, rows = zip(
-      *(some[rng.integers(len(some))] for some in options), strict=True
+    any_of = lambda some: some[rng.integers(len(some))]
+    axes = tuple(map(any_of, menus))
+    rows = tuple(
+      tuple((s, any_of(opened.cut.rows[s])) for s in choices.stages(block))
+      for block in choices.blocks[part]
     )
     choice = choices_lib.Choice(
       opened.cut.pieces, part, sizes, axes, rows, space.offload
