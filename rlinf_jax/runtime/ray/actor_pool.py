@@ -6,6 +6,7 @@ import secrets
 import shutil
 import tempfile
 from typing import Any
+import warnings
 import weakref
 
 import ray
@@ -46,7 +47,9 @@ def connect(address: str = HERE):
       os.environ['RAY_AUTH_TOKEN'] = secrets.token_hex(32)
     # Actors wait more than they compute: few processors must not limit them.
     cpus = max(64, len(os.sched_getaffinity(0)))
-    with network.ray_on_loopback():
+    with network.ray_on_loopback(), warnings.catch_warnings():
+      # JAX warns of it, but the processes of Ray become other programs at once.
+      warnings.filterwarnings('ignore', r'os\.fork\(\) was called')
       ray.init('local', num_cpus=cpus, **options)
     return
   try:
