@@ -232,6 +232,8 @@ class Policy(NamedTuple):
       recorded, by more than float32's rounding, as where the arithmetic is
       bfloat16. Losses then use those of `evaluate` and weigh actions by the
       ratio of the two, as with `out_shapes`.
+    round_params: `params -> params`, rounded as `evaluate` rounds them before
+      it uses them, so that it returns the same; None where it rounds none.
   """
 
   init: Callable[[Key], Params]
@@ -244,6 +246,7 @@ class Policy(NamedTuple):
   recompute_logp: bool = False
   engine: core.EngineCost | None = None
   sampling: Any = None
+  round_params: Callable[[Params], Params] | None = None
 
 
 class TimeStep(NamedTuple):

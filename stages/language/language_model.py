@@ -99,6 +99,9 @@ def policy(
     recompute_logp=narrow,
     engine=engine,
     sampling=sampling,
+    round_params=(
+      functools.partial(transformer.compute_params, config) if narrow else None
+    ),
   )
 
 

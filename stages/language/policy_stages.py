@@ -68,6 +68,20 @@ def logp(policy: base.Policy, name: str, group_size: int) -> stages.Stage:
   return stages.Stage(run, name, unbatched=(0,), group_size=group_size)
 
 
+def reference(policy: base.Policy, params) -> base.Params:
+  """The parameters of a reference: a copy of those trained, as they are now."""
+  return rounded(policy, train_step.trainable(params))
+
+
+def rounded(policy: base.Policy, params) -> base.Params:
+  """Parameters for a policy that is evaluated and not trained.
+
+  In bfloat16 arithmetic, they take half of the memory of float32, and
+  log-probabilities are the same.
+  """
+  return policy.round_params(params) if policy.round_params else params
+
+
 def ref_logp(policy: base.Policy, group_size: int, is_read: bool) -> Callable:
   """Returns `reference, Version, experience -> logp_BT` of a reference policy.
 

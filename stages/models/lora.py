@@ -300,4 +300,5 @@ def wrap(
     value=adapted(policy.value, join),
     resume=adapted(policy.resume, merged),
     engine=engine,
+    round_params=None,  # Adapters are small.
   )

@@ -111,7 +111,8 @@ def distillation(
   def init(key):
     actor = train_step.init(policy.init(key), optimizer)
     judge = verifiers.init(verify, jax.random.fold_in(key, 1))
-    return State(actor, {base.FROZEN: teacher.init(key)}, judge)
+    frozen = policy_stages.rounded(teacher, teacher.init(key))
+    return State(actor, {base.FROZEN: frozen}, judge)
 
   def step(state: State, problem: base.Problem, key):
     actor, prompts = state.actor, repeat(problem)

@@ -8,6 +8,7 @@ import optax
 
 import stages
 from stages import base, metrics
+from stages.language import policy_stages
 from stages.learn import losses, train_step
 
 PAIR = 2  # Adjacent rows: the preferred completion, then the rejected one.
@@ -67,7 +68,7 @@ def dpo(
 
   def init(key):
     actor = train_step.init(policy.init(key), optimizer)
-    return State(actor, train_step.trainable(actor.params))
+    return State(actor, policy_stages.reference(policy, actor.params))
 
   def reference(state: State):
     return train_step.with_frozen(state.reference, state.actor.params)

@@ -90,7 +90,9 @@ def expert_iteration(
   def init(key):
     actor = train_step.init(policy.init(key), optimizer)
     judge = verifiers.init(verify, jax.random.fold_in(key, 1))
-    reference = train_step.trainable(actor.params) if kl_coef else ()
+    reference = ()
+    if kl_coef:
+      reference = policy_stages.reference(policy, actor.params)
     return State(actor, reference, judge)
 
   def step(state: State, problem: base.Problem, key):

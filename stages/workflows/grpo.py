@@ -186,7 +186,9 @@ def grpo(
   def init(key):
     actor = train_step.init(policy.init(key), optimizer)
     now = train_step.snapshot(train_step.version(actor))
-    reference = now.params if has_reference else ()
+    reference = ()
+    if has_reference:
+      reference = policy_stages.reference(policy, actor.params)
     judge = verifiers.init(verify, jax.random.fold_in(key, 1))
     return State(actor, reference, (now,) * staleness, verifier=judge)
 

@@ -181,7 +181,8 @@ def text_ppo(
   def init(key):
     actor, critic_state = learner.init(key)
     now = train_step.snapshot(actor_critic.policy_version(actor))
-    reference, past = now.params if has_kl else (), (now,) * staleness
+    reference = policy_stages.reference(policy, now.params) if has_kl else ()
+    past = (now,) * staleness
     judge = verifiers.init(verify, jax.random.fold_in(key, 1))
     return State(actor, critic_state, reference, past, verifier=judge)
 

@@ -189,6 +189,17 @@ def test_logits_in_bfloat16_are_near_those_in_float32(case):
   got, want = real_logits(case, config, prompts(config, [11, 7, 1, 4]))
   # Weights and activations of two or three layers have eight bits each.
   assert np.linalg.norm(got - want) <= 0.02 * np.linalg.norm(want)
+  # The model rounds its weights, so weights that are rounded before change no
+  # bit.
+  rounded = transformer.compute_params(config, case.params)
+  sizes = [
+    sum(x.nbytes for x in jax.tree.leaves(p)) for p in (rounded, case.params)
+  ]
+  assert sizes[0] < 0.6 * sizes[1]
+  again, _ = real_logits(
+    case._replace(params=rounded), config, prompts(config, [11, 7, 1, 4])
+  )
+  np.testing.assert_array_equal(got, again)
 
 
 def test_cached_decoding_sees_the_logits_of_transformers(case, monkeypatch):

@@ -374,6 +374,22 @@ def test_log_probs_of_decoding_are_corrected_where_they_are_rounded():
 
 
 @pytest.mark.slow
+def test_a_reference_in_bfloat16_takes_half_the_memory_and_changes_no_bit():
+  policy = tiny.policy('bfloat16')
+  workflows_of = [
+    workflows.grpo(p, tiny.even, optax.sgd(0.1), group_size=4, kl_coef=0.1)
+    for p in (policy, policy._replace(round_params=None))
+  ]
+  states = [workflow.init(KEY) for workflow in workflows_of]
+  sizes = [sum(x.nbytes for x in jax.tree.leaves(s.reference)) for s in states]
+  assert sizes[0] < 0.6 * sizes[1]
+  one, other = (
+    read(workflow.step(state, tiny.problem(), KEY)[1])
+    for workflow, state in zip(workflows_of, states, strict=True)
+  )
+  assert one == other
+
+
 def test_a_step_in_bfloat16_logs_the_gap_between_decoding_and_scoring():
   workflow = workflows.grpo(
     tiny.policy('bfloat16'), tiny.even, optax.sgd(0.1), group_size=4
