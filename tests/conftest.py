@@ -72,6 +72,18 @@ def in_float64():
   jax.config.update('jax_enable_x64', False)
 
 
+@pytest.fixture(autouse=True)
+def no_recipe():
+  """Forgets the recipe that a test has read.
+
+  A run that a later test of this process starts from Python would refuse it,
+  because it reads none of those bindings.
+  """
+  yield
+  if 'gin' in sys.modules:
+    sys.modules['gin'].clear_config()
+
+
 @pytest.fixture(scope='module')
 def recipe_library(tmp_path_factory):
   """Makes the modules that `fake_recipe` configures importable."""
@@ -84,14 +96,11 @@ def recipe_library(tmp_path_factory):
 @pytest.fixture
 def recipe_folder(recipe_library, tmp_path, monkeypatch):
   """The current folder, with the recipe base.gin in it."""
-  import gin
-
   import fake_recipe
 
   monkeypatch.chdir(tmp_path)
   fake_recipe.write('base.gin', fake_recipe.BASE)
-  yield tmp_path
-  gin.clear_config()
+  return tmp_path
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from rlinf_jax import config
 from tests import conftest
 
 SOURCE = """
@@ -199,3 +200,10 @@ def test_processes_share_modules_and_each_test_runs_once(
   assert ran[1].nodeid.startswith('tests/c_test')
   of_ray = [i for t in turns for i, x in enumerate(t) if x and '/ray/' in x[0]]
   assert len(set(of_ray)) == 1  # They count Ray's processes.
+
+
+@pytest.mark.parametrize('order', ['first', 'second'])
+def test_no_test_sees_the_recipe_of_another(order):
+  assert not config.unused()
+  config.parse([], [f'NAME = {order!r}'], 'runs/x')
+  assert config.unused() == ['NAME']

@@ -4,7 +4,6 @@ import json
 import pathlib
 import re
 
-import gin
 import pytest
 
 from planner import cluster
@@ -24,12 +23,6 @@ DEVICES = {
   'tpu_v5p': 64,
   'tpu_v6e': 8,
 }
-
-
-@pytest.fixture(autouse=True)
-def clear():
-  yield
-  gin.clear_config()
 
 
 def read(name) -> cluster.Cluster:

@@ -1,6 +1,5 @@
 import functools
 
-import gin
 import pytest
 
 from planner.costs import roofline
@@ -33,8 +32,7 @@ def recipe(tmp_path):
   )
   bindings = [*BINDINGS, f'CHECKPOINT = {str(tmp_path)!r}']
   config.parse([RECIPE], bindings, str(tmp_path))
-  yield config.call(flows_lib.trace_flows, bindings_of=train.train)[0]
-  gin.clear_config()
+  return config.call(flows_lib.trace_flows, bindings_of=train.train)[0]
 
 
 @functools.cache
