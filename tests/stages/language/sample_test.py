@@ -173,3 +173,128 @@ def test_invalid_sampling_settings_are_refused():
   ):
     with pytest.raises(ValueError, match='temperature must be above 0'):
       sample.Sampling(**settings)
+
+
+shape = jax.jit(sample.shape, static_argnums=1)
+# Ties, tokens that are ruled out, sizes that are no power of two.
+VOCABULARIES = {
+  'normal': lambda rng: rng.normal(size=1009),
+  'rounded to bfloat16': lambda rng: np.float32(
+    rng.normal(0, 4, 333).astype(jnp.bfloat16)
+  ),
+  'few values': lambda rng: rng.integers(-2, 3, 333),
+  'zeros of both signs': lambda rng: rng.choice([-0.0, 0.0, 1.0, -1.0], 333),
+  'half at -inf': lambda rng: np.where(
+    rng.random(333) < 0.5, -np.inf, rng.normal(size=333)
+  ),
+  'one above -inf': lambda rng: np.where(np.arange(333) == 4, 1.5, -np.inf),
+  'all equal': lambda rng: np.full(333, -3.25),
+  'far apart': lambda rng: rng.normal(size=333) * 10.0 ** rng.integers(-30, 30),
+  'one token': lambda rng: np.zeros(1),
+}
+CUTS = [
+  (1, 1.0),
+  (7, 1.0),
+  (10_000, 0.95),
+  (0, 0.3),
+  (0, 1e-37),
+  (7, 0.8),
+  (64, 0.999),
+]
+
+
+def sorted_bounds(logit, k, p):
+  """Least logits kept, by sorting, of two probabilities that round to `p`."""
+  ranked = np.sort(logit.astype(np.float64))[::-1]
+  k = k if 0 < k < len(ranked) else len(ranked)
+  weight = np.exp(ranked[:k] - ranked[0])
+  before = (np.cumsum(weight) - weight) / weight.sum()
+  for limit in p * (1 - 1e-5), p * (1 + 1e-5):
+    n = max(1, (before < limit).sum()) if p < 1 else k
+    yield ranked[n - 1]
+
+
+@pytest.mark.parametrize('name', VOCABULARIES)
+@pytest.mark.parametrize(('k', 'p'), CUTS)
+def test_what_is_kept_is_what_sorting_keeps(name, k, p):
+  draw, rng = VOCABULARIES[name], np.random.default_rng(0)
+  logit_BTV = np.float32([[draw(rng) for _ in range(3)] for _ in range(2)])
+  sampling = sample.Sampling(top_k=k, top_p=p)
+  shaped_BTV = np.asarray(shape(jnp.asarray(logit_BTV), sampling))
+  for i in np.ndindex(logit_BTV.shape[:2]):
+    row, got = logit_BTV[i], shaped_BTV[i]
+    most, least = sorted_bounds(row, k, p)
+    # The two differ only where the sum is `p` itself, up to rounding.
+    assert any(
+      np.array_equal(got, np.where(row >= bound, row, -np.inf))
+      for bound in (most, least)
+    )
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float64'])
+def test_logits_of_every_width_are_cut(dtype):
+  with jax.enable_x64(dtype == 'float64'):
+    logit_BTV = logits(5).astype(dtype)
+    got = shape(logit_BTV, sample.Sampling(top_k=5))
+    want = [np.sort(np.asarray(row, np.float64))[-5] for row in logit_BTV[:, 0]]
+    assert got.dtype == logit_BTV.dtype
+    least = np.where(np.isfinite(got), got, np.inf)[:, 0].min(-1)
+    np.testing.assert_array_equal(np.float64(least), want)
+
+
+def test_a_logit_that_is_no_number_is_not_hidden():
+  logit_BTV = logits().at[1, 2, 3].set(jnp.nan)
+  for settings in {'top_k': 4}, {'top_p': 0.5}, {'top_k': 4, 'top_p': 0.5}:
+    got = np.asarray(shape(logit_BTV, sample.Sampling(**settings)))
+    assert np.isnan(got[1, 2, 3]) and np.isnan(got).sum() == 1
+
+
+def test_the_vocabulary_is_not_sorted():
+  sampling = sample.Sampling(top_k=50, top_p=0.9)
+  logit_BTV = jax.ShapeDtypeStruct((2, 3, 1000), jnp.float32)
+  compiled = shape.lower(logit_BTV, sampling).as_text()
+  assert 'sort' not in compiled and 'top_k' not in compiled
+
+
+@pytest.mark.parametrize('is_rounded', [False, True])
+def test_what_is_kept_is_what_transformers_keeps(is_rounded):
+  torch = pytest.importorskip('torch')
+  process = pytest.importorskip('transformers.generation.logits_process')
+  logit_BTV = logits(6, rows=16, tokens=1, words=3001, scale=3.0)
+  if is_rounded:
+    logit_BTV = logit_BTV.astype(jnp.bfloat16).astype(jnp.float32)
+  for k, p in (50, 1.0), (0, 0.9), (0, 0.1), (50, 0.9), (3001, 0.99):
+    scores = torch.tensor(np.asarray(logit_BTV[:, 0]))
+    if k:
+      scores = process.TopKLogitsWarper(k)(None, scores)
+    if p < 1:
+      scores = process.TopPLogitsWarper(p)(None, scores)
+    got = np.asarray(shape(logit_BTV, sample.Sampling(top_k=k, top_p=p)))[:, 0]
+    want = scores.numpy()
+    if not is_rounded or p == 1:
+      np.testing.assert_array_equal(got, want)
+    elif not k:
+      # It drops some of several equal logits, in the order of its sort.
+      least = np.where(np.isfinite(want), want, np.inf).min(-1, keepdims=True)
+      given = np.asarray(logit_BTV[:, 0])
+      np.testing.assert_array_equal(
+        got, np.where(given < least, -np.inf, given)
+      )
+
+
+def test_a_sharded_vocabulary_is_not_gathered():
+  sampling = sample.Sampling(top_k=50, top_p=0.9)
+  logit_BTV = logits(7, rows=4, tokens=2, words=1000)
+  mesh = jax.sharding.Mesh(
+    np.reshape(jax.devices()[:4], (2, 2)), ('data', 'tensor')
+  )
+  spec = jax.sharding.PartitionSpec('data', None, 'tensor')
+  layout = jax.sharding.NamedSharding(mesh, spec)
+  sharded = jax.jit(sample.shape, static_argnums=1, out_shardings=layout)
+  placed = jax.device_put(logit_BTV, layout)
+  compiled = sharded.lower(placed, sampling).compile().as_text()
+  assert 'all-reduce' in compiled
+  assert 'all-gather' not in compiled and 'all-to-all' not in compiled
+  np.testing.assert_array_equal(
+    sharded(placed, sampling), shape(logit_BTV, sampling)
+  )

@@ -1,0 +1,1 @@
+"""Top-k and top-p of large vocabularies."""
