@@ -65,6 +65,9 @@ class Parameters:
       v.shape[0] for v in self.read if v.letters[:1] == ('',) and any(v.letters)
     ]
     self.depth = max(stacked, default=1)
+    # A search asks for many micro-batches of every mesh.
+    self.ways = functools.cache(self._ways)
+    self.gathered = functools.cache(self._gathered)
 
   def _is_lettered(self, value) -> bool:
     return any(letter not in ('', 'B') for letter in value.letters)
@@ -72,7 +75,7 @@ class Parameters:
   def used(self, value, axes) -> tuple[str, ...]:
     return self.layout.shared(value.letters, value.shape, axes) or ()
 
-  def ways(self, axes) -> int:
+  def _ways(self, axes) -> int:
     """Returns how many devices share the work: those of axes without rows."""
     used = {axis for value in self.read for axis in self.used(value, axes)}
     return math.prod(
@@ -85,7 +88,7 @@ class Parameters:
     kept = sum(self.layout.local(value, axes) for value in self.read)
     return kept / total if total else 1.0
 
-  def gathered(self, axes, item: float, axis: str | None = None) -> float:
+  def _gathered(self, axes, item: float, axis: str | None = None) -> float:
     """Returns the bytes that a device gathers over `axis`, or all axes of rows.
 
     Args:

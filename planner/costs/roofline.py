@@ -80,7 +80,7 @@ class Roofline:
     self.measured, self.assumed = measured, assumed
     self.capacity = cluster.capacity
     self.axes = functools.cache(self._axes)
-    self._memo = {}
+    self._memo, self._parameters = {}, {}
     self._peaks = memory.MemoryModel(works, self.layout)
 
   def with_measurements(
@@ -262,7 +262,7 @@ class Roofline:
       total = sum(number.value for number in parts.values())
       return breakdown.CostBreakdown(Estimate(total, tag), parts)
     device, assumed, axes = self.cluster.device, self.assumed, placement.axes
-    parameters = collectives.Parameters(flow, node, self.layout)
+    parameters = self._parameters_of(flow, node)
     # Chunks of logits have a limit a device, so its own rows count.
     local_rows = rows / self.layout.row_ways(axes)
     call = call.near(local_rows)
@@ -300,6 +300,14 @@ class Roofline:
       parts[name] = Estimate(spent, 'modeled')
       total += spent
     return breakdown.CostBreakdown(Estimate(total, 'modeled'), parts)
+
+  def _parameters_of(self, flow, node) -> collectives.Parameters:
+    """Returns the parameters of a node, memoized by the node's identity."""
+    if id(node) not in self._parameters:
+      found = collectives.Parameters(flow, node, self.layout)
+      # With the node, so that no other node gets its id.
+      self._parameters[id(node)] = node, found
+    return self._parameters[id(node)][1]
 
   def _share(self, flow, node, axes) -> float:
     """Returns the fraction of a stage's bytes that a device holds."""
