@@ -3,9 +3,11 @@
 Arrays live in NamedTuples; behavior lives in functions. The name of an array
 ends in its dimensions, one capital letter each:
 
-  B row    N group    G row within a group    M row of a minibatch, or slot
+  B row    N group    G row within a group
+  M row of a minibatch, slot, or packed row
   P prompt token    T completion token or time step    C key position
-  S position in a packed group: its prompt, then its completions end to end
+  S position in a packed group: its prompt, then its completions end to end; or
+  in a packed row, which holds completions of several groups
   V vocabulary    D model width    H head    K key-value head    W head width
   J query head within a key-value head    Q query token
   F feed-forward width, or channels of a convolution    L layer
@@ -211,7 +213,8 @@ class Policy(NamedTuple):
       `group_size` share their observation, so a prompt is encoded once a group.
       `greedy` takes the most likely action. A language model acts until its
       rows end; a control policy acts once.
-    evaluate: `params, obs, action, *, group_size=1 -> Evaluation`.
+    evaluate: `params, obs, action, *, group_size=1 -> Evaluation`. With
+      `packed_tokens` it takes a `mask`, too: the actions that are evaluated.
     to_env_action: `action -> env_action`: maps a sampled action into the
       environment's bounds; None where actions are used as they are.
     value: `params, obs -> value`, the critic alone; None without one.
@@ -234,6 +237,8 @@ class Policy(NamedTuple):
       ratio of the two, as with `out_shapes`.
     round_params: `params -> params`, rounded as `evaluate` rounds them before
       it uses them, so that it returns the same; None where it rounds none.
+    packed_tokens: tokens that a packed row has room for, where `evaluate` packs
+      completions, see `stages.language.packing`; None without packing.
   """
 
   init: Callable[[Key], Params]
@@ -247,6 +252,7 @@ class Policy(NamedTuple):
   engine: core.EngineCost | None = None
   sampling: Any = None
   round_params: Callable[[Params], Params] | None = None
+  packed_tokens: int | None = None
 
 
 class TimeStep(NamedTuple):

@@ -101,7 +101,8 @@ def of_node(
     if not some:
       return StageWork(at(rows), rows=rows)
     sizes = [n * node.stage.group_size for n in some]
-    found = work_lib.piecewise_linear([(size, at(size)) for size in sizes])
+    works = _with_tokens([at(size) for size in sizes])
+    found = work_lib.piecewise_linear(list(zip(sizes, works, strict=True)))
     if engine is None:
       return found
     price = decode.of_engine if node.stage.host else decode.of_slots
@@ -109,6 +110,17 @@ def of_node(
   except (NotImplementedError, ValueError) as error:
     error.add_note(f'This happened in stage {node.name}, while counted.')
     raise
+
+
+def _with_tokens(works: list[Work]) -> list[Work]:
+  """Leaves `turns` where they are tokens of a row, as in decoding.
+
+  A loop over packed rows has more turns for more rows; it counts as if it used
+  all of its turns.
+  """
+  if len({work.turns for work in works}) == 1:
+    return works
+  return [dataclasses.replace(work, turns=0.0) for work in works]
 
 
 def of_flow(

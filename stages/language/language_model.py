@@ -8,7 +8,13 @@ import jax.numpy as jnp
 
 from sharding import row_map, rules
 from stages import base, core
-from stages.language import continuous, generate, sample, value_model
+from stages.language import (
+  continuous,
+  generate,
+  packing,
+  sample,
+  value_model,
+)
 from stages.models import transformer
 
 # Logits on a device at once while scoring: 2^26 are 256 MiB in float32.
@@ -24,6 +30,7 @@ def policy(
   init: Callable[[base.Key], base.Params] | None = None,
   max_live_logits: int = MAX_LIVE_LOGITS,
   slots: int | None = None,
+  packed_tokens: int | None = None,
 ) -> base.Policy:
   """A policy from a decoder-only transformer.
 
@@ -46,6 +53,9 @@ def policy(
       rows that have ended. The tokens are the same. None to decode all rows
       until the longest has ended. With slots, unfinished rows cannot be
       carried to another step.
+    packed_tokens: tokens that a packed row has room for; completions are then
+      scored in packed rows, see `packing`, one on each device at a time. None
+      to score all of them together, padded to the longest possible.
   """
   if slots is not None and slots < 1:
     raise ValueError(
@@ -70,10 +80,7 @@ def policy(
       **settings,
     )
 
-  def evaluate(params, prompt, action_BT, *, group_size=1):
-    x_BTD = value_model.completion_states(
-      model, params, prompt, action_BT, group_size
-    )
+  def score_states(params, x_BTD, action_BT):
     score = functools.partial(_score, config, sampling)
     chunk = _chunk_length(action_BT.shape, config.V, max_live_logits)
     scored = row_map.map_rows(
@@ -86,6 +93,26 @@ def policy(
     if base.CRITIC not in params:
       return scored
     return scored._replace(value=value_model.head_values(config, params, x_BTD))
+
+  def score_packed(params, rows: packing.PackedRows):
+    x_MSD = model.apply({'params': params}, *rows[:3], method='packed_states')
+    return score_states(params, x_MSD, rows.action)
+
+  def evaluate(params, prompt, action_BT, *, group_size=1, mask=None):
+    if packed_tokens is None or mask is None:
+      x_BTD = value_model.completion_states(
+        model, params, prompt, action_BT, group_size
+      )
+      return score_states(params, x_BTD, action_BT)
+    return packing.evaluate(
+      score_packed,
+      params,
+      prompt,
+      action_BT,
+      mask,
+      group_size=group_size,
+      capacity=packed_tokens,
+    )
 
   random = functools.partial(transformer.init_params, config)
   # Decoding and scoring add in another order. Below float32, the sums are
@@ -102,6 +129,7 @@ def policy(
     round_params=(
       functools.partial(transformer.compute_params, config) if narrow else None
     ),
+    packed_tokens=packed_tokens,
   )
 
 

@@ -59,13 +59,44 @@ def act(
   )
 
 
-def logp(policy: base.Policy, name: str, group_size: int) -> stages.Stage:
-  """Returns `params, obs, action -> logp`, from a forward pass."""
+def evaluate(
+  policy: base.Policy,
+  params,
+  prompt: base.Prompt,
+  action_BT,
+  mask_BT,
+  group_size: int = 1,
+) -> base.Evaluation:
+  """Evaluates completions; arbitrary where `mask_BT` is 0."""
+  settings = {'group_size': group_size}
+  if policy.packed_tokens is not None:
+    settings['mask'] = mask_BT
+  return policy.evaluate(params, prompt, action_BT, **settings)
 
-  def run(params, obs, action_BT):
-    return policy.evaluate(params, obs, action_BT, group_size=group_size).logp
 
-  return stages.Stage(run, name, unbatched=(0,), group_size=group_size)
+def evaluator(policy: base.Policy, group_size: int) -> Callable:
+  """Returns `params, experience -> base.Evaluation`, for a loss."""
+
+  def run(params, x: base.Experience):
+    return evaluate(policy, params, x.obs, x.action, x.mask, group_size)
+
+  return run
+
+
+def logp(policy: base.Policy, name: str, group_size: int) -> Callable:
+  """Returns `params, experience -> logp_BT`, from a forward pass."""
+  is_packed = policy.packed_tokens is not None
+
+  def run(params, obs, action_BT, mask_BT=None):
+    return evaluate(policy, params, obs, action_BT, mask_BT, group_size).logp
+
+  stage = stages.Stage(run, name, unbatched=(0,), group_size=group_size)
+
+  def score(params, x: base.Experience):
+    masks = (x.mask,) if is_packed else ()  # Others do not read it.
+    return stage(params, x.obs, x.action, *masks)
+
+  return score
 
 
 def reference(policy: base.Policy, params) -> base.Params:
@@ -93,8 +124,7 @@ def ref_logp(policy: base.Policy, group_size: int, is_read: bool) -> Callable:
   stage = logp(policy, 'ref_logp', group_size)
 
   def score(reference, now: base.Version, x: base.Experience):
-    params = train_step.with_frozen(reference, now.params)
-    return stage(params, x.obs, x.action)
+    return stage(train_step.with_frozen(reference, now.params), x)
 
   return score
 
@@ -117,7 +147,7 @@ def proximal_logp(
   stage = logp(policy, 'proximal_logp', group_size)
 
   def with_proximal(actor: base.Version, x: base.Experience):
-    return x._replace(proximal=stage(actor.params, x.obs, x.action))
+    return x._replace(proximal=stage(actor.params, x))
 
   return with_proximal
 

@@ -1,5 +1,6 @@
 """Metrics of sampled completions."""
 
+from collections.abc import Callable
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import stages
 from stages import base, metrics
 from stages.language import evaluate as evaluate_lib
+from stages.language import packing
 
 
 def measure(group_size: int, updates_per_step: int) -> stages.Stage:
@@ -61,10 +63,49 @@ def describe(
     'rollout/staleness': metrics.mean(stale_BT, x.mask),
     'rollout/staleness_max': metrics.maximum(stale_BT),
     'rollout/tokens': length_B.sum(),
+    'rollout/padding': _padding(x, group_size),
     'rollout/samples': metrics.first_rows(
       evaluate_lib.rows_to_log(x, verdict.reward), group_size
     ),
   }
+
+
+def _padding(x: base.Experience, group_size: int) -> metrics.Mean:
+  """Share of padding in groups of a prompt and its completions, unpacked."""
+  (B, P), T = x.obs.mask.shape, x.mask.shape[1]
+  prompt_N = x.obs.mask[::group_size].sum(1)
+  real_N = x.mask.reshape(-1, group_size * T).max(1)
+  # The last token of a prompt is read with each completion.
+  real = ((prompt_N - 1) * real_N).sum() + x.mask.sum()
+  computed = jnp.full_like(real, B // group_size * P + B * T)
+  return metrics.Mean(computed - real, computed)
+
+
+def packed_padding(policy: base.Policy, group_size: int) -> Callable:
+  """Returns `minibatches -> info` with the share of padding in packed rows.
+
+  It replaces the share that `describe` returns. Of a policy that does not pack,
+  there is nothing to replace. A plan that cuts minibatches packs each piece
+  apart; this is the share without cuts.
+
+  Args:
+    policy: the policy that scores the minibatches.
+    group_size: adjacent rows that share a prompt.
+  """
+  capacity = policy.packed_tokens
+  if capacity is None:
+    return lambda batches: {}
+
+  def run(masks):
+    size_M = jnp.concatenate(
+      [packing.plan_batch(*pair, group_size, capacity).size for pair in masks]
+    ).astype(jnp.float32)
+    computed = capacity * (size_M > 0).sum(dtype=jnp.float32)
+    padding = metrics.Mean(computed - size_M.sum(), computed)
+    return {'rollout/padding': padding}
+
+  stage = stages.Stage(run, 'padding', 'batch')
+  return lambda batches: stage([(x.obs.mask, x.mask) for x, *_ in batches])
 
 
 def _logprob_gap(x: base.Experience) -> base.Info:

@@ -18,6 +18,19 @@ from stages.models import mixed_precision
 MAX_LIVE_SCORES = 2**26
 
 
+class Segment(NamedTuple):
+  """What each position of packed rows belongs to.
+
+  Attributes:
+    group: number of its group; −1 on padding.
+    row: number of its completion; −1 in a prompt, which all completions of its
+      group attend to.
+  """
+
+  group: Array
+  row: Array
+
+
 class Mask(NamedTuple):
   """A causal mask, not yet expanded to [B, T, C].
 
@@ -30,26 +43,37 @@ class Mask(NamedTuple):
       None for all.
     position_BT: positions of the queries, if there is a window.
     position_BC: those of the keys.
+    segment_BT: what the queries belong to, if rows are packed.
+    segment_BC: what the keys belong to.
   """
 
   key_BC: Array
   window: Array | None = None
   position_BT: Array | None = None
   position_BC: Array | None = None
+  segment_BT: Segment | None = None
+  segment_BC: Segment | None = None
 
   def dense(self, T: int, start=0, length: int | None = None):
     """The mask [B, length, C] of queries from `start` on, of T in all."""
     length = T if length is None else length
     C = self.key_BC.shape[1]
+
+    def queries(x_BT):
+      return jax.lax.dynamic_slice_in_dim(x_BT, start, length, axis=1)
+
     last_t = start + jnp.arange(length) + C - T
     mask_BtC = (jnp.arange(C)[None] <= last_t[:, None])[None]
     mask_BtC &= self.key_BC[:, None]
-    if self.window is None:
-      return mask_BtC
-    position_Bt = jax.lax.dynamic_slice_in_dim(
-      self.position_BT, start, length, axis=1
-    )
-    return mask_BtC & within_window(position_Bt, self.position_BC, self.window)
+    if self.window is not None:
+      mask_BtC &= within_window(
+        queries(self.position_BT), self.position_BC, self.window
+      )
+    if self.segment_BT is not None:
+      mask_BtC &= same_segment(
+        jax.tree.map(queries, self.segment_BT), self.segment_BC
+      )
+    return mask_BtC
 
 
 def causal(is_key_BC, window: int | None, position_BT, position_BC) -> Mask:
@@ -101,6 +125,13 @@ def within_window(position_BT, position_BC, window):
   return position_BT[:, :, None] - position_BC[:, None] < window
 
 
+def same_segment(query_BT: Segment, key_BC: Segment):
+  """Mask [B, T, C] of keys in the prompt or in the completion of a query."""
+  is_group = query_BT.group[:, :, None] == key_BC.group[:, None]
+  is_row = query_BT.row[:, :, None] == key_BC.row[:, None]
+  return is_group & (is_row | (key_BC.row < 0)[:, None])
+
+
 def attention(
   q_BTHW,
   k_BCKW,
@@ -141,6 +172,8 @@ def attention(
 
   if mask.window is not None:
     mask = mask._replace(position_BT=pad(mask.position_BT))
+  if mask.segment_BT is not None:
+    mask = mask._replace(segment_BT=jax.tree.map(pad, mask.segment_BT))
   dtype, wide = k_BCKW.dtype, mixed_precision.wide_dtype(k_BCKW.dtype)
 
   @jax.checkpoint

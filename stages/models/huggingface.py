@@ -126,6 +126,7 @@ def policy(
   remat: str = 'none',
   max_live_logits: int = language_model.MAX_LIVE_LOGITS,
   slots: int | None = None,
+  packed_tokens: int | None = None,
   engine: Callable[..., base.Policy] | None = None,
   lora: lora_lib.Lora | None = None,
 ) -> base.Policy:
@@ -140,6 +141,7 @@ def policy(
     remat: as in `transformer.Config`.
     max_live_logits: as in `language_model.policy`.
     slots: as in `language_model.policy`.
+    packed_tokens: likewise.
     engine: an engine that generates in place of the model, such as vLLM:
       `policy, *, checkpoint, config, names, response_length, stop, sampling ->
       policy`; None to generate with the model itself.
@@ -176,6 +178,7 @@ def policy(
     init=init,
     max_live_logits=max_live_logits,
     slots=slots,
+    packed_tokens=packed_tokens,
   )
   if engine is not None:
     made = engine(
@@ -206,6 +209,7 @@ def teacher(
   sampling: sample.Sampling = sample.Sampling(),
   dtype: str | None = None,
   max_live_logits: int = language_model.MAX_LIVE_LOGITS,
+  packed_tokens: int | None = None,
 ) -> base.Policy:
   """A policy that scores the completions of another one.
 
@@ -216,6 +220,7 @@ def teacher(
       student, or `distillation` refuses the pair.
     dtype: as for `policy`.
     max_live_logits: likewise.
+    packed_tokens: likewise.
 
   Raises:
     ValueError: if the two have different vocabularies.
@@ -239,6 +244,7 @@ def teacher(
     sampling=sampling,
     dtype=dtype,
     max_live_logits=max_live_logits,
+    packed_tokens=packed_tokens,
   )
 
 

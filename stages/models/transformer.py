@@ -275,6 +275,29 @@ class Transformer(nn.Module):
     x_NSD, _ = self._stack(x_NSD, context)
     return x_NSD[:, P:].reshape(B, T, -1)
 
+  def packed_states(self, token_MS, position_MS, segment):
+    """Final hidden states [M, S, D] of packed rows.
+
+    Args:
+      token_MS: tokens; a prompt is before the completions that continue it.
+      position_MS: position of each in its own prompt and completion.
+      segment: `attention.Segment` of each.
+    """
+
+    def context(rope, window=None):
+      mask = attention.causal(
+        segment.group >= 0, window, position_MS, position_MS
+      )
+      mask = mask._replace(segment_BT=segment, segment_BC=segment)
+      angles = rope_lib.angles(rope, self.config.W, position_MS)
+      return attention.Context(*angles, mask)
+
+    params = {'embed_VD': self.embed_VD}
+    x_MSD = row_map.map_rows(
+      self._look_up, params, token_MS, dtype=self.config.dtype
+    )
+    return self._stack(x_MSD, context)[0]
+
   def _look_up(self, params, token_BT):
     # Padding may hold any id; one out of range would give NaN.
     x_BTD = jnp.take(params['embed_VD'], token_BT, axis=0, mode='clip')

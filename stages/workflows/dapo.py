@@ -108,11 +108,12 @@ def dapo(
     'measure',
     'batch',
   )
+  padding = rollout_metrics.packed_padding(policy, group_size)
   minibatch = minibatches.minibatches(
     'shuffled', num_minibatches, num_epochs, group_size
   )
   loss = objective(
-    functools.partial(policy.evaluate, group_size=group_size),
+    policy_stages.evaluator(policy, group_size),
     clip=(clip_low, clip_high, None),
     aggregate=losses.token_mean,
     importance=(importance_weight, importance_bound, importance_cap),
@@ -147,7 +148,9 @@ def dapo(
     x = with_proximal(now, slots.x)
     rollout_info = measure(slots._replace(x=x), actor.step)
     x = x._replace(advantage=compare(slots.verdict.reward, x.mask))
-    actor, info = learn(actor, minibatch(key, empty.x.mask, x, ()))
+    batches = minibatch(key, empty.x.mask, x, ())
+    rollout_info |= padding(batches)
+    actor, info = learn(actor, batches)
     return State(actor), rollout_info | info
 
   def evaluate(state: State, problem: base.Problem, key):

@@ -5,7 +5,6 @@ sampled tokens.
 """
 
 from collections.abc import Callable
-import functools
 from typing import NamedTuple
 
 import jax
@@ -94,11 +93,12 @@ def distillation(
   compare = stages.Stage(teacher_advantage, 'teacher_advantage')
   gap = stages.Stage(teacher_gap, 'teacher_gap', 'sum', group_size=group_size)
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
+  padding = rollout_metrics.packed_padding(policy, group_size)
   minibatch = minibatches.minibatches(
     minibatch_by, num_minibatches, num_epochs, group_size
   )
   loss = objective(
-    functools.partial(policy.evaluate, group_size=group_size),
+    policy_stages.evaluator(policy, group_size),
     clip=(clip_low, clip_high, None),
     policy_loss=policy_loss,
     aggregate=aggregate,
@@ -120,11 +120,13 @@ def distillation(
     prompts, x, _, _ = generate.run(version(state), (), prompts, keys)
     verdict = verifiers.judge(verify, state.verifier, prompts.answer, x)
     info = measure(x, verdict, actor.step)
-    teacher_logp = score(state.teacher[base.FROZEN], x.obs, x.action)
+    teacher_logp = score(state.teacher[base.FROZEN], x)
     logp = x.logp if x.proximal is None else x.proximal
     x = x._replace(advantage=compare(teacher_logp, logp, x.mask))
     info |= gap(x.advantage, x.mask)
-    actor, learned = learn(actor, minibatch(key, prompts.prompt, x, ()))
+    batches = minibatch(key, prompts.prompt, x, ())
+    info |= padding(batches)
+    actor, learned = learn(actor, batches)
     return state._replace(actor=actor), info | learned
 
   return policy_stages.workflow(init, step, version, evaluator(policy, verify))

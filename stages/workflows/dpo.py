@@ -89,7 +89,9 @@ def dpo(
 
 def completion_logp(policy: base.Policy, params, x: base.Example):
   """Log-probability of each completion, log π(y|x) = Σₜ mₜ lpₜ, [B]."""
-  now = policy.evaluate(params, x.prompt, x.action, group_size=PAIR)
+  now = policy_stages.evaluate(
+    policy, params, x.prompt, x.action, x.mask, group_size=PAIR
+  )
   # Log-probabilities of padding are arbitrary, and ∞ · 0 is NaN.
   return jnp.where(x.mask > 0, now.logp, 0.0).sum(1)
 

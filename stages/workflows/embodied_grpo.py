@@ -112,7 +112,7 @@ def embodied_grpo(
     'shuffled', num_minibatches, num_epochs, group_size
   )
   loss = objective(
-    policy.evaluate,
+    lambda params, x: policy.evaluate(params, x.obs, x.action),
     clip=(clip_low, clip_high, dual_clip),
     kl=(kl_coef, kl_estimator),
     entropy_coef=entropy_coef,

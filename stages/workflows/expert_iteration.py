@@ -1,7 +1,6 @@
 """Expert iteration: maximum likelihood of the policy's own best completions."""
 
 from collections.abc import Callable
-import functools
 from typing import NamedTuple
 
 import jax
@@ -74,11 +73,12 @@ def expert_iteration(
   select = select_stage(keep, group_size)
   count = stages.Stage(count_kept, 'count_kept', 'sum', group_size=group_size)
   score_ref = policy_stages.ref_logp(policy, group_size, bool(kl_coef))
+  padding = rollout_metrics.packed_padding(policy, group_size)
   minibatch = minibatches.minibatches(
     'shuffled', num_minibatches, num_epochs, group_size
   )
   loss = objective(
-    functools.partial(policy.evaluate, group_size=group_size),
+    policy_stages.evaluator(policy, group_size),
     kl=(kl_coef, kl_estimator),
     policy_loss=lambda logp, old, kept, *clip: losses.reinforce(logp, kept),
     aggregate=losses.token_mean,
@@ -105,7 +105,9 @@ def expert_iteration(
     info |= count(kept, x.mask)
     ref_logp = score_ref(state.reference, now, x)
     x = x._replace(mask=kept, advantage=kept)
-    actor, learned = learn(actor, minibatch(key, problem.prompt, x, ref_logp))
+    batches = minibatch(key, problem.prompt, x, ref_logp)
+    info |= padding(batches)
+    actor, learned = learn(actor, batches)
     return state._replace(actor=actor), info | learned
 
   return policy_stages.workflow(init, step, version, evaluator(policy, verify))

@@ -164,12 +164,13 @@ def grpo(
     mask_truncated=mask_truncated,
   )
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
+  padding = rollout_metrics.packed_padding(policy, group_size)
   score_ref = policy_stages.ref_logp(policy, group_size, has_reference)
   minibatch = minibatches.minibatches(
     minibatch_by, num_minibatches, num_epochs, group_size
   )
   loss = objective(
-    functools.partial(policy.evaluate, group_size=group_size),
+    policy_stages.evaluator(policy, group_size),
     clip=(clip_low, clip_high, dual_clip),
     kl=(kl_coef, kl_estimator),
     entropy_coef=entropy_coef,
@@ -207,6 +208,7 @@ def grpo(
     ref_logp = score_ref(state.reference, now, x)
     x = x._replace(advantage=estimate(x, reward_B, ref_logp))
     batches = minibatch(key, prompts.prompt, x, ref_logp)
+    rollout_info |= padding(batches)
     actor, info = learn(state.actor, batches)
     state = state._replace(actor=actor, past=past, carry=carry)
     return state, rollout_info | carry_info | info
@@ -274,7 +276,7 @@ def objective(
   the recorded ones, lp_b.
 
   Args:
-    evaluate: `params, obs, action -> base.Evaluation`.
+    evaluate: `params, experience -> base.Evaluation`.
     clip: `clip_low`, `clip_high` and `dual_clip` of `grpo`.
     kl: `kl_coef` and `kl_estimator`.
     entropy_coef: η, weight of the entropy bonus.
@@ -302,7 +304,7 @@ def objective(
   def loss(params, x: base.Experience, ref_logp_BT):
     if mask_truncated:
       x = x._replace(mask=advantage_stages.finished_mask(x.mask, x.truncated))
-    now = evaluate(params, x.obs, x.action)
+    now = evaluate(params, x)
     # Log-probabilities of padding are arbitrary, and ∞ · 0 is NaN.
     now = now._replace(logp=jnp.where(x.mask > 0, now.logp, 0.0))
     old_BT = x.logp

@@ -8,7 +8,7 @@ import optax
 import stages
 from stages import base, metrics
 from stages.language import evaluate as evaluate_lib
-from stages.language import verifiers
+from stages.language import policy_stages, verifiers
 from stages.learn import losses, train_step
 
 
@@ -67,9 +67,9 @@ def sft(
 
 def token_logp(policy: base.Policy, params, x: base.Example):
   """Log-probabilities of the tokens of completions, [B, T]; 0 on padding."""
-  logp_BT = policy.evaluate(params, x.prompt, x.action).logp
+  now = policy_stages.evaluate(policy, params, x.prompt, x.action, x.mask)
   # Log-probabilities of padding are arbitrary, and ∞ · 0 is NaN.
-  return jnp.where(x.mask > 0, logp_BT, 0.0)
+  return jnp.where(x.mask > 0, now.logp, 0.0)
 
 
 def likelihood(policy: base.Policy, params, x: base.Example) -> base.Info:

@@ -153,12 +153,13 @@ def text_ppo(
   estimate = estimator(critic, group_size, gae, shaping)
   num_updates = num_minibatches * num_epochs
   measure = _measure(group_size, num_updates)
+  padding = rollout_metrics.packed_padding(policy, group_size)
   minibatch = minibatches.minibatches(
     minibatch_by, num_minibatches, num_epochs, group_size
   )
   policy_objective = functools.partial(
     objective,
-    functools.partial(policy.evaluate, group_size=group_size),
+    policy_stages.evaluator(policy, group_size),
     clip=(clip_low, clip_high, dual_clip),
     kl=(kl_coef, kl_estimator),
     entropy_coef=entropy_coef,
@@ -198,6 +199,7 @@ def text_ppo(
     x = estimate(learner.critic_params(state), x, verdict.reward, ref_logp)
     rollout_info = measure(x, verdict, state.actor.step)
     batches = minibatch(key, prompts.prompt, x, ref_logp)
+    rollout_info |= padding(batches)
     trained, info = learner.update(state, batches)
     state = state._replace(**trained, past=past, carry=carry)
     return state, rollout_info | carry_info | info

@@ -19,8 +19,8 @@ import tiny
 pytestmark = pytest.mark.usefixtures('in_float64')
 
 
-def grpo(adapters=None, **kwargs):
-  policy = tiny.policy('float64')
+def grpo(adapters=None, packed_tokens=None, **kwargs):
+  policy = tiny.policy('float64', packed_tokens=packed_tokens)
   return workflows.grpo(
     lora.wrap(policy, adapters) if adapters else policy,
     invariance_test.even,
@@ -57,6 +57,13 @@ WORKFLOWS = {
     normalize_advantages=True,
     kl_reward_coef=0.1,
     staleness=1,
+    num_minibatches=2,
+  ),
+  'packed': lambda: grpo(
+    packed_tokens=14,
+    normalize_advantages=True,
+    kl_coef=0.1,
+    aggregate=losses.token_mean,
     num_minibatches=2,
   ),
   'dpo': lambda: workflows.dpo(

@@ -243,17 +243,22 @@ def test_resumed_rows_see_their_old_tokens_within_the_window(case):
   np.testing.assert_allclose(resumed.logp, whole.logp, rtol=0, atol=1e-5)
 
 
-def test_gradients_are_those_of_torch(case):
+# In two packed rows: 5 + 7 + 7 tokens with 1 + 7 + 7, and 8 + 7 + 7.
+@pytest.mark.parametrize('packed_tokens', [None, 34], ids=['padded', 'packed'])
+def test_gradients_are_those_of_torch(case, packed_tokens):
   rng = np.random.default_rng(0)
   lengths, group_size, T = [6, 2, 9], 2, 7
   action = rng.integers(0, case.config.V, (6, T))
   weight = rng.normal(size=(6, T)).astype(np.float32)
   prompt = repeat(prompts(case.config, lengths), group_size)
-  policy = language_model.policy(case.config, response_length=T)
+  policy = language_model.policy(
+    case.config, response_length=T, packed_tokens=packed_tokens
+  )
+  mask = None if packed_tokens is None else jnp.ones((6, T))
 
   def loss(params):
     scored = policy.evaluate(
-      params, prompt, jnp.asarray(action), group_size=group_size
+      params, prompt, jnp.asarray(action), group_size=group_size, mask=mask
     )
     return (scored.logp * weight).sum()
 

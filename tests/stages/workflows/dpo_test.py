@@ -23,6 +23,8 @@ def log_sigmoid(x):
 class Table:
   """A policy whose parameters are the log-probabilities of its actions."""
 
+  packed_tokens = None
+
   @staticmethod
   def evaluate(params, obs, action, *, group_size):
     del obs, action, group_size
@@ -119,7 +121,7 @@ def test_sft_reads_no_log_probability_of_padding():
   params = jnp.where(x.mask > 0, -1.0, -jnp.inf)
   policy = tiny.policy()._replace(
     init=lambda key: params,
-    evaluate=lambda params, obs, action: base.Evaluation(params, params),
+    evaluate=lambda params, *_, **__: base.Evaluation(params, params),
   )
   workflow = workflows.sft(policy, None, optax.sgd(1.0))
   state = workflow.init(KEY)

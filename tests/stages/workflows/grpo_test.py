@@ -144,9 +144,10 @@ def test_samples_are_whole_groups_for_people_to_compare():
 
 
 NAMES = """
-  rollout/accuracy rollout/groups_degenerate rollout/response_length_max
-  rollout/response_length_mean rollout/response_length_p95 rollout/reward_mean
-  rollout/reward_std rollout/staleness rollout/staleness_max rollout/tokens
+  rollout/accuracy rollout/groups_degenerate rollout/padding
+  rollout/response_length_max rollout/response_length_mean
+  rollout/response_length_p95 rollout/reward_mean rollout/reward_std
+  rollout/staleness rollout/staleness_max rollout/tokens
   rollout/truncated_fraction
   train/clip_fraction train/entropy train/grad_norm train/kl_behavior train/lr
   train/policy_loss train/ratio_max train/ratio_mean train/skipped
@@ -185,7 +186,7 @@ def test_log_probs_of_padding_do_not_enter_the_loss():
   )
 
   def loss(logp, ref_logp):
-    def evaluate(params, obs, action):
+    def evaluate(params, x):
       return base.Evaluation(params, jnp.zeros_like(params))
 
     f = objective(evaluate, kl=(1.0, losses.kl_k3))

@@ -242,6 +242,8 @@ def test_the_loss_and_the_metrics_of_dpo_are_trls():
   loss.backward()
 
   class Table:
+    packed_tokens = None
+
     @staticmethod
     def evaluate(params, obs, action, *, group_size):
       del obs, action, group_size
