@@ -25,7 +25,7 @@ from stages.models import attention, mixed_precision
 
 
 class Plan(NamedTuple):
-  """Where the completions of a batch are in packed rows.
+  """Places of the completions of a batch in packed rows.
 
   Attributes:
     row: packed row of each completion.

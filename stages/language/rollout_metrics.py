@@ -63,14 +63,14 @@ def describe(
     'rollout/staleness': metrics.mean(stale_BT, x.mask),
     'rollout/staleness_max': metrics.maximum(stale_BT),
     'rollout/tokens': length_B.sum(),
-    'rollout/padding': _padding(x, group_size),
+    'rollout/padding': padding(x, group_size),
     'rollout/samples': metrics.first_rows(
       evaluate_lib.rows_to_log(x, verdict.reward), group_size
     ),
   }
 
 
-def _padding(x: base.Experience, group_size: int) -> metrics.Mean:
+def padding(x: base.Experience, group_size: int) -> metrics.Mean:
   """Share of padding in groups of a prompt and its completions, unpacked."""
   (B, P), T = x.obs.mask.shape, x.mask.shape[1]
   prompt_N = x.obs.mask[::group_size].sum(1)

@@ -359,3 +359,15 @@ def test_work_is_exact_at_counted_rows_and_linear_between():
 def test_rows_that_do_not_increase_are_refused(rows):
   with pytest.raises(ValueError, match='rising numbers'):
     work_lib.piecewise_linear([(n, work_lib.NONE) for n in rows])
+
+
+def test_packed_rows_that_a_loop_may_leave_out_are_not_tokens_of_a_row():
+  policy = tiny.policy(packed_tokens=14)
+  workflow = workflows.grpo(
+    policy, tiny.even, optimizers.adamw(1e-3), group_size=4, kl_coef=0.1
+  )
+  works = count.of_flow(tiny.trace(workflow, tiny.problem()))
+  tokens = {name: work.full_batch.turns for name, work in works.items()}
+  assert tokens.pop('generate') == tiny.LENGTH
+  assert not any(tokens.values())
+  assert works['gradient'].full_batch.matmul_flops > 0

@@ -243,7 +243,7 @@ def test_padding_is_counted_with_and_without_packing():
   P, T, G = 5, tiny.LENGTH, GROUP
   before_NP = prompt.mask[::G].sum(1) - 1
   real = before_NP[mask_BT.reshape(4, -1).any(1)].sum() + mask_BT.sum()
-  got = rollout_metrics._padding(jax.tree.map(jnp.asarray, x), G).value()['']
+  got = rollout_metrics.padding(jax.tree.map(jnp.asarray, x), G).value()['']
   np.testing.assert_allclose(got, 1 - real / (4 * (P + G * T)), rtol=1e-6)
   padding = rollout_metrics.packed_padding(tiny.policy(packed_tokens=12), G)
   info = padding([(x, ())])
@@ -264,3 +264,15 @@ def test_a_policy_that_does_not_pack_ignores_the_mask():
     evaluate(params, prompt, action_BT, mask=mask_BT),
     evaluate(params, prompt, action_BT),
   )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures('in_float64')
+@pytest.mark.parametrize('place', ['fsdp', 'mixed'])
+def test_packed_rows_of_all_devices_learn_the_same(place):
+  workflow = grpo(15, losses.token_mean)
+  problem, key = tiny.problem(16), jax.random.key(3)
+  state = invariance_test.begin(workflow)
+  want = workflow.step(state, problem, key)
+  got = invariance_test.planned(workflow, state, problem, key, place, {})
+  invariance_test.same(got, want, 1e-9)

@@ -243,7 +243,7 @@ def test_resumed_rows_see_their_old_tokens_within_the_window(case):
   np.testing.assert_allclose(resumed.logp, whole.logp, rtol=0, atol=1e-5)
 
 
-# In two packed rows: 5 + 7 + 7 tokens with 1 + 7 + 7, and 8 + 7 + 7.
+# Two packed rows, 8 + 7 + 7 + 5 + 7 and 5 + 7 + 1 + 7 + 7: one group in both.
 @pytest.mark.parametrize('packed_tokens', [None, 34], ids=['padded', 'packed'])
 def test_gradients_are_those_of_torch(case, packed_tokens):
   rng = np.random.default_rng(0)

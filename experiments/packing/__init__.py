@@ -1,0 +1,1 @@
+"""Training on completions in packed rows."""
