@@ -195,7 +195,7 @@ def test_remax_takes_a_learned_verifier():
     base.Version(params, jnp.int32(0)),
     problem,
     key,
-    verify.init(key),
+    verifiers.init(verify, key),
   )
   keys = jax.random.split(key, 4)
   x = policy.act(params, problem.prompt, keys, greedy=True)
