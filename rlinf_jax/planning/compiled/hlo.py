@@ -213,24 +213,53 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
   if known:
     return int(known[1])
   condition = re.search(r'\bcondition=%?([\w.$-]+)', loop.attributes)[1]
-  for find in (_limits, _integer_constants):
-    found = set(find(module, condition))
-    if len(found) == 1:
-      return found.pop()
-  return None
+  found = set(_limits(module, condition))
+  found = found or {(n, None) for n in _integer_constants(module, condition)}
+  if len(found) != 1:
+    return None
+  ((limit, counter),) = found
+  step = 1 if counter is None else _step(module, loop, counter)
+  return -(-limit // step)
 
 
-def _limits(module: Module, name: str) -> Iterator[int]:
-  """Yields the constants that a computation compares a counter with."""
+def _limits(module: Module, name: str) -> Iterator[tuple[int, int | None]]:
+  """Yields the constants that a computation compares a counter with.
+
+  Each comes with the counter's index in the state of the loop, if it is known.
+  """
   computation = module.computations[name]
   for instruction in computation.values():
     if (
       instruction.opcode == 'compare'
       and 'direction=LT' in instruction.attributes
     ):
-      limit = computation.get(instruction.operands[1])
+      counter, limit = map(computation.get, instruction.operands[:2])
       if limit and _is_integer_constant(limit):
-        yield int(limit.arguments)
+        yield int(limit.arguments), counter and _index(counter)
+
+
+def _index(instruction: Instruction) -> int | None:
+  """Returns which part of a tuple an instruction reads; None if it does not."""
+  if instruction.opcode != 'get-tuple-element':
+    return None
+  return int(re.search(r'\bindex=(\d+)', instruction.attributes)[1])
+
+
+def _step(module: Module, loop: Instruction, counter: int) -> int:
+  """Returns what a turn adds to a counter: n where n turns were made one."""
+  name = re.search(r'\bbody=%?([\w.$-]+)', loop.attributes)[1]
+  body = module.computations[name]
+  *_, root = body.values()
+  if root.opcode != 'tuple':
+    return 1
+  added = body.get(root.operands[counter])
+  if not added or added.opcode != 'add':
+    return 1
+  terms = [body[operand] for operand in added.operands]
+  steps = [int(x.arguments) for x in terms if _is_integer_constant(x)]
+  if len(steps) == 1 and counter in map(_index, terms):
+    return steps[0]
+  return 1
 
 
 def _is_integer_constant(instruction: Instruction) -> bool:

@@ -77,6 +77,17 @@ def test_a_loop_that_may_end_early_turns_as_often_as_its_counter_allows():
   assert matmul_flops.matmul_flops(hlo.parse(text)) == 5 * PRODUCT + PRODUCT
 
 
+def test_an_unrolled_loop_turns_as_often_as_its_step_fits_into_its_limit():
+  # XLA makes two turns of a windowed product one, and counts by two.
+  by_two = (
+    '%two = s32[] constant(2)\n  %next = s32[] add(%i, %two)\n'
+    '  %x = f32[4,8]{1,0:T(8,128)}'
+  )
+  text = LOOP.replace('@KNOWN@', '').replace('tuple(%i, ', 'tuple(%next, ')
+  text = text.replace('%x = f32[4,8]{1,0:T(8,128)}', by_two)
+  assert matmul_flops.matmul_flops(hlo.parse(text)) == 3 * PRODUCT + PRODUCT
+
+
 def test_a_loop_of_unknown_end_counts_once():
   text = LOOP.replace('@KNOWN@', '').replace('constant(5)', 'parameter(1)')
   read = hlo.parse(text)
