@@ -33,7 +33,7 @@ def there(pid):
     return False
 
 
-def gone(pids, within=5.0):
+def gone(pids, within=60.0):
   end = time.monotonic() + within
   while any(map(there, pids)) and time.monotonic() < end:
     time.sleep(0.02)

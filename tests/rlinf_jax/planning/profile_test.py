@@ -109,10 +109,10 @@ def test_a_clock_tells_the_median_of_calls_at_once():
     return lambda: time.sleep(seconds)
 
   one, two, both = call_timing.seconds(
-    [[asleep(0.02)], [asleep(0.04)], [asleep(0.02), asleep(0.04)]]
+    [[asleep(0.06)], [asleep(0.12)], [asleep(0.06), asleep(0.12)]]
   )
-  assert 0.02 <= one <= 0.035 and 0.04 <= two <= 0.06
-  assert 0.03 <= both <= 0.05  # At once: the mean of the two.
+  assert 0.06 <= one <= 0.105 and 0.12 <= two <= 0.18
+  assert 0.09 <= both <= 0.15  # At once: the mean of the two.
 
 
 def toy_cluster(memory=4e9):

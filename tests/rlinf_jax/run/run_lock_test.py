@@ -51,7 +51,7 @@ def test_a_second_run_is_told_who_uses_the_folder(child, tmp_path):
   first, line = child()
   assert line == 'held'
   second, line = child()
-  assert second.wait(10) == 0
+  assert second.wait(60) == 0
   assert re.fullmatch(
     rf'.*/run is in use by another run: process {first.pid} on '
     rf'{re.escape(os.uname().nodename)}. Wait until it ends, stop it, or '

@@ -113,7 +113,7 @@ def test_a_stage_that_fails_anywhere_stops_every_place(name, pieces):
     planned.step(BATCH, KEY)
   with pytest.raises(base.StageError, match=message):
     planned.step(BATCH, KEY)  # The failure is sticky.
-  assert time.monotonic() - start < 10
+  assert time.monotonic() - start < 60
   planned.close()
 
 
@@ -122,7 +122,7 @@ def test_threads_end_when_a_runtime_is_closed():
   planned = runtime(workflow(), apart(2))
   planned.step(BATCH, KEY)
   planned.close()
-  for _ in range(100):
+  for _ in range(1200):
     if threading.active_count() <= before:
       return
     time.sleep(0.05)

@@ -189,7 +189,7 @@ def test_no_more_than_jobs_points_run_at_a_time(fake, tmp_path, jobs):
     'for folder in (here, all):\n'
     '  folder.mkdir(exist_ok=True)\n'
     '  (folder / str(os.getpid())).touch()\n'
-    'end, count = time.monotonic() + 20, 0\n'
+    'end, count = time.monotonic() + 60, 0\n'
     f'while count < {jobs} and time.monotonic() < end:\n'
     '  count = len(list(here.iterdir()))\n'
     "  open('seen', 'a').write(f'{count}\\n')\n"
@@ -252,7 +252,7 @@ def launch(fake, *over, jobs=1):
 
 
 def wait_for(pattern, count):
-  end = time.monotonic() + 30
+  end = time.monotonic() + 120
   while len(list(pathlib.Path('runs').glob(pattern))) < count:
     assert time.monotonic() < end, f'{pattern} did not appear'
     time.sleep(0.02)
@@ -271,7 +271,7 @@ def test_an_interrupted_sweep_stops_its_runs_and_can_continue(fake, how):
   process = launch(fake, *over, jobs=2)
   wait_for('*/config.gin', 2)
   process.send_signal(how)
-  _, errors = process.communicate(timeout=30)
+  _, errors = process.communicate(timeout=120)
   assert process.returncode == 130
   assert errors == 'Stopped. The same command continues the sweep.\n'
   for seed in (0, 1):
@@ -279,7 +279,7 @@ def test_an_interrupted_sweep_stops_its_runs_and_can_continue(fake, how):
   assert not os.path.exists('runs/clip_high=0.2,seed=0')
 
   process = launch(fake, *over)
-  process.communicate(timeout=30)
+  process.communicate(timeout=120)
   assert process.returncode == 0
   assert '--resume' in starts('clip_high=99,seed=0')[1]
   assert len(read_csv()) == 4
@@ -310,7 +310,7 @@ def test_a_run_that_outlives_a_killed_sweep_keeps_the_folder(fake):
   process = launch(fake, 'workflows.grpo.clip_high = [99]')
   wait_for('*/config.gin', 1)
   process.kill()
-  process.communicate(timeout=30)
+  process.communicate(timeout=120)
   try:
     with pytest.raises(ValueError, match='that outlived a killed sweep'):
       run(fake, HIGH)
@@ -334,7 +334,7 @@ def test_the_exit_code_is_zero_only_if_all_points_finish(
   fake, over, code, error
 ):
   process = launch(fake, *over)
-  _, errors = process.communicate(timeout=30)
+  _, errors = process.communicate(timeout=120)
   assert process.returncode == code
   assert error in errors and errors.count('\n') == (1 if error else 0)
 

@@ -271,8 +271,8 @@ def test_the_death_of_a_process_with_state_is_reported_in_seconds(runtimes):
   start = time.monotonic()
   os.kill(remote.processes()['a']['pid'], signal.SIGKILL)
   with pytest.raises(StageError, match="process of place 'a' has died"):
-    future.result(timeout=20)
-  assert time.monotonic() - start < 5
+    future.result(timeout=60)
+  assert time.monotonic() - start < 12  # Before the sleep ends.
   remote.load(jnp.ones(()), 1)  # Starts the process again.
   assert remote.step(batch(2), KEY) == 16 and remote.state() == 17
 

@@ -152,8 +152,8 @@ def test_the_holders_death_is_reported_and_another_gets_the_device(
   with pytest.raises(
     ProcessDiedError, match=f"process of place '{victim}' has died"
   ):
-    future.result(timeout=20)
-  assert time.monotonic() - start < 5
+    future.result(timeout=60)
+  assert time.monotonic() - start < 15  # Before the slow stage ends.
   start = time.monotonic()
   remote.load(state(), 0)
   assert float(remote.step(batch(1.0), KEY)) == want

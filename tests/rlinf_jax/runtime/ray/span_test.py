@@ -166,7 +166,7 @@ def batch(x, rows):
 
 def _sleep(x):
   if x.max() > 10:
-    time.sleep(7)
+    time.sleep(15)
   return x
 
 
@@ -174,7 +174,7 @@ sleep = stages.Stage(_sleep, 'check', host=True, out_shapes=driver_test.like)
 
 
 def _gone(pids):
-  deadline = time.monotonic() + 5
+  deadline = time.monotonic() + 30
   while any(map(psutil.pid_exists, pids)):
     assert time.monotonic() < deadline, 'A process outlived its place.'
     time.sleep(0.1)
@@ -197,8 +197,8 @@ def test_the_death_of_one_process_stops_its_place(runtimes):
     with pytest.raises(
       ProcessDiedError, match=f"process of place '{victim}' has die"
     ):
-      future.result(timeout=20)
-    assert time.monotonic() - start < 5
+      future.result(timeout=60)
+    assert time.monotonic() - start < 12  # Before the sleep ends.
     # Each may block in a collective that the other never joins.
     _gone([about[name]['pid'] for name in ('a 1/2', 'a 2/2')])
 
