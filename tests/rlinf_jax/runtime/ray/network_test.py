@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import secrets
 import subprocess
 import sys
 
@@ -39,12 +40,23 @@ def test_an_address_and_a_port_in_one_string():
 
 
 def listening(process):
-  """Addresses at which a process listens."""
+  """Addresses and ports at which a process listens."""
   return {
-    one.laddr.ip.removeprefix('::ffff:')  # IPv4, as IPv6 writes it.
+    (one.laddr.ip.removeprefix('::ffff:'), one.laddr.port)  # As IPv4.
     for one in process.net_connections('inet')
     if one.status == psutil.CONN_LISTEN
   }
+
+
+def ports(run):
+  """Of each process of a run, and of its Ray, where it listens."""
+  places = [psutil.Process(one['pid']) for one in run.processes().values()]
+  this, found = psutil.Process(), {}
+  for process in {this, *this.children(recursive=True), *places}:
+    with contextlib.suppress(psutil.NoSuchProcess):  # It has just ended.
+      found[process] = listening(process)
+  assert all(found[place] for place in places)
+  return found
 
 
 ROWS = 1 << 19  # Too many to be sent in calls.
@@ -97,14 +109,49 @@ def test_all_processes_of_a_run_on_one_machine_listen_on_loopback(run):
   lowered = run.lowered['step']
   edges = programs.traffic(lowered, run.transport)
   assert 'device to device' in {how for *_, how, _ in edges}
-  places = [psutil.Process(one['pid']) for one in run.processes().values()]
-  this = psutil.Process()
-  for process in {this, *this.children(recursive=True), *places}:
-    with contextlib.suppress(psutil.NoSuchProcess):  # It has just ended.
-      addresses = listening(process)
-      assert addresses <= {'127.0.0.1'}, (process.cmdline(), addresses)
-      assert addresses or process not in places
+  for process, opened in ports(run).items():
+    assert {ip for ip, _ in opened} <= {'127.0.0.1'}, process.cmdline()
   # Ray admits who has the token of the run.
   assert 'True' in stranger(os.environ['RAY_AUTH_TOKEN']).stdout
   refused = stranger('0' * 64)
   assert refused.returncode and 'uthentication' in refused.stderr
+
+
+def run_stranger(module, *arguments):
+  """What a process prints that has not the token of this run."""
+  return subprocess.run(
+    [sys.executable, '-m', f'tests.rlinf_jax.runtime.ray.{module}', *arguments],
+    env=os.environ | {'RAY_AUTH_TOKEN': secrets.token_hex(32)},
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=True,
+  ).stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_a_process_with_another_secret_obtains_nothing_from_any_port(run):
+  # The sums of these numbers are exact.
+  batch = np.full(ROWS, 1.75, np.float32)
+  assert run.step(batch, driver_test.KEY) == 3.5 * ROWS
+  actors = run._pool.actors.values()
+  probes = ray.get([actor.probes.remote() for actor in actors])
+  addresses = {one.offer.address for some in probes for one in some}
+  opened = {f'{ip}:{port}' for at in ports(run).values() for ip, port in at}
+  assert len(addresses) == len(actors) == 3 and addresses < opened
+  # The transport aborts its process if such a packet has no bytes.
+  answers = run_stranger('stranger', *addresses, '--', *(opened - addresses))
+  received = [*map(bytes.fromhex, answers)]
+  assert len(received) > 4 * len(opened)
+  assert any(received)  # Ray answers a gRPC client.
+  values = [np.full(8, x, np.float32).tobytes() for x in (1.75, 3.5)]
+  values += [one.value for some in probes for one in some]
+  for answer in received:
+    assert len(answer) < 1 << 16
+    assert not any(value in answer for value in values)
+  # A well-formed request, with numbers of offers that are guessed.
+  guesses = [*range(4), *(secrets.randbits(64) for _ in range(4))]
+  for address in addresses:
+    (numbers,) = run_stranger('foreign', address, *map(str, guesses))
+    assert not numbers
+  assert run.step(2 * batch, driver_test.KEY) == 7 * ROWS

@@ -1,0 +1,52 @@
+"""A process that knows no secret of a run, and speaks to its ports.
+
+  python -m tests.rlinf_jax.runtime.ray.stranger HOST:PORT... -- HOST:PORT...
+
+To each port it sends noise and the first messages of protocols, one a
+connection, and prints as hexadecimal digits what it receives. The ports after
+the dashes also get the first messages of streams of the device-to-device
+transport, which are those of gloo's ranks, too.
+"""
+
+from concurrent import futures
+import contextlib
+import random
+import socket
+import struct
+import sys
+
+SILENCE = 1.0  # Seconds until it expects no more.
+MOST = 1 << 22  # Bytes that it receives from a connection.
+MESSAGES = (
+  b'',
+  random.Random(0).randbytes(4096),
+  b'GET / HTTP/1.1\r\nHost: localhost\r\n\r\n',
+  # The beginning of gRPC, with empty settings.
+  b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + b'\0\0\0\4\0\0\0\0\0',
+)
+STREAMS = tuple(struct.pack('<Q', number) for number in (0, 1, 2, 3, 64))
+
+
+def answer(at: str, message: bytes) -> bytes:
+  """What a port sends after a message."""
+  host, port = at.rsplit(':', 1)
+  received = b''
+  with contextlib.suppress(OSError):  # It closes the connection, or is silent.
+    with socket.create_connection((host, int(port)), SILENCE) as one:
+      one.sendall(message)
+      while len(received) < MOST and (part := one.recv(1 << 16)):
+        received += part
+  return received
+
+
+def main(*addresses):
+  i = addresses.index('--')
+  pairs = [(at, x) for at in addresses[:i] for x in MESSAGES]
+  pairs += [(at, x) for at in addresses[i + 1 :] for x in MESSAGES + STREAMS]
+  with futures.ThreadPoolExecutor(16) as pool:
+    for received in pool.map(lambda pair: answer(*pair), pairs):
+      print(received.hex(), flush=True)
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])
