@@ -203,20 +203,21 @@ def test_a_planned_step_equals_a_plain_loop(make, sketch):
   runtime.close()
 
 
-def ppo(pools):
+def ppo(pools, num_envs=4):
   """A workflow that trains in one pool and is judged in the other."""
   env, eval_env = map(env_pool.from_pool, pools)
   workflow = workflows.ppo(
     env,
     gaussian_policy.policy,
     optimizers_lib.adamw(1e-3),
-    num_envs=4,
+    num_envs=num_envs,
     num_steps=4,
     num_minibatches=1,
     num_epochs=1,
     eval_env=eval_env,
   )
-  return workflow, seed_source.seeds(held_out=4, held_out_batch=4)
+  seeds = seed_source.seeds(held_out=num_envs, held_out_batch=num_envs)
+  return workflow, seeds
 
 
 @pytest.mark.slow
@@ -224,8 +225,9 @@ def test_a_run_measures_simulators_and_resets_them(make, tmp_path, monkeypatch):
   monkeypatch.setenv('RLINF_JAX_CACHE', str(tmp_path / 'cache'))
 
   def run(name, **kwargs):
-    pools = [make(4, 1)[0] for _ in range(2)]
-    train.train(*ppo(pools), workdir=str(tmp_path / name), steps=3, **kwargs)
+    pools = [make(2, 1)[0] for _ in range(2)]
+    folder = str(tmp_path / name)
+    train.train(*ppo(pools, 2), workdir=folder, steps=3, **kwargs)
     assert not any(
       pool.failed_episodes or pool.restarted_episodes for pool in pools
     )

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+import core_only
 from rlinf_jax.sweep import results, sweep
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -356,6 +357,11 @@ def test_a_metric_that_no_point_logged_is_refused_after_the_csv(plotted):
 TINY = (
   'STEPS = 2',
   'imitate/train.train.steps = 2',
+  'arithmetic.examples.batch_size = 8',
+  'arithmetic.problems.batch_size = 4',
+  'warm_start.checkpoint.width = 32',
+  'warm_start.checkpoint.layers = 1',
+  'warm_start.checkpoint.feed_forward = 64',
   'arithmetic.problems.held_out = 16',
   'arithmetic.problems.held_out_batch = 16',
 )
@@ -378,7 +384,7 @@ def test_the_real_main_is_swept(tmp_path):
       '--over=train.train.seed = range(2)',
       f'--workdir={tmp_path}/runs',
     ],
-    env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
+    env=core_only.environment(ROOT) | {'JAX_PLATFORMS': 'cpu'},
     cwd=tmp_path,
     capture_output=True,
     text=True,
