@@ -105,6 +105,21 @@ class Parameters:
         size += math.prod(value.shape) * item / others
     return size
 
+  def unscattered(self, axes) -> float:
+    """Returns the bytes of gradients that a device has beyond its shards.
+
+    The gradients of the embedding and of the output layer, which may be one
+    parameter, are added up for a device's own rows first, and together over the
+    devices at the end. Those of layers are scattered layer by layer.
+    """
+    sizes, most = dict(axes), 0.0
+    for value in self.gradients:
+      if 'V' in value.letters:
+        used = self.used(value, axes)
+        ways = math.prod(sizes[a] for a in used if a in self.layout.of_rows)
+        most = max(most, self.layout.local(value, axes) * (ways - 1))
+    return 2 * most
+
 
 def communication(
   parameters: Parameters, done: Work, axes: layout_lib.Axes

@@ -238,6 +238,7 @@ def within(flow, node, chosen, axes, works, layout) -> dict[str, Estimate]:
   return {
     'activations': Estimate(alive + fixed, 'modeled'),
     'gathered parameters': Estimate(gathered, 'modeled'),
+    'unscattered gradients': Estimate(parameters.unscattered(axes), 'modeled'),
     'sums of a micro-batch': Estimate(made, 'modeled'),
   }
 
