@@ -197,7 +197,9 @@ def kill_after(process, folder, kills):
     while not _reached(folder, after):
       assert process.poll() is None, process.communicate()
       assert time.time() < deadline
-      time.sleep(0.05)
+      # Soon after that step, and without a busy loop while the run starts.
+      started = (folder / 'metrics.jsonl').exists()
+      time.sleep(0.01 if started else 0.2)
     victims = victims or places(process)
     assert len(victims) == 2
     victims[who].send_signal(signal.SIGKILL)
