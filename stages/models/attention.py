@@ -19,7 +19,7 @@ MAX_LIVE_SCORES = 2**26
 
 
 class Segment(NamedTuple):
-  """What each position of packed rows belongs to.
+  """The group and the completion of each position of packed rows.
 
   Attributes:
     group: number of its group; −1 on padding.

@@ -118,7 +118,7 @@ def test_all_processes_of_a_run_on_one_machine_listen_on_loopback(run):
 
 
 def run_stranger(module, *arguments):
-  """What a process prints that has not the token of this run."""
+  """Runs a process with a token; returns what it prints."""
   return subprocess.run(
     [sys.executable, '-m', f'tests.rlinf_jax.runtime.ray.{module}', *arguments],
     env=os.environ | {'RAY_AUTH_TOKEN': secrets.token_hex(32)},

@@ -28,7 +28,7 @@ STREAMS = tuple(struct.pack('<Q', number) for number in (0, 1, 2, 3, 64))
 
 
 def answer(at: str, message: bytes) -> bytes:
-  """What a port sends after a message."""
+  """Sends a message to a port; returns its answer."""
   host, port = at.rsplit(':', 1)
   received = b''
   with contextlib.suppress(OSError):  # It closes the connection, or is silent.
