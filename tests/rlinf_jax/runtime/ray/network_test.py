@@ -118,7 +118,7 @@ def test_all_processes_of_a_run_on_one_machine_listen_on_loopback(run):
 
 
 def run_stranger(module, *arguments):
-  """Runs a process with a token; returns what it prints."""
+  """Runs a module in a process with another token; returns what it prints."""
   return subprocess.run(
     [sys.executable, '-m', f'tests.rlinf_jax.runtime.ray.{module}', *arguments],
     env=os.environ | {'RAY_AUTH_TOKEN': secrets.token_hex(32)},
