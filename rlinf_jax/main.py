@@ -187,10 +187,11 @@ def _exit(message: str):
   Threads of tensorstore still call into orbax's closed event loop. They would
   print tracebacks after the message, or in the middle of it.
   """
+  text = f'{message}\n'.encode(errors='backslashreplace')
   sys.stdout.flush()
   stderr = os.dup(2)
   os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-  os.write(stderr, f'{message}\n'.encode())
+  os.write(stderr, text)
   os._exit(1)
 
 

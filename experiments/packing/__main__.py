@@ -59,7 +59,7 @@ def gradient(args, config, packed_tokens: int | None):
   policy = language_model.policy(
     config, response_length=args.length, packed_tokens=packed_tokens
   )
-  loss = objective(policy_stages.evaluator(policy, args.group_size))
+  loss = objective(policy_stages.scorer(policy, args.group_size))
   stage = stages.Stage(
     train_step.gradient(loss),
     'gradient',

@@ -290,6 +290,7 @@ class Roofline:
       'traffic': Estimate(turns * traffic, 'modeled'),
     }
     total = device.launch_seconds + turns * (gaps + max(arithmetic, traffic))
+    turns *= max(1.0, call.at(local_rows).passes)
     for part in collectives.communication(parameters, call.at(rows), axes):
       link = self.axis_links.link(placement, part.axis)
       spent = (

@@ -26,6 +26,8 @@ class Work:
     partial: products summed over a dimension of an argument, by that
       dimension's letter: their number and the bytes of their results. Where
       the letter is sharded, devices all-reduce these.
+    passes: trip count of a loop over packed rows, each of which reads all
+      parameters; 0 if there is none.
     turns: trip count of the longest loop that may end early, as decoding does;
       0 if there is none.
   """
@@ -37,6 +39,7 @@ class Work:
   bytes_moved: float = 0.0
   bytes_alive: float = 0.0
   kernels: float = 0.0
+  passes: float = 0.0
   partial: Mapping[str, tuple[float, float]] = dataclasses.field(
     default_factory=dict
   )

@@ -101,7 +101,10 @@ def of_node(
     if not some:
       return StageWork(at(rows), rows=rows)
     sizes = [n * node.stage.group_size for n in some]
-    works = _with_tokens([at(size) for size in sizes])
+    works = [at(size) for size in sizes]
+    if len(works) == 1 and works[0].turns:  # Two sizes tell what the turns are.
+      works = _with_passes([*works, at(2 * sizes[0])])[:1]
+    works = _with_passes(works)
     found = work_lib.piecewise_linear(list(zip(sizes, works, strict=True)))
     if engine is None:
       return found
@@ -112,15 +115,17 @@ def of_node(
     raise
 
 
-def _with_tokens(works: list[Work]) -> list[Work]:
-  """Leaves `turns` where they are tokens of a row, as in decoding.
+def _with_passes(works: list[Work]) -> list[Work]:
+  """Counts turns as passes where they are not tokens of a row, as in decoding.
 
   A loop over packed rows has more turns for more rows; it counts as if it used
   all of its turns.
   """
   if len({work.turns for work in works}) == 1:
     return works
-  return [dataclasses.replace(work, turns=0.0) for work in works]
+  return [
+    dataclasses.replace(work, turns=0.0, passes=work.turns) for work in works
+  ]
 
 
 def of_flow(

@@ -88,6 +88,8 @@ def results(
     together are the set `ALL`.
   """
   sets = _by_set(infos, names)
+  if len(sets) == 2:  # A single set is all problems.
+    del sets[ALL]
   return {name: _results(info) for name, info in sets.items()}
 
 

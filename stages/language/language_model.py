@@ -99,7 +99,14 @@ def policy(
     return score_states(params, x_MSD, rows.action)
 
   def evaluate(params, prompt, action_BT, *, group_size=1, mask=None):
-    if packed_tokens is None or mask is None:
+    if packed_tokens is not None and mask is None:
+      raise ValueError(
+        f'The policy packs completions (packed_tokens={packed_tokens}), and no '
+        'mask says which of their tokens are scored: call '
+        'policy_stages.score, which gives it one, or set packed_tokens '
+        '(PACKED in gin) to None.'
+      )
+    if packed_tokens is None:
       x_BTD = value_model.completion_states(
         model, params, prompt, action_BT, group_size
       )

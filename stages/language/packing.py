@@ -24,8 +24,8 @@ from stages.language import generate
 from stages.models import attention, mixed_precision
 
 
-class Plan(NamedTuple):
-  """Places of the completions of a batch in packed rows.
+class Assignment(NamedTuple):
+  """Positions of the completions of a batch in packed rows.
 
   Attributes:
     row: packed row of each completion.
@@ -60,7 +60,7 @@ class PackedRows(NamedTuple):
 
 
 def num_rows(B: int, most: int, capacity: int) -> int:
-  """The packed rows that `plan` may need for `B` completions.
+  """The packed rows that `assign` may need for `B` completions.
 
   A packed row is opened only if the others have no room. Then each of them has
   more than `capacity` − `most` tokens, so at least ⌊`capacity` / `most`⌋
@@ -83,7 +83,7 @@ def num_rows(B: int, most: int, capacity: int) -> int:
   return -(-B // (capacity // most))
 
 
-def plan(prompt_N, length_B, capacity: int, M: int) -> Plan:
+def assign(prompt_N, length_B, capacity: int, M: int) -> Assignment:
   """Assigns completions to packed rows, first fit decreasing.
 
   Groups come in order of their longest sequence, the longest first, and
@@ -122,11 +122,11 @@ def plan(prompt_N, length_B, capacity: int, M: int) -> Plan:
 
   blank_M = jnp.zeros(M, jnp.int32)
   rows = prompt_N[group_B[order_B]], length_B[order_B], is_first_B
-  (size_M, _), placed = jax.lax.scan(put, (blank_M, blank_M), rows)
+  (size_M, _), assigned = jax.lax.scan(put, (blank_M, blank_M), rows)
   unsorted = jax.tree.map(
-    lambda x_B: jnp.zeros_like(x_B).at[order_B].set(x_B), placed
+    lambda x_B: jnp.zeros_like(x_B).at[order_B].set(x_B), assigned
   )
-  return Plan(*unsorted, size_M)
+  return Assignment(*unsorted, size_M)
 
 
 def lengths(mask_BT):
@@ -135,8 +135,8 @@ def lengths(mask_BT):
   return jnp.where(mask_BT > 0, 1 + jnp.arange(T, dtype=jnp.int32), 0).max(1)
 
 
-def plan_batch(mask_BP, mask_BT, group_size: int, capacity: int, n: int = 1):
-  """The plan of a batch from the masks of its prompts and completions.
+def assign_batch(mask_BP, mask_BT, group_size: int, capacity: int, n: int = 1):
+  """Assigns completions, by the masks of prompts and completions.
 
   The last token of a prompt is read with each completion, whose first token it
   predicts, so it is not part of the prompt here.
@@ -150,14 +150,21 @@ def plan_batch(mask_BP, mask_BT, group_size: int, capacity: int, n: int = 1):
   """
   (B, P), T = mask_BP.shape, mask_BT.shape[1]
   M = n * -(-num_rows(B, P - 1 + T, capacity) // n)
+  # A prompt without tokens has no last one either.
   prompt_N = mask_BP[::group_size].sum(1, dtype=jnp.int32) - 1
-  return plan(prompt_N, lengths(mask_BT), capacity, M)
+  prompt_N = jnp.maximum(prompt_N, 0)
+  return assign(prompt_N, lengths(mask_BT), capacity, M)
 
 
 def pack(
-  placed: Plan, prompt: base.Prompt, action_BT, mask_BT, group_size, capacity
+  assigned: Assignment,
+  prompt: base.Prompt,
+  action_BT,
+  mask_BT,
+  group_size,
+  capacity,
 ) -> PackedRows:
-  """Copies prompts and completions to their places in packed rows, [M, S]."""
+  """Copies prompts and completions to their positions in packed rows [M, S]."""
   B, T = action_BT.shape
   split = generate.split_prompt(prompt, group_size)
   token_BT = jnp.concatenate(
@@ -171,13 +178,13 @@ def pack(
   def repeated(x_NP):
     return jnp.repeat(x_NP, group_size, axis=0)
 
-  first_B = capacity * placed.row
-  nowhere = capacity * placed.size.shape[0]
-  to_BP = (first_B + placed.prompt_start)[:, None] + repeated(position_NP)
-  is_copied_BP = (repeated(mask_NP) > 0) & placed.brings_prompt[:, None]
+  first_B = capacity * assigned.row
+  nowhere = capacity * assigned.size.shape[0]
+  to_BP = (first_B + assigned.prompt_start)[:, None] + repeated(position_NP)
+  is_copied_BP = (repeated(mask_NP) > 0) & assigned.brings_prompt[:, None]
   to_BP = jnp.where(is_copied_BP, to_BP, nowhere)
   is_read_BT = jnp.arange(T)[None] < lengths(mask_BT)[:, None]
-  to_BT = jnp.where(is_read_BT, _places(placed, T, capacity), nowhere)
+  to_BT = jnp.where(is_read_BT, _indices(assigned, T, capacity), nowhere)
   # Number of the token in prompts and completions one after the other.
   source = jnp.full(nowhere, -1, jnp.int32)
   source = source.at[to_BP].set(_count(B, P), mode='drop')
@@ -206,9 +213,9 @@ def _count(*shape: int):
   return jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
 
 
-def _places(placed: Plan, T: int, capacity: int):
+def _indices(assigned: Assignment, T: int, capacity: int):
   """Position of each completion token among those of all packed rows."""
-  first_B = capacity * placed.row + placed.start
+  first_B = capacity * assigned.row + assigned.start
   return first_B[:, None] + jnp.arange(T)[None]
 
 
@@ -238,15 +245,15 @@ def evaluate(
   )
   B, T = action_BT.shape
   n = rules.devices_of('B', B)
-  placed = plan_batch(prompt.mask, mask_BT, group_size, capacity, n)
-  packed = pack(placed, prompt, action_BT, mask_BT, group_size, capacity)
+  assigned = assign_batch(prompt.mask, mask_BT, group_size, capacity, n)
+  packed = pack(assigned, prompt, action_BT, mask_BT, group_size, capacity)
   packed = jax.tree.map(lambda x: x.reshape(-1, n, capacity), packed)
-  used = -(-(placed.size > 0).sum() // n)
+  used = -(-(assigned.size > 0).sum() // n)
   scored = _while_used(score)(params, packed, used)
-  # Places of tokens that are not read may be out of range.
-  place_BT = jnp.where(mask_BT > 0, _places(placed, T, capacity), 0)
+  # Indices of tokens that are not read may be out of range.
+  index_BT = jnp.where(mask_BT > 0, _indices(assigned, T, capacity), 0)
   return jax.tree.map(
-    lambda x: jnp.where(mask_BT > 0, x.reshape(-1)[place_BT], 0.0), scored
+    lambda x: jnp.where(mask_BT > 0, x.reshape(-1)[index_BT], 0.0), scored
   )
 
 

@@ -59,7 +59,7 @@ def act(
   )
 
 
-def evaluate(
+def score(
   policy: base.Policy,
   params,
   prompt: base.Prompt,
@@ -67,18 +67,18 @@ def evaluate(
   mask_BT,
   group_size: int = 1,
 ) -> base.Evaluation:
-  """Evaluates completions; arbitrary where `mask_BT` is 0."""
+  """Scores completions by `policy.evaluate`; arbitrary where `mask_BT` is 0."""
   settings = {'group_size': group_size}
   if policy.packed_tokens is not None:
     settings['mask'] = mask_BT
   return policy.evaluate(params, prompt, action_BT, **settings)
 
 
-def evaluator(policy: base.Policy, group_size: int) -> Callable:
+def scorer(policy: base.Policy, group_size: int) -> Callable:
   """Returns `params, experience -> base.Evaluation`, for a loss."""
 
   def run(params, x: base.Experience):
-    return evaluate(policy, params, x.obs, x.action, x.mask, group_size)
+    return score(policy, params, x.obs, x.action, x.mask, group_size)
 
   return run
 
@@ -88,15 +88,15 @@ def logp(policy: base.Policy, name: str, group_size: int) -> Callable:
   is_packed = policy.packed_tokens is not None
 
   def run(params, obs, action_BT, mask_BT=None):
-    return evaluate(policy, params, obs, action_BT, mask_BT, group_size).logp
+    return score(policy, params, obs, action_BT, mask_BT, group_size).logp
 
   stage = stages.Stage(run, name, unbatched=(0,), group_size=group_size)
 
-  def score(params, x: base.Experience):
+  def call(params, x: base.Experience):
     masks = (x.mask,) if is_packed else ()  # Others do not read it.
     return stage(params, x.obs, x.action, *masks)
 
-  return score
+  return call
 
 
 def reference(policy: base.Policy, params) -> base.Params:

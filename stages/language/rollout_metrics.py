@@ -98,11 +98,11 @@ def packed_padding(policy: base.Policy, group_size: int) -> Callable:
 
   def run(masks):
     size_M = jnp.concatenate(
-      [packing.plan_batch(*pair, group_size, capacity).size for pair in masks]
+      [packing.assign_batch(*pair, group_size, capacity).size for pair in masks]
     ).astype(jnp.float32)
     computed = capacity * (size_M > 0).sum(dtype=jnp.float32)
-    padding = metrics.Mean(computed - size_M.sum(), computed)
-    return {'rollout/padding': padding}
+    share = metrics.Mean(computed - size_M.sum(), computed)
+    return {'rollout/padding': share}
 
   stage = stages.Stage(run, 'padding', 'batch')
   return lambda batches: stage([(x.obs.mask, x.mask) for x, *_ in batches])

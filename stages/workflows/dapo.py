@@ -113,7 +113,7 @@ def dapo(
     'shuffled', num_minibatches, num_epochs, group_size
   )
   loss = objective(
-    policy_stages.evaluator(policy, group_size),
+    policy_stages.scorer(policy, group_size),
     clip=(clip_low, clip_high, None),
     aggregate=losses.token_mean,
     importance=(importance_weight, importance_bound, importance_cap),

@@ -98,7 +98,7 @@ def distillation(
     minibatch_by, num_minibatches, num_epochs, group_size
   )
   loss = objective(
-    policy_stages.evaluator(policy, group_size),
+    policy_stages.scorer(policy, group_size),
     clip=(clip_low, clip_high, None),
     policy_loss=policy_loss,
     aggregate=aggregate,

@@ -89,7 +89,7 @@ def dpo(
 
 def completion_logp(policy: base.Policy, params, x: base.Example):
   """Log-probability of each completion, log π(y|x) = Σₜ mₜ lpₜ, [B]."""
-  now = policy_stages.evaluate(
+  now = policy_stages.score(
     policy, params, x.prompt, x.action, x.mask, group_size=PAIR
   )
   # Log-probabilities of padding are arbitrary, and ∞ · 0 is NaN.

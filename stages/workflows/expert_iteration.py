@@ -78,7 +78,7 @@ def expert_iteration(
     'shuffled', num_minibatches, num_epochs, group_size
   )
   loss = objective(
-    policy_stages.evaluator(policy, group_size),
+    policy_stages.scorer(policy, group_size),
     kl=(kl_coef, kl_estimator),
     policy_loss=lambda logp, old, kept, *clip: losses.reinforce(logp, kept),
     aggregate=losses.token_mean,

@@ -170,7 +170,7 @@ def grpo(
     minibatch_by, num_minibatches, num_epochs, group_size
   )
   loss = objective(
-    policy_stages.evaluator(policy, group_size),
+    policy_stages.scorer(policy, group_size),
     clip=(clip_low, clip_high, dual_clip),
     kl=(kl_coef, kl_estimator),
     entropy_coef=entropy_coef,

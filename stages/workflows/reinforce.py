@@ -22,8 +22,10 @@ def reinforce(
   Aᵢ = Rᵢ − mean R,   L = −Σ m A lp / Σ m
   """
 
+  score = policy_stages.scorer(policy, group_size)
+
   def loss(params, x: base.Experience):
-    now = policy.evaluate(params, x.obs, x.action, group_size=group_size)
+    now = score(params, x)
     logp_BT = jnp.where(x.mask > 0, now.logp, 0.0)
     loss_BT = losses.reinforce(logp_BT, x.advantage)
     mean = losses.token_mean(loss_BT, x.mask)

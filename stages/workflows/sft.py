@@ -67,7 +67,7 @@ def sft(
 
 def token_logp(policy: base.Policy, params, x: base.Example):
   """Log-probabilities of the tokens of completions, [B, T]; 0 on padding."""
-  now = policy_stages.evaluate(policy, params, x.prompt, x.action, x.mask)
+  now = policy_stages.score(policy, params, x.prompt, x.action, x.mask)
   # Log-probabilities of padding are arbitrary, and ∞ · 0 is NaN.
   return jnp.where(x.mask > 0, now.logp, 0.0)
 

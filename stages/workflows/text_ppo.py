@@ -159,7 +159,7 @@ def text_ppo(
   )
   policy_objective = functools.partial(
     objective,
-    policy_stages.evaluator(policy, group_size),
+    policy_stages.scorer(policy, group_size),
     clip=(clip_low, clip_high, dual_clip),
     kl=(kl_coef, kl_estimator),
     entropy_coef=entropy_coef,

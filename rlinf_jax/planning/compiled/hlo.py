@@ -215,11 +215,12 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
   condition = re.search(r'\bcondition=%?([\w.$-]+)', loop.attributes)[1]
   found = set(_limits(module, condition))
   found = found or {(n, None) for n in _integer_constants(module, condition)}
-  if len(found) != 1:
+  if len({limit for limit, _ in found}) != 1:
     return None
-  ((limit, counter),) = found
-  step = 1 if counter is None else _step(module, loop, counter)
-  return -(-limit // step)
+  return min(
+    -(-limit // (1 if counter is None else _step(module, loop, counter)))
+    for limit, counter in found
+  )
 
 
 def _limits(module: Module, name: str) -> Iterator[tuple[int, int | None]]:

@@ -589,3 +589,24 @@ def test_memory_of_a_stage_is_within_a_factor_of_two_of_xla(
 def test_item_bytes():
   kinds = 'bfloat16', 'float32', 'float8_e4m3fn', 'int4', 'bool'
   assert [*map(collectives.item_bytes, kinds)] == [2, 4, 1, 0.5, 1]
+
+
+@pytest.mark.parametrize('offload', [(), ('apply',)])
+def test_a_stage_needs_memory_by_its_own_micro_batch_only(flow, offload):
+  there = roofline.Roofline(flow, count.of_flow(flow), TOYS, rules.DEFAULT)
+  placement = {'all': plan_lib.Placement((0, 1), (('data', 2),))}
+
+  def needs(**micro_batch):
+    chosen = plan_lib.Plan(
+      placement,
+      dict.fromkeys(flow.stages, 'all'),
+      micro_batch=micro_batch,
+      pieces=2,
+      offload=offload,
+    )
+    return there.memory(flow, chosen, 'all')
+
+  whole, cut = needs(), needs(gradient=8)
+  assert cut.pop('gradient') < whole.pop('gradient')
+  assert cut == whole
+  assert {*flow.stages} <= {*whole, 'gradient'}

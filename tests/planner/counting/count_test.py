@@ -361,13 +361,18 @@ def test_rows_that_do_not_increase_are_refused(rows):
     work_lib.piecewise_linear([(n, work_lib.NONE) for n in rows])
 
 
-def test_packed_rows_that_a_loop_may_leave_out_are_not_tokens_of_a_row():
+@pytest.mark.parametrize('groups', [4, 1])
+def test_packed_rows_that_a_loop_may_leave_out_are_not_tokens_of_a_row(groups):
   policy = tiny.policy(packed_tokens=14)
   workflow = workflows.grpo(
     policy, tiny.even, optimizers.adamw(1e-3), group_size=4, kl_coef=0.1
   )
-  works = count.of_flow(tiny.trace(workflow, tiny.problem()))
+  works = count.of_flow(tiny.trace(workflow, tiny.problem(groups)))
   tokens = {name: work.full_batch.turns for name, work in works.items()}
   assert tokens.pop('generate') == tiny.LENGTH
   assert not any(tokens.values())
+  # A packed row has room for one prompt and completion.
+  passes = {name: work.full_batch.passes for name, work in works.items()}
+  assert passes['ref_logp'] == passes['gradient'] == 4 * groups
+  assert not passes['generate']
   assert works['gradient'].full_batch.matmul_flops > 0

@@ -60,9 +60,9 @@ def first_fit(prompt_N, length_B, capacity):
 
 def planned(prompt_N, length_B, capacity, most):
   M = packing.num_rows(len(length_B), most, capacity)
-  plan = jax.jit(packing.plan, static_argnums=(2, 3))
+  assign = jax.jit(packing.assign, static_argnums=(2, 3))
   return jax.device_get(
-    plan(jnp.asarray(prompt_N), jnp.asarray(length_B), capacity, M)
+    assign(jnp.asarray(prompt_N), jnp.asarray(length_B), capacity, M)
   )
 
 

@@ -391,6 +391,7 @@ def test_a_reference_in_bfloat16_takes_half_the_memory_and_changes_no_bit():
   assert one == other
 
 
+@pytest.mark.slow
 def test_a_step_in_bfloat16_logs_the_gap_between_decoding_and_scoring():
   workflow = workflows.grpo(
     tiny.policy('bfloat16'), tiny.even, optax.sgd(0.1), group_size=4
