@@ -17,7 +17,8 @@ import numpy as np
 
 from stages import base
 from stages.language import sample, tokens
-from stages.models import huggingface, weights
+from stages.models import huggingface
+from stages.models.files import weights
 
 SYSTEM = flags.DEFINE_string('system', None, 'System message.')
 LENGTH = flags.DEFINE_integer(

@@ -222,10 +222,10 @@ class Policy(NamedTuple):
       runs on an engine outside JAX, which computes log-probabilities in its own
       arithmetic and returns a `Deferred` of its experience; else None.
     resume: `params, obs, keys, completions, *, group_size=1, num_started=0,
-      should_continue -> Completions`: continues completions, as
-      `stages.language.generate.resume` does. With `out_shapes`, it takes keys
-      as their bits and returns a `Deferred`. None where completions cannot be
-      continued.
+      should_continue -> Completions`: continues completions, as does
+      `stages.language.decoding.generate.resume`. With `out_shapes`, it takes
+      keys as their bits and returns a `Deferred`. None where completions cannot
+      be continued.
     engine: what a cost model reads of continuous batching, by an engine that
       `act` runs on or in slots of its own loop; None without it.
     sampling: the distribution that `act` samples actions from and `evaluate`

@@ -20,7 +20,8 @@ from rlinf_jax.engines import vllm_engine
 import stages
 from stages import base
 from stages.language import sample
-from stages.models import huggingface, transformer, weights
+from stages.models import huggingface, transformer
+from stages.models.files import weights
 
 # Read by vLLM and by torch, which a tokenizer may import first: so they are set
 # when this module is imported. Values that a user has set are kept.

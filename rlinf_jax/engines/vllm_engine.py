@@ -21,7 +21,7 @@ import jax
 
 from rlinf_jax.engines import vllm_start
 from rlinf_jax.runtime import lease as lease_lib
-from stages.models import weights
+from stages.models.files import weights
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from rlinf_jax.recipes import gguf_tokenizer
-from stages.models import families, weights
+from stages.models import families
+from stages.models.files import weights
 
 SHARD_BYTES = 2**32  # Of a file with tensors.
 # Names in GGUF of an architecture's tensors, and of those in Hugging Face.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 import pathlib
 from typing import Any
 
-from stages.models import weights
+from stages.models.files import weights
 
 CONTROL, USER_DEFINED = 3, 4  # Types of tokens that text is not merged into.
 LLAMA_3 = (

@@ -8,13 +8,8 @@ import jax.numpy as jnp
 
 from sharding import row_map, rules
 from stages import base, core
-from stages.language import (
-  continuous,
-  generate,
-  packing,
-  sample,
-  value_model,
-)
+from stages.language import packing, sample, value_model
+from stages.language.decoding import continuous, generate
 from stages.models import transformer
 
 # Logits on a device at once while scoring: 2^26 are 256 MiB in float32.

@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Int
 
 from sharding import rules
 from stages import base
-from stages.language import generate
-from stages.models import attention, mixed_precision
+from stages.language.decoding import generate
+from stages.models.layers import attention, mixed_precision
 
 
 class Assignment(NamedTuple):

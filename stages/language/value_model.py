@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from stages import base
-from stages.language import generate
-from stages.models import lora, mixed_precision, transformer
+from stages.language.decoding import generate
+from stages.models import lora, transformer
+from stages.models.layers import mixed_precision
 
 
 class ValueModel(NamedTuple):

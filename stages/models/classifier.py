@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from stages.language import value_model as value_model_lib
-from stages.models import families, huggingface, transformer, weights
+from stages.models import families, huggingface, transformer
+from stages.models.files import weights
 
 HEAD = {'value_D': weights.Tensor('score.weight', 1)}
 CLASS = 'ForSequenceClassification'

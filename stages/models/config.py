@@ -7,8 +7,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from stages.models import attention, mixed_precision
-from stages.models import rope as rope_lib
+from stages.models.layers import attention, mixed_precision
+from stages.models.layers import rope as rope_lib
 
 Activation = Literal['silu', 'gelu_tanh']
 

@@ -9,9 +9,9 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from stages.models import config as config_lib
-from stages.models import rope as rope_lib
-from stages.models import weights
-from stages.models.weights import Tensor
+from stages.models.files import weights
+from stages.models.files.weights import Tensor
+from stages.models.layers import rope as rope_lib
 
 LAYER = 'model.layers.{i}'
 # Checkpoint tensors by parameter; `Family.renamed` has the exceptions.

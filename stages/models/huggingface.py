@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from stages import base
 from stages.language import language_model, sample, tokens
-from stages.models import families, peft_files, transformer, weights
+from stages.models import families, transformer
 from stages.models import lora as lora_lib
+from stages.models.files import adapters, weights
 
 # Files of a checkpoint beside its tensors, which `export` copies.
 COMPANIONS = (
@@ -39,7 +40,7 @@ TOKENIZERS = (
 def raw_config(checkpoint) -> tuple[Any, pathlib.Path]:
   """The content of a checkpoint's config.json, and its path."""
   path = pathlib.Path(checkpoint) / 'config.json'
-  if peft_files.is_adapter(checkpoint) and not path.is_file():
+  if adapters.is_adapter(checkpoint) and not path.is_file():
     raise weights.CheckpointError(
       f'{checkpoint} holds an adapter of PEFT, not a model: give the folder of '
       'the model that it adapts, and this one as `lora.Lora.adapter` '
@@ -197,7 +198,7 @@ def _adapter(config: transformer.Config, shapes, lora: lora_lib.Lora):
   rounded = functools.partial(transformer.compute_params, config)
   shapes, start = jax.eval_shape(rounded, shapes), None
   if lora.adapter:
-    lora, start = peft_files.load(lora, shapes)
+    lora, start = adapters.load(lora, shapes)
   lora_lib.shapes(shapes, lora)  # Refuses targets that the model lacks.
   return shapes, lora, start
 
@@ -293,7 +294,7 @@ def export(
   source = pathlib.Path(checkpoint)
   with _new_folder(pathlib.Path(folder)) as part:
     if lora_lib.is_adapted(params) and not merge_lora:
-      peft_files.write(part, params, source)
+      adapters.write(part, params, source)
     else:
       if lora_lib.is_adapted(params):
         params = jax.jit(lora_lib.merge)(params)

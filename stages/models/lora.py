@@ -27,7 +27,8 @@ import jax
 import jax.numpy as jnp
 
 from stages import base
-from stages.models import families, mixed_precision
+from stages.models import families
+from stages.models.layers import mixed_precision
 
 ADAPTER, PARAMS, ALPHA = 'adapter', 'params', 'alpha'
 # Parameters by the letter of a target. A target may also be named as in a
@@ -213,7 +214,7 @@ def _with_layers(params, layers):
 def join(params):
   """Parameters of the model with A and B beside the weights, for training.
 
-  `transformer.Block` adds B A x where it finds them.
+  `block.Block` adds B A x where it finds them.
   """
   layers = {}
   for p, *pair in pairs(params):

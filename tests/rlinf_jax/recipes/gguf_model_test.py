@@ -10,7 +10,7 @@ import transformers
 from rlinf_jax import chat
 from rlinf_jax.recipes import gguf_model
 from stages.language import tokens
-from stages.models import weights
+from stages.models.files import weights
 
 TEMPLATE = (
   '{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>'

@@ -18,7 +18,8 @@ from rlinf_jax.rewards import functions, model, verifier
 from rlinf_jax.runtime import local
 from stages import base, workflows
 from stages.language import tokens, value_model, verifiers
-from stages.models import classifier, huggingface, transformer, weights
+from stages.models import classifier, huggingface, transformer
+from stages.models.files import weights
 import tiny
 
 KEY = jax.random.key(0)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from stages import base
-from stages.language import generate, language_model
-from tests.stages.language.generate_test import (
+from stages.language import language_model
+from stages.language.decoding import generate
+from tests.stages.language.decoding.generate_test import (
   act,
   alike,
   B,

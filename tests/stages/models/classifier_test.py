@@ -10,7 +10,8 @@ import transformers
 
 from stages import base
 from stages.language import value_model
-from stages.models import classifier, huggingface, weights
+from stages.models import classifier, huggingface
+from stages.models.files import weights
 from tests.stages.models import families_test
 import torch_reference
 from torch_reference import prompts, repeat

@@ -15,7 +15,8 @@ import transformers
 
 from stages import base
 from stages.language import language_model, sample
-from stages.models import families, huggingface, transformer, weights
+from stages.models import families, huggingface, transformer
+from stages.models.files import weights
 import torch_reference
 from torch_reference import decode, keys, prompts, repeat, to_torch
 

@@ -10,7 +10,9 @@ import transformers
 from transformers.models.qwen2 import modeling_qwen2
 
 from stages.language import language_model
-from stages.models import families, huggingface, rope, transformer, weights
+from stages.models import families, huggingface, transformer
+from stages.models.files import weights
+from stages.models.layers import rope
 import torch_reference
 
 torch = torch_reference.torch

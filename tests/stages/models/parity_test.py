@@ -14,7 +14,8 @@ import transformers
 import stages
 from stages import base, workflows
 from stages.language import language_model, sample
-from stages.models import families, huggingface, transformer, weights
+from stages.models import families, huggingface, transformer
+from stages.models.files import weights
 import torch_reference
 from torch_reference import decode, keys, prompts, repeat, to_torch
 

@@ -7,7 +7,7 @@ each expert multiplies its own, however many they are.
 import jax
 import jax.numpy as jnp
 
-from stages.models import mixed_precision
+from stages.models.layers import mixed_precision
 
 
 def route(logit_BTE, top_k: int, normalize: bool):

@@ -9,8 +9,10 @@ from jaxtyping import Array
 
 from sharding import rules
 from stages import base
-from stages.language import decode_layer, kv_cache, sample
-from stages.models import attention, rope, transformer
+from stages.language import sample
+from stages.language.decoding import decode_layer, kv_cache
+from stages.models import transformer
+from stages.models.layers import attention, rope
 
 
 class SplitPrompt(NamedTuple):

@@ -11,7 +11,8 @@ from safetensors import torch as st
 import transformers
 
 from sharding import mesh as meshes
-from stages.models import families, huggingface, weights
+from stages.models import families, huggingface
+from stages.models.files import weights
 import torch_reference
 
 torch = torch_reference.torch

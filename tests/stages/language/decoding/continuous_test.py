@@ -10,15 +10,10 @@ import numpy as np
 import pytest
 
 from planner.costs import completions
-from stages.language import (
-  kv_cache,
-  language_model,
-  partial_rollout,
-  prefill,
-  sample,
-)
+from stages.language import language_model, partial_rollout, sample
+from stages.language.decoding import kv_cache, prefill
 from stages.models import huggingface, transformer
-from tests.stages.language.generate_test import (
+from tests.stages.language.decoding.generate_test import (
   act,
   alike,
   B,

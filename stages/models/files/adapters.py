@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from stages import base
-from stages.models import families, lora, weights
+from stages.models import families, lora
+from stages.models.files import weights
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'

@@ -9,6 +9,7 @@ import functools
 import jax
 
 from stages.models import transformer
+from stages.models.layers import block
 
 # For functions whose first argument is the model's config. They are inlined, so
 # the program is that of calling them for each layer.
@@ -17,15 +18,15 @@ traced_once = functools.partial(jax.jit, static_argnums=0, inline=True)
 
 @traced_once
 def project(config: transformer.Config, layer, x_B1D, cos_B1R, sin_B1R):
-  """`transformer.Block.project` with the parameters of a layer."""
-  return transformer.Block(config).apply(
+  """`block.Block.project` with the parameters of a layer."""
+  return block.Block(config).apply(
     {'params': layer}, x_B1D, cos_B1R, sin_B1R, method='project'
   )
 
 
 @traced_once
 def finish(config: transformer.Config, layer, x_B1D, seen_B1HW):
-  """`transformer.Block.finish` with the parameters of a layer."""
-  return transformer.Block(config).apply(
+  """`block.Block.finish` with the parameters of a layer."""
+  return block.Block(config).apply(
     {'params': layer}, x_B1D, seen_B1HW, method='finish'
   )

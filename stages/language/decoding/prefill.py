@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from stages.language import kv_cache
+from stages.language.decoding import kv_cache
 from stages.models import transformer
 
 # Tokens of prompts that are read at once. More do not make better use of the

@@ -7,7 +7,8 @@ import pytest
 
 from sharding import mesh as meshes
 from sharding import rules
-from stages.models import mixture, transformer
+from stages.models import transformer
+from stages.models.layers import mixture
 import torch_reference
 
 torch = torch_reference.torch

@@ -23,9 +23,11 @@ from jaxtyping import Array
 
 from sharding import rules
 from stages import base
-from stages.language import decode_layer, kv_cache, prefill, sample
-from stages.language import generate as static
-from stages.models import attention, rope, transformer
+from stages.language import sample
+from stages.language.decoding import decode_layer, kv_cache, prefill
+from stages.language.decoding import generate as static
+from stages.models import transformer
+from stages.models.layers import attention, rope
 
 # When no row is waiting and at most 1 / SHRINK of the slots hold a row, the
 # loop continues with 1 / SHRINK of the slots.
@@ -91,7 +93,7 @@ def generate(
   """Continues each prompt by up to `length` tokens, some rows at a time.
 
   For any number of slots, the tokens are those of
-  `stages.language.generate.generate`: token t of a row is drawn with
+  `stages.language.decoding.generate.generate`: token t of a row is drawn with
   `fold_in(key, t)`. On a mesh, each device that holds rows decodes its own
   rows, in slots of its own.
 

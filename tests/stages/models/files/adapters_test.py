@@ -10,7 +10,8 @@ import pytest
 from safetensors import numpy as st
 import transformers
 
-from stages.models import huggingface, lora, transformer, weights
+from stages.models import huggingface, lora, transformer
+from stages.models.files import weights
 import torch_reference
 from torch_reference import prompts, to_torch
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from stages import base
-from stages.language import kv_cache, language_model
-from stages.models import attention, mixed_precision, transformer
+from stages.language import language_model
+from stages.language.decoding import kv_cache
+from stages.models import transformer
+from stages.models.layers import attention, mixed_precision
 
 CONFIG = transformer.Config(V=64, D=32, L=2, H=4, K=2, W=8, F=64)
 OFTEN = 5  # A token that is half of all tokens.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlinf_jax.planning.compiled import hlo
-from stages.models import attention
+from stages.models.layers import attention
 
 B, T, P, H, K, W = 2, 13, 4, 6, 2, 8
 C = P + T

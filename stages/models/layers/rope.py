@@ -7,7 +7,7 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
-from stages.models import mixed_precision
+from stages.models.layers import mixed_precision
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from stages.language import decode_layer
-from stages.models import attention as attention_lib
-from stages.models import mixed_precision, transformer
+from stages.language.decoding import decode_layer
+from stages.models import transformer
+from stages.models.layers import attention as attention_lib
+from stages.models.layers import mixed_precision
 
 # Columns of a ring that are read together.
 BLOCK = 128

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from sharding import rules
-from stages.models import mixed_precision
+from stages.models.layers import mixed_precision
 
 # Scores on a device at once: 2^26 are 256 MiB in float32.
 MAX_LIVE_SCORES = 2**26

@@ -1,0 +1,1 @@
+"""Files of parameters, in the formats of Hugging Face and of PEFT."""

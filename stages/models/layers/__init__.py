@@ -1,0 +1,1 @@
+"""Parts of a transformer: attention, rotary positions, experts, rounding."""

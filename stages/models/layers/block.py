@@ -1,0 +1,189 @@
+"""A layer of a transformer: attention and a gated feed-forward."""
+
+import functools
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+
+from sharding import rules
+from stages.models import config as config_lib
+from stages.models import lora
+from stages.models.layers import attention, mixed_precision, mixture
+from stages.models.layers import rope as rope_lib
+
+Config = config_lib.Config
+
+ACTIVATIONS = {
+  'silu': nn.silu,
+  'gelu_tanh': functools.partial(nn.gelu, approximate=True),
+}
+
+
+def parameter(module, name, *shape):
+  """A parameter in the dtype that it is stored in.
+
+  Its gradient is summed in that dtype. A cast before use would sum the
+  gradients of all tokens in the narrow dtype.
+  """
+  # `transformer.init_params` draws the values; flax declares names and shapes.
+  zeros = nn.initializers.zeros
+  return module.param(name, zeros, shape, module.config.param_dtype)
+
+
+def matrix(module, name, *shape):
+  """A factor of matrix products, in `module.config.dtype`.
+
+  Products sum over tokens in float32, and round the gradient once.
+  """
+  return parameter(module, name, *shape).astype(module.config.dtype)
+
+
+def rms_norm(config: Config, x, scale):
+  """RMSNorm over the last dimension, with the scale as `config` stores it."""
+  if config.unit_offset:
+    scale = 1 + scale
+  return mixed_precision.rms_norm(x, scale, config.norm_epsilon)
+
+
+class Block(nn.Module):
+  """One transformer layer."""
+
+  config: Config
+
+  def setup(self):
+    c = self.config
+    one_matrix = functools.partial(matrix, self)
+    one_parameter = functools.partial(parameter, self)
+    self.query_DHW = one_matrix('query_DHW', c.D, c.H, c.W)
+    self.key_DKW = one_matrix('key_DKW', c.D, c.K, c.W)
+    self.value_DKW = one_matrix('value_DKW', c.D, c.K, c.W)
+    self.out_HWD = one_matrix('out_HWD', c.H, c.W, c.D)
+    if c.E:
+      self.router_DE = one_parameter('router_DE', c.D, c.E)
+      self.gate_EDF = one_matrix('gate_EDF', c.E, c.D, c.F)
+      self.up_EDF = one_matrix('up_EDF', c.E, c.D, c.F)
+      self.down_EFD = one_matrix('down_EFD', c.E, c.F, c.D)
+    else:
+      self.gate_DF = one_matrix('gate_DF', c.D, c.F)
+      self.up_DF = one_matrix('up_DF', c.D, c.F)
+      self.down_FD = one_matrix('down_FD', c.F, c.D)
+    self.before_attention_D = one_parameter('before_attention_D', c.D)
+    self.before_feedforward_D = one_parameter('before_feedforward_D', c.D)
+    if c.qkv_bias:
+      self.query_HW = one_parameter('query_bias_HW', c.H, c.W)
+      self.key_KW = one_parameter('key_bias_KW', c.K, c.W)
+      self.value_KW = one_parameter('value_bias_KW', c.K, c.W)
+    if c.out_bias:
+      self.out_D = one_parameter('out_bias_D', c.D)
+    if c.qk_norm:
+      self.query_W = one_parameter('query_norm_W', c.W)
+      self.key_W = one_parameter('key_norm_W', c.W)
+    if c.post_norms:
+      self.after_attention_D = one_parameter('after_attention_D', c.D)
+      self.after_feedforward_D = one_parameter('after_feedforward_D', c.D)
+
+  def project(self, x_BTD, cos_BTR, sin_BTR):
+    """Rotated queries and keys, and values."""
+    x_BTD = rules.shard_rows(x_BTD)
+    x_BTD = rms_norm(self.config, x_BTD, self.before_attention_D)
+    # In float32 until biases are added and positions are rotated.
+    wide = mixed_precision.product
+    q_BTHW = lora.linear(self, 'query_DHW', 'BTD,DHW->BTHW', x_BTD, wide)
+    k_BTKW = lora.linear(self, 'key_DKW', 'BTD,DKW->BTKW', x_BTD, wide)
+    v_BTKW = lora.linear(self, 'value_DKW', 'BTD,DKW->BTKW', x_BTD, wide)
+    if self.config.qkv_bias:
+      q_BTHW += self.query_HW[None, None]
+      k_BTKW += self.key_KW[None, None]
+      v_BTKW += self.value_KW[None, None]
+    dtype = x_BTD.dtype
+    if self.config.qk_norm:
+      # Rounded first: the backward pass would keep float32 queries otherwise.
+      q_BTHW = rms_norm(self.config, q_BTHW.astype(dtype), self.query_W)
+      k_BTKW = rms_norm(self.config, k_BTKW.astype(dtype), self.key_W)
+    q_BTHW = rope_lib.rotate(q_BTHW, cos_BTR, sin_BTR)
+    k_BTKW = rope_lib.rotate(k_BTKW, cos_BTR, sin_BTR)
+    return q_BTHW.astype(dtype), k_BTKW.astype(dtype), v_BTKW.astype(dtype)
+
+  def finish(self, x_BTD, seen_BTHW):
+    """Adds the output of attention, then that of the feed-forward."""
+    c = self.config
+    y_BTD = lora.linear(self, 'out_HWD', 'BTHW,HWD->BTD', seen_BTHW)
+    if c.out_bias:
+      wide = mixed_precision.wide_dtype(y_BTD.dtype)
+      y_BTD = (y_BTD.astype(wide) + self.out_D[None, None]).astype(y_BTD.dtype)
+    if c.post_norms:
+      y_BTD = rms_norm(c, y_BTD, self.after_attention_D)
+    x_BTD += y_BTD
+    x_BTD = rules.shard_rows(x_BTD)
+    y_BTD = self.feedforward(rms_norm(c, x_BTD, self.before_feedforward_D))
+    if c.post_norms:
+      y_BTD = rms_norm(c, y_BTD, self.after_feedforward_D)
+    return rules.shard_rows(x_BTD + y_BTD)
+
+  def feedforward(self, x_BTD):
+    c = self.config
+    activation = ACTIVATIONS[c.activation]
+    if c.E:
+      logit_BTE = mixture.router_logits(x_BTD, self.router_DE)
+      self.sow('intermediates', 'router', logit_BTE)
+      return mixture.feedforward(
+        x_BTD,
+        *mixture.route(logit_BTE, c.experts_per_token, c.normalize_experts),
+        (self.gate_EDF, self.up_EDF, self.down_EFD),
+        activation,
+      )
+    gate_BTF = lora.linear(self, 'gate_DF', 'BTD,DF->BTF', x_BTD)
+    up_BTF = lora.linear(self, 'up_DF', 'BTD,DF->BTF', x_BTD)
+    hidden_BTF = activation(gate_BTF) * up_BTF
+    return lora.linear(self, 'down_FD', 'BTF,FD->BTD', hidden_BTF)
+
+  def __call__(self, x_NSD, is_local, everywhere, nearby):
+    """Processes each group: its prompt, then its completions end to end.
+
+    Args:
+      x_NSD: activations; S is P + group_size · T.
+      is_local: whether this layer has a window; None if no layer has one.
+      everywhere: positions and masks of layers without a window.
+      nearby: those of layers with a window; None if no layer has one.
+
+    Returns:
+      Activations, and the prompts' keys and values.
+    """
+    context = everywhere
+    if is_local is not None:
+      context = jax.tree.map(
+        lambda near, far: jnp.where(is_local, near, far), nearby, everywhere
+      )
+    N, P = context.prompt.key_BC.shape
+    attend = functools.partial(
+      attention.attention,
+      scale=self.config.query_scale,
+      softcap=self.config.score_softcap,
+      max_live_scores=self.config.max_live_scores,
+    )
+    q_NSHW, k_NSKW, v_NSKW = self.project(
+      x_NSD, context.cos_NSR, context.sin_NSR
+    )
+    k_NPKW, v_NPKW = k_NSKW[:, :P], v_NSKW[:, :P]
+    seen_NSHW = attend(q_NSHW[:, :P], k_NPKW, v_NPKW, context.prompt)
+    if context.completion is not None:
+      B, C = context.completion.key_BC.shape
+      T = C - P
+
+      def completions(x):
+        return x[:, P:].reshape(B, T, *x.shape[2:])
+
+      def joined(prompt, x):
+        prompt = jnp.repeat(prompt, B // N, axis=0)
+        return jnp.concatenate([prompt, completions(x)], axis=1)
+
+      own_BTHW = attend(
+        completions(q_NSHW),
+        joined(k_NPKW, k_NSKW),
+        joined(v_NPKW, v_NSKW),
+        context.completion,
+      )
+      own = own_BTHW.reshape(N, -1, *own_BTHW.shape[2:])
+      seen_NSHW = jnp.concatenate([seen_NSHW, own], axis=1)
+    return self.finish(x_NSD, seen_NSHW), (k_NPKW, v_NPKW)
