@@ -13,6 +13,7 @@ from stages.language import language_model
 from stages.language.decoding import kv_cache
 from stages.models import transformer
 from stages.models.layers import attention, mixed_precision
+from stages.models.layers import block as block_lib
 
 CONFIG = transformer.Config(V=64, D=32, L=2, H=4, K=2, W=8, F=64)
 OFTEN = 5  # A token that is half of all tokens.
@@ -87,7 +88,7 @@ def test_gradients_in_bfloat16_are_those_of_float32(tied):
 
 def test_the_backward_pass_keeps_activations_in_bfloat16():
   config = dataclasses.replace(CONFIG, dtype='bfloat16')
-  block = transformer.Block(config)
+  block = block_lib.Block(config)
   layers = params(config)['layers']
   variables = {'params': jax.tree.map(lambda x: x[0], layers)}
   x_NSD = jnp.zeros((2, 8, config.D), jnp.bfloat16)
