@@ -22,10 +22,8 @@ def reinforce(
   Aᵢ = Rᵢ − mean R,   L = −Σ m A lp / Σ m
   """
 
-  score = policy_stages.scorer(policy, group_size)
-
   def loss(params, x: base.Experience):
-    now = score(params, x)
+    now = policy_stages.scorer(policy, group_size)(params, x)
     logp_BT = jnp.where(x.mask > 0, now.logp, 0.0)
     loss_BT = losses.reinforce(logp_BT, x.advantage)
     mean = losses.token_mean(loss_BT, x.mask)
