@@ -87,9 +87,9 @@ def _work(flow, chosen, model, node, rows) -> dict[str, float]:
   ways, copies = parameters.ways(axes), model.layout.row_ways(axes)
   call = call.near(at_once / copies)
   own = call.fixed.weighted(1 / ways, call.per_row, at_once / copies / ways)
-  passes = turns * max(1.0, call.at(at_once / copies).passes)
-  sent = sum(
-    part.size * (passes if part.per_micro_batch else 1)
+  passes = max(1.0, call.at(at_once / copies).passes)
+  sent = passes * sum(
+    part.size * (turns if part.per_micro_batch else 1)
     for part in collectives.communication(parameters, call.at(at_once), axes)
   )
   return {'matmul_flops': turns * own.matmul_flops, 'collective_bytes': sent}

@@ -290,13 +290,13 @@ class Roofline:
       'traffic': Estimate(turns * traffic, 'modeled'),
     }
     total = device.launch_seconds + turns * (gaps + max(arithmetic, traffic))
-    turns *= max(1.0, call.at(local_rows).passes)
+    passes = max(1.0, call.at(local_rows).passes)
     for part in collectives.communication(parameters, call.at(rows), axes):
       link = self.axis_links.link(placement, part.axis)
       spent = (
         link.seconds(part.size, part.messages) * assumed.exposed_communication
       )
-      spent *= turns if part.per_micro_batch else 1
+      spent *= passes * (turns if part.per_micro_batch else 1)
       name = f'{part.what} ({part.axis})'
       parts[name] = Estimate(spent, 'modeled')
       total += spent

@@ -102,9 +102,9 @@ def of_node(
       return StageWork(at(rows), rows=rows)
     sizes = [n * node.stage.group_size for n in some]
     works = [at(size) for size in sizes]
-    if len(works) == 1 and works[0].turns:  # Two sizes tell what the turns are.
-      works = _with_passes([*works, at(2 * sizes[0])])[:1]
-    works = _with_passes(works)
+    if len(works) == 1 and works[0].turns:
+      works.append(at(2 * sizes[0]))  # Two sizes tell what the turns are.
+    works = _with_passes(works)[: len(sizes)]
     found = work_lib.piecewise_linear(list(zip(sizes, works, strict=True)))
     if engine is None:
       return found

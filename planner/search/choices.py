@@ -248,6 +248,8 @@ class Choices:
 
   def overflows(self, choice: Choice) -> bool:
     """Whether a place needs more memory than there is; records it if so."""
+    if self.model.capacity == np.inf:
+      return False
     needs = [
       max(self._memory(choice, b).values()) for b in range(len(choice.units))
     ]

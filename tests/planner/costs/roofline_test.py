@@ -5,6 +5,7 @@ import math
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 from jax.sharding import NamedSharding
@@ -211,6 +212,33 @@ def test_fsdp_gathers_and_scatters_in_every_micro_batch(rows, turns):
   assert found['scatter gradients (fsdp)'].value == pytest.approx(
     turns * scatter
   )
+
+
+def test_each_packed_row_communicates():
+  grad = WORKS['grad']
+  packed = dataclasses.replace(
+    grad, per_row=dataclasses.replace(grad.per_row, passes=0.5)
+  )
+  m = roofline.Roofline(
+    toy_flow(), WORKS | {'grad': packed}, TOYS, rules.DEFAULT, assumed=SURE
+  )
+  found = m.explain(toy_flow(), node('grad'), spot(('fsdp', 4)), None)
+  for name, once in explained('grad', ('fsdp', 4)).items():
+    # Of 32 rows a device has eight, in four packed rows.
+    times = 4 if '(fsdp)' in name else 1
+    assert found[name].value == pytest.approx(times * once.value)
+
+
+def test_gradients_of_the_vocabulary_are_whole_before_they_are_scattered():
+  value = graph.Value('embed_VD', (8, 4), np.dtype('float32'), ('V', 'D'))
+  flow = types.SimpleNamespace(values=[value])
+  grad = types.SimpleNamespace(
+    reads=(), rows=(), writes=(0,), stage=types.SimpleNamespace(grain='sum')
+  )
+  there = collectives.Parameters(flow, grad, layout.Layout(rules.DEFAULT))
+  # Two of 128 bytes, of which a quarter is this device's shard.
+  assert there.unscattered((('fsdp', 4),)) == 2 * 96
+  assert there.unscattered((('data', 4),)) == 0
 
 
 def test_tensor_parallel_parts_are_reduced():

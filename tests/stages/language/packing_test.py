@@ -173,6 +173,26 @@ def test_frozen_weights_have_no_gradient_in_packed_rows():
   assert invariance_test.apart(got[0], want[0]) <= 1e-10
 
 
+def test_no_gradient_of_frozen_parameters_is_added_up():
+  rows = packing.PackedRows(jnp.ones((3, 1, 4)), (), (), ())
+
+  def score(params, rows):
+    logp = rows.token * params['frozen'].sum() * params['trained'].sum()
+    return base.Evaluation(logp, logp)
+
+  def total(trained, frozen):
+    params = {'trained': trained, 'frozen': frozen}
+    return packing._while_used(score)(params, rows, 2).logp.sum()
+
+  def carried(argnums):
+    jaxpr = jax.make_jaxpr(jax.grad(total, argnums))(jnp.ones(5), jnp.ones(7))
+    *_, backward = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == 'while')
+    return [x.aval.shape for x in backward.outvars]
+
+  assert (5,) in carried(0) and (7,) not in carried(0)
+  assert {(5,), (7,)} <= {*carried((0, 1))}
+
+
 def test_packed_rows_without_a_token_are_skipped():
   calls = []
 
