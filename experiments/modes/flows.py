@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.modes import published
-from planner.costs import decode
+from planner.costs.decoding import decode
 from planner.costs.measured import Estimate
 from planner.costs.work import NONE, StageWork, Work
 from planner.ir import graph

@@ -16,7 +16,7 @@ os.environ['XLA_FLAGS'] = '--xla_cpu_multi_thread_eigen=false'
 
 from experiments.prediction import setting as setting_lib
 from planner.costs import measured as measured_lib
-from planner.costs import memory
+from planner.costs.mesh import memory
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import call_timing
 from rlinf_jax.planning import stage_profile as profile

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from planner.costs import layout as layout_lib
 from planner.costs import measured
+from planner.costs.mesh import layout as layout_lib
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 

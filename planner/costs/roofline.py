@@ -12,11 +12,12 @@ import functools
 import math
 
 from planner import cluster as cluster_lib
-from planner.costs import breakdown, collectives, memory
+from planner.costs import breakdown
 from planner.costs import cost as cost_lib
-from planner.costs import layout as layout_lib
 from planner.costs import measured as measured_lib
 from planner.costs.measured import Estimate
+from planner.costs.mesh import collectives, memory
+from planner.costs.mesh import layout as layout_lib
 from planner.costs.work import StageWork
 from planner.ir import graph
 from planner.ir import plan as plan_lib

@@ -7,7 +7,7 @@ Traffic is an estimate. Elementwise arithmetic is assumed to be fused with its
 consumer, as XLA does: a chain reads its sources once and writes its result
 once. Products, gathers, sorts and loops read and write their operands. A loop
 that may end early, as decoding does, counts with its maximum trip count;
-`costs.decode` corrects this where lengths are known.
+`costs.decoding.decode` corrects this where lengths are known.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ import dataclasses
 
 import jax
 
-from planner.costs import decode
 from planner.costs import work as work_lib
+from planner.costs.decoding import decode
 from planner.costs.work import StageWork, Work
 from planner.counting import jaxpr_walk, variables
 from planner.ir import graph

@@ -10,7 +10,8 @@ import os
 import pathlib
 
 from planner import cluster as cluster_lib
-from planner.costs import cost_table, decode, roofline
+from planner.costs import cost_table, roofline
+from planner.costs.decoding import decode
 from planner.costs.work import StageWork
 from planner.counting import count
 from planner.explain import (

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from planner.costs import per_device
+from planner.costs.mesh import per_device
 from planner.explain import formatting
 from planner.ir import graph
 from planner.ir import plan as plan_lib

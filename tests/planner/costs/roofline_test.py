@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from planner import cluster
-from planner.costs import collectives, layout, memory, roofline
 from planner.costs import measured as measured_lib
+from planner.costs import roofline
+from planner.costs.mesh import collectives, layout, memory
 from planner.costs.work import StageWork, Work
 from planner.counting import count
 from planner.ir import graph
@@ -122,7 +123,12 @@ def explained(name, *axes, rows=None, **kwargs):
 
 @pytest.mark.parametrize(
   'module',
-  ['cluster', *(f'costs.{m}' for m in ('memory', 'roofline', 'completions'))],
+  [
+    'cluster',
+    'costs.decoding.completions',
+    'costs.mesh.memory',
+    'costs.roofline',
+  ],
 )
 def test_cost_modules_import_without_jax(module):
   code = (

@@ -6,7 +6,8 @@ import optax
 import pytest
 
 from planner import cluster as cluster_lib
-from planner.costs import decode, roofline
+from planner.costs import roofline
+from planner.costs.decoding import decode
 from planner.counting import count
 from planner.ir import plan as plan_lib
 from sharding import rules

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from planner.costs import memory
+from planner.costs.mesh import memory
 from planner.ir import flow as flow_lib
 from planner.ir import graph as graph_lib
 from planner.ir import plan

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from planner.costs import completions
+from planner.costs.decoding import completions
 from stages.language import language_model, partial_rollout, sample
 from stages.language.decoding import kv_cache, prefill
 from stages.models import huggingface, transformer

@@ -13,7 +13,7 @@ import math
 import re
 
 from planner import cluster as cluster_lib
-from planner.costs import layout as layout_lib
+from planner.costs.mesh import layout as layout_lib
 from planner.costs.work import Work
 from planner.ir import graph
 from planner.ir import plan as plan_lib

@@ -6,7 +6,7 @@ communication is compared with these numbers.
 
 from typing import NamedTuple
 
-from planner.costs import collectives, memory
+from planner.costs.mesh import collectives, memory
 from planner.costs.work import StageWork
 from planner.ir import graph
 from planner.ir import plan as plan_lib

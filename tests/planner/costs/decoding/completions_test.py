@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from planner.costs import completions
+from planner.costs.decoding import completions
 
 
 def step(batch, context):

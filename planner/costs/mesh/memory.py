@@ -4,8 +4,9 @@ from collections.abc import Mapping
 import functools
 import itertools
 
-from planner.costs import collectives, work
+from planner.costs import work
 from planner.costs.measured import Estimate
+from planner.costs.mesh import collectives
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import lifetimes, program

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.costs import collectives, completions
+from planner.costs.decoding import completions
 from planner.costs.measured import Estimate, Tag
+from planner.costs.mesh import collectives
 from planner.costs.work import NONE, StageWork, Work
 from planner.ir import plan as plan_lib
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from planner.costs import completions, decode, roofline
+from planner.costs import roofline
+from planner.costs.decoding import completions, decode
 from planner.costs.work import StageWork, Work
 from planner.ir import plan as plan_lib
 from planner.lower import cut

@@ -1,0 +1,1 @@
+"""Models the time of decoding, whose rows end one by one."""

@@ -1,0 +1,1 @@
+"""Models a call on the devices of a mesh: layout, communication, memory."""
