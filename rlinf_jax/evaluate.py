@@ -14,13 +14,15 @@ import numpy as np
 
 from rlinf_jax import config
 from rlinf_jax.planning import autoplan
-from rlinf_jax.report import evaluation_table, report, video
-from rlinf_jax.run import checkpoint, evaluation, run_lock, setup, writers
+from rlinf_jax.report import report, video
+from rlinf_jax.report.html import evaluation_table
+from rlinf_jax.run import evaluation, setup
 from rlinf_jax.run import flows as flows_lib
+from rlinf_jax.run.folder import checkpoint, run_lock, writers
 from rlinf_jax.runtime import base as runtime_base
 from rlinf_jax.runtime.ray import launch
 from stages import base
-from stages.envs import video as env_video
+from stages.envs.rollouts import video as env_video
 
 PARTS = 'parts'  # Folder of finished batches' metrics; removed at the end.
 EVALUATED = 'evaluated.json'  # The run, step and seed of an evaluation.

@@ -18,7 +18,8 @@ from absl import app, flags, logging
 
 from planner import cluster
 from rlinf_jax import config, gin_flags, train
-from rlinf_jax.run import allocator, checkpoint, run_lock
+from rlinf_jax.run import allocator
+from rlinf_jax.run.folder import checkpoint, run_lock
 from rlinf_jax.runtime import base
 from rlinf_jax.runtime.ray import launch
 

@@ -6,8 +6,9 @@ import pathlib
 from typing import Any
 
 from rlinf_jax import config
-from rlinf_jax.run import checkpoint, loop, result, run_lock, setup, supervise
 from rlinf_jax.run import flows as flows_lib
+from rlinf_jax.run import loop, setup, supervise
+from rlinf_jax.run.folder import checkpoint, result, run_lock
 from rlinf_jax.runtime.ray import launch
 from stages import base
 

@@ -14,8 +14,8 @@ from rlinf_jax.recipes import libero_script
 from rlinf_jax.report import video
 from stages import metrics
 from stages.envs import demonstrations
-from stages.envs import evaluate as evaluate_lib
-from stages.envs import video as video_lib
+from stages.envs.rollouts import evaluate as evaluate_lib
+from stages.envs.rollouts import video as video_lib
 
 
 def main(path: str):

@@ -17,7 +17,7 @@ from planner.ir import flow as flow_lib
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.simulation import evaluate_plan
-from rlinf_jax.report import timeline_svg
+from rlinf_jax.report.html import timeline_svg
 import stages
 from stages import workflows
 from stages.language import language_model

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from rlinf_jax.run import writers
+from rlinf_jax.run.folder import writers
 
 STEPS = 20
 OF_TIME = 'time/', 'throughput/', 'utilization/'

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from stages import base
-from stages.envs import demonstrations, push, replay, rollout
+from stages.envs import demonstrations, push, replay
+from stages.envs.rollouts import rollout
 
 
 def record(env: base.Env, episodes: int):

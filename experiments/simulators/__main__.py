@@ -23,7 +23,7 @@ from rlinf_jax.envs import maniskill
 from rlinf_jax.runtime import local
 from rlinf_jax.runtime import timeline as timeline_lib
 import stages
-from stages.envs import obs_stats, rollout
+from stages.envs.rollouts import obs_stats, rollout
 from stages.models import gaussian_policy
 
 TASK = flags.DEFINE_string('task', 'PushCube-v1', 'A task of ManiSkill.')

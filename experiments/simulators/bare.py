@@ -5,7 +5,7 @@ import os
 import time
 
 from rlinf_jax.envs import maniskill
-from rlinf_jax.envs import process as process_lib
+from rlinf_jax.envs.processes import process as process_lib
 
 
 class Bare:

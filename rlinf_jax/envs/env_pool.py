@@ -5,7 +5,8 @@ import functools
 import jax
 import numpy as np
 
-from rlinf_jax.envs import episode_log, pool, simulator
+from rlinf_jax.envs import simulator
+from rlinf_jax.envs.processes import episode_log, pool
 from stages import base
 
 # Settings of the pool; all others are the simulator's.

@@ -24,8 +24,8 @@ def env(name: str, num_envs: int, num_processes: int = 1, **settings):
     name: an id of Gymnasium's registry; 'module:id' imports the module first.
     num_envs: how many environments.
     num_processes: to spread them over.
-    **settings: those of `rlinf_jax.envs.pool.EnvPool` by their names there, all
-      others for `gymnasium.make`.
+    **settings: those of `rlinf_jax.envs.processes.pool.EnvPool` by
+      their names there, all others for `gymnasium.make`.
   """
   from rlinf_jax.envs import env_pool  # Not in a worker: it imports JAX.
 

@@ -32,8 +32,8 @@ def env(suite: str, num_envs: int, num_processes: int = 1, **settings):
     suite: such as 'libero_spatial'.
     num_envs: how many environments.
     num_processes: to spread them over.
-    **settings: those of `rlinf_jax.envs.pool.EnvPool` by their names there, all
-      others of `make`.
+    **settings: those of `rlinf_jax.envs.processes.pool.EnvPool` by
+      their names there, all others of `make`.
   """
   from rlinf_jax.envs import env_pool  # Not in a worker: it imports JAX.
 

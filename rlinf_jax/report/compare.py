@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from rlinf_jax.report import charted, charts, evaluation_table, page, summary
-from rlinf_jax.run import run_folder
+from rlinf_jax.report import summary
+from rlinf_jax.report.html import charts, curves, evaluation_table, page
+from rlinf_jax.run.folder import run_folder
 
 THIRD, WHOLE = 325, 1082  # Pixels inside of cards.
 EXAMPLES = 6  # Completions shown of those that only one of two runs got right.
@@ -160,7 +161,7 @@ def _curves(
     for x in summary.HEADLINES
     if x.metric.startswith('eval/')
   )
-  for title, note, metrics in (*headlines, *charted.CURVES):
+  for title, note, metrics in (*headlines, *curves.CURVES):
     for label, metric in metrics.items():
       series = {
         name: run.series[metric]

@@ -10,7 +10,7 @@ from typing import Any
 
 from planner.explain import formatting, report_text
 from planner.simulation import simulate
-from rlinf_jax.report import compiled_table, page, timeline_svg
+from rlinf_jax.report.html import compiled_table, page, timeline_svg
 
 WIDTH = 1082  # Pixels inside a card.
 PLACES_NOTE = 'busy time as a share of the step, and peak memory'

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlinf_jax.run import writers
+from rlinf_jax.run.folder import writers
 
 
 class Row(NamedTuple):

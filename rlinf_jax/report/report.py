@@ -17,17 +17,15 @@ import sys
 
 import numpy as np
 
-from rlinf_jax.report import (
-  charted,
+from rlinf_jax.report import compare, predicted, summary
+from rlinf_jax.report.html import (
   charts,
-  compare,
+  curves,
   evaluation_table,
   page,
-  predicted,
   samples_html,
-  summary,
 )
-from rlinf_jax.run import run_folder
+from rlinf_jax.run.folder import run_folder
 
 THROUGHPUT = {
   'throughput/tokens_per_second': 'tokens per second',
@@ -168,7 +166,7 @@ def _curve_cards(run: run_folder.Run) -> str:
   cards = []
   headline = summary.headline(run)
   shown = headline.metric if headline else ''
-  for title, note, names in charted.CURVES:
+  for title, note, names in curves.CURVES:
     series = {
       label: run.series[name]
       for label, name in names.items()

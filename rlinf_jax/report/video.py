@@ -56,7 +56,7 @@ def try_write(
 
 
 def write(file: pathlib.Path, frames: Mapping[str, np.ndarray]):
-  """Writes the frames of `stages.envs.video` as a GIF, if there are any."""
+  """Writes the frames of an evaluation as a GIF, if there are any."""
   if not (pictures := side_by_side(frames)):
     return
   file.parent.mkdir(parents=True, exist_ok=True)

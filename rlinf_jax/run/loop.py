@@ -11,12 +11,13 @@ import jax
 
 from rlinf_jax import config
 from rlinf_jax.planning import monitor as monitor_lib
-from rlinf_jax.run import checkpoint as checkpoint_lib
-from rlinf_jax.run import evaluation, interrupt, run_log
+from rlinf_jax.run import evaluation, interrupt
+from rlinf_jax.run.folder import checkpoint as checkpoint_lib
+from rlinf_jax.run.folder import run_log
 from rlinf_jax.runtime import base as runtime_base
 from rlinf_jax.runtime import timeline as timeline_lib
 from stages import base, metrics
-from stages.envs import video
+from stages.envs.rollouts import video
 
 # Metrics that count the work of a step → the same work per second.
 THROUGHPUT = {

@@ -12,9 +12,10 @@ from planner.explain import formatting
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import monitor as monitor_lib
 from rlinf_jax.report import trace
-from rlinf_jax.run import checkpoint as checkpoint_lib
-from rlinf_jax.run import console, flows, result, run_log, setup
+from rlinf_jax.run import console, flows, setup
 from rlinf_jax.run import loop as loop_lib
+from rlinf_jax.run.folder import checkpoint as checkpoint_lib
+from rlinf_jax.run.folder import result, run_log
 from rlinf_jax.runtime import base as runtime_base
 from rlinf_jax.runtime import programs
 from stages import base

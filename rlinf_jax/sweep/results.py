@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from rlinf_jax import config_errors
-from rlinf_jax.run import console, run_folder
+from rlinf_jax.run import console
+from rlinf_jax.run.folder import run_folder
 from rlinf_jax.sweep import grid
 
 

@@ -13,7 +13,8 @@ import numpy as np
 
 import stages
 from stages import base
-from stages.envs import episode_stats, rollout, seed_source
+from stages.envs import episode_stats, seed_source
+from stages.envs.rollouts import rollout
 from stages.models import gaussian_policy
 
 # `obs_O -> action_A`: a scripted policy for one environment, where −1 … 1 is

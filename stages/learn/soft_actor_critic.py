@@ -14,7 +14,8 @@ import optax
 
 import stages
 from stages import base, core, metrics, repeat
-from stages.envs import obs_stats, replay
+from stages.envs import replay
+from stages.envs.rollouts import obs_stats
 from stages.learn import train_step
 from stages.models import critics as critics_lib
 

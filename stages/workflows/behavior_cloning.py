@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from stages import base, metrics
-from stages.envs import embodied, obs_stats
+from stages.envs.rollouts import embodied, obs_stats
 from stages.learn import train_step
 
 

@@ -10,7 +10,8 @@ import optax
 
 import stages
 from stages import base, metrics
-from stages.envs import embodied, episode_stats, obs_stats, rollout
+from stages.envs import episode_stats
+from stages.envs.rollouts import embodied, obs_stats, rollout
 from stages.learn import advantages, losses, minibatches, train_step
 
 

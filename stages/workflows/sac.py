@@ -14,8 +14,9 @@ import optax
 
 import stages
 from stages import base, metrics
-from stages.envs import embodied, episode_stats, obs_stats, rollout
+from stages.envs import episode_stats
 from stages.envs import replay as replay_lib
+from stages.envs.rollouts import embodied, obs_stats, rollout
 from stages.learn import soft_actor_critic
 from stages.models import critics as critics_lib
 

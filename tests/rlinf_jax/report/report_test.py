@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 import fake_run
-from rlinf_jax.report import charts, report, samples_html
-from rlinf_jax.run import writers
+from rlinf_jax.report import report
+from rlinf_jax.report.html import charts, samples_html
+from rlinf_jax.run.folder import writers
 
 VOID = {'meta', 'link', 'br'}
 

@@ -18,7 +18,7 @@ from rlinf_jax.runtime import local
 import stages
 from stages import workflows
 from stages.envs import push
-from stages.envs import rollout as rollout_lib
+from stages.envs.rollouts import rollout as rollout_lib
 from stages.learn import optimizers
 from stages.models import cnn, gaussian_policy
 from tests.rlinf_jax.runtime import random_plans_test

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from planner.ir import plan as plan_lib
-from rlinf_jax.run import checkpoint, flows
+from rlinf_jax.run import flows
+from rlinf_jax.run.folder import checkpoint
 import stages
 from stages import base, workflows
 from stages.language import language_model, partial_rollout

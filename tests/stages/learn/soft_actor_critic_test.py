@@ -8,7 +8,8 @@ import pytest
 import jax_envs
 from jax_envs import HIGH, LOW
 from stages import core
-from stages.envs import obs_stats, replay
+from stages.envs import replay
+from stages.envs.rollouts import obs_stats
 from stages.learn import soft_actor_critic, train_step
 from stages.models import critics as critics_lib
 from stages.models import gaussian_policy

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stages.envs import obs_stats, push
+from stages.envs import push
+from stages.envs.rollouts import obs_stats
 from stages.models import cnn, gaussian_policy
 
 CONFIG = cnn.Config(

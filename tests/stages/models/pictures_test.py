@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from stages import base, workflows
-from stages.envs import demonstrations, obs_stats, push
+from stages.envs import demonstrations, push
+from stages.envs.rollouts import obs_stats
 from stages.learn import optimizers
 from stages.models import cnn, critics, gaussian_policy, policy_file
 

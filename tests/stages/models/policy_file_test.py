@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from stages.envs import obs_stats, push
+from stages.envs import push
+from stages.envs.rollouts import obs_stats
 from stages.models import gaussian_policy, policy_file
 
 

@@ -11,8 +11,9 @@ import pytest
 import jax_envs
 import stages
 from stages import base, workflows
-from stages.envs import episode_stats, push, rollout
-from stages.envs import rollout as rollout_lib
+from stages.envs import episode_stats, push
+from stages.envs.rollouts import rollout
+from stages.envs.rollouts import rollout as rollout_lib
 from stages.learn import advantages, optimizers
 from stages.models import gaussian_policy, policy_file
 from stages.workflows.embodied_grpo import describe, group_advantage

@@ -12,7 +12,8 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
 from stages import base, metrics, workflows
-from stages.envs import action_chunks, episode_stats, obs_stats, push, reach
+from stages.envs import action_chunks, episode_stats, push, reach
+from stages.envs.rollouts import obs_stats
 from stages.learn import optimizers, train_step
 from stages.models import gaussian_policy
 from stages.workflows.ppo import compute_advantages, objective

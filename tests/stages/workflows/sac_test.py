@@ -10,7 +10,7 @@ import pytest
 import jax_envs
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.run import checkpoint
+from rlinf_jax.run.folder import checkpoint
 from rlinf_jax.runtime import local
 from stages import base, metrics, workflows
 from stages.envs import push, reach, replay

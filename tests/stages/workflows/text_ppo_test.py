@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from rlinf_jax.run import checkpoint
+from rlinf_jax.run.folder import checkpoint
 from stages import base, workflows
 from stages.language import value_model
 from stages.learn import advantages, losses, optimizers

@@ -10,15 +10,9 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
 from stages import metrics
-from stages.envs import (
-  action_chunks,
-  demonstrations,
-  drawing,
-  push,
-  reach,
-  video,
-)
-from stages.envs import evaluate as evaluate_lib
+from stages.envs import action_chunks, demonstrations, drawing, push, reach
+from stages.envs.rollouts import evaluate as evaluate_lib
+from stages.envs.rollouts import video
 from stages.models import gaussian_policy
 
 SEEDS = np.array([9, 3, 7, 5, 1, 4], np.int32)

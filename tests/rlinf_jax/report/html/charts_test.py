@@ -1,6 +1,6 @@
 import numpy as np
 
-from rlinf_jax.report import charts
+from rlinf_jax.report.html import charts
 
 RNG = np.random.default_rng(0)
 

@@ -1,8 +1,8 @@
 """A worker process, which holds some environments and serves requests.
 
-`rlinf_jax.envs.process` starts it and sends it pickled requests. It is a
-program of its own rather than a `multiprocessing` child, which would run the
-caller's main module again, JAX and all, before building an environment.
+`process` starts it and sends it pickled requests. It is a program of its own
+rather than a `multiprocessing` child, which would run the caller's main module
+again, JAX and all, before building an environment.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlinf_jax.envs import shared_memory as shared_memory_lib
 from rlinf_jax.envs import simulator
+from rlinf_jax.envs.processes import shared_memory as shared_memory_lib
 
 # Errors of foreign code, which may even call `exit`.
 FOREIGN_ERRORS = Exception, SystemExit

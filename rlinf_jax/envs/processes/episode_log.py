@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf_jax.envs import shared_memory as shared_memory_lib
 from rlinf_jax.envs import simulator
+from rlinf_jax.envs.processes import shared_memory as shared_memory_lib
 
 LONGEST = 10_000  # Calls of an episode that are kept at most.
 NEVER = -1  # As `first_call`: the episode cannot be restored.

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from rlinf_jax.run import writers
+from rlinf_jax.run.folder import writers
 
 
 def write_steps(path, steps, resume_step=None):

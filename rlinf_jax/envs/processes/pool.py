@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlinf_jax.envs import episode_log, process_group, simulator, worker
+from rlinf_jax.envs import simulator
+from rlinf_jax.envs.processes import episode_log, process_group, worker
 from rlinf_jax.run import notices
 from stages import base
 

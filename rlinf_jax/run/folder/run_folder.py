@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf_jax.run import writers
+from rlinf_jax.run.folder import writers
 
 # Names for seconds that belong to no stage.
 NO_STAGE = ('between stages', 'outside steps')

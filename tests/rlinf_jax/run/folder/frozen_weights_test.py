@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlinf_jax.run import checkpoint, frozen_weights
+from rlinf_jax.run.folder import checkpoint, frozen_weights
 from stages import base
 from stages.workflows.distillation import State
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rlinf_jax.envs import shared_memory as shared_memory_lib
-from rlinf_jax.envs import worker
+from rlinf_jax.envs.processes import shared_memory as shared_memory_lib
+from rlinf_jax.envs.processes import worker
 
 
 class Recorder:

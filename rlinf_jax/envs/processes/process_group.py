@@ -6,8 +6,9 @@ import weakref
 
 import numpy as np
 
-from rlinf_jax.envs import episode_log, process, recorder, simulator, worker
-from rlinf_jax.envs import shared_memory as shared_memory_lib
+from rlinf_jax.envs import simulator
+from rlinf_jax.envs.processes import episode_log, process, recorder, worker
+from rlinf_jax.envs.processes import shared_memory as shared_memory_lib
 
 
 class ProcessGroup:

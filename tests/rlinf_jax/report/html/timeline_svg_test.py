@@ -3,7 +3,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rlinf_jax.report import timeline_svg
+from rlinf_jax.report.html import timeline_svg
 
 
 def span(place, stage, start, end, what='run', step=0):

@@ -18,8 +18,9 @@ import sys
 import tempfile
 from typing import Any, NamedTuple
 
-from rlinf_jax.envs import shared_memory as shared_memory_lib
-from rlinf_jax.envs import simulator, worker
+from rlinf_jax.envs import simulator
+from rlinf_jax.envs.processes import shared_memory as shared_memory_lib
+from rlinf_jax.envs.processes import worker
 
 BUILD_TIMEOUT = 300.0  # Seconds to build an environment.
 CLOSE_TIMEOUT = 2.0  # Seconds to close environments.

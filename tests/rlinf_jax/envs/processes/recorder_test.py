@@ -8,8 +8,8 @@ import pytest
 import env_toys
 from rlinf_jax.envs import env_pool, gymnasium
 from stages import metrics
-from stages.envs import evaluate as evaluate_lib
-from stages.envs import video
+from stages.envs.rollouts import evaluate as evaluate_lib
+from stages.envs.rollouts import video
 from stages.models import gaussian_policy
 
 TOY = 'env_toys:toys/Drawn-v0'

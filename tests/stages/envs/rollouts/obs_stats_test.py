@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stages import metrics
-from stages.envs import obs_stats
+from stages.envs.rollouts import obs_stats
 
 LIKE = {'a': jax.ShapeDtypeStruct((3,), jnp.float32)}
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rlinf_jax.run import frozen_weights
+from rlinf_jax.run.folder import frozen_weights
 
 
 class CheckpointError(RuntimeError):

@@ -16,7 +16,7 @@ import numpy as np
 
 import stages
 from stages import base, core
-from stages.envs import obs_stats
+from stages.envs.rollouts import obs_stats
 
 
 class Saved(NamedTuple):

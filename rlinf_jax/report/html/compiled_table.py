@@ -5,7 +5,7 @@ import html
 from typing import Any
 
 from planner.explain import formatting
-from rlinf_jax.report import page
+from rlinf_jax.report.html import page
 
 
 def section(data: Mapping[str, Any]) -> str:

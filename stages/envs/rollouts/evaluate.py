@@ -9,7 +9,8 @@ from typing import Any
 
 import stages
 from stages import base
-from stages.envs import episode_stats, obs_stats, rollout, video
+from stages.envs import episode_stats
+from stages.envs.rollouts import obs_stats, rollout, video
 
 
 def init(policy: base.Policy, env: base.Env, normalize_obs: bool, key):

@@ -11,7 +11,7 @@ import string
 
 def render(template: str, **parts: str) -> str:
   """Fills in a template of this package; the shared style is added."""
-  folder = importlib.resources.files('rlinf_jax.report')
+  folder = importlib.resources.files('rlinf_jax.report.html')
   style = (folder / 'page.css').read_text(encoding='utf-8')
   text = (folder / template).read_text(encoding='utf-8')
   return string.Template(text).substitute(style=style, **parts)

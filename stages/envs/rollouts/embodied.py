@@ -9,7 +9,8 @@ import optax
 
 import stages
 from stages import base
-from stages.envs import episode_stats, evaluate, obs_stats, rollout
+from stages.envs import episode_stats
+from stages.envs.rollouts import evaluate, obs_stats, rollout
 from stages.learn import train_step
 from stages.models import policy_file
 

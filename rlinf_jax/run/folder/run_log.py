@@ -9,7 +9,8 @@ import numpy as np
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import autoplan
 from rlinf_jax.report import video
-from rlinf_jax.run import console, writers
+from rlinf_jax.run import console
+from rlinf_jax.run.folder import writers
 from rlinf_jax.runtime import timeline
 from stages import base
 
@@ -85,7 +86,7 @@ class RunLog:
     )
 
   def write_video(self, step: int, frames: dict[str, np.ndarray] | None):
-    """Writes a video of the frames of `stages.envs.video`, if there are any."""
+    """Writes the frames of an evaluation as a video, if there are any."""
     if frames:
       video.try_write(self._folder, step, frames, self.print)
 

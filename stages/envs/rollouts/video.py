@@ -15,7 +15,7 @@ import numpy as np
 
 import stages
 from stages import base, metrics
-from stages.envs import rollout
+from stages.envs.rollouts import rollout
 
 EPISODES = 4  # The first of an evaluation.
 FRAMES = 30  # Of an episode at most, beside its first.

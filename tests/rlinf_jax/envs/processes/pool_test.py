@@ -15,11 +15,13 @@ import env_toys
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax import train
-from rlinf_jax.envs import env_pool, episode_log, gymnasium, simulator, worker
+from rlinf_jax.envs import env_pool, gymnasium, simulator
+from rlinf_jax.envs.processes import episode_log, worker
 from rlinf_jax.runtime import local
 import stages
 from stages import workflows
-from stages.envs import rollout, seed_source
+from stages.envs import seed_source
+from stages.envs.rollouts import rollout
 from stages.learn import optimizers as optimizers_lib
 from stages.models import gaussian_policy
 from tests.rlinf_jax.run import language_run_test

@@ -1,0 +1,1 @@
+"""Simulators in worker processes, stepped together and restored on failure."""

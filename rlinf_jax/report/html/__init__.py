@@ -1,0 +1,1 @@
+"""Parts of HTML pages: curves, timelines, tables and samples."""

@@ -1,0 +1,1 @@
+"""The files of a run: checkpoints, metrics, logs, results and their lock."""
