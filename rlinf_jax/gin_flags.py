@@ -91,9 +91,9 @@ def describe(files: Sequence[str]) -> str:
   Raises:
     FileNotFoundError: if there is no such recipe.
   """
-  title = recipe_files.read(files[-1]).partition('\n')[0].lstrip('# ')
+  title = f'{files[-1]}: {_opening(recipe_files.read(files[-1]))}'
   rows = [
-    f'{files[-1]}: {title}',
+    textwrap.fill(title, 80, break_long_words=False, break_on_hyphens=False),
     '',
     'Settings, each by --gin.NAME=value, with its value in the recipe:',
   ]
@@ -104,6 +104,16 @@ def describe(files: Sequence[str]) -> str:
     if macro.comment:
       rows.append(f'      {macro.comment}')
   return '\n'.join(rows)
+
+
+def _opening(text: str) -> str:
+  """The first paragraph of the comment that opens a recipe, on one line."""
+  words = []
+  for line in text.splitlines():
+    if not line.startswith('#') or not line.lstrip('# '):
+      break
+    words.append(line.lstrip('# '))
+  return ' '.join(words)
 
 
 def macros(files: Sequence[str]) -> list[Macro]:

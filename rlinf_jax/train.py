@@ -75,36 +75,31 @@ def train(
   """
   folder = pathlib.Path(workdir)
   with run_lock.hold(folder):
-    finished = result.read_finished(
+    if finished := result.read_finished(
       folder,
       steps=steps,
       stop_at_score=stop_at_score,
       score=workflow.score,
       resume=resume,
-    )
-    if finished:
+    ):
       return finished
     if ray_address:
       launch.connect(ray_address)
     flows = flows_lib.trace_flows(workflow, source, seed)
-    make_runtime = functools.partial(
-      setup.make_runtime,
-      flows=flows,
-      train=train,
-      folder=folder,
+    make_runtime = _runtime_maker(
+      workflow,
+      flows,
+      folder,
       use_ray=bool(ray_address),
       receive_timeout=receive_timeout,
       network_interface=network_interface,
-      retrace=functools.partial(flows_lib.trace_step, workflow),
     )
     if ray_address and plan == flows_lib.AUTO:
       launch.check_measurable()
     given_plan = flows_lib.read_plan(plan, flows)
     runtime = make_runtime(given_plan) if given_plan else None
     config.refuse_unused()
-    _start_folder(folder)
-    if pretrain:
-      pretrain(seed=seed)
+    _start_folder(folder, pretrain, seed)
     checkpoints = checkpoint.Checkpoints(
       folder / 'checkpoints', keep_checkpoints
     )
@@ -117,30 +112,44 @@ def train(
       make_runtime=make_runtime,
       earlier_plan=flows_lib.read_earlier_plan(folder, flows),
     )
-    return supervise.run_to_end(
-      supervise.Run(
-        workflow=workflow,
-        source=source,
-        seed=seed,
-        folder=folder,
-        schedule=loop.Schedule(
-          steps=steps,
-          evaluate_every=evaluate_every,
-          checkpoint_every=checkpoint_every,
-          stop_at_score=stop_at_score,
-          video_every_evals=video_every_evals,
-        ),
-        checkpoints=checkpoints,
-        runtime=runtime,
-        monitor=monitor,
-        resume=resume,
-        wandb_project=wandb_project,
-        export=export,
-      )
+    schedule = loop.Schedule(
+      steps=steps,
+      evaluate_every=evaluate_every,
+      checkpoint_every=checkpoint_every,
+      stop_at_score=stop_at_score,
+      video_every_evals=video_every_evals,
     )
+    run = supervise.Run(
+      workflow=workflow,
+      source=source,
+      seed=seed,
+      folder=folder,
+      schedule=schedule,
+      checkpoints=checkpoints,
+      runtime=runtime,
+      monitor=monitor,
+      resume=resume,
+      wandb_project=wandb_project,
+      export=export,
+    )
+    return supervise.run_to_end(run)
 
 
-def _start_folder(folder: pathlib.Path):
-  """Makes the run folder, with the recipe in it."""
+def _runtime_maker(workflow: base.Workflow, flows, folder, **settings):
+  """Returns `plan -> runtime`; `settings` are those of `make_runtime`."""
+  return functools.partial(
+    setup.make_runtime,
+    flows=flows,
+    train=train,
+    folder=folder,
+    retrace=functools.partial(flows_lib.trace_step, workflow),
+    **settings,
+  )
+
+
+def _start_folder(folder: pathlib.Path, pretrain: Callable | None, seed: int):
+  """Makes the run folder, with the recipe in it, and pretrains if asked to."""
   folder.mkdir(parents=True, exist_ok=True)
   config.save(folder / 'config.gin')
+  if pretrain:
+    pretrain(seed=seed)

@@ -97,12 +97,12 @@ def questions(
   sets = {name: load(path) for name, path in _held_out_files(held_out).items()}
   num_rows = [len(rows) for rows, _ in sets.values()]
   batches = _held_out_rows(num_rows, held_out_rows, held_out_batch)
-  held = _joined(list(sets.values()))
+  encoded = _joined(list(sets.values()))
   return base.Source(
     mixtures.init(len(parts)),
     _next(_joined(parts), _mixture(train, parts), batch_size, lengths),
     lambda: [
-      held.batch(rows, prompt_length)._replace(weight=weight)
+      encoded.batch(rows, prompt_length)._replace(weight=weight)
       for _, rows, weight in batches
     ],
     lambda *rows: tokens.decode(tokenizer, *rows),

@@ -189,7 +189,7 @@ def _source(
   num_rows = [len(part.prompt) for part in parts]
   mixture = mixtures.Mixture(num_rows, mixtures.shares(train, num_rows))
   training = _joined(parts)
-  held = _joined([load(p) for p in mixtures.paths(held_out, 'held_out')])
+  evaluation = _joined([load(p) for p in mixtures.paths(held_out, 'held_out')])
 
   def advance(state, metrics):
     del metrics  # There is no curriculum.
@@ -201,10 +201,10 @@ def _source(
     return state, training.batch(rows, *lengths)
 
   def held_batches():
-    rows = np.arange(len(held.prompt))[:held_out_rows]
+    rows = np.arange(len(evaluation.prompt))[:held_out_rows]
     n = min(held_out_batch, len(rows))
     starts = range(0, len(rows), n)
-    return [_filled(held, rows[i : i + n], n, *lengths) for i in starts]
+    return [_filled(evaluation, rows[i : i + n], n, *lengths) for i in starts]
 
   return base.Source(
     mixtures.init(len(num_rows)),
@@ -237,10 +237,14 @@ def _joined(parts: Sequence[completions.Encoded]) -> completions.Encoded:
   )
 
 
-def _filled(held: completions.Encoded, rows, n: int, *lengths) -> base.Example:
+def _filled(
+  encoded: completions.Encoded, rows, n: int, *lengths
+) -> base.Example:
   """A batch of `n` rows, filled up with rows without completion tokens."""
   missing = n - len(rows)
-  batch = held.batch(np.concatenate([rows, rows[:1].repeat(missing)]), *lengths)
+  batch = encoded.batch(
+    np.concatenate([rows, rows[:1].repeat(missing)]), *lengths
+  )
   each = len(batch.mask) // n
   batch.mask[(n - missing) * each :] = 0.0
   return batch

@@ -312,11 +312,11 @@ class Bench:
   def _step(self, flow, node, rows):
     """Calls a node that uses up a token, and keeps the returned token."""
     call = self.places[0].compile(flow, node, passed=())  # As in a program.
-    made = call(*(self._first(v, node, rows) for v in node.reads))
+    outputs = call(*(self._first(v, node, rows) for v in node.reads))
     for v, i in successors(flow, node).items():
-      rest = self.memory[v][len(made[i]) :]
-      self.memory[v] = jnp.concatenate([made[i], rest])
-    return made
+      rest = self.memory[v][len(outputs[i]) :]
+      self.memory[v] = jnp.concatenate([outputs[i], rest])
+    return outputs
 
   def _first(self, v, node, rows):
     x = self.memory[v]
@@ -329,7 +329,7 @@ class Bench:
     rows = max(sizes(there, node.stage.group_size, most)) if there else 0
     flow = resized(self.flow, node, rows) if rows else self.flow
     call = self.places[0].compile(flow, node)
-    made = call(*(self._first(v, node, rows) for v in node.reads))
+    outputs = call(*(self._first(v, node, rows) for v in node.reads))
     if rows < there and node.stage.grain == 'row':
-      made = [jnp.concatenate([x] * (there // rows)) for x in made]
-    self.memory.update(zip(node.writes, made, strict=True))
+      outputs = [jnp.concatenate([x] * (there // rows)) for x in outputs]
+    self.memory.update(zip(node.writes, outputs, strict=True))

@@ -80,11 +80,11 @@ def collect(
   reset = rollout.reset(env)
   act = rollout.rollout(policy, env, env.horizon)
   kept, succeeded = [], 0
-  for begin in range(0, num_episodes, num_envs):
-    end = min(begin + num_envs, num_episodes)
-    seed_B = np.arange(begin, end, dtype=np.int32)
+  for start in range(0, num_episodes, num_envs):
+    end = min(start + num_envs, num_episodes)
+    seed_B = np.arange(start, end, dtype=np.int32)
     state, obs = reset(seed_B)
-    keys = stages.keys(jax.random.key(begin), seed_B)
+    keys = stages.keys(jax.random.key(start), seed_B)
     *_, x, timestep = act((), (), state, obs, keys)
     success_B = episode_stats.first_episode(timestep).success_once
     mask_BT = episode_stats.in_first_episode(timestep) * success_B[:, None]

@@ -41,7 +41,7 @@ def estimator(
   """
 
   @stages.stage('group_advantage', group_size=group_size)
-  def compare(reward_B, mask_BT, *logps):
+  def group_advantage(reward_B, mask_BT, *logps):
     if kl_coef:
       logp_BT, ref_logp_BT = logps
       kl_BT = jnp.where(mask_BT > 0, losses.kl_k1(logp_BT, ref_logp_BT), 0.0)
@@ -62,7 +62,7 @@ def estimator(
   def estimate(x: base.Experience, reward_B, ref_logp_BT):
     logp_BT = x.logp if x.proximal is None else x.proximal
     logps = (logp_BT, ref_logp_BT) if kl_coef else ()
-    advantage_BT = compare(reward_B, x.mask, *logps)
+    advantage_BT = group_advantage(reward_B, x.mask, *logps)
     if not normalize:
       return advantage_BT
     truncated = (x.truncated,) if mask_truncated else ()
@@ -102,10 +102,10 @@ def above_greedy(
     lambda reward_B, greedy_B: reward_B - greedy_B, 'above_greedy'
   )
 
-  def compare(reward_B, actor: base.Version, problem, key, params=()):
+  def subtract_greedy(reward_B, actor: base.Version, problem, key, params=()):
     keys = stages.keys(key, problem.prompt)  # Greedy decoding draws nothing.
     x = complete(actor, problem.prompt, keys)
     verdict = verifiers.judge(verify, params, problem.answer, x)
     return subtract(reward_B, repeat(verdict.reward))
 
-  return compare
+  return subtract_greedy

@@ -59,53 +59,30 @@ def policy(
     )
   model = transformer.Transformer(config)
 
-  settings = {'stop': stop, 'sampling': sampling}
-  act = functools.partial(
-    generate.generate, model, length=response_length, **settings
+  act, resume, engine = _decoders(
+    model, response_length, slots, stop=stop, sampling=sampling
   )
-  resume = functools.partial(generate.resume, model, **settings)
-  engine = None
-  if slots is not None:
-    engine, resume = core.slots_cost(act, slots), None
-    act = functools.partial(
-      continuous.generate,
-      model,
-      slots=slots,
-      length=response_length,
-      **settings,
-    )
-
-  def score_states(params, x_BTD, action_BT):
-    score = functools.partial(_score, config, sampling)
-    chunk = _chunk_length(action_BT.shape, config.V, max_live_logits)
-    scored = row_map.map_rows(
-      functools.partial(_in_chunks, score, chunk),
-      {name: params[name] for name in transformer.output_names(config)},
-      x_BTD,
-      action_BT,
-      dtype=config.dtype,
-    )
-    if base.CRITIC not in params:
-      return scored
-    return scored._replace(value=value_model.head_values(config, params, x_BTD))
+  score_states = functools.partial(
+    _score_states, config, sampling, max_live_logits
+  )
 
   def score_packed(params, rows: packing.PackedRows):
     x_MSD = model.apply({'params': params}, *rows[:3], method='packed_states')
     return score_states(params, x_MSD, rows.action)
 
   def evaluate(params, prompt, action_BT, *, group_size=1, mask=None):
-    if packed_tokens is not None and mask is None:
+    if packed_tokens is None:
+      x_BTD = value_model.completion_states(
+        model, params, prompt, action_BT, group_size
+      )
+      return score_states(params, x_BTD, action_BT)
+    if mask is None:
       raise ValueError(
         f'The policy packs completions (packed_tokens={packed_tokens}), and no '
         'mask says which of their tokens are scored: call '
         'policy_stages.score, which gives it one, or set packed_tokens '
         '(PACKED in gin) to None.'
       )
-    if packed_tokens is None:
-      x_BTD = value_model.completion_states(
-        model, params, prompt, action_BT, group_size
-      )
-      return score_states(params, x_BTD, action_BT)
     return packing.evaluate(
       score_packed,
       params,
@@ -133,6 +110,38 @@ def policy(
     ),
     packed_tokens=packed_tokens,
   )
+
+
+def _decoders(
+  model: transformer.Transformer, length: int, slots: int | None, **settings
+) -> tuple[Callable, Callable | None, core.EngineCost | None]:
+  """Returns the policy's `act`, `resume` and `engine`; see `policy`."""
+  act = functools.partial(generate.generate, model, length=length, **settings)
+  if slots is None:
+    return act, functools.partial(generate.resume, model, **settings), None
+  engine = core.slots_cost(act, slots)
+  act = functools.partial(
+    continuous.generate, model, slots=slots, length=length, **settings
+  )
+  return act, None, engine
+
+
+def _score_states(
+  config, sampling, max_live_logits: int, params, x_BTD, action_BT
+) -> base.Evaluation:
+  """Scores actions by the states before them; with values for a critic."""
+  score = functools.partial(_score, config, sampling)
+  chunk = _chunk_length(action_BT.shape, config.V, max_live_logits)
+  scored = row_map.map_rows(
+    functools.partial(_in_chunks, score, chunk),
+    {name: params[name] for name in transformer.output_names(config)},
+    x_BTD,
+    action_BT,
+    dtype=config.dtype,
+  )
+  if base.CRITIC not in params:
+    return scored
+  return scored._replace(value=value_model.head_values(config, params, x_BTD))
 
 
 def _score(config, sampling, params, x_BTD, action_BT) -> base.Evaluation:

@@ -21,9 +21,9 @@ from stages.language import policy_stages
 
 
 class Rollout(NamedTuple):
-  """Unfinished groups in a fixed number of slots, the oldest first.
+  """Unfinished groups, a fixed number of them, the oldest first.
 
-  A slot is empty before the first step: `alive` is 0 and no token is drawn.
+  A group is empty before the first step: `alive` is 0 and no token is drawn.
 
   Attributes:
     problem: the problems that the rows answer.
@@ -127,9 +127,9 @@ def act(
 def allocate(
   policy: base.Policy, problem: base.Problem, group_size: int, extra_groups: int
 ) -> Rollout:
-  """Empty slots for `extra_groups` groups.
+  """`extra_groups` empty groups.
 
-  Empty slots count as finished, so the first step of a run learns from
+  Empty groups count as finished, so the first step of a run learns from
   `extra_groups` fewer groups. Every later step learns from as many groups as
   its batch has.
   """
@@ -173,7 +173,7 @@ def append(rollout: Rollout, problem: base.Problem, key_B) -> Rollout:
     key=jax.random.key_data(key_B),
     completions=zeros.completions._replace(alive=jnp.ones(B, bool)),
   )
-  # Empty slots get a real prompt: a policy may return NaN for one that is all
+  # Empty groups get a real prompt: a policy may return NaN for one that is all
   # padding. Rows that an engine has queued but not started are alive, not
   # empty.
   old = rollout.completions
@@ -207,19 +207,19 @@ def continue_(
     unfinished groups for the next step.
   """
   carried = rollout.age.shape[0]
-  slots = append(rollout, problem, key_B)
+  groups = append(rollout, problem, key_B)
   completions = policy.resume(
     actor.params,
-    slots.problem.prompt,
-    jax.random.wrap_key_data(slots.key, impl=jax.random.key_impl(key_B)),
-    slots.completions,
+    groups.problem.prompt,
+    jax.random.wrap_key_data(groups.key, impl=jax.random.key_impl(key_B)),
+    groups.completions,
     group_size=group_size,
     num_started=carried,
     should_continue=_should_continue(
-      slots.age, group_size, max_carry, carried // group_size
+      groups.age, group_size, max_carry, carried // group_size
     ),
   )
-  return emit(group_size, carried // group_size, actor, slots, completions)
+  return emit(group_size, carried // group_size, actor, groups, completions)
 
 
 def _should_continue(
@@ -240,16 +240,16 @@ def _host_generate(
 ) -> Callable:
   """Does what `continue_` does, with an engine outside JAX."""
 
-  def run(actor: base.Version, slots: Rollout):
+  def run(actor: base.Version, groups: Rollout):
     return policy.resume(
       actor.params,
-      slots.problem.prompt,
-      slots.key,
-      slots.completions,
+      groups.problem.prompt,
+      groups.key,
+      groups.completions,
       group_size=group_size,
       num_started=extra_groups * group_size,
       should_continue=_should_continue(
-        slots.age, group_size, max_carry, extra_groups
+        groups.age, group_size, max_carry, extra_groups
       ),
     )
 
@@ -260,7 +260,7 @@ def _host_generate(
     'batch',
     unbatched=(0,),
     host=True,
-    out_shapes=lambda actor, slots: slots.completions,
+    out_shapes=lambda actor, groups: groups.completions,
     asynchronous=True,
   )
   emit_stage = stages.Stage(
@@ -268,8 +268,8 @@ def _host_generate(
   )
 
   def run_stages(actor, rollout, problem, key_B):
-    slots = append_stage(rollout, problem, key_B)
-    return emit_stage(actor, slots, generate(actor, slots))
+    groups = append_stage(rollout, problem, key_B)
+    return emit_stage(actor, groups, generate(actor, groups))
 
   return run_stages
 
@@ -278,7 +278,7 @@ def emit(
   group_size: int,
   extra_groups: int,
   actor: base.Version,
-  slots: Rollout,
+  groups: Rollout,
   completions: base.Completions,
 ) -> tuple[base.Problem, base.Experience, Rollout]:
   """Separates finished groups from the `extra_groups` that are carried.
@@ -287,24 +287,24 @@ def emit(
     group_size: adjacent rows that share a prompt.
     extra_groups: number of groups to carry.
     actor: the parameters that drew the new tokens.
-    slots: all groups, as they were before.
-    completions: the completions of `slots`, as they are now.
+    groups: all groups, as they were before.
+    completions: the completions of `groups`, as they are now.
 
   Returns:
     As `continue_`.
   """
-  n = slots.age.shape[0] // group_size - extra_groups
-  old_mask_BT = slots.completions.mask
-  slots = slots._replace(
+  n = groups.age.shape[0] // group_size - extra_groups
+  old_mask_BT = groups.completions.mask
+  groups = groups._replace(
     completions=completions,
-    version=jnp.where(old_mask_BT > 0, slots.version, actor.step),
-    age=slots.age + 1,
+    version=jnp.where(old_mask_BT > 0, groups.version, actor.step),
+    age=groups.age + 1,
   )
   # Rows that had finished before have drawn nothing since, so they rank first.
   drawn_B = (completions.mask - old_mask_BT).sum(1, dtype=jnp.int32)
   ended, left = split_finished(completions, group_size, n)
-  done = jax.tree.map(lambda x: x[ended], slots)
-  rest = jax.tree.map(lambda x: x[left], slots)
+  done = jax.tree.map(lambda x: x[ended], groups)
+  rest = jax.tree.map(lambda x: x[left], groups)
   x = base.Experience(
     obs=done.problem.prompt,
     action=done.completions.action,

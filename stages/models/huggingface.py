@@ -173,7 +173,7 @@ def policy(
     'stop': stop_tokens(checkpoint),
     'sampling': sampling,
   }
-  made = language_model.policy(
+  result = language_model.policy(
     config,
     **settings,
     init=init,
@@ -182,14 +182,14 @@ def policy(
     packed_tokens=packed_tokens,
   )
   if engine is not None:
-    made = engine(
-      made,
+    result = engine(
+      result,
       checkpoint=checkpoint,
       config=config,
       names=names(checkpoint),
       **settings,
     )
-  return lora_lib.wrap(made, lora, start) if lora else made
+  return lora_lib.wrap(result, lora, start) if lora else result
 
 
 def _adapter(config: transformer.Config, shapes, lora: lora_lib.Lora):

@@ -77,7 +77,7 @@ def _problem(tokenizer, pair, template, chat, prompt_length) -> base.Problem:
   return base.Problem(prompt, pair.sum(1).astype(np.int32))
 
 
-def _source(tokenizer, make, held) -> base.Source:
+def _source(tokenizer, make, held_out) -> base.Source:
   """A source whose batches depend on the seed and the batch number only."""
 
   def init(seed):
@@ -91,7 +91,7 @@ def _source(tokenizer, make, held) -> base.Source:
     return {**state, 'batch': batch}, make(rng)
 
   return base.Source(
-    init, advance, held, lambda *rows: tokens.decode(tokenizer, *rows)
+    init, advance, held_out, lambda *rows: tokens.decode(tokenizer, *rows)
   )
 
 
@@ -102,14 +102,14 @@ def _held_out(tokenizer, digits, rows, batch, template, chat, prompt_length):
       'held_out a multiple of held_out_batch.'
     )
 
-  def held():
+  def batches():
     pair = pairs(np.random.default_rng(2**20), rows, digits, True)
     return [
       _problem(tokenizer, part, template, chat, prompt_length)
       for part in np.split(pair, rows // batch)
     ]
 
-  return held
+  return batches
 
 
 def problems(
@@ -141,8 +141,8 @@ def problems(
   def make(rng):
     return _problem(tokenizer, pairs(rng, batch_size, digits, False), *shape)
 
-  held = _held_out(tokenizer, digits, held_out, held_out_batch, *shape)
-  return _source(tokenizer, make, held)
+  batches = _held_out(tokenizer, digits, held_out, held_out_batch, *shape)
+  return _source(tokenizer, make, batches)
 
 
 def examples(
@@ -177,8 +177,8 @@ def examples(
       prompt, *tokens.encode_completions(tokenizer, answers, response_length)
     )
 
-  held = _held_out(tokenizer, digits, held_out, held_out_batch, *shape)
-  return _source(tokenizer, make, held)
+  batches = _held_out(tokenizer, digits, held_out, held_out_batch, *shape)
+  return _source(tokenizer, make, batches)
 
 
 def corpus(num_problems: int = 1000) -> list[str]:

@@ -26,13 +26,13 @@ class State(NamedTuple):
   actor: base.TrainState
 
 
-class Slots(NamedTuple):
-  """The batch that a step learns from, while sampling fills it.
+class Accepted(NamedTuple):
+  """The groups accepted so far, with room for those of one round.
 
   Attributes:
-    x: experience, in groups; `mask` is 0 in empty slots.
+    x: experience, in groups; `mask` is 0 where none is accepted yet.
     verdict: its rewards.
-    filled: number of filled groups.
+    filled: number of accepted groups.
     round: rounds of sampling so far.
     accuracy: mean accuracy of all samples, accepted or not.
   """
@@ -102,12 +102,7 @@ def dapo(
     functools.partial(_accept, group_size), 'accept', 'batch'
   )
   with_proximal = policy_stages.proximal_logp(policy, group_size)
-  updates_per_step = num_minibatches * num_epochs
-  measure = stages.Stage(
-    functools.partial(_describe, group_size, updates_per_step),
-    'measure',
-    'batch',
-  )
+  measure = _measure(group_size, num_minibatches * num_epochs)
   padding = rollout_metrics.packed_padding(policy, group_size)
   minibatch = minibatches.minibatches(
     'shuffled', num_minibatches, num_epochs, group_size
@@ -122,18 +117,18 @@ def dapo(
   learn = train_step.learner(loss, optimizer, group_size=group_size)
   evaluate_actor = evaluator(policy, verify)
 
-  empty_slots = stages.Stage(
-    functools.partial(_empty_slots, prompts_of, generate, verify),
-    'empty_slots',
+  none_accepted = stages.Stage(
+    functools.partial(_none_accepted, prompts_of, generate, verify),
+    'none_accepted',
     'batch',
   )
-  compare = _group_advantage(group_size, overlong_buffer)
+  group_advantage = _group_advantage(group_size, overlong_buffer)
 
-  def sample(slots: Slots, actor: base.Version, problem, key):
+  def sample(accepted: Accepted, actor: base.Version, problem, key):
     """Samples one round."""
-    prompts, key_B = take_prompts(problem, key, slots.round)
+    prompts, key_B = take_prompts(problem, key, accepted.round)
     x = generate(actor, prompts.prompt, key_B)
-    return accept(slots, x, verify(prompts.answer, x.action, x.mask))
+    return accept(accepted, x, verify(prompts.answer, x.action, x.mask))
 
   fill = repeat.Repeat(sample, 'fill', max_rounds, expected_rounds)
 
@@ -143,11 +138,11 @@ def dapo(
   def step(state: State, problem: base.Problem, key):
     actor = state.actor
     now = train_step.version(actor)
-    empty = empty_slots(now, problem, key)
-    slots = fill(empty, now, problem, key)
-    x = with_proximal(now, slots.x)
-    rollout_info = measure(slots._replace(x=x), actor.step)
-    x = x._replace(advantage=compare(slots.verdict.reward, x.mask))
+    empty = none_accepted(now, problem, key)
+    accepted = fill(empty, now, problem, key)
+    x = with_proximal(now, accepted.x)
+    rollout_info = measure(accepted._replace(x=x), actor.step)
+    x = x._replace(advantage=group_advantage(accepted.verdict.reward, x.mask))
     batches = minibatch(key, empty.x.mask, x, ())
     rollout_info |= padding(batches)
     actor, info = learn(actor, batches)
@@ -198,10 +193,10 @@ def _round_prompts(
   return jax.tree.map(take, problem), key_B
 
 
-def _empty_slots(
+def _none_accepted(
   prompts_of, generate, verify, actor: base.Version, problem, key
-) -> Slots:
-  """Slots for the groups of one round, before anything is sampled."""
+) -> Accepted:
+  """No groups, with room for those of one round."""
   problem, key_B = prompts_of(problem, key, jnp.int32(0))
   shapes = generate.shapes(actor, problem.prompt, key_B)
   x = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -210,7 +205,7 @@ def _empty_slots(
   zero, none = jnp.zeros(()), jnp.int32(0)
   # Real prompts: a policy may return NaN for one that is all padding.
   x = x._replace(obs=problem.prompt)
-  return Slots(x, verdict, none, none, metrics.Mean(zero, zero))
+  return Accepted(x, verdict, none, none, metrics.Mean(zero, zero))
 
 
 def _group_advantage(
@@ -222,53 +217,59 @@ def _group_advantage(
   """
 
   @stages.stage('group_advantage', group_size=group_size)
-  def compare(reward_B, mask_BT):
+  def group_advantage(reward_B, mask_BT):
     if overlong_buffer is not None:
       reward_B += overlong(mask_BT.sum(1), mask_BT.shape[1], overlong_buffer)
     reward_NG = reward_B.reshape(-1, group_size)
     advantage_NG = jax.vmap(advantages.group_relative)(reward_NG)
     return advantage_NG.reshape(-1, 1) * mask_BT
 
-  return compare
+  return group_advantage
 
 
-def _accept(group_size: int, slots: Slots, x: base.Experience, verdict):
-  """Puts groups of mixed accuracy into the slots that are free, in order.
+def _accept(group_size: int, accepted: Accepted, x: base.Experience, verdict):
+  """Accepts groups of mixed accuracy, in order, while there is room.
 
   Returns:
-    `slots, done`: the slots, and whether all of them are filled.
+    `accepted, done`: the accepted groups, and whether there are enough.
   """
   correct_NG = verdict.correct.reshape(-1, group_size)
   N = correct_NG.shape[0]
   mixed_N = correct_NG.max(1) != correct_NG.min(1)
-  slot_N = slots.filled + jnp.cumsum(mixed_N) - 1
-  slot_N = jnp.where(mixed_N, jnp.minimum(slot_N, N), N)  # N is nowhere.
+  index_N = accepted.filled + jnp.cumsum(mixed_N) - 1
+  index_N = jnp.where(mixed_N, jnp.minimum(index_N, N), N)  # N is nowhere.
 
   def put(old, new):
     groups = old.reshape(N, group_size, *old.shape[1:])
     new = new.reshape(groups.shape)
-    return groups.at[slot_N].set(new, mode='drop').reshape(old.shape)
+    return groups.at[index_N].set(new, mode='drop').reshape(old.shape)
 
-  kept, judged = jax.tree.map(put, (slots.x, slots.verdict), (x, verdict))
-  filled = jnp.minimum(N, slots.filled + mixed_N.sum(dtype=jnp.int32))
-  drawn = metrics.mean(verdict.correct.astype(slots.accuracy.sum.dtype))
-  slots = Slots(
-    kept, judged, filled, slots.round + 1, slots.accuracy.merge(drawn)
+  kept, judged = jax.tree.map(put, (accepted.x, accepted.verdict), (x, verdict))
+  filled = jnp.minimum(N, accepted.filled + mixed_N.sum(dtype=jnp.int32))
+  drawn = metrics.mean(verdict.correct.astype(accepted.accuracy.sum.dtype))
+  accepted = Accepted(
+    kept, judged, filled, accepted.round + 1, accepted.accuracy.merge(drawn)
   )
-  return slots, filled >= N
+  return accepted, filled >= N
+
+
+def _measure(group_size: int, updates_per_step: int) -> stages.Stage:
+  """Returns a stage `accepted, actor_step -> info`."""
+  run = functools.partial(_describe, group_size, updates_per_step)
+  return stages.Stage(run, 'measure', 'batch')
 
 
 def _describe(
-  group_size: int, updates_per_step: int, slots: Slots, actor_step
+  group_size: int, updates_per_step: int, accepted: Accepted, actor_step
 ) -> base.Info:
   """Metrics of all samples, and of the groups that are learned from."""
-  N, one = slots.x.mask.shape[0] // group_size, jnp.ones(())
+  N, one = accepted.x.mask.shape[0] // group_size, jnp.ones(())
   info = rollout_metrics.describe(
-    slots.x, slots.verdict, actor_step, group_size, updates_per_step
+    accepted.x, accepted.verdict, actor_step, group_size, updates_per_step
   )
   del info['rollout/groups_degenerate']  # Always zero.
   return info | {
-    'rollout/accuracy': slots.accuracy,
-    'rollout/rounds': metrics.Mean(slots.round * one, one),
-    'rollout/groups_filled': metrics.Mean(slots.filled * one, N * one),
+    'rollout/accuracy': accepted.accuracy,
+    'rollout/rounds': metrics.Mean(accepted.round * one, one),
+    'rollout/groups_filled': metrics.Mean(accepted.filled * one, N * one),
   }

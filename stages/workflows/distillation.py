@@ -90,7 +90,7 @@ def distillation(
   repeat = policy_stages.repeat(group_size)
   generate = policy_stages.complete(policy, group_size)
   score = policy_stages.logp(teacher, 'teacher_logp', group_size)
-  compare = stages.Stage(teacher_advantage, 'teacher_advantage')
+  estimate = stages.Stage(teacher_advantage, 'teacher_advantage')
   gap = stages.Stage(teacher_gap, 'teacher_gap', 'sum', group_size=group_size)
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
   padding = rollout_metrics.packed_padding(policy, group_size)
@@ -122,7 +122,7 @@ def distillation(
     info = measure(x, verdict, actor.step)
     teacher_logp = score(state.teacher[base.FROZEN], x)
     logp = x.logp if x.proximal is None else x.proximal
-    x = x._replace(advantage=compare(teacher_logp, logp, x.mask))
+    x = x._replace(advantage=estimate(teacher_logp, logp, x.mask))
     info |= gap(x.advantage, x.mask)
     batches = minibatch(key, prompts.prompt, x, ())
     info |= padding(batches)

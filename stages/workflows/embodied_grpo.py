@@ -96,7 +96,7 @@ def embodied_grpo(
   draw_seeds = rollout.draw_seeds(num_envs // group_size, group_size)
   reset = rollout.reset(env)
   act = rollout.rollout(policy, env, num_steps or env.horizon)
-  compare = stages.Stage(
+  estimate = stages.Stage(
     functools.partial(
       group_advantage, group_size, episode_reward, advantage, filter_groups
     ),
@@ -143,7 +143,7 @@ def embodied_grpo(
     keys = stages.keys(key, seed_B)
     *_, x, timestep = act(actor.params, stats, env_state, obs, keys)
     timestep = timestep._replace(final_obs=())
-    x = x._replace(**compare(timestep), truncated=None)
+    x = x._replace(**estimate(timestep), truncated=None)
     rollout_info = measure(timestep)
     ref = score_ref(state.reference, x.obs, x.action) if kl_coef else ()
     actor, info = learn(actor, minibatch(key, seed_B, x, ref), stats)

@@ -183,15 +183,9 @@ def grpo(
   learn = train_step.learner(loss, optimizer, group_size=group_size)
   evaluate = evaluator(policy, verify)
   version = lambda state: train_step.version(state.actor)
-
-  def init(key):
-    actor = train_step.init(policy.init(key), optimizer)
-    now = train_step.snapshot(train_step.version(actor))
-    reference = ()
-    if has_reference:
-      reference = policy_stages.reference(policy, actor.params)
-    judge = verifiers.init(verify, jax.random.fold_in(key, 1))
-    return State(actor, reference, (now,) * staleness, verifier=judge)
+  init = functools.partial(
+    _init, policy, verify, optimizer, has_reference, staleness
+  )
 
   def step(state: State, problem: base.Problem, key):
     now = version(state)
@@ -216,6 +210,17 @@ def grpo(
   return policy_stages.workflow(
     init, step, version, evaluate, generate, staleness
   )
+
+
+def _init(policy, verify, optimizer, has_reference: bool, staleness: int, key):
+  """The state before the first step."""
+  actor = train_step.init(policy.init(key), optimizer)
+  now = train_step.snapshot(train_step.version(actor))
+  reference = ()
+  if has_reference:
+    reference = policy_stages.reference(policy, actor.params)
+  judge = verifiers.init(verify, jax.random.fold_in(key, 1))
+  return State(actor, reference, (now,) * staleness, verifier=judge)
 
 
 def needs_reference(
@@ -291,15 +296,7 @@ def objective(
   clip_low, clip_high, dual_clip = clip
   kl_coef, kl_estimator = kl
   importance_weight, importance_bound, importance_cap = importance
-  # Gin wraps the functions that recipes name.
-  is_ppo_clip = inspect.unwrap(policy_loss) is losses.ppo_clip
-  if dual_clip is not None and not is_ppo_clip:
-    raise ValueError(
-      'dual_clip bounds losses.ppo_clip alone: leave it out with another '
-      'policy_loss.'
-    )
-  if dual_clip is not None:
-    policy_loss = functools.partial(policy_loss, dual=dual_clip)
+  policy_loss = _with_dual_clip(policy_loss, dual_clip)
 
   def loss(params, x: base.Experience, ref_logp_BT):
     if mask_truncated:
@@ -352,3 +349,16 @@ def objective(
     return train_step.Loss((aggregate(loss_BT, x.mask),), info)
 
   return loss
+
+
+def _with_dual_clip(policy_loss: Callable, dual_clip: float | None) -> Callable:
+  """The loss bounded by `dual_clip`, or as it is for None."""
+  if dual_clip is None:
+    return policy_loss
+  # Gin wraps the functions that recipes name.
+  if inspect.unwrap(policy_loss) is not losses.ppo_clip:
+    raise ValueError(
+      'dual_clip bounds losses.ppo_clip alone: leave it out with another '
+      'policy_loss.'
+    )
+  return functools.partial(policy_loss, dual=dual_clip)

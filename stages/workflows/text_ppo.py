@@ -178,14 +178,7 @@ def text_ppo(
   )
   evaluate = evaluator(policy, verify)
   version = lambda state: actor_critic.policy_version(state.actor)
-
-  def init(key):
-    actor, critic_state = learner.init(key)
-    now = train_step.snapshot(actor_critic.policy_version(actor))
-    reference = policy_stages.reference(policy, now.params) if has_kl else ()
-    past = (now,) * staleness
-    judge = verifiers.init(verify, jax.random.fold_in(key, 1))
-    return State(actor, critic_state, reference, past, verifier=judge)
+  init = functools.partial(_init, policy, verify, learner, has_kl, staleness)
 
   def step(state: State, problem: base.Problem, key):
     now = version(state)
@@ -207,6 +200,16 @@ def text_ppo(
   return policy_stages.workflow(
     init, step, version, evaluate, generate, staleness
   )
+
+
+def _init(policy, verify, learner, has_kl: bool, staleness: int, key) -> State:
+  """The state before the first step."""
+  actor, critic_state = learner.init(key)
+  now = train_step.snapshot(actor_critic.policy_version(actor))
+  reference = policy_stages.reference(policy, now.params) if has_kl else ()
+  past = (now,) * staleness
+  judge = verifiers.init(verify, jax.random.fold_in(key, 1))
+  return State(actor, critic_state, reference, past, verifier=judge)
 
 
 def estimator(

@@ -33,7 +33,10 @@ DEPTH = 3  # How deep.
 # How wide.
 WIDTH = 4
 """
-OUTER = """# Trains; takes a minute.
+OUTER = """# Trains a policy that reads two lines
+# of comment; takes a minute.
+#
+# Details.
 
 include 'inner.gin'
 
@@ -57,7 +60,9 @@ def test_macros_are_listed_with_their_comments(tmp_path, monkeypatch):
     ('NAME', "'a # b'", ''),
   ]
   text = gin_flags.describe(['outer.gin'])
-  assert 'Trains; takes a minute.' in text
+  opening = 'Trains a policy that reads two lines of comment; takes a minute.'
+  assert text.splitlines()[0] == f'outer.gin: {opening}'
+  assert 'Details' not in text
   assert 'MODEL = required\n      A folder.' in text
 
 

@@ -1,11 +1,10 @@
 """Models the time of decoding, whose rows end one by one.
 
-The time of decoding is not linear in its rows: it takes a step for each token
-of the longest row, and short rows finish early. The work of a step is counted
-or given, the roofline model gives its seconds on a placement, and `completions`
-the time at which each row finishes. The first piece of the batch consists of
-the groups that finish first, the last piece has the longest rows. A piece takes
-from the end of the previous piece to its own.
+Decoding takes a step for each token of the longest row, and short rows finish
+early. The work of a step is counted or given, the roofline model gives its
+seconds on a placement, and `completions` the end of each row. The first piece
+of the batch consists of the groups that finish first, the last piece has the
+longest rows. A piece takes from the end of the previous piece to its own.
 """
 
 from collections.abc import Sequence

@@ -61,12 +61,12 @@ class EpisodeLog:
   def actions(self, i: int) -> np.ndarray | None:
     """Chunks [n, C, A] of the running episode; None if not all are kept."""
     m = self._memory
-    (first, kept), begin, call = self._kept[i], m.first_call_N[i], m.call_N[i]
-    if begin == call:
+    (first, kept), start, call = self._kept[i], m.first_call_N[i], m.call_N[i]
+    if start == call:
       return m.action_NCA[i][None][:0]
-    if not first <= begin < call <= first + len(kept):
+    if not first <= start < call <= first + len(kept):
       return None
-    return np.stack([*kept][begin - first : call - first])
+    return np.stack([*kept][start - first : call - first])
 
   def snapshot(self, row_B) -> Snapshot:
     """The snapshot of some environments."""
@@ -95,17 +95,17 @@ class EpisodeLog:
     Returns:
       The actions [n, C, A] to replay, or None if the episode is lost.
     """
-    m, begin = self._memory, int(snapshot.first_call[b])
+    m, start = self._memory, int(snapshot.first_call[b])
     m.call_N[i], m.episode_seed_N[i] = call, snapshot.seed[b]
-    m.first_call_N[i] = call if begin == NEVER else begin
-    m.attempt_N[i], m.abandoned_N[i] = 0, begin == NEVER
+    m.first_call_N[i] = call if start == NEVER else start
+    m.attempt_N[i], m.abandoned_N[i] = 0, start == NEVER
     for path, x in simulator.leaves(snapshot.obs).items():
       m.obs[path][i] = x[b]
-    if begin == NEVER:
+    if start == NEVER:
       self.clear(i)
       return None
-    actions = np.asarray(snapshot.action[b, : call - begin])
-    self._kept[i] = begin, collections.deque(actions)
+    actions = np.asarray(snapshot.action[b, : call - start])
+    self._kept[i] = start, collections.deque(actions)
     return actions
 
 

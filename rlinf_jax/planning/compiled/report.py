@@ -51,7 +51,7 @@ def to_data(
 
 
 def _stage(stage: plan_compiler.CompiledStage) -> dict[str, Any]:
-  made = stage.executable
+  executable = stage.executable
   return {
     'name': stage.name,
     'place': stage.place,
@@ -59,20 +59,20 @@ def _stage(stage: plan_compiler.CompiledStage) -> dict[str, Any]:
     'calls': stage.calls,
     'seconds': stage.seconds,
     'memory': {
-      **made.memory._asdict(),
-      'needed': made.memory.needed,
+      **executable.memory._asdict(),
+      'needed': executable.memory.needed,
       'others': stage.modeled.others,
       'total': stage.total,
       'modeled': stage.modeled.memory,
     },
-    'matmul_flops': made.matmul_flops,
+    'matmul_flops': executable.matmul_flops,
     'modeled_matmul_flops': stage.modeled.matmul_flops,
-    'collective_bytes': sum(x.bytes for x in made.collectives),
+    'collective_bytes': sum(x.bytes for x in executable.collectives),
     'modeled_collective_bytes': stage.modeled.collective_bytes,
-    'collectives': [x._asdict() for x in made.collectives],
-    'large_arrays': [_array(x) for x in made.large_arrays],
-    'scores': made.scores and _array(made.scores),
-    'unknown_loops': made.unknown_loops,
+    'collectives': [x._asdict() for x in executable.collectives],
+    'large_arrays': [_array(x) for x in executable.large_arrays],
+    'scores': executable.scores and _array(executable.scores),
+    'unknown_loops': executable.unknown_loops,
     'rematerialized': stage.rematerialized,
   }
 

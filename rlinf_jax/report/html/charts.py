@@ -226,14 +226,14 @@ def gantt(
     width: pixels.
   """
   several = len({record['place'] for record in records}) > 1
-  begin = min(record['start'] for record in records)
+  origin = min(record['start'] for record in records)
   end = max(record['end'] for record in records)
-  thinnest = (end - begin) / width  # Seconds of a pixel.
+  thinnest = (end - origin) / width  # Seconds of a pixel.
   rows: dict[tuple[str, str], list] = {}
   for record in sorted(records, key=lambda record: record['start']):
     row = rows.setdefault((record['place'], record['stage']), [])
     seconds = max(record['end'] - record['start'], thinnest)
-    row.append((record['start'] - begin, seconds))
+    row.append((record['start'] - origin, seconds))
   if several:
     rows = dict(sorted(rows.items(), key=lambda item: item[0][0]))
   names = [f'{p} · {stage}' if several else stage for p, stage in rows]
@@ -244,7 +244,7 @@ def gantt(
       color = PLACEHOLDERS[f's{colors[stage]}']
       axes.broken_barh(bars, (y - 0.36, 0.72), color=color, lw=0)
     for step in sorted({record['step'] for record in records}):
-      start = min(r['start'] for r in records if r['step'] == step) - begin
+      start = min(r['start'] for r in records if r['step'] == step) - origin
       axes.axvline(start, color=PLACEHOLDERS['soft'], lw=1, ls=(0, (2, 3)))
       axes.text(
         start,
@@ -255,7 +255,7 @@ def gantt(
         color=PLACEHOLDERS['soft'],
       )
     axes.grid(False, axis='y')
-    axes.set_xlim(0, end - begin or 1)
+    axes.set_xlim(0, end - origin or 1)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), names)
     axes.xaxis.set_major_formatter(ticker.StrMethodFormatter('{x:g} s'))

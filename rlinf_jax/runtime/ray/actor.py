@@ -91,12 +91,12 @@ def replaceable(
 
 def carried_copies(step: programs.Lowered, place: str):
   """Receives of the values that a place carries; as `recovery.copies`."""
-  held = {
+  carried = {
     start
     for (start, _), places in zip(step.flow.carry, step.resident, strict=True)
     if place in places
   }
-  return recovery.copies(step.flow, step.programs[place], held)
+  return recovery.copies(step.flow, step.programs[place], carried)
 
 
 class Actor:

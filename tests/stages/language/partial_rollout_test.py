@@ -66,15 +66,15 @@ def rollout_of(lengths, ended) -> partial_rollout.Rollout:
   )
 
 
-def test_new_groups_follow_carried_ones_and_empty_slots_get_a_real_problem():
+def test_new_groups_follow_carried_ones_and_empty_groups_get_a_real_problem():
   # The last carried group is not empty: it waits, alive, without a token.
   old = rollout_of([3, 0, 0, 2, 0, 0], [0, 1, 1, 0, 0, 0])
   new = rollout_of([0, 0], [0, 0]).problem
   new = new._replace(answer=jnp.array([70, 71]))
-  slots = partial_rollout.append(old, new, jax.random.split(KEY, 2))
-  assert slots.problem.answer.tolist() == [0, 70, 70, 3, 4, 5, 70, 71]
-  assert slots.completions.mask.sum(1).tolist() == [3, 0, 0, 2, 0, 0, 0, 0]
-  assert slots.completions.alive.tolist() == [True, False, False] + [True] * 5
+  groups = partial_rollout.append(old, new, jax.random.split(KEY, 2))
+  assert groups.problem.answer.tolist() == [0, 70, 70, 3, 4, 5, 70, 71]
+  assert groups.completions.mask.sum(1).tolist() == [3, 0, 0, 2, 0, 0, 0, 0]
+  assert groups.completions.alive.tolist() == [True, False, False] + [True] * 5
 
 
 def test_metrics_of_rows_that_several_steps_generated():

@@ -12,7 +12,7 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
 from stages import base, metrics, workflows
 from stages.learn import optimizers
-from stages.workflows.dapo import _accept, _round_prompts, overlong, Slots
+from stages.workflows.dapo import _accept, _round_prompts, Accepted, overlong
 from tests.rlinf_jax.runtime import invariance_test
 import tiny
 from tiny import read
@@ -29,7 +29,7 @@ def test_overlong_costs_rise_to_one(length, cost):
   np.testing.assert_allclose(penalty, [cost])
 
 
-def slots_of(N):
+def none_of(N):
   x = base.Experience(
     obs=jnp.full(N * 2, -1),
     action=jnp.zeros((N * 2, 1), jnp.int32),
@@ -40,7 +40,7 @@ def slots_of(N):
   zero = jnp.zeros(())
   none = jnp.int32(0)
   verdict = base.Verdict(jnp.zeros(N * 2), jnp.zeros(N * 2))
-  return Slots(x, verdict, none, none, metrics.Mean(zero, zero))
+  return Accepted(x, verdict, none, none, metrics.Mean(zero, zero))
 
 
 def drawn(name, correct_B):
@@ -52,29 +52,29 @@ def drawn(name, correct_B):
   return x, base.Verdict(correct_B, correct_B)
 
 
-def test_groups_of_mixed_accuracy_fill_the_slots_in_order():
+def test_groups_of_mixed_accuracy_are_accepted_in_order():
   accept = functools.partial(_accept, 2)
-  slots, done = accept(slots_of(3), *drawn(1, [0, 0, 1, 0, 1, 1]))
-  assert (int(slots.filled), bool(done)) == (1, False)
-  assert slots.x.obs.tolist() == [102, 103, -1, -1, -1, -1]
-  slots, done = accept(slots, *drawn(2, [0, 1, 1, 0, 0, 1]))
-  assert (int(slots.filled), bool(done)) == (3, True)
-  assert slots.x.obs.tolist() == [102, 103, 200, 201, 202, 203]
-  assert slots.verdict.correct.tolist() == [1, 0, 0, 1, 1, 0]
+  accepted, done = accept(none_of(3), *drawn(1, [0, 0, 1, 0, 1, 1]))
+  assert (int(accepted.filled), bool(done)) == (1, False)
+  assert accepted.x.obs.tolist() == [102, 103, -1, -1, -1, -1]
+  accepted, done = accept(accepted, *drawn(2, [0, 1, 1, 0, 0, 1]))
+  assert (int(accepted.filled), bool(done)) == (3, True)
+  assert accepted.x.obs.tolist() == [102, 103, 200, 201, 202, 203]
+  assert accepted.verdict.correct.tolist() == [1, 0, 0, 1, 1, 0]
   # All that was drawn counts.
-  assert slots.accuracy.value()[''] == pytest.approx(6 / 12)
-  assert int(slots.round) == 2
+  assert accepted.accuracy.value()[''] == pytest.approx(6 / 12)
+  assert int(accepted.round) == 2
 
 
 @pytest.mark.parametrize('seed', range(5))
 def test_filling_is_the_first_mixed_groups_of_all_rounds(seed):
   rng = np.random.default_rng(seed)
-  slots, all_, done = slots_of(4), [], False
+  accepted, all_, done = none_of(4), [], False
   for i in range(4):
     if done:
       break
     correct_B = rng.integers(2, size=8)
-    slots, done = _accept(2, slots, *drawn(i, correct_B))
+    accepted, done = _accept(2, accepted, *drawn(i, correct_B))
     all_ += [
       100 * i + 2 * g + j
       for g in range(4)
@@ -82,8 +82,8 @@ def test_filling_is_the_first_mixed_groups_of_all_rounds(seed):
       for j in range(2)
     ]
   want = (all_ + [-1] * 8)[:8]
-  assert slots.x.obs.tolist() == want
-  np.testing.assert_array_equal(slots.x.mask[:, 0], np.array(want) >= 0)
+  assert accepted.x.obs.tolist() == want
+  np.testing.assert_array_equal(accepted.x.mask[:, 0], np.array(want) >= 0)
 
 
 def test_a_rows_key_is_of_its_round_too():
