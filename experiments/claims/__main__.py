@@ -146,7 +146,9 @@ def row(claim, found) -> str:
     commands = f'`{claim.page}`: {commands}'
   found = found or dict.fromkeys(('commit', 'date', 'machine'), 'not run yet')
   cells = [
-    *(claim.claim, found.get('figure', claim.figure), commands),
+    claim.claim,
+    found.get('figure', claim.figure),
+    commands,
     *(found[name] for name in ('commit', 'date', 'machine')),
   ]
   return '| ' + ' | '.join(x.replace('|', '\\|') for x in cells) + ' |\n'

@@ -44,7 +44,7 @@ class Transformer(nn.Module):
       block = nn.remat(block, policy=policy, prevent_cse=False)
     self.layers = nn.scan(
       block,
-      variable_axes={'params': 0, 'intermediates': 0},
+      variable_axes={'params': 0},
       split_rngs={'params': True},
       in_axes=(0, nn.broadcast, nn.broadcast),
       length=c.L,

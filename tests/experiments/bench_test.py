@@ -22,8 +22,11 @@ def test_the_bench_ends_in_one_line_of_json():
   )
   done = subprocess.run(
     [
-      *(sys.executable, '-m', 'experiments.bench'),
-      *('--gin_file', 'gin_configs/bench/grpo_step.gin'),
+      sys.executable,
+      '-m',
+      'experiments.bench',
+      '--gin_file',
+      'gin_configs/bench/grpo_step.gin',
       *(f'--gin_bindings={binding}' for binding in bindings),
     ],
     cwd=ROOT,

@@ -296,7 +296,7 @@ def test_outputs_of_undeclared_shapes_are_refused():
 
 def test_seconds_of_an_asynchronous_stage_are_those_of_its_busiest_worker():
   span = lambda place, what, stage, start, end: timeline.Span(
-    *(1, place, what, stage, (1, 1), start, end, 0.0)
+    1, place, what, stage, (1, 1), start, end, 0.0
   )
   spans = [
     span('all', 'run', 'act', 0, 1),

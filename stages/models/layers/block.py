@@ -126,7 +126,6 @@ class Block(nn.Module):
     activation = ACTIVATIONS[c.activation]
     if c.E:
       logit_BTE = mixture.router_logits(x_BTD, self.router_DE)
-      self.sow('intermediates', 'router', logit_BTE)
       return mixture.feedforward(
         x_BTD,
         *mixture.route(logit_BTE, c.experts_per_token, c.normalize_experts),

@@ -60,25 +60,3 @@ def feedforward(x_BTD, weight, expert, experts, activation):
   out = out[jnp.argsort(order)].reshape(B, T, top_k, D)
   # Weights are float32, and so is the sum.
   return (out * weight[..., None]).sum(2).astype(x_BTD.dtype)
-
-
-def load_balancing_loss(logits, mask_BT, top_k: int):
-  """E · Σₑ fₑ pₑ, arXiv:2101.03961 eq. 4 to 6, over all layers together.
-
-  fₑ is the mean number of choices of expert e by a token, and pₑ its mean
-  probability. The loss is `top_k` if all experts are used equally.
-
-  Args:
-    logits: logits of the routers, [L, B, T, E].
-    mask_BT: one on real tokens.
-    top_k: experts of a token.
-  """
-  probability = jax.nn.softmax(logits, axis=-1)
-  _, expert = jax.lax.top_k(probability, top_k)
-  num_experts = logits.shape[-1]
-  chosen = jax.nn.one_hot(expert, num_experts).sum(-2)
-  real = mask_BT[None, :, :, None].astype(probability.dtype)
-  count = logits.shape[0] * mask_BT.sum()
-  share = (chosen * real).sum((0, 1, 2)) / count
-  mean = (probability * real).sum((0, 1, 2)) / count
-  return num_experts * (share * mean).sum()

@@ -91,7 +91,8 @@ def test_the_script_puts_the_cream_cheese_into_the_basket(make):
   setting = {'suite': SUITES[1], 'task_ids': (1,), 'horizon': 100}
   pool = make(2, 2, step_timeout=300.0, **setting)
   x, succeeded = demonstrations.collect(
-    *(env_pool.from_pool(pool), libero_script.to_basket),
+    env_pool.from_pool(pool),
+    libero_script.to_basket,
     num_envs=2,
     noise_std=0.0,
     num_episodes=2,

@@ -100,7 +100,10 @@ def test_same_step_autoreset_keeps_final_observations():
       np.testing.assert_array_equal(got.final_obs[i], obs)
       want = reward, terminated, truncated and not terminated, info['success']
       assert want == (
-        *(got.reward[i], got.terminated[i], got.truncated[i], got.success[i]),
+        got.reward[i],
+        got.terminated[i],
+        got.truncated[i],
+        got.success[i],
       )
       if terminated or truncated:
         obs, _ = env.reset()
@@ -194,11 +197,9 @@ def test_another_process_starts_new_episodes_and_reports_it():
 @pytest.mark.slow
 def test_ppo_is_the_same_in_a_pool_a_vector_environment_and_pieces(pool):
   make = lambda env: workflows.ppo(
-    *(
-      env,
-      functools.partial(gaussian_policy.policy, width=8),
-      optimizers.adamw(1e-2),
-    ),
+    env,
+    functools.partial(gaussian_policy.policy, width=8),
+    optimizers.adamw(1e-2),
     num_envs=N,
     num_steps=9,
   )

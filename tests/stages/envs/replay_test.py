@@ -13,7 +13,7 @@ from stages.envs import replay
 KEY = jax.random.key(0)
 LIKE = replay.Transition(
   {'state': jax.ShapeDtypeStruct((3,), jnp.float32)},
-  *(jax.ShapeDtypeStruct((2,), jnp.float32),),
+  jax.ShapeDtypeStruct((2,), jnp.float32),
   *(jax.ShapeDtypeStruct((), jnp.float32),) * 2,
   {'state': jax.ShapeDtypeStruct((3,), jnp.float32)},
 )

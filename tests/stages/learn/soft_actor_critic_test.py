@@ -80,13 +80,19 @@ def torch_sac(params, target, actor, scale, batch, noise, *, case):
       x = x + p['enter_bias_ID'][i]
       if case['norm']:
         x = torch.nn.functional.layer_norm(
-          *(x, x.shape[-1:], p['enter_scale_ID'][i], p['enter_shift_ID'][i]),
+          x,
+          x.shape[-1:],
+          p['enter_scale_ID'][i],
+          p['enter_shift_ID'][i],
           eps=1e-6,
         )
       x = torch.relu(x) @ p['up_IDF'][i] + p['up_bias_IF'][i]
       if case['norm']:
         x = torch.nn.functional.layer_norm(
-          *(x, x.shape[-1:], p['up_scale_IF'][i], p['up_shift_IF'][i]),
+          x,
+          x.shape[-1:],
+          p['up_scale_IF'][i],
+          p['up_shift_IF'][i],
           eps=1e-6,
         )
       values.append(torch.relu(x) @ p['out_IF'][i] + p['out_bias_I'][i])

@@ -66,12 +66,10 @@ def test_a_policy_of_pictures_is_exported_and_begun_with(tmp_path):
 def test_who_cannot_learn_from_pictures_says_so():
   with pytest.raises(ValueError, match='These critics read vectors'):
     workflows.sac(
-      *(
-        ENV,
-        gaussian_policy.policy,
-        critics.ensemble,
-        optimizers.adamw(1e-3),
-      ),
+      ENV,
+      gaussian_policy.policy,
+      critics.ensemble,
+      optimizers.adamw(1e-3),
       capacity=8,
       **ROWS,
     )

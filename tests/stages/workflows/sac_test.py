@@ -49,7 +49,11 @@ def timestep(reward, terminated, truncated, final_obs, **kwargs):
   )
   return base.TimeStep(
     (),
-    *(reward, terminated, truncated, final_obs[..., None], 0 * reward),
+    reward,
+    terminated,
+    truncated,
+    final_obs[..., None],
+    0 * reward,
     **kwargs,
   )
 
@@ -122,7 +126,10 @@ def test_failed_steps_are_not_stored(in_float64):
   kept, sample, info = stored(
     [1.0, 2.0, 3.0],
     timestep(
-      *([7, 8, 9], [0, 0, 0], [0, 1, 0], [2.0, 2.0, 4.0]),
+      [7, 8, 9],
+      [0, 0, 0],
+      [0, 1, 0],
+      [2.0, 2.0, 4.0],
       env_failed=jnp.array([[0.0, 1.0, 0.0]]),
     ),
   )

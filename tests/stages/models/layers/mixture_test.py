@@ -1,17 +1,13 @@
-"""Experts: the loss that balances them, their weights, and their layout."""
+"""Experts: their weights, and their layout."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from sharding import mesh as meshes
 from sharding import rules
 from stages.models import transformer
 from stages.models.layers import mixture
-import torch_reference
-
-torch = torch_reference.torch
 
 CONFIG = transformer.Config(
   V=24,
@@ -45,35 +41,6 @@ def test_the_weights_of_a_token_add_up_to_one_if_normalized():
   np.testing.assert_allclose(weight, [[[share, 1 - share]]], rtol=1e-6)
   plain, _ = mixture.route(logit, 2, normalize=False)
   np.testing.assert_allclose(plain, jax.nn.softmax(logit)[..., 1:3], rtol=1e-6)
-
-
-def test_the_balancing_loss_is_that_of_transformers():
-  from transformers.models.qwen3_moe import modeling_qwen3_moe
-
-  token, mask = inputs()
-  params = transformer.init_params(CONFIG, jax.random.key(0))
-  _, found = transformer.Transformer(CONFIG).apply(
-    {'params': params}, token, mask, mutable=['intermediates']
-  )
-  (logits,) = found['intermediates']['layers']['router']
-  assert logits.shape == (CONFIG.L, *token.shape, CONFIG.E)
-  got = mixture.load_balancing_loss(logits, mask, CONFIG.experts_per_token)
-  want = modeling_qwen3_moe.load_balancing_loss_func(
-    tuple(torch.tensor(np.array(x)).reshape(-1, CONFIG.E) for x in logits),
-    CONFIG.E,
-    CONFIG.experts_per_token,
-    torch.tensor(np.array(mask)),
-  )
-  np.testing.assert_allclose(got, want, rtol=1e-5)
-
-
-def test_equal_use_of_experts_has_the_least_loss():
-  even = jnp.log(jnp.full((1, 1, 4, 4), 0.1) + jnp.eye(4)[None, None])
-  mask_BT = jnp.ones((1, 4))
-  balanced = mixture.load_balancing_loss(even, mask_BT, 1)
-  assert balanced == pytest.approx(1.0)
-  alike = jnp.broadcast_to(even[:, :, :1], even.shape)
-  assert mixture.load_balancing_loss(alike, mask_BT, 1) > 2 * balanced
 
 
 def test_experts_on_several_devices_give_the_same_logits_and_gradients():
