@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import stages
 from stages import base
 from stages.language import policy_stages, verifiers
-from stages.learn import advantages, losses
+from stages.learn import advantages, losses, signatures
 
 
 def estimator(
-  advantage: Callable,
+  advantage: signatures.GroupAdvantage,
   group_size: int,
   *,
   kl_coef: float = 0.0,

@@ -12,6 +12,11 @@ from stages.language import policy_stages, verifiers
 
 SAMPLES = 'eval/samples'  # Name in `info` of all rows: prompts and completions.
 
+Evaluator = Callable[
+  [base.Policy, stages.Stage | verifiers.LearnedVerifier], Callable
+]
+"""`policy, verify -> run`, as `evaluate`, whose `run` returns metrics."""
+
 
 def evaluate(
   policy: base.Policy,

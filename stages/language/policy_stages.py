@@ -175,6 +175,10 @@ class Rollouts(NamedTuple):
   allocate: Callable | None = None
 
 
+RolloutMethod = Callable[[base.Policy, int], Rollouts]
+"""`policy, group_size -> Rollouts`: how a workflow generates completions."""
+
+
 def complete(policy: base.Policy, group_size: int) -> Rollouts:
   """Returns rollouts in which every step finishes all of its prompts."""
   generate = act(policy, 'generate', group_size=group_size)

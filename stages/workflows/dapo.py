@@ -1,6 +1,5 @@
 """Decoupled clip and dynamic sampling policy optimization, arXiv:2503.14476."""
 
-from collections.abc import Callable
 import functools
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import stages
 from stages import base, metrics, repeat
 from stages.language import evaluate as evaluate_lib
 from stages.language import policy_stages, rollout_metrics, verifiers
-from stages.learn import advantages, losses, minibatches, train_step
+from stages.learn import advantages, losses, minibatches, signatures, train_step
 from stages.workflows.grpo import objective
 
 
@@ -58,10 +57,10 @@ def dapo(
   num_epochs: int = 1,
   expected_rounds: int | None = None,
   mask_truncated: bool = False,
-  importance_weight: Callable = losses.token_weight,
-  importance_bound: Callable = losses.truncated,
+  importance_weight: signatures.ImportanceWeight = losses.token_weight,
+  importance_bound: signatures.ImportanceBound = losses.truncated,
   importance_cap: float = 2.0,
-  evaluator: Callable = evaluate_lib.evaluate,
+  evaluator: evaluate_lib.Evaluator = evaluate_lib.evaluate,
 ) -> base.Workflow:
   """Learns from groups of mixed accuracy: neither all right nor all wrong.
 

@@ -4,7 +4,6 @@ It is arXiv:2306.13649 with the reverse KL, whose gradient is estimated from the
 sampled tokens.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ import stages
 from stages import base, metrics
 from stages.language import evaluate as evaluate_lib
 from stages.language import policy_stages, rollout_metrics, verifiers
-from stages.learn import losses, minibatches, train_step
+from stages.learn import losses, minibatches, signatures, train_step
 from stages.workflows.grpo import objective
 
 
@@ -46,12 +45,12 @@ def distillation(
   num_epochs: int = 1,
   minibatch_by: minibatches.MinibatchBy = 'row',
   mask_truncated: bool = False,
-  policy_loss: Callable = losses.ppo_clip,
-  aggregate: Callable = losses.token_mean,
-  importance_weight: Callable = losses.token_weight,
-  importance_bound: Callable = losses.truncated,
+  policy_loss: signatures.PolicyLoss = losses.ppo_clip,
+  aggregate: signatures.Aggregate = losses.token_mean,
+  importance_weight: signatures.ImportanceWeight = losses.token_weight,
+  importance_bound: signatures.ImportanceBound = losses.truncated,
   importance_cap: float = 2.0,
-  evaluator: Callable = evaluate_lib.evaluate,
+  evaluator: evaluate_lib.Evaluator = evaluate_lib.evaluate,
 ) -> base.Workflow:
   """Trains a student towards a teacher on the student's own completions.
 

@@ -17,8 +17,11 @@ import stages
 from stages import base, metrics
 from stages.envs import episode_stats
 from stages.envs.rollouts import embodied, obs_stats, rollout
-from stages.learn import advantages, losses, minibatches, train_step
+from stages.learn import advantages, losses, minibatches, signatures, train_step
 from stages.workflows.grpo import objective
+
+EpisodeReward = Callable[[episode_stats.EpisodeStats], jax.Array]
+"""`stats -> reward_B`: the reward of each row's first episode."""
 
 
 class State(NamedTuple):
@@ -44,18 +47,18 @@ def embodied_grpo(
   num_envs: int,
   group_size: int = 8,
   num_steps: int | None = None,
-  episode_reward: Callable = episode_stats.success,
+  episode_reward: EpisodeReward = episode_stats.success,
   clip_low: float = 0.2,
   clip_high: float = 0.2,
   dual_clip: float | None = None,
   kl_coef: float = 0.0,
-  kl_estimator: Callable = losses.kl_k3,
+  kl_estimator: signatures.KlEstimator = losses.kl_k3,
   entropy_coef: float = 0.0,
   num_minibatches: int = 1,
   num_epochs: int = 1,
   filter_groups: bool = False,
-  advantage: Callable = advantages.group_relative,
-  aggregate: Callable = losses.sequence_mean_token_mean,
+  advantage: signatures.GroupAdvantage = advantages.group_relative,
+  aggregate: signatures.Aggregate = losses.sequence_mean_token_mean,
   normalize_obs: bool = True,
   init_from: str | None = None,
   eval_env: base.Env | None = None,
@@ -180,8 +183,8 @@ def ref_logp(policy: base.Policy, reference, obs, action):
 
 def group_advantage(
   group_size: int,
-  episode_reward: Callable,
-  advantage: Callable,
+  episode_reward: EpisodeReward,
+  advantage: signatures.GroupAdvantage,
   filter_groups: bool,
   timestep: base.TimeStep,
 ) -> dict[str, Any]:
@@ -206,7 +209,7 @@ def group_advantage(
 
 
 def describe(
-  group_size: int, episode_reward: Callable, timestep: base.TimeStep
+  group_size: int, episode_reward: EpisodeReward, timestep: base.TimeStep
 ) -> base.Info:
   """Metrics of first episodes; `env/steps` counts all steps that were made."""
   reward_NG, kept_NG, least_N1, most_N1 = _groups(
@@ -230,7 +233,9 @@ def describe(
   )
 
 
-def _groups(group_size: int, episode_reward: Callable, timestep: base.TimeStep):
+def _groups(
+  group_size: int, episode_reward: EpisodeReward, timestep: base.TimeStep
+):
   """Rewards, which episodes did not fail, and each group's least and most."""
   ended = episode_stats.first_episode(timestep)
   reward_NG = episode_reward(ended).reshape(-1, group_size)

@@ -1,6 +1,5 @@
 """Expert iteration: maximum likelihood of the policy's own best completions."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ import stages
 from stages import base, metrics
 from stages.language import evaluate as evaluate_lib
 from stages.language import policy_stages, rollout_metrics, verifiers
-from stages.learn import losses, minibatches, selection, train_step
+from stages.learn import losses, minibatches, selection, signatures, train_step
 from stages.workflows.grpo import objective
 
 
@@ -36,13 +35,13 @@ def expert_iteration(
   optimizer: optax.GradientTransformation,
   *,
   group_size: int,
-  keep: Callable = selection.correct,
+  keep: signatures.GroupSelection = selection.correct,
   kl_coef: float = 0.0,
-  kl_estimator: Callable = losses.kl_k3,
+  kl_estimator: signatures.KlEstimator = losses.kl_k3,
   num_minibatches: int = 1,
   num_epochs: int = 1,
   mask_truncated: bool = False,
-  evaluator: Callable = evaluate_lib.evaluate,
+  evaluator: evaluate_lib.Evaluator = evaluate_lib.evaluate,
 ) -> base.Workflow:
   """Samples completions, selects the correct or the best, and imitates them.
 
@@ -113,7 +112,9 @@ def expert_iteration(
   return policy_stages.workflow(init, step, version, evaluator(policy, verify))
 
 
-def select_stage(keep: Callable, group_size: int) -> stages.Stage:
+def select_stage(
+  keep: signatures.GroupSelection, group_size: int
+) -> stages.Stage:
   """Returns a stage `verdict, mask_BT -> mask_BT`, 1 on kept completions."""
 
   @stages.stage('select', group_size=group_size)

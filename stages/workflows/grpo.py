@@ -22,7 +22,7 @@ from stages.language import (
   verifiers,
 )
 from stages.language import evaluate as evaluate_lib
-from stages.learn import advantages, losses, minibatches, train_step
+from stages.learn import advantages, losses, minibatches, signatures, train_step
 
 
 class State(NamedTuple):
@@ -55,7 +55,7 @@ def grpo(
   clip_high: float = 0.2,
   dual_clip: float | None = None,
   kl_coef: float = 0.0,
-  kl_estimator: Callable = losses.kl_k3,
+  kl_estimator: signatures.KlEstimator = losses.kl_k3,
   kl_reward_coef: float = 0.0,
   kl_to_go: bool = False,
   entropy_coef: float = 0.0,
@@ -63,18 +63,18 @@ def grpo(
   num_epochs: int = 1,
   minibatch_by: minibatches.MinibatchBy = 'row',
   staleness: int = 0,
-  advantage: Callable = advantages.group_relative,
+  advantage: signatures.GroupAdvantage = advantages.group_relative,
   greedy_baseline: bool = False,
   normalize_advantages: bool = False,
   mask_truncated: bool = False,
-  policy_loss: Callable = losses.ppo_clip,
-  likelihood: Callable = losses.token_logp,
-  aggregate: Callable = losses.sequence_mean_token_mean,
-  importance_weight: Callable = losses.token_weight,
-  importance_bound: Callable = losses.truncated,
+  policy_loss: signatures.PolicyLoss = losses.ppo_clip,
+  likelihood: signatures.Likelihood = losses.token_logp,
+  aggregate: signatures.Aggregate = losses.sequence_mean_token_mean,
+  importance_weight: signatures.ImportanceWeight = losses.token_weight,
+  importance_bound: signatures.ImportanceBound = losses.truncated,
   importance_cap: float = 2.0,
-  rollouts: Callable = policy_stages.complete,
-  evaluator: Callable = evaluate_lib.evaluate,
+  rollouts: policy_stages.RolloutMethod = policy_stages.complete,
+  evaluator: evaluate_lib.Evaluator = evaluate_lib.evaluate,
 ) -> base.Workflow:
   """GRPO: the rewards of a group of completions are each other's baseline.
 
@@ -258,12 +258,14 @@ def objective(
   evaluate: Callable,
   *,
   clip: tuple[float, float, float | None] = (0.2, 0.2, None),
-  kl: tuple[float, Callable] = (0.0, losses.kl_k3),
+  kl: tuple[float, signatures.KlEstimator] = (0.0, losses.kl_k3),
   entropy_coef: float = 0.0,
-  policy_loss: Callable = losses.ppo_clip,
-  likelihood: Callable = losses.token_logp,
-  aggregate: Callable = losses.sequence_mean_token_mean,
-  importance: tuple[Callable, Callable, float] = (
+  policy_loss: signatures.PolicyLoss = losses.ppo_clip,
+  likelihood: signatures.Likelihood = losses.token_logp,
+  aggregate: signatures.Aggregate = losses.sequence_mean_token_mean,
+  importance: tuple[
+    signatures.ImportanceWeight, signatures.ImportanceBound, float
+  ] = (
     losses.token_weight,
     losses.truncated,
     2.0,
@@ -351,7 +353,9 @@ def objective(
   return loss
 
 
-def _with_dual_clip(policy_loss: Callable, dual_clip: float | None) -> Callable:
+def _with_dual_clip(
+  policy_loss: signatures.PolicyLoss, dual_clip: float | None
+) -> Callable:
   """The loss bounded by `dual_clip`, or as it is for None."""
   if dual_clip is None:
     return policy_loss

@@ -1,7 +1,5 @@
 """Supervised fine-tuning: maximum likelihood of worked examples."""
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 import optax
 
@@ -17,7 +15,7 @@ def sft(
   verify: stages.Stage | None,
   optimizer: optax.GradientTransformation,
   *,
-  evaluator: Callable = evaluate_lib.evaluate,
+  evaluator: evaluate_lib.Evaluator = evaluate_lib.evaluate,
 ) -> base.Workflow:
   """Maximizes the likelihood of each token of the examples' completions.
 

@@ -26,6 +26,7 @@ from stages.learn import (
   advantages,
   losses,
   minibatches,
+  signatures,
   train_step,
 )
 from stages.workflows.grpo import needs_reference, objective
@@ -63,8 +64,8 @@ def text_ppo(
   *,
   group_size: int = 1,
   discount: float = 1.0,
-  gae_lambda: float | Callable = 0.95,
-  critic_gae_lambda: float | Callable | None = None,
+  gae_lambda: signatures.Lambda = 0.95,
+  critic_gae_lambda: signatures.Lambda | None = None,
   normalize_advantages: bool = True,
   clip_low: float = 0.2,
   clip_high: float = 0.2,
@@ -73,21 +74,21 @@ def text_ppo(
   value_clip: float | None = 0.2,
   critic_warmup_steps: int = 0,
   kl_coef: float = 0.0,
-  kl_estimator: Callable = losses.kl_k3,
+  kl_estimator: signatures.KlEstimator = losses.kl_k3,
   kl_reward_coef: float = 0.0,
   entropy_coef: float = 0.0,
   num_minibatches: int = 1,
   num_epochs: int = 1,
   minibatch_by: minibatches.MinibatchBy = 'shuffled',
   staleness: int = 0,
-  policy_loss: Callable = losses.ppo_clip,
-  likelihood: Callable = losses.token_logp,
-  aggregate: Callable = losses.token_mean,
-  importance_weight: Callable = losses.token_weight,
-  importance_bound: Callable = losses.truncated,
+  policy_loss: signatures.PolicyLoss = losses.ppo_clip,
+  likelihood: signatures.Likelihood = losses.token_logp,
+  aggregate: signatures.Aggregate = losses.token_mean,
+  importance_weight: signatures.ImportanceWeight = losses.token_weight,
+  importance_bound: signatures.ImportanceBound = losses.truncated,
   importance_cap: float = 2.0,
-  rollouts: Callable = policy_stages.complete,
-  evaluator: Callable = evaluate_lib.evaluate,
+  rollouts: policy_stages.RolloutMethod = policy_stages.complete,
+  evaluator: evaluate_lib.Evaluator = evaluate_lib.evaluate,
 ) -> base.Workflow:
   """PPO of tokens: a critic's estimates are the baseline of their rewards.
 
@@ -215,7 +216,7 @@ def _init(policy, verify, learner, has_kl: bool, staleness: int, key) -> State:
 def estimator(
   critic: value_model.ValueModel,
   group_size: int,
-  gae: tuple[float, float | Callable, float | Callable | None],
+  gae: tuple[float, signatures.Lambda, signatures.Lambda | None],
   shaping: tuple[float, bool],
 ) -> Callable:
   """Returns `params, experience, reward_B, ref_logp_BT -> experience`.
@@ -250,7 +251,7 @@ def estimator(
 
 def compute_advantages(
   discount: float,
-  lambdas: tuple[float | Callable, float | Callable | None],
+  lambdas: tuple[signatures.Lambda, signatures.Lambda | None],
   penalty: float,
   reward_B,
   logp_BT,
