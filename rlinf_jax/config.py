@@ -9,19 +9,23 @@ addition to gin, this module
 Only this module, `config_errors` and `config_values` use gin.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 import copy
 import functools
 import inspect
 import os
 import pathlib
-from typing import Any, NamedTuple
+from typing import Any
 
 from absl import flags
 import gin
-from gin import config_parser
 
-from rlinf_jax import config_errors, recipe_files
+from rlinf_jax import (
+  config_bindings,
+  config_errors,
+  config_types,
+  recipe_files,
+)
 
 GIN_FILE = flags.DEFINE_multi_string(
   'gin_file', [], 'gin files, read in this order.'
@@ -31,7 +35,6 @@ GIN_BINDINGS = flags.DEFINE_multi_string(
 )
 WORKDIR = flags.DEFINE_string('workdir', None, 'The run folder.')
 
-_MACRO = 'gin.macro'
 _WORKDIR = 'WORKDIR/gin.macro.value'
 # Selectors of functions all of whose bindings `call` has read.
 _read_entirely: set[str] = set()
@@ -54,28 +57,33 @@ def parse(
 
   Raises:
     FileNotFoundError: if a file or an include does not exist.
-    ValueError: if a file or binding has a syntax error, or names a module,
-      function, parameter or macro that does not exist.
+    ValueError: if a file or binding has a syntax error, names a module,
+      function, parameter or macro that does not exist, or has a value that its
+      parameter does not take.
   """
   gin.clear_config()
   _read_entirely.clear()
   _set_search()
-  header = config_errors.DYNAMIC + '\n'
+  header, where = config_errors.DYNAMIC + '\n', {}
   for name in gin_files:
     path = recipe_files.find(name)
     with config_errors.rephrased(name):
-      header += _imports(gin.parse_config_file(path))
+      header += _imports(gin.parse_config_file(path), where)
   gin.bind_parameter(_WORKDIR, str(workdir))
   for binding in gin_bindings:
     with config_errors.rephrased(f"--gin_bindings '{binding}'", header):
       gin.parse_config(header + binding)
+    _locate(binding, header, f"--gin_bindings '{binding}'", where)
     header += _import_statements(binding)
   if gin.query_parameter(_WORKDIR) != str(workdir):
     raise ValueError(
       'WORKDIR is the folder that --workdir names: use --workdir to set it, '
       'not a binding.'
     )
-  _refuse_undefined()
+  bound = config_bindings.parse(gin.config_str())
+  _refuse_undefined(bound)
+  if messages := config_types.check(bound, where):
+    raise ValueError(' '.join(messages))
   gin.finalize()
 
 
@@ -196,8 +204,8 @@ def unused() -> list[str]:
   counts as read: such a function may be called later, or, when a run resumes,
   not at all.
   """
-  bound = _bindings(gin.config_str())
-  used = _used(bound, _bindings(gin.operative_config_str()))
+  bound = config_bindings.parse(gin.config_str())
+  used = _used(bound, config_bindings.parse(gin.operative_config_str()))
   return [
     binding.name
     for (scope, selector), bindings in bound.items()
@@ -206,86 +214,9 @@ def unused() -> list[str]:
   ]
 
 
-class _Reference(NamedTuple):
-  """`@scope/selector`, `@scope/selector()` or `%scope`."""
-
-  scope: str
-  selector: str
-  evaluate: bool
-
-
-class _Binding(NamedTuple):
-  """The left-hand side of a binding, and the references in its value."""
-
-  name: str
-  references: tuple[_Reference, ...]
-
-
-# (scope, selector) → argument → binding; a macro's argument is 'value'.
-_Bindings = dict[tuple[str, str], dict[str, _Binding]]
-
-
-class _Delegate(config_parser.ParserDelegate):
-  """Parses references to plain data."""
-
-  def configurable_reference(self, scoped_selector, evaluate):
-    scope, _, selector = scoped_selector.rpartition('/')
-    return _Reference(scope, selector, evaluate)
-
-  def macro(self, name):
-    return _Reference(name, _MACRO, True)
-
-
-def _bindings(text: str) -> _Bindings:
-  """Parses the output of `gin.config_str`."""
-  modules = config_errors.imported(text)
-
-  def full_name(selector):
-    head, dot, rest = selector.partition('.')
-    return modules.get(head, head) + dot + rest
-
-  bindings = {}
-  for statement in config_parser.ConfigParser(text, _Delegate()):
-    if not isinstance(statement, config_parser.BindingStatement):
-      continue
-    scope, selector, argument, value, _ = statement
-    path = f'{scope}/{selector}' if scope else selector
-    if argument:
-      key, name = (scope, full_name(selector)), f'{path}.{argument}'
-    else:
-      key, argument, name = (path, _MACRO), 'value', path
-    references = tuple(
-      x._replace(selector=full_name(x.selector)) for x in _references(value)
-    )
-    bindings.setdefault(key, {})[argument] = _Binding(name, references)
-  return bindings
-
-
-def _references(value) -> Iterator[_Reference]:
-  """The references in a value, also inside of containers."""
-  if isinstance(value, _Reference):
-    yield value
-  elif isinstance(value, dict):
-    yield from _references([*value, *value.values()])
-  elif isinstance(value, list | tuple):
-    for x in value:
-      yield from _references(x)
-
-
-def _visible(
-  bound: _Bindings, scope: str, selector: str
-) -> dict[str, tuple[str, _Binding]]:
-  """The bindings of a call: argument → (scope of the binding, binding)."""
-  visible = {}
-  parts = scope.split('/') if scope else []
-  for i in range(len(parts) + 1):
-    outer = '/'.join(parts[:i])
-    for argument, binding in bound.get((outer, selector), {}).items():
-      visible[argument] = outer, binding
-  return visible
-
-
-def _used(bound: _Bindings, ran: _Bindings) -> set[tuple[str, str, str]]:
+def _used(
+  bound: config_bindings.Bindings, ran: config_bindings.Bindings
+) -> set[tuple[str, str, str]]:
   """(scope, selector, argument) of every binding that counts as read."""
   used, visited = set(), set()
   # The scope of a call, its selector, the scope in which a function among its
@@ -300,13 +231,15 @@ def _used(bound: _Bindings, ran: _Bindings) -> set[tuple[str, str, str]]:
     if item in visited:
       continue
     visited.add(item)
-    for argument, (outer, binding) in _visible(bound, scope, selector).items():
+    for argument, (outer, binding) in config_bindings.visible(
+      bound, scope, selector
+    ).items():
       if arguments is not None and argument not in arguments:
         continue
       used.add((outer, selector, argument))
       for reference in binding.references:
-        if reference.selector == _MACRO:
-          waiting.append((reference.scope, _MACRO, holder, None))
+        if reference.selector == config_bindings.MACRO:
+          waiting.append((reference.scope, config_bindings.MACRO, holder, None))
         elif reference.scope or reference.evaluate:
           inner = reference.scope or scope
           waiting.append((inner, reference.selector, inner, None))
@@ -320,8 +253,8 @@ def _used(bound: _Bindings, ran: _Bindings) -> set[tuple[str, str, str]]:
 
 def _names_read() -> list[str]:
   """The names of parameters and macros that are read, bound or not."""
-  bound = _bindings(gin.config_str())
-  ran = _bindings(gin.operative_config_str())
+  bound = config_bindings.parse(gin.config_str())
+  ran = config_bindings.parse(gin.operative_config_str())
   names = {
     bound[scope, selector][argument].name
     for scope, selector, argument in _used(bound, ran)
@@ -335,21 +268,25 @@ def _same_kind(name: str, other: str) -> bool:
   return ('.' in name) == ('.' in other)
 
 
-def _refuse_undefined() -> None:
+def _refuse_undefined(bound: config_bindings.Bindings) -> None:
   """Raises ValueError for undefined macros and for REQUIRED parameters."""
-  bound = _bindings(gin.config_str())
-  macros = [scope for scope, selector in bound if selector == _MACRO]
+  macros = [
+    scope for scope, selector in bound if selector == config_bindings.MACRO
+  ]
   errors, required = [], []
   for bindings in bound.values():
-    for name, references in bindings.values():
-      for reference in references:
-        if reference.selector != _MACRO or reference.scope in macros:
+    for binding in bindings.values():
+      for reference in binding.references:
+        if (
+          reference.selector != config_bindings.MACRO
+          or reference.scope in macros
+        ):
           continue
         if reference.scope == 'gin.REQUIRED':
-          required.append(name)
+          required.append(binding.name)
         else:
           errors.append(
-            f'`{name}` reads `%{reference.scope}`, which is not set'
+            f'`{binding.name}` reads `%{reference.scope}`, which is not set'
             f'{config_errors.suggest(reference.scope, macros)}'
           )
   if required:
@@ -371,11 +308,29 @@ def _set_search() -> None:
   gin.config._FILE_READERS[:] = [(open, os.path.isfile)]
 
 
-def _imports(parsed) -> str:
-  """The import statements of a parsed file, after those of its includes."""
+def _imports(parsed, where: dict[config_bindings.Key, str]) -> str:
+  """The import statements of a parsed file, after those of its includes.
+
+  Args:
+    parsed: as gin returns it.
+    where: where each binding stands, to which those of the file are added.
+  """
   text = recipe_files.read(parsed.filename)
-  includes = ''.join(_imports(x) for x in parsed.includes)
-  return includes + _import_statements(text)
+  header = ''.join(_imports(x, where) for x in parsed.includes)
+  _locate(text, header, parsed.filename, where)
+  return header + _import_statements(text)
+
+
+def _locate(
+  text: str, header: str, name: str, where: dict[config_bindings.Key, str]
+) -> None:
+  """Adds where the bindings of a text stand: `name`, and a file's line."""
+  for (scope, selector), bindings in config_bindings.parse(
+    text, header
+  ).items():
+    for argument, binding in bindings.items():
+      line = f' line {binding.line}' if name.endswith('.gin') else ''
+      where[scope, selector, argument] = f'{name}{line}'
 
 
 def _import_statements(text: str) -> str:

@@ -21,7 +21,7 @@ from rlinf_jax.run import flows as flows_lib
 from rlinf_jax.run.folder import checkpoint, run_lock, writers
 from rlinf_jax.runtime import base as runtime_base
 from rlinf_jax.runtime.ray import launch
-from stages import base
+from stages import base, ranges
 from stages.envs.rollouts import video as env_video
 
 PARTS = 'parts'  # Folder of finished batches' metrics; removed at the end.
@@ -44,10 +44,10 @@ def evaluate(
   recipe_of: Callable[..., Any] | None = None,
   checkpoint_of: str | None = None,
   resume: bool = False,
-  seed: int = 0,
+  seed: ranges.NonNegativeInt = 0,
   plan: Mapping[str, Any] | str | None = None,
   ray_address: str | None = None,
-  receive_timeout: float | None = None,
+  receive_timeout: ranges.PositiveFloat | None = None,
   network_interface: str | None = None,
 ) -> dict[str, Any]:
   """Evaluates the policy of a workflow on all held-out batches of a source.

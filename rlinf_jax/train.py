@@ -10,7 +10,7 @@ from rlinf_jax.run import flows as flows_lib
 from rlinf_jax.run import loop, setup, supervise
 from rlinf_jax.run.folder import checkpoint, result, run_lock
 from rlinf_jax.runtime.ray import launch
-from stages import base
+from stages import base, ranges
 
 
 def train(
@@ -18,20 +18,20 @@ def train(
   source: base.Source,
   *,
   workdir: str,
-  steps: int,
-  seed: int = 0,
+  steps: ranges.NonNegativeInt,
+  seed: ranges.NonNegativeInt = 0,
   resume: bool = False,
   pretrain: Callable[..., Any] | None = None,
   plan: Mapping[str, Any] | str | None = flows_lib.AUTO,
-  evaluate_every: int = 20,
+  evaluate_every: ranges.NonNegativeInt = 20,
   stop_at_score: float | None = None,
-  video_every_evals: int = 4,
-  checkpoint_every: int = 50,
-  keep_checkpoints: int = 2,
+  video_every_evals: ranges.NonNegativeInt = 4,
+  checkpoint_every: ranges.PositiveInt = 50,
+  keep_checkpoints: ranges.PositiveInt = 2,
   export: Callable[..., None] | None = None,
   wandb_project: str | None = None,
   ray_address: str | None = None,
-  receive_timeout: float | None = None,
+  receive_timeout: ranges.PositiveFloat | None = None,
   network_interface: str | None = None,
 ) -> result.Result:
   """Trains a workflow and writes a run folder.
@@ -50,7 +50,8 @@ def train(
       as predicted. Otherwise a plan as `planner.ir.plan.parse` reads it, or the
       path of its JSON or of the JSON that --plan_json writes. None runs every
       stage on the first device.
-    evaluate_every: updates between evaluations on held-out problems.
+    evaluate_every: updates between evaluations on held-out problems, of which
+      one is before the first update and one at the end. 0 for none at all.
     stop_at_score: ends the run early once the workflow's score reaches this.
     video_every_evals: evaluations between videos, where an environment can be
       drawn; the first and the last always leave one. 0 for none.
@@ -73,6 +74,12 @@ def train(
     ValueError: if the recipe binds a parameter that nothing reads, or no plan
       fits in memory.
   """
+  if stop_at_score is not None and not evaluate_every:
+    raise ValueError(
+      f'stop_at_score = {stop_at_score} ends the run by the score of an '
+      'evaluation, and evaluate_every = 0 makes none: set evaluate_every to a '
+      'number of steps, or leave stop_at_score out.'
+    )
   folder = pathlib.Path(workdir)
   with run_lock.hold(folder):
     if finished := result.read_finished(

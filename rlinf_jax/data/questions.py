@@ -9,7 +9,7 @@ import numpy as np
 from rlinf_jax.data import chat as chat_lib
 from rlinf_jax.data import files, mixtures
 from rlinf_jax.data import prompts as prompts_lib
-from stages import base
+from stages import base, ranges
 from stages.language import tokens
 
 WINDOW = 16  # Batches among which questions are sorted by length.
@@ -20,10 +20,10 @@ def questions(
   *,
   train: str | Sequence[str] | Mapping[str, float],
   held_out: str | Sequence[str] | Mapping[str, str],
-  batch_size: int,
-  prompt_length: int,
-  held_out_batch: int = 256,
-  held_out_rows: int | None = None,
+  batch_size: ranges.PositiveInt,
+  prompt_length: ranges.PositiveInt,
+  held_out_batch: ranges.PositiveInt = 256,
+  held_out_rows: ranges.PositiveInt | None = None,
   prompt_column: str | None = None,
   answer_column: str = 'answer',
   answer_after: str = '####',

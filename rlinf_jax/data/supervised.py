@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlinf_jax.data import completions, mixtures
-from stages import base
+from stages import base, ranges
 from stages.language import tokens
 from stages.models import huggingface
 
@@ -17,11 +17,11 @@ def examples(
   *,
   train: str | Sequence[str] | Mapping[str, float],
   held_out: str | Sequence[str],
-  batch_size: int,
-  prompt_length: int,
-  response_length: int,
-  held_out_batch: int = 64,
-  held_out_rows: int | None = None,
+  batch_size: ranges.PositiveInt,
+  prompt_length: ranges.PositiveInt,
+  response_length: ranges.PositiveInt,
+  held_out_batch: ranges.PositiveInt = 64,
+  held_out_rows: ranges.PositiveInt | None = None,
   prompt_column: str | None = None,
   completion_column: str | None = None,
   chat: bool = True,
@@ -81,11 +81,11 @@ def preferences(
   *,
   train: str | Sequence[str] | Mapping[str, float],
   held_out: str | Sequence[str],
-  batch_size: int,
-  prompt_length: int,
-  response_length: int,
-  held_out_batch: int = 64,
-  held_out_rows: int | None = None,
+  batch_size: ranges.PositiveInt,
+  prompt_length: ranges.PositiveInt,
+  response_length: ranges.PositiveInt,
+  held_out_batch: ranges.PositiveInt = 64,
+  held_out_rows: ranges.PositiveInt | None = None,
   prompt_column: str | None = None,
   chosen_column: str = 'chosen',
   rejected_column: str = 'rejected',

@@ -18,7 +18,7 @@ import numpy as np
 
 from rlinf_jax.engines import vllm_engine
 import stages
-from stages import base
+from stages import base, ranges
 from stages.language import sample
 from stages.models import huggingface, transformer
 from stages.models.files import weights
@@ -46,7 +46,7 @@ def engine(
   checkpoint: str,
   config: transformer.Config,
   names: dict[str, weights.Tensor],
-  response_length: int,
+  response_length: ranges.PositiveInt,
   stop: tuple[int, ...],
   sampling: sample.Sampling,
   max_num_seqs: int = 256,

@@ -10,14 +10,14 @@ from rlinf_jax import config
 from rlinf_jax.planning import plan_report
 from rlinf_jax.planning.compiled import topology as topology_lib
 from rlinf_jax.run import flows as flows_lib
-from stages import base
+from stages import base, ranges
 
 
 def plan_only(
   workflow: base.Workflow,
   source: base.Source,
   *,
-  seed: int,
+  seed: ranges.NonNegativeInt,
   plan: Mapping[str, Any] | str | None,
   cluster: cluster_lib.Cluster,
   lengths: Sequence[int] | None = None,

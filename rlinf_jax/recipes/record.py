@@ -3,7 +3,7 @@
 from collections.abc import Callable
 import pathlib
 
-from stages import base
+from stages import base, ranges
 from stages.envs import demonstrations as demonstrations_lib
 
 
@@ -12,9 +12,9 @@ def demonstrations(
   *,
   env: Callable[[], base.Env],
   controller: demonstrations_lib.Controller,
-  num_envs: int,
-  num_episodes: int,
-  noise_std: float = 0.0,
+  num_envs: ranges.PositiveInt,
+  num_episodes: ranges.PositiveInt,
+  noise_std: ranges.NonNegativeFloat = 0.0,
 ) -> str:
   """The path of a run's demonstrations, recorded if they do not exist.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from stages import ranges
 from stages.language import tokens
 from stages.models import huggingface, transformer
 
@@ -21,14 +22,14 @@ def checkpoint(
   *,
   given: str | None = None,
   corpus: Callable[[], Sequence[str]],
-  vocabulary: int,
-  width: int,
-  layers: int,
-  heads: int,
-  kv_heads: int,
-  feed_forward: int,
-  rope_theta: float = 1e4,
-  seed: int = 0,
+  vocabulary: ranges.PositiveInt,
+  width: ranges.PositiveInt,
+  layers: ranges.PositiveInt,
+  heads: ranges.PositiveInt,
+  kv_heads: ranges.PositiveInt,
+  feed_forward: ranges.PositiveInt,
+  rope_theta: ranges.PositiveFloat = 1e4,
+  seed: ranges.NonNegativeInt = 0,
 ) -> str:
   """The folder of the initial checkpoint, made if it does not exist.
 
@@ -86,7 +87,7 @@ def warm_up(
   *,
   given: str | None = None,
   train: Callable[..., Any],
-  seed: int,
+  seed: ranges.NonNegativeInt,
 ):
   """Trains the initial model by imitation, until it succeeds sometimes.
 

@@ -115,13 +115,35 @@ def read_plan(
   if plan == AUTO:
     return None
   if isinstance(plan, str):
-    plan = json.loads(pathlib.Path(plan).read_text())
-    plan = plan.get('plan', plan)  # --plan_json writes more than the plan.
+    plan = _read_plan_file(pathlib.Path(plan))
   step, evaluate = flows
   stages = dict.fromkeys((*step.stages, *evaluate.stages))
   if plan and ignore_others:
     plan = _of_stages(plan, {*stages, plan_lib.REST})
   return plan_lib.parse(plan or {}, stages)
+
+
+def _read_plan_file(path: pathlib.Path) -> Mapping[str, Any]:
+  """Reads the sketch of a plan from JSON.
+
+  Raises:
+    ValueError: if there is no such file, or it is not the JSON of a plan.
+  """
+  if not path.is_file():
+    raise ValueError(
+      f"plan = '{path}' is neither 'auto' nor a file with the JSON of a plan, "
+      'such as --plan_json writes.'
+    )
+  try:
+    plan = json.loads(path.read_text())
+  except ValueError as error:  # Also of bytes that are no text.
+    raise ValueError(f'The plan {path} is not JSON: {error}.') from error
+  if not isinstance(plan, dict):
+    raise ValueError(
+      f'The plan {path} holds {plan!r:.40}, and a plan is a JSON object, such '
+      'as --plan_json writes.'
+    )
+  return plan.get('plan', plan)  # --plan_json writes more than the plan.
 
 
 def _of_stages(plan: Mapping[str, Any], stages: set[str]) -> dict[str, Any]:

@@ -34,7 +34,8 @@ class Schedule:
 
   Attributes:
     steps: updates of the whole run.
-    evaluate_every: updates between evaluations.
+    evaluate_every: updates between evaluations, of which one is before the
+      first update and one at the end; 0 for none at all.
     checkpoint_every: updates between checkpoints.
     stop_at_score: score at which the run ends early; None for never.
     video_every_evals: evaluations between videos; 0 for none.
@@ -51,11 +52,12 @@ class Schedule:
 
     Evaluations and checkpoints need the state of one step, not of a later one.
     """
-    periods = self.evaluate_every, self.checkpoint_every
+    periods = [n for n in (self.evaluate_every, self.checkpoint_every) if n]
     return min(self.steps, step + min(n - step % n for n in periods))
 
   def is_evaluation(self, step: int) -> bool:
-    return step == self.steps or step % self.evaluate_every == 0
+    every = self.evaluate_every
+    return every > 0 and (step == self.steps or step % every == 0)
 
   def is_checkpoint(self, step: int) -> bool:
     return step % self.checkpoint_every == 0
@@ -125,7 +127,7 @@ class Loop:
       KeyboardInterrupt: if the run was asked to stop; a checkpoint is written.
     """
     with interrupt.handle_signals() as self._interrupt:
-      if not self.steps:
+      if not self.steps and schedule.evaluate_every:
         self.evaluate()
         if schedule.video_every_evals:
           self._log.write_video(0, self._video)

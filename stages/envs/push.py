@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from stages import base
+from stages import base, ranges
 from stages.envs import drawing, vectorize
 
 SPEED = 0.08  # Distance a step; the table is 2 wide.
@@ -33,8 +33,8 @@ def push(
   *,
   dense: bool = True,
   terminate: bool = False,
-  horizon: int = 50,
-  image_size: int | None = None,
+  horizon: ranges.PositiveInt = 50,
+  image_size: ranges.PositiveInt | None = None,
 ) -> base.Env:
   """Makes the environment.
 

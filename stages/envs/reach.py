@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from stages import base
+from stages import base, ranges
 from stages.envs import drawing, vectorize
 
 SPEED = 0.15  # Radians a step.
@@ -33,8 +33,8 @@ def reach(
   *,
   dense: bool = True,
   terminate: bool = False,
-  horizon: int = 40,
-  image_size: int | None = None,
+  horizon: ranges.PositiveInt = 40,
+  image_size: ranges.PositiveInt | None = None,
 ) -> base.Env:
   """Makes the environment.
 

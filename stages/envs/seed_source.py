@@ -6,13 +6,17 @@ An evaluation batch is a row of seeds, each of one episode.
 
 import numpy as np
 
-from stages import base
+from stages import base, ranges
 
 # Training draws seeds from [0, 2³¹) at random, so few of these appear in it.
 FIRST_HELD_OUT = 2**30
 
 
-def seeds(*, held_out: int = 100, held_out_batch: int = 100) -> base.Source:
+def seeds(
+  *,
+  held_out: ranges.PositiveInt = 100,
+  held_out_batch: ranges.PositiveInt = 100,
+) -> base.Source:
   """Empty training batches, and the same held-out seeds for every run.
 
   Args:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import stages
-from stages import base, metrics
+from stages import base, metrics, ranges
 from stages.language import policy_stages, verifiers
 
 SAMPLES = 'eval/samples'  # Name in `info` of all rows: prompts and completions.
@@ -22,7 +22,7 @@ def evaluate(
   policy: base.Policy,
   verify: stages.Stage,
   *,
-  samples: int = 1,
+  samples: ranges.PositiveInt = 1,
   greedy: bool | None = None,
 ) -> Callable:
   """Returns `Version, problem, key, params=() -> info`: metrics of answers.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from sharding import row_map, rules
-from stages import base, core
+from stages import base, core, ranges
 from stages.language import packing, sample, value_model
 from stages.language.decoding import continuous, generate
 from stages.models import transformer
@@ -19,13 +19,13 @@ MAX_LIVE_LOGITS = 2**26
 def policy(
   config: transformer.Config,
   *,
-  response_length: int,
+  response_length: ranges.PositiveInt,
   stop: tuple[int, ...] = (),
   sampling: sample.Sampling = sample.Sampling(),
   init: Callable[[base.Key], base.Params] | None = None,
-  max_live_logits: int = MAX_LIVE_LOGITS,
-  slots: int | None = None,
-  packed_tokens: int | None = None,
+  max_live_logits: ranges.PositiveInt = MAX_LIVE_LOGITS,
+  slots: ranges.PositiveInt | None = None,
+  packed_tokens: ranges.PositiveInt | None = None,
 ) -> base.Policy:
   """A policy from a decoder-only transformer.
 

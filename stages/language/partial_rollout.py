@@ -70,7 +70,11 @@ def partial_rollouts(
   return policy_stages.Rollouts(run, first_carry if max_carry else None)
 
 
-def check(policy: base.Policy, max_carry: int, extra_groups: int):
+def check(
+  policy: base.Policy,
+  max_carry: int,
+  extra_groups: int,
+):
   """Refuses settings and policies that cannot carry groups."""
   if (max_carry > 0) != (extra_groups > 0) or min(max_carry, extra_groups) < 0:
     raise ValueError(

@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from stages import ranges
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -17,9 +19,9 @@ class Sampling:
       reaches this.
   """
 
-  temperature: float = 1.0
+  temperature: ranges.PositiveFloat = 1.0
   top_k: int = 0
-  top_p: float = 1.0
+  top_p: ranges.Fraction = 1.0
 
   def __post_init__(self):
     if self.temperature <= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stages import metrics
+from stages import metrics, ranges
 
 # Log-ratios beyond this are cut, so that exp(20) = 5e8 is the largest ratio.
 _MAX_LOG_RATIO = 20.0
@@ -236,7 +236,7 @@ def sequence_mean_token_sum(loss_BT, mask_BT) -> metrics.Mean:
   return metrics.mean((loss_BT * mask_BT).sum(1))
 
 
-def constant(length: int) -> Callable[..., metrics.Mean]:
+def constant(length: ranges.PositiveInt) -> Callable[..., metrics.Mean]:
   """Returns Σ m L / (B · `length`), Dr. GRPO's mean, arXiv:2503.20783.
 
   Args:

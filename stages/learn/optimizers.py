@@ -4,20 +4,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stages import base, metrics
+from stages import base, metrics, ranges
 
 
 def adamw(
-  learning_rate: float,
+  learning_rate: ranges.NonNegativeFloat,
   *,
-  warmup_steps: int = 0,
-  decay_steps: int | None = None,
-  updates_per_step: int = 1,
-  b1: float = 0.9,
-  b2: float = 0.999,
-  eps: float = 1e-8,
-  weight_decay: float = 0.0,
-  clip_norm: float = 1.0,
+  warmup_steps: ranges.NonNegativeInt = 0,
+  decay_steps: ranges.NonNegativeInt | None = None,
+  updates_per_step: ranges.PositiveInt = 1,
+  b1: ranges.Decay = 0.9,
+  b2: ranges.Decay = 0.999,
+  eps: ranges.PositiveFloat = 1e-8,
+  weight_decay: ranges.NonNegativeFloat = 0.0,
+  clip_norm: ranges.PositiveFloat = 1.0,
 ) -> optax.GradientTransformation:
   """AdamW after clipping by global norm; its learning rate is a metric.
 
@@ -58,8 +58,8 @@ def actor_critic(
   actor: optax.GradientTransformation,
   critic: optax.GradientTransformation,
   *,
-  critic_warmup_steps: int = 0,
-  updates_per_step: int = 1,
+  critic_warmup_steps: ranges.NonNegativeInt = 0,
+  updates_per_step: ranges.PositiveInt = 1,
 ) -> optax.GradientTransformation:
   """One optimizer for the critic's parameters, another for all others.
 

@@ -9,7 +9,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from stages import base
+from stages import base, ranges
 
 
 class Critic(NamedTuple):
@@ -50,10 +50,10 @@ class Config:
 def ensemble(
   env: base.Env,
   *,
-  num_critics: int = 2,
-  width: int = 256,
+  num_critics: ranges.PositiveInt = 2,
+  width: ranges.PositiveInt = 256,
   layer_norm: bool = False,
-  chunk: int = 1,
+  chunk: ranges.PositiveInt = 1,
 ) -> Critic:
   """Makes critics for an environment's spaces.
 

@@ -8,17 +8,17 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from stages import base
+from stages import base, ranges
 from stages.models import cnn, mlp
 
 
 def policy(
   env: base.Env,
   *,
-  width: int = 64,
-  init_std: float = 1.0,
+  width: ranges.PositiveInt = 64,
+  init_std: ranges.PositiveFloat = 1.0,
   bounding: Literal['clip', 'tanh'] = 'clip',
-  chunk: int = 1,
+  chunk: ranges.PositiveInt = 1,
   state_dependent_std: bool = False,
   critic: bool = True,
   camera_encoder: cnn.Config = cnn.Config(),

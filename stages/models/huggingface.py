@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stages import base
+from stages import base, ranges
 from stages.language import language_model, sample, tokens
 from stages.models import families, transformer
 from stages.models import lora as lora_lib
@@ -121,13 +121,13 @@ def load_params(
 def policy(
   checkpoint: str,
   *,
-  response_length: int,
+  response_length: ranges.PositiveInt,
   sampling: sample.Sampling = sample.Sampling(),
   dtype: str | None = None,
   remat: str = 'none',
-  max_live_logits: int = language_model.MAX_LIVE_LOGITS,
-  slots: int | None = None,
-  packed_tokens: int | None = None,
+  max_live_logits: ranges.PositiveInt = language_model.MAX_LIVE_LOGITS,
+  slots: ranges.PositiveInt | None = None,
+  packed_tokens: ranges.PositiveInt | None = None,
   engine: Callable[..., base.Policy] | None = None,
   lora: lora_lib.Lora | None = None,
 ) -> base.Policy:
@@ -209,8 +209,8 @@ def teacher(
   student: str,
   sampling: sample.Sampling = sample.Sampling(),
   dtype: str | None = None,
-  max_live_logits: int = language_model.MAX_LIVE_LOGITS,
-  packed_tokens: int | None = None,
+  max_live_logits: ranges.PositiveInt = language_model.MAX_LIVE_LOGITS,
+  packed_tokens: ranges.PositiveInt | None = None,
 ) -> base.Policy:
   """A policy that scores the completions of another one.
 

@@ -26,7 +26,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 
-from stages import base
+from stages import base, ranges
 from stages.models import families
 from stages.models.layers import mixed_precision
 
@@ -69,8 +69,8 @@ class Lora:
       from the model itself.
   """
 
-  rank: int | None = None
-  alpha: float | None = None
+  rank: ranges.PositiveInt | None = None
+  alpha: ranges.PositiveFloat | None = None
   targets: str | tuple[str, ...] | None = None
   adapter: str | None = None
 

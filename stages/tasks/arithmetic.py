@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import stages
-from stages import base
+from stages import base, ranges
 from stages.language import tokens
 
 NUMBER = re.compile(r'\d+')
@@ -115,11 +115,11 @@ def _held_out(tokenizer, digits, rows, batch, template, chat, prompt_length):
 def problems(
   checkpoint: str,
   *,
-  batch_size: int,
-  prompt_length: int,
+  batch_size: ranges.PositiveInt,
+  prompt_length: ranges.PositiveInt,
   digits: Digits = Digits(),
-  held_out: int = 512,
-  held_out_batch: int = 256,
+  held_out: ranges.PositiveInt = 512,
+  held_out_batch: ranges.PositiveInt = 256,
   template: str = TEMPLATE,
   chat: bool = False,
 ) -> base.Source:
@@ -148,12 +148,12 @@ def problems(
 def examples(
   checkpoint: str,
   *,
-  batch_size: int,
-  prompt_length: int,
-  response_length: int,
+  batch_size: ranges.PositiveInt,
+  prompt_length: ranges.PositiveInt,
+  response_length: ranges.PositiveInt,
   digits: Digits = Digits(),
-  held_out: int = 512,
-  held_out_batch: int = 256,
+  held_out: ranges.PositiveInt = 512,
+  held_out_batch: ranges.PositiveInt = 256,
 ) -> base.Source:
   """A source of worked examples to imitate, never of held-out problems.
 

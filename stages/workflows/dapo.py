@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 import stages
-from stages import base, metrics, repeat
+from stages import base, metrics, ranges, repeat
 from stages.language import evaluate as evaluate_lib
 from stages.language import policy_stages, rollout_metrics, verifiers
 from stages.learn import advantages, losses, minibatches, signatures, train_step
@@ -48,18 +48,18 @@ def dapo(
   verify: stages.Stage,
   optimizer: optax.GradientTransformation,
   *,
-  group_size: int,
-  max_rounds: int,
-  clip_low: float = 0.2,
-  clip_high: float = 0.28,
-  overlong_buffer: int | None = None,
-  num_minibatches: int = 1,
-  num_epochs: int = 1,
-  expected_rounds: int | None = None,
+  group_size: ranges.PositiveInt,
+  max_rounds: ranges.PositiveInt,
+  clip_low: ranges.NonNegativeFloat = 0.2,
+  clip_high: ranges.NonNegativeFloat = 0.28,
+  overlong_buffer: ranges.PositiveInt | None = None,
+  num_minibatches: ranges.PositiveInt = 1,
+  num_epochs: ranges.PositiveInt = 1,
+  expected_rounds: ranges.PositiveInt | None = None,
   mask_truncated: bool = False,
   importance_weight: signatures.ImportanceWeight = losses.token_weight,
   importance_bound: signatures.ImportanceBound = losses.truncated,
-  importance_cap: float = 2.0,
+  importance_cap: ranges.PositiveFloat = 2.0,
   evaluator: evaluate_lib.Evaluator = evaluate_lib.evaluate,
 ) -> base.Workflow:
   """Learns from groups of mixed accuracy: neither all right nor all wrong.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import stages
-from stages import base, metrics
+from stages import base, metrics, ranges
 from stages.language import evaluate as evaluate_lib
 from stages.language import policy_stages, rollout_metrics, verifiers
 from stages.learn import losses, minibatches, signatures, train_step
@@ -38,18 +38,18 @@ def distillation(
   verify: stages.Stage | verifiers.LearnedVerifier,
   optimizer: optax.GradientTransformation,
   *,
-  group_size: int,
-  clip_low: float = 0.2,
-  clip_high: float = 0.2,
-  num_minibatches: int = 1,
-  num_epochs: int = 1,
+  group_size: ranges.PositiveInt,
+  clip_low: ranges.NonNegativeFloat = 0.2,
+  clip_high: ranges.NonNegativeFloat = 0.2,
+  num_minibatches: ranges.PositiveInt = 1,
+  num_epochs: ranges.PositiveInt = 1,
   minibatch_by: minibatches.MinibatchBy = 'row',
   mask_truncated: bool = False,
   policy_loss: signatures.PolicyLoss = losses.ppo_clip,
   aggregate: signatures.Aggregate = losses.token_mean,
   importance_weight: signatures.ImportanceWeight = losses.token_weight,
   importance_bound: signatures.ImportanceBound = losses.truncated,
-  importance_cap: float = 2.0,
+  importance_cap: ranges.PositiveFloat = 2.0,
   evaluator: evaluate_lib.Evaluator = evaluate_lib.evaluate,
 ) -> base.Workflow:
   """Trains a student towards a teacher on the student's own completions.

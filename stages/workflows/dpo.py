@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 import stages
-from stages import base, metrics
+from stages import base, metrics, ranges
 from stages.language import policy_stages
 from stages.learn import losses, train_step
 
@@ -30,8 +30,8 @@ def dpo(
   policy: base.Policy,
   optimizer: optax.GradientTransformation,
   *,
-  beta: float = 0.1,
-  label_smoothing: float = 0.0,
+  beta: ranges.PositiveFloat = 0.1,
+  label_smoothing: ranges.Fraction = 0.0,
 ) -> base.Workflow:
   """DPO: raises the probability of preferred over rejected completions.
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import stages
-from stages import base, metrics
+from stages import base, metrics, ranges
 from stages.envs import episode_stats
 from stages.envs.rollouts import embodied, obs_stats, rollout
 from stages.learn import advantages, losses, minibatches, signatures, train_step
@@ -44,18 +44,18 @@ def embodied_grpo(
   policy: Callable[[base.Env], base.Policy],
   optimizer: optax.GradientTransformation,
   *,
-  num_envs: int,
-  group_size: int = 8,
-  num_steps: int | None = None,
+  num_envs: ranges.PositiveInt,
+  group_size: ranges.PositiveInt = 8,
+  num_steps: ranges.PositiveInt | None = None,
   episode_reward: EpisodeReward = episode_stats.success,
-  clip_low: float = 0.2,
-  clip_high: float = 0.2,
-  dual_clip: float | None = None,
-  kl_coef: float = 0.0,
+  clip_low: ranges.NonNegativeFloat = 0.2,
+  clip_high: ranges.NonNegativeFloat = 0.2,
+  dual_clip: ranges.PositiveFloat | None = None,
+  kl_coef: ranges.NonNegativeFloat = 0.0,
   kl_estimator: signatures.KlEstimator = losses.kl_k3,
   entropy_coef: float = 0.0,
-  num_minibatches: int = 1,
-  num_epochs: int = 1,
+  num_minibatches: ranges.PositiveInt = 1,
+  num_epochs: ranges.PositiveInt = 1,
   filter_groups: bool = False,
   advantage: signatures.GroupAdvantage = advantages.group_relative,
   aggregate: signatures.Aggregate = losses.sequence_mean_token_mean,

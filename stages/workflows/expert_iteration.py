@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 import stages
-from stages import base, metrics
+from stages import base, metrics, ranges
 from stages.language import evaluate as evaluate_lib
 from stages.language import policy_stages, rollout_metrics, verifiers
 from stages.learn import losses, minibatches, selection, signatures, train_step
@@ -34,12 +34,12 @@ def expert_iteration(
   verify: stages.Stage | verifiers.LearnedVerifier,
   optimizer: optax.GradientTransformation,
   *,
-  group_size: int,
+  group_size: ranges.PositiveInt,
   keep: signatures.GroupSelection = selection.correct,
-  kl_coef: float = 0.0,
+  kl_coef: ranges.NonNegativeFloat = 0.0,
   kl_estimator: signatures.KlEstimator = losses.kl_k3,
-  num_minibatches: int = 1,
-  num_epochs: int = 1,
+  num_minibatches: ranges.PositiveInt = 1,
+  num_epochs: ranges.PositiveInt = 1,
   mask_truncated: bool = False,
   evaluator: evaluate_lib.Evaluator = evaluate_lib.evaluate,
 ) -> base.Workflow:

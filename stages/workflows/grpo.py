@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import stages
-from stages import base, metrics
+from stages import base, metrics, ranges
 from stages.language import (
   advantage_stages,
   policy_stages,
@@ -50,19 +50,19 @@ def grpo(
   verify: stages.Stage | verifiers.LearnedVerifier,
   optimizer: optax.GradientTransformation,
   *,
-  group_size: int,
-  clip_low: float = 0.2,
-  clip_high: float = 0.2,
-  dual_clip: float | None = None,
-  kl_coef: float = 0.0,
+  group_size: ranges.PositiveInt,
+  clip_low: ranges.NonNegativeFloat = 0.2,
+  clip_high: ranges.NonNegativeFloat = 0.2,
+  dual_clip: ranges.PositiveFloat | None = None,
+  kl_coef: ranges.NonNegativeFloat = 0.0,
   kl_estimator: signatures.KlEstimator = losses.kl_k3,
-  kl_reward_coef: float = 0.0,
+  kl_reward_coef: ranges.NonNegativeFloat = 0.0,
   kl_to_go: bool = False,
   entropy_coef: float = 0.0,
-  num_minibatches: int = 1,
-  num_epochs: int = 1,
+  num_minibatches: ranges.PositiveInt = 1,
+  num_epochs: ranges.PositiveInt = 1,
   minibatch_by: minibatches.MinibatchBy = 'row',
-  staleness: int = 0,
+  staleness: ranges.NonNegativeInt = 0,
   advantage: signatures.GroupAdvantage = advantages.group_relative,
   greedy_baseline: bool = False,
   normalize_advantages: bool = False,
@@ -72,7 +72,7 @@ def grpo(
   aggregate: signatures.Aggregate = losses.sequence_mean_token_mean,
   importance_weight: signatures.ImportanceWeight = losses.token_weight,
   importance_bound: signatures.ImportanceBound = losses.truncated,
-  importance_cap: float = 2.0,
+  importance_cap: ranges.PositiveFloat = 2.0,
   rollouts: policy_stages.RolloutMethod = policy_stages.complete,
   evaluator: evaluate_lib.Evaluator = evaluate_lib.evaluate,
 ) -> base.Workflow:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import stages
-from stages import base, metrics
+from stages import base, metrics, ranges
 from stages.envs import episode_stats
 from stages.envs.rollouts import embodied, obs_stats, rollout
 from stages.learn import advantages, losses, minibatches, train_step
@@ -38,20 +38,20 @@ def ppo(
   policy: Callable[[base.Env], base.Policy],
   optimizer: optax.GradientTransformation,
   *,
-  num_envs: int,
-  num_steps: int,
-  discount: float = 0.99,
-  gae_lambda: float = 0.95,
-  clip_low: float = 0.2,
-  clip_high: float = 0.2,
-  dual_clip: float | None = None,
-  value_coef: float = 0.5,
-  value_clip: float | None = None,
-  value_huber: float | None = None,
+  num_envs: ranges.PositiveInt,
+  num_steps: ranges.PositiveInt,
+  discount: ranges.Fraction = 0.99,
+  gae_lambda: ranges.Fraction = 0.95,
+  clip_low: ranges.NonNegativeFloat = 0.2,
+  clip_high: ranges.NonNegativeFloat = 0.2,
+  dual_clip: ranges.PositiveFloat | None = None,
+  value_coef: ranges.NonNegativeFloat = 0.5,
+  value_clip: ranges.PositiveFloat | None = None,
+  value_huber: ranges.PositiveFloat | None = None,
   entropy_coef: float = 0.0,
-  num_minibatches: int = 4,
-  num_epochs: int = 4,
-  target_kl: float | None = None,
+  num_minibatches: ranges.PositiveInt = 4,
+  num_epochs: ranges.PositiveInt = 4,
+  target_kl: ranges.PositiveFloat | None = None,
   normalize_obs: bool = True,
   normalize_advantages: bool = True,
   bootstrap_on_success: bool = False,

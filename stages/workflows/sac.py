@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 import stages
-from stages import base, metrics
+from stages import base, metrics, ranges
 from stages.envs import episode_stats
 from stages.envs import replay as replay_lib
 from stages.envs.rollouts import embodied, obs_stats, rollout
@@ -55,18 +55,18 @@ def sac(
   critic: Callable[[base.Env], critics_lib.Critic],
   optimizer: optax.GradientTransformation,
   *,
-  num_envs: int,
-  num_steps: int,
-  capacity: int,
-  batch_size: int = 256,
-  utd_ratio: float = 1.0,
-  actor_update_period: int = 1,
-  learning_starts: int = 1,
-  discount: float = 0.99,
-  tau: float = 0.005,
-  init_temperature: float = 1.0,
+  num_envs: ranges.PositiveInt,
+  num_steps: ranges.PositiveInt,
+  capacity: ranges.PositiveInt,
+  batch_size: ranges.PositiveInt = 256,
+  utd_ratio: ranges.PositiveFloat = 1.0,
+  actor_update_period: ranges.PositiveInt = 1,
+  learning_starts: ranges.NonNegativeInt = 1,
+  discount: ranges.Fraction = 0.99,
+  tau: ranges.Fraction = 0.005,
+  init_temperature: ranges.PositiveFloat = 1.0,
   target_entropy: float | None = None,
-  critic_subset: int | None = None,
+  critic_subset: ranges.PositiveInt | None = None,
   offline_data: str | None = None,
   normalize_obs: bool = True,
   bootstrap_on_success: bool = False,
@@ -226,7 +226,9 @@ def replay_stage(
 
 
 def num_updates(
-  utd_ratio: float, num_transitions: int, actor_update_period: int
+  utd_ratio: float,
+  num_transitions: int,
+  actor_update_period: int,
 ) -> int:
   """Updates of the critics in a step of so many transitions."""
   n = round(utd_ratio * num_transitions)

@@ -1,0 +1,1 @@
+"""All algorithms for language models, from one warm start."""

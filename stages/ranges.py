@@ -1,0 +1,19 @@
+"""Numbers with bounds, for annotations of what recipes bind.
+
+A recipe that binds a number outside of its bounds is refused when it is read.
+Functions called from Python take the annotation as documentation. The names are
+those of pydantic.
+"""
+
+from typing import Annotated
+
+import annotated_types
+
+PositiveInt = Annotated[int, annotated_types.Ge(1)]
+NonNegativeInt = Annotated[int, annotated_types.Ge(0)]
+PositiveFloat = Annotated[float, annotated_types.Gt(0)]
+NonNegativeFloat = Annotated[float, annotated_types.Ge(0)]
+# From 0 to 1, such as a probability.
+Fraction = Annotated[float, annotated_types.Ge(0), annotated_types.Le(1)]
+# A share that an average keeps: 1 would never forget.
+Decay = Annotated[float, annotated_types.Ge(0), annotated_types.Lt(1)]

@@ -1,0 +1,225 @@
+"""Values that no recipe can mean are refused when the recipe is read."""
+
+import functools
+import pathlib
+import random
+import re
+import typing
+
+import pytest
+
+from rlinf_jax import config, config_bindings, config_types
+from stages import ranges
+
+SUMS = 'gin_configs/grpo_arithmetic.gin'
+QUESTIONS = 'gin_configs/grpo_math.gin'
+ROOT = pathlib.Path(__file__).parents[2]
+GIVEN = ('MODEL = "/model"', 'TRAIN = "/train"', 'EVAL = "/eval"')
+
+# A recipe, a binding, and the message after the place of the binding.
+WRONG = [
+  (
+    SUMS,
+    'STEPS = "ten"',
+    "`STEPS = 'ten'`, which `optimizers.adamw.decay_steps` reads, must be a "
+    'whole number of at least 0 or None.',
+  ),
+  (
+    SUMS,
+    'optimizers.adamw.learning_rate = "5e-4"',
+    "`optimizers.adamw.learning_rate = '5e-4'` must be a number of at least "
+    '0: leave out the quotes, 5e-4.',
+  ),
+  (
+    SUMS,
+    'arithmetic.problems.batch_size = "many"',
+    "`arithmetic.problems.batch_size = 'many'` must be a whole number of at "
+    'least 1.',
+  ),
+  (
+    SUMS,
+    'LENGTH = 0',
+    '`LENGTH = 0`, which `arithmetic.examples.response_length` reads, must be '
+    'a whole number of at least 1.',
+  ),
+  (
+    SUMS,
+    'GROUP = 0',
+    '`GROUP = 0`, which `workflows.grpo.group_size` reads, must be a whole '
+    'number of at least 1.',
+  ),
+  (
+    SUMS,
+    'STEPS = -3',
+    '`STEPS = -3`, which `optimizers.adamw.decay_steps` reads, must be a '
+    'whole number of at least 0 or None.',
+  ),
+  (
+    SUMS,
+    'train.train.evaluate_every = -1',
+    '`train.train.evaluate_every = -1` must be a whole number of at least 0.',
+  ),
+  (
+    SUMS,
+    'train.train.plan = ["actor"]',
+    "`train.train.plan = ['actor']` must be a dictionary or a text in quotes "
+    'or None.',
+  ),
+  (
+    SUMS,
+    'SEED = True',
+    '`SEED = True`, which `warm_start.checkpoint.seed` reads, must be a whole '
+    'number of at least 0.',
+  ),
+  (
+    SUMS,
+    'workflows.grpo.minibatch_by = "rows"',
+    "`workflows.grpo.minibatch_by = 'rows'` must be one of 'row', 'shuffled', "
+    "'arrival'; did you mean 'row'?",
+  ),
+  (
+    SUMS,
+    'workflows.grpo.advantage = 3',
+    '`workflows.grpo.advantage = 3` must be a function (@name).',
+  ),
+  (
+    SUMS,
+    'optimizers.adamw.b2 = 1.0',
+    '`optimizers.adamw.b2 = 1.0` must be a number of at least 0 and below 1.',
+  ),
+  (
+    SUMS,
+    'optimizers.adamw.learning_rate = @optimizers.adamw',
+    '`optimizers.adamw.learning_rate = @adamw` must be a number of at least 0: '
+    'to call the function, add () to its name.',
+  ),
+  (
+    SUMS,
+    'train.train.source = "train.jsonl"',
+    "`train.train.source = 'train.jsonl'` must be a Source, which a function "
+    'returns (@name()).',
+  ),
+  (
+    QUESTIONS,
+    'BATCH = "8"',
+    "`BATCH = '8'`, which `questions.questions.batch_size` reads, must be a "
+    'whole number of at least 1: leave out the quotes, 8.',
+  ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_root(monkeypatch):
+  monkeypatch.chdir(ROOT)
+
+
+def refusal(recipe, binding, given=()):
+  """The message for a binding, which must be refused."""
+  with pytest.raises(ValueError) as error:
+    config.parse([recipe], [*given, binding], '/runs/x')
+  return str(error.value)
+
+
+@pytest.mark.parametrize(('recipe', 'binding', 'message'), WRONG)
+def test_a_wrong_value_is_refused_in_one_sentence(recipe, binding, message):
+  given = GIVEN if recipe == QUESTIONS else ()
+  assert refusal(recipe, binding, given) == (
+    f"--gin_bindings '{binding}': {message}"
+  )
+
+
+def test_a_value_of_a_file_is_refused_with_its_line(tmp_path):
+  (tmp_path / 'mine.gin').write_text(
+    f"include '{SUMS}'\n\n# Too few.\nGROUP = 0\n"
+  )
+  message = refusal(str(tmp_path / 'mine.gin'), 'STEPS = 3')
+  assert message.startswith(f'{tmp_path}/mine.gin line 4: `GROUP = 0`, which')
+
+
+def test_every_wrong_value_has_its_own_sentence():
+  with pytest.raises(ValueError) as error:
+    config.parse([SUMS], ['GROUP = 0', 'STEPS = "ten"'], '/runs/x')
+  assert "--gin_bindings 'GROUP = 0': `GROUP" in str(error.value)
+  assert '--gin_bindings \'STEPS = "ten"\': `STEPS' in str(error.value)
+
+
+@functools.cache
+def recipes() -> list[str]:
+  """The recipes that can be read when common macros are given."""
+  found = []
+  for path in sorted(ROOT.glob('gin_configs/**/*.gin')):
+    name = str(path.relative_to(ROOT))
+    try:
+      config.parse([name], given_to(name), '/runs/x')
+    except ValueError as error:
+      # These are read after another file.
+      assert 'is not set' in str(error), error
+    else:
+      found.append(name)
+  return found
+
+
+def given_to(recipe: str) -> list[str]:
+  """Bindings for what a recipe requires."""
+  try:
+    config.parse([recipe], [], '/runs/x')
+  except ValueError as error:
+    if 'requires' in str(error):
+      names = re.findall(r'`([A-Z]+)`', str(error))
+      return [f'{name} = "/{name.lower()}"' for name in names]
+  return []
+
+
+VALUES = ('text', -1, 0, 2.5, None, [], {'a': 1}, True, (), -0.5)
+
+
+def wrong_values() -> list[tuple[str, str, typing.Any]]:
+  """A recipe, a parameter that it binds to a literal, and a wrong value."""
+  found = []
+  for recipe in recipes():
+    config.parse([recipe], given_to(recipe), '/runs/x')
+    for (_, selector), arguments in config_bindings.parse(
+      config.text()
+    ).items():
+      annotations = config_types.annotations(selector)
+      for argument, binding in arguments.items():
+        annotation = annotations.get(argument)
+        if annotation is None or binding.references:
+          continue
+        found += [
+          (recipe, binding.name, value)
+          for value in VALUES
+          if not config_types.accepts(annotation, value)
+        ]
+  return found
+
+
+def test_recipes_refuse_values_that_annotations_exclude(request):
+  cases = wrong_values()
+  assert len(cases) > 150
+  if not request.config.getoption('--claims'):
+    cases = random.Random(0).sample(cases, 40)
+  for recipe, name, value in cases:
+    message = refusal(recipe, f'{name} = {value!r}', given_to(recipe))
+    assert f'`{name} = {value!r}` must be ' in message
+
+
+@pytest.mark.parametrize(
+  ('annotation', 'right', 'wrong'),
+  [
+    (int, [0, -3], [1.0, '1', None, True]),
+    (float, [0, 1.5], ['1', None, False]),
+    (ranges.PositiveInt | None, [1, None], [0, -1, 'x']),
+    (ranges.PositiveFloat, [1e-9, 1], [0, 0.0, -1]),
+    (ranges.Fraction, [0, 1, 0.5], [1.1, -0.1]),
+    (ranges.Decay, [0, 0.5], [1, 1.0]),
+    (tuple[int, ...], [(1, 2), ()], [(1, 'a'), 3]),
+    (dict[str, float], [{'a': 1}], [{'a': 'b'}, [1]]),
+    (typing.Literal['a', 'b'], ['a'], ['c', 1]),
+    (typing.Callable, [print], [3, 'print']),
+    (str | None, ['', None], [3, b'a']),
+  ],
+)
+def test_annotations_take_what_they_say(annotation, right, wrong):
+  assert all(config_types.accepts(annotation, x) for x in right)
+  assert not any(config_types.accepts(annotation, x) for x in wrong)
