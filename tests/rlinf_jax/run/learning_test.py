@@ -41,10 +41,9 @@ def test_grpo_learns_sums_that_imitation_left_wrong(tmp_path):
     'gin_configs/grpo_arithmetic.gin',
     'STEPS = 40',
     'train.train.evaluate_every = 40',
-    'imitate/train.train.evaluate_every = 25',
   )
   # 512 problems: two standard errors are 4 points.
-  assert 0.1 <= accuracy[0] <= 0.4
+  assert 0.35 <= accuracy[0] <= 0.7
   assert accuracy[-1] >= accuracy[0] + 0.15
 
 

@@ -357,6 +357,7 @@ def test_a_metric_that_no_point_logged_is_refused_after_the_csv(plotted):
 TINY = (
   'STEPS = 2',
   'imitate/train.train.steps = 2',
+  'imitate/train.train.plan = None',
   'arithmetic.examples.batch_size = 8',
   'arithmetic.problems.batch_size = 4',
   'warm_start.checkpoint.width = 32',
