@@ -10,6 +10,7 @@ Layers are scanned. Layers with a sliding window take the positions and the
 masks of local attention by a flag that is scanned beside their parameters.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -214,36 +215,38 @@ def _is_vector(path) -> bool:
 
 def param_shapes(config: Config) -> Any:
   """Shapes and types of the parameters of a model."""
+  return jax.tree.map(lambda x: x, _shapes(config, jnp.result_type(float)))
+
+
+@functools.lru_cache(maxsize=64)
+def _shapes(config: Config, widest: Any) -> Any:
+  """The same, also by the widest float type: a model is traced once."""
+  del widest
   token_11 = jnp.zeros((1, 1), jnp.int32)
   model = Transformer(config)
   variables = jax.eval_shape(model.init, jax.random.key(0), token_11, token_11)
   return variables['params']
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def init_params(config: Config, key: jax.Array) -> Any:
   """Random parameters: normal matrices, scales of one, biases of zero.
 
   One draw serves all matrices: compiling one for each takes seconds.
   """
-  shapes = param_shapes(config)
-
-  @jax.jit
-  def draw(key):
-    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
-    ends = np.cumsum([leaf.size for _, leaf in leaves])
-    noise = (
-      jax.random.normal(key, ends[-1:], config.param_dtype) * config.init_stddev
-    )
-    params = []
-    for (path, leaf), part in zip(
-      leaves, jnp.split(noise, ends[:-1]), strict=True
-    ):
-      if _is_vector(path):
-        is_zero = 'bias' in path[-1].key or config.unit_offset
-        fill = 0.0 if is_zero else 1.0
-        params.append(jnp.full(leaf.shape, fill, leaf.dtype))
-      else:
-        params.append(part.reshape(leaf.shape))
-    return jax.tree.unflatten(tree, params)
-
-  return draw(key)
+  leaves, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config))
+  ends = np.cumsum([leaf.size for _, leaf in leaves])
+  noise = (
+    jax.random.normal(key, ends[-1:], config.param_dtype) * config.init_stddev
+  )
+  params = []
+  for (path, leaf), part in zip(
+    leaves, jnp.split(noise, ends[:-1]), strict=True
+  ):
+    if _is_vector(path):
+      is_zero = 'bias' in path[-1].key or config.unit_offset
+      fill = 0.0 if is_zero else 1.0
+      params.append(jnp.full(leaf.shape, fill, leaf.dtype))
+    else:
+      params.append(part.reshape(leaf.shape))
+  return jax.tree.unflatten(tree, params)
