@@ -22,6 +22,7 @@ import pathlib
 import re
 import sys
 import time
+import types
 import zlib
 
 # Tracing makes millions of objects that live long. By default Python searches
@@ -62,9 +63,13 @@ if CPUINFO.exists():
   os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 
 import jax  # noqa: E402
-from jax._src import compiler  # noqa: E402
+from jax._src import compilation_cache, compiler  # noqa: E402
 import pytest  # noqa: E402
 
+# Most programs are compiled once: to write them fast is worth more than space.
+compilation_cache.zlib = types.SimpleNamespace(
+  compress=functools.partial(zlib.compress, level=1), decompress=zlib.decompress
+)
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
@@ -162,6 +167,11 @@ def pytest_collection_modifyitems(config, items):
     (left_out if item.get_closest_marker('claims') else kept).append(item)
   config.hook.pytest_deselected(items=left_out)
   items[:] = kept
+
+
+def pytest_collection_finish():
+  """Has no search for cycles visit what was imported: nearly a second each."""
+  gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

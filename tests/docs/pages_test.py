@@ -6,6 +6,7 @@ import pytest
 import sybil
 from sybil.parsers import markdown
 
+import one_simulator
 from tests.rlinf_jax import recipes_test
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -39,19 +40,26 @@ def trace(example):
   recipes_test.flows(str(path), [], folder)
 
 
+# Its Python blocks run in `your_algorithm_test`.
+LEARNS = 'your_algorithm.md'
+
+
 def examples(page: pathlib.Path):
-  found = sybil.Sybil(
-    parsers=[
-      markdown.PythonCodeBlockParser(),
-      markdown.CodeBlockParser('gin', trace),
-    ]
-  ).parse(page)
-  return list(found.examples())
+  parsers = [markdown.CodeBlockParser('gin', trace)]
+  if page.name != LEARNS:
+    parsers.append(markdown.PythonCodeBlockParser())
+  return list(sybil.Sybil(parsers=parsers).parse(page).examples())
 
 
 WITH_BLOCKS = [
   pytest.param(page, id=page.name) for page in PAGES if examples(page)
 ]
+
+
+@pytest.fixture(scope='module', autouse=True)
+def simulators():
+  with one_simulator.of_each_kind():
+    yield
 
 
 @pytest.mark.slow

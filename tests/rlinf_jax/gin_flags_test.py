@@ -1,8 +1,6 @@
-import subprocess
-import sys
-
 import pytest
 
+import front_door
 from rlinf_jax import gin_flags
 
 
@@ -66,28 +64,25 @@ def test_macros_are_listed_with_their_comments(tmp_path, monkeypatch):
   assert 'MODEL = required\n      A folder.' in text
 
 
-def main(*args):
-  return subprocess.run(
-    [sys.executable, '-m', 'rlinf_jax.main', *args],
-    capture_output=True,
-    text=True,
-  )
-
-
 RECIPE = ('--gin_file', 'gin_configs/grpo_math.gin')
 
 
 @pytest.mark.parametrize(
-  'args, code, message',
+  'how, args, code, message',
   [
-    ((*RECIPE, '--help'), 0, 'TRAIN = required'),
-    (('--gin_file=gin_configs/grpo_maths.gin', '--help'), 1, 'There is no gin'),
-    ((*RECIPE, '--gin.MODEL', 'x'), 1, 'write --gin.NAME=value'),
-    ((*RECIPE, '--gin.MODEL=x', '--gin.TRAIN=y'), 1, 'add --gin.EVAL='),
+    (front_door.run_process, ('--help',), 0, 'TRAIN = required'),
+    (front_door.run, ('--gin_file=no.gin', '--help'), 1, 'There is no gin'),
+    (front_door.run, ('--gin.MODEL', 'x'), 1, 'write --gin.NAME=value'),
+    (
+      front_door.run,
+      ('--gin.MODEL=x', '--gin.TRAIN=y'),
+      1,
+      'add --gin.EVAL=',
+    ),
   ],
 )
-def test_the_command_line_answers_in_a_sentence(args, code, message):
-  done = main(*args)
+def test_the_command_line_answers_in_a_sentence(how, args, code, message):
+  done = how(*RECIPE, *args)
   assert done.returncode == code, done.stderr
   assert message in (done.stderr if code else done.stdout)
   assert 'Traceback' not in done.stderr

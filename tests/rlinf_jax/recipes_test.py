@@ -6,6 +6,7 @@ import pathlib
 
 import pytest
 
+import one_simulator
 import own_data
 from rlinf_jax import config, train
 from rlinf_jax.envs import simulator
@@ -52,6 +53,12 @@ RECIPES = [
   for path in sorted((ROOT / folder).glob('*.gin'))
   if path != ROOT / TINY
 ]
+
+
+@pytest.fixture(scope='module', autouse=True)
+def simulators():
+  with one_simulator.of_each_kind():
+    yield
 
 
 def arithmetic_model(folder) -> str:

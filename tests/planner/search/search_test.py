@@ -168,17 +168,15 @@ def agrees(seed) -> bool:
   return found.best is not None
 
 
-@pytest.mark.slow
-def test_search_finds_the_brute_force_optimum():
-  there = [agrees(seed) for seed in range(25)]
-  assert 5 < sum(there) < 25  # Some have no plan at all.
+# The first ones are the largest. Among fifty, some have no plan at all.
+INSTANCES = [(0, 25), *((i, i + 50) for i in range(25, 525, 50))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('start', claims.some(range(25, 525, 50), [25]))
-def test_search_finds_the_brute_force_optimum_in_many_random_instances(start):
-  there = [agrees(seed) for seed in range(start, start + 50)]
-  assert 0 < sum(there) < 50
+@pytest.mark.parametrize('first, end', claims.some(INSTANCES, [(25, 75)]))
+def test_search_finds_the_brute_force_optimum(first, end):
+  there = [agrees(seed) for seed in range(first, end)]
+  assert 0 < sum(there) < end - first
 
 
 def test_two_equal_stages_share_two_devices_in_pieces():
@@ -322,17 +320,21 @@ def test_a_bound_holds_wherever_a_search_is_stopped():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('lag', [0, 1])
 @pytest.mark.parametrize(
-  'devices, limit, bounds', [(1024, 10, 60_000), (4096, 60, 80_000)]
+  'devices, lag',
+  claims.some(
+    [(1024, 0), (1024, 1), (4096, 0), (4096, 1)], [(1024, 1), (4096, 0)]
+  ),
 )
-def test_eight_stages_are_planned_on_clusters(devices, limit, bounds, lag):
+def test_eight_stages_are_planned_on_clusters(devices, lag):
   flow, model = toys.ppo(staleness=lag, move=0.5, meshes=2)
   space = space_lib.Space(devices, unit=8, pieces=(1, 2, 4, 8))
   start = time.process_time()
   found = exact.search(flow, model, space, staleness=lag)
-  assert time.process_time() - start < limit
-  assert found.tried < bounds and found.simulated < 500
+  # Ten seconds on two cores; other machines are several times slower.
+  assert time.process_time() - start < 60
+  assert found.tried < {1024: 60_000, 4096: 80_000}[devices]
+  assert found.simulated < 500
   assert found.gap == 0
   assert period(flow, model, found.best, lag) == pytest.approx(found.seconds)
 

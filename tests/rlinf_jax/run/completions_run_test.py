@@ -1,15 +1,14 @@
 """Training on completions of your own, by the commands of the docs."""
 
+import contextlib
 import json
 import pathlib
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 
-import core_only
+import front_door
 import own_data
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -40,14 +39,8 @@ def run(folder, args, model) -> list[dict]:
     )
     for arg in args
   ]
-  done = subprocess.run(
-    [sys.executable, '-m', 'rlinf_jax.main', *args, *SMALL],
-    cwd=folder,
-    env=core_only.environment(ROOT),
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
+  with contextlib.chdir(folder):
+    done = front_door.run(*args, *SMALL)
   assert done.returncode == 0, done.stderr
   workdir = folder / args[args.index('--workdir') + 1]
   lines = (workdir / 'metrics.jsonl').read_text().splitlines()

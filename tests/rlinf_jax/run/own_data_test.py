@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 
 import core_only
+import front_door
 import own_data
 
 pytestmark = pytest.mark.slow
@@ -70,7 +71,8 @@ def documented() -> list[str]:
   return shlex.split(block[1].replace('\\\n', ' '))[3:]
 
 
-def run(folder, workdir, *more, train='train.jsonl'):
+def arguments(folder, workdir, *more, train='train.jsonl'):
+  """The documented arguments with a small model, then others."""
   replacements = {
     '--gin.MODEL=': str(folder / 'chat/warm_start/model'),
     '--gin.TRAIN=': train,
@@ -84,8 +86,17 @@ def run(folder, workdir, *more, train='train.jsonl'):
         rest = arg.removeprefix(start) if start.endswith('configs/') else ''
         arg = (start if start.startswith('--') else '') + value + rest
     args.append(arg)
+  return [*args, *SMALL, *more]
+
+
+def run(folder, workdir, *more):
   return subprocess.run(
-    [sys.executable, '-m', 'rlinf_jax.main', *args, *SMALL, *more],
+    [
+      sys.executable,
+      '-m',
+      'rlinf_jax.main',
+      *arguments(folder, workdir, *more),
+    ],
     cwd=folder,
     env=core_only.environment(ROOT, folder),
     capture_output=True,
@@ -94,7 +105,14 @@ def run(folder, workdir, *more, train='train.jsonl'):
   )
 
 
-def test_the_documented_command_trains_on_files(folder, tmp_path):
+@pytest.fixture
+def here(folder, monkeypatch):
+  """This process in that folder, from which it imports."""
+  monkeypatch.chdir(folder)
+  monkeypatch.syspath_prepend(folder)
+
+
+def test_the_documented_command_trains_on_files(folder, tmp_path, here):
   done = run(folder, tmp_path / 'run')
   assert done.returncode == 0, done.stderr
   assert 'train.jsonl: 20 questions' in done.stdout
@@ -120,7 +138,7 @@ def test_the_documented_command_trains_on_files(folder, tmp_path):
   for name in 'checkpoints/2', 'checkpoints/3':  # As if it had ended there.
     shutil.rmtree(tmp_path / 'run' / name)
   (tmp_path / 'run/result.json').unlink()
-  rest = run(folder, tmp_path / 'run', '--resume')
+  rest = front_door.run(*arguments(folder, tmp_path / 'run', '--resume'))
   assert rest.returncode == 0, rest.stderr
   assert 'resumed after 1' in rest.stdout
   lines = (tmp_path / 'run/metrics.jsonl').read_text().splitlines()
@@ -132,11 +150,14 @@ def test_the_documented_command_trains_on_files(folder, tmp_path):
   assert resumed == straight
 
 
-def test_bad_input_ends_in_a_sentence_and_leaves_nothing(folder, tmp_path):
+def test_bad_input_ends_in_a_sentence_and_leaves_nothing(
+  folder, tmp_path, here
+):
   (folder / 'bad.jsonl').write_text(
     '{"prompt": "a", "answer": "1"}\n{"prompt": "b"}'
   )
-  done = run(folder, tmp_path / 'run', train='bad.jsonl')
+  args = arguments(folder, tmp_path / 'run', train='bad.jsonl')
+  done = front_door.run(*args)
   assert done.returncode == 1
   assert 'bad.jsonl line 2 has no answer' in done.stderr
   assert 'Traceback' not in done.stderr

@@ -22,8 +22,9 @@ KEEP = optax.chain(optax.trace(decay=0.0), optax.scale(-0.01))
 STEPS = 2
 # Minibatches, epochs, and whether groups of equal rewards are left out.
 UPDATES = [(1, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)]
-# Together they vary all that random plans vary, as in `random_plans_test`.
-KEPT = 0, 1, 5, 7, 9
+# The first has both meshes, four pieces and offloads; the second has three
+# places, micro-batches and two minibatches, and leaves out equal groups.
+KEPT = 5, 7
 
 
 pytestmark = pytest.mark.usefixtures('in_float64')

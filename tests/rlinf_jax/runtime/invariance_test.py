@@ -130,7 +130,7 @@ def cases(values, keep):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'dtype, pieces',
-  cases([1, 2, 4, 8], [('float64', 4), ('float32', 8)]),
+  cases([1, 2, 4, 8], [('float64', 4)]),
   indirect=['dtype'],
 )
 def test_micro_batches_change_only_rounding(dtype, pieces):
@@ -143,7 +143,7 @@ def test_micro_batches_change_only_rounding(dtype, pieces):
   'dtype, place',
   cases(
     ['data', 'fsdp', 'mixed'],
-    [('float64', 'data'), ('float64', 'fsdp'), ('float32', 'mixed')],
+    [('float64', 'fsdp'), ('float32', 'mixed')],
   ),
   indirect=['dtype'],
 )
@@ -235,10 +235,10 @@ def test_slots_of_each_device_sample_the_tokens_of_a_static_batch(dtype, place):
     assert gap(static, params, want, row, t) < 1e-4
 
 
-def loss_and_gradient(dtype, problem, action, mask, advantage):
-  """GRPO's loss and gradient on given rows."""
+@functools.cache
+def compiled(dtype):
+  """GRPO's loss and gradient as a jitted function of rows."""
   policy = tiny.policy(dtype)
-  params = policy.init(jax.random.key(0))
 
   @jax.jit
   @jax.value_and_grad
@@ -246,7 +246,12 @@ def loss_and_gradient(dtype, problem, action, mask, advantage):
     logp = policy.evaluate(params, prompt, action, group_size=GROUP).logp
     return (-(logp * advantage * mask).sum(1) / mask.sum(1)).mean()
 
-  return compute(params, problem.prompt, action, mask, advantage)
+  return functools.partial(compute, policy.init(jax.random.key(0)))
+
+
+def loss_and_gradient(dtype, problem, *rest):
+  """GRPO's loss and gradient on given rows."""
+  return compiled(dtype)(problem.prompt, *rest)
 
 
 def rows(seed=0):

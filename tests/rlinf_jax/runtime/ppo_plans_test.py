@@ -33,8 +33,9 @@ KEEP = optax.chain(optax.trace(decay=0.0), optax.scale(-0.01))
 ROWS, STEPS = 8, 2
 # Minibatches, epochs, and the KL divergence that stops updates early.
 UPDATES = [(1, 1, None), (2, 1, None), (1, 2, 1e9), (2, 2, 1e-4)]
-# Together they vary all that random plans vary, as in `random_plans_test`.
-KEPT = 0, 6, 14, 20
+# The first only places; the second has a mesh, pieces and micro-batches, and
+# updates that stop early. Learning from images has the other mesh.
+KEPT = 0, 6
 
 
 pytestmark = pytest.mark.usefixtures('in_float64')

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import claims
 from planner.ir import plan as plan_lib
 from rlinf_jax.run import flows
 from rlinf_jax.run.folder import checkpoint
@@ -169,7 +170,7 @@ def tokens_of(problem, x):
   return rows
 
 
-CARRY = [(1, 2), (2, 3), (3, 5)]
+CARRY = claims.some([(1, 2), (2, 3), (3, 5)], [(2, 3)])
 
 
 @pytest.mark.slow
@@ -364,10 +365,10 @@ def eager():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('sketch', PLANS.values(), ids=PLANS)
-def test_no_plan_changes_carried_rows(sketch, in_float64):
+@pytest.mark.parametrize('name', claims.some(PLANS, ['pieces and a mesh']))
+def test_no_plan_changes_carried_rows(name, in_float64):
   workflow, first, batches, want = eager()
   flow = tiny.trace(workflow, batches[0])
-  plan = plan_lib.parse(sketch, flow.stages)
+  plan = plan_lib.parse(PLANS[name], flow.stages)
   got = random_plans_test.run(plan, workflow, first, batches)
   random_plans_test.compare(plan, got, want)
