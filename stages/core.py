@@ -15,7 +15,7 @@ from stages import metrics
 # Constants to fold into a step's key, one per purpose. They lie beyond the row
 # numbers that `keys` folds in, so no two purposes share a key.
 SHUFFLE = np.uint32(2**32 - 1)
-BEGIN = np.uint32(2**32 - 2)
+SEEDS = np.uint32(2**32 - 2)
 REPLAY = np.uint32(2**32 - 3)
 CHOOSE = np.uint32(2**32 - 4)
 

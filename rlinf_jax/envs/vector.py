@@ -243,9 +243,9 @@ class Vector:
       return jax.tree.map(lambda x, y: _where(done, x, y), final, obs)
     merged = jax.tree.map(np.copy, obs)
     for i in np.flatnonzero(done):
-      one = simulator.leaves(gymnasium.read(final[i], self.spec.obs))
+      leaves = simulator.leaves(gymnasium.read(final[i], self.spec.obs))
       for path, x in simulator.leaves(merged).items():
-        x[i] = one[path]
+        x[i] = leaves[path]
     return merged
 
   def _failed(self, final_obs, obs, reward) -> np.ndarray:

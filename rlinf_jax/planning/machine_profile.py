@@ -73,8 +73,8 @@ def memory() -> float:
   stats = jax.devices()[0].memory_stats() or {}
   if 'bytes_limit' in stats:
     return float(stats['bytes_limit'])
-  there = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-  return there / len(jax.devices())
+  total = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  return total / len(jax.devices())
 
 
 def _measure() -> dict:

@@ -214,11 +214,11 @@ def _others(flow, model, result, own, ranked, staleness, deadline):
   if result.best is None:
     return {}
   others = {}
-  one = [plan for plan, _ in ranked if len(plan.places) == 1]
+  single_place = [plan for plan, _ in ranked if len(plan.places) == 1]
   if own:
     others["The recipe's own plan"] = own
-  elif one:
-    others['The fastest on one place'] = one[0]
+  elif single_place:
+    others['The fastest on one place'] = single_place[0]
   try:
     theirs = algorithm1.algorithm1(
       flow,

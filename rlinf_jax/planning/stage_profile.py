@@ -94,14 +94,14 @@ def worth(
 
   Host stages always do, as their work cannot be counted.
   """
-  one = plan_lib.Placement()
+  placement = plan_lib.Placement()
   spent, calls = {}, {}
   for node in flow.nodes:
     if graph_lib.is_plumbing(node) or node.stage.grain in count.ROUTING:
       continue
     if uses_up(node) and len(successors(flow, node)) < len(node.consumes):
       continue  # It could be called only once.
-    seconds = model.seconds(flow, node, one, None)
+    seconds = model.seconds(flow, node, placement, None)
     spent[node.name] = spent.get(node.name, 0.0) + seconds
     largest = calls.setdefault(node.name, node)
     if flow.rows_of(node) > flow.rows_of(largest):
@@ -151,9 +151,9 @@ class _Case:
 
   def __init__(self, flow, node, model):
     self.node = node
-    there, group = flow.rows_of(node), node.stage.group_size
+    num_rows, group = flow.rows_of(node), node.stage.group_size
     most = _most(flow, node, model)
-    self.rows = sizes(there, group, most) if there else (0,)
+    self.rows = sizes(num_rows, group, most) if num_rows else (0,)
     self.what = {
       'what': 'stage',
       'stage': node.name,
@@ -206,10 +206,10 @@ def _python(fn) -> Iterator[str]:
 
 def _most(flow, node, model) -> int:
   """Returns the most rows that fit in memory, as modeled."""
-  there, call = flow.rows_of(node), model.works[node.name]
+  num_rows, call = flow.rows_of(node), model.works[node.name]
   if call is None or node.stage.host:
-    return there
-  rows = there
+    return num_rows
+  rows = num_rows
   while rows > node.stage.group_size:
     if call.at(rows).bytes_alive <= FILL * model.capacity:
       break
@@ -271,10 +271,10 @@ class Bench:
 
   def _measured(self, node, rows):
     """Measures a node with some numbers of rows."""
-    there = self.flow.rows_of(node)
+    num_rows = self.flow.rows_of(node)
     several = node.stage.grain in ('row', 'sum') and not node.stage.host
     small = rows[:-1] if several else ()
-    turns = [min(TURNS, there // n) for n in small]
+    turns = [min(TURNS, num_rows // n) for n in small]
     cases = [self.calls(node, n)[:1] for n in rows]
     cases += [
       self.calls(node, n * k, (self._micro_batched(node, n),))
@@ -291,8 +291,8 @@ class Bench:
   def _micro_batched(self, node, rows: int) -> place_lib.Place:
     """Returns the first device, with a micro-batch for a node."""
     rules = self.places[0].rules
-    one = plan_lib.Placement((0,))
-    return place_lib.Place('in turns', one, {node.name: rows}, rules)
+    placement = plan_lib.Placement((0,))
+    return place_lib.Place('in turns', placement, {node.name: rows}, rules)
 
   def calls(self, node, rows: int, places=None):
     """Returns calls of a node on `rows` rows, one a device; 0 for no rows."""
@@ -302,11 +302,11 @@ class Bench:
     given = [self._first(v, node, rows) for v in node.reads]
     calls = []
     for place in places or self.places:
-      there = [
+      inputs = [
         place.put(flow.values[v], x)
         for v, x in zip(node.reads, given, strict=True)
       ]
-      calls.append(functools.partial(place.compile(flow, node), *there))
+      calls.append(functools.partial(place.compile(flow, node), *inputs))
     return calls
 
   def _step(self, flow, node, rows):
@@ -324,12 +324,12 @@ class Bench:
 
   def make(self, node):
     """Computes the outputs of a node, from repeated rows if not all fit."""
-    there = self.flow.rows_of(node)
-    most = _most(self.flow, node, self.model) if there else 0
-    rows = max(sizes(there, node.stage.group_size, most)) if there else 0
+    num_rows = self.flow.rows_of(node)
+    most = _most(self.flow, node, self.model) if num_rows else 0
+    rows = max(sizes(num_rows, node.stage.group_size, most)) if num_rows else 0
     flow = resized(self.flow, node, rows) if rows else self.flow
     call = self.places[0].compile(flow, node)
     outputs = call(*(self._first(v, node, rows) for v in node.reads))
-    if rows < there and node.stage.grain == 'row':
-      outputs = [jnp.concatenate([x] * (there // rows)) for x in outputs]
+    if rows < num_rows and node.stage.grain == 'row':
+      outputs = [jnp.concatenate([x] * (num_rows // rows)) for x in outputs]
     self.memory.update(zip(node.writes, outputs, strict=True))

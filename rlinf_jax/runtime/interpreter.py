@@ -18,7 +18,7 @@ from rlinf_jax.runtime import place as place_lib
 from rlinf_jax.runtime.step_call import StackFrame, StepCall
 from sharding import offload
 
-SHARED = 'shared devices'  # The name of what spans of leases are about.
+SHARED = 'shared devices'  # The name of a lease's spans in the timeline.
 _copy = jax.jit(lambda xs: [jnp.copy(x) for x in xs])
 
 
@@ -105,9 +105,11 @@ class Interpreter:
     }
     # Rounds overwrite what they carry. Copy what the outer program still needs;
     # arrays in host memory are never overwritten.
-    lent = [start for v, start, _ in op.carry if v not in op.donate]
-    lent = [start for start in lent if not offload.is_offloaded(initial[start])]
-    initial |= _zip(lent, _copy([initial[start] for start in lent]))
+    needed = [start for v, start, _ in op.carry if v not in op.donate]
+    needed = [
+      start for start in needed if not offload.is_offloaded(initial[start])
+    ]
+    initial |= _zip(needed, _copy([initial[start] for start in needed]))
     inputs = {
       x: self._relabel(outer[v], values[x], memory[v]) for v, x in op.given
     }
@@ -242,11 +244,13 @@ class Interpreter:
         raise base.StageError(f'In {frame.where}: {error}') from None
       self._record(frame, 'wait', SHARED, start)
     start = self.host.timeline.now()
-    away = [
+    offloaded = [
       v for v in values if v in memory and offload.is_offloaded(memory[v])
     ]
-    if away:
-      memory |= _zip(away, offload.to_device([memory[v] for v in away]))
+    if offloaded:
+      memory |= _zip(
+        offloaded, offload.to_device([memory[v] for v in offloaded])
+      )
       self._record(frame, 'restore', SHARED, start)
 
   def _release(self, frame: StackFrame):
@@ -289,7 +293,7 @@ class Interpreter:
     lease.release()
 
   def _unleased(self, x):
-    """`x` in memory that it may keep when the program is over."""
+    """`x` in memory that stays its own after the program has ended."""
     return offload.to_host([x])[0] if self.place.lease else x
 
 

@@ -66,7 +66,7 @@ def update(
     ),
   )
 
-  def one(carry, step):
+  def add(carry, step):
     now, finished = carry
     reward, success, done, steps, env_failed = step
     now = Running(
@@ -80,7 +80,7 @@ def update(
     return (jax.tree.map(lambda x: x * (1.0 - done), now), finished), None
 
   finished = EpisodeStats(*(zero[:, 0] for _ in EpisodeStats._fields))
-  return jax.lax.scan(one, (running, finished), time_major)[0]
+  return jax.lax.scan(add, (running, finished), time_major)[0]
 
 
 def in_first_episode(timestep: base.TimeStep):

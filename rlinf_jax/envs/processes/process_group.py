@@ -69,7 +69,7 @@ class ProcessGroup:
   @property
   def pids(self) -> list[int]:
     """Process ids of the processes that have been started."""
-    return [one.pid for one in self._processes]
+    return [child.pid for child in self._processes]
 
   def close(self):
     """Ends all processes."""
@@ -79,15 +79,15 @@ class ProcessGroup:
     """Starts the processes that have not been started."""
     first = len(self._processes)
     self._processes += map(self._new_process, range(first, self._sizes[2]))
-    for one in self._processes[first:]:
-      self._check_spec(one)
+    for child in self._processes[first:]:
+      self._check_spec(child)
 
   def check_not_stepping(self, row_B: Iterable[int]):
     """Raises ValueError for rows that are stepping."""
     busy = {
       i
-      for one in self._processes
-      for request in one.pending
+      for child in self._processes
+      for request in child.pending
       for i in request.rows
     }
     if both := sorted(busy & {*map(int, row_B)}):
@@ -122,9 +122,9 @@ class ProcessGroup:
     """
     for rank, count in counts.items():
       deaths = 0
-      while (one := self._processes[rank]).num_served < count:
+      while (child := self._processes[rank]).num_served < count:
         try:
-          one.wait(self.memory, self._step_timeout, self._on_message)
+          child.wait(self.memory, self._step_timeout, self._on_message)
         except process.DiedError as error:
           deaths += 1
           if deaths > worker.ATTEMPTS * self._sizes[0]:
@@ -132,7 +132,7 @@ class ProcessGroup:
               f'A simulator process {error}, after {deaths - 1} others in one '
               'call.'
             ) from None
-          self._restart(one, error)
+          self._restart(child, error)
     spans = {rank: self._processes[rank].spans for rank in counts}
     return {k: spans[k].pop(n) for k, n in counts.items() if n in spans[k]}
 
@@ -141,17 +141,17 @@ class ProcessGroup:
       self._make, rank, rank, self._sizes, self._fd, self._idle_timeout
     )
 
-  def _check_spec(self, one: process.Process):
+  def _check_spec(self, child: process.Process):
     """Waits for a process and checks that its spec is that of the first."""
     try:
-      spec = one.wait_ready()
+      spec = child.wait_ready()
     except process.DiedError as error:
       raise worker.BrokenError(
-        f'While environment {one.rank} was being built, its process {error}.'
+        f'While environment {child.rank} was being built, its process {error}.'
       ) from None
     if (spec.obs, spec.low.shape) != (self.spec.obs, self.spec.low.shape):
       raise ValueError(
-        f'Environment {one.rank} has observations {spec.obs} and actions '
+        f'Environment {child.rank} has observations {spec.obs} and actions '
         f'{spec.low.shape}, environment 0 has {self.spec.obs} and '
         f'{self.spec.low.shape}: in a pool all must have the same.'
       )
@@ -159,17 +159,17 @@ class ProcessGroup:
   def _request(self, name: str, rows) -> dict[int, int]:
     """Sends rows, each with its environment, to the processes that hold it."""
     counts, P = {}, self._sizes[2]
-    for rank, one in enumerate(self._processes):
+    for rank, child in enumerate(self._processes):
       if mine := [row for i, row in rows if i % P == rank]:
-        one.request(name, mine, self.memory)
-        counts[rank] = one.num_served + len(one.pending)
+        child.request(name, mine, self.memory)
+        counts[rank] = child.num_served + len(child.pending)
     return counts
 
-  def _restart(self, one: process.Process, error: process.DiedError):
+  def _restart(self, child: process.Process, error: process.DiedError):
     """Restarts a process, restores its environments, resends its requests."""
-    m, rank = self.memory, one.rank
+    m, rank = self.memory, child.rank
     at, activity = int(m.env_P[rank]), m.activity_P[rank]
-    one.kill()
+    child.kill()
     if activity == shared_memory_lib.RENDERING:
       self.recorder.disable(
         f'environment {at} was rendering when its process {error}'
@@ -186,11 +186,11 @@ class ProcessGroup:
     m.activity_P[rank] = shared_memory_lib.IDLE
     self._processes[rank] = new = self._new_process(rank)
     # The replay below is one request more, unless it died in a replay.
-    replaying = one.pending[0].name == 'replay'
-    new.num_served = one.num_served - (not replaying)
+    replaying = child.pending[0].name == 'replay'
+    new.num_served = child.num_served - (not replaying)
     self._check_spec(new)
-    new.request('replay', self._to_replay(one), m)
-    for request in one.pending:
+    new.request('replay', self._to_replay(child), m)
+    for request in child.pending:
       if request.name != 'replay':
         unserved = [
           i
@@ -199,17 +199,17 @@ class ProcessGroup:
         ]
         new.request(request.name, unserved, m)
 
-  def _to_replay(self, one: process.Process) -> list[tuple[int, np.ndarray]]:
+  def _to_replay(self, child: process.Process) -> list[tuple[int, np.ndarray]]:
     """Environments of a dead process, with the actions that restore them."""
     m = self.memory
     resetting = {
       i
-      for request in one.pending
+      for request in child.pending
       if request.name == 'reset'
       for i in request.rows
     }
     pairs = []
-    for i in range(one.rank, self._sizes[0], self._sizes[2]):
+    for i in range(child.rank, self._sizes[0], self._sizes[2]):
       if not self.initialized_N[i] or i in resetting or m.abandoned_N[i]:
         continue
       if (actions := self.episodes.actions(i)) is None:
@@ -231,8 +231,8 @@ class ProcessGroup:
 
 def _close(processes: list[process.Process], fd: int):
   """Ends processes; first asks all of them to exit."""
-  for one in processes:
-    one.request_exit()
-  for one in processes:
-    one.close()
+  for child in processes:
+    child.request_exit()
+  for child in processes:
+    child.close()
   os.close(fd)

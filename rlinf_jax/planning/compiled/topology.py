@@ -158,19 +158,19 @@ def devices(topology: Topology) -> list[jax.Device]:
 
   kind = topology.kind
   if kind == 'cpu':
-    here = jax.devices('cpu')
-    if len(here) < topology.num_devices:
+    devices = jax.devices('cpu')
+    if len(devices) < topology.num_devices:
       raise ValueError(
         f'{topology} needs {topology.num_devices} virtual devices, and this '
-        f'process has {len(here)}: set JAX_NUM_CPU_DEVICES='
+        f'process has {len(devices)}: set JAX_NUM_CPU_DEVICES='
         f'{topology.num_devices}.'
       )
-    return here[: topology.num_devices]
+    return devices[: topology.num_devices]
   try:
     if kind in TPU_TYPES:
-      there = topologies.get_topology_desc(str(topology), platform='tpu')
+      description = topologies.get_topology_desc(str(topology), platform='tpu')
     else:
-      there = topologies.get_topology_desc(
+      description = topologies.get_topology_desc(
         str(topology),
         platform='cuda',
         target_config=gpu_target(kind),
@@ -180,7 +180,7 @@ def devices(topology: Topology) -> list[jax.Device]:
     raise ValueError(
       f'The compiler of {kind} refuses the topology {topology}: {error}'
     ) from error
-  return list(there.devices)
+  return list(description.devices)
 
 
 def gpu_target(kind: str) -> str:

@@ -56,8 +56,8 @@ class Process(NamedTuple):
 def fingerprint(lowered: Mapping[str, programs.Lowered]) -> str:
   """A hash of what two processes must agree on to run parts of one step."""
   facts = [
-    (name, one.programs, one.resident, *_facts(one.flow))
-    for name, one in sorted(lowered.items())
+    (name, x.programs, x.resident, *_facts(x.flow))
+    for name, x in sorted(lowered.items())
   ]
   return hashlib.sha256(repr(facts).encode()).hexdigest()
 

@@ -247,11 +247,11 @@ class ActorPool:
 
   def _of(self, place: str) -> list[str]:
     """The processes of a place."""
-    return [name for name, one in self.processes.items() if one.place == place]
+    return [name for name, x in self.processes.items() if x.place == place]
 
   def _spanning(self) -> list[str]:
     """The processes of places that have several."""
-    return [name for name, one in self.processes.items() if one.count > 1]
+    return [name for name, x in self.processes.items() if x.count > 1]
 
   def same_machine(self, place: str) -> set[str]:
     """Places that a place reaches by shared memory.
@@ -357,10 +357,10 @@ def _check_host_stages(plan, lowered):
   Raises:
     ValueError: if there is one.
   """
-  for one in lowered.values():
-    for name, program in one.programs.items():
+  for flow_programs in lowered.values():
+    for name, program in flow_programs.programs.items():
       count = plan.places[name].processes
-      for _, flow, op, _ in programs.stage_calls(one.flow, program):
+      for _, flow, op, _ in programs.stage_calls(flow_programs.flow, program):
         node = flow.nodes[op.node]
         if count > 1 and node.stage.host:
           raise ValueError(

@@ -179,7 +179,7 @@ class RayRuntime(calls.Calls):
       for process, actor in self._pool.actors.items():
         self._log.send(call, process, actor)
     outputs = self._threads.submit(self._collect, call)
-    running = [one for one in self._running if not one.done()]
+    running = [call for call in self._running if not call.done()]
     self._running = [*running, outputs]
     return calls.info_of(self.lowered[name].flow, outputs)
 

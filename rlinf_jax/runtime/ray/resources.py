@@ -116,7 +116,7 @@ def need(
     shared = len(plan.lease_devices(process.place))
     if kind != 'GPU' or shared > 1:
       raise ValueError(
-        f'The places {[one.place for one in together]} share {shared} {kind}: '
+        f'The places {[x.place for x in together]} share {shared} {kind}: '
         'processes can share processors, or a single GPU. Place their stages '
         'together, or run them in one process.'
       )

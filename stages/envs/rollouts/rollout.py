@@ -101,7 +101,7 @@ def _scan(
 ):
   """All steps in a JAX environment, as one loop; see `rollout`."""
 
-  def one(carry, _):
+  def step(carry, _):
     state, obs, key_B = carry
     x, env_action, key_B = act(params, stats, obs, key_B)
     state, timestep = env.step(state, env_action)
@@ -111,7 +111,7 @@ def _scan(
     return (state, timestep.obs, key_B), (x, kept)
 
   start = state, obs, key_B
-  (state, obs, _), steps = jax.lax.scan(one, start, length=num_steps)
+  (state, obs, _), steps = jax.lax.scan(step, start, length=num_steps)
   x, timestep = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), steps)
   return state, obs, x, timestep
 
@@ -220,7 +220,7 @@ def draw_seeds(n: int, group_size: int) -> stages.Stage:
   """
 
   def draw(key):
-    key = jax.random.fold_in(key, core.BEGIN)
+    key = jax.random.fold_in(key, core.SEEDS)
     most = jnp.iinfo(jnp.int32).max
     seed_N = jax.random.randint(key, (n,), 0, most, jnp.int32)
     return jnp.repeat(seed_N, group_size)
