@@ -31,7 +31,7 @@ BOUNDS = {
   annotated_types.Le: ('le', 'of at most', lambda x, bound: x <= bound),
   annotated_types.Lt: ('lt', 'below', lambda x, bound: x < bound),
 }
-# What stands for a value that a function computes when the recipe is called.
+# Stands for a value that a function computes when the recipe is called.
 _COMPUTED = object()
 
 
@@ -111,7 +111,7 @@ def accepts(annotation: Any, value: Any) -> bool:
 
 
 def described(annotation: Any) -> str:
-  """What a parameter with an annotation takes, in words."""
+  """Describes in words the values that an annotation allows."""
   origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
   if origin is typing.Annotated:
     kind, *bounds = arguments

@@ -74,12 +74,13 @@ def train(
     ValueError: if the recipe binds a parameter that nothing reads, or no plan
       fits in memory.
   """
-  if stop_at_score is not None and not evaluate_every:
-    raise ValueError(
-      f'stop_at_score = {stop_at_score} ends the run by the score of an '
-      'evaluation, and evaluate_every = 0 makes none: set evaluate_every to a '
-      'number of steps, or leave stop_at_score out.'
-    )
+  schedule = loop.Schedule(
+    steps=steps,
+    evaluate_every=evaluate_every,
+    checkpoint_every=checkpoint_every,
+    stop_at_score=stop_at_score,
+    video_every_evals=video_every_evals,
+  )
   folder = pathlib.Path(workdir)
   with run_lock.hold(folder):
     if finished := result.read_finished(
@@ -118,13 +119,6 @@ def train(
       runtime=runtime,
       make_runtime=make_runtime,
       earlier_plan=flows_lib.read_earlier_plan(folder, flows),
-    )
-    schedule = loop.Schedule(
-      steps=steps,
-      evaluate_every=evaluate_every,
-      checkpoint_every=checkpoint_every,
-      stop_at_score=stop_at_score,
-      video_every_evals=video_every_evals,
     )
     run = supervise.Run(
       workflow=workflow,

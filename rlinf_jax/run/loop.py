@@ -47,6 +47,14 @@ class Schedule:
   stop_at_score: float | None
   video_every_evals: int
 
+  def __post_init__(self):
+    if self.stop_at_score is not None and not self.evaluate_every:
+      raise ValueError(
+        f'stop_at_score = {self.stop_at_score} ends the run by the score of an '
+        'evaluation, and evaluate_every = 0 makes none: set evaluate_every to '
+        'a number of steps, or leave stop_at_score out.'
+      )
+
   def next_pause(self, step: int) -> int:
     """The update after `step` at which no later step may be in progress.
 
