@@ -88,8 +88,8 @@ def replay(case: published.Case, devices: int, engine=True) -> Replay:
   Args:
     case: which.
     devices: how many.
-    engine: whether it generates, or a loop as `stages.generate`, which decodes
-      every piece until its last row has ended.
+    engine: whether it generates, or a loop in JAX, which decodes every piece
+      until its last row has ended.
   """
   at = case.devices.index(devices)
   there = hardware()

@@ -18,7 +18,7 @@ COLORS = 7  # Stages with a color of their own; the others share the eighth.
 
 
 def text(data: Mapping[str, Any]) -> str:
-  """The page of a plan, from the data of `planner.explain.account`."""
+  """The page of a plan, from the data of `planner.explain.plan_data`."""
   cluster, is_feasible = data['cluster'], 'plan' in data
   gap = data['searched']['gap']
   proof = 'proved to be the fastest' if is_feasible else 'no plan fits'

@@ -39,7 +39,7 @@ class DecodeWork:
     engine: whether it is an inference engine with continuous batching: rows of
       the whole batch start as slots fall free, and are passed on in the order
       in which they finish. Otherwise each piece is decoded by itself until its
-      last row has finished, as by `stages.generate`.
+      last row has finished, as in a loop in JAX.
     budget: bytes on a device for the keys and values of an engine, which it
       reserves as it starts.
     max_rows: maximum number of active rows, on the devices that hold one copy
