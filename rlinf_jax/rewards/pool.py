@@ -1,7 +1,7 @@
 """Reward functions in processes of their own, each call with limits.
 
-A parser of completions meets any text at all. One may keep it busy forever,
-fill the memory or crash the interpreter. Here that costs its own reward only.
+A parser of completions meets any text at all. Some texts keep it busy forever,
+fill the memory or crash the interpreter. Here, only their own reward is lost.
 """
 
 from collections.abc import Sequence

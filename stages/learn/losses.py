@@ -29,28 +29,29 @@ def ratio(logp, old_logp):
   return jnp.exp(jnp.clip(logp - old_logp, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
 
 
-def ppo_clip(logp, old_logp, advantage, low, high, dual=None):
+def ppo_clip(logp, old_logp, advantage, clip_low, clip_high, dual_clip=None):
   """Clipped surrogate, arXiv:1707.06347 eq. 7.
 
-    L = max(−ρ A, −clip(ρ, 1 − low, 1 + high) A)
+    L = max(−ρ A, −clip(ρ, 1 − ε_low, 1 + ε_high) A)
 
   Args:
     logp: lp.
     old_logp: lp_old.
     advantage: A.
-    low: how far the ratio may fall below 1.
-    high: how far it may rise above 1; above `low` in DAPO's clip-higher,
-      arXiv:2503.14476.
-    dual: c > 1. Where A < 0, L is at most −c A (dual clip, arXiv:1912.09729).
+    clip_low: ε_low, how far the ratio may fall below 1.
+    clip_high: ε_high, how far it may rise above 1; above `clip_low` in DAPO's
+      clip-higher, arXiv:2503.14476.
+    dual_clip: c > 1. Where A < 0, L is at most −c A (arXiv:1912.09729).
   """
-  loss = _clipped(ratio(logp, old_logp), advantage, low, high)
-  if dual is None:
+  loss = _clipped(ratio(logp, old_logp), advantage, clip_low, clip_high)
+  if dual_clip is None:
     return loss
-  return jnp.where(advantage < 0, jnp.minimum(loss, -dual * advantage), loss)
+  bounded = jnp.minimum(loss, -dual_clip * advantage)
+  return jnp.where(advantage < 0, bounded, loss)
 
 
-def _clipped(ratio, advantage, low, high):
-  clipped = jnp.clip(ratio, 1.0 - low, 1.0 + high)
+def _clipped(ratio, advantage, clip_low, clip_high):
+  clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
   return jnp.maximum(-ratio * advantage, -clipped * advantage)
 
 
@@ -83,14 +84,14 @@ def sequence_sum_logp(logp_BT, mask_BT):
   return _row_sum(logp_BT, mask_BT)
 
 
-def cispo(logp, old_logp, advantage, low, high):
+def cispo(logp, old_logp, advantage, clip_low, clip_high):
   """REINFORCE weighted by the clipped ratio, arXiv:2506.13585 eq. 4.
 
-    L = −sg(clip(ρ, 1 − low, 1 + high)) A lp
+    L = −sg(clip(ρ, 1 − ε_low, 1 + ε_high)) A lp
 
-  The gradient of no token is cut. The paper has no lower bound: low = 1.
+  The gradient of no token is cut. The paper has no lower bound: ε_low = 1.
   """
-  weight = jnp.clip(ratio(logp, old_logp), 1.0 - low, 1.0 + high)
+  weight = jnp.clip(ratio(logp, old_logp), 1.0 - clip_low, 1.0 + clip_high)
   return -jax.lax.stop_gradient(weight) * advantage * logp
 
 
@@ -99,25 +100,25 @@ def reinforce(logp, advantage):
   return -advantage * logp
 
 
-def clip_fraction(logp, old_logp, advantage, low, high):
+def clip_fraction(logp, old_logp, advantage, clip_low, clip_high):
   """One where `ppo_clip` cuts the gradient.
 
-    ρ < 1 − low and A < 0,   or   ρ > 1 + high and A > 0
+    ρ < 1 − ε_low and A < 0,   or   ρ > 1 + ε_high and A > 0
 
   Measured on the raw ratio. With `advantage` None, one wherever the ratio is
   out of bounds.
   """
   raw = jnp.exp(logp - old_logp)
-  fell, rose = raw < 1.0 - low, raw > 1.0 + high
+  fell, rose = raw < 1.0 - clip_low, raw > 1.0 + clip_high
   if advantage is not None:
     fell, rose = fell & (advantage < 0), rose & (advantage > 0)
   return (fell | rose).astype(logp.dtype)
 
 
-def dual_clip_fraction(logp, old_logp, advantage, dual):
+def dual_clip_fraction(logp, old_logp, advantage, dual_clip):
   """One where the dual clip cuts the gradient: ρ > c and A < 0."""
   raw = jnp.exp(logp - old_logp)
-  return ((raw > dual) & (advantage < 0)).astype(logp.dtype)
+  return ((raw > dual_clip) & (advantage < 0)).astype(logp.dtype)
 
 
 def kl_k1(logp, ref_logp):
@@ -181,14 +182,14 @@ def geometric_weight(old_logp_BT, behavior_logp_BT, mask_BT):
   return jax.lax.stop_gradient(jnp.exp(gap_BT))
 
 
-def truncated(weight, cap):
-  """Bounds importance weights from above.   min(w, C),   C = `cap`"""
-  return jnp.minimum(weight, cap)
+def truncated(weight, importance_cap):
+  """Bounds importance weights from above: min(w, C), C is the cap."""
+  return jnp.minimum(weight, importance_cap)
 
 
-def masked(weight, cap):
+def masked(weight, importance_cap):
   """Sets weights out of [1/C, C] to zero; their tokens still count in means."""
-  kept = (weight >= 1.0 / cap) & (weight <= cap)
+  kept = (weight >= 1.0 / importance_cap) & (weight <= importance_cap)
   return jnp.where(kept, weight, 0.0)
 
 

@@ -365,4 +365,4 @@ def _with_dual_clip(
       'dual_clip bounds losses.ppo_clip alone: leave it out with another '
       'policy_loss.'
     )
-  return functools.partial(policy_loss, dual=dual_clip)
+  return functools.partial(policy_loss, dual_clip=dual_clip)

@@ -102,7 +102,7 @@ def test_ppo_clip_by_hand():
   )
   np.testing.assert_allclose(loss(0.2, 0.28), want, **EXACT)
   want[-1] = 6.0  # −3 · −2
-  np.testing.assert_allclose(loss(0.2, 0.28, dual=3.0), want, **EXACT)
+  np.testing.assert_allclose(loss(0.2, 0.28, dual_clip=3.0), want, **EXACT)
 
 
 def test_ppo_clip_on_policy_is_the_policy_gradient():
@@ -126,8 +126,8 @@ def test_gspo_clips_whole_sentences(seed):
       losses.sequence_logp(x, mask),
       losses.sequence_logp(old, mask),
       advantage,
-      low=0.1,
-      high=0.15,
+      clip_low=0.1,
+      clip_high=0.15,
     ),
     oracle,
     logp,
@@ -165,8 +165,8 @@ def test_rloo_clips_the_ratio_of_whole_completions(seed):
       losses.sequence_sum_logp(x, mask),
       losses.sequence_sum_logp(old, mask),
       jnp.broadcast_to(advantage_B[:, None], x.shape),
-      low=0.2,
-      high=0.2,
+      clip_low=0.2,
+      clip_high=0.2,
     )
     mean = losses.sequence_mean_token_mean(loss, mask)
     return mean.sum / mean.count
