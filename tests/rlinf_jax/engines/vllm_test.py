@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import claims
 from planner.ir import plan as plan_lib
 from rlinf_jax.engines import vllm, vllm_engine
 from rlinf_jax.runtime import local
@@ -57,14 +58,16 @@ class Case(NamedTuple):
   sizes: dict[str, Any]
   folder: str
 
-  def policy(self, engine=vllm.engine, **kwargs) -> base.Policy:
+  def policy(
+    self, engine=vllm.engine, response_length=LENGTH, **kwargs
+  ) -> base.Policy:
     """The model as a policy; those with vLLM share one engine."""
     if engine:
       engine = functools.partial(
         engine, max_num_seqs=16, kv_cache_memory_bytes=2**26
       )
     return huggingface.policy(
-      self.folder, response_length=LENGTH, engine=engine, **kwargs
+      self.folder, response_length=response_length, engine=engine, **kwargs
     )
 
   @property
@@ -88,7 +91,14 @@ class Raising:
     raise ModuleNotFoundError(name)
 
 
-@pytest.fixture(scope='module', params=['tied', 'untied'])
+OUTPUT_LAYERS = ['tied', 'untied']
+# For tests of what is sent, which differs. All else is independent of it.
+with_both = pytest.mark.parametrize('case', OUTPUT_LAYERS, indirect=True)
+
+
+@pytest.fixture(
+  scope='module', params=claims.some(OUTPUT_LAYERS, keep=['tied'])
+)
 def case(request, tmp_path_factory):
   folder = tmp_path_factory.mktemp('model')
   sizes = SIZES | {'tie_word_embeddings': request.param == 'tied'}
@@ -125,6 +135,7 @@ def assert_close_where_real(got, want, mask):
   assert gap.max() <= 1e-4, gap.max()
 
 
+@with_both
 def test_after_every_update_log_probs_equal_those_of_transformers(
   case, tmp_path
 ):
@@ -201,6 +212,7 @@ def test_log_probs_are_of_the_distribution_that_is_evaluated(case, sampling):
     assert np.abs(np.asarray(bare.logp - want.logp) * x.mask).max() > 0.1
 
 
+@with_both
 def test_greedy_completions_equal_those_of_the_model(case):
   policy, own = case.policy(), case.policy(engine=None)
   params, prompt = policy.init(jax.random.key(0)), prompts(32)
@@ -217,7 +229,7 @@ def test_greedy_completions_equal_those_of_the_model(case):
 
 def test_frequencies_are_those_of_the_model(case):
   """Compares those of first tokens with the softmax of the model."""
-  policy = case.policy()
+  policy = case.policy(response_length=1)
   params, rows = policy.init(jax.random.key(0)), 2048
   prompt = jax.tree.map(lambda x: jnp.repeat(x[:1], rows, axis=0), prompts(2))
   x = act(policy, params, prompt)
@@ -256,6 +268,7 @@ def test_parameters_are_sent_only_when_they_change(case):
   tiny.assert_same_bits(same, act(policy, params, prompt))
 
 
+@with_both
 def test_adapters_are_added_to_what_is_sent_once_a_version(case):
   policy, prompt = case.policy(lora=lora.Lora(rank=4)), prompts()
   engine = vllm_engine.get(case.settings)

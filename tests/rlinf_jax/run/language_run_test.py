@@ -91,7 +91,7 @@ def killed(folder, model, when, *more, how=signal.SIGKILL):
     stdout=subprocess.DEVNULL,
     stderr=subprocess.DEVNULL,
   )
-  deadline = time.time() + 300
+  deadline = time.time() + 900
   while not when():
     assert process.poll() is None, 'The run ended before it could be killed.'
     assert time.time() < deadline
