@@ -1,31 +1,18 @@
 """Recipes learn: short seeds of what `experiments` runs whole."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[3]
+import front_door
 
 
 def judged(name, folder, recipe, *bindings):
   """The values of a metric in a run's evaluations, in order."""
-  done = subprocess.run(
-    [
-      sys.executable,
-      '-m',
-      'rlinf_jax.main',
-      '--gin_file',
-      recipe,
-      '--workdir',
-      str(folder),
-      *(f'--gin_bindings={binding}' for binding in bindings),
-    ],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
+  done = front_door.run(
+    f'--gin_file={recipe}',
+    f'--workdir={folder}',
+    *(f'--gin_bindings={binding}' for binding in bindings),
   )
   assert done.returncode == 0, done.stderr
   lines = (folder / 'metrics.jsonl').read_text().splitlines()
