@@ -52,14 +52,14 @@ def parse(argv: Sequence[str]) -> list[str]:
       print(describe(files))
       print('\nOther flags, of every recipe: --help without --gin_file.')
       sys.exit()
-    argv = [argv[0], *map(_as_binding, argv[1:])]
+    argv = [argv[0], *map(as_binding, argv[1:])]
   except (ValueError, OSError) as error:
     print(error, file=sys.stderr)
     sys.exit(1)
   return app.parse_flags_with_usage(argv)
 
 
-def _as_binding(arg: str) -> str:
+def as_binding(arg: str) -> str:
   """An argument, with `--gin.NAME=value` turned into --gin_bindings."""
   match = PREFIX.fullmatch(arg)
   if not match:

@@ -26,11 +26,10 @@ def command(algorithm: algorithms.Algorithm, folder: pathlib.Path, **macros):
   files = [
     RECIPES / f'{algorithm.recipe}.gin',
     *(RECIPES / f'{name}.gin' for name in algorithm.variants),
-    HERE / 'sums.gin',
   ]
   if algorithm.shuffled:
     files.append(HERE / f'shuffled_{algorithm.workflow}.gin')
-  bindings = dict(algorithm.bindings) | macros
+  bindings = macros | dict(algorithm.bindings)
   return [
     *(sys.executable, '-m', 'rlinf_jax.main', '--resume'),
     *(f'--gin_file={file}' for file in files),
@@ -85,14 +84,18 @@ def main():
     )
   output = arguments.output
   warm = output / 'warm_start_run'
-  run(command(algorithms.WARM_START, warm, STEPS=0), warm)
+  run(command(algorithms.WARM_START, warm), warm)
   start = warm / 'warm_start' / 'model'
   for seed in range(arguments.seeds):
     for name in arguments.names or known:
       algorithm = known[name]
       if algorithm.shuffled and seed:
         continue  # One control a family.
-      macros = {'CHECKPOINT': start, 'SEED': seed}
+      macros = {
+        'CHECKPOINT': start,
+        'SEED': seed,
+        'STEPS': algorithms.STEPS,
+      }
       if algorithm.recipe == 'distillation_arithmetic':
         macros['TEACHER'] = output / algorithms.TEACHER / 'SEED=0' / 'model'
       folder = output / name / f'SEED={seed}'

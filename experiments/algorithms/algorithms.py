@@ -27,7 +27,16 @@ def _variant(name: str, file: str, *bindings) -> Algorithm:
   return Algorithm(name, variants=(f'algorithms/{file}',), bindings=bindings)
 
 
-WARM_START = Algorithm('warm start')
+STEPS = 50
+WARM_START = Algorithm(
+  'warm start',
+  bindings=(
+    ('STEPS', 0),
+    ('SEED', 1),
+    ('imitate/train.train.stop_at_score', 0.3),
+    ('imitate/train.train.evaluate_every', 10),
+  ),
+)
 TEACHER = 'GRPO'  # Distillation learns from its run of seed 0.
 
 # As published, these have no or little KL, which is for models and batches that
@@ -42,8 +51,9 @@ POLICY_GRADIENT = (
   _variant('GSPO', 'gspo', _IN_LOSS, _K2),
   _variant('CISPO', 'cispo', _IN_LOSS, _K2),
   _variant('REINFORCE++', 'reinforce_pp'),
-  _variant('RLOO', 'rloo'),
-  _variant('ReMax', 'remax'),
+  # In groups of four: twice the prompts, for as many completions.
+  _variant('RLOO', 'rloo', ('arithmetic.problems.batch_size', 112)),
+  _variant('ReMax', 'remax', ('arithmetic.problems.batch_size', 112)),
   Algorithm('PPO', 'ppo_arithmetic', 'text_ppo'),
 )
 OTHERS = (
@@ -57,9 +67,17 @@ OTHERS = (
   Algorithm('distillation', 'distillation_arithmetic', 'distillation'),
 )
 # Distillation reads no rewards; the variants of GRPO are one family.
+_FAMILIES = ('GRPO', 'PPO', 'DAPO', 'expert iteration')
 CONTROLS = tuple(
-  algorithm._replace(name=f'{algorithm.name}, shuffled rewards', shuffled=True)
+  algorithm._replace(
+    name=f'{algorithm.name}, shuffled rewards',
+    # The best of a group by a shuffled reward is any of them.
+    bindings=(('KEEP', '@selection.best'),)
+    if algorithm.workflow == 'expert_iteration'
+    else algorithm.bindings,
+    shuffled=True,
+  )
   for algorithm in (*POLICY_GRADIENT, *OTHERS)
-  if algorithm.name in ('GRPO', 'PPO', 'DAPO', 'expert iteration')
+  if algorithm.name in _FAMILIES
 )
 ALL = (*POLICY_GRADIENT, *OTHERS, *CONTROLS)

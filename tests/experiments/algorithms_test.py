@@ -1,0 +1,48 @@
+"""The experiment that compares algorithms: its command lines and its table."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from experiments.algorithms import __main__ as experiment
+from experiments.algorithms import algorithms, table
+from rlinf_jax import config, gin_flags
+from rlinf_jax.run.folder import run_folder
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def flag(line, name):
+  return [x.partition('=')[2] for x in line if x.startswith(f'--{name}=')]
+
+
+@pytest.mark.parametrize(
+  'algorithm', (algorithms.WARM_START, *algorithms.ALL), ids=lambda x: x.name
+)
+def test_every_command_line_names_a_recipe_that_can_be_read(
+  algorithm, monkeypatch
+):
+  monkeypatch.chdir(ROOT)
+  macros = {'CHECKPOINT': '/start', 'SEED': 1, 'STEPS': 50}
+  if algorithm.workflow == 'distillation':
+    macros['TEACHER'] = '/teacher'
+  line = experiment.command(algorithm, pathlib.Path('/run'), **macros)
+  bindings = flag(list(map(gin_flags.as_binding, line)), 'gin_bindings')
+  config.parse(flag(line, 'gin_file'), bindings, '/run')
+  # What only this algorithm sets has priority over what all share.
+  assert ('STEPS = 0' in bindings) == (algorithm is algorithms.WARM_START)
+
+
+def test_every_family_has_a_control():
+  shuffled = {x.workflow for x in algorithms.CONTROLS}
+  rewarded = {x.workflow for x in algorithms.ALL} - {'distillation'}
+  assert shuffled == rewarded
+
+
+def test_the_table_says_when_the_goal_was_reached_first():
+  accuracy = run_folder.Series(
+    np.array([0, 20, 40, 50]), np.array([0.3, 0.86, 0.84, 0.9])
+  )
+  assert table.steps_to(accuracy, 0.85) == 20
+  assert table.steps_to(accuracy, 0.95) is None
