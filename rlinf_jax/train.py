@@ -26,6 +26,7 @@ def train(
   evaluate_every: ranges.NonNegativeInt = 20,
   stop_at_score: float | None = None,
   video_every_evals: ranges.NonNegativeInt = 4,
+  max_skipped_steps: ranges.PositiveInt = 10,
   checkpoint_every: ranges.PositiveInt = 50,
   keep_checkpoints: ranges.PositiveInt = 2,
   export: Callable[..., None] | None = None,
@@ -55,6 +56,8 @@ def train(
     stop_at_score: ends the run early once the workflow's score reaches this.
     video_every_evals: evaluations between videos, where an environment can be
       drawn; the first and the last always leave one. 0 for none.
+    max_skipped_steps: steps in a row, all of whose updates are skipped because
+      their gradient is not finite, after which the run ends with an error.
     checkpoint_every: updates between checkpoints.
     keep_checkpoints: number of checkpoints to keep.
     export: `folder, params -> None`: writes the model at the end.
@@ -80,6 +83,7 @@ def train(
     checkpoint_every=checkpoint_every,
     stop_at_score=stop_at_score,
     video_every_evals=video_every_evals,
+    max_skipped_steps=max_skipped_steps,
   )
   folder = pathlib.Path(workdir)
   with run_lock.hold(folder):

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlinf_jax.run import skipped
 from rlinf_jax.run.folder import run_folder
 
 
@@ -52,6 +53,17 @@ def describe(run: run_folder.Run) -> str:
     sentences.append(
       'The run is not finished: it is still running, or it stopped after step '
       f'{run_folder.steps(run):,}.'
+    )
+  skipping = [
+    series.step[series.value > 0]
+    for name, series in run.series.items()
+    if name.startswith(skipped.PREFIX) and name.endswith(skipped.SUFFIX)
+  ]
+  count = len(np.unique(np.concatenate([[], *skipping])))
+  if count:
+    sentences.append(
+      f'In {count:,} steps an update was skipped, as its gradient was not '
+      'finite.'
     )
   not_finite = {
     name: series.step[~np.isfinite(series.value)]

@@ -11,6 +11,7 @@ import sys
 from typing import NamedTuple, TextIO
 
 from rlinf_jax.report import predicted
+from rlinf_jax.run import skipped
 from rlinf_jax.run.folder import writers
 
 # Fields of the line of a step and of an evaluation, in order; a field whose
@@ -179,6 +180,8 @@ def format_summary(
     scores = [float(values[score]) for values in lines if score in values]
     if scores:
       facts[name] = f'{scores[0]:.1%} -> {scores[-1]:.1%} (held out)'
+  if count := skipped.steps(lines):
+    facts['skipped'] = f'updates of {count} steps: gradient not finite'
   facts['time'] = f'{seconds / 60:.1f} minutes'
   if prediction := predicted.describe_step(folder):
     facts['step time'] = prediction

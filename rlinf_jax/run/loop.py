@@ -12,6 +12,7 @@ import jax
 from rlinf_jax import config
 from rlinf_jax.planning import monitor as monitor_lib
 from rlinf_jax.run import evaluation, interrupt
+from rlinf_jax.run import skipped as skipped_lib
 from rlinf_jax.run.folder import checkpoint as checkpoint_lib
 from rlinf_jax.run.folder import run_log
 from rlinf_jax.runtime import base as runtime_base
@@ -39,6 +40,8 @@ class Schedule:
     checkpoint_every: updates between checkpoints.
     stop_at_score: score at which the run ends early; None for never.
     video_every_evals: evaluations between videos; 0 for none.
+    max_skipped_steps: steps in a row without a finite gradient, after which
+      the run ends.
   """
 
   steps: int
@@ -46,6 +49,7 @@ class Schedule:
   checkpoint_every: int
   stop_at_score: float | None
   video_every_evals: int
+  max_skipped_steps: int
 
   def __post_init__(self):
     if self.stop_at_score is not None and not self.evaluate_every:
@@ -144,12 +148,14 @@ class Loop:
 
   def _train(self, folder: pathlib.Path, schedule: Schedule):
     first = self.steps
+    skipped = skipped_lib.SkippedUpdates(schedule.max_skipped_steps, folder)
     while self.steps < schedule.steps and not self._reached(schedule):
       if self._interrupt.requested and not self._pending:
         self._stop()
       samples = self.step(schedule.next_pause(self.steps))
       if self.steps == first + 1:
         config.save_operative(folder / 'operative_config.gin')
+      self._count_skipped(skipped)
       is_last = self.steps == schedule.steps
       if schedule.is_evaluation(self.steps):
         self._write_samples(samples)
@@ -160,6 +166,18 @@ class Loop:
           self._log.write_video(self.steps, self._video)
       if is_last or schedule.is_checkpoint(self.steps):
         self.save()
+
+  def _count_skipped(self, skipped: skipped_lib.SkippedUpdates):
+    """Prints that updates were skipped; a run without others ends."""
+    try:
+      notice = skipped.update(self.steps, self.metrics)
+    except skipped_lib.NotFiniteError:
+      if not self._pending and self._checkpoints.latest() != self.steps:
+        self.save()
+      self._checkpoints.close()
+      raise
+    if notice:
+      self._log.print(notice)
 
   def _reached(self, schedule: Schedule) -> bool:
     """Whether the score is high enough to end the run."""

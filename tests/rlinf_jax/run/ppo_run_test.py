@@ -85,3 +85,27 @@ def test_a_plan_that_is_searched_for_does_not_change_the_results(
 def test_a_run_ends_early_at_its_target_score(tmp_path):
   output = run(tmp_path / 'run', 'STEPS = 4', 'train.train.stop_at_score = 0.0')
   assert 'Finished 0 steps.' in output
+
+
+def test_a_run_without_finite_gradients_ends_and_goes_on_when_they_are(
+  tmp_path,
+):
+  folder = tmp_path / 'run'
+  more = (
+    'STEPS = 4',
+    'train.train.max_skipped_steps = 3',
+    'train.train.evaluate_every = 0',
+  )
+  with pytest.raises(AssertionError) as ended:
+    # The square of such a gradient is infinite in float32.
+    run(folder, *more, 'workflows.ppo.value_coef = 1e38')
+  message = str(ended.value)
+  assert 'No gradient was finite from step 1 to step 3' in message
+  assert 'Traceback' not in message
+  assert not (folder / 'result.json').exists()
+  output = run(folder, *more, resume=True)
+  assert 'step 4/4' in output
+  assert 'skipped  updates of 3 steps: gradient not finite' in output
+  assert (
+    'In 3 steps an update was skipped' in (folder / 'report.html').read_text()
+  )

@@ -16,6 +16,7 @@ def schedule(**fields):
     'checkpoint_every': 3,
     'stop_at_score': None,
     'video_every_evals': 0,
+    'max_skipped_steps': 10,
   }
   return loop.Schedule(**default | fields)
 
