@@ -46,8 +46,9 @@ def ppo_clip(logp, old_logp, advantage, clip_low, clip_high, dual_clip=None):
   loss = _clipped(ratio(logp, old_logp), advantage, clip_low, clip_high)
   if dual_clip is None:
     return loss
-  bounded = jnp.minimum(loss, -dual_clip * advantage)
-  return jnp.where(advantage < 0, bounded, loss)
+  return jnp.where(
+    advantage < 0, jnp.minimum(loss, -dual_clip * advantage), loss
+  )
 
 
 def _clipped(ratio, advantage, clip_low, clip_high):
