@@ -15,6 +15,7 @@ import pytest
 
 import claims
 import core_only
+import front_door
 from rlinf_jax.recipes import warm_start
 from stages.tasks import arithmetic
 from tests.rlinf_jax.run import language_run_test
@@ -63,7 +64,7 @@ def start_run(
 
 def finish(process):
   """Waits for a run to end without an error; returns what it printed."""
-  out, error = process.communicate(timeout=400)
+  out, error = process.communicate(timeout=1200)
   assert process.returncode == 0, error
   return out
 
@@ -72,7 +73,9 @@ def finish(process):
 def one(tmp_path_factory, model):
   """The folder of a run with the same places in one process."""
   folder = tmp_path_factory.mktemp('one') / 'run'
-  finish(start_run(folder, model))
+  arguments = language_run_test.command(folder, model, PLAN)[3:]
+  done = front_door.run(*arguments)
+  assert done.returncode == 0, done.stderr
   return folder
 
 
@@ -192,7 +195,7 @@ def kill_after(process, folder, kills):
     folder: of the run.
     kills: pairs of the number of a place and the step after which to kill it.
   """
-  deadline, victims = time.time() + 300, []
+  deadline, victims = time.time() + 900, []
   for who, after in kills:
     while not _reached(folder, after):
       assert process.poll() is None, process.communicate()
