@@ -6,6 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
+import claims
 from rlinf_jax.envs import env_pool, libero, simulator
 from rlinf_jax.recipes import libero_script
 from stages.envs import demonstrations
@@ -36,7 +37,7 @@ def make():
 
 
 @needs_meshes
-@pytest.mark.parametrize('suite', SUITES)
+@pytest.mark.parametrize('suite', claims.some(SUITES, ['libero_object']))
 def test_every_task_builds_resets_and_steps(make, suite):
   pool = make(10, suite=suite, task_ids=range(10), step_timeout=300.0)
   observations = []
@@ -89,7 +90,7 @@ def test_observations_hold_images_by_camera_and_the_instruction(make):
 @needs_meshes
 def test_the_script_puts_the_cream_cheese_into_the_basket(make):
   setting = {'suite': SUITES[1], 'task_ids': (1,), 'horizon': 100}
-  pool = make(2, 2, step_timeout=300.0, **setting)
+  pool = make(2, step_timeout=300.0, **setting)
   x, succeeded = demonstrations.collect(
     env_pool.from_pool(pool),
     libero_script.to_basket,
