@@ -27,7 +27,7 @@ class _Delegate(config_parser.ParserDelegate):
 
 
 def read(parameter: str) -> dict[str, Any]:
-  """Returns numbers and strings that calls have read as a parameter.
+  """Returns numbers, strings and None that calls have read as a parameter.
 
   Defaults are included. A value is listed by the name that a binding would
   have: that of a macro, if the recipe sets it by one.
@@ -46,6 +46,6 @@ def read(parameter: str) -> dict[str, Any]:
       name, value = f'{x.selector}.{parameter}', x.value
       if isinstance(value, _Macro):
         name, value = value.name, macros.get(value.name)
-      if isinstance(value, int | float | str):
+      if isinstance(value, int | float | str | None):
         found[name] = value
   return found

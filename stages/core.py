@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stages import metrics
+from stages import remat as remat_lib
 
 # Constants to fold into a step's key, one per purpose. They lie beyond the row
 # numbers that `keys` folds in, so no two purposes share a key.
@@ -148,7 +149,45 @@ class Stage:
 
   @functools.cached_property
   def run(self):
-    return self.run_on_host if self.host else jax.jit(self.fn)
+    if self.host:
+      return self.run_on_host
+    return jax.jit(remat_lib.applied(self.fn, remat_lib.NONE, self._readers))
+
+  def remat_policies(self, *args) -> tuple[str, ...]:
+    """Policies that a plan may choose from, given shapes of the inputs.
+
+    There are none if no model of the stage leaves the policy to the plan.
+    """
+    if self.host:
+      return ()
+    jax.eval_shape(self.run, *args)  # Traces it, unless a flow has.
+    return remat_lib.POLICIES if self.reads_remat else ()
+
+  @property
+  def reads_remat(self) -> bool:
+    """Whether a model read the policy of a plan when this was traced."""
+    return bool(self._readers)
+
+  def run_with_remat(self, policy: str):
+    """Returns `run` with the activations stored that a policy says.
+
+    Args:
+      policy: as in `remat.check`.
+    """
+    remat_lib.check(policy)
+    if policy not in self._by_remat:
+      fn = remat_lib.applied(self.fn, policy, self._readers)
+      self._by_remat[policy] = jax.jit(fn)
+    return self._by_remat[policy]
+
+  @functools.cached_property
+  def _by_remat(self) -> dict[str, Callable[..., Any]]:
+    return {}
+
+  @functools.cached_property
+  def _readers(self) -> set[str]:
+    """The policies that a model read while the stage was traced."""
+    return set()
 
   def run_on_host(self, *args):
     """Calls a host stage and waits for its result."""

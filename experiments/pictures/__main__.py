@@ -71,9 +71,9 @@ STYLE = """
 class AssumedCosts:
   """Seconds of SECONDS, moves for a tenth of a second."""
 
-  def seconds(self, flow, node, placement, rows=None):
+  def seconds(self, flow, node, placement, *execution):
     """Seconds of a call: a piece takes its share."""
-    del flow, rows
+    del flow, execution
     one, power = SECONDS.get(node.name, (0.0, 0.0))
     return one / len(placement.devices) ** power / node.piece[1]
 

@@ -56,9 +56,14 @@ def main():
 def bytes_of(setting, bench, node, rows):
   """Of a call, predicted and as compiled: what comes, goes and is between."""
   flow = profile.resized(setting.flow, node, rows)
-  chosen = plan_lib.one_place(setting.flow.stages)
   inside = memory.within(
-    flow, node, chosen, (), setting.bare.works, setting.bare.layout
+    flow,
+    node,
+    (),
+    plan_lib.Execution(),
+    1,
+    setting.bare.works,
+    setting.bare.layout,
   )
   values = {*node.reads, *node.writes}
   outside = sum(flow.values[v].bytes for v in values)

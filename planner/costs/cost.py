@@ -16,8 +16,8 @@ class Model(Protocol):
 
   The costs of a place depend only on the place itself: its stages, its number
   of devices (which are consecutive), its axes, and the plan's pieces,
-  micro-batches and offloaded stages. Memory also depends on which carried
-  values the place holds. Only `contention` depends on other places.
+  micro-batches, remat and offloaded stages. Memory also depends on which
+  carried values the place holds. Only `contention` depends on other places.
 
   Attributes:
     capacity: bytes of a device that may be used.
@@ -34,6 +34,7 @@ class Model(Protocol):
     node: graph.Node,
     placement: plan_lib.Placement,
     rows: int | None,
+    remat: str = plan_lib.STORE_ALL,
   ) -> float:
     """Returns the time of a call of a node in micro-batches of `rows`."""
 
@@ -63,8 +64,22 @@ class Model(Protocol):
     """Returns the bytes on a device of a place while each of its nodes runs.
 
     They are by the node's name, and the most of all its calls. Those of a stage
-    must not depend on the micro-batches of others. The flow is as recorded:
-    `chosen.pieces` says how it is cut.
+    must not depend on the micro-batches and remat of others. The flow is as
+    recorded: `chosen.pieces` says how it is cut.
+    """
+
+  def least_memory(
+    self,
+    flow: graph.Flow,
+    node: graph.Node,
+    placement: plan_lib.Placement,
+    execution: plan_lib.Execution,
+    pieces: int,
+  ) -> float:
+    """Returns bytes that a node needs on a device whatever else is there.
+
+    They are at most those of `memory` for any plan with this execution, and
+    leave executions out of a search that fit nowhere.
     """
 
 

@@ -9,12 +9,14 @@ class CostTable:
 
   def __init__(self, model, plan: plan_lib.Plan):
     """Takes a `cost.Model` and a plan."""
-    self._model, self._places, self._rows = model, plan.places, plan.micro_batch
+    self._model, self._places, self._plan = model, plan.places, plan
 
   def seconds(self, flow: graph.Flow, node: graph.Node, place: str) -> float:
     """Returns the time of a call of a node in the planned micro-batches."""
-    rows = None if graph.is_plumbing(node) else self._rows.get(node.name)
-    return self._model.seconds(flow, node, self._places[place], rows)
+    where = flow, node, self._places[place]
+    if graph.is_plumbing(node):
+      return self._model.seconds(*where, None)
+    return self._model.seconds(*where, *self._plan.execution(node.name))
 
   def transfer(
     self, flow: graph.Flow, value: int, source: str, target: str

@@ -6,7 +6,7 @@ measured, the measurement is used instead. Every number is tagged with its
 origin.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 import functools
 import math
@@ -16,7 +16,7 @@ from planner.costs import breakdown
 from planner.costs import cost as cost_lib
 from planner.costs import measured as measured_lib
 from planner.costs.measured import Estimate
-from planner.costs.mesh import collectives, memory
+from planner.costs.mesh import collectives, memory, menu
 from planner.costs.mesh import layout as layout_lib
 from planner.costs.work import StageWork
 from planner.ir import graph
@@ -80,7 +80,11 @@ class Roofline:
     self.axis_links = collectives.AxisLinks(cluster)
     self.measured, self.assumed = measured, assumed
     self.capacity = cluster.capacity
-    self.axes = functools.cache(self._axes)
+    self.axes = functools.cache(
+      functools.partial(
+        menu.meshes, flow, self.layout, cluster.devices_per_node
+      )
+    )
     self._memo, self._parameters = {}, {}
     self._peaks = memory.MemoryModel(works, self.layout)
 
@@ -97,46 +101,6 @@ class Roofline:
       self.assumed,
     )
 
-  # Meshes.
-
-  def _axes(self, stages: tuple[str, ...], devices: int) -> Sequence:
-    """Returns the meshes that a place of these stages may have, if any.
-
-    Axes without rows stay within a node, as they communicate in every layer.
-    """
-    nodes = [n for n in self.flow.nodes if n.name in stages]
-    kinds = {
-      (value.letters, value.shape)
-      for node in nodes
-      for value in (self.flow.values[v] for v in (*node.reads, *node.writes))
-    }
-    letters = {x for some, _ in kinds for x in some if x not in ('', 'B')}
-    wanted = {axis for x in letters for axis in self.layout.axes_of(x)}
-    # The first axis of rows is for replicas, and is always allowed.
-    names = list(self.layout.of_rows[:1])
-    names += [a for a in self.layout.of_rows[1:] if a in wanted]
-    inner = sorted(wanted - set(self.layout.of_rows))
-    most = dict.fromkeys(inner, self.cluster.devices_per_node)
-
-    def fits(axes):
-      return all(
-        self.layout.shared(some, shape, axes) is not None
-        for some, shape in kinds
-      ) and all(self._can_share(self.flow, node, axes) for node in nodes)
-
-    menu = layout_lib.meshes(devices, (*names, *inner), most)
-    return tuple(axes for axes in menu if fits(axes))
-
-  def _can_share(self, flow, node, axes, rows: int | None = None) -> bool:
-    """Whether rows can be divided among devices in whole groups."""
-    if graph.is_plumbing(node) or node.stage.host or not axes:
-      return True
-    ways = self.layout.row_ways(axes)
-    return all(
-      (rows or flow.values[v].shape[0]) // node.stage.group_size % ways == 0
-      for v in node.rows
-    )
-
   # Seconds.
 
   def seconds(
@@ -145,16 +109,18 @@ class Roofline:
     node: graph.Node,
     placement: plan_lib.Placement,
     rows: int | None,
+    remat: str = plan_lib.STORE_ALL,
   ) -> float:
     """Returns the seconds of a call; infinite if its rows cannot be divided."""
     if graph.is_plumbing(node) or not node.rows:
-      return self.explain(flow, node, placement, rows).total.value
+      return self.explain(flow, node, placement, rows, remat).total.value
     there = flow.rows_of(node)
     # Nodes with equally many rows cost the same, unless work is a process.
     linear = isinstance(self.works.get(node.name), StageWork)
-    key = node.name, there, rows, placement, None if linear else node.piece
+    piece = None if linear else node.piece
+    key = node.name, there, rows, placement, piece, remat
     if key not in self._memo:
-      found = self.explain(flow, node, placement, rows)
+      found = self.explain(flow, node, placement, rows, remat)
       self._memo[key] = found.total.value
     return self._memo[key]
 
@@ -164,6 +130,7 @@ class Roofline:
     node: graph.Node,
     placement: plan_lib.Placement,
     rows: int | None = None,
+    remat: str = plan_lib.STORE_ALL,
   ) -> breakdown.CostBreakdown:
     """Returns the seconds of a call, by component.
 
@@ -172,17 +139,17 @@ class Roofline:
       node: a node of that flow.
       placement: its placement.
       rows: rows of a micro-batch; None for all.
+      remat: activations that its backward pass computes again, as `plan.Plan`.
     """
     if graph.is_plumbing(node):
       return self._moved(flow, node, placement)
     there = flow.rows_of(node)
     rows = rows or there
-    if there and (
-      there % rows or not self._can_share(flow, node, placement.axes, rows)
-    ):
+    where = self.layout, flow, node, placement.axes
+    if there and (there % rows or not menu.can_share(*where, rows)):
       return breakdown.CostBreakdown(Estimate(math.inf, 'modeled'), {})
     turns = there / rows if there else 1
-    found = self._measured(flow, node, placement, rows, turns)
+    found = self._under(flow, node, placement, rows, turns, remat)
     factor = self.measured.factors.get(node.name, 1.0)
     if factor == 1.0:
       return found
@@ -191,6 +158,21 @@ class Roofline:
       Estimate(factor, 'measured'),
       'times, corrected by a run',
       found.total.tag,
+    )
+
+  def _under(self, *call_and_remat):
+    """Returns seconds under a policy; measurements store all activations."""
+    *call, remat = call_and_remat
+    if remat == plan_lib.STORE_ALL:
+      return self._measured(*call)
+    again = self._modeled(*call, remat)
+    if self.measured.elsewhere(call[1].name) is None:
+      return again
+    stored = self._modeled(*call).total.value
+    return breakdown.scaled(
+      self._measured(*call),
+      Estimate(again.total.value / stored, 'modeled'),
+      'times, as activations are computed again',
     )
 
   def _measured(self, flow, node, placement, rows, turns):
@@ -241,17 +223,19 @@ class Roofline:
       },
     )
 
-  def _modeled(self, flow, node, placement, rows, turns):
+  def _modeled(
+    self, flow, node, placement, rows, turns, remat=plan_lib.STORE_ALL
+  ):
     others = 0 if node.stage.host else len(placement.devices) - 1
     slower = self.contention(node.name, 1, others)
-    found = self._alone(flow, node, placement, rows, turns)
+    found = self._alone(flow, node, placement, rows, turns, remat)
     if slower == 1.0:
       return found
     known = node.name in self.measured.contention
     times = Estimate(slower, 'measured' if known else 'assumed')
     return breakdown.scaled(found, times, 'times, as devices share cores')
 
-  def _alone(self, flow, node, placement, rows, turns):
+  def _alone(self, flow, node, placement, rows, turns, remat):
     """Returns modeled seconds without contention between devices."""
     call = self.works[node.name]
     if call is None:
@@ -266,7 +250,7 @@ class Roofline:
     parameters = self._parameters_of(flow, node)
     # Chunks of logits have a limit a device, so its own rows count.
     local_rows = rows / self.layout.row_ways(axes)
-    call = call.near(local_rows)
+    call = call.under(remat).near(local_rows)
     if rows:
       ways = parameters.ways(axes)
       share = 1 / ways, local_rows / ways
@@ -385,6 +369,17 @@ class Roofline:
   ) -> Mapping[str, float]:
     """Returns the bytes on a device of a place while each of its nodes runs."""
     return self._peaks.needs(flow, chosen, place)
+
+  def least_memory(
+    self,
+    flow: graph.Flow,
+    node: graph.Node,
+    placement: plan_lib.Placement,
+    execution: plan_lib.Execution,
+    pieces: int,
+  ) -> float:
+    """Returns the bytes of a stage itself and of the state that it reads."""
+    return self._peaks.least(flow, node, placement.axes, execution, pieces)
 
   def explain_memory(
     self, flow: graph.Flow, chosen: plan_lib.Plan, place: str

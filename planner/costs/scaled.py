@@ -54,5 +54,8 @@ class ScaledCosts:
   def axes(self, stages: tuple[str, ...], devices: int) -> Sequence:
     return self._costs.axes(stages, devices)
 
+  def least_memory(self, *where) -> float:
+    return self._costs.least_memory(*where)
+
   def memory(self, flow: graph.Flow, chosen, place: str) -> Mapping[str, float]:
     return self._costs.memory(flow, chosen, place)

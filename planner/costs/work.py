@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import itertools
 
+from planner.ir import plan as plan_lib
+
 
 @dataclasses.dataclass(frozen=True)
 class Work:
@@ -111,12 +113,30 @@ class StageWork:
       the last one; 0 for a stage without rows.
     below: the segments for fewer rows, the fewest first. For example, a stage
       that computes logits in chunks has fewer chunks then.
+    remat: the same stage where its backward pass computes activations again, by
+      the policies that a plan may name.
   """
 
   fixed: Work
   per_row: Work = NONE
   rows: int = 0
   below: tuple['StageWork', ...] = ()
+  remat: Mapping[str, 'StageWork'] = dataclasses.field(default_factory=dict)
+
+  def under(self, remat: str) -> 'StageWork':
+    """Returns the work under a policy, as `plan.Plan.remat` has it.
+
+    Raises:
+      ValueError: if it was not counted under this policy.
+    """
+    if remat == plan_lib.STORE_ALL:
+      return self
+    if remat not in self.remat:
+      raise ValueError(
+        f'The plan gives a stage remat {remat!r}, with which its work was not '
+        f'counted: choose one of {[plan_lib.STORE_ALL, *self.remat]}.'
+      )
+    return self.remat[remat]
 
   def near(self, rows: float) -> 'StageWork':
     """Returns the segment for a number of rows."""

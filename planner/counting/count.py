@@ -10,8 +10,9 @@ that may end early, as decoding does, counts with its maximum trip count;
 `costs.decoding.decode` corrects this where lengths are known.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 
 import jax
 
@@ -20,6 +21,7 @@ from planner.costs.decoding import decode
 from planner.costs.work import StageWork, Work
 from planner.counting import jaxpr_walk, variables
 from planner.ir import graph
+from planner.ir import plan as plan_lib
 
 ROUTING = ('split', 'slice')  # Grains that only move rows.
 PARTS = (1, 2, 8, 64)  # Fractions of a batch whose work is counted.
@@ -69,7 +71,8 @@ def of_node(
 
   Continuous batching, in an engine or in slots, counts as its equivalent.
 
-  It is interpolated between a full batch, a half, an eighth and a 64th of it.
+  It is interpolated between a full batch, a half, an eighth and a 64th of it. A
+  stage whose remat is a choice of the plan is counted under each policy.
   """
   if graph.is_plumbing(node) or node.stage.grain in ROUTING:
     taken = sum(flow.values[v].bytes for v in node.reads)
@@ -81,38 +84,112 @@ def of_node(
   if node.stage.host and engine is None:
     return None
   run = engine.equivalent if engine else node.stage.run
-
-  def at(rows):
-    leaves = []
-    for v in node.reads:
-      value = flow.values[v]
-      shape = value.shape
-      if rows and v in node.rows:
-        shape = (rows, *shape[1:])
-      leaves.append(jax.ShapeDtypeStruct(shape, value.dtype))
-    args = jax.tree.unflatten(node.takes, leaves)
-    letters = [flow.values[v].letters for v in node.reads]
-    return work(run, *args, trips=trips, letters=letters)
-
-  rows = flow.rows_of(node)
-  groups = rows // node.stage.group_size
-  some = sorted({groups // part for part in PARTS} - {0})
   try:
-    if not some:
-      return StageWork(at(rows), rows=rows)
-    sizes = [n * node.stage.group_size for n in some]
-    works = [at(size) for size in sizes]
-    if len(works) == 1 and works[0].turns:
-      works.append(at(2 * sizes[0]))  # Two sizes tell what the turns are.
-    works = _with_passes(works)[: len(sizes)]
-    found = work_lib.piecewise_linear(list(zip(sizes, works, strict=True)))
+    counted = _counted(flow, node, run, trips, _sizes(flow, node))
     if engine is None:
-      return found
+      return _with_remat(flow, node, counted, trips)
     price = decode.of_engine if node.stage.host else decode.of_slots
-    return price(found, engine)
+    return price(_interpolated(counted), engine)
   except (NotImplementedError, ValueError) as error:
     error.add_note(f'This happened in stage {node.name}, while counted.')
     raise
+
+
+def _sizes(flow, node) -> list[int]:
+  """Returns the rows to count a node for, the fewest first; 0 for no rows."""
+  groups = flow.rows_of(node) // node.stage.group_size
+  some = sorted({groups // part for part in PARTS} - {0})
+  return [n * node.stage.group_size for n in some] or [0]
+
+
+def _counted(flow, node, run, trips, sizes) -> list[tuple[int, Work]]:
+  """Counts a function of a stage's arguments; returns rows and works."""
+  letters = [flow.values[v].letters for v in node.reads]
+
+  def at(rows):
+    args = _arguments(flow, node, rows)
+    return work(run, *args, trips=trips, letters=letters)
+
+  works = [at(size) for size in sizes]
+  if len(works) == 1 and works[0].turns and sizes[0]:
+    works.append(at(2 * sizes[0]))  # Two sizes tell what the turns are.
+  return list(zip(sizes, _with_passes(works), strict=False))
+
+
+def _interpolated(points: list[tuple[int, Work]]) -> StageWork:
+  if points[0][0]:
+    return work_lib.piecewise_linear(points)
+  return StageWork(points[0][1])
+
+
+def _arguments(flow, node, rows: int):
+  """Returns the shapes of a node's arguments with a number of rows."""
+  leaves = []
+  for v in node.reads:
+    value = flow.values[v]
+    shape = value.shape
+    if rows and v in node.rows:
+      shape = (rows, *shape[1:])
+    leaves.append(jax.ShapeDtypeStruct(shape, value.dtype))
+  return jax.tree.unflatten(node.takes, leaves)
+
+
+def _with_remat(flow, node, counted, trips) -> StageWork:
+  """Interpolates the work, with that under each policy a plan may name."""
+  stage, found = node.stage, _interpolated(counted)
+  policies = getattr(stage, 'remat_policies', None)
+  if stage.grain != 'sum' or policies is None:
+    return found  # A stage of rows only computes forward.
+  sizes = sorted({counted[0][0], counted[-1][0]})
+
+  def work_under(policy):
+    run = stage.run_with_remat(policy)
+    ends = _counted(flow, node, run, trips, sizes)
+    return _interpolated(_shifted(counted, ends))
+
+  some = policies(*_arguments(flow, node, flow.rows_of(node)))
+  some = [policy for policy in some if policy != plan_lib.STORE_ALL]
+  return dataclasses.replace(found, remat=_Policies(some, work_under))
+
+
+class _Policies(Mapping):
+  """The work under each policy, counted when it is asked for.
+
+  Counting takes seconds, and a stage of few activations needs no other policy.
+  """
+
+  def __init__(self, policies: Sequence[str], work_under: Callable):
+    self._policies = tuple(policies)
+    self._work_under = functools.cache(work_under)
+
+  def __getitem__(self, policy: str) -> StageWork:
+    if policy not in self._policies:
+      raise KeyError(policy)
+    return self._work_under(policy)
+
+  def __iter__(self):
+    return iter(self._policies)
+
+  def __len__(self) -> int:
+    return len(self._policies)
+
+
+def _shifted(counted, ends) -> list[tuple[int, Work]]:
+  """Returns works of a policy for all the rows that others were counted for.
+
+  The work of layers that are computed again is linear in rows. So the policy is
+  counted for the fewest and for the most rows, and the difference to storing
+  all activations is interpolated.
+  """
+  (low, first), (high, last) = ends[0], ends[-1]
+  known = dict(counted)
+  shifted = []
+  for n, stored in counted:
+    t = (n - low) / (high - low) if high > low else 1.0
+    before = known[low].weighted(1 - t, known[high], t)
+    after = first.weighted(1 - t, last, t)
+    shifted.append((n, (stored + after).weighted(1.0, before, -1.0)))
+  return shifted
 
 
 def _with_passes(works: list[Work]) -> list[Work]:

@@ -131,6 +131,7 @@ def places(flow: graph.Flow, plan) -> str:
       for s in stages
       if s in plan.micro_batch
     ]
+    rows += [f'{s} remat {plan.remat[s]}' for s in stages if s in plan.remat]
     lines += [f'{name}: {place}', f'  {" → ".join(stages)}']
     lines += [f'  {", ".join(rows)}'] * bool(rows)
   lines += [f'in {plan.pieces} pieces'] * (plan.pieces > 1)
@@ -154,6 +155,7 @@ def one_line(flow: graph.Flow, plan) -> str:
     parts.append(f'[{" ".join(stages)}] on {devices}')
   parts += [f'{plan.pieces} pieces'] * (plan.pieces > 1)
   parts += [f'{s} {n} rows at a time' for s, n in plan.micro_batch.items()]
+  parts += [f'{s} remat {policy}' for s, policy in plan.remat.items()]
   parts += [f'offloaded {" ".join(plan.offload)}'] * bool(plan.offload)
   parts += [f'devices shared by {" ".join(plan.shared_devices)}'] * bool(
     plan.shared_devices

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 import json
 from typing import Any
 
-from planner.explain import overview, reason, sensitivity, slack
+from planner.explain import overview, reason, remat, sensitivity, slack
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.search import deadline as deadline_lib
@@ -90,6 +90,7 @@ def plan_data(
     'alternatives': alternatives,
     'sensitivity': [_change(flow, change) for change in changes],
     'sensitivity_left': changes_left,
+    'remat': remat.to_data(flow, model, found.best),
   }
 
 
@@ -141,13 +142,15 @@ def _stages(
     for node in flow.nodes:
       if node.name in free and node.name not in tags:
         place = evaluation.plan.places[evaluation.plan.stages[node.name]]
-        rows = evaluation.plan.micro_batch.get(node.name)
-        tags[node.name] = model.explain(flow, node, place, rows).total.tag
+        execution = evaluation.plan.execution(node.name)
+        found = model.explain(flow, node, place, *execution)
+        tags[node.name] = found.total.tag
   return [
     {
       'name': name,
       'place': evaluation.plan.stages[name],
       'micro_batch': evaluation.plan.micro_batch.get(name),
+      'remat': evaluation.plan.remat.get(name),
       'seconds': spent.get(name, 0.0),
       'slack': free[name],
       'tag': tags.get(name, 'modeled'),

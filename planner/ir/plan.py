@@ -4,7 +4,9 @@ from collections.abc import Iterable, Mapping
 import dataclasses
 import json
 import math
-from typing import Any
+from typing import Any, NamedTuple
+
+STORE_ALL = 'none'  # The remat of a stage that stores all activations.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,18 @@ class Placement:
     return f'{text}{many}'
 
 
+class Execution(NamedTuple):
+  """How a stage runs on its place.
+
+  Attributes:
+    rows: of a micro-batch; None for all that it is given.
+    remat: as in `Plan.remat`.
+  """
+
+  rows: int | None = None
+  remat: str = STORE_ALL
+
+
 # The nodes of a flow in some order, by number; a loop is a pair of its number
 # and the order of its body.
 Order = tuple['int | tuple[int, Order]', ...]
@@ -80,6 +94,9 @@ class Plan:
     order: the order of the nodes of a step, cut into pieces: that of the search
       that found the plan. Empty where lowering chooses an order that does not
       depend on costs. No order changes what a step computes.
+    remat: of a stage that differentiates a model, the activations that are
+      stored for its backward pass, as a policy of `stages.remat`. A stage that
+      is not named stores all, or what its model is bound to.
   """
 
   places: dict[str, Placement]
@@ -89,6 +106,7 @@ class Plan:
   offload: tuple[str, ...] = ()
   shared_devices: tuple[str, ...] = ()
   order: Order = ()
+  remat: dict[str, str] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     for stage, place in self.stages.items():
@@ -99,6 +117,7 @@ class Plan:
         )
     for what, names in (
       ('a micro-batch', self.micro_batch),
+      ('remat', self.remat),
       ('offloading', self.offload),
     ):
       for stage in names:
@@ -168,6 +187,11 @@ class Plan:
     devices = (self.places[name].devices for name in found)
     return tuple(sorted({i for some in devices for i in some}))
 
+  def execution(self, stage: str) -> Execution:
+    """Returns how a stage runs on its place."""
+    remat = self.remat.get(stage, STORE_ALL)
+    return Execution(self.micro_batch.get(stage), remat)
+
   def to_json(self) -> str:
     data = dataclasses.asdict(self)
     for place in data['places'].values():
@@ -232,6 +256,7 @@ def parse(sketch: Mapping[str, Any], stages: Iterable[str] = ()) -> Plan:
     tuple(sketch.get('offload', ())),
     tuple(sketch.get('shared_devices', ())),
     _order(sketch.get('order', ())),
+    dict(sketch.get('remat', {})),
   )
 
 

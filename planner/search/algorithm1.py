@@ -227,13 +227,13 @@ class _Algorithm:
     part = self.choices.blocks.index(tuple(block for block, _ in blocks))
     found = [self.fastest(block, units) for block, units in blocks]
     offload = {stage for _, _, some in found for stage in some}
-    axes, rows = zip(*(option for _, option, _ in found), strict=True)
+    axes, executions = zip(*(option for _, option, _ in found), strict=True)
     return choices_lib.Choice(
       self.cut.pieces,
       part,
       tuple(units for _, units in blocks),
       axes,
-      rows,
+      executions,
       tuple(s for s in self.choices.space.offload if s in offload),
     )
 

@@ -12,7 +12,7 @@ from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import program
 from planner.search import deadline as deadline_lib
-from planner.search import grouping, memo
+from planner.search import fitting, grouping, memo
 from planner.search import pieces as pieces_lib
 
 SHOWN = 5  # Infeasible plans that are kept, the nearest to fitting first.
@@ -26,8 +26,7 @@ class Choice(NamedTuple):
     part: index of a partition of the groups of stages into places.
     units: devices of each place, in units.
     axes: mesh axes of each place.
-    rows: for each place, pairs of a stage and its micro-batch; None for the
-      whole batch.
+    executions: for each place, pairs of a stage and its micro-batch and remat.
     offload: stages whose carried values stay in host memory.
   """
 
@@ -35,7 +34,7 @@ class Choice(NamedTuple):
   part: int
   units: tuple[int, ...]
   axes: tuple
-  rows: tuple
+  executions: tuple
   offload: tuple[str, ...]
 
 
@@ -77,16 +76,20 @@ class Choices:
     for pieces in space.pieces:
       try:
         self.cuts[pieces] = pieces_lib.CutFlow(
-          flow, pieces, self.groups, dict(space.micro_batch)
+          flow,
+          pieces,
+          self.groups,
+          dict(space.micro_batch),
+          dict(space.remat),
         )
       except ValueError as error:
         self.uncut[pieces] = str(error)
-    named = {*space.offload, *(stage for stage, _ in space.micro_batch)}
+    named = {*space.offload, *dict(space.micro_batch), *dict(space.remat)}
     unknown = sorted(named - {*flow.stages})
     if unknown:
       raise ValueError(
-        f'The space has micro-batches or offloads for {unknown}, which are not '
-        f'among the stages {list(flow.stages)} of the flow.'
+        f'The space has micro-batches, remat or offloads for {unknown}, which '
+        f'are not among the stages {list(flow.stages)} of the flow.'
       )
     n = len(space.offload)
     self.offloads = [
@@ -100,7 +103,7 @@ class Choices:
     self.smallest = functools.cache(self._smallest)
     self.group_axes = functools.cache(self._group_axes)
     self._fits, self._possible, self._sizes, self._homes = {}, {}, {}, {}
-    self._placements, self._columns = {}, {}
+    self._placements, self._columns, self._executions = {}, {}, {}
 
   # Places.
 
@@ -140,13 +143,42 @@ class Choices:
 
   # Costs.
 
-  def seconds(self, cut, i: int, units: int, axes, rows) -> float:
+  def seconds(self, cut, i: int, units: int, axes, execution) -> float:
     """Returns the seconds of a node."""
+    where = cut.flow, cut.flow.nodes[i], self.placement(0, units, axes)
+    return self.costs.seconds(*where, *execution)
+
+  def executions(self, cut, stage: str, units: int, axes):
+    """Returns the executions of a stage that may fit in memory.
+
+    Those are left out that need too much wherever other stages are.
+    """
+    some = cut.executions[stage]
+    if self.model.capacity == np.inf or len(some) == 1:
+      return some
+    key = cut.pieces, stage, units, axes
+    if key not in self._executions:
+      self._executions[key] = tuple(
+        execution
+        for execution in some
+        if self.least_memory(cut, stage, units, axes, execution)
+        <= self.model.capacity
+      )
+    return self._executions[key]
+
+  def least_memory(self, cut, stage: str, units: int, axes, execution) -> float:
+    """Returns bytes that a stage needs on a device whatever else is there."""
+    node = max(
+      (node for node in self.flow.nodes if node.name == stage),
+      key=self.flow.rows_of,
+    )
     placement = self.placement(0, units, axes)
-    return self.costs.seconds(cut.flow, cut.flow.nodes[i], placement, rows)
+    return self.model.least_memory(
+      self.flow, node, placement, execution, cut.pieces
+    )
 
   def column(self, cut, *option) -> np.ndarray:
-    """Returns the seconds of every node on `(block, units, axes, rows)`, [N].
+    """Returns seconds of nodes on `(block, units, axes, executions)`, [N].
 
     Nodes of other places have zero.
     """
@@ -156,14 +188,14 @@ class Choices:
       self._columns[key] = self._column(cut, *option)
     return self._columns[key]
 
-  def _column(self, cut, block: int, units: int, axes, rows) -> np.ndarray:
-    rows, out = dict(rows), np.zeros(len(cut.flow.nodes))
+  def _column(self, cut, block: int, units: int, axes, some) -> np.ndarray:
+    some, out = dict(some), np.zeros(len(cut.flow.nodes))
     for i, g in enumerate(cut.group):
       if block >> int(g) & 1 and i not in cut.floating:
         name = cut.flow.nodes[i].name
         plumbing = graph.is_plumbing(cut.flow.nodes[i])
-        taken = None if plumbing else rows[name]
-        out[i] = self.seconds(cut, i, units, axes, taken)
+        execution = plan_lib.Execution() if plumbing else some[name]
+        out[i] = self.seconds(cut, i, units, axes, execution)
     return out
 
   def table(self, cut) -> np.ndarray:
@@ -176,10 +208,12 @@ class Choices:
         if i in cut.floating:
           least[i, units] = 0.0
           continue
-        plumbing = graph.is_plumbing(node)
-        for rows in (None,) if plumbing else cut.rows[node.name]:
-          for mesh in axes[cut.group[i]]:
-            spent = self.seconds(cut, i, units, mesh, rows)
+        for mesh in axes[cut.group[i]]:
+          some = (plan_lib.Execution(),)
+          if not graph.is_plumbing(node):
+            some = self.executions(cut, node.name, units, mesh)
+          for execution in some:
+            spent = self.seconds(cut, i, units, mesh, execution)
             least[i, units] = min(least[i, units], spent)
     return least
 
@@ -203,7 +237,7 @@ class Choices:
     for b, block in enumerate(blocks):
       spent = dict.fromkeys(self.stages(block), 0.0)
       column = self.column(
-        cut, block, choice.units[b], choice.axes[b], choice.rows[b]
+        cut, block, choice.units[b], choice.axes[b], choice.executions[b]
       )
       for node, seconds in zip(cut.flow.nodes, column, strict=True):
         if node.name in spent:
@@ -217,7 +251,7 @@ class Choices:
     places = zip(
       self.starts(choice.units), choice.units, choice.axes, strict=True
     )
-    rows = dict(itertools.chain(*choice.rows))
+    some = dict(itertools.chain(*choice.executions))
     return plan_lib.Plan(
       {
         name: self.placement(*place)
@@ -228,9 +262,12 @@ class Choices:
         for name, block in zip(names, blocks, strict=True)
         for stage in self.stages(block)
       },
-      micro_batch={stage: n for stage, n in rows.items() if n is not None},
+      micro_batch={s: x.rows for s, x in some.items() if x.rows is not None},
       pieces=choice.pieces,
       offload=choice.offload,
+      remat={
+        s: x.remat for s, x in some.items() if x.remat != plan_lib.STORE_ALL
+      },
     )
 
   # Memory.
@@ -251,19 +288,20 @@ class Choices:
     if self.model.capacity == np.inf:
       return False
     needs = [
-      max(self._memory(choice, b).values()) for b in range(len(choice.units))
+      max(self.memory(choice, b).values()) for b in range(len(choice.units))
     ]
     over = [b for b, need in enumerate(needs) if need > self.model.capacity]
     for b in over:
-      self._note(choice, b, needs[b])
+      self.note(choice, b, needs[b])
     return bool(over)
 
-  def _memory(self, choice: Choice, b: int) -> Mapping[str, float]:
+  def memory(self, choice: Choice, b: int) -> Mapping[str, float]:
     """Returns the bytes on a device of a place while each of its nodes runs."""
     names = [self.stages(block)[0] for block in self.blocks[choice.part]]
     return self.model.memory(self.flow, self.plan(choice, names), names[b])
 
-  def _note(self, choice, b, need):
+  def note(self, choice, b, need):
+    """Keeps a plan that does not fit, if it is among the nearest."""
     there = self.model.capacity
     excess = need / there if there > 0 else need
     if len(self.infeasible) == SHOWN and excess >= self.infeasible[-1][0]:
@@ -281,7 +319,7 @@ class Choices:
     del self.infeasible[SHOWN:]
 
   def fitting(self, cut, part: int, b: int, units: int, offload):
-    """Returns the axes and micro-batches with which a place fits in memory.
+    """Returns the axes and executions with which a place fits in memory.
 
     Memory does not depend on the sizes and options of other places.
     """
@@ -294,78 +332,23 @@ class Choices:
         return []  # There is no such plan.
       menus = [self.menu(*place) for place in zip(blocks, sizes, strict=True)]
       axes = [menu[0] if menu else () for menu in menus]
-      rows = tuple(self._rows(cut, block, 0) for block in blocks)
+      some = tuple(self._first(cut, block) for block in blocks)
       fits = []
       for mesh in menus[b]:
         self.deadline.check()
         axes[b] = mesh
         choice = Choice(
-          cut.pieces, part, tuple(sizes), tuple(axes), rows, offload
+          cut.pieces, part, tuple(sizes), tuple(axes), some, offload
         )
-        found = self._micro_batches(cut, choice, b)
+        found = fitting.fastest(self, cut, choice, b)
         if found is not None:
           fits.append((mesh, found))
       self._fits[key] = fits
     return self._fits[key]
 
-  def _rows(self, cut, block: int, k: int) -> tuple:
-    """Returns the k-th micro-batch, or the last, of each stage of a place."""
-    rows = [(stage, cut.rows[stage]) for stage in self.stages(block)]
-    return tuple((stage, some[min(k, len(some) - 1)]) for stage, some in rows)
-
-  def _micro_batches(self, cut, choice: Choice, b: int) -> tuple | None:
-    """Returns the fastest micro-batches with which a place fits in memory.
-
-    What a device needs while a stage runs does not depend on the micro-batches
-    of other stages, so that of each stage is found by itself.
-
-    Args:
-      cut: the cut flow.
-      choice: a plan; its micro-batches at the place do not matter.
-      b: index of the place.
-
-    Returns:
-      Pairs of a stage and its micro-batch; None if a stage fits with none.
-    """
-    stages = self.stages(self.blocks[choice.part][b])
-    needs, capacity = self._needs(cut, choice, b), self.model.capacity
-    where = choice.units[b], choice.axes[b]
-    seconds = {
-      stage: {
-        n: sum(self.seconds(cut, i, *where, n) for i in cut.calls[stage])
-        for n in cut.rows[stage]
-      }
-      for stage in stages
-    }
-    for stage, some in seconds.items():  # Rows that the mesh cannot divide.
-      for n in [n for n, spent in some.items() if spent == np.inf]:
-        del needs[stage][n]
-    if not all(needs.values()):
-      return None
-    least = {name: min(some, key=some.get) for name, some in needs.items()}
-    need = max(needs[name][n] for name, n in least.items())
-    if need > capacity:
-      rows = list(choice.rows)
-      rows[b] = tuple((stage, least[stage]) for stage in stages)
-      self._note(choice._replace(rows=tuple(rows)), b, need)
-      return None
-    fit = {s: [n for n in needs[s] if needs[s][n] <= capacity] for s in stages}
-    return tuple((s, min(fit[s], key=seconds[s].get)) for s in stages)
-
-  def _needs(self, cut, choice: Choice, b: int) -> dict[str, dict]:
-    """Returns the bytes while a node runs, by its name and its micro-batch."""
-    block = self.blocks[choice.part][b]
-    if self.model.capacity == np.inf:
-      stages = self.stages(block)
-      return {stage: dict.fromkeys(cut.rows[stage], 0.0) for stage in stages}
-    needs, rows = {}, list(choice.rows)
-    for k in range(max(len(cut.rows[s]) for s in self.stages(block))):
-      rows[b] = self._rows(cut, block, k)
-      found = self._memory(choice._replace(rows=tuple(rows)), b)
-      now = dict(rows[b])
-      for name, need in found.items():
-        needs.setdefault(name, {})[now.get(name)] = need
-    return needs
+  def _first(self, cut, block: int) -> tuple:
+    """Returns the first execution of each stage of a place."""
+    return tuple((s, cut.executions[s][0]) for s in self.stages(block))
 
   def _smallest(self, block: int):
     sizes = range(1, self.units + 1)

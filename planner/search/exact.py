@@ -237,11 +237,11 @@ class Search:
         for block, n, options in zip(blocks, units, fitting, strict=True)
       ]
       for way in itertools.product(*(range(len(some)) for some in fitting)):
-        axes, rows = zip(
+        axes, executions = zip(
           *(fitting[b][o] for b, o in enumerate(way)), strict=True
         )
         choice = choices_lib.Choice(
-          cut.pieces, part, units, axes, rows, offload
+          cut.pieces, part, units, axes, executions, offload
         )
         yield choice, sum(columns[b][o] for b, o in enumerate(way))
 

@@ -23,10 +23,12 @@ class MemoizedModel:
     node: graph.Node,
     placement: plan_lib.Placement,
     rows: int | None,
+    remat: str = plan_lib.STORE_ALL,
   ) -> float:
-    key = id(node), len(placement.devices), placement.axes, rows
+    key = id(node), len(placement.devices), placement.axes, rows, remat
     if key not in self._seconds:
-      self._seconds[key] = self._model.seconds(flow, node, placement, rows)
+      seconds = self._model.seconds(flow, node, placement, rows, remat)
+      self._seconds[key] = seconds
     return self._seconds[key]
 
   def transfer(

@@ -15,7 +15,7 @@ class CutFlow:
   Attributes:
     flow: the cut flow.
     group: the group of stages at whose place each node runs, [N].
-    rows: the micro-batches that each stage may have.
+    executions: the micro-batches and the remat that each stage may have.
     calls: the nodes of each stage.
     floating: for nodes that only move rows, the groups at whose places they may
       run, if there are several; such a node runs where its first reader does.
@@ -23,14 +23,21 @@ class CutFlow:
     carried: the values that each edge of `bounds` carries.
   """
 
-  def __init__(self, flow, pieces, groups, rows):
+  def __init__(self, flow, pieces, groups, rows, remat):
     self.pieces = pieces
     self.flow = cut_lib.cut(flow, pieces)
     of = {stage: g for g, group in enumerate(groups) for stage in group}
     where = program.locate(self.flow, apart([(s,) for s in flow.stages]))
     self.group = np.array([of[stage] for stage in where])
     self.floating = _floating(self.flow, of)
-    self.rows = {s: self._fitting(s, rows.get(s, (None,))) for s in flow.stages}
+    self.executions = {
+      stage: tuple(
+        plan_lib.Execution(n, policy)
+        for policy in remat.get(stage, (plan_lib.STORE_ALL,))
+        for n in self._fitting(stage, rows.get(stage, (None,)))
+      )
+      for stage in flow.stages
+    }
     self.calls = {stage: [] for stage in flow.stages}
     for i, node in enumerate(self.flow.nodes):
       if not graph.is_plumbing(node):

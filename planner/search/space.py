@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 from planner.costs import roofline
+from planner.costs.work import StageWork
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.search import grouping
@@ -12,7 +13,8 @@ PIECES = (1, 2, 4, 8)
 # On one device, where an asynchronous stage may run beside it.
 ASYNCHRONOUS_PIECES = (1, 2)
 FRACTIONS = tuple(2**i for i in range(1, 9))  # Of a stage's rows: 1/2 to 1/256.
-LARGE_STAGE = 1 / 8  # Of a device's memory: larger stages may be micro-batched.
+# Of a device's memory: larger stages may be micro-batched, and have remat.
+LARGE_STAGE = 1 / 8
 FASTER = 0.95  # Of the seconds of a full batch, to be worth a try.
 GROUPS = 8  # Of stages that are placed apart.
 LARGE_VALUE = 1 / 100  # Of the largest carried state, to be worth offloading.
@@ -33,6 +35,9 @@ class Space:
       all that it is given). Of those that fit in memory where the stage is
       placed, a plan takes the fastest. Stages that are not named take all.
     offload: stages whose carried values may stay in host memory.
+    remat: of a stage that differentiates a model, policies of activations that
+      it may compute again. Of all micro-batches and policies that fit in memory
+      where the stage is placed, a plan takes the fastest.
     colocated: groups of stages that share a place in every plan.
   """
 
@@ -44,13 +49,14 @@ class Space:
   micro_batch: tuple[tuple[str, tuple[int | None, ...]], ...] = ()
   offload: tuple[str, ...] = ()
   colocated: tuple[tuple[str, ...], ...] = ()
+  remat: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
   def __post_init__(self):
-    if isinstance(self.micro_batch, dict):
-      rows = tuple(
-        (s, tuple(options)) for s, options in self.micro_batch.items()
-      )
-      object.__setattr__(self, 'micro_batch', rows)
+    for field in ('micro_batch', 'remat'):
+      value = getattr(self, field)
+      if isinstance(value, dict):
+        pairs = tuple((s, tuple(options)) for s, options in value.items())
+        object.__setattr__(self, field, pairs)
     if self.unit < 1 or self.devices < self.unit:
       raise ValueError(
         f'A space of {self.devices} devices has no place of {self.unit}: '
@@ -101,7 +107,25 @@ def default_space(flow: graph.Flow, model: roofline.Roofline) -> Space:
     colocated=grouping.merge_small_stages(
       flow, model, cluster.num_devices, most=GROUPS
     ),
+    remat=_policies(flow, model),
   )
+
+
+def _policies(flow, model) -> dict[str, tuple[str, ...]]:
+  """Returns the policies of large stages that have several."""
+  return {
+    node.name: (plan_lib.STORE_ALL, *call.remat)
+    for node in flow.nodes
+    if isinstance(call := model.works.get(node.name), StageWork)
+    and call.remat
+    and _is_large(flow, node, model)
+  }
+
+
+def _is_large(flow, node, model) -> bool:
+  """Whether the activations of a full batch take much of a device's memory."""
+  alive = model.works[node.name].at(flow.rows_of(node)).bytes_alive
+  return alive >= model.capacity * LARGE_STAGE
 
 
 def _micro_batches(flow, node, model) -> tuple[int | None, ...]:
@@ -110,9 +134,7 @@ def _micro_batches(flow, node, model) -> tuple[int | None, ...]:
   if stage.grain not in ('row', 'sum') or stage.host or not there:
     return ()
   options = {None: None}
-  if model.works[node.name].at(there).bytes_alive >= (
-    model.capacity * LARGE_STAGE
-  ):
+  if _is_large(flow, node, model):
     shares = (there // n for n in FRACTIONS if not there % n)
     options |= {n: None for n in shares if n and not n % stage.group_size}
   one = plan_lib.Placement()

@@ -168,8 +168,8 @@ def predict_step(
   for node in evaluation.flow.nodes:
     if not graph.is_plumbing(node):
       place = plan.places[plan.stages[node.name]]
-      rows = plan.micro_batch.get(node.name)
-      found = model.explain(evaluation.flow, node, place, rows)
+      execution = plan.execution(node.name)
+      found = model.explain(evaluation.flow, node, place, *execution)
       tags[node.name] = found.total.tag
   return Prediction(
     evaluation.seconds,

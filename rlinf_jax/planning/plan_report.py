@@ -18,6 +18,7 @@ from planner.explain import (
   formatting,
   overview,
   plan_data,
+  remat,
   report_text,
 )
 from planner.ir import graph
@@ -245,6 +246,7 @@ def _fastest(flow, model, result, staleness, data) -> list[str | None]:
     '',
     data['bottleneck'],
     report_text.slack(data),
+    *remat.text(data['remat']),
     _transfers(best.flow, result.best),
     '',
     *compiled_report.text(data.get('compiled')),

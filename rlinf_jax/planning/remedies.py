@@ -7,8 +7,12 @@ from planner.explain import formatting, plan_data
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from rlinf_jax import config_values
+from stages import remat as remat_lib
 
 ACTIVATIONS, BETWEEN = 'activations', 'values between stages'
+CACHE = 'keys and values of active rows'
+# These settings of a model's remat leave nothing to choose or to save.
+SAVING = (remat_lib.AUTO, 'nothing_saveable')
 
 
 def shortage(
@@ -55,11 +59,15 @@ def _remedies(flow, model, chosen, place, stage, parts, short) -> Iterator[str]:
   activations = parts.get(ACTIVATIONS, 0.0)
   if activations >= short and nodes and nodes[0].stage.grain == 'sum':
     for name, value in config_values.read('remat').items():
-      if value == 'none':
+      if value not in SAVING:
         yield (
-          f"{name} = 'nothing_saveable' computes activations of {stage} "
-          f'({formatting.byte_size(activations)}) again and stores fewer.'
+          f"{name} = 'auto' lets the plan compute activations of {stage} "
+          f'({formatting.byte_size(activations)}) again and store fewer.'
         )
+  if nodes and activations:
+    yield from _packing(flow, model, chosen, place, nodes[0], parts, short)
+  if parts.get(CACHE, 0.0) + activations >= short:
+    yield from _slots(stage, parts)
   if nodes:
     yield from _micro_batch(flow, model, chosen, place, nodes[0], parts, short)
   if activations + parts.get(BETWEEN, 0.0) >= short:
@@ -70,6 +78,45 @@ def _remedies(flow, model, chosen, place, stage, parts, short) -> Iterator[str]:
   if sum(parts.values()) >= 2 * short:
     for name, value in config_values.read('num_devices').items():
       yield f'{name} above {value} shares memory among more devices.'
+
+
+def _packing(flow, model, chosen, place, node, parts, short) -> Iterator[str]:
+  """Yields packed rows of one completion, if they would save enough.
+
+  A device computes one packed row at a time, and otherwise all rows of its
+  micro-batch, or at least a group of them.
+  """
+  prompts = config_values.read('prompt_length').values()
+  lengths = config_values.read('response_length').values()
+  if not prompts or not lengths or node.stage.grain != 'sum':
+    return
+  tokens = max(prompts) + max(lengths)
+  rows = chosen.micro_batch.get(node.name) or (
+    flow.rows_of(node) / chosen.pieces
+  )
+  own = rows / model.layout.row_ways(chosen.places[place].axes)
+  activations = parts[ACTIVATIONS]
+  for name, value in config_values.read('packed_tokens').items():
+    now, what = own, f'all {own:g} rows of a device together'
+    if value is not None:
+      now, what = value / tokens, f'{value} tokens at a time'
+    if now > 1 and activations * (1 - 1 / now) >= short:
+      yield (
+        f'{name} = {tokens} lets {node.name} compute one packed row at a time '
+        f'instead of {what}, which saves up to '
+        f'{formatting.byte_size(activations * (1 - 1 / now))}.'
+      )
+
+
+def _slots(stage, parts) -> Iterator[str]:
+  """Yields the number of rows that are decoded at once."""
+  for name, value in config_values.read('slots').items():
+    if parts.get(CACHE):
+      fewer = '= a number' if value is None else f'below {value}'
+      yield (
+        f'{name} {fewer} keeps the keys and values of fewer rows of {stage} '
+        f'({formatting.byte_size(parts[CACHE])}).'
+      )
 
 
 def _micro_batch(

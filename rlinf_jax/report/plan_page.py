@@ -247,12 +247,13 @@ def _stages(data, colors) -> str:
     if stage['slack'] is not None:
       is_critical = stage['slack'] < report_text.LITTLE * data['seconds']
       slack = 'none' if is_critical else formatting.seconds(stage['slack'])
-    micro_batch = (
-      f' <small>micro-batches of {stage["micro_batch"]} rows</small>'
-    )
+    size, policy = stage['micro_batch'], stage['remat']
+    how = [f'micro-batches of {size} rows'] * bool(size)
+    how += [f'remat {policy}'] * bool(policy)
+    small = f' <small>{", ".join(how)}</small>' if how else ''
     rows.append(
       f'<tr><td>{page.legend_entry(name, colors[name])}'
-      f'{micro_batch if stage["micro_batch"] else ""}</td>'
+      f'{small}</td>'
       f'<td class="text">{html.escape(stage["place"])}</td>'
       f'<td class="nowrap">{formatting.seconds(stage["seconds"])}</td>'
       f'<td class="nowrap {"bad" if is_critical else ""}">{slack}</td>'

@@ -51,7 +51,14 @@ class LocalRuntime(calls.Calls, host.Host):
       weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
       leases = lease_lib.of_plan(plan, folder, plan.places)
     places = {
-      name: place_lib.Place(name, at, plan.micro_batch, rules, leases.get(name))
+      name: place_lib.Place(
+        name,
+        at,
+        plan.micro_batch,
+        rules,
+        leases.get(name),
+        remat=plan.remat,
+      )
       for name, at in plan.places.items()
     }
     super().__init__(lowered, places)

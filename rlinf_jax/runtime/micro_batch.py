@@ -10,7 +10,12 @@ import jax
 import jax.numpy as jnp
 
 
-def in_micro_batches(stage, rows: int, shard: Callable = lambda x: x):
+def in_micro_batches(
+  stage,
+  rows: int,
+  shard: Callable = lambda x: x,
+  run: Callable | None = None,
+):
   """A function that computes `stage.fn` on `rows` rows at a time.
 
   Args:
@@ -19,7 +24,9 @@ def in_micro_batches(stage, rows: int, shard: Callable = lambda x: x):
     shard: lays `x[micro-batch, row, ...]` out with the rows of each micro-batch
       on all devices. (Without it XLA would put each micro-batch on a device of
       its own, and the devices would work one after another.)
+    run: the function of the stage; `stage.run` if None.
   """
+  run = run or stage.run
 
   def split(x):
     return shard(x.reshape(x.shape[0] // rows, rows, *x.shape[1:]))
@@ -34,7 +41,7 @@ def in_micro_batches(stage, rows: int, shard: Callable = lambda x: x):
 
     def call(part):
       either = unbatched | part
-      return stage.run(*(either[i] for i in range(len(args))))
+      return run(*(either[i] for i in range(len(args))))
 
     if stage.grain == 'row':
       out = jax.lax.map(call, batched)

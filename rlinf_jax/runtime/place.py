@@ -1,10 +1,11 @@
 """A place: devices seen as a mesh, and how values lie and stages run on it."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 import contextlib
 import dataclasses
 import math
 import threading
+import types
 from typing import NamedTuple
 
 import jax
@@ -47,6 +48,7 @@ class Place:
     rules: rules_lib.Rules = rules_lib.DEFAULT,
     lease: lease_lib.Lease | None = None,
     available: Sequence[jax.Device] | None = None,
+    remat: Mapping[str, str] = types.MappingProxyType({}),
   ):
     """Makes the mesh.
 
@@ -58,6 +60,8 @@ class Place:
       lease: the right to its devices, if other places share them.
       available: the devices that `placement` numbers; None for those of this
         process.
+      remat: activations stored for the backward pass, by stage, as in
+        `plan_lib.Plan`.
 
     Raises:
       ValueError: if one of the devices is missing.
@@ -72,7 +76,7 @@ class Place:
         f'{len(available)}: name other devices, or start with more.'
       )
     self.name, self.micro_batch, self.rules = name, micro_batch, rules
-    self.lease = lease
+    self.lease, self.remat = lease, remat
     self.mesh = None
     self.device = available[devices[0]]
     if placement.axes:
@@ -188,8 +192,10 @@ class Place:
     )
     # `stage.run` is jitted: what the flow has traced is not traced again.
     fn = stage.run
+    if stage.name in self.remat and not graph_lib.is_plumbing(node):
+      fn = stage.run_with_remat(self.remat[stage.name])
     if rows:
-      fn = micro_batch_lib.in_micro_batches(stage, rows, self._shard_rows)
+      fn = micro_batch_lib.in_micro_batches(stage, rows, self._shard_rows, fn)
 
     def call(*leaves):
       if node.takes is not None:
@@ -206,6 +212,8 @@ class Place:
     shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in reads]
     with self.ambient():  # Models constrain the sharding of rows by the mesh.
       lowered = jitted.lower(*shapes)
+    if stage.name in self.remat:
+      self._check_remat(stage)
     outputs = [(x.shape, x.dtype) for x in jax.tree.leaves(lowered.out_info)]
     if outputs != [(v.shape, v.dtype) for v in writes]:
       raise ValueError(
@@ -214,6 +222,16 @@ class Place:
         'have one shape. Cut the batch in fewer pieces.'
       )
     return lowered.compile()
+
+  def _check_remat(self, stage):
+    """Raises ValueError if no model of a traced stage reads the policy."""
+    if not stage.reads_remat:
+      raise ValueError(
+        f'The plan gives stage {stage.name} remat '
+        f'{self.remat[stage.name]!r}, and no model of the stage leaves it to '
+        "the plan: bind the model's remat to 'auto', such as "
+        "huggingface.policy.remat, or leave the stage out of the plan's remat."
+      )
 
   def _shard_rows(self, x):
     """Shards the rows of `x[micro-batch, row, ...]` over the devices."""

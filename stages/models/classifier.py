@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from stages import remat as remat_lib
 from stages.language import value_model as value_model_lib
 from stages.models import families, huggingface, transformer
 from stages.models.files import weights
@@ -26,7 +27,7 @@ def value_model(
   *,
   trunk: Literal['own', 'policy'] = 'own',
   dtype: str | None = None,
-  remat: str = 'none',
+  remat: str = remat_lib.AUTO,
 ) -> value_model_lib.ValueModel:
   """A value model that starts from a checkpoint.
 
@@ -83,7 +84,10 @@ def reward_model(
 
 
 def load_config(
-  checkpoint: str | pathlib.Path, *, dtype: str | None = None, remat='none'
+  checkpoint: str | pathlib.Path,
+  *,
+  dtype: str | None = None,
+  remat=remat_lib.AUTO,
 ) -> tuple[transformer.Config, bool]:
   """The trunk that a config.json describes, and whether it has a head.
 

@@ -4,9 +4,9 @@ import dataclasses
 import typing
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 
+from stages import remat as remat_lib
 from stages.models.layers import attention, mixed_precision
 from stages.models.layers import rope as rope_lib
 
@@ -51,7 +51,7 @@ class Config:
       in bfloat16, updates below 1/256 of a weight would be rounded away.
     remat: activations stored for the backward pass: 'none' to store all, or
       the name of a policy in `jax.checkpoint_policies`, such as
-      'nothing_saveable'.
+      'nothing_saveable'; 'auto' for that of the plan, and all without one.
     max_live_scores: maximum number of attention scores on a device at once, as
       in `attention.attention`.
     init_stddev: standard deviation of random weights.
@@ -83,7 +83,7 @@ class Config:
   local_rope: rope_lib.RopeConfig | None = None
   tie_embeddings: bool = True
   dtype: str = 'float32'
-  remat: str = 'none'
+  remat: str = remat_lib.AUTO
   max_live_scores: int = attention.MAX_LIVE_SCORES
   init_stddev: float = 0.02
 
@@ -106,13 +106,8 @@ class Config:
       raise ValueError(
         f'{self.H} query heads cannot share {self.K} key-value heads evenly.'
       )
-    if self.remat != 'none' and not hasattr(
-      jax.checkpoint_policies, self.remat
-    ):
-      raise ValueError(
-        f"remat {self.remat!r} is neither 'none' nor a policy of "
-        'jax.checkpoint_policies.'
-      )
+    if self.remat != remat_lib.AUTO:
+      remat_lib.check(self.remat)
     if self.activation not in typing.get_args(Activation):
       raise ValueError(
         f'Activation {self.activation!r} is not one of '

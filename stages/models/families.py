@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any, NamedTuple
 
+from stages import remat as remat_lib
 from stages.models import config as config_lib
 from stages.models.files import weights
 from stages.models.files.weights import Tensor
@@ -122,7 +123,11 @@ def family_of(raw: Any, path) -> Family:
 
 
 def read(
-  raw: dict[str, Any], path, *, dtype: str | None = None, remat: str = 'none'
+  raw: dict[str, Any],
+  path,
+  *,
+  dtype: str | None = None,
+  remat: str = remat_lib.AUTO,
 ) -> config_lib.Config:
   """The model that a config.json describes.
 

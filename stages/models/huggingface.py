@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base, ranges
+from stages import remat as remat_lib
 from stages.language import language_model, sample, tokens
 from stages.models import families, transformer
 from stages.models import lora as lora_lib
@@ -72,7 +73,10 @@ def names(checkpoint: str | pathlib.Path) -> dict[str, weights.Tensor]:
 
 
 def load_config(
-  checkpoint: str | pathlib.Path, *, dtype: str | None = None, remat='none'
+  checkpoint: str | pathlib.Path,
+  *,
+  dtype: str | None = None,
+  remat=remat_lib.AUTO,
 ) -> transformer.Config:
   """The model configuration in a checkpoint's config.json.
 
@@ -124,7 +128,7 @@ def policy(
   response_length: ranges.PositiveInt,
   sampling: sample.Sampling = sample.Sampling(),
   dtype: str | None = None,
-  remat: str = 'none',
+  remat: str = remat_lib.AUTO,
   max_live_logits: ranges.PositiveInt = language_model.MAX_LIVE_LOGITS,
   slots: ranges.PositiveInt | None = None,
   packed_tokens: ranges.PositiveInt | None = None,

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sharding import row_map, rules
+from stages import remat as remat_lib
 from stages.models import config as config_lib
 from stages.models.layers import attention, mixed_precision
 from stages.models.layers import block as block_lib
@@ -40,8 +41,9 @@ class Transformer(nn.Module):
     if not c.tie_embeddings:
       self.unembed_DV = block_lib.parameter(self, 'unembed_DV', c.D, c.V)
     block = block_lib.Block
-    if c.remat != 'none':
-      policy = getattr(jax.checkpoint_policies, c.remat)
+    remat = remat_lib.resolve(c.remat)
+    if remat != remat_lib.NONE:
+      policy = getattr(jax.checkpoint_policies, remat)
       block = nn.remat(block, policy=policy, prevent_cse=False)
     self.layers = nn.scan(
       block,

@@ -117,7 +117,7 @@ class MemoryModel:
       layout: the layout of values on meshes.
     """
     self.works, self.layout = works, layout
-    self._places, self._needs = {}, {}
+    self._places, self._needs, self._reads = {}, {}, {}
 
   def parts(
     self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
@@ -158,7 +158,13 @@ class MemoryModel:
           **found,
           'restored values': Estimate(back, 'modeled'),
           'values between stages': Estimate(between, 'modeled'),
-          **self._within(flow, flow.nodes[i], chosen, axes),
+          **self._within(
+            flow,
+            flow.nodes[i],
+            axes,
+            chosen.execution(flow.nodes[i].name),
+            chosen.pieces,
+          ),
         },
       )
 
@@ -172,15 +178,34 @@ class MemoryModel:
       places[place] = PlaceValues(flow, place, *where_and_homes)
     return places[place]
 
-  def _within(self, flow, node, chosen, axes) -> Mapping[str, Estimate]:
+  def _within(
+    self, flow, node, axes, execution, pieces
+  ) -> Mapping[str, Estimate]:
     """Returns the bytes that a stage itself needs, memoized."""
-    rows = chosen.micro_batch.get(node.name)
-    key = id(node), axes, rows, chosen.pieces
+    key = id(node), axes, execution, pieces
     if key not in self._needs:
-      found = within(flow, node, chosen, axes, self.works, self.layout)
+      found = within(
+        flow, node, axes, execution, pieces, self.works, self.layout
+      )
       # With the node, so that no other node gets its id.
       self._needs[key] = node, found
     return self._needs[key][1]
+
+  def least(self, flow, node, axes, execution, pieces) -> float:
+    """Returns a part of `needs` that does not depend on other stages.
+
+    Values that earlier nodes make are left out, as some take over the memory of
+    a carried value.
+    """
+    key = id(node), axes
+    if key not in self._reads:
+      given = {*flow.inputs, *(start for start, _ in flow.carry)}
+      self._reads[key] = sum(
+        self.layout.local(flow.values[v], axes)
+        for v in given.intersection(node.reads)
+      )
+    own = self._within(flow, node, axes, execution, pieces)
+    return self._reads[key] + _total(own)
 
 
 def _total(parts: Mapping[str, Estimate]) -> float:
@@ -210,22 +235,40 @@ def alive(
   }
 
 
-def within(flow, node, chosen, axes, works, layout) -> dict[str, Estimate]:
-  """Returns the bytes that a stage itself needs, by component."""
+def within(
+  flow: graph.Flow,
+  node: graph.Node,
+  axes,
+  execution: plan_lib.Execution,
+  pieces: int,
+  works,
+  layout,
+) -> dict[str, Estimate]:
+  """Returns the bytes that a stage itself needs, by component.
+
+  Args:
+    flow: as recorded.
+    node: a node of that flow.
+    axes: of its mesh.
+    execution: its micro-batch and its remat.
+    pieces: number of pieces that the batch passes in.
+    works: as in `MemoryModel`.
+    layout: likewise.
+  """
   call = works.get(node.name)
   if graph.is_plumbing(node) or call is None:
     return {}
   if not isinstance(call, work.StageWork):
-    rows = chosen.micro_batch.get(node.name)
-    return call.bytes(flow, node, axes, layout, chosen.pieces, rows)
+    return call.bytes(flow, node, axes, layout, pieces, execution.rows)
   parameters = collectives.Parameters(flow, node, layout)
   rows = max((flow.values[v].shape[0] for v in node.rows), default=0)
-  at_once = chosen.micro_batch.get(node.name) or rows / chosen.pieces
+  at_once = execution.rows or rows / pieces
   # Work is counted at a device's rows: chunks of logits have a limit a device.
   local_rows = at_once / layout.row_ways(axes)
-  call = call.near(local_rows)
-  alive = call.per_row.bytes_alive * local_rows
-  fixed = call.fixed.bytes_alive * parameters.share(axes)
+  stored = _packed_activations(call, execution.remat, local_rows)
+  call = call.under(execution.remat).near(local_rows)
+  alive = call.per_row.bytes_alive * local_rows + stored
+  fixed = (call.fixed.bytes_alive - stored) * parameters.share(axes)
   matmul = call.fixed.matmul | call.per_row.matmul
   item = max(map(collectives.item_bytes, matmul), default=0)
   gathered = parameters.gathered(axes, item)
@@ -242,6 +285,21 @@ def within(flow, node, chosen, axes, works, layout) -> dict[str, Estimate]:
     'unscattered gradients': Estimate(parameters.unscattered(axes), 'modeled'),
     'sums of a micro-batch': Estimate(made, 'modeled'),
   }
+
+
+def _packed_activations(call, remat: str, rows: float) -> float:
+  """Returns bytes that a stage with packed rows stores under a policy.
+
+  A packed row has as many activations for any number of rows, so they are among
+  the fixed bytes, which are sharded like parameters. Activations are not. This
+  is by how much the policy stores more than the policy that stores fewest.
+  """
+  now = call.under(remat).near(rows)
+  if not (now.fixed.passes or now.per_row.passes) or not call.remat:
+    return 0.0
+  others = (call.under(policy).near(rows) for policy in call.remat)
+  least = min(other.fixed.bytes_alive for other in others)
+  return max(0.0, now.fixed.bytes_alive - least)
 
 
 def _spans(flow, here, carried) -> dict[int, tuple[int, int]]:

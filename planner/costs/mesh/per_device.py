@@ -54,7 +54,15 @@ def stage_costs(
     if node.name != name:
       continue
     values = sum(layout.local(flow.values[v], axes) for v in some)
-    own = memory.within(flow, node, chosen, axes, model.works, layout)
+    own = memory.within(
+      flow,
+      node,
+      axes,
+      chosen.execution(name),
+      chosen.pieces,
+      model.works,
+      layout,
+    )
     needed = values + sum(number.value for number in own.values())
     if needed > most.memory:
       own = _own_bytes(flow, node, some, axes, layout, rows)
@@ -85,7 +93,7 @@ def _work(flow, chosen, model, node, rows) -> dict[str, float]:
   turns = rows / at_once if rows else 1
   parameters = collectives.Parameters(flow, node, model.layout)
   ways, copies = parameters.ways(axes), model.layout.row_ways(axes)
-  call = call.near(at_once / copies)
+  call = call.under(chosen.execution(node.name).remat).near(at_once / copies)
   own = call.fixed.weighted(1 / ways, call.per_row, at_once / copies / ways)
   passes = max(1.0, call.at(at_once / copies).passes)
   sent = passes * sum(

@@ -133,7 +133,13 @@ class PlanCompiler:
 
   def _place(self, name: str, plan: plan_lib.Plan) -> place_lib.Place:
     placement = plan.places[name]
-    key = placement, tuple(sorted(plan.micro_batch.items()))
+    key = (
+      placement,
+      *(
+        tuple(sorted(choice.items()))
+        for choice in (plan.micro_batch, plan.remat)
+      ),
+    )
     if key not in self._places:
       self._places[key] = place_lib.Place(
         name,
@@ -141,6 +147,7 @@ class PlanCompiler:
         plan.micro_batch,
         self.model.layout.rules,
         available=self.devices,
+        remat=plan.remat,
       )
     return self._places[key]
 

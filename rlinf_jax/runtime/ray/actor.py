@@ -192,7 +192,12 @@ class Actor:
     )
     lease = lease_lib.of_plan(parsed, lease_folder, [name]).get(name)
     place = place_lib.Place(
-      name, own, parsed.micro_batch, rules_lib.DEFAULT, lease
+      name,
+      own,
+      parsed.micro_batch,
+      rules_lib.DEFAULT,
+      lease,
+      remat=parsed.remat,
     )
     axes = {
       name: place.axes if place.processes == 1 else ()

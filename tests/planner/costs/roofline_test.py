@@ -612,9 +612,14 @@ def test_memory_of_a_stage_is_within_a_factor_of_two_of_xla(
   there = next(n for n in flow.nodes if n.name == stage)
   run = place_lib.Place('all', placement, {}).compile(flow, there)
   analysis = run.memory_analysis()
-  chosen = plan_lib.one_place(flow.stages, placement)
   own = memory.within(
-    flow, there, chosen, placement.axes, works, layout.Layout(rules.DEFAULT)
+    flow,
+    there,
+    placement.axes,
+    plan_lib.Execution(),
+    1,
+    works,
+    layout.Layout(rules.DEFAULT),
   )
   got = sum(number.value for number in own.values())
   assert 0.5 < got / analysis.temp_size_in_bytes < 2

@@ -86,7 +86,9 @@ def test_no_plan_is_faster_than_the_bound_of_its_sizes(seed):
     any_of = lambda some: some[rng.integers(len(some))]
     axes = tuple(map(any_of, menus))
     rows = tuple(
-      tuple((s, any_of(opened.cut.rows[s])) for s in choices.stages(block))
+      tuple(
+        (s, any_of(opened.cut.executions[s])) for s in choices.stages(block)
+      )
       for block in choices.blocks[part]
     )
     choice = choices_lib.Choice(

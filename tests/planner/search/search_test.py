@@ -54,7 +54,7 @@ def set_partitions(things):
 def every_plan(flow, model, space):
   """All of a space, in the plainest way; some cannot be followed.
 
-  With every micro-batch, of which `fastest_that_fit` takes some.
+  With every micro-batch and remat, of which `fastest_that_fit` takes some.
   """
   subsets = [
     some
@@ -63,6 +63,9 @@ def every_plan(flow, model, space):
   ]
   options = [
     [(stage, rows) for rows in allowed] for stage, allowed in space.micro_batch
+  ]
+  policies = [
+    [(stage, policy) for policy in allowed] for stage, allowed in space.remat
   ]
   for blocks in set_partitions(list(flow.stages)):
     if len(blocks) > space.max_places:
@@ -88,8 +91,11 @@ def every_plan(flow, model, space):
           devices = tuple(range(at, at + sizes[b]))
           places[b] = plan.Placement(devices, axes[b])
           at += sizes[b]
-        for pieces, offload, rows in itertools.product(
-          space.pieces, subsets, itertools.product(*options)
+        for pieces, offload, rows, remat in itertools.product(
+          space.pieces,
+          subsets,
+          itertools.product(*options),
+          itertools.product(*policies),
         ):
           yield plan.Plan(
             {str(b): places[b] for b in range(len(blocks))},
@@ -97,6 +103,7 @@ def every_plan(flow, model, space):
             micro_batch={s: n for s, n in rows if n is not None},
             pieces=pieces,
             offload=offload,
+            remat={s: x for s, x in remat if x != 'none'},
           )
 
 
@@ -117,13 +124,13 @@ def seconds_by_stage(flow, model, chosen):
   for node in cut.nodes:
     if node.name in seconds:
       where = chosen.places[chosen.stages[node.name]]
-      rows = chosen.micro_batch.get(node.name)
-      seconds[node.name] += model.seconds(cut, node, where, rows)
+      execution = chosen.execution(node.name)
+      seconds[node.name] += model.seconds(cut, node, where, *execution)
   return seconds
 
 
 def fastest_that_fit(flow, model, plans):
-  """Of plans that fit and differ in micro-batches only, the fastest stages'."""
+  """Of plans that fit and differ in executions only, the fastest stages'."""
   fit = [some for some in plans if need(flow, model, some) <= model.capacity]
   spent = [seconds_by_stage(flow, model, some) for some in fit]
   for chosen, seconds in zip(fit, spent, strict=True):
@@ -139,7 +146,7 @@ def brute_force(flow, model, space, staleness):
   """The least seconds of all plans that fit; infinite if none does."""
   best, alike = math.inf, {}
   for chosen in every_plan(flow, model, space):
-    key = repr(dataclasses.replace(chosen, micro_batch={}))
+    key = repr(dataclasses.replace(chosen, micro_batch={}, remat={}))
     alike.setdefault(key, []).append(chosen)
   for plans in alike.values():
     if chosen := fastest_that_fit(flow, model, plans):
@@ -200,9 +207,9 @@ def test_devices_may_be_left_idle():
   class Slower(toys.Synthetic):
     """More devices than two talk more than they work."""
 
-    def seconds(self, flow, node, placement, rows):
+    def seconds(self, flow, node, placement, *execution):
       n = len(placement.devices)
-      return super().seconds(flow, node, placement, rows) + max(0, n - 2)
+      return super().seconds(flow, node, placement, *execution) + max(0, n - 2)
 
   flow, _ = toys.line({'a': 1.0, 'b': 1.0})
   found = exact.search(flow, Slower({'a': 1.0, 'b': 1.0}), space_lib.Space(8))
@@ -238,6 +245,24 @@ def test_memory_limits_placement_and_offloading_makes_room():
   room = exact.search(flow, model, space_lib.Space(1, offload=('b',)))
   assert room.best.offload == ('b',)
   assert exact.search(flow, model, space_lib.Space(1)).best is None
+
+
+def test_a_plan_that_lacks_little_memory_computes_activations_again():
+  work = {'a': 1.0, 'b': 1.0}
+  rest = space_lib.Space(1, remat={'b': ('none', 'some', 'full')})
+  for capacity, remat, seconds in (
+    (5.0, {}, 2.0),
+    (3.998, {'b': 'some'}, 2.2),  # 0.05 % less than `b` needs.
+    (2.5, {'b': 'full'}, 2.4),
+  ):
+    flow, model = toys.line(work, held={'b': 2.0}, capacity=capacity)
+    found = exact.search(flow, model, rest)
+    assert (found.best.remat, found.gap) == (remat, 0)
+    assert found.seconds == pytest.approx(seconds)
+  flow, model = toys.line(work, held={'b': 2.0}, capacity=2.3)
+  found = exact.search(flow, model, rest)
+  assert found.best is None and found.proved
+  assert found.infeasible[0][0].remat == {'b': 'full'}
 
 
 def test_staleness_lets_steps_overlap():

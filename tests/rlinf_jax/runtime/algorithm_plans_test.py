@@ -115,7 +115,7 @@ KEPT = (11,)
 def test_no_plan_changes_the_mathematics(name, seed):
   stages = tiny.trace(workflow(name), batches(name)[0]).stages
   plan, _ = random_plans_test.random_plan(
-    seed, stages, {'gradient': 8}, ('apply',), [None]
+    seed, stages, {'gradient': 8}, ('apply',), [None], ['gradient']
   )
   state = workflow(name).init(jax.random.key(0))
   results = random_plans_test.run(plan, workflow(name), state, batches(name))

@@ -15,6 +15,7 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.lower import passes
 from rlinf_jax.runtime import local
+from stages import remat as remat_lib
 from tests.rlinf_jax.runtime import invariance_test
 import tiny
 import toys
@@ -35,8 +36,8 @@ PLACES = {
   'p4': plan_lib.Placement((5, 6), (('fsdp', 2),)),
 }
 # The first has four places, both meshes, pieces, micro-batches, offloads, an
-# order of its own, and shuffled minibatches of several epochs. The second only
-# places.
+# order of its own, remat, and shuffled minibatches of several epochs. The
+# second only places.
 KEPT = 10, 12
 
 
@@ -69,7 +70,7 @@ def key(i):
   return jax.random.key(3 + i)
 
 
-def random_plan(seed, stages, rows, offload, updates):
+def random_plan(seed, stages, rows, offload, updates, remat=()):
   """A plan of one to four places, and one of `updates` to test it with.
 
   Args:
@@ -78,6 +79,7 @@ def random_plan(seed, stages, rows, offload, updates):
     rows: micro-batch rows, by stage, in half of the plans.
     offload: stages that may offload.
     updates: to choose from.
+    remat: stages that differentiate a transformer.
   """
   rng = np.random.default_rng(seed)
   names = rng.permutation(list(PLACES))[: rng.integers(1, 5)].tolist()
@@ -86,7 +88,9 @@ def random_plan(seed, stages, rows, offload, updates):
   pieces = int(rng.choice([1, 2, 4]))
   rows = rows if rng.integers(2) else {}
   offload = tuple(name for name in offload if rng.integers(2))
-  plan = plan_lib.Plan(places, stages, rows, pieces, offload)
+  policy = remat_lib.POLICIES[seed % len(remat_lib.POLICIES)]
+  remat = {} if policy == remat_lib.NONE else dict.fromkeys(remat, policy)
+  plan = plan_lib.Plan(places, stages, rows, pieces, offload, remat=remat)
   return plan, updates[rng.integers(len(updates))]
 
 
@@ -105,7 +109,7 @@ def run(plan, workflow, state, batches):
 def compare(plan, got, want):
   """Asserts equality: of bits if the plan only places, else to rounding."""
   alone = all(len(place.devices) == 1 for place in plan.places.values())
-  exact = alone and plan.pieces == 1 and not plan.micro_batch
+  exact = alone and plan.pieces == 1 and not (plan.micro_batch or plan.remat)
   for trees in zip(got, want, strict=True):
     for one, other in zip(*trees, strict=True):
       if exact:
@@ -123,7 +127,12 @@ def compare(plan, got, want):
 @pytest.mark.parametrize('seed', claims.some(range(24), KEPT))
 def test_no_plan_changes_the_mathematics(seed):
   plan, updates = random_plan(
-    seed, STAGES, {'gradient': 8}, ('ref_logp', 'apply'), UPDATES
+    seed,
+    STAGES,
+    {'gradient': 8},
+    ('ref_logp', 'apply'),
+    UPDATES,
+    ['gradient'],
   )
   batches = [tiny.problem(seed=i) for i in range(2)]
   if seed % 3:

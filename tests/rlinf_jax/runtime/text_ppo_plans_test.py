@@ -91,7 +91,12 @@ def check(plan, index):
 @pytest.mark.parametrize('seed', claims.some(range(12), KEPT))
 def test_no_plan_changes_the_mathematics(seed):
   plan, index = random_plans_test.random_plan(
-    seed, [*COMMON, *OF_CRITIC], ROWS, ('ref_logp', 'critic_apply'), range(3)
+    seed,
+    [*COMMON, *OF_CRITIC],
+    ROWS,
+    ('ref_logp', 'critic_apply'),
+    range(3),
+    ['gradient', 'critic_gradient'],
   )
   check(plan, index)
 

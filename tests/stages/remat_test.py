@@ -1,0 +1,126 @@
+"""Rematerialization changes memory and arithmetic, and no result."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from planner.costs.mesh import layout, memory
+from planner.counting import count
+from planner.ir import plan as plan_lib
+from rlinf_jax.runtime import place as place_lib
+from sharding import rules
+from stages import remat, workflows
+from stages.language import language_model
+from tests.rlinf_jax.runtime import invariance_test
+import tiny
+
+FULL = 'nothing_saveable'
+LAYOUT = layout.Layout(rules.DEFAULT)
+
+
+@functools.cache
+def flow(setting=remat.AUTO):
+  policy = language_model.policy(
+    dataclasses.replace(tiny.CONFIG, remat=setting),
+    response_length=tiny.LENGTH,
+    stop=(0,),
+  )
+  workflow = workflows.grpo(
+    policy, tiny.even, invariance_test.KEEP, group_size=4
+  )
+  return tiny.trace(workflow, tiny.problem())
+
+
+def gradient(step):
+  return next(node for node in step.nodes if node.name == 'gradient')
+
+
+def compiled(step, policy):
+  place = place_lib.Place(
+    'all', plan_lib.Placement(), {}, remat={'gradient': policy}
+  )
+  return place.compile(step, gradient(step))
+
+
+@functools.cache
+def works():
+  return count.of_flow(flow())
+
+
+def test_only_stages_that_differentiate_a_model_have_a_choice():
+  choices = {name: {*work.remat} for name, work in works().items() if work}
+  assert choices.pop('gradient') == {*remat.POLICIES} - {remat.NONE}
+  assert not any(choices.values())
+
+
+def test_less_is_stored_for_more_arithmetic():
+  work = works()['gradient']
+  some = [work.under(policy).full_batch for policy in remat.POLICIES]
+  for more, less in zip(some, some[1:], strict=False):
+    assert less.bytes_alive < more.bytes_alive
+    assert less.flops > more.flops
+  # The forward pass of the layers is computed again, at most once more.
+  assert some[-1].matmul_flops < 4 / 3 * some[0].matmul_flops * (1 + 1e-9)
+
+
+def test_a_model_with_a_policy_of_its_own_leaves_no_choice():
+  step = flow(FULL)
+  work = count.of_node(step, gradient(step))
+  assert not work.remat
+  with pytest.raises(ValueError, match=r"counted: choose one of \['none'\]"):
+    work.under(FULL)
+  with pytest.raises(ValueError, match='no model of the stage leaves it to'):
+    compiled(step, FULL)
+
+
+def test_an_unknown_policy_is_refused():
+  with pytest.raises(ValueError, match="remat 'some' is neither 'none' nor"):
+    compiled(flow(), 'some')
+
+
+def test_a_policy_ends_with_the_trace():
+  read = set()
+
+  def fn(x):
+    assert remat.resolve(remat.AUTO) == FULL
+    assert remat.resolve('dots_saveable') == 'dots_saveable'
+    return x
+
+  jax.eval_shape(remat.applied(fn, FULL, read), jnp.zeros(()))
+  assert read == {FULL}
+  assert remat.resolve(remat.AUTO) == remat.NONE
+
+
+def test_work_between_the_sizes_that_are_counted_is_that_of_a_count():
+  step, rows = flow(), 16
+  node = gradient(step)
+  args = count._arguments(step, node, rows)
+  exact = count.work(node.stage.run_with_remat(FULL), *args)
+  found = works()['gradient'].under(FULL).at(rows)
+  assert found.flops == pytest.approx(exact.flops, rel=1e-6)
+  assert found.bytes_alive == pytest.approx(exact.bytes_alive, rel=0.02)
+
+
+def test_stored_activations_of_packed_rows_are_not_sharded_like_parameters():
+  policy = tiny.policy(packed_tokens=14)
+  step = tiny.trace(
+    workflows.grpo(policy, tiny.even, invariance_test.KEEP, group_size=4),
+    tiny.problem(),
+  )
+  node = gradient(step)
+  work = count.of_node(step, node)
+
+  def bytes_of(policy, axes):
+    execution = plan_lib.Execution(None, policy)
+    own = memory.within(
+      step, node, axes, execution, 1, {'gradient': work}, LAYOUT
+    )
+    return own['activations'].value
+
+  more, mesh = [], (('fsdp', 4),)
+  for axes in ((), mesh):
+    more.append(bytes_of(remat.NONE, axes) - bytes_of(FULL, axes))
+  assert more[0] > 0 and more[1] == pytest.approx(more[0], rel=0.1)
