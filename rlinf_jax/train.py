@@ -112,9 +112,7 @@ def train(
     runtime = make_runtime(given_plan) if given_plan else None
     config.refuse_unused()
     _start_folder(folder, pretrain, seed)
-    checkpoints = checkpoint.Checkpoints(
-      folder / 'checkpoints', keep_checkpoints
-    )
+    saver = checkpoint.Checkpoints(folder / 'checkpoints', keep_checkpoints)
     runtime, monitor = setup.load_first_state(
       workflow,
       source,
@@ -130,7 +128,7 @@ def train(
       seed=seed,
       folder=folder,
       schedule=schedule,
-      checkpoints=checkpoints,
+      checkpoints=saver,
       runtime=runtime,
       monitor=monitor,
       resume=resume,

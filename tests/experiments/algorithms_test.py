@@ -30,7 +30,7 @@ def test_every_command_line_names_a_recipe_that_can_be_read(
   line = experiment.command(algorithm, pathlib.Path('/run'), **macros)
   bindings = flag(list(map(gin_flags.as_binding, line)), 'gin_bindings')
   config.parse(flag(line, 'gin_file'), bindings, '/run')
-  # What only this algorithm sets has priority over what all share.
+  # The bindings of one algorithm have priority over those that all share.
   assert ('STEPS = 0' in bindings) == (algorithm is algorithms.WARM_START)
 
 
