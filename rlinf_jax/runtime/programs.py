@@ -1,8 +1,9 @@
 """The programs of a plan's places, and questions about them."""
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 import dataclasses
+import hashlib
 
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
@@ -137,3 +138,21 @@ def traffic(
         how = transport(source, op.place, value)
         total[source, op.place, how] += value.bytes
   return [(*ends, size) for ends, size in total.items()]
+
+
+def fingerprint(lowered: Mapping[str, Lowered]) -> str:
+  """A hash of what two processes must agree on to run parts of one step."""
+  facts = [
+    (name, x.programs, x.resident, *_facts(x.flow))
+    for name, x in sorted(lowered.items())
+  ]
+  return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _facts(flow):
+  values = [(v.name, v.shape, str(v.dtype), v.letters) for v in flow.values]
+  nodes = [
+    (n.name, n.reads, n.writes, n.piece, n.body and _facts(n.body))
+    for n in flow.nodes
+  ]
+  return values, nodes, flow.inputs, flow.outputs, flow.carry

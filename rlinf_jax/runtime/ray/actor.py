@@ -7,7 +7,6 @@ program of it. The driver only announces calls; values go from actor to actor.
 
 from collections.abc import Callable, Mapping, Sequence, Set
 import dataclasses
-import hashlib
 import os
 from typing import Any, NamedTuple
 
@@ -51,24 +50,6 @@ class Process(NamedTuple):
     if self.count == 1:
       return self.place
     return f'{self.place} {self.rank + 1}/{self.count}'
-
-
-def fingerprint(lowered: Mapping[str, programs.Lowered]) -> str:
-  """A hash of what two processes must agree on to run parts of one step."""
-  facts = [
-    (name, x.programs, x.resident, *_facts(x.flow))
-    for name, x in sorted(lowered.items())
-  ]
-  return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def _facts(flow):
-  values = [(v.name, v.shape, str(v.dtype), v.letters) for v in flow.values]
-  nodes = [
-    (n.name, n.reads, n.writes, n.piece, n.body and _facts(n.body))
-    for n in flow.nodes
-  ]
-  return values, nodes, flow.inputs, flow.outputs, flow.carry
 
 
 def replaceable(
@@ -164,7 +145,7 @@ class Actor:
       process: which of the plan's processes this is.
       plan: as JSON.
       flows: records those of a step and of an evaluation.
-      expected: the driver's `fingerprint`.
+      expected: the driver's `programs.fingerprint`.
       folder: the driver's working directory, entered if it exists here.
       receive_timeout: seconds to wait for a value; None for no limit.
       lease_folder: where places that share devices queue for them.
@@ -180,7 +161,7 @@ class Actor:
       os.chdir(folder)
     name, parsed = process.place, plan_lib.Plan.from_json(plan)
     lowered = programs.lower(parsed, *flows())
-    if fingerprint(lowered) != expected:
+    if programs.fingerprint(lowered) != expected:
       raise ValueError(
         f'Place {name!r} has recorded another step than the driver: do both '
         'have the same code, recipe and packages?'

@@ -98,7 +98,7 @@ class ActorPool:
     self._plan, self._flows = plan, flows
     self._receive_timeout = receive_timeout
     self._interface = self._given_interface = network_interface
-    self._fingerprint = actor_lib.fingerprint(lowered)
+    self._fingerprint = programs.fingerprint(lowered)
     self._reservation: resources.Reservation | None = None
     self._lease_folder = ''
     if plan.shared_devices:

@@ -22,7 +22,7 @@ from planner.ir import plan as plan_lib
 from planner.lower import passes
 from rlinf_jax.runtime import local, programs
 from rlinf_jax.runtime.base import ProcessDiedError, StageError
-from rlinf_jax.runtime.ray import actor, actor_pool, driver, resources
+from rlinf_jax.runtime.ray import actor_pool, driver, resources
 import stages
 from stages import workflows
 from stages.learn import optimizers
@@ -155,7 +155,7 @@ def test_all_processes_follow_the_order_of_a_plan(runtimes):
   plan = plan_lib.parse(THREE, dict.fromkeys(step.stages + evaluate.stages))
   known = passes.with_order(step, plan, toys.Random(0))
   facts = [
-    actor.fingerprint(programs.lower(one, step, evaluate))
+    programs.fingerprint(programs.lower(one, step, evaluate))
     for one in (plan, known)
   ]
   assert facts[0] != facts[1]  # An actor with another order is refused.
