@@ -124,3 +124,10 @@ def test_stored_activations_of_packed_rows_are_not_sharded_like_parameters():
   for axes in ((), mesh):
     more.append(bytes_of(remat.NONE, axes) - bytes_of(FULL, axes))
   assert more[0] > 0 and more[1] == pytest.approx(more[0], rel=0.1)
+  # Nor are those of full remat: only sums of gradients become smaller, and
+  # what grows with rows, of which a device has a quarter.
+  sums = 2 * sum(step.values[v].bytes for v in node.writes)
+  growing = work.under(FULL).per_row.bytes_alive * work.rows
+  saved = bytes_of(FULL, ()) - bytes_of(FULL, mesh)
+  assert saved == pytest.approx(0.75 * (sums + growing), rel=0.05)
+  assert bytes_of(FULL, ()) > sums + growing

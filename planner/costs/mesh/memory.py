@@ -265,10 +265,10 @@ def within(
   at_once = execution.rows or rows / pieces
   # Work is counted at a device's rows: chunks of logits have a limit a device.
   local_rows = at_once / layout.row_ways(axes)
-  stored = _packed_activations(call, execution.remat, local_rows)
   call = call.under(execution.remat).near(local_rows)
-  alive = call.per_row.bytes_alive * local_rows + stored
-  fixed = (call.fixed.bytes_alive - stored) * parameters.share(axes)
+  packed = _packed_row_bytes(flow, node, call)
+  alive = call.per_row.bytes_alive * local_rows + packed
+  fixed = (call.fixed.bytes_alive - packed) * parameters.share(axes)
   matmul = call.fixed.matmul | call.per_row.matmul
   item = max(map(collectives.item_bytes, matmul), default=0)
   gathered = parameters.gathered(axes, item)
@@ -287,19 +287,20 @@ def within(
   }
 
 
-def _packed_activations(call, remat: str, rows: float) -> float:
-  """Returns bytes that a stage with packed rows stores under a policy.
+def _packed_row_bytes(flow, node, call) -> float:
+  """Returns the bytes of activations of a packed row; 0 without packed rows.
 
-  A packed row has as many activations for any number of rows, so they are among
-  the fixed bytes, which are sharded like parameters. Activations are not. This
-  is by how much the policy stores more than the policy that stores fewest.
+  A loop over packed rows has those of one at a time, for any number of rows, so
+  they are among the fixed bytes. But a device has a packed row to itself, while
+  other fixed bytes are sharded like parameters. These are the sums of gradients
+  so far, and the gradients of a packed row that are added to them.
   """
-  now = call.under(remat).near(rows)
-  if not (now.fixed.passes or now.per_row.passes) or not call.remat:
+  if not (call.fixed.passes or call.per_row.passes):
     return 0.0
-  others = (call.under(policy).near(rows) for policy in call.remat)
-  least = min(other.fixed.bytes_alive for other in others)
-  return max(0.0, now.fixed.bytes_alive - least)
+  sums = 0
+  if node.stage.grain == 'sum':
+    sums = 2 * sum(flow.values[v].bytes for v in node.writes)
+  return max(0.0, call.fixed.bytes_alive - sums)
 
 
 def _spans(flow, here, carried) -> dict[int, tuple[int, int]]:
