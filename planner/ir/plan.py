@@ -6,6 +6,8 @@ import json
 import math
 from typing import Any, NamedTuple
 
+import typeguard
+
 STORE_ALL = 'none'  # The remat of a stage that stores all activations.
 
 
@@ -214,6 +216,38 @@ class Plan:
     return parse(json.loads(text))
 
 
+# The types of a sketch's fields, in words, with an example.
+_Items = list | tuple
+_PLAN_TYPES = {
+  'places': (
+    Mapping[str, Mapping[str, Any]],
+    "a dictionary of places, such as {'learner': {'devices': [0]}}",
+  ),
+  'stages': (
+    Mapping[str, str],
+    "the name of a place for each stage, such as {'*': 'learner'}",
+  ),
+  'micro_batch': (
+    Mapping[str, int],
+    "a number of rows for each stage, such as {'gradient': 8}",
+  ),
+  'pieces': (int, 'a whole number, such as 4'),
+  'offload': (_Items, "a list of stages, such as ['apply']"),
+  'shared_devices': (_Items, "a list of places, such as ['actor', 'learner']"),
+  'order': (_Items, 'a list that a search has written'),
+  'remat': (
+    Mapping[str, str],
+    "a policy for each stage, such as {'gradient': 'nothing_saveable'}",
+  ),
+}
+_PLACE_TYPES = {
+  'devices': (
+    list[int] | tuple[int, ...],
+    'a list of device numbers, such as [0, 1]',
+  ),
+  'axes': (_Items, "a list of pairs, such as [['data', 2]]"),
+  'processes': (int, 'a whole number, such as 2'),
+}
 REST = '*'  # In a sketch, stands for every stage that is not named.
 
 
@@ -230,11 +264,12 @@ def parse(sketch: Mapping[str, Any], stages: Iterable[str] = ()) -> Plan:
     stages: names of all stages.
 
   Raises:
-    ValueError: for an unknown field, an unknown stage, or an invalid plan.
+    ValueError: for an unknown field, a value of another type, an unknown stage,
+      or an invalid plan.
   """
-  _refuse_unknown('plan', sketch, Plan)
+  _check_fields('plan', sketch, _PLAN_TYPES)
   places = {
-    name: _placement(place)
+    name: _placement(name, place)
     for name, place in sketch.get('places', {'all': {}}).items()
   }
   where = dict(sketch.get('stages', {}))
@@ -267,20 +302,39 @@ def _order(sketch) -> Order:
   )
 
 
-def _placement(sketch) -> Placement:
+def _placement(name: str, sketch) -> Placement:
   """Completes the sketch of a placement."""
-  _refuse_unknown('place', sketch, Placement)
-  axes = tuple((axis, size) for axis, size in sketch.get('axes', ()))
+  _check_fields(f'place {name!r}', sketch, _PLACE_TYPES)
+  try:
+    axes = tuple((axis, int(size)) for axis, size in sketch.get('axes', ()))
+  except (TypeError, ValueError):
+    raise _wrong_field(
+      f'place {name!r}', 'axes', sketch, _PLACE_TYPES
+    ) from None
   devices = tuple(sketch.get('devices', (0,)))
   return Placement(devices, axes, sketch.get('processes', 1))
 
 
-def _refuse_unknown(noun, sketch, kind):
-  """Refuses unknown fields."""
-  known = [field.name for field in dataclasses.fields(kind)]
-  unknown = sorted(sketch.keys() - set(known))
+def _check_fields(noun: str, sketch, types: Mapping[str, tuple[Any, str]]):
+  """Refuses unknown fields, and values of other types."""
+  unknown = sorted(sketch.keys() - types.keys())
   if unknown:
-    raise ValueError(f'A {noun} has no {unknown}: it has {known}.')
+    raise ValueError(f'A {noun} has no {unknown}: it has {[*types]}.')
+  for field, value in sketch.items():
+    try:
+      typeguard.check_type(
+        value,
+        types[field][0],
+        collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS,
+      )
+    except typeguard.TypeCheckError:
+      raise _wrong_field(noun, field, sketch, types) from None
+
+
+def _wrong_field(noun, field, sketch, types) -> ValueError:
+  return ValueError(
+    f'A {noun} has {field} {sketch[field]!r:.60}: give {types[field][1]}.'
+  )
 
 
 def one_place(

@@ -173,7 +173,7 @@ def test_an_unknown_field_of_a_plan_is_refused():
 
 def test_an_unknown_field_of_a_place_is_refused():
   place = {'devices': [0, 1], 'axes': [['data', 2]], 'proceses': 2}
-  with pytest.raises(ValueError, match=r"place has no \['proceses'\]: it has"):
+  with pytest.raises(ValueError, match=r"place '.*' has no \['proceses'\]: it has"):
     plan.parse({'places': {'a': place}})
 
 
@@ -221,3 +221,47 @@ def test_only_places_of_one_process_share_devices():
     ValueError, match="lets 'a' share devices, and it is of 2"
   ):
     plan.Plan(places, {}, shared_devices=('a', 'b'))
+
+
+@pytest.mark.parametrize(
+  ('sketch', 'message'),
+  [
+    (
+      {'places': {'a': {'devices': '0'}}},
+      "A place 'a' has devices '0': give a list of device numbers, such as "
+      '[0, 1].',
+    ),
+    (
+      {'places': {'a': {'devices': [0, 1], 'axes': ['data', 2]}}},
+      "A place 'a' has axes ['data', 2]: give a list of pairs, such as "
+      "[['data', 2]].",
+    ),
+    (
+      {'places': ['a']},
+      "A plan has places ['a']: give a dictionary of places, such as "
+      "{'learner': {'devices': [0]}}.",
+    ),
+    (
+      {'micro_batch': 8},
+      'A plan has micro_batch 8: give a number of rows for each stage, such '
+      "as {'gradient': 8}.",
+    ),
+    (
+      {'micro_batch': {'gradient': '8'}},
+      "A plan has micro_batch {'gradient': '8'}: give a number of rows for "
+      "each stage, such as {'gradient': 8}.",
+    ),
+    (
+      {'pieces': 'two'},
+      "A plan has pieces 'two': give a whole number, such as 4.",
+    ),
+    (
+      {'offload': 'apply'},
+      "A plan has offload 'apply': give a list of stages, such as ['apply'].",
+    ),
+  ],
+)
+def test_values_of_other_types_are_refused(sketch, message):
+  with pytest.raises(ValueError) as error:
+    plan.parse(sketch, ['gradient', 'apply'])
+  assert str(error.value) == message
