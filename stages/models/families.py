@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from stages import remat as remat_lib
 from stages.models import config as config_lib
-from stages.models.files import weights
+from stages.models.files import config_check, weights
 from stages.models.files.weights import Tensor
 from stages.models.layers import rope as rope_lib
 
@@ -143,7 +143,13 @@ def read(
   import transformers
 
   family = family_of(raw, path)
-  c = transformers.CONFIG_MAPPING[raw['model_type']].from_dict(raw)
+  config_check.check(raw, path)
+  try:
+    c = transformers.CONFIG_MAPPING[raw['model_type']].from_dict(raw)
+  except Exception as error:  # It validates by a library of its own.
+    raise weights.CheckpointError(
+      f'{path} cannot be understood by transformers: {error}.'
+    ) from error
   _check(c, path)
   biased = bool(getattr(c, 'attention_bias', False))
   scalar = getattr(c, 'query_pre_attn_scalar', None)

@@ -21,6 +21,8 @@ from sharding import rules
 
 INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'
+FLOATS = ('F64', 'F32', 'F16', 'BF16')
+MOST_FAULTS = 50  # That one error names.
 
 
 class CheckpointError(ValueError):
@@ -122,11 +124,22 @@ def _parts(tensor: Tensor, shape) -> Iterator[tuple[tuple[int, ...], str]]:
 def _indexed(path: pathlib.Path) -> list[str]:
   """Names of the files that the index of a checkpoint lists."""
   try:
-    return sorted(set(json.loads(path.read_text())['weight_map'].values()))
+    names = sorted(set(json.loads(path.read_text())['weight_map'].values()))
   except (ValueError, TypeError, KeyError, AttributeError) as error:
     raise CheckpointError(
       f'{path} is not the index of a checkpoint ({error!r}): copy it again.'
     ) from error
+  outside = [
+    name
+    for name in names
+    if not isinstance(name, str) or pathlib.PurePath(name).name != name
+  ]
+  if outside:
+    raise CheckpointError(
+      f'{path} names {outside}, which are not files of its own folder: do not '
+      'trust this checkpoint.'
+    )
+  return names
 
 
 class TensorFiles:
@@ -139,16 +152,17 @@ class TensorFiles:
   def __init__(self, folder: pathlib.Path, stack: contextlib.ExitStack):
     import safetensors
 
-    if (folder / INDEX).exists():
+    if (folder / INDEX).is_file():
       names = _indexed(folder / INDEX)
-    elif (folder / SINGLE).exists():
+    elif (folder / SINGLE).is_file():
       names = [SINGLE]
     else:
       raise CheckpointError(
         f'{folder} holds neither {SINGLE} nor {INDEX}: give the folder of a '
         'Hugging Face checkpoint in safetensors format.'
       )
-    absent = [name for name in names if not (folder / name).exists()]
+    # A pipe would be waited for, and a folder cannot be read.
+    absent = [name for name in names if not (folder / name).is_file()]
     if absent:
       raise CheckpointError(
         f'{folder} lacks {absent}, which its {INDEX} names: copy the '
@@ -188,6 +202,11 @@ def _check(files: TensorFiles, folder, wanted: dict, ignored: frozenset):
     got = tuple(files.slice(name).get_shape())
     if got != wanted[name]:
       faults.append(f'{name} is {list(got)}, expected {list(wanted[name])}')
+    if (kind := files.slice(name).get_dtype()) not in FLOATS:
+      faults.append(f'{name} is of type {kind}, expected one of {[*FLOATS]}')
+  if len(faults) > MOST_FAULTS:
+    more = len(faults) - MOST_FAULTS
+    faults = [*faults[:MOST_FAULTS], f'and {more} more']
   if faults:
     raise CheckpointError(
       f'{folder} does not hold the model that its config.json describes: '
@@ -247,7 +266,13 @@ def _read_parameter(files: TensorFiles, tensor: Tensor, leaf, index):
 
   def read(name, index, shape):
     part = _read_part(files.slice(name), index, shape, tensor.inputs)
-    return np.asarray(part, leaf.dtype)
+    part = np.asarray(part, leaf.dtype)
+    if not np.isfinite(part).all():
+      raise CheckpointError(
+        f'{name} has values that are NaN or infinite: copy the checkpoint '
+        'again, or take an earlier one.'
+      )
+    return part
 
   keys = _stacked(tensor)
   if not keys:

@@ -173,7 +173,9 @@ def test_an_unknown_field_of_a_plan_is_refused():
 
 def test_an_unknown_field_of_a_place_is_refused():
   place = {'devices': [0, 1], 'axes': [['data', 2]], 'proceses': 2}
-  with pytest.raises(ValueError, match=r"place '.*' has no \['proceses'\]: it has"):
+  with pytest.raises(
+    ValueError, match=r"place '.*' has no \['proceses'\]: it has"
+  ):
     plan.parse({'places': {'a': place}})
 
 

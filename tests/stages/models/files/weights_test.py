@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import jax
 import jax.numpy as jnp
@@ -214,6 +215,9 @@ def test_each_device_reads_its_part_and_no_more(axes, even, monkeypatch):
     def get_shape(self):
       return self.stored.get_shape()
 
+    def get_dtype(self):
+      return self.stored.get_dtype()
+
     def __getitem__(self, index):
       part = self.stored[index]
       share = part.size / math.prod(self.get_shape())
@@ -313,6 +317,48 @@ def test_a_broken_index_is_refused(index, tmp_path):
   save(tmp_path, max_shard_size='10KB')
   (tmp_path / weights.INDEX).write_text(index)
   refuse(tmp_path, 'model.safetensors.index.json .* copy it again')
+
+
+@pytest.mark.parametrize(
+  'name', ['../model.safetensors', '/etc/passwd', 'a/b.safetensors', 3]
+)
+def test_an_index_that_leaves_its_folder_is_refused(name, tmp_path):
+  save(tmp_path, max_shard_size='10KB')
+  index = json.loads((tmp_path / weights.INDEX).read_text())
+  index['weight_map'] = dict.fromkeys(index['weight_map'], name)
+  (tmp_path / weights.INDEX).write_text(json.dumps(index))
+  refuse(tmp_path, 'not files of its own folder')
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
+  save(tmp_path)
+  (tmp_path / weights.SINGLE).unlink()
+  os.mkfifo(tmp_path / weights.SINGLE)
+  refuse(tmp_path, 'holds neither')
+
+
+def test_tensors_that_are_not_floating_point_are_refused(tmp_path):
+  state = save(tmp_path)
+  state['model.norm.weight'] = torch.ones(20, dtype=torch.int64)
+  st.save_file(state, tmp_path / weights.SINGLE)
+  refuse(tmp_path, 'model.norm.weight is of type I64, expected one of')
+
+
+@pytest.mark.parametrize('bad', [float('nan'), float('inf'), float('-inf')])
+def test_a_weight_that_is_not_finite_is_refused_by_its_name(bad, tmp_path):
+  state = save(tmp_path)
+  name = 'model.layers.1.mlp.up_proj.weight'
+  state[name] = state[name].clone()
+  state[name][3, 2] = bad
+  st.save_file(state, tmp_path / weights.SINGLE)
+  refuse(tmp_path, 'layers.1.mlp.up_proj.weight has values that are NaN or inf')
+
+
+def test_an_error_does_not_name_a_million_tensors(tmp_path):
+  state = save(tmp_path)
+  state |= {f'more.{i}': torch.zeros(1) for i in range(100)}
+  st.save_file(state, tmp_path / weights.SINGLE)
+  assert refuse(tmp_path, 'does not hold').endswith('; and 50 more.')
 
 
 def test_the_index_says_where_and_how_much(tmp_path):
