@@ -15,6 +15,7 @@ PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
 # `<!-- recipe: ppo_push -->`.
 RECIPE = '<!-- recipe:'
 DEFAULT = 'grpo_arithmetic'
+POOLS = one_simulator.Pools()
 
 
 def base_recipe(text: str, start: int) -> str:
@@ -37,7 +38,8 @@ def trace(example):
     text = '\n'.join([*imports, f"include '{recipe}'", *own])
   path = folder / f'block_{example.line}.gin'
   path.write_text(text)
-  recipes_test.flows(str(path), [], folder)
+  with POOLS.shared():  # Python blocks use theirs, and have their own.
+    recipes_test.flows(str(path), [], folder)
 
 
 # Its Python blocks run in `your_algorithm_test`.
@@ -58,8 +60,8 @@ WITH_BLOCKS = [
 
 @pytest.fixture(scope='module', autouse=True)
 def simulators():
-  with one_simulator.of_each_kind():
-    yield
+  yield
+  POOLS.close()
 
 
 @pytest.mark.slow

@@ -57,8 +57,10 @@ RECIPES = [
 
 @pytest.fixture(scope='module', autouse=True)
 def simulators():
-  with one_simulator.of_each_kind():
+  pools = one_simulator.Pools()
+  with pools.shared():
     yield
+  pools.close()
 
 
 def arithmetic_model(folder) -> str:
