@@ -111,7 +111,9 @@ def train(
     given_plan = flows_lib.read_plan(plan, flows)
     runtime = make_runtime(given_plan) if given_plan else None
     config.refuse_unused()
-    _start_folder(folder, pretrain, seed)
+    config.save(folder / 'config.gin')
+    if pretrain:
+      pretrain(seed=seed)
     saver = checkpoint.Checkpoints(folder / 'checkpoints', keep_checkpoints)
     runtime, monitor = setup.load_first_state(
       workflow,
@@ -148,11 +150,3 @@ def _runtime_maker(workflow: base.Workflow, flows, folder, **settings):
     retrace=functools.partial(flows_lib.trace_step, workflow),
     **settings,
   )
-
-
-def _start_folder(folder: pathlib.Path, pretrain: Callable | None, seed: int):
-  """Makes the run folder, with the recipe in it, and pretrains if asked to."""
-  folder.mkdir(parents=True, exist_ok=True)
-  config.save(folder / 'config.gin')
-  if pretrain:
-    pretrain(seed=seed)

@@ -17,7 +17,7 @@ import time
 
 from experiments.algorithms import algorithms
 
-HERE = pathlib.Path('experiments/algorithms')
+SHUFFLED = pathlib.Path('experiments/arithmetic/shuffled.gin')
 RECIPES = pathlib.Path('gin_configs')
 
 
@@ -27,9 +27,10 @@ def command(algorithm: algorithms.Algorithm, folder: pathlib.Path, **macros):
     RECIPES / f'{algorithm.recipe}.gin',
     *(RECIPES / f'{name}.gin' for name in algorithm.variants),
   ]
-  if algorithm.shuffled:
-    files.append(HERE / f'shuffled_{algorithm.workflow}.gin')
   bindings = macros | dict(algorithm.bindings)
+  if algorithm.shuffled:
+    files.append(SHUFFLED)
+    bindings[f'workflows.{algorithm.workflow}.verify'] = '@shuffled.rewards()'
   return [
     *(sys.executable, '-m', 'rlinf_jax.main', '--resume'),
     *(f'--gin_file={file}' for file in files),
@@ -71,7 +72,9 @@ def _cpu_seconds() -> float:
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument('output', type=pathlib.Path)
   parser.add_argument('names', nargs='*', help='of algorithms; all if none')
   parser.add_argument('--seeds', type=int, default=3)

@@ -76,10 +76,10 @@ class Model(Protocol):
     execution: plan_lib.Execution,
     pieces: int,
   ) -> float:
-    """Returns bytes that a node needs on a device whatever else is there.
+    """Returns the bytes of a device that a node needs in every plan.
 
-    They are at most those of `memory` for any plan with this execution, and
-    leave executions out of a search that fit nowhere.
+    This is a lower bound of `memory` over all plans in which the node has this
+    execution. A search skips the executions whose bound exceeds the device.
     """
 
 

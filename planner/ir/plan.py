@@ -61,7 +61,7 @@ class Placement:
 
 
 class Execution(NamedTuple):
-  """How a stage runs on its place.
+  """The size of a stage's micro-batch, and what its backward pass stores.
 
   Attributes:
     rows: of a micro-batch; None for all that it is given.

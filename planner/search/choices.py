@@ -167,7 +167,7 @@ class Choices:
     return self._executions[key]
 
   def least_memory(self, cut, stage: str, units: int, axes, execution) -> float:
-    """Returns bytes that a stage needs on a device whatever else is there."""
+    """Returns the bytes of a device that a stage needs in every plan."""
     node = max(
       (node for node in self.flow.nodes if node.name == stage),
       key=self.flow.rows_of,

@@ -57,7 +57,7 @@ def describe(run: run_folder.Run) -> str:
   skipping = [
     series.step[series.value > 0]
     for name, series in run.series.items()
-    if name.startswith(skipped.PREFIX) and name.endswith(skipped.SUFFIX)
+    if skipped.is_share(name)
   ]
   count = len(np.unique(np.concatenate([[], *skipping])))
   if count:

@@ -267,3 +267,11 @@ def test_values_of_other_types_are_refused(sketch, message):
   with pytest.raises(ValueError) as error:
     plan.parse(sketch, ['gradient', 'apply'])
   assert str(error.value) == message
+
+
+def test_every_field_has_a_type_that_is_checked():
+  for types, kind in (
+    (plan._PLAN_TYPES, plan.Plan),
+    (plan._PLACE_TYPES, plan.Placement),
+  ):
+    assert [*types] == [field.name for field in dataclasses.fields(kind)]
