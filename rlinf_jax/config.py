@@ -2,17 +2,21 @@
 
 A recipe is a gin file that names functions and binds their parameters. In
 addition to gin, this module
+- refuses a value that the annotation of its parameter excludes
+  (`config_types`), and macros that are not set or read themselves
+  (`config_macros`), when a recipe is read;
 - refuses a binding or macro that nothing reads, before step 0, and suggests the
   nearest name that is read (`refuse_unused`);
 - lets bindings on the command line use the imports of the files;
 - reports errors of gin in one sentence.
-Only this module, `config_errors` and `config_values` use gin.
+Only the modules `config` and `config_*` use gin.
 """
 
 from collections.abc import Callable, Iterable
 import copy
 import functools
 import inspect
+import math
 import os
 import pathlib
 from typing import Any
@@ -23,6 +27,7 @@ import gin
 from rlinf_jax import (
   config_bindings,
   config_errors,
+  config_macros,
   config_types,
   recipe_files,
 )
@@ -73,7 +78,9 @@ def parse(
   for binding in gin_bindings:
     with config_errors.rephrased(f"--gin_bindings '{binding}'", header):
       gin.parse_config(header + binding)
-    _locate(binding, header, f"--gin_bindings '{binding}'", where)
+    for key, parsed in config_bindings.by_key(binding, header).items():
+      where[key] = f"--gin_bindings '{binding}'"
+      _refuse_infinite(parsed, where[key])
     header += _import_statements(binding)
   if gin.query_parameter(_WORKDIR) != str(workdir):
     raise ValueError(
@@ -81,7 +88,8 @@ def parse(
       'not a binding.'
     )
   bound = config_bindings.parse(gin.config_str())
-  _refuse_undefined(bound)
+  if messages := config_macros.check(bound):
+    raise ValueError(' '.join(messages))
   if messages := config_types.check(bound, where):
     raise ValueError(' '.join(messages))
   gin.finalize()
@@ -268,36 +276,6 @@ def _same_kind(name: str, other: str) -> bool:
   return ('.' in name) == ('.' in other)
 
 
-def _refuse_undefined(bound: config_bindings.Bindings) -> None:
-  """Raises ValueError for undefined macros and for REQUIRED parameters."""
-  macros = [
-    scope for scope, selector in bound if selector == config_bindings.MACRO
-  ]
-  errors, required = [], []
-  for bindings in bound.values():
-    for binding in bindings.values():
-      for reference in binding.references:
-        if (
-          reference.selector != config_bindings.MACRO
-          or reference.scope in macros
-        ):
-          continue
-        if reference.scope == 'gin.REQUIRED':
-          required.append(binding.name)
-        else:
-          errors.append(
-            f'`{binding.name}` reads `%{reference.scope}`, which is not set'
-            f'{config_errors.suggest(reference.scope, macros)}'
-          )
-  if required:
-    errors.append(
-      f'The recipe requires {config_errors.join_names(required)} to be set: '
-      f'for example, add --gin.{required[0]}=...'
-    )
-  if errors:
-    raise ValueError(' '.join(errors))
-
-
 @functools.cache
 def _set_search() -> None:
   """Sets up where and how gin opens files."""
@@ -317,20 +295,20 @@ def _imports(parsed, where: dict[config_bindings.Key, str]) -> str:
   """
   text = recipe_files.read(parsed.filename)
   header = ''.join(_imports(x, where) for x in parsed.includes)
-  _locate(text, header, parsed.filename, where)
+  for key, binding in config_bindings.by_key(text, header).items():
+    where[key] = f'{parsed.filename} line {binding.line}'
+    _refuse_infinite(binding, where[key])
   return header + _import_statements(text)
 
 
-def _locate(
-  text: str, header: str, name: str, where: dict[config_bindings.Key, str]
-) -> None:
-  """Adds where the bindings of a text stand: `name`, and a file's line."""
-  for (scope, selector), bindings in config_bindings.parse(
-    text, header
-  ).items():
-    for argument, binding in bindings.items():
-      line = f' line {binding.line}' if name.endswith('.gin') else ''
-      where[scope, selector, argument] = f'{name}{line}'
+def _refuse_infinite(binding: config_bindings.Binding, place: str) -> None:
+  """Raises ValueError for 1e400, which gin reads and cannot write again."""
+  for value in config_bindings.leaves(binding.value):
+    if isinstance(value, float) and not math.isfinite(value):
+      raise ValueError(
+        f'{place}: `{binding.name}` is too large for a number: give at most '
+        '1e308.'
+      )
 
 
 def _import_statements(text: str) -> str:

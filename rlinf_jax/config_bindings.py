@@ -1,6 +1,5 @@
 """The bindings of a gin text as plain data, with their lines."""
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from gin import config_parser
@@ -34,7 +33,7 @@ class Binding(NamedTuple):
   @property
   def references(self) -> tuple[Reference, ...]:
     """The references in the value."""
-    return tuple(references(self.value))
+    return tuple(x for x in leaves(self.value) if isinstance(x, Reference))
 
 
 # Scope, full name of the function, and argument; a macro's argument is 'value'.
@@ -85,15 +84,22 @@ def parse(text: str, header: str = '') -> Bindings:
   return bindings
 
 
-def references(value) -> Iterator[Reference]:
-  """The references in a value, also inside of containers."""
-  if isinstance(value, Reference):
-    yield value
-  elif isinstance(value, dict):
-    yield from references([*value, *value.values()])
-  elif isinstance(value, list | tuple):
-    for x in value:
-      yield from references(x)
+def by_key(text: str, header: str = '') -> dict[Key, Binding]:
+  """The bindings of a gin text, as `parse`, by scope, selector and argument."""
+  return {
+    (*call, argument): binding
+    for call, arguments in parse(text, header).items()
+    for argument, binding in arguments.items()
+  }
+
+
+def leaves(value: Any) -> list[Any]:
+  """The value, or those in it if it is a container, as they are."""
+  if isinstance(value, dict):
+    return [y for x in (*value, *value.values()) for y in leaves(x)]
+  if isinstance(value, list | tuple) and not isinstance(value, Reference):
+    return [y for x in value for y in leaves(x)]
+  return [value]
 
 
 def visible(

@@ -4,6 +4,7 @@ A recipe that says `STEPS = "ten"` is refused when it is read, before anything
 is computed, with the file, the line, and what was expected.
 """
 
+import ast
 from collections.abc import Callable, Collection, Iterator, Mapping
 import difflib
 import functools
@@ -31,6 +32,7 @@ BOUNDS = {
   annotated_types.Le: ('le', 'of at most', lambda x, bound: x <= bound),
   annotated_types.Lt: ('lt', 'below', lambda x, bound: x < bound),
 }
+LONGEST = 200  # Characters of a value in a message.
 # Stands for a value that a function computes when the recipe is called.
 _COMPUTED = object()
 
@@ -70,7 +72,9 @@ def check(
       key = scope, selector, argument
       value, setter = _without_macros(bound, binding.value, key)
       annotation = taken[argument]
-      if _COMPUTED in _leaves(value) or accepts(annotation, value):
+      if _COMPUTED in config_bindings.leaves(value) or accepts(
+        annotation, value
+      ):
         continue
       name = bound[setter[:2]][setter[2]].name
       reader = '' if setter == key else f', which `{binding.name}` reads,'
@@ -141,17 +145,35 @@ def described(annotation: Any) -> str:
 def _hint(annotation: Any, value: Any) -> str:
   """The end of a message: what was perhaps meant."""
   if isinstance(value, str):
-    try:
-      meant = float(value)
-    except ValueError:
-      choices = [x for x in _choices(annotation) if isinstance(x, str)]
-      closest = difflib.get_close_matches(value, choices, 1)
-      return f'; did you mean {closest[0]!r}?' if closest else '.'
-    if accepts(annotation, meant) or accepts(annotation, int(meant)):
-      return f': leave out the quotes, {value}.'
+    if (literal := _literal(annotation, value)) is not None:
+      return f': leave out the quotes, {literal}.'
+    choices = [x for x in _choices(annotation) if isinstance(x, str)]
+    closest = difflib.get_close_matches(value, choices, 1)
+    return f'; did you mean {closest[0]!r}?' if closest else '.'
+  if isinstance(value, float) and _is_accepted_whole(annotation, value):
+    return f': write {int(value)}.'
   if callable(value):
     return ': to call the function, add () to its name.'
   return '.'
+
+
+def _literal(annotation: Any, text: str) -> str | None:
+  """The value in a text as a recipe writes it; None if it is not accepted."""
+  text = text.strip()
+  try:
+    value = ast.literal_eval(text)
+  except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+    return None
+  if accepts(annotation, value):
+    return text
+  if isinstance(value, float) and _is_accepted_whole(annotation, value):
+    return str(int(value))
+  return None
+
+
+def _is_accepted_whole(annotation: Any, value: float) -> bool:
+  """Whether a number is whole, and accepted as one; infinity is not."""
+  return value.is_integer() and accepts(annotation, int(value))
 
 
 def _choices(annotation: Any) -> Iterator[Any]:
@@ -177,16 +199,10 @@ def _within(bound: Any, value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-  return f'@{value.__qualname__}' if callable(value) else repr(value)
-
-
-def _leaves(value: Any) -> list[Any]:
-  """The value, or those in it if it is a container, as they are."""
-  if isinstance(value, dict):
-    return [y for x in (*value, *value.values()) for y in _leaves(x)]
-  if isinstance(value, list | tuple):
-    return [y for x in value for y in _leaves(x)]
-  return [value]
+  """A value as in a message; functions without a name, as Python shows them."""
+  name = getattr(value, '__qualname__', None) if callable(value) else None
+  text = f'@{name}' if name else repr(value)
+  return text if len(text) <= LONGEST else f'{text[:LONGEST]}…'
 
 
 def _without_macros(
@@ -228,5 +244,6 @@ def annotations(selector: str) -> dict[str, Any]:
     function = function.__init__
   try:
     return typing.get_type_hints(function, include_extras=True)
-  except (NameError, TypeError):  # A name that only type checkers import.
+  # A name that only type checkers import, or an object without annotations.
+  except (AttributeError, NameError, SyntaxError, TypeError):
     return {}

@@ -1,29 +1,10 @@
 """Values of the parameters that the recipe's functions were called with."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import gin
-from gin import config_parser
 
-
-class _Macro(NamedTuple):
-  """`%name`."""
-
-  name: str
-
-
-class _Unknown(NamedTuple):
-  """A reference to a function, whose value is not a literal."""
-
-
-class _Delegate(config_parser.ParserDelegate):
-  """Parses references to plain data."""
-
-  def configurable_reference(self, scoped_selector, evaluate):
-    return _Unknown()
-
-  def macro(self, name):
-    return _Macro(name)
+from rlinf_jax import config_bindings
 
 
 def read(parameter: str) -> dict[str, Any]:
@@ -35,17 +16,19 @@ def read(parameter: str) -> dict[str, Any]:
   Args:
     parameter: name of a parameter of any function, such as `batch_size`.
   """
-  parsed = config_parser.ConfigParser(gin.operative_config_str(), _Delegate())
-  statements = [
-    x for x in parsed if isinstance(x, config_parser.BindingStatement)
-  ]
-  macros = {x.selector: x.value for x in statements if not x.arg_name}
+  ran = config_bindings.parse(gin.operative_config_str())
   found = {}
-  for x in statements:
-    if x.arg_name == parameter and not x.scope:
-      name, value = f'{x.selector}.{parameter}', x.value
-      if isinstance(value, _Macro):
-        name, value = value.name, macros.get(value.name)
-      if isinstance(value, int | float | str | None):
-        found[name] = value
+  for (scope, _), arguments in ran.items():
+    if scope or parameter not in arguments:
+      continue
+    name, value, _ = arguments[parameter]
+    if isinstance(value, config_bindings.Reference):
+      if value.selector != config_bindings.MACRO:
+        continue
+      macro = ran.get((value.scope, config_bindings.MACRO))
+      if macro is None:  # Its value cannot be written.
+        continue
+      name, value = value.scope, macro['value'].value
+    if isinstance(value, int | float | str | None):
+      found[name] = value
   return found

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from stages import remat as remat_lib
 from stages.language import value_model as value_model_lib
 from stages.models import families, huggingface, transformer
-from stages.models.files import weights
+from stages.models.files import config_check, weights
 
 HEAD = {'value_D': weights.Tensor('score.weight', 1)}
 CLASS = 'ForSequenceClassification'
@@ -95,22 +95,20 @@ def load_config(
     CheckpointError: if the model is not supported, or the head has several
       outputs.
   """
-  import transformers
-
   raw, path = huggingface.raw_config(checkpoint)
-  classes = raw.get('architectures') or () if isinstance(raw, dict) else ()
+  config_check.check_identity(raw, path)
+  classes = raw.get('architectures') or ()
   has_head = any(name.endswith(CLASS) for name in classes)
   if has_head:
     raw = {key: x for key, x in raw.items() if key != 'architectures'}
-    families.family_of(raw, path)
-    kind = transformers.CONFIG_MAPPING[raw['model_type']]
-    labels = kind.from_dict(raw).num_labels
-    if labels != 1:
-      raise weights.CheckpointError(
-        f'{path} describes a classifier of {labels} labels; a value or a '
-        'reward is one number, so num_labels must be 1.'
-      )
   config = families.read(raw, path, dtype=dtype, remat=remat)
+  # As transformers, which by default gives a classifier two labels.
+  labels = len(raw.get('id2label') or ()) or raw.get('num_labels') or 2
+  if has_head and labels != 1:
+    raise weights.CheckpointError(
+      f'{path} describes a classifier of {labels} labels; a value or a reward '
+      'is one number, so num_labels must be 1.'
+    )
   # The head takes the place of the output layer.
   return dataclasses.replace(config, tie_embeddings=True), has_head
 

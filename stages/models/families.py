@@ -87,13 +87,6 @@ FAMILIES = {
 }
 ACTIVATIONS = {'silu': 'silu', 'gelu_pytorch_tanh': 'gelu_tanh'}
 ROPES = ('default', 'linear', 'yarn', 'llama3')
-# Settings that would change the model, with the values that change nothing.
-REFUSED = {
-  'mlp_bias': (False,),
-  'decoder_sparse_step': (1,),
-  'mlp_only_layers': ([], None),
-  'use_bidirectional_attention': (False, None),
-}
 
 
 def family_of(raw: Any, path) -> Family:
@@ -106,7 +99,7 @@ def family_of(raw: Any, path) -> Family:
   Raises:
     CheckpointError: if it is another model than those of `FAMILIES`.
   """
-  raw = raw if isinstance(raw, dict) else {}
+  config_check.check_identity(raw, path)
   kind, classes = raw.get('model_type'), raw.get('architectures') or ()
   family = FAMILIES.get(kind)
   if family is None:
@@ -140,16 +133,25 @@ def read(
   Raises:
     CheckpointError: for a model or a setting that is not supported.
   """
-  import transformers
-
   family = family_of(raw, path)
   config_check.check(raw, path)
   try:
-    c = transformers.CONFIG_MAPPING[raw['model_type']].from_dict(raw)
-  except Exception as error:  # It validates by a library of its own.
+    return _translated(raw, path, family, dtype, remat)
+  except weights.CheckpointError:
+    raise
+  except Exception as error:  # Strangers' settings, read by another library.
     raise weights.CheckpointError(
-      f'{path} cannot be understood by transformers: {error}.'
+      f'{path} does not describe a {family.architecture} ({error!r:.400}): '
+      'compare it with the one that was published with the model.'
     ) from error
+
+
+def _translated(raw, path, family: Family, dtype, remat) -> config_lib.Config:
+  """The model that the checked settings of a config.json describe."""
+  import transformers
+
+  kind = transformers.CONFIG_MAPPING[raw['model_type']]
+  c = kind.from_dict(config_check.relevant(raw))
   _check(c, path)
   biased = bool(getattr(c, 'attention_bias', False))
   scalar = getattr(c, 'query_pre_attn_scalar', None)
@@ -207,12 +209,6 @@ def _check(c, path):
       f'{path} wants the activation {_activation(c)!r}; '
       f'{" and ".join(ACTIVATIONS)} are supported.'
     )
-  for key, allowed in REFUSED.items():
-    value = getattr(c, key, allowed[0])
-    if value not in allowed:
-      raise weights.CheckpointError(
-        f'{path} sets {key} to {value!r}, which is not supported.'
-      )
   # transformers 5.19 ignores it for Gemma 3, and other programs apply it.
   if c.model_type == 'gemma3_text' and c.attn_logit_softcapping is not None:
     raise weights.CheckpointError(
@@ -228,6 +224,11 @@ def _windows(c, path) -> tuple[int | None, ...]:
   # Of these architectures, Mistral alone has a window without layer types.
   kinds = getattr(c, 'layer_types', None)
   kinds = kinds or ['sliding_attention'] * c.num_hidden_layers
+  if len(kinds) != c.num_hidden_layers:
+    raise weights.CheckpointError(
+      f'{path} names the type of {len(kinds)} layers (layer_types) and has '
+      f'{c.num_hidden_layers}.'
+    )
   other = set(kinds) - {'sliding_attention', 'full_attention'}
   if other:
     raise weights.CheckpointError(
@@ -279,8 +280,8 @@ def _rope(r, c, path) -> rope_lib.RopeConfig:
     beta_slow=r.get('beta_slow') or 1.0,
     truncate=r.get('truncate', True),
     attention_factor=attention,
-    low_freq_factor=r.get('low_freq_factor', 1.0),
-    high_freq_factor=r.get('high_freq_factor', 4.0),
+    low_freq_factor=r.get('low_freq_factor') or 1.0,
+    high_freq_factor=r.get('high_freq_factor') or 4.0,
   )
 
 

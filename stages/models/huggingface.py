@@ -52,12 +52,7 @@ def raw_config(checkpoint) -> tuple[Any, pathlib.Path]:
       f'There is no checkpoint at {checkpoint}: {path} was not found. Give the '
       'folder of a model in Hugging Face format.'
     )
-  try:
-    return json.loads(path.read_text()), path
-  except json.JSONDecodeError as error:
-    raise weights.CheckpointError(
-      f'{path} is not JSON ({error}): copy it again.'
-    ) from error
+  return weights.read_json(path), path
 
 
 def model_type(checkpoint: str | pathlib.Path) -> str:

@@ -1,5 +1,6 @@
 """Values that no recipe can mean are refused when the recipe is read."""
 
+import collections.abc
 import functools
 import pathlib
 import random
@@ -10,6 +11,7 @@ import pytest
 
 from rlinf_jax import config, config_bindings, config_types
 from stages import ranges
+from stages.learn import signatures
 
 SUMS = 'gin_configs/grpo_arithmetic.gin'
 QUESTIONS = 'gin_configs/grpo_math.gin'
@@ -100,6 +102,35 @@ WRONG = [
     'returns (@name()).',
   ),
   (
+    SUMS,
+    'STEPS = "inf"',
+    "`STEPS = 'inf'`, which `optimizers.adamw.decay_steps` reads, must be a "
+    'whole number of at least 0 or None.',
+  ),
+  (
+    SUMS,
+    'STEPS = "nan"',
+    "`STEPS = 'nan'`, which `optimizers.adamw.decay_steps` reads, must be a "
+    'whole number of at least 0 or None.',
+  ),
+  (
+    SUMS,
+    'STEPS = 1e400',
+    '`STEPS` is too large for a number: give at most 1e308.',
+  ),
+  (
+    SUMS,
+    'STEPS = "1e3"',
+    "`STEPS = '1e3'`, which `optimizers.adamw.decay_steps` reads, must be a "
+    'whole number of at least 0 or None: leave out the quotes, 1000.',
+  ),
+  (
+    SUMS,
+    'GROUP = 8.0',
+    '`GROUP = 8.0`, which `workflows.grpo.group_size` reads, must be a whole '
+    'number of at least 1: write 8.',
+  ),
+  (
     QUESTIONS,
     'BATCH = "8"',
     "`BATCH = '8'`, which `questions.questions.batch_size` reads, must be a "
@@ -126,6 +157,60 @@ def test_a_wrong_value_is_refused_in_one_sentence(recipe, binding, message):
   assert refusal(recipe, binding, given) == (
     f"--gin_bindings '{binding}': {message}"
   )
+
+
+CYCLES = [
+  (('STEPS = %STEPS',), '`STEPS` reads itself: give it'),
+  (
+    ('STEPS = %GROUP', 'GROUP = %STEPS'),
+    '`GROUP` reads `STEPS`, which reads `GROUP`: give one of them',
+  ),
+  (
+    ('STEPS = [1, {2: %GROUP}]', 'GROUP = (%LENGTH,)', 'LENGTH = %STEPS'),
+    '`GROUP` reads `LENGTH`, which reads `STEPS`, which reads `GROUP`: give '
+    'one of them',
+  ),
+  (
+    ('workflows.grpo.optimizer = @workflows.grpo()',),
+    '`@stages.workflows.grpo()` reads itself: give it',
+  ),
+  (
+    ('STEPS = @optimizers.adamw()', 'optimizers.adamw.b2 = %STEPS'),
+    '`STEPS` reads `@stages.learn.optimizers.adamw()`, which reads `STEPS`: '
+    'give one of them',
+  ),
+]
+
+
+@pytest.mark.parametrize(('bindings', 'cycle'), CYCLES)
+def test_a_value_that_is_computed_from_itself_is_refused(bindings, cycle):
+  *given, last = bindings
+  assert refusal(SUMS, last, given) == f'{cycle} a value of its own.'
+
+
+class _Nameless:
+  def __call__(self, reward_G):
+    return reward_G
+
+
+@pytest.mark.parametrize('function', [functools.partial(max, 1), _Nameless()])
+def test_functions_without_a_name_are_functions(function):
+  for annotation in vars(signatures).values():
+    if typing.get_origin(annotation) is collections.abc.Callable:
+      assert config_types.accepts(annotation, function)
+      assert config_types.described(annotation) == 'a function (@name)'
+  assert config_types._shown(function) == repr(function)
+
+
+def test_a_number_or_a_function_is_both():
+  assert config_types.accepts(signatures.Lambda, _Nameless())
+  assert config_types.described(signatures.Lambda) == (
+    'a number or a function (@name)'
+  )
+
+
+def test_a_long_value_is_cut_in_its_message():
+  assert len(config_types._shown('x' * 10**6)) < 300
 
 
 def test_a_value_of_a_file_is_refused_with_its_line(tmp_path):

@@ -23,6 +23,10 @@ INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'
 FLOATS = ('F64', 'F32', 'F16', 'BF16')
 MOST_FAULTS = 50  # That one error names.
+MOST_BYTES = 2**28  # Of a file in JSON: a larger one is none of a checkpoint.
+MOST_LISTED = 10_000  # Missing tensors that are looked up by name.
+# Weights in other formats.
+OTHER_FORMATS = ('*.gguf', '*.bin', '*.pt', '*.pth', '*.ckpt', '*.h5', '*.npz')
 
 
 class CheckpointError(ValueError):
@@ -121,14 +125,37 @@ def _parts(tensor: Tensor, shape) -> Iterator[tuple[tuple[int, ...], str]]:
     yield index, tensor.name.format(**dict(zip(keys, index, strict=True)))
 
 
+def read_json(path: pathlib.Path) -> Any:
+  """The content of a file in JSON that came from strangers.
+
+  Raises:
+    CheckpointError: if it is no regular file, very large or not JSON.
+  """
+  if not path.is_file():  # A pipe would be waited for.
+    raise CheckpointError(f'{path} is not a file: copy it again.')
+  if (size := path.stat().st_size) > MOST_BYTES:
+    raise CheckpointError(
+      f'{path} has {size} bytes, and at most {MOST_BYTES} are read: do not '
+      'trust this checkpoint.'
+    )
+  try:
+    return json.loads(path.read_text(encoding='utf-8'))
+  except (ValueError, RecursionError) as error:
+    raise CheckpointError(
+      f'{path} is not JSON ({error}): copy it again.'
+    ) from error
+
+
 def _indexed(path: pathlib.Path) -> list[str]:
   """Names of the files that the index of a checkpoint lists."""
-  try:
-    names = sorted(set(json.loads(path.read_text())['weight_map'].values()))
-  except (ValueError, TypeError, KeyError, AttributeError) as error:
+  index = read_json(path)
+  files = index.get('weight_map') if isinstance(index, dict) else None
+  names = [*files.values()] if isinstance(files, dict) else []
+  if not names:
     raise CheckpointError(
-      f'{path} is not the index of a checkpoint ({error!r}): copy it again.'
-    ) from error
+      f'{path} is not the index of a checkpoint, as it has no weight_map: copy '
+      'it again.'
+    )
   outside = [
     name
     for name in names
@@ -136,10 +163,22 @@ def _indexed(path: pathlib.Path) -> list[str]:
   ]
   if outside:
     raise CheckpointError(
-      f'{path} names {outside}, which are not files of its own folder: do not '
-      'trust this checkpoint.'
+      f'{path} names {outside[:8]!r:.400}, which are not files of its own '
+      'folder: do not trust this checkpoint.'
     )
-  return names
+  return sorted({*names})
+
+
+def _no_tensors(folder: pathlib.Path) -> str:
+  """The message for a folder without tensors that can be read."""
+  others = [x.name for kind in OTHER_FORMATS for x in folder.glob(kind)]
+  advice = 'give the folder of a Hugging Face checkpoint in safetensors format.'
+  if others:
+    advice = (
+      f'it holds {others[0]}, which is of another format. Convert it: load it '
+      'with transformers and call save_pretrained.'
+    )
+  return f'{folder} holds neither {SINGLE} nor {INDEX}: {advice}'
 
 
 class TensorFiles:
@@ -157,15 +196,12 @@ class TensorFiles:
     elif (folder / SINGLE).is_file():
       names = [SINGLE]
     else:
-      raise CheckpointError(
-        f'{folder} holds neither {SINGLE} nor {INDEX}: give the folder of a '
-        'Hugging Face checkpoint in safetensors format.'
-      )
+      raise CheckpointError(_no_tensors(folder))
     # A pipe would be waited for, and a folder cannot be read.
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
       raise CheckpointError(
-        f'{folder} lacks {absent}, which its {INDEX} names: copy the '
+        f'{folder} lacks {absent[:8]}, which its {INDEX} names: copy the '
         'checkpoint again.'
       )
     self.file_of = {}
@@ -189,6 +225,17 @@ def _names(tensor: Tensor, shape) -> Iterator[tuple[str, tuple[int, ...]]]:
   stored = _stored_shape(shape[len(_stacked(tensor)) :], tensor.inputs)
   for _, name in _parts(tensor, shape):
     yield name, stored
+
+
+def _check_count(files: TensorFiles, folder, tensor: Tensor, shape):
+  """Refuses billions of layers and experts before they are listed by name."""
+  count = math.prod(shape[: len(_stacked(tensor))])
+  if count > len(files.file_of) + MOST_LISTED:
+    raise CheckpointError(
+      f'{folder} does not hold the model that its config.json describes: '
+      f'{count} tensors {tensor.name} are needed, and it has '
+      f'{len(files.file_of)} tensors in all.'
+    )
 
 
 def _check(files: TensorFiles, folder, wanted: dict, ignored: frozenset):
@@ -233,7 +280,8 @@ def load(
     ignored: names of tensors that may be present and are not read.
 
   Raises:
-    CheckpointError: names all missing, extra and wrongly shaped tensors.
+    CheckpointError: names all missing, extra and wrongly shaped tensors, or
+      one with a value that is NaN or infinite.
   """
   folder = pathlib.Path(folder)
   mesh = jax.sharding.get_mesh()
@@ -241,7 +289,9 @@ def load(
     files = TensorFiles(folder, stack)
     wanted = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-      wanted |= dict(_names(names[path[-1].key], leaf.shape))
+      tensor = names[path[-1].key]
+      _check_count(files, folder, tensor, leaf.shape)
+      wanted |= dict(_names(tensor, leaf.shape))
     _check(files, folder, wanted, ignored)
 
     def read(path, leaf, layout=None):

@@ -202,7 +202,7 @@ def test_a_broken_configuration_is_a_sentence(tmp_path):
   with pytest.raises(weights.CheckpointError, match='is not JSON .*again'):
     huggingface.load_config(tmp_path)
   (tmp_path / 'config.json').write_text('["qwen2"]')
-  with pytest.raises(weights.CheckpointError, match='model of type None'):
+  with pytest.raises(weights.CheckpointError, match='it is a list, expected'):
     huggingface.load_config(tmp_path)
 
 

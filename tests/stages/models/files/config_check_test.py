@@ -41,6 +41,42 @@ WRONG += [
   ('tie_word_embeddings', 1),
   ('dtype', 'int8'),
   ('torch_dtype', 16),
+  ('torch_dtype', ['float32']),
+  ('model_type', []),
+  ('model_type', {'qwen2': 1}),
+  ('architectures', 5),
+  ('architectures', 'Qwen2ForCausalLM'),
+  ('architectures', [['Qwen2ForCausalLM']]),
+  ('rope_scaling', 5),
+  ('rope_scaling', 'linear'),
+  ('rope_parameters', ['linear']),
+  ('layer_types', 7),
+  ('layer_types', [1, 2]),
+  ('hidden_act', ['a']),
+  ('hidden_act', 3),
+  ('num_local_experts', 10**9),
+  ('max_window_layers', -1),
+  ('num_labels', 10**9),
+  ('id2label', [0]),
+  ('eos_token_id', -1),
+  ('eos_token_id', '</s>'),
+  ('eos_token_id', [2, None]),
+  ('mlp_only_layers', 3),
+  ('decoder_sparse_step', '1'),
+]
+ROPES = [
+  ('factor', 'four'),
+  ('factor', -2.0),
+  ('factor', 0),
+  ('factor', float('nan')),
+  ('rope_type', 3),
+  ('rope_theta', '1e6'),
+  ('original_max_position_embeddings', 4096.5),
+  ('original_max_position_embeddings', -1),
+  ('beta_fast', [32]),
+  ('truncate', 'no'),
+  ('attention_factor', float('inf')),
+  ('high_freq_factor', {}),
 ]
 
 
@@ -62,6 +98,65 @@ def test_a_wrong_setting_is_refused_by_its_name(key, value, tmp_path):
     f'{tmp_path}/config.json cannot describe a model: {key} is '
   )
   assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(('key', 'value'), ROPES)
+@pytest.mark.parametrize('outer', ['rope_scaling', 'rope_parameters'])
+def test_a_wrong_rotary_embedding_is_refused(outer, key, value, tmp_path):
+  rope = {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 2.0, key: value}
+  for path, settings in {
+    outer: rope,
+    f'{outer}.full_attention': {
+      'full_attention': rope,
+      'sliding_attention': {},
+    },
+  }.items():
+    with pytest.raises(weights.CheckpointError) as error:
+      load(tmp_path, **{outer: settings})
+    assert f'model: {path}.{key} is {value!r}, expected ' in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ('text', 'words'),
+  [
+    ('[]', 'it is a list, expected an object'),
+    ('"qwen2"', 'it is a str, expected an object'),
+    ('null', 'it is a NoneType, expected an object'),
+    ('[' * 10**5, 'is not JSON'),
+    ('{"vocab_size": ' + '9' * 5000 + '}', 'is not JSON'),
+    ('{"model_type": "qwen2"', 'is not JSON'),
+    ('', 'is not JSON'),
+    (b'\xff\xfe', 'is not JSON'),
+    (json.dumps(SMALL | {'vocab_size': None}), 'vocab_size'),
+    (json.dumps(SMALL | {'hidden_size': None}), 'hidden_size'),
+    (json.dumps(SMALL | {'hidden_act': None}), 'hidden_act'),
+    (json.dumps(SMALL | {'hidden_act': 'relu'}), "activation 'relu'"),
+    (json.dumps(SMALL | {'layer_types': ['full_attention']}), 'names 1 layers'),
+    (json.dumps(SMALL | {'quantization_config': {'bits': 4}}), 'are quantized'),
+    (
+      json.dumps(SMALL | {'rope_parameters': {'full_attention': {}}}),
+      'rope_parameters.sliding_attention is None, expected an object',
+    ),
+    (
+      json.dumps(
+        SMALL | {'rope_scaling': {'low_freq_factor': 4, 'high_freq_factor': 1}}
+      ),
+      'rope_scaling.low_freq_factor is 4, expected below 1',
+    ),
+  ],
+)
+def test_a_hostile_configuration_is_a_sentence(text, words, tmp_path):
+  path = tmp_path / 'config.json'
+  path.write_bytes(text if isinstance(text, bytes) else text.encode())
+  with pytest.raises(weights.CheckpointError, match=words) as error:
+    huggingface.load_config(tmp_path)
+  assert str(error.value).startswith(str(path))
+  assert len(str(error.value)) < 800
+
+
+def test_settings_that_compute_nothing_are_not_looked_at(tmp_path):
+  config = load(tmp_path, transformers_version=[], auto_map=3, bos_token_id='x')
+  assert config == load(tmp_path)
 
 
 def test_all_wrong_settings_are_named_at_once(tmp_path):
