@@ -81,11 +81,11 @@ class Demonstration(NamedTuple):
   Attributes:
     obs: observation before each step.
     action: action taken, on the scale of a policy's actions: −1 … 1 covers the
-      range that the environment accepts.
+      range that the environment accepts. With a chunk, it and those after it.
   """
 
   obs: Float[Array, 'B O']
-  action: Float[Array, 'B A']
+  action: Float[Array, 'B A'] | Float[Array, 'B Z A']
 
 
 class Experience(NamedTuple):
@@ -239,6 +239,9 @@ class Policy(NamedTuple):
       it uses them, so that it returns the same; None where it rounds none.
     packed_tokens: tokens that a packed row has room for, where `evaluate` packs
       completions, see `stages.language.packing`; None without packing.
+    imitation_loss: `params, obs, action, keys -> loss`, one number a row: what
+      behavior cloning minimizes of demonstrated actions, in units where −1 … 1
+      is the environment's range. None where it is the negative log-probability.
   """
 
   init: Callable[[Key], Params]
@@ -253,6 +256,7 @@ class Policy(NamedTuple):
   sampling: Any = None
   round_params: Callable[[Params], Params] | None = None
   packed_tokens: int | None = None
+  imitation_loss: Callable[..., Any] | None = None
 
 
 class TimeStep(NamedTuple):

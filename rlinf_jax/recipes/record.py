@@ -15,6 +15,7 @@ def demonstrations(
   num_envs: ranges.PositiveInt,
   num_episodes: ranges.PositiveInt,
   noise_std: ranges.NonNegativeFloat = 0.0,
+  chunk: ranges.PositiveInt = 1,
 ) -> str:
   """The path of a run's demonstrations, recorded if they do not exist.
 
@@ -25,6 +26,7 @@ def demonstrations(
     num_envs: episodes that run in parallel.
     num_episodes: episodes to try; those that succeed are kept.
     noise_std: standard deviation of the noise added to actions.
+    chunk: actions of a row, see `stages.envs.demonstrations`.
 
   Raises:
     ValueError: if no episode succeeds.
@@ -38,6 +40,7 @@ def demonstrations(
     num_envs=num_envs,
     noise_std=noise_std,
     num_episodes=num_episodes,
+    chunk=chunk,
   )
   print(
     f'Demonstrations: {succeeded} of {num_episodes} episodes succeeded, '

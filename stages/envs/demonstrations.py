@@ -2,7 +2,9 @@
 
 A file is a `.npz` of two arrays whose rows are steps: `obs`, float32 [N, O],
 the observation before each step, and `action`, float32 [N, A], where −1 … 1 is
-the action range of the environment. The order of steps does not matter.
+the action range of the environment. For policies that decide several steps at
+a time, `action` is [N, Z, A], the next Z actions. The order of rows does not
+matter.
 """
 
 from collections.abc import Callable
@@ -12,7 +14,7 @@ import jax
 import numpy as np
 
 import stages
-from stages import base
+from stages import base, ranges
 from stages.envs import episode_stats, seed_source
 from stages.envs.rollouts import rollout
 from stages.models import gaussian_policy
@@ -55,6 +57,7 @@ def collect(
   num_envs: int,
   noise_std: float,
   num_episodes: int,
+  chunk: ranges.PositiveInt = 1,
 ) -> tuple[base.Demonstration, int]:
   """Runs episodes and returns the steps of those that succeed.
 
@@ -64,6 +67,8 @@ def collect(
     num_envs: episodes that run in parallel.
     noise_std: standard deviation of the noise added to actions.
     num_episodes: episodes to try; the first has seed 0, the next 1.
+    chunk: Z, actions of a row. Beyond the end of an episode, the last action is
+      repeated, as in LeRobot.
 
   Returns:
     The steps of successful episodes, and how many episodes succeeded.
@@ -89,10 +94,28 @@ def collect(
     success_B = episode_stats.first_episode(timestep).success_once
     mask_BT = episode_stats.in_first_episode(timestep) * success_B[:, None]
     kept_BT = np.asarray(mask_BT) > 0
-    kept.append([np.asarray(y)[kept_BT] for y in (x.obs, x.action)])
+    action = np.asarray(x.action)
+    if chunk > 1:
+      action = following(action, kept_BT.sum(1), chunk)
+    kept.append([np.asarray(y)[kept_BT] for y in (x.obs, action)])
     succeeded += int(success_B.sum())
   arrays = map(np.concatenate, zip(*kept, strict=True))
   return base.Demonstration(*arrays), succeeded
+
+
+def following(action_BTA, length_B, chunk: int):
+  """Each action with those after it, [B, T, chunk, A].
+
+  Args:
+    action_BTA: actions; those of an episode come first.
+    length_B: actions of each episode, of which the last is repeated.
+    chunk: actions of a chunk.
+  """
+  T = action_BTA.shape[1]
+  at = np.arange(T)[:, None] + np.arange(chunk)
+  last_B = np.maximum(length_B - 1, 0)
+  at = np.minimum(at[None], last_B[:, None, None])
+  return action_BTA[np.arange(len(last_B))[:, None, None], at]
 
 
 def write(path: str | pathlib.Path, x: base.Demonstration):

@@ -107,7 +107,7 @@ def policy(
   def value(params, obs):
     return networks.value(params, networks.encode(params, obs))
 
-  to_env_action = functools.partial(_to_env_action, squash, low, high, chunk)
+  to_env_action = functools.partial(bounded, squash, low, high, chunk)
   return base.Policy(
     networks.init, act, evaluate, to_env_action, value if critic else None
   )
@@ -186,7 +186,7 @@ def log_slope(x, low, high):
   return (slope + _broadcast(jnp.log(0.5 * (high - low)), x)).sum(-1)
 
 
-def _to_env_action(squash: bool, low, high, chunk: int, action):
+def bounded(squash: bool, low, high, chunk: int, action):
   """An action in −1 … 1 units, squashed or clipped, in low … high.
 
   A chunk of several steps becomes [chunk, A].

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import stages
 from stages import base, metrics
 from stages.envs.rollouts import embodied, obs_stats
 from stages.learn import train_step
@@ -35,6 +36,9 @@ def behavior_cloning(
 
     L = −mean log π(a|s)
 
+  A policy with an `imitation_loss`, such as that of flow matching, minimizes
+  the mean of this one instead.
+
   The likelihood also fits the policy's standard deviation, to the spread of
   demonstrations around what the observation predicts; reinforcement learning
   that starts from the clone explores by it.
@@ -52,8 +56,11 @@ def behavior_cloning(
   _check(policy, env)
   update_obs_stats = embodied.update_obs_stats(env, normalize_obs)
 
-  def loss(params, stats, x: base.Demonstration):
+  def loss(params, stats, x: base.Demonstration, *key_B):
     obs = obs_stats.normalize(stats, x.obs)
+    if policy.imitation_loss is not None:
+      loss_B = policy.imitation_loss(params, obs, x.action, *key_B)
+      return (metrics.mean(loss_B),), {'train/loss': metrics.mean(loss_B)}
     now = policy.evaluate(params, obs, x.action)
     mean = metrics.mean(-now.logp)
     return (mean,), {
@@ -69,9 +76,11 @@ def behavior_cloning(
     )
 
   def step(state: State, batch: base.Demonstration, key):
-    del key  # Nothing here is random.
+    keys = ()  # A likelihood draws nothing.
+    if policy.imitation_loss is not None:
+      keys = (stages.keys(key, batch.obs),)
     stats = update_obs_stats(state.obs_stats, batch.obs)
-    actor, info = learn(state.actor, [(batch,)], stats)
+    actor, info = learn(state.actor, [(batch, *keys)], stats)
     return State(actor, stats), info
 
   return embodied.workflow(init, step, policy, env)
@@ -79,7 +88,7 @@ def behavior_cloning(
 
 def _check(policy: base.Policy, env: base.Env):
   """Refuses policies that do not command an environment's bound by action 1."""
-  if policy.to_env_action is None:
+  if policy.to_env_action is None or policy.imitation_loss is not None:
     return
   high = np.array(env.action_high)
   most = np.asarray(policy.to_env_action(jnp.ones((1, *high.shape))))[0]

@@ -1,0 +1,347 @@
+"""A flow-matching policy: noise becomes a chunk of actions in K steps."""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from stages import base, ranges
+from stages.models import cnn, flow_matching, gaussian_policy, mlp
+
+
+class Denoising(NamedTuple):
+  """An action of a flow-matching policy, and how it came about.
+
+  Attributes:
+    path: the chunk of actions before the first step, which is noise, and after
+      each of the K steps, in units where −1 … 1 is the environment's range. A
+      is all numbers of a chunk.
+    stochastic: numbers of the stochastic steps: one of Flow-SDE, 0 … K − 1 of
+      Flow-Noise.
+  """
+
+  path: Float[Array, '... steps A']
+  stochastic: Int[Array, '... some']
+
+
+class Networks(NamedTuple):
+  """What a flow-matching policy computes with, as functions of parameters.
+
+  Attributes:
+    init: `key -> params`.
+    encode: `params, obs -> context`: what all steps read of an observation, a
+      tree of arrays with its leading dimensions. It is computed once.
+    velocity: `params, context, x, t -> v, spread`, both [..., A]; `spread` is
+      the output from which Flow-Noise's standard deviation follows, None where
+      the network has none.
+    value: `params, context -> value`; None without a critic.
+  """
+
+  init: Callable[[base.Key], base.Params]
+  encode: Callable[[base.Params, Any], Any]
+  velocity: Callable[..., Any]
+  value: Callable[[base.Params, Any], Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Exploration:
+  """How denoising is made stochastic for reinforcement learning.
+
+  Attributes:
+    kind: 'sde' for Flow-SDE: one step, drawn for each row, is a step of a
+      stochastic differential equation, and the others follow the velocity.
+      'noise' for Flow-Noise: each step adds noise, whose size is learned.
+    noise_level: a of Flow-SDE's σ = a √(t / (1 − t)).
+    least_std: least standard deviation of a step of Flow-Noise.
+    most_std: greatest, likewise.
+    mean_over_steps: whether the log-probability of Flow-Noise is the mean over
+      the initial noise and all steps, as in RLinf, rather than their sum, which
+      is the log-density of the path.
+  """
+
+  kind: Literal['sde', 'noise'] = 'sde'
+  noise_level: ranges.PositiveFloat = 0.5
+  least_std: ranges.PositiveFloat = 0.08
+  most_std: ranges.PositiveFloat = 0.16
+  mean_over_steps: bool = False
+
+  def __post_init__(self):
+    if self.kind not in ('sde', 'noise'):
+      raise ValueError(
+        f"`kind` of exploration must be 'sde' or 'noise', and is {self.kind!r}."
+      )
+    if self.least_std > self.most_std:
+      raise ValueError(
+        f'Standard deviations from {self.least_std} to {self.most_std} are '
+        'none: make `least_std` the smaller one.'
+      )
+
+
+def policy(
+  env: base.Env,
+  *,
+  width: ranges.PositiveInt = 128,
+  chunk: ranges.PositiveInt = 1,
+  num_steps: ranges.PositiveInt = 4,
+  exploration: Exploration = Exploration(),
+  critic: bool = True,
+  camera_encoder: cnn.Config = cnn.Config(),
+  ignored: tuple[str, ...] = (),
+) -> base.Policy:
+  """A flow-matching policy of small networks, for an environment's spaces.
+
+  The velocity is a network of the observation, xₜ and t; images go through one
+  encoder, which the critic shares. See `of_networks`.
+
+  Args:
+    env: its observations are vectors and images, alone or in a dict.
+    width: of the hidden layers, and of the embedding of time.
+    chunk: steps of the environment that are decided at a time. The
+      environment's action is [chunk, A] if chunk > 1.
+    num_steps: K, steps from noise to an action.
+    exploration: how actions are sampled.
+    critic: whether the policy has a critic.
+    camera_encoder: the network of each camera, if there are images.
+    ignored: names of observations that the policy does not read.
+
+  Raises:
+    ValueError: if the network cannot read an observation.
+  """
+  networks = _networks(
+    cnn.encoder(env.obs_spec, camera_encoder, ignored),
+    env.obs_spec,
+    A=len(env.action_low) * chunk,
+    width=width,
+    spread=exploration.kind == 'noise',
+    critic=critic,
+  )
+  return of_networks(
+    env, networks, chunk=chunk, num_steps=num_steps, exploration=exploration
+  )
+
+
+def of_networks(
+  env: base.Env,
+  networks: Networks,
+  *,
+  chunk: int,
+  num_steps: int,
+  exploration: Exploration = Exploration(),
+) -> base.Policy:
+  """The policy that denoises by given networks.
+
+  An `action` is a `Denoising`, so that the steps that were made have exact
+  log-probabilities. `to_env_action` clips what they end in. Actions that are
+  greedy follow the velocity without noise, from noise that the row's key draws.
+
+  The log-probability is of a whole chunk: of Flow-SDE, that of its stochastic
+  step given its number and the step before; of Flow-Noise, that of the path,
+  initial noise included. The entropy is that of the same distributions, given
+  where each step started.
+
+  Args:
+    env: the environment, for the bounds of its actions.
+    networks: the velocity, and the critic.
+    chunk: steps of the environment that are decided at a time.
+    num_steps: K.
+    exploration: how actions are sampled.
+  """
+  A = len(env.action_low) * chunk
+  low, high = (
+    jnp.asarray(x * chunk, float) for x in (env.action_low, env.action_high)
+  )
+  bounded = functools.partial(gaussian_policy.bounded, False, low, high, chunk)
+  distribution = functools.partial(_distribution, exploration, num_steps)
+  score = functools.partial(_score, exploration, num_steps)
+
+  def act(params, obs, key_B, *, group_size=1, greedy=False):
+    del group_size  # Nothing is shared within a group.
+    context = networks.encode(params, obs)
+    draw = functools.partial(_draw, exploration.kind, A, num_steps)
+    initial_BA, stochastic, noise = jax.vmap(draw)(key_B)
+
+    def step(x_BA, k):
+      k_B = jnp.full(x_BA.shape[:1], k)
+      t_B = flow_matching.step_time(k_B, num_steps).astype(x_BA.dtype)
+      predicted = networks.velocity(params, context, x_BA, t_B)
+      next_BA = flow_matching.euler_step(x_BA, predicted[0], num_steps)
+      if not greedy:
+        mean_BA, std_BA = distribution(x_BA, predicted, k_B)
+        here = (stochastic == k)[..., None]
+        noise_BA = jnp.where(here, noise, 0.0).sum(1)
+        sample_BA = mean_BA + std_BA * noise_BA
+        next_BA = jnp.where(here.any(1), sample_BA, next_BA)
+      return next_BA, predicted
+
+    path, predicted = flow_matching.denoise(step, initial_BA, num_steps)
+    action = Denoising(path, stochastic)
+    taken = jax.tree.map(
+      lambda x: _take(jnp.moveaxis(x, 0, -2), stochastic), predicted
+    )
+    logp_B, _ = score(action, taken)
+    one_B = jnp.ones_like(logp_B)
+    return base.Experience(obs, action, logp_B, one_B, 0.0 * one_B)
+
+  def evaluate(params, obs, action, *, group_size=1):
+    del group_size
+    context = networks.encode(params, obs)
+    x = _take(action.path, action.stochastic)
+    t = flow_matching.step_time(action.stochastic, num_steps).astype(x.dtype)
+    velocity = functools.partial(networks.velocity, params, context)
+    predicted = jax.vmap(velocity, (-2, -1), -2)(x, t)
+    logp, entropy = score(action, predicted)
+    value = networks.value(params, context) if networks.value else None
+    return base.Evaluation(logp, entropy, value)
+
+  def to_env_action(action: Denoising):
+    return bounded(action.path[..., -1, :])
+
+  def value(params, obs):
+    return networks.value(params, networks.encode(params, obs))
+
+  return base.Policy(
+    networks.init,
+    act,
+    evaluate,
+    to_env_action,
+    value if networks.value else None,
+    imitation_loss=functools.partial(_imitation_loss, networks, A),
+  )
+
+
+def _distribution(exploration: Exploration, num_steps: int, x, predicted, k):
+  """Mean and standard deviation of what stochastic steps `k` at `x` lead to."""
+  v, spread = predicted
+  if exploration.kind == 'sde':
+    return flow_matching.sde_step(x, v, k, num_steps, exploration.noise_level)
+  log_std = flow_matching.bounded_log_std(
+    spread, exploration.least_std, exploration.most_std
+  )
+  return flow_matching.euler_step(x, v, num_steps), jnp.exp(log_std)
+
+
+def _score(
+  exploration: Exploration, num_steps: int, action: Denoising, predicted
+):
+  """Log-probability and entropy of an action.
+
+  Args:
+    exploration: how it was sampled.
+    num_steps: K.
+    action: it and the steps that led to it.
+    predicted: velocity and spread before each stochastic step.
+  """
+  x = _take(action.path, action.stochastic)
+  after = _take(action.path, action.stochastic + 1)
+  mean, std = _distribution(
+    exploration, num_steps, x, predicted, action.stochastic
+  )
+  log_std = jnp.log(std)
+  logp = gaussian_policy.gaussian(after, mean, log_std).sum(-1)
+  entropy = gaussian_policy.gaussian_entropy(log_std).sum(-1)
+  if exploration.kind == 'noise':
+    initial = action.path[..., 0, :]
+    zero = jnp.zeros_like(initial)
+    logp += gaussian_policy.gaussian(initial, zero, zero)
+    entropy += gaussian_policy.gaussian_entropy(zero)
+    if exploration.mean_over_steps:
+      logp, entropy = logp / (num_steps + 1), entropy / (num_steps + 1)
+  return logp, entropy
+
+
+def _imitation_loss(networks: Networks, A: int, params, obs, action, key_B):
+  """The flow-matching loss at a random time and noise of each row."""
+  context = networks.encode(params, obs)
+  action_BA = action.reshape(action.shape[0], A)
+  key_2B = jax.vmap(jax.random.split, out_axes=1)(key_B)
+  noise_BA = jax.vmap(lambda key: jax.random.normal(key, (A,)))(key_2B[0])
+  t_B = jax.vmap(flow_matching.draw_time)(key_2B[1])
+  velocity = lambda x, t: networks.velocity(params, context, x, t)[0]
+  return flow_matching.matching_loss(velocity, action_BA, noise_BA, t_B)
+
+
+def _draw(kind: str, A: int, num_steps: int, key):
+  """Initial noise, the stochastic steps and their noise, of one row."""
+  noise_key, step_key, index_key = jax.random.split(key, 3)
+  initial_A = jax.random.normal(noise_key, (A,))
+  stochastic = jnp.arange(num_steps)
+  if kind == 'sde':
+    stochastic = jax.random.randint(index_key, (1,), 0, num_steps)
+  return (
+    initial_A,
+    stochastic,
+    jax.random.normal(step_key, (*stochastic.shape, A)),
+  )
+
+
+def _take(path, k):
+  """Entries `k` [..., some] of `path` [..., steps, A]."""
+  return jnp.take_along_axis(path, k[..., None], axis=-2)
+
+
+class Velocity(nn.Module):
+  """The velocity, and what the noise of Flow-Noise follows from.
+
+  The last layer starts small: actions are noise to begin with.
+
+  Attributes:
+    D: width of the first hidden layer, and of the embedding of time.
+    F: width of the two others.
+    spread: whether it has a second output.
+  """
+
+  D: int
+  F: int
+  spread: bool
+
+  @nn.compact
+  def __call__(self, context, x, t):
+    """`[…, O], […, A], […] -> […, A]`, twice or with None."""
+    A, root = x.shape[-1], 2**0.5
+    time = flow_matching.time_embedding(t, self.D)
+    h = jnp.concatenate([context, x, time], -1)
+    h = nn.swish(mlp.layer(self, h, 'enter', 'OD', (h.shape[-1], self.D), root))
+    h = nn.swish(mlp.layer(self, h, 'up', 'DF', (self.D, self.F), root))
+    v = mlp.layer(self, h, 'out', 'FA', (self.F, A), 0.01)
+    if not self.spread:
+      return v, None
+    return v, mlp.layer(self, h, 'spread', 'FA', (self.F, A), 0.01)
+
+
+def _networks(
+  encoder, obs_spec, *, A: int, width: int, spread: bool, critic: bool
+) -> Networks:
+  """Small networks on the encoder of an environment's observations."""
+  zero_obs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), obs_spec)
+  encoded = jax.eval_shape(
+    encoder.init_with_output, jax.random.key(0), zero_obs
+  )[0]
+  field = Velocity(D=width, F=width, spread=spread)
+  critic_net = mlp.Critic(mlp.Config(encoded.shape[0], A, width, width))
+
+  def init(key):
+    actor_key, critic_key, encoder_key = jax.random.split(key, 3)
+    zeros = jnp.zeros(encoded.shape, encoded.dtype)
+    x_A, t = jnp.zeros(A), jnp.zeros(())
+    params = {'actor': field.init(actor_key, zeros, x_A, t)['params']}
+    if critic:
+      params[base.CRITIC] = critic_net.init(critic_key, zeros)['params']
+    if encoder.cameras:
+      params['encoder'] = encoder.init(encoder_key, zero_obs)['params']
+    return params
+
+  def encode(params, obs):
+    return encoder.apply({'params': params.get('encoder', {})}, obs)
+
+  def velocity(params, context, x, t):
+    return field.apply({'params': params['actor']}, context, x, t)
+
+  def value(params, context):
+    return critic_net.apply({'params': params[base.CRITIC]}, context)
+
+  return Networks(init, encode, velocity, value if critic else None)
