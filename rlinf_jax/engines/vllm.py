@@ -21,7 +21,7 @@ import stages
 from stages import base, ranges
 from stages.language import sample
 from stages.models import huggingface, transformer
-from stages.models.files import weights
+from stages.models.files import naming
 
 # Read by vLLM and by torch, which a tokenizer may import first: so they are set
 # when this module is imported. Values that a user has set are kept.
@@ -45,7 +45,7 @@ def engine(
   *,
   checkpoint: str,
   config: transformer.Config,
-  names: dict[str, weights.Tensor],
+  names: dict[str, naming.Tensor],
   response_length: ranges.PositiveInt,
   stop: tuple[int, ...],
   sampling: sample.Sampling,
@@ -116,7 +116,7 @@ class _Generator:
   """
 
   llm: vllm_engine.Engine
-  names: dict[str, weights.Tensor]
+  names: dict[str, naming.Tensor]
   response_length: int
   draw: dict[str, Any]
   limits: dict[str, Any]

@@ -21,7 +21,7 @@ import jax
 
 from rlinf_jax.engines import vllm_start
 from rlinf_jax.runtime import lease as lease_lib
-from stages.models.files import weights
+from stages.models.files import naming, weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Request(NamedTuple):
   """
 
   params: Any
-  names: dict[str, weights.Tensor]
+  names: dict[str, naming.Tensor]
   prompts: Sequence[Sequence[int]]
   sampling: Sequence[dict[str, Any]]
   max_model_len: int

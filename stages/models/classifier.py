@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from stages import remat as remat_lib
 from stages.language import value_model as value_model_lib
 from stages.models import families, huggingface, transformer
-from stages.models.files import config_check, weights
+from stages.models.files import config_check, naming, weights
 
-HEAD = {'value_D': weights.Tensor('score.weight', 1)}
+HEAD = {'value_D': naming.Tensor('score.weight', 1)}
 CLASS = 'ForSequenceClassification'
 
 
@@ -128,7 +128,7 @@ def load_params(
   return weights.load(checkpoint, shapes | head, names(checkpoint))
 
 
-def names(checkpoint: str | pathlib.Path) -> dict[str, weights.Tensor]:
+def names(checkpoint: str | pathlib.Path) -> dict[str, naming.Tensor]:
   """The tensor of a classifier's folder that holds each parameter."""
   raw, _ = huggingface.raw_config(checkpoint)
   return families.FAMILIES[raw['model_type']].names | HEAD

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from stages import remat as remat_lib
 from stages.models import config as config_lib
 from stages.models.files import config_check, weights
-from stages.models.files.weights import Tensor
+from stages.models.files.naming import Tensor
 from stages.models.layers import rope as rope_lib
 
 LAYER = 'model.layers.{i}'

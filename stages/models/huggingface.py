@@ -16,7 +16,7 @@ from stages import remat as remat_lib
 from stages.language import language_model, sample, tokens
 from stages.models import families, transformer
 from stages.models import lora as lora_lib
-from stages.models.files import adapters, weights
+from stages.models.files import adapters, naming, weights
 
 # Files of a checkpoint beside its tensors, which `export` copies.
 COMPANIONS = (
@@ -62,7 +62,7 @@ def model_type(checkpoint: str | pathlib.Path) -> str:
   return raw['model_type']
 
 
-def names(checkpoint: str | pathlib.Path) -> dict[str, weights.Tensor]:
+def names(checkpoint: str | pathlib.Path) -> dict[str, naming.Tensor]:
   """The tensor of a checkpoint that holds each parameter."""
   return families.family_of(*raw_config(checkpoint)).names
 

@@ -17,12 +17,11 @@ from typing import Any
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from sharding import row_map, rules
+from sharding import row_map
 from stages import remat as remat_lib
 from stages.models import config as config_lib
-from stages.models.layers import attention, mixed_precision
+from stages.models.layers import attention, initialize, mixed_precision
 from stages.models.layers import block as block_lib
 from stages.models.layers import rope as rope_lib
 
@@ -203,16 +202,10 @@ def compute_params(config: Config, params: Any) -> Any:
   """
 
   def rounded(path, leaf):
-    stays = _is_vector(path) or path[-1].key.startswith('router')
+    stays = initialize.is_vector(path) or path[-1].key.startswith('router')
     return leaf if stays else leaf.astype(config.dtype)
 
   return jax.tree_util.tree_map_with_path(rounded, params)
-
-
-def _is_vector(path) -> bool:
-  """Whether the path leads to a bias or a norm scale."""
-  name = path[-1].key
-  return 'bias' in name or len(rules.letters_of(name)) == 1
 
 
 def param_shapes(config: Config) -> Any:
@@ -232,23 +225,6 @@ def _shapes(config: Config, widest: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def init_params(config: Config, key: jax.Array) -> Any:
-  """Random parameters: normal matrices, scales of one, biases of zero.
-
-  One draw serves all matrices: compiling one for each takes seconds.
-  """
-  leaves, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config))
-  ends = np.cumsum([leaf.size for _, leaf in leaves])
-  noise = (
-    jax.random.normal(key, ends[-1:], config.param_dtype) * config.init_stddev
-  )
-  params = []
-  for (path, leaf), part in zip(
-    leaves, jnp.split(noise, ends[:-1]), strict=True
-  ):
-    if _is_vector(path):
-      is_zero = 'bias' in path[-1].key or config.unit_offset
-      fill = 0.0 if is_zero else 1.0
-      params.append(jnp.full(leaf.shape, fill, leaf.dtype))
-    else:
-      params.append(part.reshape(leaf.shape))
-  return jax.tree.unflatten(tree, params)
+  """Random parameters: normal matrices, scales of one, biases of zero."""
+  scale = 0.0 if config.unit_offset else 1.0
+  return initialize.draw(param_shapes(config), key, config.init_stddev, scale)

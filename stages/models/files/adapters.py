@@ -14,7 +14,7 @@ import numpy as np
 
 from stages import base
 from stages.models import families, lora
-from stages.models.files import weights
+from stages.models.files import naming, weights
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'
@@ -51,14 +51,14 @@ def is_adapter(folder: str | pathlib.Path) -> bool:
   return (pathlib.Path(folder) / CONFIG).is_file()
 
 
-def _tensors(parameter: str) -> dict[str, weights.Tensor]:
+def _tensors(parameter: str) -> dict[str, naming.Tensor]:
   """PEFT's tensors of A and B of a matrix, by our names."""
   stem = PREFIX + families.NAMES[parameter].name.removesuffix('.weight')
   a, b = lora.pair_names(parameter)
   ins = len(lora.split(parameter)[0])
   return {
-    a: weights.Tensor(f'{stem}.lora_A.weight', ins),
-    b: weights.Tensor(f'{stem}.lora_B.weight', 1),
+    a: naming.Tensor(f'{stem}.lora_A.weight', ins),
+    b: naming.Tensor(f'{stem}.lora_B.weight', 1),
   }
 
 

@@ -5,19 +5,21 @@ parameter at a time, so neither a whole checkpoint nor a whole tensor needs to
 fit on one device.
 """
 
+import collections
 from collections.abc import Iterator
 import contextlib
 import itertools
 import json
 import math
 import pathlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sharding import rules
+from stages.models.files import naming
 
 INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'
@@ -33,73 +35,8 @@ class CheckpointError(ValueError):
   """An unreadable checkpoint, with everything that is wrong with it."""
 
 
-class Tensor(NamedTuple):
-  """The relation between a tensor of a checkpoint and one of our parameters.
-
-  Attributes:
-    name: name in the checkpoint; for a stacked parameter, with `{i}` in place
-      of the layer, and `{e}` in place of the expert where that is stacked too.
-    inputs: number of leading dimensions of our parameter that are inputs of a
-      linear map. A checkpoint stores such a map as [outputs, inputs], each side
-      flattened. 0 for a vector, which a checkpoint stores flat; None for an
-      array that it stores as it is.
-  """
-
-  name: str
-  inputs: int | None = None
-
-
-def _stored_shape(shape: tuple[int, ...], inputs: int | None):
-  """The shape in a checkpoint of a parameter without its layer dimension."""
-  if inputs is None:
-    return tuple(shape)
-  outs = math.prod(shape[inputs:])
-  return (outs, math.prod(shape[:inputs])) if inputs else (outs,)
-
-
-def _flat_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
-  """A slice of the flattened dimensions `shape` that contains `index`.
-
-  It is exact if only the first dimension is sliced, and otherwise larger.
-  """
-  if not shape:  # A map to one number.
-    return slice(0, 1)
-  start, stop, _ = index[0].indices(shape[0])
-  below = math.prod(shape[1:])
-  return slice(start * below, stop * below)
-
-
-def _unflatten(part, index, shape):
-  """Restores dimensions that `_flat_slice` flattened, without the excess."""
-  if not shape:
-    return part[0]
-  part = part.reshape(-1, *shape[1:], *part.shape[1:])
-  return part[(slice(None), *index[1:])]
-
-
-def _read_part(stored, index, shape, inputs) -> np.ndarray:
-  """Slice `index` of a parameter, from its tensor in a checkpoint."""
-  if inputs is None:
-    return stored[index]
-  rows = _flat_slice(index[inputs:], shape[inputs:])
-  if not inputs:
-    return _unflatten(stored[rows], index, shape)
-  columns = _flat_slice(index[:inputs], shape[:inputs])
-  part = _unflatten(stored[rows, columns], index[inputs:], shape[inputs:])
-  part = np.moveaxis(part, -1, 0)
-  return _unflatten(part, index[:inputs], shape[:inputs])
-
-
-def _write_part(part, inputs: int | None):
-  """A parameter in the shape in which a checkpoint stores it."""
-  if inputs is not None:
-    ins = math.prod(part.shape[:inputs])
-    part = part.reshape(ins, -1).T if inputs else part.reshape(-1)
-  return part
-
-
 def checkpoint_tensors(
-  params: Any, names: dict[str, Tensor]
+  params: Any, names: naming.Names
 ) -> Iterator[tuple[str, Any]]:
   """Yields the names and tensors of a checkpoint, as views where possible.
 
@@ -108,21 +45,9 @@ def checkpoint_tensors(
     names: the checkpoint tensor of each parameter, by the last key of its path.
   """
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    tensor = names[path[-1].key]
-    for index, name in _parts(tensor, leaf.shape):
-      yield name, _write_part(leaf[index] if index else leaf, tensor.inputs)
-
-
-def _stacked(tensor: Tensor) -> list[str]:
-  """Placeholders of the leading dimensions that a checkpoint stores apart."""
-  return [key for key in ('i', 'e') if f'{{{key}}}' in tensor.name]
-
-
-def _parts(tensor: Tensor, shape) -> Iterator[tuple[tuple[int, ...], str]]:
-  """Indices into a parameter and the checkpoint tensors that they name."""
-  keys = _stacked(tensor)
-  for index in np.ndindex(*shape[: len(keys)]):
-    yield index, tensor.name.format(**dict(zip(keys, index, strict=True)))
+    tensor = naming.tensor_of(names, path)
+    for index, name in naming.parts_of(tensor, leaf.shape):
+      yield name, naming.write_part(leaf[index] if index else leaf, tensor)
 
 
 def read_json(path: pathlib.Path) -> Any:
@@ -220,16 +145,18 @@ class TensorFiles:
     return self.file_of[name].get_slice(name)
 
 
-def _names(tensor: Tensor, shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _names(
+  tensor: naming.Tensor, shape
+) -> Iterator[tuple[str, tuple[int, ...]]]:
   """Names and shapes of the checkpoint tensors that make up a parameter."""
-  stored = _stored_shape(shape[len(_stacked(tensor)) :], tensor.inputs)
-  for _, name in _parts(tensor, shape):
+  stored = naming.stored_shape(shape[len(naming.stacked(tensor)) :], tensor)
+  for _, name in naming.parts_of(tensor, shape):
     yield name, stored
 
 
-def _check_count(files: TensorFiles, folder, tensor: Tensor, shape):
+def _check_count(files: TensorFiles, folder, tensor: naming.Tensor, shape):
   """Refuses billions of layers and experts before they are listed by name."""
-  count = math.prod(shape[: len(_stacked(tensor))])
+  count = math.prod(shape[: len(naming.stacked(tensor))])
   if count > len(files.file_of) + MOST_LISTED:
     raise CheckpointError(
       f'{folder} does not hold the model that its config.json describes: '
@@ -264,7 +191,7 @@ def _check(files: TensorFiles, folder, wanted: dict, ignored: frozenset):
 def load(
   folder: str | pathlib.Path,
   shapes: Any,
-  names: dict[str, Tensor],
+  names: naming.Names,
   *,
   ignored: frozenset[str] = frozenset(),
 ):
@@ -289,13 +216,13 @@ def load(
     files = TensorFiles(folder, stack)
     wanted = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-      tensor = names[path[-1].key]
+      tensor = naming.tensor_of(names, path)
       _check_count(files, folder, tensor, leaf.shape)
       wanted |= dict(_names(tensor, leaf.shape))
     _check(files, folder, wanted, ignored)
 
     def read(path, leaf, layout=None):
-      tensor = names[path[-1].key]
+      tensor = naming.tensor_of(names, path)
       if layout is None:
         index = (slice(None),) * len(leaf.shape)
         return jax.device_put(_read_parameter(files, tensor, leaf, index))
@@ -311,11 +238,11 @@ def load(
     return jax.tree_util.tree_map_with_path(read, shapes, layouts)
 
 
-def _read_parameter(files: TensorFiles, tensor: Tensor, leaf, index):
+def _read_parameter(files: TensorFiles, tensor: naming.Tensor, leaf, index):
   """Slice `index` of a parameter, stacked over layers where it is."""
 
   def read(name, index, shape):
-    part = _read_part(files.slice(name), index, shape, tensor.inputs)
+    part = naming.read_part(files.slice(name), index, shape, tensor)
     part = np.asarray(part, leaf.dtype)
     if not np.isfinite(part).all():
       raise CheckpointError(
@@ -324,7 +251,7 @@ def _read_parameter(files: TensorFiles, tensor: Tensor, leaf, index):
       )
     return part
 
-  keys = _stacked(tensor)
+  keys = naming.stacked(tensor)
   if not keys:
     return read(tensor.name, index, leaf.shape)
   n = len(keys)
@@ -343,7 +270,7 @@ def _read_parameter(files: TensorFiles, tensor: Tensor, leaf, index):
 def save(
   folder: str | pathlib.Path,
   params: Any,
-  names: dict[str, Tensor],
+  names: naming.Names,
   *,
   dtype: str = 'float32',
   shard_bytes: int = 5 * 2**30,
@@ -369,11 +296,14 @@ def save(
     if len(shards) > 1:
       file = f'model-{n + 1:05d}-of-{len(shards):05d}.safetensors'
     tensors = {}
-    for name, (leaf, at, tensor) in shard.items():
-      part = leaf[at] if at else leaf
-      part = np.asarray(jax.device_get(part), dtype)
-      tensors[name] = np.ascontiguousarray(_write_part(part, tensor.inputs))
-      total += part.nbytes
+    for name, parts in shard.items():
+      written = []
+      for leaf, at, tensor in sorted(parts, key=lambda x: x[2].part or ()):
+        part = np.asarray(jax.device_get(leaf[at] if at else leaf), dtype)
+        written.append(naming.write_part(part, tensor))
+      whole = np.concatenate(written) if len(written) > 1 else written[0]
+      tensors[name] = np.ascontiguousarray(whole)
+      total += whole.nbytes
     st.save_file(tensors, folder / file, metadata={'format': 'pt'})
     file_of |= dict.fromkeys(tensors, file)
   (folder / INDEX).unlink(missing_ok=True)
@@ -383,16 +313,19 @@ def save(
 
 
 def _shards(params, names, itemsize: int, shard_bytes: int) -> list[dict]:
-  """By file: parameter, index and `Tensor` of each checkpoint tensor."""
-  sizes, shards = [0], [{}]
+  """By file: parameters, indices and relations of each checkpoint tensor."""
+  tensors, size_of = {}, collections.Counter()
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    tensor = names[path[-1].key]
-    parts = list(_parts(tensor, leaf.shape))
-    size = leaf.size // len(parts) * itemsize
+    tensor = naming.tensor_of(names, path)
+    parts = list(naming.parts_of(tensor, leaf.shape))
     for at, name in parts:
-      if shards[-1] and sizes[-1] + size > shard_bytes:
-        sizes.append(0)
-        shards.append({})
-      sizes[-1] += size
-      shards[-1][name] = (leaf, at, tensor)
+      tensors.setdefault(name, []).append((leaf, at, tensor))
+      size_of[name] += leaf.size // len(parts) * itemsize
+  sizes, shards = [0], [{}]
+  for name, parts in tensors.items():
+    if shards[-1] and sizes[-1] + size_of[name] > shard_bytes:
+      sizes.append(0)
+      shards.append({})
+    sizes[-1] += size_of[name]
+    shards[-1][name] = parts
   return shards

@@ -192,6 +192,15 @@ def attention(
   return seen[:, :T]
 
 
+def bidirectional(q_BTHW, k_BCKW, v_BCKW):
+  """Attention of every query to every key, [B, T, H, W]."""
+  if q_BTHW.dtype != jnp.float64:
+    return jax.nn.dot_product_attention(q_BTHW, k_BCKW, v_BCKW)
+  (B, T), C = q_BTHW.shape[:2], k_BCKW.shape[1]
+  mask_BTC = jnp.ones((B, T, C), bool)
+  return _attend(q_BTHW, k_BCKW, v_BCKW, mask_BTC, scale=None, softcap=None)
+
+
 def _attend(q_BTHW, k_BCKW, v_BCKW, mask_BTC, *, scale, softcap):
   """Attention of some queries, where `mask_BTC` is true."""
   if q_BTHW.dtype != jnp.float64 and softcap is None:

@@ -39,6 +39,29 @@ def _rms_norm(x, scale, norm_epsilon):
   return (normal * scale).astype(x.dtype)
 
 
+def layer_norm(x, scale, bias, norm_epsilon):
+  """LayerNorm over the last dimension, arXiv:1607.06450, in float32 or wider.
+
+  The result has the dtype of `x`; for the rest, as `rms_norm`.
+  """
+  if x.dtype == wide_dtype(x.dtype):
+    return _layer_norm(x, scale, bias, norm_epsilon)
+  norm = jax.checkpoint(_layer_norm, prevent_cse=False, static_argnums=3)
+  return norm(x, scale, bias, norm_epsilon)
+
+
+def _layer_norm(x, scale, bias, norm_epsilon):
+  wide = wide_dtype(x.dtype)
+  wide_x = x.astype(wide)
+  wide_x -= jnp.mean(wide_x, -1, keepdims=True)
+  variance = jnp.mean(wide_x * wide_x, -1, keepdims=True)
+  normal = wide_x * jax.lax.rsqrt(variance + norm_epsilon)
+  scale, bias = (
+    jnp.expand_dims(y, range(x.ndim - 1)).astype(wide) for y in (scale, bias)
+  )
+  return (normal * scale + bias).astype(x.dtype)
+
+
 def product(equation: str, x, weight):
   """Product of `x` and a weight, an einsum, in float32 or wider.
 

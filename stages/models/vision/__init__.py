@@ -1,0 +1,1 @@
+"""Vision transformers, and the pre-processing of their pictures."""
