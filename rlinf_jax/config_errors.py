@@ -138,8 +138,9 @@ def _explain(
     return f'a bracket or a string is not closed ({error.args[0]}).'
   if text.startswith('not enough values to unpack'):
     return (
-      'the left-hand side names a function; it should name a parameter of '
-      'one (`module.function.parameter = value`) or a macro (`NAME = value`).'
+      'a name is too short: on the left, it should name a parameter of a '
+      'function (`module.function.parameter = value`) or a macro (`NAME = '
+      'value`), and behind `@`, a function of a module (`@module.function`).'
     )
   for pattern, explain in _PATTERNS:
     if match := re.match(pattern, text):
@@ -148,15 +149,48 @@ def _explain(
 
 
 def _syntax_error(error: SyntaxError) -> str:
-  reason = str(error.msg)
-  if match := re.search(r"Failed to parse token '(.+)'", reason):
-    return (
-      f'`{match[1]}` is not a value; put quotes around a string, `@` before a '
-      'function and `%` before a macro.'
-    )
   line = (error.text or '').strip()
-  quoted = f' in `{line}`' if line else ''
-  return f'cannot be read{quoted}: {reason.splitlines()[0]}'
+  if 'import' in line.split() or line.startswith('include'):
+    return (
+      f'cannot be read in `{line}`: write `from package import module` or '
+      "`include 'file.gin'`."
+    )
+  token = re.search(r"Failed to parse token '(.+)'", str(error.msg))
+  match = _BINDING.fullmatch(line)
+  if token and (match is None or match[2][:1] in ('[', '(', '{')):
+    return _no_value(token[1], None)
+  if match is None:
+    quoted = f' in `{line}`' if line else ''
+    return (
+      f'cannot be read{quoted}: write `NAME = value` or '
+      '`module.function.parameter = value`.'
+    )
+  return _no_value(match[2], match[1])
+
+
+def _no_value(text: str, name: str | None) -> str:
+  """The message for a text that stands where a value should.
+
+  Args:
+    text: the text, perhaps with a comment behind it.
+    name: the left-hand side, where the whole right-hand side is the text.
+  """
+  text = text.partition(' #')[0].strip()
+  if not text:
+    return f'no value is given: write `{name} = value`.'
+  if plain := _PLAIN.get(text.lower()):
+    return f'`{text}` is not a value; did you mean `{plain}`?'
+  if name and _PATH_OR_WORD.fullmatch(text):
+    return f'`{text}` is not a value: write `{name} = "{text}"`.'
+  if name:
+    return (
+      f'`{text}` is not a value: write a number, a string in quotes, '
+      '`@module.function`, `%MACRO`, or several of them in brackets.'
+    )
+  return (
+    f'`{text}` is not a value; put quotes around a string, `@` before a '
+    'function and `%` before a macro.'
+  )
 
 
 def _not_imported(modules, name):
@@ -198,6 +232,16 @@ def _no_module(modules, name):
   return f'there is no module `{name}`{suggest(name, siblings)}'
 
 
+_BINDING = re.compile(r'((?:\w+/)*[^\W\d]\w*(?:\.\w+)*)\s*=(?!=)\s*(.*)')
+_PATH_OR_WORD = re.compile(r'(?:[^\W\d]|[/~]|\.\.?/)[^"\'\\()=;]*')
+_PLAIN = {
+  'true': 'True',
+  'yes': 'True',
+  'false': 'False',
+  'no': 'False',
+  'none': 'None',
+  'null': 'None',
+}
 _PATTERNS = (
   (r"'(\w+)' was not provided by an import statement", _not_imported),
   (r"Couldn't resolve selector ([\w.]+); .* attribute (\w+)\.$", _not_there),

@@ -18,6 +18,7 @@ from absl import app, flags, logging
 
 from planner import cluster
 from rlinf_jax import config, gin_flags, train
+from rlinf_jax.envs import simulator
 from rlinf_jax.run import allocator
 from rlinf_jax.run.folder import checkpoint, run_lock
 from rlinf_jax.runtime import base
@@ -68,6 +69,7 @@ USER_ERRORS = (
   ImportError,
   checkpoint.CheckpointError,
   base.StageError,
+  simulator.UnavailableError,
 )
 
 

@@ -90,12 +90,13 @@ def test_gin_logs_nothing_while_it_searches(recipe_folder):
     ),
     (
       'flows.grpo.clip_high = ',
-      'cannot be read: Unable to parse value.',
+      'cannot be read: write `NAME = value` or `module.function.parameter = '
+      'value`.',
     ),
     (
       'flows.grpo.clip_high 3',
-      "cannot be read in `flows.grpo.clip_high 3`: Couldn't parse statement, "
-      "expected ':' or '='.",
+      'cannot be read in `flows.grpo.clip_high 3`: write `NAME = value` or '
+      '`module.function.parameter = value`.',
     ),
     (
       'flows.grpo.clip_high = [1,',
@@ -103,13 +104,13 @@ def test_gin_logs_nothing_while_it_searches(recipe_folder):
     ),
     (
       'flows.grpo.loss = token_mean',
-      '`token_mean` is not a value; put quotes around a string, `@` before a '
-      'function and `%` before a macro.',
+      '`token_mean` is not a value: write `flows.grpo.loss = "token_mean"`.',
     ),
     (
       'flows.grpo = 1',
-      'the left-hand side names a function; it should name a parameter of one '
-      '(`module.function.parameter = value`) or a macro (`NAME = value`).',
+      'a name is too short: on the left, it should name a parameter of a '
+      'function (`module.function.parameter = value`) or a macro (`NAME = '
+      'value`), and behind `@`, a function of a module (`@module.function`).',
     ),
   ],
 )
