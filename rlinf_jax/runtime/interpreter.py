@@ -31,17 +31,18 @@ class Interpreter:
   for a value, `Acquire` for shared devices, and what overwrites an array for
   its readers in other processes. `Send` never waits for its receiver.
 
-  A failure of an instruction stops this call and, through the host, all others;
-  the place then frees its memory if it shares devices, and releases them.
+  A failure of an instruction stops this call and, through the executor, all
+  others. The place then frees its memory if it shares devices, and releases
+  them.
 
   Attributes:
     place: the devices.
     state: the carried values that live here, by number in the carry.
   """
 
-  def __init__(self, host, place: place_lib.Place):
-    # Weak, so that a host that is dropped is freed, and its threads with it.
-    self.host, self.place = weakref.proxy(host), place
+  def __init__(self, executor, place: place_lib.Place):
+    # Weak, so that a dropped executor is freed, and its threads with it.
+    self.executor, self.place = weakref.proxy(executor), place
     self.state: dict[int, Any] = {}
     self._thread = futures.ThreadPoolExecutor(
       1, place.name, lease_lib.set_current, (place.lease,)
@@ -66,12 +67,12 @@ class Interpreter:
     try:
       self._run_call(call)
     except BaseException as error:  # noqa: BLE001 (receivers must be woken)
-      self.host.fail(error, call)
+      self.executor.fail(error, call)
       self._release_all()
 
   def _run_call(self, call: StepCall):
     """Executes this place's program for one call of a flow."""
-    lowered = self.host.lowered[call.flow]
+    lowered = self.executor.lowered[call.flow]
     flow, program = lowered.flow, lowered.programs[self.place.name]
     starts = [start for start, _ in flow.carry]
     memory = {starts[i]: x for i, x in self.state.items()}
@@ -85,8 +86,8 @@ class Interpreter:
     """Executes a program from its beginning to its end."""
     try:
       for op in program:
-        if self.host.failure:
-          raise self.host.failure
+        if self.executor.failure:
+          raise self.executor.failure
         if not _is_done(frame, op):
           self._interpret(frame, op)
     finally:  # After a failure nothing waits for asynchronous calls.
@@ -115,7 +116,7 @@ class Interpreter:
     }
     loop = (*frame.loop, op.node)
     inner = StackFrame(frame.call, node.body, initial, inputs, loop)
-    self.host.wait_until_read([memory[v] for v in op.donate])
+    self.executor.wait_until_read([memory[v] for v in op.donate])
     for v in op.donate:
       del memory[v]
     self._frames.append(inner)
@@ -131,7 +132,7 @@ class Interpreter:
   def _interpret(self, frame: StackFrame, op):
     """Executes one instruction."""
     flow, memory, here = frame.flow, frame.memory, self.place.name
-    start = self.host.timeline.now()
+    start = self.executor.timeline.now()
     match op:
       case program_lib.Begin(i):
         self._start(frame, i)
@@ -139,15 +140,15 @@ class Interpreter:
         self._run_stage(frame, i, donate)
       case program_lib.Send(v, target) if target == program_lib.SINK:
         x = self._unleased(memory[v])
-        self.host.put_output(frame.call, v, x)
+        self.executor.put_output(frame.call, v, x)
       case program_lib.Send(v, target):
-        self.host.send(frame, v, here, target, memory[v])
+        self.executor.send(frame, v, here, target, memory[v])
         self._record(frame, 'send', flow.values[v].name, start)
       case program_lib.Recv(v, source) if source == program_lib.SOURCE:
         x = frame.inputs[v]
         memory[v] = x if frame.loop else self.place.store(flow.values[v], x)
       case program_lib.Recv(v, source):
-        x = self.host.receive(frame, v, source, here)
+        x = self.executor.receive(frame, v, source, here)
         memory[v] = jax.block_until_ready(x)
         self._record(frame, 'wait', flow.values[v].name, start)
       case program_lib.Repeat():
@@ -168,12 +169,12 @@ class Interpreter:
       case program_lib.Acquire(_, _, values):
         self._acquire(frame, values)
       case program_lib.Release(v, source):
-        if v is None or not self.host.has_arrived(frame, v, source, here):
+        if v is None or not self.executor.has_arrived(frame, v, source, here):
           self._release(frame)
 
   def _record(self, frame: StackFrame, what: str, name: str, start, **kwargs):
     """Adds a span that ends now to the timeline."""
-    self.host.timeline.add(
+    self.executor.timeline.add(
       frame.call.step, self.place.name, what, name, start, **kwargs
     )
 
@@ -184,21 +185,21 @@ class Interpreter:
     node = frame.flow.nodes[i]
     with self._explained(frame, node):
       leaves = (frame.memory[v] for v in node.reads)
-      frame.started[i] = self.host.compiled(frame, i).start(*leaves)
+      frame.started[i] = self.executor.compiled(frame, i).start(*leaves)
 
   def _run_stage(self, frame: StackFrame, i: int, donate):
     """Calls a stage, or waits for its result if it was started before."""
     node, memory = frame.flow.nodes[i], frame.memory
-    start = self.host.timeline.now()
+    start = self.executor.timeline.now()
     with self._explained(frame, node):
-      self.host.wait_until_read([memory[v] for v in donate])
-      call = self.host.compiled(frame, i)
+      self.executor.wait_until_read([memory[v] for v in donate])
+      call = self.executor.compiled(frame, i)
       leaves = [memory[v] for v in node.reads]
       if i in frame.started:
         started = frame.started[i]
         results = call.finish(started, *leaves)
         del frame.started[i]
-        self.host.timeline.add_elsewhere(
+        self.executor.timeline.add_elsewhere(
           frame.call.step, node.name, node.piece, started.elsewhere
         )
       else:
@@ -236,14 +237,16 @@ class Interpreter:
   def _acquire(self, frame: StackFrame, values):
     """Waits for the shared devices, and restores values to their memory."""
     memory, lease = frame.memory, self.place.lease
-    start = self.host.timeline.now()
+    start = self.executor.timeline.now()
     if not lease.held:
       try:
-        lease.acquire(self.host.receive_timeout, lambda: self.host.failure)
+        lease.acquire(
+          self.executor.receive_timeout, lambda: self.executor.failure
+        )
       except TimeoutError as error:
         raise base.StageError(f'In {frame.where}: {error}') from None
       self._record(frame, 'wait', SHARED, start)
-    start = self.host.timeline.now()
+    start = self.executor.timeline.now()
     offloaded = [
       v for v in values if v in memory and offload.is_offloaded(memory[v])
     ]
@@ -258,7 +261,7 @@ class Interpreter:
     lease = self.place.lease
     if not lease.held:
       return
-    start = self.host.timeline.now()
+    start = self.executor.timeline.now()
     for free in lease.on_release:
       free()
     memories = self._memories()

@@ -11,13 +11,13 @@ import jax
 
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import calls, host, programs
+from rlinf_jax.runtime import calls, executor, programs
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import place as place_lib
 from sharding import rules as rules_lib
 
 
-class LocalRuntime(calls.Calls, host.Host):
+class LocalRuntime(calls.Calls, executor.Executor):
   """A `base.Runtime` whose places are threads of this process.
 
   Attributes:

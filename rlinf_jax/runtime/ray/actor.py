@@ -20,7 +20,7 @@ from rlinf_jax.run import allocator, notices
 from rlinf_jax.runtime import base, programs
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import place as place_lib
-from rlinf_jax.runtime.ray import channel, network, remote_host, serialize
+from rlinf_jax.runtime.ray import channel, network, remote_executor, serialize
 from sharding import multihost
 from sharding import rules as rules_lib
 
@@ -89,8 +89,8 @@ class Actor:
   """
 
   def __init__(self):
-    # The host is made by `prepare`, as a method can report an error in words.
-    self._host = None
+    # Made by `prepare`, as a method can report an error in words.
+    self._executor = None
     self._expected: dict[base.Channel, int] = {}  # The next sequence numbers.
     self._replaced: set[str] = set()  # Places whose duplicates are dropped.
     self._is_replacement = False
@@ -102,8 +102,8 @@ class Actor:
     Args:
       interface: on which they listen, as `network.address`.
     """
-    host = network.address(interface)
-    return network.with_port(host, network.free_port(host))
+    address = network.address(interface)
+    return network.with_port(address, network.free_port(address))
 
   @ray.method(concurrency_group='control')
   def join(self, address: str, process: Process, interface: str | None):
@@ -184,7 +184,7 @@ class Actor:
       name: place.axes if place.processes == 1 else ()
       for name, place in parsed.places.items()
     }
-    self._host = remote_host.RemoteHost(
+    self._executor = remote_executor.RemoteExecutor(
       process.rank == 0,
       replaceable(parsed, lowered),
       axes,
@@ -197,7 +197,10 @@ class Actor:
   @ray.method(concurrency_group='control')
   def connect(self, peers: Mapping[str, Sequence[Any]], same_machine: Set[str]):
     """Tells it the actors of all places, and which share its memory."""
-    self._host.peers, self._host.same_machine = dict(peers), same_machine
+    self._executor.peers, self._executor.same_machine = (
+      dict(peers),
+      same_machine,
+    )
 
   @ray.method(concurrency_group='control')
   def describe(self) -> dict[str, Any]:
@@ -208,7 +211,7 @@ class Actor:
       'node': ray.get_runtime_context().get_node_id(),
       'device': device.device_kind,
       'platform': device.platform,
-      'epoch': self._host.timeline.epoch,
+      'epoch': self._executor.timeline.epoch,
     }
 
   @ray.method(concurrency_group='calls')
@@ -228,21 +231,21 @@ class Actor:
       numbers: of the values that live here, in the carry.
       *leaves: these values.
     """
-    host = self._host
-    host.generation = -1  # Drops deliveries until the state is loaded.
+    executor = self._executor
+    executor.generation = -1  # Drops deliveries until the state is loaded.
     self._expected.clear()
     self._replaced.clear()
     self._is_replacement = sent is not None
-    host.sent = dict(sent or {})
-    host.send_log.clear()
+    executor.sent = dict(sent or {})
+    executor.send_log.clear()
     arrays = map(serialize.unpack, leaves)
-    host.load_leaves(dict(zip(numbers, arrays, strict=True)))
-    host.generation = generation
+    executor.load_leaves(dict(zip(numbers, arrays, strict=True)))
+    executor.generation = generation
 
   @ray.method(concurrency_group='control')
   def check_resend(self, place: str, call: int):
     """Raises LookupError if `resend`, which raises it too, would."""
-    self._host.check_resend(place, call)
+    self._executor.check_resend(place, call)
 
   @ray.method(concurrency_group='control')
   def resend(
@@ -259,7 +262,7 @@ class Actor:
       How many values of the dead process have arrived here, by channel.
     """
     self._replaced.add(place)
-    self._host.resend(place, actors, call)
+    self._executor.resend(place, actors, call)
     expected = dict(self._expected)  # The delivery thread may change it.
     return {to: n for to, n in expected.items() if to.source == place}
 
@@ -267,25 +270,25 @@ class Actor:
   def receive_carry(self, carried: Mapping[int, base.Channel]):
     """Receives carried values from those that log them, by their numbers."""
     try:
-      self._host.receive_carry(carried)
+      self._executor.receive_carry(carried)
     except Exception as error:  # noqa: BLE001 (the next call must report it)
-      self._host.fail(error)
+      self._executor.fail(error)
 
   @ray.method(concurrency_group='calls')
   def state(self) -> dict[int, serialize.Serialized]:
     """Carried values whose first home is here."""
-    self._host.wait()
+    self._executor.wait()
     found = {}
-    for i, x in self._host.leaves().items():
+    for i, x in self._executor.leaves().items():
       x = multihost.gather(x)  # By all processes of the place.
-      if self._host.is_leader:
+      if self._executor.is_leader:
         found[i] = serialize.pack(x)
     return found
 
   @ray.method(concurrency_group='control')
   def compile(self, name: str):
     """Starts compiling its stages of a flow."""
-    self._host.compile(name)
+    self._executor.compile(name)
 
   @ray.method(concurrency_group='calls')
   def call(
@@ -313,16 +316,16 @@ class Actor:
       Outputs that were made here, by value; spans of the timeline; how many
       values were sent, by channel within a loop; lines for people.
     """
-    self._host.call, self._host.flow_call = number, flow_call
-    self._host.truncate_log(finished)
+    self._executor.call, self._executor.flow_call = number, flow_call
+    self._executor.truncate_log(finished)
     leaves = [serialize.unpack(x) for x in inputs]
-    outputs = self._host.submit_flow(flow, step, leaves, remaining)
-    self._host.wait()
-    spans = self._host.timeline.take()
-    if not self._host.is_leader:
+    outputs = self._executor.submit_flow(flow, step, leaves, remaining)
+    self._executor.wait()
+    spans = self._executor.timeline.take()
+    if not self._executor.is_leader:
       return {}, [], {}, notices.drain()
     packed = {v: serialize.pack(x) for v, x in outputs.result().items()}
-    return packed, spans, dict(self._host.sent), notices.drain()
+    return packed, spans, dict(self._executor.sent), notices.drain()
 
   @ray.method(concurrency_group='delivery')
   def deliver(self, generation: int, to: base.Channel, sequence: int, packed):
@@ -337,14 +340,14 @@ class Actor:
       sequence: number of the value in the channel.
       packed: as `Channels.pack`.
     """
-    if generation != self._host.generation:
+    if generation != self._executor.generation:
       return  # It was sent before a failure.
     # A replacement does not know how much its predecessor had received.
     expected = self._expected.get(to, sequence if self._is_replacement else 0)
     if sequence < expected and to.source in self._replaced:
       return  # It had arrived before its sender was replaced.
     if sequence != expected:
-      self._host.fail(
+      self._executor.fail(
         RuntimeError(
           f'Value {to.value} from {to.source!r} to {to.target!r} came out of '
           f'order: number {sequence}, not {expected}.'
@@ -353,33 +356,36 @@ class Actor:
       return
     if isinstance(packed, channel.Offer):
       try:
-        packed = self._host.pull(to, packed)
+        packed = self._executor.pull(to, packed)
       except Exception as error:  # noqa: BLE001 (the receiver must be woken)
-        if generation == self._host.generation:
-          self._host.fail(error)
+        if generation == self._executor.generation:
+          self._executor.fail(error)
         return
-    if generation != self._host.generation:
+    if generation != self._executor.generation:
       return  # A state was loaded meanwhile.
     self._expected[to] = expected + 1
-    self._host.mailbox.put(to, packed)
+    self._executor.mailbox.put(to, packed)
 
   @ray.method(concurrency_group='control')
   def probes(self) -> list[channel.Probe]:
     """As `Channels.probes`."""
-    return self._host.channels.probes()
+    return self._executor.channels.probes()
 
   @ray.method(concurrency_group='control')
   def mark_pulled(self, number: int):
     """Records that an offer was pulled: its array may be overwritten."""
-    self._host.channels.mark_pulled(number)
+    self._executor.channels.mark_pulled(number)
 
   @ray.method(concurrency_group='control')
   def moved(self) -> dict[tuple[str, str], tuple[int, float]]:
     """Bytes sent to other places, and seconds taken, by source and target."""
-    host = self._host
-    return {ends: (host.bytes[ends], host.seconds[ends]) for ends in host.bytes}
+    executor = self._executor
+    return {
+      ends: (executor.bytes[ends], executor.seconds[ends])
+      for ends in executor.bytes
+    }
 
   @ray.method(concurrency_group='control')
   def fail(self, reason: str):
     """Stops what runs here, because something failed elsewhere."""
-    self._host.fail(RuntimeError(reason))
+    self._executor.fail(RuntimeError(reason))

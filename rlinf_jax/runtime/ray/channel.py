@@ -81,13 +81,13 @@ class Channels:
   none is pulled listens on no port.
   """
 
-  def __init__(self, host: str):
+  def __init__(self, address: str):
     """Opens no port yet.
 
     Args:
-      host: the address by which other processes reach this one.
+      address: the one by which other processes reach this one.
     """
-    self._host = host
+    self._address = address
     self._started = None  # The server that values are pulled from.
     self._connections = {}  # By address.
     # Arrays that share the offered memory, by number of the offer.
@@ -100,7 +100,7 @@ class Channels:
     with self._start_lock:
       if self._started is None:
         client = jax.local_devices()[0].client
-        at = network.with_port(self._host, 0)
+        at = network.with_port(self._address, 0)
         self._started = transfer.start_transfer_server(
           client, at, [at] * STREAMS
         )

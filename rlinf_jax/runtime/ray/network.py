@@ -60,35 +60,35 @@ def ray_on_loopback() -> Iterator[None]:
     ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-def with_port(host: str, port: int) -> str:
+def with_port(address: str, port: int) -> str:
   """An address and a port in one string; 0 for a port that is free."""
-  if ipaddress.ip_address(host).version == 6:
-    host = f'[{host}]'
-  return f'{host}:{port}'
+  if ipaddress.ip_address(address).version == 6:
+    address = f'[{address}]'
+  return f'{address}:{port}'
 
 
-def free_port(host: str) -> int:
+def free_port(address: str) -> int:
   """A port that is free at an address of this machine."""
-  version = ipaddress.ip_address(host).version
+  version = ipaddress.ip_address(address).version
   family = socket.AF_INET6 if version == 6 else socket.AF_INET
   with socket.socket(family) as free:
-    free.bind((host, 0))
+    free.bind((address, 0))
     return free.getsockname()[1]
 
 
-def bind_cpu_collectives(host: str):
+def bind_cpu_collectives(address: str):
   """Has the collectives of JAX's CPU devices listen at one address.
 
   Without it they listen at the address of the machine's name. JAX has no
   setting for it. Call this before JAX starts its devices.
 
   Args:
-    host: the address.
+    address: of this machine.
   """
 
   def make_client():
     collectives = _jax.make_gloo_tcp_collectives(
-      distributed_client=distributed.global_state.client, hostname=host
+      distributed_client=distributed.global_state.client, hostname=address
     )
     return xla_bridge.make_cpu_client(collectives)
 

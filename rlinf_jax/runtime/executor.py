@@ -18,13 +18,13 @@ from rlinf_jax.runtime import timeline as timeline_lib
 from rlinf_jax.runtime.step_call import StackFrame, StepCall
 
 
-class Host:
+class Executor:
   """Interprets the programs of some places, each on a thread of its own.
 
   A place works through its program, call by call, and blocks only where it
   receives a value or waits for shared devices. There is no central scheduler:
   lowering has matched every send with a receive. `send_remote` carries values
-  to places of other processes; a host of all places does not need it.
+  to places of other processes; an executor of all places does not need it.
 
   The first failure, of a place or reported by `fail`, wakes every thread that
   waits for a value. Threads stay; `load_leaves` clears the failure.

@@ -1,4 +1,4 @@
-"""A host whose other places are actors in other processes."""
+"""An executor whose other places are actors in other processes."""
 
 import collections
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import ray
 
-from rlinf_jax.runtime import base, host
+from rlinf_jax.runtime import base, executor
 from rlinf_jax.runtime.ray import channel, network
 from rlinf_jax.runtime.ray import send_log as send_log_lib
 from sharding import multihost
 
 
-class RemoteHost(host.Host):
+class RemoteExecutor(executor.Executor):
   """Runs one place, or one process's share of it, among actors.
 
   If its place spans several processes, all of them run the same program. A
@@ -47,7 +47,7 @@ class RemoteHost(host.Host):
       replaceable: places that can be replaced, as `SendLog`.
       axes: mesh axes of every place, empty for one that spans processes.
       interface: on which it listens, as `network.address`.
-      *args: as `host.Host`.
+      *args: as `executor.Executor`.
       **kwargs: likewise.
     """
     super().__init__(*args, **kwargs)
