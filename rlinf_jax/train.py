@@ -85,8 +85,7 @@ def train(
     video_every_evals=video_every_evals,
     max_skipped_steps=max_skipped_steps,
   )
-  folder = pathlib.Path(workdir)
-  with run_lock.hold(folder):
+  with run_lock.hold(folder := pathlib.Path(workdir)):
     if finished := result.read_finished(
       folder,
       steps=steps,

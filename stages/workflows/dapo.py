@@ -11,7 +11,14 @@ import stages
 from stages import base, metrics, ranges, repeat
 from stages.language import evaluate as evaluate_lib
 from stages.language import policy_stages, rollout_metrics, verifiers
-from stages.learn import advantages, losses, minibatches, signatures, train_step
+from stages.learn import (
+  advantages,
+  loss_terms,
+  losses,
+  minibatches,
+  signatures,
+  train_step,
+)
 from stages.workflows.grpo import objective
 
 
@@ -108,9 +115,11 @@ def dapo(
   )
   loss = objective(
     policy_stages.scorer(policy, group_size),
-    clip=(clip_low, clip_high, None),
+    clip=loss_terms.Clip(clip_low, clip_high),
     aggregate=losses.token_mean,
-    importance=(importance_weight, importance_bound, importance_cap),
+    importance=loss_terms.Importance(
+      importance_weight, importance_bound, importance_cap
+    ),
     mask_truncated=mask_truncated,
   )
   learn = train_step.learner(loss, optimizer, group_size=group_size)

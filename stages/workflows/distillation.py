@@ -14,7 +14,7 @@ import stages
 from stages import base, metrics, ranges
 from stages.language import evaluate as evaluate_lib
 from stages.language import policy_stages, rollout_metrics, verifiers
-from stages.learn import losses, minibatches, signatures, train_step
+from stages.learn import loss_terms, losses, minibatches, signatures, train_step
 from stages.workflows.grpo import objective
 
 
@@ -98,10 +98,12 @@ def distillation(
   )
   loss = objective(
     policy_stages.scorer(policy, group_size),
-    clip=(clip_low, clip_high, None),
+    clip=loss_terms.Clip(clip_low, clip_high),
     policy_loss=policy_loss,
     aggregate=aggregate,
-    importance=(importance_weight, importance_bound, importance_cap),
+    importance=loss_terms.Importance(
+      importance_weight, importance_bound, importance_cap
+    ),
     mask_truncated=mask_truncated,
   )
   learn = train_step.learner(loss, optimizer, group_size=group_size)

@@ -17,7 +17,14 @@ import stages
 from stages import base, metrics, ranges
 from stages.envs import episode_stats
 from stages.envs.rollouts import embodied, obs_stats, rollout
-from stages.learn import advantages, losses, minibatches, signatures, train_step
+from stages.learn import (
+  advantages,
+  loss_terms,
+  losses,
+  minibatches,
+  signatures,
+  train_step,
+)
 from stages.workflows.grpo import objective
 
 EpisodeReward = Callable[[episode_stats.EpisodeStats], jax.Array]
@@ -117,8 +124,8 @@ def embodied_grpo(
   )
   loss = objective(
     lambda params, x: policy.evaluate(params, x.obs, x.action),
-    clip=(clip_low, clip_high, dual_clip),
-    kl=(kl_coef, kl_estimator),
+    clip=loss_terms.Clip(clip_low, clip_high, dual_clip),
+    kl=loss_terms.KlPenalty(kl_coef, kl_estimator),
     entropy_coef=entropy_coef,
     aggregate=aggregate,
   )

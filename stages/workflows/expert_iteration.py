@@ -10,7 +10,14 @@ import stages
 from stages import base, metrics, ranges
 from stages.language import evaluate as evaluate_lib
 from stages.language import policy_stages, rollout_metrics, verifiers
-from stages.learn import losses, minibatches, selection, signatures, train_step
+from stages.learn import (
+  loss_terms,
+  losses,
+  minibatches,
+  selection,
+  signatures,
+  train_step,
+)
 from stages.workflows.grpo import objective
 
 
@@ -78,7 +85,7 @@ def expert_iteration(
   )
   loss = objective(
     policy_stages.scorer(policy, group_size),
-    kl=(kl_coef, kl_estimator),
+    kl=loss_terms.KlPenalty(kl_coef, kl_estimator),
     policy_loss=lambda logp, old, kept, *clip: losses.reinforce(logp, kept),
     aggregate=losses.token_mean,
     mask_truncated=mask_truncated,

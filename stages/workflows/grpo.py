@@ -22,7 +22,14 @@ from stages.language import (
   verifiers,
 )
 from stages.language import evaluate as evaluate_lib
-from stages.learn import advantages, losses, minibatches, signatures, train_step
+from stages.learn import (
+  advantages,
+  loss_terms,
+  losses,
+  minibatches,
+  signatures,
+  train_step,
+)
 
 
 class State(NamedTuple):
@@ -151,7 +158,7 @@ def grpo(
       unfinished.
   """
   generate = rollouts(policy, group_size)
-  has_reference = needs_reference(kl_coef, kl_reward_coef, kl_to_go)
+  has_kl = needs_reference(kl_coef, kl_reward_coef, kl_to_go)
   _check_baseline(greedy_baseline, generate)
   repeat = policy_stages.repeat(group_size)
   above_greedy = advantage_stages.above_greedy(policy, verify, group_size)
@@ -165,27 +172,27 @@ def grpo(
   )
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
   padding = rollout_metrics.packed_padding(policy, group_size)
-  score_ref = policy_stages.ref_logp(policy, group_size, has_reference)
+  score_ref = policy_stages.ref_logp(policy, group_size, has_kl)
   minibatch = minibatches.minibatches(
     minibatch_by, num_minibatches, num_epochs, group_size
   )
   loss = objective(
     policy_stages.scorer(policy, group_size),
-    clip=(clip_low, clip_high, dual_clip),
-    kl=(kl_coef, kl_estimator),
+    clip=loss_terms.Clip(clip_low, clip_high, dual_clip),
+    kl=loss_terms.KlPenalty(kl_coef, kl_estimator),
     entropy_coef=entropy_coef,
     policy_loss=policy_loss,
     likelihood=likelihood,
     aggregate=aggregate,
-    importance=(importance_weight, importance_bound, importance_cap),
+    importance=loss_terms.Importance(
+      importance_weight, importance_bound, importance_cap
+    ),
     mask_truncated=mask_truncated,
   )
   learn = train_step.learner(loss, optimizer, group_size=group_size)
   evaluate = evaluator(policy, verify)
   version = lambda state: train_step.version(state.actor)
-  init = functools.partial(
-    _init, policy, verify, optimizer, has_reference, staleness
-  )
+  init = functools.partial(_init, policy, verify, optimizer, has_kl, staleness)
 
   def step(state: State, problem: base.Problem, key):
     now = version(state)
@@ -257,19 +264,13 @@ def _check_baseline(greedy: bool, generate: policy_stages.Rollouts):
 def objective(
   evaluate: Callable,
   *,
-  clip: tuple[float, float, float | None] = (0.2, 0.2, None),
-  kl: tuple[float, signatures.KlEstimator] = (0.0, losses.kl_k3),
+  clip: loss_terms.Clip = loss_terms.Clip(),
+  kl: loss_terms.KlPenalty = loss_terms.KlPenalty(),
   entropy_coef: float = 0.0,
   policy_loss: signatures.PolicyLoss = losses.ppo_clip,
   likelihood: signatures.Likelihood = losses.token_logp,
   aggregate: signatures.Aggregate = losses.sequence_mean_token_mean,
-  importance: tuple[
-    signatures.ImportanceWeight, signatures.ImportanceBound, float
-  ] = (
-    losses.token_weight,
-    losses.truncated,
-    2.0,
-  ),
+  importance: loss_terms.Importance = loss_terms.Importance(),
   mask_truncated: bool = False,
   critic_loss: Callable | None = None,
 ) -> Callable:
@@ -284,21 +285,18 @@ def objective(
 
   Args:
     evaluate: `params, experience -> base.Evaluation`.
-    clip: `clip_low`, `clip_high` and `dual_clip` of `grpo`.
-    kl: `kl_coef` and `kl_estimator`.
+    clip: range of the ratio.
+    kl: β and the estimator of the KL divergence.
     entropy_coef: η, weight of the entropy bonus.
     policy_loss: as in `grpo`.
     likelihood: as in `grpo`.
     aggregate: as in `grpo`.
-    importance: `importance_weight`, `importance_bound` and `importance_cap`.
+    importance: w and its bound.
     mask_truncated: as in `grpo`.
     critic_loss: `value_BT, experience -> loss_BT, info`, added for a critic
       that `evaluate` computes; None without one.
   """
-  clip_low, clip_high, dual_clip = clip
-  kl_coef, kl_estimator = kl
-  importance_weight, importance_bound, importance_cap = importance
-  policy_loss = _with_dual_clip(policy_loss, dual_clip)
+  policy_loss = _with_dual_clip(policy_loss, clip.dual)
 
   def loss(params, x: base.Experience, ref_logp_BT):
     if mask_truncated:
@@ -310,14 +308,14 @@ def objective(
     if x.proximal is not None:
       old_BT = jnp.where(x.mask > 0, x.proximal, 0.0)
     logp_BT, old_BT = (likelihood(lp, x.mask) for lp in (now.logp, old_BT))
-    loss_BT = policy_loss(logp_BT, old_BT, x.advantage, clip_low, clip_high)
+    loss_BT = policy_loss(logp_BT, old_BT, x.advantage, clip.low, clip.high)
     ratio_BT = losses.ratio(logp_BT, old_BT)
     clipped_BT = losses.clip_fraction(
-      logp_BT, old_BT, x.advantage, clip_low, clip_high
+      logp_BT, old_BT, x.advantage, clip.low, clip.high
     )
     if x.proximal is not None:
-      weight_BT = importance_weight(x.proximal, x.logp, x.mask)
-      loss_BT *= importance_bound(weight_BT, importance_cap)
+      weight_BT = importance.weight(x.proximal, x.logp, x.mask)
+      loss_BT *= importance.bound(weight_BT, importance.cap)
     kl_BT = losses.kl_k3(x.logp, now.logp)
     info = {
       'train/policy_loss': aggregate(loss_BT, x.mask),
@@ -330,9 +328,9 @@ def objective(
         now.entropy if entropy_coef else -x.logp, x.mask
       ),
     }
-    if dual_clip is not None:
+    if clip.dual is not None:
       dual_BT = losses.dual_clip_fraction(
-        logp_BT, old_BT, x.advantage, dual_clip
+        logp_BT, old_BT, x.advantage, clip.dual
       )
       info['train/clip_fraction_dual'] = metrics.mean(dual_BT, x.mask)
     if jax.tree.leaves(ref_logp_BT):
@@ -340,8 +338,8 @@ def objective(
       info['train/kl_reference'] = metrics.mean(
         losses.kl_k3(now.logp, ref_logp_BT), x.mask
       )
-    if kl_coef:
-      loss_BT += kl_coef * kl_estimator(now.logp, ref_logp_BT)
+    if kl.coef:
+      loss_BT += kl.coef * kl.estimator(now.logp, ref_logp_BT)
     if entropy_coef:
       loss_BT -= entropy_coef * now.entropy
     if critic_loss:

@@ -12,7 +12,7 @@ import stages
 from stages import base, metrics, ranges
 from stages.envs import episode_stats
 from stages.envs.rollouts import embodied, obs_stats, rollout
-from stages.learn import advantages, losses, minibatches, train_step
+from stages.learn import advantages, loss_terms, losses, minibatches, train_step
 
 
 class State(NamedTuple):
@@ -111,8 +111,8 @@ def ppo(
   minibatch = minibatches.minibatches('shuffled', num_minibatches, num_epochs)
   loss = objective(
     policy,
-    clip=(clip_low, clip_high, dual_clip),
-    value=(value_coef, value_clip, value_huber),
+    clip=loss_terms.Clip(clip_low, clip_high, dual_clip),
+    value=loss_terms.ValueLoss(value_coef, value_clip, value_huber),
     entropy_coef=entropy_coef,
   )
   learn = train_step.learner(
@@ -207,37 +207,36 @@ def flatten_time(x: base.Experience) -> base.Experience:
 def objective(
   policy: base.Policy,
   *,
-  clip: tuple[float, float, float | None] = (0.2, 0.2, None),
-  value: tuple[float, float | None, float | None] = (0.5, None, None),
+  clip: loss_terms.Clip = loss_terms.Clip(),
+  value: loss_terms.ValueLoss = loss_terms.ValueLoss(),
   entropy_coef: float = 0.0,
 ) -> Callable:
   """Returns the loss `params, obs_stats, experience -> Loss`, see `ppo`.
 
   Args:
     policy: the policy, with a critic.
-    clip: `clip_low`, `clip_high` and `dual_clip`.
-    value: `value_coef`, `value_clip` and `value_huber`.
+    clip: range of the ratio.
+    value: the critic's loss.
     entropy_coef: weight of the entropy bonus.
   """
-  value_coef, value_clip, value_huber = value
-  if value_clip is not None and value_huber is not None:
+  if value.clip is not None and value.huber is not None:
     raise ValueError(
       'The critic has one loss: give value_clip or value_huber, not both.'
     )
 
-  def critic_loss(value, x: base.Experience):
-    if value_clip is not None:
-      return losses.value_clip(value, x.value, x.return_, value_clip)
-    if value_huber is not None:
-      return losses.huber(value, x.return_, value_huber)
-    return 0.5 * (value - x.return_) ** 2
+  def critic_loss(predicted, x: base.Experience):
+    if value.clip is not None:
+      return losses.value_clip(predicted, x.value, x.return_, value.clip)
+    if value.huber is not None:
+      return losses.huber(predicted, x.return_, value.huber)
+    return 0.5 * (predicted - x.return_) ** 2
 
   def loss(params, stats, x: base.Experience):
     obs = obs_stats.normalize(stats, x.obs)
     now = policy.evaluate(params, obs, x.action)
     policy_loss = losses.ppo_clip(now.logp, x.logp, x.advantage, *clip)
     value_loss = critic_loss(now.value, x)
-    total = policy_loss + value_coef * value_loss - entropy_coef * now.entropy
+    total = policy_loss + value.coef * value_loss - entropy_coef * now.entropy
     ratio = losses.ratio(now.logp, x.logp)
     clipped = losses.clip_fraction(now.logp, x.logp, x.advantage, *clip[:2])
     kl = metrics.mean(losses.kl_k3(x.logp, now.logp), x.mask)

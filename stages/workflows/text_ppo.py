@@ -24,6 +24,7 @@ from stages.language import (
 from stages.learn import (
   actor_critic,
   advantages,
+  loss_terms,
   losses,
   minibatches,
   signatures,
@@ -161,13 +162,15 @@ def text_ppo(
   policy_objective = functools.partial(
     objective,
     policy_stages.scorer(policy, group_size),
-    clip=(clip_low, clip_high, dual_clip),
-    kl=(kl_coef, kl_estimator),
+    clip=loss_terms.Clip(clip_low, clip_high, dual_clip),
+    kl=loss_terms.KlPenalty(kl_coef, kl_estimator),
     entropy_coef=entropy_coef,
     policy_loss=policy_loss,
     likelihood=likelihood,
     aggregate=aggregate,
-    importance=(importance_weight, importance_bound, importance_cap),
+    importance=loss_terms.Importance(
+      importance_weight, importance_bound, importance_cap
+    ),
   )
   learner = actor_critic.learner(
     (policy, optimizer),

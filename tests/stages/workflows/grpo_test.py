@@ -13,7 +13,7 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
 import stages
 from stages import base, metrics, workflows
-from stages.learn import losses, optimizers
+from stages.learn import loss_terms, losses, optimizers
 from stages.workflows.grpo import objective
 import tiny
 from tiny import read
@@ -190,7 +190,7 @@ def test_log_probs_of_padding_do_not_enter_the_loss():
     def evaluate(params, x):
       return base.Evaluation(params, jnp.zeros_like(params))
 
-    f = objective(evaluate, kl=(1.0, losses.kl_k3))
+    f = objective(evaluate, kl=loss_terms.KlPenalty(1.0, losses.kl_k3))
     return jax.value_and_grad(lambda p: f(p, x, ref_logp)[0][0].sum)(logp)
 
   want = loss(jnp.array([[-1.0, -2.0, 0.0]]), jnp.array([[-2.0, -1.0, 0.0]]))
@@ -224,7 +224,7 @@ def _corrected(
   f = objective(
     lambda params, *_: base.Evaluation(params, jnp.zeros_like(params)),
     aggregate=losses.token_mean,
-    importance=(weight, bound, 2.0),
+    importance=loss_terms.Importance(weight, bound, 2.0),
     **kwargs,
   )
   return jax.value_and_grad(lambda p: f(p, x, ())[0][0].sum)(

@@ -15,7 +15,7 @@ from rlinf_jax.runtime import local
 from stages import base, metrics, workflows
 from stages.envs import action_chunks, episode_stats, push, reach
 from stages.envs.rollouts import obs_stats
-from stages.learn import optimizers, train_step
+from stages.learn import loss_terms, optimizers, train_step
 from stages.models import gaussian_policy
 from stages.workflows.ppo import compute_advantages, objective
 from tiny import read
@@ -257,8 +257,8 @@ def test_loss_and_gradient_are_those_of_torch(in_float64, case):
   )
   loss = objective(
     policy,
-    clip=(*case['clip'], case['dual']),
-    value=(case['weight'], case['near'], None),
+    clip=loss_terms.Clip(*case['clip'], case['dual']),
+    value=loss_terms.ValueLoss(case['weight'], case['near']),
     entropy_coef=case['entropy'],
   )
   gradient = jax.jit(train_step.gradient(loss))(params, scale, x)
@@ -287,13 +287,13 @@ def test_the_critics_huber_loss_is_worked_by_hand():
   x = base.Experience(
     zero[:, None], zero, zero, one, zero, advantage=zero, return_=zero
   )
-  loss = objective(policy, value=(2.0, None, 1.0))
+  loss = objective(policy, value=loss_terms.ValueLoss(2.0, huber=1.0))
   # Errors of ½ and 3, the second linear beyond 1: ⅛ and 2½.
   (mean,), info, _ = loss(jnp.array([0.5, 3.0]), (), x)
   np.testing.assert_allclose(mean.sum, 2.0 * (0.125 + 2.5), rtol=1e-6)
   np.testing.assert_allclose(info['train/value_loss'].sum, 2.625, rtol=1e-6)
   with pytest.raises(ValueError, match='value_clip or value_huber, not both'):
-    objective(policy, value=(0.5, 0.2, 1.0))
+    objective(policy, value=loss_terms.ValueLoss(0.5, 0.2, 1.0))
 
 
 # Workflow.

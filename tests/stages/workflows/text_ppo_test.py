@@ -11,7 +11,7 @@ import pytest
 from rlinf_jax.run.folder import checkpoint
 from stages import base, workflows
 from stages.language import value_model
-from stages.learn import advantages, losses, optimizers
+from stages.learn import advantages, loss_terms, losses, optimizers
 from stages.workflows.grpo import objective
 from stages.workflows.text_ppo import compute_advantages, critic_loss
 import tiny
@@ -162,7 +162,7 @@ def test_advantages_and_losses_are_those_of_trl():
     x = base.Experience((), (), given[0], mask, (), **got)
     loss = objective(
       lambda params, *_: base.Evaluation(params[0], (), params[1]),
-      clip=(0.2, 0.2, None),
+      clip=loss_terms.Clip(0.2, 0.2),
       aggregate=losses.token_mean,
       critic_loss=critic_loss(0.1, 0.2),
     )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from stages import base
-from stages.learn import advantages, losses
+from stages.learn import advantages, loss_terms, losses
 from stages.workflows.dpo import objective as dpo_objective
 from stages.workflows.grpo import objective
 
@@ -168,7 +168,7 @@ def test_losses_of_grpo_are_trls(name, beta):
     ref if beta else (),
     advantage,
     mask,
-    kl=(beta, losses.kl_k3),
+    kl=loss_terms.KlPenalty(beta, losses.kl_k3),
     **settings,
   )
   same(got, want)

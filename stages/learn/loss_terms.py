@@ -1,0 +1,59 @@
+"""Settings of the terms of a policy's loss, for the objectives of workflows."""
+
+from typing import NamedTuple
+
+from stages.learn import losses, signatures
+
+
+class Clip(NamedTuple):
+  """The range of the ratio ρ in the clipped surrogate, `losses.ppo_clip`.
+
+  Attributes:
+    low: how far the ratio may fall below 1.
+    high: how far it may rise above 1.
+    dual: bound of the loss where the advantage is negative; None without one.
+  """
+
+  low: float = 0.2
+  high: float = 0.2
+  dual: float | None = None
+
+
+class KlPenalty(NamedTuple):
+  """The KL divergence from a reference policy, added to the loss.
+
+  Attributes:
+    coef: its weight β; 0 without it.
+    estimator: of the divergence of each token.
+  """
+
+  coef: float = 0.0
+  estimator: signatures.KlEstimator = losses.kl_k3
+
+
+class Importance(NamedTuple):
+  """The weight of tokens that another policy sampled, and its bound.
+
+  Attributes:
+    weight: of each token, from the log-probabilities of both policies.
+    bound: of the weights.
+    cap: the number that `bound` takes.
+  """
+
+  weight: signatures.ImportanceWeight = losses.token_weight
+  bound: signatures.ImportanceBound = losses.truncated
+  cap: float = 2.0
+
+
+class ValueLoss(NamedTuple):
+  """The loss of a critic: squared errors, unless `clip` or `huber` is given.
+
+  Attributes:
+    coef: its weight.
+    clip: how far a value may move from the recorded one; None for any distance.
+    huber: the error beyond which the loss is linear; None for none.
+  """
+
+  coef: float = 0.5
+  clip: float | None = None
+  huber: float | None = None
