@@ -13,28 +13,88 @@ from stages import base
 END = '<|endoftext|>'
 
 
+# Files of which one group holds the vocabulary of a tokenizer.
+VOCABULARIES = (
+  ('tokenizer.json',),
+  ('tokenizer.model',),
+  ('vocab.json', 'merges.txt'),
+)
+MOST_BYTES = 2**28  # Of a file of a tokenizer.
+
+
 @functools.cache
 def load_tokenizer(checkpoint: str):
-  """The tokenizer of a checkpoint's folder.
+  """The tokenizer of a checkpoint's folder; no code in the folder is run.
 
   Raises:
-    ValueError: if there is none.
+    ValueError: if there is none, or it cannot be read.
   """
   import transformers
 
   # Otherwise `transformers` would take it as the name of a model to download.
-  if not pathlib.Path(checkpoint).is_dir():
+  folder = pathlib.Path(checkpoint)
+  if not folder.is_dir():
     raise ValueError(
       f'There is no checkpoint at {checkpoint}: give the folder of a model in '
       'Hugging Face format.'
     )
-  try:
-    return transformers.AutoTokenizer.from_pretrained(checkpoint)
-  except (OSError, ValueError) as error:
+  # Without it, `transformers` makes a tokenizer of one token.
+  groups = [[folder / name for name in group] for group in VOCABULARIES]
+  found = [x for x in groups if all(path.is_file() for path in x)]
+  if not found:
     raise ValueError(
-      f'{checkpoint} holds no tokenizer that transformers can read: copy its '
-      'tokenizer.json and tokenizer_config.json there.'
+      f'{checkpoint} has no tokenizer.json: copy it there, with '
+      'tokenizer_config.json, from where the model was published.'
+    )
+  if any(x.stat().st_size > MOST_BYTES for group in found for x in group):
+    raise ValueError(
+      f'The vocabulary in {checkpoint} has more than {MOST_BYTES} bytes: do '
+      'not trust this checkpoint.'
+    )
+  try:
+    return transformers.AutoTokenizer.from_pretrained(
+      checkpoint, local_files_only=True, trust_remote_code=False
+    )
+  except BaseException as error:
+    # A panic of the library in Rust is no Exception.
+    if not isinstance(error, Exception) and 'Panic' not in type(error).__name__:
+      raise
+    raise ValueError(
+      f'{checkpoint} holds no tokenizer that transformers can read '
+      f'({error!r:.200}): copy its tokenizer.json and tokenizer_config.json '
+      'again.'
     ) from error
+
+
+def check_vocabulary(tokenizer, size: int, checkpoint) -> None:
+  """Checks that a model has an embedding for each token.
+
+  Tokens that were added to the vocabulary may lie beyond the model, as those of
+  images do in Gemma 3; the end token may not.
+
+  Args:
+    tokenizer: of the checkpoint.
+    size: of the model's vocabulary.
+    checkpoint: the folder, for the error.
+
+  Raises:
+    ValueError: if it has tokens that the model lacks.
+  """
+  added = tokenizer.added_tokens_decoder
+  ids = [x for x in tokenizer.get_vocab().values() if x not in added]
+  end = tokenizer.eos_token_id
+  if not ids:
+    raise ValueError(
+      f'The tokenizer of {checkpoint} has no tokens of text: copy its '
+      'tokenizer.json again.'
+    )
+  largest = max([*ids, 0 if end is None else end])
+  if largest >= size:
+    raise ValueError(
+      f'The tokenizer of {checkpoint} has a token {largest}, and the model has '
+      f'{size} tokens from 0: copy the tokenizer.json that was published with '
+      'the model.'
+    )
 
 
 def train_tokenizer(

@@ -16,7 +16,7 @@ from stages import remat as remat_lib
 from stages.language import language_model, sample, tokens
 from stages.models import families, transformer
 from stages.models import lora as lora_lib
-from stages.models.files import adapters, naming, weights
+from stages.models.files import adapters, config_check, naming, weights
 
 # Files of a checkpoint beside its tensors, which `export` copies.
 COMPANIONS = (
@@ -92,14 +92,24 @@ def stop_tokens(checkpoint: str | pathlib.Path) -> tuple[int, ...]:
 
   The others are those of generation_config.json, or else of config.json. vLLM
   stops at all of these, too. A folder without a tokenizer has only the latter.
+
+  Raises:
+    ValueError: if the model has no such tokens, or the tokenizer has others.
   """
-  folder, ids = pathlib.Path(checkpoint), None
+  folder, ids, size = pathlib.Path(checkpoint), None, None
   for name in ('config.json', 'generation_config.json'):
-    if (folder / name).is_file():
-      ids = json.loads((folder / name).read_text()).get('eos_token_id', ids)
+    path = folder / name
+    if not path.is_file():
+      continue
+    raw = weights.read_json(path)
+    config_check.check_end_tokens(raw, path, size)
+    ids, size = raw.get('eos_token_id', ids), raw.get('vocab_size', size)
   ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
   if any((folder / name).is_file() for name in TOKENIZERS):
-    ids = [tokens.load_tokenizer(str(checkpoint)).eos_token_id, *ids]
+    tokenizer = tokens.load_tokenizer(str(checkpoint))
+    if size is not None:
+      tokens.check_vocabulary(tokenizer, size, checkpoint)
+    ids = [tokenizer.eos_token_id, *ids]
   return tuple(x for x in dict.fromkeys(ids) if x is not None)
 
 
@@ -299,7 +309,7 @@ def export(
         params = jax.jit(lora_lib.merge)(params)
       _export_model(part, params, source)
     for name in COMPANIONS:
-      if (source / name).exists():
+      if (source / name).is_file():
         shutil.copy(source / name, part / name)
 
 

@@ -14,10 +14,16 @@ import numpy as np
 
 from stages import base
 from stages.models import families, lora
-from stages.models.files import naming, weights
+from stages.models.files import config_check, naming, weights
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'
+SETTINGS = {
+  'r': config_check.size(2**16),
+  'lora_alpha': config_check.POSITIVE,
+  'use_rslora': config_check.FLAG,
+  'base_model_name_or_path': config_check.TEXT,
+}
 # Settings of PEFT that would change the model, and the values that do not.
 REFUSED = {
   'peft_type': ('LORA',),
@@ -121,15 +127,19 @@ def load(
 
   folder = pathlib.Path(settings.adapter)
   config = _read_config(folder)
+  stored, kinds = {}, set()
   try:
+    if not (folder / TENSORS).is_file():  # A pipe would be waited for.
+      raise OSError('it is not there')
     with safetensors.safe_open(folder / TENSORS, framework='numpy') as file:
-      stored = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}
+      for name in file.keys():
+        stored[name] = tuple(file.get_slice(name).get_shape())
+        kinds.add(file.get_slice(name).get_dtype())
   except (OSError, safetensors.SafetensorError) as error:
     raise weights.CheckpointError(
       f'{folder / TENSORS} cannot be read ({error}): copy the adapter again.'
     ) from error
-  rank = int(config['r'])
-  alpha = float(config.get('lora_alpha', 8))
+  rank, alpha = config['r'], float(config.get('lora_alpha') or 8)
   if config.get('use_rslora'):
     alpha *= math.sqrt(rank)  # α/√r there, and α/r here.
   targets = tuple(
@@ -137,6 +147,7 @@ def load(
   )
   faults = _other_settings(settings, rank, alpha, targets)
   faults += _mismatches(stored, shapes, targets, rank)
+  faults += [f'it has tensors of {x}' for x in kinds - {*weights.FLOATS}]
   if faults:
     raise weights.CheckpointError(
       f'The adapter {folder} (of {config.get("base_model_name_or_path")}) does '
@@ -152,6 +163,7 @@ def load(
     for name, x in lora.shapes(params, found).items():
       pattern = names_of[name].name
       layers = [tensors[pattern.format(i=i)].T for i in range(x.shape[0])]
+      weights.check_finite(pattern, *layers)
       adapter[name] = jnp.asarray(np.stack(layers), x.dtype).reshape(x.shape)
     return {'layers': adapter}
 
@@ -174,21 +186,23 @@ def _read_config(folder: pathlib.Path) -> dict[str, Any]:
       f'There is no adapter at {folder}: {path} was not found. Give the folder '
       'of an adapter in the format of PEFT.'
     )
-  try:
-    config = json.loads(path.read_text())
-    int(config['r'])
-  except (ValueError, KeyError, TypeError) as error:
+  config = weights.read_json(path)
+  faults = ['it is not an object']
+  if isinstance(config, dict):
+    faults = [*config_check.wrong(config, SETTINGS)]
+    faults += [] if config.get('r') else ['r is missing']
+  if faults:
     raise weights.CheckpointError(
-      f'{path} is not the configuration of a LoRA adapter ({error!r}): copy it '
-      'again.'
-    ) from error
+      f'{path} is not the configuration of a LoRA adapter: '
+      f'{"; ".join(faults)}. Copy it again.'
+    )
   wrong = [
-    f'{key} {config[key]!r}'
+    f'{key} {config[key]!r:.80}'
     for key, allowed in REFUSED.items()
     if config.get(key, allowed[0]) not in allowed
   ]
   wrong += [
-    f'{key} {value!r}'
+    f'{key} {value!r:.80}'
     for key, value in config.items()
     if value and key not in HARMLESS and key not in REFUSED
   ]

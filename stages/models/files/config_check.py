@@ -33,7 +33,7 @@ def _is_positive(value) -> bool:
   return is_number and 0 < value < math.inf and value <= 1e300
 
 
-def _size(most: int, least: int = 1) -> Kind:
+def size(most: int, least: int = 1) -> Kind:
   return Kind(
     f'{least} to {most}', lambda x: _is_whole(x) and least <= x <= most
   )
@@ -70,23 +70,23 @@ IDENTITY = {'model_type': TEXT, 'architectures': _list_of(str, 'texts')}
 # The most of each size are far above any published model; a folder must still
 # hold the tensors of the sizes that it states.
 SETTINGS = IDENTITY | {
-  'vocab_size': _size(2**24),
-  'hidden_size': _size(2**20),
-  'num_hidden_layers': _size(2**12),
-  'num_attention_heads': _size(2**12),
-  'num_key_value_heads': _size(2**12),
-  'head_dim': _size(2**16),
-  'intermediate_size': _size(2**24),
-  'moe_intermediate_size': _size(2**24),
-  'num_experts': _size(2**16),
-  'num_local_experts': _size(2**16),
-  'num_experts_per_tok': _size(2**16),
-  'max_position_embeddings': _size(2**40),
-  'sliding_window': _size(2**40),
-  'sliding_window_pattern': _size(2**12),
-  '_sliding_window_pattern': _size(2**12),
-  'decoder_sparse_step': _size(2**12),
-  'max_window_layers': _size(2**12, 0),
+  'vocab_size': size(2**24),
+  'hidden_size': size(2**20),
+  'num_hidden_layers': size(2**12),
+  'num_attention_heads': size(2**12),
+  'num_key_value_heads': size(2**12),
+  'head_dim': size(2**16),
+  'intermediate_size': size(2**24),
+  'moe_intermediate_size': size(2**24),
+  'num_experts': size(2**16),
+  'num_local_experts': size(2**16),
+  'num_experts_per_tok': size(2**16),
+  'max_position_embeddings': size(2**40),
+  'sliding_window': size(2**40),
+  'sliding_window_pattern': size(2**12),
+  '_sliding_window_pattern': size(2**12),
+  'decoder_sparse_step': size(2**12),
+  'max_window_layers': size(2**12, 0),
   'rms_norm_eps': POSITIVE,
   'rope_theta': POSITIVE,
   'rope_local_base_freq': POSITIVE,
@@ -113,7 +113,7 @@ SETTINGS = IDENTITY | {
 # Settings of a classifier, and end tokens, which are read apart.
 OTHERS = {
   'id2label': OBJECT,
-  'num_labels': _size(2**20),
+  'num_labels': size(2**20),
   'eos_token_id': TOKENS,
 }
 ROPE = {
@@ -121,7 +121,7 @@ ROPE = {
   'type': TEXT,
   'rope_theta': POSITIVE,
   'factor': POSITIVE,
-  'original_max_position_embeddings': _size(2**40),
+  'original_max_position_embeddings': size(2**40),
   'beta_fast': POSITIVE,
   'beta_slow': POSITIVE,
   'truncate': FLAG,
@@ -155,7 +155,7 @@ def check(raw: Any, path) -> None:
     CheckpointError: names all wrong settings.
   """
   check_identity(raw, path)
-  faults = [*_wrong(raw, SETTINGS | OTHERS)]
+  faults = [*wrong(raw, SETTINGS | OTHERS)]
   for key in ('rope_scaling', 'rope_parameters'):
     if isinstance(raw.get(key), dict):
       faults += _of_rope(raw[key], key)
@@ -173,7 +173,31 @@ def check_identity(raw: Any, path) -> None:
   """As `check`, but of the settings that decide about the architecture."""
   if not isinstance(raw, dict):
     _refuse(path, [f'it is a {type(raw).__name__}, expected an object'])
-  _refuse(path, _wrong(raw, IDENTITY))
+  _refuse(path, wrong(raw, IDENTITY))
+
+
+def check_end_tokens(raw: Any, path, vocabulary: int | None) -> None:
+  """Checks that the end tokens of a file are tokens of the model.
+
+  Args:
+    raw: the content of a config.json or generation_config.json.
+    path: where it was read, for the error.
+    vocabulary: its size, where the file does not state it.
+
+  Raises:
+    CheckpointError: if one of them is not.
+  """
+  if not isinstance(raw, dict):
+    _refuse(path, [f'it is a {type(raw).__name__}, expected an object'])
+  kinds = {'eos_token_id': TOKENS, 'vocab_size': SETTINGS['vocab_size']}
+  _refuse(path, wrong(raw, kinds))
+  most, ids = raw.get('vocab_size') or vocabulary, raw.get('eos_token_id')
+  ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+  if most is not None and max(ids, default=0) >= most:
+    _refuse(
+      path,
+      [f'its end token {max(ids)} is none of its {most} tokens from 0'],
+    )
 
 
 def relevant(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,10 +212,10 @@ def _refuse(path, faults: Iterable[str]) -> None:
     )
 
 
-def _wrong(
+def wrong(
   raw: Mapping[str, Any], kinds: Mapping[str, Kind], prefix: str = ''
 ) -> Iterator[str]:
-  """Yields what is wrong with settings by themselves."""
+  """Yields what is wrong with settings by themselves, in a sentence each."""
   for key, kind in kinds.items():
     value = raw.get(key)
     if value is not None and not kind.holds(value):
@@ -202,7 +226,7 @@ def _of_rope(rope: Mapping[str, Any], key: str) -> Iterator[str]:
   """Yields what is wrong with a rotary embedding, or those of two layers."""
   kinds = [kind for kind in LAYERS if kind in rope]
   if not kinds:
-    yield from _wrong(rope, ROPE, f'{key}.')
+    yield from wrong(rope, ROPE, f'{key}.')
     low, high = rope.get('low_freq_factor'), rope.get('high_freq_factor')
     if _is_positive(low) and _is_positive(high) and low >= high:
       yield f'{key}.low_freq_factor is {low}, expected below {high}'
@@ -210,7 +234,7 @@ def _of_rope(rope: Mapping[str, Any], key: str) -> Iterator[str]:
   for kind in LAYERS:
     inner = rope.get(kind)
     if isinstance(inner, dict):
-      yield from _wrong(inner, ROPE, f'{key}.{kind}.')
+      yield from wrong(inner, ROPE, f'{key}.{kind}.')
     else:
       yield f'{key}.{kind} is {inner!r:.40}, expected an object'
 

@@ -238,17 +238,22 @@ def load(
     return jax.tree_util.tree_map_with_path(read, shapes, layouts)
 
 
+def check_finite(name: str, *arrays: np.ndarray):
+  """Raises CheckpointError for a value that is NaN or infinite."""
+  if not all(np.isfinite(x).all() for x in arrays):
+    raise CheckpointError(
+      f'{name} has values that are NaN or infinite: copy the checkpoint again, '
+      'or take an earlier one.'
+    )
+
+
 def _read_parameter(files: TensorFiles, tensor: naming.Tensor, leaf, index):
   """Slice `index` of a parameter, stacked over layers where it is."""
 
   def read(name, index, shape):
     part = naming.read_part(files.slice(name), index, shape, tensor)
     part = np.asarray(part, leaf.dtype)
-    if not np.isfinite(part).all():
-      raise CheckpointError(
-        f'{name} has values that are NaN or infinite: copy the checkpoint '
-        'again, or take an earlier one.'
-      )
+    check_finite(name, part)
     return part
 
   keys = naming.stacked(tensor)

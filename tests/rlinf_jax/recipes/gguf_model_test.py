@@ -1,5 +1,7 @@
 """Models in GGUF, against `transformers` and a chat with one."""
 
+import importlib
+
 import gguf
 import jax
 import numpy as np
@@ -28,12 +30,15 @@ SIZES = {
   'rms_norm_eps': 1e-5,
 }
 
+# `transformers` also has a function of this name, once something has used it.
+convert_slow_tokenizer = importlib.import_module(
+  'transformers.convert_slow_tokenizer'
+)
+
 
 def vocabulary():
   """Special tokens, all bytes and some merges."""
-  alphabet = sorted(
-    transformers.convert_slow_tokenizer.bytes_to_unicode().values()
-  )
+  alphabet = sorted(convert_slow_tokenizer.bytes_to_unicode().values())
   merges = ['Ġ t', 'h e', 'Ġt he', 'a n', 'i n', '1 2']
   merged = [merge.replace(' ', '') for merge in merges]
   return [*SPECIAL, *alphabet, *merged], merges
