@@ -120,7 +120,7 @@ def sde_step(x, v, k, num_steps: int, noise_level: float):
   In the limit of small d, x has at each time the distribution that the ODE
   gives it. At t = 1, where σ is infinite, its denominator is taken at the next
   time: σ = a √(1 / d). The first step therefore multiplies the variance of the
-  noise by 1 + a⁴ / 4 whatever d is; later steps reduce this error as K^(−a²).
+  noise by 1 + a⁴ / 4 for any d; later steps reduce this error as K^(−a²).
 
   Args:
     x: before the step.

@@ -30,7 +30,7 @@ class Denoising(NamedTuple):
 
 
 class Networks(NamedTuple):
-  """What a flow-matching policy computes with, as functions of parameters.
+  """Networks of a flow-matching policy, as functions of parameters.
 
   Attributes:
     init: `key -> params`.
@@ -50,7 +50,7 @@ class Networks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Exploration:
-  """How denoising is made stochastic for reinforcement learning.
+  """Settings of stochastic denoising, for reinforcement learning.
 
   Attributes:
     kind: 'sde' for Flow-SDE: one step, drawn for each row, is a step of a

@@ -32,10 +32,11 @@ class Segment(NamedTuple):
 
 
 class Mask(NamedTuple):
-  """A causal mask, not yet expanded to [B, T, C].
+  """A causal or blockwise mask, not yet expanded to [B, T, C].
 
-  The last of C keys is that of the last of T queries: query t attends to the
-  keys up to number t + C − T.
+  Without blocks, the last of C keys is that of the last of T queries, and query
+  t attends to the keys up to number t + C − T. With blocks, a query attends to
+  all keys of its block and of those before it, as in π0.
 
   Attributes:
     key_BC: true on tokens, false on padding.
@@ -45,6 +46,8 @@ class Mask(NamedTuple):
     position_BC: those of the keys.
     segment_BT: what the queries belong to, if rows are packed.
     segment_BC: what the keys belong to.
+    block_BT: number of each query's block, if the mask is blockwise.
+    block_BC: number of each key's block.
   """
 
   key_BC: Array
@@ -53,6 +56,8 @@ class Mask(NamedTuple):
   position_BC: Array | None = None
   segment_BT: Segment | None = None
   segment_BC: Segment | None = None
+  block_BT: Array | None = None
+  block_BC: Array | None = None
 
   def dense(self, T: int, start=0, length: int | None = None):
     """The mask [B, length, C] of queries from `start` on, of T in all."""
@@ -62,8 +67,11 @@ class Mask(NamedTuple):
     def queries(x_BT):
       return jax.lax.dynamic_slice_in_dim(x_BT, start, length, axis=1)
 
-    last_t = start + jnp.arange(length) + C - T
-    mask_BtC = (jnp.arange(C)[None] <= last_t[:, None])[None]
+    if self.block_BT is not None:
+      mask_BtC = self.block_BC[:, None] <= queries(self.block_BT)[:, :, None]
+    else:
+      last_t = start + jnp.arange(length) + C - T
+      mask_BtC = (jnp.arange(C)[None] <= last_t[:, None])[None]
     mask_BtC &= self.key_BC[:, None]
     if self.window is not None:
       mask_BtC &= within_window(
@@ -174,6 +182,8 @@ def attention(
     mask = mask._replace(position_BT=pad(mask.position_BT))
   if mask.segment_BT is not None:
     mask = mask._replace(segment_BT=jax.tree.map(pad, mask.segment_BT))
+  if mask.block_BT is not None:
+    mask = mask._replace(block_BT=pad(mask.block_BT))
   dtype, wide = k_BCKW.dtype, mixed_precision.wide_dtype(k_BCKW.dtype)
 
   @jax.checkpoint

@@ -68,8 +68,7 @@ class Block(nn.Module):
       self.gate_DF = one_matrix('gate_DF', c.D, c.F)
       self.up_DF = one_matrix('up_DF', c.D, c.F)
       self.down_FD = one_matrix('down_FD', c.F, c.D)
-    self.before_attention_D = one_parameter('before_attention_D', c.D)
-    self.before_feedforward_D = one_parameter('before_feedforward_D', c.D)
+    self.declare_norms()
     if c.qkv_bias:
       self.query_HW = one_parameter('query_bias_HW', c.H, c.W)
       self.key_KW = one_parameter('key_bias_KW', c.K, c.W)
@@ -83,10 +82,26 @@ class Block(nn.Module):
       self.after_attention_D = one_parameter('after_attention_D', c.D)
       self.after_feedforward_D = one_parameter('after_feedforward_D', c.D)
 
-  def project(self, x_BTD, cos_BTR, sin_BTR):
+  def declare_norms(self):
+    """Makes the parameters of the norms before attention and feed-forward."""
+    D = self.config.D
+    self.before_attention_D = parameter(self, 'before_attention_D', D)
+    self.before_feedforward_D = parameter(self, 'before_feedforward_D', D)
+
+  def normalize(self, name: str, x_BTD, condition):
+    """The norm `name`; `condition` is None unless a subclass reads it."""
+    del condition
+    return rms_norm(self.config, x_BTD, getattr(self, f'{name}_D'))
+
+  def add(self, name: str, x_BTD, y_BTD, condition):
+    """Adds the output `y_BTD` of what follows the norm `name` to its input."""
+    del name, condition
+    return x_BTD + y_BTD
+
+  def project(self, x_BTD, cos_BTR, sin_BTR, condition=None):
     """Rotated queries and keys, and values."""
     x_BTD = rules.shard_rows(x_BTD)
-    x_BTD = rms_norm(self.config, x_BTD, self.before_attention_D)
+    x_BTD = self.normalize('before_attention', x_BTD, condition)
     # In float32 until biases are added and positions are rotated.
     wide = mixed_precision.product
     q_BTHW = lora.linear(self, 'query_DHW', 'BTD,DHW->BTHW', x_BTD, wide)
@@ -105,7 +120,7 @@ class Block(nn.Module):
     k_BTKW = rope_lib.rotate(k_BTKW, cos_BTR, sin_BTR)
     return q_BTHW.astype(dtype), k_BTKW.astype(dtype), v_BTKW.astype(dtype)
 
-  def finish(self, x_BTD, seen_BTHW):
+  def finish(self, x_BTD, seen_BTHW, condition=None):
     """Adds the output of attention, then that of the feed-forward."""
     c = self.config
     y_BTD = lora.linear(self, 'out_HWD', 'BTHW,HWD->BTD', seen_BTHW)
@@ -114,12 +129,14 @@ class Block(nn.Module):
       y_BTD = (y_BTD.astype(wide) + self.out_D[None, None]).astype(y_BTD.dtype)
     if c.post_norms:
       y_BTD = rms_norm(c, y_BTD, self.after_attention_D)
-    x_BTD += y_BTD
+    x_BTD = self.add('before_attention', x_BTD, y_BTD, condition)
     x_BTD = rules.shard_rows(x_BTD)
-    y_BTD = self.feedforward(rms_norm(c, x_BTD, self.before_feedforward_D))
+    y_BTD = self.normalize('before_feedforward', x_BTD, condition)
+    y_BTD = self.feedforward(y_BTD)
     if c.post_norms:
       y_BTD = rms_norm(c, y_BTD, self.after_feedforward_D)
-    return rules.shard_rows(x_BTD + y_BTD)
+    x_BTD = self.add('before_feedforward', x_BTD, y_BTD, condition)
+    return rules.shard_rows(x_BTD)
 
   def feedforward(self, x_BTD):
     c = self.config
