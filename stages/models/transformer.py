@@ -64,6 +64,16 @@ class Transformer(nn.Module):
     """Keys and values of prompts, padded anywhere."""
     return attention.PromptCache(*self._prompts(token_NP, mask_NP)[1])
 
+  def embedded_states(self, x_NPD, mask_NP):
+    """Final hidden states, keys and values of prompts that are vectors.
+
+    Args:
+      x_NPD: in place of embedded tokens, such as patches of a picture.
+      mask_NP: one where there is a vector, zero on padding.
+    """
+    x_NPD, cache = self._prompt_layers(x_NPD, mask_NP)
+    return x_NPD, attention.PromptCache(*cache)
+
   def hidden_states(self, token_NP, mask_NP, token_BT, start_B):
     """Final hidden states [B, T, D] of completions.
 
@@ -146,6 +156,9 @@ class Transformer(nn.Module):
     return self.layers(x_NSD, is_local_L, everywhere, nearby)
 
   def _prompts(self, token_NP, mask_NP):
+    return self._prompt_layers(self.embed(token_NP), mask_NP)
+
+  def _prompt_layers(self, x_NPD, mask_NP):
     position_NP = positions(mask_NP)
 
     def context(rope, window=None):
@@ -153,7 +166,7 @@ class Transformer(nn.Module):
       angles = rope_lib.angles(rope, self.config.W, position_NP)
       return attention.Context(*angles, mask)
 
-    return self._stack(self.embed(token_NP), context)
+    return self._stack(x_NPD, context)
 
   def __call__(self, token_NP, mask_NP):
     """Logits after every token of padded sequences: the plain forward pass."""

@@ -142,7 +142,16 @@ def _prefill_completions(
 def _decode(
   model, params, layers, split: SplitPrompt, length_B, state: DecodeState
 ):
-  """Logits of the next token, and caches that include the current one.
+  """Logits of the next token, and caches; arguments as `decode_states`."""
+  x_B1D, caches = decode_states(model, params, layers, split, length_B, state)
+  logit_B1V = model.apply({'params': params}, x_B1D, method='logits')
+  return logit_B1V, caches
+
+
+def decode_states(
+  model, params, layers, split: SplitPrompt, length_B, state: DecodeState
+):
+  """Final hidden states, and caches that include the current token.
 
   Args:
     model: the model.
@@ -180,8 +189,7 @@ def _decode(
     )
     x_B1D = decode_layer.finish(c, own, x_B1D, seen_B1HW)
     caches.append(cache)
-  logit_B1V = model.apply(variables, x_B1D, method='logits')
-  return logit_B1V, tuple(caches)
+  return x_B1D, tuple(caches)
 
 
 def _near(
@@ -326,10 +334,15 @@ def _initial_state(
 
 
 def _prompt_layers(model, params, split: SplitPrompt):
-  """By layer: its parameters, and its prompts' keys and values [N, K, P, W]."""
+  """As `cached_layers`, for prompts of tokens."""
   cache = model.apply(
     {'params': params}, split.prompt_NP, split.mask_NP, method='prefill'
   )
+  return cached_layers(model, params, cache)
+
+
+def cached_layers(model, params, cache: attention.PromptCache):
+  """By layer: its parameters, and its prompts' keys and values [N, K, P, W]."""
   # Unrolled, because a scan would copy the whole cache at every token.
   # Transposed once, into the layout that every token reads.
   return [

@@ -98,7 +98,9 @@ def resize_image(image, shape: tuple[int, int], kind: Filter = 'bicubic'):
   """Resizes images of bytes, [..., rows, columns, colors], as Pillow does.
 
   Bits are those of `PIL.Image.resize`: weights are whole numbers, columns are
-  resampled before rows, and both results are rounded to bytes.
+  resampled before rows, and both results are rounded to bytes. Pillow 13 takes
+  rows first for some tall images, which differs by some grey levels in noise;
+  the versions that published models were trained with do not.
 
   Args:
     image: uint8 images.

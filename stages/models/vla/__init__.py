@@ -1,0 +1,1 @@
+"""Vision-language-action models: from pictures and text to actions."""

@@ -1,0 +1,99 @@
+"""Pre-processing of pictures, as OpenVLA's published processor does it.
+
+Pictures stay bytes until they are on the device. Resizing has the bits of
+Pillow's; only the normalization is in floating point.
+"""
+
+import dataclasses
+import typing
+from typing import Literal
+
+import jax.numpy as jnp
+
+from stages.models.vision import resample
+
+Strategy = Literal['resize-naive', 'letterbox', 'resize-crop']
+Color = tuple[float, float, float]
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+HALF = (0.5, 0.5, 0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pictures:
+  """How pictures become the inputs of vision towers.
+
+  Attributes:
+    sizes: edge of each tower's input, in pixels.
+    means: mean of red, green and blue in 0 … 1, for each tower.
+    stds: their standard deviation.
+    strategy: what happens to pictures of another shape. 'resize-naive'
+      stretches them; 'letterbox' first adds borders of the last tower's mean
+      color until they are square; 'resize-crop' resizes the shorter edge and
+      cuts out the center.
+  """
+
+  sizes: tuple[int, ...] = (224, 224)
+  means: tuple[Color, ...] = (IMAGENET_MEAN, HALF)
+  stds: tuple[Color, ...] = (IMAGENET_STD, HALF)
+  strategy: Strategy = 'resize-naive'
+
+  def __post_init__(self):
+    if self.strategy not in typing.get_args(Strategy):
+      raise ValueError(
+        f'Pictures cannot be resized by {self.strategy!r}: give one of '
+        f'{typing.get_args(Strategy)}.'
+      )
+    if not len(self.sizes) == len(self.means) == len(self.stds):
+      raise ValueError(
+        f'{len(self.sizes)} sizes, {len(self.means)} means and '
+        f'{len(self.stds)} standard deviations are given: each tower needs one '
+        'of each.'
+      )
+
+  def __call__(self, image, dtype='float32') -> tuple:
+    """The input of each tower, [B, size, size, colors].
+
+    Args:
+      image: uint8 [B, rows, columns, colors].
+      dtype: type of the result.
+
+    Raises:
+      ValueError: if pictures are not bytes.
+    """
+    if image.dtype != jnp.uint8 or image.ndim != 4 or image.shape[-1] != 3:
+      raise ValueError(
+        'Pictures are uint8 [B, rows, columns, 3], and these are '
+        f'{image.dtype} {[*image.shape]}.'
+      )
+    if self.strategy == 'letterbox':
+      image = _letterbox(image, [int(255 * x) for x in self.means[-1]])
+    towers = zip(self.sizes, self.means, self.stds, strict=True)
+    return tuple(
+      self._normalized(self._resized(image, size), mean, std, dtype)
+      for size, mean, std in towers
+    )
+
+  def _resized(self, image, size: int):
+    if self.strategy == 'resize-naive':
+      return resample.resize_image(image, (size, size))
+    rows, columns = image.shape[1:3]
+    short = min(rows, columns)
+    shape = tuple(int(size * n / short) for n in (rows, columns))
+    image = resample.resize_image(image, shape)
+    top, left = (round((n - size) / 2.0) for n in shape)
+    return image[:, top : top + size, left : left + size]
+
+  def _normalized(self, image, mean: Color, std: Color, dtype):
+    x = image.astype(jnp.float32) / 255.0
+    mean, std = (jnp.asarray(c, x.dtype)[None, None, None] for c in (mean, std))
+    return ((x - mean) / std).astype(dtype)
+
+
+def _letterbox(image, color: list[int]):
+  """Adds equal borders until the picture is square, but for an odd pixel."""
+  rows, columns = image.shape[1:3]
+  most = max(rows, columns)
+  above, aside = int((most - rows) / 2), int((most - columns) / 2)
+  shape = (image.shape[0], rows + 2 * above, columns + 2 * aside, 3)
+  border = jnp.broadcast_to(jnp.array(color, jnp.uint8), shape)
+  return border.at[:, above : above + rows, aside : aside + columns].set(image)
