@@ -35,6 +35,7 @@ THROUGHPUT = {
 TRAINING_COUNTERPARTS = {
   'eval/accuracy': ('rollout/accuracy', 'training prompts, sampled'),
   'eval/success_once': ('env/success_once', 'training, sampled'),
+  'eval/return': ('env/return', 'training, sampled'),
 }
 GANTT_STEPS = 4
 MAX_SHARES = 8  # Rows of the table of shares; other stages are summed.

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlinf_jax.run import skipped
+from rlinf_jax.run import problems
 from rlinf_jax.run.folder import run_folder
 
 
@@ -26,11 +26,18 @@ class Headline(NamedTuple):
 HEADLINES = (
   Headline('held-out accuracy', 'eval/accuracy', True),
   Headline('held-out success rate', 'eval/success_once', True),
+  Headline('held-out return', 'eval/return', False),
   Headline('accuracy on training prompts', 'rollout/accuracy', True),
   Headline('success rate in training', 'env/success_once', True),
+  Headline('return in training', 'env/return', False),
   Headline('mean reward', 'rollout/reward_mean', False),
   Headline('loss', 'train/loss', False),
 )
+# The returns beside each success rate.
+RETURNS = {
+  'eval/success_once': 'eval/return',
+  'env/success_once': 'env/return',
+}
 
 
 def describe(run: run_folder.Run) -> str:
@@ -54,17 +61,7 @@ def describe(run: run_folder.Run) -> str:
       'The run is not finished: it is still running, or it stopped after step '
       f'{run_folder.steps(run):,}.'
     )
-  skipping = [
-    series.step[series.value > 0]
-    for name, series in run.series.items()
-    if skipped.is_share(name)
-  ]
-  count = len(np.unique(np.concatenate([[], *skipping])))
-  if count:
-    sentences.append(
-      f'In {count:,} steps an update was skipped, as its gradient was not '
-      'finite.'
-    )
+  sentences += problems.read(run.folder)
   not_finite = {
     name: series.step[~np.isfinite(series.value)]
     for name, series in run.series.items()
@@ -123,11 +120,20 @@ def _duration(run: run_folder.Run) -> str:
 
 
 def headline(run: run_folder.Run) -> Headline | None:
-  """The first of `HEADLINES` that a run has, if any."""
+  """The first of `HEADLINES` that a run has, if any.
+
+  Environments that know no success report none: where no episode ever
+  succeeded, and returns differ, these are the headline.
+  """
   for candidate in HEADLINES:
     series = run.series.get(candidate.metric)
-    if series and np.isfinite(series.value).any():
-      return candidate
+    if not series or not np.isfinite(series.value).any():
+      continue
+    if candidate.metric in RETURNS and not np.nanmax(series.value):
+      returns = run.series.get(RETURNS[candidate.metric])
+      if returns and np.nanmax(returns.value) > np.nanmin(returns.value):
+        continue
+    return candidate
   return None
 
 

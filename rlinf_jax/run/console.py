@@ -11,7 +11,7 @@ import sys
 from typing import NamedTuple, TextIO
 
 from rlinf_jax.report import predicted
-from rlinf_jax.run import skipped
+from rlinf_jax.run import problems
 from rlinf_jax.run.folder import writers
 
 # Fields of the line of a step and of an evaluation, in order; a field whose
@@ -38,8 +38,12 @@ EVALUATION = (
 )
 # Of the seconds of a step: stages that take less are left out of its line.
 LEAST_SHARE = 0.01
-# Metrics that summarize evaluations, by name.
-SCORES = {'accuracy': 'eval/accuracy', 'success': 'eval/success_once'}
+# Metrics that summarize evaluations, by name, and how they are formatted.
+SCORES = {
+  'accuracy': ('eval/accuracy', '.1%'),
+  'success': ('eval/success_once', '.1%'),
+  'return': ('eval/return', '.2f'),
+}
 
 
 class Console(NamedTuple):
@@ -176,15 +180,15 @@ def format_summary(
   lines = list(writers.records(metrics)) if metrics.exists() else []
   step = max((values['step'] for values in lines), default=0)
   facts = {}
-  for name, score in SCORES.items():
+  for name, (score, form) in SCORES.items():
     scores = [float(values[score]) for values in lines if score in values]
     if scores:
-      facts[name] = f'{scores[0]:.1%} -> {scores[-1]:.1%} (held out)'
-  if count := skipped.steps(lines):
-    facts['skipped'] = f'updates of {count} steps: gradient not finite'
+      facts[name] = f'{scores[0]:{form}} -> {scores[-1]:{form}} (held out)'
   facts['time'] = f'{seconds / 60:.1f} minutes'
   if prediction := predicted.describe_step(folder):
     facts['step time'] = prediction
   facts['folder'] = str(folder)
   facts['report'] = str(report)
+  if found := problems.read(folder):
+    facts['problems'] = ' '.join(found)
   return format_facts(f'Finished {step} steps.', facts)

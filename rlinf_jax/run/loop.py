@@ -206,7 +206,7 @@ class Loop:
     self._submit_steps(pause)
     info = self._pending.popleft().result()
     for notice in self.runtime.notices():
-      self._log.print(notice)
+      self._log.notice(self.steps + 1, notice)
     if not self._pending:
       self.runtime.wait()
     info = jax.device_get(info)

@@ -1,6 +1,7 @@
 """The log of a run: metrics, timeline, samples, predictions and videos."""
 
 from collections.abc import Iterable
+import functools
 import pathlib
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import autoplan
 from rlinf_jax.report import video
-from rlinf_jax.run import console
+from rlinf_jax.run import console, problems
 from rlinf_jax.run.folder import writers
 from rlinf_jax.runtime import timeline
 from stages import base
@@ -48,6 +49,8 @@ class RunLog:
     self._predictions = writers.json_lines(
       folder / 'predictions.jsonl', last_kept
     )
+    if (folder / problems.FILE).exists():
+      writers.truncate(folder / problems.FILE, last_kept)
     self._metric_writers = [
       writers.json_lines(folder / 'metrics.jsonl', last_kept),
       writers.tensorboard(folder / 'events', start),
@@ -60,6 +63,14 @@ class RunLog:
   def write_metrics(self, step: int, values: dict[str, float]):
     for writer in [*self._metric_writers, self._console]:
       writer.write(step, values)
+
+  def notice(self, step: int, text: str):
+    """Prints and writes that something went wrong, or is not as usual."""
+    self.print(text)
+    # Most runs have none, and no file for them.
+    writer = writers.json_lines(self._folder / problems.FILE)
+    writer.write(step, {'text': text})
+    writer.close()
 
   def write_timeline(self, step: int, spans: Iterable[timeline.Span]):
     for span in spans:
@@ -88,7 +99,8 @@ class RunLog:
   def write_video(self, step: int, frames: dict[str, np.ndarray] | None):
     """Writes the frames of an evaluation as a video, if there are any."""
     if frames:
-      video.try_write(self._folder, step, frames, self.print)
+      notify = functools.partial(self.notice, step)
+      video.try_write(self._folder, step, frames, notify)
 
   def write_samples(self, step: int, split: str, rows: dict[str, Any]):
     """Writes prompts, completions and rewards as text.
