@@ -301,7 +301,7 @@ def export(
     merge_lora: whether adapters are added to the weights.
   """
   source = pathlib.Path(checkpoint)
-  with _new_folder(pathlib.Path(folder)) as part:
+  with new_folder(pathlib.Path(folder)) as part:
     if lora_lib.is_adapted(params) and not merge_lora:
       adapters.write(part, params, source)
     else:
@@ -314,7 +314,7 @@ def export(
 
 
 @contextlib.contextmanager
-def _new_folder(folder: pathlib.Path):
+def new_folder(folder: pathlib.Path):
   """A folder to make and write, which becomes `folder` when it is complete.
 
   `folder` may be the original checkpoint, and an interrupted export must leave
