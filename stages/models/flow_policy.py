@@ -9,6 +9,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+import numpy as np
 
 from stages import base, ranges
 from stages.models import cnn, flow_matching, gaussian_policy, mlp
@@ -132,6 +133,7 @@ def of_networks(
   chunk: int,
   num_steps: int,
   exploration: Exploration = Exploration(),
+  action_width: int | None = None,
 ) -> base.Policy:
   """The policy that denoises by given networks.
 
@@ -150,14 +152,21 @@ def of_networks(
     chunk: steps of the environment that are decided at a time.
     num_steps: K.
     exploration: how actions are sampled.
+    action_width: numbers of an action of the network, where these are more than
+      the environment takes. The others are denoised, too, but have no
+      log-probability; in demonstrations they are zero.
   """
-  A = len(env.action_low) * chunk
+  used = len(env.action_low)
+  action_width = action_width or used
+  A = action_width * chunk
+  # Indices of the numbers that the environment takes.
+  kept = np.arange(A).reshape(chunk, action_width)[:, :used].reshape(-1)
   low, high = (
     jnp.asarray(x * chunk, float) for x in (env.action_low, env.action_high)
   )
   bounded = functools.partial(gaussian_policy.bounded, False, low, high, chunk)
   distribution = functools.partial(_distribution, exploration, num_steps)
-  score = functools.partial(_score, exploration, num_steps)
+  score = functools.partial(_score, exploration, num_steps, kept)
 
   def act(params, obs, key_B, *, group_size=1, greedy=False):
     del group_size  # Nothing is shared within a group.
@@ -199,7 +208,7 @@ def of_networks(
     return base.Evaluation(logp, entropy, value)
 
   def to_env_action(action: Denoising):
-    return bounded(action.path[..., -1, :])
+    return bounded(action.path[..., -1, kept])
 
   def value(params, obs):
     return networks.value(params, networks.encode(params, obs))
@@ -210,7 +219,9 @@ def of_networks(
     evaluate,
     to_env_action,
     value if networks.value else None,
-    imitation_loss=functools.partial(_imitation_loss, networks, A),
+    imitation_loss=functools.partial(
+      _imitation_loss, networks, (chunk, action_width)
+    ),
   )
 
 
@@ -226,13 +237,14 @@ def _distribution(exploration: Exploration, num_steps: int, x, predicted, k):
 
 
 def _score(
-  exploration: Exploration, num_steps: int, action: Denoising, predicted
+  exploration: Exploration, num_steps: int, kept, action: Denoising, predicted
 ):
   """Log-probability and entropy of an action.
 
   Args:
     exploration: how it was sampled.
     num_steps: K.
+    kept: indices of the numbers whose log-probability counts.
     action: it and the steps that led to it.
     predicted: velocity and spread before each stochastic step.
   """
@@ -241,11 +253,12 @@ def _score(
   mean, std = _distribution(
     exploration, num_steps, x, predicted, action.stochastic
   )
+  after, mean, std = (x[..., kept] for x in (after, mean, std))
   log_std = jnp.log(std)
   logp = gaussian_policy.gaussian(after, mean, log_std).sum(-1)
   entropy = gaussian_policy.gaussian_entropy(log_std).sum(-1)
   if exploration.kind == 'noise':
-    initial = action.path[..., 0, :]
+    initial = action.path[..., 0, kept]
     zero = jnp.zeros_like(initial)
     logp += gaussian_policy.gaussian(initial, zero, zero)
     entropy += gaussian_policy.gaussian_entropy(zero)
@@ -254,10 +267,16 @@ def _score(
   return logp, entropy
 
 
-def _imitation_loss(networks: Networks, A: int, params, obs, action, key_B):
-  """The flow-matching loss at a random time and noise of each row."""
-  context = networks.encode(params, obs)
-  action_BA = action.reshape(action.shape[0], A)
+def _imitation_loss(networks: Networks, shape, params, obs, action, key_B):
+  """The flow-matching loss at a random time and noise of each row.
+
+  Actions are padded with zeros to `shape`, that of a chunk.
+  """
+  context, (Z, width) = networks.encode(params, obs), shape
+  B, A = action.shape[0], Z * width
+  chunk = action.reshape(B, Z, -1)
+  padding = (0, 0), (0, 0), (0, width - chunk.shape[-1])
+  action_BA = jnp.pad(chunk, padding).reshape(B, A)
   key_2B = jax.vmap(jax.random.split, out_axes=1)(key_B)
   noise_BA = jax.vmap(lambda key: jax.random.normal(key, (A,)))(key_2B[0])
   t_B = jax.vmap(flow_matching.draw_time)(key_2B[1])

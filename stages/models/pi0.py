@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 import numpy as np
 
 from stages.models import config as config_lib
@@ -123,10 +123,12 @@ class Prefix(NamedTuple):
 
   Attributes:
     cache: keys and values of each layer.
+    output: the trunk's activations after its last layer, before its norm.
     mask: true on tokens, false on padding and absent images.
   """
 
   cache: attention.PromptCache
+  output: Float[Array, 'B P D']
   mask: Bool[Array, 'B P']
 
 
@@ -163,14 +165,14 @@ def encode(config: Config, params, x_BPD, is_token_BP) -> Prefix:
   """
   block_BP = jnp.zeros(is_token_BP.shape, jnp.int32)
   mask = attention.Mask(is_token_BP, block_BT=block_BP, block_BC=block_BP)
-  _, cache = stack.run(
+  output_BPD, cache = stack.run(
     block_lib.Block(config.trunk),
     params['trunk']['layers'],
     x_BPD.astype(config.trunk.dtype),
     transformer.positions(is_token_BP),
     mask,
   )
-  return Prefix(cache, is_token_BP)
+  return Prefix(cache, output_BPD, is_token_BP)
 
 
 def velocity(config: Config, params, prefix: Prefix, state_BO, x_BZA, t_B):
