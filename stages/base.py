@@ -326,6 +326,9 @@ class Env(NamedTuple):
     action_low: lower bound of each action dimension.
     action_high: upper bound of each action dimension.
     horizon: maximum steps of an episode.
+    action_choices: number of choices of each action dimension where actions are
+      discrete; `step` then takes their indices, 0 … n − 1, as floats. Empty for
+      continuous actions.
     host: whether it is a simulator on NumPy arrays rather than JAX. Its time
       steps have every field but `final_state`.
     render: `state, size=… -> frame_B`, uint8 [B, size, size, 3]: renders states
@@ -348,6 +351,7 @@ class Env(NamedTuple):
   action_low: tuple[float, ...]
   action_high: tuple[float, ...]
   horizon: int
+  action_choices: tuple[int, ...] = ()
   host: bool = False
   render: Callable[..., Any] | None = None
   recorder: VideoRecorder | None = None

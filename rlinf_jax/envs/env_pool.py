@@ -74,6 +74,7 @@ def host_env(spec: simulator.Spec, init, step, **fields) -> base.Env:
     tuple(spec.low.tolist()),
     tuple(spec.high.tolist()),
     spec.horizon,
+    spec.choices,
     host=True,
     **fields,
   )

@@ -47,23 +47,25 @@ def make(index: int, name: str, **settings) -> simulator.Environment:
 class Gymnasium:
   """A Gymnasium environment behind the `simulator.Environment` interface.
 
-  Observations become float32; images stay uint8. A discrete action is the
-  argmax of n numbers in [0, 1].
+  Observations become float32, choices one-hot vectors; images stay uint8. A
+  discrete action is its index.
   """
 
   def __init__(self, env: Any):
     """Reads the spaces of a `gymnasium.Env`."""
     self._env, self._actions = env, Actions(env.action_space)
+    self._space = env.observation_space
     self.spec = simulator.Spec(
-      obs=obs_arrays(env.observation_space),
+      obs=obs_arrays(self._space),
       low=self._actions.low,
       high=self._actions.high,
       horizon=_horizon(env),
       image=self._image(),
+      choices=self._actions.choices,
     )
 
   def reset(self, seed: int) -> simulator.Tree:
-    return read(self._env.reset(seed=seed)[0], self.spec.obs)
+    return read(self._env.reset(seed=seed)[0], self._space)
 
   def step(self, action_A: np.ndarray) -> simulator.Step:
     obs, reward, terminated, truncated, info = self._env.step(
@@ -71,7 +73,7 @@ class Gymnasium:
     )
     success = info.get('success', info.get('is_success', False))
     return simulator.Step(
-      obs=read(obs, self.spec.obs),
+      obs=read(obs, self._space),
       reward=float(reward),
       terminated=bool(terminated),
       truncated=bool(truncated),
@@ -101,33 +103,40 @@ class Actions:
   Attributes:
     low: lower bounds, [A].
     high: upper bounds, [A].
+    choices: number of choices of each dimension; empty for a Box.
   """
 
   def __init__(self, space: Any):
-    """Reads a Box or Discrete space."""
-    self._space, self._discrete = space, hasattr(space, 'n')
-    if self._discrete:
-      low, high = np.zeros(space.n), np.ones(space.n)
+    """Reads a Box, Discrete, MultiDiscrete or MultiBinary space."""
+    self._space, self.choices = space, ()
+    counts = _choices(space)
+    if counts is None and hasattr(space, 'n'):  # A MultiBinary.
+      counts = np.full(math.prod(space.shape), 2)
+    if counts is not None:
+      self.choices = tuple(counts.tolist())
+      low, high = np.zeros(len(counts)), counts - 1
     elif getattr(space, 'low', None) is not None:
       low, high = space.low.ravel(), space.high.ravel()
     else:
       raise ValueError(
-        f'The action space is {space}: it must be a Box or Discrete.'
+        f'The action space is {space}: it must be a Box, Discrete, '
+        'MultiDiscrete or MultiBinary.'
       )
     self.low, self.high = low.astype(np.float32), high.astype(np.float32)
 
   def one(self, action_A: np.ndarray):
     """The action of one environment."""
     action = self.batch(action_A[None])[0]
-    return int(action) if self._discrete else action
+    return int(action) if self.choices and not self._space.shape else action
 
   def batch(self, action_BA: np.ndarray) -> np.ndarray:
     """The actions of a batch of environments."""
     space = self._space
-    if self._discrete:
-      return space.start + action_BA.argmax(1)
     action_BA = np.clip(action_BA, self.low, self.high)
-    return action_BA.reshape(-1, *space.shape).astype(space.dtype)
+    if self.choices:
+      action_BA = np.rint(action_BA)
+    action = action_BA.reshape(-1, *space.shape).astype(space.dtype)
+    return action + getattr(space, 'start', 0) if self.choices else action
 
 
 def _downsample(frame: np.ndarray) -> np.ndarray:
@@ -143,16 +152,39 @@ def _downsample(frame: np.ndarray) -> np.ndarray:
 
 
 def obs_arrays(space) -> simulator.Tree:
-  """The observations of a space as a tree of `simulator.Array`."""
-  if hasattr(space, 'spaces') and isinstance(space.spaces, Mapping):
-    return {name: obs_arrays(child) for name, child in space.spaces.items()}
+  """The observations of a space as a tree of `simulator.Array`.
+
+  The parts of a Tuple are named by their number. A choice becomes a one-hot
+  vector.
+  """
+  if (children := _children(space)) is not None:
+    return {name: obs_arrays(child) for name, child in children.items()}
+  if (counts := _choices(space)) is not None:
+    return simulator.Array((int(counts.sum()),), 'float32')
   if space.shape is None:
     raise ValueError(
-      f'The observation space is {space}: it must be of arrays, or a Dict.'
+      f'The observation space is {space}: it must be of arrays, choices, or a '
+      'Dict or Tuple of these.'
     )
   if len(space.shape) == 3 and space.dtype == np.uint8:
     return simulator.Array(space.shape, 'uint8')
   return simulator.Array((math.prod(space.shape),), 'float32')
+
+
+def _children(space) -> Mapping[str, Any] | None:
+  """The spaces of a Dict or Tuple, by name; None for others."""
+  children = getattr(space, 'spaces', None)
+  if children is None or isinstance(children, Mapping):
+    return children
+  return {str(i): child for i, child in enumerate(children)}
+
+
+def _choices(space) -> np.ndarray | None:
+  """Number of choices of each number of a space; None if it has others."""
+  counts = getattr(space, 'nvec', getattr(space, 'n', None))
+  # A MultiBinary has as many numbers as its n says, each 0 or 1.
+  is_choice = counts is not None and hasattr(space, 'start')
+  return np.ravel(counts) if is_choice else None
 
 
 def _horizon(env) -> int:
@@ -165,17 +197,26 @@ def _horizon(env) -> int:
   return limit
 
 
-def read(obs, want, rows=(), array=np.asarray) -> simulator.Tree:
-  """An observation as arrays of the given shapes.
+def read(obs, space, rows=(), array=np.asarray) -> simulator.Tree:
+  """An observation as the arrays that `obs_arrays` describes.
 
   Args:
     obs: of one environment, or of a batch.
-    want: a tree of `simulator.Array`, of one environment.
+    space: of one environment.
     rows: leading dimensions of a batch.
     array: converts a leaf of `obs` to a NumPy array.
   """
-  if isinstance(want, Mapping):
+  if (children := _children(space)) is not None:
+    parts = (
+      obs if isinstance(obs, Mapping) else dict(zip(children, obs, strict=True))
+    )
     return {
-      name: read(obs[name], child, rows, array) for name, child in want.items()
+      name: read(parts[name], child, rows, array)
+      for name, child in children.items()
     }
+  want = obs_arrays(space)
+  if (counts := _choices(space)) is not None:
+    index = array(obs).reshape(*rows, -1) - np.ravel(space.start)
+    one_hot = [np.eye(n)[index[..., i]] for i, n in enumerate(counts)]
+    return np.concatenate(one_hot, -1).astype(want.dtype)
   return array(obs).astype(want.dtype, copy=False).reshape(*rows, *want.shape)

@@ -28,6 +28,7 @@ class Spec(NamedTuple):
     high: upper bounds of actions, [A].
     horizon: maximum steps of an episode.
     image: of what `render` returns; None without a `render`.
+    choices: as `Env.action_choices`.
   """
 
   obs: Tree
@@ -35,6 +36,7 @@ class Spec(NamedTuple):
   high: np.ndarray
   horizon: int
   image: Array | None = None
+  choices: tuple[int, ...] = ()
 
 
 class Step(NamedTuple):

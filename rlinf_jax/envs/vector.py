@@ -103,11 +103,13 @@ class Vector:
       )
     self._env, self._say, self._n = env, say, env.num_envs
     self._actions = gymnasium.Actions(env.single_action_space)
+    self._space = env.single_observation_space
     self.spec = simulator.Spec(
-      obs=gymnasium.obs_arrays(env.single_observation_space),
+      obs=gymnasium.obs_arrays(self._space),
       low=self._actions.low,
       high=self._actions.high,
       horizon=horizon,
+      choices=self._actions.choices,
     )
     self._token = None  # Of all rows, before the next step.
 
@@ -243,7 +245,7 @@ class Vector:
       return jax.tree.map(lambda x, y: _where(done, x, y), final, obs)
     merged = jax.tree.map(np.copy, obs)
     for i in np.flatnonzero(done):
-      leaves = simulator.leaves(gymnasium.read(final[i], self.spec.obs))
+      leaves = simulator.leaves(gymnasium.read(final[i], self._space))
       for path, x in simulator.leaves(merged).items():
         x[i] = leaves[path]
     return merged
@@ -267,7 +269,7 @@ class Vector:
 
   def _read(self, obs):
     """Observations of all rows, [N, ...], in the shapes of the spec, copied."""
-    return gymnasium.read(obs, self.spec.obs, (self._n,), _numpy)
+    return gymnasium.read(obs, self._space, (self._n,), _numpy)
 
 
 def _numpy(x) -> np.ndarray:

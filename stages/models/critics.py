@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base, ranges
+from stages.models import gaussian_policy
 
 
 class Critic(NamedTuple):
@@ -65,8 +66,9 @@ def ensemble(
     chunk: actions that are given at a time.
 
   Raises:
-    ValueError: if observations are not vectors.
+    ValueError: if observations are not vectors, or actions are discrete.
   """
+  gaussian_policy.check_continuous(env)
   if isinstance(env.obs_spec, dict) or len(env.obs_spec.shape) != 1:
     raise ValueError(
       'These critics read vectors, and this environment has '

@@ -156,6 +156,7 @@ def of_networks(
       the environment takes. The others are denoised, too, but have no
       log-probability; in demonstrations they are zero.
   """
+  gaussian_policy.check_continuous(env)
   used = len(env.action_low)
   action_width = action_width or used
   A = action_width * chunk

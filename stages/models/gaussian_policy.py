@@ -52,20 +52,22 @@ def policy(
       instruction that never changes.
 
   Raises:
-    ValueError: if `bounding` is unknown, or the network cannot read an
-      observation.
+    ValueError: if `bounding` is unknown, actions are discrete, or the network
+      cannot read an observation.
   """
   if bounding not in ('clip', 'tanh'):
     raise ValueError(
       f"`bounding` must be 'clip' or 'tanh', and is {bounding!r}."
     )
+  check_continuous(env)
   low, high = (
     jnp.asarray(x * chunk, float) for x in (env.action_low, env.action_high)
   )
-  networks = _networks(
+  networks = make_networks(
     cnn.encoder(env.obs_spec, camera_encoder, ignored),
     env.obs_spec,
     critic,
+    mlp.Actor,
     A=low.shape[0],
     D=width,
     F=width,
@@ -74,15 +76,17 @@ def policy(
   )
   squash = bounding == 'tanh'
 
+  def distribution(params, x):
+    mean, log_std = networks.actor(params, x)
+    return mean, _broadcast(log_std, mean)
+
   def log_density(action, mean, log_std):
     logp = gaussian(action, mean, log_std)
     return logp - log_slope(action, low, high) if squash else logp
 
   def act(params, obs, key_B, *, group_size=1, greedy=False):
     del group_size  # Nothing is shared within a group.
-    mean_BA, log_std_BA = networks.distribution(
-      params, networks.encode(params, obs)
-    )
+    mean_BA, log_std_BA = distribution(params, networks.encode(params, obs))
     draw = functools.partial(jax.random.normal, shape=mean_BA.shape[1:])
     noise_BA = jax.vmap(draw)(key_B)
     sample_BA = mean_BA + jnp.exp(log_std_BA) * noise_BA
@@ -94,7 +98,7 @@ def policy(
   def evaluate(params, obs, action, *, group_size=1):
     del group_size
     x = networks.encode(params, obs)
-    mean, log_std = networks.distribution(params, x)
+    mean, log_std = distribution(params, x)
     entropy = gaussian_entropy(log_std)
     if squash:
       entropy += log_slope(mean, low, high)
@@ -113,35 +117,45 @@ def policy(
   )
 
 
-class _Networks(NamedTuple):
+class Networks(NamedTuple):
   """Actor and critic on one encoder, as functions of their parameters.
 
   Attributes:
     init: `key -> params`.
     encode: `params, obs -> x`, the input of actor and critic.
-    distribution: `params, x -> mean, log_std`, of the same shape.
+    actor: `params, x -> output`, that of its module.
     value: `params, x -> value`.
   """
 
   init: Callable
   encode: Callable
-  distribution: Callable
+  actor: Callable
   value: Callable
 
 
-def _networks(encoder, obs_spec, critic: bool, **dimensions) -> _Networks:
-  """Makes the networks; `dimensions` are those of `mlp.Config` but for `O`."""
+def make_networks(
+  encoder, obs_spec, critic: bool, module, **dimensions
+) -> Networks:
+  """Makes the networks of a policy.
+
+  Args:
+    encoder: of observations, as `cnn.encoder` makes it.
+    obs_spec: shapes of one observation.
+    critic: whether there is one.
+    module: the class of the actor: `mlp.Actor` or `mlp.Logits`.
+    **dimensions: those of `mlp.Config` but for `O`.
+  """
   zero_obs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), obs_spec)
   encoded = jax.eval_shape(
     encoder.init_with_output, jax.random.key(0), zero_obs
   )[0]
   config = mlp.Config(O=encoded.shape[0], **dimensions)
-  actor, critic_net = mlp.Actor(config), mlp.Critic(config)
+  actor_net, critic_net = module(config), mlp.Critic(config)
 
   def init(key):
     actor_key, critic_key, encoder_key = jax.random.split(key, 3)
     zeros = jnp.zeros(encoded.shape, encoded.dtype)
-    params = {'actor': actor.init(actor_key, zeros)['params']}
+    params = {'actor': actor_net.init(actor_key, zeros)['params']}
     if critic:
       params[base.CRITIC] = critic_net.init(critic_key, zeros)['params']
     if encoder.cameras:
@@ -151,14 +165,27 @@ def _networks(encoder, obs_spec, critic: bool, **dimensions) -> _Networks:
   def encode(params, obs):
     return encoder.apply({'params': params.get('encoder', {})}, obs)
 
-  def distribution(params, x):
-    mean, log_std = actor.apply({'params': params['actor']}, x)
-    return mean, _broadcast(log_std, mean)
+  def actor(params, x):
+    return actor_net.apply({'params': params['actor']}, x)
 
   def value(params, x):
     return critic_net.apply({'params': params[base.CRITIC]}, x)
 
-  return _Networks(init, encode, distribution, value)
+  return Networks(init, encode, actor, value)
+
+
+def check_continuous(env: base.Env):
+  """Refuses an environment whose actions are choices.
+
+  Raises:
+    ValueError: for such an environment.
+  """
+  if env.action_choices:
+    raise ValueError(
+      'The actions of this environment are choices '
+      f'({", ".join(map(str, env.action_choices))}), and these are numbers in '
+      'a range: use categorical_policy.policy, with PPO or GRPO.'
+    )
 
 
 def gaussian(x, mean, log_std):

@@ -14,7 +14,7 @@ class Config:
 
   Attributes:
     O: features of an observation.
-    A: dimensions of an action.
+    A: dimensions of an action, or its choices where it is discrete.
     D: width of the first hidden layer.
     F: width of the second.
     init_std: initial standard deviation of actions.
@@ -49,6 +49,18 @@ class Actor(nn.Module):
       return mean, self.param('log_std_A', initial, (c.A,))
     spread = layer(self, hidden, 'spread', 'FA', (c.F, c.A), 0.01)
     return mean, jnp.clip(jnp.log(c.init_std) + spread, *LOG_STD_RANGE)
+
+
+class Logits(nn.Module):
+  """Logits of choices, near zero at first: all are about equally likely."""
+
+  config: Config
+
+  @nn.compact
+  def __call__(self, obs):
+    """`[…, O] -> […, A]`, the choices of all dimensions one after another."""
+    c = self.config
+    return layer(self, _hidden(self, obs), 'out', 'FA', (c.F, c.A), 0.01)
 
 
 class Critic(nn.Module):

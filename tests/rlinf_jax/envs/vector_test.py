@@ -84,7 +84,7 @@ def test_a_vector_environment_equals_a_pool_to_the_bit(pool, name, B):
   )
   action_TNA = actions(toy('') < name)
   if name == 'CartPole-v1':
-    action_TNA = np.random.default_rng(0).uniform(0, 1, (60, N, 2))
+    action_TNA = np.random.default_rng(0).integers(0, 2, (60, N, 1))
   equal(play(got, action_TNA, SEEDS[:B]), play(want, action_TNA, SEEDS[:B]))
 
 

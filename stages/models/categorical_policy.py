@@ -1,0 +1,107 @@
+"""A categorical policy: observations in, choices out."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+
+from stages import base, ranges
+from stages.models import cnn, gaussian_policy, mlp
+
+
+def policy(
+  env: base.Env,
+  *,
+  width: ranges.PositiveInt = 64,
+  chunk: ranges.PositiveInt = 1,
+  critic: bool = True,
+  camera_encoder: cnn.Config = cnn.Config(),
+  ignored: tuple[str, ...] = (),
+) -> base.Policy:
+  """An actor and a critic, two small networks, for discrete actions.
+
+  The choices of the dimensions of an action are independent, given the
+  observation: an action's log-probability is the sum of theirs. An `action` is
+  the vector of their indices, int32 [A].
+
+  Args:
+    env: its actions are discrete; its observations are vectors and images,
+      alone or in a dict.
+    width: of the hidden layers.
+    chunk: steps that are decided at a time, as in `gaussian_policy.policy`.
+    critic: whether the policy has a critic.
+    camera_encoder: the network of each camera, if there are images.
+    ignored: names of observations that the policy does not read.
+
+  Raises:
+    ValueError: if actions are continuous, or the network cannot read an
+      observation.
+  """
+  if not env.action_choices:
+    raise ValueError(
+      'The actions of this environment are numbers in a range, and these are '
+      'choices: use gaussian_policy.policy.'
+    )
+  choices = env.action_choices * chunk
+  networks = gaussian_policy.make_networks(
+    cnn.encoder(env.obs_spec, camera_encoder, ignored),
+    env.obs_spec,
+    critic,
+    mlp.Logits,
+    A=sum(choices),
+    D=width,
+    F=width,
+  )
+
+  def log_probabilities(params, x):
+    """log p of the choices of each dimension: a list of [..., n]."""
+    ends = [*itertools.accumulate(choices)][:-1]
+    parts = jnp.split(networks.actor(params, x), ends, -1)
+    return [jax.nn.log_softmax(logits) for logits in parts]
+
+  def act(params, obs, key_B, *, group_size=1, greedy=False):
+    del group_size  # Nothing is shared within a group.
+    logps = log_probabilities(params, networks.encode(params, obs))
+
+    def draw(key, *logps):
+      keys = jax.random.split(key, len(logps))
+      return jnp.stack(list(map(jax.random.categorical, keys, logps)))
+
+    if greedy:
+      action_BA = jnp.stack([logp.argmax(-1) for logp in logps], -1)
+    else:
+      action_BA = jax.vmap(draw)(key_B, *logps)
+    action_BA = action_BA.astype(jnp.int32)
+    logp_B = _taken(logps, action_BA)
+    one_B = jnp.ones_like(logp_B)
+    return base.Experience(obs, action_BA, logp_B, one_B, 0.0 * one_B)
+
+  def evaluate(params, obs, action, *, group_size=1):
+    del group_size
+    x = networks.encode(params, obs)
+    logps = log_probabilities(params, x)
+    entropy = sum(-(jnp.exp(logp) * logp).sum(-1) for logp in logps)
+    value = networks.value(params, x) if critic else None
+    return base.Evaluation(_taken(logps, action), entropy, value)
+
+  def value(params, obs):
+    return networks.value(params, networks.encode(params, obs))
+
+  def to_env_action(action):
+    index = action.astype(jnp.result_type(float))
+    if chunk == 1:
+      return index
+    return index.reshape(*index.shape[:-1], chunk, -1)
+
+  return base.Policy(
+    networks.init, act, evaluate, to_env_action, value if critic else None
+  )
+
+
+def _taken(logps, action):
+  """The log-probability of the choices in `action`, [..., A] to [...]."""
+  taken = [
+    jnp.take_along_axis(logp, action[..., i, None], -1)[..., 0]
+    for i, logp in enumerate(logps)
+  ]
+  return sum(taken)

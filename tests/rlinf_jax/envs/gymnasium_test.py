@@ -1,0 +1,81 @@
+"""Spaces of Gymnasium as arrays, against Gymnasium's own flattening."""
+
+import jax
+import numpy as np
+import pytest
+
+from rlinf_jax.envs import gymnasium
+
+gym = pytest.importorskip(
+  'gymnasium',
+  reason='Gymnasium is not installed: pip install "rlinf-jax[gymnasium]".',
+)
+spaces = gym.spaces
+
+CHOICE = spaces.Discrete(4, start=2)
+SEVERAL = spaces.MultiDiscrete([3, 2])
+NESTED = spaces.Dict(
+  {
+    'both': spaces.Tuple((CHOICE, spaces.Box(-1, 1, (2, 2)))),
+    'bits': spaces.MultiBinary(3),
+    'several': SEVERAL,
+  }
+)
+
+
+def test_observations_are_flattened_by_name():
+  arrays = gymnasium.obs_arrays(NESTED)
+  assert jax.tree.map(lambda x: x.shape, arrays, is_leaf=_is_array) == {
+    'both': {'0': (4,), '1': (4,)},
+    'bits': (3,),
+    'several': (5,),
+  }
+  NESTED.seed(0)
+  for _ in range(5):
+    obs = NESTED.sample()
+    got = gymnasium.read(obs, NESTED)
+    for x, part, space in (
+      (got['both']['0'], obs['both'][0], CHOICE),
+      (got['both']['1'], obs['both'][1], NESTED['both'][1]),
+      (got['bits'], obs['bits'], NESTED['bits']),
+      (got['several'], obs['several'], SEVERAL),
+    ):
+      assert x.dtype == np.float32
+      np.testing.assert_array_equal(x, spaces.flatten(space, part))
+
+
+def _is_array(x):
+  return hasattr(x, 'shape')
+
+
+@pytest.mark.parametrize('space', [CHOICE, SEVERAL])
+def test_a_batch_of_choices_is_that_of_each(space):
+  space.seed(1)
+  samples = [space.sample() for _ in range(6)]
+  batch = gymnasium.read(np.stack(samples), space, (6,))
+  for x, sample in zip(batch, samples, strict=True):
+    np.testing.assert_array_equal(x, spaces.flatten(space, sample))
+
+
+@pytest.mark.parametrize(
+  'space, choices',
+  [(CHOICE, (4,)), (SEVERAL, (3, 2)), (spaces.MultiBinary(2), (2, 2))],
+  ids=str,
+)
+def test_actions_are_the_indices_of_choices(space, choices):
+  actions = gymnasium.Actions(space)
+  assert actions.choices == choices
+  assert actions.high.tolist() == [n - 1 for n in choices]
+  for index in np.ndindex(*choices):
+    action = actions.one(np.array(index, np.float32))
+    assert space.contains(action)
+    np.testing.assert_array_equal(
+      np.ravel(action) - getattr(space, 'start', 0), index
+    )
+
+
+def test_a_space_of_neither_kind_is_refused():
+  with pytest.raises(ValueError, match='must be a Box, Discrete, MultiDisc'):
+    gymnasium.Actions(spaces.Text(5))
+  with pytest.raises(ValueError, match='arrays, choices, or a Dict or Tuple'):
+    gymnasium.obs_arrays(spaces.Graph(spaces.Box(0, 1, (1,)), None))
