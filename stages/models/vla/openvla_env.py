@@ -1,0 +1,91 @@
+"""OpenVLA in environments that return a picture."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stages import base, tree_paths
+from stages.models.vla import action_tokens, openvla, openvla_policy
+
+
+def policy(
+  env: base.Env,
+  *,
+  config: openvla.Config,
+  prompt: tuple[int, ...],
+  camera: str = 'image/table',
+  **settings,
+) -> base.Policy:
+  """A policy for an environment whose observations contain a picture.
+
+  It has an `imitation_loss`, so that `behavior_cloning` trains it by
+  demonstrated actions: the negative log-likelihood of their tokens.
+
+  Args:
+    env: the environment. The bounds of its actions are −1 and 1 of the model.
+    config: the model.
+    prompt: tokens of the instruction, the beginning of the text first.
+    camera: path of the picture in observations.
+    **settings: of `openvla_policy.policy`, but `logp_of`.
+
+  Raises:
+    ValueError: if observations have no such picture.
+  """
+  _check(env, camera)
+  low, high = (
+    np.asarray(x, np.float32) for x in (env.action_low, env.action_high)
+  )
+  stats = action_tokens.ActionStats(low, high, np.ones(low.shape, bool))
+  own = openvla_policy.policy(config, stats, **settings)
+  observe = functools.partial(_observe, camera, prompt)
+
+  def act(params, obs, key_B, *, group_size=1, greedy=False):
+    x = own.act(
+      params, observe(obs), key_B, group_size=group_size, greedy=greedy
+    )
+    return x._replace(obs=obs)
+
+  def evaluate(params, obs, action, *, group_size=1):
+    tokens = action.reshape(-1, action.shape[-1])
+    now = own.evaluate(params, observe(obs), tokens, group_size=group_size)
+    return jax.tree.map(lambda x: x.reshape(action.shape[:-1]), now)
+
+  def value(params, obs):
+    leading = tree_paths.flatten(obs)[camera].shape[:-3]
+    return own.value(params, observe(obs)).reshape(leading)
+
+  def imitation_loss(params, obs, action, key_B):
+    del key_B  # A likelihood draws nothing.
+    return -evaluate(params, obs, config.tokens.encode(action)).logp
+
+  return own._replace(
+    act=act,
+    evaluate=evaluate,
+    value=value if own.value else None,
+    imitation_loss=imitation_loss,
+  )
+
+
+def _check(env: base.Env, camera: str):
+  found = tree_paths.flatten(env.obs_spec)
+  spec = found.get(camera)
+  if spec is None or spec.dtype != jnp.uint8 or len(spec.shape) != 3:
+    raise ValueError(
+      f'OpenVLA reads the picture {camera!r}, uint8 [rows, columns, colors], '
+      f'and the environment returns {[*found]}: give `camera` the path of a '
+      'picture, or configure the environment to return one.'
+    )
+
+
+def _observe(camera: str, prompt: tuple[int, ...], obs):
+  """The observations of OpenVLA, with all leading dimensions as one."""
+  image = tree_paths.flatten(obs)[camera]
+  image = image.reshape(-1, *image.shape[-3:])
+  token = jnp.broadcast_to(
+    jnp.array(prompt, jnp.int32)[None], (image.shape[0], len(prompt))
+  )
+  return openvla_policy.Observation(
+    image, base.Prompt(token, jnp.ones_like(token))
+  )
