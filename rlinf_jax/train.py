@@ -5,7 +5,7 @@ import functools
 import pathlib
 from typing import Any
 
-from rlinf_jax import config
+from rlinf_jax import config, config_changes
 from rlinf_jax.run import flows as flows_lib
 from rlinf_jax.run import loop, setup, supervise
 from rlinf_jax.run.folder import checkpoint, result, run_lock
@@ -74,8 +74,8 @@ def train(
   Raises:
     BlockingIOError: if another process runs in `workdir`.
     FileExistsError: if `workdir` holds a run and `resume` is False.
-    ValueError: if the recipe binds a parameter that nothing reads, or no plan
-      fits in memory.
+    ValueError: if the recipe binds a parameter that nothing reads, no plan
+      fits in memory, or a run is resumed with settings that cannot change.
   """
   schedule = loop.Schedule(
     steps=steps,
@@ -86,14 +86,12 @@ def train(
     max_skipped_steps=max_skipped_steps,
   )
   with run_lock.hold(folder := pathlib.Path(workdir)):
+    changes = config_changes.since_start(folder) if resume else []
     if finished := result.read_finished(
-      folder,
-      steps=steps,
-      stop_at_score=stop_at_score,
-      score=workflow.score,
-      resume=resume,
+      folder, steps, stop_at_score, score=workflow.score, resume=resume
     ):
       return finished
+    config_changes.show(changes)
     if ray_address:
       launch.connect(ray_address)
     flows = flows_lib.trace_flows(workflow, source, seed)

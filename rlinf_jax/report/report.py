@@ -88,7 +88,9 @@ def _workflow(run: run_folder.Run) -> str:
 def _key_figures(run: run_folder.Run) -> str:
   """The large numbers at the top."""
   figures = []
-  if headline := summary.headline(run):
+  for headline in (summary.headline(run), summary.without_success(run)):
+    if headline is None:
+      continue
     label, name, is_fraction = headline
     values = summary.first_and_last(run, name) or [summary.latest(run, name)]
     text = '<i>→</i>'.join(

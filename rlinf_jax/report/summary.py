@@ -94,6 +94,13 @@ def _progress(run: run_folder.Run) -> str:
   best = headline(run)
   if not best:
     return f'The run took {_duration(run)}.'
+  if returns := without_success(run):
+    return f'No episode succeeded. {_change(run, returns)}'
+  return _change(run, best)
+
+
+def _change(run: run_folder.Run, best: Headline) -> str:
+  """Describes how a metric changed."""
   label, name, is_fraction = best
   label = label[0].upper() + label[1:]
   change = first_and_last(run, name)
@@ -120,21 +127,27 @@ def _duration(run: run_folder.Run) -> str:
 
 
 def headline(run: run_folder.Run) -> Headline | None:
-  """The first of `HEADLINES` that a run has, if any.
-
-  Environments that know no success report none: where no episode ever
-  succeeded, and returns differ, these are the headline.
-  """
+  """The first of `HEADLINES` that a run has, if any."""
   for candidate in HEADLINES:
     series = run.series.get(candidate.metric)
-    if not series or not np.isfinite(series.value).any():
-      continue
-    if candidate.metric in RETURNS and not np.nanmax(series.value):
-      returns = run.series.get(RETURNS[candidate.metric])
-      if returns and np.nanmax(returns.value) > np.nanmin(returns.value):
-        continue
-    return candidate
+    if series and np.isfinite(series.value).any():
+      return candidate
   return None
+
+
+def without_success(run: run_folder.Run) -> Headline | None:
+  """The return, where no episode succeeded; environments may know no success.
+
+  None where some episode did, or where returns do not differ.
+  """
+  first = headline(run)
+  name = RETURNS.get(first.metric) if first else None
+  if name not in run.series or np.nanmax(run.series[first.metric].value) > 0:
+    return None
+  value = run.series[name].value
+  if np.nanmax(value) <= np.nanmin(value):
+    return None
+  return next(x for x in HEADLINES if x.metric == name)
 
 
 def first_and_last(

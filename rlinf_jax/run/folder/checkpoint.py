@@ -32,6 +32,26 @@ class CheckpointState(NamedTuple):
   metrics: dict[int, dict[str, float]]
 
 
+def _shapes(tree: Any) -> dict[str, str]:
+  """Path → type and shape of the arrays in a tree, '' of other leaves."""
+
+  def name(key):
+    for attribute in ('name', 'key', 'idx'):
+      if hasattr(key, attribute):
+        return str(getattr(key, attribute))
+    return str(key)
+
+  def text(x):
+    if not hasattr(x, 'shape') or getattr(x, 'dtype', None) is None:
+      return ''
+    return f'{getattr(x.dtype, "name", x.dtype)}{list(x.shape)}'
+
+  return {
+    '.'.join(map(name, path)): text(x)
+    for path, x in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
 class Checkpoints:
   """The checkpoints of one run; writes one while training goes on."""
 
@@ -110,11 +130,13 @@ class Checkpoints:
       step: that of the checkpoint; the newest if None.
 
     Raises:
-      ValueError: if the frozen parameters are others than when it was written.
+      ValueError: if the frozen parameters are others than when it was written,
+        or arrays have other names, shapes or types.
     """
     ocp, step = self._ocp, self.latest() if step is None else step
     trained = frozen_weights.remove(state)
     out_shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, trained)
+    self._check_shapes(step, out_shapes)
     restored = self._manager.restore(
       step,
       args=ocp.args.Composite(
@@ -136,6 +158,28 @@ class Checkpoints:
     }
     whole = frozen_weights.restore(restored.state, state)
     return CheckpointState(step, whole, restored.source, metrics)
+
+  def _check_shapes(self, step: int, wanted):
+    """Compares a checkpoint with the arrays that are to be read from it."""
+    ocp = self._ocp
+    with ocp.StandardCheckpointer() as reader:
+      found = reader.metadata(self.folder / str(step) / 'state')
+    found, wanted = map(_shapes, (found.item_metadata.tree, wanted))
+    wrong = [
+      f'{name} is {found.get(name, "missing")} there and '
+      f'{wanted.get(name, "missing")} now'
+      for name in sorted(found.keys() | wanted.keys())
+      if '' not in (found.get(name), wanted.get(name))
+      if found.get(name) != wanted.get(name)
+    ]
+    if wrong:
+      more = f'; and {len(wrong) - 3} more' if len(wrong) > 3 else ''
+      raise ValueError(
+        f'The checkpoint of step {step} in {self.folder} does not fit the '
+        f'recipe: {"; ".join(wrong[:3])}{more}. Give the sizes and the '
+        'optimizer that the run was begun with, as in its config.gin, or '
+        'choose another --workdir.'
+      )
 
   def close(self):
     """Waits until all checkpoints are written.

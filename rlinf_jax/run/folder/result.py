@@ -35,9 +35,9 @@ class Result(NamedTuple):
 
 def read_finished(
   folder: pathlib.Path,
-  *,
   steps: int,
   stop_at_score: float | None,
+  *,
   score: str,
   resume: bool,
 ) -> Result | None:

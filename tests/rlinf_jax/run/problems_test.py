@@ -63,7 +63,7 @@ def test_a_video_that_cannot_be_written_is_told_at_the_end(tmp_path, capsys):
   )
 
 
-def test_the_return_is_the_headline_where_no_episode_ever_succeeds(tmp_path):
+def test_the_return_is_shown_where_no_episode_ever_succeeds(tmp_path):
   none = {'eval/success_once': 0.0, 'env/success_once': 0.0}
   write(
     tmp_path,
@@ -71,13 +71,18 @@ def test_the_return_is_the_headline_where_no_episode_ever_succeeds(tmp_path):
     none | {'eval/return': 475.0, 'env/return': 470.0},
   )
   run = run_folder.read(tmp_path)
-  assert summary.headline(run).metric == 'eval/return'
-  assert summary.describe(run).startswith('Held-out return rose from 20 to 475')
+  assert summary.without_success(run).metric == 'eval/return'
+  assert summary.describe(run).startswith(
+    'No episode succeeded. Held-out return rose from 20 to 475'
+  )
+  report.write(tmp_path)
+  page = (tmp_path / 'report.html').read_text()
+  assert '<b>20</b><i>→</i><b>475</b>' in page
   assert 'return   20.00 -> 475.00 (held out)' in last_lines(tmp_path)
 
 
 @pytest.mark.parametrize('successes', [(0.0, 0.5), (0.0, 0.0)])
-def test_success_is_the_headline_where_returns_do_not_tell_more(
+def test_success_stands_alone_where_returns_do_not_tell_more(
   successes, tmp_path
 ):
   write(
@@ -86,3 +91,4 @@ def test_success_is_the_headline_where_returns_do_not_tell_more(
   )
   run = run_folder.read(tmp_path)
   assert summary.headline(run).metric == 'eval/success_once'
+  assert summary.without_success(run) is None
