@@ -46,12 +46,14 @@ FOLDERS = (
   'gin_configs',
   'gin_configs/recipes',
 )
-TINY = 'gin_configs/recipes/tiny.gin'  # Of no use alone.
+TINY = 'gin_configs/recipes/tiny.gin'
+# Of no use alone: others include or are read with them.
+PARTS = {ROOT / TINY, ROOT / 'experiments/arithmetic/shuffled.gin'}
 RECIPES = [
   recipe(path)
   for folder in FOLDERS
   for path in sorted((ROOT / folder).glob('*.gin'))
-  if path != ROOT / TINY
+  if path not in PARTS
 ]
 
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import lerobot_models
-from stages.models import flow_matching, pi0, pi0_files
+from stages.models import flow_matching
 from stages.models.files import weights
 from stages.models.vision import vit
+from stages.models.vla import pi0, pi0_files
 
 B, P = 2, 7
 CONFIG = pi0.Config(

@@ -10,11 +10,12 @@ import contextlib
 import pathlib
 from typing import NamedTuple
 
-from stages.models import families, pi0
+from stages.models import families
 from stages.models.files import weights
 from stages.models.files.naming import Names, Tensor
 from stages.models.layers import adaptive
 from stages.models.vision import names as vision_names
+from stages.models.vla import pi0
 
 ROOT = 'paligemma_with_expert.'
 PALIGEMMA, EXPERT = f'{ROOT}paligemma.', f'{ROOT}gemma_expert.'
