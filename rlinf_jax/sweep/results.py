@@ -46,7 +46,7 @@ def score(points: Iterable[grid.Point]) -> str:
   logged = {
     x for point in points for x in (read_result(point) or {}).get('metrics', ())
   }
-  scores = [*console.SCORES.values()]
+  scores = [metric for metric, _ in console.SCORES.values()]
   return next((name for name in scores if name in logged), scores[0])
 
 
