@@ -117,8 +117,8 @@ class Experience(NamedTuple):
       `logp` has another rounding than the trainer's (an engine outside JAX, or
       arithmetic narrower than float32), or where several versions of the
       policy sampled; None where it equals `logp` to float32's rounding.
-    arrival: rank by which rows finished, in any unit; None where all rows
-      started together, so that the row length tells.
+    arrival: rank by which rows finished; None where it follows from their
+      lengths, as all started together.
   """
 
   obs: Any
@@ -161,9 +161,8 @@ class Verdict(NamedTuple):
     reward: reward to learn from, after any shaping.
     correct: 1 where the answer is right, before any shaping.
     terms: numbers to log, by name, such as the terms that `reward` adds up.
-    vote: the final answer of each completion as an id for majority votes; −1
-      where it has none. Two right answers may differ. None where a verifier
-      knows no final answers.
+    vote: id of each completion's final answer, for majority votes; −1 where it
+      has none. None where a verifier knows no final answers.
   """
 
   reward: Float[Array, ' B']
@@ -226,19 +225,16 @@ class Policy(NamedTuple):
       `stages.language.decoding.generate.resume`. With `out_shapes`, it takes
       keys as their bits and returns a `Deferred`. None where completions cannot
       be continued.
-    engine: what a cost model reads of continuous batching, by an engine that
-      `act` runs on or in slots of its own loop; None without it.
-    sampling: the distribution that `act` samples actions from and `evaluate`
-      scores them under, see `stages.language.sample`; None where there is no
-      choice of it.
-    recompute_logp: whether `evaluate` gives other log-probabilities than `act`
-      recorded, by more than float32's rounding, as where the arithmetic is
-      bfloat16. Losses then use those of `evaluate` and weigh actions by the
-      ratio of the two, as with `out_shapes`.
+    engine: continuous batching, for the cost model; None without it.
+    sampling: the distribution that `act` samples from and `evaluate` scores
+      under, see `stages.language.sample`; None where there is no choice.
+    recompute_logp: whether the log-probabilities of `evaluate` and `act` differ
+      by more than float32's rounding, as in bfloat16. Losses then use those of
+      `evaluate` and weigh actions by the ratio, as with `out_shapes`.
     round_params: `params -> params`, rounded as `evaluate` rounds them before
-      it uses them, so that it returns the same; None where it rounds none.
-    packed_tokens: tokens that a packed row has room for, where `evaluate` packs
-      completions, see `stages.language.packing`; None without packing.
+      it uses them; None where it rounds none.
+    packed_tokens: room of a packed row in tokens, see
+      `stages.language.packing`; None without packing.
     imitation_loss: `params, obs, action, keys -> loss`, one number a row: what
       behavior cloning minimizes of demonstrated actions, in units where −1 … 1
       is the environment's range. None where it is the negative log-probability.
@@ -276,10 +272,9 @@ class TimeStep(NamedTuple):
     steps: environment steps executed of a chunk; None where an action is one
       step.
     env_failed: 1 where the simulator failed (crash, exception, NaN, time-out):
-      the step is truncated without reward and must not be learned from. None
-      where no step can fail.
-    final_state: environment state before any reset, as `Env.render` takes it;
-      None where states cannot be rendered.
+      the step is truncated, has no reward, and is not learned from. None where
+      no step can fail.
+    final_state: state before any reset; None where `Env.render` is.
   """
 
   obs: Any
@@ -341,8 +336,7 @@ class Env(NamedTuple):
     save: `token -> snapshot`: data from which another process can restore the
       environments.
     load: `token, snapshot -> token`: restores the environments.
-    lockstep: whether a simulator steps all of its environments at once, so that
-      a batch of them is never cut.
+    lockstep: whether a batch is never cut, as its simulators step together.
   """
 
   init: Callable[[Any], tuple[Any, Any]]
@@ -371,8 +365,7 @@ class Workflow(NamedTuple):
       arithmetic belongs inside a stage.
     evaluate: `state, batch, key -> info`: a second flow, which reads the state.
     params: `state -> params` of the trained policy, for export.
-    staleness: steps that may start before an earlier one has ended, because the
-      parameters they act with are that many steps old.
+    staleness: steps that may overlap, as acting parameters are as much older.
     score: the metric of `evaluate` that measures the policy, between 0 and 1.
     allocate: `state, batch -> state`: makes room in a new state for what steps
       of such batches leave unfinished; None where they leave nothing.
@@ -395,10 +388,9 @@ class Source(NamedTuple):
     next: `state, metrics -> state, batch`. `metrics` are the numbers of the
       step before (empty at first), so that a source may be a curriculum.
     held_out: `() -> batches`, a list that no training batch overlaps.
-    text: `token, mask -> texts`, one string a row, for logs; None where rows
-      are not text.
-    held_out_names: `() -> names`: for each batch of `held_out`, the name of the
-      set that it belongs to; None where all are of one set.
+    text: `token, mask -> texts`, one a row, for logs; None where there is none.
+    held_out_names: `() -> names` of the set of each batch of `held_out`; None
+      where all are of one set.
   """
 
   init: Callable[[int], Any]

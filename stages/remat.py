@@ -54,6 +54,12 @@ def resolve(setting: str) -> str:
   return choice.policy
 
 
+def policy(setting: str) -> Callable | None:
+  """The function of `jax.checkpoint_policies`; None if all are stored."""
+  name = resolve(setting)
+  return None if name == NONE else getattr(jax.checkpoint_policies, name)
+
+
 def applied(fn: Callable, policy: str, readers: set[str]) -> Callable:
   """Returns `fn` for tracing, whose models with `AUTO` have a policy.
 

@@ -58,6 +58,7 @@ class Roofline:
     rules: layout_lib.Rules,
     measured: measured_lib.Measurements = measured_lib.Measurements(),
     assumed: Assumptions = Assumptions(),
+    evaluation: graph.Flow | None = None,
   ):
     """Takes the work of the stages and the hardware.
 
@@ -68,6 +69,8 @@ class Roofline:
       rules: mesh axes of each letter, as `sharding.rules.DEFAULT`.
       measured: measured seconds of stages, which replace modeled seconds.
       assumed: efficiencies that are neither measured nor on a data sheet.
+      evaluation: a second flow, which is not planned. Meshes of the stages that
+        it shares divide its rows, too.
     """
     missing = [name for name in flow.stages if name not in works]
     if missing:
@@ -79,10 +82,14 @@ class Roofline:
     self.layout = layout_lib.Layout(rules)
     self.axis_links = collectives.AxisLinks(cluster)
     self.measured, self.assumed = measured, assumed
+    self.evaluation = evaluation
     self.capacity = cluster.capacity
     self.axes = functools.cache(
       functools.partial(
-        menu.meshes, flow, self.layout, cluster.devices_per_node
+        menu.meshes,
+        (flow, evaluation) if evaluation else (flow,),
+        self.layout,
+        cluster.devices_per_node,
       )
     )
     self._memo, self._parameters = {}, {}
@@ -99,6 +106,7 @@ class Roofline:
       self.layout.rules,
       measured,
       self.assumed,
+      self.evaluation,
     )
 
   # Seconds.

@@ -217,6 +217,8 @@ def read(obs, space, rows=(), array=np.asarray) -> simulator.Tree:
   want = obs_arrays(space)
   if (counts := _choices(space)) is not None:
     index = array(obs).reshape(*rows, -1) - np.ravel(space.start)
-    one_hot = [np.eye(n)[index[..., i]] for i, n in enumerate(counts)]
+    one_hot = [
+      index[..., i, None] == np.arange(n) for i, n in enumerate(counts)
+    ]
     return np.concatenate(one_hot, -1).astype(want.dtype)
   return array(obs).astype(want.dtype, copy=False).reshape(*rows, *want.shape)

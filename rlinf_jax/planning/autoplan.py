@@ -11,6 +11,7 @@ import jax
 
 from planner.costs import cost_table, roofline
 from planner.costs import measured as measured_lib
+from planner.costs.mesh import menu
 from planner.counting import count
 from planner.explain import overview
 from planner.ir import graph
@@ -90,7 +91,11 @@ def find_plan(
   store = profile_store_lib.Store()
   cluster = machine_profile.measure_cluster(store)
   model = roofline.Roofline(
-    step, count.of_flow(step), cluster, rules_lib.DEFAULT
+    step,
+    count.of_flow(step),
+    cluster,
+    rules_lib.DEFAULT,
+    evaluation=evaluate,
   )
   if example is None:
     print_line('Planning by modeled costs: one device cannot hold the state.')
@@ -129,7 +134,7 @@ def search(step, evaluate, staleness, model, space) -> ChosenPlan:
       break
   if result.best is None:
     raise ValueError(_refusal(step, model, result))
-  best = _with_evaluation(result.best, step, evaluate)
+  best = _with_evaluation(result.best, step, evaluate, model.layout)
   prediction = predict_step(step, staleness, model, best)
   return ChosenPlan(best, model, space, prediction, result.gap)
 
@@ -180,18 +185,24 @@ def predict_step(
   )
 
 
-def _with_evaluation(plan, step, evaluate) -> plan_lib.Plan:
+def _with_evaluation(plan, step, evaluate, layout) -> plan_lib.Plan:
   """Places the stages that only evaluations have.
 
-  They go to the place that holds most of what evaluations read.
+  They go to the place that holds most of what evaluations read, among those
+  whose meshes divide their rows.
   """
   rest = [name for name in evaluate.stages if name not in plan.stages]
   homes = program.homes(step, plan)
-  bytes_at = dict.fromkeys(plan.places, 0)
+  fitting = [
+    name
+    for name, place in plan.places.items()
+    if menu.fits(evaluate, layout, rest, place.axes)
+  ]
+  bytes_at = dict.fromkeys(fitting or plan.places, 0)
   starts = [start for start, _ in step.carry]
   for i, (start, _) in enumerate(evaluate.carry):
     if start in evaluate.readers:
-      for place in homes[starts[i]]:
+      for place in bytes_at.keys() & homes[starts[i]]:
         bytes_at[place] += evaluate.values[start].bytes
   place = max(bytes_at, key=bytes_at.get)
   return dataclasses.replace(

@@ -58,7 +58,8 @@ def report_plan(
   """Searches for the fastest plan, and prints it with the reasons for it.
 
   Args:
-    flows: recordings of a step and of an evaluation, which is not planned.
+    flows: recordings of a step and of an evaluation. The step is planned, with
+      meshes that divide the rows of both.
     staleness: the workflow's staleness, in steps: so many steps may overlap.
     own: the plan of the recipe; None if it has none.
     cluster: the hardware.
@@ -76,9 +77,11 @@ def report_plan(
     print_text: prints the report.
   """
   deadline = deadline_lib.Deadline(seconds)
-  table, flow = str(flows[0]), unroll.unroll(flows[0])
+  table, (flow, evaluation) = str(flows[0]), map(unroll.unroll, flows)
   works, assumption = _completion_work(count.of_flow(flow), lengths)
-  model = roofline.Roofline(flow, works, cluster, rules.DEFAULT)
+  model = roofline.Roofline(
+    flow, works, cluster, rules.DEFAULT, evaluation=evaluation
+  )
   result, ranked = _search(flow, model, staleness, deadline)
   lines = [table, '', _searched(result, cluster), assumption]
   others = _others(flow, model, result, own, ranked, staleness, deadline)

@@ -1,7 +1,7 @@
-"""What went wrong in a run that went on: simulators, rewards, videos, links.
+"""Problems of a run that went on: of simulators, rewards, videos and links.
 
-The console prints it when it happens, and the summary of a run and its report
-count it, so that a run which ends well does not hide it.
+The console prints each when it happens. The summary of a run and its report
+count them, so that a run which ends well does not hide them.
 """
 
 from collections.abc import Iterable, Mapping

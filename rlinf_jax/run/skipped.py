@@ -8,14 +8,14 @@ class NotFiniteError(ValueError):
   """No update has had a finite gradient for many steps in a row."""
 
 
-def is_share(name: str) -> bool:
-  """Whether a metric is the share of a network's updates that were skipped."""
-  return name.startswith('train/') and name.endswith('skipped')
-
-
 def share(values: Mapping[str, float]) -> float:
   """The largest share of skipped updates among the networks of a step."""
-  return max((x for name, x in values.items() if is_share(name)), default=0.0)
+  of_each = (
+    x
+    for name, x in values.items()
+    if name.startswith('train/') and name.endswith('skipped')
+  )
+  return max(of_each, default=0.0)
 
 
 def steps(records: Iterable[Mapping[str, float]]) -> int:

@@ -8,6 +8,7 @@ matter.
 """
 
 from collections.abc import Callable
+import functools
 import pathlib
 
 import jax
@@ -17,7 +18,7 @@ import stages
 from stages import base, ranges
 from stages.envs import episode_stats, seed_source
 from stages.envs.rollouts import rollout
-from stages.models import gaussian_policy
+from stages.models import action_range
 
 # `obs_O -> action_A`: a scripted policy for one environment, where −1 … 1 is
 # the environment's action range. It is vmapped, so it is written in JAX.
@@ -46,7 +47,9 @@ def scripted_policy(
     zero_B = 0.0 * action_BA[:, 0]
     return base.Experience(obs, action_BA, zero_B, zero_B + 1.0, zero_B)
 
-  to_env_action = gaussian_policy.policy(env).to_env_action
+  to_env_action = functools.partial(
+    action_range.bounded, False, *action_range.bounds(env), 1
+  )
   return base.Policy(lambda key: (), act, None, to_env_action)
 
 

@@ -63,8 +63,9 @@ class Task(NamedTuple):
 def env(
   task: Task,
   *,
-  action_low: tuple[float, ...],
-  action_high: tuple[float, ...],
+  action_low: tuple[float, ...] = (),
+  action_high: tuple[float, ...] = (),
+  action_choices: tuple[int, ...] = (),
   horizon: int,
   terminate: bool,
   image_size: int | None = None,
@@ -75,6 +76,8 @@ def env(
     task: one environment.
     action_low: lower bound of each action dimension.
     action_high: upper bound of each action dimension.
+    action_choices: number of choices of each dimension where actions are
+      discrete, in place of bounds. `task.step` then takes their indices.
     horizon: steps after which an episode is truncated.
     terminate: whether success terminates an episode.
     image_size: edge of an image observation, in pixels. The observation is then
@@ -89,6 +92,10 @@ def env(
       'This task has no `render`, so it has no images: leave out `image_size`, '
       'or give the task a `render`.'
     )
+
+  if action_choices:
+    action_low = (0.0,) * len(action_choices)
+    action_high = tuple(n - 1.0 for n in action_choices)
 
   def image(task_state, size):
     return drawing.image(task.render(task_state), size, task.extent)
@@ -115,6 +122,7 @@ def env(
     action_low,
     action_high,
     horizon,
+    action_choices,
     render=render if task.render else None,
   )
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base, ranges
-from stages.models import cnn, gaussian_policy, mlp
+from stages.models import cnn, mlp, shared_encoder
 
 
 def policy(
@@ -43,14 +43,12 @@ def policy(
       'choices: use gaussian_policy.policy.'
     )
   choices = env.action_choices * chunk
-  networks = gaussian_policy.make_networks(
+  config = mlp.Config(sum(choices), width, width)
+  networks = shared_encoder.networks(
     cnn.encoder(env.obs_spec, camera_encoder, ignored),
     env.obs_spec,
-    critic,
-    mlp.Logits,
-    A=sum(choices),
-    D=width,
-    F=width,
+    mlp.Logits(config),
+    mlp.Critic(config) if critic else None,
   )
 
   def log_probabilities(params, x):

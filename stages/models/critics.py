@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base, ranges
-from stages.models import gaussian_policy
+from stages.models import action_range
 
 
 class Critic(NamedTuple):
@@ -68,16 +68,13 @@ def ensemble(
   Raises:
     ValueError: if observations are not vectors, or actions are discrete.
   """
-  gaussian_policy.check_continuous(env)
+  low, high = action_range.bounds(env, chunk)
   if isinstance(env.obs_spec, dict) or len(env.obs_spec.shape) != 1:
     raise ValueError(
       'These critics read vectors, and this environment has '
       f'{env.obs_spec}: configure it to return its state as a vector, or '
       'learn from images by PPO.'
     )
-  low, high = (
-    jnp.asarray(x * chunk, float) for x in (env.action_low, env.action_high)
-  )
   module = Ensemble(
     Config(
       num_critics,

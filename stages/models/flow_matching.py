@@ -100,16 +100,6 @@ def denoise(step: Callable, noise, num_steps: int):
   return jnp.moveaxis(path, 0, -2), aux
 
 
-def ode(velocity: Callable, noise, num_steps: int):
-  """The action that noise becomes by K Euler steps along `velocity: x, t`."""
-
-  def step(x, k):
-    t = jnp.full(x.shape[:-1], step_time(k, num_steps), x.dtype)
-    return euler_step(x, velocity(x, t), num_steps), ()
-
-  return denoise(step, noise, num_steps)[0][..., -1, :]
-
-
 def sde_step(x, v, k, num_steps: int, noise_level: float):
   """Mean and standard deviation of the Flow-SDE step k, arXiv:2510.25889 §4.2.
 

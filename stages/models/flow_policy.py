@@ -12,7 +12,14 @@ from jaxtyping import Array, Float, Int
 import numpy as np
 
 from stages import base, ranges
-from stages.models import cnn, flow_matching, gaussian_policy, mlp
+from stages.models import (
+  action_range,
+  cnn,
+  flow_matching,
+  gaussian_policy,
+  mlp,
+  shared_encoder,
+)
 
 
 class Denoising(NamedTuple):
@@ -113,16 +120,21 @@ def policy(
   Raises:
     ValueError: if the network cannot read an observation.
   """
-  networks = _networks(
+  A = len(env.action_low) * chunk
+  networks = shared_encoder.networks(
     cnn.encoder(env.obs_spec, camera_encoder, ignored),
     env.obs_spec,
-    A=len(env.action_low) * chunk,
-    width=width,
-    spread=exploration.kind == 'noise',
-    critic=critic,
+    Velocity(D=width, F=width, spread=exploration.kind == 'noise'),
+    mlp.Critic(mlp.Config(A, width, width)) if critic else None,
+    jnp.zeros(A),
+    jnp.zeros(()),
   )
   return of_networks(
-    env, networks, chunk=chunk, num_steps=num_steps, exploration=exploration
+    env,
+    Networks(*networks),  # The actor is the velocity.
+    chunk=chunk,
+    num_steps=num_steps,
+    exploration=exploration,
   )
 
 
@@ -156,16 +168,13 @@ def of_networks(
       the environment takes. The others are denoised, too, but have no
       log-probability; in demonstrations they are zero.
   """
-  gaussian_policy.check_continuous(env)
+  low, high = action_range.bounds(env, chunk)
   used = len(env.action_low)
   action_width = action_width or used
   A = action_width * chunk
   # Indices of the numbers that the environment takes.
   kept = np.arange(A).reshape(chunk, action_width)[:, :used].reshape(-1)
-  low, high = (
-    jnp.asarray(x * chunk, float) for x in (env.action_low, env.action_high)
-  )
-  bounded = functools.partial(gaussian_policy.bounded, False, low, high, chunk)
+  bounded = functools.partial(action_range.bounded, False, low, high, chunk)
   distribution = functools.partial(_distribution, exploration, num_steps)
   score = functools.partial(_score, exploration, num_steps, kept)
 
@@ -331,37 +340,3 @@ class Velocity(nn.Module):
     if not self.spread:
       return v, None
     return v, mlp.layer(self, h, 'spread', 'FA', (self.F, A), 0.01)
-
-
-def _networks(
-  encoder, obs_spec, *, A: int, width: int, spread: bool, critic: bool
-) -> Networks:
-  """Small networks on the encoder of an environment's observations."""
-  zero_obs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), obs_spec)
-  encoded = jax.eval_shape(
-    encoder.init_with_output, jax.random.key(0), zero_obs
-  )[0]
-  field = Velocity(D=width, F=width, spread=spread)
-  critic_net = mlp.Critic(mlp.Config(encoded.shape[0], A, width, width))
-
-  def init(key):
-    actor_key, critic_key, encoder_key = jax.random.split(key, 3)
-    zeros = jnp.zeros(encoded.shape, encoded.dtype)
-    x_A, t = jnp.zeros(A), jnp.zeros(())
-    params = {'actor': field.init(actor_key, zeros, x_A, t)['params']}
-    if critic:
-      params[base.CRITIC] = critic_net.init(critic_key, zeros)['params']
-    if encoder.cameras:
-      params['encoder'] = encoder.init(encoder_key, zero_obs)['params']
-    return params
-
-  def encode(params, obs):
-    return encoder.apply({'params': params.get('encoder', {})}, obs)
-
-  def velocity(params, context, x, t):
-    return field.apply({'params': params['actor']}, context, x, t)
-
-  def value(params, context):
-    return critic_net.apply({'params': params[base.CRITIC]}, context)
-
-  return Networks(init, encode, velocity, value if critic else None)

@@ -1,15 +1,14 @@
 """A Gaussian policy for robots: observations in, action vectors out."""
 
-from collections.abc import Callable
 import functools
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from stages import base, ranges
-from stages.models import cnn, mlp
+from stages.models import action_range, cnn, mlp, shared_encoder
 
 
 def policy(
@@ -59,30 +58,24 @@ def policy(
     raise ValueError(
       f"`bounding` must be 'clip' or 'tanh', and is {bounding!r}."
     )
-  check_continuous(env)
-  low, high = (
-    jnp.asarray(x * chunk, float) for x in (env.action_low, env.action_high)
-  )
-  networks = make_networks(
+  low, high = action_range.bounds(env, chunk)
+  config = mlp.Config(low.shape[0], width, width, init_std, state_dependent_std)
+  networks = shared_encoder.networks(
     cnn.encoder(env.obs_spec, camera_encoder, ignored),
     env.obs_spec,
-    critic,
-    mlp.Actor,
-    A=low.shape[0],
-    D=width,
-    F=width,
-    init_std=init_std,
-    state_dependent_std=state_dependent_std,
+    mlp.Actor(config),
+    mlp.Critic(config) if critic else None,
   )
   squash = bounding == 'tanh'
+  log_slope = functools.partial(action_range.log_slope, low=low, high=high)
 
   def distribution(params, x):
     mean, log_std = networks.actor(params, x)
-    return mean, _broadcast(log_std, mean)
+    return mean, action_range.broadcast(log_std, mean)
 
   def log_density(action, mean, log_std):
     logp = gaussian(action, mean, log_std)
-    return logp - log_slope(action, low, high) if squash else logp
+    return logp - log_slope(action) if squash else logp
 
   def act(params, obs, key_B, *, group_size=1, greedy=False):
     del group_size  # Nothing is shared within a group.
@@ -101,91 +94,22 @@ def policy(
     mean, log_std = distribution(params, x)
     entropy = gaussian_entropy(log_std)
     if squash:
-      entropy += log_slope(mean, low, high)
+      entropy += log_slope(mean)
     return base.Evaluation(
       log_density(action, mean, log_std),
       entropy,
-      networks.value(params, x) if critic else None,
+      networks.value(params, x) if networks.value else None,
     )
 
   def value(params, obs):
     return networks.value(params, networks.encode(params, obs))
 
-  to_env_action = functools.partial(bounded, squash, low, high, chunk)
+  to_env_action = functools.partial(
+    action_range.bounded, squash, low, high, chunk
+  )
   return base.Policy(
     networks.init, act, evaluate, to_env_action, value if critic else None
   )
-
-
-class Networks(NamedTuple):
-  """Actor and critic on one encoder, as functions of their parameters.
-
-  Attributes:
-    init: `key -> params`.
-    encode: `params, obs -> x`, the input of actor and critic.
-    actor: `params, x -> output`, that of its module.
-    value: `params, x -> value`.
-  """
-
-  init: Callable
-  encode: Callable
-  actor: Callable
-  value: Callable
-
-
-def make_networks(
-  encoder, obs_spec, critic: bool, module, **dimensions
-) -> Networks:
-  """Makes the networks of a policy.
-
-  Args:
-    encoder: of observations, as `cnn.encoder` makes it.
-    obs_spec: shapes of one observation.
-    critic: whether there is one.
-    module: the class of the actor: `mlp.Actor` or `mlp.Logits`.
-    **dimensions: those of `mlp.Config` but for `O`.
-  """
-  zero_obs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), obs_spec)
-  encoded = jax.eval_shape(
-    encoder.init_with_output, jax.random.key(0), zero_obs
-  )[0]
-  config = mlp.Config(O=encoded.shape[0], **dimensions)
-  actor_net, critic_net = module(config), mlp.Critic(config)
-
-  def init(key):
-    actor_key, critic_key, encoder_key = jax.random.split(key, 3)
-    zeros = jnp.zeros(encoded.shape, encoded.dtype)
-    params = {'actor': actor_net.init(actor_key, zeros)['params']}
-    if critic:
-      params[base.CRITIC] = critic_net.init(critic_key, zeros)['params']
-    if encoder.cameras:
-      params['encoder'] = encoder.init(encoder_key, zero_obs)['params']
-    return params
-
-  def encode(params, obs):
-    return encoder.apply({'params': params.get('encoder', {})}, obs)
-
-  def actor(params, x):
-    return actor_net.apply({'params': params['actor']}, x)
-
-  def value(params, x):
-    return critic_net.apply({'params': params[base.CRITIC]}, x)
-
-  return Networks(init, encode, actor, value)
-
-
-def check_continuous(env: base.Env):
-  """Refuses an environment whose actions are choices.
-
-  Raises:
-    ValueError: for such an environment.
-  """
-  if env.action_choices:
-    raise ValueError(
-      'The actions of this environment are choices '
-      f'({", ".join(map(str, env.action_choices))}), and these are numbers in '
-      'a range: use categorical_policy.policy, with PPO or GRPO.'
-    )
 
 
 def gaussian(x, mean, log_std):
@@ -200,33 +124,3 @@ def gaussian(x, mean, log_std):
 def gaussian_entropy(log_std):
   """Σ ½ log 2πe + log σ, in nats."""
   return (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
-
-
-def log_slope(x, low, high):
-  """Σ log of the derivative of the squashed action by the sample `x`.
-
-    log((high − low) / 2) + 2 (log 2 − x − softplus(−2x))
-
-  The second term is log(1 − tanh² x), exact for large |x| too.
-  """
-  slope = 2.0 * (math.log(2.0) - x - jax.nn.softplus(-2.0 * x))
-  return (slope + _broadcast(jnp.log(0.5 * (high - low)), x)).sum(-1)
-
-
-def bounded(squash: bool, low, high, chunk: int, action):
-  """An action in −1 … 1 units, squashed or clipped, in low … high.
-
-  A chunk of several steps becomes [chunk, A].
-  """
-  inside = jnp.tanh(action) if squash else jnp.clip(action, -1.0, 1.0)
-  low, high = _broadcast(low, action), _broadcast(high, action)
-  bounded = 0.5 * (low + high) + 0.5 * (high - low) * inside
-  if chunk == 1:
-    return bounded
-  return bounded.reshape(*bounded.shape[:-1], chunk, -1)
-
-
-def _broadcast(x, like):
-  """A vector [A], or one a row, in the shape of `like`."""
-  leading = (1,) * (like.ndim - x.ndim)
-  return jnp.broadcast_to(x.reshape(leading + x.shape), like.shape)

@@ -13,7 +13,6 @@ class Config:
   """Sizes of both networks, in the letters of `stages/base.py`.
 
   Attributes:
-    O: features of an observation.
     A: dimensions of an action, or its choices where it is discrete.
     D: width of the first hidden layer.
     F: width of the second.
@@ -21,7 +20,6 @@ class Config:
     state_dependent_std: whether it depends on the observation.
   """
 
-  O: int
   A: int
   D: int = 64
   F: int = 64
@@ -83,7 +81,8 @@ class Critic(nn.Module):
 def _hidden(module, x):
   """Two hidden layers: `[…, O] -> […, F]`."""
   c = module.config
-  x = jnp.tanh(layer(module, x, 'enter', 'OD', (c.O, c.D), 2**0.5))
+  shape = x.shape[-1], c.D
+  x = jnp.tanh(layer(module, x, 'enter', 'OD', shape, 2**0.5))
   return jnp.tanh(layer(module, x, 'up', 'DF', (c.D, c.F), 2**0.5))
 
 

@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from sharding import row_map
-from stages import remat as remat_lib
 from stages.models import config as config_lib
-from stages.models.layers import attention, initialize, mixed_precision
+from stages.models.layers import attention, initialize, mixed_precision, stack
 from stages.models.layers import block as block_lib
 from stages.models.layers import rope as rope_lib
 
@@ -39,18 +38,8 @@ class Transformer(nn.Module):
     self.norm_D = block_lib.parameter(self, 'norm_D', c.D)
     if not c.tie_embeddings:
       self.unembed_DV = block_lib.parameter(self, 'unembed_DV', c.D, c.V)
-    block = block_lib.Block
-    remat = remat_lib.resolve(c.remat)
-    if remat != remat_lib.NONE:
-      policy = getattr(jax.checkpoint_policies, remat)
-      block = nn.remat(block, policy=policy, prevent_cse=False)
-    self.layers = nn.scan(
-      block,
-      variable_axes={'params': 0},
-      split_rngs={'params': True},
-      in_axes=(0, nn.broadcast, nn.broadcast),
-      length=c.L,
-    )(c)
+    in_axes = 0, nn.broadcast, nn.broadcast
+    self.layers = stack.layers(block_lib.Block, c, in_axes)
 
   def embed(self, token_BT):
     return self._look_up({'embed_VD': self.embed_VD}, token_BT)

@@ -11,7 +11,7 @@ import stages
 from stages import base, metrics
 from stages.envs.rollouts import embodied, obs_stats
 from stages.learn import train_step
-from stages.models import gaussian_policy
+from stages.models import action_range
 
 
 class State(NamedTuple):
@@ -89,7 +89,7 @@ def behavior_cloning(
 
 def _check(policy: base.Policy, env: base.Env):
   """Refuses policies that do not command an environment's bound by action 1."""
-  gaussian_policy.check_continuous(env)
+  action_range.check_continuous(env)
   if policy.to_env_action is None or policy.imitation_loss is not None:
     return
   high = np.array(env.action_high)

@@ -1,4 +1,4 @@
-"""Folders of strangers load, or are refused in one sentence, and never hang."""
+"""Untrusted checkpoint folders load, or are refused in one sentence."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is not gin is refused in a sentence that says what to write."""
+"""Syntax errors in gin files are answered by what to write instead."""
 
 import pathlib
 

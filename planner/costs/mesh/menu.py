@@ -7,7 +7,7 @@ from planner.ir import graph
 
 
 def meshes(
-  flow: graph.Flow,
+  flows: Sequence[graph.Flow],
   layout: layout_lib.Layout,
   devices_per_node: int,
   stages: tuple[str, ...],
@@ -18,33 +18,59 @@ def meshes(
   Axes without rows stay within a node, as they communicate in every layer.
 
   Args:
-    flow: as recorded.
+    flows: those of a step, and of an evaluation where there is one, whose
+      batches have rows of their own.
     layout: of values on meshes.
     devices_per_node: of the cluster.
     stages: names of the stages.
     devices: number of devices of the place.
   """
-  nodes = [n for n in flow.nodes if n.name in stages]
-  kinds = {
-    (value.letters, value.shape)
-    for node in nodes
-    for value in (flow.values[v] for v in (*node.reads, *node.writes))
+  letters = {
+    letter
+    for flow in flows
+    for some, _ in _kinds(flow, stages)
+    for letter in some
+    if letter not in ('', 'B')
   }
-  letters = {x for some, _ in kinds for x in some if x not in ('', 'B')}
   wanted = {axis for x in letters for axis in layout.axes_of(x)}
   # The first axis of rows is for replicas, and is always allowed.
   names = list(layout.of_rows[:1])
   names += [a for a in layout.of_rows[1:] if a in wanted]
   inner = sorted(wanted - set(layout.of_rows))
   most = dict.fromkeys(inner, devices_per_node)
-
-  def fits(axes):
-    return all(
-      layout.shared(some, shape, axes) is not None for some, shape in kinds
-    ) and all(can_share(layout, flow, node, axes) for node in nodes)
-
   found = layout_lib.meshes(devices, (*names, *inner), most)
-  return tuple(axes for axes in found if fits(axes))
+  return tuple(
+    axes
+    for axes in found
+    if all(fits(flow, layout, stages, axes) for flow in flows)
+  )
+
+
+def fits(
+  flow: graph.Flow,
+  layout: layout_lib.Layout,
+  stages: Sequence[str],
+  axes: layout_lib.Axes,
+) -> bool:
+  """Whether a mesh divides all that some stages of a flow read and write."""
+  return all(
+    layout.shared(letters, shape, axes) is not None
+    for letters, shape in _kinds(flow, stages)
+  ) and all(
+    can_share(layout, flow, node, axes)
+    for node in flow.nodes
+    if node.name in stages
+  )
+
+
+def _kinds(flow, stages) -> set:
+  """Letters and shapes of the values that stages read and write."""
+  return {
+    (value.letters, value.shape)
+    for node in flow.nodes
+    if node.name in stages
+    for value in (flow.values[v] for v in (*node.reads, *node.writes))
+  }
 
 
 def can_share(

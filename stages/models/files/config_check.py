@@ -65,7 +65,7 @@ TOKENS = Kind(
 )
 DTYPE = _either('float32', 'bfloat16', 'float16', 'float64')
 
-# What decides about the architecture.
+# Settings that name the architecture.
 IDENTITY = {'model_type': TEXT, 'architectures': _list_of(str, 'texts')}
 # The most of each size are far above any published model; a folder must still
 # hold the tensors of the sizes that it states.

@@ -1,13 +1,14 @@
-"""A stack of layers that also attends to keys and values of another stack.
+"""Stacks of equal layers, which are compiled once.
 
 Of two models that share attention, such as π0's, the first does not attend to
 the second. So its keys and values are computed once, however often the second
-one runs. Both have equally many layers and equal heads; their widths may
-differ.
+one runs, see `run`. Both have equally many layers and equal heads; their widths
+may differ.
 """
 
 from typing import Any
 
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -15,6 +16,25 @@ from stages import remat as remat_lib
 from stages.models.layers import attention
 from stages.models.layers import block as block_lib
 from stages.models.layers import rope as rope_lib
+
+
+def layers(block: type[nn.Module], config: Any, in_axes: Any) -> nn.Module:
+  """A module of `config.L` layers, whose parameters are stacked.
+
+  Args:
+    block: the class of one layer, made of `config`.
+    config: sizes, and which activations are computed again.
+    in_axes: of a layer's arguments after the activations, as in `nn.scan`.
+  """
+  if policy := remat_lib.policy(config.remat):
+    block = nn.remat(block, policy=policy, prevent_cse=False)
+  return nn.scan(
+    block,
+    variable_axes={'params': 0},
+    split_rngs={'params': True},
+    in_axes=in_axes,
+    length=config.L,
+  )(config)
 
 
 def run(
@@ -66,9 +86,7 @@ def run(
     x_BTD = block.apply(variables, x_BTD, seen_BTHW, condition, method='finish')
     return x_BTD, attention.PromptCache(k_BTKW, v_BTKW)
 
-  remat = remat_lib.resolve(c.remat)
-  if remat != remat_lib.NONE:
-    policy = getattr(jax.checkpoint_policies, remat)
+  if policy := remat_lib.policy(c.remat):
     layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
   return jax.lax.scan(layer, x_BTD, (layers, prefix))
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from sharding import rules
 from stages import remat as remat_lib
-from stages.models.layers import attention, initialize, mixed_precision
+from stages.models.layers import attention, initialize, mixed_precision, stack
 from stages.models.layers import block as block_lib
 from stages.models.vision import resample
 
@@ -205,18 +205,7 @@ class VisionTransformer(nn.Module):
       self.register_GD = parameter('register_GD', c.registers, c.D)
     if c.final_norm:
       self.norm = _norm(self, 'norm')
-    block = Block
-    remat = remat_lib.resolve(c.remat)
-    if remat != remat_lib.NONE:
-      policy = getattr(jax.checkpoint_policies, remat)
-      block = nn.remat(block, policy=policy, prevent_cse=False)
-    self.layers = nn.scan(
-      block,
-      variable_axes={'params': 0},
-      split_rngs={'params': True},
-      in_axes=nn.broadcast,
-      length=c.L,
-    )(c)
+    self.layers = stack.layers(Block, c, nn.broadcast)
 
   def embed(self, image):
     """Tokens before the first layer, [B, S, D]; arguments as `__call__`."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stages import base, tree_paths
+from stages.models import action_range
 from stages.models.vla import action_tokens, openvla, openvla_policy
 
 
@@ -34,9 +35,7 @@ def policy(
     ValueError: if observations have no such picture.
   """
   _check(env, camera)
-  low, high = (
-    np.asarray(x, np.float32) for x in (env.action_low, env.action_high)
-  )
+  low, high = map(np.asarray, action_range.bounds(env))
   stats = action_tokens.ActionStats(low, high, np.ones(low.shape, bool))
   own = openvla_policy.policy(config, stats, **settings)
   observe = functools.partial(_observe, camera, prompt)

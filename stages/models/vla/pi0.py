@@ -119,7 +119,7 @@ def prompt(task: str, state_O) -> str:
 
 
 class Prefix(NamedTuple):
-  """What denoising steps read of images and instruction.
+  """Results of the trunk that all denoising steps read.
 
   Attributes:
     cache: keys and values of each layer.

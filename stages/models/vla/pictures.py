@@ -20,7 +20,7 @@ HALF = (0.5, 0.5, 0.5)
 
 @dataclasses.dataclass(frozen=True)
 class Pictures:
-  """How pictures become the inputs of vision towers.
+  """Settings by which pictures become inputs of vision towers.
 
   Attributes:
     sizes: edge of each tower's input, in pixels.

@@ -7,26 +7,18 @@ import subprocess
 import sys
 import types
 
-import jax
-from jax.sharding import NamedSharding
 import numpy as np
 import pytest
 
 from planner import cluster
 from planner.costs import measured as measured_lib
 from planner.costs import roofline
-from planner.costs.mesh import collectives, layout, memory
+from planner.costs.mesh import collectives, layout
 from planner.costs.work import StageWork, Work
-from planner.counting import count
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import cut
-from rlinf_jax.runtime import place as place_lib
-from sharding import mesh as mesh_lib
 from sharding import rules
-from stages import workflows
-from stages.learn import optimizers
-import tiny
 
 ROOT = pathlib.Path(__file__).parents[3]
 SURE = roofline.Assumptions(
@@ -526,126 +518,8 @@ def test_a_place_holds_only_values_of_its_stages():
   assert m.capacity == 1e9
 
 
-# Meshes, against JAX.
-
-
-@pytest.fixture(scope='module')
-def flow():
-  workflow = workflows.grpo(
-    tiny.policy(), tiny.even, optimizers.adamw(1e-3), group_size=4
-  )
-  return tiny.trace(workflow, tiny.problem(8))
-
-
-@pytest.fixture(scope='module')
-def works(flow):
-  return count.of_flow(flow)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('devices', [1, 2, 4, 6, 8])
-def test_the_meshes_offered_are_those_that_places_accept(flow, works, devices):
-  m = roofline.Roofline(flow, works, TOYS, rules.DEFAULT)
-  every = layout.meshes(devices, ('data', 'fsdp', 'tensor'), {'tensor': 4})
-
-  def accepted(axes):
-    placement = plan_lib.Placement(tuple(range(devices)), axes)
-    place = place_lib.Place('all', placement, {})
-    try:
-      for v in flow.values:
-        place.layout(v)
-      for n in flow.nodes:
-        place.check_rows(flow, n)
-    except ValueError:
-      return False
-    return True
-
-  menu = m.axes(flow.stages, devices)
-  assert sorted(menu) == sorted(filter(accepted, every))
-  assert menu or devices == 6
-
-
-def test_bytes_per_device_equal_jax_shard_sizes(flow):
-  there = layout.Layout(rules.DEFAULT)
-  for placement in tiny.PLACES.values():
-    if not placement.axes:
-      continue
-    mesh = mesh_lib.mesh(jax.devices(), dict(placement.axes))
-    for v in flow.values:
-      spec = rules.partition_spec(mesh, v.letters, v.shape)
-      shape = NamedSharding(mesh, spec).shard_shape(v.shape)
-      want = math.prod(shape) * v.dtype.itemsize
-      assert there.local(v, placement.axes) == want, v
-
-
-def test_stages_without_dimension_letters_allow_data_parallelism_alone(
-  flow, works
-):
-  m = roofline.Roofline(flow, works, TOYS, rules.DEFAULT)
-  assert m.axes(('reward',), 4) == ((('data', 4),),)
-
-
 def test_meshes_of_1024_devices_divide_their_dimensions():
   m = model(dataclasses.replace(TOYS, num_devices=1024))
   menu = m.axes(('step',), 1024)
   assert menu and all(dict(axes).get('fsdp', 1) <= D for axes in menu)
   assert m.axes(('act',), 1024) == ()  # There are 32 rows.
-
-
-def test_device_groups_along_an_axis():
-  axes = (('data', 2), ('tensor', 2))
-  assert layout.along((4, 5, 6, 7), axes, 'data') == [(4, 6), (5, 7)]
-  assert layout.along((4, 5, 6, 7), axes, 'tensor') == [(4, 5), (6, 7)]
-
-
-@pytest.mark.parametrize('stage', ['gradient', 'generate'])
-@pytest.mark.parametrize('place', ['one', 'data'])
-def test_memory_of_a_stage_is_within_a_factor_of_two_of_xla(
-  flow, works, place, stage
-):
-  """Within a factor of two: XLA fuses and reuses in ways of its own.
-
-  With `fsdp` its partitioner does as it likes: it may share activations by
-  width instead of gathering parameters, which the model does not know.
-  """
-  placement = tiny.PLACES[place]
-  there = next(n for n in flow.nodes if n.name == stage)
-  run = place_lib.Place('all', placement, {}).compile(flow, there)
-  analysis = run.memory_analysis()
-  own = memory.within(
-    flow,
-    there,
-    placement.axes,
-    plan_lib.Execution(),
-    1,
-    works,
-    layout.Layout(rules.DEFAULT),
-  )
-  got = sum(number.value for number in own.values())
-  assert 0.5 < got / analysis.temp_size_in_bytes < 2
-
-
-def test_item_bytes():
-  kinds = 'bfloat16', 'float32', 'float8_e4m3fn', 'int4', 'bool'
-  assert [*map(collectives.item_bytes, kinds)] == [2, 4, 1, 0.5, 1]
-
-
-@pytest.mark.parametrize('offload', [(), ('apply',)])
-def test_a_stage_needs_memory_by_its_own_micro_batch_only(flow, offload):
-  there = roofline.Roofline(flow, count.of_flow(flow), TOYS, rules.DEFAULT)
-  placement = {'all': plan_lib.Placement((0, 1), (('data', 2),))}
-
-  def needs(**micro_batch):
-    chosen = plan_lib.Plan(
-      placement,
-      dict.fromkeys(flow.stages, 'all'),
-      micro_batch=micro_batch,
-      pieces=2,
-      offload=offload,
-    )
-    return there.memory(flow, chosen, 'all')
-
-  whole, cut = needs(), needs(gradient=8)
-  assert cut.pop('gradient') < whole.pop('gradient')
-  assert cut == whole
-  assert {*flow.stages} <= {*whole, 'gradient'}

@@ -30,7 +30,7 @@ def cluster(devices=2, memory=4e9, node=2):
 
 
 @functools.cache
-def flow():
+def flows():
   workflow = workflows.grpo(
     tiny.policy(),
     tiny.even_on_host,
@@ -38,15 +38,20 @@ def flow():
     group_size=4,
     kl_coef=0.1,
   )
-  return tiny.trace(workflow, tiny.problem())
+  problem = tiny.problem()
+  return tiny.trace(workflow, problem), tiny.trace_evaluation(workflow, problem)
+
+
+def flow():
+  return flows()[0]
 
 
 def reported(tmp_path, lengths=None, seconds=60.0, **kwargs):
-  printed, recorded = [], flow()
+  printed = []
   file = tmp_path / 'plan.json'
-  own = plan_lib.parse({}, recorded.stages)
+  own = plan_lib.parse({}, flow().stages)
   found = plan_report.report_plan(
-    (recorded, None),
+    flows(),
     staleness=0,
     own=own,
     cluster=cluster(**kwargs),

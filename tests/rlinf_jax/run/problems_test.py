@@ -1,4 +1,4 @@
-"""What went wrong in a run stands in its last lines and in its report."""
+"""Problems of a run are listed in its last lines and in its report."""
 
 import json
 

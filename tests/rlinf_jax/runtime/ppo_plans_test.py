@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import claims
+import jax_envs
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
@@ -20,7 +21,7 @@ from stages import workflows
 from stages.envs import push
 from stages.envs.rollouts import rollout as rollout_lib
 from stages.learn import optimizers
-from stages.models import cnn, gaussian_policy
+from stages.models import categorical_policy, cnn, gaussian_policy
 from tests.rlinf_jax.runtime import random_plans_test
 import tiny
 
@@ -104,9 +105,24 @@ def ppo_on_images():
   )
 
 
+@functools.cache
+def ppo_of_choices():
+  """PPO whose actions are choices."""
+  return workflows.ppo(
+    jax_envs.line_of_choices(),
+    functools.partial(categorical_policy.policy, width=4),
+    KEEP,
+    num_envs=ROWS,
+    num_steps=4,
+    num_minibatches=2,
+    num_epochs=1,
+  )
+
+
 @pytest.mark.slow
-def test_no_plan_changes_what_is_learned_from_images():
-  workflow_, results = ppo_on_images(), []
+@pytest.mark.parametrize('make', [ppo_on_images, ppo_of_choices])
+def test_no_plan_changes_what_is_learned_from_images_or_choices(make):
+  workflow_, results = make(), []
   state = start = workflow_.init(jax.random.key(0))
   for i in range(STEPS):
     state, info = workflow_.step(state, (), random_plans_test.key(i))

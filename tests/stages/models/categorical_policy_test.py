@@ -1,13 +1,18 @@
 """A policy of choices against distributions of torch, and its choices."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stages import base
+import jax_envs
+from stages import base, workflows
 from stages.envs import push
+from stages.learn import optimizers
 from stages.models import categorical_policy, critics, gaussian_policy
+import tiny
 
 CHOICES = 3, 2
 WORLD = base.Env(
@@ -105,3 +110,23 @@ def test_policies_refuse_actions_of_the_other_kind():
     critics.ensemble(WORLD)
   with pytest.raises(ValueError, match='use gaussian_policy.policy'):
     categorical_policy.policy(push.push())
+
+
+def test_ppo_learns_to_choose():
+  env = jax_envs.line_of_choices()
+  workflow = workflows.ppo(
+    env,
+    functools.partial(categorical_policy.policy, width=8),
+    optimizers.adamw(1e-2),
+    num_envs=32,
+    num_steps=5,
+  )
+  seed, key = np.arange(64, dtype=np.int32), jax.random.key(0)
+  state = workflow.init(key)
+  evaluate = lambda: tiny.read(workflow.evaluate(state, seed, key))
+  success = lambda: evaluate()['eval/success_once']
+  before = success()
+  step = jax.jit(workflow.step)
+  for i in range(15):
+    state, _ = step(state, (), jax.random.fold_in(key, i))
+  assert before < 0.7 < 0.99 < success()

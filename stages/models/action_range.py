@@ -1,0 +1,65 @@
+"""The range of an environment's continuous actions, and units of −1 … 1."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from stages import base
+
+
+def bounds(env: base.Env, chunk: int = 1) -> tuple[jax.Array, jax.Array]:
+  """Least and greatest actions [A], repeated for each step of a chunk.
+
+  Raises:
+    ValueError: if the environment's actions are choices.
+  """
+  check_continuous(env)
+  low, high = (
+    jnp.asarray(x * chunk, float) for x in (env.action_low, env.action_high)
+  )
+  return low, high
+
+
+def check_continuous(env: base.Env):
+  """Refuses an environment whose actions are choices.
+
+  Raises:
+    ValueError: for such an environment.
+  """
+  if env.action_choices:
+    raise ValueError(
+      'The actions of this environment are choices '
+      f'({", ".join(map(str, env.action_choices))}), and these are numbers in '
+      'a range: use categorical_policy.policy, with PPO or GRPO.'
+    )
+
+
+def bounded(squash: bool, low, high, chunk: int, action):
+  """An action in −1 … 1 units, squashed or clipped, in low … high.
+
+  A chunk of several steps becomes [chunk, A].
+  """
+  inside = jnp.tanh(action) if squash else jnp.clip(action, -1.0, 1.0)
+  low, high = broadcast(low, action), broadcast(high, action)
+  bounded = 0.5 * (low + high) + 0.5 * (high - low) * inside
+  if chunk == 1:
+    return bounded
+  return bounded.reshape(*bounded.shape[:-1], chunk, -1)
+
+
+def log_slope(x, low, high):
+  """Σ log of the derivative of the squashed action by the sample `x`.
+
+    log((high − low) / 2) + 2 (log 2 − x − softplus(−2x))
+
+  The second term is log(1 − tanh² x), exact for large |x| too.
+  """
+  slope = 2.0 * (math.log(2.0) - x - jax.nn.softplus(-2.0 * x))
+  return (slope + broadcast(jnp.log(0.5 * (high - low)), x)).sum(-1)
+
+
+def broadcast(x, like):
+  """A vector [A], or one a row, in the shape of `like`."""
+  leading = (1,) * (like.ndim - x.ndim)
+  return jnp.broadcast_to(x.reshape(leading + x.shape), like.shape)
