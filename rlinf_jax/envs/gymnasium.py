@@ -6,7 +6,7 @@ env = gymnasium.env('my_module:my/Env-v0', num_envs=16)  # Yours, if registered.
 With `render_mode='rgb_array'` there are videos of evaluations.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import math
 from typing import Any
 
@@ -174,9 +174,12 @@ def obs_arrays(space) -> simulator.Tree:
 def _children(space) -> Mapping[str, Any] | None:
   """The spaces of a Dict or Tuple, by name; None for others."""
   children = getattr(space, 'spaces', None)
-  if children is None or isinstance(children, Mapping):
+  if isinstance(children, Mapping):
     return children
-  return {str(i): child for i, child in enumerate(children)}
+  # A OneOf has parts, too, of which an observation is one.
+  if isinstance(space, Sequence):
+    return {str(i): child for i, child in enumerate(children)}
+  return None
 
 
 def _choices(space) -> np.ndarray | None:

@@ -77,5 +77,7 @@ def test_actions_are_the_indices_of_choices(space, choices):
 def test_a_space_of_neither_kind_is_refused():
   with pytest.raises(ValueError, match='must be a Box, Discrete, MultiDisc'):
     gymnasium.Actions(spaces.Text(5))
-  with pytest.raises(ValueError, match='arrays, choices, or a Dict or Tuple'):
-    gymnasium.obs_arrays(spaces.Graph(spaces.Box(0, 1, (1,)), None))
+  one = spaces.Box(0, 1, (1,))
+  for space in (spaces.Graph(one, None), spaces.OneOf((one, CHOICE))):
+    with pytest.raises(ValueError, match='arrays, choices, or a Dict or Tuple'):
+      gymnasium.obs_arrays(space)

@@ -228,8 +228,10 @@ def launch(fake, *over, jobs=1):
   """Starts a sweep in another process, by its command line."""
   code = (
     'import signal\n'
-    # A shell that runs the tests in the background has SIGINT ignored.
+    # A shell that runs the tests in the background has SIGINT ignored, and
+    # nohup has SIGHUP ignored.
     'signal.signal(signal.SIGINT, signal.default_int_handler)\n'
+    'signal.signal(signal.SIGHUP, signal.SIG_DFL)\n'
     'from absl import app\n'
     'from rlinf_jax.sweep import sweep\n'
     f"sweep.sweep.__kwdefaults__['command'] = {fake!r}\n"
