@@ -79,12 +79,12 @@ class Demonstration(NamedTuple):
   """Steps of an expert in an environment, for behavior cloning.
 
   Attributes:
-    obs: observation before each step.
+    obs: observation before each step, [B, O], or a dict of parts [B, …].
     action: action taken, on the scale of a policy's actions: −1 … 1 covers the
       range that the environment accepts. With a chunk, it and those after it.
   """
 
-  obs: Float[Array, 'B O']
+  obs: Any
   action: Float[Array, 'B A'] | Float[Array, 'B Z A']
 
 

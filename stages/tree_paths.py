@@ -10,3 +10,15 @@ def flatten(tree) -> dict:
     jax.tree_util.keystr(path, simple=True, separator='/'): x
     for path, x in leaves
   }
+
+
+def unflatten(leaves: dict) -> dict:
+  """The tree of dicts whose leaves by path are given."""
+  tree = {}
+  for path, x in leaves.items():
+    *parents, name = path.split('/')
+    at = tree
+    for parent in parents:
+      at = at.setdefault(parent, {})
+    at[name] = x
+  return tree

@@ -16,6 +16,7 @@ def demonstrations(
   num_episodes: ranges.PositiveInt,
   noise_std: ranges.NonNegativeFloat = 0.0,
   chunk: ranges.PositiveInt = 1,
+  controller_env: Callable[[], base.Env] | None = None,
 ) -> str:
   """The path of a run's demonstrations, recorded if they do not exist.
 
@@ -27,6 +28,8 @@ def demonstrations(
     num_episodes: episodes to try; those that succeed are kept.
     noise_std: standard deviation of the noise added to actions.
     chunk: actions of a row, see `stages.envs.demonstrations`.
+    controller_env: makes the environment in which the controller acts, if the
+      observations of `env` are not vectors; see `stages.envs.demonstrations`.
 
   Raises:
     ValueError: if no episode succeeds.
@@ -41,10 +44,11 @@ def demonstrations(
     noise_std=noise_std,
     num_episodes=num_episodes,
     chunk=chunk,
+    controller_env=controller_env and controller_env(),
   )
   print(
     f'Demonstrations: {succeeded} of {num_episodes} episodes succeeded, '
-    f'{len(data.obs)} steps.',
+    f'{len(data.action)} steps.',
     flush=True,
   )
   if not succeeded:

@@ -1,10 +1,11 @@
 """Demonstrations: collecting them, their file format, batches of them.
 
-A file is a `.npz` of two arrays whose rows are steps: `obs`, float32 [N, O],
-the observation before each step, and `action`, float32 [N, A], where −1 … 1 is
-the action range of the environment. For policies that decide several steps at
-a time, `action` is [N, Z, A], the next Z actions. The order of rows does not
-matter.
+A file is a `.npz` of arrays whose rows are steps: `obs`, float32 [N, O], the
+observation before each step, and `action`, float32 [N, A], where −1 … 1 is the
+action range of the environment. For policies that decide several steps at a
+time, `action` is [N, Z, A], the next Z actions. Of observations with pictures,
+each part is an array of its own, such as `obs/state`, and `obs/image/table`,
+uint8 [N, rows, columns, colors]. The order of rows does not matter.
 """
 
 from collections.abc import Callable
@@ -12,10 +13,11 @@ import functools
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import stages
-from stages import base, ranges
+from stages import base, ranges, tree_paths
 from stages.envs import episode_stats, seed_source
 from stages.envs.rollouts import rollout
 from stages.models import action_range
@@ -61,32 +63,38 @@ def collect(
   noise_std: float,
   num_episodes: int,
   chunk: ranges.PositiveInt = 1,
+  controller_env: base.Env | None = None,
 ) -> tuple[base.Demonstration, int]:
   """Runs episodes and returns the steps of those that succeed.
 
+  With a `controller_env`, the controller acts there, and its actions are played
+  again in `env`, from the same seeds. So it may read the state of objects that
+  `env` shows in pictures only.
+
   Args:
-    env: the environment to act in; its observations are vectors.
+    env: the environment whose observations are kept.
     controller: `obs_O -> action_A`, where −1 … 1 is the action range.
     num_envs: episodes that run in parallel.
     noise_std: standard deviation of the noise added to actions.
     num_episodes: episodes to try; the first has seed 0, the next 1.
     chunk: Z, actions of a row. Beyond the end of an episode, the last action is
       repeated, as in LeRobot.
+    controller_env: the same environment with vectors as observations, for the
+      controller; None if those of `env` are vectors.
 
   Returns:
     The steps of successful episodes, and how many episodes succeeded.
 
   Raises:
-    ValueError: if observations are not vectors.
+    ValueError: if the controller's observations are not vectors, or a simulator
+      is to play its actions again.
   """
-  if isinstance(env.obs_spec, dict) or len(env.obs_spec.shape) != 1:
-    raise ValueError(
-      'Demonstrations hold vector observations, and this environment has '
-      f'{env.obs_spec}: configure it to return its state as a vector.'
-    )
-  policy = scripted_policy(env, controller, noise_std)
-  reset = rollout.reset(env)
-  act = rollout.rollout(policy, env, env.horizon)
+  acting_env = controller_env or env
+  _check(env, acting_env)
+  policy = scripted_policy(acting_env, controller, noise_std)
+  reset = rollout.reset(acting_env)
+  act = rollout.rollout(policy, acting_env, acting_env.horizon)
+  play = None if controller_env is None else jax.jit(_playback(policy, env))
   kept, succeeded = [], 0
   for start in range(0, num_episodes, num_envs):
     end = min(start + num_envs, num_episodes)
@@ -94,16 +102,50 @@ def collect(
     state, obs = reset(seed_B)
     keys = stages.keys(jax.random.key(start), seed_B)
     *_, x, timestep = act((), (), state, obs, keys)
+    obs = x.obs
+    if play is not None:
+      obs, timestep = play(seed_B, x.action)
     success_B = episode_stats.first_episode(timestep).success_once
     mask_BT = episode_stats.in_first_episode(timestep) * success_B[:, None]
     kept_BT = np.asarray(mask_BT) > 0
     action = np.asarray(x.action)
     if chunk > 1:
       action = following(action, kept_BT.sum(1), chunk)
-    kept.append([np.asarray(y)[kept_BT] for y in (x.obs, action)])
+    rows = base.Demonstration(obs, action)
+    kept.append(jax.tree.map(lambda y: np.asarray(y)[kept_BT], rows))
     succeeded += int(success_B.sum())
-  arrays = map(np.concatenate, zip(*kept, strict=True))
-  return base.Demonstration(*arrays), succeeded
+  return jax.tree.map(lambda *ys: np.concatenate(ys), *kept), succeeded
+
+
+def _check(env: base.Env, acting_env: base.Env):
+  spec = acting_env.obs_spec
+  if isinstance(spec, dict) or len(spec.shape) != 1:
+    raise ValueError(
+      f'Controllers read vectors, and this environment returns {spec}: give as '
+      '`controller_env` the same environment with its state as a vector.'
+    )
+  if acting_env is not env and env.host:
+    raise ValueError(
+      'Actions can be played again in JAX environments only, and `env` is a '
+      'simulator: let it return vectors, and leave out `controller_env`.'
+    )
+
+
+def _playback(policy: base.Policy, env: base.Env) -> Callable:
+  """Returns `seed_B, action_BTA -> obs, timestep`, both [B, T]."""
+
+  def play(seed_B, action_BTA):
+    def step(carry, action_BA):
+      state, obs = carry
+      state, timestep = env.step(state, policy.to_env_action(action_BA))
+      kept = timestep._replace(obs=(), final_obs=(), final_state=None)
+      return (state, timestep.obs), (obs, kept)
+
+    action_TBA = jnp.moveaxis(action_BTA, 1, 0)
+    _, steps = jax.lax.scan(step, env.init(seed_B), action_TBA)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), steps)
+
+  return play
 
 
 def following(action_BTA, length_B, chunk: int):
@@ -126,8 +168,12 @@ def write(path: str | pathlib.Path, x: base.Demonstration):
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   part = path.with_name(f'{path.name}.part')
+  arrays = {
+    name: y if np.issubdtype(y.dtype, np.integer) else np.float32(y)
+    for name, y in tree_paths.flatten(x._asdict()).items()
+  }
   with part.open('wb') as file:
-    np.savez(file, **{k: np.float32(v) for k, v in x._asdict().items()})
+    np.savez(file, **arrays)
   part.replace(path)
 
 
@@ -140,18 +186,21 @@ def read(path: str | pathlib.Path) -> base.Demonstration:
   """
   if not pathlib.Path(path).is_file():
     raise FileNotFoundError(f'There are no demonstrations at {path}.')
-  with np.load(path) as arrays:
-    missing = {*base.Demonstration._fields} - {*arrays.files}
-    if missing:
-      raise ValueError(
-        f'{path} holds {arrays.files} and lacks {sorted(missing)}: '
-        'demonstrations are `obs` [N, O] and `action` [N, A].'
-      )
-    x = base.Demonstration(*(arrays[k] for k in base.Demonstration._fields))
-  if not 0 < len(x.obs) == len(x.action):
+  with np.load(path) as file:
+    tree = tree_paths.unflatten(dict(file))
+    names = file.files
+  missing = {*base.Demonstration._fields} - {*tree}
+  if missing:
     raise ValueError(
-      f'{path} holds {len(x.obs)} observations and {len(x.action)} actions: '
-      'give as many of both, and at least one.'
+      f'{path} holds {names} and lacks {sorted(missing)}: demonstrations are '
+      '`obs` [N, O] and `action` [N, A].'
+    )
+  x = base.Demonstration(*(tree[k] for k in base.Demonstration._fields))
+  lengths = {len(y) for y in jax.tree.leaves(x.obs)}
+  if lengths != {len(x.action)} or lengths == {0}:
+    raise ValueError(
+      f'{path} holds {", ".join(map(str, sorted(lengths)))} observations and '
+      f'{len(x.action)} actions: give as many of both, and at least one.'
     )
   return x
 
@@ -175,8 +224,8 @@ def source(
   def next_batch(state, metrics):
     del metrics
     rng = np.random.default_rng([int(state['seed']), int(state['batch'])])
-    id_B = rng.integers(len(data.obs), size=batch_size)
-    batch = base.Demonstration(data.obs[id_B], data.action[id_B])
+    id_B = rng.integers(len(data.action), size=batch_size)
+    batch = jax.tree.map(lambda x: x[id_B], data)
     return {**state, 'batch': state['batch'] + 1}, batch
 
   seeds = seed_source.seeds(held_out=held_out, held_out_batch=held_out_batch)

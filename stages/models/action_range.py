@@ -35,6 +35,16 @@ def check_continuous(env: base.Env):
     )
 
 
+def check_chunk(action, chunk: int):
+  """Refuses demonstrated actions that are not chunks of `chunk` actions."""
+  got = action.shape[1] if action.ndim == 3 else 1
+  if got != chunk:
+    raise ValueError(
+      f'The policy decides chunks of {chunk} actions, and a row of the '
+      f'demonstrations has {got}: record them with `chunk = {chunk}`.'
+    )
+
+
 def bounded(squash: bool, low, high, chunk: int, action):
   """An action in −1 … 1 units, squashed or clipped, in low … high.
 

@@ -282,7 +282,9 @@ def _imitation_loss(networks: Networks, shape, params, obs, action, key_B):
 
   Actions are padded with zeros to `shape`, that of a chunk.
   """
-  context, (Z, width) = networks.encode(params, obs), shape
+  Z, width = shape
+  action_range.check_chunk(action, Z)
+  context = networks.encode(params, obs)
   B, A = action.shape[0], Z * width
   chunk = action.reshape(B, Z, -1)
   padding = (0, 0), (0, 0), (0, width - chunk.shape[-1])

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import stages
-from stages import base, metrics
+from stages import base, metrics, tree_paths
 from stages.envs.rollouts import embodied, obs_stats
 from stages.learn import train_step
 from stages.models import action_range
@@ -51,7 +51,8 @@ def behavior_cloning(
     normalize_obs: whether observations are normalized by running moments.
 
   Raises:
-    ValueError: for a policy that squashes its samples.
+    ValueError: for a policy that squashes its samples; in the first step, for
+      demonstrations that do not have the environment's observations.
   """
   policy = policy(env)
   _check(policy, env)
@@ -77,6 +78,7 @@ def behavior_cloning(
     )
 
   def step(state: State, batch: base.Demonstration, key):
+    _check_obs(batch.obs, env)
     keys = ()  # A likelihood draws nothing.
     if policy.imitation_loss is not None:
       keys = (stages.keys(key, batch.obs),)
@@ -85,6 +87,31 @@ def behavior_cloning(
     return State(actor, stats), info
 
   return embodied.workflow(init, step, policy, env)
+
+
+def _check_obs(obs, env: base.Env):
+  """Refuses demonstrations of other observations than the environment's."""
+
+  def kinds(tree, leading):
+    return {
+      name: (np.dtype(x.dtype).kind, [*x.shape[leading:]])
+      for name, x in tree_paths.flatten(tree).items()
+    }
+
+  want, got = kinds(env.obs_spec, 0), kinds(obs, 1)
+  names = {'u': 'bytes', 'i': 'integers', 'f': 'numbers', 'b': 'truth values'}
+  differ = sorted(k for k in want | got if want.get(k) != got.get(k))
+  if differ:
+    name = differ[0]
+    shown, seen = (
+      f'{names[x[name][0]]} {x[name][1]}' if name in x else 'absent'
+      for x in (got, want)
+    )
+    raise ValueError(
+      f'The observation {name!r} is {shown} in the demonstrations and {seen} '
+      'in the environment: record demonstrations in this environment, with the '
+      'same cameras and pictures of the same size.'
+    )
 
 
 def _check(policy: base.Policy, env: base.Env):

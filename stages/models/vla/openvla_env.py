@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stages import base, tree_paths
+from stages import base, ranges, tree_paths
 from stages.models import action_range
 from stages.models.vla import action_tokens, openvla, openvla_policy
 
@@ -17,6 +17,7 @@ def policy(
   config: openvla.Config,
   prompt: tuple[int, ...],
   camera: str = 'image/table',
+  chunk: ranges.PositiveInt = 1,
   **settings,
 ) -> base.Policy:
   """A policy for an environment whose observations contain a picture.
@@ -29,13 +30,15 @@ def policy(
     config: the model.
     prompt: tokens of the instruction, the beginning of the text first.
     camera: path of the picture in observations.
+    chunk: Z, steps of the environment that are decided at a time, one token
+      after the other. The environment's action is [Z, A] if Z > 1.
     **settings: of `openvla_policy.policy`, but `logp_of`.
 
   Raises:
     ValueError: if observations have no such picture.
   """
   _check(env, camera)
-  low, high = map(np.asarray, action_range.bounds(env))
+  low, high = map(np.asarray, action_range.bounds(env, chunk))
   stats = action_tokens.ActionStats(low, high, np.ones(low.shape, bool))
   own = openvla_policy.policy(config, stats, **settings)
   observe = functools.partial(_observe, camera, prompt)
@@ -57,11 +60,20 @@ def policy(
 
   def imitation_loss(params, obs, action, key_B):
     del key_B  # A likelihood draws nothing.
-    return -evaluate(params, obs, config.tokens.encode(action)).logp
+    action_range.check_chunk(action, chunk)
+    action_BA = action.reshape(*action.shape[:1], -1)
+    return -evaluate(params, obs, config.tokens.encode(action_BA)).logp
+
+  def to_env_action(action):
+    action_BA = own.to_env_action(action)
+    if chunk == 1:
+      return action_BA
+    return action_BA.reshape(*action_BA.shape[:-1], chunk, -1)
 
   return own._replace(
     act=act,
     evaluate=evaluate,
+    to_env_action=to_env_action,
     value=value if own.value else None,
     imitation_loss=imitation_loss,
   )

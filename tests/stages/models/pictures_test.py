@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stages import base, workflows
-from stages.envs import demonstrations, push
+from stages.envs import demonstrations, drawing, push
 from stages.envs.rollouts import obs_stats
 from stages.learn import optimizers
 from stages.models import cnn, critics, gaussian_policy, policy_file
@@ -73,9 +73,76 @@ def test_who_cannot_learn_from_pictures_says_so():
       capacity=8,
       **ROWS,
     )
-  with pytest.raises(
-    ValueError, match='Demonstrations hold vector observations'
-  ):
+  with pytest.raises(ValueError, match='Controllers read vectors.*env`'):
     demonstrations.collect(
       ENV, push.controller, num_envs=1, noise_std=0.1, num_episodes=1
     )
+
+
+def shown(env, controller_env=None, chunk=2):
+  return demonstrations.collect(
+    env,
+    push.controller,
+    num_envs=2,
+    noise_std=0.1,
+    num_episodes=3,
+    chunk=chunk,
+    controller_env=controller_env,
+  )
+
+
+@pytest.fixture(scope='module')
+def demonstrated():
+  env = push.push(image_size=12)
+  return env, shown(env, push.push())
+
+
+def test_pictures_are_of_the_steps_that_the_controller_made(demonstrated):
+  _, (x, succeeded) = demonstrated
+  vectors, as_many = shown(push.push())
+  assert succeeded == as_many > 0
+  assert x.obs['image']['table'].dtype == np.uint8
+  assert x.obs['image']['table'].shape == (50 * succeeded, 12, 12, 3)
+  np.testing.assert_array_equal(x.action, vectors.action)
+  # The gripper's position is what both kinds of observations contain.
+  np.testing.assert_allclose(x.obs['state'], vectors.obs[:, :2], atol=1e-6)
+  table = jax.vmap(lambda obs_O: push.Table(obs_O[:2], obs_O[2:4], obs_O[4:6]))(
+    jnp.asarray(vectors.obs)
+  )
+  drawn = jax.vmap(lambda t: drawing.image(push.render(t), 12, 1.0))(table)
+  off = np.abs(np.int32(drawn) - np.int32(x.obs['image']['table']))
+  assert off.max() <= 1  # Bytes are rounded numbers.
+
+
+def test_pictures_are_written_and_read_as_bytes(demonstrated, tmp_path):
+  env, (x, _) = demonstrated
+  path = tmp_path / 'demonstrations.npz'
+  demonstrations.write(path, x)
+  again = demonstrations.read(path)
+  assert jax.tree.structure(again) == jax.tree.structure(x)
+  jax.tree.map(np.testing.assert_array_equal, again, x)
+  source = demonstrations.source(str(path), batch_size=5)
+  _, batch = source.next(source.init(0), {})
+  assert batch.obs['image']['table'].shape == (5, 12, 12, 3)
+  assert batch.obs['image']['table'].dtype == np.uint8
+  picture = batch.obs['image']['table'][0]
+  assert (x.obs['image']['table'] == picture).all((1, 2, 3)).any()
+  assert len(np.unique(batch.action, axis=0)) > 2  # Of all rows.
+  for other, message in (
+    (
+      push.push(image_size=8),
+      r"'image/table' is bytes \[12, 12, 3\] in .*8, 8",
+    ),
+    (push.push(), "'' is absent in the demonstrations and numbers"),
+  ):
+    workflow = workflows.behavior_cloning(
+      other, policy, optimizers.adamw(1e-3), normalize_obs=False
+    )
+    state = jax.eval_shape(workflow.init, jax.random.key(0))
+    with pytest.raises(ValueError, match=message):
+      jax.eval_shape(workflow.step, state, batch, jax.random.key(0))
+
+
+def test_a_simulator_cannot_play_actions_again():
+  with pytest.raises(ValueError, match='played again in JAX environments only'):
+    shown(ENV._replace(host=True), push.push())

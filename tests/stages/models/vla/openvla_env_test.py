@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 
+import stages
 from stages import base, workflows
-from stages.envs import episode_stats, push
+from stages.envs import action_chunks, episode_stats, push
 from stages.models import transformer
 from stages.models.vision import vit
 from stages.models.vla import openvla, openvla_env, pictures
@@ -95,6 +96,40 @@ def test_cloning_makes_demonstrated_actions_likely():
   assert values.shape == (1, 4)
 
 
-def test_an_environment_without_pictures_is_refused():
+def test_a_chunk_is_written_as_tokens_and_decoded_as_actions():
+  env = push.push(image_size=8, horizon=4)
+  policy = POLICY(env, chunk=2)
+  demonstrated = jnp.array(
+    [[[-0.9, 0.2], [0.5, 0.0]], [[0.1, 1.0], [0.3, -0.6]]]
+  )
+  _, obs = env.init(jnp.arange(2))
+  params, keys = (
+    policy.init(jax.random.key(0)),
+    stages.keys(jax.random.key(1), jnp.arange(2)),
+  )
+  x = jax.jit(policy.act)(params, obs, keys)
+  assert x.action.shape == (2, 4)
+  now = jax.jit(policy.evaluate)(params, obs, x.action)
+  np.testing.assert_allclose(now.logp, x.logp, atol=1e-5)
+  token_BA = CONFIG.tokens.encode(demonstrated.reshape(2, 4))
+  decoded = policy.to_env_action(token_BA)
+  np.testing.assert_allclose(decoded, demonstrated, atol=1 / 15)
+  loss = policy.imitation_loss(params, obs, demonstrated, keys)
+  want = -policy.evaluate(params, obs, token_BA).logp
+  np.testing.assert_allclose(loss, want, rtol=1e-6)
+  with pytest.raises(ValueError, match='chunks of 2 .* has 1: record'):
+    policy.imitation_loss(params, obs, demonstrated[:, 0], keys)
+  with pytest.raises(ValueError, match='4 actions were given .* chunks of 2'):
+    chunked = action_chunks.chunked(env, 2, 0.9)
+    chunked.step(
+      None, POLICY(env, chunk=4).to_env_action(jnp.zeros((2, 8), int))
+    )
+
+
+def test_an_environment_without_such_a_picture_is_refused():
   with pytest.raises(ValueError, match="reads the picture 'image/table'"):
     POLICY(push.push())
+  with pytest.raises(
+    ValueError, match=r"'image/wrist'.*\['image/table', 'stat"
+  ):
+    POLICY(push.push(image_size=8), camera='image/wrist')
