@@ -1,11 +1,13 @@
-"""Command line: trains, resumes, evaluates or plans the recipe of a gin file.
+r"""Command line: trains, resumes, evaluates or plans the recipe of a gin file.
 
-  python -m rlinf_jax.main --gin_file gin_configs/grpo_arithmetic.gin
-  python -m rlinf_jax.main --gin_file ... --gin.STEPS=50 --resume
-  python -m rlinf_jax.main --gin_file ... --help
-  python -m rlinf_jax.main --gin_file ... --plan_only --compile \
-    --cluster gin_configs/clusters/h100x64.gin
-  python -m rlinf_jax.main --gin_file ... --eval_only --workdir runs/scores
+  python -m rlinf_jax.main --gin_file gin_configs/ppo_push.gin
+  python -m rlinf_jax.main --gin_file gin_configs/ppo_push.gin \
+    --gin.STEPS=100 --resume
+  python -m rlinf_jax.main --gin_file gin_configs/ppo_push.gin --help
+  python -m rlinf_jax.main --gin_file gin_configs/ppo_push.gin --eval_only \
+    --eval_checkpoint runs/ppo_push --workdir runs/scores
+  python -m rlinf_jax.main --gin_file gin_configs/grpo_arithmetic.gin \
+    --plan_only --cluster gin_configs/clusters/h100.gin
 """
 
 import os

@@ -5,6 +5,7 @@ are plain text.
 """
 
 from collections.abc import Callable, Mapping
+import math
 import os
 import pathlib
 import sys
@@ -36,8 +37,9 @@ EVALUATION = (
   'length {eval/response_length_mean:.1f}/{eval/response_length_max:.0f}',
   'episode length {eval/episode_length:.1f}',
 )
-# Of the seconds of a step: stages that take less are left out of its line.
+# Of the seconds of a step: stages that take less are not named in its line.
 LEAST_SHARE = 0.01
+GAP = '  '  # Between the fields of a line.
 # Metrics that summarize evaluations, by name, and how they are formatted.
 SCORES = {
   'accuracy': ('eval/accuracy', '.1%'),
@@ -111,7 +113,9 @@ def _terminal(steps: int, start: int, stream: TextIO) -> Console:
     bar.console.print(rich.text.Text(text), soft_wrap=True)
 
   def write(step: int, values: Mapping[str, float]) -> None:
-    text = rich.text.Text(format_step(step, steps, values), overflow='ellipsis')
+    width = bar.console.width
+    line = format_step(step, steps, values, width)
+    text = rich.text.Text(line, overflow='ellipsis')
     if _is_evaluation(values):
       text.stylize('bold green')
     else:
@@ -126,37 +130,57 @@ def _is_evaluation(values: Mapping[str, float]) -> bool:
   return any(name.startswith('eval/') for name in values)
 
 
-def format_step(step: int, steps: int, values: Mapping[str, float]) -> str:
-  """Formats the metrics of a step or an evaluation as one line."""
+def format_step(
+  step: int,
+  steps: int,
+  values: Mapping[str, float],
+  width: float = math.inf,
+) -> str:
+  """Formats the metrics of a step or an evaluation as one line.
+
+  Args:
+    step: its number.
+    steps: updates of the whole run.
+    values: metrics by name.
+    width: characters of the line. Fields that do not fit are left out, and the
+      stages that are not named are summed as `other`.
+  """
   parts = [f'step {step:{len(str(steps))}}/{steps}']
   fields = STEP
   if _is_evaluation(values):
     parts.insert(0, 'evaluation')
     fields = EVALUATION
+  line = GAP.join(parts)
   for field in fields:
     try:
-      parts.append(field.format_map(values))
+      longer = line + GAP + field.format_map(values)
     except KeyError:
       continue
-  return '  '.join([*parts, *_seconds(values)])
+    if len(longer) <= width:
+      line = longer
+  seconds = _seconds(values, width - len(line) - len(GAP))
+  return line + GAP + seconds if seconds else line
 
 
-def _seconds(values: Mapping[str, float]) -> list[str]:
-  """Formats the seconds of each stage, the longest first, as one field."""
+def _seconds(values: Mapping[str, float], width: float) -> str:
+  """Formats the seconds of as many stages as fit, the longest first."""
   seconds = {
     name.removeprefix('time/'): value
     for name, value in values.items()
     if name.startswith('time/') and name != 'time/step'
   }
-  longest_first = sorted(
-    seconds.items(), key=lambda item: item[1], reverse=True
-  )
-  text = ' '.join(
-    f'{name} {value:.2f}s'
-    for name, value in longest_first
-    if value >= LEAST_SHARE * sum(seconds.values())
-  )
-  return [text] if text else []
+  total = sum(seconds.values())
+  longest = sorted(seconds, key=seconds.__getitem__, reverse=True)
+  named = [x for x in longest if seconds[x] >= LEAST_SHARE * total]
+  while named:
+    words = [f'{name} {seconds[name]:.2f}s' for name in named]
+    other = total - sum(seconds[name] for name in named)
+    if other > LEAST_SHARE * total:
+      words.append(f'other {other:.2f}s')
+    if len(text := ' '.join(words)) <= width:
+      return text
+    named.pop()
+  return ''
 
 
 def format_facts(title: str, facts: Mapping[str, str]) -> str:

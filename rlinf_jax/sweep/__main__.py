@@ -1,4 +1,4 @@
-"""Runs `python -m rlinf_jax.sweep`."""
+"""Runs `python -m rlinf_jax.sweep`, whose help is that of `sweep`."""
 
 from absl import app
 
@@ -6,4 +6,5 @@ from rlinf_jax import gin_flags
 from rlinf_jax.sweep import sweep
 
 if __name__ == '__main__':
+  __doc__ = sweep.__doc__
   app.run(sweep.main, flags_parser=gin_flags.parse)

@@ -1,6 +1,7 @@
 """Results of a sweep: a CSV file, a table and a plot of means over seeds."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
 import csv
 import itertools
 import json
@@ -14,6 +15,8 @@ from rlinf_jax import config_errors
 from rlinf_jax.run import console
 from rlinf_jax.run.folder import run_folder
 from rlinf_jax.sweep import grid
+
+CAPTION = 'last values: mean ± standard deviation over seeds'
 
 
 def read_result(point: grid.Point) -> dict[str, Any] | None:
@@ -33,12 +36,10 @@ def write_csv(points: Sequence[grid.Point], path: pathlib.Path) -> None:
     rows[-1] |= {k: v for k, v in result.items() if k != 'metrics'}
     rows[-1] |= dict(sorted(result['metrics'].items()))
   columns = list(dict.fromkeys(name for row in rows for name in row))
-  part = path.with_name(f'{path.name}.part')
-  with part.open('w', newline='') as file:
+  with _replaced(path) as part, part.open('w', newline='') as file:
     writer = csv.DictWriter(file, columns)
     writer.writeheader()
     writer.writerows(rows)
-  part.replace(path)
 
 
 def score(points: Iterable[grid.Point]) -> str:
@@ -65,6 +66,44 @@ def settings(
   return groups
 
 
+def write(
+  points: Sequence[grid.Point], folder: pathlib.Path, metric: str | None
+) -> pathlib.Path:
+  """Writes the table of points, the table of means and the plot.
+
+  Args:
+    points: of the grid; at least one of them has finished.
+    folder: of the sweep.
+    metric: the metric to compare; None for that of evaluations.
+
+  Returns:
+    The path of the plot.
+
+  Raises:
+    ValueError: if no finished point logged the metric.
+  """
+  write_csv(points, folder / 'results.csv')
+  metric = metric or score(points)
+  groups = settings(points)
+  columns, rows = mean_table(groups, metric)
+  lines = [columns, ['---'] * len(columns), *rows]
+  text = ''.join(f'| {" | ".join(line)} |\n' for line in lines)
+  with _replaced(folder / 'results.md') as part:
+    part.write_text(f'{CAPTION}\n\n{text}')
+  picture = folder / f'{metric.replace("/", "_")}.png'
+  with _replaced(picture) as part:
+    plot(groups, metric, part)
+  return picture
+
+
+@contextlib.contextmanager
+def _replaced(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """A path to write to, which then replaces a file at once."""
+  part = path.with_name(f'part_{path.name}')
+  yield part
+  part.replace(path)
+
+
 def mean_table(
   groups: Mapping[str, Sequence[grid.Point]], metric: str
 ) -> tuple[list[str], list[list[str]]]:
@@ -87,9 +126,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
   """Prints the table of `mean_table`."""
   from rich import console, table
 
-  printed = table.Table(
-    *columns, caption='last values: mean ± standard deviation over seeds'
-  )
+  printed = table.Table(*columns, caption=CAPTION)
   for row in rows:
     printed.add_row(*row)
   console.Console().print(printed)

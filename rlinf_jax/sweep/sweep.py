@@ -2,13 +2,14 @@ r"""Runs a recipe at every point of a grid of values, and compares the results.
 
   python -m rlinf_jax.sweep --gin_file gin_configs/grpo_arithmetic.gin \
     --over 'workflows.grpo.clip_high = [0.2, 0.28]' \
-    --over 'train.train.seed = range(3)' --workdir runs/sweep --jobs 1
+    --over 'train.train.seed = range(3)' --workdir runs/sweep
 
 Each point is a process and a run folder, such as
 runs/sweep/clip_high=0.2,seed=1.
 The same command again skips finished points and continues interrupted ones.
-Results are written to results.csv, one row per point; a table and a plot show
-means over seeds; logs/ has the output of each point.
+Whenever a point finishes, its results are added: results.csv has one row per
+point, results.md and a plot show means over seeds. logs/ has the output of each
+point.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,18 +17,16 @@ import contextlib
 import fcntl
 import functools
 import json
-import os
+import math
 import pathlib
 import signal
-import subprocess
 import sys
 import time
-from typing import NamedTuple
 
 from absl import flags
 
 from rlinf_jax import config
-from rlinf_jax.sweep import grid, results
+from rlinf_jax.sweep import capacity, grid, process, results
 
 _OVER = flags.DEFINE_multi_string(
   'over',
@@ -36,7 +35,17 @@ _OVER = flags.DEFINE_multi_string(
   'grid is the product of all --over.',
 )
 _JOBS = flags.DEFINE_integer(
-  'jobs', 1, 'Points that run at the same time.', lower_bound=1
+  'jobs',
+  None,
+  'Points that run at the same time; by default as many as cores and memory '
+  'allow.',
+  lower_bound=1,
+)
+_POINT_MINUTES = flags.DEFINE_float(
+  'point_minutes',
+  math.inf,
+  'Minutes after which a point is stopped; the same command continues it.',
+  lower_bound=0.0,
 )
 _METRIC = flags.DEFINE_string(
   'metric', None, 'The metric to compare; by default accuracy or success.'
@@ -44,39 +53,23 @@ _METRIC = flags.DEFINE_string(
 flags.adopt_module_key_flags(config)
 
 _MAIN = (sys.executable, '-m', 'rlinf_jax.main')
-# Seconds that an interrupted run has to write its checkpoint.
-_GRACE = 20.0
-
-
-class RunningPoint(NamedTuple):
-  """The process of a point.
-
-  Attributes:
-    point: of the grid.
-    process: that runs it.
-    start_time: by `time.monotonic`.
-    errors: file of its standard error.
-    offset: byte of that file at which the output of this process starts.
-  """
-
-  point: grid.Point
-  process: subprocess.Popen
-  start_time: float
-  errors: pathlib.Path
-  offset: int
 
 
 def run(
   points: Sequence[grid.Point],
-  start: Callable[[grid.Point], RunningPoint],
-  jobs: int,
+  start: Callable[[grid.Point], process.RunningPoint],
+  may_start: Callable[[Sequence[process.RunningPoint]], bool],
+  on_finish: Callable[[], None],
+  limit: float = math.inf,
 ) -> list[str]:
   """Runs the unfinished points; stops all processes if it is interrupted.
 
   Args:
     points: of the grid.
     start: starts the process of a point.
-    jobs: number of points that run at the same time.
+    may_start: whether another may start beside the points that run.
+    on_finish: called when a point has finished.
+    limit: seconds after which a point is stopped, as if it had failed.
 
   Returns:
     Names of the points that failed.
@@ -85,97 +78,39 @@ def run(
   waiting, running, failed = list(points), [], []
   try:
     while waiting or running:
-      while waiting and len(running) < jobs:
+      while waiting and may_start(running):
         point = waiting.pop(0)
         if results.read_result(point) is not None:
           _print(f'{numbers[point.name]} already finished {point.name}')
           continue
-        verb = 'continued' if _has_started(point) else 'started'
+        verb = 'continued' if process.has_started(point) else 'started'
         running.append(start(point))
         _print(f'{numbers[point.name]} {verb} {point.name}')
-      for job in [x for x in running if x.process.poll() is not None]:
+      for job in [x for x in running if _has_ended(x, limit)]:
         running.remove(job)
-        name, failure = job.point.name, _failure(job)
-        if failure:
-          failed.append(name)
+        name, seconds = job.point.name, time.monotonic() - job.start_time
+        failure = process.failure(job)
+        if failure and seconds > limit:
+          failure = (
+            f': it was stopped at its limit of {limit / 60:g} minutes; the '
+            'same command continues it'
+          )
         _print(
           f'{numbers[name]} {"failed" if failure else "finished"} {name} after '
-          f'{time.monotonic() - job.start_time:.0f} s{failure}'
+          f'{seconds:.0f} s{failure}'
         )
+        failed.append(name) if failure else on_finish()
       time.sleep(0.05 if running else 0)
   finally:
-    _stop([job.process for job in running])
+    process.stop([job.process for job in running])
   return failed
 
 
-def start(
-  point: grid.Point,
-  command: Sequence[str],
-  logs: pathlib.Path,
-  lock: int,
-) -> RunningPoint:
-  """Starts a point, or continues it where it was interrupted.
-
-  Args:
-    point: of the grid.
-    command: the command line, without the arguments of the point.
-    logs: folder for the output of the process.
-    lock: file descriptor that the process inherits and so keeps open.
-  """
-  errors = logs / f'{point.name}.err'
-  with (logs / f'{point.name}.out').open('a') as out, errors.open('a') as err:
-    offset = err.tell()
-    process = subprocess.Popen(
-      [
-        *command,
-        *(f'--gin_bindings={k} = {v!r}' for k, v in point.values.items()),
-        f'--workdir={point.folder}',
-        *(['--resume'] if _has_started(point) else []),
-      ],
-      stdin=subprocess.DEVNULL,
-      stdout=out,
-      stderr=err,
-      pass_fds=(lock,),
-      # Ctrl-C reaches the sweep only, which interrupts each process once.
-      start_new_session=True,
-    )
-  return RunningPoint(point, process, time.monotonic(), errors, offset)
-
-
-def _has_started(point: grid.Point) -> bool:
-  return (point.folder / 'config.gin').exists()
-
-
-def _failure(job: RunningPoint) -> str:
-  """Describes the failure of a process that has ended; '' for a success."""
-  code = job.process.returncode
-  if code == 0 and results.read_result(job.point) is not None:
-    return ''
-  with job.errors.open(errors='replace') as file:
-    file.seek(job.offset)
-    lines = [x.strip() for x in file.read().splitlines()]
-  last_line = ([x for x in lines if x] or ['it printed no error'])[-1]
-  if code == 0:
-    reason = 'it wrote no result.json'
-  else:
-    reason = f'exit code {code}' if code > 0 else f'killed by signal {-code}'
-  return f': {reason}: {last_line} (log: {job.errors})'
-
-
-def _stop(processes: Sequence[subprocess.Popen]) -> None:
-  """Interrupts processes and their children; kills those that do not end."""
-  alive = [process for process in processes if process.poll() is None]
-  for process in alive:
-    os.killpg(process.pid, signal.SIGINT)
-  end = time.monotonic() + _GRACE
-  try:
-    for process in alive:
-      process.wait(max(0.0, end - time.monotonic()))
-  except (KeyboardInterrupt, subprocess.TimeoutExpired):
-    for process in alive:
-      if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def _has_ended(job: process.RunningPoint, limit: float) -> bool:
+  """Whether the process of a point has ended; stops it after the limit."""
+  if time.monotonic() - job.start_time > limit:
+    process.stop([job.process])
+  return job.process.poll() is not None
 
 
 def sweep(
@@ -184,7 +119,8 @@ def sweep(
   over: Sequence[str],
   workdir: str,
   *,
-  jobs: int = 1,
+  jobs: int | None = None,
+  minutes: float = math.inf,
   metric: str | None = None,
   command: Sequence[str] = _MAIN,
 ) -> list[str]:
@@ -195,7 +131,9 @@ def sweep(
     gin_bindings: of the recipe.
     over: parameters and their values, as `grid.parse_over` reads them.
     workdir: folder of the sweep.
-    jobs: number of points that run at the same time.
+    jobs: number of points that run at the same time; by default as many as
+      cores and memory allow.
+    minutes: after which a point is stopped; the next sweep continues it.
     metric: the metric to compare; accuracy or success if None.
     command: the command that runs a point.
 
@@ -217,18 +155,29 @@ def sweep(
   with _locked(folder) as lock:
     _check_recipe(folder, recipe)
     start_point = functools.partial(
-      start, command=[*command, *recipe], logs=logs, lock=lock
+      process.start, command=[*command, *recipe], logs=logs, lock=lock
     )
-    failed = run(points, start_point, jobs)
-  results.write_csv(points, folder / 'results.csv')
-  _print(f'The results are in {folder / "results.csv"}, one row per point.')
+    may_start = capacity.Capacity().may_start
+    if jobs is not None:
+      may_start = lambda running: len(running) < jobs
+
+    def on_finish():
+      try:
+        results.write(points, folder, metric)
+      except ValueError as error:  # Points that log the metric may follow.
+        _print(str(error))
+
+    failed = run(points, start_point, may_start, on_finish, 60 * minutes)
   if len(failed) < len(points):
-    metric = metric or results.score(points)
-    groups = results.settings(points)
-    results.print_table(*results.mean_table(groups, metric))
-    picture = folder / f'{metric.replace("/", "_")}.png'
-    results.plot(groups, metric, picture)
+    picture = results.write(points, folder, metric)
+    table = results.mean_table(
+      results.settings(points), metric or results.score(points)
+    )
+    results.print_table(*table)
     _print(f'The plot is in {picture}.')
+  else:
+    results.write_csv(points, folder / 'results.csv')
+  _print(f'The results are in {folder / "results.csv"}, one row per point.')
   return failed
 
 
@@ -291,6 +240,7 @@ def main(argv: Sequence[str]) -> int:
       _OVER.value,
       config.WORKDIR.value,
       jobs=_JOBS.value,
+      minutes=_POINT_MINUTES.value,
       metric=_METRIC.value,
     )
   except (OSError, ValueError) as error:

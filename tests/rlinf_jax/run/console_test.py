@@ -34,6 +34,31 @@ def test_stages_that_take_next_to_no_time_are_left_out():
   assert console.format_step(3, 9, values) == 'step 3/9  gradient 0.50s'
 
 
+def test_a_line_fits_and_sums_the_stages_that_it_does_not_name():
+  line = console.format_step(12, 200, STEP, width=100)
+  assert len(line) <= 100
+  assert line.endswith('4,812 tok/s  generate 0.61s other 0.45s')
+  for width in range(12, 140):
+    line = console.format_step(12, 200, STEP, width)
+    assert len(line) <= width and line.startswith('step  12/200')
+  assert console.format_step(12, 200, STEP, 12) == 'step  12/200'
+
+
+def test_many_small_stages_are_summed_however_wide_the_line():
+  values = {f'time/stage{i}': 0.01 for i in range(150)} | {'time/long': 1.0}
+  assert console.format_step(3, 9, values) == 'step 3/9  long 1.00s other 1.50s'
+
+
+def test_a_line_of_a_narrow_terminal_is_not_cut(monkeypatch):
+  monkeypatch.setenv('TERM', 'xterm')
+  monkeypatch.setenv('COLUMNS', '90')
+  stream = Terminal()
+  view = console.create(200, start=10, stream=stream)
+  view.write(12, STEP)
+  view.close()
+  assert '…' not in stream.getvalue() and '4,812' in stream.getvalue()
+
+
 def test_missing_metrics_are_left_out():
   values = {'train/loss': 1.25, 'time/gradient': 0.5}
   assert (

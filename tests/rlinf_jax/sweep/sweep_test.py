@@ -13,7 +13,7 @@ import time
 import pytest
 
 import core_only
-from rlinf_jax.sweep import results, sweep
+from rlinf_jax.sweep import capacity, grid, process, results, sweep
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 
@@ -63,7 +63,9 @@ del line['step']
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(results, 'plot', lambda *_: None)
+  monkeypatch.setattr(
+    results, 'plot', lambda groups, metric, path: path.touch()
+  )
   path = tmp_path / 'fake.py'
   path.write_text(FAKE)
   return sys.executable, '-S', str(path)
@@ -292,7 +294,7 @@ def test_a_run_that_ignores_an_interrupt_is_killed(
   tmp_path, monkeypatch, capsys
 ):
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(sweep, '_GRACE', 0.2)
+  monkeypatch.setattr(process, 'GRACE', 0.2)
   deaf = subprocess.Popen(
     [
       sys.executable,
@@ -304,7 +306,7 @@ def test_a_run_that_ignores_an_interrupt_is_killed(
     start_new_session=True,
   )
   deaf.stdout.readline()
-  sweep._stop([deaf])
+  process.stop([deaf])
   deaf.stdout.close()
   assert deaf.returncode == -signal.SIGKILL
 
@@ -348,6 +350,95 @@ def test_results_are_written_and_shown_when_all_have_run(plotted, capsys):
   assert os.path.exists('runs/eval_accuracy.png')
   out = capsys.readouterr().out
   assert '0.410 ± 0.010' in out and 'runs/eval_accuracy.png' in out
+
+
+def test_results_exist_after_the_first_point_and_grow(fake, monkeypatch):
+  seen = []
+  write = results.write
+
+  def watch(*args):
+    picture = write(*args)
+    table = pathlib.Path('runs/results.md').read_text()
+    finished = [row['point'] for row in read_csv() if row['seconds']]
+    seen.append((len(finished), '0 of 1' in table, picture.exists()))
+    return picture
+
+  monkeypatch.setattr(results, 'write', watch)
+  run(fake, 'workflows.grpo.clip_high = [0.2, 13, 0.28]', jobs=1)
+  assert seen == [(1, True, True), (2, True, True), (2, True, True)]
+
+
+def test_an_interrupted_sweep_has_the_results_of_finished_points(fake):
+  process = launch(fake, 'workflows.grpo.clip_high = [0.2, 99]')
+  wait_for('clip_high=99/config.gin', 1)
+  process.send_signal(signal.SIGINT)
+  process.communicate(timeout=120)
+  assert [bool(row['seconds']) for row in read_csv()] == [True, False]
+
+
+def test_a_point_is_stopped_at_its_limit_and_continued(fake, capsys):
+  over = 'workflows.grpo.clip_high = [99]'
+  assert run(fake, over, minutes=1 / 60) == ['clip_high=99']
+  out = capsys.readouterr().out
+  assert 'its limit of 0.0166667 minutes; the same command continues it' in out
+  assert os.path.exists('runs/clip_high=99/interrupted')
+  assert run(fake, over) == []
+  assert '--resume' in starts('clip_high=99')[1]
+
+
+def job(folder, stepped=True):
+  """A running point, as far as its capacity is decided."""
+  folder.mkdir()
+  if stepped:
+    (folder / 'metrics.jsonl').touch()
+  point = grid.Point(folder.name, folder, {})
+  return process.RunningPoint(
+    point, None, time.monotonic() - 5, folder / 'err', 0
+  )
+
+
+@pytest.mark.parametrize(
+  ('most', 'available', 'stepped', 'expected'),
+  [
+    (4, 100.0, True, True),
+    (2, 100.0, True, False),  # As many run as the cores allow.
+    (4, 100.0, False, False),  # How much the second needs is not known.
+    (4, 18.4, True, False),
+    (4, 18.6, True, True),
+  ],
+)
+def test_cores_and_memory_limit_how_many_points_run(
+  tmp_path, monkeypatch, most, available, stepped, expected
+):
+  monkeypatch.setattr(capacity, 'INTERVAL', 0.0)
+  used = {'a': 10.0, 'b': 4.0}
+  room = capacity.Capacity(
+    most, lambda: available, lambda one: used[one.point.name]
+  )
+  running = [job(tmp_path / 'a'), job(tmp_path / 'b', stepped)]
+  assert room.may_start([])
+  # The smaller one may grow by 6, and a third may need 12.5.
+  assert room.may_start(running) == expected
+
+
+def test_memory_of_a_point_is_that_of_its_processes():
+  code = (
+    'import subprocess, sys\n'
+    'x = bytearray(20_000_000)\n'
+    "hold = 'x = bytearray(30_000_000); input()'\n"
+    "subprocess.run([sys.executable, '-S', '-c', hold])\n"
+  )
+  parent = subprocess.Popen(
+    [sys.executable, '-S', '-c', code], stdin=subprocess.PIPE
+  )
+  one = process.RunningPoint(None, parent, 0.0, None, 0)
+  end = time.monotonic() + 60
+  while capacity.used_memory(one) < 50e6:
+    assert time.monotonic() < end
+    time.sleep(0.02)
+  parent.communicate(b'\n')
+  assert capacity.used_memory(one) == 0
+  assert capacity.available_memory() > 0
 
 
 def test_a_metric_that_no_point_logged_is_refused_after_the_csv(plotted):
