@@ -1,9 +1,8 @@
 """Seconds and bytes of stages on placements, modeled from their work.
 
 The time of a call is its launch, plus the longer of its arithmetic and its
-memory traffic, plus the communication between its devices. Where a stage was
-measured, the measurement is used instead. Every number is tagged with its
-origin.
+memory traffic, plus the communication between its devices. Measurements of a
+stage are used instead. Every number is tagged with its origin.
 """
 
 from collections.abc import Mapping

@@ -169,11 +169,10 @@ def of_networks(
       log-probability; in demonstrations they are zero.
   """
   low, high = action_range.bounds(env, chunk)
-  used = len(env.action_low)
-  action_width = action_width or used
+  action_width = action_width or len(env.action_low)
   A = action_width * chunk
   # Indices of the numbers that the environment takes.
-  kept = np.arange(A).reshape(chunk, action_width)[:, :used].reshape(-1)
+  kept = np.arange(A).reshape(chunk, -1)[:, : len(env.action_low)].ravel()
   bounded = functools.partial(action_range.bounded, False, low, high, chunk)
   distribution = functools.partial(_distribution, exploration, num_steps)
   score = functools.partial(_score, exploration, num_steps, kept)
@@ -192,9 +191,8 @@ def of_networks(
       if not greedy:
         mean_BA, std_BA = distribution(x_BA, predicted, k_B)
         here = (stochastic == k)[..., None]
-        noise_BA = jnp.where(here, noise, 0.0).sum(1)
-        sample_BA = mean_BA + std_BA * noise_BA
-        next_BA = jnp.where(here.any(1), sample_BA, next_BA)
+        sampled_BA = mean_BA + std_BA * (here * noise).sum(1)
+        next_BA = jnp.where(here.any(1), sampled_BA, next_BA)
       return next_BA, predicted
 
     path, predicted = flow_matching.denoise(step, initial_BA, num_steps)
@@ -217,9 +215,6 @@ def of_networks(
     value = networks.value(params, context) if networks.value else None
     return base.Evaluation(logp, entropy, value)
 
-  def to_env_action(action: Denoising):
-    return bounded(action.path[..., -1, kept])
-
   def value(params, obs):
     return networks.value(params, networks.encode(params, obs))
 
@@ -227,7 +222,7 @@ def of_networks(
     networks.init,
     act,
     evaluate,
-    to_env_action,
+    lambda action: bounded(action.path[..., -1, kept]),
     value if networks.value else None,
     imitation_loss=functools.partial(
       _imitation_loss, networks, (chunk, action_width)

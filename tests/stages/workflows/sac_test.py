@@ -318,7 +318,7 @@ def test_a_host_simulator_gives_the_metrics_of_the_same_env_in_jax():
 # Learning.
 
 
-def learn(env, steps=50):
+def learn(env, steps=80):
   """Evaluations before and after learning."""
   workflow = workflows.sac(
     env,
@@ -348,6 +348,7 @@ def learn(env, steps=50):
 def test_sac_learns_to_reach():
   before, after = learn(reach.reach())
   assert before['eval/success_at_end'] < 0.1
+  # Four keys reached 0.60 to 0.82 by then, of which 0.05 is a standard error.
   assert after['eval/success_at_end'] > 0.4
 
 
