@@ -11,6 +11,9 @@ import weakref
 
 import ray
 from ray import util
+from ray._private.authentication import (
+  authentication_token_setup as token_setup,
+)
 from ray.util import scheduling_strategies as scheduling
 
 from planner.ir import plan as plan_lib
@@ -27,17 +30,20 @@ TOKEN_SETTINGS = {'RAY_AUTH_MODE', 'RAY_AUTH_TOKEN', 'RAY_AUTH_TOKEN_PATH'}
 def connect(address: str = HERE):
   """Connects to Ray, or starts it on this machine; once per process.
 
-  A Ray that is started here admits processes that know its token, which is
-  drawn at random unless the environment sets one.
+  Ray runs code for every process that it admits, so it must admit only those
+  that know its token. That of a Ray that is started here is drawn at random
+  unless the environment sets one.
 
   Args:
     address: 'local', 'auto', or that of a cluster, such as 'ray://head:10001'.
 
   Raises:
     ConnectionError: if there is no cluster at that address.
+    ValueError: if the environment turns tokens off, or has none for a cluster.
   """
   if ray.is_initialized():
     return
+  _check_mode()
   options = {'log_to_driver': False, 'logging_level': 'error'}
   if address == HERE:
     # By default, Ray reads a token of all runs from a file of the user. It
@@ -52,6 +58,14 @@ def connect(address: str = HERE):
       warnings.filterwarnings('ignore', r'os\.fork\(\) was called')
       ray.init('local', num_cpus=cpus, **options)
     return
+  # By itself, Ray uses a token for the address 'auto' only.
+  if not token_setup.maybe_enable_token_auth_if_token_available(False):
+    raise ValueError(
+      f'There is no token for the Ray cluster at {address!r}, which without '
+      'one runs code for every process that reaches it: set '
+      'RAY_AUTH_MODE=token and the same secret RAY_AUTH_TOKEN for every `ray '
+      'start` and for this run.'
+    )
   try:
     ray.init(address, **options)
   except ConnectionError as error:
@@ -59,6 +73,16 @@ def connect(address: str = HERE):
       f'There is no Ray cluster at {address!r}: start one with `ray start '
       "--head`, or say 'local' to have one on this machine."
     ) from error
+
+
+def _check_mode():
+  """Checks that the environment does not turn Ray's tokens off."""
+  mode = os.environ.get('RAY_AUTH_MODE', 'token')
+  if mode.lower() != 'token':
+    raise ValueError(
+      f'RAY_AUTH_MODE is {mode!r}, so that Ray would run code for every '
+      "process that reaches its ports: unset it, or set it to 'token'."
+    )
 
 
 class ActorPool:

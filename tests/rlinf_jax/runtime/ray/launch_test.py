@@ -30,6 +30,48 @@ def test_the_driver_computes_on_the_cpu_whatever_the_environment_says():
   assert done.stdout.strip() == "{'cpu'}", done.stderr
 
 
+CONNECT = """
+import sys
+from rlinf_jax.runtime.ray import actor_pool
+try:
+  actor_pool.connect(sys.argv[1])
+except ValueError as error:
+  print(error)
+"""
+
+
+@pytest.mark.parametrize('address', ['local', 'auto', 'ray://head:10001'])
+def test_ray_is_not_started_or_joined_without_its_token(address):
+  done = subprocess.run(
+    [sys.executable, '-c', CONNECT, address],
+    env=os.environ | {'RAY_AUTH_MODE': 'disabled'},
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=True,
+  )
+  assert done.stdout.startswith(
+    "RAY_AUTH_MODE is 'disabled', so that Ray would"
+  )
+
+
+def test_a_cluster_without_a_token_is_not_joined(tmp_path):
+  environment = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith('RAY_AUTH_')
+  }
+  done = subprocess.run(
+    [sys.executable, '-c', CONNECT, '127.0.0.1:6379'],
+    env=environment | {'HOME': str(tmp_path)},  # Ray's own token is there.
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=True,
+  )
+  assert done.stdout.startswith('There is no token for the Ray cluster at')
+
+
 @pytest.mark.parametrize('kind', ['GPU', 'TPU'])
 def test_places_use_the_devices_that_ray_gives_them(kind, monkeypatch):
   monkeypatch.setenv('JAX_PLATFORMS', 'cpu')  # Their processes inherit it.

@@ -6,6 +6,7 @@ Two nodes of Ray on this machine stand for two machines.
 import contextlib
 import functools
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -71,7 +72,9 @@ def cluster_of(*cpus):
   nodes = []
   try:
     for i, n in enumerate(cpus):
-      nodes.append(subprocess.Popen([*NODE, *joins, f'--num-cpus={n}']))
+      command = [*NODE, *joins, f'--num-cpus={n}']
+      token = os.environ | {'RAY_AUTH_MODE': 'token'}
+      nodes.append(subprocess.Popen(command, env=token))
       joins = [f'--address={address}']
       while i == 0 and not _listens(port):
         assert nodes[0].poll() is None
@@ -90,6 +93,7 @@ def _listens(port):
 
 @pytest.fixture(scope='module', autouse=True)
 def ray_cluster():
+  os.environ.setdefault('RAY_AUTH_TOKEN', secrets.token_hex(32))
   with cluster_of(2, 2) as address:
     actor_pool.connect(address)
     while sum(node['Alive'] for node in ray.nodes()) < 2:
