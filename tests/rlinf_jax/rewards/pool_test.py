@@ -5,6 +5,7 @@ import pytest
 
 import claims
 import rewards_of_mine
+from rlinf_jax.isolation import pool as calls
 from rlinf_jax.rewards import answers, base, pool
 
 
@@ -115,7 +116,7 @@ HOSTILE = [
 )
 def test_hostile_texts_end_within_their_limit_and_are_wrong(tail, monkeypatch):
   limit, seconds = 1.0, {}
-  call = pool.Pool._call
+  call = calls.Pool._result
 
   def timed(self, completion):
     start = time.perf_counter()
@@ -123,14 +124,14 @@ def test_hostile_texts_end_within_their_limit_and_are_wrong(tail, monkeypatch):
     seconds[completion.text] = time.perf_counter() - start
     return score
 
-  monkeypatch.setattr(pool.Pool, '_call', timed)
+  monkeypatch.setattr(calls.Pool, '_result', timed)
   judge = pool.isolated(answers.correct, seconds=limit, processes=2)
   texts = [text + tail for text in HOSTILE]
   scores = judge.score(completions(*texts, answer='271828'))
   assert not any(score > 0 for score in scores)
   # The first call, and one after a call that had to be killed, starts a
   # process; and rows wait for one another.
-  assert max(seconds.values()) < START + 2 * (limit + pool.GRACE)
+  assert max(seconds.values()) < START + 2 * (limit + calls.GRACE)
   for _ in '12':  # New processes take longer for their first.
     fine = judge.score(completions(*['#### 2'] * 20, answer='2'))
   assert fine == [1.0] * 20

@@ -1,19 +1,17 @@
-"""The process of a reward function: calls it, one completion at a time.
+"""The process of an isolated function: answers one call at a time.
 
-It answers in bytes that are no pickles: to read a pickle is to run it, and what
-the function parses may have taken this process over.
+It answers in JSON, not in pickles: to read a pickle is to run it, and what the
+function parses may have taken this process over.
 """
 
 import importlib
+import json
 import math
 from multiprocessing import connection
 import resource
 import signal
-import struct
 import sys
-from typing import NamedTuple
-
-REWARD = struct.Struct('d')  # The answer to a completion.
+from typing import Any, NamedTuple
 
 
 class Limits(NamedTuple):
@@ -33,7 +31,7 @@ class _Late(BaseException):
 
 
 def main():
-  """Serves completions until the other side closes or ends."""
+  """Serves calls until the other side closes or ends."""
   pipe = connection.Connection(int(sys.argv[1]))
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # The trainer decides.
   try:
@@ -48,14 +46,13 @@ def main():
     signal.signal(signal.SIGALRM, _raise_late)
     pipe.send_bytes(b'')
     while True:
-      reward = _call(function, pipe.recv(), limits.seconds)
-      pipe.send_bytes(REWARD.pack(reward))
+      pipe.send_bytes(_call(function, *pipe.recv(), limits.seconds))
   except (EOFError, OSError):
     pass  # The trainer has ended.
 
 
-def _call(function, completion, seconds: float) -> float:
-  """The reward of a completion; NaN if the function fails or is late."""
+def _call(function, args, kwargs, seconds: float) -> bytes:
+  """What the function returns, or its error, as JSON."""
   # Ends a call that no Python signal handler can, even without a trainer.
   used = resource.getrusage(resource.RUSAGE_SELF)
   cpu_seconds = math.ceil(used.ru_utime + used.ru_stime + seconds) + 2
@@ -63,11 +60,22 @@ def _call(function, completion, seconds: float) -> float:
   resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, most))
   signal.setitimer(signal.ITIMER_REAL, seconds)
   try:
-    return float(function(completion))
-  except (Exception, _Late):  # noqa: BLE001 (Foreign code: any error counts.)
-    return math.nan
+    value = function(*args, **kwargs)
+    return json.dumps({'value': value}, default=_plain).encode()
+  except _Late:
+    return json.dumps({'error': f'it took more than {seconds:g} s'}).encode()
+  except Exception as error:  # noqa: BLE001 (Foreign code: any error counts.)
+    return json.dumps({'error': f'{type(error).__name__}: {error}'}).encode()
   finally:
     signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _plain(value: Any) -> float | str:
+  """A number, such as of NumPy, as a float; anything else as text."""
+  try:
+    return float(value)
+  except (TypeError, ValueError):
+    return str(value)
 
 
 def _raise_late(*_):

@@ -1,0 +1,1 @@
+"""Functions in processes of their own, each call with limits."""
