@@ -101,7 +101,8 @@ class Experience(NamedTuple):
     action: actions taken: tokens [B, T], or vectors [B, T, A].
     logp: log-probability of each action under the distribution that it was
       sampled from, at the time of sampling.
-    mask: 1 where `action` is the policy's own; 0 after the end of a row.
+    mask: 1 where `action` is the policy's own; 0 on tokens of an environment
+      between its turns, and after the end of a row.
     truncated: 1 where a length limit ended the row [B]; in an environment,
       where a time limit ended the episode [B, T].
     version: optimizer steps that the acting parameters had seen, per action.
@@ -220,11 +221,11 @@ class Policy(NamedTuple):
     out_shapes: `params, obs, keys -> Experience` of shapes. Set where `act`
       runs on an engine outside JAX, which computes log-probabilities in its own
       arithmetic and returns a `Deferred` of its experience; else None.
-    resume: `params, obs, keys, completions, *, group_size=1, num_started=0,
-      should_continue -> Completions`: continues completions, as does
-      `stages.language.decoding.generate.resume`. With `out_shapes`, it takes
-      keys as their bits and returns a `Deferred`. None where completions cannot
-      be continued.
+    resume: `params, obs, keys, completions, *, group_size=1, greedy=False,
+      num_started=0, should_continue -> Completions`: continues completions, as
+      does `stages.language.decoding.generate.resume`. With `out_shapes`, it
+      takes keys as their bits, never greedy, and returns a `Deferred`. None
+      where completions cannot be continued.
     engine: continuous batching, for the cost model; None without it.
     sampling: the distribution that `act` samples from and `evaluate` scores
       under, see `stages.language.sample`; None where there is no choice.

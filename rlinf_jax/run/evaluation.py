@@ -8,6 +8,7 @@ import jax
 
 from rlinf_jax.runtime import base as runtime_base
 from stages import base, metrics
+from stages.language import tokens
 from stages.language.evaluate import SAMPLES
 
 ALL = 'all'  # Name of all problems together, among the names of sets.
@@ -124,9 +125,10 @@ def completions(
   if SAMPLES not in info:
     return
   rows = info[SAMPLES].rows
+  said = tokens.through_last(rows['completion_mask'])
   texts = {
-    name: source.text(rows[name], rows[f'{name}_mask'])
-    for name in ('prompt', 'completion')
+    'prompt': source.text(rows['prompt'], rows['prompt_mask']),
+    'completion': source.text(rows['completion'], said),
   }
   B = jax.tree.leaves(held_out.batches[i])[0].shape[0]
   samples = len(rows['reward']) // B

@@ -24,6 +24,7 @@ def evaluate(
   *,
   samples: ranges.PositiveInt = 1,
   greedy: bool | None = None,
+  converse: Callable = policy_stages.one_turn,
 ) -> Callable:
   """Returns `Version, problem, key, params=() -> info`: metrics of answers.
 
@@ -40,6 +41,8 @@ def evaluate(
       problem first, so the standard error is that of independent problems.
     greedy: takes the most likely tokens instead of samples; by default, if
       there is one completion a problem.
+    converse: what a row is: `policy_stages.one_turn`, or
+      `conversation.converse` for many turns.
 
   Raises:
     ValueError: for several greedy completions, which would all be the same.
@@ -51,9 +54,7 @@ def evaluate(
       'problem: give one greedy completion, or one or more samples.'
     )
   repeat = policy_stages.repeat(samples)
-  answer = policy_stages.act(
-    policy, 'answer', group_size=samples, greedy=greedy
-  )
+  answer = converse(policy, 'answer', group_size=samples, greedy=greedy)
   score = stages.Stage(
     functools.partial(_score, samples), 'score', 'sum', group_size=samples
   )
@@ -61,7 +62,7 @@ def evaluate(
   def run(actor: base.Version, problem: base.Problem, key, params=()):
     if samples > 1:
       problem = repeat(problem)
-    x = answer(actor, problem.prompt, stages.keys(key, problem.prompt))
+    problem, x = answer(actor, problem, stages.keys(key, problem.prompt))
     verdict = verifiers.judge(verify, params, problem.answer, x)
     rows = rows_to_log(x, verdict.reward) | {
       'correct': verdict.correct,

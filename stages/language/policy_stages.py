@@ -179,13 +179,42 @@ RolloutMethod = Callable[[base.Policy, int], Rollouts]
 """`policy, group_size -> Rollouts`: how a workflow generates completions."""
 
 
-def complete(policy: base.Policy, group_size: int) -> Rollouts:
-  """Returns rollouts in which every step finishes all of its prompts."""
-  generate = act(policy, 'generate', group_size=group_size)
+def one_turn(
+  policy: base.Policy, name: str, *, group_size: int = 1, greedy: bool = False
+) -> Callable:
+  """Returns `Version, problem, keys -> problem, Experience`: one completion.
+
+  `stages.language.conversation.converse` returns the same for many turns.
+
+  Args:
+    policy: as in `act`.
+    name: likewise.
+    group_size: likewise.
+    greedy: likewise.
+  """
+  generate = act(policy, name, group_size=group_size, greedy=greedy)
+
+  def run(actor: base.Version, problem: base.Problem, keys):
+    return problem, generate(actor, problem.prompt, keys)
+
+  return run
+
+
+def complete(
+  policy: base.Policy, group_size: int, *, converse: Callable = one_turn
+) -> Rollouts:
+  """Returns rollouts in which every step finishes all of its prompts.
+
+  Args:
+    policy: the policy that generates.
+    group_size: adjacent rows that share a prompt.
+    converse: what a row is: `one_turn`, or `conversation.converse`.
+  """
+  generate = converse(policy, 'generate', group_size=group_size)
   with_proximal = proximal_logp(policy, group_size)
 
   def run(actor: base.Version, carry, problem: base.Problem, keys):
-    x = generate(actor, problem.prompt, keys)
+    problem, x = generate(actor, problem, keys)
     return problem, with_proximal(actor, x), carry, {}
 
   return Rollouts(run)

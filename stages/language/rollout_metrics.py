@@ -76,7 +76,8 @@ def padding(x: base.Experience, group_size: int) -> metrics.Mean:
   prompt_N = x.obs.mask[::group_size].sum(1)
   real_N = x.mask.reshape(-1, group_size * T).max(1)
   # The last token of a prompt is read with each completion.
-  real = ((prompt_N - 1) * real_N).sum() + x.mask.sum()
+  completed = packing.lengths(x.mask).sum().astype(x.mask.dtype)
+  real = ((prompt_N - 1) * real_N).sum() + completed
   computed = jnp.full_like(real, B // group_size * P + B * T)
   return metrics.Mean(computed - real, computed)
 

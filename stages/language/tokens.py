@@ -210,6 +210,15 @@ def decode(tokenizer, token_BT, mask_BT) -> list[str]:
   return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
+def through_last(mask_BT: np.ndarray) -> np.ndarray:
+  """1 through the last 1 of each row: also on what is between the 1s.
+
+  Of a conversation, the mask of the policy's own tokens becomes that of all
+  tokens that it has written or read.
+  """
+  return np.maximum.accumulate(np.asarray(mask_BT)[:, ::-1], axis=1)[:, ::-1]
+
+
 def text_ids(texts: Sequence[str | None]) -> np.ndarray:
   """An id of each text, int32 [B]: its CRC-32 without the top bit; −1 of None.
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base
+from stages.language import packing
 from stages.language.decoding import generate
 from stages.models import lora, transformer
 from stages.models.layers import mixed_precision
@@ -84,7 +85,7 @@ def head(config: transformer.Config) -> ValueModel:
 def score_completions(model: ValueModel) -> Callable:
   """Returns `params, prompt, action, mask -> score_B` of whole sequences.
 
-  The score is the value after the last real token, as in the sequence
+  The score is the value after the last token of the mask, as in the sequence
   classifiers of `transformers`, which take the last position that is not
   padding.
   """
@@ -93,7 +94,7 @@ def score_completions(model: ValueModel) -> Callable:
     # The value after token T is the value before token T + 1.
     action_BS = jnp.pad(action_BT, ((0, 0), (0, 1)))
     value_BS = model.value(params, prompt, action_BS)
-    last_B1 = mask_BT.sum(1, keepdims=True).astype(jnp.int32)
+    last_B1 = packing.lengths(mask_BT)[:, None]
     return jnp.take_along_axis(value_BS, last_B1, axis=1)[:, 0]
 
   return run

@@ -14,6 +14,7 @@ from rlinf_jax.run import console, problems
 from rlinf_jax.run.folder import writers
 from rlinf_jax.runtime import timeline
 from stages import base
+from stages.language import tokens
 
 
 class RunLog:
@@ -111,7 +112,9 @@ class RunLog:
       rows: token ids and masks of prompts and completions, and rewards.
     """
     prompts = self._source.text(rows['prompt'], rows['prompt_mask'])
-    completions = self._source.text(rows['completion'], rows['completion_mask'])
+    completions = self._source.text(
+      rows['completion'], tokens.through_last(rows['completion_mask'])
+    )
     for prompt, completion, reward in zip(
       prompts, completions, np.asarray(rows['reward']).tolist(), strict=True
     ):

@@ -11,10 +11,12 @@ import pytest
 
 import claims
 from stages import workflows
+from stages.language import conversation, policy_stages
 from stages.learn import advantages, losses, selection
 from stages.models import lora
 from tests.rlinf_jax.runtime import invariance_test, random_plans_test
 import tiny
+import toy_conversation
 
 pytestmark = pytest.mark.usefixtures('in_float64')
 
@@ -65,6 +67,15 @@ WORKFLOWS = {
     kl_coef=0.1,
     aggregate=losses.token_mean,
     num_minibatches=2,
+  ),
+  'conversation': lambda: workflows.grpo(
+    tiny.policy('float64', length=10),
+    conversation.episode_return(),
+    invariance_test.KEEP,
+    group_size=4,
+    rollouts=functools.partial(
+      policy_stages.complete, converse=toy_conversation.converse(3)
+    ),
   ),
   'dpo': lambda: workflows.dpo(
     tiny.policy('float64'), invariance_test.KEEP, beta=0.5
