@@ -223,9 +223,8 @@ class Policy(NamedTuple):
       arithmetic and returns a `Deferred` of its experience; else None.
     resume: `params, obs, keys, completions, *, group_size=1, greedy=False,
       num_started=0, should_continue -> Completions`: continues completions, as
-      does `stages.language.decoding.generate.resume`. With `out_shapes`, it
-      takes keys as their bits, never greedy, and returns a `Deferred`. None
-      where completions cannot be continued.
+      does `stages.language.decoding.generate.resume`; None if it cannot. With
+      `out_shapes`, it takes keys as bits and is a `Deferred`, never greedy.
     engine: continuous batching, for the cost model; None without it.
     sampling: the distribution that `act` samples from and `evaluate` scores
       under, see `stages.language.sample`; None where there is no choice.

@@ -1,0 +1,1 @@
+"""Language models that act over many turns, in text environments with tools."""

@@ -1,0 +1,214 @@
+"""Batches of text environments, as the host stage of a conversation.
+
+The environment of a row is found by the row's id and by all that was said to
+it. Where it is not found, as after a restart or in another process, a new one
+is given the texts of the conversation once more. So the stage is a function of
+its arguments, and a plan may cut, place or repeat it.
+"""
+
+import collections
+from collections.abc import Sequence
+import concurrent.futures
+import functools
+import json
+import sys
+import threading
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from rlinf_jax.agents import base, deadline, formats
+from rlinf_jax.data import text_arrays
+import stages
+from stages import ranges
+from stages.language import conversation, tokens
+
+MAX_LIVE = 2**16  # Environments that are kept; the oldest are made anew.
+MAX_CALLS = 8  # Calls of the stage at once, such as of the pieces of a batch.
+
+
+def envs(
+  checkpoint: str,
+  make: base.Make,
+  *,
+  max_answer_tokens: ranges.PositiveInt,
+  chat: bool = True,
+  step_timeout: ranges.PositiveFloat = 60.0,
+  num_threads: ranges.PositiveInt = 8,
+) -> conversation.TextEnvs:
+  """Text environments for `conversation.converse`.
+
+  A step that raises or is late ends its own episode, without reward and masked
+  from every loss, and is counted in the term `env_failed`.
+
+  Args:
+    checkpoint: folder of the model whose tokenizer to use.
+    make: makes one environment.
+    max_answer_tokens: most tokens that an environment says to a turn; an
+      episode with a longer answer is truncated.
+    chat: whether to render messages by the chat template, as in `formats`.
+    step_timeout: seconds that a step of an environment may take.
+    num_threads: steps of environments at once.
+  """
+  tokenizer = tokens.load_tokenizer(checkpoint)
+  terms = base.terms(make())
+  step = _Steps(make, deadline.Pool(num_threads, step_timeout))
+  write = functools.partial(_ids, tokenizer, chat, max_answer_tokens)
+
+  def reply(answer: np.ndarray, now: conversation.Conversation):
+    row_B = np.flatnonzero(now.waits)
+    problems = text_arrays.unpack(answer[row_B])
+    turns = [
+      Turn(now.id[i].tobytes(), problem, _texts(tokenizer, now, i))
+      for i, problem in zip(row_B, problems, strict=True)
+    ]
+
+    return stages.Deferred(
+      _executor().submit(step, turns),
+      functools.partial(_reply, write, terms, now.own.shape[0], row_B),
+    )
+
+  def out_shapes(answer, now: conversation.Conversation):
+    del answer
+    shape = jax.eval_shape(
+      lambda: _empty(now.own.shape[0], max_answer_tokens, terms, jax.numpy)
+    )
+    return shape
+
+  stage = stages.Stage(
+    reply,
+    'environment',
+    host=True,
+    out_shapes=out_shapes,
+    asynchronous=True,
+  )
+  return conversation.TextEnvs(stage, terms)
+
+
+class Turn(NamedTuple):
+  """A turn that an environment answers.
+
+  Attributes:
+    id: of its row.
+    problem: JSON of the problem.
+    texts: all turns of the episode so far; the last is new.
+  """
+
+  id: bytes
+  problem: str
+  texts: list[str]
+
+
+class _Episode(NamedTuple):
+  """An environment, and what was said to it."""
+
+  env: base.TextEnv
+  problem: str
+  texts: list[str]
+
+
+class _Steps:
+  """Steps environments, and keeps those whose episodes go on."""
+
+  def __init__(self, make: base.Make, pool: deadline.Pool):
+    self._make, self._pool = make, pool
+    self._live: collections.OrderedDict[bytes, _Episode] = (
+      collections.OrderedDict()
+    )
+    self._lock, self._failed = threading.Lock(), False
+
+  def __call__(self, turns: Sequence[Turn]) -> list[base.TimeStep | Exception]:
+    steps = self._pool.map(self._step, turns)
+    for step in steps:
+      if isinstance(step, Exception) and not self._failed:
+        self._failed = True
+        print(
+          'A text environment failed, which ends its episode without reward '
+          f'({type(step).__name__}: {step}).',
+          file=sys.stderr,
+          flush=True,
+        )
+    return steps
+
+  def _step(self, turn: Turn) -> base.TimeStep:
+    """One step of one environment; in a thread."""
+    *past, text = turn.texts
+    with self._lock:
+      live = self._live.pop(turn.id, None)
+    if live is None or (live.problem, live.texts) != (turn.problem, past):
+      live = self._replay(turn.problem, past)
+    step = live.env.step(text)
+    if not (step.terminated or step.truncated):
+      with self._lock:
+        self._live[turn.id] = live._replace(texts=turn.texts)
+        while len(self._live) > MAX_LIVE:
+          self._live.popitem(last=False)
+    return step
+
+  def _replay(self, problem: str, texts: Sequence[str]) -> _Episode:
+    """An environment to which `texts` have been said."""
+    env = self._make()
+    env.reset(json.loads(problem))
+    for text in texts:
+      env.step(text)
+    return _Episode(env, problem, list(texts))
+
+
+def _texts(tokenizer, now: conversation.Conversation, i: int) -> list[str]:
+  """The policy's own turns in row `i`."""
+  own_T = np.concatenate([[0], now.own[i] > 0, [0]]).astype(int)
+  (start,) = np.nonzero(np.diff(own_T) > 0)
+  (end,) = np.nonzero(np.diff(own_T) < 0)
+  action_T = now.completions.action[i]
+  rows = [action_T[a:b].tolist() for a, b in zip(start, end, strict=True)]
+  return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
+def _ids(
+  tokenizer, chat: bool, limit: int, messages: Sequence[base.Message]
+) -> list[int]:
+  """Tokens of an environment's answer; none if it has more than `limit`."""
+  text = formats.answer(tokenizer, messages, chat=chat)
+  row = tokenizer(text, add_special_tokens=False)['input_ids']
+  return row if len(row) <= limit else []
+
+
+def _empty(B: int, E: int, terms: Sequence[str], xp: Any) -> conversation.Reply:
+  """A reply in which every array is zero."""
+  zero_B = lambda: xp.zeros(B, xp.float32)
+  return conversation.Reply(
+    token=xp.zeros((B, E), xp.int32),
+    mask=xp.zeros((B, E), xp.int32),
+    reward=zero_B(),
+    terminated=zero_B(),
+    truncated=zero_B(),
+    failed=zero_B(),
+    terms={name: zero_B() for name in terms},
+  )
+
+
+def _reply(
+  write, terms, B: int, row_B, steps: Sequence[base.TimeStep | Exception]
+) -> conversation.Reply:
+  """Time steps of some rows as arrays of all rows."""
+  out = _empty(B, write.args[-1], terms, np)
+  for i, step in zip(row_B, steps, strict=True):
+    if isinstance(step, Exception):
+      out.failed[i] = 1.0
+      continue
+    out.reward[i] = step.reward
+    out.terminated[i] = step.terminated
+    out.truncated[i] = step.truncated
+    for name in terms:
+      out.terms[name][i] = step.terms.get(name, 0.0)
+    if not (step.terminated or step.truncated):
+      ids = write(step.messages)
+      out.token[i, : len(ids)] = ids
+      out.mask[i, : len(ids)] = 1
+  return out
+
+
+@functools.cache
+def _executor():
+  return concurrent.futures.ThreadPoolExecutor(MAX_CALLS, 'text_envs')

@@ -1,0 +1,163 @@
+"""Text of conversations: what a model reads, and the tool calls it writes."""
+
+import ast
+from collections.abc import Mapping, Sequence
+import json
+import re
+from typing import Any, NamedTuple
+
+from rlinf_jax.agents import base
+
+# Stands for a turn of the model where a chat template is rendered.
+TURN = 'rlinf-jax-turn'
+HERMES_CALL = re.compile(r'<tool_call>(.*?)(?:</tool_call>|$)', re.S)
+
+
+class FormatError(ValueError):
+  """A text has tool calls that cannot be read; the message says why."""
+
+
+class ToolCall(NamedTuple):
+  """A call of a tool.
+
+  Attributes:
+    name: of the tool.
+    arguments: by name.
+  """
+
+  name: str
+  arguments: Mapping[str, Any]
+
+
+def pythonic(text: str) -> list[ToolCall]:
+  """Reads `[add(a=1, b=2), now()]`, the tool calls of Llama 3.2 and 4.
+
+  A text that does not start with `[` has no calls.
+
+  Raises:
+    FormatError: if it starts so, and is no list of calls with literals.
+  """
+  text = text.strip()
+  if not text.startswith('['):
+    return []
+  try:
+    calls = ast.parse(text, mode='eval').body.elts
+    return [
+      ToolCall(
+        call.func.id,
+        {k.arg: ast.literal_eval(k.value) for k in call.keywords},
+      )
+      if not call.args
+      else _refuse('arguments need names')
+      for call in calls
+    ]
+  except (
+    AttributeError,
+    MemoryError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+  ) as error:
+    raise FormatError('write calls as [name(argument="value")]') from error
+
+
+def hermes(text: str) -> list[ToolCall]:
+  """Reads `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+
+  So Hermes and Qwen write tool calls. A text without the tag has no calls.
+
+  Raises:
+    FormatError: if a tag holds something else.
+  """
+  return [_hermes_call(part) for part in HERMES_CALL.findall(text)]
+
+
+def _hermes_call(text: str) -> ToolCall:
+  try:
+    call = json.loads(text)
+    name, arguments = call['name'], call.get('arguments', {})
+  except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+    name = arguments = None
+  if not isinstance(name, str) or not isinstance(arguments, dict):
+    raise FormatError(
+      'write a call as {"name": "tool", "arguments": {"argument": "value"}}'
+    )
+  return ToolCall(name, arguments)
+
+
+def _refuse(message: str):
+  raise ValueError(message)
+
+
+def prompt(
+  tokenizer,
+  messages: Sequence[base.Message],
+  *,
+  chat: bool,
+  tools: Sequence[dict] = (),
+) -> str:
+  """The text of a prompt, after which the model has its first turn.
+
+  Args:
+    tokenizer: of the model.
+    messages: of the environment.
+    chat: whether to render them by the chat template; else the prompt is their
+      contents, one after the other.
+    tools: JSON schemas, for the chat template.
+  """
+  if not chat:
+    return ''.join(message['content'] for message in messages)
+  return _template(tokenizer, messages, tools=list(tools) or None)
+
+
+def answer(tokenizer, messages: Sequence[base.Message], *, chat: bool) -> str:
+  """The text between the end token of a turn and the model's next turn.
+
+  Without a chat template it is a line of the messages' contents.
+
+  Args:
+    tokenizer: of the model.
+    messages: of the environment.
+    chat: as in `prompt`.
+
+  Raises:
+    ValueError: if the chat template does not end a turn with the end token.
+  """
+  if not chat:
+    content = ' '.join(message['content'] for message in messages)
+    return f'\n{content}\n'
+  before = [
+    {'role': 'user', 'content': 'x'},
+    {'role': 'assistant', 'content': TURN},
+  ]
+  text = _template(tokenizer, [*before, *messages])
+  _, found, after = text.partition(TURN)
+  end = tokenizer.eos_token
+  if not found or not after.startswith(end):
+    raise ValueError(
+      f'The chat template of {tokenizer.name_or_path} does not end a turn of '
+      f'the assistant with {end!r}: use the tokenizer of an instruct model '
+      'whose end token is that of its turns.'
+    )
+  return after[len(end) :]
+
+
+def _template(tokenizer, messages, tools=None) -> str:
+  import jinja2
+
+  if not tokenizer.chat_template:
+    raise ValueError(
+      f'The tokenizer of {tokenizer.name_or_path} has no chat template: give '
+      'chat=False to put contents one after the other, or the folder of an '
+      'instruct model.'
+    )
+  try:
+    return tokenizer.apply_chat_template(
+      list(messages), tools=tools, tokenize=False, add_generation_prompt=True
+    )
+  except jinja2.TemplateError as error:
+    raise ValueError(
+      f'The chat template of {tokenizer.name_or_path} refuses the messages of '
+      f'the environment: {error}.'
+    ) from error

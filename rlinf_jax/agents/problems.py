@@ -1,0 +1,188 @@
+"""Sources of problems for text environments, and of episodes to imitate."""
+
+from collections.abc import Callable, Sequence
+import json
+from typing import Any
+
+import numpy as np
+
+from rlinf_jax.agents import base as agents_base
+from rlinf_jax.agents import formats
+from rlinf_jax.data import text_arrays
+from stages import base, ranges
+from stages.language import tokens
+
+HELD_OUT_SEED = 2**20
+
+Draw = Callable[[np.random.Generator, int, bool], Sequence[Any]]
+"""`rng, rows, held_out -> problems`, each of which JSON can write."""
+
+Script = Callable[[np.random.Generator, Any], Sequence[str]]
+"""`rng, problem -> texts`: the turns of a demonstrator."""
+
+
+def problems(
+  checkpoint: str,
+  make: agents_base.Make,
+  *,
+  draw: Draw,
+  batch_size: ranges.PositiveInt,
+  prompt_length: ranges.PositiveInt,
+  held_out: ranges.PositiveInt = 512,
+  held_out_batch: ranges.PositiveInt = 256,
+  problem_bytes: ranges.PositiveInt = 256,
+  chat: bool = True,
+) -> base.Source:
+  """A source of problems, with the prompts that their environments begin with.
+
+  A batch depends on the seed and its number only.
+
+  Args:
+    checkpoint: folder of the model whose tokenizer to use.
+    make: makes one environment.
+    draw: `rng, rows, held_out -> problems`; those held out are never among the
+      others.
+    batch_size: problems a batch.
+    prompt_length: tokens that prompts are padded to.
+    held_out: number of problems held out for evaluation.
+    held_out_batch: number of them in a batch.
+    problem_bytes: bytes that the JSON of a problem may have.
+    chat: whether to render prompts by the chat template, as in `formats`.
+  """
+  encode = _Encoder(checkpoint, make, prompt_length, problem_bytes, chat)
+  return encode.source(
+    lambda rng: encode.batch(draw(rng, batch_size, False)),
+    draw,
+    held_out,
+    held_out_batch,
+  )
+
+
+def examples(
+  checkpoint: str,
+  make: agents_base.Make,
+  *,
+  draw: Draw,
+  script: Script,
+  batch_size: ranges.PositiveInt,
+  prompt_length: ranges.PositiveInt,
+  response_length: ranges.PositiveInt,
+  held_out: ranges.PositiveInt = 512,
+  held_out_batch: ranges.PositiveInt = 256,
+  problem_bytes: ranges.PositiveInt = 256,
+  chat: bool = True,
+) -> base.Source:
+  """A source of episodes that a script plays, for supervised learning.
+
+  The loss is on the script's turns alone, not on what environments say.
+
+  Args:
+    checkpoint: as in `problems`.
+    make: likewise.
+    draw: likewise.
+    script: `rng, problem -> texts`: the turns to imitate.
+    batch_size: episodes a batch.
+    prompt_length: as in `problems`.
+    response_length: tokens that conversations are padded to.
+    held_out: as in `problems`.
+    held_out_batch: likewise.
+    problem_bytes: likewise.
+    chat: likewise.
+  """
+  encode = _Encoder(checkpoint, make, prompt_length, problem_bytes, chat)
+
+  def batch(rng) -> base.Example:
+    drawn = draw(rng, batch_size, False)
+    rows = [encode.episode(x, script(rng, x), response_length) for x in drawn]
+    action_BT, mask_BT = (np.stack(x) for x in zip(*rows, strict=True))
+    return base.Example(encode.batch(drawn).prompt, action_BT, mask_BT)
+
+  return encode.source(batch, draw, held_out, held_out_batch)
+
+
+class _Encoder:
+  """Encodes problems and episodes; see `problems` for the arguments."""
+
+  def __init__(self, checkpoint, make, prompt_length, problem_bytes, chat):
+    self._tokenizer = tokens.load_tokenizer(checkpoint)
+    self._make, self._chat = make, chat
+    self._prompt_length, self._bytes = prompt_length, problem_bytes
+
+  def batch(self, problems: Sequence[Any]) -> base.Problem:
+    """Prompts, and the problems as bytes of JSON."""
+    env = self._make()
+    texts = [self._prompt(env, problem) for problem in problems]
+    prompt = tokens.encode_prompts(self._tokenizer, texts, self._prompt_length)
+    return base.Problem(prompt, self._packed(problems))
+
+  def _prompt(self, env: agents_base.TextEnv, problem: Any) -> str:
+    return formats.prompt(
+      self._tokenizer,
+      env.reset(problem),
+      chat=self._chat,
+      tools=agents_base.tools(env),
+    )
+
+  def _packed(self, problems: Sequence[Any]) -> np.ndarray:
+    rows = [json.dumps(problem) for problem in problems]
+    longest = max(len(row.encode()) for row in rows)
+    if longest > self._bytes:
+      raise ValueError(
+        f'A problem has {longest} bytes as JSON and the limit is '
+        f'{self._bytes}: raise problem_bytes.'
+      )
+    return text_arrays.pack(rows, self._bytes)
+
+  def episode(self, problem: Any, texts: Sequence[str], T: int):
+    """Tokens [T] of an episode, and a mask that is 1 on the script's."""
+    env, row, own = self._make(), [], []
+    env.reset(problem)
+    for i, text in enumerate(texts):
+      turn = self._ids(text) + [self._tokenizer.eos_token_id]
+      row, own = row + turn, own + [1.0] * len(turn)
+      step = env.step(text)
+      if step.terminated or step.truncated or i == len(texts) - 1:
+        break
+      said = self._ids(
+        formats.answer(self._tokenizer, step.messages, chat=self._chat)
+      )
+      row, own = row + said, own + [0.0] * len(said)
+    if len(row) > T:
+      raise ValueError(
+        f'The episode of {problem!r} has {len(row)} tokens and the limit is '
+        f'{T}: raise response_length.'
+      )
+    padding = T - len(row)
+    return (
+      np.array(row + [0] * padding, np.int32),
+      np.array(own + [0.0] * padding, np.float32),
+    )
+
+  def _ids(self, text: str) -> list[int]:
+    return self._tokenizer(text, add_special_tokens=False)['input_ids']
+
+  def source(self, make_batch, draw: Draw, rows: int, size: int) -> base.Source:
+    """A source of `make_batch(rng)`, with held-out problems."""
+    if rows % size:
+      raise ValueError(
+        f'{rows} held-out problems cannot be cut into batches of {size}: make '
+        'held_out a multiple of held_out_batch.'
+      )
+
+    def init(seed):
+      return {'seed': np.array(seed), 'batch': np.array(0)}
+
+    def advance(state, metrics):
+      del metrics  # There is no curriculum.
+      rng = np.random.default_rng([int(state['seed']), int(state['batch'])])
+      # NumPy returns a scalar, not an array, for a sum of 0-d arrays.
+      batch = np.asarray(state['batch'] + 1)
+      return {**state, 'batch': batch}, make_batch(rng)
+
+    def batches():
+      drawn = draw(np.random.default_rng(HELD_OUT_SEED), rows, True)
+      return [self.batch(drawn[i : i + size]) for i in range(0, rows, size)]
+
+    return base.Source(
+      init, advance, batches, lambda *x: tokens.decode(self._tokenizer, *x)
+    )

@@ -1,0 +1,97 @@
+"""A text environment in which a model answers a question by calling tools."""
+
+from collections.abc import Callable, Mapping, Sequence
+import functools
+
+from rlinf_jax.agents import base, formats
+from rlinf_jax.agents import tools as tools_lib
+from rlinf_jax.isolation import pool
+
+MAX_CHARACTERS = 2000  # Of a result; what follows is cut off.
+_tool = functools.cache(tools_lib.tool)  # One for all episodes.
+
+
+def same_text(text: str, answer: str) -> float:
+  """1 if a text is the answer, but for space around it."""
+  return float(text.strip() == answer.strip())
+
+
+class ToolEnv:
+  """Runs the tools that a turn calls; a turn without calls is the answer.
+
+  A problem is a mapping with 'question' and 'answer'. A call that cannot be
+  read, that names no tool or that fails gives an error to read, so it costs its
+  own turn.
+
+  Attributes:
+    tools: JSON schemas of the tools.
+    terms: `tool_calls`, `tool_errors`, and `tool_used`, which is 1 in episodes
+      with a call that succeeded.
+  """
+
+  terms = ('tool_used', 'tool_calls', 'tool_errors')
+
+  def __init__(
+    self,
+    tools: Sequence[Callable | tools_lib.Tool],
+    *,
+    parse: Callable[[str], list[formats.ToolCall]] = formats.hermes,
+    grade: Callable[[str, str], float] = same_text,
+    system_prompt: str | None = None,
+  ):
+    """Makes tools of functions.
+
+    Args:
+      tools: functions, or what `tools.tool` makes of them.
+      parse: `text -> calls`: how the model writes them, as in `formats`.
+      grade: `text, answer -> reward` of the last turn.
+      system_prompt: the system message; None for none.
+    """
+    made = [x if isinstance(x, tools_lib.Tool) else _tool(x) for x in tools]
+    self._tools = {tool.name: tool for tool in made}
+    self.tools = [tool.schema for tool in made]
+    self._parse, self._grade, self._system = parse, grade, system_prompt
+
+  def reset(self, problem: Mapping[str, str]) -> list[base.Message]:
+    self._answer, self._used = problem['answer'], False
+    system = {'role': 'system', 'content': self._system}
+    question = {'role': 'user', 'content': problem['question']}
+    return [system, question] if self._system else [question]
+
+  def step(self, text: str) -> base.TimeStep:
+    try:
+      calls = self._parse(text)
+    except formats.FormatError as error:
+      return _heard([_message('', f'error: {error}')], {'tool_errors': 1.0})
+    if not calls:
+      reward = float(self._grade(text, self._answer))
+      return base.TimeStep(reward=reward, terminated=True)
+    results = [self._call(call) for call in calls]
+    errors = sum(failed for _, failed in results)
+    is_first = errors < len(calls) and not self._used
+    self._used |= is_first
+    terms = {
+      'tool_used': float(is_first),
+      'tool_calls': float(len(calls)),
+      'tool_errors': float(errors),
+    }
+    return _heard([message for message, _ in results], terms)
+
+  def _call(self, call: formats.ToolCall) -> tuple[base.Message, bool]:
+    """The message of a result or of an error, and whether it is an error."""
+    if call.name not in self._tools:
+      error = f'error: there is no such tool, only {", ".join(self._tools)}'
+      return _message(call.name, error), True
+    try:
+      content = self._tools[call.name].call(call.arguments)
+    except pool.CallError as error:
+      return _message(call.name, f'error: {error}'), True
+    return _message(call.name, content), False
+
+
+def _heard(messages, terms) -> base.TimeStep:
+  return base.TimeStep(messages=messages, terms=terms)
+
+
+def _message(name: str, content: str) -> base.Message:
+  return {'role': 'tool', 'name': name, 'content': content[:MAX_CHARACTERS]}

@@ -1,0 +1,66 @@
+"""Tools: Python functions that a model may call."""
+
+from collections.abc import Callable, Mapping
+import inspect
+from typing import Any, NamedTuple
+
+from rlinf_jax.isolation import pool
+
+
+class Tool(NamedTuple):
+  """A function that a model may call.
+
+  Attributes:
+    name: by which the model calls it.
+    schema: its JSON schema, as chat templates take it.
+    calls: the processes that run it.
+  """
+
+  name: str
+  schema: dict
+  calls: pool.Pool
+
+  def call(self, arguments: Mapping[str, Any]) -> str:
+    """The result as text.
+
+    Raises:
+      pool.CallError: if the call failed; the message is for the model.
+    """
+    return str(self.calls.call((), arguments))
+
+
+def tool(
+  function: Callable,
+  *,
+  seconds: float = 2.0,
+  memory: float = 2.0,
+  processes: int | None = None,
+) -> Tool:
+  """A tool from a function of a module, run in a bounded pool of processes.
+
+  Its schema follows from the types of its arguments and from its docstring,
+  which describes each of them under `Args:`. A call that raises, takes too long
+  or ends its process gives the model an error to read.
+
+  Args:
+    function: the function, which the processes import.
+    seconds: that one call may take.
+    memory: gigabytes that a process may map.
+    processes: their number; by default one a CPU, at most 8.
+
+  Raises:
+    ValueError: for a function without types or descriptions, or one that
+      cannot be imported by its name.
+  """
+  from transformers import utils
+
+  bare = inspect.unwrap(function)  # Gin wraps what recipes name.
+  calls = pool.pool(bare, seconds=seconds, memory=memory, processes=processes)
+  try:
+    schema = utils.get_json_schema(bare)
+  except (utils.DocstringParsingException, utils.TypeHintParsingException) as e:
+    raise ValueError(
+      f'The function {bare.__qualname__} cannot be a tool ({e}): give each '
+      'argument a type, and a line under `Args:` of its docstring.'
+    ) from e
+  return Tool(schema['function']['name'], schema, calls)

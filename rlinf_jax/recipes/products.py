@@ -1,0 +1,62 @@
+"""Products of large numbers, which a small model needs a calculator for.
+
+The problem is `8347*5921=`. A demonstrator answers at once, or writes the call
+`[calculator(expression="8347*5921")]` and repeats the result.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlinf_jax.agents import formats
+from stages import ranges
+from stages.tasks import arithmetic
+
+# Says what goes wrong most often, so that the tokenizer knows its letters.
+ERROR = 'error: there is no such tool, only calculator'
+
+
+def draw(
+  rng: np.random.Generator,
+  rows: int,
+  held_out: bool,
+  digits: arithmetic.Digits = arithmetic.Digits(),
+) -> list[dict[str, str]]:
+  """Problems with random operands; no pair is both held out and trained on."""
+  pairs = arithmetic.pairs(rng, rows, digits, held_out).tolist()
+  return [{'question': f'{a}*{b}=', 'answer': str(a * b)} for a, b in pairs]
+
+
+def script(
+  rng: np.random.Generator,
+  problem: dict[str, str],
+  tool_share: ranges.Fraction = 0.1,
+) -> list[str]:
+  """The turns of a demonstrator, who seldom calls the calculator.
+
+  Args:
+    rng: draws whether it does.
+    problem: the problem.
+    tool_share: probability of a call; else the product is written at once.
+  """
+  if rng.random() >= tool_share:
+    return [problem['answer']]
+  return [call(problem['question'][:-1]), problem['answer']]
+
+
+def call(expression: str) -> str:
+  """A call of the calculator, as `formats.pythonic` reads it."""
+  return f'[calculator(expression="{expression}")]'
+
+
+def corpus(num_problems: ranges.PositiveInt = 1000) -> Sequence[str]:
+  """Texts of the task, to train a tokenizer on."""
+  rng = np.random.default_rng(0)
+  texts = []
+  for problem in draw(rng, num_problems, False):
+    said = formats.answer(
+      None, [{'role': 'tool', 'content': problem['answer']}], chat=False
+    )
+    texts.append(problem['question'] + call(problem['question'][:-1]) + said)
+  alphabet = 'abcdefghijklmnopqrstuvwxyz'
+  return [*texts, ERROR, alphabet, alphabet.upper(), '+-*/(). :,;\'"=[]_<>']

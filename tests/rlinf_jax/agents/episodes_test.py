@@ -1,0 +1,201 @@
+"""Conversations of scripted policies with environments of text."""
+
+import functools
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlinf_jax.agents import deadline, episodes, problems
+from rlinf_jax.recipes import products
+from stages import base
+from stages.language import conversation, packing, tokens
+import tools_of_mine
+
+LENGTH = 40
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  path = tmp_path_factory.mktemp('tokenizer')
+  tokens.train_tokenizer(path, products.corpus(50), 128)
+  return str(path)
+
+
+def draw(rng, rows, held_out):
+  del held_out
+  return [{'question': str(n)} for n in rng.integers(10, 99, rows)]
+
+
+def letters(tokenizer, text):
+  """A text as one token a letter, as the tokenizer would not write it."""
+  return [x for letter in text for x in tokenizer(letter)['input_ids']]
+
+
+def scripted(tokenizer, texts):
+  """A policy whose row `i` says `texts[i]`, one turn after the other."""
+  turns = [[letters(tokenizer, t) + [tokenizer.eos_token_id] for t in row]
+           for row in texts]  # fmt: skip
+
+  def resume(params, prompt, key_B, now, **_):
+    out = jax.tree.map(np.array, now)
+    for i in np.flatnonzero(out.alive):
+      length = int(out.mask[i].sum())
+      turn = turns[i][params[i]]
+      params[i] += 1
+      out.action[i, length : length + len(turn)] = turn
+      out.logp[i, length : length + len(turn)] = -1.0
+      out.mask[i, length : length + len(turn)] = 1
+      out.alive[i] = False
+    return base.Completions(*map(jnp.asarray, out))
+
+  def act(params, prompt, key_B):
+    B = key_B.shape[0]
+    zero_BT = jnp.zeros((B, LENGTH))
+    return base.Experience(
+      prompt, zero_BT.astype(jnp.int32), zero_BT, zero_BT, zero_BT[:, 0]
+    )
+
+  return types.SimpleNamespace(
+    init=lambda key: None, act=act, resume=resume, out_shapes=None
+  )
+
+
+def play(monkeypatch, folder, texts, **settings):
+  """Plays scripted conversations; returns problems and experience."""
+  tokenizer = tokens.load_tokenizer(folder)
+  envs = episodes.envs(
+    folder, tools_of_mine.Echo, max_answer_tokens=12, chat=False, **settings
+  )
+  source = problems.problems(
+    folder,
+    tools_of_mine.Echo,
+    draw=draw,
+    batch_size=len(texts),
+    prompt_length=4,
+    held_out=2,
+    held_out_batch=2,
+    chat=False,
+  )
+  _, problem = source.next(source.init(0), {})
+  # A script is Python, so its stage runs as it is.
+  monkeypatch.setattr(jax, 'jit', lambda f, **_: f)
+  run = conversation.converse(
+    scripted(tokenizer, texts), 'say', envs=envs, max_turns=4
+  )
+  version = base.Version([0] * len(texts), jnp.int32(0))
+  key_B = jax.random.split(jax.random.key(0), len(texts))
+  return jax.device_get(run(version, problem, key_B))
+
+
+def test_trained_ids_are_sampled_ids_and_the_environment_hears_the_text(
+  folder, monkeypatch
+):
+  tokenizer = tokens.load_tokenizer(folder)
+  texts = [['calculator', 'expression', 'stop'], ['stop'], ['error', 'stop']]
+  problem, x = play(monkeypatch, folder, texts)
+  questions = tokens.decode(tokenizer, *x.obs)
+  for i, row in enumerate(texts):
+    own = x.action[i][x.mask[i] > 0].tolist()
+    spoken = [
+      letters(tokenizer, text) + [tokenizer.eos_token_id] for text in row
+    ]
+    assert own == sum(spoken, [])
+    # Tokenized again, it would be other tokens.
+    if len(row) > 1:
+      assert tokenizer(row[0])['input_ids'] != letters(tokenizer, row[0])
+    answers = [
+      f'\n{questions[i]}{n + 1}{text}\n' for n, text in enumerate(row[:-1])
+    ]
+    heard = sum((tokenizer(a)['input_ids'] for a in answers), [])
+    end = int(packing.lengths(x.mask)[i])
+    read = x.action[i][:end][x.mask[i][:end] == 0].tolist()
+    assert read == heard
+  assert problem.answer.reward.tolist() == [3 + 0.5, 1, 2 + 0.25]
+  assert problem.answer.terms['heard'].tolist() == [20, 0, 5]
+  assert x.truncated.tolist() == [0, 0, 0]
+
+
+def test_an_environment_that_hangs_or_raises_loses_its_own_episode(
+  folder, monkeypatch
+):
+  texts = [['a', 'stop'], ['raise'], ['a', 'hang'], ['b', 'stop'], ['hang']]
+  start = time.perf_counter()
+  problem, x = play(monkeypatch, folder, texts, step_timeout=0.3, num_threads=2)
+  assert time.perf_counter() - start < 4.0  # A hanging one takes 5.
+  assert problem.answer.terms['env_failed'].tolist() == [0, 1, 1, 0, 1]
+  assert problem.answer.reward.tolist() == [2.25, 0, 0, 2.25, 0]
+  assert (x.mask.sum(1) > 0).tolist() == [True, False, False, True, False]
+
+
+def test_a_long_answer_and_the_last_turn_truncate(folder, monkeypatch):
+  texts = [['qwjkvzxqwjk'] * 4, ['a'] * 4, ['a', 'stop']]
+  problem, x = play(monkeypatch, folder, texts)
+  assert x.truncated.tolist() == [1, 1, 0]
+  assert problem.answer.terms['turns'].tolist() == [1, 4, 2]
+
+
+def turn_of(texts, question='7', row=1):
+  return episodes.Turn(bytes([row]), f'{{"question": "{question}"}}', texts)
+
+
+def test_an_episode_continues_in_another_process():
+  """A new environment that was told the past answers as the first one does."""
+  make = tools_of_mine.Echo
+  steps = functools.partial(episodes._Steps, make)
+  pool = deadline.Pool(2, 5.0)
+  first, other = steps(pool), steps(pool)
+  first([turn_of(['a'])])
+  (expected,) = first([turn_of(['a', 'b'])])
+  assert expected.messages[0]['content'] == '72b'
+  assert other([turn_of(['a', 'b'])]) == [expected]
+  # Neither is an episode taken for another with the same id.
+  (wrong,) = first([turn_of(['a', 'b', 'c'], question='8')])
+  assert wrong.messages[0]['content'] == '83c'
+  (begun,) = first([turn_of(['a'], question='8')])
+  assert begun.messages[0]['content'] == '81a'
+
+
+def test_many_hanging_calls_do_not_stop_the_others():
+  pool = deadline.Pool(4, 0.3)
+
+  def call(i):
+    if i % 10 == 0:
+      time.sleep(3)
+    if i % 10 == 1:
+      raise RuntimeError('as told')
+    return i
+
+  results = pool.map(call, range(100))
+  for i, result in enumerate(results):
+    expected = {0: deadline.LateError, 1: RuntimeError}.get(i % 10)
+    assert isinstance(result, expected) if expected else result == i
+
+
+def test_episodes_to_imitate_mask_what_the_environment_says(folder):
+  tokenizer = tokens.load_tokenizer(folder)
+  source = problems.examples(
+    folder,
+    tools_of_mine.Echo,
+    draw=draw,
+    script=lambda rng, problem: ['calculator', 'stop'],
+    batch_size=2,
+    prompt_length=4,
+    response_length=LENGTH,
+    held_out=2,
+    held_out_batch=2,
+    chat=False,
+  )
+  _, batch = source.next(source.init(0), {})
+  question = tokens.decode(tokenizer, batch.prompt.token, batch.prompt.mask)[0]
+  end = tokenizer.eos_token_id
+  own = [*tokenizer('calculator')['input_ids'], end]
+  said = tokenizer(f'\n{question}1calculator\n')['input_ids']
+  last = [*tokenizer('stop')['input_ids'], end]
+  row = own + said + last
+  assert batch.action[0, : len(row)].tolist() == row
+  mask = [1] * len(own) + [0] * len(said) + [1] * len(last)
+  assert batch.mask[0].tolist() == mask + [0] * (LENGTH - len(row))

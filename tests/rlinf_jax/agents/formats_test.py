@@ -1,0 +1,109 @@
+import pytest
+
+from rlinf_jax.agents import formats, tools
+from rlinf_jax.recipes import products
+from stages.language import tokens
+import tools_of_mine
+
+# As Qwen2.5 renders tools and their results, in short.
+TEMPLATE = """{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{%- for message in messages %}{% if message.role == 'tool' -%}
+<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% else %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture(scope='module')
+def chat_tokenizer(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('chat')
+  tokenizer = tokens.train_tokenizer(folder, products.corpus(50), 128)
+  tokenizer.chat_template = TEMPLATE
+  tokenizer.eos_token = '<|im_end|>'
+  return tokenizer
+
+
+@pytest.mark.parametrize(
+  'text, calls',
+  [
+    ('347', []),
+    ('[add(a=1, b=-2)]', [('add', {'a': 1, 'b': -2})]),
+    (' [f(x="]"), g()]', [('f', {'x': ']'}), ('g', {})]),
+    ('[]', []),
+  ],
+)
+def test_pythonic_calls_are_read(text, calls):
+  assert formats.pythonic(text) == calls
+
+
+@pytest.mark.parametrize(
+  'text',
+  [
+    '[add(1, 2)]',
+    '[add(a=1',
+    '[1, 2]',
+    '[add(a=open("x"))]',
+    '[a.b(c=1)]',
+    '[' * 5000,
+    '[x for x in y]',
+  ],
+)
+def test_broken_pythonic_calls_are_refused(text):
+  with pytest.raises(formats.FormatError, match='write calls as'):
+    formats.pythonic(text)
+
+
+def test_hermes_calls_are_read():
+  text = (
+    'I add. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    '<tool_call>{"name": "now"}</tool_call>'
+  )
+  assert formats.hermes(text) == [('add', {'a': 1}), ('now', {})]
+  assert formats.hermes('The sum is {"a": 1}.') == []
+
+
+@pytest.mark.parametrize(
+  'call', ['{', '[]', '{"name": 1}', '{"name": "f", "arguments": "x"}', '']
+)
+def test_broken_hermes_calls_are_refused(call):
+  with pytest.raises(formats.FormatError, match='write a call as'):
+    formats.hermes(f'<tool_call>{call}</tool_call>')
+
+
+def test_turns_and_answers_are_the_chat_template(chat_tokenizer):
+  """Prompt, turn, end token and answer are the text of the whole template."""
+  schema = tools.tool(tools_of_mine.add).schema
+  before = [{'role': 'user', 'content': '3*4='}]
+  said = [{'role': 'tool', 'name': 'add', 'content': '12'}]
+  call = {'role': 'assistant', 'content': '[add(a=3)]'}
+  prompt = formats.prompt(chat_tokenizer, before, chat=True, tools=[schema])
+  answer = formats.answer(chat_tokenizer, said, chat=True)
+  whole = chat_tokenizer.apply_chat_template(
+    [*before, call, *said],
+    tools=[schema],
+    tokenize=False,
+    add_generation_prompt=True,
+  )
+  assert prompt + call['content'] + chat_tokenizer.eos_token + answer == whole
+  assert '"The first number."' in prompt and '<tool_response>' in answer
+
+
+def test_without_a_template_contents_follow_one_another(chat_tokenizer):
+  messages = [{'role': 'user', 'content': '3*4='}]
+  assert formats.prompt(chat_tokenizer, messages, chat=False) == '3*4='
+  assert formats.answer(chat_tokenizer, messages, chat=False) == '\n3*4=\n'
+
+
+def test_a_template_with_another_end_is_refused(chat_tokenizer, monkeypatch):
+  monkeypatch.setattr(chat_tokenizer, 'chat_template', '{{ messages }}!')
+  with pytest.raises(ValueError, match='does not end a turn'):
+    formats.answer(chat_tokenizer, [], chat=True)
+  monkeypatch.setattr(chat_tokenizer, 'chat_template', None)
+  with pytest.raises(ValueError, match='has no chat template'):
+    formats.prompt(chat_tokenizer, [], chat=True)
