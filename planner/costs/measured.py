@@ -74,6 +74,8 @@ class Measurements:
       modeled seconds.
     contention: by stage, how many times as long a call takes while every core
       of a shared processor runs one.
+    host_rows: by host stage, the seconds of a row, without a run and on a
+      processor that need not be the one of the run.
   """
 
   curves: Mapping[Key, RowCurve] = dataclasses.field(default_factory=dict)
@@ -81,6 +83,7 @@ class Measurements:
   turns: Mapping[Key, RowCurve] = dataclasses.field(default_factory=dict)
   factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
   contention: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  host_rows: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   def times(self, factors: Mapping[str, float]) -> 'Measurements':
     """Multiplies the factors, after a run took so many times as long."""

@@ -313,14 +313,14 @@ class Roofline:
     device = self.cluster.device
     size = sum(flow.values[v].bytes for v in {*node.reads, *node.writes})
     moved = device.launch_seconds + size / device.host_bandwidth
-    spent = self.assumed.host_seconds_per_row * max(rows, 1)
-    return breakdown.CostBreakdown(
-      Estimate(moved + spent, 'assumed'),
-      {
-        'from and to the device': Estimate(moved, 'modeled'),
-        'on the host': Estimate(spent, 'assumed'),
-      },
-    )
+    guess, known = self.assumed.host_seconds_per_row, self.measured.host_rows
+    spent = known.get(node.name, guess) * max(rows, 1)
+    tag = 'measured' if node.name in known else 'assumed'
+    parts = {
+      'from and to the device': Estimate(moved, 'modeled'),
+      'on the host': Estimate(spent, tag),
+    }
+    return breakdown.CostBreakdown(Estimate(moved + spent, tag), parts)
 
   def contention(self, stage: str, devices: int, beside: int) -> float:
     """Returns how many times as long a call takes while others are busy.

@@ -28,14 +28,20 @@ def flows(flow: graph.Flow) -> Iterator[graph.Flow]:
       yield from flows(node.body)
 
 
-def stage_of(flow: graph.Flow, span: clock.Span) -> str | None:
-  """Returns the stage of a span; None for moves and waits."""
+def node_of(flow: graph.Flow, span: clock.Span) -> graph.Node | None:
+  """Returns the call of a stage in a span; None for moves and waits."""
   if span.node is None:
     return None
   for i in span.loop:
     flow = flow.nodes[i].body
   node = flow.nodes[span.node]
-  return None if graph.is_plumbing(node) else node.name
+  return None if graph.is_plumbing(node) else node
+
+
+def stage_of(flow: graph.Flow, span: clock.Span) -> str | None:
+  """Returns the stage of a span; None for moves and waits."""
+  node = node_of(flow, span)
+  return node and node.name
 
 
 def letters(flow: graph.Flow) -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 import json
+import typing
 from typing import Any
 
+from planner.costs import measured
 from planner.explain import overview, reason, remat, sensitivity, slack
 from planner.ir import graph
 from planner.ir import plan as plan_lib
@@ -70,6 +72,7 @@ def plan_data(
     {'title': title} | _alternative(flow, model, plan, best, staleness)
     for title, plan in (others or {}).items()
   ]
+  assumed = [stage['name'] for stage in stages if stage['tag'] == 'assumed']
   changes = sensitivity.sensitivity(
     flow,
     model,
@@ -77,8 +80,9 @@ def plan_data(
     known=[plan for plan, _ in ranked],
     staleness=staleness,
     deadline=deadline,
+    assumed=assumed,
   )
-  changes_left = len(sensitivity.all_changes(flow, found.space)) - len(changes)
+  every = sensitivity.all_changes(flow, found.space, assumed)
   return data | {
     **overview.to_json(best.flow, found.best, best.simulation),
     'seconds': found.seconds,
@@ -89,7 +93,11 @@ def plan_data(
     'ranked': compared,
     'alternatives': alternatives,
     'sensitivity': [_change(flow, change) for change in changes],
-    'sensitivity_left': changes_left,
+    'sensitivity_left': len(every) - len(changes),
+    'known': _known(best, stages),
+    'guesses': [
+      change.cost for change in changes if change.plan and change.is_guess
+    ],
     'remat': remat.to_data(flow, model, found.best),
   }
 
@@ -124,6 +132,7 @@ def timeline(evaluation: evaluate_plan.PlanEvaluation) -> list[dict[str, Any]]:
       'place': span.place,
       'what': span.what,
       'stage': overview.stage_of(evaluation.flow, span),
+      'piece': _piece(evaluation.flow, span),
       'step': span.step - half,
       'start': max(span.start, start) - start,
       'end': min(span.end, end) - start,
@@ -133,11 +142,17 @@ def timeline(evaluation: evaluate_plan.PlanEvaluation) -> list[dict[str, Any]]:
   ]
 
 
+def _piece(flow, span) -> tuple[int, int] | None:
+  """Returns the index of a span's piece, and the number of pieces."""
+  node = overview.node_of(flow, span)
+  return node and tuple(node.piece)
+
+
 def _stages(
   model, evaluation: evaluate_plan.PlanEvaluation, deadline
 ) -> list[dict[str, Any]]:
   spent, free = reason.by_stage(evaluation), slack.slack(evaluation, deadline)
-  tags = {}
+  tags, grains = {}, {}
   for flow in overview.flows(evaluation.flow):
     for node in flow.nodes:
       if node.name in free and node.name not in tags:
@@ -145,6 +160,7 @@ def _stages(
         execution = evaluation.plan.execution(node.name)
         found = model.explain(flow, node, place, *execution)
         tags[node.name] = found.total.tag
+        grains[node.name] = node.stage.grain
   return [
     {
       'name': name,
@@ -154,9 +170,21 @@ def _stages(
       'seconds': spent.get(name, 0.0),
       'slack': free[name],
       'tag': tags.get(name, 'modeled'),
+      'grain': grains[name],
     }
     for name in free
   ]
+
+
+def _known(evaluation, stages) -> dict[str, float]:
+  """Returns the fraction of all busy seconds that has each tag."""
+  tags = {stage['name']: stage['tag'] for stage in stages}
+  shares = dict.fromkeys(typing.get_args(measured.Tag), 0.0)
+  spent = reason.by_stage(evaluation)
+  total = sum(spent.values())
+  for name, seconds in spent.items():
+    shares[tags.get(name, 'modeled')] += seconds / total if total else 0.0
+  return shares
 
 
 def _places(

@@ -4,13 +4,40 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.explain import formatting
+from planner.explain import sensitivity as sensitivity_lib
 
+FAR = sensitivity_lib.ASSUMED_FACTORS
 LITTLE = 0.005  # Of a step: a smaller slack is reported as none.
 
 
 def by(factor: float) -> str:
-  """Formats a factor as a percentage: `+10 %`."""
+  """Formats a factor: `+10 %`, `× 10`, `÷ 10`."""
+  if factor >= 2:
+    return f'× {factor:g}'
+  if factor <= 0.5:
+    return f'÷ {1 / factor:g}'
   return f'{100 * (factor - 1):+.0f} %'.replace('-', '−')
+
+
+def known(shares: Mapping[str, float]) -> str:
+  """Says how much of a step is measured, modeled and assumed."""
+  return (
+    f'Of the seconds of its calls, {100 * shares["measured"]:.0f} % are '
+    f'measured, {100 * shares["modeled"]:.0f} % modeled and '
+    f'{100 * shares["assumed"]:.0f} % assumed.'
+  )
+
+
+def guess(data: Mapping[str, Any]) -> list[str]:
+  """Says whether the choice of the plan hangs on what is assumed."""
+  costs = list(dict.fromkeys(data['guesses']))
+  if not costs:
+    return []
+  return [
+    'This choice is a guess: another plan would be faster if '
+    f'{" or ".join(costs)} took ten times or a tenth of the seconds that are '
+    'assumed.'
+  ]
 
 
 def runners_up(data: Mapping[str, Any]) -> list[str]:
@@ -89,6 +116,8 @@ def sensitivity(data: Mapping[str, Any]) -> list[str]:
     f'{"No other" if flips else "None"} of {len(changes)} changes of one cost '
     'by a tenth would change the choice'
   )
+  if any(c['factor'] in FAR for c in changes):
+    rest = rest.replace('a tenth', 'a tenth (what is assumed: by ten times)')
   if unsure:
     rest += (
       f', as far as is known: for {unsure} of them only the plans already '

@@ -1,11 +1,12 @@
 """Finds the costs that would change the choice of plan if they were wrong.
 
 One cost at a time is made a tenth larger or smaller: the seconds of a stage, of
-all transfers between places, of all moves to and from host memory. Then the
+all transfers between places, of all moves to and from host memory. Seconds that
+are assumed without evidence are made ten times larger or smaller. Then the
 known plans are evaluated again, and the space is searched for a faster one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from planner.costs import scaled
@@ -15,6 +16,7 @@ from planner.search import exact
 from planner.simulation import evaluate_plan
 
 FACTORS = (1.1, 0.9)
+ASSUMED_FACTORS = (10.0, 0.1)  # Of what nothing is known about.
 MATTERS = 1e-3  # Of a step: a smaller gain does not count as a change.
 MOVES, SWITCHES = 'moves between places', 'moves to host memory'
 
@@ -40,6 +42,11 @@ class Change(NamedTuple):
   proved: bool
 
   @property
+  def is_guess(self) -> bool:
+    """Whether the cost is assumed, so that the choice hangs on a guess."""
+    return self.factor in ASSUMED_FACTORS
+
+  @property
   def gain(self) -> float:
     """The fraction of a step that changing the plan would save."""
     return 1 - self.seconds / self.before if self.before else 0.0
@@ -53,8 +60,9 @@ def sensitivity(
   *,
   staleness: int = 0,
   deadline: deadline_lib.Deadline = deadline_lib.NEVER,
+  assumed: Collection[str] = (),
 ) -> list[Change]:
-  """Changes each cost by a tenth, up and down.
+  """Changes each cost up and down, those that are assumed by more.
 
   Args:
     flow: as recorded.
@@ -64,12 +72,13 @@ def sensitivity(
     staleness: as in that search.
     deadline: of all searches together. `proved` is false where a search was
       stopped by it.
+    assumed: stages whose seconds are assumed.
 
   Returns:
     Every change, whether or not it changes the choice; without those that
     there was no time for.
   """
-  changes = all_changes(flow, found.space)
+  changes = all_changes(flow, found.space, assumed)
   plans = [found.best] + [
     plan
     for plan in [*(plan for plan, _ in found.ranked), *known]
@@ -91,12 +100,18 @@ def sensitivity(
   return out
 
 
-def all_changes(flow, space) -> list[tuple[str, float]]:
+def all_changes(
+  flow, space, assumed: Collection[str] = ()
+) -> list[tuple[str, float]]:
   """Lists the changes to ask about, as costs and factors."""
   costs = list(flow.stages)
   costs += [MOVES] * (space.devices > 1)
   costs += [SWITCHES] * bool(space.offload)
-  return [(cost, factor) for cost in costs for factor in FACTORS]
+  return [
+    (cost, factor)
+    for cost in costs
+    for factor in (ASSUMED_FACTORS if cost in assumed else FACTORS)
+  ]
 
 
 def changed(model, cost: str, factor: float) -> scaled.ScaledCosts:

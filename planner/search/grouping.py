@@ -1,6 +1,7 @@
 """Groups stages: those that always share a place, and all partitions."""
 
 import collections
+from collections.abc import Collection
 import itertools
 
 from planner.ir import plan
@@ -52,6 +53,7 @@ def merge_small_stages(
   devices: int,
   share: float = 1e-3,
   most: int | None = None,
+  unknown: Collection[str] = (),
 ):
   """Merges very short stages with the neighbor they exchange most bytes with.
 
@@ -67,13 +69,15 @@ def merge_small_stages(
     share: stages below this share of all stages' seconds are very short.
     most: largest number of groups, as far as merges are possible; None for
       any number.
+    unknown: stages whose seconds nothing is known about. They count as very
+      short, so that no group has a place for their sake.
 
   Returns:
     Groups of stages, as `space.Space.colocated`.
   """
   spent = collections.Counter(dict.fromkeys(flow.stages, 0.0))
   for node in flow.nodes:
-    if node.name in spent:
+    if node.name in spent and node.name not in unknown:
       spent[node.name] += _least(flow, model, node, devices)
   bytes_ = collections.Counter()
   for i, node in enumerate(flow.nodes):

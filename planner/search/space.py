@@ -105,10 +105,30 @@ def default_space(flow: graph.Flow, model: roofline.Roofline) -> Space:
     micro_batch=rows,
     offload=_offloadable(flow, cluster.capacity),
     colocated=grouping.merge_small_stages(
-      flow, model, cluster.num_devices, most=GROUPS
+      flow,
+      model,
+      cluster.num_devices,
+      most=GROUPS,
+      unknown=() if cluster.shared_cores else _assumed_on_host(flow, model),
     ),
     remat=_policies(flow, model),
   )
+
+
+def _assumed_on_host(flow, model) -> list[str]:
+  """Returns host stages whose seconds are assumed.
+
+  A place of their own would give accelerators to what needs none, for seconds
+  that nothing is known about.
+  """
+  one = plan_lib.Placement()
+  return [
+    node.name
+    for node in flow.nodes
+    if not graph.is_plumbing(node)
+    and node.stage.host
+    and model.explain(flow, node, one).total.tag == 'assumed'
+  ]
 
 
 def _policies(flow, model) -> dict[str, tuple[str, ...]]:

@@ -6,6 +6,7 @@ costs, and `monitor` compares the plan's prediction with what steps then take.
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import typing
 
 import jax
 
@@ -13,7 +14,7 @@ from planner.costs import cost_table, roofline
 from planner.costs import measured as measured_lib
 from planner.costs.mesh import menu
 from planner.counting import count
-from planner.explain import overview
+from planner.explain import overview, report_text
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import program, unroll
@@ -211,7 +212,7 @@ def _with_evaluation(plan, step, evaluate, layout) -> plan_lib.Plan:
 
 
 def summary(step: graph.Flow, chosen: ChosenPlan) -> str:
-  """Describes a plan in one line."""
+  """Describes a plan in one line, and how its seconds are known."""
   seconds = chosen.prediction.step
   proof = 'proved the fastest of its space'
   if chosen.gap is None:
@@ -219,4 +220,9 @@ def summary(step: graph.Flow, chosen: ChosenPlan) -> str:
   elif chosen.gap:
     proof = f'no plan of its space can be more than {chosen.gap:.0%} faster'
   line = overview.one_line(step, chosen.plan)
-  return f'Plan: {line}; {seconds:.3g} s a step, {proof}.'
+  shares = dict.fromkeys(typing.get_args(measured_lib.Tag), 0.0)
+  total = sum(spent.value for spent in chosen.prediction.stages.values())
+  for spent in chosen.prediction.stages.values():
+    shares[spent.tag] += spent.value / total if total else 0.0
+  known = report_text.known(shares)
+  return f'Plan: {line}; {seconds:.3g} s a step, {proof}. {known}'

@@ -11,6 +11,7 @@ import pathlib
 
 from planner import cluster as cluster_lib
 from planner.costs import cost_table, roofline
+from planner.costs import measured as measured_lib
 from planner.costs.decoding import decode
 from planner.costs.work import StageWork
 from planner.counting import count
@@ -28,7 +29,7 @@ from planner.search import algorithm1, exact, runners_up
 from planner.search import deadline as deadline_lib
 from planner.search import space as space_lib
 from planner.simulation import evaluate_plan
-from rlinf_jax.planning import remedies
+from rlinf_jax.planning import host_timing, remedies
 from rlinf_jax.planning.compiled import plan_compiler
 from rlinf_jax.planning.compiled import report as compiled_report
 from rlinf_jax.planning.compiled import topology as topology_lib
@@ -79,11 +80,18 @@ def report_plan(
   deadline = deadline_lib.Deadline(seconds)
   table, (flow, evaluation) = str(flows[0]), map(unroll.unroll, flows)
   works, assumption = _completion_work(count.of_flow(flow), lengths)
+  timed = host_timing.seconds_per_row(flow)
   model = roofline.Roofline(
-    flow, works, cluster, rules.DEFAULT, evaluation=evaluation
+    flow,
+    works,
+    cluster,
+    rules.DEFAULT,
+    measured_lib.Measurements(host_rows=timed),
+    evaluation=evaluation,
   )
   result, ranked = _search(flow, model, staleness, deadline)
   lines = [table, '', _searched(result, cluster), assumption]
+  lines += [host_timing.describe(timed)]
   others = _others(flow, model, result, own, ranked, staleness, deadline)
   compiled = None
   if compile_for:
@@ -242,7 +250,9 @@ def _fastest(flow, model, result, staleness, data) -> list[str | None]:
   """Describes the fastest plan and compares it with others."""
   best = evaluate_plan.evaluate(flow, model, result.best, staleness)
   return [
-    f'The fastest plan takes {result.seconds:.3g} s a step:',
+    f'The fastest plan takes {result.seconds:.3g} s a step. '
+    f'{report_text.known(data["known"])}',
+    *report_text.guess(data),
     overview.places(best.flow, result.best),
     '',
     overview.chart(best.flow, best.simulation),
@@ -314,8 +324,8 @@ def _searched(result, cluster) -> str:
     f'{space.unit} device{"s" * (space.unit > 1)}, '
     f'batches in {" or ".join(map(str, space.pieces))} pieces; '
     f'{result.simulated} plans simulated, {result.tried:,} bounded; {proof}.\n'
-    'All seconds are modeled from counted work and the hardware in its gin '
-    'file; none is measured.'
+    'Seconds are modeled from counted work and the hardware in its gin file, '
+    'unless this report says otherwise.'
   )
 
 

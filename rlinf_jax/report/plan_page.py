@@ -10,7 +10,7 @@ from typing import Any
 
 from planner.explain import formatting, report_text
 from planner.simulation import simulate
-from rlinf_jax.report.html import compiled_table, page, timeline_svg
+from rlinf_jax.report.html import compiled_table, page, terms, timeline_svg
 
 WIDTH = 1082  # Pixels inside a card.
 PLACES_NOTE = 'busy time as a share of the step, and peak memory'
@@ -45,9 +45,9 @@ def _feasible(data) -> str:
     '<div class="grid">',
     _timelines(data, colors),
     '</div><h2>Places and stages</h2><div class="grid">',
-    page.card('Places', PLACES_NOTE, _places(data), '', 'half'),
+    page.card(terms.term('Places'), PLACES_NOTE, _places(data), '', 'half'),
     page.card(
-      'Stages',
+      terms.term('Stages'),
       'slack: how much longer a stage could take without slowing the step',
       _stages(data, colors),
       '',
@@ -65,7 +65,7 @@ def _feasible(data) -> str:
     ),
     page.card(
       'What would change the choice',
-      'one cost at a time, 10 % higher or lower',
+      'one cost at a time, 10 % higher or lower; what is assumed, ten times',
       _list(report_text.sensitivity(data)),
       '',
       'whole',
@@ -89,7 +89,8 @@ def _summary(data) -> str:
     if data['searched']['proved']:
       return 'No plan in the searched space fits in memory (proved).'
     return 'No plan was found before the search was stopped; there may be one.'
-  return data['bottleneck']
+  known = report_text.known(data['known'])
+  return ' '.join([data['bottleneck'], known, *report_text.guess(data)])
 
 
 def _key_figures(data) -> list[tuple[str, str, str]]:
@@ -109,7 +110,8 @@ def _key_figures(data) -> list[tuple[str, str, str]]:
     (len(plan['places']), 'place', 'places'),
     (plan['pieces'], 'piece', 'pieces'),
   ):
-    figures.append((singular if n == 1 else plural, f'<b>{n}</b>', ''))
+    word = terms.term(singular if n == 1 else plural)
+    figures.append((word, f'<b>{n}</b>', ''))
   return figures
 
 
@@ -183,7 +185,7 @@ def _legend(colors: Mapping[str, int]) -> str:
 
 
 def _tag(tag: str) -> str:
-  return f'<span class="tag {tag}">{tag}</span>'
+  return f'<span class="tag {tag}">{terms.term(tag)}</span>'
 
 
 def _places(data) -> str:
@@ -255,13 +257,16 @@ def _stages(data, colors) -> str:
       f'<tr><td>{page.legend_entry(name, colors[name])}'
       f'{small}</td>'
       f'<td class="text">{html.escape(stage["place"])}</td>'
+      f'<td class="text">{terms.term(stage["grain"])}</td>'
       f'<td class="nowrap">{formatting.seconds(stage["seconds"])}</td>'
       f'<td class="nowrap {"bad" if is_critical else ""}">{slack}</td>'
       f'<td>{_tag(stage["tag"])}</td></tr>'
     )
   return (
-    '<table><tr><th>stage</th><th class="text">place</th><th>per step</th>'
-    f'<th>slack</th><th></th></tr>{"".join(rows)}</table>'
+    f'<table><tr><th>{terms.term("stage")}</th>'
+    f'<th class="text">{terms.term("place")}</th>'
+    f'<th class="text">{terms.term("grain")}</th><th>per step</th>'
+    f'<th>{terms.term("slack")}</th><th></th></tr>{"".join(rows)}</table>'
   )
 
 

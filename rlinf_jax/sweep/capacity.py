@@ -1,4 +1,4 @@
-"""How many points of a sweep this machine runs at a time.
+"""The number of points of a sweep that this machine runs at a time.
 
 The limit follows the cores and the memory that are there. Memory is measured:
 another point starts when those that run have logged a metric, so that the

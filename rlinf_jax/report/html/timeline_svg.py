@@ -28,7 +28,8 @@ def draw(
 
   Args:
     spans: each with `place`, `what`, `stage` (None where data only moves),
-      `step`, and `start` and `end` in seconds.
+      `step`, `start` and `end` in seconds, and, where a batch is cut, `piece`:
+      its index and the number of pieces.
     tracks: places, from top to bottom.
     colors: number of the color --s1 … of each stage.
     end: seconds of a step.
@@ -65,7 +66,8 @@ def _merged(spans, thinnest: float) -> list[dict[str, Any]]:
   merged = []
   for span in sorted(spans, key=lambda span: span['start']):
     last = merged[-1] if merged else None
-    same = last and all(last[k] == span[k] for k in ('stage', 'what', 'step'))
+    alike = 'stage', 'what', 'step', 'piece'
+    same = last and all(last.get(k) == span.get(k) for k in alike)
     if same and span['start'] - last['end'] < thinnest / 2:
       last['end'] = span['end']
       last['calls'] += 1
@@ -80,14 +82,22 @@ def _bar(span, colors, left: int, y: int, scale: float) -> str:
   label = name or {'run': 'moves rows'}.get(span['what'], span['what'])
   calls = f' in {span["calls"]} calls' * (span['calls'] > 1)
   step = f', step {span["step"]:+d}' * bool(span['step'])
-  title = f'{label}: {seconds:.3g} s{calls}, from {span["start"]:.3g} s{step}'
+  piece, pieces = span.get('piece') or (0, 1)
+  number = f' {piece + 1}' if pieces > 1 else ''
+  of_pieces = f', piece{number} of {pieces}' if number else ''
+  title = (
+    f'{label}{of_pieces}: {seconds:.3g} s{calls}, '
+    f'from {span["start"]:.3g} s{step}'
+  )
   pixels = max(seconds * scale, THINNEST)
   fill = f'var(--s{colors[name]})' if name else 'var(--soft)'
   bar = (
     f'<rect x="{x:.2f}" y="{y}" width="{pixels:.2f}" height="{TRACK}" '
     f'rx="{min(3, pixels / 3):.2g}" fill="{fill}"/>'
   )
-  if len(label) * LETTER + 10 < pixels:
+  texts = f'{label}{number}', label if not number else number.strip()
+  fitting = (text for text in texts if len(text) * LETTER + 10 < pixels)
+  if label := next(fitting, ''):
     bar += (
       f'<text x="{x + pixels / 2:.2f}" y="{y + TRACK / 2 + 4:g}" '
       f'text-anchor="middle" class="inside">{html.escape(label)}</text>'

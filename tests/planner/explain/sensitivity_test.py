@@ -24,6 +24,22 @@ def test_a_near_tie_is_flipped_by_a_tenth_of_any_cost():
   assert flipped == {('a', 0.9), ('b', 1.1), ('a', 1.1), ('b', 0.9)}
 
 
+def test_what_is_assumed_is_changed_tenfold():
+  # Apart, the stages take 5 s, and a place of both takes 6 s; it is worth
+  # nothing to place `b` apart once it takes a tenth of a second.
+  flow, model = toys.line({'a': 4.0, 'b': 4.0}, power=0.5, move=0.0)
+  space = space_lib.Space(2, pieces=(1, 4))
+  found, by_cost = changes(flow, model, space)
+  assert not any(change.plan for change in by_cost.values())
+  _, by_cost = changes(flow, model, space, assumed=['b'])
+  assert {key for key in by_cost if key[0] == 'b'} == {('b', 10), ('b', 0.1)}
+  assert {key for key in by_cost if key[0] == 'a'} == {('a', 1.1), ('a', 0.9)}
+  flipped = {key for key, change in by_cost.items() if change.plan}
+  assert flipped and flipped <= {('b', 10.0), ('b', 0.1)}
+  assert all(by_cost[key].is_guess for key in flipped)
+  assert not by_cost['a', 1.1].is_guess
+
+
 @pytest.mark.parametrize('seed', range(12))
 def test_sensitivity_agrees_with_brute_force(seed):
   flow, model, space, staleness = toys.random_instance(seed)

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import html.parser
 import json
@@ -7,12 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 from planner import cluster as cluster_lib
-from planner.costs import roofline
+from planner.costs import measured, roofline
 from planner.counting import count
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.search import space as space_lib
 from rlinf_jax.planning import plan_report
+from rlinf_jax.report.html import terms
 from rlinf_jax.runtime import programs
 from sharding import rules
 import stages
@@ -29,15 +31,15 @@ def cluster(devices=2, memory=4e9, node=2):
   return cluster_lib.Cluster(device, devices, node, fast, slow)
 
 
+def grpo(reward=tiny.even_on_host):
+  return workflows.grpo(
+    tiny.policy(), reward, optimizers.adamw(1e-2), group_size=4, kl_coef=0.1
+  )
+
+
 @functools.cache
 def flows():
-  workflow = workflows.grpo(
-    tiny.policy(),
-    tiny.even_on_host,
-    optimizers.adamw(1e-2),
-    group_size=4,
-    kl_coef=0.1,
-  )
+  workflow = grpo()
   problem = tiny.problem()
   return tiny.trace(workflow, problem), tiny.trace_evaluation(workflow, problem)
 
@@ -129,6 +131,18 @@ def test_it_accounts_for_a_plan_in_words_in_json_and_on_a_page(roomy):
     assert seconds == pytest.approx(entry['seconds'])
   assert {c['cost'] for c in data['sensitivity']} >= {*found.best.stages}
   assert 'by a tenth' in printed and 'by a tenth' in shown
+  shares = data['known']
+  assert sum(shares.values()) == pytest.approx(1)
+  # The reward is timed.
+  assert 0 < shares['measured'] < 1 and 'Timed on this machine' in printed
+  for share in shares.values():
+    assert f'{100 * share:.0f} %' in printed and f'{100 * share:.0f} %' in shown
+  assumed = {s['name'] for s in data['stages'] if s['tag'] == 'assumed'}
+  for change in data['sensitivity']:
+    assert (change['factor'] in (10, 0.1)) == (change['cost'] in assumed)
+  assert ('This choice is a guess' in printed) == bool(data['guesses'])
+  said = {attrs['title'] for tag, attrs in page.tags if tag == 'abbr'}
+  assert {terms.MEANINGS[x] for x in ('stage', 'piece', 'grain')} <= said
   assert 'modeled' in shown
   for other in data['alternatives']:
     assert other['title'] in printed and other['title'] in shown
@@ -232,3 +246,61 @@ def test_what_only_some_stages_read_may_leave_a_crowded_device():
     'apply',
     'ref_logp',
   }
+
+
+def model(host_rows=None, **kwargs):
+  known = measured.Measurements(host_rows=host_rows or {})
+  return roofline.Roofline(
+    flow(),
+    count.of_flow(flow()),
+    dataclasses.replace(cluster(), **kwargs),
+    rules.DEFAULT,
+    known,
+  )
+
+
+def test_an_assumption_gives_no_device_to_a_host_stage():
+  def is_joined(model):
+    long = {'generate', 'gradient', 'ref_logp', 'proximal_logp'}
+    groups = space_lib.default_space(flow(), model).colocated
+    return any('reward' in group and long & {*group} for group in groups)
+
+  # A tenth of a second a row is worth a place of its own.
+  slow = roofline.Assumptions(host_seconds_per_row=0.1)
+  one = model()
+  one.assumed = slow
+  assert is_joined(one)
+  assert not is_joined(model({'reward': 0.1}))
+  # Shares of a processor are no accelerators.
+  one = model(shared_cores=2)
+  one.assumed = slow
+  assert not is_joined(one)
+
+
+def test_a_timed_host_stage_is_measured():
+  one, node = model({'reward': 0.25}), node_of('reward')
+  found = one.explain(flow(), node, plan_lib.Placement())
+  assert found.total.tag == 'measured'
+  assert found['on the host'].value == 0.25 * flow().rows_of(node)
+  assert model().explain(flow(), node, plan_lib.Placement()).total.tag == (
+    'assumed'
+  )
+
+
+def node_of(name):
+  return next(node for node in flow().nodes if node.name == name)
+
+
+@pytest.mark.slow
+def test_a_choice_that_hangs_on_an_assumption_is_a_guess(monkeypatch, tmp_path):
+  monkeypatch.setattr(plan_report.host_timing, 'seconds_per_row', lambda _: {})
+  slow = functools.partial(
+    roofline.Roofline, assumed=roofline.Assumptions(host_seconds_per_row=0.01)
+  )
+  monkeypatch.setattr(plan_report.roofline, 'Roofline', slow)
+  _, printed, data = reported(tmp_path)
+  assert data['known']['assumed'] > 0.1 and 'Timed on' not in printed
+  factors = {c['cost']: c['factor'] for c in data['sensitivity']}
+  assert factors.pop('reward') == 0.1
+  assert set(factors.values()) == {0.9}
+  assert data['guesses'] and 'a guess: another plan' in printed

@@ -402,7 +402,7 @@ def job(folder, stepped=True):
   [
     (4, 100.0, True, True),
     (2, 100.0, True, False),  # As many run as the cores allow.
-    (4, 100.0, False, False),  # How much the second needs is not known.
+    (4, 100.0, False, False),  # The memory of the second is not known yet.
     (4, 18.4, True, False),
     (4, 18.6, True, True),
   ],

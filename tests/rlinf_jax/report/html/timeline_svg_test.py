@@ -53,6 +53,17 @@ def test_calls_that_follow_each_other_are_one_bar():
   assert 'in 4 calls' in text
 
 
+def test_pieces_are_numbered():
+  spans = [
+    span('x', 'a', start, start + 1.0) | {'piece': (i, 2)}
+    for i, start in enumerate((0.0, 1.0))
+  ]
+  text, bars = draw(spans)
+  assert sum(bar.get('fill') is not None for bar in bars) == 2
+  assert 'a, piece 1 of 2: 1 s' in text and 'a, piece 2 of 2: 1 s' in text
+  assert '>a 1<' in text and '>a 2<' in text
+
+
 def test_moves_have_no_color_of_a_stage():
   _, bars = draw([span('x', None, 0.0, 1.0, what='offload')])
   assert bars[1].get('fill') == 'var(--soft)'

@@ -1,0 +1,107 @@
+"""Times the host stages of a recipe on this machine, without running a step.
+
+A reward function runs on a processor, and so it can be timed where a plan is
+made for accelerators that are not here. It is called on random tokens.
+"""
+
+from collections.abc import Mapping
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from planner.ir import graph
+
+SECONDS = 1.0  # For each stage.
+# Tokens are drawn below these numbers; a small vocabulary needs a small one.
+MOST_TOKENS = (1000, 10, 1)
+
+
+def seconds_per_row(
+  flow: graph.Flow, seconds: float = SECONDS
+) -> dict[str, float]:
+  """Times the host stages of a flow that can be called with any rows.
+
+  Stages that use up a token of a simulator, read parameters, or return later,
+  as engines do, are left out; so are those that fail on random tokens.
+
+  Args:
+    flow: as recorded.
+    seconds: to spend on a stage, beyond its first call.
+
+  Returns:
+    Seconds of a row, by stage.
+  """
+  found = {}
+  for node in flow.nodes:
+    if node.name not in found and _can_be_timed(flow, node):
+      took = _time(flow, node, seconds)
+      found |= {} if took is None else {node.name: took}
+  return found
+
+
+def describe(found: Mapping[str, float]) -> str | None:
+  """Lists what was timed in a sentence; None if nothing was."""
+  if not found:
+    return None
+  each = ', '.join(f'{name} {1e6 * x:.3g} µs' for name, x in found.items())
+  return f'Timed on this machine, on random tokens, for each row: {each}.'
+
+
+def _can_be_timed(flow, node) -> bool:
+  stage = node.stage
+  return (
+    not graph.is_plumbing(node)
+    and stage.host
+    and stage.grain == 'row'
+    and not (stage.consumes or stage.asynchronous or stage.engine)
+    and set(node.reads) == set(node.rows)
+    and not any(_is_key(flow.values[v].dtype) for v in node.reads)
+  )
+
+
+def _is_key(dtype) -> bool:
+  return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _time(flow, node, seconds: float) -> float | None:
+  """Times a stage on a group, then on twice as many rows while there is time.
+
+  Returns:
+    Seconds of a row in the largest call; None if all inputs fail.
+  """
+  for most in MOST_TOKENS:
+    rows, all_rows = node.stage.group_size, flow.rows_of(node)
+    try:
+      _call(flow, node, rows, most)  # It may import, or start processes.
+    # A verifier is foreign code, which may raise anything.
+    except Exception:  # noqa: BLE001
+      continue
+    start = time.monotonic()
+    took = _call(flow, node, rows, most)
+    while 2 * rows <= all_rows and (
+      time.monotonic() - start + 2 * took < seconds
+    ):
+      rows *= 2
+      took = _call(flow, node, rows, most)
+    return took / rows
+  return None
+
+
+def _call(flow, node, rows: int, most: int) -> float:
+  """Returns the seconds of a call on random numbers."""
+  rng = np.random.default_rng(0)
+  given = [_random(rng, flow.values[v], rows, most) for v in node.reads]
+  arguments = jax.tree.unflatten(node.takes, given)
+  start = time.perf_counter()
+  node.stage.fn(*arguments)
+  return time.perf_counter() - start
+
+
+def _random(rng, value, rows: int, most: int) -> np.ndarray:
+  """Returns whole numbers below `most`, or ones for masks."""
+  shape, dtype = (rows, *value.shape[1:]), np.dtype(value.dtype)
+  if dtype.kind in 'iu':
+    return rng.integers(0, most, shape).astype(dtype)
+  return np.ones(shape, dtype)

@@ -1,0 +1,51 @@
+"""Host stages are timed where a plan is made."""
+
+import dataclasses
+import time
+
+import pytest
+
+from rlinf_jax.planning import host_timing
+from tests.rlinf_jax.planning import plan_report_test
+import tiny
+
+
+def traced(fn):
+  """A recorded step of GRPO with a function on the host as its reward."""
+  workflow = plan_report_test.grpo(
+    dataclasses.replace(tiny.even_on_host, fn=fn)
+  )
+  return tiny.trace(workflow, tiny.problem())
+
+
+def test_a_slow_reward_takes_as_long_as_it_takes():
+  calls = []
+
+  def slow(answer, action, mask):
+    calls.append(len(action))
+    time.sleep(0.002 * len(action))
+
+  (found,) = host_timing.seconds_per_row(traced(slow), 0.2).values()
+  assert found == pytest.approx(0.002, rel=0.5)
+  assert calls[0] < calls[-1] and sum(calls) * 0.002 < 0.5
+
+
+def test_tokens_are_of_a_small_vocabulary_if_need_be():
+  def picky(answer, action, mask):
+    if action.max() > 9:
+      raise IndexError(action)
+
+  assert 'reward' in host_timing.seconds_per_row(traced(picky), 0.01)
+
+
+def test_what_cannot_be_called_is_left_out():
+  def broken(answer, action, mask):
+    raise RuntimeError('no server')
+
+  found = host_timing.seconds_per_row(traced(broken), 0.01)
+  assert found == {} and host_timing.describe(found) is None
+
+
+def test_stages_in_jax_are_not_timed():
+  flow = plan_report_test.flow()
+  assert {*host_timing.seconds_per_row(flow, 0.01)} == {'reward'}
