@@ -16,7 +16,7 @@ def reported(folder):
   link = cluster_lib.Link(1e-5, 1e10)
   lines = []
   found = plan_report.report_plan(
-    (matrices.flow(), None),
+    (matrices.flow(), matrices.flow()),
     staleness=0,
     own=None,
     cluster=cluster_lib.Cluster(device, 2, 2, link, link),
