@@ -1,0 +1,130 @@
+"""No plan changes what GRPO computes with vision-language-action models."""
+
+import functools
+import itertools
+
+import jax
+import optax
+import pytest
+
+import claims
+from stages import workflows
+from stages.envs import action_chunks, episode_stats, push
+from stages.models import transformer
+from stages.models.vision import vit
+from stages.models.vla import openvla, openvla_env, pi0, pi0_policy, pictures
+from tests.rlinf_jax.runtime import random_plans_test
+import tiny
+
+STAGES = (
+  'seeds reset keys rollout group_advantage measure ref_logp minibatch_ids '
+  'minibatches gradient apply obs_moments update_obs_stats'
+).split()
+KEEP = optax.chain(optax.trace(decay=0.0), optax.scale(-0.01))
+STEPS = 2
+SIZE, CHUNK = 8, 2
+# Four places, three of them meshes; two places, in pieces and micro-batches.
+KEPT = ('openvla', 5), ('pi0', 6)
+WIDE = {'dtype': 'float64', 'init_stddev': 0.3}
+TOWER = functools.partial(
+  vit.Config, image_size=SIZE, patch_size=4, D=4, H=1, F=4, **WIDE
+)
+
+pytestmark = pytest.mark.usefixtures('in_float64')
+
+
+def openvla_policy():
+  config = openvla.Config(
+    TOWER(L=2, has_class=True, registers=1, layer_scale=True),
+    TOWER(L=2),
+    transformer.Config(
+      V=32,
+      D=8,
+      L=1,
+      H=1,
+      K=1,
+      W=8,
+      F=8,
+      qkv_bias=False,
+      tie_embeddings=False,
+      **WIDE,
+    ),
+    padded=8,
+    bins=16,
+    pictures=pictures.Pictures(sizes=(SIZE, SIZE)),
+  )
+  return functools.partial(
+    openvla_env.policy, config=config, prompt=(1, 5, 3), chunk=CHUNK
+  )
+
+
+def pi0_policy_():
+  sizes = {'L': 1, 'H': 1, 'K': 1, 'W': 8, 'F': 8, **WIDE}
+  config = pi0.Config(
+    TOWER(L=1),
+    pi0.GEMMA(V=8, D=8, **sizes),
+    pi0.GEMMA(V=1, D=8, **sizes),
+    Z=CHUNK,
+    A=2,
+    O=2,
+  )
+  return functools.partial(
+    pi0_policy.policy,
+    config=config,
+    instruction=(1, 5, 3),
+    num_steps=3,
+    critic_width=8,
+  )
+
+
+MODELS = {'openvla': openvla_policy(), 'pi0': pi0_policy_()}
+
+
+@functools.cache
+def workflow(model):
+  env = push.push(image_size=SIZE, horizon=2 * CHUNK)
+  return workflows.embodied_grpo(
+    action_chunks.chunked(env, CHUNK, 0.9),
+    MODELS[model],
+    KEEP,
+    num_envs=16,
+    group_size=2,
+    episode_reward=episode_stats.episode_return,
+    kl_coef=0.1,
+    entropy_coef=0.01,
+  )
+
+
+@functools.cache
+def eager(model):
+  """State and info after each step, called with arrays."""
+  state, results = workflow(model).init(jax.random.key(0)), []
+  for i in range(STEPS):
+    state, info = workflow(model).step(state, (), random_plans_test.key(i))
+    results.append((tiny.arrays(state), tiny.arrays(info)))
+  return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'model, seed', claims.some([*itertools.product(MODELS, range(8))], KEPT)
+)
+def test_no_plan_changes_the_mathematics(model, seed):
+  rows = {'rollout': 2, 'gradient': 4}
+  plan, _ = random_plans_test.random_plan(
+    seed, STAGES, rows, ('ref_logp', 'apply'), [None]
+  )
+  state = workflow(model).init(jax.random.key(0))
+  results = random_plans_test.run(plan, workflow(model), state, [()] * STEPS)
+  random_plans_test.compare(plan, results, eager(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('model', MODELS)
+def test_the_eager_steps_change_the_parameters(model):
+  """Otherwise the plans above would agree trivially."""
+  first, second = eager(model)
+  moved = [n for n, x in first[0].items() if (x != second[0][n]).any()]
+  towers = {'openvla': ('dino', 'siglip', 'llama'), 'pi0': ('vision', 'expert')}
+  for part in towers[model]:
+    assert any(part in name for name in moved), (part, moved)
