@@ -134,13 +134,13 @@ def search(step, evaluate, staleness, model, space) -> ChosenPlan:
     if result.best or result.proved:
       break
   if result.best is None:
-    raise ValueError(_refusal(step, model, result))
+    raise ValueError(_refusal(step, evaluate, model, result))
   best = _with_evaluation(result.best, step, evaluate, model.layout)
   prediction = predict_step(step, staleness, model, best)
   return ChosenPlan(best, model, space, prediction, result.gap)
 
 
-def _refusal(step, model, result) -> str:
+def _refusal(step, evaluate, model, result) -> str:
   """Says that there is no plan, whether that is proved, and what would help."""
   devices = result.space.devices
   lines = [f'No plan fits in the memory of {devices} devices (proved).']
@@ -148,6 +148,12 @@ def _refusal(step, model, result) -> str:
     lines = [
       f'No plan for {devices} devices was found in {PATIENCE:g} s, and it is '
       'not proved that none fits in memory.'
+    ]
+  rows = max((evaluate.rows_of(n) for n in evaluate.nodes if n.rows), default=0)
+  if rows and rows % devices:
+    lines += [
+      f'Meshes must divide the {rows} rows of an evaluation batch, too: a '
+      f'multiple of {devices} leaves more of them.'
     ]
   for plan, words in result.infeasible[:1]:
     lacks, bindings = remedies.shortage(step, model, plan)

@@ -29,7 +29,7 @@ from planner.search import algorithm1, exact, runners_up
 from planner.search import deadline as deadline_lib
 from planner.search import space as space_lib
 from planner.simulation import evaluate_plan
-from rlinf_jax.planning import host_timing, remedies
+from rlinf_jax.planning import evaluation_rows, host_timing, remedies
 from rlinf_jax.planning.compiled import plan_compiler
 from rlinf_jax.planning.compiled import report as compiled_report
 from rlinf_jax.planning.compiled import topology as topology_lib
@@ -59,8 +59,8 @@ def report_plan(
   """Searches for the fastest plan, and prints it with the reasons for it.
 
   Args:
-    flows: recordings of a step and of an evaluation. The step is planned, with
-      meshes that divide the rows of both.
+    flows: recordings of a step, which is planned, and of an evaluation, of
+      which the report says whether the plan can run it.
     staleness: the workflow's staleness, in steps: so many steps may overlap.
     own: the plan of the recipe; None if it has none.
     cluster: the hardware.
@@ -87,7 +87,6 @@ def report_plan(
     cluster,
     rules.DEFAULT,
     measured_lib.Measurements(host_rows=timed),
-    evaluation=evaluation,
   )
   result, ranked = _search(flow, model, staleness, deadline)
   lines = [table, '', _searched(result, cluster), assumption]
@@ -109,6 +108,7 @@ def report_plan(
     lines += [_no_plan(data)]
   else:
     lines += _fastest(flow, model, result, staleness, data)
+    lines += [evaluation_rows.refusal(evaluation, model.layout, result.best)]
     data['plan'] = _as_run(flows[0], model, result.best, data['plan'])
     lines += [TOO_LARGE] * bool(data['infeasible'])
   lines += [f'  {entry["reason"]}' for entry in data['infeasible'][:3]]

@@ -1,6 +1,7 @@
 """Bindings of a recipe that would save the memory that a plan lacks."""
 
 from collections.abc import Iterator
+import dataclasses
 
 from planner.costs import roofline
 from planner.explain import formatting, plan_data
@@ -69,7 +70,7 @@ def _remedies(flow, model, chosen, place, stage, parts, short) -> Iterator[str]:
   if parts.get(CACHE, 0.0) + activations >= short:
     yield from _slots(stage, parts)
   if nodes:
-    yield from _micro_batch(flow, model, chosen, place, nodes[0], parts, short)
+    yield from _micro_batch(flow, model, chosen, place, nodes[0], short)
   if activations + parts.get(BETWEEN, 0.0) >= short:
     for parameter in ('batch_size', 'response_length'):
       for name, value in config_values.read(parameter).items():
@@ -119,21 +120,29 @@ def _slots(stage, parts) -> Iterator[str]:
       )
 
 
-def _micro_batch(
-  flow, model, chosen, place, node, parts, short
-) -> Iterator[str]:
-  """Yields the smallest micro-batch of a stage, if it would save enough."""
+def _micro_batch(flow, model, chosen, place, node, short) -> Iterator[str]:
+  """Yields the smallest micro-batch of a stage, if it would save enough.
+
+  Where packed rows are computed one at a time, it saves hardly anything.
+  """
   rows = flow.rows_of(node)
   if node.stage.grain not in ('row', 'sum') or node.stage.host or not rows:
     return
   axes = chosen.places[place].axes
   at_once = chosen.micro_batch.get(node.name) or rows // chosen.pieces
   least = node.stage.group_size * model.layout.row_ways(axes)
-  saved = parts.get(ACTIVATIONS, 0.0) * (1 - least / at_once)
-  if not rows % least and saved >= short:
+  if rows % least or least >= at_once:
+    return
+  micro_batch = dict(chosen.micro_batch) | {node.name: least}
+  smaller = dataclasses.replace(chosen, micro_batch=micro_batch)
+  before, after = (
+    model.memory(flow, plan, place)[node.name] for plan in (chosen, smaller)
+  )
+  saved = before - after
+  if saved >= short:
     yield (
       f'train.train.plan may give {node.name} a micro_batch of {least} rows '
-      f'instead of {at_once}, which saves up to {formatting.byte_size(saved)}.'
+      f'instead of {at_once}, which saves {formatting.byte_size(saved)}.'
     )
 
 

@@ -1,9 +1,11 @@
+import dataclasses
 import functools
 
 import pytest
 
 from planner.costs import roofline
 from planner.counting import count
+from planner.explain import formatting
 from planner.ir import plan as plan_lib
 from rlinf_jax import config, config_values, train
 from rlinf_jax.planning import autoplan, remedies
@@ -55,6 +57,9 @@ def test_bindings_that_would_help_are_named_as_the_recipe_names_them(recipe):
   said = ' '.join(bindings)
   for name in ('micro_batch of 4 rows instead of 8', 'GROUPS below 2'):
     assert name in said
+  smaller = dataclasses.replace(plan, micro_batch={'gradient': 4})
+  saved = need - model(recipe, 1e9).memory(recipe, smaller, 'all')['gradient']
+  assert f'saves {formatting.byte_size(saved)}' in said
   assert 'kl_coef' not in said  # There is no reference.
   assert config_values.read('response_length') == {'LENGTH': 64}
 
