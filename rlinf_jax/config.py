@@ -71,6 +71,7 @@ def parse(
   _set_search()
   header, where = config_errors.DYNAMIC + '\n', {}
   for name in gin_files:
+    recipe_files.check(name)
     path = recipe_files.find(name)
     with config_errors.rephrased(name):
       header += _imports(gin.parse_config_file(path), where)

@@ -22,7 +22,6 @@ from rlinf_jax import recipe_files
 PREFIX = re.compile(r'--?gin\.(.*)', re.S)
 NAME = re.compile(r'[\w./]+')
 MACRO = re.compile(r'([A-Za-z_]\w*)\s*=\s*(.*)')
-INCLUDE = re.compile(r'include\s+[\'"](.+?)[\'"]')
 HELP = ('--help', '-help', '--helpshort', '-h')
 
 
@@ -49,6 +48,8 @@ def parse(argv: Sequence[str]) -> list[str]:
   # Help is asked for before required macros are given.
   try:
     if any(arg in HELP for arg in argv) and (files := _gin_files(argv)):
+      for file in files:
+        recipe_files.check(file)
       print(describe(files))
       print('\nOther flags, of every recipe: --help without --gin_file.')
       sys.exit()
@@ -130,7 +131,7 @@ def _macros(text: str) -> Iterator[Macro]:
   """The macros of a gin text in its order, those of its includes there."""
   lines, comments = text.splitlines(), _comments(text)
   for i, line in enumerate(lines):
-    if include := INCLUDE.match(line):
+    if include := recipe_files.INCLUDE.match(line):
       yield from _macros(recipe_files.read(include[1]))
     elif macro := MACRO.match(line):
       above = comments.get(i - 1)

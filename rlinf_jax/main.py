@@ -83,9 +83,12 @@ def workdir() -> pathlib.Path:
       'No recipe is given. Name one, such as --gin_file '
       'gin_configs/grpo_arithmetic.gin.'
     )
-  return pathlib.Path(
+  folder = pathlib.Path(
     config.WORKDIR.value or f'runs/{pathlib.Path(files[-1]).stem}'
   )
+  if folder.exists() and not folder.is_dir():
+    raise ValueError(f'{folder} is a file: let --workdir name a folder.')
+  return folder
 
 
 def plan_only():

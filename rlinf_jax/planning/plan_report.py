@@ -167,7 +167,7 @@ def read_lengths(file: str | os.PathLike) -> list[int]:
   """Reads the tokens of completions, a JSON list, from a file."""
   try:
     lengths = json.loads(pathlib.Path(file).read_text())
-  except ValueError:
+  except (OSError, ValueError):
     lengths = None
   integers = isinstance(lengths, list) and all(type(n) is int for n in lengths)
   if not integers or not lengths or min(lengths) < 1:
