@@ -12,6 +12,7 @@ from rlinf_jax.agents import formats
 from stages import ranges
 from stages.tasks import arithmetic
 
+SPARE = 16  # Pairs to choose each from.
 # Says what goes wrong most often, so that the tokenizer knows its letters.
 ERROR = 'error: there is no such tool, only calculator'
 
@@ -22,9 +23,20 @@ def draw(
   held_out: bool,
   digits: arithmetic.Digits = arithmetic.Digits(),
 ) -> list[dict[str, str]]:
-  """Problems with random operands; no pair is both held out and trained on."""
-  pairs = arithmetic.pairs(rng, rows, digits, held_out).tolist()
-  return [{'question': f'{a}*{b}=', 'answer': str(a * b)} for a, b in pairs]
+  """Problems with random operands; no pair is both held out and trained on.
+
+  All lengths of the product are about equally frequent, so that a model cannot
+  learn to copy results of the commonest length alone.
+  """
+  pair = arithmetic.pairs(rng, SPARE * rows, digits, held_out)
+  length = np.char.str_len(pair.prod(1).astype(str))
+  _, kind, count = np.unique(length, return_inverse=True, return_counts=True)
+  share = 1.0 / count[kind]
+  chosen = rng.choice(len(pair), rows, replace=False, p=share / share.sum())
+  return [
+    {'question': f'{a}*{b}=', 'answer': str(a * b)}
+    for a, b in pair[chosen].tolist()
+  ]
 
 
 def script(
