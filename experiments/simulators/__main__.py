@@ -24,7 +24,7 @@ from rlinf_jax.runtime import local
 from rlinf_jax.runtime import timeline as timeline_lib
 import stages
 from stages.envs.rollouts import obs_stats, rollout
-from stages.models import gaussian_policy
+from stages.models.control import gaussian_policy
 
 TASK = flags.DEFINE_string('task', 'PushCube-v1', 'A task of ManiSkill.')
 N = flags.DEFINE_integer('n', 32, 'Environments.')

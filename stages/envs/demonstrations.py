@@ -20,7 +20,7 @@ import stages
 from stages import base, ranges, tree_paths
 from stages.envs import episode_stats, seed_source
 from stages.envs.rollouts import rollout
-from stages.models import action_range
+from stages.models.control import action_range
 
 # `obs_O -> action_A`: a scripted policy for one environment, where −1 … 1 is
 # the environment's action range. It is vmapped, so it is written in JAX.

@@ -17,7 +17,7 @@ from stages import base, core, metrics, repeat
 from stages.envs import replay
 from stages.envs.rollouts import obs_stats
 from stages.learn import train_step
-from stages.models import critics as critics_lib
+from stages.models.control import critics as critics_lib
 
 
 class Critics(NamedTuple):

@@ -11,7 +11,7 @@ import stages
 from stages import base, metrics, tree_paths
 from stages.envs.rollouts import embodied, obs_stats
 from stages.learn import train_step
-from stages.models import action_range
+from stages.models.control import action_range
 
 
 class State(NamedTuple):

@@ -18,7 +18,7 @@ from stages.envs import episode_stats
 from stages.envs import replay as replay_lib
 from stages.envs.rollouts import embodied, obs_stats, rollout
 from stages.learn import soft_actor_critic
-from stages.models import critics as critics_lib
+from stages.models.control import critics as critics_lib
 
 
 class State(NamedTuple):

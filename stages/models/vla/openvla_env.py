@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stages import base, ranges, tree_paths
-from stages.models import action_range
+from stages.models.control import action_range
 from stages.models.vla import action_tokens, openvla, openvla_policy
 
 

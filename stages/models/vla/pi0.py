@@ -21,7 +21,8 @@ from jaxtyping import Array, Bool, Float
 import numpy as np
 
 from stages.models import config as config_lib
-from stages.models import flow_matching, transformer
+from stages.models import transformer
+from stages.models.control import flow_matching
 from stages.models.layers import (
   adaptive,
   attention,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base, ranges, tree_paths
-from stages.models import flow_policy, mlp
+from stages.models.control import flow_policy, mlp
 from stages.models.vla import pi0, pi0_files
 
 EXPERT = 'expert'

@@ -18,7 +18,7 @@ from rlinf_jax.envs import env_pool, gymnasium, maniskill, simulator, vector
 from rlinf_jax.runtime import local
 from stages import workflows
 from stages.learn import optimizers
-from stages.models import gaussian_policy
+from stages.models.control import gaussian_policy
 
 N, T, WIN = 4, 3 * env_toys.HORIZON, -11
 SEEDS = np.arange(N, dtype=np.int32) + 40

@@ -10,7 +10,7 @@ import claims
 import jax_envs
 from stages import workflows
 from stages.envs import episode_stats
-from stages.models import gaussian_policy
+from stages.models.control import gaussian_policy
 from tests.rlinf_jax.runtime import random_plans_test
 import tiny
 

@@ -10,7 +10,7 @@ import claims
 import jax_envs
 from stages import workflows
 from stages.envs import action_chunks, episode_stats
-from stages.models import flow_policy
+from stages.models.control import flow_policy
 from tests.rlinf_jax.runtime import random_plans_test
 import tiny
 

@@ -21,7 +21,7 @@ from stages import workflows
 from stages.envs import push
 from stages.envs.rollouts import rollout as rollout_lib
 from stages.learn import optimizers
-from stages.models import categorical_policy, cnn, gaussian_policy
+from stages.models.control import categorical_policy, cnn, gaussian_policy
 from tests.rlinf_jax.runtime import random_plans_test
 import tiny
 

@@ -15,7 +15,7 @@ import claims
 from planner.ir import plan as plan_lib
 from stages import workflows
 from stages.envs import push, replay
-from stages.models import critics, gaussian_policy
+from stages.models.control import critics, gaussian_policy
 from tests.rlinf_jax.runtime import random_plans_test
 import tiny
 

@@ -11,8 +11,8 @@ from stages import core
 from stages.envs import replay
 from stages.envs.rollouts import obs_stats
 from stages.learn import soft_actor_critic, train_step
-from stages.models import critics as critics_lib
-from stages.models import gaussian_policy
+from stages.models.control import critics as critics_lib
+from stages.models.control import gaussian_policy
 
 KEY = jax.random.key(0)
 GAMMA = 0.9

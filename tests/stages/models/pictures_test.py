@@ -11,7 +11,8 @@ from stages import base, workflows
 from stages.envs import demonstrations, drawing, push
 from stages.envs.rollouts import obs_stats
 from stages.learn import optimizers
-from stages.models import cnn, critics, gaussian_policy, policy_file
+from stages.models import policy_file
+from stages.models.control import cnn, critics, gaussian_policy
 
 ENV = push.push(image_size=12, horizon=2)
 policy = functools.partial(

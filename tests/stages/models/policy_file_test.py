@@ -6,7 +6,8 @@ import pytest
 
 from stages.envs import push
 from stages.envs.rollouts import obs_stats
-from stages.models import gaussian_policy, policy_file
+from stages.models import policy_file
+from stages.models.control import gaussian_policy
 
 
 def exported(width=8):

@@ -10,7 +10,8 @@ import pytest
 from stages import base, workflows
 from stages.envs import demonstrations, push, seed_source
 from stages.learn import optimizers
-from stages.models import gaussian_policy, policy_file
+from stages.models import policy_file
+from stages.models.control import gaussian_policy
 from tiny import read
 
 KEY = jax.random.key(0)

@@ -15,7 +15,8 @@ from stages.envs import episode_stats, push
 from stages.envs.rollouts import rollout
 from stages.envs.rollouts import rollout as rollout_lib
 from stages.learn import advantages, optimizers
-from stages.models import gaussian_policy, policy_file
+from stages.models import policy_file
+from stages.models.control import gaussian_policy
 from stages.workflows.embodied_grpo import describe, group_advantage
 from tiny import read
 

@@ -16,7 +16,7 @@ from stages import base, metrics, workflows
 from stages.envs import action_chunks, episode_stats, push, reach
 from stages.envs.rollouts import obs_stats
 from stages.learn import loss_terms, optimizers, train_step
-from stages.models import gaussian_policy
+from stages.models.control import gaussian_policy
 from stages.workflows.ppo import compute_advantages, objective
 from tiny import read
 

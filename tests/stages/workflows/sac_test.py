@@ -15,8 +15,9 @@ from rlinf_jax.runtime import local
 from stages import base, metrics, workflows
 from stages.envs import push, reach, replay
 from stages.learn import optimizers, soft_actor_critic
-from stages.models import critics as critics_lib
-from stages.models import gaussian_policy, policy_file
+from stages.models import policy_file
+from stages.models.control import critics as critics_lib
+from stages.models.control import gaussian_policy
 from stages.workflows.sac import (
   default_target_entropy,
   num_updates,

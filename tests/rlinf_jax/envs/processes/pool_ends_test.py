@@ -20,7 +20,7 @@ from rlinf_jax.envs import env_pool, gymnasium
 from rlinf_jax.runtime import local
 from stages import workflows
 from stages.learn import optimizers
-from stages.models import gaussian_policy
+from stages.models.control import gaussian_policy
 
 WHY = 'Gymnasium is not installed: pip install "rlinf-jax[gymnasium]"'
 pytest.importorskip('gymnasium', reason=WHY)

@@ -18,7 +18,7 @@ from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.runtime.ray import actor_pool, driver
 from stages import workflows
 from stages.learn import optimizers
-from stages.models import gaussian_policy
+from stages.models.control import gaussian_policy
 import tiny
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from stages import workflows
 from stages.envs import seed_source
 from stages.envs.rollouts import rollout
 from stages.learn import optimizers as optimizers_lib
-from stages.models import gaussian_policy
+from stages.models.control import gaussian_policy
 from tests.rlinf_jax.run import language_run_test
 
 TOY = 'env_toys:toys/Count-v0'

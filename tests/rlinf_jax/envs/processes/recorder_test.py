@@ -10,7 +10,7 @@ from rlinf_jax.envs import env_pool, gymnasium
 from stages import metrics
 from stages.envs.rollouts import evaluate as evaluate_lib
 from stages.envs.rollouts import video
-from stages.models import gaussian_policy
+from stages.models.control import gaussian_policy
 
 TOY = 'env_toys:toys/Drawn-v0'
 DRAWN = {'render_mode': 'rgb_array', 'disable_env_checker': True}

@@ -13,7 +13,7 @@ from stages import metrics
 from stages.envs import action_chunks, demonstrations, drawing, push, reach
 from stages.envs.rollouts import evaluate as evaluate_lib
 from stages.envs.rollouts import video
-from stages.models import gaussian_policy
+from stages.models.control import gaussian_policy
 
 SEEDS = np.array([9, 3, 7, 5, 1, 4], np.int32)
 KEY = jax.random.key(2)

@@ -10,7 +10,7 @@ import pytest
 from stages import base, workflows
 from stages.envs import action_chunks, episode_stats, push
 from stages.learn import optimizers
-from stages.models import flow_policy
+from stages.models.control import flow_policy
 from stages.models.vision import vit
 from stages.models.vla import pi0, pi0_files, pi0_policy
 from tiny import read

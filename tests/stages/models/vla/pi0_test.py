@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import lerobot_models
-from stages.models import flow_matching
+from stages.models.control import flow_matching
 from stages.models.files import weights
 from stages.models.vision import vit
 from stages.models.vla import pi0, pi0_files

@@ -7,7 +7,7 @@ import pytest
 
 from stages.envs import push
 from stages.envs.rollouts import obs_stats
-from stages.models import cnn, gaussian_policy
+from stages.models.control import cnn, gaussian_policy
 
 CONFIG = cnn.Config(
   channels=(4, 6), kernel_sizes=(5, 3), strides=(2, 2), features=7

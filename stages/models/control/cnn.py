@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import tree_paths
-from stages.models import mlp
+from stages.models.control import mlp
 
 SHARPNESS = 4.0  # Initial inverse temperature of a spatial softmax.
 

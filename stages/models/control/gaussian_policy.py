@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base, ranges
-from stages.models import action_range, cnn, mlp, shared_encoder
+from stages.models.control import action_range, cnn, mlp, shared_encoder
 
 
 def policy(

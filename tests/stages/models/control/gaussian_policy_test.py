@@ -7,7 +7,7 @@ import pytest
 
 from stages import base
 from stages.envs import push
-from stages.models import action_range, gaussian_policy
+from stages.models.control import action_range, gaussian_policy
 
 torch = pytest.importorskip('torch', reason='Reference densities need torch.')
 distributions = torch.distributions

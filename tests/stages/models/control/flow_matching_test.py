@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stages.models import flow_matching
+from stages.models.control import flow_matching
 
 MEAN, STD = 0.7, 0.4
 LEVEL = 0.5

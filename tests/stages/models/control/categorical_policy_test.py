@@ -11,7 +11,7 @@ import jax_envs
 from stages import base, workflows
 from stages.envs import push
 from stages.learn import optimizers
-from stages.models import categorical_policy, critics, gaussian_policy
+from stages.models.control import categorical_policy, critics, gaussian_policy
 import tiny
 
 CHOICES = 3, 2

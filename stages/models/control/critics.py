@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base, ranges
-from stages.models import action_range
+from stages.models.control import action_range
 
 
 class Critic(NamedTuple):

@@ -10,7 +10,7 @@ import pytest
 from stages import base, workflows
 from stages.envs import demonstrations, push
 from stages.learn import optimizers
-from stages.models import flow_matching, flow_policy
+from stages.models.control import flow_matching, flow_policy
 from tiny import read
 
 B, CHUNK, K = 16, 3, 4

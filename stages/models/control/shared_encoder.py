@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base
-from stages.models import cnn, mlp
+from stages.models.control import cnn, mlp
 
 
 class Networks(NamedTuple):

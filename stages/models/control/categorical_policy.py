@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base, ranges
-from stages.models import cnn, mlp, shared_encoder
+from stages.models.control import cnn, mlp, shared_encoder
 
 
 def policy(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 import numpy as np
 
 from stages import base, ranges
-from stages.models import (
+from stages.models.control import (
   action_range,
   cnn,
   flow_matching,

@@ -1,0 +1,1 @@
+"""Small networks that act in environments, and their critics."""
