@@ -62,8 +62,17 @@ def start(
       pass_fds=(lock,),
       # Ctrl-C reaches the sweep only, which interrupts each process once.
       start_new_session=True,
+      preexec_fn=_hear_interrupts,
     )
   return RunningPoint(point, process, time.monotonic(), errors, offset)
+
+
+def _hear_interrupts():
+  """Lets the process hear an interrupt, also of a sweep that ignores it.
+
+  A shell that starts a sweep in the background has it ignore interrupts.
+  """
+  signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def has_started(point: grid.Point) -> bool:

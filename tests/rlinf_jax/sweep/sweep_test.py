@@ -376,11 +376,27 @@ def test_an_interrupted_sweep_has_the_results_of_finished_points(fake):
   assert [bool(row['seconds']) for row in read_csv()] == [True, False]
 
 
-def test_a_point_is_stopped_at_its_limit_and_continued(fake, capsys):
+@pytest.mark.parametrize('how', [signal.default_int_handler, signal.SIG_IGN])
+def test_a_point_is_stopped_at_its_limit_and_continued(
+  fake, capsys, monkeypatch, how
+):
   over = 'workflows.grpo.clip_high = [99]'
-  assert run(fake, over, minutes=1 / 60) == ['clip_high=99']
+  start = process.start
+
+  def start_and_wait(*args, **kwargs):
+    running = start(*args, **kwargs)
+    wait_for('*/config.gin', 1)
+    return running._replace(start_time=time.monotonic())
+
+  before = signal.signal(signal.SIGINT, how)
+  with monkeypatch.context() as patch:
+    patch.setattr(process, 'start', start_and_wait)
+    try:
+      assert run(fake, over, minutes=0.01) == ['clip_high=99']
+    finally:
+      signal.signal(signal.SIGINT, before)
   out = capsys.readouterr().out
-  assert 'its limit of 0.0166667 minutes; the same command continues it' in out
+  assert 'its limit of 0.01 minutes; the same command continues it' in out
   assert os.path.exists('runs/clip_high=99/interrupted')
   assert run(fake, over) == []
   assert '--resume' in starts('clip_high=99')[1]
