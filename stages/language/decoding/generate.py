@@ -302,7 +302,7 @@ def resume(
       token_B = sample.draw(key_t_B, logit_B1V[:, 0])
     token_B = jnp.where(open_B, token_B, 0).astype(jnp.int32)
     logp_B = sample.logp(logit_B1V, token_B[:, None])[:, 0]
-    new = _append(state, open_B, token_B, logp_B, stop)
+    new = append(state, open_B, token_B, logp_B, stop)
     return DecodeState(state.t + 1, token_B, caches, new)
 
   end = jax.lax.while_loop(condition, extend, start).completions
@@ -355,7 +355,7 @@ def cached_layers(model, params, cache: attention.PromptCache):
   ]
 
 
-def _append(state: DecodeState, open_B, token_B, logp_B, stop):
+def append(state: DecodeState, open_B, token_B, logp_B, stop):
   """Completions with one more token in the rows that are unfinished."""
   t, old = state.t, state.completions
 

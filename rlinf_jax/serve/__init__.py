@@ -1,0 +1,1 @@
+"""An endpoint that speaks OpenAI's API before a policy, and records calls."""

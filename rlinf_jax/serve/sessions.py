@@ -1,0 +1,260 @@
+"""Sessions: what was served to an agent, as token ids, for training.
+
+A call whose messages begin with an earlier conversation of its session, the
+model's reply included, continues the ids of that conversation: what the model
+wrote is never tokenized again, and only the messages behind it are. Any other
+call, such as after an agent has edited its history, starts a new trajectory.
+"""
+
+import collections
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import secrets
+import threading
+from typing import Any, NamedTuple
+
+from rlinf_jax.agents import formats
+
+MAX_SESSIONS = 10_000  # The oldest are dropped.
+MAX_CALLS = 1000  # Of one session.
+
+
+class Trajectory(NamedTuple):
+  """Ids of one conversation, up to and with the model's last reply.
+
+  Attributes:
+    prompt: ids that the model read before its first turn.
+    ids: ids after them, of the model and of what it was answered.
+    own: 1 on the model's own ids, 0 on others.
+    logp: log-probability of each id when it was sampled; 0 where `own` is 0.
+    version: version of the parameters that sampled it, likewise.
+    truncated: whether a limit of tokens cut the last reply.
+  """
+
+  prompt: tuple[int, ...]
+  ids: tuple[int, ...] = ()
+  own: tuple[int, ...] = ()
+  logp: tuple[float, ...] = ()
+  version: tuple[int, ...] = ()
+  truncated: bool = False
+
+  def read(self, ids: Sequence[int]) -> 'Trajectory':
+    """The trajectory after ids that the model did not write."""
+    n = len(ids)
+    return self._replace(
+      ids=(*self.ids, *ids),
+      own=self.own + (0,) * n,
+      logp=self.logp + (0.0,) * n,
+      version=self.version + (0,) * n,
+    )
+
+  def wrote(
+    self, ids: Sequence[int], logp: Sequence[float], version: int, cut: bool
+  ) -> 'Trajectory':
+    """The trajectory after a turn of the model."""
+    n = len(ids)
+    return Trajectory(
+      self.prompt,
+      (*self.ids, *ids),
+      self.own + (1,) * n,
+      (*self.logp, *logp),
+      self.version + (version,) * n,
+      cut,
+    )
+
+
+@dataclasses.dataclass
+class _Reply:
+  """A reply that later calls may continue."""
+
+  history: list[Any]
+  trajectory: Trajectory
+  is_continued: bool = False
+
+
+class Start(NamedTuple):
+  """What a call reads.
+
+  Attributes:
+    trajectory: the ids so far.
+    parent: the reply that it continues; None for a new trajectory.
+  """
+
+  trajectory: Trajectory
+  parent: _Reply | None
+
+  @property
+  def ids(self) -> tuple[int, ...]:
+    return self.trajectory.prompt + self.trajectory.ids
+
+
+class Session:
+  """The calls of one agent on one problem.
+
+  Attributes:
+    id: its name.
+    token: an API key that admits to this session alone.
+    reward: what the agent was worth; None until it is given.
+  """
+
+  def __init__(self, key: Any = None):
+    """Begins a session; `key` is for its samples, None for random ones."""
+    self.id = secrets.token_urlsafe(16)
+    self.token = secrets.token_urlsafe(32)
+    self.reward: float | None = None
+    self.key, self._calls = key, 0
+    self._replies: list[_Reply] = []
+    self._lock = threading.Lock()
+
+  def next_call(self) -> int:
+    """The number of a new call.
+
+    Raises:
+      ValueError: after too many.
+    """
+    with self._lock:
+      if self._calls >= MAX_CALLS:
+        raise ValueError(
+          f'The session has had {MAX_CALLS} calls: create another one.'
+        )
+      self._calls += 1
+      return self._calls - 1
+
+  def start(self, tokenizer, messages, tools: Sequence[dict]) -> Start:
+    """The ids that a call reads."""
+    history = [_canonical(list(tools)), *map(canonical, messages)]
+    with self._lock:
+      replies = sorted(self._replies, key=lambda x: -len(x.history))
+    for reply in replies:
+      n = len(reply.history)
+      if n < len(history) and history[:n] == reply.history:
+        said = _said(tokenizer, reply.trajectory, messages[n - 1 :])
+        if said is not None:
+          return Start(reply.trajectory.read(said), reply)
+    return start(tokenizer, messages, tools)
+
+  def record(
+    self,
+    begun: Start,
+    messages: Sequence[Mapping],
+    tools: Sequence[dict],
+    reply: Mapping,
+    trajectory: Trajectory,
+  ):
+    """Adds a reply that was served whole."""
+    history = [
+      _canonical(list(tools)),
+      *map(canonical, messages),
+      canonical(reply),
+    ]
+    with self._lock:
+      if begun.parent is not None:
+        begun.parent.is_continued = True
+      self._replies.append(_Reply(history, trajectory))
+
+  def trajectories(self) -> list[Trajectory]:
+    """Conversations that no later call continues, the oldest first."""
+    with self._lock:
+      return [x.trajectory for x in self._replies if not x.is_continued]
+
+
+def start(tokenizer, messages, tools: Sequence[dict]) -> Start:
+  """The ids of a conversation that is new.
+
+  Raises:
+    ValueError: if the chat template refuses the messages.
+  """
+  text = formats.prompt(
+    tokenizer, [_for_template(m) for m in messages], chat=True, tools=tools
+  )
+  ids = tokenizer(text, add_special_tokens=False)['input_ids']
+  return Start(Trajectory(tuple(ids)), None)
+
+
+def _said(tokenizer, before: Trajectory, messages) -> list[int] | None:
+  """Ids of messages behind a reply; None if only a new trajectory can tell."""
+  if any(m['role'] == 'assistant' for m in messages):
+    return None  # Words that the model did not write here.
+  try:
+    text = formats.answer(
+      tokenizer, [_for_template(m) for m in messages], chat=True
+    )
+  except ValueError:  # Such as of templates that want a call before a result.
+    return None
+  ended = before.ids[-1:] == (tokenizer.eos_token_id,)
+  end = [] if ended else [tokenizer.eos_token_id]
+  return end + tokenizer(text, add_special_tokens=False)['input_ids']
+
+
+def canonical(message: Mapping) -> str:
+  """What makes two messages the same, whatever a client adds to them."""
+  calls = [
+    (call['function']['name'], _arguments(call))
+    for call in message.get('tool_calls') or ()
+  ]
+  content = message.get('content') or ''
+  if message['role'] == 'assistant':
+    content = content.strip()  # Many frameworks strip it.
+  return _canonical([message['role'], content, calls])
+
+
+def _canonical(x: Any) -> str:
+  return json.dumps(x, sort_keys=True)
+
+
+def _arguments(call: Mapping) -> Any:
+  try:
+    return json.loads(call['function']['arguments'])
+  except (ValueError, RecursionError):
+    return call['function']['arguments']
+
+
+def _for_template(message: Mapping) -> dict:
+  """A message as chat templates take it: arguments are mappings there."""
+  message = {k: v for k, v in message.items() if v is not None}
+  message.setdefault('content', '')
+  if message.get('tool_calls'):
+    message['tool_calls'] = [
+      {
+        **call,
+        'function': {**call['function'], 'arguments': _arguments(call)},
+      }
+      for call in message['tool_calls']
+    ]
+  return message
+
+
+class Sessions:
+  """All sessions of a server."""
+
+  def __init__(self):
+    self._by_id: collections.OrderedDict[str, Session] = (
+      collections.OrderedDict()
+    )
+    self._by_token: dict[str, Session] = {}
+    self._lock = threading.Lock()
+
+  def create(self, key: Any = None) -> Session:
+    """A new session; the oldest is dropped where there are too many."""
+    session = Session(key)
+    with self._lock:
+      self._by_id[session.id] = session
+      self._by_token[session.token] = session
+      if len(self._by_id) > MAX_SESSIONS:
+        _, oldest = self._by_id.popitem(last=False)
+        del self._by_token[oldest.token]
+    return session
+
+  def remove(self, session: Session):
+    """Forgets a session; its token admits to nothing."""
+    with self._lock:
+      self._by_id.pop(session.id, None)
+      self._by_token.pop(session.token, None)
+
+  def find(self, name: str) -> Session | None:
+    return self._by_id.get(name)
+
+  def of_token(self, token: str) -> Session | None:
+    # A token has 256 random bits: how long a look-up takes tells nothing.
+    return self._by_token.get(token)
