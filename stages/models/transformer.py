@@ -53,14 +53,15 @@ class Transformer(nn.Module):
     """Keys and values of prompts, padded anywhere."""
     return attention.PromptCache(*self._prompts(token_NP, mask_NP)[1])
 
-  def embedded_states(self, x_NPD, mask_NP):
+  def embedded_states(self, x_NPD, mask_NP, *, bidirectional=False):
     """Final hidden states, keys and values of prompts that are vectors.
 
     Args:
       x_NPD: in place of embedded tokens, such as patches of a picture.
       mask_NP: one where there is a vector, zero on padding.
+      bidirectional: whether each vector attends to all others, also later ones.
     """
-    x_NPD, cache = self._prompt_layers(x_NPD, mask_NP)
+    x_NPD, cache = self._prompt_layers(x_NPD, mask_NP, bidirectional)
     return x_NPD, attention.PromptCache(*cache)
 
   def hidden_states(self, token_NP, mask_NP, token_BT, start_B):
@@ -147,11 +148,14 @@ class Transformer(nn.Module):
   def _prompts(self, token_NP, mask_NP):
     return self._prompt_layers(self.embed(token_NP), mask_NP)
 
-  def _prompt_layers(self, x_NPD, mask_NP):
+  def _prompt_layers(self, x_NPD, mask_NP, bidirectional=False):
     position_NP = positions(mask_NP)
 
     def context(rope, window=None):
       mask = attention.causal(mask_NP > 0, window, position_NP, position_NP)
+      if bidirectional:
+        block_NP = jnp.zeros_like(position_NP)
+        mask = mask._replace(block_BT=block_NP, block_BC=block_NP)
       angles = rope_lib.angles(rope, self.config.W, position_NP)
       return attention.Context(*angles, mask)
 

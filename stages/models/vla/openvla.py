@@ -13,6 +13,8 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from stages import base
+from stages.language import value_model
 from stages.models import transformer
 from stages.models.layers import block as block_lib
 from stages.models.layers import initialize, mixed_precision
@@ -165,6 +167,38 @@ def embed_prompt(config: Config, params, image, token_BP):
   model = transformer.Transformer(config.llama)
   x_BPD = model.apply({'params': params['llama']}, token_BP, method='embed')
   return insert_patches(x_BPD, embed_patches(config, params, image))
+
+
+def last_states(x_BPD, mask_BP):
+  """The state after the last token of each prompt, [B, 1, D]."""
+  length_B = mask_BP.sum(1, dtype=jnp.int32)
+  is_last_BP = transformer.positions(mask_BP) == length_B[:, None] - 1
+  is_last_BP &= mask_BP > 0
+  at_B11 = jnp.argmax(is_last_BP, axis=1)[:, None, None]
+  return jnp.take_along_axis(x_BPD, at_B11, axis=1)
+
+
+def action_logits(config: Config, params, x_BTD):
+  """Logits of the action tokens alone, [B, T, bins]."""
+  tokens, llama = config.tokens, params['llama']
+  name = transformer.output_names(config.llama)[1]
+  axis = 0 if config.llama.tie_embeddings else 1
+  own = {
+    'norm_D': llama['norm_D'],
+    name: jax.lax.slice_in_dim(
+      llama[name], tokens.start, tokens.end, axis=axis
+    ),
+  }
+  return transformer.output_logits(config.llama, own, x_BTD)
+
+
+def values(config: Config, params, x_B1D):
+  """Values [B] by the head of the critic, from the states of one position."""
+  head = {
+    'norm_D': params['llama']['norm_D'],
+    base.CRITIC: params[base.CRITIC],
+  }
+  return value_model.head_values(config.llama, head, x_B1D)[:, 0]
 
 
 def prompt_text(task: str) -> str:

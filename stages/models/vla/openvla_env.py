@@ -1,5 +1,6 @@
 """OpenVLA in environments that return a picture."""
 
+from collections.abc import Callable
 import functools
 
 import jax
@@ -37,11 +38,33 @@ def policy(
   Raises:
     ValueError: if observations have no such picture.
   """
-  _check(env, camera)
+  check_camera(env, camera)
   low, high = map(np.asarray, action_range.bounds(env, chunk))
   stats = action_tokens.ActionStats(low, high, np.ones(low.shape, bool))
   own = openvla_policy.policy(config, stats, **settings)
-  observe = functools.partial(_observe, camera, prompt)
+  own = adapt(own, functools.partial(_observe, camera, prompt), camera, chunk)
+
+  def to_env_action(action):
+    action_BA = own.to_env_action(action)
+    if chunk == 1:
+      return action_BA
+    return action_BA.reshape(*action_BA.shape[:-1], chunk, -1)
+
+  return own._replace(to_env_action=to_env_action)
+
+
+def adapt(
+  own: base.Policy, observe: Callable, camera: str, chunk: int
+) -> base.Policy:
+  """A policy of the model's observations, as one of an environment's.
+
+  Args:
+    own: a policy of [B] rows, with an `imitation_loss` of actions [B, Z A].
+    observe: observations of an environment, with any leading dimensions, to
+      those of the model, with one.
+    camera: path of a picture in the environment's observations.
+    chunk: Z, actions of a demonstration.
+  """
 
   def act(params, obs, key_B, *, group_size=1, greedy=False):
     x = own.act(
@@ -50,8 +73,8 @@ def policy(
     return x._replace(obs=obs)
 
   def evaluate(params, obs, action, *, group_size=1):
-    tokens = action.reshape(-1, action.shape[-1])
-    now = own.evaluate(params, observe(obs), tokens, group_size=group_size)
+    rows = action.reshape(-1, action.shape[-1])
+    now = own.evaluate(params, observe(obs), rows, group_size=group_size)
     return jax.tree.map(lambda x: x.reshape(action.shape[:-1]), now)
 
   def value(params, obs):
@@ -59,27 +82,20 @@ def policy(
     return own.value(params, observe(obs)).reshape(leading)
 
   def imitation_loss(params, obs, action, key_B):
-    del key_B  # A likelihood draws nothing.
     action_range.check_chunk(action, chunk)
     action_BA = action.reshape(*action.shape[:1], -1)
-    return -evaluate(params, obs, config.tokens.encode(action_BA)).logp
-
-  def to_env_action(action):
-    action_BA = own.to_env_action(action)
-    if chunk == 1:
-      return action_BA
-    return action_BA.reshape(*action_BA.shape[:-1], chunk, -1)
+    return own.imitation_loss(params, observe(obs), action_BA, key_B)
 
   return own._replace(
     act=act,
     evaluate=evaluate,
-    to_env_action=to_env_action,
     value=value if own.value else None,
     imitation_loss=imitation_loss,
   )
 
 
-def _check(env: base.Env, camera: str):
+def check_camera(env: base.Env, camera: str):
+  """Refuses an environment that does not return such a picture."""
   found = tree_paths.flatten(env.obs_spec)
   spec = found.get(camera)
   if spec is None or spec.dtype != jnp.uint8 or len(spec.shape) != 3:
@@ -94,9 +110,12 @@ def _observe(camera: str, prompt: tuple[int, ...], obs):
   """The observations of OpenVLA, with all leading dimensions as one."""
   image = tree_paths.flatten(obs)[camera]
   image = image.reshape(-1, *image.shape[-3:])
+  return openvla_policy.Observation(image, repeated(prompt, len(image)))
+
+
+def repeated(prompt: tuple[int, ...], rows: int) -> base.Prompt:
+  """The same instruction for all rows."""
   token = jnp.broadcast_to(
-    jnp.array(prompt, jnp.int32)[None], (image.shape[0], len(prompt))
+    jnp.array(prompt, jnp.int32)[None], (rows, len(prompt))
   )
-  return openvla_policy.Observation(
-    image, base.Prompt(token, jnp.ones_like(token))
-  )
+  return base.Prompt(token, jnp.ones_like(token))

@@ -89,11 +89,11 @@ def policy(
   def evaluate(params, obs: Observation, action_BA, *, group_size=1):
     prefix = _prefix(config, params, obs, group_size)
     x_BAD = _states(model, params['llama'], prefix, action_BA, group_size)
-    logit_BAV = _logits(config, params, x_BAD)
+    logit_BAV = openvla.action_logits(config, params, x_BAD)
     bin_BA = action_BA - config.tokens.start
     logit_BAV = sample.shape(logit_BAV, sampling, keep_BT=bin_BA)
     logp, entropy = sample.logp(logit_BAV, bin_BA), sample.entropy(logit_BAV)
-    value_B = _value(config, params, x_BAD[:, :1]) if critic else None
+    value_B = openvla.values(config, params, x_BAD[:, :1]) if critic else None
     return base.Evaluation(reduce(logp), reduce(entropy), value_B)
 
   def value(params, obs: Observation):
@@ -104,7 +104,14 @@ def policy(
       prefix.prompt.mask,
       method='embedded_states',
     )
-    return _value(config, params, _last(x_BPD, prefix.prompt.mask))
+    return openvla.values(
+      config, params, openvla.last_states(x_BPD, prefix.prompt.mask)
+    )
+
+  def imitation_loss(params, obs: Observation, action_BA, key_B):
+    del key_B  # A likelihood draws nothing.
+    logp = evaluate(params, obs, config.tokens.encode(action_BA)).logp
+    return -logp.reshape(logp.shape[0], -1).sum(1)
 
   def to_env_action(action):
     normalized = config.tokens.decode(action)
@@ -118,6 +125,7 @@ def policy(
     value if critic else None,
     recompute_logp=jnp.dtype(llama.dtype) != llama.param_dtype,
     sampling=sampling,
+    imitation_loss=imitation_loss,
   )
 
 
@@ -151,38 +159,9 @@ def _states(model, params, prefix: _Prefix, action_BA, group_size: int):
     {'params': params}, x_BSD, mask_BS, method='embedded_states'
   )
   P = mask_BP.shape[1]
-  return jnp.concatenate([_last(x_BSD[:, :P], mask_BP), x_BSD[:, P:]], axis=1)
-
-
-def _last(x_BPD, mask_BP):
-  """The state after the last token of each prompt, [B, 1, D]."""
-  length_B = mask_BP.sum(1, dtype=jnp.int32)
-  is_last_BP = transformer.positions(mask_BP) == length_B[:, None] - 1
-  is_last_BP &= mask_BP > 0
-  at_B11 = jnp.argmax(is_last_BP, axis=1)[:, None, None]
-  return jnp.take_along_axis(x_BPD, at_B11, axis=1)
-
-
-def _logits(config: openvla.Config, params, x_BTD):
-  """Logits of the action tokens alone, [B, T, bins]."""
-  tokens, llama = config.tokens, params['llama']
-  name = transformer.output_names(config.llama)[1]
-  axis = 0 if config.llama.tie_embeddings else 1
-  own = {
-    'norm_D': llama['norm_D'],
-    name: jax.lax.slice_in_dim(
-      llama[name], tokens.start, tokens.end, axis=axis
-    ),
-  }
-  return transformer.output_logits(config.llama, own, x_BTD)
-
-
-def _value(config: openvla.Config, params, x_B1D):
-  head = {
-    'norm_D': params['llama']['norm_D'],
-    base.CRITIC: params[base.CRITIC],
-  }
-  return value_model.head_values(config.llama, head, x_B1D)[:, 0]
+  return jnp.concatenate(
+    [openvla.last_states(x_BSD[:, :P], mask_BP), x_BSD[:, P:]], axis=1
+  )
 
 
 def _decode(
@@ -218,7 +197,9 @@ def _decode(
     x_B1D, caches = generate.decode_states(
       model, llama, layers, split, jnp.zeros(B, jnp.int32), state
     )
-    logit = sample.shape(_logits(config, {'llama': llama}, x_B1D), sampling)
+    logit = sample.shape(
+      openvla.action_logits(config, {'llama': llama}, x_B1D), sampling
+    )
     if greedy:
       bin_B = jnp.argmax(logit[:, 0], axis=-1).astype(jnp.int32)
     else:

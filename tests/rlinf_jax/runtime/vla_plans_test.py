@@ -12,7 +12,15 @@ from stages import workflows
 from stages.envs import action_chunks, episode_stats, push
 from stages.models import transformer
 from stages.models.vision import vit
-from stages.models.vla import openvla, openvla_env, pi0, pi0_policy, pictures
+from stages.models.vla import (
+  openvla,
+  openvla_env,
+  openvla_oft,
+  openvla_oft_env,
+  pi0,
+  pi0_policy,
+  pictures,
+)
 from tests.rlinf_jax.runtime import random_plans_test
 import tiny
 
@@ -24,7 +32,7 @@ KEEP = optax.chain(optax.trace(decay=0.0), optax.scale(-0.01))
 STEPS = 2
 SIZE, CHUNK = 8, 2
 # Four places, three of them meshes; two places, in pieces and micro-batches.
-KEPT = ('openvla', 5), ('pi0', 6)
+KEPT = ('openvla', 5), ('openvla_oft', 6), ('pi0', 6)
 WIDE = {'dtype': 'float64', 'init_stddev': 0.3}
 TOWER = functools.partial(
   vit.Config, image_size=SIZE, patch_size=4, D=4, H=1, F=4, **WIDE
@@ -33,8 +41,8 @@ TOWER = functools.partial(
 pytestmark = pytest.mark.usefixtures('in_float64')
 
 
-def openvla_policy():
-  config = openvla.Config(
+def openvla_config():
+  return openvla.Config(
     TOWER(L=2, has_class=True, registers=1, layer_scale=True),
     TOWER(L=2),
     transformer.Config(
@@ -53,8 +61,18 @@ def openvla_policy():
     bins=16,
     pictures=pictures.Pictures(sizes=(SIZE, SIZE)),
   )
+
+
+def openvla_policy():
   return functools.partial(
-    openvla_env.policy, config=config, prompt=(1, 5, 3), chunk=CHUNK
+    openvla_env.policy, config=openvla_config(), prompt=(1, 5, 3), chunk=CHUNK
+  )
+
+
+def openvla_oft_policy():
+  config = openvla_oft.Config(openvla_config(), Z=CHUNK, A=2, O=2)
+  return functools.partial(
+    openvla_oft_env.policy, config=config, prompt=(1, 5, 3), state='state'
   )
 
 
@@ -77,7 +95,11 @@ def pi0_policy_():
   )
 
 
-MODELS = {'openvla': openvla_policy(), 'pi0': pi0_policy_()}
+MODELS = {
+  'openvla': openvla_policy(),
+  'openvla_oft': openvla_oft_policy(),
+  'pi0': pi0_policy_(),
+}
 
 
 @functools.cache
@@ -125,6 +147,10 @@ def test_the_eager_steps_change_the_parameters(model):
   """Otherwise the plans above would agree trivially."""
   first, second = eager(model)
   moved = [n for n, x in first[0].items() if (x != second[0][n]).any()]
-  towers = {'openvla': ('dino', 'siglip', 'llama'), 'pi0': ('vision', 'expert')}
+  towers = {
+    'openvla': ('dino', 'siglip', 'llama'),
+    'openvla_oft': ('dino', 'siglip', 'llama', 'state_projector'),
+    'pi0': ('vision', 'expert'),
+  }
   for part in towers[model]:
     assert any(part in name for name in moved), (part, moved)
