@@ -11,6 +11,7 @@ import functools
 import queue
 import sys
 import threading
+import time
 import traceback
 from typing import Any
 
@@ -23,6 +24,7 @@ from stages.language.decoding import chunks
 from stages.models import transformer
 
 CHUNK = 16  # Tokens between looks at the rows.
+LINGER = 0.003  # Seconds in which requests join a batch.
 MAX_WAITING = 1024  # Requests; more are refused.
 
 
@@ -111,6 +113,7 @@ class Decoder:
         chunks.advance, model, num_tokens=CHUNK, stop=stop, sampling=sampling
       )
     )
+    self._decoding = threading.Lock()
     self._jobs: queue.Queue[Job | None] = queue.Queue(MAX_WAITING)
     self._thread = threading.Thread(target=self._run, daemon=True)
     self._thread.start()
@@ -118,6 +121,11 @@ class Decoder:
   def update(self, params, version: int):
     """Gives the parameters of all later batches."""
     self._newest = params, version
+
+  def drain(self):
+    """Waits for the batch under way; jobs that wait must be cancelled."""
+    with self._decoding:
+      pass
 
   def submit(self, job: Job):
     """Lets a job wait for the next batch.
@@ -139,6 +147,7 @@ class Decoder:
 
   def _run(self):
     while (first := self._jobs.get()) is not None:
+      time.sleep(LINGER)
       jobs, is_last = [first], False
       while len(jobs) < self._max_rows and not is_last:
         try:
@@ -147,15 +156,23 @@ class Decoder:
           break
         is_last = job is None
         jobs += [] if is_last else [job]
-      self._serve([job for job in jobs if not job.is_cancelled.is_set()])
+      with self._decoding:
+        self._serve(jobs)
       if is_last:
         return
 
   def _serve(self, jobs: list[Job]):
     """Decodes one batch; its failure ends its own requests alone."""
+    params, version = self._newest
+    kept = []
+    for job in jobs:
+      if job.is_cancelled.is_set():
+        job.ended(version)
+      else:
+        kept.append(job)
     try:
-      if jobs:
-        self._decode(*self._newest, jobs)
+      if kept:
+        self._decode(params, version, kept)
     except Exception as error:  # noqa: BLE001 (the thread serves the others)
       traceback.print_exception(error, file=sys.stderr)
       for job in jobs:

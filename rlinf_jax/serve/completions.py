@@ -20,14 +20,12 @@ class Served(NamedTuple):
     tokenizer: of the model.
     decoder: of the model.
     parse: `text -> calls`: how the model writes calls, as in `formats`.
-    temperature: of every reply, whatever requests say; None for theirs.
   """
 
   name: str
   tokenizer: Any
   decoder: batches.Decoder
   parse: Callable[[str], list] = formats.hermes
-  temperature: float | None = None
 
 
 class _Choice:
@@ -99,15 +97,17 @@ class Completion:
     self.served, self.request, self.session = served, request, session
     self.id = f'chatcmpl-{secrets.token_hex(12)}'
     self.created = int(time.time())
-    self.temperature = (
-      request.temperature if served.temperature is None else served.temperature
-    )
+    self.temperature = request.temperature
+    if session is not None and session.temperature is not None:
+      self.temperature = session.temperature
     self.begun = self._start()
     limit = self._limit()
     key = self._key()
     self._choices = [
       _Choice(self, limit, jax.random.fold_in(key, i)) for i in range(request.n)
     ]
+    if session is not None:
+      session.on_close(self.cancel)
     try:
       for choice in self._choices:
         served.decoder.submit(choice.job)
@@ -215,6 +215,8 @@ class Completion:
       raise requests.RequestError(
         'The server failed; its log says why.', 500, code='server_error'
       )
+    if choice.job.is_cancelled.is_set():
+      raise requests.RequestError('The session has ended.', 410)
     x = self.request
     message = replies.message(choice.text, x.tools, self.served.parse)
     ended = choice.is_stopped or (

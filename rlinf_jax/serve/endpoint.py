@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import math
+import secrets
 
 from starlette import applications, responses, routing
 from starlette import requests as starlette_requests
@@ -21,14 +22,16 @@ class Endpoint:
     sessions: what was recorded.
   """
 
-  def __init__(self, served: completions.Served, token: str):
+  def __init__(self, served: completions.Served, token: str | None = None):
     """Makes the application.
 
     Args:
       served: the model.
       token: admits to everything; that of a session to its own calls alone.
+        None where sessions are made in this process alone.
     """
-    self._served, self._token = served, token.encode()
+    self._served = served
+    self._token = (token or secrets.token_urlsafe(32)).encode()
     self.sessions = sessions.Sessions()
     routes = [
       ('/v1/models', self._models, 'GET'),

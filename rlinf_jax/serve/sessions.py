@@ -7,7 +7,7 @@ call, such as after an agent has edited its history, starts a new trajectory.
 """
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
 import secrets
@@ -96,16 +96,33 @@ class Session:
     id: its name.
     token: an API key that admits to this session alone.
     reward: what the agent was worth; None until it is given.
+    key: of its samples; None for random ones.
+    temperature: of its samples, whatever calls say; None for theirs.
   """
 
-  def __init__(self, key: Any = None):
-    """Begins a session; `key` is for its samples, None for random ones."""
+  def __init__(self, key: Any = None, temperature: float | None = None):
     self.id = secrets.token_urlsafe(16)
     self.token = secrets.token_urlsafe(32)
     self.reward: float | None = None
-    self.key, self._calls = key, 0
+    self.key, self.temperature, self._calls = key, temperature, 0
+    self._cancels: list[Callable] | None = []  # None once it is closed.
     self._replies: list[_Reply] = []
     self._lock = threading.Lock()
+
+  def on_close(self, cancel: Callable[[], None]):
+    """Calls `cancel` when the session closes, or now if it has."""
+    with self._lock:
+      if self._cancels is not None:
+        self._cancels.append(cancel)
+        return
+    cancel()
+
+  def close(self):
+    """Cancels calls under way; nothing more is recorded."""
+    with self._lock:
+      cancels, self._cancels = self._cancels or [], None
+    for cancel in cancels:
+      cancel()
 
   def next_call(self) -> int:
     """The number of a new call.
@@ -149,6 +166,8 @@ class Session:
       canonical(reply),
     ]
     with self._lock:
+      if self._cancels is None:
+        return
       if begun.parent is not None:
         begun.parent.is_continued = True
       self._replies.append(_Reply(history, trajectory))
@@ -235,9 +254,11 @@ class Sessions:
     self._by_token: dict[str, Session] = {}
     self._lock = threading.Lock()
 
-  def create(self, key: Any = None) -> Session:
+  def create(
+    self, key: Any = None, temperature: float | None = None
+  ) -> Session:
     """A new session; the oldest is dropped where there are too many."""
-    session = Session(key)
+    session = Session(key, temperature)
     with self._lock:
       self._by_id[session.id] = session
       self._by_token[session.token] = session
@@ -247,7 +268,8 @@ class Sessions:
     return session
 
   def remove(self, session: Session):
-    """Forgets a session; its token admits to nothing."""
+    """Closes and forgets a session; its token admits to nothing."""
+    session.close()
     with self._lock:
       self._by_id.pop(session.id, None)
       self._by_token.pop(session.token, None)

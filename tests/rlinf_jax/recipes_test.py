@@ -40,6 +40,7 @@ def recipe(path):
 
 
 FOLDERS = (
+  'experiments/agents',
   'experiments/arithmetic',
   'experiments/compiled',
   'experiments/rlpd',
