@@ -7,7 +7,7 @@ quantiles q01 and q99 are −1 and 1 of a dimension.
 
 from collections.abc import Mapping
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -30,13 +30,18 @@ class ActionStats(NamedTuple):
   mask: Bool[Array, ' A']
 
 
-def action_stats(norm_stats: Any, key: str | None = None) -> ActionStats:
+def action_stats(
+  norm_stats: Any,
+  key: str | None = None,
+  part: Literal['action', 'proprio'] = 'action',
+) -> ActionStats:
   """Statistics of a data set that a model was trained on.
 
   Args:
     norm_stats: data sets by name: `norm_stats` of OpenVLA's config.json, or the
       content of dataset_statistics.json.
     key: name of the data set; None if there is but one.
+    part: 'proprio' for those of the robot's state.
 
   Raises:
     ValueError: if there is no such data set, or its statistics are incomplete.
@@ -58,12 +63,12 @@ def action_stats(norm_stats: Any, key: str | None = None) -> ActionStats:
       f'The model has no statistics of {key!r}, but of {known}: name one of '
       'these.'
     )
-  return _checked(norm_stats[key], key)
+  return _checked(norm_stats[key], key, part)
 
 
-def _checked(entry: Any, key: str) -> ActionStats:
+def _checked(entry: Any, key: str, part: str) -> ActionStats:
   """The statistics of one data set, which came from strangers."""
-  raw = entry.get('action') if isinstance(entry, Mapping) else None
+  raw = entry.get(part) if isinstance(entry, Mapping) else None
   raw = raw if isinstance(raw, Mapping) else {}
   try:
     low, high = (
@@ -82,7 +87,7 @@ def _checked(entry: Any, key: str) -> ActionStats:
     and np.isfinite([low, high]).all()
   ):
     raise ValueError(
-      f'The statistics of {key!r} need `action` with `q01`, `q99` and '
+      f'The statistics of {key!r} need `{part}` with `q01`, `q99` and '
       f'optionally `mask`, finite and of one length; they have {raw!r:.200}.'
     )
   return ActionStats(low, high, mask)

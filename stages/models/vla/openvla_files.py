@@ -6,7 +6,7 @@ Vision towers have the names of timm. Their last layers, norms and pooling are
 stored and read by nothing; an export copies them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import contextlib
 import dataclasses
 import json
@@ -269,6 +269,7 @@ def export(
   *,
   towers: Mapping[str, vit.Config] = TOWERS,
   shard_bytes: int = 5 * 2**30,
+  finish: Callable[[pathlib.Path], None] = lambda part: None,
 ):
   """Writes trained parameters as a checkpoint in the published format.
 
@@ -279,6 +280,7 @@ def export(
       trained.
     towers: as for `read`.
     shard_bytes: maximum bytes of tensors in one file.
+    finish: writes further files into the folder before it is complete.
   """
   source = pathlib.Path(checkpoint)
   raw, _ = huggingface.raw_config(source)
@@ -297,6 +299,7 @@ def export(
     for name in COMPANIONS:
       if (source / name).is_file():
         shutil.copy(source / name, part / name)
+    finish(part)
 
 
 def _tensors(folder: pathlib.Path, wanted: frozenset) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ def policy(
   logp_of: Literal['action', 'token'] = 'action',
   sampling: sample.Sampling = sample.Sampling(),
   critic: bool = True,
+  state_stats: action_tokens.ActionStats | None = None,
 ) -> base.Policy:
   """A policy `openvla_oft.Observation -> action`, [B, Z A].
 
@@ -38,15 +39,22 @@ def policy(
     sampling: distribution to sample tokens from, and to score them under.
     critic: whether there is a value of the observation: a vector times the
       normalized state that predicts the first token.
+    state_stats: statistics by which the robot's state is normalized; None where
+      observations have a normalized one.
 
   Raises:
     ValueError: if the statistics are of actions of another length.
   """
-  _check(config, stats)
+  _check(config, stats, state_stats)
   base_config = config.openvla
-  states = functools.partial(openvla_oft.action_states, config)
   l1 = config.head == 'l1'
   reduce = (lambda x_BT: x_BT.sum(1)) if logp_of == 'action' else (lambda x: x)
+
+  def states(params, obs: openvla_oft.Observation):
+    if state_stats is not None and len(obs.state):
+      state = action_tokens.normalize(state_stats, obs.state)
+      obs = obs._replace(state=state)
+    return openvla_oft.action_states(config, params, obs)
 
   def init(key):
     params = openvla_oft.init_params(config, key)
@@ -122,9 +130,17 @@ def policy(
   )
 
 
-def _check(config: openvla_oft.Config, stats: action_tokens.ActionStats):
-  if len(stats.q01) != config.A:
-    raise ValueError(
-      f'The model writes actions of {config.A} numbers, and the statistics '
-      f'are of {len(stats.q01)}: give those of its own data set.'
-    )
+def _check(
+  config: openvla_oft.Config,
+  stats: action_tokens.ActionStats,
+  state_stats: action_tokens.ActionStats | None,
+):
+  what = [('actions', config.A, stats)]
+  if state_stats is not None:
+    what.append(('a state', config.O, state_stats))
+  for name, size, x in what:
+    if len(x.q01) != size:
+      raise ValueError(
+        f'The model has {name} of {size} numbers, and the statistics are of '
+        f'{len(x.q01)}: give those of its own data set.'
+      )

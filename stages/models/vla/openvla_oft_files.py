@@ -1,0 +1,254 @@
+"""OpenVLA-OFT's published checkpoints.
+
+A folder has the files of an OpenVLA, whose statistics are in
+dataset_statistics.json. The parts that OpenVLA does not have are files of torch
+beside them: `proprio_projector--STEP_checkpoint.pt` projects the state, and
+`action_head--STEP_checkpoint.pt` is the L1 head. A model that writes tokens has
+no such head.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from stages import base
+from stages import remat as remat_lib
+from stages.models.files import torch_file, weights
+from stages.models.vision import vit
+from stages.models.vla import (
+  action_tokens,
+  openvla_files,
+  openvla_oft,
+  openvla_oft_policy,
+)
+
+PARALLEL = 'module.'  # Before all names, as torch trained on several devices.
+FILES = {'state_projector': 'proprio_projector', 'l1_head': 'action_head'}
+
+
+def _pair(ours: str, letters: str, theirs: str) -> dict[str, str]:
+  bias = f'{ours}_bias_{letters[-1]}'
+  return {f'{ours}_{letters}': f'{theirs}.weight', bias: f'{theirs}.bias'}
+
+
+_BLOCK = 'model.mlp_resnet_blocks'
+NAMES = {
+  'state_projector': _pair('in', 'OF', 'fc1') | _pair('out', 'FD', 'fc2'),
+  'l1_head': _pair('in_norm', 'O', 'model.layer_norm1')
+  | _pair('in', 'OD', 'model.fc1')
+  | _pair('block0_norm', 'D', f'{_BLOCK}.0.ffn.0')
+  | _pair('block0', 'DF', f'{_BLOCK}.0.ffn.1')
+  | _pair('block1_norm', 'D', f'{_BLOCK}.1.ffn.0')
+  | _pair('block1', 'DF', f'{_BLOCK}.1.ffn.1')
+  | _pair('out_norm', 'D', 'model.layer_norm2')
+  | _pair('out', 'DA', 'model.fc2'),
+}
+
+
+class Stored(NamedTuple):
+  """A head's file.
+
+  Attributes:
+    name: of the file.
+    tensors: as they are stored, by their names without `PARALLEL`.
+    prefix: `PARALLEL`, or nothing.
+  """
+
+  name: str
+  tensors: dict[str, np.ndarray]
+  prefix: str
+
+
+def heads(checkpoint: str | pathlib.Path) -> dict[str, Stored]:
+  """The heads of a folder, by their names among the parameters.
+
+  Raises:
+    CheckpointError: for several files of one head, or one that is damaged.
+  """
+  found = {}
+  for part, stem in FILES.items():
+    paths = sorted(pathlib.Path(checkpoint).glob(f'{stem}--*_checkpoint.pt'))
+    if len(paths) > 1:
+      raise weights.CheckpointError(
+        f'{checkpoint} has several files {stem} ({[x.name for x in paths]}): '
+        'keep that of the step whose other files these are.'
+      )
+    for path in paths:
+      tensors = torch_file.read(path)
+      prefix = PARALLEL if all(k.startswith(PARALLEL) for k in tensors) else ''
+      plain = {k.removeprefix(prefix): x for k, x in tensors.items()}
+      found[part] = Stored(path.name, plain, prefix)
+  return found
+
+
+def read(
+  checkpoint: str | pathlib.Path,
+  *,
+  chunk: int = 8,
+  cameras: int = 1,
+  data_set: str | None = None,
+  dtype: str | None = None,
+  remat: str = remat_lib.AUTO,
+  towers: Mapping[str, vit.Config] = openvla_files.TOWERS,
+) -> tuple[openvla_oft.Config, Any]:
+  """The model that a folder describes, and its statistics by data set.
+
+  Args:
+    checkpoint: folder of a model.
+    chunk: Z, which no file says: 8 for LIBERO.
+    cameras: number of pictures, which no file says either.
+    data_set: whose actions it takes; None if it was trained on one.
+    dtype: as for `openvla_files.read`.
+    remat: likewise.
+    towers: likewise.
+
+  Raises:
+    CheckpointError: if the folder describes no such model.
+  """
+  own, norm_stats = openvla_files.read(
+    checkpoint, dtype=dtype, remat=remat, towers=towers
+  )
+  found = heads(checkpoint)
+  O = 0
+  if 'state_projector' in found:
+    first = found['state_projector'].tensors.get('fc1.weight')
+    O = first.shape[1] if first is not None and first.ndim == 2 else 1
+  A = len(action_tokens.action_stats(norm_stats, data_set).q01)
+  head = 'l1' if 'l1_head' in found else 'token'
+  return openvla_oft.Config(own, chunk, A, O, cameras, head), norm_stats
+
+
+def load_params(
+  checkpoint: str | pathlib.Path, config: openvla_oft.Config
+) -> base.Params:
+  """The parameters of a checkpoint.
+
+  Raises:
+    CheckpointError: names all tensors of the heads, or all others, that are
+      missing, extra or of another shape.
+  """
+  shapes, found = openvla_oft.param_shapes(config), heads(checkpoint)
+  faults, own = [], {}
+  for part in openvla_oft.heads(config):
+    if part not in found:
+      faults.append(f'missing {FILES[part]}--STEP_checkpoint.pt')
+      continue
+    stored, names = found[part], NAMES[part]
+    own[part] = {}
+    for extra in sorted(stored.tensors.keys() - {*names.values()}):
+      faults.append(f'extra {extra}')
+    for key, leaf in shapes[part].items():
+      tensor = stored.tensors.get(names[key])
+      if tensor is None:
+        faults.append(f'missing {names[key]}')
+      elif tensor.T.shape != leaf.shape:
+        want = [*leaf.shape[::-1]]
+        faults.append(f'{names[key]} is {[*tensor.shape]}, expected {want}')
+      else:
+        tensor = np.asarray(tensor.T, leaf.dtype)
+        weights.check_finite(f'{stored.name}: {names[key]}', tensor)
+        own[part][key] = jax.device_put(tensor)
+  if faults:
+    raise weights.CheckpointError(
+      f'{checkpoint} does not hold the heads of this model, whose actions have '
+      f'{config.A} numbers: {"; ".join(faults)}.'
+    )
+  return openvla_files.load_params(checkpoint, config.openvla) | own
+
+
+def policy(
+  checkpoint: str,
+  *,
+  chunk: int = 8,
+  cameras: int = 1,
+  data_set: str | None = None,
+  head: openvla_oft.Head | None = None,
+  dtype: str | None = None,
+  remat: str = remat_lib.AUTO,
+  towers: Mapping[str, vit.Config] = openvla_files.TOWERS,
+  **settings,
+) -> base.Policy:
+  """A policy from a checkpoint; its state is normalized by the statistics.
+
+  Args:
+    checkpoint: folder of a model.
+    chunk: as for `read`.
+    cameras: likewise.
+    data_set: likewise.
+    head: 'token' to leave an L1 head aside; None for what the folder has.
+    dtype: as for `openvla_files.read`.
+    remat: likewise.
+    towers: likewise.
+    **settings: of `openvla_oft_policy.policy`.
+  """
+  config, norm_stats = read(
+    checkpoint,
+    chunk=chunk,
+    cameras=cameras,
+    data_set=data_set,
+    dtype=dtype,
+    remat=remat,
+    towers=towers,
+  )
+  config = dataclasses.replace(config, head=head or config.head)
+  stats = action_tokens.action_stats(norm_stats, data_set)
+  state_stats = None
+  if config.O:
+    state_stats = action_tokens.action_stats(norm_stats, data_set, 'proprio')
+  own = openvla_oft_policy.policy(
+    config, stats, state_stats=state_stats, **settings
+  )
+
+  def init(key):
+    params = own.init(key)
+    if isinstance(key, jax.core.Tracer):  # Only shapes are needed.
+      return params
+    return params | load_params(checkpoint, config)
+
+  return own._replace(init=init)
+
+
+def export(
+  folder: str | pathlib.Path,
+  params: base.Params,
+  checkpoint: str | pathlib.Path,
+  *,
+  towers: Mapping[str, vit.Config] = openvla_files.TOWERS,
+  shard_bytes: int = 5 * 2**30,
+):
+  """Writes trained parameters as a checkpoint in the published layout.
+
+  Args:
+    folder: folder to write.
+    params: parameters of the policy; its critic is left out.
+    checkpoint: the original model, for its types and names, and for all that
+      the policy does not have.
+    towers: as for `read`.
+    shard_bytes: maximum bytes of tensors in one file.
+  """
+  found = heads(checkpoint)
+
+  def write_heads(part: pathlib.Path):
+    for name, stored in found.items():
+      ours = {theirs: key for key, theirs in NAMES[name].items()}
+      tensors = {}
+      for key, tensor in stored.tensors.items():
+        if name in params:
+          leaf = np.asarray(params[name][ours[key]]).T
+          tensor = np.ascontiguousarray(leaf.astype(tensor.dtype))
+        tensors[f'{stored.prefix}{key}'] = tensor
+      torch_file.write(part / stored.name, tensors)
+
+  own = {k: x for k, x in params.items() if k not in FILES}
+  openvla_files.export(
+    folder,
+    own,
+    checkpoint,
+    towers=towers,
+    shard_bytes=shard_bytes,
+    finish=write_heads,
+  )
