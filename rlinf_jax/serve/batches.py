@@ -46,7 +46,7 @@ class Job:
     ended: called in the decoding thread: with the version of the parameters
       once the row has ended, or with the exception that ended the batch, which
       may come after the version.
-    is_cancelled: set by whoever stops waiting.
+    is_cancelled: set once its result is not needed.
   """
 
   prompt: Sequence[int]

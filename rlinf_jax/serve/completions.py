@@ -182,7 +182,7 @@ class Completion:
     except requests.RequestError as error:
       yield replies.event(error.body)
     finally:
-      self.cancel()  # Where the client has gone.
+      self.cancel()  # The client may have left before the end.
 
   async def _parts(self, i: int, choice: _Choice):
     """Yields what a stream says of one choice."""

@@ -159,7 +159,7 @@ def converse(
 
 
 class Outcome(NamedTuple):
-  """How a session of a row ended.
+  """Result of a session.
 
   Attributes:
     trajectories: what was recorded.

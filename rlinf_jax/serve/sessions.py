@@ -74,7 +74,7 @@ class _Reply:
 
 
 class Start(NamedTuple):
-  """What a call reads.
+  """Input of a call.
 
   Attributes:
     trajectory: the ids so far.
@@ -97,7 +97,8 @@ class Session:
     token: an API key that admits to this session alone.
     reward: what the agent was worth; None until it is given.
     key: of its samples; None for random ones.
-    temperature: of its samples, whatever calls say; None for theirs.
+    temperature: of its samples, which overrules that of calls; None for
+      theirs.
   """
 
   def __init__(self, key: Any = None, temperature: float | None = None):
@@ -207,7 +208,7 @@ def _said(tokenizer, before: Trajectory, messages) -> list[int] | None:
 
 
 def canonical(message: Mapping) -> str:
-  """What makes two messages the same, whatever a client adds to them."""
+  """Text that is equal for equal messages, without what clients add to them."""
   calls = [
     (call['function']['name'], _arguments(call))
     for call in message.get('tool_calls') or ()

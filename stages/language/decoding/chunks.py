@@ -1,7 +1,7 @@
 """Generation in chunks of tokens, between which a caller may look at the rows.
 
-A server streams tokens, ends rows at texts and drops rows that nobody waits
-for. It calls `start` once a batch, and then `advance` until all rows are done.
+A server streams tokens, ends rows at texts and drops rows whose client has
+left. It calls `start` once a batch, and then `advance` until all rows are done.
 The temperature and the limit of tokens differ by row.
 """
 
@@ -19,7 +19,7 @@ from stages.models.layers import attention
 
 
 class Rows(NamedTuple):
-  """How each row is sampled.
+  """Settings of sampling, by row.
 
   Attributes:
     key: key of each row; token t is drawn with `fold_in(key, t)`.

@@ -207,7 +207,7 @@ def test_bodies_that_are_no_requests_are_refused(running):
     with pytest.raises(openai.APIStatusError) as refused:
       chat(running, messages=[{'role': 'user', 'content': 'x' * size}])
     assert refused.value.status_code == 413
-  # Who has no token is not read at all.
+  # A body without a token is not read at all.
   answer = post(running, path, 'wrong', content=b'{')
   assert answer.status_code == 401
   assert answer.headers['www-authenticate'] == 'Bearer'

@@ -97,7 +97,7 @@ def test_ids_trained_on_are_ids_served_and_scored_alike(folder, policy, actor):
     np.testing.assert_array_equal(x.logp[i][own_BT[i]], np.float32(served))
     assert problem.answer.terms['turns'][i] == 2
     assert (x.version[i][own_BT[i]] == 4).all()
-  # Where prompts differ within a group, the rest of them is in the action.
+  # The rest of prompts that differ within a group is in the action.
   tokenizer = tokens.load_tokenizer(folder)
   said = tokens.decode(tokenizer, *x.obs)
   assert said[:GROUP] == ['user:hello;assistant:'] * GROUP
