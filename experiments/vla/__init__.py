@@ -1,0 +1,1 @@
+"""Vision-language-action policies: learning, and speed of decoding."""

@@ -1,0 +1,99 @@
+"""Times a chunk of 8 × 7 numbers from the same trunk, decoded in two ways.
+
+  python -m experiments.vla.decoding
+
+OpenVLA writes its tokens one after the other, with keys and values kept;
+OpenVLA-OFT writes all in one pass. Prints the median seconds of both, without
+compilation, and their ratio.
+"""
+
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stages import base
+from stages.models import transformer
+from stages.models.vision import vit
+from stages.models.vla import (
+  action_tokens,
+  openvla,
+  openvla_oft,
+  openvla_oft_policy,
+  openvla_policy,
+  pictures,
+)
+
+Z, A, PROMPT, REPEATS = 8, 7, 20, 9
+TOWER = {'patch_size': 14, 'D': 128, 'L': 3, 'H': 2}
+
+
+def config(size: int, width: int, layers: int) -> openvla.Config:
+  """A model with small towers; 224 pixels are the published 256 patches."""
+  tower = TOWER | {'image_size': size}
+  return openvla.Config(
+    vit.Config(F=512, has_class=True, registers=4, layer_scale=True, **tower),
+    vit.Config(F=512, activation='gelu', **tower),
+    transformer.Config(
+      V=1088,
+      D=width,
+      L=layers,
+      H=width // 64,
+      K=width // 64,
+      W=64,
+      F=11 * width // 4,
+      qkv_bias=False,
+      tie_embeddings=False,
+    ),
+    pictures=pictures.Pictures(sizes=(size, size)),
+  )
+
+
+def stats(width: int) -> action_tokens.ActionStats:
+  """Actions of −1 … 1."""
+  one = np.ones(width, np.float32)
+  return action_tokens.ActionStats(-one, one, one > 0)
+
+
+def seconds(policy: base.Policy, obs) -> float:
+  """The median of several calls of `act`."""
+  params = policy.init(jax.random.key(0))
+  act = jax.jit(policy.act)
+  rows = obs.prompt.token.shape[0]
+  spent = []
+  for i in range(REPEATS + 1):
+    keys = jax.random.split(jax.random.key(i), rows)
+    start = time.perf_counter()
+    jax.block_until_ready(act(params, obs, keys).action)
+    spent.append(time.perf_counter() - start)
+  return statistics.median(spent[1:])  # The first one compiles.
+
+
+def main():
+  """Prints a line for each size."""
+  for size, width, layers in (56, 256, 4), (56, 512, 8), (224, 512, 8):
+    small = config(size, width, layers)
+    oft = openvla_oft.Config(small, Z=Z, A=A)
+    for rows in 1, 8:
+      token = jnp.full((rows, PROMPT), 7)
+      prompt = base.Prompt(token, jnp.ones_like(token))
+      image = jnp.zeros((rows, size, size, 3), jnp.uint8)
+      slow = seconds(
+        openvla_policy.policy(small, stats(Z * A), critic=False),
+        openvla_policy.Observation(image, prompt),
+      )
+      fast = seconds(
+        openvla_oft_policy.policy(oft, stats(A), critic=False),
+        openvla_oft.Observation((image,), prompt),
+      )
+      print(
+        f'{size} pixels, width {width}, {layers} layers, {rows} rows: one by '
+        f'one {slow:.3f} s, in one pass {fast:.3f} s, ratio {slow / fast:.1f}',
+        flush=True,
+      )
+
+
+if __name__ == '__main__':
+  main()
