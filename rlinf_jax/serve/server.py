@@ -8,6 +8,9 @@ import uvicorn
 
 from rlinf_jax.serve import endpoint as endpoint_lib
 
+BACKLOG = 2048  # Connections that wait.
+KEEP_ALIVE = 60  # Seconds between the requests of a connection.
+
 
 def listen(host: str, port: int) -> socket.socket:
   """A socket that listens.
@@ -19,6 +22,7 @@ def listen(host: str, port: int) -> socket.socket:
   listener = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET)
   listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
   listener.bind((host, port))
+  listener.listen(BACKLOG)  # Clients may connect before the server runs.
   return listener
 
 
@@ -37,6 +41,7 @@ def config(endpoint: endpoint_lib.Endpoint) -> uvicorn.Config:
     log_level='error',
     access_log=False,
     server_header=False,
+    timeout_keep_alive=KEEP_ALIVE,
     timeout_graceful_shutdown=5,
     lifespan='off',
   )

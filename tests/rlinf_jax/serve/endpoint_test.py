@@ -230,6 +230,15 @@ def test_noise_and_half_a_request_leave_the_server_up(running):
   assert chat(running, max_tokens=1).choices
 
 
+def test_a_client_may_connect_before_the_server_runs(served):
+  waiting = server.Server(endpoint.Endpoint(served, TOKEN))
+  where = urllib.parse.urlsplit(waiting.url)
+  with socket.create_connection((where.hostname, where.port)) as early:
+    early.sendall(b'GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n')
+    with waiting:
+      assert early.recv(100).startswith(b'HTTP/1.1 401')
+
+
 def test_values_of_json_that_no_client_sends_are_refused(running):
   """Every field with every kind of value: an answer in 4xx or a completion."""
   usual = {'model': 'model', 'messages': ASK, 'max_tokens': 1}
