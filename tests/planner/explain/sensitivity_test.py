@@ -5,7 +5,7 @@ from planner.explain import sensitivity
 from planner.search import exact, runners_up
 from planner.search import space as space_lib
 from planner.simulation import evaluate_plan
-from tests.planner.search import search_test
+from tests.planner.search import reference
 import toys
 
 
@@ -49,7 +49,7 @@ def test_sensitivity_agrees_with_brute_force(seed):
   result = sensitivity.sensitivity(flow, model, found, staleness=staleness)
   for change in result[:: max(1, len(result) // 3)]:
     changed = sensitivity.changed(model, change.cost, change.factor)
-    least = search_test.brute_force(flow, changed, space, staleness)
+    least = reference.brute_force(flow, changed, space, staleness)
     ours = evaluate_plan.evaluate(flow, changed, found.best, staleness).seconds
     assert change.proved
     assert change.before == pytest.approx(ours)

@@ -4,78 +4,18 @@ import pathlib
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from planner.costs.mesh import memory
-from planner.ir import flow as flow_lib
-from planner.ir import graph as graph_lib
 from planner.ir import plan
-from planner.lower import cut, lifetimes, passes, program
+from planner.lower import cut, passes, program
 from stages import workflows
-from stages.learn import optimizers
+from tests.planner.lower import lowered_flows
 import tiny
 import toys
 
 ROOT = pathlib.Path(__file__).parents[3]
-
-
-@functools.cache
-def random_flow(seed):
-  rng = np.random.default_rng(seed)
-  like = jax.ShapeDtypeStruct((4,), jnp.float32)
-  return flow_lib.trace(
-    tiny.random_step(seed),
-    [like] * rng.integers(1, 5),
-    [like] * rng.integers(1, 3),
-    jax.eval_shape(jax.random.key, 0),
-  )
-
-
-@functools.cache
-def grpo(kl_coef=0.0, num_minibatches=1):
-  workflow = workflows.grpo(
-    tiny.policy(),
-    tiny.even,
-    optimizers.adamw(1e-2),
-    group_size=4,
-    kl_coef=kl_coef,
-    num_minibatches=num_minibatches,
-  )
-  return tiny.trace(workflow, tiny.problem())
-
-
-@functools.cache
-def sft():
-  workflow = workflows.sft(tiny.policy(), tiny.even, optimizers.adamw(1e-2))
-  return tiny.trace(workflow, tiny.examples())
-
-
-@functools.cache
-def evaluation():
-  workflow = workflows.sft(tiny.policy(), tiny.even, optimizers.adamw(1e-2))
-  return tiny.trace_evaluation(workflow, tiny.problem())
-
-
-FLOWS = {
-  'grpo': grpo,
-  'grpo with kl': functools.partial(grpo, kl_coef=0.1),
-  'grpo with updates': functools.partial(grpo, kl_coef=0.1, num_minibatches=2),
-  'sft': sft,
-  'evaluation': evaluation,
-} | {
-  f'random {seed}': functools.partial(random_flow, seed) for seed in range(50)
-}
-each_flow = pytest.mark.parametrize('make', FLOWS.values(), ids=FLOWS)
-
-
-def lower(graph, **kwargs):
-  chosen = plan.one_place(graph.stages, **kwargs)
-  ((_, instructions),) = passes.lower(graph, chosen)[1].items()
-  return instructions
 
 
 @dataclasses.dataclass(eq=False)
@@ -255,20 +195,20 @@ def follow(graph, chosen):
   assert not any(buffer.overwritten for buffer in [*given, *kept])
 
 
-@each_flow
+@lowered_flows.each_flow
 def test_the_program_of_one_place_computes_its_flow(make):
   graph = make()
   follow(graph, plan.one_place(graph.stages))
 
 
-@each_flow
+@lowered_flows.each_flow
 @pytest.mark.parametrize('seed', range(4))
 def test_programs_of_several_places_compute_their_flow(make, seed):
   graph = make()
   follow(graph, random_plan(graph, seed))
 
 
-@each_flow
+@lowered_flows.each_flow
 @pytest.mark.parametrize('seed', range(4))
 def test_places_that_share_devices_compute_their_flow_and_wait_without_them(
   make, seed
@@ -277,133 +217,8 @@ def test_places_that_share_devices_compute_their_flow_and_wait_without_them(
   follow(graph, random_plan(graph, seed, shared=True))
 
 
-@each_flow
-def test_nothing_is_held_after_its_last_use(make):
-  graph = make()
-  stays = {start for start, end in graph.carry if start == end}
-  needed, needs = set(stays), [set(stays)]  # After each, backwards.
-  for op in reversed(lower(graph)):
-    match op:
-      case program.Run(i, _):
-        needed |= set(graph.nodes[i].reads)
-        needed -= set(graph.nodes[i].writes)
-      case program.Keep(v, _) | program.Send(v, _):
-        needed |= {v}
-      case program.Recv(v, _):
-        needed -= {v}
-    needs.append(set(needed))
-  live = {start for start, _ in graph.carry}
-  for op in lower(graph):
-    need = needs.pop()
-    match op:
-      case program.Run(i, donate):
-        assert live == need
-        live = (live | set(graph.nodes[i].writes)) - set(donate)
-      case program.Keep() | program.Send():
-        assert live == need
-      case program.Recv(v, _):
-        live |= {v}
-      case program.Drop(v):
-        assert v not in need
-        live -= {v}
-  assert live == needs.pop()
-
-
-@each_flow
-def test_only_values_that_the_runtime_owns_are_donated(make):
-  graph = make()
-  sums = {
-    v for node in graph.nodes if node.stage.grain == 'sum' for v in node.writes
-  }
-  starts = {start for start, _ in graph.carry}
-  versions = lifetimes.versions(graph, range(len(graph.nodes)), starts)
-  assert set(versions.values()) <= starts
-  owned = sums | starts | {*versions}
-  for op in lower(graph):
-    if isinstance(op, program.Run):
-      assert set(op.donate) <= set(graph.nodes[op.node].reads) & owned
-
-
-def test_the_optimizer_overwrites_its_state_and_the_gradient():
-  graph = sft()
-  (apply,) = [node for node in graph.nodes if node.name == 'apply']
-  run = next(
-    op
-    for op in lower(graph)
-    if isinstance(op, program.Run) and graph.nodes[op.node] is apply
-  )
-  assert set(run.donate) == set(apply.reads)
-
-
-@pytest.mark.parametrize('kl_coef', [0.0, 0.1])
-def test_each_of_several_updates_overwrites_the_state_before_it(kl_coef):
-  graph = grpo(kl_coef, num_minibatches=4)
-  runs = [
-    op
-    for op in lower(graph)
-    if isinstance(op, program.Run) and graph.nodes[op.node].name == 'apply'
-  ]
-  assert len(runs) == 4
-  for run in runs:
-    assert set(run.donate) == set(graph.nodes[run.node].reads)
-
-
-def held(graph, chosen):
-  """Bytes of values during each node, as a program of one place has them."""
-  live = {start for start, _ in graph.carry}
-  found, size = {}, lambda vs: sum(graph.values[v].bytes for v in vs)
-  for op in lower(graph):
-    match op:
-      case program.Run(i, donate):
-        writes = graph.nodes[i].writes
-        kinds = [lifetimes._kind(graph, v) for v in writes]
-        reused = []
-        for v in donate:
-          if (kind := lifetimes._kind(graph, v)) in kinds:
-            kinds.remove(kind)
-            reused.append(v)
-        found[i] = size(live) + size(writes) - size(reused)
-        live = live.union(writes) - set(donate)
-      case program.Recv(v, _):
-        live.add(v)
-      case program.Drop(v):
-        live.discard(v)
-  return found
-
-
-@pytest.mark.parametrize('num_minibatches', [1, 2, 4])
-@pytest.mark.parametrize('kl_coef', [0.0, 0.1])
-def test_memory_is_modeled_as_the_program_holds_it(kl_coef, num_minibatches):
-  graph = grpo(kl_coef, num_minibatches)
-  chosen = plan.one_place(graph.stages)
-  modeled = memory.alive(graph, chosen, 'all', *memory.homes(graph, chosen))
-  state = sum(graph.values[start].bytes for start, _ in graph.carry)
-  for i, needed in held(graph, chosen).items():
-    values = sum(graph.values[v].bytes for v in modeled[i])
-    assert values == pytest.approx(needed, abs=0.005 * state), graph.nodes[i]
-
-
-def test_parameters_that_are_read_later_are_not_overwritten():
-  graph = grpo(num_minibatches=2)
-  last = {}
-  for i, node in enumerate(graph.nodes):
-    last |= dict.fromkeys(node.reads, i)
-  donated = [
-    (op.node, v) for op in lower(graph)
-    if isinstance(op, program.Run) for v in op.donate
-  ]  # fmt: skip
-  assert donated
-  assert all(last[v] == i for i, v in donated)
-
-
-def test_an_unchanged_value_is_not_kept_again():
-  graph = graph_lib.Flow((), tuple('abc'), (), (), ((0, 0), (1, 2)), None)
-  keeps = [op for op in lower(graph) if isinstance(op, program.Keep)]
-  assert keeps == [program.Keep(2, 1)]
-
-
 def test_a_stage_without_a_place_is_refused():
-  graph = sft()
+  graph = lowered_flows.sft()
   with pytest.raises(ValueError, match=r"no place for \['apply'\].*'gradient'"):
     program.lower(graph, plan.one_place(['gradient']))
 
@@ -413,18 +228,20 @@ def test_rows_that_do_not_divide_into_whole_groups_are_refused(rows):
   with pytest.raises(
     ValueError, match='32 rows, in groups of 4.*divisor of 32'
   ):
-    lower(grpo(), micro_batch={'gradient': rows})
+    lowered_flows.lower(lowered_flows.grpo(), micro_batch={'gradient': rows})
 
 
 @pytest.mark.parametrize('rows', [4, 8, 16, 32])
 def test_rows_in_whole_groups_are_accepted(rows):
-  assert lower(grpo(), micro_batch={'gradient': rows, 'generate': rows})
+  assert lowered_flows.lower(
+    lowered_flows.grpo(), micro_batch={'gradient': rows, 'generate': rows}
+  )
 
 
 @pytest.mark.parametrize('stage', ['apply', 'repeat', 'minibatches'])
 def test_micro_batches_of_stages_that_cannot_be_cut_are_refused(stage):
   with pytest.raises(ValueError, match=f'rows of {stage} at once.* only JAX'):
-    lower(grpo(), micro_batch={stage: 4})
+    lowered_flows.lower(lowered_flows.grpo(), micro_batch={stage: 4})
 
 
 def test_micro_batches_of_a_host_stage_are_refused():
@@ -433,11 +250,11 @@ def test_micro_batches_of_a_host_stage_are_refused():
   )
   graph = tiny.trace(workflow, tiny.problem())
   with pytest.raises(ValueError, match='rows of reward at once.* only JAX'):
-    lower(graph, micro_batch={'reward': 4})
+    lowered_flows.lower(graph, micro_batch={'reward': 4})
 
 
 def test_a_value_is_sent_as_soon_as_it_is_computed():
-  graph = sft()
+  graph = lowered_flows.sft()
   places = {'a': plan.Placement((0,)), 'b': plan.Placement((1,))}
   spread = plan.Plan(places, {'gradient': 'a', 'apply': 'b'})
   _, programs = passes.lower(graph, spread)
@@ -452,28 +269,6 @@ def test_a_value_is_sent_as_soon_as_it_is_computed():
   back = {op.value for op in programs['b'] if op[1:] == ('a',)} - set(writes)
   params = {end for start, end in graph.carry if start in graph.nodes[0].reads}
   assert back == params <= set(graph.nodes[apply].writes)
-
-
-def test_moments_can_be_offloaded_to_host_memory():
-  graph = sft()
-  chosen = plan.Plan(
-    {'a': plan.Placement()},
-    dict.fromkeys(graph.stages, 'a'),
-    offload=('apply',),
-  )
-  _, programs = passes.lower(graph, chosen)
-  ops = programs['a']
-  kinds = [type(op).__name__ for op in ops if type(op).__name__ != 'Drop']
-  restored = {op.value for op in ops if isinstance(op, program.Restore)}
-  offloaded = {op.value for op in ops if isinstance(op, program.Offload)}
-  ends = dict(graph.carry)
-  read = {start for start in ends if start in graph.nodes[0].reads}
-  # All but the parameters, which the gradient reads too.
-  assert restored == ends.keys() - read
-  assert offloaded == {ends[v] for v in restored}
-  runs = [i for i, kind in enumerate(kinds) if kind == 'Run']
-  first = kinds.index('Restore')
-  assert runs[0] < first < runs[1] < kinds.index('Offload')
 
 
 def test_a_plan_is_lowered_without_jax(tmp_path):

@@ -1,6 +1,3 @@
-import dataclasses
-import itertools
-import json
 import math
 import pathlib
 import subprocess
@@ -10,148 +7,13 @@ import time
 import pytest
 
 import claims
-from planner.costs import cost_table
-from planner.ir import graph, plan
-from planner.lower import passes
 from planner.search import algorithm1, exact
 from planner.search import deadline as deadline_lib
 from planner.search import space as space_lib
-from planner.simulation import simulate as simulate_lib
+from tests.planner.search import reference
 import toys
 
 ROOT = pathlib.Path(__file__).parents[3]
-
-
-def play(flow, model, chosen, staleness, **kwargs):
-  cost = cost_table.CostTable(model, chosen)
-  cut, programs = passes.lower(flow, chosen, cost)
-  return simulate_lib.simulate(
-    cut, programs, cost, staleness=staleness, **kwargs
-  )
-
-
-def period(flow, model, chosen, staleness):
-  """Seconds of a step in the long run: no place falls behind forever."""
-  played = play(flow, model, chosen, staleness)
-  busy = [
-    sum(s.end - s.start for s in played.spans if (s.place, s.step) == (place, 0)
-        and s.what != 'wait')
-    for place in chosen.places
-  ]  # fmt: skip
-  return max(played.period, *busy)
-
-
-def set_partitions(things):
-  if not things:
-    yield []
-    return
-  for rest in set_partitions(things[1:]):
-    yield [[things[0]], *rest]
-    for i, block in enumerate(rest):
-      yield [*rest[:i], [things[0], *block], *rest[i + 1 :]]
-
-
-def every_plan(flow, model, space):
-  """All of a space, in the plainest way; some cannot be followed.
-
-  With every micro-batch and remat, of which `fastest_that_fit` takes some.
-  """
-  subsets = [
-    some
-    for r in range(len(space.offload) + 1)
-    for some in itertools.combinations(space.offload, r)
-  ]
-  options = [
-    [(stage, rows) for rows in allowed] for stage, allowed in space.micro_batch
-  ]
-  policies = [
-    [(stage, policy) for policy in allowed] for stage, allowed in space.remat
-  ]
-  for blocks in set_partitions(list(flow.stages)):
-    if len(blocks) > space.max_places:
-      continue
-    blocks = sorted(blocks, key=lambda b: min(map(flow.stages.index, b)))
-    if not all(
-      any(set(some) <= set(block) for block in blocks)
-      for some in space.colocated
-    ):
-      continue
-    units = space.devices // space.unit
-    for sizes in itertools.product(range(1, units + 1), repeat=len(blocks)):
-      if sum(sizes) > units:
-        continue
-      sizes = [n * space.unit for n in sizes]
-      ordered = [
-        tuple(s for s in flow.stages if s in block) for block in blocks
-      ]
-      menus = [model.axes(b, n) for b, n in zip(ordered, sizes, strict=True)]
-      for axes in itertools.product(*menus):
-        places, at = {}, 0
-        for b in sorted(range(len(sizes)), key=lambda b: -sizes[b]):
-          devices = tuple(range(at, at + sizes[b]))
-          places[b] = plan.Placement(devices, axes[b])
-          at += sizes[b]
-        for pieces, offload, rows, remat in itertools.product(
-          space.pieces,
-          subsets,
-          itertools.product(*options),
-          itertools.product(*policies),
-        ):
-          yield plan.Plan(
-            {str(b): places[b] for b in range(len(blocks))},
-            {s: str(b) for b, block in enumerate(ordered) for s in block},
-            micro_batch={s: n for s, n in rows if n is not None},
-            pieces=pieces,
-            offload=offload,
-            remat={s: x for s, x in remat if x != 'none'},
-          )
-
-
-def need(flow, model, chosen):
-  """The most bytes that a device of any place needs."""
-  return max(
-    max(model.memory(flow, chosen, place).values()) for place in chosen.places
-  )
-
-
-def seconds_by_stage(flow, model, chosen):
-  """The seconds of the calls of each stage; infinite if one is impossible."""
-  seconds = dict.fromkeys(flow.stages, 0.0)
-  try:
-    cut, _ = passes.lower(flow, chosen, cost_table.CostTable(model, chosen))
-  except ValueError:  # Of rows or pieces that there are not.
-    return dict.fromkeys(flow.stages, math.inf)
-  for node in cut.nodes:
-    if node.name in seconds:
-      where = chosen.places[chosen.stages[node.name]]
-      execution = chosen.execution(node.name)
-      seconds[node.name] += model.seconds(cut, node, where, *execution)
-  return seconds
-
-
-def fastest_that_fit(flow, model, plans):
-  """Of plans that fit and differ in executions only, the fastest stages'."""
-  fit = [some for some in plans if need(flow, model, some) <= model.capacity]
-  spent = [seconds_by_stage(flow, model, some) for some in fit]
-  for chosen, seconds in zip(fit, spent, strict=True):
-    if sum(seconds.values()) < math.inf and all(
-      seconds[stage] <= min(other[stage] for other in spent)
-      for stage in seconds
-    ):
-      return chosen
-  return None
-
-
-def brute_force(flow, model, space, staleness):
-  """The least seconds of all plans that fit; infinite if none does."""
-  best, alike = math.inf, {}
-  for chosen in every_plan(flow, model, space):
-    key = repr(dataclasses.replace(chosen, micro_batch={}, remat={}))
-    alike.setdefault(key, []).append(chosen)
-  for plans in alike.values():
-    if chosen := fastest_that_fit(flow, model, plans):
-      best = min(best, period(flow, model, chosen, staleness))
-  return best
 
 
 def agrees(seed) -> bool:
@@ -159,18 +21,20 @@ def agrees(seed) -> bool:
   flow, model, space, staleness = toys.random_instance(seed)
   found = exact.search(flow, model, space, staleness=staleness)
   other = algorithm1.algorithm1(flow, model, space, staleness=staleness)
-  best = brute_force(flow, model, space, staleness)
+  best = reference.brute_force(flow, model, space, staleness)
   assert found.gap == 0, seed
   assert found.bound == found.seconds
   assert found.seconds == pytest.approx(best, rel=1e-7), seed
   assert other.seconds >= best * (1 - 1e-7), seed
   for chosen, words in found.infeasible:
-    assert need(flow, model, chosen) > model.capacity
+    assert reference.need(flow, model, chosen) > model.capacity
     assert '>' in words
   for some in (found, other):
     for chosen, seconds in some.ranked:
-      assert period(flow, model, chosen, staleness) == pytest.approx(seconds)
-      assert need(flow, model, chosen) <= model.capacity
+      assert reference.period(flow, model, chosen, staleness) == pytest.approx(
+        seconds
+      )
+      assert reference.need(flow, model, chosen) <= model.capacity
   assert (found.best is None) == (best == math.inf)
   return found.best is not None
 
@@ -233,7 +97,7 @@ def test_a_search_without_a_plan_that_fits_explains_the_nearest():
     'all needs 96 B on each of its 4 devices > 8 B that may be used: '
     '1100.0% too much'
   )
-  assert need(flow, model, near) == 96.0
+  assert reference.need(flow, model, near) == 96.0
 
 
 def test_memory_limits_placement_and_offloading_makes_room():
@@ -361,80 +225,9 @@ def test_eight_stages_are_planned_on_clusters(devices, lag):
   assert found.tried < {1024: 60_000, 4096: 80_000}[devices]
   assert found.simulated < 500
   assert found.gap == 0
-  assert period(flow, model, found.best, lag) == pytest.approx(found.seconds)
-
-
-def test_algorithm_1_pipelines_as_its_formula_says():
-  flow, model = toys.line({'a': 4.0, 'b': 4.0}, power=0.0)
-  found = algorithm1.algorithm1(flow, model, space_lib.Space(2, pieces=(1, 4)))
-  assert found.best.pieces == 4
-  assert found.seconds == pytest.approx(2 + 3 * 1)
-  assert (found.bound, found.gap) == (None, None)
-
-
-def test_algorithm_1_treats_a_cycle_as_one_stage():
-  # An update between two gradients: one cannot be cut from the other.
-  flow = toys.build(
-    [
-      ('generate', 'row', ('batch', 'state.apply')),
-      ('gradient', 'sum', ('generate', 'state.apply')),
-      ('apply', 'batch', ('gradient', 'state.apply')),
-    ],
-    ('apply',),
+  assert reference.period(flow, model, found.best, lag) == pytest.approx(
+    found.seconds
   )
-  again = [
-    graph.Node(flow.nodes[1].stage, (2, 4), (5,), frozenset({2})),
-    graph.Node(flow.nodes[2].stage, (5, 4), (6,)),
-  ]
-  flow = dataclasses.replace(
-    flow,
-    nodes=(*flow.nodes, *again),
-    values=(*flow.values, toys.value(), toys.value()),
-    carry=((1, 6),),
-    outputs=(6,),
-  )
-  model = toys.Synthetic(
-    {'generate': 4.0, 'gradient': 2.0, 'apply': 0.0}, power=0.0
-  )
-  found = algorithm1.algorithm1(flow, model, space_lib.Space(3, pieces=(1, 2)))
-  stages = found.best.stages
-  assert stages['gradient'] == stages['apply'] != stages['generate']
-
-
-def test_algorithm_1_is_never_faster_than_the_search():
-  flow, model = toys.ppo(power=0.6, move=0.5, meshes=2)
-  space = space_lib.Space(64, unit=8, pieces=(1, 2, 4))
-  found = exact.search(flow, model, space)
-  other = algorithm1.algorithm1(flow, model, space)
-  assert found.seconds <= other.seconds
-  assert found.bound <= other.seconds
-
-
-def test_a_space_can_be_written_as_json():
-  space = space_lib.Space(8, micro_batch={'a': (None, 4)}, offload=('a',))
-  data = json.loads(space.to_json())
-  assert data['devices'] == 8
-  assert data['micro_batch'] == [['a', [None, 4]]]
-
-
-@pytest.mark.parametrize(
-  'kwargs, why',
-  [
-    ({'devices': 4, 'unit': 8}, 'no place of 8'),
-    ({'devices': 4, 'max_places': 0}, '1 to 0 places'),
-    ({'devices': 4, 'pieces': ()}, 'no plan'),
-  ],
-)
-def test_a_space_without_plans_is_refused(kwargs, why):
-  with pytest.raises(ValueError, match=why):
-    space_lib.Space(**kwargs)
-
-
-def test_unknown_stages_are_refused():
-  flow, model = toys.line({'a': 1.0, 'b': 1.0})
-  for strange in ({'colocated': (('a', 'z'),)}, {'offload': ('z',)}):
-    with pytest.raises(ValueError, match=r"\['z'\].*'a', 'b'"):
-      exact.search(flow, model, space_lib.Space(2, **strange))
 
 
 def test_a_search_needs_no_jax():

@@ -13,40 +13,17 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
 import stages
 from stages import base, metrics, workflows
-from stages.learn import loss_terms, losses, optimizers
-from stages.workflows.grpo import objective
+from stages.learn import losses, optimizers
+from tests.stages.workflows import grpo_cases
 import tiny
 from tiny import read
 
 KEY = jax.random.key(0)
 
 
-@functools.partial(
-  stages.Stage,
-  name='reward',
-  host=True,
-  out_shapes=lambda answer, action, mask: base.Verdict(
-    *[jax.ShapeDtypeStruct(action.shape[:1], jnp.float32)] * 2
-  ),
-)
-def count_even(answer, action, mask):
-  """The share of even tokens, times the answer: 0 rewards nothing."""
-  share = ((action % 2 == 0) * mask).sum(1) / np.maximum(mask.sum(1), 1)
-  reward = (share * answer).astype(np.float32)
-  return base.Verdict(reward, (share == 1).astype(np.float32))
-
-
 def problem(seed=0, worth=1):
   result = tiny.problem(seed=seed)
   return result._replace(answer=np.full_like(result.answer, worth))
-
-
-@functools.cache
-def grpo(optimizer=None, **kwargs):
-  optimizer = optimizer or optimizers.adamw(1e-2)
-  return workflows.grpo(
-    tiny.policy(length=4), count_even, optimizer, group_size=8, **kwargs
-  )
 
 
 def moved(state, other):
@@ -60,7 +37,7 @@ def moved(state, other):
 
 @pytest.mark.slow
 def test_grpo_learns_what_a_verifier_on_the_host_rewards():
-  workflow = grpo()
+  workflow = grpo_cases.grpo()
   state = workflow.init(KEY)
   before = read(workflow.evaluate(state, problem(9), KEY))
   rewards = []
@@ -88,7 +65,7 @@ def test_sft_learns_its_examples():
 
 @pytest.mark.slow
 def test_rewards_that_are_all_alike_change_nothing():
-  workflow = grpo()
+  workflow = grpo_cases.grpo()
   state = workflow.init(KEY)
   after, info = workflow.step(state, problem(worth=0), KEY)
   assert moved(state, after) == 0
@@ -100,7 +77,7 @@ def test_rewards_that_are_all_alike_change_nothing():
 
 @pytest.mark.slow
 def test_a_first_update_is_on_policy():
-  workflow = grpo()
+  workflow = grpo_cases.grpo()
   _, info = workflow.step(workflow.init(KEY), problem(), KEY)
   numbers = read(info)
   # Decoding and scoring a token differ by rounding.
@@ -112,7 +89,7 @@ def test_a_first_update_is_on_policy():
 
 @pytest.mark.slow
 def test_a_step_is_a_function_of_its_state_its_batch_and_its_key():
-  workflow = grpo()
+  workflow = grpo_cases.grpo()
   state = workflow.init(KEY)
   same = [workflow.step(state, problem(), KEY) for _ in range(2)]
   tiny.assert_same_bits(*same)
@@ -123,7 +100,7 @@ def test_a_step_is_a_function_of_its_state_its_batch_and_its_key():
 
 @pytest.mark.slow
 def test_an_evaluation_is_greedy():
-  workflow = grpo()
+  workflow = grpo_cases.grpo()
   state = workflow.init(KEY)
   one, two = (
     workflow.evaluate(state, problem(), jax.random.key(i)) for i in range(2)
@@ -133,7 +110,7 @@ def test_an_evaluation_is_greedy():
 
 @pytest.mark.slow
 def test_samples_are_whole_groups_for_people_to_compare():
-  workflow = grpo()
+  workflow = grpo_cases.grpo()
   _, info = workflow.step(workflow.init(KEY), problem(), KEY)
   shown = info['rollout/samples'].rows
   assert shown['completion'].shape == (8, 4)
@@ -157,14 +134,14 @@ NAMES = """
 
 @pytest.mark.slow
 def test_the_names_of_metrics_are_stable():
-  workflow = grpo()
+  workflow = grpo_cases.grpo()
   _, info = workflow.step(workflow.init(KEY), problem(), KEY)
   assert sorted(read(info)) == NAMES.split()
 
 
 @pytest.mark.slow
 def test_the_kl_term_pulls_towards_the_reference_and_nowhere_else():
-  workflow = grpo(optax.sgd(0.02), kl_coef=1.0)
+  workflow = grpo_cases.grpo(optax.sgd(0.02), kl_coef=1.0)
   state = workflow.init(KEY)
   first, _ = workflow.step(state, problem(worth=0), KEY)
   assert moved(state, first) < 1e-6  # There already.
@@ -180,132 +157,11 @@ def test_the_kl_term_pulls_towards_the_reference_and_nowhere_else():
   assert apart[-1] < apart[0] / 4
 
 
-def test_log_probs_of_padding_do_not_enter_the_loss():
-  mask = np.array([[1.0, 1.0, 0.0]], np.float32)
-  x = base.Experience(
-    (), np.ones((1, 3), np.int32), -mask, mask, (), advantage=mask
-  )
-
-  def loss(logp, ref_logp):
-    def evaluate(params, x):
-      return base.Evaluation(params, jnp.zeros_like(params))
-
-    f = objective(evaluate, kl=loss_terms.KlPenalty(1.0, losses.kl_k3))
-    return jax.value_and_grad(lambda p: f(p, x, ref_logp)[0][0].sum)(logp)
-
-  want = loss(jnp.array([[-1.0, -2.0, 0.0]]), jnp.array([[-2.0, -1.0, 0.0]]))
-  for logp, ref_logp in ((-300.0, 0.0), (0.0, -300.0), (-jnp.inf, 0.0)):
-    got = loss(
-      jnp.array([[-1.0, -2.0, logp]]), jnp.array([[-2.0, -1.0, ref_logp]])
-    )
-    tiny.assert_same_bits(got, want)
-
-
-def _corrected(
-  logp,
-  proximal,
-  behavior,
-  advantage,
-  weight=losses.token_weight,
-  bound=losses.truncated,
-  **kwargs,
-):
-  """GRPO's loss of tokens that an engine sampled, and its gradient."""
-  one_BT = np.ones((1, np.size(logp)), np.float32)
-  x = base.Experience(
-    (),
-    one_BT.astype(np.int32),
-    jnp.reshape(jnp.float32(behavior), (1, -1)),
-    one_BT,
-    (),
-    advantage=advantage * one_BT,
-    proximal=jnp.reshape(jnp.float32(proximal), (1, -1)),
-  )
-  f = objective(
-    lambda params, *_: base.Evaluation(params, jnp.zeros_like(params)),
-    aggregate=losses.token_mean,
-    importance=loss_terms.Importance(weight, bound, 2.0),
-    **kwargs,
-  )
-  return jax.value_and_grad(lambda p: f(p, x, ())[0][0].sum)(
-    jnp.reshape(jnp.float32(logp), (1, -1))
-  )
-
-
-def test_samples_of_another_engine_are_weighed_and_clipped_around_the_trainer():
-  # Ratio e^0.1, weight e^(−1 + 1.5).
-  loss, slope = _corrected(-0.9, -1.0, -1.5, advantage=2.0)
-  np.testing.assert_allclose(loss, -2 * np.exp(0.1) * np.exp(0.5), rtol=1e-6)
-  np.testing.assert_allclose(slope, [[loss]], rtol=1e-6)
-  # The weight is capped at 2. A ratio of e^0.3 to the trainer is clipped,
-  # though that to the engine is 1.
-  loss, slope = _corrected(-0.9, -1.0, -3.0, advantage=2.0)
-  np.testing.assert_allclose(loss, -2 * np.exp(0.1) * 2, rtol=1e-6)
-  loss, slope = _corrected(-0.7, -1.0, -0.7, advantage=2.0)
-  np.testing.assert_allclose(loss, -2 * 1.2 * np.exp(-0.3), rtol=1e-6)
-  assert slope == 0
-
-
-def test_importance_weights_of_sequences_are_worked_by_hand():
-  # Ratios e^0.1; each token is e^0.25 likelier to the trainer.
-  tokens = [-0.9] * 2, [-1.0] * 2, [-1.25] * 2
-  plain = -2 * 2 * np.exp(0.1)
-  for weight, want in (
-    (losses.token_weight, np.exp(0.25)),
-    (losses.sequence_weight, np.exp(0.5)),
-    (losses.geometric_weight, np.exp(0.25)),
-  ):
-    loss, _ = _corrected(*tokens, advantage=2.0, weight=weight)
-    np.testing.assert_allclose(loss, plain * want, rtol=1e-6)
-
-
-def test_a_masked_importance_weight_drops_the_token():
-  given = (-0.9, -1.0, -3.0), {'advantage': 2.0}
-  loss, slope = _corrected(*given[0], **given[1], bound=losses.masked)
-  assert loss == 0 and slope == 0
-  assert _corrected(*given[0], **given[1])[0] < 0  # Truncated, it counts.
-
-
-def test_gspo_clips_the_ratio_of_the_sequence():
-  gspo = functools.partial(
-    _corrected, advantage=2.0, likelihood=losses.sequence_logp
-  )
-  # Log-ratios 0.4 and −0.2: 0.1 on average, within the clip of log 1.2.
-  loss, slope = gspo([-0.6, -1.2], [-1.0] * 2, [-1.0] * 2)
-  np.testing.assert_allclose(loss, 2 * -2 * np.exp(0.1), rtol=1e-6)
-  np.testing.assert_allclose(slope, [[loss / 2] * 2], rtol=1e-6)
-  # 0.4 and 0.2: the sequence is clipped, both tokens with it.
-  loss, slope = gspo([-0.6, -0.8], [-1.0] * 2, [-1.0] * 2)
-  np.testing.assert_allclose(loss, 2 * -2 * 1.2, rtol=1e-6)
-  np.testing.assert_array_equal(slope, 0.0)
-
-
-def test_cispo_weighs_the_gradient_of_a_clipped_token():
-  loss, slope = _corrected(
-    -0.5, -1.0, -1.0, advantage=2.0, policy_loss=losses.cispo
-  )
-  np.testing.assert_allclose(loss, -1.2 * 2 * -0.5, rtol=1e-6)
-  np.testing.assert_allclose(slope, [[-1.2 * 2]], rtol=1e-6)
-
-
-def test_a_dual_clip_belongs_to_ppo_clip():
-  with pytest.raises(
-    ValueError, match='dual_clip bounds losses.ppo_clip alone'
-  ):
-    grpo(dual_clip=3.0, policy_loss=losses.cispo)
-
-  @functools.wraps(losses.ppo_clip)
-  def named_by_gin(*args, **kwargs):
-    return losses.ppo_clip(*args, **kwargs)
-
-  grpo(dual_clip=3.0, policy_loss=named_by_gin)
-
-
 @pytest.mark.slow
 def test_planned_gspo_is_eager_gspo():
   workflow = workflows.grpo(
     tiny.policy(length=4),
-    count_even,
+    grpo_cases.count_even,
     optimizers.adamw(1e-2),
     group_size=8,
     num_minibatches=2,
@@ -408,7 +264,10 @@ def test_a_step_in_bfloat16_logs_the_gap_between_decoding_and_scoring():
 @pytest.mark.slow
 @pytest.mark.parametrize('lag', claims.some([1, 2], [2]))
 def test_a_stale_policy_samples_as_it_would_have_so_many_steps_ago(lag):
-  fresh, late = grpo(optax.sgd(0.1)), grpo(optax.sgd(0.1), staleness=lag)
+  fresh, late = (
+    grpo_cases.grpo(optax.sgd(0.1)),
+    grpo_cases.grpo(optax.sgd(0.1), staleness=lag),
+  )
   state, versions = late.init(KEY), []
   for i in range(4):
     versions.append(state.actor.params)
@@ -433,7 +292,7 @@ def test_a_stale_policy_samples_as_it_would_have_so_many_steps_ago(lag):
 
 @pytest.mark.slow
 def test_the_entropy_bonus_raises_entropy():
-  workflow = grpo(optax.sgd(0.05), entropy_coef=1.0)
+  workflow = grpo_cases.grpo(optax.sgd(0.05), entropy_coef=1.0)
   state, entropies = workflow.init(KEY), []
   for _ in range(5):
     state, info = workflow.step(state, problem(worth=0), KEY)
@@ -444,7 +303,7 @@ def test_the_entropy_bonus_raises_entropy():
 
 @pytest.mark.slow
 def test_a_second_minibatch_starts_from_the_first_ones_update():
-  workflow = grpo(optax.sgd(0.5), num_minibatches=2)
+  workflow = grpo_cases.grpo(optax.sgd(0.5), num_minibatches=2)
   state = workflow.init(KEY)
   after, info = workflow.step(state, problem(), KEY)
   assert after.actor.step == 2
@@ -459,7 +318,7 @@ def test_a_second_minibatch_starts_from_the_first_ones_update():
 def test_epochs_reuse_a_batch_and_clip_around_the_sampling_policy(
   membership,
 ):
-  workflow = grpo(
+  workflow = grpo_cases.grpo(
     optax.sgd(0.5), num_minibatches=2, num_epochs=3, minibatch_by=membership
   )
   state, info = workflow.step(workflow.init(KEY), problem(), KEY)
@@ -474,7 +333,7 @@ def test_epochs_reuse_a_batch_and_clip_around_the_sampling_policy(
 @pytest.mark.slow
 @pytest.mark.parametrize('membership', ['shuffled', 'arrival'])
 def test_one_minibatch_is_the_batch(membership):
-  plain, other = grpo(), grpo(minibatch_by=membership)
+  plain, other = grpo_cases.grpo(), grpo_cases.grpo(minibatch_by=membership)
   tiny.assert_same_bits(
     *(w.step(w.init(KEY), problem(), KEY) for w in (plain, other))
   )
@@ -482,7 +341,8 @@ def test_one_minibatch_is_the_batch(membership):
 
 def test_no_copy_of_the_parameters_is_kept_without_a_kl_term():
   bare, pulled = (
-    jax.eval_shape(grpo(kl_coef=kl).init, KEY).reference for kl in (0.0, 0.1)
+    jax.eval_shape(grpo_cases.grpo(kl_coef=kl).init, KEY).reference
+    for kl in (0.0, 0.1)
   )
   assert bare == ()
   assert jax.tree.structure(pulled) == jax.tree.structure(
@@ -499,7 +359,7 @@ def test_a_group_of_one_is_refused():
 
 
 def test_minibatches_that_would_break_a_group_are_refused():
-  workflow = grpo(num_minibatches=3)
+  workflow = grpo_cases.grpo(num_minibatches=3)
   with pytest.raises(
     ValueError, match='64 rows .* 3 minibatches .* groups of 8'
   ):
@@ -509,6 +369,6 @@ def test_minibatches_that_would_break_a_group_are_refused():
 def test_the_parameters_of_a_workflow_are_its_policys():
   sft = workflows.sft(tiny.policy(), tiny.even, optimizers.adamw(1e-2))
   like = jax.tree.structure(jax.eval_shape(tiny.policy().init, KEY))
-  for workflow in (grpo(), grpo(kl_coef=0.1), sft):
+  for workflow in (grpo_cases.grpo(), grpo_cases.grpo(kl_coef=0.1), sft):
     state = jax.eval_shape(workflow.init, KEY)
     assert jax.tree.structure(workflow.params(state)) == like

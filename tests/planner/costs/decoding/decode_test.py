@@ -8,7 +8,7 @@ from planner.costs.decoding import completions, decode
 from planner.costs.work import StageWork, Work
 from planner.ir import plan as plan_lib
 from planner.lower import cut
-from tests.planner.costs import roofline_test as toys
+from tests.planner.costs import toy_costs as toys
 
 # Bytes of keys and values; a step of 1 ms and 0.1 ms a row, of traffic alone.
 STEP = StageWork(Work(bytes_moved=1e8), Work(bytes_moved=1e7))

@@ -1,8 +1,5 @@
 """Simulators in worker processes: the same episodes after any failure."""
 
-import os
-import re
-import signal
 import time
 
 import gymnasium as gym
@@ -15,8 +12,8 @@ import env_toys
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax import train
-from rlinf_jax.envs import env_pool, gymnasium, simulator
-from rlinf_jax.envs.processes import episode_log, worker
+from rlinf_jax.envs import env_pool, simulator
+from rlinf_jax.envs.processes import episode_log
 from rlinf_jax.runtime import local
 import stages
 from stages import workflows
@@ -24,44 +21,17 @@ from stages.envs import seed_source
 from stages.envs.rollouts import rollout
 from stages.learn import optimizers as optimizers_lib
 from stages.models.control import gaussian_policy
+from tests.rlinf_jax.envs.processes import counting
 from tests.rlinf_jax.run import language_run_test
 
-TOY = 'env_toys:toys/Count-v0'
-RAISE, KILL, HANG, NAN, BAD_RESET, HANG_RESET = 10, 20, 30, 40, 50, 60
-KILL_AGAIN, WIN = 70, -11
-STEP_TIMEOUT = 4.0  # Of pools in which a simulator hangs.
 RESTORED = 'Episodes restored by their seeds and actions: '
-
-
-@pytest.fixture
-def make():
-  """Makes pools of toys, with their messages, and closes them."""
-  pools = []
-
-  def make_pool(n=6, processes=2, **settings):
-    messages = []
-    settings = {
-      'name': TOY,
-      'say': messages.append,
-    } | settings
-    pool = env_pool.make_pool(gymnasium.make, n, processes, **settings)
-    pools.append(pool)
-    return pool, messages
-
-  yield make_pool
-  for pool in pools:
-    pool.close()
-
-
-def act(pool, token, *numbers):
-  return pool.step(token, np.array(numbers, np.float32)[:, None])
 
 
 def bare(seed_B, action_TBA):
   """Time steps of a plain loop over environments without a pool."""
   rows = []
   for b, seed in enumerate(seed_B):
-    env, row = gym.make(TOY), []
+    env, row = gym.make(counting.TOY), []
     obs = env.reset(seed=int(seed))[0]
     for t, action_A in enumerate(action_TBA[:, b]):
       obs, reward, terminated, truncated, info = env.step(action_A)
@@ -77,16 +47,9 @@ def bare(seed_B, action_TBA):
   ]
 
 
-def actions(T, B, A=1):
-  rng = np.random.default_rng(0)
-  action_TBA = rng.uniform(-1, 1, (T, B, A)).astype(np.float32)
-  action_TBA[rng.random((T, B)) < 0.1] = WIN
-  return action_TBA
-
-
 @pytest.mark.parametrize('processes', [1, 2, 4])
 def test_a_pool_equals_a_loop_over_bare_environments(make, processes):
-  seed_B, action_TBA = np.arange(5) + 7, actions(30, 5)
+  seed_B, action_TBA = np.arange(5) + 7, counting.actions(30, 5)
   pool, _ = make(5, processes)
   token, obs = pool.init(seed_B)
   np.testing.assert_array_equal(obs[:, 0], seed_B)
@@ -102,7 +65,7 @@ def test_a_pool_equals_a_loop_over_bare_environments(make, processes):
 
 
 def test_stepping_halves_in_turn_equals_stepping_all_at_once(make):
-  seed_B, action_TBA = np.arange(6), actions(20, 6)
+  seed_B, action_TBA = np.arange(6), counting.actions(20, 6)
   whole, _ = make(6, 2)
   halves, _ = make(6, 2)
   token, _ = whole.init(seed_B)
@@ -145,7 +108,7 @@ def test_dict_observations_keep_names_and_images(make):
   assert env.obs_spec['state'] == jax.ShapeDtypeStruct((4,), jnp.float32)
   token, obs = pool.init([3, 4])
   np.testing.assert_array_equal(obs['eye']['front'][1], np.full((4, 6, 3), 4))
-  token, timestep = act(pool, token, 0, 0)
+  token, timestep = counting.act(pool, token, 0, 0)
   np.testing.assert_array_equal(timestep.obs['eye']['front'][0].max(), 4)
 
 
@@ -267,11 +230,14 @@ def test_a_resumed_run_continues_to_the_bit(make, tmp_path, capsys):
 def test_a_chunk_ends_with_the_episode(make):
   pool, _ = make(3, 1, chunk=4, discount=0.5)
   token, _ = pool.init(np.arange(3))
-  chunk = np.array([[1, 2, 3, 4], [1, WIN, 3, 4], [RAISE, 1, 1, 1]], np.float32)
+  chunk = np.array(
+    [[1, 2, 3, 4], [1, counting.WIN, 3, 4], [counting.RAISE, 1, 1, 1]],
+    np.float32,
+  )
   token, timestep = pool.step(token, chunk[..., None])
   np.testing.assert_array_equal(timestep.steps[:2], [4, 2])
   np.testing.assert_allclose(
-    timestep.reward, [1 + 2 / 2 + 3 / 4 + 4 / 8, 1 + WIN / 2, 0]
+    timestep.reward, [1 + 2 / 2 + 3 / 4 + 4 / 8, 1 + counting.WIN / 2, 0]
   )
   np.testing.assert_array_equal(timestep.terminated, [0, 1, 0])
   np.testing.assert_array_equal(timestep.success, [0, 1, 0])
@@ -286,11 +252,11 @@ def test_a_chunk_ends_with_the_episode(make):
 def test_a_token_is_used_in_order(make):
   pool, _ = make()
   token, _ = pool.init(np.arange(6))
-  after, _ = act(pool, token, *range(6))
+  after, _ = counting.act(pool, token, *range(6))
   with pytest.raises(
     ValueError, match='0 was to make call 0, but is at 1: a token'
   ):
-    act(pool, token, *range(6))
+    counting.act(pool, token, *range(6))
   sent = pool.send(after[:3], np.zeros((3, 1)))
   time.sleep(0.3)  # They are done, and still not received.
   with pytest.raises(ValueError, match=r'\[2\] are stepping: call .recv'):
@@ -301,7 +267,7 @@ def test_a_token_is_used_in_order(make):
 
 
 def test_another_process_continues_from_a_snapshot(make):
-  seed_B, action_TBA = np.arange(6), actions(20, 6)
+  seed_B, action_TBA = np.arange(6), counting.actions(20, 6)
   pool, _ = make()
   token, _ = pool.init(seed_B)
   for action_BA in action_TBA[:10]:
@@ -327,7 +293,7 @@ def test_another_process_continues_from_a_snapshot(make):
 def test_loading_the_current_token_restores_nothing(make):
   pool, messages = make()
   token, _ = pool.init(np.arange(6))
-  token, _ = act(pool, token, *range(6))
+  token, _ = counting.act(pool, token, *range(6))
   np.testing.assert_array_equal(pool.load(token, pool.save(token)), token)
   assert not messages
 
@@ -335,13 +301,13 @@ def test_loading_the_current_token_restores_nothing(make):
 def test_an_episode_that_was_not_saved_is_started_anew_and_reported(make):
   pool, _ = make()
   token, _ = pool.init(np.arange(6))
-  token, timestep = act(pool, token, *range(6))
+  token, timestep = counting.act(pool, token, *range(6))
   past = pool.save(token)
   past.first_call[2] = episode_log.NEVER
   other, messages = make()
   token = other.load(token, past)
   assert messages[1] == 'Episodes started anew, as they were not saved: 1.'
-  token, timestep = act(other, token, *6 * [1])
+  token, timestep = counting.act(other, token, *6 * [1])
   assert (
     timestep.env_failed.tolist()
     == timestep.truncated.tolist()
@@ -349,14 +315,14 @@ def test_an_episode_that_was_not_saved_is_started_anew_and_reported(make):
   )
   assert other.restarted_episodes == other.failed_episodes == 1
   np.testing.assert_array_equal(timestep.final_obs[2], past.obs[2])
-  token, timestep = act(other, token, *6 * [1])
+  token, timestep = counting.act(other, token, *6 * [1])
   assert not timestep.env_failed.any()
 
 
 def test_an_episode_that_replays_differently_is_lost(make):
   pool, _ = make()
   token, _ = pool.init(np.arange(6))
-  token, timestep = act(pool, token, *range(6))
+  token, timestep = counting.act(pool, token, *range(6))
   past = pool.save(token)
   past.obs[4] += 1
   other, messages = make()
@@ -365,141 +331,5 @@ def test_an_episode_that_replays_differently_is_lost(make):
     'Environment 4' in messages[0]
     and 'returned another observation' in messages[0]
   )
-  token, timestep = act(other, token, *6 * [1])
+  token, timestep = counting.act(other, token, *6 * [1])
   assert timestep.env_failed.tolist() == [0, 0, 0, 0, 1, 0]
-
-
-FAULTS = {
-  'raises': (RAISE, 'failed in `step`: RuntimeError: the physics exploded'),
-  'is killed': (KILL, 'stepping when its process was killed by SIGKILL'),
-  'shows NaN': (
-    NAN,
-    'failed in `step`: ValueError: its observation is not fin',
-  ),
-  'hangs': (HANG, 'stepping when its process did not answer for 4 seconds'),
-  'hangs in reset': (
-    HANG_RESET,
-    'resetting when its process did no',
-  ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('fault, message', FAULTS.values(), ids=FAULTS)
-def test_a_failure_loses_one_episode_and_no_other(make, fault, message):
-  action_TBA = actions(20, 6)
-  reference, _ = make()
-  hangs = fault in (HANG, HANG_RESET)
-  limit = {'step_timeout': STEP_TIMEOUT} if hangs else {}
-  disturbed, messages = make(**limit)
-  token, _ = reference.init(np.arange(6))
-  other, _ = disturbed.init(np.arange(6))
-  failing, failing_call = 2, 10
-  rest, timestep = np.arange(6) != failing, None
-  for t, action_BA in enumerate(action_TBA):
-    token, want = reference.step(token, action_BA)
-    if t == failing_call:
-      action_BA = action_BA.copy()
-      action_BA[failing] = fault
-      before = timestep.obs[failing]
-    other, timestep = disturbed.step(other, action_BA)
-    for x, y in zip(*map(jax.tree.leaves, (want, timestep)), strict=True):
-      np.testing.assert_array_equal(x[rest], y[rest])
-    if t == failing_call:
-      assert timestep.env_failed[failing] == timestep.truncated[failing] == 1
-      assert timestep.reward[failing] == timestep.terminated[failing] == 0
-      np.testing.assert_array_equal(timestep.final_obs[failing], before)
-      # The next episode, by the next seed, or the one after if that hung.
-      seeds = [
-        simulator.episode_seed(failing, failing_call + 1, k) for k in (0, 1)
-      ]
-      seed = seeds[fault == HANG_RESET]
-      assert (
-        timestep.obs[failing, 0] == seed % 1000
-        and timestep.obs[failing, 1] == 0
-      )
-    else:
-      assert not timestep.env_failed.any()
-  assert disturbed.failed_episodes == 1 and not reference.failed_episodes
-  (fault,) = disturbed.failures
-  assert (fault.env_id, fault.call) == (failing, failing_call)
-  assert message in fault.message and 'episode is lost' in fault.message
-  assert re.match(
-    f'Environment {failing}, at call {failing_call}, .*', messages[0]
-  )
-
-
-def test_an_episode_that_fails_to_start_is_started_by_another_seed(make):
-  pool, messages = make()
-  token, _ = pool.init(np.arange(6))
-  token, timestep = act(pool, token, 0, 0, 0, BAD_RESET, 0, 0)
-  # It had ended well.
-  assert timestep.terminated[3] and not timestep.env_failed.any()
-  assert timestep.obs[3, 0] == simulator.episode_seed(3, 1, attempt=1) % 1000
-  assert '3, at call 0, failed in `reset` by seed' in messages[0]
-  assert 'the arm is not there' in messages[0]
-
-
-def test_a_process_killed_between_calls_loses_no_episode(make):
-  reference, _ = make()
-  disturbed, messages = make()
-  token, _ = reference.init(np.arange(6))
-  other, _ = disturbed.init(np.arange(6))
-  for t, action_BA in enumerate(actions(20, 6)):
-    if t == 10:
-      os.kill(disturbed.pids[1], signal.SIGKILL)
-    token, want = reference.step(token, action_BA)
-    other, timestep = disturbed.step(other, action_BA)
-    for x, y in zip(want, timestep, strict=True):
-      np.testing.assert_array_equal(x, y)
-  assert (
-    not disturbed.failed_episodes
-    and 'was killed by SIGKILL and is restarted' in messages[0]
-  )
-
-
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_a_worker_ignores_signals_until_its_parent_ends(make, number):
-  pool, messages = make()
-  token, _ = pool.init(np.arange(6))
-  pids = pool.pids
-  for pid in pids:
-    os.kill(pid, number)
-  act(pool, token, *range(6))
-  assert pool.pids == pids and not pool.failed_episodes and not messages
-  pool.close()
-  for pid in pids:
-    with pytest.raises(ProcessLookupError):
-      os.kill(pid, 0)
-
-
-def test_only_the_environment_that_cannot_be_restored_is_lost(
-  make, tmp_path, monkeypatch
-):
-  monkeypatch.setenv('TOYS_MARK', str(tmp_path / 'mark'))
-  pool, _ = make(6, 2)
-  token, _ = pool.init(np.arange(6))
-  token, _ = act(pool, token, 0, 0, KILL_AGAIN, 0, 0, 0)
-  token, timestep = act(
-    pool, token, KILL, 1, 1, 1, 1, 1
-  )  # Environment 2 is in that process.
-  assert timestep.env_failed.tolist() == [1, 0, 1, 0, 0, 0]
-  assert [fault.env_id for fault in pool.failures] == [0, 2]
-  np.testing.assert_array_equal(timestep.obs[:, 1], [0, 2, 0, 2, 2, 2])  # Time.
-  token, timestep = act(pool, token, *6 * [1])
-  assert not timestep.env_failed.any()
-
-
-def test_an_environment_that_always_fails_is_given_up(make):
-  pool, _ = make()
-  token, _ = pool.init(np.arange(6))
-  with pytest.raises(worker.BrokenError, match='Environment 4 failed 10 times'):
-    for _ in range(20):
-      token, _ = act(pool, token, 0, 0, 0, 0, RAISE, 0)
-
-
-def test_an_environment_that_cannot_be_built_is_refused_at_once(make):
-  with pytest.raises(simulator.UnavailableError, match='No environment could'):
-    make(name='toys/Nothing-v0')
-  with pytest.raises(ValueError, match='no process without an environment'):
-    make(2, 3)

@@ -1,0 +1,114 @@
+"""Bytes that a place holds, and seconds that they take to move."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from planner.ir import plan as plan_lib
+from tests.planner.costs import toy_costs
+
+F32, LAYERS, D, F = np.dtype('float32'), 10, 64, 256
+
+
+# Moves.
+
+
+def test_a_transfer_takes_as_long_as_its_busiest_device():
+  flow, m = toy_costs.toy_flow(), toy_costs.model()
+  here, there = (
+    toy_costs.spot(('fsdp', 2)),
+    toy_costs.spot(('data', 2), first=2),
+  )
+  assert m.transfer(flow, 0, here, here) == 0
+  assert m.transfer(flow, 0, here, there) == pytest.approx(
+    1e-6 + toy_costs.PARAMS / 1e10
+  )
+  shares = toy_costs.spot(('fsdp', 2), first=2)
+  assert m.transfer(flow, 0, there, shares) == pytest.approx(
+    1e-6 + toy_costs.PARAMS / 2 / 1e10
+  )
+  far = toy_costs.spot(('data', 4), first=4)
+  assert m.transfer(flow, 0, toy_costs.spot(), far) == pytest.approx(
+    1e-4 + 4 * toy_costs.PARAMS / 1e9
+  )
+
+
+def test_offloading_moves_the_bytes_of_one_device():
+  flow, m = toy_costs.toy_flow(), toy_costs.model()
+  assert m.switch(flow, 1, toy_costs.spot()) == pytest.approx(
+    toy_costs.PARAMS / 1e10
+  )
+  assert m.switch(flow, 1, toy_costs.spot(('fsdp', 4))) == pytest.approx(
+    toy_costs.PARAMS / 4 / 1e10
+  )
+
+
+def one_place(*axes, **kwargs):
+  flow = toy_costs.toy_flow()
+  chosen = dataclasses.replace(
+    plan_lib.one_place(flow.stages, toy_costs.spot(*axes)), **kwargs
+  )
+  return toy_costs.model().explain_memory(flow, chosen, 'all')
+
+
+# Memory.
+
+
+def test_memory_by_hand():
+  # Parameters, moments, gradients; rows of `act` and of `judge`.
+  found = one_place()
+  values = toy_costs.PARAMS + 32 * 8 * 4 + 32 * 4
+  want = 2 * toy_costs.PARAMS + values + 32 * 1e4 + 2e4
+  assert found.total.value == pytest.approx(want)
+  assert 'activations, during grad' in found
+
+
+def test_data_parallelism_divides_rows_and_fsdp_divides_all_memory():
+  one = one_place().total.value
+  copies = one_place(('data', 4)).total.value
+  shares = one_place(('fsdp', 4)).total.value
+  assert shares < copies < one
+  assert copies > 3 * toy_costs.PARAMS
+
+
+def test_micro_batches_shrink_activations():
+  found = one_place(micro_batch={'grad': 2})
+  assert found['activations, during grad'].value == pytest.approx(4e4)
+  assert found['sums of a micro-batch, during grad'].value == toy_costs.PARAMS
+  pieces = one_place(pieces=4)
+  assert pieces['activations, during grad'].value == pytest.approx(10e4)
+
+
+def test_offloaded_values_occupy_memory_only_during_their_stage():
+  away = one_place(offload=('step',))
+  # The worst moment is now another: moments, no activations.
+  assert away['carried values, during step'].value == toy_costs.PARAMS
+  assert away['restored values, during step'].value == toy_costs.PARAMS
+  assert (
+    away['values between stages, during step'].value == toy_costs.PARAMS + 128
+  )
+  assert (
+    away.total.value == 3 * toy_costs.PARAMS + 128 < one_place().total.value
+  )
+
+
+def test_a_place_holds_only_values_of_its_stages():
+  flow = toy_costs.toy_flow()
+  places = {'a': toy_costs.spot(), 'b': toy_costs.spot(first=1)}
+  chosen = plan_lib.Plan(
+    places, {'act': 'a', 'judge': 'a', 'grad': 'b', 'step': 'b'}
+  )
+  m = toy_costs.model()
+  rollout, learner = (
+    max(m.memory(flow, chosen, place).values()) for place in 'ab'
+  )
+  assert toy_costs.PARAMS < rollout < 2 * toy_costs.PARAMS < learner
+  assert m.capacity == 1e9
+
+
+def test_meshes_of_1024_devices_divide_their_dimensions():
+  m = toy_costs.model(dataclasses.replace(toy_costs.TOYS, num_devices=1024))
+  menu = m.axes(('step',), 1024)
+  assert menu and all(dict(axes).get('fsdp', 1) <= D for axes in menu)
+  assert m.axes(('act',), 1024) == ()  # There are 32 rows.

@@ -1,0 +1,137 @@
+"""Errors of stages name stage, place and step; impossible plans are refused."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from planner.ir import flow, plan
+from rlinf_jax.runtime import base, local
+import stages
+from tests.rlinf_jax.runtime import small_learner
+import tiny
+
+
+def fail(x):
+  raise LookupError('the verifier is away')
+
+
+def test_an_error_of_a_host_stage_names_stage_place_and_step():
+  failing = [small_learner.first_column, small_learner.first_column, fail]
+  planned = small_learner.ready(
+    small_learner.learner(small_learner.judge(lambda x: failing.pop(0)(x)))
+  )
+  planned.step(small_learner.BATCH, small_learner.KEY)
+  planned.step(small_learner.BATCH, small_learner.KEY)
+  message = "Stage judge on place 'all' failed in step 3: the verifier is away"
+  with pytest.raises(base.StageError, match=message) as error:
+    planned.step(small_learner.BATCH, small_learner.KEY)
+  assert isinstance(error.value.__cause__, LookupError)
+
+
+def test_an_error_of_a_jax_stage_names_stage_place_and_step():
+  like = jax.ShapeDtypeStruct((8,), jnp.float32)
+
+  @stages.stage('judge')
+  def broken(x):
+    return jax.pure_callback(fail, like, x)
+
+  planned = small_learner.ready(small_learner.learner(broken))
+  message = (
+    "Stage judge on place 'all' failed in step 1: .*the verifier is away"
+  )
+  with pytest.raises(base.StageError, match=re.compile(message, re.S)):
+    planned.step(small_learner.BATCH, small_learner.KEY)
+
+
+def test_after_a_failure_a_state_must_be_loaded_before_the_next_step():
+  answers = [fail, small_learner.first_column]
+  planned = small_learner.ready(
+    small_learner.learner(small_learner.judge(lambda x: answers.pop(0)(x)))
+  )
+  for _ in range(2):
+    with pytest.raises(base.StageError, match='failed in step 1'):
+      planned.step(small_learner.BATCH, small_learner.KEY)
+  planned.load(small_learner.STATE)
+  planned.step(small_learner.BATCH, small_learner.KEY)
+  want, _ = small_learner.learner(
+    small_learner.judge(small_learner.first_column)
+  )(small_learner.STATE, small_learner.BATCH, small_learner.KEY)
+  tiny.assert_same_bits(planned.state(), want)
+  assert planned.steps == 1
+
+
+@pytest.mark.parametrize(
+  'output',
+  [np.zeros(7, np.float32), np.zeros(8), None],
+  ids=['shape', 'type', 'nothing'],
+)
+def test_a_host_stage_with_other_outputs_than_declared_is_named(output):
+  planned = small_learner.ready(
+    small_learner.learner(small_learner.judge(lambda x: output))
+  )
+  message = (
+    "judge on place 'all' failed in step 1: Stage judge declares outputs"
+  )
+  with pytest.raises(base.StageError, match=message):
+    planned.step(small_learner.BATCH, small_learner.KEY)
+
+
+def test_a_batch_of_another_shape_is_refused_by_the_stage_that_reads_it():
+  planned = small_learner.ready(
+    small_learner.learner(small_learner.judge(small_learner.first_column))
+  )
+  with pytest.raises(base.StageError, match=r'Stage \w+ .*failed in step 1'):
+    planned.step(small_learner.BATCH[:4], small_learner.KEY)
+
+
+def test_a_place_on_missing_devices_is_refused():
+  placement = plan.Placement((7, 8), (('data', 2),))
+  with pytest.raises(ValueError, match="'all' wants device 8, .* has 8: name"):
+    small_learner.ready(
+      small_learner.learner(small_learner.judge(small_learner.first_column)),
+      placement=placement,
+    )
+
+
+def test_rows_that_a_mesh_cannot_share_are_refused_before_anything_runs():
+  message = r"input.0 on place 'all': Dimension B .* size 6, which 8 devices"
+  with pytest.raises(ValueError, match=message):
+    small_learner.ready(
+      small_learner.learner(small_learner.judge(fail)),
+      batch=small_learner.BATCH[:6],
+      placement=tiny.PLACES['data'],
+    )
+
+
+def test_micro_batches_that_a_mesh_cannot_share_are_refused():
+  message = r"input.0 on place 'all': Dimension B .* size 4, which 8 devices"
+  with pytest.raises(ValueError, match=message):
+    small_learner.ready(
+      small_learner.learner(small_learner.judge(fail)),
+      placement=tiny.PLACES['data'],
+      micro_batch={'learn': 4},
+    )
+
+
+def test_groups_that_a_mesh_would_split_are_refused():
+  # Mathematically it is fine; XLA 0.10.2 computes wrong numbers.
+  pair = stages.Stage(lambda x: x, 'pair', group_size=2)
+
+  def step(state, batch, key):
+    del key
+    return state, pair(batch[0])
+
+  for rows in (8, 16):
+    batch = (np.ones((rows, 2), np.float32),)
+    graph = flow.trace(step, np.ones(()), batch, small_learner.KEY)
+    planned = plan.one_place(graph.stages, tiny.PLACES['data'])
+    if rows == 8:
+      with pytest.raises(
+        ValueError, match='pair takes 8 rows .* 4 groups of 2'
+      ):
+        local.LocalRuntime(planned, step=graph)
+    else:
+      local.LocalRuntime(planned, step=graph)

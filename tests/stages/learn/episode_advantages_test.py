@@ -1,0 +1,134 @@
+"""Advantages of episodes in one batch, by brute force."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import claims
+from stages import base
+from stages.workflows.ppo import compute_advantages
+from tests.stages.learn import ppo_cases
+
+GAMMA, LAMBDA = 0.9, 0.8
+
+
+def layouts(B=10_000, T=9, seed=0):
+  """Random episodes, ended in either way at any step, in chunks of 1 to 3."""
+  rng = np.random.default_rng(seed)
+  often = rng.choice([0.0, 0.1, 0.5, 1.0], (B, 1))
+  done = rng.random((B, T)) < often
+  terminated = done & (rng.random((B, T)) < 0.5)
+  truncated = done & ~terminated
+  obs, final_obs, reward = rng.normal(size=(3, B, T))
+  # Within an episode, what was seen last is what is seen next.
+  goes_on = ~done[:, :-1]
+  final_obs[:, :-1][goes_on] = obs[:, 1:][goes_on]
+  timestep = base.TimeStep(
+    (),
+    reward,
+    terminated.astype(float),
+    truncated.astype(float),
+    final_obs[..., None],
+    np.zeros((B, T)),
+    rng.integers(1, 4, (B, T)).astype(float),
+  )
+  none = np.zeros((B, T))
+  return base.Experience(obs[..., None], none, none, none + 1, none), timestep
+
+
+def brute_force(obs_T, timestep, always=False):
+  """Aₜ of one row, episode by episode, as the double sum of its definition."""
+  T, last = len(obs_T), timestep.final_obs[:, 0]
+  done = (timestep.terminated + timestep.truncated) > 0
+  advantage_T, begin = np.zeros(T), 0
+  ends = [*np.flatnonzero(done), T - 1]
+  for end in dict.fromkeys(ends):
+    for t in range(begin, end + 1):
+      weight = 1.0
+      for k in range(t, end + 1):
+        discount = GAMMA ** timestep.steps[k]
+        after = last[k] if k == end else obs_T[k + 1]
+        if timestep.terminated[k] and not always:
+          after = 0.0
+        delta = timestep.reward[k] + discount * after - obs_T[k]
+        advantage_T[t] += weight * delta
+        weight *= discount * LAMBDA
+    begin = end + 1
+  return advantage_T
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'always, rows',
+  claims.some(
+    [(False, 10_000), (False, 500), (True, 500)],
+    [
+      (False, 500),
+      (True, 500),
+    ],
+  ),
+)
+def test_advantages_are_those_of_each_episode_by_itself(
+  in_float64, always, rows
+):
+  x, timestep = layouts(rows)
+  done_BT = timestep.terminated + timestep.truncated
+  assert (done_BT.sum(0) > 0).all()  # At every position.
+  result = with_advantages(x, timestep, always)
+  for i in range(len(done_BT)):
+    row = jax.tree.map(lambda x, i=i: x[i], timestep)
+    want_T = brute_force(x.obs[i, :, 0], row, always)
+    np.testing.assert_allclose(result.advantage[i], want_T, atol=1e-12)
+  np.testing.assert_allclose(
+    result.return_, result.advantage + x.obs[..., 0], atol=1e-12
+  )
+
+
+def as_jax(tree):
+  return jax.tree.map(jnp.asarray, tree)
+
+
+def with_advantages(x, timestep, always=False):
+  """Experience with the advantage and return of each step."""
+  return x._replace(
+    **compute_advantages(
+      ppo_cases.Critic,
+      GAMMA,
+      LAMBDA,
+      always,
+      None,
+      (),
+      *map(as_jax, (x, timestep)),
+    )
+  )
+
+
+def test_what_comes_after_an_episode_does_not_reach_into_it(in_float64):
+  x, timestep = layouts(50)
+  timestep.truncated[:, 4], timestep.terminated[:, 4] = 1.0, 0.0
+  before = with_advantages(x, timestep).advantage[:, :5]
+  x.obs[:, 5:] += 7.0
+  timestep.reward[:, 5:] -= 3.0
+  timestep.final_obs[:, 5:] *= 2.0
+  np.testing.assert_array_equal(
+    with_advantages(x, timestep).advantage[:, :5], before
+  )
+
+
+def test_a_step_that_a_simulator_lost_teaches_nothing(in_float64):
+  x, timestep = layouts(50)
+  ended_B = (timestep.terminated + timestep.truncated)[:, 3]
+  assert 0 < ended_B.sum() < 50
+  lost = np.zeros_like(timestep.reward)
+  lost[:, 4] = timestep.truncated[:, 4] = 1.0
+  timestep.terminated[:, 4] = 0.0
+  timestep = timestep._replace(env_failed=lost)
+  result = with_advantages(x, timestep)
+  assert (result.mask == 1.0 - lost).all()
+  assert (result.advantage[:, 4] == 0).all()
+  # The step before is as if time had been up then.
+  short = jax.tree.map(lambda y: y[:, :4], (x, timestep))
+  short[1].truncated[:, 3] = 1.0 - short[1].terminated[:, 3]
+  want = with_advantages(*short).advantage
+  np.testing.assert_allclose(result.advantage[:, :4], want, atol=1e-12)
