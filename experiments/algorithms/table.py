@@ -25,12 +25,16 @@ COLUMNS = (
 
 
 def read(output: pathlib.Path) -> dict[str, list[run_folder.Run]]:
-  """The finished runs of each algorithm, by seed."""
+  """The finished runs of each algorithm, by seed.
+
+  A run is finished when it has both its result and its cost: the cost is
+  written last, so a run that was stopped between the two is left out.
+  """
   return {
     algorithm.name: [
       run_folder.read(folder)
       for folder in sorted((output / algorithm.name).glob('SEED=*'))
-      if (folder / 'result.json').exists()
+      if (folder / 'result.json').exists() and (folder / 'cost.json').exists()
     ]
     for algorithm in algorithms.ALL
   }
@@ -86,7 +90,8 @@ def plot(runs: dict[str, list[run_folder.Run]], path: pathlib.Path):
     axes.fill_between(step, values.min(0), values.max(0), alpha=0.3)
     axes.plot(step, values.mean(0))
     axes.axhline(100 * GOAL, color='gray', linewidth=0.6)
-    axes.set(title=name, ylim=(0, 100))
+    axes.set(ylim=(0, 100))
+    axes.set_title(name, fontsize='medium')
   for axes in grid.flat[len(names) :]:
     axes.remove()
   figure.supxlabel('steps')

@@ -46,3 +46,10 @@ def test_the_table_says_when_the_goal_was_reached_first():
   )
   assert table.steps_to(accuracy, 0.85) == 20
   assert table.steps_to(accuracy, 0.95) is None
+
+
+def test_the_table_leaves_out_a_run_that_was_stopped(tmp_path):
+  folder = tmp_path / 'GRPO' / 'SEED=0'
+  folder.mkdir(parents=True)
+  (folder / 'result.json').write_text('{}')
+  assert table.read(tmp_path)['GRPO'] == []
