@@ -14,7 +14,7 @@ from rlinf_jax.runtime import place as place_lib
 from sharding import rules
 from stages import remat, workflows
 from stages.language import language_model
-from tests.rlinf_jax.runtime import invariance_test
+from tests.rlinf_jax.runtime.plans import invariance_test
 import tiny
 
 FULL = 'nothing_saveable'

@@ -11,7 +11,7 @@ from stages import base, metrics, workflows
 from stages.language import language_model, packing, rollout_metrics
 from stages.learn import losses
 from stages.models import lora
-from tests.rlinf_jax.runtime import invariance_test
+from tests.rlinf_jax.runtime.plans import invariance_test
 import tiny
 
 GROUP = 4

@@ -16,7 +16,7 @@ import stages
 from stages import base, workflows
 from stages.language import language_model, partial_rollout
 from stages.learn import optimizers
-from tests.rlinf_jax.runtime import invariance_test, random_plans_test
+from tests.rlinf_jax.runtime.plans import invariance_test, random_plans_test
 import tiny
 from tiny import read
 

@@ -14,7 +14,7 @@ from rlinf_jax.runtime import local
 from stages import base, metrics, workflows
 from stages.learn import optimizers
 from stages.workflows.dapo import _accept, _round_prompts, Accepted, overlong
-from tests.rlinf_jax.runtime import invariance_test
+from tests.rlinf_jax.runtime.plans import invariance_test
 import tiny
 from tiny import read
 

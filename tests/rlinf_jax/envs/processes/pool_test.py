@@ -22,7 +22,7 @@ from stages.envs.rollouts import rollout
 from stages.learn import optimizers as optimizers_lib
 from stages.models.control import gaussian_policy
 from tests.rlinf_jax.envs.processes import counting
-from tests.rlinf_jax.run import language_run_test
+from tests.rlinf_jax.run.end_to_end import language_run_test
 
 RESTORED = 'Episodes restored by their seeds and actions: '
 

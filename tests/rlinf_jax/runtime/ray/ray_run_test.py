@@ -18,7 +18,7 @@ import core_only
 import front_door
 from rlinf_jax.recipes import warm_start
 from stages.tasks import arithmetic
-from tests.rlinf_jax.run import language_run_test
+from tests.rlinf_jax.run.end_to_end import language_run_test
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from rlinf_jax.run.folder import checkpoint
 from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.runtime.ray import actor_pool
 import stages
-from tests.rlinf_jax.runtime import random_plans_test
+from tests.rlinf_jax.runtime.plans import random_plans_test
 from tests.rlinf_jax.runtime.ray import driver_test
 from tests.stages.workflows import dapo_test
 import tiny

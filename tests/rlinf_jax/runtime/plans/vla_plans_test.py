@@ -21,7 +21,7 @@ from stages.models.vla import (
   pi0_policy,
   pictures,
 )
-from tests.rlinf_jax.runtime import random_plans_test
+from tests.rlinf_jax.runtime.plans import random_plans_test
 import tiny
 
 STAGES = (

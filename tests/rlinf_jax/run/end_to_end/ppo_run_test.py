@@ -5,7 +5,11 @@ import json
 import pytest
 
 import front_door
-from tests.rlinf_jax.run.language_run_test import equal_states, lines, state
+from tests.rlinf_jax.run.end_to_end.language_run_test import (
+  equal_states,
+  lines,
+  state,
+)
 
 pytestmark = pytest.mark.slow
 

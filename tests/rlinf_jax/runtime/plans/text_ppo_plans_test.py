@@ -15,7 +15,7 @@ import claims
 from planner.ir import plan as plan_lib
 from stages import workflows
 from stages.language import value_model
-from tests.rlinf_jax.runtime import invariance_test, random_plans_test
+from tests.rlinf_jax.runtime.plans import invariance_test, random_plans_test
 import tiny
 
 COMMON = (

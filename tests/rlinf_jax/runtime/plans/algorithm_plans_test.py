@@ -14,7 +14,7 @@ from stages import workflows
 from stages.language import conversation, policy_stages
 from stages.learn import advantages, losses, selection
 from stages.models import lora
-from tests.rlinf_jax.runtime import invariance_test, random_plans_test
+from tests.rlinf_jax.runtime.plans import invariance_test, random_plans_test
 import tiny
 import toy_conversation
 

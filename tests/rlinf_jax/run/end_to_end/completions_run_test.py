@@ -11,7 +11,7 @@ import pytest
 import front_door
 import own_data
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[4]
 SMALL = (
   '--gin.STEPS=4',
   '--gin.BATCH=8',

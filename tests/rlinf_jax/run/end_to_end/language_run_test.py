@@ -21,7 +21,7 @@ from stages.tasks import arithmetic
 
 pytestmark = pytest.mark.slow
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[4]
 RECIPE = 'gin_configs/grpo_arithmetic.gin'
 SMALL = (
   'STEPS = 10',

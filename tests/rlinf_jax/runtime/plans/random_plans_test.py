@@ -16,7 +16,7 @@ from planner.ir import plan as plan_lib
 from planner.lower import passes
 from rlinf_jax.runtime import local
 from stages import remat as remat_lib
-from tests.rlinf_jax.runtime import invariance_test
+from tests.rlinf_jax.runtime.plans import invariance_test
 import tiny
 import toys
 

@@ -11,7 +11,7 @@ import jax_envs
 from stages import workflows
 from stages.envs import episode_stats
 from stages.models.control import gaussian_policy
-from tests.rlinf_jax.runtime import random_plans_test
+from tests.rlinf_jax.runtime.plans import random_plans_test
 import tiny
 
 STAGES = (

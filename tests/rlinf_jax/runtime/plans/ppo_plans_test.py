@@ -22,7 +22,7 @@ from stages.envs import push
 from stages.envs.rollouts import rollout as rollout_lib
 from stages.learn import optimizers
 from stages.models.control import categorical_policy, cnn, gaussian_policy
-from tests.rlinf_jax.runtime import random_plans_test
+from tests.rlinf_jax.runtime.plans import random_plans_test
 import tiny
 
 STAGES = (

@@ -18,7 +18,7 @@ import own_data
 
 pytestmark = pytest.mark.slow
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[4]
 PAGE = ROOT / 'docs/data_and_reward.md'
 SMALL = (
   '--gin.STEPS=3',

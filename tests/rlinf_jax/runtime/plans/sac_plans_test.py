@@ -16,7 +16,7 @@ from planner.ir import plan as plan_lib
 from stages import workflows
 from stages.envs import push, replay
 from stages.models.control import critics, gaussian_policy
-from tests.rlinf_jax.runtime import random_plans_test
+from tests.rlinf_jax.runtime.plans import random_plans_test
 import tiny
 
 STAGES = (
