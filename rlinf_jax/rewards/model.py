@@ -12,7 +12,7 @@ import jinja2
 
 from rlinf_jax.data import text_arrays
 import stages
-from stages import base
+from stages import base, ranges
 from stages.language import tokens, value_model, verifiers
 from stages.models import classifier
 
@@ -39,6 +39,7 @@ def reward_model(
   name: str = 'reward_model',
   length: int = 2048,
   dtype: str | None = None,
+  packed_tokens: ranges.PositiveInt | None = None,
 ) -> RewardModel:
   """A reward by a classifier of one label.
 
@@ -55,12 +56,17 @@ def reward_model(
     length: maximum number of tokens of a conversation that is tokenized again;
       longer conversations lose their first tokens.
     dtype: type of the arithmetic; that of the checkpoint if None.
+    packed_tokens: tokens of a packed row, which holds several conversations
+      without padding: at least the most of a prompt and of its completion
+      together, or `length` where they are tokenized again. None for a row each.
 
   Raises:
     CheckpointError: for any other model, such as a causal language model or a
       classifier of several labels.
   """
-  model = classifier.reward_model(checkpoint, dtype=dtype)
+  model = classifier.reward_model(
+    checkpoint, dtype=dtype, packed_tokens=packed_tokens
+  )
   return RewardModel(name, checkpoint, model, length)
 
 
@@ -94,7 +100,8 @@ def scorer(
 
   def score_prompt(params, prompt: base.Prompt):
     next_B1 = jnp.zeros((prompt.token.shape[0], 1), prompt.token.dtype)
-    return reward.model.value(params, prompt, next_B1)[:, 0]
+    mask_B1 = jnp.ones_like(next_B1)
+    return reward.model.value(params, prompt, next_B1, mask=mask_B1)[:, 0]
 
   stage = stages.Stage(score_prompt, reward.name, unbatched=(0,))
 

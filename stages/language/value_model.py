@@ -9,12 +9,13 @@ head, a vector, and norm is the transformer's last RMSNorm.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from stages import base
+from stages import base, ranges
 from stages.language import packing
 from stages.language.decoding import generate
 from stages.models import lora, transformer
@@ -27,21 +28,26 @@ class ValueModel(NamedTuple):
   Attributes:
     init: `key -> params`: those of the whole model, or of the head alone if it
       shares the trunk of the policy.
-    value: `params, prompt, action, *, group_size=1 -> value_BT`. If it shares
-      the trunk, `params` are those of the policy, with those of the head under
-      the key `base.CRITIC`.
+    value: `params, prompt, action, *, group_size=1, mask=None -> value_BT`. If
+      it shares the trunk, `params` are those of the policy, with those of the
+      head under the key `base.CRITIC`. With `packed_tokens`, `mask` is needed:
+      1 where values are read, which are 0 elsewhere.
     shares_trunk: whether it is a head on the trunk of the policy.
+    packed_tokens: room of a packed row in tokens, see `packing`; None without
+      packing.
   """
 
   init: Callable[[base.Key], base.Params]
   value: Callable[..., jax.Array]
   shares_trunk: bool = False
+  packed_tokens: int | None = None
 
 
 def own_trunk(
   config: transformer.Config,
   *,
   init: Callable[[base.Key], base.Params] | None = None,
+  packed_tokens: ranges.PositiveInt | None = None,
 ) -> ValueModel:
   """A value model with a transformer of its own.
 
@@ -49,37 +55,84 @@ def own_trunk(
     config: dimensions of the transformer.
     init: `key -> params`, such as those of a checkpoint; if None, a random
       transformer and a head of zeros.
+    packed_tokens: tokens that a packed row has room for; completions are then
+      read in packed rows, see `packing`, one on each device at a time. None to
+      read all of them together, padded to the longest possible.
   """
   # The head replaces the output layer. With tied embeddings, the transformer
   # has no output matrix.
   config = dataclasses.replace(config, tie_embeddings=True)
-  model = transformer.Transformer(config)
 
   def random(key):
     return transformer.init_params(config, key) | init_head(config)
 
-  def value(params, prompt, action_BT, *, group_size=1):
-    x_BTD = completion_states(model, params, prompt, action_BT, group_size)
+  def score_states(params, x_BTD):
     return score(config, params['norm_D'], params['value_D'], x_BTD)
 
-  return ValueModel(init or random, value)
+  value = _value(config, score_states, packed_tokens)
+  return ValueModel(init or random, value, packed_tokens=packed_tokens)
 
 
-def head(config: transformer.Config) -> ValueModel:
+def head(
+  config: transformer.Config,
+  *,
+  packed_tokens: ranges.PositiveInt | None = None,
+) -> ValueModel:
   """A value model that is one vector on the trunk of the policy.
 
   Args:
     config: dimensions of the policy's transformer.
+    packed_tokens: as in `own_trunk`.
   """
-  model = transformer.Transformer(config)
+  score_states = functools.partial(head_values, config)
+  of_params = _value(config, score_states, packed_tokens)
 
-  def value(params, prompt, action_BT, *, group_size=1):
+  def value(params, *args, **kwargs):
     if lora.is_adapted(params):
       params = lora.join(params)
-    x_BTD = completion_states(model, params, prompt, action_BT, group_size)
-    return head_values(config, params, x_BTD)
+    return of_params(params, *args, **kwargs)
 
-  return ValueModel(lambda key: init_head(config), value, shares_trunk=True)
+  return ValueModel(
+    lambda key: init_head(config),
+    value,
+    shares_trunk=True,
+    packed_tokens=packed_tokens,
+  )
+
+
+def _value(
+  config: transformer.Config,
+  score_states: Callable,
+  packed_tokens: int | None,
+) -> Callable:
+  """Returns `ValueModel.value`; `score_states: params, x_BTD -> value_BT`."""
+  model = transformer.Transformer(config)
+
+  def score_packed(params, rows: packing.PackedRows):
+    x_MSD = model.apply({'params': params}, *rows[:3], method='packed_states')
+    return score_states(params, x_MSD)
+
+  def value(params, prompt, action_BT, *, group_size=1, mask=None):
+    if packed_tokens is None:
+      x_BTD = completion_states(model, params, prompt, action_BT, group_size)
+      return score_states(params, x_BTD)
+    if mask is None:
+      raise ValueError(
+        f'The value model packs completions (packed_tokens={packed_tokens}), '
+        'and no mask says which of their values are read: give one, or set '
+        'packed_tokens (PACKED in gin) to None.'
+      )
+    return packing.evaluate(
+      score_packed,
+      params,
+      prompt,
+      action_BT,
+      mask,
+      group_size=group_size,
+      capacity=packed_tokens,
+    )
+
+  return value
 
 
 def score_completions(model: ValueModel) -> Callable:
@@ -87,14 +140,15 @@ def score_completions(model: ValueModel) -> Callable:
 
   The score is the value after the last token of the mask, as in the sequence
   classifiers of `transformers`, which take the last position that is not
-  padding.
+  padding. A model that packs needs room for one more token than a critic.
   """
 
   def run(params, prompt, action_BT, mask_BT):
     # The value after token T is the value before token T + 1.
     action_BS = jnp.pad(action_BT, ((0, 0), (0, 1)))
-    value_BS = model.value(params, prompt, action_BS)
     last_B1 = packing.lengths(mask_BT)[:, None]
+    is_last_BS = jnp.arange(action_BS.shape[1])[None] == last_B1
+    value_BS = model.value(params, prompt, action_BS, mask=is_last_BS)
     return jnp.take_along_axis(value_BS, last_B1, axis=1)[:, 0]
 
   return run

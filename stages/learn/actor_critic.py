@@ -83,7 +83,9 @@ def _two_learners(
   optimizer = optimizers.delayed(optimizer, *warmup)
 
   def loss_of_critic(params, x: base.Experience):
-    value_BT = critic.value(params, x.obs, x.action, group_size=group_size)
+    value_BT = critic.value(
+      params, x.obs, x.action, group_size=group_size, mask=x.mask
+    )
     loss_BT, info = value_loss(value_BT, x)
     return (aggregate(loss_BT, x.mask),), info
 

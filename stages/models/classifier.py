@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from stages import ranges
 from stages import remat as remat_lib
 from stages.language import value_model as value_model_lib
 from stages.models import families, huggingface, transformer
@@ -28,6 +29,7 @@ def value_model(
   trunk: Literal['own', 'policy'] = 'own',
   dtype: str | None = None,
   remat: str = remat_lib.AUTO,
+  packed_tokens: ranges.PositiveInt | None = None,
 ) -> value_model_lib.ValueModel:
   """A value model that starts from a checkpoint.
 
@@ -40,6 +42,7 @@ def value_model(
       a head on the transformer of the policy, which both train.
     dtype: type of the arithmetic; that of the checkpoint if None.
     remat: as in `transformer.Config`.
+    packed_tokens: as in `value_model.own_trunk`.
 
   Raises:
     CheckpointError: for a folder that is neither, or a head that cannot be on
@@ -48,7 +51,9 @@ def value_model(
   config, has_head = load_config(checkpoint, dtype=dtype, remat=remat)
   if trunk == 'own':
     init = functools.partial(_init, checkpoint, config, has_head)
-    return value_model_lib.own_trunk(config, init=init)
+    return value_model_lib.own_trunk(
+      config, init=init, packed_tokens=packed_tokens
+    )
   if trunk != 'policy':
     raise ValueError(
       f"The trunk of values is 'own' or 'policy', not {trunk!r}."
@@ -58,17 +63,22 @@ def value_model(
       f'{checkpoint} is a classifier, whose head belongs to its own trunk: '
       "give it trunk='own', or give the folder of the policy."
     )
-  return value_model_lib.head(config)
+  return value_model_lib.head(config, packed_tokens=packed_tokens)
 
 
 def reward_model(
-  checkpoint: str, *, dtype: str | None = None
+  checkpoint: str,
+  *,
+  dtype: str | None = None,
+  packed_tokens: ranges.PositiveInt | None = None,
 ) -> value_model_lib.ValueModel:
   """A reward model, whose value after the last token is the reward.
 
   Args:
     checkpoint: folder of a classifier of one label.
     dtype: type of the arithmetic; that of the checkpoint if None.
+    packed_tokens: as in `value_model.own_trunk`; at least the tokens of a
+      prompt and of its completion.
 
   Raises:
     CheckpointError: for another model.
@@ -80,7 +90,9 @@ def reward_model(
       f'the folder of a model whose architecture ends in {CLASS}.'
     )
   init = functools.partial(_init, checkpoint, config, has_head)
-  return value_model_lib.own_trunk(config, init=init)
+  return value_model_lib.own_trunk(
+    config, init=init, packed_tokens=packed_tokens
+  )
 
 
 def load_config(

@@ -233,8 +233,13 @@ def estimator(
     shaping: `kl_reward_coef` and `normalize_advantages` of `text_ppo`.
   """
   by_row = functools.partial(stages.Stage, group_size=group_size)
-  score = functools.partial(critic.value, group_size=group_size)
-  score = by_row(score, 'value', unbatched=(0,))
+
+  def values(params, prompt, action_BT, mask_BT=None):
+    return critic.value(
+      params, prompt, action_BT, group_size=group_size, mask=mask_BT
+    )
+
+  score = by_row(values, 'value', unbatched=(0,))
   discount, *lambdas = gae
   penalty, normalize = shaping
   compute = functools.partial(compute_advantages, discount, lambdas, penalty)
@@ -242,7 +247,9 @@ def estimator(
   whiten = stages.Stage(advantages.whiten, 'whiten', 'batch')
 
   def estimate(params, x: base.Experience, reward_B, ref_logp_BT):
-    value_BT = score(params, x.obs, x.action)
+    # Others do not read it.
+    masks = () if critic.packed_tokens is None else (x.mask,)
+    value_BT = score(params, x.obs, x.action, *masks)
     logp_BT = x.logp if x.proximal is None else x.proximal
     x = x._replace(**compute(reward_B, logp_BT, ref_logp_BT, value_BT, x.mask))
     if normalize:

@@ -96,13 +96,18 @@ def scores(checkpoint, rows):
   return np.asarray(values)[:, 0]
 
 
+@pytest.mark.parametrize('packed_tokens', [None, 64])
 def test_a_reward_model_reads_the_tokens_of_a_policy_of_its_tokenizer(
-  folders, capsys
+  packed_tokens, folders, capsys
 ):
   policy, same, _ = folders
   verify = verifier.verify(
     policy,
-    rewards=[length, model.reward_model(same), functions.finishes],
+    rewards=[
+      length,
+      model.reward_model(same, packed_tokens=packed_tokens),
+      functions.finishes,
+    ],
     weights=[1.0, 0.5, 2.0],
   )
   assert (
@@ -127,11 +132,15 @@ def test_a_reward_model_reads_the_tokens_of_a_policy_of_its_tokenizer(
   np.testing.assert_array_equal(verdict.terms['failed'], 0.0)
 
 
-def test_texts_are_tokenized_again_for_another_tokenizer(folders, capsys):
+@pytest.mark.parametrize('packed_tokens', [None, 64])
+def test_texts_are_tokenized_again_for_another_tokenizer(
+  packed_tokens, folders, capsys
+):
   policy, _, other = folders
-  verify = verifier.verify(
-    policy, rewards=[model.reward_model(other, name='judge', length=64)]
+  judge = model.reward_model(
+    other, name='judge', length=64, packed_tokens=packed_tokens
   )
+  verify = verifier.verify(policy, rewards=[judge])
   assert 'judge has another tokenizer or chat' in capsys.readouterr().out
   reference, x = experience(policy)
   verdict = verify.verify(verify.init(KEY), reference, x)
