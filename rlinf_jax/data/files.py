@@ -149,19 +149,19 @@ def _find_columns(row, prompt_column, answer_column: str, where: str) -> str:
   elif prompt_column not in row:
     raise ValueError(
       f'{where} has no column {prompt_column!r}; its {existing}: bind '
-      'prompt_column to one of them.'
+      'prompt_column (QUESTION in gin) to one of them.'
     )
   if prompt_column is None:
     names = config_errors.join_names(PROMPT_COLUMNS)
     raise ValueError(
       f'{where} has none of the columns {names}; its {existing}: bind '
-      'prompt_column to the one with the questions.'
+      'prompt_column (QUESTION in gin) to the one with the questions.'
     )
   # A first row that lacks its answer is a row without one, not a wrong name.
   if answer_column not in row and len(row) > 1:
     raise ValueError(
       f'{where} has no column {answer_column!r}; its {existing}: bind '
-      'answer_column to the one with the answers.'
+      'answer_column (ANSWER in gin) to the one with the answers.'
     )
   return prompt_column
 

@@ -81,7 +81,7 @@ def encode(
   if not kept:
     raise ValueError(
       f'All {len(rows)} questions of {name} have more than {limit} tokens (the '
-      f'longest has {longest}): raise prompt_length.'
+      f'longest has {longest}): raise prompt_length (PROMPT in gin).'
     )
   dropped = len(rows) - len(kept)
   over = f', {dropped} of more than {limit} tokens left out' if dropped else ''
