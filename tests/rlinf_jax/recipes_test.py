@@ -44,6 +44,7 @@ FOLDERS = (
   'experiments/arithmetic',
   'experiments/compiled',
   'experiments/rlpd',
+  'experiments/smollm',
   'gin_configs',
   'gin_configs/recipes',
 )
@@ -86,8 +87,11 @@ def flows(name, bindings, folder, *more):
   `more` files are read after the recipe.
   """
   text = (ROOT / name).read_text()
-  if 'math.gin' in text or '/recipes/' in name:
+  if 'math.gin' in text or '/recipes/' in name or 'smollm' in name:
     bindings = [*bindings, *own_data.bindings(folder / 'own_data')]
+  if 'smollm' in name:
+    # A token of the small model is a character.
+    bindings = [*bindings, 'PROMPT = 200']
   if 'supervised' in text:
     given = own_data.bindings(folder / 'own_data', own_data.write_replies)
     bindings = [*bindings, *given]
