@@ -19,6 +19,9 @@ STATED_CHOICE = re.compile(
 )
 WORDS = re.compile(r'[^\W\d_]{2,}(?:[ -][^\W\d_]+)*')
 STATED = re.compile(r'(?:answer|result)\s*(?:is|:|=)\s*(.+)', re.I)
+# Math-Verify would read the beginning of these as a number: 2,125 of 2,1251.
+# Not in brackets, where commas separate.
+MISGROUPED = re.compile(r'(?<![\d(\[{,.])\d{1,3}(?:,\d{3})+\d+')
 TEXT_COMMAND = re.compile(r'\\(?:text|textbf|mathrm|mathbf)\s*{([^{}]*)}')
 
 
@@ -36,7 +39,8 @@ def correct(completion: base.Completion) -> float:
     return float(_choice(text, final) == choice[1])
   if WORDS.fullmatch(_plain(gold)):
     return float(_in_words(text, final).casefold() == _plain(gold).casefold())
-  return float(_equal_mathematics(text if final is None else _box(final), gold))
+  said = _readable(text) if final is None else _box(final)
+  return float(_equal_mathematics(said, gold))
 
 
 def _box(text: str) -> str:
@@ -46,6 +50,16 @@ def _box(text: str) -> str:
 def _plain(text: str) -> str:
   """The text without commands that only set its type."""
   return TEXT_COMMAND.sub(r'\1', text).strip(' \n$*.')
+
+
+def _readable(text: str) -> str:
+  """Text outside of boxes, with numbers as Math-Verify reads them.
+
+  Percent signs lose their backslash, and numbers with commas at other places
+  than between thousands lose their commas.
+  """
+  text = text.replace('\\%', '%')
+  return MISGROUPED.sub(lambda found: found[0].replace(',', ''), text)
 
 
 def _choice(text: str, final: str | None) -> str | None:
