@@ -1,5 +1,6 @@
 r"""Final answers: in `\boxed{}`, after `####`, or a last number."""
 
+import fractions
 import re
 
 # An answer is at the end; the text before only costs time.
@@ -8,6 +9,13 @@ MARKER = '####'  # Of the final line in GSM8K.
 NUMBER = re.compile(r'-?\d[\d,]*(?:\.\d+)?(?:/\d+)?')
 # Differences that do not make answers differ.
 STYLE = re.compile(r'\\(?:left|right|,|;|!)|[\s$]|(?<=\d),(?=\d{3}(?!\d))|\.$')
+
+# A whole number, a decimal or a fraction, in LaTeX too, after `STYLE`. It is
+# short, so that no text takes long to read.
+PLAIN_NUMBER = re.compile(
+  r'(?P<sign>[+-]?)(?:\\[dt]?frac{(?P<top>\d{1,40})}{(?P<bottom>\d{1,40})}'
+  r'|(?P<number>\d{1,40}(?:/\d{1,40})?|\d{0,40}\.\d{1,40}))'
+)
 
 
 def in_box(text: str) -> str | None:
@@ -41,11 +49,28 @@ def find(text: str) -> str | None:
 def vote(text: str) -> str | None:
   """The vote of a completion: its final answer, or else its last number.
 
-  Answers are compared as text, but for spaces, dollars, capital letters and the
-  commas of thousands. None if there is neither.
+  Answers are compared as text, but for spaces, dollars, capital letters, the
+  commas of thousands, and the ways to write a number: 0.50 is 1/2. None if
+  there is neither.
   """
   text = text[-MAX_CHARACTERS:]
   answer = find(text)
   if answer is None:
     answer = (NUMBER.findall(text) or [None])[-1]
-  return None if answer is None else STYLE.sub('', answer).casefold()
+  if answer is None:
+    return None
+  answer = STYLE.sub('', answer).casefold()
+  number = _number(answer)
+  return answer if number is None else str(number)
+
+
+def _number(text: str) -> fractions.Fraction | None:
+  """The number that a text is; None if it is none."""
+  found = PLAIN_NUMBER.fullmatch(text)
+  if not found:
+    return None
+  plain = found['number'] or f'{found["top"]}/{found["bottom"]}'
+  try:
+    return fractions.Fraction(found['sign'] + plain)
+  except ZeroDivisionError:
+    return None
