@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 import stages
 from stages import base, metrics
+from stages.language import advantage_stages, packing
 from stages.language import evaluate as evaluate_lib
-from stages.language import packing
 
 
 def measure(group_size: int, updates_per_step: int) -> stages.Stage:
@@ -82,7 +82,9 @@ def padding(x: base.Experience, group_size: int) -> metrics.Mean:
   return metrics.Mean(computed - real, computed)
 
 
-def packed_padding(policy: base.Policy, group_size: int) -> Callable:
+def packed_padding(
+  policy: base.Policy, group_size: int, *, informative_only: bool = False
+) -> Callable:
   """Returns `minibatches -> info` with the share of padding in packed rows.
 
   It replaces the share that `describe` returns. Of a policy that does not pack,
@@ -92,21 +94,33 @@ def packed_padding(policy: base.Policy, group_size: int) -> Callable:
   Args:
     policy: the policy that scores the minibatches.
     group_size: adjacent rows that share a prompt.
+    informative_only: whether completions whose advantages are all 0 are not
+      scored.
   """
   capacity = policy.packed_tokens
   if capacity is None:
     return lambda batches: {}
 
-  def run(masks):
-    size_M = jnp.concatenate(
-      [packing.assign_batch(*pair, group_size, capacity).size for pair in masks]
-    ).astype(jnp.float32)
+  def size(mask_BP, mask_BT, *advantage):
+    if advantage:
+      mask_BT = advantage_stages.informative_mask(mask_BT, *advantage)
+    return packing.assign_batch(mask_BP, mask_BT, group_size, capacity).size
+
+  def run(minibatches):
+    size_M = jnp.concatenate([size(*x) for x in minibatches])
+    size_M = size_M.astype(jnp.float32)
     computed = capacity * (size_M > 0).sum(dtype=jnp.float32)
     share = metrics.Mean(computed - size_M.sum(), computed)
     return {'rollout/padding': share}
 
   stage = stages.Stage(run, 'padding', 'batch')
-  return lambda batches: stage([(x.obs.mask, x.mask) for x, *_ in batches])
+
+  def padding(batches):
+    if not informative_only:
+      return stage([(x.obs.mask, x.mask) for x, *_ in batches])
+    return stage([(x.obs.mask, x.mask, x.advantage) for x, *_ in batches])
+
+  return padding
 
 
 def _logprob_gap(x: base.Experience) -> base.Info:

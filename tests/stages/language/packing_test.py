@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import stages
 from stages import base, metrics, workflows
 from stages.language import language_model, packing, rollout_metrics
 from stages.learn import losses
 from stages.models import lora
+from stages.workflows.grpo import objective
 from tests.rlinf_jax.runtime.plans import invariance_test
 import tiny
 
@@ -255,6 +257,65 @@ def test_a_step_with_packing_learns_the_same(aggregate):
     np.testing.assert_allclose(
       infos[1][name], number, rtol=1e-10, atol=1e-12, err_msg=name
     )
+
+
+@stages.stage('reward')
+def first_half(answer, action, mask):
+  """Rewards even tokens, but in groups of odd answers all completions alike."""
+  verdict = tiny.even.fn(answer, action, mask)
+  return verdict._replace(
+    reward=jnp.where(answer % 2 == 0, verdict.reward, 0.5)
+  )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures('in_float64')
+def test_groups_of_equal_rewards_are_not_computed_and_learn_the_same():
+  problem, key = tiny.problem(8), jax.random.key(3)
+  infos, states = [], []
+  for packed_tokens in None, 15:
+    workflow = workflows.grpo(
+      tiny.policy('float64', packed_tokens=packed_tokens),
+      first_half,
+      invariance_test.KEEP,
+      group_size=GROUP,
+    )
+    state = invariance_test.begin(workflow)
+    state, info = workflow.step(state, problem, key)
+    states.append(state)
+    infos.append(tiny.read(info))
+  assert infos[0]['rollout/groups_degenerate'] >= 0.5
+  assert invariance_test.apart(*map(invariance_test.gradient, states)) <= 1e-10
+  for name in 'train/policy_loss', 'train/grad_norm', 'train/entropy':
+    np.testing.assert_allclose(
+      infos[1][name], infos[0][name], rtol=1e-10, atol=1e-12, err_msg=name
+    )
+
+
+def test_completions_without_an_advantage_are_not_scored():
+  mask_BT = jnp.float32([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
+  advantage_BT = jnp.float32([[0, 0, 0], [2, 0, 0], [0, 0, -1], [0, 0, 0]])
+  seen = []
+
+  def evaluate(params, x):
+    seen.append(x.mask)
+    nan_BT = jnp.full(x.mask.shape, jnp.nan)
+    logp_BT = jnp.where(x.mask > 0, params - 1.0, nan_BT)
+    return base.Evaluation(logp_BT, nan_BT)
+
+  x = base.Experience((), (), jnp.full((4, 3), -2.0), mask_BT, ())
+  x = x._replace(advantage=advantage_BT)
+  losses_, slopes = [], []
+  for only in False, True:
+    f = objective(evaluate, informative_only=only)
+    loss, slope = jax.value_and_grad(
+      lambda params: f(params, x, ()).means[0].sum
+    )(0.0)
+    losses_.append(loss)
+    slopes.append(slope)
+  np.testing.assert_array_equal(seen[0], mask_BT)
+  np.testing.assert_array_equal(seen[1].sum(1), [0, 1, 3, 0])
+  assert losses_[0] == losses_[1] and slopes[0] == slopes[1] != 0
 
 
 def test_padding_is_counted_with_and_without_packing():
