@@ -31,6 +31,7 @@ Key = jax.Array  # A scalar, or one a row.
 Info = dict[str, Any]  # Metrics by name, each a type of `stages.metrics`.
 CRITIC = 'critic'  # Key of a critic's parameters, see `Policy.init`.
 FROZEN = 'frozen'  # Key of parameters that are not trained, likewise.
+PROMPT = 'prompt'  # Key of an instruction in observations, a dict of a Prompt.
 
 
 class Prompt(NamedTuple):

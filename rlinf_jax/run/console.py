@@ -32,6 +32,7 @@ EVALUATION = (
   'success {eval/success_once:.1%}',
   'success at end {eval/success_at_end:.1%}',
   'loss {eval/loss:.3f}',
+  'agreement {eval/agreement:.1%}',
   'reward {eval/reward:.2f}',
   'return {eval/return:.2f}',
   'length {eval/response_length_mean:.1f}/{eval/response_length_max:.0f}',

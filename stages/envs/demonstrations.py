@@ -8,7 +8,7 @@ each part is an array of its own, such as `obs/state`, and `obs/image/table`,
 uint8 [N, rows, columns, colors]. The order of rows does not matter.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import functools
 import pathlib
 
@@ -89,13 +89,46 @@ def collect(
     ValueError: if the controller's observations are not vectors, or a simulator
       is to play its actions again.
   """
+  kept, succeeded = [], 0
+  for rows, kept_BT in episodes(
+    env,
+    controller,
+    num_envs=num_envs,
+    noise_std=noise_std,
+    num_episodes=num_episodes,
+    controller_env=controller_env,
+  ):
+    if chunk > 1:
+      action = following(rows.action, kept_BT.sum(1), chunk)
+      rows = rows._replace(action=action)
+    kept.append(jax.tree.map(lambda y, kept_BT=kept_BT: y[kept_BT], rows))
+    succeeded += int(kept_BT.any(1).sum())
+  return jax.tree.map(lambda *ys: np.concatenate(ys), *kept), succeeded
+
+
+def episodes(
+  env: base.Env,
+  controller: Controller,
+  *,
+  num_envs: int,
+  noise_std: float,
+  num_episodes: int,
+  controller_env: base.Env | None = None,
+) -> Iterator[tuple[base.Demonstration, np.ndarray]]:
+  """Runs episodes, `num_envs` at a time.
+
+  Arguments and errors are those of `collect`.
+
+  Yields:
+    Observations and actions [B, T, …] of as many episodes, and which of these
+    steps are of an episode that succeeds [B, T]: its first ones, or none.
+  """
   acting_env = controller_env or env
   _check(env, acting_env)
   policy = scripted_policy(acting_env, controller, noise_std)
   reset = rollout.reset(acting_env)
   act = rollout.rollout(policy, acting_env, acting_env.horizon)
   play = None if controller_env is None else jax.jit(_playback(policy, env))
-  kept, succeeded = [], 0
   for start in range(0, num_episodes, num_envs):
     end = min(start + num_envs, num_episodes)
     seed_B = np.arange(start, end, dtype=np.int32)
@@ -107,14 +140,8 @@ def collect(
       obs, timestep = play(seed_B, x.action)
     success_B = episode_stats.first_episode(timestep).success_once
     mask_BT = episode_stats.in_first_episode(timestep) * success_B[:, None]
-    kept_BT = np.asarray(mask_BT) > 0
-    action = np.asarray(x.action)
-    if chunk > 1:
-      action = following(action, kept_BT.sum(1), chunk)
-    rows = base.Demonstration(obs, action)
-    kept.append(jax.tree.map(lambda y: np.asarray(y)[kept_BT], rows))
-    succeeded += int(success_B.sum())
-  return jax.tree.map(lambda *ys: np.concatenate(ys), *kept), succeeded
+    rows = jax.tree.map(np.asarray, base.Demonstration(obs, x.action))
+    yield rows, np.asarray(mask_BT) > 0
 
 
 def _check(env: base.Env, acting_env: base.Env):

@@ -4,9 +4,13 @@ The gripper is a disc that moves as commanded. The puck is another disc without
 dynamics of its own: where the two would overlap, it gives way along the line
 between their centers. It therefore slips off sideways unless pushed from
 behind, which is what there is to learn.
+
+With instructions, there are two discs, and words say to which of them: the
+picture does not tell.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +23,27 @@ SPEED = 0.08  # Distance a step; the table is 2 wide.
 TOUCH = 0.16  # Distance of the centers of gripper and puck in contact.
 NEAR = 0.06  # Distance of puck and goal that counts as success.
 GOAL, PUCK, GRIPPER = (0.2, 0.7, 0.3), (0.85, 0.3, 0.2), (0.2, 0.35, 0.8)
+# Colors of the two discs where words say which one is the goal.
+DISCS = {'green': GOAL, 'yellow': (0.95, 0.85, 0.25)}
+INSTRUCTIONS = tuple(f'push the puck to the {color} disc' for color in DISCS)
 
 
 class Table(NamedTuple):
-  """Positions within −1 … 1 on both axes."""
+  """Positions within −1 … 1 on both axes.
+
+  Attributes:
+    gripper: of the gripper.
+    puck: of the puck.
+    goal: of the disc to which the puck is to be pushed.
+    other: of the other disc; `()` where there is one only.
+    instruction: index of the goal among `DISCS`; likewise.
+  """
 
   gripper: Float[Array, ' X']
   puck: Float[Array, ' X']
   goal: Float[Array, ' X']
+  other: Any = ()
+  instruction: Any = ()
 
 
 def push(
@@ -35,6 +52,7 @@ def push(
   terminate: bool = False,
   horizon: ranges.PositiveInt = 50,
   image_size: ranges.PositiveInt | None = None,
+  instructions: Callable[[Sequence[str]], base.Prompt] | None = None,
 ) -> base.Env:
   """Makes the environment.
 
@@ -45,6 +63,11 @@ def push(
     image_size: edge of an image of the table, in pixels. The observation is
       then the image and the gripper's position; None for a vector with all
       positions.
+    instructions: encodes texts as tokens, such as
+      `instructions.openvla`. There are then two discs of different colors, and
+      an observation with an image has the tokens of one of `INSTRUCTIONS`,
+      drawn at the reset. A vector holds the position of the goal. None for one
+      disc and no words.
   """
 
   def reward(table: Table):
@@ -52,7 +75,15 @@ def push(
     success = success.astype(table.puck.dtype)
     return (dense_reward(table) if dense else success), success
 
-  task = vectorize.Task(reset, step, observe, reward, render, proprioception)
+  task = vectorize.Task(
+    reset if instructions is None else reset_discs,
+    step,
+    observe,
+    reward,
+    render,
+    proprioception,
+    instruction=lambda table: table.instruction,
+  )
   return vectorize.env(
     task,
     action_low=(-1.0, -1.0),
@@ -60,6 +91,7 @@ def push(
     horizon=horizon,
     terminate=terminate,
     image_size=image_size,
+    instructions=instructions and instructions(INSTRUCTIONS),
   )
 
 
@@ -72,17 +104,31 @@ def reset(key) -> Table:
   return Table(gripper_X, _pushed(gripper_X, puck_X), goal_X)
 
 
+def reset_discs(key) -> Table:
+  """As `reset`, with another disc 90° or more aside, seen from the puck."""
+  table, key = reset(key), jax.random.fold_in(key, 1)
+  uniform = jax.random.uniform(key, (3,))
+  to_goal_X = table.goal - table.puck
+  angle = jnp.arctan2(to_goal_X[1], to_goal_X[0])
+  angle += jnp.pi * (0.5 + uniform[0])
+  direction_X = jnp.stack([jnp.cos(angle), jnp.sin(angle)])
+  other_X = table.puck + (0.3 + 0.2 * uniform[1]) * direction_X
+  instruction = (uniform[2] < 0.5).astype(jnp.int32)
+  return table._replace(other=other_X, instruction=instruction)
+
+
 def step(table: Table, action_X) -> Table:
   """Moves the gripper; the puck gives way."""
   gripper_X = jnp.clip(table.gripper + SPEED * action_X, -1.0, 1.0)
-  return Table(gripper_X, _pushed(gripper_X, table.puck), table.goal)
+  puck_X = _pushed(gripper_X, table.puck)
+  return table._replace(gripper=gripper_X, puck=puck_X)
 
 
 def observe(table: Table):
   """All positions, gripper to puck, and puck to goal: [10]."""
   to_puck_X = table.puck - table.gripper
   to_goal_X = table.goal - table.puck
-  return jnp.concatenate([*table, to_puck_X, to_goal_X])
+  return jnp.concatenate([*table[:3], to_puck_X, to_goal_X])
 
 
 def proprioception(table: Table):
@@ -91,9 +137,17 @@ def proprioception(table: Table):
 
 
 def render(table: Table) -> list[drawing.Stroke]:
-  """The gripper over the puck over the goal."""
+  """The gripper over the puck over the goal, or over both discs."""
+  discs = [table.goal]
+  if len(table.other):
+    is_first = table.instruction == 0
+    both = table.goal, table.other
+    discs = [jnp.where(is_first, *both), jnp.where(is_first, *both[::-1])]
   return [
-    drawing.disc(table.goal, 0.75 * TOUCH, GOAL),
+    *(
+      drawing.disc(at_X, 0.75 * TOUCH, color)
+      for at_X, color in zip(discs, DISCS.values(), strict=False)
+    ),
     drawing.disc(table.puck, TOUCH / 2, PUCK),
     drawing.disc(table.gripper, TOUCH / 2, GRIPPER),
   ]

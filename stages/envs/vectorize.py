@@ -49,6 +49,8 @@ class Task(NamedTuple):
     proprioception: `state -> vector` of what a robot knows of itself, the
       observation beside its image; needed for image observations only.
     extent: images span −extent … extent on both axes.
+    instruction: `state -> index` of what is to be done, among the instructions;
+      None for a task that has one purpose only.
   """
 
   reset: Callable[[base.Key], Any]
@@ -58,6 +60,7 @@ class Task(NamedTuple):
   render: Callable[[Any], list[drawing.Stroke]] | None = None
   proprioception: Callable[[Any], jax.Array] | None = None
   extent: float = 1.0
+  instruction: Callable[[Any], jax.Array] | None = None
 
 
 def env(
@@ -69,6 +72,7 @@ def env(
   horizon: int,
   terminate: bool,
   image_size: int | None = None,
+  instructions: base.Prompt | None = None,
 ) -> base.Env:
   """Makes a batched environment of a task.
 
@@ -83,6 +87,9 @@ def env(
     image_size: edge of an image observation, in pixels. The observation is then
       {'image': {'table': uint8 [size, size, 3]}, 'state': proprioception}.
       None: it is the task's observation vector.
+    instructions: tokens of what `task.instruction` counts, one a row. An
+      observation with an image then also has the row of its episode, as
+      {'prompt': {'token': [P], 'mask': [P]}}.
 
   Raises:
     ValueError: if images are asked of a task that renders none.
@@ -104,7 +111,13 @@ def env(
     if image_size is None:
       return task.observe(task_state)
     images = {CAMERA: image(task_state, image_size)}
-    return {'image': images, 'state': task.proprioception(task_state)}
+    obs = {'image': images, 'state': task.proprioception(task_state)}
+    if instructions is not None:
+      row = task.instruction(task_state)
+      obs[base.PROMPT] = {
+        name: jnp.asarray(x)[row] for name, x in instructions._asdict().items()
+      }
+    return obs
 
   def render(state_B: VectorState, size: int = drawing.SIZE):
     return jax.vmap(lambda state: image(state, size))(state_B.task_state)

@@ -1,6 +1,7 @@
 """Behavior cloning: supervised learning of demonstrated actions."""
 
 from collections.abc import Callable
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import optax
 import stages
 from stages import base, metrics, tree_paths
 from stages.envs.rollouts import embodied, obs_stats
+from stages.envs.rollouts import evaluate as evaluate_lib
 from stages.learn import train_step
 from stages.models.control import action_range
 
@@ -27,8 +29,8 @@ class State(NamedTuple):
 
 
 def behavior_cloning(
-  env: base.Env,
-  policy: Callable[[base.Env], base.Policy],
+  env: base.Env | None,
+  policy: Callable[[base.Env | None], base.Policy],
   optimizer: optax.GradientTransformation,
   *,
   normalize_obs: bool = True,
@@ -45,17 +47,27 @@ def behavior_cloning(
   that starts from the clone explores by it.
 
   Args:
-    env: environments in which the policy is evaluated.
+    env: environments in which the policy is evaluated. None for data of a robot
+      without a simulator: evaluation batches are held-out demonstrations then,
+      and the score is `eval/agreement`, see `agreement`.
     policy: makes the policy for an environment's observations and actions.
     optimizer: optimizer of the parameters.
-    normalize_obs: whether observations are normalized by running moments.
+    normalize_obs: whether observations are normalized by running moments; not
+      possible without an environment.
 
   Raises:
-    ValueError: for a policy that squashes its samples; in the first step, for
-      demonstrations that do not have the environment's observations.
+    ValueError: for a policy that squashes its samples, or normalization without
+      an environment; in the first step, for demonstrations that do not have the
+      environment's observations.
   """
   policy = policy(env)
-  _check(policy, env)
+  if env is None and normalize_obs:
+    raise ValueError(
+      'Observations are normalized by what an environment says of them, and '
+      'none is given: set normalize_obs = False.'
+    )
+  if env is not None:
+    _check(policy, env)
   update_obs_stats = embodied.update_obs_stats(env, normalize_obs)
 
   def loss(params, stats, x: base.Demonstration, *key_B):
@@ -72,21 +84,56 @@ def behavior_cloning(
 
   learn = train_step.learner(loss, optimizer, unbatched=(0, 1))
 
+  def draws(key, obs):
+    if policy.imitation_loss is None:
+      return ()  # A likelihood draws nothing.
+    return (stages.keys(key, obs),)
+
   def init(key):
     return State(
       *embodied.init_actor(policy, env, optimizer, key, normalize_obs)
     )
 
   def step(state: State, batch: base.Demonstration, key):
-    _check_obs(batch.obs, env)
-    keys = ()  # A likelihood draws nothing.
-    if policy.imitation_loss is not None:
-      keys = (stages.keys(key, batch.obs),)
+    if env is not None:
+      _check_obs(batch.obs, env)
     stats = update_obs_stats(state.obs_stats, batch.obs)
-    actor, info = learn(state.actor, [(batch, *keys)], stats)
+    minibatch = batch, *draws(key, batch.obs)
+    actor, info = learn(state.actor, [minibatch], stats)
     return State(actor, stats), info
 
-  return embodied.workflow(init, step, policy, env)
+  if env is not None:
+    return embodied.workflow(init, step, policy, env)
+  score = stages.Stage(agreement(policy), 'score', 'sum', (0,))
+
+  def evaluate(state: State, batch: base.Demonstration, key):
+    return score(state.actor.params, batch, *draws(key, batch.obs))
+
+  return base.Workflow(
+    init, step, evaluate, evaluate_lib.policy_state, score='eval/agreement'
+  )
+
+
+def agreement(policy: base.Policy) -> Callable:
+  """Returns `params, demonstrations, *keys -> info` of imitating them.
+
+  `eval/loss` is what cloning minimizes, and `eval/agreement` the mean over rows
+  of min(1, exp(−loss / n)), where n counts the numbers of a row's action. Of
+  tokens that is the geometric mean of their probabilities.
+  """
+
+  def score(params, x: base.Demonstration, *key_B):
+    if policy.imitation_loss is not None:
+      loss_B = policy.imitation_loss(params, x.obs, x.action, *key_B)
+    else:
+      loss_B = -policy.evaluate(params, x.obs, x.action).logp
+    n = math.prod(x.action.shape[1:])
+    return {
+      'eval/loss': metrics.mean(loss_B),
+      'eval/agreement': metrics.score(jnp.minimum(1.0, jnp.exp(-loss_B / n))),
+    }
+
+  return score
 
 
 def _check_obs(obs, env: base.Env):

@@ -54,18 +54,18 @@ def reset(env: base.Env, num_envs: int, key: base.Key) -> tuple[Any, Any, Any]:
   return *rollout.init(env, seed_B), episode_stats.init(num_envs)
 
 
-def update_obs_stats(env: base.Env, enabled: bool) -> Callable:
+def update_obs_stats(env: base.Env | None, enabled: bool) -> Callable:
   """Returns `obs_stats, obs -> obs_stats`: adds a batch of observations.
 
   Two stages: moments of the batch, which add up over its pieces, and their
   merge. If not `enabled`, statistics are returned as they are.
   """
+  if not enabled:
+    return lambda stats, obs: stats
   moments = stages.Stage(
     lambda obs: obs_stats.from_batch(obs, env.obs_spec), 'obs_moments', 'sum'
   )
   merge = stages.Stage(lambda a, b: a.merge(b), 'update_obs_stats', 'batch')
-  if not enabled:
-    return lambda stats, obs: stats
   return lambda stats, obs: merge(stats, moments(obs))
 
 

@@ -9,14 +9,19 @@ import numpy as np
 
 from stages import base, ranges, tree_paths
 from stages.models.control import action_range
-from stages.models.vla import action_tokens, openvla, openvla_policy
+from stages.models.vla import (
+  action_tokens,
+  instructions,
+  openvla,
+  openvla_policy,
+)
 
 
 def policy(
   env: base.Env,
   *,
   config: openvla.Config,
-  prompt: tuple[int, ...],
+  prompt: tuple[int, ...] | None = None,
   camera: str = 'image/table',
   chunk: ranges.PositiveInt = 1,
   **settings,
@@ -29,16 +34,18 @@ def policy(
   Args:
     env: the environment. The bounds of its actions are −1 and 1 of the model.
     config: the model.
-    prompt: tokens of the instruction, the beginning of the text first.
+    prompt: tokens of one instruction for all environments, the beginning of the
+      text first; None for those of observations, see `instructions`.
     camera: path of the picture in observations.
     chunk: Z, steps of the environment that are decided at a time, one token
       after the other. The environment's action is [Z, A] if Z > 1.
     **settings: of `openvla_policy.policy`, but `logp_of`.
 
   Raises:
-    ValueError: if observations have no such picture.
+    ValueError: if observations have no such picture, or no instruction.
   """
   check_camera(env, camera)
+  instructions.check(env, prompt)
   low, high = map(np.asarray, action_range.bounds(env, chunk))
   stats = action_tokens.ActionStats(low, high, np.ones(low.shape, bool))
   own = openvla_policy.policy(config, stats, **settings)
@@ -106,16 +113,10 @@ def check_camera(env: base.Env, camera: str):
     )
 
 
-def _observe(camera: str, prompt: tuple[int, ...], obs):
+def _observe(camera: str, prompt: tuple[int, ...] | None, obs):
   """The observations of OpenVLA, with all leading dimensions as one."""
-  image = tree_paths.flatten(obs)[camera]
-  image = image.reshape(-1, *image.shape[-3:])
-  return openvla_policy.Observation(image, repeated(prompt, len(image)))
-
-
-def repeated(prompt: tuple[int, ...], rows: int) -> base.Prompt:
-  """The same instruction for all rows."""
-  token = jnp.broadcast_to(
-    jnp.array(prompt, jnp.int32)[None], (rows, len(prompt))
+  found = tree_paths.flatten(obs)
+  image = found[camera].reshape(-1, *found[camera].shape[-3:])
+  return openvla_policy.Observation(
+    image, instructions.of_observation(found, prompt, len(image))
   )
-  return base.Prompt(token, jnp.ones_like(token))

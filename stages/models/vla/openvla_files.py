@@ -24,15 +24,19 @@ from stages.models.files import config_check, weights
 from stages.models.files.naming import Names, Tensor
 from stages.models.vision import names as vision_names
 from stages.models.vision import vit
-from stages.models.vla import action_tokens, openvla, openvla_policy
-from stages.models.vla import pictures as pictures_lib
+from stages.models.vla import (
+  action_tokens,
+  openvla,
+  openvla_policy,
+  picture_files,
+)
 
 STATISTICS = 'dataset_statistics.json'
 COMPANIONS = (
   *huggingface.COMPANIONS,
   STATISTICS,
   'tokenizer.model',
-  'preprocessor_config.json',
+  picture_files.FILE,
   'processor_config.json',
   'configuration_prismatic.py',
   'modeling_prismatic.py',
@@ -62,6 +66,16 @@ TOWERS = {
   'vit_large_patch14_reg4_dinov2.lvd142m': _DINO,
   'vit_so400m_patch14_siglip_224': _SIGLIP,
   'vit_so400m_patch14_siglip_384': _SIGLIP,
+}
+# Sizes of towers in the arguments of timm. They are for small models alone: no
+# published folder has them.
+TOWER_ARGS = 'timm_model_args'
+TIMM_SIZES = {
+  'embed_dim': 'D',
+  'depth': 'L',
+  'num_heads': 'H',
+  'mlp_ratio': 'F',
+  'patch_size': 'patch_size',
 }
 SETTINGS = {
   'text_config': config_check.OBJECT,
@@ -124,8 +138,13 @@ def read(
   own = {'dtype': llama.dtype, 'remat': remat}
   try:
     dino, siglip = (
-      dataclasses.replace(towers[name], image_size=size, **own)
-      for name, size in zip(raw['timm_model_ids'], sizes, strict=True)
+      dataclasses.replace(_tower(towers[name], args), image_size=size, **own)
+      for name, size, args in zip(
+        raw['timm_model_ids'],
+        sizes,
+        raw.get(TOWER_ARGS) or ({}, {}),
+        strict=True,
+      )
     )
     config = openvla.Config(
       dino,
@@ -133,15 +152,25 @@ def read(
       llama,
       raw.get('pad_to_multiple_of', 64),
       raw.get('n_action_bins', 256),
-      pictures_lib.Pictures(
-        sizes, strategy=raw.get('image_resize_strategy', 'letterbox')
+      picture_files.read(
+        checkpoint, sizes, raw.get('image_resize_strategy', 'letterbox')
       ),
     )
+  except weights.CheckpointError:
+    raise
   except ValueError as error:
     raise weights.CheckpointError(
       f'{path} cannot describe an OpenVLA: {error}'
     ) from error
   return Model(config, _statistics(checkpoint, raw))
+
+
+def _tower(published: vit.Config, args: Mapping[str, Any]) -> vit.Config:
+  """A tower with other sizes than the published one."""
+  sizes = {TIMM_SIZES[key]: x for key, x in args.items()}
+  if 'F' in sizes:
+    sizes['F'] = round(sizes['F'] * sizes.get('D', published.D))
+  return dataclasses.replace(published, **sizes)
 
 
 def _unsupported(raw: Mapping[str, Any], towers: Mapping[str, vit.Config]):
@@ -167,6 +196,19 @@ def _unsupported(raw: Mapping[str, Any], towers: Mapping[str, vit.Config]):
     and all(type(x) is int and 1 <= x <= 2**16 for x in sizes)
   ):
     yield f'image_sizes is {sizes!r:.40}, expected two numbers of pixels'
+  args = raw.get(TOWER_ARGS)
+  if args is not None and not (
+    isinstance(args, list)
+    and len(args) == 2
+    and all(isinstance(x, dict) and {*x} <= {*TIMM_SIZES} for x in args)
+    and all(
+      isinstance(n, int | float) and 0 < n <= 2**16
+      for x in args
+      for n in x.values()
+    )
+  ):
+    known = ', '.join(TIMM_SIZES)
+    yield f'{TOWER_ARGS} is {args!r:.80}, expected two objects of {known}'
   overrides = raw.get('timm_override_act_layers')
   if overrides not in (None, [None, None]):
     yield f'timm_override_act_layers is {overrides!r:.40}, expected nulls'

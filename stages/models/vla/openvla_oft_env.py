@@ -1,16 +1,24 @@
 """OpenVLA-OFT in environments that return pictures."""
 
+from collections.abc import Mapping
 import functools
+import pathlib
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stages import base, tree_paths
+from stages import base, ranges, tree_paths
+from stages.models import lora as lora_lib
 from stages.models.control import action_range
 from stages.models.vla import (
   action_tokens,
+  instructions,
   openvla_env,
+  openvla_lora,
   openvla_oft,
+  openvla_oft_files,
   openvla_oft_policy,
 )
 
@@ -19,7 +27,7 @@ def policy(
   env: base.Env,
   *,
   config: openvla_oft.Config,
-  prompt: tuple[int, ...],
+  prompt: tuple[int, ...] | None = None,
   cameras: tuple[str, ...] = ('image/table',),
   state: str | None = None,
   **settings,
@@ -32,7 +40,8 @@ def policy(
   Args:
     env: the environment. The bounds of its actions are −1 and 1 of the model.
     config: the model.
-    prompt: tokens of the instruction, the beginning of the text first.
+    prompt: tokens of one instruction for all environments, the beginning of the
+      text first; None for those of observations, see `instructions`.
     cameras: paths of the pictures in observations, the main one first.
     state: path of the robot's state, which is read as it is; None for none.
     **settings: of `openvla_oft_policy.policy`, but `logp_of`.
@@ -42,22 +51,97 @@ def policy(
   """
   for camera in cameras:
     openvla_env.check_camera(env, camera)
+  instructions.check(env, prompt)
   _check(env, config, cameras, state)
   low, high = map(np.asarray, action_range.bounds(env))
   stats = action_tokens.ActionStats(low, high, np.ones(low.shape, bool))
   own = openvla_oft_policy.policy(config, stats, **settings)
   observe = functools.partial(_observe, cameras, prompt, state)
   own = openvla_env.adapt(own, observe, cameras[0], config.Z)
+  return _within_bounds(own, env, config.Z)
+
+
+def pretrained(
+  env: base.Env | None,
+  *,
+  checkpoint: str,
+  prompt: tuple[int, ...] | None = None,
+  cameras: tuple[str, ...] = ('image/table',),
+  state: str = 'state',
+  chunk: ranges.PositiveInt = 8,
+  lora: lora_lib.Lora | None = None,
+  **settings,
+) -> base.Policy:
+  """A policy from a checkpoint, for an environment or for data of a robot.
+
+  Actions are in the units of the checkpoint's data set, or of `norm_stats`;
+  demonstrated ones are −1 … 1 between its quantiles.
+
+  Args:
+    env: the environment; None without one.
+    checkpoint: folder of a model.
+    prompt: as for `policy`.
+    cameras: likewise.
+    state: path of the robot's state, in the units of the data set; read by
+      models with a projector of the state alone.
+    chunk: Z, which no file says.
+    lora: adapters that are trained in place of the weights; None to train the
+      weights.
+    **settings: of `openvla_oft_files.policy`.
+
+  Raises:
+    ValueError: if the model does not fit the observations or the actions.
+  """
+  own, config = openvla_oft_files.policy_and_config(
+    checkpoint, chunk=chunk, cameras=len(cameras), **settings
+  )
+  if lora:
+    own = openvla_lora.wrap(own, lora)
+  read_state = state if config.O else None
+  if env is not None:
+    for camera in cameras:
+      openvla_env.check_camera(env, camera)
+    instructions.check(env, prompt)
+    _check(env, config, cameras, read_state)
+  observe = functools.partial(_observe, cameras, prompt, read_state)
+  own = openvla_env.adapt(own, observe, cameras[0], config.Z)
+  return own if env is None else _within_bounds(own, env, config.Z)
+
+
+def export(
+  folder: str | pathlib.Path,
+  params: Mapping[str, Any],
+  *,
+  checkpoint: str,
+  **settings,
+):
+  """Writes what a workflow has trained as a checkpoint, adapters added.
+
+  Args:
+    folder: folder to write.
+    params: what `Workflow.params` returns.
+    checkpoint: the original model.
+    **settings: of `openvla_oft_files.export`.
+  """
+  own = params['policy']
+  if lora_lib.is_adapted(own):
+    own = jax.jit(openvla_lora.merge)(own)
+  openvla_oft_files.export(folder, own, checkpoint, **settings)
+
+
+def _within_bounds(own: base.Policy, env: base.Env, Z: int) -> base.Policy:
+  """The policy with actions that the environment accepts."""
+  low, high = map(np.asarray, action_range.bounds(env))
 
   def to_env_action(action):
-    # The L1 head may leave the range that the environment accepts.
+    # The L1 head may leave the range, and a data set may exceed it.
     chunk = own.to_env_action(action)
     chunk = jnp.clip(
       chunk,
       action_range.broadcast(low, chunk),
       action_range.broadcast(high, chunk),
     )
-    return chunk if config.Z > 1 else chunk[..., 0, :]
+    return chunk if Z > 1 else chunk[..., 0, :]
 
   return own._replace(to_env_action=to_env_action)
 
@@ -103,6 +187,6 @@ def _observe(cameras, prompt, state, obs) -> openvla_oft.Observation:
   )
   return openvla_oft.Observation(
     images,
-    openvla_env.repeated(prompt, len(images[0])),
+    instructions.of_observation(found, prompt, len(images[0])),
     () if state is None else found[state].reshape(-1, found[state].shape[-1]),
   )

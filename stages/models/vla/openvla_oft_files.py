@@ -9,6 +9,7 @@ no such head.
 
 from collections.abc import Mapping
 import dataclasses
+import json
 import pathlib
 from typing import Any, NamedTuple
 
@@ -91,6 +92,7 @@ def read(
   chunk: int = 8,
   cameras: int = 1,
   data_set: str | None = None,
+  norm_stats: Mapping[str, Any] | None = None,
   dtype: str | None = None,
   remat: str = remat_lib.AUTO,
   towers: Mapping[str, vit.Config] = openvla_files.TOWERS,
@@ -102,6 +104,7 @@ def read(
     chunk: Z, which no file says: 8 for LIBERO.
     cameras: number of pictures, which no file says either.
     data_set: whose actions it takes; None if it was trained on one.
+    norm_stats: statistics by data set; None for those of the folder.
     dtype: as for `openvla_files.read`.
     remat: likewise.
     towers: likewise.
@@ -109,9 +112,10 @@ def read(
   Raises:
     CheckpointError: if the folder describes no such model.
   """
-  own, norm_stats = openvla_files.read(
+  own, stored = openvla_files.read(
     checkpoint, dtype=dtype, remat=remat, towers=towers
   )
+  norm_stats = stored if norm_stats is None else norm_stats
   found = heads(checkpoint)
   O = 0
   if 'state_projector' in found:
@@ -123,9 +127,17 @@ def read(
 
 
 def load_params(
-  checkpoint: str | pathlib.Path, config: openvla_oft.Config
+  checkpoint: str | pathlib.Path,
+  config: openvla_oft.Config,
+  *,
+  new_heads: bool = False,
 ) -> base.Params:
   """The parameters of a checkpoint.
+
+  Args:
+    checkpoint: folder of a model.
+    config: the model.
+    new_heads: whether heads without a file are left out.
 
   Raises:
     CheckpointError: names all tensors of the heads, or all others, that are
@@ -134,6 +146,8 @@ def load_params(
   shapes, found = openvla_oft.param_shapes(config), heads(checkpoint)
   faults, own = [], {}
   for part in openvla_oft.heads(config):
+    if part not in found and new_heads:
+      continue
     if part not in found:
       faults.append(f'missing {FILES[part]}--STEP_checkpoint.pt')
       continue
@@ -160,19 +174,28 @@ def load_params(
   return openvla_files.load_params(checkpoint, config.openvla) | own
 
 
-def policy(
+def policy(checkpoint: str, **settings) -> base.Policy:
+  """A policy from a checkpoint, see `policy_and_config`."""
+  return policy_and_config(checkpoint, **settings)[0]
+
+
+def policy_and_config(
   checkpoint: str,
   *,
   chunk: int = 8,
   cameras: int = 1,
   data_set: str | None = None,
   head: openvla_oft.Head | None = None,
+  norm_stats: Mapping[str, Any] | None = None,
+  new_heads: bool = False,
   dtype: str | None = None,
   remat: str = remat_lib.AUTO,
   towers: Mapping[str, vit.Config] = openvla_files.TOWERS,
   **settings,
-) -> base.Policy:
-  """A policy from a checkpoint; its state is normalized by the statistics.
+) -> tuple[base.Policy, openvla_oft.Config]:
+  """A policy from a checkpoint, and the model.
+
+  The robot's state is normalized by the statistics.
 
   Args:
     checkpoint: folder of a model.
@@ -180,6 +203,11 @@ def policy(
     cameras: likewise.
     data_set: likewise.
     head: 'token' to leave an L1 head aside; None for what the folder has.
+    norm_stats: statistics by data set of a robot for which the model is
+      trained further; None for those of the folder.
+    new_heads: whether heads that the folder does not have get random values, to
+      be trained: a projector of the state, if the statistics have a state, and
+      an L1 head, if `head` asks for it.
     dtype: as for `openvla_files.read`.
     remat: likewise.
     towers: likewise.
@@ -190,6 +218,7 @@ def policy(
     chunk=chunk,
     cameras=cameras,
     data_set=data_set,
+    norm_stats=norm_stats,
     dtype=dtype,
     remat=remat,
     towers=towers,
@@ -197,8 +226,10 @@ def policy(
   config = dataclasses.replace(config, head=head or config.head)
   stats = action_tokens.action_stats(norm_stats, data_set)
   state_stats = None
-  if config.O:
+  if config.O or (new_heads and _has_state(norm_stats, data_set)):
     state_stats = action_tokens.action_stats(norm_stats, data_set, 'proprio')
+    if new_heads and not config.O:
+      config = dataclasses.replace(config, O=len(state_stats.q01))
   own = openvla_oft_policy.policy(
     config, stats, state_stats=state_stats, **settings
   )
@@ -207,9 +238,15 @@ def policy(
     params = own.init(key)
     if isinstance(key, jax.core.Tracer):  # Only shapes are needed.
       return params
-    return params | load_params(checkpoint, config)
+    own_params = load_params(checkpoint, config, new_heads=new_heads)
+    return params | own_params
 
-  return own._replace(init=init)
+  return own._replace(init=init), config
+
+
+def _has_state(norm_stats: Any, data_set: str | None) -> bool:
+  name = next(iter(norm_stats)) if data_set is None else data_set
+  return 'proprio' in norm_stats[name]
 
 
 def export(
@@ -217,6 +254,7 @@ def export(
   params: base.Params,
   checkpoint: str | pathlib.Path,
   *,
+  norm_stats: Mapping[str, Any] | None = None,
   towers: Mapping[str, vit.Config] = openvla_files.TOWERS,
   shard_bytes: int = 5 * 2**30,
 ):
@@ -227,21 +265,21 @@ def export(
     params: parameters of the policy; its critic is left out.
     checkpoint: the original model, for its types and names, and for all that
       the policy does not have.
+    norm_stats: statistics by data set of what it was trained on; None for those
+      of the original.
     towers: as for `read`.
     shard_bytes: maximum bytes of tensors in one file.
   """
   found = heads(checkpoint)
 
-  def write_heads(part: pathlib.Path):
-    for name, stored in found.items():
-      ours = {theirs: key for key, theirs in NAMES[name].items()}
-      tensors = {}
-      for key, tensor in stored.tensors.items():
-        if name in params:
-          leaf = np.asarray(params[name][ours[key]]).T
-          tensor = np.ascontiguousarray(leaf.astype(tensor.dtype))
-        tensors[f'{stored.prefix}{key}'] = tensor
-      torch_file.write(part / stored.name, tensors)
+  def finish(part: pathlib.Path):
+    for name in FILES:
+      if name in found or name in params:
+        file, tensors = _head_file(name, found.get(name), params)
+        torch_file.write(part / file, tensors)
+    if norm_stats is not None:
+      text = json.dumps(norm_stats, indent=2)
+      (part / openvla_files.STATISTICS).write_text(text)
 
   own = {k: x for k, x in params.items() if k not in FILES}
   openvla_files.export(
@@ -250,5 +288,24 @@ def export(
     checkpoint,
     towers=towers,
     shard_bytes=shard_bytes,
-    finish=write_heads,
+    finish=finish,
   )
+
+
+def _head_file(
+  part: str, stored: Stored | None, params: base.Params
+) -> tuple[str, dict[str, np.ndarray]]:
+  """The name and the tensors of a head's file: those stored, or trained."""
+  if part not in params:
+    return stored.name, {
+      f'{stored.prefix}{key}': x for key, x in stored.tensors.items()
+    }
+  tensors = {}
+  for key, theirs in NAMES[part].items():
+    leaf = np.asarray(params[part][key]).T
+    dtype = stored.tensors[theirs].dtype if stored else leaf.dtype
+    tensors[theirs] = np.ascontiguousarray(leaf.astype(dtype))
+  order = [*(stored.tensors if stored else tensors)]
+  prefix = stored.prefix if stored else PARALLEL
+  name = stored.name if stored else f'{FILES[part]}--0_checkpoint.pt'
+  return name, {f'{prefix}{key}': tensors[key] for key in order}

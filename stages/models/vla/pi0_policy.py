@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from stages import base, ranges, tree_paths
 from stages.models.control import flow_policy, mlp
-from stages.models.vla import pi0, pi0_files
+from stages.models.vla import instructions, pi0, pi0_files
 
 EXPERT = 'expert'
 
@@ -17,7 +17,7 @@ def policy(
   env: base.Env,
   config: pi0.Config,
   *,
-  instruction: tuple[int, ...],
+  instruction: tuple[int, ...] | None = None,
   checkpoint: str | None = None,
   num_steps: ranges.PositiveInt = 4,
   exploration: flow_policy.Exploration = flow_policy.Exploration(),
@@ -39,7 +39,8 @@ def policy(
   Args:
     env: its images are as large as those of `config.vision`.
     config: sizes of the model.
-    instruction: tokens that tell what to do.
+    instruction: tokens that tell all environments what to do; None for those of
+      observations, see `instructions`.
     checkpoint: folder of weights to start from, see `pi0_files`; None for
       random ones.
     num_steps: K, steps from noise to actions.
@@ -53,7 +54,8 @@ def policy(
   Raises:
     ValueError: for observations or actions that the model does not fit.
   """
-  cameras, vectors = _sorted(env, config, ignored)
+  instructions.check(env, instruction)
+  cameras, vectors = _sorted(env, config, (*ignored, *instructions.NAMES))
   if exploration.kind != 'sde':
     raise ValueError(
       'The expert of π0 predicts no sizes of noise, which Flow-Noise needs: '
@@ -155,12 +157,12 @@ def _encode(config, instruction, cameras, vectors, params, obs):
     image = leaves[name].reshape(rows, *leaves[name].shape[-3:])
     image = image.astype(config.vision.dtype) / 127.5 - 1.0
     embedded.append(pi0.embed_images(config, params, image))
-  token = jnp.broadcast_to(
-    jnp.array(instruction, jnp.int32)[None], (rows, len(instruction))
-  )
-  embedded.append(pi0.embed_tokens(config, params, token))
-  x = jnp.concatenate(embedded, axis=1)
-  prefix = pi0.encode(config, params, x, jnp.ones(x.shape[:2], bool))
+  seen = jnp.concatenate(embedded, axis=1)
+  prompt = instructions.of_observation(leaves, instruction, rows)
+  words = pi0.embed_tokens(config, params, prompt.token)
+  is_token = [jnp.ones(seen.shape[:2], bool), prompt.mask > 0]
+  x = jnp.concatenate([seen, words], axis=1)
+  prefix = pi0.encode(config, params, x, jnp.concatenate(is_token, axis=1))
   states = [leaves[name] for name in vectors]
   padding = config.O - sum(x.shape[-1] for x in states)
   states.append(jnp.zeros((*leading, padding)))
@@ -182,7 +184,9 @@ def _velocity(config, params, context, x, t):
 
 def _value(config, width, params, context):
   prefix, state = context
-  pooled = jax.lax.stop_gradient(prefix.output.mean(1)).astype(state.dtype)
+  weight = prefix.mask[:, :, None].astype(state.dtype)
+  output = jax.lax.stop_gradient(prefix.output).astype(state.dtype)
+  pooled = (output * weight).sum(1) / weight.sum(1)
   pooled = pooled.reshape(*state.shape[:-1], -1)
   features = jnp.concatenate([pooled, state], axis=-1)
   variables = {'params': params[base.CRITIC]}

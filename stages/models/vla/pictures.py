@@ -30,12 +30,14 @@ class Pictures:
       stretches them; 'letterbox' first adds borders of the last tower's mean
       color until they are square; 'resize-crop' resizes the shorter edge and
       cuts out the center.
+    filters: how each tower's input is resampled.
   """
 
   sizes: tuple[int, ...] = (224, 224)
   means: tuple[Color, ...] = (IMAGENET_MEAN, HALF)
   stds: tuple[Color, ...] = (IMAGENET_STD, HALF)
   strategy: Strategy = 'resize-naive'
+  filters: tuple[resample.Filter, ...] = ('bicubic', 'bicubic')
 
   def __post_init__(self):
     if self.strategy not in typing.get_args(Strategy):
@@ -43,10 +45,11 @@ class Pictures:
         f'Pictures cannot be resized by {self.strategy!r}: give one of '
         f'{typing.get_args(Strategy)}.'
       )
-    if not len(self.sizes) == len(self.means) == len(self.stds):
+    counts = [*map(len, (self.sizes, self.means, self.stds, self.filters))]
+    if len({*counts}) > 1:
       raise ValueError(
-        f'{len(self.sizes)} sizes, {len(self.means)} means and '
-        f'{len(self.stds)} standard deviations are given: each tower needs one '
+        f'{counts[0]} sizes, {counts[1]} means, {counts[2]} standard '
+        f'deviations and {counts[3]} filters are given: each tower needs one '
         'of each.'
       )
 
@@ -67,19 +70,19 @@ class Pictures:
       )
     if self.strategy == 'letterbox':
       image = _letterbox(image, [int(255 * x) for x in self.means[-1]])
-    towers = zip(self.sizes, self.means, self.stds, strict=True)
+    towers = zip(self.sizes, self.means, self.stds, self.filters, strict=True)
     return tuple(
-      self._normalized(self._resized(image, size), mean, std, dtype)
-      for size, mean, std in towers
+      self._normalized(self._resized(image, size, kind), mean, std, dtype)
+      for size, mean, std, kind in towers
     )
 
-  def _resized(self, image, size: int):
+  def _resized(self, image, size: int, kind: resample.Filter):
     if self.strategy == 'resize-naive':
-      return resample.resize_image(image, (size, size))
+      return resample.resize_image(image, (size, size), kind)
     rows, columns = image.shape[1:3]
     short = min(rows, columns)
     shape = tuple(int(size * n / short) for n in (rows, columns))
-    image = resample.resize_image(image, shape)
+    image = resample.resize_image(image, shape, kind)
     top, left = (round((n - size) / 2.0) for n in shape)
     return image[:, top : top + size, left : left + size]
 

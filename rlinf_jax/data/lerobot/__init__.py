@@ -1,0 +1,1 @@
+"""Demonstrations of robots from folders in LeRobot's format, version 3."""

@@ -1,0 +1,57 @@
+"""Pictures of an episode, from videos or from columns of pictures."""
+
+import numpy as np
+
+from rlinf_jax.data.lerobot import extra, layout
+
+
+def read(
+  data: layout.Dataset, episode: layout.Episode, camera: str
+) -> np.ndarray:
+  """The picture of each step, uint8 [T, rows, columns, 3].
+
+  Raises:
+    ValueError: if a step has no picture, or one of another size than
+      meta/info.json says.
+  """
+  feature = data.features[camera]
+  if feature.dtype == 'video':
+    found = _from_video(data, episode, camera)
+  else:
+    found = _from_column(episode, camera)
+  out = np.empty((episode.length, *feature.shape), np.uint8)
+  seen = np.zeros(episode.length, bool)
+  for t, picture in found:
+    if picture.shape != feature.shape:
+      raise ValueError(
+        f'The camera {camera!r} has pictures of {[*picture.shape]} in episode '
+        f'{episode.index} of {data.folder}, and of {[*feature.shape]} by '
+        'meta/info.json: record all at one size.'
+      )
+    out[t], seen[t] = picture, True
+  if not seen.all():
+    raise ValueError(
+      f'Step {int(seen.argmin())} of episode {episode.index} of {data.folder} '
+      f'has no picture of the camera {camera!r}: record it again.'
+    )
+  return out
+
+
+def _from_video(data: layout.Dataset, episode: layout.Episode, camera: str):
+  """Yields each step and its picture, which is the nearest in time."""
+  path, start = episode.videos[camera]
+  for second, frame in extra.decoded(path, start):
+    t = round((second - start) * data.fps)
+    if t >= episode.length:
+      return
+    if t >= 0:
+      yield t, frame.to_ndarray(format='rgb24')
+
+
+def _from_column(episode: layout.Episode, camera: str):
+  columns = ['frame_index', camera]
+  table = extra.read_table(
+    episode.numbers, columns, filters=[('episode_index', '=', episode.index)]
+  )
+  for row in table.to_pylist():
+    yield row['frame_index'], extra.picture(row[camera]['bytes'])

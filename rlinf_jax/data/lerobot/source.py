@@ -1,0 +1,203 @@
+"""A source of demonstrations from a LeRobot folder, for behavior cloning."""
+
+from collections.abc import Callable, Mapping, Sequence
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlinf_jax.data.lerobot import layout, pictures, statistics, windows
+from stages import base, ranges
+from stages.envs import demonstrations
+from stages.models.vla import action_tokens
+
+PREFIXES = 'observation.images.', 'observation.'
+
+
+def cameras(folder: str, *, names: Sequence[str] | None = None) -> tuple:
+  """Paths of pictures in observations, such as 'image/wrist'.
+
+  Args:
+    folder: a LeRobot folder.
+    names: the features that are read, such as 'observation.images.wrist'; all
+      that are pictures if None, in the order of meta/info.json.
+
+  Raises:
+    ValueError: if the folder has no such feature.
+  """
+  return tuple(f'image/{_short(x)}' for x in _cameras(folder, names))
+
+
+def _short(name: str) -> str:
+  for prefix in PREFIXES:
+    name = name.removeprefix(prefix)
+  return name
+
+
+def _cameras(folder: str, names: Sequence[str] | None) -> tuple[str, ...]:
+  data = layout.read(folder)
+  for name in names or ():
+    layout.check_feature(data, name, 'camera', pictures=True)
+  found = tuple(names or data.cameras)
+  if not found:
+    raise ValueError(
+      f'{folder} has no pictures, which these models read: record cameras.'
+    )
+  return found
+
+
+def source(
+  folder: str,
+  *,
+  batch_size: ranges.PositiveInt,
+  instructions: Callable[[Sequence[str]], base.Prompt],
+  norm_stats: Mapping[str, Any] | None = None,
+  camera_names: Sequence[str] | None = None,
+  action: str = statistics.ACTION,
+  state: str | None = statistics.STATE,
+  chunk: ranges.PositiveInt = 8,
+  window_rows: ranges.PositiveInt = 1024,
+  held_out_episodes: ranges.PositiveInt = 1,
+  held_out_rows: ranges.PositiveInt = 128,
+  held_out_batch: ranges.PositiveInt = 32,
+  evaluation: base.Source | None = None,
+) -> base.Source:
+  """A source of random steps of the episodes of a folder.
+
+  A batch is a `base.Demonstration`: pictures as bytes under 'image', the
+  robot's state as it is recorded under 'state', the tokens of the episode's
+  instruction under `base.PROMPT`, and the next `chunk` actions, −1 … 1 between
+  their quantiles. Beyond the end of an episode, the last action is repeated.
+
+  Pictures are decoded as training goes on, in a thread. Two windows are in
+  memory at a time, of the pictures of `window_rows` steps each.
+
+  Args:
+    folder: a LeRobot folder of version 3.
+    batch_size: steps of a batch.
+    instructions: encodes the texts of all tasks, such as `instructions.openvla`
+      with the folder of the model.
+    norm_stats: statistics by which actions are normalized; those of the folder
+      if None.
+    camera_names: as `names` of `cameras`.
+    action: name of the feature with actions.
+    state: name of the feature with the robot's state; None for none.
+    chunk: Z, actions of a row.
+    window_rows: most steps of a window.
+    held_out_episodes: the last episodes, which are not trained on.
+    held_out_rows: steps of them that evaluations score, at equal distances.
+    held_out_batch: steps of a batch of evaluation.
+    evaluation: a source whose held-out batches are used, such as seeds of
+      environments, in place of held-out steps.
+
+  Raises:
+    ImportError: without pyarrow or PyAV.
+    ValueError: if the folder lacks a feature, or has too few episodes.
+  """
+  data = layout.read(folder)
+  shown = _cameras(folder, camera_names)
+  vectors = [action, *([state] if state else ())]
+  for name in vectors:
+    layout.check_feature(data, name, 'vector', pictures=False)
+  train = data.episodes[:-held_out_episodes]
+  if not train:
+    raise ValueError(
+      f'{folder} has {len(data.episodes)} episodes, and {held_out_episodes} of '
+      'them are held out: record more, or lower `held_out_episodes`.'
+    )
+  if norm_stats is None:
+    norm_stats = statistics.norm_stats(folder, action=action, state=state)
+  load = functools.partial(
+    _load,
+    data,
+    shown,
+    action,
+    state,
+    chunk,
+    _prompts(data, instructions),
+    action_tokens.action_stats(norm_stats),
+  )
+  stream = windows.Windows(
+    [x.length for x in train],
+    window_rows,
+    lambda window: load([train[i] for i in window]),
+  )
+
+  def next_batch(now, metrics):
+    del metrics  # There is no curriculum.
+    n = int(now['batch'])
+    batch = stream.take(int(now['seed']), n * batch_size, batch_size)
+    return {**now, 'batch': np.asarray(n + 1)}, batch
+
+  @functools.cache
+  def held_out():
+    kept = load(data.episodes[-held_out_episodes:])
+    rows = len(kept.action)
+    count = min(held_out_rows, rows)
+    size = min(held_out_batch, count)
+    chosen = np.linspace(0, rows - 1, count - count % size).astype(int)
+    return [
+      jax.tree.map(lambda x, at=at: x[at], kept)
+      for at in np.split(chosen, len(chosen) // size)
+    ]
+
+  return base.Source(
+    lambda seed: {'seed': np.array(seed), 'batch': np.array(0)},
+    next_batch,
+    evaluation.held_out if evaluation else held_out,
+  )
+
+
+def _prompts(
+  data: layout.Dataset, encode: Callable[[Sequence[str]], base.Prompt]
+) -> dict[int, dict[str, np.ndarray]]:
+  """The row of each task's tokens, by the number of the task."""
+  prompt = encode([*data.tasks.values()])
+  rows = {k: np.asarray(x) for k, x in prompt._asdict().items()}
+  return {
+    task: {k: x[i] for k, x in rows.items()}
+    for i, task in enumerate(data.tasks)
+  }
+
+
+def _load(
+  data: layout.Dataset,
+  shown: Sequence[str],
+  action: str,
+  state: str | None,
+  chunk: int,
+  prompts: Mapping[int, Any],
+  stats: action_tokens.ActionStats,
+  episodes: Sequence[layout.Episode],
+) -> base.Demonstration:
+  """All steps of episodes, one after the other."""
+  names = ['task_index', action, *([state] if state else ())]
+  found = []
+  for episode, x in zip(
+    episodes, layout.numbers(data, episodes, names), strict=True
+  ):
+    tasks = x['task_index'].tolist()
+    unknown = sorted({*tasks} - {*prompts})
+    if unknown:
+      raise ValueError(
+        f'Episode {episode.index} of {data.folder} has the task {unknown[0]}, '
+        f'which {layout.TASKS} does not have: write it anew with LeRobot.'
+      )
+    obs = {
+      'image': {
+        _short(camera): pictures.read(data, episode, camera) for camera in shown
+      },
+      base.PROMPT: jax.tree.map(
+        lambda *rows: np.stack(rows), *(prompts[task] for task in tasks)
+      ),
+    }
+    if state:
+      obs['state'] = x[state].astype(np.float32)
+    moves = x[action].astype(np.float32)
+    moves = np.asarray(action_tokens.normalize(stats, moves))
+    if chunk > 1:
+      length = np.array([episode.length])
+      moves = demonstrations.following(moves[None], length, chunk)[0]
+    found.append(base.Demonstration(obs, moves))
+  return jax.tree.map(lambda *xs: np.concatenate(xs), *found)

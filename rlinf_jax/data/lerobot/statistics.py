@@ -1,0 +1,56 @@
+"""Statistics of a LeRobot folder, in the form that OpenVLA's models store.
+
+Quantiles are those of all steps. The ones in meta/stats.json are not used: they
+are means of the quantiles of single episodes.
+"""
+
+import functools
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from rlinf_jax.data.lerobot import layout
+
+ACTION, STATE = 'action', 'observation.state'
+
+
+@functools.cache
+def norm_stats(
+  folder: str,
+  *,
+  name: str | None = None,
+  action: str = ACTION,
+  state: str | None = STATE,
+) -> dict[str, Any]:
+  """Statistics by data set, as dataset_statistics.json has them.
+
+  Args:
+    folder: a LeRobot folder.
+    name: of the data set; that of the folder if None.
+    action: name of the feature with actions.
+    state: name of the feature with the robot's state; None for none.
+
+  Raises:
+    ValueError: if the folder has no such features.
+  """
+  data = layout.read(folder)
+  entry = {}
+  parts = {'action': action} | ({'proprio': state} if state else {})
+  for part, key in parts.items():
+    layout.check_feature(data, key, 'vector', pictures=False)
+    columns = layout.numbers(data, data.episodes, [key])
+    x = np.concatenate([column[key] for column in columns]).astype(np.float64)
+    low, high = np.quantile(x, [0.01, 0.99], axis=0)
+    entry[part] = {
+      'mean': x.mean(0).tolist(),
+      'std': x.std(0).tolist(),
+      'min': x.min(0).tolist(),
+      'max': x.max(0).tolist(),
+      'q01': low.tolist(),
+      'q99': high.tolist(),
+      'mask': [True] * x.shape[1],
+    }
+  entry['num_transitions'] = sum(x.length for x in data.episodes)
+  entry['num_trajectories'] = len(data.episodes)
+  return {name or pathlib.Path(folder).resolve().name: entry}

@@ -1,0 +1,218 @@
+"""Writes episodes as a LeRobot folder of version 3."""
+
+from collections.abc import Iterable, Mapping
+import json
+import os
+import pathlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlinf_jax.data.lerobot import extra, layout, statistics
+
+CODECS = {'libsvtav1': 'av1', 'libx264': 'h264'}  # Encoders and their formats.
+# As LeRobot encodes: every second frame is a key frame, at a fixed quality.
+OPTIONS = {'g': '2', 'crf': '30'}
+CHUNK, FILE = 'chunk_index', 'file_index'
+NAME = 'chunk-{chunk_index:03d}/file-{file_index:03d}'
+PATHS = {
+  'data_path': f'data/{NAME}.parquet',
+  'video_path': f'videos/{{video_key}}/{NAME}.mp4',
+}
+
+
+class Episode(NamedTuple):
+  """An episode to write.
+
+  Attributes:
+    task: the instruction.
+    action: float32 [T, A].
+    state: float32 [T, O].
+    images: by camera, such as 'observation.images.top': uint8
+      [T, rows, columns, 3].
+  """
+
+  task: str
+  action: np.ndarray
+  state: np.ndarray
+  images: Mapping[str, np.ndarray]
+
+
+def write(
+  folder: str | pathlib.Path,
+  episodes: Iterable[Episode],
+  *,
+  fps: int,
+  codec: str = 'libsvtav1',
+  episodes_a_file: int = 50,
+):
+  """Writes a folder.
+
+  Args:
+    folder: where to write; it must not exist.
+    episodes: of one shape, but for their lengths.
+    fps: steps a second.
+    codec: a key of `CODECS`.
+    episodes_a_file: episodes of each parquet file and of each video.
+
+  Raises:
+    FileExistsError: if the folder exists.
+    ValueError: without episodes.
+  """
+  root = pathlib.Path(folder)
+  root.mkdir(parents=True)
+  episodes = [*episodes]
+  if not episodes:
+    raise ValueError(f'There are no episodes to write to {root}.')
+  tasks = [*dict.fromkeys(x.task for x in episodes)]
+  rows, start = [], 0
+  for file, first in enumerate(range(0, len(episodes), episodes_a_file)):
+    part = episodes[first : first + episodes_a_file]
+    at = {CHUNK: 0, FILE: file}
+    seconds = dict.fromkeys(part[0].images, 0.0)
+    columns = []
+    for i, x in enumerate(part, first):
+      length = len(x.action)
+      columns.append(_numbers(i, start, fps, tasks.index(x.task), x))
+      rows.append(_row(i, start, length, fps, at, seconds, x))
+      start += length
+    _write_table(root / PATHS['data_path'].format(**at), columns)
+    for camera in part[0].images:
+      path = root / PATHS['video_path'].format(video_key=camera, **at)
+      frames = (frame for x in part for frame in x.images[camera])
+      _encode(path, frames, fps, codec)
+  first = NAME.format(chunk_index=0, file_index=0)
+  _write_rows(root / layout.EPISODES / f'{first}.parquet', rows)
+  _write_rows(
+    root / layout.TASKS,
+    # As pandas stores a table whose index is the instruction.
+    [
+      {'task_index': i, '__index_level_0__': task}
+      for i, task in enumerate(tasks)
+    ],
+  )
+  _write_info(root, episodes, len(tasks), start, fps, codec)
+
+
+def _numbers(
+  index: int, start: int, fps: int, task: int, x: Episode
+) -> dict[str, Any]:
+  """Columns of an episode in the parquet file."""
+  T = len(x.action)
+  return {
+    statistics.ACTION: x.action.astype(np.float32),
+    statistics.STATE: x.state.astype(np.float32),
+    'timestamp': (np.arange(T) / fps).astype(np.float32),
+    'frame_index': np.arange(T),
+    'episode_index': np.full(T, index),
+    'index': start + np.arange(T),
+    'task_index': np.full(T, task),
+  }
+
+
+def _row(index, start, length, fps, at, seconds, x: Episode) -> dict[str, Any]:
+  """The row of meta/episodes; moves `seconds` to the end of the episode."""
+  row = {
+    'episode_index': index,
+    'tasks': [x.task],
+    'length': length,
+    'dataset_from_index': start,
+    'dataset_to_index': start + length,
+    **{f'data/{k}': v for k, v in at.items()},
+    **{f'meta/episodes/{k}': 0 for k in at},
+  }
+  for camera, second in seconds.items():
+    row |= {f'videos/{camera}/{k}': v for k, v in at.items()}
+    row[f'videos/{camera}/from_timestamp'] = second
+    row[f'videos/{camera}/to_timestamp'] = second + length / fps
+    seconds[camera] = second + length / fps
+  return row
+
+
+def _write_table(path: pathlib.Path, episodes: list[dict[str, Any]]):
+  """Writes columns, each the arrays of several episodes."""
+  pyarrow, _ = extra.parquet()
+  found = {}
+  for name in episodes[0]:
+    x = np.concatenate([episode[name] for episode in episodes])
+    column = pyarrow.array(x.reshape(-1))
+    if x.ndim > 1:
+      column = pyarrow.FixedSizeListArray.from_arrays(column, x.shape[1])
+    found[name] = column
+  _save(path, pyarrow.table(found))
+
+
+def _write_rows(path: pathlib.Path, rows: list[dict[str, Any]]):
+  pyarrow, _ = extra.parquet()
+  _save(path, pyarrow.Table.from_pylist(rows))
+
+
+def _save(path: pathlib.Path, table):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  extra.parquet()[1].write_table(table, path)
+
+
+def _encode(path: pathlib.Path, frames: Iterable[np.ndarray], fps, codec: str):
+  """Encodes pictures as a video."""
+  av = extra.av()
+  os.environ.setdefault('SVT_LOG', '1')  # The encoder of AV1 is talkative.
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with av.open(str(path), 'w') as container:
+    stream = None
+    for picture in frames:
+      if stream is None:
+        stream = container.add_stream(codec, rate=fps, options=OPTIONS)
+        stream.height, stream.width = picture.shape[:2]
+        stream.pix_fmt = 'yuv420p'
+      frame = av.VideoFrame.from_ndarray(picture, format='rgb24')
+      container.mux(stream.encode(frame))
+    container.mux(stream.encode())
+
+
+def _write_info(root, episodes, tasks: int, frames: int, fps: int, codec: str):
+  """Writes meta/info.json."""
+  first = episodes[0]
+  features = {
+    statistics.ACTION: _vector('float32', first.action.shape[1]),
+    statistics.STATE: _vector('float32', first.state.shape[1]),
+  }
+  for camera, x in first.images.items():
+    features[camera] = {
+      'dtype': 'video',
+      'shape': [*x.shape[1:]],
+      'names': ['height', 'width', 'channels'],
+      'info': {
+        'video.height': x.shape[1],
+        'video.width': x.shape[2],
+        'video.codec': CODECS[codec],
+        'video.pix_fmt': 'yuv420p',
+        'video.is_depth_map': False,
+        'video.fps': fps,
+        'video.channels': 3,
+        'has_audio': False,
+      },
+    }
+  features['timestamp'] = _vector('float32', 1)
+  for name in 'frame_index', 'episode_index', 'index', 'task_index':
+    features[name] = _vector('int64', 1)
+  info = {
+    'codebase_version': 'v3.0',
+    'robot_type': None,
+    'total_episodes': len(episodes),
+    'total_frames': frames,
+    'total_tasks': tasks,
+    'chunks_size': 1000,
+    'data_files_size_in_mb': 100,
+    'video_files_size_in_mb': 200,
+    'fps': fps,
+    'splits': {'train': f'0:{len(episodes)}'},
+    **PATHS,
+    'features': features,
+  }
+  path = root / layout.INFO
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(json.dumps(info, indent=2))
+
+
+def _vector(dtype: str, size: int) -> dict[str, Any]:
+  return {'dtype': dtype, 'shape': [size], 'names': None}
