@@ -9,8 +9,9 @@ import pytest
 import one_simulator
 import own_data
 from rlinf_jax import config, train
+from rlinf_jax.data.lerobot import write
 from rlinf_jax.envs import simulator
-from rlinf_jax.recipes import warm_start
+from rlinf_jax.recipes import tiny_vla, warm_start
 from rlinf_jax.run import flows as flows_lib
 from stages import workflows
 from stages.learn import advantages, losses
@@ -81,6 +82,20 @@ def arithmetic_model(folder) -> str:
   )
 
 
+def tiny_vla_bindings(folder) -> list[str]:
+  """Bindings of a tiny OpenVLA and of two episodes."""
+  if not folder.exists():
+    tiny_vla.model(folder / 'model')
+    write.write(
+      folder / 'data', tiny_vla.episodes(2, 2), fps=10, codec='libx264'
+    )
+  return [
+    f'MODEL = {str(folder / "model")!r}',
+    f'DATA = {str(folder / "data")!r}',
+    'CHUNK = 2',
+  ]
+
+
 def flows(name, bindings, folder, *more):
   """Traces the flows of a recipe, with small files where it requires some.
 
@@ -95,6 +110,8 @@ def flows(name, bindings, folder, *more):
   if 'supervised' in text:
     given = own_data.bindings(folder / 'own_data', own_data.write_replies)
     bindings = [*bindings, *given]
+  if 'lerobot.gin' in text:
+    bindings = [*bindings, *tiny_vla_bindings(folder / 'vla')]
   if 'TEACHER = %gin.REQUIRED' in text:
     teacher = own_data.model(folder / 'own_data')
     if 'arithmetic' in text:

@@ -1,0 +1,300 @@
+"""Demonstrations from LeRobot folders: the right rows, again after a stop."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import lerobot_folder
+from rlinf_jax.data.lerobot import (
+  layout,
+  pictures,
+  source,
+  statistics,
+  windows,
+)
+from stages import base
+from stages.envs import seed_source
+
+pytest.importorskip('pyarrow', reason='LeRobot folders are parquet files.')
+pytest.importorskip('av', reason='LeRobot folders are videos.')
+
+LENGTHS = lerobot_folder.LENGTHS
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return lerobot_folder.make(tmp_path_factory.mktemp('lerobot') / 'data')
+
+
+def make(folder, **settings):
+  settings = {'batch_size': 4, 'chunk': 3, 'window_rows': 12} | settings
+  return source.source(folder, instructions=lerobot_folder.numbered, **settings)
+
+
+def batches(made, state, count):
+  found = []
+  for _ in range(count):
+    state, batch = made.next(state, {})
+    found.append(batch)
+  return state, found
+
+
+@pytest.mark.parametrize('codec', ['libsvtav1', 'libx264'])
+def test_pictures_come_back_at_their_steps(tmp_path, codec):
+  folder = lerobot_folder.make(tmp_path / 'data', codec)
+  data = layout.read(folder)
+  assert data.cameras == (lerobot_folder.TOP, lerobot_folder.WRIST)
+  assert [x.length for x in data.episodes] == [*LENGTHS]
+  for episode in data.episodes:
+    written = lerobot_folder.episode(episode.index)
+    for camera in data.cameras:
+      got = pictures.read(data, episode, camera).astype(int)
+      # A video has other colors than red, green and blue: ±1 grey level.
+      assert np.abs(got - written.images[camera]).max() <= 1
+
+
+def test_a_row_is_a_step_with_the_actions_after_it(folder):
+  made = make(folder)
+  _, found = batches(made, made.init(0), 30)
+  stats = statistics.norm_stats(folder)['data']['action']
+  low, high = (np.array(stats[name]) for name in ('q01', 'q99'))
+  tasks = [*layout.read(folder).tasks.values()]
+  for batch in found:
+    assert batch.action.shape == (4, 3, 3)
+    assert batch.obs['image']['wrist'].dtype == np.uint8
+    for b in range(4):
+      index, t = batch.obs['state'][b].astype(int)
+      written = lerobot_folder.episode(index)
+      at = np.minimum(t + np.arange(3), LENGTHS[index] - 1)
+      want = np.clip(2 * (written.action[at] - low) / (high - low) - 1, -1, 1)
+      np.testing.assert_allclose(batch.action[b], want, atol=1e-5)
+      grey = batch.obs['image']['top'][b].astype(int)
+      assert np.abs(grey - (30 * index + 3 * t)).max() <= 1
+      task = tasks[batch.obs[base.PROMPT]['token'][b, 0]]
+      assert task == lerobot_folder.TASKS[index % 2]
+
+
+def test_an_epoch_has_every_step_of_the_training_episodes_once(folder):
+  made = make(folder, batch_size=2)
+  state, steps = made.init(3), sum(LENGTHS[:-1])
+  orders = []
+  for _ in range(2):
+    state, found = batches(made, state, steps // 2)
+    rows = np.concatenate([x.obs['state'] for x in found]).astype(int)
+    orders.append(rows.tolist())
+    assert {tuple(x) for x in rows.tolist()} == {
+      (i, t) for i in range(len(LENGTHS) - 1) for t in range(LENGTHS[i])
+    }
+  assert orders[0] != orders[1]
+
+
+def test_a_source_goes_on_where_it_stopped(folder):
+  made = make(folder)
+  state, _ = batches(made, made.init(5), 4)
+  _, want = batches(made, state, 9)
+  _, got = batches(make(folder), state, 9)
+  jax.tree.map(np.testing.assert_array_equal, want, got)
+  _, other = batches(make(folder), make(folder).init(6), 9)
+  assert any(
+    (a.action != b.action).any() for a, b in zip(want, other, strict=True)
+  )
+
+
+def test_held_out_steps_are_of_other_episodes(folder):
+  made = make(folder, held_out_episodes=2, held_out_batch=5)
+  held_out = made.held_out()
+  rows = np.concatenate([x.obs['state'] for x in held_out]).astype(int)
+  assert len(held_out) == 2 and {*rows[:, 0]} == {3, 4}
+  assert len({tuple(x) for x in rows.tolist()}) == 10
+  seeds = seed_source.seeds(held_out=4, held_out_batch=2)
+  assert len(make(folder, evaluation=seeds).held_out()) == 2
+
+
+def test_quantiles_are_those_of_all_steps(folder):
+  found = statistics.norm_stats(folder, name='mine')['mine']
+  actions = [lerobot_folder.episode(i).action for i in range(len(LENGTHS))]
+  x = np.concatenate(actions)
+  want = np.quantile(x, [0.01, 0.99], axis=0)
+  np.testing.assert_allclose(found['action']['q01'], want[0], atol=1e-6)
+  np.testing.assert_allclose(found['action']['q99'], want[1], atol=1e-6)
+  assert found['action']['mask'] == [True] * 3
+  assert len(found['proprio']['q01']) == 2
+  assert found['num_transitions'] == sum(LENGTHS)
+
+
+# Windows.
+
+
+def test_two_windows_at_most_are_in_memory():
+  held, most = [], []
+
+  def load(window):
+    held.append(window)
+    return np.concatenate([100 * i + np.arange(10) for i in window])
+
+  made = windows.Windows([10] * 12, 30, load)
+  for start in range(0, 480, 8):
+    made.take(1, start, 8)
+    most.append(len(made._held))
+  assert max(most) == 2
+  # Each window is read once an epoch: 4 epochs of 4, and the one ahead.
+  assert len(held) <= 17
+
+
+def test_what_fits_into_one_window_is_read_once():
+  reads = []
+
+  def load(window):
+    reads.append(window)
+    return np.arange(20)
+
+  made = windows.Windows([10, 10], 30, load)
+  rows = [made.take(1, start, 5) for start in range(0, 100, 5)]
+  assert reads == [(0, 1)]
+  for epoch in range(5):
+    got = np.concatenate(rows[4 * epoch : 4 * epoch + 4])
+    np.testing.assert_array_equal(np.sort(got), np.arange(20))
+
+
+def test_a_batch_may_be_larger_than_an_epoch():
+  made = windows.Windows(
+    [3, 2], 2, lambda w: np.repeat(w, [(3, 2)[i] for i in w])
+  )
+  got = made.take(0, 2, 13)
+  assert len(got) == 13
+  np.testing.assert_array_equal(
+    got, np.concatenate([made.take(0, 2, 6), made.take(0, 8, 7)])
+  )
+
+
+def test_an_error_of_the_thread_reaches_the_run():
+  def load(window):
+    raise ValueError('The disk is gone.')
+
+  with pytest.raises(ValueError, match='The disk is gone'):
+    windows.Windows([3], 2, load).take(0, 0, 1)
+
+
+# Bad folders.
+
+
+@pytest.mark.parametrize(
+  ('settings', 'message'),
+  [
+    ({'camera_names': ['observation.images.side']}, 'no camera .*side.*top'),
+    ({'state': 'observation.torque'}, 'no vector .*torque.*observation.state'),
+    ({'action': lerobot_folder.TOP}, 'no vector .*top'),
+    ({'held_out_episodes': 5}, 'has 5 episodes, and 5 of them are held out'),
+  ],
+)
+def test_a_name_that_the_folder_lacks_is_refused(folder, settings, message):
+  with pytest.raises(ValueError, match=message):
+    make(folder, **settings)
+
+
+@pytest.fixture
+def copied(folder, tmp_path):
+  """A copy of the folder that a test may damage."""
+  path = tmp_path / 'damaged'
+  shutil.copytree(folder, path)
+  return path
+
+
+def change(root: pathlib.Path, **changed):
+  path = root / layout.INFO
+  raw = json.loads(path.read_text())
+  path.write_text(json.dumps(raw | changed))
+
+
+def test_another_version_is_refused(copied):
+  change(copied, codebase_version='v2.1')
+  with pytest.raises(ValueError, match='of version v2.1 .*convert it'):
+    make(str(copied))
+
+
+def test_a_folder_without_meta_is_refused(tmp_path):
+  with pytest.raises(FileNotFoundError, match='There is no .*info.json'):
+    make(str(tmp_path))
+
+
+def test_a_path_out_of_the_folder_is_refused(copied):
+  change(copied, data_path='../{chunk_index}-{file_index}.parquet')
+  with pytest.raises(ValueError, match='outside of the folder'):
+    make(str(copied))
+  layout.read.cache_clear()
+  change(copied, data_path='data/{episode_chunk}.parquet')
+  with pytest.raises(ValueError, match='episode_chunk.*has no meaning here'):
+    make(str(copied))
+
+
+def test_pictures_of_another_size_are_refused(copied):
+  raw = json.loads((copied / layout.INFO).read_text())
+  raw['features'][lerobot_folder.TOP]['shape'] = [3, 96, 128]
+  change(copied, features=raw['features'])
+  made = make(str(copied))
+  with pytest.raises(
+    ValueError, match=r'of \[48, 64, 3\] in episode .*of \[96, 128, 3\]'
+  ):
+    made.next(made.init(0), {})
+
+
+@pytest.mark.parametrize(
+  ('part', 'error', 'message'),
+  [
+    ('videos', FileNotFoundError, 'There is no .*mp4: copy the folder'),
+    ('data', FileNotFoundError, 'There is no .*parquet: copy the folder'),
+    ('meta/tasks.parquet', FileNotFoundError, 'which has the instructions'),
+    ('meta/episodes', FileNotFoundError, 'no episodes in .*finalize'),
+  ],
+)
+def test_a_folder_that_was_copied_in_part_is_refused(
+  copied, part, error, message
+):
+  path = copied / part
+  path.unlink() if path.is_file() else shutil.rmtree(path)
+  with pytest.raises(error, match=message):
+    made = make(str(copied))
+    made.next(made.init(0), {})
+
+
+def test_files_that_are_damaged_are_refused(copied):
+  for video in copied.glob('videos/*/*/*.mp4'):
+    video.write_bytes(video.read_bytes()[:200])
+  made = make(str(copied))
+  with pytest.raises(ValueError, match='no video that can be decoded'):
+    made.next(made.init(0), {})
+  layout.read.cache_clear()
+  statistics.norm_stats.cache_clear()
+  for table in copied.glob('data/*/*.parquet'):
+    table.write_bytes(b'PAR1')
+  with pytest.raises(ValueError, match='not a parquet file that can be read'):
+    make(str(copied))
+
+
+def test_a_step_without_a_picture_is_named(copied, folder):
+  # A video of fewer frames than the episode has steps.
+  data = layout.read(folder)
+  last = data.episodes[-1]
+  longer = last._replace(length=LENGTHS[-1] + 2)
+  with pytest.raises(ValueError, match='Step 5 of episode 4 .* has no picture'):
+    pictures.read(data, longer, lerobot_folder.TOP)
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path):
+  from rlinf_jax.data.lerobot import write
+
+  x = lerobot_folder.episode(0)
+  action = x.action.copy()
+  action[2, 1] = np.nan
+  write.write(tmp_path / 'data', [x._replace(action=action)] * 2, fps=10)
+  with pytest.raises(ValueError, match="numbers in 'action' that are not fini"):
+    make(str(tmp_path / 'data'))
+
+
+def test_a_folder_that_exists_is_not_overwritten(folder):
+  with pytest.raises(FileExistsError):
+    lerobot_folder.make(folder)

@@ -1,0 +1,153 @@
+"""From a robot's folder to a policy: fine-tuning, export, and acting."""
+
+import functools
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from rlinf_jax import config, train
+from rlinf_jax.data.lerobot import layout, source, statistics, write
+from rlinf_jax.recipes import tiny_vla
+from stages import workflows
+from stages.envs import action_chunks, push, seed_source
+from stages.learn import optimizers
+from stages.models.files import weights
+from stages.models.vla import instructions, openvla_files, openvla_oft_env
+
+pytest.importorskip('pyarrow', reason='LeRobot folders are parquet files.')
+pytest.importorskip('av', reason='LeRobot folders are videos.')
+
+SCENES = 4
+
+
+def of_few_scenes(make, **settings):
+  """The push world with the same few scenes, whatever the seed."""
+  env = make(**settings)
+  return env._replace(init=lambda seed_B: env.init(seed_B % SCENES))
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """A tiny model, and 64 episodes of a controller in four scenes."""
+  out = tmp_path_factory.mktemp('tiny')
+  tiny_vla.model(out / 'model')
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(push, 'push', functools.partial(of_few_scenes, push.push))
+    found = [*tiny_vla.episodes(64, 64, noise_std=0.3)]
+  write.write(out / 'data', found, fps=tiny_vla.FPS)
+  return out
+
+
+def test_episodes_are_of_the_controller_that_does_what_words_say(folder):
+  data = layout.read(str(folder / 'data'))
+  assert {*data.tasks.values()} <= {*push.INSTRUCTIONS}
+  assert len(data.episodes) > 48
+  assert data.features[tiny_vla.CAMERA].shape == (32, 32, 3)
+
+
+@pytest.mark.slow
+def test_fine_tuning_exports_the_published_layout(folder, tmp_path):
+  """The first command of docs/vla.md."""
+  bindings = [
+    f'MODEL = {str(folder / "model")!r}',
+    f'DATA = {str(folder / "data")!r}',
+    'CHUNK = 2',
+    'STEPS = 3',
+    'LORA_RANK = 4',
+    'train.train.plan = None',
+  ]
+  config.parse(
+    ['gin_configs/sft_openvla_oft.gin'], bindings, str(tmp_path / 'run')
+  )
+  config.call(train.train, workdir=str(tmp_path / 'run'))
+  model = tmp_path / 'run' / 'model'
+  metrics = [
+    json.loads(line)
+    for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()
+  ]
+  losses = [x['eval/loss'] for x in metrics if 'eval/loss' in x]
+  assert len(losses) == 2 and losses[1] < losses[0]
+  stored = weights.read_json(model / openvla_files.STATISTICS)
+  assert stored == statistics.norm_stats(str(folder / 'data'))
+  # With its own statistics and projector of the state, it acts anywhere.
+  encode = functools.partial(instructions.openvla, checkpoint=str(model))
+  env = push.push(image_size=32, instructions=encode)
+  policy = openvla_oft_env.pretrained(env, checkpoint=str(model), chunk=2)
+  _, obs = env.init(np.arange(2, dtype=np.int32))
+  keys = jax.random.split(jax.random.key(0), 2)
+  params = policy.init(jax.random.key(0))
+  assert 'state_projector' in params
+  command = policy.to_env_action(policy.act(params, obs, keys).action)
+  assert command.shape == (2, 2, 2) and np.isfinite(command).all()
+
+
+@pytest.mark.slow
+@pytest.mark.claims
+def test_fine_tuning_raises_success_in_the_scenes_of_its_episodes(
+  folder, fully_optimized
+):
+  steps, model, data = 400, str(folder / 'model'), str(folder / 'data')
+  encode = functools.partial(instructions.openvla, checkpoint=model, length=24)
+  env = of_few_scenes(
+    push.push,
+    dense=False,
+    terminate=True,
+    image_size=32,
+    instructions=encode,
+  )
+  workflow = workflows.behavior_cloning(
+    action_chunks.chunked(env, 2, 0.97),
+    functools.partial(
+      openvla_oft_env.pretrained,
+      checkpoint=model,
+      chunk=2,
+      norm_stats=statistics.norm_stats(data),
+      new_heads=True,
+      critic=False,
+    ),
+    optimizers.adamw(2e-3, decay_steps=steps, updates_per_step=1),
+    normalize_obs=False,
+  )
+  made = source.source(
+    data,
+    batch_size=64,
+    instructions=encode,
+    chunk=2,
+    window_rows=2000,
+    evaluation=seed_source.seeds(held_out=SCENES, held_out_batch=SCENES),
+  )
+  (seeds,) = made.held_out()
+  step = jax.jit(workflow.step)
+  state, at = workflow.init(jax.random.key(0)), made.init(0)
+  start = success(workflow, state, seeds)
+  for i in range(steps):
+    at, batch = made.next(at, {})
+    state, _ = step(state, batch, jax.random.key(i))
+  assert start == 0.0
+  assert success(workflow, state, seeds) >= 0.5
+
+
+def success(workflow, state, seeds):
+  info = workflow.evaluate(state, seeds, jax.random.key(1))
+  return float(info['eval/success_once'].value()[''])
+
+
+@pytest.mark.parametrize(
+  ('args', 'message'),
+  [
+    ([{'width': 3}, {}], 'timm_model_args is .*two objects of embed_dim'),
+    ([{'embed_dim': -1}, {}], 'timm_model_args'),
+  ],
+)
+def test_sizes_of_towers_that_have_no_meaning_are_refused(
+  folder, tmp_path, args, message
+):
+  raw = weights.read_json(folder / 'model' / 'config.json')
+  raw[openvla_files.TOWER_ARGS] = args
+  path = pathlib.Path(tmp_path) / 'config.json'
+  path.write_text(json.dumps(raw))
+  with pytest.raises(weights.CheckpointError, match=message):
+    openvla_files.read(tmp_path)
