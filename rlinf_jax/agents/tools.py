@@ -14,11 +14,13 @@ class Tool(NamedTuple):
     name: by which the model calls it.
     schema: its JSON schema, as chat templates take it.
     calls: the processes that run it.
+    bound: arguments that the model neither sees nor gives.
   """
 
   name: str
   schema: dict
   calls: pool.Pool
+  bound: Mapping[str, Any] = {}
 
   def call(self, arguments: Mapping[str, Any]) -> str:
     """The result as text.
@@ -26,12 +28,13 @@ class Tool(NamedTuple):
     Raises:
       pool.CallError: if the call failed; the message is for the model.
     """
-    return str(self.calls.call((), arguments))
+    return str(self.calls.call((), {**arguments, **self.bound}))
 
 
 def tool(
   function: Callable,
   *,
+  bound: Mapping[str, Any] | None = None,
   seconds: float = 2.0,
   memory: float = 2.0,
   processes: int | None = None,
@@ -43,7 +46,10 @@ def tool(
   or ends its process gives the model an error to read.
 
   Args:
-    function: the function, which the processes import.
+    function: the function, which the processes import. Its attribute `check`,
+      if it has one, is called first, and raises where it cannot work.
+    bound: arguments that are always these, so that the model is not told of
+      them; anything that JSON can write.
     seconds: that one call may take.
     memory: gigabytes that a process may map.
     processes: their number; by default one a CPU, at most 8.
@@ -55,6 +61,7 @@ def tool(
   from transformers import utils
 
   bare = inspect.unwrap(function)  # Gin wraps what recipes name.
+  getattr(bare, 'check', bool)()
   calls = pool.pool(bare, seconds=seconds, memory=memory, processes=processes)
   try:
     schema = utils.get_json_schema(bare)
@@ -63,4 +70,9 @@ def tool(
       f'The function {bare.__qualname__} cannot be a tool ({e}): give each '
       'argument a type, and a line under `Args:` of its docstring.'
     ) from e
-  return Tool(schema['function']['name'], schema, calls)
+  arguments = schema['function']['parameters']
+  for name in bound or ():
+    del arguments['properties'][name]
+    if name in arguments.get('required', ()):
+      arguments['required'].remove(name)
+  return Tool(schema['function']['name'], schema, calls, bound or {})

@@ -125,7 +125,7 @@ def test_an_environment_that_hangs_or_raises_loses_its_own_episode(
   texts = [['a', 'stop'], ['raise'], ['a', 'hang'], ['b', 'stop'], ['hang']]
   start = time.perf_counter()
   problem, x = play(monkeypatch, folder, texts, step_timeout=0.3, num_threads=2)
-  assert time.perf_counter() - start < 4.0  # A hanging one takes 5.
+  assert time.perf_counter() - start < 30  # A hanging one takes 60.
   assert problem.answer.terms['env_failed'].tolist() == [0, 1, 1, 0, 1]
   assert problem.answer.reward.tolist() == [2.25, 0, 0, 2.25, 0]
   assert (x.mask.sum(1) > 0).tolist() == [True, False, False, True, False]
