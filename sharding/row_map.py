@@ -43,34 +43,45 @@ def map_rows(
     return fn(params, *rows)
   mesh = jax.sharding.get_abstract_mesh()
   axes = rules_lib.mesh_axes(mesh, 'B', rules)
-  shards_rows = {
-    letter: tuple(
-      a for a in rules_lib.mesh_axes(mesh, letter, rules) if a in axes
-    )
-    for letter in rules
-  }
 
-  def spec(path, leaf):
-    letters = rules_lib.dimensions(path, leaf.shape) or ('',) * leaf.ndim
-    return rules_lib.partition_spec(mesh, letters, leaf.shape, shards_rows)
+  def specs(is_kept):
+    some = {
+      letter: tuple(filter(is_kept, rules_lib.mesh_axes(mesh, letter, rules)))
+      for letter in rules
+    }
 
-  specs = jax.tree_util.tree_map_with_path(spec, params)
+    def spec(path, leaf):
+      letters = rules_lib.dimensions(path, leaf.shape) or ('',) * leaf.ndim
+      return rules_lib.partition_spec(mesh, letters, leaf.shape, some)
+
+    return jax.tree_util.tree_map_with_path(spec, params)
+
+  of_rows = specs(lambda axis: axis in axes)
+  others = specs(lambda axis: axis not in axes)
 
   def local(params, *rows):
     gather = functools.partial(_gather_leaf, axes, dtype)
-    return fn(jax.tree.map(gather, params, specs), *rows)
+    return fn(jax.tree.map(gather, params, of_rows, others), *rows)
 
   by_row = PartitionSpec(axes)
   return jax.shard_map(
     local,
-    in_specs=(specs, *(by_row for _ in rows)),
+    in_specs=(of_rows, *(by_row for _ in rows)),
     out_specs=by_row,
     axis_names={*axes},
   )(params, *rows)
 
 
-def _gather_leaf(axes, dtype, leaf, spec):
-  """Gathers a parameter over the axes of rows."""
+def _gather_leaf(axes, dtype, leaf, spec, others):
+  """Gathers a parameter over the axes of rows.
+
+  Args:
+    axes: those of rows, of which this runs on one device.
+    dtype: as in `map_rows`.
+    leaf: the part of the parameter on this device.
+    spec: how `axes` shard the parameter.
+    others: how the other axes do.
+  """
   # Its gradient is a sum over all rows, also over axes that do not shard it.
   copied = tuple(axis for axis in axes if axis not in jax.tree.leaves([*spec]))
   if copied:
@@ -78,37 +89,53 @@ def _gather_leaf(axes, dtype, leaf, spec):
   for i, names in enumerate(spec):
     if names:
       narrow = leaf.dtype if leaf.ndim == 1 else dtype
-      leaf = _gather(leaf, names, i, narrow)
+      leaf = _gather(leaf, names, i, narrow, others)
   return leaf
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(x, names, dimension, dtype):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(x, names, dimension, dtype, others):
   """Gathers shards in `dtype`; the gradient is summed in the dtype of `x`."""
-  gathered = jax.lax.all_gather(
-    x.astype(dtype), names, axis=dimension, tiled=True
-  )
-  return gathered.astype(x.dtype)
+
+  def local(x):
+    return jax.lax.all_gather(x, names, axis=dimension, tiled=True)
+
+  return _on_parts(local, others)(x.astype(dtype)).astype(x.dtype)
 
 
-def _gather_forward(x, names, dimension, dtype):
-  return _gather(x, names, dimension, dtype), None
+def _gather_forward(x, names, dimension, dtype, others):
+  return _gather(x, names, dimension, dtype, others), None
 
 
-def _gather_backward(names, dimension, dtype, _, gradient):
+def _gather_backward(names, dimension, dtype, others, _, gradient):
   """Adds up and scatters along the leading dimension.
 
   Along the last one, a TPU adds up everything on every device: twice as many
   bytes are sent, and each device holds the whole sum.
   """
   del dtype
-  n = jax.lax.axis_size(names)
-  shape = gradient.shape
-  parts = gradient.reshape(
-    *shape[:dimension], n, shape[dimension] // n, *shape[dimension + 1 :]
-  )
-  parts = jnp.moveaxis(parts, dimension, 0)
-  return (jax.lax.psum_scatter(parts, names, scatter_dimension=0),)
+
+  def local(gradient):
+    n = jax.lax.axis_size(names)
+    shape = gradient.shape
+    parts = gradient.reshape(
+      *shape[:dimension], n, shape[dimension] // n, *shape[dimension + 1 :]
+    )
+    parts = jnp.moveaxis(parts, dimension, 0)
+    return jax.lax.psum_scatter(parts, names, scatter_dimension=0)
+
+  return (_on_parts(local, others)(gradient),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _on_parts(fn, spec):
+  """Returns `fn` of an array, for each device's part by the axes of `spec`.
+
+  XLA would gather these parts for a collective over other axes.
+  """
+  axes = {*jax.tree.leaves([*spec])}
+  if not axes:
+    return fn
+  return jax.shard_map(fn, in_specs=spec, out_specs=spec, axis_names=axes)

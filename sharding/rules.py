@@ -24,9 +24,12 @@ DEFAULT: Rules = {
   'F': 'tensor',
   'H': 'tensor',
   'K': 'tensor',
+  'S': 'tensor',
   'V': 'tensor',
   'E': 'expert',
 }
+# Letters of activations, for `shard`: positions on all devices, or divided.
+WHOLE, DIVIDED = ('B', None), ('B', 'S')
 SUFFIX = re.compile(r'_([A-Z]+)$')
 
 
@@ -123,11 +126,74 @@ def shard_rows(x, rules: Rules = DEFAULT):
   instead of gathering the parameters. Rows that do not divide evenly are left
   to XLA.
   """
-  mesh, axes = jax.sharding.get_abstract_mesh(), _ambient_axes('B', rules)
-  if not axes or x.shape[0] % math.prod(mesh.shape[a] for a in axes):
+  return shard(x, 'B', rules)
+
+
+def shard(x, letters: Iterable[str | None], rules: Rules = DEFAULT):
+  """Shards the first dimensions of `x` over the ambient mesh, if there is one.
+
+  Args:
+    x: an array.
+    letters: of its first dimensions; None for one of which each device needs
+      the whole. Other dimensions are left to XLA, and so are those that do not
+      divide evenly.
+    rules: mesh axes of each letter.
+  """
+  mesh, layout = jax.sharding.get_abstract_mesh(), []
+  if mesh.empty:
     return x
-  free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
-  return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, *free))
+  for letter, size in zip(letters, x.shape, strict=False):
+    axes = _ambient_axes(letter, rules) if letter else ()
+    is_even = not size % math.prod(mesh.shape[axis] for axis in axes)
+    is_left = letter and not (axes and is_even)
+    layout.append(PartitionSpec.UNCONSTRAINED if is_left else axes or None)
+  if all(some is PartitionSpec.UNCONSTRAINED for some in layout):
+    return x
+  layout += [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(layout))
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(*layout))
+
+
+def gather_sequence(x_BSD):
+  """Gathers positions that are sharded, before products with sharded weights.
+
+  With sequence parallelism, arXiv:2205.05198, what a layer computes for each
+  position alone is divided over the axis `tensor`, and so is what is stored
+  between layers. The weights of the products between are sharded over the same
+  axis. So the cotangent is a sum over it, and is scattered at once.
+  """
+  return _gather_sequence(x_BSD) if _is_divided(x_BSD) else x_BSD
+
+
+def scatter_sequence(x_BSD):
+  """Shards positions after products with sharded weights: a sum over an axis.
+
+  The cotangent is gathered, see `gather_sequence`.
+  """
+  return _scatter_sequence(x_BSD) if _is_divided(x_BSD) else x_BSD
+
+
+@jax.custom_vjp
+def _gather_sequence(x_BSD):
+  return shard(x_BSD, WHOLE)
+
+
+@jax.custom_vjp
+def _scatter_sequence(x_BSD):
+  return shard(x_BSD, DIVIDED)
+
+
+_gather_sequence.defvjp(
+  lambda x: (_gather_sequence(x), None),
+  lambda _, x_bar: (shard(x_bar, DIVIDED),),
+)
+_scatter_sequence.defvjp(
+  lambda x: (_scatter_sequence(x), None),
+  lambda _, x_bar: (shard(x_bar, WHOLE),),
+)
+
+
+def _is_divided(x_BSD) -> bool:
+  return devices_of('S', x_BSD.shape[1]) > 1
 
 
 def gather(tree, rules: Rules = DEFAULT):

@@ -18,7 +18,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from sharding import row_map
+from sharding import row_map, rules
 from stages.models import config as config_lib
 from stages.models.layers import attention, initialize, mixed_precision, stack
 from stages.models.layers import block as block_lib
@@ -101,6 +101,7 @@ class Transformer(nn.Module):
       self._look_up, params, token_NS, dtype=self.config.dtype
     )
     x_NSD, _ = self._stack(x_NSD, context)
+    x_NSD = rules.gather_sequence(x_NSD)
     return x_NSD[:, P:].reshape(B, T, -1)
 
   def packed_states(self, token_MS, position_MS, segment):
@@ -124,7 +125,7 @@ class Transformer(nn.Module):
     x_MSD = row_map.map_rows(
       self._look_up, params, token_MS, dtype=self.config.dtype
     )
-    return self._stack(x_MSD, context)[0]
+    return rules.gather_sequence(self._stack(x_MSD, context)[0])
 
   def _look_up(self, params, token_BT):
     # Padding may hold any id; one out of range would give NaN.
@@ -137,6 +138,8 @@ class Transformer(nn.Module):
   def _stack(self, x_NSD, context):
     """All layers; `context: rope, window -> Context`."""
     c = self.config
+    # Without the first, XLA would divide the positions of tokens and masks, too.
+    x_NSD = rules.scatter_sequence(rules.shard(x_NSD, rules.WHOLE))
     if c.window is None:
       return self.layers(x_NSD, None, context(c.rope), None)
     is_local_L = jnp.array([c.is_local(i) for i in range(c.L)])

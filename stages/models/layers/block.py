@@ -100,13 +100,17 @@ class Block(nn.Module):
 
   def project(self, x_BTD, cos_BTR, sin_BTR, condition=None):
     """Rotated queries and keys, and values."""
-    x_BTD = rules.shard_rows(x_BTD)
+    x_BTD = rules.shard(x_BTD, rules.DIVIDED)
     x_BTD = self.normalize('before_attention', x_BTD, condition)
+    x_BTD = rules.gather_sequence(x_BTD)
     # In float32 until biases are added and positions are rotated.
     wide = mixed_precision.product
     q_BTHW = lora.linear(self, 'query_DHW', 'BTD,DHW->BTHW', x_BTD, wide)
     k_BTKW = lora.linear(self, 'key_DKW', 'BTD,DKW->BTKW', x_BTD, wide)
     v_BTKW = lora.linear(self, 'value_DKW', 'BTD,DKW->BTKW', x_BTD, wide)
+    q_BTHW = rules.shard(q_BTHW, (*rules.WHOLE, 'H'))
+    k_BTKW = rules.shard(k_BTKW, (*rules.WHOLE, 'K'))
+    v_BTKW = rules.shard(v_BTKW, (*rules.WHOLE, 'K'))
     if self.config.qkv_bias:
       q_BTHW += self.query_HW[None, None]
       k_BTKW += self.key_KW[None, None]
@@ -123,20 +127,23 @@ class Block(nn.Module):
   def finish(self, x_BTD, seen_BTHW, condition=None):
     """Adds the output of attention, then that of the feed-forward."""
     c = self.config
+    seen_BTHW = rules.shard(seen_BTHW, (*rules.WHOLE, 'H'))
     y_BTD = lora.linear(self, 'out_HWD', 'BTHW,HWD->BTD', seen_BTHW)
+    y_BTD = rules.scatter_sequence(y_BTD)
     if c.out_bias:
       wide = mixed_precision.wide_dtype(y_BTD.dtype)
       y_BTD = (y_BTD.astype(wide) + self.out_D[None, None]).astype(y_BTD.dtype)
     if c.post_norms:
       y_BTD = rms_norm(c, y_BTD, self.after_attention_D)
     x_BTD = self.add('before_attention', x_BTD, y_BTD, condition)
-    x_BTD = rules.shard_rows(x_BTD)
+    x_BTD = rules.shard(x_BTD, rules.DIVIDED)
     y_BTD = self.normalize('before_feedforward', x_BTD, condition)
-    y_BTD = self.feedforward(y_BTD)
+    y_BTD = self.feedforward(rules.gather_sequence(y_BTD))
+    y_BTD = rules.scatter_sequence(y_BTD)
     if c.post_norms:
       y_BTD = rms_norm(c, y_BTD, self.after_feedforward_D)
     x_BTD = self.add('before_feedforward', x_BTD, y_BTD, condition)
-    return rules.shard_rows(x_BTD)
+    return rules.shard(x_BTD, rules.DIVIDED)
 
   def feedforward(self, x_BTD):
     c = self.config
