@@ -36,6 +36,7 @@ class Case:
     prompt: tokens of a prompt.
     length: tokens of a completion.
     rows: rows of a micro-batch of `gradient`; None for all.
+    packed: tokens of a packed row; None without packing.
     stages: names of the stages to compile.
   """
 
@@ -49,6 +50,7 @@ class Case:
   prompt: int = 512
   length: int = 1024
   rows: int | None = None
+  packed: int | None = None
   stages: tuple[str, ...] = ('gradient', 'apply')
 
 
@@ -96,6 +98,7 @@ def _read(case: Case, topology, checkpoint: str):
     'GROUPS': case.groups,
     'PROMPT': case.prompt,
     'LENGTH': case.length,
+    'PACKED': case.packed,
     'cluster.Cluster.num_devices': topology.num_devices,
     'cluster.Cluster.topology': case.topology,
   }

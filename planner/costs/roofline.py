@@ -283,7 +283,10 @@ class Roofline:
     }
     total = device.launch_seconds + turns * (gaps + max(arithmetic, traffic))
     passes = max(1.0, call.at(local_rows).passes)
-    for part in collectives.communication(parameters, call.at(rows), axes):
+    divided = self.works[node.name].under(remat)
+    divided = divided.on(self.layout.without_rows(axes), self.layout)
+    done = divided.near(local_rows).at(rows)
+    for part in collectives.communication(parameters, done, axes):
       link = self.axis_links.link(placement, part.axis)
       spent = (
         link.seconds(part.size, part.messages) * assumed.exposed_communication

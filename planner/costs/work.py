@@ -3,7 +3,7 @@
 `counting.count` counts it with JAX; cost models read it without.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import itertools
 
@@ -27,7 +27,8 @@ class Work:
     kernels: number of kernels launched one after another.
     partial: products summed over a dimension of an argument, by that
       dimension's letter: their number and the bytes of their results. Where
-      the letter is sharded, devices all-reduce these.
+      the letter is sharded, devices all-reduce these. A result that devices
+      gather or scatter counts with half of its bytes.
     passes: trip count of a loop over packed rows, each of which reads all
       parameters; 0 if there is none.
     turns: trip count of the longest loop that may end early, as decoding does;
@@ -115,6 +116,8 @@ class StageWork:
       that computes logits in chunks has fewer chunks then.
     remat: the same stage where its backward pass computes activations again, by
       the policies that a plan may name.
+    divide: counts the stage again for devices that divide its arrays, see `on`;
+      None if it divides none.
   """
 
   fixed: Work
@@ -122,6 +125,21 @@ class StageWork:
   rows: int = 0
   below: tuple['StageWork', ...] = ()
   remat: Mapping[str, 'StageWork'] = dataclasses.field(default_factory=dict)
+  divide: Callable[..., 'StageWork'] | None = dataclasses.field(
+    default=None, compare=False
+  )
+
+  def on(self, axes: tuple[tuple[str, int], ...], layout) -> 'StageWork':
+    """Returns the work on a device of a mesh of axes without rows.
+
+    Bytes are those of a device, and `partial` also has what devices gather and
+    scatter. FLOPs are those of all devices.
+
+    Args:
+      axes: names and sizes of the axes.
+      layout: a `mesh.layout.Layout`.
+    """
+    return self.divide(axes, layout) if axes and self.divide else self
 
   def under(self, remat: str) -> 'StageWork':
     """Returns the work under a policy, as `plan.Plan.remat` has it.

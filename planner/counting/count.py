@@ -11,6 +11,7 @@ that may end early, as decoding does, counts with its maximum trip count;
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 
@@ -19,7 +20,7 @@ import jax
 from planner.costs import work as work_lib
 from planner.costs.decoding import decode
 from planner.costs.work import StageWork, Work
-from planner.counting import jaxpr_walk, variables
+from planner.counting import divisions, jaxpr_walk, variables
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 
@@ -32,6 +33,7 @@ def work(
   *shapes,
   trips: int | None = None,
   letters: Sequence[Sequence[str]] | None = None,
+  division: divisions.Division | None = None,
 ) -> Work:
   """Counts the work of one call of `fn`.
 
@@ -41,16 +43,18 @@ def work(
     trips: trip count of a `while` loop whose maximum is not visible.
     letters: letters of the dimensions of every array among the arguments, for
       `Work.partial`.
+    division: axes of a mesh, of which the bytes of one device are counted.
 
   Raises:
     ValueError: for a loop without a bound, if `trips` is None.
     NotImplementedError: for a kernel whose work cannot be counted.
   """
   run = fn if hasattr(fn, 'trace') else jax.jit(fn)
-  jaxpr = run.trace(*shapes).jaxpr
+  with _ambient(division):  # The program says what it divides.
+    jaxpr = run.trace(*shapes).jaxpr
   if letters is None:
     letters = [None] * len(jaxpr.jaxpr.invars)
-  frame = jaxpr_walk.WorkCounter(trips)
+  frame = jaxpr_walk.WorkCounter(trips, division)
   args = [
     frame.argument(var.aval, some)
     for var, some in zip(jaxpr.jaxpr.invars, letters, strict=True)
@@ -62,6 +66,13 @@ def work(
     bytes_in=sum(map(variables.size_of, jaxpr.in_avals)),
     bytes_out=sum(map(variables.size_of, jaxpr.out_avals)),
   )
+
+
+def _ambient(division: divisions.Division | None):
+  if division is None:
+    return contextlib.nullcontext()
+  names, sizes = zip(*division.sizes.items(), strict=True)
+  return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(sizes, names))
 
 
 def of_node(
@@ -102,13 +113,26 @@ def _sizes(flow, node) -> list[int]:
   return [n * node.stage.group_size for n in some] or [0]
 
 
-def _counted(flow, node, run, trips, sizes) -> list[tuple[int, Work]]:
-  """Counts a function of a stage's arguments; returns rows and works."""
+def _counted(
+  flow, node, run, trips, sizes, on=None
+) -> list[tuple[int, Work]]:
+  """Counts a function of a stage's arguments; returns rows and works.
+
+  Args:
+    flow: the flow of the node.
+    node: the call of a stage.
+    run: the function.
+    trips: as in `work`.
+    sizes: rows to count it for.
+    on: axes and a layout, as `divisions.Division` takes them; None to count the
+      work of one device alone.
+  """
   letters = [flow.values[v].letters for v in node.reads]
 
   def at(rows):
     args = _arguments(flow, node, rows)
-    return work(run, *args, trips=trips, letters=letters)
+    division = divisions.Division(*on) if on else None
+    return work(run, *args, trips=trips, letters=letters, division=division)
 
   works = [at(size) for size in sizes]
   if len(works) == 1 and works[0].turns and sizes[0]:
@@ -135,18 +159,32 @@ def _arguments(flow, node, rows: int):
 
 
 def _with_remat(flow, node, counted, trips) -> StageWork:
-  """Interpolates the work, with that under each policy a plan may name."""
-  stage, found = node.stage, _interpolated(counted)
+  """Interpolates the work, with that under each policy a plan may name.
+
+  Each can be counted again for devices that divide its arrays.
+  """
+  stage, every = node.stage, [n for n, _ in counted]
+  few = sorted({every[0], every[-1]})
+
+  @functools.cache
+  def stored(*on):
+    return _counted(flow, node, stage.run, trips, every, on) if on else counted
+
+  def ends(policy, *on):
+    run = stage.run_with_remat(policy)
+    return _counted(flow, node, run, trips, few, on)
+
+  def work_under(policy):
+    def divide(*on):
+      return _interpolated(_shifted(stored(*on), ends(policy, *on)))
+
+    return dataclasses.replace(divide(), divide=functools.cache(divide))
+
+  divide = functools.cache(lambda *on: _interpolated(stored(*on)))
+  found = dataclasses.replace(_interpolated(counted), divide=divide)
   policies = getattr(stage, 'remat_policies', None)
   if stage.grain != 'sum' or policies is None:
     return found  # A stage of rows only computes forward.
-  sizes = sorted({counted[0][0], counted[-1][0]})
-
-  def work_under(policy):
-    run = stage.run_with_remat(policy)
-    ends = _counted(flow, node, run, trips, sizes)
-    return _interpolated(_shifted(counted, ends))
-
   some = policies(*_arguments(flow, node, flow.rows_of(node)))
   some = [policy for policy in some if policy != plan_lib.STORE_ALL]
   return dataclasses.replace(found, remat=_Policies(some, work_under))

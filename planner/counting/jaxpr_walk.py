@@ -13,17 +13,23 @@ import math
 import numpy as np
 
 from planner.costs.work import Work
-from planner.counting import primitives, trip_counts, variables
+from planner.counting import divisions, primitives, trip_counts, variables
 
 SOURCES = 8  # A fused chain has at most so many sources.
 SCALAR = 16  # Bytes: smaller arrays need no kernel of their own.
 
 
 class WorkCounter:
-  """Counts the work of a program, or of a loop's body."""
+  """Counts the work of a program, or of a loop's body.
 
-  def __init__(self, trips: int | None):
-    self.trips = trips
+  With a `divisions.Division`, bytes are those of one device of a mesh. FLOPs
+  are always those of all devices.
+  """
+
+  def __init__(
+    self, trips: int | None, division: divisions.Division | None = None
+  ):
+    self.trips, self.division = trips, division
     self.flops = self.moved = self.kernels = 0.0
     self.matmul, self.partial, self.turns = {}, {}, 0.0
     self.now, self.buffers, self.within = 0, [], {}
@@ -53,16 +59,34 @@ class WorkCounter:
 
   # Variables.
 
-  def argument(self, aval, letters=None) -> variables.Variable:
-    variable = self.stored(aval, outside=True)
-    variable.letters = tuple(letters) if letters is not None else None
+  def argument(self, aval, letters=None, divided=None) -> variables.Variable:
+    letters = tuple(letters) if letters is not None else None
+    if self.division and divided is None:
+      divided = self.division.argument(letters, getattr(aval, 'shape', ()))
+    variable = self.stored(aval, divided, outside=True)
+    variable.letters = letters
     return variable
 
-  def stored(self, aval, outside=False) -> variables.Variable:
-    size = variables.size_of(aval)
+  def stored(self, aval, divided=None, outside=False) -> variables.Variable:
+    size = self.local(aval, divided)
     buffer = variables.Buffer(size, self.now, outside)
     self.buffers.append(buffer)
-    return variables.Variable(size, {buffer: size})
+    return variables.Variable(size, {buffer: size}, divided=divided)
+
+  def local(self, aval, divided) -> float:
+    """Returns the bytes of an array on one device."""
+    size = variables.size_of(aval)
+    return size / self.division.ways(divided) if divided else size
+
+  def divided(self, eqn, args) -> list:
+    """Returns how the results of an equation are divided; Nones if none is."""
+    if not self.division:
+      return [None] * len(eqn.outvars)
+    given = [
+      one.divided or divisions.whole(getattr(x.aval, 'shape', ()))
+      for x, one in zip(eqn.invars, args, strict=True)
+    ]
+    return self.division.results(eqn, given)
 
   def read(self, variable: variables.Variable) -> float:
     """Records that a variable's sources are read now; returns their bytes."""
@@ -165,7 +189,12 @@ class WorkCounter:
   def _view(self, eqn, args):
     if len(eqn.outvars) > 1:  # A barrier.
       return args
-    variable, size = args[0], variables.size_of(eqn.outvars[0].aval)
+    (divided,) = self.divided(eqn, args)
+    variable, size = args[0], self.local(eqn.outvars[0].aval, divided)
+    if eqn.primitive.name == 'sharding_constraint' and (
+      divided != variable.divided
+    ):
+      return [self._redivided(eqn, variable, divided)]
     sources = variable.sources
     if not variable.fused:
       sources = {b: min(n, size) for b, n in sources.items()}
@@ -178,8 +207,31 @@ class WorkCounter:
         letters,
         variable.partial,
         variable.constant,
+        divided,
       )
     ]
+
+  def _redivided(self, eqn, variable, divided) -> variables.Variable:
+    """Counts a gather or a scatter, which make an array of their own."""
+    self.store(variable)
+    self.read(variable)
+    made = self.stored(eqn.outvars[0].aval, divided)
+    before, after = (
+      {axis for axes in some for axis in axes}
+      for some in (variable.divided, divided)
+    )
+    # In a ring, a gather or a scatter sends half of what adding up does.
+    for axis in before - after:
+      self._add_partial([self.division.letter_of(axis)], 1, made.size / 2)
+    if variable.partial and variable.partial.open:
+      scattered = [
+        letter
+        for letter in variable.partial.letters
+        if after.intersection(self.division.layout.axes_of(letter))
+      ]
+      self._add_partial(scattered, 0, -variable.partial.size / 2)
+      variable.partial.open = False
+    return made
 
   def _fused(self, eqn, args):
     """Counts elementwise arithmetic and reductions, which are fused."""
@@ -198,8 +250,11 @@ class WorkCounter:
       for buffer, n in variable.sources.items():
         sources[buffer] = max(n, sources.get(buffer, 0.0))
     made = []
-    for var in eqn.outvars:
-      one = variables.Variable(variables.size_of(var.aval), dict(sources), True)
+    for var, divided in zip(
+      eqn.outvars, self.divided(eqn, args), strict=True
+    ):
+      size = self.local(var.aval, divided)
+      one = variables.Variable(size, dict(sources), True, divided=divided)
       if reduces:
         self.store(one)
       made.append(one)
@@ -220,7 +275,7 @@ class WorkCounter:
     for variable in args:
       self.store(variable)
     self.moved += sum(self.read(variable) for variable in args)
-    made = [self.stored(var.aval) for var in eqn.outvars]
+    made = self._stored_results(eqn, args)
     self.moved += sum(one.size for one in made)
     self.kernels += 1
     size = max(getattr(var.aval, 'size', 0) for var in eqn.invars)
@@ -237,15 +292,22 @@ class WorkCounter:
       self._sum_over(made[0], zip(args, over, strict=True))
     return made
 
+  def _stored_results(self, eqn, args):
+    return [
+      self.stored(var.aval, divided)
+      for var, divided in zip(eqn.outvars, self.divided(eqn, args), strict=True)
+    ]
+
   def _indexed(self, eqn, args):
     """Counts reads or writes of parts of an array, in place if possible."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
+    (divided,) = self.divided(eqn, args)
     self.kernels += 1
     if name == 'gather':
       self.store(args[0])
       self.moved += sum(self.read(variable) for variable in args[1:])
       self.read(args[0])
-      made = self.stored(out)
+      made = self.stored(out, divided)
       self.moved += 2 * made.size
       over = eqn.params['dimension_numbers'].start_index_map
       self._sum_over(made, [(args[0], over)])
@@ -257,12 +319,16 @@ class WorkCounter:
     self.moved += updates.size * (1 + (name != 'dynamic_update_slice'))
     self.read(args[0])
     if any(b.outside for b in args[0].sources):
-      made = self.stored(out)  # An argument is copied, not overwritten.
+      # An argument is copied, not overwritten.
+      made = self.stored(out, divided)
       self.moved += 2 * made.size
       return [made]
     if name != 'dynamic_update_slice':
       self.flops += getattr(eqn.invars[2].aval, 'size', 0)
-    return [variables.Variable(variables.size_of(out), dict(args[0].sources))]
+    size = self.local(out, divided)
+    return [
+      variables.Variable(size, dict(args[0].sources), divided=divided)
+    ]
 
   def _sum_over(self, made: variables.Variable, over):
     """Records a sum over dimensions of some variables."""
@@ -274,48 +340,66 @@ class WorkCounter:
     ]
     if letters:
       made.partial = variables.PartialSum(letters, made.size)
-      self._add_partial(made.partial, 1)
+      self._add_partial(letters, 1, made.size)
 
   def _add_up(self, one: variables.PartialSum, other: variables.PartialSum):
     """Adds two partial sums, which then need a single all-reduce."""
     if one.open and other.open and one is not other:
-      self._add_partial(other, -1)
+      self._add_partial(other.letters, -1, -other.size)
     else:
       one.open = False
     other.open = False
 
-  def _add_partial(self, some: variables.PartialSum, n: int):
-    for letter in some.letters:
+  def _add_partial(self, letters, n: int, size: float):
+    for letter in letters:
       count, total = self.partial.get(letter, (0.0, 0.0))
-      self.partial[letter] = count + n, total + n * some.size
+      self.partial[letter] = count + n, total + size
 
   # Loops and branches.
 
-  def _body(self, jaxpr, args, drop=()) -> Work:
-    """Counts the work of one trip.
+  def _body(self, jaxpr, args, drop=()) -> tuple[Work, list]:
+    """Counts the work of one trip; returns how its results are divided, too.
 
     Args:
       jaxpr: the jaxpr of the body.
       args: the arguments of the loop.
       drop: positions of the arguments that a scan slices.
     """
-    frame = WorkCounter(self.trips)
+    frame = WorkCounter(self.trips, self.division)
     given = []
     for i, (var, variable) in enumerate(
       zip(jaxpr.jaxpr.invars, args, strict=True)
     ):
-      letters = variable.letters
-      if i in drop and letters is not None:
-        letters = letters[1:]
-      one = frame.argument(var.aval, letters)
+      letters, divided = variable.letters, variable.divided
+      if i in drop:
+        letters = letters and letters[1:]
+        divided = divided and divided[1:]
+      one = frame.argument(var.aval, letters, divided)
       one.constant = None if i in drop else variable.constant
       for buffer in one.sources:  # Loops write their carry in place.
         buffer.size, buffer.outside = 0.0, False
       given.append(one)
-    frame.store_all(frame.inline(jaxpr, given))
-    return frame.work()
+    made = frame.inline(jaxpr, given)
+    frame.store_all(made)
+    return frame.work(), [variable.divided for variable in made]
 
-  def _repeat(self, eqn, args, done: Work, turns: float):
+  def _carrying(self, jaxpr, args, state: range, drop=()):
+    """As `_body`, for arguments of which some are results of the last trip.
+
+    Zeros that a loop begins with are divided as what is added to them.
+    """
+    while True:
+      done, made = self._body(jaxpr, args, drop)
+      changed = False
+      for i, after in zip(state, made, strict=False):
+        before = args[i].divided
+        if before is not None and after != before and not any(before):
+          args[i] = dataclasses.replace(args[i], divided=after)
+          changed = True
+      if not changed:
+        return done, made
+
+  def _repeat(self, eqn, args, done: Work, turns: float, divided):
     for variable in args:
       self.hand_over(variable)
     self.flops += turns * done.flops
@@ -328,7 +412,10 @@ class WorkCounter:
       self.partial[letter] = have[0] + turns * count, have[1] + turns * size
     self.turns = max(self.turns, done.turns)
     self.within[self.now] = done.bytes_alive
-    return [self.stored(var.aval) for var in eqn.outvars]
+    return [
+      self.stored(var.aval, some)
+      for var, some in zip(eqn.outvars, divided, strict=True)
+    ]
 
   def _scan(self, eqn, args):
     jaxpr, n = eqn.params['jaxpr'], eqn.params['length']
@@ -337,8 +424,13 @@ class WorkCounter:
     args = [*args]
     for i in range(carried[0], sum(carried)):
       args[i] = self._forgetful(args[i])
-    drop = range(sum(carried), len(args))
-    return self._repeat(eqn, args, self._body(jaxpr, args, drop), n)
+    drop, state = range(sum(carried), len(args)), range(carried[0], sum(carried))
+    done, made = self._carrying(jaxpr, args, state, drop)
+    divided = [
+      some if i < carried[1] or some is None else ((), *some)
+      for i, some in enumerate(made)
+    ]
+    return self._repeat(eqn, args, done, n, divided)
 
   def _while(self, eqn, args):
     test, body = eqn.params['cond_jaxpr'], eqn.params['body_jaxpr']
@@ -356,15 +448,18 @@ class WorkCounter:
         'counter with a number in its condition, or give `trips`.'
       )
     state = [self._forgetful(variable) for variable in state]
-    done = self._body(test, test_consts + state)
-    done += self._body(body, body_consts + state)
+    args = body_consts + state
+    done, made = self._carrying(body, args, range(m, len(args)))
+    done += self._body(test, test_consts + state)[0]
     self.turns = max(self.turns, turns * early)
-    return self._repeat(eqn, test_consts + body_consts + state, done, turns)
+    return self._repeat(eqn, test_consts + args, done, turns, made)
 
   def _cond(self, eqn, args):
     branches = [self._body(x, args[1:]) for x in eqn.params['branches']]
-    largest = max(branches, key=lambda work: (work.flops, work.bytes_moved))
-    return self._repeat(eqn, args, largest, 1)
+    largest, made = max(
+      branches, key=lambda pair: (pair[0].flops, pair[0].bytes_moved)
+    )
+    return self._repeat(eqn, args, largest, 1, made)
 
   def _forgetful(self, variable):
     self.hand_over(variable)

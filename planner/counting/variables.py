@@ -36,6 +36,8 @@ class Variable:
     letters: the letters of its dimensions if it is a view of an argument.
     partial: the sum that it is, of which each device may have a part.
     constant: its number, if known.
+    divided: the mesh axes that divide each of its dimensions; None where no
+      mesh is given.
   """
 
   size: float
@@ -44,3 +46,4 @@ class Variable:
   letters: tuple | None = None
   partial: 'PartialSum | None' = None
   constant: float | None = None
+  divided: tuple | None = None

@@ -59,6 +59,11 @@ class Layout:
     return math.prod(n for axis, n in axes if axis in self.of_rows)
 
 
+  def without_rows(self, axes: Axes) -> Axes:
+    """Returns the axes over which rows are not sharded."""
+    return tuple((axis, n) for axis, n in axes if axis not in self.of_rows)
+
+
 def along(devices, axes: Axes, axis: str) -> list[tuple[int, ...]]:
   """Returns the groups of devices along an axis."""
   sizes = [n for _, n in axes]

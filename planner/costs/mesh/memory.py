@@ -265,10 +265,13 @@ def within(
   at_once = execution.rows or rows / pieces
   # Work is counted at a device's rows: chunks of logits have a limit a device.
   local_rows = at_once / layout.row_ways(axes)
-  call = call.under(execution.remat).near(local_rows)
-  packed = _packed_row_bytes(flow, node, call)
+  inner = layout.without_rows(axes)
+  call = call.under(execution.remat).on(inner, layout).near(local_rows)
+  packed = _packed_row_bytes(flow, node, call, inner, layout)
   alive = call.per_row.bytes_alive * local_rows + packed
-  fixed = (call.fixed.bytes_alive - packed) * parameters.share(axes)
+  # Axes without rows divide them already.
+  share = parameters.share(axes) / parameters.share(inner)
+  fixed = (call.fixed.bytes_alive - packed) * share
   matmul = call.fixed.matmul | call.per_row.matmul
   item = max(map(collectives.item_bytes, matmul), default=0)
   gathered = parameters.gathered(axes, item)
@@ -287,7 +290,7 @@ def within(
   }
 
 
-def _packed_row_bytes(flow, node, call) -> float:
+def _packed_row_bytes(flow, node, call, inner, layout) -> float:
   """Returns the bytes of activations of a packed row; 0 without packed rows.
 
   A loop over packed rows has those of one at a time, for any number of rows, so
@@ -299,7 +302,7 @@ def _packed_row_bytes(flow, node, call) -> float:
     return 0.0
   sums = 0
   if node.stage.grain == 'sum':
-    sums = 2 * sum(flow.values[v].bytes for v in node.writes)
+    sums = 2 * sum(layout.local(flow.values[v], inner) for v in node.writes)
   return max(0.0, call.fixed.bytes_alive - sums)
 
 

@@ -93,11 +93,16 @@ def _work(flow, chosen, model, node, rows) -> dict[str, float]:
   turns = rows / at_once if rows else 1
   parameters = collectives.Parameters(flow, node, model.layout)
   ways, copies = parameters.ways(axes), model.layout.row_ways(axes)
-  call = call.under(chosen.execution(node.name).remat).near(at_once / copies)
+  call = call.under(chosen.execution(node.name).remat)
+  divided = call.on(model.layout.without_rows(axes), model.layout)
+  divided = divided.near(at_once / copies)
+  call = call.near(at_once / copies)
   own = call.fixed.weighted(1 / ways, call.per_row, at_once / copies / ways)
   passes = max(1.0, call.at(at_once / copies).passes)
   sent = passes * sum(
     part.size * (turns if part.per_micro_batch else 1)
-    for part in collectives.communication(parameters, call.at(at_once), axes)
+    for part in collectives.communication(
+      parameters, divided.at(at_once), axes
+    )
   )
   return {'matmul_flops': turns * own.matmul_flops, 'collective_bytes': sent}

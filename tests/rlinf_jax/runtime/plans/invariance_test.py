@@ -69,7 +69,8 @@ def begin(workflow, seed=0):
 def eager(dtype, rows=8, **kwargs):
   """State and info of one eager step, its batch and its key."""
   workflow = grpo(dtype, **kwargs)
-  batch, key = tiny.problem(rows=rows), jax.random.key(3)
+  # 6 + GROUP · LENGTH tokens, which the axis tensor divides.
+  batch, key = tiny.problem(rows=rows, columns=6), jax.random.key(3)
   return workflow.step(begin(workflow), batch, key), batch, key
 
 
