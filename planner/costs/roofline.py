@@ -291,7 +291,8 @@ class Roofline:
       spent = (
         link.seconds(part.size, part.messages) * assumed.exposed_communication
       )
-      spent *= passes * (turns if part.per_micro_batch else 1)
+      spent *= passes if part.per_pass else 1
+      spent *= turns if part.per_micro_batch else 1
       name = f'{part.what} ({part.axis})'
       parts[name] = Estimate(spent, 'modeled')
       total += spent

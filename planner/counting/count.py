@@ -113,9 +113,7 @@ def _sizes(flow, node) -> list[int]:
   return [n * node.stage.group_size for n in some] or [0]
 
 
-def _counted(
-  flow, node, run, trips, sizes, on=None
-) -> list[tuple[int, Work]]:
+def _counted(flow, node, run, trips, sizes, on=None) -> list[tuple[int, Work]]:
   """Counts a function of a stage's arguments; returns rows and works.
 
   Args:
@@ -163,24 +161,21 @@ def _with_remat(flow, node, counted, trips) -> StageWork:
 
   Each can be counted again for devices that divide its arrays.
   """
-  stage, every = node.stage, [n for n, _ in counted]
+  stage = node.stage
+  every = [n for n, _ in counted]
   few = sorted({every[0], every[-1]})
 
-  @functools.cache
-  def stored(*on):
-    return _counted(flow, node, stage.run, trips, every, on) if on else counted
-
-  def ends(policy, *on):
-    run = stage.run_with_remat(policy)
-    return _counted(flow, node, run, trips, few, on)
+  def at(sizes, run, *on):
+    some = _counted(flow, node, run, trips, sizes, on)
+    return _interpolated(_shifted(counted, some))
 
   def work_under(policy):
-    def divide(*on):
-      return _interpolated(_shifted(stored(*on), ends(policy, *on)))
-
+    divide = functools.partial(at, few, stage.run_with_remat(policy))
     return dataclasses.replace(divide(), divide=functools.cache(divide))
 
-  divide = functools.cache(lambda *on: _interpolated(stored(*on)))
+  # A loop over packed rows has the same activations for any number of rows.
+  sizes = few if counted[-1][1].passes else every
+  divide = functools.cache(functools.partial(at, sizes, stage.run))
   found = dataclasses.replace(_interpolated(counted), divide=divide)
   policies = getattr(stage, 'remat_policies', None)
   if stage.grain != 'sum' or policies is None:
@@ -213,12 +208,14 @@ class _Policies(Mapping):
 
 
 def _shifted(counted, ends) -> list[tuple[int, Work]]:
-  """Returns works of a policy for all the rows that others were counted for.
+  """Returns other works for all the rows that some were counted for.
 
-  The work of layers that are computed again is linear in rows. So the policy is
-  counted for the fewest and for the most rows, and the difference to storing
-  all activations is interpolated.
+  The work of layers that are computed again is linear in rows, and so is what
+  devices divide. So it is counted for the fewest and for the most rows, and the
+  difference to one device that stores all activations is interpolated.
   """
+  if len(ends) == len(counted):
+    return ends
   (low, first), (high, last) = ends[0], ends[-1]
   known = dict(counted)
   shifted = []

@@ -38,7 +38,7 @@ class Division:
     """Returns how an argument is divided, by the letters of its dimensions."""
     if letters is None or len(letters) != len(shape):
       return whole(shape)
-    divided = tuple(self._axes(*pair) for pair in zip(letters, shape))
+    divided = tuple(map(self._axes, letters, shape))
     if len(shape) > 1 and any(divided):
       self._like[shape] = divided
       if not letters[0]:  # Stacked layers: one is as the others.
@@ -140,7 +140,9 @@ def _reshaped(eqn, operands) -> list[Divided]:
 
 def _product(eqn, operands) -> list[Divided]:
   (over, batch), made = eqn.params['dimension_numbers'], []
-  made += [operands[0][i] or operands[1][j] for i, j in zip(*batch)]
+  made += [
+    operands[0][i] or operands[1][j] for i, j in zip(*batch, strict=True)
+  ]
   for divided, gone, shared in zip(operands, over, batch, strict=True):
     gone = {*gone, *shared}
     made += [x for i, x in enumerate(divided) if i not in gone]

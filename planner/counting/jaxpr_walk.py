@@ -10,16 +10,19 @@ cannot be fused reads it, or when it has too many sources.
 import dataclasses
 import math
 
-import numpy as np
-
 from planner.costs.work import Work
-from planner.counting import divisions, primitives, trip_counts, variables
+from planner.counting import (
+  allocation,
+  divisions,
+  primitives,
+  trip_counts,
+  variables,
+)
 
 SOURCES = 8  # A fused chain has at most so many sources.
-SCALAR = 16  # Bytes: smaller arrays need no kernel of their own.
 
 
-class WorkCounter:
+class WorkCounter(allocation.Allocation):
   """Counts the work of a program, or of a loop's body.
 
   With a `divisions.Division`, bytes are those of one device of a mesh. FLOPs
@@ -29,10 +32,10 @@ class WorkCounter:
   def __init__(
     self, trips: int | None, division: divisions.Division | None = None
   ):
-    self.trips, self.division = trips, division
-    self.flops = self.moved = self.kernels = 0.0
-    self.matmul, self.partial, self.turns = {}, {}, 0.0
-    self.now, self.buffers, self.within = 0, [], {}
+    super().__init__(division)
+    self.trips = trips
+    self.flops, self.turns = 0.0, 0.0
+    self.matmul, self.partial = {}, {}
 
   def work(self) -> Work:
     return Work(
@@ -44,96 +47,6 @@ class WorkCounter:
       partial=dict(self.partial),
       turns=self.turns,
     )
-
-  def peak(self) -> float:
-    """Returns the peak bytes of its buffers and of loops' bodies."""
-    change = np.zeros(self.now + 3)
-    for buffer in self.buffers:
-      if not buffer.outside:
-        change[buffer.born] += buffer.size
-        change[buffer.last + 1] -= buffer.size
-    for when, size in self.within.items():
-      change[when] += size
-      change[when + 1] -= size
-    return float(np.cumsum(change).max(initial=0.0))
-
-  # Variables.
-
-  def argument(self, aval, letters=None, divided=None) -> variables.Variable:
-    letters = tuple(letters) if letters is not None else None
-    if self.division and divided is None:
-      divided = self.division.argument(letters, getattr(aval, 'shape', ()))
-    variable = self.stored(aval, divided, outside=True)
-    variable.letters = letters
-    return variable
-
-  def stored(self, aval, divided=None, outside=False) -> variables.Variable:
-    size = self.local(aval, divided)
-    buffer = variables.Buffer(size, self.now, outside)
-    self.buffers.append(buffer)
-    return variables.Variable(size, {buffer: size}, divided=divided)
-
-  def local(self, aval, divided) -> float:
-    """Returns the bytes of an array on one device."""
-    size = variables.size_of(aval)
-    return size / self.division.ways(divided) if divided else size
-
-  def divided(self, eqn, args) -> list:
-    """Returns how the results of an equation are divided; Nones if none is."""
-    if not self.division:
-      return [None] * len(eqn.outvars)
-    given = [
-      one.divided or divisions.whole(getattr(x.aval, 'shape', ()))
-      for x, one in zip(eqn.invars, args, strict=True)
-    ]
-    return self.division.results(eqn, given)
-
-  def read(self, variable: variables.Variable) -> float:
-    """Records that a variable's sources are read now; returns their bytes."""
-    for buffer in variable.sources:
-      buffer.last = max(buffer.last, self.now)
-    return sum(variable.sources.values())
-
-  def store(self, variable: variables.Variable):
-    """Stores a fused variable in memory."""
-    if not variable.fused:
-      return
-    self.moved += self.read(variable) + variable.size
-    self.kernels += variable.size > SCALAR
-    buffer = variables.Buffer(variable.size, self.now)
-    self.buffers.append(buffer)
-    variable.sources, variable.fused = {buffer: variable.size}, False
-
-  def hand_over(self, variable: variables.Variable):
-    """Stores a variable in memory of its own, for a loop to read."""
-    self.store(variable)
-    if any(n < buffer.size for buffer, n in variable.sources.items()):
-      variable.fused = True  # A slice of a larger buffer is copied.
-      self.store(variable)
-    self.read(variable)
-
-  def store_all(self, made):
-    """Stores variables in memory; shared sources are read only once."""
-    sources = {}
-    for variable in made:
-      if variable.fused:
-        for buffer, n in variable.sources.items():
-          sources[buffer] = max(n, sources.get(buffer, 0.0))
-        self.moved -= sum(variable.sources.values())
-        self.store(variable)
-    self.moved += sum(sources.values())
-
-  def hand_out(self, made, args):
-    """Stores results in memory, which belongs to the caller."""
-    self.store_all(made)
-    for variable in (variable for variable in made if variable not in args):
-      if any(
-        b.outside for b in variable.sources
-      ):  # A slice of an argument is copied.
-        self.moved += self.read(variable) + variable.size
-        self.kernels += 1
-      for buffer in variable.sources:
-        buffer.outside = True
 
   # Programs.
 
@@ -242,7 +155,7 @@ class WorkCounter:
     if name not in primitives.MOVES:
       self.flops += size * primitives.OPERATIONS.get(name, 1)
     for variable in args:
-      large = [b for b in variable.sources if b.size > SCALAR]
+      large = [b for b in variable.sources if b.size > allocation.SCALAR]
       if variable.fused and len(large) > SOURCES:
         self.store(variable)
     sources = {}
@@ -250,9 +163,7 @@ class WorkCounter:
       for buffer, n in variable.sources.items():
         sources[buffer] = max(n, sources.get(buffer, 0.0))
     made = []
-    for var, divided in zip(
-      eqn.outvars, self.divided(eqn, args), strict=True
-    ):
+    for var, divided in zip(eqn.outvars, self.divided(eqn, args), strict=True):
       size = self.local(var.aval, divided)
       one = variables.Variable(size, dict(sources), True, divided=divided)
       if reduces:
@@ -326,9 +237,7 @@ class WorkCounter:
     if name != 'dynamic_update_slice':
       self.flops += getattr(eqn.invars[2].aval, 'size', 0)
     size = self.local(out, divided)
-    return [
-      variables.Variable(size, dict(args[0].sources), divided=divided)
-    ]
+    return [variables.Variable(size, dict(args[0].sources), divided=divided)]
 
   def _sum_over(self, made: variables.Variable, over):
     """Records a sum over dimensions of some variables."""
@@ -424,7 +333,10 @@ class WorkCounter:
     args = [*args]
     for i in range(carried[0], sum(carried)):
       args[i] = self._forgetful(args[i])
-    drop, state = range(sum(carried), len(args)), range(carried[0], sum(carried))
+    drop, state = (
+      range(sum(carried), len(args)),
+      range(carried[0], sum(carried)),
+    )
     done, made = self._carrying(jaxpr, args, state, drop)
     divided = [
       some if i < carried[1] or some is None else ((), *some)

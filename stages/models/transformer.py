@@ -138,7 +138,7 @@ class Transformer(nn.Module):
   def _stack(self, x_NSD, context):
     """All layers; `context: rope, window -> Context`."""
     c = self.config
-    # Without the first, XLA would divide the positions of tokens and masks, too.
+    # Otherwise XLA would divide the positions of tokens and masks, too.
     x_NSD = rules.scatter_sequence(rules.shard(x_NSD, rules.WHOLE))
     if c.window is None:
       return self.layers(x_NSD, None, context(c.rope), None)

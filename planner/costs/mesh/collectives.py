@@ -35,6 +35,7 @@ class Collective:
     size: bytes that each device sends.
     messages: number of consecutive messages.
     per_micro_batch: whether each micro-batch needs it, or each call.
+    per_pass: whether each packed row needs it, or all of them together.
   """
 
   what: str
@@ -42,6 +43,7 @@ class Collective:
   size: float
   messages: float
   per_micro_batch: bool
+  per_pass: bool = True
 
 
 class Parameters:
@@ -144,9 +146,9 @@ def communication(
       ]
       if sums:
         count, size = map(sum, zip(*sums, strict=True))
-        yield Collective(
-          'add up parts', axis, 2 * ring * size / ways, count, True
-        )
+        # These are counted with the trips of loops.
+        size = 2 * ring * size / ways
+        yield Collective('add up parts', axis, size, count, True, False)
       continue
     if item is not None:
       size = parameters.gathered(axes, item, axis)

@@ -58,7 +58,6 @@ class Layout:
     """Returns how many devices share the rows of a batch."""
     return math.prod(n for axis, n in axes if axis in self.of_rows)
 
-
   def without_rows(self, axes: Axes) -> Axes:
     """Returns the axes over which rows are not sharded."""
     return tuple((axis, n) for axis, n in axes if axis not in self.of_rows)

@@ -99,10 +99,10 @@ def _work(flow, chosen, model, node, rows) -> dict[str, float]:
   call = call.near(at_once / copies)
   own = call.fixed.weighted(1 / ways, call.per_row, at_once / copies / ways)
   passes = max(1.0, call.at(at_once / copies).passes)
-  sent = passes * sum(
-    part.size * (turns if part.per_micro_batch else 1)
-    for part in collectives.communication(
-      parameters, divided.at(at_once), axes
-    )
+  sent = sum(
+    part.size
+    * (passes if part.per_pass else 1)
+    * (turns if part.per_micro_batch else 1)
+    for part in collectives.communication(parameters, divided.at(at_once), axes)
   )
   return {'matmul_flops': turns * own.matmul_flops, 'collective_bytes': sent}

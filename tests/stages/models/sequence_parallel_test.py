@@ -5,7 +5,6 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -71,9 +70,9 @@ def test_dividing_the_sequence_changes_only_rounding(capacity, columns):
   config = dataclasses.replace(CONFIG, dtype='float64')
   run, args = compiled(AXES, config, capacity, columns)
   got = jax.device_get(run(*args))
-  want = jax.jit(
-    jax.value_and_grad(functools.partial(loss, config, capacity))
-  )(*jax.device_get(args))
+  want = jax.jit(jax.value_and_grad(functools.partial(loss, config, capacity)))(
+    *jax.device_get(args)
+  )
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
 
