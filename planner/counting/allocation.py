@@ -1,5 +1,7 @@
 """Memory and traffic of a program, as its variables are stored and read."""
 
+import dataclasses
+
 import numpy as np
 
 from planner.counting import divisions, variables
@@ -88,6 +90,16 @@ class Allocation:
       variable.fused = True  # A slice of a larger buffer is copied.
       self.store(variable)
     self.read(variable)
+
+  def redivide(self, variable, divided) -> variables.Variable:
+    """Returns a variable as if it was divided from the start."""
+    size = variable.size / self.division.ways(divided)
+    for buffer in variable.sources:
+      buffer.size = size if not buffer.outside else buffer.size
+    sources = dict.fromkeys(variable.sources, size)
+    return dataclasses.replace(
+      variable, size=size, sources=sources, divided=divided
+    )
 
   def store_all(self, made):
     """Stores variables in memory; shared sources are read only once."""

@@ -22,7 +22,7 @@ def whole(shape) -> Divided:
 
 
 class Division:
-  """How the arrays of a program are divided over some axes of a mesh."""
+  """Divides the arrays of a program over some axes of a mesh."""
 
   def __init__(self, axes: layout_lib.Axes, layout: layout_lib.Layout):
     """Takes the axes, and the axes of each letter.

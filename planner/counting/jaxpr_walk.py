@@ -303,7 +303,7 @@ class WorkCounter(allocation.Allocation):
       for i, after in zip(state, made, strict=False):
         before = args[i].divided
         if before is not None and after != before and not any(before):
-          args[i] = dataclasses.replace(args[i], divided=after)
+          args[i] = self.redivide(args[i], after)
           changed = True
       if not changed:
         return done, made

@@ -1,4 +1,4 @@
-"""What a device has of arrays that it divides with others, and sends."""
+"""Bytes of arrays that devices divide, and what these send."""
 
 import jax
 from jax import lax
