@@ -10,6 +10,9 @@ from rlinf_jax.agents import base
 
 # Stands for a turn of the model where a chat template is rendered.
 TURN = 'rlinf-jax-turn'
+REACT_CALL = re.compile(
+  r'^[ \t]*Action(?: \d+)?:[ \t]*(.*)(?:\s*^[ \t]*Action Input:(.*))?', re.M
+)
 HERMES_CALL = re.compile(r'<tool_call>(.*?)(?:</tool_call>|$)', re.S)
 
 
@@ -22,11 +25,12 @@ class ToolCall(NamedTuple):
 
   Attributes:
     name: of the tool.
-    arguments: by name.
+    arguments: by name; a text where the tool has one argument, whose name the
+      model does not give.
   """
 
   name: str
-  arguments: Mapping[str, Any]
+  arguments: Mapping[str, Any] | str
 
 
 def pythonic(text: str) -> list[ToolCall]:
@@ -84,6 +88,39 @@ def _hermes_call(text: str) -> ToolCall:
       'write a call as {"name": "tool", "arguments": {"argument": "value"}}'
     )
   return ToolCall(name, arguments)
+
+
+def react(text: str) -> list[ToolCall]:
+  """Reads the last `Action: tool[argument]`, as in arXiv:2210.03629.
+
+  Or `Action: tool` with `Action Input: …` in the next line, which is the
+  argument, or an object of JSON with all arguments. A text without an action,
+  or whose action is `Finish[…]`, has no calls.
+
+  Raises:
+    FormatError: if an action has neither form.
+  """
+  found = REACT_CALL.findall(text)
+  if not found:
+    return []
+  action, given = (part.strip() for part in found[-1])
+  bracket = re.fullmatch(r'([\w.-]+)\[(.*)\]', action)
+  name, argument = bracket.groups() if bracket else (action, given)
+  if name.lower() == 'finish':
+    return []
+  if not re.fullmatch(r'[\w.-]+', name) or bool(bracket) == bool(given):
+    raise FormatError('write a call as Action: tool[argument]')
+  try:
+    arguments = json.loads(argument)
+  except (RecursionError, ValueError):
+    arguments = argument
+  return [ToolCall(name, arguments if type(arguments) is dict else argument)]
+
+
+def react_answer(text: str) -> str:
+  """What stands behind `Final Answer:` or in `Finish[…]`; else the text."""
+  found = re.search(r'Final Answer:(.*)|Finish\[(.*)\]', text, re.S)
+  return next(filter(None, found.groups()), '').strip() if found else text
 
 
 def _refuse(message: str):

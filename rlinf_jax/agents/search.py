@@ -3,6 +3,7 @@
 import atexit
 from collections.abc import Iterator
 import functools
+import logging
 import pathlib
 import shutil
 import sys
@@ -141,4 +142,5 @@ def _bm25s() -> types.ModuleType:
       del sys.modules[name]
       if module is not None:
         sys.modules[name] = module
+  logging.getLogger('bm25s').setLevel(logging.WARNING)
   return bm25s

@@ -16,6 +16,11 @@ def same_text(text: str, answer: str) -> float:
   return float(text.strip() == answer.strip())
 
 
+def same_react_answer(text: str, answer: str) -> float:
+  """1 if the final answer of a turn in ReAct is the answer."""
+  return same_text(formats.react_answer(text), answer)
+
+
 class ToolEnv:
   """Runs the tools that a turn calls; a turn without calls is the answer.
 
@@ -38,6 +43,7 @@ class ToolEnv:
     parse: Callable[[str], list[formats.ToolCall]] = formats.hermes,
     grade: Callable[[str, str], float] = same_text,
     system_prompt: str | None = None,
+    observation: str = '',
   ):
     """Makes tools of functions.
 
@@ -46,11 +52,13 @@ class ToolEnv:
       parse: `text -> calls`: how the model writes them, as in `formats`.
       grade: `text, answer -> reward` of the last turn.
       system_prompt: the system message; None for none.
+      observation: what each result begins with, such as 'Observation: '.
     """
     made = [x if isinstance(x, tools_lib.Tool) else _tool(x) for x in tools]
     self._tools = {tool.name: tool for tool in made}
     self.tools = [tool.schema for tool in made]
     self._parse, self._grade, self._system = parse, grade, system_prompt
+    self._observation = observation
 
   def reset(self, problem: Mapping[str, str]) -> list[base.Message]:
     self._answer, self._used = problem['answer'], False
@@ -62,7 +70,8 @@ class ToolEnv:
     try:
       calls = self._parse(text)
     except formats.FormatError as error:
-      return _heard([_message('', f'error: {error}')], {'tool_errors': 1.0})
+      message = self._message('', f'error: {error}')
+      return _heard([message], {'tool_errors': 1.0})
     if not calls:
       reward = float(self._grade(text, self._answer))
       return base.TimeStep(reward=reward, terminated=True)
@@ -81,17 +90,17 @@ class ToolEnv:
     """The message of a result or of an error, and whether it is an error."""
     if call.name not in self._tools:
       error = f'error: there is no such tool, only {", ".join(self._tools)}'
-      return _message(call.name, error), True
+      return self._message(call.name, error), True
     try:
       content = self._tools[call.name].call(call.arguments)
     except pool.CallError as error:
-      return _message(call.name, f'error: {error}'), True
-    return _message(call.name, content), False
+      return self._message(call.name, f'error: {error}'), True
+    return self._message(call.name, content), False
+
+  def _message(self, name: str, content: str) -> base.Message:
+    content = self._observation + content[:MAX_CHARACTERS]
+    return {'role': 'tool', 'name': name, 'content': content}
 
 
 def _heard(messages, terms) -> base.TimeStep:
   return base.TimeStep(messages=messages, terms=terms)
-
-
-def _message(name: str, content: str) -> base.Message:
-  return {'role': 'tool', 'name': name, 'content': content[:MAX_CHARACTERS]}

@@ -22,12 +22,22 @@ class Tool(NamedTuple):
   calls: pool.Pool
   bound: Mapping[str, Any] = {}
 
-  def call(self, arguments: Mapping[str, Any]) -> str:
+  def call(self, arguments: Mapping[str, Any] | str) -> str:
     """The result as text.
+
+    Args:
+      arguments: by name; the text of the only argument will do, too.
 
     Raises:
       pool.CallError: if the call failed; the message is for the model.
     """
+    if isinstance(arguments, str):
+      names = list(self.schema['function']['parameters']['properties'])
+      if len(names) != 1:
+        raise pool.CallError(
+          f'{self.name} needs its arguments by name: {", ".join(names)}'
+        )
+      arguments = {names[0]: arguments}
     return str(self.calls.call((), {**arguments, **self.bound}))
 
 

@@ -76,6 +76,40 @@ def test_broken_hermes_calls_are_refused(call):
     formats.hermes(f'<tool_call>{call}</tool_call>')
 
 
+@pytest.mark.parametrize(
+  'text, calls',
+  [
+    ('Thought: I look.\nAction: search[owl food]', [('search', 'owl food')]),
+    ('Action 2: search[a [b] c]', [('search', 'a [b] c')]),
+    ('Action: search\nAction Input: owl food', [('search', 'owl food')]),
+    ('Action: add\nAction Input: {"a": 1}', [('add', {'a': 1})]),
+    ('Action: add[{"a": 1, "b": 2}]', [('add', {'a': 1, 'b': 2})]),
+    ('Action: add[12]', [('add', '12')]),
+    ('Action: a[1]\nObservation: x\nAction: b[2]', [('b', '2')]),
+    ('Thought: done.\nAction: Finish[mice]', []),
+    ('I know.\nFinal Answer: mice', []),
+    ('The action: none.', []),
+  ],
+)
+def test_react_calls_are_read(text, calls):
+  assert formats.react(text) == calls
+
+
+@pytest.mark.parametrize(
+  'action', ['look for owls', 'search', 'search[a', '[a]', '', 'se arch[a]']
+)
+def test_broken_react_calls_are_refused(action):
+  with pytest.raises(formats.FormatError, match='write a call as Action'):
+    formats.react(f'Thought: x\nAction: {action}')
+
+
+@pytest.mark.parametrize(
+  'text', ['Finish[mice]', 'So.\nFinal Answer: mice \n', 'mice']
+)
+def test_the_answer_of_react_is_found(text):
+  assert formats.react_answer(text) == 'mice'
+
+
 def test_turns_and_answers_are_the_chat_template(chat_tokenizer):
   """Prompt, turn, end token and answer are the text of the whole template."""
   schema = tools.tool(tools_of_mine.add).schema

@@ -111,6 +111,32 @@ def test_a_failing_call_costs_its_own_turn(env, call, error):
   assert time.perf_counter() - start < 30  # The hanging one would take 60.
 
 
+def test_an_agent_reasons_and_acts():
+  """A conversation in the words of ReAct."""
+  env = tool_env.ToolEnv(
+    [calculator.calculator, tools_of_mine.add],
+    parse=formats.react,
+    grade=tool_env.same_react_answer,
+    observation='Observation: ',
+  )
+  env.reset({'question': '6*7=', 'answer': '42'})
+  step = env.step('Thought: I compute.\nAction: calculator[6*7]')
+  assert said(step) == ['Observation: 42'] and step.terms['tool_errors'] == 0
+  step = env.step('Action: add[1]')
+  assert said(step) == [
+    'Observation: error: add needs its arguments by name: a, b'
+  ]
+  step = env.step('Action: add\nAction Input: {"a": 40}')
+  assert said(step) == ['Observation: 42']
+  assert env.step('Thought: 42.\nFinal Answer: 42').reward == 1.0
+
+
+def test_arguments_that_are_bound_are_not_told():
+  tool = tools.tool(tools_of_mine.add, bound={'b': 5})
+  assert list(tool.schema['function']['parameters']['properties']) == ['a']
+  assert tool.call({'a': 1}) == '6' and tool.call({'a': 1, 'b': 9}) == '6'
+
+
 def test_calls_of_one_function_share_their_processes():
   one, two = (tools.tool(tools_of_mine.add) for _ in '12')
   assert one.calls is two.calls
