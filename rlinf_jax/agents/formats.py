@@ -118,7 +118,7 @@ def react(text: str) -> list[ToolCall]:
 
 
 def react_answer(text: str) -> str:
-  """What stands behind `Final Answer:` or in `Finish[…]`; else the text."""
+  """The text behind `Final Answer:` or in `Finish[…]`; else all of it."""
   found = re.search(r'Final Answer:(.*)|Finish\[(.*)\]', text, re.S)
   return next(filter(None, found.groups()), '').strip() if found else text
 

@@ -11,7 +11,7 @@ import traceback
 
 NAME = '<program>'
 MAX_FRAMES = 5  # Of a traceback, the innermost.
-# What may not be raised again. A program writes to no file, as it has none.
+# Limits that a program cannot raise again. It may write to no file.
 MOST = {
   resource.RLIMIT_AS: 2**31,
   resource.RLIMIT_CORE: 0,

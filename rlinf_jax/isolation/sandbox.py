@@ -22,7 +22,7 @@ import tempfile
 
 from rlinf_jax.isolation import program as inner
 
-PACKAGES = ('numpy', 'numpy.libs', 'sympy', 'mpmath')  # Where installed.
+PACKAGES = ('numpy', 'numpy.libs', 'sympy', 'mpmath')
 LIBRARIES = ('/lib', '/lib64', '/usr/lib', '/usr/lib64')
 MAX_PROGRAM = 2**17  # Bytes.
 MAX_OUTPUT = 1500  # Characters; of more, the middle is left out.
@@ -63,7 +63,7 @@ class SandboxError(RuntimeError):
 
 
 def run(source: str) -> str:
-  """What a program prints, and the value of its last line.
+  """Runs a program; returns what it prints, and the value of its last line.
 
   Args:
     source: the program, in Python.
@@ -171,7 +171,7 @@ def _command() -> list[str]:
 
 
 def _interpreter() -> list[str]:
-  """What bubblewrap runs."""
+  """The command that runs in the sandbox."""
   flags = ['-I', '-S', '-B', '-X', 'utf8']
   return [str(_python()), *flags, '/program.py', '/packages']
 
