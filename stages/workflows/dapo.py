@@ -27,9 +27,12 @@ class State(NamedTuple):
 
   Attributes:
     actor: the policy being trained.
+    past: versions of the actor before each of the last `staleness` steps, the
+      oldest first, without frozen parameters.
   """
 
   actor: base.TrainState
+  past: tuple[base.Version, ...] = ()
 
 
 class Accepted(NamedTuple):
@@ -64,6 +67,7 @@ def dapo(
   num_epochs: ranges.PositiveInt = 1,
   expected_rounds: ranges.PositiveInt | None = None,
   mask_truncated: bool = False,
+  staleness: ranges.NonNegativeInt = 0,
   importance_weight: signatures.ImportanceWeight = losses.token_weight,
   importance_bound: signatures.ImportanceBound = losses.truncated,
   importance_cap: ranges.PositiveFloat = 2.0,
@@ -92,6 +96,7 @@ def dapo(
     num_epochs: passes over each batch, shuffled anew in each.
     expected_rounds: rounds that planners count on; `max_rounds` if None.
     mask_truncated: as in `grpo`.
+    staleness: likewise.
     importance_weight: likewise.
     importance_bound: likewise.
     importance_cap: likewise.
@@ -141,25 +146,30 @@ def dapo(
   fill = repeat.Repeat(sample, 'fill', max_rounds, expected_rounds)
 
   def init(key):
-    return State(train_step.init(policy.init(key), optimizer))
+    actor = train_step.init(policy.init(key), optimizer)
+    now = train_step.snapshot(train_step.version(actor))
+    return State(actor, (now,) * staleness)
 
   def step(state: State, problem: base.Problem, key):
     actor = state.actor
     now = train_step.version(actor)
-    empty = none_accepted(now, problem, key)
-    accepted = fill(empty, now, problem, key)
-    x = with_proximal(now, accepted.x)
+    behavior, past = train_step.delayed(state.past, now)
+    empty = none_accepted(behavior, problem, key)
+    accepted = fill(empty, behavior, problem, key)
+    x = with_proximal(behavior, accepted.x)
     rollout_info = measure(accepted._replace(x=x), actor.step)
     x = x._replace(advantage=group_advantage(accepted.verdict.reward, x.mask))
     batches = minibatch(key, empty.x.mask, x, ())
     rollout_info |= padding(batches)
     actor, info = learn(actor, batches)
-    return State(actor), rollout_info | info
+    return State(actor, past), rollout_info | info
 
   def evaluate(state: State, problem: base.Problem, key):
     return evaluate_actor(train_step.version(state.actor), problem, key)
 
-  return base.Workflow(init, step, evaluate, lambda state: state.actor.params)
+  return base.Workflow(
+    init, step, evaluate, lambda state: state.actor.params, staleness
+  )
 
 
 def overlong(length_B, limit: int, buffer: int):
