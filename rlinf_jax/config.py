@@ -77,10 +77,11 @@ def parse(
       header += _imports(gin.parse_config_file(path), where)
   gin.bind_parameter(_WORKDIR, str(workdir))
   for binding in gin_bindings:
-    with config_errors.rephrased(f"--gin_bindings '{binding}'", header):
+    place = f"--gin_bindings '{config_errors.cut(binding)}'"
+    with config_errors.rephrased(place, header):
       gin.parse_config(header + binding)
     for key, parsed in config_bindings.by_key(binding, header).items():
-      where[key] = f"--gin_bindings '{binding}'"
+      where[key] = place
       _refuse_infinite(parsed, where[key])
     header += _import_statements(binding)
   if gin.query_parameter(_WORKDIR) != str(workdir):
@@ -165,7 +166,15 @@ def _shared_arguments(function, configured, given) -> dict[str, Any]:
 
 def error_text(error: BaseException) -> str:
   """The text of an error, without the call chain that gin appends."""
-  return str(error).split('\n  In call to configurable')[0]
+  message = str(error).split('\n  In call to configurable')[0]
+  if isinstance(error, OSError) and error.filename and error.strerror:
+    return (
+      f'{config_errors.cut(str(error.filename))} cannot be used '
+      f'({error.strerror}): mend it, or name another.'
+    )
+  if isinstance(error, OverflowError):
+    return f'A number of the recipe is too large: {config_errors.cut(message)}.'
+  return message
 
 
 def text() -> str:

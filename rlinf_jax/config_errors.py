@@ -13,6 +13,7 @@ import tokenize
 # The folder of `gin_configs`, in a checkout and in an installed wheel.
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DYNAMIC = 'from __gin__ import dynamic_registration'
+LONGEST = 200  # Characters of a value or a line in a message.
 IMPORT = re.compile(
   r'^[ \t]*((?:from +(\S+) +)?import +(\S+)(?: +as +(\S+))?)', re.M
 )
@@ -35,6 +36,7 @@ def rephrased(where: str, header: str = '') -> Iterator[None]:
     NameError,
     OSError,
     SyntaxError,
+    TypeError,
     ValueError,
     tokenize.TokenError,
   ) as error:
@@ -42,7 +44,8 @@ def rephrased(where: str, header: str = '') -> Iterator[None]:
     location = re.search(r'In file "(.+?)", line (\d+)', text)
     if location is None and isinstance(error, SyntaxError) and error.filename:
       location = None, error.filename, error.lineno
-    if location is not None:
+    # An error about indentation names the file `<tokenize>`.
+    if location is not None and pathlib.Path(location[1]).is_file():
       where = f'{location[1]} line {location[2]}'
       header = pathlib.Path(location[1]).read_text()
     missing = re.match(r'Unable to open file: (.+)\. Searched', text)
@@ -98,6 +101,12 @@ def no_file(name: str) -> str:
   )
 
 
+def cut(text: str) -> str:
+  """A text as it stands in a message: on one line, and not too long."""
+  text = text.replace('\n', '\\n')
+  return text if len(text) <= LONGEST else f'{text[:LONGEST]}…'
+
+
 def suggest(name: str, names: Iterable[str]) -> str:
   """The end of a message: the closest of `names`, or all if they are few."""
   names = list(names)
@@ -142,6 +151,8 @@ def _explain(
       'function (`module.function.parameter = value`) or a macro (`NAME = '
       'value`), and behind `@`, a function of a module (`@module.function`).'
     )
+  if text.startswith('unhashable type'):
+    return 'the keys of a dictionary must be numbers, texts or None.'
   for pattern, explain in _PATTERNS:
     if match := re.match(pattern, text):
       return explain(modules, *match.groups())
@@ -149,7 +160,12 @@ def _explain(
 
 
 def _syntax_error(error: SyntaxError) -> str:
-  line = (error.text or '').strip()
+  if isinstance(error, IndentationError):
+    return (
+      f'the spaces before line {error.lineno} are not those of an earlier '
+      'line: align the bindings of a function.'
+    )
+  line = cut((error.text or '').strip())
   if 'import' in line.split() or line.startswith('include'):
     return (
       f'cannot be read in `{line}`: write `from package import module` or '
@@ -175,7 +191,7 @@ def _no_value(text: str, name: str | None) -> str:
     text: the text, perhaps with a comment behind it.
     name: the left-hand side, where the whole right-hand side is the text.
   """
-  text = text.partition(' #')[0].strip()
+  text = cut(text.partition(' #')[0].strip())
   if not text:
     return f'no value is given: write `{name} = value`.'
   if plain := _PLAIN.get(text.lower()):
@@ -250,7 +266,7 @@ _PATTERNS = (
     _no_parameter,
   ),
   (r"No configurable matching (?:reference )?'@?(.+?)'", _not_dynamic),
-  (r"No module named '(.+)'", _no_module),
+  (r"No module named '([^']+)'", _no_module),
 )
 
 

@@ -6,6 +6,7 @@ is computed, with the file, the line, and what was expected.
 
 import ast
 from collections.abc import Callable, Collection, Iterator, Mapping
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import annotated_types
 import typeguard
 
-from rlinf_jax import config_bindings
+from rlinf_jax import config_bindings, config_errors
 
 KINDS = {
   int: 'a whole number',
@@ -32,9 +33,23 @@ BOUNDS = {
   annotated_types.Le: ('le', 'of at most', lambda x, bound: x <= bound),
   annotated_types.Lt: ('lt', 'below', lambda x, bound: x < bound),
 }
-LONGEST = 200  # Characters of a value in a message.
-# Stands for a value that a function computes when the recipe is called.
-_COMPUTED = object()
+MOST = 2**31 - 1  # The largest whole number that an int32 holds.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Computed:
+  """A value that a function computes when the recipe is called.
+
+  Attributes:
+    name: of the function.
+    kind: what it returns, by its annotation; Any if it has none.
+  """
+
+  name: str
+  kind: Any
+
+  def __repr__(self):
+    return f'@{self.name}()'
 
 
 class _Value(NamedTuple):
@@ -54,8 +69,9 @@ def check(
 ) -> list[str]:
   """The messages for bindings whose values their parameters do not take.
 
-  Values that a function computes, and parameters without an annotation that
-  can be checked, are passed over.
+  Of a value that a function computes, the annotation of what it returns is
+  compared. Parameters without an annotation that can be checked are passed
+  over.
 
   Args:
     bound: all bindings of a configuration.
@@ -72,9 +88,7 @@ def check(
       key = scope, selector, argument
       value, setter = _without_macros(bound, binding.value, key)
       annotation = taken[argument]
-      if _COMPUTED in config_bindings.leaves(value) or accepts(
-        annotation, value
-      ):
+      if _is_taken(annotation, value):
         continue
       name = bound[setter[:2]][setter[2]].name
       reader = '' if setter == key else f', which `{binding.name}` reads,'
@@ -85,6 +99,49 @@ def check(
         f'{described(annotation)}{_hint(annotation, value)}',
       )
   return list(messages.values())
+
+
+def _is_taken(annotation: Any, value: Any) -> bool:
+  """Whether a parameter takes a value, which functions may yet compute."""
+  if isinstance(value, _Computed):
+    return fits(annotation, value.kind)
+  if any(isinstance(x, _Computed) for x in config_bindings.leaves(value)):
+    return True
+  return accepts(annotation, value)
+
+
+def fits(annotation: Any, kind: Any) -> bool:
+  """Whether a parameter may take what a function with this annotation returns.
+
+  What cannot be told from the annotations is assumed to fit.
+  """
+  if typing.get_origin(annotation) is typing.Annotated:
+    return fits(typing.get_args(annotation)[0], kind)
+  if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+    return any(fits(x, kind) for x in typing.get_args(annotation))
+  kinds = [kind]
+  if typing.get_origin(kind) in (typing.Union, types.UnionType):
+    kinds = typing.get_args(kind)
+  return any(_one_fits(annotation, x) for x in kinds)
+
+
+def _one_fits(annotation: Any, kind: Any) -> bool:
+  if Any in (annotation, kind):
+    return True
+  if _is_callable(annotation):
+    return not inspect.isclass(kind) or issubclass(kind, Callable)
+  wanted = typing.get_origin(annotation) or annotation
+  got = typing.get_origin(kind) or kind
+  if not inspect.isclass(wanted) or not inspect.isclass(got):
+    return True
+  # Types of array libraries answer `issubclass` in their own way, and protocols
+  # do not answer it.
+  if 'jaxtyping' in (wanted.__module__, got.__module__):
+    return True
+  if any(getattr(x, '_is_protocol', False) for x in (wanted, got)):
+    return True
+  is_one = issubclass(got, wanted) or issubclass(wanted, got)
+  return is_one or (wanted is float and got is int)
 
 
 def accepts(annotation: Any, value: Any) -> bool:
@@ -101,8 +158,10 @@ def accepts(annotation: Any, value: Any) -> bool:
     return any(accepts(x, value) for x in typing.get_args(annotation))
   if isinstance(value, bool) and annotation in (int, float):
     return False
+  if _is_too_large(annotation, value):
+    return False
   if _is_callable(annotation):  # Its parameters are the caller's to check.
-    return callable(value)
+    return callable(value) and fits(_result(annotation), _returns(value))
   try:
     typeguard.check_type(
       value,
@@ -138,7 +197,8 @@ def described(annotation: Any) -> str:
   if not inspect.isclass(kind):
     return str(annotation)
   if hasattr(kind, '_fields') or not issubclass(kind, Collection):
-    return f'a {kind.__name__}, which a function returns (@name())'
+    article = 'an' if kind.__name__[0] in 'AEIO' else 'a'
+    return f'{article} {kind.__name__}, which a function returns (@name())'
   return 'a dictionary' if issubclass(kind, Mapping) else 'a list'
 
 
@@ -152,6 +212,15 @@ def _hint(annotation: Any, value: Any) -> str:
     return f'; did you mean {closest[0]!r}?' if closest else '.'
   if isinstance(value, float) and _is_accepted_whole(annotation, value):
     return f': write {int(value)}.'
+  if isinstance(value, int) and abs(value) > MOST:
+    return f', and at most {MOST}.'
+  returned = value.kind if isinstance(value, _Computed) else _returns(value)
+  if (
+    inspect.isclass(returned)
+    and returned is not Any
+    and (isinstance(value, _Computed) or _is_callable(annotation))
+  ):
+    return f', and the function returns {returned.__name__}.'
   if callable(value):
     return ': to call the function, add () to its name.'
   return '.'
@@ -190,6 +259,33 @@ def _is_callable(annotation: Any) -> bool:
   return getattr(origin, '__name__', '') == 'Callable'
 
 
+def _is_too_large(annotation: Any, value: Any) -> bool:
+  """Whether a number is larger than what arrays hold."""
+  if not isinstance(value, int):
+    return False
+  return (
+    annotation is int
+    and abs(value) > MOST
+    or (annotation is float and abs(value) > 1e308)
+  )
+
+
+def _result(annotation: Any) -> Any:
+  """The result of functions that an annotation allows; Any if unused."""
+  result = (typing.get_args(annotation) or [Any])[-1]
+  return Any if result in (None, type(None)) else result
+
+
+def _returns(value: Any) -> Any:
+  """The annotated result of a function; of a class, the class."""
+  if inspect.isclass(value):
+    return value
+  try:
+    return typing.get_type_hints(value).get('return', Any)
+  except (AttributeError, NameError, SyntaxError, TypeError):
+    return Any
+
+
 def _within(bound: Any, value: Any) -> bool:
   """Whether a value keeps a bound; other annotations are no bounds."""
   if type(bound) not in BOUNDS:
@@ -202,7 +298,7 @@ def _shown(value: Any) -> str:
   """A value as in a message; functions without a name, as Python shows them."""
   name = getattr(value, '__qualname__', None) if callable(value) else None
   text = f'@{name}' if name else repr(value)
-  return text if len(text) <= LONGEST else f'{text[:LONGEST]}…'
+  return config_errors.cut(text)
 
 
 def _without_macros(
@@ -214,11 +310,13 @@ def _without_macros(
       scope = value.scope
       macro = bound.get((scope, config_bindings.MACRO), {}).get('value')
       if macro is None:
-        return _Value(_COMPUTED, key)
+        return _Value(_Computed(scope, Any), key)
       macro_key = scope, config_bindings.MACRO, 'value'
       return _without_macros(bound, macro.value, macro_key)
-    function = None if value.evaluate else _located(value.selector)
-    return _Value(_COMPUTED if function is None else function, key)
+    function, name = _located(value.selector), value.selector.split('.')[-1]
+    if function is None or value.evaluate:
+      return _Value(_Computed(name, _returns(function)), key)
+    return _Value(function, key)
   inner = lambda x: _without_macros(bound, x, key).value
   if isinstance(value, dict):
     return _Value({inner(k): inner(x) for k, x in value.items()}, key)

@@ -15,13 +15,14 @@ import textwrap
 import tokenize
 from typing import NamedTuple
 
-from absl import app
+from absl import flags
 
 from rlinf_jax import recipe_files
 
 PREFIX = re.compile(r'--?gin\.(.*)', re.S)
 NAME = re.compile(r'[\w./]+')
 MACRO = re.compile(r'([A-Za-z_]\w*)\s*=\s*(.*)')
+LONGEST = 200  # Characters of an argument in a message.
 HELP = ('--help', '-help', '--helpshort', '-h')
 
 
@@ -43,7 +44,7 @@ def parse(argv: Sequence[str]) -> list[str]:
   """Parses the flags of a program; for `app.run(flags_parser=parse)`.
 
   Returns:
-    The arguments that are not flags.
+    The name of the program. Other arguments than flags are refused.
   """
   # Help is asked for before required macros are given.
   try:
@@ -53,11 +54,33 @@ def parse(argv: Sequence[str]) -> list[str]:
       print(describe(files))
       print('\nOther flags, of every recipe: --help without --gin_file.')
       sys.exit()
-    argv = [argv[0], *map(as_binding, argv[1:])]
+    rest = flags.FLAGS([argv[0], *map(as_binding, argv[1:])])[1:]
+    if rest:
+      raise ValueError(
+        f'{rest[0]!r:.200} is no flag: write --gin.NAME=value for a setting, '
+        '--gin_file for a recipe.'
+      )
+  except flags.Error as error:
+    print(f'{_of_flags(error)} --help lists the flags.', file=sys.stderr)
+    sys.exit(1)
   except (ValueError, OSError) as error:
     print(error, file=sys.stderr)
     sys.exit(1)
-  return app.parse_flags_with_usage(argv)
+  return [argv[0]]
+
+
+def _of_flags(error: flags.Error) -> str:
+  """The sentence for an error of absl about flags."""
+  if not isinstance(error, flags.UnrecognizedFlagError):
+    return f'{" ".join(str(error).split())[:LONGEST]}.'
+  hint = str(error).partition('Did you mean: ')[2].removesuffix(' ?')
+  mean = f'; did you mean --{hint}?' if hint else '.'
+  setting = (
+    f' A setting of the recipe is --gin.{error.flagname[:LONGEST]}=value.'
+    if error.flagname.isupper()
+    else ''
+  )
+  return f'There is no flag --{error.flagname[:LONGEST]}{mean}{setting}'
 
 
 def as_binding(arg: str) -> str:

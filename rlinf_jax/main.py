@@ -68,6 +68,7 @@ EVAL_CHECKPOINT = flags.DEFINE_string(
 USER_ERRORS = (
   ValueError,
   OSError,
+  OverflowError,
   ImportError,
   checkpoint.CheckpointError,
   base.StageError,

@@ -317,7 +317,9 @@ def _placement(name: str, sketch) -> Placement:
 
 def _check_fields(noun: str, sketch, types: Mapping[str, tuple[Any, str]]):
   """Refuses unknown fields, and values of other types."""
-  unknown = sorted(sketch.keys() - types.keys())
+  if not isinstance(sketch, Mapping):
+    raise ValueError(f'A {noun} is {sketch!r:.80}: give a dictionary.')
+  unknown = sorted(map(str, sketch.keys() - types.keys()))
   if unknown:
     raise ValueError(f'A {noun} has no {unknown}: it has {[*types]}.')
   for field, value in sketch.items():

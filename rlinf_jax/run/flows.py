@@ -136,7 +136,7 @@ def _read_plan_file(path: pathlib.Path) -> Mapping[str, Any]:
     )
   try:
     plan = json.loads(path.read_text())
-  except ValueError as error:  # Also of bytes that are no text.
+  except (ValueError, RecursionError) as error:  # Or of bytes, no text.
     raise ValueError(f'The plan {path} is not JSON: {error}.') from error
   if not isinstance(plan, dict):
     raise ValueError(

@@ -3,7 +3,6 @@
 import collections.abc
 import functools
 import pathlib
-import random
 import re
 import typing
 
@@ -255,7 +254,11 @@ def given_to(recipe: str) -> list[str]:
   return []
 
 
-VALUES = ('text', -1, 0, 2.5, None, [], {'a': 1}, True, (), -0.5)
+VALUES = (
+  *('text', 'a\nb', '\ud800', '', 'x' * 500),
+  *(-1, 0, 2.5, -0.5, 1e308, 2**31, 10**400, True, None),
+  *([], (), {'a': 1}, [[{}]]),
+)
 
 
 def wrong_values() -> list[tuple[str, str, typing.Any]]:
@@ -277,16 +280,6 @@ def wrong_values() -> list[tuple[str, str, typing.Any]]:
           if not config_types.accepts(annotation, value)
         ]
   return found
-
-
-def test_recipes_refuse_values_that_annotations_exclude(request):
-  cases = wrong_values()
-  assert len(cases) > 150
-  if not request.config.getoption('--claims'):
-    cases = random.Random(0).sample(cases, 40)
-  for recipe, name, value in cases:
-    message = refusal(recipe, f'{name} = {value!r}', given_to(recipe))
-    assert f'`{name} = {value!r}` must be ' in message
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,62 @@
 """Wrong command lines end with one sentence, exit code 1, and no files."""
 
+import random
+
 import pytest
 
 import front_door
-from tests.doors import bindings_test
+from tests.doors import bindings_test, syntax_test
 
+SUMS = bindings_test.SUMS
 PUSH = '--gin_file=gin_configs/ppo_push.gin'
 MATH = '--gin_file=gin_configs/grpo_math.gin'
 FILES = {
   'bad.json': b'{"places": ',
   'zero.json': b'[0]',
+  'five.json': b'{"plan": 5}',
+  'deep.json': b'[' * 10**5,
+  'spaces.gin': b'A = 3\n  B = 4\n x',
   'file': b'x',
   'binary.gin': b'\xff\xfe\x00',
   'self.gin': b"include '{here}/self.gin'\n",
   'one.gin': b"include '{here}/two.gin'\n",
   'two.gin': b"include '{here}/one.gin'\n",
 }
+# A parameter, a function that makes something else, its name, the message.
+OTHER_FUNCTIONS = [
+  (
+    'train.train.source',
+    '@workflows.ppo()',
+    '@ppo()',
+    'a Source, which a function returns (@name()), and the function returns '
+    'Workflow.',
+  ),
+  (
+    'workflows.ppo.env',
+    '@optimizers.adamw()',
+    '@adamw()',
+    'an Env, which a function returns (@name()), and the function returns '
+    'GradientTransformation.',
+  ),
+  (
+    'workflows.ppo.policy',
+    '@gaussian_policy.policy()',
+    '@policy()',
+    'a function (@name), and the function returns Policy.',
+  ),
+  (
+    'workflows.ppo.policy',
+    '@optimizers.adamw',
+    '@adamw',
+    'a function (@name), and the function returns GradientTransformation.',
+  ),
+  (
+    'train.train.export',
+    '@push.push()',
+    '@push()',
+    'a function (@name) or None, and the function returns Env.',
+  ),
+]
 PLAN = '--gin_bindings=train.train.plan='
 # Arguments, and the beginning of the only line; {here} is a folder of `FILES`.
 WRONG = [
@@ -49,6 +90,12 @@ WRONG = [
   ),
   ([PUSH, PLAN + '"{here}/none.json"'], "plan = '{here}/none.json' is neither"),
   ([PUSH, PLAN + '"{here}/bad.json"'], 'The plan {here}/bad.json is not JSON'),
+  ([PUSH, PLAN + '"{here}/five.json"'], 'A plan is 5: give a dictionary.'),
+  (
+    [PUSH, PLAN + '"{here}/deep.json"'],
+    'The plan {here}/deep.json is not JSON',
+  ),
+  (['--gin_file={here}/spaces.gin'], '{here}/spaces.gin: the spaces before'),
   (
     [PUSH, '--plan_only', '--cluster=none.gin'],
     'There is no gin file none.gin',
@@ -66,38 +113,91 @@ WRONG = [
     'There is no checkpoint at /none',
   ),
   ([PUSH, '--workdir={here}/file'], '{here}/file is a file: let --workdir'),
-  *(
-    (
-      [f'--gin_file={recipe}', f'--gin_bindings={binding}'],
-      f"--gin_bindings '{binding}': {message}",
-    )
-    for recipe, binding, message in bindings_test.WRONG
-    if recipe == bindings_test.SUMS
+  ([PUSH, 'STEPS=3'], "'STEPS=3' is no flag: write --gin.NAME=value"),
+  ([PUSH, '--STEPS=3'], 'There is no flag --STEPS. A setting of the recipe is'),
+  ([PUSH, '--gin_files=x'], 'There is no flag --gin_files; did you mean --gin'),
+  ([PUSH, '--resume=maybe'], 'flag --resume=maybe: '),
+  ([PUSH, '--workdir=/dev/null/x'], '/dev/null/x cannot be used (Not a direct'),
+  ([PUSH, '--workdir=/proc/none/x'], '/proc/none cannot be used (No such file'),
+  (
+    [PUSH, f'--workdir={{here}}/{"y" * 300}'],
+    '{here}/yyyyyyyyyyyyyyyyyyyyyyyy',
+  ),
+  ([f'--gin_file={"z" * 5000}'], f'{"z" * 200}… cannot be used (File name too'),
+  ([PUSH, f'--gin_bindings={"x" * 9999}'], f"--gin_bindings '{'x' * 200}…': "),
+  (
+    [PUSH, '--gin_bindings=workflows.ppo.num_envs = 2147483647'],
+    'A number of the recipe is too large: ',
   ),
 ]
 
 
-@pytest.mark.parametrize(
-  ('given', 'line'), WRONG, ids=[' '.join(given) for given, _ in WRONG]
-)
-def test_it_is_refused_and_nothing_is_written(
-  given, line, tmp_path, monkeypatch
-):
+def bound(recipe, message, *bindings):
+  """A row for bindings, of which the last is refused."""
+  given = [f'--gin_bindings={x}' for x in bindings]
+  shown = bindings[-1].replace('\n', '\\n')
+  return [
+    f'--gin_file={recipe}',
+    *given,
+  ], f"--gin_bindings '{shown}': {message}"
+
+
+ROBOT = 'gin_configs/ppo_push.gin'
+WRONG += [
+  *(
+    bound(recipe, message, *bindings_test.GIVEN * (recipe != SUMS), binding)
+    for recipe, binding, message in bindings_test.WRONG
+  ),
+  *(
+    bound(SUMS, message, f'MODEL = {value}')
+    for value, message in syntax_test.VALUES.items()
+  ),
+  *(
+    bound(SUMS, message, binding)
+    for binding, message in syntax_test.STATEMENTS.items()
+  ),
+  *(
+    (bound(SUMS, '', *bindings)[0], cycle)
+    for bindings, cycle in bindings_test.CYCLES
+  ),
+  bound(ROBOT, "`STEPS = 'x'`, which", 'STEPS = 3\nSTEPS = "x"'),
+  bound(ROBOT, 'the keys of a dictionary must be', 'STEPS = {[1]: 2}'),
+  bound(ROBOT, 'there is no module `os.nosuch`.', 'import os.nosuch'),
+  *(
+    bound(ROBOT, f'`{name} = {shown}` must be {message}', f'{name} = {value}')
+    for name, value, shown, message in OTHER_FUNCTIONS
+  ),
+]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+  """A folder with `FILES`."""
   monkeypatch.chdir(front_door.ROOT)
-  here = tmp_path / 'here'
-  here.mkdir()
-
-  def filled(text):
-    return text.replace('{here}', str(here))
-
+  folder = tmp_path / 'here'
+  folder.mkdir()
   for name, text in FILES.items():
-    (here / name).write_bytes(text.replace(b'{here}', bytes(here)))
-  before = sorted(tmp_path.rglob('*'))
-  arguments = [filled(x) for x in given]
-  if not any(x.startswith('--workdir') for x in given):
-    arguments.append(f'--workdir={tmp_path}/run')
-  done = front_door.run(*arguments)
-  assert done.returncode == 1
-  (only,) = done.stderr.strip().splitlines()
-  assert only.startswith(filled(line))
-  assert sorted(tmp_path.rglob('*')) == before
+    (folder / name).write_bytes(text.replace(b'{here}', bytes(folder)))
+  return folder
+
+
+@pytest.mark.parametrize(
+  ('given', 'line'), WRONG, ids=[' '.join(given)[:150] for given, _ in WRONG]
+)
+def test_it_is_refused_and_nothing_is_written(given, line, here):
+  arguments = [x.replace('{here}', str(here)) for x in given]
+  only = front_door.refused(here.parent, *arguments)
+  assert only.startswith(line.replace('{here}', str(here)))
+
+
+def test_values_that_the_annotations_of_a_recipe_exclude(here, request):
+  cases = bindings_test.wrong_values()
+  assert len(cases) > 300
+  if not request.config.getoption('--claims'):
+    cases = random.Random(0).sample(cases, 60)
+  for recipe, name, value in cases:
+    bindings = [*bindings_test.given_to(recipe), f'{name} = {value!r}']
+    given, place = bound(recipe, '', *bindings)
+    line = front_door.refused(here.parent, *given)
+    assert line.startswith(place[:200]) and f'`{name} = ' in line
+    assert 'must be ' in line or 'too large' in line
