@@ -1,9 +1,9 @@
-"""Prints a metric of a run's evaluations as a claim's figure, in percent.
+"""Prints a metric of a run's evaluations as a claim's figure.
 
   python -m experiments.claims.figure eval/accuracy runs/seeds/SEED=*
 
-The first and last value of each run are printed, and the extremes between them
-with `--range`.
+The first and last value of each run are printed in percent, or as they are with
+`--plain`, and the extremes between them with `--range`.
 """
 
 import argparse
@@ -17,11 +17,13 @@ def evaluations(folder, metric) -> list[float]:
   return [x[metric] for x in map(json.loads, lines) if metric in x]
 
 
-def describe(values, extremes=False) -> str:
-  percent = [f'{100 * value:.3g}' for value in (values[0], values[-1])]
-  text = ' → '.join(percent) + ' %'
+def describe(values, extremes=False, plain=False) -> str:
+  scale, unit = (1, '') if plain else (100, ' %')
+  shown = lambda *some: [f'{scale * value:.3g}' for value in some]
+  text = ' → '.join(shown(values[0], values[-1])) + unit
   if extremes:
-    text += f', from {100 * min(values):.3g} to {100 * max(values):.3g} %'
+    low, high = shown(min(values), max(values))
+    text += f', from {low} to {high}{unit}'
   return text
 
 
@@ -32,9 +34,11 @@ def main():
   parser.add_argument('metric')
   parser.add_argument('runs', nargs='+', type=pathlib.Path)
   parser.add_argument('--range', action='store_true')
+  parser.add_argument('--plain', action='store_true')
   args = parser.parse_args()
   found = [
-    describe(evaluations(run, args.metric), args.range) for run in args.runs
+    describe(evaluations(run, args.metric), args.range, args.plain)
+    for run in args.runs
   ]
   print('figure: ' + ', '.join(found))
 

@@ -163,7 +163,7 @@ def load(
     for name, x in lora.shapes(params, found).items():
       pattern = names_of[name].name
       layers = [tensors[pattern.format(i=i)].T for i in range(x.shape[0])]
-      weights.check_finite(pattern, *layers)
+      weights.check_finite(f'{pattern} of {folder}', *layers)
       adapter[name] = jnp.asarray(np.stack(layers), x.dtype).reshape(x.shape)
     return {'layers': adapter}
 

@@ -24,6 +24,7 @@ from stages.models.files import naming
 INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'
 FLOATS = ('F64', 'F32', 'F16', 'BF16')
+MOST_SHOWN = 1400  # Characters of a message at each of its ends.
 MOST_FAULTS = 50  # That one error names.
 MOST_BYTES = 2**28  # Of a file in JSON: a larger one is none of a checkpoint.
 MOST_LISTED = 10_000  # Missing tensors that are looked up by name.
@@ -32,7 +33,18 @@ OTHER_FORMATS = ('*.gguf', '*.bin', '*.pt', '*.pth', '*.ckpt', '*.h5', '*.npz')
 
 
 class CheckpointError(ValueError):
-  """An unreadable checkpoint, with everything that is wrong with it."""
+  """An unreadable checkpoint, with everything that is wrong with it.
+
+  A stranger's file may have put anything into the message, so that it is kept
+  on one line and short.
+  """
+
+  def __init__(self, message: str):
+    """Cuts out the middle of a message that is too long."""
+    message = ' '.join(message.split())
+    if len(message) > 2 * MOST_SHOWN:
+      message = f'{message[:MOST_SHOWN]} … {message[-MOST_SHOWN:]}'
+    super().__init__(message)
 
 
 def checkpoint_tensors(
@@ -84,7 +96,10 @@ def _indexed(path: pathlib.Path) -> list[str]:
   outside = [
     name
     for name in names
-    if not isinstance(name, str) or pathlib.PurePath(name).name != name
+    if not isinstance(name, str)
+    or pathlib.PurePath(name).name != name
+    or '\0' in name
+    or len(name.encode(errors='replace')) > 255
   ]
   if outside:
     raise CheckpointError(
@@ -110,6 +125,7 @@ class TensorFiles:
   """The open files of a checkpoint, and the file that holds each tensor.
 
   Attributes:
+    folder: of the checkpoint.
     file_of: the open file by tensor name.
   """
 
@@ -129,7 +145,7 @@ class TensorFiles:
         f'{folder} lacks {absent[:8]}, which its {INDEX} names: copy the '
         'checkpoint again.'
       )
-    self.file_of = {}
+    self.folder, self.file_of = folder, {}
     for name in names:
       try:
         opened = stack.enter_context(
@@ -253,7 +269,7 @@ def _read_parameter(files: TensorFiles, tensor: naming.Tensor, leaf, index):
   def read(name, index, shape):
     part = naming.read_part(files.slice(name), index, shape, tensor)
     part = np.asarray(part, leaf.dtype)
-    check_finite(name, part)
+    check_finite(f'{name} of {files.folder}', part)
     return part
 
   keys = naming.stacked(tensor)

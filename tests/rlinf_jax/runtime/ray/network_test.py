@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import psutil
 import pytest
 import ray
 
+import claims
+import fuzz
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.ray import actor_pool, driver, network
@@ -154,4 +157,31 @@ def test_a_process_with_another_secret_obtains_nothing_from_any_port(run):
   for address in addresses:
     (numbers,) = run_stranger('foreign', address, *map(str, guesses))
     assert not numbers
+  assert run.step(2 * batch, driver_test.KEY) == 7 * ROWS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('n', claims.some((40, 10_000), keep=(40,)))
+def test_random_messages_on_all_ports_stop_nothing(n, run):
+  batch = np.full(ROWS, 1.75, np.float32)
+  assert run.step(batch, driver_test.KEY) == 3.5 * ROWS
+  actors = run._pool.actors.values()
+  probes = ray.get([actor.probes.remote() for actor in actors])
+  # A packet of no bytes to these would abort their process (docs/security.md).
+  transport = {one.offer.address for some in probes for one in some}
+  before = {process: opened for process, opened in ports(run).items() if opened}
+  opened = sorted(
+    {
+      (ip, port)
+      for some in before.values()
+      for ip, port in some
+      if f'{ip}:{port}' not in transport
+    }
+  )
+  assert len(opened) > 8
+  values = [np.full(8, x, np.float32).tobytes() for x in (1.75, 3.5)]
+  for answer in fuzz.answers(opened, n):
+    assert not any(value in answer for value in values)
+    assert not re.search(rb'HTTP/1\.1 200.*(token|KEY)', answer, re.S)
+  assert all(process.is_running() for process in before)
   assert run.step(2 * batch, driver_test.KEY) == 7 * ROWS
