@@ -19,6 +19,8 @@ from absl import flags
 
 from rlinf_jax import recipe_files
 
+# Not a template that begins with a field, such as '{prompt} Think first.'
+DICT = re.compile(r'\{(?:\s*|.*:.*)\}\s*', re.DOTALL)
 PREFIX = re.compile(r'--?gin\.(.*)', re.S)
 NAME = re.compile(r'[\w./]+')
 MACRO = re.compile(r'([A-Za-z_]\w*)\s*=\s*(.*)')
@@ -100,7 +102,7 @@ def as_binding(arg: str) -> str:
 def literal(value: str) -> str:
   """A value in the syntax of gin: what is no literal in it is a string."""
   # References, or lists that may hold some: gin reports what is wrong there.
-  if value.startswith(('@', '%', '[', '(', '{')):
+  if value.startswith(('@', '%', '[', '(')) or DICT.fullmatch(value):
     return value
   try:
     ast.literal_eval(value)

@@ -1,8 +1,29 @@
 """The word problems of SmolLM2's experiment."""
 
+import pathlib
 import re
+import shlex
 
 from experiments.smollm import word_problems
+from rlinf_jax import config, gin_flags
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_the_commands_of_the_page_can_be_read(monkeypatch, tmp_path):
+  monkeypatch.chdir(ROOT)
+  page = (ROOT / 'experiments/smollm/README.md').read_text()
+  commands = re.findall(r'(?<=\n)python -m rlinf_jax.main (.*?)```', page, re.S)
+  assert len(commands) > 1
+  for command in commands:
+    words = shlex.split(command.replace('\\\n', ' '))
+    bindings = [
+      flag.partition('=')[2]
+      for flag in map(gin_flags.as_binding, words)
+      if flag.startswith('--gin_bindings=')
+    ]
+    file = words[words.index('--gin_file') + 1]
+    config.parse([file], bindings, str(tmp_path))
 
 
 def test_held_out_questions_are_new_and_half_of_them_in_new_phrasings():

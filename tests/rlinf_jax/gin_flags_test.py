@@ -19,6 +19,10 @@ from rlinf_jax import gin_flags
     ('@module.function()', '@module.function()'),
     ('%MACRO', '%MACRO'),
     ("{'a.jsonl': 3}", "{'a.jsonl': 3}"),
+    ('{@a.b: @c}', '{@a.b: @c}'),
+    ('{}', '{}'),
+    ('{prompt}', "'{prompt}'"),
+    ('{prompt} Answer: one number.', "'{prompt} Answer: one number.'"),
     ('[@a.b(), @c]', '[@a.b(), @c]'),
   ],
 )
