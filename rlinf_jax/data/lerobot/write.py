@@ -83,14 +83,7 @@ def write(
       _encode(path, frames, fps, codec)
   first = NAME.format(chunk_index=0, file_index=0)
   _write_rows(root / layout.EPISODES / f'{first}.parquet', rows)
-  _write_rows(
-    root / layout.TASKS,
-    # As pandas stores a table whose index is the instruction.
-    [
-      {'task_index': i, '__index_level_0__': task}
-      for i, task in enumerate(tasks)
-    ],
-  )
+  _write_tasks(root / layout.TASKS, tasks)
   _write_info(root, episodes, len(tasks), start, fps, codec)
 
 
@@ -145,6 +138,28 @@ def _write_table(path: pathlib.Path, episodes: list[dict[str, Any]]):
 def _write_rows(path: pathlib.Path, rows: list[dict[str, Any]]):
   pyarrow, _ = extra.parquet()
   _save(path, pyarrow.Table.from_pylist(rows))
+
+
+def _write_tasks(path: pathlib.Path, tasks: list[str]):
+  """Writes instructions as pandas does a table whose index they are."""
+  pyarrow, _ = extra.parquet()
+  index = '__index_level_0__'
+  table = pyarrow.table({'task_index': [*range(len(tasks))], index: tasks})
+  columns = [
+    {
+      'name': name,
+      'field_name': name or index,
+      'pandas_type': kind,
+      'numpy_type': numpy_type,
+      'metadata': None,
+    }
+    for name, kind, numpy_type in (
+      ('task_index', 'int64', 'int64'),
+      (None, 'unicode', 'object'),
+    )
+  ]
+  meta = {'index_columns': [index], 'column_indexes': [], 'columns': columns}
+  _save(path, table.replace_schema_metadata({'pandas': json.dumps(meta)}))
 
 
 def _save(path: pathlib.Path, table):
