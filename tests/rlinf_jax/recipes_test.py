@@ -110,7 +110,7 @@ def flows(name, bindings, folder, *more):
   if 'supervised' in text:
     given = own_data.bindings(folder / 'own_data', own_data.write_replies)
     bindings = [*bindings, *given]
-  if 'lerobot.gin' in text:
+  if 'lerobot.gin' in text or 'sft_openvla' in text:
     bindings = [*bindings, *tiny_vla_bindings(folder / 'vla')]
   if 'TEACHER = %gin.REQUIRED' in text:
     teacher = own_data.model(folder / 'own_data')

@@ -192,9 +192,11 @@ def _load(
         lambda *rows: np.stack(rows), *(prompts[task] for task in tasks)
       ),
     }
+    # A vector of one number is stored as a number.
+    vector = lambda y, T=episode.length: y.astype(np.float32).reshape(T, -1)
     if state:
-      obs['state'] = x[state].astype(np.float32)
-    moves = x[action].astype(np.float32)
+      obs['state'] = vector(x[state])
+    moves = vector(x[action])
     moves = np.asarray(action_tokens.normalize(stats, moves))
     if chunk > 1:
       length = np.array([episode.length])

@@ -40,7 +40,9 @@ def norm_stats(
   for part, key in parts.items():
     layout.check_feature(data, key, 'vector', pictures=False)
     columns = layout.numbers(data, data.episodes, [key])
-    x = np.concatenate([column[key] for column in columns]).astype(np.float64)
+    x = np.concatenate([column[key] for column in columns])
+    # A vector of one number is stored as a number.
+    x = x.reshape(len(x), -1).astype(np.float64)
     low, high = np.quantile(x, [0.01, 0.99], axis=0)
     entry[part] = {
       'mean': x.mean(0).tolist(),

@@ -129,7 +129,7 @@ def _write_table(path: pathlib.Path, episodes: list[dict[str, Any]]):
   for name in episodes[0]:
     x = np.concatenate([episode[name] for episode in episodes])
     column = pyarrow.array(x.reshape(-1))
-    if x.ndim > 1:
+    if x.ndim > 1 and x.shape[1] > 1:  # One number is no list.
       column = pyarrow.FixedSizeListArray.from_arrays(column, x.shape[1])
     found[name] = column
   _save(path, pyarrow.table(found))

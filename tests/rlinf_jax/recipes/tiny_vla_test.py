@@ -20,24 +20,15 @@ from stages.models.vla import instructions, openvla_files, openvla_oft_env
 pytest.importorskip('pyarrow', reason='LeRobot folders are parquet files.')
 pytest.importorskip('av', reason='LeRobot folders are videos.')
 
-SCENES = 4
-
-
-def of_few_scenes(make, **settings):
-  """The push world with the same few scenes, whatever the seed."""
-  env = make(**settings)
-  return env._replace(init=lambda seed_B: env.init(seed_B % SCENES))
+SEEDS = 64
 
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-  """A tiny model, and 64 episodes of a controller in four scenes."""
+  """A tiny model, and episodes of a controller in the push world."""
   out = tmp_path_factory.mktemp('tiny')
   tiny_vla.model(out / 'model')
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(push, 'push', functools.partial(of_few_scenes, push.push))
-    found = [*tiny_vla.episodes(64, 64, noise_std=0.3)]
-  write.write(out / 'data', found, fps=tiny_vla.FPS)
+  write.write(out / 'data', tiny_vla.episodes(64, 64), fps=tiny_vla.FPS)
   return out
 
 
@@ -85,18 +76,20 @@ def test_fine_tuning_exports_the_published_layout(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.claims
-def test_fine_tuning_raises_success_in_the_scenes_of_its_episodes(
-  folder, fully_optimized
+def test_fine_tuning_raises_success_in_the_push_world(
+  folder, tmp_path, monkeypatch, fully_optimized
 ):
-  steps, model, data = 400, str(folder / 'model'), str(folder / 'data')
+  """The state has all positions, so that 200 steps suffice.
+
+  From pictures alone, a model of this size needs thousands.
+  """
+  monkeypatch.setattr(push, 'proprioception', push.observe)
+  steps, model, data = 200, str(folder / 'model'), str(tmp_path / 'data')
+  found = tiny_vla.episodes(256, 256, noise_std=0.1)
+  write.write(data, found, fps=tiny_vla.FPS)
   encode = functools.partial(instructions.openvla, checkpoint=model, length=24)
-  env = of_few_scenes(
-    push.push,
-    dense=False,
-    terminate=True,
-    image_size=32,
-    instructions=encode,
+  env = push.push(
+    dense=False, terminate=True, image_size=32, instructions=encode
   )
   workflow = workflows.behavior_cloning(
     action_chunks.chunked(env, 2, 0.97),
@@ -108,7 +101,7 @@ def test_fine_tuning_raises_success_in_the_scenes_of_its_episodes(
       new_heads=True,
       critic=False,
     ),
-    optimizers.adamw(2e-3, decay_steps=steps, updates_per_step=1),
+    optimizers.adamw(3e-3, decay_steps=500, updates_per_step=1),
     normalize_obs=False,
   )
   made = source.source(
@@ -116,8 +109,8 @@ def test_fine_tuning_raises_success_in_the_scenes_of_its_episodes(
     batch_size=64,
     instructions=encode,
     chunk=2,
-    window_rows=2000,
-    evaluation=seed_source.seeds(held_out=SCENES, held_out_batch=SCENES),
+    window_rows=5000,
+    evaluation=seed_source.seeds(held_out=SEEDS, held_out_batch=SEEDS),
   )
   (seeds,) = made.held_out()
   step = jax.jit(workflow.step)
@@ -126,8 +119,8 @@ def test_fine_tuning_raises_success_in_the_scenes_of_its_episodes(
   for i in range(steps):
     at, batch = made.next(at, {})
     state, _ = step(state, batch, jax.random.key(i))
-  assert start == 0.0
-  assert success(workflow, state, seeds) >= 0.5
+  assert start < 0.1
+  assert success(workflow, state, seeds) > 0.5
 
 
 def success(workflow, state, seeds):

@@ -15,6 +15,7 @@ from rlinf_jax.data.lerobot import (
   source,
   statistics,
   windows,
+  write,
 )
 from stages import base
 from stages.envs import seed_source
@@ -124,6 +125,18 @@ def test_quantiles_are_those_of_all_steps(folder):
   assert found['action']['mask'] == [True] * 3
   assert len(found['proprio']['q01']) == 2
   assert found['num_transitions'] == sum(LENGTHS)
+
+
+def test_a_vector_of_one_number_is_one(tmp_path):
+  # LeRobot stores it as a number, not as a list.
+  found = [
+    x._replace(action=x.action[:, :1], state=x.state[:, 1:])
+    for x in map(lerobot_folder.episode, range(3))
+  ]
+  write.write(tmp_path / 'data', found, fps=lerobot_folder.FPS)
+  made = make(str(tmp_path / 'data'))
+  _, (batch,) = batches(made, made.init(0), 1)
+  assert batch.action.shape == (4, 3, 1) and batch.obs['state'].shape == (4, 1)
 
 
 # Windows.
@@ -285,8 +298,6 @@ def test_a_step_without_a_picture_is_named(copied, folder):
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path):
-  from rlinf_jax.data.lerobot import write
-
   x = lerobot_folder.episode(0)
   action = x.action.copy()
   action[2, 1] = np.nan
