@@ -23,7 +23,7 @@ def folder(
   *,
   results: int = 3,
   passage_length: int = 400,
-  seconds: float = 2.0,
+  seconds: float = 10.0,
   processes: int | None = None,
 ) -> tools.Tool:
   """A tool that finds passages of documents by the words of a query (BM25).
@@ -37,7 +37,7 @@ def folder(
     path: the folder.
     results: most passages that a query finds.
     passage_length: most characters of a passage.
-    seconds: that one query may take.
+    seconds: that one query may take; the first of a process loads the index.
     processes: their number; by default one a CPU, at most 8.
 
   Raises:

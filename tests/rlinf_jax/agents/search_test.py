@@ -33,7 +33,7 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def tool(documents):
-  return search.folder(str(documents), results=3, processes=1)
+  return search.folder(str(documents), results=3, seconds=60.0, processes=1)
 
 
 def test_passages_have_the_titles_above_them(documents, tool):
