@@ -71,7 +71,9 @@ def tool(
   from transformers import utils
 
   bare = inspect.unwrap(function)  # Gin wraps what recipes name.
-  getattr(bare, 'check', bool)()
+  check = getattr(bare, 'check', None)
+  if check is not None:
+    check()
   calls = pool.pool(bare, seconds=seconds, memory=memory, processes=processes)
   try:
     schema = utils.get_json_schema(bare)

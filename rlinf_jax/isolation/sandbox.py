@@ -58,7 +58,7 @@ class ProgramError(Exception):
   """A program failed; the message is its output."""
 
 
-class SandboxError(RuntimeError):
+class SandboxError(OSError):
   """There is no sandbox on this machine; the message says what it needs."""
 
 
