@@ -81,7 +81,7 @@ def plot(runs: dict[str, list[run_folder.Run]], path: pathlib.Path):
   """Plots every algorithm: the mean of its seeds, and their range."""
   names = [name for name, found in runs.items() if found]
   figure, grid = plt.subplots(
-    4, 4, figsize=(11, 9), sharex=True, sharey=True, layout='constrained'
+    5, 4, figsize=(11, 11), sharex=True, sharey=True, layout='constrained'
   )
   for axes, name in zip(grid.flat, names, strict=False):
     curves = [run.series['eval/accuracy'] for run in runs[name]]
