@@ -99,6 +99,8 @@ class Plan:
     remat: of a stage that differentiates a model, the activations that are
       stored for its backward pass, as a policy of `stages.remat`. A stage that
       is not named stores all, or what its model is bound to.
+    compiler_options: of a stage, options of XLA's compiler by name, in place of
+      its defaults. They may change rounding and speed, and nothing else.
   """
 
   places: dict[str, Placement]
@@ -109,6 +111,9 @@ class Plan:
   shared_devices: tuple[str, ...] = ()
   order: Order = ()
   remat: dict[str, str] = dataclasses.field(default_factory=dict)
+  compiler_options: dict[str, dict[str, Any]] = dataclasses.field(
+    default_factory=dict
+  )
 
   def __post_init__(self):
     for stage, place in self.stages.items():
@@ -121,6 +126,7 @@ class Plan:
       ('a micro-batch', self.micro_batch),
       ('remat', self.remat),
       ('offloading', self.offload),
+      ('compiler options', self.compiler_options),
     ):
       for stage in names:
         if stage not in self.stages:
@@ -239,6 +245,11 @@ _PLAN_TYPES = {
     Mapping[str, str],
     "a policy for each stage, such as {'gradient': 'nothing_saveable'}",
   ),
+  'compiler_options': (
+    Mapping[str, Mapping[str, bool | int | float | str]],
+    "XLA's options for each stage, such as "
+    "{'*': {'xla_backend_optimization_level': 1}}",
+  ),
 }
 _PLACE_TYPES = {
   'devices': (
@@ -260,7 +271,7 @@ def parse(sketch: Mapping[str, Any], stages: Iterable[str] = ()) -> Plan:
   Args:
     sketch: the fields of a plan. Without places there is a single one, on
       device 0. A single place has all stages; otherwise `*` stands for the
-      stages that are not named.
+      stages that are not named. So it does in `compiler_options`.
     stages: names of all stages.
 
   Raises:
@@ -283,6 +294,9 @@ def parse(sketch: Mapping[str, Any], stages: Iterable[str] = ()) -> Plan:
     )
   if rest is not None:
     where = dict.fromkeys(stages, rest) | where
+  options = {k: dict(v) for k, v in sketch.get('compiler_options', {}).items()}
+  if REST in options:
+    options = dict.fromkeys(stages or where, options.pop(REST)) | options
   return Plan(
     places,
     where,
@@ -292,6 +306,7 @@ def parse(sketch: Mapping[str, Any], stages: Iterable[str] = ()) -> Plan:
     tuple(sketch.get('shared_devices', ())),
     _order(sketch.get('order', ())),
     dict(sketch.get('remat', {})),
+    options,
   )
 
 

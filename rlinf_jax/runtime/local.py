@@ -58,6 +58,7 @@ class LocalRuntime(calls.Calls, executor.Executor):
         rules,
         leases.get(name),
         remat=plan.remat,
+        compiler_options=plan.compiler_options,
       )
       for name, at in plan.places.items()
     }

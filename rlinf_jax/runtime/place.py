@@ -6,7 +6,7 @@ import dataclasses
 import math
 import threading
 import types
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, SingleDeviceSharding
@@ -49,6 +49,9 @@ class Place:
     lease: lease_lib.Lease | None = None,
     available: Sequence[jax.Device] | None = None,
     remat: Mapping[str, str] = types.MappingProxyType({}),
+    compiler_options: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
+      {}
+    ),
   ):
     """Makes the mesh.
 
@@ -62,6 +65,7 @@ class Place:
         process.
       remat: activations stored for the backward pass, by stage, as in
         `plan_lib.Plan`.
+      compiler_options: of XLA, by stage, as in `plan_lib.Plan`.
 
     Raises:
       ValueError: if one of the devices is missing.
@@ -77,6 +81,7 @@ class Place:
       )
     self.name, self.micro_batch, self.rules = name, micro_batch, rules
     self.lease, self.remat = lease, remat
+    self.compiler_options = compiler_options
     self.mesh = None
     self.device = available[devices[0]]
     if placement.axes:
@@ -221,7 +226,17 @@ class Place:
         f'of all of them ({writes[0].name} and what follows): its sums must '
         'have one shape. Cut the batch in fewer pieces.'
       )
-    return lowered.compile()
+    options = dict(self.compiler_options.get(stage.name, {}))
+    try:
+      return lowered.compile(compiler_options=options or None)
+    except jax.errors.JaxRuntimeError as error:
+      if 'No such compile option' not in str(error):
+        raise
+      raise ValueError(
+        f'The plan compiles stage {stage.name} with {options}, and XLA does '
+        f'not know one of these options ({error}): leave it out of '
+        "the plan's compiler_options."
+      ) from None
 
   def _check_remat(self, stage):
     """Raises ValueError if no model of a traced stage reads the policy."""

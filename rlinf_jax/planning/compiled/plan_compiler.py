@@ -139,6 +139,7 @@ class PlanCompiler:
         tuple(sorted(choice.items()))
         for choice in (plan.micro_batch, plan.remat)
       ),
+      str(plan.compiler_options),
     )
     if key not in self._places:
       self._places[key] = place_lib.Place(
@@ -148,6 +149,7 @@ class PlanCompiler:
         self.model.layout.rules,
         available=self.devices,
         remat=plan.remat,
+        compiler_options=plan.compiler_options,
       )
     return self._places[key]
 

@@ -179,6 +179,7 @@ class Actor:
       rules_lib.DEFAULT,
       lease,
       remat=parsed.remat,
+      compiler_options=parsed.compiler_options,
     )
     axes = {
       name: place.axes if place.processes == 1 else ()

@@ -27,6 +27,10 @@ PLANS = {
     {'generate': 'a', 'gradient': 'b', 'apply': 'c'},
     shared_devices=('b', 'a'),
   ),
+  'compiler options': dataclasses.replace(
+    plan.one_place(['generate']),
+    compiler_options={'generate': {'xla_backend_optimization_level': 1}},
+  ),
   'an order': dataclasses.replace(
     plan.one_place(['generate']), order=(1, (2, (1, (0, (0,)))), 0)
   ),
@@ -163,6 +167,22 @@ def test_zero_pieces_are_refused():
 def test_offloading_for_an_unknown_stage_is_refused():
   with pytest.raises(ValueError, match=r"offloading for 'aply'.*\['apply'\]"):
     plan.Plan({'a': plan.Placement()}, {'apply': 'a'}, offload=('aply',))
+
+
+def test_compiler_options_of_the_other_stages():
+  fast, own = {'xla_backend_optimization_level': 1}, {'xla_dump_to': 'hlo'}
+  sketch = {'compiler_options': {'*': fast, 'apply': own}}
+  parsed = plan.parse(sketch, ['generate', 'gradient', 'apply'])
+  assert parsed.compiler_options == {
+    'generate': fast,
+    'gradient': fast,
+    'apply': own,
+  }
+
+
+def test_compiler_options_of_an_unknown_stage_are_refused():
+  with pytest.raises(ValueError, match="compiler options for 'gradeint'"):
+    plan.parse({'compiler_options': {'gradeint': {}}}, ['gradient'])
 
 
 def test_an_unknown_field_of_a_plan_is_refused():

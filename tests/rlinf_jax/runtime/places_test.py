@@ -11,6 +11,7 @@ import pytest
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import base, local
+from rlinf_jax.runtime import place as place_lib
 import stages
 
 NAMES = ('act', 'judge', 'learn', 'apply')
@@ -189,3 +190,29 @@ def test_the_result_of_a_host_stage_is_never_overwritten(sketch):
   planned.close()
   assert len(results) == 2 * sketch.get('pieces', 1)
   assert all((x == 1).all() for x in results)
+
+
+def compiled(options):
+  """A stage of two fused operations, as a place compiles it with options."""
+  sine = stages.Stage(lambda x: 2 * jnp.sin(x), 'sine')
+  flow = flow_lib.trace(
+    lambda state, batch, key: (state, sine(batch)), jnp.ones(2), BATCH, KEY
+  )
+  place = place_lib.Place(
+    'all', plan_lib.Placement(), {}, compiler_options={'sine': options}
+  )
+  return place.compile(flow, flow.nodes[0])
+
+
+def test_a_place_compiles_with_the_options_of_its_plan():
+  fusions = [
+    'fusion' in compiled(options).as_text()
+    for options in ({}, {'xla_disable_hlo_passes': 'fusion'})
+  ]
+  assert fusions == [True, False]
+
+
+def test_an_option_that_xla_does_not_know_is_refused():
+  message = 'sine with .*xla_go_faster.* leave it out of the plan'
+  with pytest.raises(ValueError, match=message):
+    compiled({'xla_go_faster': True})
