@@ -14,8 +14,7 @@ ends in its dimensions, one capital letter each:
   R half a head width: one rotated plane
   O observation feature    A action dimension    X axis of the plane
   Z step of an action chunk    Y row of a replay buffer    I critic of an
-  ensemble, or rank of an adapter    U pixel of a convolution window, along one
-  edge
+  ensemble, or rank of an adapter    U pixel along an edge of a convolution
 """
 
 from collections.abc import Callable, Mapping
