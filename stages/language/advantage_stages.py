@@ -76,14 +76,6 @@ def finished_mask(mask_BT, truncated_B):
   return mask_BT * (1.0 - truncated_B[:, None])
 
 
-def informative_mask(mask_BT, advantage_BT):
-  """`mask_BT`, 0 also on completions whose advantages are all 0.
-
-  They have no policy gradient: those of a group whose rewards are all equal.
-  """
-  return mask_BT * (advantage_BT != 0).any(1, keepdims=True)
-
-
 def _whiten_finished(advantage_BT, mask_BT, truncated_B):
   return advantages.whiten(advantage_BT, finished_mask(mask_BT, truncated_B))
 

@@ -74,13 +74,37 @@ def score(
   return policy.evaluate(params, prompt, action_BT, **settings)
 
 
-def scorer(policy: base.Policy, group_size: int) -> Callable:
-  """Returns `params, experience -> base.Evaluation`, for a loss."""
+def scorer(
+  policy: base.Policy, group_size: int, informative_only: bool = False
+) -> Callable:
+  """Returns `params, experience -> base.Evaluation`, for a loss.
+
+  Args:
+    policy: the policy.
+    group_size: adjacent rows that share their observation.
+    informative_only: whether a policy that packs leaves out completions whose
+      advantages are all 0, which have no policy gradient. They keep the
+      log-probabilities around which the ratio is clipped, so that it is 1.
+  """
 
   def run(params, x: base.Experience):
     return score(policy, params, x.obs, x.action, x.mask, group_size)
 
-  return run
+  def run_informative(params, x: base.Experience):
+    mask_BT = informative_mask(x.mask, x.advantage)
+    now = score(policy, params, x.obs, x.action, mask_BT, group_size)
+    old_BT = x.logp if x.proximal is None else x.proximal
+    return now._replace(logp=jnp.where(mask_BT > 0, now.logp, old_BT))
+
+  return run_informative if informative_only and policy.packed_tokens else run
+
+
+def informative_mask(mask_BT, advantage_BT):
+  """`mask_BT`, 0 also on completions whose advantages are all 0.
+
+  They have no policy gradient: those of a group whose rewards are all equal.
+  """
+  return mask_BT * (advantage_BT != 0).any(1, keepdims=True)
 
 
 def logp(policy: base.Policy, name: str, group_size: int) -> Callable:

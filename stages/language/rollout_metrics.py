@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 import stages
 from stages import base, metrics
-from stages.language import advantage_stages, packing
 from stages.language import evaluate as evaluate_lib
+from stages.language import packing, policy_stages
 
 
 def measure(group_size: int, updates_per_step: int) -> stages.Stage:
@@ -83,7 +83,7 @@ def padding(x: base.Experience, group_size: int) -> metrics.Mean:
 
 
 def packed_padding(
-  policy: base.Policy, group_size: int, *, informative_only: bool = False
+  policy: base.Policy, group_size: int, informative_only: bool = False
 ) -> Callable:
   """Returns `minibatches -> info` with the share of padding in packed rows.
 
@@ -94,8 +94,7 @@ def packed_padding(
   Args:
     policy: the policy that scores the minibatches.
     group_size: adjacent rows that share a prompt.
-    informative_only: whether completions whose advantages are all 0 are not
-      scored.
+    informative_only: as in `policy_stages.scorer`.
   """
   capacity = policy.packed_tokens
   if capacity is None:
@@ -103,7 +102,7 @@ def packed_padding(
 
   def size(mask_BP, mask_BT, *advantage):
     if advantage:
-      mask_BT = advantage_stages.informative_mask(mask_BT, *advantage)
+      mask_BT = policy_stages.informative_mask(mask_BT, *advantage)
     return packing.assign_batch(mask_BP, mask_BT, group_size, capacity).size
 
   def run(minibatches):

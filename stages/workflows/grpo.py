@@ -171,19 +171,14 @@ def grpo(
     mask_truncated=mask_truncated,
   )
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
-  # Nothing else has a gradient. Without packing, it would save no work.
-  informative_only = bool(policy.packed_tokens) and not (
-    kl_coef or entropy_coef
-  )
-  padding = rollout_metrics.packed_padding(
-    policy, group_size, informative_only=informative_only
-  )
+  informative_only = not (kl_coef or entropy_coef)  # No other gradients.
+  padding = rollout_metrics.packed_padding(policy, group_size, informative_only)
   score_ref = policy_stages.ref_logp(policy, group_size, has_kl)
   minibatch = minibatches.minibatches(
     minibatch_by, num_minibatches, num_epochs, group_size
   )
   loss = objective(
-    policy_stages.scorer(policy, group_size),
+    policy_stages.scorer(policy, group_size, informative_only),
     clip=loss_terms.Clip(clip_low, clip_high, dual_clip),
     kl=loss_terms.KlPenalty(kl_coef, kl_estimator),
     entropy_coef=entropy_coef,
@@ -194,10 +189,8 @@ def grpo(
       importance_weight, importance_bound, importance_cap
     ),
     mask_truncated=mask_truncated,
-    informative_only=informative_only,
   )
   learn = train_step.learner(loss, optimizer, group_size=group_size)
-  evaluate = evaluator(policy, verify)
   version = lambda state: train_step.version(state.actor)
   init = functools.partial(_init, policy, verify, optimizer, has_kl, staleness)
 
@@ -222,7 +215,7 @@ def grpo(
     return state, rollout_info | carry_info | info
 
   return policy_stages.workflow(
-    init, step, version, evaluate, generate, staleness
+    init, step, version, evaluator(policy, verify), generate, staleness
   )
 
 
@@ -279,7 +272,6 @@ def objective(
   aggregate: signatures.Aggregate = losses.sequence_mean_token_mean,
   importance: loss_terms.Importance = loss_terms.Importance(),
   mask_truncated: bool = False,
-  informative_only: bool = False,
   critic_loss: Callable | None = None,
 ) -> Callable:
   """Returns the loss `params, experience, ref_logp_BT -> Loss`.
@@ -301,9 +293,6 @@ def objective(
     aggregate: as in `grpo`.
     importance: w and its bound.
     mask_truncated: as in `grpo`.
-    informative_only: whether completions whose advantages are all 0 are not
-      scored, which changes the loss only where they have other terms. Metrics
-      of the probability ratio are then those of the others.
     critic_loss: `value_BT, experience -> loss_BT, info`, added for a critic
       that `evaluate` computes; None without one.
   """
@@ -312,20 +301,15 @@ def objective(
   def loss(params, x: base.Experience, ref_logp_BT):
     if mask_truncated:
       x = x._replace(mask=advantage_stages.finished_mask(x.mask, x.truncated))
-    scored_BT = x.mask
-    if informative_only:
-      scored_BT = advantage_stages.informative_mask(x.mask, x.advantage)
-    now = evaluate(params, x._replace(mask=scored_BT))
+    now = evaluate(params, x)
     # Log-probabilities of padding are arbitrary, and ∞ · 0 is NaN.
-    unscored_BT = jnp.where(x.mask > scored_BT, x.logp, 0.0)
-    now = now._replace(logp=jnp.where(scored_BT > 0, now.logp, unscored_BT))
+    now = now._replace(logp=jnp.where(x.mask > 0, now.logp, 0.0))
     old_BT = x.logp
     if x.proximal is not None:
       old_BT = jnp.where(x.mask > 0, x.proximal, 0.0)
     logp_BT, old_BT = (likelihood(lp, x.mask) for lp in (now.logp, old_BT))
     loss_BT = policy_loss(logp_BT, old_BT, x.advantage, clip.low, clip.high)
     ratio_BT = losses.ratio(logp_BT, old_BT)
-    ratio_BT = jnp.where(scored_BT > 0, ratio_BT, 1.0)
     clipped_BT = losses.clip_fraction(
       logp_BT, old_BT, x.advantage, clip.low, clip.high
     )
@@ -335,9 +319,9 @@ def objective(
     kl_BT = losses.kl_k3(x.logp, now.logp)
     info = {
       'train/policy_loss': aggregate(loss_BT, x.mask),
-      'train/kl_behavior': metrics.mean(kl_BT, scored_BT),
-      'train/clip_fraction': metrics.mean(clipped_BT, scored_BT),
-      'train/ratio_mean': metrics.mean(ratio_BT, scored_BT),
+      'train/kl_behavior': metrics.mean(kl_BT, x.mask),
+      'train/clip_fraction': metrics.mean(clipped_BT, x.mask),
+      'train/ratio_mean': metrics.mean(ratio_BT, x.mask),
       'train/ratio_max': metrics.maximum(ratio_BT, x.mask),
       # The exact entropy costs a pass over the vocabulary; −lp estimates it.
       'train/entropy': metrics.mean(
@@ -348,11 +332,11 @@ def objective(
       dual_BT = losses.dual_clip_fraction(
         logp_BT, old_BT, x.advantage, clip.dual
       )
-      info['train/clip_fraction_dual'] = metrics.mean(dual_BT, scored_BT)
+      info['train/clip_fraction_dual'] = metrics.mean(dual_BT, x.mask)
     if jax.tree.leaves(ref_logp_BT):
       ref_logp_BT = jnp.where(x.mask > 0, ref_logp_BT, 0.0)
       info['train/kl_reference'] = metrics.mean(
-        losses.kl_k3(now.logp, ref_logp_BT), scored_BT
+        losses.kl_k3(now.logp, ref_logp_BT), x.mask
       )
     if kl.coef:
       loss_BT += kl.coef * kl.estimator(now.logp, ref_logp_BT)

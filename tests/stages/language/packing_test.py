@@ -9,7 +9,12 @@ import pytest
 
 import stages
 from stages import base, metrics, workflows
-from stages.language import language_model, packing, rollout_metrics
+from stages.language import (
+  language_model,
+  packing,
+  policy_stages,
+  rollout_metrics,
+)
 from stages.learn import losses
 from stages.models import lora
 from stages.workflows.grpo import objective
@@ -295,27 +300,25 @@ def test_groups_of_equal_rewards_are_not_computed_and_learn_the_same():
 def test_completions_without_an_advantage_are_not_scored():
   mask_BT = jnp.float32([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
   advantage_BT = jnp.float32([[0, 0, 0], [2, 0, 0], [0, 0, -1], [0, 0, 0]])
-  seen = []
+  scored_BT = []
 
-  def evaluate(params, x):
-    seen.append(x.mask)
-    nan_BT = jnp.full(x.mask.shape, jnp.nan)
-    logp_BT = jnp.where(x.mask > 0, params - 1.0, nan_BT)
-    return base.Evaluation(logp_BT, nan_BT)
+  def evaluate(params, obs, action_BT, *, group_size, mask):
+    scored_BT.append(mask)
+    nan_BT = jnp.full(mask.shape, jnp.nan)
+    return base.Evaluation(jnp.where(mask > 0, params - 1.0, nan_BT), nan_BT)
 
+  policy = tiny.policy(packed_tokens=15)._replace(evaluate=evaluate)
   x = base.Experience((), (), jnp.full((4, 3), -2.0), mask_BT, ())
   x = x._replace(advantage=advantage_BT)
-  losses_, slopes = [], []
+  found = []
   for only in False, True:
-    f = objective(evaluate, informative_only=only)
-    loss, slope = jax.value_and_grad(
-      lambda params: f(params, x, ()).means[0].sum
-    )(0.0)
-    losses_.append(loss)
-    slopes.append(slope)
-  np.testing.assert_array_equal(seen[0], mask_BT)
-  np.testing.assert_array_equal(seen[1].sum(1), [0, 1, 3, 0])
-  assert losses_[0] == losses_[1] and slopes[0] == slopes[1] != 0
+    loss = objective(policy_stages.scorer(policy, GROUP, only))
+    found.append(
+      jax.value_and_grad(lambda w, f=loss: f(w, x, ()).means[0].sum)(0.0)
+    )
+  np.testing.assert_array_equal(scored_BT[0], mask_BT)
+  np.testing.assert_array_equal(scored_BT[1].sum(1), [0, 1, 3, 0])
+  assert found[0] == found[1] and found[0][1] != 0
 
 
 def test_padding_is_counted_with_and_without_packing():
