@@ -233,7 +233,8 @@ def test_what_it_does_not_support_is_refused_with_advice(case, monkeypatch):
   vllm_models.act(policy, params, vllm_models.prompts())
   with pytest.raises(ValueError, match='may have 46 tokens.*set max_model_len'):
     vllm_models.act(policy, params, vllm_models.prompts(columns=30))
-  short = functools.partial(vllm.engine, max_model_len=24)
+  settings = vllm_models.ENGINE | {'max_model_len': 24}
+  short = functools.partial(vllm.engine, **settings)
   with pytest.raises(ValueError, match='may have 25 tokens.* started for 24'):
     vllm_models.act(case.policy(short), params, vllm_models.prompts())
   with pytest.raises(ValueError, match='temperatures of 0.01 or more'):
