@@ -76,15 +76,16 @@ def test_fine_tuning_exports_the_published_layout(folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.claims  # Ninety CPU-seconds.
 def test_fine_tuning_raises_success_in_the_push_world(
   folder, tmp_path, monkeypatch, fully_optimized
 ):
-  """The state has all positions, so that 200 steps suffice.
+  """The state has all positions, so that 300 steps suffice.
 
   From pictures alone, a model of this size needs thousands.
   """
   monkeypatch.setattr(push, 'proprioception', push.observe)
-  steps, model, data = 200, str(folder / 'model'), str(tmp_path / 'data')
+  steps, model, data = 300, str(folder / 'model'), str(tmp_path / 'data')
   found = tiny_vla.episodes(256, 256, noise_std=0.1)
   write.write(data, found, fps=tiny_vla.FPS)
   encode = functools.partial(instructions.openvla, checkpoint=model, length=24)
@@ -119,8 +120,9 @@ def test_fine_tuning_raises_success_in_the_push_world(
   for i in range(steps):
     at, batch = made.next(at, {})
     state, _ = step(state, batch, jax.random.key(i))
-  assert start < 0.1
-  assert success(workflow, state, seeds) > 0.5
+  end = success(workflow, state, seeds)
+  print(f'Success of {SEEDS} held-out episodes: {start:.0%}, then {end:.0%}.')
+  assert start < 0.1 and end > 0.5
 
 
 def success(workflow, state, seeds):
