@@ -12,7 +12,7 @@ from safetensors import numpy as st
 
 import stages
 from stages import base, workflows
-from stages.envs import push
+from stages.envs import action_chunks, episode_stats, push
 from stages.models import lora as lora_lib
 from stages.models.files import weights
 from stages.models.vla import (
@@ -151,6 +151,31 @@ def test_log_probabilities_of_adapted_policies_are_those_of_sampling(folder):
   merged = openvla_lora.merge(params)
   now = jax.jit(plain_policy.evaluate)(merged, obs, x.action)
   np.testing.assert_allclose(now.logp, x.logp, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_grpo_goes_on_with_adapters_from_a_checkpoint(folder):
+  env = push.push(image_size=8, horizon=4)
+  workflow = workflows.embodied_grpo(
+    action_chunks.chunked(env, Z, 0.97),
+    functools.partial(pretrained, folder=folder, lora=LORA),
+    optax.sgd(0.1),
+    num_envs=4,
+    group_size=2,
+    num_minibatches=1,
+    episode_reward=episode_stats.episode_return,
+    normalize_obs=False,
+  )
+  state = workflow.init(jax.random.key(0))
+  new, info = workflow.step(state, (), jax.random.key(1))
+  np.testing.assert_allclose(read(info, 'train/ratio_max'), 1.0, atol=1e-5)
+  before, after = state.actor.params, new.actor.params
+  jax.tree.map(
+    np.testing.assert_array_equal, before[base.FROZEN], after[base.FROZEN]
+  )
+  name = 'query_B_IHW'
+  layers = [x[lora_lib.ADAPTER]['layers'][name] for x in (before, after)]
+  assert (layers[0] != layers[1]).any()
 
 
 @pytest.mark.slow
