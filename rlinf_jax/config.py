@@ -19,6 +19,7 @@ import inspect
 import math
 import os
 import pathlib
+import re
 from typing import Any
 
 from absl import flags
@@ -167,10 +168,16 @@ def _shared_arguments(function, configured, given) -> dict[str, Any]:
 def error_text(error: BaseException) -> str:
   """The text of an error, without the call chain that gin appends."""
   message = str(error).split('\n  In call to configurable')[0]
-  if isinstance(error, OSError) and error.filename and error.strerror:
+  # Of an error that gin has augmented, the text alone has the file.
+  if system := re.fullmatch(
+    r"\[Errno \d+\] (.+?)(?:: ['\"](.+)['\"])?", message
+  ):
+    what, name = system.groups()
+    if name is None:
+      return f'{what}: mend that, and continue with --resume.'
     return (
-      f'{config_errors.cut(str(error.filename))} cannot be used '
-      f'({error.strerror}): mend it, or name another.'
+      f'{config_errors.cut(name)} cannot be used ({what}): mend it, or name '
+      'another.'
     )
   if isinstance(error, OverflowError):
     return f'A number of the recipe is too large: {config_errors.cut(message)}.'

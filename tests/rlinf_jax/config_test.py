@@ -319,3 +319,19 @@ def test_a_failed_save_leaves_the_old_file(recipe_folder, monkeypatch):
   with pytest.raises(OSError):
     config.save('config.gin')
   assert (recipe_folder / 'config.gin').read_text() == 'old'
+
+
+@pytest.mark.parametrize(
+  ('error', 'text'),
+  [
+    (OSError(28, 'No space left on device'), 'No space left on device: mend'),
+    (OSError(30, 'Read-only', '/x/y'), '/x/y cannot be used (Read-only): mend'),
+    (OSError('/x is a file: name another.'), '/x is a file: name another.'),
+    (
+      OverflowError('It is 9.'),
+      'A number of the recipe is too large: It is 9.',
+    ),
+  ],
+)
+def test_errors_of_the_system_say_what_to_do(error, text):
+  assert config.error_text(error).startswith(text)
