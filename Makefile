@@ -5,7 +5,7 @@ PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: train smollm test fast claims docs lint robots aot bench lock clean
+.PHONY: train smollm test fast claims chaos docs lint robots aot bench lock clean
 
 # Each of the processes that tests start would compile all modules again: a
 # tenth of the CPU time of a short run.
@@ -60,6 +60,9 @@ fast: lint  # The same without the slow tests.
 
 claims: .venv/test  # The complete proof, for many hours; goes on after a stop.
 	$(BIN)/python -m experiments.claims $(NAMES)
+
+chaos: .venv/test  # Faults at random moments of runs; goes on after a stop.
+	$(BIN)/python -m experiments.chaos --trials 100 --workdir runs/chaos
 
 # Places that could be said more plainly. Never raise it.
 PLACES := 25
