@@ -17,13 +17,13 @@ import numpy as np
 from stages import base
 from stages.models import transformer
 from stages.models.vision import vit
-from stages.models.vla import (
+from stages.models.vla import pictures
+from stages.models.vla.openvla import (
   action_tokens,
   openvla,
   openvla_oft,
   openvla_oft_policy,
   openvla_policy,
-  pictures,
 )
 
 Z, A, PROMPT, REPEATS = 8, 7, 20, 9

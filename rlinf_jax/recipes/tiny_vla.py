@@ -20,7 +20,7 @@ from stages import base, ranges
 from stages.envs import demonstrations, push
 from stages.language import tokens
 from stages.models.files import weights
-from stages.models.vla import openvla, openvla_files
+from stages.models.vla.openvla import openvla, openvla_files
 
 OUT = flags.DEFINE_string('out', 'tiny', 'Folder of the model and the data.')
 EPISODES = flags.DEFINE_integer('episodes', 512, 'Episodes to try.')

@@ -10,7 +10,7 @@ import numpy as np
 from rlinf_jax.data.lerobot import layout, pictures, statistics, windows
 from stages import base, ranges
 from stages.envs import demonstrations
-from stages.models.vla import action_tokens
+from stages.models.vla.openvla import action_tokens
 
 PREFIXES = 'observation.images.', 'observation.'
 

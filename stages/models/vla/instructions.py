@@ -13,7 +13,7 @@ import numpy as np
 
 from stages import base, ranges, tree_paths
 from stages.language import tokens
-from stages.models.vla import openvla as openvla_lib
+from stages.models.vla.openvla import openvla as openvla_lib
 
 SPACE = '▁'  # A space of its own among Llama's tokens, 29871.
 NAMES = tuple(f'{base.PROMPT}/{name}' for name in base.Prompt._fields)

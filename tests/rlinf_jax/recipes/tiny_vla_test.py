@@ -15,7 +15,8 @@ from stages import workflows
 from stages.envs import action_chunks, push, seed_source
 from stages.learn import optimizers
 from stages.models.files import weights
-from stages.models.vla import instructions, openvla_files, openvla_oft_env
+from stages.models.vla import instructions
+from stages.models.vla.openvla import openvla_files, openvla_oft_env
 
 pytest.importorskip('pyarrow', reason='LeRobot folders are parquet files.')
 pytest.importorskip('av', reason='LeRobot folders are videos.')

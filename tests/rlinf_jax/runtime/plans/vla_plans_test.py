@@ -12,14 +12,12 @@ from stages import workflows
 from stages.envs import action_chunks, episode_stats, push
 from stages.models import transformer
 from stages.models.vision import vit
-from stages.models.vla import (
+from stages.models.vla import pi0, pi0_policy, pictures
+from stages.models.vla.openvla import (
   openvla,
   openvla_env,
   openvla_oft,
   openvla_oft_env,
-  pi0,
-  pi0_policy,
-  pictures,
 )
 from tests.rlinf_jax.runtime.plans import random_plans_test
 import tiny

@@ -17,15 +17,12 @@ from stages.envs import demonstrations, push
 from stages.language import tokens
 from stages.models import transformer
 from stages.models.vision import vit
-from stages.models.vla import (
-  instructions,
+from stages.models.vla import instructions, pi0, pi0_policy, pictures
+from stages.models.vla.openvla import (
   openvla,
   openvla_env,
   openvla_oft,
   openvla_oft_env,
-  pi0,
-  pi0_policy,
-  pictures,
 )
 
 TASK = 'put the Spoon on the towel'

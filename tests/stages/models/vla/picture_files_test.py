@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from stages.models.files import weights
-from stages.models.vla import openvla_files, picture_files
-from tests.stages.models.vla import openvla_files_test as plain
+from stages.models.vla import picture_files
+from stages.models.vla.openvla import openvla_files
+from tests.stages.models.vla.openvla import openvla_files_test as plain
 
 SIZES = (4, 4)
 # As published with openvla-7b, but for the size: ImageNet's numbers are rounded

@@ -10,8 +10,12 @@ import pytest
 
 from stages import base
 from stages.language import sample
-from stages.models.vla import action_tokens, openvla_oft, openvla_oft_policy
-from tests.stages.models.vla import openvla_test
+from stages.models.vla.openvla import (
+  action_tokens,
+  openvla_oft,
+  openvla_oft_policy,
+)
+from tests.stages.models.vla.openvla import openvla_test
 
 torch = openvla_test.torch
 case = openvla_test.case  # The same blocks, once a module.

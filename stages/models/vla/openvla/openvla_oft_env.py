@@ -12,9 +12,9 @@ import numpy as np
 from stages import base, ranges, tree_paths
 from stages.models import lora as lora_lib
 from stages.models.control import action_range
-from stages.models.vla import (
+from stages.models.vla import instructions
+from stages.models.vla.openvla import (
   action_tokens,
-  instructions,
   openvla_env,
   openvla_lora,
   openvla_oft,

@@ -19,8 +19,8 @@ from stages.models import transformer
 from stages.models.layers import block as block_lib
 from stages.models.layers import initialize, mixed_precision
 from stages.models.vision import vit
-from stages.models.vla import action_tokens
 from stages.models.vla import pictures as pictures_lib
+from stages.models.vla.openvla import action_tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,12 +24,8 @@ from stages.models.files import config_check, weights
 from stages.models.files.naming import Names, Tensor
 from stages.models.vision import names as vision_names
 from stages.models.vision import vit
-from stages.models.vla import (
-  action_tokens,
-  openvla,
-  openvla_policy,
-  picture_files,
-)
+from stages.models.vla import picture_files
+from stages.models.vla.openvla import action_tokens, openvla, openvla_policy
 
 STATISTICS = 'dataset_statistics.json'
 COMPANIONS = (

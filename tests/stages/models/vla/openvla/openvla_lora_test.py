@@ -15,12 +15,12 @@ from stages import base, workflows
 from stages.envs import action_chunks, episode_stats, push
 from stages.models import lora as lora_lib
 from stages.models.files import weights
-from stages.models.vla import (
+from stages.models.vla.openvla import (
   openvla_files,
   openvla_lora,
   openvla_oft_env,
 )
-from tests.stages.models.vla import openvla_files_test as plain
+from tests.stages.models.vla.openvla import openvla_files_test as plain
 
 A, O, Z = 2, 2, 2
 STATS = {

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stages.models.vla import action_tokens, pictures
+from stages.models.vla import pictures
+from stages.models.vla.openvla import action_tokens
 
 TOKENS = action_tokens.ActionTokens(end=32000)
 ENTRY = {'q01': [-2.0, 0.5, 0.0], 'q99': [4.0, 0.5, 1.0]}

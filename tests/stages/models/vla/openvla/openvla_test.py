@@ -15,7 +15,8 @@ from stages.models import families
 from stages.models.files import weights
 from stages.models.files.naming import Tensor
 from stages.models.vision import names
-from stages.models.vla import action_tokens, openvla, openvla_policy, pictures
+from stages.models.vla import pictures
+from stages.models.vla.openvla import action_tokens, openvla, openvla_policy
 
 torch = pytest.importorskip('torch', reason='Reference models need torch.')
 

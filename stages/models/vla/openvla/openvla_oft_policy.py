@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from stages import base
 from stages.language import sample, value_model
-from stages.models.vla import action_tokens, openvla, openvla_oft
+from stages.models.vla.openvla import action_tokens, openvla, openvla_oft
 
 
 def policy(

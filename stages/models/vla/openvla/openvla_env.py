@@ -9,12 +9,8 @@ import numpy as np
 
 from stages import base, ranges, tree_paths
 from stages.models.control import action_range
-from stages.models.vla import (
-  action_tokens,
-  instructions,
-  openvla,
-  openvla_policy,
-)
+from stages.models.vla import instructions
+from stages.models.vla.openvla import action_tokens, openvla, openvla_policy
 
 
 def policy(

@@ -11,8 +11,12 @@ from safetensors import numpy as st
 
 from stages import base
 from stages.models.files import torch_file, weights
-from stages.models.vla import openvla_files, openvla_oft, openvla_oft_files
-from tests.stages.models.vla import openvla_files_test as plain
+from stages.models.vla.openvla import (
+  openvla_files,
+  openvla_oft,
+  openvla_oft_files,
+)
+from tests.stages.models.vla.openvla import openvla_files_test as plain
 
 torch = pytest.importorskip('torch', reason='torch writes the heads.')
 

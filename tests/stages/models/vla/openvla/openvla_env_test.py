@@ -13,7 +13,8 @@ from stages import base, workflows
 from stages.envs import action_chunks, episode_stats, push
 from stages.models import transformer
 from stages.models.vision import vit
-from stages.models.vla import openvla, openvla_env, pictures
+from stages.models.vla import pictures
+from stages.models.vla.openvla import openvla, openvla_env
 
 TOWER = {'image_size': 8, 'patch_size': 4, 'D': 4, 'L': 2, 'H': 1, 'F': 4}
 CONFIG = openvla.Config(

@@ -22,7 +22,7 @@ from stages import base
 from stages.models import transformer
 from stages.models.layers import block as block_lib
 from stages.models.layers import initialize, mixed_precision
-from stages.models.vla import openvla
+from stages.models.vla.openvla import openvla
 
 Head = Literal['token', 'l1']
 NORM_EPSILON = 1e-5  # Of torch's LayerNorm.

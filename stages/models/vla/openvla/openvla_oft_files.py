@@ -20,7 +20,7 @@ from stages import base
 from stages import remat as remat_lib
 from stages.models.files import torch_file, weights
 from stages.models.vision import vit
-from stages.models.vla import (
+from stages.models.vla.openvla import (
   action_tokens,
   openvla_files,
   openvla_oft,

@@ -12,7 +12,7 @@ from safetensors import numpy as st
 from stages import base
 from stages.models.files import weights
 from stages.models.vision import vit
-from stages.models.vla import openvla_files, openvla_policy
+from stages.models.vla.openvla import openvla_files, openvla_policy
 
 TOWERS = {
   'tiny_dino': vit.Config(

@@ -12,7 +12,7 @@ from stages import base
 from stages.language import sample, value_model
 from stages.language.decoding import generate, kv_cache
 from stages.models import transformer
-from stages.models.vla import action_tokens, openvla
+from stages.models.vla.openvla import action_tokens, openvla
 
 
 class Observation(NamedTuple):

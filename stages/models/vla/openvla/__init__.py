@@ -1,0 +1,1 @@
+"""OpenVLA and OpenVLA-OFT: networks, policies, files and adapters."""
