@@ -156,10 +156,10 @@ def shard(x, letters: Iterable[str | None], rules: Rules = DEFAULT):
 def gather_sequence(x_BSD):
   """Gathers positions that are sharded, before products with sharded weights.
 
-  With sequence parallelism, arXiv:2205.05198, what a layer computes for each
-  position alone is divided over the axis `tensor`, and so is what is stored
-  between layers. The weights of the products between are sharded over the same
-  axis. So the cotangent is a sum over it, and is scattered at once.
+  Gathers over the axis `tensor` in the forward pass, and adds up and scatters
+  over it in the backward pass. In sequence parallelism, arXiv:2205.05198, what
+  a layer computes for each position alone is divided over that axis, and so is
+  what is stored between layers.
   """
   return _gather_sequence(x_BSD) if _is_divided(x_BSD) else x_BSD
 
@@ -167,7 +167,8 @@ def gather_sequence(x_BSD):
 def scatter_sequence(x_BSD):
   """Shards positions after products with sharded weights: a sum over an axis.
 
-  The cotangent is gathered, see `gather_sequence`.
+  Adds up and scatters in the forward pass, and gathers in the backward pass;
+  see `gather_sequence`.
   """
   return _scatter_sequence(x_BSD) if _is_divided(x_BSD) else x_BSD
 

@@ -6,7 +6,7 @@ could write. It sees the Python interpreter, the shared libraries that this
 needs, and the packages in `PACKAGES`. It starts no process and no thread. A
 program gets nothing of another, because each has a new sandbox.
 
-The time is limited by the caller, who kills it; `program.MOST` has the others.
+The caller kills a program whose time is up; other limits are `program.MOST`.
 """
 
 import contextlib

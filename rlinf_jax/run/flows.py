@@ -149,7 +149,7 @@ def _read_plan_file(path: pathlib.Path) -> Mapping[str, Any]:
 def _of_stages(plan: Mapping[str, Any], stages: set[str]) -> dict[str, Any]:
   """The sketch of a plan for some of its stages, in one piece."""
   kept = {k: v for k, v in plan.items() if k not in ('pieces', 'order')}
-  for field in ('stages', 'micro_batch', 'remat'):
+  for field in ('stages', 'micro_batch', 'remat', 'compiler_options'):
     if field in kept:
       kept[field] = {k: v for k, v in kept[field].items() if k in stages}
   if 'offload' in kept:

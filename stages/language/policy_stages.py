@@ -15,7 +15,7 @@ from stages.learn import train_step
 def act(
   policy: base.Policy, name: str, *, group_size: int = 1, greedy: bool = False
 ) -> stages.Stage:
-  """Returns `Version, obs, keys -> Experience`, every token with its version.
+  """Returns `Version, obs, keys -> Experience`, whose tokens name the version.
 
   Args:
     policy: the policy. The stage is a host stage if an engine outside JAX acts.
@@ -84,7 +84,7 @@ def scorer(
     group_size: adjacent rows that share their observation.
     informative_only: whether a policy that packs leaves out completions whose
       advantages are all 0, which have no policy gradient. They keep the
-      log-probabilities around which the ratio is clipped, so that it is 1.
+      log-probabilities around which ratios are clipped, so that theirs are 1.
   """
 
   def run(params, x: base.Experience):

@@ -118,8 +118,9 @@ def agreement(policy: base.Policy) -> Callable:
   """Returns `params, demonstrations, *keys -> info` of imitating them.
 
   `eval/loss` is what cloning minimizes, and `eval/agreement` the mean over rows
-  of min(1, exp(−loss / n)), where n counts the numbers of a row's action. Of
-  tokens that is the geometric mean of their probabilities.
+  of min(1, exp(−loss / n)), where n counts the numbers of a row's action, over
+  which losses are sums. Of tokens that is the geometric mean of their
+  probabilities, of an L1 loss exp(−mean error).
   """
 
   def score(params, x: base.Demonstration, *key_B):

@@ -106,7 +106,8 @@ def policy(
     del key_B  # Neither loss draws anything.
     if l1:
       got_BT = openvla_oft.regress(config, params, states(params, obs))
-      return jnp.abs(got_BT - action_BT).mean(1)
+      # Summed as log-probabilities are: of a Laplace distribution, this is −lp.
+      return jnp.abs(got_BT - action_BT).sum(1)
     token_BT = base_config.tokens.encode(action_BT)
     logp = evaluate(params, obs, token_BT).logp
     return -logp.reshape(logp.shape[0], -1).sum(1)

@@ -158,7 +158,7 @@ def test_the_regression_head_is_the_published_one(case, model, wanted):
   np.testing.assert_allclose(command[..., 0], 2 * want[..., 0], atol=2e-4)
   np.testing.assert_allclose(command[..., 1], want[..., 1], atol=1e-4)
   loss = own.imitation_loss(model[2], observation(), x.action + 0.5, keys)
-  np.testing.assert_allclose(loss, 0.5, rtol=1e-5)
+  np.testing.assert_allclose(loss, 0.5 * Z * A, rtol=1e-5)
   with pytest.raises(ValueError, match='L1 head have no probability'):
     own.evaluate(model[2], observation(), x.action)
 
