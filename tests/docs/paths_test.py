@@ -16,7 +16,8 @@ def texts():
   """Pages, recipes and sources, without tests: those name files they make."""
   for folder in FOLDERS.split('|'):
     for path in (ROOT / folder).rglob('*'):
-      if path.suffix in SUFFIXES and folder != 'tests':
+      is_ours = '.venv' not in path.parts  # As that of an experiment.
+      if path.suffix in SUFFIXES and folder != 'tests' and is_ours:
         yield str(path.relative_to(ROOT)), path.read_text()
   yield 'README.md', (ROOT / 'README.md').read_text()
 
