@@ -1,6 +1,7 @@
 """Compiles cases, and tabulates the model's numbers beside the compiler's.
 
   python -m experiments.compiled NAME…   Compiles cases of cases.toml.
+  python -m experiments.compiled again   Models all results again.
   python -m experiments.compiled         Prints the table of results.json.
 
 Each case runs in this process, so name one at a time: a second topology needs
@@ -33,6 +34,9 @@ HEAD = (
 def main():
   names = sys.argv[1:]
   cases = tomllib.loads((HERE / 'cases.toml').read_text())
+  if names == ['again']:
+    names = []
+    _model_again(cases)
   unknown = [name for name in names if name not in cases]
   if unknown:
     sys.exit(f'There is no case {unknown[0]}: cases.toml has {[*cases]}.')
@@ -40,13 +44,32 @@ def main():
     os.environ['JAX_PLATFORMS'] = 'cpu'
     from experiments.compiled import case  # It imports JAX.
 
-    given = cases[name] | {'axes': tuple(cases[name]['axes'].items())}
-    data = case.run(case.Case(**given))
+    data = case.run(_case(cases[name]))
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results[name] = data
-    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + '\n')
+    _write(results | {name: data})
   if not names:
     print('\n'.join(table(json.loads(RESULTS.read_text()), cases)))
+
+
+def _case(given: dict):
+  from experiments.compiled import case
+
+  return case.Case(**given | {'axes': tuple(given['axes'].items())})
+
+
+def _model_again(cases):
+  """Models the compiled cases again, after a change of the model."""
+  os.environ['JAX_PLATFORMS'] = 'cpu'
+  from experiments.compiled import case  # It imports JAX.
+
+  results = json.loads(RESULTS.read_text())
+  for name, data in results.items():
+    case.model_again(_case(cases[name]), data)
+  _write(results)
+
+
+def _write(results):
+  RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + '\n')
 
 
 def table(results, cases) -> list[str]:

@@ -8,6 +8,7 @@ import tempfile
 
 from planner import cluster as cluster_lib
 from planner.costs import roofline
+from planner.costs.mesh import per_device
 from planner.counting import count
 from planner.ir import plan as plan_lib
 from planner.lower import unroll
@@ -58,16 +59,7 @@ def run(case: Case) -> dict:
   """Compiles a case; returns its report as data."""
   topology = topology_lib.parse(case.topology)
   topology_lib.prepare(topology)
-  with tempfile.TemporaryDirectory() as folder:
-    checkpoint = _checkpoint(case, pathlib.Path(folder))
-    cluster, flow = _read(case, topology, checkpoint)
-  flow = unroll.unroll(flow)
-  model = roofline.Roofline(flow, count.of_flow(flow), cluster, rules.DEFAULT)
-  placement = plan_lib.Placement(
-    tuple(range(topology.num_devices)), tuple(case.axes)
-  )
-  micro_batch = {'gradient': case.rows} if case.rows else {}
-  plan = plan_lib.one_place(flow.stages, placement, micro_batch)
+  flow, model, plan = _planned(case, topology)
   compiler = plan_compiler.PlanCompiler(
     flow,
     model,
@@ -80,6 +72,32 @@ def run(case: Case) -> dict:
   if compiled.refusal:
     print('Refused:', compiled.refusal, flush=True)
   return data | {'refusal': compiled.refusal}
+
+
+def model_again(case: Case, data: dict):
+  """Replaces the modeled numbers in the data of a compiled case."""
+  flow, model, plan = _planned(case, topology_lib.parse(case.topology))
+  for stage in data['stages']:
+    costs = per_device.stage_costs(
+      flow, plan, model, stage['name'], stage['rows']
+    )
+    stage['memory']['modeled'] = costs.memory
+    stage['modeled_matmul_flops'] = costs.matmul_flops
+    stage['modeled_collective_bytes'] = costs.collective_bytes
+
+
+def _planned(case: Case, topology):
+  """Returns the flow of a step, its cost model, and the plan of a case."""
+  with tempfile.TemporaryDirectory() as folder:
+    checkpoint = _checkpoint(case, pathlib.Path(folder))
+    cluster, flow = _read(case, topology, checkpoint)
+  flow = unroll.unroll(flow)
+  model = roofline.Roofline(flow, count.of_flow(flow), cluster, rules.DEFAULT)
+  placement = plan_lib.Placement(
+    tuple(range(topology.num_devices)), tuple(case.axes)
+  )
+  micro_batch = {'gradient': case.rows} if case.rows else {}
+  return flow, model, plan_lib.one_place(flow.stages, placement, micro_batch)
 
 
 def _checkpoint(case: Case, folder: pathlib.Path) -> str:
