@@ -1,6 +1,7 @@
 """When a run evaluates and saves, and which plan files it reads."""
 
 import re
+import types
 
 import pytest
 
@@ -61,3 +62,23 @@ def test_a_file_that_is_no_plan_is_named(text, message, tmp_path):
   with pytest.raises(ValueError) as error:
     flows.read_plan(str(path), ())
   assert re.match(message, str(error.value))
+
+
+def test_a_plan_for_training_serves_an_evaluation():
+  step, evaluate = (
+    types.SimpleNamespace(stages=(name,)) for name in ('generate', 'judge')
+  )
+  options = {'xla_backend_optimization_level': 1}
+  sketch = {
+    'micro_batch': {'gradient': 4, 'judge': 2},
+    'remat': {'gradient': 'nothing_saveable'},
+    'offload': ['apply'],
+    'pieces': 2,
+    'compiler_options': {'gradient': options, 'judge': options},
+  }
+  with pytest.raises(ValueError, match="for 'gradient'"):
+    flows.read_plan(sketch, (step, evaluate))
+  plan = flows.read_plan(sketch, (step, evaluate), ignore_others=True)
+  assert plan.micro_batch == {'judge': 2} and plan.pieces == 1
+  assert plan.compiler_options == {'judge': options}
+  assert not plan.remat and not plan.offload
