@@ -257,7 +257,9 @@ class Roofline:
     parameters = self._parameters_of(flow, node)
     # Chunks of logits have a limit a device, so its own rows count.
     local_rows = rows / self.layout.row_ways(axes)
-    call = call.under(remat).near(local_rows)
+    call = call.under(remat)
+    done = collectives.divided_work(call, rows, axes, self.layout)
+    call = call.near(local_rows)
     if rows:
       ways = parameters.ways(axes)
       share = 1 / ways, local_rows / ways
@@ -283,16 +285,10 @@ class Roofline:
     }
     total = device.launch_seconds + turns * (gaps + max(arithmetic, traffic))
     passes = max(1.0, call.at(local_rows).passes)
-    divided = self.works[node.name].under(remat)
-    divided = divided.on(self.layout.without_rows(axes), self.layout)
-    done = divided.near(local_rows).at(rows)
     for part in collectives.communication(parameters, done, axes):
       link = self.axis_links.link(placement, part.axis)
-      spent = (
-        link.seconds(part.size, part.messages) * assumed.exposed_communication
-      )
-      spent *= passes if part.per_pass else 1
-      spent *= turns if part.per_micro_batch else 1
+      exposed = part.times(passes, turns) * assumed.exposed_communication
+      spent = exposed * link.seconds(part.size, part.messages)
       name = f'{part.what} ({part.axis})'
       parts[name] = Estimate(spent, 'modeled')
       total += spent

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from sharding import row_map, rules
 from stages import base, core, ranges
-from stages.language import packing, sample, value_model
+from stages.language import sample, scoring, value_model
 from stages.language.decoding import continuous, generate
 from stages.models import transformer
 
@@ -66,33 +66,7 @@ def policy(
     _score_states, config, sampling, max_live_logits
   )
 
-  def score_packed(params, rows: packing.PackedRows):
-    x_MSD = model.apply({'params': params}, *rows[:3], method='packed_states')
-    return score_states(params, x_MSD, rows.action)
-
-  def evaluate(params, prompt, action_BT, *, group_size=1, mask=None):
-    if packed_tokens is None:
-      x_BTD = value_model.completion_states(
-        model, params, prompt, action_BT, group_size
-      )
-      return score_states(params, x_BTD, action_BT)
-    if mask is None:
-      raise ValueError(
-        f'The policy packs completions (packed_tokens={packed_tokens}), and no '
-        'mask says which of their tokens are scored: call '
-        'policy_stages.score, which gives it one, or set packed_tokens '
-        '(PACKED in gin) to None.'
-      )
-    return packing.evaluate(
-      score_packed,
-      params,
-      prompt,
-      action_BT,
-      mask,
-      group_size=group_size,
-      capacity=packed_tokens,
-    )
-
+  evaluate = scoring.scorer(model, score_states, packed_tokens)
   random = functools.partial(transformer.init_params, config)
   # Decoding and scoring add in another order. Below float32, the sums are
   # rounded apart, by up to some tenths of a nat for unlikely tokens.

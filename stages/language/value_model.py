@@ -9,15 +9,13 @@ head, a vector, and norm is the transformer's last RMSNorm.
 
 from collections.abc import Callable
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from stages import base, ranges
-from stages.language import packing
-from stages.language.decoding import generate
+from stages.language import packing, scoring
 from stages.models import lora, transformer
 from stages.models.layers import mixed_precision
 
@@ -66,10 +64,12 @@ def own_trunk(
   def random(key):
     return transformer.init_params(config, key) | init_head(config)
 
-  def score_states(params, x_BTD):
+  def score_states(params, x_BTD, action_BT):
+    del action_BT
     return score(config, params['norm_D'], params['value_D'], x_BTD)
 
-  value = _value(config, score_states, packed_tokens)
+  model = transformer.Transformer(config)
+  value = scoring.scorer(model, score_states, packed_tokens)
   return ValueModel(init or random, value, packed_tokens=packed_tokens)
 
 
@@ -84,8 +84,13 @@ def head(
     config: dimensions of the policy's transformer.
     packed_tokens: as in `own_trunk`.
   """
-  score_states = functools.partial(head_values, config)
-  of_params = _value(config, score_states, packed_tokens)
+
+  def score_states(params, x_BTD, action_BT):
+    del action_BT
+    return head_values(config, params, x_BTD)
+
+  model = transformer.Transformer(config)
+  of_params = scoring.scorer(model, score_states, packed_tokens)
 
   def value(params, *args, **kwargs):
     if lora.is_adapted(params):
@@ -98,41 +103,6 @@ def head(
     shares_trunk=True,
     packed_tokens=packed_tokens,
   )
-
-
-def _value(
-  config: transformer.Config,
-  score_states: Callable,
-  packed_tokens: int | None,
-) -> Callable:
-  """Returns `ValueModel.value`; `score_states: params, x_BTD -> value_BT`."""
-  model = transformer.Transformer(config)
-
-  def score_packed(params, rows: packing.PackedRows):
-    x_MSD = model.apply({'params': params}, *rows[:3], method='packed_states')
-    return score_states(params, x_MSD)
-
-  def value(params, prompt, action_BT, *, group_size=1, mask=None):
-    if packed_tokens is None:
-      x_BTD = completion_states(model, params, prompt, action_BT, group_size)
-      return score_states(params, x_BTD)
-    if mask is None:
-      raise ValueError(
-        f'The value model packs completions (packed_tokens={packed_tokens}), '
-        'and no mask says which of their values are read: give one, or set '
-        'packed_tokens (PACKED in gin) to None.'
-      )
-    return packing.evaluate(
-      score_packed,
-      params,
-      prompt,
-      action_BT,
-      mask,
-      group_size=group_size,
-      capacity=packed_tokens,
-    )
-
-  return value
 
 
 def score_completions(model: ValueModel) -> Callable:
@@ -157,22 +127,6 @@ def score_completions(model: ValueModel) -> Callable:
 def init_head(config: transformer.Config) -> base.Params:
   """A head of zeros: the first values are zero."""
   return {'value_D': jnp.zeros(config.D, config.param_dtype)}
-
-
-def completion_states(model, params, prompt, action_BT, group_size: int):
-  """Hidden states [B, T, D] that predict the tokens of completions."""
-  split = generate.split_prompt(prompt, group_size)
-  token_BT = jnp.concatenate(
-    [split.token_B[:, None], action_BT[:, :-1]], axis=1
-  )
-  return model.apply(
-    {'params': params},
-    split.prompt_NP,
-    split.mask_NP,
-    token_BT,
-    split.position_B,
-    method='hidden_states',
-  )
 
 
 def head_values(config: transformer.Config, params, x_BTD):

@@ -145,23 +145,19 @@ def dapo(
 
   fill = repeat.Repeat(sample, 'fill', max_rounds, expected_rounds)
 
-  def init(key):
-    actor = train_step.init(policy.init(key), optimizer)
-    now = train_step.snapshot(train_step.version(actor))
-    return State(actor, (now,) * staleness)
+  init = functools.partial(_init, policy, optimizer, staleness)
 
   def step(state: State, problem: base.Problem, key):
-    actor = state.actor
-    now = train_step.version(actor)
+    now = train_step.version(state.actor)
     behavior, past = train_step.delayed(state.past, now)
     empty = none_accepted(behavior, problem, key)
     accepted = fill(empty, behavior, problem, key)
     x = with_proximal(behavior, accepted.x)
-    rollout_info = measure(accepted._replace(x=x), actor.step)
+    rollout_info = measure(accepted._replace(x=x), state.actor.step)
     x = x._replace(advantage=group_advantage(accepted.verdict.reward, x.mask))
     batches = minibatch(key, empty.x.mask, x, ())
     rollout_info |= padding(batches)
-    actor, info = learn(actor, batches)
+    actor, info = learn(state.actor, batches)
     return State(actor, past), rollout_info | info
 
   def evaluate(state: State, problem: base.Problem, key):
@@ -170,6 +166,13 @@ def dapo(
   return base.Workflow(
     init, step, evaluate, lambda state: state.actor.params, staleness
   )
+
+
+def _init(policy, optimizer, staleness: int, key) -> State:
+  """The state before the first step."""
+  actor = train_step.init(policy.init(key), optimizer)
+  now = train_step.snapshot(train_step.version(actor))
+  return State(actor, (now,) * staleness)
 
 
 def overlong(length_B, limit: int, buffer: int):

@@ -14,7 +14,7 @@ import re
 
 from planner import cluster as cluster_lib
 from planner.costs.mesh import layout as layout_lib
-from planner.costs.work import Work
+from planner.costs.work import StageWork, Work
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 
@@ -44,6 +44,16 @@ class Collective:
   messages: float
   per_micro_batch: bool
   per_pass: bool = True
+
+  def times(self, passes: float, turns: float) -> float:
+    """Returns how often it happens.
+
+    Args:
+      passes: packed rows of a micro-batch.
+      turns: micro-batches of a call.
+    """
+    of_rows = passes if self.per_pass else 1.0
+    return of_rows * (turns if self.per_micro_batch else 1.0)
 
 
 class Parameters:
@@ -121,6 +131,21 @@ class Parameters:
         ways = math.prod(sizes[a] for a in used if a in self.layout.of_rows)
         most = max(most, self.layout.local(value, axes) * (ways - 1))
     return 2 * most
+
+
+def divided_work(
+  call: StageWork, rows: float, axes: layout_lib.Axes, layout: layout_lib.Layout
+) -> Work:
+  """Returns the work of a micro-batch whose arrays devices divide.
+
+  Args:
+    call: the work of a stage, under a remat policy.
+    rows: rows of the micro-batch on all devices.
+    axes: axes of the mesh; those without rows divide the arrays.
+    layout: says which.
+  """
+  divided = call.on(layout.without_rows(axes), layout)
+  return divided.near(rows / layout.row_ways(axes)).at(rows)
 
 
 def communication(

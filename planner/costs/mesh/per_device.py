@@ -94,15 +94,12 @@ def _work(flow, chosen, model, node, rows) -> dict[str, float]:
   parameters = collectives.Parameters(flow, node, model.layout)
   ways, copies = parameters.ways(axes), model.layout.row_ways(axes)
   call = call.under(chosen.execution(node.name).remat)
-  divided = call.on(model.layout.without_rows(axes), model.layout)
-  divided = divided.near(at_once / copies)
+  done = collectives.divided_work(call, at_once, axes, model.layout)
   call = call.near(at_once / copies)
   own = call.fixed.weighted(1 / ways, call.per_row, at_once / copies / ways)
   passes = max(1.0, call.at(at_once / copies).passes)
   sent = sum(
-    part.size
-    * (passes if part.per_pass else 1)
-    * (turns if part.per_micro_batch else 1)
-    for part in collectives.communication(parameters, divided.at(at_once), axes)
+    part.size * part.times(passes, turns)
+    for part in collectives.communication(parameters, done, axes)
   )
   return {'matmul_flops': turns * own.matmul_flops, 'collective_bytes': sent}
