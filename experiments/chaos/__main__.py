@@ -56,7 +56,7 @@ def marked(mark: str) -> Iterator[psutil.Process]:
 
 
 def left(mark: str, temporary: pathlib.Path) -> dict[str, list[str]]:
-  """What is left of a run, at most `GONE` seconds after its end."""
+  """Lists what remains of a run, at most `GONE` seconds after its end."""
   end = time.monotonic() + GONE
   while [*marked(mark)] and time.monotonic() < end:
     time.sleep(0.5)

@@ -16,7 +16,7 @@ from stages import ranges
 
 PEOPLE = 1000  # As many firms, so 2,000 facts.
 TOWNS = 20
-HELD_OUT = 256  # People of whom no training batch asks.
+HELD_OUT = 256  # People that no training question names.
 SYLLABLES = [a + b for a in 'bdfgjklmnprstvwz' for b in 'aiou']
 ERROR = 'error: there is no such tool, only search'
 

@@ -107,7 +107,7 @@ TOKENIZER, SETTINGS = 'tokenizer.json', 'tokenizer_config.json'
 GENERATION, NORM = 'generation_config.json', 'model.norm.weight'
 UNREADABLE = 'holds no tokenizer that transformers can read'
 NO_END = 'its end token 16 is none of its 16 tokens from 0'
-# What is wrong, how it is made, and words of the sentence.
+# The fault, the function that makes it, and words of the sentence.
 HOSTILE = [
   ('no tokenizer', remove(TOKENIZER), 'has no tokenizer.json: copy it'),
   ('a tokenizer that is a folder', replace(TOKENIZER, os.mkdir), 'has no'),

@@ -30,7 +30,7 @@ def test_a_trial_is_judged_by_each_of_its_findings():
     ({'left': {'processes': ['x']}, 'fault': 'kill_driver'}, 'processes left'),
   ):
     assert chaos.verdict(GOOD | change) == verdict
-  # Who is killed cannot clear up.
+  # A killed process leaves its files.
   killed = {'left': {'temporary': ['x']}, 'fault': 'kill_everything'}
   assert chaos.verdict(GOOD | killed) == 'as it should be'
 

@@ -114,7 +114,14 @@ def decoded(path: pathlib.Path, start: float):
 
 
 def picture(content: bytes) -> np.ndarray:
-  """A picture that is stored in a column, uint8 [rows, columns, 3]."""
+  """A picture that is stored in a column, uint8 [rows, columns, 3].
+
+  Raises:
+    ValueError: if these bytes are no picture.
+  """
   from PIL import Image
 
-  return np.asarray(Image.open(io.BytesIO(content)).convert('RGB'))
+  try:
+    return np.asarray(Image.open(io.BytesIO(content)).convert('RGB'))
+  except (OSError, SyntaxError, TypeError, Image.DecompressionBombError) as e:
+    raise ValueError(f'A column holds no picture ({e}).') from e

@@ -1,4 +1,4 @@
-"""What a LeRobot folder holds: episodes, cameras, instructions and numbers.
+"""Contents of a LeRobot folder: episodes, cameras, instructions and numbers.
 
 Version 3 of the format keeps several episodes in each parquet file of numbers
 and in each video. meta/info.json describes the features, meta/episodes tells
@@ -25,7 +25,7 @@ FILE = ('chunk_index', 'file_index')
 
 
 class Feature(NamedTuple):
-  """What is recorded at each step.
+  """A feature that is recorded at each step.
 
   Attributes:
     dtype: 'video' or 'image' for pictures, or a type of numbers.
@@ -37,7 +37,7 @@ class Feature(NamedTuple):
 
 
 class Episode(NamedTuple):
-  """Where an episode is stored.
+  """The files of an episode.
 
   Attributes:
     index: its number.
@@ -153,7 +153,7 @@ def _feature(name: str, raw: Any) -> Feature:
 
 
 def _episodes(root, info, features) -> tuple[Episode, ...]:
-  """Where the episodes are, which meta/episodes tells."""
+  """The files of all episodes, as meta/episodes names them."""
   videos = [name for name, x in features.items() if x.dtype == 'video']
   columns = ['episode_index', 'length', *(f'data/{x}' for x in FILE)]
   for name in videos:

@@ -18,10 +18,15 @@ def read(
   if feature.dtype == 'video':
     found = _from_video(data, episode, camera)
   else:
-    found = _from_column(episode, camera)
+    found = _from_column(data, episode, camera)
   out = np.empty((episode.length, *feature.shape), np.uint8)
   seen = np.zeros(episode.length, bool)
   for t, picture in found:
+    if not 0 <= t < episode.length:
+      raise ValueError(
+        f'Episode {episode.index} of {data.folder} has a picture of step {t}, '
+        f'and {episode.length} steps by meta/episodes: record it again.'
+      )
     if picture.shape != feature.shape:
       raise ValueError(
         f'The camera {camera!r} has pictures of {[*picture.shape]} in episode '
@@ -48,10 +53,19 @@ def _from_video(data: layout.Dataset, episode: layout.Episode, camera: str):
       yield t, frame.to_ndarray(format='rgb24')
 
 
-def _from_column(episode: layout.Episode, camera: str):
+def _from_column(data: layout.Dataset, episode: layout.Episode, camera: str):
+  """Yields each step and its picture, which is stored with the numbers."""
   columns = ['frame_index', camera]
   table = extra.read_table(
     episode.numbers, columns, filters=[('episode_index', '=', episode.index)]
   )
   for row in table.to_pylist():
-    yield row['frame_index'], extra.picture(row[camera]['bytes'])
+    stored, t = row[camera], row['frame_index']
+    content = stored.get('bytes') if isinstance(stored, dict) else None
+    try:
+      yield t, extra.picture(content)
+    except ValueError as error:
+      raise ValueError(
+        f'Step {t} of episode {episode.index} of {data.folder} has no picture '
+        f'of the camera {camera!r} that can be read: record it again.'
+      ) from error

@@ -133,20 +133,27 @@ def source(
   @functools.cache
   def held_out():
     kept = load(data.episodes[-held_out_episodes:])
-    rows = len(kept.action)
-    count = min(held_out_rows, rows)
-    size = min(held_out_batch, count)
-    chosen = np.linspace(0, rows - 1, count - count % size).astype(int)
-    return [
-      jax.tree.map(lambda x, at=at: x[at], kept)
-      for at in np.split(chosen, len(chosen) // size)
-    ]
+    return _batches(kept, held_out_rows, held_out_batch)
 
   return base.Source(
     lambda seed: {'seed': np.array(seed), 'batch': np.array(0)},
     next_batch,
     evaluation.held_out if evaluation else held_out,
   )
+
+
+def _batches(
+  x: base.Demonstration, most_rows: int, size: int
+) -> list[base.Demonstration]:
+  """Batches of rows at equal distances."""
+  rows = len(x.action)
+  count = min(most_rows, rows)
+  size = min(size, count)
+  chosen = np.linspace(0, rows - 1, count - count % size).astype(int)
+  return [
+    jax.tree.map(lambda y, at=at: y[at], x)
+    for at in np.split(chosen, len(chosen) // size)
+  ]
 
 
 def _prompts(

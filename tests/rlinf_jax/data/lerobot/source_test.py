@@ -1,11 +1,13 @@
 """Demonstrations from LeRobot folders: the right rows, again after a stop."""
 
+import io
 import json
 import pathlib
 import shutil
 
 import jax
 import numpy as np
+from PIL import Image
 import pytest
 
 import lerobot_folder
@@ -20,7 +22,10 @@ from rlinf_jax.data.lerobot import (
 from stages import base
 from stages.envs import seed_source
 
-pytest.importorskip('pyarrow', reason='LeRobot folders are parquet files.')
+pyarrow = pytest.importorskip(
+  'pyarrow', reason='LeRobot folders are parquet files.'
+)
+parquet = pytest.importorskip('pyarrow.parquet')
 pytest.importorskip('av', reason='LeRobot folders are videos.')
 
 LENGTHS = lerobot_folder.LENGTHS
@@ -295,6 +300,53 @@ def test_a_step_without_a_picture_is_named(copied, folder):
   longer = last._replace(length=LENGTHS[-1] + 2)
   with pytest.raises(ValueError, match='Step 5 of episode 4 .* has no picture'):
     pictures.read(data, longer, lerobot_folder.TOP)
+
+
+def in_column(folder, path, change=lambda rows: None):
+  """A folder whose pictures are in a column of its first episode's numbers."""
+  written, rows = lerobot_folder.episode(0), []
+  for t, picture in enumerate(written.images[lerobot_folder.TOP]):
+    stored = io.BytesIO()
+    Image.fromarray(picture).save(stored, 'PNG')
+    content = {'bytes': stored.getvalue(), 'path': None}
+    row = {'episode_index': 0, 'frame_index': t, lerobot_folder.TOP: content}
+    rows.append(row)
+  change(rows)
+  parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+  feature = layout.Feature('image', lerobot_folder.SHAPE)
+  data = layout.read(folder)._replace(features={lerobot_folder.TOP: feature})
+  return data, data.episodes[0]._replace(numbers=path)
+
+
+def test_pictures_in_columns_are_those_that_were_written(folder, tmp_path):
+  data, episode = in_column(folder, tmp_path / 'numbers.parquet')
+  np.testing.assert_array_equal(
+    pictures.read(data, episode, lerobot_folder.TOP),
+    lerobot_folder.episode(0).images[lerobot_folder.TOP],
+  )
+
+
+@pytest.mark.parametrize(
+  ('field', 'value', 'message'),
+  [
+    ('frame_index', 6, 'Episode 0 .* has a picture of step 6, and 6 steps'),
+    ('frame_index', -1, 'Episode 0 .* has a picture of step -1, and 6 steps'),
+    (lerobot_folder.TOP, None, 'Step 2 of episode 0 .* has no picture of'),
+    (
+      lerobot_folder.TOP,
+      {'bytes': b'GIF', 'path': None},
+      'Step 2 of episode 0 .* has no picture of the camera .* can be read',
+    ),
+  ],
+)
+def test_wrong_pictures_in_columns_are_refused(
+  folder, tmp_path, field, value, message
+):
+  path = tmp_path / 'numbers.parquet'
+  change = lambda rows: rows[2].update({field: value})
+  data, episode = in_column(folder, path, change)
+  with pytest.raises(ValueError, match=message):
+    pictures.read(data, episode, lerobot_folder.TOP)
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path):

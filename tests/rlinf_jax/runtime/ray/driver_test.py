@@ -107,7 +107,7 @@ def run(runtime, workflow, steps=3, after_load=lambda: None):
   ]
   infos += [info.result() for info in submitted]
   runtime.wait()
-  return jax.device_get(infos), tiny.arrays(runtime.state())
+  return tiny.arrays((jax.device_get(infos), runtime.state()))
 
 
 @pytest.fixture
@@ -137,8 +137,7 @@ def test_processes_compute_the_same_bits(runtimes, places, staleness):
   sketch = {2: TWO, 3: THREE}[places]
   remote, local_ = runtimes(sketch, functools.partial(flows, staleness))
   got, want = run(remote, grpo(staleness)), run(local_, grpo(staleness))
-  tiny.assert_same_bits(got[0], want[0])
-  tiny.assert_same_bits(got[1], want[1])
+  tiny.assert_same_bits(got, want)
   spans = remote.timeline.take()
   assert {span.place for span in spans} == set(sketch['places'])
   assert min(span.start for span in spans) > 0
@@ -163,8 +162,7 @@ def test_all_processes_follow_the_order_of_a_plan(runtimes):
   assert remote.plan.order == local_.plan.order == known.order
   assert remote.lowered == local_.lowered
   got, want = run(remote, grpo()), run(local_, grpo())
-  tiny.assert_same_bits(got[0], want[0])
-  tiny.assert_same_bits(got[1], want[1])
+  tiny.assert_same_bits(got, want)
   local_.close()
 
 
@@ -193,8 +191,7 @@ def test_a_loop_runs_in_three_processes_together(runtimes):
   }
   remote, local_ = runtimes(sketch, dapo_flows)
   got, want = run(remote, dapo()), run(local_, dapo())
-  tiny.assert_same_bits(got[0], want[0])
-  tiny.assert_same_bits(got[1], want[1])
+  tiny.assert_same_bits(got, want)
   local_.close()
 
 
@@ -393,8 +390,7 @@ def test_a_place_that_only_holds_copies_is_replaced_within_a_step(
     timer = threading.Timer(rng.uniform(0, 0.4), kill, [remote, 'actor'])
     got = run(remote, grpo(staleness), steps=8, after_load=timer.start)
     timer.join()
-    tiny.assert_same_bits(got[0], want[0])
-    tiny.assert_same_bits(got[1], want[1])
+    tiny.assert_same_bits(got, want)
     notices += remote.notices()
   assert notices
   for line in notices:
