@@ -129,7 +129,6 @@ def dapo(
   )
   learn = train_step.learner(loss, optimizer, group_size=group_size)
   evaluate_actor = evaluator(policy, verify)
-
   none_accepted = stages.Stage(
     functools.partial(_none_accepted, prompts_of, generate, verify),
     'none_accepted',
