@@ -1,10 +1,11 @@
 """Meshes: devices in a grid with named axes."""
 
 from collections.abc import Mapping, Sequence
+import contextlib
 import math
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 
 def mesh(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Mesh:
@@ -37,3 +38,33 @@ def mesh(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Mesh:
       f'{dict(axes)}: chips must fill a box of their interconnect, whose sides '
       'the axes divide. Choose other devices or axes.'
     ) from error
+
+
+def platform() -> str:
+  """The platform that is traced for, such as 'tpu'.
+
+  It is that of the devices of the ambient mesh, which need not be here, or else
+  JAX's default.
+  """
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return device.platform if device else jax.default_backend()
+
+
+def abstract(axes: Mapping[str, int], platform: str | None) -> AbstractMesh:
+  """A mesh of devices that are not here, to trace with.
+
+  Args:
+    axes: names and sizes of its axes; empty for one device without axes.
+    platform: that of the devices; None for JAX's default.
+  """
+  device = platform and AbstractDevice(platform, None, platform)
+  return AbstractMesh(
+    tuple(axes.values()), tuple(axes), abstract_device=device or None
+  )
+
+
+def on_device(device: jax.Device) -> contextlib.AbstractContextManager:
+  """The context in which a call for one device is traced."""
+  if device.platform == jax.default_backend():
+    return contextlib.nullcontext()
+  return jax.sharding.use_abstract_mesh(abstract({}, device.platform))

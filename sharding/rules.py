@@ -102,12 +102,21 @@ def partition_spec(
 
 def devices_of(letter: str, size: int, rules: Rules = DEFAULT) -> int:
   """The devices of the ambient mesh that share a dimension; 1 without one."""
-  mesh = jax.sharding.get_abstract_mesh()
-  n = math.prod(mesh.shape[axis] for axis in _ambient_axes(letter, rules))
+  n = _devices(letter, rules)
   return 1 if size % n else n
 
 
-def _ambient_axes(letter: str, rules: Rules) -> tuple[str, ...]:
+def is_even(letter: str, size: int, rules: Rules = DEFAULT) -> bool:
+  """Whether the devices of the ambient mesh can share a dimension evenly."""
+  return not size % _devices(letter, rules)
+
+
+def _devices(letter: str, rules: Rules) -> int:
+  mesh = jax.sharding.get_abstract_mesh()
+  return math.prod(mesh.shape[axis] for axis in ambient_axes(letter, rules))
+
+
+def ambient_axes(letter: str, rules: Rules = DEFAULT) -> tuple[str, ...]:
   """The axes of the ambient mesh that shard a dimension of this letter.
 
   In a `jax.shard_map`, a device has only its own part of a dimension, so the
@@ -143,7 +152,7 @@ def shard(x, letters: Iterable[str | None], rules: Rules = DEFAULT):
   if mesh.empty:
     return x
   for letter, size in zip(letters, x.shape, strict=False):
-    axes = _ambient_axes(letter, rules) if letter else ()
+    axes = ambient_axes(letter, rules) if letter else ()
     is_even = not size % math.prod(mesh.shape[axis] for axis in axes)
     is_left = letter and not (axes and is_even)
     layout.append(PartitionSpec.UNCONSTRAINED if is_left else axes or None)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stages import metrics
+from stages import kernels, metrics
 from stages import remat as remat_lib
 
 # Constants to fold into a step's key, one per purpose. They lie beyond the row
@@ -151,7 +151,16 @@ class Stage:
   def run(self):
     if self.host:
       return self.run_on_host
-    return jax.jit(remat_lib.applied(self.fn, remat_lib.NONE, self._readers))
+    return self._jitted(remat_lib.NONE)
+
+  def _jitted(self, policy: str):
+    fn = kernels.recorded(self.fn, self.attention)
+    return jax.jit(remat_lib.applied(fn, policy, self._readers))
+
+  @functools.cached_property
+  def attention(self) -> dict[str, set[kernels.Choice]]:
+    """What computes attention, by the platforms that this was traced for."""
+    return {}
 
   def remat_policies(self, *args) -> tuple[str, ...]:
     """Policies that a plan may choose from, given shapes of the inputs.
@@ -176,8 +185,7 @@ class Stage:
     """
     remat_lib.check(policy)
     if policy not in self._by_remat:
-      fn = remat_lib.applied(self.fn, policy, self._readers)
-      self._by_remat[policy] = jax.jit(fn)
+      self._by_remat[policy] = self._jitted(policy)
     return self._by_remat[policy]
 
   @functools.cached_property

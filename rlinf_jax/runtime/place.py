@@ -215,7 +215,8 @@ class Place:
       donate_argnums=donated,
     )
     shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in reads]
-    with self.ambient():  # Models constrain the sharding of rows by the mesh.
+    # Models constrain the sharding of rows by the mesh, and choose kernels.
+    with self.ambient() if self.mesh else mesh_lib.on_device(self.device):
       lowered = jitted.lower(*shapes)
     if stage.name in self.remat:
       self._check_remat(stage)

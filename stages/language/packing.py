@@ -198,7 +198,8 @@ def pack(
   row = jnp.where(is_completion, (source - B * P) // T, source // P)
   segment = attention.Segment(
     group=jnp.where(source < 0, -1, row // group_size),
-    row=jnp.where(is_completion, row, -1),
+    # Of groups of one, whatever has the same group belongs together.
+    row=jnp.where(is_completion, row, -1) if group_size > 1 else None,
   )
   packed = PackedRows(
     take(repeated(split.prompt_NP), token_BT),

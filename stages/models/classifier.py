@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from stages import ranges
+from stages import kernels, ranges
 from stages import remat as remat_lib
 from stages.language import value_model as value_model_lib
 from stages.models import families, huggingface, transformer
@@ -29,6 +29,7 @@ def value_model(
   trunk: Literal['own', 'policy'] = 'own',
   dtype: str | None = None,
   remat: str = remat_lib.AUTO,
+  attention: str = kernels.AUTO,
   packed_tokens: ranges.PositiveInt | None = None,
 ) -> value_model_lib.ValueModel:
   """A value model that starts from a checkpoint.
@@ -42,13 +43,15 @@ def value_model(
       a head on the transformer of the policy, which both train.
     dtype: type of the arithmetic; that of the checkpoint if None.
     remat: as in `transformer.Config`.
+    attention: likewise.
     packed_tokens: as in `value_model.own_trunk`.
 
   Raises:
     CheckpointError: for a folder that is neither, or a head that cannot be on
       another trunk.
   """
-  config, has_head = load_config(checkpoint, dtype=dtype, remat=remat)
+  settings = {'dtype': dtype, 'remat': remat, 'attention': attention}
+  config, has_head = load_config(checkpoint, **settings)
   if trunk == 'own':
     init = functools.partial(_init, checkpoint, config, has_head)
     return value_model_lib.own_trunk(
@@ -100,6 +103,7 @@ def load_config(
   *,
   dtype: str | None = None,
   remat=remat_lib.AUTO,
+  attention: str = kernels.AUTO,
 ) -> tuple[transformer.Config, bool]:
   """The trunk that a config.json describes, and whether it has a head.
 
@@ -113,7 +117,8 @@ def load_config(
   has_head = any(name.endswith(CLASS) for name in classes)
   if has_head:
     raw = {key: x for key, x in raw.items() if key != 'architectures'}
-  config = families.read(raw, path, dtype=dtype, remat=remat)
+  settings = {'dtype': dtype, 'remat': remat, 'attention': attention}
+  config = families.read(raw, path, **settings)
   # As transformers, which by default gives a classifier two labels.
   labels = len(raw.get('id2label') or ()) or raw.get('num_labels') or 2
   if has_head and labels != 1:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from stages import kernels
 from stages import remat as remat_lib
 from stages.models.layers import attention, mixed_precision
 from stages.models.layers import rope as rope_lib
@@ -54,6 +55,9 @@ class Config:
       'nothing_saveable'; 'auto' for that of the plan, and all without one.
     max_live_scores: maximum number of attention scores on a device at once, as
       in `attention.attention`.
+    attention: 'auto' for the kernel of the hardware where it can compute the
+      model's masks, and chunks of queries elsewhere; 'splash' or 'chunked' for
+      one of them, whatever the hardware.
     init_stddev: standard deviation of random weights.
   """
 
@@ -85,6 +89,7 @@ class Config:
   dtype: str = 'float32'
   remat: str = remat_lib.AUTO
   max_live_scores: int = attention.MAX_LIVE_SCORES
+  attention: str = kernels.AUTO
   init_stddev: float = 0.02
 
   @property
@@ -106,6 +111,7 @@ class Config:
       raise ValueError(
         f'{self.H} query heads cannot share {self.K} key-value heads evenly.'
       )
+    kernels.check(self.attention)
     if self.remat != remat_lib.AUTO:
       remat_lib.check(self.remat)
     if self.activation not in typing.get_args(Activation):

@@ -121,14 +121,14 @@ def read(
   *,
   dtype: str | None = None,
   remat: str = remat_lib.AUTO,
+  attention: str = 'auto',
 ) -> config_lib.Config:
   """The model that a config.json describes.
 
   Args:
-    raw: its content.
-    path: where it was read, for errors.
+    raw, path: as in `family_of`.
     dtype: type of the arithmetic; that of the checkpoint if None.
-    remat: as in `transformer.Config`.
+    remat, attention: as in `transformer.Config`.
 
   Raises:
     CheckpointError: for a model or a setting that is not supported.
@@ -136,7 +136,7 @@ def read(
   family = family_of(raw, path)
   config_check.check(raw, path)
   try:
-    return _translated(raw, path, family, dtype, remat)
+    config = _translated(raw, path, family, dtype, remat)
   except weights.CheckpointError:
     raise
   except Exception as error:  # Strangers' settings, read by another library.
@@ -144,6 +144,7 @@ def read(
       f'{path} does not describe a {family.architecture} ({error!r:.400}): '
       'compare it with the one that was published with the model.'
     ) from error
+  return dataclasses.replace(config, attention=attention)
 
 
 def _translated(raw, path, family: Family, dtype, remat) -> config_lib.Config:
@@ -319,7 +320,7 @@ def write(folder, c: config_lib.Config, model_type: str, **extra):
     **{k: v for k, v in _optional(c).items() if k in known},
     **extra,
   )
-  got = read(written.to_dict(), folder, remat=c.remat)
+  got = read(written.to_dict(), folder, remat=c.remat, attention=c.attention)
   lost = [
     field.name
     for field in dataclasses.fields(c)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stages import base, ranges
+from stages import base, kernels, ranges
 from stages import remat as remat_lib
 from stages.language import language_model, sample, tokens
 from stages.models import families, transformer
@@ -72,6 +72,7 @@ def load_config(
   *,
   dtype: str | None = None,
   remat=remat_lib.AUTO,
+  attention: str = kernels.AUTO,
 ) -> transformer.Config:
   """The model configuration in a checkpoint's config.json.
 
@@ -79,12 +80,15 @@ def load_config(
     checkpoint: folder of a Hugging Face checkpoint.
     dtype: type of the arithmetic; that of the checkpoint if None.
     remat: as in `transformer.Config`.
+    attention: likewise.
 
   Raises:
     CheckpointError: if the folder is missing, or holds a model or a setting
       that is not supported.
   """
-  return families.read(*raw_config(checkpoint), dtype=dtype, remat=remat)
+  return families.read(
+    *raw_config(checkpoint), dtype=dtype, remat=remat, attention=attention
+  )
 
 
 def stop_tokens(checkpoint: str | pathlib.Path) -> tuple[int, ...]:
@@ -134,6 +138,7 @@ def policy(
   sampling: sample.Sampling = sample.Sampling(),
   dtype: str | None = None,
   remat: str = remat_lib.AUTO,
+  attention: str = kernels.AUTO,
   max_live_logits: ranges.PositiveInt = language_model.MAX_LIVE_LOGITS,
   slots: ranges.PositiveInt | None = None,
   packed_tokens: ranges.PositiveInt | None = None,
@@ -149,6 +154,7 @@ def policy(
     sampling: distribution to sample from.
     dtype: type of the arithmetic; that of the checkpoint if None.
     remat: as in `transformer.Config`.
+    attention: likewise.
     max_live_logits: as in `language_model.policy`.
     slots: as in `language_model.policy`.
     packed_tokens: likewise.
@@ -167,7 +173,8 @@ def policy(
       'in its place: leave out one of them. The slots of vLLM are '
       'vllm.engine.max_num_seqs.'
     )
-  config, start = load_config(checkpoint, dtype=dtype, remat=remat), None
+  settings = {'dtype': dtype, 'remat': remat, 'attention': attention}
+  config, start = load_config(checkpoint, **settings), None
   shapes = transformer.param_shapes(config)
   if lora:
     shapes, lora, start = _adapter(config, shapes, lora)

@@ -1,7 +1,8 @@
 """Attention with grouped queries, soft caps and sliding windows.
 
-Scores are computed for some queries at a time, so that [B, H, T, C] of a long
-sequence is never in memory.
+All scores [B, H, T, C] of a long sequence are never in memory: on a TPU a
+kernel computes them where its mask allows it, and elsewhere they are computed
+for some queries at a time.
 """
 
 import functools
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from sharding import rules
-from stages.models.layers import mixed_precision
+from stages import kernels
+from stages.models.layers import mixed_precision, splash
 
 # Scores on a device at once: 2^26 are 256 MiB in float32.
 MAX_LIVE_SCORES = 2**26
@@ -24,11 +26,11 @@ class Segment(NamedTuple):
   Attributes:
     group: number of its group; −1 on padding.
     row: number of its completion; −1 in a prompt, which all completions of its
-      group attend to.
+      group attend to. None if no group has more than one completion.
   """
 
   group: Array
-  row: Array
+  row: Array | None
 
 
 class Mask(NamedTuple):
@@ -36,7 +38,8 @@ class Mask(NamedTuple):
 
   Without blocks, the last of C keys is that of the last of T queries, and query
   t attends to the keys up to number t + C − T. With blocks, a query attends to
-  all keys of its block and of those before it, as in π0.
+  all keys of its block and of those before it, as in π0. The result of a query
+  whose own key is padding is arbitrary.
 
   Attributes:
     key_BC: true on tokens, false on padding.
@@ -136,6 +139,8 @@ def within_window(position_BT, position_BC, window):
 def same_segment(query_BT: Segment, key_BC: Segment):
   """Mask [B, T, C] of keys in the prompt or in the completion of a query."""
   is_group = query_BT.group[:, :, None] == key_BC.group[:, None]
+  if key_BC.row is None:
+    return is_group
   is_row = query_BT.row[:, :, None] == key_BC.row[:, None]
   return is_group & (is_row | (key_BC.row < 0)[:, None])
 
@@ -148,6 +153,7 @@ def attention(
   *,
   scale: float | None = None,
   softcap: float | None = None,
+  implementation: str = kernels.AUTO,
   max_live_scores: int = MAX_LIVE_SCORES,
 ):
   """Attention with a softmax in float32 or wider, [B, T, H, W].
@@ -159,10 +165,38 @@ def attention(
     mask: where queries attend.
     scale: factor of the scores; 1/√W if None.
     softcap: cap of the scores, as in `soft_cap`, before they are masked.
-    max_live_scores: maximum number of scores on a device at once. Queries of
-      longer sequences attend in chunks, whose scores the backward pass computes
-      again.
+    implementation: a member of `kernels.SETTINGS`. Whichever it is, the result
+      is the same but for rounding.
+    max_live_scores: maximum number of scores on a device at once, without a
+      kernel. Queries of longer sequences attend in chunks, whose scores the
+      backward pass computes again.
   """
+  is_short = k_BCKW.shape[1] < splash.LANES
+  obstacle = _obstacle(mask) or splash.obstacle(q_BTHW, k_BCKW)
+  choice = kernels.choose(implementation, obstacle, is_short)
+  settings = {'scale': scale, 'softcap': softcap}
+  if choice.name == kernels.SPLASH:
+    group = 0 if mask.segment_BC is None else mask.segment_BC.group
+    segment_BC = jnp.where(mask.key_BC, group, splash.PADDING)
+    return splash.attention(q_BTHW, k_BCKW, v_BCKW, segment_BC, **settings)
+  return _in_chunks(q_BTHW, k_BCKW, v_BCKW, mask, max_live_scores, **settings)
+
+
+def _obstacle(mask: Mask) -> str | None:
+  """Why a kernel cannot compute a mask; None if it can."""
+  if mask.block_BT is not None:
+    return 'queries attend to later keys of their block'
+  if mask.window is not None:
+    return 'some layers have a sliding window, by positions without padding'
+  if mask.segment_BT is not None and mask.segment_BT.row is not None:
+    return 'completions in a packed row share a prompt'
+  return None
+
+
+def _in_chunks(
+  q_BTHW, k_BCKW, v_BCKW, mask: Mask, max_live_scores: int, *, scale, softcap
+):
+  """Attention of as many queries at a time as `max_live_scores` allows."""
   B, T, H, W = q_BTHW.shape
   C = k_BCKW.shape[1]
   attend = functools.partial(_attend, scale=scale, softcap=softcap)

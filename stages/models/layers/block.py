@@ -183,6 +183,7 @@ class Block(nn.Module):
       attention.attention,
       scale=self.config.query_scale,
       softcap=self.config.score_softcap,
+      implementation=self.config.attention,
       max_live_scores=self.config.max_live_scores,
     )
     q_NSHW, k_NSKW, v_NSKW = self.project(

@@ -81,6 +81,7 @@ def run(
       mask,
       scale=c.query_scale,
       softcap=c.score_softcap,
+      implementation=c.attention,
       max_live_scores=c.max_live_scores,
     )
     x_BTD = block.apply(variables, x_BTD, seen_BTHW, condition, method='finish')

@@ -1,0 +1,112 @@
+"""The kernel for TPUs, interpreted, against attention in chunks of queries."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sharding import mesh as mesh_lib
+from stages import kernels
+from stages.models.layers import attention
+
+B, T, P, H, K, W = 4, 130, 20, 4, 2, 16
+
+
+def problem(dtype='float32', T=T, C=P + T):
+  rng = np.random.default_rng(0)
+
+  def draw(*shape):
+    return jnp.asarray(rng.standard_normal(shape), dtype)
+
+  return draw(B, T, H, W), draw(B, C, K, W), draw(B, C, K, W)
+
+
+def completions():
+  """Completions after prompts, which are padded on the left and in between."""
+  at_1C = jnp.arange(P + T)[None]
+  is_key_BC = at_1C >= jnp.array([[0], [7], [19], [20]])
+  return attention.Mask(is_key_BC & (at_1C != 11))
+
+
+def prompts():
+  """Prompts padded on the left, on the right, or not at all."""
+  at_1T = jnp.arange(T)[None]
+  first_B1 = jnp.array([[0], [40], [0], [129]])
+  last_B1 = jnp.array([[T], [T], [50], [T]])
+  return attention.Mask((at_1T >= first_B1) & (at_1T < last_B1))
+
+
+def packed():
+  """Rows of several sequences each, and padding behind them."""
+  at_1T = jnp.arange(T)[None]
+  ends = jnp.array([[30, 31, 120], [1, 60, T], [50, 100, 101], [2, 3, 4]])
+  group = sum((at_1T >= ends[:, i : i + 1]).astype(jnp.int32) for i in range(3))
+  group = jnp.where(group < 3, group, -1)
+  segment = attention.Segment(group, None)
+  mask = attention.Mask(group >= 0)
+  return mask._replace(segment_BT=segment, segment_BC=segment)
+
+
+MASKS = {'completions': completions, 'prompts': prompts, 'packed': packed}
+
+
+def arrays(name, dtype='float32'):
+  return problem(dtype, C=P + T if name == 'completions' else T)
+
+
+def loss(name, implementation, settings, q, k, v):
+  """A function of all that tokens see; what padding sees is arbitrary."""
+  mask = MASKS[name]()
+  seen = attention.attention(
+    q, k, v, mask, implementation=implementation, **settings
+  )
+  is_token = mask.key_BC[:, -T:, None, None]
+  seen = jnp.where(is_token, seen.astype(jnp.float32), 0.0)
+  return jnp.sin(seen).sum(), seen
+
+
+def results(name, implementation, settings, dtype='float32'):
+  fn = functools.partial(loss, name, implementation, settings)
+  run = jax.jit(jax.value_and_grad(fn, (0, 1, 2), has_aux=True))
+  (_, seen), gradients = run(*arrays(name, dtype))
+  return seen, *gradients
+
+
+@pytest.mark.parametrize(
+  'settings', [{}, {'softcap': 2.0, 'scale': 0.3}], ids=str
+)
+@pytest.mark.parametrize('name', MASKS)
+def test_the_kernel_computes_what_chunks_do(name, settings):
+  got = results(name, 'splash', settings)
+  want = results(name, 'chunked', settings)
+  for one, other in zip(got, want, strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_in_bfloat16_the_kernel_is_as_near_to_float32_as_chunks_are():
+  want = results('completions', 'chunked', {})
+  ours, theirs = (
+    results('completions', name, {}, 'bfloat16')
+    for name in ('splash', 'chunked')
+  )
+  for one, other, exact in zip(ours, theirs, want, strict=True):
+
+    def error(x, exact=exact):
+      return np.linalg.norm(np.asarray(x, np.float32) - exact)
+
+    assert error(one) < 0.02 * np.linalg.norm(exact)
+    assert error(one) < 2 * error(other)
+
+
+@pytest.mark.parametrize(
+  'axes', [{'fsdp': 2, 'tensor': 2}, {'data': 2, 'fsdp': 2}], ids=str
+)
+def test_devices_compute_their_own_rows_and_heads(axes):
+  want = results('completions', 'splash', {})
+  mesh = mesh_lib.mesh(jax.devices()[:4], axes)
+  with jax.set_mesh(mesh):
+    got = results('completions', 'splash', {})
+  for one, other in zip(got, want, strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
