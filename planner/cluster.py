@@ -24,6 +24,9 @@ class Device:
     launch_seconds: time until a call of a compiled function starts.
     kernel_gap_seconds: time between the end of a kernel and the start of the
       next.
+    platform: JAX's name of its kind, such as 'tpu', by which models choose
+      kernels; None if they have none for it but those of the process that
+      plans.
   """
 
   name: str
@@ -34,6 +37,7 @@ class Device:
   host_bandwidth: float
   launch_seconds: float = 0.0
   kernel_gap_seconds: float = 0.0
+  platform: str | None = None
 
   def __post_init__(self):
     rates = {**self.matmul_flops, **{k: getattr(self, k) for k in RATES}}

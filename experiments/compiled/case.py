@@ -69,6 +69,8 @@ def run(case: Case) -> dict:
   compiled = compiler.compile(plan, case.stages)
   data = report.to_data(compiled, topology)
   print('\n'.join(report.text(data)), flush=True)
+  platform = model.cluster.device.platform or 'cpu'
+  print('Attention:', flows_lib.attention(flow, platform), flush=True)
   if compiled.refusal:
     print('Refused:', compiled.refusal, flush=True)
   return data | {'refusal': compiled.refusal}
@@ -92,7 +94,8 @@ def _planned(case: Case, topology):
     checkpoint = _checkpoint(case, pathlib.Path(folder))
     cluster, flow = _read(case, topology, checkpoint)
   flow = unroll.unroll(flow)
-  model = roofline.Roofline(flow, count.of_flow(flow), cluster, rules.DEFAULT)
+  works = count.of_flow(flow, platform=cluster.device.platform)
+  model = roofline.Roofline(flow, works, cluster, rules.DEFAULT)
   placement = plan_lib.Placement(
     tuple(range(topology.num_devices)), tuple(case.axes)
   )

@@ -23,6 +23,7 @@ from planner.costs.work import StageWork, Work
 from planner.counting import divisions, jaxpr_walk, variables
 from planner.ir import graph
 from planner.ir import plan as plan_lib
+from sharding import mesh as mesh_lib
 
 ROUTING = ('split', 'slice')  # Grains that only move rows.
 PARTS = (1, 2, 8, 64)  # Fractions of a batch whose work is counted.
@@ -34,6 +35,7 @@ def work(
   trips: int | None = None,
   letters: Sequence[Sequence[str]] | None = None,
   division: divisions.Division | None = None,
+  platform: str | None = None,
 ) -> Work:
   """Counts the work of one call of `fn`.
 
@@ -44,13 +46,15 @@ def work(
     letters: letters of the dimensions of every array among the arguments, for
       `Work.partial`.
     division: axes of a mesh, of which the bytes of one device are counted.
+    platform: what `fn` is traced for, such as 'tpu'; None for JAX's default.
 
   Raises:
     ValueError: for a loop without a bound, if `trips` is None.
     NotImplementedError: for a kernel whose work cannot be counted.
   """
   run = fn if hasattr(fn, 'trace') else jax.jit(fn)
-  with _ambient(division):  # The program says what it divides.
+  # The program says what it divides, and which kernels it uses.
+  with _ambient(division, platform):
     jaxpr = run.trace(*shapes).jaxpr
   if letters is None:
     letters = [None] * len(jaxpr.jaxpr.invars)
@@ -68,15 +72,20 @@ def work(
   )
 
 
-def _ambient(division: divisions.Division | None):
-  if division is None:
+def _ambient(division: divisions.Division | None, platform: str | None):
+  if platform == jax.default_backend():
+    platform = None
+  if division is None and platform is None:
     return contextlib.nullcontext()
-  names, sizes = zip(*division.sizes.items(), strict=True)
-  return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(sizes, names))
+  axes = division.sizes if division else {}
+  return jax.sharding.use_abstract_mesh(mesh_lib.abstract(axes, platform))
 
 
 def of_node(
-  flow: graph.Flow, node: graph.Node, trips: int | None = None
+  flow: graph.Flow,
+  node: graph.Node,
+  trips: int | None = None,
+  platform: str | None = None,
 ) -> StageWork | decode.DecodeWork | None:
   """Counts the work of a node for any number of rows; None for a host stage.
 
@@ -96,9 +105,10 @@ def of_node(
     return None
   run = engine.equivalent if engine else node.stage.run
   try:
-    counted = _counted(flow, node, run, trips, _sizes(flow, node))
+    how = {'trips': trips, 'platform': platform}
+    counted = _counted(flow, node, run, _sizes(flow, node), **how)
     if engine is None:
-      return _with_remat(flow, node, counted, trips)
+      return _with_remat(flow, node, counted, how)
     price = decode.of_engine if node.stage.host else decode.of_slots
     return price(_interpolated(counted), engine)
   except (NotImplementedError, ValueError) as error:
@@ -113,24 +123,24 @@ def _sizes(flow, node) -> list[int]:
   return [n * node.stage.group_size for n in some] or [0]
 
 
-def _counted(flow, node, run, trips, sizes, on=None) -> list[tuple[int, Work]]:
+def _counted(flow, node, run, sizes, on=None, **how) -> list[tuple[int, Work]]:
   """Counts a function of a stage's arguments; returns rows and works.
 
   Args:
     flow: the flow of the node.
     node: the call of a stage.
     run: the function.
-    trips: as in `work`.
     sizes: rows to count it for.
     on: axes and a layout, as `divisions.Division` takes them; None to count the
       work of one device alone.
+    **how: `trips` and `platform` of `work`.
   """
   letters = [flow.values[v].letters for v in node.reads]
 
   def at(rows):
     args = _arguments(flow, node, rows)
     division = divisions.Division(*on) if on else None
-    return work(run, *args, trips=trips, letters=letters, division=division)
+    return work(run, *args, letters=letters, division=division, **how)
 
   works = [at(size) for size in sizes]
   if len(works) == 1 and works[0].turns and sizes[0]:
@@ -156,7 +166,7 @@ def _arguments(flow, node, rows: int):
   return jax.tree.unflatten(node.takes, leaves)
 
 
-def _with_remat(flow, node, counted, trips) -> StageWork:
+def _with_remat(flow, node, counted, how) -> StageWork:
   """Interpolates the work, with that under each policy a plan may name.
 
   Each can be counted again for devices that divide its arrays.
@@ -166,7 +176,7 @@ def _with_remat(flow, node, counted, trips) -> StageWork:
   few = sorted({every[0], every[-1]})
 
   def at(sizes, run, *on):
-    some = _counted(flow, node, run, trips, sizes, on)
+    some = _counted(flow, node, run, sizes, on, **how)
     return _interpolated(_shifted(counted, some))
 
   def work_under(policy):
@@ -241,13 +251,14 @@ def _with_passes(works: list[Work]) -> list[Work]:
 
 
 def of_flow(
-  flow: graph.Flow, trips: int | None = None
+  flow: graph.Flow, trips: int | None = None, platform: str | None = None
 ) -> dict[str, StageWork | None]:
   """Counts the work of every stage, from its call with the most rows.
 
   Args:
     flow: as recorded.
     trips: trip count of `while` loops whose maximum is not visible.
+    platform: what stages are traced for, as in `work`.
   """
   nodes = {}
   for node in flow.nodes:
@@ -255,4 +266,6 @@ def of_flow(
       largest = nodes.setdefault(node.name, node)
       if flow.rows_of(node) > flow.rows_of(largest):
         nodes[node.name] = node
-  return {name: of_node(flow, node, trips) for name, node in nodes.items()}
+  return {
+    name: of_node(flow, node, trips, platform) for name, node in nodes.items()
+  }

@@ -21,6 +21,12 @@ def whole(shape) -> Divided:
   return ((),) * len(shape)
 
 
+def of_spec(spec, rank: int) -> Divided:
+  """Returns the axes of each dimension that a `PartitionSpec` names."""
+  axes = [(x,) if isinstance(x, str) else tuple(x or ()) for x in spec]
+  return (*axes, *whole(range(rank - len(axes))))
+
+
 class Division:
   """Divides the arrays of a program over some axes of a mesh."""
 
@@ -184,14 +190,15 @@ def _gathered(eqn, operands) -> list[Divided]:
 
 def _constrained(eqn, operands) -> list[Divided]:
   """As the program says; dimensions that it leaves open stay as they are."""
-  spec = (*eqn.params['sharding'].spec,)
-  is_open = eqn.params['unconstrained_dims']
-  made = []
-  for i, before in enumerate(operands[0]):
-    axes = spec[i] if i < len(spec) else None
-    axes = (axes,) if isinstance(axes, str) else axes or ()
-    made.append(before if i in is_open else tuple(axes))
-  return [tuple(made)]
+  spec, is_open = eqn.params['sharding'].spec, eqn.params['unconstrained_dims']
+  named = [None if i in is_open else x for i, x in enumerate(spec)]
+  made = of_spec(named, len(operands[0]))
+  return [
+    tuple(
+      before if i in is_open else axes
+      for i, (before, axes) in enumerate(zip(operands[0], made, strict=True))
+    )
+  ]
 
 
 def _unknown(eqn, operands) -> list[Divided]:
@@ -206,6 +213,7 @@ RULES: dict[str, Callable[[Any, list[Divided]], list[Divided]]] = {
   'conv_general_dilated': _unknown,
   'dot_general': _product,
   'gather': _gathered,
+  'pallas_call': _unknown,
   'ragged_dot_general': _ragged_product,
   'reshape': _reshaped,
   'sharding_constraint': _constrained,

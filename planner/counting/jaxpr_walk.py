@@ -14,6 +14,7 @@ from planner.costs.work import Work
 from planner.counting import (
   allocation,
   divisions,
+  kernels,
   primitives,
   trip_counts,
   variables,
@@ -78,10 +79,7 @@ class WorkCounter(allocation.Allocation):
     if name in primitives.CONTROL:
       return getattr(self, f'_{name}')(eqn, args)
     if name == 'pallas_call':
-      raise NotImplementedError(
-        f'{eqn.params.get("name") or name} is a kernel that cannot be counted: '
-        'give its stage measured seconds instead.'
-      )
+      return kernels.count(self, eqn, args)
     for key in primitives.CALLS:
       if key in eqn.params and not name.startswith('reduce'):
         return self.inline(eqn.params[key], args)
@@ -186,14 +184,13 @@ class WorkCounter(allocation.Allocation):
     for variable in args:
       self.store(variable)
     self.moved += sum(self.read(variable) for variable in args)
-    made = self._stored_results(eqn, args)
+    made = self.stored_results(eqn, args)
     self.moved += sum(one.size for one in made)
     self.kernels += 1
     size = max(getattr(var.aval, 'size', 0) for var in eqn.invars)
     if name in ('dot_general', 'conv_general_dilated', 'ragged_dot_general'):
       flops = primitives.product_flops(eqn)
-      kind = str(eqn.invars[0].aval.dtype)
-      self.matmul[kind] = self.matmul.get(kind, 0.0) + flops
+      self.add_matmul(str(eqn.invars[0].aval.dtype), flops)
       self.flops += flops
     else:
       deep = name in ('sort', 'top_k', *primitives.SCANS)
@@ -203,7 +200,10 @@ class WorkCounter(allocation.Allocation):
       self._sum_over(made[0], zip(args, over, strict=True))
     return made
 
-  def _stored_results(self, eqn, args):
+  def add_matmul(self, kind: str, flops: float):
+    self.matmul[kind] = self.matmul.get(kind, 0.0) + flops
+
+  def stored_results(self, eqn, args):
     return [
       self.stored(var.aval, divided)
       for var, divided in zip(eqn.outvars, self.divided(eqn, args), strict=True)
@@ -315,7 +315,7 @@ class WorkCounter(allocation.Allocation):
     self.moved += turns * done.bytes_moved
     self.kernels += turns * done.kernels
     for kind, flops in done.matmul.items():
-      self.matmul[kind] = self.matmul.get(kind, 0.0) + turns * flops
+      self.add_matmul(kind, turns * flops)
     for letter, (count, size) in done.partial.items():
       have = self.partial.get(letter, (0.0, 0.0))
       self.partial[letter] = have[0] + turns * count, have[1] + turns * size
@@ -365,6 +365,21 @@ class WorkCounter(allocation.Allocation):
     done += self._body(test, test_consts + state)[0]
     self.turns = max(self.turns, turns * early)
     return self._repeat(eqn, test_consts + args, done, turns, made)
+
+  def _shard_map(self, eqn, args):
+    """Counts what a device computes of its own part, for all devices."""
+    of_part = [x.laid_out(x.divided and ((),) * len(x.divided)) for x in args]
+    sizes, axes = eqn.params['mesh'].shape, eqn.params['newly_manual_axes']
+    others = math.prod(sizes[axis] for axis in axes) - 1
+    flops, matmul = self.flops, dict(self.matmul)
+    made = self.inline(eqn.params['jaxpr'], of_part)
+    self.flops += others * (self.flops - flops)
+    for kind, total in [*self.matmul.items()]:
+      self.add_matmul(kind, others * (total - matmul.get(kind, 0.0)))
+    return [
+      x.laid_out(x.divided and divisions.of_spec(spec, len(x.divided)))
+      for x, spec in zip(made, eqn.params['out_specs'], strict=True)
+    ]
 
   def _cond(self, eqn, args):
     branches = [self._body(x, args[1:]) for x in eqn.params['branches']]

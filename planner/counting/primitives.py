@@ -4,7 +4,7 @@ import math
 
 # Calls that XLA inlines.
 CALLS = ('jaxpr', 'call_jaxpr', 'fun_jaxpr')
-CONTROL = ('scan', 'while', 'cond')
+CONTROL = ('scan', 'while', 'cond', 'shard_map')
 # Views: no arithmetic, and no memory of their own.
 VIEWS = {
   'bitcast_convert_type',

@@ -47,3 +47,7 @@ class Variable:
   partial: 'PartialSum | None' = None
   constant: float | None = None
   divided: tuple | None = None
+
+  def laid_out(self, divided: tuple | None) -> 'Variable':
+    """Returns what devices have as arrays that `divided` divides."""
+    return dataclasses.replace(self, letters=None, divided=divided)

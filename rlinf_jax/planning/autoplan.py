@@ -93,7 +93,7 @@ def find_plan(
   cluster = machine_profile.measure_cluster(store)
   model = roofline.Roofline(
     step,
-    count.of_flow(step),
+    count.of_flow(step, platform=cluster.device.platform),
     cluster,
     rules_lib.DEFAULT,
     evaluation=evaluate,

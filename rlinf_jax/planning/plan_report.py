@@ -9,6 +9,8 @@ import json
 import os
 import pathlib
 
+import jax
+
 from planner import cluster as cluster_lib
 from planner.costs import cost_table, roofline
 from planner.costs import measured as measured_lib
@@ -34,6 +36,7 @@ from rlinf_jax.planning.compiled import plan_compiler
 from rlinf_jax.planning.compiled import report as compiled_report
 from rlinf_jax.planning.compiled import topology as topology_lib
 from rlinf_jax.report import plan_page
+from rlinf_jax.run import flows as flows_lib
 from sharding import rules
 
 KEPT = 25  # Fastest plans that a search returns.
@@ -79,7 +82,8 @@ def report_plan(
   """
   deadline = deadline_lib.Deadline(seconds)
   table, (flow, evaluation) = str(flows[0]), map(unroll.unroll, flows)
-  works, assumption = _completion_work(count.of_flow(flow), lengths)
+  works = count.of_flow(flow, platform=cluster.device.platform)
+  works, assumption = _completion_work(works, lengths)
   timed = host_timing.seconds_per_row(flow)
   model = roofline.Roofline(
     flow,
@@ -90,7 +94,7 @@ def report_plan(
   )
   result, ranked = _search(flow, model, staleness, deadline)
   lines = [table, '', _searched(result, cluster), assumption]
-  lines += [host_timing.describe(timed)]
+  lines += [host_timing.describe(timed), _attention(flow, cluster)]
   others = _others(flow, model, result, own, ranked, staleness, deadline)
   compiled = None
   if compile_for:
@@ -119,6 +123,13 @@ def report_plan(
   if page:
     pathlib.Path(page).write_text(plan_page.text(data), encoding='utf-8')
   return result
+
+
+def _attention(flow, cluster) -> str | None:
+  """Names what computes attention on the devices; None without attention."""
+  platform = cluster.device.platform or jax.default_backend()
+  found = flows_lib.attention(flow, platform)
+  return f'Attention: {found}.' if found else None
 
 
 def _search(flow, model, staleness, deadline):

@@ -11,7 +11,7 @@ import jax
 from planner.ir import flow as flow_lib
 from planner.ir import graph
 from planner.ir import plan as plan_lib
-from stages import base
+from stages import base, kernels
 
 AUTO = 'auto'
 
@@ -163,3 +163,24 @@ def read_earlier_plan(
   """Reads the plan with which a run ended; None if there was no run."""
   file = folder / 'plan.json'
   return read_plan(str(file), flows) if file.exists() else None
+
+
+def attention(flow: graph.Flow, platform: str) -> str:
+  """Names what computes attention in the stages of a flow, and why.
+
+  Args:
+    flow: a flow, whose stages were traced.
+    platform: what they were traced for; '' is returned if they were not.
+  """
+  return kernels.describe(_chosen(flow, platform))
+
+
+def _chosen(flow, platform) -> dict[str, set[kernels.Choice]]:
+  chosen = {}
+  for node in flow.nodes:
+    if node.body:
+      chosen |= _chosen(node.body, platform)
+    elif not graph.is_plumbing(node):
+      some = node.stage.attention.get(platform, set())
+      chosen[node.name] = chosen.get(node.name, set()) | some
+  return chosen

@@ -156,6 +156,8 @@ def _header(
     'devices': _devices(runtime.plan),
     'folder': str(folder),
   }
+  attention = flows.attention(lowered.flow, jax.default_backend())
+  facts |= {'attention': attention} if attention else {}
   if len(runtime.plan.places) > 1:
     facts['transfers'] = ', '.join(
       f'{source} → {target} {formatting.byte_size(size)} {how}'

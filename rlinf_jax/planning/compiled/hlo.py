@@ -10,6 +10,8 @@ import re
 from typing import NamedTuple
 
 ARRAY = re.compile(r'\b([a-z]+\d*\w*)\[([<=\d,]*)\]')
+# Of a kernel, on lines of its own.
+METADATA = re.compile(r'(?<=kernel_metadata=)\{\n(.*)\n\}')
 HEADER = re.compile(r'(ENTRY )?%?([\w.$-]+) ?\(.*\) -> .*\{\s*$')
 ASSIGNMENT = re.compile(r'\s*(?:ROOT )?%?([\w.$-]+) = (.*)$')
 OPERAND = re.compile(r'%([\w.$-]+)')
@@ -129,7 +131,7 @@ def parse(text: str) -> Module:
     ValueError: if the text has no entry computation.
   """
   computations, current, entry = {}, None, None
-  for line in text.splitlines():
+  for line in METADATA.sub(r'{\1}', text).splitlines():
     header = HEADER.match(line)
     if header:
       current = computations[header[2]] = {}

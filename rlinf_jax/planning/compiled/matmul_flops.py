@@ -6,8 +6,11 @@ import re
 
 import numpy as np
 
+from planner.counting import kernels
 from rlinf_jax.planning.compiled import hlo
 
+PALLAS = 'custom_call_target="tpu_custom_call"'
+FLOATS = ('bf16', 'f32')
 CHUNK = 2**20  # Pairs of positions that are compared at once.
 # Calls of cuBLAS, whose dimensions are in the configuration of the call.
 CUBLAS = re.compile(r'custom_call_target="__cublas[\w$]*matmul|"__cublas\$gemm')
@@ -17,8 +20,8 @@ def matmul_flops(module: hlo.Module) -> float:
   """Counts the operations of matrix products and convolutions of a call.
 
   A multiply-add is two operations. Those on a single device are counted, by the
-  dimensions that the device has, and loops as `hlo.walk` counts them. Calls of
-  other kernels, such as Pallas's, count as nothing.
+  dimensions that the device has, and loops as `hlo.walk` counts them. Of other
+  kernels, attention in Pallas counts, as `kernels.Attention` has it.
   """
   return sum(
     executed.times * flops(executed.instruction, executed.computation)
@@ -30,6 +33,8 @@ def flops(instruction: hlo.Instruction, computation: hlo.Computation) -> float:
   """Counts the operations of one instruction; 0 if it is not a product."""
   if instruction.opcode == 'convolution':
     return _of_convolution(instruction, computation)
+  if PALLAS in instruction.attributes:
+    return _of_pallas(instruction, computation)
   is_cublas = instruction.opcode == 'custom-call' and CUBLAS.search(
     instruction.attributes
   )
@@ -44,6 +49,24 @@ def flops(instruction: hlo.Instruction, computation: hlo.Computation) -> float:
   ]
   out = instruction.arrays[0]  # cuBLAS returns its workspace, too.
   return 2.0 * math.prod(out.shape) * math.prod(left.shape[i] for i in dims)
+
+
+def _of_pallas(instruction, computation) -> float:
+  """Counts the operations of attention; 0 for another kernel."""
+  match = kernels.SPLASH.match(instruction.name)
+  if not match:
+    return 0.0
+  # Before the queries, keys and values are integers: which blocks follow.
+  operands = [computation[name].arrays[0] for name in instruction.operands]
+  shapes = [x.shape for x in operands if x.dtype in FLOATS][:3]
+  suffix = '' if match[1] == 'fwd' else f'_{match[1]}'
+  blocks = (
+    int(
+      re.search(rf'\bblock_{side}{suffix}\\": (\d+)', instruction.attributes)[1]
+    )
+    for side in ('q', 'kv')
+  )
+  return kernels.splash(instruction.name, shapes, *blocks).matmul_flops
 
 
 def _operand(instruction, computation, i: int) -> hlo.Array:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from sharding import mesh as mesh_lib
-from stages import kernels
 from stages.models.layers import attention
 
 B, T, P, H, K, W = 4, 130, 20, 4, 2, 16
