@@ -245,6 +245,29 @@ custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":\
   assert matmul_flops.matmul_flops(hlo.parse(text)) == PRODUCT
 
 
+def test_a_kernel_of_attention():
+  """Its attributes go over several lines, as libtpu writes them."""
+  q, k = 'bf16[2,4,256,64]', 'bf16[2,2,512,64]'
+  text = f"""HloModule m
+
+ENTRY %main (m: s8[1,2,4], q: {q}, k: {k}) -> {q} {{
+  %m = s8[1,2,4]{{2,1,0}} parameter(0)
+  %q = {q}{{3,2,1,0}} parameter(1)
+  %k = {k}{{3,2,1,0}} parameter(2)
+  %splash_mha_dq_segmented.1 = (f32[128,64]{{1,0}}, {q}{{3,2,1,0}}) \
+custom-call(%m, %m, %q, %k, %k), custom_call_target="tpu_custom_call", \
+frontend_attributes={{kernel_metadata={{
+"xprof_metadata":"{{\\"block_q\\": 512, \\"block_q_dq\\": 128, \
+\\"block_kv_dq\\": 256}}"
+}}}}, metadata={{op_name="jit(f)/pallas_call"}}
+  ROOT %d = {q} get-tuple-element(%splash_mha_dq_segmented.1), index=1
+}}
+"""
+  # Of two blocks of keys, both are seen by both blocks of queries.
+  pairs = 256 * 512
+  assert matmul_flops.matmul_flops(hlo.parse(text)) == 2 * 8 * pairs * 64 * 3
+
+
 def test_bytes_of_arrays():
   found = hlo.arrays(
     '(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, s4[10], pred[], f8e4m3fn[7])'
