@@ -61,12 +61,18 @@ class EngineCost(NamedTuple):
       prompt, as far as its length is known, and the longest completion.
     max_rows: maximum number of rows that it decodes at once, on the devices
       that hold one copy of the parameters.
+    ranks: numbers of devices that may divide one copy of an engine's
+      parameters, the mesh axes without rows; any number if None.
+    cache_shards: most devices that divide its keys and values; more devices
+      hold copies.
   """
 
   equivalent: Callable[..., Any]
   cache_bytes: float
   row_cache_bytes: float
   max_rows: int
+  ranks: tuple[int, ...] | None = None
+  cache_shards: float = math.inf
 
 
 def slots_cost(equivalent: Callable[..., Any], slots: int) -> EngineCost:

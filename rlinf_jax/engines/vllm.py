@@ -1,6 +1,8 @@
-"""vLLM as an engine that generates in place of a policy, in this process.
+"""vLLM as an engine that generates in place of a policy, on its place.
 
 It takes the same arguments as the policy itself, so every workflow may use it.
+A place of one device has vLLM in this process; on one of several, each device
+has a process of its own, as its mesh says (`vllm_place`).
 Its arithmetic differs from the trainer's, which `Policy.out_shapes` tells
 workflows. Running it again gives valid samples, but not identical ones.
 """
@@ -16,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlinf_jax.engines import vllm_engine
+from rlinf_jax.engines import vllm_engine, vllm_place, vllm_start
 import stages
 from stages import base, ranges
 from stages.language import sample
@@ -26,7 +28,7 @@ from stages.models.files import naming
 # Read by vLLM and by torch, which a tokenizer may import first: so they are set
 # when this module is imported. Values that a user has set are kept.
 ENVIRONMENT = {
-  # In this process: JAX arrays cannot be passed to another one.
+  # Its scheduler in this process: JAX arrays cannot be passed to another one.
   'VLLM_ENABLE_V1_MULTIPROCESSING': '0',
   # Threads that spin or are pinned would starve those of JAX.
   'OMP_WAIT_POLICY': 'PASSIVE',
@@ -65,7 +67,7 @@ def engine(
     sampling: distribution to sample from. Among logits that are equal at the
       edge of top-p, vLLM keeps one and the policy keeps all.
     max_num_seqs: maximum number of completions decoded at once.
-    kv_cache_memory_bytes: memory for keys and values.
+    kv_cache_memory_bytes: memory of each device for keys and values.
     max_model_len: maximum tokens of a prompt and its completion together; that
       of the first call if None.
 
@@ -74,20 +76,18 @@ def engine(
     ValueError: for a distribution or a model that vLLM does not support.
   """
   _check_supported(checkpoint, config, sampling)
-  llm = vllm_engine.get(
-    vllm_engine.Settings(
-      checkpoint,
-      config.dtype,
-      max_num_seqs,
-      kv_cache_memory_bytes,
-      max_model_len,
-    )
+  shared = vllm_start.Settings(
+    checkpoint,
+    config.dtype,
+    max_num_seqs,
+    kv_cache_memory_bytes,
+    max_model_len,
   )
   # The fields of `Sampling` have vLLM's names.
   draw = dataclasses.asdict(sampling)
   draw['top_k'] = sampling.top_k if sampling.top_k < config.V else 0
   limits = {'max_tokens': response_length, 'stop_token_ids': list(stop)}
-  generator = _Generator(llm, names, response_length, draw, limits)
+  generator = _Generator(shared, names, response_length, draw, limits)
   item = jnp.dtype(config.dtype).itemsize
   token_bytes = 2 * config.L * config.K * config.W * item
   return policy._replace(
@@ -99,6 +99,8 @@ def engine(
       kv_cache_memory_bytes,
       token_bytes * (max_model_len or response_length),
       max_num_seqs,
+      ranks=vllm_place.ranks(config),
+      cache_shards=config.K,
     ),
   )
 
@@ -108,14 +110,14 @@ class _Generator:
   """The functions of a policy that generate, by vLLM; see `base.Policy`.
 
   Attributes:
-    llm: the engine.
+    shared: settings of all its engines.
     names: the checkpoint tensor of each parameter.
     response_length: maximum tokens of a completion.
     draw: arguments of vLLM's `SamplingParams`: the distribution.
     limits: arguments of it that end a completion.
   """
 
-  llm: vllm_engine.Engine
+  shared: vllm_start.Settings
   names: dict[str, naming.Tensor]
   response_length: int
   draw: dict[str, Any]
@@ -123,7 +125,6 @@ class _Generator:
 
   def act(self, params, prompt, key_B, *, group_size=1, greedy=False):
     """Completes prompts."""
-    del group_size  # vLLM's prefix cache recognizes equal prompts by itself.
     prompts = [
       token_P[mask_P > 0].tolist()
       for token_P, mask_P in zip(prompt.token, prompt.mask, strict=True)
@@ -131,9 +132,9 @@ class _Generator:
     draw = {'temperature': 0.0} if greedy else self.draw
     settings = [draw | self.limits | {'seed': seed} for seed in _seeds(key_B)]
     length = prompt.token.shape[1] + self.response_length
-    request = vllm_engine.Request(params, self.names, prompts, settings, length)
+    # vLLM's prefix cache recognizes the equal prompts of a group by itself.
     return stages.Deferred(
-      self.llm.submit(request),
+      self._submit(params, prompts, settings, length, group_size),
       lambda completions: _experience(
         prompt, completions, self.response_length
       ),
@@ -186,12 +187,31 @@ class _Generator:
       return not should_continue(left_B)
 
     length = prompt.token.shape[1] + self.response_length
-    request = vllm_engine.Request(
-      params, self.names, prompts, settings, length, should_stop
-    )
     return stages.Deferred(
-      self.llm.submit(request), lambda new: _extended(completions, rows, new)
+      self._submit(params, prompts, settings, length, 1, should_stop),
+      lambda new: _extended(completions, rows, new),
     )
+
+  def _submit(
+    self, params, prompts, settings, length, group_size, should_stop=None
+  ) -> vllm_place.Joined:
+    """Submits prompts to the engines of the place that holds `params`."""
+    devices, processes = vllm_place.copies(params)
+    parts = vllm_place.parts(len(prompts), group_size, len(devices))
+    stops = [None] * len(parts)
+    if should_stop:
+      stops = vllm_place.shared_stop(should_stop, parts)
+    started = []
+    for own, rows, stop in zip(devices, parts, stops, strict=True):
+      if prompts[rows]:
+        engine = vllm_engine.get(
+          dataclasses.replace(self.shared, devices=own, processes=processes)
+        )
+        request = vllm_engine.Request(
+          params, self.names, prompts[rows], settings[rows], length, stop
+        )
+        started.append(engine.submit(request))
+    return vllm_place.Joined(started)
 
 
 def _check_supported(

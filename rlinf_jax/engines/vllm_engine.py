@@ -15,33 +15,10 @@ import dataclasses
 import functools
 import threading
 from typing import Any, NamedTuple
-import weakref
 
-import jax
-
-from rlinf_jax.engines import vllm_start
+from rlinf_jax.engines import vllm_instance, vllm_start
 from rlinf_jax.runtime import lease as lease_lib
-from stages.models.files import naming, weights
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-  """Settings of an engine; equal settings share one engine.
-
-  Attributes:
-    checkpoint: folder whose configuration is read.
-    dtype: type of the arithmetic.
-    max_num_seqs: maximum number of completions decoded at once.
-    kv_cache_memory_bytes: memory for keys and values.
-    max_model_len: maximum tokens of a prompt and its completion together; that
-      of the first request if None.
-  """
-
-  checkpoint: str
-  dtype: str
-  max_num_seqs: int
-  kv_cache_memory_bytes: int
-  max_model_len: int | None
+from stages.models.files import naming
 
 
 class Completion(NamedTuple):
@@ -89,38 +66,49 @@ class _Pending:
     future: resolves to its completions.
     finished: finished completions by the index of their prompt.
     index_of: indices of unfinished prompts by vLLM's request id.
-    unfinished: latest output of unfinished prompts, if `should_stop` needs it.
+    tokens: ids and log-probabilities that vLLM has returned of each prompt.
   """
 
   request: Request
   future: futures.Future
   finished: dict[int, Completion] = dataclasses.field(default_factory=dict)
   index_of: dict[str, int] = dataclasses.field(default_factory=dict)
-  unfinished: dict[int, Completion] = dataclasses.field(default_factory=dict)
+  tokens: dict[int, tuple[list[int], list[float]]] = dataclasses.field(
+    default_factory=dict
+  )
+
+  def completion(self, i: int, ended: bool) -> Completion:
+    """The completion of prompt `i` so far."""
+    token, logp = self.tokens.get(i, ((), ()))
+    return Completion(tuple(token), tuple(logp), ended)
 
 
 class Engine:
-  """vLLM in this process, started by its first request.
+  """One copy of vLLM, started by its first request.
 
   Only the engine's own thread calls vLLM: OpenMP counts threads by caller, and
   attention on a CPU fails if two callers have different counts.
 
   Attributes:
     settings: the settings that it is started with.
-    llm: vLLM's own engine, once it is started.
     weight_version: number of parameter updates that vLLM has received.
   """
 
-  def __init__(self, settings: Settings):
+  def __init__(self, settings: vllm_start.Settings):
     self.settings, self.weight_version = settings, 0
-    self.llm, self._max_model_len = None, None
-    self._current, self._num_requests = (), 0
+    self._instance: vllm_instance.Instance | None = None
+    self._num_requests = 0
     self._changed, self._thread = threading.Condition(), None
     self._closing = False
     self._waiting: collections.deque[_Pending] = collections.deque()
     self._running: list[_Pending] = []
-    self._shares_devices, self._asleep = False, False
+    self._shares_devices = False
     self._sleep_requested: futures.Future | None = None
+
+  @property
+  def llm(self):
+    """vLLM's own engine; None before it is started."""
+    return self._instance.llm if self._instance else None
 
   def submit(self, request: Request) -> futures.Future[list[Completion]]:
     """Submits prompts; they are decoded as soon as there is room.
@@ -186,11 +174,27 @@ class Engine:
         self._step()
         self._maybe_sleep()
       except BaseException as error:  # noqa: BLE001 (waiting callers need it)
-        self._fail_all(error)
+        self._fail_all(self._explained(error))
     self._fail_all(RuntimeError('vLLM was closed.'))
-    if self.llm:
-      self.llm.engine_core.shutdown()
-    self.llm, self._thread = None, None
+    self._stop()
+    self._thread = None
+
+  def _stop(self):
+    """Ends vLLM, if it is started."""
+    instance, self._instance = self._instance, None
+    if instance:
+      instance.close()
+
+  def _explained(self, error: BaseException) -> BaseException:
+    """`error`, or the end of a rank that caused it; vLLM is ended then."""
+    if not self._instance or not (death := self._instance.death()):
+      return error
+    explained = RuntimeError(death)
+    explained.__cause__ = error
+    self._stop()  # Nothing is left that could abort requests under way.
+    for pending in tuple(self._running):
+      self._fail(pending, explained)
+    return explained
 
   def _has_work(self) -> bool:
     requests = self._waiting or self._running
@@ -200,10 +204,8 @@ class Engine:
     """Sleeps if this was requested and no request is left."""
     if not self._sleep_requested or self._waiting or self._running:
       return
-    if self.llm and not self._asleep:
-      # Level 2 drops parameters: restored ones would be a step old.
-      self.llm.sleep(level=2)
-      self._asleep, self._current = True, ()
+    if self._instance and not self._instance.asleep:
+      self._instance.sleep()
     asleep, self._sleep_requested = self._sleep_requested, None
     asleep.set_result(None)
 
@@ -222,7 +224,7 @@ class Engine:
       if pending.future.cancelled():
         self._waiting.popleft()
         continue
-      if self._running and not self._has_params(request.params):
+      if self._running and not self._instance.has(request.params):
         return
       self._waiting.popleft()
       try:
@@ -231,7 +233,7 @@ class Engine:
         self._running.append(pending)
         self._add(pending)
       except Exception as error:  # noqa: BLE001 (other requests continue)
-        self._fail(pending, error)
+        self._fail(pending, self._explained(error))
 
   def _add(self, pending: _Pending):
     """Adds the prompts of a request to vLLM."""
@@ -239,7 +241,7 @@ class Engine:
     from vllm import sampling_params
 
     request, kinds = pending.request, sampling_params.RequestOutputKind
-    kind = kinds.CUMULATIVE if request.should_stop else kinds.FINAL_ONLY
+    kind = kinds.DELTA if request.should_stop else kinds.FINAL_ONLY
     pairs = zip(request.prompts, request.sampling, strict=True)
     for i, (prompt, sampling) in enumerate(pairs):
       params = vllm.SamplingParams(
@@ -265,11 +267,15 @@ class Engine:
       name = output.request_id
       for pending in self._running:
         if (i := pending.index_of.get(name)) is not None:
+          new = output.outputs[0]
+          token, logp = pending.tokens.setdefault(i, ([], []))
+          token.extend(new.token_ids)
+          logp.extend(new.logprobs.logprobs)
           if output.finished:
-            pending.finished[i] = self.checked(i, output.outputs[0])
-            del pending.index_of[name]
-          else:
-            pending.unfinished[i] = _completion(output.outputs[0])
+            self.check(i, new)
+            ended = new.finish_reason == 'stop'
+            pending.finished[i] = pending.completion(i, ended)
+            del pending.index_of[name], pending.tokens[i]
     for pending in self._running:
       self._resolve(pending)
     # `_abort_cancelled` handles those that were cancelled meanwhile.
@@ -285,8 +291,7 @@ class Engine:
     ):
       self.llm.abort_request(list(pending.index_of))
       for i in pending.index_of.values():
-        latest = pending.unfinished.get(i, Completion((), (), False))
-        pending.finished[i] = latest
+        pending.finished[i] = pending.completion(i, False)
       pending.index_of.clear()
     future, finished = pending.future, pending.finished
     if (
@@ -316,11 +321,12 @@ class Engine:
       asleep, self._sleep_requested = self._sleep_requested, None
       asleep.set_exception(error)
 
-  def checked(self, i: int, output) -> Completion:
-    """The completion of prompt `i`.
+  def check(self, i: int, output):
+    """Raises RuntimeError for a prompt that vLLM completed wrongly.
 
-    Raises:
-      RuntimeError: if vLLM aborted it, or used outdated parameters.
+    Args:
+      i: number of the prompt.
+      output: of vLLM, which aborted it, or used outdated parameters.
     """
     if output.finish_reason not in ('stop', 'length'):
       raise RuntimeError(
@@ -333,66 +339,29 @@ class Engine:
         f'vLLM completed row {i} with parameters of version {sorted(used)}, '
         f'but the latest version is {self.weight_version}.'
       )
-    return _completion(output)
-
-  def _has_params(self, params) -> bool:
-    """Whether vLLM has these very arrays."""
-    leaves = jax.tree.leaves(params)
-    return len(leaves) == len(self._current) and all(
-      x is current() for x, current in zip(leaves, self._current, strict=True)
-    )
 
   def _send(self, params, names):
     """Sends `params` to vLLM, unless it has them already."""
-    if self._has_params(params):
+    if self._instance.has(params):
       return
-    from rlinf_jax.engines import vllm_weights
-
-    as_torch = jax.tree.map(vllm_weights.tensor, params)
-    tensors = dict(weights.checkpoint_tensors(as_torch, names))
-    # A tied output layer has a packed copy of its own, which needs an update.
-    embed, unembed = names['embed_VD'].name, names['unembed_DV'].name
-    tensors.setdefault(unembed, tensors[embed])
-    self._current = ()
-    call = self.llm.collective_rpc
-    call('start_weight_update')
-    call('update_weights', kwargs={'update_info': {'tensors': tensors}})
-    call('finish_weight_update')
+    self._instance.send(params, names, self.weight_version + 1)
     self.weight_version += 1
-    self.llm.set_weight_version(str(self.weight_version))
-    self.llm.reset_prefix_cache(reset_running_requests=True)
-    self._current = tuple(map(weakref.ref, jax.tree.leaves(params)))
 
   def _open(self, max_model_len: int):
     """Starts or wakes vLLM, and checks that requests of this length fit."""
-    if not self.llm:
-      self._max_model_len = self.settings.max_model_len or max_model_len
-    if max_model_len > self._max_model_len:
+    limit = self.settings.max_model_len or max_model_len
+    if self._instance:
+      limit = self._instance.max_model_len
+    if max_model_len > limit:
       raise ValueError(
         f'A prompt and its completion may have {max_model_len} tokens here, '
-        f'but vLLM was started for {self._max_model_len}: set max_model_len of '
-        'the engine.'
+        f'but vLLM was started for {limit}: set max_model_len of the engine.'
       )
-    if not self.llm:
-      self.llm = vllm_start.start(
-        self.settings, self._max_model_len, self._shares_devices
+    if not self._instance:
+      self._instance = vllm_instance.Instance(
+        self.settings, limit, self._shares_devices
       )
-      self._current, self._asleep = (), False
-      from rlinf_jax.engines import vllm_weights
-
-      vllm_weights.sync_omp_threads()
-    if self._asleep:
-      self.llm.wake_up()
-      self._asleep = False
-
-
-def _completion(output) -> Completion:
-  """A copy of vLLM's output so far, which vLLM extends in place."""
-  return Completion(
-    tuple(output.token_ids),
-    tuple(output.logprobs.logprobs),
-    output.finish_reason == 'stop',
-  )
+    self._instance.wake()
 
 
 get = functools.cache(Engine)  # One engine a process for equal settings.

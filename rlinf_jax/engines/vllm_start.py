@@ -1,5 +1,7 @@
-"""Starts vLLM in this process."""
+"""Starts vLLM, in this process or in one process a rank."""
 
+import contextlib
+import dataclasses
 import logging
 import os
 import warnings
@@ -7,11 +9,36 @@ import warnings
 import jax
 
 
-def start(settings, max_model_len: int, enable_sleep: bool):
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """Settings of an engine; equal settings share one engine.
+
+  Attributes:
+    checkpoint: folder whose configuration is read.
+    dtype: type of the arithmetic.
+    max_num_seqs: maximum number of completions decoded at once.
+    kv_cache_memory_bytes: memory of each device for keys and values.
+    max_model_len: maximum tokens of a prompt and its completion together; that
+      of the first request if None.
+    devices: numbers of the devices that divide the model; one if it is empty.
+    processes: devices of its place, on which engines have a process each; 0 for
+      an engine that computes in this process.
+  """
+
+  checkpoint: str
+  dtype: str
+  max_num_seqs: int
+  kv_cache_memory_bytes: int
+  max_model_len: int | None
+  devices: tuple[int, ...] = ()
+  processes: int = 0
+
+
+def start(settings: Settings, max_model_len: int, enable_sleep: bool):
   """Returns a vLLM engine with dummy parameters, which are replaced later.
 
   Args:
-    settings: a `vllm_engine.Settings`.
+    settings: of the engine.
     max_model_len: maximum tokens of a prompt and its completion together.
     enable_sleep: whether the engine must be able to release its memory.
   """
@@ -20,14 +47,12 @@ def start(settings, max_model_len: int, enable_sleep: bool):
     # Compiling takes half a minute and a compiler, and gains little.
     os.environ.setdefault('TORCH_COMPILE_DISABLE', '1')
   logging.getLogger('torch._library.triton').setLevel(logging.ERROR)
-  with warnings.catch_warnings():
+  with warnings.catch_warnings(), _environment_of_ranks(settings):
     warnings.simplefilter('ignore')  # Warnings of vLLM's dependencies.
     import vllm
-    from vllm import config
 
     from rlinf_jax.engines import vllm_weights
 
-    vllm_weights.register()
     vllm_weights.tolerate_broken_modules()
     return vllm.LLMEngine.from_engine_args(
       vllm.EngineArgs(
@@ -39,6 +64,9 @@ def start(settings, max_model_len: int, enable_sleep: bool):
         max_model_len=max_model_len,
         max_num_seqs=settings.max_num_seqs,
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+        tensor_parallel_size=max(1, len(settings.devices)),
+        distributed_executor_backend='mp' if settings.processes else None,
+        device_ids=None if cpu else [*settings.devices] or None,
         # By default vLLM claims most of a device, of which JAX holds a part.
         gpu_memory_utilization=0.01,
         # Log-probabilities of the sampling distribution, not of raw logits.
@@ -47,11 +75,32 @@ def start(settings, max_model_len: int, enable_sleep: bool):
         # cannot do on a CPU (vLLM 0.32).
         enable_chunked_prefill=False,
         max_num_batched_tokens=max(max_model_len, settings.max_num_seqs, 8192),
-        weight_transfer_config=config.WeightTransferConfig(
-          backend=vllm_weights.NAME
-        ),
         disable_log_stats=True,
         # Allocates releasable memory, which CPUs do not have.
         enable_sleep_mode=enable_sleep and not cpu,
       )
     )
+
+
+@contextlib.contextmanager
+def _environment_of_ranks(settings: Settings):
+  """Sets variables that processes of ranks read, where the user has not."""
+  if not settings.processes:
+    yield
+    return
+  cores = len(os.sched_getaffinity(0))
+  wanted = {
+    'OMP_NUM_THREADS': str(max(1, cores // settings.processes)),
+    # All are on this machine, so no other one needs to reach them.
+    'GLOO_SOCKET_IFNAME': 'lo',
+    'NCCL_SOCKET_IFNAME': 'lo',
+    'VLLM_HOST_IP': '127.0.0.1',
+    'PYTHONWARNINGS': 'ignore',  # Warnings of vLLM's dependencies.
+  }
+  unset = wanted.keys() - os.environ.keys()
+  os.environ.update({name: wanted[name] for name in unset})
+  try:
+    yield
+  finally:
+    for name in unset:
+      os.environ.pop(name, None)

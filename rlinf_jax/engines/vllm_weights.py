@@ -1,60 +1,83 @@
-"""Transfer of parameters to vLLM within one process."""
+"""Parameters in JAX as tensors of vLLM, and their way to its ranks."""
 
-import dataclasses
-import functools
+from collections.abc import Iterator
+from multiprocessing import shared_memory
+from typing import Any
 
 import jax
 import numpy as np
 import torch
-from vllm.distributed.weight_transfer import base, factory
-from vllm.model_executor.model_loader import reload
 
-NAME = 'rlinf_jax'
+from rlinf_jax.engines import vllm_worker
+from stages.models.files import naming, weights
 
-
-@dataclasses.dataclass
-class InitInfo(base.WeightTransferInitInfo):
-  """Arguments of the initialization: none."""
-
-
-@dataclasses.dataclass
-class UpdateInfo(base.WeightTransferUpdateInfo):
-  """Parameters, by their names in a checkpoint."""
-
-  tensors: dict[str, torch.Tensor]
-
-
-class InProcess(base.WeightTransferEngine[InitInfo, UpdateInfo]):
-  """Copies tensors into the model, which packs them in its own layout."""
-
-  init_info_cls, update_info_cls = InitInfo, UpdateInfo
-
-  def init_transfer_engine(self, init_info):
-    del init_info
-
-  def start_weight_update(self):
-    reload.initialize_layerwise_reload(self.model)
-
-  def receive_weights(self, update_info):
-    tensors = update_info.tensors
-    if not hasattr(self.model, 'lm_head'):  # Gemma 2 uses the embedding.
-      tensors = {
-        name: x for name, x in tensors.items() if 'lm_head' not in name
-      }
-    self.model.load_weights(tensors.items())
-
-  def finish_weight_update(self):
-    reload.finalize_layerwise_reload(self.model, self.model_config)
-
-  def shutdown(self):
-    pass
+ALIGNMENT = 64  # Bytes.
 
 
 def tensor(x: jax.Array) -> torch.Tensor:
   """An array as a tensor, without a copy if it is on one device."""
   if len(x.devices()) == 1:
     return torch.from_dlpack(jax.block_until_ready(x))
-  return torch.from_numpy(np.array(x))
+  whole = np.array(x)
+  if whole.dtype == jax.numpy.bfloat16:  # Which torch does not read from NumPy.
+    return torch.from_numpy(whole.view(np.int16)).view(torch.bfloat16)
+  return torch.from_numpy(whole)
+
+
+def tensors(
+  params: Any, names: dict[str, naming.Tensor]
+) -> Iterator[dict[str, torch.Tensor]]:
+  """Yields the tensors of a checkpoint, those of one parameter at a time."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    tree = tensor(leaf)
+    for key in reversed(path):
+      tree = {key.key: tree}
+    yield dict(weights.checkpoint_tensors(tree, names))
+
+
+class SharedTensors:
+  """Tensors in shared memory, which every rank of a machine reads.
+
+  The memory of a parameter is kept for its next version.
+  """
+
+  def __init__(self, dtype: str):
+    """Takes the type that tensors are rounded to."""
+    self._dtype = getattr(torch, dtype)
+    self._memories: list[shared_memory.SharedMemory] = []
+
+  def write(
+    self, params: Any, names: dict[str, naming.Tensor]
+  ) -> dict[str, tuple[str, int, list[int]]]:
+    """Writes parameters; returns a table for `vllm_worker.update_from_memory`.
+
+    Ranks must have read the tensors written before.
+    """
+    table = {}
+    for i, some in enumerate(tensors(params, names)):
+      offsets, end = {}, 0
+      for name, x in some.items():
+        offsets[name] = end
+        size = x.numel() * self._dtype.itemsize
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+      if i == len(self._memories):
+        memory = shared_memory.SharedMemory(create=True, size=end)
+        self._memories.append(memory)
+      memory = self._memories[i]
+      for name, x in some.items():
+        place = vllm_worker.view(
+          memory.buf, self._dtype, offsets[name], x.shape
+        )
+        place.copy_(x)
+        table[name] = memory.name, offsets[name], [*x.shape]
+    return table
+
+  def close(self):
+    """Releases the memory."""
+    while self._memories:
+      memory = self._memories.pop()
+      memory.close()
+      memory.unlink()
 
 
 def sync_omp_threads():
@@ -85,9 +108,3 @@ def tolerate_broken_modules():
       return False
 
   dispatcher.hasattr = safe_hasattr  # Shadows the builtin in that module only.
-
-
-@functools.cache
-def register():
-  """Registers `InProcess` with vLLM under `NAME`."""
-  factory.WeightTransferEngineFactory.register_engine(NAME, InProcess)

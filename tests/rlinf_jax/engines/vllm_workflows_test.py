@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from planner.ir import plan as plan_lib
-from rlinf_jax.engines import vllm, vllm_engine
+from rlinf_jax.engines import vllm, vllm_engine, vllm_start
 from rlinf_jax.runtime import local
 import stages
 from stages import base, workflows
@@ -219,7 +219,7 @@ def test_requests_with_the_same_parameters_are_decoded_together(case):
 
 
 def test_requests_fail_when_the_engine_closes():
-  settings = vllm_engine.Settings('nowhere', '', 1, 1, None)
+  settings = vllm_start.Settings('nowhere', '', 1, 1, None)
   engine = vllm_engine.Engine(settings)
   failing = engine.submit(vllm_engine.Request({}, {}, [[1]], [{}], 8))
   assert failing.exception(timeout=60) is not None
@@ -244,11 +244,11 @@ def test_what_it_does_not_support_is_refused_with_advice(case, monkeypatch):
     finish_reason='abort', token_ids=[1], weight_versions=[]
   )
   with pytest.raises(RuntimeError, match="aborted row 3 after 1.*'abort'"):
-    engine.checked(3, output)
+    engine.check(3, output)
   output.finish_reason = 'stop'
   output.weight_versions = [types.SimpleNamespace(version='4')]
   with pytest.raises(RuntimeError, match=r"version \['4'\].*version is 0"):
-    engine.checked(3, output)
+    engine.check(3, output)
   monkeypatch.setattr(vllm.importlib.util, 'find_spec', lambda name: None)
   with pytest.raises(ImportError, match=r'rlinf-jax\[vllm-cpu\]'):
     case.policy()

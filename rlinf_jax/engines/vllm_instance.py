@@ -1,0 +1,125 @@
+"""vLLM once it is started, and the parameters that it has."""
+
+from multiprocessing import connection
+import threading
+import weakref
+
+import jax
+
+from rlinf_jax.engines import vllm_start
+from stages.models.files import naming
+
+
+class Instance:
+  """A started vLLM, in this process or in one process a rank.
+
+  Attributes:
+    llm: vLLM's own engine.
+    max_model_len: maximum tokens of a prompt and its completion together.
+    asleep: whether it has released its parameters and its keys and values.
+  """
+
+  def __init__(
+    self,
+    settings: vllm_start.Settings,
+    max_model_len: int,
+    enable_sleep: bool,
+  ):
+    """Starts vLLM.
+
+    Args:
+      settings: of the engine.
+      max_model_len: maximum tokens of a prompt and its completion together.
+      enable_sleep: whether the engine must be able to release its memory.
+    """
+    self.llm = vllm_start.start(settings, max_model_len, enable_sleep)
+    self.max_model_len, self.asleep, self._current = max_model_len, False, ()
+    from rlinf_jax.engines import vllm_weights, vllm_worker
+
+    vllm_weights.sync_omp_threads()
+    self._shared, self._processes, self._dead = None, [], None
+    if settings.processes:
+      self._shared = vllm_weights.SharedTensors(settings.dtype)
+      executor = self.llm.engine_core.engine_core.model_executor
+      self._processes = [rank.proc for rank in executor.workers]
+      threading.Thread(
+        target=self._watch, name='vllm ranks', daemon=True
+      ).start()
+      self.llm.collective_rpc(vllm_worker.ignore_interrupts)
+
+  def has(self, params) -> bool:
+    """Whether vLLM has these very arrays."""
+    leaves = jax.tree.leaves(params)
+    return len(leaves) == len(self._current) and all(
+      x is current() for x, current in zip(leaves, self._current, strict=True)
+    )
+
+  def send(self, params, names: dict[str, naming.Tensor], version: int):
+    """Sends parameters, of which every rank takes its shard.
+
+    Args:
+      params: parameters of the model.
+      names: the checkpoint tensor of each parameter.
+      version: completions name it from now on.
+    """
+    from rlinf_jax.engines import vllm_weights, vllm_worker
+
+    self._current = ()
+    # A tied output layer has a packed copy of its own, which needs an update.
+    embed, unembed = names['embed_VD'].name, names['unembed_DV'].name
+    if self._shared:
+      sent = self._shared.write(params, names)
+      receive = vllm_worker.update_from_memory
+    else:
+      sent, receive = {}, vllm_worker.update
+      for some in vllm_weights.tensors(params, names):
+        sent.update(some)
+    sent.setdefault(unembed, sent[embed])
+    self.llm.collective_rpc(receive, args=(sent,))
+    self.llm.set_weight_version(str(version))
+    self.llm.reset_prefix_cache(reset_running_requests=True)
+    self._current = tuple(map(weakref.ref, jax.tree.leaves(params)))
+
+  def sleep(self):
+    """Releases device memory; it holds no parameters afterwards."""
+    # Level 2 drops parameters: restored ones would be a step old.
+    self.llm.sleep(level=2)
+    self.asleep, self._current = True, ()
+
+  def wake(self):
+    """Takes device memory again, if it sleeps."""
+    if self.asleep:
+      self.llm.wake_up()
+      self.asleep = False
+
+  def close(self):
+    """Ends vLLM and the processes of its ranks."""
+    processes, self._processes = self._processes, []
+    self.llm.engine_core.shutdown()
+    for process in processes:
+      process.join()
+    if self._shared:
+      self._shared.close()
+
+  def death(self) -> str | None:
+    """A sentence about the rank that ended first; None while all live."""
+    if self._dead is None:
+      return None
+    rank, process = self._dead
+    return (
+      f'Rank {rank} of vLLM (process {process.pid}) ended with exit code '
+      f'{process.exitcode}, and the completions under way are lost: see its '
+      'messages above, and whether the machine ran out of memory. The next '
+      'request starts vLLM again.'
+    )
+
+  def _watch(self):
+    """Waits until a rank ends before `close` ends them all."""
+    processes = self._processes
+    first = connection.wait([process.sentinel for process in processes])[0]
+    if not self._processes:
+      return
+    for rank, process in enumerate(processes):
+      if process.sentinel == first:
+        process.join()
+        self._dead = rank, process
