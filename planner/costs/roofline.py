@@ -233,7 +233,8 @@ class Roofline:
   def _modeled(
     self, flow, node, placement, rows, turns, remat=plan_lib.STORE_ALL
   ):
-    others = 0 if node.stage.host else len(placement.devices) - 1
+    on_host = self.works[node.name] is None
+    others = 0 if on_host else len(placement.devices) - 1
     slower = self.contention(node.name, 1, others)
     found = self._alone(flow, node, placement, rows, turns, remat)
     if slower == 1.0:

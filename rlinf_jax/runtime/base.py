@@ -128,8 +128,8 @@ class Place(Protocol):
         write; None for all.
     """
 
-  def check_rows(self, flow: graph_lib.Flow, node: graph_lib.Node):
-    """Raises ValueError if the devices cannot share a node's rows evenly."""
+  def check_node(self, flow: graph_lib.Flow, node: graph_lib.Node):
+    """Raises ValueError if devices cannot share a node's rows or its model."""
 
   def ambient(self) -> contextlib.AbstractContextManager:
     """The context of this place's mesh."""

@@ -59,9 +59,9 @@ class Executor:
   def _check(self):
     for _, place, flow, op, _ in self._stage_calls(*self.lowered):
       node = flow.nodes[op.node]
+      place.check_node(flow, node)
       for v in (*node.reads, *node.writes):
         place.layout(flow.values[v])
-      place.check_rows(flow, node)
 
   def _stage_calls(self, *flows: str):
     """Yields every call of a stage on these places.

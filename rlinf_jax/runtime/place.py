@@ -105,14 +105,20 @@ class Place:
       ) from None
     return NamedSharding(self.mesh, spec)
 
-  def check_rows(self, flow: graph_lib.Flow, node: graph_lib.Node):
-    """Raises ValueError unless each device gets as many whole groups of rows.
+  def check_node(self, flow: graph_lib.Flow, node: graph_lib.Node):
+    """Raises ValueError if devices cannot share a node's rows or its model.
+
+    Each gets as many whole groups of rows, and an engine's model is divided
+    evenly, on devices of this process.
 
     XLA accepts a group that is split between devices, and computes wrong
     numbers for it (0.10.2: the gradient of an embedding, with fewer groups than
     devices).
     """
-    if node.stage.host or self.mesh is None:
+    if self.mesh is None:
+      return
+    if node.stage.host:
+      self._check_engine(node.stage)
       return
     group = node.stage.group_size
     axes = rules_lib.mesh_axes(self.mesh, 'B', self.rules)
@@ -129,6 +135,28 @@ class Place:
           f'it a multiple of {group * devices} rows, or give these devices to '
           "the mesh axis 'tensor'."
         )
+
+  def _check_engine(self, stage):
+    """Raises ValueError if an engine outside JAX cannot use these devices."""
+    if stage.engine is None or stage.engine.ranks is None:
+      return
+    mine = jax.process_index()
+    away = [d for d in self.mesh.devices.flat if d.process_index != mine]
+    if away:
+      raise ValueError(
+        f'Stage {stage.name} has an engine outside JAX, and place '
+        f'{self.name!r} has devices of other processes, such as {away[0]}: '
+        'give the stage a place whose devices are of one process.'
+      )
+    rows = rules_lib.mesh_axes(self.mesh, 'B', self.rules)
+    shape = {a: n for a, n in self.mesh.shape.items() if a not in rows}
+    if (ranks := math.prod(shape.values())) not in stage.engine.ranks:
+      raise ValueError(
+        f'Stage {stage.name} has an engine outside JAX, whose model can be '
+        f'divided between {stage.engine.ranks} devices, and the '
+        f'mesh of place {self.name!r} divides it between {ranks} ({shape}): '
+        "give devices to the mesh axis 'data' instead, which hold copies."
+      )
 
   def ambient(self):
     """The context of this mesh, in which checkpoints are read to it."""

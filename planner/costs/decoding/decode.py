@@ -11,15 +11,14 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
 
 import numpy as np
 
 from planner.costs.decoding import completions
+from planner.costs.decoding import speed as speed_lib
 from planner.costs.measured import Estimate, Tag
 from planner.costs.mesh import collectives
 from planner.costs.work import NONE, StageWork, Work
-from planner.ir import plan as plan_lib
 
 Parts = dict[str, Estimate]
 
@@ -45,8 +44,9 @@ class DecodeWork:
     max_rows: maximum number of active rows, on the devices that hold one copy
       of the parameters. Without an engine, each call decodes its rows in so
       many slots, which take as long where they are empty.
-    is_separate: whether the engine is a program of its own, which runs on the
-      first device of its place and holds its own copy of the parameters.
+    cache_shards: most devices that divide the keys and values of an engine.
+    is_separate: whether the engine is a program of its own, which holds its own
+      copies of the parameters, as many and divided as its place's mesh says.
     known: origin of the lengths.
   """
 
@@ -60,6 +60,7 @@ class DecodeWork:
   engine: bool = False
   budget: float = math.inf
   max_rows: float = math.inf
+  cache_shards: float = math.inf
   is_separate: bool = False
   known: Tag = 'assumed'
 
@@ -81,13 +82,11 @@ class DecodeWork:
       placement: its placement.
       rows: rows of a micro-batch, which an engine ignores.
     """
-    if self.is_separate:
-      placement = plan_lib.Placement(placement.devices[:1])
     axes, (at, pieces) = placement.axes, node.piece
     there = max(flow.values[v].shape[0] for v in node.rows)
     parameters = collectives.Parameters(flow, node, model.layout)
     copies, ways = model.layout.row_ways(axes), parameters.ways(axes)
-    speed = decode_speed(self, rows, model, parameters, placement)
+    speed = speed_lib.decode_speed(self, rows, model, parameters, placement)
     once, again = speed.gather + model.cluster.device.launch_seconds, 0
     slotted = not self.engine and self.max_rows * copies < rows
     if self.engine:
@@ -97,6 +96,8 @@ class DecodeWork:
       last = [math.ceil(groups * k / pieces) - 1 for k in (at, at + 1)]
       steps = ends[last[1]] - (ends[last[0]] if at else 0.0)
       prompts = 0.0 if at else speed.read(each)
+      if self.is_separate:
+        once += self._sent(parameters, axes, model.cluster.device)
       once = 0.0 if at else once
     elif slotted:
       again, each = there / rows, rows // copies
@@ -123,8 +124,26 @@ class DecodeWork:
     """Returns the active rows on devices that hold one copy of the model."""
     rows = min(rows, self.max_rows)
     if self.kept:
-      rows = min(rows, self.budget * ways // self.kept)
+      shards = min(ways, self.cache_shards)
+      rows = min(rows, self.budget * shards // self.kept)
     return int(max(1, rows))
+
+  def _copy_bytes(self, parameters) -> float:
+    """Returns the bytes of one copy of the parameters, in an engine's type."""
+    types = self.step.full_batch.matmul
+    item = max(map(collectives.item_bytes, types), default=0)
+    return sum(math.prod(value.shape) * item for value in parameters.read)
+
+  def _sent(self, parameters, axes, device) -> float:
+    """Returns the seconds in which an engine takes over new parameters.
+
+    On one device they are copied. To the processes of several, they are written
+    to the host's memory once, from which each reads its share.
+    """
+    size = self._copy_bytes(parameters)
+    if not axes:
+      return 2 * size / device.memory_bandwidth
+    return size * (1 + 1 / parameters.ways(axes)) / device.host_bandwidth
 
   def bytes(self, flow, node, axes, layout, pieces: int, rows) -> Parts:
     """Returns the bytes on a device while rows are decoded, by component.
@@ -137,7 +156,6 @@ class DecodeWork:
       pieces: number of pieces of the batch.
       rows: rows of a micro-batch; None for all.
     """
-    axes = () if self.is_separate else axes
     there = max(flow.values[v].shape[0] for v in node.rows)
     parameters = collectives.Parameters(flow, node, layout)
     copies, ways = layout.row_ways(axes), parameters.ways(axes)
@@ -149,7 +167,7 @@ class DecodeWork:
     item = max(map(collectives.item_bytes, work.per_row.matmul), default=0)
     kept = slots * self.kept / ways
     if self.is_separate:
-      own = sum(math.prod(value.shape) * item for value in parameters.read)
+      own = self._copy_bytes(parameters) / ways
       return {
         'keys and values of the engine': Estimate(self.budget, 'modeled'),
         "the engine's copy of parameters": Estimate(own, 'modeled'),
@@ -241,6 +259,7 @@ def of_engine(call: StageWork, cost) -> DecodeWork:
     engine=True,
     budget=cost.cache_bytes,
     max_rows=cost.max_rows,
+    cache_shards=cost.cache_shards,
     is_separate=True,
   )
 
@@ -272,107 +291,7 @@ def longest(lengths, rows: float) -> float:
   return float(np.sum(1 - np.minimum(share, 1.0) ** rows))
 
 
-class LinearTime(NamedTuple):
-  """Seconds of a step: fixed, for each row, and for each token of context."""
-
-  fixed: float
-  row: float
-  token: float = 0.0
-
-  def at(self, rows, context=0.0):
-    return self.fixed + rows * (self.row + self.token * context)
-
-
-class DecodeSpeed(NamedTuple):
-  """Seconds of a step on devices that share one copy, a `completions.Step`.
-
-  Attributes:
-    arithmetic: seconds of arithmetic, which overlap with `traffic`.
-    traffic: seconds of memory traffic.
-    communication: seconds of communication and of gaps between kernels, which
-      do not overlap.
-    prompts: seconds of prefilling, of arithmetic and of traffic.
-    gather: seconds of gathering parameters.
-  """
-
-  arithmetic: LinearTime
-  traffic: LinearTime
-  communication: LinearTime
-  prompts: tuple[LinearTime, LinearTime]
-  gather: float
-
-  def __call__(self, rows, context=0.0):
-    longer = np.maximum(
-      self.arithmetic.at(rows, context), self.traffic.at(rows, context)
-    )
-    return longer + self.communication.at(rows)
-
-  def read(self, rows: float) -> float:
-    return max(line.at(rows) for line in self.prompts)
-
-
-def decode_speed(
-  decode: DecodeWork, rows, model, parameters, placement
-) -> DecodeSpeed:
-  """Returns the seconds of a step on a placement.
-
-  Args:
-    decode: the work of the stage.
-    rows: active rows.
-    model: a `roofline.Roofline`.
-    parameters: the parameters of the stage.
-    placement: its placement.
-  """
-  device, assumed = model.cluster.device, model.assumed
-  axes = placement.axes
-  ways, copies = parameters.ways(axes), model.layout.row_ways(axes)
-
-  def lines(call, token=NONE):
-    some = call.fixed, call.per_row, token
-    arithmetic, traffic = [], []
-    for work in some:
-      other = work.other_flops / (
-        device.vector_flops * assumed.vector_efficiency
-      )
-      products = sum(
-        flops / (device.peak(kind) * assumed.matmul_efficiency)
-        for kind, flops in work.matmul.items()
-      )
-      arithmetic.append((other + products) / ways)
-      moved = work.bytes_moved / (
-        device.memory_bandwidth * assumed.memory_efficiency
-      )
-      traffic.append(moved / ways)
-    return LinearTime(*arithmetic), LinearTime(*traffic)
-
-  def communication_seconds(rows, gather):
-    spent = 0.0
-    for part in collectives.communication(
-      parameters, step.at(rows * copies), axes
-    ):
-      if part.what.startswith('gather') == gather:
-        link = model.axis_links.link(placement, part.axis)
-        spent += (
-          link.seconds(part.size, part.messages) * assumed.exposed_communication
-        )
-    return spent
-
-  step = decode.step.near(rows)
-  gaps = step.at(rows).kernels * device.kernel_gap_seconds
-  one = communication_seconds(1, False)
-  more = communication_seconds(2, False) - one
-  arithmetic, traffic = lines(step, decode.token)
-  prompts = lines(decode.prompt.near(rows))
-  return DecodeSpeed(
-    arithmetic,
-    traffic,
-    LinearTime(gaps + one - more, more),
-    prompts,
-    communication_seconds(1, True),
-  )
-
-
-def _slots_step(speed: DecodeSpeed, slots: int, rows: int, context):
+def _slots_step(speed: speed_lib.DecodeSpeed, slots: int, rows: int, context):
   """Seconds of a step; the last quarter of the slots have a smaller loop."""
   few = slots // 4
   return speed(few if rows <= few else slots, context)
@@ -380,7 +299,11 @@ def _slots_step(speed: DecodeSpeed, slots: int, rows: int, context):
 
 @functools.lru_cache(1024)
 def _ends(
-  decode: DecodeWork, speed: DecodeSpeed, rows: int, slots: int, copies: int
+  decode: DecodeWork,
+  speed: speed_lib.DecodeSpeed,
+  rows: int,
+  slots: int,
+  copies: int,
 ):
   """Returns when the first k groups finish on a typical copy, [groups].
 

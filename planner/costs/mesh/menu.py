@@ -1,6 +1,7 @@
 """The meshes that a place of some stages may have."""
 
 from collections.abc import Sequence
+import math
 
 from planner.costs.mesh import layout as layout_lib
 from planner.ir import graph
@@ -15,7 +16,8 @@ def meshes(
 ) -> Sequence[layout_lib.Axes]:
   """Returns the meshes that a place of some stages may have, if any.
 
-  Axes without rows stay within a node, as they communicate in every layer.
+  Axes without rows stay within a node, as they communicate in every layer. So
+  does an engine outside JAX, which belongs to one process.
 
   Args:
     flows: those of a step, and of an evaluation where there is one, whose
@@ -25,6 +27,13 @@ def meshes(
     stages: names of the stages.
     devices: number of devices of the place.
   """
+  engines = any(
+    node.name in stages and _is_engine(node)
+    for flow in flows
+    for node in flow.nodes
+  )
+  if engines and devices > devices_per_node:
+    return ()
   letters = {
     letter
     for flow in flows
@@ -80,7 +89,10 @@ def can_share(
   axes: layout_lib.Axes,
   rows: int | None = None,
 ) -> bool:
-  """Whether a node's rows can be divided among devices in whole groups.
+  """Whether devices can share a node's rows in whole groups.
+
+  The devices of an engine outside JAX need not have as many rows each, but must
+  be able to divide its model.
 
   Args:
     layout: of values on meshes.
@@ -89,10 +101,21 @@ def can_share(
     axes: of the mesh.
     rows: of a micro-batch; None for all.
   """
-  if graph.is_plumbing(node) or node.stage.host or not axes:
+  if graph.is_plumbing(node) or not axes:
     return True
+  if node.stage.host:
+    ranks = math.prod(n for _, n in layout.without_rows(axes))
+    return not _is_engine(node) or ranks in node.stage.engine.ranks
   ways = layout.row_ways(axes)
   return all(
     (rows or flow.values[v].shape[0]) // node.stage.group_size % ways == 0
     for v in node.rows
   )
+
+
+def _is_engine(node: graph.Node) -> bool:
+  """Whether a node is an engine outside JAX that may divide its model."""
+  if graph.is_plumbing(node) or not node.stage.host:
+    return False
+  engine = node.stage.engine
+  return engine is not None and engine.ranks is not None

@@ -155,7 +155,7 @@ class PlanCompiler:
 
   def _compile(self, place, flow, node, donate, passed):
     """Compiles a call, and remembers what the compiler says of it."""
-    place.check_rows(flow, node)
+    place.check_node(flow, node)
     start = time.perf_counter()
     with partitioner.captured_warnings() as rematerialized:
       compiled = place.compile(flow, node, donate, passed)

@@ -1,5 +1,7 @@
 """The modeled cost of an inference engine outside JAX."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -34,19 +36,24 @@ def shapes(params, prompt, key_B):
   )
 
 
-def model(max_rows=64, engine=True, devices=2):
+def model(max_rows=64, engine=True, devices=2, groups=8, ranks=None):
   """The flow of GRPO whose prompts an engine completes, and its costs."""
   policy = tiny.policy(length=LENGTH)
-  cost = stages.EngineCost(policy.act, CACHE, 1e6, max_rows)
+  cost = stages.EngineCost(policy.act, CACHE, 1e6, max_rows, ranks)
   policy = policy._replace(
     act=None, out_shapes=shapes, engine=cost if engine else None
   )
   workflow = workflows.grpo(policy, tiny.even, optax.sgd(0.1), group_size=GROUP)
-  flow = tiny.trace(workflow, tiny.problem())
+  flow = tiny.trace(workflow, tiny.problem(groups))
   there = cluster_lib.Cluster(DEVICE, devices, devices, LINK, LINK)
   return flow, roofline.Roofline(
     flow, count.of_flow(flow), there, rules.DEFAULT
   )
+
+
+def parameter_bytes():
+  params = jax.eval_shape(tiny.policy().init, jax.random.key(0))
+  return sum(4 * leaf.size for leaf in jax.tree.leaves(params))
 
 
 def generate(flow):
@@ -55,6 +62,14 @@ def generate(flow):
 
 def seconds(flow, costs, placement=plan_lib.Placement(), rows=None):
   return costs.seconds(flow, generate(flow), placement, rows)
+
+
+def parts(flow, costs, **axes):
+  """Components of the seconds of generating on a mesh of two devices or one."""
+  placement = plan_lib.Placement()
+  if axes:
+    placement = plan_lib.Placement((0, 1), tuple(axes.items()))
+  return costs.explain(flow, generate(flow), placement)
 
 
 def test_an_engine_takes_a_step_for_each_token_of_its_longest_row():
@@ -75,22 +90,72 @@ def test_rows_beyond_the_most_at_once_wait():
   assert 1.2 * at_once < in_turns  # Each turn reads the parameters.
 
 
-def test_more_devices_do_not_help_an_engine_that_runs_on_one():
+def test_ranks_share_the_model_and_copies_share_the_rows():
   flow, costs = model()
-  two = plan_lib.Placement((0, 1), (('data', 2),))
-  assert seconds(flow, costs, two) == seconds(flow, costs)
+  one = parts(flow, costs)['steps until rows end'].value
+  divided = parts(flow, costs, tensor=2)['steps until rows end'].value
+  assert divided == pytest.approx(one / 2, rel=0.02)
+  half = parts(*model(groups=4))['steps until rows end'].value
+  for axis in ('data', 'fsdp'):
+    copied = parts(flow, costs, **{axis: 2})['steps until rows end'].value
+    assert copied == pytest.approx(half, rel=0.02)
+
+
+def test_new_parameters_reach_ranks_through_the_memory_of_the_host():
+  flow, costs = model()
+  size, sent = parameter_bytes(), 'parameters, launch'
+  here = parts(flow, costs)[sent].value
+  assert here == pytest.approx(2 * size / DEVICE.memory_bandwidth, rel=0.01)
+  ranks = parts(flow, costs, tensor=2)[sent].value
+  assert ranks == pytest.approx(1.5 * size / DEVICE.host_bandwidth, rel=0.01)
+
+
+def test_ranks_add_up_twice_a_layer_and_once_for_the_embedding():
+  flow, costs = model()
+  slow = cluster_lib.Link(1.0, 1e30)  # A second a message, however long.
+  there = cluster_lib.Cluster(DEVICE, 2, 2, slow, slow)
+  slow = roofline.Roofline(flow, costs.works, there, rules.DEFAULT)
+  step = 'steps until rows end'
+  spent = parts(flow, slow, tensor=2)[step].value
+  spent -= parts(flow, costs, tensor=2)[step].value
+  layers, passes = 2, LENGTH + 1  # The prompt is a pass of its own.
+  assert spent == pytest.approx((2 * layers + 1) * passes, rel=1e-3)
+
+
+def test_ranks_hold_a_part_of_the_model_and_a_cache_each():
+  flow, costs = model()
+  call = costs.works['generate']
+  found = call.bytes(
+    flow, generate(flow), (('tensor', 2),), costs.layout, 1, None
+  )
+  assert found['keys and values of the engine'].value == CACHE
+  assert found["the engine's copy of parameters"].value == pytest.approx(
+    parameter_bytes() / 2, rel=0.01
+  )
+  # Heads of keys that are fewer than the ranks are copied.
+  few = dataclasses.replace(call, kept=CACHE / 8, cache_shards=2)
+  assert [few.slots(1000, ways) for ways in (1, 2, 4)] == [8, 16, 16]
+
+
+def test_places_divide_the_model_of_an_engine_as_it_can():
+  for allowed, want in ((None, {1, 2}), ((1, 4), {1}), ((1, 2), {1, 2})):
+    flow, costs = model(devices=4, ranks=allowed)
+    found = costs.axes(('generate',), 4)
+    assert {dict(axes).get('tensor', 1) for axes in found} == want
+  nodes = cluster_lib.Cluster(DEVICE, 4, 2, LINK, LINK)
+  several = roofline.Roofline(flow, costs.works, nodes, rules.DEFAULT)
+  assert several.axes(('generate',), 2)
+  assert not several.axes(('generate',), 4)  # Of two processes.
 
 
 def test_an_engine_needs_its_cache_and_its_own_parameters():
   flow, costs = model()
   plan = plan_lib.one_place(flow.stages, plan_lib.Placement())
   parts = costs.explain_memory(flow, plan, 'all')
-  params = jax.eval_shape(tiny.policy().init, jax.random.key(0))
-  size = sum(4 * leaf.size for leaf in jax.tree.leaves(params))
   found = {name.split(',')[0]: number.value for name, number in parts.items()}
   assert found['keys and values of the engine'] == CACHE
   assert found["the engine's copy of parameters"] == pytest.approx(
-    size, rel=0.01
+    parameter_bytes(), rel=0.01
   )
 
 

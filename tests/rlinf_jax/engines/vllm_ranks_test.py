@@ -1,13 +1,9 @@
 """vLLM on several devices: each has a process, and a shard or a copy."""
 
-import os
-import signal
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from rlinf_jax.engines import vllm_engine
 from sharding import mesh as mesh_lib

@@ -55,7 +55,7 @@ def test_the_meshes_offered_are_those_that_places_accept(flow, works, devices):
       for v in flow.values:
         place.layout(v)
       for n in flow.nodes:
-        place.check_rows(flow, n)
+        place.check_node(flow, n)
     except ValueError:
       return False
     return True
