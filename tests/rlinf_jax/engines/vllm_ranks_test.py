@@ -1,16 +1,34 @@
-"""vLLM on several devices: each has a process, and a shard or a copy."""
+"""vLLM on several devices: each has a process, with a shard or a copy."""
 
-import time
+import dataclasses
+import os
+import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import psutil
+import pytest
 
+from planner.ir import plan as plan_lib
 from rlinf_jax.engines import vllm_engine
+from rlinf_jax.runtime import local
 from sharding import mesh as mesh_lib
 from sharding import rules
+from stages import workflows
+from stages.learn import optimizers
+import tiny
 import vllm_models
 
 pytestmark = vllm_models.marks
+
+
+@pytest.fixture(scope='module')
+def divided(case):
+  """The policy of the model, whose parameters two devices divide."""
+  policy = case.policy()
+  yield policy, placed(policy.init(jax.random.key(0)), tensor=2)
+  engine(case).close()
 
 
 def placed(params, **axes):
@@ -26,31 +44,97 @@ def placed(params, **axes):
   return jax.tree_util.tree_map_with_path(put, params)
 
 
-def engines(case, *devices):
-  """The engine of each copy of the model."""
+def engine(case, devices=(0, 1), processes=2):
+  """The engine of one copy of the model."""
+  settings = dataclasses.replace(
+    case.settings, devices=devices, processes=processes
+  )
+  return vllm_engine.get(settings)
+
+
+def ranks():
+  """The processes of vLLM's ranks."""
   return [
-    vllm_engine.get(
-      case.settings._replace(devices=own, processes=sum(map(len, devices)))
-    )
-    for own in devices
+    child
+    for child in psutil.Process().children(recursive=True)
+    if 'Worker' in ' '.join(child.cmdline())  # A title that vLLM sets.
   ]
 
 
-def test_a_divided_model_completes_as_one_that_is_not(case):
-  policy, prompt = case.policy(), vllm_models.prompts(32)
-  for seed in range(2):
-    params = jax.tree.map(
-      lambda x: x * (1 + 0.1 * seed), policy.init(jax.random.key(0))
-    )
-    t = time.time()
-    got = vllm_models.act(policy, placed(params, tensor=2), prompt, greedy=True)
-    print('tp', time.time() - t)
-    t = time.time()
-    want = vllm_models.act(policy, params, prompt, greedy=True)
-    print('one', time.time() - t)
-    np.testing.assert_array_equal(got.action, want.action)
-    vllm_models.assert_close_where_real(got.logp, want.logp, got.mask)
+def assert_same(got, want):
+  np.testing.assert_array_equal(got.action, want.action)
+  np.testing.assert_array_equal(got.mask, want.mask)
+  vllm_models.assert_close_where_real(got.logp, want.logp, got.mask)
+
+
+def test_after_every_update_greedy_completions_are_those_of_one_rank(
+  case, divided
+):
+  policy, params = divided
+  prompt, seen = vllm_models.prompts(32), []
+  for seed in range(3):
+    params = jax.tree.map(lambda x: x * (1 + 0.2 * seed), params)
+    got = vllm_models.act(policy, params, prompt, greedy=True)
+    whole = jax.tree.map(np.asarray, params)
+    one = jax.device_put(whole, jax.devices()[0])
+    assert_same(got, vllm_models.act(policy, one, prompt, greedy=True))
     own = case.policy(engine=None)
-    own = vllm_models.act(own, params, prompt, greedy=True)
-    np.testing.assert_array_equal(got.action, own.action)
-    vllm_models.assert_close_where_real(got.logp, own.logp, got.mask)
+    assert_same(got, vllm_models.act(own, one, prompt, greedy=True))
+    seen.append(np.asarray(got.action).tobytes())
+  assert len(set(seen)) == 3 and len(ranks()) == 2
+
+
+def test_samples_are_of_the_distribution_of_the_updated_model(case, divided):
+  policy, params = divided
+  prompt = vllm_models.prompts()
+  x, again = (vllm_models.act(policy, params, prompt, seed=1) for _ in range(2))
+  tiny.assert_same_bits(x, again)
+  want = case.policy(engine=None).evaluate(
+    jax.tree.map(np.asarray, params),
+    prompt,
+    jnp.asarray(x.action),
+    group_size=vllm_models.GROUP,
+  )
+  vllm_models.assert_close_where_real(x.logp, want.logp, x.mask)
+
+
+def test_a_plan_gives_the_devices_of_a_place_to_vllm(case, divided):
+  del divided
+  workflow = workflows.grpo(
+    case.policy(),
+    tiny.even_on_host,
+    optimizers.adamw(3e-3),
+    group_size=vllm_models.GROUP,
+  )
+  batch = tiny.problem(8)
+  step = tiny.trace(workflow, batch)
+  tensor = {'devices': [0, 1], 'axes': [['tensor', 2]]}
+  places = {'actor': tensor, 'learner': {'devices': [2]}}
+  where = {'generate': 'actor', '*': 'learner'}
+  runtime = local.LocalRuntime(
+    plan_lib.parse({'places': places, 'stages': where}, step.stages),
+    step=step,
+  )
+  runtime.load(workflow.init(jax.random.key(0)))
+  sent = engine(case).weight_version
+  for i in range(2):
+    info = jax.device_get(runtime.step(batch, jax.random.key(i)))
+    # With the parameters of the step before, the gap would be large.
+    assert 0 < info['rollout/logprob_gap_mean'].value()[''] < 1e-4
+    assert info['rollout/logprob_gap_max'].value()[''] < 1e-3
+  assert engine(case).weight_version == sent + 2
+  runtime.close()
+
+
+def test_the_end_of_a_rank_is_named_and_ends_all_ranks(case, divided):
+  policy, params = divided
+  prompt = vllm_models.prompts()
+  left = vllm_models.started(policy, params, prompt, seed=0)
+  processes = ranks()
+  os.kill(processes[1].pid, signal.SIGKILL)
+  words = rf'Rank \d of vLLM \(process {processes[1].pid}\) ended with exit '
+  with pytest.raises(RuntimeError, match=f'{words}code -9.* starts vLLM again'):
+    left.result()
+    # It had ended before: the next request fails.
+    vllm_models.act(policy, params, prompt, seed=1)
+  assert not any(process.is_running() for process in processes)
