@@ -2,7 +2,11 @@
 
 import dataclasses
 import os
+import pathlib
 import signal
+import subprocess
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +16,13 @@ import pytest
 
 from planner.ir import plan as plan_lib
 from rlinf_jax.engines import vllm_engine
+from rlinf_jax.recipes import warm_start
 from rlinf_jax.runtime import local
 from sharding import mesh as mesh_lib
 from sharding import rules
 from stages import workflows
 from stages.learn import optimizers
+from stages.tasks import arithmetic
 import tiny
 import vllm_models
 
@@ -82,6 +88,10 @@ def test_after_every_update_greedy_completions_are_those_of_one_rank(
     assert_same(got, vllm_models.act(own, one, prompt, greedy=True))
     seen.append(np.asarray(got.action).tobytes())
   assert len(set(seen)) == 3 and len(ranks()) == 2
+  # Other machines do not reach them.
+  ports = [port for rank in ranks() for port in rank.net_connections()]
+  open_to = {port.laddr.ip for port in ports if port.status == 'LISTEN'}
+  assert open_to <= {'127.0.0.1', '::1'}
 
 
 def test_samples_are_of_the_distribution_of_the_updated_model(case, divided):
@@ -138,3 +148,74 @@ def test_the_end_of_a_rank_is_named_and_ends_all_ranks(case, divided):
     # It had ended before: the next request fails.
     vllm_models.act(policy, params, prompt, seed=1)
   assert not any(process.is_running() for process in processes)
+
+
+@pytest.mark.claims
+def test_copies_on_a_place_share_the_rows_of_a_call(case):
+  policy = case.policy()
+  params, prompt = policy.init(jax.random.key(0)), vllm_models.prompts(10)
+  both = placed(params, data=2)
+  for settings in ({'greedy': True}, {'seed': 3}):
+    got = vllm_models.act(policy, both, prompt, **settings)
+    assert_same(got, vllm_models.act(policy, params, prompt, **settings))
+  copies = [engine(case, (i,)) for i in range(2)]
+  assert [copy.weight_version for copy in copies] == [1, 1]
+  for copy in copies:
+    copy.close()
+  assert not ranks()
+
+
+@pytest.mark.claims
+@pytest.mark.parametrize('how', [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_a_run_that_is_interrupted_or_killed(how, tmp_path):
+  model = warm_start.checkpoint(
+    str(tmp_path / 'model'),
+    corpus=arithmetic.corpus,
+    vocabulary=64,
+    width=128,  # vLLM's attention on a CPU needs heads of 32.
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    feed_forward=64,
+  )
+  places = {
+    'actor': {'devices': [0, 1], 'axes': [['data', 2]]},
+    'learner': {'devices': [2]},
+  }
+  where = {'generate': 'actor', 'answer': 'actor', '*': 'learner'}
+  folder = tmp_path / 'run'
+  bindings = [
+    f'CHECKPOINT = "{model}"',
+    'STEPS = 1000',
+    'arithmetic.problems.batch_size = 4',
+    'arithmetic.problems.held_out = 8',
+    'arithmetic.problems.held_out_batch = 8',
+    f'train.train.plan = {{"places": {places}, "stages": {where}}}',
+  ]
+  # A terminal interrupts all processes of a session.
+  process = subprocess.Popen(
+    [
+      *('env', '--default-signal=INT', sys.executable, '-m', 'rlinf_jax.main'),
+      *('--gin_file', 'gin_configs/grpo_arithmetic_vllm.gin'),
+      *(f'--gin_bindings={binding}' for binding in bindings),
+      *('--workdir', str(folder)),
+    ],
+    cwd=pathlib.Path(__file__).parents[3],
+    env=os.environ | {'JAX_NUM_CPU_DEVICES': '3'},
+    stdout=subprocess.DEVNULL,
+    start_new_session=True,
+  )
+  lines, deadline = folder / 'metrics.jsonl', time.time() + 300
+  while not lines.exists() or len(lines.read_text().splitlines()) < 2:
+    assert process.poll() is None, 'The run ended before it was interrupted.'
+    assert time.time() < deadline
+    time.sleep(0.2)
+  started = psutil.Process(process.pid).children(recursive=True)
+  assert sum('Worker' in ' '.join(x.cmdline()) for x in started) == 2
+  (os.killpg if how == signal.SIGINT else os.kill)(process.pid, how)
+  code = process.wait(timeout=60)
+  if how == signal.SIGINT:
+    assert code == 130
+    assert list((folder / 'checkpoints').iterdir())
+  _, alive = psutil.wait_procs(started, timeout=30)
+  assert not alive
