@@ -32,6 +32,7 @@ class Stage:
   group_size: int = 1
   host: bool = False
   unbatched = ()
+  engine = None
 
 
 class Drawn(NamedTuple):

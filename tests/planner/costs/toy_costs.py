@@ -29,6 +29,7 @@ class Stage:
   group_size: int = 1
   host: bool = False
   unbatched = (0,)
+  engine = None
 
 
 F32, LAYERS, D, F = np.dtype('float32'), 10, 64, 256
