@@ -55,8 +55,8 @@ class EngineCost(NamedTuple):
   Attributes:
     equivalent: a function in JAX with the arguments and results of the stage,
       and its arithmetic: decoding all rows in a loop.
-    cache_bytes: bytes that an engine reserves for keys and values, on its
-      device.
+    cache_bytes: bytes that an engine reserves for keys and values, on each of
+      its devices; infinite if these are as many as `max_rows` rows need.
     row_cache_bytes: keys and values of a row of an engine, in bytes: its
       prompt, as far as its length is known, and the longest completion.
     max_rows: maximum number of rows that it decodes at once, on the devices

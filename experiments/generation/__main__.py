@@ -57,13 +57,13 @@ def ways(args, config, params, prompt, key_B):
 def vllm_way(args, config, params, prompt, length_B):
   """A function that decodes rows of given lengths with vLLM."""
   # The first sets the environment that vLLM is started in.
-  from rlinf_jax.engines import vllm, vllm_engine
+  from rlinf_jax.engines import vllm, vllm_engine, vllm_start
 
   del vllm
   folder = pathlib.Path(tempfile.mkdtemp())
   huggingface.save(folder, params, config, eos_token_id=long_tail.STOP)
   engine = vllm_engine.get(
-    vllm_engine.Settings(str(folder), 'float32', args.slots, 2**30, None)
+    vllm_start.Settings(str(folder), config, args.slots, None, None)
   )
   request = vllm_engine.Request(
     params,

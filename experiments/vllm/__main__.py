@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlinf_jax.engines import vllm, vllm_engine
+from rlinf_jax.engines import vllm, vllm_engine, vllm_start
 import stages
 from stages import base
 from stages.language import policy_stages
@@ -69,8 +69,8 @@ def main():
     'the path': policy_stages.act(theirs, 'generate', group_size=GROUP),
     'our own loop': policy_stages.act(ours, 'generate', group_size=GROUP),
   }
-  settings = vllm_engine.Settings(
-    checkpoint, huggingface.load_config(checkpoint).dtype, 256, 2**30, None
+  settings = vllm_start.Settings(
+    checkpoint, huggingface.load_config(checkpoint), 256, None, None
   )
   rates = {name: [] for name in (*acts, 'bare')}
   for turn in range(rounds + 1):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import dataclasses
 import hashlib
 import importlib.util
+import math
 import os
 from typing import Any
 
@@ -18,7 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlinf_jax.engines import vllm_engine, vllm_place, vllm_start
+from rlinf_jax.engines import (
+  vllm_engine,
+  vllm_memory,
+  vllm_place,
+  vllm_start,
+)
 import stages
 from stages import base, ranges
 from stages.language import sample
@@ -52,7 +58,7 @@ def engine(
   stop: tuple[int, ...],
   sampling: sample.Sampling,
   max_num_seqs: int = 256,
-  kv_cache_memory_bytes: int = 2**30,
+  kv_cache_memory_bytes: int | None = None,
   max_model_len: int | None = None,
 ) -> base.Policy:
   """Returns `policy` with vLLM generating; it is evaluated as before.
@@ -67,7 +73,8 @@ def engine(
     sampling: distribution to sample from. Among logits that are equal at the
       edge of top-p, vLLM keeps one and the policy keeps all.
     max_num_seqs: maximum number of completions decoded at once.
-    kv_cache_memory_bytes: memory of each device for keys and values.
+    kv_cache_memory_bytes: memory of each device for keys and values; that of
+      `max_num_seqs` completions if None, as far as the device has it left.
     max_model_len: maximum tokens of a prompt and its completion together; that
       of the first call if None.
 
@@ -78,7 +85,7 @@ def engine(
   _check_supported(checkpoint, config, sampling)
   shared = vllm_start.Settings(
     checkpoint,
-    config.dtype,
+    config,
     max_num_seqs,
     kv_cache_memory_bytes,
     max_model_len,
@@ -88,15 +95,14 @@ def engine(
   draw['top_k'] = sampling.top_k if sampling.top_k < config.V else 0
   limits = {'max_tokens': response_length, 'stop_token_ids': list(stop)}
   generator = _Generator(shared, names, response_length, draw, limits)
-  item = jnp.dtype(config.dtype).itemsize
-  token_bytes = 2 * config.L * config.K * config.W * item
+  token_bytes = vllm_memory.token_bytes(config)
   return policy._replace(
     act=generator.act,
     out_shapes=generator.out_shapes,
     resume=generator.resume,
     engine=stages.EngineCost(
       policy.act,
-      kv_cache_memory_bytes,
+      kv_cache_memory_bytes or math.inf,
       token_bytes * (max_model_len or response_length),
       max_num_seqs,
       ranks=vllm_place.ranks(config),

@@ -39,7 +39,7 @@ class Instance:
     vllm_weights.sync_omp_threads()
     self._shared, self._processes, self._dead = None, [], None
     if settings.processes:
-      self._shared = vllm_weights.SharedTensors(settings.dtype)
+      self._shared = vllm_weights.SharedTensors(settings.config.dtype)
       executor = self.llm.engine_core.engine_core.model_executor
       self._processes = [rank.proc for rank in executor.workers]
       threading.Thread(

@@ -8,6 +8,9 @@ import warnings
 
 import jax
 
+from rlinf_jax.engines import vllm_memory
+from stages.models import transformer
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -15,9 +18,10 @@ class Settings:
 
   Attributes:
     checkpoint: folder whose configuration is read.
-    dtype: type of the arithmetic.
+    config: dimensions of the model, and the type of its arithmetic.
     max_num_seqs: maximum number of completions decoded at once.
-    kv_cache_memory_bytes: memory of each device for keys and values.
+    kv_cache_memory_bytes: memory of each device for keys and values; that of
+      `max_num_seqs` completions if None, as far as it is free.
     max_model_len: maximum tokens of a prompt and its completion together; that
       of the first request if None.
     devices: numbers of the devices that divide the model; one if it is empty.
@@ -26,9 +30,9 @@ class Settings:
   """
 
   checkpoint: str
-  dtype: str
+  config: transformer.Config
   max_num_seqs: int
-  kv_cache_memory_bytes: int
+  kv_cache_memory_bytes: int | None
   max_model_len: int | None
   devices: tuple[int, ...] = ()
   processes: int = 0
@@ -43,6 +47,15 @@ def start(settings: Settings, max_model_len: int, enable_sleep: bool):
     enable_sleep: whether the engine must be able to release its memory.
   """
   cpu = jax.default_backend() == 'cpu'
+  cache = settings.kv_cache_memory_bytes
+  if cache is None:
+    cache = vllm_memory.reserved(
+      settings.config,
+      settings.max_num_seqs,
+      max_model_len,
+      settings.devices,
+      settings.processes,
+    )
   if cpu:
     # Compiling takes half a minute and a compiler, and gains little.
     os.environ.setdefault('TORCH_COMPILE_DISABLE', '1')
@@ -57,13 +70,13 @@ def start(settings: Settings, max_model_len: int, enable_sleep: bool):
     return vllm.LLMEngine.from_engine_args(
       vllm.EngineArgs(
         model=settings.checkpoint,
-        dtype=settings.dtype,
+        dtype=settings.config.dtype,
         load_format='dummy',
         skip_tokenizer_init=True,
         enforce_eager=cpu,
         max_model_len=max_model_len,
         max_num_seqs=settings.max_num_seqs,
-        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+        kv_cache_memory_bytes=cache,
         tensor_parallel_size=max(1, len(settings.devices)),
         distributed_executor_backend='mp' if settings.processes else None,
         device_ids=None if cpu else [*settings.devices] or None,

@@ -40,7 +40,7 @@ class DecodeWork:
       in which they finish. Otherwise each piece is decoded by itself until its
       last row has finished, as in a loop in JAX.
     budget: bytes on a device for the keys and values of an engine, which it
-      reserves as it starts.
+      reserves as it starts; infinite if it reserves those of `max_rows` rows.
     max_rows: maximum number of active rows, on the devices that hold one copy
       of the parameters. Without an engine, each call decodes its rows in so
       many slots, which take as long where they are empty.
@@ -123,7 +123,7 @@ class DecodeWork:
   def slots(self, rows: float, ways: int) -> int:
     """Returns the active rows on devices that hold one copy of the model."""
     rows = min(rows, self.max_rows)
-    if self.kept:
+    if self.kept and math.isfinite(self.budget):
       shards = min(ways, self.cache_shards)
       rows = min(rows, self.budget * shards // self.kept)
     return int(max(1, rows))
@@ -168,8 +168,10 @@ class DecodeWork:
     kept = slots * self.kept / ways
     if self.is_separate:
       own = self._copy_bytes(parameters) / ways
+      needed = self.max_rows * self.kept / min(ways, self.cache_shards)
+      cache = self.budget if math.isfinite(self.budget) else needed
       return {
-        'keys and values of the engine': Estimate(self.budget, 'modeled'),
+        'keys and values of the engine': Estimate(cache, 'modeled'),
         "the engine's copy of parameters": Estimate(own, 'modeled'),
       }
     return {

@@ -1,6 +1,7 @@
 """The modeled cost of an inference engine outside JAX."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +133,12 @@ def test_ranks_hold_a_part_of_the_model_and_a_cache_each():
   assert found["the engine's copy of parameters"].value == pytest.approx(
     parameter_bytes() / 2, rel=0.01
   )
+  # Without a number, it reserves what all its rows need.
+  enough = dataclasses.replace(call, kept=3e6, budget=math.inf, max_rows=7)
+  for axes, want in (((), 21e6), ((('tensor', 2),), 21e6 / 2)):
+    found = enough.bytes(flow, generate(flow), axes, costs.layout, 1, None)
+    assert found['keys and values of the engine'].value == want
+    assert enough.slots(1000, 1) == 7
   # Heads of keys that are fewer than the ranks are copied.
   few = dataclasses.replace(call, kept=CACHE / 8, cache_shards=2)
   assert [few.slots(1000, ways) for ways in (1, 2, 4)] == [8, 16, 16]

@@ -11,8 +11,9 @@ import optax
 import pytest
 
 from planner.ir import plan as plan_lib
-from rlinf_jax.engines import vllm, vllm_place
+from rlinf_jax.engines import vllm, vllm_memory, vllm_place
 from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.sweep import capacity
 from sharding import mesh as mesh_lib
 import stages
 from stages import workflows
@@ -85,6 +86,35 @@ def test_a_model_that_vllm_would_get_wrong_is_refused(
 def test_ranks_divide_heads_units_and_the_padded_vocabulary(settings, want):
   config = transformer.Config(**SMALL | settings)
   assert vllm_place.ranks(config) == want
+
+
+def test_engines_reserve_what_rows_need_or_what_is_left(monkeypatch):
+  settings = {'H': 4, 'K': 2, 'W': 8, 'L': 3, 'D': 16, 'F': 32, 'V': 64}
+  config = transformer.Config(**SMALL | settings)
+  params = transformer.init_params(config, jax.random.key(0))
+  size = sum(4 * x.size for x in jax.tree.leaves(params))
+  assert vllm_memory.parameter_bytes(config) == size
+  token = 3 * 2 * 2 * 8 * 4  # Layers, keys and values, heads, width, bytes.
+  for n, want in ((1, token), (2, token / 2), (4, token / 2)):
+    assert vllm_memory.token_bytes(config, n) == want
+  free = 1e12
+  monkeypatch.setattr(vllm_memory, 'free_bytes', lambda *args: free)
+  block = 128 * token
+  # 130 tokens take two blocks.
+  assert vllm_memory.reserved(config, 5, 130) == (5 * 2 + 1) * block
+  two = vllm_memory.reserved(config, 5, 130, (0, 1), 2)
+  assert two == (5 * 2 + 1) * block / 2
+  free = (size + 4 * block) / 0.9 + 1
+  assert vllm_memory.reserved(config, 5, 130) == pytest.approx(4 * block, abs=1)
+  free = (size + 2 * block) / 0.9
+  with pytest.raises(ValueError, match='one completion of 130 tokens.*free: '):
+    vllm_memory.reserved(config, 5, 130)
+
+
+def test_processes_of_a_place_share_the_free_memory(monkeypatch):
+  monkeypatch.setattr(capacity, 'available_memory', lambda: 12e9)
+  found = [vllm_memory.free_bytes((0,), n) for n in (0, 1, 3)]
+  assert found == [12e9, 12e9, 4e9]
 
 
 def placed(**axes):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlinf_jax.engines import vllm_engine
+from rlinf_jax.engines import vllm_engine, vllm_memory
 from stages.language import sample
 from stages.models import huggingface, lora
 import tiny
@@ -140,6 +140,16 @@ def test_samples_of_a_row_depend_on_its_key_alone(case):
   ).mean() > 0.8
   # Rows of a group share a prompt, but not their samples.
   assert (np.asarray(one.action[0]) != np.asarray(one.action[1])).any()
+
+
+def test_keys_and_values_of_as_many_rows_as_are_decoded_at_once_fit(case):
+  policy = case.policy()
+  params = policy.init(jax.random.key(0))
+  vllm_models.act(policy, params, vllm_models.prompts())
+  settings = vllm_engine.get(case.settings).llm.vllm_config.cache_config
+  # A row takes a block of 128 tokens, and vLLM leaves one empty.
+  assert settings.block_size == vllm_memory.BLOCK
+  assert settings.num_gpu_blocks == vllm_models.ENGINE['max_num_seqs'] + 1
 
 
 def test_parameters_are_sent_only_when_they_change(case):
