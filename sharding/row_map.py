@@ -72,6 +72,41 @@ def map_rows(
   )(params, *rows)
 
 
+def map_heads(
+  fn: Callable,
+  q_BTHW,
+  k_BCKW,
+  v_BCKW,
+  x_BC,
+  rules: rules_lib.Rules = rules_lib.DEFAULT,
+):
+  """Returns `fn` of these, [B, T, H, W], by each device for its rows and heads.
+
+  XLA cannot divide the work of a kernel. Without a mesh, this only calls `fn`.
+
+  Args:
+    fn: attention, by rows and heads.
+    q_BTHW: queries, which devices can share evenly.
+    k_BCKW: keys, likewise.
+    v_BCKW: values.
+    x_BC: what `fn` reads of each key.
+    rules: mesh axes of each letter.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  axes = {*mesh.axis_names} - {*mesh.manual_axes}
+  if not axes:
+    return fn(q_BTHW, k_BCKW, v_BCKW, x_BC)
+  rows, heads = (rules_lib.ambient_axes(x, rules) or None for x in 'BH')
+  by_head = PartitionSpec(rows, None, heads)
+  return jax.shard_map(
+    fn,
+    in_specs=(by_head, by_head, by_head, PartitionSpec(rows)),
+    out_specs=by_head,
+    axis_names=axes,
+    check_vma=False,  # Kernels do not say how their results vary.
+  )(q_BTHW, k_BCKW, v_BCKW, x_BC)
+
+
 def _gather_leaf(axes, dtype, leaf, spec, others):
   """Gathers a parameter over the axes of rows.
 

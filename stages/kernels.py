@@ -14,9 +14,10 @@ from sharding import mesh as mesh_lib
 
 AUTO = 'auto'
 SPLASH = 'splash'  # JAX's kernel for TPUs, in Pallas.
+CUDNN = 'cudnn'  # NVIDIA's kernel, by `jax.nn`.
 CHUNKED = 'chunked'  # Written in JAX, some queries at a time.
-SETTINGS = (AUTO, SPLASH, CHUNKED)
-HARDWARE = {SPLASH: 'tpu'}
+SETTINGS = (AUTO, SPLASH, CUDNN, CHUNKED)
+KERNELS = {'tpu': SPLASH, 'gpu': CUDNN}  # By platform.
 
 
 class Choice(NamedTuple):
@@ -48,33 +49,30 @@ def check(setting: str):
   )
 
 
-def choose(setting: str, obstacle: str | None, is_short: bool) -> Choice:
+def choose(
+  setting: str, obstacle: Callable[[str], str | None], is_short: bool
+) -> Choice:
   """The implementation of attention for the platform that is traced for.
 
   Args:
     setting: a member of `SETTINGS`.
-    obstacle: why the kernel cannot compute this call; None if it can.
+    obstacle: says why a kernel cannot compute this call; None if it can.
     is_short: whether sequences are shorter than a block of the kernel.
 
   Raises:
     ValueError: if the setting asks for a kernel that cannot compute the call.
   """
   platform = mesh_lib.platform()
-  if setting == CHUNKED:
-    choice = Choice(CHUNKED)
-  elif setting == SPLASH:
-    if obstacle:
-      raise ValueError(
-        f'attention={SPLASH!r} cannot compute this model: {obstacle}. Set '
-        f'attention={AUTO!r}, which computes such a call in chunks.'
-      )
-    choice = Choice(SPLASH)
-  elif platform != HARDWARE[SPLASH]:
-    choice = Choice(CHUNKED)
-  elif obstacle or is_short:
-    choice = Choice(CHUNKED, obstacle or 'sequences are short')
-  else:
-    choice = Choice(SPLASH)
+  kernel = KERNELS.get(platform) if setting == AUTO else setting
+  why = kernel and kernel != CHUNKED and obstacle(kernel)
+  if why and setting != AUTO:
+    raise ValueError(
+      f'attention={setting!r} cannot compute this model: {why}. Set '
+      f'attention={AUTO!r}, which computes such a call in chunks.'
+    )
+  if setting == AUTO and kernel and is_short:
+    why = 'sequences are short'
+  choice = Choice(CHUNKED, why) if why else Choice(kernel or CHUNKED)
   found = _chosen.get()
   if found is not None:
     found.setdefault(platform, set()).add(choice)

@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 from planner.costs.mesh import layout as layout_lib
+from planner.counting import kernels
 
 # The mesh axes that divide each dimension of an array.
 Divided = tuple[tuple[str, ...], ...]
@@ -213,7 +214,7 @@ RULES: dict[str, Callable[[Any, list[Divided]], list[Divided]]] = {
   'conv_general_dilated': _unknown,
   'dot_general': _product,
   'gather': _gathered,
-  'pallas_call': _unknown,
+  **dict.fromkeys(kernels.PRIMITIVES, _unknown),
   'ragged_dot_general': _ragged_product,
   'reshape': _reshaped,
   'sharding_constraint': _constrained,

@@ -78,7 +78,7 @@ class WorkCounter(allocation.Allocation):
     name = eqn.primitive.name
     if name in primitives.CONTROL:
       return getattr(self, f'_{name}')(eqn, args)
-    if name == 'pallas_call':
+    if name in kernels.PRIMITIVES:
       return kernels.count(self, eqn, args)
     for key in primitives.CALLS:
       if key in eqn.params and not name.startswith('reduce'):

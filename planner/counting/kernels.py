@@ -9,8 +9,14 @@ import re
 from typing import Any, NamedTuple
 
 SPLASH = re.compile(r'splash_m[hq]a_(fwd|dq|dkv)')
+CUDNN = {
+  'dot_product_attention_fwd_wrapper': 'fwd',
+  'dot_product_attention_bwd_wrapper': 'bwd',
+}
+PRIMITIVES = ('pallas_call', *CUDNN)
 # Products of scores with queries or keys, and with values or their gradients.
-PRODUCTS = {'fwd': (1, 1), 'dq': (2, 1), 'dkv': (2, 2)}
+PRODUCTS = {'fwd': (1, 1), 'dq': (2, 1), 'dkv': (2, 2), 'bwd': (3, 2)}
+TILE = 128  # Assumed of cuDNN: queries and keys of a block.
 OPERATIONS = 5  # On each score: scaled, masked, subtracted, exp, added.
 
 
@@ -18,7 +24,7 @@ class Attention(NamedTuple):
   """A call of a causal attention kernel, whose last query has the last key.
 
   Attributes:
-    phase: 'fwd', or 'dq' and 'dkv' of the backward pass.
+    phase: 'fwd', or 'dq' and 'dkv', or 'bwd' of the backward pass.
     heads: number of heads of queries, of all rows.
     queries: number of queries, T.
     keys: number of keys, C.
@@ -42,8 +48,11 @@ class Attention(NamedTuple):
     """Scores that are computed for a head, in whole blocks."""
     before = self.keys - self.queries
     blocks = sum(
-      -(-(end + before) // self.key_block)
-      for end in range(self.query_block, self.queries + 1, self.query_block)
+      -(
+        -(min(start + self.query_block, self.queries) + before)
+        // self.key_block
+      )
+      for start in range(0, self.queries, self.query_block)
     )
     return blocks * self.query_block * self.key_block
 
@@ -97,8 +106,19 @@ def splash(name: str, shapes, query_block: int, key_block: int) -> Attention:
   )
 
 
+def cudnn(phase: str, shapes) -> Attention:
+  """The call of cuDNN's attention.
+
+  Args:
+    phase: 'fwd' or 'bwd'.
+    shapes: of queries [B, T, H, W], keys [B, T, K, W] and values [B, T, K, V].
+  """
+  (B, T, H, W), k, v = shapes
+  return Attention(phase, B * H, T, k[1], W, v[-1], TILE, TILE)
+
+
 def count(counter, eqn, args) -> list[Any]:
-  """Counts an equation `pallas_call`; returns its results.
+  """Counts an equation of `PRIMITIVES`; returns its results.
 
   Args:
     counter: a `jaxpr_walk.WorkCounter`.
@@ -108,11 +128,7 @@ def count(counter, eqn, args) -> list[Any]:
   Raises:
     NotImplementedError: for a kernel that is not known.
   """
-  name, mapping = eqn.params['name'], eqn.params['grid_mapping']
-  check(name)
-  arrays = [x.aval for x in eqn.invars[mapping.num_index_operands :][:3]]
-  blocks = (x.block_shape[-2].block_size for x in mapping.block_mappings[:2])
-  call = splash(name, [x.shape for x in arrays], *blocks)
+  call, dtype = _call(eqn)
   for variable in args:
     counter.store(variable)
     if variable.partial:
@@ -120,8 +136,21 @@ def count(counter, eqn, args) -> list[Any]:
   made = counter.stored_results(eqn, args)
   counter.moved += sum(counter.read(variable) for variable in args)
   counter.moved += sum(variable.size for variable in made)
-  counter.moved += call.blocks_read * arrays[0].dtype.itemsize
+  counter.moved += call.blocks_read * dtype.itemsize
   counter.kernels += 1
-  counter.add_matmul(str(arrays[0].dtype), call.matmul_flops)
+  counter.add_matmul(str(dtype), call.matmul_flops)
   counter.flops += call.matmul_flops + call.vector_flops
   return made
+
+
+def _call(eqn) -> tuple[Attention, Any]:
+  """Returns the call that an equation makes, and the type of its numbers."""
+  arrays, mapping = [x.aval for x in eqn.invars], eqn.params.get('grid_mapping')
+  if mapping is None:
+    shapes = [x.shape for x in arrays[:3]]
+    return cudnn(CUDNN[eqn.primitive.name], shapes), arrays[0].dtype
+  check(eqn.params['name'])
+  arrays = arrays[mapping.num_index_operands :][:3]
+  blocks = (x.block_shape[-2].block_size for x in mapping.block_mappings[:2])
+  call = splash(eqn.params['name'], [x.shape for x in arrays], *blocks)
+  return call, arrays[0].dtype

@@ -12,7 +12,7 @@ import stages
 from stages import kernels, workflows
 from stages.language import language_model
 from stages.models import transformer
-from stages.models.layers import attention
+from stages.models.layers import attention, cudnn
 from tests.rlinf_jax.runtime.plans import invariance_test
 import tiny
 
@@ -33,21 +33,34 @@ def grpo(implementation):
 
 
 @pytest.mark.parametrize(
-  'place', [pytest.param('one', marks=pytest.mark.claims), 'mixed']
+  ('implementation', 'place'),
+  [
+    ('splash', 'mixed'),
+    pytest.param('splash', 'one', marks=pytest.mark.claims),
+    pytest.param('cudnn', 'mixed', marks=pytest.mark.claims),
+  ],
 )
-def test_the_kernel_changes_no_gradient_of_grpo(place):
+def test_a_kernel_changes_no_gradient_of_grpo(implementation, place):
   batch, key = tiny.problem(rows=8, columns=6), jax.random.key(3)
   state = invariance_test.begin(grpo('chunked'))
   want = grpo('chunked').step(state, batch, key)
-  got = invariance_test.planned(grpo('splash'), state, batch, key, place, {})
+  workflow = grpo(implementation)
+  got = invariance_test.planned(workflow, state, batch, key, place, {})
   invariance_test.same(got, want, 1e-5)
 
 
-def chosen(platform, axes=None, mask=attention.Mask, heads=(4, 2), **settings):
+def chosen(
+  platform,
+  axes=None,
+  mask=attention.Mask,
+  heads=(4, 2),
+  dtype=jnp.float32,
+  **settings,
+):
   """The choice for rows of 128 tokens on a platform that is not here."""
   H, K = heads
   shapes = [(4, T, n, 16) for n in (H, K, K)]
-  arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+  arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
   is_key_BC = jax.ShapeDtypeStruct((4, T), jnp.bool_)
   found = {}
 
@@ -61,11 +74,21 @@ def chosen(platform, axes=None, mask=attention.Mask, heads=(4, 2), **settings):
   return choice
 
 
+def test_a_gpu_gets_cudnn_where_the_type_and_the_machine_allow_it():
+  wrong = 'it computes in float32, and cuDNN in bfloat16'
+  assert chosen('gpu') == kernels.Choice('chunked', wrong)
+  found = chosen('gpu', dtype=jnp.bfloat16)
+  if cudnn.is_here():
+    assert found == kernels.Choice('cudnn')
+  else:
+    why = 'JAX finds no cuDNN on this machine'
+    assert found == kernels.Choice('chunked', why)
+
+
 def test_a_tpu_gets_its_kernel_and_other_hardware_chunks():
   assert chosen('tpu') == kernels.Choice('splash')
   assert chosen('tpu', {'fsdp': 2, 'tensor': 2}) == kernels.Choice('splash')
-  for platform in ('cpu', 'gpu'):
-    assert chosen(platform) == kernels.Choice('chunked')
+  assert chosen('cpu') == kernels.Choice('chunked')
   assert chosen('tpu', implementation='chunked') == kernels.Choice('chunked')
   assert chosen('cpu', implementation='splash') == kernels.Choice('splash')
 
@@ -107,8 +130,8 @@ def test_what_the_kernel_cannot_compute_is_said_and_computed_in_chunks(
 
 
 def test_an_unknown_implementation_is_refused_at_the_door():
-  with pytest.raises(ValueError, match="attention 'cudnn' is not one of"):
-    dataclasses.replace(tiny.CONFIG, attention='cudnn')
+  with pytest.raises(ValueError, match="attention 'flash' is not one of"):
+    dataclasses.replace(tiny.CONFIG, attention='flash')
 
 
 def test_a_stage_knows_what_computes_its_attention():

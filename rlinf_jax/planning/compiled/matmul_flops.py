@@ -9,6 +9,7 @@ import numpy as np
 from planner.counting import kernels
 from rlinf_jax.planning.compiled import hlo
 
+FMHA = 'custom_call_target="__cudnn$fmhaSoftmax'
 PALLAS = 'custom_call_target="tpu_custom_call"'
 FLOATS = ('bf16', 'f32')
 CHUNK = 2**20  # Pairs of positions that are compared at once.
@@ -21,7 +22,7 @@ def matmul_flops(module: hlo.Module) -> float:
 
   A multiply-add is two operations. Those on a single device are counted, by the
   dimensions that the device has, and loops as `hlo.walk` counts them. Of other
-  kernels, attention in Pallas counts, as `kernels.Attention` has it.
+  kernels, attention counts, as `kernels.Attention` has it.
   """
   return sum(
     executed.times * flops(executed.instruction, executed.computation)
@@ -35,6 +36,10 @@ def flops(instruction: hlo.Instruction, computation: hlo.Computation) -> float:
     return _of_convolution(instruction, computation)
   if PALLAS in instruction.attributes:
     return _of_pallas(instruction, computation)
+  if FMHA in instruction.attributes:
+    phase = 'bwd' if f'{FMHA}Backward' in instruction.attributes else 'fwd'
+    shapes = [_operand(instruction, computation, i).shape for i in range(3)]
+    return kernels.cudnn(phase, shapes).matmul_flops
   is_cublas = instruction.opcode == 'custom-call' and CUBLAS.search(
     instruction.attributes
   )

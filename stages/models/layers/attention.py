@@ -14,10 +14,12 @@ from jaxtyping import Array
 
 from sharding import rules
 from stages import kernels
-from stages.models.layers import mixed_precision, splash
+from stages.models.layers import cudnn, mixed_precision, splash
 
 # Scores on a device at once: 2^26 are 256 MiB in float32.
 MAX_LIVE_SCORES = 2**26
+# Keys from which on a kernel is worth its padding.
+SHORTEST = 128
 
 
 class Segment(NamedTuple):
@@ -171,19 +173,46 @@ def attention(
       kernel. Queries of longer sequences attend in chunks, whose scores the
       backward pass computes again.
   """
-  is_short = k_BCKW.shape[1] < splash.LANES
-  obstacle = _obstacle(mask) or splash.obstacle(q_BTHW, k_BCKW)
+  arrays = q_BTHW, k_BCKW, v_BCKW
+  obstacle = functools.partial(_obstacle, q_BTHW, k_BCKW, mask, softcap)
+  is_short = k_BCKW.shape[1] < SHORTEST
   choice = kernels.choose(implementation, obstacle, is_short)
+  if choice.name == kernels.CUDNN:
+    return cudnn.attention(*arrays, mask.key_BC, scale=scale)
   settings = {'scale': scale, 'softcap': softcap}
   if choice.name == kernels.SPLASH:
     group = 0 if mask.segment_BC is None else mask.segment_BC.group
     segment_BC = jnp.where(mask.key_BC, group, splash.PADDING)
-    return splash.attention(q_BTHW, k_BCKW, v_BCKW, segment_BC, **settings)
-  return _in_chunks(q_BTHW, k_BCKW, v_BCKW, mask, max_live_scores, **settings)
+    return splash.attention(*arrays, segment_BC, **settings)
+  return _in_chunks(*arrays, mask, max_live_scores, **settings)
 
 
-def _obstacle(mask: Mask) -> str | None:
-  """Why a kernel cannot compute a mask; None if it can."""
+def _obstacle(q_BTHW, k_BCKW, mask: Mask, softcap, kernel: str) -> str | None:
+  """Why a kernel cannot compute a call; None if it can."""
+  reason = _masked_otherwise(mask) or _uneven(q_BTHW, k_BCKW)
+  if reason or kernel == kernels.SPLASH:
+    return reason or splash.obstacle(q_BTHW)
+  if mask.segment_BT is not None:
+    return 'rows are packed'
+  return cudnn.obstacle(q_BTHW, k_BCKW, softcap)
+
+
+def _uneven(q_BTHW, k_BCKW) -> str | None:
+  """Says what devices cannot share, as each computes its rows and heads."""
+  (B, _, H, _), K = q_BTHW.shape, k_BCKW.shape[2]
+  some = {
+    'B': (B, 'rows'),
+    'H': (H, 'query heads'),
+    'K': (K, 'key-value heads'),
+  }
+  for letter, (size, name) in some.items():
+    if not rules.is_even(letter, size):
+      return f'devices cannot share {size} {name} evenly'
+  return None
+
+
+def _masked_otherwise(mask: Mask) -> str | None:
+  """Says what no kernel knows of a mask; None if it is as theirs are."""
   if mask.block_BT is not None:
     return 'queries attend to later keys of their block'
   if mask.window is not None:

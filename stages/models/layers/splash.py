@@ -10,26 +10,20 @@ import functools
 import jax
 from jax.experimental.pallas.ops.tpu import splash_attention
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from sharding import mesh as mesh_lib
-from sharding import rules
+from sharding import row_map
 
 LANES = 128  # Sequences are padded to a multiple of it.
 BLOCKS = (512, 256, LANES)
 PADDING = -1
 DTYPES = ('bfloat16', 'float32')
-NAMES = {'B': 'rows', 'H': 'query heads', 'K': 'key-value heads'}
 
 
-def obstacle(q_BTHW, k_BCKW) -> str | None:
-  """Why the kernel cannot read such queries and keys; None if it can."""
-  (B, _, H, _), K = q_BTHW.shape, k_BCKW.shape[2]
+def obstacle(q_BTHW) -> str | None:
+  """Why the kernel cannot read such queries; None if it can."""
   if q_BTHW.dtype not in DTYPES:
     return f'it computes in {q_BTHW.dtype}, and the kernel in {DTYPES}'
-  for letter, size in (('B', B), ('H', H), ('K', K)):
-    if not rules.is_even(letter, size):
-      return f'devices cannot share {size} {NAMES[letter]} evenly'
   return None
 
 
@@ -63,19 +57,7 @@ def attention(
   )
   # Rounded once more: the kernel has no scale.
   q_BTHW = (q_BTHW.astype(jnp.float32) * scale).astype(q_BTHW.dtype)
-  mesh = jax.sharding.get_abstract_mesh()
-  axes = {*mesh.axis_names} - {*mesh.manual_axes}
-  if not axes:
-    return local(q_BTHW, k_BCKW, v_BCKW, segment_BC)
-  rows, heads = rules.ambient_axes('B') or None, rules.ambient_axes('H') or None
-  by_head = PartitionSpec(rows, None, heads)
-  return jax.shard_map(
-    local,
-    in_specs=(by_head, by_head, by_head, PartitionSpec(rows)),
-    out_specs=by_head,
-    axis_names=axes,
-    check_vma=False,  # Pallas does not say how its results vary.
-  )(q_BTHW, k_BCKW, v_BCKW, segment_BC)
+  return row_map.map_heads(local, q_BTHW, k_BCKW, v_BCKW, segment_BC)
 
 
 def _local(q_BTHW, k_BCKW, v_BCKW, segment_BC, *, softcap, interpret):

@@ -10,7 +10,7 @@ import pytest
 from planner.costs.mesh import layout
 from planner.counting import count, divisions, kernels
 from sharding import rules
-from stages.models.layers import attention
+from stages.models.layers import attention, cudnn
 
 B, H, K, W = 4, 4, 2, 64
 LAYOUT = layout.Layout(rules.DEFAULT)
@@ -93,6 +93,26 @@ def test_devices_share_the_bytes_of_a_kernel_and_not_its_operations():
 def test_a_kernel_is_counted_on_its_own_hardware_alone():
   assert work('auto', 512, platform='cpu') == work('chunked', 512)
   assert work('auto', 512) == work('splash', 512)
+
+
+def test_cudnn_multiplies_half_as_much_in_a_forward_and_a_backward_kernel():
+  T = 4096
+  shapes = (B, T, H, W), (B, T, K, W), (B, T, K, W)
+  triangle = T * (T + kernels.TILE) / 2
+  for phase, products in (('fwd', 2), ('bwd', 5)):
+    flops = kernels.cudnn(phase, shapes).matmul_flops
+    assert flops == 2 * B * H * triangle * W * products
+
+
+@pytest.mark.skipif(not cudnn.is_here(), reason='JAX finds no cuDNN here.')
+def test_calls_of_cudnn_are_counted_on_a_gpu():
+  T, heads = 4096, B * H
+  for gradient, products in ((False, 2), (True, 2 + 5)):
+    found = work('auto', T, gradient=gradient, platform='gpu')
+    pairs = T * (T + kernels.TILE) / 2
+    assert found.matmul['bfloat16'] == 2 * heads * pairs * W * products
+    half = work('auto', T // 2, gradient=gradient, platform='gpu')
+    assert found.bytes_alive == pytest.approx(2 * half.bytes_alive, rel=0.05)
 
 
 def test_another_kernel_is_refused_by_name():

@@ -1,4 +1,7 @@
-"""The kernel for TPUs, interpreted, against attention in chunks of queries."""
+"""Kernels of attention, against attention in chunks of queries.
+
+That for TPUs is interpreted. The calls of cuDNN are computed by XLA here.
+"""
 
 import functools
 
@@ -73,22 +76,34 @@ def results(name, implementation, settings, dtype='float32'):
   return seen, *gradients
 
 
-@pytest.mark.parametrize(
-  'settings', [{}, {'softcap': 2.0, 'scale': 0.3}], ids=str
-)
-@pytest.mark.parametrize('name', MASKS)
-def test_the_kernel_computes_what_chunks_do(name, settings):
-  got = results(name, 'splash', settings)
-  want = results(name, 'chunked', settings)
+def agree(got, want, tolerance=1e-5):
   for one, other in zip(got, want, strict=True):
-    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
-def test_in_bfloat16_the_kernel_is_as_near_to_float32_as_chunks_are():
+@pytest.mark.parametrize('softcap', [None, 2.0])
+@pytest.mark.parametrize('name', MASKS)
+def test_splash_computes_what_chunks_do(name, softcap):
+  settings = {'softcap': softcap, 'scale': softcap and 0.3}
+  got = results(name, 'splash', settings)
+  agree(got, results(name, 'chunked', settings))
+
+
+@pytest.mark.parametrize('scale', [None, 0.3])
+@pytest.mark.parametrize('name', ['completions', 'prompts'])
+def test_the_call_of_cudnn_means_what_chunks_compute(name, scale):
+  got = results(name, 'cudnn', {'scale': scale})
+  agree(got, results(name, 'chunked', {'scale': scale}))
+
+
+@pytest.mark.parametrize('implementation', ['splash', 'cudnn'])
+def test_in_bfloat16_a_kernel_is_as_near_to_float32_as_chunks_are(
+  implementation,
+):
   want = results('completions', 'chunked', {})
   ours, theirs = (
     results('completions', name, {}, 'bfloat16')
-    for name in ('splash', 'chunked')
+    for name in (implementation, 'chunked')
   )
   for one, other, exact in zip(ours, theirs, want, strict=True):
 
@@ -99,13 +114,22 @@ def test_in_bfloat16_the_kernel_is_as_near_to_float32_as_chunks_are():
     assert error(one) < 2 * error(other)
 
 
+@pytest.mark.parametrize('implementation', ['splash', 'cudnn'])
 @pytest.mark.parametrize(
   'axes', [{'fsdp': 2, 'tensor': 2}, {'data': 2, 'fsdp': 2}], ids=str
 )
-def test_devices_compute_their_own_rows_and_heads(axes):
-  want = results('completions', 'splash', {})
+def test_devices_compute_their_own_rows_and_heads(axes, implementation):
+  want = results('completions', implementation, {})
   mesh = mesh_lib.mesh(jax.devices()[:4], axes)
   with jax.set_mesh(mesh):
-    got = results('completions', 'splash', {})
-  for one, other in zip(got, want, strict=True):
-    np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+    got = results('completions', implementation, {})
+  agree(got, want, 1e-6)
+
+
+@pytest.mark.parametrize('implementation', ['splash', 'cudnn'])
+def test_what_a_backward_pass_computes_again_changes_nothing(implementation):
+  fn = functools.partial(loss, 'prompts', implementation, {})
+  again = jax.checkpoint(fn, policy=jax.checkpoint_policies.nothing_saveable)
+  run = jax.jit(jax.grad(again, (0, 1, 2), has_aux=True))
+  gradients, seen = run(*arrays('prompts'))
+  agree((seen, *gradients), results('prompts', implementation, {}), 1e-6)
