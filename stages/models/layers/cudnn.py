@@ -15,6 +15,7 @@ from sharding import mesh as mesh_lib
 from sharding import row_map
 
 PLATFORM = 'gpu'
+MULTIPLE = 8  # Of lengths: odd ones have no gradient.
 WIDEST = 128  # Of a head, on all GPUs.
 
 
@@ -69,28 +70,33 @@ def attention(q_BTHW, k_BCKW, v_BCKW, is_key_BC, *, scale: float | None = None):
 def _local(q_BTHW, k_BCKW, v_BCKW, is_key_BC, *, scale, implementation):
   """Attention of a device's own rows and heads."""
   T, C = q_BTHW.shape[1], k_BCKW.shape[1]
-  q_BCHW = jnp.pad(q_BTHW, [(0, 0), (C - T, 0), (0, 0), (0, 0)])
+  c = C + -C % MULTIPLE
+
+  def pad(x):
+    before = [(0, 0), (c - x.shape[1], 0)]
+    return jnp.pad(x, before + [(0, 0)] * (x.ndim - 2))
+
   # Tokens first, in their order.
-  order_BC = jnp.argsort(~is_key_BC, axis=1, stable=True)
-  place_BC = jnp.argsort(order_BC, axis=1)
+  order_Bc = jnp.argsort(~pad(is_key_BC), axis=1, stable=True)
+  place_Bc = jnp.argsort(order_Bc, axis=1)
   # Of padding alone, one attends to itself: an empty softmax has no gradient.
   length_B = jnp.maximum(is_key_BC.sum(1, dtype=jnp.int32), 1)
-  seen_BCHW = jax.nn.dot_product_attention(
-    *(_permuted(x, order_BC, place_BC) for x in (q_BCHW, k_BCKW, v_BCKW)),
+  seen_BcHW = jax.nn.dot_product_attention(
+    *(_permuted(pad(x), order_Bc, place_Bc) for x in (q_BTHW, k_BCKW, v_BCKW)),
     scale=scale,
     is_causal=True,
     query_seq_lengths=length_B,
     key_value_seq_lengths=length_B,
     implementation=implementation,
   )
-  return _permuted(seen_BCHW, place_BC, order_BC)[:, C - T :]
+  return _permuted(seen_BcHW, place_Bc, order_Bc)[:, c - T :]
 
 
 @jax.custom_vjp
 def _permuted(x_BCHW, order_BC, place_BC):
-  """Positions in another order; `place_BC` is its inverse.
+  """Positions in another order, of which `place_BC` is the inverse.
 
-  The gradient is a permutation, too, where that of a gather would be a scatter.
+  The gradient is a permutation, too. That of a gather would be a scatter.
   """
   del place_BC
   return jnp.take_along_axis(x_BCHW, order_BC[:, :, None, None], axis=1)

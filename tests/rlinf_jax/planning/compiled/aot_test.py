@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from rlinf_jax.planning.compiled import topology as topology_lib
+from stages.models.layers import cudnn
 
 ROOT = pathlib.Path(__file__).parents[4]
 SCRIPT = ROOT / 'tests' / 'fixtures' / 'compile_tiny.py'
@@ -49,13 +50,32 @@ def test_a_tiny_gradient_compiles_for_an_accelerator_that_is_not_here(name):
 
 
 @pytest.mark.slow
-def test_a_gradient_with_the_kernel_compiles_for_a_tpu_that_is_not_here():
-  data = report('v5e:2x2', 'gradient', 'splash')
+@pytest.mark.parametrize(
+  ('name', 'settings', 'tolerance'),
+  [
+    # The compiler turns products of outputs and their gradients into sums.
+    ('v5e:2x2', ('splash',), 1e-3),
+    pytest.param(
+      'h100:1x1x4',
+      ('cudnn', 'bfloat16'),
+      1e-2,  # In bfloat16, it computes some small products twice.
+      marks=[
+        pytest.mark.claims,
+        pytest.mark.skipif(
+          not cudnn.is_here(), reason='JAX finds no cuDNN here.'
+        ),
+      ],
+    ),
+  ],
+)
+def test_a_gradient_with_a_kernel_compiles_for_what_is_not_here(
+  name, settings, tolerance
+):
+  data = report(name, 'gradient', *settings)
   assert data['refusal'] is None
   (stage,) = data['stages']
-  # The compiler turns the products of outputs and their gradients into sums.
   modeled = stage['modeled_matmul_flops']
-  assert stage['matmul_flops'] == pytest.approx(modeled, rel=1e-3)
+  assert stage['matmul_flops'] == pytest.approx(modeled, rel=tolerance)
   assert stage['scores'] is None
   axes = {x['axis'] for x in stage['collectives']}
   assert {'fsdp', 'tensor'} <= axes and '?' not in axes

@@ -13,7 +13,7 @@ import pytest
 from sharding import mesh as mesh_lib
 from stages.models.layers import attention
 
-B, T, P, H, K, W = 4, 130, 20, 4, 2, 16
+B, T, P, H, K, W = 4, 131, 20, 4, 2, 16
 
 
 def problem(dtype='float32', T=T, C=P + T):
