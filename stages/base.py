@@ -155,6 +155,19 @@ class Completions(NamedTuple):
   alive: Bool[Array, ' B']
 
 
+class Turns(NamedTuple):
+  """What an environment said to the turns of conversations.
+
+  Attributes:
+    reward: reward of each turn.
+    state: a number of what the policy had heard last before each turn, equal
+      for equal states; 0 before the first turn.
+  """
+
+  reward: Float[Array, 'B K']
+  state: Int[Array, 'B K']
+
+
 class Verdict(NamedTuple):
   """Result of verifying completions.
 
@@ -164,12 +177,14 @@ class Verdict(NamedTuple):
     terms: numbers to log, by name, such as the terms that `reward` adds up.
     vote: id of each completion's final answer, for majority votes; −1 where it
       has none. None where a verifier knows no final answers.
+    turns: rewards by turn, before any shaping; None for one turn.
   """
 
   reward: Float[Array, ' B']
   correct: Float[Array, ' B']
   terms: Mapping[str, Float[Array, ' B']] | tuple[()] = ()
   vote: Int[Array, ' B'] | None = None
+  turns: Turns | None = None
 
 
 class Evaluation(NamedTuple):

@@ -16,6 +16,8 @@ class TimeStep(NamedTuple):
     truncated: whether something else ended it, such as a limit.
     terms: numbers to log, by the names in the environment's `terms`; those that
       are missing are 0. Their sums over the turns of an episode are logged.
+    state: name of the state that the turn led to, for advantages by state; None
+      for the contents of the messages.
   """
 
   messages: Sequence[Message] = ()
@@ -23,6 +25,7 @@ class TimeStep(NamedTuple):
   terminated: bool = False
   truncated: bool = False
   terms: Mapping[str, float] = {}
+  state: str | None = None
 
 
 class TextEnv(Protocol):

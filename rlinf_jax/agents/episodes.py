@@ -14,6 +14,7 @@ import json
 import sys
 import threading
 from typing import Any, NamedTuple
+import zlib
 
 import jax
 import numpy as np
@@ -185,6 +186,7 @@ def _empty(B: int, E: int, terms: Sequence[str], xp: Any) -> conversation.Reply:
     truncated=zero_B(),
     failed=zero_B(),
     terms={name: zero_B() for name in terms},
+    state=xp.zeros(B, xp.int32),
   )
 
 
@@ -204,9 +206,18 @@ def _reply(
       out.terms[name][i] = step.terms.get(name, 0.0)
     if not (step.terminated or step.truncated):
       ids = write(step.messages)
+      out.state[i] = _state_number(step)
       out.token[i, : len(ids)] = ids
       out.mask[i, : len(ids)] = 1
   return out
+
+
+def _state_number(step: base.TimeStep) -> int:
+  """A number of 31 bits, which is never 0 as that of the prompt is."""
+  name = step.state
+  if name is None:
+    name = json.dumps([x.get('content') for x in step.messages])
+  return zlib.crc32(name.encode()) % (2**31 - 1) + 1
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import stages
 from stages import base
 from stages.language import policy_stages, verifiers
-from stages.learn import advantages, losses, signatures
+from stages.learn import advantages, losses, signatures, turn_advantages
 
 
 def estimator(
@@ -19,13 +19,16 @@ def estimator(
   kl_to_go: bool = False,
   normalize: bool = False,
   mask_truncated: bool = False,
+  turn_advantage: signatures.TurnAdvantage | None = None,
 ) -> Callable:
-  """Returns `experience, reward_B, ref_logp_BT -> advantage_BT`, 0 on padding.
+  """Returns `experience, reward_B, ref_logp_BT, turns=None -> advantage_BT`.
 
     Aᵢₜ = A(R − β Σₛ k1ₛ)ᵢ,   or with `kl_to_go`   Aᵢₜ = A(R)ᵢ − β Σₛ≥ₜ k1ᵢₛ
 
   A is a function of the rewards of a group, and k1 = lp − lp_ref, where lp is
-  the log-probability before the update.
+  the log-probability before the update. With `turn_advantage`, A(R) is the
+  advantage of the turn that a token belongs to, and what R has beyond the
+  rewards of the `turns` belongs to the last. Advantages are 0 on padding.
 
   Args:
     advantage: A, `reward_G -> advantage_G` of one group.
@@ -38,18 +41,25 @@ def estimator(
       which is a barrier.
     mask_truncated: whether whitening leaves out completions that reached the
       length limit, as the loss then does; their advantages become 0.
+    turn_advantage: advantages of turns, in place of `advantage`.
   """
 
   @stages.stage('group_advantage', group_size=group_size)
-  def group_advantage(reward_B, mask_BT, *logps):
+  def group_advantage(reward_B, turns, mask_BT, *logps):
     if kl_coef:
       logp_BT, ref_logp_BT = logps
       kl_BT = jnp.where(mask_BT > 0, losses.kl_k1(logp_BT, ref_logp_BT), 0.0)
       if not kl_to_go:
         reward_B -= kl_coef * kl_BT.sum(1)
-    advantage_NG = jax.vmap(advantage)(reward_B.reshape(-1, group_size))
+    if turn_advantage is None:
+      advantage_NG = jax.vmap(advantage)(reward_B.reshape(-1, group_size))
+      advantage_BT = advantage_NG.reshape(-1, 1)
+    else:
+      advantage_BT = _by_turn(
+        turn_advantage, group_size, reward_B, turns, mask_BT
+      )
     # Rewards of padding rows are arbitrary.
-    advantage_BT = jnp.where(mask_BT > 0, advantage_NG.reshape(-1, 1), 0.0)
+    advantage_BT = jnp.where(mask_BT > 0, advantage_BT, 0.0)
     if kl_coef and kl_to_go:
       to_go_BT = jax.vmap(advantages.reward_to_go)(-kl_coef * kl_BT)
       advantage_BT += jnp.where(mask_BT > 0, to_go_BT, 0.0)
@@ -59,16 +69,49 @@ def estimator(
   if mask_truncated:
     whiten = stages.Stage(_whiten_finished, 'whiten', 'batch')
 
-  def estimate(x: base.Experience, reward_B, ref_logp_BT):
+  def estimate(
+    x: base.Experience, reward_B, ref_logp_BT, turns: base.Turns | None = None
+  ):
     logp_BT = x.logp if x.proximal is None else x.proximal
     logps = (logp_BT, ref_logp_BT) if kl_coef else ()
-    advantage_BT = group_advantage(reward_B, x.mask, *logps)
+    turns = () if turn_advantage is None else _known(turns)
+    advantage_BT = group_advantage(reward_B, turns, x.mask, *logps)
     if not normalize:
       return advantage_BT
     truncated = (x.truncated,) if mask_truncated else ()
     return whiten(advantage_BT, x.mask, *truncated)
 
   return estimate
+
+
+def _known(turns: base.Turns | None) -> base.Turns:
+  if turns is None:
+    raise ValueError(
+      'turn_advantage needs the rewards of turns, and this verifier gives one '
+      'reward for the whole completion: use conversation.episode_return with '
+      'rollouts that converse, or leave turn_advantage out.'
+    )
+  return turns
+
+
+def _by_turn(
+  advantage: signatures.TurnAdvantage,
+  group_size: int,
+  reward_B,
+  turns: base.Turns,
+  mask_BT,
+):
+  """The advantage of the turn that each token belongs to, [B, T]."""
+  reward_BK, taken_BK = jax.vmap(turn_advantages.of_turns)(
+    turns.reward, reward_B, mask_BT
+  )
+  groups = (
+    x.reshape(-1, group_size, x.shape[1])
+    for x in (reward_BK, taken_BK, turns.state)
+  )
+  advantage_BK = jax.vmap(advantage)(*groups).reshape(reward_BK.shape)
+  turn_BT = jax.vmap(turn_advantages.turn_of_token)(mask_BT)
+  return jnp.take_along_axis(advantage_BK, turn_BT, 1)
 
 
 def finished_mask(mask_BT, truncated_B):

@@ -32,7 +32,7 @@ class Conversation(NamedTuple):
     own: 1 on the tokens of the policy.
     waits: rows that have just ended a turn, which the environment answers.
     turns: turns of the policy that the environment has received.
-    reward: sum of the rewards so far.
+    by_turn: rewards of turns, and the states that they were taken in.
     terms: sums of the environment's numbers so far, by name.
     truncated: 1 where the environment ended the row, or its answer has no room.
     failed: 1 where the environment failed.
@@ -43,7 +43,7 @@ class Conversation(NamedTuple):
   own: Float[Array, 'B T']
   waits: Bool[Array, ' B']
   turns: Int[Array, ' B']
-  reward: Float[Array, ' B']
+  by_turn: base.Turns
   terms: Mapping[str, Float[Array, ' B']]
   truncated: Float[Array, ' B']
   failed: Float[Array, ' B']
@@ -61,6 +61,7 @@ class Reply(NamedTuple):
     truncated: 1 where something else ended it, such as a time limit.
     failed: 1 where the environment raised or took too long.
     terms: numbers of the turn to log, by name.
+    state: number of the state that the answer leads to, as in `base.Turns`.
   """
 
   token: Int[Array, 'B E']
@@ -70,6 +71,7 @@ class Reply(NamedTuple):
   truncated: Float[Array, ' B']
   failed: Float[Array, ' B']
   terms: Mapping[str, Float[Array, ' B']]
+  state: Int[Array, ' B']
 
 
 class TextEnvs(NamedTuple):
@@ -95,12 +97,14 @@ class Episode(NamedTuple):
     reward: sum of the rewards.
     truncated: 1 where a limit ended the conversation.
     terms: numbers to log, by name.
+    turns: rewards and states by turn; None where they are not known.
   """
 
   answer: Any
   reward: Float[Array, ' B']
   truncated: Float[Array, ' B']
   terms: Mapping[str, Float[Array, ' B']]
+  turns: base.Turns | None = None
 
 
 def converse(
@@ -143,7 +147,8 @@ def converse(
       'use a language model.'
     )
   begin = stages.Stage(
-    functools.partial(_begin, policy, envs.terms), 'begin_conversation'
+    functools.partial(_begin, policy, envs.terms, max_turns),
+    'begin_conversation',
   )
   generate = stages.Stage(
     functools.partial(_generate, policy, group_size, greedy),
@@ -172,7 +177,11 @@ def converse(
 
 
 def _begin(
-  policy: base.Policy, terms: tuple[str, ...], prompt: base.Prompt, key_B
+  policy: base.Policy,
+  terms: tuple[str, ...],
+  max_turns: int,
+  prompt: base.Prompt,
+  key_B,
 ) -> Conversation:
   """Conversations without a token."""
   params = jax.eval_shape(policy.init, key_B[0])
@@ -191,7 +200,9 @@ def _begin(
     own=zeros(x.mask),
     waits=jnp.zeros(B, bool),
     turns=jnp.zeros(B, jnp.int32),
-    reward=zero_B,
+    by_turn=base.Turns(
+      jnp.zeros((B, max_turns)), jnp.zeros((B, max_turns), jnp.int32)
+    ),
     terms=dict.fromkeys(terms, zero_B),
     truncated=zero_B,
     failed=zero_B,
@@ -248,6 +259,10 @@ def append(now: Conversation, reply: Reply) -> Conversation:
     return jnp.where(waits_B, x_B, 0)
 
   cut_B = waits_B & ~ends_B & ~fits_B
+  reward_BK, state_BK = now.by_turn
+  turn_BK = jnp.arange(reward_BK.shape[1])[None] - now.turns[:, None]
+  is_now_BK = (turn_BK == 0) & waits_B[:, None]
+  is_next_BK = (turn_BK == 1) & goes_on_B[:, None]
   return now._replace(
     completions=old._replace(
       action=put(old.action, reply.token),
@@ -256,7 +271,10 @@ def append(now: Conversation, reply: Reply) -> Conversation:
     ),
     waits=jnp.zeros_like(waits_B),
     turns=now.turns + waits_B,
-    reward=now.reward + heard(reply.reward),
+    by_turn=base.Turns(
+      jnp.where(is_now_BK, reply.reward[:, None], reward_BK),
+      jnp.where(is_next_BK, reply.state[:, None], state_BK),
+    ),
     terms={k: x_B + heard(reply.terms[k]) for k, x_B in now.terms.items()},
     truncated=now.truncated + heard(reply.truncated) + cut_B,
     failed=now.failed + heard(reply.failed),
@@ -288,7 +306,9 @@ def finish(
   )
   turns_B = now.turns.astype(jnp.float32)
   terms = {'turns': turns_B, 'env_failed': now.failed, **now.terms}
-  return x, Episode(problem.answer, now.reward * kept_B, truncated_B, terms)
+  turns = now.by_turn._replace(reward=now.by_turn.reward * kept_B[:, None])
+  reward_B = turns.reward.sum(1)
+  return x, Episode(problem.answer, reward_B, truncated_B, terms, turns)
 
 
 def episode_return(truncation_penalty: float = 0.0) -> stages.Stage:
@@ -305,6 +325,7 @@ def episode_return(truncation_penalty: float = 0.0) -> stages.Stage:
     del action_BT, mask_BT
     correct_B = (episode.reward > 0.5).astype(jnp.float32)
     penalty_B = truncation_penalty * episode.truncated
-    return base.Verdict(episode.reward - penalty_B, correct_B, episode.terms)
+    reward_B = episode.reward - penalty_B
+    return base.Verdict(reward_B, correct_B, episode.terms, turns=episode.turns)
 
   return stages.Stage(judge, 'reward')

@@ -45,7 +45,9 @@ def describe(
   """
   real_B = x.mask.max(1)
   real_NG = real_B.reshape(-1, group_size)
-  verdict = jax.tree.map(lambda x_B: jnp.where(real_B > 0, x_B, 0), verdict)
+  verdict = jax.tree.map(
+    lambda x_B: jnp.where(real_B > 0, x_B, 0), verdict._replace(turns=None)
+  )
   reward_NG = verdict.reward.reshape(-1, group_size)
   degenerate_N = reward_NG.max(1) == reward_NG.min(1)
   length_B, T = x.mask.sum(1), x.mask.shape[1]

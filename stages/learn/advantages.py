@@ -43,46 +43,48 @@ def gae(reward_T, value_T, next_value_T, discount_T, continue_T, lambda_):
   return jax.lax.scan(backward, zero, (delta_T, decay_T), reverse=True)[1]
 
 
-def token_gae(reward_T, value_T, mask_T, discount, lambda_):
-  """Generalized advantage estimation of the tokens of one completion.
+def token_gae(reward_T, value_T, mask_T, discount_T, lambda_):
+  """Generalized advantage estimation of the policy's tokens in one row.
 
-    δₜ = rₜ + γ vₜ₊₁ − vₜ
-    Aₜ = δₜ + γ λ Aₜ₊₁,   v = A = 0 after the last token
+    δₜ = rₜ + γₜ vₜ′ − vₜ
+    Aₜ = δₜ + γₜ λ Aₜ′,   v = A = 0 after the last token
 
-  The end of a completion is terminal, also where a length limit cut it off.
-  Advantages of padding are zero, and what padding holds changes none.
+  t′ is the policy's next token: tokens of an environment between two turns of a
+  conversation are no actions, and are left out. The end of a row is terminal,
+  also where a length limit cut it off. Advantages are zero where `mask_T` is,
+  and what rewards and values hold there changes none.
 
   Args:
     reward_T: rₜ of each token, see `at_last_token`.
     value_T: vₜ, the critic's estimate before each token.
-    mask_T: 1 on real tokens, which come first.
-    discount: γ.
+    mask_T: 1 on the policy's own tokens.
+    discount_T: γₜ of each token; a number if it is the same for all.
     lambda_: λ.
   """
-  continue_T = _shift_left(mask_T)
-  # Padding may hold anything, and ∞ · 0 is NaN.
-  reward_T, value_T = (
-    jnp.where(mask_T > 0, x, 0.0) for x in (reward_T, value_T)
-  )
-  return mask_T * gae(
-    reward_T,
-    value_T,
-    _shift_left(value_T),
-    discount * continue_T,
-    continue_T,
-    lambda_,
-  )
+
+  def backward(later, step):
+    reward, value, is_own, discount = step
+    value_later, advantage_later = later
+    delta = reward + discount * value_later - value
+    advantage = delta + discount * lambda_ * advantage_later
+    # Other tokens may hold anything, and ∞ · 0 is NaN.
+    now = jax.tree.map(
+      lambda new, old: jnp.where(is_own > 0, new, old),
+      (value, advantage),
+      later,
+    )
+    return now, jnp.where(is_own > 0, advantage, 0.0)
+
+  zero = jnp.zeros((), value_T.dtype)
+  discount_T = jnp.broadcast_to(discount_T, mask_T.shape).astype(value_T.dtype)
+  steps = reward_T, value_T, mask_T, discount_T
+  return jax.lax.scan(backward, (zero, zero), steps, reverse=True)[1]
 
 
 def at_last_token(reward, mask_T):
-  """Puts the reward of a completion on its last real token."""
-  is_last_T = mask_T * (1.0 - _shift_left(mask_T))
-  return jnp.where(is_last_T > 0, reward, 0.0)
-
-
-def _shift_left(x_T):
-  """x₁ … x_T₋₁, 0."""
-  return jnp.append(x_T[1:], jnp.zeros((), x_T.dtype))
+  """Puts the reward of a completion on the policy's last token."""
+  later_T = jnp.cumsum(mask_T[::-1])[::-1] - mask_T
+  return jnp.where((mask_T > 0) & (later_T == 0), reward, 0.0)
 
 
 def length_adaptive(alpha: float = 0.05) -> Callable:

@@ -6,7 +6,7 @@ of a group; `mask_BT` is 1 on the tokens that count.
 
 from collections.abc import Callable
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from stages import metrics
 
@@ -14,6 +14,16 @@ Tokens = Float[Array, 'B T']
 
 GroupAdvantage = Callable[[Float[Array, ' G']], Float[Array, ' G']]
 """`reward_G -> advantage_G`: the advantages of the rows of one group."""
+
+TurnAdvantage = Callable[
+  [Float[Array, 'G K'], Float[Array, 'G K'], Int[Array, 'G K']],
+  Float[Array, 'G K'],
+]
+"""`reward_GK, taken_GK, state_GK -> advantage_GK`: the advantages of turns.
+
+G are the conversations of one group, and K their turns: the reward of each, 1
+where it was taken, and a number of the state that it was taken in.
+"""
 
 GroupSelection = Callable[
   [Float[Array, ' G'], Float[Array, ' G']], Float[Array, ' G']

@@ -71,6 +71,7 @@ def grpo(
   minibatch_by: minibatches.MinibatchBy = 'row',
   staleness: ranges.NonNegativeInt = 0,
   advantage: signatures.GroupAdvantage = advantages.group_relative,
+  turn_advantage: signatures.TurnAdvantage | None = None,
   greedy_baseline: bool = False,
   normalize_advantages: bool = False,
   mask_truncated: bool = False,
@@ -98,7 +99,9 @@ def grpo(
   `advantage=advantages.no_baseline`, `greedy_baseline` is ReMax, and
   `kl_to_go` with `normalize_advantages` is REINFORCE++; its variant with a
   baseline is `advantage=advantages.group_centered` with `normalize_advantages`
-  and `kl_estimator=losses.kl_k2`. `gin_configs/algorithms` has each of them.
+  and `kl_estimator=losses.kl_k2`. Of conversations, GiGPO is
+  `turn_advantage=turn_advantages.by_state()`. `gin_configs/algorithms` has each
+  of them.
 
   Args:
     policy: the language model to train.
@@ -129,6 +132,9 @@ def grpo(
       that is updated. It changes the algorithm. With 1 or more, a plan may
       overlap generation with updates.
     advantage: `reward_G -> advantage_G` of one group.
+    turn_advantage: `reward_GK, taken_GK, state_GK -> advantage_GK` of the turns
+      of one group of conversations, in place of `advantage`, such as
+      `turn_advantages.by_state`; None for one advantage a completion.
     greedy_baseline: whether the reward of a greedy completion of the prompt is
       subtracted from rewards before `advantage`.
     normalize_advantages: whether advantages are whitened over all tokens of the
@@ -169,6 +175,7 @@ def grpo(
     kl_to_go=kl_to_go,
     normalize=normalize_advantages,
     mask_truncated=mask_truncated,
+    turn_advantage=turn_advantage,
   )
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
   informative_only = not (kl_coef or entropy_coef)  # No other gradients.
@@ -207,7 +214,7 @@ def grpo(
     if greedy_baseline:
       reward_B = above_greedy(reward_B, behavior, problem, key, state.verifier)
     ref_logp = score_ref(state.reference, now, x)
-    x = x._replace(advantage=estimate(x, reward_B, ref_logp))
+    x = x._replace(advantage=estimate(x, reward_B, ref_logp, verdict.turns))
     batches = minibatch(key, prompts.prompt, x, ref_logp)
     rollout_info |= padding(batches)
     actor, info = learn(state.actor, batches)

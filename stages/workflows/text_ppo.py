@@ -29,6 +29,7 @@ from stages.learn import (
   minibatches,
   signatures,
   train_step,
+  turn_advantages,
 )
 from stages.workflows.grpo import needs_reference, objective
 
@@ -65,6 +66,7 @@ def text_ppo(
   *,
   group_size: ranges.PositiveInt = 1,
   discount: ranges.Fraction = 1.0,
+  turn_discount: ranges.Fraction = 1.0,
   gae_lambda: signatures.Lambda = 0.95,
   critic_gae_lambda: signatures.Lambda | None = None,
   normalize_advantages: bool = True,
@@ -97,7 +99,9 @@ def text_ppo(
     maximize  mean min(ρ A, clip(ρ) A) − c_v L_value − c_KL KL
 
   v is the critic's estimate before a token, and ρ = exp(lp − lp_old) the
-  probability ratio. The verifier's reward is the reward of the last token.
+  probability ratio. The verifier's reward is the reward of the last token. In a
+  conversation, the policy's tokens alone are actions, and each turn's reward is
+  that of its last token.
 
   VC-PPO (arXiv:2503.01491) is `critic_gae_lambda=1.0` with
   `critic_warmup_steps`; VAPO (arXiv:2504.05118) also has
@@ -111,6 +115,7 @@ def text_ppo(
     critic_optimizer: optimizer of the value model, or of its head.
     group_size: completions of each prompt, which is encoded once for all.
     discount: γ, per token.
+    turn_discount: factor of γ from the last token of a turn to the next turn.
     gae_lambda: λ of the advantages, or `length -> λ` of a completion.
     critic_gae_lambda: λ of the returns that the critic learns; `gae_lambda` if
       None.
@@ -150,7 +155,7 @@ def text_ppo(
   generate = rollouts(policy, group_size)
   repeat = policy_stages.repeat(group_size)
   score_ref = policy_stages.ref_logp(policy, group_size, has_kl)
-  gae = discount, gae_lambda, critic_gae_lambda
+  gae = (discount, turn_discount), gae_lambda, critic_gae_lambda
   shaping = kl_reward_coef, normalize_advantages
   estimate = estimator(critic, group_size, gae, shaping)
   num_updates = num_minibatches * num_epochs
@@ -193,7 +198,7 @@ def text_ppo(
     )
     verdict = verifiers.judge(verify, state.verifier, problem.answer, x)
     ref_logp = score_ref(state.reference, now, x)
-    x = estimate(learner.critic_params(state), x, verdict.reward, ref_logp)
+    x = estimate(learner.critic_params(state), x, verdict, ref_logp)
     rollout_info = measure(x, verdict, state.actor.step)
     batches = minibatch(key, prompts.prompt, x, ref_logp)
     rollout_info |= padding(batches)
@@ -219,17 +224,18 @@ def _init(policy, verify, learner, has_kl: bool, staleness: int, key) -> State:
 def estimator(
   critic: value_model.ValueModel,
   group_size: int,
-  gae: tuple[float, signatures.Lambda, signatures.Lambda | None],
+  gae: tuple[tuple[float, float], signatures.Lambda, signatures.Lambda | None],
   shaping: tuple[float, bool],
 ) -> Callable:
-  """Returns `params, experience, reward_B, ref_logp_BT -> experience`.
+  """Returns `params, experience, verdict, ref_logp_BT -> experience`.
 
   It adds values, token rewards, advantages and returns.
 
   Args:
     critic: the value model; `params` are its parameters.
     group_size: adjacent rows that share a prompt.
-    gae: `discount`, `gae_lambda` and `critic_gae_lambda` of `text_ppo`.
+    gae: (`discount`, `turn_discount`), `gae_lambda` and `critic_gae_lambda` of
+      `text_ppo`.
     shaping: `kl_reward_coef` and `normalize_advantages` of `text_ppo`.
   """
   by_row = functools.partial(stages.Stage, group_size=group_size)
@@ -240,18 +246,20 @@ def estimator(
     )
 
   score = by_row(values, 'value', unbatched=(0,))
-  discount, *lambdas = gae
+  discounts, *lambdas = gae
   penalty, normalize = shaping
-  compute = functools.partial(compute_advantages, discount, lambdas, penalty)
+  compute = functools.partial(compute_advantages, discounts, lambdas, penalty)
   compute = by_row(compute, 'compute_advantages')
   whiten = stages.Stage(advantages.whiten, 'whiten', 'batch')
 
-  def estimate(params, x: base.Experience, reward_B, ref_logp_BT):
+  def estimate(params, x: base.Experience, verdict: base.Verdict, ref_logp_BT):
     # Others do not read it.
     masks = () if critic.packed_tokens is None else (x.mask,)
     value_BT = score(params, x.obs, x.action, *masks)
     logp_BT = x.logp if x.proximal is None else x.proximal
-    x = x._replace(**compute(reward_B, logp_BT, ref_logp_BT, value_BT, x.mask))
+    logps = logp_BT, ref_logp_BT
+    fields = compute(verdict.reward, *logps, value_BT, x.mask, verdict.turns)
+    x = x._replace(**fields)
     if normalize:
       x = x._replace(advantage=whiten(x.advantage, x.mask))
     return x
@@ -260,7 +268,7 @@ def estimator(
 
 
 def compute_advantages(
-  discount: float,
+  discounts: tuple[float, float],
   lambdas: tuple[signatures.Lambda, signatures.Lambda | None],
   penalty: float,
   reward_B,
@@ -268,24 +276,27 @@ def compute_advantages(
   ref_logp_BT,
   value_BT,
   mask_BT,
+  turns: base.Turns | None = None,
 ) -> dict[str, Any]:
   """Computes fields of the experience: rewards, advantages, values and returns.
 
-    rₜ = R [t is the last token] − β (lpₜ − lp_refₜ)
+    rₜ = Rₖ [t is the last token of turn k] − β (lpₜ − lp_refₜ)
 
   All are [B, T] and 0 on padding.
 
   Args:
-    discount: γ.
+    discounts: γ, and its factor after the last token of a turn.
     lambdas: λ of the advantages and of the returns, as in `text_ppo`.
     penalty: β; 0 for no KL in the reward.
     reward_B: R, the reward of each completion.
     logp_BT: lp, before the update.
     ref_logp_BT: lp_ref; `()` without a reference.
     value_BT: the critic's estimates.
-    mask_BT: 1 on real tokens.
+    mask_BT: 1 on the policy's own tokens.
+    turns: the rewards of the turns of conversations, where what they do not add
+      up to belongs to the last turn; None where a completion is one turn.
   """
-  reward_BT = jax.vmap(advantages.at_last_token)(reward_B, mask_BT)
+  reward_BT, discount_BT = _at_turns(discounts, reward_B, turns, mask_BT)
   if penalty:
     kl_BT = losses.kl_k1(logp_BT, ref_logp_BT)
     reward_BT -= penalty * jnp.where(mask_BT > 0, kl_BT, 0.0)
@@ -295,8 +306,8 @@ def compute_advantages(
     if callable(lambda_):
       lambda_ = lambda_(length_B)
     lambda_B = jnp.broadcast_to(jnp.asarray(lambda_, float), length_B.shape)
-    return jax.vmap(advantages.token_gae, (0, 0, 0, None, 0))(
-      reward_BT, value_BT, mask_BT, discount, lambda_B
+    return jax.vmap(advantages.token_gae)(
+      reward_BT, value_BT, mask_BT, discount_BT, lambda_B
     )
 
   advantage_BT = target_BT = gae(lambdas[0])
@@ -309,6 +320,23 @@ def compute_advantages(
     'value': value_BT,
     'return_': target_BT + value_BT,
   }
+
+
+def _at_turns(
+  discounts: tuple[float, float], reward_B, turns: base.Turns | None, mask_BT
+):
+  """The reward and the discount of each token, [B, T]."""
+  discount, turn_discount = discounts
+  if turns is None:
+    reward_BT = jax.vmap(advantages.at_last_token)(reward_B, mask_BT)
+    return reward_BT, jnp.full_like(reward_BT, discount)
+  reward_BK, _ = jax.vmap(turn_advantages.of_turns)(
+    turns.reward, reward_B, mask_BT
+  )
+  on_last = jax.vmap(turn_advantages.on_last_tokens)
+  is_last_BT = on_last(jnp.ones_like(reward_BK), mask_BT)
+  discount_BT = discount * (1.0 - (1.0 - turn_discount) * is_last_BT)
+  return on_last(reward_BK, mask_BT), discount_BT
 
 
 def critic_loss(value_coef: float, value_clip: float | None) -> Callable:

@@ -85,6 +85,13 @@ def test_rewards_of_all_turns_add_up(played):
     heard = [turn for turn in turns if turn[-1] == 0]
     expected = sum(toy_conversation.reward(turn) for turn in heard)
     assert problem.answer.reward[i] == pytest.approx(expected)
+    reward_K, state_K = jax.tree.map(lambda x_BK: x_BK[i], problem.answer.turns)
+    rewards = [toy_conversation.reward(turn) for turn in heard]
+    rewards += [0.0] * (TURNS - len(heard))
+    np.testing.assert_allclose(reward_K, rewards)
+    states = [0, *(toy_conversation.state(turn) for turn in turns[:-1])]
+    states += [0] * (TURNS - len(states))
+    assert state_K.tolist() == states
 
 
 def test_recorded_log_probs_are_those_of_scoring_the_whole_row(played, params):
@@ -152,7 +159,7 @@ def now_of(own, alive, waits, T=8):
     own=jnp.asarray(own_BT),
     waits=jnp.array(waits),
     turns=jnp.zeros(B, jnp.int32),
-    reward=zero_B,
+    by_turn=base.Turns(jnp.zeros((B, 3)), jnp.zeros((B, 3), jnp.int32)),
     terms={'calls': zero_B},
     truncated=zero_B,
     failed=zero_B,
@@ -174,6 +181,7 @@ def reply_of(said, **fields):
     jnp.asarray(mask_BE),
     **given,
     terms={'calls': jnp.ones(B)},
+    state=jnp.asarray(fields.get('state', np.zeros(B)), jnp.int32),
   )
 
 
@@ -189,6 +197,7 @@ def test_answers_are_appended_by_hand():
     reward=[0.5, 0.5, 1.0, 0.0, 9.0],
     terminated=[0.0, 0.0, 1.0, 0.0, 1.0],
     failed=[0.0, 0.0, 0.0, 1.0, 0.0],
+    state=[4, 5, 6, 7, 8],
   )
   out = jax.jit(conversation.append)(now, reply)
   done = out.completions
@@ -197,7 +206,10 @@ def test_answers_are_appended_by_hand():
   assert done.alive.tolist() == [True, False, False, False, False]
   assert out.truncated.tolist() == [0, 1, 0, 0, 0]
   assert out.failed.tolist() == [0, 0, 0, 1, 0]
-  assert out.reward.tolist() == [0.5, 0.5, 1.0, 0.0, 0.0]
+  assert out.by_turn.reward[:, 0].tolist() == [0.5, 0.5, 1.0, 0.0, 0.0]
+  assert not out.by_turn.reward[:, 1:].any()
+  # Only the row that goes on reaches a state.
+  assert out.by_turn.state.tolist() == [[0, 4, 0]] + [[0, 0, 0]] * 4
   assert out.turns.tolist() == [1, 1, 1, 1, 0]
   assert out.terms['calls'].tolist() == [1, 1, 1, 1, 0]
   np.testing.assert_array_equal(out.own, now.own)

@@ -74,3 +74,19 @@ def test_the_reward_is_on_the_last_real_token():
 def test_the_lambda_of_vapo_is_worked_by_hand():
   got = advantages.length_adaptive(0.05)(jnp.array([10.0, 40.0, 2000.0]))
   np.testing.assert_allclose(got, [0.0, 0.5, 0.99], **EXACT)
+
+
+def test_tokens_of_an_environment_are_left_out():
+  """A row with gaps has the advantages of its own tokens without them."""
+  rng = np.random.default_rng(5)
+  mask = np.array([1.0, 1, 0, 0, 1, 0, 1, 1, 0, 0])
+  reward, value = np.where(mask, rng.normal(size=(2, 10)), np.nan)
+  discount = np.where(mask, rng.uniform(0.5, 1.0, 10), np.nan)
+  got = advantages.token_gae(reward, value, mask, discount, 0.8)
+  own = mask > 0
+  together = np.ones(int(mask.sum()))
+  want = advantages.token_gae(
+    reward[own], value[own], together, discount[own], 0.8
+  )
+  np.testing.assert_allclose(got[own], want, **EXACT)
+  assert not got[~own].any()

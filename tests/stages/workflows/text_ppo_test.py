@@ -39,6 +39,23 @@ def workflow(trunk='own', **kwargs):
   )
 
 
+def test_turns_are_rewarded_and_discounted_by_hand():
+  """A penalty of 1/2 is left for the last turn; γ between turns is 1/2."""
+  mask = jnp.array([[1.0, 1, 0, 1, 0, 0]])
+  turns = base.Turns(jnp.array([[0.5, 2.0, 0.0]]), jnp.zeros((1, 3), int))
+  value = jnp.array([[0.1, 0.2, 9.0, 0.3, 9.0, 9.0]])
+  zero = jnp.zeros_like(mask)
+  got = compute_advantages(
+    (1.0, 0.5), (1.0, None), 0.0, jnp.array([2.0]), zero, (), value, mask, turns
+  )
+  return_ = [1.25, 1.25, 0, 1.5, 0, 0]
+  np.testing.assert_allclose(got['reward'], [[0, 0.5, 0, 1.5, 0, 0]])
+  np.testing.assert_allclose(got['return_'], [return_], rtol=1e-6)
+  np.testing.assert_allclose(
+    got['advantage'], (jnp.array([return_]) - value) * mask, rtol=1e-6
+  )
+
+
 def ragged(seed=0, T=5):
   """Arrays of completions of `LENGTHS`, with NaN on padding."""
   rng = np.random.default_rng(seed)
@@ -73,7 +90,7 @@ def by_hand(discount, lambdas, penalty, reward, logp, ref_logp, value, mask):
 def test_advantages_are_those_of_an_oracle(discount, lambdas, penalty):
   given = ragged()
   with jax.enable_x64():
-    got = compute_advantages(discount, lambdas, penalty, *given)
+    got = compute_advantages((discount, 1.0), lambdas, penalty, *given)
   want = by_hand(discount, lambdas, penalty, *given)
   exact = {'rtol': 1e-12, 'atol': 1e-12}
   np.testing.assert_allclose(got['advantage'], want[0], **exact)
@@ -86,10 +103,10 @@ def test_advantages_are_those_of_an_oracle(discount, lambdas, penalty):
 def test_a_lambda_of_the_length_is_of_each_completion():
   given = ragged()
   adaptive = advantages.length_adaptive(0.5)
-  got = compute_advantages(1.0, (adaptive, 1.0), 0.0, *given)
+  got = compute_advantages((1.0, 1.0), (adaptive, 1.0), 0.0, *given)
   for i, length in enumerate(LENGTHS):
     lambda_ = max(1 - 2 / length, 0.0) if length else 0.0
-    same = compute_advantages(1.0, (lambda_, None), 0.0, *given)
+    same = compute_advantages((1.0, 1.0), (lambda_, None), 0.0, *given)
     np.testing.assert_allclose(
       got['advantage'][i], same['advantage'][i], rtol=1e-6
     )
@@ -153,7 +170,9 @@ def test_advantages_and_losses_are_those_of_trl():
   # Far enough to be clipped in both ways.
   logp, value = (x + rng.normal(0.0, 0.4, x.shape) for x in given[::2])
   with jax.enable_x64():
-    got = compute_advantages(0.97, (0.9, None), 0.2, reward, *given, mask)
+    got = compute_advantages(
+      (0.97, 1.0), (0.9, None), 0.2, reward, *given, mask
+    )
     # TRL's variance is the unbiased one.
     n = mask.sum()
     whitened = advantages.whiten(got['advantage'], mask) * np.sqrt((n - 1) / n)

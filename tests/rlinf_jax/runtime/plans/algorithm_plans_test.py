@@ -4,6 +4,7 @@ Placing changes no bit. Pieces, meshes and micro-batches change rounding, also
 of what is a barrier, such as whitening.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -11,8 +12,8 @@ import pytest
 
 import claims
 from stages import workflows
-from stages.language import conversation, policy_stages
-from stages.learn import advantages, losses, selection
+from stages.language import conversation, policy_stages, value_model
+from stages.learn import advantages, losses, selection, turn_advantages
 from stages.models import lora
 from tests.rlinf_jax.runtime.plans import invariance_test, random_plans_test
 import tiny
@@ -38,6 +39,9 @@ def teacher():
   return policy._replace(init=lambda key: policy.init(jax.random.key(5)))
 
 
+CONVERSE = functools.partial(
+  policy_stages.complete, converse=toy_conversation.converse(3)
+)
 WORKFLOWS = {
   'reinforce_pp': lambda: grpo(
     advantage=advantages.no_baseline,
@@ -73,9 +77,18 @@ WORKFLOWS = {
     conversation.episode_return(),
     invariance_test.KEEP,
     group_size=4,
-    rollouts=functools.partial(
-      policy_stages.complete, converse=toy_conversation.converse(3)
-    ),
+    turn_advantage=turn_advantages.by_state(),
+    rollouts=CONVERSE,
+  ),
+  'conversation_ppo': lambda: workflows.text_ppo(
+    tiny.policy('float64', length=10),
+    conversation.episode_return(),
+    value_model.own_trunk(dataclasses.replace(tiny.CONFIG, dtype='float64')),
+    invariance_test.KEEP,
+    invariance_test.KEEP,
+    group_size=4,
+    turn_discount=0.5,
+    rollouts=CONVERSE,
   ),
   'dpo': lambda: workflows.dpo(
     tiny.policy('float64'), invariance_test.KEEP, beta=0.5
