@@ -240,6 +240,8 @@ class Policy(NamedTuple):
       num_started=0, should_continue -> Completions`: continues completions, as
       does `stages.language.decoding.generate.resume`; None if it cannot. With
       `out_shapes`, it takes keys as bits and is a `Deferred`, never greedy.
+    empty_cache: `rows -> cache`, an empty cache for `resume`, which then takes
+      `cache` and `max_unread` and returns the cache, too; None if it has none.
     engine: continuous batching, for the cost model; None without it.
     sampling: the distribution that `act` samples from and `evaluate` scores
       under, see `stages.language.sample`; None where there is no choice.
@@ -262,6 +264,7 @@ class Policy(NamedTuple):
   value: Callable[..., Any] | None = None
   out_shapes: Callable[..., Experience] | None = None
   resume: Callable[..., Completions] | None = None
+  empty_cache: Callable[[int], Any] | None = None
   recompute_logp: bool = False
   engine: core.EngineCost | None = None
   sampling: Any = None

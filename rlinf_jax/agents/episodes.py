@@ -84,7 +84,7 @@ def envs(
     out_shapes=out_shapes,
     asynchronous=True,
   )
-  return conversation.TextEnvs(stage, terms)
+  return conversation.TextEnvs(stage, max_answer_tokens, terms)
 
 
 class Turn(NamedTuple):

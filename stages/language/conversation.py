@@ -80,10 +80,12 @@ class TextEnvs(NamedTuple):
   Attributes:
     reply: host stage `answer, Conversation -> Reply`, where `answer` is that of
       the problem.
+    max_answer_tokens: tokens that an answer has room for.
     terms: names of the numbers that they log.
   """
 
   reply: stages.Stage
+  max_answer_tokens: int
   terms: tuple[str, ...] = ()
 
 
@@ -124,8 +126,9 @@ def converse(
   policy may have, or after `max_turns` turns; the last two count as truncated.
 
   Token t of a row, counted over all of its turns, is drawn with
-  `fold_in(key, t)`, so that no plan changes it. Every turn reads the
-  conversation so far again for its keys and values.
+  `fold_in(key, t)`, so that no plan changes it. Keys and values of a
+  conversation are kept between its turns, and those of prompts, one for each
+  group, are computed in every turn.
 
   Args:
     policy: the language model; its `response_length` is for all turns together,
@@ -151,7 +154,9 @@ def converse(
     'begin_conversation',
   )
   generate = stages.Stage(
-    functools.partial(_generate, policy, group_size, greedy),
+    functools.partial(
+      _generate, policy, group_size, greedy, envs.max_answer_tokens
+    ),
     name,
     unbatched=(0,),
     group_size=group_size,
@@ -160,16 +165,16 @@ def converse(
   over = stages.Stage(_is_over, 'is_over', 'batch')
   finish_stage = stages.Stage(finish, 'end_conversation', unbatched=(0,))
 
-  def take_turn(now: Conversation, actor, problem: base.Problem, key_B):
-    now = generate(actor, problem.prompt, key_B, now)
+  def take_turn(carry, actor, problem: base.Problem, key_B):
+    now, cache = generate(actor, problem.prompt, key_B, *carry)
     now = append_stage(now, envs.reply(problem.answer, now))
-    return now, over(now.completions)
+    return (now, cache), over(now.completions)
 
   loop = stages.Repeat(take_turn, f'{name}_turns', max_turns, expected_turns)
 
   def run(actor: base.Version, problem: base.Problem, key_B):
-    now = begin(problem.prompt, key_B)
-    now = loop(now, actor, problem, key_B)
+    carry = begin(problem.prompt, key_B)
+    now, _ = loop(carry, actor, problem, key_B)
     x, episode = finish_stage(actor.step, problem, now)
     return problem._replace(answer=episode), x
 
@@ -182,8 +187,8 @@ def _begin(
   max_turns: int,
   prompt: base.Prompt,
   key_B,
-) -> Conversation:
-  """Conversations without a token."""
+) -> tuple[Conversation, Any]:
+  """Conversations without a token, and their empty cache."""
   params = jax.eval_shape(policy.init, key_B[0])
   x = jax.eval_shape(policy.act, params, prompt, key_B)
   B = key_B.shape[0]
@@ -192,7 +197,7 @@ def _begin(
   def zeros(x):
     return jnp.zeros(x.shape, x.dtype)
 
-  return Conversation(
+  now = Conversation(
     id=jax.random.key_data(key_B),
     completions=base.Completions(
       zeros(x.action), zeros(x.logp), zeros(x.mask), jnp.ones(B, bool)
@@ -207,33 +212,38 @@ def _begin(
     truncated=zero_B,
     failed=zero_B,
   )
+  return now, policy.empty_cache(B)
 
 
 def _generate(
   policy: base.Policy,
   group_size: int,
   greedy: bool,
+  max_answer_tokens: int,
   actor: base.Version,
   prompt: base.Prompt,
   key_B,
   now: Conversation,
-) -> Conversation:
+  cache: Any,
+) -> tuple[Conversation, Any]:
   """Continues the rows in which the policy has the turn, up to its end."""
   old = now.completions
-  new = policy.resume(
+  new, cache = policy.resume(
     actor.params,
     prompt,
     key_B,
     old,
     group_size=group_size,
     greedy=greedy,
-    num_started=key_B.shape[0],
+    cache=cache,
+    max_unread=max_answer_tokens,
   )
-  return now._replace(
+  now = now._replace(
     completions=new,
     own=now.own + new.mask - old.mask,
     waits=old.alive & ~new.alive,
   )
+  return now, cache
 
 
 def append(now: Conversation, reply: Reply) -> Conversation:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from sharding import row_map, rules
 from stages import base, core, ranges
 from stages.language import sample, scoring, value_model
-from stages.language.decoding import continuous, generate
+from stages.language.decoding import continuous, generate, kept_cache
 from stages.models import transformer
 
 # Logits on a device at once while scoring: 2^26 are 256 MiB in float32.
@@ -59,7 +59,7 @@ def policy(
     )
   model = transformer.Transformer(config)
 
-  act, resume, engine = _decoders(
+  act, resume, empty_cache, engine = _decoders(
     model, response_length, slots, stop=stop, sampling=sampling
   )
   score_states = functools.partial(
@@ -76,6 +76,7 @@ def policy(
     act,
     evaluate,
     resume=resume,
+    empty_cache=empty_cache,
     recompute_logp=narrow,
     engine=engine,
     sampling=sampling,
@@ -88,16 +89,18 @@ def policy(
 
 def _decoders(
   model: transformer.Transformer, length: int, slots: int | None, **settings
-) -> tuple[Callable, Callable | None, core.EngineCost | None]:
-  """Returns the policy's `act`, `resume` and `engine`; see `policy`."""
+) -> tuple[Callable, Callable | None, Callable | None, core.EngineCost | None]:
+  """The policy's `act`, `resume`, `empty_cache` and `engine`; see `policy`."""
   act = functools.partial(generate.generate, model, length=length, **settings)
   if slots is None:
-    return act, functools.partial(generate.resume, model, **settings), None
+    resume = functools.partial(generate.resume, model, **settings)
+    empty = functools.partial(kept_cache.empty, model.config, length=length)
+    return act, resume, empty, None
   engine = core.slots_cost(act, slots)
   act = functools.partial(
     continuous.generate, model, slots=slots, length=length, **settings
   )
-  return act, None, engine
+  return act, None, None, engine
 
 
 def _score_states(

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int
 
 from sharding import rules
 from stages import base
-from stages.language.decoding import generate
+from stages.language.decoding import prefill
 from stages.models.layers import attention, mixed_precision
 
 
@@ -166,7 +166,7 @@ def pack(
 ) -> PackedRows:
   """Copies prompts and completions to their positions in packed rows [M, S]."""
   B, T = action_BT.shape
-  split = generate.split_prompt(prompt, group_size)
+  split = prefill.split_prompt(prompt, group_size)
   token_BT = jnp.concatenate(
     [split.token_B[:, None], action_BT[:, :-1]], axis=1
   )

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from stages.language import packing
-from stages.language.decoding import generate
+from stages.language.decoding import prefill
 from stages.models import transformer
 
 
@@ -57,7 +57,7 @@ def scorer(
 
 def completion_states(model, params, prompt, action_BT, group_size: int):
   """Hidden states [B, T, D] that predict the tokens of completions."""
-  split = generate.split_prompt(prompt, group_size)
+  split = prefill.split_prompt(prompt, group_size)
   token_BT = jnp.concatenate(
     [split.token_B[:, None], action_BT[:, :-1]], axis=1
   )

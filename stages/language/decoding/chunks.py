@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stages import base
 from stages.language import sample
-from stages.language.decoding import generate, kv_cache
+from stages.language.decoding import generate, kv_cache, prefill
 from stages.models import transformer
 from stages.models.layers import attention
 
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
   """
 
   cache: attention.PromptCache
-  split: generate.SplitPrompt
+  split: prefill.SplitPrompt
   state: generate.DecodeState
 
 
@@ -68,7 +68,7 @@ def start(
     prompt: one prompt a row.
     length: most tokens that a row may have room for.
   """
-  split = generate.split_prompt(prompt, 1)
+  split = prefill.split_prompt(prompt, 1)
   params = transformer.compute_params(model.config, params)
   cache = model.apply(
     {'params': params}, split.prompt_NP, split.mask_NP, method='prefill'
@@ -105,7 +105,7 @@ def advance(
     sampling: top-k and top-p; the temperature is that of `rows`.
   """
   params = transformer.compute_params(model.config, params)
-  layers = generate.cached_layers(model, params, batch.cache)
+  layers = prefill.cached_layers(model, params, batch.cache)
   first_t, no_tokens_B = batch.state.t, jnp.zeros_like(rows.limit)
   T = batch.state.completions.mask.shape[1]
   by_row = _Sampling(

@@ -153,7 +153,7 @@ def _generate(
   greedy: bool = False,
 ) -> base.Completions:
   """Decodes all rows of one device."""
-  split = static.split_prompt(prompt, group_size)
+  split = prefill.split_prompt(prompt, group_size)
   layers = prefill.prompt_layers(model, params, split.prompt_NP, split.mask_NP)
   B = key_B.shape[0]
   slots = min(slots, B)
@@ -198,7 +198,7 @@ def _generate(
 
 def _initial_state(
   config: transformer.Config,
-  split: static.SplitPrompt,
+  split: prefill.SplitPrompt,
   slots: int,
   rows: int,
   length: int,
@@ -253,7 +253,7 @@ def _put_row(x, i, row):
 
 
 def _replace_ended(
-  layers, split: static.SplitPrompt, group_size: int, stop, state: LoopState
+  layers, split: prefill.SplitPrompt, group_size: int, stop, state: LoopState
 ) -> LoopState:
   """Writes rows that have ended to the output, and fills their slots."""
   M = state.slots.row_M.shape[0]
@@ -307,7 +307,7 @@ def _write_completion(state: LoopState, m, stop) -> base.Completions:
 
 
 def _enter(
-  layers, split: static.SplitPrompt, group_size: int, state: LoopState, m, B
+  layers, split: prefill.SplitPrompt, group_size: int, state: LoopState, m, B
 ) -> Slots:
   """All slots, with the next row in slot `m`; empty if no row is waiting."""
   now, row = state.slots, state.next_row

@@ -17,16 +17,16 @@ traced_once = functools.partial(jax.jit, static_argnums=0, inline=True)
 
 
 @traced_once
-def project(config: transformer.Config, layer, x_B1D, cos_B1R, sin_B1R):
+def project(config: transformer.Config, layer, x_BTD, cos_BTR, sin_BTR):
   """`block.Block.project` with the parameters of a layer."""
   return block.Block(config).apply(
-    {'params': layer}, x_B1D, cos_B1R, sin_B1R, method='project'
+    {'params': layer}, x_BTD, cos_BTR, sin_BTR, method='project'
   )
 
 
 @traced_once
-def finish(config: transformer.Config, layer, x_B1D, seen_B1HW):
+def finish(config: transformer.Config, layer, x_BTD, seen_BTHW):
   """`block.Block.finish` with the parameters of a layer."""
   return block.Block(config).apply(
-    {'params': layer}, x_B1D, seen_B1HW, method='finish'
+    {'params': layer}, x_BTD, seen_BTHW, method='finish'
   )

@@ -10,43 +10,9 @@ from jaxtyping import Array
 from sharding import rules
 from stages import base
 from stages.language import sample
-from stages.language.decoding import decode_layer, kv_cache
+from stages.language.decoding import decode_layer, kept_cache, kv_cache, prefill
 from stages.models import transformer
 from stages.models.layers import attention, rope
-
-
-class SplitPrompt(NamedTuple):
-  """Prompts of groups, without their last token.
-
-  The last token of a prompt is the first input of its completions: its logits
-  predict the first sampled token. The rest is read for keys and values only.
-
-  Attributes:
-    prompt_NP: prompt tokens, one row a group.
-    mask_NP: 1 on all real tokens but the last.
-    token_B: the last token.
-    position_B: its position.
-  """
-
-  prompt_NP: Array
-  mask_NP: Array
-  token_B: Array
-  position_B: Array
-
-
-def split_prompt(prompt: base.Prompt, group_size: int) -> SplitPrompt:
-  """Takes each group's prompt once and separates its last token."""
-  token_NP, mask_NP = prompt.token[::group_size], prompt.mask[::group_size]
-  last_N = mask_NP.sum(1, dtype=jnp.int32) - 1
-  is_last_NP = transformer.positions(mask_NP) == last_N[:, None]
-  is_last_NP &= mask_NP > 0
-  token_N = jnp.where(is_last_NP, token_NP, 0).sum(1, dtype=token_NP.dtype)
-  return SplitPrompt(
-    token_NP,
-    jnp.where(is_last_NP, 0, mask_NP),
-    jnp.repeat(token_N, group_size),
-    jnp.repeat(last_N, group_size),
-  )
 
 
 class DecodeState(NamedTuple):
@@ -109,7 +75,7 @@ def _prefill_completions(
   Returns:
     The next input token of each row, and its rolled cache by layer.
   """
-  split = split_prompt(prompt, group_size)
+  split = prefill.split_prompt(prompt, group_size)
   (N, P), (B, _) = split.prompt_NP.shape, completions.mask.shape
   token_BT = jnp.concatenate(
     [split.token_B[:, None], completions.action[:, :-1]], axis=1
@@ -133,23 +99,35 @@ def _prefill_completions(
     kv_cache.LayerCache(own(cache.key[i]), own(cache.value[i]))
     for i in range(model.config.L)
   ]
-  last_B1 = jnp.maximum(length_B - 1, 0)[:, None]
-  last_B1 = jnp.take_along_axis(completions.action, last_B1, axis=1)
-  token_B = jnp.where(length_B > 0, last_B1[:, 0], split.token_B)
-  return token_B, caches
+  return _last_token(split, completions, length_B), caches
 
 
 def _decode(
-  model, params, layers, split: SplitPrompt, length_B, state: DecodeState
+  model,
+  params,
+  layers,
+  split: prefill.SplitPrompt,
+  length_B,
+  state: DecodeState,
+  keep: bool,
 ):
   """Logits of the next token, and caches; arguments as `decode_states`."""
-  x_B1D, caches = decode_states(model, params, layers, split, length_B, state)
+  x_B1D, caches = decode_states(
+    model, params, layers, split, length_B, state, keep=keep
+  )
   logit_B1V = model.apply({'params': params}, x_B1D, method='logits')
   return logit_B1V, caches
 
 
 def decode_states(
-  model, params, layers, split: SplitPrompt, length_B, state: DecodeState
+  model,
+  params,
+  layers,
+  split: prefill.SplitPrompt,
+  length_B,
+  state: DecodeState,
+  *,
+  keep: bool = False,
 ):
   """Final hidden states, and caches that include the current token.
 
@@ -161,6 +139,8 @@ def decode_states(
     split: the prompts.
     length_B: tokens that each row had when the loop started.
     state: the state of the loop.
+    keep: whether the columns of finished rows stay as they are, for a later
+      call that continues them.
   """
   c, t = model.config, state.t
   variables = {'params': params}
@@ -175,6 +155,7 @@ def decode_states(
     angles = rope.angles(c.local_rope or c.rope, c.W, position_B1)
     context[True] = (*angles, near_BC)
   x_B1D = model.apply(variables, state.token_B[:, None], method='embed')
+  open_B = _open_rows(state, length_B) if keep else None
   caches = []
   for i, ((own, key_NKPW, value_NKPW), cache) in enumerate(
     zip(layers, state.caches, strict=True)
@@ -183,7 +164,7 @@ def decode_states(
     q_B1HW, k_B1KW, v_B1KW = decode_layer.project(
       c, own, x_B1D, cos_B1R, sin_B1R
     )
-    cache = kv_cache.update(cache, t, k_B1KW, v_B1KW)
+    cache = kv_cache.update(cache, t, k_B1KW, v_B1KW, open_B)
     seen_B1HW = kv_cache.attention(
       c, q_B1HW, cache, key_NKPW, value_NKPW, split.mask_NP, past_BT, near_BC
     )
@@ -193,7 +174,7 @@ def decode_states(
 
 
 def _near(
-  c: transformer.Config, split: SplitPrompt, position_B, length_B, t, T
+  c: transformer.Config, split: prefill.SplitPrompt, position_B, length_B, t, T
 ):
   """Mask [B, P + T] of the prompt's and the cached tokens in the window."""
   group_size = position_B.shape[0] // split.mask_NP.shape[0]
@@ -254,7 +235,9 @@ def resume(
   greedy: bool = False,
   num_started: int = 0,
   should_continue: Callable[[Array], Array] = jnp.any,
-) -> base.Completions:
+  cache: kept_cache.KeptCache | None = None,
+  max_unread: int = 0,
+) -> base.Completions | tuple[base.Completions, kept_cache.KeptCache]:
   """Continues completions until all rows have ended, or enough of them.
 
   Token t of a row is drawn with `fold_in(key, t)`: it depends on the key of the
@@ -275,25 +258,40 @@ def resume(
     should_continue: `open_B -> bool`: whether to sample one more token of each
       unfinished row, given which rows are unfinished. By default, until all
       rows have ended.
+    cache: keys and values of the tokens that earlier calls have read or
+      sampled, with the same parameters. None to read all tokens again.
+    max_unread: most tokens of a row that are not in the cache, but for the last
+      token.
+
+  Returns:
+    The completions; with a cache, also what it is then.
   """
   params = rules.gather(transformer.compute_params(model.config, params))
-  split = split_prompt(prompt, group_size)
-  layers = _prompt_layers(model, params, split)
+  split = prefill.split_prompt(prompt, group_size)
+  read = model.apply(
+    {'params': params}, split.prompt_NP, split.mask_NP, method='prefill'
+  )
+  layers = prefill.cached_layers(model, params, read)
   T = completions.mask.shape[1]
   length_B = completions.mask.sum(1, dtype=jnp.int32)
-  start = _initial_state(
-    model, params, prompt, group_size, completions, num_started
-  )
-
-  def open_rows(state: DecodeState):
-    return state.completions.alive & (length_B + state.t < T)
+  if cache is None:
+    start = _initial_state(
+      model, params, prompt, group_size, completions, num_started
+    )
+  else:
+    cache = kept_cache.read(
+      model, params, layers, split, completions, cache, max_unread
+    )
+    start = _kept_state(split, completions, kept_cache.roll(cache, length_B))
 
   def condition(state: DecodeState):
-    return (state.t < T) & should_continue(open_rows(state))
+    return (state.t < T) & should_continue(_open_rows(state, length_B))
 
   def extend(state: DecodeState) -> DecodeState:
-    open_B = open_rows(state)
-    logit_B1V, caches = _decode(model, params, layers, split, length_B, state)
+    open_B = _open_rows(state, length_B)
+    logit_B1V, caches = _decode(
+      model, params, layers, split, length_B, state, cache is not None
+    )
     if greedy:
       token_B = jnp.argmax(logit_B1V[:, 0], axis=-1)
     else:
@@ -305,8 +303,16 @@ def resume(
     new = append(state, open_B, token_B, logp_B, stop)
     return DecodeState(state.t + 1, token_B, caches, new)
 
-  end = jax.lax.while_loop(condition, extend, start).completions
-  return _roll_completions(end, -length_B) if num_started else end
+  end = jax.lax.while_loop(condition, extend, start)
+  if cache is None and not num_started:
+    return end.completions
+  completions = _roll_completions(end.completions, -length_B)
+  if cache is None:
+    return completions
+  now = kept_cache.KeptCache(
+    end.caches, completions.mask.sum(1, dtype=jnp.int32)
+  )
+  return completions, now._replace(layers=kept_cache.roll(now, -length_B))
 
 
 def _initial_state(
@@ -314,7 +320,7 @@ def _initial_state(
 ) -> DecodeState:
   """The state of the decoding loop before its first token."""
   B, T = completions.mask.shape
-  token_B = split_prompt(prompt, group_size).token_B
+  token_B = prefill.split_prompt(prompt, group_size).token_B
   caches = kv_cache.empty(model.config, B, T)
   if num_started:
     first = jax.tree.map(lambda x: x[:num_started], (prompt, completions))
@@ -333,26 +339,30 @@ def _initial_state(
   )
 
 
-def _prompt_layers(model, params, split: SplitPrompt):
-  """As `cached_layers`, for prompts of tokens."""
-  cache = model.apply(
-    {'params': params}, split.prompt_NP, split.mask_NP, method='prefill'
+def _open_rows(state: DecodeState, length_B):
+  """Rows that get another token; they began with `length_B` tokens."""
+  T = state.completions.mask.shape[1]
+  return state.completions.alive & (length_B + state.t < T)
+
+
+def _kept_state(
+  split: prefill.SplitPrompt, completions: base.Completions, caches
+) -> DecodeState:
+  """As `_initial_state`, with a rolled cache of all tokens but the last."""
+  length_B = completions.mask.sum(1, dtype=jnp.int32)
+  return DecodeState(
+    jnp.zeros((), jnp.int32),
+    _last_token(split, completions, length_B),
+    caches,
+    _roll_completions(completions, length_B),
   )
-  return cached_layers(model, params, cache)
 
 
-def cached_layers(model, params, cache: attention.PromptCache):
-  """By layer: its parameters, and its prompts' keys and values [N, K, P, W]."""
-  # Unrolled, because a scan would copy the whole cache at every token.
-  # Transposed once, into the layout that every token reads.
-  return [
-    (
-      transformer.layer_params(params, i),
-      jnp.swapaxes(cache.key[i], 1, 2),
-      jnp.swapaxes(cache.value[i], 1, 2),
-    )
-    for i in range(model.config.L)
-  ]
+def _last_token(split: prefill.SplitPrompt, completions, length_B):
+  """The next input of each row: its last token, or that of its prompt."""
+  last_B1 = jnp.maximum(length_B - 1, 0)[:, None]
+  last_B1 = jnp.take_along_axis(completions.action, last_B1, axis=1)
+  return jnp.where(length_B > 0, last_B1[:, 0], split.token_B)
 
 
 def append(state: DecodeState, open_B, token_B, logp_B, stop):

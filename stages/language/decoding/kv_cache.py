@@ -39,11 +39,14 @@ def ring_columns(length: int) -> int:
   return length if length <= BLOCK else -(-length // BLOCK) * BLOCK
 
 
-def update(cache: LayerCache, t, k_B1KW, v_B1KW) -> LayerCache:
-  """Writes the keys and values of token `t`."""
+def update(cache: LayerCache, t, k_B1KW, v_B1KW, open_B=None) -> LayerCache:
+  """Writes the keys and values of token `t`; in rows `open_B`, if given."""
 
   def write(old, new):
     new = jnp.swapaxes(new, 1, 2)
+    if open_B is not None:
+      now = jax.lax.dynamic_slice_in_dim(old, t, 1, 2)
+      new = jnp.where(open_B[:, None, None, None], new, now)
     return jax.lax.dynamic_update_slice_in_dim(old, new, t, 2)
 
   return LayerCache(write(cache.key, k_B1KW), write(cache.value, v_B1KW))

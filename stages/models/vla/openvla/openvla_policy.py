@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, UInt8
 from sharding import rules
 from stages import base
 from stages.language import sample, value_model
-from stages.language.decoding import generate, kv_cache
+from stages.language.decoding import generate, kv_cache, prefill
 from stages.models import transformer
 from stages.models.vla.openvla import action_tokens, openvla
 
@@ -178,14 +178,14 @@ def _decode(
   c = config.llama
   model, B = transformer.Transformer(c), key_B.shape[0]
   llama = rules.gather(transformer.compute_params(c, params['llama']))
-  split = generate.split_prompt(
+  split = prefill.split_prompt(
     jax.tree.map(lambda x: jnp.repeat(x, group_size, 0), prefix.prompt),
     group_size,
   )
   _, cache = model.apply(
     {'params': llama}, prefix.x_NPD, split.mask_NP, method='embedded_states'
   )
-  layers = generate.cached_layers(model, llama, cache)
+  layers = prefill.cached_layers(model, llama, cache)
   start = generate.DecodeState(
     jnp.zeros((), jnp.int32),
     split.token_B,
