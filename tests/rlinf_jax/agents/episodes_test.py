@@ -40,7 +40,7 @@ def scripted(tokenizer, texts):
   turns = [[letters(tokenizer, t) + [tokenizer.eos_token_id] for t in row]
            for row in texts]  # fmt: skip
 
-  def resume(params, prompt, key_B, now, **_):
+  def resume(params, prompt, key_B, now, *, cache, **_):
     out = jax.tree.map(np.array, now)
     for i in np.flatnonzero(out.alive):
       length = int(out.mask[i].sum())
@@ -50,7 +50,7 @@ def scripted(tokenizer, texts):
       out.logp[i, length : length + len(turn)] = -1.0
       out.mask[i, length : length + len(turn)] = 1
       out.alive[i] = False
-    return base.Completions(*map(jnp.asarray, out))
+    return base.Completions(*map(jnp.asarray, out)), cache
 
   def act(params, prompt, key_B):
     B = key_B.shape[0]
@@ -60,7 +60,11 @@ def scripted(tokenizer, texts):
     )
 
   return types.SimpleNamespace(
-    init=lambda key: None, act=act, resume=resume, out_shapes=None
+    init=lambda key: None,
+    act=act,
+    resume=resume,
+    empty_cache=lambda rows: (),
+    out_shapes=None,
   )
 
 
