@@ -28,7 +28,7 @@ from rlinf_jax.engines import (
 import stages
 from stages import base, ranges
 from stages.language import sample
-from stages.models import huggingface, transformer
+from stages.models import huggingface, lora, transformer
 from stages.models.files import naming
 
 # Read by vLLM and by torch, which a tokenizer may import first: so they are set
@@ -211,7 +211,12 @@ class _Generator:
     for own, rows, stop in zip(devices, parts, stops, strict=True):
       if prompts[rows]:
         engine = vllm_engine.get(
-          dataclasses.replace(self.shared, devices=own, processes=processes)
+          dataclasses.replace(
+            self.shared,
+            lora_rank=lora.rank(params),
+            devices=own,
+            processes=processes,
+          )
         )
         request = vllm_engine.Request(
           params, self.names, prompts[rows], settings[rows], length, stop

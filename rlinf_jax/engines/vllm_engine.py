@@ -254,7 +254,12 @@ class Engine:
       )
       name = str(self._num_requests)
       self._num_requests += 1
-      self.llm.add_request(name, {'prompt_token_ids': prompt}, params)
+      self.llm.add_request(
+        name,
+        {'prompt_token_ids': prompt},
+        params,
+        lora_request=self._instance.lora,
+      )
       pending.index_of[name] = i
     # A request without prompts, or that should stop at once, is done already.
     self._resolve(pending)

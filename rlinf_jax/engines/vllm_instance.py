@@ -1,13 +1,17 @@
 """vLLM once it is started, and the parameters that it has."""
 
 from multiprocessing import connection
+import tempfile
 import threading
+from typing import Any
 import weakref
 
 import jax
 
 from rlinf_jax.engines import vllm_start
-from stages.models.files import naming
+from stages import base
+from stages.models import lora
+from stages.models.files import adapters, naming
 
 
 class Instance:
@@ -17,6 +21,8 @@ class Instance:
     llm: vLLM's own engine.
     max_model_len: maximum tokens of a prompt and its completion together.
     asleep: whether it has released its parameters and its keys and values.
+    lora: vLLM's request for the adapter that completions are made with; None
+      without one.
   """
 
   def __init__(
@@ -33,7 +39,9 @@ class Instance:
       enable_sleep: whether the engine must be able to release its memory.
     """
     self.llm = vllm_start.start(settings, max_model_len, enable_sleep)
-    self.max_model_len, self.asleep, self._current = max_model_len, False, ()
+    self.max_model_len, self.asleep, self.lora = max_model_len, False, None
+    self._current, self._weights = (), ()
+    self._checkpoint, self._folder = settings.checkpoint, None
     from rlinf_jax.engines import vllm_weights, vllm_worker
 
     vllm_weights.sync_omp_threads()
@@ -49,22 +57,35 @@ class Instance:
 
   def has(self, params) -> bool:
     """Whether vLLM has these very arrays."""
-    leaves = jax.tree.leaves(params)
-    return len(leaves) == len(self._current) and all(
-      x is current() for x, current in zip(leaves, self._current, strict=True)
-    )
+    return _are(self._current, params)
 
   def send(self, params, names: dict[str, naming.Tensor], version: int):
     """Sends parameters, of which every rank takes its shard.
+
+    Of an adapted model, the frozen weights are sent once and the adapter alone
+    afterwards.
 
     Args:
       params: parameters of the model.
       names: the checkpoint tensor of each parameter.
       version: completions name it from now on.
     """
+    self._current, frozen = (), params
+    if lora.is_adapted(params):
+      frozen = params[base.FROZEN][lora.PARAMS]
+    if not _are(self._weights, frozen):
+      self._send_weights(frozen, names)
+    if frozen is not params:
+      self._send_adapter(params)
+    self.llm.set_weight_version(str(version))
+    self.llm.reset_prefix_cache(reset_running_requests=True)
+    self._current = _references(params)
+
+  def _send_weights(self, params, names):
+    """Sends all weights of the model."""
     from rlinf_jax.engines import vllm_weights, vllm_worker
 
-    self._current = ()
+    self._weights = ()
     # A tied output layer has a packed copy of its own, which needs an update.
     embed, unembed = names['embed_VD'].name, names['unembed_DV'].name
     if self._shared:
@@ -76,15 +97,25 @@ class Instance:
         sent.update(some)
     sent.setdefault(unembed, sent[embed])
     self.llm.collective_rpc(receive, args=(sent,))
-    self.llm.set_weight_version(str(version))
-    self.llm.reset_prefix_cache(reset_running_requests=True)
-    self._current = tuple(map(weakref.ref, jax.tree.leaves(params)))
+    self._weights = _references(params)
+
+  def _send_adapter(self, params):
+    """Replaces the adapter; ranks read it from a folder."""
+    from vllm.lora import request
+
+    self._folder = self._folder or tempfile.TemporaryDirectory()
+    adapters.write(self._folder.name, params, self._checkpoint)
+    adapter = request.LoRARequest('adapter', 1, self._folder.name)
+    adapter.load_inplace = True
+    self.llm.add_lora(adapter)
+    # Completions name it without loading it again.
+    self.lora = request.LoRARequest('adapter', 1, self._folder.name)
 
   def sleep(self):
     """Releases device memory; it holds no parameters afterwards."""
     # Level 2 drops parameters: restored ones would be a step old.
     self.llm.sleep(level=2)
-    self.asleep, self._current = True, ()
+    self.asleep, self._current, self._weights = True, (), ()
 
   def wake(self):
     """Takes device memory again, if it sleeps."""
@@ -100,6 +131,8 @@ class Instance:
       process.join()
     if self._shared:
       self._shared.close()
+    if self._folder:
+      self._folder.cleanup()
 
   def death(self) -> str | None:
     """A sentence about the rank that ended first; None while all live."""
@@ -123,3 +156,16 @@ class Instance:
       if process.sentinel == first:
         process.join()
         self._dead = rank, process
+
+
+def _references(params: Any) -> tuple[weakref.ref, ...]:
+  """Weak references to arrays, which are freed with their last other user."""
+  return tuple(map(weakref.ref, jax.tree.leaves(params)))
+
+
+def _are(known: tuple[weakref.ref, ...], params: Any) -> bool:
+  """Whether references are to these very arrays."""
+  leaves = jax.tree.leaves(params)
+  return len(leaves) == len(known) and all(
+    x is reference() for x, reference in zip(leaves, known, strict=True)
+  )

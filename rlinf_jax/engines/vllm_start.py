@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import typing
 import warnings
 
 import jax
@@ -25,6 +26,7 @@ class Settings:
     max_model_len: maximum tokens of a prompt and its completion together; that
       of the first request if None.
     devices: numbers of the devices that divide the model; one if it is empty.
+    lora_rank: rank of the adapters that it takes beside parameters, or 0.
     processes: devices of its place, on which engines have a process each; 0 for
       an engine that computes in this process.
   """
@@ -34,6 +36,7 @@ class Settings:
   max_num_seqs: int
   kv_cache_memory_bytes: int | None
   max_model_len: int | None
+  lora_rank: int = 0
   devices: tuple[int, ...] = ()
   processes: int = 0
 
@@ -89,10 +92,30 @@ def start(settings: Settings, max_model_len: int, enable_sleep: bool):
         enable_chunked_prefill=False,
         max_num_batched_tokens=max(max_model_len, settings.max_num_seqs, 8192),
         disable_log_stats=True,
+        enable_lora=settings.lora_rank > 0,
+        max_loras=1,
+        max_lora_rank=_reserved_rank(settings.lora_rank),
         # Allocates releasable memory, which CPUs do not have.
         enable_sleep_mode=enable_sleep and not cpu,
       )
     )
+
+
+def _reserved_rank(rank: int) -> int:
+  """The smallest rank that vLLM reserves memory for, and that holds `rank`.
+
+  Raises:
+    ValueError: if vLLM has none.
+  """
+  from vllm.config import lora
+
+  known = typing.get_args(lora.MaxLoRARanks)
+  if rank > max(known):
+    raise ValueError(
+      f'vLLM takes adapters of ranks up to {max(known)}, and this one has '
+      f'{rank}: lower the rank, or leave the engine out.'
+    )
+  return min(n for n in known if n >= rank)
 
 
 @contextlib.contextmanager

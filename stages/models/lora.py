@@ -21,7 +21,6 @@ import dataclasses
 import functools
 import math
 from typing import Any
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -194,6 +193,15 @@ def is_adapted(params) -> bool:
   return isinstance(params, dict) and ADAPTER in params
 
 
+def rank(params) -> int:
+  """The rank of the adapters of parameters; 0 without adapters."""
+  if not is_adapted(params):
+    return 0
+  adapter = params[ADAPTER]['layers']
+  names = (pair_names(p)[0] for p in LETTERS.values())
+  return next(adapter[a].shape[-1] for a in names if a in adapter)
+
+
 def pairs(params):
   """Yields the name, A and α/r · B of each adapted matrix."""
   adapter, alpha = params[ADAPTER]['layers'], params[base.FROZEN][ALPHA]
@@ -232,27 +240,6 @@ def merge(params):
   return _with_layers(params, layers)
 
 
-class _MergedOnce:
-  """Merges for an engine outside JAX, once for each version of the adapter.
-
-  The engine compares arrays by identity to find out whether it already has a
-  version, so the same arrays must be returned for the same version.
-  """
-
-  def __init__(self):
-    self._merge, self._of, self._merged = jax.jit(merge), (), None
-
-  def __call__(self, params):
-    leaves = jax.tree.leaves(params)
-    if len(leaves) != len(self._of) or any(
-      x is not known() for x, known in zip(leaves, self._of, strict=True)
-    ):
-      self._merged = None  # Frees memory before the next copy is made.
-      self._merged = self._merge(params)
-      self._of = tuple(map(weakref.ref, leaves))
-    return self._merged
-
-
 def wrap(
   policy: base.Policy,
   settings: Lora,
@@ -263,12 +250,15 @@ def wrap(
   A critic of the policy, under the key `base.CRITIC`, is trained as before.
 
   Args:
-    policy: a language model, such as `language_model.policy`.
+    policy: a language model, such as `language_model.policy`. If an engine
+      outside JAX acts, its `act` and `resume` take the adapted parameters as
+      they are.
     settings: rank, alpha and targets.
     start: `params -> adapter`, which returns an existing adapter of the model;
       if None, a new adapter is drawn.
   """
-  merged = merge if policy.out_shapes is None else _MergedOnce()
+  is_engine = policy.out_shapes is not None
+  merged = (lambda params: params) if is_engine else merge
 
   def adapted(function, prepare):
     if function is None:

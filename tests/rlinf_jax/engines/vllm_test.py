@@ -1,11 +1,13 @@
 """vLLM generates with the parameters that it was sent last."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlinf_jax.engines import vllm_engine, vllm_memory
+from rlinf_jax.engines import vllm_engine, vllm_instance, vllm_memory
 from stages.language import sample
 from stages.models import huggingface, lora
 import tiny
@@ -167,19 +169,29 @@ def test_parameters_are_sent_only_when_they_change(case):
 
 
 @with_both
-def test_adapters_are_added_to_what_is_sent_once_a_version(case):
-  policy, prompt = case.policy(lora=lora.Lora(rank=4)), vllm_models.prompts()
-  engine = vllm_engine.get(case.settings)
+def test_of_an_adapted_model_the_adapter_alone_is_sent_again(case, monkeypatch):
+  policy, prompt = case.policy(lora=lora.Lora(rank=4)), vllm_models.prompts(32)
+  merged, own = case.policy(), case.policy(engine=None, lora=lora.Lora(rank=4))
+  settings = dataclasses.replace(case.settings, lora_rank=4)
+  engine, sent = vllm_engine.get(settings), []
+  send = vllm_instance.Instance._send_weights
+
+  def counted(instance, *args):
+    sent.append(instance)
+    return send(instance, *args)
+
+  monkeypatch.setattr(vllm_instance.Instance, '_send_weights', counted)
   params, seen = policy.init(jax.random.key(0)), []
-  for seed in range(2):
-    x = vllm_models.act(policy, params, prompt)
-    sent = engine.weight_version
+  for seed in range(3):
+    x = vllm_models.act(policy, params, prompt, greedy=True)
     vllm_models.act(policy, params, prompt, seed=1)
-    assert engine.weight_version == sent
-    want = policy.evaluate(
-      params, prompt, x.action, group_size=vllm_models.GROUP
-    )
-    vllm_models.assert_close_where_real(x.logp, want.logp, x.mask)
+    assert engine.weight_version == seed + 1 and len(sent) == 1
+    whole = jax.jit(lora.merge)(params)
+    for other, known in ((own, params), (merged, whole)):
+      want = vllm_models.act(other, known, prompt, greedy=True)
+      np.testing.assert_array_equal(x.action, want.action)
+      vllm_models.assert_close_where_real(x.logp, want.logp, x.mask)
+    del sent[1:]  # Of the merged model.
     seen.append(np.asarray(x.action).tobytes())
     noise = jax.random.key(seed)
     adapter = jax.tree.map(
@@ -187,4 +199,5 @@ def test_adapters_are_added_to_what_is_sent_once_a_version(case):
       params[lora.ADAPTER],
     )
     params = params | {lora.ADAPTER: adapter}
-  assert len(set(seen)) == 2
+  assert len(set(seen)) == 3
+  engine.close()
