@@ -22,6 +22,7 @@ from sharding import mesh as mesh_lib
 from sharding import rules
 from stages import workflows
 from stages.learn import optimizers
+from stages.models import lora as lora_lib
 from stages.tasks import arithmetic
 import tiny
 import vllm_models
@@ -148,6 +149,28 @@ def test_the_end_of_a_rank_is_named_and_ends_all_ranks(case, divided):
     # It had ended before: the next request fails.
     vllm_models.act(policy, params, prompt, seed=1)
   assert not any(process.is_running() for process in processes)
+
+
+@pytest.mark.claims
+def test_ranks_divide_the_adapter_of_a_model(case):
+  adapted = lora_lib.Lora(rank=4)
+  policy, prompt = case.policy(lora=adapted), vllm_models.prompts(32)
+  params = policy.init(jax.random.key(0))
+  for seed in range(2):
+    noise = jax.random.key(seed)
+    adapter = jax.tree.map(
+      lambda x: x + 0.1 * jax.random.normal(noise, x.shape),
+      params[lora_lib.ADAPTER],
+    )
+    params = params | {lora_lib.ADAPTER: adapter}
+    own = case.policy(engine=None, lora=adapted)
+    assert_same(
+      vllm_models.act(policy, placed(params, tensor=2), prompt, greedy=True),
+      vllm_models.act(own, params, prompt, greedy=True),
+    )
+  vllm_engine.get(
+    dataclasses.replace(engine(case).settings, lora_rank=4)
+  ).close()
 
 
 @pytest.mark.claims

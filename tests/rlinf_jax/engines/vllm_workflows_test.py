@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from planner.ir import plan as plan_lib
-from rlinf_jax.engines import vllm, vllm_engine, vllm_start
+from rlinf_jax.engines import vllm, vllm_engine, vllm_instance, vllm_start
 from rlinf_jax.runtime import local
 import stages
 from stages import base, workflows
 from stages.language import partial_rollout, sample
 from stages.learn import optimizers
-from stages.models import huggingface
+from stages.models import huggingface, lora
 import tiny
 import vllm_models
 
@@ -60,6 +60,38 @@ def test_a_workflow_learns_from_it_on_two_places(case, name):
   evaluated = jax.device_get(runtime.evaluate(batches[0], jax.random.key(9)))
   assert 0 <= evaluated['eval/accuracy'].value()[''] <= 1
   runtime.close()
+
+
+def test_a_plan_sends_frozen_weights_once_and_the_adapter_every_step(
+  case, monkeypatch
+):
+  workflow = workflows.grpo(
+    case.policy(lora=lora.Lora(rank=4)),
+    tiny.even_on_host,
+    optimizers.adamw(3e-2),
+    group_size=vllm_models.GROUP,
+  )
+  sent, of = [], vllm_instance.Instance
+  for name in ('_send_weights', '_send_adapter'):
+    send = getattr(of, name)
+
+    def counted(instance, *args, send=send, name=name):
+      sent.append(name)
+      return send(instance, *args)
+
+    monkeypatch.setattr(of, name, counted)
+  step = tiny.trace(workflow, tiny.problem(8))
+  where = {'generate': 'actor', '*': 'learner'}
+  plan = plan_lib.parse(vllm_models.PLAN | {'stages': where}, step.stages)
+  runtime = local.LocalRuntime(plan, step=step)
+  runtime.load(workflow.init(jax.random.key(0)))
+  for i in range(3):
+    batch = tiny.problem(8, seed=i)
+    info = jax.device_get(runtime.step(batch, jax.random.key(i)))
+    assert 0 < info['rollout/logprob_gap_mean'].value()[''] < 1e-4
+    assert info['rollout/logprob_gap_max'].value()[''] < 1e-3
+  runtime.close()
+  assert sent == ['_send_weights', *3 * ['_send_adapter']]
 
 
 def test_it_sleeps_when_requests_have_ended_and_wakes_for_the_next(case):
