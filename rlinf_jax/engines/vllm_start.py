@@ -127,6 +127,8 @@ def _environment_of_ranks(settings: Settings):
   cores = len(os.sched_getaffinity(0))
   wanted = {
     'OMP_NUM_THREADS': str(max(1, cores // settings.processes)),
+    # A fork would inherit the threads and the GPU contexts of JAX.
+    'VLLM_WORKER_MULTIPROC_METHOD': 'spawn',
     # All are on this machine, so no other one needs to reach them.
     'GLOO_SOCKET_IFNAME': 'lo',
     'NCCL_SOCKET_IFNAME': 'lo',
