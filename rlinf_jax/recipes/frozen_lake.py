@@ -1,10 +1,10 @@
 """Walks over a frozen lake in words, for an agent of eight turns and more.
 
-The prompt is the map, `SFHFF FFFFH …`: start, frozen, hole and goal. A turn is
-one of four moves, and the answer is the row and the column that it led to. The
-lake is that of Gymnasium's FrozenLake-v1, not slippery, of 5 × 5 fields, so
-that the goal is eight moves away or more. A walk into a hole ends without
-reward.
+The agent sees the fields next to it, and not the map: `1,2 FHFE` is the row, the
+column, and what lies to the left, below, to the right and above: start, frozen,
+hole, goal or the edge. A turn is one of four moves. The lake is that of
+Gymnasium's FrozenLake-v1, not slippery, of 5 × 5 fields, so that the goal is
+eight moves away or more. A walk into a hole ends without reward.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,13 +30,23 @@ class FrozenLake(gymnasium_text.GymnasiumText):
     super().__init__(
       'FrozenLake-v1',
       actions=ACTIONS,
-      describe=lambda field: '{},{}'.format(*divmod(int(field), SIZE)),
+      describe=self._look,
       make={'is_slippery': False},
     )
 
   def reset(self, problem: Mapping[str, Any]) -> list[base.Message]:
-    super().reset({'make': {'desc': problem['map']}})
-    return [{'role': 'user', 'content': ' '.join(problem['map'])}]
+    self._lake = problem['map']
+    return super().reset({'make': {'desc': self._lake}})
+
+  def _look(self, field: int) -> str:
+    """The number of a field, and what lies next to it."""
+    row, column = divmod(int(field), SIZE)
+    near = [(row + down, column + right) for down, right in MOVES]
+    letters = [
+      self._lake[y][x] if 0 <= y < SIZE and 0 <= x < SIZE else 'E'
+      for y, x in near
+    ]
+    return f'{row},{column} {"".join(letters)}'
 
 
 def draw(
@@ -114,8 +124,8 @@ def _next(field: tuple[int, int], move: tuple[int, int]) -> tuple[int, int]:
 
 
 def corpus() -> Sequence[str]:
-  """Texts to train a tokenizer on: moves, fields and the letters of maps."""
-  fields = [f'\n{row},{column}\n' for row in range(5) for column in range(5)]
+  """Texts to train a tokenizer on: moves, and what an agent sees."""
+  fields = [f'\n{row},{column} F\n' for row in range(5) for column in range(5)]
   letters = 'abcdefghijklmnopqrstuvwxyz'
   error = f'\nerror: this is no action, write one of {", ".join(ACTIONS)}\n'
-  return [*(list(ACTIONS) + fields) * 50, 'S F H G', letters, error]
+  return [*(list(ACTIONS) + fields) * 50, 'S F H G E', letters, error]

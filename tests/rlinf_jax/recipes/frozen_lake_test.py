@@ -48,6 +48,17 @@ def test_a_demonstrator_without_random_moves_reaches_the_goal():
     assert not any(step.reward for step in steps[:-1])
 
 
+def test_an_agent_sees_what_lies_next_to_it():
+  env = frozen_lake.FrozenLake()
+  lake = ['SFHFF', 'FHFFF', 'FFFHF', 'FFFFF', 'HFFFG']
+  (first,) = env.reset({'map': lake})
+  assert first['content'] == '0,0 EFFE'
+  said = [env.step(move) for move in ('left', 'down', 'down', 'right')]
+  seen = ['0,0 EFFE', '1,0 EFHS', '2,0 EFFF', '2,1 FFFH']
+  assert [step.messages[0]['content'] for step in said] == seen
+  assert env.step('up').terminated
+
+
 def test_half_of_the_moves_at_random_seldom_reach_it():
   rng, reached = np.random.default_rng(2), 0.0
   for problem in drawn(False):
