@@ -1,8 +1,8 @@
 """Walks over a frozen lake in words, for an agent of eight turns and more.
 
-The agent sees the fields next to it, and not the map: `1,2 FHFE` is the row, the
-column, and what lies to the left, below, to the right and above: start, frozen,
-hole, goal or the edge. A turn is one of four moves. The lake is that of
+The agent sees the fields next to it, and not the map: `1,2 FHFE` is the row,
+the column, and what lies to the left, below, to the right and above: start,
+frozen, hole, goal or the edge. A turn is one of four moves. The lake is that of
 Gymnasium's FrozenLake-v1, not slippery, of 5 × 5 fields, so that the goal is
 eight moves away or more. A walk into a hole ends without reward.
 """
