@@ -113,7 +113,7 @@ class Place:
 
     XLA accepts a group that is split between devices, and computes wrong
     numbers for it (0.10.2: the gradient of an embedding, with fewer groups than
-    devices).
+    devices, and others along `tensor`).
     """
     if self.mesh is None:
       return

@@ -17,6 +17,7 @@ import claims
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
+from rlinf_jax.runtime import place as place_lib
 import stages
 from stages import base, metrics, workflows
 from stages.learn import losses
@@ -311,3 +312,30 @@ def test_a_rows_tokens_depend_on_its_key_alone():
   few = policy.act(params, some, keys[2:5])
   np.testing.assert_array_equal(few.action, every.action[2:5])
   assert jnp.isfinite(few.logp).all()
+
+
+@pytest.mark.claims
+def test_xla_computes_a_wrong_gradient_of_groups_that_devices_share(
+  monkeypatch,
+):
+  """The reason why `Place.check_node` refuses it: if this fails, allow it."""
+  monkeypatch.setattr(place_lib.Place, 'check_node', lambda *_: None)
+  want, batch, key = eager('float32', rows=2)
+  workflow = grpo('float32')
+
+  def wrong(place):
+    got, _ = planned(workflow, begin(workflow), batch, key, place, {})
+    pairs = gradient(got), gradient(want[0])
+    leaves = zip(
+      *(jax.tree_util.tree_leaves_with_path(x) for x in pairs), strict=True
+    )
+    return {
+      path[-1].key: apart(x, y)
+      for (path, x), (_, y) in leaves
+      if apart(x, y) > 1e-5
+    }
+
+  assert not wrong('data')
+  assert not wrong('fsdp')
+  assert wrong('mixed').keys() == {'embed_VD'}
+  assert wrong('mixed')['embed_VD'] > 0.1
