@@ -22,7 +22,9 @@ from sharding import mesh as mesh_lib
 from sharding import rules
 from stages import workflows
 from stages.learn import optimizers
+from stages.models import huggingface
 from stages.models import lora as lora_lib
+from stages.models.files import weights
 from stages.tasks import arithmetic
 import tiny
 import vllm_models
@@ -72,6 +74,33 @@ def assert_same(got, want):
   np.testing.assert_array_equal(got.action, want.action)
   np.testing.assert_array_equal(got.mask, want.mask)
   vllm_models.assert_close_where_real(got.logp, want.logp, got.mask)
+
+
+@pytest.mark.parametrize('held', ['float32', 'bfloat16'])
+def test_shared_tensors_are_written_once_in_the_type_of_the_engine(case, held):
+  from rlinf_jax.engines import vllm_weights
+
+  names = huggingface.names(case.folder)
+  params = jax.tree.map(
+    lambda x: x.astype(held), case.policy().init(jax.random.key(0))
+  )
+  shared, found = vllm_weights.SharedTensors('bfloat16'), []
+  for scale in (1, 2):
+    params = jax.tree.map(lambda x: x * jnp.asarray(scale, held), params)
+    table = shared.write(placed(params, fsdp=2, tensor=2), names)
+    want = dict(weights.checkpoint_tensors(params, names))
+    assert table.keys() == want.keys()
+    for name, (memory, offset, shape) in table.items():
+      path = pathlib.Path('/dev/shm', memory)
+      with path.open('rb') as file:
+        file.seek(offset)
+        x = np.frombuffer(file.read(2 * int(np.prod(shape))), jnp.bfloat16)
+      rounded = np.asarray(want[name].astype('bfloat16'))
+      np.testing.assert_array_equal(x.reshape(shape), rounded, err_msg=name)
+    found.append({name: place[:2] for name, place in table.items()})
+  assert found[0] == found[1]
+  shared.close()
+  assert not path.exists()
 
 
 def test_after_every_update_greedy_completions_are_those_of_one_rank(
