@@ -27,6 +27,8 @@ class Device:
     platform: JAX's name of its kind, such as 'tpu', by which models choose
       kernels; None if they have none for it but those of the process that
       plans.
+    adds_phases: whether its compiler lets arrays of different phases of a
+      program lie beside each other, so that their bytes add up.
   """
 
   name: str
@@ -38,6 +40,7 @@ class Device:
   launch_seconds: float = 0.0
   kernel_gap_seconds: float = 0.0
   platform: str | None = None
+  adds_phases: bool = False
 
   def __post_init__(self):
     rates = {**self.matmul_flops, **{k: getattr(self, k) for k in RATES}}
@@ -94,6 +97,9 @@ class Cluster:
     contention: how many times as long a call takes when every shared core is
       busy as when only its own core is: cores share memory bandwidth, caches
       and arithmetic units.
+    scatters_sums: whether a sum that is scattered reaches each device in parts;
+      otherwise each receives the whole sum, twice as many bytes, as XLA has it
+      on some TPUs.
     topology: name of these devices for XLA's compilers, such as 'v5p:4x4x4';
       None if no plan is compiled for them. See
       `rlinf_jax.planning.compiled.topology`.
@@ -107,6 +113,7 @@ class Cluster:
   memory_reserve: float = 0.1
   shared_cores: int | None = None
   contention: float = 1.0
+  scatters_sums: bool = True
   topology: str | None = None
 
   def __post_init__(self):

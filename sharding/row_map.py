@@ -28,6 +28,7 @@ def map_rows(
 
   Axes of the ambient mesh that do not shard rows, such as `tensor`, are left to
   XLA. Without a mesh, or if rows do not divide evenly, this only calls `fn`.
+  The planner knows by the name of the scope that parameters are whole there.
 
   Args:
     fn: returns arrays with a leading dimension of rows; a row of its result
@@ -38,6 +39,11 @@ def map_rows(
       `fn` must round them to it. Gradients return in their own dtype.
     rules: mesh axes of each letter.
   """
+  with jax.named_scope('map_rows'):
+    return _map_rows(fn, params, rows, dtype, rules)
+
+
+def _map_rows(fn, params, rows, dtype, rules):
   n = jax.tree.leaves(rows)[0].shape[0]
   if rules_lib.devices_of('B', n, rules) == 1:
     return fn(params, *rows)

@@ -92,7 +92,8 @@ class Roofline:
       )
     )
     self._memo, self._parameters = {}, {}
-    self._peaks = memory.MemoryModel(works, self.layout)
+    adds = cluster.device.adds_phases
+    self._peaks = memory.MemoryModel(works, self.layout, adds)
 
   def with_measurements(
     self, measured: measured_lib.Measurements
@@ -286,7 +287,7 @@ class Roofline:
     }
     total = device.launch_seconds + turns * (gaps + max(arithmetic, traffic))
     passes = max(1.0, call.at(local_rows).passes)
-    for part in collectives.communication(parameters, done, axes):
+    for part in collectives.communication(parameters, done, axes, self.cluster):
       link = self.axis_links.link(placement, part.axis)
       exposed = part.times(passes, turns) * assumed.exposed_communication
       spent = exposed * link.seconds(part.size, part.messages)

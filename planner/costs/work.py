@@ -24,6 +24,10 @@ class Work:
       fused with its consumer and everything else reads and writes its operands.
     bytes_alive: peak bytes of intermediate values, without arguments and
       results.
+    bytes_gathered: the same on devices that share parameters and gather them,
+      with all of each array of the shape of a parameter, such as a sum of
+      gradients.
+    bytes_sharded: the same without those of these arrays that they share.
     kernels: number of kernels launched one after another.
     partial: products summed over a dimension of an argument, by that
       dimension's letter: their number and the bytes of their results. Where
@@ -41,6 +45,8 @@ class Work:
   bytes_out: float = 0.0
   bytes_moved: float = 0.0
   bytes_alive: float = 0.0
+  bytes_gathered: float = 0.0
+  bytes_sharded: float = 0.0
   kernels: float = 0.0
   passes: float = 0.0
   partial: Mapping[str, tuple[float, float]] = dataclasses.field(

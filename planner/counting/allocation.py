@@ -1,6 +1,7 @@
 """Memory and traffic of a program, as its variables are stored and read."""
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,34 +10,77 @@ from planner.counting import divisions, variables
 SCALAR = 16  # Bytes: smaller arrays need no kernel of their own.
 
 
+class Peaks(NamedTuple):
+  """The most bytes of intermediate values at once.
+
+  Attributes:
+    one: those of a device that holds all parameters.
+    gathered: those of one that gathers them, with all of each array of the
+      shape of a parameter.
+    sharded: the same without those of these arrays that devices share.
+  """
+
+  one: float
+  gathered: float
+  sharded: float
+
+
 class Allocation:
   """The buffers of a program on one device, of which time is an equation.
 
   Attributes:
     division: divides the arrays among devices; None for one device alone.
+    parameters: shapes of the parameters that devices of rows may share.
+    whole: whether the equation under way is in `sharding.row_map.map_rows`,
+      which gathers parameters in full, and adds up their gradients.
     now: number of the equation under way.
     buffers: all buffers so far.
-    within: peak bytes inside a loop, by its time.
+    within: peaks inside a loop, by its time.
     moved: bytes to and from memory so far.
     kernels: number of kernels so far.
   """
 
   def __init__(self, division: divisions.Division | None):
-    self.division = division
+    self.division, self.parameters, self.whole = division, frozenset(), False
     self.now, self.buffers, self.within = 0, [], {}
+    self._gathered, self._arguments = {}, set()
     self.moved = self.kernels = 0.0
 
-  def peak(self) -> float:
+  def peaks(self) -> Peaks:
     """Returns the peak bytes of its buffers and of loops' bodies."""
-    change = np.zeros(self.now + 3)
+    changes = np.zeros((3, self.now + 3))
     for buffer in self.buffers:
-      if not buffer.outside:
-        change[buffer.born] += buffer.size
-        change[buffer.last + 1] -= buffer.size
-    for when, size in self.within.items():
-      change[when] += size
-      change[when + 1] -= size
-    return float(np.cumsum(change).max(initial=0.0))
+      inside = not buffer.outside
+      counts = np.array(
+        [
+          inside,
+          inside or buffer.is_whole,
+          inside and not buffer.is_sharded or buffer.is_whole,
+        ]
+      )
+      changes[:, buffer.born] += counts * buffer.size
+      changes[:, buffer.last + 1] -= counts * buffer.size
+    for when, sizes in self.within.items():
+      changes[:, when] += sizes
+      changes[:, when + 1] -= sizes
+    return Peaks(*np.cumsum(changes, 1).max(1, initial=0.0).tolist())
+
+  def gather(self, variable: variables.Variable):
+    """Records that devices which share an argument have it in full now."""
+    for given in self._arguments.intersection(variable.sources):
+      if given not in self._gathered:
+        gathered = self.made(variable.size, variable.shape, outside=True)
+        gathered.is_whole = True
+        self._gathered[given] = gathered
+      self._gathered[given].last = self.now
+
+  def made(self, size: float, shape, outside=False) -> variables.Buffer:
+    """Returns a new buffer."""
+    buffer = variables.Buffer(size, self.now, outside)
+    if shape in self.parameters:
+      buffer.is_whole, buffer.is_sharded = self.whole, not self.whole
+    self.buffers.append(buffer)
+    return buffer
 
   def argument(self, aval, letters=None, divided=None) -> variables.Variable:
     letters = tuple(letters) if letters is not None else None
@@ -44,13 +88,15 @@ class Allocation:
       divided = self.division.argument(letters, getattr(aval, 'shape', ()))
     variable = self.stored(aval, divided, outside=True)
     variable.letters = letters
+    self._arguments.update(variable.sources)
     return variable
 
   def stored(self, aval, divided=None, outside=False) -> variables.Variable:
-    size = self.local(aval, divided)
-    buffer = variables.Buffer(size, self.now, outside)
-    self.buffers.append(buffer)
-    return variables.Variable(size, {buffer: size}, divided=divided)
+    size, shape = self.local(aval, divided), getattr(aval, 'shape', ())
+    buffer = self.made(size, shape, outside)
+    return variables.Variable(
+      size, {buffer: size}, divided=divided, shape=shape
+    )
 
   def local(self, aval, divided) -> float:
     """Returns the bytes of an array on one device."""
@@ -79,8 +125,7 @@ class Allocation:
       return
     self.moved += self.read(variable) + variable.size
     self.kernels += variable.size > SCALAR
-    buffer = variables.Buffer(variable.size, self.now)
-    self.buffers.append(buffer)
+    buffer = self.made(variable.size, variable.shape)
     variable.sources, variable.fused = {buffer: variable.size}, False
 
   def hand_over(self, variable: variables.Variable):
@@ -122,4 +167,4 @@ class Allocation:
         self.moved += self.read(variable) + variable.size
         self.kernels += 1
       for buffer in variable.sources:
-        buffer.outside = True
+        buffer.outside, buffer.last = True, self.now

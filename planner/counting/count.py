@@ -59,6 +59,11 @@ def work(
   if letters is None:
     letters = [None] * len(jaxpr.jaxpr.invars)
   frame = jaxpr_walk.WorkCounter(trips, division)
+  frame.parameters = frozenset(
+    var.aval.shape
+    for var, some in zip(jaxpr.jaxpr.invars, letters, strict=True)
+    if len(some or ()) > 1 and any(some) and 'B' not in some
+  )
   args = [
     frame.argument(var.aval, some)
     for var, some in zip(jaxpr.jaxpr.invars, letters, strict=True)

@@ -7,43 +7,40 @@ whenever it is read, without traffic of its own. It is stored when a kernel that
 cannot be fused reads it, or when it has too many sources.
 """
 
-import dataclasses
 import math
 
 from planner.costs.work import Work
 from planner.counting import (
   allocation,
-  divisions,
   kernels,
+  loops,
+  needed,
   primitives,
   trip_counts,
   variables,
 )
 
+# The name that `sharding.row_map` gives to what it maps.
+SCOPE = 'map_rows'
 SOURCES = 8  # A fused chain has at most so many sources.
 
 
-class WorkCounter(allocation.Allocation):
+class WorkCounter(loops.LoopCounter):
   """Counts the work of a program, or of a loop's body.
 
   With a `divisions.Division`, bytes are those of one device of a mesh. FLOPs
   are always those of all devices.
   """
 
-  def __init__(
-    self, trips: int | None, division: divisions.Division | None = None
-  ):
-    super().__init__(division)
-    self.trips = trips
-    self.flops, self.turns = 0.0, 0.0
-    self.matmul, self.partial = {}, {}
-
   def work(self) -> Work:
+    peaks = self.peaks()
     return Work(
       flops=self.flops,
       matmul=dict(self.matmul),
       bytes_moved=self.moved,
-      bytes_alive=self.peak(),
+      bytes_alive=peaks.one,
+      bytes_gathered=peaks.gathered,
+      bytes_sharded=peaks.sharded,
       kernels=self.kernels,
       partial=dict(self.partial),
       turns=self.turns,
@@ -68,11 +65,23 @@ class WorkCounter(allocation.Allocation):
         )
       return known[atom]
 
-    for eqn in jaxpr.eqns:
+    for eqn in needed.equations(jaxpr):
       self.now += 1
-      made = self.step(eqn, [look(x) for x in eqn.invars])
+      made = self._in_scope(eqn, [look(x) for x in eqn.invars])
       known |= zip(eqn.outvars, made, strict=True)
     return [look(x) for x in jaxpr.outvars]
+
+  def _in_scope(self, eqn, args) -> list[variables.Variable]:
+    """Takes a step, and gathers parameters in full where a scope says so."""
+    if self.whole or SCOPE not in str(eqn.source_info.name_stack):
+      return self.step(eqn, args)
+    self.whole = True
+    for variable in args:
+      if variable.shape in self.parameters:
+        self.gather(variable)
+    made = self.step(eqn, args)
+    self.whole = False
+    return made
 
   def step(self, eqn, args) -> list[variables.Variable]:
     name = eqn.primitive.name
@@ -119,6 +128,7 @@ class WorkCounter(allocation.Allocation):
         variable.partial,
         variable.constant,
         divided,
+        eqn.outvars[0].aval.shape,
       )
     ]
 
@@ -163,7 +173,9 @@ class WorkCounter(allocation.Allocation):
     made = []
     for var, divided in zip(eqn.outvars, self.divided(eqn, args), strict=True):
       size = self.local(var.aval, divided)
-      one = variables.Variable(size, dict(sources), True, divided=divided)
+      one = variables.Variable(
+        size, dict(sources), True, divided=divided, shape=var.aval.shape
+      )
       if reduces:
         self.store(one)
       made.append(one)
@@ -237,7 +249,8 @@ class WorkCounter(allocation.Allocation):
     if name != 'dynamic_update_slice':
       self.flops += getattr(eqn.invars[2].aval, 'size', 0)
     size = self.local(out, divided)
-    return [variables.Variable(size, dict(args[0].sources), divided=divided)]
+    sources = dict(args[0].sources)
+    return [variables.Variable(size, sources, divided=divided, shape=out.shape)]
 
   def _sum_over(self, made: variables.Variable, over):
     """Records a sum over dimensions of some variables."""
@@ -263,133 +276,3 @@ class WorkCounter(allocation.Allocation):
     for letter in letters:
       count, total = self.partial.get(letter, (0.0, 0.0))
       self.partial[letter] = count + n, total + size
-
-  # Loops and branches.
-
-  def _body(self, jaxpr, args, drop=()) -> tuple[Work, list]:
-    """Counts the work of one trip; returns how its results are divided, too.
-
-    Args:
-      jaxpr: the jaxpr of the body.
-      args: the arguments of the loop.
-      drop: positions of the arguments that a scan slices.
-    """
-    frame = WorkCounter(self.trips, self.division)
-    given = []
-    for i, (var, variable) in enumerate(
-      zip(jaxpr.jaxpr.invars, args, strict=True)
-    ):
-      letters, divided = variable.letters, variable.divided
-      if i in drop:
-        letters = letters and letters[1:]
-        divided = divided and divided[1:]
-      one = frame.argument(var.aval, letters, divided)
-      one.constant = None if i in drop else variable.constant
-      for buffer in one.sources:  # Loops write their carry in place.
-        buffer.size, buffer.outside = 0.0, False
-      given.append(one)
-    made = frame.inline(jaxpr, given)
-    frame.store_all(made)
-    return frame.work(), [variable.divided for variable in made]
-
-  def _carrying(self, jaxpr, args, state: range, drop=()):
-    """As `_body`, for arguments of which some are results of the last trip.
-
-    Zeros that a loop begins with are divided as what is added to them.
-    """
-    while True:
-      done, made = self._body(jaxpr, args, drop)
-      changed = False
-      for i, after in zip(state, made, strict=False):
-        before = args[i].divided
-        if before is not None and after != before and not any(before):
-          args[i] = self.redivide(args[i], after)
-          changed = True
-      if not changed:
-        return done, made
-
-  def _repeat(self, eqn, args, done: Work, turns: float, divided):
-    for variable in args:
-      self.hand_over(variable)
-    self.flops += turns * done.flops
-    self.moved += turns * done.bytes_moved
-    self.kernels += turns * done.kernels
-    for kind, flops in done.matmul.items():
-      self.add_matmul(kind, turns * flops)
-    for letter, (count, size) in done.partial.items():
-      have = self.partial.get(letter, (0.0, 0.0))
-      self.partial[letter] = have[0] + turns * count, have[1] + turns * size
-    self.turns = max(self.turns, done.turns)
-    self.within[self.now] = done.bytes_alive
-    return [
-      self.stored(var.aval, some)
-      for var, some in zip(eqn.outvars, divided, strict=True)
-    ]
-
-  def _scan(self, eqn, args):
-    jaxpr, n = eqn.params['jaxpr'], eqn.params['length']
-    carried = eqn.params['num_consts'], eqn.params['num_carry']
-    # The carry differs from trip to trip, so its initial value is forgotten.
-    args = [*args]
-    for i in range(carried[0], sum(carried)):
-      args[i] = self._forgetful(args[i])
-    drop, state = (
-      range(sum(carried), len(args)),
-      range(carried[0], sum(carried)),
-    )
-    done, made = self._carrying(jaxpr, args, state, drop)
-    divided = [
-      some if i < carried[1] or some is None else ((), *some)
-      for i, some in enumerate(made)
-    ]
-    return self._repeat(eqn, args, done, n, divided)
-
-  def _while(self, eqn, args):
-    test, body = eqn.params['cond_jaxpr'], eqn.params['body_jaxpr']
-    n, m = eqn.params['cond_nconsts'], eqn.params['body_nconsts']
-    test_consts, body_consts = args[:n], args[n : n + m]
-    state = args[n + m :]
-    known = [
-      [x.constant for x in some] for some in (test_consts, body_consts, state)
-    ]
-    turns, early = trip_counts.bound(test, body, *known)
-    turns = self.trips if turns is None else turns
-    if turns is None:
-      raise ValueError(
-        'The maximum trip count of a while loop is not visible: compare a '
-        'counter with a number in its condition, or give `trips`.'
-      )
-    state = [self._forgetful(variable) for variable in state]
-    args = body_consts + state
-    done, made = self._carrying(body, args, range(m, len(args)))
-    done += self._body(test, test_consts + state)[0]
-    self.turns = max(self.turns, turns * early)
-    return self._repeat(eqn, test_consts + args, done, turns, made)
-
-  def _shard_map(self, eqn, args):
-    """Counts what a device computes of its own part, for all devices."""
-    of_part = [x.laid_out(x.divided and ((),) * len(x.divided)) for x in args]
-    sizes, axes = eqn.params['mesh'].shape, eqn.params['newly_manual_axes']
-    others = math.prod(sizes[axis] for axis in axes) - 1
-    flops, matmul = self.flops, dict(self.matmul)
-    made = self.inline(eqn.params['jaxpr'], of_part)
-    self.flops += others * (self.flops - flops)
-    for kind, total in [*self.matmul.items()]:
-      self.add_matmul(kind, others * (total - matmul.get(kind, 0.0)))
-    return [
-      x.laid_out(x.divided and divisions.of_spec(spec, len(x.divided)))
-      for x, spec in zip(made, eqn.params['out_specs'], strict=True)
-    ]
-
-  def _cond(self, eqn, args):
-    branches = [self._body(x, args[1:]) for x in eqn.params['branches']]
-    largest, made = max(
-      branches, key=lambda pair: (pair[0].flops, pair[0].bytes_moved)
-    )
-    return self._repeat(eqn, args, largest, 1, made)
-
-  def _forgetful(self, variable):
-    self.hand_over(variable)
-    return dataclasses.replace(
-      variable, letters=None, partial=None, constant=None
-    )

@@ -9,11 +9,21 @@ def size_of(aval) -> float:
 
 
 class Buffer:
-  """A buffer, with the first and last equation that uses it."""
+  """A buffer, with the first and last equation that uses it.
+
+  Attributes:
+    size: bytes.
+    born: number of the first equation.
+    last: number of the last one.
+    outside: whether it is an argument or a result, which belongs to the caller.
+    is_sharded: whether devices that shard parameters share it.
+    is_whole: whether each of them has it in full, beside its part of a result.
+  """
 
   def __init__(self, size: float, born: int, outside: bool = False):
     self.size, self.born, self.last = size, born, born
-    self.outside = outside  # Arguments and results belong to the caller.
+    self.outside = outside
+    self.is_sharded = self.is_whole = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,6 +48,7 @@ class Variable:
     constant: its number, if known.
     divided: the mesh axes that divide each of its dimensions; None where no
       mesh is given.
+    shape: its dimensions, if it may be of the shape of a parameter.
   """
 
   size: float
@@ -47,6 +58,7 @@ class Variable:
   partial: 'PartialSum | None' = None
   constant: float | None = None
   divided: tuple | None = None
+  shape: tuple | None = None
 
   def laid_out(self, divided: tuple | None) -> 'Variable':
     """Returns what devices have as arrays that `divided` divides."""

@@ -178,7 +178,7 @@ class DecodeWork:
       'keys and values of active rows': Estimate(kept, 'modeled'),
       'activations': Estimate(work.at(slots).bytes_alive / ways, 'modeled'),
       'gathered parameters': Estimate(
-        parameters.gathered(axes, item), 'modeled'
+        parameters.gathered(axes, item)[0], 'modeled'
       ),
     }
 

@@ -82,7 +82,7 @@ def decode_speed(decode, rows, model, parameters, placement) -> DecodeSpeed:
   def communication_seconds(rows, gather):
     spent = 0.0
     for part in collectives.communication(
-      parameters, step.at(rows * copies), axes
+      parameters, step.at(rows * copies), axes, model.cluster
     ):
       if part.what.startswith('gather') == gather:
         link = model.axis_links.link(placement, part.axis)

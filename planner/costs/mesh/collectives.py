@@ -100,22 +100,29 @@ class Parameters:
     kept = sum(self.layout.local(value, axes) for value in self.read)
     return kept / total if total else 1.0
 
-  def _gathered(self, axes, item: float, axis: str | None = None) -> float:
+  def _gathered(
+    self, axes, item: float, axis: str | None = None
+  ) -> tuple[float, float]:
     """Returns the bytes that a device gathers over `axis`, or all axes of rows.
+
+    The second number is those that the backward pass gathers again: the
+    embedding and the output layer stay until then.
 
     Args:
       axes: axes of the mesh.
       item: bytes of a number in the type of the arithmetic.
       axis: the axis to gather over; None for all axes of rows.
     """
-    sizes, size = dict(axes), 0.0
+    sizes, size, again = dict(axes), 0.0, 0.0
     for value in self.read:
       used = self.used(value, axes)
       rows = [a for a in used if a in self.layout.of_rows]
       if rows and (axis is None or axis in rows):
         others = math.prod(sizes[a] for a in used if a not in rows)
-        size += math.prod(value.shape) * item / others
-    return size
+        bytes_ = math.prod(value.shape) * item / others
+        size += bytes_
+        again += 0.0 if 'V' in value.letters else bytes_
+    return size, again
 
   def unscattered(self, axes) -> float:
     """Returns the bytes of gradients that a device has beyond its shards.
@@ -149,7 +156,10 @@ def divided_work(
 
 
 def communication(
-  parameters: Parameters, done: Work, axes: layout_lib.Axes
+  parameters: Parameters,
+  done: Work,
+  axes: layout_lib.Axes,
+  cluster: cluster_lib.Cluster,
 ) -> Iterator[Collective]:
   """Yields the communication between the devices of a mesh during a node.
 
@@ -157,11 +167,14 @@ def communication(
     parameters: the parameters of the node.
     done: the work of one micro-batch.
     axes: axes of the mesh.
+    cluster: the devices.
   """
   layout, depth = parameters.layout, parameters.depth
   kind = max(done.matmul, key=done.matmul.get, default=None)
   item = item_bytes(kind) if kind else None
   passes = 2 if parameters.gradients else 1  # The backward pass gathers again.
+  # That of packed rows begins with a forward pass of its own.
+  times = passes if done.passes else 1
   ways = layout.row_ways(axes)
   for axis, n in axes:
     ring = (n - 1) / n
@@ -175,19 +188,25 @@ def communication(
         size = 2 * ring * size / ways
         yield Collective('add up parts', axis, size, count, True, False)
       continue
-    if item is not None:
-      size = parameters.gathered(axes, item, axis)
-      if size:
-        yield Collective(
-          'gather parameters', axis, passes * ring * size, passes * depth, True
-        )
+    size, again = parameters.gathered(axes, item, axis) if item else (0.0, 0.0)
+    if size:
+      yield Collective(
+        'gather parameters',
+        axis,
+        ring * (times * size + (passes - 1) * again),
+        (times + passes - 1) * depth,
+        True,
+      )
     scattered = added = 0.0
     for value in parameters.gradients:
       local = layout.local(value, axes)
-      if axis in parameters.used(value, axes):
-        scattered += local * n
-      else:
+      if axis not in parameters.used(value, axes):
         added += local
+      elif 'V' in value.letters or item is None:
+        scattered += local * n * (1 if cluster.scatters_sums else 2)
+      else:  # Products of layers are added up in the type of the arithmetic.
+        narrow = item * math.prod(value.shape) / value.bytes
+        scattered += local * n * min(1.0, narrow)
     if scattered:
       yield Collective('scatter gradients', axis, ring * scattered, depth, True)
     if added:

@@ -109,14 +109,15 @@ class MemoryModel:
   A search asks for the memory of many meshes and micro-batches of a place.
   """
 
-  def __init__(self, works, layout):
+  def __init__(self, works, layout, adds_phases: bool = False):
     """Takes the work of stages and the layout of values.
 
     Args:
       works: the work of each stage, as `planner.counting.count.of_flow`.
       layout: the layout of values on meshes.
+      adds_phases: as in `planner.cluster.Device`.
     """
-    self.works, self.layout = works, layout
+    self.works, self.layout, self.adds_phases = works, layout, adds_phases
     self._places, self._needs, self._reads = {}, {}, {}
 
   def parts(
@@ -185,7 +186,14 @@ class MemoryModel:
     key = id(node), axes, execution, pieces
     if key not in self._needs:
       found = within(
-        flow, node, axes, execution, pieces, self.works, self.layout
+        flow,
+        node,
+        axes,
+        execution,
+        pieces,
+        self.works,
+        self.layout,
+        self.adds_phases,
       )
       # With the node, so that no other node gets its id.
       self._needs[key] = node, found
@@ -243,6 +251,7 @@ def within(
   pieces: int,
   works,
   layout,
+  adds_phases: bool = False,
 ) -> dict[str, Estimate]:
   """Returns the bytes that a stage itself needs, by component.
 
@@ -254,6 +263,7 @@ def within(
     pieces: number of pieces that the batch passes in.
     works: as in `MemoryModel`.
     layout: likewise.
+    adds_phases: likewise.
   """
   call = works.get(node.name)
   if graph.is_plumbing(node) or call is None:
@@ -267,27 +277,35 @@ def within(
   local_rows = at_once / layout.row_ways(axes)
   inner = layout.without_rows(axes)
   call = call.under(execution.remat).on(inner, layout).near(local_rows)
-  packed = _packed_row_bytes(flow, node, call, inner, layout)
-  alive = call.per_row.bytes_alive * local_rows + packed
   # Axes without rows divide them already.
   share = parameters.share(axes) / parameters.share(inner)
-  fixed = (call.fixed.bytes_alive - packed) * share
-  matmul = call.fixed.matmul | call.per_row.matmul
-  item = max(map(collectives.item_bytes, matmul), default=0)
-  gathered = parameters.gathered(axes, item)
-  if parameters.gradients:  # A scan gathers one layer ahead.
-    gathered *= min(1.0, 2 / parameters.depth)
-  made = 0.0
-  if (
-    at_once < rows and node.stage.grain == 'sum'
-  ):  # They are added to the sums so far.
-    made = sum(layout.local(flow.values[v], axes) for v in node.writes)
-  return {
-    'activations': Estimate(alive + fixed, 'modeled'),
-    'gathered parameters': Estimate(gathered, 'modeled'),
-    'unscattered gradients': Estimate(parameters.unscattered(axes), 'modeled'),
-    'sums of a micro-batch': Estimate(made, 'modeled'),
-  }
+  made = set()
+  if at_once < rows and node.stage.grain == 'sum':
+    made = {*node.writes}  # They are added to the sums so far.
+  if parameters.gradients and share < 1 and not adds_phases:
+    done = call.at(local_rows)
+    some = done.bytes_gathered - done.bytes_sharded
+    found = {'activations': done.bytes_sharded + share * some}
+    # Those of the vocabulary are in there, and in full.
+    made = {v for v in made if 'V' not in flow.values[v].letters}
+  else:
+    packed = _packed_row_bytes(flow, node, call, inner, layout)
+    alive = call.per_row.bytes_alive * local_rows + packed
+    fixed = (call.fixed.bytes_alive - packed) * share
+    matmul = call.fixed.matmul | call.per_row.matmul
+    item = max(map(collectives.item_bytes, matmul), default=0)
+    gathered, _ = parameters.gathered(axes, item)
+    if parameters.gradients:  # A scan gathers one layer ahead.
+      gathered *= min(1.0, 2 / parameters.depth)
+    found = {
+      'activations': alive + fixed,
+      'gathered parameters': gathered,
+      'unscattered gradients': parameters.unscattered(axes),
+    }
+  found['sums of a micro-batch'] = sum(
+    layout.local(flow.values[v], axes) for v in made
+  )
+  return {what: Estimate(size, 'modeled') for what, size in found.items()}
 
 
 def _packed_row_bytes(flow, node, call, inner, layout) -> float:
@@ -295,14 +313,14 @@ def _packed_row_bytes(flow, node, call, inner, layout) -> float:
 
   A loop over packed rows has those of one at a time, for any number of rows, so
   they are among the fixed bytes. But a device has a packed row to itself, while
-  other fixed bytes are sharded like parameters. These are the sums of gradients
-  so far, and the gradients of a packed row that are added to them.
+  other fixed bytes are sharded like parameters. These are the gradients of a
+  packed row, which are added to the results so far.
   """
   if not (call.fixed.passes or call.per_row.passes):
     return 0.0
   sums = 0
   if node.stage.grain == 'sum':
-    sums = 2 * sum(layout.local(flow.values[v], inner) for v in node.writes)
+    sums = sum(layout.local(flow.values[v], inner) for v in node.writes)
   return max(0.0, call.fixed.bytes_alive - sums)
 
 

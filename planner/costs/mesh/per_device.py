@@ -62,6 +62,7 @@ def stage_costs(
       chosen.pieces,
       model.works,
       layout,
+      model.cluster.device.adds_phases,
     )
     needed = values + sum(number.value for number in own.values())
     if needed > most.memory:
@@ -100,6 +101,6 @@ def _work(flow, chosen, model, node, rows) -> dict[str, float]:
   passes = max(1.0, call.at(at_once / copies).passes)
   sent = sum(
     part.size * part.times(passes, turns)
-    for part in collectives.communication(parameters, done, axes)
+    for part in collectives.communication(parameters, done, axes, model.cluster)
   )
   return {'matmul_flops': turns * own.matmul_flops, 'collective_bytes': sent}

@@ -1,7 +1,7 @@
 """Collective communication of a compiled program, by kind and mesh axis."""
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import itertools
 import math
 import re
@@ -50,7 +50,7 @@ def collectives(module: hlo.Module, axes: Axes) -> list[Collective]:
       order of the mesh, as `jax.jit` numbers them.
   """
   count, total = collections.Counter(), collections.Counter()
-  for executed in hlo.walk(module):
+  for executed in _each_once(hlo.walk(module)):
     found = _collective(executed, module.num_partitions, axes)
     if found:
       key = found[:2]
@@ -60,6 +60,26 @@ def collectives(module: hlo.Module, axes: Axes) -> list[Collective]:
     Collective(kind, axis, count[kind, axis], size)
     for (kind, axis), size in total.most_common()
   ]
+
+
+def _each_once(program: Iterable[hlo.Executed]) -> Iterator[hlo.Executed]:
+  """Yields instructions; of the steps of a collective, the rarest.
+
+  A TPU may run a collective in steps, each in a fusion with some arithmetic,
+  which may be within a loop. All steps state the whole collective, with its
+  channel and the number of the chain; the first step is executed once for each
+  time that the collective is.
+  """
+  chains = {}
+  for executed in program:
+    attributes = executed.instruction.attributes
+    step = executed.caller and re.search(r'\bchain_id="', attributes)
+    channel = step and re.search(r'\bchannel_id=(\d+)', attributes)
+    if not channel:
+      yield executed
+    elif executed.times < getattr(chains.get(channel[1]), 'times', math.inf):
+      chains[channel[1]] = executed
+  yield from chains.values()
 
 
 def _collective(executed: hlo.Executed, num_partitions: int, axes: Axes):
@@ -110,22 +130,24 @@ def replica_groups(text: str, num_partitions: int) -> list[tuple[int, ...]]:
   [2,2]<=[4]                     0 … 3 in rows of two
   [2,2]<=[2,2]T(1,0)             the same of a transposed grid: {0,2},{1,3}
   mesh['a'=2,'b'=2] {'a'}        along an axis of a grid: {0,2},{1,3}
+  mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}   of a transposed grid
   {}                             all devices
   """
-  match = re.search(r'replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}', text)
-  if match:
-    sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
-    names = re.findall(r"'(\w+)'", match[2])
-    grid = np.arange(num_partitions).reshape([*map(int, sizes.values())])
-    return _rows(grid, [[*sizes].index(name) for name in names])
   match = re.search(
-    r'replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text
+    r'replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^ ]*)\))? ?'
+    r'\{([^}]*)\}',
+    text,
   )
   if match:
-    shape, grid = (tuple(map(int, match[i].split(','))) for i in (1, 2))
-    ids = np.arange(math.prod(grid)).reshape(grid)
-    if match[3]:
-      ids = ids.transpose(tuple(map(int, match[3].split(','))))
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+    names = re.findall(r"'(\w+)'", match[3])
+    ids = _grid(match[2]) if match[2] else np.arange(num_partitions)
+    grid = ids.reshape([*map(int, sizes.values())])
+    return _rows(grid, [[*sizes].index(name) for name in names])
+  match = re.search(r'replica_groups=\[([\d,]+)\]<=(\[\S*)', text)
+  if match:
+    shape = tuple(map(int, match[1].split(',')))
+    ids = _grid(match[2])
     return [tuple(map(int, row)) for row in ids.reshape(shape)]
   match = re.search(r'replica_groups=\{((?:\{[\d,]+\},?)+)\}', text)
   if match:
@@ -134,6 +156,16 @@ def replica_groups(text: str, num_partitions: int) -> list[tuple[int, ...]]:
       for group in re.findall(r'\{([\d,]+)\}', match[1])
     ]
   return [tuple(range(num_partitions))]
+
+
+def _grid(text: str) -> np.ndarray:
+  """Reads a grid of devices, such as [4,2] or, transposed, [2,4]T(1,0)."""
+  match = re.match(r'\[([\d,]+)\](?:T\(([\d,]+)\))?', text)
+  sizes = tuple(map(int, match[1].split(',')))
+  ids = np.arange(math.prod(sizes)).reshape(sizes)
+  if match[2]:
+    ids = ids.transpose(tuple(map(int, match[2].split(','))))
+  return ids
 
 
 def _rows(grid: np.ndarray, along: Sequence[int]) -> list[tuple[int, ...]]:

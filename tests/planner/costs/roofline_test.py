@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from planner.costs import roofline
+from planner.costs import work as work_lib
 from planner.costs.mesh import collectives, layout
 from planner.ir import graph
 from planner.lower import cut
@@ -124,9 +125,9 @@ def test_data_parallel_gradients_are_reduced_once_a_call():
 @pytest.mark.parametrize('rows, turns', [(None, 1), (8, 4)])
 def test_fsdp_gathers_and_scatters_in_every_micro_batch(rows, turns):
   found = toy_costs.explained('grad', ('fsdp', 4), rows=rows)
-  # In bfloat16, forth and back, a message a layer.
+  # In bfloat16, forth and back, a message a layer; gradients of layers, too.
   gather = 2 * LAYERS * 1e-6 + 2 * 3 / 4 * toy_costs.PARAMS / 2 / 1e10
-  scatter = LAYERS * 1e-6 + 3 / 4 * toy_costs.PARAMS / 1e10
+  scatter = LAYERS * 1e-6 + 3 / 4 * toy_costs.PARAMS / 2 / 1e10
   assert found['gather parameters (fsdp)'].value == pytest.approx(
     turns * gather
   )
@@ -154,8 +155,10 @@ def test_each_packed_row_communicates():
     None,
   )
   for name, once in toy_costs.explained('grad', ('fsdp', 4)).items():
-    # Of 32 rows a device has eight, in four packed rows.
+    # Of 32 rows a device has eight, in four packed rows. The backward pass of
+    # each begins with a forward pass, which gathers layers a third time.
     times = 4 if '(fsdp)' in name else 1
+    times *= 3 / 2 if 'gather' in name else 1
     assert found[name].value == pytest.approx(times * once.value)
 
 
@@ -169,6 +172,24 @@ def test_gradients_of_the_vocabulary_are_whole_before_they_are_scattered():
   # Two of 128 bytes, of which a quarter is this device's shard.
   assert there.unscattered((('fsdp', 4),)) == 2 * 96
   assert there.unscattered((('data', 4),)) == 0
+
+
+def test_devices_that_scatter_no_sums_receive_all_of_the_vocabulary():
+  value = graph.Value('embed_VD', (8, 4), np.dtype('float32'), ('V', 'D'))
+  flow = types.SimpleNamespace(values=[value])
+  grad = types.SimpleNamespace(
+    reads=(), rows=(), writes=(0,), stage=types.SimpleNamespace(grain='sum')
+  )
+  there = collectives.Parameters(flow, grad, layout.Layout(rules.DEFAULT))
+
+  def sent(scatters):
+    cluster = dataclasses.replace(toy_costs.TOYS, scatters_sums=scatters)
+    (scatter,) = collectives.communication(
+      there, work_lib.NONE, (('fsdp', 4),), cluster
+    )
+    return scatter.size
+
+  assert sent(True) == 3 / 4 * 128 and sent(False) == 2 * 3 / 4 * 128
 
 
 def test_tensor_parallel_parts_are_reduced():

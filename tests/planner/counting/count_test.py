@@ -271,7 +271,8 @@ def test_experts_count_by_the_rows_that_each_token_uses():
     return lax.ragged_dot(x, weight, sizes).sum()
 
   done = count.work(jax.grad(loss, (0, 1)), x, weight, sizes)
-  assert done.matmul_flops == pytest.approx(3 * once.matmul_flops)
+  # Both gradients; nothing needs the value.
+  assert done.matmul_flops == pytest.approx(2 * once.matmul_flops)
 
 
 def test_partial_sums_of_a_layer_are_two_forwards_and_two_backwards():

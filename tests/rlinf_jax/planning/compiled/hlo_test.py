@@ -134,6 +134,10 @@ def test_scores_have_two_dimensions_of_tokens():
     ('replica_groups=[2,2]<=[2,2]T(1,0)', [(0, 2), (1, 3)]),
     ("replica_groups=mesh['a'=2,'b'=2] {'a'}, x", [(0, 2), (1, 3)]),
     ("replica_groups=mesh['a'=2,'b'=1,'c'=2] {'b','c'}", [(0, 1), (2, 3)]),
+    (
+      "replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}, x",
+      [(0, 1), (2, 3)],
+    ),
     ('replica_groups={}', [(0, 1, 2, 3)]),
   ],
 )
@@ -172,6 +176,51 @@ ENTRY %main (a: f32[8]) -> f32[2] {
 """
   (found,) = communication.collectives(hlo.parse(text), (('fsdp', 4),))
   assert found == ('reduce-scatter', 'fsdp', 1, 0.75 * 8 * 4)
+
+
+def test_a_gather_in_steps_of_a_loop_is_one_gather():
+  gather = (
+    'f32[8]{0} all-gather(%a), channel_id=7, replica_groups={{0,1,2,3}}, '
+    'dimensions={0}, frontend_attributes={chain_id="0"}'
+  )
+  text = f"""HloModule m, num_partitions=4
+
+%first (a: f32[2]) -> f32[8] {{
+  %a = f32[2]{{0}} parameter(0)
+  ROOT %g = {gather}
+}}
+
+%next (a: f32[2]) -> f32[8] {{
+  %a = f32[2]{{0}} parameter(0)
+  ROOT %g = {gather}
+}}
+
+%body (p: (s32[], f32[2])) -> (s32[], f32[2]) {{
+  %p = (s32[], f32[2]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[2]{{0}} get-tuple-element(%p), index=1
+  %step = f32[8]{{0}} fusion(%x), kind=kLoop, calls=%next
+  ROOT %t = (s32[], f32[2]{{0}}) tuple(%i, %x)
+}}
+
+%condition (q: (s32[], f32[2])) -> pred[] {{
+  %q = (s32[], f32[2]{{0}}) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %limit = s32[] constant(28)
+  ROOT %less = pred[] compare(%j, %limit), direction=LT
+}}
+
+ENTRY %main (a: f32[2]) -> f32[8] {{
+  %a = f32[2]{{0}} parameter(0)
+  %start = f32[8]{{0}} fusion(%a), kind=kLoop, calls=%first
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[2]{{0}}) tuple(%zero, %a)
+  %loop = (s32[], f32[2]{{0}}) while(%init), condition=%condition, body=%body
+  ROOT %r = f32[8]{{0}} copy(%start)
+}}
+"""
+  (found,) = communication.collectives(hlo.parse(text), (('fsdp', 4),))
+  assert found == ('all-gather', 'fsdp', 1, 3 * 2 * 4)
 
 
 @pytest.mark.parametrize(

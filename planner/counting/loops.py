@@ -1,0 +1,174 @@
+"""Counts loops, branches and maps over the shards of a mesh."""
+
+import dataclasses
+import math
+
+from planner.costs.work import Work
+from planner.counting import allocation, divisions, trip_counts
+
+
+class LoopCounter(allocation.Allocation):
+  """Counts them by walks of their bodies, which a subclass does.
+
+  Attributes:
+    trips: trip count of a `while` loop whose maximum is not visible.
+    flops: arithmetic operations so far.
+    turns: trip count of the longest loop that may end early, so far.
+    matmul: operations of products so far, by type of the operands.
+    partial: partial sums so far, as `work.Work.partial`.
+  """
+
+  def __init__(
+    self, trips: int | None, division: divisions.Division | None = None
+  ):
+    super().__init__(division)
+    self.trips = trips
+    self.flops, self.turns = 0.0, 0.0
+    self.matmul, self.partial = {}, {}
+
+  def _body(self, jaxpr, args, drop=(), state=()) -> tuple[Work, list]:
+    """Counts the work of one trip; returns how its results are divided, too.
+
+    Args:
+      jaxpr: the jaxpr of the body.
+      args: the arguments of the loop.
+      drop: positions of the arguments that a scan slices.
+      state: positions of those that the first results replace.
+    """
+    frame = type(self)(self.trips, self.division)
+    frame.parameters, frame.whole = self.parameters, self.whole
+    given = []
+    for i, (var, variable) in enumerate(
+      zip(jaxpr.jaxpr.invars, args, strict=True)
+    ):
+      letters, divided = variable.letters, variable.divided
+      if i in drop:
+        letters = letters and letters[1:]
+        divided = divided and divided[1:]
+      one = frame.argument(var.aval, letters, divided)
+      one.constant = None if i in drop else variable.constant
+      for buffer in one.sources:  # Loops write their carry in place.
+        buffer.size, buffer.outside = 0.0, False
+      given.append(one)
+    made = frame.inline(jaxpr, given)
+    in_place = [
+      variable
+      for i, variable in zip(state, made, strict=False)
+      if variable.fused and given[i].sources.keys() & variable.sources.keys()
+    ]
+    frame.store_all(made)
+    for variable in in_place:  # Such as a sum so far, to which a trip adds.
+      for buffer in variable.sources:
+        buffer.size = 0.0
+    return frame.work(), [variable.divided for variable in made]
+
+  def _carrying(self, jaxpr, args, state: range, drop=()):
+    """As `_body`, for arguments of which some are results of the last trip.
+
+    Zeros that a loop begins with are divided as what is added to them.
+    """
+    while True:
+      done, made = self._body(jaxpr, args, drop, state)
+      changed = False
+      for i, after in zip(state, made, strict=False):
+        before = args[i].divided
+        if before is not None and after != before and not any(before):
+          args[i] = self.redivide(args[i], after)
+          changed = True
+      if not changed:
+        return done, made
+
+  def _repeat(self, eqn, args, done: Work, turns: float, divided, state=()):
+    for variable in args:
+      self.hand_over(variable)
+    for i in state:  # A loop's results take over the memory of zeros.
+      for buffer in args[i].sources:
+        if buffer.born == self.now and not buffer.outside:
+          buffer.size = 0.0
+    self.flops += turns * done.flops
+    self.moved += turns * done.bytes_moved
+    self.kernels += turns * done.kernels
+    for kind, flops in done.matmul.items():
+      self.add_matmul(kind, turns * flops)
+    for letter, (count, size) in done.partial.items():
+      have = self.partial.get(letter, (0.0, 0.0))
+      self.partial[letter] = have[0] + turns * count, have[1] + turns * size
+    self.turns = max(self.turns, done.turns)
+    self.within[self.now] = (
+      done.bytes_alive,
+      done.bytes_gathered,
+      done.bytes_sharded,
+    )
+    return [
+      self.stored(var.aval, some)
+      for var, some in zip(eqn.outvars, divided, strict=True)
+    ]
+
+  def _scan(self, eqn, args):
+    jaxpr, n = eqn.params['jaxpr'], eqn.params['length']
+    carried = eqn.params['num_consts'], eqn.params['num_carry']
+    # The carry differs from trip to trip, so its initial value is forgotten.
+    args = [*args]
+    for i in range(carried[0], sum(carried)):
+      args[i] = self._forgetful(args[i])
+    drop, state = (
+      range(sum(carried), len(args)),
+      range(carried[0], sum(carried)),
+    )
+    done, made = self._carrying(jaxpr, args, state, drop)
+    divided = [
+      some if i < carried[1] or some is None else ((), *some)
+      for i, some in enumerate(made)
+    ]
+    return self._repeat(eqn, args, done, n, divided, state)
+
+  def _while(self, eqn, args):
+    test, body = eqn.params['cond_jaxpr'], eqn.params['body_jaxpr']
+    n, m = eqn.params['cond_nconsts'], eqn.params['body_nconsts']
+    test_consts, body_consts = args[:n], args[n : n + m]
+    state = args[n + m :]
+    known = [
+      [x.constant for x in some] for some in (test_consts, body_consts, state)
+    ]
+    turns, early = trip_counts.bound(test, body, *known)
+    turns = self.trips if turns is None else turns
+    if turns is None:
+      raise ValueError(
+        'The maximum trip count of a while loop is not visible: compare a '
+        'counter with a number in its condition, or give `trips`.'
+      )
+    state = [self._forgetful(variable) for variable in state]
+    args = body_consts + state
+    done, made = self._carrying(body, args, range(m, len(args)))
+    done += self._body(test, test_consts + state)[0]
+    self.turns = max(self.turns, turns * early)
+    carried = range(len(test_consts) + m, len(test_consts + args))
+    return self._repeat(eqn, test_consts + args, done, turns, made, carried)
+
+  def _shard_map(self, eqn, args):
+    """Counts what a device computes of its own part, for all devices."""
+    of_part = [x.laid_out(x.divided and ((),) * len(x.divided)) for x in args]
+    sizes, axes = eqn.params['mesh'].shape, eqn.params['newly_manual_axes']
+    others = math.prod(sizes[axis] for axis in axes) - 1
+    flops, matmul = self.flops, dict(self.matmul)
+    made = self.inline(eqn.params['jaxpr'], of_part)
+    self.flops += others * (self.flops - flops)
+    for kind, total in [*self.matmul.items()]:
+      self.add_matmul(kind, others * (total - matmul.get(kind, 0.0)))
+    return [
+      x.laid_out(x.divided and divisions.of_spec(spec, len(x.divided)))
+      for x, spec in zip(made, eqn.params['out_specs'], strict=True)
+    ]
+
+  def _cond(self, eqn, args):
+    branches = [self._body(x, args[1:]) for x in eqn.params['branches']]
+    largest, made = max(
+      branches, key=lambda pair: (pair[0].flops, pair[0].bytes_moved)
+    )
+    return self._repeat(eqn, args, largest, 1, made)
+
+  def _forgetful(self, variable):
+    self.hand_over(variable)
+    return dataclasses.replace(
+      variable, letters=None, partial=None, constant=None
+    )

@@ -1,0 +1,50 @@
+"""Work that no result needs is not counted, as XLA does not do it."""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import pytest
+
+from planner.counting import count
+
+SIDE = 16
+W = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
+PRODUCT = 2 * SIDE**3
+
+
+def test_a_product_that_no_result_needs_is_not_counted_in_a_loop():
+  def turn(state):
+    i, x = state
+    y = x @ x
+    _ = y @ y  # Its own loss, for example, in a backward pass.
+    return i + 1, y
+
+  def run(w):
+    return lax.while_loop(lambda state: state[0] < 5, turn, (0, w))[1]
+
+  assert count.work(run, W).matmul == {'float32': 5 * PRODUCT}
+
+
+def test_a_product_is_counted_whose_result_only_an_effect_needs():
+  def run(w):
+    jax.debug.callback(lambda x: None, w @ w)
+    return w + 1.0
+
+  assert count.work(run, W).matmul == {'float32': PRODUCT}
+
+
+def test_a_sum_to_which_a_loop_adds_is_in_memory_once():
+  def turn(state):
+    i, total, w = state
+    return i + 1, total + w @ w, w
+
+  def run(w):
+    state = lax.while_loop(
+      lambda state: state[0] < 5, turn, (0, jnp.zeros_like(w), w)
+    )
+    return jnp.sum(state[1])
+
+  # The sum, for which the loop takes over the zeros, and a product.
+  assert count.work(run, W).bytes_alive == pytest.approx(
+    2 * 4 * SIDE**2, abs=64
+  )
