@@ -15,14 +15,12 @@ from stages.base import (
   TrainState,
   Verdict,
   Version,
-  VideoRecorder,
   Workflow,
 )
 from stages.core import Deferred, EngineCost, keys, Stage, stage
 from stages.repeat import Repeat
 
 __all__ = [
-  'VideoRecorder',
   'Demonstration',
   'EngineCost',
   'Completions',

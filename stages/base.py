@@ -160,8 +160,7 @@ class Turns(NamedTuple):
 
   Attributes:
     reward: reward of each turn.
-    state: a number of what the policy had heard last before each turn, equal
-      for equal states; 0 before the first turn.
+    state: a number of the state that a turn was taken in; 0 in the first.
   """
 
   reward: Float[Array, 'B K']
@@ -306,23 +305,6 @@ class TimeStep(NamedTuple):
   final_state: Any = None
 
 
-class VideoRecorder(NamedTuple):
-  """Recording of a simulator, which can only be rendered while it runs.
-
-  Attributes:
-    init: `seed_B, rows=…, every=… -> state, obs`: resets as `Env.init` does,
-      and records the first episode of each of the first `rows` environments:
-      its first frame, one frame every `every` steps, and its last.
-    frames: `state, time -> frame, shown_B`: recorded frames at the given step
-      counts, int32 [B, n]: uint8 [B, n, *shape], and 1 where all are available.
-    shape: height, width and 3 color channels of a frame.
-  """
-
-  init: Callable[..., tuple[Any, Any]]
-  frames: Callable[[Any, Any], tuple[Any, Any]]
-  shape: tuple[int, int, int]
-
-
 class Env(NamedTuple):
   """A batch of environments.
 
@@ -346,7 +328,7 @@ class Env(NamedTuple):
       steps have every field but `final_state`.
     render: `state, size=… -> frame_B`, uint8 [B, size, size, 3]: renders states
       for people; None where a state does not determine a picture.
-    recorder: records a simulator; None where it cannot be rendered.
+    recorder: a `rollouts.video.VideoRecorder`; None of what it cannot render.
     send: `token, env_action -> Deferred` of what `step` returns; None where a
       simulator cannot step in the background.
     snapshot_spec: shapes of what `save` returns for one environment; None where
@@ -366,7 +348,7 @@ class Env(NamedTuple):
   action_choices: tuple[int, ...] = ()
   host: bool = False
   render: Callable[..., Any] | None = None
-  recorder: VideoRecorder | None = None
+  recorder: Any | None = None
   send: Callable[[Any, Any], Any] | None = None
   snapshot_spec: Any = None
   save: Callable[[Any], Any] | None = None

@@ -268,11 +268,10 @@ class Roofline:
     else:
       share = self._share(flow, node, axes), 0.0
     own = call.fixed.weighted(share[0], call.per_row, share[1])
-    arithmetic = own.other_flops / (
+    products = sum(x / device.peak(kind) for kind, x in own.matmul.items())
+    arithmetic = products / assumed.matmul_efficiency
+    arithmetic += own.other_flops / (
       device.vector_flops * assumed.vector_efficiency
-    ) + sum(
-      flops / (device.peak(kind) * assumed.matmul_efficiency)
-      for kind, flops in own.matmul.items()
     )
     traffic = own.bytes_moved / (
       device.memory_bandwidth * assumed.memory_efficiency
@@ -366,10 +365,8 @@ class Roofline:
   ) -> float:
     """Returns the seconds of moving a value between device and host memory."""
     local = self.layout.local(flow.values[value], placement.axes)
-    return (
-      self.cluster.device.launch_seconds
-      + local / self.cluster.device.host_bandwidth
-    )
+    device = self.cluster.device
+    return device.launch_seconds + local / device.host_bandwidth
 
   # Memory.
 

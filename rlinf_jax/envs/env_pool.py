@@ -8,6 +8,7 @@ import numpy as np
 from rlinf_jax.envs import simulator
 from rlinf_jax.envs.processes import episode_log, pool
 from stages import base
+from stages.envs.rollouts import video
 
 # Settings of the pool; all others are the simulator's.
 POOL_SETTINGS = ('chunk', 'discount', 'step_timeout', 'idle_timeout', 'say')
@@ -43,7 +44,7 @@ def make_pool(
 def from_pool(env_pool: pool.EnvPool) -> base.Env:
   """A pool as an Env, which keeps it alive."""
   image = env_pool.spec.image
-  recorder = image and base.VideoRecorder(
+  recorder = image and video.VideoRecorder(
     env_pool.init, env_pool.frames, image.shape
   )
   return host_env(

@@ -168,7 +168,7 @@ class EnvPool:
     return token, self._read(self._memory.obs, row_B)
 
   def frames(self, token, time):
-    """Recorded frames, as `stages.base.VideoRecorder.frames`."""
+    """Recorded frames, as `video.VideoRecorder.frames`."""
     row_B, shape = np.asarray(token)[:, INDEX], self.spec.image.shape
     return self._recorder.frames(row_B, np.asarray(time), shape)
 

@@ -58,7 +58,7 @@ class Recorder:
     self._disabled = True
 
   def frames(self, row_B, time, shape) -> tuple[np.ndarray, np.ndarray]:
-    """Frames of environments, as `stages.base.VideoRecorder.frames`."""
+    """Frames of environments, as `video.VideoRecorder.frames`."""
     if self._seeds is None:
       self.disable(
         'their episodes began in another process; put the stages `reset`, '

@@ -8,6 +8,7 @@ end.
 
 from collections.abc import Callable
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,23 @@ from stages.envs.rollouts import rollout
 EPISODES = 4  # The first of an evaluation.
 FRAMES = 30  # Of an episode at most, beside its first.
 NAME = 'eval/video'
+
+
+class VideoRecorder(NamedTuple):
+  """Recording of a simulator, which can only be rendered while it runs.
+
+  Attributes:
+    init: `seed_B, rows=…, every=… -> state, obs`: resets as `Env.init` does,
+      and records the first episode of each of the first `rows` environments:
+      its first frame, one frame every `every` steps, and its last.
+    frames: `state, time -> frame, shown_B`: recorded frames at the given step
+      counts, int32 [B, n]: uint8 [B, n, *shape], and 1 where all are available.
+    shape: height, width and 3 color channels of a frame.
+  """
+
+  init: Callable[..., tuple[Any, Any]]
+  frames: Callable[[Any, Any], tuple[Any, Any]]
+  shape: tuple[int, int, int]
 
 
 def with_recorder(env: base.Env) -> base.Env:
@@ -80,7 +98,7 @@ def _render(env: base.Env, seed, timestep: base.TimeStep) -> base.Info:
 
 
 def _fetch(
-  recorder: base.VideoRecorder, state, seed, timestep: base.TimeStep
+  recorder: VideoRecorder, state, seed, timestep: base.TimeStep
 ) -> base.Info:
   """Fetches the frames that a simulator has recorded."""
   captions = _captions(seed, timestep)
@@ -90,9 +108,7 @@ def _fetch(
   return _video(np, captions, shown_B, frame)
 
 
-def _fetch_shapes(
-  recorder: base.VideoRecorder, state, seed, timestep
-) -> base.Info:
+def _fetch_shapes(recorder: VideoRecorder, state, seed, timestep) -> base.Info:
   """Shapes of what `_fetch` returns."""
   del state
 
