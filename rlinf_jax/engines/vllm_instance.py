@@ -1,5 +1,6 @@
 """vLLM once it is started, and the parameters that it has."""
 
+import gc
 from multiprocessing import connection
 import tempfile
 import threading
@@ -12,6 +13,8 @@ from rlinf_jax.engines import vllm_start
 from stages import base
 from stages.models import lora
 from stages.models.files import adapters, naming
+
+_in_process = weakref.WeakSet()  # Open instances that compute in this process.
 
 
 class Instance:
@@ -54,6 +57,8 @@ class Instance:
         target=self._watch, name='vllm ranks', daemon=True
       ).start()
       self.llm.collective_rpc(vllm_worker.ignore_interrupts)
+    else:
+      _in_process.add(self)
 
   def has(self, params) -> bool:
     """Whether vLLM has these very arrays."""
@@ -126,7 +131,17 @@ class Instance:
   def close(self):
     """Ends vLLM and the processes of its ranks."""
     processes, self._processes = self._processes, []
-    self.llm.engine_core.shutdown()
+    client, core = self.llm.engine_core, self.llm.engine_core.engine_core
+    client._finalizer.detach()  # It would call `core.shutdown` later.
+    _in_process.discard(self)
+    if self._shared or _in_process:
+      # `core.shutdown` would also end the communication of other engines that
+      # compute in this process, which vLLM keeps in global variables.
+      core.model_executor.shutdown()
+      core.scheduler.shutdown()
+      gc.unfreeze()
+    else:
+      core.shutdown()
     for process in processes:
       process.join()
     if self._shared:

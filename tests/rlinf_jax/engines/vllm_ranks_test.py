@@ -169,6 +169,7 @@ def test_a_plan_gives_the_devices_of_a_place_to_vllm(case, divided):
 def test_the_end_of_a_rank_is_named_and_ends_all_ranks(case, divided):
   policy, params = divided
   prompt = vllm_models.prompts()
+  vllm_models.act(policy, params, prompt)  # Starts them.
   left = vllm_models.started(policy, params, prompt, seed=0)
   processes = ranks()
   os.kill(processes[1].pid, signal.SIGKILL)
