@@ -156,7 +156,7 @@ class Completions(NamedTuple):
 
 
 class Turns(NamedTuple):
-  """What an environment said to the turns of conversations.
+  """Rewards of the turns of conversations, and their states.
 
   Attributes:
     reward: reward of each turn.

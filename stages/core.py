@@ -165,7 +165,7 @@ class Stage:
 
   @functools.cached_property
   def attention(self) -> dict[str, set[kernels.Choice]]:
-    """What computes attention, by the platforms that this was traced for."""
+    """Implementations of attention, by the platforms this was traced for."""
     return {}
 
   def remat_policies(self, *args) -> tuple[str, ...]:

@@ -58,9 +58,14 @@ def _without_moves(
 def reason(
   evaluation: evaluate_plan.PlanEvaluation, best: evaluate_plan.PlanEvaluation
 ) -> str:
-  """Names the component by which a plan loses most against a faster one."""
+  """Names the component by which a plan loses most against the best one found.
+
+  A search that was stopped may have missed a faster plan, and then it says so.
+  """
   mine, its = parts(evaluation), parts(best)
   lost = evaluation.seconds - best.seconds
+  if lost < -SAME * best.seconds:
+    return 'faster: the search ended before it came to this plan'
   if lost <= SAME * best.seconds:
     return 'as fast, within the accuracy that matters'
   more = {

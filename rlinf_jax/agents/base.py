@@ -7,7 +7,7 @@ Message = dict[str, Any]  # As chat templates take it: 'role', 'content', ….
 
 
 class TimeStep(NamedTuple):
-  """What an environment answers to a turn of the model.
+  """The answer of an environment to a turn of the model.
 
   Attributes:
     messages: what the model reads next; not used where the episode ends.

@@ -50,7 +50,7 @@ class Conversation(NamedTuple):
 
 
 class Reply(NamedTuple):
-  """What environments say to turns; arbitrary in rows that do not wait.
+  """Answers of environments to turns; arbitrary in rows that do not wait.
 
   Attributes:
     token: tokens of the answer, up to where the policy continues; padded on the

@@ -198,7 +198,7 @@ def pack(
   row = jnp.where(is_completion, (source - B * P) // T, source // P)
   segment = attention.Segment(
     group=jnp.where(source < 0, -1, row // group_size),
-    # Of groups of one, whatever has the same group belongs together.
+    # In groups of one, tokens of the same group are of one completion.
     row=jnp.where(is_completion, row, -1) if group_size > 1 else None,
   )
   packed = PackedRows(

@@ -56,8 +56,8 @@ class Config:
     max_live_scores: maximum number of attention scores on a device at once, as
       in `attention.attention`.
     attention: 'auto' for the kernel of the hardware where it can compute the
-      model's masks, and chunks of queries elsewhere; 'splash' or 'chunked' for
-      one of them, whatever the hardware.
+      model's masks, and chunks of queries elsewhere; 'splash', 'cudnn' or
+      'chunked' for one of them on any hardware.
     init_stddev: standard deviation of random weights.
   """
 

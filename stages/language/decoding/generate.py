@@ -102,23 +102,6 @@ def _prefill_completions(
   return _last_token(split, completions, length_B), caches
 
 
-def _decode(
-  model,
-  params,
-  layers,
-  split: prefill.SplitPrompt,
-  length_B,
-  state: DecodeState,
-  keep: bool,
-):
-  """Logits of the next token, and caches; arguments as `decode_states`."""
-  x_B1D, caches = decode_states(
-    model, params, layers, split, length_B, state, keep=keep
-  )
-  logit_B1V = model.apply({'params': params}, x_B1D, method='logits')
-  return logit_B1V, caches
-
-
 def decode_states(
   model,
   params,
@@ -289,9 +272,10 @@ def resume(
 
   def extend(state: DecodeState) -> DecodeState:
     open_B = _open_rows(state, length_B)
-    logit_B1V, caches = _decode(
-      model, params, layers, split, length_B, state, cache is not None
+    x_B1D, caches = decode_states(
+      model, params, layers, split, length_B, state, keep=cache is not None
     )
+    logit_B1V = model.apply({'params': params}, x_B1D, method='logits')
     if greedy:
       token_B = jnp.argmax(logit_B1V[:, 0], axis=-1)
     else:
@@ -304,15 +288,21 @@ def resume(
     return DecodeState(state.t + 1, token_B, caches, new)
 
   end = jax.lax.while_loop(condition, extend, start)
-  if cache is None and not num_started:
-    return end.completions
+  if cache is not None:
+    return _to_keep(end, length_B)
+  if num_started:
+    return _roll_completions(end.completions, -length_B)
+  return end.completions
+
+
+def _to_keep(
+  end: DecodeState, length_B
+) -> tuple[base.Completions, kept_cache.KeptCache]:
+  """Completions and cache of a finished loop, rolled back."""
   completions = _roll_completions(end.completions, -length_B)
-  if cache is None:
-    return completions
-  now = kept_cache.KeptCache(
-    end.caches, completions.mask.sum(1, dtype=jnp.int32)
-  )
-  return completions, now._replace(layers=kept_cache.roll(now, -length_B))
+  now_B = completions.mask.sum(1, dtype=jnp.int32)
+  cache = kept_cache.KeptCache(end.caches, now_B)
+  return completions, cache._replace(layers=kept_cache.roll(cache, -length_B))
 
 
 def _initial_state(

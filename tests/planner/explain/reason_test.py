@@ -47,6 +47,16 @@ def test_a_plan_of_one_place_is_slower_without_overlap():
   )
 
 
+def test_a_faster_plan_that_a_stopped_search_missed_says_so():
+  flow, model = toys.line(WORK)
+  found, missed = (
+    evaluation(model, flow, x='abc'),
+    evaluation(model, flow, 4, x='a', y='bc'),
+  )
+  assert missed.seconds < 0.9 * found.seconds
+  assert reason.reason(missed, found).startswith('faster: the search ended')
+
+
 def test_a_plan_that_is_slower_by_waiting_says_so():
   flow, model = toys.line(WORK)
   best, other = (evaluation(model, flow, n, x='a', y='bc') for n in (4, 1))

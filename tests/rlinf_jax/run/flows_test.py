@@ -1,4 +1,4 @@
-"""What a run's header says of the flow of a step."""
+"""The lines of a run's header about the flow of a step."""
 
 import dataclasses
 

@@ -105,7 +105,7 @@ def test_recorded_log_probs_are_those_of_scoring_the_whole_row(played, params):
 
 
 def test_tokens_of_the_environment_are_in_no_gradient(played, params):
-  """What it says is read, but its own log-probabilities are not learned."""
+  """They are read, but their log-probabilities are not learned."""
   _, x = played
   answer_BT = (x.mask == 0) & (
     np.arange(LENGTH)[None] < np.asarray(packing.lengths(x.mask))[:, None]
