@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlinf_jax import startup
 from stages import base
 from stages.language import sample, tokens
 from stages.models import huggingface
@@ -125,4 +126,5 @@ def main(args):
 
 
 if __name__ == '__main__':
-  app.run(main)
+  with startup.ended():
+    app.run(main)

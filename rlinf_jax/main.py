@@ -19,7 +19,7 @@ import tempfile
 from absl import app, flags, logging
 
 from planner import cluster
-from rlinf_jax import config, gin_flags, train
+from rlinf_jax import config, gin_flags, startup, train
 from rlinf_jax.envs import simulator
 from rlinf_jax.run import allocator
 from rlinf_jax.run.folder import checkpoint, run_lock
@@ -205,4 +205,5 @@ def _exit(message: str):
 
 
 if __name__ == '__main__':
-  app.run(main, flags_parser=gin_flags.parse)
+  with startup.ended():
+    app.run(main, flags_parser=gin_flags.parse)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from rlinf_jax import startup
 from rlinf_jax.recipes import gguf_tokenizer
 from stages.models import families
 from stages.models.files import weights
@@ -229,4 +230,5 @@ def main(args: list[str]):
 
 
 if __name__ == '__main__':
-  main(sys.argv[1:])
+  with startup.ended():
+    main(sys.argv[1:])

@@ -15,6 +15,7 @@ from absl import app, flags
 import jax
 import numpy as np
 
+from rlinf_jax import startup
 from rlinf_jax.data.lerobot import write
 from stages import base, ranges
 from stages.envs import demonstrations, push
@@ -125,4 +126,5 @@ def main(_):
 
 
 if __name__ == '__main__':
-  app.run(main)
+  with startup.ended():
+    app.run(main)

@@ -16,6 +16,7 @@ import sys
 from absl import app, flags
 import jax
 
+from rlinf_jax import startup
 from rlinf_jax.agents import formats
 from rlinf_jax.serve import batches, completions
 from stages.language import tokens
@@ -115,4 +116,5 @@ def main(args):
 
 
 if __name__ == '__main__':
-  app.run(main)
+  with startup.ended():
+    app.run(main)

@@ -2,9 +2,10 @@
 
 from absl import app
 
-from rlinf_jax import gin_flags
+from rlinf_jax import gin_flags, startup
 from rlinf_jax.sweep import sweep
 
 if __name__ == '__main__':
   __doc__ = sweep.__doc__
-  app.run(sweep.main, flags_parser=gin_flags.parse)
+  with startup.ended():
+    app.run(sweep.main, flags_parser=gin_flags.parse)

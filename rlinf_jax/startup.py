@@ -1,0 +1,56 @@
+"""Interrupts of a program (`python -m rlinf_jax.NAME`) before it has started.
+
+Python answers Ctrl-C with an exception where the main thread stands. While
+modules are imported, that can be in code which swallows it, such as a callback
+of a weak reference, and the program goes on. Until the modules are imported, a
+handler therefore ends the process itself: there is nothing yet to clean up.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import os
+import signal
+import sys
+from types import FrameType
+
+EXIT_CODE = 128 + signal.SIGINT  # As a shell reports it.
+STOPPED = b'Stopped while the program was starting.\n'
+
+
+def begin():
+  """Lets an interrupt end the process, if a program of this package starts.
+
+  It does if Python still looks for the module that `-m` names: it imports the
+  packages around it first, and `sys.argv[0]` is '-m' for that time
+  (https://docs.python.org/3/library/sys.html#sys.argv). An interrupt that is
+  ignored, or handled by others, is left as it is.
+  """
+  is_ours = any(
+    text.removeprefix('-m').startswith(f'{__package__}.')
+    for text in sys.orig_argv
+  )
+  if (
+    is_ours
+    and sys.argv[:1] == ['-m']
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+  ):
+    signal.signal(signal.SIGINT, _stop)
+
+
+@contextlib.contextmanager
+def ended() -> Iterator[None]:
+  """Raises `KeyboardInterrupt` for interrupts again, and exits 130 on it."""
+  try:
+    if signal.getsignal(signal.SIGINT) is _stop:
+      signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+  except KeyboardInterrupt:
+    print('Stopped.', file=sys.stderr)
+    sys.exit(EXIT_CODE)
+
+
+def _stop(number: int, frame: FrameType | None):
+  """Ends the process at once, with a sentence."""
+  with contextlib.suppress(OSError):  # Standard error may be closed.
+    os.write(2, STOPPED)
+  os._exit(EXIT_CODE)

@@ -1,0 +1,108 @@
+"""An interrupt while a program's modules are imported ends it, with a sentence.
+
+Python raises `KeyboardInterrupt` where the main thread stands, and code that
+runs inside an import, such as a callback of a weak reference, may swallow it.
+Here one module is imported by such code.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import claims
+
+SWALLOWS = """
+import os, signal, sys
+
+class Finder:
+  def find_spec(self, name, path=None, target=None):
+    if name == {module!r}:
+      try:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(100):
+          pass
+      except KeyboardInterrupt:
+        pass
+
+sys.meta_path.insert(0, Finder())
+"""
+STOPPED = 'Stopped while the program was starting.\n'
+ROOT = pathlib.Path(__file__).parents[2]
+PROGRAMS = [
+  ('main', 'rlinf_jax.run.folder.checkpoint'),
+  ('serve', 'rlinf_jax.serve.completions'),
+  ('chat', 'stages.models.huggingface'),
+  ('sweep', 'rlinf_jax.sweep.grid'),
+  ('report', 'rlinf_jax.report.report'),
+]
+
+
+def start(program, module, folder, *, ignored=False):
+  """What a program prints for --help if `module` swallows an interrupt."""
+  (folder / 'sitecustomize.py').write_text(SWALLOWS.format(module=module))
+  signals = 'ignore' if ignored else 'default'
+  return subprocess.run(
+    [
+      *('env', f'--{signals}-signal=INT'),
+      *(sys.executable, '-m', f'rlinf_jax.{program}', '--help'),
+    ],
+    env=os.environ | {'PYTHONPATH': f'{folder}:{ROOT}'},
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+
+
+@pytest.mark.parametrize(
+  ('program', 'module'), claims.some(PROGRAMS, keep=PROGRAMS[:1])
+)
+def test_an_interrupt_that_an_import_swallows_ends_the_program(
+  program, module, tmp_path
+):
+  done = start(program, module, tmp_path)
+  assert (done.returncode, done.stdout, done.stderr) == (130, '', STOPPED)
+
+
+def test_an_ignored_interrupt_stays_ignored(tmp_path):
+  done = start(*PROGRAMS[-1], tmp_path, ignored=True)
+  assert (done.returncode, done.stderr) == (0, '')
+  assert done.stdout
+
+
+PRINTS = 'import signal; print(signal.getsignal(signal.SIGINT).__name__)\n'
+
+
+@pytest.mark.parametrize(
+  'arguments', [('-c', f'import rlinf_jax.train\n{PRINTS}'), ('-m', 'other')]
+)
+def test_programs_of_others_keep_the_interrupts_of_python(arguments, tmp_path):
+  (tmp_path / 'other').mkdir()
+  (tmp_path / 'other/__init__.py').write_text('import rlinf_jax\n')
+  (tmp_path / 'other/__main__.py').write_text(PRINTS)
+  done = subprocess.run(
+    ['env', '--default-signal=INT', sys.executable, *arguments],
+    env=os.environ | {'PYTHONPATH': f'{tmp_path}:{ROOT}'},
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert done.stdout == 'default_int_handler\n'
+
+
+@pytest.mark.parametrize(
+  'file',
+  [
+    file.relative_to(ROOT)
+    for file in (ROOT / 'rlinf_jax').rglob('*.py')
+    if "__name__ == '__main__'" in file.read_text()
+    and file.name != 'program.py'  # It knows the standard library alone.
+  ],
+  ids=str,
+)
+def test_every_program_hears_interrupts_again(file):
+  _, ending = (ROOT / file).read_text().split("if __name__ == '__main__':\n")
+  assert '  with startup.ended():\n    ' in ending
