@@ -160,8 +160,12 @@ def accepts(annotation: Any, value: Any) -> bool:
     return False
   if _is_too_large(annotation, value):
     return False
-  if _is_callable(annotation):  # Its parameters are the caller's to check.
-    return callable(value) and fits(_result(annotation), _returns(value))
+  if _is_callable(annotation):
+    return (
+      callable(value)
+      and not _missing(annotation, value)
+      and fits(_result(annotation), _returns(value))
+    )
   try:
     typeguard.check_type(
       value,
@@ -214,6 +218,9 @@ def _hint(annotation: Any, value: Any) -> str:
     return f': write {int(value)}.'
   if isinstance(value, int) and abs(value) > MOST:
     return f', and at most {MOST}.'
+  if missing := _missing(annotation, value):
+    names = ' and no '.join(f'`{name}`' for name in missing)
+    return f', and `{_name(value)}` takes no {names}.'
   returned = value.kind if isinstance(value, _Computed) else _returns(value)
   if (
     inspect.isclass(returned)
@@ -256,7 +263,34 @@ def _choices(annotation: Any) -> Iterator[Any]:
 
 def _is_callable(annotation: Any) -> bool:
   origin = typing.get_origin(annotation) or annotation
-  return getattr(origin, '__name__', '') == 'Callable'
+  return getattr(origin, '__name__', '') == 'Callable' or _is_call(origin)
+
+
+def _is_call(annotation: Any) -> bool:
+  """Whether an annotation is a protocol of functions, by their parameters."""
+  return getattr(annotation, '_is_protocol', False) and (
+    '__call__' in vars(annotation)
+  )
+
+
+def _missing(annotation: Any, value: Any) -> list[str]:
+  """The parameters that a function lacks and a protocol passes by name.
+
+  The parameters of a plain `Callable` are the caller's to check.
+  """
+  if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+    lacking = [_missing(x, value) for x in typing.get_args(annotation)]
+    return next(filter(None, lacking), [])
+  if not _is_call(annotation) or not callable(value):
+    return []
+  try:
+    taken = inspect.signature(value).parameters
+  except (ValueError, TypeError):  # Some of those written in C have none.
+    return []
+  if any(x.kind == x.VAR_KEYWORD for x in taken.values()):
+    return []
+  _, *passed = inspect.signature(annotation.__call__).parameters
+  return [name for name in passed if name not in taken]
 
 
 def _is_too_large(annotation: Any, value: Any) -> bool:
@@ -272,7 +306,10 @@ def _is_too_large(annotation: Any, value: Any) -> bool:
 
 def _result(annotation: Any) -> Any:
   """The result of functions that an annotation allows; Any if unused."""
-  result = (typing.get_args(annotation) or [Any])[-1]
+  if _is_call(annotation):
+    result = _returns(annotation.__call__)
+  else:
+    result = (typing.get_args(annotation) or [Any])[-1]
   return Any if result in (None, type(None)) else result
 
 
@@ -296,9 +333,14 @@ def _within(bound: Any, value: Any) -> bool:
 
 def _shown(value: Any) -> str:
   """A value as in a message; functions without a name, as Python shows them."""
-  name = getattr(value, '__qualname__', None) if callable(value) else None
+  name = _name(value)
   text = f'@{name}' if name else repr(value)
   return config_errors.cut(text)
+
+
+def _name(value: Any) -> str | None:
+  """The name of a function or class; None if it has none."""
+  return getattr(value, '__qualname__', None) if callable(value) else None
 
 
 def _without_macros(

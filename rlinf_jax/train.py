@@ -1,9 +1,9 @@
 """`train`: the entry point of a training run, which a gin file configures."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import functools
 import pathlib
-from typing import Any
+from typing import Any, Protocol
 
 from rlinf_jax import config, config_changes
 from rlinf_jax.run import flows as flows_lib
@@ -11,6 +11,18 @@ from rlinf_jax.run import loop, setup, supervise
 from rlinf_jax.run.folder import checkpoint, result, run_lock
 from rlinf_jax.runtime.ray import launch
 from stages import base, ranges
+
+
+class Pretrain(Protocol):
+  """A function that may train the checkpoint from which a run starts."""
+
+  def __call__(self, *, seed: int) -> None: ...
+
+
+class Export(Protocol):
+  """A function that writes a trained model into a folder."""
+
+  def __call__(self, folder: pathlib.Path, params: base.Params) -> None: ...
 
 
 def train(
@@ -21,7 +33,7 @@ def train(
   steps: ranges.NonNegativeInt,
   seed: ranges.NonNegativeInt = 0,
   resume: bool = False,
-  pretrain: Callable[..., Any] | None = None,
+  pretrain: Pretrain | None = None,
   plan: Mapping[str, Any] | str | None = flows_lib.AUTO,
   evaluate_every: ranges.NonNegativeInt = 20,
   stop_at_score: float | None = None,
@@ -29,7 +41,7 @@ def train(
   max_skipped_steps: ranges.PositiveInt = 10,
   checkpoint_every: ranges.PositiveInt = 50,
   keep_checkpoints: ranges.PositiveInt = 2,
-  export: Callable[..., None] | None = None,
+  export: Export | None = None,
   wandb_project: str | None = None,
   ray_address: str | None = None,
   receive_timeout: ranges.PositiveFloat | None = None,

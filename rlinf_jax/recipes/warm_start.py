@@ -8,7 +8,7 @@ folder that `transformers` loads, a robot's policy as a run exports it.
 from collections.abc import Callable, Sequence
 import pathlib
 import shutil
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -82,11 +82,17 @@ def cloned(workdir: str, *, given: str | None = None) -> str:
   return given or str(pathlib.Path(workdir) / 'warm_start' / 'model')
 
 
+class Train(Protocol):
+  """`train.train`, with a workflow and a source."""
+
+  def __call__(self, *, workdir: str, seed: int, resume: bool) -> Any: ...
+
+
 def warm_up(
   workdir: str,
   *,
   given: str | None = None,
-  train: Callable[..., Any],
+  train: Train,
   seed: ranges.NonNegativeInt,
 ):
   """Trains the initial model by imitation, until it succeeds sometimes.

@@ -13,6 +13,7 @@ from stages import ranges
 from stages.learn import signatures
 
 SUMS = 'gin_configs/grpo_arithmetic.gin'
+PUSH = 'gin_configs/ppo_push.gin'
 QUESTIONS = 'gin_configs/grpo_math.gin'
 ROOT = pathlib.Path(__file__).parents[2]
 GIVEN = ('MODEL = "/model"', 'TRAIN = "/train"', 'EVAL = "/eval"')
@@ -128,6 +129,24 @@ WRONG = [
     'GROUP = 8.0',
     '`GROUP = 8.0`, which `workflows.grpo.group_size` reads, must be a whole '
     'number of at least 1: write 8.',
+  ),
+  (
+    PUSH,
+    'train.train.pretrain = @push.push',
+    '`train.train.pretrain = @push` must be a function (@name) or None, and '
+    '`push` takes no `seed`.',
+  ),
+  (
+    PUSH,
+    'train.train.export = @push.push',
+    '`train.train.export = @push` must be a function (@name) or None, and '
+    '`push` takes no `folder` and no `params`.',
+  ),
+  (
+    SUMS,
+    'warm_start.warm_up.train = @optimizers.adamw',
+    '`warm_start.warm_up.train = @adamw` must be a function (@name), and '
+    '`adamw` takes no `workdir` and no `seed` and no `resume`.',
   ),
   (
     QUESTIONS,
