@@ -11,6 +11,7 @@ def adamw(
   learning_rate: ranges.NonNegativeFloat,
   *,
   warmup_steps: ranges.NonNegativeInt = 0,
+  constant_share: ranges.Decay = 0.0,
   decay_steps: ranges.NonNegativeInt | None = None,
   updates_per_step: ranges.PositiveInt = 1,
   b1: ranges.Decay = 0.9,
@@ -26,6 +27,9 @@ def adamw(
   Args:
     learning_rate: learning rate after the warm-up.
     warmup_steps: steps over which the rate rises linearly to its full value.
+    constant_share: share of the steps from the warm-up to `decay_steps` that
+      keep the full rate, before it falls (warmup-stable-decay, arXiv
+      2404.06395, Sec. 4).
     decay_steps: the step by which the rate has fallen linearly to zero; None
       keeps it constant.
     updates_per_step: updates in a step of the workflow, minibatches × epochs.
@@ -42,8 +46,10 @@ def adamw(
       learning_rate / warmup, learning_rate, warmup - 1
     )
   if decay_steps is not None:
+    after = decay_steps * updates_per_step - warmup
+    constant = round(constant_share * after)
     decay = optax.linear_schedule(
-      learning_rate, 0.0, decay_steps * updates_per_step - warmup
+      learning_rate, 0.0, after - constant, transition_begin=constant
     )
     rate = optax.join_schedules([rate, decay], [warmup])
   return optax.chain(

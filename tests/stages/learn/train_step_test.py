@@ -271,6 +271,15 @@ def test_rates_count_the_steps_of_several_updates():
   np.testing.assert_allclose(logged, [0.2, 0.4, 0.4, 0.3, 0.2, 0.1])
 
 
+def test_a_share_of_the_steps_keeps_the_full_rate_before_it_falls():
+  optimizer = optimizers.adamw(
+    0.4, warmup_steps=1, constant_share=0.5, decay_steps=5
+  )
+  np.testing.assert_allclose(
+    rates(optimizer, 6), [0.4, 0.4, 0.4, 0.4, 0.2, 0.0], atol=1e-7
+  )
+
+
 def test_adamw_decays_weights_by_its_rate():
   optimizer = optimizers.adamw(0.5, weight_decay=0.1)
   params = {'w': jnp.array([1.0, -2.0])}
