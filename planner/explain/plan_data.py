@@ -10,7 +10,7 @@ from planner.explain import overview, reason, remat, sensitivity, slack
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.search import deadline as deadline_lib
-from planner.search import exact
+from planner.search import result as result_lib
 from planner.simulation import evaluate_plan
 
 SHOWN = 5  # Plans, the best included.
@@ -20,7 +20,7 @@ DURING = ', during '  # Separates a part of memory from its stage.
 def plan_data(
   flow: graph.Flow,
   model,
-  found: exact.SearchResult,
+  found: result_lib.SearchResult,
   *,
   others: Mapping[str, plan_lib.Plan | None] | None = None,
   ranked: Sequence[tuple[plan_lib.Plan, float]] = (),

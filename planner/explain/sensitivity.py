@@ -13,6 +13,7 @@ from planner.costs import scaled
 from planner.ir import plan as plan_lib
 from planner.search import deadline as deadline_lib
 from planner.search import exact
+from planner.search import result as result_lib
 from planner.simulation import evaluate_plan
 
 FACTORS = (1.1, 0.9)
@@ -55,7 +56,7 @@ class Change(NamedTuple):
 def sensitivity(
   flow,
   model,
-  found: exact.SearchResult,
+  found: result_lib.SearchResult,
   known: Sequence[plan_lib.Plan] = (),
   *,
   staleness: int = 0,

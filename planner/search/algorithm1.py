@@ -26,8 +26,10 @@ from planner.ir import graph
 from planner.lower import program
 from planner.search import choices as choices_lib
 from planner.search import deadline as deadline_lib
-from planner.search import exact, timing
+from planner.search import pieces as pieces_lib
+from planner.search import result as result_lib
 from planner.search import space as space_lib
+from planner.search import timing
 
 
 class _Schedule(NamedTuple):
@@ -52,7 +54,7 @@ def algorithm1(
   staleness: int = 0,
   keep: int = 5,
   deadline: deadline_lib.Deadline = deadline_lib.NEVER,
-) -> exact.SearchResult:
+) -> result_lib.SearchResult:
   """Returns the plan that Algorithm 1 expects to be fastest, simulated.
 
   Args:
@@ -70,9 +72,8 @@ def algorithm1(
   choices = choices_lib.Choices(flow, model, space, deadline)
   best, ranked, tried = None, [], 0
   for cut in choices.cuts.values():
-    made = _Algorithm(choices, cut)
-    estimate, choice = made.best()
-    tried += made.tried
+    estimate, choice, more = choose(choices, cut)
+    tried += more
     if choice is None or choices.overflows(choice):
       continue
     found = timing.simulate(choices, choice, staleness)
@@ -80,7 +81,7 @@ def algorithm1(
     if best is None or estimate < best[0]:
       best = estimate, *found
   ranked.sort(key=lambda pair: pair[1])
-  return exact.SearchResult(
+  return result_lib.SearchResult(
     best=best and best[1],
     seconds=best[2] if best else np.inf,
     bound=None,
@@ -91,6 +92,31 @@ def algorithm1(
     tried=tried,
     simulated=len(ranked),
   )
+
+
+class Chosen(NamedTuple):
+  """What Algorithm 1 chooses for one number of pieces.
+
+  Attributes:
+    seconds: what it expects a step to take.
+    choice: the plan, which may need too much memory once its places are put
+      together; None if no place fits.
+    tried: number of divisions of the devices that were compared.
+  """
+
+  seconds: float
+  choice: choices_lib.Choice | None
+  tried: int
+
+
+def choose(choices: choices_lib.Choices, cut: pieces_lib.CutFlow) -> Chosen:
+  """Returns the plan that is expected to be fastest for a number of pieces.
+
+  Raises:
+    deadline.TimeUp: if the deadline of `choices` passes before.
+  """
+  made = _Algorithm(choices, cut)
+  return Chosen(*made.best(), made.tried)
 
 
 class _Algorithm:

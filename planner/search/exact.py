@@ -6,9 +6,12 @@ the sizes of their places are split, smallest lower bound first. A set is
 dropped when its lower bound is no less than the time of the best plan so far.
 When no set is left, the best plan is the fastest. If the search is stopped
 earlier, the smallest remaining bound gives its gap.
+
+A search that is not done in half of its time tries the plans of Algorithm 1,
+so that it does not end with a slower one. It does not begin with them, since
+Algorithm 1 often takes longer than the proof.
 """
 
-import dataclasses
 import heapq
 import itertools
 
@@ -16,52 +19,16 @@ import numpy as np
 
 from planner.costs import cost as cost_lib
 from planner.ir import graph
-from planner.ir import plan as plan_lib
-from planner.search import branch_and_bound, timing
+from planner.search import algorithm1, branch_and_bound, timing
 from planner.search import choices as choices_lib
 from planner.search import deadline as deadline_lib
+from planner.search import result as result_lib
 from planner.search import space as space_lib
 from planner.simulation import evaluate_plan
 
 ROUNDING = 1e-9  # Sums of the same seconds differ by less, relatively.
-
-
-@dataclasses.dataclass(frozen=True)
-class SearchResult:
-  """The result of a search.
-
-  Attributes:
-    best: the fastest plan; None if none fits in memory, or none is faster than
-      the given limit.
-    seconds: simulated time of a step of `best`. It is at least the plan's lower
-      bound, as a few steps may not show yet which place falls behind.
-    bound: lower bound on the time of a step of every plan of the space; None
-      where the algorithm proves nothing.
-    gap: by what fraction of `seconds` another plan might be faster; 0 is a
-      proof that none is.
-    ranked: the fastest simulated plans and their seconds. Only the rank of the
-      first is proved.
-    infeasible: plans that need too much memory, the nearest to fitting first,
-      and the inequality that they violate.
-    space: the plans that were searched.
-    tried: number of plans and sets of plans that were bounded.
-    simulated: number of plans that were simulated.
-  """
-
-  best: plan_lib.Plan | None
-  seconds: float
-  bound: float | None
-  gap: float | None
-  ranked: list[tuple[plan_lib.Plan, float]]
-  infeasible: list[tuple[plan_lib.Plan, str]]
-  space: space_lib.Space
-  tried: int
-  simulated: int
-
-  @property
-  def proved(self) -> bool:
-    """Whether it is proved that no plan is faster, or that none fits."""
-    return self.gap == 0
+LATE = 1 / 2  # Of a search's time: then it tries the plans of Algorithm 1,
+SHARE = 1 / 2  # and gives them up to this share of the time that is left.
 
 
 def search(
@@ -73,7 +40,7 @@ def search(
   keep: int = 5,
   deadline: deadline_lib.Deadline = deadline_lib.NEVER,
   below: float = np.inf,
-) -> SearchResult:
+) -> result_lib.SearchResult:
   """Returns the fastest plan of a space, with a certificate.
 
   Args:
@@ -98,6 +65,7 @@ class Search:
       nor excluded. It does not count work that the deadline interrupted.
     open: sets of plans that may contain a faster one, by number of pieces.
     leaves: a heap of plans that may be faster, by lower bound.
+    known: plans that were simulated, or need too much memory.
   """
 
   def __init__(
@@ -112,6 +80,7 @@ class Search:
   ):
     self.choices = choices_lib.Choices(flow, model, space, deadline)
     self.deadline, self.proved, self.open = deadline, 0.0, {}
+    self.late = deadline.part(LATE)
     self.space, self.staleness, self.keep = space, staleness, keep
     half = evaluate_plan.STEPS // 2
     # The share of a step that passes before the next one begins.
@@ -119,14 +88,17 @@ class Search:
     self.best, self.below, self.ranked = below, below, []
     self.leaves, self.counter = [], itertools.count()
     self.tried = self.simulated = 0
-    self.visited = set()
+    self.visited, self.known = set(), set()
+    # Those of Algorithm 1 need not have the least number of places, and a
+    # limit to stay below is a known plan's.
+    self.may_adopt = space.min_places == 1 and below == np.inf
 
   @property
   def enough(self) -> float:
     """Plans whose bound reaches this many seconds cannot be the best."""
     return self.best * (1 - ROUNDING)
 
-  def run(self) -> SearchResult:
+  def run(self) -> result_lib.SearchResult:
     """Searches until the best plan is proved, or time is up."""
     try:
       self._start()
@@ -156,6 +128,10 @@ class Search:
     while self._least() < self.enough:
       self.proved = self._least()
       self.deadline.check()
+      if self.may_adopt and self.late.has_passed:
+        self.may_adopt = False
+        self._adopt_algorithm1()
+        continue  # The least set may be hopeless now.
       while self.leaves and self.leaves[0][0] <= self._least_open():
         if self.leaves[0][0] >= self.enough:
           break
@@ -171,6 +147,33 @@ class Search:
         self._add_leaves(opened, opened.split(self))
         self._simulate_best()
     self.proved = np.inf
+
+  def _adopt_algorithm1(self):
+    """Simulates the plans of Algorithm 1, as far as its time suffices."""
+    leaves, self.leaves = self.leaves, []
+    self.choices.deadline = self.deadline.part(SHARE)
+    try:
+      for cut in self.choices.cuts.values():
+        choice = algorithm1.choose(self.choices, cut).choice
+        if choice is not None:
+          self._push(choice, 0.0, self._seconds(cut, choice))
+          while self.leaves:  # Its bound is raised, and then it is simulated.
+            self._simulate_best()
+    except deadline_lib.TimeUp:
+      pass  # The search goes on, with the plans that there was time for.
+    finally:
+      self.choices.deadline, self.leaves = self.deadline, leaves
+
+  def _seconds(self, cut, choice):
+    """Returns the seconds of the nodes of a plan, [N, 1]."""
+    places = zip(
+      self.choices.blocks[choice.part],
+      choice.units,
+      choice.axes,
+      choice.executions,
+      strict=True,
+    )
+    return sum(self.choices.column(cut, *place) for place in places)[:, None]
 
   def _all_plans(self):
     """Returns every partition, as the set of all its plans."""
@@ -268,6 +271,9 @@ class Search:
       if bound < self.enough:
         self._push(choice, bound, None)
       return
+    if choice in self.known:  # It came from Algorithm 1, or that came later.
+      return
+    self.known.add(choice)
     if self.choices.overflows(choice):
       return
     self.simulated += 1
@@ -277,7 +283,7 @@ class Search:
     del self.ranked[self.keep :]
     self.best = min(self.best, found[1])
 
-  def _result(self) -> SearchResult:
+  def _result(self) -> result_lib.SearchResult:
     best = None
     if self.ranked and not self.below <= self.ranked[0][1]:
       best = self.ranked[0][0]
@@ -285,7 +291,7 @@ class Search:
     gap = 0.0 if bound >= self.best else 1.0
     if self.best < np.inf:
       gap = 1 - bound / self.best if self.best else 0.0
-    return SearchResult(
+    return result_lib.SearchResult(
       best,
       self.best,
       float(bound),

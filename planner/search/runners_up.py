@@ -5,12 +5,13 @@ import dataclasses
 from planner.ir import plan as plan_lib
 from planner.search import deadline as deadline_lib
 from planner.search import exact
+from planner.search import result as result_lib
 
 
 def runners_up(
   flow,
   model,
-  found: exact.SearchResult,
+  found: result_lib.SearchResult,
   *,
   staleness: int = 0,
   deadline: deadline_lib.Deadline = deadline_lib.NEVER,
@@ -52,10 +53,15 @@ def runners_up(
 
 
 def best_of(
-  found: exact.SearchResult, ranked: list[tuple[plan_lib.Plan, float]]
-) -> exact.SearchResult:
-  """Corrects a search that was stopped if a runner-up is faster."""
-  if not ranked or ranked[0][1] >= found.seconds:
+  found: result_lib.SearchResult, ranked: list[tuple[plan_lib.Plan, float]]
+) -> result_lib.SearchResult:
+  """Corrects a search that was stopped if another plan is faster.
+
+  Args:
+    found: the result of the search. What it proved is not doubted.
+    ranked: plans and the seconds of their steps, fastest first.
+  """
+  if found.proved or not ranked or ranked[0][1] >= found.seconds:
     return found
   plan, seconds = ranked[0]
   gap = 1 - found.bound / seconds

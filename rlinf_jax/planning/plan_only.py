@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from planner import cluster as cluster_lib
-from planner.search import exact
+from planner.search import result as result_lib
 from rlinf_jax import config
 from rlinf_jax.planning import plan_report
 from rlinf_jax.planning.compiled import topology as topology_lib
@@ -24,7 +24,7 @@ def plan_only(
   compile_for: topology_lib.Topology | None = None,
   output: str | os.PathLike | None = None,
   page: str | os.PathLike | None = None,
-) -> exact.SearchResult:
+) -> result_lib.SearchResult:
   """Prints the fastest plan of a recipe on a cluster, and why it is.
 
   The first four arguments are those of `train.train`, with its defaults.

@@ -29,6 +29,7 @@ from planner.ir import plan as plan_lib
 from planner.lower import passes, unroll
 from planner.search import algorithm1, exact, runners_up
 from planner.search import deadline as deadline_lib
+from planner.search import result as result_lib
 from planner.search import space as space_lib
 from planner.simulation import evaluate_plan
 from rlinf_jax.planning import evaluation_rows, host_timing, remedies
@@ -58,7 +59,7 @@ def report_plan(
   output: str | os.PathLike | None = None,
   page: str | os.PathLike | None = None,
   print_text: Callable[[str], None] = print,
-) -> exact.SearchResult:
+) -> result_lib.SearchResult:
   """Searches for the fastest plan, and prints it with the reasons for it.
 
   Args:
@@ -93,9 +94,11 @@ def report_plan(
     measured_lib.Measurements(host_rows=timed),
   )
   result, ranked = _search(flow, model, staleness, deadline)
+  theirs = _algorithm1(flow, model, result, staleness, deadline)
+  result, ranked = _adopt(result, ranked, theirs)
   lines = [table, '', _searched(result, cluster), assumption]
   lines += [host_timing.describe(timed), _attention(flow, cluster)]
-  others = _others(flow, model, result, own, ranked, staleness, deadline)
+  others = _others(result, own, ranked, theirs)
   compiled = None
   if compile_for:
     left = deadline.left
@@ -232,7 +235,42 @@ def _completion_work(works, lengths):
   )
 
 
-def _others(flow, model, result, own, ranked, staleness, deadline):
+def _algorithm1(flow, model, result, staleness, deadline):
+  """Returns the result of Algorithm 1; None if it is not known.
+
+  It is not asked for where it is proved that no plan fits.
+  """
+  if result.best is None and result.proved:
+    return None
+  try:
+    return algorithm1.algorithm1(
+      flow,
+      model,
+      result.space,
+      staleness=staleness,
+      deadline=deadline.part(SHARE),
+    )
+  except deadline_lib.TimeUp:
+    return None
+
+
+def _adopt(result, ranked, theirs):
+  """Takes over the plan of Algorithm 1 if a stopped search missed it.
+
+  Returns:
+    The result of the search, and plans from the fastest on.
+  """
+  if result.proved or not theirs or theirs.best is None:
+    return result, ranked
+  if theirs.best in [plan for plan, _ in ranked]:
+    return result, ranked
+  # As in a search, a step takes at least as long as is proved.
+  found = theirs.best, max(theirs.seconds, result.bound)
+  ranked = sorted([*ranked, found], key=lambda pair: pair[1])
+  return runners_up.best_of(result, ranked), ranked
+
+
+def _others(result, own, ranked, theirs):
   """Returns plans to compare with the best one, by title."""
   if result.best is None:
     return {}
@@ -242,17 +280,9 @@ def _others(flow, model, result, own, ranked, staleness, deadline):
     others["The recipe's own plan"] = own
   elif single_place:
     others['The fastest on one place'] = single_place[0]
-  try:
-    theirs = algorithm1.algorithm1(
-      flow,
-      model,
-      result.space,
-      staleness=staleness,
-      deadline=deadline.part(SHARE),
-    )
-  except deadline_lib.TimeUp:
-    return others | {ALGORITHM1: None}
-  if theirs.best:
+  if theirs is None:
+    others[ALGORITHM1] = None
+  elif theirs.best:
     others[ALGORITHM1] = theirs.best
   return others
 

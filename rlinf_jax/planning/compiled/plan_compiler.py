@@ -13,7 +13,7 @@ from planner.explain import formatting
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import passes
-from planner.search import exact
+from planner.search import result as result_lib
 from rlinf_jax.planning.compiled import executable as executable_lib
 from rlinf_jax.planning.compiled import partitioner
 from rlinf_jax.runtime import place as place_lib
@@ -230,7 +230,7 @@ class Choice(NamedTuple):
     refused: plans that the compiler refused, and why.
   """
 
-  result: exact.SearchResult
+  result: result_lib.SearchResult
   ranked: list[tuple[plan_lib.Plan, float]]
   compiled: CompiledPlan | None
   refused: list[tuple[plan_lib.Plan, str]]
@@ -238,7 +238,7 @@ class Choice(NamedTuple):
 
 def first_accepted(
   compiler: PlanCompiler,
-  result: exact.SearchResult,
+  result: result_lib.SearchResult,
   ranked: Sequence[tuple[plan_lib.Plan, float]],
 ) -> Choice:
   """Compiles plans, the fastest first, until one is accepted.

@@ -50,6 +50,23 @@ def test_search_finds_the_brute_force_optimum(first, end):
   assert 0 < sum(there) < end - first
 
 
+@pytest.mark.slow
+def test_a_search_that_adopts_algorithm_1_at_once_proves_the_same(monkeypatch):
+  monkeypatch.setattr(exact, 'LATE', 0.0)
+  adopted = 0
+  for seed in range(25, 75):
+    flow, model, space, staleness = toys.random_instance(seed)
+    finder = exact.Search(
+      flow, model, space, staleness, 5, deadline=toys.deadline(10**9)
+    )
+    found = finder.run()
+    best = reference.brute_force(flow, model, space, staleness)
+    assert found.gap == 0, seed
+    assert found.seconds == pytest.approx(best, rel=1e-7), seed
+    adopted += not finder.may_adopt
+  assert adopted > 10
+
+
 def test_two_equal_stages_share_two_devices_in_pieces():
   # A device each: half the devices for twice as long, but both at once.
   flow, model = toys.line({'a': 4.0, 'b': 4.0}, power=0.0)
@@ -149,6 +166,36 @@ def test_a_stopped_search_reports_its_gap():
   assert short.bound <= full.seconds <= short.seconds
   assert short.bound == pytest.approx(short.seconds * (1 - short.gap))
   assert full.gap == 0
+
+
+def test_a_stopped_search_adopts_a_faster_plan_of_algorithm_1():
+  flow, model = toys.ppo(staleness=1, power=0.3, meshes=2)
+  space = space_lib.Space(64, unit=8, max_places=2, pieces=(1, 2, 4))
+  other = algorithm1.algorithm1(flow, model, space, staleness=1)
+  early, late = (
+    exact.search(
+      flow, model, space, staleness=1, keep=50, deadline=toys.deadline(checks)
+    )
+    for checks in (1000, 10_000)  # Without Algorithm 1 a proof takes 12,000.
+  )
+  # Algorithm 1 takes 1,000 and more, of which a short search has a quarter.
+  assert early.seconds > 1.5 * other.seconds and early.gap > 0.3
+  assert late.seconds <= other.seconds
+  for found in (early, late):
+    plans = [plan.to_json() for plan, _ in found.ranked]
+    assert len({*plans}) == len(plans) == found.simulated
+
+
+def test_the_plan_of_algorithm_1_also_shortens_a_proof():
+  flow, model = toys.ppo(staleness=1, power=0.3, meshes=2)
+  space = space_lib.Space(64, unit=8, max_places=2, pieces=(1, 2, 4))
+  limited = exact.search(
+    flow, model, space, staleness=1, deadline=toys.deadline(10_000)
+  )
+  full = exact.search(flow, model, space, staleness=1)
+  assert limited.proved and full.proved
+  assert limited.seconds == pytest.approx(full.seconds)
+  assert limited.tried < full.tried
 
 
 class Clock:

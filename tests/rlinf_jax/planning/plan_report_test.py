@@ -12,6 +12,8 @@ from planner.costs import measured, roofline
 from planner.counting import count
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
+from planner.search import deadline as deadline_lib
+from planner.search import exact
 from planner.search import space as space_lib
 from rlinf_jax.planning import plan_report
 from rlinf_jax.report.html import terms
@@ -21,6 +23,7 @@ import stages
 from stages import workflows
 from stages.learn import optimizers
 import tiny
+import toys
 
 
 def cluster(devices=2, memory=4e9, node=2):
@@ -173,6 +176,25 @@ def test_completions_end_as_they_are_said_to(roomy, tmp_path):
     return stage['seconds']
 
   assert generate(other) < 0.7 * generate(data)
+
+
+def test_a_report_takes_over_algorithm_1s_plan_unless_the_search_is_proved():
+  flow, model = toys.ppo(staleness=1, power=0.3, meshes=2)
+  space = space_lib.Space(64, unit=8, max_places=2, pieces=(1, 2, 4))
+  search = functools.partial(exact.search, flow, model, space, staleness=1)
+  none, stopped, proved = (
+    search(deadline=toys.deadline(checks)) for checks in (0, 1000, 10**9)
+  )
+  theirs = plan_report._algorithm1(flow, model, none, 1, deadline_lib.NEVER)
+  assert none.best is None and theirs.seconds < 0.7 * stopped.seconds
+  for before in (none, stopped):
+    found, ranked = plan_report._adopt(before, before.ranked, theirs)
+    assert (found.best, found.seconds) == (theirs.best, theirs.seconds)
+    assert ranked[0] == (theirs.best, theirs.seconds)
+    assert found.bound == pytest.approx(found.seconds * (1 - found.gap))
+    assert found.bound <= proved.seconds <= found.seconds
+  found, _ = plan_report._adopt(proved, proved.ranked, theirs)
+  assert found is proved
 
 
 def test_lengths_do_not_tell_when_enough_rows_have_ended():

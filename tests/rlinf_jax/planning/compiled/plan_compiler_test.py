@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import compile_tiny
 import matrices
 from planner.ir import plan as plan_lib
-from planner.search import exact
+from planner.search import result as result_lib
 from rlinf_jax.planning.compiled import (
   executable,
   partitioner,
@@ -102,9 +102,11 @@ def test_a_plan_that_overflows_a_device_is_refused_and_the_next_one_chosen():
 
 
 def search(plan, seconds):
-  fields = dict.fromkeys(f.name for f in dataclasses.fields(exact.SearchResult))
+  fields = dict.fromkeys(
+    f.name for f in dataclasses.fields(result_lib.SearchResult)
+  )
   fields |= {'best': plan, 'seconds': seconds, 'bound': 2.0, 'gap': 0.0}
-  return exact.SearchResult(**(fields | {'infeasible': []}))
+  return result_lib.SearchResult(**(fields | {'infeasible': []}))
 
 
 def test_a_compilers_error_is_a_sentence(monkeypatch):
