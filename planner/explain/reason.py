@@ -60,7 +60,8 @@ def reason(
 ) -> str:
   """Names the component by which a plan loses most against the best one found.
 
-  A search that was stopped may have missed a faster plan, and then it says so.
+  A search that was stopped may have missed a faster plan, such as the recipe's
+  own, and then it says so.
   """
   mine, its = parts(evaluation), parts(best)
   lost = evaluation.seconds - best.seconds
