@@ -1,6 +1,6 @@
 """Reads memory, arithmetic and communication from a compiled executable."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from rlinf_jax.planning.compiled import (
@@ -57,7 +57,10 @@ class Executable(NamedTuple):
 
 
 def read(
-  compiled, axes: communication.Axes, lengths: Sequence[int] = ()
+  compiled,
+  axes: communication.Axes,
+  lengths: Sequence[int] = (),
+  widths: Collection[int] = (),
 ) -> Executable:
   """Reads a compiled executable.
 
@@ -65,9 +68,9 @@ def read(
     compiled: a `jax.stages.Compiled`.
     axes: names and sizes of the mesh axes that it was compiled for.
     lengths: tokens of the sequences that it reads or writes.
+    widths: sizes of the model's matrices.
   """
   module = hlo.parse(compiled.as_text())
-  arrays = large_arrays.large_arrays(module, shown=1000)
   loops = (
     executed.instruction
     for executed in hlo.walk(module)
@@ -77,8 +80,8 @@ def read(
     memory(compiled),
     matmul_flops.matmul_flops(module),
     communication.collectives(module, axes),
-    arrays[: large_arrays.SHOWN],
-    large_arrays.attention_scores(arrays, lengths),
+    large_arrays.large_arrays(module),
+    large_arrays.attention_scores(module, lengths, widths),
     sum(hlo.trip_count(module, loop) is None for loop in loops),
   )
 

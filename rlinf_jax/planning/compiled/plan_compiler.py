@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import itertools
+import math
 import time
 from typing import NamedTuple
 
@@ -163,7 +165,9 @@ class PlanCompiler:
       seconds = time.perf_counter() - start
       self.report(f'Compiled {node.name} in {formatting.seconds(seconds)}.')
       axes = tuple(place.mesh.shape.items()) if place.mesh else ()
-      read = executable_lib.read(compiled, axes, _lengths(flow, node))
+      num_devices = math.prod(size for _, size in axes)
+      widths = _widths(flow, node, num_devices)
+      read = executable_lib.read(compiled, axes, _lengths(flow, node), widths)
       self._read[id(compiled)] = seconds, read, rematerialized
     return compiled
 
@@ -210,6 +214,21 @@ def _lengths(flow: graph.Flow, node: graph.Node) -> list[int]:
       and value.shape[1] > 1
     }
   )
+
+
+def _widths(flow: graph.Flow, node: graph.Node, num_devices: int) -> set[int]:
+  """Returns the sizes of the matrices that a node reads, and of their shards.
+
+  Dimensions that follow each other, such as heads and their width, may be one.
+  """
+  shapes = {flow.values[v].shape for v in node.reads if v not in node.rows}
+  sizes = {
+    math.prod(shape[i:j])
+    for shape in shapes
+    for i, j in itertools.combinations(range(len(shape) + 1), 2)
+  }
+  shards = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+  return {size // n for size in sizes for n in shards if size % n == 0}
 
 
 def message(error: Exception) -> str:

@@ -20,6 +20,8 @@ from stages.models.layers import cudnn, mixed_precision, splash
 MAX_LIVE_SCORES = 2**26
 # Keys from which on a kernel is worth its padding.
 SHORTEST = 128
+# Its operations carry this name in compiled programs.
+SCOPE = 'attention'
 
 
 class Segment(NamedTuple):
@@ -147,6 +149,7 @@ def same_segment(query_BT: Segment, key_BC: Segment):
   return is_group & (is_row | (key_BC.row < 0)[:, None])
 
 
+@jax.named_scope(SCOPE)
 def attention(
   q_BTHW,
   k_BCKW,

@@ -116,16 +116,6 @@ def test_results_inside_a_fusion_are_not_written_to_memory():
   assert found[0].op_name == 'jit(f)/while/body/dot_general'
 
 
-def test_scores_have_two_dimensions_of_tokens():
-  def large(*shape):
-    return large_arrays.LargeArray(hlo.Array('f32', shape), 1, '')
-
-  scores = large(2, 4, 24, 40)  # A completion sees its prompt and itself.
-  arrays = [large(2, 24, 512), scores, large(2, 4, 1, 40)]
-  assert large_arrays.attention_scores(arrays, [16, 24]) == scores
-  assert large_arrays.attention_scores([*arrays[:1], arrays[2]], [16]) is None
-
-
 @pytest.mark.parametrize(
   'text, groups',
   [
