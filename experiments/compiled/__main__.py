@@ -36,7 +36,7 @@ def main():
   cases = tomllib.loads((HERE / 'cases.toml').read_text())
   if names == ['again']:
     names = []
-    _model_again(cases)
+    _model_again()
   unknown = [name for name in names if name not in cases]
   if unknown:
     sys.exit(f'There is no case {unknown[0]}: cases.toml has {[*cases]}.')
@@ -44,27 +44,21 @@ def main():
     os.environ['JAX_PLATFORMS'] = 'cpu'
     from experiments.compiled import case  # It imports JAX.
 
-    data = case.run(_case(cases[name]))
+    data = case.run(case.read(name))
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     _write(results | {name: data})
   if not names:
     print('\n'.join(table(json.loads(RESULTS.read_text()), cases)))
 
 
-def _case(given: dict):
-  from experiments.compiled import case
-
-  return case.Case(**given | {'axes': tuple(given['axes'].items())})
-
-
-def _model_again(cases):
+def _model_again():
   """Models the compiled cases again, after a change of the model."""
   os.environ['JAX_PLATFORMS'] = 'cpu'
   from experiments.compiled import case  # It imports JAX.
 
   results = json.loads(RESULTS.read_text())
   for name, data in results.items():
-    case.model_again(_case(cases[name]), data)
+    case.model_again(case.read(name), data)
   _write(results)
 
 

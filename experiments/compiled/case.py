@@ -5,6 +5,7 @@ import functools
 import json
 import pathlib
 import tempfile
+import tomllib
 
 from planner import cluster as cluster_lib
 from planner.costs import roofline
@@ -53,6 +54,12 @@ class Case:
   rows: int | None = None
   packed: int | None = None
   stages: tuple[str, ...] = ('gradient', 'apply')
+
+
+def read(name: str) -> Case:
+  """Reads a case of cases.toml."""
+  given = tomllib.loads((HERE / 'cases.toml').read_text())[name]
+  return Case(**given | {'axes': tuple(given['axes'].items())})
 
 
 def run(case: Case) -> dict:

@@ -1,0 +1,62 @@
+"""Stages of a model of real width, compiled for TPUs that are not here."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from experiments.compiled import case as case_lib
+from rlinf_jax.planning.compiled import topology as topology_lib
+
+ROOT = pathlib.Path(__file__).parents[2]
+RUN = """
+import json, sys
+from experiments.compiled import case
+print(json.dumps(case.run(case.read(sys.argv[1]))))
+"""
+
+
+def report(name):
+  """Compiles a case in a process of its own, as its topology needs."""
+  kind = topology_lib.parse(case_lib.read(name).topology).kind
+  missing = topology_lib.missing_package(kind)
+  if missing:
+    pytest.skip(f'{missing} is not installed: {topology_lib.EXTRA}.')
+  done = subprocess.run(
+    [sys.executable, '-c', RUN, name],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''},
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_long_completions_of_7b_are_generated_and_learned_on_eight_v5p_chips():
+  """Two layers, groups of 16, prompts of 512 and 8,192 new tokens."""
+  data = report('7b-2layers-8k-v5p8')
+  assert data['refusal'] is None
+  generate, apply = data['stages']
+  assert (generate['name'], apply['name']) == ('generate', 'apply')
+  for stage in (generate, apply):
+    memory = stage['memory']
+    assert memory['total'] < 0.95 * 95e9  # A twentieth is in reserve.
+    assert memory['modeled'] == pytest.approx(memory['total'], rel=0.1)
+    assert stage['scores'] is None and stage['unknown_loops'] == 0
+  # Keys and values of two layers, four heads and 128 dimensions, in bfloat16: a
+  # prompt on each chip, and its sixteen completions.
+  cache = 2 * 2 * 4 * 128 * 2 * (512 + 16 * 8192)
+  assert cache < generate['memory']['temporary']
+  modeled = generate['modeled_matmul_flops']
+  assert generate['matmul_flops'] == pytest.approx(modeled, rel=0.02)
+  sent = generate['modeled_collective_bytes']
+  assert generate['collective_bytes'] == pytest.approx(sent, rel=0.1)
+  # float32: parameters and two moments in, and a gradient; all but it donated.
+  leaf = apply['memory']['arguments'] / 4
+  assert apply['memory']['donated'] == pytest.approx(3 * leaf, rel=0.01)
+  assert apply['collective_bytes'] < 1000  # The norm of the gradient.
