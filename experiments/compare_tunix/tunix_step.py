@@ -205,7 +205,7 @@ def make_learner(mesh, model, training) -> grpo_learner.GRPOLearner:
 
 
 def summary(marks: list[Mark], warm_up: int) -> dict:
-  """The figures that `compare.py` reads, in seconds and MiB."""
+  """The figures that `experiments/compare.py` reads, in seconds and MiB."""
   pairs = list(itertools.pairwise(marks[warm_up - 1 :]))
   return {
     'system': f'google-tunix {tunix.__version__}',

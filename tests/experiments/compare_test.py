@@ -1,11 +1,11 @@
-"""Claims about how the comparison with google-tunix is computed."""
+"""Claims about how comparisons with other systems are computed."""
 
 import json
 import sys
 
 import pytest
 
-from experiments.compare_tunix import compare
+from experiments import compare
 
 FIGURES = {
   'cpu_seconds_per_step': 2.0,
@@ -46,17 +46,17 @@ def test_ratios_are_taken_within_pairs():
   pairs = [
     {
       'ours': {name: value * slow for name, value in FIGURES.items()},
-      'tunix': {name: 3 * value * slow for name, value in FIGURES.items()},
+      'theirs': {name: 3 * value * slow for name, value in FIGURES.items()},
     }
     for slow in (1.0, 2.0, 1.0)
   ]
   row = compare.compare(pairs)['cpu_seconds_per_step']
   assert row['ratios'] == [3.0, 3.0, 3.0] and row['interval'] == [3.0, 3.0]
-  assert (row['ours'], row['tunix']) == (2.0, 6.0)
+  assert (row['ours'], row['theirs']) == (2.0, 6.0)
 
 
 def test_figures_that_one_side_lacks_are_not_compared():
-  pairs = [{'ours': FIGURES, 'tunix': FIGURES | {'peak_rss_mib': 1.0}}]
+  pairs = [{'ours': FIGURES, 'theirs': FIGURES | {'peak_rss_mib': 1.0}}]
   assert set(compare.compare(pairs)) == set(FIGURES)
 
 
@@ -80,7 +80,7 @@ def test_both_sides_compile_for_themselves(monkeypatch):
 
 
 def test_fewer_pairs_than_an_interval_needs_are_refused(capsys):
-  python = ['--ours_python', sys.executable, '--tunix_python', sys.executable]
+  python = ['tunix', '--theirs_python', sys.executable]
   with pytest.raises(SystemExit):
     compare.parse(python + ['--pairs', '4'])
   assert 'needs at least 5' in capsys.readouterr().err
@@ -93,8 +93,8 @@ def test_main_alternates_and_writes_the_results(tmp_path, capsys):
   fake.write_text(f"#!/bin/sh\necho '{line}'\n")
   fake.chmod(0o755)
   compare.main(
-    ['--ours_python', str(fake), '--tunix_python', str(fake), '--pairs', '5']
-    + ['--output', str(output)]
+    ['trl', '--ours_python', str(fake), '--theirs_python', str(fake)]
+    + ['--pairs', '5', '--output', str(output)]
   )
   results = json.loads(output.read_text())
   assert len(results['pairs']) == 5
@@ -102,4 +102,4 @@ def test_main_alternates_and_writes_the_results(tmp_path, capsys):
   captured = capsys.readouterr()
   assert 'at least 1.00 times ours' in captured.out
   sides = [line.split(':')[0].split()[-1] for line in captured.err.splitlines()]
-  assert sides == ['ours', 'tunix'] * 6
+  assert sides == ['ours', 'theirs'] * 6

@@ -1,6 +1,8 @@
-"""Runs our benchmark and google-tunix in turn, and compares the results.
+"""Runs our benchmark and another system's in turn, and compares the results.
 
-Every run is a separate process. The order is ours, tunix, ours, tunix, …, so
+  python -m experiments.compare tunix --theirs_python PYTHON
+
+Every run is a separate process. The order is ours, theirs, ours, theirs, …, so
 that slow phases of the machine affect both. The script needs only the standard
 library.
 """
@@ -20,7 +22,12 @@ import sys
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parent
+# The recipe of our side, by the system that it is compared with.
+RECIPES = {
+  'tunix': 'gin_configs/bench/grpo_step.gin',
+  'trl': 'experiments/compare_trl/ragged_step.gin',
+}
 REQUIRED = (
   'cpu_seconds_per_step',
   'wall_seconds_per_step',
@@ -126,7 +133,7 @@ def interval_of_median(
 
 
 def compare(pairs: list[dict]) -> dict[str, dict]:
-  """Compares each figure: both medians, and the ratio tunix/ours in pairs."""
+  """Compares each figure: both medians, and the ratio theirs/ours in pairs."""
   names = REQUIRED + tuple(
     name
     for name in OPTIONAL
@@ -134,11 +141,11 @@ def compare(pairs: list[dict]) -> dict[str, dict]:
   )
   result = {}
   for name in names:
-    ratios = [pair['tunix'][name] / pair['ours'][name] for pair in pairs]
+    ratios = [pair['theirs'][name] / pair['ours'][name] for pair in pairs]
     low, high = interval_of_median(ratios)
     result[name] = {
       'ours': statistics.median(pair['ours'][name] for pair in pairs),
-      'tunix': statistics.median(pair['tunix'][name] for pair in pairs),
+      'theirs': statistics.median(pair['theirs'][name] for pair in pairs),
       'ratios': ratios,
       'ratio': statistics.median(ratios),
       'interval': [low, high],
@@ -166,7 +173,7 @@ def machine(cores: str | None) -> dict:
 
 def table(result: dict) -> str:
   """The figures as a Markdown table."""
-  where = result['machine']
+  where, system = result['machine'], result['system']
   cores = where['pinned_to']
   others = [pair[side]['others'] for pair in result['pairs'] for side in pair]
   lines = [
@@ -175,19 +182,19 @@ def table(result: dict) -> str:
     + '; other processes kept '
     f'{statistics.median(others):.2f} cores busy (at most {max(others):.2f}).',
     '',
-    '| figure (medians) | ours | tunix | tunix / ours | 95 % interval |',
+    f'| figure (medians) | ours | {system} | {system} / ours | 95 % interval |',
     '| --- | ---: | ---: | ---: | ---: |',
   ]
   for name, row in result['figures'].items():
     low, high = row['interval']
     lines.append(
-      f'| {name} | {row["ours"]:.2f} | {row["tunix"]:.2f} '
+      f'| {name} | {row["ours"]:.2f} | {row["theirs"]:.2f} '
       f'| {row["ratio"]:.2f} | {low:.2f} – {high:.2f} |'
     )
   lines.append('')
   for name in REQUIRED:
     low = result['figures'][name]['interval'][0]
-    lines.append(f'{name}: tunix needs at least {low:.2f} times ours.')
+    lines.append(f'{name}: {system} needs at least {low:.2f} times ours.')
   return '\n'.join(lines)
 
 
@@ -195,25 +202,27 @@ def commands(arguments) -> dict[str, list[str]]:
   """The command of each side, by its name in the results."""
   pin = ['taskset', '-c', arguments.cores] if arguments.cores else []
   ours = [arguments.ours_python, '-m', 'experiments.bench']
+  script = HERE / f'compare_{arguments.system}' / f'{arguments.system}_step.py'
   return {
     'ours': pin
     + ours
-    + ['--gin_file', arguments.gin_file]
+    + ['--gin_file', RECIPES[arguments.system]]
     + shlex.split(arguments.ours_arguments),
-    'tunix': pin
-    + [arguments.tunix_python, str(HERE / 'tunix_step.py')]
-    + shlex.split(arguments.tunix_arguments),
+    'theirs': pin
+    + [arguments.theirs_python, str(script)]
+    + shlex.split(arguments.theirs_arguments),
   }
 
 
 def parse(argv: list[str] | None):
   parser = argparse.ArgumentParser(description=__doc__)
   add = parser.add_argument
-  add('--ours_python', required=True, help='Python with our packages')
+  add('system', choices=RECIPES, help='the other system')
+  add('--ours_python', default=sys.executable, help='Python with our packages')
   add(
-    '--tunix_python',
+    '--theirs_python',
     required=True,
-    help='Python with the packages of requirements.txt',
+    help='Python with the packages of compare_SYSTEM/requirements.txt',
   )
   add('--pairs', type=int, default=7, help=f'at least {MIN_PAIRS}')
   add(
@@ -223,14 +232,17 @@ def parse(argv: list[str] | None):
     help='pairs that run first and are not counted',
   )
   add('--cores', help='cores for both, in the format of taskset -c')
-  add('--gin_file', default='gin_configs/bench/grpo_step.gin')
   add(
     '--ours_arguments', default='', help='more arguments of experiments.bench'
   )
-  add('--tunix_arguments', default='', help='more arguments of tunix_step.py')
+  add(
+    '--theirs_arguments', default='', help='more arguments of SYSTEM_step.py'
+  )
   add('--timeout', type=float, default=900, help='seconds per run')
-  add('--output', type=pathlib.Path, default=HERE / 'results.json')
+  add('--output', type=pathlib.Path, help='default: compare_SYSTEM/results.json')
   arguments = parser.parse_args(argv)
+  if arguments.output is None:
+    arguments.output = HERE / f'compare_{arguments.system}' / 'results.json'
   if arguments.pairs < MIN_PAIRS:
     parser.error(
       f'--pairs is {arguments.pairs}: a confidence interval needs at least '
@@ -238,7 +250,7 @@ def parse(argv: list[str] | None):
     )
   if arguments.cores and not shutil.which('taskset'):
     parser.error('--cores needs taskset (util-linux), which is not installed.')
-  for name in ('ours_python', 'tunix_python'):
+  for name in ('ours_python', 'theirs_python'):
     if not shutil.which(getattr(arguments, name)):
       parser.error(
         f'--{name}: {getattr(arguments, name)} is not an executable.'
@@ -265,9 +277,9 @@ def main(argv: list[str] | None = None) -> None:
       # After each pair, so that a run that fails late loses none before it.
       result = {
         'machine': machine(arguments.cores),
-        'gin_file': arguments.gin_file,
+        'system': arguments.system,
         'ours_arguments': arguments.ours_arguments,
-        'tunix_arguments': arguments.tunix_arguments,
+        'theirs_arguments': arguments.theirs_arguments,
         'figures': compare(pairs),
         'pairs': pairs,
       }
