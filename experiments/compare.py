@@ -235,11 +235,13 @@ def parse(argv: list[str] | None):
   add(
     '--ours_arguments', default='', help='more arguments of experiments.bench'
   )
-  add(
-    '--theirs_arguments', default='', help='more arguments of SYSTEM_step.py'
-  )
+  add('--theirs_arguments', default='', help='more arguments of SYSTEM_step.py')
   add('--timeout', type=float, default=900, help='seconds per run')
-  add('--output', type=pathlib.Path, help='default: compare_SYSTEM/results.json')
+  add(
+    '--output',
+    type=pathlib.Path,
+    help='file of the results; by default compare_SYSTEM/results.json',
+  )
   arguments = parser.parse_args(argv)
   if arguments.output is None:
     arguments.output = HERE / f'compare_{arguments.system}' / 'results.json'

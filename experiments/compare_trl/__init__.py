@@ -1,0 +1,1 @@
+"""A GRPO step with completions of a long tail, against TRL."""

@@ -3,7 +3,7 @@
   python -m experiments.compare_trl.job runs/compare_trl
 
 The folder is what `trl_step.py` reads: the model in Hugging Face's layout, a
-tokenizer of numbers between spaces, and `prompts.json`.
+tokenizer of words from t0 to t2047, and `prompts.json`.
 """
 
 import json
@@ -60,20 +60,20 @@ def write(folder: pathlib.Path, groups: int) -> None:
   huggingface.save(
     folder, init(jax.random.key(0)), CONFIG, eos_token_id=long_tail.STOP
   )
-  # Padding has an id beside the end token's, which no prompt holds.
-  words = {str(i): i for i in range(CONFIG.V)}
+  # Letters before numbers: the end token is cut out wherever its text stands.
+  words = {f't{i}': i for i in range(CONFIG.V)}
   tokenizer = tokenizers.Tokenizer(
-    tokenizers.models.WordLevel(words, unk_token=str(CONFIG.V - 1))
+    tokenizers.models.WordLevel(words, unk_token=f't{CONFIG.V - 1}')
   )
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
   transformers.PreTrainedTokenizerFast(
     tokenizer_object=tokenizer,
-    eos_token=str(long_tail.STOP),
-    pad_token=str(CONFIG.V - 1),
+    eos_token=f't{long_tail.STOP}',
+    pad_token=f't{CONFIG.V - 1}',
   ).save_pretrained(folder)
   prompt = prompts(groups).prompt
   texts = [
-    ' '.join(map(str, token_P[mask_P > 0]))
+    ' '.join(f't{token}' for token in token_P[mask_P > 0])
     for token_P, mask_P in zip(prompt.token, prompt.mask, strict=True)
   ]
   (folder / 'prompts.json').write_text(json.dumps(texts))

@@ -110,7 +110,8 @@ def main():
     reward_funcs=even_tokens(lengths),
     args=settings(arguments, len(texts)),
     train_dataset=datasets.Dataset.from_dict({'prompt': texts}),
-    processing_class=transformers.AutoTokenizer.from_pretrained(
+    # The automatic class would be Qwen2's own, which splits numbers.
+    processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(
       arguments.folder
     ),
     callbacks=[clocks],

@@ -10,7 +10,7 @@ from experiments.compare_trl import job
 
 def test_both_sides_read_the_same_prompts_and_model(tmp_path):
   job.write(tmp_path, groups=3)
-  tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
   prompt = job.prompts(3).prompt
   texts = json.loads((tmp_path / 'prompts.json').read_text())
   for text, token_P, mask_P in zip(
