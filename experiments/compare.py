@@ -222,7 +222,7 @@ def parse(argv: list[str] | None):
   add(
     '--theirs_python',
     required=True,
-    help='Python with the packages of compare_SYSTEM/requirements.txt',
+    help='Python with the packages that compare_SYSTEM requires',
   )
   add('--pairs', type=int, default=7, help=f'at least {MIN_PAIRS}')
   add(

@@ -2,4 +2,5 @@
 
 from rlinf_jax import startup
 
+# Here, because `python -m` imports the package before the program's modules.
 startup.begin()

@@ -1,13 +1,12 @@
 """Times TRL's own GRPO trainer on the job that `job.py` wrote.
 
 Prints one JSON object as its last line. Needs the packages of
-`requirements.txt` beside this file, and none of ours.
+`requirements.in` beside this file, and none of ours.
 """
 
 import argparse
 import itertools
 import json
-import os
 import pathlib
 import resource
 import statistics
@@ -15,20 +14,12 @@ import tempfile
 import time
 
 import datasets
+import psutil
 import torch
 import transformers
 import trl
 
 GROUP, LENGTH = 8, 256
-
-
-def seconds_since_process_start() -> float:
-  """Wall seconds since the kernel started this process, to about 0.01 s."""
-  with open('/proc/self/stat') as file:
-    # The name in brackets may hold spaces: field 22 is the 20th after it.
-    ticks = int(file.read().rpartition(')')[2].split()[19])
-  started = ticks / os.sysconf('SC_CLK_TCK')
-  return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 class Clocks(transformers.TrainerCallback):
@@ -39,9 +30,8 @@ class Clocks(transformers.TrainerCallback):
 
   def on_step_end(self, args, state, control, **kwargs):
     del args, state, control, kwargs
-    self.marks.append(
-      (seconds_since_process_start(), time.perf_counter(), time.process_time())
-    )
+    since_start = time.time() - psutil.Process().create_time()
+    self.marks.append((since_start, time.perf_counter(), time.process_time()))
 
 
 def even_tokens(lengths: list[int]):
@@ -100,7 +90,14 @@ def main():
   )
   parser.add_argument('--seed', type=int, default=0)
   arguments = parser.parse_args()
+  if arguments.steps < 1 or arguments.warm_up < 1:
+    parser.error('--steps and --warm_up must both be at least 1.')
   texts = json.loads((arguments.folder / 'prompts.json').read_text())
+  if arguments.rows < 1 or len(texts) * GROUP % arguments.rows:
+    parser.error(
+      f'--rows is {arguments.rows}, expected a divisor of the '
+      f'{len(texts) * GROUP} completions of a step.'
+    )
   model = transformers.AutoModelForCausalLM.from_pretrained(
     arguments.folder, dtype=torch.float32
   )

@@ -95,7 +95,7 @@ def algorithm1(
 
 
 class Chosen(NamedTuple):
-  """What Algorithm 1 chooses for one number of pieces.
+  """The choice of Algorithm 1 for one number of pieces.
 
   Attributes:
     seconds: what it expects a step to take.

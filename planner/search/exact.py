@@ -27,8 +27,8 @@ from planner.search import space as space_lib
 from planner.simulation import evaluate_plan
 
 ROUNDING = 1e-9  # Sums of the same seconds differ by less, relatively.
-LATE = 1 / 2  # Of a search's time: then it tries the plans of Algorithm 1,
-SHARE = 1 / 2  # and gives them up to this share of the time that is left.
+LATE = 1 / 2  # Share of a search's time after which it tries Algorithm 1.
+SHARE = 1 / 2  # Largest share of the time left then that Algorithm 1 takes.
 
 
 def search(

@@ -41,7 +41,7 @@ PROGRAMS = [
 
 
 def start(program, module, folder, *, ignored=False):
-  """What a program prints for --help if `module` swallows an interrupt."""
+  """Runs a program with --help in which `module` swallows an interrupt."""
   (folder / 'sitecustomize.py').write_text(SWALLOWS.format(module=module))
   signals = 'ignore' if ignored else 'default'
   return subprocess.run(

@@ -8,7 +8,7 @@ import transformers
 from experiments.compare_trl import job
 
 
-def test_both_sides_read_the_same_prompts_and_model(tmp_path):
+def test_both_sides_read_the_same_prompts(tmp_path):
   job.write(tmp_path, groups=3)
   tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
   prompt = job.prompts(3).prompt

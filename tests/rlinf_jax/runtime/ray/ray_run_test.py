@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import itertools
 import json
 import os
 import pathlib
@@ -127,12 +126,11 @@ def test_ray_runs_the_plan_that_planning_finds(tmp_path, model, one):
     assert number == pytest.approx(wanted[name], abs=1e-4), name
 
 
-def test_two_hundred_steps_take_no_more_memory(tmp_path, model):
-  """Of the driver and of both places, after the first fifty steps.
-
-  A leak takes more in every part of the run. Allocators of a busy machine take
-  3 to 8 MB more once, at any step, and keep them.
-  """
+def test_two_hundred_steps_take_no_more_memory(tmp_path, model, monkeypatch):
+  """Of the driver and of both places, after the first fifty steps."""
+  # Threads that wait for each other's arena get new ones from glibc, and
+  # freed memory stays in each: up to 10 MB more, at any step of a busy machine.
+  monkeypatch.setenv('MALLOC_ARENA_MAX', '1')
   folder, sizes = tmp_path / 'run', {}
   # Orbax keeps some 20 KB per checkpoint that it has written.
   intervals = [
@@ -147,12 +145,10 @@ def test_two_hundred_steps_take_no_more_memory(tmp_path, model):
   finish(process)
   assert len(sizes) == 3
   for pid, some in sizes.items():
-    largest = [
-      max(size for step, size in some if first <= step < first + 30)
-      for first in (50, 95, 140, 185, 230)
-    ]
-    growth = [after / before for before, after in itertools.pairwise(largest)]
-    assert min(growth) < 1.02 ** (1 / len(growth)), (pid, largest)
+    early = [size for step, size in some if 50 <= step < 80]
+    late = [size for step, size in some if 230 <= step < 260]
+    assert early and late, (pid, some[-1])
+    assert max(late) < 1.02 * max(early), (pid, max(early), max(late))
 
 
 def _own(process) -> int:
