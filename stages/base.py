@@ -50,10 +50,9 @@ class Problem(NamedTuple):
 
   Attributes:
     prompt: the questions.
-    answer: a tree of arrays whose first dimension is the row, such as the
-      expected answers.
-    weight: 1 on problems that count in an evaluation, 0 on those that only fill
-      up a batch; None where all count.
+    answer: a tree of arrays with rows, such as the expected answers.
+    weight: 1 on problems that count in an evaluation, 0 on those that fill up
+      a batch; None where all count.
   """
 
   prompt: Prompt
@@ -80,8 +79,8 @@ class Demonstration(NamedTuple):
 
   Attributes:
     obs: observation before each step, [B, O], or a dict of parts [B, …].
-    action: action taken, on the scale of a policy's actions: −1 … 1 covers the
-      range that the environment accepts. With a chunk, it and those after it.
+    action: action taken, with a chunk also those after it; −1 … 1 covers the
+      range that the environment accepts.
   """
 
   obs: Any
@@ -91,10 +90,10 @@ class Demonstration(NamedTuple):
 class Experience(NamedTuple):
   """A batch of trajectories: observations, actions, rewards and targets.
 
-  For a language model, a token is an action and its observation is the prefix:
-  `obs` is the prompt, and the actions before a step complete the observation.
-  In an environment, `obs` is the observation before each action; a row may hold
-  several episodes one after the other, and a single step has no T dimension.
+  For a language model, a token is an action, `obs` is the prompt, and the
+  actions before a step complete the observation. In an environment, `obs` is
+  the observation before each action; a row may hold several episodes one after
+  the other, and a single step has no T dimension.
 
   Attributes:
     obs: observation before the first action (language), or before each.
@@ -114,10 +113,8 @@ class Experience(NamedTuple):
     continue_: 0 where the episode ends at this step, terminated or truncated.
     return_: target of the critic: advantage (before normalization) plus value.
     proximal: log-probability of each action as the trainer computes it with the
-      acting parameters (the proximal policy of arXiv:2505.24298). Set where
-      `logp` has another rounding than the trainer's (an engine outside JAX, or
-      arithmetic narrower than float32), or where several versions of the
-      policy sampled; None where it equals `logp` to float32's rounding.
+      acting parameters, see `policy_stages.proximal_logp`; None where it equals
+      `logp` to float32's rounding.
     arrival: rank by which rows finished; None where it follows from their
       lengths, as all started together.
   """
@@ -193,11 +190,13 @@ class Evaluation(NamedTuple):
     logp: log-probability of each action.
     entropy: entropy of the distribution at each action, in nats.
     value: critic's estimate before each action; None without a critic.
+    balance: a `language.balance.Balance`; None unless it was asked for.
   """
 
   logp: Float[Array, 'B T']
   entropy: Float[Array, 'B T']
   value: Float[Array, 'B T'] | None = None
+  balance: Any = None
 
 
 class Version(NamedTuple):
@@ -229,6 +228,7 @@ class Policy(NamedTuple):
       rows end; a control policy acts once.
     evaluate: `params, obs, action, *, group_size=1 -> Evaluation`. With
       `packed_tokens` it takes a `mask`, too: the actions that are evaluated.
+      With `trains_router` it also takes `balance`, see `language.scoring`.
     to_env_action: `action -> env_action`: maps a sampled action into the
       environment's bounds; None where actions are used as they are.
     value: `params, obs -> value`, the critic alone; None without one.
@@ -244,9 +244,9 @@ class Policy(NamedTuple):
     engine: continuous batching, for the cost model; None without it.
     sampling: the distribution that `act` samples from and `evaluate` scores
       under, see `stages.language.sample`; None where there is no choice.
-    recompute_logp: whether the log-probabilities of `evaluate` and `act` differ
-      by more than float32's rounding, as in bfloat16. Losses then use those of
-      `evaluate` and weigh actions by the ratio, as with `out_shapes`.
+    recompute_logp: whether log-probabilities of `evaluate` and `act` differ by
+      more than float32's rounding, as in bfloat16. Losses then use the former
+      and weigh actions by the ratio, as with `out_shapes`.
     round_params: `params -> params`, rounded as `evaluate` rounds them before
       it uses them; None where it rounds none.
     packed_tokens: room of a packed row in tokens, see
@@ -254,6 +254,7 @@ class Policy(NamedTuple):
     imitation_loss: `params, obs, action, keys -> loss`, one number a row: what
       behavior cloning minimizes of demonstrated actions, in units where −1 … 1
       is the environment's range. None where it is the negative log-probability.
+    trains_router: whether it trains the router of a mixture of experts.
   """
 
   init: Callable[[Key], Params]
@@ -270,6 +271,7 @@ class Policy(NamedTuple):
   round_params: Callable[[Params], Params] | None = None
   packed_tokens: int | None = None
   imitation_loss: Callable[..., Any] | None = None
+  trains_router: bool = False
 
 
 class TimeStep(NamedTuple):
@@ -286,11 +288,9 @@ class TimeStep(NamedTuple):
       `final_obs`.
     final_obs: observation before any reset; equals `obs` where none happened.
     success: 1 where the task is solved at this moment.
-    steps: environment steps executed of a chunk; None where an action is one
-      step.
+    steps: environment steps executed of a chunk; None where it is one.
     env_failed: 1 where the simulator failed (crash, exception, NaN, time-out):
-      the step is truncated, has no reward, and is not learned from. None where
-      no step can fail.
+      such a step is truncated and not learned from. None where none can fail.
     final_state: state before any reset; None where `Env.render` is.
   """
 

@@ -110,6 +110,22 @@ class Max(NamedTuple):
     return {'': self.max}
 
 
+class Load(NamedTuple):
+  """The largest load of any part, as a multiple of the mean load.
+
+  It is 1 where all have the same. Loads are compared along the last dimension.
+  """
+
+  load: jax.Array
+
+  def merge(self, other):
+    return Load(self.load + other.load)
+
+  def value(self):
+    mean = self.load.mean(-1, keepdims=True)
+    return {'': (self.load / np.maximum(mean, 1e-9)).max()}
+
+
 class Moments(NamedTuple):
   """Mean and biased standard deviation, merged without cancellation.
 

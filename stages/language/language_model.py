@@ -84,6 +84,7 @@ def policy(
       functools.partial(transformer.compute_params, config) if narrow else None
     ),
     packed_tokens=packed_tokens,
+    trains_router=config.E > 0,
   )
 
 

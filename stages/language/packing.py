@@ -221,7 +221,7 @@ def _indices(assigned: Assignment, T: int, capacity: int):
 
 
 def evaluate(
-  score: Callable[[Any, PackedRows], base.Evaluation],
+  score: Callable[[Any, PackedRows], tuple[Any, Any]],
   params,
   prompt: base.Prompt,
   action_BT,
@@ -229,17 +229,21 @@ def evaluate(
   *,
   group_size: int,
   capacity: int,
-) -> base.Evaluation:
+) -> tuple[Any, Any]:
   """Scores completions in packed rows; 0 where the mask is.
 
   Args:
-    score: `params, rows -> Evaluation` of every position of packed rows.
+    score: `params, rows -> scores, totals`: trees of the scores of every
+      position of packed rows, and of sums over these rows.
     params: parameters of the model.
     prompt: prompts of the completions.
     action_BT: tokens of completions.
     mask_BT: 1 on tokens to score. The tokens before them are read, too.
     group_size: adjacent rows that share a prompt.
     capacity: tokens that a packed row has room for.
+
+  Returns:
+    Scores [B, T], and the sums over all packed rows.
   """
   prompt, action_BT, mask_BT = jax.tree.map(
     jnp.asarray, (prompt, action_BT, mask_BT)
@@ -250,16 +254,17 @@ def evaluate(
   packed = pack(assigned, prompt, action_BT, mask_BT, group_size, capacity)
   packed = jax.tree.map(lambda x: x.reshape(-1, n, capacity), packed)
   used = -(-(assigned.size > 0).sum() // n)
-  scored = _while_used(score)(params, packed, used)
+  scored, totals = _while_used(score)(params, packed, used)
   # Indices of tokens that are not read may be out of range.
   index_BT = jnp.where(mask_BT > 0, _indices(assigned, T, capacity), 0)
-  return jax.tree.map(
+  scored = jax.tree.map(
     lambda x: jnp.where(mask_BT > 0, x.reshape(-1)[index_BT], 0.0), scored
   )
+  return scored, jax.tree.map(lambda x: x.sum(0), totals)
 
 
 def _while_used(score: Callable) -> Callable:
-  """Returns `params, rows, used -> Evaluation` of the first `used` rows.
+  """Returns `params, rows, used -> scores` of the first `used` rows.
 
   Each of the packed `rows` [steps, n, S] is a turn of a loop. The backward pass
   is a loop over the same ones, which computes the activations of each again:

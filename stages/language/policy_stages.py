@@ -66,16 +66,25 @@ def score(
   action_BT,
   mask_BT,
   group_size: int = 1,
+  balance: bool = False,
 ) -> base.Evaluation:
-  """Scores completions by `policy.evaluate`; arbitrary where `mask_BT` is 0."""
+  """Scores completions by `policy.evaluate`; arbitrary where `mask_BT` is 0.
+
+  With `balance`, also the balance of experts.
+  """
   settings = {'group_size': group_size}
-  if policy.packed_tokens is not None:
+  if balance:
+    settings['balance'] = True
+  if balance or policy.packed_tokens is not None:
     settings['mask'] = mask_BT
   return policy.evaluate(params, prompt, action_BT, **settings)
 
 
 def scorer(
-  policy: base.Policy, group_size: int, informative_only: bool = False
+  policy: base.Policy,
+  group_size: int,
+  informative_only: bool = False,
+  balance: bool = False,
 ) -> Callable:
   """Returns `params, experience -> base.Evaluation`, for a loss.
 
@@ -85,10 +94,11 @@ def scorer(
     informative_only: whether a policy that packs leaves out completions whose
       advantages are all 0, which have no policy gradient. They keep the
       log-probabilities around which ratios are clipped, so that theirs are 1.
+    balance: whether to measure the balance of experts, too.
   """
 
   def run(params, x: base.Experience):
-    return score(policy, params, x.obs, x.action, x.mask, group_size)
+    return score(policy, params, x.obs, x.action, x.mask, group_size, balance)
 
   def run_informative(params, x: base.Experience):
     mask_BT = informative_mask(x.mask, x.advantage)

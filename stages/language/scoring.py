@@ -1,13 +1,16 @@
 """Scores of completions by a transformer: padded, or in packed rows."""
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 
+from stages.language import balance as balance_lib
 from stages.language import packing
 from stages.language.decoding import prefill
 from stages.models import transformer
+from stages.models.layers import mixture
 
 
 def scorer(
@@ -15,35 +18,52 @@ def scorer(
   score_states: Callable[..., Any],
   packed_tokens: int | None,
 ) -> Callable:
-  """Returns `params, prompt, action, *, group_size=1, mask=None -> scores`.
+  """Returns `params, prompt, action, *, group_size=1, … -> scores`.
+
+  It also takes `mask=None` and `balance=False`: whether to measure the use of
+  experts, for the field `balance` of a `base.Evaluation`. For packed rows and
+  for the balance a mask is needed, which is 1 where scores are read.
 
   Args:
     model: the transformer.
     score_states: `params, x_BTD, action_BT -> scores`, of hidden states and the
       tokens that they predict: an array, or a tree of arrays.
     packed_tokens: tokens that a packed row has room for; completions are then
-      read in packed rows, see `packing`, and `mask` is needed: 1 where scores
-      are read, which are 0 elsewhere. None to read all completions together,
-      padded to the longest possible.
+      read in packed rows, see `packing`, and scores are 0 where the mask is.
+      None to read all completions together, padded to the longest possible.
   """
 
-  def score_packed(params, rows: packing.PackedRows):
-    x_MSD = model.apply({'params': params}, *rows[:3], method='packed_states')
-    return score_states(params, x_MSD, rows.action)
+  def score_packed(balance: bool, params, rows: packing.PackedRows):
+    x_MSD, routing = _states(
+      model, params, *rows[:3], method='packed_states', balance=balance
+    )
+    scores = score_states(params, x_MSD, rows.action)
+    if not balance:
+      return scores, ()
+    found = balance_lib.of_packed(routing, rows.segment)
+    return scores._replace(balance=found.loss), found.load
 
-  def score(params, prompt, action_BT, *, group_size=1, mask=None):
-    if packed_tokens is None:
-      x_BTD = completion_states(model, params, prompt, action_BT, group_size)
-      return score_states(params, x_BTD, action_BT)
-    if mask is None:
+  def score(
+    params, prompt, action_BT, *, group_size=1, mask=None, balance=False
+  ):
+    if mask is None and (balance or packed_tokens is not None):
       raise ValueError(
-        f'Completions are packed (packed_tokens={packed_tokens}), and no mask '
-        'says which of their values are read: give one, as '
-        'policy_stages.score does, or set packed_tokens (PACKED in gin) to '
-        'None.'
+        f'Completions are packed (packed_tokens={packed_tokens}) or their '
+        f'balance of experts is measured (balance={balance}), and no mask says '
+        'which of their values are read: give one, as policy_stages.score '
+        'does, or set packed_tokens (PACKED in gin) to None.'
       )
-    return packing.evaluate(
-      score_packed,
+    if packed_tokens is None:
+      x_BTD, routing = completion_states(
+        model, params, prompt, action_BT, group_size, balance
+      )
+      scores = score_states(params, x_BTD, action_BT)
+      if not balance:
+        return scores
+      found = balance_lib.of_padded(routing, prompt, mask, group_size)
+      return scores._replace(balance=found)
+    scores, load = packing.evaluate(
+      functools.partial(score_packed, balance),
       params,
       prompt,
       action_BT,
@@ -51,21 +71,44 @@ def scorer(
       group_size=group_size,
       capacity=packed_tokens,
     )
+    if not balance:
+      return scores
+    return scores._replace(balance=balance_lib.Balance(scores.balance, load))
 
   return score
 
 
-def completion_states(model, params, prompt, action_BT, group_size: int):
-  """Hidden states [B, T, D] that predict the tokens of completions."""
+def completion_states(
+  model, params, prompt, action_BT, group_size: int, balance: bool
+):
+  """Hidden states [B, T, D] that predict the tokens of completions.
+
+  With `balance`, also the routing of each layer at all positions of groups.
+  """
   split = prefill.split_prompt(prompt, group_size)
   token_BT = jnp.concatenate(
     [split.token_B[:, None], action_BT[:, :-1]], axis=1
   )
-  return model.apply(
-    {'params': params},
+  return _states(
+    model,
+    params,
     split.prompt_NP,
     split.mask_NP,
     token_BT,
     split.position_B,
     method='hidden_states',
+    balance=balance,
   )
+
+
+def _states(
+  model, params, *args, method: str, balance: bool
+) -> tuple[Any, mixture.Routing | None]:
+  """Hidden states, and the routing of each layer if it is asked for."""
+  apply = functools.partial(
+    model.apply, {'params': params}, *args, method=method
+  )
+  if not balance:
+    return apply(), None
+  states, left = apply(mutable=[mixture.ROUTING])
+  return states, left[mixture.ROUTING]['layers'][mixture.ROUTING]

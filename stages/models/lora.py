@@ -292,4 +292,5 @@ def wrap(
     resume=adapted(policy.resume, merged),
     engine=engine,
     round_params=None,  # Adapters are small.
+    trains_router=False,
   )

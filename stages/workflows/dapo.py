@@ -9,8 +9,8 @@ import optax
 
 import stages
 from stages import base, metrics, ranges, repeat
+from stages.language import balance, policy_stages, rollout_metrics, verifiers
 from stages.language import evaluate as evaluate_lib
-from stages.language import policy_stages, rollout_metrics, verifiers
 from stages.learn import (
   advantages,
   loss_terms,
@@ -66,6 +66,7 @@ def dapo(
   num_minibatches: ranges.PositiveInt = 1,
   num_epochs: ranges.PositiveInt = 1,
   expected_rounds: ranges.PositiveInt | None = None,
+  balance_coef: ranges.NonNegativeFloat = 0.0,
   mask_truncated: bool = False,
   staleness: ranges.NonNegativeInt = 0,
   importance_weight: signatures.ImportanceWeight = losses.token_weight,
@@ -95,7 +96,8 @@ def dapo(
     num_minibatches: minibatches of a batch, with an update each.
     num_epochs: passes over each batch, shuffled anew in each.
     expected_rounds: rounds that planners count on; `max_rounds` if None.
-    mask_truncated: as in `grpo`.
+    balance_coef: as in `grpo`.
+    mask_truncated: likewise.
     staleness: likewise.
     importance_weight: likewise.
     importance_bound: likewise.
@@ -106,6 +108,7 @@ def dapo(
     ValueError: for a learned verifier.
   """
   verifiers.refuse_learned(verify)
+  balance.check(policy, balance_coef)
   prompts_of = functools.partial(_round_prompts, max_rounds, group_size)
   take_prompts = stages.Stage(prompts_of, 'round_prompts', 'batch')
   generate = policy_stages.act(policy, 'generate', group_size=group_size)
@@ -119,7 +122,8 @@ def dapo(
     'shuffled', num_minibatches, num_epochs, group_size
   )
   loss = objective(
-    policy_stages.scorer(policy, group_size),
+    policy_stages.scorer(policy, group_size, balance=balance_coef > 0),
+    balance_coef=balance_coef,
     clip=loss_terms.Clip(clip_low, clip_high),
     aggregate=losses.token_mean,
     importance=loss_terms.Importance(

@@ -12,8 +12,8 @@ import optax
 
 import stages
 from stages import base, metrics, ranges
+from stages.language import balance, policy_stages, rollout_metrics, verifiers
 from stages.language import evaluate as evaluate_lib
-from stages.language import policy_stages, rollout_metrics, verifiers
 from stages.learn import loss_terms, losses, minibatches, signatures, train_step
 from stages.workflows.grpo import objective
 
@@ -44,6 +44,7 @@ def distillation(
   num_minibatches: ranges.PositiveInt = 1,
   num_epochs: ranges.PositiveInt = 1,
   minibatch_by: minibatches.MinibatchBy = 'row',
+  balance_coef: ranges.NonNegativeFloat = 0.0,
   mask_truncated: bool = False,
   policy_loss: signatures.PolicyLoss = losses.ppo_clip,
   aggregate: signatures.Aggregate = losses.token_mean,
@@ -73,6 +74,7 @@ def distillation(
     num_minibatches: likewise.
     num_epochs: likewise.
     minibatch_by: likewise.
+    balance_coef: likewise.
     mask_truncated: likewise.
     policy_loss: likewise.
     aggregate: likewise.
@@ -86,6 +88,7 @@ def distillation(
       teacher scores under.
   """
   _check_sampling(policy, teacher)
+  balance.check(policy, balance_coef)
   repeat = policy_stages.repeat(group_size)
   generate = policy_stages.complete(policy, group_size)
   score = policy_stages.logp(teacher, 'teacher_logp', group_size)
@@ -97,7 +100,8 @@ def distillation(
     minibatch_by, num_minibatches, num_epochs, group_size
   )
   loss = objective(
-    policy_stages.scorer(policy, group_size),
+    policy_stages.scorer(policy, group_size, balance=balance_coef > 0),
+    balance_coef=balance_coef,
     clip=loss_terms.Clip(clip_low, clip_high),
     policy_loss=policy_loss,
     aggregate=aggregate,

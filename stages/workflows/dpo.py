@@ -8,7 +8,7 @@ import optax
 
 import stages
 from stages import base, metrics, ranges
-from stages.language import policy_stages
+from stages.language import balance, policy_stages
 from stages.learn import losses, train_step
 
 PAIR = 2  # Adjacent rows: the preferred completion, then the rejected one.
@@ -32,6 +32,7 @@ def dpo(
   *,
   beta: ranges.PositiveFloat = 0.1,
   label_smoothing: ranges.Fraction = 0.0,
+  balance_coef: ranges.NonNegativeFloat = 0.0,
 ) -> base.Workflow:
   """DPO: raises the probability of preferred over rejected completions.
 
@@ -49,8 +50,11 @@ def dpo(
     optimizer: optimizer of the parameters.
     beta: β; a larger β keeps the policy closer to the reference.
     label_smoothing: as in `losses.preference`.
+    balance_coef: weight of the loss that balances experts, a mean over the two
+      completions of a pair; see `stages.language.balance`.
   """
-  loss = objective(policy, beta, label_smoothing)
+  balance.check(policy, balance_coef)
+  loss = objective(policy, beta, label_smoothing, balance_coef)
   score_ref = stages.Stage(
     lambda params, x: completion_logp(policy, params, x),
     'ref_logp',
@@ -89,15 +93,30 @@ def dpo(
 
 def completion_logp(policy: base.Policy, params, x: base.Example):
   """Log-probability of each completion, log π(y|x) = Σₜ mₜ lpₜ, [B]."""
+  return _score(policy, params, x, has_balance=False)[0]
+
+
+def _score(policy: base.Policy, params, x: base.Example, has_balance: bool):
+  """The log-probability of each completion, and the scores of its tokens."""
   now = policy_stages.score(
-    policy, params, x.prompt, x.action, x.mask, group_size=PAIR
+    policy, params, x.prompt, x.action, x.mask, PAIR, has_balance
   )
   # Log-probabilities of padding are arbitrary, and ∞ · 0 is NaN.
-  return jnp.where(x.mask > 0, now.logp, 0.0).sum(1)
+  return jnp.where(x.mask > 0, now.logp, 0.0).sum(1), now
+
+
+def pair_mean(x_BT, mask_BT) -> metrics.Mean:
+  """Mean over real pairs of the means over their completions' tokens."""
+  count_B = jnp.maximum(mask_BT.sum(1), 1.0)
+  x_B = (x_BT * mask_BT).sum(1) / count_B
+  return metrics.mean(x_B.reshape(-1, PAIR).mean(1), mask_BT.max(1)[::PAIR])
 
 
 def objective(
-  policy: base.Policy, beta: float, label_smoothing: float
+  policy: base.Policy,
+  beta: float,
+  label_smoothing: float,
+  balance_coef: float = 0.0,
 ) -> Callable:
   """Returns the loss `params, pairs, ref_logp_B -> Loss`.
 
@@ -105,13 +124,17 @@ def objective(
   """
 
   def loss(params, x: base.Example, ref_logp_B):
-    logp_B = completion_logp(policy, params, x)
+    logp_B, now = _score(policy, params, x, balance_coef > 0)
     chosen_N, rejected_N = (beta * (logp_B - ref_logp_B)).reshape(-1, PAIR).T
     margin_N = chosen_N - rejected_N
     real_N = x.mask.max(1)[::PAIR]
     logp_N2 = logp_B.reshape(-1, PAIR)
     mean = metrics.mean(losses.preference(margin_N, label_smoothing), real_N)
-    info = {
+    term_BT, info = balance.term(balance_coef, now, x.mask, pair_mean)
+    total = mean
+    if balance_coef:
+      total = mean._replace(sum=mean.sum + pair_mean(term_BT, x.mask).sum)
+    info |= {
       'train/loss': mean,
       'train/accuracy': metrics.score((margin_N > 0) * 1.0, real_N),
       'train/reward_chosen': metrics.mean(chosen_N, real_N),
@@ -120,7 +143,7 @@ def objective(
       'train/logp_chosen': metrics.mean(logp_N2[:, 0], real_N),
       'train/logp_rejected': metrics.mean(logp_N2[:, 1], real_N),
     }
-    return train_step.Loss((mean,), info)
+    return train_step.Loss((total,), info)
 
   return loss
 

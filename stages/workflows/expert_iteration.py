@@ -8,8 +8,8 @@ import optax
 
 import stages
 from stages import base, metrics, ranges
+from stages.language import balance, policy_stages, rollout_metrics, verifiers
 from stages.language import evaluate as evaluate_lib
-from stages.language import policy_stages, rollout_metrics, verifiers
 from stages.learn import (
   loss_terms,
   losses,
@@ -47,6 +47,7 @@ def expert_iteration(
   kl_estimator: signatures.KlEstimator = losses.kl_k3,
   num_minibatches: ranges.PositiveInt = 1,
   num_epochs: ranges.PositiveInt = 1,
+  balance_coef: ranges.NonNegativeFloat = 0.0,
   mask_truncated: bool = False,
   evaluator: evaluate_lib.Evaluator = evaluate_lib.evaluate,
 ) -> base.Workflow:
@@ -70,9 +71,11 @@ def expert_iteration(
     kl_estimator: as in `grpo`.
     num_minibatches: minibatches of a batch, one update each.
     num_epochs: passes over each batch, shuffled anew in each.
-    mask_truncated: as in `grpo`.
+    balance_coef: as in `grpo`.
+    mask_truncated: likewise.
     evaluator: likewise.
   """
+  balance.check(policy, balance_coef)
   repeat = policy_stages.repeat(group_size)
   generate = policy_stages.act(policy, 'generate', group_size=group_size)
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
@@ -84,7 +87,8 @@ def expert_iteration(
     'shuffled', num_minibatches, num_epochs, group_size
   )
   loss = objective(
-    policy_stages.scorer(policy, group_size),
+    policy_stages.scorer(policy, group_size, balance=balance_coef > 0),
+    balance_coef=balance_coef,
     kl=loss_terms.KlPenalty(kl_coef, kl_estimator),
     policy_loss=lambda logp, old, kept, *clip: losses.reinforce(logp, kept),
     aggregate=losses.token_mean,

@@ -17,6 +17,7 @@ import stages
 from stages import base, metrics, ranges
 from stages.language import (
   advantage_stages,
+  balance,
   policy_stages,
   rollout_metrics,
   verifiers,
@@ -66,6 +67,7 @@ def grpo(
   kl_reward_coef: ranges.NonNegativeFloat = 0.0,
   kl_to_go: bool = False,
   entropy_coef: float = 0.0,
+  balance_coef: ranges.NonNegativeFloat = 0.0,
   num_minibatches: ranges.PositiveInt = 1,
   num_epochs: ranges.PositiveInt = 1,
   minibatch_by: minibatches.MinibatchBy = 'row',
@@ -125,6 +127,8 @@ def grpo(
     kl_to_go: whether that penalty is summed over each token and those after
       it, rather than over the whole completion.
     entropy_coef: weight of the entropy bonus.
+    balance_coef: weight of the loss that balances experts, see
+      `stages.language.balance`; 0 without it.
     num_minibatches: minibatches of a batch, one update each.
     num_epochs: passes over each batch.
     minibatch_by: 'row', 'shuffled' or 'arrival', see `minibatches`.
@@ -165,6 +169,7 @@ def grpo(
   """
   generate = rollouts(policy, group_size)
   has_kl = needs_reference(kl_coef, kl_reward_coef, kl_to_go)
+  balance.check(policy, balance_coef)
   _check_baseline(greedy_baseline, generate)
   repeat = policy_stages.repeat(group_size)
   above_greedy = advantage_stages.above_greedy(policy, verify, group_size)
@@ -178,17 +183,21 @@ def grpo(
     turn_advantage=turn_advantage,
   )
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
-  informative_only = not (kl_coef or entropy_coef)  # No other gradients.
+  # Completions without an advantage have no other gradients.
+  informative_only = not (kl_coef or entropy_coef or balance_coef)
   padding = rollout_metrics.packed_padding(policy, group_size, informative_only)
   score_ref = policy_stages.ref_logp(policy, group_size, has_kl)
   minibatch = minibatches.minibatches(
     minibatch_by, num_minibatches, num_epochs, group_size
   )
   loss = objective(
-    policy_stages.scorer(policy, group_size, informative_only),
+    policy_stages.scorer(
+      policy, group_size, informative_only, balance_coef > 0
+    ),
     clip=loss_terms.Clip(clip_low, clip_high, dual_clip),
     kl=loss_terms.KlPenalty(kl_coef, kl_estimator),
     entropy_coef=entropy_coef,
+    balance_coef=balance_coef,
     policy_loss=policy_loss,
     likelihood=likelihood,
     aggregate=aggregate,
@@ -274,6 +283,7 @@ def objective(
   clip: loss_terms.Clip = loss_terms.Clip(),
   kl: loss_terms.KlPenalty = loss_terms.KlPenalty(),
   entropy_coef: float = 0.0,
+  balance_coef: float = 0.0,
   policy_loss: signatures.PolicyLoss = losses.ppo_clip,
   likelihood: signatures.Likelihood = losses.token_logp,
   aggregate: signatures.Aggregate = losses.sequence_mean_token_mean,
@@ -283,18 +293,19 @@ def objective(
 ) -> Callable:
   """Returns the loss `params, experience, ref_logp_BT -> Loss`.
 
-    L = aggregate(w · policy_loss(lp, lp_old, A) + β KL(lp, lp_ref) − η H)
+    L = aggregate(w · policy_loss(lp, lp_old, A) + β KL(lp, lp_ref) − η H + c b)
 
-  H is the entropy. lp_old are the log-probabilities recorded while sampling,
-  and w = 1. Where the experience has `proximal` log-probabilities, these are
-  lp_old, and w is the bounded importance weight exp(lp_old − lp_b) of them over
-  the recorded ones, lp_b.
+  H is the entropy, and b the balance of experts. lp_old are the
+  log-probabilities recorded while sampling, and w = 1. Where the experience has
+  `proximal` log-probabilities, these are lp_old, and w is the bounded
+  importance weight exp(lp_old − lp_b) of them over the recorded ones, lp_b.
 
   Args:
     evaluate: `params, experience -> base.Evaluation`.
     clip: range of the ratio.
     kl: β and the estimator of the KL divergence.
     entropy_coef: η, weight of the entropy bonus.
+    balance_coef: c, weight of the balance, which `evaluate` then returns.
     policy_loss: as in `grpo`.
     likelihood: as in `grpo`.
     aggregate: as in `grpo`.
@@ -349,6 +360,10 @@ def objective(
       loss_BT += kl.coef * kl.estimator(now.logp, ref_logp_BT)
     if entropy_coef:
       loss_BT -= entropy_coef * now.entropy
+    balance_BT, balance_info = balance.term(
+      balance_coef, now, x.mask, aggregate
+    )
+    loss_BT, info = loss_BT + balance_BT, info | balance_info
     if critic_loss:
       value_loss_BT, value_info = critic_loss(now.value, x)
       loss_BT += value_loss_BT

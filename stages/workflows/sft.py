@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import optax
 
 import stages
-from stages import base, metrics
+from stages import base, metrics, ranges
+from stages.language import balance, policy_stages, verifiers
 from stages.language import evaluate as evaluate_lib
-from stages.language import policy_stages, verifiers
 from stages.learn import losses, train_step
 
 
@@ -15,11 +15,14 @@ def sft(
   verify: stages.Stage | None,
   optimizer: optax.GradientTransformation,
   *,
+  balance_coef: ranges.NonNegativeFloat = 0.0,
   evaluator: evaluate_lib.Evaluator = evaluate_lib.evaluate,
 ) -> base.Workflow:
   """Maximizes the likelihood of each token of the examples' completions.
 
-    L = −Σ m lp / Σ m
+    L = −Σ m lp / Σ m + c Σ m b / Σ m
+
+  b is the balance of experts, see `stages.language.balance`.
 
   Args:
     policy: the language model to train.
@@ -27,6 +30,7 @@ def sft(
       problems, not a learned one; None to measure the likelihood of held-out
       examples instead.
     optimizer: optimizer of the parameters.
+    balance_coef: c, weight of the balance; 0 without it.
     evaluator: `policy, verify -> evaluate`, see `stages.language.evaluate`.
 
   Raises:
@@ -34,10 +38,14 @@ def sft(
   """
   verifiers.refuse_learned(verify)
 
+  balance.check(policy, balance_coef)
+
   def loss(params, x: base.Example):
-    logp_BT = token_logp(policy, params, x)
-    mean = losses.token_mean(-logp_BT, x.mask)
-    return (mean,), {'train/loss': mean, 'train/tokens': x.mask.sum()}
+    now = score_tokens(policy, params, x, balance_coef > 0)
+    term_BT, info = balance.term(balance_coef, now, x.mask, losses.token_mean)
+    mean = losses.token_mean(-now.logp, x.mask)
+    info |= {'train/loss': mean, 'train/tokens': x.mask.sum()}
+    return (losses.token_mean(term_BT - now.logp, x.mask),), info
 
   learn = train_step.learner(loss, optimizer)
   score = stages.Stage(
@@ -63,11 +71,15 @@ def sft(
   )
 
 
-def token_logp(policy: base.Policy, params, x: base.Example):
-  """Log-probabilities of the tokens of completions, [B, T]; 0 on padding."""
-  now = policy_stages.score(policy, params, x.prompt, x.action, x.mask)
+def score_tokens(
+  policy: base.Policy, params, x: base.Example, has_balance: bool = False
+) -> base.Evaluation:
+  """Scores of the tokens of completions, whose `logp` is 0 on padding."""
+  now = policy_stages.score(
+    policy, params, x.prompt, x.action, x.mask, balance=has_balance
+  )
   # Log-probabilities of padding are arbitrary, and ∞ · 0 is NaN.
-  return jnp.where(x.mask > 0, now.logp, 0.0)
+  return now._replace(logp=jnp.where(x.mask > 0, now.logp, 0.0))
 
 
 def likelihood(policy: base.Policy, params, x: base.Example) -> base.Info:
@@ -75,7 +87,7 @@ def likelihood(policy: base.Policy, params, x: base.Example) -> base.Info:
 
   The loss, −Σ m lp / Σ m, is the logarithm of the perplexity.
   """
-  logp_BT = token_logp(policy, params, x)
+  logp_BT = score_tokens(policy, params, x).logp
   return {
     'eval/loss': losses.token_mean(-logp_BT, x.mask),
     'eval/token_probability': metrics.mean(jnp.exp(logp_BT), x.mask),

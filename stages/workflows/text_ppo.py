@@ -14,13 +14,14 @@ import optax
 
 import stages
 from stages import base, metrics, ranges
-from stages.language import evaluate as evaluate_lib
 from stages.language import (
+  balance,
   policy_stages,
   rollout_metrics,
   value_model,
   verifiers,
 )
+from stages.language import evaluate as evaluate_lib
 from stages.learn import (
   actor_critic,
   advantages,
@@ -80,6 +81,7 @@ def text_ppo(
   kl_estimator: signatures.KlEstimator = losses.kl_k3,
   kl_reward_coef: ranges.NonNegativeFloat = 0.0,
   entropy_coef: float = 0.0,
+  balance_coef: ranges.NonNegativeFloat = 0.0,
   num_minibatches: ranges.PositiveInt = 1,
   num_epochs: ranges.PositiveInt = 1,
   minibatch_by: minibatches.MinibatchBy = 'shuffled',
@@ -135,6 +137,7 @@ def text_ppo(
       β (lp − lp_ref) is subtracted from each token's reward. If both are 0, no
       reference is kept.
     entropy_coef: weight of the entropy bonus.
+    balance_coef: as in `grpo`.
     num_minibatches: minibatches of a batch, one update each.
     num_epochs: passes over each batch.
     minibatch_by: as in `grpo`.
@@ -152,6 +155,7 @@ def text_ppo(
     ValueError: for a KL term and a KL penalty at once.
   """
   has_kl = needs_reference(kl_coef, kl_reward_coef)
+  balance.check(policy, balance_coef)
   generate = rollouts(policy, group_size)
   repeat = policy_stages.repeat(group_size)
   score_ref = policy_stages.ref_logp(policy, group_size, has_kl)
@@ -166,10 +170,11 @@ def text_ppo(
   )
   policy_objective = functools.partial(
     objective,
-    policy_stages.scorer(policy, group_size),
+    policy_stages.scorer(policy, group_size, balance=balance_coef > 0),
     clip=loss_terms.Clip(clip_low, clip_high, dual_clip),
     kl=loss_terms.KlPenalty(kl_coef, kl_estimator),
     entropy_coef=entropy_coef,
+    balance_coef=balance_coef,
     policy_loss=policy_loss,
     likelihood=likelihood,
     aggregate=aggregate,

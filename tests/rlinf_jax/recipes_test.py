@@ -240,6 +240,15 @@ def test_ppo_takes_the_lambda_that_it_recommends(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_settings_of_experts_are_read_after_a_recipe_of_grpo(tmp_path):
+  bindings = own_data.bindings(tmp_path, make=own_data.experts)
+  files = 'gin_configs/grpo_math.gin', 'gin_configs/models/experts.gin'
+  config.parse(files, bindings, str(tmp_path))
+  step, _ = config.call(flows_lib.trace_flows, bindings_of=train.train)
+  assert 'train/expert_load' in str(step.gives)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('job, algorithm', ALGORITHMS)
 def test_an_algorithm_is_read_after_a_recipe_of_grpo(job, algorithm, tmp_path):
   step, _ = flows(job, [], tmp_path, algorithm)

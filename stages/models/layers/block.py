@@ -150,9 +150,15 @@ class Block(nn.Module):
     activation = ACTIVATIONS[c.activation]
     if c.E:
       logit_BTE = mixture.router_logits(x_BTD, self.router_DE)
+      weight, routing = mixture.route(
+        logit_BTE, c.experts_per_token, c.normalize_experts
+      )
+      if self.is_mutable_collection(mixture.ROUTING):
+        self.put_variable(mixture.ROUTING, mixture.ROUTING, routing)
       return mixture.feedforward(
         x_BTD,
-        *mixture.route(logit_BTE, c.experts_per_token, c.normalize_experts),
+        weight,
+        routing.expert,
         (self.gate_EDF, self.up_EDF, self.down_EFD),
         activation,
       )

@@ -4,10 +4,28 @@ No token is dropped and no expert is padded: tokens are sorted by expert, and
 each expert multiplies its own, however many they are.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from stages.models.layers import mixed_precision
+
+# Collection of flax in which layers leave their routing where it is mutable.
+ROUTING = 'routing'
+
+
+class Routing(NamedTuple):
+  """What the router of a layer finds.
+
+  Attributes:
+    prob: the probability of each expert.
+    expert: indices of the experts that a token uses.
+  """
+
+  prob: Float[Array, '*L B T E']
+  expert: Int[Array, '*L B T top_k']
 
 
 def route(logit_BTE, top_k: int, normalize: bool):
@@ -20,12 +38,13 @@ def route(logit_BTE, top_k: int, normalize: bool):
       probabilities among all experts otherwise.
 
   Returns:
-    Weights and indices [B, T, top_k].
+    Weights [B, T, top_k], and the routing.
   """
-  weight, expert = jax.lax.top_k(jax.nn.softmax(logit_BTE, axis=-1), top_k)
+  prob_BTE = jax.nn.softmax(logit_BTE, axis=-1)
+  weight, expert = jax.lax.top_k(prob_BTE, top_k)
   if normalize:
     weight /= weight.sum(-1, keepdims=True)
-  return weight, expert
+  return weight, Routing(prob_BTE, expert)
 
 
 def router_logits(x_BTD, router_DE):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import remat as remat_lib
-from stages.models.layers import attention
+from stages.models.layers import attention, mixture
 from stages.models.layers import block as block_lib
 from stages.models.layers import rope as rope_lib
 
@@ -30,7 +30,7 @@ def layers(block: type[nn.Module], config: Any, in_axes: Any) -> nn.Module:
     block = nn.remat(block, policy=policy, prevent_cse=False)
   return nn.scan(
     block,
-    variable_axes={'params': 0},
+    variable_axes={'params': 0, mixture.ROUTING: 0},
     split_rngs={'params': True},
     in_axes=in_axes,
     length=config.L,

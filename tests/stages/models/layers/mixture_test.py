@@ -35,8 +35,8 @@ def inputs(rows=4, columns=6):
 
 def test_the_weights_of_a_token_add_up_to_one_if_normalized():
   logit = jnp.asarray([[[0.0, 2.0, 1.0, -1.0]]])
-  weight, expert = mixture.route(logit, 2, normalize=True)
-  assert expert.tolist() == [[[1, 2]]]
+  weight, routing = mixture.route(logit, 2, normalize=True)
+  assert routing.expert.tolist() == [[[1, 2]]]
   share = 1 / (1 + np.exp(-1))
   np.testing.assert_allclose(weight, [[[share, 1 - share]]], rtol=1e-6)
   plain, _ = mixture.route(logit, 2, normalize=False)
