@@ -37,7 +37,10 @@ def disc(center_X, radius: float, color) -> Stroke:
 
 
 def image(
-  strokes: Iterable[Stroke], size: int, extent: float = 1.0
+  strokes: Iterable[Stroke],
+  size: int,
+  extent: float = 1.0,
+  background: tuple[float, float, float] = BACKGROUND,
 ) -> UInt8[Array, 'size size 3']:
   """Draws strokes one over the other.
 
@@ -46,11 +49,12 @@ def image(
     size: edge of the image, in pixels.
     extent: the image spans −extent … extent on both axes, the first to the
       right and the second upwards.
+    background: color where there is no stroke.
   """
   pixel = 2.0 * extent / size
   line = pixel * (jnp.arange(size) + 0.5) - extent
   at = jnp.stack(jnp.meshgrid(line, line[::-1]), -1)
-  image = jnp.broadcast_to(jnp.asarray(BACKGROUND), (size, size, 3))
+  image = jnp.broadcast_to(jnp.asarray(background), (size, size, 3))
   for stroke in strokes:
     inside = (stroke.radius - _distance(at, stroke)) / pixel
     cover = jnp.clip(inside + 0.5, 0.0, 1.0)[:, :, None]

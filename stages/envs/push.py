@@ -52,6 +52,7 @@ def push(
   terminate: bool = False,
   horizon: ranges.PositiveInt = 50,
   image_size: ranges.PositiveInt | None = None,
+  table: tuple[float, float, float] = drawing.BACKGROUND,
   instructions: Callable[[Sequence[str]], base.Prompt] | None = None,
 ) -> base.Env:
   """Makes the environment.
@@ -63,6 +64,9 @@ def push(
     image_size: edge of an image of the table, in pixels. The observation is
       then the image and the gripper's position; None for a vector with all
       positions.
+    table: its color in images, red, green and blue of 0 … 1. A model that
+      reads bytes of 0 … 255 as −1 … 1 learns faster where it is grey, so that
+      empty places are zero.
     instructions: encodes texts as tokens, such as
       `instructions.openvla`. There are then two discs of different colors, and
       an observation with an image has the tokens of one of `INSTRUCTIONS`,
@@ -82,6 +86,7 @@ def push(
     reward,
     render,
     proprioception,
+    background=table,
     instruction=lambda table: table.instruction,
   )
   return vectorize.env(

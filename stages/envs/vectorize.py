@@ -49,6 +49,7 @@ class Task(NamedTuple):
     proprioception: `state -> vector` of what a robot knows of itself, the
       observation beside its image; needed for image observations only.
     extent: images span −extent … extent on both axes.
+    background: color of images where there is no stroke.
     instruction: `state -> index` of what is to be done, among the instructions;
       None for a task that has one purpose only.
   """
@@ -60,6 +61,7 @@ class Task(NamedTuple):
   render: Callable[[Any], list[drawing.Stroke]] | None = None
   proprioception: Callable[[Any], jax.Array] | None = None
   extent: float = 1.0
+  background: tuple[float, float, float] = drawing.BACKGROUND
   instruction: Callable[[Any], jax.Array] | None = None
 
 
@@ -105,7 +107,9 @@ def env(
     action_high = tuple(n - 1.0 for n in action_choices)
 
   def image(task_state, size):
-    return drawing.image(task.render(task_state), size, task.extent)
+    return drawing.image(
+      task.render(task_state), size, task.extent, task.background
+    )
 
   def observe(task_state):
     if image_size is None:

@@ -4,6 +4,7 @@ import itertools
 import os
 import pathlib
 
+import numpy as np
 import pytest
 
 import one_simulator
@@ -14,7 +15,10 @@ from rlinf_jax.envs import simulator
 from rlinf_jax.recipes import tiny_vla, warm_start
 from rlinf_jax.run import flows as flows_lib
 from stages import workflows
+from stages.envs import push
+from stages.language import tokens
 from stages.learn import advantages, losses
+from stages.models.vla import pi0
 from stages.tasks import arithmetic
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -96,6 +100,15 @@ def tiny_vla_bindings(folder) -> list[str]:
   ]
 
 
+def pi0_tokenizer(folder) -> list[str]:
+  """The binding of a tokenizer with the characters of π0's prompts."""
+  texts = [
+    pi0.prompt(task, np.linspace(-1.1, 1.0, 64)) for task in push.INSTRUCTIONS
+  ]
+  tokens.train_tokenizer(folder, texts, 160)
+  return [f'TOKENIZER = {str(folder)!r}']
+
+
 def flows(name, bindings, folder, *more):
   """Traces the flows of a recipe, with small files where it requires some.
 
@@ -110,8 +123,10 @@ def flows(name, bindings, folder, *more):
   if 'supervised' in text:
     given = own_data.bindings(folder / 'own_data', own_data.write_replies)
     bindings = [*bindings, *given]
-  if 'lerobot.gin' in text or 'sft_openvla' in text:
+  if 'sft_openvla' in name + text or 'sft_pi0' in name + text:
     bindings = [*bindings, *tiny_vla_bindings(folder / 'vla')]
+  if 'sft_pi0' in name + text:
+    bindings = [*bindings, *pi0_tokenizer(folder / 'words')]
   if 'TEACHER = %gin.REQUIRED' in text:
     teacher = own_data.model(folder / 'own_data')
     if 'arithmetic' in text:

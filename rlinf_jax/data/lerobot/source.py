@@ -10,7 +10,6 @@ import numpy as np
 from rlinf_jax.data.lerobot import layout, pictures, statistics, windows
 from stages import base, ranges
 from stages.envs import demonstrations
-from stages.models.vla.openvla import action_tokens
 
 PREFIXES = 'observation.images.', 'observation.'
 
@@ -52,7 +51,7 @@ def source(
   *,
   batch_size: ranges.PositiveInt,
   instructions: Callable[[Sequence[str]], base.Prompt],
-  norm_stats: Mapping[str, Any] | None = None,
+  normalize: Callable[[np.ndarray], Any],
   camera_names: Sequence[str] | None = None,
   action: str = statistics.ACTION,
   state: str | None = statistics.STATE,
@@ -67,8 +66,8 @@ def source(
 
   A batch is a `base.Demonstration`: pictures as bytes under 'image', the
   robot's state as it is recorded under 'state', the tokens of the episode's
-  instruction under `base.PROMPT`, and the next `chunk` actions, −1 … 1 between
-  their quantiles. Beyond the end of an episode, the last action is repeated.
+  instruction under `base.PROMPT`, and the next `chunk` actions in the units of
+  the model. Beyond the end of an episode, the last action is repeated.
 
   Pictures are decoded as training goes on, in a thread. Two windows are in
   memory at a time, of the pictures of `window_rows` steps each.
@@ -78,8 +77,8 @@ def source(
     batch_size: steps of a batch.
     instructions: encodes the texts of all tasks, such as `instructions.openvla`
       with the folder of the model.
-    norm_stats: statistics by which actions are normalized; those of the folder
-      if None.
+    normalize: `actions [N, A] -> actions` in the units of the model, such as
+      `action_tokens.normalizer` and `normalization.normalizer` return.
     camera_names: as `names` of `cameras`.
     action: name of the feature with actions.
     state: name of the feature with the robot's state; None for none.
@@ -106,8 +105,6 @@ def source(
       f'{folder} has {len(data.episodes)} episodes, and {held_out_episodes} of '
       'them are held out: record more, or lower `held_out_episodes`.'
     )
-  if norm_stats is None:
-    norm_stats = statistics.norm_stats(folder, action=action, state=state)
   load = functools.partial(
     _load,
     data,
@@ -116,7 +113,7 @@ def source(
     state,
     chunk,
     _prompts(data, instructions),
-    action_tokens.action_stats(norm_stats),
+    normalize,
   )
   stream = windows.Windows(
     [x.length for x in train],
@@ -175,7 +172,7 @@ def _load(
   state: str | None,
   chunk: int,
   prompts: Mapping[int, Any],
-  stats: action_tokens.ActionStats,
+  normalize: Callable[[np.ndarray], Any],
   episodes: Sequence[layout.Episode],
 ) -> base.Demonstration:
   """All steps of episodes, one after the other."""
@@ -204,7 +201,7 @@ def _load(
     if state:
       obs['state'] = vector(x[state])
     moves = vector(x[action])
-    moves = np.asarray(action_tokens.normalize(stats, moves))
+    moves = np.asarray(normalize(moves))
     if chunk > 1:
       length = np.array([episode.length])
       moves = demonstrations.following(moves[None], length, chunk)[0]

@@ -56,3 +56,19 @@ def norm_stats(
   entry['num_transitions'] = sum(x.length for x in data.episodes)
   entry['num_trajectories'] = len(data.episodes)
   return {name or pathlib.Path(folder).resolve().name: entry}
+
+
+def openpi(
+  folder: str, *, action: str = ACTION, state: str | None = STATE
+) -> dict[str, Any]:
+  """The same statistics as norm_stats.json of π0 and π0.5 has them.
+
+  Arguments and errors are those of `norm_stats`.
+  """
+  (entry,) = norm_stats(folder, action=action, state=state).values()
+  names = {'actions': 'action', 'state': 'proprio'}
+  return {
+    ours: {x: entry[theirs][x] for x in ('mean', 'std', 'q01', 'q99')}
+    for ours, theirs in names.items()
+    if theirs in entry
+  }

@@ -129,9 +129,11 @@ def policy(
     jnp.zeros(A),
     jnp.zeros(()),
   )
+  low, high = action_range.bounds(env, chunk)
   return of_networks(
-    env,
     Networks(*networks),  # The actor is the velocity.
+    functools.partial(action_range.bounded, False, low, high, chunk),
+    width=len(env.action_low),
     chunk=chunk,
     num_steps=num_steps,
     exploration=exploration,
@@ -139,9 +141,10 @@ def policy(
 
 
 def of_networks(
-  env: base.Env,
   networks: Networks,
+  to_env_action: Callable,
   *,
+  width: int,
   chunk: int,
   num_steps: int,
   exploration: Exploration = Exploration(),
@@ -150,8 +153,8 @@ def of_networks(
   """The policy that denoises by given networks.
 
   An `action` is a `Denoising`, so that the steps that were made have exact
-  log-probabilities. `to_env_action` clips what they end in. Actions that are
-  greedy follow the velocity without noise, from noise that the row's key draws.
+  log-probabilities. Actions that are greedy follow the velocity without noise,
+  from noise that the row's key draws.
 
   The log-probability is of a whole chunk: of Flow-SDE, that of its stochastic
   step given its number and the step before; of Flow-Noise, that of the path,
@@ -159,8 +162,10 @@ def of_networks(
   where each step started.
 
   Args:
-    env: the environment, for the bounds of its actions.
     networks: the velocity, and the critic.
+    to_env_action: turns what the last step leads to, [..., chunk · width], into
+      actions of the environment, [..., chunk, width] if chunk > 1.
+    width: numbers of an action of the environment.
     chunk: steps of the environment that are decided at a time.
     num_steps: K.
     exploration: how actions are sampled.
@@ -168,12 +173,10 @@ def of_networks(
       the environment takes. The others are denoised, too, but have no
       log-probability; in demonstrations they are zero.
   """
-  low, high = action_range.bounds(env, chunk)
-  action_width = action_width or len(env.action_low)
+  action_width = action_width or width
   A = action_width * chunk
   # Indices of the numbers that the environment takes.
-  kept = np.arange(A).reshape(chunk, -1)[:, : len(env.action_low)].ravel()
-  bounded = functools.partial(action_range.bounded, False, low, high, chunk)
+  kept = np.arange(A).reshape(chunk, -1)[:, :width].ravel()
   distribution = functools.partial(_distribution, exploration, num_steps)
   score = functools.partial(_score, exploration, num_steps, kept)
 
@@ -222,7 +225,7 @@ def of_networks(
     networks.init,
     act,
     evaluate,
-    lambda action: bounded(action.path[..., -1, kept]),
+    lambda action: to_env_action(action.path[..., -1, kept]),
     value if networks.value else None,
     imitation_loss=functools.partial(
       _imitation_loss, networks, (chunk, action_width)

@@ -7,15 +7,19 @@ demonstrations put the row of an episode into its observations, under
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 import numpy as np
 
 from stages import base, ranges, tree_paths
 from stages.language import tokens
+from stages.models.vla import pi0 as pi0_lib
 from stages.models.vla.openvla import openvla as openvla_lib
 
 SPACE = '▁'  # A space of its own among Llama's tokens, 29871.
+END = ';\nAction: '  # Of π0.5's prompts, behind the state.
 NAMES = tuple(f'{base.PROMPT}/{name}' for name in base.Prompt._fields)
 
 
@@ -69,6 +73,113 @@ def pi0(
     return _begun(tokenizer, f'{task}\n', checkpoint)
 
   return _padded(tasks, encode, length)
+
+
+class StateTokens(NamedTuple):
+  """Tokens of π0.5's instruction behind the task: numbers, then an end.
+
+  Attributes:
+    number: of each bin of a number, −1 … 255, padded on the right.
+    is_token: false on that padding.
+    end: behind the last number.
+  """
+
+  number: Int[Array, 'bins tokens']
+  is_token: Int[Array, 'bins tokens']
+  end: Int[Array, ' tokens']
+
+  def follow(self, prompt: base.Prompt, state_BO) -> base.Prompt:
+    """A prompt with the numbers of a state behind it.
+
+    Tokens are those of `pi0.prompt`. Between them is padding, which has no
+    position, so that it changes nothing.
+
+    Args:
+      prompt: of `pi05`, with B rows.
+      state_BO: normalized to −1 … 1; lower numbers are in bin −1, as in openpi,
+        and higher ones in bin 255.
+    """
+    edges = np.linspace(-1.0, 1.0, len(self.number))[:-1]
+    # The first row of the table is bin −1.
+    bin_BO = jnp.searchsorted(
+      jnp.asarray(edges, state_BO.dtype), state_BO, side='right'
+    )
+    B = len(state_BO)
+    token, mask = (
+      jnp.asarray(x)[bin_BO].reshape(B, -1)
+      for x in (self.number, self.is_token)
+    )
+    end = jnp.broadcast_to(jnp.asarray(self.end)[None], (B, len(self.end)))
+    return base.Prompt(
+      jnp.concatenate([prompt.token, token, end], axis=1),
+      jnp.concatenate(
+        [prompt.mask, mask.astype(prompt.mask.dtype), jnp.ones_like(end)],
+        axis=1,
+        dtype=prompt.mask.dtype,
+      ),
+    )
+
+
+def pi05(
+  tasks: Sequence[str], *, checkpoint: str, length: ranges.PositiveInt = 48
+) -> base.Prompt:
+  """The part of π0.5's prompts before the state; see `StateTokens`.
+
+  Args:
+    tasks: as for `openvla`.
+    checkpoint: likewise.
+    length: likewise.
+
+  Raises:
+    ValueError: likewise.
+  """
+  tokenizer = tokens.load_tokenizer(checkpoint)
+
+  def encode(task: str) -> list[int]:
+    text = pi0_lib.prompt(task, ()).removesuffix(f' {END}')
+    return _begun(tokenizer, text, checkpoint)
+
+  return _padded(tasks, encode, length)
+
+
+def state_tokens(checkpoint: str) -> StateTokens:
+  """The table by which a state becomes tokens, also within a compiled step.
+
+  Args:
+    checkpoint: folder of the model, whose tokenizer is used.
+
+  Raises:
+    ValueError: for a tokenizer that merges numbers with the text around them.
+  """
+  tokenizer = tokens.load_tokenizer(checkpoint)
+  encode = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']
+  before, end = encode('State:'), encode(END)
+
+  def middle(numbers: str) -> list[int]:
+    text = f'State: {numbers}{END}'
+    row = encode(text)
+    inner = row[len(before) : len(row) - len(end)]
+    lost = tokens.lost_characters(tokenizer, text, row)
+    if lost or [*before, *inner, *end] != row:
+      raise ValueError(
+        f'The tokenizer of {checkpoint} does not write the state {numbers!r} '
+        'as tokens of its own, which π0.5 needs: give that of PaliGemma.'
+      )
+    return inner
+
+  rows = [middle(str(b)) for b in range(-1, 256)]
+  for b, row in enumerate(rows, -1):  # Each number before another one.
+    if middle(f'{b} {254 - b}') != [*row, *rows[255 - b]]:
+      raise ValueError(
+        f'The tokenizer of {checkpoint} merges {b} and the number behind it, '
+        'and π0.5 needs their own tokens: give that of PaliGemma.'
+      )
+  number_NP = np.zeros((len(rows), max(map(len, rows))), np.int32)
+  mask_NP = np.zeros_like(number_NP)
+  for i, row in enumerate(rows):
+    number_NP[i, : len(row)] = row
+    mask_NP[i, : len(row)] = 1
+  return StateTokens(number_NP, mask_NP, np.array(end, np.int32))
 
 
 def _begun(tokenizer, text: str, checkpoint: str) -> list[int]:

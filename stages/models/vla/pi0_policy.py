@@ -1,133 +1,196 @@
 """π0 and π0.5 as policies, which turn images and a state into chunks."""
 
 import functools
-import math
+import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from stages import base, ranges, tree_paths
-from stages.models.control import flow_policy, mlp
-from stages.models.vla import instructions, pi0, pi0_files
+from stages.models import lora as lora_lib
+from stages.models.control import action_range, flow_policy, mlp
+from stages.models.vla import (
+  instructions,
+  normalization,
+  pi0,
+  pi0_files,
+  pi0_inputs,
+  pictures,
+  trunk_lora,
+)
 
-EXPERT = 'expert'
+EXPERT, TRUNK = 'expert', 'trunk'
+FROZEN_PARTS = ('vision', 'projector', TRUNK)
 
 
 def policy(
-  env: base.Env,
+  env: base.Env | None,
   config: pi0.Config,
   *,
   instruction: tuple[int, ...] | None = None,
+  state_tokens: instructions.StateTokens | None = None,
   checkpoint: str | None = None,
+  norm_stats: dict[str, Any] | None = None,
+  cameras: tuple[str, ...] | None = None,
+  vectors: tuple[str, ...] | None = None,
+  ignored: tuple[str, ...] = (),
   num_steps: ranges.PositiveInt = 4,
   exploration: flow_policy.Exploration = flow_policy.Exploration(),
   expert_only: bool = False,
+  lora: lora_lib.Lora | None = None,
   critic: bool = True,
   critic_width: ranges.PositiveInt = 256,
-  ignored: tuple[str, ...] = (),
 ) -> base.Policy:
-  """A policy of π0 or π0.5 for an environment with cameras.
+  """A policy of π0 or π0.5 for an environment with cameras, or for data.
 
-  Observations are a tree of images, uint8, in the order of their names, and of
-  float vectors, which together are the state. Chunks have `config.Z` actions of
-  `config.A` numbers, of which the environment gets as many as it takes; only
-  these count in log-probabilities, as in RLinf. See `flow_policy.of_networks`.
+  Observations are a tree of images, uint8, and of float vectors, which together
+  are the state. Images of another size are resized and get a black border, as
+  in openpi. Chunks have `config.Z` actions of `config.A` numbers, of which the
+  environment gets as many as it takes; only these count in log-probabilities,
+  as in RLinf. See `flow_policy.of_networks`.
 
   The critic is a small network of the state and of the mean over the prefix of
   the trunk's activations, which it does not train.
 
   Args:
-    env: its images are as large as those of `config.vision`.
+    env: where it acts; None for data of a robot without an environment.
     config: sizes of the model.
     instruction: tokens that tell all environments what to do; None for those of
       observations, see `instructions`.
+    state_tokens: how π0.5 reads the state, behind the instruction.
     checkpoint: folder of weights to start from, see `pi0_files`; None for
       random ones.
+    norm_stats: statistics of a data set by which states and actions are
+      normalized, see `normalization.of`. With None, states are read as they
+      are, and actions of −1 … 1 are the environment's range.
+    cameras: paths of images in observations, in the order in which they are
+      read; None for all of the environment, in the order of their names.
+    vectors: paths of the vectors of the state, likewise.
+    ignored: names of observations that the policy does not read.
     num_steps: K, steps from noise to actions.
     exploration: how actions are sampled, by Flow-SDE.
     expert_only: whether all but the expert and the critic is frozen.
+    lora: adapters of the trunk, whose weights are then frozen with the vision
+      tower, while the expert is trained in full; None or rank 0 for none.
     critic: whether the policy has a critic.
     critic_width: of its hidden layers.
-    ignored: names of observations that the policy does not read. π0.5 reads the
-      state in its instruction, which is fixed here, so its vectors are ignored.
 
   Raises:
     ValueError: for observations or actions that the model does not fit.
   """
-  instructions.check(env, instruction)
-  cameras, vectors = _sorted(env, config, (*ignored, *instructions.NAMES))
-  if exploration.kind != 'sde':
-    raise ValueError(
-      'The expert of π0 predicts no sizes of noise, which Flow-Noise needs: '
-      "give exploration.kind = 'sde'."
-    )
+  _check_settings(exploration, expert_only, lora)
+  inputs = pi0_inputs.of(
+    env,
+    config,
+    instruction=instruction,
+    state_tokens=state_tokens,
+    norm_stats=norm_stats,
+    cameras=cameras,
+    vectors=vectors,
+    ignored=ignored,
+  )
+  width, to_env_action = _actions(env, config, norm_stats)
   networks = flow_policy.Networks(
     functools.partial(
       _init, config, checkpoint, expert_only, critic and critic_width
     ),
-    functools.partial(_encode, config, instruction, cameras, vectors),
+    functools.partial(_encode, config, inputs),
     functools.partial(_velocity, config),
     functools.partial(_value, config, critic_width) if critic else None,
   )
-  return flow_policy.of_networks(
-    env,
+  own = flow_policy.of_networks(
     networks,
+    to_env_action,
+    width=width,
     chunk=config.Z,
     action_width=config.A,
     num_steps=num_steps,
     exploration=exploration,
   )
+  return trunk_lora.wrap(own, lora, FROZEN_PARTS, TRUNK) if lora else own
 
 
-def _sorted(env: base.Env, config: pi0.Config, ignored: tuple[str, ...]):
-  """Names of the cameras and of the vectors; refuses what does not fit."""
-  size, cameras, vectors = config.vision.image_size, [], []
-  width = 0
-  for name, x in tree_paths.flatten(env.obs_spec).items():
-    if name in ignored:
-      continue
-    if x.dtype == jnp.uint8 and len(x.shape) == 3:
-      if x.shape != (size, size, 3):
-        raise ValueError(
-          f'The image {name!r} is {[*x.shape]}, and the model reads '
-          f'{[size, size, 3]}: let the environment render images of this size.'
-        )
-      cameras.append(name)
-    elif jnp.issubdtype(x.dtype, jnp.floating) and len(x.shape) == 1:
-      vectors.append(name)
-      width += x.shape[0]
-    else:
-      raise ValueError(
-        'π0 reads images, uint8 [rows, columns, colors], and float vectors, '
-        f'and the environment returns {name!r}, {x.dtype} {[*x.shape]}: add it '
-        'to `ignored` if the policy can do without.'
-      )
-  if not cameras:
+def export(
+  folder: str | pathlib.Path,
+  params,
+  *,
+  config: pi0.Config,
+  norm_stats: dict[str, Any] | None = None,
+  data_set: str = 'data',
+):
+  """Writes what a workflow has trained as a checkpoint, adapters added.
+
+  Args:
+    folder: folder to write.
+    params: what `Workflow.params` returns; the critic is left out.
+    config: sizes of the model.
+    norm_stats: statistics that go with it; None for none.
+    data_set: their name in the folder.
+  """
+  own = params['policy']
+  if lora_lib.is_adapted(own):
+    own = jax.jit(functools.partial(trunk_lora.merge, part=TRUNK))(own)
+  own = own | own.get(base.FROZEN, {})
+  parts = {name: own[name] for name in (*FROZEN_PARTS, EXPERT)}
+  pi0_files.write(folder, parts, config)
+  if norm_stats is not None:
+    normalization.write(folder, data_set, norm_stats)
+
+
+def _check_settings(exploration, expert_only: bool, lora):
+  if exploration.kind != 'sde':
     raise ValueError(
-      f'π0 reads images, and the environment returns {[*vectors]}.'
+      'The expert of π0 predicts no sizes of noise, which Flow-Noise needs: '
+      "give exploration.kind = 'sde'."
     )
-  if config.adaptive and vectors:
+  if expert_only and lora:
     raise ValueError(
-      'π0.5 reads the state in its instruction, and the instruction of this '
-      f'policy is fixed: take π0, or add {vectors} to `ignored`.'
+      'With `expert_only` the trunk is frozen, and `lora` adapts it: give one '
+      'of them.'
     )
-  for letter, got, most in (
-    ('O', width, config.O),
-    ('A', len(env.action_low), config.A),
-  ):
-    if got > most:
-      what = {'O': 'state', 'A': 'actions'}[letter]
+
+
+def _actions(env: base.Env | None, config: pi0.Config, norm_stats):
+  """Numbers of an environment's action, and how a chunk becomes actions."""
+  if norm_stats is None:
+    low, high = action_range.bounds(env, config.Z)
+    width = len(env.action_low)
+    to_env_action = functools.partial(
+      action_range.bounded, False, low, high, config.Z
+    )
+  else:
+    actions = normalization.of(norm_stats, 'actions', quantiles=config.adaptive)
+    width = len(actions.origin)
+    bounds = None if env is None else action_range.bounds(env)
+    if env is not None and len(env.action_low) != width:
       raise ValueError(
-        f"The environment's {what} have {got} numbers, and the model has room "
-        f'for {most}: make {letter} of its config larger.'
+        f"The environment's actions have {len(env.action_low)} numbers, and "
+        f'their statistics have {width}: give those of its own data.'
       )
-  return tuple(cameras), tuple(vectors)
+    to_env_action = functools.partial(_in_units, actions, bounds, config.Z)
+  if width > config.A:
+    raise ValueError(
+      f"The environment's actions have {width} numbers, and the model has room "
+      f'for {config.A}: make A of its config larger.'
+    )
+  return width, to_env_action
+
+
+def _in_units(actions: normalization.Normalization, bounds, Z: int, action):
+  """A chunk in the units of the robot, within its bounds."""
+  chunk = actions.unnormalize(action.reshape(*action.shape[:-1], Z, -1))
+  if bounds is not None:
+    low, high = (action_range.broadcast(x, chunk) for x in bounds)
+    chunk = jnp.clip(chunk, low, high)
+  return chunk if Z > 1 else chunk[..., 0, :]
 
 
 def _init(config, checkpoint, expert_only: bool, critic_width: int, key):
   """Parameters; those that are not trained are under `base.FROZEN`."""
   model_key, critic_key = jax.random.split(key)
-  if checkpoint is None:
+  # Only shapes are needed while a program is traced.
+  if checkpoint is None or isinstance(key, jax.core.Tracer):
     params = pi0.init_params(config, model_key)
   else:
     params = pi0_files.read(checkpoint, config)
@@ -146,27 +209,22 @@ def _critic(config: pi0.Config, width: int) -> mlp.Critic:
   return mlp.Critic(mlp.Config(features, config.A, width, width))
 
 
-def _encode(config, instruction, cameras, vectors, params, obs):
+def _encode(config: pi0.Config, inputs: pi0_inputs.Inputs, params, obs):
   """The prefix, with all leading dimensions as one, and the padded state."""
   params = params | params.get(base.FROZEN, {})
-  leaves = tree_paths.flatten(obs)
-  leading = leaves[cameras[0]].shape[:-3]
-  rows = math.prod(leading)
-  embedded = []
-  for name in cameras:
-    image = leaves[name].reshape(rows, *leaves[name].shape[-3:])
+  leaves, embedded = tree_paths.flatten(obs), []
+  for name in inputs.cameras:
+    image = leaves[name].reshape(-1, *leaves[name].shape[-3:])
+    image = pictures.resize_with_pad(image, config.vision.image_size)
     image = image.astype(config.vision.dtype) / 127.5 - 1.0
     embedded.append(pi0.embed_images(config, params, image))
   seen = jnp.concatenate(embedded, axis=1)
-  prompt = instructions.of_observation(leaves, instruction, rows)
+  prompt = inputs.prompt(obs)
   words = pi0.embed_tokens(config, params, prompt.token)
   is_token = [jnp.ones(seen.shape[:2], bool), prompt.mask > 0]
   x = jnp.concatenate([seen, words], axis=1)
   prefix = pi0.encode(config, params, x, jnp.concatenate(is_token, axis=1))
-  states = [leaves[name] for name in vectors]
-  padding = config.O - sum(x.shape[-1] for x in states)
-  states.append(jnp.zeros((*leading, padding)))
-  return prefix, jnp.concatenate(states, axis=-1)
+  return prefix, inputs.read_state(obs, config.O)
 
 
 def _velocity(config, params, context, x, t):

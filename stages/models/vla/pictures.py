@@ -92,6 +92,25 @@ class Pictures:
     return ((x - mean) / std).astype(dtype)
 
 
+def resize_with_pad(image, size: int):
+  """Resizes pictures without distortion, and adds black until they are square.
+
+  Bits are those of openpi's client, which takes Pillow's bilinear filter.
+
+  Args:
+    image: uint8 [..., rows, columns, colors].
+    size: edge of the result, in pixels.
+  """
+  *leading, rows, columns, colors = image.shape
+  ratio = max(rows / size, columns / size)
+  shape = int(rows / ratio), int(columns / ratio)
+  resized = resample.resize_image(image, shape, 'bilinear')
+  above, aside = ((size - n) // 2 for n in shape)
+  border = jnp.zeros((*leading, size, size, colors), jnp.uint8)
+  at = slice(above, above + shape[0]), slice(aside, aside + shape[1])
+  return border.at[(..., *at, slice(None))].set(resized)
+
+
 def _letterbox(image, color: list[int]):
   """Adds equal borders until the picture is square, but for an odd pixel."""
   rows, columns = image.shape[1:3]

@@ -16,7 +16,11 @@ from stages.envs import action_chunks, push, seed_source
 from stages.learn import optimizers
 from stages.models.files import weights
 from stages.models.vla import instructions
-from stages.models.vla.openvla import openvla_files, openvla_oft_env
+from stages.models.vla.openvla import (
+  action_tokens,
+  openvla_files,
+  openvla_oft_env,
+)
 
 pytest.importorskip('pyarrow', reason='LeRobot folders are parquet files.')
 pytest.importorskip('av', reason='LeRobot folders are videos.')
@@ -110,6 +114,7 @@ def test_fine_tuning_raises_success_in_the_push_world(
     data,
     batch_size=64,
     instructions=encode,
+    normalize=action_tokens.normalizer(statistics.norm_stats(data)),
     chunk=2,
     window_rows=5000,
     evaluation=seed_source.seeds(held_out=SEEDS, held_out_batch=SEEDS),

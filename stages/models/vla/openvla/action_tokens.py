@@ -5,8 +5,9 @@ whose tokens are the last of the vocabulary in reverse order. A data set's
 quantiles q01 and q99 are −1 and 1 of a dimension.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -102,6 +103,11 @@ def normalize(stats: ActionStats, action):
   scaled = 2.0 * (action - low) / (high - low + EPSILON) - 1.0
   scaled = jnp.where(high == low, 0.0, jnp.clip(scaled, -1.0, 1.0))
   return jnp.where(mask, scaled, action)
+
+
+def normalizer(norm_stats: Any, key: str | None = None) -> Callable:
+  """Returns `actions -> actions` that are −1 … 1; see `action_stats`."""
+  return functools.partial(normalize, action_stats(norm_stats, key))
 
 
 def unnormalize(stats: ActionStats, action):

@@ -12,15 +12,17 @@ import numpy as np
 from stages import base, ranges, tree_paths
 from stages.models import lora as lora_lib
 from stages.models.control import action_range
-from stages.models.vla import instructions
+from stages.models.vla import instructions, trunk_lora
 from stages.models.vla.openvla import (
   action_tokens,
   openvla_env,
-  openvla_lora,
   openvla_oft,
   openvla_oft_files,
   openvla_oft_policy,
 )
+
+LLAMA = 'llama'
+FROZEN_PARTS = ('dino', 'siglip', 'projector', LLAMA)
 
 
 def policy(
@@ -96,7 +98,7 @@ def pretrained(
     checkpoint, chunk=chunk, cameras=len(cameras), **settings
   )
   if lora:
-    own = openvla_lora.wrap(own, lora)
+    own = trunk_lora.wrap(own, lora, FROZEN_PARTS, LLAMA)
   read_state = state if config.O else None
   if env is not None:
     for camera in cameras:
@@ -125,7 +127,7 @@ def export(
   """
   own = params['policy']
   if lora_lib.is_adapted(own):
-    own = jax.jit(openvla_lora.merge)(own)
+    own = jax.jit(functools.partial(trunk_lora.merge, part=LLAMA))(own)
   openvla_oft_files.export(folder, own, checkpoint, **settings)
 
 

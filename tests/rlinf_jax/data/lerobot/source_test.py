@@ -21,6 +21,7 @@ from rlinf_jax.data.lerobot import (
 )
 from stages import base
 from stages.envs import seed_source
+from stages.models.vla.openvla import action_tokens
 
 pyarrow = pytest.importorskip(
   'pyarrow', reason='LeRobot folders are parquet files.'
@@ -38,7 +39,15 @@ def folder(tmp_path_factory):
 
 def make(folder, **settings):
   settings = {'batch_size': 4, 'chunk': 3, 'window_rows': 12} | settings
-  return source.source(folder, instructions=lerobot_folder.numbered, **settings)
+  return source.source(
+    folder,
+    instructions=lerobot_folder.numbered,
+    **{'normalize': lambda x: x} | settings,
+  )
+
+
+def between_quantiles(folder):
+  return action_tokens.normalizer(statistics.norm_stats(folder))
 
 
 def batches(made, state, count):
@@ -64,7 +73,7 @@ def test_pictures_come_back_at_their_steps(tmp_path, codec):
 
 
 def test_a_row_is_a_step_with_the_actions_after_it(folder):
-  made = make(folder)
+  made = make(folder, normalize=between_quantiles(folder))
   _, found = batches(made, made.init(0), 30)
   stats = statistics.norm_stats(folder)['data']['action']
   low, high = (np.array(stats[name]) for name in ('q01', 'q99'))
@@ -130,6 +139,10 @@ def test_quantiles_are_those_of_all_steps(folder):
   assert found['action']['mask'] == [True] * 3
   assert len(found['proprio']['q01']) == 2
   assert found['num_transitions'] == sum(LENGTHS)
+  other = statistics.openpi(folder)
+  assert other['actions']['mean'] == found['action']['mean']
+  assert other['state']['q99'] == found['proprio']['q99']
+  assert [*statistics.openpi(folder, state=None)] == ['actions']
 
 
 def test_a_vector_of_one_number_is_one(tmp_path):
@@ -290,7 +303,7 @@ def test_files_that_are_damaged_are_refused(copied):
   for table in copied.glob('data/*/*.parquet'):
     table.write_bytes(b'PAR1')
   with pytest.raises(ValueError, match='not a parquet file that can be read'):
-    make(str(copied))
+    statistics.norm_stats(str(copied))
 
 
 def test_a_step_without_a_picture_is_named(copied, folder):
@@ -355,7 +368,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path):
   action[2, 1] = np.nan
   write.write(tmp_path / 'data', [x._replace(action=action)] * 2, fps=10)
   with pytest.raises(ValueError, match="numbers in 'action' that are not fini"):
-    make(str(tmp_path / 'data'))
+    statistics.norm_stats(str(tmp_path / 'data'))
 
 
 def test_a_folder_that_exists_is_not_overwritten(folder):

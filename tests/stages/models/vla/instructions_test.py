@@ -8,7 +8,13 @@ import numpy as np
 import optax
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+  decoders,
+  models,
+  normalizers,
+  pre_tokenizers,
+  trainers,
+)
 import transformers
 
 import stages
@@ -48,6 +54,30 @@ def llama(tmp_path_factory):
   return str(folder)
 
 
+def gemma(folder, *, split_digits: bool):
+  """A tokenizer like Gemma's, whose digits are tokens of their own."""
+  made = tokenizers.Tokenizer(models.BPE(unk_token='<unk>'))
+  made.normalizer = normalizers.Replace(' ', instructions.SPACE)
+  parts = [pre_tokenizers.Split(instructions.SPACE, 'merged_with_next')]
+  if split_digits:
+    parts.append(pre_tokenizers.Digits(individual_digits=True))
+  made.pre_tokenizer = pre_tokenizers.Sequence(parts)
+  made.decoder = decoders.Replace(instructions.SPACE, ' ')
+  rng = np.random.default_rng(0)
+  texts = [
+    pi0.prompt(task, rng.uniform(-1.1, 1.1, 8))
+    for task in (TASK, *push.INSTRUCTIONS) * 20
+  ]
+  special = ['<unk>', '<bos>']
+  made.train_from_iterator(
+    texts, trainers.BpeTrainer(special_tokens=special, show_progress=False)
+  )
+  transformers.PreTrainedTokenizerFast(
+    tokenizer_object=made, bos_token='<bos>', unk_token='<unk>'
+  ).save_pretrained(folder)
+  return str(folder)
+
+
 @pytest.fixture(scope='module')
 def encode(tmp_path_factory):
   """An encoder of the push world's instructions by a small tokenizer."""
@@ -79,6 +109,30 @@ def test_pi0_reads_the_task_and_a_new_line(llama):
   row = prompt.token[0, : prompt.mask[0].sum()].tolist()
   assert row[0] == tokenizer.bos_token_id
   assert tokenizer.decode(row[1:]) == f'{TASK}\n'
+
+
+def test_pi05_reads_the_bins_of_its_state_also_when_compiled(tmp_path):
+  checkpoint = gemma(tmp_path, split_digits=True)
+  tokenizer = tokens.load_tokenizer(checkpoint)
+  tasks = [TASK, *push.INSTRUCTIONS]
+  table = instructions.state_tokens(checkpoint)
+  prompt = instructions.pi05(tasks, checkpoint=checkpoint)
+  state = np.random.default_rng(1).uniform(-1.2, 1.2, (3, 4)).astype('float32')
+  state[0] = -1.0, 0.0, 1.0 - 2**-7, -1.0 - 1e-6  # At edges of bins.
+  got = jax.jit(table.follow)(prompt, jnp.asarray(state))
+  assert got.token.dtype == got.mask.dtype == np.int32
+  for i, task in enumerate(tasks):
+    text = pi0.prompt(task, state[i])
+    want = tokenizer(text, add_special_tokens=False)['input_ids']
+    row = np.asarray(got.token)[i][np.asarray(got.mask)[i] > 0].tolist()
+    assert row == [tokenizer.bos_token_id, *want]
+  assert ' -1;' in pi0.prompt(TASK, state[0])
+
+
+def test_a_tokenizer_that_merges_digits_is_refused(tmp_path):
+  checkpoint = gemma(tmp_path, split_digits=False)
+  with pytest.raises(ValueError, match='give that of PaliGemma'):
+    instructions.state_tokens(checkpoint)
 
 
 def test_instructions_that_cannot_be_read_are_refused(llama):

@@ -10,14 +10,30 @@ import pytest
 from stages import base, workflows
 from stages.envs import action_chunks, episode_stats, push
 from stages.learn import optimizers
+from stages.models import lora
 from stages.models.control import flow_policy
 from stages.models.vision import vit
-from stages.models.vla import pi0, pi0_files, pi0_policy
+from stages.models.vla import (
+  instructions,
+  normalization,
+  pi0,
+  pi0_files,
+  pi0_policy,
+  pictures,
+)
 from tiny import read
 
 SIZE, CHUNK, B = 16, 2, 4
 ENV = action_chunks.chunked(push.push(horizon=4, image_size=SIZE), CHUNK, 0.9)
 KEY = jax.random.key(0)
+STATS = {
+  'state': {'mean': [0.3, -0.2], 'std': [0.5, 2.0]},
+  'actions': {'mean': [0.1, 0.0], 'std': [0.4, 1.5]},
+}
+# Bin b is written as the token b mod 12, so that neighbors differ.
+STATE_TOKENS = instructions.StateTokens(
+  np.arange(257)[:, None] % 12, np.ones((257, 1), np.int32), np.array([13, 14])
+)
 
 
 def config(adaptive=False, **kwargs):
@@ -116,7 +132,6 @@ def test_only_the_expert_and_the_critic_learn_if_so_wished(tmp_path):
 def test_what_the_model_does_not_fit_is_refused():
   for env, message in (
     (push.push(), 'π0 reads images, and'),
-    (push.push(image_size=8), r'is \[8, 8, 3\], and the model reads'),
     (ENV._replace(action_low=(0.0,) * 4), 'actions have 4.*room for 3: make A'),
   ):
     with pytest.raises(ValueError, match=message):
@@ -125,3 +140,127 @@ def test_what_the_model_does_not_fit_is_refused():
     policy(exploration=flow_policy.Exploration('noise'))
   with pytest.raises(ValueError, match='π0.5 reads the state in its instr'):
     policy(adaptive=True, ignored=())
+  with pytest.raises(ValueError, match='`state_tokens` are of π0.5: leave'):
+    policy(state_tokens=STATE_TOKENS)
+  with pytest.raises(ValueError, match='`lora` adapts it: give one'):
+    policy(expert_only=True, lora=lora.Lora(rank=2))
+  with pytest.raises(ValueError, match="images .*'image/wrist' is named"):
+    policy(cameras=('image/wrist',))
+  with pytest.raises(ValueError, match='nothing tells what observations hold'):
+    policy(env=None)
+
+
+@pytest.mark.parametrize(
+  ('norm_stats', 'message'),
+  [
+    ({'state': STATS['state']}, "of 'actions', and there are"),
+    (STATS | {'actions': {'q01': [0.0]}}, "'mean' and 'std' of 'actions'"),
+    (STATS | {'state': {'mean': [0.0], 'std': [1.0]}}, 'state has 2 numbers'),
+    (
+      STATS | {'actions': {'mean': [0.0] * 3, 'std': [1.0] * 3}},
+      'actions have 2 numbers, and their statistics have 3',
+    ),
+    (STATS | {'actions': {'mean': [0.0], 'std': ['x']}}, 'not two lists'),
+    (STATS | {'actions': {'mean': [0.0], 'std': [-1.0]}}, 'below zero'),
+  ],
+)
+def test_statistics_that_do_not_fit_are_refused(norm_stats, message):
+  with pytest.raises(ValueError, match=message):
+    policy(norm_stats=norm_stats)
+
+
+def test_states_and_actions_are_in_the_units_of_the_data():
+  made, plain = policy(norm_stats=STATS, critic=False), policy(critic=False)
+  params = plain.init(KEY)
+  _, obs = ENV.init(jnp.arange(B))
+  keys = jax.random.split(jax.random.key(1), B)
+  mean, std = (np.array(STATS['state'][x]) for x in ('mean', 'std'))
+  raw = obs | {'state': np.asarray(obs['state']) * (std + 1e-6) + mean}
+  x, want = made.act(params, raw, keys), plain.act(params, obs, keys)
+  np.testing.assert_allclose(x.action.path, want.action.path, atol=1e-5)
+  mean, std = (np.array(STATS['actions'][x]) for x in ('mean', 'std'))
+  moves = np.asarray(x.action.path)[:, -1].reshape(B, CHUNK, 3)[..., :2]
+  np.testing.assert_allclose(
+    made.to_env_action(x.action),
+    np.clip(moves * (std + 1e-6) + mean, -1.0, 1.0),
+    atol=1e-5,
+  )
+
+
+def test_pi05_reads_the_state_behind_its_instruction():
+  quantiles = {'q01': [-1.0, -1.0], 'q99': [1.0, 1.0]}
+  made = policy(
+    adaptive=True,
+    ignored=(),
+    state_tokens=STATE_TOKENS,
+    norm_stats={'state': quantiles, 'actions': quantiles},
+    critic=False,
+  )
+  params = made.init(KEY)
+  _, obs = ENV.init(jnp.arange(B))
+  # A bin is 1/128 wide: a number and another one of the same bin.
+  state = jnp.array([[0.5, -0.25]] * B) + 0.002
+  keys = jax.random.split(jax.random.key(1), B)
+  act = jax.jit(made.act)
+  path = lambda state: np.asarray(
+    act(params, obs | {'state': state}, keys).action.path
+  )
+  np.testing.assert_array_equal(path(state), path(state + 0.004))
+  moved = np.abs(path(state) - path(state + 0.01)).max((1, 2))
+  assert (moved > 1e-5).all()
+
+
+def test_images_of_another_size_are_resized_with_a_border():
+  env = action_chunks.chunked(push.push(horizon=4, image_size=24), CHUNK, 0.9)
+  made, plain = policy(env), policy()
+  params = plain.init(KEY)
+  _, obs = env.init(jnp.arange(B))
+  keys = jax.random.split(jax.random.key(1), B)
+  wide = obs | {'image': {'table': obs['image']['table'][:, :12]}}
+  small = pictures.resize_with_pad(wide['image']['table'], SIZE)
+  assert small.shape == (B, SIZE, SIZE, 3) and not small[:, :4].any()
+  np.testing.assert_array_equal(
+    made.act(params, wide, keys).action.path,
+    plain.act(params, obs | {'image': {'table': small}}, keys).action.path,
+  )
+
+
+@pytest.mark.parametrize('settings', [{}, {'lora': lora.Lora(rank=2)}])
+def test_cloning_without_an_environment_exports_what_acts(settings, tmp_path):
+  make = functools.partial(
+    pi0_policy.policy,
+    config=config(),
+    instruction=(2, 7, 5),
+    norm_stats=STATS,
+    cameras=('image/table',),
+    vectors=('state',),
+    critic=False,
+    **settings,
+  )
+  workflow = workflows.behavior_cloning(
+    None, make, optimizers.adamw(3e-3), normalize_obs=False
+  )
+  _, obs = ENV.init(jnp.arange(B))
+  action = jax.random.normal(jax.random.key(2), (B, CHUNK, 2))
+  batch = base.Demonstration(obs, action)
+  state, losses = workflow.init(KEY), []
+  start, step = state, jax.jit(workflow.step)
+  for i in range(12):
+    state, info = step(state, batch, jax.random.key(i))
+    losses.append(read(info)['train/loss'])
+  assert np.mean(losses[-4:]) < np.mean(losses[:4])
+  before, after = start.actor.params, state.actor.params
+  if settings:
+    jax.tree.map(
+      np.testing.assert_array_equal, before[base.FROZEN], after[base.FROZEN]
+    )
+  pi0_policy.export(
+    tmp_path, workflow.params(state), config=config(), norm_stats=STATS
+  )
+  stored = normalization.read(tmp_path)
+  assert stored == STATS
+  again = policy(norm_stats=stored, checkpoint=str(tmp_path), critic=False)
+  keys = jax.random.split(jax.random.key(1), B)
+  want = make(ENV).act(after, obs, keys)
+  got = again.act(again.init(KEY), obs, keys)
+  np.testing.assert_allclose(got.action.path, want.action.path, atol=1e-4)

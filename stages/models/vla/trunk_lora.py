@@ -1,8 +1,9 @@
-"""Adapters in the language model of OpenVLA and OpenVLA-OFT.
+"""Adapters in the language model of a vision-language-action policy.
 
-Parameters of such a policy are those of `lora`, with the parts of the model
+Parameters of such a policy are those of `lora`, with frozen parts of the model
 under `base.FROZEN`: towers, projector and language model stay as they are. The
-adapters are trained, and in full a critic and the heads of OpenVLA-OFT.
+adapters are trained, and in full all other parts: a critic, the heads of
+OpenVLA-OFT, the expert of π0.
 """
 
 from collections.abc import Callable
@@ -14,16 +15,20 @@ import jax.numpy as jnp
 from stages import base
 from stages.models import lora
 
-LLAMA = 'llama'
-FROZEN_PARTS = ('dino', 'siglip', 'projector', LLAMA)
 
-
-def wrap(policy: base.Policy, settings: lora.Lora) -> base.Policy:
+def wrap(
+  policy: base.Policy,
+  settings: lora.Lora,
+  frozen_parts: tuple[str, ...],
+  part: str,
+) -> base.Policy:
   """A policy whose weights are frozen, with adapters that are trained.
 
   Args:
-    policy: of OpenVLA or OpenVLA-OFT.
+    policy: whose parameters are those of a model by its parts.
     settings: rank, alpha and targets.
+    frozen_parts: names of the parts that are frozen.
+    part: that of them which has adapters.
 
   Raises:
     ValueError: for an adapter to start from, which is not supported.
@@ -36,9 +41,9 @@ def wrap(policy: base.Policy, settings: lora.Lora) -> base.Policy:
 
   def init(key):
     params = dict(policy.init(key))
-    frozen = {part: params.pop(part) for part in FROZEN_PARTS}
+    frozen = {name: params.pop(name) for name in frozen_parts}
     key = jax.random.fold_in(key, 2)
-    adapter = lora.init(frozen[LLAMA], settings, key)
+    adapter = lora.init(frozen[part], settings, key)
     alpha = lora.DEFAULT_ALPHA if settings.alpha is None else settings.alpha
     own = {lora.PARAMS: frozen, lora.ALPHA: jnp.float32(alpha)}
     return {lora.ADAPTER: adapter, base.FROZEN: own} | params
@@ -53,30 +58,31 @@ def wrap(policy: base.Policy, settings: lora.Lora) -> base.Policy:
 
     return run
 
-  joined = functools.partial(_whole, lora.join)
+  joined = functools.partial(_whole, lora.join, part=part)
+  merged = functools.partial(merge, part=part)
   return policy._replace(
     init=init,
-    act=adapted(policy.act, merge),
+    act=adapted(policy.act, merged),
     evaluate=adapted(policy.evaluate, joined),
     value=adapted(policy.value, joined),
     imitation_loss=adapted(policy.imitation_loss, joined),
   )
 
 
-def merge(params):
+def merge(params, *, part: str):
   """Parameters of the model with the adapters added to its weights."""
-  return _whole(lora.merge, params)
+  return _whole(lora.merge, params, part=part)
 
 
-def _whole(prepare: Callable, params):
+def _whole(prepare: Callable, params, *, part: str):
   """The parts of the model, with the language model that `prepare` makes."""
   frozen = params[base.FROZEN]
   parts = frozen[lora.PARAMS]
   adapted = {
     lora.ADAPTER: params[lora.ADAPTER],
-    base.FROZEN: {lora.PARAMS: parts[LLAMA], lora.ALPHA: frozen[lora.ALPHA]},
+    base.FROZEN: {lora.PARAMS: parts[part], lora.ALPHA: frozen[lora.ALPHA]},
   }
   trained = {
     k: x for k, x in params.items() if k not in (lora.ADAPTER, base.FROZEN)
   }
-  return parts | {LLAMA: prepare(adapted)} | trained
+  return parts | {part: prepare(adapted)} | trained

@@ -1,0 +1,141 @@
+"""States and actions of a robot in the units of π0 and π0.5.
+
+π0 was trained on (x − mean) / std of its data set, and π0.5 on numbers that are
+−1 and 1 at the quantiles q01 and q99. Neither is clipped, as in openpi. A
+checkpoint of openpi has these statistics in assets/NAME/norm_stats.json.
+"""
+
+from collections.abc import Callable, Mapping
+import json
+import pathlib
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+import numpy as np
+
+from stages.models.files import weights
+
+ASSETS, FILE = 'assets', 'norm_stats.json'
+EPSILON = 1e-6  # Added to a standard deviation, or to q99 − q01.
+
+Part = Literal['state', 'actions']
+
+
+class Normalization(NamedTuple):
+  """An affine map of each number: y = (x − origin) / unit + value.
+
+  Attributes:
+    origin: a number in the units of the robot.
+    unit: what becomes one.
+    value: what the origin becomes.
+  """
+
+  origin: Float[Array, ' A']
+  unit: Float[Array, ' A']
+  value: float
+
+  def normalize(self, x):
+    """y of x, [..., A]."""
+    return (x - _leading(self.origin, x)) / _leading(self.unit, x) + self.value
+
+  def unnormalize(self, y):
+    """x of y, [..., A]."""
+    return (y - self.value) * _leading(self.unit, y) + _leading(self.origin, y)
+
+
+def of(norm_stats: Any, part: Part, *, quantiles: bool) -> Normalization:
+  """The normalization of a data set's states or actions.
+
+  Args:
+    norm_stats: statistics of 'state' and 'actions', each with 'mean' and 'std',
+      or 'q01' and 'q99', as in norm_stats.json.
+    part: which of them.
+    quantiles: whether by quantiles, as π0.5; otherwise by mean and standard
+      deviation, as π0.
+
+  Raises:
+    ValueError: if they are missing or no numbers.
+  """
+  entry = norm_stats.get(part) if isinstance(norm_stats, Mapping) else None
+  names = ('q01', 'q99') if quantiles else ('mean', 'std')
+  model = 'π0.5' if quantiles else 'π0'
+  if not isinstance(entry, Mapping) or not {*names} <= {*entry}:
+    found = [*entry] if isinstance(entry, Mapping) else norm_stats
+    raise ValueError(
+      f'{model} needs the statistics {names[0]!r} and {names[1]!r} of '
+      f'{part!r}, and there are {found!r:.100}: compute them from its data.'
+    )
+  try:
+    first, second = (np.asarray(entry[x], np.float64) for x in names)
+    if first.shape != second.shape or first.ndim != 1 or not first.size:
+      raise ValueError(f'shapes {[*first.shape]} and {[*second.shape]}')
+    if not (np.isfinite(first) & np.isfinite(second)).all():
+      raise ValueError('not finite')
+    if (second < (first if quantiles else 0.0)).any():
+      raise ValueError('a range or a standard deviation below zero')
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f'The statistics {names[0]!r} and {names[1]!r} of {part!r} are not two '
+      f'lists of as many numbers ({error}): compute them again.'
+    ) from error
+  unit = (second - first + EPSILON) / 2.0 if quantiles else second + EPSILON
+  value = -1.0 if quantiles else 0.0
+  return Normalization(np.float32(first), np.float32(unit), value)
+
+
+def normalizer(norm_stats: Any, *, quantiles: bool) -> Callable:
+  """Returns `actions -> actions` in the units of the model; see `of`."""
+  return of(norm_stats, 'actions', quantiles=quantiles).normalize
+
+
+def read(
+  checkpoint: str | pathlib.Path, asset: str | None = None
+) -> dict[str, Any]:
+  """The statistics that a checkpoint has.
+
+  Args:
+    checkpoint: its folder.
+    asset: name of the data set; None if the folder has those of one only.
+
+  Raises:
+    CheckpointError: if there are none of this name, or several.
+  """
+  root = pathlib.Path(checkpoint) / ASSETS
+  found = sorted(
+    # A name may have slashes, such as physical-intelligence/libero.
+    x.parent.relative_to(root).as_posix()
+    for x in root.rglob(FILE)
+  )
+  names = ', '.join(found) or 'none'
+  if asset is None and len(found) != 1:
+    raise weights.CheckpointError(
+      f'{checkpoint} has statistics of {names} in {ASSETS}, and those of one '
+      f'data set are needed: copy its {FILE} there, or name one of several.'
+    )
+  name = found[0] if asset is None else asset
+  if name not in found:
+    raise weights.CheckpointError(
+      f'{checkpoint} has no statistics of {name!r}, but of {names}: name one '
+      'of these.'
+    )
+  raw = weights.read_json(root / name / FILE)
+  stats = raw.get('norm_stats') if isinstance(raw, Mapping) else None
+  if not isinstance(stats, Mapping):
+    raise weights.CheckpointError(
+      f'{root / name / FILE} holds {raw!r:.60}, expected an object with '
+      "'norm_stats': copy it again."
+    )
+  return dict(stats)
+
+
+def write(folder: str | pathlib.Path, asset: str, norm_stats: Mapping):
+  """Writes statistics into the folder of a checkpoint."""
+  path = pathlib.Path(folder) / ASSETS / asset / FILE
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(json.dumps({'norm_stats': dict(norm_stats)}, indent=2))
+
+
+def _leading(x_A, like):
+  """A vector in the rank of `like`."""
+  return jnp.asarray(x_A).reshape((1,) * (like.ndim - 1) + (-1,))
