@@ -46,8 +46,8 @@ def policy(
       recomputes.
     slots: rows that a device decodes at once; waiting rows take the place of
       rows that have ended. The tokens are the same. None to decode all rows
-      until the longest has ended. With slots, unfinished rows cannot be
-      carried to another step.
+      until the longest has ended. With slots, and where the model reads
+      pictures, unfinished rows cannot be carried to another step.
     packed_tokens: tokens that a packed row has room for; completions are then
       scored in packed rows, see `packing`, one on each device at a time. None
       to score all of them together, padded to the longest possible.
@@ -56,6 +56,12 @@ def policy(
     raise ValueError(
       f'With {slots} slots no row is decoded: give one slot or more, or None '
       'to decode all rows at once.'
+    )
+  if config.vision is not None and packed_tokens is not None:
+    raise ValueError(
+      f'Completions are packed (packed_tokens={packed_tokens}), and those of a '
+      'model that reads pictures cannot be: leave packed_tokens out (PACKED in '
+      'gin).'
     )
   model = transformer.Transformer(config)
 
@@ -94,6 +100,8 @@ def _decoders(
   """The policy's `act`, `resume`, `empty_cache` and `engine`; see `policy`."""
   act = functools.partial(generate.generate, model, length=length, **settings)
   if slots is None:
+    if model.config.vision is not None:
+      return act, None, None, None
     resume = functools.partial(generate.resume, model, **settings)
     empty = functools.partial(kept_cache.empty, model.config, length=length)
     return act, resume, empty, None

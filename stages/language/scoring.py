@@ -96,6 +96,7 @@ def completion_states(
     split.mask_NP,
     token_BT,
     split.position_B,
+    split.pictures,
     method='hidden_states',
     balance=balance,
   )

@@ -15,6 +15,62 @@ Activation = Literal['silu', 'gelu_tanh']
 
 
 @dataclasses.dataclass(frozen=True)
+class VisionConfig:
+  """Dimensions and settings of the vision tower of Qwen2.5-VL.
+
+  Attributes:
+    D: width of the tower.
+    L: number of layers.
+    H: number of heads, which divides `D`.
+    F: width of the feed-forward.
+    token: id of the token in whose places a model reads a picture.
+    full_layers: layers in which a patch attends to its whole picture; in the
+      others, to its window.
+    window: edge of a window, in patches.
+    patch_size: edge of a patch, in pixels.
+    frames: frames that a patch of a film has; a picture is in all of them.
+    merge: edge of a square of patches that becomes one token, in patches.
+    rope: rotary embedding of the rows of patches and of their columns.
+    norm_epsilon: ε of RMSNorm.
+    mean: mean of red, green and blue in 0 … 1, which is subtracted.
+    std: their standard deviation.
+  """
+
+  D: int
+  L: int
+  H: int
+  F: int
+  token: int
+  full_layers: tuple[int, ...] = (7, 15, 23, 31)
+  window: int = 8
+  patch_size: int = 14
+  frames: int = 2
+  merge: int = 2
+  rope: rope_lib.RopeConfig = rope_lib.RopeConfig(theta=1e4)
+  norm_epsilon: float = 1e-6
+  mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+  std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+
+  def __post_init__(self):
+    if self.D % self.H or self.D // self.H % 4:
+      raise ValueError(
+        f'A vision tower {self.D} wide has {self.H} heads, and the width of a '
+        'head must be a multiple of four: half of it turns by the row of a '
+        'patch, half by its column.'
+      )
+    if self.window % self.merge:
+      raise ValueError(
+        f'Windows of {self.window} patches cannot be cut into squares of '
+        f'{self.merge} evenly: give a multiple.'
+      )
+    if any(not 0 <= i < self.L for i in self.full_layers):
+      raise ValueError(
+        f'Layers {self.full_layers} attend to whole pictures, and the tower '
+        f'has layers 0 to {self.L - 1}.'
+      )
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
   """Dimensions and settings of a model; letters as in `stages/base.py`.
 
@@ -34,6 +90,8 @@ class Config:
     norm_epsilon: ε of RMSNorm.
     qkv_bias: whether query, key and value have biases.
     out_bias: whether the output of attention has a bias.
+    feedforward_bias: whether the three matrices of a dense feed-forward have
+      biases.
     qk_norm: RMSNorm of each head's query and key, before they are rotated.
     activation: of the gate of the feed-forward.
     unit_offset: scales of norms are stored as their difference from one.
@@ -59,6 +117,8 @@ class Config:
       model's masks, and chunks of queries elsewhere; 'splash', 'cudnn' or
       'chunked' for one of them on any hardware.
     init_stddev: standard deviation of random weights.
+    vision: the tower through which the model reads pictures; None if it reads
+      text alone.
   """
 
   V: int
@@ -75,6 +135,7 @@ class Config:
   norm_epsilon: float = 1e-6
   qkv_bias: bool = True
   out_bias: bool = False
+  feedforward_bias: bool = False
   qk_norm: bool = False
   activation: Activation = 'silu'
   unit_offset: bool = False
@@ -91,6 +152,7 @@ class Config:
   max_live_scores: int = attention.MAX_LIVE_SCORES
   attention: str = kernels.AUTO
   init_stddev: float = 0.02
+  vision: VisionConfig | None = None
 
   @property
   def param_dtype(self):
@@ -131,4 +193,15 @@ class Config:
     if len({w for w in self.windows if w is not None}) > 1:
       raise ValueError(
         f'Layers have different windows {self.windows}: one size is supported.'
+      )
+    if self.rope.sections and sum(self.rope.sections) != self.W // 2:
+      raise ValueError(
+        f'The sections {self.rope.sections} of the rotary embedding have '
+        f'{sum(self.rope.sections)} planes, and a head of width {self.W} has '
+        f'{self.W // 2}.'
+      )
+    if self.vision is not None and (self.window or not self.rope.sections):
+      raise ValueError(
+        'A model that reads pictures needs a rotary embedding with sections, '
+        'for time, row and column, and no layer of it can have a window.'
       )

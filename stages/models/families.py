@@ -10,43 +10,10 @@ from typing import Any, NamedTuple
 
 from stages import remat as remat_lib
 from stages.models import config as config_lib
-from stages.models.files import config_check, weights
-from stages.models.files.naming import Tensor
+from stages.models.files import config_check, decoder_names, naming, weights
 from stages.models.layers import rope as rope_lib
+from stages.models.vision import vision_files
 
-LAYER = 'model.layers.{i}'
-# Checkpoint tensors by parameter; `Family.renamed` has the exceptions.
-NAMES = {
-  'embed_VD': Tensor('model.embed_tokens.weight'),
-  'unembed_DV': Tensor('lm_head.weight', 1),
-  'norm_D': Tensor('model.norm.weight'),
-  'before_attention_D': Tensor(f'{LAYER}.input_layernorm.weight'),
-  'before_feedforward_D': Tensor(f'{LAYER}.post_attention_layernorm.weight'),
-  'query_DHW': Tensor(f'{LAYER}.self_attn.q_proj.weight', 1),
-  'key_DKW': Tensor(f'{LAYER}.self_attn.k_proj.weight', 1),
-  'value_DKW': Tensor(f'{LAYER}.self_attn.v_proj.weight', 1),
-  'out_HWD': Tensor(f'{LAYER}.self_attn.o_proj.weight', 2),
-  'query_bias_HW': Tensor(f'{LAYER}.self_attn.q_proj.bias', 0),
-  'key_bias_KW': Tensor(f'{LAYER}.self_attn.k_proj.bias', 0),
-  'value_bias_KW': Tensor(f'{LAYER}.self_attn.v_proj.bias', 0),
-  'out_bias_D': Tensor(f'{LAYER}.self_attn.o_proj.bias', 0),
-  'query_norm_W': Tensor(f'{LAYER}.self_attn.q_norm.weight'),
-  'key_norm_W': Tensor(f'{LAYER}.self_attn.k_norm.weight'),
-  'gate_DF': Tensor(f'{LAYER}.mlp.gate_proj.weight', 1),
-  'up_DF': Tensor(f'{LAYER}.mlp.up_proj.weight', 1),
-  'down_FD': Tensor(f'{LAYER}.mlp.down_proj.weight', 1),
-}
-POST_NORMS = {
-  'after_attention_D': Tensor(f'{LAYER}.post_attention_layernorm.weight'),
-  'before_feedforward_D': Tensor(f'{LAYER}.pre_feedforward_layernorm.weight'),
-  'after_feedforward_D': Tensor(f'{LAYER}.post_feedforward_layernorm.weight'),
-}
-EXPERTS = {
-  'router_DE': Tensor(f'{LAYER}.mlp.gate.weight', 1),
-  'gate_EDF': Tensor(f'{LAYER}.mlp.experts.{{e}}.gate_proj.weight', 1),
-  'up_EDF': Tensor(f'{LAYER}.mlp.experts.{{e}}.up_proj.weight', 1),
-  'down_EFD': Tensor(f'{LAYER}.mlp.experts.{{e}}.down_proj.weight', 1),
-}
 GEMMA = {'unit_offset': True, 'scale_embeddings': True}
 
 
@@ -56,33 +23,43 @@ class Family(NamedTuple):
   Attributes:
     architecture: its class in `transformers`.
     settings: fields of `transformer.Config` that it fixes.
-    renamed: checkpoint tensors whose names differ from `NAMES`.
+    renamed: checkpoint tensors whose names differ from those of Llama.
+    has_vision: whether it has the vision tower of Qwen2.5-VL.
   """
 
   architecture: str
   settings: Mapping[str, Any] = {}
-  renamed: Mapping[str, Tensor] = {}
+  renamed: naming.Names = {}
+  has_vision: bool = False
 
   @property
-  def names(self) -> dict[str, Tensor]:
+  def names(self) -> naming.Names:
     """The checkpoint tensor of each parameter."""
-    return NAMES | self.renamed
+    return decoder_names.NAMES | self.renamed
 
 
 FAMILIES = {
   'qwen2': Family('Qwen2ForCausalLM', {'qkv_bias': True}),
   'qwen3': Family('Qwen3ForCausalLM', {'qk_norm': True}),
-  'qwen3_moe': Family('Qwen3MoeForCausalLM', {'qk_norm': True}, EXPERTS),
+  'qwen3_moe': Family(
+    'Qwen3MoeForCausalLM', {'qk_norm': True}, decoder_names.EXPERTS
+  ),
   'llama': Family('LlamaForCausalLM'),
   'mistral': Family('MistralForCausalLM'),
   'gemma': Family('GemmaForCausalLM', GEMMA),
   'gemma2': Family(
-    'Gemma2ForCausalLM', GEMMA | {'post_norms': True}, POST_NORMS
+    'Gemma2ForCausalLM', GEMMA | {'post_norms': True}, decoder_names.POST_NORMS
   ),
   'gemma3_text': Family(
     'Gemma3ForCausalLM',
     GEMMA | {'post_norms': True, 'qk_norm': True},
-    POST_NORMS,
+    decoder_names.POST_NORMS,
+  ),
+  'qwen2_5_vl': Family(
+    'Qwen2_5_VLForConditionalGeneration',
+    {'qkv_bias': True},
+    {'tower': vision_files.NAMES},
+    has_vision=True,
   ),
 }
 ACTIVATIONS = {'silu': 'silu', 'gelu_pytorch_tanh': 'gelu_tanh'}
@@ -133,10 +110,13 @@ def read(
   Raises:
     CheckpointError: for a model or a setting that is not supported.
   """
-  family = family_of(raw, path)
+  family, vision = family_of(raw, path), None
+  if family.has_vision:
+    vision = vision_files.read(raw, path)
+    raw = vision_files.of_text(raw)
   config_check.check(raw, path)
   try:
-    config = _translated(raw, path, family, dtype, remat)
+    config = _translated(raw, path, family, vision, dtype, remat)
   except weights.CheckpointError:
     raise
   except Exception as error:  # Strangers' settings, read by another library.
@@ -147,7 +127,9 @@ def read(
   return dataclasses.replace(config, attention=attention)
 
 
-def _translated(raw, path, family: Family, dtype, remat) -> config_lib.Config:
+def _translated(
+  raw, path, family: Family, vision, dtype, remat
+) -> config_lib.Config:
   """The model that the checked settings of a config.json describe."""
   import transformers
 
@@ -183,6 +165,7 @@ def _translated(raw, path, family: Family, dtype, remat) -> config_lib.Config:
     dtype=dtype or raw.get('dtype') or raw.get('torch_dtype') or 'float32',
     remat=remat,
     init_stddev=c.initializer_range,
+    vision=vision,
     **settings,
   )
 
@@ -283,6 +266,7 @@ def _rope(r, c, path) -> rope_lib.RopeConfig:
     attention_factor=attention,
     low_freq_factor=r.get('low_freq_factor') or 1.0,
     high_freq_factor=r.get('high_freq_factor') or 4.0,
+    sections=tuple(r.get('mrope_section') or ()),
   )
 
 
@@ -300,7 +284,9 @@ def write(folder, c: config_lib.Config, model_type: str, **extra):
   """
   import transformers
 
-  kind = transformers.CONFIG_MAPPING[model_type]
+  family = FAMILIES[model_type]
+  of_text = vision_files.TEXT if family.has_vision else model_type
+  kind = transformers.CONFIG_MAPPING[of_text]
   known = kind().to_dict().keys() | kind.attribute_map.keys()
   written = kind(
     vocab_size=c.V,
@@ -316,10 +302,12 @@ def write(folder, c: config_lib.Config, model_type: str, **extra):
     tie_word_embeddings=c.tie_embeddings,
     initializer_range=c.init_stddev,
     dtype=c.dtype,
-    architectures=[FAMILIES[model_type].architecture],
+    architectures=[family.architecture],
     **{k: v for k, v in _optional(c).items() if k in known},
     **extra,
   )
+  if family.has_vision:
+    written = vision_files.joined(written, c)
   got = read(written.to_dict(), folder, remat=c.remat, attention=c.attention)
   lost = [
     field.name
@@ -332,6 +320,8 @@ def write(folder, c: config_lib.Config, model_type: str, **extra):
       f'{" and ".join(lost)} would be lost.'
     )
   written.save_pretrained(folder)
+  if c.vision is not None:
+    vision_files.write_processor(folder, c.vision)
 
 
 def _optional(c: config_lib.Config) -> dict[str, Any]:
@@ -378,6 +368,8 @@ def _rope_parameters(c: config_lib.Config, model_type: str) -> dict[str, Any]:
       found['original_max_position_embeddings'] = rope.original_context
     if rope.attention_factor is not None:
       found['attention_factor'] = rope.attention_factor
+    if rope.sections:
+      found['mrope_section'] = [*rope.sections]
     return {'rope_type': rope.kind, 'rope_theta': rope.theta} | found
 
   if model_type != 'gemma3_text':
@@ -396,5 +388,8 @@ def _meaning(c: config_lib.Config, name: str):
   if name == 'windows':
     return value if c.window else ()
   if name == 'rope' and value.kind == 'default':
-    return value.kind, value.theta
+    return value.kind, value.theta, value.sections
+  if name == 'vision' and value is not None:
+    # Its pictures are described in a file of their own.
+    return dataclasses.replace(value, mean=(0.0,) * 3, std=(1.0,) * 3)
   return value

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import contextlib
+import dataclasses
 import functools
 import json
 import pathlib
@@ -17,6 +18,7 @@ from stages.language import language_model, sample, tokens
 from stages.models import families, transformer
 from stages.models import lora as lora_lib
 from stages.models.files import adapters, config_check, naming, weights
+from stages.models.vision import vision_files
 
 # Files of a checkpoint beside its tensors, which `export` copies.
 COMPANIONS = (
@@ -28,6 +30,9 @@ COMPANIONS = (
   'merges.txt',
   'chat_template.jinja',
   'generation_config.json',
+  'preprocessor_config.json',
+  'processor_config.json',
+  'chat_template.json',
 )
 # Files of which a tokenizer has at least one.
 TOKENIZERS = (
@@ -62,7 +67,7 @@ def model_type(checkpoint: str | pathlib.Path) -> str:
   return raw['model_type']
 
 
-def names(checkpoint: str | pathlib.Path) -> dict[str, naming.Tensor]:
+def names(checkpoint: str | pathlib.Path) -> naming.Names:
   """The tensor of a checkpoint that holds each parameter."""
   return families.family_of(*raw_config(checkpoint)).names
 
@@ -86,9 +91,14 @@ def load_config(
     CheckpointError: if the folder is missing, or holds a model or a setting
       that is not supported.
   """
-  return families.read(
+  config = families.read(
     *raw_config(checkpoint), dtype=dtype, remat=remat, attention=attention
   )
+  if config.vision is None:
+    return config
+  seen = vision_files.read_processor(checkpoint)
+  vision = dataclasses.replace(config.vision, mean=seen.mean, std=seen.std)
+  return dataclasses.replace(config, vision=vision)
 
 
 def stop_tokens(checkpoint: str | pathlib.Path) -> tuple[int, ...]:
@@ -106,6 +116,8 @@ def stop_tokens(checkpoint: str | pathlib.Path) -> tuple[int, ...]:
     if not path.is_file():
       continue
     raw = weights.read_json(path)
+    if isinstance(raw, dict):
+      raw = vision_files.of_text(raw)
     config_check.check_end_tokens(raw, path, size)
     ids, size = raw.get('eos_token_id', ids), raw.get('vocab_size', size)
   ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
@@ -175,6 +187,12 @@ def policy(
     )
   settings = {'dtype': dtype, 'remat': remat, 'attention': attention}
   config, start = load_config(checkpoint, **settings), None
+  if config.vision is not None and (engine is not None or lora):
+    unknown = 'an engine (vLLM)' if engine is not None else 'LoRA'
+    raise ValueError(
+      f'{checkpoint} reads pictures, and {unknown} is not supported for such a '
+      'model: generate in JAX, and train all weights.'
+    )
   shapes = transformer.param_shapes(config)
   if lora:
     shapes, lora, start = _adapter(config, shapes, lora)

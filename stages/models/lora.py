@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base, ranges
-from stages.models import families
+from stages.models.files import decoder_names
 from stages.models.layers import mixed_precision
 
 ADAPTER, PARAMS, ALPHA = 'adapter', 'params', 'alpha'
@@ -47,8 +47,8 @@ DEFAULT_ALPHA = 32
 
 def module_name(parameter: str) -> str:
   """The name of a linear map in a checkpoint, such as 'self_attn.q_proj'."""
-  name = families.NAMES[parameter].name.removesuffix('.weight')
-  return name.removeprefix(f'{families.LAYER}.')
+  name = decoder_names.NAMES[parameter].name.removesuffix('.weight')
+  return name.removeprefix(f'{decoder_names.LAYER}.')
 
 
 NAMED = {module_name(p).split('.')[-1]: p for p in LETTERS.values()}
@@ -108,7 +108,7 @@ def parameters(targets: str | tuple[str, ...]) -> tuple[str, ...]:
 def split(parameter: str) -> tuple[str, str]:
   """The dimension letters of a matrix: those of inputs, those of outputs."""
   letters = parameter.rsplit('_', 1)[1]
-  n = families.NAMES[parameter].inputs
+  n = decoder_names.NAMES[parameter].inputs
   return letters[:n], letters[n:]
 
 

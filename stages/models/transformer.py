@@ -1,5 +1,8 @@
 """A decoder-only transformer: Qwen2, Qwen3, Llama, Mistral and Gemma.
 
+With a vision tower, it is Qwen2.5-VL: vectors of pictures take the places of
+some tokens of prompts, and the tokens of a prompt have positions in a plane.
+
 Grouped-query attention, rotary positions, RMSNorm and a gated feed-forward;
 `Config` selects what the architectures differ in. The completions of a group
 share their prompt, so a sequence is processed in two parts: the prompt once a
@@ -23,6 +26,7 @@ from stages.models import config as config_lib
 from stages.models.layers import attention, initialize, mixed_precision, stack
 from stages.models.layers import block as block_lib
 from stages.models.layers import rope as rope_lib
+from stages.models.vision import patches, window_vit
 
 Config = config_lib.Config
 
@@ -38,6 +42,8 @@ class Transformer(nn.Module):
     self.norm_D = block_lib.parameter(self, 'norm_D', c.D)
     if not c.tie_embeddings:
       self.unembed_DV = block_lib.parameter(self, 'unembed_DV', c.D, c.V)
+    if c.vision is not None:
+      self.tower = window_vit.WindowTower(c)
     in_axes = 0, nn.broadcast, nn.broadcast
     self.layers = stack.layers(block_lib.Block, c, in_axes)
 
@@ -49,9 +55,11 @@ class Transformer(nn.Module):
     params = {x: getattr(self, x) for x in output_names(self.config)}
     return output_logits(self.config, params, x_BTD)
 
-  def prefill(self, token_NP, mask_NP) -> attention.PromptCache:
-    """Keys and values of prompts, padded anywhere."""
-    return attention.PromptCache(*self._prompts(token_NP, mask_NP)[1])
+  def prefill(
+    self, token_NP, mask_NP, pictures: patches.Pictures | None = None
+  ) -> attention.PromptCache:
+    """Keys and values of prompts, padded anywhere; arguments as `__call__`."""
+    return attention.PromptCache(*self._prompts(token_NP, mask_NP, pictures)[1])
 
   def embedded_states(self, x_NPD, mask_NP, *, bidirectional=False):
     """Final hidden states, keys and values of prompts that are vectors.
@@ -64,7 +72,7 @@ class Transformer(nn.Module):
     x_NPD, cache = self._prompt_layers(x_NPD, mask_NP, bidirectional)
     return x_NPD, attention.PromptCache(*cache)
 
-  def hidden_states(self, token_NP, mask_NP, token_BT, start_B):
+  def hidden_states(self, token_NP, mask_NP, token_BT, start_B, pictures=None):
     """Final hidden states [B, T, D] of completions.
 
     Args:
@@ -72,6 +80,7 @@ class Transformer(nn.Module):
       mask_NP: one where completions may attend.
       token_BT: completions; the rows of a group are adjacent.
       start_B: position of the first token of each.
+      pictures: `patches.Pictures` of the prompts; None without any.
     """
     (N, P), (B, T) = token_NP.shape, token_BT.shape
     position_BT = start_B[:, None] + jnp.arange(T)[None]
@@ -84,7 +93,13 @@ class Transformer(nn.Module):
       return jnp.concatenate([x_BP, x_BT], axis=1)
 
     position_NP, is_key_NP = positions(mask_NP), mask_NP > 0
-    position_NS = pack(position_NP, position_BT)
+    rotary = position_NP, position_BT
+    if pictures is not None:
+      # Time, row and column of a token that is written are the same.
+      rotary = pictures.position, jnp.repeat(position_BT[..., None], 3, axis=-1)
+    rotary = jnp.concatenate(
+      [rotary[0], rotary[1].reshape(N, -1, *rotary[1].shape[2:])], axis=1
+    )
     position_BC = joined(position_NP, position_BT)
     is_key_BC = joined(is_key_NP, jnp.ones((B, T), bool))
 
@@ -93,13 +108,15 @@ class Transformer(nn.Module):
         attention.causal(is_key_NP, window, position_NP, position_NP),
         attention.causal(is_key_BC, window, position_BT, position_BC),
       )
-      angles = rope_lib.angles(rope, self.config.W, position_NS)
+      angles = rope_lib.angles(rope, self.config.W, rotary)
       return attention.Context(*angles, *masks)
 
     params, token_NS = {'embed_VD': self.embed_VD}, pack(token_NP, token_BT)
     x_NSD = row_map.map_rows(
       self._look_up, params, token_NS, dtype=self.config.dtype
     )
+    x_NPD = self._insert(x_NSD[:, :P], token_NP, mask_NP, pictures)
+    x_NSD = jnp.concatenate([x_NPD, x_NSD[:, P:]], axis=1)
     x_NSD, _ = self._stack(x_NSD, context)
     x_NSD = rules.gather_sequence(x_NSD)
     return x_NSD[:, P:].reshape(B, T, -1)
@@ -135,6 +152,26 @@ class Transformer(nn.Module):
       x_BTD *= jnp.asarray(math.sqrt(self.config.D), x_BTD.dtype)
     return x_BTD
 
+  def _insert(self, x_NPD, token_NP, mask_NP, pictures):
+    """Vectors of prompts with those of pictures in the places of their tokens.
+
+    The tokens of a row are filled in their order, with the pictures of the row
+    one after the other.
+    """
+    if pictures is None:
+      return x_NPD
+    if self.config.vision is None:
+      raise ValueError(
+        'Prompts have pictures, and this model reads text alone: give a model '
+        'with a vision tower (Qwen2.5-VL), or leave the pictures out.'
+      )
+    is_place_NP = (token_NP == self.config.vision.token) & (mask_NP > 0)
+    index_NP = jnp.maximum(jnp.cumsum(is_place_NP, axis=1) - 1, 0)
+    seen_NPD = jnp.take_along_axis(
+      self.tower(pictures), index_NP[..., None], axis=1, mode='clip'
+    )
+    return jnp.where(is_place_NP[..., None], seen_NPD, x_NPD)
+
   def _stack(self, x_NSD, context):
     """All layers; `context: rope, window -> Context`."""
     c = self.config
@@ -148,25 +185,38 @@ class Transformer(nn.Module):
     everywhere = context(c.rope, jnp.iinfo(jnp.int32).max)
     return self.layers(x_NSD, is_local_L, everywhere, nearby)
 
-  def _prompts(self, token_NP, mask_NP):
-    return self._prompt_layers(self.embed(token_NP), mask_NP)
+  def _prompts(self, token_NP, mask_NP, pictures=None):
+    x_NPD = self._insert(self.embed(token_NP), token_NP, mask_NP, pictures)
+    rotary = None if pictures is None else pictures.position
+    return self._prompt_layers(x_NPD, mask_NP, rotary=rotary)
 
-  def _prompt_layers(self, x_NPD, mask_NP, bidirectional=False):
+  def _prompt_layers(self, x_NPD, mask_NP, bidirectional=False, rotary=None):
+    """As `embedded_states`; `rotary` are positions other than those in rows."""
     position_NP = positions(mask_NP)
+    rotary = position_NP if rotary is None else rotary
 
     def context(rope, window=None):
       mask = attention.causal(mask_NP > 0, window, position_NP, position_NP)
       if bidirectional:
         block_NP = jnp.zeros_like(position_NP)
         mask = mask._replace(block_BT=block_NP, block_BC=block_NP)
-      angles = rope_lib.angles(rope, self.config.W, position_NP)
+      angles = rope_lib.angles(rope, self.config.W, rotary)
       return attention.Context(*angles, mask)
 
     return self._stack(x_NPD, context)
 
-  def __call__(self, token_NP, mask_NP):
-    """Logits after every token of padded sequences: the plain forward pass."""
-    return self.logits(self._prompts(token_NP, mask_NP)[0])
+  def __call__(
+    self, token_NP, mask_NP, pictures: patches.Pictures | None = None
+  ):
+    """Logits after every token of padded sequences: the plain forward pass.
+
+    Args:
+      token_NP: tokens.
+      mask_NP: one on tokens, zero on padding.
+      pictures: pictures of the rows, and positions of their tokens; None
+        without any.
+    """
+    return self.logits(self._prompts(token_NP, mask_NP, pictures)[0])
 
 
 def output_names(config: Config) -> tuple[str, str]:
@@ -227,8 +277,11 @@ def _shapes(config: Config, widest: Any) -> Any:
   """The same, also by the widest float type: a model is traced once."""
   del widest
   token_11 = jnp.zeros((1, 1), jnp.int32)
+  pictures = None if config.vision is None else patches.blank(config.vision)
   model = Transformer(config)
-  variables = jax.eval_shape(model.init, jax.random.key(0), token_11, token_11)
+  variables = jax.eval_shape(
+    model.init, jax.random.key(0), token_11, token_11, pictures
+  )
   return variables['params']
 
 

@@ -154,7 +154,7 @@ def _generate(
 ) -> base.Completions:
   """Decodes all rows of one device."""
   split = prefill.split_prompt(prompt, group_size)
-  layers = prefill.prompt_layers(model, params, split.prompt_NP, split.mask_NP)
+  layers = prefill.prompt_layers(model, params, split)
   B = key_B.shape[0]
   slots = min(slots, B)
   replace = functools.partial(_replace_ended, layers, split, group_size, stop)

@@ -76,6 +76,11 @@ def _prefill_completions(
     The next input token of each row, and its rolled cache by layer.
   """
   split = prefill.split_prompt(prompt, group_size)
+  if split.pictures is not None:
+    raise ValueError(
+      'Completions that were left unfinished cannot be continued after prompts '
+      'with pictures: finish them in the step that began them.'
+    )
   (N, P), (B, _) = split.prompt_NP.shape, completions.mask.shape
   token_BT = jnp.concatenate(
     [split.token_B[:, None], completions.action[:, :-1]], axis=1
@@ -251,9 +256,7 @@ def resume(
   """
   params = rules.gather(transformer.compute_params(model.config, params))
   split = prefill.split_prompt(prompt, group_size)
-  read = model.apply(
-    {'params': params}, split.prompt_NP, split.mask_NP, method='prefill'
-  )
+  read = model.apply({'params': params}, *split.read, method='prefill')
   layers = prefill.cached_layers(model, params, read)
   T = completions.mask.shape[1]
   length_B = completions.mask.sum(1, dtype=jnp.int32)

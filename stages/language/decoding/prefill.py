@@ -10,6 +10,7 @@ from stages import base
 from stages.language.decoding import kv_cache
 from stages.models import transformer
 from stages.models.layers import attention
+from stages.models.vision import patches
 
 # Tokens of prompts that are read at once. More do not make better use of the
 # arithmetic units, and their activations take memory.
@@ -27,30 +28,45 @@ class SplitPrompt(NamedTuple):
     mask_NP: 1 on all real tokens but the last.
     token_B: the last token.
     position_B: its position.
+    pictures: pictures of the prompts, one row a group; None without any.
   """
 
   prompt_NP: Array
   mask_NP: Array
   token_B: Array
   position_B: Array
+  pictures: patches.Pictures | None = None
+
+  @property
+  def read(self) -> tuple:
+    """What a model reads of the prompts."""
+    return self.prompt_NP, self.mask_NP, self.pictures
 
 
-def split_prompt(prompt: base.Prompt, group_size: int) -> SplitPrompt:
+def split_prompt(
+  prompt: base.Prompt | patches.PicturePrompt, group_size: int
+) -> SplitPrompt:
   """Takes each group's prompt once and separates its last token."""
   token_NP, mask_NP = prompt.token[::group_size], prompt.mask[::group_size]
   last_N = mask_NP.sum(1, dtype=jnp.int32) - 1
   is_last_NP = transformer.positions(mask_NP) == last_N[:, None]
   is_last_NP &= mask_NP > 0
   token_N = jnp.where(is_last_NP, token_NP, 0).sum(1, dtype=token_NP.dtype)
+  pictures = None
+  if isinstance(prompt, patches.PicturePrompt):
+    pictures = jax.tree.map(lambda x: x[::group_size], prompt.pictures)
+    last_N = jnp.where(is_last_NP, pictures.position[..., 0], 0)
+    last_N = last_N.sum(1, dtype=jnp.int32)
   return SplitPrompt(
     token_NP,
     jnp.where(is_last_NP, 0, mask_NP),
     jnp.repeat(token_N, group_size),
     jnp.repeat(last_N, group_size),
+    pictures,
   )
 
 
-def prompt_layers(model, params, prompt_NP, mask_NP):
+def prompt_layers(model, params, split: SplitPrompt):
   """By layer: its parameters, and its prompts' keys and values [N, K, P, W].
 
   All prompts are read before the loop, in chunks. In the loop, prompts of a few
@@ -65,14 +81,18 @@ def prompt_layers(model, params, prompt_NP, mask_NP):
       for i in layers
     ]
 
-  (N, P), prompt = mask_NP.shape, (prompt_NP, mask_NP)
+  (N, P), prompt = split.mask_NP.shape, split.read
   n = max(1, MAX_PROMPT_TOKENS // P)
   if n >= N:
     caches = read(prompt)
   else:
     chunks = -(-N // n)
-    padding = [(0, chunks * n - N), (0, 0)]
-    prompt = [jnp.pad(x, padding).reshape(chunks, n, P) for x in prompt]
+
+    def chunk(x):
+      padding = [(0, chunks * n - N)] + [(0, 0)] * (x.ndim - 1)
+      return jnp.pad(x, padding).reshape(chunks, n, *x.shape[1:])
+
+    prompt = jax.tree.map(chunk, prompt)
     caches = jax.tree.map(
       lambda x: x.reshape(chunks * n, *x.shape[2:]), jax.lax.map(read, prompt)
     )

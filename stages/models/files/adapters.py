@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from stages import base
-from stages.models import families, lora
-from stages.models.files import config_check, naming, weights
+from stages.models import lora
+from stages.models.files import config_check, decoder_names, naming, weights
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'
@@ -59,7 +59,7 @@ def is_adapter(folder: str | pathlib.Path) -> bool:
 
 def _tensors(parameter: str) -> dict[str, naming.Tensor]:
   """PEFT's tensors of A and B of a matrix, by our names."""
-  stem = PREFIX + families.NAMES[parameter].name.removesuffix('.weight')
+  stem = PREFIX + decoder_names.NAMES[parameter].name.removesuffix('.weight')
   a, b = lora.pair_names(parameter)
   ins = len(lora.split(parameter)[0])
   return {

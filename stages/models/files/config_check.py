@@ -39,7 +39,7 @@ def size(most: int, least: int = 1) -> Kind:
   )
 
 
-def _list_of(kind: type, words: str) -> Kind:
+def list_of(kind: type, words: str) -> Kind:
   return Kind(
     f'a list of {words}',
     lambda x: isinstance(x, list) and all(type(y) is kind for y in x),
@@ -66,7 +66,7 @@ TOKENS = Kind(
 DTYPE = _either('float32', 'bfloat16', 'float16', 'float64')
 
 # Settings that name the architecture.
-IDENTITY = {'model_type': TEXT, 'architectures': _list_of(str, 'texts')}
+IDENTITY = {'model_type': TEXT, 'architectures': list_of(str, 'texts')}
 # The most of each size are far above any published model; a folder must still
 # hold the tensors of the sizes that it states.
 SETTINGS = IDENTITY | {
@@ -105,8 +105,8 @@ SETTINGS = IDENTITY | {
   'hidden_activation': TEXT,
   'dtype': DTYPE,
   'torch_dtype': DTYPE,
-  'layer_types': _list_of(str, 'texts'),
-  'mlp_only_layers': _list_of(int, 'whole numbers'),
+  'layer_types': list_of(str, 'texts'),
+  'mlp_only_layers': list_of(int, 'whole numbers'),
   'rope_scaling': OBJECT,
   'rope_parameters': OBJECT,
 }
@@ -131,6 +131,7 @@ ROPE = {
   'mscale': POSITIVE,
   'mscale_all_dim': POSITIVE,
   'partial_rotary_factor': POSITIVE,
+  'mrope_section': list_of(int, 'whole numbers'),
 }
 # Settings that would change the model, with the values that change nothing.
 REFUSED = {

@@ -68,6 +68,10 @@ class Block(nn.Module):
       self.gate_DF = one_matrix('gate_DF', c.D, c.F)
       self.up_DF = one_matrix('up_DF', c.D, c.F)
       self.down_FD = one_matrix('down_FD', c.F, c.D)
+    if c.feedforward_bias:
+      self.gate_F = one_parameter('gate_bias_F', c.F)
+      self.up_F = one_parameter('up_bias_F', c.F)
+      self.down_D = one_parameter('down_bias_D', c.D)
     self.declare_norms()
     if c.qkv_bias:
       self.query_HW = one_parameter('query_bias_HW', c.H, c.W)
@@ -162,10 +166,20 @@ class Block(nn.Module):
         (self.gate_EDF, self.up_EDF, self.down_EFD),
         activation,
       )
-    gate_BTF = lora.linear(self, 'gate_DF', 'BTD,DF->BTF', x_BTD)
-    up_BTF = lora.linear(self, 'up_DF', 'BTD,DF->BTF', x_BTD)
-    hidden_BTF = activation(gate_BTF) * up_BTF
-    return lora.linear(self, 'down_FD', 'BTF,FD->BTD', hidden_BTF)
+    gate_BTF = self._affine('gate', 'DF', x_BTD)
+    hidden_BTF = activation(gate_BTF) * self._affine('up', 'DF', x_BTD)
+    return self._affine('down', 'FD', hidden_BTF)
+
+  def _affine(self, name: str, letters: str, x):
+    """W x, plus b if the feed-forward has biases; the sum is rounded once."""
+    equation = f'BT{letters[0]},{letters}->BT{letters[1]}'
+    if not self.config.feedforward_bias:
+      return lora.linear(self, f'{name}_{letters}', equation, x)
+    y = lora.linear(
+      self, f'{name}_{letters}', equation, x, mixed_precision.product
+    )
+    bias = getattr(self, f'{name}_{letters[1]}')
+    return (y + bias[None, None]).astype(x.dtype)
 
   def __call__(self, x_NSD, is_local, everywhere, nearby):
     """Processes each group: its prompt, then its completions end to end.

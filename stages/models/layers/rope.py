@@ -32,6 +32,8 @@ class RopeConfig:
     low_freq_factor: 'llama3': planes that turn less often than this within
       `original_context` are divided by `factor`.
     high_freq_factor: 'llama3': planes that turn more often are left alone.
+    sections: numbers of planes that turn by the time, the row and the column of
+      a token (M-RoPE, arXiv:2409.12191); empty if all turn by its position.
   """
 
   theta: float = 1e6
@@ -44,6 +46,7 @@ class RopeConfig:
   attention_factor: float | None = None
   low_freq_factor: float = 1.0
   high_freq_factor: float = 4.0
+  sections: tuple[int, ...] = ()
 
 
 def frequencies(rope: RopeConfig, width: int) -> tuple[np.ndarray, float]:
@@ -94,10 +97,22 @@ def _llama3(rope, turn_R):
   return turn_R.astype(np.float32)
 
 
-def angles(rope: RopeConfig, width: int, position_BT):
-  """Cosine and sine of every plane at every position, in float32."""
+def angles(rope: RopeConfig, width: int, position):
+  """Cosine and sine of every plane at every position, in float32.
+
+  Args:
+    rope: the rotary embedding.
+    width: of a head.
+    position: positions [B, T]; or time, row and column of each token, as
+      [B, T, 3], if the embedding has sections.
+  """
   turn_R, scale = frequencies(rope, width)
-  angle_BTR = position_BT[..., None].astype(jnp.float32) * turn_R[None, None]
+  if position.ndim == 3:
+    axis_R = np.repeat(np.arange(len(rope.sections)), rope.sections)
+    by_plane = position[..., axis_R]
+  else:
+    by_plane = position[..., None]
+  angle_BTR = by_plane.astype(jnp.float32) * turn_R[None, None]
   return jnp.cos(angle_BTR) * scale, jnp.sin(angle_BTR) * scale
 
 

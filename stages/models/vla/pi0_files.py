@@ -10,8 +10,7 @@ import contextlib
 import pathlib
 from typing import NamedTuple
 
-from stages.models import families
-from stages.models.files import weights
+from stages.models.files import decoder_names, weights
 from stages.models.files.naming import Names, Tensor
 from stages.models.layers import adaptive
 from stages.models.vision import names as vision_names
@@ -103,7 +102,7 @@ def names(config: pi0.Config, layout: Layout) -> Names:
   expert = _transformer(f'{root}{EXPERT}model.')
   if config.adaptive:
     expert |= _adaptive('norm', f'{root}{EXPERT}model.norm.dense')
-    layer = f'{root}{EXPERT}{families.LAYER}.'
+    layer = f'{root}{EXPERT}{decoder_names.LAYER}.'
     expert |= _adaptive('before_attention', f'{layer}input_layernorm.dense')
     expert |= _adaptive(
       'before_feedforward', f'{layer}post_attention_layernorm.dense'
@@ -128,10 +127,10 @@ def names(config: pi0.Config, layout: Layout) -> Names:
 
 
 def _transformer(prefix: str) -> dict[str, Tensor]:
-  """A transformer's tensors, which `families` names under `model.`."""
+  """A transformer's tensors, which `decoder_names` has under `model.`."""
   return {
     key: tensor._replace(name=f'{prefix}{tensor.name.removeprefix("model.")}')
-    for key, tensor in families.NAMES.items()
+    for key, tensor in decoder_names.NAMES.items()
   }
 
 

@@ -19,6 +19,7 @@ import stages
 from stages import workflows
 from stages.language import sample
 from stages.models import families, transformer
+from stages.models.files import decoder_names
 import tiny
 
 SMALL = {'V': 23, 'D': 12, 'L': 2, 'H': 2, 'K': 1, 'W': 6, 'F': 17}
@@ -63,7 +64,7 @@ def test_a_model_that_vllm_would_get_wrong_is_refused(
       None,
       checkpoint=str(tmp_path),
       config=config,
-      names=families.NAMES,
+      names=decoder_names.NAMES,
       response_length=3,
       stop=(),
       sampling=sample.Sampling(),

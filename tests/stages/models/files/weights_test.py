@@ -12,8 +12,8 @@ from safetensors import torch as st
 import transformers
 
 from sharding import mesh as meshes
-from stages.models import families, huggingface
-from stages.models.files import weights
+from stages.models import huggingface
+from stages.models.files import decoder_names, weights
 import torch_reference
 
 torch = torch_reference.torch
@@ -102,7 +102,7 @@ def test_written_files_hold_the_tensors_that_were_read(
   weights.save(
     folder,
     read(tmp_path / 'theirs'),
-    families.NAMES,
+    decoder_names.NAMES,
     dtype=dtype,
     shard_bytes=shard_bytes,
   )
@@ -142,7 +142,9 @@ def test_tensors_are_those_of_the_file_in_numpy_and_torch(tmp_path):
   want = st.load_file(tmp_path / weights.SINGLE)
   for convert in (np.asarray, torch.from_dlpack):
     got = dict(
-      weights.checkpoint_tensors(jax.tree.map(convert, params), families.NAMES)
+      weights.checkpoint_tensors(
+        jax.tree.map(convert, params), decoder_names.NAMES
+      )
     )
     assert got.keys() == want.keys()
     for name, tensor in want.items():
@@ -152,8 +154,10 @@ def test_tensors_are_those_of_the_file_in_numpy_and_torch(tmp_path):
 def test_one_file_replaces_many(tmp_path):
   save(tmp_path)
   params = read(tmp_path)
-  weights.save(tmp_path, params, families.NAMES, shard_bytes=5000)
-  weights.save(tmp_path, jax.tree.map(jnp.zeros_like, params), families.NAMES)
+  weights.save(tmp_path, params, decoder_names.NAMES, shard_bytes=5000)
+  weights.save(
+    tmp_path, jax.tree.map(jnp.zeros_like, params), decoder_names.NAMES
+  )
   assert not any(x.any() for x in jax.tree.leaves(read(tmp_path)))
 
 
@@ -240,7 +244,7 @@ def test_each_device_reads_its_part_and_no_more(axes, even, monkeypatch):
     assert {shard.device for shard in x.addressable_shards} == set(
       jax.devices()
     )
-    tensor = families.NAMES[name].name
+    tensor = decoder_names.NAMES[name].name
     for i in range(3 if '{i}' in tensor else 1):
       assert taken[tensor.format(i=i)] == 1 / parts, name
 
@@ -364,7 +368,7 @@ def test_an_error_does_not_name_a_million_tensors(tmp_path):
 def test_the_index_says_where_and_how_much(tmp_path):
   save(tmp_path / 'theirs')
   params = read(tmp_path / 'theirs')
-  weights.save(tmp_path, params, families.NAMES, shard_bytes=5000)
+  weights.save(tmp_path, params, decoder_names.NAMES, shard_bytes=5000)
   index = json.loads((tmp_path / weights.INDEX).read_text())
   assert set(index['weight_map'].values()) == {
     file.name for file in tmp_path.glob('*.safetensors')
