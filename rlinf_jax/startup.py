@@ -1,9 +1,10 @@
-"""Interrupts of a program (`python -m rlinf_jax.NAME`) before it has started.
+"""Interrupts that reach a program (`python -m rlinf_jax.NAME`) at any moment.
 
-Python answers Ctrl-C with an exception where the main thread stands. While
-modules are imported, that can be in code which swallows it, such as a callback
-of a weak reference, and the program goes on. Until the modules are imported, a
+Python answers Ctrl-C with an exception where the main thread stands. That can
+be in code which swallows it, such as a callback of a weak reference or of
+garbage collection, and the program goes on. Until the modules are imported, a
 handler therefore ends the process itself: there is nothing yet to clean up.
+Later, an interrupt that such a callback has swallowed is sent again.
 """
 
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from types import FrameType
 
 EXIT_CODE = 128 + signal.SIGINT  # As a shell reports it.
 STOPPED = b'Stopped while the program was starting.\n'
+AGAIN = 0.01  # Seconds after which a swallowed interrupt is sent again.
 
 
 def begin():
@@ -43,10 +46,23 @@ def ended() -> Iterator[None]:
   try:
     if signal.getsignal(signal.SIGINT) is _stop:
       signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.unraisablehook = _interrupt_again
     yield
   except KeyboardInterrupt:
     print('Stopped.', file=sys.stderr)
     sys.exit(EXIT_CODE)
+
+
+def _interrupt_again(unraisable):
+  """Sends an interrupt again that a callback of Python's could not raise."""
+  if unraisable.exc_type is KeyboardInterrupt:
+    # Sent at once, it would be raised in this function, and be lost, too.
+    main = threading.main_thread().ident
+    send = threading.Timer(AGAIN, signal.pthread_kill, (main, signal.SIGINT))
+    send.daemon = True
+    send.start()
+  else:
+    sys.__unraisablehook__(unraisable)
 
 
 def _stop(number: int, frame: FrameType | None):

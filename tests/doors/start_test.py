@@ -1,8 +1,9 @@
-"""An interrupt while a program's modules are imported ends it, with a sentence.
+"""An interrupt ends a program with a sentence, even if Python cannot raise it.
 
 Python raises `KeyboardInterrupt` where the main thread stands, and code that
 runs inside an import, such as a callback of a weak reference, may swallow it.
-Here one module is imported by such code.
+Here one module is imported by such code. After the imports, the callbacks
+are those of garbage collection.
 """
 
 import os
@@ -71,6 +72,32 @@ def test_an_ignored_interrupt_stays_ignored(tmp_path):
   done = start(*PROGRAMS[-1], tmp_path, ignored=True)
   assert (done.returncode, done.stderr) == (0, '')
   assert done.stdout
+
+
+COLLECTS = """
+import gc, time
+from rlinf_jax import startup
+
+def interrupt(phase, info):
+  gc.callbacks.remove(interrupt)
+  raise KeyboardInterrupt
+
+gc.callbacks.append(interrupt)
+with startup.ended():
+  gc.collect()
+  time.sleep(60)
+"""
+
+
+def test_an_interrupt_that_a_callback_swallows_ends_the_program():
+  done = subprocess.run(
+    [sys.executable, '-c', COLLECTS],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=30,
+  )
+  assert (done.returncode, done.stdout, done.stderr) == (130, '', 'Stopped.\n')
 
 
 PRINTS = 'import signal; print(signal.getsignal(signal.SIGINT).__name__)\n'
