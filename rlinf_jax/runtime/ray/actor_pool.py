@@ -38,7 +38,7 @@ def connect(address: str = HERE):
     address: 'local', 'auto', or that of a cluster, such as 'ray://head:10001'.
 
   Raises:
-    ConnectionError: if there is no cluster at that address.
+    ConnectionError: if there is no cluster at that address, or Ray cannot start.
     ValueError: if the environment turns tokens off, or has none for a cluster.
   """
   if ray.is_initialized():
@@ -56,7 +56,13 @@ def connect(address: str = HERE):
     with network.ray_on_loopback(), warnings.catch_warnings():
       # JAX warns of it, but the processes of Ray become other programs at once.
       warnings.filterwarnings('ignore', r'os\.fork\(\) was called')
-      ray.init('local', num_cpus=cpus, **options)
+      try:
+        ray.init('local', num_cpus=cpus, **options)
+      except RuntimeError as error:
+        raise ConnectionError(
+          'Ray did not start on this machine, which can be short of memory, of '
+          f'disk or of processes: {" ".join(str(error).split())}'
+        ) from error
     return
   # By itself, Ray uses a token for the address 'auto' only.
   if not token_setup.maybe_enable_token_auth_if_token_available(False):

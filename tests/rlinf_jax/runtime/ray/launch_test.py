@@ -55,6 +55,16 @@ def test_ray_is_not_started_or_joined_without_its_token(address):
   )
 
 
+def test_a_ray_that_does_not_start_is_an_error_of_one_line(monkeypatch):
+  def init(*args, **kwargs):
+    raise RuntimeError('Failed to start GCS.  Last 0 lines:\n\n.Please check')
+
+  monkeypatch.setattr(actor_pool.ray, 'is_initialized', lambda: False)
+  monkeypatch.setattr(actor_pool.ray, 'init', init)
+  with pytest.raises(ConnectionError, match='Ray did not start.*check$'):
+    actor_pool.connect()
+
+
 def test_a_cluster_without_a_token_is_not_joined(tmp_path):
   environment = {
     name: value
