@@ -29,6 +29,8 @@ class Device:
       plans.
     adds_phases: whether its compiler lets arrays of different phases of a
       program lie beside each other, so that their bytes add up.
+    clock_hertz: cycles per second, to read the estimates of its compiler in;
+      None where that has none.
   """
 
   name: str
@@ -41,6 +43,7 @@ class Device:
   kernel_gap_seconds: float = 0.0
   platform: str | None = None
   adds_phases: bool = False
+  clock_hertz: float | None = None
 
   def __post_init__(self):
     rates = {**self.matmul_flops, **{k: getattr(self, k) for k in RATES}}

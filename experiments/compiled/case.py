@@ -39,6 +39,7 @@ class Case:
     length: tokens of a completion.
     rows: rows of a micro-batch of `gradient`; None for all.
     packed: tokens of a packed row; None without packing.
+    remat: activations that `gradient` stores, as in `stages.remat`.
     stages: names of the stages to compile.
   """
 
@@ -53,6 +54,7 @@ class Case:
   length: int = 1024
   rows: int | None = None
   packed: int | None = None
+  remat: str = 'nothing_saveable'
   stages: tuple[str, ...] = ('gradient', 'apply')
 
 
@@ -107,7 +109,9 @@ def _planned(case: Case, topology):
     tuple(range(topology.num_devices)), tuple(case.axes)
   )
   micro_batch = {'gradient': case.rows} if case.rows else {}
-  return flow, model, plan_lib.one_place(flow.stages, placement, micro_batch)
+  plan = plan_lib.one_place(flow.stages, placement, micro_batch)
+  remat = {name: case.remat for name in ('gradient',) if name in flow.stages}
+  return flow, model, dataclasses.replace(plan, remat=remat)
 
 
 def _checkpoint(case: Case, folder: pathlib.Path) -> str:

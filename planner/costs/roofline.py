@@ -259,9 +259,8 @@ class Roofline:
     parameters = self._parameters_of(flow, node)
     # Chunks of logits have a limit a device, so its own rows count.
     local_rows = rows / self.layout.row_ways(axes)
-    call = call.under(remat)
+    call = call.near(local_rows).under(remat)
     done = collectives.divided_work(call, rows, axes, self.layout)
-    call = call.near(local_rows)
     if rows:
       ways = parameters.ways(axes)
       share = 1 / ways, local_rows / ways

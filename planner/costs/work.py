@@ -120,10 +120,10 @@ class StageWork:
       the last one; 0 for a stage without rows.
     below: the segments for fewer rows, the fewest first. For example, a stage
       that computes logits in chunks has fewer chunks then.
-    remat: the same stage where its backward pass computes activations again, by
+    remat: this segment where the backward pass computes activations again, by
       the policies that a plan may name.
-    divide: counts the stage again for devices that divide its arrays, see `on`;
-      None if it divides none.
+    divide: counts this segment again for devices that divide its arrays, see
+      `on`; None if they divide none.
   """
 
   fixed: Work
@@ -136,7 +136,7 @@ class StageWork:
   )
 
   def on(self, axes: tuple[tuple[str, int], ...], layout) -> 'StageWork':
-    """Returns the work on a device of a mesh of axes without rows.
+    """Returns this segment on a device of a mesh of axes without rows.
 
     Bytes are those of a device, and `partial` also has what devices gather and
     scatter. FLOPs are those of all devices.
@@ -148,7 +148,7 @@ class StageWork:
     return self.divide(axes, layout) if axes and self.divide else self
 
   def under(self, remat: str) -> 'StageWork':
-    """Returns the work under a policy, as `plan.Plan.remat` has it.
+    """Returns this segment under a policy, as `plan.Plan.remat` has it.
 
     Raises:
       ValueError: if it was not counted under this policy.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
+import itertools
 
 import jax
 
@@ -113,7 +114,7 @@ def of_node(
     how = {'trips': trips, 'platform': platform}
     counted = _counted(flow, node, run, _sizes(flow, node), **how)
     if engine is None:
-      return _with_remat(flow, node, counted, how)
+      return _with_choices(flow, node, counted, how)
     price = decode.of_engine if node.stage.host else decode.of_slots
     return price(_interpolated(counted), engine)
   except (NotImplementedError, ValueError) as error:
@@ -171,33 +172,44 @@ def _arguments(flow, node, rows: int):
   return jax.tree.unflatten(node.takes, leaves)
 
 
-def _with_remat(flow, node, counted, how) -> StageWork:
-  """Interpolates the work, with that under each policy a plan may name.
+def _with_choices(flow, node, counted, how) -> StageWork:
+  """Interpolates the work; its segments can be counted again.
 
-  Each can be counted again for devices that divide its arrays.
+  Each is counted again, at its own ends, for the policies that a plan may name
+  and for devices that divide its arrays.
   """
   stage = node.stage
-  every = [n for n, _ in counted]
-  few = sorted({every[0], every[-1]})
+  work, policies = _interpolated(counted), ()
+  if stage.grain == 'sum' and hasattr(stage, 'remat_policies'):
+    # A stage of rows only computes forward.
+    arguments = _arguments(flow, node, flow.rows_of(node))
+    policies = stage.remat_policies(*arguments)
+    policies = [policy for policy in policies if policy != plan_lib.STORE_ALL]
 
-  def at(sizes, run, *on):
+  def again(sizes, run, *on):
     some = _counted(flow, node, run, sizes, on, **how)
-    return _interpolated(_shifted(counted, some))
+    if counted[-1][1].passes:
+      some = [(n, _turns_as_passes(one)) for n, one in some]
+    return _interpolated(some)
 
-  def work_under(policy):
-    divide = functools.partial(at, few, stage.run_with_remat(policy))
-    return dataclasses.replace(divide(), divide=functools.cache(divide))
+  def with_choices(segment, sizes):
+    def work_under(policy):
+      divide = functools.partial(again, sizes, stage.run_with_remat(policy))
+      return dataclasses.replace(divide(), divide=functools.cache(divide))
 
-  # A loop over packed rows has the same activations for any number of rows.
-  sizes = few if counted[-1][1].passes else every
-  divide = functools.cache(functools.partial(at, sizes, stage.run))
-  found = dataclasses.replace(_interpolated(counted), divide=divide)
-  policies = getattr(stage, 'remat_policies', None)
-  if stage.grain != 'sum' or policies is None:
-    return found  # A stage of rows only computes forward.
-  some = policies(*_arguments(flow, node, flow.rows_of(node)))
-  some = [policy for policy in some if policy != plan_lib.STORE_ALL]
-  return dataclasses.replace(found, remat=_Policies(some, work_under))
+    return dataclasses.replace(
+      segment,
+      divide=functools.cache(functools.partial(again, sizes, stage.run)),
+      remat=_Policies(policies, work_under),
+    )
+
+  sizes = [n for n, _ in counted]
+  ends = [*itertools.pairwise(sizes)] or [sizes]
+  *below, last = (
+    with_choices(segment, tuple(some))
+    for segment, some in zip((*work.below, work), ends, strict=True)
+  )
+  return dataclasses.replace(last, below=tuple(below))
 
 
 class _Policies(Mapping):
@@ -222,26 +234,6 @@ class _Policies(Mapping):
     return len(self._policies)
 
 
-def _shifted(counted, ends) -> list[tuple[int, Work]]:
-  """Returns other works for all the rows that some were counted for.
-
-  The work of layers that are computed again is linear in rows, and so is what
-  devices divide. So it is counted for the fewest and for the most rows, and the
-  difference to one device that stores all activations is interpolated.
-  """
-  if len(ends) == len(counted):
-    return ends
-  (low, first), (high, last) = ends[0], ends[-1]
-  known = dict(counted)
-  shifted = []
-  for n, stored in counted:
-    t = (n - low) / (high - low) if high > low else 1.0
-    before = known[low].weighted(1 - t, known[high], t)
-    after = first.weighted(1 - t, last, t)
-    shifted.append((n, (stored + after).weighted(1.0, before, -1.0)))
-  return shifted
-
-
 def _with_passes(works: list[Work]) -> list[Work]:
   """Counts turns as passes where they are not tokens of a row, as in decoding.
 
@@ -250,9 +242,11 @@ def _with_passes(works: list[Work]) -> list[Work]:
   """
   if len({work.turns for work in works}) == 1:
     return works
-  return [
-    dataclasses.replace(work, turns=0.0, passes=work.turns) for work in works
-  ]
+  return [*map(_turns_as_passes, works)]
+
+
+def _turns_as_passes(work: Work) -> Work:
+  return dataclasses.replace(work, turns=0.0, passes=work.turns + work.passes)
 
 
 def of_flow(

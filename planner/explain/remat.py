@@ -35,6 +35,7 @@ def to_data(
     work = model.works[name]
     rows = chosen.micro_batch.get(name) or work.rows / chosen.pieces
     rows /= model.layout.row_ways(chosen.places[place].axes)
+    work = work.near(rows)
     flops = work.under(policy).at(rows).flops / work.at(rows).flops
     found.append(
       {

@@ -146,13 +146,13 @@ def divided_work(
   """Returns the work of a micro-batch whose arrays devices divide.
 
   Args:
-    call: the work of a stage, under a remat policy.
+    call: the segment of a stage's work for a device's rows, under a remat
+      policy.
     rows: rows of the micro-batch on all devices.
     axes: axes of the mesh; those without rows divide the arrays.
     layout: says which.
   """
-  divided = call.on(layout.without_rows(axes), layout)
-  return divided.near(rows / layout.row_ways(axes)).at(rows)
+  return call.on(layout.without_rows(axes), layout).at(rows)
 
 
 def communication(

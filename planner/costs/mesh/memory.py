@@ -276,7 +276,7 @@ def within(
   # Work is counted at a device's rows: chunks of logits have a limit a device.
   local_rows = at_once / layout.row_ways(axes)
   inner = layout.without_rows(axes)
-  call = call.under(execution.remat).on(inner, layout).near(local_rows)
+  call = call.near(local_rows).under(execution.remat).on(inner, layout)
   # Axes without rows divide them already.
   share = parameters.share(axes) / parameters.share(inner)
   made = set()

@@ -94,9 +94,8 @@ def _work(flow, chosen, model, node, rows) -> dict[str, float]:
   turns = rows / at_once if rows else 1
   parameters = collectives.Parameters(flow, node, model.layout)
   ways, copies = parameters.ways(axes), model.layout.row_ways(axes)
-  call = call.under(chosen.execution(node.name).remat)
+  call = call.near(at_once / copies).under(chosen.execution(node.name).remat)
   done = collectives.divided_work(call, at_once, axes, model.layout)
-  call = call.near(at_once / copies)
   own = call.fixed.weighted(1 / ways, call.per_row, at_once / copies / ways)
   passes = max(1.0, call.at(at_once / copies).passes)
   sent = sum(

@@ -9,6 +9,7 @@ from rlinf_jax.planning.compiled import (
   large_arrays,
   matmul_flops,
 )
+from rlinf_jax.planning.compiled import cycles as cycles_lib
 
 
 class Memory(NamedTuple):
@@ -46,6 +47,8 @@ class Executable(NamedTuple):
       attention writes none to memory.
     unknown_loops: number of loops whose trip count cannot be seen, which count
       once.
+    cycles: of everything but communication; None where the compiler has no
+      estimates.
   """
 
   memory: Memory
@@ -54,6 +57,7 @@ class Executable(NamedTuple):
   large_arrays: list[large_arrays.LargeArray]
   scores: large_arrays.LargeArray | None
   unknown_loops: int
+  cycles: cycles_lib.Cycles | None = None
 
 
 def read(
@@ -83,6 +87,7 @@ def read(
     large_arrays.large_arrays(module),
     large_arrays.attention_scores(module, lengths, widths),
     sum(hlo.trip_count(module, loop) is None for loop in loops),
+    cycles_lib.cycles(module),
   )
 
 

@@ -37,6 +37,8 @@ class CompiledStage(NamedTuple):
     rematerialized: operations whose arrays the partitioner replicates in full
       to change their layout.
     modeled: what the cost model says of the call.
+    least_seconds: of a call by the compiler's estimates, if its communication
+      is hidden; None where there are none.
   """
 
   name: str
@@ -47,6 +49,7 @@ class CompiledStage(NamedTuple):
   executable: executable_lib.Executable
   rematerialized: list[str]
   modeled: per_device.DeviceCosts
+  least_seconds: float | None = None
 
   @property
   def total(self) -> float:
@@ -177,8 +180,11 @@ class PlanCompiler:
     modeled = per_device.stage_costs(
       self.flow, plan, self.model, node.name, rows
     )
+    device, least = self.model.cluster.device, None
+    if read.cycles and device.clock_hertz:
+      least = read.cycles.seconds(device.clock_hertz, device.peak('bfloat16'))
     return CompiledStage(
-      node.name, place, rows, 1, seconds, read, rematerialized, modeled
+      node.name, place, rows, 1, seconds, read, rematerialized, modeled, least
     )
 
   def _overflow(self, plan, stage: CompiledStage) -> str | None:

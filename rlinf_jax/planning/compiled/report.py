@@ -67,6 +67,7 @@ def _stage(stage: plan_compiler.CompiledStage) -> dict[str, Any]:
     },
     'matmul_flops': executable.matmul_flops,
     'modeled_matmul_flops': stage.modeled.matmul_flops,
+    'least_seconds': stage.least_seconds,
     'collective_bytes': sum(x.bytes for x in executable.collectives),
     'modeled_collective_bytes': stage.modeled.collective_bytes,
     'collectives': [x._asdict() for x in executable.collectives],
@@ -134,6 +135,11 @@ def _notes(stage: Mapping[str, Any]) -> list[str]:
   """Returns sentences on collectives, large arrays, scores and layouts."""
   name, scores = stage['name'], stage['scores']
   lines = [*_collectives(stage), *_arrays(stage)]
+  if stage['least_seconds']:
+    lines.append(
+      f'{name} takes {formatting.seconds(stage["least_seconds"])} at least, by '
+      "the compiler's estimates without communication."
+    )
   if scores:
     lines.append(
       f'{name} materializes attention scores of length × length: '
