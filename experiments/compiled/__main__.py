@@ -3,6 +3,7 @@
   python -m experiments.compiled NAME…   Compiles cases of cases.toml.
   python -m experiments.compiled again   Models all results again.
   python -m experiments.compiled         Prints the table of results.json.
+  python -m experiments.compiled utilization   Bounds the share of a TPU's peak.
 
 Each case runs in this process, so name one at a time: a second topology needs
 other settings. A case takes seconds (two layers) to minutes (all layers).
@@ -37,6 +38,12 @@ def main():
   if names == ['again']:
     names = []
     _model_again()
+  if names == ['utilization']:
+    os.environ['JAX_PLATFORMS'] = 'cpu'
+    from experiments.compiled import utilization  # It imports JAX.
+
+    print('\n'.join(utilization.table(json.loads(RESULTS.read_text()))))
+    return
   unknown = [name for name in names if name not in cases]
   if unknown:
     sys.exit(f'There is no case {unknown[0]}: cases.toml has {[*cases]}.')

@@ -97,6 +97,12 @@ def model_again(case: Case, data: dict):
     stage['modeled_collective_bytes'] = costs.collective_bytes
 
 
+def cluster(case: Case) -> cluster_lib.Cluster:
+  """Returns the cluster of a case, with as many devices as its file has."""
+  config.parse([f'gin_configs/clusters/{case.cluster}.gin'], [], '')
+  return config.call(cluster_lib.Cluster)
+
+
 def _planned(case: Case, topology):
   """Returns the flow of a step, its cost model, and the plan of a case."""
   with tempfile.TemporaryDirectory() as folder:
