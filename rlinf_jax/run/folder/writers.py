@@ -11,8 +11,11 @@ import json
 import math
 import os
 import pathlib
+import time
 from typing import Any, NamedTuple
 import uuid
+
+FLUSH_SECONDS = 10  # Between flushes of TensorBoard's events.
 
 
 class Writer(NamedTuple):
@@ -120,17 +123,31 @@ def tensorboard(
     resume_step: the step from which a run resumes; TensorBoard hides events of
       later steps in earlier files.
   """
-  import tensorboardX
+  from tensorboardX import event_file_writer, summary
+  from tensorboardX.proto import event_pb2
 
-  events = tensorboardX.SummaryWriter(
-    str(folder),
-    purge_step=None if resume_step is None else resume_step + 1,
-    flush_secs=10,
-  )
+  folder = pathlib.Path(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  # A `SummaryWriter` has a thread and a function at exit, which print
+  # tracebacks if a disk is full. Here the run learns of it.
+  events = event_file_writer.EventsWriter(str(folder / 'events'))
+  last_flush = time.monotonic()
+
+  def add(step, **content):
+    event = event_pb2.Event(wall_time=time.time(), step=step, **content)
+    events.write_event(event)
+
+  if resume_step is not None:
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    add(resume_step + 1, session_log=start)
 
   def write(step: int, values: Mapping[str, float]) -> None:
+    nonlocal last_flush
     for name, value in values.items():
-      events.add_scalar(name, value, step)
+      add(step, summary=summary.scalar(name, value))
+    if time.monotonic() - last_flush > FLUSH_SECONDS:
+      events.flush()
+      last_flush = time.monotonic()
 
   return Writer(write, events.close)
 

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import subprocess
 import sys
 import types
 
@@ -135,6 +136,30 @@ def test_resuming_hides_only_the_later_steps_from_tensorboard(tmp_path):
   writers.tensorboard(tmp_path, resume_step=7).close()
   _, purged = read_events(tmp_path)
   assert purged == [8]  # TensorBoard drops steps from this one on.
+
+
+FULL = """
+import resource, sys, threading
+from rlinf_jax.run.folder import writers
+
+writer = writers.tensorboard(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+try:
+  writer.write(1, {f'metric_{i}': 0.5 for i in range(10)})
+  writer.close()
+except OSError as error:
+  print(error.strerror, threading.active_count())
+"""
+
+
+def test_a_disk_that_is_full_is_an_error_of_the_write_alone(tmp_path):
+  done = subprocess.run(
+    [sys.executable, '-c', FULL, tmp_path],
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert (done.stdout, done.stderr) == ('File too large 1\n', '')
 
 
 def test_a_missing_wandb_package_is_explained(tmp_path, monkeypatch):
