@@ -18,7 +18,6 @@ import functools
 import inspect
 import math
 import os
-import pathlib
 import re
 from typing import Any
 
@@ -32,6 +31,7 @@ from rlinf_jax import (
   config_types,
   recipe_files,
 )
+from rlinf_jax.run.folder import whole_file
 
 GIN_FILE = flags.DEFINE_multi_string(
   'gin_file', [], 'gin files, read in this order.'
@@ -191,12 +191,12 @@ def text() -> str:
 
 def save(path: str | os.PathLike) -> None:
   """Writes all bindings to a gin file."""
-  _write(path, text())
+  whole_file.write_text(path, text())
 
 
 def save_operative(path: str | os.PathLike) -> None:
   """Writes all parameters used so far, including defaults, to a gin file."""
-  _write(path, gin.operative_config_str())
+  whole_file.write_text(path, gin.operative_config_str())
 
 
 def refuse_unused() -> None:
@@ -335,11 +335,3 @@ def _import_statements(text: str) -> str:
     for statement, package, *_ in config_errors.IMPORT.findall(text)
     if package != '__gin__'
   )
-
-
-def _write(path: str | os.PathLike, text: str) -> None:
-  """Writes a file atomically."""
-  path = pathlib.Path(path)
-  part = path.with_name(f'{path.name}.part')
-  part.write_text(text)
-  part.replace(path)

@@ -18,7 +18,7 @@ from rlinf_jax.report import report, video
 from rlinf_jax.report.html import evaluation_table
 from rlinf_jax.run import evaluation, setup
 from rlinf_jax.run import flows as flows_lib
-from rlinf_jax.run.folder import checkpoint, run_lock, writers
+from rlinf_jax.run.folder import checkpoint, run_lock, whole_file, writers
 from rlinf_jax.runtime import base as runtime_base
 from rlinf_jax.runtime.ray import launch
 from stages import base, ranges
@@ -195,7 +195,7 @@ def _start_folder(folder: pathlib.Path, subject: dict[str, Any]):
   """Makes the folder, with the recipe and what is evaluated in it."""
   (folder / PARTS).mkdir(parents=True, exist_ok=True)
   config.save(folder / 'config.gin')
-  (folder / EVALUATED).write_text(json.dumps(subject))
+  whole_file.write_text(folder / EVALUATED, json.dumps(subject))
 
 
 def _state(
@@ -254,10 +254,9 @@ def _run(
 
 def _write_part(path: pathlib.Path, part: _Part):
   """Writes the metrics of a batch, atomically."""
-  partial = path.with_suffix('.part')
-  with partial.open('wb') as file:
-    np.savez(file, part.seconds, *map(np.asarray, jax.tree.leaves(part.info)))
-  partial.replace(path)
+  leaves = map(np.asarray, jax.tree.leaves(part.info))
+  with whole_file.replaced(path) as partial, partial.open('wb') as file:
+    np.savez(file, part.seconds, *leaves)
 
 
 def _read_part(path: pathlib.Path, structure) -> _Part | None:
@@ -291,9 +290,9 @@ def _finish(
   results = evaluation.results(infos, held_out.names)
   record = {'seconds': seconds, 'evaluated': subject, 'sets': results}
   # The last, as it marks the evaluation as finished.
-  part = folder / 'evaluation.json.part'
-  part.write_text(json.dumps(record, indent=2))
-  part.replace(folder / 'evaluation.json')
+  whole_file.write_text(
+    folder / 'evaluation.json', json.dumps(record, indent=2)
+  )
   shutil.rmtree(folder / PARTS, ignore_errors=True)
   print(evaluation_table.text(results))
   print(f'{seconds:.1f} s. See {report.try_write(folder)}.', flush=True)

@@ -25,7 +25,7 @@ from rlinf_jax.report.html import (
   page,
   samples_html,
 )
-from rlinf_jax.run.folder import run_folder
+from rlinf_jax.run.folder import run_folder, whole_file
 
 THROUGHPUT = {
   'throughput/tokens_per_second': 'tokens per second',
@@ -64,9 +64,8 @@ def write(folder: str | os.PathLike) -> pathlib.Path:
     details=_details(run),
   )
   path = run.folder / 'report.html'
-  partial = path.with_name('report.html.tmp')
-  partial.write_text(text, encoding='utf-8')
-  return partial.replace(path)
+  whole_file.write_text(path, text)
+  return path
 
 
 def try_write(folder: str | os.PathLike) -> str:

@@ -1,7 +1,6 @@
 """Results of a sweep: a CSV file, a table and a plot of means over seeds."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 import csv
 import itertools
 import json
@@ -13,7 +12,7 @@ import numpy as np
 
 from rlinf_jax import config_errors
 from rlinf_jax.run import console
-from rlinf_jax.run.folder import run_folder
+from rlinf_jax.run.folder import run_folder, whole_file
 from rlinf_jax.sweep import grid
 
 CAPTION = 'last values: mean ± standard deviation over seeds'
@@ -36,7 +35,7 @@ def write_csv(points: Sequence[grid.Point], path: pathlib.Path) -> None:
     rows[-1] |= {k: v for k, v in result.items() if k != 'metrics'}
     rows[-1] |= dict(sorted(result['metrics'].items()))
   columns = list(dict.fromkeys(name for row in rows for name in row))
-  with _replaced(path) as part, part.open('w', newline='') as file:
+  with whole_file.replaced(path) as part, part.open('w', newline='') as file:
     writer = csv.DictWriter(file, columns)
     writer.writeheader()
     writer.writerows(rows)
@@ -88,20 +87,11 @@ def write(
   columns, rows = mean_table(groups, metric)
   lines = [columns, ['---'] * len(columns), *rows]
   text = ''.join(f'| {" | ".join(line)} |\n' for line in lines)
-  with _replaced(folder / 'results.md') as part:
-    part.write_text(f'{CAPTION}\n\n{text}')
+  whole_file.write_text(folder / 'results.md', f'{CAPTION}\n\n{text}')
   picture = folder / f'{metric.replace("/", "_")}.png'
-  with _replaced(picture) as part:
+  with whole_file.replaced(picture) as part:
     plot(groups, metric, part)
   return picture
-
-
-@contextlib.contextmanager
-def _replaced(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """A path to write to, which then replaces a file at once."""
-  part = path.with_name(f'part_{path.name}')
-  yield part
-  part.replace(path)
 
 
 def mean_table(

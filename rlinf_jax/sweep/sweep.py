@@ -26,6 +26,7 @@ import time
 from absl import flags
 
 from rlinf_jax import config
+from rlinf_jax.run.folder import whole_file
 from rlinf_jax.sweep import capacity, grid, process, results
 
 _OVER = flags.DEFINE_multi_string(
@@ -214,7 +215,7 @@ def _check_recipe(folder: pathlib.Path, recipe: Sequence[str]) -> None:
         'Use the same --gin_file and --gin_bindings, or another --workdir.'
       )
   else:
-    path.write_text(json.dumps(recipe))
+    whole_file.write_text(path, json.dumps(recipe))
 
 
 def _print(text: str) -> None:

@@ -315,7 +315,7 @@ def test_saving_leaves_no_other_file(recipe_folder):
 def test_a_failed_save_leaves_the_old_file(recipe_folder, monkeypatch):
   parse()
   (recipe_folder / 'config.gin').write_text('old')
-  (recipe_folder / 'config.gin.part').mkdir()
+  (recipe_folder / 'part_config.gin').mkdir()
   with pytest.raises(OSError):
     config.save('config.gin')
   assert (recipe_folder / 'config.gin').read_text() == 'old'

@@ -5,6 +5,8 @@ import math
 import pathlib
 from typing import NamedTuple
 
+from rlinf_jax.run.folder import whole_file
+
 
 class Result(NamedTuple):
   """The outcome of a run.
@@ -28,9 +30,8 @@ class Result(NamedTuple):
       'seconds': self.seconds,
       'metrics': {k: v for k, v in self.metrics.items() if math.isfinite(v)},
     }
-    part = self.folder / 'result.json.part'
-    part.write_text(json.dumps(record, indent=2))
-    part.replace(self.folder / 'result.json')
+    path = self.folder / 'result.json'
+    whole_file.write_text(path, json.dumps(record, indent=2))
 
 
 def read_finished(

@@ -11,7 +11,7 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.planning import autoplan
 from rlinf_jax.report import video
 from rlinf_jax.run import console, problems
-from rlinf_jax.run.folder import writers
+from rlinf_jax.run.folder import whole_file, writers
 from rlinf_jax.runtime import timeline
 from stages import base
 from stages.language import tokens
@@ -88,7 +88,7 @@ class RunLog:
 
   def write_plan(self, plan: plan_lib.Plan):
     """Replaces plan.json by the plan of the next steps."""
-    (self._folder / 'plan.json').write_text(plan.to_json())
+    whole_file.write_text(self._folder / 'plan.json', plan.to_json())
 
   def write_prediction(self, step: int, prediction: autoplan.Prediction):
     """Writes the seconds predicted for each step after `step`."""

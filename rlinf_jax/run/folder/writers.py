@@ -15,6 +15,8 @@ import time
 from typing import Any, NamedTuple
 import uuid
 
+from rlinf_jax.run.folder import whole_file
+
 FLUSH_SECONDS = 10  # Between flushes of TensorBoard's events.
 
 
@@ -97,8 +99,10 @@ def truncate(path: str | os.PathLike, step: int) -> None:
     ValueError: if a line is not a JSON object with a `step`.
   """
   path = pathlib.Path(path)
-  shorter = path.with_name(path.name + '.tmp')
-  with shorter.open('w', encoding='utf-8') as file:
+  with (
+    whole_file.replaced(path) as shorter,
+    shorter.open('w', encoding='utf-8') as file,
+  ):
     for record in records(path):
       if not isinstance(record.get('step'), int):
         raise ValueError(
@@ -110,7 +114,6 @@ def truncate(path: str | os.PathLike, step: int) -> None:
         file.write(json.dumps(record, allow_nan=False) + '\n')
     file.flush()
     os.fsync(file.fileno())
-  shorter.replace(path)
 
 
 def tensorboard(
@@ -179,7 +182,7 @@ def wandb(
   folder = pathlib.Path(folder)
   id_file = folder / 'wandb_id.txt'
   if not id_file.exists():
-    id_file.write_text(uuid.uuid4().hex[:16])
+    whole_file.write_text(id_file, uuid.uuid4().hex[:16])
   run = client.init(
     project=project,
     name=folder.name,
