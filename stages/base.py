@@ -51,8 +51,7 @@ class Problem(NamedTuple):
   Attributes:
     prompt: the questions.
     answer: a tree of arrays with rows, such as the expected answers.
-    weight: 1 on problems that count in an evaluation, 0 on those that fill up
-      a batch; None where all count.
+    weight: 1 on problems that an evaluation counts; None where all count.
   """
 
   prompt: Prompt
@@ -102,8 +101,8 @@ class Experience(NamedTuple):
       sampled from, at the time of sampling.
     mask: 1 where `action` is the policy's own; 0 on tokens of an environment
       between its turns, and after the end of a row.
-    truncated: 1 where a length limit ended the row [B]; in an environment,
-      where a time limit ended the episode [B, T].
+    truncated: 1 where a limit of length ended the row [B], or a limit of time
+      the episode of an environment [B, T].
     version: optimizer steps that the acting parameters had seen, per action.
     advantage: advantage estimate of each action.
     reward: reward that followed each action.
@@ -115,8 +114,8 @@ class Experience(NamedTuple):
     proximal: log-probability of each action as the trainer computes it with the
       acting parameters, see `policy_stages.proximal_logp`; None where it equals
       `logp` to float32's rounding.
-    arrival: rank by which rows finished; None where it follows from their
-      lengths, as all started together.
+    arrival: rank by which rows finished; None to go by their lengths.
+    routing: a `language.routing_replay.Routing`; None unless it is replayed.
   """
 
   obs: Any
@@ -134,6 +133,7 @@ class Experience(NamedTuple):
   return_: Float[Array, 'B T'] | None = None
   proximal: Float[Array, 'B T'] | None = None
   arrival: Int[Array, ' B'] | None = None
+  routing: Any = None
 
 
 class Completions(NamedTuple):
@@ -228,7 +228,7 @@ class Policy(NamedTuple):
       rows end; a control policy acts once.
     evaluate: `params, obs, action, *, group_size=1 -> Evaluation`. With
       `packed_tokens` it takes a `mask`, too: the actions that are evaluated.
-      With `trains_router` it also takes `balance`, see `language.scoring`.
+      That of a language model takes more, see `language.scoring.scorer`.
     to_env_action: `action -> env_action`: maps a sampled action into the
       environment's bounds; None where actions are used as they are.
     value: `params, obs -> value`, the critic alone; None without one.
@@ -242,19 +242,18 @@ class Policy(NamedTuple):
     empty_cache: `rows -> cache`, an empty cache for `resume`, which then takes
       `cache` and `max_unread` and returns the cache, too; None if it has none.
     engine: continuous batching, for the cost model; None without it.
-    sampling: the distribution that `act` samples from and `evaluate` scores
-      under, see `stages.language.sample`; None where there is no choice.
+    sampling: distribution of `act` and `evaluate`, see `language.sample`.
     recompute_logp: whether log-probabilities of `evaluate` and `act` differ by
       more than float32's rounding, as in bfloat16. Losses then use the former
       and weigh actions by the ratio, as with `out_shapes`.
     round_params: `params -> params`, rounded as `evaluate` rounds them before
       it uses them; None where it rounds none.
-    packed_tokens: room of a packed row in tokens, see
-      `stages.language.packing`; None without packing.
+    packed_tokens: room of a packed row in tokens, see `language.packing`.
     imitation_loss: `params, obs, action, keys -> loss`, one number a row: what
       behavior cloning minimizes of demonstrated actions, in units where −1 … 1
       is the environment's range. None where it is the negative log-probability.
     trains_router: whether it trains the router of a mixture of experts.
+    replays_routing: whether `act` takes `record`, see `routing_replay`.
   """
 
   init: Callable[[Key], Params]
@@ -272,6 +271,7 @@ class Policy(NamedTuple):
   packed_tokens: int | None = None
   imitation_loss: Callable[..., Any] | None = None
   trains_router: bool = False
+  replays_routing: bool = False
 
 
 class TimeStep(NamedTuple):
@@ -336,7 +336,7 @@ class Env(NamedTuple):
     save: `token -> snapshot`: data from which another process can restore the
       environments.
     load: `token, snapshot -> token`: restores the environments.
-    lockstep: whether a batch is never cut, as its simulators step together.
+    lockstep: whether a batch is never cut.
   """
 
   init: Callable[[Any], tuple[Any, Any]]

@@ -115,8 +115,8 @@ def converse(
   """
   if policy.resume is None or policy.out_shapes is not None:
     raise ValueError(
-      'The endpoint of agents generates in JAX: leave out slots and engines '
-      '(vLLM), and use a language model.'
+      'The endpoint of agents generates in JAX: leave out slots, engines '
+      '(vLLM) and replay_routing, and use a language model.'
     )
   temperature = 0.0 if greedy else policy.sampling.temperature
   pool = deadline.Pool(agents.num_threads, agents.timeout)

@@ -139,6 +139,7 @@ def above_greedy(
     verify: as in `grpo`.
     group_size: sampled completions of each prompt of `problem`.
   """
+  policy = policy._replace(replays_routing=False)  # Nothing is trained on it.
   complete = policy_stages.act(policy, 'greedy', greedy=True)
   repeat = policy_stages.repeat(group_size)
   subtract = stages.Stage(

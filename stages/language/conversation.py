@@ -146,8 +146,8 @@ def converse(
   if policy.resume is None or policy.out_shapes is not None:
     raise ValueError(
       'A conversation continues after each answer, and this policy cannot '
-      'continue a completion in JAX: leave out slots and engines (vLLM), and '
-      'use a language model.'
+      'continue a completion in JAX: leave out slots, engines (vLLM) and '
+      'replay_routing, and use a language model.'
     )
   begin = stages.Stage(
     functools.partial(_begin, policy, envs.terms, max_turns),

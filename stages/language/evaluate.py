@@ -53,6 +53,7 @@ def evaluate(
       f'An evaluation has {samples} {"greedy " * greedy}completions of each '
       'problem: give one greedy completion, or one or more samples.'
     )
+  policy = policy._replace(replays_routing=False)  # Nothing is trained.
   repeat = policy_stages.repeat(samples)
   answer = converse(policy, 'answer', group_size=samples, greedy=greedy)
   score = stages.Stage(

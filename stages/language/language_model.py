@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from sharding import row_map, rules
 from stages import base, core, ranges
-from stages.language import sample, scoring, value_model
+from stages.language import routing_replay, sample, scoring, value_model
 from stages.language.decoding import continuous, generate, kept_cache
 from stages.models import transformer
 
@@ -26,6 +26,7 @@ def policy(
   max_live_logits: ranges.PositiveInt = MAX_LIVE_LOGITS,
   slots: ranges.PositiveInt | None = None,
   packed_tokens: ranges.PositiveInt | None = None,
+  replay_routing: bool = False,
 ) -> base.Policy:
   """A policy from a decoder-only transformer.
 
@@ -51,6 +52,9 @@ def policy(
     packed_tokens: tokens that a packed row has room for; completions are then
       scored in packed rows, see `packing`, one on each device at a time. None
       to score all of them together, padded to the longest possible.
+    replay_routing: whether experts are recorded while sampling, for training
+      and scoring, see `routing_replay`. Unfinished rows cannot be carried to
+      another step then.
   """
   if slots is not None and slots < 1:
     raise ValueError(
@@ -63,11 +67,15 @@ def policy(
       'model that reads pictures cannot be: leave packed_tokens out (PACKED in '
       'gin).'
     )
+  if replay_routing:
+    routing_replay.check(config)
   model = transformer.Transformer(config)
 
   act, resume, empty_cache, engine = _decoders(
     model, response_length, slots, stop=stop, sampling=sampling
   )
+  if replay_routing:
+    resume = empty_cache = None
   score_states = functools.partial(
     _score_states, config, sampling, max_live_logits
   )
@@ -91,6 +99,7 @@ def policy(
     ),
     packed_tokens=packed_tokens,
     trains_router=config.E > 0,
+    replays_routing=replay_routing,
   )
 
 

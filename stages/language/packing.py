@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Int
 
 from sharding import rules
 from stages import base
+from stages.language import routing_replay
 from stages.language.decoding import prefill
 from stages.models.layers import attention, mixed_precision
 
@@ -51,12 +52,14 @@ class PackedRows(NamedTuple):
     position: position of each in its own prompt and completion.
     segment: what each belongs to.
     action: the completion token that is predicted after each.
+    expert: the experts of each that are replayed, [..., S, L, k], or None.
   """
 
   token: Int[Array, '*rows S']
   position: Int[Array, '*rows S']
   segment: attention.Segment
   action: Int[Array, '*rows S']
+  expert: Array | None = None
 
 
 def num_rows(B: int, most: int, capacity: int) -> int:
@@ -163,6 +166,7 @@ def pack(
   mask_BT,
   group_size,
   capacity,
+  routing: routing_replay.Routing | None = None,
 ) -> PackedRows:
   """Copies prompts and completions to their positions in packed rows [M, S]."""
   B, T = action_BT.shape
@@ -191,9 +195,11 @@ def pack(
   source = source.at[to_BT].set(B * P + _count(B, T), mode='drop')
   is_completion = source >= B * P
 
-  def take(x_BP, x_BT):
-    flat = jnp.concatenate([x_BP.reshape(-1), x_BT.reshape(-1)])
-    return jnp.where(source < 0, 0, flat[source])
+  def take(ahead, own):
+    shape = own.shape[2:]
+    flat = [x.reshape(-1, *shape) for x in (ahead, own)]
+    is_empty = jnp.expand_dims(source < 0, range(1, 1 + len(shape)))
+    return jnp.where(is_empty, 0, jnp.concatenate(flat)[source])
 
   row = jnp.where(is_completion, (source - B * P) // T, source // P)
   segment = attention.Segment(
@@ -206,8 +212,9 @@ def pack(
     take(repeated(position_NP), position_BT),
     segment,
     jnp.where(is_completion, action_BT.reshape(-1)[source - B * P], 0),
+    None if routing is None else take(*routing),
   )
-  return jax.tree.map(lambda x: x.reshape(-1, capacity), packed)
+  return jax.tree.map(lambda x: x.reshape(-1, capacity, *x.shape[1:]), packed)
 
 
 def _count(*shape: int):
@@ -226,6 +233,7 @@ def evaluate(
   prompt: base.Prompt,
   action_BT,
   mask_BT,
+  routing: routing_replay.Routing | None = None,
   *,
   group_size: int,
   capacity: int,
@@ -239,6 +247,7 @@ def evaluate(
     prompt: prompts of the completions.
     action_BT: tokens of completions.
     mask_BT: 1 on tokens to score. The tokens before them are read, too.
+    routing: the experts of each token; None for those of the router.
     group_size: adjacent rows that share a prompt.
     capacity: tokens that a packed row has room for.
 
@@ -251,8 +260,10 @@ def evaluate(
   B, T = action_BT.shape
   n = rules.devices_of('B', B)
   assigned = assign_batch(prompt.mask, mask_BT, group_size, capacity, n)
-  packed = pack(assigned, prompt, action_BT, mask_BT, group_size, capacity)
-  packed = jax.tree.map(lambda x: x.reshape(-1, n, capacity), packed)
+  packed = pack(
+    assigned, prompt, action_BT, mask_BT, group_size, capacity, routing
+  )
+  packed = jax.tree.map(lambda x: x.reshape(-1, n, *x.shape[1:]), packed)
   used = -(-(assigned.size > 0).sum() // n)
   scored, totals = _while_used(score)(params, packed, used)
   # Indices of tokens that are not read may be out of range.

@@ -29,7 +29,9 @@ def act(
     def versioned(x: base.Experience):
       return x._replace(version=jnp.broadcast_to(actor.step, x.mask.shape))
 
-    x = act(actor.params, obs, key_B, group_size=group_size, greedy=greedy)
+    settings = {'record': True} if policy.replays_routing else {}
+    settings |= {'group_size': group_size, 'greedy': greedy}
+    x = act(actor.params, obs, key_B, **settings)
     return stages.Deferred(x, versioned) if is_deferred else versioned(x)
 
   run = functools.partial(run_by, policy.act, host)
@@ -67,12 +69,16 @@ def score(
   mask_BT,
   group_size: int = 1,
   balance: bool = False,
+  routing=None,
 ) -> base.Evaluation:
   """Scores completions by `policy.evaluate`; arbitrary where `mask_BT` is 0.
 
-  With `balance`, also the balance of experts.
+  With `balance`, also the balance of experts. With `routing`, tokens use the
+  experts that were recorded.
   """
   settings = {'group_size': group_size}
+  if routing is not None:
+    settings['routing'] = routing
   if balance:
     settings['balance'] = True
   if balance or policy.packed_tokens is not None:
@@ -98,11 +104,13 @@ def scorer(
   """
 
   def run(params, x: base.Experience):
-    return score(policy, params, x.obs, x.action, x.mask, group_size, balance)
+    settings = group_size, balance, x.routing
+    return score(policy, params, x.obs, x.action, x.mask, *settings)
 
   def run_informative(params, x: base.Experience):
+    settings = group_size, balance, x.routing
     mask_BT = informative_mask(x.mask, x.advantage)
-    now = score(policy, params, x.obs, x.action, mask_BT, group_size)
+    now = score(policy, params, x.obs, x.action, mask_BT, *settings)
     old_BT = x.logp if x.proximal is None else x.proximal
     return now._replace(logp=jnp.where(mask_BT > 0, now.logp, old_BT))
 
@@ -117,18 +125,26 @@ def informative_mask(mask_BT, advantage_BT):
   return mask_BT * (advantage_BT != 0).any(1, keepdims=True)
 
 
-def logp(policy: base.Policy, name: str, group_size: int) -> Callable:
-  """Returns `params, experience -> logp_BT`, from a forward pass."""
+def logp(
+  policy: base.Policy, name: str, group_size: int, replays: bool = False
+) -> Callable:
+  """Returns `params, experience -> logp_BT`, from a forward pass.
+
+  With `replays`, tokens use the experts that were recorded, if any were.
+  """
   is_packed = policy.packed_tokens is not None
 
-  def run(params, obs, action_BT, mask_BT=None):
-    return score(policy, params, obs, action_BT, mask_BT, group_size).logp
+  def run(params, obs, action_BT, routing=None, mask_BT=None):
+    return score(
+      policy, params, obs, action_BT, mask_BT, group_size, routing=routing
+    ).logp
 
   stage = stages.Stage(run, name, unbatched=(0,), group_size=group_size)
 
   def call(params, x: base.Experience):
+    routing = x.routing if replays else None
     masks = (x.mask,) if is_packed else ()  # Others do not read it.
-    return stage(params, x.obs, x.action, *masks)
+    return stage(params, x.obs, x.action, routing, *masks)
 
   return call
 
@@ -178,7 +194,7 @@ def proximal_logp(
   rounded_alike = policy.out_shapes is None and not policy.recompute_logp
   if rounded_alike and not several:
     return lambda actor, x: x
-  stage = logp(policy, 'proximal_logp', group_size)
+  stage = logp(policy, 'proximal_logp', group_size, replays=True)
 
   def with_proximal(actor: base.Version, x: base.Experience):
     return x._replace(proximal=stage(actor.params, x))

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from stages.language import balance as balance_lib
-from stages.language import packing
+from stages.language import packing, routing_replay
 from stages.language.decoding import prefill
 from stages.models import transformer
 from stages.models.layers import mixture
@@ -22,7 +22,8 @@ def scorer(
 
   It also takes `mask=None` and `balance=False`: whether to measure the use of
   experts, for the field `balance` of a `base.Evaluation`. For packed rows and
-  for the balance a mask is needed, which is 1 where scores are read.
+  for the balance a mask is needed, which is 1 where scores are read. With
+  `routing=None`, a `routing_replay.Routing`, tokens use its experts.
 
   Args:
     model: the transformer.
@@ -35,7 +36,12 @@ def scorer(
 
   def score_packed(balance: bool, params, rows: packing.PackedRows):
     x_MSD, routing = _states(
-      model, params, *rows[:3], method='packed_states', balance=balance
+      model,
+      params,
+      *rows[:3],
+      method='packed_states',
+      balance=balance,
+      expert=rows.expert,
     )
     scores = score_states(params, x_MSD, rows.action)
     if not balance:
@@ -44,7 +50,14 @@ def scorer(
     return scores._replace(balance=found.loss), found.load
 
   def score(
-    params, prompt, action_BT, *, group_size=1, mask=None, balance=False
+    params,
+    prompt,
+    action_BT,
+    *,
+    group_size=1,
+    mask=None,
+    balance=False,
+    routing=None,
   ):
     if mask is None and (balance or packed_tokens is not None):
       raise ValueError(
@@ -54,20 +67,21 @@ def scorer(
         'does, or set packed_tokens (PACKED in gin) to None.'
       )
     if packed_tokens is None:
-      x_BTD, routing = completion_states(
-        model, params, prompt, action_BT, group_size, balance
+      x_BTD, found = completion_states(
+        model, params, prompt, action_BT, group_size, balance, routing
       )
       scores = score_states(params, x_BTD, action_BT)
       if not balance:
         return scores
-      found = balance_lib.of_padded(routing, prompt, mask, group_size)
-      return scores._replace(balance=found)
+      measured = balance_lib.of_padded(found, prompt, mask, group_size)
+      return scores._replace(balance=measured)
     scores, load = packing.evaluate(
       functools.partial(score_packed, balance),
       params,
       prompt,
       action_BT,
       mask,
+      routing,
       group_size=group_size,
       capacity=packed_tokens,
     )
@@ -79,12 +93,21 @@ def scorer(
 
 
 def completion_states(
-  model, params, prompt, action_BT, group_size: int, balance: bool
+  model,
+  params,
+  prompt,
+  action_BT,
+  group_size: int,
+  balance: bool,
+  routing: routing_replay.Routing | None,
 ):
   """Hidden states [B, T, D] that predict the tokens of completions.
 
   With `balance`, also the routing of each layer at all positions of groups.
   """
+  expert = None
+  if routing is not None:
+    expert = routing_replay.padded(routing, group_size)
   split = prefill.split_prompt(prompt, group_size)
   token_BT = jnp.concatenate(
     [split.token_B[:, None], action_BT[:, :-1]], axis=1
@@ -99,16 +122,21 @@ def completion_states(
     split.pictures,
     method='hidden_states',
     balance=balance,
+    expert=expert,
   )
 
 
 def _states(
-  model, params, *args, method: str, balance: bool
+  model, params, *args, method: str, balance: bool, expert: Any
 ) -> tuple[Any, mixture.Routing | None]:
-  """Hidden states, and the routing of each layer if it is asked for."""
-  apply = functools.partial(
-    model.apply, {'params': params}, *args, method=method
-  )
+  """Hidden states, and the routing of each layer if it is asked for.
+
+  `expert` are recorded experts of each position; None for those of the router.
+  """
+  variables = {'params': params}
+  if expert is not None:
+    variables |= routing_replay.by_layer(expert)
+  apply = functools.partial(model.apply, variables, *args, method=method)
   if not balance:
     return apply(), None
   states, left = apply(mutable=[mixture.ROUTING])

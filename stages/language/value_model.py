@@ -105,6 +105,19 @@ def head(
   )
 
 
+def check_trunk(policy: base.Policy, critic: ValueModel):
+  """Refuses a critic on the trunk of a policy that replays routing.
+
+  Its values would be those of other experts before training than during it.
+  """
+  if critic.shares_trunk and policy.replays_routing:
+    raise ValueError(
+      'The critic is a head on the transformer of the policy, and '
+      "replay_routing is on, which a critic does not follow: set TRUNK='own', "
+      'or replay_routing to False (REPLAY in gin).'
+    )
+
+
 def score_completions(model: ValueModel) -> Callable:
   """Returns `params, prompt, action, mask -> score_B` of whole sequences.
 

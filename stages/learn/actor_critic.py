@@ -106,7 +106,8 @@ def _two_learners(
   def update(state, batches):
     # Fields that the critic does not read are not sent to its place.
     unread = {'logp': (), 'advantage': (), 'reward': (), 'version': ()}
-    read = [(x._replace(proximal=None, **unread),) for x, _ in batches]
+    unread |= {'proximal': None, 'routing': None}
+    read = [(x._replace(**unread),) for x, _ in batches]
     critic, critic_info = learn_critic(state.critic, read)
     actor, info = learn_actor(state.actor, batches)
     return {'actor': actor, 'critic': critic}, info | _of_critic(critic_info)

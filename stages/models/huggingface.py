@@ -154,6 +154,7 @@ def policy(
   max_live_logits: ranges.PositiveInt = language_model.MAX_LIVE_LOGITS,
   slots: ranges.PositiveInt | None = None,
   packed_tokens: ranges.PositiveInt | None = None,
+  replay_routing: bool = False,
   engine: Callable[..., base.Policy] | None = None,
   lora: lora_lib.Lora | None = None,
 ) -> base.Policy:
@@ -170,6 +171,7 @@ def policy(
     max_live_logits: as in `language_model.policy`.
     slots: as in `language_model.policy`.
     packed_tokens: likewise.
+    replay_routing: likewise.
     engine: an engine that generates in place of the model, such as vLLM:
       `policy, *, checkpoint, config, names, response_length, stop, sampling ->
       policy`; None to generate with the model itself.
@@ -177,13 +179,19 @@ def policy(
       in the type of the arithmetic; None to train the weights.
 
   Raises:
-    ValueError: for both slots and an engine.
+    ValueError: for both slots and an engine, or both `replay_routing` and one.
   """
   if slots is not None and engine is not None:
     raise ValueError(
       f'slots={slots} is given for the loop in JAX, and an engine to generate '
       'in its place: leave out one of them. The slots of vLLM are '
       'vllm.engine.max_num_seqs.'
+    )
+  if replay_routing and engine is not None:
+    raise ValueError(
+      'replay_routing is on, and an engine generates, which does not say which '
+      'experts it has used: generate in JAX, or set replay_routing to False '
+      '(REPLAY in gin).'
     )
   settings = {'dtype': dtype, 'remat': remat, 'attention': attention}
   config, start = load_config(checkpoint, **settings), None
@@ -214,6 +222,7 @@ def policy(
     max_live_logits=max_live_logits,
     slots=slots,
     packed_tokens=packed_tokens,
+    replay_routing=replay_routing,
   )
   if engine is not None:
     result = engine(

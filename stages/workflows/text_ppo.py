@@ -152,10 +152,12 @@ def text_ppo(
     evaluator: as in `grpo`.
 
   Raises:
-    ValueError: for a KL term and a KL penalty at once.
+    ValueError: for a KL term and a KL penalty at once, or for a critic on the
+      trunk of a policy that replays routing.
   """
   has_kl = needs_reference(kl_coef, kl_reward_coef)
   balance.check(policy, balance_coef)
+  value_model.check_trunk(policy, critic)
   generate = rollouts(policy, group_size)
   repeat = policy_stages.repeat(group_size)
   score_ref = policy_stages.ref_logp(policy, group_size, has_kl)

@@ -121,7 +121,7 @@ def advance(
 
   def extend(state):
     open_B = open_rows(state)
-    x_B1D, caches = generate.decode_states(
+    x_B1D, state = generate.decode_states(
       model, params, layers, batch.split, no_tokens_B, state
     )
     logit_B1V = model.apply({'params': params}, x_B1D, method='logits')
@@ -133,7 +133,7 @@ def advance(
     token_B = jnp.where(open_B, token_B, 0).astype(jnp.int32)
     logp_B = sample.logp(logit_B1V, token_B[:, None])[:, 0]
     new = generate.append(state, open_B, token_B, logp_B, stop)
-    return generate.DecodeState(state.t + 1, token_B, caches, new)
+    return state._replace(t=state.t + 1, token_B=token_B, completions=new)
 
   return batch._replace(
     state=jax.lax.while_loop(condition, extend, batch.state)

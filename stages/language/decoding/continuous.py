@@ -23,7 +23,7 @@ from jaxtyping import Array
 
 from sharding import rules
 from stages import base
-from stages.language import sample
+from stages.language import routing_replay, sample
 from stages.language.decoding import decode_layer, kv_cache, prefill
 from stages.language.decoding import generate as static
 from stages.models import transformer
@@ -49,6 +49,7 @@ class Slots(NamedTuple):
       `kv_cache.ring_columns(T)`.
     action_MT: sampled tokens, in a ring.
     logp_MT: their log-probabilities, in a ring.
+    expert: experts of the tokens read, in a ring, [M, T, L, k]; or None.
   """
 
   row_M: Array
@@ -61,6 +62,7 @@ class Slots(NamedTuple):
   rings: tuple[kv_cache.LayerCache, ...]
   action_MT: Array
   logp_MT: Array
+  expert: Array | None = None
 
 
 class LoopState(NamedTuple):
@@ -71,12 +73,14 @@ class LoopState(NamedTuple):
     next_row: index of the next row to enter a slot.
     slots: the rows that are being decoded.
     completions: the rows that have ended.
+    expert: their experts, [B, T, L, k]; or None.
   """
 
   t: Array
   next_row: Array
   slots: Slots
   completions: base.Completions
+  expert: Array | None = None
 
 
 def generate(
@@ -105,7 +109,8 @@ def generate(
     slots: number of rows that a device decodes at once.
     length: maximum tokens of a row.
     group_size: rows that share a prompt, which is read once for all of them.
-    **settings: `stop`, `sampling` and `greedy`, as in `generate.resume`.
+    **settings: `stop`, `sampling`, `greedy` and `record`, as in
+      `generate.resume`.
   """
   params = rules.gather(transformer.compute_params(model.config, params))
   run = functools.partial(
@@ -129,14 +134,8 @@ def generate(
       axis_names={*axes},
       check_vma=False,
     )
-  completions = run(params, prompt, key_B)
-  return base.Experience(
-    obs=prompt,
-    action=completions.action,
-    logp=completions.logp,
-    mask=completions.mask,
-    truncated=completions.alive.astype(jnp.float32),
-  )
+  completions, routing = run(params, prompt, key_B)
+  return static.experience(prompt, completions, routing)
 
 
 def _generate(
@@ -151,17 +150,18 @@ def _generate(
   stop: tuple[int, ...] = (),
   sampling: sample.Sampling = sample.Sampling(),
   greedy: bool = False,
-) -> base.Completions:
-  """Decodes all rows of one device."""
+  record: bool = False,
+) -> tuple[base.Completions, routing_replay.Routing | None]:
+  """Decodes all rows of one device, and records their experts if asked to."""
   split = prefill.split_prompt(prompt, group_size)
-  layers = prefill.prompt_layers(model, params, split)
+  layers, of_prompt = prefill.prompt_layers(model, params, split, record)
   B = key_B.shape[0]
   slots = min(slots, B)
   replace = functools.partial(_replace_ended, layers, split, group_size, stop)
 
   def extend(state: LoopState) -> LoopState:
     t, now = state.t, state.slots
-    logit_M1V, rings = _decode(model, params, layers, t, now)
+    logit_M1V, now = _decode(model, params, layers, t, now)
     if greedy:
       token_M = jnp.argmax(logit_M1V[:, 0], axis=-1)
     else:
@@ -175,7 +175,6 @@ def _generate(
     now = now._replace(
       is_open_M=now.is_open_M & ~is_full_M & ~_is_stop(token_M, stop),
       token_M=token_M,
-      rings=rings,
       action_MT=_put_column(now.action_MT, t, token_M),
       logp_MT=_put_column(now.logp_MT, t, logp_M),
     )
@@ -188,12 +187,19 @@ def _generate(
       lambda state: state.slots.is_open_M.sum() >= at_least, extend, state
     )
 
-  state = replace(_initial_state(model.config, split, slots, B, length))
+  state = _initial_state(model.config, split, slots, B, length)
+  if record:
+    room = functools.partial(routing_replay.empty, model.config)
+    now = state.slots._replace(expert=room(slots, length))
+    state = state._replace(slots=now, expert=room(B, length))
+  state = replace(state)
   few = slots // SHRINK
   if few:
     # The last rows continue in a loop of fewer slots.
     state = _shrink(run(state, few + 1), few)
-  return run(state, 1).completions
+  end = run(state, 1)
+  routing = routing_replay.joined(of_prompt, end.expert, group_size)
+  return end.completions, routing
 
 
 def _initial_state(
@@ -270,18 +276,20 @@ def _replace_ended(
   def replace(carry):
     count, state = carry
     m = jnp.argmax(is_due(state))
-    completions = _write_completion(state, m, stop)
+    written = _write_row(state, m, stop)
     slots = _enter(layers, split, group_size, state, m, B)
     enters = (state.next_row < B).astype(jnp.int32)
     return count + 1, LoopState(
-      state.t, state.next_row + enters, slots, completions
+      state.t, state.next_row + enters, slots, *written
     )
 
   zero = jnp.zeros((), jnp.int32)
   return jax.lax.while_loop(condition, replace, (zero, state))[1]
 
 
-def _write_completion(state: LoopState, m, stop) -> base.Completions:
+def _write_row(
+  state: LoopState, m, stop
+) -> tuple[base.Completions, Array | None]:
   """The output, with the row of slot `m` written to it unless `m` is empty."""
   now, old = state.slots, state.completions
   B, T = old.mask.shape
@@ -298,12 +306,15 @@ def _write_completion(state: LoopState, m, stop) -> base.Completions:
     # not change.
     return _put_row(x, row, jnp.where(row < B, new.astype(x.dtype), x[row]))
 
-  return base.Completions(
+  completions = base.Completions(
     put(old.action, action_T),
     put(old.logp, logp_T),
     put(old.mask, mask_T),
     put(old.alive, ~is_stopped),
   )
+  if state.expert is None:
+    return completions, None
+  return completions, put(state.expert, now.expert[m, order_T])
 
 
 def _enter(
@@ -335,12 +346,12 @@ def _enter(
 
 
 def _decode(model, params, layers, t, now: Slots):
-  """Logits [M, 1, V] of the next token, and rings with the current one."""
+  """Logits [M, 1, V] of the next token, and slots with the current one."""
   c = model.config
   variables = {'params': params}
   contexts = _contexts(c, t, now)
   x_M1D = model.apply(variables, now.token_M[:, None], method='embed')
-  rings = []
+  rings, record = [], None if now.expert is None else []
   for i, (own, _, _) in enumerate(layers):
     (cos_M1R, sin_M1R), *where = contexts[c.is_local(i)]
     q_M1HW, k_M1KW, v_M1KW = decode_layer.project(
@@ -349,9 +360,12 @@ def _decode(model, params, layers, t, now: Slots):
     column = t % now.rings[i].key.shape[2]
     ring = kv_cache.update(now.rings[i], column, k_M1KW, v_M1KW)
     seen_M1HW = kv_cache.ring_attention(c, q_M1HW, now.prompts[i], ring, *where)
-    x_M1D = decode_layer.finish(c, own, x_M1D, seen_M1HW)
+    x_M1D = decode_layer.finish(c, own, x_M1D, seen_M1HW, record)
     rings.append(ring)
-  return model.apply(variables, x_M1D, method='logits'), tuple(rings)
+  column = t % now.action_MT.shape[1]
+  expert = routing_replay.put(now.expert, column, record)
+  now = now._replace(rings=tuple(rings), expert=expert)
+  return model.apply(variables, x_M1D, method='logits'), now
 
 
 def _contexts(c: transformer.Config, t, now: Slots):

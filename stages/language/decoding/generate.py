@@ -1,7 +1,7 @@
 """Autoregressive generation, one token a step until every row has ended."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from sharding import rules
 from stages import base
-from stages.language import sample
+from stages.language import routing_replay, sample
 from stages.language.decoding import decode_layer, kept_cache, kv_cache, prefill
 from stages.models import transformer
 from stages.models.layers import attention, rope
@@ -27,12 +27,15 @@ class DecodeState(NamedTuple):
     token_B: the latest token.
     caches: keys and values of the completions, by layer.
     completions: the completions, rolled.
+    expert: experts of the tokens read, as in `routing_replay.Routing`; None to
+      record none.
   """
 
   t: Array
   token_B: Array
   caches: tuple[kv_cache.LayerCache, ...]
   completions: base.Completions
+  expert: Array | None = None
 
 
 def empty_completions(
@@ -117,7 +120,7 @@ def decode_states(
   *,
   keep: bool = False,
 ):
-  """Final hidden states, and caches that include the current token.
+  """Final hidden states, and the state with the current token in its caches.
 
   Args:
     model: the model.
@@ -144,7 +147,7 @@ def decode_states(
     context[True] = (*angles, near_BC)
   x_B1D = model.apply(variables, state.token_B[:, None], method='embed')
   open_B = _open_rows(state, length_B) if keep else None
-  caches = []
+  caches, record = [], None if state.expert is None else []
   for i, ((own, key_NKPW, value_NKPW), cache) in enumerate(
     zip(layers, state.caches, strict=True)
   ):
@@ -156,9 +159,10 @@ def decode_states(
     seen_B1HW = kv_cache.attention(
       c, q_B1HW, cache, key_NKPW, value_NKPW, split.mask_NP, past_BT, near_BC
     )
-    x_B1D = decode_layer.finish(c, own, x_B1D, seen_B1HW)
+    x_B1D = decode_layer.finish(c, own, x_B1D, seen_B1HW, record)
     caches.append(cache)
-  return x_B1D, tuple(caches)
+  expert = routing_replay.put(state.expert, t, record)
+  return x_B1D, state._replace(caches=tuple(caches), expert=expert)
 
 
 def _near(
@@ -192,22 +196,32 @@ def generate(
   key_B: base.Key,
   *,
   length: int,
+  record: bool = False,
   **kwargs,
 ) -> base.Experience:
   """Continues each prompt by up to `length` tokens: `resume` from no tokens.
 
   Returns:
-    The sampled tokens with their log-probabilities.
+    The sampled tokens with their log-probabilities; with `record`, also the
+    experts of the tokens that were read.
   """
   empty = empty_completions(model.config, prompt.token.shape[0], length)
-  completions = resume(model, params, prompt, key_B, empty, **kwargs)
-  return base.Experience(
-    obs=prompt,
-    action=completions.action,
-    logp=completions.logp,
-    mask=completions.mask,
-    truncated=completions.alive.astype(jnp.float32),
+  completions, routing = (
+    resume(model, params, prompt, key_B, empty, **kwargs, record=record),
+    None,
   )
+  if record:
+    completions, routing = completions
+  return experience(prompt, completions, routing)
+
+
+def experience(
+  prompt: base.Prompt, completions: base.Completions, routing
+) -> base.Experience:
+  """The experience of completions of which none goes on."""
+  action, logp, mask, alive = completions
+  truncated = alive.astype(jnp.float32)
+  return base.Experience(prompt, action, logp, mask, truncated, routing=routing)
 
 
 def resume(
@@ -225,7 +239,8 @@ def resume(
   should_continue: Callable[[Array], Array] = jnp.any,
   cache: kept_cache.KeptCache | None = None,
   max_unread: int = 0,
-) -> base.Completions | tuple[base.Completions, kept_cache.KeptCache]:
+  record: bool = False,
+) -> base.Completions | tuple[base.Completions, Any]:
   """Continues completions until all rows have ended, or enough of them.
 
   Token t of a row is drawn with `fold_in(key, t)`: it depends on the key of the
@@ -250,13 +265,15 @@ def resume(
       sampled, with the same parameters. None to read all tokens again.
     max_unread: most tokens of a row that are not in the cache, but for the last
       token.
+    record: whether to record experts, of rows that have no tokens yet.
 
   Returns:
-    The completions; with a cache, also what it is then.
+    The completions; with a cache, also what it is then, and with `record`, the
+    `routing_replay.Routing`.
   """
   params = rules.gather(transformer.compute_params(model.config, params))
   split = prefill.split_prompt(prompt, group_size)
-  read = model.apply({'params': params}, *split.read, method='prefill')
+  read, of_prompt = prefill.read(model, params, split.read, record)
   layers = prefill.cached_layers(model, params, read)
   T = completions.mask.shape[1]
   length_B = completions.mask.sum(1, dtype=jnp.int32)
@@ -275,7 +292,7 @@ def resume(
 
   def extend(state: DecodeState) -> DecodeState:
     open_B = _open_rows(state, length_B)
-    x_B1D, caches = decode_states(
+    x_B1D, state = decode_states(
       model, params, layers, split, length_B, state, keep=cache is not None
     )
     logit_B1V = model.apply({'params': params}, x_B1D, method='logits')
@@ -288,9 +305,15 @@ def resume(
     token_B = jnp.where(open_B, token_B, 0).astype(jnp.int32)
     logp_B = sample.logp(logit_B1V, token_B[:, None])[:, 0]
     new = append(state, open_B, token_B, logp_B, stop)
-    return DecodeState(state.t + 1, token_B, caches, new)
+    return state._replace(t=state.t + 1, token_B=token_B, completions=new)
 
+  if record:
+    expert = routing_replay.empty(model.config, *completions.mask.shape)
+    start = start._replace(expert=expert)
   end = jax.lax.while_loop(condition, extend, start)
+  if record:
+    routing = routing_replay.joined(of_prompt, end.expert, group_size)
+    return end.completions, routing
   if cache is not None:
     return _to_keep(end, length_B)
   if num_started:

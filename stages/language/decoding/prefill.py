@@ -1,5 +1,6 @@
 """Reading prompts before the loop that decodes their completions."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from stages import base
+from stages.language import routing_replay
 from stages.language.decoding import kv_cache
 from stages.models import transformer
-from stages.models.layers import attention
+from stages.models.layers import attention, mixture
 from stages.models.vision import patches
 
 # Tokens of prompts that are read at once. More do not make better use of the
@@ -66,25 +68,47 @@ def split_prompt(
   )
 
 
-def prompt_layers(model, params, split: SplitPrompt):
+def read(
+  model, params, prompt: tuple, record: bool
+) -> tuple[attention.PromptCache, Array | None]:
+  """Keys and values of prompts; with `record`, their experts [N, P, L, k].
+
+  Args:
+    model: the model.
+    params: its parameters.
+    prompt: `SplitPrompt.read`.
+    record: whether to return experts.
+  """
+  apply = functools.partial(
+    model.apply, {'params': params}, *prompt, method='prefill'
+  )
+  if not record:
+    return apply(), None
+  cache, left = apply(mutable=[mixture.ROUTING])
+  return cache, routing_replay.of_prompts(model.config, left)
+
+
+def prompt_layers(model, params, split: SplitPrompt, record: bool):
   """By layer: its parameters, and its prompts' keys and values [N, K, P, W].
+
+  Also the experts of the prompts, as `read` returns them.
 
   All prompts are read before the loop, in chunks. In the loop, prompts of a few
   rows would each read all parameters, while all slots wait.
   """
   layers = range(model.config.L)
 
-  def read(prompt):
-    cache = model.apply({'params': params}, *prompt, method='prefill')
+  def by_layer(prompt):
+    cache, expert = read(model, params, prompt, record)
     return [
       kv_cache.LayerCache(*(jnp.swapaxes(x[i], 1, 2) for x in cache))
       for i in layers
-    ]
+    ], expert
 
   (N, P), prompt = split.mask_NP.shape, split.read
   n = max(1, MAX_PROMPT_TOKENS // P)
   if n >= N:
-    caches = read(prompt)
+    caches, expert = by_layer(prompt)
   else:
     chunks = -(-N // n)
 
@@ -93,10 +117,13 @@ def prompt_layers(model, params, split: SplitPrompt):
       return jnp.pad(x, padding).reshape(chunks, n, *x.shape[1:])
 
     prompt = jax.tree.map(chunk, prompt)
-    caches = jax.tree.map(
-      lambda x: x.reshape(chunks * n, *x.shape[2:]), jax.lax.map(read, prompt)
+    # The last chunk is filled up with rows that no index reaches.
+    caches, expert = jax.tree.map(
+      lambda x: x.reshape(chunks * n, *x.shape[2:]),
+      jax.lax.map(by_layer, prompt),
     )
-  return [(transformer.layer_params(params, i), *caches[i]) for i in layers]
+  found = [(transformer.layer_params(params, i), *caches[i]) for i in layers]
+  return found, None if expert is None else expert[:N]
 
 
 def cached_layers(model, params, cache: attention.PromptCache):

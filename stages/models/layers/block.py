@@ -154,8 +154,11 @@ class Block(nn.Module):
     activation = ACTIVATIONS[c.activation]
     if c.E:
       logit_BTE = mixture.router_logits(x_BTD, self.router_DE)
+      expert, name = None, mixture.REPLAYED
+      if self.has_variable(name, name):
+        expert = self.get_variable(name, name)
       weight, routing = mixture.route(
-        logit_BTE, c.experts_per_token, c.normalize_experts
+        logit_BTE, c.experts_per_token, c.normalize_experts, expert
       )
       if self.is_mutable_collection(mixture.ROUTING):
         self.put_variable(mixture.ROUTING, mixture.ROUTING, routing)

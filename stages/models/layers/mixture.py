@@ -14,6 +14,8 @@ from stages.models.layers import mixed_precision
 
 # Collection of flax in which layers leave their routing where it is mutable.
 ROUTING = 'routing'
+# Collection from which they take the experts of each token, where it is given.
+REPLAYED = 'replayed'
 
 
 class Routing(NamedTuple):
@@ -28,7 +30,7 @@ class Routing(NamedTuple):
   expert: Int[Array, '*L B T top_k']
 
 
-def route(logit_BTE, top_k: int, normalize: bool):
+def route(logit_BTE, top_k: int, normalize: bool, expert=None):
   """The `top_k` experts of each token, and their weights, in float32.
 
   Args:
@@ -36,12 +38,19 @@ def route(logit_BTE, top_k: int, normalize: bool):
     top_k: experts of a token.
     normalize: whether the weights of a token add up to one; they are the
       probabilities among all experts otherwise.
+    expert: indices of the experts to use, [B, T, top_k]; None for the likeliest
+      ones.
 
   Returns:
     Weights [B, T, top_k], and the routing.
   """
   prob_BTE = jax.nn.softmax(logit_BTE, axis=-1)
-  weight, expert = jax.lax.top_k(prob_BTE, top_k)
+  if expert is None:
+    weight, expert = jax.lax.top_k(prob_BTE, top_k)
+  else:
+    weight = jnp.take_along_axis(prob_BTE, expert, axis=-1)
+    # Padding may have experts without any probability, and 0 / 0 is NaN.
+    weight = jnp.maximum(weight, jnp.finfo(weight.dtype).tiny)
   if normalize:
     weight /= weight.sum(-1, keepdims=True)
   return weight, Routing(prob_BTE, expert)

@@ -30,7 +30,7 @@ def layers(block: type[nn.Module], config: Any, in_axes: Any) -> nn.Module:
     block = nn.remat(block, policy=policy, prevent_cse=False)
   return nn.scan(
     block,
-    variable_axes={'params': 0, mixture.ROUTING: 0},
+    variable_axes={'params': 0, mixture.ROUTING: 0, mixture.REPLAYED: 0},
     split_rngs={'params': True},
     in_axes=in_axes,
     length=config.L,

@@ -194,7 +194,7 @@ def _decode(
   )
 
   def extend(state: generate.DecodeState, _):
-    x_B1D, caches = generate.decode_states(
+    x_B1D, state = generate.decode_states(
       model, llama, layers, split, jnp.zeros(B, jnp.int32), state
     )
     logit = sample.shape(
@@ -208,9 +208,7 @@ def _decode(
       bin_B = bin_B.astype(jnp.int32)
     token_B = bin_B + config.tokens.start
     logp_B = sample.logp(logit, bin_B[:, None])[:, 0]
-    state = generate.DecodeState(
-      state.t + 1, token_B, caches, state.completions
-    )
+    state = state._replace(t=state.t + 1, token_B=token_B)
     return state, (token_B, logp_B)
 
   _, (token_AB, logp_AB) = jax.lax.scan(extend, start, length=A)
