@@ -86,8 +86,8 @@ def check(
     raise ValueError(
       'Partial rollouts need a policy that can resume unfinished completions, '
       'and this one has no `resume`: leave out max_carry and extra_groups, or '
-      'use another policy. One that decodes in `slots` or replays routing has '
-      'none: set slots to None, and replay_routing to False.'
+      'use another policy. One that decodes in `slots` has none, nor has one '
+      'that replays routing: set slots to None, or replay_routing to False.'
     )
 
 
