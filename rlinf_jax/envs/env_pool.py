@@ -51,6 +51,7 @@ def from_pool(env_pool: pool.EnvPool) -> base.Env:
     env_pool.spec,
     env_pool.init,
     env_pool.step,
+    horizon=env_pool.horizon,
     recorder=recorder,
     send=env_pool.send,
     snapshot_spec=_snapshot_spec(env_pool),
@@ -59,13 +60,16 @@ def from_pool(env_pool: pool.EnvPool) -> base.Env:
   )
 
 
-def host_env(spec: simulator.Spec, init, step, **fields) -> base.Env:
+def host_env(
+  spec: simulator.Spec, init, step, *, horizon: int | None = None, **fields
+) -> base.Env:
   """An Env of NumPy functions.
 
   Args:
     spec: of one environment.
     init: as `Env.init`.
     step: as `Env.step`.
+    horizon: maximum steps of an episode; None for that of `spec`.
     **fields: further fields of the Env.
   """
   return base.Env(
@@ -74,7 +78,7 @@ def host_env(spec: simulator.Spec, init, step, **fields) -> base.Env:
     _obs_spec(spec),
     tuple(spec.low.tolist()),
     tuple(spec.high.tolist()),
-    spec.horizon,
+    horizon or spec.horizon,
     spec.choices,
     host=True,
     **fields,

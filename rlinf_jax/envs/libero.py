@@ -5,11 +5,12 @@ The episode of a seed starts in the initial state of that number, modulo how
 many there are: seeds 0 … 49 are the benchmark's own fifty attempts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import importlib.util
 import os
 import pathlib
 import tempfile
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,18 +26,34 @@ VIDEO_SIZE = 160  # Pixels along each edge of a frame for people.
 HOLD = np.array([0, 0, 0, 0, 0, 0, -1.0])  # No motion; the gripper open.
 
 
-def env(suite: str, num_envs: int, num_processes: int = 1, **settings):
+def env(
+  suite: str,
+  num_envs: int,
+  num_processes: int = 1,
+  *,
+  instructions: Callable[[Sequence[str]], Any] | None = None,
+  **settings,
+):
   """An Env of `num_envs` environments of a suite, in processes of their own.
 
   Args:
     suite: such as 'libero_spatial'.
     num_envs: how many environments.
     num_processes: to spread them over.
+    instructions: encodes texts as tokens, such as `instructions.pi0`.
+      Observations with images then have the tokens of their task under
+      'prompt', in place of its bytes.
     **settings: those of `rlinf_jax.envs.processes.pool.EnvPool` by
       their names there, all others of `make`.
   """
   from rlinf_jax.envs import env_pool  # Not in a worker: it imports JAX.
 
+  if instructions is not None:
+    names = _installed(suite)
+    prompt = instructions([_instruction(name) for name in names])
+    settings['prompts'] = {
+      k: np.asarray(x) for k, x in prompt._asdict().items()
+    }
   return env_pool.env(make, num_envs, num_processes, suite=suite, **settings)
 
 
@@ -50,6 +67,8 @@ def make(
   images: bool = False,
   image_size: int = 128,
   fast_rendering: bool = True,
+  as_published: bool = False,
+  prompts: Mapping[str, np.ndarray] | None = None,
 ) -> simulator.Environment:
   """Builds one environment.
 
@@ -67,6 +86,12 @@ def make(
     images: whether observations have camera images.
     image_size: their edge, in pixels.
     fast_rendering: whether to leave out shadows and reflections.
+    as_published: whether images and state are as in the data sets on which
+      OpenVLA-OFT and π0 were trained: images are turned by 180°, also left to
+      right, and the state is the hand's position, its axis times its angle, and
+      both fingers.
+    prompts: tokens of the suite's tasks and their mask, one a row, which
+      replace 'instruction'; None for none.
   """
   names = _installed(suite)
   task = task_ids[index // group_size % len(task_ids)]
@@ -74,16 +99,36 @@ def make(
     raise simulator.UnavailableError(
       f'{suite!r} has tasks 0 … {len(names) - 1}, and no task {task}.'
     )
-  return Libero(suite, names[task], horizon, images, image_size, fast_rendering)
+  prompt = {key: x[task] for key, x in (prompts or {}).items()}
+  view = View(images, image_size, fast_rendering, as_published, prompt)
+  return Libero(suite, names[task], horizon, view)
+
+
+class View(NamedTuple):
+  """What an observation holds; fields are arguments of `make`.
+
+  Attributes:
+    images: whether it has camera images.
+    image_size: their edge, in pixels.
+    fast_rendering: whether shadows and reflections are left out.
+    as_published: whether it is as in published data sets.
+    prompt: tokens of the task and their mask; empty for its text.
+  """
+
+  images: bool
+  image_size: int
+  fast_rendering: bool
+  as_published: bool
+  prompt: dict[str, np.ndarray]
 
 
 class Libero:
   """A LIBERO environment behind the `simulator.Environment` interface."""
 
-  def __init__(self, suite, name, horizon, images, image_size, fast_rendering):
+  def __init__(self, suite: str, name: str, horizon: int, view: View):
     """Builds the scene and reads its initial states."""
     import libero.libero as package
-    from libero.libero import benchmark, envs
+    from libero.libero import envs
     import torch
 
     root = pathlib.Path(package.__file__).parent
@@ -92,18 +137,16 @@ class Libero:
     self._states = torch.load(states, weights_only=False)
     self._env = envs.env_wrapper.ControlEnv(
       str(root / 'bddl_files' / suite / f'{name}.bddl'),
-      use_camera_obs=images,
-      has_offscreen_renderer=images,
+      use_camera_obs=view.images,
+      has_offscreen_renderer=view.images,
       camera_names=list(CAMERAS.values()),
-      camera_heights=image_size,
-      camera_widths=image_size,
+      camera_heights=view.image_size,
+      camera_widths=view.image_size,
       ignore_done=True,  # `step` ends episodes.
       hard_reset=False,  # Build the scene once; only its state is reset.
     )
-    self._images, self._fast_rendering, self._time = images, fast_rendering, 0
-    # The instruction is the file's name, not the scene's own wording.
-    instruction = benchmark.grab_language_from_filename(f'{name}.bddl')
-    text = instruction.encode()[:INSTRUCTION_SIZE]
+    self._view, self._time = view, 0
+    text = _instruction(name).encode()[:INSTRUCTION_SIZE]
     self._text = np.frombuffer(text.ljust(INSTRUCTION_SIZE, b'\0'), np.uint8)
     low, high = self._env.env.action_spec
     self._renderer = None
@@ -120,7 +163,7 @@ class Libero:
     np.random.seed(seed)  # LIBERO samples from the global generator.
     self._env.reset()
     obs = self._env.set_init_state(self._states[seed % len(self._states)])
-    if self._images and self._fast_rendering:
+    if self._view.images and self._view.fast_rendering:
       _leave_out_shadows(self._env.sim._render_context_offscreen.scn)
     for _ in range(SETTLE_STEPS):
       obs, *_ = self._env.step(HOLD)
@@ -148,7 +191,7 @@ class Libero:
     options = mujoco.MjvOption()
     options.geomgroup[0] = 0  # Hides collision shapes.
     self._renderer.update_scene(data, _viewpoint(model, data), options)
-    if self._fast_rendering:
+    if self._view.fast_rendering:
       _leave_out_shadows(self._renderer.scene)
     return self._renderer.render()
 
@@ -158,15 +201,46 @@ class Libero:
     self._env.close()
 
   def _obs(self, obs: Mapping[str, np.ndarray]) -> simulator.Tree:
-    if not self._images:
+    if not self._view.images:
       return np.concatenate([obs[ARM], obs[OBJECTS]]).astype(np.float32)
+    published = self._view.as_published
+    state = _published_state(obs) if published else obs[ARM]
+    # LIBERO returns them upside down.
+    turned = np.s_[::-1, ::-1] if published else np.s_[::-1]
+    words = {'instruction': self._text}
+    if self._view.prompt:
+      words = {'prompt': self._view.prompt}
     return {
-      'state': obs[ARM].astype(np.float32),
-      'image': {  # LIBERO returns them upside down.
-        name: obs[f'{camera}_image'][::-1] for name, camera in CAMERAS.items()
+      'state': state.astype(np.float32),
+      'image': {
+        name: obs[f'{camera}_image'][turned] for name, camera in CAMERAS.items()
       },
-      'instruction': self._text,
-    }
+    } | words
+
+
+def _published_state(obs: Mapping[str, np.ndarray]) -> np.ndarray:
+  """Position, axis times angle, and fingers, [8].
+
+  An angle is below 2π as in OpenVLA-OFT and openpi, not below π.
+  """
+  *axis, cos = obs['robot0_eef_quat']
+  cos = np.clip(cos, -1.0, 1.0)
+  sin = np.sqrt(1.0 - cos**2)
+  angle = 2.0 * np.arccos(cos) / sin if sin > 1e-9 else 0.0
+  return np.concatenate(
+    [
+      obs['robot0_eef_pos'],
+      np.multiply(axis, angle),
+      obs['robot0_gripper_qpos'],
+    ]
+  )
+
+
+def _instruction(name: str) -> str:
+  """The file's name as words, not the scene's own wording."""
+  from libero.libero import benchmark
+
+  return benchmark.grab_language_from_filename(f'{name}.bddl')
 
 
 def _leave_out_shadows(scene):

@@ -18,7 +18,7 @@ from stages import workflows
 from stages.envs import push
 from stages.language import tokens
 from stages.learn import advantages, losses
-from stages.models.vla import pi0
+from stages.models.vla import normalization, pi0
 from stages.tasks import arithmetic
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -109,6 +109,24 @@ def pi0_tokenizer(folder) -> list[str]:
   return [f'TOKENIZER = {str(folder)!r}']
 
 
+def pi0_libero_bindings(folder) -> list[str]:
+  """Bindings of statistics, a tokenizer, and few simulators."""
+  letters = 'abcdefghijklmnopqrstuvwxyz'
+  tokens.train_tokenizer(
+    folder, [f'{letters} {letters.upper()} 1234567890\n'], 80
+  )
+  stats = lambda n: {'mean': [0.0] * n, 'std': [1.0] * n}
+  normalization.write(
+    folder, 'libero', {'state': stats(8), 'actions': stats(7)}
+  )
+  return [
+    f'MODEL = {str(folder)!r}',
+    'ENVIRONMENTS = 2',
+    'PROCESSES = 1',
+    'instructions.pi0.length = 128',  # A token is a character.
+  ]
+
+
 def flows(name, bindings, folder, *more):
   """Traces the flows of a recipe, with small files where it requires some.
 
@@ -123,10 +141,12 @@ def flows(name, bindings, folder, *more):
   if 'supervised' in text:
     given = own_data.bindings(folder / 'own_data', own_data.write_replies)
     bindings = [*bindings, *given]
-  if 'sft_openvla' in name + text or 'sft_pi0' in name + text:
+  if 'sft_openvla' in name + text or 'sft_pi0' in name:
     bindings = [*bindings, *tiny_vla_bindings(folder / 'vla')]
-  if 'sft_pi0' in name + text:
+  if 'sft_pi0' in name:
     bindings = [*bindings, *pi0_tokenizer(folder / 'words')]
+  if 'pi0_libero' in name:
+    bindings = [*bindings, *pi0_libero_bindings(folder / 'model')]
   if 'TEACHER = %gin.REQUIRED' in text:
     teacher = own_data.model(folder / 'own_data')
     if 'arithmetic' in text:

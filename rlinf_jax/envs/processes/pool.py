@@ -130,6 +130,11 @@ class EnvPool:
     return f'EnvPool({self._make}, {n}, {processes}, chunk={chunk})'
 
   @property
+  def horizon(self) -> int:
+    """Maximum calls of an episode, each of which makes a chunk of steps."""
+    return -(-self.spec.horizon // self._sizes[1])
+
+  @property
   def pids(self) -> list[int]:
     """Process ids of the workers."""
     return self._group.pids

@@ -149,6 +149,7 @@ def of_networks(
   num_steps: int,
   exploration: Exploration = Exploration(),
   action_width: int | None = None,
+  executed: int | None = None,
 ) -> base.Policy:
   """The policy that denoises by given networks.
 
@@ -163,8 +164,8 @@ def of_networks(
 
   Args:
     networks: the velocity, and the critic.
-    to_env_action: turns what the last step leads to, [..., chunk · width], into
-      actions of the environment, [..., chunk, width] if chunk > 1.
+    to_env_action: turns what the last step leads to, [..., executed · width],
+      into actions of the environment.
     width: numbers of an action of the environment.
     chunk: steps of the environment that are decided at a time.
     num_steps: K.
@@ -172,11 +173,12 @@ def of_networks(
     action_width: numbers of an action of the network, where these are more than
       the environment takes. The others are denoised, too, but have no
       log-probability; in demonstrations they are zero.
+    executed: first actions of a chunk that the environment gets; likewise.
   """
   action_width = action_width or width
   A = action_width * chunk
   # Indices of the numbers that the environment takes.
-  kept = np.arange(A).reshape(chunk, -1)[:, :width].ravel()
+  kept = np.arange(A).reshape(chunk, -1)[:executed, :width].ravel()
   distribution = functools.partial(_distribution, exploration, num_steps)
   score = functools.partial(_score, exploration, num_steps, kept)
 

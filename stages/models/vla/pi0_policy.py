@@ -2,18 +2,19 @@
 
 import functools
 import pathlib
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from stages import base, ranges, tree_paths
 from stages.models import lora as lora_lib
-from stages.models.control import action_range, flow_policy, mlp
+from stages.models.control import action_range, flow_policy
 from stages.models.vla import (
   instructions,
   normalization,
   pi0,
+  pi0_critic,
   pi0_files,
   pi0_inputs,
   pictures,
@@ -35,12 +36,14 @@ def policy(
   cameras: tuple[str, ...] | None = None,
   vectors: tuple[str, ...] | None = None,
   ignored: tuple[str, ...] = (),
+  executed: ranges.PositiveInt | None = None,
   num_steps: ranges.PositiveInt = 4,
   exploration: flow_policy.Exploration = flow_policy.Exploration(),
   expert_only: bool = False,
   lora: lora_lib.Lora | None = None,
   critic: bool = True,
   critic_width: ranges.PositiveInt = 256,
+  critic_reads: Literal['mean', 'tokens'] = 'mean',
 ) -> base.Policy:
   """A policy of π0 or π0.5 for an environment with cameras, or for data.
 
@@ -50,8 +53,8 @@ def policy(
   environment gets as many as it takes; only these count in log-probabilities,
   as in RLinf. See `flow_policy.of_networks`.
 
-  The critic is a small network of the state and of the mean over the prefix of
-  the trunk's activations, which it does not train.
+  The critic is a small network of the state and of the trunk's activations on
+  the prefix, which it does not train.
 
   Args:
     env: where it acts; None for data of a robot without an environment.
@@ -68,6 +71,8 @@ def policy(
       read; None for all of the environment, in the order of their names.
     vectors: paths of the vectors of the state, likewise.
     ignored: names of observations that the policy does not read.
+    executed: first actions of a chunk that the environment gets, before the
+      next chunk is decided; None for all Z. Only these have a log-probability.
     num_steps: K, steps from noise to actions.
     exploration: how actions are sampled, by Flow-SDE.
     expert_only: whether all but the expert and the critic is frozen.
@@ -75,11 +80,14 @@ def policy(
       tower, while the expert is trained in full; None or rank 0 for none.
     critic: whether the policy has a critic.
     critic_width: of its hidden layers.
+    critic_reads: 'mean' for the mean of the activations over all tokens, as
+      RLinf has it for π0.5; 'tokens' for those of all tokens, which tells where
+      things are, in models with few of them.
 
   Raises:
     ValueError: for observations or actions that the model does not fit.
   """
-  _check_settings(exploration, expert_only, lora)
+  _check_settings(config, exploration, expert_only, lora, executed)
   inputs = pi0_inputs.of(
     env,
     config,
@@ -90,14 +98,20 @@ def policy(
     vectors=vectors,
     ignored=ignored,
   )
-  width, to_env_action = _actions(env, config, norm_stats)
+  Z = executed or config.Z
+  width, to_env_action = _actions(env, config, norm_stats, Z)
+  encode = functools.partial(_encode, config, inputs)
+  head = None
+  if critic:
+    length = _prefix_length(encode, config, env)
+    head = pi0_critic.Critic(
+      critic_width, 1 if critic_reads == 'mean' else length, config
+    )
   networks = flow_policy.Networks(
-    functools.partial(
-      _init, config, checkpoint, expert_only, critic and critic_width
-    ),
-    functools.partial(_encode, config, inputs),
+    functools.partial(_init, config, checkpoint, expert_only, head),
+    encode,
     functools.partial(_velocity, config),
-    functools.partial(_value, config, critic_width) if critic else None,
+    head and head.value,
   )
   own = flow_policy.of_networks(
     networks,
@@ -105,6 +119,7 @@ def policy(
     width=width,
     chunk=config.Z,
     action_width=config.A,
+    executed=Z,
     num_steps=num_steps,
     exploration=exploration,
   )
@@ -138,7 +153,7 @@ def export(
     normalization.write(folder, data_set, norm_stats)
 
 
-def _check_settings(exploration, expert_only: bool, lora):
+def _check_settings(config, exploration, expert_only: bool, lora, executed):
   if exploration.kind != 'sde':
     raise ValueError(
       'The expert of π0 predicts no sizes of noise, which Flow-Noise needs: '
@@ -149,16 +164,19 @@ def _check_settings(exploration, expert_only: bool, lora):
       'With `expert_only` the trunk is frozen, and `lora` adapts it: give one '
       'of them.'
     )
+  if executed and executed > config.Z:
+    raise ValueError(
+      f'{executed} actions are to be executed, and a chunk has {config.Z}: '
+      'lower `executed`, or make Z of the config larger.'
+    )
 
 
-def _actions(env: base.Env | None, config: pi0.Config, norm_stats):
+def _actions(env: base.Env | None, config: pi0.Config, norm_stats, Z: int):
   """Numbers of an environment's action, and how a chunk becomes actions."""
   if norm_stats is None:
-    low, high = action_range.bounds(env, config.Z)
+    low, high = action_range.bounds(env, Z)
     width = len(env.action_low)
-    to_env_action = functools.partial(
-      action_range.bounded, False, low, high, config.Z
-    )
+    to_env_action = functools.partial(action_range.bounded, False, low, high, Z)
   else:
     actions = normalization.of(norm_stats, 'actions', quantiles=config.adaptive)
     width = len(actions.origin)
@@ -168,7 +186,7 @@ def _actions(env: base.Env | None, config: pi0.Config, norm_stats):
         f"The environment's actions have {len(env.action_low)} numbers, and "
         f'their statistics have {width}: give those of its own data.'
       )
-    to_env_action = functools.partial(_in_units, actions, bounds, config.Z)
+    to_env_action = functools.partial(_in_units, actions, bounds, Z)
   if width > config.A:
     raise ValueError(
       f"The environment's actions have {width} numbers, and the model has room "
@@ -186,7 +204,7 @@ def _in_units(actions: normalization.Normalization, bounds, Z: int, action):
   return chunk if Z > 1 else chunk[..., 0, :]
 
 
-def _init(config, checkpoint, expert_only: bool, critic_width: int, key):
+def _init(config, checkpoint, expert_only: bool, critic, key):
   """Parameters; those that are not trained are under `base.FROZEN`."""
   model_key, critic_key = jax.random.split(key)
   # Only shapes are needed while a program is traced.
@@ -197,16 +215,24 @@ def _init(config, checkpoint, expert_only: bool, critic_width: int, key):
   if expert_only:
     frozen = {k: x for k, x in params.items() if k != EXPERT}
     params = {EXPERT: params[EXPERT], base.FROZEN: frozen}
-  if critic_width:
-    zeros = jnp.zeros(config.trunk.D + config.O)
-    critic = _critic(config, critic_width)
-    params[base.CRITIC] = critic.init(critic_key, zeros)['params']
+  if critic:
+    params[base.CRITIC] = critic.init(critic_key)
   return params
 
 
-def _critic(config: pi0.Config, width: int) -> mlp.Critic:
-  features = config.trunk.D + config.O
-  return mlp.Critic(mlp.Config(features, config.A, width, width))
+def _prefix_length(encode, config: pi0.Config, env: base.Env | None) -> int:
+  """Tokens of a prefix."""
+  if env is None:
+    raise ValueError(
+      'Without an environment there are no rewards, which a critic learns '
+      'from: set critic = False.'
+    )
+  params = jax.eval_shape(lambda: pi0.init_params(config, jax.random.key(0)))
+  obs = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), env.obs_spec
+  )
+  prefix, _ = jax.eval_shape(encode, params, obs)
+  return prefix.mask.shape[1]
 
 
 def _encode(config: pi0.Config, inputs: pi0_inputs.Inputs, params, obs):
@@ -238,14 +264,3 @@ def _velocity(config, params, context, x, t):
     t.reshape(-1),
   )
   return v_BZA.reshape(x.shape), None
-
-
-def _value(config, width, params, context):
-  prefix, state = context
-  weight = prefix.mask[:, :, None].astype(state.dtype)
-  output = jax.lax.stop_gradient(prefix.output).astype(state.dtype)
-  pooled = (output * weight).sum(1) / weight.sum(1)
-  pooled = pooled.reshape(*state.shape[:-1], -1)
-  features = jnp.concatenate([pooled, state], axis=-1)
-  variables = {'params': params[base.CRITIC]}
-  return _critic(config, width).apply(variables, features)

@@ -88,6 +88,33 @@ def test_observations_hold_images_by_camera_and_the_instruction(make):
 
 
 @needs_meshes
+def test_observations_are_as_in_published_data_sets(make):
+  setting = {'suite': SUITES[1], 'images': True, 'image_size': 64}
+  prompts = {
+    'token': np.arange(30, dtype=np.int32).reshape(10, 3),
+    'mask': np.ones((10, 3), np.int32),
+  }
+  plain = make(1, task_ids=(1,), step_timeout=300.0, **setting)
+  other = make(
+    1,
+    task_ids=(1,),
+    step_timeout=300.0,
+    as_published=True,
+    prompts=prompts,
+    **setting,
+  )
+  (_, want), (_, obs) = plain.init([0]), other.init([0])
+  assert {*obs} == {'state', 'image', 'prompt'}
+  np.testing.assert_array_equal(obs['prompt']['token'], [[3, 4, 5]])
+  for name, image in obs['image'].items():
+    np.testing.assert_array_equal(image, want['image'][name][:, :, ::-1])
+  assert obs['state'].shape == (1, 8) and np.isfinite(obs['state']).all()
+  # The gripper looks down: about half a turn around the first axis.
+  axis = obs['state'][0, 3:6]
+  assert abs(np.linalg.norm(axis) - np.pi) < 0.3 and abs(axis[0]) > 2.5
+
+
+@needs_meshes
 def test_the_script_puts_the_cream_cheese_into_the_basket(make):
   setting = {'suite': SUITES[1], 'task_ids': (1,), 'horizon': 100}
   pool = make(2, step_timeout=300.0, **setting)

@@ -247,6 +247,8 @@ def test_a_chunk_ends_with_the_episode(make):
   token, timestep = pool.step(token, 0 * chunk[..., None])
   np.testing.assert_array_equal(timestep.truncated, [1, 0, 0])
   np.testing.assert_array_equal(timestep.steps, [env_toys.HORIZON - 4, 4, 4])
+  # An episode of the Env is as many calls, the last of which is not whole.
+  assert env_pool.from_pool(pool).horizon == -(-env_toys.HORIZON // 4) < 4
 
 
 def test_a_token_is_used_in_order(make):

@@ -144,6 +144,8 @@ def test_what_the_model_does_not_fit_is_refused():
     policy(state_tokens=STATE_TOKENS)
   with pytest.raises(ValueError, match='`lora` adapts it: give one'):
     policy(expert_only=True, lora=lora.Lora(rank=2))
+  with pytest.raises(ValueError, match='3 actions are to be executed, and a'):
+    policy(executed=3)
   with pytest.raises(ValueError, match="images .*'image/wrist' is named"):
     policy(cameras=('image/wrist',))
   with pytest.raises(ValueError, match='nothing tells what observations hold'):
@@ -185,6 +187,27 @@ def test_states_and_actions_are_in_the_units_of_the_data():
     np.clip(moves * (std + 1e-6) + mean, -1.0, 1.0),
     atol=1e-5,
   )
+
+
+def test_only_executed_actions_have_a_probability():
+  env = push.push(horizon=4, image_size=SIZE)
+  made = policy(env, executed=1, norm_stats=STATS)
+  params = made.init(KEY)
+  _, obs = env.init(jnp.arange(B))
+  keys = jax.random.split(jax.random.key(1), B)
+  x = jax.jit(made.act)(params, obs, keys)
+  assert x.action.path.shape == (B, 5, CHUNK * 3)
+  assert made.to_env_action(x.action).shape == (B, 2)
+  index = int(x.action.stochastic[0, 0]) + 1
+  evaluate = jax.jit(made.evaluate)
+  for number, differs in ((1, True), (2, False), (3, False)):
+    path = x.action.path.at[0, index, number].add(0.1)
+    logp = evaluate(params, obs, x.action._replace(path=path)).logp
+    moved = abs(float(logp[0] - x.logp[0]))
+    assert (moved > 1e-3) if differs else (moved < 1e-5)
+  # Demonstrations still have whole chunks.
+  action = jnp.zeros((B, CHUNK, 2))
+  assert made.imitation_loss(params, obs, action, keys).shape == (B,)
 
 
 def test_pi05_reads_the_state_behind_its_instruction():
