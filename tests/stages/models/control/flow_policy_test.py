@@ -53,8 +53,8 @@ def test_actions_are_scored_as_they_were_recorded(kind):
   # With other leading dimensions, too.
   fold = lambda x: x.reshape(4, B // 4, *x.shape[1:])
   square = policy.evaluate(params, fold(x.obs), jax.tree.map(fold, x.action))
-  for a, b in zip(square, now, strict=True):
-    np.testing.assert_allclose(a.reshape(-1), b, atol=1e-5)
+  close = lambda a, b: np.testing.assert_allclose(a.reshape(-1), b, atol=1e-5)
+  jax.tree.map(close, square, now)
 
 
 def test_one_step_of_flow_sde_is_stochastic_and_others_follow_the_velocity():
