@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rlinf_jax.data import files
+from rlinf_jax.data import files, pictures
 
 
 def texts(
@@ -55,6 +55,11 @@ def _text(tokenizer, row: files.Row, chat, system_prompt, template) -> str:
       row.where,
       add_generation_prompt=True,
     )
+  if row.images:
+    raise ValueError(
+      f'{row.where} has pictures, whose places the chat template writes: bind '
+      'CHAT = True.'
+    )
   if not isinstance(row.prompt, str):
     raise ValueError(
       f'{row.where} has messages, which need a chat template: bind CHAT = '
@@ -91,7 +96,8 @@ def _messages(row: files.Row, system_prompt, template) -> list[files.Message]:
   """A question as the messages of a conversation."""
   if isinstance(row.prompt, str):
     question = template.replace('{prompt}', row.prompt)
-    messages = [{'role': 'user', 'content': question}]
+    content = pictures.parts(question) if row.images else question
+    messages = [{'role': 'user', 'content': content}]
   else:
     messages = list(row.prompt)
   if system_prompt and messages[0]['role'] != 'system':

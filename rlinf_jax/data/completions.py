@@ -12,7 +12,7 @@ import numpy as np
 
 from rlinf_jax import config_errors
 from rlinf_jax.data import chat as chat_lib
-from rlinf_jax.data import files
+from rlinf_jax.data import files, picture_files, pictures
 from stages import base
 from stages.language import tokens
 
@@ -28,11 +28,13 @@ class Row(NamedTuple):
     prompt: the question, or the messages of a conversation so far.
     completions: one to imitate, or the preferred and the rejected one.
     where: file and line, for error messages.
+    images: its pictures.
   """
 
   prompt: str | tuple[files.Message, ...]
   completions: tuple[str, ...]
   where: str
+  images: tuple[pictures.Image, ...] = ()
 
 
 def read_examples(
@@ -40,6 +42,7 @@ def read_examples(
   *,
   prompt_column: str | None = None,
   completion_column: str | None = None,
+  image_column: str | None = None,
 ) -> list[Row]:
   """Reads prompts with a completion to imitate.
 
@@ -50,6 +53,7 @@ def read_examples(
     completion_column: the column of completions; by default, the first of
       `COMPLETION_COLUMNS` that it has. A file without one, but with a column
       of messages, has conversations whose last message is the completion.
+    image_column: as for `files.read`.
 
   Raises:
     ImportError: as `files.records`.
@@ -73,7 +77,11 @@ def read_examples(
       prompt = files.checked_prompt(
         row.get(prompt_column), prompt_column, where
       )
-    rows.append(_row(prompt, row, (completion_column,), where))
+    found = _row(prompt, row, (completion_column,), where)
+    prompt, images = pictures.attach(
+      found.prompt, row, files.expand(path).parent, where, image_column
+    )
+    rows.append(found._replace(prompt=prompt, images=images))
   return rows
 
 
@@ -120,7 +128,11 @@ def read_preferences(
       prompt = files.checked_prompt(
         row.get(prompt_column), prompt_column, where
       )
-    rows.append(_row(prompt, row, columns, where))
+    found = _row(prompt, row, columns, where)
+    prompt, images = pictures.attach(
+      found.prompt, row, files.expand(path).parent, where
+    )
+    rows.append(found._replace(prompt=prompt, images=images))
   return rows
 
 
@@ -184,7 +196,7 @@ def _completion(value: Any, column: str, where: str):
         f'{where} ends with a message of the {last["role"]} in {column!r}: end '
         'it with the reply of the assistant.'
       )
-    text = last['content']
+    text = pictures.text_of(last['content'])
   if not isinstance(text, str) or not text.strip():
     raise ValueError(
       f'{where} has no completion in {column!r}: give it a text or a list of '
@@ -197,15 +209,21 @@ class Encoded(NamedTuple):
   """Encoded prompts and completions.
 
   Attributes:
-    prompt: the tokens of each prompt.
+    prompt: the tokens and pictures of each prompt.
     completions: the tokens of its completions, end tokens included.
+    reader: of the pictures.
   """
 
-  prompt: list[list[int]]
+  prompt: list[picture_files.Encoded]
   completions: list[tuple[list[int], ...]]
+  reader: picture_files.Reader
 
   def batch(
-    self, rows: np.ndarray, prompt_length: int, response_length: int
+    self,
+    rows: np.ndarray,
+    prompt_length: int,
+    response_length: int,
+    room: int = 0,
   ) -> base.Example:
     """The examples of some rows; completions of a prompt are adjacent rows."""
     prompts, actions = [], []
@@ -218,15 +236,15 @@ class Encoded(NamedTuple):
     for i, action in enumerate(actions):
       action_BT[i, : len(action)] = action
       mask_BT[i, : len(action)] = 1.0
-    return base.Example(
-      tokens.pad_left(prompts, prompt_length), action_BT, mask_BT
-    )
+    prompt = self.reader.batch(prompts, length=prompt_length, room=room)
+    return base.Example(prompt, action_BT, mask_BT)
 
 
 def encode(
   tokenizer,
   rows: Sequence[Row],
   *,
+  reader: picture_files.Reader,
   stop: Sequence[int],
   prompt_length: int,
   response_length: int,
@@ -244,6 +262,7 @@ def encode(
   Args:
     tokenizer: tokenizer of the model.
     rows: prompts with completions.
+    reader: of their pictures.
     stop: ids of the tokens that end a completion; at least one.
     prompt_length: the most tokens of a prompt.
     response_length: the most tokens of a completion, its end token included.
@@ -260,7 +279,7 @@ def encode(
   """
   shape = {'system_prompt': system_prompt, 'template': template}
   texts = chat_lib.texts(tokenizer, rows, chat=chat, **shape)
-  kept, dropped = Encoded([], []), 0
+  kept, dropped = Encoded([], [], reader), 0
   for row, text in zip(rows, texts, strict=True):
     completions = row.completions
     if chat:
@@ -268,12 +287,14 @@ def encode(
         _reply(tokenizer, row, text, completion, shape)
         for completion in completions
       ]
-    prompt = _encoded(tokenizer, text, row.where)
+    prompt = reader.encode(
+      _encoded(tokenizer, text, row.where), row.images, row.where
+    )
     replies = [
       _ended(_encoded(tokenizer, completion, row.where), stop)
       for completion in completions
     ]
-    sizes = len(prompt), max(map(len, replies))
+    sizes = len(prompt.token), max(map(len, replies))
     if sizes[0] <= prompt_length and sizes[1] <= response_length:
       kept.prompt.append(prompt)
       kept.completions.append(tuple(replies))

@@ -1,6 +1,6 @@
 """Files of questions with answers: JSON lines, CSV and parquet."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 import csv
 import json
 import math
@@ -9,37 +9,39 @@ import pathlib
 from typing import Any, NamedTuple
 
 from rlinf_jax import config_errors
+from rlinf_jax.data import pictures
 
 # Columns that may hold the question, the first that a file has.
 PROMPT_COLUMNS = ('prompt', 'question', 'messages', 'problem')
 ROLES = ('system', 'user', 'assistant')
-Message = Mapping[str, str]  # Its 'role' and its 'content'.
+Message = pictures.Message  # Its 'role' and its 'content'.
 
 
 class Row(NamedTuple):
   """A question with its answer.
 
   Attributes:
-    prompt: the question, or the messages of a conversation so far.
+    prompt: the question, or the messages of a conversation so far, with a place
+      for each picture, see `pictures.attach`.
     answer: what a reward is given to compare with.
     where: file and line, for messages.
     difficulty: a number that is higher for harder questions; None without
       a column of it.
+    images: its pictures.
   """
 
   prompt: str | tuple[Message, ...]
   answer: str
   where: str
   difficulty: float | None = None
+  images: tuple[pictures.Image, ...] = ()
 
   @property
   def question(self) -> str:
     """The text of the question; of a conversation, its last message."""
-    return (
-      self.prompt
-      if isinstance(self.prompt, str)
-      else self.prompt[-1]['content']
-    )
+    if not isinstance(self.prompt, str):
+      return pictures.text_of(self.prompt[-1]['content'])
+    return pictures.text_of(self.prompt) if self.images else self.prompt
 
 
 def read(
@@ -49,6 +51,7 @@ def read(
   answer_column: str = 'answer',
   answer_after: str = '####',
   difficulty_column: str | None = None,
+  image_column: str | None = None,
 ) -> list[Row]:
   """Reads the rows of a file, whose ending tells its format.
 
@@ -63,6 +66,8 @@ def read(
       its last occurrence, as in GSM8K, whose answers show their working.
     difficulty_column: the column of numbers that are higher for harder
       questions, such as a level; None if there is none.
+    image_column: the column of pictures; by default, the first of
+      `pictures.COLUMNS` that the file has, if any.
 
   Raises:
     ImportError: for a parquet file without pyarrow.
@@ -85,7 +90,10 @@ def read(
         'leave the row out.'
       )
     difficulty = _difficulty(row, difficulty_column, where)
-    rows.append(Row(prompt, answer, where, difficulty))
+    prompt, images = pictures.attach(
+      prompt, row, expand(path).parent, where, image_column
+    )
+    rows.append(Row(prompt, answer, where, difficulty, images))
   return rows
 
 
@@ -198,15 +206,16 @@ def _check_message(message: Any, column: str, where: str):
   is_message = (
     isinstance(message, dict)
     and message.get('role') in ROLES
-    and isinstance(message.get('content'), str)
+    and pictures.is_content(message.get('content'))
   )
   if not is_message:
     raise ValueError(
       f'{where} has {str(message)[:80]!r} in {column!r}: a message is '
       '{"role": ..., "content": ...} with a role of '
-      f'{config_errors.join_names(ROLES)}.'
+      f'{config_errors.join_names(ROLES)}, and its content a text or a list of '
+      'parts, {"type": "text", "text": ...} and {"type": "image"}.'
     )
-  checked_text(message['content'], where)
+  checked_text(pictures.text_of(message['content']), where)
 
 
 def _answer(value: Any, column: str, where: str) -> str:

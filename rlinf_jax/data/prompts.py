@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlinf_jax.data import files, text_arrays
+from rlinf_jax.data import files, picture_files, text_arrays
 from stages import base
 from stages.language import tokens
 
@@ -14,18 +14,24 @@ class Prompts(NamedTuple):
   """Encoded questions.
 
   Attributes:
-    token: the tokens of each question.
-    length: their number.
+    encoded: the tokens and the pictures of each question.
+    length: number of their tokens.
     reference: what a reward is given, of each question.
+    reader: of their pictures.
+    room: most patches of a question.
   """
 
-  token: list[list[int]]
+  encoded: list[picture_files.Encoded]
   length: np.ndarray
   reference: text_arrays.Reference
+  reader: picture_files.Reader
+  room: int
 
   def batch(self, rows: np.ndarray, length: int) -> base.Problem:
     """The problems of some rows, padded on the left to `length` tokens."""
-    prompt = tokens.pad_left([self.token[i] for i in rows], length)
+    prompt = self.reader.batch(
+      [self.encoded[i] for i in rows], length=length, room=self.room
+    )
     reference = text_arrays.Reference(*(x[rows] for x in self.reference))
     return base.Problem(prompt, reference)
 
@@ -35,28 +41,32 @@ def encode(
   rows: Sequence[files.Row],
   texts: Sequence[str],
   *,
+  reader: picture_files.Reader,
   limit: int,
   drop_long: bool,
   name: str,
-) -> tuple[list[files.Row], list[list[int]]]:
+) -> tuple[list[files.Row], list[picture_files.Encoded]]:
   """Encodes the texts of questions, and leaves out those that are too long.
+
+  Each square of a picture is one token.
 
   Args:
     tokenizer: of the model.
     rows: the questions.
     texts: their texts.
+    reader: of their pictures.
     limit: the most tokens that a text may have.
     drop_long: whether longer ones are left out, with their number printed, or
       refused.
     name: of the file, for messages.
 
   Returns:
-    The rows that are left, and their tokens.
+    The rows that are left, and their tokens and pictures.
 
   Raises:
     ValueError: for a text without tokens or with characters that the tokenizer
-      does not know, for one over the limit that must not be left out, or if
-      none is left.
+      does not know, for one over the limit that must not be left out, if none
+      is left, or for pictures that the model cannot read.
   """
   kept, encoded, longest = [], [], 0
   ids = tokenizer(list(texts), add_special_tokens=False)['input_ids']
@@ -69,14 +79,16 @@ def encode(
       )
     if not token:
       raise ValueError(f'{row.where} has no tokens: leave the row out.')
-    longest = max(longest, len(token))
-    if len(token) <= limit:
+    own = reader.encode(token, row.images, row.where)
+    longest = max(longest, len(own.token))
+    if len(own.token) <= limit:
       kept.append(row)
-      encoded.append(token)
+      encoded.append(own)
     elif not drop_long:
       raise ValueError(
-        f'{row.where} has {len(token)} tokens and the limit is {limit}: raise '
-        'prompt_length, or bind drop_long = True to leave such questions out.'
+        f'{row.where} has {len(own.token)} tokens and the limit is {limit}: '
+        'raise prompt_length, or bind drop_long = True to leave such questions '
+        'out.'
       )
   if not kept:
     raise ValueError(
@@ -92,13 +104,19 @@ def encode(
   return kept, encoded
 
 
-def prompts(rows: Sequence[files.Row], encoded: list[list[int]]) -> Prompts:
+def prompts(
+  rows: Sequence[files.Row],
+  encoded: list[picture_files.Encoded],
+  reader: picture_files.Reader,
+) -> Prompts:
   """Questions with their tokens and references."""
   return Prompts(
     encoded,
-    np.array([len(token) for token in encoded]),
+    np.array([len(x.token) for x in encoded]),
     text_arrays.Reference(
       text_arrays.pack([row.question for row in rows]),
       text_arrays.pack([row.answer for row in rows]),
     ),
+    reader,
+    reader.room(encoded),
   )

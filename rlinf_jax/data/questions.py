@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 
 from rlinf_jax.data import chat as chat_lib
-from rlinf_jax.data import files, mixtures
+from rlinf_jax.data import files, mixtures, picture_files
 from rlinf_jax.data import prompts as prompts_lib
 from stages import base, ranges
 from stages.language import tokens
@@ -33,6 +33,9 @@ def questions(
   template: str = '{prompt}',
   drop_long: bool = False,
   buckets: Sequence[int] = (),
+  image_column: str | None = None,
+  min_pixels: ranges.PositiveInt | None = None,
+  max_pixels: ranges.PositiveInt | None = None,
 ) -> base.Source:
   """A source of the questions in files, and their answers.
 
@@ -63,8 +66,12 @@ def questions(
       `prompt_length`. Batches are then made of prompts of similar length, and
       each is padded to the shortest of these that holds it. A step is compiled
       once for each; not with Ray.
+    image_column: as `files.read`.
+    min_pixels: as `picture_files.reader`.
+    max_pixels: likewise.
   """
   tokenizer = tokens.load_tokenizer(checkpoint)
+  reader = picture_files.reader(checkpoint, min_pixels, max_pixels)
   lengths = _lengths(buckets, prompt_length)
 
   def load(path: str, difficulty: str | None = None):
@@ -74,6 +81,7 @@ def questions(
       answer_column=answer_column,
       answer_after=answer_after,
       difficulty_column=difficulty,
+      image_column=image_column,
     )
     texts = chat_lib.texts(
       tokenizer,
@@ -86,6 +94,7 @@ def questions(
       tokenizer,
       rows,
       texts,
+      reader=reader,
       limit=prompt_length,
       drop_long=drop_long,
       name=pathlib.Path(path).name,
@@ -97,10 +106,10 @@ def questions(
   sets = {name: load(path) for name, path in _held_out_files(held_out).items()}
   num_rows = [len(rows) for rows, _ in sets.values()]
   batches = _held_out_rows(num_rows, held_out_rows, held_out_batch)
-  encoded = _joined(list(sets.values()))
+  encoded = _joined(list(sets.values()), reader)
   return base.Source(
     mixtures.init(len(parts)),
-    _next(_joined(parts), _mixture(train, parts), batch_size, lengths),
+    _next(_joined(parts, reader), _mixture(train, parts), batch_size, lengths),
     lambda: [
       encoded.batch(rows, prompt_length)._replace(weight=weight)
       for _, rows, weight in batches
@@ -187,10 +196,11 @@ def _held_out_rows(
   return batches
 
 
-def _joined(parts) -> prompts_lib.Prompts:
+def _joined(parts, reader: picture_files.Reader) -> prompts_lib.Prompts:
   """The questions of several files, one after the other."""
   rows = [row for rows, _ in parts for row in rows]
-  return prompts_lib.prompts(rows, [t for _, encoded in parts for t in encoded])
+  encoded = [x for _, encoded in parts for x in encoded]
+  return prompts_lib.prompts(rows, encoded, reader)
 
 
 def _held_out_files(given) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf_jax.data import completions, mixtures
+from rlinf_jax.data import completions, mixtures, picture_files
 from stages import base, ranges
 from stages.language import tokens
 from stages.models import huggingface
@@ -28,6 +28,9 @@ def examples(
   system_prompt: str | None = None,
   template: str = '{prompt}',
   drop_long: bool = False,
+  image_column: str | None = None,
+  min_pixels: ranges.PositiveInt | None = None,
+  max_pixels: ranges.PositiveInt | None = None,
 ) -> base.Source:
   """A source of prompts with completions to imitate, for `workflows.sft`.
 
@@ -52,16 +55,23 @@ def examples(
     system_prompt: likewise.
     template: likewise.
     drop_long: whether rows over a limit are left out; else they are an error.
+    image_column: as for `files.read`.
+    min_pixels: as `picture_files.reader`.
+    max_pixels: likewise.
   """
 
   def read(path):
     return completions.read_examples(
-      path, prompt_column=prompt_column, completion_column=completion_column
+      path,
+      prompt_column=prompt_column,
+      completion_column=completion_column,
+      image_column=image_column,
     )
 
   return _source(
     checkpoint,
     read,
+    picture_files.reader(checkpoint, min_pixels, max_pixels),
     train=train,
     held_out=held_out,
     batch_size=batch_size,
@@ -129,6 +139,7 @@ def preferences(
   return _source(
     checkpoint,
     read,
+    picture_files.reader(checkpoint),
     train=train,
     held_out=held_out,
     batch_size=batch_size,
@@ -146,6 +157,7 @@ def preferences(
 def _source(
   checkpoint: str,
   read: Callable[[str], list[completions.Row]],
+  reader: picture_files.Reader,
   *,
   train: str | Sequence[str] | Mapping[str, float],
   held_out: str | Sequence[str],
@@ -161,6 +173,7 @@ def _source(
   Args:
     checkpoint: as for `examples`.
     read: `path -> rows`.
+    reader: of their pictures.
     train: as for `examples`.
     held_out: likewise.
     batch_size: likewise.
@@ -178,6 +191,7 @@ def _source(
     return completions.encode(
       tokenizer,
       read(path),
+      reader=reader,
       stop=stop,
       prompt_length=prompt_length,
       response_length=response_length,
@@ -188,8 +202,10 @@ def _source(
   parts = [load(path) for path in mixtures.paths(train, 'train')]
   num_rows = [len(part.prompt) for part in parts]
   mixture = mixtures.Mixture(num_rows, mixtures.shares(train, num_rows))
-  training = _joined(parts)
-  evaluation = _joined([load(p) for p in mixtures.paths(held_out, 'held_out')])
+  training = _joined(parts, reader)
+  held_out_parts = [load(p) for p in mixtures.paths(held_out, 'held_out')]
+  evaluation = _joined(held_out_parts, reader)
+  rooms = [reader.room(x.prompt) for x in (training, evaluation)]
 
   def advance(state, metrics):
     del metrics  # There is no curriculum.
@@ -198,13 +214,14 @@ def _source(
     )
     batch = np.asarray(state['batch'] + 1)
     state = {**state, 'batch': batch, 'position': position}
-    return state, training.batch(rows, *lengths)
+    return state, training.batch(rows, *lengths, rooms[0])
 
   def held_batches():
     rows = np.arange(len(evaluation.prompt))[:held_out_rows]
     n = min(held_out_batch, len(rows))
     starts = range(0, len(rows), n)
-    return [_filled(evaluation, rows[i : i + n], n, *lengths) for i in starts]
+    sizes = *lengths, rooms[1]
+    return [_filled(evaluation, rows[i : i + n], n, *sizes) for i in starts]
 
   return base.Source(
     mixtures.init(len(num_rows)),
@@ -229,21 +246,22 @@ def _stop(checkpoint: str) -> tuple[int, ...]:
   return stop
 
 
-def _joined(parts: Sequence[completions.Encoded]) -> completions.Encoded:
+def _joined(
+  parts: Sequence[completions.Encoded], reader: picture_files.Reader
+) -> completions.Encoded:
   """The rows of several files, one after the other."""
   return completions.Encoded(
     [prompt for part in parts for prompt in part.prompt],
     [replies for part in parts for replies in part.completions],
+    reader,
   )
 
 
-def _filled(
-  encoded: completions.Encoded, rows, n: int, *lengths
-) -> base.Example:
+def _filled(encoded: completions.Encoded, rows, n: int, *sizes) -> base.Example:
   """A batch of `n` rows, filled up with rows without completion tokens."""
   missing = n - len(rows)
   batch = encoded.batch(
-    np.concatenate([rows, rows[:1].repeat(missing)]), *lengths
+    np.concatenate([rows, rows[:1].repeat(missing)]), *sizes
   )
   each = len(batch.mask) // n
   batch.mask[(n - missing) * each :] = 0.0

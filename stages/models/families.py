@@ -134,7 +134,9 @@ def _translated(
   import transformers
 
   kind = transformers.CONFIG_MAPPING[raw['model_type']]
-  c = kind.from_dict(config_check.relevant(raw))
+  # Else `transformers` warns of usual end tokens that a small model lacks.
+  no_ends = {'bos_token_id': None, 'eos_token_id': None}
+  c = kind.from_dict(config_check.relevant(raw) | no_ends)
   _check(c, path)
   biased = bool(getattr(c, 'attention_bias', False))
   scalar = getattr(c, 'query_pre_attn_scalar', None)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from stages import base, kernels, ranges
 from stages import remat as remat_lib
 from stages.language import language_model, sample, tokens
+from stages.models import config as config_lib
 from stages.models import families, transformer
 from stages.models import lora as lora_lib
 from stages.models.files import adapters, config_check, naming, weights
@@ -99,6 +100,23 @@ def load_config(
   seen = vision_files.read_processor(checkpoint)
   vision = dataclasses.replace(config.vision, mean=seen.mean, std=seen.std)
   return dataclasses.replace(config, vision=vision)
+
+
+def vision(checkpoint: str | pathlib.Path) -> config_lib.VisionConfig | None:
+  """The vision tower of a checkpoint; None for a model that reads text alone.
+
+  A folder without config.json, of a tokenizer, has none.
+  """
+  if not (pathlib.Path(checkpoint) / 'config.json').is_file():
+    return None
+  raw, path = raw_config(checkpoint)
+  if (
+    not isinstance(raw, dict) or raw.get('model_type') not in families.FAMILIES
+  ):
+    return None  # What is wrong is said where the model is read.
+  if not families.family_of(raw, path).has_vision:
+    return None
+  return vision_files.read(raw, path)
 
 
 def stop_tokens(checkpoint: str | pathlib.Path) -> tuple[int, ...]:
