@@ -59,7 +59,7 @@ def connect(address: str = HERE):
       warnings.filterwarnings('ignore', r'os\.fork\(\) was called')
       try:
         ray.init('local', num_cpus=cpus, **options)
-      except RuntimeError as error:
+      except Exception as error:  # Ray raises `Exception` itself, too.
         raise ConnectionError(
           'Ray did not start on this machine, which can be short of memory, of '
           f'disk or of processes: {" ".join(str(error).split())}'

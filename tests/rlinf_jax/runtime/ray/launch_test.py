@@ -55,9 +55,10 @@ def test_ray_is_not_started_or_joined_without_its_token(address):
   )
 
 
-def test_a_ray_that_does_not_start_is_an_error_of_one_line(monkeypatch):
+@pytest.mark.parametrize('error', [RuntimeError, Exception])
+def test_a_ray_that_does_not_start_is_an_error_of_one_line(error, monkeypatch):
   def init(*args, **kwargs):
-    raise RuntimeError('Failed to start GCS.  Last 0 lines:\n\n.Please check')
+    raise error('Failed to start GCS.  Last 0 lines:\n\n.Please check')
 
   monkeypatch.setattr(actor_pool.ray, 'is_initialized', lambda: False)
   monkeypatch.setattr(actor_pool.ray, 'init', init)
