@@ -22,11 +22,6 @@ from stages.models import config as config_lib
 from stages.models import huggingface, transformer
 from stages.models.layers import rope
 
-OUT = flags.DEFINE_string('out', 'tiny', 'Folder of the model and the data.')
-ROWS = flags.DEFINE_integer('rows', 4000, 'Questions to train on.')
-HELD_OUT = flags.DEFINE_integer('held_out', 256, 'Questions to evaluate on.')
-BLANK = flags.DEFINE_bool('blank', False, 'Whether charts have no bars.')
-
 PLACE = '<|image_pad|>'
 SPECIAL = (
   '<|im_start|>',
@@ -144,14 +139,23 @@ def write(
 
 def main(_):
   """Writes the model and both files."""
-  out = pathlib.Path(OUT.value)
+  out = pathlib.Path(flags.FLAGS.out)
   out.mkdir(parents=True)
   model(out / 'model')
-  for name, rows in ('train', ROWS.value), ('test', HELD_OUT.value):
-    write(out, name, rows, held_out=name == 'test', blank=BLANK.value)
+  for name, rows in ('train', flags.FLAGS.rows), ('test', flags.FLAGS.held_out):
+    write(out, name, rows, held_out=name == 'test', blank=flags.FLAGS.blank)
   print(f'{out}/model, {out}/train.jsonl and {out}/test.jsonl are written.')
 
 
+def define_flags():
+  """Defines the flags; not on import, as other programs have the same names."""
+  flags.DEFINE_string('out', 'tiny', 'Folder of the model and the data.')
+  flags.DEFINE_integer('rows', 4000, 'Questions to train on.')
+  flags.DEFINE_integer('held_out', 256, 'Questions to evaluate on.')
+  flags.DEFINE_bool('blank', False, 'Whether charts have no bars.')
+
+
 if __name__ == '__main__':
+  define_flags()
   with startup.ended():
     app.run(main)
