@@ -4,7 +4,8 @@
   python -m experiments.chaos --table --workdir runs/chaos
 
 Each trial starts a run, disturbs it, waits for its end, and continues it until
-it is finished. Trials that are in `trials.jsonl` are not run again. It needs
+it is finished. Trials that are in `trials.jsonl` are not run again; the logs of
+those that are not as they should be stay in the working folder. It needs
 Linux and the rights to mount: it works in a mount namespace of its own, so that
 its disks and its shared memory are seen by its processes alone.
 """
@@ -32,6 +33,7 @@ LIMIT = 600.0  # Seconds that a run may take.
 GONE = 30.0  # Seconds after which nothing of a run may be left.
 # Logs that Ray keeps, and programs that torch compiled.
 KEPT = 'ray', 'torchinductor_'
+UNDISTURBED = 'after its end'  # The phase of a moment that came too late.
 INSIDE = '--inside'  # The flag of the process in the namespace.
 
 
@@ -102,7 +104,8 @@ def trial(seed: int, folder: pathlib.Path, start) -> dict[str, Any]:
   known = reference(kind, folder, start)
   moment = rng.uniform(0, known['seconds'])
   mark, disk = f'{os.getpid()}-{seed}', folder / 'disk'
-  run, temporary, log_path = disk / 'run', folder / 'tmp', folder / 'log'
+  run, temporary = disk / 'run', folder / 'tmp'
+  log_path = folder / f'{seed}.log'
   shutil.rmtree(temporary, ignore_errors=True)
   faults.disk(disk)
   result = {'seed': seed, 'kind': kind, 'fault': fault.__name__}
@@ -117,7 +120,7 @@ def trial(seed: int, folder: pathlib.Path, start) -> dict[str, Any]:
         with contextlib.suppress(psutil.NoSuchProcess):
           fault(psutil.Process(process.pid), run, rng)
       else:
-        result['phase'] = 'after its end'
+        result['phase'] = UNDISTURBED
       result['code'] = _end(process)
     result |= {'traceback': 'Traceback' in log_path.read_text()}
     result['last'] = (log_path.read_text().strip().split('\n') or [''])[-1][
@@ -129,6 +132,7 @@ def trial(seed: int, folder: pathlib.Path, start) -> dict[str, Any]:
       name.unlink()
     shutil.rmtree(temporary, ignore_errors=True)
     if result['code']:
+      log_path = folder / f'{seed}.resumed.log'
       with log_path.open('w') as log:
         command = runs.command(kind, run, start, True)
         process = started(command, mark, log, temporary, folder / 'cache')
@@ -178,7 +182,8 @@ def verdict(x: dict[str, Any]) -> str:
 
 
 def table(trials: list[dict[str, Any]]) -> Iterator[str]:
-  """Yields the lines of a table in Markdown."""
+  """Yields the lines of a Markdown table of the runs that were disturbed."""
+  trials = [x for x in trials if x['phase'] != UNDISTURBED]
   kinds = [*runs.KINDS]
   yield f'| fault | {" | ".join(kinds)} |'
   yield '|---' * (len(kinds) + 1) + '|'
@@ -226,6 +231,9 @@ def main():
       continue
     found = trial(seed, folder, start)
     print(verdict(found), json.dumps(found), flush=True)
+    if verdict(found) == 'as it should be':
+      for log in folder.glob(f'{seed}.*log'):
+        log.unlink()
     # Their last lines name folders of this machine.
     kept = {k: v for k, v in found.items() if not k.endswith('last')}
     trials.append(kept)

@@ -9,6 +9,7 @@ from experiments.chaos import faults, runs
 GOOD = {
   'kind': 'words',
   'fault': 'interrupt',
+  'phase': 'step',
   'code': 130,
   'traceback': False,
   'left': {},
@@ -36,7 +37,8 @@ def test_a_trial_is_judged_by_each_of_its_findings():
 
 
 def test_the_table_counts_trials_by_fault_and_kind():
-  lines = [*chaos.table([GOOD, GOOD, GOOD | {'same': False}])]
+  too_late = GOOD | {'phase': chaos.UNDISTURBED}
+  lines = [*chaos.table([GOOD, GOOD, GOOD | {'same': False}, too_late])]
   assert len(lines) == 2 + len(faults.ALL)
   (row,) = [line for line in lines if line.startswith('| interrupt ')]
   assert row == '| interrupt | 2 of 3, 1 other metrics | — | — | — |'
