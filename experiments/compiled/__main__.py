@@ -3,7 +3,7 @@
   python -m experiments.compiled NAME…   Compiles cases of cases.toml.
   python -m experiments.compiled again   Models all results again.
   python -m experiments.compiled         Prints the table of results.json.
-  python -m experiments.compiled utilization   Bounds the share of a TPU's peak.
+  python -m experiments.compiled mfu     Bounds the MFU of gradients on TPUs.
 
 Each case runs in this process, so name one at a time: a second topology needs
 other settings. A case takes seconds (two layers) to minutes (all layers).
@@ -38,11 +38,11 @@ def main():
   if names == ['again']:
     names = []
     _model_again()
-  if names == ['utilization']:
+  if names == ['mfu']:
     os.environ['JAX_PLATFORMS'] = 'cpu'
-    from experiments.compiled import utilization  # It imports JAX.
+    from experiments.compiled import mfu  # It imports JAX.
 
-    print('\n'.join(utilization.table(json.loads(RESULTS.read_text()))))
+    print('\n'.join(mfu.table(json.loads(RESULTS.read_text()))))
     return
   unknown = [name for name in names if name not in cases]
   if unknown:

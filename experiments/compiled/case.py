@@ -1,5 +1,6 @@
 """One case: a model on a topology and a mesh, modeled and compiled."""
 
+from collections.abc import Mapping
 import dataclasses
 import functools
 import json
@@ -41,6 +42,7 @@ class Case:
     packed: tokens of a packed row; None without packing.
     remat: activations that `gradient` stores, as in `stages.remat`.
     stages: names of the stages to compile.
+    options: of the compiler, in place of its defaults.
   """
 
   model: str
@@ -56,6 +58,7 @@ class Case:
   packed: int | None = None
   remat: str = 'nothing_saveable'
   stages: tuple[str, ...] = ('gradient', 'apply')
+  options: Mapping[str, bool | int] = dataclasses.field(default_factory=dict)
 
 
 def read(name: str) -> Case:
@@ -117,7 +120,9 @@ def _planned(case: Case, topology):
   micro_batch = {'gradient': case.rows} if case.rows else {}
   plan = plan_lib.one_place(flow.stages, placement, micro_batch)
   remat = {name: case.remat for name in ('gradient',) if name in flow.stages}
-  return flow, model, dataclasses.replace(plan, remat=remat)
+  options = {name: dict(case.options) for name in case.stages if case.options}
+  plan = dataclasses.replace(plan, remat=remat, compiler_options=options)
+  return flow, model, plan
 
 
 def _checkpoint(case: Case, folder: pathlib.Path) -> str:

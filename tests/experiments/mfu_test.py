@@ -1,6 +1,6 @@
 """Needed arithmetic, against a count by hand."""
 
-from experiments.compiled import case, utilization
+from experiments.compiled import case, mfu
 
 CONFIG = {
   'hidden_size': 8,
@@ -20,4 +20,4 @@ def test_a_gradient_needs_six_operations_for_each_weight_and_token():
   # Tokens of prompts see 1 to 4 tokens, those of completions 5 to 9.
   pairs = 2 * ((1 + 2 + 3 + 4) + 3 * (5 + 6 + 7 + 8 + 9))
   wanted = 6 * (3 * layer * tokens + 8 * 32 * completions) + 12 * 3 * 8 * pairs
-  assert utilization.needed_flops(one, CONFIG) == wanted
+  assert mfu.needed_flops(one, CONFIG) == wanted

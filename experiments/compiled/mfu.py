@@ -1,10 +1,9 @@
-"""Upper bounds of the share of a TPU's peak that a gradient can use.
+"""Upper bounds of the model FLOPs utilization (MFU) of gradients on TPUs.
 
-The compiler estimates the cycles of each operation. With communication hidden
-behind them, and kernels at the device's peak, they are the fewest seconds of
-a call. The arithmetic that a model needs in that time is what the field calls
-model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): what is computed
-again does not count.
+MFU is the arithmetic that a model needs, as a share of a device's peak in the
+time of a call (PaLM, arXiv:2204.02311, appendix B). What is computed again does
+not count. The fewest seconds of a call are those of the compiler's estimates of
+cycles, with communication hidden behind them and kernels at the device's peak.
 """
 
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ HEAD = (
   'matrix FLOPs: executed',
   'needed',
   'seconds at least',
-  'utilization at most',
+  'MFU at most',
 )
 
 
