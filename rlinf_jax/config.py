@@ -179,6 +179,11 @@ def error_text(error: BaseException) -> str:
       f'{config_errors.cut(name)} cannot be used ({what}): mend it, or name '
       'another.'
     )
+  if isinstance(error, MemoryError):
+    return (
+      'The system refused memory to this process: free some, or raise its '
+      f'limit (ulimit -v), and continue with --resume. {message}'.rstrip()
+    )
   if isinstance(error, OverflowError):
     return f'A number of the recipe is too large: {config_errors.cut(message)}.'
   return message

@@ -69,6 +69,7 @@ USER_ERRORS = (
   ValueError,
   OSError,
   OverflowError,
+  MemoryError,
   ImportError,
   checkpoint.CheckpointError,
   base.StageError,

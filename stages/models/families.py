@@ -117,7 +117,7 @@ def read(
   config_check.check(raw, path)
   try:
     config = _translated(raw, path, family, vision, dtype, remat)
-  except weights.CheckpointError:
+  except (weights.CheckpointError, MemoryError):
     raise
   except Exception as error:  # Strangers' settings, read by another library.
     raise weights.CheckpointError(

@@ -327,6 +327,7 @@ def test_a_failed_save_leaves_the_old_file(recipe_folder, monkeypatch):
     (OSError(28, 'No space left on device'), 'No space left on device: mend'),
     (OSError(30, 'Read-only', '/x/y'), '/x/y cannot be used (Read-only): mend'),
     (OSError('/x is a file: name another.'), '/x is a file: name another.'),
+    (MemoryError(), 'The system refused memory to this process: free some'),
     (
       OverflowError('It is 9.'),
       'A number of the recipe is too large: It is 9.',

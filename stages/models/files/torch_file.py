@@ -93,6 +93,8 @@ def read(path: pathlib.Path) -> dict[str, np.ndarray]:
       isinstance(k, str) and isinstance(v, np.ndarray) for k, v in found.items()
     ):
       raise ValueError('it holds no dictionary of tensors')
+  except MemoryError:
+    raise
   # What a pickle raises when it is wrong is not limited.
   except Exception as error:
     raise weights.CheckpointError(

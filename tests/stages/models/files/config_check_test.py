@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stages.models import huggingface
+from stages.models import families, huggingface
 from stages.models.files import config_check, weights
 
 SMALL = {
@@ -83,6 +83,15 @@ ROPES = [
 def load(folder, **settings):
   (folder / 'config.json').write_text(json.dumps(SMALL | settings))
   return huggingface.load_config(folder)
+
+
+def test_refused_memory_is_not_blamed_on_the_file(tmp_path, monkeypatch):
+  def refuse(*args, **kwargs):
+    raise MemoryError
+
+  monkeypatch.setattr(families, '_translated', refuse)
+  with pytest.raises(MemoryError):
+    load(tmp_path)
 
 
 def test_a_right_configuration_is_read(tmp_path):
