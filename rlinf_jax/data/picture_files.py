@@ -36,7 +36,7 @@ class Encoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-  """How a model reads pictures.
+  """Settings by which a model reads pictures.
 
   Attributes:
     checkpoint: its folder, for errors.

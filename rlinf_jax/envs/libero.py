@@ -105,7 +105,7 @@ def make(
 
 
 class View(NamedTuple):
-  """What an observation holds; fields are arguments of `make`.
+  """Contents of an observation; fields are arguments of `make`.
 
   Attributes:
     images: whether it has camera images.

@@ -30,7 +30,7 @@ from stages.models.layers import attention, mixture
 
 
 class Balance(NamedTuple):
-  """How evenly sequences use experts.
+  """The evenness with which sequences use experts.
 
   Attributes:
     loss: the loss of a sequence, on each token of its completion.

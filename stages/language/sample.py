@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from stages import ranges
 
@@ -151,3 +152,18 @@ def entropy(logit_BTV):
 def draw(key_B, logit_BV):
   """Samples one token a row, each with its own key (Gumbel-max)."""
   return jax.vmap(jax.random.categorical)(key_B, logit_BV)
+
+
+def next_token(
+  logit_B1V, key_B, t_B, sampling: Sampling, greedy: bool
+) -> tuple[Int[Array, ' B'], Float[Array, 'B 1 V']]:
+  """Draws token t of each row with `fold_in(key, t)`, or takes the likeliest.
+
+  Returns:
+    The tokens, and the logits of the distribution that they are from.
+  """
+  if greedy:
+    return jnp.argmax(logit_B1V[:, 0], axis=-1).astype(jnp.int32), logit_B1V
+  logit_B1V = shape(logit_B1V, sampling)
+  key_t_B = jax.vmap(jax.random.fold_in)(key_B, t_B)
+  return draw(key_t_B, logit_B1V[:, 0]).astype(jnp.int32), logit_B1V

@@ -59,13 +59,7 @@ def scorer(
     balance=False,
     routing=None,
   ):
-    if mask is None and (balance or packed_tokens is not None):
-      raise ValueError(
-        f'Completions are packed (packed_tokens={packed_tokens}) or their '
-        f'balance of experts is measured (balance={balance}), and no mask says '
-        'which of their values are read: give one, as policy_stages.score '
-        'does, or set packed_tokens (PACKED in gin) to None.'
-      )
+    _check_mask(mask, packed_tokens, balance)
     if packed_tokens is None:
       x_BTD, found = completion_states(
         model, params, prompt, action_BT, group_size, balance, routing
@@ -90,6 +84,17 @@ def scorer(
     return scores._replace(balance=balance_lib.Balance(scores.balance, load))
 
   return score
+
+
+def _check_mask(mask, packed_tokens: int | None, balance: bool):
+  """Refuses to score without a mask where one is needed."""
+  if mask is None and (balance or packed_tokens is not None):
+    raise ValueError(
+      f'Completions are packed (packed_tokens={packed_tokens}) or their '
+      f'balance of experts is measured (balance={balance}), and no mask says '
+      'which of their values are read: give one, as policy_stages.score '
+      'does, or set packed_tokens (PACKED in gin) to None.'
+    )
 
 
 def completion_states(

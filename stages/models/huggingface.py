@@ -113,7 +113,7 @@ def vision(checkpoint: str | pathlib.Path) -> config_lib.VisionConfig | None:
   if (
     not isinstance(raw, dict) or raw.get('model_type') not in families.FAMILIES
   ):
-    return None  # What is wrong is said where the model is read.
+    return None  # Reading the model raises the error.
   if not families.family_of(raw, path).has_vision:
     return None
   return vision_files.read(raw, path)

@@ -240,6 +240,20 @@ def merge(params):
   return _with_layers(params, layers)
 
 
+def prepared(
+  function: Callable | None, prepare: Callable[[Any], Any]
+) -> Callable | None:
+  """Returns `function` of prepared parameters; None if there is no function."""
+  if function is None:
+    return None
+
+  @functools.wraps(function)
+  def run(params, *args, **kwargs):
+    return function(prepare(params), *args, **kwargs)
+
+  return run
+
+
 def wrap(
   policy: base.Policy,
   settings: Lora,
@@ -260,16 +274,6 @@ def wrap(
   is_engine = policy.out_shapes is not None
   merged = (lambda params: params) if is_engine else merge
 
-  def adapted(function, prepare):
-    if function is None:
-      return None
-
-    @functools.wraps(function)
-    def run(params, *args, **kwargs):
-      return function(prepare(params), *args, **kwargs)
-
-    return run
-
   def new(key):
     params = dict(policy.init(key))
     critic = {k: params.pop(k) for k in (base.CRITIC,) if k in params}
@@ -283,13 +287,13 @@ def wrap(
 
   engine = policy.engine
   if engine:
-    engine = engine._replace(equivalent=adapted(engine.equivalent, merge))
+    engine = engine._replace(equivalent=prepared(engine.equivalent, merge))
   return policy._replace(
     init=new,
-    act=adapted(policy.act, merged),
-    evaluate=adapted(policy.evaluate, join),
-    value=adapted(policy.value, join),
-    resume=adapted(policy.resume, merged),
+    act=prepared(policy.act, merged),
+    evaluate=prepared(policy.evaluate, join),
+    value=prepared(policy.value, join),
+    resume=prepared(policy.resume, merged),
     engine=engine,
     round_params=None,  # Adapters are small.
     trains_router=False,

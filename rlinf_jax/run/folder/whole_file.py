@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, whatever interrupts the writing."""
+"""Files that are replaced as a whole, also where writing is interrupted."""
 
 from collections.abc import Iterator
 import contextlib

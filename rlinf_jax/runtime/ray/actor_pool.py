@@ -38,8 +38,7 @@ def connect(address: str = HERE):
     address: 'local', 'auto', or that of a cluster, such as 'ray://head:10001'.
 
   Raises:
-    ConnectionError: if there is no cluster at that address, or Ray does not
-      start.
+    ConnectionError: if no cluster is at that address, or Ray does not start.
     ValueError: if the environment turns tokens off, or has none for a cluster.
   """
   if ray.is_initialized():

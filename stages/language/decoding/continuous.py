@@ -162,14 +162,10 @@ def _generate(
   def extend(state: LoopState) -> LoopState:
     t, now = state.t, state.slots
     logit_M1V, now = _decode(model, params, layers, t, now)
-    if greedy:
-      token_M = jnp.argmax(logit_M1V[:, 0], axis=-1)
-    else:
-      logit_M1V = sample.shape(logit_M1V, sampling)
-      key_M = key_B[jnp.minimum(now.row_M, B - 1)]
-      key_M = jax.vmap(jax.random.fold_in)(key_M, t - now.start_M)
-      token_M = sample.draw(key_M, logit_M1V[:, 0])
-    token_M = token_M.astype(jnp.int32)
+    key_M = key_B[jnp.minimum(now.row_M, B - 1)]
+    token_M, logit_M1V = sample.next_token(
+      logit_M1V, key_M, t - now.start_M, sampling, greedy
+    )
     logp_M = sample.logp(logit_M1V, token_M[:, None])[:, 0]
     is_full_M = t + 1 - now.start_M >= length
     now = now._replace(

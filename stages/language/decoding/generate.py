@@ -206,12 +206,8 @@ def generate(
     experts of the tokens that were read.
   """
   empty = empty_completions(model.config, prompt.token.shape[0], length)
-  completions, routing = (
-    resume(model, params, prompt, key_B, empty, **kwargs, record=record),
-    None,
-  )
-  if record:
-    completions, routing = completions
+  found = resume(model, params, prompt, key_B, empty, **kwargs, record=record)
+  completions, routing = found if record else (found, None)
   return experience(prompt, completions, routing)
 
 
@@ -296,13 +292,10 @@ def resume(
       model, params, layers, split, length_B, state, keep=cache is not None
     )
     logit_B1V = model.apply({'params': params}, x_B1D, method='logits')
-    if greedy:
-      token_B = jnp.argmax(logit_B1V[:, 0], axis=-1)
-    else:
-      logit_B1V = sample.shape(logit_B1V, sampling)
-      key_t_B = jax.vmap(jax.random.fold_in)(key_B, length_B + state.t)
-      token_B = sample.draw(key_t_B, logit_B1V[:, 0])
-    token_B = jnp.where(open_B, token_B, 0).astype(jnp.int32)
+    token_B, logit_B1V = sample.next_token(
+      logit_B1V, key_B, length_B + state.t, sampling, greedy
+    )
+    token_B = jnp.where(open_B, token_B, 0)
     logp_B = sample.logp(logit_B1V, token_B[:, None])[:, 0]
     new = append(state, open_B, token_B, logp_B, stop)
     return state._replace(t=state.t + 1, token_B=token_B, completions=new)

@@ -41,7 +41,7 @@ class SplitPrompt(NamedTuple):
 
   @property
   def read(self) -> tuple:
-    """What a model reads of the prompts."""
+    """The part of the prompts that a model reads."""
     return self.prompt_NP, self.mask_NP, self.pictures
 
 

@@ -19,7 +19,7 @@ REPLAYED = 'replayed'
 
 
 class Routing(NamedTuple):
-  """What the router of a layer finds.
+  """The result of the router of a layer.
 
   Attributes:
     prob: the probability of each expert.

@@ -3,7 +3,7 @@
 A picture is resized until both edges are multiples of 28 pixels, and cut into
 patches of 14. Squares of 2 x 2 patches are adjacent, as each becomes one token.
 All pictures of a row lie end to end, and rows are padded to the same number of
-patches: a step is compiled once, whatever sizes pictures have.
+patches: a step is compiled once for pictures of all sizes.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What π0 and π0.5 read of an observation: images, a state, an instruction."""
+"""Inputs of π0 and π0.5 in an observation: images, a state, an instruction."""
 
 import math
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ MODEL = {False: 'π0', True: 'π0.5'}
 
 
 class Inputs(NamedTuple):
-  """Where the inputs of a model are in observations.
+  """Paths of the inputs of a model in observations.
 
   Attributes:
     cameras: paths of images, in the order in which they are read.

@@ -21,7 +21,7 @@ EXPERT_SUFFIX = '_1'
 
 
 class Leaf(NamedTuple):
-  """Where a parameter is in openpi's tree.
+  """The place of a parameter in openpi's tree.
 
   Attributes:
     path: of openpi's array.

@@ -48,24 +48,14 @@ def wrap(
     own = {lora.PARAMS: frozen, lora.ALPHA: jnp.float32(alpha)}
     return {lora.ADAPTER: adapter, base.FROZEN: own} | params
 
-  def adapted(function: Callable | None, prepare: Callable):
-    if function is None:
-      return None
-
-    @functools.wraps(function)
-    def run(params, *args, **kwargs):
-      return function(prepare(params), *args, **kwargs)
-
-    return run
-
   joined = functools.partial(_whole, lora.join, part=part)
   merged = functools.partial(merge, part=part)
   return policy._replace(
     init=init,
-    act=adapted(policy.act, merged),
-    evaluate=adapted(policy.evaluate, joined),
-    value=adapted(policy.value, joined),
-    imitation_loss=adapted(policy.imitation_loss, joined),
+    act=lora.prepared(policy.act, merged),
+    evaluate=lora.prepared(policy.evaluate, joined),
+    value=lora.prepared(policy.value, joined),
+    imitation_loss=lora.prepared(policy.imitation_loss, joined),
   )
 
 

@@ -58,7 +58,7 @@ def scored(policy, params, x, routing):
 
 
 def read_positions(x):
-  """Where rows read tokens: of prompts but the last token, of completions."""
+  """Masks of the tokens read: of prompts but the last one, of completions."""
   order = np.cumsum(x.obs.mask, 1)
   of_prompt = (x.obs.mask > 0) & (order < order[:, -1:])
   return of_prompt, np.asarray(x.mask) > 0
@@ -139,7 +139,7 @@ def test_other_routers_use_the_recorded_experts(packed_tokens):
   run = jax.jit(functools.partial(scored, policy, new))
   free, held = run(x, None), run(x, x.routing)
   assert np.abs((free - held) * x.mask).max() > 1e-3
-  # One expert a token has a weight of one, whatever its router says.
+  # With one expert a token, its weight is one for all logits of the router.
   single = dataclasses.replace(tiny.EXPERTS, experts_per_token=1)
   x, own = sampled(config=single)
   new = own | {'layers': own['layers'] | {'router_DE': moved}}

@@ -154,8 +154,7 @@ def test_an_episode_has_the_instruction_of_its_goal(encode):
   assert {*index.tolist()} == {0, 1}
   np.testing.assert_array_equal(obs[base.PROMPT]['token'], want.token[index])
   np.testing.assert_array_equal(obs[base.PROMPT]['mask'], want.mask[index])
-  # Where neither puck nor gripper lies over them, the discs have the colors
-  # that the words say.
+  # The discs have the colors of the words, but under puck and gripper.
   table = state.task_state
   colors = 255 * np.array([*push.DISCS.values()])
   seen = 0
