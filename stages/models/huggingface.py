@@ -161,6 +161,22 @@ def load_params(
   )
 
 
+def _check_engine(slots: int | None, replay_routing: bool):
+  """Refuses what only generation with the model itself can do."""
+  if slots is not None:
+    raise ValueError(
+      f'slots={slots} is given for the loop in JAX, and an engine to generate '
+      'in its place: leave out one of them. The slots of vLLM are '
+      'vllm.engine.max_num_seqs.'
+    )
+  if replay_routing:
+    raise ValueError(
+      'replay_routing is on, and an engine generates, which does not say which '
+      'experts it has used: generate in JAX, or set replay_routing to False '
+      '(REPLAY in gin).'
+    )
+
+
 def policy(
   checkpoint: str,
   *,
@@ -199,18 +215,8 @@ def policy(
   Raises:
     ValueError: for both slots and an engine, or both `replay_routing` and one.
   """
-  if slots is not None and engine is not None:
-    raise ValueError(
-      f'slots={slots} is given for the loop in JAX, and an engine to generate '
-      'in its place: leave out one of them. The slots of vLLM are '
-      'vllm.engine.max_num_seqs.'
-    )
-  if replay_routing and engine is not None:
-    raise ValueError(
-      'replay_routing is on, and an engine generates, which does not say which '
-      'experts it has used: generate in JAX, or set replay_routing to False '
-      '(REPLAY in gin).'
-    )
+  if engine is not None:
+    _check_engine(slots, replay_routing)
   settings = {'dtype': dtype, 'remat': remat, 'attention': attention}
   config, start = load_config(checkpoint, **settings), None
   if config.vision is not None and (engine is not None or lora):
