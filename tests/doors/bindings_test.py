@@ -267,8 +267,10 @@ def given_to(recipe: str) -> list[str]:
   try:
     config.parse([recipe], [], '/runs/x')
   except ValueError as error:
-    if 'requires' in str(error):
-      names = re.findall(r'`([A-Z]+)`', str(error))
+    # Other sentences name macros that are set.
+    required = re.search(r'The recipe requires (.*) to be set', str(error))
+    if required:
+      names = re.findall(r'`([A-Z]+)`', required[1])
       return [f'{name} = "/{name.lower()}"' for name in names]
   return []
 

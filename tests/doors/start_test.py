@@ -82,8 +82,8 @@ def interrupt(phase, info):
   gc.callbacks.remove(interrupt)
   raise KeyboardInterrupt
 
-gc.callbacks.append(interrupt)
 with startup.ended():
+  gc.callbacks.append(interrupt)
   gc.collect()
   time.sleep(60)
 """
@@ -91,7 +91,7 @@ with startup.ended():
 
 def test_an_interrupt_that_a_callback_swallows_ends_the_program():
   done = subprocess.run(
-    [sys.executable, '-c', COLLECTS],
+    ['env', '--default-signal=INT', sys.executable, '-c', COLLECTS],
     cwd=ROOT,
     capture_output=True,
     text=True,
