@@ -292,3 +292,19 @@ def test_a_mesh_changes_only_rounding(case):
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     error = np.linalg.norm(np.asarray(a) - b)
     assert error <= 1e-4 * np.linalg.norm(b)
+
+
+def test_a_group_reads_its_pictures_once(case):
+  """Those of its later rows are not looked at."""
+  group_size = 2
+  prompt = repeat(case.prompt, group_size)
+  other = prompt.pictures.patch.copy()
+  other[1::group_size] = 255 - other[1::group_size]
+  changed = prompt._replace(pictures=prompt.pictures._replace(patch=other))
+  policy = language_model.policy(case.config, response_length=3)
+  run = jax.jit(policy.act, static_argnames='group_size')
+  keys = torch_reference.keys(len(prompt.mask))
+  want, got = (
+    run(case.params, x, keys, group_size=group_size) for x in (prompt, changed)
+  )
+  np.testing.assert_array_equal(got.logp, want.logp)
