@@ -116,7 +116,8 @@ def converse(
   if policy.resume is None or policy.out_shapes is not None:
     raise ValueError(
       'The endpoint of agents generates in JAX: leave out slots, engines '
-      '(vLLM) and replay_routing, and use a language model.'
+      '(vLLM) and replay_routing, and use a language model that reads '
+      'text alone.'
     )
   temperature = 0.0 if greedy else policy.sampling.temperature
   pool = deadline.Pool(agents.num_threads, agents.timeout)

@@ -147,7 +147,7 @@ def converse(
     raise ValueError(
       'A conversation continues after each answer, and this policy cannot '
       'continue a completion in JAX: leave out slots, engines (vLLM) and '
-      'replay_routing, and use a language model.'
+      'replay_routing, and use a language model that reads text alone.'
     )
   begin = stages.Stage(
     functools.partial(_begin, policy, envs.terms, max_turns),

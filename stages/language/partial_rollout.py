@@ -87,7 +87,8 @@ def check(
       'Partial rollouts need a policy that can resume unfinished completions, '
       'and this one has no `resume`: leave out max_carry and extra_groups, or '
       'use another policy. One that decodes in `slots` has none, nor has one '
-      'that reads pictures or replays routing: set slots to None, or replay_routing to False.'
+      'that reads pictures or replays routing: set slots to None, or '
+      'replay_routing to False.'
     )
 
 
