@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base, ranges
+from stages.models import quantization
 from stages.models.files import decoder_names
 from stages.models.layers import mixed_precision
 
@@ -66,12 +67,15 @@ class Lora:
       'q_proj'; if None, those of `adapter`, or all seven without one.
     adapter: folder of an adapter in PEFT's format to start from; None starts
       from the model itself.
+    quantize: 'int8' or 'nf4' to hold the frozen matrices of layers in eight or
+      four bits, see `quantization`; None to leave them as they are.
   """
 
   rank: ranges.PositiveInt | None = None
   alpha: ranges.PositiveFloat | None = None
   targets: str | tuple[str, ...] | None = None
   adapter: str | None = None
+  quantize: quantization.Kind | None = None
 
   def __post_init__(self):
     if self.rank and (self.rank < 0 or self.rank != int(self.rank)):
@@ -80,6 +84,8 @@ class Lora:
         '0 or None to train all weights.'
       )
     parameters(ALL if self.targets is None else self.targets)
+    if self:
+      quantization.check(self.quantize)
 
   def __bool__(self):
     return bool(self.rank or self.adapter)
@@ -112,6 +118,10 @@ def split(parameter: str) -> tuple[str, str]:
   return letters[:n], letters[n:]
 
 
+# The last dimension of inputs of each matrix.
+AXES = {p: len(split(p)[0]) - 1 for p in LETTERS.values()}
+
+
 def pair_names(parameter: str) -> tuple[str, str]:
   """The names of A and B of a matrix: `query_A_DI` and `query_B_IHW`."""
   stem, (ins, outs) = parameter.rsplit('_', 1)[0], split(parameter)
@@ -128,7 +138,12 @@ def linear(module, parameter: str, equation: str, x, product=jnp.einsum):
     x: the input, [B, T, inputs].
     product: computes the product, as `jnp.einsum` does.
   """
-  y = product(equation, x, getattr(module, parameter))
+  scales = quantization.scale_name(parameter)
+  if module.has_variable('params', scales):
+    frozen = (module.get_variable('params', n) for n in (parameter, scales))
+    y = quantization.product(product, equation, x, *frozen, AXES[parameter])
+  else:
+    y = product(equation, x, getattr(module, parameter))
   names = pair_names(parameter)
   if not module.has_variable('params', names[0]):
     return y
@@ -231,13 +246,44 @@ def join(params):
 
 
 def merge(params):
-  """Parameters of the model with W + (α/r) B A in place of W."""
+  """Parameters of the model with W + (α/r) B A in place of W.
+
+  Quantized matrices are expanded.
+  """
+  params = _expanded(params)
   layers, own = {}, params[base.FROZEN][PARAMS]['layers']
   for p, a, b in pairs(params):
     ins, outs = split(p)
     delta = jnp.einsum(f'L{ins}I,LI{outs}->L{ins}{outs}', a, b)
     layers[p] = (own[p].astype(delta.dtype) + delta).astype(own[p].dtype)
   return _with_layers(params, layers)
+
+
+def _expanded(params):
+  """Parameters without quantized matrices."""
+  frozen = params[base.FROZEN]
+  own = frozen[PARAMS]
+  layers = quantization.expand_layers(own['layers'], AXES)
+  own = own | {'layers': layers}
+  return params | {base.FROZEN: frozen | {PARAMS: own}}
+
+
+def quantized(params, settings: Lora):
+  """The parameters of a model as `settings` say to hold them.
+
+  Raises:
+    ValueError: if the model has experts, which stay as they are.
+  """
+  if settings.quantize is None:
+    return params
+  layers = params['layers']
+  if any(p not in layers for p in LETTERS.values()):
+    raise ValueError(
+      f'quantize is {settings.quantize!r}, and this model has experts, which '
+      'cannot be quantized: set it to None (LORA_QUANTIZE in gin).'
+    )
+  layers = quantization.quantize_layers(layers, AXES, settings.quantize)
+  return params | {'layers': layers}
 
 
 def prepared(
@@ -270,8 +316,17 @@ def wrap(
     settings: rank, alpha and targets.
     start: `params -> adapter`, which returns an existing adapter of the model;
       if None, a new adapter is drawn.
+
+  Raises:
+    ValueError: for quantized weights beside an engine outside JAX.
   """
   is_engine = policy.out_shapes is not None
+  if is_engine and settings.quantize:
+    raise ValueError(
+      f'quantize is {settings.quantize!r}, and an engine generates, which does '
+      'not read quantized weights: generate in JAX, or set quantize to None '
+      '(LORA_QUANTIZE in gin).'
+    )
   merged = (lambda params: params) if is_engine else merge
 
   def new(key):
@@ -282,6 +337,7 @@ def wrap(
     else:
       adapter = init(params, settings, jax.random.fold_in(key, 2))
     alpha = DEFAULT_ALPHA if settings.alpha is None else settings.alpha
+    params = quantized(params, settings)
     frozen = {PARAMS: params, ALPHA: jnp.float32(alpha)}
     return {ADAPTER: adapter, base.FROZEN: frozen} | critic
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from sharding import rules
 from stages.models import config as config_lib
-from stages.models import lora
+from stages.models import lora, quantization
 from stages.models.layers import attention, mixed_precision, mixture
 from stages.models.layers import rope as rope_lib
 
@@ -34,8 +34,11 @@ def parameter(module, name, *shape):
 def matrix(module, name, *shape):
   """A factor of matrix products, in `module.config.dtype`.
 
-  Products sum over tokens in float32, and round the gradient once.
+  Products sum over tokens in float32, and round the gradient once. None for one
+  that is quantized, which `lora.linear` expands.
   """
+  if module.has_variable('params', quantization.scale_name(name)):
+    return None
   return parameter(module, name, *shape).astype(module.config.dtype)
 
 

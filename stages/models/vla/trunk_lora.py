@@ -31,12 +31,18 @@ def wrap(
     part: that of them which has adapters.
 
   Raises:
-    ValueError: for an adapter to start from, which is not supported.
+    ValueError: for an adapter to start from, or quantized weights, which are
+      not supported.
   """
   if settings.adapter:
     raise ValueError(
       'Adapters of VLAs start anew: leave out `adapter`, or add it to the '
       'weights of the checkpoint first.'
+    )
+  if settings.quantize:
+    raise ValueError(
+      f'quantize is {settings.quantize!r}, and the weights of VLAs cannot be '
+      'quantized: leave it out.'
     )
 
   def init(key):

@@ -4,6 +4,7 @@ import functools
 import json
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -12,9 +13,9 @@ import own_data
 from rlinf_jax import train
 from rlinf_jax.data import questions
 from rlinf_jax.rewards import functions, verifier
-from stages import workflows
+from stages import base, workflows
 from stages.learn import optimizers
-from stages.models import huggingface, lora
+from stages.models import huggingface, lora, quantization
 
 pytestmark = pytest.mark.slow
 
@@ -96,3 +97,28 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_goes_on_elsewhere(tmp_path):
   (tmp_path / 'resumed/result.json').unlink()
   with pytest.raises(ValueError, match='beside other frozen weights'):
     run(tmp_path, tmp_path / 'resumed', 4, resume=True)
+
+
+def test_a_run_beside_quantized_weights_is_resumed_and_merged(tmp_path):
+  pytest.importorskip('qwix', reason='pip install "rlinf-jax[qlora]".')
+  model = own_data.model(tmp_path)
+  own_data.write(tmp_path / 'train.jsonl', range(8))
+  adapters = lora.Lora(rank=3, quantize='nf4')
+  straight = run(tmp_path, tmp_path / 'straight', 2, adapters)
+  assert straight[0] == 0 < straight[1]
+  run(tmp_path, tmp_path / 'resumed', 1, adapters)
+  resumed = run(tmp_path, tmp_path / 'resumed', 2, adapters, resume=True)
+  assert resumed == straight
+  exported = tmp_path / 'straight/model'
+  assert_same(tensors(tmp_path / 'resumed/model'), tensors(exported))
+
+  # A merged model has the weights that the adapter was trained beside.
+  params = lora.wrap(
+    huggingface.policy(model, response_length=6), adapters
+  ).init(jax.random.key(0))
+  huggingface.export(tmp_path / 'merged', params, model, merge_lora=True)
+  config = huggingface.load_config(model)
+  merged = huggingface.load_params(tmp_path / 'merged', config)
+  layers = params[base.FROZEN][lora.PARAMS]['layers']
+  want = quantization.expand_layers(layers, lora.AXES)['up_DF']
+  np.testing.assert_allclose(merged['layers']['up_DF'], want, atol=1e-6)
