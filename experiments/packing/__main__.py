@@ -20,9 +20,8 @@ from rlinf_jax.runtime import micro_batch
 import stages
 from stages import base
 from stages.language import language_model, policy_stages, rollout_metrics
-from stages.learn import train_step
+from stages.learn import objectives, train_step
 from stages.models import transformer
-from stages.workflows.grpo import objective
 
 
 def lengths(rows: int, limit: int, median: float) -> np.ndarray:
@@ -59,7 +58,7 @@ def gradient(args, config, packed_tokens: int | None):
   policy = language_model.policy(
     config, response_length=args.length, packed_tokens=packed_tokens
   )
-  loss = objective(policy_stages.scorer(policy, args.group_size))
+  loss = objectives.policy(policy_stages.scorer(policy, args.group_size))
   stage = stages.Stage(
     train_step.gradient(loss),
     'gradient',

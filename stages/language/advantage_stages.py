@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import stages
 from stages import base
 from stages.language import policy_stages, verifiers
-from stages.learn import advantages, losses, signatures, turn_advantages
+from stages.learn import (
+  advantages,
+  losses,
+  objectives,
+  signatures,
+  turn_advantages,
+)
 
 
 def estimator(
@@ -114,13 +120,10 @@ def _by_turn(
   return jnp.take_along_axis(advantage_BK, turn_BT, 1)
 
 
-def finished_mask(mask_BT, truncated_B):
-  """`mask_BT`, 0 also on completions that reached the length limit."""
-  return mask_BT * (1.0 - truncated_B[:, None])
-
-
 def _whiten_finished(advantage_BT, mask_BT, truncated_B):
-  return advantages.whiten(advantage_BT, finished_mask(mask_BT, truncated_B))
+  return advantages.whiten(
+    advantage_BT, objectives.finished_mask(mask_BT, truncated_B)
+  )
 
 
 def above_greedy(

@@ -16,16 +16,15 @@ loss is a mean over sequences, and does not depend on how a batch is cut.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from stages import base, metrics
+from stages import base
 from stages.language import packing
 from stages.language.decoding import prefill
-from stages.learn import signatures
 from stages.models.layers import attention, mixture
 
 
@@ -53,26 +52,6 @@ def check(policy: base.Policy, balance_coef: float):
       'model has no experts, or its weights are frozen beside adapters. Set '
       'balance_coef to 0.'
     )
-
-
-def term(
-  coef: float, now: base.Evaluation, mask_BT, aggregate: signatures.Aggregate
-) -> tuple[Any, base.Info]:
-  """The term of a loss, [B, T], and its metrics.
-
-  Args:
-    coef: its weight; 0 for no term.
-    now: what `policy_stages.score` returns with `balance`.
-    mask_BT: 1 on the tokens of the loss.
-    aggregate: of the loss.
-  """
-  if not coef:
-    return 0.0, {}
-  info = {
-    'train/balance_loss': aggregate(now.balance.loss, mask_BT),
-    'train/expert_load': metrics.Load(now.balance.load),
-  }
-  return coef * now.balance.loss, info
 
 
 def of_packed(routing, segment: attention.Segment) -> Balance:

@@ -43,9 +43,9 @@ def learner(
   Args:
     policy_and_optimizer: a `base.Policy` and its optimizer.
     critic_and_optimizer: a `value_model.ValueModel` and its optimizer.
-    losses: of the policy, `critic_loss=None -> loss` as `grpo.objective`, which
-      adds that of the critic; of the critic, `value_BT, experience -> loss_BT,
-      info`.
+    losses: of the policy, `critic_loss=None -> loss` as `objectives.policy`,
+      which adds that of the critic; of the critic, `value_BT, experience ->
+      loss_BT, info`.
     aggregate: `loss_BT, mask_BT -> metrics.Mean` of the critic's loss.
     warmup: first steps, in which only the critic learns, or only its head; and
       updates a step.

@@ -16,10 +16,10 @@ from stages.learn import (
   loss_terms,
   losses,
   minibatches,
+  objectives,
   signatures,
   train_step,
 )
-from stages.workflows.grpo import objective
 
 
 class State(NamedTuple):
@@ -121,7 +121,7 @@ def dapo(
   minibatch = minibatches.minibatches(
     'shuffled', num_minibatches, num_epochs, group_size
   )
-  loss = objective(
+  loss = objectives.policy(
     policy_stages.scorer(policy, group_size, balance=balance_coef > 0),
     balance_coef=balance_coef,
     clip=loss_terms.Clip(clip_low, clip_high),

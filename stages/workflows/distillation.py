@@ -14,8 +14,14 @@ import stages
 from stages import base, metrics, ranges
 from stages.language import balance, policy_stages, rollout_metrics, verifiers
 from stages.language import evaluate as evaluate_lib
-from stages.learn import loss_terms, losses, minibatches, signatures, train_step
-from stages.workflows.grpo import objective
+from stages.learn import (
+  loss_terms,
+  losses,
+  minibatches,
+  objectives,
+  signatures,
+  train_step,
+)
 
 
 class State(NamedTuple):
@@ -99,7 +105,7 @@ def distillation(
   minibatch = minibatches.minibatches(
     minibatch_by, num_minibatches, num_epochs, group_size
   )
-  loss = objective(
+  loss = objectives.policy(
     policy_stages.scorer(policy, group_size, balance=balance_coef > 0),
     balance_coef=balance_coef,
     clip=loss_terms.Clip(clip_low, clip_high),

@@ -9,7 +9,7 @@ import optax
 import stages
 from stages import base, metrics, ranges
 from stages.language import balance, policy_stages
-from stages.learn import losses, train_step
+from stages.learn import losses, objectives, train_step
 
 PAIR = 2  # Adjacent rows: the preferred completion, then the rejected one.
 
@@ -130,7 +130,9 @@ def objective(
     real_N = x.mask.max(1)[::PAIR]
     logp_N2 = logp_B.reshape(-1, PAIR)
     mean = metrics.mean(losses.preference(margin_N, label_smoothing), real_N)
-    term_BT, info = balance.term(balance_coef, now, x.mask, pair_mean)
+    term_BT, info = objectives.balance_term(
+      balance_coef, now, x.mask, pair_mean
+    )
     total = mean
     if balance_coef:
       total = mean._replace(sum=mean.sum + pair_mean(term_BT, x.mask).sum)

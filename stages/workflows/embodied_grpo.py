@@ -22,10 +22,10 @@ from stages.learn import (
   loss_terms,
   losses,
   minibatches,
+  objectives,
   signatures,
   train_step,
 )
-from stages.workflows.grpo import objective
 
 EpisodeReward = Callable[[episode_stats.EpisodeStats], jax.Array]
 """`stats -> reward_B`: the reward of each row's first episode."""
@@ -122,7 +122,7 @@ def embodied_grpo(
   minibatch = minibatches.minibatches(
     'shuffled', num_minibatches, num_epochs, group_size
   )
-  loss = objective(
+  loss = objectives.policy(
     lambda params, x: policy.evaluate(params, x.obs, x.action),
     clip=loss_terms.Clip(clip_low, clip_high, dual_clip),
     kl=loss_terms.KlPenalty(kl_coef, kl_estimator),

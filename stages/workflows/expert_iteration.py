@@ -14,11 +14,11 @@ from stages.learn import (
   loss_terms,
   losses,
   minibatches,
+  objectives,
   selection,
   signatures,
   train_step,
 )
-from stages.workflows.grpo import objective
 
 
 class State(NamedTuple):
@@ -86,7 +86,7 @@ def expert_iteration(
   minibatch = minibatches.minibatches(
     'shuffled', num_minibatches, num_epochs, group_size
   )
-  loss = objective(
+  loss = objectives.policy(
     policy_stages.scorer(policy, group_size, balance=balance_coef > 0),
     balance_coef=balance_coef,
     kl=loss_terms.KlPenalty(kl_coef, kl_estimator),

@@ -4,17 +4,14 @@ Other arguments of `grpo` make it GSPO, CISPO, Dr. GRPO, RLOO, ReMax or
 REINFORCE++.
 """
 
-from collections.abc import Callable
 import functools
-import inspect
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 import stages
-from stages import base, metrics, ranges
+from stages import base, ranges
 from stages.language import (
   advantage_stages,
   balance,
@@ -28,6 +25,7 @@ from stages.learn import (
   loss_terms,
   losses,
   minibatches,
+  objectives,
   signatures,
   train_step,
 )
@@ -190,7 +188,7 @@ def grpo(
   minibatch = minibatches.minibatches(
     minibatch_by, num_minibatches, num_epochs, group_size
   )
-  loss = objective(
+  loss = objectives.policy(
     policy_stages.scorer(
       policy, group_size, informative_only, balance_coef > 0
     ),
@@ -275,114 +273,3 @@ def _check_baseline(greedy: bool, generate: policy_stages.Rollouts):
       'its prompts, and these rollouts finish prompts of other steps: leave '
       'out one of the two.'
     )
-
-
-def objective(
-  evaluate: Callable,
-  *,
-  clip: loss_terms.Clip = loss_terms.Clip(),
-  kl: loss_terms.KlPenalty = loss_terms.KlPenalty(),
-  entropy_coef: float = 0.0,
-  balance_coef: float = 0.0,
-  policy_loss: signatures.PolicyLoss = losses.ppo_clip,
-  likelihood: signatures.Likelihood = losses.token_logp,
-  aggregate: signatures.Aggregate = losses.sequence_mean_token_mean,
-  importance: loss_terms.Importance = loss_terms.Importance(),
-  mask_truncated: bool = False,
-  critic_loss: Callable | None = None,
-) -> Callable:
-  """Returns the loss `params, experience, ref_logp_BT -> Loss`.
-
-    L = aggregate(w · policy_loss(lp, lp_old, A) + β KL(lp, lp_ref) − η H + c b)
-
-  H is the entropy, and b the balance of experts. lp_old are the
-  log-probabilities recorded while sampling, and w = 1. Where the experience has
-  `proximal` log-probabilities, these are lp_old, and w is the bounded
-  importance weight exp(lp_old − lp_b) of them over the recorded ones, lp_b.
-
-  Args:
-    evaluate: `params, experience -> base.Evaluation`.
-    clip: range of the ratio.
-    kl: β and the estimator of the KL divergence.
-    entropy_coef: η, weight of the entropy bonus.
-    balance_coef: c, weight of the balance, which `evaluate` then returns.
-    policy_loss: as in `grpo`.
-    likelihood: as in `grpo`.
-    aggregate: as in `grpo`.
-    importance: w and its bound.
-    mask_truncated: as in `grpo`.
-    critic_loss: `value_BT, experience -> loss_BT, info`, added for a critic
-      that `evaluate` computes; None without one.
-  """
-  policy_loss = _with_dual_clip(policy_loss, clip.dual)
-
-  def loss(params, x: base.Experience, ref_logp_BT):
-    if mask_truncated:
-      x = x._replace(mask=advantage_stages.finished_mask(x.mask, x.truncated))
-    now = evaluate(params, x)
-    # Log-probabilities of padding are arbitrary, and ∞ · 0 is NaN.
-    now = now._replace(logp=jnp.where(x.mask > 0, now.logp, 0.0))
-    old_BT = x.logp
-    if x.proximal is not None:
-      old_BT = jnp.where(x.mask > 0, x.proximal, 0.0)
-    logp_BT, old_BT = (likelihood(lp, x.mask) for lp in (now.logp, old_BT))
-    loss_BT = policy_loss(logp_BT, old_BT, x.advantage, clip.low, clip.high)
-    ratio_BT = losses.ratio(logp_BT, old_BT)
-    clipped_BT = losses.clip_fraction(
-      logp_BT, old_BT, x.advantage, clip.low, clip.high
-    )
-    if x.proximal is not None:
-      weight_BT = importance.weight(x.proximal, x.logp, x.mask)
-      loss_BT *= importance.bound(weight_BT, importance.cap)
-    kl_BT = losses.kl_k3(x.logp, now.logp)
-    info = {
-      'train/policy_loss': aggregate(loss_BT, x.mask),
-      'train/kl_behavior': metrics.mean(kl_BT, x.mask),
-      'train/clip_fraction': metrics.mean(clipped_BT, x.mask),
-      'train/ratio_mean': metrics.mean(ratio_BT, x.mask),
-      'train/ratio_max': metrics.maximum(ratio_BT, x.mask),
-      # The exact entropy costs a pass over the vocabulary; −lp estimates it.
-      'train/entropy': metrics.mean(
-        now.entropy if entropy_coef else -x.logp, x.mask
-      ),
-    }
-    if clip.dual is not None:
-      dual_BT = losses.dual_clip_fraction(
-        logp_BT, old_BT, x.advantage, clip.dual
-      )
-      info['train/clip_fraction_dual'] = metrics.mean(dual_BT, x.mask)
-    if jax.tree.leaves(ref_logp_BT):
-      ref_logp_BT = jnp.where(x.mask > 0, ref_logp_BT, 0.0)
-      info['train/kl_reference'] = metrics.mean(
-        losses.kl_k3(now.logp, ref_logp_BT), x.mask
-      )
-    if kl.coef:
-      loss_BT += kl.coef * kl.estimator(now.logp, ref_logp_BT)
-    if entropy_coef:
-      loss_BT -= entropy_coef * now.entropy
-    balance_BT, balance_info = balance.term(
-      balance_coef, now, x.mask, aggregate
-    )
-    loss_BT, info = loss_BT + balance_BT, info | balance_info
-    if critic_loss:
-      value_loss_BT, value_info = critic_loss(now.value, x)
-      loss_BT += value_loss_BT
-      info |= value_info
-    return train_step.Loss((aggregate(loss_BT, x.mask),), info)
-
-  return loss
-
-
-def _with_dual_clip(
-  policy_loss: signatures.PolicyLoss, dual_clip: float | None
-) -> Callable:
-  """The loss bounded by `dual_clip`, or as it is for None."""
-  if dual_clip is None:
-    return policy_loss
-  # Gin wraps the functions that recipes name.
-  if inspect.unwrap(policy_loss) is not losses.ppo_clip:
-    raise ValueError(
-      'dual_clip bounds losses.ppo_clip alone: leave it out with another '
-      'policy_loss.'
-    )
-  return functools.partial(policy_loss, dual_clip=dual_clip)

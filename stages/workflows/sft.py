@@ -7,7 +7,7 @@ import stages
 from stages import base, metrics, ranges
 from stages.language import balance, policy_stages, verifiers
 from stages.language import evaluate as evaluate_lib
-from stages.learn import losses, train_step
+from stages.learn import losses, objectives, train_step
 
 
 def sft(
@@ -42,7 +42,9 @@ def sft(
 
   def loss(params, x: base.Example):
     now = score_tokens(policy, params, x, balance_coef > 0)
-    term_BT, info = balance.term(balance_coef, now, x.mask, losses.token_mean)
+    term_BT, info = objectives.balance_term(
+      balance_coef, now, x.mask, losses.token_mean
+    )
     mean = losses.token_mean(-now.logp, x.mask)
     info |= {'train/loss': mean, 'train/tokens': x.mask.sum()}
     return (losses.token_mean(term_BT - now.logp, x.mask),), info

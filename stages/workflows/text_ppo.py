@@ -28,11 +28,12 @@ from stages.learn import (
   loss_terms,
   losses,
   minibatches,
+  objectives,
   signatures,
   train_step,
   turn_advantages,
 )
-from stages.workflows.grpo import needs_reference, objective
+from stages.workflows.grpo import needs_reference
 
 
 class State(NamedTuple):
@@ -171,7 +172,7 @@ def text_ppo(
     minibatch_by, num_minibatches, num_epochs, group_size
   )
   policy_objective = functools.partial(
-    objective,
+    objectives.policy,
     policy_stages.scorer(policy, group_size, balance=balance_coef > 0),
     clip=loss_terms.Clip(clip_low, clip_high, dual_clip),
     kl=loss_terms.KlPenalty(kl_coef, kl_estimator),

@@ -10,8 +10,7 @@ import pytest
 
 from stages import base, workflows
 from stages.language import advantage_stages, partial_rollout, verifiers
-from stages.learn import advantages, losses
-from stages.workflows.grpo import objective
+from stages.learn import advantages, losses, objectives
 import tiny
 
 pytestmark = pytest.mark.usefixtures('in_float64')
@@ -241,7 +240,7 @@ def test_kl_is_in_the_loss_or_in_the_reward(kwargs, message):
 
 def loss_of(x, **kwargs):
   """Value and gradient of GRPO's loss with respect to log-probabilities."""
-  f = objective(
+  f = objectives.policy(
     lambda params, *_: base.Evaluation(params, jnp.zeros_like(params)),
     aggregate=losses.token_mean,
     **kwargs,

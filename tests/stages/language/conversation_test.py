@@ -9,8 +9,7 @@ import pytest
 
 from stages import base, workflows
 from stages.language import conversation, evaluate, packing, policy_stages
-from stages.learn import optimizers
-from stages.workflows.grpo import objective
+from stages.learn import objectives, optimizers
 import tiny
 import toy_conversation
 
@@ -111,7 +110,7 @@ def test_tokens_of_the_environment_are_in_no_gradient(played, params):
     np.arange(LENGTH)[None] < np.asarray(packing.lengths(x.mask))[:, None]
   )
   assert answer_BT.any()
-  loss = objective(policy_stages.scorer(policy(), GROUP))
+  loss = objectives.policy(policy_stages.scorer(policy(), GROUP))
   x = jax.tree.map(jnp.asarray, x)._replace(advantage=jnp.ones_like(x.logp))
 
   @jax.jit

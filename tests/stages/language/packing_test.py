@@ -15,9 +15,8 @@ from stages.language import (
   policy_stages,
   rollout_metrics,
 )
-from stages.learn import losses
+from stages.learn import losses, objectives
 from stages.models import lora
-from stages.workflows.grpo import objective
 from tests.rlinf_jax.runtime.plans import invariance_test
 import tiny
 
@@ -312,7 +311,7 @@ def test_completions_without_an_advantage_are_not_scored():
   x = x._replace(advantage=advantage_BT)
   found = []
   for only in False, True:
-    loss = objective(policy_stages.scorer(policy, GROUP, only))
+    loss = objectives.policy(policy_stages.scorer(policy, GROUP, only))
     found.append(
       jax.value_and_grad(lambda w, f=loss: f(w, x, ()).means[0].sum)(0.0)
     )

@@ -269,7 +269,7 @@ def test_what_cannot_be_replayed_is_refused():
     workflows.text_ppo(
       policy, tiny.even, value_model.head(tiny.EXPERTS), ADAM, ADAM
     )
-  with pytest.raises(ValueError, match='nor has one that replays routing'):
+  with pytest.raises(ValueError, match='or replays routing: set slots'):
     partial_rollout.check(policy, 1, 1)
   with pytest.raises(ValueError, match='and replay_routing, and use a lang'):
     conversation.converse(policy, 'x', envs=None, max_turns=2)

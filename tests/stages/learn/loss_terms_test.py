@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from stages import base
-from stages.learn import loss_terms, losses
-from stages.workflows.grpo import objective
+from stages.learn import loss_terms, losses, objectives
 from tests.stages.workflows import grpo_cases
 import tiny
 
@@ -24,7 +23,7 @@ def test_log_probs_of_padding_do_not_enter_the_loss():
     def evaluate(params, x):
       return base.Evaluation(params, jnp.zeros_like(params))
 
-    f = objective(evaluate, kl=loss_terms.KlPenalty(1.0, losses.kl_k3))
+    f = objectives.policy(evaluate, kl=loss_terms.KlPenalty(1.0, losses.kl_k3))
     return jax.value_and_grad(lambda p: f(p, x, ref_logp)[0][0].sum)(logp)
 
   want = loss(jnp.array([[-1.0, -2.0, 0.0]]), jnp.array([[-2.0, -1.0, 0.0]]))
@@ -55,7 +54,7 @@ def _corrected(
     advantage=advantage * one_BT,
     proximal=jnp.reshape(jnp.float32(proximal), (1, -1)),
   )
-  f = objective(
+  f = objectives.policy(
     lambda params, *_: base.Evaluation(params, jnp.zeros_like(params)),
     aggregate=losses.token_mean,
     importance=loss_terms.Importance(weight, bound, 2.0),

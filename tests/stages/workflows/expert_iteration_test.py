@@ -7,9 +7,8 @@ import optax
 import pytest
 
 from stages import base, workflows
-from stages.learn import losses, optimizers, selection
+from stages.learn import losses, objectives, optimizers, selection
 from stages.workflows.expert_iteration import count_kept, select_stage
-from stages.workflows.grpo import objective
 import tiny
 from tiny import read
 
@@ -54,7 +53,7 @@ def test_the_loss_is_the_mean_over_tokens_of_kept_completions(
     total -= logp_BT[b, : length_B[b]].sum()
     count += length_B[b]
   x = base.Experience((), (), logp_BT, kept_BT, (), advantage=kept_BT)
-  f = objective(
+  f = objectives.policy(
     lambda params, *_: base.Evaluation(params, jnp.zeros_like(params)),
     policy_loss=lambda logp, old, kept, low, high: -kept * logp,
     aggregate=losses.token_mean,

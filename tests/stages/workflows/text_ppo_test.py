@@ -11,8 +11,7 @@ import pytest
 from rlinf_jax.run.folder import checkpoint
 from stages import base, workflows
 from stages.language import value_model
-from stages.learn import advantages, loss_terms, losses, optimizers
-from stages.workflows.grpo import objective
+from stages.learn import advantages, loss_terms, losses, objectives, optimizers
 from stages.workflows.text_ppo import compute_advantages, critic_loss
 import tiny
 from tiny import read
@@ -179,7 +178,7 @@ def test_advantages_and_losses_are_those_of_trl():
     np.testing.assert_allclose(whitened, want, rtol=1e-7, atol=1e-9)
     np.testing.assert_allclose(got['return_'] * mask, returns.numpy() * mask)
     x = base.Experience((), (), given[0], mask, (), **got)
-    loss = objective(
+    loss = objectives.policy(
       lambda params, *_: base.Evaluation(params[0], (), params[1]),
       clip=loss_terms.Clip(0.2, 0.2),
       aggregate=losses.token_mean,

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from stages import base
-from stages.learn import advantages, loss_terms, losses
+from stages.learn import advantages, loss_terms, losses, objectives
 from stages.workflows.dpo import objective as dpo_objective
-from stages.workflows.grpo import objective
 
 REASON = 'TRL, accelerate or datasets are not installed.'
 trl = pytest.importorskip('trl', reason=REASON)
@@ -97,7 +96,7 @@ def theirs(kind, logp, inputs, **settings):
 def ours(logp, old, ref, advantage, mask, **settings):
   """The same of `grpo`'s objective."""
   x = base.Experience((), (), old, mask, (), advantage=advantage)
-  f = objective(
+  f = objectives.policy(
     lambda params, *_: base.Evaluation(params, jnp.zeros_like(params)),
     **settings,
   )
