@@ -3,8 +3,36 @@
 from collections.abc import Sequence
 
 import jax
+from jax.sharding import NamedSharding
 
 HOST, DEVICE = 'pinned_host', 'device'  # JAX's names of memory kinds.
+
+
+def on_host(layout: jax.sharding.Sharding) -> jax.sharding.Sharding:
+  """Returns the same layout in host memory."""
+  hosted = layout.with_memory_kind(HOST)
+  if hosted.memory_kind != HOST:
+    # Devices that are compiled for without being here may not list memories.
+    return _OnHost(layout.mesh, layout.spec)
+  return hosted
+
+
+def is_known(layout: jax.sharding.Sharding) -> bool:
+  """Whether the devices of a layout list the memory that it is in."""
+  return not isinstance(layout, _OnHost)
+
+
+class _OnHost(NamedSharding):
+  """A layout in host memory, on devices that do not list their memories.
+
+  JAX drops the memory of such a layout as it is made. It is an argument's
+  alone: JAX compares those of results with what the compiler returns, which
+  names no memory either.
+  """
+
+  @property
+  def memory_kind(self) -> str:
+    return HOST
 
 
 def is_offloaded(x: jax.Array) -> bool:

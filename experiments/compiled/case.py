@@ -41,6 +41,7 @@ class Case:
     rows: rows of a micro-batch of `gradient`; None for all.
     packed: tokens of a packed row; None without packing.
     remat: activations that `gradient` stores, as in `stages.remat`.
+    offload: stages whose own carried values are in host memory.
     stages: names of the stages to compile.
     options: of the compiler, in place of its defaults.
   """
@@ -57,6 +58,7 @@ class Case:
   rows: int | None = None
   packed: int | None = None
   remat: str = 'nothing_saveable'
+  offload: tuple[str, ...] = ()
   stages: tuple[str, ...] = ('gradient', 'apply')
   options: Mapping[str, bool | int] = dataclasses.field(default_factory=dict)
 
@@ -121,7 +123,12 @@ def _planned(case: Case, topology):
   plan = plan_lib.one_place(flow.stages, placement, micro_batch)
   remat = {name: case.remat for name in ('gradient',) if name in flow.stages}
   options = {name: dict(case.options) for name in case.stages if case.options}
-  plan = dataclasses.replace(plan, remat=remat, compiler_options=options)
+  plan = dataclasses.replace(
+    plan,
+    remat=remat,
+    offload=tuple(case.offload),
+    compiler_options=options,
+  )
   return flow, model, plan
 
 

@@ -92,8 +92,10 @@ class Roofline:
       )
     )
     self._memo, self._parameters = {}, {}
-    adds = cluster.device.adds_phases
-    self._peaks = memory.MemoryModel(works, self.layout, adds)
+    device = cluster.device
+    self._peaks = memory.MemoryModel(
+      works, self.layout, device.adds_phases, device.platform
+    )
 
   def with_measurements(
     self, measured: measured_lib.Measurements

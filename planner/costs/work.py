@@ -124,6 +124,9 @@ class StageWork:
       the policies that a plan may name.
     divide: counts this segment again for devices that divide its arrays, see
       `on`; None if they divide none.
+    elementwise: positions of arguments that the stage may update in host
+      memory, and of which it computes each element alone: a tuple for each
+      independent part.
   """
 
   fixed: Work
@@ -134,6 +137,7 @@ class StageWork:
   divide: Callable[..., 'StageWork'] | None = dataclasses.field(
     default=None, compare=False
   )
+  elementwise: tuple[tuple[int, ...], ...] = ()
 
   def on(self, axes: tuple[tuple[str, int], ...], layout) -> 'StageWork':
     """Returns this segment on a device of a mesh of axes without rows.

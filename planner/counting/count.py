@@ -24,6 +24,8 @@ from planner.costs.work import StageWork, Work
 from planner.counting import divisions, jaxpr_walk, variables
 from planner.ir import graph
 from planner.ir import plan as plan_lib
+from planner.lower import offloading
+from sharding import elementwise
 from sharding import mesh as mesh_lib
 
 ROUTING = ('split', 'slice')  # Grains that only move rows.
@@ -114,12 +116,27 @@ def of_node(
     how = {'trips': trips, 'platform': platform}
     counted = _counted(flow, node, run, _sizes(flow, node), **how)
     if engine is None:
-      return _with_choices(flow, node, counted, how)
+      found = _with_choices(flow, node, counted, how)
+      return dataclasses.replace(found, elementwise=_elementwise(flow, node))
     price = decode.of_engine if node.stage.host else decode.of_slots
     return price(_interpolated(counted), engine)
   except (NotImplementedError, ValueError) as error:
     error.add_note(f'This happened in stage {node.name}, while counted.')
     raise
+
+
+def _elementwise(flow, node) -> tuple[tuple[int, ...], ...]:
+  """Returns the positions of `StageWork.elementwise`."""
+  offloaded = offloading.streamed(flow, [node.name])
+  (at,) = (i for i, other in enumerate(flow.nodes) if other is node)
+  values = offloaded.get(at, {})
+  positions = [i for i, v in enumerate(node.reads) if v in values]
+  if not positions:
+    return ()
+  arguments = _arguments(flow, node, flow.rows_of(node))
+  program = elementwise.inlined(node.stage.run, *arguments)
+  parts = elementwise.parts(program.jaxpr, positions)
+  return tuple(part.reads for part in parts if part.elementwise)
 
 
 def _sizes(flow, node) -> list[int]:

@@ -11,10 +11,18 @@ SOURCE, SINK = 'source', 'sink'
 
 
 class Run(NamedTuple):
-  """Calls node `node`, which may overwrite the values in `donate`."""
+  """Calls node `node`, which may overwrite the values in `donate`.
+
+  Attributes:
+    node: index of the node in the flow.
+    donate: values that the call may overwrite.
+    streamed: pairs of a value that it reads in host memory, and the value that
+      it writes there.
+  """
 
   node: int
   donate: tuple[int, ...] = ()
+  streamed: tuple[tuple[int, int], ...] = ()
 
 
 class Begin(NamedTuple):

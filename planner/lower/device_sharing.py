@@ -35,13 +35,15 @@ def add_leases(program, flow: graph.Flow, plan, place: str, loop: bool) -> list:
   for op in program:
     match op:
       case Begin(i) | Run(i):
+        hosted = dict(op.streamed) if isinstance(op, Run) else {}
         reads = dict.fromkeys(flow.nodes[i].reads)
-        away = tuple(v for v in reads if v not in (there or ()))
+        stay = {*hosted, *(there or ())}
+        away = tuple(v for v in reads if v not in stay)
         if away or there is None:
           out.append(Acquire(devices, rank, away))
         there = {*(there or ()), *away}
         if isinstance(op, Run):
-          there.update(flow.nodes[i].writes)
+          there.update({*flow.nodes[i].writes}.difference(hosted.values()))
       case Recv(v, source) if source != SOURCE:
         out.append(Release(v, source))
         there = None

@@ -18,14 +18,26 @@ from planner.ir.instruction import (
 )
 
 
-def add_offloads(program, flow, idle):
-  """Keeps `idle` values on the device only around the stages that use them."""
+def add_offloads(program, flow, idle, streamed):
+  """Keeps `idle` values on the device only around the stages that use them.
+
+  Args:
+    program: of a place.
+    flow: the flow.
+    idle: carried values at the start and at the end of a step.
+    streamed: as `offloading.streamed`: these calls take values in host memory.
+  """
   out, away, begun = [], set(idle), {}
   for op in program:
     if not isinstance(op, Begin | Run | Repeat):
       out.append(op)
       continue
     reads, writes = _uses(op, flow)
+    if isinstance(op, Run) and op.node in streamed:
+      pairs = streamed[op.node]
+      op = op._replace(streamed=tuple(pairs.items()))
+      reads = [v for v in reads if v not in pairs]
+      writes = [v for v in writes if v not in pairs.values()]
     back = sorted(away.intersection(reads))
     out += [Restore(v) for v in back]
     away -= {*back}

@@ -30,7 +30,7 @@ from planner.ir.instruction import (
   Until,
 )
 from planner.lower import device_sharing as device_sharing_lib
-from planner.lower import lifetimes
+from planner.lower import lifetimes, offloading
 
 __all__ = [
   'Acquire',
@@ -54,7 +54,6 @@ __all__ = [
   'lower',
   'parts',
   'passed',
-  'private',
 ]
 
 
@@ -297,11 +296,12 @@ def lower(
     for place in resident[start] if start != end else ():
       writer.fetch(end, place)
       writer.add(place, Keep(end, start))
-  own = private(flow, plan.offload)
+  own = offloading.private(flow, plan.offload)
   idle = frozenset((*own, *own.values()))
+  streamed = offloading.streamed(flow, plan.offload)
   programs = {}
   for place, ops in writer.programs.items():
-    ops = lifetimes.add_offloads(ops, flow, idle)
+    ops = lifetimes.add_offloads(ops, flow, idle, streamed)
     ops = lifetimes.add_drops(ops, flow, place, resident)
     if plan.lease_devices(place):
       ops = device_sharing_lib.add_leases(ops, flow, plan, place, loop)
@@ -370,30 +370,3 @@ def check_rows(flow: graph.Flow, plan):
           f'choose a divisor of {size} that is a multiple of '
           f'{node.stage.group_size}.'
         )
-
-
-def private(flow: graph.Flow, names) -> dict[int, int]:
-  """Returns the carried values that only the stages `names` read.
-
-  Nodes that only move rows count as the readers of their results.
-
-  Returns:
-    The id at the end of the step, by the id at its start.
-  """
-
-  def readers(v):
-    found = set()
-    for i in flow.readers.get(v, ()):
-      node = flow.nodes[i]
-      if graph.is_plumbing(node):
-        found = found.union(*map(readers, node.writes))
-      else:
-        found.add(node.name)
-    return found
-
-  names = set(names)
-  return {
-    start: end
-    for start, end in flow.carry
-    if names and (some := readers(start)) and some <= names
-  }

@@ -23,7 +23,7 @@ import numpy as np
 
 from planner.costs import cost as cost_lib
 from planner.ir import graph
-from planner.lower import program
+from planner.lower import offloading
 from planner.search import choices as choices_lib
 from planner.search import deadline as deadline_lib
 from planner.search import pieces as pieces_lib
@@ -244,7 +244,7 @@ class _Algorithm:
     stages = set(offload).intersection(self.choices.stages(block))
     return sum(
       2 * model.switch(flow, start, placement)
-      for start in program.private(flow, stages)
+      for start in offloading.private(flow, stages)
     )
 
   def choice(self, blocks) -> choices_lib.Choice:

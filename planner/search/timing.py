@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from planner.ir import plan as plan_lib
-from planner.lower import program
+from planner.lower import offloading
 from planner.search import choices as choices_lib
 from planner.simulation import evaluate_plan
 
@@ -44,7 +44,7 @@ def moves(choices, choice):
     if at[j] != at[i] and not floating.intersection((j, i)):
       delays[e] = max(move(v, at[j], at[i]) for v in cut.carried[e])
   last, more = np.zeros((2, len(flow.nodes), 1))
-  own = program.private(flow, choice.offload)
+  own = offloading.private(flow, choice.offload)
   for start, end in flow.carry:
     readers = flow.readers.get(start, ())
     if start == end or flow.maker.get(end, -1) in {-1, *floating}:
@@ -73,4 +73,7 @@ def moves(choices, choice):
         own.get(v) == v
       )  # An unchanged value is restored and offloaded.
       more[i] += times * costs.switch(flow, v, places[at[i]])
+  for i, pairs in offloading.streamed(flow, choice.offload).items():
+    for v in {*pairs, *pairs.values()} - idle:  # Between two updates.
+      more[i] += costs.switch(flow, v, places[at[i]])
   return delays, waits, more

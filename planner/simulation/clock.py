@@ -75,9 +75,9 @@ class SimulatedFrame:
   def follow(self, op):
     """Updates the values in device memory after an instruction."""
     match op:
-      case Run(i, donate):
+      case Run(i, donate, streamed):
         self.there.update(self.flow.nodes[i].writes)
-        self.there.difference_update(donate)
+        self.there.difference_update(donate, (v for _, v in streamed))
       case Drop(v) | Offload(v):
         self.there.discard(v)
       case Keep(end, start) if end in self.there:

@@ -176,8 +176,11 @@ class _Simulator:
         self.start_background(place, i)
       case Run(i) if (frame.loop, i) in place.begun:
         return self.await_end(place, i)
-      case Run(i):
+      case Run(i, _, streamed):
         seconds = cost.seconds(flow, flow.nodes[i], place.name)
+        seconds += sum(
+          cost.switch(flow, v, place.name) for pair in streamed for v in pair
+        )
         return self.occupy(place, 'run', seconds, node=i)
       case Send(v, target) if target != SINK:
         lasts = cost.transfer(flow, v, place.name, target)

@@ -85,17 +85,19 @@ class Executor:
     self.mailbox.clear()
     lowered = self.lowered['step']
     for name, interpreter in self.interpreters.items():
-      here = [i for i, places in enumerate(lowered.resident) if name in places]
-      stored = [
-        interpreter.place.store(
-          lowered.flow.values[lowered.flow.carry[i][0]], leaves[i]
-        )
-        for i in here
-      ]
-      # Steps overwrite device memory, but never host memory.
-      if stored and not interpreter.place.lease:
-        stored = jax.jit(lambda xs: [jnp.copy(x) for x in xs])(stored)
-      interpreter.state = dict(zip(here, stored, strict=True))
+      place, hosted = interpreter.place, programs.hosted(lowered, name)
+      state, stored = {}, {}
+      for i, places in enumerate(lowered.resident):
+        start, _ = lowered.flow.carry[i]
+        value = lowered.flow.values[start]
+        if name in places and start in hosted:
+          state[i] = place.store_on_host(value, leaves[i])
+        elif name in places:
+          stored[i] = place.store(value, leaves[i])
+      # Steps overwrite device memory, but not what a lease keeps on the host.
+      if stored and not place.lease:
+        stored = jax.jit(lambda xs: jax.tree.map(jnp.copy, xs))(stored)
+      interpreter.state = state | stored
 
   def leaves(self) -> dict[int, jax.Array]:
     """Carried values whose first home is here; a step overwrites them."""
@@ -129,7 +131,12 @@ class Executor:
     pool = futures.ThreadPoolExecutor(2)
     self._compiled[name] = {
       (loop, op.node): pool.submit(
-        place.compile, flow, flow.nodes[op.node], op.donate, passed
+        place.compile,
+        flow,
+        flow.nodes[op.node],
+        op.donate,
+        passed,
+        dict(op.streamed),
       )
       for loop, place, flow, op, passed in self._stage_calls(name)
     }

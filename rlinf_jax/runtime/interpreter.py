@@ -136,8 +136,8 @@ class Interpreter:
     match op:
       case program_lib.Begin(i):
         self._start(frame, i)
-      case program_lib.Run(i, donate):
-        self._run_stage(frame, i, donate)
+      case program_lib.Run():
+        self._run_stage(frame, op)
       case program_lib.Send(v, target) if target == program_lib.SINK:
         x = self._unleased(memory[v])
         self.executor.put_output(frame.call, v, x)
@@ -187,12 +187,15 @@ class Interpreter:
       leaves = (frame.memory[v] for v in node.reads)
       frame.started[i] = self.executor.compiled(frame, i).start(*leaves)
 
-  def _run_stage(self, frame: StackFrame, i: int, donate):
+  def _run_stage(self, frame: StackFrame, op: program_lib.Run):
     """Calls a stage, or waits for its result if it was started before."""
+    i, donate = op.node, op.donate
     node, memory = frame.flow.nodes[i], frame.memory
     start = self.executor.timeline.now()
     with self._explained(frame, node):
       self.executor.wait_until_read([memory[v] for v in donate])
+      for v, _ in op.streamed:  # Another process may have sent it.
+        (memory[v],) = offload.to_host([memory[v]])
       call = self.executor.compiled(frame, i)
       leaves = [memory[v] for v in node.reads]
       if i in frame.started:

@@ -17,7 +17,7 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import micro_batch as micro_batch_lib
 from sharding import mesh as mesh_lib
-from sharding import multihost, offload
+from sharding import multihost, offload, streaming
 from sharding import rules as rules_lib
 
 
@@ -91,8 +91,15 @@ class Place:
     self.calls = {}
     self.locks = {}
 
-  def layout(self, value: graph_lib.Value):
-    """The sharding of a value on this place while a stage uses it."""
+  def layout(self, value: graph_lib.Value, is_hosted: bool = False):
+    """The sharding of a value on this place while a stage uses it.
+
+    Args:
+      value: the value.
+      is_hosted: whether it stays in the memory of the host.
+    """
+    if is_hosted:
+      return offload.on_host(self.layout(value))
     if self.mesh is None:
       return SingleDeviceSharding(self.device)
     try:
@@ -171,13 +178,17 @@ class Place:
 
     It is in host memory if another place may hold the devices.
     """
-    layout = self.layout(value)
-    return layout.with_memory_kind(offload.HOST) if self.lease else layout
+    return self.layout(value, self.lease is not None)
 
   def store(self, value: graph_lib.Value, x):
     """`x` with the layout at rest of `value`."""
     stored = multihost.put(x, self.layout_at_rest(value))
     return jax.block_until_ready(stored) if self.lease else stored
+
+  def store_on_host(self, value: graph_lib.Value, x):
+    """A copy of `x` in host memory, which a call may overwrite."""
+    layout = self.layout(value, is_hosted=True)
+    return jax.block_until_ready(multihost.put(x, layout, may_alias=False))
 
   def compile(
     self,
@@ -185,6 +196,7 @@ class Place:
     node: graph_lib.Node,
     donate: Container[int] = (),
     passed: Container[int] | None = None,
+    streamed: Mapping[int, int] = types.MappingProxyType({}),
   ):
     """A function from the leaves that `node` reads to those that it writes.
 
@@ -194,6 +206,8 @@ class Place:
       donate: numbers of values whose memory the call may reuse.
       passed: numbers of values that instructions other than calls read or
         write; None for all.
+      streamed: values that it reads in host memory, and what it writes there in
+        place of each.
 
     Returns:
       The compiled call, or a `HostCall` for a host stage.
@@ -205,20 +219,24 @@ class Place:
       return HostCall(self, flow, node, as_numpy)
     reads = [flow.values[v] for v in node.reads]
     writes = [flow.values[v] for v in node.writes]
-    donated = self._donatable(flow, node, donate)
+    donated = self._donatable(flow, node, donate, streamed)
+    pairs = {
+      node.reads.index(v): node.writes.index(w) for v, w in streamed.items()
+    }
     key = (
       stage,
       node.takes,
       tuple((v.shape, v.dtype, v.letters) for v in reads + writes),
       donated,
+      tuple(pairs.items()),
     )
     # A thread that wants what another is compiling waits for it.
     with self.locks.setdefault(key, threading.Lock()):
       if key not in self.calls:
-        self.calls[key] = self._compiled(node, reads, writes, donated)
+        self.calls[key] = self._compiled(node, reads, writes, donated, pairs)
     return self.calls[key]
 
-  def _compiled(self, node, reads, writes, donated):
+  def _compiled(self, node, reads, writes, donated, pairs):
     stage = node.stage
     rows = (
       None if graph_lib.is_plumbing(node) else self.micro_batch.get(stage.name)
@@ -235,14 +253,24 @@ class Place:
         leaves = jax.tree.unflatten(node.takes, leaves)
       return jax.tree.leaves(fn(*leaves))
 
+    layouts = [
+      [self.layout(v, i in some) for i, v in enumerate(values)]
+      for values, some in ((reads, pairs), (writes, {*pairs.values()}))
+    ]
+    shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in reads]
+    if pairs:
+      platform = self.device.platform
+      call = streaming.streamed(
+        call, shapes, layouts[0], pairs, donated, platform
+      )
     call.__name__ = stage.name  # Shown by profilers.
     jitted = jax.jit(
       call,
-      in_shardings=[self.layout(v) for v in reads],
-      out_shardings=[self.layout(v) for v in writes],
+      in_shardings=layouts[0],
+      # The program says where the results of an unknown layout are.
+      out_shardings=[x if offload.is_known(x) else None for x in layouts[1]],
       donate_argnums=donated,
     )
-    shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in reads]
     # Models constrain the sharding of rows by the mesh, and choose kernels.
     with self.ambient() if self.mesh else mesh_lib.on_device(self.device):
       lowered = jitted.lower(*shapes)
@@ -285,14 +313,16 @@ class Place:
     spec = rules_lib.partition_spec(self.mesh, letters, x.shape, self.rules)
     return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
-  def _donatable(self, flow, node, donate) -> tuple[int, ...]:
+  def _donatable(self, flow, node, donate, streamed) -> tuple[int, ...]:
     """Positions of donated values whose memory some output can reuse."""
-    outputs = [
-      (flow.values[v].shape, flow.values[v].dtype) for v in node.writes
-    ]
+
+    def kind_of(v, hosted):
+      return flow.values[v].shape, flow.values[v].dtype, v in hosted
+
+    outputs = [kind_of(v, streamed.values()) for v in node.writes]
     positions = []
     for i, v in enumerate(node.reads):
-      kind = flow.values[v].shape, flow.values[v].dtype
+      kind = kind_of(v, streamed)
       if v in donate and math.prod(kind[0]) > 1 and kind in outputs:
         outputs.remove(kind)
         positions.append(i)

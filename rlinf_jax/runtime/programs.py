@@ -109,6 +109,16 @@ def stage_calls(
       yield from stage_calls(body, op.program, (*loop, op.node))
 
 
+def hosted(lowered: Lowered, place: str) -> set[int]:
+  """Values that calls of a place read in host memory."""
+  return {
+    v
+    for op in lowered.programs[place]
+    if isinstance(op, program_lib.Run)
+    for v, _ in op.streamed
+  }
+
+
 def outputs(program) -> set[int]:
   """Values that a place hands to the caller of the flow."""
   return {

@@ -173,7 +173,7 @@ def test_offloaded_values_are_restored_once_for_all_pieces():
   ((start, end),) = flow.carry
   ordered, programs = passes.lower(flow, chosen)
   ops = lifetimes.add_offloads(
-    programs['all'], ordered, frozenset({start, end})
+    programs['all'], ordered, frozenset({start, end}), {}
   )
   touched = [op for op in ops if getattr(op, 'value', None) == start]
   kinds = [type(op) for op in touched if not isinstance(op, program.Drop)]

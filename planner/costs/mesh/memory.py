@@ -6,10 +6,10 @@ import itertools
 
 from planner.costs import work
 from planner.costs.measured import Estimate
-from planner.costs.mesh import collectives
+from planner.costs.mesh import collectives, slices
 from planner.ir import graph
 from planner.ir import plan as plan_lib
-from planner.lower import lifetimes, program
+from planner.lower import lifetimes, offloading, program
 
 
 class PlaceValues:
@@ -60,27 +60,44 @@ class PlaceValues:
       for i in self.here
     ]
     self.away = functools.cache(self._away)
+    self.streamed = functools.cache(self._streamed)
     self.sums = functools.cache(self._sums)
 
   def _away(self, offload: tuple[str, ...]) -> set[int]:
     """Returns carried values that are in host memory while unused."""
-    return self.carried.intersection(program.private(self.flow, offload))
+    return self.carried.intersection(offloading.private(self.flow, offload))
+
+  def _streamed(self, offload: tuple[str, ...]) -> dict[int, dict[int, int]]:
+    """Returns the values that nodes update in host memory."""
+    return offloading.streamed(self.flow, offload)
 
   def between(self, offload: tuple[str, ...]) -> list[list[int]]:
     """Returns the values that are not carried, for each of the nodes.
 
-    Only the first and the last version of an offloaded value are in host memory
-    while unused, so those between them count from the call after their own.
+    Of a value that is restored for each call, only the first and the last
+    version are in host memory while unused, so those between them count from
+    the call after their own.
     """
     away = self.away(offload)
+    hosted = {v for pairs in self.streamed(offload).values() for v in pairs}
     spans = [
       (v, first + 1, last)
       for v, (start, first, last) in self._versions.items()
-      if start in away
+      if start in away and v not in hosted
     ]
     return [
       values + [v for v, first, last in spans if first <= i <= last]
       for i, values in zip(self.here, self._between, strict=True)
+    ]
+
+  def restored(self, offload: tuple[str, ...]) -> list[set[int]]:
+    """Returns the values that are restored to the device, for each node."""
+    away, streamed = self.away(offload), self.streamed(offload)
+    return [
+      away.intersection(self.flow.nodes[i].reads).difference(
+        streamed.get(i, ())
+      )
+      for i in self.here
     ]
 
   def _sums(self, offload, axes, layout) -> tuple[float, list]:
@@ -95,11 +112,8 @@ class PlaceValues:
     }
     away = self.away(offload)
     return sum(local[v] for v in self.carried - away), [
-      (
-        sum(local[v] for v in away.intersection(self.flow.nodes[i].reads)),
-        sum(local[v] for v in values),
-      )
-      for i, values in zip(self.here, between, strict=True)
+      (sum(local[v] for v in back), sum(local[v] for v in values))
+      for back, values in zip(self.restored(offload), between, strict=True)
     ]
 
 
@@ -109,15 +123,23 @@ class MemoryModel:
   A search asks for the memory of many meshes and micro-batches of a place.
   """
 
-  def __init__(self, works, layout, adds_phases: bool = False):
+  def __init__(
+    self,
+    works,
+    layout,
+    adds_phases: bool = False,
+    platform: str | None = None,
+  ):
     """Takes the work of stages and the layout of values.
 
     Args:
       works: the work of each stage, as `planner.counting.count.of_flow`.
       layout: the layout of values on meshes.
       adds_phases: as in `planner.cluster.Device`.
+      platform: likewise.
     """
     self.works, self.layout, self.adds_phases = works, layout, adds_phases
+    self.platform = platform
     self._places, self._needs, self._reads = {}, {}, {}
 
   def parts(
@@ -150,6 +172,7 @@ class MemoryModel:
     axes, values = chosen.places[place].axes, self._values(flow, chosen, place)
     resident, sums = values.sums(chosen.offload, axes, self.layout)
     found = {'carried values': Estimate(resident, 'modeled')}
+    streamed = values.streamed(chosen.offload)
     if not values.here:
       yield '', found
     for i, (back, between) in zip(values.here, sums, strict=True):
@@ -159,6 +182,7 @@ class MemoryModel:
           **found,
           'restored values': Estimate(back, 'modeled'),
           'values between stages': Estimate(between, 'modeled'),
+          **self.sliced(flow, i, streamed.get(i, {}), axes),
           **self._within(
             flow,
             flow.nodes[i],
@@ -168,6 +192,22 @@ class MemoryModel:
           ),
         },
       )
+
+  def sliced(self, flow, i: int, streamed, axes) -> dict[str, Estimate]:
+    """Returns the bytes of slices of values that a node updates elsewhere."""
+    if not streamed:
+      return {}
+    node = flow.nodes[i]
+    size = slices.bytes_on_device(
+      flow,
+      node,
+      streamed,
+      axes,
+      self.works.get(node.name),
+      self.layout,
+      self.platform,
+    )
+    return {'slices of offloaded values': Estimate(size, 'modeled')}
 
   def _values(self, flow, chosen, place) -> PlaceValues:
     """Returns the values of a place, memoized by the stages of all places."""
@@ -208,6 +248,8 @@ class MemoryModel:
     key = id(node), axes
     if key not in self._reads:
       given = {*flow.inputs, *(start for start, _ in flow.carry)}
+      for pairs in offloading.streamed(flow, [node.name]).values():
+        given -= pairs.keys()  # A plan may leave them in host memory.
       self._reads[key] = sum(
         self.layout.local(flow.values[v], axes)
         for v in given.intersection(node.reads)
@@ -232,14 +274,12 @@ def alive(
   The arguments are those of `PlaceValues`, and the plan.
   """
   values = PlaceValues(flow, place, where, homes)
-  away = values.away(chosen.offload)
+  offload = chosen.offload
+  stay = values.carried - values.away(offload)
+  nodes = zip(values.restored(offload), values.between(offload), strict=True)
   return {
-    i: (values.carried - away)
-    | away.intersection(flow.nodes[i].reads)
-    | {*between}
-    for i, between in zip(
-      values.here, values.between(chosen.offload), strict=True
-    )
+    i: stay | back | {*between}
+    for i, (back, between) in zip(values.here, nodes, strict=True)
   }
 
 

@@ -6,10 +6,11 @@ communication is compared with these numbers.
 
 from typing import NamedTuple
 
-from planner.costs.mesh import collectives, memory
+from planner.costs.mesh import collectives, memory, slices
 from planner.costs.work import StageWork
 from planner.ir import graph
 from planner.ir import plan as plan_lib
+from planner.lower import offloading
 
 
 class DeviceCosts(NamedTuple):
@@ -54,6 +55,7 @@ def stage_costs(
     if node.name != name:
       continue
     values = sum(layout.local(flow.values[v], axes) for v in some)
+    streamed = offloading.streamed(flow, chosen.offload).get(i, {})
     own = memory.within(
       flow,
       node,
@@ -65,6 +67,15 @@ def stage_costs(
       model.cluster.device.adds_phases,
     )
     needed = values + sum(number.value for number in own.values())
+    needed += slices.bytes_on_device(
+      flow,
+      node,
+      streamed,
+      axes,
+      model.works.get(name),
+      layout,
+      model.cluster.device.platform,
+    )
     if needed > most.memory:
       own = _own_bytes(flow, node, some, axes, layout, rows)
       most = DeviceCosts(needed, max(0.0, values - own), None, None)

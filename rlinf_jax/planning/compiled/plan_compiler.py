@@ -119,7 +119,7 @@ class PlanCompiler:
         if only is not None and node.name not in only:
           continue
         try:
-          compiled = self._compile(place, flow, node, op.donate, passed)
+          compiled = self._compile(place, flow, op, passed)
         except jax.errors.JaxRuntimeError as error:
           return CompiledPlan(
             [*found.values()],
@@ -158,12 +158,13 @@ class PlanCompiler:
       )
     return self._places[key]
 
-  def _compile(self, place, flow, node, donate, passed):
+  def _compile(self, place, flow, op, passed):
     """Compiles a call, and remembers what the compiler says of it."""
+    node, streamed = flow.nodes[op.node], dict(op.streamed)
     place.check_node(flow, node)
     start = time.perf_counter()
     with partitioner.captured_warnings() as rematerialized:
-      compiled = place.compile(flow, node, donate, passed)
+      compiled = place.compile(flow, node, op.donate, passed, streamed)
     if id(compiled) not in self._read:
       seconds = time.perf_counter() - start
       self.report(f'Compiled {node.name} in {formatting.seconds(seconds)}.')

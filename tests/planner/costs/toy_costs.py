@@ -82,7 +82,9 @@ WORKS = {
     ),
     32,
   ),
-  'step': StageWork(Work(flops=1e6, bytes_moved=5 * PARAMS)),
+  'step': StageWork(
+    Work(flops=1e6, bytes_moved=5 * PARAMS), elementwise=((1,),)
+  ),
 }
 
 

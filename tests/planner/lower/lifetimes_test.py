@@ -136,7 +136,8 @@ def test_an_unchanged_value_is_not_kept_again():
   assert keeps == [program.Keep(2, 1)]
 
 
-def test_moments_can_be_offloaded_to_host_memory():
+def test_numbers_of_an_offloaded_stage_are_there_around_its_call():
+  """Its arrays are not even there then: see offloading_test."""
   graph = lowered_flows.sft()
   chosen = plan.Plan(
     {'a': plan.Placement()},
@@ -151,7 +152,9 @@ def test_moments_can_be_offloaded_to_host_memory():
   ends = dict(graph.carry)
   read = {start for start in ends if start in graph.nodes[0].reads}
   # All but the parameters, which the gradient reads too.
-  assert restored == ends.keys() - read
+  assert restored == {
+    v for v in ends.keys() - read if not graph.values[v].shape
+  }
   assert offloaded == {ends[v] for v in restored}
   runs = [i for i, kind in enumerate(kinds) if kind == 'Run']
   first = kinds.index('Restore')

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from planner.ir import plan
-from planner.lower import cut, passes, program
+from planner.lower import cut, offloading, passes, program
 from stages import workflows
 from tests.planner.lower import lowered_flows
 import tiny
@@ -60,8 +60,8 @@ class Site:
     """Does the next instruction; False if it must wait."""
     op = self.left[0]
     match op:
-      case program.Run(i, donate):
-        self.run(self.graph.nodes[i], donate)
+      case program.Run(i, donate, streamed):
+        self.run(self.graph.nodes[i], donate, dict(streamed))
       case program.Send(v, target):
         assert not self.memory[v].overwritten
         if target == program.SINK:
@@ -106,8 +106,9 @@ class Site:
     self.left.pop(0)
     return True
 
-  def run(self, node, donate):
-    assert self.away.isdisjoint(node.reads)
+  def run(self, node, donate, streamed):
+    assert self.away.isdisjoint({*node.reads} - streamed.keys())
+    assert self.away.issuperset(streamed) or not self.shares
     assert self.has or not self.shares
     buffers = [self.memory[v] for v in node.reads]
     assert not any(buffer.overwritten for buffer in buffers)
@@ -117,6 +118,7 @@ class Site:
     written = {v: Buffer(symbol(v, *args)) for v in node.writes}
     assert self.memory.keys().isdisjoint(written)
     self.memory |= written
+    self.away.update(streamed.values())
 
 
 def play(graph, programs, memories, inputs):
@@ -295,5 +297,6 @@ def test_private_values_of_a_stage_do_not_depend_on_pieces(pieces):
   first = dataclasses.replace(flow.nodes[0], rows=rows)
   flow = dataclasses.replace(flow, nodes=(first, *flow.nodes[1:]))
   pieced = cut.cut(flow, pieces)
-  assert len(program.private(pieced, ('a',))) == 1
-  assert program.private(pieced, ('b',)) == program.private(pieced, ()) == {}
+  assert len(offloading.private(pieced, ('a',))) == 1
+  for names in (('b',), ()):
+    assert offloading.private(pieced, names) == {}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from planner.ir import plan as plan_lib
+from sharding import slices
 from tests.planner.costs import toy_costs
 
 F32, LAYERS, D, F = np.dtype('float32'), 10, 64, 256
@@ -80,17 +81,28 @@ def test_micro_batches_shrink_activations():
   assert pieces['activations, during grad'].value == pytest.approx(10e4)
 
 
-def test_offloaded_values_occupy_memory_only_during_their_stage():
-  away = one_place(offload=('step',))
-  # The worst moment is now another: moments, no activations.
+@pytest.mark.parametrize('n', [1, 4])
+def test_of_offloaded_moments_a_slice_is_on_the_device(monkeypatch, n):
+  monkeypatch.setattr(slices, 'SLICE', 1)
+  flow, model = toy_costs.toy_flow(), toy_costs.model()
+  stays = plan_lib.one_place(flow.stages, toy_costs.spot(('fsdp', n)))
+  away = dataclasses.replace(stays, offload=('step',))
+  most, less = (
+    model.memory(flow, chosen, 'all')['step'] for chosen in (stays, away)
+  )
+  # One of ten layers is there, before and after its update.
+  moments = toy_costs.PARAMS / n
+  assert most - less == pytest.approx(moments - 2 * moments / toy_costs.LAYERS)
+
+
+def test_moments_that_are_read_whole_are_there_before_and_after_an_update():
+  away = one_place(offload=('step',))  # Less than the size of a slice.
   assert away['carried values, during step'].value == toy_costs.PARAMS
-  assert away['restored values, during step'].value == toy_costs.PARAMS
-  assert (
-    away['values between stages, during step'].value == toy_costs.PARAMS + 128
-  )
-  assert (
-    away.total.value == 3 * toy_costs.PARAMS + 128 < one_place().total.value
-  )
+  assert away['restored values, during step'].value == 0
+  there = away['slices of offloaded values, during step'].value
+  assert there == 2 * toy_costs.PARAMS
+  between = away['values between stages, during step'].value
+  assert between == toy_costs.PARAMS + 128
 
 
 def test_a_place_holds_only_values_of_its_stages():
