@@ -142,7 +142,7 @@ def places(flow: graph.Flow, plan) -> str:
     lines += [f'  {", ".join(rows)}'] * bool(rows)
   lines += [f'in {plan.pieces} pieces'] * (plan.pieces > 1)
   if plan.offload:
-    lines.append(f'in host memory while others run: {", ".join(plan.offload)}')
+    lines.append(f'in host memory: {", ".join(plan.offload)}')
   if plan.shared_devices:
     lines.append(
       'take turns on shared devices, in this order: '

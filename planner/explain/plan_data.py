@@ -6,7 +6,14 @@ import typing
 from typing import Any
 
 from planner.costs import measured
-from planner.explain import overview, reason, remat, sensitivity, slack
+from planner.explain import (
+  offload,
+  overview,
+  reason,
+  remat,
+  sensitivity,
+  slack,
+)
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.search import deadline as deadline_lib
@@ -99,6 +106,7 @@ def plan_data(
       change.cost for change in changes if change.plan and change.is_guess
     ],
     'remat': remat.to_data(flow, model, found.best),
+    'offload': offload.to_data(flow, model, found.best),
   }
 
 

@@ -19,6 +19,7 @@ from planner.costs.work import StageWork
 from planner.counting import count
 from planner.explain import (
   formatting,
+  offload,
   overview,
   plan_data,
   remat,
@@ -301,6 +302,7 @@ def _fastest(flow, model, result, staleness, data) -> list[str | None]:
     data['bottleneck'],
     report_text.slack(data),
     *remat.text(data['remat']),
+    *offload.text(data['offload']),
     _transfers(best.flow, result.best),
     '',
     *compiled_report.text(data.get('compiled')),

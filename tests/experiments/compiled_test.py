@@ -1,6 +1,7 @@
 """Stages of a model of real width, compiled for TPUs that are not here."""
 
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -8,6 +9,7 @@ import sys
 
 import pytest
 
+import claims
 from experiments.compiled import case as case_lib
 from rlinf_jax.planning.compiled import topology as topology_lib
 
@@ -60,3 +62,23 @@ def test_long_completions_of_7b_are_generated_and_learned_on_eight_v5p_chips():
   leaf = apply['memory']['arguments'] / 4
   assert apply['memory']['donated'] == pytest.approx(3 * leaf, rel=0.01)
   assert apply['collective_bytes'] < 1000  # The norm of the gradient.
+
+
+OFFLOADED = ['7b-offload-v5p8', '7b-offload-h100x8', '7b-offload-h100x1']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', claims.some(OFFLOADED, [0]))
+def test_moments_of_7b_stay_in_host_memory_while_they_are_updated(name):
+  data = report(name)
+  assert data['refusal'] is None
+  (apply,) = data['stages']
+  memory = apply['memory']
+  # float32 of 7,615,616,512 parameters, on each device. Arguments there are
+  # parameters and gradients, and two moments are not.
+  leaf = 4 * 7_615_616_512 / math.prod(dict(case_lib.read(name).axes).values())
+  assert memory['arguments'] == pytest.approx(2 * leaf, rel=0.001)
+  assert memory['donated'] == pytest.approx(leaf, rel=0.001)
+  # Two moments would take 2, and a TPU moves those of the vocabulary whole.
+  assert memory['temporary'] < (0.6 if 'v5p' in name else 0.05) * leaf
+  assert memory['modeled'] == pytest.approx(memory['total'], rel=0.1)

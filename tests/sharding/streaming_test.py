@@ -121,6 +121,7 @@ def test_the_parts_of_adamw_are_its_parameters():
   [
     optax.adafactor(0.1, min_dim_size_to_factor=4),
     optax.chain(optax.scale_by_adam(), optax.scale_by_trust_ratio()),
+    optax.conditionally_mask(optax.adam(0.1), lambda step: step >= 0),
   ],
 )
 def test_an_update_that_reads_whole_arrays_moves_them_whole(optimizer):

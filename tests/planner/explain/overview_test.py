@@ -62,7 +62,7 @@ def test_a_plan_is_described_in_lines():
     'learner: 1 device',
     '  b → c',
     'in 2 pieces',
-    'in host memory while others run: a',
+    'in host memory: a',
   ]
 
 
