@@ -5,6 +5,7 @@ that need not be here.
 """
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import json
 import os
 import pathlib
@@ -104,7 +105,7 @@ def report_plan(
   if compile_for:
     left = deadline.left
     result, ranked, others, compiled = _compile(
-      flow, model, result, ranked, others, compile_for, print_text
+      flow, model, result, ranked, others, compile_for, print_text, staleness
     )
     deadline = deadline_lib.Deadline(left)
   kwargs = {'others': others, 'ranked': ranked, 'staleness': staleness}
@@ -155,12 +156,23 @@ def _search(flow, model, staleness, deadline):
   return runners_up.best_of(result, ranked), ranked
 
 
-def _compile(flow, model, result, ranked, others, topology, print_text):
+def _compile(
+  flow, model, result, ranked, others, topology, print_text, staleness
+):
   """Compiles plans until one is accepted, and drops those that are refused."""
+
+  def relieved(plan):
+    """Returns the same plan with all that it can have in host memory."""
+    some = dataclasses.replace(plan, offload=result.space.offload)
+    if {*some.offload} == {*plan.offload}:
+      return []
+    found = evaluate_plan.evaluate(flow, model, some, staleness)
+    return [(some, max(found.seconds, result.bound or 0.0))]
+
   compiler = plan_compiler.PlanCompiler(
     flow, model, topology_lib.devices(topology), print_text
   )
-  choice = plan_compiler.first_accepted(compiler, result, ranked)
+  choice = plan_compiler.first_accepted(compiler, result, ranked, relieved)
   refused = [plan for plan, _ in choice.refused]
   others = {title: p for title, p in others.items() if p not in refused}
   compiled = compiled_report.to_data(

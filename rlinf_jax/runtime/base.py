@@ -8,6 +8,7 @@ of them it drives.
 from collections.abc import Container, Mapping
 from concurrent import futures
 import contextlib
+import types
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -99,8 +100,15 @@ class Place(Protocol):
 
   name: str
 
-  def layout(self, value: graph_lib.Value) -> jax.sharding.Sharding:
-    """The sharding of a value on this place while a stage uses it."""
+  def layout(
+    self, value: graph_lib.Value, is_hosted: bool = False
+  ) -> jax.sharding.Sharding:
+    """The sharding of a value on this place while a stage uses it.
+
+    Args:
+      value: the value.
+      is_hosted: whether it stays in the memory of the host.
+    """
 
   def layout_at_rest(self, value: graph_lib.Value) -> jax.sharding.Sharding:
     """The sharding of a value that no stage is about to read."""
@@ -111,12 +119,16 @@ class Place(Protocol):
   def store(self, value: graph_lib.Value, x: Any) -> jax.Array:
     """`x` with the layout at rest of `value`."""
 
+  def store_on_host(self, value: graph_lib.Value, x: Any) -> jax.Array:
+    """A copy of `x` in host memory, which a call may overwrite."""
+
   def compile(
     self,
     flow: graph_lib.Flow,
     node: graph_lib.Node,
     donate: Container[int] = (),
     passed: Container[int] | None = None,
+    streamed: Mapping[int, int] = types.MappingProxyType({}),
   ) -> Any:
     """A function from the leaves that `node` reads to those that it writes.
 
@@ -126,6 +138,8 @@ class Place(Protocol):
       donate: numbers of values whose memory the call may reuse.
       passed: numbers of values that instructions other than calls read or
         write; None for all.
+      streamed: values that it reads in host memory, and what it writes there in
+        place of each.
     """
 
   def check_node(self, flow: graph_lib.Flow, node: graph_lib.Node):

@@ -266,6 +266,9 @@ def first_accepted(
   compiler: PlanCompiler,
   result: result_lib.SearchResult,
   ranked: Sequence[tuple[plan_lib.Plan, float]],
+  relieved: Callable[
+    [plan_lib.Plan], Sequence[tuple[plan_lib.Plan, float]]
+  ] = lambda plan: (),
 ) -> Choice:
   """Compiles plans, the fastest first, until one is accepted.
 
@@ -276,23 +279,31 @@ def first_accepted(
     compiler: of the flow that was searched.
     result: of the search.
     ranked: plans and their seconds, the fastest first.
+    relieved: of a plan that was refused, plans that need less memory, and their
+      seconds.
   """
-  refused = []
-  for i, (plan, seconds) in enumerate(ranked):
+  refused, left = [], list(ranked)
+  while left:
+    plan, seconds = left[0]
     compiled = compiler.compile(plan)
     if compiled.refusal is None:
-      gap = 1 - result.bound / seconds if i else result.gap
+      gap = 1 - result.bound / seconds if refused else result.gap
       chosen = dataclasses.replace(
         result,
         best=plan,
         seconds=seconds,
         gap=gap,
-        ranked=list(ranked[i:]),
+        ranked=left,
         infeasible=[*refused, *result.infeasible],
       )
       return Choice(chosen, chosen.ranked, compiled, refused)
     compiler.report(f'Refused: {compiled.refusal}')
     refused.append((plan, compiled.refusal))
+    known = [some for some, _ in (*refused, *left)]
+    left = sorted(
+      [*left[1:], *(pair for pair in relieved(plan) if pair[0] not in known)],
+      key=lambda pair: pair[1],
+    )
   chosen = dataclasses.replace(
     result,
     best=None,

@@ -101,6 +101,31 @@ def test_a_plan_that_overflows_a_device_is_refused_and_the_next_one_chosen():
   assert none.result.best is None and none.compiled is None
 
 
+def test_a_refused_plan_is_followed_by_those_that_relieve_it():
+  """If they are faster than the next plan; each is compiled once."""
+  small, large, other = plan((), 1), plan((('fsdp', 4),), 4), plan()
+  sizes = [
+    max(stage.total for stage in compiler().compile(some).stages)
+    for some in (small, large)
+  ]
+  asked = []
+
+  def relieved(refused):
+    asked.append(refused)
+    return [(large, 3.0), (small, 3.5)]
+
+  choice = plan_compiler.first_accepted(
+    compiler(memory=sum(sizes) / 2 / 0.9),
+    search(small, 2.0),
+    [(small, 2.0), (other, 4.0)],
+    relieved,
+  )
+  assert choice.result.best == large and asked == [small]
+  assert choice.ranked == [(large, 3.0), (other, 4.0)]
+  assert choice.result.seconds == 3.0
+  assert choice.result.gap == 1 - 2.0 / 3.0
+
+
 def search(plan, seconds):
   fields = dict.fromkeys(
     f.name for f in dataclasses.fields(result_lib.SearchResult)
