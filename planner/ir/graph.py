@@ -130,6 +130,11 @@ class Flow:
         readers.setdefault(v, []).append(i)
     return {v: tuple(nodes) for v, nodes in readers.items()}
 
+  @functools.cached_property
+  def constants(self) -> frozenset[int]:
+    """Carried values that a step returns as they were, such as frozen ones."""
+    return frozenset(start for start, end in self.carry if start == end)
+
   def rows_of(self, node: Node) -> int:
     """Returns the number of rows that a node reads; 0 if none."""
     return max((self.values[v].shape[0] for v in node.rows), default=0)

@@ -128,20 +128,21 @@ class DecodeWork:
       rows = min(rows, self.budget * shards // self.kept)
     return int(max(1, rows))
 
-  def _copy_bytes(self, parameters) -> float:
-    """Returns the bytes of one copy of the parameters, in an engine's type."""
+  def _bytes_of(self, values) -> float:
+    """Returns the bytes of parameters in an engine's type."""
     types = self.step.full_batch.matmul
     item = max(map(collectives.item_bytes, types), default=0)
-    return sum(math.prod(value.shape) * item for value in parameters.read)
+    return sum(math.prod(value.shape) * item for value in values)
 
   def _sent(self, parameters, axes, device) -> float:
     """Returns the seconds in which an engine takes over new parameters.
 
     On one device they are copied. To the processes of several, they are written
-    to the host's memory once, from which each reads its share.
+    to the host's memory once, from which each reads its share. So is an
+    adapter, as a file; the frozen parameters beside it were sent before.
     """
-    size = self._copy_bytes(parameters)
-    if not axes:
+    size = self._bytes_of(parameters.updated)
+    if not axes and len(parameters.updated) == len(parameters.read):
       return 2 * size / device.memory_bandwidth
     return size * (1 + 1 / parameters.ways(axes)) / device.host_bandwidth
 
@@ -167,7 +168,7 @@ class DecodeWork:
     item = max(map(collectives.item_bytes, work.per_row.matmul), default=0)
     kept = slots * self.kept / ways
     if self.is_separate:
-      own = self._copy_bytes(parameters) / ways
+      own = self._bytes_of(parameters.read) / ways
       needed = self.max_rows * self.kept / min(ways, self.cache_shards)
       cache = self.budget if math.isfinite(self.budget) else needed
       return {

@@ -61,6 +61,7 @@ class Parameters:
 
   Attributes:
     read: values without rows that the node reads.
+    updated: those of them that may differ from step to step.
     gradients: sums that the node writes and that are laid out as parameters.
     depth: number of stacked layers, at least one.
   """
@@ -69,6 +70,7 @@ class Parameters:
     self.layout = layout
     reads = dict.fromkeys(v for v in node.reads if v not in node.rows)
     self.read = [flow.values[v] for v in reads]
+    self.updated = [flow.values[v] for v in reads if v not in flow.constants]
     self.gradients = []
     if node.stage.grain == 'sum':
       made = [flow.values[v] for v in node.writes]

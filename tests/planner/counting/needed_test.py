@@ -25,6 +25,35 @@ def test_a_product_that_no_result_needs_is_not_counted_in_a_loop():
   assert count.work(run, W).matmul == {'float32': 5 * PRODUCT}
 
 
+@jax.custom_vjp
+def product(x, w):
+  return x @ w
+
+
+product.defvjp(
+  lambda x, w: (x @ w, (x, w)),
+  lambda factors, g: (g @ factors[1].T, factors[0].T @ g),
+)
+
+
+def test_gradients_of_frozen_weights_are_not_counted():
+  """A derivative of one's own computes them, as in bfloat16, for no reader."""
+
+  def loss(adapter, frozen, x):
+    @jax.checkpoint
+    def layer(x, of_layer):
+      a, w = of_layer
+      return product(x, w) + product(x, a), None
+
+    return jnp.sum(lax.scan(layer, x, (adapter, frozen))[0])
+
+  stack = jax.ShapeDtypeStruct((3, SIDE, SIDE), jnp.float32)
+  done = count.work(jax.grad(loss), stack, stack, W)
+  # Of each layer: two products forward, and backward one for the frozen weight
+  # and two for the adapter.
+  assert done.matmul == {'float32': 3 * 5 * PRODUCT}
+
+
 def test_a_product_is_counted_whose_result_only_an_effect_needs():
   def run(w):
     jax.debug.callback(lambda x: None, w @ w)

@@ -130,8 +130,8 @@ def test_only_adapters_have_moments_and_cross_places():
   assert base.FROZEN not in state.past[0].params
 
   flow = tiny.trace(workflow, tiny.problem())
-  same = {v for v, end in flow.carry if v == end}
-  names = {flow.values[v].name for v in same if 'frozen' in flow.values[v].name}
+  names = {flow.values[v].name for v in flow.constants}
+  names = {name for name in names if 'frozen' in name}
   assert len(names) == len(frozen)
   places = {'act': tiny.PLACES['one'], 'learn': plan_lib.Placement((1,))}
   stages = {

@@ -1,5 +1,8 @@
 """Decoding takes as long as its rows, not as long as rows may be."""
 
+import dataclasses
+import math
+
 import numpy as np
 import pytest
 
@@ -83,6 +86,34 @@ def test_an_engine_decodes_as_many_rows_at_once_as_fit_in_memory():
   assert need[
     'keys and values of active rows, during act'
   ].value == pytest.approx(4e8)
+
+
+def test_an_engine_takes_over_what_an_update_changes_alone():
+  """Frozen weights beside an adapter are sent once, before the first step."""
+  step = StageWork(Work(matmul={'bfloat16': 1.0}, bytes_moved=1e8))
+  engine = decode.DecodeWork(LENGTHS, step, engine=True, is_separate=True)
+  whole = toys.toy_flow()
+  act, adapter = whole.nodes[0], whole.values[1]
+  act = dataclasses.replace(act, reads=(0, 1, 2))
+  frozen = dataclasses.replace(
+    whole, nodes=(act, *whole.nodes[1:]), carry=((0, 0), (1, 6))
+  )
+  trained = dataclasses.replace(frozen, carry=whole.carry)
+
+  def spent(flow):
+    model = roofline.Roofline(
+      flow, toys.WORKS | {'act': engine}, toys.TOYS, toys.rules.DEFAULT
+    )
+    return model.explain(flow, act, SPOT)['parameters, launch'].value
+
+  size = 2 * math.prod(adapter.shape)  # In bfloat16.
+  device = toys.TOYS.device
+  # Through a file, which is written and read; the rest is the same.
+  rest = spent(frozen) - 2 * size / device.host_bandwidth
+  assert rest >= 0
+  assert spent(trained) == pytest.approx(
+    rest + 2 * 2 * size / device.memory_bandwidth
+  )
 
 
 def test_a_longer_context_costs_more():
