@@ -181,14 +181,9 @@ class Actor:
       remat=parsed.remat,
       compiler_options=parsed.compiler_options,
     )
-    axes = {
-      name: place.axes if place.processes == 1 else ()
-      for name, place in parsed.places.items()
-    }
     self._executor = remote_executor.RemoteExecutor(
       process.rank == 0,
       replaceable(parsed, lowered),
-      axes,
       interface,
       lowered,
       {name: place},
@@ -366,16 +361,6 @@ class Actor:
       return  # A state was loaded meanwhile.
     self._expected[to] = expected + 1
     self._executor.mailbox.put(to, packed)
-
-  @ray.method(concurrency_group='control')
-  def probes(self) -> list[channel.Probe]:
-    """As `Channels.probes`."""
-    return self._executor.channels.probes()
-
-  @ray.method(concurrency_group='control')
-  def mark_pulled(self, number: int):
-    """Records that an offer was pulled: its array may be overwritten."""
-    self._executor.channels.mark_pulled(number)
 
   @ray.method(concurrency_group='control')
   def moved(self) -> dict[tuple[str, str], tuple[int, float]]:

@@ -1,8 +1,8 @@
 """The network interface on which the processes of a run listen.
 
-Neither the device-to-device transport nor `jax.distributed` nor the collectives
-of JAX's CPU devices encrypt, and they know no passwords. Their processes listen
-on one interface each: the loopback interface if all are on one machine.
+Nothing that processes send each other is encrypted, and `jax.distributed` and
+the collectives of JAX's CPU devices know no passwords. Processes listen on one
+interface each: the loopback interface if all are on one machine.
 """
 
 from collections.abc import Iterator
@@ -61,17 +61,21 @@ def ray_on_loopback() -> Iterator[None]:
 
 
 def with_port(address: str, port: int) -> str:
-  """An address and a port in one string; 0 for a port that is free."""
-  if ipaddress.ip_address(address).version == 6:
+  """An address and a port in one string."""
+  if family(address) == socket.AF_INET6:
     address = f'[{address}]'
   return f'{address}:{port}'
 
 
+def family(address: str) -> socket.AddressFamily:
+  """The family of an address: IPv4 or IPv6."""
+  is_ipv6 = ipaddress.ip_address(address).version == 6
+  return socket.AF_INET6 if is_ipv6 else socket.AF_INET
+
+
 def free_port(address: str) -> int:
   """A port that is free at an address of this machine."""
-  version = ipaddress.ip_address(address).version
-  family = socket.AF_INET6 if version == 6 else socket.AF_INET
-  with socket.socket(family) as free:
+  with socket.socket(family(address)) as free:
     free.bind((address, 0))
     return free.getsockname()[1]
 

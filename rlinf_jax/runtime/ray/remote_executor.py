@@ -39,19 +39,18 @@ class RemoteExecutor(executor.Executor):
     seconds: that sending took, likewise.
   """
 
-  def __init__(self, is_leader, replaceable, axes, interface, *args, **kwargs):
+  def __init__(self, is_leader, replaceable, interface, *args, **kwargs):
     """Computes nothing, and opens no port.
 
     Args:
       is_leader: whether this is the first process of its place.
       replaceable: places that can be replaced, as `SendLog`.
-      axes: mesh axes of every place, empty for one that spans processes.
       interface: on which it listens, as `network.address`.
       *args: as `executor.Executor`.
       **kwargs: likewise.
     """
     super().__init__(*args, **kwargs)
-    self.is_leader, self._axes = is_leader, axes
+    self.is_leader = is_leader
     self.channels = channel.Channels(network.address(interface))
     self.peers, self.same_machine = {}, frozenset()
     self.sent, self.generation, self.call, self.flow_call = {}, 0, 0, 0
@@ -71,12 +70,10 @@ class RemoteExecutor(executor.Executor):
     sharded, x = x, multihost.gather(x)
     if not self.is_leader:
       return
-    source, target = (self._axes[end] for end in (to.source, to.target))
-    axes = source if source == target else ()
     with self._send_lock:
       readers = self.peers[to.target]
       several, near = len(readers) > 1, to.target in self.same_machine
-      packed = self.channels.pack(x, axes, near, several, sharded)
+      packed = self.channels.pack(x, near, several, sharded)
       sent = self.send_log.append(to, self.call, sequence, packed)
       if several:  # Readers on one machine share one copy.
         sent = ray.put(packed)
@@ -140,17 +137,12 @@ class RemoteExecutor(executor.Executor):
     self.channels.cancel_offers()
 
   def pull(self, to: base.Channel, offer: channel.Offer) -> jax.Array:
-    """Pulls an offered value, and tells the sender that it may overwrite it."""
+    """Pulls an offered value; its sender may overwrite it from then on."""
     flow = self.lowered[to.flow].flow
     for node in to.loop:
       flow = flow.nodes[node].body
     layout = self.places[to.target].layout(flow.values[to.value])
-    if not self.channels.is_connected(offer.address):
-      sender = self.peers[to.source][0]
-      self.channels.check(ray.get(sender.probes.remote()))
-    x = jax.block_until_ready(self.channels.unpack(offer, layout))
-    self.peers[to.source][0].mark_pulled.remote(offer.number)
-    return x
+    return jax.block_until_ready(self.channels.unpack(offer, layout))
 
   def lay_out(self, x, value, target):
     if isinstance(x, jax.Array):

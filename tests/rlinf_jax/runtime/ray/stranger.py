@@ -1,11 +1,9 @@
 """A process that knows no secret of a run, and speaks to its ports.
 
-  python -m tests.rlinf_jax.runtime.ray.stranger HOST:PORT... -- HOST:PORT...
+  python -m tests.rlinf_jax.runtime.ray.stranger HOST:PORT...
 
 To each port it sends noise and the first messages of protocols, one a
-connection, and prints as hexadecimal digits what it receives. The ports after
-the dashes also get the first messages of streams of the device-to-device
-transport, which are those of gloo's ranks, too.
+connection, and prints as hexadecimal digits what it receives.
 """
 
 from concurrent import futures
@@ -23,8 +21,11 @@ MESSAGES = (
   b'GET / HTTP/1.1\r\nHost: localhost\r\n\r\n',
   # The beginning of gRPC, with empty settings.
   b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + b'\0\0\0\4\0\0\0\0\0',
+  bytes(4),
+  # Numbers, as those of gloo's ranks, and as tickets of offers.
+  *(struct.pack('<Q', number) for number in (0, 1, 2, 3, 64)),
+  bytes(16),
 )
-STREAMS = tuple(struct.pack('<Q', number) for number in (0, 1, 2, 3, 64))
 
 
 def answer(at: str, message: bytes) -> bytes:
@@ -40,9 +41,7 @@ def answer(at: str, message: bytes) -> bytes:
 
 
 def main(*addresses):
-  i = addresses.index('--')
-  pairs = [(at, x) for at in addresses[:i] for x in MESSAGES]
-  pairs += [(at, x) for at in addresses[i + 1 :] for x in MESSAGES + STREAMS]
+  pairs = [(at, x) for at in addresses for x in MESSAGES]
   with futures.ThreadPoolExecutor(16) as pool:
     for received in pool.map(lambda pair: answer(*pair), pairs):
       print(received.hex(), flush=True)
