@@ -8,27 +8,30 @@ end of the input ends the conversation.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+import math
 import sys
 
-from absl import app, flags
+from absl import flags
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlinf_jax import startup
+from rlinf_jax import command_line, startup
+from rlinf_jax.data import chat_template
 from stages import base
 from stages.language import sample, tokens
 from stages.models import huggingface
-from stages.models.files import weights
 
+LONGEST = 1 << 17  # Tokens of an answer.
 SYSTEM = flags.DEFINE_string('system', None, 'System message.')
 LENGTH = flags.DEFINE_integer(
-  'length', 256, 'Most tokens of an answer.', lower_bound=1
+  'length', 256, 'Most tokens of an answer.', 1, LONGEST
 )
 TEMPERATURE = flags.DEFINE_float(
-  'temperature', 0.0, 'Of sampling; 0 for the likeliest token.', lower_bound=0.0
+  'temperature', 0.0, 'Of sampling; 0 for the likeliest token.', 0.0, 1e3
 )
-SEED = flags.DEFINE_integer('seed', 0, 'Of sampling.')
+flags.register_validator(TEMPERATURE, math.isfinite, 'It must be a number.')
+SEED = flags.DEFINE_integer('seed', 0, 'Of sampling.', 0, 2**63 - 1)
 STEP = 128  # Prompts are padded to multiples, so that few lengths compile.
 
 
@@ -48,7 +51,8 @@ class Chat:
       temperature: of sampling; 0 for the likeliest token.
 
     Raises:
-      ValueError: if there is no such model, or it has no chat template.
+      ValueError: if there is no such model, or it has no chat template that
+        works.
     """
     self.tokenizer = tokens.load_tokenizer(model)
     if not self.tokenizer.chat_template:
@@ -56,6 +60,7 @@ class Chat:
         f'The tokenizer of {model} has no chat template: give the folder of an '
         'instruct model.'
       )
+    self._text([{'role': 'user', 'content': 'x'}])  # Refused before weights.
     self._policy = huggingface.policy(
       model,
       response_length=length,
@@ -72,9 +77,8 @@ class Chat:
       messages: the conversation so far, as chat templates take it.
       key: of the sampling.
     """
-    ids = self.tokenizer.apply_chat_template(
-      messages, add_generation_prompt=True, return_dict=False
-    )
+    text = self._text(messages)
+    ids = self.tokenizer(text, add_special_tokens=False)['input_ids']
     prompt = tokens.pad_left([ids], -(-len(ids) // STEP) * STEP)
     keys = jax.random.split(key, 1)
     x: base.Experience = self._act(
@@ -84,6 +88,11 @@ class Chat:
     return self.tokenizer.decode(
       action[mask > 0], skip_special_tokens=True
     ).strip()
+
+  def _text(self, messages: Sequence[dict]) -> str:
+    return chat_template.render(
+      self.tokenizer, messages, 'these messages', add_generation_prompt=True
+    )
 
 
 def converse(
@@ -111,20 +120,13 @@ def _lines() -> Iterator[str]:
     yield line
 
 
-def main(args):
-  if len(args) != 2:
-    sys.exit('Usage: python -m rlinf_jax.chat MODEL')
-  try:
-    chat = Chat(args[1], length=LENGTH.value, temperature=TEMPERATURE.value)
-    key = jax.random.key(SEED.value)
-    for text in converse(chat, _lines(), SYSTEM.value, key):
-      print(text, flush=True)
-  except (ValueError, weights.CheckpointError) as error:
-    sys.exit(str(error))
-  except KeyboardInterrupt:
-    sys.exit(130)
+def main(model: str):
+  chat = Chat(model, length=LENGTH.value, temperature=TEMPERATURE.value)
+  key = jax.random.key(SEED.value)
+  for text in converse(chat, _lines(), SYSTEM.value, key):
+    print(text, flush=True)
 
 
 if __name__ == '__main__':
   with startup.ended():
-    app.run(main)
+    command_line.run(main, 'MODEL')

@@ -18,7 +18,6 @@ import functools
 import inspect
 import math
 import os
-import re
 from typing import Any
 
 from absl import flags
@@ -163,30 +162,6 @@ def _shared_arguments(function, configured, given) -> dict[str, Any]:
     else:
       raise ValueError(config_errors.not_given(configured.__name__, repr(name)))
   return arguments
-
-
-def error_text(error: BaseException) -> str:
-  """The text of an error, without the call chain that gin appends."""
-  message = str(error).split('\n  In call to configurable')[0]
-  # Of an error that gin has augmented, the text alone has the file.
-  if system := re.fullmatch(
-    r"\[Errno \d+\] (.+?)(?:: ['\"](.+)['\"])?", message
-  ):
-    what, name = system.groups()
-    if name is None:
-      return f'{what}: mend that, and continue with --resume.'
-    return (
-      f'{config_errors.cut(name)} cannot be used ({what}): mend it, or name '
-      'another.'
-    )
-  if isinstance(error, MemoryError):
-    return (
-      'The system refused memory to this process: free some, or raise its '
-      f'limit (ulimit -v), and continue with --resume. {message}'.rstrip()
-    )
-  if isinstance(error, OverflowError):
-    return f'A number of the recipe is too large: {config_errors.cut(message)}.'
-  return message
 
 
 def text() -> str:

@@ -101,6 +101,27 @@ def no_file(name: str) -> str:
   )
 
 
+def text(error: BaseException) -> str:
+  """The text of an error, without the call chain that gin appends."""
+  message = str(error).split('\n  In call to configurable')[0]
+  # Of an error that gin has augmented, the text alone has the file.
+  if system := re.fullmatch(
+    r"\[Errno \d+\] (.+?)(?:: ['\"](.+)['\"])?", message
+  ):
+    what, name = system.groups()
+    if name is None:
+      return f'{what}: mend that, and continue with --resume.'
+    return f'{cut(name)} cannot be used ({what}): mend it, or name another.'
+  if isinstance(error, MemoryError):
+    return (
+      'The system refused memory to this process: free some, or raise its '
+      f'limit (ulimit -v), and continue with --resume. {message}'.rstrip()
+    )
+  if isinstance(error, OverflowError):
+    return f'A number of the recipe is too large: {cut(message)}.'
+  return message
+
+
 def cut(text: str) -> str:
   """A text as it stands in a message: on one line, and not too long."""
   text = text.replace('\n', '\\n')

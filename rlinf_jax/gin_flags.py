@@ -17,14 +17,13 @@ from typing import NamedTuple
 
 from absl import flags
 
-from rlinf_jax import recipe_files
+from rlinf_jax import command_line, recipe_files
 
 # Not a template that begins with a field, such as '{prompt} Think first.'
 DICT = re.compile(r'\{(?:\s*|.*:.*)\}\s*', re.DOTALL)
 PREFIX = re.compile(r'--?gin\.(.*)', re.S)
 NAME = re.compile(r'[\w./]+')
 MACRO = re.compile(r'([A-Za-z_]\w*)\s*=\s*(.*)')
-LONGEST = 200  # Characters of an argument in a message.
 HELP = ('--help', '-help', '--helpshort', '-h')
 
 
@@ -63,26 +62,10 @@ def parse(argv: Sequence[str]) -> list[str]:
         '--gin_file for a recipe.'
       )
   except flags.Error as error:
-    print(f'{_of_flags(error)} --help lists the flags.', file=sys.stderr)
-    sys.exit(1)
+    command_line.refuse(command_line.of_flags(error))
   except (ValueError, OSError) as error:
-    print(error, file=sys.stderr)
-    sys.exit(1)
+    command_line.refuse(str(error))
   return [argv[0]]
-
-
-def _of_flags(error: flags.Error) -> str:
-  """The sentence for an error of absl about flags."""
-  if not isinstance(error, flags.UnrecognizedFlagError):
-    return f'{" ".join(str(error).split())[:LONGEST]}.'
-  hint = str(error).partition('Did you mean: ')[2].removesuffix(' ?')
-  mean = f'; did you mean --{hint}?' if hint else '.'
-  setting = (
-    f' A setting of the recipe is --gin.{error.flagname[:LONGEST]}=value.'
-    if error.flagname.isupper()
-    else ''
-  )
-  return f'There is no flag --{error.flagname[:LONGEST]}{mean}{setting}'
 
 
 def as_binding(arg: str) -> str:

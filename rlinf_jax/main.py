@@ -19,7 +19,14 @@ import tempfile
 from absl import app, flags, logging
 
 from planner import cluster
-from rlinf_jax import config, gin_flags, startup, train
+from rlinf_jax import (
+  command_line,
+  config,
+  config_errors,
+  gin_flags,
+  startup,
+  train,
+)
 from rlinf_jax.envs import simulator
 from rlinf_jax.run import allocator
 from rlinf_jax.run.folder import checkpoint, run_lock
@@ -66,11 +73,7 @@ EVAL_CHECKPOINT = flags.DEFINE_string(
 
 # Errors that the user can fix: they are printed without a traceback.
 USER_ERRORS = (
-  ValueError,
-  OSError,
-  OverflowError,
-  MemoryError,
-  ImportError,
+  *command_line.USER_ERRORS,
   checkpoint.CheckpointError,
   base.StageError,
   simulator.UnavailableError,
@@ -186,9 +189,8 @@ def main(_):
     sys.exit(130)
   except USER_ERRORS as error:
     if isinstance(error, checkpoint.CheckpointError):
-      _exit(config.error_text(error))
-    print(config.error_text(error), file=sys.stderr, flush=True)
-    sys.exit(1)
+      _exit(config_errors.text(error))
+    command_line.refuse(config_errors.text(error))
 
 
 def _exit(message: str):

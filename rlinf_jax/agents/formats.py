@@ -7,6 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 from rlinf_jax.agents import base
+from rlinf_jax.data import chat_template
 
 # Stands for a turn of the model where a chat template is rendered.
 TURN = 'rlinf-jax-turn'
@@ -181,20 +182,16 @@ def answer(tokenizer, messages: Sequence[base.Message], *, chat: bool) -> str:
 
 
 def _template(tokenizer, messages, tools=None) -> str:
-  import jinja2
-
   if not tokenizer.chat_template:
     raise ValueError(
       f'The tokenizer of {tokenizer.name_or_path} has no chat template: give '
       'chat=False to put contents one after the other, or the folder of an '
       'instruct model.'
     )
-  try:
-    return tokenizer.apply_chat_template(
-      list(messages), tools=tools, tokenize=False, add_generation_prompt=True
-    )
-  except jinja2.TemplateError as error:
-    raise ValueError(
-      f'The chat template of {tokenizer.name_or_path} refuses the messages of '
-      f'the environment: {error}.'
-    ) from error
+  return chat_template.render(
+    tokenizer,
+    messages,
+    'the messages of the environment',
+    tools=tools,
+    add_generation_prompt=True,
+  )

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rlinf_jax.data import files, pictures
+from rlinf_jax.data import chat_template, files, pictures
 
 
 def texts(
@@ -49,7 +49,7 @@ def texts(
 def _text(tokenizer, row: files.Row, chat, system_prompt, template) -> str:
   """The text of one row."""
   if chat:
-    return _applied(
+    return chat_template.render(
       tokenizer,
       _messages(row, system_prompt, template),
       row.where,
@@ -89,7 +89,7 @@ def answered_text(
     *_messages(row, system_prompt, template),
     {'role': 'assistant', 'content': answer},
   ]
-  return _applied(tokenizer, messages, row.where)
+  return chat_template.render(tokenizer, messages, row.where)
 
 
 def _messages(row: files.Row, system_prompt, template) -> list[files.Message]:
@@ -103,15 +103,3 @@ def _messages(row: files.Row, system_prompt, template) -> list[files.Message]:
   if system_prompt and messages[0]['role'] != 'system':
     messages = [{'role': 'system', 'content': system_prompt}, *messages]
   return messages
-
-
-def _applied(tokenizer, messages, where: str, **kwargs) -> str:
-  """The text that the chat template makes of messages."""
-  import jinja2
-
-  try:
-    return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
-  except jinja2.TemplateError as error:
-    raise ValueError(
-      f'The chat template of {tokenizer.name_or_path} refuses {where}: {error}.'
-    ) from error

@@ -12,12 +12,11 @@ import json
 import pathlib
 import re
 import shutil
-import sys
 from typing import Any
 
 import numpy as np
 
-from rlinf_jax import startup
+from rlinf_jax import command_line, startup
 from rlinf_jax.recipes import gguf_tokenizer
 from stages.models import families
 from stages.models.files import weights
@@ -216,19 +215,13 @@ def _unpermuted(name: str, x: np.ndarray, config) -> np.ndarray:
   return pairs.swapaxes(1, 2).reshape(x.shape)
 
 
-def main(args: list[str]):
+def main(model: str, folder: str):
   """Converts the model that the command line names."""
-  if len(args) != 2:
-    sys.exit('Usage: python -m rlinf_jax.recipes.gguf_model MODEL FOLDER')
-  model, folder = args
-  try:
-    is_package = model.isidentifier() and not pathlib.Path(model).exists()
-    convert(packaged(model) if is_package else model, folder)
-  except (weights.CheckpointError, ImportError) as error:
-    sys.exit(str(error))
+  is_package = model.isidentifier() and not pathlib.Path(model).exists()
+  convert(packaged(model) if is_package else model, folder)
   print(f'The model is in {folder}.')
 
 
 if __name__ == '__main__':
   with startup.ended():
-    main(sys.argv[1:])
+    command_line.run(main, 'MODEL', 'FOLDER')

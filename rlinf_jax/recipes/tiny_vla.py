@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 import json
 import pathlib
 
-from absl import app, flags
+from absl import flags
 import jax
 import numpy as np
 
-from rlinf_jax import startup
+from rlinf_jax import command_line, startup
 from rlinf_jax.data.lerobot import write
 from stages import base, ranges
 from stages.envs import demonstrations, push
@@ -24,7 +24,7 @@ from stages.models.files import weights
 from stages.models.vla.openvla import openvla, openvla_files
 
 OUT = flags.DEFINE_string('out', 'tiny', 'Folder of the model and the data.')
-EPISODES = flags.DEFINE_integer('episodes', 512, 'Episodes to try.')
+EPISODES = flags.DEFINE_integer('episodes', 512, 'Episodes to try.', 1, 10**6)
 
 CAMERA = 'observation.images.table'
 FPS = 10
@@ -116,9 +116,11 @@ def episodes(
       )
 
 
-def main(_):
+def main():
   """Writes both folders."""
   out = pathlib.Path(OUT.value)
+  if out.exists():
+    raise FileExistsError(f'{out} exists: let --out name a new folder.')
   out.mkdir(parents=True)
   model(out / 'model')
   write.write(out / 'data', episodes(EPISODES.value), fps=FPS)
@@ -127,4 +129,4 @@ def main(_):
 
 if __name__ == '__main__':
   with startup.ended():
-    app.run(main)
+    command_line.run(main)

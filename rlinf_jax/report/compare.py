@@ -32,8 +32,8 @@ def write(
 
   Raises:
     FileNotFoundError: if a folder has no metrics.
-    ValueError: if there are too many folders, or a line of one of their files
-      is not JSON.
+    ValueError: if there are too many folders, or one of their files holds
+      something else than runs write.
   """
   if len(folders) > charts.SERIES:
     raise ValueError(
@@ -216,7 +216,9 @@ def _bindings(runs: Mapping[str, run_folder.Run]) -> str:
 def _config(run: run_folder.Run) -> list[str]:
   """The bindings of a run, without comments and its own folder."""
   path = run.folder / 'config.gin'
-  text = path.read_text(encoding='utf-8') if path.exists() else ''
+  text = ''
+  if path.exists():
+    text = path.read_text(encoding='utf-8', errors='replace')
   return [
     line
     for line in text.splitlines()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlinf_jax.run.folder import writers
+from rlinf_jax.run.folder import run_folder
 
 
 class Row(NamedTuple):
@@ -40,13 +40,13 @@ def table(folder: str | os.PathLike) -> list[Row]:
     prediction because the plan was given by the recipe.
   """
   folder = pathlib.Path(folder)
-  predictions = _records(folder / 'predictions.jsonl')
+  predictions = run_folder.records(folder, 'predictions.jsonl')
   if not predictions:
     return []
   last = predictions[-1]
   steps = [
     line
-    for line in _records(folder / 'metrics.jsonl')
+    for line in run_folder.records(folder, 'metrics.jsonl')
     if 'time/step' in line and line['step'] > last['step']
   ]
   steps = steps[1:]  # The first step of a process, or of a plan, compiles.
@@ -71,7 +71,3 @@ def describe_step(folder: str | os.PathLike) -> str | None:
     f'{step.measured:.3g} s measured, {step.predicted:.3g} s predicted '
     f'(ratio {step.ratio:.2f})'
   )
-
-
-def _records(path: pathlib.Path) -> list[dict]:
-  return list(writers.records(path)) if path.exists() else []

@@ -13,10 +13,10 @@ import html
 import os
 import pathlib
 import re
-import sys
 
 import numpy as np
 
+from rlinf_jax import command_line, config_errors
 from rlinf_jax.report import compare, predicted, summary
 from rlinf_jax.report.html import (
   charts,
@@ -79,7 +79,9 @@ def try_write(folder: str | os.PathLike) -> str:
 def _workflow(run: run_folder.Run) -> str:
   """The name of the workflow in config.gin, such as 'grpo'; '' if unknown."""
   path = run.folder / 'config.gin'
-  text = path.read_text(encoding='utf-8') if path.exists() else ''
+  text = ''
+  if path.exists():
+    text = path.read_text(encoding='utf-8', errors='replace')
   match = re.search(r'^\S*train\.workflow\s*=\s*@([\w./]+)', text, re.MULTILINE)
   return re.split(r'[./]', match[1])[-1] if match else ''
 
@@ -325,5 +327,5 @@ def main() -> None:
       print(write(given.folders[0]))
     else:
       print(compare.write(given.folders, given.output or 'compare.html'))
-  except (OSError, ValueError) as error:
-    sys.exit(str(error))
+  except command_line.USER_ERRORS as error:
+    command_line.refuse(config_errors.text(error))

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jinja2
 
-from rlinf_jax.data import text_arrays
+from rlinf_jax.data import chat_template, text_arrays
 import stages
 from stages import base, ranges
 from stages.language import tokens, value_model, verifiers
@@ -152,11 +151,7 @@ def _conversation(tokenizer, model: RewardModel, question, completion):
     {'role': 'user', 'content': question},
     {'role': 'assistant', 'content': completion},
   ]
-  try:
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-  except jinja2.TemplateError as error:
-    raise ValueError(
-      f'The chat template of {model.checkpoint} refuses a question with its '
-      f'completion: {error}.'
-    ) from error
+  text = chat_template.render(
+    tokenizer, messages, 'a question with its completion'
+  )
   return tokenizer(text, add_special_tokens=False)['input_ids']

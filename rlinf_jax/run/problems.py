@@ -10,7 +10,7 @@ import pathlib
 from typing import Any
 
 from rlinf_jax.run import skipped
-from rlinf_jax.run.folder import writers
+from rlinf_jax.run.folder import run_folder
 
 FILE = 'notices.jsonl'  # Lines that the console printed, by step.
 ENVIRONMENTS = 'env/failed'
@@ -19,12 +19,11 @@ REWARDS = 'rollout/reward/failed'
 
 def read(folder: str | os.PathLike) -> list[str]:
   """The problems of a run, each in a sentence, from the files in its folder."""
-  folder = pathlib.Path(folder)
-  lines = [
-    list(writers.records(folder / name)) if (folder / name).exists() else []
+  metrics, notices = (
+    run_folder.records(pathlib.Path(folder), name)
     for name in ('metrics.jsonl', FILE)
-  ]
-  return [*_of_metrics(lines[0]), *_of_notices(lines[1])]
+  )
+  return [*_of_metrics(metrics), *_of_notices(notices)]
 
 
 def _of_metrics(lines: Iterable[Mapping[str, Any]]) -> Iterable[str]:

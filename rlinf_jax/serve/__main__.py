@@ -11,31 +11,27 @@ import importlib.util
 import os
 import pathlib
 import secrets
-import sys
 
-from absl import app, flags
+from absl import flags
 import jax
 
-from rlinf_jax import startup
+from rlinf_jax import command_line, startup
 from rlinf_jax.agents import formats
 from rlinf_jax.serve import batches, completions
 from stages.language import tokens
 from stages.models import huggingface
-from stages.models.files import weights
 
 FORMATS = {'hermes': formats.hermes, 'pythonic': formats.pythonic}
+LONGEST = 1 << 20  # Tokens, of models with the longest contexts.
 HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on.')
 PORT = flags.DEFINE_integer(
   'port', 8000, 'Port; 0 for one that is free.', 0, 65535
 )
 RESPONSE_LENGTH = flags.DEFINE_integer(
-  'response_length', 256, 'Most tokens of a reply.', lower_bound=1
+  'response_length', 256, 'Most tokens of a reply.', 1, LONGEST
 )
 PROMPT_LENGTH = flags.DEFINE_integer(
-  'prompt_length',
-  2048,
-  'Most tokens of a conversation before it.',
-  lower_bound=16,
+  'prompt_length', 2048, 'Most tokens of a conversation before it.', 16, LONGEST
 )
 FORMAT = flags.DEFINE_enum(
   'tool_format', 'hermes', list(FORMATS), 'How the model writes tool calls.'
@@ -82,25 +78,22 @@ def _greet(served: completions.Served, url: str, drawn: str | bool):
   )
 
 
-def main(args):
-  if len(args) != 2:
-    sys.exit('Usage: python -m rlinf_jax.serve MODEL')
+def main(model: str):
   if importlib.util.find_spec('uvicorn') is None:
-    sys.exit('The server is not installed: pip install "rlinf-jax[serve]".')
+    raise ImportError(
+      'The server is not installed: pip install "rlinf-jax[serve]".'
+    )
   from rlinf_jax.serve import endpoint, server
 
   token = os.environ.get(TOKEN) or secrets.token_urlsafe(32)
-  try:
+  with server.listen(HOST.value, PORT.value) as listener:
     served = load(
-      args[1],
+      model,
       prompt_length=PROMPT_LENGTH.value,
       response_length=RESPONSE_LENGTH.value,
       tool_format=FORMAT.value,
     )
-    running = server.Server(
-      endpoint.Endpoint(served, token), HOST.value, PORT.value
-    )
-    with running:
+    with server.Server(endpoint.Endpoint(served, token), listener) as running:
       _greet(served, running.url, not os.environ.get(TOKEN) and token)
       if not server.is_loopback(HOST.value):
         print(
@@ -109,12 +102,8 @@ def main(args):
           flush=True,
         )
       running.wait()
-  except (ValueError, OSError, weights.CheckpointError) as error:
-    sys.exit(str(error))
-  except KeyboardInterrupt:
-    sys.exit(130)
 
 
 if __name__ == '__main__':
   with startup.ended():
-    app.run(main)
+    command_line.run(main, 'MODEL')

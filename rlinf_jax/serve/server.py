@@ -16,13 +16,25 @@ def listen(host: str, port: int) -> socket.socket:
   """A socket that listens.
 
   Raises:
-    OSError: if the port is taken.
+    OSError: if the port is taken, or the address is not of this machine.
+    ValueError: if the host is empty, which would mean every interface.
   """
+  if not host:
+    raise ValueError(
+      'The host is empty: give an address, or 0.0.0.0 for every interface.'
+    )
   is_v6 = ':' in host
   listener = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET)
   listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-  listener.bind((host, port))
-  listener.listen(BACKLOG)  # Clients may connect before the server runs.
+  try:
+    listener.bind((host, port))
+    listener.listen(BACKLOG)  # Clients may connect before the server runs.
+  except OSError as error:
+    listener.close()
+    raise OSError(
+      f'The endpoint cannot listen on port {port} of {host} '
+      f'({error.strerror}): choose another port, or an address of this machine.'
+    ) from error
   return listener
 
 
@@ -57,13 +69,19 @@ class Server:
   def __init__(
     self,
     endpoint: endpoint_lib.Endpoint,
-    host: str = '127.0.0.1',
-    port: int = 0,
+    listener: socket.socket | None = None,
   ):
-    """Listens, on a port that the system chooses for 0."""
-    self._listener = listen(host, port)
+    """Serves no request yet.
+
+    Args:
+      endpoint: what is served.
+      listener: as `listen`, which this closes; by default on a free port of the
+        loopback interface.
+    """
+    self._listener = listener or listen('127.0.0.1', 0)
+    host, port = self._listener.getsockname()[:2]
     name = f'[{host}]' if ':' in host else host
-    self.url = f'http://{name}:{self._listener.getsockname()[1]}/v1'
+    self.url = f'http://{name}:{port}/v1'
     self._server = uvicorn.Server(config(endpoint))
     self._thread = threading.Thread(
       target=self._server.run, args=([self._listener],), daemon=True

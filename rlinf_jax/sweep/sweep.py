@@ -25,7 +25,7 @@ import time
 
 from absl import flags
 
-from rlinf_jax import config
+from rlinf_jax import command_line, config, config_errors
 from rlinf_jax.run.folder import whole_file
 from rlinf_jax.sweep import capacity, grid, process, results
 
@@ -244,8 +244,8 @@ def main(argv: Sequence[str]) -> int:
       minutes=_POINT_MINUTES.value,
       metric=_METRIC.value,
     )
-  except (OSError, ValueError) as error:
-    print(error, file=sys.stderr)
+  except command_line.USER_ERRORS as error:
+    print(config_errors.text(error), file=sys.stderr)
     return 1
   except KeyboardInterrupt:
     print('Stopped. The same command continues the sweep.', file=sys.stderr)

@@ -127,7 +127,7 @@ def test_error_text_has_no_call_chain():
   with pytest.raises(TypeError) as error:
     run()
   assert 'In call to' in str(error.value)
-  assert 'In call to' not in config.error_text(error.value)
+  assert 'In call to' not in config_errors.text(error.value)
 
 
 # Undefined macros.
@@ -335,4 +335,4 @@ def test_a_failed_save_leaves_the_old_file(recipe_folder, monkeypatch):
   ],
 )
 def test_errors_of_the_system_say_what_to_do(error, text):
-  assert config.error_text(error).startswith(text)
+  assert config_errors.text(error).startswith(text)

@@ -1,6 +1,7 @@
 """Reads run folders, also of runs that crashed or are still running.
 
-A file that is not written yet reads as empty.
+A file that is not written yet reads as empty. Records are checked for what
+reports read of them, as files may be damaged, or of another program.
 """
 
 import json
@@ -12,6 +13,22 @@ import numpy as np
 
 from rlinf_jax.run.folder import writers
 
+_TEXTS = {'prompt': str, 'completion': str}
+# Fields that records have, by file, with their types. There may be others.
+FIELDS = {
+  'metrics.jsonl': {'step': int},
+  'timeline.jsonl': {
+    **dict.fromkeys(('place', 'what', 'stage'), str),
+    **dict.fromkeys(('start', 'end'), float),
+    'step': int,
+  },
+  'notices.jsonl': {'step': int, 'text': str},
+  'predictions.jsonl': {'step': int, 'seconds': float, 'stages': dict},
+  'samples.jsonl': {'step': int, 'split': str, 'reward': float, **_TEXTS},
+  'completions.jsonl': {'set': str, 'problem': int, 'correct': float, **_TEXTS},
+  'result.json': {'seconds': float},
+  'evaluation.json': {'seconds': float, 'sets': dict},
+}
 # Names for seconds that belong to no stage.
 NO_STAGE = ('between stages', 'outside steps')
 
@@ -51,14 +68,15 @@ def read(folder: str | os.PathLike) -> Run:
 
   Raises:
     FileNotFoundError: if it has no metrics.
-    ValueError: if a line of one of its files is not JSON.
+    ValueError: if a file holds something else than runs write.
   """
   folder = pathlib.Path(folder)
   series: dict[str, dict[int, float]] = {}
-  for record in _records(folder / 'metrics.jsonl'):
+  for record in records(folder, 'metrics.jsonl'):
     for name, value in record.items():
       if name != 'step':
-        series.setdefault(name, {})[record['step']] = float(value)
+        number = _number(value, name, folder / 'metrics.jsonl')
+        series.setdefault(name, {})[record['step']] = number
   if not series:
     raise FileNotFoundError(
       f'{folder} has no metrics to report: its metrics.jsonl is missing or '
@@ -70,30 +88,84 @@ def read(folder: str | os.PathLike) -> Run:
     {name: _series(values) for name, values in series.items()},
     [
       record
-      for record in _records(folder / 'timeline.jsonl')
+      for record in records(folder, 'timeline.jsonl')
       if record['what'] == 'run'
     ],
-    _records(folder / 'samples.jsonl'),
+    records(folder, 'samples.jsonl'),
     _read_json(folder / 'result.json'),
-    read(inside) if _records(inside / 'metrics.jsonl') else None,
-    _read_json(folder / 'evaluation.json'),
+    read(inside) if records(inside, 'metrics.jsonl') else None,
+    _evaluation(folder / 'evaluation.json'),
   )
 
 
 def completions(folder: str | os.PathLike) -> list[dict[str, Any]]:
   """The records of completions.jsonl, which --eval_only writes."""
-  return _records(pathlib.Path(folder) / 'completions.jsonl')
+  return records(pathlib.Path(folder), 'completions.jsonl')
 
 
-def _records(path: pathlib.Path) -> list[dict[str, Any]]:
-  return list(writers.records(path)) if path.exists() else []
+def records(folder: pathlib.Path, name: str) -> list[dict[str, Any]]:
+  """The records of a file of JSON lines in a run folder.
+
+  Raises:
+    ValueError: if the file holds something else than runs write.
+  """
+  path = folder / name
+  found = list(writers.records(path)) if path.exists() else []
+  for record in found:
+    _check(record, path)
+  return found
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
   try:
-    return json.loads(path.read_text(encoding='utf-8'))
+    content = json.loads(path.read_text(encoding='utf-8', errors='replace'))
   except (FileNotFoundError, json.JSONDecodeError):
     return None  # Missing or half-written: the run did not finish.
+  _check(content, path)
+  return content
+
+
+def _evaluation(path: pathlib.Path) -> dict[str, Any] | None:
+  """The contents of evaluation.json: sets of metrics, each with its value."""
+  content = _read_json(path)
+  for values in content['sets'].values() if content else ():
+    if not isinstance(values, dict):
+      raise _damaged(path, f'a set {values!r:.50}')
+    for name, score in values.items():
+      if not isinstance(score, dict) or 'value' not in score:
+        raise _damaged(path, f'{name!r:.50} without a value')
+      _number(score['value'], name, path)
+  return content
+
+
+def _check(record: Any, path: pathlib.Path):
+  """Raises ValueError unless a record has the `FIELDS` of its file."""
+  if not isinstance(record, dict):
+    raise _damaged(path, f'{record!r:.50} in place of an object')
+  for name, kind in FIELDS[path.name].items():
+    value = record.get(name)
+    if kind is float:
+      _number(value, name, path)
+    elif not isinstance(value, kind):
+      raise _damaged(path, _binding(name, value))
+
+
+def _number(value: Any, name: str, path: pathlib.Path) -> float:
+  """A metric, which may be written as 'NaN'."""
+  try:
+    return float(value)
+  except (TypeError, ValueError, OverflowError):
+    raise _damaged(path, _binding(name, value)) from None
+
+
+def _binding(name: str, value: Any) -> str:
+  return f'{name!r:.50} = {value!r:.50}'
+
+
+def _damaged(path: pathlib.Path, what: str) -> ValueError:
+  return ValueError(
+    f'{path} holds {what}, which no run writes: restore the file, or remove it.'
+  )
 
 
 def _series(values: dict[int, float]) -> Series:

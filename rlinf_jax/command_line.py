@@ -1,0 +1,65 @@
+"""Command lines of programs: flags, operands, and errors in a sentence."""
+
+from collections.abc import Callable, Sequence
+import sys
+
+from absl import app, flags, logging
+
+from rlinf_jax import config_errors
+
+LONGEST = 200  # Characters of an argument in a message.
+# Errors that the user can mend: they are printed without a traceback.
+USER_ERRORS = ValueError, OSError, OverflowError, MemoryError, ImportError
+
+
+def run(main: Callable[..., None], *operands: str):
+  """Runs a program with the flags and operands of its command line.
+
+  Args:
+    main: takes the operands as texts. Its `USER_ERRORS` are printed, and end
+      the process with exit code 1.
+    *operands: their names, for the usage.
+  """
+
+  def parse(argv: Sequence[str]) -> list[str]:
+    try:
+      words = flags.FLAGS(list(argv))
+    except flags.Error as error:
+      refuse(of_flags(error))
+    # An empty operand is a variable of a shell that is not set.
+    if len(words) != len(operands) + 1 or not all(words[1:]):
+      spec = sys.modules[main.__module__].__spec__
+      name = spec.name.removesuffix('.__main__') if spec else argv[0]
+      refuse(' '.join([f'Usage: python -m {name} [--flags]', *operands]))
+    return words
+
+  def end_in_a_sentence(argv: Sequence[str]):
+    # JAX logs which backends there are not.
+    logging.set_verbosity(logging.FATAL)
+    try:
+      main(*argv[1:])
+    except USER_ERRORS as error:
+      refuse(config_errors.text(error))
+
+  app.run(end_in_a_sentence, flags_parser=parse)
+
+
+def refuse(message: str):
+  """Prints a message and ends the process with exit code 1."""
+  print(message, file=sys.stderr, flush=True)
+  sys.exit(1)
+
+
+def of_flags(error: flags.Error) -> str:
+  """The sentence for an error of absl about flags."""
+  help_ = ' --help lists the flags.'
+  if not isinstance(error, flags.UnrecognizedFlagError):
+    return f'{" ".join(str(error).split())[:LONGEST]}.{help_}'
+  hint = str(error).partition('Did you mean: ')[2].removesuffix(' ?')
+  mean = f'; did you mean --{hint}?' if hint else '.'
+  setting = (
+    f' A setting of the recipe is --gin.{error.flagname[:LONGEST]}=value.'
+    if error.flagname.isupper()
+    else ''
+  )
+  return f'There is no flag --{error.flagname[:LONGEST]}{mean}{setting}{help_}'
