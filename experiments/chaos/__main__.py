@@ -1,10 +1,12 @@
 """Disturbs small runs at random moments, and compares what comes of them.
 
   python -m experiments.chaos --trials 100 --workdir runs/chaos    # make chaos
+  python -m experiments.chaos --first 1000 --trials 16 --workdir runs/chaos
   python -m experiments.chaos --table --workdir runs/chaos
 
-Each trial starts a run, disturbs it, waits for its end, and continues it until
-it is finished. Trials that are in `trials.jsonl` are not run again; the logs of
+The trials from 1,000 on have the runs with vLLM, and the clock that is set
+forward. Each trial starts a run, disturbs it, waits for its end, and continues
+it until it is finished. Trials in `trials.jsonl` are not run again; the logs of
 those that are not as they should be stay in the working folder. It needs
 Linux and the rights to mount: it works in a mount namespace of its own, so that
 its disks and its shared memory are seen by its processes alone.
@@ -34,14 +36,17 @@ GONE = 30.0  # Seconds after which nothing of a run may be left.
 # Logs that Ray keeps, and programs that torch compiled.
 KEPT = 'ray', 'torchinductor_'
 UNDISTURBED = 'after its end'  # The phase of a moment that came too late.
+LATER = 1000  # The first trial of runs and faults that were added later.
 INSIDE = '--inside'  # The flag of the process in the namespace.
 
 
-def started(command, mark, log, temporary, cache) -> subprocess.Popen:
+def started(
+  command, mark, log, temporary, cache, clock=None
+) -> subprocess.Popen:
   return subprocess.Popen(
     command,
     cwd=runs.ROOT,
-    env=runs.environment(mark, temporary, cache),
+    env=runs.environment(mark, temporary, cache) | (clock or {}),
     stdout=log,
     stderr=subprocess.STDOUT,
     start_new_session=True,
@@ -64,7 +69,11 @@ def left(mark: str, temporary: pathlib.Path) -> dict[str, list[str]]:
     time.sleep(0.5)
   found = {
     'processes': [x.name() for x in marked(mark)],
-    'shared memory': [x.name for x in pathlib.Path('/dev/shm').iterdir()],
+    'shared memory': [
+      x.name
+      for x in pathlib.Path('/dev/shm').iterdir()
+      if not x.name.startswith('faketime_')  # Of the clock, not of the run.
+    ],
     'temporary': [
       x.name for x in temporary.iterdir() if not x.name.startswith(KEPT)
     ],
@@ -96,11 +105,23 @@ def reference(kind: str, folder: pathlib.Path, start) -> dict[str, Any]:
   return json.loads(path.read_text())
 
 
-def trial(seed: int, folder: pathlib.Path, start) -> dict[str, Any]:
+def chosen(seed: int):
+  """The kind of run and the fault of a trial, which never change."""
+  kinds = [*runs.KINDS][:4]
+  if seed < LATER:
+    n = len(kinds)
+    return kinds[seed % n], faults.ALL[(seed // n + seed) % len(faults.ALL)]
+  clocks = [(kind, faults.clock_forward) for kind in runs.KINDS]
+  engines = [('vllm', fault) for fault in faults.ALL]
+  pairs = [*clocks, *engines]
+  return pairs[(seed - LATER) % len(pairs)]
+
+
+def trial(seed: int, folder: pathlib.Path) -> dict[str, Any]:
   """Runs, disturbs and continues a run; returns what came of it."""
   rng = random.Random(seed)
-  kind = [*runs.KINDS][seed % len(runs.KINDS)]
-  fault = faults.ALL[(seed // len(runs.KINDS) + seed) % len(faults.ALL)]
+  kind, fault = chosen(seed)
+  start = runs.model(kind, folder)
   known = reference(kind, folder, start)
   moment = rng.uniform(0, known['seconds'])
   mark, disk = f'{os.getpid()}-{seed}', folder / 'disk'
@@ -108,11 +129,13 @@ def trial(seed: int, folder: pathlib.Path, start) -> dict[str, Any]:
   log_path = folder / f'{seed}.log'
   shutil.rmtree(temporary, ignore_errors=True)
   faults.disk(disk)
+  clock = faults.clock(disk) if fault is faults.clock_forward else {}
   result = {'seed': seed, 'kind': kind, 'fault': fault.__name__}
   try:
     with log_path.open('w') as log:
       command = runs.command(kind, run, start, False)
-      process = started(command, mark, log, temporary, folder / 'cache')
+      cache = folder / 'cache'
+      process = started(command, mark, log, temporary, cache, clock)
       with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=moment)
       result |= {'moment': round(moment, 1), 'phase': runs.phase(run)}
@@ -163,7 +186,9 @@ def _end(process: subprocess.Popen) -> int | str:
 
 def verdict(x: dict[str, Any]) -> str:
   """A trial in a word or two: 'as it should be', or what is not."""
-  speaks = x['fault'] in [one.__name__ for one in faults.SPEAKS]
+  speaks = x['fault'] in [
+    one.__name__ for one in (*faults.SPEAKS, faults.clock_forward)
+  ]
   if x['code'] == 'did not end' or x.get('resumed') == 'did not end':
     return 'hangs'
   if x['code'] in (-signal.SIGABRT, -signal.SIGSEGV):
@@ -187,7 +212,7 @@ def table(trials: list[dict[str, Any]]) -> Iterator[str]:
   kinds = [*runs.KINDS]
   yield f'| fault | {" | ".join(kinds)} |'
   yield '|---' * (len(kinds) + 1) + '|'
-  for fault in faults.ALL:
+  for fault in (*faults.ALL, faults.clock_forward):
     cells = []
     for kind in kinds:
       some = [
@@ -208,6 +233,7 @@ def main():
   )
   parser.add_argument('--workdir', type=pathlib.Path, required=True)
   parser.add_argument('--trials', type=int, default=100)
+  parser.add_argument('--first', type=int, default=0, help='of the trials')
   parser.add_argument('--table', action='store_true')
   parser.add_argument(INSIDE, action='store_true', help=argparse.SUPPRESS)
   args = parser.parse_args()
@@ -225,11 +251,10 @@ def main():
     os.execvp('unshare', ['unshare', '--mount', 'sh', '-c', mount, *inner])
   # A shell's background jobs ignore interrupts, and their children would, too.
   signal.signal(signal.SIGINT, signal.default_int_handler)
-  start = runs.model(folder / 'model')
-  for seed in range(args.trials):
+  for seed in range(args.first, args.first + args.trials):
     if seed in [x['seed'] for x in trials]:
       continue
-    found = trial(seed, folder, start)
+    found = trial(seed, folder)
     print(verdict(found), json.dumps(found), flush=True)
     if verdict(found) == 'as it should be':
       for log in folder.glob(f'{seed}.*log'):

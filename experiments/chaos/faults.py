@@ -11,6 +11,20 @@ import time
 import psutil
 
 PAUSE = 15.0  # Seconds for which a process is stopped.
+CLOCK = 'clock'  # File that sets the time of day, beside the run folder.
+# libfaketime 0.9.10 refuses sleeps to a time of the monotonic clock, which
+# Python uses, if that clock is left alone. Here they are those of the kernel.
+SLEEP = """
+#define _GNU_SOURCE
+#include <errno.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_nanosleep(clockid_t clock, int flags, const struct timespec *until,
+                    struct timespec *left) {
+  return syscall(SYS_clock_nanosleep, clock, flags, until, left) ? errno : 0;
+}
+"""
 
 
 def tree(process: psutil.Process) -> list[psutil.Process]:
@@ -81,6 +95,35 @@ def file_size(process, folder: pathlib.Path, rng: random.Random):
 def memory(process, folder: pathlib.Path, rng: random.Random):
   """Limits the address space to little more than what is used."""
   _limit(process, resource.RLIMIT_AS, process.memory_info().vms + (8 << 20))
+
+
+def clock_forward(process, folder: pathlib.Path, rng: random.Random):
+  """Sets the time of day one day forward, for processes with `clock`."""
+  (folder.parent / CLOCK).write_text('+1d')
+
+
+def clock(folder: pathlib.Path) -> dict[str, str]:
+  """Environment of processes whose time of day a file sets, by libfaketime.
+
+  Raises:
+    FileNotFoundError: if the library is not installed.
+  """
+  found = [*pathlib.Path('/usr/lib').glob('*/faketime/libfaketime.so.1')]
+  if not found:
+    raise FileNotFoundError(
+      'The clock needs libfaketime: apt-get install libfaketime.'
+    )
+  (folder / CLOCK).write_text('+0')
+  sleep = folder / 'sleep.so'
+  command = ['cc', '-shared', '-fPIC', '-x', 'c', '-', '-o', str(sleep)]
+  subprocess.run(command, input=SLEEP, text=True, check=True)
+  return {
+    'LD_PRELOAD': f'{sleep}:{found[0]}',
+    'FAKETIME_TIMESTAMP_FILE': str(folder / CLOCK),
+    'FAKETIME_CACHE_DURATION': '1',
+    # As when the time of day is set: durations are measured as before.
+    'FAKETIME_DONT_FAKE_MONOTONIC': '1',
+  }
 
 
 def disk(folder: pathlib.Path):

@@ -55,22 +55,26 @@ KINDS = {
     ),
   ),
 }
+# After those above, so that trials keep their meaning.
+KINDS['vllm'] = ('grpo_arithmetic_vllm', WORDS)
 # Metrics of time, and of the machine.
 OF_TIME = ('time/', 'throughput/', 'utilization/', 'wait/', 'memory/')
 MARK = 'RLINF_JAX_CHAOS'  # Environment variable of the processes of a trial.
 
 
-def model(folder: pathlib.Path) -> str:
-  """The folder of a small language model, which is made once."""
+def model(kind: str, folder: pathlib.Path) -> str:
+  """The folder of a small language model for a kind, which is made once."""
   # Imported here: it imports JAX, and a trial is watched without.
   from rlinf_jax.recipes import warm_start
   from stages.tasks import arithmetic
 
+  # vLLM has no attention for heads that are narrower than 32 on CPUs.
+  wide = kind == 'vllm'
   return warm_start.checkpoint(
-    str(folder),
+    str(folder / ('wide_model' if wide else 'model')),
     corpus=arithmetic.corpus,
     vocabulary=64,
-    width=32,
+    width=128 if wide else 32,
     layers=2,
     heads=4,
     kv_heads=2,
@@ -90,7 +94,7 @@ def command(
     resume: whether a run in that folder is continued.
   """
   recipe, bindings = KINDS[kind]
-  if recipe == 'grpo_arithmetic':
+  if recipe.startswith('grpo_arithmetic'):
     bindings = (*bindings, f'CHECKPOINT = "{start}"')
   return [
     *(sys.executable, '-m', 'rlinf_jax.main'),

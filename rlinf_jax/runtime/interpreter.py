@@ -19,6 +19,10 @@ from rlinf_jax.runtime.step_call import StackFrame, StepCall
 from sharding import offload
 
 SHARED = 'shared devices'  # The name of a lease's spans in the timeline.
+MORE_MEMORY = (
+  ' It needs more memory than it gets: cut its rows (`micro_batch` of the '
+  'plan), or make the batch or its lengths smaller.'
+)
 _copy = jax.jit(lambda xs: [jnp.copy(x) for x in xs])
 
 
@@ -222,9 +226,10 @@ class Interpreter:
     except Exception as error:
       piece, pieces = node.piece
       which = f', piece {piece + 1} of {pieces}' if pieces > 1 else ''
+      remedy = MORE_MEMORY if _lacks_memory(error) else ''
       raise base.StageError(
         f'Stage {node.name} on place {self.place.name!r} failed in '
-        f'{frame.where}{which}: {error}'
+        f'{frame.where}{which}: {error}{remedy}'
       ) from error
 
   def _relabel(self, value: graph_lib.Value, other: graph_lib.Value, x):
@@ -320,3 +325,8 @@ def _is_done(frame: StackFrame, op) -> bool:
 
 def _zip(names: Iterable, xs: Iterable) -> dict:
   return dict(zip(names, xs, strict=True))
+
+
+def _lacks_memory(error: Exception) -> bool:
+  """Whether memory was refused, by Python or by XLA (absl's status code)."""
+  return isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)

@@ -46,6 +46,23 @@ def test_an_error_of_a_jax_stage_names_stage_place_and_step():
     planned.step(small_learner.BATCH, small_learner.KEY)
 
 
+@pytest.mark.parametrize('host', [True, False])
+def test_a_stage_that_is_refused_memory_says_what_to_do(host):
+  def take(x):
+    raise MemoryError('too much')
+
+  @stages.stage('judge')
+  def large(x):
+    numbers_N = jax.lax.iota(jnp.float32, 1 << 44)
+    return jnp.sort(jnp.sin(numbers_N * x.sum()))[:8]
+
+  planned = small_learner.ready(
+    small_learner.learner(small_learner.judge(take) if host else large)
+  )
+  with pytest.raises(base.StageError, match='needs more memory.*micro_batch'):
+    planned.step(small_learner.BATCH, small_learner.KEY)
+
+
 def test_after_a_failure_a_state_must_be_loaded_before_the_next_step():
   answers = [fail, small_learner.first_column]
   planned = small_learner.ready(
