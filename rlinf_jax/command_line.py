@@ -1,6 +1,7 @@
 """Command lines of programs: flags, operands, and errors in a sentence."""
 
 from collections.abc import Callable, Sequence
+import pathlib
 import sys
 
 from absl import app, flags, logging
@@ -48,6 +49,19 @@ def refuse(message: str):
   """Prints a message and ends the process with exit code 1."""
   print(message, file=sys.stderr, flush=True)
   sys.exit(1)
+
+
+def new_folder(flag: flags.FlagHolder[str]) -> pathlib.Path:
+  """Makes the folder that a flag names.
+
+  Raises:
+    FileExistsError: if it exists.
+  """
+  folder = pathlib.Path(flag.value)
+  if folder.exists():
+    raise FileExistsError(f'{folder} exists: let --{flag.name} name a new one.')
+  folder.mkdir(parents=True)
+  return folder
 
 
 def of_flags(error: flags.Error) -> str:

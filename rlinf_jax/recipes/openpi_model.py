@@ -9,11 +9,10 @@ else reads the new folder. All of them are in memory at a time, 13 GB.
 
 import pathlib
 import shutil
-import sys
 
 import numpy as np
 
-from rlinf_jax import startup
+from rlinf_jax import command_line, startup
 from stages.models.files import weights
 from stages.models.vla import normalization, pi0, pi0_files, pi0_openpi
 
@@ -86,19 +85,12 @@ def read(checkpoint: str) -> dict:
   return restored[PARAMS]
 
 
-def main(args: list[str]):
+def main(checkpoint: str, folder: str):
   """Converts the checkpoint that the command line names."""
-  if len(args) != 2:
-    sys.exit(
-      'Usage: python -m rlinf_jax.recipes.openpi_model CHECKPOINT FOLDER'
-    )
-  try:
-    config = convert(*args)
-  except (weights.CheckpointError, OSError) as error:
-    sys.exit(str(error))
-  print(f'{"π0.5" if config.adaptive else "π0"} is in {args[1]}.')
+  config = convert(checkpoint, folder)
+  print(f'{"π0.5" if config.adaptive else "π0"} is in {folder}.')
 
 
 if __name__ == '__main__':
   with startup.ended():
-    main(sys.argv[1:])
+    command_line.run(main, 'CHECKPOINT', 'FOLDER')

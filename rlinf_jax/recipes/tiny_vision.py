@@ -11,16 +11,26 @@ With them, recipes for questions about pictures can be tried in minutes.
 import json
 import pathlib
 
-from absl import app, flags
+from absl import flags
 import jax
 import numpy as np
 
-from rlinf_jax import startup
+from rlinf_jax import command_line, startup
 from stages import ranges
 from stages.language import tokens
 from stages.models import config as config_lib
 from stages.models import huggingface, transformer
 from stages.models.layers import rope
+
+# Other programs have a flag of this name, and tests import several of them.
+OUT = flags.DEFINE_string(
+  'out', 'tiny', 'Folder of the model and the data.', allow_override=True
+)
+ROWS = flags.DEFINE_integer('rows', 4000, 'Questions to train on.', 1, 10**6)
+HELD_OUT = flags.DEFINE_integer(
+  'held_out', 256, 'Questions to evaluate on.', 1, 10**6
+)
+BLANK = flags.DEFINE_bool('blank', False, 'Whether charts have no bars.')
 
 PLACE = '<|image_pad|>'
 SPECIAL = (
@@ -137,25 +147,15 @@ def write(
   (folder / f'{name}.jsonl').write_text(f'{text}\n')
 
 
-def main(_):
+def main():
   """Writes the model and both files."""
-  out = pathlib.Path(flags.FLAGS.out)
-  out.mkdir(parents=True)
+  out = command_line.new_folder(OUT)
   model(out / 'model')
-  for name, rows in ('train', flags.FLAGS.rows), ('test', flags.FLAGS.held_out):
-    write(out, name, rows, held_out=name == 'test', blank=flags.FLAGS.blank)
+  for name, rows in ('train', ROWS.value), ('test', HELD_OUT.value):
+    write(out, name, rows, held_out=name == 'test', blank=BLANK.value)
   print(f'{out}/model, {out}/train.jsonl and {out}/test.jsonl are written.')
 
 
-def define_flags():
-  """Defines the flags; not on import, as other programs have the same names."""
-  flags.DEFINE_string('out', 'tiny', 'Folder of the model and the data.')
-  flags.DEFINE_integer('rows', 4000, 'Questions to train on.')
-  flags.DEFINE_integer('held_out', 256, 'Questions to evaluate on.')
-  flags.DEFINE_bool('blank', False, 'Whether charts have no bars.')
-
-
 if __name__ == '__main__':
-  define_flags()
   with startup.ended():
-    app.run(main)
+    command_line.run(main)

@@ -23,7 +23,10 @@ from stages.language import tokens
 from stages.models.files import weights
 from stages.models.vla.openvla import openvla, openvla_files
 
-OUT = flags.DEFINE_string('out', 'tiny', 'Folder of the model and the data.')
+# Other programs have a flag of this name, and tests import several of them.
+OUT = flags.DEFINE_string(
+  'out', 'tiny', 'Folder of the model and the data.', allow_override=True
+)
 EPISODES = flags.DEFINE_integer('episodes', 512, 'Episodes to try.', 1, 10**6)
 
 CAMERA = 'observation.images.table'
@@ -118,10 +121,7 @@ def episodes(
 
 def main():
   """Writes both folders."""
-  out = pathlib.Path(OUT.value)
-  if out.exists():
-    raise FileExistsError(f'{out} exists: let --out name a new folder.')
-  out.mkdir(parents=True)
+  out = command_line.new_folder(OUT)
   model(out / 'model')
   write.write(out / 'data', episodes(EPISODES.value), fps=FPS)
   print(f'{out}/model and {out}/data are written.')

@@ -11,7 +11,7 @@ import pytest
 
 from rlinf_jax import chat, command_line
 from rlinf_jax.data import chat_template
-from rlinf_jax.recipes import gguf_model, tiny_vla
+from rlinf_jax.recipes import gguf_model, openpi_model, tiny_vision, tiny_vla
 from rlinf_jax.report import report
 from rlinf_jax.serve import __main__ as serve
 import served_models
@@ -22,7 +22,9 @@ PROGRAMS = {
   'chat': (chat.main, 'MODEL'),
   'serve': (serve.main, 'MODEL'),
   'gguf_model': (gguf_model.main, 'MODEL', 'FOLDER'),
+  'openpi_model': (openpi_model.main, 'CHECKPOINT', 'FOLDER'),
   'tiny_vla': (tiny_vla.main,),
+  'tiny_vision': (tiny_vision.main,),
 }
 TEMPLATES = {
   'broken': '{% for m in messages %}{{ m.role ',
@@ -132,10 +134,15 @@ WRONG = [
   ('tiny_vla', ['x', '--out={here}/new'], 'Usage: python -m rlinf_jax.recipes'),
   ('tiny_vla', ['--episodes=0', '--out={here}/new'], 'flag --episodes=0: '),
   ('tiny_vla', ['--episodes=x', '--out={here}/new'], 'flag --episodes=x: '),
-  ('tiny_vla', ['--out={here}'], '{here} exists: let --out name a new folder.'),
+  ('tiny_vla', ['--out={here}'], '{here} exists: let --out name a new one.'),
   ('tiny_vla', ['--out={here}/file'], '{here}/file exists: let --out name'),
   ('tiny_vla', ['--out=/dev/null/x'], '/dev/null/x cannot be used (Not a dir'),
   ('tiny_vla', ['--out=/proc/x'], '/proc/x cannot be used (No such file'),
+  ('tiny_vision', ['--rows=0', '--out={here}/new'], 'flag --rows=0: '),
+  ('tiny_vision', ['--held_out=x', '--out={here}/new'], 'flag --held_out=x: '),
+  ('tiny_vision', ['--out={here}'], '{here} exists: let --out name a new one.'),
+  ('openpi_model', ['{here}/file'], 'Usage: python -m rlinf_jax.recipes.openp'),
+  ('openpi_model', ['/none', '{here}/new'], "/none has no folder 'params'"),
   ('report', ['/none'], '/none has no metrics to report'),
   ('report', ['{here}/file'], '{here}/file has no metrics to report'),
   ('report', ['{here}/good', '{here}/good'], '{here}/good is given twice'),
