@@ -36,6 +36,7 @@ GONE = 30.0  # Seconds after which nothing of a run may be left.
 # Logs that Ray keeps, and programs that torch compiled.
 KEPT = 'ray', 'torchinductor_'
 UNDISTURBED = 'after its end'  # The phase of a moment that came too late.
+FIRST = 'words', 'processes', 'robots', 'simulators'  # Kinds up to there.
 LATER = 1000  # The first trial of runs and faults that were added later.
 INSIDE = '--inside'  # The flag of the process in the namespace.
 
@@ -107,10 +108,9 @@ def reference(kind: str, folder: pathlib.Path, start) -> dict[str, Any]:
 
 def chosen(seed: int):
   """The kind of run and the fault of a trial, which never change."""
-  kinds = [*runs.KINDS][:4]
   if seed < LATER:
-    n = len(kinds)
-    return kinds[seed % n], faults.ALL[(seed // n + seed) % len(faults.ALL)]
+    n = len(FIRST)
+    return FIRST[seed % n], faults.ALL[(seed // n + seed) % len(faults.ALL)]
   clocks = [(kind, faults.clock_forward) for kind in runs.KINDS]
   engines = [('vllm', fault) for fault in faults.ALL]
   pairs = [*clocks, *engines]
@@ -209,10 +209,13 @@ def verdict(x: dict[str, Any]) -> str:
 def table(trials: list[dict[str, Any]]) -> Iterator[str]:
   """Yields the lines of a Markdown table of the runs that were disturbed."""
   trials = [x for x in trials if x['phase'] != UNDISTURBED]
-  kinds = [*runs.KINDS]
+  found = {name for x in trials for name in (x['kind'], x['fault'])}
+  kinds = [kind for kind in runs.KINDS if kind in found]
   yield f'| fault | {" | ".join(kinds)} |'
   yield '|---' * (len(kinds) + 1) + '|'
   for fault in (*faults.ALL, faults.clock_forward):
+    if fault.__name__ not in found:
+      continue
     cells = []
     for kind in kinds:
       some = [
