@@ -102,9 +102,20 @@ class Server:
       if oldest:
         with contextlib.suppress(OSError):
           oldest.shutdown(socket.SHUT_RDWR)  # Wakes its thread, which closes.
-      threading.Thread(
+      answer = threading.Thread(
         target=self._answer, args=(connection,), daemon=True
-      ).start()
+      )
+      try:
+        answer.start()
+      except RuntimeError:  # Too many threads: its peer connects once more.
+        self._forget(connection)
+        connection.close()
+        time.sleep(0.1)
+
+  def _forget(self, stranger: socket.socket):
+    with self._lock:
+      with contextlib.suppress(ValueError):
+        self._strangers.remove(stranger)
 
   def _answer(self, connection: socket.socket):
     """Sends a value to a connection that presents its number."""
@@ -113,9 +124,8 @@ class Server:
       try:
         _fill(connection, number, time.monotonic() + PATIENCE)
       finally:
+        self._forget(connection)
         with self._lock:
-          if connection in self._strangers:
-            self._strangers.remove(connection)
           offered = self._offered.pop(bytes(number), None)
       if offered:
         proof, send = offered

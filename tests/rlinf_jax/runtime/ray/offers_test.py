@@ -118,6 +118,19 @@ def test_silent_connections_push_no_receiver_out_and_are_closed(monkeypatch):
   assert threading.active_count() <= before
 
 
+def test_a_server_that_is_refused_a_thread_goes_on(server, monkeypatch):
+  start, refused = threading.Thread.start, []
+
+  def refuse_one(thread):
+    if not refused:
+      refused.append(thread)
+      raise RuntimeError("can't start new thread")
+    start(thread)
+
+  monkeypatch.setattr(threading.Thread, 'start', refuse_one)
+  assert pulled(offer(server)) and refused
+
+
 @pytest.mark.parametrize('n', claims.some((200, 10_000), keep=(200,)))
 def test_random_messages_obtain_nothing_and_stop_nothing(n, server):
   tickets = [offer(server) for _ in range(3)]
