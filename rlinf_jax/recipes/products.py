@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlinf_jax.agents import formats
+from rlinf_jax.agents import calculator, formats
 from stages import ranges
 from stages.tasks import arithmetic
 
@@ -59,6 +59,37 @@ def script(
 def call(expression: str) -> str:
   """A call of the calculator, as `formats.pythonic` reads it."""
   return f'[calculator(expression="{expression}")]'
+
+
+def environment(
+  digits: arithmetic.Digits = arithmetic.Digits(),
+  rows: ranges.PositiveInt = 4096,
+):
+  """The task as an environment of the library `verifiers`.
+
+  Args:
+    digits: numbers of digits of the operands.
+    rows: problems to train on; an eighth as many are for evaluation.
+  """
+  import datasets
+  import verifiers
+
+  rng = np.random.default_rng(0)
+  to_train, to_evaluate = (
+    datasets.Dataset.from_list(draw(rng, n, held_out, digits))
+    for n, held_out in ((rows, False), (-(-rows // 8), True))
+  )
+
+  def correct(parser, completion, answer) -> float:
+    return float((parser.parse_answer(completion) or '').strip() == answer)
+
+  return verifiers.ToolEnv(
+    dataset=to_train,
+    eval_dataset=to_evaluate,
+    tools=[calculator.calculator],
+    rubric=verifiers.Rubric(funcs=[correct]),
+    max_turns=3,
+  )
 
 
 def corpus(num_problems: ranges.PositiveInt = 1000) -> Sequence[str]:

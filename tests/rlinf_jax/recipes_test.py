@@ -22,8 +22,12 @@ from stages.models.vla import normalization, pi0
 from stages.tasks import arithmetic
 
 ROOT = pathlib.Path(__file__).parents[2]
-# These simulators are started to find the shapes of observations.
-NEEDS = {'maniskill': 'mani_skill', 'libero': 'libero'}
+# Environments are made to find the shapes of observations, and what they log.
+NEEDS = {
+  'maniskill': 'mani_skill',
+  'libero': 'libero',
+  'verifiers': 'verifiers',
+}
 MESHES = 'LIBERO_ASSETS'
 
 
