@@ -1,5 +1,6 @@
 """Chooses how the stages of a place run, so that they fit in memory."""
 
+from collections.abc import Callable, Mapping, Sequence
 import functools
 
 import numpy as np
@@ -27,29 +28,53 @@ def fastest(choices, cut, choice, b: int) -> tuple | None:
   ordered = {s: _by_seconds(choices, cut, choice, b, s) for s in stages}
   if not all(ordered.values()):
     return None  # Rows that the mesh cannot divide.
-  capacity = choices.model.capacity
-  if capacity == np.inf:
-    return tuple((stage, ordered[stage][0]) for stage in stages)
+  found, over = settle(
+    ordered,
+    lambda taken: choices.memory(_with(choice, b, taken), b),
+    choices.model.capacity,
+  )
+  if over:
+    choices.note(_with(choice, b, found), b, over)
+    return None
+  return tuple(found.items())
+
+
+def settle(
+  ordered: Mapping[str, Sequence[plan_lib.Execution]],
+  memory: Callable[[Mapping[str, plan_lib.Execution]], Mapping[str, float]],
+  capacity: float,
+) -> tuple[dict[str, plan_lib.Execution], float]:
+  """Gives each stage of a place the fastest execution that fits.
+
+  Args:
+    ordered: executions of each stage, the fastest first.
+    memory: the bytes of a device while each node runs, under some executions.
+    capacity: bytes of a device that may be used.
+
+  Returns:
+    The executions, and 0; or if a stage fits with none, those of least memory,
+    and the bytes that are needed then.
+  """
+  ordered = {stage: list(some) for stage, some in ordered.items()}
   taken = {stage: some.pop(0) for stage, some in ordered.items()}
+  if capacity == np.inf:
+    return taken, 0.0
   least = {}  # By node: fewest bytes, and the execution.
   while True:
-    found = choices.memory(_with(choice, b, taken), b)
-    for name, need in found.items():
+    for name, need in memory(taken).items():
       least[name] = min(
         least.get(name, (np.inf, None)), (need, taken.get(name)), key=_bytes
       )
     over = {name for name, (need, _) in least.items() if need > capacity}
-    more = [stage for stage in stages if stage in over and ordered[stage]]
+    more = [stage for stage in taken if stage in over and ordered[stage]]
     if not more:
       break
     for stage in more:
       taken[stage] = ordered[stage].pop(0)
   if not over:
-    return tuple(taken.items())
-  taken |= {stage: least[stage][1] for stage in stages}
-  need = max(need for need, _ in least.values())
-  choices.note(_with(choice, b, taken), b, need)
-  return None
+    return taken, 0.0
+  taken |= {stage: least[stage][1] for stage in taken}
+  return taken, max(need for need, _ in least.values())
 
 
 def _bytes(entry) -> float:

@@ -29,12 +29,10 @@ from planner.explain import (
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import passes, unroll
-from planner.search import algorithm1, exact, runners_up
 from planner.search import deadline as deadline_lib
 from planner.search import result as result_lib
-from planner.search import space as space_lib
 from planner.simulation import evaluate_plan
-from rlinf_jax.planning import evaluation_rows, host_timing, remedies
+from rlinf_jax.planning import evaluation_rows, host_timing, remedies, searches
 from rlinf_jax.planning.compiled import plan_compiler
 from rlinf_jax.planning.compiled import report as compiled_report
 from rlinf_jax.planning.compiled import topology as topology_lib
@@ -42,11 +40,8 @@ from rlinf_jax.report import plan_page
 from rlinf_jax.run import flows as flows_lib
 from sharding import rules
 
-KEPT = 25  # Fastest plans that a search returns.
 TOO_LARGE = 'Plans that do not fit in memory, as it is modeled or compiled:'
 ALGORITHM1 = "The plan of RLinf's Algorithm 1"
-SEARCH = 0.6  # Of the time that is left, for the fastest plan.
-SHARE = 1 / 3  # Likewise for the next best plans, and then for Algorithm 1.
 
 
 def report_plan(
@@ -73,9 +68,9 @@ def report_plan(
     lengths: tokens of completions like those that will be generated; None where
       all completions are assumed to have the maximum length.
     seconds: limit of the whole report, without the compilation of plans. The
-      search for the fastest plan takes up to `SEARCH` of what counting leaves;
-      the next best plans, RLinf's Algorithm 1 and the costs that would change
-      the choice have the rest. The report says what is not proved by then.
+      `searches` take up to four fifths of what counting leaves, and the costs
+      that would change the choice have the rest. The report says what is not
+      proved by then.
     compile_for: the devices that plans are compiled for, after
       `topology.prepare`, until the compiler accepts one; None to compile
       nothing.
@@ -95,9 +90,7 @@ def report_plan(
     rules.DEFAULT,
     measured_lib.Measurements(host_rows=timed),
   )
-  result, ranked = _search(flow, model, staleness, deadline)
-  theirs = _algorithm1(flow, model, result, staleness, deadline)
-  result, ranked = _adopt(result, ranked, theirs)
+  result, ranked, theirs = searches.search(flow, model, staleness, deadline)
   lines = [table, '', _searched(result, cluster), assumption]
   lines += [host_timing.describe(timed), _attention(flow, cluster)]
   others = _others(result, own, ranked, theirs)
@@ -135,25 +128,6 @@ def _attention(flow, cluster) -> str | None:
   platform = cluster.device.platform or jax.default_backend()
   found = flows_lib.attention(flow, platform)
   return f'Attention: {found}.' if found else None
-
-
-def _search(flow, model, staleness, deadline):
-  """Returns the result of a search, and plans from the fastest on."""
-  space = space_lib.default_space(flow, model)
-  result = exact.search(
-    flow,
-    model,
-    space,
-    staleness=staleness,
-    keep=KEPT,
-    deadline=deadline.part(SEARCH),
-  )
-  if result.best is None and not result.gap:
-    return result, []
-  ranked = runners_up.runners_up(
-    flow, model, result, staleness=staleness, deadline=deadline.part(SHARE)
-  )
-  return runners_up.best_of(result, ranked), ranked
 
 
 def _compile(
@@ -248,41 +222,6 @@ def _completion_work(works, lengths):
   )
 
 
-def _algorithm1(flow, model, result, staleness, deadline):
-  """Returns the result of Algorithm 1; None if it is not known.
-
-  It is not asked for where it is proved that no plan fits.
-  """
-  if result.best is None and result.proved:
-    return None
-  try:
-    return algorithm1.algorithm1(
-      flow,
-      model,
-      result.space,
-      staleness=staleness,
-      deadline=deadline.part(SHARE),
-    )
-  except deadline_lib.TimeUp:
-    return None
-
-
-def _adopt(result, ranked, theirs):
-  """Takes over the plan of Algorithm 1 if a stopped search missed it.
-
-  Returns:
-    The result of the search, and plans from the fastest on.
-  """
-  if result.proved or not theirs or theirs.best is None:
-    return result, ranked
-  if theirs.best in [plan for plan, _ in ranked]:
-    return result, ranked
-  # As in a search, a step takes at least as long as is proved.
-  found = theirs.best, max(theirs.seconds, result.bound)
-  ranked = sorted([*ranked, found], key=lambda pair: pair[1])
-  return runners_up.best_of(result, ranked), ranked
-
-
 def _others(result, own, ranked, theirs):
   """Returns plans to compare with the best one, by title."""
   if result.best is None:
@@ -370,6 +309,13 @@ def _searched(result, cluster) -> str:
     proof = (
       f'no plan of this space can be more than {100 * result.gap:.1f} % '
       'faster; the search was stopped'
+    )
+  if result.best and result.best.shared_devices:
+    faster = 1 - result.seconds / result.ranked[1][1]
+    proof += (
+      f'.\nThe plan below is outside of this space and {faster:.1%} faster '
+      f'than its fastest: {" and ".join(result.best.shared_devices)} take '
+      'turns on the same devices, with a mesh each'
     )
   device = cluster.device
   memory = formatting.byte_size(device.memory_bytes)

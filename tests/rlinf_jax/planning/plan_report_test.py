@@ -15,7 +15,7 @@ from planner.ir import plan as plan_lib
 from planner.search import deadline as deadline_lib
 from planner.search import exact
 from planner.search import space as space_lib
-from rlinf_jax.planning import plan_report
+from rlinf_jax.planning import plan_report, searches
 from rlinf_jax.report.html import terms
 from rlinf_jax.runtime import programs
 from sharding import rules
@@ -185,15 +185,15 @@ def test_a_report_takes_over_algorithm_1s_plan_unless_the_search_is_proved():
   none, stopped, proved = (
     search(deadline=toys.deadline(checks)) for checks in (0, 1000, 10**9)
   )
-  theirs = plan_report._algorithm1(flow, model, none, 1, deadline_lib.NEVER)
+  theirs = searches._algorithm1(flow, model, none, 1, deadline_lib.NEVER)
   assert none.best is None and theirs.seconds < 0.7 * stopped.seconds
   for before in (none, stopped):
-    found, ranked = plan_report._adopt(before, before.ranked, theirs)
+    found, ranked = searches._adopt(before, before.ranked, theirs)
     assert (found.best, found.seconds) == (theirs.best, theirs.seconds)
     assert ranked[0] == (theirs.best, theirs.seconds)
     assert found.bound == pytest.approx(found.seconds * (1 - found.gap))
     assert found.bound <= proved.seconds <= found.seconds
-  found, _ = plan_report._adopt(proved, proved.ranked, theirs)
+  found, _ = searches._adopt(proved, proved.ranked, theirs)
   assert found is proved
 
 

@@ -1,0 +1,118 @@
+"""Searches for the fastest plan: exact, by Algorithm 1, and with two meshes."""
+
+import dataclasses
+
+from planner.ir import plan as plan_lib
+from planner.search import algorithm1, exact, runners_up, second_mesh
+from planner.search import deadline as deadline_lib
+from planner.search import result as result_lib
+from planner.search import space as space_lib
+
+KEPT = 25  # Fastest plans that a search returns.
+SEARCH = 0.6  # Of the time that is left, for the fastest plan.
+SHARE = 1 / 3  # Likewise for each of the next three searches.
+
+Ranked = list[tuple[plan_lib.Plan, float]]
+
+
+def search(
+  flow, model, staleness: int, deadline: deadline_lib.Deadline
+) -> tuple[result_lib.SearchResult, Ranked, result_lib.SearchResult | None]:
+  """Searches in several ways, each within a part of the time.
+
+  Args:
+    flow: as recorded, without loops.
+    model: the cost model.
+    staleness: of the workflow, in steps.
+    deadline: of all searches, and of what comes after them.
+
+  Returns:
+    The result, plans from the fastest on, and the result of Algorithm 1, which
+    is None if it is not known.
+  """
+  result, ranked = _search(flow, model, staleness, deadline)
+  theirs = _algorithm1(flow, model, result, staleness, deadline)
+  result, ranked = _adopt(result, ranked, theirs)
+  result, ranked = _second_mesh(
+    flow, model, result, ranked, staleness, deadline.part(SHARE)
+  )
+  return result, ranked, theirs
+
+
+def _search(flow, model, staleness, deadline):
+  """Returns the result of a search, and plans from the fastest on."""
+  space = space_lib.default_space(flow, model)
+  result = exact.search(
+    flow,
+    model,
+    space,
+    staleness=staleness,
+    keep=KEPT,
+    deadline=deadline.part(SEARCH),
+  )
+  if result.best is None and not result.gap:
+    return result, []
+  ranked = runners_up.runners_up(
+    flow, model, result, staleness=staleness, deadline=deadline.part(SHARE)
+  )
+  return runners_up.best_of(result, ranked), ranked
+
+
+def _algorithm1(flow, model, result, staleness, deadline):
+  """Returns the result of Algorithm 1; None if it is not known.
+
+  It is not asked for where it is proved that no plan fits.
+  """
+  if result.best is None and result.proved:
+    return None
+  try:
+    return algorithm1.algorithm1(
+      flow,
+      model,
+      result.space,
+      staleness=staleness,
+      deadline=deadline.part(SHARE),
+    )
+  except deadline_lib.TimeUp:
+    return None
+
+
+def _adopt(result, ranked, theirs):
+  """Takes over the plan of Algorithm 1 if a stopped search missed it.
+
+  Returns:
+    The result of the search, and plans from the fastest on.
+  """
+  if result.proved or not theirs or theirs.best is None:
+    return result, ranked
+  if theirs.best in [plan for plan, _ in ranked]:
+    return result, ranked
+  # As in a search, a step takes at least as long as is proved.
+  found = theirs.best, max(theirs.seconds, result.bound)
+  ranked = sorted([*ranked, found], key=lambda pair: pair[1])
+  return runners_up.best_of(result, ranked), ranked
+
+
+def _second_mesh(flow, model, result, ranked, staleness, deadline):
+  """Takes over a plan in which two meshes take turns, if it is faster.
+
+  Such plans are outside of the searched space, of which all else holds that the
+  result says.
+
+  Returns:
+    The result, and plans from the fastest on.
+  """
+  found = second_mesh.fastest(
+    flow,
+    model,
+    result.space,
+    ranked,
+    staleness=staleness,
+    deadline=deadline,
+  )
+  if not found:
+    return result, ranked
+  ranked = [found, *ranked]
+  return dataclasses.replace(
+    result, best=found[0], seconds=found[1], ranked=ranked
+  ), ranked
