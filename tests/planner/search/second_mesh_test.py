@@ -1,0 +1,127 @@
+"""A second mesh for generation, against every pair of meshes."""
+
+import dataclasses
+import functools
+import itertools
+
+import pytest
+
+from planner import cluster as cluster_lib
+from planner.costs import roofline
+from planner.costs.mesh import menu
+from planner.counting import count
+from planner.ir import plan as plan_lib
+from planner.search import deadline as deadline_lib
+from planner.search import exact, second_mesh
+from planner.search import space as space_lib
+from planner.simulation import evaluate_plan
+from sharding import rules
+from stages import workflows
+from stages.language import language_model
+from stages.learn import optimizers
+import tiny
+
+DEVICES = tuple(range(4))
+
+
+@functools.cache
+def flow():
+  # Parameters are most of what there is, and many tokens wait for messages.
+  config = dataclasses.replace(tiny.CONFIG, D=128, F=512)
+  policy = language_model.policy(config, response_length=30, stop=(0,))
+  workflow = workflows.grpo(
+    policy, tiny.even, optimizers.adamw(1e-2), group_size=4
+  )
+  return tiny.trace(workflow, tiny.problem())
+
+
+def model(memory, latency):
+  device = cluster_lib.Device(
+    'toy', {'float32': 1e10}, 1e9, memory, 1e10, 5e9, launch_seconds=1e-6
+  )
+  link = cluster_lib.Link(latency, 1e9)
+  cluster = cluster_lib.Cluster(
+    device, len(DEVICES), len(DEVICES), link, link, memory_reserve=0.0
+  )
+  works = count.of_flow(flow())
+  return roofline.Roofline(flow(), works, cluster, rules.DEFAULT)
+
+
+def one_place(axes):
+  return plan_lib.one_place(flow().stages, plan_lib.Placement(DEVICES, axes))
+
+
+def needed(axes) -> float:
+  free = model(1e12, 0.0)
+  return max(free.memory(flow(), one_place(axes), 'all').values())
+
+
+@functools.cache
+def tight():
+  """Training fits if it is sharded; decoding waits for each message."""
+  sharded, copied = needed((('fsdp', 4),)), needed((('data', 4),))
+  assert 1.2 * sharded < copied
+  return model(1.1 * sharded, 3e-4)
+
+
+def searched(costs):
+  space = dataclasses.replace(
+    space_lib.default_space(flow(), costs), max_places=1, pieces=(1,)
+  )
+  return space, exact.search(flow(), costs, space, keep=25)
+
+
+def test_the_pair_of_meshes_is_the_fastest_of_all_pairs_that_fit():
+  costs = tight()
+  space, found = searched(costs)
+  plan, seconds = second_mesh.fastest(flow(), costs, space, found.ranked)
+  assert seconds < found.seconds
+
+  others = [stage for stage in flow().stages if stage != 'generate']
+  seen = {}
+  for first, second in itertools.product(
+    *(
+      menu.meshes([flow()], costs.layout, 4, tuple(some), 4)
+      for some in (others, ['generate'])
+    )
+  ):
+    if first == second:
+      continue
+    pair = plan_lib.Plan(
+      {
+        'all': plan_lib.Placement(DEVICES, first),
+        'generation': plan_lib.Placement(DEVICES, second),
+      },
+      dict.fromkeys(others, 'all') | {'generate': 'generation'},
+      shared_devices=('all', 'generation'),
+    )
+    most = [max(costs.memory(flow(), pair, p).values()) for p in pair.places]
+    if max(most) <= costs.capacity:
+      found = evaluate_plan.evaluate(flow(), costs, pair)
+      seen[first, second] = found.seconds
+  best = min(seen, key=seen.get)
+  assert seconds == pytest.approx(seen[best])
+  assert {x.axes for x in plan.places.values()} == {*best}
+  assert plan.shared_devices == ('all', 'generation') == tuple(plan.places)
+  for place in plan.places:
+    memory = costs.memory(flow(), plan, place)
+    assert max(memory.values()) <= costs.capacity
+
+
+def test_no_second_mesh_is_taken_that_is_not_faster():
+  costs = model(1e12, 0.0)
+  space, found = searched(costs)
+  assert second_mesh.fastest(flow(), costs, space, found.ranked) is None
+  costs = tight()
+  space, found = searched(costs)
+  ranked = [(plan, 1e-9) for plan, _ in found.ranked]
+  assert second_mesh.fastest(flow(), costs, space, ranked) is None
+
+
+def test_nothing_is_tried_after_the_deadline():
+  costs = tight()
+  space, found = searched(costs)
+  over = deadline_lib.Deadline(0.0)
+  assert not second_mesh.fastest(
+    flow(), costs, space, found.ranked, deadline=over
+  )
