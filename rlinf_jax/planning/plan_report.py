@@ -314,8 +314,8 @@ def _searched(result, cluster) -> str:
     faster = 1 - result.seconds / result.ranked[1][1]
     proof += (
       f'.\nThe plan below is outside of this space and {faster:.1%} faster '
-      f'than its fastest: {" and ".join(result.best.shared_devices)} take '
-      'turns on the same devices, with a mesh each'
+      f'than its fastest: places {" and ".join(result.best.shared_devices)} '
+      'take turns on the same devices, with a mesh each'
     )
   device = cluster.device
   memory = formatting.byte_size(device.memory_bytes)

@@ -107,6 +107,27 @@ def test_sharing_a_device_changes_no_bit(name):
   one.close()
 
 
+@pytest.mark.usefixtures('in_float64')
+def test_two_meshes_take_turns_on_the_same_devices():
+  workflow, devices = grpo(), [0, 1]
+  sharded = {'devices': devices, 'axes': [['fsdp', 2]]}
+  copied = {'devices': devices, 'axes': [['data', 2]]}
+  both = planned(workflow, True, places={'actor': copied, 'learner': sharded})
+  one = planned(workflow, False, places={'all': sharded})
+  got, want = run(both, workflow), run(one, workflow)
+  (_, state), (_, expected) = got, want
+  assert state.keys() == expected.keys()
+  for name in expected:
+    np.testing.assert_allclose(
+      state[name], expected[name], rtol=1e-8, atol=1e-12
+    )
+  # Parameters are sharded by the learner alone.
+  meshes = {name: place.mesh.shape for name, place in both.places.items()}
+  assert meshes['actor'] != meshes['learner']
+  both.close()
+  one.close()
+
+
 # A pair of places: parameters travel, moments stay with the learner.
 
 N = 256
