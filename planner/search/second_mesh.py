@@ -118,9 +118,10 @@ def _halves(model, cut, plan, place: str) -> list[tuple[Half, Half]]:
 
 def _generates(model, cut, stage: str) -> bool:
   """Whether a stage decodes tokens in JAX."""
+  # Stages that move rows may have no calls in pieces.
+  on_host = any(cut.flow.nodes[i].stage.host for i in cut.calls[stage])
   work = model.works.get(stage)
-  is_host = cut.flow.nodes[cut.calls[stage][0]].stage.host
-  return not is_host and bool(work and decode.max_tokens(work))
+  return not on_host and bool(work and decode.max_tokens(work))
 
 
 def _on_meshes(model, cut, placement, stages) -> Iterator[Half]:
