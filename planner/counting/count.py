@@ -114,7 +114,7 @@ def of_node(
   run = engine.equivalent if engine else node.stage.run
   try:
     how = {'trips': trips, 'platform': platform}
-    counted = _counted(flow, node, run, _sizes(flow, node), **how)
+    counted = _counted(_counter(flow, node, run, **how), _sizes(flow, node))
     if engine is None:
       found = _with_choices(flow, node, counted, how)
       return dataclasses.replace(found, elementwise=_elementwise(flow, node))
@@ -146,25 +146,30 @@ def _sizes(flow, node) -> list[int]:
   return [n * node.stage.group_size for n in some] or [0]
 
 
-def _counted(flow, node, run, sizes, on=None, **how) -> list[tuple[int, Work]]:
-  """Counts a function of a stage's arguments; returns rows and works.
+def _counter(flow, node, run, on=None, **how) -> Callable[[int], Work]:
+  """Returns a memoized count of a function of a stage's arguments, by rows.
 
   Args:
     flow: the flow of the node.
     node: the call of a stage.
     run: the function.
-    sizes: rows to count it for.
     on: axes and a layout, as `divisions.Division` takes them; None to count the
       work of one device alone.
     **how: `trips` and `platform` of `work`.
   """
   letters = [flow.values[v].letters for v in node.reads]
 
+  @functools.cache
   def at(rows):
     args = _arguments(flow, node, rows)
     division = divisions.Division(*on) if on else None
     return work(run, *args, letters=letters, division=division, **how)
 
+  return at
+
+
+def _counted(at, sizes) -> list[tuple[int, Work]]:
+  """Returns pairs of rows and the work of that many, as `_counter` counts it."""
   works = [at(size) for size in sizes]
   if len(works) == 1 and works[0].turns and sizes[0]:
     works.append(at(2 * sizes[0]))  # Two sizes tell what the turns are.
@@ -203,20 +208,25 @@ def _with_choices(flow, node, counted, how) -> StageWork:
     policies = stage.remat_policies(*arguments)
     policies = [policy for policy in policies if policy != plan_lib.STORE_ALL]
 
-  def again(sizes, run, *on):
-    some = _counted(flow, node, run, sizes, on, **how)
+  @functools.cache
+  def counter(policy, *on):  # Segments share their ends.
+    run = stage.run if policy is None else stage.run_with_remat(policy)
+    return _counter(flow, node, run, on, **how)
+
+  def again(sizes, policy, *on):
+    some = _counted(counter(policy, *on), sizes)
     if counted[-1][1].passes:
       some = [(n, _turns_as_passes(one)) for n, one in some]
     return _interpolated(some)
 
   def with_choices(segment, sizes):
     def work_under(policy):
-      divide = functools.partial(again, sizes, stage.run_with_remat(policy))
+      divide = functools.partial(again, sizes, policy)
       return dataclasses.replace(divide(), divide=functools.cache(divide))
 
     return dataclasses.replace(
       segment,
-      divide=functools.cache(functools.partial(again, sizes, stage.run)),
+      divide=functools.cache(functools.partial(again, sizes, None)),
       remat=_Policies(policies, work_under),
     )
 

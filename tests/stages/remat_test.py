@@ -105,6 +105,21 @@ def test_work_between_the_sizes_that_are_counted_is_that_of_a_count():
   assert found.bytes_alive == pytest.approx(exact.bytes_alive, rel=0.02)
 
 
+def test_segments_share_the_counts_of_their_ends(monkeypatch):
+  step, traced, real = flow(), [], count.work
+  monkeypatch.setattr(
+    count, 'work', lambda *args, **how: traced.append(how) or real(*args, **how)
+  )
+  work = count.of_node(step, gradient(step))
+  segments = *work.below, work
+  assert len(traced) == len(segments) + 1  # Each has two ends.
+  for axes in ((), (('tensor', 2),)):
+    traced.clear()
+    for segment in (*segments, *segments):
+      segment.under(FULL).on(axes, LAYOUT)
+    assert len(traced) == len(segments) + 1
+
+
 @pytest.mark.parametrize('axes', [(), (('tensor', 2),)])
 def test_a_policy_of_the_plan_counts_as_the_same_policy_of_the_model(axes):
   logits = 8 * tiny.CONFIG.V * tiny.LENGTH  # Of eight rows: more are chunked.
