@@ -103,6 +103,9 @@ class Cluster:
     scatters_sums: whether a sum that is scattered reaches each device in parts;
       otherwise each receives the whole sum, twice as many bytes, as XLA has it
       on some TPUs.
+    windows_products: whether a product with a weight that devices share is
+      computed in steps while parts pass along the ring, as XLA has it on TPUs:
+      n devices then send n + 1 parts each, instead of n - 1.
     topology: name of these devices for XLA's compilers, such as 'v5p:4x4x4';
       None if no plan is compiled for them. See
       `rlinf_jax.planning.compiled.topology`.
@@ -117,6 +120,7 @@ class Cluster:
   shared_cores: int | None = None
   contention: float = 1.0
   scatters_sums: bool = True
+  windows_products: bool = False
   topology: str | None = None
 
   def __post_init__(self):

@@ -44,6 +44,7 @@ class Case:
     offload: stages whose own carried values are in host memory.
     stages: names of the stages to compile.
     options: of the compiler, in place of its defaults.
+    bindings: what its cluster's file has otherwise.
   """
 
   model: str
@@ -61,6 +62,7 @@ class Case:
   offload: tuple[str, ...] = ()
   stages: tuple[str, ...] = ('gradient', 'apply')
   options: Mapping[str, bool | int] = dataclasses.field(default_factory=dict)
+  bindings: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
 
 def read(name: str) -> Case:
@@ -151,6 +153,7 @@ def _read(case: Case, topology, checkpoint: str):
     'PACKED': case.packed,
     'cluster.Cluster.num_devices': topology.num_devices,
     'cluster.Cluster.topology': case.topology,
+    **case.bindings,
   }
   config.parse(
     [RECIPE, f'gin_configs/clusters/{case.cluster}.gin'],

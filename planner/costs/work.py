@@ -30,9 +30,10 @@ class Work:
     bytes_sharded: the same without those of these arrays that they share.
     kernels: number of kernels launched one after another.
     partial: products summed over a dimension of an argument, by that
-      dimension's letter: their number and the bytes of their results. Where
-      the letter is sharded, devices all-reduce these. A result that devices
-      gather or scatter counts with half of its bytes.
+      dimension's letter: their number, the bytes of their results, and those of
+      them that are scattered. Where the letter is sharded, devices all-reduce
+      the results. One that they gather or scatter counts with half of its
+      bytes.
     passes: trip count of a loop over packed rows, each of which reads all
       parameters; 0 if there is none.
     turns: trip count of the longest loop that may end early, as decoding does;
@@ -49,7 +50,7 @@ class Work:
   bytes_sharded: float = 0.0
   kernels: float = 0.0
   passes: float = 0.0
-  partial: Mapping[str, tuple[float, float]] = dataclasses.field(
+  partial: Mapping[str, tuple[float, float, float]] = dataclasses.field(
     default_factory=dict
   )
   turns: float = 0.0
@@ -84,8 +85,8 @@ class Work:
         letter: tuple(
           mix(a, b)
           for a, b in zip(
-            self.partial.get(letter, (0.0, 0.0)),
-            other.partial.get(letter, (0.0, 0.0)),
+            self.partial.get(letter, (0.0, 0.0, 0.0)),
+            other.partial.get(letter, (0.0, 0.0, 0.0)),
             strict=True,
           )
         )

@@ -150,7 +150,8 @@ class WorkCounter(loops.LoopCounter):
         for letter in variable.partial.letters
         if after.intersection(self.division.layout.axes_of(letter))
       ]
-      self._add_partial(scattered, 0, -variable.partial.size / 2)
+      half = variable.partial.size / 2
+      self._add_partial(scattered, 0, -half, half)
       variable.partial.open = False
     return made
 
@@ -272,7 +273,8 @@ class WorkCounter(loops.LoopCounter):
       one.open = False
     other.open = False
 
-  def _add_partial(self, letters, n: int, size: float):
+  def _add_partial(self, letters, n: int, size: float, scattered: float = 0.0):
+    some = n, size, scattered
     for letter in letters:
-      count, total = self.partial.get(letter, (0.0, 0.0))
-      self.partial[letter] = count + n, total + size
+      have = self.partial.get(letter, (0.0, 0.0, 0.0))
+      self.partial[letter] = tuple(a + b for a, b in zip(have, some, strict=True))

@@ -90,9 +90,11 @@ class LoopCounter(allocation.Allocation):
     self.kernels += turns * done.kernels
     for kind, flops in done.matmul.items():
       self.add_matmul(kind, turns * flops)
-    for letter, (count, size) in done.partial.items():
-      have = self.partial.get(letter, (0.0, 0.0))
-      self.partial[letter] = have[0] + turns * count, have[1] + turns * size
+    for letter, some in done.partial.items():
+      have = self.partial.get(letter, (0.0, 0.0, 0.0))
+      self.partial[letter] = tuple(
+        a + turns * b for a, b in zip(have, some, strict=True)
+      )
     self.turns = max(self.turns, done.turns)
     self.within[self.now] = (
       done.bytes_alive,

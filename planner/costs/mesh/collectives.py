@@ -171,48 +171,67 @@ def communication(
     axes: axes of the mesh.
     cluster: the devices.
   """
-  layout, depth = parameters.layout, parameters.depth
+  layout = parameters.layout
+  for axis, n in axes:
+    if axis in layout.of_rows:
+      yield from _gathers(parameters, done, axes, axis, cluster)
+      yield from _scatters(parameters, done, axes, axis, cluster)
+      continue
+    sums = [
+      some for x, some in done.partial.items() if axis in layout.axes_of(x)
+    ]
+    if sums:
+      count, size, scattered = map(sum, zip(*sums, strict=True))
+      if not cluster.scatters_sums:
+        size += scattered
+      # These are counted with the trips of loops.
+      size = 2 * (n - 1) / n * size / layout.row_ways(axes)
+      yield Collective('add up parts', axis, size, count, True, False)
+
+
+def _item_bytes(done: Work) -> float | None:
+  """Returns the bytes of a number of most products; None without products."""
   kind = max(done.matmul, key=done.matmul.get, default=None)
-  item = item_bytes(kind) if kind else None
+  return item_bytes(kind) if kind else None
+
+
+def _gathers(parameters, done, axes, axis, cluster) -> Iterator[Collective]:
+  """Yields the gathers of parameters over an axis of rows."""
+  item, n = _item_bytes(done), dict(axes)[axis]
+  size, layers = parameters.gathered(axes, item, axis) if item else (0.0, 0.0)
+  if not size:
+    return
   passes = 2 if parameters.gradients else 1  # The backward pass gathers again.
   # That of packed rows begins with a forward pass of its own.
   times = passes if done.passes else 1
-  ways = layout.row_ways(axes)
-  for axis, n in axes:
-    ring = (n - 1) / n
-    if axis not in layout.of_rows:
-      sums = [
-        pair for x, pair in done.partial.items() if axis in layout.axes_of(x)
-      ]
-      if sums:
-        count, size = map(sum, zip(*sums, strict=True))
-        # These are counted with the trips of loops.
-        size = 2 * ring * size / ways
-        yield Collective('add up parts', axis, size, count, True, False)
-      continue
-    size, again = parameters.gathered(axes, item, axis) if item else (0.0, 0.0)
-    if size:
-      yield Collective(
-        'gather parameters',
-        axis,
-        ring * (times * size + (passes - 1) * again),
-        (times + passes - 1) * depth,
-        True,
-      )
-    scattered = added = 0.0
-    for value in parameters.gradients:
-      local = layout.local(value, axes)
-      if axis not in parameters.used(value, axes):
-        added += local
-      elif 'V' in value.letters or item is None:
-        scattered += local * n * (1 if cluster.scatters_sums else 2)
-      else:  # Products of layers are added up in the type of the arithmetic.
-        narrow = item * math.prod(value.shape) / value.bytes
-        scattered += local * n * min(1.0, narrow)
-    if scattered:
-      yield Collective('scatter gradients', axis, ring * scattered, depth, True)
-    if added:
-      yield Collective('add up gradients', axis, 2 * ring * added, 1, False)
+  sent = (n - 1) * (times * size + (passes - 1) * layers)
+  if cluster.windows_products and not done.turns:
+    # Decoding gathers before its loop, and the backward pass for two products.
+    sent += 2 * times * layers
+  messages = (times + passes - 1) * parameters.depth
+  yield Collective('gather parameters', axis, sent / n, messages, True)
+
+
+def _scatters(parameters, done, axes, axis, cluster) -> Iterator[Collective]:
+  """Yields the sums of gradients over an axis of rows."""
+  layout, item, n = parameters.layout, _item_bytes(done), dict(axes)[axis]
+  twice = 1 if cluster.scatters_sums else 2
+  scattered = added = 0.0
+  for value in parameters.gradients:
+    local = layout.local(value, axes)
+    if axis not in parameters.used(value, axes):
+      added += 2 * (n - 1) / n * local
+    elif 'V' in value.letters or item is None:
+      scattered += twice * (n - 1) * local
+    else:  # Products of layers are added up in the type of the arithmetic.
+      parts = n + 1 if cluster.windows_products else twice * (n - 1)
+      narrow = item * math.prod(value.shape) / value.bytes
+      scattered += parts * local * min(1.0, narrow)
+  if scattered:
+    depth = parameters.depth
+    yield Collective('scatter gradients', axis, scattered, depth, True)
+  if added:
+    yield Collective('add up gradients', axis, added, 1, False)
 
 
 class AxisLinks:

@@ -192,6 +192,57 @@ def test_devices_that_scatter_no_sums_receive_all_of_the_vocabulary():
   assert sent(True) == 3 / 4 * 128 and sent(False) == 2 * 3 / 4 * 128
 
 
+def test_windowed_products_send_more_parts_than_a_gather():
+  """Of n parts, n + 1 in steps of a product, and n - 1 in a gather."""
+  names = 'layers', 'gradient'
+  values = [
+    graph.Value(name, (2, 8, 4), np.dtype('float32'), ('', 'D', 'F'))
+    for name in names
+  ]
+  flow = types.SimpleNamespace(values=values)
+  size = 2 * 8 * 4 * 2  # In bfloat16.
+
+  def sent(grain, windowed, scatters=True, **work):
+    node = types.SimpleNamespace(
+      reads=(0,), rows=(), writes=(1,), stage=types.SimpleNamespace(grain=grain)
+    )
+    there = collectives.Parameters(flow, node, layout.Layout(rules.DEFAULT))
+    cluster = dataclasses.replace(
+      toy_costs.TOYS, windows_products=windowed, scatters_sums=scatters
+    )
+    done = work_lib.Work(matmul={'bfloat16': 1.0}, **work)
+    some = collectives.communication(there, done, (('fsdp', 4),), cluster)
+    return {part.what: part.size / (size / 4) for part in some}
+
+  gather, scatter = 'gather parameters', 'scatter gradients'
+  assert sent('row', False) == {gather: 3}
+  assert sent('row', True) == {gather: 5}
+  assert sent('row', True, turns=9.0) == {gather: 3}  # Before the loop.
+  assert sent('sum', False) == {gather: 3 + 3, scatter: 3}
+  assert sent('sum', True) == {gather: 5 + 3, scatter: 5}
+  # A packed row also begins with a forward pass.
+  assert sent('sum', True, passes=2.0) == {gather: 5 + 5 + 3, scatter: 5}
+  # Without steps, all devices receive the whole sum where none is scattered.
+  assert sent('sum', False, False) == {gather: 3 + 3, scatter: 6}
+  assert sent('sum', True, False) == {gather: 5 + 3, scatter: 5}
+
+
+def test_parts_that_are_scattered_are_added_up_where_no_sum_is_scattered():
+  flow = types.SimpleNamespace(values=[])
+  node = types.SimpleNamespace(
+    reads=(), rows=(), writes=(), stage=types.SimpleNamespace(grain='row')
+  )
+  there = collectives.Parameters(flow, node, layout.Layout(rules.DEFAULT))
+  # Of 300 bytes, 200 are scattered, which count with half of their bytes.
+  done = work_lib.Work(partial={'F': (2.0, 200.0, 100.0)})
+  sizes = []
+  for scatters in (True, False):
+    cluster = dataclasses.replace(toy_costs.TOYS, scatters_sums=scatters)
+    (part,) = collectives.communication(there, done, (('tensor', 4),), cluster)
+    sizes.append(part.size)
+  assert sizes == [2 * 3 / 4 * 200, 2 * 3 / 4 * 300]
+
+
 def test_tensor_parallel_parts_are_reduced():
   found = toy_costs.explained('grad', ('data', 2), ('tensor', 2))
   want = LAYERS * 1e-6 + 2 * 1 / 2 * 32e6 / 2 / 1e10

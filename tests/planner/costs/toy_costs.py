@@ -78,7 +78,7 @@ WORKS = {
       flops=4e9,
       matmul={'bfloat16': 3e9},
       bytes_alive=1e4,
-      partial={'F': (LAYERS / 32, 1e6), 'D': (1.0, 1e9)},
+      partial={'F': (LAYERS / 32, 1e6, 0.0), 'D': (1.0, 1e9, 0.0)},
     ),
     32,
   ),

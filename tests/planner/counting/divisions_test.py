@@ -52,9 +52,10 @@ def test_a_gather_and_a_scatter_send_half_of_what_adding_up_sends():
     return whole(divide(x_BSF @ down_FD))
 
   letters, shapes = [('B', '', ''), ('F', 'D')], [(B, S, F), (F, D)]
-  assert work(added, letters, *shapes).partial == {'F': (1, size)}
-  assert work(scattered, letters, *shapes).partial == {'F': (1, size / 2)}
-  assert work(gathered, letters, *shapes).partial == {'F': (2, size)}
+  half = size / 2
+  assert work(added, letters, *shapes).partial == {'F': (1, size, 0)}
+  assert work(scattered, letters, *shapes).partial == {'F': (1, half, half)}
+  assert work(gathered, letters, *shapes).partial == {'F': (2, size, half)}
 
 
 def test_zeros_that_a_loop_adds_to_are_divided_as_what_is_added():
