@@ -169,7 +169,7 @@ def _counter(flow, node, run, on=None, **how) -> Callable[[int], Work]:
 
 
 def _counted(at, sizes) -> list[tuple[int, Work]]:
-  """Returns pairs of rows and the work of that many, as `_counter` counts it."""
+  """Returns pairs of rows and their work, as `_counter` counts it."""
   works = [at(size) for size in sizes]
   if len(works) == 1 and works[0].turns and sizes[0]:
     works.append(at(2 * sizes[0]))  # Two sizes tell what the turns are.

@@ -277,4 +277,6 @@ class WorkCounter(loops.LoopCounter):
     some = n, size, scattered
     for letter in letters:
       have = self.partial.get(letter, (0.0, 0.0, 0.0))
-      self.partial[letter] = tuple(a + b for a, b in zip(have, some, strict=True))
+      self.partial[letter] = tuple(
+        a + b for a, b in zip(have, some, strict=True)
+      )
