@@ -28,7 +28,7 @@ from rlinf_jax import (
   train,
 )
 from rlinf_jax.envs import simulator
-from rlinf_jax.run import allocator
+from rlinf_jax.run import allocator, exit_watcher
 from rlinf_jax.run.folder import checkpoint, run_lock
 from rlinf_jax.runtime import base
 from rlinf_jax.runtime.ray import launch
@@ -133,7 +133,7 @@ def run(folder: pathlib.Path):
     # Before a workflow is built, which may compute.
     launch.leave_accelerators()
   fresh = not folder.exists()
-  with run_lock.hold(folder):
+  with run_lock.hold(folder), exit_watcher.watch():
     try:
       if EVAL_ONLY.value:
         _evaluate(folder)

@@ -2,14 +2,16 @@
 
   python -m experiments.chaos --trials 100 --workdir runs/chaos    # make chaos
   python -m experiments.chaos --first 1000 --trials 16 --workdir runs/chaos
+  python -m experiments.chaos --first 2000 --trials 44 --workdir runs/chaos
   python -m experiments.chaos --table --workdir runs/chaos
 
 The trials from 1,000 on have the runs with vLLM, and the clock that is set
-forward. Each trial starts a run, disturbs it, waits for its end, and continues
-it until it is finished. Trials in `trials.jsonl` are not run again; the logs of
-those that are not as they should be stay in the working folder. It needs
-Linux and the rights to mount: it works in a mount namespace of its own, so that
-its disks and its shared memory are seen by its processes alone.
+forward; those from 2,000 on come in a given phase of a run. Each trial starts a
+run, disturbs it, waits for its end, and continues it until it is finished.
+Trials in `trials.jsonl` are not run again; the logs of those that are not as
+they should be stay in the working folder. It needs Linux and the rights to
+mount: it works in a mount namespace of its own, so that its disks and its
+shared memory are seen by its processes alone.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from typing import Any
 import psutil
 
 from experiments.chaos import faults, runs
+from rlinf_jax.run import exit_watcher
 
 LIMIT = 600.0  # Seconds that a run may take.
 GONE = 30.0  # Seconds after which nothing of a run may be left.
@@ -38,6 +41,9 @@ KEPT = 'ray', 'torchinductor_'
 UNDISTURBED = 'after its end'  # The phase of a moment that came too late.
 FIRST = 'words', 'processes', 'robots', 'simulators'  # Kinds up to there.
 LATER = 1000  # The first trial of runs and faults that were added later.
+AIMED = 2000  # The first trial that comes in a given phase,
+PHASES = 'step', 'evaluation', 'checkpoint', 'export or later'
+WITHIN = 0.5  # seconds of its beginning.
 INSIDE = '--inside'  # The flag of the process in the namespace.
 
 
@@ -107,23 +113,49 @@ def reference(kind: str, folder: pathlib.Path, start) -> dict[str, Any]:
 
 
 def chosen(seed: int):
-  """The kind of run and the fault of a trial, which never change."""
+  """The kind of run, the fault and the phase of a trial, which never change.
+
+  The phase is None for a trial that comes at any time.
+  """
+  n = len(FIRST)
   if seed < LATER:
-    n = len(FIRST)
-    return FIRST[seed % n], faults.ALL[(seed // n + seed) % len(faults.ALL)]
-  clocks = [(kind, faults.clock_forward) for kind in runs.KINDS]
-  engines = [('vllm', fault) for fault in faults.ALL]
-  pairs = [*clocks, *engines]
-  return pairs[(seed - LATER) % len(pairs)]
+    fault = faults.ALL[(seed // n + seed) % len(faults.ALL)]
+    return FIRST[seed % n], fault, None
+  if seed < AIMED:
+    clocks = [(kind, faults.clock_forward) for kind in runs.KINDS]
+    engines = [('vllm', fault) for fault in faults.ALL]
+    pairs = [*clocks, *engines]
+    return (*pairs[(seed - LATER) % len(pairs)], None)
+  i = seed - AIMED
+  # Each fault with each kind in 44 trials, and each kind in all phases in 16.
+  phase = PHASES[(i + i // n) % len(PHASES)]
+  return FIRST[i % n], faults.ALL[i % len(faults.ALL)], phase
+
+
+def wait(process: subprocess.Popen, run: pathlib.Path, rng, seconds, phase):
+  """Waits for the moment of a trial, or the end of the run.
+
+  Args:
+    process: of the run.
+    run: its folder.
+    rng: draws the moment.
+    seconds: that an undisturbed run takes.
+    phase: in which the moment is, soon after its beginning; None for any.
+  """
+  moment = rng.uniform(0, seconds if phase is None else WITHIN)
+  if phase is not None:
+    while process.poll() is None and runs.phase(run) != phase:
+      time.sleep(0.01)
+  with contextlib.suppress(subprocess.TimeoutExpired):
+    process.wait(timeout=moment)
 
 
 def trial(seed: int, folder: pathlib.Path) -> dict[str, Any]:
   """Runs, disturbs and continues a run; returns what came of it."""
   rng = random.Random(seed)
-  kind, fault = chosen(seed)
+  kind, fault, phase = chosen(seed)
   start = runs.model(kind, folder)
   known = reference(kind, folder, start)
-  moment = rng.uniform(0, known['seconds'])
   mark, disk = f'{os.getpid()}-{seed}', folder / 'disk'
   run, temporary = disk / 'run', folder / 'tmp'
   log_path = folder / f'{seed}.log'
@@ -135,21 +167,22 @@ def trial(seed: int, folder: pathlib.Path) -> dict[str, Any]:
     with log_path.open('w') as log:
       command = runs.command(kind, run, start, False)
       cache = folder / 'cache'
+      begun = time.monotonic()
       process = started(command, mark, log, temporary, cache, clock)
-      with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=moment)
-      result |= {'moment': round(moment, 1), 'phase': runs.phase(run)}
+      wait(process, run, rng, known['seconds'], phase)
+      result['moment'] = round(time.monotonic() - begun, 1)
+      result['phase'] = runs.phase(run)
       if process.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):
           fault(psutil.Process(process.pid), run, rng)
       else:
         result['phase'] = UNDISTURBED
       result['code'] = _end(process)
-    result |= {'traceback': 'Traceback' in log_path.read_text()}
-    result['last'] = (log_path.read_text().strip().split('\n') or [''])[-1][
-      :300
-    ]
     result['left'] = left(mark, temporary)
+    text = log_path.read_text()
+    result['traceback'] = 'Traceback' in text
+    result['told'] = exit_watcher.SENTENCE.partition('{')[0] in text
+    result['last'] = text.strip().rpartition('\n')[-1][:300]
     faults.mend(run)
     for name in pathlib.Path('/dev/shm').iterdir():
       name.unlink()
@@ -191,7 +224,8 @@ def verdict(x: dict[str, Any]) -> str:
   ]
   if x['code'] == 'did not end' or x.get('resumed') == 'did not end':
     return 'hangs'
-  if x['code'] in (-signal.SIGABRT, -signal.SIGSEGV):
+  aborted = x['code'] in (-signal.SIGABRT, -signal.SIGSEGV)
+  if aborted and not x.get('told'):
     return 'aborted'
   if x['traceback'] and speaks:
     return 'traceback'

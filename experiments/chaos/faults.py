@@ -10,6 +10,8 @@ import time
 
 import psutil
 
+from rlinf_jax.run import exit_watcher
+
 PAUSE = 15.0  # Seconds for which a process is stopped.
 CLOCK = 'clock'  # File that sets the time of day, beside the run folder.
 # libfaketime 0.9.10 refuses sleeps to a time of the monotonic clock, which
@@ -28,10 +30,17 @@ int clock_nanosleep(clockid_t clock, int flags, const struct timespec *until,
 
 
 def tree(process: psutil.Process) -> list[psutil.Process]:
-  """A process and its descendants."""
+  """A process and its descendants, but for the one that tells of its end."""
   with contextlib.suppress(psutil.NoSuchProcess):
-    return [process, *process.children(recursive=True)]
+    children = process.children(recursive=True)
+    return [process, *(one for one in children if not _watches(one))]
   return []
+
+
+def _watches(process: psutil.Process) -> bool:
+  with contextlib.suppress(psutil.Error):
+    return exit_watcher.__file__ in process.cmdline()
+  return False
 
 
 def kill_driver(process, folder: pathlib.Path, rng: random.Random):

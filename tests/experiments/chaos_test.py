@@ -23,6 +23,8 @@ def test_a_trial_is_judged_by_each_of_its_findings():
   assert chaos.verdict(GOOD) == 'as it should be'
   for change, verdict in (
     ({'code': 'did not end'}, 'hangs'),
+    ({'code': -6}, 'aborted'),
+    ({'code': -6, 'told': True}, 'as it should be'),
     ({'traceback': True}, 'traceback'),
     ({'resumed': 1}, 'not continued'),
     ({'same': False}, 'other metrics'),
@@ -58,7 +60,7 @@ def test_the_page_has_the_table_of_the_trials_beside_it():
 def test_a_trial_keeps_its_meaning():
   for file in pathlib.Path(chaos.__file__).parent.glob('*trials.jsonl'):
     for trial in map(json.loads, file.read_text().splitlines()):
-      kind, fault = chaos.chosen(trial['seed'])
+      kind, fault, _ = chaos.chosen(trial['seed'])
       assert (kind, fault.__name__) == (trial['kind'], trial['fault'])
 
 
