@@ -12,7 +12,7 @@ import psutil
 
 from rlinf_jax.run import exit_watcher
 
-PAUSE = 15.0  # Seconds for which a process is stopped.
+PAUSE = 60.0  # Seconds for which a process is stopped.
 CLOCK = 'clock'  # File that sets the time of day, beside the run folder.
 # libfaketime 0.9.10 refuses sleeps to a time of the monotonic clock, which
 # Python uses, if that clock is left alone. Here they are those of the kernel.
