@@ -3,7 +3,6 @@
 from stages.base import (
   Completions,
   Demonstration,
-  Env,
   Evaluation,
   Example,
   Experience,
@@ -11,13 +10,13 @@ from stages.base import (
   Problem,
   Prompt,
   Source,
-  TimeStep,
   TrainState,
   Verdict,
   Version,
   Workflow,
 )
 from stages.core import Deferred, EngineCost, keys, Stage, stage
+from stages.envs.env import Env, TimeStep
 from stages.repeat import Repeat
 
 __all__ = [

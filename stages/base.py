@@ -50,8 +50,10 @@ class Problem(NamedTuple):
 
   Attributes:
     prompt: the questions.
-    answer: a tree of arrays with rows, such as the expected answers.
-    weight: 1 on problems that an evaluation counts; None where all count.
+    answer: a tree of arrays whose first dimension is the row, such as the
+      expected answers.
+    weight: 1 on problems that count in an evaluation, 0 on those that fill up
+      a batch; None where all count.
   """
 
   prompt: Prompt
@@ -78,8 +80,8 @@ class Demonstration(NamedTuple):
 
   Attributes:
     obs: observation before each step, [B, O], or a dict of parts [B, …].
-    action: action taken, with a chunk also those after it; −1 … 1 covers the
-      range that the environment accepts.
+    action: action taken, on the scale of a policy's actions: −1 … 1 covers the
+      range that the environment accepts. With a chunk, it and those after it.
   """
 
   obs: Any
@@ -112,9 +114,12 @@ class Experience(NamedTuple):
     continue_: 0 where the episode ends at this step, terminated or truncated.
     return_: target of the critic: advantage (before normalization) plus value.
     proximal: log-probability of each action as the trainer computes it with the
-      acting parameters, see `policy_stages.proximal_logp`; None where it equals
-      `logp` to float32's rounding.
-    arrival: rank by which rows finished; None to go by their lengths.
+      acting parameters (the proximal policy of arXiv:2505.24298). Set where
+      `logp` has another rounding than the trainer's (an engine outside JAX, or
+      arithmetic narrower than float32), or where several versions of the
+      policy sampled; None where it equals `logp` to float32's rounding.
+    arrival: rank by which rows finished; None where it follows from their
+      lengths, as all started together.
     routing: a `language.routing_replay.Routing`; None unless it is replayed.
   """
 
@@ -228,7 +233,8 @@ class Policy(NamedTuple):
       rows end; a control policy acts once.
     evaluate: `params, obs, action, *, group_size=1 -> Evaluation`. With
       `packed_tokens` it takes a `mask`, too: the actions that are evaluated.
-      That of a language model takes more, see `language.scoring.scorer`.
+      With `trains_router` it takes `balance`, and with `replays_routing` the
+      recorded routing, see `language.scoring.scorer`.
     to_env_action: `action -> env_action`: maps a sampled action into the
       environment's bounds; None where actions are used as they are.
     value: `params, obs -> value`, the critic alone; None without one.
@@ -242,13 +248,15 @@ class Policy(NamedTuple):
     empty_cache: `rows -> cache`, an empty cache for `resume`, which then takes
       `cache` and `max_unread` and returns the cache, too; None if it has none.
     engine: continuous batching, for the cost model; None without it.
-    sampling: distribution of `act` and `evaluate`, see `language.sample`.
+    sampling: the distribution that `act` samples from and `evaluate` scores
+      under, see `stages.language.sample`; None where there is no choice.
     recompute_logp: whether log-probabilities of `evaluate` and `act` differ by
       more than float32's rounding, as in bfloat16. Losses then use the former
       and weigh actions by the ratio, as with `out_shapes`.
     round_params: `params -> params`, rounded as `evaluate` rounds them before
       it uses them; None where it rounds none.
-    packed_tokens: room of a packed row in tokens, see `language.packing`.
+    packed_tokens: room of a packed row in tokens, see
+      `stages.language.packing`; None without packing.
     imitation_loss: `params, obs, action, keys -> loss`, one number a row: what
       behavior cloning minimizes of demonstrated actions, in units where −1 … 1
       is the environment's range. None where it is the negative log-probability.
@@ -272,88 +280,6 @@ class Policy(NamedTuple):
   imitation_loss: Callable[..., Any] | None = None
   trains_router: bool = False
   replays_routing: bool = False
-
-
-class TimeStep(NamedTuple):
-  """Result of one environment step, or of one chunk of actions.
-
-  An episode that ends is reset at once (same-step autoreset in Gymnasium's
-  words), so the next observation and the final one are two fields.
-
-  Attributes:
-    obs: observation to act on next: after the reset, if an episode ended.
-    reward: reward of the action; of a chunk, Σₖ γᵏ rₖ over the steps executed.
-    terminated: 1 where the episode ended in a terminal state: no bootstrapping.
-    truncated: 1 where a time limit ended the episode: bootstrap from
-      `final_obs`.
-    final_obs: observation before any reset; equals `obs` where none happened.
-    success: 1 where the task is solved at this moment.
-    steps: environment steps executed of a chunk; None where it is one.
-    env_failed: 1 where the simulator failed (crash, exception, NaN, time-out):
-      such a step is truncated and not learned from. None where none can fail.
-    final_state: state before any reset; None where `Env.render` is.
-  """
-
-  obs: Any
-  reward: Float[Array, ' B']
-  terminated: Float[Array, ' B']
-  truncated: Float[Array, ' B']
-  final_obs: Any
-  success: Float[Array, ' B']
-  steps: Float[Array, ' B'] | None = None
-  env_failed: Float[Array, ' B'] | None = None
-  final_state: Any = None
-
-
-class Env(NamedTuple):
-  """A batch of environments.
-
-  Attributes:
-    init: `seed_B -> state, obs`: starts one episode per seed. Everything random
-      in an environment follows from its seed and from the actions taken in it,
-      however the batch is cut or placed.
-    step: `state, env_action -> state, TimeStep`. Consumes the state, whose
-      leaves have rows. The state of a simulator is a token, int32 [B, 3]
-      (environment, call count, seed), which stands for the state inside the
-      simulator.
-    obs_spec: shapes of one environment's observation, a tree of
-      `jax.ShapeDtypeStruct`.
-    action_low: lower bound of each action dimension.
-    action_high: upper bound of each action dimension.
-    horizon: maximum steps of an episode.
-    action_choices: number of choices of each action dimension where actions are
-      discrete; `step` then takes their indices, 0 … n − 1, as floats. Empty for
-      continuous actions.
-    host: whether it is a simulator on NumPy arrays rather than JAX. Its time
-      steps have every field but `final_state`.
-    render: `state, size=… -> frame_B`, uint8 [B, size, size, 3]: renders states
-      for people; None where a state does not determine a picture.
-    recorder: a `rollouts.video.VideoRecorder`; None of what it cannot render.
-    send: `token, env_action -> Deferred` of what `step` returns; None where a
-      simulator cannot step in the background.
-    snapshot_spec: shapes of what `save` returns for one environment; None where
-      the state is complete by itself, or a simulator cannot be saved.
-    save: `token -> snapshot`: data from which another process can restore the
-      environments.
-    load: `token, snapshot -> token`: restores the environments.
-    lockstep: whether a batch is never cut.
-  """
-
-  init: Callable[[Any], tuple[Any, Any]]
-  step: Callable[[Any, Any], tuple[Any, TimeStep]]
-  obs_spec: Any
-  action_low: tuple[float, ...]
-  action_high: tuple[float, ...]
-  horizon: int
-  action_choices: tuple[int, ...] = ()
-  host: bool = False
-  render: Callable[..., Any] | None = None
-  recorder: Any | None = None
-  send: Callable[[Any, Any], Any] | None = None
-  snapshot_spec: Any = None
-  save: Callable[[Any], Any] | None = None
-  load: Callable[[Any, Any], Any] | None = None
-  lockstep: bool = False
 
 
 class Workflow(NamedTuple):

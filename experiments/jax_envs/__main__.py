@@ -8,7 +8,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from stages import base
+from stages.envs import env as env_lib
 from stages.envs import push, reach
 
 ENVS = {'push': push.push(), 'reach': reach.reach()}
@@ -16,7 +16,7 @@ NUM_ENVS = 256, 1024, 4096
 STEPS, REPEATS = 200, 7
 
 
-def speed(env: base.Env, B: int) -> float:
+def speed(env: env_lib.Env, B: int) -> float:
   """Environment steps per second: the median of some rollouts."""
 
   @jax.jit

@@ -8,12 +8,12 @@ import argparse
 import jax
 import numpy as np
 
-from stages import base
 from stages.envs import demonstrations, push, replay
+from stages.envs import env as env_lib
 from stages.envs.rollouts import rollout
 
 
-def record(env: base.Env, episodes: int):
+def record(env: env_lib.Env, episodes: int):
   """Returns transitions of whole episodes, and the number of successes."""
   env_state, obs = rollout.init(env, np.arange(episodes, dtype=np.int32))
   policy = demonstrations.scripted_policy(env, push.controller, noise_std=0.0)

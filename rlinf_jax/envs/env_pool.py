@@ -7,7 +7,7 @@ import numpy as np
 
 from rlinf_jax.envs import simulator
 from rlinf_jax.envs.processes import episode_log, pool
-from stages import base
+from stages.envs import env as env_lib
 from stages.envs.rollouts import video
 
 # Settings of the pool; all others are the simulator's.
@@ -16,7 +16,7 @@ POOL_SETTINGS = ('chunk', 'discount', 'step_timeout', 'idle_timeout', 'say')
 
 def env(
   make: simulator.Make, num_envs: int, num_processes: int = 1, **settings
-) -> base.Env:
+) -> env_lib.Env:
   """An Env of `num_envs` simulators that run in processes of their own.
 
   Args:
@@ -41,7 +41,7 @@ def make_pool(
   return pool.EnvPool(make, num_envs, num_processes, **pool_settings)
 
 
-def from_pool(env_pool: pool.EnvPool) -> base.Env:
+def from_pool(env_pool: pool.EnvPool) -> env_lib.Env:
   """A pool as an Env, which keeps it alive."""
   image = env_pool.spec.image
   recorder = image and video.VideoRecorder(
@@ -62,7 +62,7 @@ def from_pool(env_pool: pool.EnvPool) -> base.Env:
 
 def host_env(
   spec: simulator.Spec, init, step, *, horizon: int | None = None, **fields
-) -> base.Env:
+) -> env_lib.Env:
   """An Env of NumPy functions.
 
   Args:
@@ -72,7 +72,7 @@ def host_env(
     horizon: maximum steps of an episode; None for that of `spec`.
     **fields: further fields of the Env.
   """
-  return base.Env(
+  return env_lib.Env(
     init,
     step,
     _obs_spec(spec),

@@ -19,13 +19,13 @@ import numpy as np
 
 from rlinf_jax.envs import env_pool, gymnasium, simulator
 from rlinf_jax.run import notices
-from stages import base
+from stages.envs import env as env_lib
 
 FINAL = 'final_obs', 'final_observation'  # Its names in infos.
 SUCCESS = 'success', 'is_success'
 
 
-def env(name: str, num_envs: int, **settings) -> base.Env:
+def env(name: str, num_envs: int, **settings) -> env_lib.Env:
   """An Env of `num_envs` environments that `gymnasium.make_vec` makes.
 
   Args:
@@ -52,7 +52,7 @@ def wrap(
   env: Any,
   horizon: int | None = None,
   say: Callable[[str], None] = notices.notify,
-) -> base.Env:
+) -> env_lib.Env:
   """Wraps a vector environment as an Env.
 
   Args:
@@ -158,7 +158,7 @@ class Vector:
       action: [B, A].
 
     Returns:
-      The next token, and the `stages.base.TimeStep`.
+      The next token, and the `stages.env_lib.TimeStep`.
     """
     token, action = np.asarray(token), np.asarray(action, np.float32)
     if not self._is_current(token):
@@ -192,7 +192,7 @@ class Vector:
     self._obs = obs
     first_B = lambda x: jax.tree.map(lambda leaf: leaf[:B].copy(), x)
     number = lambda x: x[:B].astype(np.float32)
-    return self._token[:B].copy(), base.TimeStep(
+    return self._token[:B].copy(), env_lib.TimeStep(
       obs=first_B(obs),
       reward=number(reward),
       terminated=number(terminated),

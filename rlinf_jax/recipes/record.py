@@ -3,20 +3,21 @@
 from collections.abc import Callable
 import pathlib
 
-from stages import base, ranges
+from stages import ranges
 from stages.envs import demonstrations as demonstrations_lib
+from stages.envs import env as env_lib
 
 
 def demonstrations(
   workdir: str,
   *,
-  env: Callable[[], base.Env],
+  env: Callable[[], env_lib.Env],
   controller: demonstrations_lib.Controller,
   num_envs: ranges.PositiveInt,
   num_episodes: ranges.PositiveInt,
   noise_std: ranges.NonNegativeFloat = 0.0,
   chunk: ranges.PositiveInt = 1,
-  controller_env: Callable[[], base.Env] | None = None,
+  controller_env: Callable[[], env_lib.Env] | None = None,
 ) -> str:
   """The path of a run's demonstrations, recorded if they do not exist.
 

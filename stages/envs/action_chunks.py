@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from stages import base
+from stages.envs import env as env_lib
 
 
-def chunked(env: base.Env, chunk_size: int, discount: float) -> base.Env:
+def chunked(env: env_lib.Env, chunk_size: int, discount: float) -> env_lib.Env:
   """Wraps an environment so that a step takes a chunk of actions, [B, Z, A].
 
   A chunk ends where its episode does: its remaining actions are dropped, and

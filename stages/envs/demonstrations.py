@@ -18,6 +18,7 @@ import numpy as np
 
 import stages
 from stages import base, ranges, tree_paths
+from stages.envs import env as env_lib
 from stages.envs import episode_stats, seed_source
 from stages.envs.rollouts import rollout
 from stages.models.control import action_range
@@ -28,7 +29,7 @@ Controller = Callable[[jax.Array], jax.Array]
 
 
 def scripted_policy(
-  env: base.Env, controller: Controller, noise_std: float
+  env: env_lib.Env, controller: Controller, noise_std: float
 ) -> base.Policy:
   """A policy without parameters that follows a controller, plus noise.
 
@@ -56,14 +57,14 @@ def scripted_policy(
 
 
 def collect(
-  env: base.Env,
+  env: env_lib.Env,
   controller: Controller,
   *,
   num_envs: int,
   noise_std: float,
   num_episodes: int,
   chunk: ranges.PositiveInt = 1,
-  controller_env: base.Env | None = None,
+  controller_env: env_lib.Env | None = None,
 ) -> tuple[base.Demonstration, int]:
   """Runs episodes and returns the steps of those that succeed.
 
@@ -107,13 +108,13 @@ def collect(
 
 
 def episodes(
-  env: base.Env,
+  env: env_lib.Env,
   controller: Controller,
   *,
   num_envs: int,
   noise_std: float,
   num_episodes: int,
-  controller_env: base.Env | None = None,
+  controller_env: env_lib.Env | None = None,
 ) -> Iterator[tuple[base.Demonstration, np.ndarray]]:
   """Runs episodes, `num_envs` at a time.
 
@@ -144,7 +145,7 @@ def episodes(
     yield rows, np.asarray(mask_BT) > 0
 
 
-def _check(env: base.Env, acting_env: base.Env):
+def _check(env: env_lib.Env, acting_env: env_lib.Env):
   spec = acting_env.obs_spec
   if isinstance(spec, dict) or len(spec.shape) != 1:
     raise ValueError(
@@ -158,7 +159,7 @@ def _check(env: base.Env, acting_env: base.Env):
     )
 
 
-def _playback(policy: base.Policy, env: base.Env) -> Callable:
+def _playback(policy: base.Policy, env: env_lib.Env) -> Callable:
   """Returns `seed_B, action_BTA -> obs, timestep`, both [B, T]."""
 
   def play(seed_B, action_BTA):

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from stages import base
 from stages import metrics as metrics_lib
+from stages.envs import env as env_lib
 
 
 class Running(NamedTuple):
@@ -51,7 +52,7 @@ def init(B: int) -> Running:
 
 
 def update(
-  running: Running, timestep: base.TimeStep
+  running: Running, timestep: env_lib.TimeStep
 ) -> tuple[Running, EpisodeStats]:
   """Adds the steps of `timestep`, [B, T]; returns what finished in them."""
   zero = jnp.zeros_like(timestep.reward)
@@ -83,14 +84,14 @@ def update(
   return jax.lax.scan(add, (running, finished), time_major)[0]
 
 
-def in_first_episode(timestep: base.TimeStep):
+def in_first_episode(timestep: env_lib.TimeStep):
   """1 up to and including the last step of each row's first episode, [B, T]."""
   done_BT = jnp.maximum(timestep.terminated, timestep.truncated)
   before_BT = jnp.cumsum(done_BT, 1) - done_BT
   return (before_BT == 0).astype(done_BT.dtype)
 
 
-def first_episode(timestep: base.TimeStep) -> EpisodeStats:
+def first_episode(timestep: env_lib.TimeStep) -> EpisodeStats:
   """Statistics of each row's first episode in [B, T], finished or not."""
   mask_BT = in_first_episode(timestep)
   last_BT = mask_BT * (1.0 - jnp.roll(mask_BT, -1, 1).at[:, -1].set(0.0))
@@ -136,7 +137,7 @@ def metrics(stats: EpisodeStats, prefix: str) -> base.Info:
   }
 
 
-def failures(timestep: base.TimeStep) -> base.Info:
+def failures(timestep: env_lib.TimeStep) -> base.Info:
   """Number of episodes that simulators failed in; {} where none can fail."""
   if timestep.env_failed is None:
     return {}

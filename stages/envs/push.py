@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from stages import base, ranges
 from stages.envs import drawing, vectorize
+from stages.envs import env as env_lib
 
 SPEED = 0.08  # Distance a step; the table is 2 wide.
 TOUCH = 0.16  # Distance of the centers of gripper and puck in contact.
@@ -54,7 +55,7 @@ def push(
   image_size: ranges.PositiveInt | None = None,
   table: tuple[float, float, float] = drawing.BACKGROUND,
   instructions: Callable[[Sequence[str]], base.Prompt] | None = None,
-) -> base.Env:
+) -> env_lib.Env:
   """Makes the environment.
 
   Args:

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from stages import base, ranges
+from stages import ranges
 from stages.envs import drawing, vectorize
+from stages.envs import env as env_lib
 
 SPEED = 0.15  # Radians a step.
 LINK = 0.5  # Length of each of the two links.
@@ -35,7 +36,7 @@ def reach(
   terminate: bool = False,
   horizon: ranges.PositiveInt = 40,
   image_size: ranges.PositiveInt | None = None,
-) -> base.Env:
+) -> env_lib.Env:
   """Makes the environment.
 
   Args:

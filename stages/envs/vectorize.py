@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 
 from stages import base
 from stages.envs import drawing
+from stages.envs import env as env_lib
 
 CAMERA = 'table'  # Name of the only camera, which looks from above.
 
@@ -75,7 +76,7 @@ def env(
   terminate: bool,
   image_size: int | None = None,
   instructions: base.Prompt | None = None,
-) -> base.Env:
+) -> env_lib.Env:
   """Makes a batched environment of a task.
 
   Args:
@@ -132,7 +133,7 @@ def env(
 
   step = functools.partial(_step, task, observe, horizon, terminate)
   obs_spec = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.int32))[1]
-  return base.Env(
+  return env_lib.Env(
     jax.vmap(init),
     jax.vmap(step),
     obs_spec,
@@ -157,7 +158,7 @@ def _step(
   terminate: bool,
   old: VectorState,
   action_A,
-) -> tuple[VectorState, base.TimeStep]:
+) -> tuple[VectorState, env_lib.TimeStep]:
   """A step of one environment, and its reset where an episode ends."""
   task_state, time = task.step(old.task_state, action_A), old.time + 1
   final_obs = observe(task_state)
@@ -171,7 +172,7 @@ def _step(
     _reset(task, old.seed, old.episode + 1),
     final_state,
   )
-  timestep = base.TimeStep(
+  timestep = env_lib.TimeStep(
     obs=observe(state.task_state),
     reward=reward,
     terminated=terminated,

@@ -10,6 +10,7 @@ import optax
 
 import stages
 from stages import base, metrics, tree_paths
+from stages.envs import env as env_lib
 from stages.envs.rollouts import embodied, obs_stats
 from stages.envs.rollouts import evaluate as evaluate_lib
 from stages.learn import train_step
@@ -29,8 +30,8 @@ class State(NamedTuple):
 
 
 def behavior_cloning(
-  env: base.Env | None,
-  policy: Callable[[base.Env | None], base.Policy],
+  env: env_lib.Env | None,
+  policy: Callable[[env_lib.Env | None], base.Policy],
   optimizer: optax.GradientTransformation,
   *,
   normalize_obs: bool = True,
@@ -137,7 +138,7 @@ def agreement(policy: base.Policy) -> Callable:
   return score
 
 
-def _check_obs(obs, env: base.Env):
+def _check_obs(obs, env: env_lib.Env):
   """Refuses demonstrations of other observations than the environment's."""
 
   def kinds(tree, leading):
@@ -162,7 +163,7 @@ def _check_obs(obs, env: base.Env):
     )
 
 
-def _check(policy: base.Policy, env: base.Env):
+def _check(policy: base.Policy, env: env_lib.Env):
   """Refuses policies that do not command an environment's bound by action 1."""
   action_range.check_continuous(env)
   if policy.to_env_action is None or policy.imitation_loss is not None:

@@ -15,6 +15,7 @@ import optax
 
 import stages
 from stages import base, metrics, ranges
+from stages.envs import env as env_lib
 from stages.envs import episode_stats
 from stages.envs.rollouts import embodied, obs_stats, rollout
 from stages.learn import (
@@ -47,8 +48,8 @@ class State(NamedTuple):
 
 
 def embodied_grpo(
-  env: base.Env,
-  policy: Callable[[base.Env], base.Policy],
+  env: env_lib.Env,
+  policy: Callable[[env_lib.Env], base.Policy],
   optimizer: optax.GradientTransformation,
   *,
   num_envs: ranges.PositiveInt,
@@ -68,7 +69,7 @@ def embodied_grpo(
   aggregate: signatures.Aggregate = losses.sequence_mean_token_mean,
   normalize_obs: bool = True,
   init_from: str | None = None,
-  eval_env: base.Env | None = None,
+  eval_env: env_lib.Env | None = None,
 ) -> base.Workflow:
   """Runs an episode in every environment and compares those of a group.
 
@@ -193,7 +194,7 @@ def group_advantage(
   episode_reward: EpisodeReward,
   advantage: signatures.GroupAdvantage,
   filter_groups: bool,
-  timestep: base.TimeStep,
+  timestep: env_lib.TimeStep,
 ) -> dict[str, Any]:
   """Masks and advantages of [B, T] steps, as fields of the experience.
 
@@ -216,7 +217,7 @@ def group_advantage(
 
 
 def describe(
-  group_size: int, episode_reward: EpisodeReward, timestep: base.TimeStep
+  group_size: int, episode_reward: EpisodeReward, timestep: env_lib.TimeStep
 ) -> base.Info:
   """Metrics of first episodes; `env/steps` counts all steps that were made."""
   reward_NG, kept_NG, least_N1, most_N1 = _groups(
@@ -241,7 +242,7 @@ def describe(
 
 
 def _groups(
-  group_size: int, episode_reward: EpisodeReward, timestep: base.TimeStep
+  group_size: int, episode_reward: EpisodeReward, timestep: env_lib.TimeStep
 ):
   """Rewards, which episodes did not fail, and each group's least and most."""
   ended = episode_stats.first_episode(timestep)

@@ -10,6 +10,7 @@ import optax
 
 import stages
 from stages import base, metrics, ranges
+from stages.envs import env as env_lib
 from stages.envs import episode_stats
 from stages.envs.rollouts import embodied, obs_stats, rollout
 from stages.learn import advantages, loss_terms, losses, minibatches, train_step
@@ -34,8 +35,8 @@ class State(NamedTuple):
 
 
 def ppo(
-  env: base.Env,
-  policy: Callable[[base.Env], base.Policy],
+  env: env_lib.Env,
+  policy: Callable[[env_lib.Env], base.Policy],
   optimizer: optax.GradientTransformation,
   *,
   num_envs: ranges.PositiveInt,
@@ -56,7 +57,7 @@ def ppo(
   normalize_advantages: bool = True,
   bootstrap_on_success: bool = False,
   init_from: str | None = None,
-  eval_env: base.Env | None = None,
+  eval_env: env_lib.Env | None = None,
 ) -> base.Workflow:
   """Collects steps in many environments and learns from all of them.
 
@@ -157,7 +158,7 @@ def compute_advantages(
   params,
   stats,
   x: base.Experience,
-  timestep: base.TimeStep,
+  timestep: env_lib.TimeStep,
 ) -> dict[str, Any]:
   """Advantages and returns of [B, T] steps, as fields of the experience.
 
@@ -256,7 +257,7 @@ def objective(
 
 def describe(
   x: base.Experience,
-  timestep: base.TimeStep,
+  timestep: env_lib.TimeStep,
   ended: episode_stats.EpisodeStats,
 ) -> base.Info:
   """Metrics of a rollout, and of the episodes that ended in it."""

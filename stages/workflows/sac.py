@@ -14,6 +14,7 @@ import optax
 
 import stages
 from stages import base, metrics, ranges
+from stages.envs import env as env_lib
 from stages.envs import episode_stats
 from stages.envs import replay as replay_lib
 from stages.envs.rollouts import embodied, obs_stats, rollout
@@ -50,9 +51,9 @@ class State(NamedTuple):
 
 
 def sac(
-  env: base.Env,
+  env: env_lib.Env,
   policy: Callable[..., base.Policy],
-  critic: Callable[[base.Env], critics_lib.Critic],
+  critic: Callable[[env_lib.Env], critics_lib.Critic],
   optimizer: optax.GradientTransformation,
   *,
   num_envs: ranges.PositiveInt,
@@ -70,7 +71,7 @@ def sac(
   offline_data: str | None = None,
   normalize_obs: bool = True,
   bootstrap_on_success: bool = False,
-  eval_env: base.Env | None = None,
+  eval_env: env_lib.Env | None = None,
 ) -> base.Workflow:
   """Collects steps in environments and learns from a replay of past ones.
 
@@ -269,7 +270,7 @@ def store_and_sample(
   replay: replay_lib.Replay,
   offline_data: replay_lib.Transition | tuple[()],
   x: base.Experience,
-  timestep: base.TimeStep,
+  timestep: env_lib.TimeStep,
   key,
   *,
   bootstrap_on_success: bool = False,
@@ -312,7 +313,7 @@ def store_and_sample(
 
 
 def describe(
-  timestep: base.TimeStep, ended: episode_stats.EpisodeStats
+  timestep: env_lib.TimeStep, ended: episode_stats.EpisodeStats
 ) -> base.Info:
   """Metrics of a rollout, and of the episodes that ended in it."""
   mask = jnp.ones_like(timestep.reward)
@@ -330,7 +331,7 @@ def describe(
 
 
 def transition_shapes(
-  policy: base.Policy, env: base.Env
+  policy: base.Policy, env: env_lib.Env
 ) -> replay_lib.Transition:
   """Shapes of one transition."""
 
@@ -348,7 +349,7 @@ def transition_shapes(
   )
 
 
-def default_target_entropy(env: base.Env, env_action) -> float:
+def default_target_entropy(env: env_lib.Env, env_action) -> float:
   """−1 nat for each action dimension, as if its range were −1 … 1."""
   A = math.prod(env_action.shape)
   half = [

@@ -25,7 +25,7 @@ import numpy as np
 from rlinf_jax.envs import simulator
 from rlinf_jax.envs.processes import episode_log, process_group, worker
 from rlinf_jax.run import notices
-from stages import base
+from stages.envs import env as env_lib
 
 MAX_FAILURES = 10  # In a row, after which an environment is given up.
 INDEX, CALL, SEED = range(3)  # Columns of a token.
@@ -206,7 +206,7 @@ class EnvPool:
     """Waits for steps that `send` started.
 
     Returns:
-      The next token, and the `stages.base.TimeStep`.
+      The next token, and the `stages.env_lib.TimeStep`.
 
     Raises:
       BrokenError: if an environment starts no episode any more.
@@ -224,7 +224,7 @@ class EnvPool:
     for path, x in simulator.leaves(final_obs).items():
       x[ended_B] = m.final[path][row_B[ended_B]]
     self._count_failures(row_B, failed_B)
-    return pending.token, base.TimeStep(
+    return pending.token, env_lib.TimeStep(
       obs=obs,
       reward=(reward_BC * gamma_C).sum(1, dtype=np.float32),
       terminated=m.terminated_N[row_B],

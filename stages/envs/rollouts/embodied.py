@@ -9,6 +9,7 @@ import optax
 
 import stages
 from stages import base
+from stages.envs import env as env_lib
 from stages.envs import episode_stats
 from stages.envs.rollouts import evaluate, obs_stats, rollout
 from stages.learn import train_step
@@ -17,7 +18,7 @@ from stages.models import policy_file
 
 def init_actor(
   policy: base.Policy,
-  env: base.Env,
+  env: env_lib.Env,
   optimizer: optax.GradientTransformation,
   key: base.Key,
   normalize_obs: bool,
@@ -41,7 +42,9 @@ def init_actor(
   return actor, initial['obs_stats']
 
 
-def reset(env: base.Env, num_envs: int, key: base.Key) -> tuple[Any, Any, Any]:
+def reset(
+  env: env_lib.Env, num_envs: int, key: base.Key
+) -> tuple[Any, Any, Any]:
   """Resets environments by random seeds, outside of a step.
 
   Returns:
@@ -54,7 +57,7 @@ def reset(env: base.Env, num_envs: int, key: base.Key) -> tuple[Any, Any, Any]:
   return *rollout.init(env, seed_B), episode_stats.init(num_envs)
 
 
-def update_obs_stats(env: base.Env | None, enabled: bool) -> Callable:
+def update_obs_stats(env: env_lib.Env | None, enabled: bool) -> Callable:
   """Returns `obs_stats, obs -> obs_stats`: adds a batch of observations.
 
   Two stages: moments of the batch, which add up over its pieces, and their
@@ -73,7 +76,7 @@ def workflow(
   init: Callable,
   step: Callable,
   policy: base.Policy,
-  eval_env: base.Env,
+  eval_env: env_lib.Env,
   policy_state: Callable = evaluate.policy_state,
 ) -> base.Workflow:
   """Completes a workflow with greedy evaluation of the policy and its export.

@@ -9,11 +9,12 @@ from typing import Any
 
 import stages
 from stages import base
+from stages.envs import env as env_lib
 from stages.envs import episode_stats
 from stages.envs.rollouts import obs_stats, rollout, video
 
 
-def init(policy: base.Policy, env: base.Env, normalize_obs: bool, key):
+def init(policy: base.Policy, env: env_lib.Env, normalize_obs: bool, key):
   """New parameters, and observation statistics if observations use them."""
   stats = obs_stats.init(env.obs_spec) if normalize_obs else ()
   return {'policy': policy.init(key), 'obs_stats': stats}
@@ -24,7 +25,7 @@ def policy_state(state) -> dict[str, Any]:
   return {'policy': state.actor.params, 'obs_stats': state.obs_stats}
 
 
-def evaluator(policy: base.Policy, env: base.Env) -> Callable:
+def evaluator(policy: base.Policy, env: env_lib.Env) -> Callable:
   """Returns `params, obs_stats, seed_B, key -> info`.
 
   It runs one greedy episode per seed. `info` holds the statistics of these

@@ -16,6 +16,7 @@ import numpy as np
 
 import stages
 from stages import base, core
+from stages.envs import env as env_lib
 from stages.envs.rollouts import obs_stats
 
 
@@ -33,7 +34,7 @@ class Saved(NamedTuple):
 
 def rollout(
   policy: base.Policy,
-  env: base.Env,
+  env: env_lib.Env,
   num_steps: int,
   *,
   greedy: bool = False,
@@ -90,7 +91,7 @@ def rollout(
 
 def _scan(
   act: Callable,
-  env: base.Env,
+  env: env_lib.Env,
   num_steps: int,
   keep_states: bool,
   params,
@@ -121,7 +122,7 @@ def _stack(*steps):
   return jax.tree.map(lambda *xs: jnp.stack(xs, 1), *steps)
 
 
-def reset(env: base.Env) -> stages.Stage:
+def reset(env: env_lib.Env) -> stages.Stage:
   """Starts episodes: a stage `seed_B -> state, obs`.
 
   A simulator resets its environments from the first on, so its batch cannot be
@@ -134,7 +135,7 @@ def reset(env: base.Env) -> stages.Stage:
   return stages.Stage(start, 'reset', 'batch', host=True, out_shapes=shapes)
 
 
-def step_stage(env: base.Env, first: bool, last: bool) -> stages.Stage:
+def step_stage(env: env_lib.Env, first: bool, last: bool) -> stages.Stage:
   """One step of a simulator: a stage `state, env_action -> state, TimeStep`.
 
   Args:
@@ -154,7 +155,7 @@ def step_stage(env: base.Env, first: bool, last: bool) -> stages.Stage:
     )
     obs = _rows(env.obs_spec, B)
     row = jax.ShapeDtypeStruct((B,), jnp.float32)
-    return state, base.TimeStep(obs, row, row, row, obs, row, row, row)
+    return state, env_lib.TimeStep(obs, row, row, row, obs, row, row, row)
 
   def step(state, env_action):
     token = env.load(*state) if saves and first else state
@@ -177,7 +178,7 @@ def step_stage(env: base.Env, first: bool, last: bool) -> stages.Stage:
   )
 
 
-def init(env: base.Env, seed_B):
+def init(env: env_lib.Env, seed_B):
   """Starts episodes outside of a workflow's step: `seed_B -> state, obs`."""
   if not env.host:
     return jax.jit(env.init)(seed_B)
@@ -187,17 +188,17 @@ def init(env: base.Env, seed_B):
   return jax.tree.map(jnp.asarray, start(seed_B))
 
 
-def _start(env: base.Env, seed_B):
+def _start(env: env_lib.Env, seed_B):
   token, obs = env.init(seed_B)
   return _saved(env, token), obs
 
 
-def _saved(env: base.Env, token):
+def _saved(env: env_lib.Env, token):
   """A state that outlives the process of the simulator, if it can be saved."""
   return Saved(token, env.save(token)) if env.save else token
 
 
-def _start_shapes(env: base.Env, seed):
+def _start_shapes(env: env_lib.Env, seed):
   """Shapes of what `_start` returns."""
   B = seed.shape[0]
   token = jax.ShapeDtypeStruct((B, 3), jnp.int32)

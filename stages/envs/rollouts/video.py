@@ -16,6 +16,7 @@ import numpy as np
 
 import stages
 from stages import base, metrics
+from stages.envs import env as env_lib
 from stages.envs.rollouts import rollout
 
 EPISODES = 4  # The first of an evaluation.
@@ -40,7 +41,7 @@ class VideoRecorder(NamedTuple):
   shape: tuple[int, int, int]
 
 
-def with_recorder(env: base.Env) -> base.Env:
+def with_recorder(env: env_lib.Env) -> env_lib.Env:
   """The environment with recording on, if it is a simulator that renders."""
   if env.recorder is None:
     return env
@@ -50,7 +51,7 @@ def with_recorder(env: base.Env) -> base.Env:
   return env._replace(init=init)
 
 
-def video_stage(env: base.Env) -> Callable:
+def video_stage(env: env_lib.Env) -> Callable:
   """Returns `state, seed_B, timestep -> info` with the video; {} without one.
 
   The state is the one after the last step, and is consumed; `timestep` holds
@@ -76,7 +77,7 @@ def video_stage(env: base.Env) -> Callable:
   return lambda state, seed, timestep: {}
 
 
-def _render(env: base.Env, seed, timestep: base.TimeStep) -> base.Info:
+def _render(env: env_lib.Env, seed, timestep: env_lib.TimeStep) -> base.Info:
   """Renders the states that a rollout has kept."""
   if timestep.final_state is None:
     raise ValueError(
@@ -98,7 +99,7 @@ def _render(env: base.Env, seed, timestep: base.TimeStep) -> base.Info:
 
 
 def _fetch(
-  recorder: VideoRecorder, state, seed, timestep: base.TimeStep
+  recorder: VideoRecorder, state, seed, timestep: env_lib.TimeStep
 ) -> base.Info:
   """Fetches the frames that a simulator has recorded."""
   captions = _captions(seed, timestep)
@@ -136,7 +137,7 @@ def _video(numpy, captions, shown_B, frame) -> base.Info:
   return {NAME: metrics.FirstRows(jax.tree.map(pad, video))}
 
 
-def _captions(seed, timestep: base.TimeStep) -> dict:
+def _captions(seed, timestep: env_lib.TimeStep) -> dict:
   """Seeds, times and success of the frames, in JAX or NumPy as given."""
   done_BT = (timestep.terminated + timestep.truncated)[:EPISODES] > 0
   success_BT = timestep.success[:EPISODES]

@@ -5,10 +5,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from stages import base
+from stages.envs import env as env_lib
 
 
-def bounds(env: base.Env, chunk: int = 1) -> tuple[jax.Array, jax.Array]:
+def bounds(env: env_lib.Env, chunk: int = 1) -> tuple[jax.Array, jax.Array]:
   """Least and greatest actions [A], repeated for each step of a chunk.
 
   Raises:
@@ -21,7 +21,7 @@ def bounds(env: base.Env, chunk: int = 1) -> tuple[jax.Array, jax.Array]:
   return low, high
 
 
-def check_continuous(env: base.Env):
+def check_continuous(env: env_lib.Env):
   """Refuses an environment whose actions are choices.
 
   Raises:

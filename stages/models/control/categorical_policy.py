@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from stages import base, ranges
+from stages.envs import env as env_lib
 from stages.models.control import cnn, mlp, shared_encoder
 
 
 def policy(
-  env: base.Env,
+  env: env_lib.Env,
   *,
   width: ranges.PositiveInt = 64,
   chunk: ranges.PositiveInt = 1,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base, ranges
+from stages.envs import env as env_lib
 from stages.models.control import action_range
 
 
@@ -49,7 +50,7 @@ class Config:
 
 
 def ensemble(
-  env: base.Env,
+  env: env_lib.Env,
   *,
   num_critics: ranges.PositiveInt = 2,
   width: ranges.PositiveInt = 256,

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 import numpy as np
 
 from stages import base, ranges
+from stages.envs import env as env_lib
 from stages.models.control import (
   action_range,
   cnn,
@@ -91,7 +92,7 @@ class Exploration:
 
 
 def policy(
-  env: base.Env,
+  env: env_lib.Env,
   *,
   width: ranges.PositiveInt = 128,
   chunk: ranges.PositiveInt = 1,

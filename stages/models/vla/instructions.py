@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 import numpy as np
 
 from stages import base, ranges, tree_paths
+from stages.envs import env as env_lib
 from stages.language import tokens
 from stages.models.vla import pi0 as pi0_lib
 from stages.models.vla.openvla import openvla as openvla_lib
@@ -223,7 +224,7 @@ def _padded(
   return base.Prompt(token_NP, mask_NP)
 
 
-def check(env: base.Env, prompt: tuple[int, ...] | None):
+def check(env: env_lib.Env, prompt: tuple[int, ...] | None):
   """Refuses an environment without instructions, where none is given.
 
   Raises:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from stages import base, tree_paths
+from stages.envs import env as env_lib
 from stages.models.vla import instructions, normalization, pi0
 
 MODEL = {False: 'π0', True: 'π0.5'}
@@ -56,7 +57,7 @@ class Inputs(NamedTuple):
 
 
 def of(
-  env: base.Env | None,
+  env: env_lib.Env | None,
   config: pi0.Config,
   *,
   instruction: tuple[int, ...] | None,
@@ -119,7 +120,7 @@ def _check_state(env, config: pi0.Config, vectors, state):
     )
 
 
-def _found(env: base.Env, cameras, vectors, ignored: tuple[str, ...]):
+def _found(env: env_lib.Env, cameras, vectors, ignored: tuple[str, ...]):
   """Names of the cameras and of the vectors; refuses what does not fit."""
   found = tree_paths.flatten(env.obs_spec)
   images, numbers = [], []

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base, ranges, tree_paths
+from stages.envs import env as env_lib
 from stages.models import lora as lora_lib
 from stages.models.control import action_range, flow_policy
 from stages.models.vla import (
@@ -26,7 +27,7 @@ FROZEN_PARTS = ('vision', 'projector', TRUNK)
 
 
 def policy(
-  env: base.Env | None,
+  env: env_lib.Env | None,
   config: pi0.Config,
   *,
   instruction: tuple[int, ...] | None = None,
@@ -171,7 +172,7 @@ def _check_settings(config, exploration, expert_only: bool, lora, executed):
     )
 
 
-def _actions(env: base.Env | None, config: pi0.Config, norm_stats, Z: int):
+def _actions(env: env_lib.Env | None, config: pi0.Config, norm_stats, Z: int):
   """Numbers of an environment's action, and how a chunk becomes actions."""
   if norm_stats is None:
     low, high = action_range.bounds(env, Z)
@@ -220,7 +221,7 @@ def _init(config, checkpoint, expert_only: bool, critic, key):
   return params
 
 
-def _prefix_length(encode, config: pi0.Config, env: base.Env | None) -> int:
+def _prefix_length(encode, config: pi0.Config, env: env_lib.Env | None) -> int:
   """Tokens of a prefix."""
   if env is None:
     raise ValueError(

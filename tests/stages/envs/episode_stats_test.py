@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stages import base
+from stages.envs import env as env_lib
 from stages.envs import episode_stats
 
 
@@ -12,7 +12,7 @@ def timestep_of(reward, done, success, **kwargs):
   reward, done, success = (
     jnp.asarray([x], float) for x in (reward, done, success)
   )
-  return base.TimeStep((), reward, 0 * done, done, (), success, **kwargs)
+  return env_lib.TimeStep((), reward, 0 * done, done, (), success, **kwargs)
 
 
 def test_episodes_are_counted_when_they_end_however_batches_are_cut():

@@ -7,6 +7,7 @@ import pytest
 
 import claims
 from stages import base
+from stages.envs import env as env_lib
 from stages.workflows.ppo import compute_advantages
 from tests.stages.learn import ppo_cases
 
@@ -24,7 +25,7 @@ def layouts(B=10_000, T=9, seed=0):
   # Within an episode, what was seen last is what is seen next.
   goes_on = ~done[:, :-1]
   final_obs[:, :-1][goes_on] = obs[:, 1:][goes_on]
-  timestep = base.TimeStep(
+  timestep = env_lib.TimeStep(
     (),
     reward,
     terminated.astype(float),

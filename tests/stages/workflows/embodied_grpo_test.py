@@ -10,7 +10,8 @@ import pytest
 
 import jax_envs
 import stages
-from stages import base, workflows
+from stages import workflows
+from stages.envs import env as env_lib
 from stages.envs import episode_stats, push
 from stages.envs.rollouts import rollout
 from stages.envs.rollouts import rollout as rollout_lib
@@ -37,7 +38,7 @@ def timestep_of(done, success=None, reward=None, env_failed=None):
   success, reward = given
   if env_failed is not None:
     env_failed = jnp.asarray(env_failed, float)
-  return base.TimeStep(
+  return env_lib.TimeStep(
     (), reward, done, 0 * done, (), success, env_failed=env_failed
   )
 

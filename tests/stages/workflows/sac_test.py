@@ -13,6 +13,7 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.run.folder import checkpoint
 from rlinf_jax.runtime import local
 from stages import base, metrics, workflows
+from stages.envs import env as env_lib
 from stages.envs import push, reach, replay
 from stages.learn import optimizers, soft_actor_critic
 from stages.models import policy_file
@@ -48,7 +49,7 @@ def timestep(reward, terminated, truncated, final_obs, **kwargs):
   reward, terminated, truncated, final_obs = (
     jnp.asarray([x], float) for x in (reward, terminated, truncated, final_obs)
   )
-  return base.TimeStep(
+  return env_lib.TimeStep(
     (),
     reward,
     terminated,

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from stages import base, ranges, tree_paths
+from stages.envs import env as env_lib
 from stages.models.control import action_range
 from stages.models.vla import instructions
 from stages.models.vla.openvla import action_tokens, openvla, openvla_policy
 
 
 def policy(
-  env: base.Env,
+  env: env_lib.Env,
   *,
   config: openvla.Config,
   prompt: tuple[int, ...] | None = None,
@@ -97,7 +98,7 @@ def adapt(
   )
 
 
-def check_camera(env: base.Env, camera: str):
+def check_camera(env: env_lib.Env, camera: str):
   """Refuses an environment that does not return such a picture."""
   found = tree_paths.flatten(env.obs_spec)
   spec = found.get(camera)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stages import base, ranges, tree_paths
+from stages.envs import env as env_lib
 from stages.models import lora as lora_lib
 from stages.models.control import action_range
 from stages.models.vla import instructions, trunk_lora
@@ -26,7 +27,7 @@ FROZEN_PARTS = ('dino', 'siglip', 'projector', LLAMA)
 
 
 def policy(
-  env: base.Env,
+  env: env_lib.Env,
   *,
   config: openvla_oft.Config,
   prompt: tuple[int, ...] | None = None,
@@ -64,7 +65,7 @@ def policy(
 
 
 def pretrained(
-  env: base.Env | None,
+  env: env_lib.Env | None,
   *,
   checkpoint: str,
   prompt: tuple[int, ...] | None = None,
@@ -131,7 +132,7 @@ def export(
   openvla_oft_files.export(folder, own, checkpoint, **settings)
 
 
-def _within_bounds(own: base.Policy, env: base.Env, Z: int) -> base.Policy:
+def _within_bounds(own: base.Policy, env: env_lib.Env, Z: int) -> base.Policy:
   """The policy with actions that the environment accepts."""
   low, high = map(np.asarray, action_range.bounds(env))
 
@@ -149,7 +150,7 @@ def _within_bounds(own: base.Policy, env: base.Env, Z: int) -> base.Policy:
 
 
 def _check(
-  env: base.Env,
+  env: env_lib.Env,
   config: openvla_oft.Config,
   cameras: tuple[str, ...],
   state: str | None,

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 import jax_envs
-from stages import base, workflows
+from stages import workflows
+from stages.envs import env as env_lib
 from stages.envs import push
 from stages.learn import optimizers
 from stages.models.control import categorical_policy, critics, gaussian_policy
 import tiny
 
 CHOICES = 3, 2
-WORLD = base.Env(
+WORLD = env_lib.Env(
   None,
   None,
   jax.ShapeDtypeStruct((4,), jnp.float32),

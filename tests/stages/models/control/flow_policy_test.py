@@ -9,13 +9,14 @@ import pytest
 
 from stages import base, workflows
 from stages.envs import demonstrations, push
+from stages.envs import env as env_lib
 from stages.learn import optimizers
 from stages.models.control import flow_matching, flow_policy
 from tiny import read
 
 B, CHUNK, K = 16, 3, 4
 LOW, HIGH = (-1.0, 0.0), (1.0, 3.0)
-ENV = base.Env(
+ENV = env_lib.Env(
   None, None, jax.ShapeDtypeStruct((5,), jnp.float32), LOW, HIGH, 10
 )
 KINDS = {

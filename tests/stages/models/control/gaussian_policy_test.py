@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stages import base
+from stages.envs import env as env_lib
 from stages.envs import push
 from stages.models.control import action_range, gaussian_policy
 
@@ -13,7 +13,7 @@ torch = pytest.importorskip('torch', reason='Reference densities need torch.')
 distributions = torch.distributions
 
 LOW, HIGH = (-1.0, 0.0, -3.0), (1.0, 2.0, 5.0)
-WORLD = base.Env(
+WORLD = env_lib.Env(
   None, None, jax.ShapeDtypeStruct((4,), jnp.float32), LOW, HIGH, 10
 )
 B = 64
