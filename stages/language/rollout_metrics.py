@@ -65,20 +65,26 @@ def describe(
     'rollout/staleness': metrics.mean(stale_BT, x.mask),
     'rollout/staleness_max': metrics.maximum(stale_BT),
     'rollout/tokens': length_B.sum(),
-    'rollout/padding': padding(x, group_size),
+    'rollout/padding': padding(x.obs.mask, x.mask, group_size),
     'rollout/samples': metrics.first_rows(
       evaluate_lib.rows_to_log(x, verdict.reward), group_size
     ),
   }
 
 
-def padding(x: base.Experience, group_size: int) -> metrics.Mean:
-  """Share of padding in groups of a prompt and its completions, unpacked."""
-  (B, P), T = x.obs.mask.shape, x.mask.shape[1]
-  prompt_N = x.obs.mask[::group_size].sum(1)
-  real_N = x.mask.reshape(-1, group_size * T).max(1)
+def padding(mask_BP, mask_BT, group_size: int) -> metrics.Mean:
+  """Share of padding in groups of a prompt and its completions, unpacked.
+
+  Args:
+    mask_BP: 1 on the tokens of prompts.
+    mask_BT: 1 on those of completions.
+    group_size: adjacent rows that share a prompt.
+  """
+  (B, P), T = mask_BP.shape, mask_BT.shape[1]
+  prompt_N = mask_BP[::group_size].sum(1)
+  real_N = mask_BT.reshape(-1, group_size * T).max(1)
   # The last token of a prompt is read with each completion.
-  completed = packing.lengths(x.mask).sum().astype(x.mask.dtype)
+  completed = packing.lengths(mask_BT).sum().astype(mask_BT.dtype)
   real = ((prompt_N - 1) * real_N).sum() + completed
   computed = jnp.full_like(real, B // group_size * P + B * T)
   return metrics.Mean(computed - real, computed)
@@ -98,21 +104,12 @@ def packed_padding(
     group_size: adjacent rows that share a prompt.
     informative_only: as in `policy_stages.scorer`.
   """
-  capacity = policy.packed_tokens
-  if capacity is None:
+  if policy.packed_tokens is None:
     return lambda batches: {}
-
-  def size(mask_BP, mask_BT, *advantage):
-    if advantage:
-      mask_BT = policy_stages.informative_mask(mask_BT, *advantage)
-    return packing.assign_batch(mask_BP, mask_BT, group_size, capacity).size
+  of = functools.partial(_padding_of_packed, policy.packed_tokens, group_size)
 
   def run(minibatches):
-    size_M = jnp.concatenate([size(*x) for x in minibatches])
-    size_M = size_M.astype(jnp.float32)
-    computed = capacity * (size_M > 0).sum(dtype=jnp.float32)
-    share = metrics.Mean(computed - size_M.sum(), computed)
-    return {'rollout/padding': share}
+    return {'rollout/padding': of(minibatches)}
 
   stage = stages.Stage(run, 'padding', 'batch')
 
@@ -122,6 +119,48 @@ def packed_padding(
     return stage([(x.obs.mask, x.mask, x.advantage) for x, *_ in batches])
 
   return padding
+
+
+def example_padding(policy: base.Policy, group_size: int = 1) -> Callable:
+  """Returns `base.Example -> info` with the share of padding.
+
+  Args:
+    policy: the policy that scores the examples, in packed rows or unpacked.
+    group_size: adjacent rows that share a prompt.
+  """
+  capacity = policy.packed_tokens
+
+  def run(mask_BP, mask_BT):
+    if capacity is None:
+      return {'train/padding': padding(mask_BP, mask_BT, group_size)}
+    batches = [(mask_BP, mask_BT)]
+    return {'train/padding': _padding_of_packed(capacity, group_size, batches)}
+
+  stage = stages.Stage(run, 'padding', 'batch')
+  return lambda x: stage(x.prompt.mask, x.mask)
+
+
+def _padding_of_packed(
+  capacity: int, group_size: int, minibatches
+) -> metrics.Mean:
+  """Share of padding in packed rows of `capacity` tokens.
+
+  Args:
+    capacity: tokens that a row has room for.
+    group_size: adjacent rows that share a prompt.
+    minibatches: masks of prompts and of completions, of each minibatch, and
+      advantages, if completions without one are left out.
+  """
+
+  def size(mask_BP, mask_BT, *advantage):
+    if advantage:
+      mask_BT = policy_stages.informative_mask(mask_BT, *advantage)
+    return packing.assign_batch(mask_BP, mask_BT, group_size, capacity).size
+
+  size_M = jnp.concatenate([size(*x) for x in minibatches])
+  size_M = size_M.astype(jnp.float32)
+  computed = capacity * (size_M > 0).sum(dtype=jnp.float32)
+  return metrics.Mean(computed - size_M.sum(), computed)
 
 
 def _logprob_gap(x: base.Experience) -> base.Info:

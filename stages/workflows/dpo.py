@@ -8,7 +8,7 @@ import optax
 
 import stages
 from stages import base, metrics, ranges
-from stages.language import balance, policy_stages
+from stages.language import balance, policy_stages, rollout_metrics
 from stages.learn import losses, objectives, train_step
 
 PAIR = 2  # Adjacent rows: the preferred completion, then the rejected one.
@@ -69,6 +69,7 @@ def dpo(
     group_size=PAIR,
   )
   learn = train_step.learner(loss, optimizer, group_size=PAIR)
+  padding = rollout_metrics.example_padding(policy, PAIR)
 
   def init(key):
     actor = train_step.init(policy.init(key), optimizer)
@@ -81,7 +82,7 @@ def dpo(
     del key  # Nothing here is random.
     ref_logp_B = score_ref(reference(state), pairs)
     actor, info = learn(state.actor, [(pairs, ref_logp_B)])
-    return state._replace(actor=actor), info
+    return state._replace(actor=actor), info | padding(pairs)
 
   def evaluate(state: State, pairs: base.Example, key):
     del key

@@ -5,7 +5,7 @@ import optax
 
 import stages
 from stages import base, metrics, ranges
-from stages.language import balance, policy_stages, verifiers
+from stages.language import balance, policy_stages, rollout_metrics, verifiers
 from stages.language import evaluate as evaluate_lib
 from stages.learn import losses, objectives, train_step
 
@@ -50,6 +50,7 @@ def sft(
     return (losses.token_mean(term_BT - now.logp, x.mask),), info
 
   learn = train_step.learner(loss, optimizer)
+  padding = rollout_metrics.example_padding(policy)
   score = stages.Stage(
     lambda params, x: likelihood(policy, params, x), 'score', 'sum', (0,)
   )
@@ -60,7 +61,8 @@ def sft(
 
   def step(state: base.TrainState, examples: base.Example, key):
     del key  # Nothing here is random.
-    return learn(state, [(examples,)])
+    state, info = learn(state, [(examples,)])
+    return state, info | padding(examples)
 
   def evaluate(state: base.TrainState, batch, key):
     if verify is None:

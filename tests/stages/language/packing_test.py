@@ -326,16 +326,24 @@ def test_padding_is_counted_with_and_without_packing():
   P, T, G = 5, tiny.LENGTH, GROUP
   before_NP = prompt.mask[::G].sum(1) - 1
   real = before_NP[mask_BT.reshape(4, -1).any(1)].sum() + mask_BT.sum()
-  got = rollout_metrics.padding(jax.tree.map(jnp.asarray, x), G).value()['']
+  got = rollout_metrics.padding(prompt.mask, mask_BT, G).value()['']
   np.testing.assert_allclose(got, 1 - real / (4 * (P + G * T)), rtol=1e-6)
   padding = rollout_metrics.packed_padding(tiny.policy(packed_tokens=12), G)
   info = padding([(x, ())])
   sizes, _ = first_fit(before_NP, mask_BT.sum(1).astype(int), 12)
+  share = 1 - sum(sizes) / (12 * len(sizes))
   np.testing.assert_allclose(
-    info['rollout/padding'].value()[''],
-    1 - sum(sizes) / (12 * len(sizes)),
-    rtol=1e-6,
+    info['rollout/padding'].value()[''], share, rtol=1e-6
   )
+  # Of examples, as in supervised learning.
+  for capacity, want in ((None, got), (12, share)):
+    policy = tiny.policy(packed_tokens=capacity)
+    info = rollout_metrics.example_padding(policy, G)(
+      base.Example(prompt, action_BT, mask_BT)
+    )
+    np.testing.assert_allclose(
+      info['train/padding'].value()[''], want, rtol=1e-6
+    )
 
 
 def test_a_policy_that_does_not_pack_ignores_the_mask():
