@@ -119,10 +119,21 @@ def batches(name):
   return [tiny.problem(rows=16, seed=i) for i in range(2)]
 
 
+def start(name):
+  """The state before the first step."""
+  state = workflow(name).init(jax.random.key(0))
+  if name == 'dpo':
+    # Against itself a policy has margins of zero but for rounding, whose sign
+    # `train/accuracy` counts.
+    other = workflow(name).init(jax.random.key(1))
+    state = state._replace(reference=other.reference)
+  return state
+
+
 @functools.cache
 def eager(name):
   """State and info after each of two steps, called with arrays."""
-  state, results = workflow(name).init(jax.random.key(0)), []
+  state, results = start(name), []
   for i, batch in enumerate(batches(name)):
     state, info = workflow(name).step(state, batch, random_plans_test.key(i))
     results.append((tiny.arrays(state), tiny.arrays(info)))
@@ -141,6 +152,7 @@ def test_no_plan_changes_the_mathematics(name, seed):
   plan, _ = random_plans_test.random_plan(
     seed, stages, {'gradient': 8}, ('apply',), [None], ['gradient']
   )
-  state = workflow(name).init(jax.random.key(0))
-  results = random_plans_test.run(plan, workflow(name), state, batches(name))
+  results = random_plans_test.run(
+    plan, workflow(name), start(name), batches(name)
+  )
   random_plans_test.compare(plan, results, eager(name))
