@@ -6,7 +6,7 @@ import sys
 
 from absl import app, flags, logging
 
-from rlinf_jax import config_errors
+from rlinf_jax.config import config_errors
 
 LONGEST = 200  # Characters of an argument in a message.
 # Errors that the user can mend: they are printed without a traceback.

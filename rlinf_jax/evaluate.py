@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rlinf_jax import config
+from rlinf_jax.config import config
 from rlinf_jax.planning import autoplan
 from rlinf_jax.report import report, video
 from rlinf_jax.report.html import evaluation_table

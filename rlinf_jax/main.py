@@ -19,14 +19,8 @@ import tempfile
 from absl import app, flags, logging
 
 from planner import cluster
-from rlinf_jax import (
-  command_line,
-  config,
-  config_errors,
-  gin_flags,
-  startup,
-  train,
-)
+from rlinf_jax import command_line, startup, train
+from rlinf_jax.config import config, config_errors, gin_flags
 from rlinf_jax.envs import simulator
 from rlinf_jax.run import allocator, exit_watcher
 from rlinf_jax.run.folder import checkpoint, run_lock

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rlinf_jax import config
+from rlinf_jax.config import config
 from tests import conftest
 
 SOURCE = """

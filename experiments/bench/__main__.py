@@ -8,7 +8,7 @@ Prints a table and, as the last line, JSON.
 from absl import app
 
 from experiments.bench import step
-from rlinf_jax import config
+from rlinf_jax.config import config
 
 
 def main(_):

@@ -14,7 +14,8 @@ from planner.costs.mesh import per_device
 from planner.counting import count
 from planner.ir import plan as plan_lib
 from planner.lower import unroll
-from rlinf_jax import config, train
+from rlinf_jax import train
+from rlinf_jax.config import config
 from rlinf_jax.planning.compiled import plan_compiler, report
 from rlinf_jax.planning.compiled import topology as topology_lib
 from rlinf_jax.run import flows as flows_lib

@@ -11,7 +11,7 @@ from planner.costs import roofline
 from planner.explain import overview
 from planner.search import exact, grouping
 from planner.search import space as space_lib
-from rlinf_jax import config
+from rlinf_jax.config import config
 
 CLUSTERS = pathlib.Path(__file__).parents[2] / 'gin_configs' / 'clusters'
 # All rows are shared over one axis, over which parameters are spread, too.

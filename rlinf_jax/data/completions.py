@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf_jax import config_errors
+from rlinf_jax.config import config_errors
 from rlinf_jax.data import chat as chat_lib
 from rlinf_jax.data import files, picture_files, pictures
 from stages import base

@@ -8,7 +8,7 @@ import os
 import pathlib
 from typing import Any, NamedTuple
 
-from rlinf_jax import config_errors
+from rlinf_jax.config import config_errors
 from rlinf_jax.data import pictures
 
 # Columns that may hold the question, the first that a file has.

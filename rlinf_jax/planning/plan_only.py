@@ -6,7 +6,7 @@ from typing import Any
 
 from planner import cluster as cluster_lib
 from planner.search import result as result_lib
-from rlinf_jax import config
+from rlinf_jax.config import config
 from rlinf_jax.planning import plan_report
 from rlinf_jax.planning.compiled import topology as topology_lib
 from rlinf_jax.run import flows as flows_lib

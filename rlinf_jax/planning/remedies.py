@@ -7,7 +7,7 @@ from planner.costs import roofline
 from planner.explain import formatting, plan_data
 from planner.ir import graph
 from planner.ir import plan as plan_lib
-from rlinf_jax import config_values
+from rlinf_jax.config import config_values
 from stages import remat as remat_lib
 
 ACTIVATIONS, BETWEEN = 'activations', 'values between stages'

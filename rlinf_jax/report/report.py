@@ -16,7 +16,8 @@ import re
 
 import numpy as np
 
-from rlinf_jax import command_line, config_errors
+from rlinf_jax import command_line
+from rlinf_jax.config import config_errors
 from rlinf_jax.report import compare, predicted, summary
 from rlinf_jax.report.html import (
   charts,

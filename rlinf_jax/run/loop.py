@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from rlinf_jax import config
+from rlinf_jax.config import config
 from rlinf_jax.planning import monitor as monitor_lib
 from rlinf_jax.run import evaluation, interrupt
 from rlinf_jax.run import skipped as skipped_lib

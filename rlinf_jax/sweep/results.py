@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf_jax import config_errors
+from rlinf_jax.config import config_errors
 from rlinf_jax.run import console
 from rlinf_jax.run.folder import run_folder, whole_file
 from rlinf_jax.sweep import grid

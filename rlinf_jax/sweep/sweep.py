@@ -25,7 +25,8 @@ import time
 
 from absl import flags
 
-from rlinf_jax import command_line, config, config_errors
+from rlinf_jax import command_line
+from rlinf_jax.config import config, config_errors
 from rlinf_jax.run.folder import whole_file
 from rlinf_jax.sweep import capacity, grid, process, results
 

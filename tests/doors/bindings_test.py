@@ -8,7 +8,7 @@ import typing
 
 import pytest
 
-from rlinf_jax import config, config_bindings, config_types
+from rlinf_jax.config import config, config_bindings, config_types
 from stages import ranges
 from stages.learn import signatures
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlinf_jax import config, config_changes
+from rlinf_jax.config import config, config_changes
 from rlinf_jax.run.folder import checkpoint
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from rlinf_jax import config
+from rlinf_jax.config import config
 
 ROOT = pathlib.Path(__file__).parents[2]
 SUMS = 'gin_configs/grpo_arithmetic.gin'

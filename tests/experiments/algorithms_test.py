@@ -7,7 +7,7 @@ import pytest
 
 from experiments.algorithms import __main__ as experiment
 from experiments.algorithms import algorithms, table
-from rlinf_jax import config, gin_flags
+from rlinf_jax.config import config, gin_flags
 from rlinf_jax.run.folder import run_folder
 
 ROOT = pathlib.Path(__file__).parents[2]

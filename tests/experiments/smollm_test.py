@@ -5,7 +5,7 @@ import re
 import shlex
 
 from experiments.smollm import word_problems
-from rlinf_jax import config, gin_flags
+from rlinf_jax.config import config, gin_flags
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from planner import cluster
-from rlinf_jax import config
+from rlinf_jax.config import config
 from rlinf_jax.planning.compiled import topology
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -9,7 +9,8 @@ import pytest
 
 import one_simulator
 import own_data
-from rlinf_jax import config, train
+from rlinf_jax import train
+from rlinf_jax.config import config
 from rlinf_jax.data.lerobot import write
 from rlinf_jax.envs import simulator
 from rlinf_jax.recipes import tiny_vla, warm_start

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf_jax import config_errors
+from rlinf_jax.config import config_errors
 from rlinf_jax.data.lerobot import extra
 from stages.models.files import weights
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from planner.ir import plan as plan_lib
-from rlinf_jax import config
+from rlinf_jax.config import config
 from rlinf_jax.run import flows as flows_lib
 
 

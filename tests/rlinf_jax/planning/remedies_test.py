@@ -7,7 +7,8 @@ from planner.costs import roofline
 from planner.counting import count
 from planner.explain import formatting
 from planner.ir import plan as plan_lib
-from rlinf_jax import config, config_values, train
+from rlinf_jax import train
+from rlinf_jax.config import config, config_values
 from rlinf_jax.planning import autoplan, remedies
 from rlinf_jax.run import flows as flows_lib
 from sharding import rules

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from rlinf_jax import config, train
+from rlinf_jax import train
+from rlinf_jax.config import config
 from rlinf_jax.data.lerobot import statistics, write
 from rlinf_jax.recipes import tiny_vla
 from stages.envs import action_chunks, push

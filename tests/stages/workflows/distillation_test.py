@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import own_data
-from rlinf_jax import config
+from rlinf_jax.config import config
 from stages import base, workflows
 from stages.language import sample, tokens
 from stages.learn import optimizers

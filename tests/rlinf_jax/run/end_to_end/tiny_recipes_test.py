@@ -5,7 +5,8 @@ import json
 import pytest
 
 import own_data
-from rlinf_jax import config, train
+from rlinf_jax import train
+from rlinf_jax.config import config
 from tests.rlinf_jax import recipes_test
 
 # Those of GRPO are grpo_math, which own_data_test trains, with other numbers.

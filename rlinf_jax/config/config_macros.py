@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rlinf_jax import config_bindings, config_errors
+from rlinf_jax.config import config_bindings, config_errors
 
 # A call: its scope and the full name of its function, or a macro.
 Call = tuple[str, str]

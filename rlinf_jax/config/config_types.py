@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import annotated_types
 import typeguard
 
-from rlinf_jax import config_bindings, config_errors
+from rlinf_jax.config import config_bindings, config_errors
 
 KINDS = {
   int: 'a whole number',

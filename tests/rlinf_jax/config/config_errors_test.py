@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from fake_recipe import BASE, parse, refused, run, write
-from rlinf_jax import config_errors
+from rlinf_jax.config import config_errors
 
 pytestmark = pytest.mark.usefixtures('recipe_folder')
 
@@ -37,7 +37,7 @@ def test_a_missing_include_is_reported_with_its_file():
 def test_gin_logs_nothing_while_it_searches(recipe_folder):
   write('top.gin', "include 'nowhere/none.gin'")
   code = (
-    'from rlinf_jax import config\n'
+    'from rlinf_jax.config import config\n'
     'try: config.parse(["top.gin"], [], "x")\n'
     'except FileNotFoundError as error: print(error)'
   )

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 import pathlib
 from typing import NamedTuple
 
-from rlinf_jax import config, config_bindings, config_errors
+from rlinf_jax.config import config, config_bindings, config_errors
 
 # Arguments that decide which parameters and which data a run has.
 FIXED = frozenset(

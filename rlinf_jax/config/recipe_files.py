@@ -5,7 +5,7 @@ import contextlib
 import pathlib
 import re
 
-from rlinf_jax import config_errors
+from rlinf_jax.config import config_errors
 
 INCLUDE = re.compile(r'include\s+[\'"](.+?)[\'"]')
 

@@ -11,7 +11,7 @@ import sys
 import tokenize
 
 # The folder of `gin_configs`, in a checkout and in an installed wheel.
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 DYNAMIC = 'from __gin__ import dynamic_registration'
 LONGEST = 200  # Characters of a value or a line in a message.
 IMPORT = re.compile(

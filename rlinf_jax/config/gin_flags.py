@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from absl import flags
 
-from rlinf_jax import command_line, recipe_files
+from rlinf_jax import command_line
+from rlinf_jax.config import recipe_files
 
 # Not a template that begins with a field, such as '{prompt} Think first.'
 DICT = re.compile(r'\{(?:\s*|.*:.*)\}\s*', re.DOTALL)

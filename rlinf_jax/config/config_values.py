@@ -4,7 +4,7 @@ from typing import Any
 
 import gin
 
-from rlinf_jax import config_bindings
+from rlinf_jax.config import config_bindings
 
 
 def read(parameter: str) -> dict[str, Any]:

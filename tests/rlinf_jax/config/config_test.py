@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from fake_recipe import BASE, parse, refused, run, write
-from rlinf_jax import config, config_errors
+from rlinf_jax.config import config, config_errors
 
 pytestmark = pytest.mark.usefixtures('recipe_folder')
 

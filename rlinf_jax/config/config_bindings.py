@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from gin import config_parser
 
-from rlinf_jax import config_errors
+from rlinf_jax.config import config_errors
 
 MACRO = 'gin.macro'
 

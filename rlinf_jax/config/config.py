@@ -23,7 +23,7 @@ from typing import Any
 from absl import flags
 import gin
 
-from rlinf_jax import (
+from rlinf_jax.config import (
   config_bindings,
   config_errors,
   config_macros,

@@ -1,0 +1,1 @@
+"""Recipes in gin: reading them, checking them, and what is said of errors."""
