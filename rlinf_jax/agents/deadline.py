@@ -26,8 +26,9 @@ class Pool:
       seconds: that one call may take, from when it starts.
     """
     self._num_threads, self._seconds = num_threads, seconds
-    self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-    self._lock, self._started = threading.Lock(), False
+    self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+    # Notified whenever a call is done.
+    self._lock, self._started = threading.Condition(), False
 
   def map(self, function: Callable, items: Sequence[Any]) -> list[Any]:
     """Calls the function with each item.
@@ -36,15 +37,42 @@ class Pool:
       Results in the order of the items; where a call raised or was late, its
       exception.
     """
+    calls = [self.submit(function, item) for item in items]
+    self.wait(calls, len(calls))
+    return [call.result for call in calls]
+
+  def submit(self, function: Callable, item: Any) -> 'Call':
+    """A call that a thread makes when one is free; `wait` for its result."""
     with self._lock:
       if not self._started:
         for _ in range(self._num_threads):
           self._start()
         self._started = True
-    calls = [_Call(function, item) for item in items]
-    for call in calls:
-      self._calls.put(call)
-    return [self._wait(call) for call in calls]
+    call = Call(function, item)
+    self._calls.put(call)
+    return call
+
+  def wait(self, calls: Sequence['Call'], count: int):
+    """Waits until at least `count` of the calls are over.
+
+    Calls that are late are then over, and their result is a `LateError`.
+    """
+    with self._lock:
+      while True:
+        left = [self._seconds_left(call) for call in calls if not call.is_over]
+        if sum(call.is_over for call in calls) >= count:
+          return
+        self._lock.wait(min(left))
+
+  def _seconds_left(self, call: 'Call') -> float:
+    """Seconds until a call is late; one that is late is given up."""
+    left = self._seconds
+    if call.start is not None:
+      left = call.start + self._seconds - time.monotonic()
+    if left <= 0:
+      call.end(LateError(f'it took more than {self._seconds:g} s'))
+      self._start()
+    return max(left, 0.0)
 
   def _start(self):
     threading.Thread(target=self._serve, name='text_env', daemon=True).start()
@@ -52,49 +80,34 @@ class Pool:
   def _serve(self):
     while True:
       call = self._calls.get()
-      call.run()
-      if call.is_abandoned():
-        return
-
-  def _wait(self, call: '_Call') -> Any:
-    """The result of a call, or its exception."""
-    while not call.done.wait(call.left(self._seconds)):
-      if call.left(self._seconds) <= 0 and call.abandon():
-        self._start()
-        return LateError(f'it took more than {self._seconds:g} s')
-    return call.result
+      result = call.run()
+      with self._lock:
+        if call.is_over:  # Another thread has taken the place of this one.
+          return
+        call.end(result)
+        self._lock.notify_all()
 
 
-class _Call:
-  """A call of a function, which one thread runs and another waits for."""
+class Call:
+  """A call of a function.
+
+  Attributes:
+    start: when it started, by `time.monotonic`; None before.
+    is_over: whether it has a result.
+    result: what the function returned, or the exception that it raised.
+  """
 
   def __init__(self, function: Callable, item: Any):
     self._function, self._item = function, item
-    self._start, self._lock, self._abandoned = None, threading.Lock(), False
-    self.done, self.result = threading.Event(), None
+    self.start, self.is_over, self.result = None, False, None
 
-  def run(self):
-    self._start = time.monotonic()
+  def run(self) -> Any:
+    """The result of the function, or its exception."""
+    self.start = time.monotonic()
     try:
-      result = self._function(self._item)
+      return self._function(self._item)
     except Exception as error:  # noqa: BLE001 (Foreign code: any error counts.)
-      result = error
-    with self._lock:
-      self.result = result
-      self.done.set()
+      return error
 
-  def left(self, seconds: float) -> float:
-    """Seconds until it is late; all of them before it has started."""
-    if self._start is None:
-      return seconds
-    return max(0.0, self._start + seconds - time.monotonic())
-
-  def abandon(self) -> bool:
-    """Gives up on it, unless it is done."""
-    with self._lock:
-      self._abandoned = not self.done.is_set()
-      return self._abandoned
-
-  def is_abandoned(self) -> bool:
-    with self._lock:
-      return self._abandoned
+  def end(self, result: Any):
+    self.is_over, self.result = True, result

@@ -27,6 +27,8 @@ from stages.language import conversation, tokens
 
 MAX_LIVE = 2**16  # Environments that are kept; the oldest are made anew.
 MAX_CALLS = 8  # Calls of the stage at once, such as of the pieces of a batch.
+# With slots, the policy goes on with 1 / SHARE of the unfinished rows.
+SHARE = 4
 
 
 def envs(
@@ -37,6 +39,7 @@ def envs(
   chat: bool = True,
   step_timeout: ranges.PositiveFloat = 60.0,
   num_threads: ranges.PositiveInt = 8,
+  slots: ranges.PositiveInt | None = None,
 ) -> conversation.TextEnvs:
   """Text environments for `conversation.converse`.
 
@@ -51,6 +54,10 @@ def envs(
     chat: whether to render messages by the chat template, as in `formats`.
     step_timeout: seconds that a step of an environment may take.
     num_threads: steps of environments at once.
+    slots: rows that the policy continues at once, while environments of others
+      work; it goes on as soon as they are full again, or a quarter of the
+      unfinished rows can go on. None to continue all rows together, when the
+      last of them has its answer.
   """
   tokenizer = tokens.load_tokenizer(checkpoint)
   terms = base.terms(make())
@@ -64,9 +71,10 @@ def envs(
       Turn(now.id[i].tobytes(), problem, _texts(tokenizer, now, i))
       for i, problem in zip(row_B, problems, strict=True)
     ]
+    count = _answers_to_wait_for(len(turns), now, slots)
 
     return stages.Deferred(
-      _executor().submit(step, turns),
+      _executor().submit(step, turns, count),
       functools.partial(_reply, write, terms, now.own.shape[0], row_B),
     )
 
@@ -84,7 +92,18 @@ def envs(
     out_shapes=out_shapes,
     asynchronous=True,
   )
-  return conversation.TextEnvs(stage, max_answer_tokens, terms)
+  return conversation.TextEnvs(stage, max_answer_tokens, terms, slots)
+
+
+def _answers_to_wait_for(
+  waiting: int, now: conversation.Conversation, slots: int | None
+) -> int:
+  """Answers after which the policy goes on, of rows that wait for one."""
+  if slots is None:
+    return waiting
+  ready = int(np.sum(conversation.has_turn(now.completions)))
+  enough = min(slots, -(-(waiting + ready) // SHARE))
+  return min(waiting, max(0, enough - ready))
 
 
 class Turn(NamedTuple):
@@ -98,7 +117,10 @@ class Turn(NamedTuple):
 
   id: bytes
   problem: str
-  texts: list[str]
+  texts: tuple[str, ...]
+
+
+Step = base.TimeStep | Exception  # An exception where a step failed.
 
 
 class _Episode(NamedTuple):
@@ -106,7 +128,7 @@ class _Episode(NamedTuple):
 
   env: base.TextEnv
   problem: str
-  texts: list[str]
+  texts: tuple[str, ...]
 
 
 class _Steps:
@@ -117,10 +139,37 @@ class _Steps:
     self._live: collections.OrderedDict[bytes, _Episode] = (
       collections.OrderedDict()
     )
+    self._calls: collections.OrderedDict[Turn, deadline.Call] = (
+      collections.OrderedDict()
+    )
     self._lock, self._failed = threading.Lock(), False
 
-  def __call__(self, turns: Sequence[Turn]) -> list[base.TimeStep | Exception]:
-    steps = self._pool.map(self._step, turns)
+  def __call__(self, turns: Sequence[Turn], count: int) -> list[Step | None]:
+    """Answers to turns; None where there is none yet, of all but `count`.
+
+    A turn without an answer is asked for again, and its step goes on meanwhile.
+    """
+    with self._lock:
+      calls = [self._call(turn) for turn in turns]
+    self._pool.wait(calls, count)
+    steps = [call.result for call in calls]
+    with self._lock:
+      for turn, step in zip(turns, steps, strict=True):
+        if step is not None:
+          self._calls.pop(turn, None)
+    self._report(steps)
+    return steps
+
+  def _call(self, turn: Turn) -> deadline.Call:
+    """The step of a turn, which starts unless it is under way."""
+    if turn not in self._calls:
+      self._calls[turn] = self._pool.submit(self._step, turn)
+      if len(self._calls) > MAX_LIVE:
+        self._calls.popitem(last=False)
+    return self._calls[turn]
+
+  def _report(self, steps: Sequence[Step | None]):
+    """Prints the first failure of the run."""
     for step in steps:
       if isinstance(step, Exception) and not self._failed:
         self._failed = True
@@ -130,11 +179,10 @@ class _Steps:
           file=sys.stderr,
           flush=True,
         )
-    return steps
 
   def _step(self, turn: Turn) -> base.TimeStep:
     """One step of one environment; in a thread."""
-    *past, text = turn.texts
+    past, text = turn.texts[:-1], turn.texts[-1]
     with self._lock:
       live = self._live.pop(turn.id, None)
     if live is None or (live.problem, live.texts) != (turn.problem, past):
@@ -147,23 +195,25 @@ class _Steps:
           self._live.popitem(last=False)
     return step
 
-  def _replay(self, problem: str, texts: Sequence[str]) -> _Episode:
+  def _replay(self, problem: str, texts: tuple[str, ...]) -> _Episode:
     """An environment to which `texts` have been said."""
     env = self._make()
     env.reset(json.loads(problem))
     for text in texts:
       env.step(text)
-    return _Episode(env, problem, list(texts))
+    return _Episode(env, problem, texts)
 
 
-def _texts(tokenizer, now: conversation.Conversation, i: int) -> list[str]:
+def _texts(
+  tokenizer, now: conversation.Conversation, i: int
+) -> tuple[str, ...]:
   """The policy's own turns in row `i`."""
   own_T = np.concatenate([[0], now.own[i] > 0, [0]]).astype(int)
   (start,) = np.nonzero(np.diff(own_T) > 0)
   (end,) = np.nonzero(np.diff(own_T) < 0)
   action_T = now.completions.action[i]
   rows = [action_T[a:b].tolist() for a, b in zip(start, end, strict=True)]
-  return tokenizer.batch_decode(rows, skip_special_tokens=True)
+  return tuple(tokenizer.batch_decode(rows, skip_special_tokens=True))
 
 
 def _ids(
@@ -179,6 +229,7 @@ def _empty(B: int, E: int, terms: Sequence[str], xp: Any) -> conversation.Reply:
   """A reply in which every array is zero."""
   zero_B = lambda: xp.zeros(B, xp.float32)
   return conversation.Reply(
+    answered=zero_B(),
     token=xp.zeros((B, E), xp.int32),
     mask=xp.zeros((B, E), xp.int32),
     reward=zero_B(),
@@ -191,11 +242,14 @@ def _empty(B: int, E: int, terms: Sequence[str], xp: Any) -> conversation.Reply:
 
 
 def _reply(
-  write, terms, B: int, row_B, steps: Sequence[base.TimeStep | Exception]
+  write, terms, B: int, row_B, steps: Sequence[Step | None]
 ) -> conversation.Reply:
   """Time steps of some rows as arrays of all rows."""
   out = _empty(B, write.args[-1], terms, np)
   for i, step in zip(row_B, steps, strict=True):
+    out.answered[i] = step is not None
+    if step is None:
+      continue
     if isinstance(step, Exception):
       out.failed[i] = 1.0
       continue

@@ -6,6 +6,10 @@ tokenized once and appended, and the policy continues after it. All tokens of a
 conversation are one completion, so a forward pass scores it as any other; the
 mask is 1 on the policy's own tokens and 0 on those of the environment.
 
+With slots, only some of the rows that have the turn are continued at once, each
+to the end of its turn, and the environments of the others work meanwhile. When
+the answer to a row comes then changes none of its tokens.
+
 What the policy wrote is never tokenized again: the tokens that are trained on
 are the tokens that were sampled.
 """
@@ -30,7 +34,7 @@ class Conversation(NamedTuple):
     completions: all tokens so far, of the policy and of the environment; a row
       is alive while the policy has the turn.
     own: 1 on the tokens of the policy.
-    waits: rows that have just ended a turn, which the environment answers.
+    waits: rows that have ended a turn, which the environment has not answered.
     turns: turns of the policy that the environment has received.
     by_turn: rewards of turns, and the states that they were taken in.
     terms: sums of the environment's numbers so far, by name.
@@ -53,6 +57,7 @@ class Reply(NamedTuple):
   """Answers of environments to turns; arbitrary in rows that do not wait.
 
   Attributes:
+    answered: 1 where there is an answer; the other rows go on waiting.
     token: tokens of the answer, up to where the policy continues; padded on the
       right.
     mask: 1 on real tokens. Without any, an answer has no room.
@@ -64,6 +69,7 @@ class Reply(NamedTuple):
     state: number of the state that the answer leads to, as in `base.Turns`.
   """
 
+  answered: Float[Array, ' B']
   token: Int[Array, 'B E']
   mask: Int[Array, 'B E']
   reward: Float[Array, ' B']
@@ -82,11 +88,14 @@ class TextEnvs(NamedTuple):
       the problem.
     max_answer_tokens: tokens that an answer has room for.
     terms: names of the numbers that they log.
+    slots: rows that the policy continues at once; None for all, and `reply`
+      then answers all that wait.
   """
 
   reply: stages.Stage
   max_answer_tokens: int
   terms: tuple[str, ...] = ()
+  slots: int | None = None
 
 
 class Episode(NamedTuple):
@@ -126,9 +135,9 @@ def converse(
   policy may have, or after `max_turns` turns; the last two count as truncated.
 
   Token t of a row, counted over all of its turns, is drawn with
-  `fold_in(key, t)`, so that no plan changes it. Keys and values of a
-  conversation are kept between its turns, and those of prompts, one for each
-  group, are computed in every turn.
+  `fold_in(key, t)`, so that no plan changes it, nor when answers come. Keys and
+  values of a conversation are kept between its turns, and those of prompts, one
+  for each group, or for each row in a slot, are computed in every round.
 
   Args:
     policy: the language model; its `response_length` is for all turns together,
@@ -146,8 +155,9 @@ def converse(
   if policy.resume is None or policy.out_shapes is not None:
     raise ValueError(
       'A conversation continues after each answer, and this policy cannot '
-      'continue a completion in JAX: leave out slots, engines (vLLM) and '
-      'replay_routing, and use a language model that reads text alone.'
+      'continue a completion in JAX: leave out its slots (environments have '
+      'slots of their own), engines (vLLM) and replay_routing, and use a '
+      'language model that reads text alone.'
     )
   begin = stages.Stage(
     functools.partial(_begin, policy, envs.terms, max_turns),
@@ -155,7 +165,7 @@ def converse(
   )
   generate = stages.Stage(
     functools.partial(
-      _generate, policy, group_size, greedy, envs.max_answer_tokens
+      _generate, policy, group_size, greedy, envs.max_answer_tokens, envs.slots
     ),
     name,
     unbatched=(0,),
@@ -168,17 +178,33 @@ def converse(
   def take_turn(carry, actor, problem: base.Problem, key_B):
     now, cache = generate(actor, problem.prompt, key_B, *carry)
     now = append_stage(now, envs.reply(problem.answer, now))
-    return (now, cache), over(now.completions)
-
-  loop = stages.Repeat(take_turn, f'{name}_turns', max_turns, expected_turns)
+    return (now, cache), over(now)
 
   def run(actor: base.Version, problem: base.Problem, key_B):
     carry = begin(problem.prompt, key_B)
+    rounds = _rounds(key_B.shape[0], envs.slots, max_turns, expected_turns)
+    loop = stages.Repeat(take_turn, f'{name}_turns', *rounds)
     now, _ = loop(carry, actor, problem, key_B)
     x, episode = finish_stage(actor.step, problem, now)
     return problem._replace(answer=episode), x
 
   return run
+
+
+def _rounds(
+  B: int, slots: int | None, max_turns: int, expected_turns: int | None
+) -> tuple[int, int]:
+  """Rounds of a loop of turns: at most, and as planners count on."""
+  expected = expected_turns or max_turns
+  if slots is None:
+    return max_turns, expected
+  # Each round has a turn or an answer of one row at least.
+  return 2 * B * max_turns, expected * -(-B // slots)
+
+
+def has_turn(completions: base.Completions) -> Bool[Array, ' B']:
+  """Rows in which the policy has the turn, and room for a token."""
+  return completions.alive & (completions.mask.min(1) == 0)
 
 
 def _begin(
@@ -220,43 +246,66 @@ def _generate(
   group_size: int,
   greedy: bool,
   max_answer_tokens: int,
+  slots: int | None,
   actor: base.Version,
   prompt: base.Prompt,
   key_B,
   now: Conversation,
   cache: Any,
 ) -> tuple[Conversation, Any]:
-  """Continues the rows in which the policy has the turn, up to its end."""
-  old = now.completions
-  new, cache = policy.resume(
+  """Continues rows in which the policy has the turn, up to its end.
+
+  With slots, these are `slots` of them, those with the fewest turns first.
+  """
+  old, row_M = now.completions, _next_rows(slots, now)
+  given = prompt, key_B, old, cache
+  if row_M is not None:
+    given = jax.tree.map(lambda x: x[row_M], given)
+    group_size = 1  # Rows of a group may be in different rounds.
+  *given, kept = given
+  new = policy.resume(
     actor.params,
-    prompt,
-    key_B,
-    old,
+    *given,
     group_size=group_size,
     greedy=greedy,
-    cache=cache,
+    cache=kept,
     max_unread=max_answer_tokens,
   )
+  if row_M is not None:
+    put = lambda x, some: x.at[row_M].set(some)
+    new = jax.tree.map(put, (old, cache), new)
+  new, cache = new
   now = now._replace(
     completions=new,
     own=now.own + new.mask - old.mask,
-    waits=old.alive & ~new.alive,
+    waits=now.waits | (old.alive & ~new.alive),
   )
   return now, cache
+
+
+def _next_rows(slots: int | None, now: Conversation) -> Int[Array, ' M'] | None:
+  """Rows to continue, those with the fewest turns first; None for all."""
+  if slots is None or slots >= now.turns.shape[0]:
+    return None
+  last = jnp.iinfo(jnp.int32).max
+  turns_B = jnp.where(has_turn(now.completions), now.turns, last)
+  return jnp.argsort(turns_B, stable=True)[:slots]
 
 
 def append(now: Conversation, reply: Reply) -> Conversation:
   """Adds what environments said to the rows that waited for it.
 
-  A row goes on if its answer leaves room for a token of the policy.
+  A row goes on if it has had less than K turns, and its answer leaves room for
+  a token of the policy.
   """
-  old, waits_B = now.completions, now.waits
+  old, waits_B = now.completions, now.waits & (reply.answered > 0)
   (B, E), T = reply.mask.shape, old.mask.shape[1]
   length_B = old.mask.sum(1, dtype=jnp.int32)
   said_B = reply.mask.sum(1, dtype=jnp.int32)
   ends_B = (reply.terminated + reply.truncated + reply.failed) > 0
-  fits_B = (said_B > 0) & (length_B + said_B < T)
+  reward_BK, state_BK = now.by_turn
+  K = reward_BK.shape[1]
+  fits_B = (said_B > 0) & (length_B + said_B < T) & (now.turns + 1 < K)
   goes_on_B = waits_B & ~ends_B & fits_B
   column_BE = length_B[:, None] + jnp.arange(E)[None]
   column_BE = jnp.where((reply.mask > 0) & goes_on_B[:, None], column_BE, T)
@@ -269,8 +318,7 @@ def append(now: Conversation, reply: Reply) -> Conversation:
     return jnp.where(waits_B, x_B, 0)
 
   cut_B = waits_B & ~ends_B & ~fits_B
-  reward_BK, state_BK = now.by_turn
-  turn_BK = jnp.arange(reward_BK.shape[1])[None] - now.turns[:, None]
+  turn_BK = jnp.arange(K)[None] - now.turns[:, None]
   is_now_BK = (turn_BK == 0) & waits_B[:, None]
   is_next_BK = (turn_BK == 1) & goes_on_B[:, None]
   return now._replace(
@@ -279,7 +327,7 @@ def append(now: Conversation, reply: Reply) -> Conversation:
       mask=put(old.mask, 1.0),
       alive=old.alive | goes_on_B,
     ),
-    waits=jnp.zeros_like(waits_B),
+    waits=now.waits & ~waits_B,
     turns=now.turns + waits_B,
     by_turn=base.Turns(
       jnp.where(is_now_BK, reply.reward[:, None], reward_BK),
@@ -291,10 +339,9 @@ def append(now: Conversation, reply: Reply) -> Conversation:
   )
 
 
-def _is_over(completions: base.Completions):
-  """Whether no row has a turn to take."""
-  is_full_B = completions.mask.min(1) > 0
-  return ~(completions.alive & ~is_full_B).any()
+def _is_over(now: Conversation):
+  """Whether no row has a turn to take, or waits for an answer."""
+  return ~(has_turn(now.completions) | now.waits).any()
 
 
 def finish(

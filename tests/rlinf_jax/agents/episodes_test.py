@@ -1,6 +1,8 @@
 """Conversations of scripted policies with environments of text."""
 
+import collections
 import functools
+import threading
 import time
 import types
 
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlinf_jax.agents import base as agents_base
 from rlinf_jax.agents import deadline, episodes, problems
 from rlinf_jax.recipes import products
 from stages import base
@@ -143,7 +146,8 @@ def test_a_long_answer_and_the_last_turn_truncate(folder, monkeypatch):
 
 
 def turn_of(texts, question='7', row=1):
-  return episodes.Turn(bytes([row]), f'{{"question": "{question}"}}', texts)
+  problem = f'{{"question": "{question}"}}'
+  return episodes.Turn(bytes([row]), problem, tuple(texts))
 
 
 def test_an_episode_continues_in_another_process():
@@ -152,15 +156,75 @@ def test_an_episode_continues_in_another_process():
   steps = functools.partial(episodes._Steps, make)
   pool = deadline.Pool(2, 5.0)
   first, other = steps(pool), steps(pool)
-  first([turn_of(['a'])])
-  (expected,) = first([turn_of(['a', 'b'])])
+  first([turn_of(['a'])], 1)
+  (expected,) = first([turn_of(['a', 'b'])], 1)
   assert expected.messages[0]['content'] == '72b'
-  assert other([turn_of(['a', 'b'])]) == [expected]
+  assert other([turn_of(['a', 'b'])], 1) == [expected]
   # Neither is an episode taken for another with the same id.
-  (wrong,) = first([turn_of(['a', 'b', 'c'], question='8')])
+  (wrong,) = first([turn_of(['a', 'b', 'c'], question='8')], 1)
   assert wrong.messages[0]['content'] == '83c'
-  (begun,) = first([turn_of(['a'], question='8')])
+  (begun,) = first([turn_of(['a'], question='8')], 1)
   assert begun.messages[0]['content'] == '81a'
+
+
+class Slow:
+  """Answers turns that are a name when the event of that name is set."""
+
+  events = collections.defaultdict(threading.Event)
+  steps = collections.Counter()
+
+  def reset(self, problem):
+    return []
+
+  def step(self, text):
+    self.steps[text] += 1
+    assert self.events[text].wait(30)
+    return agents_base.TimeStep(reward=1.0, terminated=True)
+
+
+def test_slow_steps_go_on_while_others_are_answered():
+  steps = episodes._Steps(Slow, deadline.Pool(4, 20.0))
+  names = ['a', 'b', 'c', 'd']
+  turns = [turn_of([name], row=i) for i, name in enumerate(names)]
+  assert steps(turns, 0) == [None] * 4
+  Slow.events['b'].set()
+  got = steps(turns, 1)
+  assert [x is not None for x in got] == [False, True, False, False]
+  # Those that have no answer are asked for again, with another.
+  turns = [turns[3], turns[0], turns[2], turn_of(['e'], row=4)]
+  for name in 'ad':
+    Slow.events[name].set()
+  got = steps(turns, 2)
+  assert [x is not None for x in got] == [True, True, False, False]
+  for name in 'ce':
+    Slow.events[name].set()
+  assert all(x.reward == 1.0 for x in steps(turns[2:], 2))
+  assert Slow.steps == dict.fromkeys('abcde', 1) and not steps._calls
+
+
+@pytest.mark.parametrize(
+  'waiting, ready, slots, count',
+  [
+    (8, 0, None, 8),  # All of them.
+    (64, 0, 16, 16),  # Slots are full.
+    (60, 4, 16, 12),  # Four of them are.
+    (40, 24, 16, 0),
+    (16, 0, 16, 4),  # A quarter of the unfinished rows.
+    (5, 0, 16, 2),
+    (1, 0, 16, 1),
+    (1, 1, 16, 0),
+    (0, 3, 16, 0),
+  ],
+)
+def test_the_policy_goes_on_when_enough_rows_can(waiting, ready, slots, count):
+  alive_B = np.arange(70) < ready
+  mask_BT = np.zeros((70, 4), np.float32)
+  mask_BT[0] = ready == 24  # A row without room has no turn.
+  alive_B[24] |= ready == 24
+  now = types.SimpleNamespace(
+    completions=base.Completions(None, None, mask_BT, alive_B)
+  )
+  assert episodes._answers_to_wait_for(waiting, now, slots) == count
 
 
 def test_many_hanging_calls_do_not_stop_the_others():

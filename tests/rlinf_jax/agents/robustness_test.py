@@ -28,9 +28,9 @@ def play(make, problems, texts, seconds, num_threads=16):
   for turn in range(max(map(len, texts))):
     now = [i for i in rows if i in open_ and turn < len(texts[i])]
     said = steps([
-      episodes.Turn(str(i).encode(), problems[i], texts[i][: turn + 1])
+      episodes.Turn(str(i).encode(), problems[i], tuple(texts[i][: turn + 1]))
       for i in now
-    ])  # fmt: skip
+    ], len(now))  # fmt: skip
     for i, step in zip(now, said, strict=True):
       if isinstance(step, Exception):
         failed[i] += 1

@@ -137,6 +137,36 @@ def test_a_row_does_not_depend_on_the_others(played, params):
   np.testing.assert_array_equal(y.mask, x.mask[4:8])
 
 
+@pytest.mark.parametrize('slots', [3, 8])
+def test_a_row_does_not_depend_on_when_answers_come(played, params, slots):
+  """Nor on the slots: tokens are those of a batch that decodes together."""
+  problem, x = played
+  prompts = policy_stages.repeat(GROUP)(tiny.problem(rows=8))
+  key_B = jax.random.split(jax.random.key(2), 16)
+
+  def in_order(seed):
+    run = conversation.converse(
+      policy(),
+      'generate',
+      group_size=GROUP,
+      envs=toy_conversation.envs(slots, seed),
+      max_turns=TURNS,
+    )
+    return jax.device_get(
+      run(base.Version(params, jnp.int32(7)), prompts, key_B)
+    )
+
+  first = in_order(seed=0)
+  for seed in (1, 2):
+    jax.tree.map(np.testing.assert_array_equal, first, in_order(seed))
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, atol=1e-6),
+    first,
+    (jax.device_get(problem), x),
+  )
+  np.testing.assert_array_equal(first[1].action, x.action)
+
+
 def now_of(own, alive, waits, T=8):
   """A conversation of one row each of `own`, a string of 1 and 0."""
   B = len(own)
@@ -165,7 +195,7 @@ def now_of(own, alive, waits, T=8):
   )
 
 
-def reply_of(said, **fields):
+def reply_of(said, answered=None, **fields):
   """A reply whose rows are lists of tokens."""
   B = len(said)
   zero_B = jnp.zeros(B)
@@ -176,6 +206,7 @@ def reply_of(said, **fields):
   names = ('reward', 'terminated', 'truncated', 'failed')
   given = {name: jnp.array(fields.get(name, zero_B)) for name in names}
   return conversation.Reply(
+    jnp.ones(B) if answered is None else jnp.array(answered),
     jnp.asarray(token_BE),
     jnp.asarray(mask_BE),
     **given,
@@ -222,6 +253,21 @@ def test_answers_are_appended_by_hand():
   )
   assert verdict.reward.tolist() == [0.25, 0.25, 1.0, 0.0, 0.0]
   assert verdict.correct.tolist() == [0, 0, 1, 0, 0]
+
+
+def test_rows_without_an_answer_wait_and_the_last_turn_truncates():
+  #      answered in the first turn; not answered; in the last turn
+  now = now_of(['11', '11', '11'], alive=[False] * 3, waits=[True] * 3)
+  now = now._replace(turns=jnp.array([0, 0, 2]))
+  reply = reply_of([[3]] * 3, [1.0, 0.0, 1.0], reward=[0.5, 9.0, 0.25])
+  out = jax.jit(conversation.append)(now, reply)
+  assert out.completions.alive.tolist() == [True, False, False]
+  assert out.completions.mask.sum(1).tolist() == [3, 2, 2]
+  assert out.waits.tolist() == [False, True, False]
+  assert out.turns.tolist() == [1, 0, 3]
+  assert out.truncated.tolist() == [0, 0, 1]
+  assert out.by_turn.reward.tolist() == [[0.5, 0, 0], [0, 0, 0], [0, 0, 0.25]]
+  assert out.terms['calls'].tolist() == [1, 0, 1]
 
 
 def test_grpo_learns_from_conversations_and_evaluates_them():

@@ -80,6 +80,17 @@ WORKFLOWS = {
     turn_advantage=turn_advantages.by_state(),
     rollouts=CONVERSE,
   ),
+  # Answers come in another order in every run.
+  'conversation_slots': lambda: workflows.grpo(
+    tiny.policy('float64', length=10),
+    conversation.episode_return(),
+    invariance_test.KEEP,
+    group_size=4,
+    rollouts=functools.partial(
+      policy_stages.complete,
+      converse=toy_conversation.converse(3, slots=6, seed=0),
+    ),
+  ),
   'conversation_ppo': lambda: workflows.text_ppo(
     tiny.policy('float64', length=10),
     conversation.episode_return(),
