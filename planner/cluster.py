@@ -105,7 +105,7 @@ class Cluster:
       on some TPUs.
     windows_products: whether a product with a weight that devices share is
       computed in steps while parts pass along the ring, as XLA has it on TPUs:
-      n devices then send n + 1 parts each, instead of n - 1.
+      more than four devices, n, then send n + 1 parts each instead of n - 1.
     topology: name of these devices for XLA's compilers, such as 'v5p:4x4x4';
       None if no plan is compiled for them. See
       `rlinf_jax.planning.compiled.topology`.

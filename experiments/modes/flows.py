@@ -166,13 +166,13 @@ def forward(model, lengths, rows: int, passes: int = 1) -> StageWork:
     Work(
       bytes_moved=passes * 2 * model.parameters,
       kernels=passes * KERNELS * model.L,
-      partial={'F': (sums, 0.0)},
+      partial={'F': (sums, 0.0, 0.0)},
     ),
     Work(
       flops=flops,
       matmul={'float16': flops},
       bytes_moved=passes * 20 * model.D * model.L * tokens,
-      partial={'F': (0.0, sums * 2 * model.D * tokens)},
+      partial={'F': (0.0, sums * 2 * model.D * tokens, 0.0)},
     ),
     rows,
   )
@@ -194,13 +194,13 @@ def generation(model, lengths, group: int, memory: float) -> decode.DecodeWork:
     Work(
       bytes_moved=2 * model.parameters,
       kernels=KERNELS * model.L,
-      partial={'F': (2 * model.L, 0.0)},
+      partial={'F': (2 * model.L, 0.0, 0.0)},
     ),
     Work(
       flops=flops,
       matmul={'float16': flops},
       bytes_moved=20 * model.D * model.L,
-      partial={'F': (0.0, 4 * model.L * model.D)},
+      partial={'F': (0.0, 4 * model.L * model.D, 0.0)},
     ),
   )
   attention = 4 * model.L * model.H * model.W

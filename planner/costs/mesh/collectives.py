@@ -126,6 +126,21 @@ class Parameters:
         again += 0.0 if 'V' in value.letters else bytes_
     return size, again
 
+  def gathered_in_turn(self, axes, item: float) -> float:
+    """Returns the bytes that a forward pass has gathered at a time.
+
+    They are those of a layer, beside the embedding or the output layer: the
+    latter takes over the former's memory. Arguments are those of `gathered`.
+    """
+    sizes, layers, most = dict(axes), self.gathered(axes, item)[1], 0.0
+    for value in self.read:
+      used = self.used(value, axes)
+      rows = [a for a in used if a in self.layout.of_rows]
+      if 'V' in value.letters and rows:
+        others = math.prod(sizes[a] for a in used if a not in rows)
+        most = max(most, math.prod(value.shape) * item / others)
+    return layers / self.depth + most
+
   def unscattered(self, axes) -> float:
     """Returns the bytes of gradients that a device has beyond its shards.
 
@@ -189,6 +204,15 @@ def communication(
       yield Collective('add up parts', axis, size, count, True, False)
 
 
+def _windowed_parts(n: int) -> int:
+  """Returns the parts that each of n devices sends during a product in steps.
+
+  XLA goes round both ways, two steps to a turn of its loop. The loop of up to
+  four devices has one turn, of which it drops what no step needs.
+  """
+  return n + 1 if n > 4 else n - 1
+
+
 def _item_bytes(done: Work) -> float | None:
   """Returns the bytes of a number of most products; None without products."""
   kind = max(done.matmul, key=done.matmul.get, default=None)
@@ -207,7 +231,7 @@ def _gathers(parameters, done, axes, axis, cluster) -> Iterator[Collective]:
   sent = (n - 1) * (times * size + (passes - 1) * layers)
   if cluster.windows_products and not done.turns:
     # Decoding gathers before its loop, and the backward pass for two products.
-    sent += 2 * times * layers
+    sent += (_windowed_parts(n) - (n - 1)) * times * layers
   messages = (times + passes - 1) * parameters.depth
   yield Collective('gather parameters', axis, sent / n, messages, True)
 
@@ -224,7 +248,8 @@ def _scatters(parameters, done, axes, axis, cluster) -> Iterator[Collective]:
     elif 'V' in value.letters or item is None:
       scattered += twice * (n - 1) * local
     else:  # Products of layers are added up in the type of the arithmetic.
-      parts = n + 1 if cluster.windows_products else twice * (n - 1)
+      windowed = cluster.windows_products
+      parts = _windowed_parts(n) if windowed else twice * (n - 1)
       narrow = item * math.prod(value.shape) / value.bytes
       scattered += parts * local * min(1.0, narrow)
   if scattered:

@@ -322,8 +322,9 @@ def within(
   made = set()
   if at_once < rows and node.stage.grain == 'sum':
     made = {*node.writes}  # They are added to the sums so far.
-  if parameters.gradients and share < 1 and not adds_phases:
-    done = call.at(local_rows)
+  done = call.at(local_rows)
+  decodes = done.turns > 0 and not parameters.gradients
+  if share < 1 and not adds_phases and not decodes:
     some = done.bytes_gathered - done.bytes_sharded
     found = {'activations': done.bytes_sharded + share * some}
     # Those of the vocabulary are in there, and in full.
@@ -337,6 +338,8 @@ def within(
     gathered, _ = parameters.gathered(axes, item)
     if parameters.gradients:  # A scan gathers one layer ahead.
       gathered *= min(1.0, 2 / parameters.depth)
+    elif not decodes:  # A loop over tokens has all of them before it.
+      gathered = parameters.gathered_in_turn(axes, item)
     found = {
       'activations': alive + fixed,
       'gathered parameters': gathered,

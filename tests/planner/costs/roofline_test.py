@@ -174,6 +174,31 @@ def test_gradients_of_the_vocabulary_are_whole_before_they_are_scattered():
   assert there.unscattered((('data', 4),)) == 0
 
 
+def test_a_forward_pass_gathers_the_vocabulary_and_a_layer_at_a_time():
+  shapes = {
+    'embed': ((64, 8), ('V', 'D')),
+    'head': ((8, 64), ('D', 'V')),
+    'layers': ((5, 8, 16), ('', 'D', 'F')),
+  }
+  values = [
+    graph.Value(name, shape, np.dtype('float32'), letters)
+    for name, (shape, letters) in shapes.items()
+  ]
+  flow = types.SimpleNamespace(values=values, constants=())
+  score = types.SimpleNamespace(
+    reads=(0, 1, 2),
+    rows=(),
+    writes=(),
+    stage=types.SimpleNamespace(grain='row'),
+  )
+  there = collectives.Parameters(flow, score, layout.Layout(rules.DEFAULT))
+  vocabulary, layer = 2 * 64 * 8, 2 * 8 * 16  # In bfloat16.
+  assert there.gathered_in_turn((('fsdp', 4),), 2.0) == vocabulary + layer
+  axes = ('fsdp', 2), ('tensor', 2)
+  assert there.gathered_in_turn(axes, 2.0) == (vocabulary + layer) / 2
+  assert there.gathered_in_turn((('data', 4),), 2.0) == 0
+
+
 def test_devices_that_scatter_no_sums_receive_all_of_the_vocabulary():
   value = graph.Value('embed_VD', (8, 4), np.dtype('float32'), ('V', 'D'))
   flow = types.SimpleNamespace(values=[value])
@@ -199,10 +224,10 @@ def test_windowed_products_send_more_parts_than_a_gather():
     graph.Value(name, (2, 8, 4), np.dtype('float32'), ('', 'D', 'F'))
     for name in names
   ]
-  flow = types.SimpleNamespace(values=values)
+  flow = types.SimpleNamespace(values=values, constants=())
   size = 2 * 8 * 4 * 2  # In bfloat16.
 
-  def sent(grain, windowed, scatters=True, **work):
+  def sent(grain, windowed, scatters=True, n=8, **work):
     node = types.SimpleNamespace(
       reads=(0,), rows=(), writes=(1,), stage=types.SimpleNamespace(grain=grain)
     )
@@ -211,24 +236,25 @@ def test_windowed_products_send_more_parts_than_a_gather():
       toy_costs.TOYS, windows_products=windowed, scatters_sums=scatters
     )
     done = work_lib.Work(matmul={'bfloat16': 1.0}, **work)
-    some = collectives.communication(there, done, (('fsdp', 4),), cluster)
-    return {part.what: part.size / (size / 4) for part in some}
+    some = collectives.communication(there, done, (('fsdp', n),), cluster)
+    return {part.what: part.size / (size / n) for part in some}
 
   gather, scatter = 'gather parameters', 'scatter gradients'
-  assert sent('row', False) == {gather: 3}
-  assert sent('row', True) == {gather: 5}
-  assert sent('row', True, turns=9.0) == {gather: 3}  # Before the loop.
-  assert sent('sum', False) == {gather: 3 + 3, scatter: 3}
-  assert sent('sum', True) == {gather: 5 + 3, scatter: 5}
+  assert sent('row', False) == {gather: 7}
+  assert sent('row', True) == {gather: 9}
+  assert sent('row', True, n=4) == {gather: 3}
+  assert sent('row', True, turns=9.0) == {gather: 7}  # Before the loop.
+  assert sent('sum', False) == {gather: 7 + 7, scatter: 7}
+  assert sent('sum', True) == {gather: 9 + 7, scatter: 9}
   # A packed row also begins with a forward pass.
-  assert sent('sum', True, passes=2.0) == {gather: 5 + 5 + 3, scatter: 5}
+  assert sent('sum', True, passes=2.0) == {gather: 9 + 9 + 7, scatter: 9}
   # Without steps, all devices receive the whole sum where none is scattered.
-  assert sent('sum', False, False) == {gather: 3 + 3, scatter: 6}
-  assert sent('sum', True, False) == {gather: 5 + 3, scatter: 5}
+  assert sent('sum', False, False) == {gather: 7 + 7, scatter: 14}
+  assert sent('sum', True, False) == {gather: 9 + 7, scatter: 9}
 
 
 def test_parts_that_are_scattered_are_added_up_where_no_sum_is_scattered():
-  flow = types.SimpleNamespace(values=[])
+  flow = types.SimpleNamespace(values=[], constants=())
   node = types.SimpleNamespace(
     reads=(), rows=(), writes=(), stage=types.SimpleNamespace(grain='row')
   )

@@ -275,6 +275,18 @@ def test_experts_count_by_the_rows_that_each_token_uses():
   assert done.matmul_flops == pytest.approx(2 * once.matmul_flops)
 
 
+def test_what_a_fused_operand_is_made_of_is_gone_during_its_product():
+  def fn(x_BD, gate_DF, up_DF, down_FD, w_DD):
+    return (((x_BD @ gate_DF) * (x_BD @ up_DF)) @ down_FD) @ w_DD
+
+  shapes = like(4, 8), like(8, 16), like(8, 16), like(16, 200), like(200, 8)
+  inner, outer = 4 * 4 * 16, 4 * 4 * 200
+  # The product of two, and of that the next; not all four at once.
+  assert count.work(fn, *shapes).bytes_alive == inner + outer
+  shapes = *shapes[:3], like(16, 4), like(4, 8)
+  assert count.work(fn, *shapes).bytes_alive == 3 * inner
+
+
 def test_partial_sums_of_a_layer_are_two_forwards_and_two_backwards():
   token = like(4, 32, dtype=jnp.int32)
   params = transformer.param_shapes(CONFIG)
