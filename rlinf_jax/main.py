@@ -127,7 +127,7 @@ def run(folder: pathlib.Path):
     # Before a workflow is built, which may compute.
     launch.leave_accelerators()
   fresh = not folder.exists()
-  with run_lock.hold(folder), exit_watcher.watch():
+  with run_lock.hold(folder):
     try:
       if EVAL_ONLY.value:
         _evaluate(folder)
@@ -198,6 +198,7 @@ def _exit(message: str):
   stderr = os.dup(2)
   os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
   os.write(stderr, text)
+  exit_watcher.announce()
   os._exit(1)
 
 

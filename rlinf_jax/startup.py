@@ -1,5 +1,7 @@
 """Interrupts that reach a program (`python -m rlinf_jax.NAME`) at any moment.
 
+And, for a run (`rlinf_jax.main`), ends that it cannot tell itself.
+
 Python answers Ctrl-C with an exception where the main thread stands. That can
 be in code which swallows it, such as a callback of a weak reference or of
 garbage collection, and the program goes on. Until the modules are imported, a
@@ -15,6 +17,8 @@ import sys
 import threading
 from types import FrameType
 
+from rlinf_jax.run import exit_watcher
+
 EXIT_CODE = 128 + signal.SIGINT  # As a shell reports it.
 STOPPED = b'Stopped while the program was starting.\n'
 AGAIN = 0.01  # Seconds after which a swallowed interrupt is sent again.
@@ -26,18 +30,17 @@ def begin():
   It does if Python still looks for the module that `-m` names: it imports the
   packages around it first, and `sys.argv[0]` is '-m' for that time
   (https://docs.python.org/3/library/sys.html#sys.argv). An interrupt that is
-  ignored, or handled by others, is left as it is.
+  ignored, or handled by others, is left as it is. The end of a run (`main`) is
+  watched from here on, as imports, too, can be refused memory.
   """
-  is_ours = any(
-    text.removeprefix('-m').startswith(f'{__package__}.')
-    for text in sys.orig_argv
-  )
-  if (
-    is_ours
-    and sys.argv[:1] == ['-m']
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-  ):
+  names = [text.removeprefix('-m') for text in sys.orig_argv]
+  is_ours = any(name.startswith(f'{__package__}.') for name in names)
+  if not is_ours or sys.argv[:1] != ['-m']:
+    return
+  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _stop)
+  if f'{__package__}.main' in names:
+    exit_watcher.start()
 
 
 @contextlib.contextmanager
@@ -69,4 +72,5 @@ def _stop(number: int, frame: FrameType | None):
   """Ends the process at once, with a sentence."""
   with contextlib.suppress(OSError):  # Standard error may be closed.
     os.write(2, STOPPED)
+  exit_watcher.announce()
   os._exit(EXIT_CODE)

@@ -1,4 +1,4 @@
-"""Says that a run was ended by a signal, which the run itself cannot say.
+"""Says that a run ended in the middle, which the run itself cannot say.
 
 Libraries below Python abort their process where the system refuses them memory,
 and the system kills the largest process when it has no memory left. Neither
@@ -6,10 +6,10 @@ leaves a word. A small process, which imports nothing of this package, therefore
 waits for the end of the run's process, and prints a sentence if that end was
 not announced.
 
-  python -I -S exit_watcher.py PID    # as `watch` starts it
+  python -I -S exit_watcher.py PID    # as `start` starts it
 """
 
-from collections.abc import Iterator
+import atexit
 import contextlib
 import os
 import pathlib
@@ -17,24 +17,23 @@ import signal
 import subprocess
 import sys
 
-ENDED = b'ended'  # Announces an end that is not by a signal.
+ENDED = b'ended'  # Announces an end by Python's own means.
 SECONDS = 5.0  # In which the watcher ends, once the run has.
 SENTENCE = (
-  'The process of the run was ended by {}. Libraries end it by SIGABRT where '
-  'the system refuses them memory, and the system by SIGKILL where it has none '
-  'left: in these cases, make batches smaller or free memory. Continue with '
-  '--resume.'
+  'The process of the run ended in the middle, with {}. Libraries end it by '
+  'SIGABRT where the system refuses them memory, and the system by SIGKILL '
+  'where it has none left: in these cases, make batches smaller or free '
+  'memory. Continue with --resume.'
 )
+_watchers: list[subprocess.Popen] = []  # One at most.
 
 
-@contextlib.contextmanager
-def watch() -> Iterator[None]:
-  """Prints a sentence if a signal ends this process within the context.
+def start():
+  """Has a sentence printed, to standard error, if this process just ends.
 
-  It is printed to standard error. Where no process can be started, nothing
-  is watched.
+  It is not printed after an exception, `sys.exit` or `announce`. Where no
+  process can be started, nothing is watched.
   """
-  watcher = None
   with contextlib.suppress(OSError):
     watcher = subprocess.Popen(
       [sys.executable, '-I', '-S', __file__, str(os.getpid())],
@@ -43,29 +42,34 @@ def watch() -> Iterator[None]:
       # So that Ctrl-C in a terminal, and signals to a group, do not end it.
       start_new_session=True,
     )
-  owner = os.getpid()
-  try:
-    yield
-  finally:
-    if watcher and os.getpid() == owner:  # Not in a fork.
-      with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        watcher.communicate(ENDED, timeout=SECONDS)
+    _watchers.append(watcher)
+    atexit.register(announce)
+    # A fork has the same pipe, and its end is not that of the run.
+    os.register_at_fork(after_in_child=_watchers.clear)
 
 
-def _ending_signal(pid: int) -> str:
-  """The name of the signal that has just ended a process."""
+def announce():
+  """Ends the watcher: the end that comes now is an orderly one."""
+  while _watchers:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+      _watchers.pop().communicate(ENDED, timeout=SECONDS)
+
+
+def _status(pid: int) -> str:
+  """How a process has just ended, in words."""
   try:
     # A zombie's last field is its status, as proc(5) says.
-    status = pathlib.Path(f'/proc/{pid}/stat').read_text().split()[-1]
-    return signal.Signals(int(status) & 0x7F).name
-  except (OSError, ValueError):  # It is gone already, or not on Linux.
-    return 'a signal'
+    status = int(pathlib.Path(f'/proc/{pid}/stat').read_text().split()[-1])
+  except OSError:  # It is gone already, or this is not Linux.
+    return 'a signal or an exit code'
+  number = status & 0x7F
+  return signal.Signals(number).name if number else f'exit code {status >> 8}'
 
 
 def main(pid: int):
   """Waits until the process closes its end of the pipe."""
   if sys.stdin.buffer.read(len(ENDED)) != ENDED:
-    print(SENTENCE.format(_ending_signal(pid)), file=sys.stderr, flush=True)
+    print(SENTENCE.format(_status(pid)), file=sys.stderr, flush=True)
 
 
 if __name__ == '__main__':

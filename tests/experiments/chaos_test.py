@@ -51,7 +51,11 @@ def test_the_table_counts_trials_by_fault_and_kind():
 def test_the_page_has_the_table_of_the_trials_beside_it():
   folder = pathlib.Path(chaos.__file__).parent
   page = (folder / 'README.md').read_text()
-  for name, count in ('trials', '{} trials'), ('later_trials', '{} were made'):
+  for name, count in (
+    ('trials', 'All {} trials'),
+    ('later_trials', 'Of these, {} were made'),
+    ('aimed_trials', 'Of these 44, {} were made'),
+  ):
     trials = (folder / f'{name}.jsonl').read_text().splitlines()
     assert '\n'.join(chaos.table([*map(json.loads, trials)])) in page
     assert count.format(len(trials)) in page

@@ -197,10 +197,11 @@ class Checkpoints:
     except Exception as error:
       newest = self._manager.latest_step()
       advice = (
-        f'The checkpoint of step {newest} is intact: free disk space and '
-        'continue with --resume.'
+        f'The checkpoint of step {newest} is intact: mend that, such as a full '
+        'disk, and continue with --resume.'
         if newest is not None
-        else 'There is no earlier checkpoint: free disk space and start again.'
+        else 'There is no earlier checkpoint: mend that, such as a full disk, '
+        'and start again.'
       )
       raise CheckpointError(
         f'A checkpoint could not be written to {self.folder} '

@@ -9,23 +9,28 @@ WATCHED = """
 import os, signal, sys
 from rlinf_jax.run import exit_watcher
 
-with exit_watcher.watch():
-  {}
+exit_watcher.start()
+{}
 """
+SENTENCE = 'The process of the run ended in the middle, with '
 # Statements, their exit code, and the beginning of what is printed.
 ENDS = [
-  ('os.abort()', -6, 'The process of the run was ended by SIGABRT. Libraries'),
-  ('os.kill(os.getpid(), signal.SIGKILL)', -9, 'The process of the run was en'),
-  ('os.kill(os.getpid(), signal.SIGTERM)', -15, 'The process of the run was e'),
+  ('os.abort()', -6, f'{SENTENCE}SIGABRT. Libraries'),
+  ('os.kill(os.getpid(), signal.SIGKILL)', -9, f'{SENTENCE}SIGKILL. '),
+  ('os.kill(os.getpid(), signal.SIGTERM)', -15, f'{SENTENCE}SIGTERM. '),
+  ('os._exit(127)', 127, f'{SENTENCE}exit code 127. '),
   ('sys.exit(3)', 3, ''),
-  ('raise SystemExit("A sentence.")', 1, 'A sentence.\n'),
-  ('os.fork() or os._exit(0)', 0, ''),
+  ('sys.exit("A sentence.")', 1, 'A sentence.\n'),
+  ('raise KeyError("x")', 1, 'Traceback'),
+  ('exit_watcher.announce(); os._exit(2)', 2, ''),
+  ('os.fork()', 0, ''),
+  ('os.fork() or os.abort()', 0, ''),
   ('pass', 0, ''),
 ]
 
 
 @pytest.mark.parametrize(('statement', 'code', 'line'), ENDS)
-def test_a_signal_is_told_and_other_ends_are_not(statement, code, line):
+def test_an_end_in_the_middle_is_told_and_others_are_not(statement, code, line):
   done = subprocess.run(
     [sys.executable, '-c', WATCHED.format(statement)],
     capture_output=True,
@@ -34,7 +39,7 @@ def test_a_signal_is_told_and_other_ends_are_not(statement, code, line):
   )
   assert (done.returncode, done.stdout) == (code, '')
   assert done.stderr.startswith(line) and bool(done.stderr) == bool(line)
-  if code < 0:
+  if line.startswith(SENTENCE):
     assert done.stderr.endswith('Continue with --resume.\n')
     assert done.stderr.count('\n') == 1
 
