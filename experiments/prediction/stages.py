@@ -16,7 +16,7 @@ os.environ['XLA_FLAGS'] = '--xla_cpu_multi_thread_eigen=false'
 
 from experiments.prediction import setting as setting_lib
 from planner.costs import measured as measured_lib
-from planner.costs.mesh import memory
+from planner.costs.mesh import call_memory
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import call_timing
 from rlinf_jax.planning import stage_profile as profile
@@ -56,7 +56,7 @@ def main():
 def bytes_of(setting, bench, node, rows):
   """Of a call, predicted and as compiled: what comes, goes and is between."""
   flow = profile.resized(setting.flow, node, rows)
-  inside = memory.within(
+  inside = call_memory.within(
     flow,
     node,
     (),

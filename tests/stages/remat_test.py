@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from planner.costs.mesh import layout, memory
+from planner.costs.mesh import call_memory, layout
 from planner.counting import count
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import place as place_lib
@@ -144,7 +144,7 @@ def test_stored_activations_of_packed_rows_are_not_sharded_like_parameters():
   def bytes_of(policy, axes, adds_phases=True):
     execution = plan_lib.Execution(None, policy)
     works = {'gradient': work}
-    own = memory.within(
+    own = call_memory.within(
       step, node, axes, execution, 1, works, LAYOUT, adds_phases
     )
     return own['activations'].value

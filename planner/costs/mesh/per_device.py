@@ -6,7 +6,7 @@ communication is compared with these numbers.
 
 from typing import NamedTuple
 
-from planner.costs.mesh import collectives, memory, slices
+from planner.costs.mesh import call_memory, collectives, memory, slices
 from planner.costs.work import StageWork
 from planner.ir import graph
 from planner.ir import plan as plan_lib
@@ -56,7 +56,7 @@ def stage_costs(
       continue
     values = sum(layout.local(flow.values[v], axes) for v in some)
     streamed = offloading.streamed(flow, chosen.offload).get(i, {})
-    own = memory.within(
+    own = call_memory.within(
       flow,
       node,
       axes,

@@ -8,7 +8,7 @@ import pytest
 
 from planner import cluster
 from planner.costs import roofline
-from planner.costs.mesh import collectives, layout, memory
+from planner.costs.mesh import call_memory, collectives, layout
 from planner.counting import count
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import place as place_lib
@@ -105,7 +105,7 @@ def test_memory_of_a_stage_is_within_a_factor_of_two_of_xla(
   there = next(n for n in flow.nodes if n.name == stage)
   run = place_lib.Place('all', placement, {}).compile(flow, there)
   analysis = run.memory_analysis()
-  own = memory.within(
+  own = call_memory.within(
     flow,
     there,
     placement.axes,
