@@ -299,7 +299,7 @@ def _is_too_large(annotation: Any, value: Any) -> bool:
     return False
   return (
     annotation is int
-    and abs(value) > MOST
+    and not -MOST - 1 <= value <= MOST
     or (annotation is float and abs(value) > 1e308)
   )
 
