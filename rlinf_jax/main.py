@@ -55,6 +55,12 @@ LENGTHS = flags.DEFINE_string(
   'For --plan_only: JSON file with a list of completion lengths in tokens, '
   'representative of those that training will generate.',
 )
+ANSWER_SECONDS = flags.DEFINE_string(
+  'answer_seconds',
+  None,
+  'For --plan_only: file of the seconds that environments took to answer '
+  'turns, one a line, as episodes.envs.answer_seconds writes it.',
+)
 EVAL_ONLY = flags.DEFINE_bool(
   'eval_only', False, "Evaluate the recipe's policy without training it."
 )
@@ -93,12 +99,13 @@ def workdir() -> pathlib.Path:
 def plan_only():
   """Prints the fastest plan of the recipe on the cluster."""
   # Imported here: they load all of the planner.
+  from rlinf_jax.planning import answers, plan_report
   from rlinf_jax.planning import plan_only as plan_only_lib
-  from rlinf_jax.planning import plan_report
   from rlinf_jax.planning.compiled import topology
 
   files = [*config.GIN_FILE.value, CLUSTER.value]
   lengths = LENGTHS.value and plan_report.read_lengths(LENGTHS.value)
+  seconds = answers.read(ANSWER_SECONDS.value) if ANSWER_SECONDS.value else ()
   with tempfile.TemporaryDirectory() as folder:
     config.parse(files, config.GIN_BINDINGS.value, folder)
     hardware = config.call(cluster.Cluster)
@@ -111,6 +118,7 @@ def plan_only():
       bindings_of=train.train,
       cluster=hardware,
       lengths=lengths,
+      answer_seconds=seconds,
       compile_for=compile_for,
       output=PLAN_JSON.value,
       page=PLAN_HTML.value,

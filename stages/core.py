@@ -114,6 +114,8 @@ class Stage:
       turn, so that a simulator steps while a policy acts on other rows.
     engine: what a cost model reads of a stage with continuous batching; None
       for others, and for host stages whose arithmetic is not on accelerators.
+    awaited: `rows -> answers`: for how many answers a call of so many rows
+      waits, of a host stage that asks others, such as tools; None for others.
   """
 
   fn: Callable[..., Any]
@@ -126,6 +128,7 @@ class Stage:
   out_shapes: Callable[..., Any] | None = None
   asynchronous: bool = False
   engine: EngineCost | None = None
+  awaited: Callable[[int], int] | None = None
 
   def __post_init__(self):
     if self.host and self.out_shapes is None:

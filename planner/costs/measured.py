@@ -76,6 +76,7 @@ class Measurements:
       of a shared processor runs one.
     host_rows: by host stage, the seconds of a row, without a run and on a
       processor that need not be the one of the run.
+    answers: seconds that others, such as tools, took to answer a row.
   """
 
   curves: Mapping[Key, RowCurve] = dataclasses.field(default_factory=dict)
@@ -84,6 +85,7 @@ class Measurements:
   factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
   contention: Mapping[str, float] = dataclasses.field(default_factory=dict)
   host_rows: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  answers: tuple[float, ...] = ()
 
   def times(self, factors: Mapping[str, float]) -> 'Measurements':
     """Multiplies the factors, after a run took so many times as long."""

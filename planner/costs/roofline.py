@@ -11,7 +11,7 @@ import functools
 import math
 
 from planner import cluster as cluster_lib
-from planner.costs import breakdown
+from planner.costs import breakdown, host_stage
 from planner.costs import cost as cost_lib
 from planner.costs import measured as measured_lib
 from planner.costs.measured import Estimate
@@ -92,6 +92,7 @@ class Roofline:
       )
     )
     self._memo, self._parameters = {}, {}
+    self._waiting = host_stage.waiting(flow) if measured.answers else ()
     device = cluster.device
     self._peaks = memory.MemoryModel(
       works, self.layout, device.adds_phases, device.platform
@@ -315,14 +316,8 @@ class Roofline:
     device = self.cluster.device
     size = sum(flow.values[v].bytes for v in {*node.reads, *node.writes})
     moved = device.launch_seconds + size / device.host_bandwidth
-    guess, known = self.assumed.host_seconds_per_row, self.measured.host_rows
-    spent = known.get(node.name, guess) * max(rows, 1)
-    tag = 'measured' if node.name in known else 'assumed'
-    parts = {
-      'from and to the device': Estimate(moved, 'modeled'),
-      'on the host': Estimate(spent, tag),
-    }
-    return breakdown.CostBreakdown(Estimate(moved + spent, tag), parts)
+    guess = self.assumed.host_seconds_per_row
+    return host_stage.seconds(node.stage, rows, moved, self.measured, guess)
 
   def contention(self, stage: str, devices: int, beside: int) -> float:
     """Returns how many times as long a call takes while others are busy.
@@ -332,6 +327,8 @@ class Roofline:
       devices: number of devices of the call.
       beside: number of other busy devices of the same processor.
     """
+    if stage in self._waiting:
+      return 1.0
     if stage in self.works and self.works[stage] is None:
       devices = 1  # It runs on the host.
     alone, together = (

@@ -94,12 +94,14 @@ class Call:
   Attributes:
     start: when it started, by `time.monotonic`; None before.
     is_over: whether it has a result.
+    seconds: that it took, once it is over.
     result: what the function returned, or the exception that it raised.
   """
 
   def __init__(self, function: Callable, item: Any):
     self._function, self._item = function, item
     self.start, self.is_over, self.result = None, False, None
+    self.seconds = 0.0
 
   def run(self) -> Any:
     """The result of the function, or its exception."""
@@ -110,4 +112,5 @@ class Call:
       return error
 
   def end(self, result: Any):
+    self.seconds = time.monotonic() - self.start
     self.is_over, self.result = True, result

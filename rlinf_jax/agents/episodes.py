@@ -40,6 +40,7 @@ def envs(
   step_timeout: ranges.PositiveFloat = 60.0,
   num_threads: ranges.PositiveInt = 8,
   slots: ranges.PositiveInt | None = None,
+  answer_seconds: str | None = None,
 ) -> conversation.TextEnvs:
   """Text environments for `conversation.converse`.
 
@@ -58,10 +59,13 @@ def envs(
       work; it goes on as soon as they are full again, or a quarter of the
       unfinished rows can go on. None to continue all rows together, when the
       last of them has its answer.
+    answer_seconds: file to which the seconds of each step are appended, one a
+      line, for `--answer_seconds` of plans; None to write none.
   """
   tokenizer = tokens.load_tokenizer(checkpoint)
   terms = base.terms(make())
-  step = _Steps(make, deadline.Pool(num_threads, step_timeout))
+  pool = deadline.Pool(num_threads, step_timeout)
+  step = _Steps(make, pool, answer_seconds)
   write = functools.partial(_ids, tokenizer, chat, max_answer_tokens)
 
   def reply(answer: np.ndarray, now: conversation.Conversation):
@@ -71,7 +75,8 @@ def envs(
       Turn(now.id[i].tobytes(), problem, _texts(tokenizer, now, i))
       for i, problem in zip(row_B, problems, strict=True)
     ]
-    count = _answers_to_wait_for(len(turns), now, slots)
+    ready = int(np.sum(conversation.has_turn(now.completions)))
+    count = _awaited(slots, len(turns), ready)
 
     return stages.Deferred(
       _executor().submit(step, turns, count),
@@ -91,17 +96,21 @@ def envs(
     host=True,
     out_shapes=out_shapes,
     asynchronous=True,
+    awaited=functools.partial(_awaited, slots),
   )
   return conversation.TextEnvs(stage, max_answer_tokens, terms, slots)
 
 
-def _answers_to_wait_for(
-  waiting: int, now: conversation.Conversation, slots: int | None
-) -> int:
-  """Answers after which the policy goes on, of rows that wait for one."""
+def _awaited(slots: int | None, waiting: int, ready: int = 0) -> int:
+  """Answers after which the policy goes on, of rows that wait for one.
+
+  Args:
+    slots: as in `envs`.
+    waiting: rows that wait for an answer.
+    ready: rows that have the turn.
+  """
   if slots is None:
     return waiting
-  ready = int(np.sum(conversation.has_turn(now.completions)))
   enough = min(slots, -(-(waiting + ready) // SHARE))
   return min(waiting, max(0, enough - ready))
 
@@ -134,8 +143,10 @@ class _Episode(NamedTuple):
 class _Steps:
   """Steps environments, and keeps those whose episodes go on."""
 
-  def __init__(self, make: base.Make, pool: deadline.Pool):
-    self._make, self._pool = make, pool
+  def __init__(
+    self, make: base.Make, pool: deadline.Pool, record: str | None = None
+  ):
+    self._make, self._pool, self._record = make, pool, record
     self._live: collections.OrderedDict[bytes, _Episode] = (
       collections.OrderedDict()
     )
@@ -154,6 +165,7 @@ class _Steps:
     self._pool.wait(calls, count)
     steps = [call.result for call in calls]
     with self._lock:
+      self._write([x.seconds for x in calls if x.result is not None])
       for turn, step in zip(turns, steps, strict=True):
         if step is not None:
           self._calls.pop(turn, None)
@@ -167,6 +179,12 @@ class _Steps:
       if len(self._calls) > MAX_LIVE:
         self._calls.popitem(last=False)
     return self._calls[turn]
+
+  def _write(self, seconds: Sequence[float]):
+    """Appends the seconds of steps to the record, if there is one."""
+    if self._record is not None and seconds:
+      with open(self._record, 'a') as file:
+        file.writelines(f'{x:.6g}\n' for x in seconds)
 
   def _report(self, steps: Sequence[Step | None]):
     """Prints the first failure of the run."""

@@ -21,6 +21,7 @@ def plan_only(
   plan: Mapping[str, Any] | str | None,
   cluster: cluster_lib.Cluster,
   lengths: Sequence[int] | None = None,
+  answer_seconds: tuple[float, ...] = (),
   compile_for: topology_lib.Topology | None = None,
   output: str | os.PathLike | None = None,
   page: str | os.PathLike | None = None,
@@ -37,6 +38,8 @@ def plan_only(
     cluster: the hardware, which need not be here.
     lengths: tokens of completions like those that will be generated; None
       assumes that all reach the limit.
+    answer_seconds: seconds that environments took to answer turns; none where
+      they were not measured.
     compile_for: devices to compile the plan for, as `plan_report.report_plan`.
     output: file for the plan and its explanation as JSON.
     page: file for the same as an HTML page.
@@ -53,6 +56,7 @@ def plan_only(
     own,
     cluster=cluster,
     lengths=lengths,
+    answer_seconds=answer_seconds,
     compile_for=compile_for,
     output=output,
     page=page,

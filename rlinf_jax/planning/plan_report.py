@@ -32,7 +32,13 @@ from planner.lower import passes, unroll
 from planner.search import deadline as deadline_lib
 from planner.search import result as result_lib
 from planner.simulation import evaluate_plan
-from rlinf_jax.planning import evaluation_rows, host_timing, remedies, searches
+from rlinf_jax.planning import (
+  answers,
+  evaluation_rows,
+  host_timing,
+  remedies,
+  searches,
+)
 from rlinf_jax.planning.compiled import plan_compiler
 from rlinf_jax.planning.compiled import report as compiled_report
 from rlinf_jax.planning.compiled import topology as topology_lib
@@ -51,6 +57,7 @@ def report_plan(
   *,
   cluster: cluster_lib.Cluster,
   lengths: Sequence[int] | None = None,
+  answer_seconds: tuple[float, ...] = (),
   seconds: float = 60.0,
   compile_for: topology_lib.Topology | None = None,
   output: str | os.PathLike | None = None,
@@ -67,6 +74,8 @@ def report_plan(
     cluster: the hardware.
     lengths: tokens of completions like those that will be generated; None where
       all completions are assumed to have the maximum length.
+    answer_seconds: seconds that environments took to answer turns, like those
+      of training; none where they were not measured.
     seconds: limit of the whole report, without the compilation of plans. The
       `searches` take up to four fifths of what counting leaves, and the costs
       that would change the choice have the rest. The report says what is not
@@ -83,16 +92,17 @@ def report_plan(
   works = count.of_flow(flow, platform=cluster.device.platform)
   works, assumption = _completion_work(works, lengths)
   timed = host_timing.seconds_per_row(flow)
+  waits = answers.describe(flow, answer_seconds)
   model = roofline.Roofline(
     flow,
     works,
     cluster,
     rules.DEFAULT,
-    measured_lib.Measurements(host_rows=timed),
+    measured_lib.Measurements(host_rows=timed, answers=answer_seconds),
   )
   result, ranked, theirs = searches.search(flow, model, staleness, deadline)
   lines = [table, '', _searched(result, cluster), assumption]
-  lines += [host_timing.describe(timed), _attention(flow, cluster)]
+  lines += [host_timing.describe(timed), waits, _attention(flow, cluster)]
   others = _others(result, own, ranked, theirs)
   compiled = None
   if compile_for:
@@ -242,6 +252,8 @@ def _others(result, own, ranked, theirs):
 def _fastest(flow, model, result, staleness, data) -> list[str | None]:
   """Describes the fastest plan and compares it with others."""
   best = evaluate_plan.evaluate(flow, model, result.best, staleness)
+  if model.measured.answers:
+    data['answers'] = answers.share(best.flow, best.simulation)
   return [
     f'The fastest plan takes {result.seconds:.3g} s a step. '
     f'{report_text.known(data["known"])}',
@@ -251,6 +263,7 @@ def _fastest(flow, model, result, staleness, data) -> list[str | None]:
     overview.chart(best.flow, best.simulation),
     '',
     data['bottleneck'],
+    data.get('answers'),
     report_text.slack(data),
     *remat.text(data['remat']),
     *offload.text(data['offload']),

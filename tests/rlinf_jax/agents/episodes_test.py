@@ -13,6 +13,7 @@ import pytest
 
 from rlinf_jax.agents import base as agents_base
 from rlinf_jax.agents import deadline, episodes, problems
+from rlinf_jax.planning import answers
 from rlinf_jax.recipes import products
 from stages import base
 from stages.language import conversation, packing, tokens
@@ -217,14 +218,16 @@ def test_slow_steps_go_on_while_others_are_answered():
   ],
 )
 def test_the_policy_goes_on_when_enough_rows_can(waiting, ready, slots, count):
-  alive_B = np.arange(70) < ready
-  mask_BT = np.zeros((70, 4), np.float32)
-  mask_BT[0] = ready == 24  # A row without room has no turn.
-  alive_B[24] |= ready == 24
-  now = types.SimpleNamespace(
-    completions=base.Completions(None, None, mask_BT, alive_B)
+  assert episodes._awaited(slots, waiting, ready) == count
+
+
+def test_seconds_of_steps_are_recorded(tmp_path):
+  steps = episodes._Steps(
+    tools_of_mine.Echo, deadline.Pool(2, 0.3), tmp_path / 'seconds.txt'
   )
-  assert episodes._answers_to_wait_for(waiting, now, slots) == count
+  steps([turn_of(['a']), turn_of(['hang'], row=2), turn_of(['b'], row=3)], 3)
+  quick, _, slow = sorted(answers.read(tmp_path / 'seconds.txt'))
+  assert quick < 0.3 <= slow < 5.0  # A step that is late counts until then.
 
 
 def test_many_hanging_calls_do_not_stop_the_others():

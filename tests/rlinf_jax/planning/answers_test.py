@@ -1,0 +1,68 @@
+"""Plans of conversations whose environments take measured seconds."""
+
+import functools
+import json
+
+import pytest
+
+from planner.ir import plan as plan_lib
+from rlinf_jax.planning import answers, plan_report
+from stages import workflows
+from stages.language import conversation, evaluate, policy_stages
+from stages.learn import optimizers
+from tests.rlinf_jax.planning import plan_report_test
+import tiny
+import toy_conversation
+
+
+def reported(tmp_path, seconds):
+  converse = toy_conversation.converse(3)
+  grpo = workflows.grpo(
+    tiny.policy(length=10),
+    conversation.episode_return(),
+    optimizers.adamw(1e-2),
+    group_size=4,
+    rollouts=functools.partial(policy_stages.complete, converse=converse),
+    evaluator=functools.partial(evaluate.evaluate, converse=converse),
+  )
+  problem, printed = tiny.problem(), []
+  flows = tiny.trace(grpo, problem), tiny.trace_evaluation(grpo, problem)
+  found = plan_report.report_plan(
+    flows,
+    staleness=0,
+    own=plan_lib.parse({}, flows[0].stages),
+    cluster=plan_report_test.cluster(devices=1, node=1),
+    answer_seconds=seconds,
+    seconds=30.0,
+    output=tmp_path / 'plan.json',
+    print_text=printed.append,
+  )
+  data = json.loads((tmp_path / 'plan.json').read_text())
+  return found, '\n'.join(printed), data
+
+
+@pytest.mark.slow
+def test_a_plan_shows_how_long_tools_are_waited_for(tmp_path):
+  without, text, _ = reported(tmp_path, ())
+  assert 'How long environment waits for tools is not known' in text
+  found, text, data = reported(tmp_path, (0.0, 2.0))
+  assert 'Answers took 1 s on average and 2 s at most, of 2 measured.' in text
+  assert 'A call of environment on 32 rows waits 2 s for 32 of them' in text
+  # Three turns, one after the other.
+  waits = found.seconds - without.seconds
+  assert 4.0 < waits < 6.01, waits
+  assert data['answers'] in text
+  spent = float(data['answers'].split()[1])
+  assert data['answers'].startswith('environment: ') and spent >= 6.0
+
+
+@pytest.mark.parametrize('text', ['', 'one', '1.0 -2.0', 'nan', 'inf'])
+def test_files_with_anything_else_are_refused(tmp_path, text):
+  (tmp_path / 'seconds.txt').write_text(text)
+  with pytest.raises(ValueError, match='should hold the seconds of answers'):
+    answers.read(tmp_path / 'seconds.txt')
+
+
+def test_answers_that_nothing_waits_for_are_refused():
+  with pytest.raises(ValueError, match='no stage of the recipe waits'):
+    answers.describe(plan_report_test.flow(), (1.0,))
