@@ -21,6 +21,9 @@ from rlinf_jax.run import exit_watcher
 
 EXIT_CODE = 128 + signal.SIGINT  # As a shell reports it.
 STOPPED = b'Stopped while the program was starting.\n'
+# Once a checkpoint has failed, which is reported, threads of tensorstore still
+# call into the event loop that orbax has closed.
+CLOSED = 'Event loop is closed'
 AGAIN = 0.01  # Seconds after which a swallowed interrupt is sent again.
 
 
@@ -49,22 +52,25 @@ def ended() -> Iterator[None]:
   try:
     if signal.getsignal(signal.SIGINT) is _stop:
       signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.unraisablehook = _interrupt_again
+    sys.unraisablehook = _answer
     yield
   except KeyboardInterrupt:
     print('Stopped.', file=sys.stderr)
     sys.exit(EXIT_CODE)
 
 
-def _interrupt_again(unraisable):
-  """Sends an interrupt again that a callback of Python's could not raise."""
+def _answer(unraisable):
+  """Answers an error that a callback could not raise.
+
+  An interrupt is sent again.
+  """
   if unraisable.exc_type is KeyboardInterrupt:
     # Sent at once, it would be raised in this function, and be lost, too.
     main = threading.main_thread().ident
     send = threading.Timer(AGAIN, signal.pthread_kill, (main, signal.SIGINT))
     send.daemon = True
     send.start()
-  else:
+  elif str(unraisable.exc_value) != CLOSED:
     sys.__unraisablehook__(unraisable)
 
 

@@ -100,6 +100,38 @@ def test_an_interrupt_that_a_callback_swallows_ends_the_program():
   assert (done.returncode, done.stdout, done.stderr) == (130, '', 'Stopped.\n')
 
 
+CLOSED = """
+import asyncio, os, threading
+import tensorstore
+from rlinf_jax import startup
+
+promise, future = tensorstore.Promise.new()
+
+async def wait():
+  await future
+
+async def leave():
+  asyncio.ensure_future(wait())
+  await asyncio.sleep(0.01)
+
+with startup.ended():
+  loop = asyncio.new_event_loop()
+  loop.run_until_complete(leave())
+  loop.close()
+  thread = threading.Thread(target=promise.set_result, args=(1,))
+  thread.start()
+  thread.join()
+  os._exit(0)
+"""
+
+
+def test_tensorstore_prints_nothing_once_orbax_has_failed():
+  done = subprocess.run(
+    [sys.executable, '-c', CLOSED], cwd=ROOT, capture_output=True, text=True
+  )
+  assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
+
+
 PRINTS = 'import signal; print(signal.getsignal(signal.SIGINT).__name__)\n'
 
 
