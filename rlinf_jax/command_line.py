@@ -5,12 +5,16 @@ import pathlib
 import sys
 
 from absl import app, flags, logging
+import safetensors
 
 from rlinf_jax.config import config_errors
 
 LONGEST = 200  # Characters of an argument in a message.
 # Errors that the user can mend: they are printed without a traceback.
-USER_ERRORS = ValueError, OSError, OverflowError, MemoryError, ImportError
+USER_ERRORS = (
+  *(ValueError, OSError, OverflowError, MemoryError, ImportError),
+  safetensors.SafetensorError,  # Such as weights that a full disk refuses.
+)
 
 
 def run(main: Callable[..., None], *operands: str):

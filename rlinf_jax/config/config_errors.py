@@ -10,6 +10,8 @@ import re
 import sys
 import tokenize
 
+import safetensors
+
 # The folder of `gin_configs`, in a checkout and in an installed wheel.
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DYNAMIC = 'from __gin__ import dynamic_registration'
@@ -117,6 +119,8 @@ def text(error: BaseException) -> str:
       'The system refused memory to this process: free some, or raise its '
       f'limit (ulimit -v), and continue with --resume. {message}'.rstrip()
     )
+  if isinstance(error, safetensors.SafetensorError):  # Of writing weights.
+    return f'{message}: mend that, and continue with --resume.'
   if isinstance(error, OverflowError):
     return f'A number of the recipe is too large: {cut(message)}.'
   return message

@@ -3,6 +3,7 @@
 import textwrap
 
 import pytest
+import safetensors
 
 from fake_recipe import BASE, parse, refused, run, write
 from rlinf_jax.config import config, config_errors
@@ -327,6 +328,10 @@ def test_a_failed_save_leaves_the_old_file(recipe_folder, monkeypatch):
     (OSError(28, 'No space left on device'), 'No space left on device: mend'),
     (OSError(30, 'Read-only', '/x/y'), '/x/y cannot be used (Read-only): mend'),
     (OSError('/x is a file: name another.'), '/x is a file: name another.'),
+    (
+      safetensors.SafetensorError('I/O error: Read-only file system'),
+      'I/O error: Read-only file system: mend that, and continue with',
+    ),
     (MemoryError(), 'The system refused memory to this process: free some'),
     (
       OverflowError('It is 9.'),
