@@ -77,7 +77,7 @@ def of_flags(error: flags.Error) -> str:
   mean = f'; did you mean --{hint}?' if hint else '.'
   setting = (
     f' A setting of the recipe is --gin.{error.flagname[:LONGEST]}=value.'
-    if error.flagname.isupper()
+    if error.flagname.isupper() and 'gin_file' in flags.FLAGS
     else ''
   )
   return f'There is no flag --{error.flagname[:LONGEST]}{mean}{setting}{help_}'

@@ -25,9 +25,9 @@ def is_known(layout: jax.sharding.Sharding) -> bool:
 class _OnHost(NamedSharding):
   """A layout in host memory, on devices that do not list their memories.
 
-  JAX drops the memory of such a layout as it is made. It is an argument's
-  alone: JAX compares those of results with what the compiler returns, which
-  names no memory either.
+  `NamedSharding` drops a kind of memory that its devices do not list, so the
+  property is overridden. It is for arguments alone: of results, JAX compares
+  the kind with that of the executable, which has none.
   """
 
   @property

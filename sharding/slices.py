@@ -11,9 +11,10 @@ def slice_rows(
 ) -> int:
   """Returns the rows of a slice of an array on one device.
 
-  All slices of an array have one size: `SLICE` bytes, or a little more. A TPU
-  has the last two dimensions in tiles, and does not copy a part of a tile
-  (libtpu 0.0.42), so it takes an array of two dimensions whole.
+  All slices of an array have one size: the least divisor of the first dimension
+  that makes `SLICE` bytes or more; the whole array if there is none. A TPU has
+  the last two dimensions in tiles, and does not copy a part of a tile (libtpu
+  0.0.42), so it takes an array of fewer than three dimensions whole.
 
   Args:
     shape: of the array on the device.

@@ -53,7 +53,9 @@ def envs(
     max_answer_tokens: most tokens that an environment says to a turn; an
       episode with a longer answer is truncated.
     chat: whether to render messages by the chat template, as in `formats`.
-    step_timeout: seconds that a step of an environment may take.
+    step_timeout: seconds that a step of an environment may take. In a first
+      turn that includes making and resetting it, and after a restart also the
+      turns before, which are said to it again.
     num_threads: steps of environments at once.
     slots: rows that the policy continues at once, while environments of others
       work; it goes on as soon as they are full again, or a quarter of the
@@ -64,6 +66,8 @@ def envs(
   """
   tokenizer = tokens.load_tokenizer(checkpoint)
   terms = base.terms(make())
+  if answer_seconds is not None:
+    open(answer_seconds, 'a').close()  # Fails here rather than in a step.
   pool = deadline.Pool(num_threads, step_timeout)
   step = _Steps(make, pool, answer_seconds)
   write = functools.partial(_ids, tokenizer, chat, max_answer_tokens)
@@ -75,7 +79,10 @@ def envs(
       Turn(now.id[i].tobytes(), problem, _texts(tokenizer, now, i))
       for i, problem in zip(row_B, problems, strict=True)
     ]
-    ready = int(np.sum(conversation.has_turn(now.completions)))
+    has_turn_B = np.asarray(conversation.has_turn(now.completions))
+    ready = int(has_turn_B.sum())
+    # Limits of tokens or turns have ended the others.
+    step.drop([x.tobytes() for x in now.id[~has_turn_B & ~(now.waits > 0)]])
     count = _awaited(slots, len(turns), ready)
 
     return stages.Deferred(
@@ -102,7 +109,7 @@ def envs(
 
 
 def _awaited(slots: int | None, waiting: int, ready: int = 0) -> int:
-  """Answers after which the policy goes on, of rows that wait for one.
+  """Number of answers to wait for before decoding goes on.
 
   Args:
     slots: as in `envs`.
@@ -130,6 +137,13 @@ class Turn(NamedTuple):
 
 
 Step = base.TimeStep | Exception  # An exception where a step failed.
+
+
+class _Stepped(NamedTuple):
+  """A step, and the episode after it."""
+
+  step: base.TimeStep
+  episode: '_Episode'
 
 
 class _Episode(NamedTuple):
@@ -163,14 +177,36 @@ class _Steps:
     with self._lock:
       calls = [self._call(turn) for turn in turns]
     self._pool.wait(calls, count)
-    steps = [call.result for call in calls]
+    # Read once: other calls end meanwhile.
+    results = [call.result for call in calls]
     with self._lock:
-      self._write([x.seconds for x in calls if x.result is not None])
-      for turn, step in zip(turns, steps, strict=True):
-        if step is not None:
+      self._write([
+        call.seconds
+        for call, result in zip(calls, results, strict=True)
+        if result is not None
+      ])  # fmt: skip
+      for turn, result in zip(turns, results, strict=True):
+        if result is not None:
           self._calls.pop(turn, None)
+        if isinstance(result, _Stepped):
+          self._keep(turn.id, result)
+    steps = [x.step if isinstance(x, _Stepped) else x for x in results]
     self._report(steps)
     return steps
+
+  def drop(self, ids: Sequence[bytes]):
+    """Forgets episodes that have ended without their environments' doing."""
+    with self._lock:
+      for id_ in ids:
+        self._live.pop(id_, None)
+
+  def _keep(self, id_: bytes, result: '_Stepped'):
+    """Keeps an episode for its next turn, if there may be one."""
+    if result.step.terminated or result.step.truncated:
+      return
+    self._live[id_] = result.episode
+    while len(self._live) > MAX_LIVE:
+      self._live.popitem(last=False)
 
   def _call(self, turn: Turn) -> deadline.Call:
     """The step of a turn, which starts unless it is under way."""
@@ -198,7 +234,7 @@ class _Steps:
           flush=True,
         )
 
-  def _step(self, turn: Turn) -> base.TimeStep:
+  def _step(self, turn: Turn) -> _Stepped:
     """One step of one environment; in a thread."""
     past, text = turn.texts[:-1], turn.texts[-1]
     with self._lock:
@@ -206,12 +242,7 @@ class _Steps:
     if live is None or (live.problem, live.texts) != (turn.problem, past):
       live = self._replay(turn.problem, past)
     step = live.env.step(text)
-    if not (step.terminated or step.truncated):
-      with self._lock:
-        self._live[turn.id] = live._replace(texts=turn.texts)
-        while len(self._live) > MAX_LIVE:
-          self._live.popitem(last=False)
-    return step
+    return _Stepped(step, live._replace(texts=turn.texts))
 
   def _replay(self, problem: str, texts: tuple[str, ...]) -> _Episode:
     """An environment to which `texts` have been said."""

@@ -47,8 +47,8 @@ class VerifiersEnv:
     """Prepares an environment, which all episodes of a process share.
 
     Args:
-      load: makes the environment, as `load_environment` of a package does. Of
-        equal functions, one is called, once a process.
+      load: makes the environment, as `load_environment` of a package does. It
+        is called once in a process, and its result is kept.
       parse: `text -> calls`: how the model writes tool calls, as in `formats`.
         As with servers of the API, calls that cannot be read are text.
 
@@ -116,17 +116,17 @@ def draw(
 ) -> list[dict[str, Any]]:
   """Rows of an environment's dataset, for `problems.problems`.
 
-  Those held out are its rows for evaluation. If it has none, they are every
-  eighth of the others, on which it is then not trained.
+  Those held out are its rows for evaluation. If it has none, they are the rows
+  of every eighth prompt, which are then left out of training.
 
   Args:
-    rng: draws the rows; none twice, as long as there are others.
+    rng: draws the rows. To train on, rows are drawn again once all were.
     rows: their number.
     held_out: which of the two sets to draw from.
     load: as in `VerifiersEnv`.
 
   Raises:
-    ValueError: for a dataset that is too small to hold rows out.
+    ValueError: for a dataset that has too few rows to hold so many out.
   """
   env = _shared(load).env
   if env.eval_dataset_source is not None:
@@ -134,14 +134,26 @@ def draw(
     chosen = np.arange(len(data))
   else:
     data = env.get_dataset()
-    chosen = np.arange(len(data))
-    chosen = chosen[(chosen % HELD_OUT == 0) == held_out]
+    chosen = np.flatnonzero(_is_held_out(load) == held_out)
+  if held_out and rows > len(chosen):
+    raise ValueError(
+      f'{rows} problems are held out, and the environment has {len(chosen)} '
+      'rows for evaluation: set problems.problems.held_out to at most as many.'
+    )
   if not len(chosen):
     raise ValueError(
       f'The dataset of the environment has {len(data)} rows, too few to train '
       'on some and to evaluate on others: give it an eval_dataset.'
     )
   return [data[int(i)] for i in np.resize(rng.permutation(chosen), rows)]
+
+
+@functools.cache
+def _is_held_out(load: Load) -> np.ndarray:
+  """Whether each row is held out: those of every eighth prompt are."""
+  prompts = [str(x) for x in _shared(load).env.get_dataset()['prompt']]
+  number = {x: i for i, x in enumerate(dict.fromkeys(prompts))}
+  return np.array([number[x] % HELD_OUT == 0 for x in prompts])
 
 
 class _Shared(NamedTuple):
@@ -168,7 +180,7 @@ def _load(load: Load) -> _Shared:
     raise ImportError(
       'Environments of verifiers need it: pip install "rlinf-jax[verifiers]".'
     ) from error
-  # It would take the signals of this run for its own.
+  # It installs handlers of SIGINT and SIGTERM, and those of this run must stay.
   environment.signal = types.SimpleNamespace(
     SIGINT=signal.SIGINT, SIGTERM=signal.SIGTERM, signal=lambda *_: None
   )
@@ -179,7 +191,7 @@ def _load(load: Load) -> _Shared:
   rubric = env.rubric
   groups = [f for f in rubric._get_reward_funcs() if rubric._is_group_func(f)]
   if env.message_type != 'chat' or groups:
-    names = ', '.join(f.__name__ for f in groups)
+    names = ', '.join(getattr(f, '__name__', repr(f)) for f in groups)
     what = f'rewards whole groups ({names})' if groups else 'has no messages'
     raise ValueError(
       f'The environment {what}, and here each row is a conversation with a '

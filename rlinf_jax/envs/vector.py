@@ -158,7 +158,7 @@ class Vector:
       action: [B, A].
 
     Returns:
-      The next token, and the `stages.env_lib.TimeStep`.
+      The next token, and the `stages.TimeStep`.
     """
     token, action = np.asarray(token), np.asarray(action, np.float32)
     if not self._is_current(token):

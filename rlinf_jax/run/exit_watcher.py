@@ -1,10 +1,10 @@
-"""Says that a run ended in the middle, which the run itself cannot say.
+"""Reports on standard error that the process of a run was killed or aborted.
 
 Libraries below Python abort their process where the system refuses them memory,
 and the system kills the largest process when it has no memory left. Neither
-leaves a word. A small process, which imports nothing of this package, therefore
-waits for the end of the run's process, and prints a sentence if that end was
-not announced.
+prints a message. A watcher, a small process that imports nothing of this
+package, holds the other end of a pipe of the run. If the pipe is closed before
+`announce` has written to it, the watcher prints how the process ended.
 
   python -I -S exit_watcher.py PID    # as `start` starts it
 """
@@ -18,21 +18,20 @@ import subprocess
 import sys
 
 ENDED = b'ended'  # Announces an end by Python's own means.
-SECONDS = 5.0  # In which the watcher ends, once the run has.
+SECONDS = 5.0  # That `announce` waits for the watcher to end.
 SENTENCE = (
-  'The process of the run ended in the middle, with {}. Libraries end it by '
-  'SIGABRT where the system refuses them memory, and the system by SIGKILL '
-  'where it has none left: in these cases, make batches smaller or free '
-  'memory. Continue with --resume.'
+  'The process ended in the middle, with {}. Libraries end it by SIGABRT '
+  'where the system refuses them memory, and the system by SIGKILL where it '
+  'has none left: in these cases, make batches smaller or free memory. A '
+  'training run continues with --resume.'
 )
 _watchers: list[subprocess.Popen] = []  # One at most.
 
 
 def start():
-  """Has a sentence printed, to standard error, if this process just ends.
+  """Starts the watcher of this process, unless no process can be started.
 
-  It is not printed after an exception, `sys.exit` or `announce`. Where no
-  process can be started, nothing is watched.
+  It prints nothing after an exception, `sys.exit` or `announce`.
   """
   with contextlib.suppress(OSError):
     watcher = subprocess.Popen(
@@ -63,7 +62,12 @@ def _status(pid: int) -> str:
   except OSError:  # It is gone already, or this is not Linux.
     return 'a signal or an exit code'
   number = status & 0x7F
-  return signal.Signals(number).name if number else f'exit code {status >> 8}'
+  if not number:
+    return f'exit code {status >> 8}'
+  known = {x.value: x.name for x in signal.Signals}
+  return known.get(
+    number, f'signal {number}'
+  )  # Real-time signals have no name.
 
 
 def main(pid: int):

@@ -28,26 +28,31 @@ def policy(
 ) -> Callable:
   """Returns the loss `params, experience, ref_logp_BT -> Loss`.
 
-    L = aggregate(w · policy_loss(lp, lp_old, A) + β KL(lp, lp_ref) − η H + c b)
+    L = aggregate(w · policy_loss(lp, lp_old, A) + β KL(lp, lp_ref) − η H + c b
+                  + L_critic)
 
-  H is the entropy, and b the balance of experts. lp_old are the
+  H is the entropy, b the load-balancing loss of a mixture of experts, and
+  L_critic is 0 without `critic_loss`. lp_old are the
   log-probabilities recorded while sampling, and w = 1. Where the experience has
   `proximal` log-probabilities, these are lp_old, and w is the bounded
   importance weight exp(lp_old − lp_b) of them over the recorded ones, lp_b.
 
   Args:
     evaluate: `params, experience -> base.Evaluation`.
-    clip: range of the ratio.
+    clip: range of the ratio, and the bound of dual clip.
     kl: β and the estimator of the KL divergence.
     entropy_coef: η, weight of the entropy bonus.
     balance_coef: c, weight of the balance, which `evaluate` then returns.
-    policy_loss: as in `grpo`.
-    likelihood: as in `grpo`.
-    aggregate: as in `grpo`.
+    policy_loss: as in `workflows.grpo`, like the next two.
+    likelihood: of tokens or of sequences.
+    aggregate: of the loss of all tokens.
     importance: w and its bound.
-    mask_truncated: as in `grpo`.
+    mask_truncated: whether completions at the length limit are left out.
     critic_loss: `value_BT, experience -> loss_BT, info`, added for a critic
       that `evaluate` computes; None without one.
+
+  Raises:
+    ValueError: for dual clip with another loss than `losses.ppo_clip`.
   """
   surrogate = functools.partial(
     _surrogate, _with_dual_clip(policy_loss, clip.dual), likelihood, clip
@@ -66,7 +71,8 @@ def policy(
     info = {
       'train/policy_loss': aggregate(loss_BT, x.mask),
       'train/kl_behavior': metrics.mean(losses.kl_k3(x.logp, now.logp), x.mask),
-      # The exact entropy costs a pass over the vocabulary; −lp estimates it.
+      # The exact entropy costs a pass over the vocabulary. −lp of the tokens,
+      # as they were sampled, estimates it.
       'train/entropy': metrics.mean(
         now.entropy if entropy_coef else -x.logp, x.mask
       ),
@@ -115,7 +121,7 @@ def _surrogate(
   logp_BT,
   x: base.Experience,
 ) -> tuple[Any, base.Info]:
-  """The loss of the ratio to the policy that is improved, and its metrics."""
+  """The clipped loss of the ratio π / π_old, [B, T], and its metrics."""
   old_BT = x.logp
   if x.proximal is not None:
     old_BT = jnp.where(x.mask > 0, x.proximal, 0.0)

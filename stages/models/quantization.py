@@ -1,15 +1,16 @@
 """Frozen weights in eight or four bits, as in QLoRA, arXiv:2305.14314.
 
-  w ≈ s · q
+  int8:  w ≈ s · q        nf4:  w ≈ s · level[q]
 
 The inputs of a matrix are divided into blocks of up to 64 numbers. Each block
-has a scale s, its largest number, and q are indices of eight bits, or of the 16
-levels of a normal distribution ('nf4'). Both are of the library qwix. A matrix
-is expanded where it is used, one layer at a time, and again in the backward
-pass.
+has a scale s, from the largest |w| in it. q is an integer of eight bits, or the
+index of one of 16 levels, which are quantiles of a normal distribution. The
+library qwix computes s, q and the levels. A matrix is expanded where it is
+used, one layer at a time, and again in the backward pass.
 
-A quantized matrix `up_DF` of parameters holds q, two numbers of four bits in a
-byte, and `up_scale_DF` beside it holds s. Both have fewer rows than the matrix.
+A quantized matrix `up_DF` of parameters holds q, and `up_scale_DF` beside it
+holds s, with one row a block. In nf4, two indices share a byte, so that q has
+half as many rows as the matrix.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Whatever value a recipe binds, it is taken, or refused in a sentence."""
+"""Random literals for parameters are taken, or refused in one line."""
 
 import functools
 from typing import Any
@@ -31,7 +31,7 @@ LITERALS = strategies.recursive(
 
 @functools.cache
 def parameters() -> list[tuple[str, str, Any]]:
-  """A recipe, a parameter that it binds to a literal, and its annotation."""
+  """Lists a recipe, the name of a binding to a literal, and its annotation."""
   found = {}
   for recipe in bindings_test.recipes():
     config.parse([recipe], bindings_test.given_to(recipe), '/runs/x')

@@ -206,7 +206,7 @@ class EnvPool:
     """Waits for steps that `send` started.
 
     Returns:
-      The next token, and the `stages.env_lib.TimeStep`.
+      The next token, and the `stages.TimeStep`.
 
     Raises:
       BrokenError: if an environment starts no episode any more.

@@ -203,6 +203,30 @@ def test_slow_steps_go_on_while_others_are_answered():
   assert Slow.steps == dict.fromkeys('abcde', 1) and not steps._calls
 
 
+def test_episodes_that_limits_end_are_dropped():
+  steps = episodes._Steps(tools_of_mine.Echo, deadline.Pool(2, 5.0))
+  turns = [turn_of(['a'], row=i) for i in range(3)]
+  steps(turns, 3)
+  steps.drop([turns[0].id, turns[2].id, b'unknown'])
+  assert {*steps._live} == {turns[1].id}
+
+
+def test_a_step_that_ends_late_leaves_no_episode():
+  begun = threading.Event()
+
+  class Late(tools_of_mine.Echo):
+    def step(self, text):
+      begun.set()
+      time.sleep(0.5)
+      return super().step(text)
+
+  steps = episodes._Steps(Late, deadline.Pool(1, 0.1))
+  (got,) = steps([turn_of(['a'])], 1)
+  assert begun.is_set() and isinstance(got, deadline.LateError)
+  time.sleep(1.0)
+  assert not steps._live and not steps._calls
+
+
 @pytest.mark.parametrize(
   'waiting, ready, slots, count',
   [

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip('verifiers', reason='pip install "rlinf-jax[verifiers]".')
 
+import datasets
 from openai.types import chat
 import verifiers
 
@@ -200,8 +201,27 @@ def test_held_out_rows_are_those_for_evaluation_or_every_eighth():
   }  # fmt: skip
   assert drawn(verifiers_envs.single, True, 5) == {*range(5)}
   assert drawn(verifiers_envs.single, False, 20) == {*range(20)}
-  assert drawn(verifiers_envs.hints, True, 7) == {0, 8, 16}
+  assert drawn(verifiers_envs.hints, True, 3) == {0, 8, 16}
   assert drawn(verifiers_envs.hints, False, 17) == {*range(20)} - {0, 8, 16}
+  with pytest.raises(ValueError, match='7 problems are held out.* has 3 rows'):
+    drawn(verifiers_envs.hints, True, 7)
+
+
+def test_equal_prompts_are_all_held_out_or_none_is():
+  words = [*'abcdefghij', *'abcdefghij']
+  rows = [{'question': x, 'answer': x} for x in words]
+  load = functools.cache(
+    lambda: verifiers.SingleTurnEnv(
+      dataset=datasets.Dataset.from_list(rows),
+      rubric=verifiers.Rubric(funcs=[lambda answer: 1.0]),
+    )
+  )
+  rng = np.random.default_rng(0)
+  held_out, others = (
+    {x['question'] for x in verifiers_env.draw(rng, n, is_held_out, load)}
+    for n, is_held_out in ((4, True), (16, False))
+  )
+  assert held_out == {'a', 'i'} and others == {*'bcdefghj'}
 
 
 def group_reward(completions) -> list[float]:

@@ -12,7 +12,7 @@ from rlinf_jax.run import exit_watcher
 exit_watcher.start()
 {}
 """
-SENTENCE = 'The process of the run ended in the middle, with '
+SENTENCE = 'The process ended in the middle, with '
 # Statements, their exit code, and the beginning of what is printed.
 ENDS = [
   ('os.abort()', -6, f'{SENTENCE}SIGABRT. Libraries'),
@@ -40,7 +40,7 @@ def test_an_end_in_the_middle_is_told_and_others_are_not(statement, code, line):
   assert (done.returncode, done.stdout) == (code, '')
   assert done.stderr.startswith(line) and bool(done.stderr) == bool(line)
   if line.startswith(SENTENCE):
-    assert done.stderr.endswith('Continue with --resume.\n')
+    assert done.stderr.endswith('A training run continues with --resume.\n')
     assert done.stderr.count('\n') == 1
 
 
