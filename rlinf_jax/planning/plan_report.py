@@ -5,7 +5,6 @@ that need not be here.
 """
 
 from collections.abc import Callable, Sequence
-import dataclasses
 import json
 import os
 import pathlib
@@ -39,7 +38,7 @@ from rlinf_jax.planning import (
   remedies,
   searches,
 )
-from rlinf_jax.planning.compiled import plan_compiler
+from rlinf_jax.planning.compiled import less_memory, plan_compiler
 from rlinf_jax.planning.compiled import report as compiled_report
 from rlinf_jax.planning.compiled import topology as topology_lib
 from rlinf_jax.report import plan_page
@@ -144,19 +143,17 @@ def _compile(
   flow, model, result, ranked, others, topology, print_text, staleness
 ):
   """Compiles plans until one is accepted, and drops those that are refused."""
-
-  def relieved(plan):
-    """Returns the same plan with all that it can have in host memory."""
-    some = dataclasses.replace(plan, offload=result.space.offload)
-    if {*some.offload} == {*plan.offload}:
-      return []
-    found = evaluate_plan.evaluate(flow, model, some, staleness)
-    return [(some, max(found.seconds, result.bound or 0.0))]
-
   compiler = plan_compiler.PlanCompiler(
     flow, model, topology_lib.devices(topology), print_text
   )
-  choice = plan_compiler.first_accepted(compiler, result, ranked, relieved)
+  choice = plan_compiler.first_accepted(
+    compiler,
+    result,
+    ranked,
+    lambda plan, stage: less_memory.alternatives(
+      flow, model, result, plan, stage, staleness
+    ),
+  )
   refused = [plan for plan, _ in choice.refused]
   others = {title: p for title, p in others.items() if p not in refused}
   compiled = compiled_report.to_data(

@@ -63,10 +63,12 @@ class CompiledPlan(NamedTuple):
   Attributes:
     stages: what was compiled.
     refusal: a sentence on why the plan cannot run; None if it can.
+    refused: the stage that it is about; None if it is not about one.
   """
 
   stages: list[CompiledStage]
   refusal: str | None = None
+  refused: str | None = None
 
 
 class PlanCompiler:
@@ -125,6 +127,7 @@ class PlanCompiler:
             [*found.values()],
             f'{node.name} on {plan.places[name]} does not compile: '
             f'{message(error)}',
+            node.name,
           )
         key = name, id(compiled)
         if key in found:
@@ -133,7 +136,7 @@ class PlanCompiler:
         found[key] = self._stage(plan, name, flow, node, compiled)
         refusal = self._overflow(plan, found[key])
         if refusal:
-          return CompiledPlan([*found.values()], refusal)
+          return CompiledPlan([*found.values()], refusal, node.name)
     return CompiledPlan([*found.values()])
 
   def _place(self, name: str, plan: plan_lib.Plan) -> place_lib.Place:
@@ -267,8 +270,8 @@ def first_accepted(
   result: result_lib.SearchResult,
   ranked: Sequence[tuple[plan_lib.Plan, float]],
   relieved: Callable[
-    [plan_lib.Plan], Sequence[tuple[plan_lib.Plan, float]]
-  ] = lambda plan: (),
+    [plan_lib.Plan, str | None], Sequence[tuple[plan_lib.Plan, float]]
+  ] = lambda plan, stage: (),
 ) -> Choice:
   """Compiles plans, the fastest first, until one is accepted.
 
@@ -279,8 +282,8 @@ def first_accepted(
     compiler: of the flow that was searched.
     result: of the search.
     ranked: plans and their seconds, the fastest first.
-    relieved: of a plan that was refused, plans that need less memory, and their
-      seconds.
+    relieved: of a plan and the stage that was refused, plans that need less
+      memory, and their seconds.
   """
   refused, left = [], list(ranked)
   while left:
@@ -300,8 +303,9 @@ def first_accepted(
     compiler.report(f'Refused: {compiled.refusal}')
     refused.append((plan, compiled.refusal))
     known = [some for some, _ in (*refused, *left)]
+    others = relieved(plan, compiled.refused)
     left = sorted(
-      [*left[1:], *(pair for pair in relieved(plan) if pair[0] not in known)],
+      [*left[1:], *(pair for pair in others if pair[0] not in known)],
       key=lambda pair: pair[1],
     )
   chosen = dataclasses.replace(

@@ -110,8 +110,8 @@ def test_a_refused_plan_is_followed_by_those_that_relieve_it():
   ]
   asked = []
 
-  def relieved(refused):
-    asked.append(refused)
+  def relieved(refused, stage):
+    asked.append((refused, stage))
     return [(large, 3.0), (small, 3.5)]
 
   choice = plan_compiler.first_accepted(
@@ -120,7 +120,7 @@ def test_a_refused_plan_is_followed_by_those_that_relieve_it():
     [(small, 2.0), (other, 4.0)],
     relieved,
   )
-  assert choice.result.best == large and asked == [small]
+  assert choice.result.best == large and asked == [(small, 'gradient')]
   assert choice.ranked == [(large, 3.0), (other, 4.0)]
   assert choice.result.seconds == 3.0
   assert choice.result.gap == 1 - 2.0 / 3.0
