@@ -221,8 +221,9 @@ def test_places_that_share_devices_compute_their_flow_and_wait_without_them(
 
 def test_a_stage_without_a_place_is_refused():
   graph = lowered_flows.sft()
-  with pytest.raises(ValueError, match=r"no place for \['apply'\].*'gradient'"):
-    program.lower(graph, plan.one_place(['gradient']))
+  refused = r"no place for \['apply'\].*'gradient'"
+  with pytest.raises(ValueError, match=refused):
+    program.lower(graph, plan.one_place(['gradient', 'padding']))
 
 
 @pytest.mark.parametrize('rows', [0, -4, 3, 5, 2, 64])
@@ -258,7 +259,7 @@ def test_micro_batches_of_a_host_stage_are_refused():
 def test_a_value_is_sent_as_soon_as_it_is_computed():
   graph = lowered_flows.sft()
   places = {'a': plan.Placement((0,)), 'b': plan.Placement((1,))}
-  spread = plan.Plan(places, {'gradient': 'a', 'apply': 'b'})
+  spread = plan.Plan(places, {'gradient': 'a', 'apply': 'b', 'padding': 'b'})
   _, programs = passes.lower(graph, spread)
   (gradient,) = [i for i, n in enumerate(graph.nodes) if n.name == 'gradient']
   ops = list(programs['a'])
