@@ -24,7 +24,9 @@ PRIMITIVES = frozenset(
 )
 BROADCAST = 'broadcast_in_dim'
 _CALLS = ('jaxpr', 'call_jaxpr', 'fun_jaxpr')
-_CONTROL = frozenset(('scan', 'while', 'cond', 'shard_map'))
+# Their jaxprs are no functions of the equation's operands: those of a kernel
+# take references.
+_CONTROL = frozenset(('scan', 'while', 'cond', 'shard_map', 'pallas_call'))
 
 
 class Part(NamedTuple):

@@ -25,7 +25,7 @@ from stages import base
 from stages.language import conversation, policy_stages
 from stages.models import huggingface
 
-ANSWER = 'error'  # What the environment says to every turn.
+ANSWER = 'error'  # The answer to every turn.
 
 
 class Latencies:

@@ -197,7 +197,7 @@ class WorkCounter(loops.LoopCounter):
     fused = [variable for variable in args if variable.fused]
     for variable in fused:
       self.store(variable)
-    self.now += bool(fused)  # What they are computed from may be gone by then.
+    self.now += bool(fused)  # Their sources may be freed by then.
     self.moved += sum(self.read(variable) for variable in args)
     made = self.stored_results(eqn, args)
     self.moved += sum(one.size for one in made)

@@ -87,7 +87,7 @@ class VerifiersEnv:
     )
 
   def _next(self, text: str | None = None) -> Any:
-    """What the episode asks for next, or its final state."""
+    """Returns the next request of the episode, or its final state."""
     got = self._shared.start(self._model.next(text)).result()
     if isinstance(got, Exception):
       raise got

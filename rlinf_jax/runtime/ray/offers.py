@@ -37,7 +37,7 @@ KEEPALIVE = {
 
 
 class Ticket(NamedTuple):
-  """What a receiver must know to pull a value.
+  """Address and secret by which a receiver pulls a value.
 
   Attributes:
     host: address of the server that offers it.
