@@ -55,7 +55,7 @@ def announce():
 
 
 def _status(pid: int) -> str:
-  """Describes how a process has ended, as its zombie still tells."""
+  """Describes how a process has ended, by its entry in /proc."""
   try:
     # A zombie's last field is its status, as proc(5) says.
     status = int(pathlib.Path(f'/proc/{pid}/stat').read_text().split()[-1])
