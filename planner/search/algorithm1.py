@@ -159,8 +159,9 @@ class _Algorithm:
     schedule = self.one_place(sum(self.parts[p] for p in parts))
     if places == 1 or len(parts) == 1:
       return schedule
-    best = self.expected(schedule.critical, schedule.bottleneck)
     critical, bottleneck = schedule.critical.copy(), schedule.bottleneck.copy()
+    # A copy: of one piece, `expected` returns its argument, which is memoized.
+    best = self.expected(schedule.critical, schedule.bottleneck).copy()
     blocks = list(schedule.blocks)
     n = self.choices.units
     for first in self._first_parts(parts):

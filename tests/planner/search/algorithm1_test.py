@@ -1,7 +1,9 @@
 """Algorithm 1 pipelines as its formula says, never faster than the search."""
 
 import dataclasses
+import itertools
 
+import numpy as np
 import pytest
 
 from planner.ir import graph
@@ -54,3 +56,32 @@ def test_algorithm_1_is_never_faster_than_the_search():
   other = algorithm1.algorithm1(flow, model, space)
   assert found.seconds <= other.seconds
   assert found.bound <= other.seconds
+
+
+@pytest.mark.parametrize('seed', range(30))
+def test_algorithm_1_of_one_piece_is_the_best_of_all_cuts(seed):
+  # With one piece the formula is the sum of all places' seconds. Stages that
+  # can use one device only make it worth while to cut.
+  rng = np.random.default_rng(seed)
+  work = dict(zip('abcd', rng.uniform(1, 9, 4).tolist(), strict=True))
+  alone = [stage for stage in work if rng.random() < 0.5]
+  flow, model = toys.line(work, power=0.9, alone=alone)
+  devices, places = 6, 4
+
+  def seconds(block, units):
+    if units > 1 and not set(alone).isdisjoint(block):
+      return np.inf
+    return sum(work[stage] for stage in block) / units**0.9
+
+  def plans():
+    for n in range(1, places + 1):
+      for cuts in itertools.combinations(range(1, 4), n - 1):
+        edges = (0, *cuts, 4)
+        blocks = ['abcd'[i:j] for i, j in itertools.pairwise(edges)]
+        for units in itertools.product(range(1, devices + 1), repeat=n):
+          if sum(units) <= devices:
+            yield sum(map(seconds, blocks, units))
+
+  space = space_lib.Space(devices, pieces=(1,), max_places=places)
+  found = algorithm1.algorithm1(flow, model, space)
+  assert found.seconds == pytest.approx(min(plans()))
