@@ -76,11 +76,7 @@ def left(mark: str, temporary: pathlib.Path) -> dict[str, list[str]]:
     time.sleep(0.5)
   found = {
     'processes': [x.name() for x in marked(mark)],
-    'shared memory': [
-      x.name
-      for x in pathlib.Path('/dev/shm').iterdir()
-      if not x.name.startswith('faketime_')  # Of the clock, not of the run.
-    ],
+    'shared memory': [x.name for x in pathlib.Path('/dev/shm').iterdir()],
     'temporary': [
       x.name for x in temporary.iterdir() if not x.name.startswith(KEPT)
     ],

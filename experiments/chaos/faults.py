@@ -5,6 +5,7 @@ import pathlib
 import random
 import resource
 import signal
+import struct
 import subprocess
 import time
 
@@ -13,20 +14,7 @@ import psutil
 from rlinf_jax.run import exit_watcher
 
 PAUSE = 60.0  # Seconds for which a process is stopped.
-CLOCK = 'clock'  # File that sets the time of day, beside the run folder.
-# libfaketime 0.9.10 refuses sleeps to a time of the monotonic clock, which
-# Python uses, if that clock is left alone. Here they are those of the kernel.
-SLEEP = """
-#define _GNU_SOURCE
-#include <errno.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-int clock_nanosleep(clockid_t clock, int flags, const struct timespec *until,
-                    struct timespec *left) {
-  return syscall(SYS_clock_nanosleep, clock, flags, until, left) ? errno : 0;
-}
-"""
+CLOCK = 'clock'  # The seconds that clock.c adds, beside the run folder.
 
 
 def tree(process: psutil.Process) -> list[psutil.Process]:
@@ -108,31 +96,24 @@ def memory(process, folder: pathlib.Path, rng: random.Random):
 
 def clock_forward(process, folder: pathlib.Path, rng: random.Random):
   """Sets the time of day one day forward, for processes with `clock`."""
-  (folder.parent / CLOCK).write_text('+1d')
+  _set_clock(folder.parent, 24 * 60 * 60)
 
 
 def clock(folder: pathlib.Path) -> dict[str, str]:
-  """Environment of processes whose time of day a file sets, by libfaketime.
+  """Environment of processes whose time of day a file sets, by clock.c."""
+  library = folder / 'clock.so'
+  source = pathlib.Path(__file__).with_name('clock.c')
+  command = ['cc', '-shared', '-fPIC', '-o', str(library), str(source)]
+  subprocess.run(command, check=True)
+  (folder / CLOCK).touch()
+  _set_clock(folder, 0)
+  return {'LD_PRELOAD': str(library), 'CHAOS_CLOCK': str(folder / CLOCK)}
 
-  Raises:
-    FileNotFoundError: if the library is not installed.
-  """
-  found = [*pathlib.Path('/usr/lib').glob('*/faketime/libfaketime.so.1')]
-  if not found:
-    raise FileNotFoundError(
-      'The clock needs libfaketime: apt-get install libfaketime.'
-    )
-  (folder / CLOCK).write_text('+0')
-  sleep = folder / 'sleep.so'
-  command = ['cc', '-shared', '-fPIC', '-x', 'c', '-', '-o', str(sleep)]
-  subprocess.run(command, input=SLEEP, text=True, check=True)
-  return {
-    'LD_PRELOAD': f'{sleep}:{found[0]}',
-    'FAKETIME_TIMESTAMP_FILE': str(folder / CLOCK),
-    'FAKETIME_CACHE_DURATION': '1',
-    # As when the time of day is set: durations are measured as before.
-    'FAKETIME_DONT_FAKE_MONOTONIC': '1',
-  }
+
+def _set_clock(folder: pathlib.Path, seconds: int):
+  # In place: processes have the file mapped.
+  with (folder / CLOCK).open('r+b') as file:
+    file.write(struct.pack('=q', seconds))
 
 
 def disk(folder: pathlib.Path):

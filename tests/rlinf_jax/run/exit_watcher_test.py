@@ -53,3 +53,40 @@ def test_a_run_goes_on_where_nothing_can_watch_it():
     timeout=60,
   )
   assert (done.returncode, done.stdout, done.stderr) == (0, 'done\n', '')
+
+
+BUSY = """
+import time
+def work(seconds):
+  end = time.monotonic() + seconds
+  while time.monotonic() < end:
+    pass
+"""
+STILL = """
+import subprocess, sys, time
+from rlinf_jax.run import exit_watcher
+
+exit_watcher.STILL = 1.0
+exit_watcher.start()
+"""
+
+
+@pytest.mark.parametrize(
+  ('statement', 'times'),
+  [
+    ('time.sleep(4)', 1),
+    ('subprocess.run(["sleep", "4"])', 1),
+    # It is reported again once it has worked.
+    ('time.sleep(4); work(0.5); time.sleep(4)', 2),
+    ('work(4)', 0),
+    ('subprocess.run([sys.executable, "-c", f"{BUSY}work(4)"])', 0),
+  ],
+)
+def test_a_run_that_stands_still_is_reported(statement, times):
+  code = f'BUSY = {BUSY!r}\nexec(BUSY){STILL}{statement}'
+  done = subprocess.run(
+    [sys.executable, '-c', code], capture_output=True, text=True, timeout=60
+  )
+  assert (done.returncode, done.stdout) == (0, '')
+  assert done.stderr.count('The run has used no processor time') == times
+  assert done.stderr.count('\n') == times
