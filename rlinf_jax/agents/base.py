@@ -11,21 +11,25 @@ class TimeStep(NamedTuple):
 
   Attributes:
     messages: what the model reads next; not used where the episode ends.
-    reward: reward of the turn.
+    reward: reward of the turn; with roles, that of the role that had it, or
+      rewards by the names of roles, each for the last turn of its role.
     terminated: whether the episode has ended.
     truncated: whether something else ended it, such as a limit.
     terms: numbers to log, by the names in the environment's `terms`; those that
       are missing are 0. Their sums over the turns of an episode are logged.
     state: name of the state that the turn led to, for advantages by state; None
       for the contents of the messages.
+    role: the role that reads the messages and has the next turn; None for the
+      one that had this turn.
   """
 
   messages: Sequence[Message] = ()
-  reward: float = 0.0
+  reward: float | Mapping[str, float] = 0.0
   terminated: bool = False
   truncated: bool = False
   terms: Mapping[str, float] = {}
   state: str | None = None
+  role: str | None = None
 
 
 class TextEnv(Protocol):
@@ -36,9 +40,13 @@ class TextEnv(Protocol):
 
     tools: JSON schemas of tools, which the chat template tells the model of.
     terms: names of the numbers that its time steps have.
+    roles: names of several roles that the model plays, of which the first has
+      the first turn; `reset` then returns messages by their names.
   """
 
-  def reset(self, problem: Any) -> Sequence[Message]:
+  def reset(
+    self, problem: Any
+  ) -> Sequence[Message] | Mapping[str, Sequence[Message]]:
     """Starts the episode of a problem; returns the messages of the prompt."""
 
   def step(self, text: str) -> TimeStep:
@@ -56,3 +64,73 @@ def terms(env: TextEnv) -> tuple[str, ...]:
 def tools(env: TextEnv) -> list[dict]:
   """JSON schemas of the tools of an environment."""
   return list(getattr(env, 'tools', ()))
+
+
+def roles(env: TextEnv) -> tuple[str, ...]:
+  """Names of the roles of an environment; () if it has one without a name.
+
+  Raises:
+    ValueError: if a name occurs twice, or is one of the numbers it logs.
+  """
+  names = tuple(getattr(env, 'roles', ()))
+  logged = [*terms(env), 'turns', 'env_failed']
+  logged += [f'{name}_turns' for name in names]
+  twice = {x for x in names if names.count(x) > 1 or x in logged}
+  if twice:
+    raise ValueError(
+      f'{type(env).__name__} has the roles {[*names]}, of which '
+      f'{sorted(twice)} are named twice, or are names of other numbers that '
+      'are logged: give each role a name of its own.'
+    )
+  return names
+
+
+def prompts(env: TextEnv, problem: Any) -> tuple[Sequence[Message], ...]:
+  """Starts an episode; returns the messages of each role's prompt.
+
+  Raises:
+    ValueError: if the environment does not return messages for its roles.
+  """
+  names, messages = roles(env), env.reset(problem)
+  if not names:
+    return (messages,)
+  if not isinstance(messages, Mapping) or set(messages) != set(names):
+    raise ValueError(
+      f'{type(env).__name__}.reset returned no mapping from its roles '
+      f'{[*names]} to the messages of their prompts: return one.'
+    )
+  return tuple(messages[name] for name in names)
+
+
+def role_number(names: Sequence[str], name: str) -> int:
+  """The number of a role.
+
+  Raises:
+    ValueError: if there is no such role.
+  """
+  if name not in names:
+    raise ValueError(
+      f'A step names the role {name!r}, and the environment has {[*names]}: '
+      'name one of them.'
+    )
+  return names.index(name)
+
+
+def rewards(
+  names: Sequence[str], reward: float | Mapping[str, float], speaker: int
+) -> tuple[float, ...]:
+  """The reward of each role in a step.
+
+  Args:
+    names: of the roles; () for one role without a name.
+    reward: as in `TimeStep`.
+    speaker: number of the role that had the turn.
+
+  Raises:
+    ValueError: if a reward is for a role that there is not.
+  """
+  if isinstance(reward, Mapping):
+    given = {role_number(names, k): float(x) for k, x in reward.items()}
+  else:
+    given = {speaker: float(reward)}
+  return tuple(given.get(i, 0.0) for i in range(max(1, len(names))))

@@ -134,6 +134,7 @@ def prompt(
   *,
   chat: bool,
   tools: Sequence[dict] = (),
+  has_turn: bool = True,
 ) -> str:
   """The text of a prompt, after which the model has its first turn.
 
@@ -143,10 +144,62 @@ def prompt(
     chat: whether to render them by the chat template; else the prompt is their
       contents, one after the other.
     tools: JSON schemas, for the chat template.
+    has_turn: whether the model has the turn at once; otherwise `opening` is
+      what it reads before its first turn.
   """
   if not chat:
     return ''.join(message['content'] for message in messages)
-  return _template(tokenizer, messages, tools=list(tools) or None)
+  return _template(
+    tokenizer, messages, tools=list(tools) or None, has_turn=has_turn
+  )
+
+
+def opening(
+  tokenizer,
+  before: Sequence[base.Message],
+  messages: Sequence[base.Message],
+  *,
+  chat: bool,
+  tools: Sequence[dict] = (),
+) -> str:
+  """The text between a prompt without a turn and the model's first turn.
+
+  Args:
+    tokenizer: of the model.
+    before: messages of the prompt.
+    messages: what the environment says then.
+    chat: as in `prompt`.
+    tools: likewise.
+
+  Raises:
+    ValueError: if the chat template writes the prompt in another way where more
+      messages follow.
+  """
+  if not chat:
+    return answer(tokenizer, messages, chat=False)
+  start = prompt(tokenizer, before, chat=True, tools=tools, has_turn=False)
+  text = prompt(tokenizer, [*before, *messages], chat=True, tools=tools)
+  if not text.startswith(start):
+    raise ValueError(
+      f'The chat template of {tokenizer.name_or_path} writes the prompt of a '
+      'role in another way once more messages follow, so that they cannot be '
+      'appended: give the role a prompt that ends with a message of the user.'
+    )
+  return text[len(start) :]
+
+
+def reply(
+  tokenizer,
+  before: Sequence[base.Message] | None,
+  messages: Sequence[base.Message],
+  *,
+  chat: bool,
+  tools: Sequence[dict] = (),
+) -> str:
+  """The `opening` behind the prompt `before`; the `answer` if it is None."""
+  if before is None:
+    return answer(tokenizer, messages, chat=chat)
+  return opening(tokenizer, before, messages, chat=chat, tools=tools)
 
 
 def answer(tokenizer, messages: Sequence[base.Message], *, chat: bool) -> str:
@@ -181,7 +234,7 @@ def answer(tokenizer, messages: Sequence[base.Message], *, chat: bool) -> str:
   return after[len(end) :]
 
 
-def _template(tokenizer, messages, tools=None) -> str:
+def _template(tokenizer, messages, tools=None, has_turn: bool = True) -> str:
   if not tokenizer.chat_template:
     raise ValueError(
       f'The tokenizer of {tokenizer.name_or_path} has no chat template: give '
@@ -193,5 +246,5 @@ def _template(tokenizer, messages, tools=None) -> str:
     messages,
     'the messages of the environment',
     tools=tools,
-    add_generation_prompt=True,
+    add_generation_prompt=has_turn,
   )

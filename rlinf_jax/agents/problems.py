@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlinf_jax.agents import base as agents_base
-from rlinf_jax.agents import formats
+from rlinf_jax.agents import formats, stepping
 from rlinf_jax.data import text_arrays
 from stages import base, ranges
 from stages.language import tokens
@@ -18,7 +18,7 @@ Draw = Callable[[np.random.Generator, int, bool], Sequence[Any]]
 """`rng, rows, held_out -> problems`, each of which JSON can write."""
 
 Script = Callable[[np.random.Generator, Any], Sequence[str]]
-"""`rng, problem -> texts`: the turns of a demonstrator."""
+"""`rng, problem -> texts`: the turns of a demonstrator, in all of its roles."""
 
 
 def problems(
@@ -35,7 +35,8 @@ def problems(
 ) -> base.Source:
   """A source of problems, with the prompts that their environments begin with.
 
-  A batch depends on the seed and its number only.
+  A batch depends on the seed and its number only. With roles, a problem is a
+  row for each of them, and evaluations count the rows of the first.
 
   Args:
     checkpoint: folder of the model whose tokenizer to use.
@@ -74,7 +75,8 @@ def examples(
 ) -> base.Source:
   """A source of episodes that a script plays, for supervised learning.
 
-  The loss is on the script's turns alone, not on what environments say.
+  The loss is on the script's turns alone, not on what environments say. With
+  roles, an episode is a row for each of them.
 
   Args:
     checkpoint: as in `problems`.
@@ -93,7 +95,11 @@ def examples(
 
   def batch(rng) -> base.Example:
     drawn = draw(rng, batch_size, False)
-    rows = [encode.episode(x, script(rng, x), response_length) for x in drawn]
+    rows = [
+      row
+      for x in drawn
+      for row in encode.episode(x, script(rng, x), response_length)
+    ]
     action_BT, mask_BT = (np.stack(x) for x in zip(*rows, strict=True))
     return base.Example(encode.batch(drawn).prompt, action_BT, mask_BT)
 
@@ -109,19 +115,24 @@ class _Encoder:
     self._prompt_length, self._bytes = prompt_length, problem_bytes
 
   def batch(self, problems: Sequence[Any]) -> base.Problem:
-    """Prompts, and the problems as bytes of JSON."""
+    """Prompts of each role, and the problems as bytes of JSON."""
     env = self._make()
-    texts = [self._prompt(env, problem) for problem in problems]
+    R = max(1, len(agents_base.roles(env)))
+    texts = [text for x in problems for text in self._prompts(env, x)]
     prompt = tokens.encode_prompts(self._tokenizer, texts, self._prompt_length)
-    return base.Problem(prompt, self._packed(problems))
+    return base.Problem(prompt, np.repeat(self._packed(problems), R, axis=0))
 
-  def _prompt(self, env: agents_base.TextEnv, problem: Any) -> str:
-    return formats.prompt(
-      self._tokenizer,
-      env.reset(problem),
-      chat=self._chat,
-      tools=agents_base.tools(env),
-    )
+  def _prompts(self, env: agents_base.TextEnv, problem: Any) -> list[str]:
+    return [
+      formats.prompt(
+        self._tokenizer,
+        messages,
+        chat=self._chat,
+        tools=agents_base.tools(env),
+        has_turn=i == 0,
+      )
+      for i, messages in enumerate(agents_base.prompts(env, problem))
+    ]
 
   def _packed(self, problems: Sequence[Any]) -> np.ndarray:
     rows = [json.dumps(problem) for problem in problems]
@@ -134,29 +145,34 @@ class _Encoder:
     return text_arrays.pack(rows, self._bytes)
 
   def episode(self, problem: Any, texts: Sequence[str], T: int):
-    """Tokens [T] of an episode, and a mask that is 1 on the script's."""
-    env, row, own = self._make(), [], []
-    env.reset(problem)
+    """For each role, tokens [T] and a mask that is 1 on the script's."""
+    env = self._make()
+    episode = stepping.begin(env, json.dumps(problem))
+    rows = [([], []) for _ in episode.prompts]
     for i, text in enumerate(texts):
-      turn = self._ids(text) + [self._tokenizer.eos_token_id]
-      row, own = row + turn, own + [1.0] * len(turn)
-      step = env.step(text)
-      if step.terminated or step.truncated or i == len(texts) - 1:
+      turn = [*self._ids(text), self._tokenizer.eos_token_id]
+      _extend(rows[episode.speaker], turn, 1.0)
+      answer, episode = episode.step(text)
+      if answer.is_last or i == len(texts) - 1:
         break
-      said = self._ids(
-        formats.answer(self._tokenizer, step.messages, chat=self._chat)
+      said = formats.reply(
+        self._tokenizer,
+        answer.before,
+        answer.step.messages,
+        chat=self._chat,
+        tools=agents_base.tools(env),
       )
-      row, own = row + said, own + [0.0] * len(said)
-    if len(row) > T:
+      _extend(rows[answer.reader], self._ids(said), 0.0)
+    longest = max(len(row) for row, _ in rows)
+    if longest > T:
       raise ValueError(
-        f'The episode of {problem!r} has {len(row)} tokens and the limit is '
+        f'The episode of {problem!r} has {longest} tokens and the limit is '
         f'{T}: raise response_length.'
       )
-    padding = T - len(row)
-    return (
-      np.array(row + [0] * padding, np.int32),
-      np.array(own + [0.0] * padding, np.float32),
-    )
+    return [
+      (_padded(row, T, np.int32), _padded(own, T, np.float32))
+      for row, own in rows
+    ]
 
   def _ids(self, text: str) -> list[int]:
     return self._tokenizer(text, add_special_tokens=False)['input_ids']
@@ -181,8 +197,23 @@ class _Encoder:
 
     def batches():
       drawn = draw(np.random.default_rng(HELD_OUT_SEED), rows, True)
-      return [self.batch(drawn[i : i + size]) for i in range(0, rows, size)]
+      parts = [drawn[i : i + size] for i in range(0, rows, size)]
+      R = len(agents_base.roles(self._make()))
+      if not R:
+        return [self.batch(part) for part in parts]
+      weight_B = (np.arange(size * R) % R == 0).astype(np.float32)
+      return [self.batch(part)._replace(weight=weight_B) for part in parts]
 
     return base.Source(
       init, advance, batches, lambda *x: tokens.decode(self._tokenizer, *x)
     )
+
+
+def _extend(row: tuple[list, list], ids: Sequence[int], own: float):
+  """Appends tokens to those of a role, and whether they are its own."""
+  row[0].extend(ids)
+  row[1].extend([own] * len(ids))
+
+
+def _padded(row: Sequence, T: int, dtype) -> np.ndarray:
+  return np.array([*row, *[0] * (T - len(row))], dtype)

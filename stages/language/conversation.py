@@ -10,92 +10,48 @@ With slots, only some of the rows that have the turn are continued at once, each
 to the end of its turn, and the environments of the others work meanwhile. When
 the answer to a row comes then changes none of its tokens.
 
+An episode may have several roles, such as a solver and a critic. Each is a row
+of its own, with its own prompt, and the environment says which of them has the
+next turn; the others wait. See `stages.language.roles`.
+
 What the policy wrote is never tokenized again: the tokens that are trained on
 are the tokens that were sampled.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 import stages
 from stages import base, ranges
-
-
-class Conversation(NamedTuple):
-  """Conversations under way.
-
-  Attributes:
-    id: bits of the key of each row, by which environments are found again.
-    completions: all tokens so far, of the policy and of the environment; a row
-      is alive while the policy has the turn.
-    own: 1 on the tokens of the policy.
-    waits: rows that have ended a turn, which the environment has not answered.
-    turns: turns of the policy that the environment has received.
-    by_turn: rewards of turns, and the states that they were taken in.
-    terms: sums of the environment's numbers so far, by name.
-    truncated: 1 where the environment ended the row, or its answer has no room.
-    failed: 1 where the environment failed.
-  """
-
-  id: UInt32[Array, 'B n']
-  completions: base.Completions
-  own: Float[Array, 'B T']
-  waits: Bool[Array, ' B']
-  turns: Int[Array, ' B']
-  by_turn: base.Turns
-  terms: Mapping[str, Float[Array, ' B']]
-  truncated: Float[Array, ' B']
-  failed: Float[Array, ' B']
-
-
-class Reply(NamedTuple):
-  """Answers of environments to turns; arbitrary in rows that do not wait.
-
-  Attributes:
-    answered: 1 where there is an answer; the other rows go on waiting.
-    token: tokens of the answer, up to where the policy continues; padded on the
-      right.
-    mask: 1 on real tokens. Without any, an answer has no room.
-    reward: reward of the turn.
-    terminated: 1 where the episode has ended.
-    truncated: 1 where something else ended it, such as a time limit.
-    failed: 1 where the environment raised or took too long.
-    terms: numbers of the turn to log, by name.
-    state: number of the state that the answer leads to, as in `base.Turns`.
-  """
-
-  answered: Float[Array, ' B']
-  token: Int[Array, 'B E']
-  mask: Int[Array, 'B E']
-  reward: Float[Array, ' B']
-  terminated: Float[Array, ' B']
-  truncated: Float[Array, ' B']
-  failed: Float[Array, ' B']
-  terms: Mapping[str, Float[Array, ' B']]
-  state: Int[Array, ' B']
+from stages.language import conversation_state
+from stages.language import roles as roles_lib
 
 
 class TextEnvs(NamedTuple):
   """Text environments of a batch of rows, as `rlinf_jax.agents` makes them.
 
   Attributes:
-    reply: host stage `answer, Conversation -> Reply`, where `answer` is that of
-      the problem.
+    reply: host stage `answer, Conversation -> Reply`, as in
+      `conversation_state`, where `answer` is that of the problem.
     max_answer_tokens: tokens that an answer has room for.
     terms: names of the numbers that they log.
     slots: rows that the policy continues at once; None for all, and `reply`
       then answers all that wait.
+    roles: names of the roles of an episode, of which the first has the first
+      turn; () where the policy has one role.
   """
 
   reply: stages.Stage
   max_answer_tokens: int
   terms: tuple[str, ...] = ()
   slots: int | None = None
+  roles: tuple[str, ...] = ()
 
 
 class Episode(NamedTuple):
@@ -127,6 +83,7 @@ def converse(
   envs: TextEnvs,
   max_turns: ranges.PositiveInt,
   expected_turns: ranges.PositiveInt | None = None,
+  learned: Sequence[str] | None = None,
 ) -> Callable:
   """Returns `Version, problem, keys -> problem, Experience` over many turns.
 
@@ -148,9 +105,12 @@ def converse(
     envs: the environments.
     max_turns: turns of the policy in a row.
     expected_turns: turns that planners count on; `max_turns` if None.
+    learned: names of the roles whose tokens are learned; None for all. The mask
+      of the others is 0.
 
   Raises:
-    ValueError: for a policy that cannot continue completions in JAX.
+    ValueError: for a policy that cannot continue completions in JAX, or for
+      `learned` that are no roles of the environments.
   """
   if policy.resume is None or policy.out_shapes is not None:
     raise ValueError(
@@ -159,9 +119,14 @@ def converse(
       'slots of their own), engines (vLLM) and replay_routing, and use a '
       'language model that reads text alone.'
     )
+  cast = roles_lib.cast(envs.roles, group_size, learned)
+  reply = envs.reply
+  if envs.roles:
+    reply = dataclasses.replace(reply, group_size=cast.rows)
   begin = stages.Stage(
-    functools.partial(_begin, policy, envs.terms, max_turns),
+    functools.partial(_begin, policy, envs.terms, max_turns, cast),
     'begin_conversation',
+    group_size=cast.rows,
   )
   generate = stages.Stage(
     functools.partial(
@@ -171,18 +136,25 @@ def converse(
     unbatched=(0,),
     group_size=group_size,
   )
-  append_stage = stages.Stage(append, 'append_reply')
-  over = stages.Stage(_is_over, 'is_over', 'batch')
-  finish_stage = stages.Stage(finish, 'end_conversation', unbatched=(0,))
+  append_stage = stages.Stage(conversation_state.append, 'append_reply')
+  over = stages.Stage(conversation_state.is_over, 'is_over', 'batch')
+  finish_stage = stages.Stage(
+    functools.partial(finish, cast=cast),
+    'end_conversation',
+    unbatched=(0,),
+    group_size=cast.rows,
+  )
 
   def take_turn(carry, actor, problem: base.Problem, key_B):
     now, cache = generate(actor, problem.prompt, key_B, *carry)
-    now = append_stage(now, envs.reply(problem.answer, now))
+    now = append_stage(now, reply(problem.answer, now))
     return (now, cache), over(now)
 
   def run(actor: base.Version, problem: base.Problem, key_B):
     carry = begin(problem.prompt, key_B)
-    rounds = _rounds(key_B.shape[0], envs.slots, max_turns, expected_turns)
+    rounds = _rounds(
+      key_B.shape[0], envs, max_turns, expected_turns or max_turns
+    )
     loop = stages.Repeat(take_turn, f'{name}_turns', *rounds)
     now, _ = loop(carry, actor, problem, key_B)
     x, episode = finish_stage(actor.step, problem, now)
@@ -192,44 +164,44 @@ def converse(
 
 
 def _rounds(
-  B: int, slots: int | None, max_turns: int, expected_turns: int | None
+  B: int, envs: TextEnvs, max_turns: int, expected_turns: int
 ) -> tuple[int, int]:
   """Rounds of a loop of turns: at most, and as planners count on."""
-  expected = expected_turns or max_turns
-  if slots is None:
-    return max_turns, expected
+  R = max(1, len(envs.roles))
+  # One more tells the other roles that a limit has ended their episode.
+  most, expected = R * max_turns + (R > 1), R * expected_turns
+  if envs.slots is None:
+    return most, expected
   # Each round has a turn or an answer of one row at least.
-  return 2 * B * max_turns, expected * -(-B // slots)
-
-
-def has_turn(completions: base.Completions) -> Bool[Array, ' B']:
-  """Rows in which the policy has the turn, and room for a token."""
-  return completions.alive & (completions.mask.min(1) == 0)
+  return 2 * B * most, expected * -(-B // envs.slots)
 
 
 def _begin(
   policy: base.Policy,
   terms: tuple[str, ...],
   max_turns: int,
+  cast: roles_lib.Cast,
   prompt: base.Prompt,
   key_B,
-) -> tuple[Conversation, Any]:
+) -> tuple[conversation_state.Conversation, Any]:
   """Conversations without a token, and their empty cache."""
   params = jax.eval_shape(policy.init, key_B[0])
   x = jax.eval_shape(policy.act, params, prompt, key_B)
   B = key_B.shape[0]
   zero_B = jnp.zeros(B, jnp.float32)
+  idle_B = roles_lib.role_of_row(cast, B) > 0
 
   def zeros(x):
     return jnp.zeros(x.shape, x.dtype)
 
-  now = Conversation(
-    id=jax.random.key_data(key_B),
+  now = conversation_state.Conversation(
+    id=roles_lib.of_role(cast, 0, jax.random.key_data(key_B)),
     completions=base.Completions(
-      zeros(x.action), zeros(x.logp), zeros(x.mask), jnp.ones(B, bool)
+      zeros(x.action), zeros(x.logp), zeros(x.mask), ~idle_B
     ),
     own=zeros(x.mask),
-    waits=jnp.zeros(B, bool),
+    waits=idle_B,
+    idle=idle_B,
     turns=jnp.zeros(B, jnp.int32),
     by_turn=base.Turns(
       jnp.zeros((B, max_turns)), jnp.zeros((B, max_turns), jnp.int32)
@@ -250,9 +222,9 @@ def _generate(
   actor: base.Version,
   prompt: base.Prompt,
   key_B,
-  now: Conversation,
+  now: conversation_state.Conversation,
   cache: Any,
-) -> tuple[Conversation, Any]:
+) -> tuple[conversation_state.Conversation, Any]:
   """Continues rows in which the policy has the turn, up to its end.
 
   With slots, these are `slots` of them, those with the fewest turns first.
@@ -283,73 +255,29 @@ def _generate(
   return now, cache
 
 
-def _next_rows(slots: int | None, now: Conversation) -> Int[Array, ' M'] | None:
+def _next_rows(
+  slots: int | None, now: conversation_state.Conversation
+) -> Int[Array, ' M'] | None:
   """Rows to continue, those with the fewest turns first; None for all."""
   if slots is None or slots >= now.turns.shape[0]:
     return None
   last = jnp.iinfo(jnp.int32).max
-  turns_B = jnp.where(has_turn(now.completions), now.turns, last)
+  turns_B = jnp.where(
+    conversation_state.has_turn(now.completions), now.turns, last
+  )
   return jnp.argsort(turns_B, stable=True)[:slots]
 
 
-def append(now: Conversation, reply: Reply) -> Conversation:
-  """Adds what environments said to the rows that waited for it.
-
-  A row goes on if it has had less than K turns, and its answer leaves room for
-  a token of the policy.
-  """
-  old, waits_B = now.completions, now.waits & (reply.answered > 0)
-  (B, E), T = reply.mask.shape, old.mask.shape[1]
-  length_B = old.mask.sum(1, dtype=jnp.int32)
-  said_B = reply.mask.sum(1, dtype=jnp.int32)
-  ends_B = (reply.terminated + reply.truncated + reply.failed) > 0
-  reward_BK, state_BK = now.by_turn
-  K = reward_BK.shape[1]
-  fits_B = (said_B > 0) & (length_B + said_B < T) & (now.turns + 1 < K)
-  goes_on_B = waits_B & ~ends_B & fits_B
-  column_BE = length_B[:, None] + jnp.arange(E)[None]
-  column_BE = jnp.where((reply.mask > 0) & goes_on_B[:, None], column_BE, T)
-  row_B1 = jnp.arange(B)[:, None]
-
-  def put(x_BT, x):
-    return x_BT.at[row_B1, column_BE].set(x, mode='drop')
-
-  def heard(x_B):
-    return jnp.where(waits_B, x_B, 0)
-
-  cut_B = waits_B & ~ends_B & ~fits_B
-  turn_BK = jnp.arange(K)[None] - now.turns[:, None]
-  is_now_BK = (turn_BK == 0) & waits_B[:, None]
-  is_next_BK = (turn_BK == 1) & goes_on_B[:, None]
-  return now._replace(
-    completions=old._replace(
-      action=put(old.action, reply.token),
-      mask=put(old.mask, 1.0),
-      alive=old.alive | goes_on_B,
-    ),
-    waits=now.waits & ~waits_B,
-    turns=now.turns + waits_B,
-    by_turn=base.Turns(
-      jnp.where(is_now_BK, reply.reward[:, None], reward_BK),
-      jnp.where(is_next_BK, reply.state[:, None], state_BK),
-    ),
-    terms={k: x_B + heard(reply.terms[k]) for k, x_B in now.terms.items()},
-    truncated=now.truncated + heard(reply.truncated) + cut_B,
-    failed=now.failed + heard(reply.failed),
-  )
-
-
-def _is_over(now: Conversation):
-  """Whether no row has a turn to take, or waits for an answer."""
-  return ~(has_turn(now.completions) | now.waits).any()
-
-
 def finish(
-  step, problem: base.Problem, now: Conversation
+  step,
+  problem: base.Problem,
+  now: conversation_state.Conversation,
+  cast: roles_lib.Cast = roles_lib.SINGLE,
 ) -> tuple[base.Experience, Episode]:
   """The experience of finished conversations, and their episodes.
 
-  Rows whose environment failed have no reward and nothing to learn from.
+  Rows whose environment failed have no reward and nothing to learn from. With
+  roles, the terms of a row are those of its episode.
   """
   kept_B = 1.0 - now.failed
   truncated_B = jnp.minimum(now.truncated + now.completions.alive, 1.0) * kept_B
@@ -357,7 +285,7 @@ def finish(
     obs=problem.prompt,
     action=now.completions.action,
     logp=now.completions.logp,
-    mask=now.own * kept_B[:, None],
+    mask=now.own * (kept_B * roles_lib.is_learned(cast, kept_B))[:, None],
     truncated=truncated_B,
     version=jnp.broadcast_to(step, now.own.shape),
   )
@@ -365,6 +293,7 @@ def finish(
   terms = {'turns': turns_B, 'env_failed': now.failed, **now.terms}
   turns = now.by_turn._replace(reward=now.by_turn.reward * kept_B[:, None])
   reward_B = turns.reward.sum(1)
+  terms = roles_lib.terms(cast, terms, reward_B)
   return x, Episode(problem.answer, reward_B, truncated_B, terms, turns)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlinf_jax.agents import base as agents_base
-from rlinf_jax.agents import deadline, episodes, problems
+from rlinf_jax.agents import deadline, episodes, problems, stepping
 from rlinf_jax.planning import answers
 from rlinf_jax.recipes import products
 from stages import base
@@ -148,24 +148,24 @@ def test_a_long_answer_and_the_last_turn_truncate(folder, monkeypatch):
 
 def turn_of(texts, question='7', row=1):
   problem = f'{{"question": "{question}"}}'
-  return episodes.Turn(bytes([row]), problem, tuple(texts))
+  return stepping.Turn(bytes([row]), problem, (tuple(texts),))
 
 
 def test_an_episode_continues_in_another_process():
   """A new environment that was told the past answers as the first one does."""
   make = tools_of_mine.Echo
-  steps = functools.partial(episodes._Steps, make)
+  steps = functools.partial(stepping.Steps, make)
   pool = deadline.Pool(2, 5.0)
   first, other = steps(pool), steps(pool)
   first([turn_of(['a'])], 1)
   (expected,) = first([turn_of(['a', 'b'])], 1)
-  assert expected.messages[0]['content'] == '72b'
+  assert expected.step.messages[0]['content'] == '72b'
   assert other([turn_of(['a', 'b'])], 1) == [expected]
   # Neither is an episode taken for another with the same id.
   (wrong,) = first([turn_of(['a', 'b', 'c'], question='8')], 1)
-  assert wrong.messages[0]['content'] == '83c'
+  assert wrong.step.messages[0]['content'] == '83c'
   (begun,) = first([turn_of(['a'], question='8')], 1)
-  assert begun.messages[0]['content'] == '81a'
+  assert begun.step.messages[0]['content'] == '81a'
 
 
 class Slow:
@@ -184,7 +184,7 @@ class Slow:
 
 
 def test_slow_steps_go_on_while_others_are_answered():
-  steps = episodes._Steps(Slow, deadline.Pool(4, 20.0))
+  steps = stepping.Steps(Slow, deadline.Pool(4, 20.0))
   names = ['a', 'b', 'c', 'd']
   turns = [turn_of([name], row=i) for i, name in enumerate(names)]
   assert steps(turns, 0) == [None] * 4
@@ -199,12 +199,12 @@ def test_slow_steps_go_on_while_others_are_answered():
   assert [x is not None for x in got] == [True, True, False, False]
   for name in 'ce':
     Slow.events[name].set()
-  assert all(x.reward == 1.0 for x in steps(turns[2:], 2))
+  assert all(x.step.reward == 1.0 for x in steps(turns[2:], 2))
   assert Slow.steps == dict.fromkeys('abcde', 1) and not steps._calls
 
 
 def test_episodes_that_limits_end_are_dropped():
-  steps = episodes._Steps(tools_of_mine.Echo, deadline.Pool(2, 5.0))
+  steps = stepping.Steps(tools_of_mine.Echo, deadline.Pool(2, 5.0))
   turns = [turn_of(['a'], row=i) for i in range(3)]
   steps(turns, 3)
   steps.drop([turns[0].id, turns[2].id, b'unknown'])
@@ -220,7 +220,7 @@ def test_a_step_that_ends_late_leaves_no_episode():
       time.sleep(0.5)
       return super().step(text)
 
-  steps = episodes._Steps(Late, deadline.Pool(1, 0.1))
+  steps = stepping.Steps(Late, deadline.Pool(1, 0.1))
   (got,) = steps([turn_of(['a'])], 1)
   assert begun.is_set() and isinstance(got, deadline.LateError)
   time.sleep(1.0)
@@ -246,7 +246,7 @@ def test_the_policy_goes_on_when_enough_rows_can(waiting, ready, slots, count):
 
 
 def test_seconds_of_steps_are_recorded(tmp_path):
-  steps = episodes._Steps(
+  steps = stepping.Steps(
     tools_of_mine.Echo, deadline.Pool(2, 0.3), tmp_path / 'seconds.txt'
   )
   steps([turn_of(['a']), turn_of(['hang'], row=2), turn_of(['b'], row=3)], 3)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import claims
-from rlinf_jax.agents import deadline, episodes, formats, tool_env, tools
+from rlinf_jax.agents import deadline, formats, stepping, tool_env, tools
 import tools_of_mine
 
 MANY = claims.some((40, 1000), keep=[40])
@@ -20,7 +20,7 @@ def play(make, problems, texts, seconds, num_threads=16):
   Returns:
     Their sums of rewards, sums of terms by name, and numbers of failed steps.
   """
-  steps = episodes._Steps(make, deadline.Pool(num_threads, seconds))
+  steps = stepping.Steps(make, deadline.Pool(num_threads, seconds))
   rows = range(len(texts))
   reward, failed = np.zeros(len(texts)), np.zeros(len(texts), int)
   terms = {name: np.zeros(len(texts)) for name in make().terms}
@@ -28,14 +28,17 @@ def play(make, problems, texts, seconds, num_threads=16):
   for turn in range(max(map(len, texts))):
     now = [i for i in rows if i in open_ and turn < len(texts[i])]
     said = steps([
-      episodes.Turn(str(i).encode(), problems[i], tuple(texts[i][: turn + 1]))
+      stepping.Turn(
+        str(i).encode(), problems[i], (tuple(texts[i][: turn + 1]),)
+      )
       for i in now
     ], len(now))  # fmt: skip
-    for i, step in zip(now, said, strict=True):
-      if isinstance(step, Exception):
+    for i, answer in zip(now, said, strict=True):
+      if isinstance(answer, Exception):
         failed[i] += 1
         open_.remove(i)
         continue
+      step = answer.step
       reward[i] += step.reward
       for name, value in step.terms.items():
         terms[name][i] += value

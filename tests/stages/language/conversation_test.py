@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from stages import base, workflows
-from stages.language import conversation, evaluate, packing, policy_stages
+from stages.language import (
+  conversation,
+  conversation_state,
+  evaluate,
+  packing,
+  policy_stages,
+)
 from stages.learn import objectives, optimizers
 import tiny
 import toy_conversation
@@ -177,7 +183,7 @@ def now_of(own, alive, waits, T=8):
     mask_BT[i, : len(row)] = 1
   action_BT = np.where(mask_BT > 0, 9, 0).astype(np.int32)
   zero_B = jnp.zeros(B)
-  return conversation.Conversation(
+  return conversation_state.Conversation(
     id=jnp.zeros((B, 2), jnp.uint32),
     completions=base.Completions(
       jnp.asarray(action_BT),
@@ -187,6 +193,7 @@ def now_of(own, alive, waits, T=8):
     ),
     own=jnp.asarray(own_BT),
     waits=jnp.array(waits),
+    idle=jnp.zeros(B, bool),
     turns=jnp.zeros(B, jnp.int32),
     by_turn=base.Turns(jnp.zeros((B, 3)), jnp.zeros((B, 3), jnp.int32)),
     terms={'calls': zero_B},
@@ -205,8 +212,9 @@ def reply_of(said, answered=None, **fields):
     mask_BE[i, : len(row)] = 1
   names = ('reward', 'terminated', 'truncated', 'failed')
   given = {name: jnp.array(fields.get(name, zero_B)) for name in names}
-  return conversation.Reply(
+  return conversation_state.Reply(
     jnp.ones(B) if answered is None else jnp.array(answered),
+    jnp.array(fields.get('holds', zero_B)),
     jnp.asarray(token_BE),
     jnp.asarray(mask_BE),
     **given,
@@ -229,7 +237,7 @@ def test_answers_are_appended_by_hand():
     failed=[0.0, 0.0, 0.0, 1.0, 0.0],
     state=[4, 5, 6, 7, 8],
   )
-  out = jax.jit(conversation.append)(now, reply)
+  out = jax.jit(conversation_state.append)(now, reply)
   done = out.completions
   assert done.action[0].tolist() == [9, 9, 3, 4, 0, 0, 0, 0]
   assert done.mask.sum(1).tolist() == [4, 6, 2, 1, 4]
@@ -260,7 +268,7 @@ def test_rows_without_an_answer_wait_and_the_last_turn_truncates():
   now = now_of(['11', '11', '11'], alive=[False] * 3, waits=[True] * 3)
   now = now._replace(turns=jnp.array([0, 0, 2]))
   reply = reply_of([[3]] * 3, [1.0, 0.0, 1.0], reward=[0.5, 9.0, 0.25])
-  out = jax.jit(conversation.append)(now, reply)
+  out = jax.jit(conversation_state.append)(now, reply)
   assert out.completions.alive.tolist() == [True, False, False]
   assert out.completions.mask.sum(1).tolist() == [3, 2, 2]
   assert out.waits.tolist() == [False, True, False]
