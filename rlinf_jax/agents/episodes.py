@@ -167,7 +167,8 @@ def _texts(
   (end,) = np.nonzero(np.diff(own_T) < 0)
   action_T = now.completions.action[i]
   rows = [action_T[a:b].tolist() for a, b in zip(start, end, strict=True)]
-  return tuple(tokenizer.batch_decode(rows, skip_special_tokens=True))
+  # Of no rows, `batch_decode` makes one text.
+  return tuple(tokenizer.decode(row, skip_special_tokens=True) for row in rows)
 
 
 def _ids(

@@ -82,10 +82,8 @@ def of_role(cast: Cast, role: int, x):
   """`x` [B, …], with that of one role's row in all rows of its episode."""
   if not cast.names:
     return x
-  x_NRG = _by_role(cast, x)
-  return jnp.broadcast_to(x_NRG[:, role : role + 1], x_NRG.shape).reshape(
-    x.shape
-  )
+  rows = _by_role(cast, x)
+  return jnp.broadcast_to(rows[:, role : role + 1], rows.shape).reshape(x.shape)
 
 
 def terms(cast: Cast, of_row: Mapping, reward_B) -> dict:
@@ -104,12 +102,9 @@ def terms(cast: Cast, of_row: Mapping, reward_B) -> dict:
 
   def total(name, x_B):
     x_NRG = _by_role(cast, x_B)
-    sum_N1G = (
-      x_NRG.max(1, keepdims=True)
-      if name == 'env_failed'
-      else x_NRG.sum(1, keepdims=True)
-    )
-    return jnp.broadcast_to(sum_N1G, x_NRG.shape).reshape(x_B.shape)
+    combine = jnp.max if name == 'env_failed' else jnp.sum
+    x_NRG = jnp.broadcast_to(combine(x_NRG, 1, keepdims=True), x_NRG.shape)
+    return x_NRG.reshape(x_B.shape)
 
   out = {name: total(name, x_B) for name, x_B in of_row.items()}
   for i, name in enumerate(cast.names):

@@ -72,17 +72,17 @@ def scripted(tokenizer, texts):
   )
 
 
-def play(monkeypatch, folder, texts, **settings):
+def play(monkeypatch, folder, texts, make=tools_of_mine.Echo, **settings):
   """Plays scripted conversations; returns problems and experience."""
   tokenizer = tokens.load_tokenizer(folder)
   envs = episodes.envs(
-    folder, tools_of_mine.Echo, max_answer_tokens=12, chat=False, **settings
+    folder, make, max_answer_tokens=12, chat=False, **settings
   )
   source = problems.problems(
     folder,
-    tools_of_mine.Echo,
+    make,
     draw=draw,
-    batch_size=len(texts),
+    batch_size=len(texts) // max(1, len(envs.roles)),
     prompt_length=4,
     held_out=2,
     held_out_batch=2,
@@ -146,6 +146,31 @@ def test_a_long_answer_and_the_last_turn_truncate(folder, monkeypatch):
   assert problem.answer.terms['turns'].tolist() == [1, 4, 2]
 
 
+def test_two_roles_hear_each_other_through_the_environment(folder, monkeypatch):
+  """Rows of a problem are adjacent: that of the asker, and of the answerer."""
+  tokenizer = tokens.load_tokenizer(folder)
+  texts = [['a', 'stop'], ['b'], ['raise'], [], ['stop'], []]
+  texts += [['a'] * 4, ['b'] * 4, ['a', 'hang'], ['b'], ['qwjkvzxqwjk'], []]
+  problem, x = play(
+    monkeypatch, folder, texts, tools_of_mine.TwoEchoes, step_timeout=0.5
+  )
+  read = tokens.decode(tokenizer, x.action, tokens.through_last(x.mask))
+  asked = tokens.decode(tokenizer, *x.obs)
+  assert read[0] == f'a\n{asked[0]}b\nstop' and read[1] == f'\n{asked[0]}a\nb'
+  assert asked[1] == 'no' and [asked[0]] * 2 != asked[2:4]
+  terms = problem.answer.terms
+  failed = [0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 0, 0]
+  assert terms['env_failed'].tolist() == failed
+  # Turns of both; the last of a role ends the episode of both.
+  turns = [3, 3, 1, 1, 1, 1, 8, 8, 3, 3, 1, 1]
+  assert terms['turns'].tolist() == turns
+  assert x.truncated.tolist() == [0] * 6 + [1, 1, 0, 0, 1, 1]
+  # A turn rewards the answerer with 1 for each turn of the asker.
+  assert terms['asker'].tolist() == [2.0, 2.0] + [0] * 10
+  assert problem.answer.reward[:2].tolist() == [2.0, 1.0]
+  assert not x.mask[[2, 3, 5, 8, 9, 11]].any() and x.mask[4].any()
+
+
 def turn_of(texts, question='7', row=1):
   problem = f'{{"question": "{question}"}}'
   return stepping.Turn(bytes([row]), problem, (tuple(texts),))
@@ -166,6 +191,26 @@ def test_an_episode_continues_in_another_process():
   assert wrong.step.messages[0]['content'] == '83c'
   (begun,) = first([turn_of(['a'], question='8')], 1)
   assert begun.step.messages[0]['content'] == '81a'
+
+
+def test_an_episode_of_roles_continues_in_another_process():
+  make = tools_of_mine.TwoEchoes
+  pool = deadline.Pool(2, 5.0)
+  first, other = stepping.Steps(make, pool), stepping.Steps(make, pool)
+
+  def turn(*texts):
+    return stepping.Turn(b'1', '{"question": "7"}', texts)
+
+  said = [turn(('a',), ()), turn(('a',), ('b',)), turn(('a', 'c'), ('b',))]
+  expected = [first([x], 1)[0] for x in said]
+  assert [x.reader for x in expected] == [1, 0, 1]
+  contents = [x.step.messages[0]['content'] for x in expected]
+  assert contents == ['7a', '7b', '7c']
+  # The first has a prompt before it, the last is no first turn.
+  assert [x.before is None for x in expected] == [False, True, True]
+  assert other([said[2]], 1) == [expected[2]]
+  # An answer that was lost is asked for again.
+  assert first([said[2]], 1) == [expected[2]]
 
 
 class Slow:

@@ -91,6 +91,19 @@ WORKFLOWS = {
       converse=toy_conversation.converse(3, slots=6, seed=0),
     ),
   ),
+  # Rows of two roles take turns, with slots for a half of them.
+  'conversation_roles': lambda: workflows.grpo(
+    tiny.policy('float64', length=10),
+    conversation.episode_return(),
+    invariance_test.KEEP,
+    group_size=2,
+    rollouts=functools.partial(
+      policy_stages.complete,
+      converse=toy_conversation.converse(
+        2, slots=6, seed=0, roles=('one', 'other')
+      ),
+    ),
+  ),
   'conversation_ppo': lambda: workflows.text_ppo(
     tiny.policy('float64', length=10),
     conversation.episode_return(),
