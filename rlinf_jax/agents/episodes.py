@@ -32,6 +32,7 @@ def envs(
   *,
   max_answer_tokens: ranges.PositiveInt,
   chat: bool = True,
+  keep_thoughts: bool = False,
   step_timeout: ranges.PositiveFloat = 60.0,
   num_threads: ranges.PositiveInt = 8,
   slots: ranges.PositiveInt | None = None,
@@ -48,6 +49,7 @@ def envs(
     max_answer_tokens: most tokens that an environment says to a turn; an
       episode with a longer answer is truncated.
     chat: whether to render messages by the chat template, as in `formats`.
+    keep_thoughts: as in `formats.answer`.
     step_timeout: seconds that a step of an environment may take. In a first
       turn that includes making and resetting it, and after a restart also the
       turns before, which are said to it again.
@@ -66,9 +68,14 @@ def envs(
     open(answer_seconds, 'a').close()  # Fails here rather than in a step.
   pool = deadline.Pool(num_threads, step_timeout)
   step = stepping.Steps(make, pool, answer_seconds)
-  write = functools.partial(
-    _ids, tokenizer, chat, base.tools(env), max_answer_tokens
+  text = functools.partial(
+    formats.reply,
+    tokenizer,
+    chat=chat,
+    tools=base.tools(env),
+    keep_thoughts=keep_thoughts,
   )
+  write = functools.partial(_ids, tokenizer, text, max_answer_tokens)
 
   def reply(answer: np.ndarray, now: conversation_state.Conversation):
     found = _waiting(len(roles), now)
@@ -171,18 +178,10 @@ def _texts(
   return tuple(tokenizer.decode(row, skip_special_tokens=True) for row in rows)
 
 
-def _ids(
-  tokenizer,
-  chat: bool,
-  tools: Sequence[dict],
-  limit: int,
-  answer: stepping.Answer,
-) -> list[int]:
+def _ids(tokenizer, text, limit: int, answer: stepping.Answer) -> list[int]:
   """Tokens of an environment's answer; none if it has more than `limit`."""
-  text = formats.reply(
-    tokenizer, answer.before, answer.step.messages, chat=chat, tools=tools
-  )
-  row = tokenizer(text, add_special_tokens=False)['input_ids']
+  said = text(answer.before, answer.step.messages)
+  row = tokenizer(said, add_special_tokens=False)['input_ids']
   return row if len(row) <= limit else []
 
 

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Mapping, Sequence
+import functools
 import json
 import re
 from typing import Any, NamedTuple
@@ -9,8 +10,10 @@ from typing import Any, NamedTuple
 from rlinf_jax.agents import base
 from rlinf_jax.data import chat_template
 
-# Stands for a turn of the model where a chat template is rendered.
+# They stand for a turn of the model, and for a thought in it, where a chat
+# template is rendered.
 TURN = 'rlinf-jax-turn'
+THOUGHT = 'rlinf-jax-thought'
 REACT_CALL = re.compile(
   r'^[ \t]*Action(?: \d+)?:[ \t]*(.*)(?:\s*^[ \t]*Action Input:(.*))?', re.M
 )
@@ -67,6 +70,20 @@ def pythonic(text: str) -> list[ToolCall]:
     raise FormatError('write calls as [name(argument="value")]') from error
 
 
+def llama_json(text: str) -> list[ToolCall]:
+  """Reads `{"name": …, "parameters": {…}}`, a whole turn of Llama 3.1.
+
+  A text that does not start with `{` has no calls.
+
+  Raises:
+    FormatError: if it starts so, and is no such object.
+  """
+  text = text.strip().removeprefix('<|python_tag|>').lstrip()
+  if not text.startswith('{'):
+    return []
+  return [_json_call(text, 'parameters')]
+
+
 def hermes(text: str) -> list[ToolCall]:
   """Reads `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 
@@ -75,18 +92,19 @@ def hermes(text: str) -> list[ToolCall]:
   Raises:
     FormatError: if a tag holds something else.
   """
-  return [_hermes_call(part) for part in HERMES_CALL.findall(text)]
+  return [_json_call(part, 'arguments') for part in HERMES_CALL.findall(text)]
 
 
-def _hermes_call(text: str) -> ToolCall:
+def _json_call(text: str, key: str) -> ToolCall:
+  """The call of a JSON object, whose arguments are under `key`."""
   try:
     call = json.loads(text)
-    name, arguments = call['name'], call.get('arguments', {})
+    name, arguments = call['name'], call.get(key, {})
   except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
     name = arguments = None
   if not isinstance(name, str) or not isinstance(arguments, dict):
     raise FormatError(
-      'write a call as {"name": "tool", "arguments": {"argument": "value"}}'
+      f'write a call as {{"name": "tool", "{key}": {{"argument": "value"}}}}'
     )
   return ToolCall(name, arguments)
 
@@ -195,14 +213,21 @@ def reply(
   *,
   chat: bool,
   tools: Sequence[dict] = (),
+  keep_thoughts: bool = False,
 ) -> str:
   """The `opening` behind the prompt `before`; the `answer` if it is None."""
   if before is None:
-    return answer(tokenizer, messages, chat=chat)
+    return answer(tokenizer, messages, chat=chat, keep_thoughts=keep_thoughts)
   return opening(tokenizer, before, messages, chat=chat, tools=tools)
 
 
-def answer(tokenizer, messages: Sequence[base.Message], *, chat: bool) -> str:
+def answer(
+  tokenizer,
+  messages: Sequence[base.Message],
+  *,
+  chat: bool,
+  keep_thoughts: bool = False,
+) -> str:
   """The text between the end token of a turn and the model's next turn.
 
   Without a chat template it is a line of the messages' contents.
@@ -211,9 +236,12 @@ def answer(tokenizer, messages: Sequence[base.Message], *, chat: bool) -> str:
     tokenizer: of the model.
     messages: of the environment.
     chat: as in `prompt`.
+    keep_thoughts: whether the thoughts of earlier turns may stay, as all that
+      was sampled does, where the chat template would drop them.
 
   Raises:
-    ValueError: if the chat template does not end a turn with the end token.
+    ValueError: if the chat template does not end a turn with the end token, or
+      drops thoughts that may not stay.
   """
   if not chat:
     content = ' '.join(message['content'] for message in messages)
@@ -231,7 +259,37 @@ def answer(tokenizer, messages: Sequence[base.Message], *, chat: bool) -> str:
       f'the assistant with {end!r}: use the tokenizer of an instruct model '
       'whose end token is that of its turns.'
     )
+  roles = tuple(message['role'] for message in messages)
+  if not keep_thoughts and _drops_thoughts(
+    tokenizer, tokenizer.chat_template, roles
+  ):
+    raise ValueError(
+      f'The chat template of {tokenizer.name_or_path} drops the thoughts '
+      f'(<think>) of earlier turns before messages of {", ".join(roles)}, and '
+      'a conversation keeps all tokens that were sampled, so that the model '
+      'would read what it does not read elsewhere: bind keep_thoughts = True '
+      'to train it so, or use a template that keeps them.'
+    )
   return after[len(end) :]
+
+
+@functools.lru_cache(64)
+def _drops_thoughts(tokenizer, template: str, roles: tuple[str, ...]) -> bool:
+  """Whether thoughts of a turn vanish when messages of `roles` follow it.
+
+  Args:
+    tokenizer: of the model.
+    template: its chat template.
+    roles: of the messages.
+  """
+  del template  # A key of the cache: a tokenizer may get another one.
+  turn = f'<think>\n{THOUGHT}\n</think>\n\n{TURN}'
+  said = [{'role': role, 'name': 'x', 'content': 'x'} for role in roles]
+  before = [
+    {'role': 'user', 'content': 'x'},
+    {'role': 'assistant', 'content': turn},
+  ]
+  return THOUGHT not in _template(tokenizer, [*before, *said])
 
 
 def _template(tokenizer, messages, tools=None, has_turn: bool = True) -> str:

@@ -161,6 +161,7 @@ class _Encoder:
         answer.step.messages,
         chat=self._chat,
         tools=agents_base.tools(env),
+        keep_thoughts=True,  # Demonstrators have what thoughts they write.
       )
       _extend(rows[answer.reader], self._ids(said), 0.0)
     longest = max(len(row) for row, _ in rows)

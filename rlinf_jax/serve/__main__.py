@@ -21,7 +21,11 @@ from rlinf_jax.serve import batches, completions
 from stages.language import tokens
 from stages.models import huggingface
 
-FORMATS = {'hermes': formats.hermes, 'pythonic': formats.pythonic}
+FORMATS = {
+  'hermes': formats.hermes,
+  'llama_json': formats.llama_json,
+  'pythonic': formats.pythonic,
+}
 LONGEST = 1 << 20  # Tokens, of models with the longest contexts.
 HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on.')
 PORT = flags.DEFINE_integer(
@@ -52,7 +56,12 @@ def load(
     ValueError: if there is no such model, or it has no chat template.
   """
   tokenizer = tokens.load_tokenizer(model)
-  formats.answer(tokenizer, [{'role': 'user', 'content': 'x'}], chat=True)
+  formats.answer(
+    tokenizer,
+    [{'role': 'user', 'content': 'x'}],
+    chat=True,
+    keep_thoughts=True,
+  )
   config = huggingface.load_config(model)
   decoder = batches.Decoder(
     config,

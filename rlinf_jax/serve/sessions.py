@@ -196,9 +196,14 @@ def _said(tokenizer, before: Trajectory, messages) -> list[int] | None:
   """Ids of messages behind a reply; None if only a new trajectory can tell."""
   if any(m['role'] == 'assistant' for m in messages):
     return None  # Words that the model did not write here.
+  # Without a thought there is none that the chat template could drop.
+  thinks = '</think>' in tokenizer.decode(before.ids)
   try:
     text = formats.answer(
-      tokenizer, [_for_template(m) for m in messages], chat=True
+      tokenizer,
+      [_for_template(m) for m in messages],
+      chat=True,
+      keep_thoughts=not thinks,
     )
   except ValueError:  # Such as of templates that want a call before a result.
     return None

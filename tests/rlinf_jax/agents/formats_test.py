@@ -76,6 +76,16 @@ def test_broken_hermes_calls_are_refused(call):
     formats.hermes(f'<tool_call>{call}</tool_call>')
 
 
+def test_calls_of_llama_3_1_are_read():
+  text = '{"name": "add", "parameters": {"a": 1}}'
+  assert formats.llama_json(text) == [('add', {'a': 1})]
+  assert formats.llama_json(f'<|python_tag|>{text}\n') == [('add', {'a': 1})]
+  assert formats.llama_json('The sum is {"a": 1}.') == []
+  for broken in (text[:-1], '{}', '{"name": "f", "parameters": [1]}'):
+    with pytest.raises(formats.FormatError, match='"parameters"'):
+      formats.llama_json(broken)
+
+
 @pytest.mark.parametrize(
   'text, calls',
   [
