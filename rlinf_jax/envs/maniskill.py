@@ -5,7 +5,7 @@ several processes. Cameras render on a GPU, or on a CPU through a software
 Vulkan device. For ManiSkill's vectorized simulation on a GPU see `vector`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 import functools
 import math
 from typing import Any
@@ -17,18 +17,42 @@ from rlinf_jax.envs import simulator
 VIDEO_SIZE = 160  # Pixels along each edge of a frame for people.
 
 
-def env(task: str, num_envs: int, num_processes: int = 1, **settings):
+def env(
+  task: str,
+  num_envs: int,
+  num_processes: int = 1,
+  *,
+  instruction: str | None = None,
+  instructions: Callable[[Sequence[str]], Any] | None = None,
+  **settings,
+):
   """An Env of `num_envs` environments of a task, in processes of their own.
 
   Args:
     task: such as 'PushCube-v1'.
     num_envs: how many environments.
     num_processes: to spread them over.
+    instruction: what is to be done, in words, as ManiSkill does not say it.
+    instructions: encodes texts as tokens, such as `instructions.pi05`.
+      Observations with images then have those of `instruction` under 'prompt'.
     **settings: those of `rlinf_jax.envs.processes.pool.EnvPool` by
       their names there, all others of `make`.
+
+  Raises:
+    ValueError: if only one of `instruction` and `instructions` is given.
   """
   from rlinf_jax.envs import env_pool  # Not in a worker: it imports JAX.
 
+  if (instruction is None) != (instructions is None):
+    raise ValueError(
+      f'{task!r} has the instruction {instruction!r} and the encoder '
+      f'{instructions}: give both, or neither.'
+    )
+  if instructions is not None:
+    prompt = instructions([instruction])
+    settings['prompt'] = {
+      name: np.asarray(x)[0] for name, x in prompt._asdict().items()
+    }
   return env_pool.env(make, num_envs, num_processes, task=task, **settings)
 
 
@@ -42,12 +66,13 @@ def make(
   images: bool = False,
   image_size: int = 128,
   video: bool = False,
+  prompt: Mapping[str, np.ndarray] | None = None,
   **settings,
 ) -> simulator.Environment:
   """Builds one environment; those of a task do not depend on the index.
 
   The observation is one vector, the full state. With `images` it is a dict:
-  'image' by camera, and 'state' of the robot alone.
+  'image' by camera, 'state' of the robot alone, and 'prompt' if it is given.
 
   Args:
     index: of the environment.
@@ -59,6 +84,7 @@ def make(
     image_size: their edge, in pixels.
     video: whether evaluations are recorded, by a camera of the task that is
       not the robot's. Where nothing can render, there is no video.
+    prompt: tokens of an instruction and their mask; None for none.
     **settings: further arguments of ManiSkill's environments.
   """
   del index
@@ -96,25 +122,36 @@ def make(
     sim_backend='physx_cpu',
     **(render | settings),
   )
-  return ManiSkill(env, horizon, video)
+  return ManiSkill(env, horizon, video, prompt if images else None)
 
 
 class ManiSkill:
   """A ManiSkill environment behind the `simulator.Environment` interface."""
 
-  def __init__(self, env: Any, horizon: int, video: bool):
+  def __init__(
+    self,
+    env: Any,
+    horizon: int,
+    video: bool,
+    prompt: Mapping[str, np.ndarray] | None = None,
+  ):
     """Reads the spaces.
 
     Args:
       env: ManiSkill's.
       horizon: maximum steps of an episode.
       video: whether it is rendered for people.
+      prompt: part of each observation, which is then a dict; None for none.
     """
     self._env, self._time = env, 0
+    self._words = {'prompt': dict(prompt)} if prompt else {}
     space = env.single_action_space
     image = simulator.Array((VIDEO_SIZE, VIDEO_SIZE, 3), 'uint8')
     self.spec = simulator.Spec(
-      obs=_obs_arrays(env.single_observation_space),
+      obs=self._with_words(
+        _obs_arrays(env.single_observation_space),
+        lambda x: simulator.Array(x.shape, x.dtype.name),
+      ),
       low=space.low,
       high=space.high,
       horizon=horizon,
@@ -124,13 +161,13 @@ class ManiSkill:
   def reset(self, seed: int) -> simulator.Tree:
     self._time = 0
     obs, _ = self._env.reset(seed=seed)
-    return _obs(obs)
+    return self._with_words(_obs(obs))
 
   def step(self, action_A: np.ndarray) -> simulator.Step:
     obs, reward, terminated, _, info = self._env.step(action_A)
     self._time += 1
     return simulator.Step(
-      obs=_obs(obs),
+      obs=self._with_words(_obs(obs)),
       reward=float(reward[0]),
       terminated=bool(terminated[0]),
       truncated=self._time >= self.spec.horizon,
@@ -147,6 +184,14 @@ class ManiSkill:
 
   def close(self):
     self._env.close()
+
+  def _with_words(self, obs: simulator.Tree, of=lambda x: x) -> simulator.Tree:
+    """An observation with the prompt, each array of which is `of` it."""
+    words = {
+      key: {name: of(x) for name, x in prompt.items()}
+      for key, prompt in self._words.items()
+    }
+    return obs | words if words else obs
 
 
 def _obs_arrays(space) -> simulator.Tree:

@@ -179,6 +179,20 @@ def encode(config: Config, params, x_BPD, is_token_BP) -> Prefix:
 def velocity(config: Config, params, prefix: Prefix, state_BO, x_BZA, t_B):
   """The velocity of noisy actions, in float32 or wider, [B, Z, A].
 
+  Arguments are those of `expert_states`.
+  """
+  y_BZD = expert_states(config, params, prefix, state_BO, x_BZA, t_B)
+  return velocity_of(params, y_BZD)
+
+
+def velocity_of(params, y_BZD):
+  """The velocity from the last states of the expert."""
+  return _affine(params['expert'], 'action_out_DA', y_BZD)
+
+
+def expert_states(config: Config, params, prefix: Prefix, state_BO, x_BZA, t_B):
+  """The expert's last states at noisy actions, float32 or wider, [B, Z, D].
+
   Args:
     config: sizes.
     params: of both networks.
@@ -214,7 +228,7 @@ def velocity(config: Config, params, prefix: Prefix, state_BO, x_BZA, t_B):
   else:
     y_BZD = block_lib.rms_norm(config.expert, y_BZD, expert['norm_D'])
   wide = mixed_precision.wide_dtype(y_BZD.dtype)
-  return _affine(expert, 'action_out_DA', y_BZD.astype(wide))
+  return y_BZD.astype(wide)
 
 
 def _suffix(config: Config, expert, state_BO, x_BZA, t_B):

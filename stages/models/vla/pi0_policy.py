@@ -18,6 +18,7 @@ from stages.models.vla import (
   pi0_critic,
   pi0_files,
   pi0_inputs,
+  pi0_noise,
   pictures,
   trunk_lora,
 )
@@ -75,7 +76,8 @@ def policy(
     executed: first actions of a chunk that the environment gets, before the
       next chunk is decided; None for all Z. Only these have a log-probability.
     num_steps: K, steps from noise to actions.
-    exploration: how actions are sampled, by Flow-SDE.
+    exploration: how actions are sampled. Flow-Noise adds a small network to
+      the expert, `pi0_noise.Spread`.
     expert_only: whether all but the expert and the critic is frozen.
     lora: adapters of the trunk, whose weights are then frozen with the vision
       tower, while the expert is trained in full; None or rank 0 for none.
@@ -88,7 +90,7 @@ def policy(
   Raises:
     ValueError: for observations or actions that the model does not fit.
   """
-  _check_settings(config, exploration, expert_only, lora, executed)
+  _check_settings(config, expert_only, lora, executed)
   inputs = pi0_inputs.of(
     env,
     config,
@@ -108,10 +110,13 @@ def policy(
     head = pi0_critic.Critic(
       critic_width, 1 if critic_reads == 'mean' else length, config
     )
+  spread = None
+  if exploration.kind == 'noise':
+    spread = pi0_noise.Spread(config.A)
   networks = flow_policy.Networks(
-    functools.partial(_init, config, checkpoint, expert_only, head),
+    functools.partial(_init, config, checkpoint, expert_only, head, spread),
     encode,
-    functools.partial(_velocity, config),
+    functools.partial(_velocity, config, spread),
     head and head.value,
   )
   own = flow_policy.of_networks(
@@ -139,7 +144,8 @@ def export(
 
   Args:
     folder: folder to write.
-    params: what `Workflow.params` returns; the critic is left out.
+    params: what `Workflow.params` returns; the critic and the network of
+      Flow-Noise are left out.
     config: sizes of the model.
     norm_stats: statistics that go with it; None for none.
     data_set: their name in the folder.
@@ -154,12 +160,7 @@ def export(
     normalization.write(folder, data_set, norm_stats)
 
 
-def _check_settings(config, exploration, expert_only: bool, lora, executed):
-  if exploration.kind != 'sde':
-    raise ValueError(
-      'The expert of π0 predicts no sizes of noise, which Flow-Noise needs: '
-      "give exploration.kind = 'sde'."
-    )
+def _check_settings(config, expert_only: bool, lora, executed):
   if expert_only and lora:
     raise ValueError(
       'With `expert_only` the trunk is frozen, and `lora` adapts it: give one '
@@ -205,7 +206,7 @@ def _in_units(actions: normalization.Normalization, bounds, Z: int, action):
   return chunk if Z > 1 else chunk[..., 0, :]
 
 
-def _init(config, checkpoint, expert_only: bool, critic, key):
+def _init(config, checkpoint, expert_only: bool, critic, spread, key):
   """Parameters; those that are not trained are under `base.FROZEN`."""
   model_key, critic_key = jax.random.split(key)
   # Only shapes are needed while a program is traced.
@@ -218,6 +219,9 @@ def _init(config, checkpoint, expert_only: bool, critic, key):
     params = {EXPERT: params[EXPERT], base.FROZEN: frozen}
   if critic:
     params[base.CRITIC] = critic.init(critic_key)
+  if spread:
+    spread_key = jax.random.fold_in(critic_key, 1)
+    params[pi0_noise.SPREAD] = spread.init_params(config.expert.D, spread_key)
   return params
 
 
@@ -254,9 +258,10 @@ def _encode(config: pi0.Config, inputs: pi0_inputs.Inputs, params, obs):
   return prefix, inputs.read_state(obs, config.O)
 
 
-def _velocity(config, params, context, x, t):
+def _velocity(config: pi0.Config, spread, params, context, x, t):
+  """The velocity, and what the noise of Flow-Noise follows from, or None."""
   prefix, state = context
-  v_BZA = pi0.velocity(
+  y_BZD = pi0.expert_states(
     config,
     params,
     prefix,
@@ -264,4 +269,8 @@ def _velocity(config, params, context, x, t):
     x.reshape(-1, config.Z, config.A),
     t.reshape(-1),
   )
-  return v_BZA.reshape(x.shape), None
+  v = pi0.velocity_of(params, y_BZD).reshape(x.shape)
+  if spread is None:
+    return v, None
+  own = {'params': params[pi0_noise.SPREAD]}
+  return v, spread.apply(own, y_BZD).astype(x.dtype).reshape(x.shape)

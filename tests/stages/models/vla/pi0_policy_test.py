@@ -18,6 +18,7 @@ from stages.models.vla import (
   normalization,
   pi0,
   pi0_files,
+  pi0_noise,
   pi0_policy,
   pictures,
 )
@@ -70,6 +71,27 @@ def test_actions_are_scored_as_they_were_recorded(adaptive):
   now = jax.jit(made.evaluate)(params, x.obs, x.action)
   np.testing.assert_allclose(now.logp, x.logp, atol=1e-5)
   np.testing.assert_allclose(now.value, made.value(params, x.obs), atol=1e-6)
+
+
+def test_flow_noise_scores_each_step_by_a_deviation_within_its_range():
+  exploration = flow_policy.Exploration('noise', least_std=0.1, most_std=0.4)
+  made = policy(adaptive=True, exploration=exploration)
+  params = made.init(KEY)
+  _, obs = ENV.init(jnp.arange(B))
+  act, evaluate = jax.jit(made.act), jax.jit(made.evaluate)
+  x = act(params, obs, jax.random.split(jax.random.key(1), B))
+  now = evaluate(params, x.obs, x.action)
+  np.testing.assert_allclose(now.logp, x.logp, atol=1e-4)
+  grads = jax.grad(lambda p: evaluate(p, x.obs, x.action).entropy.sum())(params)
+  assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads['spread']))
+  # With outputs far from zero, deviations are at the ends of their range.
+  numbers = CHUNK * 2  # Of three that the model writes, two are executed.
+  of_one = lambda std: 0.5 * np.log(2 * np.pi * np.e * std**2)
+  for bias, std in ((-9.0, 0.1), (9.0, 0.4)):
+    own = params[pi0_noise.SPREAD] | {'out_bias_A': jnp.full(3, bias)}
+    at_end = evaluate(params | {pi0_noise.SPREAD: own}, x.obs, x.action)
+    want = numbers * (of_one(1.0) + 4 * of_one(std))
+    np.testing.assert_allclose(at_end.entropy, want, rtol=1e-4)
 
 
 def test_numbers_that_the_environment_does_not_take_have_no_probability():
@@ -136,8 +158,6 @@ def test_what_the_model_does_not_fit_is_refused():
   ):
     with pytest.raises(ValueError, match=message):
       policy(env)
-  with pytest.raises(ValueError, match="give exploration.kind = 'sde'"):
-    policy(exploration=flow_policy.Exploration('noise'))
   with pytest.raises(ValueError, match='π0.5 reads the state in its instr'):
     policy(adaptive=True, ignored=())
   with pytest.raises(ValueError, match='`state_tokens` are of π0.5: leave'):
