@@ -68,6 +68,7 @@ def make(
   image_size: int = 128,
   fast_rendering: bool = True,
   as_published: bool = False,
+  gripper_opens: bool = False,
   prompts: Mapping[str, np.ndarray] | None = None,
 ) -> simulator.Environment:
   """Builds one environment.
@@ -90,6 +91,9 @@ def make(
       OpenVLA-OFT and π0 were trained: images are turned by 180°, also left to
       right, and the state is the hand's position, its axis times its angle, and
       both fingers.
+    gripper_opens: whether the last number of an action opens the gripper above
+      ½ and closes it below, as in OpenVLA's version of the data sets. Otherwise
+      −1 opens it, and 1 closes it.
     prompts: tokens of the suite's tasks and their mask, one a row, which
       replace 'instruction'; None for none.
   """
@@ -101,7 +105,7 @@ def make(
     )
   prompt = {key: x[task] for key, x in (prompts or {}).items()}
   view = View(images, image_size, fast_rendering, as_published, prompt)
-  return Libero(suite, names[task], horizon, view)
+  return Libero(suite, names[task], horizon, view, gripper_opens)
 
 
 class View(NamedTuple):
@@ -125,7 +129,14 @@ class View(NamedTuple):
 class Libero:
   """A LIBERO environment behind the `simulator.Environment` interface."""
 
-  def __init__(self, suite: str, name: str, horizon: int, view: View):
+  def __init__(
+    self,
+    suite: str,
+    name: str,
+    horizon: int,
+    view: View,
+    gripper_opens: bool = False,
+  ):
     """Builds the scene and reads its initial states."""
     import libero.libero as package
     from libero.libero import envs
@@ -148,12 +159,15 @@ class Libero:
     self._view, self._time = view, 0
     text = _instruction(name).encode()[:INSTRUCTION_SIZE]
     self._text = np.frombuffer(text.ljust(INSTRUCTION_SIZE, b'\0'), np.uint8)
-    low, high = self._env.env.action_spec
+    low, high = map(np.float32, self._env.env.action_spec)
+    self._gripper_opens = gripper_opens
+    if gripper_opens:
+      low[-1] = 0.0
     self._renderer = None
     self.spec = simulator.Spec(
       obs=_obs_arrays(self.reset(0)),
-      low=np.float32(low),
-      high=np.float32(high),
+      low=low,
+      high=high,
       horizon=horizon,
       image=simulator.Array((VIDEO_SIZE, VIDEO_SIZE, 3), 'uint8'),
     )
@@ -170,6 +184,9 @@ class Libero:
     return self._obs(obs)
 
   def step(self, action_A: np.ndarray) -> simulator.Step:
+    if self._gripper_opens:
+      closes = -np.sign(2.0 * action_A[-1:] - 1.0)
+      action_A = np.concatenate([action_A[:-1], closes])
     obs, reward, _, _ = self._env.step(action_A)
     self._time += 1
     success = bool(self._env.check_success())

@@ -54,9 +54,22 @@ LLAMA = {
 TABLE, STD = [0.11, 0.11, 0.126], [0.3, 0.3, 0.3]
 
 
-def model(folder: pathlib.Path, seed: ranges.NonNegativeInt = 0):
-  """Writes the folder of a new model, with a tokenizer of its prompts."""
-  texts = [openvla.prompt_text(task) for task in push.INSTRUCTIONS]
+def model(
+  folder: pathlib.Path,
+  seed: ranges.NonNegativeInt = 0,
+  tasks: Sequence[str] = push.INSTRUCTIONS,
+  actions: ranges.PositiveInt = 2,
+):
+  """Writes the folder of a new model, with a tokenizer of its prompts.
+
+  Args:
+    folder: where to.
+    seed: of its weights.
+    tasks: instructions whose characters and words the tokenizer knows.
+    actions: numbers of an action, −1 … 1.
+  """
+  texts = [openvla.prompt_text(task) for task in tasks]
+  bounds = {'q01': [-1.0] * actions, 'q99': [1.0] * actions}
   vocabulary = len(tokens.train_tokenizer(folder, texts, 256))
   config = {
     'architectures': ['OpenVLAForActionPrediction'],
@@ -64,7 +77,7 @@ def model(folder: pathlib.Path, seed: ranges.NonNegativeInt = 0):
     'image_resize_strategy': 'resize-naive',
     'image_sizes': [PIXELS, PIXELS],
     'n_action_bins': BINS,
-    'norm_stats': {'none': {'action': {'q01': [-1.0] * 2, 'q99': [1.0] * 2}}},
+    'norm_stats': {'none': {'action': bounds}},
     'pad_to_multiple_of': PADDED,
     'timm_model_ids': [DINO, SIGLIP],
     openvla_files.TOWER_ARGS: [TOWER, TOWER],

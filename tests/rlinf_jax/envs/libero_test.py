@@ -115,6 +115,24 @@ def test_observations_are_as_in_published_data_sets(make):
 
 
 @needs_meshes
+def test_a_gripper_that_opens_by_one_is_turned_to_libero_s_own(make):
+  setting = {'suite': SUITES[1], 'task_ids': (1,), 'step_timeout': 300.0}
+  plain, turned = make(1, **setting), make(1, gripper_opens=True, **setting)
+  assert (plain.spec.low[-1], turned.spec.low[-1]) == (-1.0, 0.0)
+  shown = []
+  for pool, opens, closes in ((plain, -1.0, 1.0), (turned, 0.7, 0.2)):
+    token, _ = pool.init([0])
+    shown.append([])
+    for value in (opens, closes, closes):
+      action_1A = np.zeros((1, 7), np.float32)
+      action_1A[0, -1] = value
+      token, timestep = pool.step(token, action_1A)
+      shown[-1].append(timestep.obs)
+  np.testing.assert_array_equal(*shown)
+  assert np.abs(shown[0][0] - shown[0][2]).max() > 1e-3  # It moved.
+
+
+@needs_meshes
 def test_the_script_puts_the_cream_cheese_into_the_basket(make):
   setting = {'suite': SUITES[1], 'task_ids': (1,), 'horizon': 100}
   pool = make(2, step_timeout=300.0, **setting)

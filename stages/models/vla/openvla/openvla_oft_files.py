@@ -28,6 +28,7 @@ from stages.models.vla.openvla import (
 )
 
 PARALLEL = 'module.'  # Before all names, as torch trained on several devices.
+CROP = 0.9  # Share of a picture's area that evaluations show.
 FILES = {'state_projector': 'proprio_projector', 'l1_head': 'action_head'}
 
 
@@ -96,6 +97,7 @@ def read(
   dtype: str | None = None,
   remat: str = remat_lib.AUTO,
   towers: Mapping[str, vit.Config] = openvla_files.TOWERS,
+  center_crop: bool = False,
 ) -> tuple[openvla_oft.Config, Any]:
   """The model that a folder describes, and its statistics by data set.
 
@@ -108,6 +110,8 @@ def read(
     dtype: as for `openvla_files.read`.
     remat: likewise.
     towers: likewise.
+    center_crop: whether the model sees the central 90 % of pictures, as in
+      evaluations of models that were trained on random crops of this size.
 
   Raises:
     CheckpointError: if the folder describes no such model.
@@ -115,6 +119,9 @@ def read(
   own, stored = openvla_files.read(
     checkpoint, dtype=dtype, remat=remat, towers=towers
   )
+  if center_crop:
+    seen = dataclasses.replace(own.pictures, crop=CROP)
+    own = dataclasses.replace(own, pictures=seen)
   norm_stats = stored if norm_stats is None else norm_stats
   found = heads(checkpoint)
   O = 0
@@ -191,6 +198,7 @@ def policy_and_config(
   dtype: str | None = None,
   remat: str = remat_lib.AUTO,
   towers: Mapping[str, vit.Config] = openvla_files.TOWERS,
+  center_crop: bool = False,
   **settings,
 ) -> tuple[base.Policy, openvla_oft.Config]:
   """A policy from a checkpoint, and the model.
@@ -211,6 +219,7 @@ def policy_and_config(
     dtype: as for `openvla_files.read`.
     remat: likewise.
     towers: likewise.
+    center_crop: as for `read`.
     **settings: of `openvla_oft_policy.policy`.
   """
   config, norm_stats = read(
@@ -222,6 +231,7 @@ def policy_and_config(
     dtype=dtype,
     remat=remat,
     towers=towers,
+    center_crop=center_crop,
   )
   config = dataclasses.replace(config, head=head or config.head)
   stats = action_tokens.action_stats(norm_stats, data_set)

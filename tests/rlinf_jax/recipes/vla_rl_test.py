@@ -1,0 +1,150 @@
+"""Recipes of RL for vision-language-action models run, with small models."""
+
+import importlib.util
+import json
+import os
+import string
+
+import jax
+import numpy as np
+import pytest
+
+import pictured_push
+from rlinf_jax import train
+from rlinf_jax.config import config
+from rlinf_jax.envs import env_pool, libero, maniskill, simulator
+from rlinf_jax.recipes import tiny_vla
+from stages.language import tokens
+from stages.models.files import weights
+from stages.models.vision import vit
+from stages.models.vla import normalization, pi0, pi0_files
+from stages.models.vla.openvla import openvla_oft_files
+
+pytestmark = pytest.mark.slow
+LETTERS = f'{string.ascii_letters} 1234567890,.:?\n'
+TOWER = {'image_size': 32, 'patch_size': 8, 'D': 32, 'L': 2, 'H': 2, 'F': 64}
+# Of both transformers, which share attention; and widths.
+SHARED, D, F, V = {'L': 2, 'H': 2, 'W': 16}, 32, 64, 256
+
+
+def run(recipe, bindings, workdir):
+  """Metrics of a run, the last ones under each name."""
+  config.parse([recipe], [*bindings, 'train.train.plan = None'], str(workdir))
+  config.call(train.train, workdir=str(workdir))
+  lines = (workdir / 'metrics.jsonl').read_text().splitlines()
+  found = {}
+  for line in lines:
+    found |= json.loads(line)
+  return found
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec('libero') is None
+  or not os.environ.get(libero.ASSETS),
+  reason=f'LIBERO is not installed, or {libero.ASSETS} does not say where its '
+  'meshes are.',
+)
+def test_grpo_of_openvla_oft_acts_in_libero_by_pictures_and_words(tmp_path):
+  model = tmp_path / 'given'
+  tiny_vla.model(model, tasks=[LETTERS], actions=7)
+  metrics = run(
+    'gin_configs/grpo_openvla_oft_libero.gin',
+    [
+      f'MODEL = {str(model)!r}',
+      'DATA_SET = None',
+      'STEPS = 1',
+      'ENVIRONMENTS = 2',
+      'EVAL_ENVIRONMENTS = 1',
+      'PROCESSES = 1',
+      'HORIZON = 16',
+      'workflows.embodied_grpo.group_size = 2',
+      'train/libero.env.group_size = 2',
+      'libero.env.image_size = 64',
+      'libero.env.task_ids = (0,)',
+      'seed_source.seeds.held_out = 1',
+      'instructions.openvla.length = 192',  # A token is a character.
+    ],
+    tmp_path / 'run',
+  )
+  assert metrics['env/steps'] == 2 * 16 and metrics['env/failed_episodes'] == 0
+  assert np.isfinite(metrics['train/grad_norm'])
+  # Chunks of eight actions of seven numbers, from one picture.
+  made, _ = openvla_oft_files.read(tmp_path / 'run/model', center_crop=True)
+  assert (made.Z, made.A, made.cameras, made.openvla.pictures.crop) == (
+    8,
+    7,
+    1,
+    0.9,
+  )
+
+
+def small_pi05(folder, actions):
+  """Writes a π0.5 with weights, statistics and a tokenizer; returns bindings."""
+  trunk = pi0.GEMMA(V=V, D=D, F=F, **SHARED)
+  expert = pi0.GEMMA(V=1, D=D, F=F, **SHARED)
+  made = pi0.Config(vit.Config(**TOWER), trunk, expert, 8, 32, 32, True)
+  params = pi0.init_params(made, jax.random.key(0))
+  assert sum(x.size for x in jax.tree.leaves(params)) < 5e6
+  pi0_files.write(folder, params, made)
+  tokens.train_tokenizer(folder, [LETTERS], 90)
+  stats = {'q01': [-1.0] * actions, 'q99': [1.0] * actions}
+  normalization.write(folder, 'data', {'state': stats, 'actions': stats})
+  return [
+    f'MODEL = {str(folder)!r}',
+    *(f'vit.Config.{name} = {size}' for name, size in TOWER.items()),
+    *(f'pi0.GEMMA.{name} = {size}' for name, size in SHARED.items()),
+    *(
+      f'{part}/pi0.GEMMA.{name} = {size}'
+      for part in ('trunk', 'expert')
+      for name, size in (('D', D), ('F', F))
+    ),
+    f'trunk/pi0.GEMMA.V = {V}',
+    "DTYPE = 'float32'",
+    'instructions.pi0.length = 64',  # A token is a character.
+  ]
+
+
+def pictures_of_maniskill() -> bool:
+  """Whether ManiSkill is here and can render."""
+  try:
+    maniskill.make(0, 'PickCube-v1', images=True, image_size=32).close()
+  except simulator.UnavailableError:
+    return False
+  return True
+
+
+@pytest.mark.parametrize('world', ['push', 'maniskill'])
+def test_ppo_of_pi05_acts_by_pictures_and_a_constant_instruction(
+  world, tmp_path, monkeypatch
+):
+  actions = 7
+  if world == 'push':
+    actions = pictured_push.ACTIONS
+    monkeypatch.setattr(env_pool, 'env', pictured_push.pool_env)
+  elif not pictures_of_maniskill():
+    pytest.skip('ManiSkill is not installed, or has no Vulkan device.')
+  model = tmp_path / 'given'
+  bindings = small_pi05(model, actions)
+  metrics = run(
+    'gin_configs/ppo_pi05_maniskill.gin',
+    [
+      *bindings,
+      'STEPS = 2',
+      'ENVIRONMENTS = 4',
+      'PROCESSES = 1',
+      'HORIZON = 10',
+      'workflows.ppo.num_steps = 4',
+      'maniskill.env.image_size = 32',
+      # So that the step is seen in weights of float32.
+      'actor/optimizers.adamw.learning_rate = 1e-2',
+    ],
+    tmp_path / 'run',
+  )
+  assert metrics['env/steps'] == 4 * 4 * 5
+  assert metrics['train/clip_fraction'] >= 0
+  assert np.isfinite(metrics['train/value_loss'])
+  before, after = (
+    weights.load(folder)[pi0_files.EXPERT + 'model.layers.0.mlp.up_proj.weight']
+    for folder in (model, tmp_path / 'run/model')
+  )
+  assert not np.array_equal(before, after)
