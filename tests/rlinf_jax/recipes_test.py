@@ -128,7 +128,12 @@ def pi0_rl_bindings(folder, actions=7) -> list[str]:
   letters_tokenizer(folder)
   stats = lambda n: {
     name: [value] * n
-    for name, value in {'mean': 0.0, 'std': 1.0, 'q01': -1.0, 'q99': 1.0}.items()
+    for name, value in {
+      'mean': 0.0,
+      'std': 1.0,
+      'q01': -1.0,
+      'q99': 1.0,
+    }.items()
   }
   normalization.write(
     folder, 'data', {'state': stats(8), 'actions': stats(actions)}

@@ -112,9 +112,11 @@ class EpisodeLog:
 def differ(one: Snapshot, other: Snapshot) -> np.ndarray:
   """Rows in which two snapshots differ, bool [B]."""
   different_B = np.zeros(len(one.first_call), bool)
+  # By name: JAX returns the names of a dict in another order.
+  seen, found = simulator.leaves(one.obs), simulator.leaves(other.obs)
   pairs = zip(
-    (*one[:3], *simulator.leaves(one.obs).values()),
-    (*other[:3], *simulator.leaves(other.obs).values()),
+    (*one[:3], *seen.values()),
+    (*other[:3], *(found[path] for path in seen)),
     strict=True,
   )
   for x, y in pairs:

@@ -8,6 +8,7 @@ import string
 import jax
 import numpy as np
 import pytest
+from safetensors import numpy as files
 
 import pictured_push
 from rlinf_jax import train
@@ -15,7 +16,6 @@ from rlinf_jax.config import config
 from rlinf_jax.envs import env_pool, libero, maniskill, simulator
 from rlinf_jax.recipes import tiny_vla
 from stages.language import tokens
-from stages.models.files import weights
 from stages.models.vision import vit
 from stages.models.vla import normalization, pi0, pi0_files
 from stages.models.vla.openvla import openvla_oft_files
@@ -66,20 +66,14 @@ def test_grpo_of_openvla_oft_acts_in_libero_by_pictures_and_words(tmp_path):
     ],
     tmp_path / 'run',
   )
-  assert metrics['env/steps'] == 2 * 16 and metrics['env/failed_episodes'] == 0
+  assert metrics['env/steps'] == 2 * 16 and not metrics.get('env/failed')
   assert np.isfinite(metrics['train/grad_norm'])
-  # Chunks of eight actions of seven numbers, from one picture.
-  made, _ = openvla_oft_files.read(tmp_path / 'run/model', center_crop=True)
-  assert (made.Z, made.A, made.cameras, made.openvla.pictures.crop) == (
-    8,
-    7,
-    1,
-    0.9,
-  )
+  made, _ = openvla_oft_files.read(tmp_path / 'run/model')
+  assert made.A == 7 and made.head == 'token'
 
 
 def small_pi05(folder, actions):
-  """Writes a π0.5 with weights, statistics and a tokenizer; returns bindings."""
+  """Writes a π0.5, its statistics and a tokenizer; returns bindings."""
   trunk = pi0.GEMMA(V=V, D=D, F=F, **SHARED)
   expert = pi0.GEMMA(V=1, D=D, F=F, **SHARED)
   made = pi0.Config(vit.Config(**TOWER), trunk, expert, 8, 32, 32, True)
@@ -144,7 +138,12 @@ def test_ppo_of_pi05_acts_by_pictures_and_a_constant_instruction(
   assert metrics['train/clip_fraction'] >= 0
   assert np.isfinite(metrics['train/value_loss'])
   before, after = (
-    weights.load(folder)[pi0_files.EXPERT + 'model.layers.0.mlp.up_proj.weight']
+    files.load_file(folder / 'model.safetensors')
     for folder in (model, tmp_path / 'run/model')
   )
-  assert not np.array_equal(before, after)
+  moved = {
+    name for name, x in before.items() if not np.array_equal(x, after[name])
+  }
+  # The expert alone is trained.
+  assert any(pi0_files.EXPERT in name for name in moved)
+  assert not any(pi0_files.PALIGEMMA in name for name in moved)

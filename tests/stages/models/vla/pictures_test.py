@@ -56,5 +56,5 @@ def test_a_crop_is_the_first_step_of_a_tower_and_a_share():
     cropped(x), plain(pictures.center_crop(x, 0.9, 16)), strict=True
   ):
     np.testing.assert_array_equal(got, want)
-  with pytest.raises(ValueError, match='above 0 and up to 1, not 0.0'):
+  with pytest.raises(ValueError, match='crop of 0.0 is given.*up to 1'):
     pictures.Pictures(crop=0.0)
