@@ -1,6 +1,6 @@
 """Measured seconds in which environments and their tools answer turns."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import math
 import os
 import pathlib
@@ -71,22 +71,28 @@ def describe(flow: graph.Flow, seconds: Sequence[float]) -> str | None:
   return ' '.join(lines)
 
 
-def share(flow: graph.Flow, simulation) -> str | None:
-  """Says how much of a step's calls is waiting for answers, if any is.
+def waiting(flow: graph.Flow, simulation) -> dict[str, float]:
+  """Seconds of a step in which calls wait for answers, by stage.
 
   Args:
     flow: of the plan.
     simulation: of the plan, with measured seconds of answers.
   """
   names = host_stage.waiting(flow)
-  if not names:
+  busy = overview.busy(flow, simulation).values()
+  return {name: sum(stages.get(name, 0.0) for stages in busy) for name in names}
+
+
+def share(waiting: Mapping[str, float], period: float) -> str | None:
+  """Says how much of a step's calls is waiting for answers, if any is.
+
+  Args:
+    waiting: seconds by stage.
+    period: seconds of a step.
+  """
+  if not waiting:
     return None
-  spent = sum(
-    stages.get(name, 0.0)
-    for stages in overview.busy(flow, simulation).values()
-    for name in names
-  )
   return (
-    f'{", ".join(names)}: {spent:.3g} s of calls in a step of '
-    f'{simulation.period:.3g} s are waiting for answers, and no work.'
+    f'{", ".join(waiting)}: {sum(waiting.values()):.3g} s of calls in a step '
+    f'of {period:.3g} s are waiting for answers, and no work.'
   )

@@ -113,6 +113,7 @@ def report_plan(
   kwargs = {'others': others, 'ranked': ranked, 'staleness': staleness}
   data = plan_data.plan_data(flow, model, result, deadline=deadline, **kwargs)
   data |= {'compiled': compiled} if compiled else {}
+  data |= {'answers_measured': waits} if waits else {}
   lines += [_turns(result), _colocated(result.space)]
   if result.best is None:
     data['shortage'] = {} if compiled else _shortage(flow, model, result)
@@ -250,7 +251,9 @@ def _fastest(flow, model, result, staleness, data) -> list[str | None]:
   """Describes the fastest plan and compares it with others."""
   best = evaluate_plan.evaluate(flow, model, result.best, staleness)
   if model.measured.answers:
-    data['answers'] = answers.share(best.flow, best.simulation)
+    waiting = answers.waiting(best.flow, best.simulation)
+    data['answers'] = answers.share(waiting, best.simulation.period)
+    data['waiting'] = waiting
   return [
     f'The fastest plan takes {result.seconds:.3g} s a step. '
     f'{report_text.known(data["known"])}',

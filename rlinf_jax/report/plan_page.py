@@ -90,7 +90,9 @@ def _summary(data) -> str:
       return 'No plan in the searched space fits in memory (proved).'
     return 'No plan was found before the search was stopped; there may be one.'
   known = report_text.known(data['known'])
-  return ' '.join([data['bottleneck'], known, *report_text.guess(data)])
+  tools = [data.get('answers'), data.get('answers_measured')]
+  lines = [data['bottleneck'], *tools, known, *report_text.guess(data)]
+  return ' '.join(filter(None, lines))
 
 
 def _key_figures(data) -> list[tuple[str, str, str]]:
@@ -252,6 +254,8 @@ def _stages(data, colors) -> str:
     size, policy = stage['micro_batch'], stage['remat']
     how = [f'micro-batches of {size} rows'] * bool(size)
     how += [f'remat {policy}'] * bool(policy)
+    if data.get('waiting', {}).get(name):
+      how += ['all of it waiting for answers of tools, and no work']
     small = f' <small>{", ".join(how)}</small>' if how else ''
     rows.append(
       f'<tr><td>{page.legend_entry(name, colors[name])}'

@@ -138,6 +138,24 @@ def test_turns_and_answers_are_the_chat_template(chat_tokenizer):
   assert '"The first number."' in prompt and '<tool_response>' in answer
 
 
+def test_a_template_that_drops_thoughts_is_refused_unless_they_may_stay(
+  chat_tokenizer, monkeypatch
+):
+  dropping = TEMPLATE.replace(
+    '{{ message.content }}<|im_end|>',
+    "{{ message.content.split('</think>')[-1] }}<|im_end|>",
+  )
+  said = [{'role': 'user', 'content': 'higher'}]
+  usual = formats.answer(chat_tokenizer, said, chat=True)
+  monkeypatch.setattr(chat_tokenizer, 'chat_template', dropping)
+  with pytest.raises(
+    ValueError, match='before messages of user.*keep_thoughts'
+  ):
+    formats.answer(chat_tokenizer, said, chat=True)
+  kept = formats.answer(chat_tokenizer, said, chat=True, keep_thoughts=True)
+  assert kept == usual
+
+
 def test_without_a_template_contents_follow_one_another(chat_tokenizer):
   messages = [{'role': 'user', 'content': '3*4='}]
   assert formats.prompt(chat_tokenizer, messages, chat=False) == '3*4='

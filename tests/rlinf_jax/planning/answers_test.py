@@ -1,12 +1,14 @@
 """Plans of conversations whose environments take measured seconds."""
 
 import functools
+import html
 import json
 
 import pytest
 
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import answers, plan_report
+from rlinf_jax.report import plan_page
 from stages import workflows
 from stages.language import conversation, evaluate, policy_stages
 from stages.learn import optimizers
@@ -54,6 +56,20 @@ def test_a_plan_shows_how_long_tools_are_waited_for(tmp_path):
   assert data['answers'] in text
   spent = float(data['answers'].split()[1])
   assert data['answers'].startswith('environment: ') and spent >= 6.0
+  assert data['waiting'] == {'environment': pytest.approx(spent, rel=1e-2)}
+
+
+@pytest.mark.slow
+def test_the_page_of_a_plan_names_the_waiting_for_tools(tmp_path):
+  _, _, without = reported(tmp_path, ())
+  _, text, data = reported(tmp_path, (0.0, 2.0))
+  pages = [html.unescape(plan_page.text(x)) for x in (without, data)]
+  waits = 'all of it waiting for answers of tools, and no work'
+  assert [page.count(waits) for page in pages] == [0, 1]
+  (row,) = (part for part in pages[1].split('<tr>') if waits in part)
+  assert 'environment' in row and 'generate' not in row
+  assert data['answers'] in pages[1] and 'Answers took 1 s' in pages[1]
+  assert 'How long environment waits for tools is not known' in pages[0]
 
 
 @pytest.mark.parametrize('text', ['', 'one', '1.0 -2.0', 'nan', 'inf'])

@@ -119,6 +119,24 @@ def test_an_edited_history_begins_a_new_trajectory(serve):
   assert first.prompt != second.prompt
 
 
+@pytest.mark.parametrize('thinks', [False, True])
+def test_thoughts_that_the_template_drops_begin_a_new_trajectory(
+  serve, tokenizer, monkeypatch, thinks
+):
+  dropping = served_models.TEMPLATE.replace(
+    '{{ m.content }}', "{{ m.content.split('</think>')[-1] }}"
+  )
+  assert dropping != served_models.TEMPLATE
+  monkeypatch.setattr(tokenizer, 'chat_template', dropping)
+  client, session, _ = serve('<think>I see.</think>42' if thinks else '42', '7')
+  reply = chat(client).choices[0].message.content
+  said = [{'role': 'assistant', 'content': reply}, *ASK]
+  chat(client, [*ASK, *said])
+  trajectories = session.trajectories()
+  assert len(trajectories) == 1 + thinks
+  assert ('see' in tokenizer.decode(trajectories[-1].prompt)) is False
+
+
 def test_who_leaves_a_stream_ends_its_decoding_and_records_nothing(serve):
   client, session, decoder = serve('x' * 400, 'done', seconds_per_token=0.01)
   with chat(client, stream=True) as stream:
