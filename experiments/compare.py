@@ -206,7 +206,7 @@ def commands(arguments) -> dict[str, list[str]]:
   return {
     'ours': pin
     + ours
-    + ['--gin_file', RECIPES[arguments.system]]
+    + ['--gin_file', arguments.recipe or RECIPES[arguments.system]]
     + shlex.split(arguments.ours_arguments),
     'theirs': pin
     + [arguments.theirs_python, str(script)]
@@ -218,6 +218,7 @@ def parse(argv: list[str] | None):
   parser = argparse.ArgumentParser(description=__doc__)
   add = parser.add_argument
   add('system', choices=RECIPES, help='the other system')
+  add('--recipe', help="gin file of our side; by default that of SYSTEM's job")
   add('--ours_python', default=sys.executable, help='Python with our packages')
   add(
     '--theirs_python',

@@ -1,14 +1,20 @@
 """Times google-tunix's own GRPO learner on the configuration of our bench.
 
+With `--job`, the job is the one that `experiments.compare_trl.job` wrote, whose
+completions have a long tail of lengths.
+
 Prints one JSON object as its last line. Needs the packages of
 `requirements.txt` beside this file, and none of ours.
 """
 
 import argparse
+from collections.abc import Iterator, Sequence
+import dataclasses
 import functools
 import itertools
 import json
 import os
+import pathlib
 import resource
 import statistics
 import time
@@ -20,12 +26,12 @@ import numpy as np
 import optax
 import tunix
 from tunix.models.qwen2 import model as qwen2
+from tunix.models.qwen2 import params
 from tunix.rl import rl_cluster
 from tunix.rl.grpo import grpo_learner
 from tunix.rl.rollout import base_rollout
 
-PROMPTS, GROUP = 8, 8
-PROMPT_LENGTH, NEW_TOKENS = 64, 128
+GROUP = 8
 CONFIG = qwen2.ModelConfig(
   num_layers=4,
   vocab_size=2048,
@@ -40,12 +46,58 @@ CONFIG = qwen2.ModelConfig(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """What a step does.
+
+  Attributes:
+    prompts: number of prompts of a step.
+    prompt_length: the most tokens of a prompt.
+    new_tokens: the most tokens of a completion.
+    rate: of AdamW.
+    end: the token that ends a completion; None if all have `new_tokens`.
+    folder: of the model and the prompts; None for random ones.
+  """
+
+  prompts: int = 8
+  prompt_length: int = 64
+  new_tokens: int = 128
+  rate: float = 1e-5
+  end: int | None = None
+  folder: pathlib.Path | None = None
+
+  def batches(self, steps: int, seed: int) -> Iterator[Sequence[str]]:
+    """Yields the prompts of each step, as numbers between spaces."""
+    if self.folder:
+      texts = json.loads((self.folder / 'prompts.json').read_text())
+      # Words are t0, t1, …
+      yield from [[text.replace('t', '') for text in texts]] * steps
+      return
+    generator = np.random.default_rng(seed)
+    shape = self.prompts, self.prompt_length
+    for _ in range(steps):
+      ids = generator.integers(0, CONFIG.vocab_size, shape)
+      yield [' '.join(map(str, row)) for row in ids]
+
+
+def ragged(folder: pathlib.Path) -> Job:
+  """The job that `experiments.compare_trl.job` wrote to a folder."""
+  prompts = len(json.loads((folder / 'prompts.json').read_text()))
+  end = json.loads((folder / 'config.json').read_text())['eos_token_id']
+  return Job(prompts, 32, 256, 1e-6, end, folder)
+
+
 class NumberTokenizer:
   """Reads and writes token ids as decimal numbers between spaces.
 
-  Padding and end of sequence are ids that the model cannot sample, so every
-  completion has exactly `NEW_TOKENS` tokens and none is masked.
+  Where a job has no end token, this and padding are ids that the model cannot
+  sample, and no completion is masked. Otherwise padding, which prompts then
+  have, is the last token of the vocabulary, as in `experiments.compare_trl`.
   """
+
+  def __init__(self, end: int | None):
+    self.end = CONFIG.vocab_size if end is None else end
+    self.pad = CONFIG.vocab_size + (1 if end is None else -1)
 
   def encode(self, text):
     return [int(word) for word in text.split()]
@@ -57,10 +109,10 @@ class NumberTokenizer:
     return None
 
   def eos_id(self):
-    return CONFIG.vocab_size
+    return self.end
 
   def pad_id(self):
-    return CONFIG.vocab_size + 1
+    return self.pad
 
 
 def seconds_since_process_start() -> float:
@@ -104,14 +156,18 @@ class Mark(NamedTuple):
   cpu: float
 
 
-def prompts_between_marks(steps: int, seed: int, finish, marks: list[Mark]):
-  """Yields one batch of prompts a step and notes the clocks between steps.
+def loaded_model(mesh, folder: pathlib.Path) -> nnx.Module:
+  """The Qwen2 of a folder in Hugging Face's layout, by tunix's loader."""
+  return params.create_model_from_safe_tensors(str(folder), CONFIG, mesh)
+
+
+def prompts_between_marks(batches, finish, marks: list[Mark]):
+  """Yields the prompts of each step and notes the clocks between steps.
 
   The learner asks for the next batch when the step before is over, so being
   asked is the boundary; `finish` waits for what may still be in flight.
   """
-  generator = np.random.default_rng(seed)
-  for step in range(steps + 1):
+  for step, texts in enumerate(itertools.chain(batches, [None])):
     if step:
       finish()
       marks.append(
@@ -121,59 +177,68 @@ def prompts_between_marks(steps: int, seed: int, finish, marks: list[Mark]):
           time.process_time(),
         )
       )
-    if step == steps:
-      return
-    ids = generator.integers(0, CONFIG.vocab_size, (PROMPTS, PROMPT_LENGTH))
-    # An array, not a list: the learner repeats leaves with numpy.
-    yield {'prompts': np.array([' '.join(map(str, row)) for row in ids])}
+    if texts is not None:
+      # An array, not a list: the learner repeats leaves with numpy.
+      yield {'prompts': np.array(texts)}
 
 
-def first_token_is_odd(prompts, completions, **_):
-  """1 where the completion begins with an odd token: nearly free, and varied.
+def first_token_is_odd(job: Job, lengths: list[int]):
+  """A reward: 1 where a completion begins with an odd token, nearly free.
 
-  Raises ValueError if a completion is not exactly `NEW_TOKENS` long.
+  It appends the length of each completion to `lengths`, and raises ValueError
+  if one has not exactly `new_tokens` in a job without an end token.
   """
-  words = [completion.split(' ') for completion in completions]
-  if any(len(row) != NEW_TOKENS for row in words):
-    raise ValueError(
-      f'Completions have {sorted({len(row) for row in words})} tokens, '
-      f'expected {NEW_TOKENS} each: the comparison would not be of one job.'
-    )
-  return [float(int(row[0]) % 2) for row in words]
+
+  def reward(prompts, completions, **_):
+    del prompts
+    rows = [completion.split() for completion in completions]
+    lengths.extend(map(len, rows))
+    if job.end is None and {*map(len, rows)} != {job.new_tokens}:
+      raise ValueError(
+        f'Completions have {sorted({len(row) for row in rows})} tokens, '
+        f'expected {job.new_tokens} each: the comparison would not be of one '
+        'job.'
+      )
+    return [float(int(row[0]) % 2) if row else 0.0 for row in rows]
+
+  return reward
 
 
-def training_config(steps: int, train_micro_batch: int):
+def training_config(job: Job, steps: int, train_micro_batch: int):
   """One AdamW update a batch, its gradient summed over pieces of the batch.
 
   Args:
+    job: what a step does.
     steps: updates that will be made.
     train_micro_batch: prompts whose completions go through one backward pass.
-      `PROMPTS` is the whole batch at once.
+      All of them are the whole batch at once.
   """
   config = functools.partial(
     rl_cluster.RLTrainingConfig,
-    actor_optimizer=optax.adamw(1e-5),
+    actor_optimizer=optax.adamw(job.rate),
     eval_every_n_steps=steps + 1,
     # One more than there are batches: the learner then asks for the batch
     # after the last, which is how the end of the last step is seen.
     max_steps=steps + 1,
   )
-  if train_micro_batch == PROMPTS:
+  if train_micro_batch == job.prompts:
     # Naming any size would wrap a gradient accumulator around AdamW.
     return config()
   return config(
-    mini_batch_size=PROMPTS,
+    mini_batch_size=job.prompts,
     train_micro_batch_size=train_micro_batch,
-    rollout_micro_batch_size=PROMPTS,
-    compute_logps_micro_batch_size=PROMPTS,
+    rollout_micro_batch_size=job.prompts,
+    compute_logps_micro_batch_size=job.prompts,
   )
 
 
-def make_learner(mesh, model, training) -> grpo_learner.GRPOLearner:
+def make_learner(
+  job: Job, mesh, model, training, lengths
+) -> grpo_learner.GRPOLearner:
   """tunix's GRPO learner with everything off that the job does not need."""
   cluster = rl_cluster.RLCluster(
     actor=model,
-    tokenizer=NumberTokenizer(),
+    tokenizer=NumberTokenizer(job.end),
     cluster_config=rl_cluster.ClusterConfig(
       # One mesh for both roles: the sampler reads the trainer's own weights.
       role_to_mesh={
@@ -183,9 +248,9 @@ def make_learner(mesh, model, training) -> grpo_learner.GRPOLearner:
       rollout_engine='vanilla',
       training_config=training,
       rollout_config=base_rollout.RolloutConfig(
-        max_tokens_to_generate=NEW_TOKENS,
-        max_prompt_length=PROMPT_LENGTH,
-        kv_cache_size=PROMPT_LENGTH + NEW_TOKENS,
+        max_tokens_to_generate=job.new_tokens,
+        max_prompt_length=job.prompt_length,
+        kv_cache_size=job.prompt_length + job.new_tokens,
         # No truncation: tunix then samples without sorting the vocabulary.
         temperature=1.0,
         top_p=1.0,
@@ -200,7 +265,7 @@ def make_learner(mesh, model, training) -> grpo_learner.GRPOLearner:
       num_iterations=1,  # No pass for the old policy's log-probabilities.
       beta=0.0,  # No pass of a reference model.
     ),
-    reward_fns=first_token_is_odd,
+    reward_fns=first_token_is_odd(job, lengths),
   )
 
 
@@ -230,36 +295,42 @@ def main():
     '--train_micro_batch',
     type=int,
     default=1,
-    help=f'prompts a backward pass; {PROMPTS} is the whole batch at once',
+    help='prompts a backward pass; all of them are the whole batch at once',
+  )
+  parser.add_argument(
+    '--job', type=pathlib.Path, help='folder of experiments.compare_trl.job'
   )
   parser.add_argument('--seed', type=int, default=0)
   arguments = parser.parse_args()
   if arguments.steps < 1 or arguments.warm_up < 1:
     parser.error('--steps and --warm_up must both be at least 1.')
-  if PROMPTS % max(arguments.train_micro_batch, 1):
+  job = ragged(arguments.job) if arguments.job else Job()
+  if job.prompts % max(arguments.train_micro_batch, 1):
     parser.error(
       f'--train_micro_batch is {arguments.train_micro_batch}, '
-      f'expected a divisor of {PROMPTS}.'
+      f'expected a divisor of {job.prompts}.'
     )
   jax.config.update('jax_enable_compilation_cache', False)
 
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:1])[:, None], ('fsdp', 'tp'))
-  model = random_model(mesh, arguments.seed)
-  steps = arguments.warm_up + arguments.steps
-  learner = make_learner(
-    mesh, model, training_config(steps, arguments.train_micro_batch)
-  )
-  marks = []
-  learner.train(
+  if job.folder:
+    model = loaded_model(mesh, job.folder)
+  else:
+    model = random_model(mesh, arguments.seed)
+  steps, lengths, marks = arguments.warm_up + arguments.steps, [], []
+  training = training_config(job, steps, arguments.train_micro_batch)
+  make_learner(job, mesh, model, training, lengths).train(
     prompts_between_marks(
-      steps,
-      arguments.seed,
+      job.batches(steps, arguments.seed),
       lambda: jax.block_until_ready(nnx.state(model)),
       marks,
     )
   )
-  figures = summary(marks, arguments.warm_up)
-  figures['train_micro_batch'] = arguments.train_micro_batch
+  figures = summary(marks, arguments.warm_up) | {
+    'train_micro_batch': arguments.train_micro_batch,
+    'mean_length': statistics.mean(lengths),
+    'completions': len(lengths),
+  }
   print(json.dumps(figures))
 
 

@@ -125,10 +125,17 @@ class Executor:
       interpreter.close()
 
   def compile(self, name: str):
-    """Starts compiling every stage of a flow, without blocking."""
+    """Starts compiling every stage of a flow, without blocking.
+
+    For CPUs one at a time: XLA's compiler for them already uses all cores. Two
+    at once were no faster, and took up to 1.5 times as much memory
+    (`experiments/compare_trl`).
+    """
     if name in self._compiled:
       return
-    pool = futures.ThreadPoolExecutor(2)
+    pool = futures.ThreadPoolExecutor(
+      1 if jax.default_backend() == 'cpu' else 2
+    )
     self._compiled[name] = {
       (loop, op.node): pool.submit(
         place.compile,
