@@ -75,7 +75,7 @@ class Episode(NamedTuple):
 
 
 def converse(
-  policy: base.Policy,
+  policy: base.Policy | Sequence[base.Policy],
   name: str,
   *,
   group_size: int = 1,
@@ -98,7 +98,8 @@ def converse(
 
   Args:
     policy: the language model; its `response_length` is for all turns together,
-      what the environment says included.
+      what the environment says included. Or one for each role of the
+      environments, all of one tokenizer: `run` then takes a Version of each.
     name: name of the stage that generates.
     group_size: adjacent rows that share a prompt.
     greedy: whether to take the likeliest tokens.
@@ -112,30 +113,29 @@ def converse(
     ValueError: for a policy that cannot continue completions in JAX, or for
       `learned` that are no roles of the environments.
   """
-  if policy.resume is None or policy.out_shapes is not None:
-    raise ValueError(
-      'A conversation continues after each answer, and this policy cannot '
-      'continue a completion in JAX: leave out its slots (environments have '
-      'slots of their own), engines (vLLM) and replay_routing, and use a '
-      'language model that reads text alone.'
-    )
+  policies = (policy,) if isinstance(policy, base.Policy) else tuple(policy)
+  _check(policies, envs.roles)
   cast = roles_lib.cast(envs.roles, group_size, learned)
   reply = envs.reply
   if envs.roles:
     reply = dataclasses.replace(reply, group_size=cast.rows)
   begin = stages.Stage(
-    functools.partial(_begin, policy, envs.terms, max_turns, cast),
+    functools.partial(_begin, policies, envs.terms, max_turns, cast),
     'begin_conversation',
     group_size=cast.rows,
   )
-  generate = stages.Stage(
-    functools.partial(
-      _generate, policy, group_size, greedy, envs.max_answer_tokens, envs.slots
-    ),
-    name,
-    unbatched=(0,),
-    group_size=group_size,
-  )
+  is_shared = len(policies) == 1
+  generates = [
+    stages.Stage(
+      functools.partial(
+        _generate, policy, cast, None if is_shared else i, greedy, envs
+      ),
+      name if is_shared else f'{envs.roles[i]}_{name}',
+      unbatched=(0,),
+      group_size=group_size if is_shared else cast.rows,
+    )
+    for i, policy in enumerate(policies)
+  ]
   append_stage = stages.Stage(conversation_state.append, 'append_reply')
   over = stages.Stage(conversation_state.is_over, 'is_over', 'batch')
   finish_stage = stages.Stage(
@@ -145,22 +145,43 @@ def converse(
     group_size=cast.rows,
   )
 
-  def take_turn(carry, actor, problem: base.Problem, key_B):
-    now, cache = generate(actor, problem.prompt, key_B, *carry)
+  def take_turn(carry, actors, problem: base.Problem, key_B):
+    now, caches = carry[0], []
+    for generate, actor, cache in zip(generates, actors, carry[1], strict=True):
+      now, cache = generate(actor, problem.prompt, key_B, now, cache)
+      caches.append(cache)
     now = append_stage(now, reply(problem.answer, now))
-    return (now, cache), over(now)
+    return (now, tuple(caches)), over(now)
 
-  def run(actor: base.Version, problem: base.Problem, key_B):
+  def run(actor, problem: base.Problem, key_B):
+    actors = (actor,) if is_shared else tuple(actor)
     carry = begin(problem.prompt, key_B)
     rounds = _rounds(
       key_B.shape[0], envs, max_turns, expected_turns or max_turns
     )
     loop = stages.Repeat(take_turn, f'{name}_turns', *rounds)
-    now, _ = loop(carry, actor, problem, key_B)
-    x, episode = finish_stage(actor.step, problem, now)
+    now, _ = loop(carry, actors, problem, key_B)
+    steps = tuple(actor.step for actor in actors)
+    x, episode = finish_stage(steps, problem, now)
     return problem._replace(answer=episode), x
 
   return run
+
+
+def _check(policies: Sequence[base.Policy], roles: Sequence[str]):
+  """Raises for policies that cannot converse, or too few of them."""
+  if len(policies) not in (1, len(roles)):
+    raise ValueError(
+      f'There are {len(policies)} policies, and the environment has the roles '
+      f'{[*roles]}: give one policy for all of them, or one for each.'
+    )
+  if any(x.resume is None or x.out_shapes is not None for x in policies):
+    raise ValueError(
+      'A conversation continues after each answer, and this policy cannot '
+      'continue a completion in JAX: leave out its slots (environments have '
+      'slots of their own), engines (vLLM) and replay_routing, and use a '
+      'language model that reads text alone.'
+    )
 
 
 def _rounds(
@@ -177,14 +198,15 @@ def _rounds(
 
 
 def _begin(
-  policy: base.Policy,
+  policies: Sequence[base.Policy],
   terms: tuple[str, ...],
   max_turns: int,
   cast: roles_lib.Cast,
   prompt: base.Prompt,
   key_B,
-) -> tuple[conversation_state.Conversation, Any]:
-  """Conversations without a token, and their empty cache."""
+) -> tuple[conversation_state.Conversation, tuple[Any, ...]]:
+  """Conversations without a token, and the empty cache of each policy."""
+  policy = policies[0]
   params = jax.eval_shape(policy.init, key_B[0])
   x = jax.eval_shape(policy.act, params, prompt, key_B)
   B = key_B.shape[0]
@@ -210,15 +232,15 @@ def _begin(
     truncated=zero_B,
     failed=zero_B,
   )
-  return now, policy.empty_cache(B)
+  return now, tuple(policy.empty_cache(B) for policy in policies)
 
 
 def _generate(
   policy: base.Policy,
-  group_size: int,
+  cast: roles_lib.Cast,
+  role: int | None,
   greedy: bool,
-  max_answer_tokens: int,
-  slots: int | None,
+  envs: TextEnvs,
   actor: base.Version,
   prompt: base.Prompt,
   key_B,
@@ -227,10 +249,15 @@ def _generate(
 ) -> tuple[conversation_state.Conversation, Any]:
   """Continues rows in which the policy has the turn, up to its end.
 
-  With slots, these are `slots` of them, those with the fewest turns first.
+  With slots, these are `slots` of them, those with the fewest turns first. With
+  a role, they are the rows of that role.
   """
-  old, row_M = now.completions, _next_rows(slots, now)
-  given = prompt, key_B, old, cache
+  old, others_B = now.completions, jnp.zeros(now.turns.shape, bool)
+  if role is not None:
+    others_B = roles_lib.role_of_row(cast, now.turns.shape[0]) != role
+    old = old._replace(alive=old.alive & ~others_B)
+  row_M = _next_rows(envs.slots, old, now.turns)
+  given, group_size = (prompt, key_B, old, cache), cast.group_size
   if row_M is not None:
     given = jax.tree.map(lambda x: x[row_M], given)
     group_size = 1  # Rows of a group may be in different rounds.
@@ -241,14 +268,16 @@ def _generate(
     group_size=group_size,
     greedy=greedy,
     cache=kept,
-    max_unread=max_answer_tokens,
+    max_unread=envs.max_answer_tokens,
   )
   if row_M is not None:
     put = lambda x, some: x.at[row_M].set(some)
     new = jax.tree.map(put, (old, cache), new)
   new, cache = new
   now = now._replace(
-    completions=new,
+    completions=new._replace(
+      alive=new.alive | (now.completions.alive & others_B)
+    ),
     own=now.own + new.mask - old.mask,
     waits=now.waits | (old.alive & ~new.alive),
   )
@@ -256,20 +285,18 @@ def _generate(
 
 
 def _next_rows(
-  slots: int | None, now: conversation_state.Conversation
+  slots: int | None, old: base.Completions, turns_B
 ) -> Int[Array, ' M'] | None:
   """Rows to continue, those with the fewest turns first; None for all."""
-  if slots is None or slots >= now.turns.shape[0]:
+  if slots is None or slots >= turns_B.shape[0]:
     return None
   last = jnp.iinfo(jnp.int32).max
-  turns_B = jnp.where(
-    conversation_state.has_turn(now.completions), now.turns, last
-  )
+  turns_B = jnp.where(conversation_state.has_turn(old), turns_B, last)
   return jnp.argsort(turns_B, stable=True)[:slots]
 
 
 def finish(
-  step,
+  steps: tuple,
   problem: base.Problem,
   now: conversation_state.Conversation,
   cast: roles_lib.Cast = roles_lib.SINGLE,
@@ -278,7 +305,15 @@ def finish(
 
   Rows whose environment failed have no reward and nothing to learn from. With
   roles, the terms of a row are those of its episode.
+
+  Args:
+    steps: updates of the policy, or of that of each role.
+    problem: the problems.
+    now: the conversations.
+    cast: their roles.
   """
+  role_B = roles_lib.role_of_row(cast, now.turns.shape[0])
+  step_R = jnp.broadcast_to(jnp.stack(steps), (max(1, len(cast.names)),))
   kept_B = 1.0 - now.failed
   truncated_B = jnp.minimum(now.truncated + now.completions.alive, 1.0) * kept_B
   x = base.Experience(
@@ -287,7 +322,7 @@ def finish(
     logp=now.completions.logp,
     mask=now.own * (kept_B * roles_lib.is_learned(cast, kept_B))[:, None],
     truncated=truncated_B,
-    version=jnp.broadcast_to(step, now.own.shape),
+    version=jnp.broadcast_to(step_R[role_B][:, None], now.own.shape),
   )
   turns_B = now.turns.astype(jnp.float32)
   terms = {'turns': turns_B, 'env_failed': now.failed, **now.terms}

@@ -1,6 +1,6 @@
 """Evaluation of a policy on held-out problems."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 
 import jax
@@ -19,7 +19,7 @@ Evaluator = Callable[
 
 
 def evaluate(
-  policy: base.Policy,
+  policy: base.Policy | Sequence[base.Policy],
   verify: stages.Stage,
   *,
   samples: ranges.PositiveInt = 1,
@@ -35,7 +35,8 @@ def evaluate(
   for k = 2, 4, 8, … up to `samples`, and for k = `samples`.
 
   Args:
-    policy: the policy to evaluate.
+    policy: the policy to evaluate, or one for each role, as `converse` takes
+      them; `run` then takes a Version of each.
     verify: `answer, action, mask -> base.Verdict`.
     samples: completions of each problem. Scores are averaged over those of a
       problem first, so the standard error is that of independent problems.
@@ -53,7 +54,8 @@ def evaluate(
       f'An evaluation has {samples} {"greedy " * greedy}completions of each '
       'problem: give one greedy completion, or one or more samples.'
     )
-  policy = policy._replace(replays_routing=False)  # Nothing is trained.
+  if isinstance(policy, base.Policy):
+    policy = policy._replace(replays_routing=False)  # Nothing is trained.
   repeat = policy_stages.repeat(samples)
   answer = converse(policy, 'answer', group_size=samples, greedy=greedy)
   score = stages.Stage(

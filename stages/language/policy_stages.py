@@ -180,7 +180,10 @@ def ref_logp(policy: base.Policy, group_size: int, is_read: bool) -> Callable:
 
 
 def proximal_logp(
-  policy: base.Policy, group_size: int, several: bool = False
+  policy: base.Policy,
+  group_size: int,
+  several: bool = False,
+  prefix: str = '',
 ) -> Callable:
   """Returns `Version, experience -> experience` with proximal log-probs.
 
@@ -194,7 +197,7 @@ def proximal_logp(
   rounded_alike = policy.out_shapes is None and not policy.recompute_logp
   if rounded_alike and not several:
     return lambda actor, x: x
-  stage = logp(policy, 'proximal_logp', group_size, replays=True)
+  stage = logp(policy, f'{prefix}proximal_logp', group_size, replays=True)
 
   def with_proximal(actor: base.Version, x: base.Experience):
     return x._replace(proximal=stage(actor.params, x))

@@ -86,6 +86,12 @@ def of_role(cast: Cast, role: int, x):
   return jnp.broadcast_to(rows[:, role : role + 1], rows.shape).reshape(x.shape)
 
 
+def rows_of(cast: Cast, role: int, x):
+  """The rows of one role of `x` [B, …], with one R-th of its rows."""
+  rows = _by_role(cast, x)[:, role]
+  return rows.reshape(-1, *rows.shape[2:])
+
+
 def terms(cast: Cast, of_row: Mapping, reward_B) -> dict:
   """Numbers of episodes to log, the same in all rows of an episode.
 

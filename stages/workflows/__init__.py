@@ -9,6 +9,7 @@ from stages.workflows.expert_iteration import expert_iteration
 from stages.workflows.grpo import grpo
 from stages.workflows.ppo import ppo
 from stages.workflows.reinforce import reinforce
+from stages.workflows.role_grpo import role_grpo
 from stages.workflows.sac import sac
 from stages.workflows.sft import sft
 from stages.workflows.text_ppo import text_ppo
@@ -23,6 +24,7 @@ __all__ = [
   'grpo',
   'ppo',
   'reinforce',
+  'role_grpo',
   'sac',
   'sft',
   'text_ppo',

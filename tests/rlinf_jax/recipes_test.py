@@ -217,8 +217,10 @@ def test_every_recipe_is_traced_and_has_no_unused_binding(name, tmp_path):
       f'{scope}/maniskill.env.images = False' for scope in ('train', 'eval')
     ]
     step, evaluate = flows(name, blind, tmp_path)
-  acts = {'generate', 'rollout', 'act', 'gradient'}
-  assert step.carry and acts & {*step.stages} and evaluate.stages
+  # Of several policies, names have a prefix.
+  acts = ('generate', 'rollout', 'act', 'gradient')
+  assert step.carry and evaluate.stages
+  assert any(stage.endswith(acts) for stage in step.stages)
 
 
 # Not every pair: the jobs differ only in what is asked, and of which model.

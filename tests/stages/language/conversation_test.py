@@ -252,7 +252,7 @@ def test_answers_are_appended_by_hand():
   assert out.terms['calls'].tolist() == [1, 1, 1, 1, 0]
   np.testing.assert_array_equal(out.own, now.own)
 
-  x, episode = jax.jit(conversation.finish)(3, tiny.problem(rows=5), out)
+  x, episode = jax.jit(conversation.finish)((3,), tiny.problem(rows=5), out)
   # Alive after the last turn, without room, ended, failed, ended before.
   assert x.truncated.tolist() == [1, 1, 0, 0, 0]
   assert x.mask.sum(1).tolist() == [2, 6, 2, 0, 3]  # Nothing of a failure.

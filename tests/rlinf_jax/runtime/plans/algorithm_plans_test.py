@@ -104,6 +104,15 @@ WORKFLOWS = {
       ),
     ),
   ),
+  'conversation_policies': lambda: workflows.role_grpo(
+    [tiny.policy('float64', length=10)] * 2,
+    conversation.episode_return(),
+    [invariance_test.KEEP] * 2,
+    envs=toy_conversation.envs(roles=('one', 'other')),
+    max_turns=2,
+    group_size=2,
+    num_minibatches=2,
+  ),
   'conversation_ppo': lambda: workflows.text_ppo(
     tiny.policy('float64', length=10),
     conversation.episode_return(),
@@ -134,6 +143,8 @@ WORKFLOWS = {
     group_size=4,
   ),
 }
+# Prefixes of the learners of workflows with several.
+LEARNERS = {'conversation_policies': ('one_', 'other_')}
 workflow = functools.cache(lambda name: WORKFLOWS[name]())
 
 
@@ -173,8 +184,11 @@ KEPT = (11,)
 @pytest.mark.parametrize('seed', claims.some(range(12), KEPT))
 def test_no_plan_changes_the_mathematics(name, seed):
   stages = tiny.trace(workflow(name), batches(name)[0]).stages
+  learners = LEARNERS.get(name, ('',))
+  gradients = [f'{learner}gradient' for learner in learners]
+  updates = tuple(f'{learner}apply' for learner in learners)
   plan, _ = random_plans_test.random_plan(
-    seed, stages, {'gradient': 8}, ('apply',), [None], ['gradient']
+    seed, stages, dict.fromkeys(gradients, 8), updates, [None], gradients
   )
   results = random_plans_test.run(
     plan, workflow(name), start(name), batches(name)
