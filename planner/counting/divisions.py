@@ -11,6 +11,8 @@ from collections.abc import Callable
 import math
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from planner.costs.mesh import layout as layout_lib
 from planner.counting import kernels
 
@@ -191,7 +193,11 @@ def _gathered(eqn, operands) -> list[Divided]:
 
 def _constrained(eqn, operands) -> list[Divided]:
   """As the program says; dimensions that it leaves open stay as they are."""
-  spec, is_open = eqn.params['sharding'].spec, eqn.params['unconstrained_dims']
+  spec = eqn.params['sharding'].spec
+  # A mapped dimension may be open in the specification alone.
+  is_open = {*eqn.params['unconstrained_dims']} | {
+    i for i, x in enumerate(spec) if x is PartitionSpec.UNCONSTRAINED
+  }
   named = [None if i in is_open else x for i, x in enumerate(spec)]
   made = of_spec(named, len(operands[0]))
   return [

@@ -39,6 +39,26 @@ def test_products_with_a_sharded_weight_are_divided():
   assert done.matmul_flops == 2 * B * S * D * F
 
 
+def test_dimensions_that_a_mapped_constraint_leaves_open_stay_divided():
+  """A policy's steps of denoising are mapped over an axis within an array.
+
+  JAX then leaves open in the specification what its own list does not name.
+  """
+
+  def fn(x_BSD):
+    spec = P(P.UNCONSTRAINED, None, P.UNCONSTRAINED)
+    return lax.with_sharding_constraint(x_BSD, spec)
+
+  division = divisions.Division(AXES, LAYOUT)
+  with jax.sharding.use_abstract_mesh(
+    jax.sharding.AbstractMesh((4,), AXES[0][:1])
+  ):
+    traced = jax.make_jaxpr(jax.vmap(fn, 1, 1))(jnp.zeros((B, 3, S, D)))
+  (eqn,) = traced.eqns
+  before = ((), (), (), ('tensor',))
+  assert division.results(eqn, [before]) == [before]
+
+
 def test_a_gather_and_a_scatter_send_half_of_what_adding_up_sends():
   size = 4 * B * S * D
 
