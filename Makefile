@@ -81,7 +81,7 @@ lint: .venv/test
 	$(BIN)/python tests/plain_english.py --limit $(PLACES)
 
 robots: .venv/core  # Simulators: what the extras say, and what they cannot.
-	$(PIP) --editable '.[maniskill,libero]'
+	$(PIP) --editable '.[maniskill,libero,metaworld]'
 	$(PIP) --no-deps -r requirements/libero.txt
 
 aot: .venv/core  # Compilers of accelerators that are not here: for --compile.

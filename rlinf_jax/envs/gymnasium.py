@@ -6,7 +6,7 @@ env = gymnasium.env('my_module:my/Env-v0', num_envs=16)  # Yours, if registered.
 With `render_mode='rgb_array'` there are videos of evaluations.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import math
 from typing import Any
 
@@ -51,8 +51,17 @@ class Gymnasium:
   discrete action is its index.
   """
 
-  def __init__(self, env: Any):
-    """Reads the spaces of a `gymnasium.Env`."""
+  def __init__(
+    self, env: Any, prepare: Callable[[int], Any] = lambda seed: None
+  ):
+    """Reads the spaces.
+
+    Args:
+      env: a `gymnasium.Env`.
+      prepare: is called with the seed before each reset, for what an
+        environment does not draw from it.
+    """
+    self._prepare = prepare
     self._env, self._actions = env, Actions(env.action_space)
     self._space = env.observation_space
     self.spec = simulator.Spec(
@@ -65,6 +74,7 @@ class Gymnasium:
     )
 
   def reset(self, seed: int) -> simulator.Tree:
+    self._prepare(seed)
     return read(self._env.reset(seed=seed)[0], self._space)
 
   def step(self, action_A: np.ndarray) -> simulator.Step:
@@ -86,7 +96,7 @@ class Gymnasium:
   def _image(self) -> simulator.Array | None:
     if self._env.render_mode != 'rgb_array':
       return None
-    self._env.reset(seed=0)
+    self.reset(0)
     try:
       shape = self.render().shape
     except Exception:  # noqa: BLE001 Reported when a video is recorded.

@@ -31,6 +31,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 NEEDS = {
   'maniskill': 'mani_skill',
   'libero': 'libero',
+  'metaworld': 'metaworld',
   'verifiers': 'verifiers',
 }
 MESHES = 'LIBERO_ASSETS'
