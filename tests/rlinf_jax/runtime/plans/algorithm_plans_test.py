@@ -110,8 +110,7 @@ WORKFLOWS = {
     [invariance_test.KEEP] * 2,
     envs=toy_conversation.envs(roles=('one', 'other')),
     max_turns=2,
-    group_size=2,
-    num_minibatches=2,
+    group_size=4,
   ),
   'conversation_ppo': lambda: workflows.text_ppo(
     tiny.policy('float64', length=10),
