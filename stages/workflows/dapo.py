@@ -133,11 +133,7 @@ def dapo(
   )
   learn = train_step.learner(loss, optimizer, group_size=group_size)
   evaluate_actor = evaluator(policy, verify)
-  none_accepted = stages.Stage(
-    functools.partial(_none_accepted, prompts_of, generate, verify),
-    'none_accepted',
-    'batch',
-  )
+  none_accepted = _none_accepted(prompts_of, generate, verify)
   group_advantage = _group_advantage(group_size, overlong_buffer)
 
   def sample(accepted: Accepted, actor: base.Version, problem, key):
@@ -218,18 +214,26 @@ def _round_prompts(
 
 
 def _none_accepted(
-  prompts_of, generate, verify, actor: base.Version, problem, key
-) -> Accepted:
-  """No groups, with room for those of one round."""
-  problem, key_B = prompts_of(problem, key, jnp.int32(0))
-  shapes = generate.shapes(actor, problem.prompt, key_B)
-  x = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-  shapes = verify.shapes(problem.answer, x.action, x.mask)
-  verdict = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-  zero, none = jnp.zeros(()), jnp.int32(0)
-  # Real prompts: a policy may return NaN for one that is all padding.
-  x = x._replace(obs=problem.prompt)
-  return Accepted(x, verdict, none, none, metrics.Mean(zero, zero))
+  prompts_of, generate: stages.Stage, verify: stages.Stage
+) -> stages.Stage:
+  """Returns a stage `actor, problem, key -> Accepted` of no groups.
+
+  There is room for those of one round.
+  """
+
+  @stages.stage('none_accepted', 'batch')
+  def none_accepted(actor: base.Version, problem, key):
+    problem, key_B = prompts_of(problem, key, jnp.int32(0))
+    shapes = generate.shapes(actor, problem.prompt, key_B)
+    x = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    shapes = verify.shapes(problem.answer, x.action, x.mask)
+    verdict = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    zero, none = jnp.zeros(()), jnp.int32(0)
+    # Real prompts: a policy may return NaN for one that is all padding.
+    x = x._replace(obs=problem.prompt)
+    return Accepted(x, verdict, none, none, metrics.Mean(zero, zero))
+
+  return none_accepted
 
 
 def _group_advantage(

@@ -193,7 +193,6 @@ def text_ppo(
     warmup=(critic_warmup_steps, num_updates),
     group_size=group_size,
   )
-  evaluate = evaluator(policy, verify)
   version = lambda state: actor_critic.policy_version(state.actor)
   init = functools.partial(_init, policy, verify, learner, has_kl, staleness)
 
@@ -215,7 +214,7 @@ def text_ppo(
     return state, rollout_info | carry_info | info
 
   return policy_stages.workflow(
-    init, step, version, evaluate, generate, staleness
+    init, step, version, evaluator(policy, verify), generate, staleness
   )
 
 
