@@ -61,6 +61,13 @@ ANSWER_SECONDS = flags.DEFINE_string(
   'For --plan_only: file of the seconds that environments took to answer '
   'turns, one a line, as episodes.envs.answer_seconds writes it.',
 )
+PLAN_SECONDS = flags.DEFINE_float(
+  'plan_seconds',
+  60.0,
+  'For --plan_only: seconds after which the search stops, without a proof. A '
+  'plan of one place is looked for in any case.',
+  lower_bound=0.0,
+)
 EVAL_ONLY = flags.DEFINE_bool(
   'eval_only', False, "Evaluate the recipe's policy without training it."
 )
@@ -119,6 +126,7 @@ def plan_only():
       cluster=hardware,
       lengths=lengths,
       answer_seconds=seconds,
+      plan_seconds=PLAN_SECONDS.value,
       compile_for=compile_for,
       output=PLAN_JSON.value,
       page=PLAN_HTML.value,

@@ -5,7 +5,8 @@ would take too long, so this is branch and bound: sets of plans that differ in
 the sizes of their places are split, smallest lower bound first. A set is
 dropped when its lower bound is no less than the time of the best plan so far.
 When no set is left, the best plan is the fastest. If the search is stopped
-earlier, the smallest remaining bound gives its gap.
+earlier, the smallest remaining bound gives its gap. A search that is stopped
+before its first simulation still has a plan of one place that fits.
 
 A search that is not done in half of its time tries the plans of Algorithm 1,
 so that it does not end with a slower one. It does not begin with them, since
@@ -19,7 +20,7 @@ import numpy as np
 
 from planner.costs import cost as cost_lib
 from planner.ir import graph
-from planner.search import algorithm1, branch_and_bound, timing
+from planner.search import algorithm1, branch_and_bound, fitting, timing
 from planner.search import choices as choices_lib
 from planner.search import deadline as deadline_lib
 from planner.search import result as result_lib
@@ -103,9 +104,34 @@ class Search:
     try:
       self._start()
       self._split_sets()
-    except deadline_lib.TimeUp:
-      pass  # `proved` says what is known.
+    except deadline_lib.TimeUp:  # `proved` says what is known.
+      whole = self.space.min_places == 1 and self.below == np.inf
+      if whole and not self.ranked:
+        self._simulate_first()
     return self._result()
+
+  def _simulate_first(self):
+    """Simulates the first plan of one place that fits, past the deadline."""
+    self.choices.deadline = deadline_lib.NEVER
+    for choice in self._of_one_place():
+      if not self.choices.overflows(choice):
+        self.simulated += 1
+        found = timing.simulate(self.choices, choice, self.staleness)
+        self.ranked, self.best = [found], found[1]
+        break
+    self.choices.deadline = self.deadline
+
+  def _of_one_place(self):
+    """Yields the fastest plan of one place on each mesh, in fewest pieces."""
+    units, (block,) = (self.choices.units,), self.choices.blocks[0]
+    cut = self.choices.cuts[min(self.choices.cuts)]
+    for offload, mesh in itertools.product(
+      self.choices.offloads, self.choices.menu(block, *units)
+    ):
+      choice = choices_lib.Choice(cut.pieces, 0, units, (mesh,), ((),), offload)
+      executions = fitting.fastest(self.choices, cut, choice, 0)
+      if executions is not None:
+        yield choice._replace(executions=(executions,))
 
   def _start(self):
     """Opens the sets of all plans, and simulates a plan of one place."""

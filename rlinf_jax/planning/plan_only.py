@@ -22,6 +22,7 @@ def plan_only(
   cluster: cluster_lib.Cluster,
   lengths: Sequence[int] | None = None,
   answer_seconds: tuple[float, ...] = (),
+  plan_seconds: ranges.NonNegativeFloat = 60.0,
   compile_for: topology_lib.Topology | None = None,
   output: str | os.PathLike | None = None,
   page: str | os.PathLike | None = None,
@@ -40,6 +41,8 @@ def plan_only(
       assumes that all reach the limit.
     answer_seconds: seconds that environments took to answer turns; none where
       they were not measured.
+    plan_seconds: limit of the searches and of what the report adds to them, as
+      `plan_report.report_plan` has it.
     compile_for: devices to compile the plan for, as `plan_report.report_plan`.
     output: file for the plan and its explanation as JSON.
     page: file for the same as an HTML page.
@@ -57,6 +60,7 @@ def plan_only(
     cluster=cluster,
     lengths=lengths,
     answer_seconds=answer_seconds,
+    seconds=plan_seconds,
     compile_for=compile_for,
     output=output,
     page=page,

@@ -238,7 +238,7 @@ def _others(result, own, ranked, theirs):
   single_place = [plan for plan, _ in ranked if len(plan.places) == 1]
   if own:
     others["The recipe's own plan"] = own
-  elif single_place:
+  elif single_place and result.gap < 1:  # Else there is no other.
     others['The fastest on one place'] = single_place[0]
   if theirs is None:
     others[ALGORITHM1] = None
@@ -254,8 +254,9 @@ def _fastest(flow, model, result, staleness, data) -> list[str | None]:
     waiting = answers.waiting(best.flow, best.simulation)
     data['answers'] = answers.share(waiting, best.simulation.period)
     data['waiting'] = waiting
+  which = 'This plan' if result.gap == 1 else 'The fastest plan'
   return [
-    f'The fastest plan takes {result.seconds:.3g} s a step. '
+    f'{which} takes {result.seconds:.3g} s a step. '
     f'{report_text.known(data["known"])}',
     *report_text.guess(data),
     overview.places(best.flow, result.best),
@@ -297,7 +298,8 @@ def _no_plan(data) -> str:
   if not data['searched']['proved']:
     return (
       'No plan was found in the time limit, and it is not proved that there is '
-      f'none: the search was stopped. {nearest}'.rstrip()
+      f'none: the search was stopped, and --plan_seconds gives it more. '
+      f'{nearest}'.rstrip()
     )
   if nearest:
     return (
@@ -314,14 +316,17 @@ def _searched(result, cluster) -> str:
   """Says what was searched, and what the search proves."""
   space = result.space
   proof = 'no plan of this space is faster (proved)'
+  more = '--plan_seconds gives the search more time'
   if result.best is None:
     proof = 'no plan fits (proved)'
     if not result.proved:
-      proof = 'time was up, and nothing is proved'
+      proof = f'time was up, and nothing is proved: {more}'
+  elif result.gap == 1:
+    proof = f'time was up before anything was proved: {more}'
   elif result.gap:
     proof = (
       f'no plan of this space can be more than {100 * result.gap:.1f} % '
-      'faster; the search was stopped'
+      f'faster; the search was stopped: {more}'
     )
   device = cluster.device
   memory = formatting.byte_size(device.memory_bytes)

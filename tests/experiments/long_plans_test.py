@@ -14,12 +14,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 CLUSTERS = ['h100', 'tpu_v5p_8']
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('cluster', claims.some(CLUSTERS, CLUSTERS[:1]))
-def test_7b_at_512_and_8192_tokens_has_a_plan_for_eight_devices(
-  cluster, tmp_path
-):
-  """Groups of 16; `v5p-16` is a box of eight chips of two cores."""
+def planned(cluster, tmp_path, *flags):
+  """Returns what `--plan_only` prints for groups of 16, and writes."""
   file = tmp_path / 'plan.json'
   done = subprocess.run(
     [
@@ -27,6 +23,7 @@ def test_7b_at_512_and_8192_tokens_has_a_plan_for_eight_devices(
       *('--gin_file', 'experiments/compiled/grpo.gin'),
       *('--cluster', f'gin_configs/clusters/{cluster}.gin'),
       *('--gin.GROUP=16', '--gin.LENGTH=8192', '--plan_json', str(file)),
+      *flags,
     ],
     cwd=ROOT,
     capture_output=True,
@@ -40,3 +37,21 @@ def test_7b_at_512_and_8192_tokens_has_a_plan_for_eight_devices(
   assert used == {*range(8)}
   # Activations of 128 rows of 8,704 tokens would need hundreds of gigabytes.
   assert data['plan']['remat']['gradient'] == 'nothing_saveable'
+  return done.stdout, data
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('cluster', claims.some(CLUSTERS, CLUSTERS[:1]))
+def test_7b_at_512_and_8192_tokens_has_a_plan_for_eight_devices(
+  cluster, tmp_path
+):
+  """`v5p-16` is a box of eight chips of two cores."""
+  planned(cluster, tmp_path)
+
+
+@pytest.mark.slow
+def test_7b_has_a_plan_however_little_time_there_is(tmp_path):
+  text, data = planned('h100', tmp_path, '--plan_seconds', '0')
+  assert 'time was up before anything was proved' in text
+  assert len(data['plan']['places']) == 1
+  assert data['searched']['gap'] == 1 and not data['searched']['proved']

@@ -168,6 +168,27 @@ def test_a_stopped_search_reports_its_gap():
   assert full.gap == 0
 
 
+def test_a_search_without_time_has_a_plan_of_one_place():
+  flow, model = toys.ppo(power=0.6, meshes=2)
+  space = space_lib.Space(16, unit=8, pieces=(1, 2))
+  found = exact.search(flow, model, space, deadline=toys.deadline(0))
+  ((name, place),) = found.best.places.items()
+  assert name == 'all' and len(place.devices) == 16
+  # Nothing is proved of it, but that no time is negative.
+  assert found.simulated == 1 and found.bound == 0 and found.gap == 1
+  assert found.ranked == [(found.best, found.seconds)]
+  assert exact.search(flow, model, space).seconds <= found.seconds
+
+
+def test_a_search_without_time_has_no_plan_if_it_does_not_fit():
+  flow, model = toys.line({'a': 1.0, 'b': 1.0}, held={'a': 96.0}, capacity=8.0)
+  found = exact.search(
+    flow, model, space_lib.Space(4), deadline=toys.deadline(0)
+  )
+  assert found.best is None and not found.proved
+  assert '96 B on each of its 4 devices' in found.infeasible[0][1]
+
+
 def test_a_stopped_search_adopts_a_faster_plan_of_algorithm_1():
   flow, model = toys.ppo(staleness=1, power=0.3, meshes=2)
   space = space_lib.Space(64, unit=8, max_places=2, pieces=(1, 2, 4))

@@ -186,7 +186,7 @@ def test_a_report_takes_over_algorithm_1s_plan_unless_the_search_is_proved():
     search(deadline=toys.deadline(checks)) for checks in (0, 1000, 10**9)
   )
   theirs = searches._algorithm1(flow, model, none, 1, deadline_lib.NEVER)
-  assert none.best is None and theirs.seconds < 0.7 * stopped.seconds
+  assert none.simulated == 1 and theirs.seconds < 0.7 * stopped.seconds
   for before in (none, stopped):
     found, ranked = searches._adopt(before, before.ranked, theirs)
     assert (found.best, found.seconds) == (theirs.best, theirs.seconds)
@@ -246,6 +246,15 @@ def test_a_search_without_time_proves_nothing(tmp_path):
   assert 'fits' not in printed
   shown = Reader((tmp_path / 'plan.html').read_text()).words
   assert 'no plan was found, and nothing is proved' in shown
+
+
+def test_a_search_without_time_still_reports_a_plan(tmp_path):
+  found, printed, data = reported(tmp_path, seconds=0.0)
+  assert found.simulated == 1 and found.gap == 1
+  assert data['plan']['places'] and data['seconds'] == found.seconds
+  assert 'time was up before anything was proved: --plan_seconds' in printed
+  assert f'The fastest plan takes {found.seconds:.3g} s a step' not in printed
+  assert f'This plan takes {found.seconds:.3g} s a step' in printed
 
 
 @pytest.mark.parametrize('devices, unit', [(2, 1), (8, 2)])
