@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.counting import divisions, variables
-
-SCALAR = 16  # Bytes: smaller arrays need no kernel of their own.
+from planner.counting import divisions, siblings, variables
+from planner.counting.siblings import SCALAR
 
 
 class Peaks(NamedTuple):
@@ -33,6 +32,7 @@ class Allocation:
     parameters: shapes of the parameters that devices of rows may share.
     whole: whether the equation under way is in `sharding.row_map.map_rows`,
       which gathers parameters in full, and adds up their gradients.
+    merges: whether elementwise kernels are merged, as `siblings` has it.
     now: number of the equation under way.
     buffers: all buffers so far.
     within: peaks inside a loop, by its time.
@@ -42,12 +42,19 @@ class Allocation:
 
   def __init__(self, division: divisions.Division | None):
     self.division, self.parameters, self.whole = division, frozenset(), False
+    self.merges = False
     self.now, self.buffers, self.within = 0, [], {}
     self._gathered, self._arguments = {}, set()
+    self._read = 0, []
     self.moved = self.kernels = 0.0
 
   def peaks(self) -> Peaks:
     """Returns the peak bytes of its buffers and of loops' bodies."""
+    if self.merges:
+      siblings.merge(self.buffers)
+    for buffer in self.buffers:
+      for source in buffer.sources:
+        source.last = max(source.last, buffer.born)
     changes = np.zeros((3, self.now + 3))
     for buffer in self.buffers:
       inside = not buffer.outside
@@ -74,9 +81,21 @@ class Allocation:
         self._gathered[given] = gathered
       self._gathered[given].last = self.now
 
-  def made(self, size: float, shape, outside=False) -> variables.Buffer:
-    """Returns a new buffer."""
-    buffer = variables.Buffer(size, self.now, outside)
+  def made(
+    self, size: float, shape, outside=False, sources=None
+  ) -> variables.Buffer:
+    """Returns a new buffer.
+
+    Args:
+      size: its bytes.
+      shape: its dimensions.
+      outside: as `variables.Buffer` has it.
+      sources: likewise; None if it depends on what is read just now.
+    """
+    buffer = variables.Buffer(size, self.now, outside, shape)
+    buffer.sources = sources or {}
+    needs = self._read_now() if sources is None else sources
+    buffer.follows(len(self.buffers), needs)
     if shape in self.parameters:
       buffer.is_whole, buffer.is_sharded = self.whole, not self.whole
     self.buffers.append(buffer)
@@ -117,15 +136,22 @@ class Allocation:
     """Records that a variable's sources are read now; returns their bytes."""
     for buffer in variable.sources:
       buffer.last = max(buffer.last, self.now)
+    self._read_now().extend(variable.sources)
     return sum(variable.sources.values())
+
+  def _read_now(self) -> list[variables.Buffer]:
+    """Returns the buffers that the equation under way has read so far."""
+    if self._read[0] != self.now:
+      self._read = self.now, []
+    return self._read[1]
 
   def store(self, variable: variables.Variable):
     """Stores a fused variable in memory."""
     if not variable.fused:
       return
-    self.moved += self.read(variable) + variable.size
+    self.moved += sum(variable.sources.values()) + variable.size
     self.kernels += variable.size > SCALAR
-    buffer = self.made(variable.size, variable.shape)
+    buffer = self.made(variable.size, variable.shape, False, variable.sources)
     variable.sources, variable.fused = {buffer: variable.size}, False
 
   def hand_over(self, variable: variables.Variable):

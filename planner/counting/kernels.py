@@ -133,8 +133,8 @@ def count(counter, eqn, args) -> list[Any]:
     counter.store(variable)
     if variable.partial:
       variable.partial.open = False
-  made = counter.stored_results(eqn, args)
   counter.moved += sum(counter.read(variable) for variable in args)
+  made = counter.stored_results(eqn, args)
   counter.moved += sum(variable.size for variable in made)
   counter.moved += call.blocks_read * dtype.itemsize
   counter.kernels += 1

@@ -37,6 +37,7 @@ class LoopCounter(allocation.Allocation):
     """
     frame = type(self)(self.trips, self.division)
     frame.parameters, frame.whole = self.parameters, self.whole
+    frame.merges = self.merges
     given = []
     for i, (var, variable) in enumerate(
       zip(jaxpr.jaxpr.invars, args, strict=True)

@@ -18,12 +18,26 @@ class Buffer:
     outside: whether it is an argument or a result, which belongs to the caller.
     is_sharded: whether devices that shard parameters share it.
     is_whole: whether each of them has it in full, beside its part of a result.
+    shape: its dimensions.
+    sources: the buffers that it is computed of, and how many bytes of them, if
+      it is the result of an elementwise kernel.
   """
 
-  def __init__(self, size: float, born: int, outside: bool = False):
+  def __init__(self, size: float, born: int, outside: bool = False, shape=()):
     self.size, self.born, self.last = size, born, born
-    self.outside = outside
+    self.outside, self.shape = outside, shape
     self.is_sharded = self.is_whole = False
+    self.sources, self._bit, self._before = {}, 0, 0
+
+  def follows(self, number: int, buffers):
+    """Records that it is number `number`, and made after some buffers."""
+    self._bit = 1 << number
+    for buffer in buffers:
+      self._before |= buffer._bit | buffer._before
+
+  def waits_for(self, other: 'Buffer') -> bool:
+    """Returns whether another buffer is needed to compute this one."""
+    return bool(self._before & other._bit)
 
 
 @dataclasses.dataclass(eq=False)

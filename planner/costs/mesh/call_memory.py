@@ -16,6 +16,7 @@ def within(
   works,
   layout,
   adds_phases: bool = False,
+  platform: str | None = None,
 ) -> dict[str, Estimate]:
   """Returns the bytes that a stage itself needs, by component.
 
@@ -28,6 +29,7 @@ def within(
     works: as in `MemoryModel`.
     layout: likewise.
     adds_phases: likewise.
+    platform: likewise.
   """
   call = works.get(node.name)
   if graph.is_plumbing(node) or call is None:
@@ -51,6 +53,8 @@ def within(
   if share < 1 and not adds_phases and not decodes:
     some = done.bytes_gathered - done.bytes_sharded
     found = {'activations': done.bytes_sharded + share * some}
+    if platform == 'gpu' and done.matmul:  # Only products gather parameters.
+      found['transposed parameters'] = parameters.transposed(axes)
     # Those of the vocabulary are in there, and in full.
     made = {v for v in made if 'V' not in flow.values[v].letters}
   else:

@@ -141,6 +141,25 @@ class Parameters:
         most = max(most, math.prod(value.shape) * item / others)
     return layers / self.depth + most
 
+  def transposed(self, axes) -> float:
+    """Returns the bytes of parameters that XLA copies with another layout.
+
+    GPUs gather along the leading dimension. Where devices share a later one of
+    a layer, all layers are transposed before the loop that gathers them, and
+    stay until the backward pass has ended.
+    """
+    total = 0.0
+    for value in self.read:
+      rows = set(self.used(value, axes)).intersection(self.layout.of_rows)
+      at = [
+        i
+        for i, letter in enumerate(value.letters)
+        if rows.intersection(self.layout.axes_of(letter))
+      ]
+      if value.letters[:1] == ('',) and at and at[0] > 1:
+        total += self.layout.local(value, axes)
+    return total
+
   def unscattered(self, axes) -> float:
     """Returns the bytes of gradients that a device has beyond its shards.
 

@@ -233,6 +233,7 @@ class MemoryModel:
         self.works,
         self.layout,
         self.adds_phases,
+        self.platform,
       )
       # With the node, so that no other node gets its id.
       self._needs[key] = node, found

@@ -65,6 +65,7 @@ def stage_costs(
       model.works,
       layout,
       model.cluster.device.adds_phases,
+      model.cluster.device.platform,
     )
     needed = values + sum(number.value for number in own.values())
     needed += slices.bytes_on_device(

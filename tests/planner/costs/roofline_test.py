@@ -199,6 +199,28 @@ def test_a_forward_pass_gathers_the_vocabulary_and_a_layer_at_a_time():
   assert there.gathered_in_turn((('data', 4),), 2.0) == 0
 
 
+def test_layers_that_devices_share_by_a_later_dimension_are_transposed():
+  shapes = {
+    'up': ((5, 8, 16), ('', 'D', 'F')),
+    'down': ((5, 16, 8), ('', 'F', 'D')),
+    'head': ((64, 8), ('V', 'D')),  # No loop gathers it.
+  }
+  values = [
+    graph.Value(name, shape, np.dtype('float32'), letters)
+    for name, (shape, letters) in shapes.items()
+  ]
+  flow = types.SimpleNamespace(values=values, constants=())
+  stage = types.SimpleNamespace(grain='row')
+  node = types.SimpleNamespace(reads=(0, 1, 2), rows=(), writes=(), stage=stage)
+  there = collectives.Parameters(flow, node, layout.Layout(rules.DEFAULT))
+  down = 4 * 5 * 16 * 8
+  assert there.transposed((('fsdp', 4),)) == down / 4
+  assert there.transposed((('fsdp', 2), ('tensor', 2))) == down / 4
+  # Copies are read as they are, and so are parts for other axes than rows'.
+  assert there.transposed((('data', 4),)) == 0
+  assert there.transposed((('tensor', 4),)) == 0
+
+
 def test_devices_that_scatter_no_sums_receive_all_of_the_vocabulary():
   value = graph.Value('embed_VD', (8, 4), np.dtype('float32'), ('V', 'D'))
   flow = types.SimpleNamespace(values=[value])

@@ -1,0 +1,45 @@
+"""Kernels of several results, by hand."""
+
+import jax
+import jax.numpy as jnp
+
+from planner.counting import count
+
+B, D = 64, 32
+ITEM = 4  # Bytes of float32.
+
+
+def bytes_alive(fn, platform):
+  """Returns the peak of intermediate values of a function of two arrays."""
+  like = jax.ShapeDtypeStruct((B, B), jnp.float32)
+  small = jax.ShapeDtypeStruct((B, D), jnp.float32)
+  return count.work(fn, like, small, platform=platform).bytes_alive
+
+
+def gated(x, w):
+  one, other = x @ x, x.T @ x
+  return (one * other) @ w, (one + other) @ w
+
+
+def test_a_gpu_makes_at_once_what_is_made_of_the_same_arrays():
+  # Two products are read, and two more arrays are made of them. Elsewhere the
+  # product of the first is computed before the second is made.
+  assert bytes_alive(gated, 'gpu') == 4 * ITEM * B * B
+  assert bytes_alive(gated, 'tpu') == 3 * ITEM * B * B
+
+
+def test_an_array_that_waits_for_another_is_made_after_it():
+  def chained(x, w):
+    one, other = x @ x, x.T @ x
+    product = (one * other) @ x
+    return (one + product) @ w, other @ w
+
+  assert bytes_alive(chained, 'gpu') == bytes_alive(chained, 'tpu')
+
+
+def test_arrays_of_different_shapes_are_made_one_after_the_other():
+  def cut(x, w):
+    one, other = x @ x, x.T @ x
+    return (one * other) @ w, (one + other)[: B // 2] @ w
+
+  assert bytes_alive(cut, 'gpu') == bytes_alive(cut, 'tpu')
