@@ -83,7 +83,7 @@ def evaluate(
   """
   folder = pathlib.Path(workdir)
   with run_lock.hold(folder):
-    _check_folder(folder, resume)
+    check_folder(folder, resume)
     subject = _subject(folder, checkpoint_of, seed)
     if (finished := folder / 'evaluation.json').exists():
       record = json.loads(finished.read_text())
@@ -123,8 +123,8 @@ def evaluate(
       runtime.close()
 
 
-def _check_folder(folder: pathlib.Path, resume: bool):
-  """Raises FileExistsError if the folder holds something else already."""
+def check_folder(folder: pathlib.Path, resume: bool):
+  """Raises FileExistsError if an evaluation may not go into the folder."""
   names = 'config.gin', 'metrics.jsonl', 'evaluation.json'
   if not resume and any((folder / name).exists() for name in names):
     raise FileExistsError(

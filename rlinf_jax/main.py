@@ -23,7 +23,7 @@ from rlinf_jax import command_line, startup, train
 from rlinf_jax.config import config, config_errors, gin_flags
 from rlinf_jax.envs import simulator
 from rlinf_jax.run import allocator, exit_watcher
-from rlinf_jax.run.folder import checkpoint, run_lock
+from rlinf_jax.run.folder import checkpoint, result, run_lock
 from rlinf_jax.runtime import base
 from rlinf_jax.runtime.ray import launch
 
@@ -148,6 +148,9 @@ def run(folder: pathlib.Path):
       if EVAL_ONLY.value:
         _evaluate(folder)
       else:
+        if not RESUME.value:
+          # Before gin builds the arguments of `train`, which reads all data.
+          result.refuse_existing(folder)
         config.call(train.train, workdir=str(folder), resume=RESUME.value)
     except USER_ERRORS:
       if fresh and not (folder / 'config.gin').exists():
@@ -161,6 +164,7 @@ def _evaluate(folder: pathlib.Path):
   # Imported here: training needs none of it.
   from rlinf_jax import evaluate
 
+  evaluate.check_folder(folder, RESUME.value)
   config.call(
     evaluate.evaluate,
     bindings_of=train.train,

@@ -220,11 +220,18 @@ def _check_message(message: Any, column: str, where: str):
 
 def _answer(value: Any, column: str, where: str) -> str:
   """An answer as text."""
-  if value is None or value in ('', [], {}):
+  is_nan = isinstance(value, float) and math.isnan(value)  # A null of pandas.
+  if value is None or is_nan or value in ('', [], {}):
     raise ValueError(
       f'{where} has no answer in {column!r}: give it one, or leave the row out.'
     )
-  text = value if isinstance(value, str) else json.dumps(value)
+  try:
+    text = value if isinstance(value, str) else json.dumps(value)
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f'{where} has a {type(value).__name__} in {column!r}, which JSON cannot '
+      f'hold ({error}): write answers as texts.'
+    ) from error
   return checked_text(text, where)
 
 
@@ -266,7 +273,7 @@ def _json_lines(file: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
       where = f'{file} line {i}'
       try:
         row = json.loads(line)
-      except (json.JSONDecodeError, RecursionError) as error:
+      except (ValueError, RecursionError) as error:
         raise ValueError(f'{where} is not JSON ({error}): mend it.') from error
       if not isinstance(row, dict):
         raise ValueError(
@@ -280,7 +287,7 @@ def _csv_rows(file: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
   """The rows of a CSV file, whose first line names the columns."""
   with file.open(encoding='utf-8-sig', newline='') as lines:
     reader = csv.DictReader(lines)
-    for row in reader:
+    for row in _csv_records(reader, file):
       where = f'{file} line {reader.line_num}'
       if None in row:
         raise ValueError(
@@ -290,9 +297,21 @@ def _csv_rows(file: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
       yield where, row
 
 
+def _csv_records(reader: csv.DictReader, file: pathlib.Path):
+  """Yields what a reader does; its errors name the file and the line."""
+  try:
+    yield from reader
+  except csv.Error as error:
+    raise ValueError(
+      f'{file} line {reader.line_num + 1} cannot be read as CSV ({error}): '
+      'mend it, or convert the file to .jsonl.'
+    ) from error
+
+
 def _parquet_rows(file: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
   """The rows of a parquet file."""
   try:
+    import pyarrow
     from pyarrow import parquet
   except ImportError as error:
     raise ImportError(
@@ -305,9 +324,11 @@ def _parquet_rows(file: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
       for row in batch.to_pylist():
         i += 1
         yield f'{file} row {i}', row
-  except parquet.lib.ArrowInvalid as error:
+  # Some broken pages are an `OSError`, and some dates a `ValueError`.
+  except (pyarrow.ArrowException, OSError, ValueError) as error:
     raise ValueError(
-      f'{file} is not a parquet file that can be read ({error}).'
+      f'{file} cannot be read as parquet after {i} rows ({error}): write it '
+      'again, or convert it to .jsonl.'
     ) from error
 
 

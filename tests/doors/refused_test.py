@@ -21,7 +21,12 @@ FILES = {
   'self.gin': b"include '{here}/self.gin'\n",
   'one.gin': b"include '{here}/two.gin'\n",
   'two.gin': b"include '{here}/one.gin'\n",
+  'held/config.gin': b'',
+  'held/run.lock': b'',
 }
+# A folder that holds a run, and files that there are not: before data is read.
+HELD = [MATH, *(f'--gin.{x}=none' for x in ('MODEL', 'TRAIN', 'EVAL'))]
+HELD += ['--workdir={here}/held']
 # A parameter, a function that makes something else, its name, the message.
 OTHER_FUNCTIONS = [
   (
@@ -67,6 +72,8 @@ WRONG = [
   (['--gin_file={here}/self.gin'], '{here}/self.gin includes itself'),
   (['--gin_file={here}/one.gin'], '{here}/one.gin includes itself'),
   (['--gin_file={here}/one.gin', '--help'], '{here}/one.gin includes itself'),
+  (HELD, '{here}/held already holds a run: add --resume'),
+  ([*HELD, '--eval_only'], '{here}/held already holds a run or an evaluation'),
   ([PUSH, '--compile'], '--compile compiles a plan for other devices'),
   ([PUSH, '--eval_checkpoint=x'], '--eval_checkpoint names what is evaluated'),
   (
@@ -177,6 +184,7 @@ def here(tmp_path, monkeypatch):
   folder = tmp_path / 'here'
   folder.mkdir()
   for name, text in FILES.items():
+    (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(text.replace(b'{here}', bytes(folder)))
   return folder
 

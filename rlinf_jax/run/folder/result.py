@@ -34,6 +34,15 @@ class Result(NamedTuple):
     whole_file.write_text(path, json.dumps(record, indent=2))
 
 
+def refuse_existing(folder: pathlib.Path):
+  """Raises FileExistsError if a folder holds a run."""
+  if any((folder / name).exists() for name in ('config.gin', 'metrics.jsonl')):
+    raise FileExistsError(
+      f'{folder} already holds a run: add --resume to continue it, or choose '
+      'another --workdir.'
+    )
+
+
 def read_finished(
   folder: pathlib.Path,
   steps: int,
@@ -54,13 +63,8 @@ def read_finished(
   Raises:
     FileExistsError: if `folder` holds a run and `resume` is False.
   """
-  if not resume and any(
-    (folder / name).exists() for name in ('config.gin', 'metrics.jsonl')
-  ):
-    raise FileExistsError(
-      f'{folder} already holds a run: add --resume to continue it, or choose '
-      'another --workdir.'
-    )
+  if not resume:
+    refuse_existing(folder)
   if not (folder / 'result.json').exists():
     return None
   record = json.loads((folder / 'result.json').read_text())

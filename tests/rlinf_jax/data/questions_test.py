@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import pathlib
 
@@ -83,6 +84,21 @@ def test_a_parquet_file_is_read_or_names_what_it_needs(tmp_path):
   table = pyarrow.table({'problem': ['a'], 'answer': ['7']})
   parquet.write_table(table, path)
   assert files.read(str(path))[0][:2] == ('a', '7')
+  for answer, message in (b'7', 'row 1 has a bytes'), (math.nan, 'no answer'):
+    table = pyarrow.table({'problem': ['a'], 'answer': [answer]})
+    parquet.write_table(table, path)
+    with pytest.raises(ValueError, match=message):
+      files.read(str(path))
+  path.write_bytes(path.read_bytes()[:-8])
+  with pytest.raises(ValueError, match='a.parquet cannot be read as parquet'):
+    files.read(str(path))
+
+
+def test_a_field_that_is_too_long_for_csv_names_its_line(tmp_path):
+  path = tmp_path / 'a.csv'
+  path.write_text(f'prompt,answer\na,1\n{"a" * 200_000},2\n')
+  with pytest.raises(ValueError, match='a.csv line 3 cannot be read as CSV'):
+    files.read(str(path))
 
 
 def test_an_answer_is_what_follows_its_marker(folder):
@@ -257,6 +273,11 @@ BAD_FILES = [
   ('{"prompt": " ", "answer": "1"}', 'line 1 has no question'),
   ('{"prompt": "a"', 'line 1 is not JSON'),
   ('[' * 100_000, 'line 1 is not JSON'),
+  (
+    '{"prompt": "a", "answer": 1' + '0' * 5000 + '}',
+    r'bad.jsonl line 1 is not JSON \(Exceeds the limit',
+  ),
+  ('{"prompt": "a", "answer": NaN}', 'line 1 has no answer'),
   ('[1]', 'line 1 is not a JSON object'),
   ('{"prompt": "\\ud800", "answer": "1"}', 'line 1 has half of a character'),
   ('{"messages": [{"role": "me"}], "answer": "1"}', 'a message is'),
