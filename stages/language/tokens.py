@@ -61,8 +61,8 @@ def load_tokenizer(checkpoint: str):
       raise
     raise ValueError(
       f'{checkpoint} holds no tokenizer that transformers can read '
-      f'({error!r:.200}): copy its tokenizer.json and tokenizer_config.json '
-      'again.'
+      f'({error!r:.200}): copy its config.json, tokenizer.json and '
+      'tokenizer_config.json again.'
     ) from error
 
 

@@ -1,6 +1,7 @@
 """Programs beside `rlinf_jax.main` answer wrong input with one sentence."""
 
 import io
+import json
 import pathlib
 import shutil
 import sys
@@ -250,3 +251,15 @@ def test_a_model_that_answers_is_not_refused(here, monkeypatch, capsys):
   words = [str(here / 'model'), '--length=2']
   code, out, errors = end('chat', words, monkeypatch, capsys)
   assert (code, errors) == (0, '') and out.strip()
+
+
+def test_a_config_that_transformers_refuses_is_among_what_to_copy(
+  here, tmp_path, monkeypatch, capsys
+):
+  model = shutil.copytree(here / 'model', tmp_path / 'model')
+  config = json.loads((model / 'config.json').read_text())
+  config |= {'num_hidden_layers': 10**9, 'layer_types': ['full_attention']}
+  (model / 'config.json').write_text(json.dumps(config))
+  code, out, errors = end('chat', [str(model)], monkeypatch, capsys)
+  assert (code, out) == (1, '')
+  assert 'layers' in errors and 'copy its config.json' in errors
