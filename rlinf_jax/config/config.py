@@ -194,6 +194,9 @@ def refuse_unused() -> None:
   names_read = _names_read()
 
   def message(name):
+    if same := [x for x in names_read if x.endswith(f'.{name}')]:
+      full = config_errors.join_names(same)
+      return f'`{name}` is set but nothing reads it; write it in full: {full}.'
     candidates = [x for x in names_read if _same_kind(x, name)]
     suggestion = config_errors.suggest(name, candidates)
     return f'`{name}` is set but nothing reads it{suggestion}'

@@ -74,6 +74,11 @@ WRONG = [
   (['--gin_file={here}/one.gin', '--help'], '{here}/one.gin includes itself'),
   (HELD, '{here}/held already holds a run: add --resume'),
   ([*HELD, '--eval_only'], '{here}/held already holds a run or an evaluation'),
+  (
+    [PUSH, '--gin.ray_address=local'],
+    '`ray_address` is set but nothing reads it; write it in full: '
+    '`train.train.ray_address`',
+  ),
   ([PUSH, '--compile'], '--compile compiles a plan for other devices'),
   ([PUSH, '--eval_checkpoint=x'], '--eval_checkpoint names what is evaluated'),
   (
