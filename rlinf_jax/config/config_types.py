@@ -8,9 +8,7 @@ import ast
 from collections.abc import Callable, Collection, Iterator, Mapping
 import dataclasses
 import difflib
-import functools
 import inspect
-import pydoc
 import types
 import typing
 from typing import Any, NamedTuple
@@ -18,7 +16,11 @@ from typing import Any, NamedTuple
 import annotated_types
 import typeguard
 
-from rlinf_jax.config import config_bindings, config_errors
+from rlinf_jax.config import (
+  config_bindings,
+  config_errors,
+  config_parameters,
+)
 
 KINDS = {
   int: 'a whole number',
@@ -81,11 +83,15 @@ def check(
   for (scope, selector), arguments in bound.items():
     if selector == config_bindings.MACRO:
       continue
-    taken = annotations(selector)
+    taken = config_parameters.annotations(selector)
+    unknown = config_parameters.unknown(selector, arguments)
     for argument, binding in arguments.items():
+      key = scope, selector, argument
+      if argument in unknown:
+        place = f'{where[key]}: ' if key in where else ''
+        messages[key] = f'{place}{unknown[argument]}'
       if argument not in taken:
         continue
-      key = scope, selector, argument
       value, setter = _without_macros(bound, binding.value, key)
       annotation = taken[argument]
       if _is_taken(annotation, value):
@@ -355,7 +361,10 @@ def _without_macros(
         return _Value(_Computed(scope, Any), key)
       macro_key = scope, config_bindings.MACRO, 'value'
       return _without_macros(bound, macro.value, macro_key)
-    function, name = _located(value.selector), value.selector.split('.')[-1]
+    function, name = (
+      config_parameters.located(value.selector),
+      value.selector.split('.')[-1],
+    )
     if function is None or value.evaluate:
       return _Value(_Computed(name, _returns(function)), key)
     return _Value(function, key)
@@ -365,25 +374,3 @@ def _without_macros(
   if isinstance(value, list | tuple):
     return _Value(type(value)(map(inner, value)), key)
   return _Value(value, key)
-
-
-@functools.cache
-def _located(name: str) -> Callable | None:
-  """The function or class of a full name."""
-  found = pydoc.locate(name)
-  return inspect.unwrap(found) if callable(found) else None
-
-
-@functools.cache
-def annotations(selector: str) -> dict[str, Any]:
-  """The annotations of a function's parameters, or of a class's fields."""
-  function = _located(selector)
-  if function is None:
-    return {}
-  if inspect.isclass(function) and not hasattr(function, '_fields'):
-    function = function.__init__
-  try:
-    return typing.get_type_hints(function, include_extras=True)
-  # A name that only type checkers import, or an object without annotations.
-  except (AttributeError, NameError, SyntaxError, TypeError):
-    return {}

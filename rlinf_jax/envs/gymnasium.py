@@ -17,7 +17,13 @@ from rlinf_jax.envs import simulator
 MAX_SIZE = 200  # Pixels along an edge of a frame for people.
 
 
-def env(name: str, num_envs: int, num_processes: int = 1, **settings):
+@simulator.passes_settings_to(lambda: make)
+def env(
+  name: str,
+  num_envs: simulator.PositiveInt,
+  num_processes: simulator.PositiveInt = 1,
+  **settings,
+):
   """An Env of `num_envs` environments, in processes of their own.
 
   Args:

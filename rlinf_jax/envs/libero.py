@@ -26,10 +26,11 @@ VIDEO_SIZE = 160  # Pixels along each edge of a frame for people.
 HOLD = np.array([0, 0, 0, 0, 0, 0, -1.0])  # No motion; the gripper open.
 
 
+@simulator.passes_settings_to(lambda: make)
 def env(
   suite: str,
-  num_envs: int,
-  num_processes: int = 1,
+  num_envs: simulator.PositiveInt,
+  num_processes: simulator.PositiveInt = 1,
   *,
   instructions: Callable[[Sequence[str]], Any] | None = None,
   **settings,
@@ -62,10 +63,10 @@ def make(
   suite: str,
   *,
   task_ids: Sequence[int] = (0,),
-  group_size: int = 1,
-  horizon: int = 300,
+  group_size: simulator.PositiveInt = 1,
+  horizon: simulator.PositiveInt = 300,
   images: bool = False,
-  image_size: int = 128,
+  image_size: simulator.PositiveInt = 128,
   fast_rendering: bool = True,
   as_published: bool = False,
   gripper_opens: bool = False,

@@ -17,10 +17,11 @@ from rlinf_jax.envs import simulator
 VIDEO_SIZE = 160  # Pixels along each edge of a frame for people.
 
 
+@simulator.passes_settings_to(lambda: make)
 def env(
   task: str,
-  num_envs: int,
-  num_processes: int = 1,
+  num_envs: simulator.PositiveInt,
+  num_processes: simulator.PositiveInt = 1,
   *,
   instruction: str | None = None,
   instructions: Callable[[Sequence[str]], Any] | None = None,
@@ -62,9 +63,9 @@ def make(
   *,
   control_mode: str = 'pd_joint_delta_pos',
   reward_mode: str = 'normalized_dense',
-  horizon: int | None = None,
+  horizon: simulator.PositiveInt | None = None,
   images: bool = False,
-  image_size: int = 128,
+  image_size: simulator.PositiveInt = 128,
   video: bool = False,
   prompt: Mapping[str, np.ndarray] | None = None,
   **settings,

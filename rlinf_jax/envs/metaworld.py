@@ -14,7 +14,13 @@ SCENES_SEED = 0  # Of the fifty scenes, the same ones in all environments.
 NEEDED = '{!r} needs Meta-World ({}): pip install "rlinf-jax[metaworld]".'
 
 
-def env(task: str, num_envs: int, num_processes: int = 1, **settings):
+@simulator.passes_settings_to(lambda: make)
+def env(
+  task: str,
+  num_envs: simulator.PositiveInt,
+  num_processes: simulator.PositiveInt = 1,
+  **settings,
+):
   """An Env of `num_envs` environments of a task, in processes of their own.
 
   Args:
@@ -33,7 +39,7 @@ def make(
   index: int,
   task: str,
   *,
-  horizon: int = 500,
+  horizon: simulator.PositiveInt = 500,
   terminate: bool = False,
   video: bool = False,
 ) -> simulator.Environment:

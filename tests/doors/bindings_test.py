@@ -8,12 +8,20 @@ import typing
 
 import pytest
 
-from rlinf_jax.config import config, config_bindings, config_types
+from rlinf_jax.config import (
+  config,
+  config_bindings,
+  config_parameters,
+  config_types,
+)
 from stages import ranges
 from stages.learn import signatures
 
 SUMS = 'gin_configs/grpo_arithmetic.gin'
 PUSH = 'gin_configs/ppo_push.gin'
+LIBERO = 'gin_configs/grpo_libero.gin'
+META_WORLD = 'gin_configs/ppo_metaworld_reach.gin'
+CART_POLE = 'gin_configs/ppo_cartpole.gin'
 QUESTIONS = 'gin_configs/grpo_math.gin'
 ROOT = pathlib.Path(__file__).parents[2]
 GIVEN = ('MODEL = "/model"', 'TRAIN = "/train"', 'EVAL = "/eval"')
@@ -154,6 +162,33 @@ WRONG = [
     "`BATCH = '8'`, which `questions.questions.batch_size` reads, must be a "
     'whole number of at least 1: leave out the quotes, 8.',
   ),
+  # Settings that a function passes on to a simulator, or to the pool of it.
+  (
+    LIBERO,
+    'libero.env.horizon = -1',
+    '`libero.env.horizon = -1` must be a whole number of at least 1.',
+  ),
+  (
+    LIBERO,
+    'libero.env.horzon = 3',
+    '`rlinf_jax.envs.libero.env` has no parameter `horzon`; did you mean '
+    '`horizon`?',
+  ),
+  (
+    LIBERO,
+    'libero.env.chunk = 0',
+    '`libero.env.chunk = 0` must be a whole number of at least 1.',
+  ),
+  (
+    META_WORLD,
+    'metaworld.env.terminate = 3',
+    '`metaworld.env.terminate = 3` must be True or False.',
+  ),
+  (
+    CART_POLE,
+    'gymnasium.env.step_timeout = "long"',
+    "`gymnasium.env.step_timeout = 'long'` must be a number.",
+  ),
 ]
 
 
@@ -290,7 +325,7 @@ def wrong_values() -> list[tuple[str, str, typing.Any]]:
     for (_, selector), arguments in config_bindings.parse(
       config.text()
     ).items():
-      annotations = config_types.annotations(selector)
+      annotations = config_parameters.annotations(selector)
       for argument, binding in arguments.items():
         annotation = annotations.get(argument)
         if annotation is None or binding.references:

@@ -7,7 +7,12 @@ import hypothesis
 from hypothesis import strategies
 import pytest
 
-from rlinf_jax.config import config, config_bindings, config_types
+from rlinf_jax.config import (
+  config,
+  config_bindings,
+  config_parameters,
+  config_types,
+)
 from tests.doors import bindings_test
 
 # What gin can write: literals of Python, without infinity and NaN.
@@ -37,7 +42,7 @@ def parameters() -> list[tuple[str, str, Any]]:
     config.parse([recipe], bindings_test.given_to(recipe), '/runs/x')
     bound = config_bindings.parse(config.text())
     for (_, selector), arguments in bound.items():
-      annotations = config_types.annotations(selector)
+      annotations = config_parameters.annotations(selector)
       for argument, binding in arguments.items():
         annotation = annotations.get(argument)
         if annotation is not None and not binding.references:

@@ -72,10 +72,10 @@ class EnvPool:
   def __init__(
     self,
     make: simulator.Make,
-    num_envs: int,
-    num_processes: int = 1,
+    num_envs: simulator.PositiveInt,
+    num_processes: simulator.PositiveInt = 1,
     *,
-    chunk: int = 1,
+    chunk: simulator.PositiveInt = 1,
     discount: float = 1.0,
     step_timeout: float = 60.0,
     idle_timeout: float = 120.0,
