@@ -12,13 +12,10 @@ import sys
 
 import jax
 import numpy as np
-import tokenizers
-import transformers
 
 from experiments.generation import long_tail
 from stages import base
 from stages.language import language_model
-from stages.models import huggingface
 
 CONFIG = long_tail.SIZES['3.5M']
 MEDIAN = 12  # Tokens of a completion; the 95th percentile is eight times it.
@@ -56,6 +53,12 @@ def prompts(groups: int) -> base.Problem:
 
 def write(folder: pathlib.Path, groups: int) -> None:
   """Writes the model, its tokenizer and the prompts."""
+  # Imported here: a step of ours is measured without what it does not need.
+  import tokenizers
+  import transformers
+
+  from stages.models import huggingface
+
   folder.mkdir(parents=True, exist_ok=True)
   huggingface.save(
     folder, init(jax.random.key(0)), CONFIG, eos_token_id=long_tail.STOP

@@ -85,6 +85,11 @@ def grid(over: Iterable[str], workdir: str | os.PathLike) -> list[Point]:
   return list(points.values())
 
 
+def bindings(point: Point) -> list[str]:
+  """The bindings of a point, as gin reads them."""
+  return [f'{name} = {value!r}' for name, value in point.values.items()]
+
+
 def labels(names: Iterable[str]) -> list[str]:
   """The shortest suffixes of dotted names that distinguish them."""
   parts = [re.split('[./]', name) for name in names]

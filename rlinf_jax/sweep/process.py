@@ -52,7 +52,7 @@ def start(
     process = subprocess.Popen(
       [
         *command,
-        *(f'--gin_bindings={k} = {v!r}' for k, v in point.values.items()),
+        *(f'--gin_bindings={x}' for x in grid.bindings(point)),
         f'--workdir={point.folder}',
         *(['--resume'] if has_started(point) else []),
       ],

@@ -5,7 +5,8 @@ r"""Runs a recipe at every point of a grid of values, and compares the results.
     --over 'train.train.seed = range(3)' --workdir runs/sweep
 
 Each point is a process and a run folder, such as
-runs/sweep/clip_high=0.2,seed=1.
+runs/sweep/clip_high=0.2,seed=1. Values that no run would take are refused
+before the first point starts.
 The same command again skips finished points and continues interrupted ones.
 Whenever a point finishes, its results are added: results.csv has one row per
 point, results.md and a plot show means over seeds. logs/ has the output of each
@@ -28,7 +29,7 @@ from absl import flags
 from rlinf_jax import command_line
 from rlinf_jax.config import config, config_errors
 from rlinf_jax.run.folder import whole_file
-from rlinf_jax.sweep import capacity, grid, process, results
+from rlinf_jax.sweep import capacity, check, grid, process, results
 
 _OVER = flags.DEFINE_multi_string(
   'over',
@@ -236,9 +237,10 @@ def main(argv: Sequence[str]) -> int:
       )
     if not (config.GIN_FILE.value and _OVER.value and config.WORKDIR.value):
       raise ValueError('A sweep needs --gin_file, --over and --workdir.')
+    recipe = config.GIN_FILE.value, config.GIN_BINDINGS.value
+    check.check(*recipe, grid.grid(_OVER.value, config.WORKDIR.value))
     failed = sweep(
-      config.GIN_FILE.value,
-      config.GIN_BINDINGS.value,
+      *recipe,
       _OVER.value,
       config.WORKDIR.value,
       jobs=_JOBS.value,
