@@ -114,7 +114,7 @@ def converse(
       `learned` that are no roles of the environments.
   """
   policies = (policy,) if isinstance(policy, base.Policy) else tuple(policy)
-  _check(policies, envs.roles)
+  _check(policies, envs)
   cast = roles_lib.cast(envs.roles, group_size, learned)
   reply = envs.reply
   if envs.roles:
@@ -168,19 +168,19 @@ def converse(
   return run
 
 
-def _check(policies: Sequence[base.Policy], roles: Sequence[str]):
+def _check(policies: Sequence[base.Policy], envs: TextEnvs):
   """Raises for policies that cannot converse, or too few of them."""
-  if len(policies) not in (1, len(roles)):
-    raise ValueError(
-      f'There are {len(policies)} policies, and the environment has the roles '
-      f'{[*roles]}: give one policy for all of them, or one for each.'
-    )
   if any(x.resume is None or x.out_shapes is not None for x in policies):
     raise ValueError(
       'A conversation continues after each answer, and this policy cannot '
       'continue a completion in JAX: leave out its slots (environments have '
       'slots of their own), engines (vLLM) and replay_routing, and use a '
       'language model that reads text alone.'
+    )
+  if len(policies) not in (1, len(envs.roles)):
+    raise ValueError(
+      f'There are {len(policies)} policies, and the environment has the roles '
+      f'{[*envs.roles]}: give one policy for all of them, or one for each.'
     )
 
 

@@ -87,9 +87,6 @@ def test_moments_of_7b_stay_in_host_memory_while_they_are_updated(name):
 # Stages whose memory is not yet within a tenth of the model. Here as in
 # experiments/compiled/README.md, which says why.
 TOO_LOW = {
-  ('7b-h100x8', 'gradient'),
-  ('1b5-packed-h100x8', 'gradient'),
-  ('7b-2layers-8k-h100x8', 'gradient'),
   ('7b-2layers-8k-gradient-v5p8', 'gradient'),
   ('7b-8k-v5p8', 'gradient'),
   ('7b-8k-packed-v5p8', 'gradient'),

@@ -4,7 +4,6 @@ import collections
 import functools
 import threading
 import time
-import types
 
 import jax
 import jax.numpy as jnp
@@ -63,12 +62,12 @@ def scripted(tokenizer, texts):
       prompt, zero_BT.astype(jnp.int32), zero_BT, zero_BT, zero_BT[:, 0]
     )
 
-  return types.SimpleNamespace(
-    init=lambda key: None,
-    act=act,
+  return base.Policy(
+    lambda key: None,
+    act,
+    evaluate=None,  # It learns nothing.
     resume=resume,
     empty_cache=lambda rows: (),
-    out_shapes=None,
   )
 
 
