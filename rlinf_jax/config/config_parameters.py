@@ -41,9 +41,10 @@ def unknown(selector: str, names: Iterable[str]) -> dict[str, str]:
   function = located(selector)
   takers = _takers(function)
   taken = list(inspect.signature(function).parameters) if takers else []
-  for parameters in (inspect.signature(x).parameters for x in takers):
+  for taker in takers:
+    parameters = inspect.signature(taker).parameters
     kinds = {x.kind for x in parameters.values()}
-    if inspect.Parameter.VAR_KEYWORD in kinds:
+    if inspect.Parameter.VAR_KEYWORD in kinds and not _takers(taker):
       return {}  # A simulator may take settings of its own.
     taken += [k for k, x in parameters.items() if x.kind == x.KEYWORD_ONLY]
   return {
@@ -54,9 +55,12 @@ def unknown(selector: str, names: Iterable[str]) -> dict[str, str]:
   }
 
 
-def _takers(function: Callable | None) -> tuple[Callable, ...]:
-  """The functions that a function says it passes its settings to."""
-  return getattr(function, 'settings_takers', tuple)()
+def _takers(function: Callable | None) -> list[Callable]:
+  """The functions that get a function's settings, directly or by another."""
+  takers = []
+  for taker in getattr(function, 'settings_takers', tuple)():
+    takers += [taker, *_takers(taker)]
+  return takers
 
 
 def _annotations(function: Callable) -> dict[str, Any]:

@@ -22,6 +22,7 @@ PUSH = 'gin_configs/ppo_push.gin'
 LIBERO = 'gin_configs/grpo_libero.gin'
 META_WORLD = 'gin_configs/ppo_metaworld_reach.gin'
 CART_POLE = 'gin_configs/ppo_cartpole.gin'
+OFT = 'gin_configs/grpo_openvla_oft_libero.gin'
 QUESTIONS = 'gin_configs/grpo_math.gin'
 ROOT = pathlib.Path(__file__).parents[2]
 GIVEN = ('MODEL = "/model"', 'TRAIN = "/train"', 'EVAL = "/eval"')
@@ -185,6 +186,17 @@ WRONG = [
     '`metaworld.env.terminate = 3` must be True or False.',
   ),
   (
+    OFT,
+    'openvla_oft_env.pretrained.critc = False',
+    '`stages.models.vla.openvla.openvla_oft_env.pretrained` has no parameter '
+    '`critc`; did you mean `critic`?',
+  ),
+  (
+    OFT,
+    'openvla_oft_env.pretrained.center_crop = 0.9',
+    '`openvla_oft_env.pretrained.center_crop = 0.9` must be True or False.',
+  ),
+  (
     CART_POLE,
     'gymnasium.env.step_timeout = "long"',
     "`gymnasium.env.step_timeout = 'long'` must be a number.",
@@ -206,7 +218,7 @@ def refusal(recipe, binding, given=()):
 
 @pytest.mark.parametrize(('recipe', 'binding', 'message'), WRONG)
 def test_a_wrong_value_is_refused_in_one_sentence(recipe, binding, message):
-  given = GIVEN if recipe == QUESTIONS else ()
+  given = GIVEN if recipe in (QUESTIONS, OFT) else ()
   assert refusal(recipe, binding, given) == (
     f"--gin_bindings '{binding}': {message}"
   )

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from stages import base, ranges, tree_paths
+from stages import settings as settings_lib
 from stages.envs import env as env_lib
 from stages.models.control import action_range
 from stages.models.vla import instructions
 from stages.models.vla.openvla import action_tokens, openvla, openvla_policy
 
 
+@settings_lib.passed_to(openvla_policy.policy)
 def policy(
   env: env_lib.Env,
   *,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stages import base, ranges, tree_paths
+from stages import settings as settings_lib
 from stages.envs import env as env_lib
 from stages.models import lora as lora_lib
 from stages.models.control import action_range
@@ -26,6 +27,7 @@ LLAMA = 'llama'
 FROZEN_PARTS = ('dino', 'siglip', 'projector', LLAMA)
 
 
+@settings_lib.passed_to(openvla_oft_policy.policy)
 def policy(
   env: env_lib.Env,
   *,
@@ -64,6 +66,7 @@ def policy(
   return _within_bounds(own, env, config.Z)
 
 
+@settings_lib.passed_to(openvla_oft_files.policy_and_config)
 def pretrained(
   env: env_lib.Env | None,
   *,
@@ -111,6 +114,7 @@ def pretrained(
   return own if env is None else _within_bounds(own, env, config.Z)
 
 
+@settings_lib.passed_to(openvla_oft_files.export)
 def export(
   folder: str | pathlib.Path,
   params: Mapping[str, Any],

@@ -18,6 +18,7 @@ import numpy as np
 
 from stages import base
 from stages import remat as remat_lib
+from stages import settings as settings_lib
 from stages.models.files import torch_file, weights
 from stages.models.vision import vit
 from stages.models.vla.openvla import (
@@ -181,11 +182,7 @@ def load_params(
   return openvla_files.load_params(checkpoint, config.openvla) | own
 
 
-def policy(checkpoint: str, **settings) -> base.Policy:
-  """A policy from a checkpoint, see `policy_and_config`."""
-  return policy_and_config(checkpoint, **settings)[0]
-
-
+@settings_lib.passed_to(openvla_oft_policy.policy)
 def policy_and_config(
   checkpoint: str,
   *,
@@ -252,6 +249,12 @@ def policy_and_config(
     return params | own_params
 
   return own._replace(init=init), config
+
+
+@settings_lib.passed_to(policy_and_config)
+def policy(checkpoint: str, **settings) -> base.Policy:
+  """A policy from a checkpoint, see `policy_and_config`."""
+  return policy_and_config(checkpoint, **settings)[0]
 
 
 def _has_state(norm_stats: Any, data_set: str | None) -> bool:
