@@ -172,6 +172,30 @@ def prompt(
   )
 
 
+def check_tools(
+  tokenizer, messages: Sequence[base.Message], tools: Sequence[dict]
+):
+  """Refuses tools that nothing tells the model of.
+
+  Args:
+    tokenizer: of the model.
+    messages: of a prompt.
+    tools: JSON schemas.
+
+  Raises:
+    ValueError: if the chat template leaves out the tools, and the prompt does
+      not name them.
+  """
+  names = [tool['function']['name'] for tool in tools]
+  text = prompt(tokenizer, messages, chat=True, tools=tools)
+  if missing := [name for name in names if name not in text]:
+    raise ValueError(
+      f'The chat template of {tokenizer.name_or_path} does not tell the model '
+      f'of its tools {missing}: name them in the system prompt (SYSTEM in '
+      'gin), and say how to call them.'
+    )
+
+
 def opening(
   tokenizer,
   before: Sequence[base.Message],

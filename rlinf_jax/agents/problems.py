@@ -8,7 +8,8 @@ import numpy as np
 
 from rlinf_jax.agents import base as agents_base
 from rlinf_jax.agents import formats, stepping
-from rlinf_jax.data import text_arrays
+from rlinf_jax.data import files, text_arrays
+from rlinf_jax.data import prompts as prompts_lib
 from stages import base, ranges
 from stages.language import tokens
 
@@ -104,6 +105,61 @@ def examples(
     return base.Example(encode.batch(drawn).prompt, action_BT, mask_BT)
 
   return encode.source(batch, draw, held_out, held_out_batch)
+
+
+def opening(make: agents_base.Make) -> prompts_lib.Opening:
+  """Lets a text environment begin the conversation of each question.
+
+  It is for `data.questions.questions`: the environment's problem is a mapping
+  with the 'question' and the 'answer' of a row.
+
+  Args:
+    make: makes one environment.
+
+  Raises:
+    ValueError: for an environment with roles.
+  """
+  env = make()
+  if agents_base.roles(env):
+    raise ValueError(
+      f'{type(env).__name__} has the roles {[*agents_base.roles(env)]}, and '
+      'questions of files are asked of one: give its problems by `problems`.'
+    )
+
+  def texts(tokenizer, rows, *, chat, system_prompt, template) -> list[str]:
+    if system_prompt is not None or template != '{prompt}':
+      raise ValueError(
+        'A text environment writes the messages of its prompt, and questions '
+        'got a system prompt or a template besides: give them to the '
+        'environment, as to tool_env.ToolEnv.'
+      )
+    prompts = [env.reset(_problem(row)) for row in rows]
+    tools = agents_base.tools(env)
+    if chat and tools:
+      formats.check_tools(tokenizer, prompts[0], tools)
+    return [
+      formats.prompt(tokenizer, messages, chat=chat, tools=tools)
+      for messages in prompts
+    ]
+
+  def references(rows) -> np.ndarray:
+    return text_arrays.pack([json.dumps(_problem(row)) for row in rows])
+
+  return prompts_lib.Opening(texts, references)
+
+
+def _problem(row: files.Row) -> dict[str, str]:
+  """The problem of a question.
+
+  Raises:
+    ValueError: for messages or pictures, which environments do not read.
+  """
+  if not isinstance(row.prompt, str) or row.images:
+    raise ValueError(
+      f'{row.where} has messages or pictures, and a text environment begins '
+      'the conversation itself: give questions as text.'
+    )
+  return {'question': row.prompt, 'answer': row.answer}
 
 
 class _Encoder:

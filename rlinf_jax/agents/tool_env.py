@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
+import math
 
 from rlinf_jax.agents import base, formats
 from rlinf_jax.agents import tools as tools_lib
 from rlinf_jax.isolation import pool
+from rlinf_jax.rewards import base as rewards_base
+from rlinf_jax.rewards import functions
 
 MAX_CHARACTERS = 2000  # Of a result; what follows is cut off.
 _tool = functools.cache(tools_lib.tool)  # One for all episodes.
@@ -14,6 +17,21 @@ _tool = functools.cache(tools_lib.tool)  # One for all episodes.
 def same_text(text: str, answer: str) -> float:
   """1 if a text is the answer, but for space around it."""
   return float(text.strip() == answer.strip())
+
+
+def same_mathematics(text: str, answer: str) -> float:
+  """1 if the final answer of a text is right, as `rewards.answers.correct`.
+
+  It is found and compared in a process of its own; 0 where that fails.
+  """
+  completion = rewards_base.Completion(text, '', answer, tokens=0, limit=1)
+  (score,) = _correct().score([completion])
+  return 0.0 if math.isnan(score) else score
+
+
+@functools.cache
+def _correct() -> rewards_base.Batched:
+  return functions.correct()
 
 
 def same_react_answer(text: str, answer: str) -> float:
@@ -43,6 +61,7 @@ class ToolEnv:
     parse: Callable[[str], list[formats.ToolCall]] = formats.hermes,
     grade: Callable[[str, str], float] = same_text,
     system_prompt: str | None = None,
+    template: str = '{prompt}',
     observation: str = '',
   ):
     """Makes tools of functions.
@@ -52,18 +71,25 @@ class ToolEnv:
       parse: `text -> calls`: how the model writes them, as in `formats`.
       grade: `text, answer -> reward` of the last turn.
       system_prompt: the system message; None for none.
+      template: the user's message, in which `{prompt}` is the question.
       observation: what each result begins with, such as 'Observation: '.
     """
+    if '{prompt}' not in template:
+      raise ValueError(
+        f'The template {template!r} does not say where the question goes: put '
+        '{prompt} there.'
+      )
     made = [x if isinstance(x, tools_lib.Tool) else _tool(x) for x in tools]
     self._tools = {tool.name: tool for tool in made}
     self.tools = [tool.schema for tool in made]
     self._parse, self._grade, self._system = parse, grade, system_prompt
-    self._observation = observation
+    self._template, self._observation = template, observation
 
   def reset(self, problem: Mapping[str, str]) -> list[base.Message]:
     self._answer, self._used = problem['answer'], False
     system = {'role': 'system', 'content': self._system}
-    question = {'role': 'user', 'content': problem['question']}
+    content = self._template.replace('{prompt}', problem['question'])
+    question = {'role': 'user', 'content': content}
     return [system, question] if self._system else [question]
 
   def step(self, text: str) -> base.TimeStep:

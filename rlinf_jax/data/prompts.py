@@ -1,13 +1,38 @@
 """Questions as tokens: encoded once, checked and filtered by length."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from rlinf_jax.data import files, picture_files, text_arrays
+from rlinf_jax.data import chat, files, picture_files, text_arrays
 from stages import base
 from stages.language import tokens
+
+
+class Opening(NamedTuple):
+  """How prompts are made of questions, and what judges the completions.
+
+  Attributes:
+    texts: `tokenizer, rows -> texts` of the prompts, with the arguments of
+      `chat.texts`.
+    references: `rows -> Problem.answer`, arrays with a row for each question.
+  """
+
+  texts: Callable[..., list[str]]
+  references: Callable[[Sequence[files.Row]], Any]
+
+
+def references(rows: Sequence[files.Row]) -> text_arrays.Reference:
+  """The questions and the answers that rewards compare with."""
+  return text_arrays.Reference(
+    text_arrays.pack([row.question for row in rows]),
+    text_arrays.pack([row.answer for row in rows]),
+  )
+
+
+QUESTION = Opening(chat.texts, references)  # A model answers it at once.
 
 
 class Prompts(NamedTuple):
@@ -16,14 +41,14 @@ class Prompts(NamedTuple):
   Attributes:
     encoded: the tokens and the pictures of each question.
     length: number of their tokens.
-    reference: what a reward is given, of each question.
+    reference: what judges completions, of each question.
     reader: of their pictures.
     room: most patches of a question.
   """
 
   encoded: list[picture_files.Encoded]
   length: np.ndarray
-  reference: text_arrays.Reference
+  reference: Any
   reader: picture_files.Reader
   room: int
 
@@ -32,8 +57,7 @@ class Prompts(NamedTuple):
     prompt = self.reader.batch(
       [self.encoded[i] for i in rows], length=length, room=self.room
     )
-    reference = text_arrays.Reference(*(x[rows] for x in self.reference))
-    return base.Problem(prompt, reference)
+    return base.Problem(prompt, jax.tree.map(lambda x: x[rows], self.reference))
 
 
 def encode(
@@ -108,15 +132,13 @@ def prompts(
   rows: Sequence[files.Row],
   encoded: list[picture_files.Encoded],
   reader: picture_files.Reader,
+  opening: Opening = QUESTION,
 ) -> Prompts:
   """Questions with their tokens and references."""
   return Prompts(
     encoded,
     np.array([len(x.token) for x in encoded]),
-    text_arrays.Reference(
-      text_arrays.pack([row.question for row in rows]),
-      text_arrays.pack([row.answer for row in rows]),
-    ),
+    opening.references(rows),
     reader,
     reader.room(encoded),
   )

@@ -6,7 +6,6 @@ import pathlib
 
 import numpy as np
 
-from rlinf_jax.data import chat as chat_lib
 from rlinf_jax.data import files, mixtures, picture_files
 from rlinf_jax.data import prompts as prompts_lib
 from stages import base, ranges
@@ -31,6 +30,7 @@ def questions(
   chat: bool = True,
   system_prompt: str | None = None,
   template: str = '{prompt}',
+  opening: prompts_lib.Opening = prompts_lib.QUESTION,
   drop_long: bool = False,
   buckets: Sequence[int] = (),
   image_column: str | None = None,
@@ -61,6 +61,8 @@ def questions(
     chat: as `chat.texts`.
     system_prompt: likewise.
     template: likewise.
+    opening: how prompts are made of questions: by default, as the first message
+      of a chat; `agents.problems.opening` lets a text environment begin.
     drop_long: whether prompts over the limit are left out rather than refused.
     buckets: lengths in tokens to which prompts are padded, besides
       `prompt_length`. Batches are then made of prompts of similar length, and
@@ -83,7 +85,7 @@ def questions(
       difficulty_column=difficulty,
       image_column=image_column,
     )
-    texts = chat_lib.texts(
+    texts = opening.texts(
       tokenizer,
       rows,
       chat=chat,
@@ -106,10 +108,15 @@ def questions(
   sets = {name: load(path) for name, path in _held_out_files(held_out).items()}
   num_rows = [len(rows) for rows, _ in sets.values()]
   batches = _held_out_rows(num_rows, held_out_rows, held_out_batch)
-  encoded = _joined(list(sets.values()), reader)
+  encoded = _joined(list(sets.values()), reader, opening)
   return base.Source(
     mixtures.init(len(parts)),
-    _next(_joined(parts, reader), _mixture(train, parts), batch_size, lengths),
+    _next(
+      _joined(parts, reader, opening),
+      _mixture(train, parts),
+      batch_size,
+      lengths,
+    ),
     lambda: [
       encoded.batch(rows, prompt_length)._replace(weight=weight)
       for _, rows, weight in batches
@@ -196,11 +203,13 @@ def _held_out_rows(
   return batches
 
 
-def _joined(parts, reader: picture_files.Reader) -> prompts_lib.Prompts:
+def _joined(
+  parts, reader: picture_files.Reader, opening: prompts_lib.Opening
+) -> prompts_lib.Prompts:
   """The questions of several files, one after the other."""
   rows = [row for rows, _ in parts for row in rows]
   encoded = [x for _, encoded in parts for x in encoded]
-  return prompts_lib.prompts(rows, encoded, reader)
+  return prompts_lib.prompts(rows, encoded, reader, opening)
 
 
 def _held_out_files(given) -> dict[str, str]:
