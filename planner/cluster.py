@@ -24,6 +24,8 @@ class Device:
     launch_seconds: time until a call of a compiled function starts.
     kernel_gap_seconds: time between the end of a kernel and the start of the
       next.
+    host_latency_seconds: time until the first byte of an array moves to or from
+      the host's memory; None if it is `launch_seconds`.
     platform: JAX's name of its kind, such as 'tpu', by which models choose
       kernels; None if they have none for it but those of the process that
       plans.
@@ -41,6 +43,7 @@ class Device:
   host_bandwidth: float
   launch_seconds: float = 0.0
   kernel_gap_seconds: float = 0.0
+  host_latency_seconds: float | None = None
   platform: str | None = None
   adds_phases: bool = False
   clock_hertz: float | None = None
@@ -168,6 +171,21 @@ class Cluster:
     with_others = min(busy, self.shared_cores) - 1
     rise = (contention - 1) * with_others / max(self.shared_cores - 1, 1)
     return (1 + rise) * max(1.0, busy / self.shared_cores)
+
+  def host_seconds(self, size: float, devices: int = 1) -> float:
+    """Returns the time of an array to or from the host's memory.
+
+    Devices that share cores share the memory, too: each waits for the others.
+
+    Args:
+      size: bytes on each device.
+      devices: number of devices that move as many bytes at once.
+    """
+    device = self.device
+    latency = device.host_latency_seconds
+    if latency is None:
+      latency = device.launch_seconds
+    return latency + self.slowdown(devices) * size / device.host_bandwidth
 
   def link(self, devices) -> Link:
     """Returns the slowest link among some devices."""

@@ -64,8 +64,8 @@ ANSWER_SECONDS = flags.DEFINE_string(
 PLAN_SECONDS = flags.DEFINE_float(
   'plan_seconds',
   60.0,
-  'For --plan_only: seconds after which the search stops, without a proof. A '
-  'plan of one place is looked for in any case.',
+  'For --plan_only: seconds of a processor after which the search stops, '
+  'without a proof. A plan of one place is looked for in any case.',
   lower_bound=0.0,
 )
 EVAL_ONLY = flags.DEFINE_bool(

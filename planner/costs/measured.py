@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal, NamedTuple
 
 Tag = Literal['measured', 'modeled', 'assumed']
+HOST_MOVES = 'host_moves'  # In place of a stage: moves to and from host memory.
 
 
 class Estimate(NamedTuple):
@@ -71,7 +72,7 @@ class Measurements:
     turns: seconds of one of several micro-batches of a call, by its rows. They
       share one launch and one output.
     factors: by stage, the seconds in a run over the seconds above or the
-      modeled seconds.
+      modeled seconds; those of `HOST_MOVES`, too.
     contention: by stage, how many times as long a call takes while every core
       of a shared processor runs one.
     host_rows: by host stage, the seconds of a row, without a run and on a

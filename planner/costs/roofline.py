@@ -363,8 +363,8 @@ class Roofline:
   ) -> float:
     """Returns the seconds of moving a value between device and host memory."""
     local = self.layout.local(flow.values[value], placement.axes)
-    device = self.cluster.device
-    return device.launch_seconds + local / device.host_bandwidth
+    spent = self.cluster.host_seconds(local, len(placement.devices))
+    return spent * self.measured.factors.get(measured_lib.HOST_MOVES, 1.0)
 
   # Memory.
 

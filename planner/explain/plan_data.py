@@ -89,7 +89,7 @@ def plan_data(
     deadline=deadline,
     assumed=assumed,
   )
-  every = sensitivity.all_changes(flow, found.space, assumed)
+  every = sensitivity.all_changes(flow, found, assumed)
   return data | {
     **overview.to_json(best.flow, found.best, best.simulation),
     'seconds': found.seconds,

@@ -79,7 +79,7 @@ def sensitivity(
     Every change, whether or not it changes the choice; without those that
     there was no time for.
   """
-  changes = all_changes(flow, found.space, assumed)
+  changes = all_changes(flow, found, assumed)
   plans = [found.best] + [
     plan
     for plan in [*(plan for plan, _ in found.ranked), *known]
@@ -102,12 +102,13 @@ def sensitivity(
 
 
 def all_changes(
-  flow, space, assumed: Collection[str] = ()
+  flow, found: result_lib.SearchResult, assumed: Collection[str] = ()
 ) -> list[tuple[str, float]]:
   """Lists the changes to ask about, as costs and factors."""
+  takes_turns = found.best is not None and found.best.shared_devices
   costs = list(flow.stages)
-  costs += [MOVES] * (space.devices > 1)
-  costs += [SWITCHES] * bool(space.offload)
+  costs += [MOVES] * (found.space.devices > 1)
+  costs += [SWITCHES] * bool(found.space.offload or takes_turns)
   return [
     (cost, factor)
     for cost in costs

@@ -12,6 +12,9 @@ class TimeUp(Exception):
 class Deadline:
   """The time at which planning stops.
 
+  Its seconds are those in which a processor works for the calling thread. So on
+  a busy machine a search takes longer, and ends with the same proof.
+
   It is passed down to everything that takes long, and asked there before each
   piece of work, such as an option of a place, a batch of bounds or a
   simulation. So a limit is exceeded by one such piece at most.
@@ -20,13 +23,14 @@ class Deadline:
   def __init__(
     self,
     seconds: float = math.inf,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = time.thread_time,
   ):
     """Begins now.
 
     Args:
       seconds: until the deadline; infinite for none.
-      clock: a function that returns the time in seconds.
+      clock: a function that returns the time in seconds. By default it is a
+        thread's own, and no other thread should ask.
     """
     self._clock = clock
     self._end = clock() + seconds

@@ -6,7 +6,7 @@ devices. The values of the place that waits are in host memory meanwhile, and
 the simulation counts their way there and back.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import itertools
 from typing import NamedTuple
@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.costs.decoding import decode
-from planner.costs.mesh import menu
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.search import deadline as deadline_lib
@@ -48,6 +47,7 @@ def fastest(
   *,
   staleness: int = 0,
   deadline: deadline_lib.Deadline = deadline_lib.NEVER,
+  allowed: Callable[[plan_lib.Plan], bool] = lambda plan: True,
 ) -> tuple[plan_lib.Plan, float] | None:
   """Gives generation a mesh of its own in some plans.
 
@@ -61,13 +61,14 @@ def fastest(
     ranked: plans and their seconds, the fastest first.
     staleness: as in the search for them.
     deadline: of all simulations together.
+    allowed: whether a plan may be taken.
 
   Returns:
     The fastest such plan and its seconds; None if none was found that is faster
     than all of `ranked`.
   """
   best, limit = None, min((seconds for _, seconds in ranked), default=0.0)
-  cuts = {}
+  cuts, tried = {}, set()
   try:
     for plan, _ in ranked:
       if plan.pieces not in cuts:
@@ -79,13 +80,16 @@ def fastest(
           dict(space.remat),
         )
       for place in () if plan.shared_devices else plan.places:
+        if (same := _all_but_its_mesh(plan, place)) in tried:
+          continue
+        tried.add(same)
         for halves in _halves(model, cuts[plan.pieces], plan, place):
           deadline.check()
           # They are on the same devices, one after the other.
           if sum(half.seconds for half in halves) >= limit:
             break
           candidate = _joined(flow, model, plan, place, halves)
-          if candidate is None:
+          if candidate is None or not allowed(candidate):
             continue
           found = evaluate_plan.evaluate(flow, model, candidate, staleness)
           if found.seconds < limit:
@@ -95,6 +99,24 @@ def fastest(
   return best
 
 
+def _all_but_its_mesh(plan, place: str) -> tuple:
+  """Returns all of a plan that giving a place other meshes leaves as it is."""
+  return (
+    plan.pieces,
+    plan.offload,
+    tuple(plan.stages.items()),
+    tuple(
+      (name, other.devices, name == place or other.axes)
+      for name, other in plan.places.items()
+    ),
+    tuple(
+      (stage, plan.execution(stage))
+      for stage, other in plan.stages.items()
+      if other != place
+    ),
+  )
+
+
 def _halves(model, cut, plan, place: str) -> list[tuple[Half, Half]]:
   """Returns both halves of a place on pairs of meshes, the fastest first.
 
@@ -102,7 +124,7 @@ def _halves(model, cut, plan, place: str) -> list[tuple[Half, Half]]:
   one device.
   """
   stages = [s for s in cut.calls if plan.stages[s] == place]
-  generating = [s for s in stages if _generates(model, cut, s)]
+  generating = [s for s in stages if generates(cut.flow, model, s)]
   others = [s for s in stages if s not in generating]
   placement = plan.places[place]
   if not generating or not others or len(placement.devices) == 1:
@@ -116,23 +138,17 @@ def _halves(model, cut, plan, place: str) -> list[tuple[Half, Half]]:
   return pairs[:MOST]
 
 
-def _generates(model, cut, stage: str) -> bool:
+def generates(flow: graph.Flow, model, stage: str) -> bool:
   """Whether a stage decodes tokens in JAX."""
-  # Stages that move rows may have no calls in pieces.
-  on_host = any(cut.flow.nodes[i].stage.host for i in cut.calls[stage])
+  if any(node.name == stage and node.stage.host for node in flow.nodes):
+    return False
   work = model.works.get(stage)
-  return not on_host and bool(work and decode.max_tokens(work))
+  return bool(work and decode.max_tokens(work))
 
 
 def _on_meshes(model, cut, placement, stages) -> Iterator[Half]:
   """Yields stages on each mesh of some devices that they may have."""
-  for axes in menu.meshes(
-    [cut.flow],
-    model.layout,
-    model.cluster.devices_per_node,
-    tuple(stages),
-    len(placement.devices),
-  ):
+  for axes in model.axes(tuple(stages), len(placement.devices)):
     own = dataclasses.replace(placement, axes=axes)
     seconds = {s: _seconds(model, cut, own, s) for s in stages}
     if all(seconds.values()):
@@ -174,7 +190,19 @@ def _joined(flow, model, plan, place, halves) -> plan_lib.Plan | None:
     if over:
       return None
     plan = _executed(plan, taken)
-  return plan
+  return plan if _has_room_in_host(flow, model, plan, both) else None
+
+
+def _has_room_in_host(flow, model, plan, places) -> bool:
+  """Whether the values of places that wait fit where they are then.
+
+  The host has room for those of accelerators. Devices that share its cores
+  share its memory as well, so that nothing is gained by waiting there.
+  """
+  if model.cluster.shared_cores is None:
+    return True
+  most = (max(model.memory(flow, plan, name).values()) for name in places)
+  return sum(most) <= model.capacity
 
 
 def _executed(plan, executions) -> plan_lib.Plan:

@@ -4,6 +4,7 @@
 costs, and `monitor` compares the plan's prediction with what steps then take.
 """
 
+import collections
 from collections.abc import Callable, Mapping
 import dataclasses
 import typing
@@ -19,14 +20,20 @@ from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import program, unroll
 from planner.search import deadline as deadline_lib
-from planner.search import exact
-from planner.search import space as space_lib
+from planner.search import second_mesh
 from planner.simulation import evaluate_plan
-from rlinf_jax.planning import machine_profile, remedies, stage_profile
+from rlinf_jax.planning import (
+  evaluation_rows,
+  machine_profile,
+  remedies,
+  searches,
+  stage_profile,
+)
 from rlinf_jax.planning import profile_store as profile_store_lib
 from sharding import rules as rules_lib
 
-SECONDS = 10.0  # Of search, after which an unproved plan is good enough.
+# Seconds of search, after which an unproved plan is good enough.
+SECONDS = 15.0
 PATIENCE = 60.0  # Of a second search where the first found no plan at all.
 
 
@@ -37,7 +44,8 @@ class Prediction:
   Attributes:
     step: seconds of a step.
     stages: seconds of each stage, summed over its calls in a step, and whether
-      they were measured.
+      they were measured; with those of moves to and from host memory, as
+      `HOST_MOVES`, where there are any.
   """
 
   step: float
@@ -51,15 +59,13 @@ class ChosenPlan:
   Attributes:
     plan: places the stages of a step and of an evaluation.
     model: the cost model that predicts the plan's time.
-    space: the plans that were searched.
     prediction: the predicted time of a step.
-    gap: by what fraction of the predicted time another plan of the space might
-      still be faster; None if there was no search.
+    gap: by what fraction of the predicted time another plan of the searched
+      space might still be faster; None if there was no search.
   """
 
   plan: plan_lib.Plan
   model: roofline.Roofline
-  space: space_lib.Space
   prediction: Prediction
   gap: float | None
 
@@ -107,37 +113,36 @@ def find_plan(
     model = model.with_measurements(
       stage_profile.measure(step, dict(leaves), model, store)
     )
-  space = space_lib.default_space(step, model)
   if keep:
     prediction = predict_step(step, staleness, model, keep)
-    chosen = ChosenPlan(keep, model, space, prediction, gap=None)
+    chosen = ChosenPlan(keep, model, prediction, gap=None)
   else:
-    chosen = search(step, evaluate, staleness, model, space)
+    chosen = search(step, evaluate, staleness, model)
   print_line(summary(flows[0], chosen))
   return chosen
 
 
-def search(step, evaluate, staleness, model, space) -> ChosenPlan:
-  """Searches a space for the fastest plan.
+def search(step, evaluate, staleness, model) -> ChosenPlan:
+  """Searches for the fastest plan that evaluations can run by, too.
 
   Raises:
     ValueError: if no plan fits in memory.
   """
+
+  def evaluates(plan):
+    plan = _with_evaluation(plan, step, evaluate, model)
+    return not evaluation_rows.refusal(evaluate, model.layout, plan)
+
   for seconds in (SECONDS, PATIENCE):
-    result = exact.search(
-      step,
-      model,
-      space,
-      staleness=staleness,
-      deadline=deadline_lib.Deadline(seconds),
-    )
+    deadline = deadline_lib.Deadline(seconds)
+    result = searches.search(step, model, staleness, deadline, evaluates)
     if result.best or result.proved:
       break
   if result.best is None:
     raise ValueError(_refusal(step, evaluate, model, result))
-  best = _with_evaluation(result.best, step, evaluate, model.layout)
+  best = _with_evaluation(result.best, step, evaluate, model)
   prediction = predict_step(step, staleness, model, best)
-  return ChosenPlan(best, model, space, prediction, result.gap)
+  return ChosenPlan(best, model, prediction, result.gap)
 
 
 def _refusal(step, evaluate, model, result) -> str:
@@ -171,12 +176,13 @@ def predict_step(
 ) -> Prediction:
   """Simulates a plan and returns the predicted time of its steps."""
   evaluation = evaluate_plan.evaluate(flow, model, plan, staleness)
-  seconds_by_stage = {}
+  seconds_by_stage = collections.Counter()
   by_place = overview.busy(evaluation.flow, evaluation.simulation)
   for stages in by_place.values():
-    for name, seconds in stages.items():
-      seconds_by_stage[name] = seconds_by_stage.get(name, 0.0) + seconds
-  tags = {}
+    seconds_by_stage.update(stages)
+  moved = seconds_by_stage['offload'] + seconds_by_stage['restore']
+  seconds_by_stage[measured_lib.HOST_MOVES] = moved
+  tags = {measured_lib.HOST_MOVES: 'modeled'} if moved else {}
   for node in evaluation.flow.nodes:
     if not graph.is_plumbing(node):
       place = plan.places[plan.stages[node.name]]
@@ -186,24 +192,24 @@ def predict_step(
   return Prediction(
     evaluation.seconds,
     {
-      name: measured_lib.Estimate(seconds_by_stage.get(name, 0.0), tag)
+      name: measured_lib.Estimate(seconds_by_stage[name], tag)
       for name, tag in tags.items()
     },
   )
 
 
-def _with_evaluation(plan, step, evaluate, layout) -> plan_lib.Plan:
+def _with_evaluation(plan, step, evaluate, model) -> plan_lib.Plan:
   """Places the stages that only evaluations have.
 
   They go to the place that holds most of what evaluations read, among those
-  whose meshes divide their rows.
+  whose meshes divide their rows; of several such places to one that generates.
   """
   rest = [name for name in evaluate.stages if name not in plan.stages]
   homes = program.homes(step, plan)
   fitting = [
     name
     for name, place in plan.places.items()
-    if menu.fits(evaluate, layout, rest, place.axes)
+    if menu.fits(evaluate, model.layout, rest, place.axes)
   ]
   bytes_at = dict.fromkeys(fitting or plan.places, 0)
   starts = [start for start, _ in step.carry]
@@ -211,7 +217,12 @@ def _with_evaluation(plan, step, evaluate, layout) -> plan_lib.Plan:
     if start in evaluate.readers:
       for place in bytes_at.keys() & homes[starts[i]]:
         bytes_at[place] += evaluate.values[start].bytes
-  place = max(bytes_at, key=bytes_at.get)
+  generating = {
+    place
+    for stage, place in plan.stages.items()
+    if second_mesh.generates(step, model, stage)
+  }
+  place = max(bytes_at, key=lambda name: (bytes_at[name], name in generating))
   return dataclasses.replace(
     plan, stages=dict(plan.stages) | dict.fromkeys(rest, place)
   )
@@ -220,15 +231,24 @@ def _with_evaluation(plan, step, evaluate, layout) -> plan_lib.Plan:
 def summary(step: graph.Flow, chosen: ChosenPlan) -> str:
   """Describes a plan in one line, and how its seconds are known."""
   seconds = chosen.prediction.step
+  turns = bool(chosen.plan.shared_devices)
   proof = 'proved the fastest of its space'
   if chosen.gap is None:
     proof = 'as the run began'
   elif chosen.gap:
-    proof = f'no plan of its space can be more than {chosen.gap:.0%} faster'
+    space = 'with one mesh on each device' if turns else 'of its space'
+    proof = f'no plan {space} can be more than {chosen.gap:.0%} faster'
+  elif turns:
+    proof = 'no plan with one mesh on each device is faster (proved)'
   line = overview.one_line(step, chosen.plan)
   shares = dict.fromkeys(typing.get_args(measured_lib.Tag), 0.0)
-  total = sum(spent.value for spent in chosen.prediction.stages.values())
-  for spent in chosen.prediction.stages.values():
+  calls = [
+    spent
+    for name, spent in chosen.prediction.stages.items()
+    if name != measured_lib.HOST_MOVES
+  ]
+  total = sum(spent.value for spent in calls)
+  for spent in calls:
     shares[spent.tag] += spent.value / total if total else 0.0
   known = report_text.known(shares)
   return f'Plan: {line}; {seconds:.3g} s a step, {proof}. {known}'

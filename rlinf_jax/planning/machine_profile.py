@@ -17,10 +17,12 @@ import numpy as np
 from planner import cluster as cluster_lib
 from rlinf_jax.planning import call_timing
 from rlinf_jax.planning import profile_store as profile_store_lib
+from sharding import offload
 
 TYPES = ('float32', 'bfloat16')
 TRIPS = 64  # Of a loop, so that the cost of its launch vanishes.
 SMALL, LARGE = 1 << 10, 1 << 25  # Bytes of transfers.
+ARRAYS = 16  # Small ones that move at once.
 RESERVE = 0.2  # Of memory, for other processes.
 
 
@@ -46,7 +48,7 @@ def slowdown(alone: float, together: float | None = None) -> float | None:
 
 def measure_cluster(store: profile_store_lib.Store) -> cluster_lib.Cluster:
   """Measures the devices of this process, or reads an earlier measurement."""
-  what = {'what': 'machine', 'busy_devices': busy_devices()}
+  what = {'what': 'machine and host memory', 'busy_devices': busy_devices()}
   known = store.get(what)
   if known is None:
     known = _measure()
@@ -85,11 +87,13 @@ def _measure() -> dict:
   products = {t: _took(_product, np.ones((n, n), t)) for t in TYPES}
   moved = _took(copy, large)
   arithmetic = 2 * TRIPS * 2**16
+  latency, to_host = _host_moves(devices[0])
   device = {
     'matmul_flops': {t: 2 * n**3 / took[0] for t, took in products.items()},
     'vector_flops': arithmetic / _took(_arithmetic, large[: 2**16])[0],
     'memory_bandwidth': 2 * LARGE / moved[0],
-    'host_bandwidth': LARGE / _from_host(devices[0], large),
+    'host_latency_seconds': latency,
+    'host_bandwidth': to_host,
     'launch_seconds': _took(copy, np.zeros(1, np.float32))[0],
     'kernel_gap_seconds': _took(_loop, np.eye(8, dtype=np.float32))[0] / TRIPS,
   }
@@ -127,10 +131,24 @@ def _loop(x):
   return jax.lax.fori_loop(0, TRIPS, lambda _, y: jnp.tanh(y @ y), x)
 
 
-def _from_host(device, x) -> float:
-  """Returns the seconds of a transfer from the host to a device."""
-  (spent,) = call_timing.seconds([[lambda: jax.device_put(x.copy(), device)]])
-  return spent
+def _host_moves(device) -> tuple[float, float]:
+  """Measures moves between a device and the host's memory, as a run's.
+
+  Returns:
+    Seconds of a small array, and bytes per second of a large one.
+  """
+
+  def move(arrays, size):
+    there = [
+      jax.device_put(np.zeros(size // 4, np.float32), device)
+      for _ in range(arrays)
+    ]
+    ways = lambda: offload.to_device(offload.to_host(there))
+    (spent,) = call_timing.seconds([[ways]])
+    return spent / 2 / arrays
+
+  latency = move(ARRAYS, SMALL)
+  return latency, LARGE / max(move(1, LARGE) - latency, 1e-9)
 
 
 def _link(devices, device) -> dict[str, float]:

@@ -11,7 +11,6 @@ from typing import Any
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import passes, unroll
-from planner.search import space as space_lib
 from rlinf_jax.planning import autoplan
 
 ACCURATE = 0.8, 1.25  # Measured over predicted seconds that need no correction.
@@ -100,15 +99,14 @@ class PlanMonitor:
     old = self.chosen
     model = old.model.with_measurements(old.model.measured.times(factors))
     step, evaluate = map(unroll.unroll, self._flows)
-    space = space_lib.default_space(step, model)
     current = autoplan.predict_step(step, self._staleness, model, old.plan)
-    best = autoplan.search(step, evaluate, self._staleness, model, space)
+    best = autoplan.search(step, evaluate, self._staleness, model)
     if best.prediction.step < GAIN * current.step:
       self.chosen, self._first = best, True
       return best
     fastest = (1 - best.gap) * best.prediction.step
     gap = max(0.0, 1 - fastest / current.step)
-    self.chosen = autoplan.ChosenPlan(old.plan, model, space, current, gap)
+    self.chosen = autoplan.ChosenPlan(old.plan, model, current, gap)
     return None
 
   def _factors(self) -> dict[str, float]:

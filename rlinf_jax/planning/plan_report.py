@@ -75,10 +75,10 @@ def report_plan(
       all completions are assumed to have the maximum length.
     answer_seconds: seconds that environments took to answer turns, like those
       of training; none where they were not measured.
-    seconds: limit of the whole report, without the compilation of plans. The
-      `searches` take up to four fifths of what counting leaves, and the costs
-      that would change the choice have the rest. The report says what is not
-      proved by then.
+    seconds: limit of the whole report, without the compilation of plans, in
+      seconds of a processor. The `searches` take up to four fifths of what
+      counting leaves, and the costs that would change the choice have the rest.
+      The report says what is not proved by then.
     compile_for: the devices that plans are compiled for, after
       `topology.prepare`, until the compiler accepts one; None to compile
       nothing.
@@ -99,7 +99,7 @@ def report_plan(
     rules.DEFAULT,
     measured_lib.Measurements(host_rows=timed, answers=answer_seconds),
   )
-  result, ranked, theirs = searches.search(flow, model, staleness, deadline)
+  result, ranked, theirs = searches.compare(flow, model, staleness, deadline)
   lines = [table, '', _searched(result, cluster), assumption]
   lines += [host_timing.describe(timed), waits, _attention(flow, cluster)]
   others = _others(result, own, ranked, theirs)

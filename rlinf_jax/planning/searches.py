@@ -1,5 +1,11 @@
-"""Searches for the fastest plan: exact, by Algorithm 1, and with two meshes."""
+"""Searches for the fastest plan in several ways, for runs and for reports.
 
+Both search exactly, and then give generation a second mesh where that is
+faster. A report also has plans to compare with: those of Algorithm 1, and the
+fastest of each number of places.
+"""
+
+from collections.abc import Callable
 import dataclasses
 
 from planner.ir import plan as plan_lib
@@ -10,27 +16,57 @@ from planner.search import space as space_lib
 
 KEPT = 25  # Fastest plans that a search returns.
 SEARCH = 0.6  # Of the time that is left, for the fastest plan.
-SHARE = 1 / 3  # Likewise for each of the next three searches.
+SHARE = 1 / 3  # Likewise for each of the next searches of a report.
 
 Ranked = list[tuple[plan_lib.Plan, float]]
 
 
 def search(
-  flow, model, staleness: int, deadline: deadline_lib.Deadline
-) -> tuple[result_lib.SearchResult, Ranked, result_lib.SearchResult | None]:
-  """Searches in several ways, each within a part of the time.
+  flow,
+  model,
+  staleness: int,
+  deadline: deadline_lib.Deadline,
+  allowed: Callable[[plan_lib.Plan], bool],
+) -> result_lib.SearchResult:
+  """Searches for the plan of a run.
 
   Args:
     flow: as recorded, without loops.
     model: the cost model.
     staleness: of the workflow, in steps.
-    deadline: of all searches, and of what comes after them.
+    deadline: of the whole search.
+    allowed: whether a plan with a second mesh may be chosen.
+  """
+  result = _exact(flow, model, staleness, deadline)
+  result, _ = _second_mesh(
+    flow, model, result, result.ranked, staleness, deadline, allowed
+  )
+  return result
+
+
+def compare(
+  flow, model, staleness: int, deadline: deadline_lib.Deadline
+) -> tuple[result_lib.SearchResult, Ranked, result_lib.SearchResult | None]:
+  """Searches for the plan of a report, and for others to compare it with.
+
+  Args:
+    flow: as recorded, without loops.
+    model: the cost model.
+    staleness: of the workflow, in steps.
+    deadline: of all searches, each of which has a part of the time, and of what
+      comes after them.
 
   Returns:
     The result, plans from the fastest on, and the result of Algorithm 1, which
     is None if it is not known.
   """
-  result, ranked = _search(flow, model, staleness, deadline)
+  result = _exact(flow, model, staleness, deadline)
+  ranked = []
+  if result.best or result.gap:
+    ranked = runners_up.runners_up(
+      flow, model, result, staleness=staleness, deadline=deadline.part(SHARE)
+    )
+    result = runners_up.best_of(result, ranked)
   theirs = _algorithm1(flow, model, result, staleness, deadline)
   result, ranked = _adopt(result, ranked, theirs)
   result, ranked = _second_mesh(
@@ -39,23 +75,15 @@ def search(
   return result, ranked, theirs
 
 
-def _search(flow, model, staleness, deadline):
-  """Returns the result of a search, and plans from the fastest on."""
-  space = space_lib.default_space(flow, model)
-  result = exact.search(
+def _exact(flow, model, staleness, deadline) -> result_lib.SearchResult:
+  return exact.search(
     flow,
     model,
-    space,
+    space_lib.default_space(flow, model),
     staleness=staleness,
     keep=KEPT,
     deadline=deadline.part(SEARCH),
   )
-  if result.best is None and not result.gap:
-    return result, []
-  ranked = runners_up.runners_up(
-    flow, model, result, staleness=staleness, deadline=deadline.part(SHARE)
-  )
-  return runners_up.best_of(result, ranked), ranked
 
 
 def _algorithm1(flow, model, result, staleness, deadline):
@@ -93,7 +121,9 @@ def _adopt(result, ranked, theirs):
   return runners_up.best_of(result, ranked), ranked
 
 
-def _second_mesh(flow, model, result, ranked, staleness, deadline):
+def _second_mesh(
+  flow, model, result, ranked, staleness, deadline, allowed=lambda _: True
+):
   """Takes over a plan in which two meshes take turns, if it is faster.
 
   Such plans are outside of the searched space, of which all else holds that the
@@ -109,10 +139,16 @@ def _second_mesh(flow, model, result, ranked, staleness, deadline):
     ranked,
     staleness=staleness,
     deadline=deadline,
+    allowed=allowed,
   )
   if not found:
     return result, ranked
+  plan, seconds = found
   ranked = [found, *ranked]
   return dataclasses.replace(
-    result, best=found[0], seconds=found[1], ranked=ranked
+    result,
+    best=plan,
+    seconds=seconds,
+    gap=max(0.0, 1 - result.bound / seconds),
+    ranked=ranked,
   ), ranked

@@ -7,6 +7,8 @@ import threading
 import time
 from typing import NamedTuple
 
+from planner.costs import measured
+
 
 class Span(NamedTuple):
   """An instruction that a place has executed.
@@ -115,11 +117,16 @@ class Timeline:
 
 
 def seconds(spans: Iterable[Span], by: str = 'stage') -> dict[str, float]:
-  """Seconds that stages ran, by `stage` or by `place`."""
+  """Seconds that stages ran, by `stage` or by `place`.
+
+  Among the stages are moves to and from host memory, as `HOST_MOVES`.
+  """
   total = collections.defaultdict(float)
   for span in spans:
     if span.what == 'run':
       total[getattr(span, by)] += span.end - span.start
+    elif span.what in ('offload', 'restore') and by == 'stage':
+      total[measured.HOST_MOVES] += span.end - span.start
   return dict(total)
 
 

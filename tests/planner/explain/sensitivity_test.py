@@ -64,8 +64,8 @@ def test_without_search_time_changes_are_not_proved():
   space = space_lib.Space(2, pieces=(1, 4))
   _, some = changes(flow, model, space, deadline=toys.deadline(60))
   assert not all(change.proved for change in some.values())
-  _, few = changes(flow, model, space, deadline=toys.deadline(20))
-  assert 0 < len(few) < len(sensitivity.all_changes(flow, space))
+  found, few = changes(flow, model, space, deadline=toys.deadline(20))
+  assert 0 < len(few) < len(sensitivity.all_changes(flow, found))
   _, none = changes(flow, model, space, deadline=toys.deadline(0))
   assert not none
 

@@ -176,8 +176,7 @@ def test_a_stage_that_becomes_slower_moves_others_away(
 def test_before_the_change_what_is_equally_long_is_together():
   step, evaluate = flows()
   costs = model()
-  space = autoplan.space_lib.default_space(step, costs)
-  chosen = autoplan.search(step, evaluate, 0, costs, space)
+  chosen = autoplan.search(step, evaluate, 0, costs)
   assert chosen.plan.stages['act'] == chosen.plan.stages['judge']
   assert chosen.plan.stages['act'] != chosen.plan.stages['learn']
   assert chosen.plan.pieces > 1 and chosen.gap == 0
@@ -192,8 +191,7 @@ def test_before_the_change_what_is_equally_long_is_together():
 def watched():
   both_flows = flows()
   costs = model()
-  space = autoplan.space_lib.default_space(both_flows[0], costs)
-  chosen = autoplan.search(*both_flows, 0, costs, space)
+  chosen = autoplan.search(*both_flows, 0, costs)
   return monitor.PlanMonitor(both_flows, 0, chosen, make_runtime=None), chosen
 
 
@@ -214,9 +212,8 @@ def test_a_run_takes_the_order_that_the_search_simulated():
   }
   plan = plan_lib.parse(sketch, two_flows())
   simulated = evaluate_plan.evaluate(made[0], costs, plan)
-  space = autoplan.space_lib.default_space(made[0], costs)
   predicted_step = autoplan.predict_step(made[0], 0, costs, plan)
-  chosen = autoplan.ChosenPlan(plan, costs, space, predicted_step, 0.0)
+  chosen = autoplan.ChosenPlan(plan, costs, predicted_step, 0.0)
   watch = monitor.PlanMonitor(
     made, 0, chosen, lambda plan: types.SimpleNamespace(plan=plan, timeline=())
   )
@@ -262,7 +259,7 @@ def test_a_slower_plan_says_how_much_faster_another_might_be(monkeypatch):
   assert replan(watch, 2 * chosen.prediction.step, slower) is None
   now = watch.chosen
   assert now.plan == chosen.plan
-  best = autoplan.search(*flows(), 0, now.model, now.space)
+  best = autoplan.search(*flows(), 0, now.model)
   assert now.gap == pytest.approx(
     1 - best.prediction.step / now.prediction.step
   )
@@ -315,12 +312,7 @@ def test_what_fits_nowhere_is_told():
   costs = model()
   costs.capacity = 1.0
   with pytest.raises(ValueError, match=r'No plan fits.*nearest.*bind a plan'):
-    autoplan.search(
-      *both_flows,
-      0,
-      costs,
-      autoplan.space_lib.default_space(both_flows[0], costs),
-    )
+    autoplan.search(*both_flows, 0, costs)
 
 
 def test_accelerators_are_left_to_the_processes_that_shall_have_them(

@@ -73,9 +73,8 @@ def test_bindings_that_save_too_little_are_left_out(recipe):
 
 def test_a_run_without_a_plan_says_whether_that_is_proved(recipe, monkeypatch):
   costs = model(recipe, 1e3)
-  space = autoplan.space_lib.default_space(recipe, costs)
   for seconds, words in ((60, r'\(proved\).*lacks'), (0, 'not proved that')):
     monkeypatch.setattr(autoplan, 'SECONDS', 0.0)
     monkeypatch.setattr(autoplan, 'PATIENCE', float(seconds))
     with pytest.raises(ValueError, match=words):
-      autoplan.search(recipe, recipe, 0, costs, space)
+      autoplan.search(recipe, recipe, 0, costs)
