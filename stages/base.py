@@ -244,7 +244,9 @@ class Policy(NamedTuple):
     resume: `params, obs, keys, completions, *, group_size=1, greedy=False,
       num_started=0, should_continue -> Completions`: continues completions, as
       does `stages.language.decoding.generate.resume`; None if it cannot. With
-      `out_shapes`, it takes keys as bits and is a `Deferred`, never greedy.
+      `out_shapes`, it takes keys or their bits and is a `Deferred`; rows that
+      `should_continue` stops have the tokens drawn by then, or, with
+      `in_background`, are as they were and go on for a later call with them.
     empty_cache: `rows -> cache`, an empty cache for `resume`, which then takes
       `cache` and `max_unread` and returns the cache, too; None if it has none.
     engine: continuous batching, for the cost model; None without it.

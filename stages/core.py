@@ -65,6 +65,8 @@ class EngineCost(NamedTuple):
       parameters, the mesh axes without rows; any number if None.
     cache_shards: most devices that divide its keys and values; more devices
       hold copies.
+    calls: calls with the same parameters, as planners count on, such as the
+      rounds of a loop. The first of them takes the parameters over.
   """
 
   equivalent: Callable[..., Any]
@@ -73,6 +75,7 @@ class EngineCost(NamedTuple):
   max_rows: int
   ranks: tuple[int, ...] | None = None
   cache_shards: float = math.inf
+  calls: int = 1
 
 
 def slots_cost(equivalent: Callable[..., Any], slots: int) -> EngineCost:

@@ -19,11 +19,14 @@ from rlinf_jax.agents import base, deadline, formats, stepping
 from rlinf_jax.data import text_arrays
 import stages
 from stages import ranges
-from stages.language import conversation, conversation_state, tokens
+from stages.language import (
+  conversation,
+  conversation_state,
+  take_turns,
+  tokens,
+)
 
 MAX_CALLS = 8  # Calls of the stage at once, such as of the pieces of a batch.
-# With slots, the policy goes on with 1 / SHARE of the unfinished rows.
-SHARE = 4
 
 
 def envs(
@@ -161,7 +164,7 @@ def _awaited(slots: int | None, waiting: int, ready: int = 0) -> int:
   """
   if slots is None:
     return waiting
-  enough = min(slots, -(-(waiting + ready) // SHARE))
+  enough = min(slots, -(-(waiting + ready) // take_turns.SHARE))
   return min(waiting, max(0, enough - ready))
 
 

@@ -13,7 +13,7 @@ import hashlib
 import importlib.util
 import math
 import os
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from rlinf_jax.engines import (
   vllm_engine,
   vllm_memory,
   vllm_place,
+  vllm_rows,
   vllm_start,
 )
 import stages
@@ -60,6 +61,7 @@ def engine(
   max_num_seqs: int = 256,
   kv_cache_memory_bytes: int | None = None,
   max_model_len: int | None = None,
+  block_size: Literal[16, 32, 64, 128] | None = None,
 ) -> base.Policy:
   """Returns `policy` with vLLM generating; it is evaluated as before.
 
@@ -77,18 +79,27 @@ def engine(
       `max_num_seqs` completions if None, as far as the device has it left.
     max_model_len: maximum tokens of a prompt and its completion together; that
       of the first call if None.
+    block_size: tokens of a block of keys and values; vLLM's own if None, which
+      are 128 on a CPU, which takes multiples of 32. What was read of a
+      conversation is kept by whole blocks.
 
   Raises:
     ImportError: if vLLM is not installed.
     ValueError: for a distribution or a model that vLLM does not support.
   """
   _check_supported(checkpoint, config, sampling)
+  if block_size == 16 and jax.default_backend() == 'cpu':
+    raise ValueError(
+      'vLLM divides keys and values into blocks of 32 tokens or a multiple on '
+      'CPUs, and block_size is 16: give 32, 64 or 128, or leave it out.'
+    )
   shared = vllm_start.Settings(
     checkpoint,
     config,
     max_num_seqs,
     kv_cache_memory_bytes,
     max_model_len,
+    block_size=block_size,
   )
   # The fields of `Sampling` have vLLM's names.
   draw = dataclasses.asdict(sampling)
@@ -121,6 +132,7 @@ class _Generator:
     response_length: maximum tokens of a completion.
     draw: arguments of vLLM's `SamplingParams`: the distribution.
     limits: arguments of it that end a completion.
+    rows: those that go on between calls of `resume`.
   """
 
   shared: vllm_start.Settings
@@ -128,6 +140,7 @@ class _Generator:
   response_length: int
   draw: dict[str, Any]
   limits: dict[str, Any]
+  rows: vllm_rows.Rows = dataclasses.field(default_factory=vllm_rows.Rows)
 
   def act(self, params, prompt, key_B, *, group_size=1, greedy=False):
     """Completes prompts."""
@@ -167,25 +180,28 @@ class _Generator:
     completions,
     *,
     group_size=1,
+    greedy=False,
     num_started=0,
     should_continue=np.any,
+    in_background=False,
   ):
     """Continues completions that have not ended."""
-    del group_size, num_started
-    T = completions.mask.shape[1]
+    del num_started
+    (B, T), bits_B = completions.mask.shape, _bits(key_B)
     length_B = completions.mask.sum(1).astype(int)
     open_B = completions.alive & (length_B < T)
-    rows, bits = np.flatnonzero(open_B), np.asarray(key_B)
+    rows = np.flatnonzero(open_B)
     prompts, settings = [], []
+    draw = {'temperature': 0.0} if greedy else self.draw
     for i in rows:
       n, real_P = length_B[i], prompt.mask[i] > 0
       prompts.append(
         [*prompt.token[i, real_P].tolist(), *_tokens(completions, i)]
       )
       # Without the length, a row would sample its first tokens again.
-      seed = _seed(bits[i].tobytes() + (n.tobytes() if n else b''))
+      seed = _seed(bits_B[i] + (n.tobytes() if n else b''))
       left = {'max_tokens': int(T - n), 'seed': seed}
-      settings.append(self.draw | self.limits | left)
+      settings.append(draw | self.limits | left)
 
     def should_stop(ended):
       left_B = open_B.copy()
@@ -193,31 +209,66 @@ class _Generator:
       return not should_continue(left_B)
 
     length = prompt.token.shape[1] + self.response_length
+    if in_background:
+      requests = self._requests(params, prompts, settings, length)
+      engines = self._engines_of(params, rows, B, group_size)
+      pairs = list(zip(engines, requests, strict=True))
+      future = self.rows.await_some(pairs, should_stop)
+    else:
+      future = self._submit(params, prompts, settings, length, 1, should_stop)
     return stages.Deferred(
-      self._submit(params, prompts, settings, length, 1, should_stop),
-      lambda new: _extended(completions, rows, new),
+      future, lambda new: _extended(completions, rows, new)
     )
+
+  def _requests(
+    self, params, prompts, settings, length: int
+  ) -> list[vllm_engine.Request]:
+    """A request for each prompt."""
+    return [
+      vllm_engine.Request(params, self.names, [one], [how], length)
+      for one, how in zip(prompts, settings, strict=True)
+    ]
+
+  def _engines_of(
+    self, params, rows, B: int, group_size: int
+  ) -> list[vllm_engine.Engine]:
+    """The engine of some of B rows, which is the same in every call."""
+    engines = self._engines(params)
+    parts = vllm_place.parts(B, group_size, len(engines))
+    of_row = [
+      engine
+      for engine, part in zip(engines, parts, strict=True)
+      for _ in range(part.start, part.stop)
+    ]
+    return [of_row[i] for i in rows]
+
+  def _engines(self, params) -> list[vllm_engine.Engine]:
+    """The engines of the place that holds `params`."""
+    devices, processes = vllm_place.copies(params)
+    return [
+      vllm_engine.get(
+        dataclasses.replace(
+          self.shared,
+          lora_rank=lora.rank(params),
+          devices=own,
+          processes=processes,
+        )
+      )
+      for own in devices
+    ]
 
   def _submit(
     self, params, prompts, settings, length, group_size, should_stop=None
   ) -> vllm_place.Joined:
     """Submits prompts to the engines of the place that holds `params`."""
-    devices, processes = vllm_place.copies(params)
-    parts = vllm_place.parts(len(prompts), group_size, len(devices))
+    engines = self._engines(params)
+    parts = vllm_place.parts(len(prompts), group_size, len(engines))
     stops = [None] * len(parts)
     if should_stop:
       stops = vllm_place.shared_stop(should_stop, parts)
     started = []
-    for own, rows, stop in zip(devices, parts, stops, strict=True):
+    for engine, rows, stop in zip(engines, parts, stops, strict=True):
       if prompts[rows]:
-        engine = vllm_engine.get(
-          dataclasses.replace(
-            self.shared,
-            lora_rank=lora.rank(params),
-            devices=own,
-            processes=processes,
-          )
-        )
         request = vllm_engine.Request(
           params, self.names, prompts[rows], settings[rows], length, stop
         )
@@ -266,9 +317,14 @@ def _unsupported(model_type: str, config: transformer.Config) -> str | None:
 
 def _seeds(key_B) -> list[int]:
   """One seed a row, from keys of any type."""
-  return [
-    _seed(row.tobytes()) for row in np.asarray(jax.random.key_data(key_B))
-  ]
+  return [_seed(bits) for bits in _bits(key_B)]
+
+
+def _bits(key_B) -> list[bytes]:
+  """The bits of the key of each row, or of its data."""
+  if jnp.issubdtype(key_B.dtype, jax.dtypes.prng_key):
+    key_B = jax.random.key_data(key_B)
+  return [row.tobytes() for row in np.asarray(key_B)]
 
 
 def _seed(bits: bytes) -> int:
@@ -281,11 +337,15 @@ def _tokens(completions: base.Completions, i: int) -> list[int]:
 
 
 def _extended(
-  completions: base.Completions, rows, new: Sequence[vllm_engine.Completion]
+  completions: base.Completions,
+  rows,
+  new: Sequence[vllm_engine.Completion | None],
 ) -> base.Completions:
-  """Completions with the tokens `new` appended to `rows`."""
+  """Completions with the tokens `new`, if there are some, put behind `rows`."""
   action, logp, mask, alive = map(np.array, completions)
   for i, row in zip(rows, new, strict=True):
+    if row is None:
+      continue
     n = int(mask[i].sum())
     here = slice(n, n + len(row.token))
     action[i, here], logp[i, here], mask[i, here] = row.token, row.logp, 1

@@ -28,11 +28,13 @@ class Completion(NamedTuple):
     token: token ids, including the end token.
     logp: log-probability of each under the sampling distribution.
     ended: whether it ended with an end token, not by the length limit.
+    kept: tokens of the prompt whose keys and values vLLM had kept.
   """
 
   token: Sequence[int]
   logp: Sequence[float]
   ended: bool
+  kept: int = 0
 
 
 class Request(NamedTuple):
@@ -77,10 +79,10 @@ class _Pending:
     default_factory=dict
   )
 
-  def completion(self, i: int, ended: bool) -> Completion:
+  def completion(self, i: int, ended: bool, kept: int = 0) -> Completion:
     """The completion of prompt `i` so far."""
     token, logp = self.tokens.get(i, ((), ()))
-    return Completion(tuple(token), tuple(logp), ended)
+    return Completion(tuple(token), tuple(logp), ended, kept)
 
 
 class Engine:
@@ -120,13 +122,19 @@ class Engine:
       A future of one completion a prompt. Cancelling it aborts the prompts that
       have not ended.
     """
-    pending = _Pending(request, futures.Future())
+    return self.submit_all([request])[0]
+
+  def submit_all(
+    self, requests: Sequence[Request]
+  ) -> list[futures.Future[list[Completion]]]:
+    """Submits requests, which start together; as `submit`."""
+    pending = [_Pending(request, futures.Future()) for request in requests]
     lease = lease_lib.current()
     if lease and self.sleep not in lease.on_release:
       lease.on_release.append(self.sleep)
       self._shares_devices = True
     with self._changed:
-      self._waiting.append(pending)
+      self._waiting.extend(pending)
       if not self._thread:
         self._closing = False
         self._thread = threading.Thread(
@@ -135,7 +143,7 @@ class Engine:
         self._thread.start()
         atexit.register(self.close)
       self._changed.notify()
-    return pending.future
+    return [x.future for x in pending]
 
   def sleep(self):
     """Waits until all requests have ended, then releases device memory.
@@ -268,25 +276,29 @@ class Engine:
     """Steps vLLM, and resolves requests that have ended."""
     if not self._running:
       return
-    for output in self.llm.step():
-      name = output.request_id
-      for pending in self._running:
-        if (i := pending.index_of.get(name)) is not None:
-          new = output.outputs[0]
-          token, logp = pending.tokens.setdefault(i, ([], []))
-          token.extend(new.token_ids)
-          logp.extend(new.logprobs.logprobs)
-          if output.finished:
-            self.check(i, new)
-            ended = new.finish_reason == 'stop'
-            pending.finished[i] = pending.completion(i, ended)
-            del pending.index_of[name], pending.tokens[i]
+    outputs = self.llm.step()
+    owner = {name: x for x in self._running for name in x.index_of}
+    for output in outputs:
+      if (pending := owner.get(output.request_id)) is not None:
+        self._hear(pending, output)
     for pending in self._running:
       self._resolve(pending)
     # `_abort_cancelled` handles those that were cancelled meanwhile.
     self._running = [
       x for x in self._running if x.future.cancelled() or not x.future.done()
     ]
+
+  def _hear(self, pending: _Pending, output):
+    """Adds new tokens to the request that they are of."""
+    i, new = pending.index_of[output.request_id], output.outputs[0]
+    token, logp = pending.tokens.setdefault(i, ([], []))
+    token.extend(new.token_ids)
+    logp.extend(new.logprobs.logprobs)
+    if output.finished:
+      self.check(i, new)
+      ended, kept = new.finish_reason == 'stop', output.num_cached_tokens or 0
+      pending.finished[i] = pending.completion(i, ended, kept)
+      del pending.index_of[output.request_id], pending.tokens[i]
 
   def _resolve(self, pending: _Pending):
     """Resolves a request if all its prompts have ended, or enough of them."""

@@ -83,7 +83,11 @@ class Instance:
     if frozen is not params:
       self._send_adapter(params)
     self.llm.set_weight_version(str(version))
-    self.llm.reset_prefix_cache(reset_running_requests=True)
+    if not self.llm.reset_prefix_cache(reset_running_requests=True):
+      raise RuntimeError(
+        'vLLM keeps keys and values of the parameters before these: it could '
+        'not drop them, as completions with them are under way.'
+      )
     self._current = _references(params)
 
   def _send_weights(self, params, names):

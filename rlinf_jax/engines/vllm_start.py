@@ -29,6 +29,7 @@ class Settings:
     lora_rank: rank of the adapters that it takes beside parameters, or 0.
     processes: devices of its place, on which engines have a process each; 0 for
       an engine that computes in this process.
+    block_size: tokens of a block of keys and values; vLLM's own if None.
   """
 
   checkpoint: str
@@ -39,6 +40,7 @@ class Settings:
   lora_rank: int = 0
   devices: tuple[int, ...] = ()
   processes: int = 0
+  block_size: int | None = None
 
 
 def start(settings: Settings, max_model_len: int, enable_sleep: bool):
@@ -80,6 +82,9 @@ def start(settings: Settings, max_model_len: int, enable_sleep: bool):
         max_model_len=max_model_len,
         max_num_seqs=settings.max_num_seqs,
         kv_cache_memory_bytes=cache,
+        block_size=settings.block_size,
+        # Turns of a conversation find the keys and values of earlier ones.
+        enable_prefix_caching=True,
         tensor_parallel_size=max(1, len(settings.devices)),
         distributed_executor_backend='mp' if settings.processes else None,
         device_ids=None if cpu else [*settings.devices] or None,

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 import stages
 from stages import base, ranges
-from stages.language import conversation_state
+from stages.language import conversation_state, take_turns
 from stages.language import roles as roles_lib
 
 
@@ -42,7 +42,8 @@ class TextEnvs(NamedTuple):
     max_answer_tokens: tokens that an answer has room for.
     terms: names of the numbers that they log.
     slots: rows that the policy continues at once; None for all, and `reply`
-      then answers all that wait.
+      then answers all that wait. An engine continues all in any case, and with
+      slots, those that have an answer do not wait for the others.
     roles: names of the roles of an episode, of which the first has the first
       turn; () where the policy has one role.
   """
@@ -94,7 +95,9 @@ def converse(
   Token t of a row, counted over all of its turns, is drawn with
   `fold_in(key, t)`, so that no plan changes it, nor when answers come. Keys and
   values of a conversation are kept between its turns, and those of prompts, one
-  for each group, or for each row in a slot, are computed in every round.
+  for each group, or for each row in a slot, are computed in every round. An
+  engine outside JAX seeds each turn by the key and the tokens before it, and
+  keeps keys and values as it is set up to.
 
   Args:
     policy: the language model; its `response_length` is for all turns together,
@@ -110,11 +113,12 @@ def converse(
       of the others is 0.
 
   Raises:
-    ValueError: for a policy that cannot continue completions in JAX, or for
-      `learned` that are no roles of the environments.
+    ValueError: for a policy that cannot continue completions, or for `learned`
+      that are no roles of the environments.
   """
   policies = (policy,) if isinstance(policy, base.Policy) else tuple(policy)
   _check(policies, envs)
+  in_slots = any(policy.out_shapes is None for policy in policies)
   cast = roles_lib.cast(envs.roles, group_size, learned)
   reply = envs.reply
   if envs.roles:
@@ -126,13 +130,16 @@ def converse(
   )
   is_shared = len(policies) == 1
   generates = [
-    stages.Stage(
-      functools.partial(
-        _generate, policy, cast, None if is_shared else i, greedy, envs
-      ),
+    take_turns.turns(
+      policy,
       name if is_shared else f'{envs.roles[i]}_{name}',
-      unbatched=(0,),
+      cast=cast,
+      role=None if is_shared else i,
       group_size=group_size if is_shared else cast.rows,
+      greedy=greedy,
+      max_unread=envs.max_answer_tokens,
+      slots=envs.slots,
+      expected_rounds=max(1, len(envs.roles)) * (expected_turns or max_turns),
     )
     for i, policy in enumerate(policies)
   ]
@@ -157,7 +164,7 @@ def converse(
     actors = (actor,) if is_shared else tuple(actor)
     carry = begin(problem.prompt, key_B)
     rounds = _rounds(
-      key_B.shape[0], envs, max_turns, expected_turns or max_turns
+      key_B.shape[0], envs, max_turns, expected_turns or max_turns, in_slots
     )
     loop = stages.Repeat(take_turn, f'{name}_turns', *rounds)
     now, _ = loop(carry, actors, problem, key_B)
@@ -170,12 +177,12 @@ def converse(
 
 def _check(policies: Sequence[base.Policy], envs: TextEnvs):
   """Raises for policies that cannot converse, or too few of them."""
-  if any(x.resume is None or x.out_shapes is not None for x in policies):
+  if any(x.resume is None for x in policies):
     raise ValueError(
       'A conversation continues after each answer, and this policy cannot '
-      'continue a completion in JAX: leave out its slots (environments have '
-      'slots of their own), engines (vLLM) and replay_routing, and use a '
-      'language model that reads text alone.'
+      'continue a completion: leave out its slots (environments have slots of '
+      'their own) and replay_routing, and use a language model that reads text '
+      'alone.'
     )
   if len(policies) not in (1, len(envs.roles)):
     raise ValueError(
@@ -185,16 +192,19 @@ def _check(policies: Sequence[base.Policy], envs: TextEnvs):
 
 
 def _rounds(
-  B: int, envs: TextEnvs, max_turns: int, expected_turns: int
+  B: int, envs: TextEnvs, max_turns: int, expected_turns: int, in_slots: bool
 ) -> tuple[int, int]:
-  """Rounds of a loop of turns: at most, and as planners count on."""
+  """Rounds of a loop of turns: at most, and as planners count on.
+
+  An engine decodes the rows of all slots together.
+  """
   R = max(1, len(envs.roles))
   # One more tells the other roles that a limit has ended their episode.
   most, expected = R * max_turns + (R > 1), R * expected_turns
   if envs.slots is None:
     return most, expected
   # Each round has a turn or an answer of one row at least.
-  return 2 * B * most, expected * -(-B // envs.slots)
+  return 2 * B * most, expected * (-(-B // envs.slots) if in_slots else 1)
 
 
 def _begin(
@@ -208,7 +218,8 @@ def _begin(
   """Conversations without a token, and the empty cache of each policy."""
   policy = policies[0]
   params = jax.eval_shape(policy.init, key_B[0])
-  x = jax.eval_shape(policy.act, params, prompt, key_B)
+  act = policy.out_shapes or functools.partial(jax.eval_shape, policy.act)
+  x = act(params, prompt, key_B)
   B = key_B.shape[0]
   zero_B = jnp.zeros(B, jnp.float32)
   idle_B = roles_lib.role_of_row(cast, B) > 0
@@ -232,67 +243,11 @@ def _begin(
     truncated=zero_B,
     failed=zero_B,
   )
-  return now, tuple(policy.empty_cache(B) for policy in policies)
-
-
-def _generate(
-  policy: base.Policy,
-  cast: roles_lib.Cast,
-  role: int | None,
-  greedy: bool,
-  envs: TextEnvs,
-  actor: base.Version,
-  prompt: base.Prompt,
-  key_B,
-  now: conversation_state.Conversation,
-  cache: Any,
-) -> tuple[conversation_state.Conversation, Any]:
-  """Continues rows in which the policy has the turn, up to its end.
-
-  With slots, these are `slots` of them, those with the fewest turns first. With
-  a role, they are the rows of that role.
-  """
-  old, others_B = now.completions, jnp.zeros(now.turns.shape, bool)
-  if role is not None:
-    others_B = roles_lib.role_of_row(cast, now.turns.shape[0]) != role
-    old = old._replace(alive=old.alive & ~others_B)
-  row_M = _next_rows(envs.slots, old, now.turns)
-  given, group_size = (prompt, key_B, old, cache), cast.group_size
-  if row_M is not None:
-    given = jax.tree.map(lambda x: x[row_M], given)
-    group_size = 1  # Rows of a group may be in different rounds.
-  *given, kept = given
-  new = policy.resume(
-    actor.params,
-    *given,
-    group_size=group_size,
-    greedy=greedy,
-    cache=kept,
-    max_unread=envs.max_answer_tokens,
-  )
-  if row_M is not None:
-    put = lambda x, some: x.at[row_M].set(some)
-    new = jax.tree.map(put, (old, cache), new)
-  new, cache = new
-  now = now._replace(
-    completions=new._replace(
-      alive=new.alive | (now.completions.alive & others_B)
-    ),
-    own=now.own + new.mask - old.mask,
-    waits=now.waits | (old.alive & ~new.alive),
-  )
-  return now, cache
-
-
-def _next_rows(
-  slots: int | None, old: base.Completions, turns_B
-) -> Int[Array, ' M'] | None:
-  """Rows to continue, those with the fewest turns first; None for all."""
-  if slots is None or slots >= turns_B.shape[0]:
-    return None
-  last = jnp.iinfo(jnp.int32).max
-  turns_B = jnp.where(conversation_state.has_turn(old), turns_B, last)
-  return jnp.argsort(turns_B, stable=True)[:slots]
+  caches = [
+    policy.empty_cache(B) if policy.out_shapes is None else ()
+    for policy in policies
+  ]
+  return now, tuple(caches)
 
 
 def finish(

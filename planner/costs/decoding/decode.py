@@ -47,6 +47,7 @@ class DecodeWork:
     cache_shards: most devices that divide the keys and values of an engine.
     is_separate: whether the engine is a program of its own, which holds its own
       copies of the parameters, as many and divided as its place's mesh says.
+    calls: calls in which such an engine has the same parameters.
     known: origin of the lengths.
   """
 
@@ -62,6 +63,7 @@ class DecodeWork:
   max_rows: float = math.inf
   cache_shards: float = math.inf
   is_separate: bool = False
+  calls: int = 1
   known: Tag = 'assumed'
 
   def __post_init__(self):
@@ -97,7 +99,8 @@ class DecodeWork:
       steps = ends[last[1]] - (ends[last[0]] if at else 0.0)
       prompts = 0.0 if at else speed.read(each)
       if self.is_separate:
-        once += self._sent(parameters, axes, model.cluster.device)
+        sent = self._sent(parameters, axes, model.cluster.device)
+        once += sent / self.calls
       once = 0.0 if at else once
     elif slotted:
       again, each = there / rows, rows // copies
@@ -264,6 +267,7 @@ def of_engine(call: StageWork, cost) -> DecodeWork:
     max_rows=cost.max_rows,
     cache_shards=cost.cache_shards,
     is_separate=True,
+    calls=cost.calls,
   )
 
 
