@@ -155,8 +155,7 @@ def _micro_batches(flow, node, model) -> tuple[int | None, ...]:
     return ()
   options = {None: None}
   if _is_large(flow, node, model):
-    shares = (there // n for n in FRACTIONS if not there % n)
-    options |= {n: None for n in shares if n and not n % stage.group_size}
+    options |= dict.fromkeys(_shares(there, stage.group_size, model.cluster))
   one = plan_lib.Placement()
   full = model.seconds(flow, node, one, None)
   for n in model.measured.rows(node.name):
@@ -164,6 +163,21 @@ def _micro_batches(flow, node, model) -> tuple[int | None, ...]:
       if model.seconds(flow, node, one, n) < FASTER * full:
         options[n] = None
   return tuple(options) if len(options) > 1 else ()
+
+
+def _shares(rows: int, group: int, cluster) -> list[int]:
+  """Returns parts of the rows, the largest first.
+
+  Halves of halves, and one group for each of 1, 2, 4, … devices, which are no
+  such part where the rows are not a power of two.
+  """
+  halves = [rows // n for n in FRACTIONS if not rows % n]
+  least, ways, small = rows / FRACTIONS[-1], 1, []
+  while ways <= cluster.num_devices:
+    small.append(group * ways)
+    ways *= 2
+  possible = halves + [n for n in small if least <= n < rows and not rows % n]
+  return sorted({n for n in possible if n and not n % group}, reverse=True)
 
 
 def _offloadable(flow, capacity: float) -> tuple[str, ...]:

@@ -1,11 +1,20 @@
 """Spaces of plans: written as JSON, refused where they hold no plan."""
 
+import dataclasses
 import json
 
 import pytest
 
+from planner import cluster as cluster_lib
+from planner.costs import roofline
+from planner.counting import count
+from planner.ir import plan as plan_lib
 from planner.search import exact
 from planner.search import space as space_lib
+from sharding import rules
+from stages import workflows
+from stages.learn import optimizers
+import tiny
 import toys
 
 
@@ -34,3 +43,53 @@ def test_unknown_stages_are_refused():
   for strange in ({'colocated': (('a', 'z'),)}, {'offload': ('z',)}):
     with pytest.raises(ValueError, match=r"\['z'\].*'a', 'b'"):
       exact.search(flow, model, space_lib.Space(2, **strange))
+
+
+def cluster(devices=1, memory=1e9):
+  device = cluster_lib.Device('toy', {'float32': 1e10}, 1e9, memory, 1e9, 1e9)
+  link = cluster_lib.Link(1e-6, 1e9)
+  return cluster_lib.Cluster(device, devices, devices, link, link, 0.0)
+
+
+@pytest.mark.parametrize('devices', [1, 8, 1024])
+@pytest.mark.parametrize('group', [1, 8])
+@pytest.mark.parametrize('rows', [80, 96, 512, 768, 4096])
+def test_parts_of_rows_are_whole_groups_down_to_one_a_device(
+  rows, group, devices
+):
+  parts = space_lib._shares(rows, group, cluster(devices))
+  halves = {rows // 2**i for i in range(1, 9) if not rows % (2**i * group)}
+  ways = {2**i for i in range(11) if 2**i <= devices}
+  one_a_device = {
+    group * n
+    for n in ways
+    if not rows % (group * n) and rows / 256 <= group * n < rows
+  }
+  assert parts == sorted(halves | one_a_device, reverse=True)
+  if rows in (512, 4096):  # A search has no more parts than halves of halves.
+    assert {*parts} == halves
+
+
+def test_what_fits_in_one_group_at_a_time_alone_has_a_plan():
+  """Twelve rows in groups of four have no half of whole groups."""
+  workflow = workflows.grpo(
+    tiny.policy(), tiny.even, optimizers.adamw(1e-2), group_size=4
+  )
+  flow = tiny.trace(workflow, tiny.problem(3))
+  works = count.of_flow(flow)
+
+  def model(memory):
+    return roofline.Roofline(flow, works, cluster(memory=memory), rules.DEFAULT)
+
+  def need(micro_batch):
+    plan = dataclasses.replace(
+      plan_lib.one_place(flow.stages), micro_batch=micro_batch
+    )
+    return max(model(1e9).memory(flow, plan, 'all').values())
+
+  most, least = need({}), need({'gradient': 4})
+  assert least < most
+  costs = model((most + least) / 2)
+  space = dataclasses.replace(space_lib.default_space(flow, costs), offload=())
+  found = exact.search(flow, costs, space)
+  assert found.best.micro_batch == {'gradient': 4}

@@ -92,6 +92,8 @@ def test_a_machine_is_measured_once(tmp_path, monkeypatch):
   assert measured.num_devices == measured.devices_per_node == len(jax.devices())
   assert measured.device.matmul_flops['float32'] > 1e8
   assert measured.intra_node.latency_seconds > 0
+  assert measured.device.host_latency_seconds > 0
+  assert measured.host_seconds(1e9) > 1e-3  # No memory is so fast.
   monkeypatch.setattr(machine_profile, '_measure', lambda: 1 / 0)
   again = machine_profile.measure_cluster(profile_store.Store(tmp_path))
   assert again == measured

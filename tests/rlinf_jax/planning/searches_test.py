@@ -11,6 +11,7 @@ from planner import cluster as cluster_lib
 from planner.costs import measured, roofline
 from planner.costs.mesh import menu
 from planner.counting import count
+from planner.explain import sensitivity
 from planner.ir import plan as plan_lib
 from planner.search import deadline as deadline_lib
 from planner.search import exact
@@ -167,6 +168,10 @@ def test_a_stopped_search_says_what_the_second_mesh_leaves_open():
   assert found.best.shared_devices and ranked[0] == (found.best, found.seconds)
   assert found.gap == pytest.approx(1 - stopped.bound / found.seconds)
   assert 0 < found.gap < 0.4
+  # A report asks what the choice would be if moves took another time.
+  moved = sensitivity.SWITCHES, 1.1
+  assert moved in sensitivity.all_changes(step(), found)
+  assert moved not in sensitivity.all_changes(step(), one)
   # What is faster than the bound is faster than all plans of the space.
   stopped = dataclasses.replace(one, bound=0.9999 * one.seconds, gap=1e-4)
   found, _ = search(stopped, one.ranked)
