@@ -1,7 +1,9 @@
 """Products of large numbers, which a small model needs a calculator for.
 
-The problem is `8347*5921=`. A demonstrator answers at once, or writes the call
-`[calculator(expression="8347*5921")]` and repeats the result.
+The problem is `834*592=`. A demonstrator answers at once, or writes the call
+`[calculator(expression="834*592")]` and repeats the result. Sums of large
+numbers, which it always gives to the calculator, teach a model to repeat
+results, and leave open whether it calls the calculator for a product.
 """
 
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ from stages import ranges
 from stages.tasks import arithmetic
 
 SPARE = 16  # Pairs to choose each from.
+ADDEND = arithmetic.Digits(4, 5)  # Sums are about as long as products of 3.
 # Says what goes wrong most often, so that the tokenizer knows its letters.
 ERROR = 'error: there is no such tool, only calculator'
 
@@ -22,12 +25,34 @@ def draw(
   rows: int,
   held_out: bool,
   digits: arithmetic.Digits = arithmetic.Digits(),
+  sums: ranges.Fraction = 0.0,
 ) -> list[dict[str, str]]:
   """Problems with random operands; no pair is both held out and trained on.
 
   All lengths of the product are about equally frequent, so that a model cannot
   learn to copy results of the commonest length alone.
+
+  Args:
+    rng: draws the problems.
+    rows: how many.
+    held_out: whether they are those that are not trained on.
+    digits: of the operands of a product.
+    sums: share of problems that are sums instead, of numbers of 4 to 5 digits.
   """
+  count = round(sums * rows)
+  problems = _products(rng, rows - count, held_out, digits)
+  for a, b in arithmetic.pairs(rng, count, ADDEND, held_out).tolist():
+    problems.append({'question': f'{a}+{b}=', 'answer': str(a + b)})
+  return problems
+
+
+def _products(
+  rng: np.random.Generator,
+  rows: int,
+  held_out: bool,
+  digits: arithmetic.Digits,
+) -> list[dict[str, str]]:
+  """Products whose lengths are about equally frequent."""
   pair = arithmetic.pairs(rng, SPARE * rows, digits, held_out)
   length = np.char.str_len(pair.prod(1).astype(str))
   _, kind, count = np.unique(length, return_inverse=True, return_counts=True)
@@ -44,14 +69,14 @@ def script(
   problem: dict[str, str],
   tool_share: ranges.Fraction = 0.1,
 ) -> list[str]:
-  """The turns of a demonstrator, who seldom calls the calculator.
+  """The turns of a demonstrator, who seldom calls the calculator for a product.
 
   Args:
     rng: draws whether it does.
-    problem: the problem.
+    problem: the problem; a sum is always given to the calculator.
     tool_share: probability of a call; else the product is written at once.
   """
-  if rng.random() >= tool_share:
+  if '*' in problem['question'] and rng.random() >= tool_share:
     return [problem['answer']]
   return [call(problem['question'][:-1]), problem['answer']]
 

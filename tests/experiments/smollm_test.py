@@ -1,10 +1,11 @@
 """The word problems of SmolLM2's experiment."""
 
 import pathlib
+import random
 import re
 import shlex
 
-from experiments.smollm import word_problems
+from experiments.smollm import two_steps, word_problems
 from rlinf_jax.config import config, gin_flags
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -49,6 +50,33 @@ def test_answers_are_those_of_the_questions():
     a, b = map(int, re.findall(r'\d+', row['prompt']))
     want = {'+': a + b, '-': a - b, '*': a * b}[sign]
     assert int(row['answer']) == want >= 0
+
+
+def test_two_steps_are_answered_by_their_expression():
+  draw = two_steps.draws()
+  problems = [draw(i % 2 == 0) for i in range(300)]
+  assert len({x.question for x in problems}) == len(problems)
+  for question, expression, answer in problems:
+    a, b, c = map(int, re.findall(r'\d+', question))
+    known = {a * b + c, a * b - c, a + b - c}
+    assert int(answer) in known and int(answer) >= 0
+    assert [*map(int, re.findall(r'\d+', expression))] == [a, b, c]
+  replies = [
+    two_steps.example(random.Random(i), problems[i]) for i in range(300)
+  ]
+  called = sum(x['completion'].startswith('[calculator(') for x in replies)
+  assert 50 < called < 100  # A quarter of 300, five standard deviations.
+
+
+def test_both_recipes_of_two_steps_have_the_same_system_message():
+  texts = [
+    (ROOT / f'experiments/smollm/{name}.gin').read_text()
+    for name in ('calls', 'calculator')
+  ]
+  lines = {
+    line for text in texts for line in re.findall('^SYSTEM = .*', text, re.M)
+  }
+  assert len(lines) == 1
 
 
 def _pattern(phrasing: str) -> str:
