@@ -1,7 +1,8 @@
 """OpenVLA-OFT as a policy: it decides a chunk of actions in one pass."""
 
+from collections.abc import Callable
 import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +47,10 @@ def policy(
     ValueError: if the statistics are of actions of another length.
   """
   _check(config, stats, state_stats)
-  base_config = config.openvla
-  l1 = config.head == 'l1'
+  llama = config.openvla.llama
+  head = _token_head(config, sampling)
+  if config.head == 'l1':
+    head = _l1_head(config)
   reduce = (lambda x_BT: x_BT.sum(1)) if logp_of == 'action' else (lambda x: x)
 
   def states(params, obs: openvla_oft.Observation):
@@ -59,76 +62,116 @@ def policy(
   def init(key):
     params = openvla_oft.init_params(config, key)
     if critic:
-      params[base.CRITIC] = value_model.init_head(base_config.llama)
+      params[base.CRITIC] = value_model.init_head(llama)
     return params
 
   def act(params, obs, key_B, *, group_size=1, greedy=False):
     x_NTD = states(params, jax.tree.map(lambda x: x[::group_size], obs))
     repeat = functools.partial(jnp.repeat, repeats=group_size, axis=0)
-    if l1:
-      action_BT = repeat(openvla_oft.regress(config, params, x_NTD))
-      logp = reduce(jnp.zeros_like(action_BT))
-    else:
-      logit_NTV = openvla.action_logits(base_config, params, x_NTD)
-      logit_BTV = repeat(sample.shape(logit_NTV, sampling))
-      if greedy:
-        bin_BT = jnp.argmax(logit_BTV, -1)
-      else:
-        # One key a row: its tokens are drawn together.
-        bin_BT = jax.vmap(jax.random.categorical)(key_B, logit_BTV)
-      action_BT = bin_BT.astype(jnp.int32) + base_config.tokens.start
-      logp = reduce(sample.logp(logit_BTV, bin_BT))
+    action_BT, logp_BT = head.act(params, x_NTD, key_B, repeat, greedy)
+    logp = reduce(logp_BT)
     zero_B = jnp.zeros(action_BT.shape[:1], logp.dtype)
     return base.Experience(obs, action_BT, logp, jnp.ones_like(logp), zero_B)
 
   def evaluate(params, obs, action_BT, *, group_size=1):
-    if l1:
-      raise ValueError(
-        'Actions of the L1 head have no probability, which reinforcement '
-        "learning needs: take a model with head = 'token'."
-      )
     x_NTD = states(params, jax.tree.map(lambda x: x[::group_size], obs))
     x_BTD = jnp.repeat(x_NTD, group_size, axis=0)
-    bin_BT = action_BT - base_config.tokens.start
-    logit_BTV = openvla.action_logits(base_config, params, x_BTD)
-    logit_BTV = sample.shape(logit_BTV, sampling, keep_BT=bin_BT)
-    logp, entropy = sample.logp(logit_BTV, bin_BT), sample.entropy(logit_BTV)
+    logp_BT, entropy_BT = head.score(params, x_BTD, action_BT)
     value_B = None
     if critic:
-      value_B = openvla.values(base_config, params, x_BTD[:, :1])
-    return base.Evaluation(reduce(logp), reduce(entropy), value_B)
+      value_B = openvla.values(config.openvla, params, x_BTD[:, :1])
+    return base.Evaluation(reduce(logp_BT), reduce(entropy_BT), value_B)
 
   def value(params, obs):
     x_BTD = states(params, obs)
-    return openvla.values(base_config, params, x_BTD[:, :1])
+    return openvla.values(config.openvla, params, x_BTD[:, :1])
 
   def imitation_loss(params, obs, action_BT, key_B):
     del key_B  # Neither loss draws anything.
-    if l1:
-      got_BT = openvla_oft.regress(config, params, states(params, obs))
-      # Summed as log-probabilities are: of a Laplace distribution, this is −lp.
-      return jnp.abs(got_BT - action_BT).sum(1)
-    token_BT = base_config.tokens.encode(action_BT)
-    logp = evaluate(params, obs, token_BT).logp
-    return -logp.reshape(logp.shape[0], -1).sum(1)
+    return head.loss(params, states(params, obs), action_BT)
 
   def to_env_action(action):
-    if not l1:
-      action = base_config.tokens.decode(action)
+    action = head.decode(action)
     action = action.reshape(*action.shape[:-1], config.Z, config.A)
     return action_tokens.unnormalize(stats, action)
 
-  narrow = jnp.dtype(base_config.llama.dtype) != base_config.llama.param_dtype
   return base.Policy(
     init,
     act,
     evaluate,
     to_env_action,
     value if critic else None,
-    recompute_logp=narrow,
+    recompute_logp=jnp.dtype(llama.dtype) != llama.param_dtype,
     sampling=sampling,
     imitation_loss=imitation_loss,
   )
+
+
+class _Head(NamedTuple):
+  """How a chunk of actions is made of the states that predict its tokens.
+
+  Attributes:
+    act: `params, x_NTD, key_B, repeat, greedy -> action_BT, logp_BT`, where
+      `repeat` gives each row of a group that of its group.
+    score: `params, x_BTD, action_BT -> logp_BT, entropy_BT`.
+    loss: `params, x_BTD, action_BT -> loss_B`, of normalized actions that are
+      imitated.
+    decode: `action -> normalized action`.
+  """
+
+  act: Callable[..., tuple[jax.Array, jax.Array]]
+  score: Callable[..., tuple[jax.Array, jax.Array]]
+  loss: Callable[..., jax.Array]
+  decode: Callable[[jax.Array], jax.Array]
+
+
+def _token_head(config: openvla_oft.Config, sampling: sample.Sampling) -> _Head:
+  """Tokens of actions, drawn independently of each other."""
+  tokens = config.openvla.tokens
+
+  def act(params, x_NTD, key_B, repeat, greedy):
+    logit_NTV = openvla.action_logits(config.openvla, params, x_NTD)
+    logit_BTV = repeat(sample.shape(logit_NTV, sampling))
+    if greedy:
+      bin_BT = jnp.argmax(logit_BTV, -1)
+    else:
+      # One key a row: its tokens are drawn together.
+      bin_BT = jax.vmap(jax.random.categorical)(key_B, logit_BTV)
+    action_BT = bin_BT.astype(jnp.int32) + tokens.start
+    return action_BT, sample.logp(logit_BTV, bin_BT)
+
+  def score(params, x_BTD, action_BT):
+    bin_BT = action_BT - tokens.start
+    logit_BTV = openvla.action_logits(config.openvla, params, x_BTD)
+    logit_BTV = sample.shape(logit_BTV, sampling, keep_BT=bin_BT)
+    return sample.logp(logit_BTV, bin_BT), sample.entropy(logit_BTV)
+
+  def loss(params, x_BTD, action_BT):
+    return -score(params, x_BTD, tokens.encode(action_BT))[0].sum(1)
+
+  return _Head(act, score, loss, tokens.decode)
+
+
+def _l1_head(config: openvla_oft.Config) -> _Head:
+  """Normalized actions, without a probability."""
+
+  def act(params, x_NTD, key_B, repeat, greedy):
+    del key_B, greedy  # Nothing is drawn.
+    action_BT = repeat(openvla_oft.regress(config, params, x_NTD))
+    return action_BT, jnp.zeros_like(action_BT)
+
+  def score(params, x_BTD, action_BT):
+    raise ValueError(
+      'Actions of the L1 head have no probability, which reinforcement '
+      "learning needs: take a model with head = 'token'."
+    )
+
+  def loss(params, x_BTD, action_BT):
+    # Summed as log-probabilities are: of a Laplace distribution, this is −lp.
+    got_BT = openvla_oft.regress(config, params, x_BTD)
+    return jnp.abs(got_BT - action_BT).sum(1)
+
+  return _Head(act, score, loss, lambda action: action)
 
 
 def _check(

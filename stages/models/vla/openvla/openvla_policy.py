@@ -82,9 +82,8 @@ def policy(
       config, sampling, A, params, prefix, key_B, group_size, greedy
     )
     logp = reduce(logp_BA)
-    one = jnp.ones_like(logp)
     zero_B = jnp.zeros(action_BA.shape[:1], logp.dtype)
-    return base.Experience(obs, action_BA, logp, one, zero_B)
+    return base.Experience(obs, action_BA, logp, jnp.ones_like(logp), zero_B)
 
   def evaluate(params, obs: Observation, action_BA, *, group_size=1):
     prefix = _prefix(config, params, obs, group_size)
@@ -114,8 +113,7 @@ def policy(
     return -logp.reshape(logp.shape[0], -1).sum(1)
 
   def to_env_action(action):
-    normalized = config.tokens.decode(action)
-    return action_tokens.unnormalize(stats, normalized)
+    return action_tokens.unnormalize(stats, config.tokens.decode(action))
 
   return base.Policy(
     init,
