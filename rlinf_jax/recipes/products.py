@@ -53,6 +53,8 @@ def _products(
   digits: arithmetic.Digits,
 ) -> list[dict[str, str]]:
   """Products whose lengths are about equally frequent."""
+  if not rows:
+    return []
   pair = arithmetic.pairs(rng, SPARE * rows, digits, held_out)
   length = np.char.str_len(pair.prod(1).astype(str))
   _, kind, count = np.unique(length, return_inverse=True, return_counts=True)
