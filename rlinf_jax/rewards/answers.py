@@ -22,6 +22,11 @@ STATED = re.compile(r'(?:answer|result)\s*(?:is|:|=)\s*(.+)', re.I)
 # Math-Verify would read the beginning of these as a number: 2,125 of 2,1251.
 # Not in brackets, where commas separate.
 MISGROUPED = re.compile(r'(?<![\d(\[{,.])\d{1,3}(?:,\d{3})+\d+')
+# Sums, differences and products of numbers. 1.5 × 10^3 is one number.
+UNWORKED = re.compile(
+  r'[\d)}\]%]\s*(?:[+−*×·-]|\\(?:times|cdot))\s*(?!10\s*(?:\^|\*\*))[\d(\\{.$]'
+)
+QUOTIENT = re.compile(r'\\[dt]?frac|[\d)}\]]\s*(?:/|÷|\\div)\s*[\d(\\{]')
 TEXT_COMMAND = re.compile(r'\\(?:text|textbf|mathrm|mathbf)\s*{([^{}]*)}')
 
 
@@ -31,6 +36,8 @@ def correct(completion: base.Completion) -> float:
   The final answer is what follows `####`, or is in `\\boxed{}`, or is stated
   last. An answer of one letter (A … J) is a multiple choice, and an answer in
   words is compared letter by letter; all others are compared as mathematics.
+  Where the answer is a number, one that is not worked out is wrong: 51 - 28 is
+  not 23, or a model would learn to leave the work to this function.
   """
   gold = final_answer.unboxed(completion.answer).strip().strip('$').strip()
   text = completion.text[-final_answer.MAX_CHARACTERS :]
@@ -101,7 +108,25 @@ def _equal_mathematics(text: str, gold: str) -> bool:
     stated = STATED.findall(text)
     last = stated[-1] if stated else lines[-1] if lines else ''
     found = math_verify.parse(_box(last.strip(' .')), parsing_timeout=None)
+  if _leaves_work(found, gold):
+    return False
   return math_verify.verify(truth, found, timeout_seconds=None)
+
+
+def _leaves_work(found: list, gold: str) -> bool:
+  """Whether a number was asked for, and an expression of numbers is said.
+
+  Args:
+    found: what Math-Verify parsed: the mathematics, and its text.
+    gold: the answer.
+  """
+  number = final_answer.number(final_answer.STYLE.sub('', gold))
+  if number is None:
+    return False
+  said = [x.rpartition('=')[2] for x in found if isinstance(x, str)]
+  if any(UNWORKED.search(x) for x in said):
+    return True
+  return number.denominator == 1 and any(QUOTIENT.search(x) for x in said)
 
 
 @functools.lru_cache(maxsize=1024)

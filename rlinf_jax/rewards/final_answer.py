@@ -60,12 +60,16 @@ def vote(text: str) -> str | None:
   if answer is None:
     return None
   answer = STYLE.sub('', answer).casefold()
-  number = _number(answer)
-  return answer if number is None else str(number)
+  value = number(answer)
+  return answer if value is None else str(value)
 
 
-def _number(text: str) -> fractions.Fraction | None:
-  """The number that a text is; None if it is none."""
+def number(text: str) -> fractions.Fraction | None:
+  """The number that an answer is, without working it out; None if it is none.
+
+  Args:
+    text: an answer without the differences of `STYLE`.
+  """
   found = PLAIN_NUMBER.fullmatch(text)
   if not found:
     return None

@@ -35,6 +35,13 @@ RIGHT = [
   ('C', 'C'),
   ('\\boxed{\\text{Paris}}', 'Paris'),
   ('The answer is Tuesday.', 'Tuesday'),
+  ('Emma has 51 - 28 = 23 shells left', '23'),
+  ('\\boxed{1.5 \\times 10^3}', '1500'),
+  ('\\boxed{2^{10}}', '1024'),
+  ('\\boxed{\\frac{2}{4}}', '0.5'),
+  ('\\boxed{x - 1}', 'x-1'),
+  ('It is -5.', '-5'),
+  ('\\boxed{2+\\sqrt{3}}', '\\sqrt{3}+2'),
 ]
 WRONG = [
   ('\\boxed{0.51}', '1/2'),
@@ -54,6 +61,15 @@ WRONG = [
   ('', 'Paris'),
   ('\\boxed{', '1'),
   ('1 2 3 4 5 6 7 8 9', '5'),
+  # Numbers that are not worked out.
+  ('Emma has 51 - 28', '23'),
+  ('Hugo has a total of 23 + 34 books', '57'),
+  ('#### 6 * 9', '54'),
+  ('\\boxed{6 \\times 9}', '54'),
+  ('\\boxed{20/4}', '5'),
+  ('\\boxed{\\frac{10}{2}}', '5'),
+  ('\\boxed{\\frac{1}{4}+\\frac{1}{4}}', '1/2'),
+  ('x = 21*10 + 10', '220'),
 ]
 
 
