@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import jax
 
 from rlinf_jax.agents import formats
-from rlinf_jax.serve import batches, replies, requests, sessions
+from rlinf_jax.serve import (
+  batches,
+  engine_decoder,
+  replies,
+  requests,
+  sessions,
+)
 
 
 class Served(NamedTuple):
@@ -24,7 +30,7 @@ class Served(NamedTuple):
 
   name: str
   tokenizer: Any
-  decoder: batches.Decoder
+  decoder: batches.Decoder | engine_decoder.Decoder
   parse: Callable[[str], list] = formats.hermes
 
 

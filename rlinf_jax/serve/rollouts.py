@@ -20,10 +20,17 @@ import numpy as np
 
 from rlinf_jax.agents import deadline, formats
 from rlinf_jax.data import text_arrays
-from rlinf_jax.serve import batches, completions, endpoint, server, sessions
+from rlinf_jax.serve import (
+  batches,
+  completions,
+  endpoint,
+  engine_decoder,
+  server,
+  sessions,
+)
 import stages
 from stages import base, ranges
-from stages.language import conversation, sample, tokens
+from stages.language import conversation, tokens
 from stages.models import huggingface
 
 MODEL = 'policy'  # Name of the model, as agents say it.
@@ -111,12 +118,13 @@ def converse(
     agents: the agent and its limits.
 
   Raises:
-    ValueError: for a policy that does not generate in JAX.
+    ValueError: for a policy that decodes in slots, reads pictures or replays
+      routing.
   """
-  if policy.resume is None or policy.out_shapes is not None:
+  if policy.resume is None:
     raise ValueError(
-      'The endpoint of agents generates in JAX: leave out slots, engines '
-      '(vLLM) and replay_routing, and use a language model that reads '
+      'The endpoint of agents has no slots of its own and records no routing: '
+      'leave out slots and replay_routing, and use a language model that reads '
       'text alone.'
     )
   temperature = 0.0 if greedy else policy.sampling.temperature
@@ -127,7 +135,7 @@ def converse(
     problems = [json.loads(text) for text in row_B]
     bits = jnp.asarray(jax.random.key_data(key_B))
     keys = [jax.random.wrap_key_data(row) for row in bits]
-    served = _served(agents, policy.sampling)
+    served = _served(agents, policy)
     result = served.submit(
       actor, agents.agent, pool, problems, keys, temperature
     )
@@ -150,6 +158,7 @@ def converse(
     host=True,
     out_shapes=out_shapes,
     asynchronous=True,
+    engine=_engine(policy, agents, group_size, greedy),
   )
 
   def rollout(actor: base.Version, problem: base.Problem, key_B):
@@ -157,6 +166,25 @@ def converse(
     return problem._replace(answer=episode), x
 
   return rollout
+
+
+def _engine(policy: base.Policy, agents: Agents, group_size: int, greedy: bool):
+  """What a cost model reads of an engine; None where JAX generates."""
+  if policy.out_shapes is None:
+    return None
+
+  def equivalent(actor: base.Version, problem: base.Problem, key_B):
+    x = policy.engine.equivalent(
+      actor.params,
+      problem.prompt,
+      key_B,
+      group_size=group_size,
+      greedy=greedy,
+    )
+    _, episode = _empty(problem, agents.response_length, jnp)
+    return x, episode
+
+  return policy.engine._replace(equivalent=equivalent)
 
 
 class Outcome(NamedTuple):
@@ -172,19 +200,24 @@ class Outcome(NamedTuple):
 
 
 class _Served:
-  """A server before the policy, whose calls come one batch after the other."""
+  """A server before the policy."""
 
-  def __init__(self, agents: Agents, sampling: sample.Sampling):
+  def __init__(self, agents: Agents, policy: base.Policy):
     tokenizer = tokens.load_tokenizer(agents.checkpoint)
-    self._decoder = batches.Decoder(
-      huggingface.load_config(agents.checkpoint),
-      None,
-      stop=huggingface.stop_tokens(agents.checkpoint),
-      prompt_length=agents.call_prompt_length,
-      response_length=agents.call_length,
-      max_rows=agents.num_threads,
-      sampling=sampling,
-    )
+    limits = {
+      'stop': huggingface.stop_tokens(agents.checkpoint),
+      'prompt_length': agents.call_prompt_length,
+      'response_length': agents.call_length,
+      'max_rows': agents.num_threads,
+    }
+    self._takes_adapters = policy.out_shapes is not None
+    if policy.out_shapes is not None:
+      self._decoder = engine_decoder.Decoder(policy, **limits)
+    else:
+      config = huggingface.load_config(agents.checkpoint)
+      self._decoder = batches.Decoder(
+        config, None, **limits, sampling=policy.sampling
+      )
     self._endpoint = endpoint.Endpoint(
       completions.Served(MODEL, tokenizer, self._decoder, agents.parse)
     )
@@ -201,10 +234,10 @@ class _Served:
   def _run(
     self, actor: base.Version, agent, pool, problems, keys, temperature
   ) -> list[Outcome]:
-    if base.FROZEN in actor.params:
+    if base.FROZEN in actor.params and not self._takes_adapters:
       raise ValueError(
-        'The endpoint of agents serves whole weights, and these have adapters: '
-        'leave out lora.'
+        'In JAX, the endpoint of agents serves whole weights, and these have '
+        'adapters: generate with vLLM, or leave out lora.'
       )
     self._decoder.update(actor.params, int(actor.step))
     own = [self._endpoint.sessions.create(key, temperature) for key in keys]
@@ -246,12 +279,15 @@ _all_served: dict[Any, _Served] = {}
 _lock = threading.Lock()
 
 
-def _served(agents: Agents, sampling: sample.Sampling) -> _Served:
+def _served(agents: Agents, policy: base.Policy) -> _Served:
   """The server of a model, which training and evaluation share."""
-  key = agents._replace(agent=None, timeout=0.0, response_length=0), sampling
+  key = (
+    agents._replace(agent=None, timeout=0.0, response_length=0),
+    policy.sampling if policy.out_shapes is None else policy.resume,
+  )
   with _lock:
     if key not in _all_served:
-      _all_served[key] = _Served(agents, sampling)
+      _all_served[key] = _Served(agents, policy)
     return _all_served[key]
 
 
