@@ -5,10 +5,13 @@
 An answer to every second turn, by chance, takes 1 s on average, with an
 exponential distribution. The ways alternate; the first round compiles, and each
 round has other latencies, so that answers come in another order. The
-conversations of all rounds must have the same tokens.
+conversations of all rounds must have the same tokens. With `--vllm`, vLLM takes
+the turns, of all rows that have one; what is called slots is then how many must
+have one before it goes on.
 """
 
 import argparse
+import functools
 import json
 import tempfile
 import time
@@ -82,7 +85,14 @@ def make_model(folder: str, args) -> str:
 
 def make_ways(args, model: str, latencies: Latencies):
   """Functions that play all conversations, by name."""
-  policy = huggingface.policy(model, response_length=args.length)
+  engine = None
+  if args.vllm:
+    from rlinf_jax.engines import vllm
+
+    engine = functools.partial(
+      vllm.engine, max_num_seqs=args.rows, block_size=32
+    )
+  policy = huggingface.policy(model, response_length=args.length, engine=engine)
 
   def converse(slots):
     envs = episodes.envs(
@@ -190,6 +200,7 @@ def main():
   parser.add_argument('--layers', type=int, default=3)
   parser.add_argument('--seconds', type=float, default=1.0)
   parser.add_argument('--rounds', type=int, default=3)
+  parser.add_argument('--vllm', action='store_true')
   parser.add_argument('--picture', default=None)
   args = parser.parse_args()
   found = measure(args)

@@ -186,3 +186,9 @@ def _settings(model):
   return vllm_engine.vllm_start.Settings(
     model.folder, config, kv_cache_memory_bytes=None, **ENGINE
   )
+
+
+def test_blocks_that_a_cpu_does_not_have_are_refused(model):
+  small = functools.partial(vllm.engine, block_size=16)
+  with pytest.raises(ValueError, match='blocks of 32 tokens or a multiple'):
+    policy(model, small)
