@@ -210,7 +210,8 @@ def gather(tree, rules: Rules = DEFAULT):
   """Gathers parameters once, for a call that reads each of them many times.
 
   Axes that also shard rows are gathered; others, such as `tensor`, stay
-  sharded. Without an ambient mesh nothing changes.
+  sharded. Without an ambient mesh nothing changes. Parameters that were rounded
+  before are gathered so: otherwise XLA might round them after.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
@@ -223,8 +224,10 @@ def gather(tree, rules: Rules = DEFAULT):
 
   def gathered(path, leaf):
     letters = dimensions(path, leaf.shape) or ('',) * leaf.ndim
-    spec = partition_spec(mesh, letters, leaf.shape, rest)
-    return jax.lax.with_sharding_constraint(leaf, spec)
+    for some in (rules, rest):
+      spec = partition_spec(mesh, letters, leaf.shape, some)
+      leaf = jax.lax.with_sharding_constraint(leaf, spec)
+    return leaf
 
   return jax.tree_util.tree_map_with_path(gathered, tree)
 

@@ -255,3 +255,18 @@ def test_gathering_keeps_axes_that_do_not_shard_rows():
     gathered = jax.jit(rules.gather)(tree)
   assert gathered['up_DF'].sharding.spec == P(None, 'tensor')
   assert gathered['scale_D'].sharding.is_fully_replicated
+
+
+def test_what_was_rounded_is_gathered_so():
+  """XLA for GPUs gathered stacked layers first, and rounded them after."""
+
+  def rounded(tree):
+    return rules.gather(jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree))
+
+  with jax.set_mesh(mixed()):
+    traced = jax.make_jaxpr(rounded)({'up_DF': jnp.ones((32, 64))})
+  names = [eqn.primitive.name for eqn in traced.eqns]
+  assert names == ['convert_element_type', *2 * ['sharding_constraint']]
+  # Where it is when it has been rounded, and where it is when it is gathered.
+  specs = [eqn.params['sharding'].spec for eqn in traced.eqns[1:]]
+  assert specs == [P('fsdp', 'tensor'), P(None, 'tensor')]
