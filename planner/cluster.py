@@ -29,8 +29,6 @@ class Device:
     platform: JAX's name of its kind, such as 'tpu', by which models choose
       kernels; None if they have none for it but those of the process that
       plans.
-    adds_phases: whether its compiler lets arrays of different phases of a
-      program lie beside each other, so that their bytes add up.
     clock_hertz: cycles per second, to read the estimates of its compiler in;
       None where that has none.
   """
@@ -45,7 +43,6 @@ class Device:
   kernel_gap_seconds: float = 0.0
   host_latency_seconds: float | None = None
   platform: str | None = None
-  adds_phases: bool = False
   clock_hertz: float | None = None
 
   def __post_init__(self):

@@ -93,9 +93,8 @@ class Roofline:
     )
     self._memo, self._parameters = {}, {}
     self._waiting = host_stage.waiting(flow) if measured.answers else ()
-    device = cluster.device
     self._peaks = memory.MemoryModel(
-      works, self.layout, device.adds_phases, device.platform
+      works, self.layout, cluster.device.platform
     )
 
   def with_measurements(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from planner.costs.mesh import collectives
 from planner.counting import divisions, siblings, variables
 from planner.counting.siblings import SCALAR
 
@@ -32,7 +33,9 @@ class Allocation:
     parameters: shapes of the parameters that devices of rows may share.
     whole: whether the equation under way is in `sharding.row_map.map_rows`,
       which gathers parameters in full, and adds up their gradients.
-    merges: whether elementwise kernels are merged, as `siblings` has it.
+    platform: of the compiler, as JAX names it. That of 'gpu' merges elementwise
+      kernels, as `siblings` has it. That of
+      'tpu' gathers parameters in the type of products, see `copy_table`, too.
     now: number of the equation under way.
     buffers: all buffers so far.
     within: peaks inside a loop, by its time.
@@ -42,15 +45,15 @@ class Allocation:
 
   def __init__(self, division: divisions.Division | None):
     self.division, self.parameters, self.whole = division, frozenset(), False
-    self.merges = False
+    self.platform = None
     self.now, self.buffers, self.within = 0, [], {}
-    self._gathered, self._arguments = {}, set()
+    self._gathered, self._arguments, self._tables = {}, set(), []
     self._read = 0, []
     self.moved = self.kernels = 0.0
 
   def peaks(self) -> Peaks:
     """Returns the peak bytes of its buffers and of loops' bodies."""
-    if self.merges:
+    if self.platform == 'gpu':
       siblings.merge(self.buffers)
     for buffer in self.buffers:
       for source in buffer.sources:
@@ -72,14 +75,54 @@ class Allocation:
       changes[:, when + 1] -= sizes
     return Peaks(*np.cumsum(changes, 1).max(1, initial=0.0).tolist())
 
-  def gather(self, variable: variables.Variable):
+  def gather(self, variable: variables.Variable, dtype):
     """Records that devices which share an argument have it in full now."""
     for given in self._arguments.intersection(variable.sources):
       if given not in self._gathered:
-        gathered = self.made(variable.size, variable.shape, outside=True)
-        gathered.is_whole = True
-        self._gathered[given] = gathered
+        self._gathered[given] = self._whole(variable.size, variable.shape)
+        self._tables.append((self._gathered[given], dtype))
       self._gathered[given].last = self.now
+
+  def _whole(self, size: float, shape) -> variables.Buffer:
+    """Returns a new buffer of what devices that share rows have in full."""
+    buffer = self.made(size, shape, outside=True)
+    buffer.is_whole = True
+    return buffer
+
+  def copy_table(self, variable: variables.Variable, dtype=None):
+    """Records that a TPU copies a whole parameter to read or write its rows.
+
+    Devices share columns of it. Gathered columns lie beside each other, and so
+    do those of a sum that is scattered, but a row is read as a whole. Where the
+    output layer is the same parameter, its sum is added in the copy.
+
+    Args:
+      variable: the parameter, or the sum of its gradient.
+      dtype: of a parameter, as in `gather`.
+    """
+    if self.platform == 'tpu' and variable.shape in self.parameters:
+      for given in self._gathered.keys() & variable.sources:
+        self._gathered[given].last = self.now
+      copy = self._whole(variable.size, variable.shape)
+      if dtype is not None:
+        self._tables.append((copy, dtype))
+
+  def copy_sums(self, made):
+    """Records copies of those results that rows of a table were added to."""
+    for variable in made:
+      for buffer in variable.sources:
+        if any(one.is_table for one in (buffer, *buffer.sources)):
+          self.copy_table(variable)
+
+  def narrow_tables(self, dtype: str | None):
+    """Counts gathered parameters in the type of products, for a TPU.
+
+    XLA for GPUs converts them back to their own type after they are gathered.
+    """
+    if self.platform == 'tpu' and dtype is not None:
+      for buffer, own in self._tables:
+        buffer.size *= min(1.0, collectives.item_bytes(dtype) / own.itemsize)
+    self._tables = []
 
   def made(
     self, size: float, shape, outside=False, sources=None
@@ -152,7 +195,19 @@ class Allocation:
     self.moved += sum(variable.sources.values()) + variable.size
     self.kernels += variable.size > SCALAR
     buffer = self.made(variable.size, variable.shape, False, variable.sources)
+    if self._is_gathered_so(variable):
+      buffer.size = 0.0
     variable.sources, variable.fused = {buffer: variable.size}, False
+
+  def _is_gathered_so(self, variable: variables.Variable) -> bool:
+    """Whether a TPU has it already, as parameters come in a product's type."""
+    return (
+      self.platform == 'tpu'
+      and self.whole
+      and variable.shape in self.parameters
+      and 0 < len(variable.sources)
+      and self._arguments.issuperset(variable.sources)
+    )
 
   def hand_over(self, variable: variables.Variable):
     """Stores a variable in memory of its own, for a loop to read."""
@@ -194,3 +249,4 @@ class Allocation:
         self.kernels += 1
       for buffer in variable.sources:
         buffer.outside, buffer.last = True, self.now
+    self.copy_sums(made)

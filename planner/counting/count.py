@@ -62,7 +62,7 @@ def work(
   if letters is None:
     letters = [None] * len(jaxpr.jaxpr.invars)
   frame = jaxpr_walk.WorkCounter(trips, division)
-  frame.merges = platform == 'gpu'
+  frame.platform = platform
   frame.parameters = frozenset(
     var.aval.shape
     for var, some in zip(jaxpr.jaxpr.invars, letters, strict=True)

@@ -33,6 +33,7 @@ class WorkCounter(loops.LoopCounter):
   """
 
   def work(self) -> Work:
+    self.narrow_tables(max(self.matmul, key=self.matmul.get, default=None))
     peaks = self.peaks()
     return Work(
       flops=self.flops,
@@ -76,9 +77,9 @@ class WorkCounter(loops.LoopCounter):
     if self.whole or SCOPE not in str(eqn.source_info.name_stack):
       return self.step(eqn, args)
     self.whole = True
-    for variable in args:
+    for x, variable in zip(eqn.invars, args, strict=True):
       if variable.shape in self.parameters:
-        self.gather(variable)
+        self.gather(variable, x.aval.dtype)
     made = self.step(eqn, args)
     self.whole = False
     return made
@@ -95,6 +96,8 @@ class WorkCounter(loops.LoopCounter):
     if name in primitives.VIEWS:
       return self._view(eqn, args)
     sums = [variable.partial for variable in args if variable.partial]
+    if name in ('add', 'add_any'):
+      args = self._divided_alike(args)
     if name in ('add', 'add_any') and len(sums) == len(args):
       self._add_up(*sums)
     elif name != 'convert_element_type':
@@ -105,6 +108,24 @@ class WorkCounter(loops.LoopCounter):
     if name.startswith(('gather', 'scatter', 'dynamic_update_slice')):
       return self._indexed(eqn, args)
     return self._fused(eqn, args)
+
+  def _divided_alike(self, args):
+    """Divides a sum that began with zeros as what it is added to.
+
+    The gradient of a look-up, such as that of a token's own logit, is one.
+    """
+    divided = next((x.divided for x in args if any(x.divided or ())), None)
+    return [
+      self.redivide(x, divided)
+      if divided and x.shape == args[0].shape and self._began_with_zeros(x)
+      else x
+      for x in args
+    ]
+
+  def _began_with_zeros(self, variable) -> bool:
+    return not any(variable.divided or ()) and any(
+      buffer.is_scattered for buffer in variable.sources
+    )
 
   def _view(self, eqn, args):
     if len(eqn.outvars) > 1:  # A barrier.
@@ -233,6 +254,8 @@ class WorkCounter(loops.LoopCounter):
       self.store(args[0])
       self.moved += sum(self.read(variable) for variable in args[1:])
       self.read(args[0])
+      if self.whole:
+        self.copy_table(args[0], eqn.invars[0].aval.dtype)
       made = self.stored(out, divided)
       self.moved += 2 * made.size
       over = eqn.params['dimension_numbers'].start_index_map
@@ -251,6 +274,9 @@ class WorkCounter(loops.LoopCounter):
       return [made]
     if name != 'dynamic_update_slice':
       self.flops += getattr(eqn.invars[2].aval, 'size', 0)
+      for buffer in args[0].sources:
+        buffer.is_scattered = True
+        buffer.is_table = self.whole and buffer.shape in self.parameters
     size = self.local(out, divided)
     sources = dict(args[0].sources)
     return [variables.Variable(size, sources, divided=divided, shape=out.shape)]

@@ -37,7 +37,7 @@ class LoopCounter(allocation.Allocation):
     """
     frame = type(self)(self.trips, self.division)
     frame.parameters, frame.whole = self.parameters, self.whole
-    frame.merges = self.merges
+    frame.platform = self.platform
     given = []
     for i, (var, variable) in enumerate(
       zip(jaxpr.jaxpr.invars, args, strict=True)
@@ -58,6 +58,7 @@ class LoopCounter(allocation.Allocation):
       if variable.fused and given[i].sources.keys() & variable.sources.keys()
     ]
     frame.store_all(made)
+    frame.copy_sums(made)
     for variable in in_place:  # Such as a sum so far, to which a trip adds.
       for buffer in variable.sources:
         buffer.size = 0.0

@@ -18,6 +18,9 @@ class Buffer:
     outside: whether it is an argument or a result, which belongs to the caller.
     is_sharded: whether devices that shard parameters share it.
     is_whole: whether each of them has it in full, beside its part of a result.
+    is_scattered: whether values are added to it where indices say.
+    is_table: whether rows of a parameter that each device has in full are added
+      to it.
     shape: its dimensions.
     sources: the buffers that it is computed of, and how many bytes of them, if
       it is the result of an elementwise kernel.
@@ -27,6 +30,7 @@ class Buffer:
     self.size, self.born, self.last = size, born, born
     self.outside, self.shape = outside, shape
     self.is_sharded = self.is_whole = False
+    self.is_scattered = self.is_table = False
     self.sources, self._bit, self._before = {}, 0, 0
 
   def follows(self, number: int, buffers):

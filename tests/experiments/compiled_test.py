@@ -84,15 +84,9 @@ def test_moments_of_7b_stay_in_host_memory_while_they_are_updated(name):
   assert memory['modeled'] == pytest.approx(memory['total'], rel=0.1)
 
 
-# Stages whose memory is not yet within a tenth of the model. Here as in
-# experiments/compiled/README.md, which says why.
-TOO_LOW = {
-  ('7b-2layers-8k-gradient-v5p8', 'gradient'),
-  ('7b-8k-v5p8', 'gradient'),
-  ('7b-8k-packed-v5p8', 'gradient'),
-  ('7b-8k-tensor-v5p8', 'gradient'),
-  ('1b5-2layers-logp-tensor-v6e8', 'proximal_logp'),
-}
+# XLA for GPUs pads the seven queries of a key to eight, which the model does
+# not: see experiments/compiled/README.md.
+PADDED = {('7b-8k-generate-tensor-h100x8', 'generate')}
 
 
 def test_recorded_costs_are_within_a_tenth_of_the_model():
@@ -101,12 +95,14 @@ def test_recorded_costs_are_within_a_tenth_of_the_model():
   for name, data in results.items():
     for stage in data['stages']:
       where, memory = (name, stage['name']), stage['memory']
-      if memory['modeled'] != pytest.approx(memory['total'], rel=0.1):
-        far.add(where)
+      modeled = memory['modeled']
+      assert modeled == pytest.approx(memory['total'], rel=0.1), where
       sent = stage['collective_bytes']
       if sent > 1000:  # Otherwise the norm of the gradient alone.
         modeled = stage['modeled_collective_bytes']
         assert modeled == pytest.approx(sent, rel=0.1), where
       flops = stage['modeled_matmul_flops']
-      assert flops == pytest.approx(stage['matmul_flops'], rel=0.02), where
-  assert far == TOO_LOW
+      if flops != pytest.approx(stage['matmul_flops'], rel=0.02):
+        assert flops == pytest.approx(stage['matmul_flops'], rel=0.03), where
+        far.add(where)
+  assert far == PADDED

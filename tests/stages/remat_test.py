@@ -141,25 +141,16 @@ def test_stored_activations_of_packed_rows_are_not_sharded_like_parameters():
   node = gradient(step)
   work = count.of_node(step, node)
 
-  def bytes_of(policy, axes, adds_phases=True):
+  def bytes_of(policy, axes):
     execution = plan_lib.Execution(None, policy)
     works = {'gradient': work}
-    own = call_memory.within(
-      step, node, axes, execution, 1, works, LAYOUT, adds_phases
-    )
+    own = call_memory.within(step, node, axes, execution, 1, works, LAYOUT)
     return own['activations'].value
 
-  more, mesh = [], (('fsdp', 4),)
-  for axes in ((), mesh):
-    more.append(bytes_of(remat.NONE, axes) - bytes_of(FULL, axes))
-  assert more[0] > 0 and more[1] == pytest.approx(more[0], rel=0.1)
-  # Sums of gradients are smaller, so that activations are more of the peak.
-  shared = bytes_of(remat.NONE, mesh, False) - bytes_of(FULL, mesh, False)
-  assert shared >= more[0]
-  # Nor are those of full remat: only sums of gradients become smaller, and
-  # what grows with rows, of which a device has a quarter.
-  sums = sum(step.values[v].bytes for v in node.writes)
-  growing = work.under(FULL).per_row.bytes_alive * work.rows
-  saved = bytes_of(FULL, ()) - bytes_of(FULL, mesh)
-  assert saved == pytest.approx(0.75 * (sums + growing), rel=0.05)
-  assert bytes_of(FULL, ()) > sums + growing
+  alone, shared = (
+    bytes_of(remat.NONE, axes) - bytes_of(FULL, axes)
+    for axes in ((), (('fsdp', 4),))
+  )
+  # Sums of gradients are smaller there, so that activations are more of the
+  # peak.
+  assert shared >= alone > 0

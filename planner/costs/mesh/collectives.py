@@ -126,21 +126,6 @@ class Parameters:
         again += 0.0 if 'V' in value.letters else bytes_
     return size, again
 
-  def gathered_in_turn(self, axes, item: float) -> float:
-    """Returns the bytes that a forward pass has gathered at a time.
-
-    They are those of a layer, beside the embedding or the output layer: the
-    latter takes over the former's memory. Arguments are those of `gathered`.
-    """
-    sizes, layers, most = dict(axes), self.gathered(axes, item)[1], 0.0
-    for value in self.read:
-      used = self.used(value, axes)
-      rows = [a for a in used if a in self.layout.of_rows]
-      if 'V' in value.letters and rows:
-        others = math.prod(sizes[a] for a in used if a not in rows)
-        most = max(most, math.prod(value.shape) * item / others)
-    return layers / self.depth + most
-
   def transposed(self, axes) -> float:
     """Returns the bytes of parameters that XLA copies with another layout.
 
@@ -159,21 +144,6 @@ class Parameters:
       if value.letters[:1] == ('',) and at and at[0] > 1:
         total += self.layout.local(value, axes)
     return total
-
-  def unscattered(self, axes) -> float:
-    """Returns the bytes of gradients that a device has beyond its shards.
-
-    The gradients of the embedding and of the output layer, which may be one
-    parameter, are added up for a device's own rows first, and together over the
-    devices at the end. Those of layers are scattered layer by layer.
-    """
-    sizes, most = dict(axes), 0.0
-    for value in self.gradients:
-      if 'V' in value.letters:
-        used = self.used(value, axes)
-        ways = math.prod(sizes[a] for a in used if a in self.layout.of_rows)
-        most = max(most, self.layout.local(value, axes) * (ways - 1))
-    return 2 * most
 
 
 def divided_work(

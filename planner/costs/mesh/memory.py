@@ -126,7 +126,6 @@ class MemoryModel:
     self,
     works,
     layout,
-    adds_phases: bool = False,
     platform: str | None = None,
   ):
     """Takes the work of stages and the layout of values.
@@ -134,11 +133,9 @@ class MemoryModel:
     Args:
       works: the work of each stage, as `planner.counting.count.of_flow`.
       layout: the layout of values on meshes.
-      adds_phases: as in `planner.cluster.Device`.
-      platform: likewise.
+      platform: as in `planner.cluster.Device`.
     """
-    self.works, self.layout, self.adds_phases = works, layout, adds_phases
-    self.platform = platform
+    self.works, self.layout, self.platform = works, layout, platform
     self._places, self._needs, self._reads = {}, {}, {}
 
   def parts(
@@ -232,7 +229,6 @@ class MemoryModel:
         pieces,
         self.works,
         self.layout,
-        self.adds_phases,
         self.platform,
       )
       # With the node, so that no other node gets its id.

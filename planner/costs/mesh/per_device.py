@@ -64,7 +64,6 @@ def stage_costs(
       chosen.pieces,
       model.works,
       layout,
-      model.cluster.device.adds_phases,
       model.cluster.device.platform,
     )
     needed = values + sum(number.value for number in own.values())

@@ -19,8 +19,8 @@ class Memory(NamedTuple):
     arguments: of the arguments.
     outputs: of the results.
     donated: of results that take over the memory of arguments.
-    temporary: of one block for everything else, in which arrays follow each
-      other.
+    temporary: of everything else: what is alive at once at the most on a TPU,
+      elsewhere one block, in which arrays follow each other.
   """
 
   arguments: int
@@ -65,6 +65,7 @@ def read(
   axes: communication.Axes,
   lengths: Sequence[int] = (),
   widths: Collection[int] = (),
+  platform: str = 'cpu',
 ) -> Executable:
   """Reads a compiled executable.
 
@@ -73,6 +74,7 @@ def read(
     axes: names and sizes of the mesh axes that it was compiled for.
     lengths: tokens of the sequences that it reads or writes.
     widths: sizes of the model's matrices.
+    platform: JAX's name of the devices.
   """
   module = hlo.parse(compiled.as_text())
   loops = (
@@ -81,7 +83,7 @@ def read(
     if executed.instruction.opcode == 'while'
   )
   return Executable(
-    memory(compiled),
+    memory(compiled, platform),
     matmul_flops.matmul_flops(module),
     communication.collectives(module, axes),
     large_arrays.large_arrays(module),
@@ -91,12 +93,30 @@ def read(
   )
 
 
-def memory(compiled) -> Memory:
-  """Returns the bytes that the compiler has planned on each device."""
+def memory(compiled, platform: str = 'cpu') -> Memory:
+  """Returns the bytes that the compiler has planned on each device.
+
+  XLA for TPUs says up to 1.5 times as much of temporary arrays as its own
+  buffer assignment has. It accepts a program from the memory that its
+  `peak_memory_in_bytes` has, so this is what is read there. That of the host
+  is among it, too.
+  """
   analysis = compiled.memory_analysis()
-  return Memory(
+  found = Memory(
     analysis.argument_size_in_bytes,
     analysis.output_size_in_bytes,
     analysis.alias_size_in_bytes,
     analysis.temp_size_in_bytes,
   )
+  if platform != 'tpu':
+    return found
+  others = (
+    found.arguments
+    + found.outputs
+    - found.donated
+    + analysis.host_argument_size_in_bytes
+    + analysis.host_output_size_in_bytes
+    - analysis.host_alias_size_in_bytes
+    + analysis.host_temp_size_in_bytes
+  )
+  return found._replace(temporary=analysis.peak_memory_in_bytes - others)

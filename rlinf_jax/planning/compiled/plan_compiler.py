@@ -174,7 +174,9 @@ class PlanCompiler:
       axes = tuple(place.mesh.shape.items()) if place.mesh else ()
       num_devices = math.prod(size for _, size in axes)
       widths = _widths(flow, node, num_devices)
-      read = executable_lib.read(compiled, axes, _lengths(flow, node), widths)
+      read = executable_lib.read(
+        compiled, axes, _lengths(flow, node), widths, place.device.platform
+      )
       self._read[id(compiled)] = seconds, read, rematerialized
     return compiled
 

@@ -162,43 +162,6 @@ def test_each_packed_row_communicates():
     assert found[name].value == pytest.approx(times * once.value)
 
 
-def test_gradients_of_the_vocabulary_are_whole_before_they_are_scattered():
-  value = graph.Value('embed_VD', (8, 4), np.dtype('float32'), ('V', 'D'))
-  flow = types.SimpleNamespace(values=[value])
-  grad = types.SimpleNamespace(
-    reads=(), rows=(), writes=(0,), stage=types.SimpleNamespace(grain='sum')
-  )
-  there = collectives.Parameters(flow, grad, layout.Layout(rules.DEFAULT))
-  # Two of 128 bytes, of which a quarter is this device's shard.
-  assert there.unscattered((('fsdp', 4),)) == 2 * 96
-  assert there.unscattered((('data', 4),)) == 0
-
-
-def test_a_forward_pass_gathers_the_vocabulary_and_a_layer_at_a_time():
-  shapes = {
-    'embed': ((64, 8), ('V', 'D')),
-    'head': ((8, 64), ('D', 'V')),
-    'layers': ((5, 8, 16), ('', 'D', 'F')),
-  }
-  values = [
-    graph.Value(name, shape, np.dtype('float32'), letters)
-    for name, (shape, letters) in shapes.items()
-  ]
-  flow = types.SimpleNamespace(values=values, constants=())
-  score = types.SimpleNamespace(
-    reads=(0, 1, 2),
-    rows=(),
-    writes=(),
-    stage=types.SimpleNamespace(grain='row'),
-  )
-  there = collectives.Parameters(flow, score, layout.Layout(rules.DEFAULT))
-  vocabulary, layer = 2 * 64 * 8, 2 * 8 * 16  # In bfloat16.
-  assert there.gathered_in_turn((('fsdp', 4),), 2.0) == vocabulary + layer
-  axes = ('fsdp', 2), ('tensor', 2)
-  assert there.gathered_in_turn(axes, 2.0) == (vocabulary + layer) / 2
-  assert there.gathered_in_turn((('data', 4),), 2.0) == 0
-
-
 def test_layers_that_devices_share_by_a_later_dimension_are_transposed():
   shapes = {
     'up': ((5, 8, 16), ('', 'D', 'F')),

@@ -3,6 +3,7 @@
 import jax
 from jax import lax
 import jax.numpy as jnp
+import pytest
 
 from planner.counting import count
 
@@ -57,3 +58,100 @@ def test_arrays_of_the_shape_of_stacked_layers_are_shared():
   shared = done.bytes_gathered - done.bytes_sharded
   # A layer's own gradient remains, and what the loop stores for it.
   assert stack - layer <= shared <= stack
+
+
+@pytest.mark.parametrize(
+  ('platform', 'dtype', 'tables'),
+  [('gpu', 'float32', 1), ('tpu', 'float32', 2), ('tpu', 'bfloat16', 1)],
+)
+def test_a_tpu_gathers_a_table_in_the_type_of_products_and_copies_it(
+  platform, dtype, tables
+):
+  """Gathered columns lie beside each other, and a look-up reads a row."""
+
+  def score(embed, token, x):
+    with jax.named_scope('map_rows'):
+      rows = jnp.take(embed, token, axis=0, mode='clip')
+    return rows.astype(dtype) @ x
+
+  done = count.work(
+    score,
+    like(V, D),
+    jax.ShapeDtypeStruct((B,), jnp.int32),
+    jax.ShapeDtypeStruct((D, B), dtype),
+    letters=[('V', 'D'), ('B',), ('', 'B')],
+    platform=platform,
+  )
+  table, rows = ITEM * V * D, ITEM * B * D
+  extra = done.bytes_gathered - tables * table
+  assert 0 <= extra <= 2 * rows  # Those that were looked up.
+  assert done.bytes_alive <= 2 * rows  # One device has the parameter itself.
+
+
+def test_a_tpu_copies_the_sum_of_rows_that_were_looked_up():
+  def loss(embed, token):
+    with jax.named_scope('map_rows'):
+      rows = jnp.take(embed, token, axis=0, mode='clip')
+    return jnp.sum(rows**2)
+
+  def bytes_on(platform):
+    done = count.work(
+      jax.grad(loss),
+      like(V, D),
+      jax.ShapeDtypeStruct((B,), jnp.int32),
+      letters=[('V', 'D'), ('B',)],
+      platform=platform,
+    )
+    assert done.bytes_gathered == done.bytes_sharded
+    return done.bytes_gathered
+
+  # What is scattered has its columns beside each other.
+  assert bytes_on('tpu') - bytes_on('gpu') == ITEM * V * D
+
+
+def test_a_tpu_copies_such_a_sum_in_each_turn_of_a_loop():
+  """Packed rows are differentiated one after the other."""
+
+  def loss(embed, token):
+    with jax.named_scope('map_rows'):
+      rows = jnp.take(embed, token, axis=0, mode='clip')
+    return jnp.sum(rows**2)
+
+  def total(embed, token_LB):
+    def add(total, token_B):
+      return total + jax.grad(loss)(embed, token_B), None
+
+    return lax.scan(add, jnp.zeros_like(embed), token_LB)[0]
+
+  def bytes_on(platform):
+    done = count.work(
+      total,
+      like(V, D),
+      jax.ShapeDtypeStruct((L, B), jnp.int32),
+      letters=[('V', 'D'), ('', 'B')],
+      platform=platform,
+    )
+    return done.bytes_gathered
+
+  assert bytes_on('tpu') - bytes_on('gpu') == ITEM * V * D
+
+
+def test_a_tpu_has_a_weight_in_the_type_of_products_once():
+  def score(w, x):
+    with jax.named_scope('map_rows'):
+      return x @ w.astype(jnp.bfloat16)
+
+  def bytes_on(platform):
+    done = count.work(
+      score,
+      like(D, V),
+      jax.ShapeDtypeStruct((B, D), jnp.bfloat16),
+      letters=[('D', 'V'), ('B', 'D')],
+      platform=platform,
+    )
+    return done.bytes_gathered
+
+  narrow = 2 * D * V
+  assert bytes_on('tpu') == narrow
+  # It is converted to its own type after it is gathered, and back.
+  assert bytes_on('gpu') == ITEM * D * V + narrow

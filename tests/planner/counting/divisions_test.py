@@ -90,6 +90,27 @@ def test_zeros_that_a_loop_adds_to_are_divided_as_what_is_added():
   assert work(*given).bytes_alive == alone.bytes_alive / 4
 
 
+def test_the_gradient_of_a_look_up_is_divided_as_what_it_is_added_to():
+  """It begins with zeros, of which nothing says how they are divided."""
+
+  def fn(x_BD, w_DF, token_B):
+    def loss(logit_BF):
+      own = jnp.take_along_axis(logit_BF, token_B[:, None].astype(int), axis=1)
+      return own.sum() + jnp.sum(logit_BF**2)
+
+    return jnp.sum(jnp.sort(jax.grad(loss)(x_BD @ w_DF)))
+
+  rows, logits = 64, 4 * 64 * F
+  letters = [('B', ''), ('D', 'F'), ('B',)]
+  alone, shared = (
+    work(fn, letters, (rows, D), (D, F), (rows,), axes=axes).bytes_alive
+    for axes in ((), AXES)
+  )
+  # A device has a quarter of all logits, and all that there is one of a row.
+  assert alone > 2 * logits
+  assert shared < alone / 4 + 4 * 4 * rows
+
+
 def test_sums_of_gradients_are_divided_like_their_parameter():
   def fn(up_DF):
     return jnp.sort(jnp.zeros(up_DF.shape)).sum()
