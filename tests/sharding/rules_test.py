@@ -267,6 +267,6 @@ def test_what_was_rounded_is_gathered_so():
     traced = jax.make_jaxpr(rounded)({'up_DF': jnp.ones((32, 64))})
   names = [eqn.primitive.name for eqn in traced.eqns]
   assert names == ['convert_element_type', *2 * ['sharding_constraint']]
-  # Where it is when it has been rounded, and where it is when it is gathered.
+  # First the layout of the parameter, and then that of all its rows.
   specs = [eqn.params['sharding'].spec for eqn in traced.eqns[1:]]
   assert specs == [P('fsdp', 'tensor'), P(None, 'tensor')]

@@ -84,7 +84,7 @@ def test_a_tpu_gathers_a_table_in_the_type_of_products_and_copies_it(
   )
   table, rows = ITEM * V * D, ITEM * B * D
   extra = done.bytes_gathered - tables * table
-  assert 0 <= extra <= 2 * rows  # Those that were looked up.
+  assert 0 <= extra <= 2 * rows  # The rows that were looked up.
   assert done.bytes_alive <= 2 * rows  # One device has the parameter itself.
 
 
@@ -105,7 +105,7 @@ def test_a_tpu_copies_the_sum_of_rows_that_were_looked_up():
     assert done.bytes_gathered == done.bytes_sharded
     return done.bytes_gathered
 
-  # What is scattered has its columns beside each other.
+  # Columns of the scattered sum lie beside each other.
   assert bytes_on('tpu') - bytes_on('gpu') == ITEM * V * D
 
 
