@@ -108,7 +108,8 @@ def converse(
     greedy: whether to take the likeliest tokens.
     envs: the environments.
     max_turns: turns of the policy in a row.
-    expected_turns: turns that planners count on; `max_turns` if None.
+    expected_turns: turns that planners count on, at most `max_turns`, which it
+      is if None.
     learned: names of the roles whose tokens are learned; None for all. The mask
       of the others is 0.
 
@@ -118,6 +119,7 @@ def converse(
   """
   policies = (policy,) if isinstance(policy, base.Policy) else tuple(policy)
   _check(policies, envs)
+  expected_turns = min(expected_turns or max_turns, max_turns)
   in_slots = any(policy.out_shapes is None for policy in policies)
   cast = roles_lib.cast(envs.roles, group_size, learned)
   reply = envs.reply
@@ -139,7 +141,7 @@ def converse(
       greedy=greedy,
       max_unread=envs.max_answer_tokens,
       slots=envs.slots,
-      expected_rounds=max(1, len(envs.roles)) * (expected_turns or max_turns),
+      expected_rounds=max(1, len(envs.roles)) * expected_turns,
     )
     for i, policy in enumerate(policies)
   ]
@@ -163,9 +165,7 @@ def converse(
   def run(actor, problem: base.Problem, key_B):
     actors = (actor,) if is_shared else tuple(actor)
     carry = begin(problem.prompt, key_B)
-    rounds = _rounds(
-      key_B.shape[0], envs, max_turns, expected_turns or max_turns, in_slots
-    )
+    rounds = _rounds(key_B.shape[0], envs, max_turns, expected_turns, in_slots)
     loop = stages.Repeat(take_turn, f'{name}_turns', *rounds)
     now, _ = loop(carry, actors, problem, key_B)
     steps = tuple(actor.step for actor in actors)

@@ -300,6 +300,21 @@ def test_grpo_learns_from_conversations_and_evaluates_them():
   assert 0 <= scores['eval/accuracy'] <= 1
 
 
+def test_planners_count_on_no_more_turns_than_there_can_be(params):
+  prompts = policy_stages.repeat(GROUP)(tiny.problem(rows=2))
+  key_B = jax.random.split(jax.random.key(2), 4)
+  run = conversation.converse(
+    policy(),
+    'generate',
+    group_size=GROUP,
+    envs=toy_conversation.envs(),
+    max_turns=1,
+    expected_turns=TURNS,
+  )
+  _, x = run(base.Version(params, jnp.int32(0)), prompts, key_B)
+  assert all(len(own_turns(x, i)[0]) == 1 for i in range(4))
+
+
 def test_policies_that_cannot_continue_are_refused():
   with pytest.raises(ValueError, match='slots'):
     conversation.converse(
