@@ -167,11 +167,15 @@ def flows(name, bindings, folder, *more):
   `more` files are read after the recipe.
   """
   text = (ROOT / name).read_text()
-  if 'math.gin' in text or '/recipes/' in name or 'smollm' in name:
+  own = ('math.gin', 'tasks/questions.gin')
+  if any(x in text for x in own) or '/recipes/' in name or 'smollm' in name:
     bindings = [*bindings, *own_data.bindings(folder / 'own_data')]
   if 'smollm' in name:
     # A token of the small model is a character.
-    bindings = [*bindings, 'PROMPT = 200']
+    bindings = [*bindings, 'PROMPT = 200', 'PACKED = 300']
+  if 'grpo_tools' in name:
+    # The chat template of the small model does not name them.
+    bindings = [*bindings, "SYSTEM = 'You have a calculator.'"]
   if 'supervised' in text:
     given = own_data.bindings(folder / 'own_data', own_data.write_replies)
     bindings = [*bindings, *given]
