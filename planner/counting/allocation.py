@@ -34,8 +34,8 @@ class Allocation:
     whole: whether the equation under way is in `sharding.row_map.map_rows`,
       which gathers parameters in full, and adds up their gradients.
     platform: of the compiler, as JAX names it. That of 'gpu' merges elementwise
-      kernels, as `siblings` has it. That of
-      'tpu' gathers parameters in the type of products, see `copy_table`, too.
+      kernels, as `siblings` has it. That of 'tpu' gathers parameters in the
+      type of products, and copies the embedding, see `copy_table`.
     now: number of the equation under way.
     buffers: all buffers so far.
     within: peaks inside a loop, by its time.

@@ -119,7 +119,7 @@ def envs(
 
 
 class _Waiting(NamedTuple):
-  """What an environment stage has to answer.
+  """The turns that an environment stage has to answer.
 
   Attributes:
     episodes: the rows of each episode with a new turn, in the order of roles.

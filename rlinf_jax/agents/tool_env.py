@@ -6,6 +6,7 @@ import math
 
 from rlinf_jax.agents import base, formats
 from rlinf_jax.agents import tools as tools_lib
+from rlinf_jax.data import chat
 from rlinf_jax.isolation import pool
 from rlinf_jax.rewards import base as rewards_base
 from rlinf_jax.rewards import functions
@@ -25,13 +26,8 @@ def same_mathematics(text: str, answer: str) -> float:
   It is found and compared in a process of its own; 0 where that fails.
   """
   completion = rewards_base.Completion(text, '', answer, tokens=0, limit=1)
-  (score,) = _correct().score([completion])
+  (score,) = functions.correct().score([completion])
   return 0.0 if math.isnan(score) else score
-
-
-@functools.cache
-def _correct() -> rewards_base.Batched:
-  return functions.correct()
 
 
 def same_react_answer(text: str, answer: str) -> float:
@@ -74,11 +70,7 @@ class ToolEnv:
       template: the user's message, in which `{prompt}` is the question.
       observation: what each result begins with, such as 'Observation: '.
     """
-    if '{prompt}' not in template:
-      raise ValueError(
-        f'The template {template!r} does not say where the question goes: put '
-        '{prompt} there.'
-      )
+    chat.check_template(template)
     made = [x if isinstance(x, tools_lib.Tool) else _tool(x) for x in tools]
     self._tools = {tool.name: tool for tool in made}
     self.tools = [tool.schema for tool in made]

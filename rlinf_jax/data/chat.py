@@ -27,11 +27,7 @@ def texts(
     ValueError: if a template is asked for that does not exist, or refuses the
       messages.
   """
-  if '{prompt}' not in template:
-    raise ValueError(
-      f'The template {template!r} does not say where the question goes: put '
-      '{prompt} there.'
-    )
+  check_template(template)
   if chat and not tokenizer.chat_template:
     raise ValueError(
       f'The tokenizer of {tokenizer.name_or_path} has no chat template: bind '
@@ -44,6 +40,15 @@ def texts(
       'text into the template of questions.'
     )
   return [_text(tokenizer, row, chat, system_prompt, template) for row in rows]
+
+
+def check_template(template: str):
+  """Raises ValueError for a template of questions without a place for one."""
+  if '{prompt}' not in template:
+    raise ValueError(
+      f'The template {template!r} does not say where the question goes: put '
+      '{prompt} there.'
+    )
 
 
 def _text(tokenizer, row: files.Row, chat, system_prompt, template) -> str:

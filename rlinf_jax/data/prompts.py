@@ -12,7 +12,7 @@ from stages.language import tokens
 
 
 class Opening(NamedTuple):
-  """How prompts are made of questions, and what judges the completions.
+  """The functions that make prompts of questions, and what judges completions.
 
   Attributes:
     texts: `tokenizer, rows -> texts` of the prompts, with the arguments of

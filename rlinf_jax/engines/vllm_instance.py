@@ -62,7 +62,7 @@ class Instance:
 
   def has(self, params) -> bool:
     """Whether vLLM has these very arrays."""
-    return _are(self._current, params)
+    return are(self._current, params)
 
   def send(self, params, names: dict[str, naming.Tensor], version: int):
     """Sends parameters, of which every rank takes its shard.
@@ -78,7 +78,7 @@ class Instance:
     self._current, frozen = (), params
     if lora.is_adapted(params):
       frozen = params[base.FROZEN][lora.PARAMS]
-    if not _are(self._weights, frozen):
+    if not are(self._weights, frozen):
       self._send_weights(frozen, names)
     if frozen is not params:
       self._send_adapter(params)
@@ -88,7 +88,7 @@ class Instance:
         'vLLM keeps keys and values of the parameters before these: it could '
         'not drop them, as completions with them are under way.'
       )
-    self._current = _references(params)
+    self._current = references(params)
 
   def _send_weights(self, params, names):
     """Sends all weights of the model."""
@@ -106,7 +106,7 @@ class Instance:
         sent.update(some)
     sent.setdefault(unembed, sent[embed])
     self.llm.collective_rpc(receive, args=(sent,))
-    self._weights = _references(params)
+    self._weights = references(params)
 
   def _send_adapter(self, params):
     """Replaces the adapter; ranks read it from a folder."""
@@ -177,12 +177,12 @@ class Instance:
         self._dead = rank, process
 
 
-def _references(params: Any) -> tuple[weakref.ref, ...]:
+def references(params: Any) -> tuple[weakref.ref, ...]:
   """Weak references to arrays, which are freed with their last other user."""
   return tuple(map(weakref.ref, jax.tree.leaves(params)))
 
 
-def _are(known: tuple[weakref.ref, ...], params: Any) -> bool:
+def are(known: tuple[weakref.ref, ...], params: Any) -> bool:
   """Whether references are to these very arrays."""
   leaves = jax.tree.leaves(params)
   return len(leaves) == len(known) and all(

@@ -9,12 +9,10 @@ are then the same as if it had waited.
 from collections.abc import Callable, Sequence, Set
 from concurrent import futures
 import threading
-from typing import Any, NamedTuple
+from typing import NamedTuple
 import weakref
 
-import jax
-
-from rlinf_jax.engines import vllm_engine
+from rlinf_jax.engines import vllm_engine, vllm_instance
 
 Key = tuple  # Of a request with one prompt: its prompt and its samples.
 
@@ -24,12 +22,6 @@ class _UnderWay(NamedTuple):
 
   params: tuple[weakref.ref, ...]
   future: futures.Future
-
-  def has(self, params: Any) -> bool:
-    leaves = jax.tree.leaves(params)
-    return len(leaves) == len(self.params) and all(
-      x is reference() for x, reference in zip(leaves, self.params, strict=True)
-    )
 
 
 class Rows:
@@ -56,14 +48,13 @@ class Rows:
       missing = {}
       for key, (engine, request) in zip(keys, requests, strict=True):
         row = self._under_way.get(key)
-        if row is None or not row.has(request.params):
+        if not (row and vllm_instance.are(row.params, request.params)):
           missing.setdefault(engine, {})[key] = request
       for engine, some in missing.items():
         started = engine.submit_all([*some.values()])
         for (key, request), future in zip(some.items(), started, strict=True):
-          leaves = jax.tree.leaves(request.params)
           self._under_way[key] = _UnderWay(
-            tuple(map(weakref.ref, leaves)), future
+            vllm_instance.references(request.params), future
           )
       rows = [self._under_way[key].future for key in keys]
     return Some(rows, should_stop, lambda ended: self._drop(keys, ended))
@@ -75,7 +66,7 @@ class Rows:
         self._under_way.pop(keys[i], None)
 
   def _forget_dead(self):
-    """Forgets rows that nobody asks for again: their parameters are freed."""
+    """Forgets rows of freed parameters: no later call asks for them."""
     self._under_way = {
       key: row
       for key, row in self._under_way.items()

@@ -169,7 +169,7 @@ def converse(
 
 
 def _engine(policy: base.Policy, agents: Agents, group_size: int, greedy: bool):
-  """What a cost model reads of an engine; None where JAX generates."""
+  """The cost of an engine's rollouts; None where JAX generates."""
   if policy.out_shapes is None:
     return None
 

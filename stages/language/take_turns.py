@@ -179,7 +179,7 @@ def _next_rows(
 def _engine(
   policy: base.Policy, cast: roles_lib.Cast, greedy: bool, rounds: int
 ):
-  """What a cost model reads of an engine's turns."""
+  """The cost of an engine's turns; None if the engine has none."""
   if policy.engine is None:
     return None
 

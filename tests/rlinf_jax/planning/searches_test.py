@@ -172,7 +172,7 @@ def test_a_stopped_search_says_what_the_second_mesh_leaves_open():
   moved = sensitivity.SWITCHES, 1.1
   assert moved in sensitivity.all_changes(step(), found)
   assert moved not in sensitivity.all_changes(step(), one)
-  # What is faster than the bound is faster than all plans of the space.
+  # A plan that is faster than the bound is faster than all of the space.
   stopped = dataclasses.replace(one, bound=0.9999 * one.seconds, gap=1e-4)
   found, _ = search(stopped, one.ranked)
   assert found.proved

@@ -55,7 +55,7 @@ def run(folder, steps=STEPS, **kwargs):
 
 
 def numbers(records):
-  """What each step computed."""
+  """The metrics that each step computed."""
   return [
     {name: x for name, x in record.items() if name.startswith(COMPUTED)}
     for record in records

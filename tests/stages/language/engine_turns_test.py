@@ -1,7 +1,7 @@
 """Turns that an engine outside JAX takes, against those of the policy in JAX.
 
 The engine of these tests computes what the policy does, so that every
-conversation, of whatever order of events, must be the one in JAX.
+conversation must be the one in JAX, in any order of events.
 """
 
 import functools

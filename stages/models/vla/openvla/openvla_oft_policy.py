@@ -48,9 +48,8 @@ def policy(
   """
   _check(config, stats, state_stats)
   llama = config.openvla.llama
-  head = _token_head(config, sampling)
-  if config.head == 'l1':
-    head = _l1_head(config)
+  l1 = config.head == 'l1'
+  head = _l1_head(config) if l1 else _token_head(config, sampling)
   reduce = (lambda x_BT: x_BT.sum(1)) if logp_of == 'action' else (lambda x: x)
 
   def states(params, obs: openvla_oft.Observation):
@@ -108,7 +107,7 @@ def policy(
 
 
 class _Head(NamedTuple):
-  """How a chunk of actions is made of the states that predict its tokens.
+  """The functions that make a chunk of actions of hidden states.
 
   Attributes:
     act: `params, x_NTD, key_B, repeat, greedy -> action_BT, logp_BT`, where
