@@ -120,7 +120,8 @@ class Experience(NamedTuple):
       policy sampled; None where it equals `logp` to float32's rounding.
     arrival: rank by which rows finished; None where it follows from their
       lengths, as all started together.
-    routing: a `language.routing_replay.Routing`; None unless it is replayed.
+    routing: a `language.experts.routing_replay.Routing`; None unless it is
+      replayed.
   """
 
   obs: Any
@@ -195,7 +196,7 @@ class Evaluation(NamedTuple):
     logp: log-probability of each action.
     entropy: entropy of the distribution at each action, in nats.
     value: critic's estimate before each action; None without a critic.
-    balance: a `language.balance.Balance`; None unless it was asked for.
+    balance: a `language.experts.balance.Balance`; None unless it was asked for.
   """
 
   logp: Float[Array, 'B T']

@@ -16,7 +16,7 @@ import sys
 from typing import NamedTuple
 
 from experiments.smollm import word_problems
-from rlinf_jax.agents import calculator
+from rlinf_jax.agents.tools import calculator
 
 CALLED = 0.25  # Share of examples that call the calculator.
 

@@ -19,12 +19,8 @@ from rlinf_jax.agents import base, deadline, formats, stepping
 from rlinf_jax.data import text_arrays
 import stages
 from stages import ranges
-from stages.language import (
-  conversation,
-  conversation_state,
-  take_turns,
-  tokens,
-)
+from stages.language import conversation, tokens
+from stages.language.conversation import conversation_state, take_turns
 
 MAX_CALLS = 8  # Calls of the stage at once, such as of the pieces of a batch.
 

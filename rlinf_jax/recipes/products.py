@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlinf_jax.agents import calculator, formats
+from rlinf_jax.agents import formats
+from rlinf_jax.agents.tools import calculator
 from stages import ranges
 from stages.tasks import arithmetic
 

@@ -11,7 +11,7 @@ import pathlib
 
 import numpy as np
 
-from rlinf_jax.agents import search as search_lib
+from rlinf_jax.agents.tools import search as search_lib
 from stages import ranges
 
 PEOPLE = 1000  # As many firms, so 2,000 facts.

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from sharding import row_map, rules
 from stages import base, core, ranges
-from stages.language import routing_replay, sample, scoring, value_model
+from stages.language import sample, scoring, value_model
 from stages.language.decoding import continuous, generate, kept_cache
+from stages.language.experts import routing_replay
 from stages.models import transformer
 
 # Logits on a device at once while scoring: 2^26 are 256 MiB in float32.

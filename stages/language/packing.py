@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Int
 
 from sharding import rules
 from stages import base
-from stages.language import routing_replay
 from stages.language.decoding import prefill
+from stages.language.experts import routing_replay
 from stages.models.layers import attention, mixed_precision
 
 

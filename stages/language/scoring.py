@@ -6,9 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from stages.language import balance as balance_lib
-from stages.language import packing, routing_replay
+from stages.language import packing
 from stages.language.decoding import prefill
+from stages.language.experts import balance as balance_lib
+from stages.language.experts import routing_replay
 from stages.models import transformer
 from stages.models.layers import mixture
 

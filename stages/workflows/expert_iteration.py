@@ -8,8 +8,9 @@ import optax
 
 import stages
 from stages import base, metrics, ranges
-from stages.language import balance, policy_stages, rollout_metrics, verifiers
 from stages.language import evaluate as evaluate_lib
+from stages.language import policy_stages, rollout_metrics, verifiers
+from stages.language.experts import balance
 from stages.learn import (
   loss_terms,
   losses,

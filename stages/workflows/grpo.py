@@ -14,12 +14,12 @@ import stages
 from stages import base, ranges
 from stages.language import (
   advantage_stages,
-  balance,
   policy_stages,
   rollout_metrics,
   verifiers,
 )
 from stages.language import evaluate as evaluate_lib
+from stages.language.experts import balance
 from stages.learn import (
   advantages,
   loss_terms,
@@ -126,7 +126,7 @@ def grpo(
       it, rather than over the whole completion.
     entropy_coef: weight of the entropy bonus.
     balance_coef: weight of the loss that balances experts, see
-      `stages.language.balance`; 0 without it.
+      `stages.language.experts.balance`; 0 without it.
     num_minibatches: minibatches of a batch, one update each.
     num_epochs: passes over each batch.
     minibatch_by: 'row', 'shuffled' or 'arrival', see `minibatches`.

@@ -16,7 +16,7 @@ from stages.language import (
   rollout_metrics,
 )
 from stages.language import evaluate as evaluate_lib
-from stages.language import roles as roles_lib
+from stages.language.conversation import roles as roles_lib
 from stages.learn import (
   advantages,
   loss_terms,

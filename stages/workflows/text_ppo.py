@@ -14,14 +14,14 @@ import optax
 
 import stages
 from stages import base, metrics, ranges
+from stages.language import evaluate as evaluate_lib
 from stages.language import (
-  balance,
   policy_stages,
   rollout_metrics,
   value_model,
   verifiers,
 )
-from stages.language import evaluate as evaluate_lib
+from stages.language.experts import balance
 from stages.learn import (
   actor_critic,
   advantages,

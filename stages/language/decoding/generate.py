@@ -9,8 +9,9 @@ from jaxtyping import Array
 
 from sharding import rules
 from stages import base
-from stages.language import routing_replay, sample
+from stages.language import sample
 from stages.language.decoding import decode_layer, kept_cache, kv_cache, prefill
+from stages.language.experts import routing_replay
 from stages.models import transformer
 from stages.models.layers import attention, rope
 

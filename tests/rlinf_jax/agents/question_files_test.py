@@ -8,7 +8,8 @@ import pytest
 
 import front_door
 import own_data
-from rlinf_jax.agents import calculator, formats, problems, tool_env
+from rlinf_jax.agents import formats, problems, tool_env
+from rlinf_jax.agents.tools import calculator
 from rlinf_jax.data import questions, text_arrays
 from stages.language import tokens
 

@@ -12,7 +12,8 @@ import pytest
 
 import claims
 import hostile_programs
-from rlinf_jax.agents import python, tools
+from rlinf_jax.agents import tools
+from rlinf_jax.agents.tools import python
 from rlinf_jax.isolation import pool, sandbox
 
 SECONDS = 1.0

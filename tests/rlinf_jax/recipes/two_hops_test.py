@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from rlinf_jax.agents import formats, search, tool_env
+from rlinf_jax.agents import formats, tool_env
+from rlinf_jax.agents.tools import search
 from rlinf_jax.recipes import two_hops
 from stages.language import tokens
 

@@ -11,13 +11,12 @@ from stages import base, workflows
 from stages.language import (
   advantage_stages,
   conversation,
-  conversation_state,
   evaluate,
   policy_stages,
-  roles,
 )
+from stages.language.conversation import conversation_state, roles
 from stages.learn import advantages, optimizers
-from tests.stages.language import conversation_test
+from tests.stages.language.conversation import conversation_test
 import tiny
 import toy_conversation
 

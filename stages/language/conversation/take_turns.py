@@ -10,8 +10,8 @@ from jaxtyping import Array, Int
 
 import stages
 from stages import base
-from stages.language import conversation_state
-from stages.language import roles as roles_lib
+from stages.language.conversation import conversation_state
+from stages.language.conversation import roles as roles_lib
 
 # With slots, decoding goes on with 1 / SHARE of the unfinished rows, and an
 # engine passes on turns once 1 / SHARE of those under way have ended.

@@ -8,13 +8,8 @@ import numpy as np
 import pytest
 
 from stages import base, workflows
-from stages.language import (
-  conversation,
-  conversation_state,
-  evaluate,
-  packing,
-  policy_stages,
-)
+from stages.language import conversation, evaluate, packing, policy_stages
+from stages.language.conversation import conversation_state
 from stages.learn import objectives, optimizers
 import tiny
 import toy_conversation

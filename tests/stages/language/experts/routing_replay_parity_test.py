@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stages.language import language_model, policy_stages, routing_replay
+from stages.language import language_model, policy_stages
+from stages.language.experts import routing_replay
 from stages.models import families, huggingface
 from stages.models.files import weights
-from tests.stages.language.balance_parity_test import E, K, SIZES
+from tests.stages.language.experts.balance_parity_test import E, K, SIZES
 import torch_reference
 from torch_reference import prompts
 

@@ -12,7 +12,7 @@ the answer to a row comes then changes none of its tokens.
 
 An episode may have several roles, such as a solver and a critic. Each is a row
 of its own, with its own prompt, and the environment says which of them has the
-next turn; the others wait. See `stages.language.roles`.
+next turn; the others wait. See `stages.language.conversation.roles`.
 
 What the policy wrote is never tokenized again: the tokens that are trained on
 are the tokens that were sampled.
@@ -29,8 +29,8 @@ from jaxtyping import Array, Float
 
 import stages
 from stages import base, ranges
-from stages.language import conversation_state, take_turns
-from stages.language import roles as roles_lib
+from stages.language.conversation import conversation_state, take_turns
+from stages.language.conversation import roles as roles_lib
 
 
 class TextEnvs(NamedTuple):

@@ -13,14 +13,10 @@ import optax
 import pytest
 
 from stages import base, workflows
-from stages.language import (
-  conversation,
-  policy_stages,
-  roles,
-  take_turns,
-)
+from stages.language import conversation, policy_stages
+from stages.language.conversation import roles, take_turns
 from stages.learn import turn_advantages
-from tests.stages.language import conversation_test
+from tests.stages.language.conversation import conversation_test
 import tiny
 import toy_conversation
 import toy_engine

@@ -12,7 +12,8 @@ import claims
 from sharding import mesh as meshes
 from sharding import rules
 from stages import base, metrics, workflows
-from stages.language import balance, policy_stages
+from stages.language import policy_stages
+from stages.language.experts import balance
 from stages.models import lora, transformer
 from stages.models.layers import attention, mixture
 from tests.rlinf_jax.runtime.plans import invariance_test

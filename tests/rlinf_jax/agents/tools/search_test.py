@@ -6,7 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from rlinf_jax.agents import formats, search, tool_env
+from rlinf_jax.agents import formats, tool_env
+from rlinf_jax.agents.tools import search
 from rlinf_jax.isolation import pool
 
 WORDS = 'red green blue tea milk rain snow wind hill lake'.split()

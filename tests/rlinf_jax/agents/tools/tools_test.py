@@ -3,7 +3,8 @@ import time
 
 import pytest
 
-from rlinf_jax.agents import calculator, formats, tool_env, tools
+from rlinf_jax.agents import formats, tool_env, tools
+from rlinf_jax.agents.tools import calculator
 from rlinf_jax.isolation import pool
 import tools_of_mine
 
