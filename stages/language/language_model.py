@@ -56,6 +56,11 @@ def policy(
     replay_routing: whether experts are recorded while sampling, for training
       and scoring, see `routing_replay`. Unfinished rows cannot be carried to
       another step then.
+
+  Raises:
+    ValueError: for no slots, for packed rows or recorded experts of a model
+      that has none, and, as it is called, for prompts and completions that are
+      longer than the model has positions for.
   """
   if slots is not None and slots < 1:
     raise ValueError(
@@ -81,16 +86,17 @@ def policy(
     _score_states, config, sampling, max_live_logits
   )
 
-  evaluate = scoring.scorer(model, score_states, packed_tokens)
+  within = functools.partial(_within_positions, config, response_length)
+  evaluate = within(scoring.scorer(model, score_states, packed_tokens))
   random = functools.partial(transformer.init_params, config)
   # Decoding and scoring add in another order. Below float32, the sums are
   # rounded apart, by up to some tenths of a nat for unlikely tokens.
   narrow = jnp.dtype(config.dtype) != config.param_dtype
   return base.Policy(
     init or random,
-    act,
+    within(act),
     evaluate,
-    resume=resume,
+    resume=resume and within(resume),
     empty_cache=empty_cache,
     recompute_logp=narrow,
     engine=engine,
@@ -120,6 +126,27 @@ def _decoders(
     continuous.generate, model, slots=slots, length=length, **settings
   )
   return act, None, None, engine
+
+
+def _within_positions(
+  config: transformer.Config, length: int, call: Callable
+) -> Callable:
+  """`call(params, prompt, …)`, refused if the model lacks positions for it."""
+
+  @functools.wraps(call)
+  def checked(params, prompt, *args, **settings):
+    P, most = prompt.token.shape[1], config.max_positions
+    if most is not None and P + length > most:
+      raise ValueError(
+        f'A prompt of up to {P} tokens and a completion of up to {length} need '
+        f'{P + length} positions, and the model has {most} '
+        '(max_position_embeddings in its config.json): lower prompt_length or '
+        'response_length (PROMPT or LENGTH in gin), or extend the model by '
+        'rope_scaling in its config.json.'
+      )
+    return call(params, prompt, *args, **settings)
+
+  return checked
 
 
 def _score_states(

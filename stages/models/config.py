@@ -87,6 +87,8 @@ class Config:
     experts_per_token: number of experts that each token uses.
     normalize_experts: whether the weights of a token's experts add up to one.
     rope: rotary position embedding.
+    max_positions: tokens of a prompt and its completion together that the model
+      was made for; None where that is not known.
     norm_epsilon: ε of RMSNorm.
     qkv_bias: whether query, key and value have biases.
     out_bias: whether the output of attention has a bias.
@@ -132,6 +134,7 @@ class Config:
   experts_per_token: int = 0
   normalize_experts: bool = True
   rope: rope_lib.RopeConfig = rope_lib.RopeConfig()
+  max_positions: int | None = None
   norm_epsilon: float = 1e-6
   qkv_bias: bool = True
   out_bias: bool = False

@@ -158,6 +158,8 @@ def _translated(
     W=getattr(c, 'head_dim', None) or c.hidden_size // c.num_attention_heads,
     rope=rope,
     local_rope=local_rope,
+    # Extended by YaRN, a model may declare the context that it had before.
+    max_positions=max(c.max_position_embeddings, _context(rope)),
     norm_epsilon=c.rms_norm_eps,
     activation=ACTIVATIONS[_activation(c)],
     query_scale=None if scalar is None else scalar**-0.5,
@@ -300,7 +302,7 @@ def write(folder, c: config_lib.Config, model_type: str, **extra):
     intermediate_size=c.F,
     rms_norm_eps=c.norm_epsilon,
     rope_parameters=_rope_parameters(c, model_type),
-    max_position_embeddings=_context(c.rope),
+    max_position_embeddings=_meaning(c, 'max_positions'),
     tie_word_embeddings=c.tie_embeddings,
     initializer_range=c.init_stddev,
     dtype=c.dtype,
@@ -387,6 +389,8 @@ def _meaning(c: config_lib.Config, name: str):
   value = getattr(c, name)
   if name == 'query_scale':
     return round(c.W**-0.5 if value is None else value, 9)
+  if name == 'max_positions':
+    return value or _context(c.rope)
   if name == 'windows':
     return value if c.window else ()
   if name == 'rope' and value.kind == 'default':

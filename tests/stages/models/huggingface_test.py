@@ -9,6 +9,7 @@ import pytest
 import transformers
 from transformers.models.qwen2 import modeling_qwen2
 
+from stages import base
 from stages.language import language_model
 from stages.models import families, huggingface, transformer
 from stages.models.files import weights
@@ -25,6 +26,7 @@ SMALL = transformer.Config(
   W=6,
   F=17,
   rope=rope.RopeConfig(theta=1e4, original_context=99),
+  max_positions=99,
 )
 ROPES = [
   {'rope_type': 'default'},
@@ -114,6 +116,7 @@ def test_a_published_configuration_is_understood(tmp_path):
     W=64,
     F=4864,
     rope=rope.RopeConfig(theta=1e6, original_context=32768),
+    max_positions=32768,
     tie_embeddings=True,
     dtype='bfloat16',
   )
@@ -131,9 +134,34 @@ def test_a_published_configuration_is_understood(tmp_path):
     rope=rope.RopeConfig(
       theta=1e6, kind='yarn', factor=4.0, original_context=32768
     ),
+    max_positions=4 * 32768,
     dtype='float32',
     remat='nothing_saveable',
   )
+
+
+@pytest.mark.parametrize(('prompt', 'length'), [(9, 8), (1, 16), (16, 1)])
+def test_more_tokens_than_a_model_has_positions_are_refused(
+  prompt, length, tmp_path
+):
+  few = dataclasses.replace(SMALL, max_positions=16)
+  policy = language_model.policy(few, response_length=length)
+  params = policy.init(jax.random.key(0))
+  key_B = jax.random.split(jax.random.key(1), 2)
+
+  def prompts(P):
+    return base.Prompt(np.ones((2, P), np.int32), np.ones((2, P), np.float32))
+
+  said = f'up to {prompt} tokens and a completion of up to {length} need'
+  if prompt + length > 16:
+    with pytest.raises(ValueError, match=said):
+      policy.act(params, prompts(prompt), key_B)
+    with pytest.raises(ValueError, match=said):
+      policy.evaluate(params, prompts(prompt), np.ones((2, length), np.int32))
+  if length < 16:
+    policy.act(params, prompts(16 - length), key_B)
+  families.write(tmp_path, few, 'qwen2')
+  assert huggingface.load_config(tmp_path).max_positions == 16
 
 
 REFUSED = {
