@@ -16,7 +16,7 @@ from jax.experimental import transfer
 import jax.numpy as jnp
 import ray
 
-from rlinf_jax.runtime.ray import channel
+from rlinf_jax.runtime.ray.transport import channel
 
 SIZES = 1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 100 * 10**6
 ROUNDS = 9

@@ -10,7 +10,11 @@ from planner.costs import roofline
 from planner.counting import count
 from planner.ir import flow as flow_lib
 from planner.ir import graph
-from rlinf_jax.planning import machine_profile, profile_store, stage_profile
+from rlinf_jax.planning.profiling import (
+  machine_profile,
+  profile_store,
+  stage_profile,
+)
 from rlinf_jax.recipes import warm_start
 from rlinf_jax.run import allocator as allocator_lib
 from sharding import rules

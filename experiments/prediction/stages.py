@@ -18,8 +18,8 @@ from experiments.prediction import setting as setting_lib
 from planner.costs import measured as measured_lib
 from planner.costs.mesh import call_memory
 from planner.ir import plan as plan_lib
-from rlinf_jax.planning import call_timing
-from rlinf_jax.planning import stage_profile as profile
+from rlinf_jax.planning.profiling import call_timing
+from rlinf_jax.planning.profiling import stage_profile as profile
 
 STAGES = ('generate', 'ref_logp', 'gradient')
 ROWS = (8, 16, 32, 64, 128)

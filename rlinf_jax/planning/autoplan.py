@@ -22,14 +22,9 @@ from planner.lower import program, unroll
 from planner.search import deadline as deadline_lib
 from planner.search import second_mesh
 from planner.simulation import evaluate_plan
-from rlinf_jax.planning import (
-  evaluation_rows,
-  machine_profile,
-  remedies,
-  searches,
-  stage_profile,
-)
-from rlinf_jax.planning import profile_store as profile_store_lib
+from rlinf_jax.planning import evaluation_rows, remedies, searches
+from rlinf_jax.planning.profiling import machine_profile, stage_profile
+from rlinf_jax.planning.profiling import profile_store as profile_store_lib
 from sharding import rules as rules_lib
 
 # Seconds of search, after which an unproved plan is good enough.

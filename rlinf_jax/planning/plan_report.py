@@ -31,16 +31,11 @@ from planner.lower import passes, unroll
 from planner.search import deadline as deadline_lib
 from planner.search import result as result_lib
 from planner.simulation import evaluate_plan
-from rlinf_jax.planning import (
-  answers,
-  evaluation_rows,
-  host_timing,
-  remedies,
-  searches,
-)
+from rlinf_jax.planning import answers, evaluation_rows, remedies, searches
 from rlinf_jax.planning.compiled import less_memory, plan_compiler
 from rlinf_jax.planning.compiled import report as compiled_report
 from rlinf_jax.planning.compiled import topology as topology_lib
+from rlinf_jax.planning.profiling import host_timing
 from rlinf_jax.report import plan_page
 from rlinf_jax.run import flows as flows_lib
 from sharding import rules

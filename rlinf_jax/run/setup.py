@@ -8,8 +8,9 @@ import jax
 
 from planner.ir import graph
 from planner.ir import plan as plan_lib
-from rlinf_jax.planning import autoplan, stage_profile
+from rlinf_jax.planning import autoplan
 from rlinf_jax.planning import monitor as monitor_lib
+from rlinf_jax.planning.profiling import stage_profile
 from rlinf_jax.run import flows as flows_lib
 from rlinf_jax.run.folder import checkpoint as checkpoint_lib
 from rlinf_jax.runtime import base as runtime_base

@@ -20,7 +20,8 @@ from rlinf_jax.run import allocator, notices
 from rlinf_jax.runtime import base, programs
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import place as place_lib
-from rlinf_jax.runtime.ray import channel, network, remote_executor, serialize
+from rlinf_jax.runtime.ray import remote_executor
+from rlinf_jax.runtime.ray.transport import channel, network, serialize
 from sharding import multihost
 from sharding import rules as rules_lib
 

@@ -20,7 +20,8 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.runtime.ray import actor as actor_lib
-from rlinf_jax.runtime.ray import network, pending, resources
+from rlinf_jax.runtime.ray import pending, resources
+from rlinf_jax.runtime.ray.transport import network
 
 HERE = 'local'  # In place of an address: Ray is started on this machine.
 ALIVE = 2.0  # Seconds in which a live process answers.

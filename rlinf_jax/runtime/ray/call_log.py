@@ -8,7 +8,8 @@ import jax
 import ray
 
 from planner.lower import recovery
-from rlinf_jax.runtime.ray import pending, serialize
+from rlinf_jax.runtime.ray import pending
+from rlinf_jax.runtime.ray.transport import serialize
 
 
 class CallLog:

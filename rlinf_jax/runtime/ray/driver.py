@@ -21,8 +21,9 @@ from rlinf_jax.runtime.base import ProcessDiedError, StageError
 from rlinf_jax.runtime.ray import actor as actor_lib
 from rlinf_jax.runtime.ray import actor_pool as actor_pool_lib
 from rlinf_jax.runtime.ray import call_log as call_log_lib
-from rlinf_jax.runtime.ray import channel, pending, serialize
+from rlinf_jax.runtime.ray import pending
 from rlinf_jax.runtime.ray import recovery as recovery_lib
+from rlinf_jax.runtime.ray.transport import channel, serialize
 
 
 class RayRuntime(calls.Calls):

@@ -10,8 +10,8 @@ import jax
 import ray
 
 from rlinf_jax.runtime import base, executor
-from rlinf_jax.runtime.ray import channel, network
 from rlinf_jax.runtime.ray import send_log as send_log_lib
+from rlinf_jax.runtime.ray.transport import channel, network
 from sharding import multihost
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import ray
 
 from rlinf_jax.runtime import base
-from rlinf_jax.runtime.ray import channel, serialize
+from rlinf_jax.runtime.ray.transport import channel, serialize
 
 
 class Entry(NamedTuple):

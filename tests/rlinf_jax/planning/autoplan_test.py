@@ -16,8 +16,9 @@ from planner.counting import count
 from planner.ir import plan as plan_lib
 from planner.simulation import evaluate_plan
 from rlinf_jax import train
-from rlinf_jax.planning import autoplan, machine_profile, monitor
-from rlinf_jax.planning import stage_profile as profile
+from rlinf_jax.planning import autoplan, monitor
+from rlinf_jax.planning.profiling import machine_profile
+from rlinf_jax.planning.profiling import stage_profile as profile
 from rlinf_jax.report import predicted
 from rlinf_jax.run import flows as flows_lib
 from rlinf_jax.runtime import programs

@@ -9,8 +9,9 @@ import pytest
 from planner.costs import measured
 from planner.ir import plan as plan_lib
 from rlinf_jax import train
-from rlinf_jax.planning import autoplan, machine_profile, monitor
-from rlinf_jax.planning import stage_profile as profile
+from rlinf_jax.planning import autoplan, monitor
+from rlinf_jax.planning.profiling import machine_profile
+from rlinf_jax.planning.profiling import stage_profile as profile
 from rlinf_jax.report import predicted
 from stages import base
 from tests.rlinf_jax.planning import searches_test

@@ -12,7 +12,7 @@ from planner import cluster as cluster_lib
 from planner.costs import roofline
 from planner.counting import count
 from planner.ir import flow as flow_lib
-from rlinf_jax.planning import (
+from rlinf_jax.planning.profiling import (
   call_timing,
   machine_profile,
   profile_store,

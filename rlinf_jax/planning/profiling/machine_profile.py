@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from planner import cluster as cluster_lib
-from rlinf_jax.planning import call_timing
-from rlinf_jax.planning import profile_store as profile_store_lib
+from rlinf_jax.planning.profiling import call_timing
+from rlinf_jax.planning.profiling import profile_store as profile_store_lib
 from sharding import offload
 
 TYPES = ('float32', 'bfloat16')

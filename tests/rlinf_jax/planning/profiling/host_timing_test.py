@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rlinf_jax.planning import host_timing
+from rlinf_jax.planning.profiling import host_timing
 from tests.rlinf_jax.planning import plan_report_test
 import tiny
 

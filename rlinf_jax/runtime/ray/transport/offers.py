@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlinf_jax.runtime.ray import network
+from rlinf_jax.runtime.ray.transport import network
 
 BYTES = 16  # Of a number, and of a proof.
 PATIENCE = 10.0  # Seconds in which a connection must present a ticket.

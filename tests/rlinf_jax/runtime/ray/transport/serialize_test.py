@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlinf_jax.runtime.ray import serialize
+from rlinf_jax.runtime.ray.transport import serialize
 
 TYPES = (
   'bool int8 uint8 int16 int32 uint32 float16 float32 bfloat16 '

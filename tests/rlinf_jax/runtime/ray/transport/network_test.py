@@ -18,7 +18,8 @@ import claims
 import fuzz
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import programs
-from rlinf_jax.runtime.ray import actor_pool, driver, network
+from rlinf_jax.runtime.ray import actor_pool, driver
+from rlinf_jax.runtime.ray.transport import network
 from tests.rlinf_jax.runtime.ray import driver_test
 
 SPLIT = {
@@ -122,8 +123,9 @@ def test_all_processes_of_a_run_on_one_machine_listen_on_loopback(run):
 
 def run_stranger(module, *arguments):
   """Runs a module in a process with another token; returns what it prints."""
+  name = f'tests.rlinf_jax.runtime.ray.transport.{module}'
   return subprocess.run(
-    [sys.executable, '-m', f'tests.rlinf_jax.runtime.ray.{module}', *arguments],
+    [sys.executable, '-m', name, *arguments],
     env=os.environ | {'RAY_AUTH_TOKEN': secrets.token_hex(32)},
     capture_output=True,
     text=True,

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rlinf_jax.runtime.ray import channel, serialize
+from rlinf_jax.runtime.ray.transport import channel, serialize
 from sharding import mesh as mesh_lib
 
 TREES, LEAVES = 500, 4  # For each transport.

@@ -1,6 +1,6 @@
 """A process that knows no secret of a run, and speaks to its ports.
 
-  python -m tests.rlinf_jax.runtime.ray.stranger HOST:PORT...
+  python -m tests.rlinf_jax.runtime.ray.transport.stranger HOST:PORT...
 
 To each port it sends noise and the first messages of protocols, one a
 connection, and prints as hexadecimal digits what it receives.

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlinf_jax.runtime.ray import offers, serialize
+from rlinf_jax.runtime.ray.transport import offers, serialize
 from sharding import multihost
 
 SMALL = 1 << 20  # Bytes: below, a pull takes longer than a copy.

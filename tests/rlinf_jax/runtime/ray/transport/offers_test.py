@@ -11,7 +11,7 @@ import pytest
 
 import claims
 import fuzz
-from rlinf_jax.runtime.ray import offers
+from rlinf_jax.runtime.ray.transport import offers
 
 HOST = '127.0.0.1'
 SECRET = bytes(range(256)) * 64

@@ -1,0 +1,1 @@
+"""Values between the processes of a plan, and who may receive them."""
