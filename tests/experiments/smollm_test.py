@@ -5,7 +5,7 @@ import random
 import re
 import shlex
 
-from experiments.smollm import two_steps, word_problems
+from experiments.smollm import gsm8k, two_steps, word_problems
 from rlinf_jax.config import config, gin_flags
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -50,6 +50,18 @@ def test_answers_are_those_of_the_questions():
     a, b = map(int, re.findall(r'\d+', row['prompt']))
     want = {'+': a + b, '-': a - b, '*': a * b}[sign]
     assert int(row['answer']) == want >= 0
+
+
+def test_the_easiest_questions_of_gsm8k_take_the_fewest_steps():
+  rows = [
+    {'question': str(i), 'answer': answer + '\n#### 3'}
+    for i, answer in enumerate(('1\n2', '1 + 2', '3', '1\n2\n3', '1 + 1 + 1'))
+  ]
+  found = [gsm8k.easiest(rows, count) for count in range(6)]
+  assert [[row['question'] for row in x] for x in found] == [
+    *([], ['2'], ['1', '2'], ['1', '2', '4'], ['0', '1', '2', '4']),
+    ['0', '1', '2', '3', '4'],
+  ]
 
 
 def test_two_steps_are_answered_by_their_expression():
