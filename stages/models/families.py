@@ -10,8 +10,13 @@ from typing import Any, NamedTuple
 
 from stages import remat as remat_lib
 from stages.models import config as config_lib
-from stages.models.files import config_check, decoder_names, naming, weights
-from stages.models.layers import rope as rope_lib
+from stages.models.files import (
+  config_check,
+  decoder_names,
+  naming,
+  rope_settings,
+  weights,
+)
 from stages.models.vision import vision_files
 
 GEMMA = {'unit_offset': True, 'scale_embeddings': True}
@@ -63,7 +68,6 @@ FAMILIES = {
   ),
 }
 ACTIVATIONS = {'silu': 'silu', 'gelu_pytorch_tanh': 'gelu_tanh'}
-ROPES = ('default', 'linear', 'yarn', 'llama3')
 
 
 def family_of(raw: Any, path) -> Family:
@@ -140,11 +144,12 @@ def _translated(
   _check(c, path)
   biased = bool(getattr(c, 'attention_bias', False))
   scalar = getattr(c, 'query_pre_attn_scalar', None)
-  rope, local_rope = _ropes(c, path)
+  windows = _windows(c, path)
+  rope, local_rope = rope_settings.read(c, path)
   settings = {
     'qkv_bias': biased,
     'out_bias': biased,
-    'windows': _windows(c, path),
+    'windows': windows,
     'F': c.intermediate_size,
     **_experts(c),
     **family.settings,
@@ -157,9 +162,8 @@ def _translated(
     K=c.num_key_value_heads,
     W=getattr(c, 'head_dim', None) or c.hidden_size // c.num_attention_heads,
     rope=rope,
-    local_rope=local_rope,
-    # Extended by YaRN, a model may declare the context that it had before.
-    max_positions=max(c.max_position_embeddings, _context(rope)),
+    local_rope=local_rope if windows else None,
+    max_positions=rope_settings.max_positions(c.max_position_embeddings, rope),
     norm_epsilon=c.rms_norm_eps,
     activation=ACTIVATIONS[_activation(c)],
     query_scale=None if scalar is None else scalar**-0.5,
@@ -228,52 +232,6 @@ def _windows(c, path) -> tuple[int | None, ...]:
   return tuple(window if k == 'sliding_attention' else None for k in kinds)
 
 
-def _ropes(c, path):
-  """Rotary embeddings of layers without and with a window (None if equal)."""
-  r = c.rope_parameters
-  if 'full_attention' not in r:
-    return _rope(r, c, path), None
-  rope = _rope(r['full_attention'], c, path)
-  local_rope = _rope(r['sliding_attention'], c, path)
-  return rope, local_rope if local_rope != rope and _windows(c, path) else None
-
-
-def _rope(r, c, path) -> rope_lib.RopeConfig:
-  """The rotary embedding that `rope_parameters` describe."""
-  kind = r.get('rope_type', 'default')
-  if kind not in ROPES:
-    raise weights.CheckpointError(
-      f'{path} wants rope scaling {kind!r}; {sorted(ROPES)} are supported.'
-    )
-  if r.get('partial_rotary_factor', 1.0) != 1.0:
-    raise weights.CheckpointError(
-      f'{path} rotates a part of each head (partial_rotary_factor), which is '
-      'not supported.'
-    )
-  original = (
-    r.get('original_max_position_embeddings') or c.max_position_embeddings
-  )
-  attention = r.get('attention_factor')
-  if attention is None and r.get('mscale') and r.get('mscale_all_dim'):
-    raise weights.CheckpointError(
-      f'{path} sets mscale and mscale_all_dim, which are not supported: set '
-      'attention_factor instead.'
-    )
-  return rope_lib.RopeConfig(
-    theta=r['rope_theta'],
-    kind=kind,
-    factor=r.get('factor') or c.max_position_embeddings / original,
-    original_context=original,
-    beta_fast=r.get('beta_fast') or 32.0,
-    beta_slow=r.get('beta_slow') or 1.0,
-    truncate=r.get('truncate', True),
-    attention_factor=attention,
-    low_freq_factor=r.get('low_freq_factor') or 1.0,
-    high_freq_factor=r.get('high_freq_factor') or 4.0,
-    sections=tuple(r.get('mrope_section') or ()),
-  )
-
-
 def write(folder, c: config_lib.Config, model_type: str, **extra):
   """Writes the config.json of a new model, for `transformers` to read.
 
@@ -301,7 +259,7 @@ def write(folder, c: config_lib.Config, model_type: str, **extra):
     head_dim=c.W,
     intermediate_size=c.F,
     rms_norm_eps=c.norm_epsilon,
-    rope_parameters=_rope_parameters(c, model_type),
+    rope_parameters=rope_settings.written(c, model_type),
     max_position_embeddings=_meaning(c, 'max_positions'),
     tie_word_embeddings=c.tie_embeddings,
     initializer_range=c.init_stddev,
@@ -351,46 +309,13 @@ def _optional(c: config_lib.Config) -> dict[str, Any]:
   }
 
 
-def _context(rope: rope_lib.RopeConfig) -> int:
-  """Tokens of context, after the extension where it is declared apart."""
-  longer = rope.kind in ('yarn', 'llama3')
-  return round(rope.original_context * (rope.factor if longer else 1))
-
-
-def _rope_parameters(c: config_lib.Config, model_type: str) -> dict[str, Any]:
-  """Settings of the rotary embedding, by type of layer for Gemma 3."""
-
-  def parameters(rope):
-    keys = {
-      'default': (),
-      'linear': ('factor',),
-      'yarn': ('factor', 'beta_fast', 'beta_slow', 'truncate'),
-      'llama3': ('factor', 'low_freq_factor', 'high_freq_factor'),
-    }[rope.kind]
-    found = {key: getattr(rope, key) for key in keys}
-    if rope.kind in ('yarn', 'llama3'):
-      found['original_max_position_embeddings'] = rope.original_context
-    if rope.attention_factor is not None:
-      found['attention_factor'] = rope.attention_factor
-    if rope.sections:
-      found['mrope_section'] = [*rope.sections]
-    return {'rope_type': rope.kind, 'rope_theta': rope.theta} | found
-
-  if model_type != 'gemma3_text':
-    return parameters(c.rope)
-  return {
-    'full_attention': parameters(c.rope),
-    'sliding_attention': parameters(c.local_rope or c.rope),
-  }
-
-
 def _meaning(c: config_lib.Config, name: str):
   """The value of a field, alike for settings that mean the same."""
   value = getattr(c, name)
   if name == 'query_scale':
     return round(c.W**-0.5 if value is None else value, 9)
   if name == 'max_positions':
-    return value or _context(c.rope)
+    return value or rope_settings.context(c.rope)
   if name == 'windows':
     return value if c.window else ()
   if name == 'rope' and value.kind == 'default':

@@ -75,6 +75,34 @@ def test_frequencies_are_those_of_transformers(settings, width, base, tmp_path):
   assert scale == pytest.approx(want.attention_scaling, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+  ('scaling', 'want'),
+  [
+    (None, 4096),
+    ({'rope_type': 'yarn', 'factor': 4.0}, 16384),
+    # As Llama 3.1, which declares more than its factor times what it had.
+    (
+      {
+        'rope_type': 'llama3',
+        'factor': 8.0,
+        'original_max_position_embeddings': 256,
+        'low_freq_factor': 1.0,
+        'high_freq_factor': 4.0,
+      },
+      4096,
+    ),
+    ({'rope_type': 'linear', 'factor': 2.0}, None),
+  ],
+)
+def test_positions_are_those_after_an_extension(scaling, want, tmp_path):
+  settings = PUBLISHED | {'max_position_embeddings': 4096}
+  write(tmp_path, **settings, rope_scaling=scaling)
+  config = huggingface.load_config(tmp_path)
+  assert config.max_positions == want
+  families.write(tmp_path / 'again', config, 'qwen2')
+  assert huggingface.load_config(tmp_path / 'again').max_positions == want
+
+
 def test_an_unknown_rope_is_refused():
   with pytest.raises(ValueError, match="Rope kind 'curly' is not one of"):
     rope.frequencies(rope.RopeConfig(kind='curly'), 8)
