@@ -136,9 +136,9 @@ def main():
   parser.add_argument('--ray', action='store_true', help='a process a place')
   far = parser.parse_args().ray
   if far:
-    from rlinf_jax.runtime.ray import actor_pool
+    from rlinf_jax.runtime.ray import connection
 
-    actor_pool.connect()
+    connection.connect()
   jax.config.update('jax_num_cpu_devices', 2)
   rows = [measure(pieces, far) for pieces in (1, 2, 4, 8)]
   print('pieces  simulated  measured  against the barrier')

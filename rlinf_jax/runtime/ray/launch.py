@@ -57,10 +57,10 @@ def connect(address: str):
     ConnectionError: if there is no cluster at that address.
     ValueError: if this process uses accelerators already.
   """
-  from rlinf_jax.runtime.ray import actor_pool
+  from rlinf_jax.runtime.ray import connection
 
   leave_accelerators()
-  actor_pool.connect(address)
+  connection.connect(address)
   if (kind := jax.default_backend()) != 'cpu':
     raise ValueError(
       f'With `ray_address` this process computes on its CPU and its places use '

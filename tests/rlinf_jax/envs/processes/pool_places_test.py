@@ -15,7 +15,7 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.envs import gymnasium
 from rlinf_jax.runtime import local
 from rlinf_jax.runtime.base import ProcessDiedError
-from rlinf_jax.runtime.ray import actor_pool, driver
+from rlinf_jax.runtime.ray import connection, driver
 from stages import workflows
 from stages.learn import optimizers
 from stages.models.control import gaussian_policy
@@ -60,7 +60,7 @@ def flows(**settings):
 
 @pytest.fixture(scope='module', autouse=True)
 def here():
-  actor_pool.connect()
+  connection.connect()
   yield
   ray.shutdown()
 

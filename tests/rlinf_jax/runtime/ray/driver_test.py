@@ -22,7 +22,7 @@ from planner.ir import plan as plan_lib
 from planner.lower import passes
 from rlinf_jax.runtime import local, programs
 from rlinf_jax.runtime.base import ProcessDiedError, StageError
-from rlinf_jax.runtime.ray import actor_pool, driver, resources
+from rlinf_jax.runtime.ray import connection, driver, resources
 import stages
 from stages import workflows
 from stages.learn import optimizers
@@ -86,7 +86,7 @@ def processes_of(session: str) -> list[str]:
 
 @pytest.fixture(scope='module', autouse=True)
 def ray_cluster():
-  actor_pool.connect()
+  connection.connect()
   session = ray.get_runtime_context().get_session_name()
   assert processes_of(session), 'These are looked for at the end.'
   yield

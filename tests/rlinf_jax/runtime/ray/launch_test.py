@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime.ray import actor_pool, launch, resources
+from rlinf_jax.runtime.ray import connection, launch, resources
 
 DRIVER = """
 from rlinf_jax.runtime.ray import launch
@@ -32,9 +32,9 @@ def test_the_driver_computes_on_the_cpu_whatever_the_environment_says():
 
 CONNECT = """
 import sys
-from rlinf_jax.runtime.ray import actor_pool
+from rlinf_jax.runtime.ray import connection
 try:
-  actor_pool.connect(sys.argv[1])
+  connection.connect(sys.argv[1])
 except ValueError as error:
   print(error)
 """
@@ -60,10 +60,10 @@ def test_a_ray_that_does_not_start_is_an_error_of_one_line(error, monkeypatch):
   def init(*args, **kwargs):
     raise error('Failed to start GCS.  Last 0 lines:\n\n.Please check')
 
-  monkeypatch.setattr(actor_pool.ray, 'is_initialized', lambda: False)
-  monkeypatch.setattr(actor_pool.ray, 'init', init)
+  monkeypatch.setattr(connection.ray, 'is_initialized', lambda: False)
+  monkeypatch.setattr(connection.ray, 'init', init)
   with pytest.raises(ConnectionError, match='Ray did not start.*check$'):
-    actor_pool.connect()
+    connection.connect()
 
 
 def test_a_cluster_without_a_token_is_not_joined(tmp_path):
@@ -94,7 +94,7 @@ def test_places_use_the_devices_that_ray_gives_them(kind, monkeypatch):
 
 
 def test_a_process_that_uses_accelerators_cannot_drive_a_run(monkeypatch):
-  monkeypatch.setattr(actor_pool, 'connect', lambda address: None)
+  monkeypatch.setattr(connection, 'connect', lambda address: None)
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
   with pytest.raises(ValueError, match='JAX has started on the gpu .* JAX_PLA'):
     launch.connect('local')

@@ -16,7 +16,7 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
 from rlinf_jax.runtime.base import ProcessDiedError
-from rlinf_jax.runtime.ray import actor, actor_pool, driver, resources
+from rlinf_jax.runtime.ray import actor, connection, driver, resources
 import stages
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ SLOW = 2.0  # A batch of this value makes the slow stage very slow.
 
 @pytest.fixture(scope='module', autouse=True)
 def ray_cluster():
-  actor_pool.connect()
+  connection.connect()
   yield
   ray.shutdown()
   time.sleep(1)

@@ -22,7 +22,7 @@ import ray
 
 from rlinf_jax.run.folder import checkpoint
 from rlinf_jax.runtime.base import ProcessDiedError
-from rlinf_jax.runtime.ray import actor_pool
+from rlinf_jax.runtime.ray import connection
 import stages
 from tests.rlinf_jax.runtime.plans import random_plans_test
 from tests.rlinf_jax.runtime.ray import driver_test
@@ -95,7 +95,7 @@ def _listens(port):
 def ray_cluster():
   os.environ.setdefault('RAY_AUTH_TOKEN', secrets.token_hex(32))
   with cluster_of(2, 2) as address:
-    actor_pool.connect(address)
+    connection.connect(address)
     while sum(node['Alive'] for node in ray.nodes()) < 2:
       time.sleep(0.1)
     yield

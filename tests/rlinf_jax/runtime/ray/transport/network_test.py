@@ -18,7 +18,7 @@ import claims
 import fuzz
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import programs
-from rlinf_jax.runtime.ray import actor_pool, driver
+from rlinf_jax.runtime.ray import actor_pool, connection, driver
 from rlinf_jax.runtime.ray.transport import network
 from tests.rlinf_jax.runtime.ray import driver_test
 
@@ -73,7 +73,7 @@ def run(monkeypatch):
   monkeypatch.setattr(
     actor_pool.ActorPool, 'same_machine', lambda pool, place: set()
   )
-  actor_pool.connect()
+  connection.connect()
   record = functools.partial(driver_test.simple, rows=ROWS)
   step, evaluate = record()
   plan = plan_lib.parse(SPLIT, dict.fromkeys(step.stages + evaluate.stages))
