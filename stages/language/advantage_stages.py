@@ -131,9 +131,10 @@ def above_greedy(
   verify: stages.Stage | verifiers.LearnedVerifier,
   group_size: int,
 ) -> Callable:
-  """Returns `reward_B, Version, problem, key, params=() -> reward_B`.
+  """Returns `verdict, Version, problem, key, params=() -> verdict`.
 
-  Subtracts ReMax's baseline; `params` are those of a learned verifier.
+  Subtracts ReMax's baseline from rewards; `params` are those of a learned
+  verifier.
 
     R − R(greedy completion of the same prompt),   arXiv:2310.10505 eq. 6
 
@@ -149,10 +150,11 @@ def above_greedy(
     lambda reward_B, greedy_B: reward_B - greedy_B, 'above_greedy'
   )
 
-  def subtract_greedy(reward_B, actor: base.Version, problem, key, params=()):
+  def subtract_greedy(verdict, actor: base.Version, problem, key, params=()):
     keys = stages.keys(key, problem.prompt)  # Greedy decoding draws nothing.
     x = complete(actor, problem.prompt, keys)
-    verdict = verifiers.judge(verify, params, problem.answer, x)
-    return subtract(reward_B, repeat(verdict.reward))
+    greedy = verifiers.judge(verify, params, problem.answer, x)
+    reward_B = subtract(verdict.reward, repeat(greedy.reward))
+    return verdict._replace(reward=reward_B)
 
   return subtract_greedy

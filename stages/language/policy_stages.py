@@ -163,7 +163,9 @@ def rounded(policy: base.Policy, params) -> base.Params:
   return policy.round_params(params) if policy.round_params else params
 
 
-def ref_logp(policy: base.Policy, group_size: int, is_read: bool) -> Callable:
+def ref_logp(
+  policy: base.Policy, group_size: int, is_read: bool, prefix: str = ''
+) -> Callable:
   """Returns `reference, Version, experience -> logp_BT` of a reference policy.
 
   The version has the frozen parameters, which the reference shares. Where
@@ -171,7 +173,7 @@ def ref_logp(policy: base.Policy, group_size: int, is_read: bool) -> Callable:
   """
   if not is_read:
     return lambda reference, now, x: ()
-  stage = logp(policy, 'ref_logp', group_size)
+  stage = logp(policy, f'{prefix}ref_logp', group_size)
 
   def score(reference, now: base.Version, x: base.Experience):
     return stage(train_step.with_frozen(reference, now.params), x)

@@ -57,3 +57,25 @@ class ValueLoss(NamedTuple):
   coef: float = 0.5
   clip: float | None = None
   huber: float | None = None
+
+
+def needs_reference(
+  kl_coef: float, kl_reward_coef: float, kl_to_go: bool = False
+) -> bool:
+  """Whether a KL needs a reference.
+
+  Raises:
+    ValueError: for a term and a penalty at once, or a penalty without a weight.
+  """
+  if kl_coef and kl_reward_coef:
+    raise ValueError(
+      f'kl_coef is {kl_coef} and kl_reward_coef is {kl_reward_coef}, which '
+      'would count the distance from the reference twice, in the loss and in '
+      'the reward: set one of them to 0.'
+    )
+  if kl_to_go and not kl_reward_coef:
+    raise ValueError(
+      'kl_to_go distributes the penalty of kl_reward_coef, which is 0: set '
+      'kl_reward_coef, or leave kl_to_go out.'
+    )
+  return bool(kl_coef or kl_reward_coef)

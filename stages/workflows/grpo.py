@@ -15,11 +15,11 @@ from stages import base, ranges
 from stages.language import (
   advantage_stages,
   policy_stages,
+  policy_update,
   rollout_metrics,
   verifiers,
 )
 from stages.language import evaluate as evaluate_lib
-from stages.language.experts import balance
 from stages.learn import (
   advantages,
   loss_terms,
@@ -165,37 +165,15 @@ def grpo(
       penalty, or for a greedy baseline of rollouts that a step leaves
       unfinished.
   """
+  has_kl = loss_terms.needs_reference(kl_coef, kl_reward_coef, kl_to_go)
   generate = rollouts(policy, group_size)
-  has_kl = needs_reference(kl_coef, kl_reward_coef, kl_to_go)
-  balance.check(policy, balance_coef)
   _check_baseline(greedy_baseline, generate)
   repeat = policy_stages.repeat(group_size)
   above_greedy = advantage_stages.above_greedy(policy, verify, group_size)
-  estimate = advantage_stages.estimator(
-    advantage,
-    group_size,
-    kl_coef=kl_reward_coef,
-    kl_to_go=kl_to_go,
-    normalize=normalize_advantages,
-    mask_truncated=mask_truncated,
-    turn_advantage=turn_advantage,
-  )
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
-  # Completions without an advantage have no other gradients.
-  informative_only = not (kl_coef or entropy_coef or balance_coef)
-  padding = rollout_metrics.packed_padding(policy, group_size, informative_only)
-  score_ref = policy_stages.ref_logp(policy, group_size, has_kl)
-  minibatch = minibatches.minibatches(
-    minibatch_by, num_minibatches, num_epochs, group_size
-  )
-  loss = objectives.policy(
-    policy_stages.scorer(
-      policy, group_size, informative_only, balance_coef > 0
-    ),
+  objective = functools.partial(
+    objectives.policy,
     clip=loss_terms.Clip(clip_low, clip_high, dual_clip),
-    kl=loss_terms.KlPenalty(kl_coef, kl_estimator),
-    entropy_coef=entropy_coef,
-    balance_coef=balance_coef,
     policy_loss=policy_loss,
     likelihood=likelihood,
     aggregate=aggregate,
@@ -204,29 +182,44 @@ def grpo(
     ),
     mask_truncated=mask_truncated,
   )
-  learn = train_step.learner(loss, optimizer, group_size=group_size)
-  version = lambda state: train_step.version(state.actor)
+  update = policy_update.update(
+    policy,
+    optimizer,
+    objective,
+    advantage_stages.estimator(
+      advantage,
+      group_size,
+      kl_coef=kl_reward_coef,
+      kl_to_go=kl_to_go,
+      normalize=normalize_advantages,
+      mask_truncated=mask_truncated,
+      turn_advantage=turn_advantage,
+    ),
+    minibatches.minibatches(
+      minibatch_by, num_minibatches, num_epochs, group_size
+    ),
+    group_size=group_size,
+    has_reference=has_kl,
+    kl=loss_terms.KlPenalty(kl_coef, kl_estimator),
+    entropy_coef=entropy_coef,
+    balance_coef=balance_coef,
+  )
   init = functools.partial(_init, policy, verify, optimizer, has_kl, staleness)
+  version = lambda state: train_step.version(state.actor)
 
   def step(state: State, problem: base.Problem, key):
-    now = version(state)
-    behavior, past = train_step.delayed(state.past, now)
+    behavior, past = train_step.delayed(state.past, version(state))
     prompts = repeat(problem)
     finished, x, carry, carry_info = generate.run(
       behavior, state.carry, prompts, stages.keys(key, prompts.prompt)
     )
     verdict = verifiers.judge(verify, state.verifier, finished.answer, x)
-    rollout_info = measure(x, verdict, state.actor.step)
-    reward_B = verdict.reward
+    info = measure(x, verdict, state.actor.step) | carry_info
     if greedy_baseline:
-      reward_B = above_greedy(reward_B, behavior, problem, key, state.verifier)
-    ref_logp = score_ref(state.reference, now, x)
-    x = x._replace(advantage=estimate(x, reward_B, ref_logp, verdict.turns))
-    batches = minibatch(key, prompts.prompt, x, ref_logp)
-    rollout_info |= padding(batches)
-    actor, info = learn(state.actor, batches)
+      verdict = above_greedy(verdict, behavior, problem, key, state.verifier)
+    actor, learned = update(state, key, prompts.prompt, x, verdict)
     state = state._replace(actor=actor, past=past, carry=carry)
-    return state, rollout_info | carry_info | info
+    return state, info | learned
 
   return policy_stages.workflow(
     init, step, version, evaluator(policy, verify), generate, staleness
@@ -235,35 +228,9 @@ def grpo(
 
 def _init(policy, verify, optimizer, has_reference: bool, staleness: int, key):
   """The state before the first step."""
-  actor = train_step.init(policy.init(key), optimizer)
-  now = train_step.snapshot(train_step.version(actor))
-  reference = ()
-  if has_reference:
-    reference = policy_stages.reference(policy, actor.params)
+  learner = policy_update.init(policy, optimizer, has_reference, staleness, key)
   judge = verifiers.init(verify, jax.random.fold_in(key, 1))
-  return State(actor, reference, (now,) * staleness, verifier=judge)
-
-
-def needs_reference(
-  kl_coef: float, kl_reward_coef: float, kl_to_go: bool = False
-) -> bool:
-  """Whether a KL needs a reference.
-
-  Raises:
-    ValueError: for a term and a penalty at once, or a penalty without a weight.
-  """
-  if kl_coef and kl_reward_coef:
-    raise ValueError(
-      f'kl_coef is {kl_coef} and kl_reward_coef is {kl_reward_coef}, which '
-      'would count the distance from the reference twice, in the loss and in '
-      'the reward: set one of them to 0.'
-    )
-  if kl_to_go and not kl_reward_coef:
-    raise ValueError(
-      'kl_to_go distributes the penalty of kl_reward_coef, which is 0: set '
-      'kl_reward_coef, or leave kl_to_go out.'
-    )
-  return bool(kl_coef or kl_reward_coef)
+  return State(*learner, verifier=judge)
 
 
 def _check_baseline(greedy: bool, generate: policy_stages.Rollouts):

@@ -13,6 +13,7 @@ from stages.language import (
   advantage_stages,
   conversation,
   policy_stages,
+  policy_update,
   rollout_metrics,
 )
 from stages.language import evaluate as evaluate_lib
@@ -32,10 +33,10 @@ class State(NamedTuple):
   """State carried from step to step.
 
   Attributes:
-    actors: the policy of each role, with its own optimizer.
+    learners: what the policy of each role learns with.
   """
 
-  actors: tuple[base.TrainState, ...]
+  learners: tuple[policy_update.Learner, ...]
 
 
 def role_grpo(
@@ -49,9 +50,16 @@ def role_grpo(
   expected_turns: ranges.PositiveInt | None = None,
   clip_low: ranges.NonNegativeFloat = 0.2,
   clip_high: ranges.NonNegativeFloat = 0.2,
+  dual_clip: ranges.PositiveFloat | None = None,
+  kl_coef: ranges.NonNegativeFloat = 0.0,
+  kl_estimator: signatures.KlEstimator = losses.kl_k3,
+  kl_reward_coef: ranges.NonNegativeFloat = 0.0,
+  kl_to_go: bool = False,
   entropy_coef: float = 0.0,
   num_minibatches: ranges.PositiveInt = 1,
   num_epochs: ranges.PositiveInt = 1,
+  minibatch_by: minibatches.MinibatchBy = 'row',
+  staleness: ranges.NonNegativeInt = 0,
   advantage: signatures.GroupAdvantage = advantages.group_relative,
   turn_advantage: signatures.TurnAdvantage | None = None,
   aggregate: signatures.Aggregate = losses.sequence_mean_token_mean,
@@ -77,19 +85,29 @@ def role_grpo(
     expected_turns: turns that planners count on; `max_turns` if None.
     clip_low: as in `grpo`.
     clip_high: likewise.
+    dual_clip: likewise.
+    kl_coef: likewise; the reference of a policy are its own initial parameters.
+    kl_estimator: likewise.
+    kl_reward_coef: likewise.
+    kl_to_go: likewise.
     entropy_coef: likewise.
     num_minibatches: minibatches of the rows of a role, one update each.
     num_epochs: passes over them.
-    advantage: as in `grpo`.
+    minibatch_by: as in `grpo`; shuffled minibatches of all roles have the same
+      problems.
+    staleness: as in `grpo`, of all policies.
+    advantage: likewise.
     turn_advantage: likewise.
     aggregate: likewise.
     eval_samples: as `samples` in `evaluate`.
     eval_greedy: as `greedy` in `evaluate`.
 
   Raises:
-    ValueError: if there is not one policy and one optimizer for each role.
+    ValueError: if there is not one policy and one optimizer for each role, for
+      a KL term and a KL penalty at once, or for `kl_to_go` without a penalty.
   """
   _check(policies, optimizers, envs)
+  has_kl = loss_terms.needs_reference(kl_coef, kl_reward_coef, kl_to_go)
   converse = functools.partial(
     conversation.converse,
     envs=envs,
@@ -97,121 +115,148 @@ def role_grpo(
     expected_turns=expected_turns,
   )
   generate = converse(policies, 'generate', group_size=group_size)
-  cast = roles_lib.cast(envs.roles, group_size, None)
   repeat = policy_stages.repeat(group_size)
+  by_role = roles_lib.split(roles_lib.cast(envs.roles, group_size, None))
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
-  by_role = stages.Stage(
-    lambda *rows: [
-      jax.tree.map(functools.partial(roles_lib.rows_of, cast, i), rows)
-      for i in range(len(cast.names))
-    ],
-    'by_role',
-    'batch',
-  )
-  estimate = advantage_stages.estimator(
-    advantage, group_size, turn_advantage=turn_advantage
-  )
-  minibatch = minibatches.minibatches(
-    'row', num_minibatches, num_epochs, group_size
-  )
-  merge_info = stages.Stage(
-    lambda *infos: functools.reduce(metrics.merge, infos),
-    'merge_roles',
-    'batch',
-  )
-  updates = [
-    _update(
-      *parts,
-      group_size=group_size,
-      clip=loss_terms.Clip(clip_low, clip_high, None),
-      entropy_coef=entropy_coef,
+  learn_role = functools.partial(
+    _learn,
+    group_size=group_size,
+    objective=functools.partial(
+      objectives.policy,
+      clip=loss_terms.Clip(clip_low, clip_high, dual_clip),
       aggregate=aggregate,
-    )
-    for parts in zip(envs.roles, policies, optimizers, strict=True)
-  ]
-  evaluate_actors = evaluate_lib.evaluate(
-    policies,
-    verify,
-    samples=eval_samples,
-    greedy=eval_greedy,
-    converse=converse,
+    ),
+    estimate=advantage_stages.estimator(
+      advantage,
+      group_size,
+      kl_coef=kl_reward_coef,
+      kl_to_go=kl_to_go,
+      turn_advantage=turn_advantage,
+    ),
+    minibatch=minibatches.minibatches(
+      minibatch_by, num_minibatches, num_epochs, group_size
+    ),
+    has_reference=has_kl,
+    kl=loss_terms.KlPenalty(kl_coef, kl_estimator),
+    entropy_coef=entropy_coef,
   )
-
-  def init(key) -> State:
-    pairs = zip(policies, optimizers, strict=True)
-    return State(
-      tuple(
-        train_step.init(policy.init(jax.random.fold_in(key, i)), optimizer)
-        for i, (policy, optimizer) in enumerate(pairs)
-      )
-    )
-
-  def versions(state: State) -> tuple[base.Version, ...]:
-    return tuple(train_step.version(actor) for actor in state.actors)
+  players = zip(envs.roles, policies, optimizers, strict=True)
+  learn = [learn_role(*player) for player in players]
+  merged = _merged(envs.roles)
+  samples = {'samples': eval_samples, 'greedy': eval_greedy}
+  answer = evaluate_lib.evaluate(policies, verify, converse=converse, **samples)
+  init = functools.partial(_init, policies, optimizers, has_kl, staleness)
 
   def step(state: State, problem: base.Problem, key):
+    behaviors, pasts = _delayed(state.learners)
     prompts = repeat(problem)
-    finished, x = generate(
-      versions(state), prompts, stages.keys(key, prompts.prompt)
-    )
+    finished, x = generate(behaviors, prompts, stages.keys(key, prompts.prompt))
     verdict = verify(finished.answer, x.action, x.mask)
-    info = measure(x, verdict, state.actors[0].step)
-    parts = by_role(x, verdict.reward, verdict.turns)
-    actors, infos = [], []
-    for actor, update, (x, reward_B, turns) in zip(
-      state.actors, updates, parts, strict=True
-    ):
-      x = x._replace(advantage=estimate(x, reward_B, (), turns))
-      actor, found = update(actor, x, lambda x: minibatch(key, x.obs, x, ()))
-      actors.append(actor)
+    info = measure(x, verdict, state.learners[0].actor.step)
+    parts = state.learners, behaviors, pasts, by_role(x, verdict)
+    learners, infos = [], []
+    for learn_one, *part in zip(learn, *parts, strict=True):
+      learner, found = learn_one(key, *part)
+      learners.append(learner)
       infos.append(found)
-    for name, found in zip(envs.roles, infos, strict=True):
-      info |= {_named(metric, name): x for metric, x in found.items()}
-    return State(tuple(actors)), info | merge_info(*infos)
+    return State(tuple(learners)), info | merged(infos)
 
   def evaluate(state: State, problem: base.Problem, key):
-    return evaluate_actors(versions(state), problem, key)
+    return answer(_versions(state), problem, key)
 
-  def params(state: State) -> dict[str, base.Params]:
-    pairs = zip(envs.roles, state.actors, strict=True)
-    return {name: actor.params for name, actor in pairs}
-
-  return base.Workflow(init, step, evaluate, params)
+  params = functools.partial(_params, envs.roles)
+  return base.Workflow(init, step, evaluate, params, staleness)
 
 
-def _update(
+def _init(
+  policies: Sequence[base.Policy],
+  optimizers: Sequence[optax.GradientTransformation],
+  has_reference: bool,
+  staleness: int,
+  key: base.Key,
+) -> State:
+  """The state before the first step."""
+  settings = has_reference, staleness
+  return State(
+    tuple(
+      policy_update.init(*parts, *settings, jax.random.fold_in(key, i))
+      for i, parts in enumerate(zip(policies, optimizers, strict=True))
+    )
+  )
+
+
+def _versions(state: State) -> tuple[base.Version, ...]:
+  return tuple(train_step.version(x.actor) for x in state.learners)
+
+
+def _params(roles: Sequence[str], state: State) -> dict[str, base.Params]:
+  """The parameters of each role's policy, by its name."""
+  pairs = zip(roles, state.learners, strict=True)
+  return {name: learner.actor.params for name, learner in pairs}
+
+
+def _delayed(learners: Sequence[policy_update.Learner]):
+  """The versions that act, and the delay lines of the next step, by role."""
+  pairs = [
+    train_step.delayed(x.past, train_step.version(x.actor)) for x in learners
+  ]
+  return tuple(zip(*pairs, strict=True))
+
+
+def _learn(
   name: str,
   policy: base.Policy,
   optimizer: optax.GradientTransformation,
   *,
   group_size: int,
-  clip: loss_terms.Clip,
-  entropy_coef: float,
-  aggregate: signatures.Aggregate,
+  **settings,
 ) -> Callable:
-  """Returns `actor, experience, cut -> actor, info` of one role.
+  """Returns what one role learns in a step.
 
-  `cut` makes minibatches of the experience.
+  Args:
+    name: of the role.
+    policy: its policy.
+    optimizer: the optimizer of the policy.
+    group_size: adjacent rows that share a prompt.
+    **settings: as in `policy_update.update`.
+
+  Returns:
+    `key, learner, behavior, past, (experience, verdict) -> learner, info`, for
+    the version that acted and the delay line of the next step.
   """
-  with_proximal = policy_stages.proximal_logp(
-    policy, group_size, prefix=f'{name}_'
-  )
-  informative_only = not entropy_coef
-  loss = objectives.policy(
-    policy_stages.scorer(policy, group_size, informative_only),
-    clip=clip,
-    entropy_coef=entropy_coef,
-    aggregate=aggregate,
-  )
-  learn = train_step.learner(
-    loss, optimizer, group_size=group_size, prefix=f'{name}_'
+  prefix = f'{name}_'
+  with_proximal = policy_stages.proximal_logp(policy, group_size, prefix=prefix)
+  update = policy_update.update(
+    policy, optimizer, group_size=group_size, prefix=prefix, **settings
   )
 
-  def update(actor: base.TrainState, x: base.Experience, cut):
-    x = with_proximal(train_step.version(actor), x)
-    return learn(actor, cut(x))
+  def learn(key, learner, behavior: base.Version, past, given):
+    x, verdict = given
+    x = with_proximal(behavior, x)
+    actor, info = update(learner, key, x.obs, x, verdict)
+    return learner._replace(actor=actor, past=past), info
 
-  return update
+  return learn
+
+
+def _merged(roles: Sequence[str]) -> Callable:
+  """Returns `infos -> info` with the metrics of each role and of all."""
+  merge = stages.Stage(
+    lambda *infos: functools.reduce(metrics.merge, infos),
+    'merge_roles',
+    'batch',
+  )
+
+  def run(infos: Sequence[base.Info]) -> base.Info:
+    info = merge(*infos)
+    named = {
+      _named(metric, role): x
+      for role, of_role in zip(roles, infos, strict=True)
+      for metric, x in of_role.items()
+    }
+    return info | named
+
+  return run
 
 
 def _named(metric: str, role: str) -> str:

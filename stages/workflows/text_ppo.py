@@ -33,7 +33,6 @@ from stages.learn import (
   train_step,
   turn_advantages,
 )
-from stages.workflows.grpo import needs_reference
 
 
 class State(NamedTuple):
@@ -156,7 +155,7 @@ def text_ppo(
     ValueError: for a KL term and a KL penalty at once, or for a critic on the
       trunk of a policy that replays routing.
   """
-  has_kl = needs_reference(kl_coef, kl_reward_coef)
+  has_kl = loss_terms.needs_reference(kl_coef, kl_reward_coef)
   balance.check(policy, balance_coef)
   value_model.check_trunk(policy, critic)
   generate = rollouts(policy, group_size)

@@ -117,7 +117,8 @@ def converse(
     ValueError: for a policy that cannot continue completions, or for `learned`
       that are no roles of the environments.
   """
-  policies = (policy,) if isinstance(policy, base.Policy) else tuple(policy)
+  is_shared = isinstance(policy, base.Policy)
+  policies = (policy,) if is_shared else tuple(policy)
   _check(policies, envs)
   expected_turns = min(expected_turns or max_turns, max_turns)
   in_slots = any(policy.out_shapes is None for policy in policies)
@@ -130,7 +131,6 @@ def converse(
     'begin_conversation',
     group_size=cast.rows,
   )
-  is_shared = len(policies) == 1
   generates = [
     take_turns.turns(
       policy,

@@ -11,9 +11,13 @@ Rows are laid out [N, R, G]: problem, role, row within the group.
 """
 
 from collections.abc import Mapping, Sequence
+import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+
+import stages
 
 
 class Cast(NamedTuple):
@@ -90,6 +94,18 @@ def rows_of(cast: Cast, role: int, x):
   """The rows of one role of `x` [B, …], with one R-th of its rows."""
   rows = _by_role(cast, x)[:, role]
   return rows.reshape(-1, *rows.shape[2:])
+
+
+def split(cast: Cast) -> stages.Stage:
+  """Returns a stage `*rows -> rows of each role`, a list of as many trees."""
+
+  def run(*rows):
+    return [
+      jax.tree.map(functools.partial(rows_of, cast, role), rows)
+      for role in range(len(cast.names))
+    ]
+
+  return stages.Stage(run, 'by_role', 'batch')
 
 
 def terms(cast: Cast, of_row: Mapping, reward_B) -> dict:

@@ -166,12 +166,14 @@ def test_remax_subtracts_the_reward_of_the_greedy_completion():
   params = policy.init(jax.random.key(0))
   problem, key = tiny.problem(rows=4), jax.random.key(1)
   reward_B = jnp.arange(8.0)
-  got = above_greedy(reward_B, base.Version(params, jnp.int32(0)), problem, key)
+  verdict = base.Verdict(reward_B, reward_B)
+  got = above_greedy(verdict, base.Version(params, jnp.int32(0)), problem, key)
   keys = jax.random.split(key, 4)  # Others: greedy decoding draws nothing.
   x = policy.act(params, problem.prompt, keys, greedy=True)
   greedy_N = ((x.action + problem.answer[:, None]) * x.mask).sum(1)
   want = [reward_B[i] - greedy_N[i // 2] for i in range(8)]
-  np.testing.assert_array_equal(got, want)
+  np.testing.assert_array_equal(got.reward, want)
+  np.testing.assert_array_equal(got.correct, reward_B)
 
 
 def test_remax_takes_a_learned_verifier():
@@ -190,7 +192,7 @@ def test_remax_takes_a_learned_verifier():
   above_greedy = advantage_stages.above_greedy(policy, verify, 2)
   params, problem = policy.init(jax.random.key(0)), tiny.problem(rows=4)
   got = above_greedy(
-    jnp.arange(8.0),
+    base.Verdict(jnp.arange(8.0), jnp.zeros(8)),
     base.Version(params, jnp.int32(0)),
     problem,
     key,
@@ -199,7 +201,8 @@ def test_remax_takes_a_learned_verifier():
   keys = jax.random.split(key, 4)
   x = policy.act(params, problem.prompt, keys, greedy=True)
   greedy_N = 0.25 * (x.action * x.mask).sum(1)
-  np.testing.assert_allclose(got, np.arange(8.0) - np.repeat(greedy_N, 2))
+  want = np.arange(8.0) - np.repeat(greedy_N, 2)
+  np.testing.assert_allclose(got.reward, want)
   workflow = workflows.grpo(
     policy, verify, optax.sgd(1.0), group_size=2, greedy_baseline=True
   )

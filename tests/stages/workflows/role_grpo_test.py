@@ -2,13 +2,15 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from stages import workflows
-from stages.language import conversation, policy_stages
+from stages.language import conversation, policy_stages, policy_update
 from stages.learn import losses
 from tests.rlinf_jax.runtime.plans import invariance_test
 import tiny
@@ -54,6 +56,63 @@ def together(learned):
   )
 
 
+LAWS = {
+  'kl_and_shuffled_minibatches': {
+    'kl_coef': 0.5,
+    'kl_estimator': losses.kl_k2,
+    'num_minibatches': 2,
+    'num_epochs': 2,
+    'minibatch_by': 'shuffled',
+  },
+  'a_stale_policy_and_a_penalty_to_go': {
+    'kl_reward_coef': 0.5,
+    'kl_to_go': True,
+    'staleness': 1,
+    'clip_low': 0.01,
+    'dual_clip': 1.5,
+  },
+}
+
+
+@pytest.mark.parametrize('name', LAWS)
+def test_with_one_role_it_is_grpo(name):
+  """To the bit, in two steps: the second has moved from the reference."""
+  parts = {
+    'verify': conversation.episode_return(),
+    'group_size': GROUP,
+    **LAWS[name],
+  }
+  envs = toy_conversation.envs(roles=('only',))
+  roles = workflows.role_grpo(
+    [policy()],
+    optimizers=[optax.sgd(0.1)],
+    envs=envs,
+    max_turns=TURNS,
+    **parts,
+  )
+  rollouts = functools.partial(
+    policy_stages.complete, converse=toy_conversation.converse(TURNS)
+  )
+  one = workflows.grpo(
+    policy(), optimizer=optax.sgd(0.1), rollouts=rollouts, **parts
+  )
+  state = one.init(jax.random.key(0))
+  learner = policy_update.Learner(state.actor, state.reference, state.past)
+  of_roles = roles.init(jax.random.key(0))._replace(learners=(learner,))
+  for i in range(2):
+    given = tiny.problem(rows=4, seed=i), jax.random.key(i)
+    state, info = one.step(state, *given)
+    of_roles, named = roles.step(of_roles, *given)
+    (learner,) = of_roles.learners
+    learned = learner.actor, learner.past
+    chex.assert_trees_all_equal(learned, (state.actor, state.past))
+    numbers, named = tiny.read(info), tiny.read(named)
+    assert {k: x for k, x in named.items() if k in numbers} == numbers
+    assert numbers['train/kl_reference'] > 0 or i == 0
+  start = one.init(jax.random.key(0)).actor.params
+  assert not np.allclose(state.actor.params['norm_D'], start['norm_D'])
+
+
 def problem():
   return tiny.problem(rows=2 * PROBLEMS)
 
@@ -62,24 +121,23 @@ def problem():
 def stepped():
   """A state of two equal policies, that after a step, and the metrics."""
   state = apart().init(jax.random.key(0))
-  state = state._replace(actors=(state.actors[0],) * 2)
+  state = state._replace(learners=(state.learners[0],) * 2)
   return state, *apart().step(state, problem(), jax.random.key(1))
 
 
 def test_each_policy_learns_what_one_does_from_the_rows_of_its_role(stepped):
   """`KEEP` keeps the gradient as it is, so that updates are gradients."""
   state, new, _ = stepped
+  before = state.learners[0].actor
   moved = [
-    jax.tree.map(jnp.subtract, actor.params, state.actors[0].params)
-    for actor in new.actors
+    jax.tree.map(jnp.subtract, learner.actor.params, before.params)
+    for learner in new.learners
   ]
   for name, own in zip(NAMES, moved, strict=True):
     grpo = together(name)
-    one = grpo.init(jax.random.key(0))._replace(actor=state.actors[0])
+    one = grpo.init(jax.random.key(0))._replace(actor=before)
     one, _ = grpo.step(one, problem(), jax.random.key(1))
-    expected = jax.tree.map(
-      jnp.subtract, one.actor.params, state.actors[0].params
-    )
+    expected = jax.tree.map(jnp.subtract, one.actor.params, before.params)
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(own)) > 1e-4
     jax.tree.map(
       functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6),
@@ -104,10 +162,10 @@ def test_the_words_of_a_role_are_of_its_own_policy():
   state = apart().init(jax.random.key(0))
   weight_B = (jnp.arange(2 * PROBLEMS) % 2 == 0).astype(jnp.float32)
   given, rows = problem()._replace(weight=weight_B), []
-  for other in state.actors:
-    actors = state.actors[0], other
+  for other in state.learners:
+    learners = state.learners[0], other
     info = apart().evaluate(
-      state._replace(actors=actors), given, jax.random.key(2)
+      state._replace(learners=learners), given, jax.random.key(2)
     )
     rows.append(jax.device_get(info['eval/samples'].rows))
   token, mask = (

@@ -111,6 +111,10 @@ WORKFLOWS = {
     envs=toy_conversation.envs(roles=('one', 'other')),
     max_turns=2,
     group_size=4,
+    kl_coef=0.1,
+    staleness=1,
+    num_minibatches=2,
+    minibatch_by='shuffled',
   ),
   'conversation_ppo': lambda: workflows.text_ppo(
     tiny.policy('float64', length=10),
