@@ -6,13 +6,12 @@ which files each episode is in, and meta/tasks.parquet has the instructions.
 """
 
 from collections.abc import Mapping, Sequence
-import functools
 import pathlib
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf_jax.config import config_errors
+from rlinf_jax.data.episodes import base
 from rlinf_jax.data.lerobot import extra
 from stages.models.files import weights
 
@@ -20,20 +19,7 @@ INFO = 'meta/info.json'
 EPISODES = 'meta/episodes'
 TASKS = 'meta/tasks.parquet'
 VERSION = 'v3.'
-PICTURES = ('video', 'image')  # Types of the features that are pictures.
 FILE = ('chunk_index', 'file_index')
-
-
-class Feature(NamedTuple):
-  """A feature that is recorded at each step.
-
-  Attributes:
-    dtype: 'video' or 'image' for pictures, or a type of numbers.
-    shape: of pictures, rows, columns and colors.
-  """
-
-  dtype: str
-  shape: tuple[int, ...]
 
 
 class Episode(NamedTuple):
@@ -65,19 +51,11 @@ class Dataset(NamedTuple):
 
   folder: pathlib.Path
   fps: float
-  features: dict[str, Feature]
+  features: dict[str, base.Feature]
   episodes: tuple[Episode, ...]
   tasks: dict[int, str]
 
-  @property
-  def cameras(self) -> tuple[str, ...]:
-    """Names of the features that are pictures, as the file orders them."""
-    return tuple(
-      name for name, x in self.features.items() if x.dtype in PICTURES
-    )
 
-
-@functools.cache
 def read(folder: str) -> Dataset:
   """The description of a folder.
 
@@ -104,7 +82,8 @@ def _info(root: pathlib.Path) -> Mapping[str, Any]:
   if not path.is_file():
     raise FileNotFoundError(
       f'There is no {path}: give the folder of a LeRobot data set, in which '
-      'meta, data and videos are.'
+      'meta, data and videos are, or that of an RLDS data set, in which '
+      'features.json is.'
     )
   raw = weights.read_json(path)
   raw = raw if isinstance(raw, Mapping) else {}
@@ -132,7 +111,7 @@ def _info(root: pathlib.Path) -> Mapping[str, Any]:
   return raw
 
 
-def _feature(name: str, raw: Any) -> Feature:
+def _feature(name: str, raw: Any) -> base.Feature:
   """A feature; pictures may have their colors first or last."""
   try:
     dtype, shape = str(raw['dtype']), tuple(map(int, raw['shape']))
@@ -141,7 +120,7 @@ def _feature(name: str, raw: Any) -> Feature:
       f'The feature {name!r} of {INFO} has no dtype and shape: write it anew '
       'with LeRobot.'
     ) from error
-  if dtype in PICTURES:
+  if dtype in base.PICTURES:
     if len(shape) != 3 or 3 not in (shape[0], shape[-1]):
       raise ValueError(
         f'The camera {name!r} has pictures of shape {[*shape]}, expected rows, '
@@ -149,7 +128,7 @@ def _feature(name: str, raw: Any) -> Feature:
       )
     if shape[-1] != 3:
       shape = (*shape[1:], shape[0])
-  return Feature(dtype, shape)
+  return base.Feature(dtype, shape)
 
 
 def _episodes(root, info, features) -> tuple[Episode, ...]:
@@ -217,24 +196,6 @@ def _tasks(root: pathlib.Path) -> dict[int, str]:
       )
     found[row['task_index']] = texts[0]
   return found
-
-
-def check_feature(data: Dataset, name: str, what: str, *, pictures: bool):
-  """Refuses the name of a feature that the folder does not have.
-
-  Raises:
-    ValueError: names those that it has.
-  """
-  known = [
-    key
-    for key, x in data.features.items()
-    if (x.dtype in PICTURES) == pictures and len(x.shape) == 1 + 2 * pictures
-  ]
-  if name not in known:
-    raise ValueError(
-      f'{data.folder} has no {what} {name!r}, but '
-      f'{config_errors.join_names(known) or "none"}: name one of these.'
-    )
 
 
 def numbers(

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf_jax.data.lerobot import extra, layout, statistics
+from rlinf_jax.data.episodes import statistics
+from rlinf_jax.data.lerobot import extra, layout
 
 CODECS = {'libsvtav1': 'av1', 'libx264': 'h264'}  # Encoders and their formats.
 # As LeRobot encodes: every second frame is a key frame, at a fixed quality.

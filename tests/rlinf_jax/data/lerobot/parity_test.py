@@ -7,7 +7,7 @@ import pytest
 
 import lerobot_folder
 import lerobot_own
-from rlinf_jax.data.lerobot import layout, pictures
+from rlinf_jax.data.episodes import folders
 
 pytestmark = [
   pytest.mark.slow,
@@ -18,13 +18,13 @@ pytestmark = [
 @pytest.mark.parametrize('kind', ['video', 'image'])
 def test_what_lerobot_writes_is_read(tmp_path, kind):
   lerobot_own.run('write', tmp_path / 'data', kind)
-  data = layout.read(str(tmp_path / 'data'))
+  data = folders.read(str(tmp_path / 'data'))
   assert data.cameras == (lerobot_own.TOP,)
   assert [x.length for x in data.episodes] == [*lerobot_own.LENGTHS]
   names = ['action', 'observation.state', 'task_index']
-  found = layout.numbers(data, data.episodes, names)
+  found = data.numbers(data.episodes, names)
   for episode, numbers in zip(data.episodes, found, strict=True):
-    shown = pictures.read(data, episode, lerobot_own.TOP).astype(int)
+    shown = data.pictures(episode, lerobot_own.TOP).astype(int)
     for t in range(episode.length):
       want = lerobot_own.frame(episode.index, t)
       for name in names[:2]:
@@ -45,7 +45,7 @@ def test_lerobot_reads_what_is_written(tmp_path):
     for action in x.action
   ]
   assert found['rows'] == want
-  data = layout.read(folder)
+  data = folders.read(folder)
   own = [
     [str(path.relative_to(folder)), second]
     for x in data.episodes

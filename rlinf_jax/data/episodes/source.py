@@ -1,4 +1,4 @@
-"""A source of demonstrations from a LeRobot folder, for behavior cloning."""
+"""A source of demonstrations from episodes on disk, for behavior cloning."""
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlinf_jax.data.lerobot import layout, pictures, statistics, windows
+from rlinf_jax.data.episodes import base as base_lib
+from rlinf_jax.data.episodes import folders, statistics, windows
 from stages import base, ranges
 from stages.envs import demonstrations
 
@@ -18,9 +19,9 @@ def cameras(folder: str, *, names: Sequence[str] | None = None) -> tuple:
   """Paths of pictures in observations, such as 'image/wrist'.
 
   Args:
-    folder: a LeRobot folder.
+    folder: a folder that `folders.read` reads.
     names: the features that are read, such as 'observation.images.wrist'; all
-      that are pictures if None, in the order of meta/info.json.
+      that are pictures if None, in the order of the folder.
 
   Raises:
     ValueError: if the folder has no such feature.
@@ -35,9 +36,9 @@ def _short(name: str) -> str:
 
 
 def _cameras(folder: str, names: Sequence[str] | None) -> tuple[str, ...]:
-  data = layout.read(folder)
+  data = folders.read(folder)
   for name in names or ():
-    layout.check_feature(data, name, 'camera', pictures=True)
+    data.check_feature(name, 'camera', pictures=True)
   found = tuple(names or data.cameras)
   if not found:
     raise ValueError(
@@ -73,7 +74,8 @@ def source(
   memory at a time, of the pictures of `window_rows` steps each.
 
   Args:
-    folder: a LeRobot folder of version 3.
+    folder: a folder that `folders.read` reads, in LeRobot's format or in that
+      of RLDS.
     batch_size: steps of a batch.
     instructions: encodes the texts of all tasks, such as `instructions.openvla`
       with the folder of the model.
@@ -91,14 +93,14 @@ def source(
       environments, in place of held-out steps.
 
   Raises:
-    ImportError: without pyarrow or PyAV.
+    ImportError: without the libraries that read the folder.
     ValueError: if the folder lacks a feature, or has too few episodes.
   """
-  data = layout.read(folder)
+  data = folders.read(folder)
   shown = _cameras(folder, camera_names)
   vectors = [action, *([state] if state else ())]
   for name in vectors:
-    layout.check_feature(data, name, 'vector', pictures=False)
+    data.check_feature(name, 'vector', pictures=False)
   train = data.episodes[:-held_out_episodes]
   if not train:
     raise ValueError(
@@ -154,7 +156,7 @@ def _batches(
 
 
 def _prompts(
-  data: layout.Dataset, encode: Callable[[Sequence[str]], base.Prompt]
+  data: base_lib.Folder, encode: Callable[[Sequence[str]], base.Prompt]
 ) -> dict[int, dict[str, np.ndarray]]:
   """The row of each task's tokens, by the number of the task."""
   prompt = encode([*data.tasks.values()])
@@ -166,31 +168,29 @@ def _prompts(
 
 
 def _load(
-  data: layout.Dataset,
+  data: base_lib.Folder,
   shown: Sequence[str],
   action: str,
   state: str | None,
   chunk: int,
   prompts: Mapping[int, Any],
   normalize: Callable[[np.ndarray], Any],
-  episodes: Sequence[layout.Episode],
+  episodes: Sequence[base_lib.Episode],
 ) -> base.Demonstration:
   """All steps of episodes, one after the other."""
   names = ['task_index', action, *([state] if state else ())]
   found = []
-  for episode, x in zip(
-    episodes, layout.numbers(data, episodes, names), strict=True
-  ):
+  for episode, x in zip(episodes, data.numbers(episodes, names), strict=True):
     tasks = x['task_index'].tolist()
     unknown = sorted({*tasks} - {*prompts})
     if unknown:
       raise ValueError(
-        f'Episode {episode.index} of {data.folder} has the task {unknown[0]}, '
-        f'which {layout.TASKS} does not have: write it anew with LeRobot.'
+        f'Episode {episode.index} of {data.path} has the task {unknown[0]}, '
+        'for which the folder has no instruction: write it anew.'
       )
     obs = {
       'image': {
-        _short(camera): pictures.read(data, episode, camera) for camera in shown
+        _short(camera): data.pictures(episode, camera) for camera in shown
       },
       base.PROMPT: jax.tree.map(
         lambda *rows: np.stack(rows), *(prompts[task] for task in tasks)

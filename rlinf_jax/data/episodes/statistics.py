@@ -1,7 +1,7 @@
-"""Statistics of a LeRobot folder, in the form that OpenVLA's models store.
+"""Statistics of episodes on disk, in the form that OpenVLA's models store.
 
-Quantiles are those of all steps. The ones in meta/stats.json are not used: they
-are means of the quantiles of single episodes.
+Quantiles are those of all steps. LeRobot's meta/stats.json is not used: its are
+means of the quantiles of single episodes.
 """
 
 import functools
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf_jax.data.lerobot import layout
+from rlinf_jax.data.episodes import folders
 
 ACTION, STATE = 'action', 'observation.state'
 
@@ -26,7 +26,7 @@ def norm_stats(
   """Statistics by data set, as dataset_statistics.json has them.
 
   Args:
-    folder: a LeRobot folder.
+    folder: a folder that `folders.read` reads.
     name: of the data set; that of the folder if None.
     action: name of the feature with actions.
     state: name of the feature with the robot's state; None for none.
@@ -34,12 +34,12 @@ def norm_stats(
   Raises:
     ValueError: if the folder has no such features.
   """
-  data = layout.read(folder)
+  data = folders.read(folder)
   entry = {}
   parts = {'action': action} | ({'proprio': state} if state else {})
   for part, key in parts.items():
-    layout.check_feature(data, key, 'vector', pictures=False)
-    columns = layout.numbers(data, data.episodes, [key])
+    data.check_feature(key, 'vector', pictures=False)
+    columns = data.numbers(data.episodes, [key])
     x = np.concatenate([column[key] for column in columns])
     # A vector of one number is stored as a number.
     x = x.reshape(len(x), -1).astype(np.float64)

@@ -49,7 +49,7 @@ class Windows:
     self._lengths = np.asarray(lengths)
     self._most_rows = most_rows
     self._load = load
-    self._thread = futures.ThreadPoolExecutor(1, 'lerobot')
+    self._thread = futures.ThreadPoolExecutor(1, 'episodes')
     self._held: dict[tuple[int, ...], futures.Future] = {}
 
   @property

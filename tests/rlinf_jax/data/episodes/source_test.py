@@ -11,14 +11,9 @@ from PIL import Image
 import pytest
 
 import lerobot_folder
-from rlinf_jax.data.lerobot import (
-  layout,
-  pictures,
-  source,
-  statistics,
-  windows,
-  write,
-)
+from rlinf_jax.data.episodes import base as episodes_base
+from rlinf_jax.data.episodes import folders, source, statistics, windows
+from rlinf_jax.data.lerobot import layout, pictures, write
 from stages import base
 from stages.envs import seed_source
 from stages.models.vla.openvla import action_tokens
@@ -61,13 +56,13 @@ def batches(made, state, count):
 @pytest.mark.parametrize('codec', ['libsvtav1', 'libx264'])
 def test_pictures_come_back_at_their_steps(tmp_path, codec):
   folder = lerobot_folder.make(tmp_path / 'data', codec)
-  data = layout.read(folder)
+  data = folders.read(folder)
   assert data.cameras == (lerobot_folder.TOP, lerobot_folder.WRIST)
   assert [x.length for x in data.episodes] == [*LENGTHS]
   for episode in data.episodes:
     written = lerobot_folder.episode(episode.index)
     for camera in data.cameras:
-      got = pictures.read(data, episode, camera).astype(int)
+      got = data.pictures(episode, camera).astype(int)
       # A video has other colors than red, green and blue: ±1 grey level.
       assert np.abs(got - written.images[camera]).max() <= 1
 
@@ -256,7 +251,7 @@ def test_a_path_out_of_the_folder_is_refused(copied):
   change(copied, data_path='../{chunk_index}-{file_index}.parquet')
   with pytest.raises(ValueError, match='outside of the folder'):
     make(str(copied))
-  layout.read.cache_clear()
+  folders.read.cache_clear()
   change(copied, data_path='data/{episode_chunk}.parquet')
   with pytest.raises(ValueError, match='episode_chunk.*has no meaning here'):
     make(str(copied))
@@ -298,7 +293,7 @@ def test_files_that_are_damaged_are_refused(copied):
   made = make(str(copied))
   with pytest.raises(ValueError, match='no video that can be decoded'):
     made.next(made.init(0), {})
-  layout.read.cache_clear()
+  folders.read.cache_clear()
   statistics.norm_stats.cache_clear()
   for table in copied.glob('data/*/*.parquet'):
     table.write_bytes(b'PAR1')
@@ -326,7 +321,7 @@ def in_column(folder, path, change=lambda rows: None):
     rows.append(row)
   change(rows)
   parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-  feature = layout.Feature('image', lerobot_folder.SHAPE)
+  feature = episodes_base.Feature('image', lerobot_folder.SHAPE)
   data = layout.read(folder)._replace(features={lerobot_folder.TOP: feature})
   return data, data.episodes[0]._replace(numbers=path)
 

@@ -1,0 +1,1 @@
+"""Demonstrations of robots, from episodes on disk in any known format."""

@@ -1,0 +1,30 @@
+"""Reads folders of episodes; their files tell the format."""
+
+import functools
+import pathlib
+
+from rlinf_jax.data.episodes import base
+
+
+@functools.cache
+def read(folder: str) -> base.Folder:
+  """Describes a folder in LeRobot's format or in that of RLDS.
+
+  Raises:
+    FileNotFoundError: if it is neither, or if a file of its format is missing.
+    ImportError: without the libraries that read the format.
+    ValueError: for files that are not of the format.
+  """
+  from rlinf_jax.data.lerobot import lerobot_folder
+  from rlinf_jax.data.rlds import rlds_folder
+
+  root = pathlib.Path(folder)
+  if (root / rlds_folder.FEATURES).is_file():
+    return rlds_folder.read(root)
+  versions = sorted(root.glob(f'*/{rlds_folder.FEATURES}'))
+  if versions:
+    raise FileNotFoundError(
+      f'{root} has versions of an RLDS data set: give the folder of one, such '
+      f'as {versions[-1].parent}.'
+    )
+  return lerobot_folder.read(root)

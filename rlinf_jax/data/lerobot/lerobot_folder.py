@@ -1,0 +1,20 @@
+"""A folder in LeRobot's format, as `base.Folder`."""
+
+import functools
+import pathlib
+
+from rlinf_jax.data.episodes import base
+from rlinf_jax.data.lerobot import layout, pictures
+
+
+def read(path: pathlib.Path) -> base.Folder:
+  """Describes a folder; errors are those of `layout.read`."""
+  data = layout.read(str(path))
+  return base.Folder(
+    path,
+    data.features,
+    data.episodes,
+    data.tasks,
+    numbers=functools.partial(layout.numbers, data),
+    pictures=functools.partial(pictures.read, data),
+  )

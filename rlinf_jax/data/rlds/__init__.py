@@ -1,0 +1,1 @@
+"""Demonstrations of robots from data sets in the RLDS format."""
