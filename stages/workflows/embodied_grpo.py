@@ -106,7 +106,9 @@ def embodied_grpo(
   policy = policy(env)
   draw_seeds = rollout.draw_seeds(num_envs // group_size, group_size)
   reset = rollout.reset(env)
-  act = rollout.rollout(policy, env, num_steps or env.horizon)
+  act = rollout.rollout(
+    policy, env, num_steps or env.horizon, keep_final_obs=False
+  )
   estimate = stages.Stage(
     functools.partial(
       group_advantage, group_size, episode_reward, advantage, filter_groups
@@ -153,7 +155,6 @@ def embodied_grpo(
     env_state, obs = reset(seed_B)
     keys = stages.keys(key, seed_B)
     *_, x, timestep = act(actor.params, stats, env_state, obs, keys)
-    timestep = timestep._replace(final_obs=())
     x = x._replace(**estimate(timestep), truncated=None)
     rollout_info = measure(timestep)
     ref = score_ref(state.reference, x.obs, x.action) if kl_coef else ()

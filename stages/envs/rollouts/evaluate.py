@@ -38,6 +38,7 @@ def evaluator(policy: base.Policy, env: env_lib.Env) -> Callable:
     env.horizon,
     greedy=True,
     keep_states=env.render is not None,
+    keep_final_obs=False,
   )
   record = video.video_stage(env)
   score = stages.Stage(
@@ -53,6 +54,6 @@ def evaluator(policy: base.Policy, env: env_lib.Env) -> Callable:
     keys = stages.keys(key, seed_B)
     env_state, _, _, timestep = attempt(params, stats, env_state, obs, keys)
     info = score(timestep._replace(final_state=None))
-    return info | record(env_state, seed_B, timestep._replace(final_obs=()))
+    return info | record(env_state, seed_B, timestep)
 
   return evaluate

@@ -39,6 +39,7 @@ def rollout(
   *,
   greedy: bool = False,
   keep_states: bool = False,
+  keep_final_obs: bool = True,
 ) -> Callable:
   """Returns `params, obs_stats, state, obs, keys -> state, obs, x, timestep`.
 
@@ -51,7 +52,10 @@ def rollout(
     num_steps: T.
     greedy: whether to take the likeliest action instead of sampling.
     keep_states: whether time steps keep `final_state`, for rendering.
+    keep_final_obs: whether they keep `final_obs`, which a critic reads; `()`
+      otherwise. Pictures of them then need not be drawn, sent or stored.
   """
+  without = {'obs': ()} | ({} if keep_final_obs else {'final_obs': ()})
 
   def act(params, stats, obs, key_B):
     """One step: experience, the environment's action, keys for the next."""
@@ -65,7 +69,8 @@ def rollout(
 
   if not env.host:
     name = 'attempt' if greedy else 'rollout'
-    scan = functools.partial(_scan, act, env, num_steps, keep_states)
+    dropped = without | ({} if keep_states else {'final_state': None})
+    scan = functools.partial(_scan, act, env, num_steps, dropped)
     return stages.Stage(scan, name, unbatched=(0, 1), consumes=(2,))
 
   act_stage = stages.Stage(act, 'act', unbatched=(0, 1))
@@ -83,7 +88,7 @@ def rollout(
       state, timestep = simulate[t](state, env_action)
       obs = timestep.obs
       xs.append(x)
-      timesteps.append(timestep._replace(obs=()))
+      timesteps.append(timestep._replace(**without))
     return state, obs, gather(*xs), collect(*timesteps)
 
   return alternate
@@ -93,22 +98,23 @@ def _scan(
   act: Callable,
   env: env_lib.Env,
   num_steps: int,
-  keep_states: bool,
+  dropped: dict[str, Any],
   params,
   stats,
   state,
   obs,
   key_B,
 ):
-  """All steps in a JAX environment, as one loop; see `rollout`."""
+  """All steps in a JAX environment, as one loop; see `rollout`.
+
+  `dropped` names fields of time steps that are not kept, with their values.
+  """
 
   def step(carry, _):
     state, obs, key_B = carry
     x, env_action, key_B = act(params, stats, obs, key_B)
     state, timestep = env.step(state, env_action)
-    kept = timestep._replace(obs=())
-    if not keep_states:
-      kept = kept._replace(final_state=None)
+    kept = timestep._replace(**dropped)
     return (state, timestep.obs, key_B), (x, kept)
 
   start = state, obs, key_B
