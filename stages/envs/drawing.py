@@ -63,10 +63,17 @@ def image(
 
 
 def _distance(at, stroke: Stroke):
-  """Distance of points `[…, X]` from the segment of a stroke, `[…]`."""
-  along_X = stroke.end - stroke.start
-  offset = at - stroke.start[None, None]
+  """Distance of points `[…, X]` from the segment of a stroke, `[…]`.
+
+  Coordinates are arrays of their own: XLA for CPUs fuses the drawing then, in
+  place of a reduction over two numbers for each stroke.
+  """
+  (x, y), (along_x, along_y) = (
+    (offset[..., 0], offset[..., 1])
+    for offset in (at - stroke.start[None, None], stroke.end - stroke.start)
+  )
   # Position of the nearest point along the segment, 0 … 1; 0 for a disc.
-  share = offset @ along_X / jnp.maximum(along_X @ along_X, 1e-12)
-  share = jnp.clip(share, 0.0, 1.0)[:, :, None]
-  return jnp.linalg.norm(offset - share * along_X[None, None], axis=-1)
+  share = x * along_x + y * along_y
+  share /= jnp.maximum(along_x**2 + along_y**2, 1e-12)
+  share = jnp.clip(share, 0.0, 1.0)
+  return jnp.sqrt((x - share * along_x) ** 2 + (y - share * along_y) ** 2)
