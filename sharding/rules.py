@@ -111,6 +111,21 @@ def is_even(letter: str, size: int, rules: Rules = DEFAULT) -> bool:
   return not size % _devices(letter, rules)
 
 
+def local_group(group_size: int, rows: int, rules: Rules = DEFAULT) -> int:
+  """The adjacent rows of a group that each device of the ambient mesh has.
+
+  Devices that have a part of a group each can read what its rows share, such as
+  a prompt, as if the part were a group of its own. So can a call with a part of
+  a group.
+
+  Args:
+    group_size: rows of a group.
+    rows: of all devices together.
+    rules: mesh axes of each letter.
+  """
+  return math.gcd(group_size, rows // devices_of('B', rows, rules))
+
+
 def _devices(letter: str, rules: Rules) -> int:
   mesh = jax.sharding.get_abstract_mesh()
   return math.prod(mesh.shape[axis] for axis in ambient_axes(letter, rules))

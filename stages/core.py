@@ -105,7 +105,10 @@ class Stage:
         argument say. It needs all rows at once; its outputs may be cut again.
       'batch': the whole batch at once.
     unbatched: positions of arguments without rows, such as parameters.
-    group_size: adjacent rows that must stay together; cuts fall on multiples.
+    group_size: adjacent rows of a group; cuts fall between groups.
+    divisible_groups: whether cuts may also divide groups into equal parts. For
+      stages whose rows of a group share only what each part can compute again,
+      such as the keys and values of a prompt.
     consumes: positions of arguments that the call uses up, such as a
       simulator's token, which the returned one replaces. They have rows, so
       cutting the batch cuts them too.
@@ -126,6 +129,7 @@ class Stage:
   grain: Literal['row', 'sum', 'split', 'slice', 'batch'] = 'row'
   unbatched: tuple[int, ...] = ()
   group_size: int = 1
+  divisible_groups: bool = False
   consumes: tuple[int, ...] = ()
   host: bool = False
   out_shapes: Callable[..., Any] | None = None

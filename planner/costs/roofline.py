@@ -260,9 +260,10 @@ class Roofline:
     device, assumed, axes = self.cluster.device, self.assumed, placement.axes
     parameters = self._parameters_of(flow, node)
     # Chunks of logits have a limit a device, so its own rows count.
-    local_rows = rows / self.layout.row_ways(axes)
+    where = self.layout, flow, node, axes
+    local_rows = rows / menu.row_ways(*where, rows)
     call = call.near(local_rows).under(remat)
-    done = collectives.divided_work(call, rows, axes, self.layout)
+    done = collectives.divided_work(call, local_rows, axes, self.layout)
     if rows:
       ways = parameters.ways(axes)
       share = 1 / ways, local_rows / ways

@@ -141,10 +141,17 @@ def _elementwise(flow, node) -> tuple[tuple[int, ...], ...]:
 
 
 def _sizes(flow, node) -> list[int]:
-  """Returns the rows to count a node for, the fewest first; 0 for no rows."""
-  groups = flow.rows_of(node) // node.stage.group_size
-  some = sorted({groups // part for part in PARTS} - {0})
-  return [n * node.stage.group_size for n in some] or [0]
+  """Returns the rows to count a node for, the fewest first; 0 for no rows.
+
+  Parts of a group read what its rows share as often as a whole group does, so
+  the work of fewer rows than a group's is another line.
+  """
+  group_size = node.stage.group_size
+  groups = flow.rows_of(node) // group_size
+  some = {group_size * (groups // part) for part in PARTS} - {0}
+  if some and group_size > 1 and node.stage.divisible_groups:
+    some |= {1, group_size}
+  return sorted(some) or [0]
 
 
 def _counter(flow, node, run, on=None, **how) -> Callable[[int], Work]:

@@ -12,7 +12,7 @@ values at other times.
 import dataclasses
 import functools
 
-from planner.ir import graph
+from planner.ir import graph, groups
 
 
 @functools.cache
@@ -173,11 +173,11 @@ class _Cutter:
 
   def check(self, node: graph.Node, pieces: int):
     for rows in {self.values[v].shape[0] for v in node.rows}:
-      if rows % (pieces * node.stage.group_size):
+      if rows % pieces or not groups.can_take(node.stage, rows // pieces):
         raise ValueError(
           f'Stage {node.name} has {rows} rows in groups of '
           f'{node.stage.group_size}, which cannot be cut into {pieces} pieces '
-          f'of whole groups: choose '
+          f'of {groups.wanted(node.stage)}: choose '
           f'a number of pieces that divides {rows // node.stage.group_size}.'
         )
 

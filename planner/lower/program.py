@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from typing import NamedTuple
 
-from planner.ir import graph
+from planner.ir import graph, groups
 from planner.ir.instruction import (
   Acquire,
   Begin,
@@ -362,11 +362,11 @@ def check_rows(flow: graph.Flow, plan):
         'be run in micro-batches.'
       )
     for size in {flow.values[v].shape[0] for v in node.rows}:
-      if rows < 1 or size % rows or rows % node.stage.group_size:
+      if size % max(rows, 1) or not groups.can_take(node.stage, rows):
         pieces = f' in each of {node.piece[1]} pieces' * (node.piece[1] > 1)
         raise ValueError(
           f'{node.name} has {size} rows{pieces}, in groups of '
           f'{node.stage.group_size}, which cannot be taken {rows} at a time: '
-          f'choose a divisor of {size} that is a multiple of '
-          f'{node.stage.group_size}.'
+          f'choose a divisor of {size} that is '
+          f'{groups.wanted(node.stage)}.'
         )

@@ -5,7 +5,7 @@ import json
 
 from planner.costs import roofline
 from planner.costs.work import StageWork
-from planner.ir import graph
+from planner.ir import graph, groups
 from planner.ir import plan as plan_lib
 from planner.search import grouping
 
@@ -155,7 +155,7 @@ def _micro_batches(flow, node, model) -> tuple[int | None, ...]:
     return ()
   options = {None: None}
   if _is_large(flow, node, model):
-    options |= dict.fromkeys(_shares(there, stage.group_size, model.cluster))
+    options |= dict.fromkeys(_shares(there, stage, model.cluster))
   one = plan_lib.Placement()
   full = model.seconds(flow, node, one, None)
   for n in model.measured.rows(node.name):
@@ -165,19 +165,21 @@ def _micro_batches(flow, node, model) -> tuple[int | None, ...]:
   return tuple(options) if len(options) > 1 else ()
 
 
-def _shares(rows: int, group: int, cluster) -> list[int]:
+def _shares(rows: int, stage, cluster) -> list[int]:
   """Returns parts of the rows, the largest first.
 
   Halves of halves, and one group for each of 1, 2, 4, … devices, which are no
-  such part where the rows are not a power of two.
+  such part where the rows are not a power of two. Or one row for each, where
+  groups may be divided.
   """
   halves = [rows // n for n in FRACTIONS if not rows % n]
   least, ways, small = rows / FRACTIONS[-1], 1, []
   while ways <= cluster.num_devices:
-    small.append(group * ways)
+    small += [ways, stage.group_size * ways]
     ways *= 2
   possible = halves + [n for n in small if least <= n < rows and not rows % n]
-  return sorted({n for n in possible if n and not n % group}, reverse=True)
+  taken = {n for n in possible if groups.can_take(stage, n)}
+  return sorted(taken, reverse=True)
 
 
 def _offloadable(flow, capacity: float) -> tuple[str, ...]:

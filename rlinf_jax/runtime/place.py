@@ -9,10 +9,11 @@ import types
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 import numpy as np
 
 from planner.ir import graph as graph_lib
+from planner.ir import groups
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import micro_batch as micro_batch_lib
@@ -115,33 +116,38 @@ class Place:
   def check_node(self, flow: graph_lib.Flow, node: graph_lib.Node):
     """Raises ValueError if devices cannot share a node's rows or its model.
 
-    Each gets as many whole groups of rows, and an engine's model is divided
-    evenly, on devices of this process.
-
-    XLA accepts a group that is split between devices, and computes wrong
-    numbers for it (0.10.2: the gradient of an embedding, with fewer groups than
-    devices, and others along `tensor`).
+    Each gets as many rows, see `planner.ir.groups.ways`, and an engine's model
+    is divided evenly, on devices of this process.
     """
     if self.mesh is None:
       return
     if node.stage.host:
       self._check_engine(node.stage)
       return
-    group = node.stage.group_size
-    axes = rules_lib.mesh_axes(self.mesh, 'B', self.rules)
-    devices = math.prod(self.mesh.shape[axis] for axis in axes)
-    for v in node.rows:
-      value = flow.values[v]
-      size = self.micro_batch.get(node.name, value.shape[0])
-      self.layout(dataclasses.replace(value, shape=(size, *value.shape[1:])))
-      if (size // group) % devices:
-        raise ValueError(
-          f'Stage {node.name} takes {size} rows at once, which are '
-          f'{size // group} groups of {group}, and the {devices} devices that '
-          f'share rows on place {self.name!r} cannot have as many each: make '
-          f'it a multiple of {group * devices} rows, or give these devices to '
-          "the mesh axis 'tensor'."
-        )
+    if not node.rows:
+      return
+    size = self.micro_batch.get(node.name, flow.rows_of(node))
+    group, devices = node.stage.group_size, self._row_ways
+    ways = groups.ways(flow, node, size, devices)
+    if ways != 1:
+      for v in node.rows:
+        value = flow.values[v]
+        self.layout(dataclasses.replace(value, shape=(size, *value.shape[1:])))
+    if ways is None:
+      raise ValueError(
+        f'Stage {node.name} takes {size} rows at once, which are '
+        f'{size // group} groups of {group}, and the {devices} devices that '
+        f'share rows on place {self.name!r} cannot have as many each, of '
+        f'{groups.wanted(node.stage)}: make it a multiple of '
+        f'{group * devices} rows, or give these devices to the mesh axis '
+        "'tensor'."
+      )
+
+  @property
+  def _row_ways(self) -> int:
+    """The devices over which rows are sharded."""
+    axes = rules_lib.mesh_axes(self.mesh, 'B', self.rules) if self.mesh else ()
+    return math.prod(self.mesh.shape[axis] for axis in axes)
 
   def _check_engine(self, stage):
     """Raises ValueError if an engine outside JAX cannot use these devices."""
@@ -233,20 +239,33 @@ class Place:
     # A thread that wants what another is compiling waits for it.
     with self.locks.setdefault(key, threading.Lock()):
       if key not in self.calls:
-        self.calls[key] = self._compiled(node, reads, writes, donated, pairs)
+        fn = self._function(flow, node)
+        self.calls[key] = self._compiled(
+          node, fn, reads, writes, donated, pairs
+        )
     return self.calls[key]
 
-  def _compiled(self, node, reads, writes, donated, pairs):
-    stage = node.stage
-    rows = (
-      None if graph_lib.is_plumbing(node) else self.micro_batch.get(stage.name)
-    )
+  def _function(self, flow, node):
+    """The function of a node, in micro-batches and on devices as planned."""
+    stage, fn = node.stage, node.stage.run
     # `stage.run` is jitted: what the flow has traced is not traced again.
-    fn = stage.run
-    if stage.name in self.remat and not graph_lib.is_plumbing(node):
+    if graph_lib.is_plumbing(node):
+      return fn
+    if stage.name in self.remat:
       fn = stage.run_with_remat(self.remat[stage.name])
+    rows = self.micro_batch.get(stage.name)
+    size, ways = rows or flow.rows_of(node), self._row_ways
+    is_whole = size and ways > 1 and groups.ways(flow, node, size, ways) == 1
     if rows:
-      fn = micro_batch_lib.in_micro_batches(stage, rows, self._shard_rows, fn)
+      shard = (lambda x: x) if is_whole else self._shard_rows
+      fn = micro_batch_lib.in_micro_batches(stage, rows, shard, fn)
+    if is_whole:
+      all_ = PartitionSpec()
+      fn = jax.shard_map(fn, in_specs=all_, out_specs=all_, check_vma=False)
+    return fn
+
+  def _compiled(self, node, fn, reads, writes, donated, pairs):
+    stage = node.stage
 
     def call(*leaves):
       if node.takes is not None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sharding import rules
 import stages
 from stages import base
 from stages.learn import train_step
@@ -30,7 +31,8 @@ def act(
       return x._replace(version=jnp.broadcast_to(actor.step, x.mask.shape))
 
     settings = {'record': True} if policy.replays_routing else {}
-    settings |= {'group_size': group_size, 'greedy': greedy}
+    group = rules.local_group(group_size, key_B.shape[0])
+    settings |= {'group_size': group, 'greedy': greedy}
     x = act(actor.params, obs, key_B, **settings)
     return stages.Deferred(x, versioned) if is_deferred else versioned(x)
 
@@ -47,7 +49,12 @@ def act(
     engine = engine._replace(equivalent=equivalent)
   if not host:
     return stages.Stage(
-      run, name, unbatched=(0,), group_size=group_size, engine=engine
+      run,
+      name,
+      unbatched=(0,),
+      group_size=group_size,
+      divisible_groups=True,
+      engine=engine,
     )
   return stages.Stage(
     run,
@@ -76,7 +83,8 @@ def score(
   With `balance`, also the balance of experts. With `routing`, tokens use the
   experts that were recorded.
   """
-  settings = {'group_size': group_size}
+  group = rules.local_group(group_size, action_BT.shape[0])
+  settings = {'group_size': group}
   if routing is not None:
     settings['routing'] = routing
   if balance:
@@ -139,7 +147,13 @@ def logp(
       policy, params, obs, action_BT, mask_BT, group_size, routing=routing
     ).logp
 
-  stage = stages.Stage(run, name, unbatched=(0,), group_size=group_size)
+  stage = stages.Stage(
+    run,
+    name,
+    unbatched=(0,),
+    group_size=group_size,
+    divisible_groups=True,
+  )
 
   def call(params, x: base.Experience):
     routing = x.routing if replays else None

@@ -98,7 +98,11 @@ def update(
     balance_coef=balance_coef,
   )
   learn = train_step.learner(
-    loss, optimizer, group_size=group_size, prefix=prefix
+    loss,
+    optimizer,
+    group_size=group_size,
+    divisible_groups=True,
+    prefix=prefix,
   )
 
   def run(learner, key, obs, x: base.Experience, verdict: base.Verdict):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from sharding import rules
 from stages import base
 from stages.learn import optimizers, train_step
 
@@ -83,17 +84,17 @@ def _two_learners(
   optimizer = optimizers.delayed(optimizer, *warmup)
 
   def loss_of_critic(params, x: base.Experience):
+    group = rules.local_group(group_size, x.action.shape[0])
     value_BT = critic.value(
-      params, x.obs, x.action, group_size=group_size, mask=x.mask
+      params, x.obs, x.action, group_size=group, mask=x.mask
     )
     loss_BT, info = value_loss(value_BT, x)
     return (aggregate(loss_BT, x.mask),), info
 
-  learn_actor = train_step.learner(
-    policy_objective(), optimizer, group_size=group_size
-  )
+  groups = {'group_size': group_size, 'divisible_groups': True}
+  learn_actor = train_step.learner(policy_objective(), optimizer, **groups)
   learn_critic = train_step.learner(
-    loss_of_critic, critic_optimizer, group_size=group_size, prefix='critic_'
+    loss_of_critic, critic_optimizer, **groups, prefix='critic_'
   )
 
   def init(key):
@@ -131,7 +132,10 @@ def _one_learner(
     updates_per_step=warmup[1],
   )
   learn = train_step.learner(
-    policy_objective(critic_loss=value_loss), optimizer, group_size=group_size
+    policy_objective(critic_loss=value_loss),
+    optimizer,
+    group_size=group_size,
+    divisible_groups=True,
   )
 
   def init(key):

@@ -58,7 +58,9 @@ def split(n: int, group_size: int = 1) -> stages.Stage:
       for i in range(n)
     )
 
-  return stages.Stage(run, 'minibatches', 'split', group_size=group_size)
+  return stages.Stage(
+    run, 'minibatches', 'split', group_size=group_size, divisible_groups=True
+  )
 
 
 def _num_rows(tree, n: int, group_size: int) -> int:
@@ -129,5 +131,10 @@ def gather(group_size: int = 1) -> stages.Stage:
     )
 
   return stages.Stage(
-    take, 'minibatches', 'slice', unbatched=(0,), group_size=group_size
+    take,
+    'minibatches',
+    'slice',
+    unbatched=(0,),
+    group_size=group_size,
+    divisible_groups=True,
   )

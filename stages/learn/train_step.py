@@ -113,6 +113,7 @@ def learner(
   *,
   unbatched: tuple[int, ...] = (0,),
   group_size: int = 1,
+  divisible_groups: bool = False,
   target_kl: float | None = None,
   prefix: str = '',
 ) -> Callable:
@@ -123,7 +124,9 @@ def learner(
     optimizer: optimizer of the parameters.
     unbatched: positions of the loss's arguments without rows: the parameters
       and the `given` arguments.
-    group_size: adjacent rows that stay together.
+    group_size: adjacent rows of a group.
+    divisible_groups: whether the loss takes parts of groups, as one does that
+      compares no rows; see `stages.Stage`.
     target_kl: the remaining minibatches change nothing once the KL of one is
       beyond this; None always makes all updates.
     prefix: of the names of its stages, where a workflow has several learners.
@@ -138,6 +141,7 @@ def learner(
     'sum',
     unbatched,
     group_size=group_size,
+    divisible_groups=divisible_groups,
   )
   update = apply(optimizer)
   if target_kl is not None:

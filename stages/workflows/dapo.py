@@ -132,7 +132,9 @@ def dapo(
     ),
     mask_truncated=mask_truncated,
   )
-  learn = train_step.learner(loss, optimizer, group_size=group_size)
+  learn = train_step.learner(
+    loss, optimizer, group_size=group_size, divisible_groups=True
+  )
   evaluate_actor = evaluator(policy, verify)
   none_accepted = _none_accepted(prompts_of, generate, verify)
   group_advantage = _group_advantage(group_size, overlong_buffer)

@@ -95,7 +95,9 @@ def expert_iteration(
     aggregate=losses.token_mean,
     mask_truncated=mask_truncated,
   )
-  learn = train_step.learner(loss, optimizer, group_size=group_size)
+  learn = train_step.learner(
+    loss, optimizer, group_size=group_size, divisible_groups=True
+  )
   version = lambda state: train_step.version(state.actor)
 
   def init(key):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sharding import rules
 import stages
 from stages import base, metrics, ranges
 from stages.language import evaluate as evaluate_lib
@@ -244,11 +245,14 @@ def estimator(
       `text_ppo`.
     shaping: `kl_reward_coef` and `normalize_advantages` of `text_ppo`.
   """
-  by_row = functools.partial(stages.Stage, group_size=group_size)
+  by_row = functools.partial(
+    stages.Stage, group_size=group_size, divisible_groups=True
+  )
 
   def values(params, prompt, action_BT, mask_BT=None):
+    group = rules.local_group(group_size, action_BT.shape[0])
     return critic.value(
-      params, prompt, action_BT, group_size=group_size, mask=mask_BT
+      params, prompt, action_BT, group_size=group, mask=mask_BT
     )
 
   score = by_row(values, 'value', unbatched=(0,))

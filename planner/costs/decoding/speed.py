@@ -59,7 +59,7 @@ def decode_speed(decode, rows, model, parameters, placement) -> DecodeSpeed:
   """
   device, assumed = model.cluster.device, model.assumed
   axes = placement.axes
-  ways, copies = parameters.ways(axes), model.layout.row_ways(axes)
+  ways = parameters.ways(axes)
 
   def lines(call, token=NONE):
     some = call.fixed, call.per_row, token
@@ -82,7 +82,7 @@ def decode_speed(decode, rows, model, parameters, placement) -> DecodeSpeed:
   def communication_seconds(rows, gather):
     spent = 0.0
     for part in collectives.communication(
-      parameters, step.at(rows * copies), axes, model.cluster
+      parameters, step.at(rows), axes, model.cluster
     ):
       if part.what.startswith('gather') == gather:
         link = model.axis_links.link(placement, part.axis)

@@ -149,12 +149,12 @@ class Parameters:
 def divided_work(
   call: StageWork, rows: float, axes: layout_lib.Axes, layout: layout_lib.Layout
 ) -> Work:
-  """Returns the work of a micro-batch whose arrays devices divide.
+  """Returns the work of a device's rows, whose arrays others divide with it.
 
   Args:
     call: the segment of a stage's work for a device's rows, under a remat
       policy.
-    rows: rows of the micro-batch on all devices.
+    rows: of a micro-batch, on one device.
     axes: axes of the mesh; those without rows divide the arrays.
     layout: says which.
   """
@@ -171,7 +171,7 @@ def communication(
 
   Args:
     parameters: the parameters of the node.
-    done: the work of one micro-batch.
+    done: the work of one micro-batch, for the rows of a device.
     axes: axes of the mesh.
     cluster: the devices.
   """
@@ -189,7 +189,7 @@ def communication(
       if not cluster.scatters_sums:
         size += scattered
       # These are counted with the trips of loops.
-      size = 2 * (n - 1) / n * size / layout.row_ways(axes)
+      size = 2 * (n - 1) / n * size
       yield Collective('add up parts', axis, size, count, True, False)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import math
 
 from planner.costs.mesh import layout as layout_lib
-from planner.ir import graph
+from planner.ir import graph, groups
 
 
 def meshes(
@@ -89,7 +89,7 @@ def can_share(
   axes: layout_lib.Axes,
   rows: int | None = None,
 ) -> bool:
-  """Whether devices can share a node's rows in whole groups.
+  """Whether the devices of a mesh can run a node.
 
   The devices of an engine outside JAX need not have as many rows each, but must
   be able to divide its model.
@@ -106,11 +106,33 @@ def can_share(
   if node.stage.host:
     ranks = math.prod(n for _, n in layout.without_rows(axes))
     return not _is_engine(node) or ranks in node.stage.engine.ranks
-  ways = layout.row_ways(axes)
-  return all(
-    (rows or flow.values[v].shape[0]) // node.stage.group_size % ways == 0
-    for v in node.rows
-  )
+  rows, devices = rows or flow.rows_of(node), layout.row_ways(axes)
+  return not rows or groups.ways(flow, node, rows, devices) is not None
+
+
+def row_ways(
+  layout: layout_lib.Layout,
+  flow: graph.Flow,
+  node: graph.Node,
+  axes: layout_lib.Axes,
+  rows: float,
+) -> int:
+  """Returns among how many devices of a mesh the rows of a call are divided.
+
+  It is 1 where each device computes all of them, see `groups.ways`. Rows that
+  the mesh cannot share count as if it could.
+
+  Args:
+    layout: of values on meshes.
+    flow: the flow of the node.
+    node: the call of a stage.
+    axes: of the mesh.
+    rows: that the call takes at once.
+  """
+  devices = layout.row_ways(axes)
+  if graph.is_plumbing(node) or not rows:
+    return devices
+  return groups.ways(flow, node, rows, devices) or devices
 
 
 def _is_engine(node: graph.Node) -> bool:

@@ -6,7 +6,7 @@ communication is compared with these numbers.
 
 from typing import NamedTuple
 
-from planner.costs.mesh import call_memory, collectives, memory, slices
+from planner.costs.mesh import call_memory, collectives, memory, menu, slices
 from planner.costs.work import StageWork
 from planner.ir import graph
 from planner.ir import plan as plan_lib
@@ -104,11 +104,12 @@ def _work(flow, chosen, model, node, rows) -> dict[str, float]:
   at_once = chosen.micro_batch.get(node.name) or rows
   turns = rows / at_once if rows else 1
   parameters = collectives.Parameters(flow, node, model.layout)
-  ways, copies = parameters.ways(axes), model.layout.row_ways(axes)
-  call = call.near(at_once / copies).under(chosen.execution(node.name).remat)
-  done = collectives.divided_work(call, at_once, axes, model.layout)
-  own = call.fixed.weighted(1 / ways, call.per_row, at_once / copies / ways)
-  passes = max(1.0, call.at(at_once / copies).passes)
+  ways = parameters.ways(axes)
+  own_rows = at_once / menu.row_ways(model.layout, flow, node, axes, at_once)
+  call = call.near(own_rows).under(chosen.execution(node.name).remat)
+  done = collectives.divided_work(call, own_rows, axes, model.layout)
+  own = call.fixed.weighted(1 / ways, call.per_row, own_rows / ways)
+  passes = max(1.0, call.at(own_rows).passes)
   sent = sum(
     part.size * part.times(passes, turns)
     for part in collectives.communication(parameters, done, axes, model.cluster)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from sharding import rules
 import stages
 from stages import base
 from stages.language.conversation import conversation_state
@@ -57,6 +58,7 @@ def turns(
       name,
       unbatched=(0,),
       group_size=group_size,
+      divisible_groups=not cast.names,
     )
   by_engine = stages.Stage(
     functools.partial(_by_engine, policy, **settings),
@@ -92,7 +94,8 @@ def _in_jax(
   """Continues rows; with slots, so many of them, of the fewest turns first."""
   old = _own_turns(cast, role, now.completions)
   row_M = _next_rows(slots, old, now.turns)
-  given, group_size = (prompt, key_B, old, cache), cast.group_size
+  given = prompt, key_B, old, cache
+  group_size = rules.local_group(cast.group_size, key_B.shape[0])
   if row_M is not None:
     given = jax.tree.map(lambda x: x[row_M], given)
     group_size = 1  # Rows of a group may be in different rounds.

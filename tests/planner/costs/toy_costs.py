@@ -27,6 +27,7 @@ class Stage:
   name: str
   grain: str = 'row'
   group_size: int = 1
+  divisible_groups: bool = False
   host: bool = False
   unbatched = (0,)
   engine = None
@@ -73,12 +74,16 @@ WORKS = {
   ),
   'judge': None,
   'grad': StageWork(
-    Work(bytes_moved=2 * PARAMS, bytes_alive=2e4),
+    Work(
+      bytes_moved=2 * PARAMS,
+      bytes_alive=2e4,
+      partial={'F': (LAYERS, 0.0, 0.0), 'D': (32.0, 0.0, 0.0)},
+    ),
     Work(
       flops=4e9,
       matmul={'bfloat16': 3e9},
       bytes_alive=1e4,
-      partial={'F': (LAYERS / 32, 1e6, 0.0), 'D': (1.0, 1e9, 0.0)},
+      partial={'F': (0.0, 1e6, 0.0), 'D': (0.0, 1e9, 0.0)},
     ),
     32,
   ),

@@ -12,6 +12,7 @@ from planner.ir import plan as plan_lib
 from planner.search import exact
 from planner.search import space as space_lib
 from sharding import rules
+import stages
 from stages import workflows
 from stages.learn import optimizers
 import tiny
@@ -57,7 +58,8 @@ def cluster(devices=1, memory=1e9):
 def test_parts_of_rows_are_whole_groups_down_to_one_a_device(
   rows, group, devices
 ):
-  parts = space_lib._shares(rows, group, cluster(devices))
+  stage = stages.Stage(lambda x: x, 'stage', group_size=group)
+  parts = space_lib._shares(rows, stage, cluster(devices))
   halves = {rows // 2**i for i in range(1, 9) if not rows % (2**i * group)}
   ways = {2**i for i in range(11) if 2**i <= devices}
   one_a_device = {
@@ -68,6 +70,16 @@ def test_parts_of_rows_are_whole_groups_down_to_one_a_device(
   assert parts == sorted(halves | one_a_device, reverse=True)
   if rows in (512, 4096):  # A search has no more parts than halves of halves.
     assert {*parts} == halves
+
+
+def test_parts_of_groups_go_down_to_a_row_a_device():
+  stage = stages.Stage(
+    lambda x: x, 'stage', group_size=8, divisible_groups=True
+  )
+  assert space_lib._shares(24, stage, cluster(4)) == [8, 4, 2, 1]
+  assert space_lib._shares(512, stage, cluster(1024)) == [
+    2**i for i in reversed(range(1, 9))
+  ]
 
 
 def test_what_fits_in_one_group_at_a_time_alone_has_a_plan():
