@@ -164,8 +164,8 @@ def shard(x, letters: Iterable[str | None], rules: Rules = DEFAULT):
     rules: mesh axes of each letter.
   """
   mesh, layout = jax.sharding.get_abstract_mesh(), []
-  if mesh.empty:
-    return x
+  if {*mesh.axis_names} <= {*mesh.manual_axes}:
+    return x  # There is no mesh, or `jax.shard_map` has divided `x` already.
   for letter, size in zip(letters, x.shape, strict=False):
     axes = ambient_axes(letter, rules) if letter else ()
     is_even = not size % math.prod(mesh.shape[axis] for axis in axes)

@@ -1,10 +1,12 @@
 import functools
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+import numpy as np
 import optax
 import pytest
 
@@ -247,6 +249,33 @@ def test_rows_that_devices_cannot_share_are_left_to_the_compiler():
     spread = jax.jit(rules.shard_rows)
     assert spread(jnp.ones((6, 2))).shape == (6, 2)
     assert spread(jnp.ones((8, 2))).sharding.spec == P('fsdp')
+
+
+@pytest.mark.parametrize('letters', [rules.WHOLE, rules.DIVIDED, 'B'])
+def test_hints_do_nothing_where_a_device_has_its_own_part(letters):
+  x = jnp.arange(32.0).reshape(8, 4)
+
+  def own(x):
+    return rules.shard(x, letters)
+
+  mapped = jax.shard_map(
+    own,
+    mesh=mesh.mesh(jax.devices(), {'fsdp': 8}),
+    in_specs=P('fsdp'),
+    out_specs=P('fsdp'),
+    check_vma=False,
+  )
+  np.testing.assert_array_equal(jax.jit(mapped)(x), x)
+
+
+@pytest.mark.parametrize(
+  'rows, group', [(4, 1), (8, 2), (16, 4), (12, 1), (6, 2), (2, 2), (32, 4)]
+)
+def test_a_device_has_the_largest_equal_part_of_a_group(rows, group):
+  """Four devices share rows; those that they cannot share stay together."""
+  with jax.set_mesh(mixed()):
+    assert rules.local_group(4, rows) == group
+  assert rules.local_group(4, rows) == math.gcd(4, rows)
 
 
 def test_gathering_keeps_axes_that_do_not_shard_rows():

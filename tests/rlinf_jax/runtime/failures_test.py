@@ -1,5 +1,6 @@
 """Errors of stages name stage, place and step; impossible plans are refused."""
 
+import dataclasses
 import re
 
 import jax
@@ -133,22 +134,43 @@ def test_micro_batches_that_a_mesh_cannot_share_are_refused():
     )
 
 
-def test_groups_that_a_mesh_would_split_are_refused():
-  # Mathematically it is fine; XLA 0.10.2 computes wrong numbers.
-  pair = stages.Stage(lambda x: x, 'pair', group_size=2)
+def paired(rows, stage, carry):
+  """The flow of a stage that compares pairs of rows, and its plan and batch."""
 
   def step(state, batch, key):
     del key
-    return state, pair(batch[0])
+    return state, stage(state, batch[0])
 
-  for rows in (8, 16):
-    batch = (np.ones((rows, 2), np.float32),)
-    graph = flow.trace(step, np.ones(()), batch, small_learner.KEY)
-    planned = plan.one_place(graph.stages, tiny.PLACES['data'])
-    if rows == 8:
-      with pytest.raises(
-        ValueError, match='pair takes 8 rows .* 4 groups of 2'
-      ):
-        local.LocalRuntime(planned, step=graph)
-    else:
-      local.LocalRuntime(planned, step=graph)
+  batch = (np.arange(2.0 * rows, dtype=np.float32).reshape(rows, 2) ** 2,)
+  graph = flow.trace(step, carry, batch, small_learner.KEY)
+  return graph, plan.one_place(graph.stages, tiny.PLACES['data']), batch
+
+
+def above_mean(params, x):
+  del params
+  x = x.reshape(-1, 2, 2)
+  return (x - x.mean(1, keepdims=True)).reshape(-1, 2)
+
+
+PAIRS = stages.Stage(above_mean, 'pairs', unbatched=(0,), group_size=2)
+
+
+@pytest.mark.parametrize('rows', [8, 16])
+def test_whole_groups_of_a_model_that_a_mesh_would_divide_are_refused(rows):
+  params = {'kernel_DF': np.ones((2, 2), np.float32)}
+  graph, planned, _ = paired(rows, PAIRS, params)
+  if rows == 16:
+    local.LocalRuntime(planned, step=graph)
+    return
+  with pytest.raises(ValueError, match='pairs takes 8 rows .* 4 groups of 2'):
+    local.LocalRuntime(planned, step=graph)
+
+
+@pytest.mark.parametrize('micro_batch', [{}, {'pairs': 4}])
+def test_whole_groups_without_a_model_are_computed_by_every_device(micro_batch):
+  graph, planned, batch = paired(8, PAIRS, np.ones((), np.float32))
+  planned = dataclasses.replace(planned, micro_batch=micro_batch)
+  runtime = local.LocalRuntime(planned, step=graph)
+  runtime.load(np.ones((), np.float32))
+  got = runtime.step(batch, small_learner.KEY)
+  np.testing.assert_array_equal(got, above_mean((), batch[0]))

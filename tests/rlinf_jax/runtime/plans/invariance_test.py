@@ -17,7 +17,7 @@ import claims
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
-from rlinf_jax.runtime import place as place_lib
+from sharding import rules
 import stages
 from stages import base, metrics, workflows
 from stages.learn import losses
@@ -314,12 +314,59 @@ def test_a_rows_tokens_depend_on_its_key_alone():
   assert jnp.isfinite(few.logp).all()
 
 
+# Micro-batches of parts of groups, by the devices that share their rows.
+PARTS = {
+  1: {'generate': 1, 'ref_logp': 2, 'gradient': 2},
+  4: {'generate': 4, 'ref_logp': 8, 'gradient': 4},
+}
+# Place, the key of its micro-batches, and groups: each device or micro-batch
+# has a part of one.
+DIVIDED = [
+  ('mixed', None, 1),
+  ('one', 1, 2),
+  ('data', None, 2),
+  ('fsdp', None, 2),
+  ('mixed', None, 2),
+  ('mixed', 4, 2),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('dtype', ['float32'], indirect=True)
+@pytest.mark.parametrize(
+  'place, parts, groups', claims.some(DIVIDED, DIVIDED[:2])
+)
+def test_dividing_groups_changes_only_rounding(dtype, place, parts, groups):
+  agrees(dtype, place, PARTS.get(parts, {}), rows=groups)
+
+
+@pytest.mark.claims
+@pytest.mark.parametrize('dtype', ['float32'], indirect=True)
+@pytest.mark.parametrize('how', [{'packed_tokens': 24}, {'slots': 2}])
+@pytest.mark.parametrize('place, parts, groups', DIVIDED)
+def test_dividing_groups_of_packed_rows_and_of_slots_changes_only_rounding(
+  dtype, how, place, parts, groups
+):
+  policy = tiny.policy(dtype, **how)
+  workflow = workflows.grpo(
+    policy, even, KEEP, group_size=GROUP, kl_coef=1.0, kl_estimator=losses.kl_k2
+  )
+  batch, key = tiny.problem(rows=groups, columns=6), jax.random.key(3)
+  want = workflow.step(begin(workflow), batch, key)
+  micro_batch = PARTS.get(parts, {})
+  got = planned(workflow, begin(workflow), batch, key, place, micro_batch)
+  same(got, want, TOLERANCE[dtype])
+
+
 @pytest.mark.claims
 def test_xla_computes_a_wrong_gradient_of_groups_that_devices_share(
   monkeypatch,
 ):
-  """The reason why `Place.check_node` refuses it: if this fails, allow it."""
-  monkeypatch.setattr(place_lib.Place, 'check_node', lambda *_: None)
+  """The reason for `rules.local_group`: if this fails, whole groups are right.
+
+  Then devices could share one reading of a prompt, if that were faster.
+  """
+  monkeypatch.setattr(rules, 'local_group', lambda group_size, rows: group_size)
   want, batch, key = eager('float32', rows=2)
   workflow = grpo('float32')
 
