@@ -5,7 +5,7 @@ import dataclasses
 
 from planner.costs import roofline
 from planner.explain import formatting, plan_data
-from planner.ir import graph
+from planner.ir import graph, groups
 from planner.ir import plan as plan_lib
 from rlinf_jax.config import config_values
 from stages import remat as remat_lib
@@ -121,29 +121,32 @@ def _slots(stage, parts) -> Iterator[str]:
 
 
 def _micro_batch(flow, model, chosen, place, node, short) -> Iterator[str]:
-  """Yields the smallest micro-batch of a stage, if it would save enough.
+  """Yields a small micro-batch of a stage that would save enough.
 
-  Where packed rows are computed one at a time, it saves hardly anything.
+  It is a group for each device, or if that is too much, a row where groups may
+  be divided. Where packed rows are computed one at a time, it saves hardly
+  anything.
   """
   rows = flow.rows_of(node)
   if node.stage.grain not in ('row', 'sum') or node.stage.host or not rows:
     return
   axes = chosen.places[place].axes
   at_once = chosen.micro_batch.get(node.name) or rows // chosen.pieces
-  least = node.stage.group_size * model.layout.row_ways(axes)
-  if rows % least or least >= at_once:
-    return
-  micro_batch = dict(chosen.micro_batch) | {node.name: least}
-  smaller = dataclasses.replace(chosen, micro_batch=micro_batch)
-  before, after = (
-    model.memory(flow, plan, place)[node.name] for plan in (chosen, smaller)
-  )
-  saved = before - after
-  if saved >= short:
-    yield (
-      f'train.train.plan may give {node.name} a micro_batch of {least} rows '
-      f'instead of {at_once}, which saves {formatting.byte_size(saved)}.'
-    )
+  before = model.memory(flow, chosen, place)[node.name]
+  for each in {node.stage.group_size: None, 1: None}:
+    least = each * model.layout.row_ways(axes)
+    is_possible = groups.can_take(node.stage, each) and not rows % least
+    if not is_possible or least >= at_once:
+      continue
+    micro_batch = dict(chosen.micro_batch) | {node.name: least}
+    smaller = dataclasses.replace(chosen, micro_batch=micro_batch)
+    saved = before - model.memory(flow, smaller, place)[node.name]
+    if saved >= short:
+      yield (
+        f'train.train.plan may give {node.name} a micro_batch of {least} rows '
+        f'instead of {at_once}, which saves {formatting.byte_size(saved)}.'
+      )
+      return
 
 
 def _reference(flow, model, chosen, place, short) -> Iterator[str]:
