@@ -148,7 +148,7 @@ class _Generator:
       token_P[mask_P > 0].tolist()
       for token_P, mask_P in zip(prompt.token, prompt.mask, strict=True)
     ]
-    draw = {'temperature': 0.0} if greedy else self.draw
+    draw = self._draw(greedy)
     settings = [draw | self.limits | {'seed': seed} for seed in _seeds(key_B)]
     length = prompt.token.shape[1] + self.response_length
     # vLLM's prefix cache recognizes the equal prompts of a group by itself.
@@ -184,6 +184,8 @@ class _Generator:
     num_started=0,
     should_continue=np.any,
     in_background=False,
+    temperature=None,
+    heard=None,
   ):
     """Continues completions that have not ended."""
     del num_started
@@ -192,7 +194,7 @@ class _Generator:
     open_B = completions.alive & (length_B < T)
     rows = np.flatnonzero(open_B)
     prompts, settings = [], []
-    draw = {'temperature': 0.0} if greedy else self.draw
+    draw = self._draw(greedy, temperature)
     for i in rows:
       n, real_P = length_B[i], prompt.mask[i] > 0
       prompts.append(
@@ -215,10 +217,21 @@ class _Generator:
       pairs = list(zip(engines, requests, strict=True))
       future = self.rows.await_some(pairs, should_stop)
     else:
-      future = self._submit(params, prompts, settings, length, 1, should_stop)
+      hear = heard and (lambda i, *new: heard(*new))
+      future = self._submit(
+        params, prompts, settings, length, 1, should_stop, hear
+      )
     return stages.Deferred(
       future, lambda new: _extended(completions, rows, new)
     )
+
+  def _draw(self, greedy: bool, temperature: float | None = None) -> dict:
+    """The distribution of a call, as arguments of `SamplingParams`."""
+    if greedy or temperature == 0:
+      return {'temperature': 0.0}
+    if temperature is None:
+      return self.draw
+    return self.draw | {'temperature': temperature}
 
   def _requests(
     self, params, prompts, settings, length: int
@@ -258,7 +271,14 @@ class _Generator:
     ]
 
   def _submit(
-    self, params, prompts, settings, length, group_size, should_stop=None
+    self,
+    params,
+    prompts,
+    settings,
+    length,
+    group_size,
+    should_stop=None,
+    heard=None,
   ) -> vllm_place.Joined:
     """Submits prompts to the engines of the place that holds `params`."""
     engines = self._engines(params)
@@ -270,7 +290,7 @@ class _Generator:
     for engine, rows, stop in zip(engines, parts, stops, strict=True):
       if prompts[rows]:
         request = vllm_engine.Request(
-          params, self.names, prompts[rows], settings[rows], length, stop
+          params, self.names, prompts[rows], settings[rows], length, stop, heard
         )
         started.append(engine.submit(request))
     return vllm_place.Joined(started)

@@ -20,6 +20,8 @@ from rlinf_jax.engines import vllm_instance, vllm_start
 from rlinf_jax.runtime import lease as lease_lib
 from stages.models.files import naming
 
+Heard = Callable[[int, Sequence[int], Sequence[float]], None]
+
 
 class Completion(NamedTuple):
   """The completion of one prompt.
@@ -49,6 +51,9 @@ class Request(NamedTuple):
     should_stop: whether to stop early, given the indices of prompts that have
       ended; unfinished completions are then returned as they are. None to
       finish all.
+    heard: called on the engine's thread with the index of a prompt and its new
+      tokens and their log-probabilities, as they come; None to hear of nothing
+      before the end.
   """
 
   params: Any
@@ -57,6 +62,7 @@ class Request(NamedTuple):
   sampling: Sequence[dict[str, Any]]
   max_model_len: int
   should_stop: Callable[[Set[int]], bool] | None = None
+  heard: Heard | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -249,7 +255,8 @@ class Engine:
     from vllm import sampling_params
 
     request, kinds = pending.request, sampling_params.RequestOutputKind
-    kind = kinds.DELTA if request.should_stop else kinds.FINAL_ONLY
+    as_they_come = request.should_stop or request.heard
+    kind = kinds.DELTA if as_they_come else kinds.FINAL_ONLY
     pairs = zip(request.prompts, request.sampling, strict=True)
     for i, (prompt, sampling) in enumerate(pairs):
       params = vllm.SamplingParams(
@@ -294,6 +301,8 @@ class Engine:
     token, logp = pending.tokens.setdefault(i, ([], []))
     token.extend(new.token_ids)
     logp.extend(new.logprobs.logprobs)
+    if pending.request.heard:
+      pending.request.heard(i, new.token_ids, new.logprobs.logprobs)
     if output.finished:
       self.check(i, new)
       ended, kept = new.finish_reason == 'stop', output.num_cached_tokens or 0

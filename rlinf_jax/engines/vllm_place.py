@@ -117,6 +117,11 @@ class Joined:
     for future in self._futures:
       future.cancel()
 
+  def add_done_callback(self, call: Callable[[futures.Future], None]):
+    """Lets `call` be called when the rows of each engine have ended."""
+    for future in self._futures:
+      future.add_done_callback(call)
+
 
 def shared_stop(
   should_stop: Callable[[Set[int]], bool], rows: Sequence[slice]

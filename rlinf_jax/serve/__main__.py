@@ -3,10 +3,13 @@
   python -m rlinf_jax.serve /path/to/model
 
 It prints two lines for the shell of the agent: the base URL and the API key.
+With --engine=vllm, vLLM generates, and replies join those under way.
 The model is a folder in Hugging Face format with a chat template: a model to
 train, or the `model` folder of a run.
 """
 
+from collections.abc import Callable
+import functools
 import importlib.util
 import os
 import pathlib
@@ -17,7 +20,7 @@ import jax
 
 from rlinf_jax import command_line, startup
 from rlinf_jax.agents import formats
-from rlinf_jax.serve import batches, completions
+from rlinf_jax.serve import batches, completions, engine_decoder
 from stages.language import tokens
 from stages.models import huggingface
 
@@ -26,6 +29,7 @@ FORMATS = {
   'llama_json': formats.llama_json,
   'pythonic': formats.pythonic,
 }
+MAX_ROWS = {'jax': 8, 'vllm': 64}  # Replies decoded at once, by engine.
 LONGEST = 1 << 20  # Tokens, of models with the longest contexts.
 HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on.')
 PORT = flags.DEFINE_integer(
@@ -40,6 +44,17 @@ PROMPT_LENGTH = flags.DEFINE_integer(
 FORMAT = flags.DEFINE_enum(
   'tool_format', 'hermes', list(FORMATS), 'How the model writes tool calls.'
 )
+ENGINE = flags.DEFINE_enum(
+  'engine', 'jax', list(MAX_ROWS), 'What generates: JAX, or vLLM.'
+)
+ROWS = flags.DEFINE_integer(
+  'max_rows',
+  None,
+  f'Replies decoded at once; {MAX_ROWS["jax"]} with JAX and '
+  f'{MAX_ROWS["vllm"]} with vLLM by default.',
+  1,
+  1024,
+)
 TOKEN = 'RLINF_JAX_TOKEN'  # Environment variable; flags are visible to others.
 
 
@@ -49,12 +64,25 @@ def load(
   prompt_length: int,
   response_length: int,
   tool_format: str = 'hermes',
+  engine: str = 'jax',
+  max_rows: int | None = None,
 ) -> completions.Served:
   """Loads a model and starts its decoder.
 
+  Args:
+    model: its folder.
+    prompt_length: most tokens of a conversation before a reply.
+    response_length: most tokens of a reply.
+    tool_format: how the model writes tool calls, of `FORMATS`.
+    engine: what generates, of `MAX_ROWS`.
+    max_rows: replies decoded at once; that of `MAX_ROWS` if None.
+
   Raises:
-    ValueError: if there is no such model, or it has no chat template.
+    ImportError: if vLLM is to generate and is not installed.
+    ValueError: if there is no such model, it has no chat template, or vLLM does
+      not support it.
   """
+  make = _in_jax if engine == 'jax' else _by_vllm()
   tokenizer = tokens.load_tokenizer(model)
   formats.answer(
     tokenizer,
@@ -62,16 +90,54 @@ def load(
     chat=True,
     keep_thoughts=True,
   )
-  config = huggingface.load_config(model)
-  decoder = batches.Decoder(
-    config,
-    jax.device_put(huggingface.load_params(model, config)),
+  decoder = make(
+    model,
     stop=huggingface.stop_tokens(model),
     prompt_length=prompt_length,
     response_length=response_length,
+    max_rows=max_rows or MAX_ROWS[engine],
   )
   name = pathlib.Path(model).resolve().name
   return completions.Served(name, tokenizer, decoder, FORMATS[tool_format])
+
+
+def _in_jax(model: str, **limits) -> batches.Decoder:
+  """A decoder of a model in JAX, with `limits` of it."""
+  config = huggingface.load_config(model)
+  params = jax.device_put(huggingface.load_params(model, config))
+  return batches.Decoder(config, params, **limits)
+
+
+def _by_vllm() -> Callable[..., engine_decoder.Decoder]:
+  """Returns `model, **limits -> decoder` by vLLM, which has started then.
+
+  It is called before a tokenizer imports torch: the module of the engine sets
+  variables of the environment that torch and vLLM read.
+  """
+  from rlinf_jax.engines import vllm
+
+  def make(model: str, *, response_length: int, max_rows: int, **limits):
+    policy = huggingface.policy(
+      model,
+      response_length=response_length,
+      engine=functools.partial(
+        vllm.engine,
+        max_num_seqs=max_rows,
+        # What earlier calls have read is kept by whole blocks of tokens.
+        block_size=32 if jax.default_backend() == 'cpu' else 16,
+      ),
+    )
+    decoder = engine_decoder.Decoder(
+      policy,
+      response_length=response_length,
+      max_rows=max_rows,
+      **limits,
+    )
+    decoder.update(jax.device_put(policy.init(jax.random.key(0))), 0)
+    decoder.try_out()
+    return decoder
+
+  return make
 
 
 def _greet(served: completions.Served, url: str, drawn: str | bool):
@@ -80,10 +146,7 @@ def _greet(served: completions.Served, url: str, drawn: str | bool):
   if drawn:
     print(f'export OPENAI_API_KEY={drawn}')
   print(
-    f'# Serves the model {served.name!r}; up to '
-    f'{served.decoder.num_programs} programs compile, each at its first '
-    'request.',
-    flush=True,
+    f'# Serves the model {served.name!r}. {served.decoder.about()}', flush=True
   )
 
 
@@ -101,6 +164,8 @@ def main(model: str):
       prompt_length=PROMPT_LENGTH.value,
       response_length=RESPONSE_LENGTH.value,
       tool_format=FORMAT.value,
+      engine=ENGINE.value,
+      max_rows=ROWS.value,
     )
     with server.Server(endpoint.Endpoint(served, token), listener) as running:
       _greet(served, running.url, not os.environ.get(TOKEN) and token)

@@ -118,6 +118,12 @@ class Decoder:
     self._thread = threading.Thread(target=self._run, daemon=True)
     self._thread.start()
 
+  def about(self) -> str:
+    """A sentence for whoever started the server."""
+    return (
+      f'Up to {self.num_programs} programs compile, each at its first request.'
+    )
+
   def update(self, params, version: int):
     """Gives the parameters of all later batches."""
     self._newest = params, version

@@ -6,8 +6,10 @@ is kept.
 """
 
 import concurrent.futures
+import queue
 import sys
 import threading
+import time
 import traceback
 from typing import Any
 
@@ -15,19 +17,23 @@ import jax
 import numpy as np
 
 from rlinf_jax.serve import batches
+import stages
 from stages import base
 from stages.language import tokens
+
+LINGER = 0.02  # Seconds in which tokens come before a job hears of them.
+PATIENCE = 0.2  # Seconds after which a job that hears nothing may be cancelled.
+MAX_WAITING = 1024  # Requests; more are refused.
 
 
 class Decoder:
   """Hands jobs to an engine; each is a completion of one row.
 
-  A job hears of its tokens once, when the row has ended.
-
   Attributes:
     prompt_length: most tokens of a prompt.
     response_length: most tokens of a completion.
     stop: ids of tokens that end a completion.
+    max_rows: most completions at once.
   """
 
   def __init__(
@@ -50,52 +56,95 @@ class Decoder:
     """
     self.prompt_length, self.response_length = prompt_length, response_length
     self.stop, self._policy = stop, policy
+    self.max_rows = max_rows
     self._newest: tuple[Any, int] = None, 0
     self._waiting = concurrent.futures.ThreadPoolExecutor(max_rows, 'replies')
     # Notified when a job has ended.
-    self._lock, self._under_way = threading.Condition(), {}
+    self._lock, self._num_jobs = threading.Condition(), 0
+
+  def about(self) -> str:
+    """A sentence for whoever started the server."""
+    return f'vLLM decodes up to {self.max_rows} replies at once.'
 
   def update(self, params, version: int):
     """Gives the parameters of all later jobs."""
     self._newest = params, version
 
   def submit(self, job: batches.Job):
-    """Starts a job, or lets it wait for one of `max_rows` to end."""
+    """Starts a job, or lets it wait for one of `max_rows` to end.
+
+    Raises:
+      BusyError: if too many wait.
+    """
     with self._lock:
-      self._under_way[job] = None
+      if self._num_jobs >= self.max_rows + MAX_WAITING:
+        raise batches.BusyError(
+          f'{MAX_WAITING} requests wait: try again later.'
+        )
+      self._num_jobs += 1
     self._waiting.submit(self._serve, job, *self._newest)
 
   def drain(self):
-    """Ends the jobs that are cancelled, and waits for all."""
+    """Waits for all jobs; those that are not needed must be cancelled."""
     with self._lock:
-      under_way = dict(self._under_way)
-    for job, started in under_way.items():
-      if job.is_cancelled.is_set() and started is not None:
-        started.cancel()
-    with self._lock:
-      self._lock.wait_for(lambda: not self._under_way)
+      self._lock.wait_for(lambda: not self._num_jobs)
+
+  def close(self):
+    """Ends the threads, once no job is left."""
+    self._waiting.shutdown()
+
+  def try_out(self):
+    """Completes a prompt by a token, so that an engine that fails does so now.
+
+    Raises:
+      Exception: whatever the engine raises.
+    """
+    ended: concurrent.futures.Future = concurrent.futures.Future()
+    key = jax.random.key(0)
+    heard = lambda ids, logp: True
+    self.submit(
+      batches.Job([self.stop[0]], 1, key, 0.0, heard, ended.set_result)
+    )
+    if isinstance(result := ended.result(), Exception):
+      raise result
 
   def _serve(self, job: batches.Job, params, version: int):
     """Completes the prompt of a job; its failure is its own."""
     try:
       if not job.is_cancelled.is_set():
-        found = self._complete(job, params)
-        n = int(found.mask.sum())
-        if not job.is_cancelled.is_set():
-          job.heard(found.action[0, :n].tolist(), found.logp[0, :n].tolist())
-      job.ended(version)
-    except concurrent.futures.CancelledError:
+        self._complete(job, params)
       job.ended(version)
     except Exception as error:  # noqa: BLE001 (the others go on)
       traceback.print_exception(error, file=sys.stderr)
       job.ended(error)
     finally:
       with self._lock:
-        del self._under_way[job]
+        self._num_jobs -= 1
         self._lock.notify_all()
 
-  def _complete(self, job: batches.Job, params) -> base.Completions:
-    """The row of a job, once it has ended."""
+  def _complete(self, job: batches.Job, params):
+    """Tells a job of its tokens as they come, until it has enough of them."""
+    news: queue.SimpleQueue = queue.SimpleQueue()
+    row = self._start(job, params, news)
+    row.future.add_done_callback(lambda _: news.put(None))
+    ids, logp, goes_on = [], [], True
+    while goes_on:
+      parts, goes_on = _next(news, job.is_cancelled)
+      for some, of_some in parts:
+        ids.extend(some)
+        logp.extend(of_some)
+      if parts and not job.heard([*ids], [*logp]):
+        goes_on = False
+    row.cancel()  # Of a row that has not ended, no more is needed.
+    try:
+      row.result()
+    except concurrent.futures.CancelledError:
+      pass
+
+  def _start(
+    self, job: batches.Job, params, news: queue.SimpleQueue
+  ) -> stages.Deferred:
+    """Lets the engine complete the prompt of a job, and put what is new."""
     T = min(job.limit, self.response_length)
     empty = base.Completions(
       np.zeros((1, T), np.int32),
@@ -105,15 +154,31 @@ class Decoder:
     )
     # One width for all, of which the engine computes the tokens alone.
     prompt = tokens.pad_left([job.prompt], self.prompt_length)
-    started = self._policy.resume(
+    return self._policy.resume(
       params,
       prompt,
       jax.random.key_data(job.key)[None],
       empty,
-      greedy=job.temperature == 0,
+      temperature=job.temperature,
+      heard=lambda *new: news.put(new),
     )
-    with self._lock:
-      self._under_way[job] = started
-    if job.is_cancelled.is_set():  # `drain` may have come before.
-      started.cancel()
-    return started.result()
+
+
+def _next(
+  news: queue.SimpleQueue, is_cancelled: threading.Event
+) -> tuple[list[tuple], bool]:
+  """What has come of a row, and whether more may.
+
+  Waits until something has, or the job is cancelled.
+  """
+  while not is_cancelled.is_set():
+    try:
+      parts = [news.get(timeout=PATIENCE)]
+    except queue.Empty:
+      continue
+    if parts != [None]:
+      time.sleep(LINGER)
+    while not news.empty():
+      parts.append(news.get())
+    return [part for part in parts if part is not None], parts[-1] is not None
+  return [], False

@@ -42,46 +42,71 @@ def decoder(resume, **kwargs):
   return engine_decoder.Decoder(policy, **limits, max_rows=2, **kwargs)
 
 
+def empty(future):
+  """What a `resume` returns whose row is read from `heard` alone."""
+  return stages.Deferred(future, lambda x: x)
+
+
 def test_jobs_are_under_way_together_and_fail_alone():
   both, seen = threading.Barrier(2, timeout=30), []
 
-  def resume(params, prompt, bits, completions, *, greedy):
+  def resume(params, prompt, bits, completions, *, temperature, heard):
     both.wait()  # Neither comes before the other has started.
-    seen.append((params, prompt.mask.shape, completions.mask.shape, greedy))
+    shapes = prompt.mask.shape, completions.mask.shape
+    seen.append((params, *shapes, temperature))
     future = concurrent.futures.Future()
-    if greedy:
+    if temperature == 0:
       future.set_exception(ValueError('greedy fails'))
     else:
+      heard([7], [-1.0])
+      heard([8, 9], [-2.0, -3.0])
       future.set_result(None)
-    token, mask = np.array([[7, 8, 0]]), np.array([[1.0, 1.0, 0.0]])
-    return stages.Deferred(
-      future, lambda _: base.Completions(token, -mask, mask, np.ones(1, bool))
-    )
+    return empty(future)
 
   some = decoder(resume)
   some.update('newest', 5)
-  one, heard, ended = job([1, 2], 3)
+  one, heard, ended = job([1, 2], 3, temperature=0.5)
   other, nothing, failed = job([1], 99, temperature=0.0)
   some.submit(one)
   some.submit(other)
-  assert ended.result(30) == 5 and heard == [([7, 8], [-1.0, -1.0])]
+  assert ended.result(30) == 5
+  assert heard[-1] == ([7, 8, 9], [-1.0, -2.0, -3.0])
   assert str(failed.result(30)) == 'greedy fails' and not nothing
   some.drain()
   # Prompts have one width; a row has no more room than was asked for.
   assert sorted(seen, key=lambda x: x[-1]) == [
-    ('newest', (1, 6), (1, 3), False),
-    ('newest', (1, 6), (1, 4), True),
+    ('newest', (1, 6), (1, 4), 0.0),
+    ('newest', (1, 6), (1, 3), 0.5),
   ]
 
 
-def test_draining_ends_cancelled_jobs_and_waits():
+def test_a_job_hears_of_its_tokens_before_the_end_and_may_stop_there():
+  future = concurrent.futures.Future()
+
+  def resume(*args, temperature, heard):
+    heard([7], [-1.0])
+    return empty(future)
+
+  some, heard, ended = decoder(resume), [], concurrent.futures.Future()
+
+  def hear(ids, logp):
+    heard.append((ids, logp))
+    return False
+
+  key = jax.random.key(0)
+  some.submit(batches.Job([1], 4, key, 1.0, hear, ended.set_result))
+  assert ended.result(30) == 0 and heard == [([7], [-1.0])]
+  assert future.cancelled()  # The engine ends the row.
+
+
+def test_draining_waits_for_jobs_that_were_cancelled():
   started = threading.Semaphore(0)
   futures = []
 
-  def resume(*args, greedy):
+  def resume(*args, temperature, heard):
     futures.append(concurrent.futures.Future())
     started.release()
-    return stages.Deferred(futures[-1], lambda x: x)
+    return empty(futures[-1])
 
   some = decoder(resume)
   jobs = [job([1], 4) for _ in range(3)]  # One more than are waited for.
@@ -95,6 +120,18 @@ def test_draining_ends_cancelled_jobs_and_waits():
   assert all(future.cancelled() for future in futures) and len(futures) == 2
   assert not any(heard for _, heard, _ in jobs)
   assert [ended.result(0) for _, _, ended in jobs] == [0, 0, 0]
+
+
+def test_more_requests_than_may_wait_are_refused(monkeypatch):
+  monkeypatch.setattr(engine_decoder, 'MAX_WAITING', 1)
+  future = concurrent.futures.Future()
+  some = decoder(lambda *args, temperature, heard: empty(future))
+  for _ in range(3):  # Two at once, and one that waits.
+    some.submit(job([1], 4)[0])
+  with pytest.raises(batches.BusyError, match='try again later'):
+    some.submit(job([1], 4)[0])
+  future.set_result(None)
+  some.drain()
 
 
 @pytest.fixture(scope='module')
