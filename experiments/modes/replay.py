@@ -9,8 +9,9 @@ from experiments.modes import flows, published
 from planner import cluster as cluster_lib
 from planner.costs import roofline
 from planner.explain import overview
-from planner.search import exact, grouping
-from planner.search import space as space_lib
+from planner.search import exact
+from planner.search.plans import grouping
+from planner.search.plans import space as space_lib
 from rlinf_jax.config import config
 
 CLUSTERS = pathlib.Path(__file__).parents[2] / 'gin_configs' / 'clusters'

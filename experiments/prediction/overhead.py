@@ -16,7 +16,7 @@ import jax
 
 from experiments.prediction import setting as setting_lib
 from planner.search import exact
-from planner.search import space as space_lib
+from planner.search.plans import space as space_lib
 from rlinf_jax.runtime import local
 
 PAIRS = 12

@@ -24,12 +24,12 @@ import numpy as np
 from planner.costs import cost as cost_lib
 from planner.ir import graph
 from planner.lower import offloading
-from planner.search import choices as choices_lib
 from planner.search import deadline as deadline_lib
 from planner.search import pieces as pieces_lib
 from planner.search import result as result_lib
-from planner.search import space as space_lib
 from planner.search import timing
+from planner.search.plans import choices as choices_lib
+from planner.search.plans import space as space_lib
 
 
 class _Schedule(NamedTuple):

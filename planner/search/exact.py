@@ -20,11 +20,12 @@ import numpy as np
 
 from planner.costs import cost as cost_lib
 from planner.ir import graph
-from planner.search import algorithm1, branch_and_bound, fitting, timing
-from planner.search import choices as choices_lib
+from planner.search import algorithm1, branch_and_bound, timing
 from planner.search import deadline as deadline_lib
 from planner.search import result as result_lib
-from planner.search import space as space_lib
+from planner.search.plans import choices as choices_lib
+from planner.search.plans import fitting
+from planner.search.plans import space as space_lib
 from planner.simulation import evaluate_plan
 
 ROUNDING = 1e-9  # Sums of the same seconds differ by less, relatively.

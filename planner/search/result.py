@@ -3,7 +3,7 @@
 import dataclasses
 
 from planner.ir import plan as plan_lib
-from planner.search import space as space_lib
+from planner.search.plans import space as space_lib
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 
 from planner.ir import plan as plan_lib
 from planner.lower import offloading
-from planner.search import choices as choices_lib
+from planner.search.plans import choices as choices_lib
 from planner.simulation import evaluate_plan
 
 

@@ -20,7 +20,7 @@ from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import program, unroll
 from planner.search import deadline as deadline_lib
-from planner.search import second_mesh
+from planner.search.plans import second_mesh
 from planner.simulation import evaluate_plan
 from rlinf_jax.planning import evaluation_rows, remedies, searches
 from rlinf_jax.planning.profiling import machine_profile, stage_profile

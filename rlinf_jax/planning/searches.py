@@ -9,10 +9,11 @@ from collections.abc import Callable
 import dataclasses
 
 from planner.ir import plan as plan_lib
-from planner.search import algorithm1, exact, runners_up, second_mesh
+from planner.search import algorithm1, exact, runners_up
 from planner.search import deadline as deadline_lib
 from planner.search import result as result_lib
-from planner.search import space as space_lib
+from planner.search.plans import second_mesh
+from planner.search.plans import space as space_lib
 
 KEPT = 25  # Fastest plans that a search returns.
 SEARCH = 0.6  # Of the time that is left, for the fastest plan.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.modes import flows, published, replay
-from planner.search import space as space_lib
+from planner.search.plans import space as space_lib
 
 # Of the modes that the paper tried: whether the model agrees on the fastest.
 AGREE = {

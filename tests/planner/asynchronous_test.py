@@ -14,7 +14,7 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.lower import lifetimes, passes, program
 from planner.search import exact
-from planner.search import space as space_lib
+from planner.search.plans import space as space_lib
 from planner.simulation import evaluate_plan
 from rlinf_jax.report import plan_page
 from rlinf_jax.runtime import base, local, timeline

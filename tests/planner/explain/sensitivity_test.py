@@ -3,7 +3,7 @@ import pytest
 from planner.costs import scaled
 from planner.explain import sensitivity
 from planner.search import exact, runners_up
-from planner.search import space as space_lib
+from planner.search.plans import space as space_lib
 from planner.simulation import evaluate_plan
 from tests.planner.search import reference
 import toys

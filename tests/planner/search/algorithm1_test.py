@@ -8,7 +8,7 @@ import pytest
 
 from planner.ir import graph
 from planner.search import algorithm1, exact
-from planner.search import space as space_lib
+from planner.search.plans import space as space_lib
 import toys
 
 

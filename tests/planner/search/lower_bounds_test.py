@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from planner.lower import cut
-from planner.search import choices as choices_lib
 from planner.search import exact, lower_bounds, timing
+from planner.search.plans import choices as choices_lib
 import toys
 
 

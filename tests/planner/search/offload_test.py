@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from planner.search import exact, space
+from planner.search import exact
+from planner.search.plans import space
 from sharding import slices
 from tests.planner.costs import toy_costs
 

@@ -9,7 +9,7 @@ import pytest
 import claims
 from planner.search import algorithm1, exact
 from planner.search import deadline as deadline_lib
-from planner.search import space as space_lib
+from planner.search.plans import space as space_lib
 from tests.planner.search import reference
 import toys
 

@@ -14,7 +14,7 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.search import deadline as deadline_lib
 from planner.search import exact
-from planner.search import space as space_lib
+from planner.search.plans import space as space_lib
 from rlinf_jax.planning import plan_report, searches
 from rlinf_jax.report.html import terms
 from rlinf_jax.runtime import programs

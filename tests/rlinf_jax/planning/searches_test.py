@@ -15,7 +15,7 @@ from planner.explain import sensitivity
 from planner.ir import plan as plan_lib
 from planner.search import deadline as deadline_lib
 from planner.search import exact
-from planner.search import space as space_lib
+from planner.search.plans import space as space_lib
 from planner.simulation import evaluate_plan
 from rlinf_jax.planning import autoplan, monitor, searches
 from rlinf_jax.runtime import local

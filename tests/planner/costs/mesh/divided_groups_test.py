@@ -13,7 +13,7 @@ from planner.counting import count
 from planner.ir import groups
 from planner.ir import plan as plan_lib
 from planner.search import exact
-from planner.search import space as space_lib
+from planner.search.plans import space as space_lib
 from rlinf_jax.planning.compiled import hlo, matmul_flops
 from rlinf_jax.runtime import place as place_lib
 from sharding import rules

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from planner.ir import plan as plan_lib
-from planner.search import space as space_lib
+from planner.search.plans import space as space_lib
 from planner.simulation import evaluate_plan
 from rlinf_jax.planning.compiled import less_memory
 from tests.planner.search import second_mesh_test as setting

@@ -17,8 +17,9 @@ from planner.costs.decoding import decode
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.search import deadline as deadline_lib
-from planner.search import fitting, pieces
-from planner.search import space as space_lib
+from planner.search import pieces
+from planner.search.plans import fitting
+from planner.search.plans import space as space_lib
 from planner.simulation import evaluate_plan
 
 MOST = 16  # Pairs of meshes of a place that are simulated.

@@ -12,8 +12,9 @@ from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import program
 from planner.search import deadline as deadline_lib
-from planner.search import fitting, grouping, memo
+from planner.search import memo
 from planner.search import pieces as pieces_lib
+from planner.search.plans import fitting, grouping
 
 SHOWN = 5  # Infeasible plans that are kept, the nearest to fitting first.
 

@@ -10,7 +10,7 @@ from planner.costs import roofline
 from planner.counting import count
 from planner.ir import plan as plan_lib
 from planner.search import exact
-from planner.search import space as space_lib
+from planner.search.plans import space as space_lib
 from sharding import rules
 import stages
 from stages import workflows

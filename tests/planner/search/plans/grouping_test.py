@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from planner.search import grouping
+from planner.search.plans import grouping
 import toys
 
 

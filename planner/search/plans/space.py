@@ -7,7 +7,7 @@ from planner.costs import roofline
 from planner.costs.work import StageWork
 from planner.ir import graph, groups
 from planner.ir import plan as plan_lib
-from planner.search import grouping
+from planner.search.plans import grouping
 
 PIECES = (1, 2, 4, 8)
 # On one device, where an asynchronous stage may run beside it.

@@ -12,8 +12,9 @@ from planner.costs.mesh import menu
 from planner.counting import count
 from planner.ir import plan as plan_lib
 from planner.search import deadline as deadline_lib
-from planner.search import exact, second_mesh
-from planner.search import space as space_lib
+from planner.search import exact
+from planner.search.plans import second_mesh
+from planner.search.plans import space as space_lib
 from planner.simulation import evaluate_plan
 from sharding import rules
 from stages import workflows

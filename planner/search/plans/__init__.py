@@ -1,0 +1,1 @@
+"""The plans that a search may choose from."""
