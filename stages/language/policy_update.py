@@ -16,7 +16,7 @@ from stages.learn import loss_terms, train_step
 
 
 class Learner(NamedTuple):
-  """What a policy learns with, carried from step to step.
+  """State of a policy that learns, carried from step to step.
 
   Attributes:
     actor: the policy being trained.

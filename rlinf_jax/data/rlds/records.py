@@ -16,7 +16,7 @@ FOOTER = struct.Struct('<I')
 
 
 class Record(NamedTuple):
-  """Where a record is.
+  """The place of a record in its file.
 
   Attributes:
     path: its file.

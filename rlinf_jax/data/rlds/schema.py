@@ -15,7 +15,7 @@ INSTRUCTION = 'language_instruction'
 
 
 class Schema(NamedTuple):
-  """What each step of an episode has.
+  """The features of each step of an episode.
 
   Attributes:
     features: pictures and numbers, by name; the parts of a name are separated
