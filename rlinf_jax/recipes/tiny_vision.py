@@ -3,9 +3,11 @@ r"""A tiny Qwen2.5-VL with random weights, and questions about bar charts.
   python -m rlinf_jax.recipes.tiny_vision --out tiny
 
 writes tiny/model, tiny/train.jsonl and tiny/test.jsonl with the pictures that
-they name. A chart has a red, a green and a blue bar in any order, 1 to 5 units
-high, and a question asks for the height of one of them: chance is one in five.
-With them, recipes for questions about pictures can be tried in minutes.
+they name. A chart has a red, a green and a blue bar, 1 to 5 units high, and a
+question asks for the height of one of them: chance is one in five.
+With them, recipes for questions about pictures can be tried in minutes. With
+--shuffled, charts are shuffled among the questions, so that nothing is to be
+learned from them.
 """
 
 import json
@@ -30,7 +32,9 @@ ROWS = flags.DEFINE_integer('rows', 4000, 'Questions to train on.', 1, 10**6)
 HELD_OUT = flags.DEFINE_integer(
   'held_out', 256, 'Questions to evaluate on.', 1, 10**6
 )
-BLANK = flags.DEFINE_bool('blank', False, 'Whether charts have no bars.')
+SHUFFLED = flags.DEFINE_bool(
+  'shuffled', False, 'Whether questions have the chart of another, at random.'
+)
 
 PLACE = '<|image_pad|>'
 SPECIAL = (
@@ -100,16 +104,13 @@ def is_held_out(height_of: dict[str, int]) -> bool:
   return sum(n * h for n, h in enumerate(height_of.values(), 1)) % 5 == 0
 
 
-def chart(
-  rng: np.random.Generator, height_of: dict[str, int], blank: bool = False
-) -> np.ndarray:
+def chart(rng: np.random.Generator, height_of: dict[str, int]) -> np.ndarray:
   """A chart of 84 x 84 pixels; where in its column a bar stands, is random."""
   image = np.full((3 * COLUMN, 3 * COLUMN, 3), WHITE, np.uint8)
-  for column, color in enumerate(rng.permutation([*height_of]).tolist()):
+  for column, color in enumerate(height_of):
     left = column * COLUMN + rng.integers(8)
-    if not blank:
-      top = len(image) - height_of[color] * UNIT
-      image[top:, left : left + COLUMN - 8] = COLORS[color]
+    top = len(image) - height_of[color] * UNIT
+    image[top:, left : left + COLUMN - 8] = COLORS[color]
   return image
 
 
@@ -119,10 +120,19 @@ def write(
   rows: ranges.PositiveInt,
   *,
   held_out: bool,
-  blank: bool = False,
+  shuffled: bool = False,
   seed: ranges.NonNegativeInt = 0,
 ):
-  """Writes NAME.jsonl with questions, and their pictures in the folder NAME."""
+  """Writes NAME.jsonl with questions, and their pictures in the folder NAME.
+
+  Args:
+    folder: where both are written.
+    name: of both.
+    rows: number of questions.
+    held_out: whether the charts are those for evaluation.
+    shuffled: whether the charts are shuffled among the questions.
+    seed: of all that is drawn.
+  """
   from PIL import Image
 
   rng = np.random.default_rng([seed, held_out])
@@ -134,7 +144,7 @@ def write(
     if is_held_out(height_of) != held_out:
       continue
     path = f'{name}/{len(lines)}.png'
-    Image.fromarray(chart(rng, height_of, blank)).save(folder / path)
+    Image.fromarray(chart(rng, height_of)).save(folder / path)
     color = [*COLORS][rng.integers(len(COLORS))]
     lines.append(
       {
@@ -143,6 +153,11 @@ def write(
         'answer': str(height_of[color]),
       }
     )
+  if shuffled:
+    paths = rng.permutation([line['image'] for line in lines]).tolist()
+    lines = [
+      line | {'image': path} for line, path in zip(lines, paths, strict=True)
+    ]
   text = '\n'.join(map(json.dumps, lines))
   (folder / f'{name}.jsonl').write_text(f'{text}\n')
 
@@ -152,7 +167,7 @@ def main():
   out = command_line.new_folder(OUT)
   model(out / 'model')
   for name, rows in ('train', ROWS.value), ('test', HELD_OUT.value):
-    write(out, name, rows, held_out=name == 'test', blank=BLANK.value)
+    write(out, name, rows, held_out=name == 'test', shuffled=SHUFFLED.value)
   print(f'{out}/model, {out}/train.jsonl and {out}/test.jsonl are written.')
 
 

@@ -1,0 +1,1 @@
+"""Learning from pictures: heights of bars in charts."""
