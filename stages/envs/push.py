@@ -38,6 +38,7 @@ class Table(NamedTuple):
     goal: of the disc to which the puck is to be pushed.
     other: of the other disc; `()` where there is one only.
     instruction: index of the goal among `DISCS`; likewise.
+    progress: by how much the last step has raised `dense_reward`.
   """
 
   gripper: Float[Array, ' X']
@@ -45,12 +46,14 @@ class Table(NamedTuple):
   goal: Float[Array, ' X']
   other: Any = ()
   instruction: Any = ()
+  progress: Any = 0.0
 
 
 def push(
   *,
   dense: bool = True,
   terminate: bool = False,
+  progress: ranges.NonNegativeFloat = 0.0,
   horizon: ranges.PositiveInt = 50,
   image_size: ranges.PositiveInt | None = None,
   table: tuple[float, float, float] = drawing.BACKGROUND,
@@ -61,6 +64,10 @@ def push(
   Args:
     dense: whether the reward grows with closeness; otherwise it is success.
     terminate: whether success terminates an episode.
+    progress: weight of the progress that is added to the reward of success: by
+      how much a step has raised `dense_reward`, as RLinf's relative rewards.
+      Its sum over an episode depends on where it ends, not on how long it
+      takes. It needs `dense = False`.
     horizon: steps after which an episode is truncated.
     image_size: edge of an image of the table, in pixels. The observation is
       then the image and the gripper's position; None for a vector with all
@@ -73,12 +80,22 @@ def push(
       an observation with an image has the tokens of one of `INSTRUCTIONS`,
       drawn at the reset. A vector holds the position of the goal. None for one
       disc and no words.
+
+  Raises:
+    ValueError: for progress beside a reward that is dense already.
   """
+  if dense and progress:
+    raise ValueError(
+      f'A weight of progress, {progress}, is given, and the reward is dense '
+      'already: set `dense = False`, or leave out `progress`.'
+    )
 
   def reward(table: Table):
     success = _norm(table.goal - table.puck) < NEAR
     success = success.astype(table.puck.dtype)
-    return (dense_reward(table) if dense else success), success
+    if dense:
+      return dense_reward(table), success
+    return success + progress * table.progress, success
 
   task = vectorize.Task(
     reset if instructions is None else reset_discs,
@@ -107,7 +124,8 @@ def reset(key) -> Table:
   gripper_X, puck_X = 1.8 * uniform[:2] - 0.9, 0.8 * uniform[2:4] - 0.4
   angle, distance = 2 * jnp.pi * uniform[4], 0.3 + 0.2 * uniform[5]
   goal_X = puck_X + distance * jnp.stack([jnp.cos(angle), jnp.sin(angle)])
-  return Table(gripper_X, _pushed(gripper_X, puck_X), goal_X)
+  puck_X = _pushed(gripper_X, puck_X)
+  return Table(gripper_X, puck_X, goal_X, progress=jnp.zeros_like(angle))
 
 
 def reset_discs(key) -> Table:
@@ -127,7 +145,8 @@ def step(table: Table, action_X) -> Table:
   """Moves the gripper; the puck gives way."""
   gripper_X = jnp.clip(table.gripper + SPEED * action_X, -1.0, 1.0)
   puck_X = _pushed(gripper_X, table.puck)
-  return table._replace(gripper=gripper_X, puck=puck_X)
+  moved = table._replace(gripper=gripper_X, puck=puck_X)
+  return moved._replace(progress=dense_reward(moved) - dense_reward(table))
 
 
 def observe(table: Table):

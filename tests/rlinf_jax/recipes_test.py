@@ -72,6 +72,8 @@ RECIPES = [
   for path in sorted((ROOT / folder).glob('*.gin'))
   if path not in PARTS
 ]
+# The others there require a model or data.
+RECIPES += map(recipe, sorted((ROOT / 'experiments/vla').glob('*_push.gin')))
 
 
 @pytest.fixture(scope='module', autouse=True)

@@ -102,6 +102,23 @@ def test_success_terminates_if_asked_to():
     assert (timestep.obs != timestep.final_obs).any() == terminate
 
 
+def test_progress_adds_up_to_the_closeness_that_an_episode_gains():
+  actions = random_actions(8)
+  _, closeness = play(push.push(horizon=20), seeds(), actions)
+  _, got = play(
+    push.push(horizon=20, dense=False, progress=2.0), seeds(), actions
+  )
+  progress = (got.reward - got.success) / 2.0
+  np.testing.assert_allclose(
+    progress[1:].sum(0),
+    closeness.reward[-1] - closeness.reward[0],
+    atol=1e-5,
+  )
+  assert np.abs(progress).max() > 1e-3
+  with pytest.raises(ValueError, match='dense already'):
+    push.push(progress=1.0)
+
+
 def test_success_at_the_last_step_is_terminated_and_not_truncated():
   env = push.push(terminate=True, horizon=1)
   state, _ = env.init(seeds(1))
