@@ -8,7 +8,7 @@ from planner.ir import plan as plan_lib
 from planner.search.plans import space as space_lib
 from planner.simulation import evaluate_plan
 from rlinf_jax.planning.compiled import less_memory
-from tests.planner.search import second_mesh_test as setting
+from tests.planner.search.plans import second_mesh_test as setting
 
 STAGE = 'gradient'
 POLICIES = (plan_lib.STORE_ALL, 'nothing_saveable')
