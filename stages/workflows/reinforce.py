@@ -38,9 +38,7 @@ def reinforce(
   repeat = policy_stages.repeat(group_size)
   generate = policy_stages.act(policy, 'generate', group_size=group_size)
   measure = rollout_metrics.measure(group_size, updates_per_step=1)
-  learn = train_step.learner(
-    loss, optimizer, group_size=group_size, divisible_groups=True
-  )
+  learn = train_step.learner(loss, optimizer, group_size=group_size)
   evaluate_actor = evaluate_lib.evaluate(policy, verify)
 
   def init(key):

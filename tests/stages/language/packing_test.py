@@ -307,7 +307,8 @@ def test_completions_without_an_advantage_are_not_scored():
     return base.Evaluation(jnp.where(mask > 0, params - 1.0, nan_BT), nan_BT)
 
   policy = tiny.policy(packed_tokens=15)._replace(evaluate=evaluate)
-  x = base.Experience((), (), jnp.full((4, 3), -2.0), mask_BT, ())
+  action_BT = jnp.zeros((4, 3), jnp.int32)
+  x = base.Experience((), action_BT, jnp.full((4, 3), -2.0), mask_BT, ())
   x = x._replace(advantage=advantage_BT)
   found = []
   for only in False, True:
