@@ -245,15 +245,13 @@ def estimator(
       `text_ppo`.
     shaping: `kl_reward_coef` and `normalize_advantages` of `text_ppo`.
   """
-  by_row = functools.partial(
-    stages.Stage, group_size=group_size, divisible_groups=True
-  )
+  groups = {'group_size': group_size, 'divisible_groups': True}
+  by_row = functools.partial(stages.Stage, **groups)
 
   def values(params, prompt, action_BT, mask_BT=None):
     group = rules.local_group(group_size, action_BT.shape[0])
-    return critic.value(
-      params, prompt, action_BT, group_size=group, mask=mask_BT
-    )
+    rows = prompt, action_BT
+    return critic.value(params, *rows, group_size=group, mask=mask_BT)
 
   score = by_row(values, 'value', unbatched=(0,))
   discounts, *lambdas = gae

@@ -9,7 +9,6 @@ import pytest
 import transformers
 from transformers.models.qwen2 import modeling_qwen2
 
-from stages import base
 from stages.language import language_model
 from stages.models import families, huggingface, transformer
 from stages.models.files import weights
@@ -75,34 +74,6 @@ def test_frequencies_are_those_of_transformers(settings, width, base, tmp_path):
   assert scale == pytest.approx(want.attention_scaling, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-  ('scaling', 'want'),
-  [
-    (None, 4096),
-    ({'rope_type': 'yarn', 'factor': 4.0}, 16384),
-    # As Llama 3.1, which declares more than its factor times what it had.
-    (
-      {
-        'rope_type': 'llama3',
-        'factor': 8.0,
-        'original_max_position_embeddings': 256,
-        'low_freq_factor': 1.0,
-        'high_freq_factor': 4.0,
-      },
-      4096,
-    ),
-    ({'rope_type': 'linear', 'factor': 2.0}, None),
-  ],
-)
-def test_positions_are_those_after_an_extension(scaling, want, tmp_path):
-  settings = PUBLISHED | {'max_position_embeddings': 4096}
-  write(tmp_path, **settings, rope_scaling=scaling)
-  config = huggingface.load_config(tmp_path)
-  assert config.max_positions == want
-  families.write(tmp_path / 'again', config, 'qwen2')
-  assert huggingface.load_config(tmp_path / 'again').max_positions == want
-
-
 def test_an_unknown_rope_is_refused():
   with pytest.raises(ValueError, match="Rope kind 'curly' is not one of"):
     rope.frequencies(rope.RopeConfig(kind='curly'), 8)
@@ -166,30 +137,6 @@ def test_a_published_configuration_is_understood(tmp_path):
     dtype='float32',
     remat='nothing_saveable',
   )
-
-
-@pytest.mark.parametrize(('prompt', 'length'), [(9, 8), (1, 16), (16, 1)])
-def test_more_tokens_than_a_model_has_positions_are_refused(
-  prompt, length, tmp_path
-):
-  few = dataclasses.replace(SMALL, max_positions=16)
-  policy = language_model.policy(few, response_length=length)
-  params = policy.init(jax.random.key(0))
-  key_B = jax.random.split(jax.random.key(1), 2)
-
-  def prompts(P):
-    return base.Prompt(np.ones((2, P), np.int32), np.ones((2, P), np.float32))
-
-  said = f'up to {prompt} tokens and a completion of up to {length} need'
-  if prompt + length > 16:
-    with pytest.raises(ValueError, match=said):
-      policy.act(params, prompts(prompt), key_B)
-    with pytest.raises(ValueError, match=said):
-      policy.evaluate(params, prompts(prompt), np.ones((2, length), np.int32))
-  if length < 16:
-    policy.act(params, prompts(16 - length), key_B)
-  families.write(tmp_path, few, 'qwen2')
-  assert huggingface.load_config(tmp_path).max_positions == 16
 
 
 REFUSED = {
