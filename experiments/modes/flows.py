@@ -30,6 +30,7 @@ class Stage:
   name: str
   grain: str = 'row'
   group_size: int = 1
+  divisible_groups: bool = False
   host: bool = False
   unbatched = ()
   engine = None
