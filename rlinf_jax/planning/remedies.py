@@ -133,7 +133,7 @@ def _micro_batch(flow, model, chosen, place, node, short) -> Iterator[str]:
   axes = chosen.places[place].axes
   at_once = chosen.micro_batch.get(node.name) or rows // chosen.pieces
   before = model.memory(flow, chosen, place)[node.name]
-  for each in {node.stage.group_size: None, 1: None}:
+  for each in dict.fromkeys((node.stage.group_size, 1)):
     least = each * model.layout.row_ways(axes)
     is_possible = groups.can_take(node.stage, each) and not rows % least
     if not is_possible or least >= at_once:

@@ -123,7 +123,7 @@ def _by_vllm() -> Callable[..., engine_decoder.Decoder]:
       engine=functools.partial(
         vllm.engine,
         max_num_seqs=max_rows,
-        # What earlier calls have read is kept by whole blocks of tokens.
+        # The prefix cache keeps whole blocks of tokens.
         block_size=32 if jax.default_backend() == 'cpu' else 16,
       ),
     )

@@ -119,7 +119,7 @@ class Decoder:
     self._thread.start()
 
   def about(self) -> str:
-    """A sentence for whoever started the server."""
+    """A sentence that is printed as the server starts."""
     return (
       f'Up to {self.num_programs} programs compile, each at its first request.'
     )

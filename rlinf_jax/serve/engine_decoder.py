@@ -63,7 +63,7 @@ class Decoder:
     self._lock, self._num_jobs = threading.Condition(), 0
 
   def about(self) -> str:
-    """A sentence for whoever started the server."""
+    """A sentence that is printed as the server starts."""
     return f'vLLM decodes up to {self.max_rows} replies at once.'
 
   def update(self, params, version: int):
@@ -97,7 +97,7 @@ class Decoder:
     """Completes a prompt by a token, so that an engine that fails does so now.
 
     Raises:
-      Exception: whatever the engine raises.
+      Exception: that of the engine.
     """
     ended: concurrent.futures.Future = concurrent.futures.Future()
     key = jax.random.key(0)
@@ -167,7 +167,7 @@ class Decoder:
 def _next(
   news: queue.SimpleQueue, is_cancelled: threading.Event
 ) -> tuple[list[tuple], bool]:
-  """What has come of a row, and whether more may.
+  """New tokens of a row, and whether more may come.
 
   Waits until something has, or the job is cancelled.
   """

@@ -1,7 +1,6 @@
 """pyarrow and PyAV, which come with the extra 'lerobot'."""
 
 import contextlib
-import io
 import pathlib
 from typing import Any
 
@@ -111,17 +110,3 @@ def decoded(path: pathlib.Path, start: float):
         f'{path} is no video that can be decoded ({error}): encode it again, '
         'as AV1 or H.264.'
       ) from error
-
-
-def picture(content: bytes) -> np.ndarray:
-  """A picture that is stored in a column, uint8 [rows, columns, 3].
-
-  Raises:
-    ValueError: if these bytes are no picture.
-  """
-  from PIL import Image
-
-  try:
-    return np.asarray(Image.open(io.BytesIO(content)).convert('RGB'))
-  except (OSError, SyntaxError, TypeError, Image.DecompressionBombError) as e:
-    raise ValueError(f'A column holds no picture ({e}).') from e

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from rlinf_jax.data.episodes import stored_picture
 from rlinf_jax.data.lerobot import extra, layout
 
 
@@ -63,7 +64,7 @@ def _from_column(data: layout.Dataset, episode: layout.Episode, camera: str):
     stored, t = row[camera], row['frame_index']
     content = stored.get('bytes') if isinstance(stored, dict) else None
     try:
-      yield t, extra.picture(content)
+      yield t, stored_picture.decode(content)
     except ValueError as error:
       raise ValueError(
         f'Step {t} of episode {episode.index} of {data.folder} has no picture '

@@ -1,10 +1,7 @@
-"""google-crc32c, protobuf and Pillow, which come with the extra 'rlds'."""
+"""google-crc32c and protobuf, which come with the extra 'rlds'."""
 
 import functools
-import io
 from typing import Any
-
-import numpy as np
 
 
 def _missing(name: str) -> ImportError:
@@ -28,15 +25,28 @@ def checksum(data: bytes) -> int:
   return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-@functools.cache
-def example() -> Any:
-  """The message `tf.train.Example` of TensorFlow, by its field numbers.
-
-  A map of protobuf is encoded as a list of entries, which it is here: entries
-  keep their order.
+def example(content: bytes) -> Any:
+  """The message `tf.train.Example` that bytes encode.
 
   Raises:
     ImportError: without protobuf.
+    ValueError: if they encode no such message.
+  """
+  kind = _example()
+  from google.protobuf import message
+
+  try:
+    return kind.FromString(content)
+  except message.DecodeError as error:
+    raise ValueError(str(error)) from error
+
+
+@functools.cache
+def _example() -> Any:
+  """The class of `tf.train.Example`, from its field numbers in TensorFlow.
+
+  A map of protobuf is encoded as a list of entries, which it is here: entries
+  keep their order.
   """
   try:
     from google.protobuf import (
@@ -79,17 +89,3 @@ def example() -> Any:
   pool.Add(file)
   found = pool.FindMessageTypeByName('rlinf_jax.Example')
   return message_factory.GetMessageClass(found)
-
-
-def picture(content: bytes) -> np.ndarray:
-  """An encoded picture, uint8 [rows, columns, 3].
-
-  Raises:
-    ValueError: if these bytes are no picture.
-  """
-  from PIL import Image
-
-  try:
-    return np.asarray(Image.open(io.BytesIO(content)).convert('RGB'))
-  except (OSError, SyntaxError, TypeError, Image.DecompressionBombError) as e:
-    raise ValueError(f'It is no picture that can be decoded ({e}).') from e

@@ -77,8 +77,8 @@ def values(record: Record) -> dict[str, Any]:
       f'{where} is damaged: its checksum is wrong. Copy the data set again.'
     )
   try:
-    parsed = extra.example().FromString(content)
-  except Exception as error:  # Of protobuf, whose releases differ in the class.
+    parsed = extra.example(content)
+  except ValueError as error:
     raise ValueError(
       f'{where} is no tf.train.Example: it was not written by '
       'tensorflow_datasets.'

@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf_jax.data.episodes import base
-from rlinf_jax.data.rlds import extra, records, schema
+from rlinf_jax.data.episodes import base, stored_picture
+from rlinf_jax.data.rlds import records, schema
 from stages.models.files import weights
 
 FEATURES, INFO = 'features.json', 'dataset_info.json'
 SPLIT = 'train'
 NAME = '{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}'  # By default.
 TASK = 'task_index'
+# The cameras of an episode are read one after the other.
+_last_read = functools.lru_cache(maxsize=1)(records.values)
 
 
 class Episode(NamedTuple):
@@ -183,14 +185,14 @@ def _pictures(
   """
   feature, key = described.features[camera], described.keys[camera]
   out = np.empty((episode.length, *feature.shape), np.uint8)
-  stored = records.values(episode.record)[key]
+  stored = _last_read(episode.record)[key]
   for t, content in enumerate(stored):
     where = (
       f'Step {t} of episode {episode.index} of {episode.record.path}, camera '
       f'{camera!r}'
     )
     try:
-      picture = extra.picture(content)
+      picture = stored_picture.decode(content)
     except ValueError as error:
       raise ValueError(f'{where}: {error}') from error
     if picture.shape != feature.shape:

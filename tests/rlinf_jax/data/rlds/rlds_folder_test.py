@@ -7,12 +7,14 @@
 import json
 import pathlib
 import shutil
+import struct
 
 import numpy as np
 import pytest
 
 import lerobot_folder
 from rlinf_jax.data.episodes import folders, source, statistics
+from rlinf_jax.data.rlds import extra
 from stages import base
 from stages.models.vla.openvla import action_tokens
 
@@ -111,6 +113,17 @@ def test_a_file_that_was_cut_off_is_found(tmp_path, size):
   path = copy(tmp_path) / SHARD
   path.write_bytes(path.read_bytes()[:size])
   with pytest.raises(ValueError, match='ends within a record'):
+    folders.read(str(path.parent))
+
+
+def test_a_record_of_something_else_is_refused(tmp_path):
+  path, content = copy(tmp_path) / SHARD, b'no message'
+  size = struct.pack('<Q', len(content))
+  parts = [
+    part + struct.pack('<I', extra.checksum(part)) for part in (size, content)
+  ]
+  path.write_bytes(b''.join(parts))
+  with pytest.raises(ValueError, match='is no tf.train.Example'):
     folders.read(str(path.parent))
 
 
