@@ -302,7 +302,7 @@ def test_a_search_needs_no_jax():
   code = (
     'import sys\n'
     'from planner.search import algorithm1, exact\n'
-    'from planner.search import space as space_lib\n'
+    'from planner.search.plans import space as space_lib\n'
     'import toys\n'
     'flow, model = toys.line({"a": 4.0, "b": 4.0})\n'
     'found = exact.search(flow, model, space_lib.Space(2))\n'
