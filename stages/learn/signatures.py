@@ -21,8 +21,9 @@ TurnAdvantage = Callable[
 ]
 """`reward_GK, taken_GK, state_GK -> advantage_GK`: the advantages of turns.
 
-G are the conversations of one group, and K their turns: the reward of each, 1
-where it was taken, and a number of the state that it was taken in.
+G are the conversations of one group, and K their turns, or its episodes and
+their steps: the reward of each, 1 where it was taken, and a number of the state
+that it was taken in.
 """
 
 GroupSelection = Callable[

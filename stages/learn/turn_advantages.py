@@ -1,6 +1,7 @@
 """Advantages of the turns of one group of conversations.
 
-A group has G conversations of the same problem, of at most K turns each. Use
+A group has G conversations of the same problem, of at most K turns each, or G
+episodes from the same initial state, whose K steps are the turns. Use
 `jax.vmap` for several groups.
 """
 

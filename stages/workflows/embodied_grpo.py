@@ -1,8 +1,8 @@
 """Group relative policy optimization in environments, arXiv:2402.03300.
 
 Episodes with the same initial state are compared with each other, as in
-RLinf-VLA (arXiv:2510.06710): one advantage an episode, and steps after its end
-do not count.
+RLinf-VLA (arXiv:2510.06710): one advantage an episode, or one a step from the
+rewards of it and of later ones. Steps after the end of an episode do not count.
 """
 
 from collections.abc import Callable
@@ -66,6 +66,7 @@ def embodied_grpo(
   num_epochs: ranges.PositiveInt = 1,
   filter_groups: bool = False,
   advantage: signatures.GroupAdvantage = advantages.group_relative,
+  turn_advantage: signatures.TurnAdvantage | None = None,
   aggregate: signatures.Aggregate = losses.sequence_mean_token_mean,
   normalize_obs: bool = True,
   init_from: str | None = None,
@@ -95,6 +96,11 @@ def embodied_grpo(
       are zero in any case, but `kl_coef` and `entropy_coef` act on them, and
       they count where `aggregate` averages over steps.
     advantage: `reward_G -> advantage_G` of one group.
+    turn_advantage: `reward_GK, taken_GK, state_GK -> advantage_GK`: the
+      advantages of the K steps of one group of episodes, from the rewards of
+      the environment, in place of `advantage` of `episode_reward`; such as
+      `turn_advantages.by_turn`, which compares equal steps. Only the states of
+      first steps are known to be equal. None for one advantage an episode.
     aggregate: `loss_BT, mask_BT -> metrics.Mean`.
     normalize_obs: whether observations are normalized by running moments.
     init_from: folder of an exported policy to start from; its observation
@@ -111,7 +117,12 @@ def embodied_grpo(
   )
   estimate = stages.Stage(
     functools.partial(
-      group_advantage, group_size, episode_reward, advantage, filter_groups
+      group_advantage,
+      group_size,
+      episode_reward,
+      advantage,
+      filter_groups,
+      turn_advantage=turn_advantage,
     ),
     'group_advantage',
     group_size=group_size,
@@ -196,11 +207,13 @@ def group_advantage(
   advantage: signatures.GroupAdvantage,
   filter_groups: bool,
   timestep: env_lib.TimeStep,
+  *,
+  turn_advantage: signatures.TurnAdvantage | None = None,
 ) -> dict[str, Any]:
   """Masks and advantages of [B, T] steps, as fields of the experience.
 
   No step counts of an episode whose simulator failed; its group is compared as
-  if its reward were their mean.
+  if its reward were their mean, or, by turn, without it.
   """
   reward_NG, kept_NG, least_N1, most_N1 = _groups(
     group_size, episode_reward, timestep
@@ -209,12 +222,41 @@ def group_advantage(
   count_N1 = kept_NG.sum(1, keepdims=True)
   # Within its range: by rounding, the mean of equal rewards could differ.
   mean_N1 = jnp.clip(sum_N1 / jnp.maximum(count_N1, 1.0), least_N1, most_N1)
-  advantage_NG = jax.vmap(advantage)(jnp.where(kept_NG > 0, reward_NG, mean_N1))
+  first_BT = episode_stats.in_first_episode(timestep)
+  if turn_advantage is None:
+    reward_NG = jnp.where(kept_NG > 0, reward_NG, mean_N1)
+    advantage_NG = jax.vmap(advantage)(reward_NG)
+    advantage_BT = advantage_NG.reshape(-1, 1) * first_BT
+  else:
+    advantage_BT = _by_step(
+      turn_advantage,
+      group_size,
+      timestep.reward,
+      first_BT * kept_NG.reshape(-1, 1),
+    )
   if filter_groups:
     kept_NG *= most_N1 > least_N1
-  mask_BT = episode_stats.in_first_episode(timestep) * kept_NG.reshape(-1, 1)
-  advantage_BT = jnp.where(mask_BT > 0, advantage_NG.reshape(-1, 1), 0.0)
-  return {'mask': mask_BT, 'advantage': advantage_BT}
+  mask_BT = first_BT * kept_NG.reshape(-1, 1)
+  return {
+    'mask': mask_BT,
+    'advantage': jnp.where(mask_BT > 0, advantage_BT, 0.0),
+  }
+
+
+def _by_step(
+  advantage: signatures.TurnAdvantage, group_size: int, reward_BT, taken_BT
+):
+  """Advantages of steps, [B, T], each of which is a turn of its episode."""
+  B, T = reward_BT.shape
+  # Number of the state: 0 of all first steps, and another of any other step.
+  state_GT = jnp.arange(group_size * T).reshape(group_size, T).at[:, 0].set(0)
+
+  def of_group(reward_GT, taken_GT):
+    reward_GT = jnp.where(taken_GT > 0, reward_GT, 0.0)
+    return advantage(reward_GT, taken_GT, state_GT)
+
+  groups = (x.reshape(-1, group_size, T) for x in (reward_BT, taken_BT))
+  return jax.vmap(of_group)(*groups).reshape(B, T)
 
 
 def describe(

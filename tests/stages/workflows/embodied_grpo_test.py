@@ -1,6 +1,8 @@
 """Embodied GRPO: groups, rewards, masks, its gradient by torch, learning."""
 
 import functools
+import itertools
+import statistics
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from stages.envs import env as env_lib
 from stages.envs import episode_stats, push
 from stages.envs.rollouts import rollout
 from stages.envs.rollouts import rollout as rollout_lib
-from stages.learn import advantages, optimizers
+from stages.learn import advantages, optimizers, turn_advantages
 from stages.models import policy_file
 from stages.models.control import gaussian_policy
 from stages.workflows.embodied_grpo import describe, group_advantage
@@ -107,6 +109,69 @@ def test_an_episode_whose_simulator_failed_does_not_count(worth):
   _, advantage = compared(timestep, GROUP, episode_stats.episode_return)
   assert advantage[1] == 0 and advantage[0] > 0
   np.testing.assert_allclose(advantage.sum(), 0.0, atol=1e-6)
+
+
+def random_steps(seed, B=8, T=6):
+  """Time steps of random episodes; simulators fail in some, and others end."""
+  rng = np.random.default_rng(seed)
+  done = rng.random((B, T)) < 0.2
+  failed = done & (rng.random((B, T)) < 0.3)
+  reward = rng.choice([0.0, 0.5, 1.0, rng.normal()], (B, T))
+  return done, failed, reward
+
+
+@pytest.mark.parametrize('seed', range(10))
+def test_steps_are_compared_with_equal_steps_of_their_group(seed, in_float64):
+  done, failed, reward = random_steps(seed)
+  got = group_advantage(
+    GROUP,
+    episode_stats.success,
+    advantages.group_relative,
+    False,
+    timestep_of(done, reward=reward, env_failed=failed),
+    turn_advantage=turn_advantages.by_turn(0.9),
+  )
+  B, T = done.shape
+  want = np.zeros((B, T))
+  length = [(row.argmax() + 1 if row.any() else T) for row in done]
+  kept = [not failed[i, : length[i]].any() for i in range(B)]
+  for i, t in itertools.product(range(B), range(T)):
+    start = i // GROUP * GROUP
+    others = [
+      j for j in range(start, start + GROUP) if kept[j] and t < length[j]
+    ]
+    to_go = {
+      j: sum(0.9 ** (k - t) * reward[j, k] for k in range(t, length[j]))
+      for j in others
+    }
+    if i in others and len(others) > 1:
+      values = list(to_go.values())
+      if max(values) > min(values):
+        spread = statistics.stdev(values) + 1e-6
+        want[i, t] = (to_go[i] - statistics.mean(values)) / spread
+  np.testing.assert_allclose(got['advantage'], want, rtol=1e-9, atol=1e-9)
+  mask = [[kept[i] and t < length[i] for t in range(T)] for i in range(B)]
+  np.testing.assert_array_equal(got['mask'], mask)
+
+
+def test_only_first_steps_are_known_to_be_in_equal_states(in_float64):
+  done, failed, reward = random_steps(3)
+  timestep = timestep_of(done, reward=reward, env_failed=0 * failed)
+  by_state, whole = (
+    group_advantage(
+      GROUP,
+      episode_stats.episode_return,
+      advantages.group_relative,
+      False,
+      timestep,
+      turn_advantage=turn_advantage,
+    )['advantage']
+    for turn_advantage in (turn_advantages.by_state(1.0), None)
+  )
+  # At the first step the return to go is that of the episode.
+  mask = np.array(episode_stats.in_first_episode(timestep))
+  mask[:, 0] *= 2.0
+  np.testing.assert_allclose(by_state, mask * whole, rtol=1e-9, atol=1e-12)
 
 
 def test_metrics_are_of_first_episodes_and_steps_that_did_not_fail():
