@@ -151,6 +151,22 @@ def pi0_rl_bindings(folder, actions: int) -> list[str]:
   ]
 
 
+def openvla_rl_bindings(folder) -> list[str]:
+  """Bindings of a tiny OpenVLA, and few simulators."""
+  tiny_vla.model(
+    folder,
+    tasks=[f'{string.ascii_letters},.'],
+    actions=pictured_push.ACTIONS,
+  )
+  return [
+    f'MODEL = {str(folder)!r}',
+    "CAMERA = 'image/table'",
+    'ENVIRONMENTS = 2',
+    'PROCESSES = 1',
+    'instructions.openvla.length = 192',  # A token is a character.
+  ]
+
+
 def oft_libero_bindings(folder) -> list[str]:
   """Bindings of a tiny OpenVLA-OFT, and few simulators."""
   tiny_vla.model(folder, tasks=[f'{string.ascii_letters},.'], actions=7)
@@ -189,9 +205,12 @@ def flows(name, bindings, folder, *more):
     bindings = [*bindings, *pi0_rl_bindings(folder / 'model', 7)]
   stack = contextlib.ExitStack()
   if 'pi05_maniskill' in name + text:
-    # It reads pictures, and few machines can render them.
     given = pi0_rl_bindings(folder / 'model', pictured_push.ACTIONS)
     bindings = [*bindings, *given]
+  if 'ppo_openvla_maniskill' in name:
+    bindings = [*bindings, *openvla_rl_bindings(folder / 'model')]
+  if 'pi05_maniskill' in name + text or 'ppo_openvla_maniskill' in name:
+    # They read pictures, and few machines can render them.
     stack.enter_context(
       mock.patch.object(env_pool, 'env', pictured_push.pool_env)
     )

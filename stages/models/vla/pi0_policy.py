@@ -150,9 +150,7 @@ def export(
     norm_stats: statistics that go with it; None for none.
     data_set: their name in the folder.
   """
-  own = params['policy']
-  if lora_lib.is_adapted(own):
-    own = jax.jit(functools.partial(trunk_lora.merge, part=TRUNK))(own)
+  own = trunk_lora.merge_any(params['policy'], part=TRUNK)
   own = own | own.get(base.FROZEN, {})
   parts = {name: own[name] for name in (*FROZEN_PARTS, EXPERT)}
   pi0_files.write(folder, parts, config)

@@ -70,6 +70,13 @@ def merge(params, *, part: str):
   return _whole(lora.merge, params, part=part)
 
 
+def merge_any(params, *, part: str):
+  """As `merge`, compiled; parameters without adapters stay as they are."""
+  if not lora.is_adapted(params):
+    return params
+  return jax.jit(functools.partial(merge, part=part))(params)
+
+
 def _whole(prepare: Callable, params, *, part: str):
   """The parts of the model, with the language model that `prepare` makes."""
   frozen = params[base.FROZEN]

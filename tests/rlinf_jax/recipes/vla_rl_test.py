@@ -147,3 +147,51 @@ def test_ppo_of_pi05_acts_by_pictures_and_a_constant_instruction(
   # The expert alone is trained.
   assert any(pi0_files.EXPERT in name for name in moved)
   assert not any(pi0_files.PALIGEMMA in name for name in moved)
+
+
+@pytest.mark.parametrize('world', ['push', 'maniskill'])
+def test_ppo_of_openvla_trains_adapters_and_exports_them_merged(
+  world, tmp_path, monkeypatch
+):
+  actions, camera = 7, 'image/base_camera'
+  if world == 'push':
+    actions, camera = pictured_push.ACTIONS, 'image/table'
+    monkeypatch.setattr(env_pool, 'env', pictured_push.pool_env)
+  elif not pictures_of_maniskill():
+    pytest.skip('ManiSkill is not installed, or has no Vulkan device.')
+  model = tmp_path / 'given'
+  tiny_vla.model(model, tasks=[LETTERS], actions=actions)
+  metrics = run(
+    'gin_configs/ppo_openvla_maniskill.gin',
+    [
+      f'MODEL = {str(model)!r}',
+      f'CAMERA = {camera!r}',
+      'STEPS = 2',
+      'ENVIRONMENTS = 4',
+      'PROCESSES = 1',
+      'HORIZON = 4',
+      'workflows.ppo.num_minibatches = 2',
+      # No episode succeeds, so that advantages are zero.
+      'workflows.ppo.entropy_coef = 0.01',
+      'maniskill.env.image_size = 32',
+      'instructions.openvla.length = 192',  # A token is a character.
+    ],
+    tmp_path / 'run',
+  )
+  assert metrics['env/steps'] == 4 * 4
+  assert np.isfinite(metrics['train/value_loss'])
+  before, after = (
+    {
+      name: x
+      for path in folder.glob('*.safetensors')
+      for name, x in files.load_file(path).items()
+    }
+    for folder in (model, tmp_path / 'run/model')
+  )
+  moved = {
+    name for name, x in before.items() if not np.array_equal(x, after[name])
+  }
+  # The matrices that have adapters, in the language model.
+  assert moved and all('language_model' in name for name in moved)
+  assert any('q_proj' in name for name in moved)
+  assert not any('embed' in name or 'norm' in name for name in moved)

@@ -1,7 +1,9 @@
 """OpenVLA in environments that return a picture."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import functools
+import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,18 @@ import numpy as np
 from stages import base, ranges, tree_paths
 from stages import settings as settings_lib
 from stages.envs import env as env_lib
+from stages.models import lora as lora_lib
 from stages.models.control import action_range
-from stages.models.vla import instructions
-from stages.models.vla.openvla import action_tokens, openvla, openvla_policy
+from stages.models.vla import instructions, trunk_lora
+from stages.models.vla.openvla import (
+  action_tokens,
+  openvla,
+  openvla_files,
+  openvla_policy,
+)
+
+LLAMA = 'llama'
+FROZEN_PARTS = ('dino', 'siglip', 'projector', LLAMA)
 
 
 @settings_lib.passed_to(openvla_policy.policy)
@@ -55,6 +66,83 @@ def policy(
     if chunk == 1:
       return action_BA
     return action_BA.reshape(*action_BA.shape[:-1], chunk, -1)
+
+  return own._replace(to_env_action=to_env_action)
+
+
+@settings_lib.passed_to(openvla_files.policy_and_stats)
+def pretrained(
+  env: env_lib.Env,
+  *,
+  checkpoint: str,
+  prompt: tuple[int, ...] | None = None,
+  camera: str = 'image/table',
+  lora: lora_lib.Lora | None = None,
+  **settings,
+) -> base.Policy:
+  """A policy from a checkpoint, one action at a time.
+
+  Actions are in the units of the checkpoint's data set, within the bounds of
+  the environment; demonstrated ones are −1 … 1 between its quantiles.
+
+  Args:
+    env: the environment.
+    checkpoint: folder of a model.
+    prompt: as for `policy`.
+    camera: likewise.
+    lora: adapters that are trained in place of the weights; None to train the
+      weights.
+    **settings: of `openvla_files.policy_and_stats`.
+
+  Raises:
+    ValueError: if the model does not fit the observations or the actions.
+  """
+  check_camera(env, camera)
+  instructions.check(env, prompt)
+  own, stats = openvla_files.policy_and_stats(checkpoint, **settings)
+  check_actions(env, len(stats.q01))
+  if lora:
+    own = adapted(own, lora)
+  own = adapt(own, functools.partial(_observe, camera, prompt), camera, 1)
+  return within_bounds(own, env)
+
+
+@settings_lib.passed_to(openvla_files.export)
+def export(
+  folder: str | pathlib.Path,
+  params: Mapping[str, Any],
+  *,
+  checkpoint: str,
+  **settings,
+):
+  """Writes what a workflow has trained as a checkpoint, adapters added.
+
+  Args:
+    folder: folder to write.
+    params: what `Workflow.params` returns.
+    checkpoint: the original model.
+    **settings: of `openvla_files.export`.
+  """
+  own = trunk_lora.merge_any(params['policy'], part=LLAMA)
+  openvla_files.export(folder, own, checkpoint, **settings)
+
+
+def adapted(own: base.Policy, lora: lora_lib.Lora) -> base.Policy:
+  """The policy with adapters in its language model, see `trunk_lora`."""
+  return trunk_lora.wrap(own, lora, FROZEN_PARTS, LLAMA)
+
+
+def within_bounds(own: base.Policy, env: env_lib.Env) -> base.Policy:
+  """The policy with actions that the environment accepts."""
+  low, high = map(np.asarray, action_range.bounds(env))
+
+  def to_env_action(action):
+    numbers = own.to_env_action(action)
+    return jnp.clip(
+      numbers,
+      action_range.broadcast(low, numbers),
+      action_range.broadcast(high, numbers),
+    )
 
   return own._replace(to_env_action=to_env_action)
 
@@ -109,6 +197,17 @@ def check_camera(env: env_lib.Env, camera: str):
       f'OpenVLA reads the picture {camera!r}, uint8 [rows, columns, colors], '
       f'and the environment returns {[*found]}: give `camera` the path of a '
       'picture, or configure the environment to return one.'
+    )
+
+
+def check_actions(env: env_lib.Env, A: int):
+  """Refuses an environment whose actions are not `A` numbers."""
+  action_range.check_continuous(env)
+  if len(env.action_low) != A:
+    raise ValueError(
+      f'The environment takes actions of {len(env.action_low)} numbers, and '
+      f'the model writes {A}: set A of its config, or take a checkpoint of a '
+      'robot with such actions.'
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from stages import base
 from stages import remat as remat_lib
+from stages import settings as settings_lib
 from stages.models import families, huggingface
 from stages.models.files import config_check, weights
 from stages.models.files.naming import Names, Tensor
@@ -267,7 +268,8 @@ def load_params(checkpoint: str | pathlib.Path, config: openvla.Config):
   )
 
 
-def policy(
+@settings_lib.passed_to(openvla_policy.policy)
+def policy_and_stats(
   checkpoint: str,
   *,
   data_set: str | None = None,
@@ -275,8 +277,8 @@ def policy(
   remat: str = remat_lib.AUTO,
   towers: Mapping[str, vit.Config] = TOWERS,
   **settings,
-) -> base.Policy:
-  """A policy from a checkpoint.
+) -> tuple[base.Policy, action_tokens.ActionStats]:
+  """A policy from a checkpoint, and the statistics of its actions.
 
   Args:
     checkpoint: folder of a model of type 'openvla'.
@@ -297,7 +299,13 @@ def policy(
       return params
     return params | load_params(checkpoint, config)
 
-  return own._replace(init=init)
+  return own._replace(init=init), stats
+
+
+@settings_lib.passed_to(policy_and_stats)
+def policy(checkpoint: str, **settings) -> base.Policy:
+  """A policy from a checkpoint, see `policy_and_stats`."""
+  return policy_and_stats(checkpoint, **settings)[0]
 
 
 def export(

@@ -5,8 +5,6 @@ import functools
 import pathlib
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from stages import base, ranges, tree_paths
@@ -22,9 +20,6 @@ from stages.models.vla.openvla import (
   openvla_oft_files,
   openvla_oft_policy,
 )
-
-LLAMA = 'llama'
-FROZEN_PARTS = ('dino', 'siglip', 'projector', LLAMA)
 
 
 @settings_lib.passed_to(openvla_oft_policy.policy)
@@ -102,7 +97,7 @@ def pretrained(
     checkpoint, chunk=chunk, cameras=len(cameras), **settings
   )
   if lora:
-    own = trunk_lora.wrap(own, lora, FROZEN_PARTS, LLAMA)
+    own = openvla_env.adapted(own, lora)
   read_state = state if config.O else None
   if env is not None:
     for camera in cameras:
@@ -130,27 +125,19 @@ def export(
     checkpoint: the original model.
     **settings: of `openvla_oft_files.export`.
   """
-  own = params['policy']
-  if lora_lib.is_adapted(own):
-    own = jax.jit(functools.partial(trunk_lora.merge, part=LLAMA))(own)
+  own = trunk_lora.merge_any(params['policy'], part=openvla_env.LLAMA)
   openvla_oft_files.export(folder, own, checkpoint, **settings)
 
 
 def _within_bounds(own: base.Policy, env: env_lib.Env, Z: int) -> base.Policy:
   """The policy with actions that the environment accepts."""
-  low, high = map(np.asarray, action_range.bounds(env))
-
-  def to_env_action(action):
-    # The L1 head may leave the range, and a data set may exceed it.
-    chunk = own.to_env_action(action)
-    chunk = jnp.clip(
-      chunk,
-      action_range.broadcast(low, chunk),
-      action_range.broadcast(high, chunk),
-    )
-    return chunk if Z > 1 else chunk[..., 0, :]
-
-  return own._replace(to_env_action=to_env_action)
+  # The L1 head may leave the range, and a data set may exceed it.
+  own = openvla_env.within_bounds(own, env)
+  if Z > 1:
+    return own
+  return own._replace(
+    to_env_action=lambda action: own.to_env_action(action)[..., 0, :]
+  )
 
 
 def _check(
@@ -159,16 +146,11 @@ def _check(
   cameras: tuple[str, ...],
   state: str | None,
 ):
-  action_range.check_continuous(env)
+  openvla_env.check_actions(env, config.A)
   if len(cameras) != config.cameras:
     raise ValueError(
       f'The model reads {config.cameras} pictures, and {[*cameras]} are named: '
       'name as many cameras, the main one first.'
-    )
-  if len(env.action_low) != config.A:
-    raise ValueError(
-      f'The environment takes actions of {len(env.action_low)} numbers, and '
-      f'the model writes {config.A}: set A of its config.'
     )
   found = tree_paths.flatten(env.obs_spec)
   got = 0

@@ -16,7 +16,11 @@ from stages.envs import action_chunks, episode_stats, push
 from stages.models import lora as lora_lib
 from stages.models.files import weights
 from stages.models.vla import trunk_lora
-from stages.models.vla.openvla import openvla_files, openvla_oft_env
+from stages.models.vla.openvla import (
+  openvla_env,
+  openvla_files,
+  openvla_oft_env,
+)
 from tests.stages.models.vla.openvla import openvla_files_test as plain
 
 A, O, Z = 2, 2, 2
@@ -145,7 +149,7 @@ def test_log_probabilities_of_adapted_policies_are_those_of_sampling(folder):
   now = jax.jit(own.evaluate)(params, obs, x.action)
   np.testing.assert_allclose(now.logp, x.logp, atol=1e-5)
   plain_policy = pretrained(env, folder, critic=True)
-  merged = trunk_lora.merge(params, part=openvla_oft_env.LLAMA)
+  merged = trunk_lora.merge(params, part=openvla_env.LLAMA)
   now = jax.jit(plain_policy.evaluate)(merged, obs, x.action)
   np.testing.assert_allclose(now.logp, x.logp, atol=1e-5)
 
