@@ -115,17 +115,8 @@ def embodied_grpo(
   act = rollout.rollout(
     policy, env, num_steps or env.horizon, keep_final_obs=False
   )
-  estimate = stages.Stage(
-    functools.partial(
-      group_advantage,
-      group_size,
-      episode_reward,
-      advantage,
-      filter_groups,
-      turn_advantage=turn_advantage,
-    ),
-    'group_advantage',
-    group_size=group_size,
+  estimate = _estimator(
+    group_size, episode_reward, advantage, filter_groups, turn_advantage
   )
   measure = stages.Stage(
     functools.partial(describe, group_size, episode_reward),
@@ -182,6 +173,24 @@ def _check_groups(num_envs: int, group_size: int):
       f'{num_envs} environments cannot be split into groups of {group_size}: '
       'make `num_envs` a multiple of `group_size`.'
     )
+
+
+def _estimator(
+  group_size, episode_reward, advantage, filter_groups, turn_advantage
+) -> stages.Stage:
+  """The stage `TimeStep -> mask and advantage`, see `group_advantage`."""
+  return stages.Stage(
+    functools.partial(
+      group_advantage,
+      group_size,
+      episode_reward,
+      advantage,
+      filter_groups,
+      turn_advantage=turn_advantage,
+    ),
+    'group_advantage',
+    group_size=group_size,
+  )
 
 
 def with_normalized_obs(loss: Callable) -> Callable:
