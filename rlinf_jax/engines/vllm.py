@@ -265,6 +265,7 @@ class _Generator:
           lora_rank=lora.rank(params),
           devices=own,
           processes=processes,
+          loads=params is None,
         )
       )
       for own in devices

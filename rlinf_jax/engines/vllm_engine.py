@@ -43,7 +43,8 @@ class Request(NamedTuple):
   """Prompts to complete with given parameters.
 
   Attributes:
-    params: parameters of the model.
+    params: parameters of the model; None for those that vLLM has read itself
+      (`vllm_start.Settings.loads`).
     names: the checkpoint tensor of each parameter.
     prompts: token ids.
     sampling: for each prompt, arguments of vLLM's `SamplingParams`.

@@ -45,6 +45,7 @@ class Instance:
     self.max_model_len, self.asleep, self.lora = max_model_len, False, None
     self._current, self._weights = (), ()
     self._checkpoint, self._folder = settings.checkpoint, None
+    self._loads = settings.loads
     from rlinf_jax.engines import vllm_weights, vllm_worker
 
     vllm_weights.sync_omp_threads()
@@ -59,10 +60,12 @@ class Instance:
       self.llm.collective_rpc(vllm_worker.ignore_interrupts)
     else:
       _in_process.add(self)
+    if settings.loads:
+      self.llm.set_weight_version('0')
 
   def has(self, params) -> bool:
-    """Whether vLLM has these very arrays."""
-    return are(self._current, params)
+    """Whether vLLM has these very arrays, or for None what it has read."""
+    return self._loads if params is None else are(self._current, params)
 
   def send(self, params, names: dict[str, naming.Tensor], version: int):
     """Sends parameters, of which every rank takes its shard.

@@ -35,9 +35,13 @@ class Copies(NamedTuple):
 def copies(params: Any) -> Copies:
   """The copies of a model on the place that holds its parameters.
 
+  Without parameters, as vLLM has read them itself, it is JAX's first device.
+
   Raises:
     ValueError: if another process holds some of the place's devices.
   """
+  if params is None:
+    return Copies((tuple(map(_number, _accelerators(jax.devices()[:1]))),), 0)
   sharding = getattr(jax.tree.leaves(params)[0], 'sharding', None)
   mesh = getattr(sharding, 'mesh', None)
   if mesh is None or mesh.size == 1:

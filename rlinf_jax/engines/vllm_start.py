@@ -30,6 +30,8 @@ class Settings:
     processes: devices of its place, on which engines have a process each; 0 for
       an engine that computes in this process.
     block_size: tokens of a block of keys and values; vLLM's own if None.
+    loads: whether vLLM reads the weights of the checkpoint itself, and keeps
+      them; requests then have no parameters.
   """
 
   checkpoint: str
@@ -41,10 +43,14 @@ class Settings:
   devices: tuple[int, ...] = ()
   processes: int = 0
   block_size: int | None = None
+  loads: bool = False
 
 
 def start(settings: Settings, max_model_len: int, enable_sleep: bool):
-  """Returns a vLLM engine with dummy parameters, which are replaced later.
+  """Returns a vLLM engine.
+
+  Its parameters are those of the checkpoint if the settings say so, or else
+  dummies, which are replaced later.
 
   Args:
     settings: of the engine.
@@ -76,7 +82,7 @@ def start(settings: Settings, max_model_len: int, enable_sleep: bool):
       vllm.EngineArgs(
         model=settings.checkpoint,
         dtype=settings.config.dtype,
-        load_format='dummy',
+        load_format='auto' if settings.loads else 'dummy',
         skip_tokenizer_init=True,
         enforce_eager=cpu,
         max_model_len=max_model_len,

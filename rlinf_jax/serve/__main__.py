@@ -111,12 +111,16 @@ def _in_jax(model: str, **limits) -> batches.Decoder:
 def _by_vllm() -> Callable[..., engine_decoder.Decoder]:
   """Returns `model, **limits -> decoder` by vLLM, which has started then.
 
-  It is called before a tokenizer imports torch: the module of the engine sets
-  variables of the environment that torch and vLLM read.
+  vLLM reads the weights itself, so that they are in memory once. It is called
+  before a tokenizer imports torch: the module of the engine sets variables of
+  the environment that torch and vLLM read.
   """
+  # The device's memory is for vLLM, and JAX would take most of it at once.
+  os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
   from rlinf_jax.engines import vllm
 
   def make(model: str, *, response_length: int, max_rows: int, **limits):
+    huggingface.check_params(model, huggingface.load_config(model))
     policy = huggingface.policy(
       model,
       response_length=response_length,
@@ -133,7 +137,6 @@ def _by_vllm() -> Callable[..., engine_decoder.Decoder]:
       max_rows=max_rows,
       **limits,
     )
-    decoder.update(jax.device_put(policy.init(jax.random.key(0))), 0)
     decoder.try_out()
     return decoder
 

@@ -57,6 +57,7 @@ class Decoder:
     self.prompt_length, self.response_length = prompt_length, response_length
     self.stop, self._policy = stop, policy
     self.max_rows = max_rows
+    # Until `update`, the engine uses parameters that it has read itself.
     self._newest: tuple[Any, int] = None, 0
     self._waiting = concurrent.futures.ThreadPoolExecutor(max_rows, 'replies')
     # Notified when a job has ended.
@@ -98,15 +99,26 @@ class Decoder:
 
     Raises:
       Exception: that of the engine.
+      ValueError: if the log-probability of the token is no number.
     """
     ended: concurrent.futures.Future = concurrent.futures.Future()
-    key = jax.random.key(0)
-    heard = lambda ids, logp: True
+    key, found = jax.random.key(0), []
+
+    def heard(ids, logp):
+      found[:] = logp
+      return True
+
     self.submit(
       batches.Job([self.stop[0]], 1, key, 0.0, heard, ended.set_result)
     )
     if isinstance(result := ended.result(), Exception):
       raise result
+    if not np.isfinite(found).all():
+      raise ValueError(
+        f'The model gives its likeliest token a log-probability of {found[0]}: '
+        'its weights have values that are NaN or infinite. Copy the model '
+        'again, or take an earlier one.'
+      )
 
   def _serve(self, job: batches.Job, params, version: int):
     """Completes the prompt of a job; its failure is its own."""

@@ -147,18 +147,36 @@ def stop_tokens(checkpoint: str | pathlib.Path) -> tuple[int, ...]:
   return tuple(x for x in dict.fromkeys(ids) if x is not None)
 
 
+def check_params(checkpoint: str | pathlib.Path, config: transformer.Config):
+  """Refuses a folder without the tensors of a model, whose values are not read.
+
+  Raises:
+    CheckpointError: names all missing, extra and wrongly shaped tensors.
+  """
+  weights.check(
+    checkpoint,
+    transformer.param_shapes(config),
+    names(checkpoint),
+    ignored=_ignored(config),
+  )
+
+
 def load_params(
   checkpoint: str | pathlib.Path, config: transformer.Config, shapes=None
 ):
   """The parameters of a checkpoint, in the types of `shapes` if given."""
-  # Some checkpoints of tied models store the embedding a second time.
-  ignored = frozenset({'lm_head.weight'} if config.tie_embeddings else ())
   return weights.load(
     checkpoint,
     shapes or transformer.param_shapes(config),
     names(checkpoint),
-    ignored=ignored,
+    ignored=_ignored(config),
   )
+
+
+def _ignored(config: transformer.Config) -> frozenset[str]:
+  """Tensors that a checkpoint may have and that are not read."""
+  # Some checkpoints of tied models store the embedding a second time.
+  return frozenset({'lm_head.weight'} if config.tie_embeddings else ())
 
 
 def _check_engine(slots: int | None, replay_routing: bool):

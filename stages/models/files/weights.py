@@ -181,8 +181,15 @@ def _check_count(files: TensorFiles, folder, tensor: naming.Tensor, shape):
     )
 
 
-def _check(files: TensorFiles, folder, wanted: dict, ignored: frozenset):
+def _check(
+  files: TensorFiles, shapes: Any, names: naming.Names, ignored: frozenset
+):
   """Raises one error for all missing, extra and wrongly shaped tensors."""
+  folder, wanted = files.folder, {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+    tensor = naming.tensor_of(names, path)
+    _check_count(files, folder, tensor, leaf.shape)
+    wanted |= dict(_names(tensor, leaf.shape))
   faults = [
     f'missing {n}' for n in sorted(wanted.keys() - files.file_of.keys())
   ]
@@ -202,6 +209,28 @@ def _check(files: TensorFiles, folder, wanted: dict, ignored: frozenset):
       f'{folder} does not hold the model that its config.json describes: '
       f'{"; ".join(faults)}.'
     )
+
+
+def check(
+  folder: str | pathlib.Path,
+  shapes: Any,
+  names: naming.Names,
+  *,
+  ignored: frozenset[str] = frozenset(),
+):
+  """Checks that a checkpoint has the tensors of a model; reads no values.
+
+  Args:
+    folder: as in `load`.
+    shapes: likewise.
+    names: likewise.
+    ignored: likewise.
+
+  Raises:
+    CheckpointError: names all missing, extra and wrongly shaped tensors.
+  """
+  with contextlib.ExitStack() as stack:
+    _check(TensorFiles(pathlib.Path(folder), stack), shapes, names, ignored)
 
 
 def load(
@@ -230,12 +259,7 @@ def load(
   mesh = jax.sharding.get_mesh()
   with contextlib.ExitStack() as stack:
     files = TensorFiles(folder, stack)
-    wanted = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-      tensor = naming.tensor_of(names, path)
-      _check_count(files, folder, tensor, leaf.shape)
-      wanted |= dict(_names(tensor, leaf.shape))
-    _check(files, folder, wanted, ignored)
+    _check(files, shapes, names, ignored)
 
     def read(path, leaf, layout=None):
       tensor = naming.tensor_of(names, path)

@@ -2,11 +2,13 @@
 
 import collections
 import dataclasses
+import pathlib
 import time
 
 import jax
 import numpy as np
 import pytest
+from safetensors import numpy
 
 from rlinf_jax.engines import vllm_engine
 from rlinf_jax.serve import __main__ as serve
@@ -62,8 +64,14 @@ def spy():
     yield said
 
 
+def bytes_in_jax():
+  return sum(x.nbytes for x in jax.live_arrays())
+
+
 @pytest.fixture(scope='module')
-def served(folder, spy):
+def loaded(folder, spy):
+  """A served model, and the bytes of the arrays that JAX holds for it."""
+  before = bytes_in_jax()
   served = serve.load(
     folder,
     prompt_length=256,
@@ -71,8 +79,13 @@ def served(folder, spy):
     engine='vllm',
     max_rows=4,
   )
-  yield served
+  yield served, bytes_in_jax() - before
   served.decoder.close()
+
+
+@pytest.fixture(scope='module')
+def served(loaded):
+  return loaded[0]
 
 
 @pytest.fixture(scope='module')
@@ -125,6 +138,11 @@ def test_what_is_recorded_is_what_vllm_sampled_at_the_asked_temperature(
   vllm_models.assert_close_where_real(
     np.array(x['logp'])[None], scored.logp, own_T[None]
   )
+
+
+def test_the_weights_are_in_vllm_alone(loaded):
+  _, grown = loaded
+  assert grown < 1000  # The model has a hundred thousand weights.
 
 
 def test_a_request_joins_the_one_under_way_and_ends_before_it(running, spy):
@@ -197,3 +215,20 @@ def test_a_seed_gives_the_same_reply_alone_and_beside_others(running):
   several = endpoint_test.chat(running, n=3, **ask).choices
   assert several[0].message.content == alone
   assert len({x.message.content for x in several}) == 3
+
+
+@pytest.mark.parametrize('value', [np.nan, None])
+def test_a_model_without_numbers_or_tensors_is_refused(tmp_path, value):
+  path = pathlib.Path(served_models.model(tmp_path, width=128))
+  file = path / 'model.safetensors'
+  tensors = numpy.load_file(file)
+  if value is None:
+    del tensors['model.norm.weight']
+  else:
+    tensors['model.norm.weight'][0] = value
+  numpy.save_file(tensors, file)
+  message = 'missing model.norm.weight' if value is None else 'NaN or infinite'
+  with pytest.raises(ValueError, match=message):
+    serve.load(
+      str(path), prompt_length=64, response_length=8, engine='vllm', max_rows=4
+    )
