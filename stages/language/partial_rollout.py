@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 import stages
 from stages import base, metrics
@@ -139,12 +139,7 @@ def allocate(
   its batch has.
   """
   groups = jax.tree.leaves(problem)[0].shape[0]
-  if extra_groups >= groups:
-    raise ValueError(
-      f'With extra_groups={extra_groups} and {groups} groups a batch, the '
-      'first step would have no group to learn from: lower extra_groups, or '
-      'raise the batch size.'
-    )
+  check_extra(extra_groups, groups)
   key_N = jax.random.split(jax.random.key(0), groups)
   params = jax.eval_shape(policy.init, key_N[0])
   args = params, problem.prompt, key_N
@@ -167,6 +162,16 @@ def allocate(
     version=jnp.zeros((B, x.mask.shape[1]), jnp.int32),
     age=jnp.zeros(B, jnp.int32),
   )
+
+
+def check_extra(extra_groups: int, groups: int):
+  """Refuses as many groups in flight as a batch has, or more."""
+  if extra_groups >= groups:
+    raise ValueError(
+      f'With extra_groups={extra_groups} and {groups} groups a batch, the '
+      'first step would have no group to learn from: lower extra_groups, or '
+      'raise the batch size.'
+    )
 
 
 def append(rollout: Rollout, problem: base.Problem, key_B) -> Rollout:
@@ -220,24 +225,24 @@ def continue_(
     groups.completions,
     group_size=group_size,
     num_started=carried,
-    should_continue=_should_continue(
+    should_continue=should_continue(
       groups.age, group_size, max_carry, carried // group_size
     ),
   )
   return emit(group_size, carried // group_size, actor, groups, completions)
 
 
-def _should_continue(
+def should_continue(
   age_B, group_size: int, max_carry: int, extra_groups: int
 ) -> Callable:
   """Returns `open_B -> bool`: whether to go on, given the unfinished rows."""
   due_N = age_B[::group_size] >= max_carry
 
-  def should_continue(open_B):
+  def goes_on(open_B):
     open_N = open_B.reshape(-1, group_size).any(1)
     return (open_N.sum() > extra_groups) | (open_N & due_N).any()
 
-  return should_continue
+  return goes_on
 
 
 def _host_generate(
@@ -253,7 +258,7 @@ def _host_generate(
       groups.completions,
       group_size=group_size,
       num_started=extra_groups * group_size,
-      should_continue=_should_continue(
+      should_continue=should_continue(
         groups.age, group_size, max_carry, extra_groups
       ),
     )
@@ -307,7 +312,8 @@ def emit(
   )
   # Rows that had finished before have drawn nothing since, so they rank first.
   drawn_B = (completions.mask - old_mask_BT).sum(1, dtype=jnp.int32)
-  ended, left = split_finished(completions, group_size, n)
+  open_B = completions.alive & (completions.mask.min(1) == 0)
+  ended, left = split_finished(open_B, group_size, n)
   done = jax.tree.map(lambda x: x[ended], groups)
   rest = jax.tree.map(lambda x: x[left], groups)
   x = base.Experience(
@@ -323,15 +329,19 @@ def emit(
 
 
 def split_finished(
-  completions: base.Completions, group_size: int, n: int
+  open_B: Bool[Array, ' B'], group_size: int, n: int
 ) -> tuple[Array, Array]:
-  """Row ids of the first `n` finished groups and of the others, in order."""
-  B, T = completions.mask.shape
-  open_B = completions.alive & (completions.mask.sum(1) < T)
+  """Row ids of the first `n` finished groups and of the others, in order.
+
+  Args:
+    open_B: rows that are not finished.
+    group_size: adjacent rows of a group.
+    n: groups to split off; at least as many must be finished.
+  """
   ended_N = ~open_B.reshape(-1, group_size).any(1)
   out_N = ended_N & (jnp.cumsum(ended_N) <= n)
   order_N = jnp.argsort(~out_N, stable=True)
-  id_NG = jnp.arange(B).reshape(-1, group_size)[order_N]
+  id_NG = jnp.arange(open_B.shape[0]).reshape(-1, group_size)[order_N]
   return id_NG[:n].ravel(), id_NG[n:].ravel()
 
 

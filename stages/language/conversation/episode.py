@@ -75,6 +75,69 @@ class Episode(NamedTuple):
   turns: base.Turns | None = None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Conversations:
+  """Conversations over many turns: `Version, problem, keys -> problem, x`.
+
+  With a policy for each role, a call takes a Version of each.
+
+  Attributes:
+    name: name of the stages that generate.
+    policies: one for all roles, or one for each.
+    is_shared: whether a Version, rather than one for each role, is given.
+    cast: the roles, with the rows of each group.
+    begin: `prompt, keys -> Conversation` without a token.
+    take_turn: `carry, Versions, problem, keys -> carry`, of stages, where the
+      carry is a Conversation and the cache of each policy.
+    rounds: `rows -> (at most, expected)` calls of `take_turn`.
+  """
+
+  name: str
+  policies: tuple[base.Policy, ...]
+  is_shared: bool
+  cast: roles_lib.Cast
+  begin: Callable
+  take_turn: Callable
+  rounds: Callable[[int], tuple[int, int]]
+
+  def __call__(self, actor, problem: base.Problem, key_B):
+    """Plays all conversations of a batch to their ends."""
+    begin = stages.Stage(
+      self._begin, 'begin_conversation', group_size=self.cast.rows
+    )
+    over = stages.Stage(conversation_state.is_over, 'is_over', 'batch')
+    end = stages.Stage(
+      functools.partial(finish, cast=self.cast),
+      'end_conversation',
+      unbatched=(0,),
+      group_size=self.cast.rows,
+    )
+
+    def body(carry, *given):
+      carry = self.take_turn(carry, *given)
+      return carry, over(carry[0])
+
+    actors = (actor,) if self.is_shared else tuple(actor)
+    loop = stages.Repeat(
+      body, f'{self.name}_turns', *self.rounds(key_B.shape[0])
+    )
+    carry = begin(problem.prompt, key_B)
+    now, _ = loop(carry, actors, problem, key_B)
+    steps = tuple(actor.step for actor in actors)
+    x, episode = end(steps, problem, now)
+    return problem._replace(answer=episode), x
+
+  def empty_caches(self, rows: int) -> tuple[Any, ...]:
+    """The empty cache of each policy; () for an engine's."""
+    return tuple(
+      policy.empty_cache(rows) if policy.out_shapes is None else ()
+      for policy in self.policies
+    )
+
+  def _begin(self, prompt: base.Prompt, key_B):
+    return self.begin(prompt, key_B), self.empty_caches(key_B.shape[0])
+
+
 def converse(
   policy: base.Policy | Sequence[base.Policy],
   name: str,
@@ -85,7 +148,7 @@ def converse(
   max_turns: ranges.PositiveInt,
   expected_turns: ranges.PositiveInt | None = None,
   learned: Sequence[str] | None = None,
-) -> Callable:
+) -> Conversations:
   """Returns `Version, problem, keys -> problem, Experience` over many turns.
 
   The problem that it returns has an `Episode` as its answer. A row ends when
@@ -126,11 +189,6 @@ def converse(
   reply = envs.reply
   if envs.roles:
     reply = dataclasses.replace(reply, group_size=cast.rows)
-  begin = stages.Stage(
-    functools.partial(_begin, policies, envs.terms, max_turns, cast),
-    'begin_conversation',
-    group_size=cast.rows,
-  )
   generates = [
     take_turns.turns(
       policy,
@@ -146,13 +204,6 @@ def converse(
     for i, policy in enumerate(policies)
   ]
   append_stage = stages.Stage(conversation_state.append, 'append_reply')
-  over = stages.Stage(conversation_state.is_over, 'is_over', 'batch')
-  finish_stage = stages.Stage(
-    functools.partial(finish, cast=cast),
-    'end_conversation',
-    unbatched=(0,),
-    group_size=cast.rows,
-  )
 
   def take_turn(carry, actors, problem: base.Problem, key_B):
     now, caches = carry[0], []
@@ -160,19 +211,17 @@ def converse(
       now, cache = generate(actor, problem.prompt, key_B, now, cache)
       caches.append(cache)
     now = append_stage(now, reply(problem.answer, now))
-    return (now, tuple(caches)), over(now)
+    return now, tuple(caches)
 
-  def run(actor, problem: base.Problem, key_B):
-    actors = (actor,) if is_shared else tuple(actor)
-    carry = begin(problem.prompt, key_B)
-    rounds = _rounds(key_B.shape[0], envs, max_turns, expected_turns, in_slots)
-    loop = stages.Repeat(take_turn, f'{name}_turns', *rounds)
-    now, _ = loop(carry, actors, problem, key_B)
-    steps = tuple(actor.step for actor in actors)
-    x, episode = finish_stage(steps, problem, now)
-    return problem._replace(answer=episode), x
-
-  return run
+  return Conversations(
+    name,
+    policies,
+    is_shared,
+    cast,
+    functools.partial(_begin, policies, envs.terms, max_turns, cast),
+    take_turn,
+    lambda B: _rounds(B, envs, max_turns, expected_turns, in_slots),
+  )
 
 
 def _check(policies: Sequence[base.Policy], envs: TextEnvs):
@@ -214,8 +263,8 @@ def _begin(
   cast: roles_lib.Cast,
   prompt: base.Prompt,
   key_B,
-) -> tuple[conversation_state.Conversation, tuple[Any, ...]]:
-  """Conversations without a token, and the empty cache of each policy."""
+) -> conversation_state.Conversation:
+  """Conversations without a token."""
   policy = policies[0]
   params = jax.eval_shape(policy.init, key_B[0])
   act = policy.out_shapes or functools.partial(jax.eval_shape, policy.act)
@@ -227,7 +276,7 @@ def _begin(
   def zeros(x):
     return jnp.zeros(x.shape, x.dtype)
 
-  now = conversation_state.Conversation(
+  return conversation_state.Conversation(
     id=roles_lib.of_role(cast, 0, jax.random.key_data(key_B)),
     completions=base.Completions(
       zeros(x.action), zeros(x.logp), zeros(x.mask), ~idle_B
@@ -243,11 +292,6 @@ def _begin(
     truncated=zero_B,
     failed=zero_B,
   )
-  caches = [
-    policy.empty_cache(B) if policy.out_shapes is None else ()
-    for policy in policies
-  ]
-  return now, tuple(caches)
 
 
 def finish(

@@ -42,14 +42,12 @@ def completions_of(lengths, ended, T=4) -> base.Completions:
 
 
 def test_the_first_finished_groups_are_split_off_in_order():
-  # Groups of two: one unfinished, ended, ended by length, unfinished, ended.
-  completions = completions_of(
-    [2, 3, 1, 2, 4, 4, 2, 4, 3, 1], [1, 0, 1, 1, 1, 0, 0, 1, 1, 1]
-  )
-  out, rest = partial_rollout.split_finished(completions, 2, 2)
+  # Groups of two, of which the first and the fourth are unfinished.
+  open_B = jnp.array([0, 1, 0, 0, 0, 0, 1, 0, 0, 0], bool)
+  out, rest = partial_rollout.split_finished(open_B, 2, 2)
   assert out.tolist() == [2, 3, 4, 5]
   assert rest.tolist() == [0, 1, 6, 7, 8, 9]
-  out, rest = partial_rollout.split_finished(completions, 2, 3)
+  out, rest = partial_rollout.split_finished(open_B, 2, 3)
   assert out.tolist() == [2, 3, 4, 5, 8, 9]
 
 
