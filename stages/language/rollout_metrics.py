@@ -53,7 +53,7 @@ def describe(
   length_B, T = x.mask.sum(1), x.mask.shape[1]
   stale_BT = (actor_step - x.version).astype(jnp.float32) / updates_per_step
   stale_BT = jnp.where(x.mask > 0, stale_BT, 0.0)
-  return _logprob_gap(x) | {
+  return logprob_gap(x) | {
     'rollout/reward': metrics.moments(verdict.reward, real_B),
     'rollout/accuracy': metrics.mean(verdict.correct, real_B),
     **evaluate_lib.verdict_terms(verdict, 'rollout', real_B),
@@ -163,7 +163,7 @@ def _padding_of_packed(
   return metrics.Mean(computed - size_M.sum(), computed)
 
 
-def _logprob_gap(x: base.Experience) -> base.Info:
+def logprob_gap(x: base.Experience) -> base.Info:
   """Distance between log-probs of scoring and of sampling, nats a token."""
   if x.proximal is None:
     return {}

@@ -15,6 +15,7 @@ from stages.language import (
   policy_stages,
   policy_update,
   rollout_metrics,
+  verifiers,
 )
 from stages.language import evaluate as evaluate_lib
 from stages.language.conversation import roles as roles_lib
@@ -34,14 +35,16 @@ class State(NamedTuple):
 
   Attributes:
     learners: what the policy of each role learns with.
+    verifier: parameters of a learned verifier; `()` for others.
   """
 
   learners: tuple[policy_update.Learner, ...]
+  verifier: base.Params = ()
 
 
 def role_grpo(
   policies: Sequence[base.Policy],
-  verify: stages.Stage,
+  verify: stages.Stage | verifiers.LearnedVerifier,
   optimizers: Sequence[optax.GradientTransformation],
   *,
   envs: conversation.TextEnvs,
@@ -56,13 +59,21 @@ def role_grpo(
   kl_reward_coef: ranges.NonNegativeFloat = 0.0,
   kl_to_go: bool = False,
   entropy_coef: float = 0.0,
+  balance_coef: ranges.NonNegativeFloat = 0.0,
   num_minibatches: ranges.PositiveInt = 1,
   num_epochs: ranges.PositiveInt = 1,
   minibatch_by: minibatches.MinibatchBy = 'row',
   staleness: ranges.NonNegativeInt = 0,
   advantage: signatures.GroupAdvantage = advantages.group_relative,
   turn_advantage: signatures.TurnAdvantage | None = None,
+  normalize_advantages: bool = False,
+  mask_truncated: bool = False,
+  policy_loss: signatures.PolicyLoss = losses.ppo_clip,
+  likelihood: signatures.Likelihood = losses.token_logp,
   aggregate: signatures.Aggregate = losses.sequence_mean_token_mean,
+  importance_weight: signatures.ImportanceWeight = losses.token_weight,
+  importance_bound: signatures.ImportanceBound = losses.truncated,
+  importance_cap: ranges.PositiveFloat = 2.0,
   eval_samples: ranges.PositiveInt = 1,
   eval_greedy: bool | None = None,
 ) -> base.Workflow:
@@ -76,8 +87,7 @@ def role_grpo(
   Args:
     policies: the policy of each role, in the order of the environments' roles,
       with the same tokenizer and `response_length`.
-    verify: stage `answer, action, mask -> base.Verdict`, such as
-      `conversation.episode_return()`.
+    verify: as in `grpo`, such as `conversation.episode_return()`.
     optimizers: the optimizer of each policy.
     envs: environments with roles.
     max_turns: turns of each role, as in `conversation.converse`.
@@ -91,6 +101,7 @@ def role_grpo(
     kl_reward_coef: likewise.
     kl_to_go: likewise.
     entropy_coef: likewise.
+    balance_coef: likewise; 0 unless all policies have experts.
     num_minibatches: minibatches of the rows of a role, one update each.
     num_epochs: passes over them.
     minibatch_by: as in `grpo`; shuffled minibatches of all roles have the same
@@ -98,13 +109,21 @@ def role_grpo(
     staleness: as in `grpo`, of all policies.
     advantage: likewise.
     turn_advantage: likewise.
+    normalize_advantages: likewise, over the rows of each role.
+    mask_truncated: likewise.
+    policy_loss: likewise.
+    likelihood: likewise.
     aggregate: likewise.
+    importance_weight: likewise.
+    importance_bound: likewise.
+    importance_cap: likewise.
     eval_samples: as `samples` in `evaluate`.
     eval_greedy: as `greedy` in `evaluate`.
 
   Raises:
     ValueError: if there is not one policy and one optimizer for each role, for
-      a KL term and a KL penalty at once, or for `kl_to_go` without a penalty.
+      a KL term and a KL penalty at once, for `kl_to_go` without a penalty, or
+      for a `balance_coef` of a policy without experts.
   """
   _check(policies, optimizers, envs)
   has_kl = loss_terms.needs_reference(kl_coef, kl_reward_coef, kl_to_go)
@@ -115,8 +134,6 @@ def role_grpo(
     expected_turns=expected_turns,
   )
   generate = converse(policies, 'generate', group_size=group_size)
-  repeat = policy_stages.repeat(group_size)
-  by_role = roles_lib.split(roles_lib.cast(envs.roles, group_size, None))
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
   learn_role = functools.partial(
     _learn,
@@ -124,13 +141,21 @@ def role_grpo(
     objective=functools.partial(
       objectives.policy,
       clip=loss_terms.Clip(clip_low, clip_high, dual_clip),
+      policy_loss=policy_loss,
+      likelihood=likelihood,
       aggregate=aggregate,
+      importance=loss_terms.Importance(
+        importance_weight, importance_bound, importance_cap
+      ),
+      mask_truncated=mask_truncated,
     ),
     estimate=advantage_stages.estimator(
       advantage,
       group_size,
       kl_coef=kl_reward_coef,
       kl_to_go=kl_to_go,
+      normalize=normalize_advantages,
+      mask_truncated=mask_truncated,
       turn_advantage=turn_advantage,
     ),
     minibatch=minibatches.minibatches(
@@ -139,19 +164,52 @@ def role_grpo(
     has_reference=has_kl,
     kl=loss_terms.KlPenalty(kl_coef, kl_estimator),
     entropy_coef=entropy_coef,
+    balance_coef=balance_coef,
   )
   players = zip(envs.roles, policies, optimizers, strict=True)
   learn = [learn_role(*player) for player in players]
-  merged = _merged(envs.roles)
-  samples = {'samples': eval_samples, 'greedy': eval_greedy}
-  answer = evaluate_lib.evaluate(policies, verify, converse=converse, **samples)
-  init = functools.partial(_init, policies, optimizers, has_kl, staleness)
+  step = _step(envs.roles, group_size, generate, verify, measure, learn)
+  init = functools.partial(
+    _init, policies, verify, optimizers, has_kl, staleness
+  )
+  evaluate = _evaluation(
+    policies,
+    verify,
+    converse=converse,
+    samples=eval_samples,
+    greedy=eval_greedy,
+  )
+  params = functools.partial(_params, envs.roles)
+  return base.Workflow(init, step, evaluate, params, staleness)
+
+
+def _step(
+  roles: Sequence[str],
+  group_size: int,
+  generate: Callable,
+  verify: stages.Stage | verifiers.LearnedVerifier,
+  measure: stages.Stage,
+  learn: Sequence[Callable],
+) -> Callable:
+  """Returns `state, problem, key -> state, info`.
+
+  Args:
+    roles: their names.
+    group_size: adjacent rows that share a prompt.
+    generate: plays episodes, `Versions, problem, keys -> problem, experience`.
+    verify: as in `role_grpo`.
+    measure: metrics of all rows.
+    learn: what each role learns, as `_learn` returns it.
+  """
+  repeat = policy_stages.repeat(group_size)
+  by_role = roles_lib.split(roles_lib.cast(roles, group_size, None))
+  merged = _merged(roles)
 
   def step(state: State, problem: base.Problem, key):
     behaviors, pasts = _delayed(state.learners)
     prompts = repeat(problem)
     finished, x = generate(behaviors, prompts, stages.keys(key, prompts.prompt))
-    verdict = verify(finished.answer, x.action, x.mask)
+    verdict = verifiers.judge(verify, state.verifier, finished.answer, x)
     info = measure(x, verdict, state.learners[0].actor.step)
     parts = state.learners, behaviors, pasts, by_role(x, verdict)
     learners, infos = [], []
@@ -159,17 +217,15 @@ def role_grpo(
       learner, found = learn_one(key, *part)
       learners.append(learner)
       infos.append(found)
-    return State(tuple(learners)), info | merged(infos)
+    state = state._replace(learners=tuple(learners))
+    return state, info | merged(infos)
 
-  def evaluate(state: State, problem: base.Problem, key):
-    return answer(_versions(state), problem, key)
-
-  params = functools.partial(_params, envs.roles)
-  return base.Workflow(init, step, evaluate, params, staleness)
+  return step
 
 
 def _init(
   policies: Sequence[base.Policy],
+  verify: stages.Stage | verifiers.LearnedVerifier,
   optimizers: Sequence[optax.GradientTransformation],
   has_reference: bool,
   staleness: int,
@@ -177,16 +233,25 @@ def _init(
 ) -> State:
   """The state before the first step."""
   settings = has_reference, staleness
-  return State(
-    tuple(
-      policy_update.init(*parts, *settings, jax.random.fold_in(key, i))
-      for i, parts in enumerate(zip(policies, optimizers, strict=True))
-    )
+  learners = tuple(
+    policy_update.init(*parts, *settings, jax.random.fold_in(key, i))
+    for i, parts in enumerate(zip(policies, optimizers, strict=True))
   )
+  judge = verifiers.init(verify, jax.random.fold_in(key, len(learners)))
+  return State(learners, judge)
 
 
-def _versions(state: State) -> tuple[base.Version, ...]:
-  return tuple(train_step.version(x.actor) for x in state.learners)
+def _evaluation(
+  policies: Sequence[base.Policy], verify, **settings
+) -> Callable:
+  """Returns `state, problem, key -> info`; `settings` are of `evaluate`."""
+  answer = evaluate_lib.evaluate(policies, verify, **settings)
+
+  def evaluate(state: State, problem: base.Problem, key):
+    versions = tuple(train_step.version(x.actor) for x in state.learners)
+    return answer(versions, problem, key, state.verifier)
+
+  return evaluate
 
 
 def _params(roles: Sequence[str], state: State) -> dict[str, base.Params]:
@@ -225,6 +290,12 @@ def _learn(
     the version that acted and the delay line of the next step.
   """
   prefix = f'{name}_'
+  measure_gap = stages.Stage(
+    rollout_metrics.logprob_gap,
+    f'{prefix}logprob_gap',
+    'sum',
+    group_size=group_size,
+  )
   with_proximal = policy_stages.proximal_logp(policy, group_size, prefix=prefix)
   update = policy_update.update(
     policy, optimizer, group_size=group_size, prefix=prefix, **settings
@@ -234,6 +305,8 @@ def _learn(
     x, verdict = given
     x = with_proximal(behavior, x)
     actor, info = update(learner, key, x.obs, x, verdict)
+    if x.proximal is not None:
+      info |= measure_gap(x)
     return learner._replace(actor=actor, past=past), info
 
   return learn

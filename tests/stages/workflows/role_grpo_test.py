@@ -9,9 +9,15 @@ import numpy as np
 import optax
 import pytest
 
+import stages
 from stages import workflows
-from stages.language import conversation, policy_stages, policy_update
-from stages.learn import losses
+from stages.language import (
+  conversation,
+  policy_stages,
+  policy_update,
+  verifiers,
+)
+from stages.learn import losses, turn_advantages
 from tests.rlinf_jax.runtime.plans import invariance_test
 import tiny
 import toy_conversation
@@ -22,8 +28,23 @@ PROBLEMS = 4
 
 
 @functools.cache
-def policy():
-  return tiny.policy(length=LENGTH)
+def policy(**kwargs):
+  """A policy, with fields of it that are replaced."""
+  return tiny.policy(length=LENGTH)._replace(**kwargs)
+
+
+def weighted_verifier():
+  """Rewards of the environment, times a parameter."""
+  episode_return = conversation.episode_return()
+
+  @stages.stage('weigh', unbatched=(0,))
+  def weigh(weight, verdict):
+    return verdict._replace(reward=weight * verdict.reward)
+
+  def verify(weight, answer, x):
+    return weigh(weight, episode_return(answer, x.action, x.mask))
+
+  return verifiers.LearnedVerifier(jax.random.uniform, verify)
 
 
 @functools.cache
@@ -71,6 +92,18 @@ LAWS = {
     'clip_low': 0.01,
     'dual_clip': 1.5,
   },
+  # Log-probs are computed again, as those of an engine are.
+  'importance_weights_and_a_learned_verifier': {
+    'policy': {'recompute_logp': True},
+    'verify': weighted_verifier(),
+    'kl_coef': 0.1,
+    'importance_weight': losses.sequence_weight,
+    'importance_cap': 0.9,
+    'likelihood': losses.sequence_logp,
+    'policy_loss': losses.cispo,
+    'normalize_advantages': True,
+    'turn_advantage': turn_advantages.by_turn(0.5),
+  },
 }
 
 
@@ -82,9 +115,10 @@ def test_with_one_role_it_is_grpo(name):
     'group_size': GROUP,
     **LAWS[name],
   }
+  acts = policy(**parts.pop('policy', {}))
   envs = toy_conversation.envs(roles=('only',))
   roles = workflows.role_grpo(
-    [policy()],
+    [acts],
     optimizers=[optax.sgd(0.1)],
     envs=envs,
     max_turns=TURNS,
@@ -94,11 +128,12 @@ def test_with_one_role_it_is_grpo(name):
     policy_stages.complete, converse=toy_conversation.converse(TURNS)
   )
   one = workflows.grpo(
-    policy(), optimizer=optax.sgd(0.1), rollouts=rollouts, **parts
+    acts, optimizer=optax.sgd(0.1), rollouts=rollouts, **parts
   )
   state = one.init(jax.random.key(0))
   learner = policy_update.Learner(state.actor, state.reference, state.past)
   of_roles = roles.init(jax.random.key(0))._replace(learners=(learner,))
+  chex.assert_trees_all_equal(of_roles.verifier, state.verifier)
   for i in range(2):
     given = tiny.problem(rows=4, seed=i), jax.random.key(i)
     state, info = one.step(state, *given)
