@@ -65,8 +65,9 @@ def describe(flow: graph.Flow, seconds: Sequence[float]) -> str | None:
     answers = node.stage.awaited(rows)
     spent = host_stage.expected(tuple(seconds), rows, answers)
     lines.append(
-      f'A call of {name} on {rows:,} rows waits {spent:.3g} s for {answers:,} '
-      'of them, in which its place may work.'
+      f'A call of {name} on {rows:,} rows waits {spent:.3g} s, until '
+      f'{answers:,} answers have come; its place is free meanwhile, as for '
+      'other pieces of the batch.'
     )
   return ' '.join(lines)
 
@@ -94,5 +95,5 @@ def share(waiting: Mapping[str, float], period: float) -> str | None:
     return None
   return (
     f'{", ".join(waiting)}: {sum(waiting.values()):.3g} s of calls in a step '
-    f'of {period:.3g} s are waiting for answers, and no work.'
+    f'of {period:.3g} s wait for answers of tools, and compute nothing.'
   )

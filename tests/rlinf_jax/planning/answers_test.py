@@ -49,7 +49,7 @@ def test_a_plan_shows_how_long_tools_are_waited_for(tmp_path):
   assert 'How long environment waits for tools is not known' in text
   found, text, data = reported(tmp_path, (0.0, 2.0))
   assert 'Answers took 1 s on average and 2 s at most, of 2 measured.' in text
-  assert 'A call of environment on 32 rows waits 2 s for 32 of them' in text
+  assert 'environment on 32 rows waits 2 s, until 32 answers have come' in text
   # Three turns, one after the other.
   waits = found.seconds - without.seconds
   assert 4.0 < waits < 6.01, waits
