@@ -13,6 +13,7 @@ have one before it goes on.
 import argparse
 import functools
 import json
+import pathlib
 import tempfile
 import time
 import zlib
@@ -70,8 +71,8 @@ def draw(rng, rows, held_out):
 
 
 def make_model(folder: str, args) -> str:
-  """A model with random weights; one token in about 80 ends a turn."""
-  return warm_start.checkpoint(
+  """A model with random weights; `args.ends` of about 80 tokens end a turn."""
+  model = warm_start.checkpoint(
     folder,
     corpus=products.corpus,
     vocabulary=80,
@@ -81,6 +82,14 @@ def make_model(folder: str, args) -> str:
     kv_heads=2,
     feed_forward=3 * args.width,
   )
+  if args.ends > 1:
+    path = pathlib.Path(model) / 'config.json'
+    config = json.loads(path.read_text())
+    config['eos_token_id'] = [
+      *range(config['vocab_size'] - args.ends + 1, config['vocab_size'])
+    ]
+    path.write_text(json.dumps(config))
+  return model
 
 
 def make_ways(args, model: str, latencies: Latencies):
@@ -90,7 +99,7 @@ def make_ways(args, model: str, latencies: Latencies):
     from rlinf_jax.engines import vllm
 
     engine = functools.partial(
-      vllm.engine, max_num_seqs=args.rows, block_size=32
+      vllm.engine, max_num_seqs=args.slots, block_size=32
     )
   policy = huggingface.policy(model, response_length=args.length, engine=engine)
 
@@ -196,6 +205,7 @@ def main():
   parser.add_argument('--group_size', type=int, default=4)
   parser.add_argument('--turns', type=int, default=6)
   parser.add_argument('--length', type=int, default=512)
+  parser.add_argument('--ends', type=int, default=1)
   parser.add_argument('--width', type=int, default=128)
   parser.add_argument('--layers', type=int, default=3)
   parser.add_argument('--seconds', type=float, default=1.0)
