@@ -194,8 +194,9 @@ def batches():
 @functools.cache
 def eager(dtype):
   """The first state, and state and metrics after each of three steps."""
+  # This policy ends turns in either type; another fills most rows at once.
   first = state = flows.first_state(
-    grpo(dtype), jax.random.key(0), batches()[0]
+    grpo(dtype), jax.random.key(3), batches()[0]
   )
   found = []
   for i, batch in enumerate(batches()):
