@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from sharding import rules
 import stages
 from stages import base, metrics
 from stages.language import policy_stages
@@ -223,7 +224,8 @@ def continue_(
     groups.problem.prompt,
     jax.random.wrap_key_data(groups.key, impl=jax.random.key_impl(key_B)),
     groups.completions,
-    group_size=group_size,
+    # Rows that share a prompt on a device; groups still end as a whole.
+    group_size=rules.local_group(group_size, groups.age.shape[0]),
     num_started=carried,
     should_continue=should_continue(
       groups.age, group_size, max_carry, carried // group_size

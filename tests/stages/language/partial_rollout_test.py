@@ -12,6 +12,7 @@ import claims
 from planner.ir import plan as plan_lib
 from rlinf_jax.run import flows
 from rlinf_jax.run.folder import checkpoint
+from sharding import mesh as mesh_lib
 import stages
 from stages import base, workflows
 from stages.language import language_model, partial_rollout
@@ -267,6 +268,28 @@ def test_without_extra_groups_nothing_changes_to_the_bit():
   tiny.assert_same_bits(x._replace(arrival=None), plain)
 
 
+def test_a_device_reads_the_prompt_of_its_part_of_a_group():
+  """Twenty rows in groups of two on four devices: each has parts of groups."""
+  groups = []
+
+  def resume(*args, group_size, **settings):
+    groups.append(group_size)
+    return policy().resume(*args, group_size=group_size, **settings)
+
+  *_, carried, _ = run(2, 4, 1)[0]
+  assert carried.completions.alive.any()
+  args = base.Version(params(0), jnp.int32(1)), carried, problem_of(1), keys(1)
+  _, want, _ = partial_rollout.continue_(policy(), GROUP, 2, *args)
+  divided = functools.partial(
+    partial_rollout.continue_, policy()._replace(resume=resume), GROUP, 2
+  )
+  with jax.set_mesh(mesh_lib.mesh(jax.devices()[:4], {'data': 4})):
+    _, x, _ = jax.jit(divided)(*args)
+  assert groups == [1]
+  np.testing.assert_array_equal(x.action, want.action)
+  np.testing.assert_allclose(x.logp, want.logp, rtol=0, atol=2e-5)
+
+
 @functools.cache
 def grpo(dtype='float32', **kwargs):
   kwargs = {
@@ -339,8 +362,9 @@ PLANS = {
   },
   'pieces and a mesh': {
     'places': {
-      'a': {'devices': [0, 1], 'axes': [['data', 2]]},
-      'b': {'devices': [2, 3], 'axes': [['fsdp', 2]]},
+      # 44 rows in groups of four: each device has parts of groups.
+      'a': {'devices': [0, 1, 2, 3], 'axes': [['data', 4]]},
+      'b': {'devices': [4, 5], 'axes': [['fsdp', 2]]},
     },
     'stages': {'generate': 'a', '*': 'b'},
     'pieces': 2,
