@@ -158,6 +158,7 @@ def _generate(
   layers, of_prompt = prefill.prompt_layers(model, params, split, record)
   B = key_B.shape[0]
   slots = min(slots, B)
+  layers, state = _initial_state(model.config, layers, split, slots, B, length)
   replace = functools.partial(_replace_ended, layers, split, group_size, stop)
 
   def extend(state: LoopState) -> LoopState:
@@ -184,7 +185,6 @@ def _generate(
       lambda state: state.slots.is_open_M.sum() >= at_least, extend, state
     )
 
-  state = _initial_state(model.config, split, slots, B, length)
   if record:
     room = functools.partial(routing_replay.empty, model.config)
     now = state.slots._replace(expert=room(slots, length))
@@ -201,18 +201,22 @@ def _generate(
 
 def _initial_state(
   config: transformer.Config,
+  layers,
   split: prefill.SplitPrompt,
   slots: int,
   rows: int,
   length: int,
-) -> LoopState:
-  """Empty slots, and all rows waiting."""
-  P = split.mask_NP.shape[1]
+) -> tuple[list, LoopState]:
+  """Layers with prompts that were read; empty slots, and all rows waiting."""
+  P, columns = split.mask_NP.shape[1], kv_cache.ring_columns(length)
+  layers, prompts, rings = kv_cache.empty_after(
+    layers, config, (slots, P), (slots, columns)
+  )
 
   def zeros(*shape, dtype=jnp.int32):
     return jnp.zeros((slots, *shape), dtype)
 
-  return LoopState(
+  return layers, LoopState(
     t=jnp.zeros((), jnp.int32),
     next_row=jnp.zeros((), jnp.int32),
     slots=Slots(
@@ -222,8 +226,8 @@ def _initial_state(
       position_M=zeros(),
       token_M=zeros(),
       mask_MP=zeros(P, dtype=split.mask_NP.dtype),
-      prompts=kv_cache.empty(config, slots, P),
-      rings=kv_cache.empty(config, slots, kv_cache.ring_columns(length)),
+      prompts=prompts,
+      rings=rings,
       action_MT=zeros(length),
       logp_MT=zeros(length, dtype=config.param_dtype),
     ),

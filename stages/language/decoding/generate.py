@@ -275,8 +275,10 @@ def resume(
   T = completions.mask.shape[1]
   length_B = completions.mask.sum(1, dtype=jnp.int32)
   if cache is None:
+    B = key_B.shape[0]
+    layers, caches = kv_cache.empty_after(layers, model.config, (B, T))
     start = _initial_state(
-      model, params, prompt, group_size, completions, num_started
+      model, params, prompt, group_size, completions, caches, num_started
     )
   else:
     cache = kept_cache.read(
@@ -326,12 +328,16 @@ def _to_keep(
 
 
 def _initial_state(
-  model, params, prompt, group_size: int, completions, num_started: int
+  model,
+  params,
+  prompt,
+  group_size: int,
+  completions,
+  caches,
+  num_started: int,
 ) -> DecodeState:
   """The state of the decoding loop before its first token."""
-  B, T = completions.mask.shape
   token_B = prefill.split_prompt(prompt, group_size).token_B
-  caches = kv_cache.empty(model.config, B, T)
   if num_started:
     first = jax.tree.map(lambda x: x[:num_started], (prompt, completions))
     started = _prefill_completions(

@@ -27,11 +27,31 @@ class LayerCache(NamedTuple):
   value: Float[Array, 'B K T W']
 
 
-def empty(config: transformer.Config, rows: int, length: int):
+def empty(config: transformer.Config, rows: int, length: int, fill=0):
   """Empty caches of `rows` completions of `length` tokens, by layer."""
   shape = (rows, config.K, length, config.W)
-  zeros = jnp.zeros(shape, jnp.dtype(config.dtype))
+  zeros = jnp.full(shape, fill, jnp.dtype(config.dtype))
   return tuple(LayerCache(zeros, zeros) for _ in range(config.L))
+
+
+def empty_after(before, config: transformer.Config, *sizes: tuple[int, int]):
+  """Empty caches that are made when other arrays are there.
+
+  Zeros need no input, so that XLA for GPUs writes them at the start of a
+  program. While prompts are read, caches would then lie beside parameters that
+  have just been gathered, and that are gone when decoding begins.
+
+  Args:
+    before: a tree of the other arrays.
+    config: dimensions of the model.
+    *sizes: rows and length of each caches, as `empty` takes them.
+
+  Returns:
+    `before`, and the caches by layer for each of `sizes`.
+  """
+  zero = jnp.zeros((), jnp.dtype(config.dtype))
+  before, zero = jax.lax.optimization_barrier((before, zero))
+  return before, *(empty(config, *some, fill=zero) for some in sizes)
 
 
 def ring_columns(length: int) -> int:

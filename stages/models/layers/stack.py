@@ -34,6 +34,8 @@ def layers(block: type[nn.Module], config: Any, in_axes: Any) -> nn.Module:
     split_rngs={'params': True},
     in_axes=in_axes,
     length=config.L,
+    # A layer would be traced once more, to find constants that it has none of.
+    check_constancy_invariants=False,
   )(config)
 
 
