@@ -14,22 +14,34 @@ from stages.models.files import naming, weights
 ALIGNMENT = 64  # Bytes.
 
 
-def tensor(x: jax.Array) -> torch.Tensor:
-  """An array as a tensor, without a copy if it is on one device."""
+def tensor(x: jax.Array, dtype: str | None = None) -> torch.Tensor:
+  """An array as a tensor, without a copy if it is on one device.
+
+  Args:
+    x: the array.
+    dtype: type that devices round it to before it goes through the host's
+      memory, which is where several of them are put together; None for its own.
+  """
   if len(x.devices()) == 1:
     return torch.from_dlpack(jax.block_until_ready(x))
-  whole = np.array(x)
+  whole = np.array(x if dtype is None else x.astype(dtype))
   if whole.dtype == jax.numpy.bfloat16:  # Which torch does not read from NumPy.
     return torch.from_numpy(whole.view(np.int16)).view(torch.bfloat16)
   return torch.from_numpy(whole)
 
 
 def tensors(
-  params: Any, names: dict[str, naming.Tensor]
+  params: Any, names: dict[str, naming.Tensor], dtype: str | None = None
 ) -> Iterator[dict[str, torch.Tensor]]:
-  """Yields the tensors of a checkpoint, those of one parameter at a time."""
+  """Yields the tensors of a checkpoint, those of one parameter at a time.
+
+  Args:
+    params: the parameters.
+    names: the checkpoint tensor of each.
+    dtype: as in `tensor`.
+  """
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    tree = tensor(leaf)
+    tree = tensor(leaf, dtype)
     for key in reversed(path):
       tree = {key.key: tree}
     yield dict(weights.checkpoint_tensors(tree, names))
@@ -43,7 +55,7 @@ class SharedTensors:
 
   def __init__(self, dtype: str):
     """Takes the type that tensors are rounded to."""
-    self._dtype = getattr(torch, dtype)
+    self._name, self._dtype = dtype, getattr(torch, dtype)
     self._memories: list[shared_memory.SharedMemory] = []
 
   def write(
@@ -54,7 +66,7 @@ class SharedTensors:
     Ranks must have read the tensors written before.
     """
     table = {}
-    for i, some in enumerate(tensors(params, names)):
+    for i, some in enumerate(tensors(params, names, self._name)):
       offsets, end = {}, 0
       for name, x in some.items():
         offsets[name] = end

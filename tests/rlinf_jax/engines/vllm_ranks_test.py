@@ -103,6 +103,16 @@ def test_shared_tensors_are_written_once_in_the_type_of_the_engine(case, held):
   assert not path.exists()
 
 
+def test_devices_round_what_goes_through_the_memory_of_the_host(case):
+  from rlinf_jax.engines import vllm_weights
+
+  names = huggingface.names(case.folder)
+  params = placed(case.policy().init(jax.random.key(0)), fsdp=2, tensor=2)
+  sent = list(vllm_weights.tensors(params, names, 'bfloat16'))
+  types = {x.dtype for some in sent for x in some.values()}
+  assert {str(kind) for kind in types} == {'torch.bfloat16'}
+
+
 def test_after_every_update_greedy_completions_are_those_of_one_rank(
   case, divided
 ):

@@ -18,6 +18,8 @@ from rlinf_jax.runtime import local
 from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.runtime.ray import actor, connection, driver, resources
 import stages
+from tests.rlinf_jax.planning import searches_test
+import tiny
 
 pytestmark = pytest.mark.slow
 
@@ -158,6 +160,35 @@ def test_the_holders_death_is_reported_and_another_gets_the_device(
   remote.load(state(), 0)
   assert float(remote.step(batch(1.0), KEY)) == want
   assert remote.processes()[victim]['pid'] != pid
+
+
+def second_mesh_flows():
+  """GRPO of a tiny model, as `searches_test` plans it."""
+  return searches_test.step(), searches_test.evaluation()
+
+
+def test_processes_take_turns_with_a_second_mesh_that_a_search_found():
+  plan = searches_test.searched(searches_test.model()).plan
+  assert plan.shared_devices == ('all', 'generation')
+  assert len({place.axes for place in plan.places.values()}) == 2
+  step, evaluate = second_mesh_flows()
+  first = searches_test.workflow().init(KEY)
+  runtimes = (
+    driver.RayRuntime(plan, second_mesh_flows, step=step, evaluate=evaluate),
+    local.LocalRuntime(plan, step=step, evaluate=evaluate),
+  )
+  results = []
+  for runtime in runtimes:
+    runtime.load(first)
+    infos = [
+      runtime.step(tiny.problem(seed=i), jax.random.key(i)) for i in range(2)
+    ]
+    results.append(tiny.arrays((infos, runtime.state())))
+    if runtime is runtimes[0]:
+      about = runtime.processes()
+      assert about['all']['pid'] != about['generation']['pid']
+    runtime.close()
+  tiny.assert_same_bits(*results)
 
 
 def test_devices_that_ray_cannot_share_are_refused():
