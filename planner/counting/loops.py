@@ -27,7 +27,7 @@ class LoopCounter(allocation.Allocation):
     self.matmul, self.partial = {}, {}
 
   def _body(self, jaxpr, args, drop=(), state=()) -> tuple[Work, list]:
-    """Counts the work of one trip; returns how its results are divided, too.
+    """Counts the work of one trip; returns its results, too.
 
     Args:
       jaxpr: the jaxpr of the body.
@@ -62,7 +62,7 @@ class LoopCounter(allocation.Allocation):
     for variable in in_place:  # Such as a sum so far, to which a trip adds.
       for buffer in variable.sources:
         buffer.size = 0.0
-    return frame.work(), [variable.divided for variable in made]
+    return frame.work(), made
 
   def _carrying(self, jaxpr, args, state: range, drop=()):
     """As `_body`, for arguments of which some are results of the last trip.
@@ -72,15 +72,15 @@ class LoopCounter(allocation.Allocation):
     while True:
       done, made = self._body(jaxpr, args, drop, state)
       changed = False
-      for i, after in zip(state, made, strict=False):
-        before = args[i].divided
+      for i, result in zip(state, made, strict=False):
+        before, after = args[i].divided, result.divided
         if before is not None and after != before and not any(before):
           args[i] = self.redivide(args[i], after)
           changed = True
       if not changed:
         return done, made
 
-  def _repeat(self, eqn, args, done: Work, turns: float, divided, state=()):
+  def _repeat(self, eqn, args, done: Work, turns: float, made, state=()):
     for variable in args:
       self.hand_over(variable)
     for i in state:  # A loop's results take over the memory of zeros.
@@ -104,8 +104,8 @@ class LoopCounter(allocation.Allocation):
       done.bytes_sharded,
     )
     return [
-      self.stored(var.aval, some)
-      for var, some in zip(eqn.outvars, divided, strict=True)
+      self.stored(var.aval, some.divided)
+      for var, some in zip(eqn.outvars, made, strict=True)
     ]
 
   def _scan(self, eqn, args):
@@ -120,11 +120,16 @@ class LoopCounter(allocation.Allocation):
       range(carried[0], sum(carried)),
     )
     done, made = self._carrying(jaxpr, args, state, drop)
-    divided = [
-      some if i < carried[1] or some is None else ((), *some)
-      for i, some in enumerate(made)
+    stacked = made[carried[1] :]
+    made = made[: carried[1]] + [
+      dataclasses.replace(x, divided=x.divided and ((), *x.divided))
+      for x in stacked
     ]
-    return self._repeat(eqn, args, done, n, divided, state)
+    made = self._repeat(eqn, args, done, n, made, state)
+    # What a forward pass stores has letters, too, if it is of a parameter.
+    for result, x in zip(made[carried[1] :], stacked, strict=True):
+      result.letters = x.letters and ('', *x.letters)
+    return made
 
   def _while(self, eqn, args):
     test, body = eqn.params['cond_jaxpr'], eqn.params['body_jaxpr']

@@ -232,20 +232,27 @@ def _scatters(parameters, done, axes, axis, cluster) -> Iterator[Collective]:
   scattered = added = 0.0
   for value in parameters.gradients:
     local = layout.local(value, axes)
-    if axis not in parameters.used(value, axes):
+    is_copied = axis not in parameters.used(value, axes)
+    # Products of layers have the type of the arithmetic. Devices with copies
+    # add up what a loop over packed rows has summed in the type of the sums.
+    is_wide = 'V' in value.letters or item is None
+    is_wide |= is_copied and done.passes > 0
+    if not is_wide:
+      local *= min(1.0, item * math.prod(value.shape) / value.bytes)
+    if is_copied:
       added += 2 * (n - 1) / n * local
-    elif 'V' in value.letters or item is None:
+    elif is_wide:
       scattered += twice * (n - 1) * local
-    else:  # Products of layers are added up in the type of the arithmetic.
+    else:
       windowed = cluster.windows_products
       parts = _windowed_parts(n) if windowed else twice * (n - 1)
-      narrow = item * math.prod(value.shape) / value.bytes
-      scattered += parts * local * min(1.0, narrow)
+      scattered += parts * local
   if scattered:
     depth = parameters.depth
     yield Collective('scatter gradients', axis, scattered, depth, True)
   if added:
-    yield Collective('add up gradients', axis, added, 1, False)
+    # XLA does so in the loop over micro-batches, not after it.
+    yield Collective('add up gradients', axis, added, 1, True)
 
 
 class AxisLinks:

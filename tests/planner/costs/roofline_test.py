@@ -115,11 +115,12 @@ def test_pieces_share_rows_and_each_reads_the_parameters():
   )
 
 
-def test_data_parallel_gradients_are_reduced_once_a_call():
-  want = 1e-6 + 2 * 3 / 4 * toy_costs.PARAMS / 1e10
-  for rows in (None, 8):
-    found = toy_costs.explained('grad', ('data', 4), rows=rows)
-    assert found['add up gradients (data)'].value == pytest.approx(want)
+@pytest.mark.parametrize('rows, turns', [(None, 1), (8, 4)])
+def test_data_parallel_gradients_are_reduced_in_every_micro_batch(rows, turns):
+  found = toy_costs.explained('grad', ('data', 4), rows=rows)
+  each = 1e-6 + 2 * 3 / 4 * toy_costs.PARAMS / 2 / 1e10  # In bfloat16.
+  want = pytest.approx(turns * each)
+  assert found['add up gradients (data)'].value == want
 
 
 @pytest.mark.parametrize('rows, turns', [(None, 1), (8, 4)])
@@ -260,8 +261,8 @@ def test_tensor_parallel_parts_are_reduced():
   assert found['add up parts (tensor)'].value == pytest.approx(want)
   arithmetic = 32 * (3e-3 + 1e-2) / 4
   assert found['arithmetic'].value == pytest.approx(arithmetic)
-  # Parameters, and so their gradients, are halves already.
-  want = 1e-6 + 2 * 1 / 2 * toy_costs.PARAMS / 2 / 1e10
+  # Parameters, and so their gradients, are halves already; in bfloat16.
+  want = 1e-6 + 2 * 1 / 2 * toy_costs.PARAMS / 2 / 2 / 1e10
   assert found['add up gradients (data)'].value == pytest.approx(want)
 
 
@@ -271,14 +272,14 @@ def test_an_axis_of_several_nodes_is_slower():
     toy_costs.explained('grad', ('data', 8)),
   )
   # A ring leaves a node by four ports of 1e9.
-  want = 1e-4 + 2 * 7 / 8 * toy_costs.PARAMS / 4e9
+  want = 1e-4 + 2 * 7 / 8 * toy_costs.PARAMS / 2 / 4e9
   assert far['add up gradients (data)'].value == pytest.approx(want)
   assert near['add up gradients (data)'].value < want
 
 
 def test_an_axis_across_nodes_uses_one_port_per_device():
   found = toy_costs.explained('grad', ('data', 2), ('tensor', 4))
-  want = 1e-4 + 2 * 1 / 2 * toy_costs.PARAMS / 4 / 1e9
+  want = 1e-4 + 2 * 1 / 2 * toy_costs.PARAMS / 4 / 2 / 1e9
   assert found['add up gradients (data)'].value == pytest.approx(want)
   tensor = found['add up parts (tensor)'].value
   assert tensor == pytest.approx(10e-6 + 2 * 3 / 4 * 32e6 / 2 / 1e10)

@@ -1,5 +1,6 @@
 """Work is what it is by hand, and what XLA says where XLA can count."""
 
+import dataclasses
 import functools
 
 import jax
@@ -243,8 +244,8 @@ def test_values_kept_for_the_backward_pass_count_as_alive():
 CONFIG = transformer.Config(V=64, D=64, L=3, H=4, K=2, W=16, F=128)
 
 
-def forward(params, token, mask):
-  return transformer.Transformer(CONFIG).apply({'params': params}, token, mask)
+def forward(params, token, mask, config=CONFIG):
+  return transformer.Transformer(config).apply({'params': params}, token, mask)
 
 
 def test_a_gradient_counts_three_forward_passes():
@@ -287,7 +288,12 @@ def test_what_a_fused_operand_is_made_of_is_gone_during_its_product():
   assert count.work(fn, *shapes).bytes_alive == 3 * inner
 
 
-def test_partial_sums_of_a_layer_are_two_forwards_and_two_backwards():
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_partial_sums_of_a_layer_are_two_forwards_and_two_backwards(dtype):
+  """In bfloat16, the forward pass stores rounded weights for the backward."""
+  run = functools.partial(
+    forward, config=dataclasses.replace(CONFIG, dtype=dtype)
+  )
   token = like(4, 32, dtype=jnp.int32)
   params = transformer.param_shapes(CONFIG)
   paths = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -300,8 +306,8 @@ def test_partial_sums_of_a_layer_are_two_forwards_and_two_backwards():
     done = count.work(fn, params, token, token, letters=letters)
     return sum(done.partial.get(x, (0,))[0] for x in 'HKF')
 
-  assert counted(forward) == 2 * CONFIG.L
-  grad = jax.grad(lambda *args: forward(*args).sum())
+  assert counted(run) == 2 * CONFIG.L
+  grad = jax.grad(lambda *args: run(*args).sum())
   assert counted(grad) == 4 * CONFIG.L
 
 
