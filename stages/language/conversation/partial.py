@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from sharding import rules
 import stages
 from stages import base, ranges
 from stages.language import partial_rollout, policy_stages
@@ -196,7 +197,7 @@ def _read(
   _, cache = policy.resume(
     params,
     *jax.tree.map(lambda x: x[:carried], given),
-    group_size=play.cast.group_size,
+    group_size=rules.local_group(play.cast.group_size, carried),
     cache=policy.empty_cache(carried),
     max_unread=T,
     should_continue=lambda open_B: jnp.bool_(False),
