@@ -3,7 +3,8 @@
 A call returns once enough of its rows have ended. vLLM decodes the others
 meanwhile, and a later call that asks for one of them finds it under way. So a
 call of some rows does not end those that it need not wait for, whose samples
-are then the same as if it had waited.
+are then the same as if it had waited. A row that is asked for with other
+parameters is started anew.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -48,8 +49,11 @@ class Rows:
       missing = {}
       for key, (engine, request) in zip(keys, requests, strict=True):
         row = self._under_way.get(key)
-        if not (row and vllm_instance.are(row.params, request.params)):
-          missing.setdefault(engine, {})[key] = request
+        if row and vllm_instance.are(row.params, request.params):
+          continue
+        if row:  # The engine would finish it before it takes other parameters.
+          row.future.cancel()
+        missing.setdefault(engine, {})[key] = request
       for engine, some in missing.items():
         started = engine.submit_all([*some.values()])
         for (key, request), future in zip(some.items(), started, strict=True):
