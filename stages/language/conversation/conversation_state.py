@@ -131,6 +131,11 @@ def append(now: Conversation, reply: Reply) -> Conversation:
   )
 
 
-def is_over(now: Conversation):
-  """Whether no row has a turn to take, or waits for an answer."""
-  return ~(has_turn(now.completions) | now.waits).any()
+def is_open(now: Conversation) -> Bool[Array, ' B']:
+  """Rows in which the policy has the turn, or that wait."""
+  return has_turn(now.completions) | now.waits
+
+
+def is_over(now: Conversation) -> Bool[Array, '']:
+  """Whether no row is open."""
+  return ~is_open(now).any()

@@ -2,8 +2,8 @@
 
 As `stages.language.partial_rollout` for completions: with more groups in flight
 than a step learns from, a step need not wait for the conversations of the most
-turns, nor for the slowest answers. Unfinished groups are carried to the next
-step, between two turns, and go on with newer parameters.
+turns; with slots, nor for the slowest answers. Unfinished groups are carried to
+the next step, between two turns, and go on with newer parameters.
 """
 
 from collections.abc import Callable
@@ -52,9 +52,10 @@ def partial_conversations(
   """Conversations that may take several steps, for `grpo(rollouts=…)`.
 
   A step ends as soon as it has as many finished groups as its batch has
-  problems, the oldest first. A conversation is left between two turns, or while
-  it waits for an answer. Importance weights then correct for turns that older
-  parameters took.
+  problems, the oldest first. It leaves other conversations between two turns,
+  or, with slots, while they wait for an answer. Importance weights then correct
+  for turns that older parameters took. The first step has nothing carried to
+  learn from, and so `extra_groups` fewer groups; their rows are padding.
 
   Args:
     policy: the policy that generates.
@@ -66,7 +67,8 @@ def partial_conversations(
       roles, a group has the rows of all of them. 0 without `max_carry`.
 
   Raises:
-    ValueError: for one of the two alone.
+    ValueError: for one of the two alone, or for a policy that cannot continue
+      completions.
   """
   partial_rollout.check(policy, max_carry, extra_groups)
   if not max_carry:
@@ -101,16 +103,14 @@ def partial_conversations(
 
   def run(actor: base.Version, carried: Carried, problem: base.Problem, key_B):
     groups, key_B = append_stage(carried, problem, key_B)
-    caches = play.empty_caches(0)
-    if policy.out_shapes is None:
-      caches = (
-        read_stage(actor.params, groups.problem.prompt, key_B, groups.now),
-      )
+    cache = ()
+    if policy.out_shapes is None:  # An engine keeps what it has read itself.
+      cache = read_stage(actor.params, groups.problem.prompt, key_B, groups.now)
     loop = stages.Repeat(
       body, f'{play.name}_turns', *play.rounds(key_B.shape[0])
     )
     given = (actor,), groups.problem, key_B, groups.age
-    now, _ = loop((groups.now, caches), *given)
+    now, _ = loop((groups.now, (cache,)), *given)
     problem, x, carried = emit_stage(actor.step, groups, now)
     info = measure(x.version, x.mask, carried.now.own)
     return problem, with_proximal(actor, x), carried, info
@@ -119,11 +119,6 @@ def partial_conversations(
     return _allocate(play, rows, extra_groups, problem)
 
   return policy_stages.Rollouts(run, allocate)
-
-
-def _is_open(now: conversation_state.Conversation):
-  """Rows that have a turn to take, or wait."""
-  return conversation_state.has_turn(now.completions) | now.waits
 
 
 def _allocate(
@@ -217,7 +212,7 @@ def _are_enough(
   goes_on = partial_rollout.should_continue(
     age_B, rows, max_carry, extra_groups
   )
-  return ~goes_on(_is_open(now))
+  return ~goes_on(conversation_state.is_open(now))
 
 
 def _emit(
@@ -250,7 +245,8 @@ def _emit(
   )
   drawn_B = (now.own - old.own).sum(1, dtype=jnp.int32)
   n = groups.age.shape[0] // rows - extra_groups
-  ended, left = partial_rollout.split_finished(_is_open(now), rows, n)
+  open_B = conversation_state.is_open(now)
+  ended, left = partial_rollout.split_finished(open_B, rows, n)
   done = jax.tree.map(lambda x: x[ended], groups)
   rest = jax.tree.map(lambda x: x[left], groups)
   x, found = episode.finish((step,), done.problem, done.now, play.cast)
