@@ -92,15 +92,17 @@ def embodied_grpo(
     entropy_coef: weight of the entropy bonus.
     num_minibatches: minibatches of a batch, with an update each.
     num_epochs: passes over each batch, shuffled anew in each.
-    filter_groups: masks groups whose rewards are all equal. Their advantages
-      are zero in any case, but `kl_coef` and `entropy_coef` act on them, and
-      they count where `aggregate` averages over steps.
+    filter_groups: masks groups whose episodes all have the same reward. One
+      advantage an episode is zero there in any case, but `kl_coef` and
+      `entropy_coef` act on them, and they count where `aggregate` averages over
+      steps. With `turn_advantage`, it leaves out advantages that are not zero.
     advantage: `reward_G -> advantage_G` of one group.
     turn_advantage: `reward_GK, taken_GK, state_GK -> advantage_GK`: the
       advantages of the K steps of one group of episodes, from the rewards of
       the environment, in place of `advantage` of `episode_reward`; such as
-      `turn_advantages.by_turn`, which compares equal steps. Only the states of
-      first steps are known to be equal. None for one advantage an episode.
+      `turn_advantages.by_turn`, which compares steps of the same number. Only
+      the states of first steps are known to be equal. None for one advantage an
+      episode.
     aggregate: `loss_BT, mask_BT -> metrics.Mean`.
     normalize_obs: whether observations are normalized by running moments.
     init_from: folder of an exported policy to start from; its observation

@@ -28,23 +28,30 @@ class LayerCache(NamedTuple):
 
 
 def empty(config: transformer.Config, rows: int, length: int, fill=0):
-  """Empty caches of `rows` completions of `length` tokens, by layer."""
+  """Empty caches of `rows` completions of `length` tokens, by layer.
+
+  Args:
+    config: dimensions of the model.
+    rows: of each cache.
+    length: columns of each cache.
+    fill: their first value, which no mask lets through.
+  """
   shape = (rows, config.K, length, config.W)
-  zeros = jnp.full(shape, fill, jnp.dtype(config.dtype))
-  return tuple(LayerCache(zeros, zeros) for _ in range(config.L))
+  filled = jnp.full(shape, fill, jnp.dtype(config.dtype))
+  return tuple(LayerCache(filled, filled) for _ in range(config.L))
 
 
 def empty_after(before, config: transformer.Config, *sizes: tuple[int, int]):
-  """Empty caches that are made when other arrays are there.
+  """Empty caches that XLA makes only after it has computed other arrays.
 
   Zeros need no input, so that XLA for GPUs writes them at the start of a
-  program. While prompts are read, caches would then lie beside parameters that
-  have just been gathered, and that are gone when decoding begins.
+  program. Caches would then take memory while prompts are read, beside gathered
+  parameters that are freed before decoding begins.
 
   Args:
     before: a tree of the other arrays.
     config: dimensions of the model.
-    *sizes: rows and length of each caches, as `empty` takes them.
+    *sizes: rows and length, as `empty` takes them, of each set of caches.
 
   Returns:
     `before`, and the caches by layer for each of `sizes`.
