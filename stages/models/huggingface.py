@@ -1,7 +1,6 @@
 """Models as Hugging Face checkpoints: loading, policies and exporting."""
 
 from collections.abc import Callable
-import contextlib
 import dataclasses
 import functools
 import json
@@ -377,7 +376,7 @@ def export(
     merge_lora: whether adapters are added to the weights.
   """
   source = pathlib.Path(checkpoint)
-  with new_folder(pathlib.Path(folder)) as part:
+  with weights.new_folder(pathlib.Path(folder)) as part:
     if lora_lib.is_adapted(params) and not merge_lora:
       adapters.write(part, params, source)
     else:
@@ -387,20 +386,6 @@ def export(
     for name in COMPANIONS:
       if (source / name).is_file():
         shutil.copy(source / name, part / name)
-
-
-@contextlib.contextmanager
-def new_folder(folder: pathlib.Path):
-  """A folder to make and write, which becomes `folder` when it is complete.
-
-  `folder` may be the original checkpoint, and an interrupted export must leave
-  it as it was.
-  """
-  part = folder.with_name(f'{folder.name}.part')
-  shutil.rmtree(part, ignore_errors=True)
-  yield part
-  shutil.rmtree(folder, ignore_errors=True)
-  part.replace(folder)
 
 
 def _export_model(folder: pathlib.Path, params, source: pathlib.Path):

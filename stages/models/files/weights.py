@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import pathlib
+import shutil
 from typing import Any
 
 import jax
@@ -374,3 +375,17 @@ def _shards(params, names, itemsize: int, shard_bytes: int) -> list[dict]:
     sizes[-1] += size_of[name]
     shards[-1][name] = parts
   return shards
+
+
+@contextlib.contextmanager
+def new_folder(folder: pathlib.Path):
+  """A folder to make and write, which becomes `folder` when it is complete.
+
+  `folder` may be the original checkpoint, and an interrupted export must leave
+  it as it was.
+  """
+  part = folder.with_name(f'{folder.name}.part')
+  shutil.rmtree(part, ignore_errors=True)
+  yield part
+  shutil.rmtree(folder, ignore_errors=True)
+  part.replace(folder)

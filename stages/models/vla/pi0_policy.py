@@ -150,7 +150,7 @@ def export(
     norm_stats: statistics that go with it; None for none.
     data_set: their name in the folder.
   """
-  own = trunk_lora.merge_any(params['policy'], part=TRUNK)
+  own = trunk_lora.merge_if_adapted(params['policy'], part=TRUNK)
   own = own | own.get(base.FROZEN, {})
   parts = {name: own[name] for name in (*FROZEN_PARTS, EXPERT)}
   pi0_files.write(folder, parts, config)

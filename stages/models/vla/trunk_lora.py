@@ -70,8 +70,8 @@ def merge(params, *, part: str):
   return _whole(lora.merge, params, part=part)
 
 
-def merge_any(params, *, part: str):
-  """As `merge`, compiled; parameters without adapters stay as they are."""
+def merge_if_adapted(params, *, part: str):
+  """The whole model, as `merge`; the given parameters if nothing is adapted."""
   if not lora.is_adapted(params):
     return params
   return jax.jit(functools.partial(merge, part=part))(params)

@@ -123,7 +123,7 @@ def export(
     checkpoint: the original model.
     **settings: of `openvla_files.export`.
   """
-  own = trunk_lora.merge_any(params['policy'], part=LLAMA)
+  own = trunk_lora.merge_if_adapted(params['policy'], part=LLAMA)
   openvla_files.export(folder, own, checkpoint, **settings)
 
 

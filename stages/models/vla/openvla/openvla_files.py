@@ -333,7 +333,7 @@ def export(
   config = read(source, towers=towers).config
   copied = _tensors(source, unread(source, config))
   own = {k: v for k, v in params.items() if k != base.CRITIC}
-  with huggingface.new_folder(pathlib.Path(folder)) as part:
+  with weights.new_folder(pathlib.Path(folder)) as part:
     weights.save(
       part,
       own | {'copied': copied},

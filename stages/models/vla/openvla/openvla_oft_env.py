@@ -125,7 +125,7 @@ def export(
     checkpoint: the original model.
     **settings: of `openvla_oft_files.export`.
   """
-  own = trunk_lora.merge_any(params['policy'], part=openvla_env.LLAMA)
+  own = trunk_lora.merge_if_adapted(params['policy'], part=openvla_env.LLAMA)
   openvla_oft_files.export(folder, own, checkpoint, **settings)
 
 
