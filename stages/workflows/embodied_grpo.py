@@ -224,19 +224,14 @@ def group_advantage(
   """Masks and advantages of [B, T] steps, as fields of the experience.
 
   No step counts of an episode whose simulator failed; its group is compared as
-  if its reward were their mean, or, by turn, without it.
+  if its reward were their mean, and single steps are compared without it.
   """
   reward_NG, kept_NG, least_N1, most_N1 = _groups(
     group_size, episode_reward, timestep
   )
-  sum_N1 = (kept_NG * reward_NG).sum(1, keepdims=True)
-  count_N1 = kept_NG.sum(1, keepdims=True)
-  # Within its range: by rounding, the mean of equal rewards could differ.
-  mean_N1 = jnp.clip(sum_N1 / jnp.maximum(count_N1, 1.0), least_N1, most_N1)
   first_BT = episode_stats.in_first_episode(timestep)
   if turn_advantage is None:
-    reward_NG = jnp.where(kept_NG > 0, reward_NG, mean_N1)
-    advantage_NG = jax.vmap(advantage)(reward_NG)
+    advantage_NG = jax.vmap(advantage)(_with_mean(reward_NG, kept_NG))
     advantage_BT = advantage_NG.reshape(-1, 1) * first_BT
   else:
     advantage_BT = _by_step(
@@ -254,6 +249,16 @@ def group_advantage(
   }
 
 
+def _with_mean(reward, kept):
+  """Rewards [..., G], of failed episodes the mean of the others."""
+  least = jnp.where(kept > 0, reward, jnp.inf).min(-1, keepdims=True)
+  most = jnp.where(kept > 0, reward, -jnp.inf).max(-1, keepdims=True)
+  count = jnp.maximum(kept.sum(-1, keepdims=True), 1.0)
+  mean = (reward * kept).sum(-1, keepdims=True) / count
+  # Within its range: by rounding, the mean of equal rewards could differ.
+  return jnp.where(kept > 0, reward, jnp.clip(mean, least, most))
+
+
 def _by_step(
   advantage: signatures.TurnAdvantage, group_size: int, reward_BT, taken_BT
 ):
@@ -264,6 +269,10 @@ def _by_step(
 
   def of_group(reward_GT, taken_GT):
     reward_GT = jnp.where(taken_GT > 0, reward_GT, 0.0)
+    # What `advantage` may compare whole episodes by is the sum of a row.
+    return_G = _with_mean(reward_GT.sum(1), taken_GT[:, 0])
+    first_G = jnp.where(taken_GT[:, 0] > 0, reward_GT[:, 0], return_G)
+    reward_GT = reward_GT.at[:, 0].set(first_G)
     return advantage(reward_GT, taken_GT, state_GT)
 
   groups = (x.reshape(-1, group_size, T) for x in (reward_BT, taken_BT))

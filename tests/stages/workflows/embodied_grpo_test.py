@@ -174,6 +174,24 @@ def test_only_first_steps_are_known_to_be_in_equal_states(in_float64):
   np.testing.assert_allclose(by_state, mask * whole, rtol=1e-9, atol=1e-12)
 
 
+def test_a_failed_episode_does_not_move_the_mean_of_whole_episodes(in_float64):
+  done, failed, reward = random_steps(3)
+  assert failed.any()
+  timestep = timestep_of(done, reward=reward, env_failed=failed)
+  of_episode, whole = (
+    group_advantage(
+      GROUP,
+      episode_stats.episode_return,
+      advantages.group_relative,
+      False,
+      timestep,
+      turn_advantage=turn_advantage,
+    )['advantage']
+    for turn_advantage in (turn_advantages.by_state(weight=0.0), None)
+  )
+  np.testing.assert_allclose(of_episode, whole, rtol=1e-9, atol=1e-12)
+
+
 def test_metrics_are_of_first_episodes_and_steps_that_did_not_fail():
   success = [[0, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]]
   lost = np.zeros((4, 4))
