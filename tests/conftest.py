@@ -13,6 +13,7 @@ long), sees one thread only and cannot tell returning from raising.
 """
 
 import ast
+import ctypes
 import functools
 import gc
 import importlib.machinery
@@ -72,6 +73,7 @@ compilation_cache.zlib = types.SimpleNamespace(
 )
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+TRIM = getattr(ctypes.CDLL(None), 'malloc_trim', None)
 
 
 @pytest.fixture
@@ -92,6 +94,19 @@ def no_recipe():
   yield
   if 'gin' in sys.modules:
     sys.modules['gin'].clear_config()
+
+
+@pytest.fixture(autouse=True, scope='module')
+def no_programs():
+  """Frees what a module has compiled, which no other module calls again.
+
+  A process that keeps the programs of all its modules ends with 9 GB.
+  """
+  yield
+  jax.clear_caches()
+  gc.collect()
+  if TRIM is not None:
+    TRIM(0)  # Else glibc keeps most of what was freed.
 
 
 @pytest.fixture(scope='module')
