@@ -4,6 +4,8 @@
 
 `train.jsonl` has 2,400 questions and `held_out.jsonl` 500, half of them in
 phrasings that the training questions do not have. No question is in both.
+`sums.jsonl`, `differences.jsonl` and `products.jsonl` have the training
+questions of one operation, for mixtures.
 """
 
 import json
@@ -17,6 +19,7 @@ NAMES = (
 THINGS = (
   'apples books coins eggs flowers marbles pencils stamps shells stickers'
 ).split()
+OPERATIONS = {'+': 'sums', '-': 'differences', '*': 'products'}
 # The last phrasing of each operation is held out.
 PHRASINGS = {
   '+': (
@@ -52,7 +55,7 @@ PHRASINGS = {
 
 
 def problem(rng: random.Random, new_phrasing: bool) -> dict[str, str]:
-  """A question and its answer."""
+  """A question, its answer and its operation."""
   sign = rng.choice('+-*')
   if sign == '*':
     a, b = rng.randint(2, 9), rng.randint(2, 9)
@@ -65,7 +68,8 @@ def problem(rng: random.Random, new_phrasing: bool) -> dict[str, str]:
   question = text.format(
     name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, b=b
   )
-  return {'prompt': question, 'answer': str(answer)}
+  operation = OPERATIONS[sign]
+  return {'prompt': question, 'answer': str(answer), 'operation': operation}
 
 
 def problems(num_train: int = 2400, num_held_out: int = 500, seed: int = 0):
@@ -84,10 +88,14 @@ def problems(num_train: int = 2400, num_held_out: int = 500, seed: int = 0):
 
 
 def main(folder: str):
-  """Writes both files."""
+  """Writes all files."""
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
-  for name, rows in zip(('train', 'held_out'), problems(), strict=True):
+  train, held_out = problems()
+  files = {'train': train, 'held_out': held_out}
+  for name in OPERATIONS.values():
+    files[name] = [row for row in train if row['operation'] == name]
+  for name, rows in files.items():
     lines = [json.dumps(row) for row in rows]
     (path / f'{name}.jsonl').write_text('\n'.join(lines) + '\n')
 
