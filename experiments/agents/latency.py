@@ -6,8 +6,8 @@ An answer to every second turn, by chance, takes 1 s on average, with an
 exponential distribution. The ways alternate; the first round compiles, and each
 round has other latencies, so that answers come in another order. The
 conversations of all rounds must have the same tokens. With `--vllm`, vLLM takes
-the turns, of all rows that have one; what is called slots is then how many must
-have one before it goes on.
+the turns. In all three ways it decodes as many rows at once as there are slots;
+the last goes on as soon as so many rows have a turn.
 """
 
 import argparse
@@ -205,7 +205,12 @@ def main():
   parser.add_argument('--group_size', type=int, default=4)
   parser.add_argument('--turns', type=int, default=6)
   parser.add_argument('--length', type=int, default=512)
-  parser.add_argument('--ends', type=int, default=1)
+  parser.add_argument(
+    '--ends',
+    type=int,
+    default=1,
+    help='tokens of the vocabulary that end a turn',
+  )
   parser.add_argument('--width', type=int, default=128)
   parser.add_argument('--layers', type=int, default=3)
   parser.add_argument('--seconds', type=float, default=1.0)

@@ -126,7 +126,7 @@ class LoopCounter(allocation.Allocation):
       for x in stacked
     ]
     made = self._repeat(eqn, args, done, n, made, state)
-    # What a forward pass stores has letters, too, if it is of a parameter.
+    # Parameters that a forward pass stores for each trip keep their letters.
     for result, x in zip(made[carried[1] :], stacked, strict=True):
       result.letters = x.letters and ('', *x.letters)
     return made

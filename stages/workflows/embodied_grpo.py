@@ -269,7 +269,8 @@ def _by_step(
 
   def of_group(reward_GT, taken_GT):
     reward_GT = jnp.where(taken_GT > 0, reward_GT, 0.0)
-    # What `advantage` may compare whole episodes by is the sum of a row.
+    # `advantage` may compare whole episodes, by the sums of rows: a failed one
+    # gets the mean of the others.
     return_G = _with_mean(reward_GT.sum(1), taken_GT[:, 0])
     first_G = jnp.where(taken_GT[:, 0] > 0, reward_GT[:, 0], return_G)
     reward_GT = reward_GT.at[:, 0].set(first_G)

@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 class Spy:
-  """What vLLM has said of each of its requests, in the order of its steps."""
+  """Outputs of vLLM for each request, in the order of its steps."""
 
   def __init__(self):
     self.engines, self.steps = set(), []

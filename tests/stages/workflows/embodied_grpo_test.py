@@ -154,20 +154,23 @@ def test_steps_are_compared_with_equal_steps_of_their_group(seed, in_float64):
   np.testing.assert_array_equal(got['mask'], mask)
 
 
+def advantage_of(timestep, turn_advantage=None):
+  """Advantages of steps, from the returns of whole groups."""
+  return group_advantage(
+    GROUP,
+    episode_stats.episode_return,
+    advantages.group_relative,
+    False,
+    timestep,
+    turn_advantage=turn_advantage,
+  )['advantage']
+
+
 def test_only_first_steps_are_known_to_be_in_equal_states(in_float64):
   done, failed, reward = random_steps(3)
   timestep = timestep_of(done, reward=reward, env_failed=0 * failed)
-  by_state, whole = (
-    group_advantage(
-      GROUP,
-      episode_stats.episode_return,
-      advantages.group_relative,
-      False,
-      timestep,
-      turn_advantage=turn_advantage,
-    )['advantage']
-    for turn_advantage in (turn_advantages.by_state(1.0), None)
-  )
+  by_state = advantage_of(timestep, turn_advantages.by_state(1.0))
+  whole = advantage_of(timestep)
   # At the first step the return to go is that of the episode.
   mask = np.array(episode_stats.in_first_episode(timestep))
   mask[:, 0] *= 2.0
@@ -178,17 +181,8 @@ def test_a_failed_episode_does_not_move_the_mean_of_whole_episodes(in_float64):
   done, failed, reward = random_steps(3)
   assert failed.any()
   timestep = timestep_of(done, reward=reward, env_failed=failed)
-  of_episode, whole = (
-    group_advantage(
-      GROUP,
-      episode_stats.episode_return,
-      advantages.group_relative,
-      False,
-      timestep,
-      turn_advantage=turn_advantage,
-    )['advantage']
-    for turn_advantage in (turn_advantages.by_state(weight=0.0), None)
-  )
+  of_episode = advantage_of(timestep, turn_advantages.by_state(weight=0.0))
+  whole = advantage_of(timestep)
   np.testing.assert_allclose(of_episode, whole, rtol=1e-9, atol=1e-12)
 
 

@@ -226,3 +226,16 @@ def test_another_number_of_policies_than_of_roles_is_refused(
       max_turns=TURNS,
       group_size=GROUP,
     )
+
+
+def test_a_balance_of_experts_that_no_policy_has_is_refused():
+  with pytest.raises(ValueError, match='trains no router'):
+    workflows.role_grpo(
+      [policy()] * 2,
+      conversation.episode_return(),
+      [invariance_test.KEEP] * 2,
+      envs=toy_conversation.envs(roles=NAMES),
+      max_turns=TURNS,
+      group_size=GROUP,
+      balance_coef=0.1,
+    )

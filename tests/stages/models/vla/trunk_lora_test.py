@@ -68,7 +68,7 @@ def demonstrations(rows=4):
 
 
 def cloned(folder, steps, **settings):
-  """What cloning without an environment makes, and its evaluations."""
+  """The state after cloning without an environment, and its evaluations."""
   workflow = workflows.behavior_cloning(
     None,
     functools.partial(pretrained, folder=folder, **settings),
@@ -110,7 +110,7 @@ def test_adapters_and_heads_learn_and_the_weights_stay(folder, tmp_path):
     )
     assert all(jax.tree.leaves(moved)), part
 
-  # What is exported acts as what was trained.
+  # The exported policy acts as the trained one.
   out = tmp_path / 'tuned'
   openvla_oft_env.export(
     out, end, checkpoint=str(folder), norm_stats=STATS, towers=plain.TOWERS
