@@ -35,6 +35,10 @@ class _Storage(NamedTuple):
   content: bytes
 
 
+class _State(dict):
+  """An OrderedDict: those of torch's modules have an attribute, `_metadata`."""
+
+
 def _tensor(storage, offset, shape, stride, *rest) -> np.ndarray:
   """A contiguous tensor; torch writes no other ones of parameters."""
   del rest
@@ -58,7 +62,7 @@ class _Unpickler(pickle.Unpickler):
 
   def find_class(self, module, name):
     if (module, name) == ('collections', 'OrderedDict'):
-      return dict
+      return _State
     if (module, name) == ('torch._utils', '_rebuild_tensor_v2'):
       return _tensor
     if module == 'torch' and name in STORAGES:
@@ -101,7 +105,7 @@ def read(path: pathlib.Path) -> dict[str, np.ndarray]:
       f'{path} is not a file of tensors by torch.save ({error!r:.200}): copy '
       'it again, or do not trust it.'
     ) from error
-  return found
+  return dict(found)
 
 
 def write(path: pathlib.Path, tensors: Mapping[str, np.ndarray]):

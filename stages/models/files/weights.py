@@ -256,27 +256,33 @@ def load(
     CheckpointError: names all missing, extra and wrongly shaped tensors, or
       one with a value that is NaN or infinite.
   """
-  folder = pathlib.Path(folder)
-  mesh = jax.sharding.get_mesh()
   with contextlib.ExitStack() as stack:
-    files = TensorFiles(folder, stack)
-    _check(files, shapes, names, ignored)
+    files = TensorFiles(pathlib.Path(folder), stack)
+    return load_open(files, shapes, names, ignored)
 
-    def read(path, leaf, layout=None):
-      tensor = naming.tensor_of(names, path)
-      if layout is None:
-        index = (slice(None),) * len(leaf.shape)
-        return jax.device_put(_read_parameter(files, tensor, leaf, index))
-      return jax.make_array_from_callback(
-        leaf.shape,
-        layout,
-        lambda index: _read_parameter(files, tensor, leaf, index),
-      )
 
-    if mesh.empty:
-      return jax.tree_util.tree_map_with_path(read, shapes)
-    layouts = rules.shardings(shapes, mesh)
-    return jax.tree_util.tree_map_with_path(read, shapes, layouts)
+def load_open(
+  files: TensorFiles, shapes: Any, names: naming.Names, ignored: frozenset
+):
+  """As `load`, from files that are open or from what has their methods."""
+  _check(files, shapes, names, ignored)
+  mesh = jax.sharding.get_mesh()
+
+  def read(path, leaf, layout=None):
+    tensor = naming.tensor_of(names, path)
+    if layout is None:
+      index = (slice(None),) * len(leaf.shape)
+      return jax.device_put(_read_parameter(files, tensor, leaf, index))
+    return jax.make_array_from_callback(
+      leaf.shape,
+      layout,
+      lambda index: _read_parameter(files, tensor, leaf, index),
+    )
+
+  if mesh.empty:
+    return jax.tree_util.tree_map_with_path(read, shapes)
+  layouts = rules.shardings(shapes, mesh)
+  return jax.tree_util.tree_map_with_path(read, shapes, layouts)
 
 
 def check_finite(name: str, *arrays: np.ndarray):

@@ -6,6 +6,9 @@ arXiv:2309.16588). Layers are bidirectional attention and a feed-forward, both
 after a LayerNorm, and scaled before they are added (LayerScale,
 arXiv:2103.17239). SigLIP (arXiv:2303.15343) has neither such tokens nor scales.
 
+What else a model knows, such as an instruction, can scale and shift the vectors
+inside each layer, see `Film`.
+
 In names of parameters, P is a learned position, I the class token and G a
 register. In those of activations, S is any token.
 """
@@ -14,7 +17,7 @@ import dataclasses
 import functools
 import math
 import typing
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from flax import linen as nn
 import jax
@@ -32,6 +35,22 @@ ACTIVATIONS = {
   'gelu_tanh': functools.partial(nn.gelu, approximate=True),
 }
 COLORS = 3
+
+
+class Film(NamedTuple):
+  """Feature-wise linear modulation of each layer, arXiv:1709.07871.
+
+    x ← (1 + γ) x + β
+
+  between attention and feed-forward, equally for all tokens of a row.
+
+  Attributes:
+    scale_LBD: γ of each layer that is run.
+    shift_LBD: β, likewise.
+  """
+
+  scale_LBD: jax.Array
+  shift_LBD: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +184,8 @@ class Block(nn.Module):
     wide = mixed_precision.wide_dtype(y_BSD.dtype)
     return (y_BSD.astype(wide) * scale_D[None, None]).astype(y_BSD.dtype)
 
-  def __call__(self, x_BSD, _):
+  def __call__(self, x_BSD, film: Film | None = None):
+    """Activations after the layer; `film` is of this layer alone, [B, D]."""
     c = self.config
     layer_norm = functools.partial(
       mixed_precision.layer_norm, norm_epsilon=c.norm_epsilon
@@ -178,6 +198,8 @@ class Block(nn.Module):
     seen_BSHW = attention.bidirectional(q_BSHW, k_BSHW, v_BSHW)
     y_BSD = self._linear('out_HWD', 'BSHW,HWD->BSD', seen_BSHW, self.out_D)
     x_BSD += self._scaled(y_BSD, c.layer_scale and self.attention_scale_D)
+    if film is not None:
+      x_BSD = _modulate(x_BSD, *film)
     y_BSD = layer_norm(x_BSD, *self.before_feedforward)
     y_BSF = self._linear('up_DF', 'BSD,DF->BSF', y_BSD, self.up_F)
     y_BSF = ACTIVATIONS[c.activation](y_BSF)
@@ -205,7 +227,7 @@ class VisionTransformer(nn.Module):
       self.register_GD = parameter('register_GD', c.registers, c.D)
     if c.final_norm:
       self.norm = _norm(self, 'norm')
-    self.layers = stack.layers(Block, c, nn.broadcast)
+    self.layers = stack.layers(Block, c, 0)
 
   def embed(self, image):
     """Tokens before the first layer, [B, S, D]; arguments as `__call__`."""
@@ -238,26 +260,35 @@ class VisionTransformer(nn.Module):
     prefix = [jnp.broadcast_to(y[None], (B, *y.shape)) for y in prefix]
     return jnp.concatenate([*prefix, x], 1).astype(c.dtype)
 
-  def __call__(self, image):
+  def __call__(self, image, film: Film | None = None):
     """Vectors after the last layer that is run, [B, S, D].
 
     Args:
       image: normalized floats [B, rows, columns, colors]. Sizes other than the
         configured one interpolate the positions.
+      film: what scales and shifts the vectors in each layer; None for nothing.
 
     Returns:
       The class token, registers and patches, row by row; see `patches`.
     """
-    x_BSD, _ = self.layers(self.embed(image), None)
+    x_BSD, _ = self.layers(self.embed(image), film)
     if not self.config.final_norm:
       return x_BSD
     return mixed_precision.layer_norm(
       x_BSD, *self.norm, self.config.norm_epsilon
     )
 
-  def patches(self, image):
+  def patches(self, image, film: Film | None = None):
     """As `__call__`, without the tokens before the patches."""
-    return self(image)[:, self.config.prefix :]
+    return self(image, film)[:, self.config.prefix :]
+
+
+def _modulate(x_BSD, scale_BD, shift_BD):
+  """(1 + γ) x + β for all tokens of a row, rounded once."""
+  wide = mixed_precision.wide_dtype(x_BSD.dtype)
+  scale_B1D = 1 + scale_BD.astype(wide)[:, None]
+  y_BSD = x_BSD.astype(wide) * scale_B1D + shift_BD.astype(wide)[:, None]
+  return y_BSD.astype(x_BSD.dtype)
 
 
 def _norm(module, name: str):

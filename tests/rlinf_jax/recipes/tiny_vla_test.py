@@ -47,7 +47,8 @@ def test_episodes_are_of_the_controller_that_does_what_words_say(folder):
 
 
 @pytest.mark.slow
-def test_fine_tuning_exports_the_published_layout(folder, tmp_path):
+@pytest.mark.parametrize('film', [False, True])
+def test_fine_tuning_exports_the_published_layout(folder, tmp_path, film):
   """The first command of docs/vla.md."""
   bindings = [
     f'MODEL = {str(folder / "model")!r}',
@@ -55,6 +56,7 @@ def test_fine_tuning_exports_the_published_layout(folder, tmp_path):
     'CHUNK = 2',
     'STEPS = 3',
     'LORA_RANK = 4',
+    f'FILM = {film}',
     'train.train.plan = None',
   ]
   config.parse(
@@ -78,6 +80,9 @@ def test_fine_tuning_exports_the_published_layout(folder, tmp_path):
   keys = jax.random.split(jax.random.key(0), 2)
   params = policy.init(jax.random.key(0))
   assert 'state_projector' in params
+  # Beside adapters of the language model, FiLM is trained.
+  learned = any(np.any(x) for x in jax.tree.leaves(params.get('film', ())))
+  assert learned == film
   command = policy.to_env_action(policy.act(params, obs, keys).action)
   assert command.shape == (2, 2, 2) and np.isfinite(command).all()
 

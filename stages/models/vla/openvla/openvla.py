@@ -5,8 +5,10 @@ are concatenated feature by feature and projected to the width of the language
 model. They stand after its first token, and the instruction follows.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import functools
+import types
 from typing import Any
 
 from flax import linen as nn
@@ -137,12 +139,24 @@ def init_params(config: Config, key: jax.Array) -> Any:
   }
 
 
-def embed_patches(config: Config, params, image):
-  """Projected patches [B, S, D] of pictures, uint8 [B, rows, columns, 3]."""
+def embed_patches(
+  config: Config,
+  params,
+  image,
+  films: Mapping[str, vit.Film] = types.MappingProxyType({}),
+):
+  """Projected patches [B, S, D] of pictures.
+
+  Args:
+    config: the model.
+    params: its parameters.
+    image: uint8 [B, rows, columns, 3].
+    films: by the name of a tower, what scales and shifts its vectors.
+  """
   inputs = config.pictures(image, config.llama.dtype)
   towers = [
     vit.VisionTransformer(vit.inner(tower)).apply(
-      {'params': params[name]}, x, method='patches'
+      {'params': params[name]}, x, films.get(name), method='patches'
     )
     for name, tower, x in zip(
       ('dino', 'siglip'), (config.dino, config.siglip), inputs, strict=True

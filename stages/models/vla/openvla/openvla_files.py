@@ -43,6 +43,8 @@ PREFIXES = {
   'dino': 'vision_backbone.featurizer.',
   'siglip': 'vision_backbone.fused_featurizer.',
 }
+# Vision towers with FiLM, which are OpenVLA-OFT's, see `film_files`.
+FILM_FILES = 'vision_backbone--*_checkpoint.pt'
 _DINO = vit.Config(
   image_size=224,
   patch_size=14,
@@ -241,31 +243,52 @@ def names(config: openvla.Config) -> Names:
   return towers | {'projector': projector, 'llama': llama}
 
 
-def unread(folder: str | pathlib.Path, config: openvla.Config) -> frozenset:
-  """Names of stored tensors that no part of the model reads."""
+def unread_stems(config: openvla.Config) -> tuple[str, ...]:
+  """First parts of the names of tensors that no part of the model reads."""
   stems = []
   for part, prefix in PREFIXES.items():
     last = getattr(config, part).L - 1
     stems += [f'{prefix}{x}.' for x in (f'blocks.{last}', 'norm', 'attn_pool')]
+  return tuple(stems)
+
+
+def _unread(
+  folder: str | pathlib.Path, config: openvla.Config, *, with_towers: bool
+) -> frozenset:
+  """Names of stored tensors that are not read.
+
+  Args:
+    folder: of the model.
+    config: the model.
+    with_towers: whether the towers are read from this folder's safetensors.
+  """
+  stems = unread_stems(config) if with_towers else tuple(PREFIXES.values())
   with contextlib.ExitStack() as stack:
     files = weights.TensorFiles(pathlib.Path(folder), stack)
-    return frozenset(
-      name for name in files.file_of if name.startswith(tuple(stems))
-    )
+    return frozenset(name for name in files.file_of if name.startswith(stems))
 
 
-def load_params(checkpoint: str | pathlib.Path, config: openvla.Config):
+def load_params(
+  checkpoint: str | pathlib.Path,
+  config: openvla.Config,
+  *,
+  with_towers: bool = True,
+):
   """The parameters of a checkpoint, each onto its devices.
+
+  Args:
+    checkpoint: folder of a model.
+    config: the model.
+    with_towers: whether those of the vision towers are among them.
 
   Raises:
     CheckpointError: names all missing, extra and wrongly shaped tensors.
   """
-  return weights.load(
-    checkpoint,
-    openvla.param_shapes(config),
-    names(config),
-    ignored=unread(checkpoint, config),
-  )
+  shapes = openvla.param_shapes(config)
+  if not with_towers:
+    shapes = {k: x for k, x in shapes.items() if k not in PREFIXES}
+  ignored = _unread(checkpoint, config, with_towers=with_towers)
+  return weights.load(checkpoint, shapes, names(config), ignored=ignored)
 
 
 @settings_lib.passed_to(openvla_policy.policy)
@@ -288,7 +311,15 @@ def policy_and_stats(
     remat: likewise.
     towers: likewise.
     **settings: of `openvla_policy.policy`.
+
+  Raises:
+    CheckpointError: for a folder of another model, or one with FiLM.
   """
+  if found := [*pathlib.Path(checkpoint).glob(FILM_FILES)]:
+    raise weights.CheckpointError(
+      f'{checkpoint} has vision towers with FiLM ({found[0].name}), which '
+      'OpenVLA does not have: read it as an OpenVLA-OFT.'
+    )
   config, norm_stats = read(checkpoint, dtype=dtype, remat=remat, towers=towers)
   stats = action_tokens.action_stats(norm_stats, data_set)
   own = openvla_policy.policy(config, stats, **settings)
@@ -321,7 +352,8 @@ def export(
 
   Args:
     folder: folder to write.
-    params: parameters of the policy; its critic is left out.
+    params: parameters of the policy; its critic is left out. Towers that are
+      not among them are copied from the original.
     checkpoint: the original model, for its type, and for all that is not
       trained.
     towers: as for `read`.
@@ -331,7 +363,8 @@ def export(
   source = pathlib.Path(checkpoint)
   raw, _ = huggingface.raw_config(source)
   config = read(source, towers=towers).config
-  copied = _tensors(source, unread(source, config))
+  unread = _unread(source, config, with_towers='dino' in params)
+  copied = tensors(source, lambda name: name in unread)
   own = {k: v for k, v in params.items() if k != base.CRITIC}
   with weights.new_folder(pathlib.Path(folder)) as part:
     weights.save(
@@ -348,8 +381,10 @@ def export(
     finish(part)
 
 
-def _tensors(folder: pathlib.Path, wanted: frozenset) -> dict[str, np.ndarray]:
-  """Tensors of a checkpoint as they are stored."""
+def tensors(
+  folder: pathlib.Path, wanted: Callable[[str], bool]
+) -> dict[str, np.ndarray]:
+  """Tensors of a checkpoint as they are stored, those with wanted names."""
   with contextlib.ExitStack() as stack:
     files = weights.TensorFiles(folder, stack)
-    return {name: files.slice(name)[:] for name in sorted(wanted)}
+    return {x: files.slice(x)[:] for x in sorted(files.file_of) if wanted(x)}

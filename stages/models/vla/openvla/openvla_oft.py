@@ -5,7 +5,8 @@ a vector of zeros, and by the stop token. Attention is bidirectional everywhere,
 so that one pass gives all numbers: tokens, each given the observation alone, or
 real numbers by a head that was trained with an L1 loss. Pictures of several
 cameras stand one after the other, and the robot's state may be a token after
-their patches.
+their patches. The instruction may scale and shift what the towers compute, see
+`film`.
 """
 
 import dataclasses
@@ -22,9 +23,11 @@ from stages import base
 from stages.models import transformer
 from stages.models.layers import block as block_lib
 from stages.models.layers import initialize, mixed_precision
+from stages.models.vla.openvla import film as film_lib
 from stages.models.vla.openvla import openvla
 
 Head = Literal['token', 'l1']
+FILM = 'film'  # Key of its parameters.
 NORM_EPSILON = 1e-5  # Of torch's LayerNorm.
 
 
@@ -41,6 +44,7 @@ class Config:
     head: 'token' for the output layer of the language model, 'l1' for real
       numbers.
     stop: the token after the placeholders.
+    film: whether the instruction scales and shifts the towers' vectors.
   """
 
   openvla: openvla.Config
@@ -50,6 +54,7 @@ class Config:
   cameras: int = 1
   head: Head = 'token'
   stop: int = 2
+  film: bool = False
 
   def __post_init__(self):
     if self.head not in typing.get_args(Head):
@@ -167,6 +172,8 @@ def param_shapes(config: Config) -> Any:
     x = jnp.zeros((1, 1, module.config.O), module.config.dtype)
     variables = jax.eval_shape(module.init, jax.random.key(0), x)
     shapes[name] = variables['params']
+  if config.film:
+    shapes[FILM] = film_lib.param_shapes(config.openvla)
   return shapes
 
 
@@ -179,6 +186,8 @@ def init_params(config: Config, key: jax.Array) -> Any:
   if own:
     key = jax.random.fold_in(key, 1)
     params |= initialize.draw(own, key, config.openvla.llama.init_stddev)
+  if config.film:
+    params[FILM] = film_lib.init_params(config.openvla)
   return params
 
 
@@ -209,12 +218,12 @@ def action_states(config: Config, params, obs: Observation):
   """
   check(config, obs)
   model = transformer.Transformer(config.openvla.llama)
-  x_BPD, mask_BP = _prompt(config, params, obs)
-  B, P, D = x_BPD.shape
-  T = config.Z * config.A
-  stop_B1 = jnp.full((B, 1), config.stop, jnp.int32)
+  stop_B1 = jnp.full(obs.prompt.token[:, :1].shape, config.stop, jnp.int32)
   llama_params = {'params': params['llama']}
   stop_B1D = model.apply(llama_params, stop_B1, method='embed')
+  x_BPD, mask_BP = _prompt(config, params, obs, stop_B1D)
+  B, P, D = x_BPD.shape
+  T = config.Z * config.A
   empty_BTD = jnp.zeros((B, T, D), x_BPD.dtype)
   x_BSD = jnp.concatenate([x_BPD, empty_BTD, stop_B1D], 1)
   end = jnp.ones((B, T + 1), mask_BP.dtype)
@@ -230,19 +239,23 @@ def action_states(config: Config, params, obs: Observation):
   return jnp.concatenate([last_B1D, x_BSD[:, P : P + T - 1]], 1)
 
 
-def _prompt(config: Config, params, obs: Observation):
+def _prompt(config: Config, params, obs: Observation, stop_B1D):
   """Vectors and mask of pictures, state and instruction."""
-  c, token = config.openvla, obs.prompt.token
-  seen = [openvla.embed_patches(c, params, image) for image in obs.images]
+  c = config.openvla
+  x = transformer.Transformer(c.llama).apply(
+    {'params': params['llama']}, obs.prompt.token, method='embed'
+  )
+  films = {}
+  if config.film:
+    mean = film_lib.mean_embedding(x, obs.prompt.mask, stop_B1D)
+    films = film_lib.films(c, params[FILM], mean)
+  seen = [openvla.embed_patches(c, params, y, films) for y in obs.images]
   if config.O:
     state_B1O = obs.state[:, None].astype(c.llama.dtype)
     projector = heads(config)['state_projector']
     variables = {'params': params['state_projector']}
     seen.append(projector.apply(variables, state_B1O))
   seen = jnp.concatenate(seen, 1)
-  x = transformer.Transformer(c.llama).apply(
-    {'params': params['llama']}, token, method='embed'
-  )
   mask = jnp.ones(seen.shape[:2], obs.prompt.mask.dtype)
   return (
     openvla.insert_patches(x, seen),

@@ -4,7 +4,7 @@ A folder has the files of an OpenVLA, whose statistics are in
 dataset_statistics.json. The parts that OpenVLA does not have are files of torch
 beside them: `proprio_projector--STEP_checkpoint.pt` projects the state, and
 `action_head--STEP_checkpoint.pt` is the L1 head. A model that writes tokens has
-no such head.
+no such head. Towers with FiLM are in a file, too, see `film_files`.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,12 @@ from stages.models.files import torch_file, weights
 from stages.models.vision import vit
 from stages.models.vla.openvla import (
   action_tokens,
+  film_files,
   openvla_files,
   openvla_oft,
   openvla_oft_policy,
 )
+from stages.models.vla.openvla import film as film_lib
 
 PARALLEL = 'module.'  # Before all names, as torch trained on several devices.
 CROP = 0.9  # Share of a picture's area that evaluations show.
@@ -130,8 +132,16 @@ def read(
     first = found['state_projector'].tensors.get('fc1.weight')
     O = first.shape[1] if first is not None and first.ndim == 2 else 1
   A = len(action_tokens.action_stats(norm_stats, data_set).q01)
-  head = 'l1' if 'l1_head' in found else 'token'
-  return openvla_oft.Config(own, chunk, A, O, cameras, head), norm_stats
+  config = openvla_oft.Config(
+    own,
+    Z=chunk,
+    A=A,
+    O=O,
+    cameras=cameras,
+    head='l1' if 'l1_head' in found else 'token',
+    film=film_files.file(checkpoint) is not None,
+  )
+  return config, norm_stats
 
 
 def load_params(
@@ -145,7 +155,7 @@ def load_params(
   Args:
     checkpoint: folder of a model.
     config: the model.
-    new_heads: whether heads without a file are left out.
+    new_heads: whether heads without a file are left out. So is FiLM.
 
   Raises:
     CheckpointError: names all tensors of the heads, or all others, that are
@@ -179,7 +189,12 @@ def load_params(
       f'{checkpoint} does not hold the heads of this model, whose actions have '
       f'{config.A} numbers: {"; ".join(faults)}.'
     )
-  return openvla_files.load_params(checkpoint, config.openvla) | own
+  towers = film_files.file(checkpoint)
+  if towers:
+    own |= film_files.load_params(towers, config.openvla)
+  return own | openvla_files.load_params(
+    checkpoint, config.openvla, with_towers=towers is None
+  )
 
 
 @settings_lib.passed_to(openvla_oft_policy.policy)
@@ -192,6 +207,7 @@ def policy_and_config(
   head: openvla_oft.Head | None = None,
   norm_stats: Mapping[str, Any] | None = None,
   new_heads: bool = False,
+  film: bool = False,
   dtype: str | None = None,
   remat: str = remat_lib.AUTO,
   towers: Mapping[str, vit.Config] = openvla_files.TOWERS,
@@ -213,6 +229,8 @@ def policy_and_config(
     new_heads: whether heads that the folder does not have get random values, to
       be trained: a projector of the state, if the statistics have a state, and
       an L1 head, if `head` asks for it.
+    film: whether a model without FiLM gets one, to be trained, with which the
+      towers see at first what they saw before. One that has it is read with it.
     dtype: as for `openvla_files.read`.
     remat: likewise.
     towers: likewise.
@@ -230,7 +248,9 @@ def policy_and_config(
     towers=towers,
     center_crop=center_crop,
   )
-  config = dataclasses.replace(config, head=head or config.head)
+  config = dataclasses.replace(
+    config, head=head or config.head, film=film or config.film
+  )
   stats = action_tokens.action_stats(norm_stats, data_set)
   state_stats = None
   if config.O or (new_heads and _has_state(norm_stats, data_set)):
@@ -293,8 +313,14 @@ def export(
     if norm_stats is not None:
       text = json.dumps(norm_stats, indent=2)
       (part / openvla_files.STATISTICS).write_text(text)
+    if openvla_oft.FILM in params:
+      file, tensors = _film_file(checkpoint, params, towers)
+      torch_file.write(part / file, tensors)
 
-  own = {k: x for k, x in params.items() if k not in FILES}
+  elsewhere = {*FILES}
+  if openvla_oft.FILM in params:
+    elsewhere |= {openvla_oft.FILM, *film_lib.TOWERS}
+  own = {k: x for k, x in params.items() if k not in elsewhere}
   openvla_files.export(
     folder,
     own,
@@ -322,3 +348,15 @@ def _head_file(
   prefix = stored.prefix if stored else PARALLEL
   name = stored.name if stored else f'{FILES[part]}--0_checkpoint.pt'
   return name, {f'{prefix}{key}': tensors[key] for key in order}
+
+
+def _film_file(
+  checkpoint: str | pathlib.Path,
+  params: base.Params,
+  towers: Mapping[str, vit.Config],
+) -> tuple[str, dict[str, np.ndarray]]:
+  """The name and the tensors of the file of towers with FiLM."""
+  config = openvla_files.read(checkpoint, towers=towers).config
+  path = film_files.file(checkpoint)
+  stored = film_files.read(path) if path else film_files.new(checkpoint, config)
+  return stored.path.name, film_files.trained(stored, params, config)

@@ -102,16 +102,17 @@ def first_layers(case, n, final_norm):
   return config, case.params | {'layers': layers}
 
 
-def run(config, params, image, method='__call__'):
+def run(config, params, image, *rest, method='__call__'):
   model = vit.VisionTransformer(config)
-  return model.apply({'params': params}, jnp.asarray(image), method=method)
+  image = jnp.asarray(image)
+  return model.apply({'params': params}, image, *rest, method=method)
 
 
 def test_every_layer_is_that_of_transformers(case):
   image = images(case.config.image_size)
   with torch.no_grad():
     want = case.torch(to_torch(image), output_hidden_states=True)
-  got = run(case.config, case.params, image, 'embed')
+  got = run(case.config, case.params, image, method='embed')
   np.testing.assert_allclose(got, want.hidden_states[0], atol=1e-5)
   for n in 1, 2, 3:
     got = run(*first_layers(case, n, False), image)
@@ -134,8 +135,40 @@ def test_inner_features_are_patches_before_the_last_layer(case):
   params = weights.load(
     case.folder, shapes, case.names, ignored=case.ignored | left_out
   )
-  got = run(config, params, image, 'patches')
+  got = run(config, params, image, method='patches')
   np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
+def modulated(layer, x, scale, shift):
+  """A layer of `transformers`, with (1 + γ) x + β before its feed-forward."""
+  if hasattr(layer, 'attention'):
+    x = x + layer.layer_scale1(layer.attention(layer.norm1(x))[0])
+    x = (1 + scale[:, None]) * x + shift[:, None]
+    return x + layer.layer_scale2(layer.mlp(layer.norm2(x)))
+  x = x + layer.self_attn(layer.layer_norm1(x), attention_mask=None)[0]
+  x = (1 + scale[:, None]) * x + shift[:, None]
+  return x + layer.mlp(layer.layer_norm2(x))
+
+
+def test_film_is_between_attention_and_feedforward_of_every_layer(case):
+  image, c = images(case.config.image_size), case.config
+  rng = np.random.default_rng(4)
+  scale, shift = rng.normal(size=(2, c.L, 2, c.D)).astype(np.float32)
+  with torch.no_grad():
+    start = case.torch(to_torch(image), output_hidden_states=True)
+    want = start.hidden_states[0]
+    blocks = case.torch.encoder
+    blocks = blocks.layer if hasattr(blocks, 'layer') else blocks.layers
+    for n, layer in enumerate(blocks):
+      want = modulated(layer, want, *map(torch.tensor, (scale[n], shift[n])))
+  film = vit.Film(jnp.asarray(scale), jnp.asarray(shift))
+  got = run(*first_layers(case, c.L, False), image, film)
+  np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-4)
+  none = vit.Film(jnp.zeros_like(film.scale_LBD), jnp.zeros_like(shift))
+  got = run(*first_layers(case, c.L, False), image, none)
+  np.testing.assert_array_equal(
+    got, run(*first_layers(case, c.L, False), image)
+  )
 
 
 @pytest.mark.parametrize('shape', [(10, 25), (20, 20)])

@@ -1,5 +1,6 @@
 """Published checkpoints of OpenVLA-OFT: a folder of the published layout."""
 
+import collections
 import json
 
 import jax
@@ -48,7 +49,9 @@ STATISTICS = {
 
 def state_dict(shapes):
   """A state as torch's parallel training saves it, in bfloat16."""
-  found = {}
+  found = collections.OrderedDict()
+  # As the states of torch's modules have it.
+  found._metadata = collections.OrderedDict({'': {'version': 1}})
   for name, shape in shapes.items():
     for suffix, size in (('weight', shape), ('bias', shape[:1])):
       x = 0.3 * torch.randn(size)
@@ -56,9 +59,9 @@ def state_dict(shapes):
   return found
 
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  rng, path = np.random.default_rng(0), tmp_path_factory.mktemp('oft')
+def published(path):
+  """Writes a folder of the published layout, and returns its path."""
+  rng = np.random.default_rng(0)
   tensors = {
     name: (0.3 * rng.normal(size=shape)).astype(ml_dtypes.bfloat16)
     for name, shape in plain.shapes().items()
@@ -69,6 +72,11 @@ def folder(tmp_path_factory):
   for name, shapes in SHAPES.items():
     torch.save(state_dict(shapes), path / name)
   return path
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return published(tmp_path_factory.mktemp('oft'))
 
 
 def policy(folder, **settings):
