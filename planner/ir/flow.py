@@ -215,6 +215,7 @@ def trace(step: Callable, carry, *inputs) -> graph.Flow:
     outputs=ids(leaves),
     carry=kept,
     gives=gives,
+    carries=jax.tree.structure(carry),
   )
 
 

@@ -93,6 +93,7 @@ class Flow:
     carry: pairs of ids, at the start and at the end of a step, of carried
       values.
     gives: the tree structure of what the step returns.
+    carries: the tree structure of the carried values.
   """
 
   nodes: tuple[Node, ...]
@@ -101,6 +102,7 @@ class Flow:
   outputs: tuple[int, ...]
   carry: tuple[tuple[int, int], ...]
   gives: Any = None
+  carries: Any = None
 
   @functools.cached_property
   def stages(self) -> tuple[str, ...]:

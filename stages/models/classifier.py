@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from sharding import deferred
 from stages import kernels, ranges
 from stages import remat as remat_lib
 from stages.language import value_model as value_model_lib
@@ -153,7 +154,7 @@ def names(checkpoint: str | pathlib.Path) -> dict[str, naming.Tensor]:
 
 def _init(checkpoint, config: transformer.Config, has_head: bool, key):
   """Reads the parameters; while tracing, when only shapes count, zeros."""
-  if isinstance(key, jax.core.Tracer):
+  if deferred.only_shapes(key):
     return jax.tree.map(
       lambda x: jnp.zeros(x.shape, x.dtype), transformer.param_shapes(config)
     ) | value_model_lib.init_head(config)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from sharding import deferred
 from stages import base, kernels, ranges
 from stages import remat as remat_lib
 from stages.language import language_model, sample, tokens
@@ -247,7 +248,7 @@ def policy(
     shapes, lora, start = _adapter(config, shapes, lora)
 
   def init(key):
-    if isinstance(key, jax.core.Tracer):  # Only shapes are needed.
+    if deferred.only_shapes(key):  # Only shapes are needed.
       return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return load_params(checkpoint, config, shapes)
 

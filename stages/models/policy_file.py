@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sharding import deferred
 from stages import tree_paths
 
 FILE = 'policy.safetensors'
@@ -72,7 +73,7 @@ def start(folder: str | pathlib.Path | None, fresh):
     fresh: new parameters, as `Workflow.params` returns them. They are returned
       while tracing, too, as the folder may not exist yet.
   """
-  traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(fresh))
+  traced = any(deferred.only_shapes(x) for x in jax.tree.leaves(fresh))
   if folder is None or traced:
     return fresh
   return jax.tree.map(jnp.asarray, read(folder, fresh))

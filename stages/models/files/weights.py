@@ -8,18 +8,20 @@ fit on one device.
 import collections
 from collections.abc import Iterator
 import contextlib
+import functools
 import itertools
 import json
 import math
 import pathlib
 import shutil
 from typing import Any
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sharding import rules
+from sharding import deferred, rules
 from stages.models.files import naming
 
 INDEX = 'model.safetensors.index.json'
@@ -244,7 +246,8 @@ def load(
   """Loads the parameters of a checkpoint onto their devices.
 
   Under `jax.set_mesh`, each parameter is sharded by the letters in its name;
-  otherwise it goes to the first device.
+  otherwise it goes to the first device. Within `deferred.defer`, each is read
+  when it is needed.
 
   Args:
     folder: folder of a checkpoint in one or several files.
@@ -256,9 +259,10 @@ def load(
     CheckpointError: names all missing, extra and wrongly shaped tensors, or
       one with a value that is NaN or infinite.
   """
-  with contextlib.ExitStack() as stack:
-    files = TensorFiles(pathlib.Path(folder), stack)
-    return load_open(files, shapes, names, ignored)
+  stack = contextlib.ExitStack()
+  files = TensorFiles(pathlib.Path(folder), stack)
+  weakref.finalize(files, stack.close)  # Deferred parameters are read later.
+  return load_open(files, shapes, names, ignored)
 
 
 def load_open(
@@ -270,14 +274,8 @@ def load_open(
 
   def read(path, leaf, layout=None):
     tensor = naming.tensor_of(names, path)
-    if layout is None:
-      index = (slice(None),) * len(leaf.shape)
-      return jax.device_put(_read_parameter(files, tensor, leaf, index))
-    return jax.make_array_from_callback(
-      leaf.shape,
-      layout,
-      lambda index: _read_parameter(files, tensor, leaf, index),
-    )
+    part = functools.partial(_read_parameter, files, tensor, leaf)
+    return deferred.read(leaf.shape, leaf.dtype, part, layout)
 
   if mesh.empty:
     return jax.tree_util.tree_map_with_path(read, shapes)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from sharding import deferred
 from stages import base, ranges, tree_paths
 from stages.envs import env as env_lib
 from stages.models import lora as lora_lib
@@ -208,7 +209,7 @@ def _init(config, checkpoint, expert_only: bool, critic, spread, key):
   """Parameters; those that are not trained are under `base.FROZEN`."""
   model_key, critic_key = jax.random.split(key)
   # Only shapes are needed while a program is traced.
-  if checkpoint is None or isinstance(key, jax.core.Tracer):
+  if checkpoint is None or deferred.only_shapes(key):
     params = pi0.init_params(config, model_key)
   else:
     params = pi0_files.read(checkpoint, config)

@@ -14,9 +14,9 @@ import pathlib
 import shutil
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
+from sharding import deferred
 from stages import base
 from stages import remat as remat_lib
 from stages import settings as settings_lib
@@ -326,7 +326,7 @@ def policy_and_stats(
 
   def init(key):
     params = own.init(key)
-    if isinstance(key, jax.core.Tracer):  # Only shapes are needed.
+    if deferred.only_shapes(key):  # Only shapes are needed.
       return params
     return params | load_params(checkpoint, config)
 

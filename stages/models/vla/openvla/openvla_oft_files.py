@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from sharding import deferred
 from stages import base
 from stages import remat as remat_lib
 from stages import settings as settings_lib
@@ -263,7 +264,7 @@ def policy_and_config(
 
   def init(key):
     params = own.init(key)
-    if isinstance(key, jax.core.Tracer):  # Only shapes are needed.
+    if deferred.only_shapes(key):  # Only shapes are needed.
       return params
     own_params = load_params(checkpoint, config, new_heads=new_heads)
     return params | own_params

@@ -1,0 +1,146 @@
+"""Arrays that are computed, or read from files, only when they are needed.
+
+A process that holds a part of a state computes that part alone: the function
+that makes the whole state is called once, and what it returns is computed array
+by array. Every operation is then executed as it would have been at once, so
+the numbers are the same to the bit, which a compiled program does not promise.
+
+JAX has no public way to say how operations are executed, so this module uses
+its internal `Trace`, as its transformations do.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import core
+import numpy as np
+
+from sharding import multihost
+
+
+class _Call:
+  """An operation whose operands are known, executed at most once."""
+
+  def __init__(self, primitive, args, params):
+    self.primitive, self.params = primitive, params
+    self.args, self.results = args, None
+
+  def run(self):
+    """Returns the results, as a list."""
+    if self.results is None:
+      args = [_compute(x) for x in self.args]
+      results = self.primitive.bind(*args, **self.params)
+      multiple = self.primitive.multiple_results
+      self.results = results if multiple else [results]
+      self.args = ()  # Lets the operands be freed.
+    return self.results
+
+
+class Deferred(core.Tracer):
+  """An array that is not computed yet; any other value is not deferred."""
+
+  __slots__ = ['call', 'index']
+
+  def __init__(self, trace, aval, call: _Call, index: int):
+    super().__init__(trace, aval)
+    self.call, self.index = call, index
+
+
+class _DeferringTrace(core.Trace):
+  """Records operations instead of executing them."""
+
+  def process_primitive(self, primitive, tracers, params, /):
+    avals = [core.typeof(x) for x in tracers]
+    made, _ = primitive.abstract_eval(*avals, **params)
+    call = _Call(primitive, tracers, params)
+    if not primitive.multiple_results:
+      return Deferred(self, made, call, 0)
+    return [Deferred(self, aval, call, i) for i, aval in enumerate(made)]
+
+  def process_call(self, call_primitive, f, tracers, params, /):
+    del call_primitive, params
+    with core.set_current_trace(self):
+      return f.call_wrapped(*tracers)
+
+  def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, **_):
+    del primitive, jvp
+    with core.set_current_trace(self):
+      return fun.call_wrapped(*tracers)
+
+  def process_custom_vjp_call(self, primitive, fun, fwd, bwd, tracers, /, **_):
+    del primitive, fwd, bwd
+    with core.set_current_trace(self):
+      return fun.call_wrapped(*tracers)
+
+
+def defer(fn: Callable[..., Any], *args) -> Any:
+  """Calls a function of JAX, and computes nothing.
+
+  Args:
+    fn: takes and returns trees of arrays; it can be traced.
+    *args: its arguments.
+
+  Returns:
+    What it returns, with arrays that `put` computes.
+  """
+  with core.set_current_trace(_DeferringTrace()):
+    return fn(*args)
+
+
+def only_shapes(x: Any) -> bool:
+  """Whether a value stands for a shape, and is never computed."""
+  return isinstance(x, core.Tracer) and not isinstance(x, Deferred)
+
+
+def put(x: Any, layout: jax.sharding.Sharding) -> jax.Array:
+  """Computes an array, if it is deferred, and copies it to a layout.
+
+  The memory of the result is nobody else's. An array that is only read from
+  files is read part by part to where each part belongs.
+
+  Args:
+    x: deferred or not.
+    layout: the sharding of the result.
+  """
+  if isinstance(x, Deferred) and x.call.primitive is _read:
+    params = x.call.params
+    return _made(params['read'], x.shape, layout)
+  return multihost.put(_compute(x), layout, may_alias=False)
+
+
+def _compute(x: Any) -> Any:
+  """The value of an array."""
+  return x.call.run()[x.index] if isinstance(x, Deferred) else x
+
+
+def read(
+  shape: tuple[int, ...],
+  dtype: Any,
+  part: Callable[[tuple[slice, ...]], np.ndarray],
+  layout: jax.sharding.Sharding | None = None,
+) -> jax.Array:
+  """An array that is read from files; while only shapes count, nothing is.
+
+  Args:
+    shape: of the array.
+    dtype: its type.
+    part: `index -> array`: reads a part of it.
+    layout: its sharding, where it is not deferred; None for the first device.
+  """
+  return _read.bind(
+    shape=shape, dtype=np.dtype(dtype), read=part, layout=layout
+  )
+
+
+def _made(part, shape, layout):
+  if layout is None:
+    return jax.device_put(part((slice(None),) * len(shape)))
+  return jax.make_array_from_callback(shape, layout, part)
+
+
+_read = core.Primitive('read')
+_read.def_impl(lambda *, shape, dtype, read, layout: _made(read, shape, layout))
+_read.def_abstract_eval(
+  lambda *, shape, dtype, read, layout: core.ShapedArray(shape, dtype)
+)

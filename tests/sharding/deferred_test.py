@@ -1,0 +1,101 @@
+"""Deferred arrays: the bits of arrays computed at once, and nothing in vain."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+import numpy as np
+import pytest
+
+from sharding import deferred
+from sharding import mesh as mesh_lib
+
+
+@pytest.fixture
+def parts():
+  """Indices of the parts that were read of a file, and `index -> part`."""
+  indices = []
+
+  def part(index):
+    indices.append(index)
+    return np.arange(32, dtype=np.float32).reshape(8, 4)[index]
+
+  return indices, part
+
+
+def state(part, key):
+  """A small state: drawn and read parameters, moments, a rounded copy."""
+  a, b = jax.random.split(key)
+  params = {
+    'w': jax.random.normal(a, (64, 64)) * 0.1,
+    'bias': jax.random.uniform(b, (7,), minval=-1.0),
+    'stored': deferred.read((8, 4), 'float32', part),
+  }
+  moments = jax.tree.map(jnp.zeros_like, params)
+  rounded = jax.nn.relu(jnp.round(params['stored'] - 3)).astype(jnp.int8)
+  return params, moments, params, a, rounded, jax.nn.softplus(params['w'])
+
+
+def bits(x):
+  is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
+FIRST = SingleDeviceSharding(jax.devices()[0])
+KEY = jax.random.key(3)
+
+
+def test_what_is_deferred_has_the_bits_of_what_is_computed_at_once(parts):
+  want = jax.tree.leaves(state(parts[1], KEY))
+  later = jax.tree.leaves(deferred.defer(lambda: state(parts[1], KEY)))
+  for x, y in zip(want, later, strict=True):
+    y = deferred.put(y, FIRST)
+    assert jax.typeof(x) == jax.typeof(y)
+    np.testing.assert_array_equal(bits(x), bits(y))
+
+
+def test_nothing_is_read_or_computed_that_is_not_needed(parts):
+  indices, part = parts
+
+  def fails(index):
+    raise OSError(f'{index} was read.')
+
+  def make():
+    x = deferred.read((2,), 'float32', fails)
+    return jnp.sin(x), state(part, KEY)
+
+  assert jax.eval_shape(make)[1][0]['stored'].shape == (8, 4)
+  never, (params, moments, *_) = deferred.defer(make)
+  deferred.put(params['w'], FIRST)
+  assert not deferred.put(moments['stored'], FIRST).any() and not indices
+  with pytest.raises(OSError, match='was read'):
+    deferred.put(never, FIRST)
+
+
+def test_no_two_of_the_results_share_memory(parts):
+  leaves = jax.tree.leaves(deferred.defer(lambda: state(parts[1], KEY)))
+  made = [deferred.put(x, FIRST) for x in leaves if x.ndim]
+  assert len({x.unsafe_buffer_pointer() for x in made}) == len(made)
+  given = jnp.ones(4)
+  assert deferred.put(given, given.sharding).unsafe_buffer_pointer() != (
+    given.unsafe_buffer_pointer()
+  )
+
+
+def test_each_device_reads_its_part(parts):
+  indices, part = parts
+  mesh = mesh_lib.mesh(jax.devices()[:4], {'fsdp': 4})
+  layout = NamedSharding(mesh, PartitionSpec('fsdp'))
+  x = deferred.defer(lambda: deferred.read((8, 4), 'float32', part))
+  x = deferred.put(x, layout)
+  assert x.sharding == layout and len(indices) == 4
+  assert {part(index).shape for index in [*indices]} == {(2, 4)}
+  np.testing.assert_array_equal(x, part(...))
+
+
+def test_a_key_tells_whether_only_shapes_count():
+  told = []
+  tell = lambda key: told.append(deferred.only_shapes(key))
+  jax.eval_shape(tell, KEY)
+  deferred.defer(lambda: tell(jax.random.split(KEY)[0]))
+  tell(KEY)
+  assert told == [True, False, False]
