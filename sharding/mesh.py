@@ -1,11 +1,16 @@
 """Meshes: devices in a grid with named axes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import contextlib
+import contextvars
+import functools
 import math
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+
+# The axes whose size the program that is being traced has read.
+_noted = contextvars.ContextVar('noted', default=None)
 
 
 def mesh(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Mesh:
@@ -61,6 +66,39 @@ def abstract(axes: Mapping[str, int], platform: str | None) -> AbstractMesh:
   return AbstractMesh(
     tuple(axes.values()), tuple(axes), abstract_device=device or None
   )
+
+
+def devices_along(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> int:
+  """The number of devices along some axes of a mesh together.
+
+  Programs read sizes here alone, so that `noting_sizes` knows of them.
+  """
+  axes, noted = tuple(axes), _noted.get()
+  if noted is not None:
+    noted.update(axes)
+  return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def noting_sizes(fn: Callable, found: set[str]) -> Callable:
+  """Returns `fn` for tracing, which notes the axes whose sizes it reads.
+
+  Two meshes with the same axes have the same program, if those that were noted
+  have the same sizes in both.
+
+  Args:
+    fn: a function that JAX can trace.
+    found: names of axes, to which it adds.
+  """
+
+  @functools.wraps(fn)
+  def run(*args):
+    token = _noted.set(found)
+    try:
+      return fn(*args)
+    finally:
+      _noted.reset(token)
+
+  return run
 
 
 def on_device(device: jax.Device) -> contextlib.AbstractContextManager:

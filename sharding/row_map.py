@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from sharding import mesh as mesh_lib
 from sharding import rules as rules_lib
 
 
@@ -102,6 +103,7 @@ def map_heads(
   axes = {*mesh.axis_names} - {*mesh.manual_axes}
   if not axes:
     return fn(q_BTHW, k_BCKW, v_BCKW, x_BC)
+  mesh_lib.devices_along(mesh, axes)  # The parts of devices have sizes by it.
   rows, heads = (rules_lib.ambient_axes(x, rules) or None for x in 'BH')
   by_head = PartitionSpec(rows, None, heads)
   return jax.shard_map(

@@ -15,6 +15,8 @@ import re
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sharding import mesh as mesh_lib
+
 Axes = str | tuple[str, ...]
 Rules = Mapping[str, Axes]
 
@@ -89,7 +91,7 @@ def partition_spec(
           f'twice, for {taken[axis]} and for {letter}: give one of the letters '
           'another axis, or none.'
         )
-    devices = math.prod(mesh.shape[a] for a in have)
+    devices = mesh_lib.devices_along(mesh, have)
     if size % devices:
       raise ValueError(
         f'Dimension {letter} of an array of shape {shape} has size {size}, '
@@ -128,7 +130,7 @@ def local_group(group_size: int, rows: int, rules: Rules = DEFAULT) -> int:
 
 def _devices(letter: str, rules: Rules) -> int:
   mesh = jax.sharding.get_abstract_mesh()
-  return math.prod(mesh.shape[axis] for axis in ambient_axes(letter, rules))
+  return mesh_lib.devices_along(mesh, ambient_axes(letter, rules))
 
 
 def ambient_axes(letter: str, rules: Rules = DEFAULT) -> tuple[str, ...]:
@@ -168,7 +170,7 @@ def shard(x, letters: Iterable[str | None], rules: Rules = DEFAULT):
     return x  # There is no mesh, or `jax.shard_map` has divided `x` already.
   for letter, size in zip(letters, x.shape, strict=False):
     axes = ambient_axes(letter, rules) if letter else ()
-    is_even = not size % math.prod(mesh.shape[axis] for axis in axes)
+    is_even = not size % mesh_lib.devices_along(mesh, axes)
     is_left = letter and not (axes and is_even)
     layout.append(PartitionSpec.UNCONSTRAINED if is_left else axes or None)
   if all(some is PartitionSpec.UNCONSTRAINED for some in layout):

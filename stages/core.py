@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sharding import mesh as mesh_lib
 from stages import kernels, metrics
 from stages import remat as remat_lib
 
@@ -171,12 +172,18 @@ class Stage:
 
   def _jitted(self, policy: str):
     fn = kernels.recorded(self.fn, self.attention)
+    fn = mesh_lib.noting_sizes(fn, self.axes_read)
     return jax.jit(remat_lib.applied(fn, policy, self._readers))
 
   @functools.cached_property
   def attention(self) -> dict[str, set[kernels.Choice]]:
     """Implementations of attention, by the platforms this was traced for."""
     return {}
+
+  @functools.cached_property
+  def axes_read(self) -> set[str]:
+    """Axes of meshes whose sizes its program read where this was traced."""
+    return set()
 
   def remat_policies(self, *args) -> tuple[str, ...]:
     """Policies that a plan may choose from, given shapes of the inputs.

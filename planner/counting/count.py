@@ -55,10 +55,19 @@ def work(
     ValueError: for a loop without a bound, if `trips` is None.
     NotImplementedError: for a kernel whose work cannot be counted.
   """
+  jaxpr = _traced(fn, shapes, division, platform)
+  return _work_of(jaxpr, trips, letters, division, platform)
+
+
+def _traced(fn, shapes, division, platform):
+  """Traces `fn`, which says what it divides, and which kernels it uses."""
   run = fn if hasattr(fn, 'trace') else jax.jit(fn)
-  # The program says what it divides, and which kernels it uses.
   with _ambient(division, platform):
-    jaxpr = run.trace(*shapes).jaxpr
+    return run.trace(*shapes).jaxpr
+
+
+def _work_of(jaxpr, trips, letters, division, platform) -> Work:
+  """Counts the work of a program; see `work`."""
   if letters is None:
     letters = [None] * len(jaxpr.jaxpr.invars)
   frame = jaxpr_walk.WorkCounter(trips, division)
@@ -115,7 +124,8 @@ def of_node(
   run = engine.equivalent if engine else node.stage.run
   try:
     how = {'trips': trips, 'platform': platform}
-    counted = _counted(_counter(flow, node, run, **how), _sizes(flow, node))
+    traced = _programs(flow, node, run, platform)
+    counted = _counted(_counter(flow, node, traced, **how), _sizes(flow, node))
     if engine is None:
       found = _with_choices(flow, node, counted, how)
       return dataclasses.replace(found, elementwise=_elementwise(flow, node))
@@ -154,26 +164,50 @@ def _sizes(flow, node) -> list[int]:
   return sorted(some) or [0]
 
 
-def _counter(flow, node, run, on=None, **how) -> Callable[[int], Work]:
+def _counter(
+  flow, node, traced, on=None, *, trips, platform
+) -> Callable[[int], Work]:
   """Returns a memoized count of a function of a stage's arguments, by rows.
 
   Args:
     flow: the flow of the node.
     node: the call of a stage.
-    run: the function.
+    traced: traces the function, as `_programs` does.
     on: axes and a layout, as `divisions.Division` takes them; None to count the
       work of one device alone.
-    **how: `trips` and `platform` of `work`.
+    trips: as in `work`.
+    platform: as in `work`.
   """
   letters = [flow.values[v].letters for v in node.reads]
 
   @functools.cache
   def at(rows):
-    args = _arguments(flow, node, rows)
     division = divisions.Division(*on) if on else None
-    return work(run, *args, letters=letters, division=division, **how)
+    jaxpr = traced(rows, division)
+    return _work_of(jaxpr, trips, letters, division, platform)
 
   return at
+
+
+def _programs(flow, node, run, platform):
+  """Returns `rows, division -> jaxpr`, of which meshes share what is the same.
+
+  Tracing takes most of the time of counting. A program may depend on the sizes
+  of those axes alone that the stage has read.
+  """
+  kept = {}
+
+  def traced(rows, division):
+    sizes = division.sizes if division else {}
+    some = kept.setdefault((rows, tuple(sizes)), [])
+    for other, jaxpr in some:
+      if all(other[x] == sizes[x] for x in sizes if x in node.stage.axes_read):
+        return jaxpr
+    jaxpr = _traced(run, _arguments(flow, node, rows), division, platform)
+    some.append((sizes, jaxpr))
+    return jaxpr
+
+  return traced
 
 
 def _counted(at, sizes) -> list[tuple[int, Work]]:
@@ -217,9 +251,13 @@ def _with_choices(flow, node, counted, how) -> StageWork:
     policies = [policy for policy in policies if policy != plan_lib.STORE_ALL]
 
   @functools.cache
-  def counter(policy, *on):  # Segments share their ends.
+  def programs(policy):
     run = stage.run if policy is None else stage.run_with_remat(policy)
-    return _counter(flow, node, run, on, **how)
+    return _programs(flow, node, run, how['platform'])
+
+  @functools.cache
+  def counter(policy, *on):  # Segments share their ends.
+    return _counter(flow, node, programs(policy), on, **how)
 
   def again(sizes, policy, *on):
     some = _counted(counter(policy, *on), sizes)

@@ -11,7 +11,6 @@ used, in the forward and in the backward pass, so empty ones cost nothing.
 """
 
 from collections.abc import Callable
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -287,17 +286,22 @@ def _while_used(score: Callable) -> Callable:
     row = jax.tree.map(lambda x: rules.shard_rows(x[i]), rows)
     return score(params, row)
 
+  # The shapes of its results and the loop need one trace of the model alone.
+  traced_once = jax.jit(step, inline=True)
+
   @jax.custom_vjp
   def run(params, rows, used):
-    shapes = jax.eval_shape(functools.partial(step, i=0), params, rows)
     steps = rows.token.shape[0]
+    if steps == 1:
+      return jax.tree.map(lambda x: x[None], step(params, rows, 0))
+    shapes = jax.eval_shape(traced_once, params, rows, jnp.int32(0))
     blank = jax.tree.map(
       lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes
     )
 
     def write(i, scored):
       return jax.tree.map(
-        lambda all_, x: all_.at[i].set(x), scored, step(params, rows, i)
+        lambda all_, x: all_.at[i].set(x), scored, traced_once(params, rows, i)
       )
 
     return _loop(steps, used, write, blank)

@@ -106,18 +106,18 @@ def test_work_between_the_sizes_that_are_counted_is_that_of_a_count():
 
 
 def test_segments_share_the_counts_of_their_ends(monkeypatch):
-  step, traced, real = flow(), [], count.work
+  step, counted, real = flow(), [], count._work_of
   monkeypatch.setattr(
-    count, 'work', lambda *args, **how: traced.append(how) or real(*args, **how)
+    count, '_work_of', lambda *args: counted.append(args) or real(*args)
   )
   work = count.of_node(step, gradient(step))
   segments = *work.below, work
-  assert len(traced) == len(segments) + 1  # Each has two ends.
+  assert len(counted) == len(segments) + 1  # Each has two ends.
   for axes in ((), (('tensor', 2),)):
-    traced.clear()
+    counted.clear()
     for segment in (*segments, *segments):
       segment.under(FULL).on(axes, LAYOUT)
-    assert len(traced) == len(segments) + 1
+    assert len(counted) == len(segments) + 1
 
 
 @pytest.mark.parametrize('axes', [(), (('tensor', 2),)])
