@@ -28,7 +28,7 @@ def run(main: Callable[..., None], *operands: str):
 
   def parse(argv: Sequence[str]) -> list[str]:
     try:
-      words = flags.FLAGS(list(argv))
+      words = parse_flags(argv)
     except flags.Error as error:
       refuse(of_flags(error))
     # An empty operand is a variable of a shell that is not set.
@@ -47,6 +47,22 @@ def run(main: Callable[..., None], *operands: str):
       refuse(config_errors.text(error))
 
   app.run(end_in_a_sentence, flags_parser=parse)
+
+
+def parse_flags(argv: Sequence[str]) -> list[str]:
+  """Parses flags; after --help and its like, ends the process.
+
+  Returns:
+    The name of the program, and what are no flags.
+
+  Raises:
+    flags.Error: for a flag or a value that there is not.
+  """
+  try:
+    return flags.FLAGS(list(argv))
+  except SystemExit:
+    # absl has printed the help that was asked for, and would end with an error.
+    sys.exit(0)
 
 
 def refuse(message: str):

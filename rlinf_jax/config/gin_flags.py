@@ -56,7 +56,8 @@ def parse(argv: Sequence[str]) -> list[str]:
       print(describe(files))
       print('\nOther flags, of every recipe: --help without --gin_file.')
       sys.exit()
-    rest = flags.FLAGS([argv[0], *map(as_binding, argv[1:])])[1:]
+    words = [argv[0], *map(as_binding, argv[1:])]
+    _, *rest = command_line.parse_flags(words)
     if rest:
       raise ValueError(
         f'{rest[0]!r:.200} is no flag: write --gin.NAME=value for a setting, '

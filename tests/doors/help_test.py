@@ -1,12 +1,15 @@
-"""The examples that --help prints can be pasted."""
+"""--help: it ends without an error, and its examples can be pasted."""
 
 import copy
 import pathlib
 import shlex
+import subprocess
+import sys
 
 from absl import flags
 import pytest
 
+import claims
 from rlinf_jax import main
 from rlinf_jax.config import gin_flags
 from rlinf_jax.sweep import grid, sweep
@@ -46,3 +49,25 @@ def test_an_example_has_known_flags_files_and_settings(words, monkeypatch):
     assert binding.partition('=')[0].strip() in names
   for over in given['over'].value:
     grid.parse_over(over)
+
+
+@pytest.mark.parametrize(
+  ('program', 'flag'),
+  claims.some(
+    [
+      *(('main', '--help'), ('chat', '--help'), ('sweep', '--helpfull')),
+      *(('serve', '--help'), ('recipes.tiny_vla', '--help')),
+    ],
+    keep=[('main', '--help'), ('chat', '--help')],
+  ),
+)
+def test_help_is_no_error(program, flag):
+  done = subprocess.run(
+    [sys.executable, '-m', f'rlinf_jax.{program}', flag],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert (done.returncode, done.stderr) == (0, '')
+  assert '--' in done.stdout
