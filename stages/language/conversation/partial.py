@@ -8,37 +8,17 @@ the next step, between two turns, and go on with newer parameters.
 
 from collections.abc import Callable
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
 from sharding import rules
 import stages
 from stages import base, ranges
-from stages.language import partial_rollout, policy_stages
+from stages.language import policy_stages
 from stages.language.conversation import conversation_state, episode
-
-
-class Carried(NamedTuple):
-  """Groups of unfinished conversations, the oldest first.
-
-  A group is empty before the first step: its `age` is 0.
-
-  Attributes:
-    problem: the problems of the rows.
-    key: key data of each row, which a checkpoint can store.
-    now: the conversations.
-    version: optimizer steps that the parameters had seen which drew each token.
-    age: steps since the row was started.
-  """
-
-  problem: base.Problem
-  key: Array
-  now: conversation_state.Conversation
-  version: Int[Array, 'B T']
-  age: Int[Array, ' B']
+from stages.language.partial_rollout import carried as carried_lib
 
 
 def partial_conversations(
@@ -70,7 +50,7 @@ def partial_conversations(
     ValueError: for one of the two alone, or for a policy that cannot continue
       completions.
   """
-  partial_rollout.check(policy, max_carry, extra_groups)
+  carried_lib.check(policy, max_carry, extra_groups)
   if not max_carry:
     return policy_stages.complete(policy, group_size, converse=converse)
   play = converse(policy, 'generate', group_size=group_size)
@@ -93,29 +73,34 @@ def partial_conversations(
   emit_stage = stages.Stage(
     functools.partial(_emit, play, rows, extra_groups), 'emit', 'batch'
   )
-  measure = stages.Stage(
-    partial_rollout.carry_metrics, 'carry_metrics', 'batch'
-  )
+  measure = stages.Stage(carried_lib.carry_metrics, 'carry_metrics', 'batch')
 
   def body(carry, actors, problem, key_B, age_B):
     carry = play.take_turn(carry, actors, problem, key_B)
     return carry, enough(carry[0], age_B)
 
-  def run(actor: base.Version, carried: Carried, problem: base.Problem, key_B):
+  def run(
+    actor: base.Version,
+    carried: carried_lib.Carried,
+    problem: base.Problem,
+    key_B,
+  ):
     groups, key_B = append_stage(carried, problem, key_B)
     cache = ()
     if policy.out_shapes is None:  # An engine keeps what it has read itself.
-      cache = read_stage(actor.params, groups.problem.prompt, key_B, groups.now)
+      cache = read_stage(
+        actor.params, groups.problem.prompt, key_B, groups.rows
+      )
     loop = stages.Repeat(
       body, f'{play.name}_turns', *play.rounds(key_B.shape[0])
     )
     given = (actor,), groups.problem, key_B, groups.age
-    now, _ = loop((groups.now, (cache,)), *given)
+    now, _ = loop((groups.rows, (cache,)), *given)
     problem, x, carried = emit_stage(actor.step, groups, now)
-    info = measure(x.version, x.mask, carried.now.own)
+    info = measure(x.version, x.mask, carried.rows.own)
     return problem, with_proximal(actor, x), carried, info
 
-  def allocate(problem: base.Problem) -> Carried:
+  def allocate(problem: base.Problem) -> carried_lib.Carried:
     return _allocate(play, rows, extra_groups, problem)
 
   return policy_stages.Rollouts(run, allocate)
@@ -126,49 +111,33 @@ def _allocate(
   rows: int,
   extra_groups: int,
   problem: base.Problem,
-) -> Carried:
-  """Empty groups, which count as finished in the first step."""
-  groups = jax.tree.leaves(problem)[0].shape[0] * play.cast.group_size // rows
-  partial_rollout.check_extra(extra_groups, groups)
-  B = extra_groups * rows
+) -> carried_lib.Carried:
+  """Empty groups of conversations."""
+  n, B = jax.tree.leaves(problem)[0].shape[0], extra_groups * rows
+  prompt = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((B, *x.shape[1:]), x.dtype), problem.prompt
+  )
   key_B = jax.random.split(jax.random.key(0), B)
-
-  def zeros(tree):
-    return jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), tree)
-
-  problem = zeros(problem)
-  now = zeros(jax.eval_shape(play.begin, problem.prompt, key_B))
-  return Carried(
-    problem=problem,
-    key=zeros(jax.random.key_data(key_B)),
-    now=now,
-    version=jnp.zeros(now.own.shape, jnp.int32),
-    age=jnp.zeros(B, jnp.int32),
+  now = jax.eval_shape(play.begin, prompt, key_B)
+  return carried_lib.allocate(
+    problem,
+    now,
+    now.own.shape[1],
+    groups=n * play.cast.group_size // rows,
+    group_size=rows,
+    extra_groups=extra_groups,
   )
 
 
 def _append(
-  play: episode.Conversations, carried: Carried, problem: base.Problem, key_B
-) -> tuple[Carried, base.Key]:
+  play: episode.Conversations,
+  carried: carried_lib.Carried,
+  problem: base.Problem,
+  key_B,
+) -> tuple[carried_lib.Carried, base.Key]:
   """Carried groups, followed by new ones without tokens, and all keys."""
-  B = key_B.shape[0]
-  now = play.begin(problem.prompt, key_B)
-  new = Carried(
-    problem=problem,
-    key=jax.random.key_data(key_B),
-    now=now,
-    version=jnp.zeros(now.own.shape, jnp.int32),
-    age=jnp.zeros(B, jnp.int32),
-  )
-
-  def fill(old, new):
-    """A real prompt for empty groups: a policy may return NaN without."""
-    empty = (carried.age == 0).reshape(-1, *(1,) * (old.ndim - 1))
-    return jnp.where(empty, new[:1], old)
-
-  filled = jax.tree.map(fill, carried.problem, problem)
-  carried = carried._replace(problem=filled)
-  groups = jax.tree.map(lambda *x: jnp.concatenate(x), carried, new)
+  new = play.begin(problem.prompt, key_B)
+  groups = carried_lib.append(carried, problem, key_B, new)
   impl = jax.random.key_impl(key_B)
   return groups, jax.random.wrap_key_data(groups.key, impl=impl)
 
@@ -209,9 +178,7 @@ def _are_enough(
   age_B,
 ):
   """Whether a step has as many finished groups as it learns from."""
-  goes_on = partial_rollout.should_continue(
-    age_B, rows, max_carry, extra_groups
-  )
+  goes_on = carried_lib.should_continue(age_B, rows, max_carry, extra_groups)
   return ~goes_on(conversation_state.is_open(now))
 
 
@@ -220,9 +187,9 @@ def _emit(
   rows: int,
   extra_groups: int,
   step,
-  groups: Carried,
+  groups: carried_lib.Carried,
   now: conversation_state.Conversation,
-) -> tuple[base.Problem, base.Experience, Carried]:
+) -> tuple[base.Problem, base.Experience, carried_lib.Carried]:
   """Separates finished groups from those that are carried.
 
   Args:
@@ -237,18 +204,16 @@ def _emit(
     Problems with their episodes, and the experience, of finished groups; and
     the others for the next step.
   """
-  old = groups.now
-  groups = groups._replace(
-    now=now,
-    version=jnp.where(old.completions.mask > 0, groups.version, step),
-    age=groups.age + 1,
+  done, rest, ended = carried_lib.emit(
+    groups,
+    now,
+    step,
+    drawn_before_BT=groups.rows.completions.mask,
+    open_B=conversation_state.is_open(now),
+    group_size=rows,
+    extra_groups=extra_groups,
   )
-  drawn_B = (now.own - old.own).sum(1, dtype=jnp.int32)
-  n = groups.age.shape[0] // rows - extra_groups
-  open_B = conversation_state.is_open(now)
-  ended, left = partial_rollout.split_finished(open_B, rows, n)
-  done = jax.tree.map(lambda x: x[ended], groups)
-  rest = jax.tree.map(lambda x: x[left], groups)
-  x, found = episode.finish((step,), done.problem, done.now, play.cast)
+  drawn_B = (now.own - groups.rows.own).sum(1, dtype=jnp.int32)
+  x, found = episode.finish((step,), done.problem, done.rows, play.cast)
   x = x._replace(version=done.version, arrival=drawn_B[ended])
   return done.problem._replace(answer=found), x, rest

@@ -15,6 +15,7 @@ from rlinf_jax.runtime import local
 import stages
 from stages import base, workflows
 from stages.language import partial_rollout, sample
+from stages.language.partial_rollout import completions as partial_completions
 from stages.learn import optimizers
 from stages.models import huggingface, lora
 import tiny
@@ -155,7 +156,7 @@ def test_unfinished_rows_continue_with_newer_parameters(case):
   state = workflow.init(jax.random.key(0))
   # With the carried rows, no more than are decoded at once.
   state, params_of, emitted = workflow.allocate(state, tiny.problem(5)), [], []
-  act = partial_rollout.act(case.policy(), vllm_models.GROUP, 2, 2)
+  act = partial_completions.act(case.policy(), vllm_models.GROUP, 2, 2)
   for i in range(6):
     params_of.append(state.actor.params)
     now = base.Version(state.actor.params, state.actor.step)
@@ -187,11 +188,11 @@ def test_groups_that_wait_in_its_queue_start_in_a_later_step(case):
   """With more rows than it decodes at once, none is lost or doubled."""
   policy, extra = case.policy(), 12  # Groups of more rows than 16.
   params = policy.init(jax.random.key(0))
-  rollout = partial_rollout.allocate(
+  rollout = partial_completions.allocate(
     policy, tiny.problem(13), vllm_models.GROUP, extra
   )
-  act, answers = partial_rollout.act(policy, vllm_models.GROUP, 2, extra), []
-  waited = 0
+  act = partial_completions.act(policy, vllm_models.GROUP, 2, extra)
+  answers, waited = [], 0
   for i in range(6):
     problem = tiny.problem(13, seed=i)
     problem = problem._replace(answer=jnp.arange(13) + 13 * i)
@@ -205,10 +206,8 @@ def test_groups_that_wait_in_its_queue_start_in_a_later_step(case):
     assert (answer_NG == answer_NG[:, :1]).all()
     here = np.asarray(x.mask).max(1).reshape(-1, vllm_models.GROUP).max(1) > 0
     answers += answer_NG[here, 0].tolist()
-    left_B = np.asarray(rollout.completions.alive)
-    waited += (
-      left_B & (np.asarray(rollout.completions.mask).max(1) == 0)
-    ).sum()
+    left_B = np.asarray(rollout.rows.alive)
+    waited += (left_B & (np.asarray(rollout.rows.mask).max(1) == 0)).sum()
   left = np.asarray(rollout.problem.answer)[:: vllm_models.GROUP].tolist()
   assert sorted(answers + left) == [*range(78)]
   assert waited  # Otherwise the test shows nothing.

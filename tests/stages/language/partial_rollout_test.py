@@ -16,6 +16,8 @@ from sharding import mesh as mesh_lib
 import stages
 from stages import base, workflows
 from stages.language import language_model, partial_rollout
+from stages.language.partial_rollout import carried as carried_lib
+from stages.language.partial_rollout import completions as partial_completions
 from stages.learn import optimizers
 from tests.rlinf_jax.runtime.plans import invariance_test, random_plans_test
 import tiny
@@ -45,24 +47,27 @@ def completions_of(lengths, ended, T=4) -> base.Completions:
 def test_the_first_finished_groups_are_split_off_in_order():
   # Groups of two, of which the first and the fourth are unfinished.
   open_B = jnp.array([0, 1, 0, 0, 0, 0, 1, 0, 0, 0], bool)
-  out, rest = partial_rollout.split_finished(open_B, 2, 2)
+  out, rest = carried_lib.split_finished(open_B, 2, 2)
   assert out.tolist() == [2, 3, 4, 5]
   assert rest.tolist() == [0, 1, 6, 7, 8, 9]
-  out, rest = partial_rollout.split_finished(open_B, 2, 3)
+  out, rest = carried_lib.split_finished(open_B, 2, 3)
   assert out.tolist() == [2, 3, 4, 5, 8, 9]
 
 
-def rollout_of(lengths, ended) -> partial_rollout.Rollout:
-  """Rows with these lengths, numbered by their answers."""
+def rollout_of(lengths, ended) -> carried_lib.Carried:
+  """Rows with these lengths, numbered by their answers.
+
+  Rows that have ended without a token are those of empty groups.
+  """
   completions = completions_of(lengths, ended)
   B, T = completions.mask.shape
   prompt = base.Prompt(jnp.ones((B, 1), jnp.int32), jnp.ones((B, 1), jnp.int32))
-  return partial_rollout.Rollout(
+  return carried_lib.Carried(
     base.Problem(prompt, jnp.arange(B)),
     jnp.zeros((B, 2), jnp.uint32),
     completions,
     jnp.zeros((B, T), jnp.int32),
-    jnp.zeros(B, jnp.int32),
+    (completions.alive | (completions.mask.max(1) > 0)).astype(jnp.int32),
   )
 
 
@@ -71,16 +76,16 @@ def test_new_groups_follow_carried_ones_and_empty_groups_get_a_real_problem():
   old = rollout_of([3, 0, 0, 2, 0, 0], [0, 1, 1, 0, 0, 0])
   new = rollout_of([0, 0], [0, 0]).problem
   new = new._replace(answer=jnp.array([70, 71]))
-  groups = partial_rollout.append(old, new, jax.random.split(KEY, 2))
+  groups = partial_completions.append(old, new, jax.random.split(KEY, 2))
   assert groups.problem.answer.tolist() == [0, 70, 70, 3, 4, 5, 70, 71]
-  assert groups.completions.mask.sum(1).tolist() == [3, 0, 0, 2, 0, 0, 0, 0]
-  assert groups.completions.alive.tolist() == [True, False, False] + [True] * 5
+  assert groups.rows.mask.sum(1).tolist() == [3, 0, 0, 2, 0, 0, 0, 0]
+  assert groups.rows.alive.tolist() == [True, False, False] + [True] * 5
 
 
 def test_metrics_of_rows_that_several_steps_generated():
   version = np.array([[2, 2, 3], [3, 3, 0], [1, 2, 2], [0, 0, 0]])
   mask = np.float32([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
-  info = partial_rollout.carry_metrics(
+  info = carried_lib.carry_metrics(
     jnp.array(version), jnp.array(mask), jnp.ones((2, 3))
   )
   assert info['rollout/continued_fraction'].value()[''] == pytest.approx(1 / 3)
@@ -99,7 +104,7 @@ def test_only_one_of_the_two_settings_is_refused(
   max_carry, extra_groups, words
 ):
   with pytest.raises(ValueError, match=words):
-    partial_rollout.check(policy(), max_carry, extra_groups)
+    carried_lib.check(policy(), max_carry, extra_groups)
 
 
 def test_a_policy_that_cannot_resume_is_refused():
@@ -110,7 +115,7 @@ def test_a_policy_that_cannot_resume_is_refused():
 
 def test_as_many_extra_groups_as_a_batch_has_are_refused():
   with pytest.raises(ValueError, match='extra_groups=6 and 6 groups'):
-    partial_rollout.allocate(policy(), tiny.problem(rows=6), GROUP, 6)
+    partial_completions.allocate(policy(), tiny.problem(rows=6), GROUP, 6)
 
 
 def problem_of(i) -> base.Problem:
@@ -133,13 +138,13 @@ def params(i):
 
 @functools.cache
 def act(max_carry):
-  return partial_rollout.act(policy(), GROUP, max_carry)
+  return partial_completions.act(policy(), GROUP, max_carry)
 
 
 @functools.cache
 def run(max_carry, extra_groups, steps, frozen=True):
   """Problems, experience, carried rollout and metrics of each step."""
-  rollout = partial_rollout.allocate(
+  rollout = partial_completions.allocate(
     policy(), tiny.problem(GROUPS), GROUP, extra_groups
   )
   results = []
@@ -209,11 +214,11 @@ def test_no_group_is_lost_or_doubled_and_no_token_is_discarded(
     empty = (x.mask.sum(1) == 0).sum()
     assert empty == (extra_groups * GROUP if i == 0 else 0)
     left = steps[i][2]
-    assert info['rollout/tokens_carried'] == left.completions.mask.sum()
+    assert info['rollout/tokens_carried'] == left.rows.mask.sum()
     if i + 1 < len(steps):
       problem, x, rest, _ = steps[i + 1]
-      later = tokens_of(problem, x) | tokens_of(rest.problem, rest.completions)
-      for row, tokens in tokens_of(left.problem, left.completions).items():
+      later = tokens_of(problem, x) | tokens_of(rest.problem, rest.rows)
+      for row, tokens in tokens_of(left.problem, left.rows).items():
         assert later[row][: len(tokens)] == tokens
 
 
@@ -258,7 +263,7 @@ def test_a_log_probability_is_of_the_version_that_drew_the_token():
 
 @pytest.mark.slow
 def test_without_extra_groups_nothing_changes_to_the_bit():
-  empty = partial_rollout.allocate(policy(), tiny.problem(GROUPS), GROUP, 0)
+  empty = partial_completions.allocate(policy(), tiny.problem(GROUPS), GROUP, 0)
   actor = base.Version(params(0), jnp.int32(3))
   args = (actor, empty, problem_of(0), keys(0))
   problem, x, rest, _ = act(1)(*args)
@@ -277,11 +282,11 @@ def test_a_device_reads_the_prompt_of_its_part_of_a_group():
     return policy().resume(*args, group_size=group_size, **settings)
 
   *_, carried, _ = run(2, 4, 1)[0]
-  assert carried.completions.alive.any()
+  assert carried.rows.alive.any()
   args = base.Version(params(0), jnp.int32(1)), carried, problem_of(1), keys(1)
-  _, want, _ = partial_rollout.continue_(policy(), GROUP, 2, *args)
+  _, want, _ = partial_completions.continue_(policy(), GROUP, 2, *args)
   divided = functools.partial(
-    partial_rollout.continue_, policy()._replace(resume=resume), GROUP, 2
+    partial_completions.continue_, policy()._replace(resume=resume), GROUP, 2
   )
   with jax.set_mesh(mesh_lib.mesh(jax.devices()[:4], {'data': 4})):
     _, x, _ = jax.jit(divided)(*args)

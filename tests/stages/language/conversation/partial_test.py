@@ -138,7 +138,7 @@ def test_no_group_is_lost_or_doubled_or_older_than_the_bound(kind):
   started = [100 * i + n for i in range(STEPS) for n in range(GROUPS)] * rows
   assert sorted(emitted + waiting) == sorted(started)
   assert 0 < oldest <= CARRY
-  assert last['rollout/tokens_carried'] == carried.now.own.sum()
+  assert last['rollout/tokens_carried'] == carried.rows.own.sum()
 
 
 def test_a_log_probability_is_of_the_version_that_drew_the_token():
@@ -234,7 +234,7 @@ def test_a_checkpoint_holds_conversations_that_go_on(tmp_path):
   folder = checkpoint.Checkpoints(tmp_path, 1)
   state = folder.load(other, {'n': np.array(0)}).state
   folder.close()
-  assert (np.asarray(state.carry.now.own).sum(1) > 0).any()
+  assert (np.asarray(state.carry.rows.own).sum(1) > 0).any()
   args = batches()[2], random_plans_test.key(2)
   tiny.assert_same_bits(grpo('float32').step(state, *args), found[2])
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from planner.costs.decoding import completions
-from stages.language import language_model, partial_rollout, sample
+from stages.language import language_model, sample
 from stages.language.decoding import kv_cache, prefill
+from stages.language.partial_rollout import carried as carried_lib
 from stages.models import huggingface, transformer
 from tests.stages.language.decoding.generate_test import (
   act,
@@ -193,4 +194,4 @@ def test_slots_are_refused_where_they_cannot_work():
     huggingface.policy('none', response_length=T, slots=2, engine=lambda: None)
   policy = language_model.policy(CONFIG, response_length=T, slots=2)
   with pytest.raises(ValueError, match='decodes in `slots` has none'):
-    partial_rollout.check(policy, max_carry=1, extra_groups=2)
+    carried_lib.check(policy, max_carry=1, extra_groups=2)

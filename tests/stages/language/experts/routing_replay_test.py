@@ -13,10 +13,10 @@ import claims
 from stages import workflows
 from stages.language import (
   conversation,
-  partial_rollout,
   policy_stages,
   value_model,
 )
+from stages.language.partial_rollout import carried as carried_lib
 from stages.models import huggingface, lora, transformer
 from stages.models.layers import mixture
 from tests.rlinf_jax.runtime.plans import invariance_test
@@ -270,7 +270,7 @@ def test_what_cannot_be_replayed_is_refused():
       policy, tiny.even, value_model.head(tiny.EXPERTS), ADAM, ADAM
     )
   with pytest.raises(ValueError, match='or replays routing: set slots'):
-    partial_rollout.check(policy, 1, 1)
+    carried_lib.check(policy, 1, 1)
   with pytest.raises(ValueError, match='and replay_routing, and use a lang'):
     conversation.converse(policy, 'x', envs=None, max_turns=2)
   with pytest.raises(ValueError, match='which experts it has used'):
