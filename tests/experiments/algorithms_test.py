@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.algorithms import __main__ as experiment
-from experiments.algorithms import algorithms, table
+from experiments.algorithms import algorithms, informative, table
 from rlinf_jax.config import config, gin_flags
 from rlinf_jax.run.folder import run_folder
 
@@ -53,3 +53,18 @@ def test_the_table_leaves_out_a_run_that_was_stopped(tmp_path):
   folder.mkdir(parents=True)
   (folder / 'result.json').write_text('{}')
   assert table.read(tmp_path)['GRPO'] == []
+
+
+def test_groups_of_equal_rewards_are_not_informative():
+  def series(**values):
+    return {
+      f'rollout/{name}': run_folder.Series(np.arange(2), np.array(value))
+      for name, value in values.items()
+    }
+
+  grpo = series(groups_degenerate=[0.5, 0.25])
+  dapo = series(groups_filled=[1.0, 0.5], rounds=[2.0, 3.0])
+  assert informative.informative(grpo, 8) == 10
+  assert informative.drawn(grpo, 8) == 16
+  assert informative.informative(dapo, 8) == 12
+  assert informative.drawn(dapo, 8) == 40

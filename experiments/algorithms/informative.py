@@ -1,0 +1,54 @@
+"""CPU-seconds for each group of completions that GRPO and DAPO learn from.
+
+python -m experiments.algorithms.informative runs/algorithms
+
+A group whose completions are all right or all wrong has no advantages, and
+teaches nothing. DAPO draws other groups instead, which costs time.
+"""
+
+import json
+import pathlib
+import sys
+
+from experiments.algorithms import algorithms
+from rlinf_jax.run.folder import run_folder
+
+GROUPS = {'GRPO': 56, 'DAPO': 64}  # In a batch; of DAPO, in a round, too.
+HEADER = (
+  '| algorithm | groups drawn | learned from | of them informative | '
+  'CPU-seconds for each of these |\n|---|---|---|---|---|'
+)
+
+
+def drawn(series: dict[str, run_folder.Series], groups: int) -> float:
+  """Groups that a whole run has drawn, with `groups` groups a batch."""
+  if 'rollout/rounds' in series:
+    return groups * float(series['rollout/rounds'].value.sum())
+  return groups * len(series['rollout/groups_degenerate'].value)
+
+
+def informative(series: dict[str, run_folder.Series], groups: int) -> float:
+  """Groups of unequal rewards that a whole run has learned from."""
+  if 'rollout/groups_filled' in series:
+    share = series['rollout/groups_filled'].value
+  else:
+    share = 1 - series['rollout/groups_degenerate'].value
+  return groups * float(share.sum())
+
+
+def main(output: str):
+  print(HEADER)
+  for name, groups in GROUPS.items():
+    for folder in sorted((pathlib.Path(output) / name).glob('SEED=*')):
+      series = run_folder.read(folder).series
+      found = informative(series, groups)
+      taken = groups * algorithms.STEPS
+      spent = json.loads((folder / 'cost.json').read_text())['cpu_seconds']
+      print(
+        f'| {name} | {drawn(series, groups):,.0f} | {taken:,} | '
+        f'{found:,.0f} ({found / taken:.0%}) | {spent / found:.3f} |'
+      )
+
+
+if __name__ == '__main__':
+  main(sys.argv[1])
