@@ -103,8 +103,9 @@ def map_heads(
   axes = {*mesh.axis_names} - {*mesh.manual_axes}
   if not axes:
     return fn(q_BTHW, k_BCKW, v_BCKW, x_BC)
-  mesh_lib.devices_along(mesh, axes)  # The parts of devices have sizes by it.
   rows, heads = (rules_lib.ambient_axes(x, rules) or None for x in 'BH')
+  # By which the parts of devices have their sizes.
+  mesh_lib.devices_along(mesh, (*(rows or ()), *(heads or ())))
   by_head = PartitionSpec(rows, None, heads)
   return jax.shard_map(
     fn,

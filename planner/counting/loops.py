@@ -158,6 +158,8 @@ class LoopCounter(allocation.Allocation):
     """Counts what a device computes of its own part, for all devices."""
     of_part = [x.laid_out(x.divided and ((),) * len(x.divided)) for x in args]
     sizes, axes = eqn.params['mesh'].shape, eqn.params['newly_manual_axes']
+    if self.division:  # The program may be another mesh's, of the same axes.
+      sizes = self.division.sizes
     others = math.prod(sizes[axis] for axis in axes) - 1
     flops, matmul = self.flops, dict(self.matmul)
     made = self.inline(eqn.params['jaxpr'], of_part)

@@ -76,9 +76,14 @@ def named(
 ) -> 'Pool':
   """As `pool`, of a function that this process need not import."""
   if processes is None:
-    processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+    processes = default_processes()
   limits = worker.Limits(seconds, int(memory * 2**30))
   return _pool(module, name, limits, processes)
+
+
+def default_processes() -> int:
+  """The processes of a pool: one a CPU, at most `MAX_PROCESSES`."""
+  return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
 
 
 class Pool:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from planner.ir import graph
+from rlinf_jax.isolation import pool
 
 SECONDS = 1.0  # For each stage.
 # Tokens are drawn below these numbers; a small vocabulary needs a small one.
@@ -68,13 +69,17 @@ def _is_key(dtype) -> bool:
 def _time(flow, node, seconds: float) -> float | None:
   """Times a stage on a group, then on twice as many rows while there is time.
 
+  A call before that is not timed.
+
   Returns:
     Seconds of a row in the largest call; None if all inputs fail.
   """
   for most in MOST_TOKENS:
     rows, all_rows = node.stage.group_size, flow.rows_of(node)
     try:
-      _call(flow, node, rows, most)  # It may import, or start processes.
+      # It may import, or start processes, each for a row of its own.
+      groups = -(-pool.default_processes() // rows)
+      _call(flow, node, min(groups * rows, all_rows), most)
     # A verifier is foreign code, which may raise anything.
     except Exception:  # noqa: BLE001
       continue

@@ -1,12 +1,13 @@
 """Programs that meshes share: counting traces them once."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from planner.costs.mesh import layout
 from planner.counting import count, divisions
 from sharding import mesh as mesh_lib
-from sharding import rules
+from sharding import row_map, rules
 from stages import workflows
 from stages.learn import optimizers
 import tiny
@@ -84,3 +85,22 @@ def test_programs_note_the_axes_whose_size_they_read():
     assert found == {'expert'}
     rules.devices_of('H', 4)  # After the trace.
   assert found == {'expert'}
+
+
+def test_kernels_of_heads_count_alike_where_other_axes_differ():
+  """Each device computes its heads; those along `expert` all compute them."""
+  shape = jax.ShapeDtypeStruct((2, 8, 4, 16), 'float32')
+  shapes, found = [shape] * 3 + [jax.ShapeDtypeStruct((2, 8), 'int32')], set()
+
+  def attend(q_BTHW, k_BCHW, v_BCHW, x_BC):
+    return jnp.einsum('BTHW,BCHW,BCHX->BTHX', q_BTHW, k_BCHW, v_BCHW)
+
+  def fn(*args):
+    return row_map.map_heads(attend, *args)
+
+  one, other = (divisions.Division(axes, LAYOUT) for axes in MESHES[4:])
+  traced = count._traced(mesh_lib.noting_sizes(fn, found), shapes, one, None)
+  assert found == {'tensor'}
+  counted = count._work_of(traced, None, None, other, None)
+  assert counted == count.work(fn, *shapes, division=other)
+  assert counted.flops > count.work(fn, *shapes, division=one).flops
