@@ -180,6 +180,7 @@ def main(_):
   # orbax logs forty lines per checkpoint; `checkpoint` reports its failures.
   logging.set_verbosity(logging.FATAL)
   allocator.retain_freed_memory()
+  allocator.claim_accelerators()
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   try:
     folder = workdir()

@@ -41,6 +41,7 @@ def train(
   max_skipped_steps: ranges.PositiveInt = 10,
   checkpoint_every: ranges.PositiveInt = 50,
   keep_checkpoints: ranges.PositiveInt = 2,
+  profile_step: ranges.NonNegativeInt = 0,
   export: Export | None = None,
   wandb_project: str | None = None,
   ray_address: str | None = None,
@@ -72,6 +73,9 @@ def train(
       their gradient is not finite, after which the run ends with an error.
     checkpoint_every: updates between checkpoints.
     keep_checkpoints: number of checkpoints to keep.
+    profile_step: update whose computation JAX's profiler records into
+      `workdir/profile`, for XProf or TensorBoard; 0 for none. The first compiles,
+      so take a later one. Processes of Ray are not recorded.
     export: `folder, params -> None`: writes the model at the end.
     wandb_project: project at Weights & Biases to send metrics to as well.
     ray_address: runs places in processes of Ray: 'local' starts Ray on this
@@ -96,6 +100,7 @@ def train(
     stop_at_score=stop_at_score,
     video_every_evals=video_every_evals,
     max_skipped_steps=max_skipped_steps,
+    profile_step=profile_step,
   )
   with run_lock.hold(folder := pathlib.Path(workdir)):
     changes = config_changes.since_start(folder) if resume else []

@@ -17,6 +17,7 @@ import ctypes
 import functools
 import gc
 import importlib.machinery
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -39,13 +40,13 @@ AS_FOUND = {
 # Compiling is most of what tests do, and costs a fifth so: 6 CPU-seconds rather
 # than 31 for two steps of SAC. `fully_optimized` opts out of the first.
 os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
-os.environ['XLA_FLAGS'] = ' '.join(
-  [
-    '--xla_cpu_use_fusion_emitters=false',
-    '--xla_cpu_parallel_codegen_split_count=1',
-    os.environ.get('XLA_FLAGS', ''),
-  ]
-).strip()
+XLA_FLAGS = ['--xla_cpu_parallel_codegen_split_count=1']
+# Later versions have no other emitters, and refuse the flag.
+HAS_OLD_EMITTERS = importlib.metadata.version('jaxlib').startswith('0.10.')
+if HAS_OLD_EMITTERS:
+  XLA_FLAGS.append('--xla_cpu_use_fusion_emitters=false')
+XLA_FLAGS.append(os.environ.get('XLA_FLAGS', ''))
+os.environ['XLA_FLAGS'] = ' '.join(XLA_FLAGS).strip()
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
 
@@ -139,7 +140,8 @@ def fully_optimized(monkeypatch):
 
   def with_new_emitters(*args, **kwargs):
     flags = kwargs.pop('env_options_overrides', None) or {}
-    flags = {'xla_cpu_use_fusion_emitters': True} | flags
+    if HAS_OLD_EMITTERS:
+      flags = {'xla_cpu_use_fusion_emitters': True} | flags
     return options(*args, **kwargs, env_options_overrides=flags)
 
   monkeypatch.setattr(compiler, 'get_compile_options', with_new_emitters)

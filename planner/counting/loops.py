@@ -110,7 +110,7 @@ class LoopCounter(allocation.Allocation):
 
   def _scan(self, eqn, args):
     jaxpr, n = eqn.params['jaxpr'], eqn.params['length']
-    carried = eqn.params['num_consts'], eqn.params['num_carry']
+    carried = _constants_and_carry(eqn.params)
     # The carry differs from trip to trip, so its initial value is forgotten.
     args = [*args]
     for i in range(carried[0], sum(carried)):
@@ -183,3 +183,12 @@ class LoopCounter(allocation.Allocation):
     return dataclasses.replace(
       variable, letters=None, partial=None, constant=None
     )
+
+
+def _constants_and_carry(params) -> tuple[int, int]:
+  """How many arguments of a scan are constants, and how many are carried."""
+  if 'num_consts' in params:
+    return params['num_consts'], params['num_carry']
+  # From JAX 0.11 on, a tree says which arguments are which.
+  constants, carry, _ = params['ft_in'].unpack()
+  return len([*constants]), len([*carry])

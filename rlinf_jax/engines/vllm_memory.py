@@ -59,7 +59,7 @@ def reserved(
       f'{least / 1e9:.3g} GB for the keys and values of one completion of '
       f'{max_model_len} tokens, and {free / 1e9:.3g} GB are free: give its '
       'place more devices, or leave it more of a GPU '
-      '(XLA_PYTHON_CLIENT_MEM_FRACTION says how much JAX takes).'
+      '(XLA_CLIENT_MEM_FRACTION says how much JAX takes).'
     )
   return int(min((rows * blocks + 1) * block, left))
 

@@ -11,7 +11,7 @@ import jax
 
 from rlinf_jax.config import config
 from rlinf_jax.planning import monitor as monitor_lib
-from rlinf_jax.run import evaluation, interrupt
+from rlinf_jax.run import evaluation, interrupt, profile
 from rlinf_jax.run import skipped as skipped_lib
 from rlinf_jax.run.folder import checkpoint as checkpoint_lib
 from rlinf_jax.run.folder import run_log
@@ -42,6 +42,7 @@ class Schedule:
     video_every_evals: evaluations between videos; 0 for none.
     max_skipped_steps: steps in a row without a finite gradient, after which
       the run ends.
+    profile_step: the update that is profiled; 0 for none.
   """
 
   steps: int
@@ -50,6 +51,7 @@ class Schedule:
   stop_at_score: float | None
   video_every_evals: int
   max_skipped_steps: int
+  profile_step: int = 0
 
   def __post_init__(self):
     if self.stop_at_score is not None and not self.evaluate_every:
@@ -152,7 +154,8 @@ class Loop:
     while self.steps < schedule.steps and not self._reached(schedule):
       if self._interrupt.requested and not self._pending:
         self._stop()
-      samples = self.step(schedule.next_pause(self.steps))
+      with profile.recorded(folder, self.steps + 1 == schedule.profile_step):
+        samples = self.step(schedule.next_pause(self.steps))
       if self.steps == first + 1:
         config.save_operative(folder / 'operative_config.gin')
       self._count_skipped(skipped)
@@ -219,7 +222,7 @@ class Loop:
     spans = self.runtime.timeline.take(self.steps)
     values['time/step'] = seconds
     values['throughput/seconds'] = self.seconds()
-    values |= _time_metrics(spans, seconds)
+    values |= _time_metrics(spans, seconds) | profile.memory()
     self._check_prediction(seconds, timeline_lib.stage_seconds(spans))
     for name, per_second in THROUGHPUT.items():
       if name in values:

@@ -157,6 +157,7 @@ class Actor:
         is no such interface.
     """
     allocator.retain_freed_memory()
+    allocator.claim_accelerators()
     notices.start_buffering()
     if os.path.isdir(folder):
       os.chdir(folder)
