@@ -156,7 +156,7 @@ def _score_states(
   score = functools.partial(_score, config, sampling)
   chunk = _chunk_length(action_BT.shape, config.V, max_live_logits)
   scored = row_map.map_rows(
-    functools.partial(_in_chunks, score, chunk),
+    functools.partial(_in_chunks, config, score, chunk),
     {name: params[name] for name in transformer.output_names(config)},
     x_BTD,
     action_BT,
@@ -187,7 +187,7 @@ def _chunk_length(shape: tuple[int, int], V: int, max_live_logits: int) -> int:
   return -(-T // n)
 
 
-def _in_chunks(score, t: int, params, x_BTD, action_BT):
+def _in_chunks(config, score, t: int, params, x_BTD, action_BT):
   """Scores `t` tokens of each row at once."""
   B, T, _ = x_BTD.shape
   n = -(-T // t)
@@ -200,6 +200,8 @@ def _in_chunks(score, t: int, params, x_BTD, action_BT):
     return jnp.moveaxis(x, 1, 0)
 
   chunks = jax.tree.map(split, (x_BTD, action_BT))
+  # In the loop, each chunk would round the whole matrix again.
+  params = transformer.round_output(config, params)
   recomputed = jax.checkpoint(score)
   scores = jax.lax.map(lambda chunk: recomputed(params, *chunk), chunks)
   return jax.tree.map(

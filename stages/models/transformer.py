@@ -224,12 +224,19 @@ def output_names(config: Config) -> tuple[str, str]:
   return 'norm_D', 'embed_VD' if config.tie_embeddings else 'unembed_DV'
 
 
+def round_output(config: Config, params):
+  """Parameters for several calls of `output_logits`, rounded once for all."""
+  norm, matrix = output_names(config)
+  rounded = mixed_precision.round_once(params[matrix], config.dtype)
+  return {norm: params[norm], matrix: rounded}
+
+
 def output_logits(config: Config, params, x_BTD):
   """Logits of the next token from final hidden states, in float32 or wider.
 
   Args:
     config: dimensions of the model.
-    params: those of `output_names`, by name.
+    params: those of `output_names`, by name, or what `round_output` returns.
     x_BTD: final hidden states.
   """
   x_BTD = block_lib.rms_norm(config, x_BTD, params['norm_D'])

@@ -7,6 +7,7 @@ result is rounded.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,25 @@ def _layer_norm(x, scale, bias, norm_epsilon):
   return (normal * scale + bias).astype(x.dtype)
 
 
+class Rounded(NamedTuple):
+  """A weight for several products, which is rounded once for all of them.
+
+  Attributes:
+    weight: the weight, to which the gradients of the products are added.
+    narrow: the same in the dtype of activations, without a gradient.
+  """
+
+  weight: jax.Array
+  narrow: jax.Array
+
+
+def round_once(weight, dtype):
+  """The weight as products of `dtype` take it; unchanged if that is as wide."""
+  if dtype == wide_dtype(dtype):
+    return weight
+  return Rounded(weight, jax.lax.stop_gradient(weight.astype(dtype)))
+
+
 def product(equation: str, x, weight):
   """Product of `x` and a weight, an einsum, in float32 or wider.
 
@@ -69,7 +89,14 @@ def product(equation: str, x, weight):
   backward pass the cotangent is rounded to that dtype, too: both products there
   would otherwise be of float32. The gradient of the weight is summed in
   float32 and rounded to the dtype of the weight.
+
+  Args:
+    equation: the einsum.
+    x: activations.
+    weight: the weight, or what `round_once` returns for it.
   """
+  if isinstance(weight, Rounded):
+    return _rounded_product(equation, x, *weight)
   if x.dtype == wide_dtype(x.dtype):
     return jnp.einsum(equation, x, weight)
   return _narrow_product(equation, x, weight)
@@ -77,12 +104,7 @@ def product(equation: str, x, weight):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _narrow_product(equation, x, weight):
-  return jnp.einsum(
-    equation,
-    x,
-    weight.astype(x.dtype),
-    preferred_element_type=wide_dtype(x.dtype),
-  )
+  return _einsum(equation, x, weight.astype(x.dtype))
 
 
 def _narrow_product_forward(equation, x, weight):
@@ -91,19 +113,44 @@ def _narrow_product_forward(equation, x, weight):
 
 def _narrow_product_backward(equation, factors, cotangent):
   x, weight = factors
-  factor_letters, out = equation.split('->')
-  of_x, of_weight = factor_letters.split(',')
-  cotangent = cotangent.astype(x.dtype)
-  x_bar = jnp.einsum(
-    f'{out},{of_weight}->{of_x}', cotangent, weight.astype(x.dtype)
-  )
-  weight_bar = jnp.einsum(
-    f'{of_x},{out}->{of_weight}',
-    x,
-    cotangent,
-    preferred_element_type=wide_dtype(x.dtype),
+  x_bar, weight_bar = _gradients(
+    equation, x, weight.astype(x.dtype), cotangent
   )
   return x_bar, weight_bar.astype(weight.dtype)
 
 
 _narrow_product.defvjp(_narrow_product_forward, _narrow_product_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rounded_product(equation, x, weight, narrow):
+  del weight  # Only its gradient is computed.
+  return _einsum(equation, x, narrow)
+
+
+def _rounded_product_forward(equation, x, weight, narrow):
+  out = _rounded_product(equation, x, weight, narrow)
+  return out, (x, narrow, jnp.zeros((), weight.dtype))
+
+
+def _rounded_product_backward(equation, saved, cotangent):
+  x, narrow, like = saved
+  x_bar, weight_bar = _gradients(equation, x, narrow, cotangent)
+  return x_bar, weight_bar.astype(like.dtype), None
+
+
+_rounded_product.defvjp(_rounded_product_forward, _rounded_product_backward)
+
+
+def _einsum(equation, x, narrow):
+  wide = wide_dtype(x.dtype)
+  return jnp.einsum(equation, x, narrow, preferred_element_type=wide)
+
+
+def _gradients(equation, x, narrow, cotangent):
+  """Cotangents of both factors; that of the weight is not rounded."""
+  factor_letters, out = equation.split('->')
+  of_x, of_weight = factor_letters.split(',')
+  cotangent = cotangent.astype(x.dtype)
+  x_bar = jnp.einsum(f'{out},{of_weight}->{of_x}', cotangent, narrow)
+  return x_bar, _einsum(f'{of_x},{out}->{of_weight}', x, cotangent)

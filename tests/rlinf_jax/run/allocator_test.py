@@ -44,3 +44,22 @@ def test_retained_memory_causes_no_page_faults():
 def test_other_c_libraries_are_unchanged(monkeypatch):
   monkeypatch.setattr(allocator.ctypes, 'CDLL', lambda name: object())
   assert not allocator.retain_freed_memory()
+
+
+def test_gpus_are_taken_as_plans_assume_unless_the_environment_says(
+  monkeypatch,
+):
+  found = {}
+  monkeypatch.setattr(allocator.os, 'environ', found)
+  monkeypatch.setattr(allocator.importlib.util, 'find_spec', lambda name: name)
+  allocator.claim_accelerators()
+  assert found == {
+    'XLA_CLIENT_MEM_FRACTION': '0.9',
+    'XLA_PYTHON_CLIENT_ALLOCATOR': 'cuda_async',
+  }
+  # JAX refuses the older name of a variable beside the newer one.
+  given = {'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.5'}
+  monkeypatch.setattr(allocator.os, 'environ', given)
+  monkeypatch.setattr(allocator.importlib.util, 'find_spec', lambda name: None)
+  allocator.claim_accelerators()
+  assert given == {'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.5'}

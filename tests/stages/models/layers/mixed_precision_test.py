@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -184,3 +185,53 @@ def test_attention_scores_of_decoding_are_not_rounded():
   assert got.dtype == jnp.bfloat16
   # Weights, values and result are rounded to eight bits each.
   assert error(wide(got), want) < 2**-8
+
+
+# A vocabulary that no other matrix has.
+CHUNKED = dataclasses.replace(CONFIG, V=96, dtype='bfloat16')
+
+
+def scored(config, chunks):
+  """Log-probabilities and their gradient, computed in chunks of time."""
+  rng = np.random.default_rng(2)
+  prompt = base.Prompt(tokens(rng, 4, P), np.ones((4, P), np.int32))
+  action_BT = tokens(rng, 4, T)
+  policy = language_model.policy(
+    config, response_length=T, max_live_logits=4 * config.V * T // chunks
+  )
+
+  def loss_of(params):
+    logp_BT = policy.evaluate(params, prompt, action_BT).logp
+    return logp_BT.mean(), logp_BT
+
+  return jax.value_and_grad(loss_of, has_aux=True)
+
+
+@pytest.mark.parametrize('tied', [False, True])
+def test_a_matrix_that_is_rounded_once_has_the_gradient_of_all_chunks(tied):
+  config = dataclasses.replace(CHUNKED, tie_embeddings=tied)
+  (_, want), want_grad = jax.jit(scored(config, 1))(params(config))
+  (_, got), grad = jax.jit(scored(config, 8))(params(config))
+  np.testing.assert_allclose(got, want, rtol=1e-6)
+  # A sum over tokens, in float32, adds up in another order.
+  name = transformer.output_names(config)[1]
+  np.testing.assert_allclose(grad[name], want_grad[name], rtol=1e-4, atol=1e-7)
+
+
+def roundings(jaxpr, shape, within=False):
+  """Counts the conversions of arrays of a shape in loops."""
+  found = 0
+  for eqn in jaxpr.eqns:
+    is_loop = within or eqn.primitive.name == 'scan'
+    if eqn.primitive.name == 'convert_element_type':
+      found += within and eqn.invars[0].aval.shape == shape
+    for inner in core.jaxprs_in_params(eqn.params):
+      found += roundings(inner, shape, is_loop)
+  return found
+
+
+def test_no_chunk_rounds_the_output_matrix_again():
+  config = dataclasses.replace(CHUNKED, tie_embeddings=False)
+  jaxpr = jax.make_jaxpr(scored(config, 8))(params(config)).jaxpr
+  assert roundings(jaxpr, (config.D, config.F))  # Those of layers are found.
+  assert not roundings(jaxpr, (config.D, config.V))
