@@ -46,7 +46,9 @@ def outputs(q, k, v, is_key_BC, implementation: str, with_gradient: bool):
   if not with_gradient:
     return (attend(q, k, v),)
   seen, pull = jax.vjp(attend, q, k, v)
-  return seen, *pull(jnp.cos(jnp.arange(seen.size)).reshape(seen.shape).astype(seen.dtype))
+  return seen, *pull(
+    jnp.cos(jnp.arange(seen.size)).reshape(seen.shape).astype(seen.dtype)
+  )
 
 
 def seconds(call) -> float:

@@ -1,6 +1,6 @@
 """Seconds of a GPU's kernels, from the trace that `profile_step` records.
 
-  python -m experiments.h100.kernels runs/h100/run/profile [rows]
+python -m experiments.h100.kernels runs/h100/run/profile [rows]
 """
 
 import collections

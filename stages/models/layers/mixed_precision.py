@@ -113,9 +113,7 @@ def _narrow_product_forward(equation, x, weight):
 
 def _narrow_product_backward(equation, factors, cotangent):
   x, weight = factors
-  x_bar, weight_bar = _gradients(
-    equation, x, weight.astype(x.dtype), cotangent
-  )
+  x_bar, weight_bar = _gradients(equation, x, weight.astype(x.dtype), cotangent)
   return x_bar, weight_bar.astype(weight.dtype)
 
 
