@@ -1,0 +1,1 @@
+"""One H100: what plans predict, and what it does."""

@@ -5,7 +5,7 @@ import importlib.util
 import os
 
 # Share of a GPU's memory that JAX takes as it starts. Its own default, three
-# quarters, is less than plans use: see `memory_reserve` in gin_configs/clusters.
+# quarters, is less than plans use (`memory_reserve` in gin_configs/clusters).
 SHARE = 0.9
 # The variables in which JAX reads that share; the second is the older name.
 VARIABLES = ('XLA_CLIENT_MEM_FRACTION', 'XLA_PYTHON_CLIENT_MEM_FRACTION')

@@ -1,4 +1,4 @@
-"""What accelerators do in a step: traces of JAX's profiler, and their memory."""
+"""What accelerators do in a step: traces of the profiler, and memory."""
 
 from collections.abc import Iterator
 import contextlib
