@@ -71,7 +71,7 @@ def report_plan(
     answer_seconds: seconds that environments took to answer turns, like those
       of training; none where they were not measured.
     seconds: limit of the whole report, without the compilation of plans, in
-      seconds of a processor. The `searches` take up to four fifths of what
+      seconds of a processor. The `searches` take up to nine tenths of what
       counting leaves, and the costs that would change the choice have the rest.
       The report says what is not proved by then.
     compile_for: the devices that plans are compiled for, after

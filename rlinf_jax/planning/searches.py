@@ -16,7 +16,7 @@ from planner.search.plans import second_mesh
 from planner.search.plans import space as space_lib
 
 KEPT = 25  # Fastest plans that a search returns.
-SEARCH = 0.6  # Of the time that is left, for the fastest plan.
+SEARCH = 0.8  # Of the time that is left, for the fastest plan.
 SHARE = 1 / 3  # Likewise for each of the next searches of a report.
 
 Ranked = list[tuple[plan_lib.Plan, float]]
