@@ -61,6 +61,12 @@ ANSWER_SECONDS = flags.DEFINE_string(
   'For --plan_only: file of the seconds that environments took to answer '
   'turns, one a line, as episodes.envs.answer_seconds writes it.',
 )
+HOST_SECONDS = flags.DEFINE_multi_string(
+  'host_seconds',
+  [],
+  'For --plan_only: measured seconds of a row of a host stage, such as '
+  'simulate=0.02 for simulators, whose seconds are assumed otherwise.',
+)
 PLAN_SECONDS = flags.DEFINE_float(
   'plan_seconds',
   60.0,
@@ -109,6 +115,7 @@ def plan_only():
   from rlinf_jax.planning import answers, plan_report
   from rlinf_jax.planning import plan_only as plan_only_lib
   from rlinf_jax.planning.compiled import topology
+  from rlinf_jax.planning.profiling import host_timing
 
   files = [*config.GIN_FILE.value, CLUSTER.value]
   lengths = LENGTHS.value and plan_report.read_lengths(LENGTHS.value)
@@ -126,6 +133,7 @@ def plan_only():
       cluster=hardware,
       lengths=lengths,
       answer_seconds=seconds,
+      host_seconds=host_timing.parse(HOST_SECONDS.value),
       plan_seconds=PLAN_SECONDS.value,
       compile_for=compile_for,
       output=PLAN_JSON.value,

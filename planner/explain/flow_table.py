@@ -5,6 +5,7 @@ import collections
 from planner.explain import formatting
 
 COLUMNS = ('stage', 'grain', 'reads from', 'makes', 'bytes')
+LONGEST = 6  # Calls of a run whose repetitions are looked for.
 SHOWN = 5  # Groups of outputs in full; smaller ones are counted.
 WIDTH = {'reads from': 21, 'makes': 43}  # Longer cells continue below.
 
@@ -70,17 +71,52 @@ def _row(node, values, made_by) -> list[tuple[str, ...]]:
 
 
 def _rows(flow, made_by, indent='') -> list[tuple[str, ...]]:
-  """Returns the lines of all calls; the body of a loop is indented."""
-  lines = []
+  """Returns the lines of all calls; the body of a loop is indented.
+
+  Calls that repeat with equal lines, such as those of each step of an episode,
+  are shown once.
+  """
+  calls = []
   made_by |= {v: node.name for node in flow.nodes for v in node.writes}
   for node in flow.nodes:
     (name, *rest), *more = _row(node, flow.values, made_by)
-    lines += [(indent + name, *rest), *more]
+    lines = [(indent + name, *rest), *more]
     if node.body:
       inner = {v: made_by[x] for v, x in node.enters.items()}
       inner |= dict.fromkeys((start for start, _ in node.body.carry), node.name)
       lines += _rows(node.body, inner, f'{indent}  ')
-  return lines
+    calls.append(lines)
+  return _once(calls, indent)
+
+
+def _once(calls, indent: str) -> list[tuple[str, ...]]:
+  """Joins the lines of calls, with repeated runs of calls shown once."""
+  found, at = [], 0
+  while at < len(calls):
+    size, times = _repeated(calls, at)
+    for lines in calls[at : at + size]:
+      found += lines
+    if times > 1:
+      which = 'call' if size == 1 else f'{size} calls'
+      note = f'{indent}(the last {which}: {times} times in all)'
+      found.append((note, *[''] * (len(COLUMNS) - 1)))
+    at += size * times
+  return found
+
+
+def _repeated(calls, at: int) -> tuple[int, int]:
+  """Returns the size of the run of calls at `at`, and how often it repeats.
+
+  Of several sizes, the one that covers the most calls.
+  """
+  best = 1, 1
+  for size in range(1, LONGEST + 1):
+    run, times = calls[at : at + size], 1
+    while calls[at + times * size : at + (times + 1) * size] == run:
+      times += 1
+    if times > 2 and size * times > best[0] * best[1]:
+      best = size, times
+  return best
 
 
 def flow_table(flow) -> str:
@@ -90,7 +126,9 @@ def flow_table(flow) -> str:
     made_by[v] = f'state.{_head(flow.values[v].name)}'.rstrip('.')
   lines = [COLUMNS]
   lines += _rows(flow, made_by)
-  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+  # A note on repetitions has no other cells, so that it may be longer.
+  rows = [line for line in lines if any(line[1:])]
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   table = [
     '  '.join(
       cell.ljust(width) for cell, width in zip(line, widths, strict=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 import os
+import types
 from typing import Any
 
 from planner import cluster as cluster_lib
@@ -22,6 +23,7 @@ def plan_only(
   cluster: cluster_lib.Cluster,
   lengths: Sequence[int] | None = None,
   answer_seconds: tuple[float, ...] = (),
+  host_seconds: Mapping[str, float] = types.MappingProxyType({}),
   plan_seconds: ranges.NonNegativeFloat = 60.0,
   compile_for: topology_lib.Topology | None = None,
   output: str | os.PathLike | None = None,
@@ -60,6 +62,7 @@ def plan_only(
     cluster=cluster,
     lengths=lengths,
     answer_seconds=answer_seconds,
+    host_seconds=host_seconds,
     seconds=plan_seconds,
     compile_for=compile_for,
     output=output,

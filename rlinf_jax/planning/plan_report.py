@@ -4,10 +4,11 @@ Nothing is run: costs are modeled. The plan can be compiled, though, for devices
 that need not be here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import json
 import os
 import pathlib
+import types
 
 import jax
 
@@ -52,6 +53,7 @@ def report_plan(
   cluster: cluster_lib.Cluster,
   lengths: Sequence[int] | None = None,
   answer_seconds: tuple[float, ...] = (),
+  host_seconds: Mapping[str, float] = types.MappingProxyType({}),
   seconds: float = 60.0,
   compile_for: topology_lib.Topology | None = None,
   output: str | os.PathLike | None = None,
@@ -70,6 +72,8 @@ def report_plan(
       all completions are assumed to have the maximum length.
     answer_seconds: seconds that environments took to answer turns, like those
       of training; none where they were not measured.
+    host_seconds: measured seconds of a row of host stages, such as simulators;
+      those of others are found here, where they can be, or assumed.
     seconds: limit of the whole report, without the compilation of plans, in
       seconds of a processor. The `searches` take up to nine tenths of what
       counting leaves, and the costs that would change the choice have the rest.
@@ -85,18 +89,22 @@ def report_plan(
   table, (flow, evaluation) = str(flows[0]), map(unroll.unroll, flows)
   works = count.of_flow(flow, platform=cluster.device.platform)
   works, assumption = _completion_work(works, lengths)
+  host_timing.check(flow, host_seconds)
   timed = host_timing.seconds_per_row(flow)
+  timed = {k: x for k, x in timed.items() if k not in host_seconds}
+  rows = timed | dict(host_seconds)
   waits = answers.describe(flow, answer_seconds)
   model = roofline.Roofline(
     flow,
     works,
     cluster,
     rules.DEFAULT,
-    measured_lib.Measurements(host_rows=timed, answers=answer_seconds),
+    measured_lib.Measurements(host_rows=rows, answers=answer_seconds),
   )
   result, ranked, theirs = searches.compare(flow, model, staleness, deadline)
   lines = [table, '', _searched(result, cluster), assumption]
-  lines += [host_timing.describe(timed), waits, _attention(flow, cluster)]
+  lines += [host_timing.describe(timed, host_seconds), waits]
+  lines += [_attention(flow, cluster)]
   others = _others(result, own, ranked, theirs)
   compiled = None
   if compile_for:

@@ -1,16 +1,19 @@
 """Times the host stages of a recipe on this machine, without running a step.
 
 A reward function runs on a processor, and so it can be timed where a plan is
-made for accelerators that are not here. It is called on random tokens.
+made for accelerators that are not here. It is called on random tokens. Others,
+such as simulators, have the seconds that were given.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+import math
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from planner.explain import formatting
 from planner.ir import graph
 from rlinf_jax.isolation import pool
 
@@ -42,12 +45,61 @@ def seconds_per_row(
   return found
 
 
-def describe(found: Mapping[str, float]) -> str | None:
-  """Lists what was timed in a sentence; None if nothing was."""
-  if not found:
-    return None
-  each = ', '.join(f'{name} {1e6 * x:.3g} µs' for name, x in found.items())
-  return f'Timed on this machine, on random tokens, for each row: {each}.'
+def parse(texts: Sequence[str]) -> dict[str, float]:
+  """Reads seconds of a row, by stage, from texts such as 'simulate=0.02'.
+
+  Raises:
+    ValueError: for any other text.
+  """
+  found = {}
+  for text in texts:
+    name, _, number = text.partition('=')
+    try:
+      seconds = float(number)
+    except ValueError:
+      seconds = math.nan
+    if not name or not 0 <= seconds < math.inf:
+      raise ValueError(
+        f'{text!r} should be the name of a host stage and its seconds for a '
+        "row, such as 'simulate=0.02'."
+      )
+    found[name] = seconds
+  return found
+
+
+def check(flow: graph.Flow, given: Mapping[str, float]):
+  """Refuses seconds of stages that do not run on the host.
+
+  Raises:
+    ValueError: names those stages, and the ones that do.
+  """
+  hosts = dict.fromkeys(
+    node.name
+    for node in flow.nodes
+    if node.stage.host and not graph.is_plumbing(node)
+  )
+  if wrong := given.keys() - hosts:
+    raise ValueError(
+      f'Seconds of a row were given for {", ".join(sorted(wrong))}, and the '
+      f'host stages of the recipe are {", ".join(hosts) or "none"}.'
+    )
+
+
+def describe(
+  found: Mapping[str, float], given: Mapping[str, float]
+) -> str | None:
+  """Lists what was timed and what was given; None if nothing was."""
+  sentences = []
+  for start, each in (
+    ('Timed on this machine, on random tokens,', found),
+    ('Given', given),
+  ):
+    if each:
+      listed = ', '.join(
+        f'{name} {formatting.seconds(x)}' for name, x in each.items()
+      )
+      sentences.append(f'{start} for each row: {listed}.')
+  return ' '.join(sentences) or None
 
 
 def _can_be_timed(flow, node) -> bool:

@@ -335,6 +335,22 @@ def test_a_listing_counts_omitted_values():
   )
 
 
+def test_a_listing_shows_repeated_calls_once():
+  half = stages.Stage(lambda x: x / 2, 'half')
+
+  def step(state, x):
+    for _ in range(6):
+      x = half(double(x))
+    return state, x
+
+  head, *lines = str(trace(step)).splitlines()
+  assert head.startswith('12 stage calls')
+  # The first `double` reads the input, all others `half`.
+  shown = [line.split()[0] for line in lines[2:]]
+  assert shown == ['double', 'half', 'double', '(the', 'half']
+  assert lines[-2] == '(the last 2 calls: 5 times in all)'
+
+
 def test_a_listing_of_grpo_fits_a_page():
   lines = str(
     tiny.trace(grpo(kl_coef=0.1, num_minibatches=2), tiny.problem())

@@ -58,9 +58,23 @@ def test_what_cannot_be_called_is_left_out():
     raise RuntimeError('no server')
 
   found = host_timing.seconds_per_row(traced(broken), 0.01)
-  assert found == {} and host_timing.describe(found) is None
+  assert found == {} and host_timing.describe(found, {}) is None
 
 
 def test_stages_in_jax_are_not_timed():
   flow = plan_report_test.flow()
   assert {*host_timing.seconds_per_row(flow, 0.01)} == {'reward'}
+
+
+def test_seconds_that_are_given_are_read_and_refused():
+  assert host_timing.parse(['simulate=2e-2', 'reward=1']) == {
+    'simulate': 0.02,
+    'reward': 1.0,
+  }
+  for text in 'simulate', 'simulate=fast', 'simulate=-1', '=1', 'a=inf':
+    with pytest.raises(ValueError, match='should be the name of a host stage'):
+      host_timing.parse([text])
+  flow = plan_report_test.flow()
+  host_timing.check(flow, {'reward': 1.0})
+  with pytest.raises(ValueError, match='given for simulate, and .* are reward'):
+    host_timing.check(flow, {'simulate': 1.0})
