@@ -62,6 +62,12 @@ class Division:
     """Returns a letter whose dimensions an axis divides."""
     return next(x for x in self.layout.rules if axis in self.layout.axes_of(x))
 
+  def shares(self, letters) -> bool:
+    """Whether an axis divides dimensions of one of the letters."""
+    return any(
+      axis in self.sizes for x in letters for axis in self.layout.axes_of(x)
+    )
+
   def ways(self, divided) -> int:
     """Returns the number of parts of an array."""
     return math.prod(self.sizes[axis] for axes in divided for axis in axes)

@@ -7,6 +7,8 @@ whenever it is read, without traffic of its own. It is stored when a kernel that
 cannot be fused reads it, or when it has too many sources.
 """
 
+import collections
+from collections.abc import Set
 import math
 
 from planner.costs.work import Work
@@ -49,8 +51,16 @@ class WorkCounter(loops.LoopCounter):
 
   # Programs.
 
-  def inline(self, jaxpr, args) -> list[variables.Variable]:
-    """Walks a jaxpr; returns its results as abstract values."""
+  def inline(
+    self, jaxpr, args, unread: Set[int] = frozenset()
+  ) -> list[variables.Variable]:
+    """Walks a jaxpr; returns its results as abstract values.
+
+    Args:
+      jaxpr: the program.
+      args: its arguments.
+      unread: positions of results that are not read, and have no bytes then.
+    """
     consts = [None] * len(jaxpr.constvars)
     if hasattr(jaxpr, 'jaxpr'):
       consts, jaxpr = jaxpr.consts, jaxpr.jaxpr
@@ -66,11 +76,18 @@ class WorkCounter(loops.LoopCounter):
         )
       return known[atom]
 
-    for eqn in needed.equations(jaxpr):
-      self.now += 1
+    equations = needed.equations(jaxpr, unread)
+    readers = collections.Counter(
+      id(x) for eqn, _ in equations for x in eqn.invars
+    )
+    for eqn, dead in equations:
+      self.now, self.unread, self.readers = self.now + 1, dead, readers
       made = self._in_scope(eqn, [look(x) for x in eqn.invars])
       known |= zip(eqn.outvars, made, strict=True)
-    return [look(x) for x in jaxpr.outvars]
+    return [
+      variables.NOTHING if i in unread else look(x)
+      for i, x in enumerate(jaxpr.outvars)
+    ]
 
   def _in_scope(self, eqn, args) -> list[variables.Variable]:
     """Takes a step, and gathers parameters in full where a scope says so."""
@@ -92,7 +109,7 @@ class WorkCounter(loops.LoopCounter):
       return kernels.count(self, eqn, args)
     for key in primitives.CALLS:
       if key in eqn.params and not name.startswith('reduce'):
-        return self.inline(eqn.params[key], args)
+        return self.inline(eqn.params[key], args, self.unread)
     if name in primitives.VIEWS:
       return self._view(eqn, args)
     sums = [variable.partial for variable in args if variable.partial]
@@ -204,6 +221,9 @@ class WorkCounter(loops.LoopCounter):
     if name == 'convert_element_type':
       made[0].letters, made[0].partial = args[0].letters, args[0].partial
       made[0].constant = args[0].constant
+      # Each product converts its operands. XLA converts an array once.
+      dtype = eqn.outvars[0].aval.dtype
+      return [args[0].converted.setdefault(dtype, made[0])]
     elif name == 'broadcast_in_dim':
       made[0].letters = args[0].letters and primitives.letters_of(
         eqn, args[0].letters
@@ -211,7 +231,35 @@ class WorkCounter(loops.LoopCounter):
     elif name in ('add', 'add_any'):
       some = args[0].partial
       made[0].partial = some if some and some.open else None
+      # Weights to which an adapter is added are divided as they were.
+      made[0].letters = next(
+        (x.letters for x in args if x.letters and x.shape == made[0].shape),
+        None,
+      )
+      self._accumulate(eqn, args, made[0])
     return made
+
+  def _accumulate(self, eqn, args, total: variables.Variable):
+    """Adds a product to another, or to a parameter, as it is computed.
+
+    XLA has cuBLAS add to what is there, as for a weight and its adapter. The
+    sum takes the place of the last product, and the other need not be kept.
+    """
+    if self.platform != 'gpu':
+      return
+    products = []
+    for var, one in zip(eqn.invars, args, strict=True):
+      large = [b for b in one.sources if b.size > allocation.SCALAR]
+      if one.shape != total.shape or len(large) != 1:
+        return
+      if not large[0].outside:
+        if not large[0].is_product or self.readers[id(var)] > 1:
+          return
+        products += large
+    last = max(products, key=lambda b: b.born, default=None)
+    if last and last.size == total.size:
+      self.moved += sum(b.size for b in total.sources if b is not last)
+      total.sources, total.fused = {last: total.size}, False
 
   def _heavy(self, eqn, args):
     name = eqn.primitive.name
@@ -233,6 +281,8 @@ class WorkCounter(loops.LoopCounter):
       self.flops += size * (max(1, math.ceil(math.log2(size + 1))) ** deep)
     if name == 'dot_general':
       over, _ = eqn.params['dimension_numbers']
+      for buffer in made[0].sources:
+        buffer.is_product = True
       self._sum_over(made[0], zip(args, over, strict=True))
     return made
 
@@ -290,8 +340,10 @@ class WorkCounter(loops.LoopCounter):
       if variable.letters[axis]
     ]
     if letters:
-      made.partial = variables.PartialSum(letters, made.size)
       self._add_partial(letters, 1, made.size)
+      # A sum over a dimension that no device shares, as an adapter's, is done.
+      if self.division is None or self.division.shares(letters):
+        made.partial = variables.PartialSum(letters, made.size)
 
   def _add_up(self, one: variables.PartialSum, other: variables.PartialSum):
     """Adds two partial sums, which then need a single all-reduce."""

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from planner.costs.work import Work
-from planner.counting import allocation, divisions, trip_counts
+from planner.counting import allocation, divisions, trip_counts, variables
 
 
 class LoopCounter(allocation.Allocation):
@@ -16,6 +16,8 @@ class LoopCounter(allocation.Allocation):
     turns: trip count of the longest loop that may end early, so far.
     matmul: operations of products so far, by type of the operands.
     partial: partial sums so far, as `work.Work.partial`.
+    unread: positions of results of the equation under way that nothing reads.
+    readers: in its program, how often equations read each variable, by `id`.
   """
 
   def __init__(
@@ -25,8 +27,11 @@ class LoopCounter(allocation.Allocation):
     self.trips = trips
     self.flops, self.turns = 0.0, 0.0
     self.matmul, self.partial = {}, {}
+    self.unread, self.readers = frozenset(), {}
 
-  def _body(self, jaxpr, args, drop=(), state=()) -> tuple[Work, list]:
+  def _body(
+    self, jaxpr, args, drop=(), state=(), unread=frozenset()
+  ) -> tuple[Work, list]:
     """Counts the work of one trip; returns its results, too.
 
     Args:
@@ -34,6 +39,7 @@ class LoopCounter(allocation.Allocation):
       args: the arguments of the loop.
       drop: positions of the arguments that a scan slices.
       state: positions of those that the first results replace.
+      unread: positions of results that nothing reads.
     """
     frame = type(self)(self.trips, self.division)
     frame.parameters, frame.whole = self.parameters, self.whole
@@ -51,7 +57,7 @@ class LoopCounter(allocation.Allocation):
       for buffer in one.sources:  # Loops write their carry in place.
         buffer.size, buffer.outside = 0.0, False
       given.append(one)
-    made = frame.inline(jaxpr, given)
+    made = frame.inline(jaxpr, given, unread)
     in_place = [
       variable
       for i, variable in zip(state, made, strict=False)
@@ -64,13 +70,13 @@ class LoopCounter(allocation.Allocation):
         buffer.size = 0.0
     return frame.work(), made
 
-  def _carrying(self, jaxpr, args, state: range, drop=()):
+  def _carrying(self, jaxpr, args, state: range, drop=(), unread=frozenset()):
     """As `_body`, for arguments of which some are results of the last trip.
 
     Zeros that a loop begins with are divided as what is added to them.
     """
     while True:
-      done, made = self._body(jaxpr, args, drop, state)
+      done, made = self._body(jaxpr, args, drop, state, unread)
       changed = False
       for i, result in zip(state, made, strict=False):
         before, after = args[i].divided, result.divided
@@ -80,7 +86,16 @@ class LoopCounter(allocation.Allocation):
       if not changed:
         return done, made
 
-  def _repeat(self, eqn, args, done: Work, turns: float, made, state=()):
+  def _repeat(
+    self,
+    eqn,
+    args,
+    done: Work,
+    turns: float,
+    made,
+    state=(),
+    unread=frozenset(),
+  ):
     for variable in args:
       self.hand_over(variable)
     for i in state:  # A loop's results take over the memory of zeros.
@@ -104,8 +119,8 @@ class LoopCounter(allocation.Allocation):
       done.bytes_sharded,
     )
     return [
-      self.stored(var.aval, some.divided)
-      for var, some in zip(eqn.outvars, made, strict=True)
+      variables.NOTHING if i in unread else self.stored(var.aval, some.divided)
+      for i, (var, some) in enumerate(zip(eqn.outvars, made, strict=True))
     ]
 
   def _scan(self, eqn, args):
@@ -119,16 +134,20 @@ class LoopCounter(allocation.Allocation):
       range(sum(carried), len(args)),
       range(carried[0], sum(carried)),
     )
-    done, made = self._carrying(jaxpr, args, state, drop)
+    # A trip reads what the last one carries.
+    unread = frozenset(i for i in self.unread if i >= carried[1])
+    done, made = self._carrying(jaxpr, args, state, drop, unread)
     stacked = made[carried[1] :]
     made = made[: carried[1]] + [
       dataclasses.replace(x, divided=x.divided and ((), *x.divided))
       for x in stacked
     ]
-    made = self._repeat(eqn, args, done, n, made, state)
+    made = self._repeat(eqn, args, done, n, made, state, unread)
     # Parameters that a forward pass stores for each trip keep their letters.
-    for result, x in zip(made[carried[1] :], stacked, strict=True):
-      result.letters = x.letters and ('', *x.letters)
+    for i in range(carried[1], len(made)):
+      letters = stacked[i - carried[1]].letters
+      if i not in unread:
+        made[i].letters = letters and ('', *letters)
     return made
 
   def _while(self, eqn, args):

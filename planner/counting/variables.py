@@ -21,6 +21,7 @@ class Buffer:
     is_scattered: whether values are added to it where indices say.
     is_table: whether rows of a parameter that each device has in full are added
       to it.
+    is_product: whether it is the result of a product of matrices.
     shape: its dimensions.
     sources: the buffers that it is computed of, and how many bytes of them, if
       it is the result of an elementwise kernel.
@@ -30,7 +31,7 @@ class Buffer:
     self.size, self.born, self.last = size, born, born
     self.outside, self.shape = outside, shape
     self.is_sharded = self.is_whole = False
-    self.is_scattered = self.is_table = False
+    self.is_scattered = self.is_table = self.is_product = False
     self.sources, self._bit, self._before = {}, 0, 0
 
   def follows(self, number: int, buffers):
@@ -67,6 +68,7 @@ class Variable:
     divided: the mesh axes that divide each of its dimensions; None where no
       mesh is given.
     shape: its dimensions, if it may be of the shape of a parameter.
+    converted: itself in other types, by type.
   """
 
   size: float
@@ -77,7 +79,11 @@ class Variable:
   constant: float | None = None
   divided: tuple | None = None
   shape: tuple | None = None
+  converted: dict = dataclasses.field(default_factory=dict, init=False)
 
   def laid_out(self, divided: tuple | None) -> 'Variable':
     """Returns what devices have as arrays that `divided` divides."""
     return dataclasses.replace(self, letters=None, divided=divided)
+
+
+NOTHING = Variable(0.0, {})  # A result that nothing reads.

@@ -39,6 +39,28 @@ def test_products_with_a_sharded_weight_are_divided():
   assert done.matmul_flops == 2 * B * S * D * F
 
 
+def test_sums_with_adapters_between_them_are_added_up_one_by_one():
+  """No device has a part of an adapter's product, as all have its rank."""
+
+  def adapted(x_BSF, y_BSF, down_FD, up_FD, low_BSI, b_ID):
+    one = x_BSF @ down_FD + low_BSI @ b_ID
+    return one + (y_BSF @ up_FD + low_BSI @ b_ID)
+
+  letters = [('B', '', '')] * 2 + [('F', 'D')] * 2 + [('B', '', ''), ('I', 'D')]
+  shapes = [(B, S, F)] * 2 + [(F, D)] * 2 + [(B, S, 1), (1, D)]
+  size = 4 * B * S * D
+  assert work(adapted, letters, *shapes).partial['F'] == (2, 2 * size, 0)
+
+
+def test_a_weight_to_which_an_adapter_is_added_is_divided_as_before():
+  def merged(x_BSF, down_FD, a_FI, b_ID):
+    return x_BSF @ (down_FD + a_FI @ b_ID)
+
+  letters = [('B', '', ''), ('F', 'D'), ('F', 'I'), ('I', 'D')]
+  done = work(merged, letters, (B, S, F), (F, D), (F, 1), (1, D))
+  assert done.partial['F'] == (1, 4 * B * S * D, 0)
+
+
 def test_dimensions_that_a_mapped_constraint_leaves_open_stay_divided():
   """A policy's steps of denoising are mapped over an axis within an array.
 

@@ -1,5 +1,7 @@
 """Work that no result needs is not counted, as XLA does not do it."""
 
+import functools
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -77,3 +79,30 @@ def test_a_sum_to_which_a_loop_adds_is_in_memory_once():
   assert count.work(run, W).bytes_alive == pytest.approx(
     2 * 4 * SIDE**2, abs=64
   )
+
+
+def test_a_loop_does_not_collect_what_nothing_reads():
+  """As keys and values are where only the last activations matter."""
+  length, rows = 64, 1024
+
+  def run(x, w, *, read):
+    def turn(x, _):
+      key = x @ w
+      return jnp.tanh(key), (key, key * 2.0 @ w)
+
+    x, (key, other) = lax.scan(turn, x, None, length=length)
+    return (x, key) if read else x
+
+  x = jax.ShapeDtypeStruct((rows, SIDE), jnp.float32)
+  alone, both = (
+    count.work(functools.partial(run, read=read), x, W)
+    for read in (False, True)
+  )
+  one = 4 * rows * SIDE
+  assert alone.matmul == both.matmul == {'float32': length * rows * SIDE**2 * 2}
+  assert alone.bytes_alive < 4 * one
+  assert both.bytes_out == one * (1 + length)
+  # What a jitted function returns and its caller drops is as dead.
+  inner = jax.jit(functools.partial(run, read=True))
+  dropped = count.work(lambda x, w: inner(x, w)[0], x, W)
+  assert dropped.bytes_alive == alone.bytes_alive

@@ -1,6 +1,7 @@
 """Kernels of several results, by hand."""
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from planner.counting import count
@@ -43,3 +44,37 @@ def test_arrays_of_different_shapes_are_made_one_after_the_other():
     return (one * other) @ w, (one + other)[: B // 2] @ w
 
   assert bytes_alive(cut, 'gpu') == bytes_alive(cut, 'tpu')
+
+
+def test_a_gpu_adds_a_product_to_another_in_its_place():
+  def beside(x, w):
+    y = x @ x + x.T @ x
+    one = jnp.tanh(y) @ x
+    return (jnp.sin(y) @ one) @ w
+
+  # Two products, or their sum; then `one`, and what it is multiplied by.
+  assert bytes_alive(beside, 'gpu') == 3 * ITEM * B * B
+  assert bytes_alive(beside, 'tpu') == 4 * ITEM * B * B
+
+  def read_elsewhere(x, w):
+    first = x @ x
+    y = first + x.T @ x
+    one = jnp.tanh(y) @ x
+    return (jnp.sin(y) @ one) @ (first @ w)
+
+  alive = bytes_alive(read_elsewhere, 'gpu')
+  assert alive == bytes_alive(read_elsewhere, 'tpu')
+
+
+def test_a_gpu_adds_an_adapter_to_its_weight_in_place():
+  def merged(x, w):
+    one, other = x + w @ w.T, x + w[::-1] @ w.T
+
+    def turn(y, _):
+      return one @ (other @ y), None
+
+    return lax.scan(turn, w, None, length=3)[0].sum()
+
+  # At the loop, two sums are there, and elsewhere also the two products.
+  more = bytes_alive(merged, 'tpu') - bytes_alive(merged, 'gpu')
+  assert more == 2 * ITEM * B * B
