@@ -20,6 +20,7 @@ from rlinf_jax.run import evaluation, setup
 from rlinf_jax.run import flows as flows_lib
 from rlinf_jax.run.folder import checkpoint, run_lock, whole_file, writers
 from rlinf_jax.runtime import base as runtime_base
+from rlinf_jax.runtime import programs, state_readers
 from rlinf_jax.runtime.ray import launch
 from stages import base, ranges
 from stages.envs.rollouts import video as env_video
@@ -97,26 +98,34 @@ def evaluate(
     _start_folder(folder, subject)
     key = jax.random.key(seed)
     held_out = evaluation.HeldOut.of(source)
-    load = functools.partial(_state, workflow, source, seed, subject)
-    state = None
+    use_ray = bool(ray_address)
+    make = flows_lib.initial_evaluated
+    first = setup.first_state(workflow, source, seed, make)
+    state = _state(workflow, source, seed, subject, first)
     if given_plan is None:
-      state = load()
-      example = state, held_out.batches[0], key
+      arrays = state_readers.arrays(state, programs.state_shapes(flows[0]))
+      example = arrays, held_out.batches[0], key
       given_plan = autoplan.find_plan(flows, 0, example).plan
+      del arrays, example
+    if use_ray:
+      first = launch.first_state(recipe_of, folder, make)
+      state = _state(workflow, source, seed, subject, first)
     runtime = setup.make_runtime(
       given_plan,
       flows=flows,
       train=recipe_of,
       folder=folder,
-      use_ray=bool(ray_address),
+      use_ray=use_ray,
       receive_timeout=receive_timeout,
       network_interface=network_interface,
       trace=flows_lib.trace_evaluation,
     )
     try:
-      with runtime.ambient():
-        state = load() if state is None else state
-      runtime.load(state)
+      runtime.start(state)
+      if run := subject['run']:
+        print(
+          f'The checkpoint of step {subject["step"]} of {run} is evaluated.'
+        )
       parts = _run(folder, runtime, source, held_out, key, flows[0].gives)
       return _finish(folder, parts, held_out, subject)
     finally:
@@ -203,16 +212,17 @@ def _state(
   source: base.Source,
   seed: int,
   subject: dict[str, Any],
-):
-  """The state to evaluate: a checkpoint's, or the first of a run."""
-  batch = flows_lib.first_batch(source, seed)
-  state = flows_lib.first_state(workflow, jax.random.key(seed), batch)
-  if run := subject['run']:
-    step = subject['step']
-    restored = _checkpoints(run).load(state, source.init(seed), step)
-    print(f'The checkpoint of step {step} of {run} is evaluated.')
-    state = restored.state
-  return flows_lib.evaluated(workflow, source, state)
+  first: state_readers.FirstState,
+) -> state_readers.StateReader:
+  """Reads the state to evaluate: a checkpoint's, or the first of a run."""
+  if not (run := subject['run']):
+    return first
+  shapes = jax.eval_shape(
+    functools.partial(flows_lib.initial_state, workflow, source, seed)
+  )
+  step = subject['step']
+  saved = _checkpoints(run).load(shapes, first, source.init(seed), step)
+  return saved.state
 
 
 def _run(

@@ -129,7 +129,10 @@ def train(
     if pretrain:
       pretrain(seed=seed)
     saver = checkpoint.Checkpoints(folder / 'checkpoints', keep_checkpoints)
-    runtime, monitor = setup.load_first_state(
+    first = setup.first_state(workflow, source, seed)
+    if ray_address:
+      first = launch.first_state(train, folder)
+    runtime, monitor = setup.choose_plan(
       workflow,
       source,
       seed,
@@ -146,6 +149,7 @@ def train(
       schedule=schedule,
       checkpoints=saver,
       runtime=runtime,
+      first=first,
       monitor=monitor,
       resume=resume,
       wandb_project=wandb_project,

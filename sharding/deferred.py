@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 from jax._src import core
+import jax.numpy as jnp
 import numpy as np
 
-from sharding import multihost
+from sharding import multihost, offload
 
 
 class _Call:
@@ -49,6 +50,11 @@ class Deferred(core.Tracer):
 
 class _DeferringTrace(core.Trace):
   """Records operations instead of executing them."""
+
+  def stage_value(self, val):
+    if isinstance(val, jax.Array):
+      return val
+    return self.process_primitive(core.stage_p, [val], {})
 
   def process_primitive(self, primitive, tracers, params, /):
     avals = [core.typeof(x) for x in tracers]
@@ -88,6 +94,11 @@ def defer(fn: Callable[..., Any], *args) -> Any:
     return fn(*args)
 
 
+def is_deferring() -> bool:
+  """Whether this is called by a function that `defer` calls."""
+  return isinstance(core.trace_ctx.trace, _DeferringTrace)
+
+
 def only_shapes(x: Any) -> bool:
   """Whether a value stands for a shape, and is never computed."""
   return isinstance(x, core.Tracer) and not isinstance(x, Deferred)
@@ -96,17 +107,27 @@ def only_shapes(x: Any) -> bool:
 def put(x: Any, layout: jax.sharding.Sharding) -> jax.Array:
   """Computes an array, if it is deferred, and copies it to a layout.
 
-  The memory of the result is nobody else's. An array that is only read from
-  files is read part by part to where each part belongs.
+  The memory of the result is nobody else's, also on each of several devices,
+  so that a call may overwrite it. An array that is only read from files is read
+  part by part to where each part belongs.
 
   Args:
     x: deferred or not.
     layout: the sharding of the result.
   """
+  there = offload.on_device(layout)
   if isinstance(x, Deferred) and x.call.primitive is _read:
-    params = x.call.params
-    return _made(params['read'], x.shape, layout)
-  return multihost.put(_compute(x), layout, may_alias=False)
+    x = _made(x.call.params['read'], x.shape, there)
+  else:
+    x = multihost.put(_compute(x), there)
+  # JAX may let devices of one host share the memory of what they were given.
+  x = _copied(x)
+  if there is not layout:
+    x = jax.device_put(x, layout)
+  return jax.block_until_ready(x)
+
+
+_copied = jax.jit(jnp.copy)
 
 
 def _compute(x: Any) -> Any:

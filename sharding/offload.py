@@ -17,6 +17,13 @@ def on_host(layout: jax.sharding.Sharding) -> jax.sharding.Sharding:
   return hosted
 
 
+def on_device(layout: jax.sharding.Sharding) -> jax.sharding.Sharding:
+  """Returns the same layout in the memory of its devices."""
+  if layout.memory_kind != HOST:
+    return layout
+  return layout.with_memory_kind(DEVICE)
+
+
 def is_known(layout: jax.sharding.Sharding) -> bool:
   """Whether the devices of a layout list the memory that it is in."""
   return not isinstance(layout, _OnHost)

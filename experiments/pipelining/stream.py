@@ -8,6 +8,7 @@ what the planner's simulation predicts and what the runtime then takes.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -21,7 +22,7 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.lower import passes
 from planner.simulation import simulate
-from rlinf_jax.runtime import local
+from rlinf_jax.runtime import local, state_readers
 import stages
 
 ROWS, STEPS = 64, 12
@@ -117,7 +118,8 @@ def measure(pieces: int, far: bool) -> dict[str, float]:
     runtime = driver.RayRuntime(plan, flows, step=made, evaluate=evaluate)
   else:
     runtime = local.LocalRuntime(plan, step=made)
-  runtime.load(jnp.asarray(STATE))
+  make = functools.partial(jnp.asarray, STATE)
+  runtime.start(state_readers.FirstState(make))
   taken = []
   for i in range(STEPS):
     start = time.perf_counter()

@@ -20,9 +20,8 @@ import tempfile
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
-from rlinf_jax.run.folder import writers
+from rlinf_jax.run.folder import saved_state, state_files, writers
 
 STEPS = 20
 OF_TIME = 'time/', 'throughput/', 'utilization/'
@@ -74,9 +73,9 @@ def metrics(folder: pathlib.Path) -> list[dict]:
 
 
 def state(folder: pathlib.Path) -> list[np.ndarray]:
-  path = folder / 'checkpoints' / str(STEPS) / 'state'
-  tree = ocp.StandardCheckpointer().restore(path.absolute())
-  return [np.asarray(x) for x in jax.tree.leaves(tree)]
+  path = folder / 'checkpoints' / str(STEPS) / saved_state.STATE
+  found = state_files.read_all(path)
+  return [np.asarray(found[name]) for name in sorted(found)]
 
 
 def overlap(folder: pathlib.Path) -> float:

@@ -76,6 +76,22 @@ def trace_step(workflow: base.Workflow, batch, key) -> graph.Flow:
   return flow_lib.trace(workflow.step, state, batch, key)
 
 
+def initial_state(
+  workflow: base.Workflow, source: base.Source, seed: int
+) -> Any:
+  """The state before the first step of a run."""
+  batch = first_batch(source, seed)
+  return first_state(workflow, jax.random.key(seed), batch)
+
+
+def initial_evaluated(
+  workflow: base.Workflow, source: base.Source, seed: int
+) -> Any:
+  """That state, as `evaluated`."""
+  state = initial_state(workflow, source, seed)
+  return evaluated(workflow, source, state)
+
+
 def _state_shapes(workflow: base.Workflow, batch, key):
   return jax.eval_shape(
     functools.partial(first_state, workflow, batch=batch), key

@@ -16,6 +16,7 @@ from rlinf_jax.run import skipped as skipped_lib
 from rlinf_jax.run.folder import checkpoint as checkpoint_lib
 from rlinf_jax.run.folder import run_log
 from rlinf_jax.runtime import base as runtime_base
+from rlinf_jax.runtime import programs, state_readers
 from rlinf_jax.runtime import timeline as timeline_lib
 from stages import base, metrics
 from stages.envs.rollouts import video
@@ -102,6 +103,7 @@ class Loop:
     checkpoints: checkpoint_lib.Checkpoints,
     log: run_log.RunLog,
     seed: int,
+    first: state_readers.FirstState,
     start: checkpoint_lib.CheckpointState,
     monitor: monitor_lib.PlanMonitor | None = None,
   ):
@@ -112,7 +114,7 @@ class Loop:
     self._checkpoints, self._log = checkpoints, log
     self._key = jax.random.key(seed)
     self._held_out = evaluation.HeldOut.of(source)
-    self._source_state = start.source
+    self._source_state, self._first = start.source, first
     self.steps = self._submitted = start.step
     self._interrupt = interrupt.Interrupt()
     self._metrics = dict(start.metrics)  # By updates finished.
@@ -258,14 +260,21 @@ class Loop:
       self._log.write_prediction(self.steps, self._monitor.chosen.prediction)
 
   def _change_plan(self):
-    """Moves the state to the runtime of a better plan, if one was found."""
+    """Moves the run to the runtime of a better plan, if one was found.
+
+    The state goes by a checkpoint, as every place writes and reads its own.
+    """
     if not self._next_plan:
       return
     old, chosen, self._next_plan = self.runtime, self._next_plan, None
-    state = old.state()
+    if self._checkpoints.latest() != self.steps:
+      self.save()
+    self._checkpoints.wait()
     old.close()  # Before the new runtime starts: it needs the devices.
     self.runtime = self._monitor.runtime(old.timeline)
-    self.runtime.load(state, self.steps)
+    shapes = programs.state_shapes(self.runtime.lowered['step'].flow)
+    saved = self._checkpoints.load(shapes, self._first, self._source_state)
+    self.runtime.start(saved.state, self.steps)
     self._log.write_plan(self.runtime.plan)
     self._log.write_prediction(self.steps, chosen.prediction)
     self._log.print(
@@ -296,9 +305,7 @@ class Loop:
   def save(self):
     """Starts to write a checkpoint."""
     self._checkpoints.save(
-      checkpoint_lib.CheckpointState(
-        self.steps, self.runtime.state(), self._source_state, self._metrics
-      )
+      self.steps, self.runtime, self._source_state, self._metrics
     )
 
   def __enter__(self):

@@ -1,6 +1,7 @@
 """Set-up of a run: its runtime, with a state loaded into it."""
 
 from collections.abc import Callable
+import functools
 import pathlib
 from typing import Any
 
@@ -14,7 +15,7 @@ from rlinf_jax.planning.profiling import stage_profile
 from rlinf_jax.run import flows as flows_lib
 from rlinf_jax.run.folder import checkpoint as checkpoint_lib
 from rlinf_jax.runtime import base as runtime_base
-from rlinf_jax.runtime import local
+from rlinf_jax.runtime import local, programs, state_readers
 from rlinf_jax.runtime.ray import launch
 from stages import base
 
@@ -52,7 +53,26 @@ def make_runtime(
   return local.LocalRuntime(plan, step=step, evaluate=evaluate, retrace=retrace)
 
 
-def load_first_state(
+def first_state(
+  workflow: base.Workflow,
+  source: base.Source,
+  seed: int,
+  make: Callable[..., Any] = flows_lib.initial_state,
+) -> state_readers.FirstState:
+  """A reader, for this process, of the state before the first step.
+
+  Args:
+    workflow: the workflow to run.
+    source: its batches.
+    seed: of the parameters.
+    make: `workflow, source, seed -> state`.
+  """
+  return state_readers.FirstState(
+    functools.partial(make, workflow, source, seed)
+  )
+
+
+def choose_plan(
   workflow: base.Workflow,
   source: base.Source,
   seed: int,
@@ -62,7 +82,7 @@ def load_first_state(
   make_runtime: Callable[..., runtime_base.Runtime],
   earlier_plan: plan_lib.Plan | None,
 ):
-  """Loads the first state into a runtime; searches for its plan if needed.
+  """Makes the runtime of a run, without a state; finds its plan if needed.
 
   Args:
     workflow: the workflow to run.
@@ -88,34 +108,31 @@ def load_first_state(
     monitor = monitor_lib.PlanMonitor(flows, staleness, chosen, make_runtime)
     runtime = monitor.runtime()
   runtime.compile('step')  # While the parameters are read.
-  if any(map(stage_profile.uses_up, flows[0].nodes)):
-    inputs = None  # Measuring has advanced the simulators.
-  with runtime.ambient():
-    state = inputs[0] if inputs else flows_lib.first_state(workflow, key, batch)
-  # Not in the ambient mesh: places may use other devices than it.
-  runtime.load(state)
   return runtime, monitor
 
 
 def restore(
   runtime: runtime_base.Runtime,
+  first: state_readers.FirstState,
   source_state,
   checkpoints: checkpoint_lib.Checkpoints,
   resume: bool,
 ) -> checkpoint_lib.CheckpointState:
-  """Loads the newest checkpoint into a runtime if a run resumes from it.
+  """Starts a runtime from the newest checkpoint, or from the first state.
 
   Args:
-    runtime: loaded with the first state.
+    runtime: of the run.
+    first: reads the first state.
     source_state: the source's first state.
     checkpoints: of the run.
-    resume: False to keep the first state.
+    resume: whether the run resumes from a checkpoint, if there is one.
 
   Returns:
     The state from which training starts.
   """
-  start = checkpoint_lib.CheckpointState(0, None, source_state, {})
+  start = checkpoint_lib.CheckpointState(0, first, source_state, {})
   if resume and checkpoints.latest() is not None:
-    start = checkpoints.load(runtime.state(), start.source)
-    runtime.load(start.state, start.step)
+    shapes = programs.state_shapes(runtime.lowered['step'].flow)
+    start = checkpoints.load(shapes, first, source_state)
+  runtime.start(start.state, start.step)
   return start

@@ -15,9 +15,9 @@ from rlinf_jax.report import trace
 from rlinf_jax.run import console, flows, setup
 from rlinf_jax.run import loop as loop_lib
 from rlinf_jax.run.folder import checkpoint as checkpoint_lib
-from rlinf_jax.run.folder import result, run_log
+from rlinf_jax.run.folder import file_arrays, result, run_log
 from rlinf_jax.runtime import base as runtime_base
-from rlinf_jax.runtime import programs
+from rlinf_jax.runtime import programs, state_readers
 from stages import base
 
 ATTEMPTS = 3  # From one checkpoint, before the run fails.
@@ -34,7 +34,8 @@ class Run:
     folder: the run folder.
     schedule: when to evaluate, save and end.
     checkpoints: of the run.
-    runtime: loaded with the first state; replaced if the plan changes.
+    runtime: without a state; replaced if the plan changes.
+    first: reads the state before the first step.
     monitor: of a plan that was searched for, else None.
     resume: whether to start from the newest checkpoint.
     wandb_project: project at Weights & Biases, if metrics go there.
@@ -48,6 +49,7 @@ class Run:
   schedule: loop_lib.Schedule
   checkpoints: checkpoint_lib.Checkpoints
   runtime: runtime_base.Runtime
+  first: state_readers.FirstState
   monitor: monitor_lib.PlanMonitor | None
   resume: bool
   wandb_project: str | None
@@ -64,12 +66,9 @@ def run_to_end(run: Run) -> result.Result:
   failures = collections.Counter()  # By step of the checkpoint.
   while True:
     try:
-      if failures:
-        batch = flows.first_batch(run.source, run.seed)
-        key = jax.random.key(run.seed)
-        run.runtime.load(flows.first_state(run.workflow, key, batch))
       return _attempt(run, resume=bool(run.resume or failures))
     except runtime_base.ProcessDiedError as error:
+      run.checkpoints.abandon()  # It may have died while it wrote one.
       step = run.checkpoints.latest() or 0
       failures[step] += 1
       if failures[step] == ATTEMPTS:
@@ -82,7 +81,9 @@ def _attempt(run: Run, resume: bool) -> result.Result:
   """Trains from the newest checkpoint, or from the first state, to the end."""
   source_state = run.source.init(run.seed)
   with contextlib.ExitStack() as stack:
-    start = setup.restore(run.runtime, source_state, run.checkpoints, resume)
+    start = setup.restore(
+      run.runtime, run.first, source_state, run.checkpoints, resume
+    )
     steps = run.schedule.steps
     log = stack.enter_context(
       contextlib.closing(
@@ -103,6 +104,7 @@ def _attempt(run: Run, resume: bool) -> result.Result:
         checkpoints=run.checkpoints,
         log=log,
         seed=run.seed,
+        first=run.first,
         start=start,
         monitor=run.monitor,
       )
@@ -117,10 +119,23 @@ def _attempt(run: Run, resume: bool) -> result.Result:
       run.folder, loop.steps, loop.seconds(), loop.metrics
     )
     if run.export:
-      params = run.workflow.params(loop.runtime.state())
-      run.export(run.folder / 'model', params)
+      run.export(run.folder / 'model', _params(run, loop.runtime))
     _finish(outcome, log)
   return outcome
+
+
+def _params(run: Run, runtime: runtime_base.Runtime):
+  """The trained parameters, of which the export reads one after the other."""
+  shapes = programs.state_shapes(runtime.lowered['step'].flow)
+  # Of this process: that of a run with Ray would read the recipe once more.
+  state = first = setup.first_state(run.workflow, run.source, run.seed)
+  saved = checkpoint_lib.Checkpoints(
+    run.checkpoints.folder, keep=1, read_only=True
+  )
+  if saved.latest() is not None:
+    source_state = run.source.init(run.seed)
+    state = saved.load(shapes, first, source_state).state
+  return run.workflow.params(file_arrays.of_state(state, shapes))
 
 
 def _finish(outcome: result.Result, log: run_log.RunLog):
@@ -147,8 +162,9 @@ def _header(
   folder: pathlib.Path, runtime: runtime_base.Runtime, start: int, steps: int
 ) -> str:
   """The lines printed when training starts: what runs, and where."""
-  state_bytes = sum(x.nbytes for x in jax.tree.leaves(runtime.state()))
   lowered = runtime.lowered['step']
+  values = (lowered.flow.values[start] for start, _ in lowered.flow.carry)
+  state_bytes = sum(value.bytes for value in values)
   facts = {
     'stages': ' → '.join(lowered.flow.stages),
     'steps': f'{steps}, resumed after {start}' if start else f'{steps}',

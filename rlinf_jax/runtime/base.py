@@ -5,9 +5,10 @@ this process and one with a process per place, and training does not know which
 of them it drives.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent import futures
 import contextlib
+import pathlib
 import types
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -15,7 +16,7 @@ import jax
 
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import programs
+from rlinf_jax.runtime import programs, state_readers
 from rlinf_jax.runtime import timeline as timeline_lib
 
 
@@ -119,9 +120,6 @@ class Place(Protocol):
   def store(self, value: graph_lib.Value, x: Any) -> jax.Array:
     """`x` with the layout at rest of `value`."""
 
-  def store_on_host(self, value: graph_lib.Value, x: Any) -> jax.Array:
-    """A copy of `x` in host memory, which a call may overwrite."""
-
   def compile(
     self,
     flow: graph_lib.Flow,
@@ -153,19 +151,20 @@ class Place(Protocol):
 class Runtime(Protocol):
   """A plan in execution: its places, and the state that steps carry.
 
-  One thread drives a runtime: it calls `load`, then `submit`, `step`,
-  `evaluate` and `state` in any order, and `close` at the end. Calls take effect
-  in the order in which they were made, so `state` after `submit` is the state
-  after that step. The runtime owns the carried state; a step overwrites it.
+  One thread drives a runtime: it calls `start`, then `submit`, `step`,
+  `evaluate` and `start_writing` in any order, and `close` at the end. Calls
+  take effect in the order in which they were made, so `start_writing` after
+  `submit` writes the state after that step. The carried state is with the
+  places: the caller is given none of it, and a step overwrites it.
 
   The first failure stops every place. From then on all methods that run
-  something raise it, until `load` starts afresh.
+  something raise it, until `start` starts afresh.
 
   Attributes:
     plan: the plan in execution.
     lowered: by name, 'step' and possibly 'evaluate': their programs.
     timeline: what ran when.
-    steps: number of the last step submitted; `load` sets it.
+    steps: number of the last step submitted; `start` sets it.
   """
 
   plan: plan_lib.Plan
@@ -173,21 +172,30 @@ class Runtime(Protocol):
   timeline: timeline_lib.Timeline
   steps: int
 
-  def load(self, state, steps: int = 0):
-    """Lays out a state as the plan has it, and clears an earlier failure.
-
-    The runtime copies what steps would overwrite; `state` stays the caller's.
+  def start(self, state: state_readers.StateReader, steps: int = 0):
+    """Has every place read what it holds, and clears an earlier failure.
 
     Args:
-      state: of the workflow, a tree of arrays.
+      state: reads the state of the workflow.
       steps: updates that led to it.
     """
 
-  def state(self):
-    """The state after all submitted steps, as a tree of arrays; blocks.
+  def start_writing(self, folder: pathlib.Path) -> Callable[[], None]:
+    """Starts to write the state after all submitted steps.
 
-    The next step may overwrite these arrays: copy what must last.
+    Every place writes what it owns, as `state_files` does; frozen parameters
+    are left out. Steps may go on at once.
+
+    Args:
+      folder: an empty folder of the state.
+
+    Returns:
+      A function that blocks until all is written. Whatever fails, nothing is
+      being written any more when it ends.
     """
+
+  def checksums(self) -> dict[str, int]:
+    """A checksum of each frozen parameter, by its key (`frozen_weights`)."""
 
   def submit(self, batch, key) -> futures.Future:
     """Starts a step; returns the future of its info, without blocking.
@@ -213,9 +221,6 @@ class Runtime(Protocol):
 
   def close(self):
     """Ends threads and processes; nothing can be run afterwards."""
-
-  def ambient(self) -> contextlib.AbstractContextManager:
-    """A context in which a checkpoint is read straight to its devices."""
 
   def transport(self, source: str, target: str, value: graph_lib.Value) -> str:
     """Names the transport of a value from place to place, for people."""

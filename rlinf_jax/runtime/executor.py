@@ -1,16 +1,16 @@
 """Some places of a plan in this process, one thread each."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
+import pathlib
 import threading
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from planner.ir import graph as graph_lib
 from planner.lower import recovery
-from rlinf_jax.runtime import base, programs
+from rlinf_jax.run.folder import frozen_weights, state_files
+from rlinf_jax.runtime import base, programs, state_readers
 from rlinf_jax.runtime import interpreter as interpreter_lib
 from rlinf_jax.runtime import mailbox as mailbox_lib
 from rlinf_jax.runtime import place as place_lib
@@ -27,7 +27,7 @@ class Executor:
   to places of other processes; an executor of all places does not need it.
 
   The first failure, of a place or reported by `fail`, wakes every thread that
-  waits for a value. Threads stay; `load_leaves` clears the failure.
+  waits for a value. Threads stay; `read_state` clears the failure.
 
   Attributes:
     lowered: programs, by flow.
@@ -74,30 +74,45 @@ class Executor:
         for loop, flow, op, passed in calls:
           yield loop, place, flow, op, passed
 
-  def load_leaves(self, leaves: Mapping[int, Any]):
-    """Lays out carried values, as copies, and clears a failure.
-
-    Args:
-      leaves: arrays by number in the carry; at least those that live here.
-    """
+  def read_state(self, state: state_readers.StateReader):
+    """Reads the carried values that live here, and clears a failure."""
     for interpreter in self.interpreters.values():
       interpreter.wait()
+      interpreter.state = {}  # Frees the last state before another is read.
     self.mailbox.clear()
-    lowered = self.lowered['step']
-    for name, interpreter in self.interpreters.items():
-      place, hosted = interpreter.place, programs.hosted(lowered, name)
-      state, stored = {}, {}
+    lowered, layouts = self.lowered['step'], {}
+    for name, place in self.places.items():
+      hosted = programs.hosted(lowered, name)
       for i, places in enumerate(lowered.resident):
-        start, _ = lowered.flow.carry[i]
-        value = lowered.flow.values[start]
-        if name in places and start in hosted:
-          state[i] = place.store_on_host(value, leaves[i])
-        elif name in places:
-          stored[i] = place.store(value, leaves[i])
-      # Steps overwrite device memory, but not what a lease keeps on the host.
-      if stored and not place.lease:
-        stored = jax.jit(lambda xs: jax.tree.map(jnp.copy, xs))(stored)
-      interpreter.state = state | stored
+        if name in places:
+          start, _ = lowered.flow.carry[i]
+          value = lowered.flow.values[start]
+          layout = place.layout_at_rest(value)
+          if start in hosted:
+            layout = place.layout(value, is_hosted=True)
+          layouts.setdefault(i, {})[name] = layout
+    for i, name, x in state.read(programs.state_shapes(lowered.flow), layouts):
+      self.interpreters[name].state[i] = x
+
+  def start_writing(self, folder: pathlib.Path) -> Callable[[], None]:
+    """Starts to write the carried values whose first home is here.
+
+    Args:
+      folder: of this part of the state, see `state_files.start_writing`.
+    """
+    self.wait()
+    arrays = {leaf.name: x for leaf, x in self._owned() if not leaf.is_frozen}
+    return state_files.start_writing(folder, arrays)
+
+  def checksums(self) -> dict[str, int]:
+    """As `Runtime`, of the values whose first home is here."""
+    self.wait()
+    frozen = {leaf.key: x for leaf, x in self._owned() if leaf.is_frozen}
+    return frozen_weights.checksums(frozen)
+
+  def _owned(self) -> list[tuple[state_files.Leaf, jax.Array]]:
+    leaves = state_files.leaves(self.lowered['step'].flow.carries)
+    return [(leaves[i], x) for i, x in self.leaves().items()]
 
   def leaves(self) -> dict[int, jax.Array]:
     """Carried values whose first home is here; a step overwrites them."""

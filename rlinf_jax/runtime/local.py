@@ -1,8 +1,8 @@
 """Runs a plan in this process, with one thread per place."""
 
-import collections
 from collections.abc import Callable
 from concurrent import futures
+import pathlib
 import shutil
 import tempfile
 import weakref
@@ -11,7 +11,7 @@ import jax
 
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import calls, executor, programs
+from rlinf_jax.runtime import calls, executor, programs, state_readers
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import place as place_lib
 from sharding import rules as rules_lib
@@ -63,7 +63,7 @@ class LocalRuntime(calls.Calls, executor.Executor):
       for name, at in plan.places.items()
     }
     super().__init__(lowered, places)
-    self.plan, self.steps, self._treedef = plan, 0, None
+    self.plan, self.steps = plan, 0
     self._retrace, self._notices = retrace, []
     # Names of flows of steps, by the shapes of their inputs.
     self._flow_names = {calls.shapes_of_flow(lowered['step'].flow): 'step'}
@@ -79,23 +79,27 @@ class LocalRuntime(calls.Calls, executor.Executor):
     notices, self._notices = self._notices, []
     return notices
 
-  def ambient(self):
-    resident = self.lowered['step'].resident
-    count = collections.Counter(places[0] for places in resident)
-    # Most of a checkpoint lives on this place.
-    largest = max(count, key=count.get, default=next(iter(self.places)))
-    return self.places[largest].ambient()
-
-  def load(self, state, steps: int = 0):
-    leaves, self._treedef = jax.tree.flatten(state)
-    self.load_leaves(dict(enumerate(leaves)))
+  def start(self, state: state_readers.StateReader, steps: int = 0):
+    self.read_state(state)
     self.steps = steps
 
+  def start_writing(self, folder: pathlib.Path) -> Callable[[], None]:
+    return super().start_writing(folder / 'process')
+
+  def load(self, state, steps: int = 0):
+    """Starts from a copy of a tree of arrays of this process."""
+    self.start(state_readers.FirstState(lambda: state), steps)
+
   def state(self):
+    """The state after all submitted steps, as a tree of arrays; blocks.
+
+    The next step may overwrite these arrays: copy what must last.
+    """
     self.wait()
     leaves = self.leaves()
     return jax.tree.unflatten(
-      self._treedef, [leaves[i] for i in range(len(leaves))]
+      self.lowered['step'].flow.carries,
+      [leaves[i] for i in range(len(leaves))],
     )
 
   def _submit(self, name, *inputs) -> futures.Future:

@@ -191,11 +191,6 @@ class Place:
     stored = multihost.put(x, self.layout_at_rest(value))
     return jax.block_until_ready(stored) if self.lease else stored
 
-  def store_on_host(self, value: graph_lib.Value, x):
-    """A copy of `x` in host memory, which a call may overwrite."""
-    layout = self.layout(value, is_hosted=True)
-    return jax.block_until_ready(multihost.put(x, layout, may_alias=False))
-
   def compile(
     self,
     flow: graph_lib.Flow,

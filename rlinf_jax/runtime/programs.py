@@ -4,6 +4,9 @@ import collections
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import hashlib
+from typing import Any
+
+import jax
 
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
@@ -117,6 +120,13 @@ def hosted(lowered: Lowered, place: str) -> set[int]:
     if isinstance(op, program_lib.Run)
     for v, _ in op.streamed
   }
+
+
+def state_shapes(flow: graph_lib.Flow) -> Any:
+  """A tree of the shapes and types of the carried values of a step."""
+  values = (flow.values[start] for start, _ in flow.carry)
+  shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
+  return jax.tree.unflatten(flow.carries, shapes)
 
 
 def outputs(program) -> set[int]:

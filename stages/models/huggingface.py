@@ -382,7 +382,8 @@ def export(
       adapters.write(part, params, source)
     else:
       if lora_lib.is_adapted(params):
-        params = jax.jit(lora_lib.merge)(params)
+        arrays = jax.tree.map(jnp.asarray, params)  # They may be in files.
+        params = jax.jit(lora_lib.merge)(arrays)
       _export_model(part, params, source)
     for name in COMPANIONS:
       if (source / name).is_file():

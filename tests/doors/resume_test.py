@@ -3,12 +3,14 @@
 import pathlib
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rlinf_jax.config import config, config_changes
 from rlinf_jax.run.folder import checkpoint
+import saved
 
 ROOT = pathlib.Path(__file__).parents[2]
 SUMS = 'gin_configs/grpo_arithmetic.gin'
@@ -103,9 +105,7 @@ def written(tmp_path_factory):
   """The folder of a checkpoint."""
   folder = tmp_path_factory.mktemp('written')
   saver = checkpoint.Checkpoints(folder, 1)
-  saver.save(
-    checkpoint.CheckpointState(3, state(), {'n': np.zeros(2)}, {3: {}})
-  )
+  saver.save(3, saved.Tree(state()), {'n': np.zeros(2)}, {3: {}})
   saver.close()
   return folder
 
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_other_shapes_is_refused_in_our_words(
   now, words, written
 ):
   with pytest.raises(ValueError) as error:
-    checkpoint.Checkpoints(written, 1).load(now, {'n': np.zeros(2)})
+    saved.load(checkpoint.Checkpoints(written, 1), now, {'n': np.zeros(2)})
   assert str(error.value) == (
     f'The checkpoint of step 3 in {written} does not fit the recipe: {words}. '
     'Give the sizes and the optimizer that the run was begun with, as in its '
@@ -145,4 +145,6 @@ def test_a_checkpoint_of_other_shapes_is_refused_in_our_words(
 
 def test_a_checkpoint_of_the_same_shapes_is_read(written):
   reader = checkpoint.Checkpoints(written, 1)
-  assert reader.load(state(), {'n': np.zeros(2)}).step == 3
+  contents, found = saved.load(reader, state(), {'n': np.zeros(2)})
+  assert contents.step == 3
+  assert jax.tree.structure(found) == jax.tree.structure(state())

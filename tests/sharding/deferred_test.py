@@ -32,7 +32,9 @@ def state(part, key):
   }
   moments = jax.tree.map(jnp.zeros_like, params)
   rounded = jax.nn.relu(jnp.round(params['stored'] - 3)).astype(jnp.int8)
-  return params, moments, params, a, rounded, jax.nn.softplus(params['w'])
+  numbers = jnp.asarray(np.arange(3.0)), jnp.asarray(2), np.float32(3)
+  smooth = jax.nn.softplus(params['w'])
+  return params, moments, params, a, rounded, numbers, smooth
 
 
 def bits(x):
@@ -46,7 +48,8 @@ KEY = jax.random.key(3)
 
 def test_what_is_deferred_has_the_bits_of_what_is_computed_at_once(parts):
   want = jax.tree.leaves(state(parts[1], KEY))
-  later = jax.tree.leaves(deferred.defer(lambda: state(parts[1], KEY)))
+  make = lambda: state(parts[1], jax.random.key(3))
+  later = jax.tree.leaves(deferred.defer(make))
   for x, y in zip(want, later, strict=True):
     y = deferred.put(y, FIRST)
     assert jax.typeof(x) == jax.typeof(y)
@@ -71,14 +74,16 @@ def test_nothing_is_read_or_computed_that_is_not_needed(parts):
     deferred.put(never, FIRST)
 
 
-def test_no_two_of_the_results_share_memory(parts):
+@pytest.mark.parametrize('copies', [1, 2])
+def test_no_two_of_the_results_share_memory(parts, copies):
+  mesh = mesh_lib.mesh(jax.devices()[:copies], {'data': copies})
+  layout = NamedSharding(mesh, PartitionSpec())
   leaves = jax.tree.leaves(deferred.defer(lambda: state(parts[1], KEY)))
-  made = [deferred.put(x, FIRST) for x in leaves if x.ndim]
-  assert len({x.unsafe_buffer_pointer() for x in made}) == len(made)
   given = jnp.ones(4)
-  assert deferred.put(given, given.sharding).unsafe_buffer_pointer() != (
-    given.unsafe_buffer_pointer()
-  )
+  made = [deferred.put(x, layout) for x in (*leaves, given) if x.ndim]
+  shards = [s.data for x in (*made, given) for s in x.addressable_shards]
+  where = {x.unsafe_buffer_pointer() for x in shards}
+  assert len(where) == len(shards) == copies * len(made) + 1
 
 
 def test_each_device_reads_its_part(parts):
@@ -94,8 +99,11 @@ def test_each_device_reads_its_part(parts):
 
 def test_a_key_tells_whether_only_shapes_count():
   told = []
-  tell = lambda key: told.append(deferred.only_shapes(key))
+
+  def tell(key):
+    told.append((deferred.only_shapes(key), deferred.is_deferring()))
+
   jax.eval_shape(tell, KEY)
   deferred.defer(lambda: tell(jax.random.split(KEY)[0]))
   tell(KEY)
-  assert told == [True, False, False]
+  assert told == [(True, False), (False, True), (False, False)]

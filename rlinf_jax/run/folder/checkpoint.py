@@ -1,17 +1,34 @@
-"""Checkpoints of a run, written by orbax, each complete or absent."""
+"""Checkpoints of a run, written by orbax, each complete or absent.
 
+The state is written by the processes that hold it (`state_files`); orbax's
+manager completes a checkpoint when all of them have.
+"""
+
+from collections.abc import Callable
 import os
 import pathlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-from rlinf_jax.run.folder import frozen_weights
+from rlinf_jax.run.folder import saved_state, state_files
+from rlinf_jax.runtime import state_readers
+from rlinf_jax.runtime.base import ProcessDiedError
 
 
 class CheckpointError(RuntimeError):
   """A checkpoint could not be written; names the newest complete one."""
+
+
+class StateWriter(Protocol):
+  """What holds a state and writes it, such as a `runtime.base.Runtime`."""
+
+  def start_writing(self, folder: pathlib.Path) -> Callable[[], None]:
+    """As `Runtime.start_writing`."""
+
+  def checksums(self) -> dict[str, int]:
+    """As `Runtime.checksums`."""
 
 
 class CheckpointState(NamedTuple):
@@ -19,7 +36,7 @@ class CheckpointState(NamedTuple):
 
   Attributes:
     step: finished updates.
-    state: the workflow's state.
+    state: reads the workflow's state.
     source: the source's state.
     metrics: metrics after each of the last steps, by updates finished: one
       more than the workflow's staleness, because the source reads the metrics
@@ -27,29 +44,9 @@ class CheckpointState(NamedTuple):
   """
 
   step: int
-  state: Any
+  state: state_readers.StateReader
   source: Any
   metrics: dict[int, dict[str, float]]
-
-
-def _shapes(tree: Any) -> dict[str, str]:
-  """Path → type and shape of the arrays in a tree, '' of other leaves."""
-
-  def name(key):
-    for attribute in ('name', 'key', 'idx'):
-      if hasattr(key, attribute):
-        return str(getattr(key, attribute))
-    return str(key)
-
-  def text(x):
-    if not hasattr(x, 'shape') or getattr(x, 'dtype', None) is None:
-      return ''
-    return f'{getattr(x.dtype, "name", x.dtype)}{list(x.shape)}'
-
-  return {
-    '.'.join(map(name, path)): text(x)
-    for path, x in jax.tree_util.tree_leaves_with_path(tree)
-  }
 
 
 class Checkpoints:
@@ -69,7 +66,9 @@ class Checkpoints:
     # Imported here because it takes half a second.
     import orbax.checkpoint as ocp
 
-    self._ocp = ocp
+    from rlinf_jax.run.folder import state_item
+
+    self._ocp, self._state_item = ocp, state_item
     self.folder = pathlib.Path(folder).absolute()
     self._manager = ocp.CheckpointManager(
       self.folder,
@@ -78,6 +77,8 @@ class Checkpoints:
         create=not read_only,
         cleanup_tmp_directories=not read_only,
         enable_async_checkpointing=not read_only,
+        # Other processes write into the folder of the state.
+        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         read_only=read_only,
       ),
     )
@@ -90,89 +91,98 @@ class Checkpoints:
     """Step of the newest complete checkpoint."""
     return self._manager.latest_step()
 
-  def save(self, contents: CheckpointState):
+  def save(
+    self,
+    step: int,
+    state: StateWriter,
+    source: Any,
+    metrics: dict[int, dict[str, float]],
+  ):
     """Starts to write a checkpoint, after the previous one is complete.
 
     Of frozen parameters, it holds checksums.
 
+    Args:
+      step: finished updates.
+      state: writes the workflow's state.
+      source: as in `CheckpointState`.
+      metrics: likewise.
+
     Raises:
       CheckpointError: if this or the previous one cannot be written.
+      ProcessDiedError: if a process died that was to write a part of it.
     """
-    ocp = self._ocp
-    # The next step overwrites the state while a thread still writes it.
-    state = jax.tree.map(
-      lambda x: x.copy() if isinstance(x, jax.Array) else x,
-      frozen_weights.remove(contents.state),
-    )
-    metrics = {
+    args = self._ocp.args
+    texts = {
       str(step): {k: float(v).hex() for k, v in numbers.items()}
-      for step, numbers in contents.metrics.items()
+      for step, numbers in metrics.items()
     }
-    self._write(
-      lambda: self._manager.save(
-        contents.step,
-        args=ocp.args.Composite(
-          state=ocp.args.StandardSave(state),
-          source=ocp.args.StandardSave(contents.source),
-          metrics=ocp.args.JsonSave(metrics),
-          frozen=ocp.args.JsonSave(frozen_weights.checksums(contents.state)),
+
+    def write():
+      self._manager.wait_until_finished()
+      self._manager.save(
+        step,
+        args=args.Composite(
+          state=self._state_item.Save(state.start_writing),
+          source=args.StandardSave(source),
+          metrics=args.JsonSave(texts),
+          frozen=args.JsonSave(state.checksums()),
         ),
       )
-    )
 
-  def load(self, state, source, step: int | None = None) -> CheckpointState:
-    """Reads a complete checkpoint.
+    self._write(write)
+
+  def load(
+    self,
+    shapes: Any,
+    first: state_readers.StateReader,
+    source: Any,
+    step: int | None = None,
+  ) -> CheckpointState:
+    """Reads a complete checkpoint, but for the arrays of its state.
 
     Args:
-      state: arrays with the shapes, dtypes and shardings of the result, and the
-        frozen parameters of the run.
+      shapes: a tree of the shapes and types of the whole state.
+      first: reads the frozen parameters of the run.
       source: a source's state; its NumPy arrays give shapes and dtypes.
       step: that of the checkpoint; the newest if None.
 
     Raises:
-      ValueError: if the frozen parameters are others than when it was written,
-        or arrays have other names, shapes or types.
+      ValueError: if other parameters were frozen when it was written, or arrays
+        have other names, shapes or types.
     """
     ocp, step = self._ocp, self.latest() if step is None else step
-    trained = frozen_weights.remove(state)
-    out_shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, trained)
-    self._check_shapes(step, out_shapes)
+    self._check_shapes(step, shapes)
     restored = self._manager.restore(
       step,
       args=ocp.args.Composite(
-        state=ocp.args.StandardRestore(out_shapes),
         source=ocp.args.StandardRestore(jax.tree.map(np.asarray, source)),
         metrics=ocp.args.JsonRestore(),
         frozen=ocp.args.JsonRestore(),
       ),
     )
-    if restored.frozen != frozen_weights.checksums(state):
-      raise ValueError(
-        f'The checkpoint of step {step} in {self.folder} was trained beside '
-        'other frozen weights than those that are given now: give it the '
-        'model, teacher and reward models that the run began with.'
-      )
+    state = saved_state.SavedState(
+      str(self.folder), step, restored.frozen, first
+    )
+    leaves = state_files.leaves(jax.tree.structure(shapes))
+    if {x.key for x in leaves if x.is_frozen} != restored.frozen.keys():
+      raise ValueError(state.other_weights())
     metrics = {
       int(step): {k: float.fromhex(v) for k, v in numbers.items()}
       for step, numbers in restored.metrics.items()
     }
-    whole = frozen_weights.restore(restored.state, state)
-    return CheckpointState(step, whole, restored.source, metrics)
+    return CheckpointState(step, state, restored.source, metrics)
 
-  def _check_shapes(self, step: int, wanted):
+  def _check_shapes(self, step: int, shapes: Any):
     """Compares a checkpoint with the arrays that are to be read from it."""
-    ocp = self._ocp
-    with ocp.StandardCheckpointer() as reader:
-      found = reader.metadata(self.folder / str(step) / 'state')
-    found, wanted = map(_shapes, (found.item_metadata.tree, wanted))
-    wrong = [
-      f'{name} is {found.get(name, "missing")} there and '
-      f'{wanted.get(name, "missing")} now'
-      for name in sorted(found.keys() | wanted.keys())
-      if '' not in (found.get(name), wanted.get(name))
-      if found.get(name) != wanted.get(name)
+    leaves = state_files.leaves(jax.tree.structure(shapes))
+    wanted = [
+      (leaf.name, x)
+      for leaf, x in zip(leaves, jax.tree.leaves(shapes), strict=True)
+      if not leaf.is_frozen
     ]
-    if wrong:
+    found = state_files.stored(self.folder / str(step) / saved_state.STATE)
+    if wrong := state_files.differences(found, wanted):
       more = f'; and {len(wrong) - 3} more' if len(wrong) > 3 else ''
       raise ValueError(
         f'The checkpoint of step {step} in {self.folder} does not fit the '
@@ -181,19 +191,33 @@ class Checkpoints:
         'choose another --workdir.'
       )
 
-  def close(self):
+  def wait(self):
     """Waits until all checkpoints are written.
 
     Raises:
       CheckpointError: if one cannot be written.
+      ProcessDiedError: if a process died that was to write a part of it.
     """
     self._write(self._manager.wait_until_finished)
+
+  def abandon(self):
+    """Waits until nothing is being written, complete or not."""
+    try:
+      self._manager.wait_until_finished()
+    except Exception:  # noqa: BLE001 (the run goes on from an earlier one)
+      pass
+
+  def close(self):
+    """Ends writing, as `wait`."""
+    self.wait()
     self._manager.close()
 
   def _write(self, call):
-    """Calls a function of orbax; any exception becomes a CheckpointError."""
+    """Calls a function of orbax; an exception becomes a CheckpointError."""
     try:
       call()
+    except ProcessDiedError:
+      raise  # The run goes on from the newest complete checkpoint.
     except Exception as error:
       newest = self._manager.latest_step()
       advice = (

@@ -7,47 +7,22 @@ A run that resumes reads them again from where it first read them, and the
 checksum shows whether they are still the same bits.
 """
 
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stages import base
+from sharding import multihost
 
 
-def _has_frozen(x) -> bool:
-  return isinstance(x, dict) and base.FROZEN in x
+def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
+  """A checksum of the bits of each array, uint32, by its name.
 
-
-def remove(state: Any) -> Any:
-  """A state without its frozen parameters."""
-
-  def trained(x):
-    if not _has_frozen(x):
-      return x
-    return {key: value for key, value in x.items() if key != base.FROZEN}
-
-  return jax.tree.map(trained, state, is_leaf=_has_frozen)
-
-
-def restore(trained: Any, state: Any) -> Any:
-  """Adds the frozen parameters of `state` to the result of `remove`."""
-
-  def whole(x, rest):
-    return rest | {base.FROZEN: x[base.FROZEN]} if _has_frozen(x) else rest
-
-  return jax.tree.map(whole, state, trained, is_leaf=_has_frozen)
-
-
-def checksums(state: Any) -> dict[str, int]:
-  """A checksum of the bits of each frozen parameter, uint32, by its path."""
-  leaves = {
-    jax.tree_util.keystr(path): x
-    for path, x in jax.tree_util.tree_leaves_with_path(state)
-    if jax.tree_util.DictKey(base.FROZEN) in path
-  }
-  return {name: int(x) for name, x in _sums(leaves).items()} if leaves else {}
+  If several processes hold the arrays, all of them make this call.
+  """
+  sums = _sums(dict(arrays)) if arrays else {}
+  return {name: int(multihost.gather(x)) for name, x in sums.items()}
 
 
 @jax.jit

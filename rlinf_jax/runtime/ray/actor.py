@@ -8,6 +8,7 @@ program of it. The driver only announces calls; values go from actor to actor.
 from collections.abc import Callable, Mapping, Sequence, Set
 import dataclasses
 import os
+import pathlib
 from typing import Any, NamedTuple
 
 import jax
@@ -17,17 +18,16 @@ from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import recovery
 from rlinf_jax.run import allocator, notices
-from rlinf_jax.runtime import base, programs
+from rlinf_jax.runtime import base, programs, state_readers
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import place as place_lib
 from rlinf_jax.runtime.ray import remote_executor
 from rlinf_jax.runtime.ray.transport import channel, network, serialize
-from sharding import multihost
 from sharding import rules as rules_lib
 
 # Threads per concurrency group. Calls of flows block; deliveries may block in a
-# pull; control must get through while either does.
-GROUPS = {'calls': 1, 'delivery': 1, 'control': 1}
+# pull, and files in writing; control must get through meanwhile.
+GROUPS = {'calls': 1, 'delivery': 1, 'control': 1, 'files': 1}
 Flows = Callable[[], tuple[graph.Flow, graph.Flow | None]]
 JOIN_TIMEOUT = 120  # Seconds for processes of a place to find each other,
 SHUTDOWN_TIMEOUT = 2  # and to part.
@@ -84,9 +84,10 @@ def carried_copies(step: programs.Lowered, place: str):
 class Actor:
   """One process of a place.
 
-  Ray runs its methods in three groups, each in order on a thread of its own:
-  'calls' (which block until the flow is done here), 'delivery' (of values) and
-  'control' (which must get through meanwhile).
+  Ray runs its methods in four groups, each in order on a thread of its own:
+  'calls' (which block until the flow is done here), 'delivery' (of values),
+  'files' (which are written while calls go on) and 'control' (which must get
+  through meanwhile).
   """
 
   def __init__(self):
@@ -95,6 +96,7 @@ class Actor:
     self._expected: dict[base.Channel, int] = {}  # The next sequence numbers.
     self._replaced: set[str] = set()  # Places whose duplicates are dropped.
     self._is_replacement = False
+    self._finish_writing: Callable[[], None] = lambda: None
 
   @ray.method(concurrency_group='control')
   def address(self, interface: str | None) -> str:
@@ -217,17 +219,15 @@ class Actor:
     self,
     generation: int,
     sent: Mapping[base.Channel, int] | None,
-    numbers: Sequence[int],
-    *leaves: serialize.Serialized,
+    state: state_readers.StateReader,
   ):
-    """Loads carried values, and discards all that was on its way.
+    """Reads its carried values, and discards all that was on its way.
 
     Args:
       generation: how often the driver has loaded a state.
       sent: how many values the process that this one replaces had sent, by
         channel within a loop; None if it is not a replacement.
-      numbers: of the values that live here, in the carry.
-      *leaves: these values.
+      state: reads the state.
     """
     executor = self._executor
     executor.generation = -1  # Drops deliveries until the state is loaded.
@@ -236,8 +236,7 @@ class Actor:
     self._is_replacement = sent is not None
     executor.sent = dict(sent or {})
     executor.send_log.clear()
-    arrays = map(serialize.unpack, leaves)
-    executor.load_leaves(dict(zip(numbers, arrays, strict=True)))
+    executor.read_state(state)
     executor.generation = generation
 
   @ray.method(concurrency_group='control')
@@ -273,15 +272,19 @@ class Actor:
       self._executor.fail(error)
 
   @ray.method(concurrency_group='calls')
-  def state(self) -> dict[int, serialize.Serialized]:
-    """Carried values whose first home is here."""
-    self._executor.wait()
-    found = {}
-    for i, x in self._executor.leaves().items():
-      x = multihost.gather(x)  # By all processes of the place.
-      if self._executor.is_leader:
-        found[i] = serialize.pack(x)
-    return found
+  def checksums(self) -> dict[str, int]:
+    """As `Runtime.checksums`, of the values whose first home is here."""
+    return self._executor.checksums()
+
+  @ray.method(concurrency_group='calls')
+  def start_writing(self, folder: pathlib.Path):
+    """Starts to write the carried values whose first home is here."""
+    self._finish_writing = self._executor.start_writing(folder)
+
+  @ray.method(concurrency_group='files')
+  def finish_writing(self):
+    """Blocks until they are written."""
+    self._finish_writing()
 
   @ray.method(concurrency_group='control')
   def compile(self, name: str):

@@ -1,13 +1,14 @@
 """The driver's record of calls, and of how far each process is with them."""
 
 import collections
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import ray
 
 from planner.lower import recovery
+from rlinf_jax.runtime import state_readers
 from rlinf_jax.runtime.ray import pending
 from rlinf_jax.runtime.ray.transport import serialize
 
@@ -18,54 +19,33 @@ class CallLog:
   Attributes:
     generation: how often a state was loaded.
     first_step: number of the first step since then.
-    loaded: a reference to each carried value as loaded, by its number, or None
-      if no replacement would need it.
+    state: reads the state that was loaded.
     pending: calls that some process has not finished, oldest first.
     finished: how many calls each place has finished for sure.
     sent: how many values each process has sent, by channel within a loop.
     replaced: by place, the number of the call that its replacement began with.
   """
 
-  def __init__(self, resident: Sequence[Sequence[str]]):
-    """Starts without a state.
-
-    Args:
-      resident: places that hold each carried value.
-    """
-    self._resident = resident
+  def __init__(self):
+    """Starts without a state."""
     self._counts = collections.Counter()  # Calls of each flow.
     self.generation = -1
-    self.reset([None] * len(resident), steps=0)
+    self.reset(None, steps=0)
 
-  def reset(self, loaded: Sequence[Any], steps: int):
+  def reset(self, state: state_readers.StateReader | None, steps: int):
     """Starts a generation.
 
     Args:
-      loaded: references to carried values.
-      steps: number of steps that led to them.
+      state: reads the state that is loaded.
+      steps: number of steps that led to it.
     """
     self.generation += 1
-    self.loaded, self.first_step = list(loaded), steps + 1
+    self.state, self.first_step = state, steps + 1
     self._counts.clear()
     self.pending: list[pending.PendingCall] = []
     self.finished: dict[str, int] = {}
     self.sent: dict[str, Mapping] = {}
     self.replaced: dict[str, int] = {}
-
-  def loaded_at(self, place: str) -> dict[int, Any]:
-    """References to the carried values of a place, by their numbers."""
-    return {
-      i: self.loaded[i]
-      for i, places in enumerate(self._resident)
-      if place in places
-    }
-
-  def drop_loaded(self, replaceable: Set[str]):
-    """Frees loaded values that no replaceable place holds."""
-    self.loaded = [
-      x if replaceable & {*places} else None
-      for x, places in zip(self.loaded, self._resident, strict=True)
-    ]
 
   def new_call(self, flow: str, step: int, inputs=()) -> pending.PendingCall:
     """The next call; `add` makes it pending."""

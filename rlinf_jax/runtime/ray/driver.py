@@ -5,17 +5,20 @@ between: every actor works through its own program, and values go from actor to
 actor.
 """
 
+from collections.abc import Callable
 from concurrent import futures
 import contextlib
+import functools
+import pathlib
 import threading
 from typing import Any
 
-import jax
 import ray
 
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import calls, programs
+from rlinf_jax.run.folder import state_files
+from rlinf_jax.runtime import calls, programs, state_readers
 from rlinf_jax.runtime import timeline as timeline_lib
 from rlinf_jax.runtime.base import ProcessDiedError, StageError
 from rlinf_jax.runtime.ray import actor as actor_lib
@@ -36,7 +39,7 @@ class RayRuntime(calls.Calls):
 
   If a process dies, `recovery` replaces it where the place only holds copies of
   others' values. Otherwise, and after any other error, the first failure stops
-  all actors and is raised until `load`, which starts dead processes again.
+  all actors and is raised until `start`, which starts dead processes again.
 
   Attributes:
     plan: the plan in execution.
@@ -72,11 +75,11 @@ class RayRuntime(calls.Calls):
     self._pool = actor_pool_lib.ActorPool(
       plan, flows, self.lowered, receive_timeout, network_interface
     )
-    self._log = call_log_lib.CallLog(self.lowered['step'].resident)
+    self._log = call_log_lib.CallLog()
     self._recovery = recovery_lib.Recovery(
       plan, self.lowered, self._pool, self._log
     )
-    self._failure, self._treedef = None, None
+    self._failure: BaseException | None = None
     self._notices: list[str] = []
     self._running: list[futures.Future] = []  # Of `_collect`.
     self._threads = futures.ThreadPoolExecutor(64)
@@ -88,47 +91,75 @@ class RayRuntime(calls.Calls):
     several = self.plan.places[target].processes > 1
     return channel.transport(value.dtype, value.bytes, near, several)
 
-  def ambient(self):
-    # The driver reads checkpoints to the host; actors lay them out.
-    return contextlib.nullcontext()
-
   def compile(self, name: str):
     self._pool.compile(name)
 
-  def load(self, state, steps: int = 0):
+  def start(self, state: state_readers.StateReader, steps: int = 0):
     futures.wait(self._running)
     self._pool.cleanup()
     self._start_missing()
     self._failure, self._running, self.steps = None, [], steps
-    leaves, self._treedef = jax.tree.flatten(state)
-    self._log.reset([ray.put(serialize.pack(x)) for x in leaves], steps)
+    self._log.reset(state, steps)
+    generation = self._log.generation
+    self._pool.call_all(
+      lambda _, actor: actor.load.remote(generation, None, state)
+    )
 
-    def load(name, actor):
-      own = self._log.loaded_at(self._pool.processes[name].place)
-      generation = self._log.generation
-      return actor.load.remote(generation, None, list(own), *own.values())
-
-    self._pool.call_all(load)
-    self._log.drop_loaded(self._recovery.replaceable.keys())
-
-  def state(self):
+  def start_writing(self, folder: pathlib.Path) -> Callable[[], None]:
     self.wait()
+    self._recover()
+    numbers, owners = list(self.plan.places), self._owners()
 
-    def read():
-      return self._pool.call_all(lambda _, actor: actor.state.remote())
+    def start(name, actor):
+      number = numbers.index(self._pool.processes[name].place)
+      return actor.start_writing.remote(folder / str(number))
 
+    finish = functools.partial(self._finish_writing, owners)
     try:
-      answers = read()
-    except StageError:  # A process died, or waited for one that died.
-      self._recover()
-      answers = read()
+      self._pool.call_all(start, owners)
+    except StageError:
+      finish()  # Nobody writes any more when this error is raised.
+      raise
+    return finish
+
+  def _owners(self) -> dict[str, Any]:
+    """The actors of processes that own a part of what checkpoints hold."""
+    step = self.lowered['step']
+    leaves = state_files.leaves(step.flow.carries)
+    places = {
+      first
+      for leaf, (first, *_) in zip(leaves, step.resident, strict=True)
+      if not leaf.is_frozen
+    }
+    return {
+      name: actor
+      for name, actor in self._pool.actors.items()
+      if self._pool.processes[name].place in places
+    }
+
+  def _finish_writing(self, owners):
+    """Blocks until no process writes; raises the first error of one."""
+    names = {actor.finish_writing.remote(): k for k, actor in owners.items()}
+    unfinished, first = list(names), None
+    while unfinished:
+      (reference,), unfinished = ray.wait(unfinished)
+      try:
+        ray.get(reference)
+      except ray.exceptions.RayError as error:
+        first = first or pending.as_stage_error(error, names[reference])
+        # Others of its place would wait for it.
+        self._pool.kill_spanning()
+    if first:
+      raise first
+
+  def checksums(self) -> dict[str, int]:
+    self.wait()
+    self._recover()
     found = {}
-    for leaves in answers.values():
-      found |= leaves
-    leaves = [
-      jax.numpy.asarray(serialize.unpack(x)) for _, x in sorted(found.items())
-    ]
-    return jax.tree.unflatten(self._treedef, leaves)
+    answers = self._pool.call_all(lambda _, actor: actor.checksums.remote())
+    for checksums in answers.values():
+      found |= checksums
+    return found
 
   def wait(self):
     futures.wait(self._running)

@@ -6,6 +6,7 @@ therefore imports the rest of the package inside of functions.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import pathlib
 import tempfile
 from typing import Any
@@ -15,31 +16,61 @@ import jax
 from planner.ir import plan as plan_lib
 from rlinf_jax.config import config
 from rlinf_jax.run import flows as flows_lib
+from rlinf_jax.runtime import state_readers
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """A recipe as gin text, from which any process can record the flows.
+  """A function of a recipe, which any process can call from gin text.
 
   Attributes:
     train: the function whose arguments it binds, `rlinf_jax.train.train`.
     text: gin, as `config.text`.
     workdir: the run folder.
-    trace: `workflow, source, seed -> flows`.
+    function: `workflow, source, seed -> result`, such as
+      `flows.trace_flows` and `flows.initial_state`.
   """
 
   train: Callable[..., Any]
   text: str
   workdir: str
-  trace: Callable[..., Any] = flows_lib.trace_flows
+  function: Callable[..., Any]
 
   def __call__(self):
-    """Records and returns the flows of a step and of an evaluation."""
-    with tempfile.TemporaryDirectory() as folder:
-      file = pathlib.Path(folder) / 'config.gin'
-      file.write_text(self.text)
-      config.parse([str(file)], [], self.workdir)
-    return config.call(self.trace, bindings_of=self.train)
+    """Calls the function with the workflow, source and seed of the recipe."""
+    arguments = _arguments(self.train, self.text, self.workdir)
+    return self.function(*arguments)
+
+
+@functools.lru_cache(maxsize=1)
+def _arguments(train, text: str, workdir: str):
+  """Workflow, source and seed of a recipe, made once by a process."""
+  with tempfile.TemporaryDirectory() as folder:
+    file = pathlib.Path(folder) / 'config.gin'
+    file.write_text(text)
+    config.parse([str(file)], [], workdir)
+  return config.call(_together, bindings_of=train)
+
+
+def _together(workflow, source, seed):
+  return workflow, source, seed
+
+
+def first_state(
+  train,
+  folder: pathlib.Path,
+  make: Callable[..., Any] = flows_lib.initial_state,
+) -> state_readers.FirstState:
+  """A reader, for processes of Ray, of the state before the first step.
+
+  Args:
+    train: as `Recipe`.
+    folder: the run folder.
+    make: `workflow, source, seed -> state`.
+  """
+  return state_readers.FirstState(
+    Recipe(train, config.text(), str(folder), make)
+  )
 
 
 def leave_accelerators():

@@ -3,7 +3,8 @@
 A place that only holds copies of other places' values can lose its process in
 the middle of a step. A new process takes over:
 
-1. It loads the state that was loaded last.
+1. It loads the state that was loaded last, or once steps have followed it the
+   newest one of the run: what it then lacks is what steps do not change.
 2. All others send it again what they have logged (`send_log`), and answer how
    many values of the dead process they had received.
 3. From these answers follows what is left to do (`planner.lower.recovery`).
@@ -68,7 +69,7 @@ class Recovery:
     self._pool.call_all(
       lambda _, other: other.check_resend.remote(place, first.number), others
     )
-    actor = self._load(place)
+    actor = self._load(place, first)
     arrived = self._resend(place, actor, first, others)
     remaining = self._remaining(place, first, arrived)
     if first.step > self._log.first_step:
@@ -99,14 +100,15 @@ class Recovery:
         'A process that would send values again was replaced itself.'
       )
 
-  def _load(self, place: str):
-    """Starts the new process with the state that was loaded last."""
+  def _load(self, place: str, first: pending.PendingCall):
+    """Starts the new process with a state."""
     actor = self._pool.restart(place)
     log = self._log
-    loaded, sent = log.loaded_at(place), log.sent.get(place, {})
-    ray.get(
-      actor.load.remote(log.generation, sent, list(loaded), *loaded.values())
-    )
+    state = log.state
+    if first.step > log.first_step:
+      state = state.newest()
+    sent = log.sent.get(place, {})
+    ray.get(actor.load.remote(log.generation, sent, state))
     return actor
 
   def _resend(

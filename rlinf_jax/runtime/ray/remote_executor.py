@@ -132,8 +132,8 @@ class RemoteExecutor(executor.Executor):
     super().fail(error, call)
     self.channels.cancel_offers()  # Their receivers stop, too.
 
-  def load_leaves(self, leaves):
-    super().load_leaves(leaves)
+  def read_state(self, state):
+    super().read_state(state)
     self.channels.cancel_offers()
 
   def pull(self, to: base.Channel, offer: channel.Offer) -> jax.Array:

@@ -270,14 +270,14 @@ def load_open(
 ):
   """As `load`, from files that are open or from what has their methods."""
   _check(files, shapes, names, ignored)
-  mesh = jax.sharding.get_mesh()
 
   def read(path, leaf, layout=None):
     tensor = naming.tensor_of(names, path)
     part = functools.partial(_read_parameter, files, tensor, leaf)
     return deferred.read(leaf.shape, leaf.dtype, part, layout)
 
-  if mesh.empty:
+  # Where a deferred parameter goes is known when it is needed.
+  if deferred.is_deferring() or (mesh := jax.sharding.get_mesh()).empty:
     return jax.tree_util.tree_map_with_path(read, shapes)
   layouts = rules.shardings(shapes, mesh)
   return jax.tree_util.tree_map_with_path(read, shapes, layouts)

@@ -74,7 +74,8 @@ def merge_if_adapted(params, *, part: str):
   """The whole model, as `merge`; the given parameters if nothing is adapted."""
   if not lora.is_adapted(params):
     return params
-  return jax.jit(functools.partial(merge, part=part))(params)
+  arrays = jax.tree.map(jnp.asarray, params)  # They may be in files.
+  return jax.jit(functools.partial(merge, part=part))(arrays)
 
 
 def _whole(prepare: Callable, params, *, part: str):

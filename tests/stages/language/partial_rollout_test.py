@@ -12,6 +12,7 @@ import claims
 from planner.ir import plan as plan_lib
 from rlinf_jax.run import flows
 from rlinf_jax.run.folder import checkpoint
+import saved
 from sharding import mesh as mesh_lib
 import stages
 from stages import base, workflows
@@ -347,15 +348,15 @@ def test_carried_rows_are_saved_in_a_checkpoint(tmp_path):
   for i in range(2):
     state, _ = workflow.step(state, tiny.problem(seed=i), jax.random.key(i))
   folder = checkpoint.Checkpoints(tmp_path, 1)
-  folder.save(checkpoint.CheckpointState(2, state, {'n': np.array(2)}, {}))
+  folder.save(2, saved.Tree(state), {'n': np.array(2)}, {})
   folder.close()
   fresh = flows.first_state(workflow, jax.random.key(7), tiny.problem())
   folder = checkpoint.Checkpoints(tmp_path, 1)
-  saved = folder.load(fresh, {'n': np.array(0)})
+  _, restored = saved.load(folder, fresh, {'n': np.array(0)})
   folder.close()
   args = tiny.problem(seed=2), jax.random.key(2)
   tiny.assert_same_bits(
-    workflow.step(saved.state, *args), workflow.step(state, *args)
+    workflow.step(restored, *args), workflow.step(state, *args)
   )
 
 

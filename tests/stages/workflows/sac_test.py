@@ -12,6 +12,7 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.run.folder import checkpoint
 from rlinf_jax.runtime import local
+import saved
 from stages import base, metrics, workflows
 from stages.envs import env as env_lib
 from stages.envs import push, reach, replay
@@ -286,9 +287,7 @@ def test_the_replay_is_updated_in_place_and_checkpointed(tmp_path):
   source = {'seed': np.array(0)}
   for i in range(3):
     if i == 2:
-      checkpoints.save(
-        checkpoint.CheckpointState(2, runtime.state(), source, {})
-      )
+      checkpoints.save(2, runtime, source, {})
       checkpoints.close()
     runtime.step((), jax.random.fold_in(KEY, i))
     rows = jax.tree.leaves(runtime.state().replay.rows)
@@ -297,7 +296,7 @@ def test_the_replay_is_updated_in_place_and_checkpointed(tmp_path):
   assert int(runtime.state().replay.filled) == 36
   again = planned(workflow, workflow.init(jax.random.key(9)))
   checkpoints = checkpoint.Checkpoints(tmp_path / 'checkpoints', 1)
-  again.load(checkpoints.load(again.state(), source).state, 2)
+  again.start(saved.load(checkpoints, again.state(), source)[0].state, 2)
   checkpoints.close()
   again.step((), jax.random.fold_in(KEY, 2))
   tiny.assert_same_bits(again.state(), runtime.state())

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from rlinf_jax.run.folder import checkpoint
+import saved
 from stages import base, workflows
 from stages.language import value_model
 from stages.learn import advantages, loss_terms, losses, objectives, optimizers
@@ -284,7 +285,8 @@ def test_text_ppo_learns_after_its_critic(trunk, tmp_path):
   assert np.mean(losses_[-3:]) < np.mean(losses_[:3])
   # A checkpoint has the actor and the critic, to the bit.
   written = checkpoint.Checkpoints(tmp_path, 1)
-  written.save(checkpoint.CheckpointState(30, state, {'i': np.array(1)}, {}))
+  written.save(30, saved.Tree(state), {'i': np.array(1)}, {})
   written.close()
-  restored = checkpoint.Checkpoints(tmp_path, 1).load(state, {'i': 0})
-  tiny.assert_same_bits(restored.state, state)
+  reader = checkpoint.Checkpoints(tmp_path, 1)
+  _, restored = saved.load(reader, state, {'i': 0})
+  tiny.assert_same_bits(restored, state)

@@ -5,6 +5,7 @@ import os
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
@@ -13,9 +14,10 @@ import ray
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.envs import gymnasium
-from rlinf_jax.runtime import local
+from rlinf_jax.runtime import local, state_readers
 from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.runtime.ray import connection, driver
+import saved
 from stages import workflows
 from stages.learn import optimizers
 from stages.models.control import gaussian_policy
@@ -84,7 +86,8 @@ def make_runtime():
 
 def run(runtime, state, first=0, steps=STEPS):
   """Steps, and evaluations between them."""
-  runtime.load(state, first)
+  make = functools.partial(jax.tree.map, jnp.asarray, state)
+  runtime.start(state_readers.FirstState(make), first)
   return go_on(runtime, first, steps)
 
 
@@ -93,7 +96,7 @@ def go_on(runtime, first, steps):
   for i in range(first, steps):
     infos.append(runtime.step((), jax.random.key(i)))
     infos.append(runtime.evaluate(SEED, jax.random.key(9)))
-  return jax.device_get(infos), tiny.arrays(runtime.state())
+  return jax.device_get(infos), tiny.arrays(saved.state_of(runtime))
 
 
 def begin(**settings):
@@ -129,7 +132,7 @@ def test_a_dead_process_changes_no_bit(make_runtime, one):
   start, want = one
   remote = make_runtime(APART, **PENDULUM)
   infos, _ = run(remote, start, steps=1)
-  kept = jax.tree.map(np.array, remote.state())
+  kept = jax.tree.map(np.array, saved.state_of(remote))
   worker = psutil.Process(remote.processes()['robots']['pid']).children()[0]
   worker.kill()  # Between two steps.
   more_infos, _ = go_on(remote, 1, 2)

@@ -10,13 +10,13 @@ import sys
 import time
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 import claims
 import core_only
 import front_door
 from rlinf_jax.recipes import warm_start
+import saved
 from stages.tasks import arithmetic
 
 pytestmark = pytest.mark.slow
@@ -117,8 +117,7 @@ def lines(folder):
 
 def state(folder, step):
   """Every array of a checkpoint, by path."""
-  path = folder / 'checkpoints' / str(step) / 'state'
-  return ocp.StandardCheckpointer().restore(path.absolute())
+  return saved.arrays(folder, step)
 
 
 def equal_states(a, b):
@@ -168,7 +167,7 @@ def test_transformers_loads_the_trained_model(uninterrupted, model):
 
   folder, _ = uninterrupted
   loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / 'model')
-  trained = state(folder, 10)['actor']['params']['embed_VD']
+  trained = state(folder, 10)['actor.params.embed_VD']
   theirs = loaded.get_input_embeddings().weight.detach().numpy()
   np.testing.assert_array_equal(theirs, trained)
   before = transformers.AutoModelForCausalLM.from_pretrained(model)

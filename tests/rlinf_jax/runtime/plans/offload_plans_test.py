@@ -7,6 +7,7 @@ import pytest
 from planner.ir import plan as plan_lib
 from rlinf_jax.run.folder import checkpoint
 from rlinf_jax.runtime import local
+import saved
 from sharding import offload, slices
 from stages import workflows
 from stages.learn import optimizers
@@ -83,15 +84,14 @@ def test_a_checkpoint_keeps_moments_in_host_memory(tmp_path):
   runtime.step(tiny.problem(seed=0), jax.random.key(0))
   checkpoints = checkpoint.Checkpoints(tmp_path, keep=1)
   source = {'seed': np.array(0)}
-  checkpoints.save(checkpoint.CheckpointState(1, runtime.state(), source, {}))
+  checkpoints.save(1, runtime, source, {})
   want = steps(runtime, 1), tiny.arrays(runtime.state())
   checkpoints.close()
   again = runtime_of(workflow, 'fsdp', True)
-  again.load(workflow.init(jax.random.key(7)))
   checkpoints = checkpoint.Checkpoints(tmp_path, keep=1)
-  start = checkpoints.load(again.state(), source)
-  assert kinds(moments(start.state)) == {offload.HOST}
-  again.load(start.state, start.step)
+  start, _ = saved.load(checkpoints, runtime.state(), source)
+  again.start(start.state, start.step)
+  assert kinds(moments(again.state())) == {offload.HOST}
   got = steps(again, 1), tiny.arrays(again.state())
   for one, two in zip((*got[0], got[1]), (*want[0], want[1]), strict=True):
     tiny.assert_same_bits(one, two)

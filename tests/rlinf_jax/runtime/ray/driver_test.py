@@ -20,9 +20,10 @@ import claims
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.lower import passes
-from rlinf_jax.runtime import local, programs
+from rlinf_jax.runtime import local, programs, state_readers
 from rlinf_jax.runtime.base import ProcessDiedError, StageError
 from rlinf_jax.runtime.ray import connection, driver, resources
+import saved
 import stages
 from stages import workflows
 from stages.learn import optimizers
@@ -97,8 +98,19 @@ def ray_cluster():
   assert not left, f'Ray left processes: {left}.'
 
 
-def run(runtime, workflow, steps=3, after_load=lambda: None):
-  runtime.load(workflow.init(jax.random.key(0)))
+def first(state=0.0):
+  """A reader of a state, for any process."""
+  return state_readers.FirstState(functools.partial(jnp.full, (), state))
+
+
+def initial(make):
+  return make().init(jax.random.key(0))
+
+
+def run(runtime, make, steps=3, after_load=lambda: None):
+  """Runs steps of the workflow that `make` returns."""
+  first = functools.partial(initial, make)
+  runtime.start(state_readers.FirstState(first))
   after_load()
   infos = [runtime.evaluate(tiny.problem(4), jax.random.key(9))]
   submitted = [
@@ -107,7 +119,7 @@ def run(runtime, workflow, steps=3, after_load=lambda: None):
   ]
   infos += [info.result() for info in submitted]
   runtime.wait()
-  return tiny.arrays((jax.device_get(infos), runtime.state()))
+  return tiny.arrays((jax.device_get(infos), saved.state_of(runtime)))
 
 
 @pytest.fixture
@@ -136,7 +148,10 @@ def runtimes(request):
 def test_processes_compute_the_same_bits(runtimes, places, staleness):
   sketch = {2: TWO, 3: THREE}[places]
   remote, local_ = runtimes(sketch, functools.partial(flows, staleness))
-  got, want = run(remote, grpo(staleness)), run(local_, grpo(staleness))
+  got, want = (
+    run(remote, functools.partial(grpo, staleness)),
+    run(local_, functools.partial(grpo, staleness)),
+  )
   tiny.assert_same_bits(got, want)
   spans = remote.timeline.take()
   assert {span.place for span in spans} == set(sketch['places'])
@@ -161,7 +176,7 @@ def test_all_processes_follow_the_order_of_a_plan(runtimes):
   remote, local_ = runtimes(json.loads(known.to_json()))
   assert remote.plan.order == local_.plan.order == known.order
   assert remote.lowered == local_.lowered
-  got, want = run(remote, grpo()), run(local_, grpo())
+  got, want = run(remote, grpo), run(local_, grpo)
   tiny.assert_same_bits(got, want)
   local_.close()
 
@@ -190,7 +205,7 @@ def test_a_loop_runs_in_three_processes_together(runtimes):
     'stages': {'generate': 'a', 'round_prompts': 'a', 'reward': 'b', '*': 'c'},
   }
   remote, local_ = runtimes(sketch, dapo_flows)
-  got, want = run(remote, dapo()), run(local_, dapo())
+  got, want = run(remote, dapo), run(local_, dapo)
   tiny.assert_same_bits(got, want)
   local_.close()
 
@@ -246,7 +261,7 @@ def batch(x):
 
 def test_a_failure_names_place_stage_and_step_until_a_state_is_loaded(runtimes):
   remote, _ = runtimes(PAIR, simple)
-  remote.load(jnp.zeros(()))
+  remote.start(first())
   assert remote.step(batch(1), KEY) == 8
   for _ in range(2):
     with pytest.raises(
@@ -255,14 +270,14 @@ def test_a_failure_names_place_stage_and_step_until_a_state_is_loaded(runtimes):
       remote.step(batch(9), KEY)
     with pytest.raises(StageError, match='step 2'):  # The failure is sticky.
       remote.step(batch(1), KEY)
-    remote.load(jnp.ones(()), 1)
+    remote.start(first(1.0), 1)
   assert remote.step(batch(2), KEY) == 16
-  assert remote.state() == 17
+  assert saved.state_of(remote) == 17
 
 
 def test_the_death_of_a_process_with_state_is_reported_in_seconds(runtimes):
   remote, _ = runtimes(PAIR, functools.partial(simple, sleep))
-  remote.load(jnp.zeros(()))
+  remote.start(first())
   assert remote.step(batch(1), KEY) == 8
   future = remote.submit(batch(9), KEY)
   time.sleep(1)
@@ -271,18 +286,18 @@ def test_the_death_of_a_process_with_state_is_reported_in_seconds(runtimes):
   with pytest.raises(StageError, match="process of place 'a' has died"):
     future.result(timeout=60)
   assert time.monotonic() - start < 12  # Before the sleep ends.
-  remote.load(jnp.ones(()), 1)  # Starts the process again.
-  assert remote.step(batch(2), KEY) == 16 and remote.state() == 17
+  remote.start(first(1.0), 1)  # Starts the process again.
+  assert remote.step(batch(2), KEY) == 16 and saved.state_of(remote) == 17
 
 
 def test_a_process_that_dies_without_state_is_replaced_in_seconds(runtimes):
   remote, _ = runtimes(PAIR, functools.partial(simple, sleep))
-  remote.load(jnp.zeros(()))
+  remote.start(first())
   assert remote.step(batch(1), KEY) == 8
   before, future = remote.processes()['b']['pid'], remote.submit(batch(9), KEY)
   time.sleep(1)
   os.kill(before, signal.SIGKILL)
-  assert future.result(timeout=60) == 72 and remote.state() == 80
+  assert future.result(timeout=60) == 72 and saved.state_of(remote) == 80
   (line,) = remote.notices()
   assert "place 'b' has died in step 2 and was replaced in " in line
   assert remote.processes()['b']['pid'] != before
@@ -293,7 +308,7 @@ def test_a_receive_timeout_names_the_value_and_its_sender(runtimes):
   remote, _ = runtimes(
     PAIR, functools.partial(simple, sleep), receive_timeout=2.0
   )
-  remote.load(jnp.zeros(()))
+  remote.start(first())
   with pytest.raises(StageError, match=r"'a' waited 2 s .*'b'.*step 1"):
     remote.step(batch(9), KEY)
 
@@ -307,7 +322,7 @@ def different():
 def test_an_actor_that_records_another_flow_is_refused(runtimes):
   remote, _ = runtimes(PAIR, different)
   with pytest.raises(ValueError, match='another step than the driver'):
-    remote.load(jnp.zeros(()))
+    remote.start(first())
 
 
 def test_more_devices_than_ray_has_are_refused(runtimes, monkeypatch):
@@ -317,7 +332,7 @@ def test_more_devices_than_ray_has_are_refused(runtimes, monkeypatch):
   plan = plan_lib.parse({'places': {'a': many}}, [*step.stages])
   remote = driver.RayRuntime(plan, simple, step=step, evaluate=evaluate)
   with pytest.raises(ValueError, match=r"wants 500 CPU for 'a', and Ray has"):
-    remote.load(jnp.zeros(()))
+    remote.start(first())
 
 
 STEPS = 6
@@ -335,8 +350,8 @@ def survive(remote, rng, kills):
     The info of each step, how many deaths stopped the run, and the notices of
     those that did not.
   """
-  saved, infos, died, notices = [jnp.zeros(())], [], 0, []
-  remote.load(saved[0])
+  states, infos, died, notices = [0.0], [], 0, []
+  remote.start(first())
   while len(infos) < STEPS:
     timer = threading.Timer(
       rng.uniform(0, 0.05), kill, [remote, 'ab'[rng.integers(2)]]
@@ -348,11 +363,11 @@ def survive(remote, rng, kills):
         infos.append(float(remote.step(batch(len(infos) % 5), KEY)))
         notices += remote.notices()
         if len(infos) % 2 == 0:
-          saved.append(remote.state())
+          states.append(float(saved.state_of(remote)))
     except ProcessDiedError:
       died += 1
-      infos = infos[: 2 * (len(saved) - 1)]
-      remote.load(saved[-1], len(infos))
+      infos = infos[: 2 * (len(states) - 1)]
+      remote.start(first(states[-1]), len(infos))
     finally:
       timer.cancel()
   return infos, died, notices
@@ -367,7 +382,7 @@ def test_deaths_at_any_moment_change_nothing(runtimes, deaths):
   died, notices = 0, 0
   while died + notices < deaths:
     infos, more, lines = survive(remote, rng, 3)
-    assert infos == want and float(remote.state()) == final
+    assert infos == want and float(saved.state_of(remote)) == final
     died, notices = died + more, notices + len(lines)
     assert all("of place 'b' has died" in line for line in lines)
   assert min(died, notices) > deaths // 6  # `a` holds the state, `b` nothing.
@@ -382,13 +397,19 @@ def test_a_place_that_only_holds_copies_is_replaced_within_a_step(
   """At any moment: no state is loaded again, and all bits are the same."""
   sketch = TWO | {'pieces': 2}
   remote, local_ = runtimes(sketch, functools.partial(flows, staleness))
-  want = run(local_, grpo(staleness), steps=8)
+  make = functools.partial(grpo, staleness)
+  want = run(local_, make, steps=8)
   local_.close()
-  run(remote, grpo(staleness))  # Compiles.
+  run(remote, make)  # Compiles.
   rng, notices = np.random.default_rng(staleness), []
   for _ in range(deaths):
     timer = threading.Timer(rng.uniform(0, 0.4), kill, [remote, 'actor'])
-    got = run(remote, grpo(staleness), steps=8, after_load=timer.start)
+    got = run(
+      remote,
+      functools.partial(grpo, staleness),
+      steps=8,
+      after_load=timer.start,
+    )
     timer.join()
     tiny.assert_same_bits(got, want)
     notices += remote.notices()

@@ -6,6 +6,8 @@ import jax
 import numpy as np
 
 from rlinf_jax.engines import vllm
+from rlinf_jax.runtime import state_readers
+import saved
 from stages import workflows
 from stages.language import conversation, evaluate, policy_stages
 from stages.learn import optimizers
@@ -70,18 +72,22 @@ def flows(case):
   )
 
 
+def initial(case):
+  return grpo(case).init(jax.random.key(0))
+
+
 def test_conversations_by_vllm_are_those_of_one_process(runtimes, tmp_path):
   """Two steps: the second samples with parameters that were sent once more."""
   vllm_models.reference(SIZES, 0).save_pretrained(tmp_path)
   case = vllm_models.Case(SIZES, str(tmp_path))
-  params, found = grpo(case).init(jax.random.key(0)), []
+  found = []
   for runtime in runtimes(PLAN, functools.partial(flows, case)):
-    runtime.load(params)
+    runtime.start(state_readers.FirstState(functools.partial(initial, case)))
     infos = [
       tiny.read(jax.device_get(runtime.step(batch(i), jax.random.key(i))))
       for i in range(2)
     ]
-    found.append((infos, runtime.state().actor.params))
+    found.append((infos, saved.state_of(runtime).actor.params))
     runtime.close()
   (infos, moved), (expected, want) = found
   for info, other in zip(infos, expected, strict=True):

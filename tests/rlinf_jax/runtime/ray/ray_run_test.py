@@ -84,6 +84,8 @@ def assert_same(folder, other):
   language_run_test.equal_states(
     language_run_test.state(folder, 10), language_run_test.state(other, 10)
   )
+  models = [path / 'model/model.safetensors' for path in (folder, other)]
+  assert models[0].read_bytes() == models[1].read_bytes()
 
 
 def test_ray_leaves_the_same_folder_as_one_process(tmp_path, model, one):
@@ -100,6 +102,16 @@ def test_ray_leaves_the_same_folder_as_one_process(tmp_path, model, one):
   assert '"utilization/learner"' in text
   time.sleep(2)
   assert not _ray_processes(process)
+
+
+def test_a_run_goes_on_without_ray_and_with_another_plan_to_the_bit(
+  tmp_path, model, one
+):
+  folder = tmp_path / 'run'
+  together = "train.train.plan = {'micro_batch': {'gradient': 8}}"
+  finish(start_run(folder, model, RAY, 'STEPS = 5'))
+  finish(start_run(folder, model, resume=True, plan=together))
+  assert_same(folder, one)
 
 
 def test_ray_runs_the_plan_that_planning_finds(tmp_path, model, one):

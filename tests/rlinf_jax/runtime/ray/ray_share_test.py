@@ -14,9 +14,10 @@ import ray
 
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import local
+from rlinf_jax.runtime import local, state_readers
 from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.runtime.ray import actor, connection, driver, resources
+import saved
 import stages
 from tests.rlinf_jax.planning import searches_test
 import tiny
@@ -89,6 +90,9 @@ def state():
   return jnp.eye(N), jnp.zeros((N, N))
 
 
+FIRST = state_readers.FirstState(state)
+
+
 def batch(x):
   return np.full((8, N), x / N, np.float32) + np.float32(x >= SLOW) * 2
 
@@ -114,12 +118,12 @@ def test_processes_hold_a_shared_device_in_turn_and_compute_the_same(
 ):
   results, runtimes = [], make_runtime()
   for runtime in runtimes:
-    runtime.load(state())
+    runtime.start(FIRST)
     infos = [runtime.evaluate(batch(0.5), KEY)]
     futures = [runtime.submit(batch(0.1 * i), KEY) for i in range(4)]
     infos += [one.result() for one in futures]
     runtime.wait()
-    results.append(jax.device_get([infos, runtime.state()]))
+    results.append(jax.device_get([infos, saved.state_of(runtime)]))
   jax.tree.map(np.testing.assert_array_equal, *results)
   remote, local_ = runtimes
   about = remote.processes()
@@ -144,7 +148,7 @@ def test_the_holders_death_is_reported_and_another_gets_the_device(
 ):
   remote, local_ = make_runtime(victim)
   local_.close()
-  remote.load(state())
+  remote.start(FIRST)
   want = float(remote.step(batch(1.0), KEY))
   future = remote.submit(batch(SLOW), KEY)
   time.sleep(1)  # It holds the device, for long.
@@ -157,7 +161,7 @@ def test_the_holders_death_is_reported_and_another_gets_the_device(
     future.result(timeout=60)
   assert time.monotonic() - start < 15  # Before the slow stage ends.
   start = time.monotonic()
-  remote.load(state(), 0)
+  remote.start(FIRST)
   assert float(remote.step(batch(1.0), KEY)) == want
   assert remote.processes()[victim]['pid'] != pid
 
@@ -167,23 +171,27 @@ def second_mesh_flows():
   return searches_test.step(), searches_test.evaluation()
 
 
+def second_mesh_state():
+  return searches_test.workflow().init(KEY)
+
+
 def test_processes_take_turns_with_a_second_mesh_that_a_search_found():
   plan = searches_test.searched(searches_test.model()).plan
   assert plan.shared_devices == ('all', 'generation')
   assert len({place.axes for place in plan.places.values()}) == 2
   step, evaluate = second_mesh_flows()
-  first = searches_test.workflow().init(KEY)
+  first = state_readers.FirstState(second_mesh_state)
   runtimes = (
     driver.RayRuntime(plan, second_mesh_flows, step=step, evaluate=evaluate),
     local.LocalRuntime(plan, step=step, evaluate=evaluate),
   )
   results = []
   for runtime in runtimes:
-    runtime.load(first)
+    runtime.start(first)
     infos = [
       runtime.step(tiny.problem(seed=i), jax.random.key(i)) for i in range(2)
     ]
-    results.append(tiny.arrays((infos, runtime.state())))
+    results.append(tiny.arrays((infos, saved.state_of(runtime))))
     if runtime is runtimes[0]:
       about = runtime.processes()
       assert about['all']['pid'] != about['generation']['pid']

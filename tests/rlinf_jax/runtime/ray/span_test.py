@@ -14,15 +14,16 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
 import ray
 
 from rlinf_jax.run.folder import checkpoint
+from rlinf_jax.runtime import programs, state_readers
 from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.runtime.ray import connection
+import saved
 import stages
 from tests.rlinf_jax.runtime.plans import random_plans_test
 from tests.rlinf_jax.runtime.ray import driver_test
@@ -104,26 +105,34 @@ def ray_cluster():
 
 def test_two_processes_of_a_device_compute_the_same_bits(runtimes, tmp_path):
   remote, local_ = runtimes(TWO, driver_test.flows)
-  got = driver_test.run(remote, driver_test.grpo())
-  want = driver_test.run(local_, driver_test.grpo())
+  got = driver_test.run(remote, driver_test.grpo)
+  want = driver_test.run(local_, driver_test.grpo)
   tiny.assert_same_bits(got, want)
   assert {*remote.processes()} == {'actor', 'learner 1/2', 'learner 2/2'}
   assert {*remote.moved()} == {('actor', 'learner'), ('learner', 'actor')}
   # Each continues from a checkpoint of the other.
-  remote.load(_saved(local_, tmp_path / 'local'), 3)
-  local_.load(_saved(remote, tmp_path / 'remote'), 3)
-  for runtime in (remote, local_):
+  readers = [
+    _checkpoint(runtime, tmp_path / str(i))
+    for i, runtime in enumerate((remote, local_))
+  ]
+  for runtime, reader in zip((local_, remote), readers, strict=True):
+    runtime.start(reader, 3)
     runtime.step(tiny.problem(seed=3), driver_test.KEY)
-  tiny.assert_same_bits(remote.state(), local_.state())
+  tiny.assert_same_bits(saved.state_of(remote), saved.state_of(local_))
   local_.close()
 
 
-def _saved(runtime, folder):
-  """The state of a runtime, saved to disk and read again."""
+def _checkpoint(runtime, folder):
+  """A reader of the state of a runtime, saved to disk."""
   files, source = checkpoint.Checkpoints(folder, 1), {'at': np.zeros(1)}
-  files.save(checkpoint.CheckpointState(3, runtime.state(), source, {}))
+  files.save(3, runtime, source, {})
   files.close()
-  return checkpoint.Checkpoints(folder, 1).load(runtime.state(), source).state
+  shapes = programs.state_shapes(runtime.lowered['step'].flow)
+  return checkpoint.Checkpoints(folder, 1).load(shapes, NONE, source).state
+
+
+# There are no frozen parameters to read.
+NONE = state_readers.FirstState(dict)
 
 
 def dapo():
@@ -143,11 +152,12 @@ def test_two_processes_of_two_devices_compute_the_same_up_to_rounding(
   remote, local_ = runtimes(FOUR, dapo_flows)
   results = []
   for runtime in (remote, local_):
-    runtime.load(dapo().init(driver_test.KEY))
+    make = functools.partial(driver_test.initial, dapo)
+    runtime.start(state_readers.FirstState(make))
     infos = [
       runtime.step(tiny.problem(seed=i), jax.random.key(i)) for i in range(2)
     ]
-    results.append([[tiny.arrays(x) for x in (infos, runtime.state())]])
+    results.append([[tiny.arrays(x) for x in (infos, saved.state_of(runtime))]])
   random_plans_test.compare(remote.plan, *results)
   nodes = {one['node'] for one in remote.processes().values()}
   assert len(nodes) == 2  # No node has four processors.
@@ -189,9 +199,9 @@ def test_the_death_of_one_process_stops_its_place(runtimes):
     SPLIT, functools.partial(driver_test.simple, sleep, rows)
   )
   for victim in ('a 1/2', 'b'):
-    remote.load(jnp.zeros(()))
+    remote.start(driver_test.first())
     assert remote.step(batch(1, rows), driver_test.KEY) == 2 * rows
-    assert remote.state() == 2 * rows
+    assert saved.state_of(remote) == 2 * rows
     about = remote.processes()
     future = remote.submit(batch(9, rows), driver_test.KEY)
     time.sleep(0.5)

@@ -11,6 +11,7 @@ import claims
 from planner.ir import plan as plan_lib
 from rlinf_jax.run import flows
 from rlinf_jax.run.folder import checkpoint
+import saved
 import stages
 from stages import base, workflows
 from stages.language import conversation, policy_stages
@@ -226,13 +227,11 @@ def test_no_plan_changes_carried_conversations(name):
 def test_a_checkpoint_holds_conversations_that_go_on(tmp_path):
   _, found = eager('float32')
   folder = checkpoint.Checkpoints(tmp_path, 1)
-  folder.save(
-    checkpoint.CheckpointState(2, found[1][0], {'n': np.array(2)}, {})
-  )
+  folder.save(2, saved.Tree(found[1][0]), {'n': np.array(2)}, {})
   folder.close()
   other = flows.first_state(grpo('float32'), jax.random.key(7), batches()[0])
   folder = checkpoint.Checkpoints(tmp_path, 1)
-  state = folder.load(other, {'n': np.array(0)}).state
+  _, state = saved.load(folder, other, {'n': np.array(0)})
   folder.close()
   assert (np.asarray(state.carry.rows.own).sum(1) > 0).any()
   args = batches()[2], random_plans_test.key(2)

@@ -1,0 +1,78 @@
+"""Where a state comes from: every place reads its own part, and no other."""
+
+from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+
+from sharding import deferred
+
+Layouts = Mapping[int, Mapping[str, jax.sharding.Sharding]]
+
+
+class StateReader(Protocol):
+  """Reads a state array by array. It is sent to processes, and holds no array.
+
+  `shapes` is a tree of the shapes and types of the whole state, and `layouts`
+  says which of its leaves are wanted, by number, and with which sharding at
+  each place that holds them.
+  """
+
+  def read(
+    self, shapes: Any, layouts: Layouts
+  ) -> Iterator[tuple[int, str, jax.Array]]:
+    """Yields the number of each leaf, its place, and an array of its own.
+
+    Raises:
+      ValueError: if the state is another one.
+    """
+
+  def newest(self) -> 'StateReader':
+    """A reader of the newest state of the run, whose constants are the same.
+
+    What this one reads may have been removed meanwhile.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstState:
+  """The state that a function makes.
+
+  Every process calls the function, and computes of its result what it holds.
+
+  Attributes:
+    make: `() -> state`; its parameters may come from `deferred.read`.
+  """
+
+  make: Callable[[], Any]
+
+  def read(
+    self, shapes: Any, layouts: Layouts
+  ) -> Iterator[tuple[int, str, jax.Array]]:
+    """As `StateReader`."""
+    state = deferred.defer(self.make)
+    if jax.tree.structure(state) != jax.tree.structure(shapes):
+      raise ValueError(
+        f'The state has the structure {jax.tree.structure(state)}, and steps '
+        f'carry {jax.tree.structure(shapes)}: make it with the same workflow.'
+      )
+    leaves = jax.tree.leaves(state)
+    del state
+    for i, by_place in layouts.items():
+      for place, layout in by_place.items():
+        yield i, place, deferred.put(leaves[i], layout)
+      leaves[i] = None  # Frees what no other leaf is computed from.
+
+  def newest(self) -> StateReader:
+    """As `StateReader`."""
+    return self
+
+
+def arrays(state: StateReader, shapes: Any) -> Any:
+  """The whole state, as a tree of arrays on the first device."""
+  layout = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  leaves, structure = jax.tree.flatten(shapes)
+  layouts = {i: {'': layout} for i in range(len(leaves))}
+  found = {i: x for i, _, x in state.read(shapes, layouts)}
+  return jax.tree.unflatten(structure, [found[i] for i in layouts])
