@@ -107,8 +107,8 @@ def only_shapes(x: Any) -> bool:
 def put(x: Any, layout: jax.sharding.Sharding) -> jax.Array:
   """Computes an array, if it is deferred, and copies it to a layout.
 
-  The memory of the result is nobody else's, also on each of several devices,
-  so that a call may overwrite it. An array that is only read from files is read
+  The result shares no memory, also on each of several devices, so that a call
+  may overwrite it. An array that is only read from files is read
   part by part to where each part belongs.
 
   Args:

@@ -1,4 +1,4 @@
-"""Where a state comes from: every place reads its own part, and no other."""
+"""Readers of a state, of which every place reads its own part alone."""
 
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses

@@ -184,7 +184,7 @@ def _empty(x: jax.ShapeDtypeStruct) -> jax.Array:
 def differences(
   found: Mapping[str, Stored], wanted: Iterable[tuple[str, Any]]
 ) -> list[str]:
-  """What is wrong with the arrays of a folder, as parts of a sentence.
+  """Lists faults of the arrays of a folder, as parts of a sentence.
 
   Args:
     found: as `stored` returns it.

@@ -118,7 +118,7 @@ class RayRuntime(calls.Calls):
     try:
       self._pool.call_all(start, owners)
     except StageError:
-      finish()  # Nobody writes any more when this error is raised.
+      finish()  # No process writes any more when this error is raised.
       raise
     return finish
 

@@ -276,7 +276,7 @@ def load_open(
     part = functools.partial(_read_parameter, files, tensor, leaf)
     return deferred.read(leaf.shape, leaf.dtype, part, layout)
 
-  # Where a deferred parameter goes is known when it is needed.
+  # The layout of a deferred parameter is known when it is needed.
   if deferred.is_deferring() or (mesh := jax.sharding.get_mesh()).empty:
     return jax.tree_util.tree_map_with_path(read, shapes)
   layouts = rules.shardings(shapes, mesh)

@@ -98,7 +98,7 @@ def test_no_message_and_no_array_of_the_driver_holds_a_parameter(
   again = remote.step(X, two_places.KEY)
   assert messages and max(messages) < LEAF * 4 / 10
   assert sum(x.nbytes for x in jax.live_arrays()) - live < LEAF * 4
-  # What the places made, wrote and read is what one process computes.
+  # One process computes the same as the places, which wrote and read.
   local_.start(first)
   assert local_.step(X, two_places.KEY) == info
   assert local_.step(X, two_places.KEY) == again
