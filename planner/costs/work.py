@@ -36,8 +36,8 @@ class Work:
       bytes.
     passes: trip count of a loop over packed rows, each of which reads all
       parameters; 0 if there is none.
-    turns: trip count of the longest loop that may end early, as decoding does;
-      0 if there is none.
+    turns: trip count of the longest loop that may end early, as decoding does,
+      with the loops of other parts of the same tokens; 0 if there is none.
   """
 
   flops: float = 0.0

@@ -6,6 +6,9 @@ import math
 from planner.costs.work import Work
 from planner.counting import allocation, divisions, trip_counts, variables
 
+# The scope in which decoding runs a loop for each part of its tokens.
+PARTS = 'decoded_parts'
+
 
 class LoopCounter(allocation.Allocation):
   """Counts them by walks of their bodies, which a subclass does.
@@ -13,7 +16,7 @@ class LoopCounter(allocation.Allocation):
   Attributes:
     trips: trip count of a `while` loop whose maximum is not visible.
     flops: arithmetic operations so far.
-    turns: trip count of the longest loop that may end early, so far.
+    turns: as `work.Work.turns`, so far.
     matmul: operations of products so far, by type of the operands.
     partial: partial sums so far, as `work.Work.partial`.
     unread: positions of results of the equation under way that nothing reads.
@@ -169,7 +172,8 @@ class LoopCounter(allocation.Allocation):
     args = body_consts + state
     done, made = self._carrying(body, args, range(m, len(args)))
     done += self._body(test, test_consts + state)[0]
-    self.turns = max(self.turns, turns * early)
+    before = self.turns if PARTS in str(eqn.source_info.name_stack) else 0.0
+    self.turns = max(self.turns, before + turns * early)
     carried = range(len(test_consts) + m, len(test_consts + args))
     return self._repeat(eqn, test_consts + args, done, turns, made, carried)
 

@@ -4,7 +4,7 @@ XLA's own cost analysis counts the body of a loop once. `walk` says of each
 instruction how often a call of the program executes it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 import math
 import re
 from typing import NamedTuple
@@ -215,7 +215,8 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
   if known:
     return int(known[1])
   condition = re.search(r'\bcondition=%?([\w.$-]+)', loop.attributes)[1]
-  found = set(_limits(module, condition))
+  found = set(_limits(_needed(module, condition)))
+  found = found or set(_limits(_all(module.computations[condition])))
   found = found or {(n, None) for n in _integer_constants(module, condition)}
   if len({limit for limit, _ in found}) != 1:
     return None
@@ -225,13 +226,42 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
   )
 
 
-def _limits(module: Module, name: str) -> Iterator[tuple[int, int | None]]:
-  """Yields the constants that a computation compares a counter with.
+# A computation, and one of its instructions.
+_Place = tuple[Mapping[str, Instruction], Instruction]
+
+
+def _all(computation: Mapping[str, Instruction]) -> Iterator[_Place]:
+  for instruction in computation.values():
+    yield computation, instruction
+
+
+def _needed(module: Module, name: str, root: str = '') -> Iterator[_Place]:
+  """Yields what must be true for the root of a computation to be true.
+
+  Args:
+    module: the module.
+    name: the computation.
+    root: another instruction in place of its root.
+  """
+  computation = module.computations[name]
+  instruction = computation[root] if root else [*computation.values()][-1]
+  if instruction.opcode in ('and', 'bitcast'):
+    for operand in instruction.operands:
+      if operand in computation:
+        yield from _needed(module, name, operand)
+  elif instruction.opcode == 'fusion':
+    for called in _called(instruction):
+      yield from _needed(module, called)
+  else:
+    yield computation, instruction
+
+
+def _limits(places: Iterable[_Place]) -> Iterator[tuple[int, int | None]]:
+  """Yields the constants with which counters are compared.
 
   Each comes with the counter's index in the state of the loop, if it is known.
   """
-  computation = module.computations[name]
-  for instruction in computation.values():
+  for computation, instruction in places:
     if (
       instruction.opcode == 'compare'
       and 'direction=LT' in instruction.attributes

@@ -1,6 +1,6 @@
 """Autoregressive generation, one token a step until every row has ended."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,14 @@ from jaxtyping import Array
 from sharding import rules
 from stages import base
 from stages.language import sample
-from stages.language.decoding import decode_layer, kept_cache, kv_cache, prefill
+from stages.language.decoding import (
+  decode_layer,
+  kept_cache,
+  kv_cache,
+  parts,
+  prefill,
+  unfinished,
+)
 from stages.language.experts import routing_replay
 from stages.models import transformer
 from stages.models.layers import attention, rope
@@ -51,66 +58,6 @@ def empty_completions(
   )
 
 
-def _roll_rows(x, by_B):
-  """Rolls `x[row, column, ...]` left, each row by its own number of columns."""
-  return jax.vmap(lambda x, by: jnp.roll(x, -by, axis=0))(x, by_B)
-
-
-def _roll_completions(completions: base.Completions, by_B) -> base.Completions:
-  return completions._replace(
-    action=_roll_rows(completions.action, by_B),
-    logp=_roll_rows(completions.logp, by_B),
-    mask=_roll_rows(completions.mask, by_B),
-  )
-
-
-def _prefill_completions(
-  model,
-  params,
-  prompt: base.Prompt,
-  group_size: int,
-  completions: base.Completions,
-):
-  """Keys and values of unfinished completions under the current parameters.
-
-  They are read again, as if the current parameters had sampled them, so that
-  the trainer can recompute the log-probability of every later token.
-
-  Returns:
-    The next input token of each row, and its rolled cache by layer.
-  """
-  split = prefill.split_prompt(prompt, group_size)
-  if split.pictures is not None:
-    raise ValueError(
-      'Completions that were left unfinished cannot be continued after prompts '
-      'with pictures: finish them in the step that began them.'
-    )
-  (N, P), (B, _) = split.prompt_NP.shape, completions.mask.shape
-  token_BT = jnp.concatenate(
-    [split.token_B[:, None], completions.action[:, :-1]], axis=1
-  )
-
-  def after_prompt(x_NP, x_BT):
-    return jnp.concatenate([jnp.repeat(x_NP, B // N, axis=0), x_BT], axis=1)
-
-  cache = model.apply(
-    {'params': params},
-    after_prompt(split.prompt_NP, token_BT),
-    after_prompt(split.mask_NP, completions.mask.astype(split.mask_NP.dtype)),
-    method='prefill',
-  )
-  length_B = completions.mask.sum(1, dtype=jnp.int32)
-
-  def own(x_BCKW):
-    return jnp.swapaxes(_roll_rows(x_BCKW[:, P:], length_B), 1, 2)
-
-  caches = [
-    kv_cache.LayerCache(own(cache.key[i]), own(cache.value[i]))
-    for i in range(model.config.L)
-  ]
-  return _last_token(split, completions, length_B), caches
-
-
 def decode_states(
   model,
   params,
@@ -120,6 +67,7 @@ def decode_states(
   state: DecodeState,
   *,
   keep: bool = False,
+  earlier: Sequence[Sequence[kv_cache.LayerCache]] = (),
 ):
   """Final hidden states, and the state with the current token in its caches.
 
@@ -133,17 +81,21 @@ def decode_states(
     state: the state of the loop.
     keep: whether the columns of finished rows stay as they are, for a later
       call that continues them.
+    earlier: caches, by layer, of each part of the columns before those of the
+      state's caches.
   """
   c, t = model.config, state.t
   variables = {'params': params}
   position_B1 = (split.position_B + length_B + t)[:, None]
   T = state.completions.mask.shape[1]
-  column_1T = jnp.arange(T)[None]
-  past_BT = (column_1T <= t) | (column_1T >= T - length_B[:, None])
+  start = sum(part[0].key.shape[2] for part in earlier)
+  column_1S = jnp.arange(start + state.caches[0].key.shape[2])[None]
+  past_BS = (column_1S <= t) | (column_1S >= T - length_B[:, None])
   # By whether a layer has a window: angles, and tokens that it reaches.
   context = {False: (*rope.angles(c.rope, c.W, position_B1), None)}
   if c.window is not None:
-    near_BC = _near(c, split, position_B1[:, 0], length_B, t, T)
+    S = column_1S.shape[1]
+    near_BC = _near(c, split, position_B1[:, 0], length_B, t, S)
     angles = rope.angles(c.local_rope or c.rope, c.W, position_B1)
     context[True] = (*angles, near_BC)
   x_B1D = model.apply(variables, state.token_B[:, None], method='embed')
@@ -156,9 +108,17 @@ def decode_states(
     q_B1HW, k_B1KW, v_B1KW = decode_layer.project(
       c, own, x_B1D, cos_B1R, sin_B1R
     )
-    cache = kv_cache.update(cache, t, k_B1KW, v_B1KW, open_B)
+    cache = kv_cache.update(cache, t - start, k_B1KW, v_B1KW, open_B)
     seen_B1HW = kv_cache.attention(
-      c, q_B1HW, cache, key_NKPW, value_NKPW, split.mask_NP, past_BT, near_BC
+      c,
+      q_B1HW,
+      cache,
+      key_NKPW,
+      value_NKPW,
+      split.mask_NP,
+      past_BS,
+      near_BC,
+      [part[i] for part in earlier],
     )
     x_B1D = decode_layer.finish(c, own, x_B1D, seen_B1HW, record)
     caches.append(cache)
@@ -274,9 +234,12 @@ def resume(
   layers = prefill.cached_layers(model, params, read)
   T = completions.mask.shape[1]
   length_B = completions.mask.sum(1, dtype=jnp.int32)
+  later = []
   if cache is None:
-    B = key_B.shape[0]
-    layers, caches = kv_cache.empty_after(layers, model.config, (B, T))
+    # What earlier calls have sampled is read into one part, wherever it ends.
+    columns = (T,) if num_started else parts.columns_of(T)
+    sizes = [(key_B.shape[0], some) for some in columns]
+    layers, caches, *later = kv_cache.empty_after(layers, model.config, *sizes)
     start = _initial_state(
       model, params, prompt, group_size, completions, caches, num_started
     )
@@ -286,13 +249,17 @@ def resume(
     )
     start = _kept_state(split, completions, kept_cache.roll(cache, length_B))
 
-  def condition(state: DecodeState):
-    return (state.t < T) & should_continue(_open_rows(state, length_B))
-
-  def extend(state: DecodeState) -> DecodeState:
+  def extend(earlier, state: DecodeState) -> DecodeState:
     open_B = _open_rows(state, length_B)
     x_B1D, state = decode_states(
-      model, params, layers, split, length_B, state, keep=cache is not None
+      model,
+      params,
+      layers,
+      split,
+      length_B,
+      state,
+      keep=cache is not None,
+      earlier=earlier,
     )
     logit_B1V = model.apply({'params': params}, x_B1D, method='logits')
     token_B, logit_B1V = sample.next_token(
@@ -306,14 +273,18 @@ def resume(
   if record:
     expert = routing_replay.empty(model.config, *completions.mask.shape)
     start = start._replace(expert=expert)
-  end = jax.lax.while_loop(condition, extend, start)
+
+  def may_continue(state: DecodeState):
+    return should_continue(_open_rows(state, length_B))
+
+  end = parts.run(extend, may_continue, start, later)
   if record:
     routing = routing_replay.joined(of_prompt, end.expert, group_size)
     return end.completions, routing
   if cache is not None:
     return _to_keep(end, length_B)
   if num_started:
-    return _roll_completions(end.completions, -length_B)
+    return unfinished.roll(end.completions, -length_B)
   return end.completions
 
 
@@ -321,7 +292,7 @@ def _to_keep(
   end: DecodeState, length_B
 ) -> tuple[base.Completions, kept_cache.KeptCache]:
   """Completions and cache of a finished loop, rolled back."""
-  completions = _roll_completions(end.completions, -length_B)
+  completions = unfinished.roll(end.completions, -length_B)
   now_B = completions.mask.sum(1, dtype=jnp.int32)
   cache = kept_cache.KeptCache(end.caches, now_B)
   return completions, cache._replace(layers=kept_cache.roll(cache, -length_B))
@@ -340,16 +311,14 @@ def _initial_state(
   token_B = prefill.split_prompt(prompt, group_size).token_B
   if num_started:
     first = jax.tree.map(lambda x: x[:num_started], (prompt, completions))
-    started = _prefill_completions(
-      model, params, first[0], group_size, first[1]
-    )
+    started = unfinished.read(model, params, first[0], group_size, first[1])
     token_B, caches = jax.tree.map(
       lambda all_, some: all_.at[:num_started].set(some),
       (token_B, [*caches]),
       started,
     )
     length_B = completions.mask.sum(1, dtype=jnp.int32)
-    completions = _roll_completions(completions, length_B)
+    completions = unfinished.roll(completions, length_B)
   return DecodeState(
     jnp.zeros((), jnp.int32), token_B, tuple(caches), completions
   )
@@ -368,17 +337,10 @@ def _kept_state(
   length_B = completions.mask.sum(1, dtype=jnp.int32)
   return DecodeState(
     jnp.zeros((), jnp.int32),
-    _last_token(split, completions, length_B),
+    unfinished.last_token(split, completions, length_B),
     caches,
-    _roll_completions(completions, length_B),
+    unfinished.roll(completions, length_B),
   )
-
-
-def _last_token(split: prefill.SplitPrompt, completions, length_B):
-  """The next input of each row: its last token, or that of its prompt."""
-  last_B1 = jnp.maximum(length_B - 1, 0)[:, None]
-  last_B1 = jnp.take_along_axis(completions.action, last_B1, axis=1)
-  return jnp.where(length_B > 0, last_B1[:, 0], split.token_B)
 
 
 def append(state: DecodeState, open_B, token_B, logp_B, stop):

@@ -4,6 +4,7 @@ Keys of completions are laid out [B, K, T, W], as a single query reads them.
 Keys of prompts stay one row a group; all queries of a group read them at once.
 """
 
+from collections.abc import Sequence
 import functools
 from typing import NamedTuple
 
@@ -87,27 +88,30 @@ def attention(
   k_NKPW,
   v_NKPW,
   mask_NP,
-  past_BT,
+  past_BS,
   near_BC=None,
+  earlier: Sequence[LayerCache] = (),
 ):
-  """Attention of one query a row to its prompt and to its tokens `past_BT`.
+  """Attention of one query a row to its prompt and to its tokens `past_BS`.
 
-  One softmax covers both parts. Scores are in float32 or wider and never
-  rounded to the dtype of the keys; neither is the sum of the two parts.
+  One softmax covers all parts. Scores are in float32 or wider and never
+  rounded to the dtype of the keys; neither is the sum of the parts.
   `jax.nn.dot_product_attention` would need a copy of the prompt's keys for
   every row of the group at every token.
 
   Args:
     config: dimensions and settings of the model.
     q_B1HW: queries.
-    cache: keys and values of the completions.
+    cache: keys and values of the completions, of their latest columns.
     k_NKPW: keys of the prompts.
     v_NKPW: values of the prompts.
     mask_NP: one on tokens of the prompts.
-    past_BT: where the cache holds tokens.
-    near_BC: tokens of the prompt, then of the cache, within the layer's window;
-      None if it has none.
+    past_BS: where the columns of all caches, end to end, hold tokens.
+    near_BC: tokens of the prompt, then of the caches, within the layer's
+      window; None if it has none.
+    earlier: caches of the columns before those of `cache`.
   """
+  caches = (*earlier, cache)
   B, _, H, W = q_B1HW.shape
   N, K, P, _ = k_NKPW.shape
   J = H // K
@@ -120,14 +124,16 @@ def attention(
   wide = mixed_precision.wide_dtype(q_B1HW.dtype)
   einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
   ahead_NKQP = einsum('NKQW,NKPW->NKQP', q_NKQW, k_NKPW)
-  own_BKJT = einsum('BKJW,BKTW->BKJT', q_BKJW, cache.key)
+  own_BKJS = jnp.concatenate(
+    [einsum('BKJW,BKTW->BKJT', q_BKJW, part.key) for part in caches], axis=-1
+  )
   if config.score_softcap is not None:
-    ahead_NKQP, own_BKJT = (
+    ahead_NKQP, own_BKJS = (
       attention_lib.soft_cap(x * scale, config.score_softcap)
-      for x in (ahead_NKQP, own_BKJT)
+      for x in (ahead_NKQP, own_BKJS)
     )
   ahead_NKQP = jnp.where(mask_NP[:, None, None] > 0, ahead_NKQP, -jnp.inf)
-  own_BKJT = jnp.where(past_BT[:, None, None], own_BKJT, -jnp.inf)
+  own_BKJS = jnp.where(past_BS[:, None, None], own_BKJS, -jnp.inf)
 
   def by_row(x_NKQX):
     x = x_NKQX.reshape(N, K, B // N, J, -1).swapaxes(1, 2)
@@ -137,15 +143,19 @@ def attention(
     x = x_BKJX.reshape(N, B // N, K, J, -1).swapaxes(1, 2)
     return x.reshape(N, K, B // N * J, -1)
 
-  score = jnp.concatenate([by_row(ahead_NKQP), own_BKJT], axis=-1)
+  score = jnp.concatenate([by_row(ahead_NKQP), own_BKJS], axis=-1)
   if near_BC is not None:
     score = jnp.where(near_BC[:, None, None], score, -jnp.inf)
   if config.score_softcap is None:
     score *= scale
   weight = jax.nn.softmax(score, axis=-1).astype(cache.value.dtype)
   seen_NKQW = einsum('NKQP,NKPW->NKQW', by_group(weight[..., :P]), v_NKPW)
-  seen_BKJW = einsum('BKJT,BKTW->BKJW', weight[..., P:], cache.value)
-  seen_BKJW += by_row(seen_NKQW)
+  seen_BKJW, start = by_row(seen_NKQW), P
+  for part in caches:
+    T = part.key.shape[2]
+    own_BKJT = weight[..., start : start + T]
+    seen_BKJW += einsum('BKJT,BKTW->BKJW', own_BKJT, part.value)
+    start += T
   return seen_BKJW.astype(q_B1HW.dtype).reshape(B, 1, H, W)
 
 

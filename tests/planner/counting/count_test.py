@@ -13,6 +13,7 @@ from planner.costs import work as work_lib
 from planner.counting import count
 from planner.lower import cut
 from stages import workflows
+from stages.language.decoding import parts
 from stages.learn import optimizers
 from stages.models import transformer
 import tiny
@@ -378,6 +379,27 @@ def test_work_is_exact_at_counted_rows_and_linear_between():
 def test_rows_that_do_not_increase_are_refused(rows):
   with pytest.raises(ValueError, match='rising numbers'):
     work_lib.piecewise_linear([(n, work_lib.NONE) for n in rows])
+
+
+def test_parts_of_completions_have_their_tokens_and_read_fewer_columns(
+  monkeypatch,
+):
+  def work():
+    workflow = workflows.grpo(
+      tiny.policy(), tiny.even, optimizers.adamw(1e-3), group_size=4
+    )
+    flow = tiny.trace(workflow, tiny.problem(8))
+    return count.of_flow(flow)['generate'].full_batch
+
+  whole = work()
+  half = tiny.LENGTH // 2
+  monkeypatch.setattr(parts, 'columns_of', lambda T: (half, T - half))
+  in_parts = work()
+  assert in_parts.turns == whole.turns == tiny.LENGTH
+  assert in_parts.bytes_moved < whole.bytes_moved
+  assert in_parts.matmul_flops < whole.matmul_flops
+  # The same columns are held, and all layers compute each token once.
+  assert in_parts.bytes_alive == pytest.approx(whole.bytes_alive, rel=0.05)
 
 
 @pytest.mark.parametrize('groups', [4, 1])

@@ -77,6 +77,55 @@ def test_a_loop_that_may_end_early_turns_as_often_as_its_counter_allows():
   assert matmul_flops.matmul_flops(hlo.parse(text)) == 5 * PRODUCT + PRODUCT
 
 
+def test_a_loop_whose_condition_is_fused_turns_as_often_as_its_counter_allows():
+  """As one part of decoding, whose rows have other limits than its counter."""
+  fused = """
+%fused_less (c: s32[]) -> pred[] {
+  %c = s32[] parameter(0)
+  %limit = s32[] constant(5)
+  ROOT %less = pred[] compare(%c, %limit), direction=LT
+}
+
+%fused_rows (r: s32[4]) -> pred[4] {
+  %r = s32[4]{0} parameter(0)
+  %most = s32[] constant(9)
+  %all = s32[4]{0} broadcast(%most), dimensions={}
+  ROOT %rows = pred[4]{0} compare(%r, %all), direction=LT
+}
+
+%condition ("""
+  text = LOOP.replace('@KNOWN@', '').replace('\n%condition (', fused, 1)
+  text = text.replace(
+    """  %limit = s32[] constant(5)
+  ROOT %less = pred[] compare(%j, %limit), direction=LT
+}
+
+%fused (""",
+    """  %lengths = s32[4]{0} broadcast(%j), dimensions={}
+  %rows = pred[4]{0} fusion(%lengths), kind=kLoop, calls=%fused_rows
+  ROOT %less = pred[] fusion(%j), kind=kLoop, calls=%fused_less
+}
+
+%fused (""",
+  )
+  assert 'calls=%fused_less' in text
+  assert matmul_flops.matmul_flops(hlo.parse(text)) == 5 * PRODUCT + PRODUCT
+
+
+def test_the_counter_of_a_loop_is_that_without_which_it_ends():
+  """As on a TPU, which compares one more number for some of the rows."""
+  less = 'ROOT %less = pred[] compare(%j, %limit), direction=LT'
+  some = """%more = s32[] constant(9)
+  %row = pred[] compare(%j, %more), direction=LT
+  %rows = pred[4]{0} broadcast(%row), dimensions={}
+  %any = pred[] reduce(%rows, %row), dimensions={0}, to_apply=%or
+  %less = pred[] compare(%j, %limit), direction=LT
+  ROOT %both = pred[] and(%any, %less)"""
+  text = LOOP.replace('@KNOWN@', '').replace(less, some)
+  assert '%both' in text
+  assert matmul_flops.matmul_flops(hlo.parse(text)) == 5 * PRODUCT + PRODUCT
+
+
 def test_an_unrolled_loop_turns_as_often_as_its_step_fits_into_its_limit():
   # XLA makes two turns of a windowed product one, and counts by two.
   by_two = (

@@ -12,6 +12,7 @@ import pytest
 
 from stages import base
 from stages.language import language_model, sample
+from stages.language.decoding import parts
 from stages.models import transformer
 
 # Fresh weights large enough for attention and the odds to be uneven.
@@ -299,3 +300,47 @@ def test_heads_that_cannot_be_shared_are_refused():
 def test_an_unknown_remat_is_refused():
   with pytest.raises(ValueError, match="remat 'some' is neither 'none' nor"):
     dataclasses.replace(CONFIG, remat='some')
+
+
+def in_parts(monkeypatch, length, **settings):
+  """Completions whose keys and values are kept in parts of four columns."""
+  monkeypatch.setattr(parts, 'columns_of', lambda T: (4,) * (T // 4))
+  act.cache_clear()
+  try:
+    return act(response_length=length, **settings)(
+      params_of(settings), prompts(), keys()
+    )
+  finally:
+    act.cache_clear()
+
+
+def params_of(settings):
+  config = settings.get('config', CONFIG)
+  policy = language_model.policy(config, response_length=1)
+  return policy.init(jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+  'settings',
+  [
+    {},
+    {'stop': ()},
+    {'config': dataclasses.replace(CONFIG, windows=(3, None))},
+    {'sampling': CUT},
+  ],
+)
+def test_parts_of_the_caches_change_no_token(monkeypatch, settings):
+  want = act(response_length=12, **settings)(
+    params_of(settings), prompts(), keys()
+  )
+  assert want.mask.sum(1).max() > 8  # The last of three parts is reached.
+  alike(in_parts(monkeypatch, 12, **settings), want)
+
+
+def test_a_token_reads_the_columns_of_its_part_and_of_those_before():
+  assert parts.columns_of(511) == (511,)
+  assert parts.columns_of(1024) == (256,) * 4
+  assert parts.columns_of(700) == (384, 316)
+  assert parts.columns_of(27_648) == (6_912,) * 4
+  for length in (600, 1000, 8192, 10_001):
+    assert sum(parts.columns_of(length)) == length
