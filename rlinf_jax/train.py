@@ -75,7 +75,8 @@ def train(
     keep_checkpoints: number of checkpoints to keep.
     profile_step: update that JAX's profiler records into `workdir/profile`, for
       XProf or TensorBoard; 0 for none. The first update compiles, so take a
-      later one. Processes of Ray are not recorded.
+      later one. With staleness, parts of later updates are in it. Processes of
+      Ray are not recorded.
     export: `folder, params -> None`: writes the model at the end.
     wandb_project: project at Weights & Biases to send metrics to as well.
     ray_address: runs places in processes of Ray: 'local' starts Ray on this

@@ -1,5 +1,6 @@
 """Meshes: devices in a grid with named axes."""
 
+import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import contextlib
 import contextvars
@@ -97,6 +98,37 @@ def noting_sizes(fn: Callable, found: set[str]) -> Callable:
       return fn(*args)
     finally:
       _noted.reset(token)
+
+  return run
+
+
+def jitted(fn: Callable, **settings) -> Callable:
+  """Returns `jax.jit(fn)`, for a function that several programs call.
+
+  A call that JAX has traced before reads no sizes of axes, so those that were
+  read on the same mesh are noted again.
+
+  Args:
+    fn: a function that JAX can trace.
+    **settings: those of `jax.jit`.
+  """
+  read = collections.defaultdict(set)  # By mesh.
+
+  @functools.wraps(fn)
+  def traced(*args, **named):
+    found = set()
+    result = noting_sizes(functools.partial(fn, **named), found)(*args)
+    read[jax.sharding.get_abstract_mesh()] |= found
+    return result
+
+  call = jax.jit(traced, **settings)
+
+  @functools.wraps(fn)
+  def run(*args, **named):
+    result, noted = call(*args, **named), _noted.get()
+    if noted is not None:
+      noted.update(read[jax.sharding.get_abstract_mesh()])
+    return result
 
   return run
 

@@ -6,17 +6,16 @@ A group whose completions are all right or all wrong has no advantages, and
 teaches nothing. DAPO draws other groups instead, which costs time.
 """
 
-import json
 import pathlib
 import sys
 
-from experiments.algorithms import algorithms
+from experiments.algorithms import algorithms, table
 from rlinf_jax.run.folder import run_folder
 
 GROUPS = {'GRPO': 56, 'DAPO': 64}  # In a batch; of DAPO, in a round, too.
 HEADER = (
   '| algorithm | groups drawn | learned from | of them informative | '
-  'CPU-seconds for each of these |\n|---|---|---|---|---|'
+  'CPU-seconds for each of these | at the end |\n|---|---|---|---|---|---|'
 )
 
 
@@ -38,15 +37,17 @@ def informative(series: dict[str, run_folder.Series], groups: int) -> float:
 
 def main(output: str):
   print(HEADER)
+  finished = table.read(pathlib.Path(output))
   for name, groups in GROUPS.items():
-    for folder in sorted((pathlib.Path(output) / name).glob('SEED=*')):
-      series = run_folder.read(folder).series
-      found = informative(series, groups)
+    for run in finished[name]:
+      found = informative(run.series, groups)
       taken = groups * algorithms.STEPS
-      spent = json.loads((folder / 'cost.json').read_text())['cpu_seconds']
+      of_run = table.summary(name, [run])
+      (spent,), (end,) = of_run['cpu_seconds'], of_run['end']
       print(
-        f'| {name} | {drawn(series, groups):,.0f} | {taken:,} | '
-        f'{found:,.0f} ({found / taken:.0%}) | {spent / found:.3f} |'
+        f'| {name} | {drawn(run.series, groups):,.0f} | {taken:,} | '
+        f'{found:,.0f} ({found / taken:.0%}) | {spent / found:.3f} | '
+        f'{end:.1%} |'
       )
 
 

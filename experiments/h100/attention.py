@@ -19,7 +19,7 @@ from stages.models.layers import attention
 
 H, K, W = 12, 2, 128
 TOKENS = 16_384
-LENGTHS = (8192, 2048, 512)
+LENGTHS = (512, 8192)
 ROUNDS = 7
 
 

@@ -13,7 +13,7 @@ PLANE = '/device:GPU:0'
 
 
 def stats(event) -> dict[str, str]:
-  """What the profiler says of an event, by name."""
+  """Statistics of an event, by name."""
   return {name: str(value) for name, value in event.stats if name}
 
 

@@ -190,10 +190,10 @@ def _counter(
 
 
 def _programs(flow, node, run, platform):
-  """Returns `rows, division -> jaxpr`, of which meshes share what is the same.
+  """Returns `rows, division -> jaxpr`, which traces as rarely as it can.
 
-  Tracing takes most of the time of counting. A program may depend on the sizes
-  of those axes alone that the stage has read.
+  Tracing takes most of the time of counting. Two meshes share a program if all
+  axes whose sizes the stage has read have the same sizes in both.
   """
   kept = {}
 

@@ -209,7 +209,7 @@ class LoopCounter(allocation.Allocation):
 
 
 def _constants_and_carry(params) -> tuple[int, int]:
-  """How many arguments of a scan are constants, and how many are carried."""
+  """Numbers of the arguments of a scan that are constant, and carried."""
   if 'num_consts' in params:
     return params['num_consts'], params['num_carry']
   # From JAX 0.11 on, a tree says which arguments are which.

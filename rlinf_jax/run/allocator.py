@@ -33,12 +33,12 @@ def retain_freed_memory() -> bool:
 
 
 def claim_accelerators():
-  """Sets how JAX holds the memory of GPUs, unless the environment says.
+  """Sets JAX's share and allocator of GPU memory, unless the environment does.
 
-  To be called before JAX starts its backend. It takes as much as plans use. By
-  default, a call's temporary memory must be one gap between arrays: a gradient
-  that needed 38 GiB failed with 43 GiB free (`experiments/h100`). CUDA's own
-  pools put pages together instead.
+  To be called before JAX starts its backend. JAX then takes as much as plans
+  assume. Its own allocator needs one gap between arrays for the temporary
+  memory of a call: a gradient that needed 38 GiB failed with 43 GiB free
+  (`experiments/h100`). CUDA's pools put pages together instead.
   """
   if not any(name in os.environ for name in VARIABLES):
     os.environ[VARIABLES[0]] = str(SHARE)

@@ -156,7 +156,7 @@ class Loop:
     while self.steps < schedule.steps and not self._reached(schedule):
       if self._interrupt.requested and not self._pending:
         self._stop()
-      with profile.recorded(folder, self.steps + 1 == schedule.profile_step):
+      with profile.record(folder, self.steps + 1 == schedule.profile_step):
         samples = self.step(schedule.next_pause(self.steps))
       if self.steps == first + 1:
         config.save_operative(folder / 'operative_config.gin')

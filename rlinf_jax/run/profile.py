@@ -1,4 +1,4 @@
-"""What accelerators do in a step: traces of the profiler, and memory."""
+"""Traces of a step by JAX's profiler, and the memory of devices."""
 
 from collections.abc import Iterator
 import contextlib
@@ -10,17 +10,17 @@ FOLDER = 'profile'  # In the run folder.
 
 
 @contextlib.contextmanager
-def recorded(folder: pathlib.Path, is_wanted: bool = True) -> Iterator[None]:
-  """Records what this process and its devices do, if that is wanted.
-
-  XProf and TensorBoard read what is written. A trace that cannot be started, as
-  another program holds the profiler, raises RuntimeError.
+def record(folder: pathlib.Path, enabled: bool = True) -> Iterator[None]:
+  """Records what this process and its devices do, for XProf and TensorBoard.
 
   Args:
     folder: the run folder.
-    is_wanted: False to record nothing.
+    enabled: False to record nothing.
+
+  Raises:
+    RuntimeError: if another trace is being recorded.
   """
-  if not is_wanted:
+  if not enabled:
     yield
     return
   with jax.profiler.trace(str(folder / FOLDER)):

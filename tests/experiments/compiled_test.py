@@ -84,17 +84,8 @@ def test_moments_of_7b_stay_in_host_memory_while_they_are_updated(name):
   assert memory['modeled'] == pytest.approx(memory['total'], rel=0.1)
 
 
-# XLA for GPUs pads the seven queries of a key to eight, which the model does
-# not: see experiments/compiled/README.md.
-PADDED = {
-  ('7b-8k-generate-tensor-h100x8', 'generate'),
-  ('7b-8k-generate-h100x8', 'generate'),
-}
-
-
 def test_recorded_costs_are_within_a_tenth_of_the_model():
   results = json.loads((case_lib.HERE / 'results.json').read_text())
-  far = set()
   for name, data in results.items():
     for stage in data['stages']:
       where, memory = (name, stage['name']), stage['memory']
@@ -105,7 +96,4 @@ def test_recorded_costs_are_within_a_tenth_of_the_model():
         modeled = stage['modeled_collective_bytes']
         assert modeled == pytest.approx(sent, rel=0.1), where
       flops = stage['modeled_matmul_flops']
-      if flops != pytest.approx(stage['matmul_flops'], rel=0.02):
-        assert flops == pytest.approx(stage['matmul_flops'], rel=0.03), where
-        far.add(where)
-  assert far == PADDED
+      assert flops == pytest.approx(stage['matmul_flops'], rel=0.02), where

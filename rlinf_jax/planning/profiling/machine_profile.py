@@ -24,7 +24,7 @@ TRIPS = 64  # Of a loop, so that the cost of its launch vanishes.
 SMALL, LARGE = 1 << 10, 1 << 25  # Bytes of transfers.
 ARRAYS = 16  # Small ones that move at once.
 RESERVE = 0.2  # Of a host's memory, for other processes.
-# Of an accelerator's, for what lies between arrays: JAX shares it with nobody.
+# Of an accelerator's memory, for gaps between arrays.
 FRAGMENTED = 0.05
 
 

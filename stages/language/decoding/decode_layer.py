@@ -8,12 +8,13 @@ import functools
 
 import jax
 
+from sharding import mesh as mesh_lib
 from stages.models import transformer
 from stages.models.layers import block, mixture
 
 # For functions whose first argument is the model's config. They are inlined, so
 # the program is that of calling them for each layer.
-traced_once = functools.partial(jax.jit, static_argnums=0, inline=True)
+traced_once = functools.partial(mesh_lib.jitted, static_argnums=0, inline=True)
 
 
 @traced_once

@@ -236,8 +236,8 @@ def resume(
   length_B = completions.mask.sum(1, dtype=jnp.int32)
   later = []
   if cache is None:
-    # What earlier calls have sampled is read into one part, wherever it ends.
-    columns = (T,) if num_started else parts.columns_of(T)
+    # Tokens of earlier calls are read into one part, as rows end anywhere.
+    columns = (T,) if num_started else parts.part_columns(T)
     sizes = [(key_B.shape[0], some) for some in columns]
     layers, caches, *later = kv_cache.empty_after(layers, model.config, *sizes)
     start = _initial_state(
@@ -277,7 +277,7 @@ def resume(
   def may_continue(state: DecodeState):
     return should_continue(_open_rows(state, length_B))
 
-  end = parts.run(extend, may_continue, start, later)
+  end = parts.decode(extend, may_continue, start, later)
   if record:
     routing = routing_replay.joined(of_prompt, end.expert, group_size)
     return end.completions, routing

@@ -5,31 +5,37 @@ tokens these are the columns of the longest completion, most of them empty. Here
 it reads its own part, and those before it, which are full.
 """
 
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
 
-# A loop is compiled for each part.
-MOST = 4
-LEAST_COLUMNS = 256
-MULTIPLE = 128  # Of the columns of a part.
+MAX_PARTS = 4  # For each of them, a loop is compiled.
+MIN_COLUMNS = 256  # Of a part.
+MULTIPLE = 128  # Parts but the last have a multiple of so many columns.
 
 
-def columns_of(length: int) -> tuple[int, ...]:
+def part_columns(length: int, max_parts: int = MAX_PARTS) -> tuple[int, ...]:
   """Columns of the parts for completions of up to `length` tokens."""
-  parts = max(1, min(MOST, length // LEAST_COLUMNS))
+  parts = max(1, min(max_parts, length // MIN_COLUMNS))
   each = -(-length // (parts * MULTIPLE)) * MULTIPLE if parts > 1 else length
   starts = range(0, length, each)
   return tuple(min(each, length - start) for start in starts)
 
 
-def run(extend, may_continue, state, later):
+def decode(extend: Callable, may_continue: Callable, state, later: Sequence):
   """Samples until a part of the caches is full, and then goes on in the next.
 
   Args:
-    extend: `earlier, state -> state`: samples one more token of each row.
+    extend: `earlier, state -> state`: samples one more token of each row, which
+      attends to the parts `earlier` and to the one in the state.
     may_continue: `state ->` whether to sample another one.
-    state: the state, with the first part of the caches.
+    state: a NamedTuple, such as `generate.DecodeState`, whose `caches` are the
+      first part: for each layer, a `kv_cache.LayerCache`.
     later: the other parts, which are empty.
+
+  Returns:
+    The last state, with the part that was used last.
   """
   earlier = []
   for part in (state.caches, *later):

@@ -393,7 +393,7 @@ def test_parts_of_completions_have_their_tokens_and_read_fewer_columns(
 
   whole = work()
   half = tiny.LENGTH // 2
-  monkeypatch.setattr(parts, 'columns_of', lambda T: (half, T - half))
+  monkeypatch.setattr(parts, 'part_columns', lambda T: (half, T - half))
   in_parts = work()
   assert in_parts.turns == whole.turns == tiny.LENGTH
   assert in_parts.bytes_moved < whole.bytes_moved

@@ -87,6 +87,20 @@ def test_programs_note_the_axes_whose_size_they_read():
   assert found == {'expert'}
 
 
+def test_a_function_that_was_traced_before_notes_its_axes_again():
+  """As the layers of decoding, which all stages that decode share."""
+  layer = mesh_lib.jitted(lambda x: rules.shard(x, (None, 'E')), inline=True)
+  x = jax.ShapeDtypeStruct((4, 4), 'float32')
+  for _ in range(2):
+    found = set()
+    run = mesh_lib.noting_sizes(lambda x: layer(x) + 1, found)
+    with jax.sharding.use_abstract_mesh(
+      mesh_lib.abstract(dict(MESHES[4]), None)
+    ):
+      jax.eval_shape(run, x)
+    assert found == {'expert'}
+
+
 def test_kernels_of_heads_count_alike_where_other_axes_differ():
   """Each device computes its heads; those along `expert` all compute them."""
   shape = jax.ShapeDtypeStruct((2, 8, 4, 16), 'float32')

@@ -58,8 +58,15 @@ def test_gpus_are_taken_as_plans_assume_unless_the_environment_says(
     'XLA_PYTHON_CLIENT_ALLOCATOR': 'cuda_async',
   }
   # JAX refuses the older name of a variable beside the newer one.
-  given = {'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.5'}
-  monkeypatch.setattr(allocator.os, 'environ', given)
+  given = {
+    'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.5',
+    'XLA_PYTHON_CLIENT_ALLOCATOR': 'bfc',
+  }
+  monkeypatch.setattr(allocator.os, 'environ', {**given})
+  allocator.claim_accelerators()
+  assert allocator.os.environ == given
+  # Only CUDA's plugins have such pools.
+  monkeypatch.setattr(allocator.os, 'environ', found := {})
   monkeypatch.setattr(allocator.importlib.util, 'find_spec', lambda name: None)
   allocator.claim_accelerators()
-  assert given == {'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.5'}
+  assert found == {'XLA_CLIENT_MEM_FRACTION': '0.9'}

@@ -10,10 +10,10 @@ from rlinf_jax.run import profile
 
 
 def test_a_step_leaves_a_trace_if_that_is_wanted(tmp_path):
-  with profile.recorded(tmp_path, False):
+  with profile.record(tmp_path, False):
     jnp.ones(3).block_until_ready()
   assert not [*tmp_path.iterdir()]
-  with profile.recorded(tmp_path):
+  with profile.record(tmp_path):
     jax.jit(lambda x: x @ x)(jnp.ones((8, 8))).block_until_ready()
   (trace,) = tmp_path.glob('profile/**/*.xplane.pb')
   assert trace.stat().st_size

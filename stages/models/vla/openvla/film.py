@@ -76,9 +76,7 @@ def films(config: openvla.Config, params, mean_BO) -> dict[str, vit.Film]:
   for name in TOWERS:
     own = params[name][LAYERS]
     parts = (
-      mixed_precision.product(
-        'BO,LOD->LBD', x_BO, own[f'{kind}_OD'].astype(dtype)
-      )
+      mixed_precision.product('BO,LOD->LBD', x_BO, own[f'{kind}_OD'])
       + own[f'{kind}_bias_D'][:, None]
       for kind in ('scale', 'shift')
     )

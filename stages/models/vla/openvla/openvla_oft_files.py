@@ -156,7 +156,8 @@ def load_params(
   Args:
     checkpoint: folder of a model.
     config: the model.
-    new_heads: whether heads without a file are left out. So is FiLM.
+    new_heads: whether heads without a file are left out. FiLM without a file
+      always is.
 
   Raises:
     CheckpointError: names all tensors of the heads, or all others, that are

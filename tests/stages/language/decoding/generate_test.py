@@ -304,7 +304,7 @@ def test_an_unknown_remat_is_refused():
 
 def in_parts(monkeypatch, length, **settings):
   """Completions whose keys and values are kept in parts of four columns."""
-  monkeypatch.setattr(parts, 'columns_of', lambda T: (4,) * (T // 4))
+  monkeypatch.setattr(parts, 'part_columns', lambda T: (4,) * (T // 4))
   act.cache_clear()
   try:
     return act(response_length=length, **settings)(
@@ -337,10 +337,10 @@ def test_parts_of_the_caches_change_no_token(monkeypatch, settings):
   alike(in_parts(monkeypatch, 12, **settings), want)
 
 
-def test_a_token_reads_the_columns_of_its_part_and_of_those_before():
-  assert parts.columns_of(511) == (511,)
-  assert parts.columns_of(1024) == (256,) * 4
-  assert parts.columns_of(700) == (384, 316)
-  assert parts.columns_of(27_648) == (6_912,) * 4
+def test_columns_of_the_parts_add_up_to_the_length():
+  assert parts.part_columns(511) == (511,)
+  assert parts.part_columns(1024) == (256,) * 4
+  assert parts.part_columns(700) == (384, 316)
+  assert parts.part_columns(27_648) == (6_912,) * 4
   for length in (600, 1000, 8192, 10_001):
-    assert sum(parts.columns_of(length)) == length
+    assert sum(parts.part_columns(length)) == length

@@ -150,6 +150,22 @@ def test_arithmetic_in_bfloat16_is_near(case, params):
   assert error.max() < 0.1 * np.abs(want).max()
 
 
+def test_gradients_of_matrices_are_not_rounded_in_bfloat16(case, params):
+  llama = dataclasses.replace(case.config.llama, dtype='bfloat16')
+  narrow = dataclasses.replace(case.config, llama=llama)
+  mean_BO = drawn(jax.ShapeDtypeStruct((5, llama.D), 'float32'), 1.0)
+
+  def total(own):
+    found = film.films(narrow, own, mean_BO)
+    return sum(jnp.square(x).sum() for x in jax.tree.leaves(found))
+
+  grads = jax.grad(total)(params['film'])
+  for path, x in jax.tree_util.tree_leaves_with_path(grads):
+    if path[-1].key.endswith('_OD'):
+      assert x.dtype == jnp.float32
+      assert (x != x.astype(jnp.bfloat16)).any(), path
+
+
 def tower_tensors():
   """Tensors of towers as published fine-tuning saves them.
 
