@@ -279,6 +279,7 @@ class Actor:
   @ray.method(concurrency_group='calls')
   def start_writing(self, folder: pathlib.Path):
     """Starts to write the carried values whose first home is here."""
+    self._finish_writing = lambda: None  # Until it has started.
     self._finish_writing = self._executor.start_writing(folder)
 
   @ray.method(concurrency_group='files')

@@ -284,10 +284,30 @@ class ActorPool:
 
     Where one of them stops, the others would block in a collective for ever.
     """
-    for name in self._spanning():
+    self._kill(self._spanning())
+
+  def kill_place_of(self, name: str):
+    """As `kill_spanning`, of one place: that of a process that has failed."""
+    place = self._of(self.processes[name].place)
+    self._kill([other for other in self._spanning() if other in place])
+
+  def _kill(self, names: Sequence[str]):
+    for name in names:
       if name in self.actors:
         ray.kill(self.actors[name])
         self._killed.add(name)
+
+  def death_in_place(self, name: str) -> ProcessDiedError | None:
+    """The error of a process that has died in the place of another.
+
+    Args:
+      name: of the other process.
+    """
+    place = self._of(self.processes[name].place)
+    if len(place) == 1:
+      return None  # Its own error says whether it has died.
+    deaths = (error for k, error in self.dead().items() if k in place)
+    return next(deaths, None)
 
   def cleanup(self):
     """Drops the actors of places that lost a process, to start them again."""

@@ -108,28 +108,36 @@ class RayRuntime(calls.Calls):
   def start_writing(self, folder: pathlib.Path) -> Callable[[], None]:
     self.wait()
     self._recover()
-    numbers, owners = list(self.plan.places), self._owners()
+    numbers, owners = list(self.plan.places), self._owners(is_frozen=False)
 
     def start(name, actor):
       number = numbers.index(self._pool.processes[name].place)
       return actor.start_writing.remote(folder / str(number))
 
     finish = functools.partial(self._finish_writing, owners)
-    try:
-      self._pool.call_all(start, owners)
-    except StageError:
-      finish()  # No process writes any more when this error is raised.
-      raise
+    # All answers, as a process that has not answered is still writing.
+    failure = self._first_failure(
+      {start(name, actor): name for name, actor in owners.items()}
+    )
+    if failure:
+      with contextlib.suppress(StageError, ValueError):
+        finish()  # No process writes any more when the failure is raised.
+      raise failure
     return finish
 
-  def _owners(self) -> dict[str, Any]:
-    """The actors of processes that own a part of what checkpoints hold."""
+  def _owners(self, is_frozen: bool) -> dict[str, Any]:
+    """The actors of processes that own some values of the carried state.
+
+    Args:
+      is_frozen: whether of its frozen values, or else of all others, which are
+        what checkpoints hold.
+    """
     step = self.lowered['step']
     leaves = state_files.leaves(step.flow.carries)
     places = {
       first
       for leaf, (first, *_) in zip(leaves, step.resident, strict=True)
-      if not leaf.is_frozen
+      if leaf.is_frozen == is_frozen
     }
     return {
       name: actor
@@ -138,25 +146,50 @@ class RayRuntime(calls.Calls):
     }
 
   def _finish_writing(self, owners):
-    """Blocks until no process writes; raises the first error of one."""
-    names = {actor.finish_writing.remote(): k for k, actor in owners.items()}
-    unfinished, first = list(names), None
-    while unfinished:
-      (reference,), unfinished = ray.wait(unfinished)
+    """Blocks until no process writes; raises the first failure of one."""
+    failure = self._first_failure(
+      {actor.finish_writing.remote(): name for name, actor in owners.items()}
+    )
+    if failure:
+      raise failure
+
+  def _first_failure(self, names) -> BaseException | None:
+    """Waits until all who write have answered; returns the first failure.
+
+    If one of several processes of a place fails, all of them are killed: the
+    others would wait for it.
+
+    Args:
+      names: process, by the reference to its answer.
+    """
+    unanswered, first = list(names), None
+    while unanswered:
+      (reference,), unanswered = ray.wait(unanswered)
       try:
         ray.get(reference)
       except ray.exceptions.RayError as error:
-        first = first or pending.as_stage_error(error, names[reference])
-        # Others of its place would wait for it.
-        self._pool.kill_spanning()
-    if first:
-      raise first
+        process = names[reference]
+        with self._lock:
+          # A death may first be seen as an error of those who waited for it.
+          death = first or self._pool.death_in_place(process)
+          self._pool.kill_place_of(process)
+        first = first or death or pending.as_stage_error(error, process)
+    return first
 
   def checksums(self) -> dict[str, int]:
     self.wait()
     self._recover()
+    try:
+      return self._read_checksums()
+    except StageError:  # A process may have died since.
+      self._recover()
+      return self._read_checksums()
+
+  def _read_checksums(self) -> dict[str, int]:
     found = {}
-    answers = self._pool.call_all(lambda _, actor: actor.checksums.remote())
+    answers = self._pool.call_all(
+      lambda _, actor: actor.checksums.remote(), self._owners(is_frozen=True)
+    )
     for checksums in answers.values():
       found |= checksums
     return found

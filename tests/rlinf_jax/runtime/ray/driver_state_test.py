@@ -1,20 +1,27 @@
 """The driver holds no parameter: places make, write and read the state."""
 
+import errno
+import functools
 import os
 import signal
+import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import ray
 
 from experiments.processes import driver_memory, two_places
+from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.run.folder import checkpoint
-from rlinf_jax.runtime import local, programs, state_readers
-from rlinf_jax.runtime.base import ProcessDiedError
+from rlinf_jax.runtime import executor, local, programs, state_readers
+from rlinf_jax.runtime.base import ProcessDiedError, StageError
 from rlinf_jax.runtime.ray import connection, driver
 import saved
+import stages
+from stages import base
 import tiny
 
 pytestmark = pytest.mark.slow
@@ -156,3 +163,147 @@ def test_the_driver_of_a_state_takes_a_small_share_of_its_memory():
   found = driver_memory.measure(200 * 2**20)
   assert found['driver_mib'] < 20
   assert found['learner_mib'] > 200  # The measurement sees a state.
+
+
+@stages.stage('judge', 'row', unbatched=(0,))
+def judge(teacher, x):
+  return x * teacher.sum()
+
+
+@stages.stage('left', 'batch')
+def left(w, x):
+  return w + x.sum(), x.sum()
+
+
+@stages.stage('right', 'batch')
+def right(w, x):
+  return w - x.sum()
+
+
+THREE = {
+  'places': {name: {'devices': [i]} for i, name in enumerate('abc')},
+  'stages': {'left': 'a', 'right': 'b', 'judge': 'c'},
+}
+
+
+def three():
+  """A state of which 'a', 'b' and, of what is frozen, 'c' own some."""
+  zero = jnp.zeros(())
+  return {'left': zero, 'right': zero, base.FROZEN: {'teacher': jnp.ones(3)}}
+
+
+def three_flows(writing=None):
+  """Records a step, and has places take `writing` for what starts it."""
+  is_driver = ray.get_runtime_context().get_actor_id() is None
+  if writing and not is_driver:
+    executor.Executor.start_writing = writing
+
+  def step(state, x, key):
+    del key
+    x = judge(state[base.FROZEN]['teacher'], x)
+    w, total = left(state['left'], x)
+    return state | {'left': w, 'right': right(state['right'], x)}, total
+
+  return flow_lib.trace(step, jax.eval_shape(three), X, two_places.KEY), None
+
+
+@pytest.fixture
+def in_three():
+  """Makes a runtime of three places that has taken a step."""
+  there = []
+
+  def make(writing=None):
+    flows = functools.partial(three_flows, writing)
+    step, _ = flows()
+    plan = plan_lib.parse(THREE, dict.fromkeys(step.stages))
+    there.append(driver.RayRuntime(plan, flows, step=step))
+    there[-1].start(state_readers.FirstState(three))
+    assert there[-1].step(X, two_places.KEY) == 12
+    return there[-1]
+
+  yield make
+  for runtime in there:
+    runtime.close()
+
+
+SECONDS = 4.0
+write = executor.Executor.start_writing
+
+
+def dying_or_slow(self, folder):
+  """Place 'a' dies as it starts to write, and 'b' takes long to start."""
+  if 'a' in self.places:
+    os._exit(1)
+  time.sleep(SECONDS)
+  return write(self, folder)
+
+
+def test_no_place_starts_to_write_after_the_death_of_another_is_reported(
+  in_three, tmp_path
+):
+  remote = in_three(dying_or_slow)
+  with pytest.raises(ProcessDiedError, match="process of place 'a' has died"):
+    remote.start_writing(tmp_path)
+  reported = sorted(tmp_path.rglob('*'))
+  time.sleep(SECONDS)
+  assert sorted(tmp_path.rglob('*')) == reported
+
+
+def test_a_checkpoint_waits_for_the_replacement_of_who_holds_frozen_weights(
+  in_three, tmp_path, monkeypatch
+):
+  remote = in_three()
+  pid = remote.processes()['c']['pid']
+  recover, times = remote._recover, []
+
+  def then_dies():
+    recover()
+    times.append(1)
+    if len(times) == 1:
+      os.kill(pid, signal.SIGKILL)
+
+  monkeypatch.setattr(remote, '_recover', then_dies)
+  assert remote.checksums() == saved.Tree(three()).checksums()
+  assert "place 'c' has died" in ''.join(remote.notices())
+  _, reader = checkpoint_of(remote, tmp_path, state_readers.FirstState(three))
+  state = state_readers.arrays(reader, jax.eval_shape(three))
+  assert (state['left'], state['right']) == (12, -12)
+
+
+@ray.remote(num_cpus=0, concurrency_groups={'files': 1})
+class Writer:
+  """Stands for an `Actor` that takes some seconds to write its part."""
+
+  def __init__(self, seconds, error=None):
+    self.seconds, self.error = seconds, error
+
+  def describe(self):
+    return {}
+
+  @ray.method(concurrency_group='files')
+  def finish_writing(self):
+    time.sleep(self.seconds)
+    if self.error:
+      raise self.error
+
+
+def test_a_full_disk_is_reported_as_such_and_ends_its_place_alone():
+  step, _ = three_flows()
+  two = {'axes': [['data', 2]], 'processes': 2}
+  places = {
+    name: {'devices': [2 * i, 2 * i + 1]} | two for i, name in enumerate('abc')
+  }
+  plan = plan_lib.parse(THREE | {'places': places}, dict.fromkeys(step.stages))
+  remote = driver.RayRuntime(plan, three_flows, step=step)
+  full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+  remote._pool.actors = {
+    'a 1/2': Writer.remote(1, full),
+    'a 2/2': Writer.remote(600),  # In a barrier, which the other never enters.
+    'b 1/2': Writer.remote(3),
+    'b 2/2': Writer.remote(3),
+  }
+  with pytest.raises(StageError, match="'a 1/2' failed.*No space left") as info:
+    remote._finish_writing(remote._pool.actors)
+  assert not isinstance(info.value, ProcessDiedError)
+  assert {*remote._pool.dead()} == {'a 1/2', 'a 2/2'}
+  remote.close()
