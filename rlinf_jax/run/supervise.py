@@ -60,6 +60,7 @@ def run_to_end(run: Run) -> result.Result:
   """Trains until the run is finished.
 
   Raises:
+    CheckpointError: if a checkpoint cannot be written.
     ProcessDiedError: if processes die `ATTEMPTS` times in a row after the same
       checkpoint.
   """
@@ -68,7 +69,11 @@ def run_to_end(run: Run) -> result.Result:
     try:
       return _attempt(run, resume=bool(run.resume or failures))
     except runtime_base.ProcessDiedError as error:
-      run.checkpoints.abandon()  # It may have died while it wrote one.
+      try:
+        run.checkpoints.abandon()  # It may have died while it wrote one.
+      except checkpoint_lib.CheckpointError:
+        run.runtime.close()
+        raise
       step = run.checkpoints.latest() or 0
       failures[step] += 1
       if failures[step] == ATTEMPTS:

@@ -5,6 +5,7 @@ manager completes a checkpoint when all of them have.
 """
 
 from collections.abc import Callable
+import contextlib
 import os
 import pathlib
 from typing import Any, NamedTuple, Protocol
@@ -201,11 +202,15 @@ class Checkpoints:
     self._write(self._manager.wait_until_finished)
 
   def abandon(self):
-    """Waits until nothing is being written, complete or not."""
-    try:
-      self._manager.wait_until_finished()
-    except Exception:  # noqa: BLE001 (the run goes on from an earlier one)
-      pass
+    """Waits until nothing is being written, after the death of a process.
+
+    Raises:
+      CheckpointError: if a checkpoint cannot be written for another reason,
+        such as a full disk, after which other processes may have been ended.
+    """
+    # The run goes on from an earlier checkpoint.
+    with contextlib.suppress(ProcessDiedError):
+      self.wait()
 
   def close(self):
     """Ends writing, as `wait`."""
