@@ -21,21 +21,32 @@ from sharding import multihost, offload
 
 
 class _Call:
-  """An operation whose operands are known, executed at most once."""
+  """An operation whose operands are known."""
 
   def __init__(self, primitive, args, params):
     self.primitive, self.params = primitive, params
     self.args, self.results = args, None
 
-  def run(self):
-    """Returns the results, as a list."""
-    if self.results is None:
-      args = [_compute(x) for x in self.args]
-      results = self.primitive.bind(*args, **self.params)
-      multiple = self.primitive.multiple_results
-      self.results = results if multiple else [results]
+  def run(self, done: dict | None):
+    """Returns the results, as a list.
+
+    Args:
+      done: results by call. They are kept there, or if it is None by this
+        object, which is then executed once.
+    """
+    if self.results is not None:
+      return self.results
+    if done is not None and self in done:
+      return done[self]
+    args = [_compute(x, done) for x in self.args]
+    results = self.primitive.bind(*args, **self.params)
+    results = results if self.primitive.multiple_results else [results]
+    if done is None:
+      self.results = results
       self.args = ()  # Lets the operands be freed.
-    return self.results
+    else:
+      done[self] = results
+    return results
 
 
 class Deferred(core.Tracer):
@@ -104,22 +115,26 @@ def only_shapes(x: Any) -> bool:
   return isinstance(x, core.Tracer) and not isinstance(x, Deferred)
 
 
-def put(x: Any, layout: jax.sharding.Sharding) -> jax.Array:
+def put(
+  x: Any, layout: jax.sharding.Sharding, *, keep: bool = True
+) -> jax.Array:
   """Computes an array, if it is deferred, and copies it to a layout.
 
-  The result shares no memory, also on each of several devices, so that a call
-  may overwrite it. An array that is only read from files is read
-  part by part to where each part belongs.
+  The result shares memory with no other array, nor do its copies on several
+  devices, so a call may overwrite it. An array that is read from files and not
+  changed is read part by part, each where it belongs.
 
   Args:
     x: deferred or not.
     layout: the sharding of the result.
+    keep: whether a deferred array, and those that it is computed from, are kept
+      for those that need them later, or computed again for each.
   """
   there = offload.on_device(layout)
   if isinstance(x, Deferred) and x.call.primitive is _read:
     x = _made(x.call.params['read'], x.shape, there)
   else:
-    x = multihost.put(_compute(x), there)
+    x = multihost.put(_compute(x, None if keep else {}), there)
   # JAX may let devices of one host share the memory of what they were given.
   x = _copied(x)
   if there is not layout:
@@ -130,9 +145,9 @@ def put(x: Any, layout: jax.sharding.Sharding) -> jax.Array:
 _copied = jax.jit(jnp.copy)
 
 
-def _compute(x: Any) -> Any:
-  """The value of an array."""
-  return x.call.run()[x.index] if isinstance(x, Deferred) else x
+def _compute(x: Any, done: dict | None) -> Any:
+  """The value of an array; `done` as `_Call.run`."""
+  return x.call.run(done)[x.index] if isinstance(x, Deferred) else x
 
 
 def read(
@@ -141,7 +156,7 @@ def read(
   part: Callable[[tuple[slice, ...]], np.ndarray],
   layout: jax.sharding.Sharding | None = None,
 ) -> jax.Array:
-  """An array that is read from files; while only shapes count, nothing is.
+  """An array that is read from files; where only its shape counts, it is not.
 
   Args:
     shape: of the array.

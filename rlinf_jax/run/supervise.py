@@ -133,13 +133,17 @@ def _params(run: Run, runtime: runtime_base.Runtime):
   """The trained parameters, of which the export reads one after the other."""
   shapes = programs.state_shapes(runtime.lowered['step'].flow)
   # Of this process: that of a run with Ray would read the recipe once more.
-  state = first = setup.first_state(run.workflow, run.source, run.seed)
+  state = first = state_readers.RepeatedReader(
+    setup.first_state(run.workflow, run.source, run.seed)
+  )
+  # Those of the run were closed when training ended.
   saved = checkpoint_lib.Checkpoints(
     run.checkpoints.folder, keep=1, read_only=True
   )
-  if saved.latest() is not None:
-    source_state = run.source.init(run.seed)
-    state = saved.load(shapes, first, source_state).state
+  with contextlib.closing(saved):
+    if saved.latest() is not None:
+      source_state = run.source.init(run.seed)
+      state = saved.load(shapes, first, source_state).state
   return run.workflow.params(file_arrays.of_state(state, shapes))
 
 

@@ -51,18 +51,51 @@ class FirstState:
     self, shapes: Any, layouts: Layouts
   ) -> Iterator[tuple[int, str, jax.Array]]:
     """As `StateReader`."""
+    leaves = self.leaves(shapes)
+    for i, by_place in layouts.items():
+      for place, layout in by_place.items():
+        yield i, place, deferred.put(leaves[i], layout)
+      leaves[i] = None  # Frees what no other leaf is computed from.
+
+  def leaves(self, shapes: Any) -> list[Any]:
+    """Calls the function; returns the leaves of the state, deferred.
+
+    Raises:
+      ValueError: if the state has another structure.
+    """
     state = deferred.defer(self.make)
     if jax.tree.structure(state) != jax.tree.structure(shapes):
       raise ValueError(
         f'The state has the structure {jax.tree.structure(state)}, and steps '
         f'carry {jax.tree.structure(shapes)}: make it with the same workflow.'
       )
-    leaves = jax.tree.leaves(state)
-    del state
+    return jax.tree.leaves(state)
+
+  def newest(self) -> StateReader:
+    """As `StateReader`."""
+    return self
+
+
+class RepeatedReader:
+  """Reads the first state in many parts, in this process.
+
+  The function that makes it is called once. No array is kept: each read
+  computes what it yields.
+  """
+
+  def __init__(self, first: FirstState):
+    """Makes nothing yet."""
+    self._first, self._leaves = first, None
+
+  def read(
+    self, shapes: Any, layouts: Layouts
+  ) -> Iterator[tuple[int, str, jax.Array]]:
+    """As `StateReader`."""
+    if self._leaves is None:
+      self._leaves = self._first.leaves(shapes)
     for i, by_place in layouts.items():
       for place, layout in by_place.items():
-        yield i, place, deferred.put(leaves[i], layout)
-      leaves[i] = None  # Frees what no other leaf is computed from.
+        yield i, place, deferred.put(self._leaves[i], layout, keep=False)
 
   def newest(self) -> StateReader:
     """As `StateReader`."""

@@ -149,8 +149,9 @@ class Checkpoints:
       step: that of the checkpoint; the newest if None.
 
     Raises:
-      ValueError: if other parameters were frozen when it was written, or arrays
-        have other names, shapes or types.
+      ValueError: if frozen parameters had other names when it was written, or
+        other arrays other names, shapes or types. The bits of frozen parameters
+        are compared where the state is read.
     """
     ocp, step = self._ocp, self.latest() if step is None else step
     self._check_shapes(step, shapes)

@@ -15,8 +15,9 @@ from rlinf_jax.runtime import state_readers
 
 
 class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
-  """An array that is read from files each time that another was used.
+  """An array that is read from files on use.
 
+  Of all arrays of a state, only the one that was used last is kept.
   Arithmetic with it gives arrays of NumPy.
 
   Attributes:

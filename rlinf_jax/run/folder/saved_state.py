@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 
@@ -35,18 +36,23 @@ class SavedState:
   ) -> Iterator[tuple[int, str, jax.Array]]:
     """As `StateReader`."""
     leaves = state_files.leaves(jax.tree.structure(shapes))
-    yield from self._read_saved(leaves, jax.tree.leaves(shapes), layouts)
     frozen = {i: layouts[i] for i in layouts if leaves[i].is_frozen}
-    found = {}
-    if not frozen:
-      return
-    for i, place, x in self.first.read(shapes, frozen):
-      found[i] = x
-      yield i, place, x
-    self._check(
-      frozen_weights.checksums(
-        {leaves[i].key: x for i, x in found.items() if x.size}
+    if frozen:  # First, so that nothing is yielded beside other weights.
+      found = list(self.first.read(shapes, frozen))
+      self._check(
+        frozen_weights.checksums(
+          {leaves[i].key: x for i, _, x in found if x.size}
+        )
       )
+      while found:
+        yield found.pop()
+    yield from self._read_saved(leaves, jax.tree.leaves(shapes), layouts)
+
+  @functools.cached_property
+  def _stored(self) -> dict[str, state_files.Stored]:
+    """What the files hold; a checkpoint that is complete does not change."""
+    return state_files.stored(
+      pathlib.Path(self.folder) / str(self.step) / STATE
     )
 
   def _read_saved(self, leaves, shapes, layouts):
@@ -65,8 +71,7 @@ class SavedState:
       if not wanted:
         continue
       arrays = state_files.read(
-        pathlib.Path(self.folder) / str(self.step) / STATE,
-        {leaves[i].name: x for i, x in wanted.items()},
+        self._stored, {leaves[i].name: x for i, x in wanted.items()}
       )
       for i in wanted:
         yield (

@@ -7,6 +7,7 @@ in no file.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+import contextlib
 import math
 import pathlib
 from typing import Any, NamedTuple
@@ -87,9 +88,16 @@ def start_writing(
   copies = {name: x.copy() for name, x in arrays.items() if x.size}
   if not copies:
     return lambda: None
-  writer = ocp.StandardCheckpointer()
-  writer.save(folder.absolute(), copies)
-  return writer.close  # Which waits.
+  with contextlib.ExitStack() as stack:
+    writer = stack.enter_context(ocp.StandardCheckpointer())
+    writer.save(folder.absolute(), copies)
+    opened = stack.pop_all()
+
+  def finish():
+    with opened:
+      writer.wait_until_finished()
+
+  return finish
 
 
 class Stored(NamedTuple):
@@ -107,9 +115,26 @@ class Stored(NamedTuple):
 
 
 def stored(folder: pathlib.Path) -> dict[str, Stored]:
-  """The arrays in the files of a state, by name."""
+  """The arrays in the files of a state, by name.
+
+  Raises:
+    FileNotFoundError: if the folder does not exist, as on another machine.
+    ValueError: if it has no parts, as those of earlier versions.
+  """
   import orbax.checkpoint as ocp
 
+  if not folder.is_dir():
+    raise FileNotFoundError(
+      f'There is no {folder} on the machine of a process that is to read a '
+      'checkpoint there: give a --workdir that all machines share, with '
+      'checkpoints that were copied whole.'
+    )
+  if (folder / '_METADATA').exists():
+    raise ValueError(
+      f'{folder} was written by an earlier version of this package, which did '
+      'not divide a state into parts: continue with that version, or begin the '
+      'run again in another --workdir.'
+    )
   found = {}
   with ocp.StandardCheckpointer() as reader:
     for part in sorted(folder.absolute().iterdir()):
@@ -121,30 +146,29 @@ def stored(folder: pathlib.Path) -> dict[str, Stored]:
 
 
 def read(
-  folder: pathlib.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
+  found: Mapping[str, Stored], wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
   """Reads some arrays of a state, each process its shards alone.
 
   Args:
-    folder: of the state.
+    found: the arrays in files, as `stored` returns them.
     wanted: shape, dtype and sharding of each, by name.
 
   Raises:
-    FileNotFoundError: if the folder does not exist, as on another machine.
-    KeyError: if an array is in no file.
+    ValueError: if an array is in no file.
   """
   import orbax.checkpoint as ocp
 
-  if not folder.is_dir():
-    raise FileNotFoundError(
-      f'There is no {folder} on the machine of a place that is to read its '
-      'part of a checkpoint there: give a --workdir that all machines share.'
-    )
-  found, by_part = stored(folder), {}
-  arrays = {}
+  arrays, by_part = {}, {}
   for name, x in wanted.items():
     if not math.prod(x.shape):
       arrays[name] = _empty(x)
+    elif name not in found:
+      raise ValueError(
+        f'{name} is in no file of the checkpoint, which holds '
+        f'{", ".join(sorted(found)[:3])} and others: give the recipe that the '
+        'run was begun with, as in its config.gin.'
+      )
     else:
       by_part.setdefault(found[name].part, {})[name] = x
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
@@ -167,11 +191,12 @@ def read(
 def read_all(folder: pathlib.Path) -> dict[str, jax.Array]:
   """All arrays of a state, on the first device; random keys as numbers."""
   layout = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  found = stored(folder)
   wanted = {
     name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
-    for name, x in stored(folder).items()
+    for name, x in found.items()
   }
-  return read(folder, wanted)
+  return read(found, wanted)
 
 
 def _empty(x: jax.ShapeDtypeStruct) -> jax.Array:

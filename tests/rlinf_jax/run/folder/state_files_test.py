@@ -1,6 +1,8 @@
 """Parts of a state, written by several and read in other layouts."""
 
 import functools
+import gc
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,12 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 import numpy as np
 import pytest
 
-from rlinf_jax.run.folder import file_arrays, saved_state, state_files
+from rlinf_jax.run.folder import (
+  checkpoint,
+  file_arrays,
+  saved_state,
+  state_files,
+)
 from rlinf_jax.runtime import state_readers
 import saved
 from sharding import deferred
@@ -94,8 +101,9 @@ def test_other_frozen_parameters_are_refused_where_they_are_read(tmp_path):
   reader = saved_state.SavedState(
     reader.folder, 1, reader.frozen, state_readers.FirstState(lambda: other)
   )
+  layouts = {i: {'': FIRST} for i in range(len(jax.tree.leaves(SHAPES)))}
   with pytest.raises(ValueError, match='step 1 in .* other frozen weights'):
-    state_readers.arrays(reader, SHAPES)
+    next(reader.read(SHAPES, layouts))  # Before any array is given away.
 
 
 def test_the_newest_state_is_found_when_an_older_one_is_gone(tmp_path):
@@ -117,18 +125,22 @@ def test_a_folder_that_a_machine_lacks_is_named(tmp_path):
 
 def test_an_export_holds_one_array_at_a_time():
   """It reads those that it uses, each once, and computes no other."""
-  calls = []
+  calls, made = [], []
 
   def part(name, index):
     calls.append(name)
     return np.full((3, 4), ord(name), np.float32)[index]
 
   def make():
+    made.append(1)
     read = functools.partial(deferred.read, (3, 4), 'float32')
-    return {x: read(functools.partial(part, x)) for x in 'abc'}
+    arrays = {x: read(functools.partial(part, x)) for x in 'abc'}
+    return arrays | {'twice': 2 * arrays['a'], 'count': jnp.zeros(())}
 
-  first = state_readers.FirstState(make)
-  arrays = file_arrays.of_state(first, jax.eval_shape(make))
+  shapes = jax.eval_shape(make)
+  made.clear()
+  first = state_readers.RepeatedReader(state_readers.FirstState(make))
+  arrays = file_arrays.of_state(first, shapes)
   assert not calls and arrays['a'].shape == (3, 4) and arrays['a'].size == 12
   for layer in range(3):
     assert (arrays['b'][layer] == ord('b')).all()
@@ -136,3 +148,66 @@ def test_an_export_holds_one_array_at_a_time():
   assert calls == ['b', 'c']
   assert (2 * arrays['a'] == arrays['a'] + arrays['a']).all()
   np.testing.assert_array_equal(jnp.asarray(arrays['c']), part('c', ...))
+  assert len(made) == 1
+  # What is computed is not kept beside the array that is used.
+  gc.collect()
+  live = len(jax.live_arrays())
+  calls.clear()
+  for _ in range(2):
+    assert (np.asarray(arrays['twice']) == 2 * ord('a')).all()
+    assert (np.asarray(arrays['b']) == ord('b')).all()
+  assert calls == ['a', 'b'] * 2 and len(made) == 1
+  gc.collect()
+  assert len(jax.live_arrays()) <= live
+
+
+def test_an_export_looks_for_the_files_of_a_checkpoint_once(
+  tmp_path, monkeypatch
+):
+  found, stored = [], state_files.stored
+  monkeypatch.setattr(
+    state_files, 'stored', lambda x: found.append(x) or stored(x)
+  )
+  arrays = file_arrays.of_state(write(tmp_path), SHAPES)
+  np.testing.assert_array_equal(arrays['w_FD'], state()['w_FD'])
+  assert arrays['count'] == 5
+  assert found == [tmp_path / '1/state']
+
+
+def test_a_writer_that_cannot_start_is_closed(tmp_path, monkeypatch):
+  import orbax.checkpoint as ocp
+
+  closed, close = [], ocp.StandardCheckpointer.close
+  monkeypatch.setattr(
+    ocp.StandardCheckpointer, 'close', lambda x: close(x) or closed.append(x)
+  )
+  (tmp_path / '0').mkdir()
+  with pytest.raises(ValueError, match='already exists'):
+    state_files.start_writing(tmp_path / '0', {'x': jnp.ones(2)})
+  assert len(closed) == 1
+  finish = state_files.start_writing(tmp_path / '1', {'x': jnp.ones(2)})
+  assert len(closed) == 1
+  finish()
+  assert len(closed) == 2
+
+
+def test_a_checkpoint_of_another_layout_is_refused_in_a_sentence(tmp_path):
+  import orbax.checkpoint as ocp
+
+  files = checkpoint.Checkpoints(tmp_path, 1)
+  files.save(1, saved.Tree(state()), {'n': np.zeros(1)}, {})
+  files.wait()
+  folder = tmp_path / '1/state'
+  with pytest.raises(ValueError, match='other is in no file of the checkp.*w_'):
+    state_files.read(
+      state_files.stored(folder),
+      {'other': jax.ShapeDtypeStruct((2,), 'float32', sharding=FIRST)},
+    )
+  shutil.rmtree(folder)
+  with pytest.raises(FileNotFoundError, match='no .*1/state on the machine'):
+    saved.load(files, state(), {'n': np.zeros(1)})
+  with ocp.StandardCheckpointer() as writer:  # As versions before parts.
+    writer.save(folder, {'w_FD': state()['w_FD']})
+  with pytest.raises(ValueError, match='1/state was written by an earlier ver'):
+    saved.load(files, state(), {'n': np.zeros(1)})
+  files.close()
