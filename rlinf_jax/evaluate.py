@@ -100,7 +100,7 @@ def evaluate(
     held_out = evaluation.HeldOut.of(source)
     use_ray = bool(ray_address)
     make = flows_lib.initial_evaluated
-    first = setup.first_state(workflow, source, seed, make)
+    first = setup.first_state_reader(workflow, source, seed, make)
     state = _state(workflow, source, seed, subject, first)
     if given_plan is None:
       arrays = state_readers.arrays(state, programs.state_shapes(flows[0]))
@@ -108,7 +108,7 @@ def evaluate(
       given_plan = autoplan.find_plan(flows, 0, example).plan
       del arrays, example
     if use_ray:
-      first = launch.first_state(recipe_of, folder, make)
+      first = launch.first_state_reader(recipe_of, folder, make)
       state = _state(workflow, source, seed, subject, first)
     runtime = setup.make_runtime(
       given_plan,

@@ -130,9 +130,9 @@ def train(
     if pretrain:
       pretrain(seed=seed)
     saver = checkpoint.Checkpoints(folder / 'checkpoints', keep_checkpoints)
-    first = setup.first_state(workflow, source, seed)
+    first = setup.first_state_reader(workflow, source, seed)
     if ray_address:
-      first = launch.first_state(train, folder)
+      first = launch.first_state_reader(train, folder)
     runtime, monitor = setup.choose_plan(
       workflow,
       source,

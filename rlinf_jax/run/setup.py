@@ -53,7 +53,7 @@ def make_runtime(
   return local.LocalRuntime(plan, step=step, evaluate=evaluate, retrace=retrace)
 
 
-def first_state(
+def first_state_reader(
   workflow: base.Workflow,
   source: base.Source,
   seed: int,

@@ -134,7 +134,7 @@ def _params(run: Run, runtime: runtime_base.Runtime):
   shapes = programs.state_shapes(runtime.lowered['step'].flow)
   # Of this process: that of a run with Ray would read the recipe once more.
   state = first = state_readers.RepeatedReader(
-    setup.first_state(run.workflow, run.source, run.seed)
+    setup.first_state_reader(run.workflow, run.source, run.seed)
   )
   # Those of the run were closed when training ended.
   saved = checkpoint_lib.Checkpoints(

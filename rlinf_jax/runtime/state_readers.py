@@ -28,10 +28,11 @@ class StateReader(Protocol):
       ValueError: if the state is another one.
     """
 
-  def newest(self) -> 'StateReader':
-    """A reader of the newest state of the run, whose constants are the same.
+  def of_constants(self) -> 'StateReader':
+    """A reader of the values that steps do not change.
 
-    What this one reads may have been removed meanwhile.
+    Other values that it reads may be those of another step: what this reader
+    reads may have been removed, and others' constants are the same.
     """
 
 
@@ -71,7 +72,7 @@ class FirstState:
       )
     return jax.tree.leaves(state)
 
-  def newest(self) -> StateReader:
+  def of_constants(self) -> StateReader:
     """As `StateReader`."""
     return self
 
@@ -97,7 +98,7 @@ class RepeatedReader:
       for place, layout in by_place.items():
         yield i, place, deferred.put(self._leaves[i], layout, keep=False)
 
-  def newest(self) -> StateReader:
+  def of_constants(self) -> StateReader:
     """As `StateReader`."""
     return self
 

@@ -93,8 +93,8 @@ class SavedState:
       'model, teacher and reward models that the run began with.'
     )
 
-  def newest(self) -> state_readers.StateReader:
-    """As `StateReader`."""
+  def of_constants(self) -> state_readers.StateReader:
+    """As `StateReader`: reads the newest checkpoint of the run."""
     folders = pathlib.Path(self.folder).iterdir()
     steps = [int(path.name) for path in folders if path.name.isdigit()]
     return dataclasses.replace(self, step=max(steps, default=self.step))

@@ -56,7 +56,7 @@ def _together(workflow, source, seed):
   return workflow, source, seed
 
 
-def first_state(
+def first_state_reader(
   train,
   folder: pathlib.Path,
   make: Callable[..., Any] = flows_lib.initial_state,

@@ -3,8 +3,10 @@
 A place that only holds copies of other places' values can lose its process in
 the middle of a step. A new process takes over:
 
-1. It loads the state that was loaded last, or once steps have followed it the
-   newest one of the run: what it then lacks is what steps do not change.
+1. It loads the state that was loaded last. If steps have followed it, others
+   send what these have changed (4.), and only what steps do not change is
+   needed of the state. That is the same in every checkpoint of the run, so it
+   is read from the newest: an older one may have been removed.
 2. All others send it again what they have logged (`send_log`), and answer how
    many values of the dead process they had received.
 3. From these answers follows what is left to do (`planner.lower.recovery`).
@@ -106,7 +108,7 @@ class Recovery:
     log = self._log
     state = log.state
     if first.step > log.first_step:
-      state = state.newest()
+      state = state.of_constants()
     sent = log.sent.get(place, {})
     ray.get(actor.load.remote(log.generation, sent, state))
     return actor

@@ -106,12 +106,12 @@ def test_other_frozen_parameters_are_refused_where_they_are_read(tmp_path):
     next(reader.read(SHAPES, layouts))  # Before any array is given away.
 
 
-def test_the_newest_state_is_found_when_an_older_one_is_gone(tmp_path):
+def test_constants_are_found_when_an_older_checkpoint_is_gone(tmp_path):
   reader = write(tmp_path, 4)
   write(tmp_path, 10)
   (tmp_path / '12.orbax-checkpoint-tmp').mkdir()
-  assert reader.newest().step == 10
-  assert reader.newest().frozen == reader.frozen
+  assert reader.of_constants().step == 10
+  assert reader.of_constants().frozen == reader.frozen
 
 
 def test_a_folder_that_a_machine_lacks_is_named(tmp_path):

@@ -226,7 +226,6 @@ def in_three():
     runtime.close()
 
 
-SECONDS = 4.0
 write = executor.Executor.start_writing
 
 
@@ -234,7 +233,7 @@ def dying_or_slow(self, folder):
   """Place 'a' dies as it starts to write, and 'b' takes long to start."""
   if 'a' in self.places:
     os._exit(1)
-  time.sleep(SECONDS)
+  time.sleep(2)
   return write(self, folder)
 
 
@@ -245,7 +244,9 @@ def test_no_place_starts_to_write_after_the_death_of_another_is_reported(
   with pytest.raises(ProcessDiedError, match="process of place 'a' has died"):
     remote.start_writing(tmp_path)
   reported = sorted(tmp_path.rglob('*'))
-  time.sleep(SECONDS)
+  b = remote._pool.actors['b']
+  ray.get(b.checksums.remote())  # It answers when it has started to write.
+  ray.get(b.finish_writing.remote())
   assert sorted(tmp_path.rglob('*')) == reported
 
 
