@@ -17,7 +17,7 @@ import ray
 import claims
 import fuzz
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import programs
+from rlinf_jax.runtime import programs, state_readers
 from rlinf_jax.runtime.ray import actor_pool, connection, driver
 from rlinf_jax.runtime.ray.transport import network
 from tests.rlinf_jax.runtime.ray import driver_test
@@ -78,7 +78,7 @@ def run(monkeypatch):
   step, evaluate = record()
   plan = plan_lib.parse(SPLIT, dict.fromkeys(step.stages + evaluate.stages))
   runtime = driver.RayRuntime(plan, record, step=step, evaluate=evaluate)
-  runtime.load(jnp.zeros(()))
+  runtime.start(state_readers.FirstState(functools.partial(jnp.zeros, ())))
   yield runtime
   runtime.close()
   ray.shutdown()
