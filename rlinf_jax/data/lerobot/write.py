@@ -175,12 +175,13 @@ def _encode(path: pathlib.Path, frames: Iterable[np.ndarray], fps, codec: str):
   path.parent.mkdir(parents=True, exist_ok=True)
   with av.open(str(path), 'w') as container:
     stream = None
-    for picture in frames:
+    for i, picture in enumerate(frames):
       if stream is None:
         stream = container.add_stream(codec, rate=fps, options=OPTIONS)
         stream.height, stream.width = picture.shape[:2]
         stream.pix_fmt = 'yuv420p'
       frame = av.VideoFrame.from_ndarray(picture, format='rgb24')
+      frame.pts = i  # Else a file may refuse the packets of a busy encoder.
       container.mux(stream.encode(frame))
     container.mux(stream.encode())
 
