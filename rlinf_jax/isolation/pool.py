@@ -112,7 +112,7 @@ class Pool:
     self._idle = None
 
   def call(self, args: tuple = (), kwargs: Mapping[str, Any] = EMPTY) -> Any:
-    """What the function returns, after JSON; waits for a process first.
+    """Waits for a process, and returns the result of the function by JSON.
 
     Raises:
       CallError: if the call failed.
@@ -193,7 +193,7 @@ class _Process:
       )
 
   def call(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """What the function returns.
+    """Returns the result of the function.
 
     Raises:
       CallError: if the call failed.

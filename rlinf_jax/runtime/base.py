@@ -190,8 +190,8 @@ class Runtime(Protocol):
       folder: an empty folder of the state.
 
     Returns:
-      A function that blocks until all is written. Whatever fails, nothing is
-      being written any more when it ends.
+      A function that blocks until all is written. When it returns or raises,
+      writing has ended everywhere.
     """
 
   def checksums(self) -> dict[str, int]:

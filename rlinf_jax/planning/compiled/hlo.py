@@ -231,12 +231,13 @@ _Place = tuple[Mapping[str, Instruction], Instruction]
 
 
 def _all(computation: Mapping[str, Instruction]) -> Iterator[_Place]:
+  """Yields every instruction of a computation."""
   for instruction in computation.values():
     yield computation, instruction
 
 
 def _needed(module: Module, name: str, root: str = '') -> Iterator[_Place]:
-  """Yields what must be true for the root of a computation to be true.
+  """Yields the instructions whose conjunction the root of a computation is.
 
   Args:
     module: the module.

@@ -23,7 +23,7 @@ class CheckpointError(RuntimeError):
 
 
 class StateWriter(Protocol):
-  """What holds a state and writes it, such as a `runtime.base.Runtime`."""
+  """A holder of a state that writes it, such as a `runtime.base.Runtime`."""
 
   def start_writing(self, folder: pathlib.Path) -> Callable[[], None]:
     """As `Runtime.start_writing`."""

@@ -50,7 +50,7 @@ class SavedState:
 
   @functools.cached_property
   def _stored(self) -> dict[str, state_files.Stored]:
-    """What the files hold; a checkpoint that is complete does not change."""
+    """Contents of the files, looked up once: complete ones do not change."""
     return state_files.stored(
       pathlib.Path(self.folder) / str(self.step) / STATE
     )
