@@ -17,11 +17,13 @@ from rlinf_jax.planning import autoplan
 from rlinf_jax.report import report, video
 from rlinf_jax.report.html import evaluation_table
 from rlinf_jax.run import evaluation, setup
-from rlinf_jax.run import flows as flows_lib
-from rlinf_jax.run.folder import checkpoint, run_lock, whole_file, writers
+from rlinf_jax.run.folder import checkpoint, run_lock, writers
 from rlinf_jax.runtime import base as runtime_base
-from rlinf_jax.runtime import programs, state_readers
+from rlinf_jax.runtime import flows as flows_lib
+from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.ray import launch
+from rlinf_jax.state import state_readers
+from rlinf_jax.system import whole_file
 from stages import base, ranges
 from stages.envs.rollouts import video as env_video
 

@@ -22,10 +22,10 @@ from planner import cluster
 from rlinf_jax import command_line, startup, train
 from rlinf_jax.config import config, config_errors, gin_flags
 from rlinf_jax.envs import simulator
-from rlinf_jax.run import allocator, exit_watcher
 from rlinf_jax.run.folder import checkpoint, result, run_lock
 from rlinf_jax.runtime import base
 from rlinf_jax.runtime.ray import launch
+from rlinf_jax.system import allocator, exit_watcher
 
 flags.adopt_module_key_flags(config)
 RESUME = flags.DEFINE_bool('resume', False, 'Continue the run in --workdir.')

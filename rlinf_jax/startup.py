@@ -17,7 +17,7 @@ import sys
 import threading
 from types import FrameType
 
-from rlinf_jax.run import exit_watcher
+from rlinf_jax.system import exit_watcher
 
 EXIT_CODE = 128 + signal.SIGINT  # As a shell reports it.
 STOPPED = b'Stopped while the program was starting.\n'

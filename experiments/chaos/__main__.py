@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 
 from experiments.chaos import faults, runs
-from rlinf_jax.run import exit_watcher
+from rlinf_jax.system import exit_watcher
 
 LIMIT = 600.0  # Seconds that a run may take.
 GONE = 30.0  # Seconds after which nothing of a run may be left.

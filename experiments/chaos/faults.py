@@ -11,7 +11,7 @@ import time
 
 import psutil
 
-from rlinf_jax.run import exit_watcher
+from rlinf_jax.system import exit_watcher
 
 PAUSE = 60.0  # Seconds for which a process is stopped.
 CLOCK = 'clock'  # The seconds that clock.c adds, beside the run folder.

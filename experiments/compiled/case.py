@@ -18,7 +18,7 @@ from rlinf_jax import train
 from rlinf_jax.config import config
 from rlinf_jax.planning.compiled import plan_compiler, report
 from rlinf_jax.planning.compiled import topology as topology_lib
-from rlinf_jax.run import flows as flows_lib
+from rlinf_jax.runtime import flows as flows_lib
 from sharding import rules
 
 HERE = pathlib.Path(__file__).parent

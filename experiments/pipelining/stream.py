@@ -22,7 +22,8 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.lower import passes
 from planner.simulation import simulate
-from rlinf_jax.runtime import local, state_readers
+from rlinf_jax.runtime import local
+from rlinf_jax.state import state_readers
 import stages
 
 ROWS, STEPS = 64, 12

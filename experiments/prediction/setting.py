@@ -16,7 +16,7 @@ from rlinf_jax.planning.profiling import (
   stage_profile,
 )
 from rlinf_jax.recipes import warm_start
-from rlinf_jax.run import allocator as allocator_lib
+from rlinf_jax.system import allocator as allocator_lib
 from sharding import rules
 from stages import workflows
 from stages.learn import losses, optimizers

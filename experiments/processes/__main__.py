@@ -21,7 +21,8 @@ import tempfile
 import jax
 import numpy as np
 
-from rlinf_jax.run.folder import saved_state, state_files, writers
+from rlinf_jax.run.folder import writers
+from rlinf_jax.state import saved_state, state_files
 
 STEPS = 20
 OF_TIME = 'time/', 'throughput/', 'utilization/'

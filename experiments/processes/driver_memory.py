@@ -18,8 +18,9 @@ import psutil
 from experiments.processes import two_places
 from planner.ir import plan as plan_lib
 from rlinf_jax.run.folder import checkpoint
-from rlinf_jax.runtime import programs, state_readers
+from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.ray import launch
+from rlinf_jax.state import state_readers
 
 
 class Peak:

@@ -30,7 +30,7 @@ from rlinf_jax.config import (
   config_types,
   recipe_files,
 )
-from rlinf_jax.run.folder import whole_file
+from rlinf_jax.system import whole_file
 
 GIN_FILE = flags.DEFINE_multi_string(
   'gin_file', [], 'gin files, read in this order.'

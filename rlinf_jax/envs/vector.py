@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from rlinf_jax.envs import env_pool, gymnasium, simulator
-from rlinf_jax.run import notices
+from rlinf_jax.system import notices
 from stages.envs import env as env_lib
 
 FINAL = 'final_obs', 'final_observation'  # Its names in infos.

@@ -10,7 +10,7 @@ from planner.search import result as result_lib
 from rlinf_jax.config import config
 from rlinf_jax.planning import plan_report
 from rlinf_jax.planning.compiled import topology as topology_lib
-from rlinf_jax.run import flows as flows_lib
+from rlinf_jax.runtime import flows as flows_lib
 from stages import base, ranges
 
 

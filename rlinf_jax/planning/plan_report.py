@@ -38,7 +38,7 @@ from rlinf_jax.planning.compiled import report as compiled_report
 from rlinf_jax.planning.compiled import topology as topology_lib
 from rlinf_jax.planning.profiling import host_timing
 from rlinf_jax.report import plan_page
-from rlinf_jax.run import flows as flows_lib
+from rlinf_jax.runtime import flows as flows_lib
 from sharding import rules
 
 TOO_LARGE = 'Plans that do not fit in memory, as it is modeled or compiled:'

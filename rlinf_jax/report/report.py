@@ -26,7 +26,8 @@ from rlinf_jax.report.html import (
   page,
   samples_html,
 )
-from rlinf_jax.run.folder import run_folder, whole_file
+from rlinf_jax.run.folder import run_folder
+from rlinf_jax.system import whole_file
 
 THROUGHPUT = {
   'throughput/tokens_per_second': 'tokens per second',

@@ -16,8 +16,9 @@ from rlinf_jax.run import skipped as skipped_lib
 from rlinf_jax.run.folder import checkpoint as checkpoint_lib
 from rlinf_jax.run.folder import run_log
 from rlinf_jax.runtime import base as runtime_base
-from rlinf_jax.runtime import programs, state_readers
+from rlinf_jax.runtime import programs
 from rlinf_jax.runtime import timeline as timeline_lib
+from rlinf_jax.state import state_readers
 from stages import base, metrics
 from stages.envs.rollouts import video
 

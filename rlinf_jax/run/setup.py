@@ -12,11 +12,12 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.planning import autoplan
 from rlinf_jax.planning import monitor as monitor_lib
 from rlinf_jax.planning.profiling import stage_profile
-from rlinf_jax.run import flows as flows_lib
 from rlinf_jax.run.folder import checkpoint as checkpoint_lib
 from rlinf_jax.runtime import base as runtime_base
-from rlinf_jax.runtime import local, programs, state_readers
+from rlinf_jax.runtime import flows as flows_lib
+from rlinf_jax.runtime import local, programs
 from rlinf_jax.runtime.ray import launch
+from rlinf_jax.state import state_readers
 from stages import base
 
 

@@ -12,12 +12,13 @@ from planner.explain import formatting
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import monitor as monitor_lib
 from rlinf_jax.report import trace
-from rlinf_jax.run import console, flows, setup
+from rlinf_jax.run import console, setup
 from rlinf_jax.run import loop as loop_lib
 from rlinf_jax.run.folder import checkpoint as checkpoint_lib
-from rlinf_jax.run.folder import file_arrays, result, run_log
+from rlinf_jax.run.folder import result, run_log
 from rlinf_jax.runtime import base as runtime_base
-from rlinf_jax.runtime import programs, state_readers
+from rlinf_jax.runtime import flows, programs
+from rlinf_jax.state import file_arrays, state_readers
 from stages import base
 
 ATTEMPTS = 3  # From one checkpoint, before the run fails.

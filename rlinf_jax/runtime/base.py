@@ -16,8 +16,9 @@ import jax
 
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import programs, state_readers
+from rlinf_jax.runtime import programs
 from rlinf_jax.runtime import timeline as timeline_lib
+from rlinf_jax.state import state_readers
 
 
 class StageError(RuntimeError):

@@ -28,8 +28,8 @@ from absl import flags
 
 from rlinf_jax import command_line
 from rlinf_jax.config import config, config_errors
-from rlinf_jax.run.folder import whole_file
 from rlinf_jax.sweep import capacity, check, grid, process, results
+from rlinf_jax.system import whole_file
 
 _OVER = flags.DEFINE_multi_string(
   'over',

@@ -7,7 +7,7 @@ from rlinf_jax import train
 from rlinf_jax.config import config
 from rlinf_jax.recipes import tiny_vision
 from rlinf_jax.rewards import base
-from rlinf_jax.run import flows as flows_lib
+from rlinf_jax.runtime import flows as flows_lib
 
 
 @pytest.fixture(scope='module')

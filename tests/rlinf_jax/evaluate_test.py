@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlinf_jax import evaluate, train
-from rlinf_jax.run import flows as flows_lib
+from rlinf_jax.runtime import flows as flows_lib
 import stages
 from stages import base, workflows
 from stages.learn import optimizers

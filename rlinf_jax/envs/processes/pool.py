@@ -24,7 +24,7 @@ import numpy as np
 
 from rlinf_jax.envs import simulator
 from rlinf_jax.envs.processes import episode_log, process_group, worker
-from rlinf_jax.run import notices
+from rlinf_jax.system import notices
 from stages.envs import env as env_lib
 
 MAX_FAILURES = 10  # In a row, after which an environment is given up.

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from rlinf_jax.run.folder import saved_state, state_files
-from rlinf_jax.runtime import state_readers
 from rlinf_jax.runtime.base import ProcessDiedError
+from rlinf_jax.state import saved_state, state_files, state_readers
 
 
 class CheckpointError(RuntimeError):

@@ -5,7 +5,7 @@ import math
 import pathlib
 from typing import NamedTuple
 
-from rlinf_jax.run.folder import whole_file
+from rlinf_jax.system import whole_file
 
 
 class Result(NamedTuple):

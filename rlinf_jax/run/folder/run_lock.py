@@ -13,7 +13,7 @@ import os
 import pathlib
 import socket
 
-from rlinf_jax.run import notices
+from rlinf_jax.system import notices
 
 NAME = 'run.lock'
 _held: dict[pathlib.Path, int] = {}  # Open and locked files, by folder.

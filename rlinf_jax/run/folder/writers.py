@@ -15,7 +15,7 @@ import time
 from typing import Any, NamedTuple
 import uuid
 
-from rlinf_jax.run.folder import whole_file
+from rlinf_jax.system import whole_file
 
 FLUSH_SECONDS = 10  # Between flushes of TensorBoard's events.
 

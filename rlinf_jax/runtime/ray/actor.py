@@ -17,12 +17,13 @@ import ray
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import recovery
-from rlinf_jax.run import allocator, notices
-from rlinf_jax.runtime import base, programs, state_readers
+from rlinf_jax.runtime import base, programs
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import place as place_lib
 from rlinf_jax.runtime.ray import remote_executor
 from rlinf_jax.runtime.ray.transport import channel, network, serialize
+from rlinf_jax.state import state_readers
+from rlinf_jax.system import allocator, notices
 from sharding import rules as rules_lib
 
 # Threads per concurrency group. Calls of flows block; deliveries may block in a

@@ -8,9 +8,9 @@ import jax
 import ray
 
 from planner.lower import recovery
-from rlinf_jax.runtime import state_readers
 from rlinf_jax.runtime.ray import pending
 from rlinf_jax.runtime.ray.transport import serialize
+from rlinf_jax.state import state_readers
 
 
 class CallLog:

@@ -17,8 +17,7 @@ import ray
 
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.run.folder import state_files
-from rlinf_jax.runtime import calls, programs, state_readers
+from rlinf_jax.runtime import calls, programs
 from rlinf_jax.runtime import timeline as timeline_lib
 from rlinf_jax.runtime.base import ProcessDiedError, StageError
 from rlinf_jax.runtime.ray import actor as actor_lib
@@ -27,6 +26,7 @@ from rlinf_jax.runtime.ray import call_log as call_log_lib
 from rlinf_jax.runtime.ray import pending
 from rlinf_jax.runtime.ray import recovery as recovery_lib
 from rlinf_jax.runtime.ray.transport import channel, serialize
+from rlinf_jax.state import state_files, state_readers
 
 
 class RayRuntime(calls.Calls):

@@ -15,8 +15,8 @@ import jax
 
 from planner.ir import plan as plan_lib
 from rlinf_jax.config import config
-from rlinf_jax.run import flows as flows_lib
-from rlinf_jax.runtime import state_readers
+from rlinf_jax.runtime import flows as flows_lib
+from rlinf_jax.state import state_readers
 
 
 @dataclasses.dataclass(frozen=True)

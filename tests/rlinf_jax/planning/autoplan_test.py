@@ -20,7 +20,7 @@ from rlinf_jax.planning import autoplan, monitor
 from rlinf_jax.planning.profiling import machine_profile
 from rlinf_jax.planning.profiling import stage_profile as profile
 from rlinf_jax.report import predicted
-from rlinf_jax.run import flows as flows_lib
+from rlinf_jax.runtime import flows as flows_lib
 from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.ray import launch, resources
 from sharding import rules

@@ -10,7 +10,7 @@ from planner.ir import plan as plan_lib
 from rlinf_jax import train
 from rlinf_jax.config import config, config_values
 from rlinf_jax.planning import autoplan, remedies
-from rlinf_jax.run import flows as flows_lib
+from rlinf_jax.runtime import flows as flows_lib
 from sharding import rules
 from tests.rlinf_jax.planning import plan_report_test
 

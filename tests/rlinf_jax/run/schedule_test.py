@@ -6,7 +6,8 @@ import types
 import pytest
 
 from rlinf_jax import train
-from rlinf_jax.run import flows, loop
+from rlinf_jax.run import loop
+from rlinf_jax.runtime import flows
 from stages import base
 
 

@@ -9,8 +9,7 @@ import pytest
 
 import claims
 from planner.ir import plan
-from rlinf_jax.run import flows
-from rlinf_jax.runtime import local, timeline
+from rlinf_jax.runtime import flows, local, timeline
 from stages import workflows
 from stages.learn import optimizers
 import tiny

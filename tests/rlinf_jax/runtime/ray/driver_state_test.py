@@ -16,9 +16,10 @@ from experiments.processes import driver_memory, two_places
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.run.folder import checkpoint
-from rlinf_jax.runtime import executor, local, programs, state_readers
+from rlinf_jax.runtime import executor, local, programs
 from rlinf_jax.runtime.base import ProcessDiedError, StageError
 from rlinf_jax.runtime.ray import connection, driver
+from rlinf_jax.state import state_readers
 import saved
 import stages
 from stages import base

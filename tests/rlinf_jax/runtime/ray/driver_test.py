@@ -20,9 +20,10 @@ import claims
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.lower import passes
-from rlinf_jax.runtime import local, programs, state_readers
+from rlinf_jax.runtime import local, programs
 from rlinf_jax.runtime.base import ProcessDiedError, StageError
 from rlinf_jax.runtime.ray import connection, driver, resources
+from rlinf_jax.state import state_readers
 import saved
 import stages
 from stages import workflows

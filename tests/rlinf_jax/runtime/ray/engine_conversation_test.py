@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from rlinf_jax.engines import vllm
-from rlinf_jax.runtime import state_readers
+from rlinf_jax.state import state_readers
 import saved
 from stages import workflows
 from stages.language import conversation, evaluate, policy_stages

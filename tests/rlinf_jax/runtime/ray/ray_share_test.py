@@ -14,9 +14,10 @@ import ray
 
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import local, state_readers
+from rlinf_jax.runtime import local
 from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.runtime.ray import actor, connection, driver, resources
+from rlinf_jax.state import state_readers
 import saved
 import stages
 from tests.rlinf_jax.planning import searches_test

@@ -20,9 +20,10 @@ import pytest
 import ray
 
 from rlinf_jax.run.folder import checkpoint
-from rlinf_jax.runtime import programs, state_readers
+from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.runtime.ray import connection
+from rlinf_jax.state import state_readers
 import saved
 import stages
 from tests.rlinf_jax.runtime.plans import random_plans_test

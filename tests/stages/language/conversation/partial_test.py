@@ -9,8 +9,8 @@ import pytest
 
 import claims
 from planner.ir import plan as plan_lib
-from rlinf_jax.run import flows
 from rlinf_jax.run.folder import checkpoint
+from rlinf_jax.runtime import flows
 import saved
 import stages
 from stages import base, workflows

@@ -17,9 +17,10 @@ import ray
 import claims
 import fuzz
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import programs, state_readers
+from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.ray import actor_pool, connection, driver
 from rlinf_jax.runtime.ray.transport import network
+from rlinf_jax.state import state_readers
 from tests.rlinf_jax.runtime.ray import driver_test
 
 SPLIT = {

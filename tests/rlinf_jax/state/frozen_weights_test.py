@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlinf_jax.run.folder import checkpoint, frozen_weights
+from rlinf_jax.run.folder import checkpoint
+from rlinf_jax.state import frozen_weights
 import saved
 from stages import base
 from stages.workflows.distillation import State

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from rlinf_jax.run import flows
+from rlinf_jax.runtime import flows
 from stages import kernels, workflows
 from stages.language import language_model
 from stages.learn import optimizers

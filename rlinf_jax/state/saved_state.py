@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from rlinf_jax.run.folder import frozen_weights, state_files
-from rlinf_jax.runtime import state_readers
+from rlinf_jax.state import frozen_weights, state_files, state_readers
 from sharding import deferred, offload
 
 STATE = 'state'  # The folder of the state within that of a step.

@@ -3,12 +3,12 @@ import sys
 
 import pytest
 
-from rlinf_jax.run import allocator
+from rlinf_jax.system import allocator
 
 FAULTS = """
 import resource, sys
 import numpy as np
-from rlinf_jax.run import allocator
+from rlinf_jax.system import allocator
 
 def faults():
   return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -10,13 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 import numpy as np
 import pytest
 
-from rlinf_jax.run.folder import (
-  checkpoint,
-  file_arrays,
-  saved_state,
-  state_files,
-)
-from rlinf_jax.runtime import state_readers
+from rlinf_jax.run.folder import checkpoint
+from rlinf_jax.state import file_arrays, saved_state, state_files, state_readers
 import saved
 from sharding import deferred
 from sharding import mesh as mesh_lib

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlinf_jax.runtime import state_readers
+from rlinf_jax.state import state_readers
 
 
 class FileArray(np.lib.mixins.NDArrayOperatorsMixin):

@@ -7,7 +7,7 @@ import pytest
 
 WATCHED = """
 import os, signal, sys
-from rlinf_jax.run import exit_watcher
+from rlinf_jax.system import exit_watcher
 
 exit_watcher.start()
 {}
@@ -64,7 +64,7 @@ def work(seconds):
 """
 STILL = """
 import subprocess, sys, time
-from rlinf_jax.run import exit_watcher
+from rlinf_jax.system import exit_watcher
 
 exit_watcher.STILL = 1.0
 exit_watcher.start()

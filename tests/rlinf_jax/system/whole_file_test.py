@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlinf_jax.run.folder import whole_file
+from rlinf_jax.system import whole_file
 
 
 def test_a_file_is_replaced(tmp_path):

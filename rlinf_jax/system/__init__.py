@@ -1,0 +1,1 @@
+"""This process in its operating system: memory, end, messages, whole files."""
