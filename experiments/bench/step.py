@@ -1,6 +1,7 @@
 """CPU-seconds and wall seconds of a training step, stage by stage."""
 
 from collections.abc import Mapping
+import functools
 import json
 import resource
 import time
@@ -14,6 +15,7 @@ import psutil
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
+from rlinf_jax.state import state_readers
 import stages
 from stages import base, metrics
 
@@ -63,7 +65,7 @@ def bench(
     plan_lib.parse(plan or {}, flow.stages), step=flow
   )
   runtime.compile('step')  # While the parameters are initialized.
-  runtime.load(workflow.init(key))
+  runtime.start(state_readers.FirstState(functools.partial(workflow.init, key)))
   wall, cpu, spans, tokens = [], [], [], 0.0
   for i in range(warmup + steps):
     before = time.perf_counter(), time.process_time()

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
+from rlinf_jax.state import state_readers
 import stages
 
 STAGES, ROUNDS, STEPS = 50, 9, 20
@@ -34,7 +35,7 @@ def main():
   x, key, state = jnp.zeros((8, 8)), jax.random.key(0), jnp.zeros(())
   flow = flow_lib.trace(step, state, x, key)
   runtime = local.LocalRuntime(plan_lib.one_place(flow.stages), step=flow)
-  runtime.load(state)
+  runtime.start(state_readers.FirstState(lambda: state))
   call = jax.jit(lambda x: x + 1).lower(x).compile()
   runtime.step(x, key)
   program = runtime.lowered['step'].programs['all']

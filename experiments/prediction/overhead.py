@@ -18,6 +18,7 @@ from experiments.prediction import setting as setting_lib
 from planner.search import exact
 from planner.search.plans import space as space_lib
 from rlinf_jax.runtime import local
+from rlinf_jax.state import state_readers
 
 PAIRS = 12
 
@@ -81,7 +82,7 @@ def main():
   )
   print(f'Found: micro-batches of {found.best.micro_batch or "all"}')
   runtime = local.LocalRuntime(found.best, step=setting.flow)
-  runtime.load(setting.state)
+  runtime.start(state_readers.FirstState(lambda: setting.state))
   loops = {
     'auto': lambda batch, key: jax.device_get(runtime.step(batch, key)),
     'by hand': by_hand(setting.flow, setting.state),

@@ -25,6 +25,7 @@ from planner.ir import plan as plan_lib
 from planner.lower import passes
 from rlinf_jax.planning import autoplan
 from rlinf_jax.runtime import local
+from rlinf_jax.state import state_readers
 
 STEPS, WARM, ROUNDS = 4, 2, 3
 DIFFERENT = 1.15  # Ratio of measured medians that counts as a difference.
@@ -83,10 +84,11 @@ def main():
     cost = cost_table.CostTable(setting.model, plan)
     plan = passes.with_order(setting.flow, plan, cost)
     runs[name] = predicted, local.LocalRuntime(plan, step=setting.flow)
+  first = state_readers.FirstState(lambda: setting.state)
   seconds = {name: [] for name in runs}
   for turn in range(ROUNDS):  # In alternation: noise comes in spells.
     for name, (_, runtime) in runs.items():
-      runtime.load(setting.state)
+      runtime.start(first)
       for i in range(STEPS + WARM * (not turn)):
         start = time.perf_counter()
         runtime.step(setting.batch, jax.random.key(i))

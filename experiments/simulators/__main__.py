@@ -22,6 +22,7 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.envs import maniskill
 from rlinf_jax.runtime import local
 from rlinf_jax.runtime import timeline as timeline_lib
+from rlinf_jax.state import state_readers
 import stages
 from stages.envs.rollouts import obs_stats, rollout
 from stages.models.control import gaussian_policy
@@ -71,23 +72,24 @@ def rollout_case(env, pieces: int, env_states: list, waits: list):
   act = rollout.rollout(policy, env, CALLS.value)
   given = policy.init(jax.random.key(0)), obs_stats.init(env.obs_spec)
 
-  def step(state, given, key):
-    env_state, obs = state
+  # The environments are an input of each step, as both cases continue them.
+  def step(state, batch, key):
+    env_state, obs = batch
     keys = stages.keys(key, obs)
-    env_state, obs, x, timestep = act(*given, env_state, obs, keys)
-    return (env_state, obs), (x.reward, timestep.reward)
+    env_state, obs, x, timestep = act(*state, env_state, obs, keys)
+    return state, ((env_state, obs), x.reward, timestep.reward)
 
-  flow = flow_lib.trace(step, env_states[0], given, jax.random.key(0))
+  flow = flow_lib.trace(step, given, env_states[0], jax.random.key(0))
   plan = plan_lib.parse({'pieces': pieces}, flow.stages)
   runtime = local.LocalRuntime(plan, step=flow)
+  runtime.start(state_readers.FirstState(lambda: given))
 
   def run() -> float:
-    runtime.load(env_states[0])
     begin, busy = time.perf_counter(), time.process_time()
-    runtime.step(given, jax.random.key(len(waits)))
+    key = jax.random.key(len(waits))
+    env_states[0], *_ = runtime.step(env_states[0], key)
     spent = time.perf_counter() - begin
     busy = (time.process_time() - busy) / CALLS.value / pieces
-    env_states[0] = runtime.state()
     shares = timeline_lib.idle_fractions(runtime.timeline.take())
     shares_by_name = {f'{who} wait': share for who, share in shares.items()}
     # Of the learner's processor, for each call.

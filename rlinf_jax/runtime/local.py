@@ -87,22 +87,6 @@ class LocalRuntime(calls.Calls, executor.Executor):
   def start_writing(self, folder: pathlib.Path) -> Callable[[], None]:
     return super().start_writing(folder / 'process')
 
-  def load(self, state, steps: int = 0):
-    """Starts from a copy of a tree of arrays of this process."""
-    self.start(state_readers.FirstState(lambda: state), steps)
-
-  def state(self):
-    """The state after all submitted steps, as a tree of arrays; blocks.
-
-    The next step may overwrite these arrays: copy what must last.
-    """
-    self.wait()
-    leaves = self.leaves()
-    return jax.tree.unflatten(
-      self.lowered['step'].flow.carries,
-      [leaves[i] for i in range(len(leaves))],
-    )
-
   def _submit(self, name, *inputs) -> futures.Future:
     if self.failure:
       raise self.failure

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
@@ -43,10 +44,10 @@ def test_a_plan_of_two_places_changes_no_bit_of_it(page):
   }
   plan = plan_lib.parse(sketch, flow.stages)
   runtime = local.LocalRuntime(plan, step=flow)
-  runtime.load(state)
+  in_memory.start(runtime, state)
   got = runtime.step(problem, key)
   state, want = workflow.step(state, problem, key)
-  tiny.assert_same_bits((got, runtime.state()), (want, state))
+  tiny.assert_same_bits((got, in_memory.state(runtime)), (want, state))
   runtime.close()
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import in_memory
 from planner.explain import overview, plan_data
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
@@ -105,11 +106,11 @@ def test_all_pieces_start_before_any_is_awaited(plan, pieces):
   """Or this would wait for ever: the engine answers when all have asked."""
   engine = Engine(pieces)
   runtime, *_ = runtime_of(engine, plan(pieces))
-  runtime.load(jnp.ones(2))
+  in_memory.start(runtime, jnp.ones(2))
   total = runtime.submit(BATCH, KEY).result(timeout=60)
   want = 2 * (BATCH + 1 + 1).sum(0)
   np.testing.assert_array_equal(total, want)
-  np.testing.assert_array_equal(runtime.state(), 1 + want)
+  np.testing.assert_array_equal(in_memory.state(runtime), 1 + want)
   assert engine.all_there.is_set()
   runtime.close()
 
@@ -122,7 +123,7 @@ def test_eager_calls_wait_for_their_result():
 def test_a_failed_call_is_reported_with_stage_place_and_piece():
   engine = Engine(4, fails=[1])
   runtime, *_ = runtime_of(engine, apart(4))
-  runtime.load(jnp.ones(2))
+  in_memory.start(runtime, jnp.ones(2))
   message = "act on place 'engine' failed in step 1, piece 2 of 4: it is away"
   with pytest.raises(base.StageError, match=message):
     runtime.step(BATCH, KEY)
@@ -133,7 +134,7 @@ def test_pending_calls_are_canceled_when_another_place_fails():
   """Another place fails while calls are under way."""
   engine = Engine(expected=9)  # More than it will be asked.
   runtime, *_ = runtime_of(engine, apart(4))
-  runtime.load(jnp.ones(2))
+  in_memory.start(runtime, jnp.ones(2))
   runtime.submit(BATCH, KEY)
   while len(engine.calls) < 4:
     threading.Event().wait(0.01)

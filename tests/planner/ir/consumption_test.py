@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.lower import passes, program
@@ -170,11 +171,11 @@ def test_a_simulator_behind_a_token_is_stepped_in_order(sketch):
   eager, state, obs = workflow(), begin(), np.ones(ROWS, np.float32)
   flow = flow_lib.trace(workflow(), state, obs, KEY)
   runtime = local.LocalRuntime(plan_lib.parse(sketch, flow.stages), step=flow)
-  runtime.load(state)
+  in_memory.start(runtime, state)
   for _ in range(3):
     outputs = runtime.step(obs, KEY)
     state, want = eager(state, obs, KEY)
     np.testing.assert_allclose(outputs, want, rtol=1e-6)
-    np.testing.assert_array_equal(runtime.state()[0], state[0])
+    np.testing.assert_array_equal(in_memory.state(runtime)[0], state[0])
   assert int(state[0][0, 1]) == 3 * HORIZON
   runtime.close()

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import in_memory
 from planner.ir import plan as plan_lib
 from rlinf_jax.engines import vllm, vllm_engine, vllm_rows
 from rlinf_jax.runtime import local
@@ -171,7 +172,7 @@ def test_a_plan_sends_parameters_once_a_step_and_tells_the_gap(
   engine = vllm_engine.get(_settings(model))
   before = engine.weight_version
   runtime = local.LocalRuntime(plan, step=step)
-  runtime.load(grpo.init(jax.random.key(0)))
+  in_memory.start(runtime, grpo.init(jax.random.key(0)))
   for i in range(3):
     info = tiny.read(jax.device_get(runtime.step(batch, jax.random.key(i))))
     assert 0 < info['rollout/logprob_gap_mean'] < 1e-4

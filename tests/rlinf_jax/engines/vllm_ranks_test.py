@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
+import in_memory
 from planner.ir import plan as plan_lib
 from rlinf_jax.engines import vllm_engine
 from rlinf_jax.recipes import warm_start
@@ -165,7 +166,7 @@ def test_a_plan_gives_the_devices_of_a_place_to_vllm(case, divided):
     plan_lib.parse({'places': places, 'stages': where}, step.stages),
     step=step,
   )
-  runtime.load(workflow.init(jax.random.key(0)))
+  in_memory.start(runtime, workflow.init(jax.random.key(0)))
   sent = engine(case).weight_version
   for i in range(2):
     info = jax.device_get(runtime.step(batch, jax.random.key(i)))

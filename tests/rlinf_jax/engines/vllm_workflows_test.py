@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import in_memory
 from planner.ir import plan as plan_lib
 from rlinf_jax.engines import vllm, vllm_engine, vllm_instance, vllm_start
 from rlinf_jax.runtime import local
@@ -49,7 +50,7 @@ def test_a_workflow_learns_from_it_on_two_places(case, name):
     dict.fromkeys((*step.stages, *evaluate.stages)),
   )
   runtime = local.LocalRuntime(plan, step=step, evaluate=evaluate)
-  runtime.load(workflow.init(jax.random.key(0)))
+  in_memory.start(runtime, workflow.init(jax.random.key(0)))
   norms = []
   for i, batch in enumerate(batches):
     info = jax.device_get(runtime.step(batch, jax.random.key(i)))
@@ -85,7 +86,7 @@ def test_a_plan_sends_frozen_weights_once_and_the_adapter_every_step(
   where = {'generate': 'actor', '*': 'learner'}
   plan = plan_lib.parse(vllm_models.PLAN | {'stages': where}, step.stages)
   runtime = local.LocalRuntime(plan, step=step)
-  runtime.load(workflow.init(jax.random.key(0)))
+  in_memory.start(runtime, workflow.init(jax.random.key(0)))
   for i in range(3):
     batch = tiny.problem(8, seed=i)
     info = jax.device_get(runtime.step(batch, jax.random.key(i)))
@@ -132,7 +133,7 @@ def test_it_sleeps_while_another_place_uses_the_shared_device(case):
   }
   shared['stages'] = {'generate': 'actor', '*': 'learner'}
   runtime = local.LocalRuntime(plan_lib.parse(shared, step.stages), step=step)
-  runtime.load(workflow.init(jax.random.key(0)))
+  in_memory.start(runtime, workflow.init(jax.random.key(0)))
   for i in range(3):
     info = runtime.step(tiny.problem(8, seed=i), jax.random.key(i))
     # When it wakes, it is sent the updated parameters.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import env_toys
+import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.envs import env_pool, gymnasium, maniskill, simulator, vector
@@ -215,10 +216,10 @@ def test_ppo_is_the_same_in_a_pool_a_vector_environment_and_pieces(pool):
   flow = flow_lib.trace(workflow.step, state, (), KEY)
   plan = plan_lib.parse({'pieces': 2}, flow.stages)
   planned = local.LocalRuntime(plan, step=flow)
-  planned.load(state)
+  in_memory.start(planned, state)
   planned.step((), KEY)
   near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-  jax.tree.map(near, workflow.params(planned.state()), results[0][0])
+  jax.tree.map(near, workflow.params(in_memory.state(planned)), results[0][0])
   planned.close()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+import in_memory
 import own_data
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
@@ -219,10 +220,10 @@ def test_a_reward_model_with_a_place_of_its_own_changes_no_bit():
     flow.stages,
   )
   runtime = local.LocalRuntime(plan, step=flow)
-  runtime.load(state)
+  in_memory.start(runtime, state)
   got = runtime.step(batch, KEY)
   want_state, want = workflow.step(state, batch, KEY)
-  tiny.assert_same_bits((got, runtime.state()), (want, want_state))
+  tiny.assert_same_bits((got, in_memory.state(runtime)), (want, want_state))
   numbers = tiny.read(want)
   assert abs(numbers['rollout/reward/judge']) > 1e-3
   evaluated = tiny.read(workflow.evaluate(state, batch, KEY))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import claims
+import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import base, interpreter, local
@@ -59,7 +60,7 @@ def planned(workflow, shared, **fields):
 
 
 def run(runtime, workflow, steps=3):
-  runtime.load(workflow.init(jax.random.key(0)))
+  in_memory.start(runtime, workflow.init(jax.random.key(0)))
   infos = [runtime.evaluate(tiny.problem(4), jax.random.key(9))]
   submitted = [
     runtime.submit(tiny.problem(seed=i), jax.random.key(i))
@@ -67,7 +68,7 @@ def run(runtime, workflow, steps=3):
   ]
   infos += [info.result() for info in submitted]
   runtime.wait()
-  return jax.device_get(infos), tiny.arrays(runtime.state())
+  return jax.device_get(infos), tiny.arrays(in_memory.state(runtime))
 
 
 IN_PIECES = 2, ('apply', 'ref_logp')
@@ -210,7 +211,7 @@ def test_only_the_holder_of_a_shared_device_has_memory_on_it(account):
   state, (_, x, key), flow = pair()
   state = jax.device_get(state)
   runtime = two(flow)
-  runtime.load(state)
+  in_memory.start(runtime, state)
   before = sum(
     x.nbytes for x in jax.live_arrays() if not offload.is_offloaded(x)
   )
@@ -234,12 +235,12 @@ def test_only_the_holder_of_a_shared_device_has_memory_on_it(account):
 def test_a_place_that_fails_releases_the_device_and_stops_the_other(account):
   state, (_, x, key), flow = pair(fail_at=2)
   runtime = two(flow)
-  runtime.load(state)
+  in_memory.start(runtime, state)
   runtime.step(x, key)
   with pytest.raises(base.StageError, match='Stage look on place .* step 2'):
     runtime.step(x, key)
   assert not any(place.lease.held for place in runtime.places.values())
-  runtime.load(state, 1)
+  in_memory.start(runtime, state, 1)
   runtime.step(x, key)
   runtime.close()
 
@@ -249,7 +250,7 @@ def test_a_lease_timeout_names_the_holder():
   # All stages on one place, which therefore waits for no value.
   runtime = two(flow, stages=dict.fromkeys(flow.stages, 'learner'))
   runtime.receive_timeout = 0.2
-  runtime.load(state)
+  in_memory.start(runtime, state)
   at = runtime.places['learner'].lease.folder
   other = lease_lib.Lease(at, 'A stranger', 0)
   other.acquire()

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import in_memory
 from planner.ir import flow, plan
 from rlinf_jax.runtime import base, local
 import stages
@@ -72,12 +73,12 @@ def test_after_a_failure_a_state_must_be_loaded_before_the_next_step():
   for _ in range(2):
     with pytest.raises(base.StageError, match='failed in step 1'):
       planned.step(small_learner.BATCH, small_learner.KEY)
-  planned.load(small_learner.STATE)
+  in_memory.start(planned, small_learner.STATE)
   planned.step(small_learner.BATCH, small_learner.KEY)
   want, _ = small_learner.learner(
     small_learner.judge(small_learner.first_column)
   )(small_learner.STATE, small_learner.BATCH, small_learner.KEY)
-  tiny.assert_same_bits(planned.state(), want)
+  tiny.assert_same_bits(in_memory.state(planned), want)
   assert planned.steps == 1
 
 
@@ -171,6 +172,6 @@ def test_whole_groups_without_a_model_are_computed_by_every_device(micro_batch):
   graph, planned, batch = paired(8, PAIRS, np.ones((), np.float32))
   planned = dataclasses.replace(planned, micro_batch=micro_batch)
   runtime = local.LocalRuntime(planned, step=graph)
-  runtime.load(np.ones((), np.float32))
+  in_memory.start(runtime, np.ones((), np.float32))
   got = runtime.step(batch, small_learner.KEY)
   np.testing.assert_array_equal(got, above_mean((), batch[0]))

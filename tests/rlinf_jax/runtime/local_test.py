@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import in_memory
 from planner.ir import flow, plan
 from rlinf_jax.runtime import local
 import stages
@@ -23,13 +24,13 @@ def test_random_steps_planned_are_eager_bit_for_bit(seed):
   state, batch = draw(rng.integers(1, 5)), draw(rng.integers(1, 3))
   graph = flow.trace(step, state, batch, small_learner.KEY)
   planned = local.LocalRuntime(plan.one_place(graph.stages), step=graph)
-  planned.load(state)
+  in_memory.start(planned, state)
   pairs = []
   for _ in range(3):
     batch = draw(len(batch))
     got = planned.step(batch, small_learner.KEY)
     state, want = step(state, batch, small_learner.KEY)
-    tiny.assert_same_bits(planned.state(), state)
+    tiny.assert_same_bits(in_memory.state(planned), state)
     pairs.append((got, want))
   for got, want in pairs:  # Later steps have not overwritten results.
     tiny.assert_same_bits(got, want)
@@ -45,7 +46,9 @@ def test_a_step_overwrites_a_copy_of_the_loaded_state():
   before = tiny.arrays(small_learner.STATE)
   planned.step(small_learner.BATCH, small_learner.KEY)
   tiny.assert_same_bits(small_learner.STATE, before)
-  assert not np.array_equal(planned.state()['w'], small_learner.STATE['w'])
+  assert not np.array_equal(
+    in_memory.state(planned)['w'], small_learner.STATE['w']
+  )
 
 
 def test_an_array_that_is_two_parts_of_a_state_is_loaded_as_two():
@@ -60,17 +63,19 @@ def test_an_array_that_is_two_parts_of_a_state_is_loaded_as_two():
       small_learner.judge(small_learner.first_column)
     )(want, small_learner.BATCH, small_learner.KEY)
     planned.step(small_learner.BATCH, small_learner.KEY)
-  tiny.assert_same_bits(planned.state(), want)
+  tiny.assert_same_bits(in_memory.state(planned), want)
 
 
 def test_memory_of_the_old_state_and_of_gradients_is_reused():
   planned = small_learner.ready(
     small_learner.learner(small_learner.judge(small_learner.first_column))
   )
-  before = [x.unsafe_buffer_pointer() for x in planned.state().values()]
-  old = planned.state()['w']
+  before = [
+    x.unsafe_buffer_pointer() for x in in_memory.state(planned).values()
+  ]
+  old = in_memory.state(planned)['w']
   planned.step(small_learner.BATCH, small_learner.KEY)
-  after = [x.unsafe_buffer_pointer() for x in planned.state().values()]
+  after = [x.unsafe_buffer_pointer() for x in in_memory.state(planned).values()]
   assert set(before) == set(after)
   assert old.is_deleted()
 
@@ -79,7 +84,7 @@ def test_a_state_read_as_numpy_outlives_the_next_step():
   planned = small_learner.ready(
     small_learner.learner(small_learner.judge(small_learner.first_column))
   )
-  view = np.asarray(planned.state()['w'])
+  view = np.asarray(in_memory.state(planned)['w'])
   kept = view.copy()
   planned.step(small_learner.BATCH, small_learner.KEY)
   np.testing.assert_array_equal(view, kept)
@@ -99,12 +104,12 @@ def test_a_state_loaded_again_starts_again():
     small_learner.learner(small_learner.judge(small_learner.first_column))
   )
   planned.step(small_learner.BATCH, small_learner.KEY)
-  once = tiny.arrays(planned.state())
+  once = tiny.arrays(in_memory.state(planned))
   planned.step(small_learner.BATCH, small_learner.KEY)
-  planned.load(small_learner.STATE, steps=5)
+  in_memory.start(planned, small_learner.STATE, steps=5)
   assert planned.steps == 5
   planned.step(small_learner.BATCH, small_learner.KEY)
-  tiny.assert_same_bits(planned.state(), once)
+  tiny.assert_same_bits(in_memory.state(planned), once)
   assert {span.step for span in planned.timeline.take()[-3:]} == {6}
 
 
@@ -115,8 +120,8 @@ def test_placing_changes_no_bit():
     planned = small_learner.ready(step, placement=plan.Placement((device,)))
     for _ in range(2):
       info = planned.step(small_learner.BATCH, small_learner.KEY)
-    states.append(tiny.arrays(planned.state()))
-    for x in jax.tree.leaves((planned.state(), info)):
+    states.append(tiny.arrays(in_memory.state(planned)))
+    for x in jax.tree.leaves((in_memory.state(planned), info)):
       assert x.devices() == {jax.devices()[device]}
   tiny.assert_same_bits(*states)
 
@@ -150,10 +155,10 @@ def test_a_state_keeps_the_sharding_of_the_plan_from_load_to_step():
     placement=tiny.PLACES['mixed'],
   )
   want = jax.sharding.PartitionSpec('fsdp', 'tensor')
-  assert planned.state()['up_DF'].sharding.spec == want
+  assert in_memory.state(planned)['up_DF'].sharding.spec == want
   planned.step(small_learner.BATCH, small_learner.KEY)
-  assert planned.state()['up_DF'].sharding.spec == want
-  assert planned.state()['m'].sharding.is_fully_replicated
+  assert in_memory.state(planned)['up_DF'].sharding.spec == want
+  assert in_memory.state(planned)['m'].sharding.is_fully_replicated
 
 
 @pytest.fixture

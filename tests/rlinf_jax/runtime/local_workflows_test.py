@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import claims
+import in_memory
 from planner.ir import plan
 from rlinf_jax.runtime import flows, local, timeline
 from stages import workflows
@@ -39,7 +40,7 @@ def run(workflow, batches, held_out, steps=3):
   state = workflow.init(jax.random.key(0))
   first = tiny.arrays(state)
   planned = local_of(workflow, batches[0], held_out)
-  planned.load(state)
+  in_memory.start(planned, state)
   pairs = []
   before = planned.evaluate(held_out, keys[0])
   pairs.append((before, workflow.evaluate(state, held_out, keys[0])))
@@ -50,7 +51,7 @@ def run(workflow, batches, held_out, steps=3):
     spans.append(planned.timeline.take())
     state, want = workflow.step(state, batch, key)
     pairs.append((got, want))
-    pairs.append((tiny.arrays(planned.state()), tiny.arrays(state)))
+    pairs.append((tiny.arrays(in_memory.state(planned)), tiny.arrays(state)))
   return types.SimpleNamespace(
     workflow=workflow,
     planned=planned,
@@ -107,23 +108,25 @@ def test_planned_sft_is_eager_sft_bit_for_bit():
 def test_the_reference_is_not_overwritten_with_the_actor_it_started_from():
   done = grpo_run()
   tiny.assert_same_bits(
-    done.planned.state().reference,
+    in_memory.state(done.planned).reference,
     done.workflow.init(jax.random.key(0)).reference,
   )
-  for name, x in tiny.arrays(done.planned.state().actor.params).items():
+  for name, x in tiny.arrays(
+    in_memory.state(done.planned).actor.params
+  ).items():
     assert not np.array_equal(x, done.first[f'.actor.params{name}']), name
 
 
 @pytest.mark.slow
 def test_an_evaluation_leaves_the_state_as_it_was():
   done = grpo_run()
-  before, steps = tiny.arrays(done.planned.state()), done.planned.steps
+  before, steps = tiny.arrays(in_memory.state(done.planned)), done.planned.steps
   one, two = (done.planned.evaluate(done.held_out, done.keys[0]) for _ in '12')
   tiny.assert_same_bits(one, two)
   tiny.assert_same_bits(
     one, done.workflow.evaluate(done.state, done.held_out, done.keys[0])
   )
-  tiny.assert_same_bits(done.planned.state(), before)
+  tiny.assert_same_bits(in_memory.state(done.planned), before)
   assert done.planned.steps == steps == 3
   # The run is shared between tests: remove these spans.
   assert 'answer' in timeline.seconds(done.planned.timeline.take())
@@ -159,7 +162,7 @@ def test_batches_of_other_shapes_are_compiled_once_each_and_change_no_bit():
     retrace=functools.partial(flows.trace_step, workflow),
   )
   state = workflow.init(jax.random.key(0))
-  planned.load(state)
+  in_memory.start(planned, state)
   notices = []
   for i, batch in enumerate(batches):
     key = jax.random.key(i)
@@ -167,7 +170,9 @@ def test_batches_of_other_shapes_are_compiled_once_each_and_change_no_bit():
     notices += planned.notices()
     state, want = workflow.step(state, batch, key)
     tiny.assert_same_bits(got, want)
-  tiny.assert_same_bits(tiny.arrays(planned.state()), tiny.arrays(state))
+  tiny.assert_same_bits(
+    tiny.arrays(in_memory.state(planned)), tiny.arrays(state)
+  )
   assert [x.split(': ')[1] for x in notices] == [
     '2 shapes so far.',
     '3 shapes so far.',

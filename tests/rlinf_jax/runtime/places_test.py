@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import base, local
@@ -81,7 +82,7 @@ def workflow(act=0.0, learn=0.0, fail=None):
 def runtime(step, plan):
   flow = flow_lib.trace(step, jnp.ones(2), BATCH, KEY)
   runtime = local.LocalRuntime(plan_lib.parse(plan, flow.stages), step=flow)
-  runtime.load(jnp.ones(2))
+  in_memory.start(runtime, jnp.ones(2))
   return runtime
 
 
@@ -99,7 +100,7 @@ def test_four_places_compute_what_one_does(pieces):
     info = planned.step(BATCH, KEY)
     want, want_info = workflow()(want, BATCH, KEY)
     np.testing.assert_array_equal(info, want_info)
-    np.testing.assert_array_equal(planned.state(), want)
+    np.testing.assert_array_equal(in_memory.state(planned), want)
   planned.close()
 
 

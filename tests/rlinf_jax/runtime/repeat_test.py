@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import in_memory
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import base, local
 import stages
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures('in_float64')
 
 def runtime_of(flow, plan, state):
   runtime = local.LocalRuntime(plan, step=flow)
-  runtime.load(state)
+  in_memory.start(runtime, state)
   return runtime
 
 
@@ -37,7 +38,7 @@ def test_random_loops_planned_are_eager(seed):
     most = jnp.int32(most)
     got = runtime.step(batch, most)
     state, want = fn(state, batch, most)
-    jax.tree.map(same, runtime.state(), state)
+    jax.tree.map(same, in_memory.state(runtime), state)
     results.append((got, want))
   for got, want in results:  # Later steps have not overwritten results.
     jax.tree.map(same, got, want)
@@ -78,7 +79,7 @@ def test_a_loop_ends_in_the_same_round_on_every_place(sketch):
     n = runtime.step(*loops.inputs(most))
     state, want = loops.step(state, loops.inputs(most))
     assert n == want == min(most, 5)
-    np.testing.assert_allclose(runtime.state(), state, rtol=1e-6)
+    np.testing.assert_allclose(in_memory.state(runtime), state, rtol=1e-6)
     runs = [s for s in runtime.timeline.take() if s.stage == 'count']
     assert len(runs) == want
   runtime.close()

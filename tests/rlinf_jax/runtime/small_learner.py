@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import in_memory
 from planner.ir import flow, plan
 from rlinf_jax.runtime import local
 import stages
@@ -45,7 +46,7 @@ def ready(step, state=None, batch=None, **kwargs):
   planned = local.LocalRuntime(
     plan.one_place(graph.stages, **kwargs), step=graph
   )
-  planned.load(state)
+  in_memory.start(planned, state)
   return planned
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import claims
+import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
@@ -213,14 +214,14 @@ def test_planned_dapo_is_eager_dapo(name, in_float64):
   state = workflow.init(KEY)
   flow = flow_lib.trace(workflow.step, state, tiny.problem(), KEY)
   runtime = local.LocalRuntime(plan_lib.parse(sketch, flow.stages), step=flow)
-  runtime.load(state)
+  in_memory.start(runtime, state)
   rounds = []
   for i in range(3):
     batch, key = tiny.problem(seed=i), jax.random.key(i)
     got = runtime.step(batch, key)
     state, want = workflow.step(state, batch, key)
     rounds.append(read(want)['rollout/rounds'])
-    for one, other in ((got, want), (runtime.state(), state)):
+    for one, other in ((got, want), (in_memory.state(runtime), state)):
       if exact:
         tiny.assert_same_bits(one, other)
         continue

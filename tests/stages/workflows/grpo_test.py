@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import claims
+import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
@@ -179,10 +180,10 @@ def test_planned_gspo_is_eager_gspo():
     flow.stages,
   )
   runtime = local.LocalRuntime(plan, step=flow)
-  runtime.load(state)
+  in_memory.start(runtime, state)
   got = runtime.step(problem(), KEY)
   state, want = workflow.step(state, problem(), KEY)
-  tiny.assert_same_bits((got, runtime.state()), (want, state))
+  tiny.assert_same_bits((got, in_memory.state(runtime)), (want, state))
   assert read(want)['train/clip_fraction'] > 0
   runtime.close()
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import in_memory
 import jax_envs
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
@@ -158,7 +159,7 @@ def test_half_of_a_simulator_may_be_stepped_while_the_other_is_acted_on():
     'pieces': 2,
   }
   runtime = local.LocalRuntime(plan_lib.parse(sketch, step.stages), step=step)
-  runtime.load(start)
+  in_memory.start(runtime, start)
   for i in range(2):
     key = jax.random.fold_in(KEY, i)
     got = read(runtime.step((), key))

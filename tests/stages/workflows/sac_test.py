@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import in_memory
 import jax_envs
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
@@ -274,7 +275,7 @@ def planned(workflow, state, sketch=None):
   runtime = local.LocalRuntime(
     plan_lib.parse(sketch or {}, step.stages), step=step
   )
-  runtime.load(state)
+  in_memory.start(runtime, state)
   return runtime
 
 
@@ -290,16 +291,18 @@ def test_the_replay_is_updated_in_place_and_checkpointed(tmp_path):
       checkpoints.save(2, runtime, source, {})
       checkpoints.close()
     runtime.step((), jax.random.fold_in(KEY, i))
-    rows = jax.tree.leaves(runtime.state().replay.rows)
+    rows = jax.tree.leaves(in_memory.state(runtime).replay.rows)
     where.add(tuple(x.unsafe_buffer_pointer() for x in rows))
   assert len(where) == 1
-  assert int(runtime.state().replay.filled) == 36
+  assert int(in_memory.state(runtime).replay.filled) == 36
   again = planned(workflow, workflow.init(jax.random.key(9)))
   checkpoints = checkpoint.Checkpoints(tmp_path / 'checkpoints', 1)
-  again.start(saved.load(checkpoints, again.state(), source)[0].state, 2)
+  again.start(
+    saved.load(checkpoints, in_memory.state(again), source)[0].state, 2
+  )
   checkpoints.close()
   again.step((), jax.random.fold_in(KEY, 2))
-  tiny.assert_same_bits(again.state(), runtime.state())
+  tiny.assert_same_bits(in_memory.state(again), in_memory.state(runtime))
   runtime.close()
   again.close()
 
@@ -337,10 +340,10 @@ def learn(env, steps=80):
   )
   seed = np.arange(100, dtype=np.int32)
   runtime = planned(workflow, workflow.init(KEY))
-  before = read(workflow.evaluate(runtime.state(), seed, KEY))
+  before = read(workflow.evaluate(in_memory.state(runtime), seed, KEY))
   for i in range(steps):
     runtime.step((), jax.random.fold_in(KEY, i))
-  after = read(workflow.evaluate(runtime.state(), seed, KEY))
+  after = read(workflow.evaluate(in_memory.state(runtime), seed, KEY))
   runtime.close()
   return before, after
 

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
+import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.envs import env_pool, gymnasium
@@ -126,7 +127,7 @@ def test_memory_does_not_grow_in_five_hundred_iterations():
   flow = flow_lib.trace(workflow.step, state, (), key)
   plan = plan_lib.parse({'pieces': 2}, flow.stages)
   runtime = local.LocalRuntime(plan, step=flow)
-  runtime.load(state)
+  in_memory.start(runtime, state)
   processes = [psutil.Process(), *map(psutil.Process, pool.pids)]
   sizes = []
   for i in range(600):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import env_toys
+import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax import train
@@ -158,11 +159,13 @@ def test_a_planned_step_equals_a_plain_loop(make, sketch):
   inputs = np.ones(6, np.float32), jax.random.key(0)
   flow = flow_lib.trace(workflow(other), state, *inputs)
   runtime = local.LocalRuntime(plan_lib.parse(sketch, flow.stages), step=flow)
-  runtime.load(begin(other))
+  in_memory.start(runtime, begin(other))
   for _ in range(4):
     result = runtime.step(*inputs)
     state, want = eager(state, *inputs)
-    for x, y in zip((result, runtime.state()), (want, state), strict=True):
+    for x, y in zip(
+      (result, in_memory.state(runtime)), (want, state), strict=True
+    ):
       jax.tree.map(np.testing.assert_array_equal, tuple(x), tuple(y))
   assert int(state[0].token[0, 1]) == 20
   runtime.close()

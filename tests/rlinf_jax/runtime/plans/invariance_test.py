@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import claims
+import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
@@ -88,9 +89,9 @@ def planned(workflow, state, batch, key, place, rows):
   flow = flow_lib.trace(workflow.step, state, batch, key)
   plan = plan_lib.one_place(flow.stages, tiny.PLACES[place], rows)
   runtime = local.LocalRuntime(plan, step=flow)
-  runtime.load(state)
+  in_memory.start(runtime, state)
   info = runtime.step(batch, key)
-  return runtime.state(), info
+  return in_memory.state(runtime), info
 
 
 def gradient(state):
@@ -177,7 +178,7 @@ def drawn(policy, params, place, dtype):
   flow = flow_lib.trace(step, params, prompt, key)
   plan = plan_lib.one_place(flow.stages, tiny.PLACES[place])
   runtime = local.LocalRuntime(plan, step=flow)
-  runtime.load(params)
+  in_memory.start(runtime, params)
   return jax.device_get(runtime.step(prompt, key))
 
 

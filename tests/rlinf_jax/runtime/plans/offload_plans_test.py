@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+import in_memory
 from planner.ir import plan as plan_lib
 from rlinf_jax.run.folder import checkpoint
 from rlinf_jax.runtime import local
@@ -62,9 +63,9 @@ def test_moments_in_host_memory_change_no_bit(place, num_minibatches):
   found = []
   for offloaded in (False, True):
     runtime = runtime_of(workflow, place, offloaded)
-    runtime.load(workflow.init(jax.random.key(0)))
+    in_memory.start(runtime, workflow.init(jax.random.key(0)))
     infos = steps(runtime)
-    state = runtime.state()
+    state = in_memory.state(runtime)
     there = offload.HOST if offloaded else offload.DEVICE
     assert kinds(moments(state)) == {there}
     assert kinds(jax.tree.leaves(state.actor.params)) == {offload.DEVICE}
@@ -80,19 +81,19 @@ def test_moments_in_host_memory_change_no_bit(place, num_minibatches):
 def test_a_checkpoint_keeps_moments_in_host_memory(tmp_path):
   workflow = grpo()
   runtime = runtime_of(workflow, 'fsdp', True)
-  runtime.load(workflow.init(jax.random.key(0)))
+  in_memory.start(runtime, workflow.init(jax.random.key(0)))
   runtime.step(tiny.problem(seed=0), jax.random.key(0))
   checkpoints = checkpoint.Checkpoints(tmp_path, keep=1)
   source = {'seed': np.array(0)}
   checkpoints.save(1, runtime, source, {})
-  want = steps(runtime, 1), tiny.arrays(runtime.state())
+  want = steps(runtime, 1), tiny.arrays(in_memory.state(runtime))
   checkpoints.close()
   again = runtime_of(workflow, 'fsdp', True)
   checkpoints = checkpoint.Checkpoints(tmp_path, keep=1)
-  start, _ = saved.load(checkpoints, runtime.state(), source)
+  start, _ = saved.load(checkpoints, in_memory.state(runtime), source)
   again.start(start.state, start.step)
-  assert kinds(moments(again.state())) == {offload.HOST}
-  got = steps(again, 1), tiny.arrays(again.state())
+  assert kinds(moments(in_memory.state(again))) == {offload.HOST}
+  got = steps(again, 1), tiny.arrays(in_memory.state(again))
   for one, two in zip((*got[0], got[1]), (*want[0], want[1]), strict=True):
     tiny.assert_same_bits(one, two)
   for some in (runtime, again):
@@ -103,10 +104,10 @@ def test_a_checkpoint_keeps_moments_in_host_memory(tmp_path):
 def test_loading_a_state_leaves_the_callers_arrays_alone():
   workflow = grpo()
   one, other = (runtime_of(workflow, 'one', True) for _ in range(2))
-  one.load(workflow.init(jax.random.key(0)))
-  state = one.state()
+  in_memory.start(one, workflow.init(jax.random.key(0)))
+  state = in_memory.state(one)
   before = [np.array(x) for x in moments(state)]
-  other.load(state)
+  in_memory.start(other, state)
   other.step(tiny.problem(), jax.random.key(0))
   for x, y in zip(moments(state), before, strict=True):
     np.testing.assert_array_equal(x, y)

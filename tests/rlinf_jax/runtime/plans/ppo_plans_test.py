@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import claims
+import in_memory
 import jax_envs
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
@@ -171,7 +172,7 @@ def test_trajectories_are_the_same_in_pieces(pieces):
   )
   plan = plan_lib.parse({'pieces': pieces}, flow.stages)
   runtime = local.LocalRuntime(plan, step=flow)
-  runtime.load((env_state, obs))
+  in_memory.start(runtime, (env_state, obs))
   results = runtime.step(params, random_plans_test.key(0))
   _, want = step((env_state, obs), params, random_plans_test.key(0))
   for one, other in zip(*map(jax.tree.leaves, (results, want)), strict=True):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import claims
+import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.lower import passes
@@ -97,11 +98,11 @@ def random_plan(seed, stages, rows, offload, updates, remat=()):
 def run(plan, workflow, state, batches):
   """State and info after each of some planned steps."""
   runtime = local.LocalRuntime(plan, step=tiny.trace(workflow, batches[0]))
-  runtime.load(state)
+  in_memory.start(runtime, state)
   results = []
   for i, batch in enumerate(batches):
     info = runtime.step(batch, key(i))
-    results.append((tiny.arrays(runtime.state()), tiny.arrays(info)))
+    results.append((tiny.arrays(in_memory.state(runtime)), tiny.arrays(info)))
   runtime.close()
   return results
 
@@ -154,7 +155,7 @@ def test_stale_steps_overlap_and_compute_the_same(staleness):
   }
   step = flow_lib.trace(workflow.step, state, tiny.problem(), key(0))
   runtime = local.LocalRuntime(plan_lib.parse(sketch, step.stages), step=step)
-  runtime.load(state)
+  in_memory.start(runtime, state)
   pending, infos = [], []
   for i in range(n):
     pending.append(runtime.submit(tiny.problem(seed=i), key(i)))
@@ -164,7 +165,7 @@ def test_stale_steps_overlap_and_compute_the_same(staleness):
   for i in range(n):
     state, info = workflow.step(state, tiny.problem(seed=i), key(i))
     tiny.assert_same_bits(infos[i], info)
-  tiny.assert_same_bits(runtime.state(), state)
+  tiny.assert_same_bits(in_memory.state(runtime), state)
   # The actor generated while the learner was at an earlier step.
   runs = [s for s in runtime.timeline.take() if s.what == 'run']
   acted = {s.step: s.start for s in runs if s.stage == 'generate'}

@@ -13,6 +13,7 @@ import pytest
 import ray
 
 from experiments.processes import driver_memory, two_places
+import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.run.folder import checkpoint
@@ -110,7 +111,7 @@ def test_no_message_and_no_array_of_the_driver_holds_a_parameter(
   local_.start(first)
   assert local_.step(X, two_places.KEY) == info
   assert local_.step(X, two_places.KEY) == again
-  tiny.assert_same_bits(saved.state_of(remote), local_.state())
+  tiny.assert_same_bits(saved.state_of(remote), in_memory.state(local_))
 
 
 def test_messages_are_seen(messages):

@@ -17,6 +17,7 @@ import pytest
 import ray
 
 import claims
+import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.lower import passes
@@ -377,9 +378,9 @@ def survive(remote, rng, kills):
 @pytest.mark.parametrize('deaths', claims.some([5, 30], keep=[5]))
 def test_deaths_at_any_moment_change_nothing(runtimes, deaths):
   remote, local_ = runtimes(PAIR, simple)
-  local_.load(jnp.zeros(()))
+  in_memory.start(local_, jnp.zeros(()))
   want = [float(local_.step(batch(i % 5), KEY)) for i in range(STEPS)]
-  final, rng = float(local_.state()), np.random.default_rng(0)
+  final, rng = float(in_memory.state(local_)), np.random.default_rng(0)
   died, notices = 0, 0
   while died + notices < deaths:
     infos, more, lines = survive(remote, rng, 3)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
@@ -100,7 +101,7 @@ def test_the_first_rows_are_shown_however_a_batch_is_cut(pieces):
   flow = flow_lib.trace(step, params, SEEDS, KEY)
   plan = plan_lib.parse({'pieces': pieces}, flow.stages)
   with contextlib.closing(local.LocalRuntime(plan, step=flow)) as runtime:
-    runtime.load(params)
+    in_memory.start(runtime, params)
     info = jax.device_get(runtime.step(SEEDS, KEY))
   got, want = (
     metrics.read(info)[1][video.NAME],
