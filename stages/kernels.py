@@ -18,6 +18,8 @@ CUDNN = 'cudnn'  # NVIDIA's kernel, by `jax.nn`.
 CHUNKED = 'chunked'  # Written in JAX, some queries at a time.
 SETTINGS = (AUTO, SPLASH, CUDNN, CHUNKED)
 KERNELS = {'tpu': SPLASH, 'gpu': CUDNN}  # By platform.
+# Kernels that know rows of several sequences, as long as they share no prompt.
+OF_PACKED_ROWS = (SPLASH,)
 
 
 class Choice(NamedTuple):
@@ -77,6 +79,11 @@ def choose(
   if found is not None:
     found.setdefault(platform, set()).add(choice)
   return choice
+
+
+def knows_packed_rows() -> bool:
+  """Whether the platform that is traced for has a kernel for packed rows."""
+  return KERNELS.get(mesh_lib.platform()) in OF_PACKED_ROWS
 
 
 def recorded(fn: Callable, found: dict[str, set[Choice]]) -> Callable:

@@ -2,8 +2,9 @@
 
 A packed row has room for a fixed number of tokens. Each completion is put into
 one of them, after the prompt that it continues; completions of a group that
-share a packed row share the prompt. Attention separates what does not belong
-together, so that every log-probability is the same as without packing.
+share a packed row share the prompt, or have copies of it (see `sharing`).
+Attention separates what does not belong together, so that every log-probability
+is the same as without packing.
 
 Shapes are those of the worst case, in which all prompts and completions have
 their maximum length. The loop over packed rows ends after the last one that is
@@ -18,10 +19,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from sharding import rules
-from stages import base
+from stages import base, kernels
 from stages.language.decoding import prefill
 from stages.language.experts import routing_replay
 from stages.models.layers import attention, mixed_precision
+
+# The longest prompt, as a share of the longest completion, that is still copied
+# for each completion so that a kernel can compute attention.
+SHORT_PROMPT = 0.25
 
 
 class Assignment(NamedTuple):
@@ -59,6 +64,23 @@ class PackedRows(NamedTuple):
   segment: attention.Segment
   action: Int[Array, '*rows S']
   expert: Array | None = None
+
+
+def sharing(group_size: int, P: int, T: int) -> int:
+  """Adjacent completions that share their prompt in a packed row.
+
+  That is a group, except where a kernel computes attention of packed rows. As
+  it knows no shared prompts, short ones are then repeated, one for each
+  completion: `SHORT_PROMPT` says how many tokens that may add.
+
+  Args:
+    group_size: adjacent rows that have the same prompt.
+    P: maximum tokens of a prompt.
+    T: maximum tokens of a completion.
+  """
+  if kernels.knows_packed_rows() and P <= SHORT_PROMPT * T:
+    return 1
+  return group_size
 
 
 def num_rows(B: int, most: int, capacity: int) -> int:
@@ -256,7 +278,8 @@ def evaluate(
   prompt, action_BT, mask_BT = jax.tree.map(
     jnp.asarray, (prompt, action_BT, mask_BT)
   )
-  B, T = action_BT.shape
+  (B, P), T = prompt.mask.shape, action_BT.shape[1]
+  group_size = sharing(group_size, P, T)
   n = rules.devices_of('B', B)
   assigned = assign_batch(prompt.mask, mask_BT, group_size, capacity, n)
   packed = pack(

@@ -155,7 +155,9 @@ def _padding_of_packed(
   def size(mask_BP, mask_BT, *advantage):
     if advantage:
       mask_BT = policy_stages.informative_mask(mask_BT, *advantage)
-    return packing.assign_batch(mask_BP, mask_BT, group_size, capacity).size
+    lengths = mask_BP.shape[1], mask_BT.shape[1]
+    shared = packing.sharing(group_size, *lengths)
+    return packing.assign_batch(mask_BP, mask_BT, shared, capacity).size
 
   size_M = jnp.concatenate([size(*x) for x in minibatches])
   size_M = size_M.astype(jnp.float32)

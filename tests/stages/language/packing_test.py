@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sharding import mesh as mesh_lib
 import stages
-from stages import base, metrics, workflows
+from stages import base, kernels, metrics, workflows
 from stages.language import (
   language_model,
   packing,
@@ -116,13 +117,13 @@ def test_a_packed_row_without_room_for_the_longest_completion_is_refused():
     packing.num_rows(8, 10, 9)
 
 
-def batch(seed=0, groups=4):
+def batch(seed=0, groups=4, T=tiny.LENGTH):
   """Prompts, completions, a mask and weights, with empty rows."""
   rng = np.random.default_rng(seed)
   prompt = jax.tree.map(
     lambda x: np.repeat(x, GROUP, 0), tiny.problem(groups, seed=seed).prompt
   )
-  B, T = groups * GROUP, tiny.LENGTH
+  B = groups * GROUP
   length_B1 = rng.integers(0, T + 1, (B, 1))
   mask_BT = (np.arange(T)[None] < length_B1).astype(np.float32)
   action_BT = rng.integers(1, tiny.CONFIG.V, (B, T), np.int32)
@@ -160,6 +161,56 @@ def test_packing_changes_only_rounding(capacity):
     want[1],
   )
   assert invariance_test.apart(got[0], want[0]) <= 1e-10
+
+
+LONG = 24  # More than four times the longest prompt.
+ROOM = 128  # A shorter row is not worth a kernel.
+
+
+def with_kernel(length=LONG):
+  """A policy whose packed rows are long enough for a kernel."""
+  return tiny.policy(length=length, packed_tokens=ROOM)
+
+
+def test_a_kernel_of_packed_rows_changes_only_rounding(monkeypatch):
+  given = batch(T=LONG)
+  params = with_kernel().init(jax.random.key(0))
+  want = scores_and_slopes(tiny.policy(length=LONG), params, given)
+  # Interpreted here.
+  monkeypatch.setitem(kernels.KERNELS, jax.default_backend(), kernels.SPLASH)
+  assert packing.sharing(GROUP, 5, LONG) == 1
+  got = scores_and_slopes(with_kernel(), params, given)
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5),
+    got[1],
+    want[1],
+  )
+  assert invariance_test.apart(got[0], want[0]) <= 1e-5
+
+
+@pytest.mark.parametrize(
+  'platform, length, kernel',
+  [
+    ('tpu', LONG, kernels.SPLASH),
+    ('tpu', 15, kernels.CHUNKED),  # Long prompts are shared.
+    ('gpu', LONG, kernels.CHUNKED),
+    ('cpu', LONG, kernels.CHUNKED),
+  ],
+)
+def test_packed_rows_get_the_kernel_of_their_platform(platform, length, kernel):
+  policy, found = with_kernel(length), {}
+  prompt, action_BT, mask_BT, _ = batch(T=length)
+
+  def run(params):
+    scores = policy.evaluate(
+      params, prompt, action_BT, group_size=GROUP, mask=mask_BT
+    )
+    return scores.logp.sum()
+
+  params = jax.eval_shape(policy.init, jax.random.key(0))
+  with jax.sharding.use_abstract_mesh(mesh_lib.abstract({}, platform)):
+    jax.eval_shape(kernels.recorded(jax.grad(run), found), params)
+  assert {choice.name for choice in found[platform]} == {kernel}
 
 
 @pytest.mark.usefixtures('in_float64')
