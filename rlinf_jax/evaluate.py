@@ -20,7 +20,6 @@ from rlinf_jax.run import evaluation, setup
 from rlinf_jax.run.folder import checkpoint, run_lock, writers
 from rlinf_jax.runtime import base as runtime_base
 from rlinf_jax.runtime import flows as flows_lib
-from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.ray import launch
 from rlinf_jax.state import state_readers
 from rlinf_jax.system import whole_file
@@ -93,7 +92,7 @@ def evaluate(
       print(evaluation_table.text(record['sets']))
       return record
     if ray_address:
-      launch.connect(ray_address)
+      launch.connect(ray_address, is_measured=plan == flows_lib.AUTO)
     flows = flows_lib.trace_evaluation(workflow, source, seed)
     given_plan = flows_lib.read_plan(plan, flows, ignore_others=True)
     config.refuse_unused()
@@ -103,24 +102,27 @@ def evaluate(
     use_ray = bool(ray_address)
     make = flows_lib.initial_evaluated
     first = setup.first_state_reader(workflow, source, seed, make)
-    state = _state(workflow, source, seed, subject, first)
-    if given_plan is None:
-      arrays = state_readers.arrays(state, programs.state_shapes(flows[0]))
-      example = arrays, held_out.batches[0], key
-      given_plan = autoplan.find_plan(flows, 0, example).plan
-      del arrays, example
     if use_ray:
       first = launch.first_state_reader(recipe_of, folder, make)
-      state = _state(workflow, source, seed, subject, first)
+    state = _state(workflow, source, seed, subject, first)
+    recipe = {
+      'flows': flows,
+      'train': recipe_of,
+      'folder': folder,
+      'use_ray': use_ray,
+      'trace': flows_lib.trace_evaluation,
+    }
+    if given_plan is None:
+      inputs = jax.tree.leaves((held_out.batches[0], key))
+      measure = functools.partial(
+        setup.measure, **recipe, state=state, inputs=inputs
+      )
+      given_plan = autoplan.find_plan(flows, 0, measure).plan
     runtime = setup.make_runtime(
       given_plan,
-      flows=flows,
-      train=recipe_of,
-      folder=folder,
-      use_ray=use_ray,
       receive_timeout=receive_timeout,
       network_interface=network_interface,
-      trace=flows_lib.trace_evaluation,
+      **recipe,
     )
     try:
       runtime.start(state)

@@ -81,7 +81,7 @@ def train(
     wandb_project: project at Weights & Biases to send metrics to as well.
     ray_address: runs places in processes of Ray: 'local' starts Ray on this
       machine, 'auto' or an address joins a cluster. None runs all places in
-      this process. With plan 'auto', stages are measured in this process.
+      this process. With plan 'auto', stages are measured in such a process.
     receive_timeout: seconds for which a Ray process waits for a value of
       another before the run fails with an error; None waits without limit.
     network_interface: name of the interface, such as 'eth1', on which Ray
@@ -111,18 +111,17 @@ def train(
       return finished
     config_changes.show(changes)
     if ray_address:
-      launch.connect(ray_address)
+      launch.connect(ray_address, is_measured=plan == flows_lib.AUTO)
     flows = flows_lib.trace_flows(workflow, source, seed)
-    make_runtime = _runtime_maker(
-      workflow,
-      flows,
-      folder,
-      use_ray=bool(ray_address),
+    recipe = {'train': train, 'folder': folder, 'use_ray': bool(ray_address)}
+    make_runtime = functools.partial(
+      setup.make_runtime,
+      **recipe,
+      flows=flows,
       receive_timeout=receive_timeout,
       network_interface=network_interface,
+      retrace=functools.partial(flows_lib.trace_step, workflow),
     )
-    if ray_address and plan == flows_lib.AUTO:
-      launch.check_measurable()
     given_plan = flows_lib.read_plan(plan, flows)
     runtime = make_runtime(given_plan) if given_plan else None
     config.refuse_unused()
@@ -137,7 +136,9 @@ def train(
       workflow,
       source,
       seed,
+      **recipe,
       flows=flows,
+      first=first,
       runtime=runtime,
       make_runtime=make_runtime,
       earlier_plan=flows_lib.read_earlier_plan(folder, flows),
@@ -157,15 +158,3 @@ def train(
       export=export,
     )
     return supervise.run_to_end(run)
-
-
-def _runtime_maker(workflow: base.Workflow, flows, folder, **settings):
-  """Returns `plan -> runtime`; `settings` are those of `make_runtime`."""
-  return functools.partial(
-    setup.make_runtime,
-    flows=flows,
-    train=train,
-    folder=folder,
-    retrace=functools.partial(flows_lib.trace_step, workflow),
-    **settings,
-  )

@@ -11,11 +11,13 @@ from planner.counting import count
 from planner.ir import flow as flow_lib
 from planner.ir import graph
 from rlinf_jax.planning.profiling import (
+  flow_profile,
   machine_profile,
   profile_store,
   stage_profile,
 )
 from rlinf_jax.recipes import warm_start
+from rlinf_jax.state import state_readers
 from rlinf_jax.system import allocator as allocator_lib
 from sharding import rules
 from stages import workflows
@@ -65,7 +67,7 @@ def recipe(checkpoint: str, problems: int):
     huggingface.policy(checkpoint, response_length=40),
     arithmetic.verify(checkpoint),
     optimizers.adamw(4e-4),
-    group=GROUP,
+    group_size=GROUP,
     kl_coef=0.2,
     kl_estimator=losses.kl_k2,
   )
@@ -77,7 +79,7 @@ def recipe(checkpoint: str, problems: int):
 
 def setting() -> Setting:
   """Traces and measures; what was measured before is measured again."""
-  allocator_lib.keep()  # As a run does.
+  allocator_lib.retain_freed_memory()  # As a run does.
   folder = tempfile.mkdtemp()
   workflow, source = job(folder)
   key = jax.random.key(0)
@@ -91,15 +93,15 @@ def setting() -> Setting:
     machine_profile.measure_cluster(memory),
     rules.DEFAULT,
   )
-  given = leaves(flow, state, batch)
+  read = start_values(flow, state, batch).read
   model = bare.with_measurements(
-    stage_profile.measure(flow, given, bare, memory)
+    stage_profile.measure(flow, read, bare, memory)
   )
   return Setting(flow, state, batch, model, bare)
 
 
-def leaves(flow, state, batch):
+def start_values(flow, state, batch) -> flow_profile.StartValues:
   """Inputs and carried values of a flow."""
-  starts = (start for start, _ in flow.carry)
-  arrays = jax.tree.leaves((state, batch, jax.random.key(0)))
-  return dict(zip((*starts, *flow.inputs), arrays, strict=True))
+  inputs = jax.tree.leaves((batch, jax.random.key(0)))
+  first = state_readers.FirstState(lambda: state)
+  return flow_profile.StartValues(flow, first, inputs)

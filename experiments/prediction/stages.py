@@ -30,11 +30,12 @@ def main():
   setting = setting_lib.setting()
   bench = profile.Bench(
     setting.flow,
-    setting_lib.leaves(setting.flow, setting.state, setting.batch),
+    setting_lib.start_values(setting.flow, setting.state, setting.batch).read,
     setting.bare,
   )
   times, sizes = [], []
   for node in setting.flow.nodes:
+    bench.fetch(node)
     if node.name in STAGES:
       cases = [bench.calls(node, rows) for rows in ROWS]
       seconds = call_timing.seconds(cases, time.process_time)

@@ -2,11 +2,14 @@
 
 A learner and an actor in processes: the learner holds parameters and two
 moments, the actor a copy of the parameters. The state is made, a step is run, a
-checkpoint written, and the state read from it.
+checkpoint written, and the state read from it. With `--auto`, the stages are
+measured and a plan is searched for instead, as plan 'auto' does.
 """
 
 import argparse
+import functools
 import json
+import os
 import pathlib
 import tempfile
 import threading
@@ -17,6 +20,7 @@ import psutil
 
 from experiments.processes import two_places
 from planner.ir import plan as plan_lib
+from rlinf_jax.planning import autoplan
 from rlinf_jax.run.folder import checkpoint
 from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.ray import launch
@@ -101,12 +105,48 @@ def measure(size: int) -> dict[str, float]:
   return {'state_mib': round(size / 2**20)} | mebibytes | seconds
 
 
+def measure_planning(size: int) -> dict[str, float]:
+  """Measures stages and searches for a plan; returns MiB, and seconds.
+
+  Args:
+    size: bytes of the state.
+  """
+  from rlinf_jax.planning.profiling import profiler
+
+  initial = two_places.Initial(size // two_places.BYTES // two_places.LEAVES)
+  flows = two_places.Flows(initial)
+  step, _ = flows()
+  measured = functools.partial(
+    profiler.measure,
+    flows,
+    state=state_readers.FirstState(initial),
+    inputs=[np.ones(4, np.float32), two_places.KEY],
+  )
+  processes = {'driver': psutil.Process()}
+  before, start = own(processes['driver']), time.perf_counter()
+  with (
+    tempfile.TemporaryDirectory() as folder,
+    Peak(processes) as peak,
+  ):
+    os.environ['RLINF_JAX_CACHE'] = folder  # Nothing was measured before.
+    chosen = autoplan.find_plan((step, step), 0, measured)
+  constants = chosen.model.measured.constants
+  return {
+    'state_mib': round(size / 2**20),
+    'driver_mib': round((peak.now['driver'] - before) / 2**20),
+    'plan_seconds': round(time.perf_counter() - start, 2),
+    'learn_seconds': round(constants['learn', 1, ()], 3),
+  }
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('--mebibytes', type=int, default=500)
-  size = parser.parse_args().mebibytes * 2**20
+  parser.add_argument('--auto', action='store_true')
+  arguments = parser.parse_args()
   launch.connect('local')
-  print(json.dumps(measure(size)))
+  run = measure_planning if arguments.auto else measure
+  print(json.dumps(run(arguments.mebibytes * 2**20)))
 
 
 if __name__ == '__main__':

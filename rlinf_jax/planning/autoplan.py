@@ -1,6 +1,6 @@
-"""Chooses a run's plan from costs that are measured on this machine.
+"""Chooses a run's plan from costs that are measured on its machine.
 
-`stage_profile` measures the stages, the fastest plan is searched for with these
+`flow_profile` measures the stages, the fastest plan is searched for with these
 costs, and `monitor` compares the plan's prediction with what steps then take.
 """
 
@@ -8,8 +8,6 @@ import collections
 from collections.abc import Callable, Mapping
 import dataclasses
 import typing
-
-import jax
 
 from planner.costs import cost_table, roofline
 from planner.costs import measured as measured_lib
@@ -23,8 +21,7 @@ from planner.search import deadline as deadline_lib
 from planner.search.plans import second_mesh
 from planner.simulation import evaluate_plan
 from rlinf_jax.planning import evaluation_rows, remedies, searches
-from rlinf_jax.planning.profiling import machine_profile, stage_profile
-from rlinf_jax.planning.profiling import profile_store as profile_store_lib
+from rlinf_jax.planning.profiling import flow_profile
 from sharding import rules as rules_lib
 
 # Seconds of search, after which an unproved plan is good enough.
@@ -73,7 +70,7 @@ class ChosenPlan:
 def find_plan(
   flows: tuple[graph.Flow, graph.Flow],
   staleness: int,
-  example: tuple | None,
+  measure: Callable[[], flow_profile.Profile],
   keep: plan_lib.Plan | None = None,
   print_line: Callable[[str], None] = print,
 ) -> ChosenPlan:
@@ -82,32 +79,23 @@ def find_plan(
   Args:
     flows: recordings of a step and of an evaluation.
     staleness: the workflow's staleness, in steps: so many steps may overlap.
-    example: state, batch and key, as arrays, to measure with; None where they
-      do not fit on one device, and costs are modeled only.
+    measure: as `flow_profile.measure`, of a step.
     keep: the plan of a resumed run. There is no search until steps deviate from
       its prediction.
     print_line: prints a line of text.
   """
   # The planner unrolls loops; the runtime runs them as loops.
   step, evaluate = map(unroll.unroll, flows)
-  store = profile_store_lib.Store()
-  cluster = machine_profile.measure_cluster(store)
+  print_line('Measuring stages to plan by; earlier measurements are reused.')
+  profile = measure()
+  works = profile.works or count.of_flow(step)
   model = roofline.Roofline(
-    step,
-    count.of_flow(step, platform=cluster.device.platform),
-    cluster,
-    rules_lib.DEFAULT,
-    evaluation=evaluate,
+    step, works, profile.cluster, rules_lib.DEFAULT, evaluation=evaluate
   )
-  if example is None:
+  if profile.stages is None:
     print_line('Planning by modeled costs: one device cannot hold the state.')
   else:
-    print_line('Measuring stages to plan by; earlier measurements are reused.')
-    starts = (start for start, _ in step.carry)
-    leaves = zip((*starts, *step.inputs), jax.tree.leaves(example), strict=True)
-    model = model.with_measurements(
-      stage_profile.measure(step, dict(leaves), model, store)
-    )
+    model = model.with_measurements(profile.stages)
   if keep:
     prediction = predict_step(step, staleness, model, keep)
     chosen = ChosenPlan(keep, model, prediction, gap=None)

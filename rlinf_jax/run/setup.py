@@ -1,17 +1,16 @@
 """Set-up of a run: its runtime, with a state loaded into it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 import pathlib
 from typing import Any
 
-import jax
-
 from planner.ir import graph
 from planner.ir import plan as plan_lib
+from rlinf_jax.config import config
 from rlinf_jax.planning import autoplan
 from rlinf_jax.planning import monitor as monitor_lib
-from rlinf_jax.planning.profiling import stage_profile
+from rlinf_jax.planning.profiling import flow_profile
 from rlinf_jax.run.folder import checkpoint as checkpoint_lib
 from rlinf_jax.runtime import base as runtime_base
 from rlinf_jax.runtime import flows as flows_lib
@@ -73,15 +72,46 @@ def first_state_reader(
   )
 
 
+def measure(
+  *,
+  flows: tuple[graph.Flow, graph.Flow],
+  train: Callable[..., Any],
+  folder: pathlib.Path,
+  use_ray: bool,
+  state: state_readers.StateReader,
+  inputs: Sequence[Any],
+  trace: Callable[..., Any] = flows_lib.trace_flows,
+) -> flow_profile.Profile:
+  """Measures the stages of a step, in this process or in one of Ray.
+
+  Args:
+    flows: of a step and of an evaluation.
+    train: as `make_runtime`.
+    folder: the run folder.
+    use_ray: measures in a process of Ray, so that this one holds no state.
+    state: as `flow_profile.measure`.
+    inputs: likewise.
+    trace: the function that recorded `flows`.
+  """
+  if use_ray:
+    from rlinf_jax.planning.profiling import profiler  # It imports Ray.
+
+    recipe = launch.Recipe(train, config.text(), str(folder), trace)
+    return profiler.measure(recipe, state, inputs)
+  return flow_profile.measure(flows[0], state, inputs)
+
+
 def choose_plan(
   workflow: base.Workflow,
   source: base.Source,
   seed: int,
   *,
   flows: tuple[graph.Flow, graph.Flow],
+  first: state_readers.StateReader,
   runtime: runtime_base.Runtime | None,
   make_runtime: Callable[..., runtime_base.Runtime],
   earlier_plan: plan_lib.Plan | None,
+  **recipe,
 ):
   """Makes the runtime of a run, without a state; finds its plan if needed.
 
@@ -90,22 +120,27 @@ def choose_plan(
     source: its batches; stages are measured with the first.
     seed: of the parameters and of that batch.
     flows: of a step and of an evaluation.
+    first: reads the first state.
     runtime: the runtime, or None to search for a plan and make its runtime.
     make_runtime: `plan -> runtime`.
     earlier_plan: the plan of the run that is resumed, if one was found; it is
       used instead of a search.
+    **recipe: `train`, `folder` and `use_ray`, as `make_runtime` of this module.
 
   Returns:
     The runtime, and the monitor of a plan that was searched for, else None.
   """
-  key, monitor, inputs = jax.random.key(seed), None, None
-  batch = flows_lib.first_batch(source, seed)
+  monitor, staleness = None, workflow.staleness
   if not runtime:
-    if stage_profile.fits(flows[0]):
-      state = flows_lib.first_state(workflow, key, batch)
-      inputs = state, batch, key
-    staleness = workflow.staleness
-    chosen = autoplan.find_plan(flows, staleness, inputs, earlier_plan)
+    inputs = flows_lib.first_inputs(source, seed)
+    chosen = autoplan.find_plan(
+      flows,
+      staleness,
+      functools.partial(
+        measure, **recipe, flows=flows, state=first, inputs=inputs
+      ),
+      earlier_plan,
+    )
     monitor = monitor_lib.PlanMonitor(flows, staleness, chosen, make_runtime)
     runtime = monitor.runtime()
   runtime.compile('step')  # While the parameters are read.

@@ -103,6 +103,11 @@ def first_batch(source: base.Source, seed: int) -> Any:
   return source.next(source.init(seed), {})[1]
 
 
+def first_inputs(source: base.Source, seed: int) -> list[Any]:
+  """The inputs of a run's first step, as arrays: a batch and a key."""
+  return jax.tree.leaves((first_batch(source, seed), jax.random.key(seed)))
+
+
 def first_state(workflow: base.Workflow, key: jax.Array, batch) -> Any:
   """The state before a run's first step, with room for batches like `batch`."""
   state = workflow.init(key)

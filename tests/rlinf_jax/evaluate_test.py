@@ -96,6 +96,17 @@ def test_tables_are_those_of_the_completions(tmp_path, capsys):
   assert '<h3>Evaluation</h3>' in page and '>unfinished<' not in page
 
 
+def test_an_evaluation_runs_the_plan_that_it_finds(tmp_path, capsys):
+  given = run(tmp_path / 'given')['sets']
+  capsys.readouterr()
+  found = run(tmp_path / 'found', plan='auto')['sets']
+  assert 'Plan: ' in capsys.readouterr().out
+  # Rounding, which another mesh changes, may change a sampled token.
+  assert given.keys() == found.keys()
+  accuracy = lambda sets: sets['all']['accuracy']['value']
+  assert abs(accuracy(given) - accuracy(found)) < 0.1
+
+
 def test_a_stopped_evaluation_goes_on(tmp_path, monkeypatch):
   whole = run(tmp_path / 'whole')
   calls = []

@@ -6,7 +6,7 @@ devices share a processor, a stage is measured on one of them and then on as
 many at once as there are cores, which shows how much they slow each other down.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
 import functools
@@ -32,10 +32,13 @@ TURNS = 4  # Micro-batches that are measured in one call.
 FILL = 0.5  # Of a device's memory: a measurement may need so much, as modeled.
 ADDRESS = re.compile(r'0x[0-9a-f]+')
 
+# Reads inputs and carried values of a flow, by id.
+Read = Callable[[Iterable[int]], Mapping[int, jax.Array]]
+
 
 def measure(
   flow: graph_lib.Flow,
-  given: Mapping[int, jax.Array],
+  read: Read,
   model: roofline.Roofline,
   store: profile_store_lib.Store,
   rules: rules_lib.Rules = rules_lib.DEFAULT,
@@ -44,7 +47,7 @@ def measure(
 
   Args:
     flow: as recorded.
-    given: its inputs and carried values, by id.
+    read: reads its inputs and carried values.
     model: decides which stages matter and what fits in memory.
     store: earlier measurements.
     rules: mesh axes of each letter.
@@ -54,7 +57,7 @@ def measure(
   known = {name: store.get(plan.what) for name, plan in plans.items()}
   missing = {name for name, found in known.items() if found is None}
   if missing:
-    bench = Bench(flow, given, model, rules)
+    bench = Bench(flow, read, model, rules)
     for name, found in bench.run({n: plans[n] for n in missing}):
       store.put(plans[name].what, found)
       known[name] = found
@@ -234,17 +237,16 @@ class Bench:
 
   Attributes:
     places: the devices that measure at the same time.
-    memory: the values computed so far, by id.
+    memory: the values read and computed so far, by id.
   """
 
-  def __init__(self, flow, given, model, rules=rules_lib.DEFAULT):
-    self.flow, self.model = flow, model
+  def __init__(self, flow, read: Read, model, rules=rules_lib.DEFAULT):
+    self.flow, self.read, self.model = flow, read, model
     self.places = [
       place_lib.Place(f'device {i}', plan_lib.Placement((i,)), {}, rules)
       for i in range(machine_profile.busy_devices())
     ]
-    first = self.places[0]
-    self.memory = {v: first.put(flow.values[v], x) for v, x in given.items()}
+    self.memory = {}
     self.last = {v: i for i, node in enumerate(flow.nodes) for v in node.reads}
 
   def run(self, plans: Mapping[str, _Case]):
@@ -261,6 +263,7 @@ class Bench:
     ends = max(i for i, n in enumerate(self.flow.nodes) if id(n) in nodes)
     for i, node in enumerate(self.flow.nodes[: ends + 1]):
       name = nodes.get(id(node))
+      self.fetch(node)
       if name is not None:
         yield name, self._measured(node, plans[name].rows)
       if i < ends:
@@ -268,6 +271,12 @@ class Bench:
       for v in {*node.reads, *node.writes}:
         if self.last.get(v, -1) <= i:
           self.memory.pop(v, None)
+
+  def fetch(self, node):
+    """Reads what a node reads and no earlier one has read or computed."""
+    missing = [v for v in dict.fromkeys(node.reads) if v not in self.memory]
+    for v, x in self.read(missing).items():
+      self.memory[v] = self.places[0].put(self.flow.values[v], x)
 
   def _measured(self, node, rows):
     """Measures a node with some numbers of rows."""

@@ -9,7 +9,6 @@ import weakref
 
 import ray
 from ray import util
-from ray.util import scheduling_strategies as scheduling
 
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import programs
@@ -152,21 +151,11 @@ class ActorPool:
 
   def _new_actor(self, name: str):
     actor = ray.remote(concurrency_groups=actor_lib.GROUPS)(actor_lib.Actor)
-    needs = self._reservation.needs[name]
     place = self._plan.places[self.processes[name].place]
-    return actor.options(
-      name=f'{name} ({os.getpid()}-{os.urandom(3).hex()})',
-      num_cpus=needs['CPU'],
-      num_gpus=needs.get('GPU', 0),
-      resources={'TPU': needs['TPU']} if 'TPU' in needs else None,
-      scheduling_strategy=scheduling.PlacementGroupSchedulingStrategy(
-        self._reservation.group,
-        placement_group_bundle_index=self._reservation.bundle[name],
-      ),
-      runtime_env={
-        'env_vars': resources.environment(place, needs, self._interface)
-      },
-    ).remote()
+    options = resources.actor_options(
+      self._reservation, name, place, self._interface
+    )
+    return actor.options(**options).remote()
 
   def _join(self, actors):
     """Has processes of one place make their devices one list."""

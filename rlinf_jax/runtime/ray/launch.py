@@ -81,12 +81,17 @@ def leave_accelerators():
   jax.config.update('jax_platforms', 'cpu')
 
 
-def connect(address: str):
+def connect(address: str, is_measured: bool = False):
   """Connects to Ray, as a driver. Call it before JAX starts threads.
+
+  Args:
+    address: as `connection.connect`.
+    is_measured: whether stages are to be measured in the cluster.
 
   Raises:
     ConnectionError: if there is no cluster at that address.
-    ValueError: if this process uses accelerators already.
+    ValueError: if this process uses accelerators already, or the cluster cannot
+      be measured.
   """
   from rlinf_jax.runtime.ray import connection
 
@@ -98,22 +103,24 @@ def connect(address: str):
       f'accelerators, but JAX has started on the {kind} in it: set '
       'JAX_PLATFORMS=cpu for it.'
     )
+  if is_measured:
+    check_measurable()
 
 
 def check_measurable():
-  """Checks that stages measured in this process take as long at the places.
+  """Checks that stages can be measured for plan 'auto'.
 
   Raises:
-    ValueError: if places have accelerators. This process computes on its CPU.
+    ValueError: if places have accelerators, on which that was not tried.
   """
   from rlinf_jax.runtime.ray import resources
 
   kind = resources.device_kind()
   if kind != 'CPU':
     raise ValueError(
-      "With `ray_address`, `train.train.plan = 'auto'` measures stages on the "
-      f'CPU of this process, and its places would have a {kind}: bind a plan. '
-      '--plan_only finds one for a cluster, and --plan_json writes it.'
+      "With `ray_address`, plan = 'auto' measures stages on CPUs alone, and "
+      f'places would have a {kind}: bind a plan. --plan_only finds one for a '
+      'cluster, and --plan_json writes it.'
     )
 
 

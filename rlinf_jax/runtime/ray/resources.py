@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import ray
 from ray import util
+from ray.util import scheduling_strategies as scheduling
 
 from rlinf_jax.runtime.ray import actor as actor_lib
 
@@ -83,6 +84,31 @@ def reserve(plan, processes: Mapping[str, actor_lib.Process]) -> Reservation:
       'bind a plan for fewer.'
     )
   return Reservation(group, bundle, needs)
+
+
+def actor_options(
+  reservation: Reservation, name: str, place, interface: str | None
+) -> dict[str, Any]:
+  """Options of Ray for the actor of a process, with the devices reserved.
+
+  Args:
+    reservation: of a plan.
+    name: of the process.
+    place: its placement in the plan.
+    interface: on which it listens; None for the one that Ray uses.
+  """
+  needs = reservation.needs[name]
+  return {
+    'name': f'{name} ({os.getpid()}-{os.urandom(3).hex()})',
+    'num_cpus': needs['CPU'],
+    'num_gpus': needs.get('GPU', 0),
+    'resources': {'TPU': needs['TPU']} if 'TPU' in needs else None,
+    'scheduling_strategy': scheduling.PlacementGroupSchedulingStrategy(
+      reservation.group,
+      placement_group_bundle_index=reservation.bundle[name],
+    ),
+    'runtime_env': {'env_vars': environment(place, needs, interface)},
+  }
 
 
 def machines(reservation: Reservation) -> set[str]:

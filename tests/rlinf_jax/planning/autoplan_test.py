@@ -22,7 +22,7 @@ from rlinf_jax.planning.profiling import stage_profile as profile
 from rlinf_jax.report import predicted
 from rlinf_jax.runtime import flows as flows_lib
 from rlinf_jax.runtime import programs
-from rlinf_jax.runtime.ray import launch, resources
+from rlinf_jax.runtime.ray import connection, launch, resources
 from sharding import rules
 import stages
 from stages import base, metrics
@@ -316,11 +316,11 @@ def test_what_fits_nowhere_is_told():
     autoplan.search(*both_flows, 0, costs)
 
 
-def test_accelerators_are_left_to_the_processes_that_shall_have_them(
-  monkeypatch,
-):
+def test_stages_are_measured_with_ray_on_cpus_alone(monkeypatch):
+  monkeypatch.setattr(connection, 'connect', lambda address: None)
   monkeypatch.setattr(resources, 'device_kind', lambda: 'CPU')
-  launch.check_measurable()
+  launch.connect('local', is_measured=True)
   monkeypatch.setattr(resources, 'device_kind', lambda: 'GPU')
-  with pytest.raises(ValueError, match='measures .* on the CPU .* bind a plan'):
-    launch.check_measurable()
+  launch.connect('local')  # With a plan.
+  with pytest.raises(ValueError, match='on CPUs alone.* a GPU: bind a plan'):
+    launch.connect('local', is_measured=True)

@@ -14,10 +14,12 @@ from planner.counting import count
 from planner.ir import flow as flow_lib
 from rlinf_jax.planning.profiling import (
   call_timing,
+  flow_profile,
   machine_profile,
   profile_store,
   stage_profile,
 )
+from rlinf_jax.state import state_readers
 from sharding import rules
 import stages
 from stages import workflows
@@ -140,17 +142,17 @@ def setting(step, args, memory=4e9):
   model = roofline.Roofline(
     flow, count.of_flow(flow), toy_cluster(memory), rules.DEFAULT
   )
-  starts = (start for start, _ in flow.carry)
-  given = zip((*starts, *flow.inputs), jax.tree.leaves(args), strict=True)
-  return flow, dict(given), model
+  first = state_readers.FirstState(lambda: args[0])
+  start = flow_profile.StartValues(flow, first, jax.tree.leaves(args[1:]))
+  return flow, start.read, model
 
 
 @pytest.mark.slow
 def test_stages_are_measured_once_and_then_remembered(tmp_path, monkeypatch):
   workflow, args = grpo()
-  flow, given, model = setting(workflow.step, args)
+  flow, read, model = setting(workflow.step, args)
   keep = profile_store.Store(tmp_path)
-  found = stage_profile.measure(flow, given, model, keep)
+  found = stage_profile.measure(flow, read, model, keep)
   assert found.curves['gradient', 1, ()].points[-1][0] == 16
   assert found.rows('generate') == [2, 4, 16]
   assert ('apply', 1, ()) in found.constants
@@ -158,10 +160,10 @@ def test_stages_are_measured_once_and_then_remembered(tmp_path, monkeypatch):
   monkeypatch.setattr(stage_profile, 'Bench', lambda *args: 1 / 0)
   # Stages of equal programs share their measurement.
   workflow, args = grpo()
-  flow, given, model = setting(workflow.step, args)
+  flow, read, model = setting(workflow.step, args)
   # The same stages are worth measuring, as modeled.
   assert (
-    stage_profile.measure(flow, given, model, profile_store.Store(tmp_path))
+    stage_profile.measure(flow, read, model, profile_store.Store(tmp_path))
     == found
   )
 
@@ -219,9 +221,9 @@ def test_a_host_stage_is_known_by_its_text_and_what_it_is_bound_to(other):
 
 
 def test_a_stage_takes_as_long_as_its_rows_say(tmp_path):
-  flow, given, model = slow_setting()
+  flow, read, model = slow_setting()
   found = stage_profile.measure(
-    flow, given, model, profile_store.Store(tmp_path)
+    flow, read, model, profile_store.Store(tmp_path)
   )
   points = found.curves['slow', 1, ()].points
   assert len(points) == stage_profile.SIZES and points[-1][0] == 16
@@ -287,10 +289,10 @@ def test_a_simulator_is_measured_by_going_on(tmp_path):
 
   token = np.stack([np.arange(16), 0 * np.arange(16)], 1).astype(np.int32)
   args = {'token': token}, np.ones(16, np.float32), jax.random.key(0)
-  flow, given, model = setting(acted, args)
+  flow, read, model = setting(acted, args)
   assert stage_profile.uses_up(flow.nodes[0])
   found = stage_profile.measure(
-    flow, given, model, profile_store.Store(tmp_path)
+    flow, read, model, profile_store.Store(tmp_path)
   )
   points = found.curves['simulate', 1, ()].points
   assert [rows for rows, _ in points] == [1, 4, 16]
@@ -308,7 +310,7 @@ def test_what_cannot_go_on_is_not_measured():
 
 
 def test_rows_that_do_not_fit_are_not_tried(tmp_path):
-  flow, given, model = slow_setting()
+  flow, read, model = slow_setting()
   alive = model.works['total'].at(16).bytes_alive
   model.capacity = alive / stage_profile.FILL / 2
   (node,) = (node for node in flow.nodes if node.name == 'total')

@@ -11,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ray
+from ray import util
 
 from experiments.processes import driver_memory, two_places
 import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
+from rlinf_jax.planning import autoplan
+from rlinf_jax.planning.profiling import profiler
 from rlinf_jax.run.folder import checkpoint
 from rlinf_jax.runtime import executor, local, programs
 from rlinf_jax.runtime.base import ProcessDiedError, StageError
@@ -157,6 +160,51 @@ def test_a_place_that_dies_while_it_writes_leaves_the_last_checkpoint(
   assert remote.step(X, two_places.KEY) == want
 
 
+def test_no_array_of_the_driver_holds_a_parameter_while_stages_are_measured(
+  messages, tmp_path, monkeypatch
+):
+  monkeypatch.setenv('RLINF_JAX_CACHE', str(tmp_path))
+  initial = two_places.Initial(LEAF)
+  flows = two_places.Flows(initial)
+  step, _ = flows()
+  made, put = [], state_readers.deferred.put
+
+  def seen(x, *args, **kwargs):
+    made.append(x.shape)
+    return put(x, *args, **kwargs)
+
+  monkeypatch.setattr(state_readers.deferred, 'put', seen)
+  live = sum(x.nbytes for x in jax.live_arrays())
+  largest = []
+
+  def measure():
+    first = state_readers.FirstState(initial)
+    profile = profiler.measure(flows, first, [X, two_places.KEY])
+    largest.append(sum(x.nbytes for x in jax.live_arrays()) - live)
+    return profile
+
+  chosen = autoplan.find_plan((step, step), 0, measure)
+  assert ('learn', 1, ()) in chosen.model.measured.constants
+  assert chosen.prediction.stages['learn'].tag == 'measured'
+  assert messages and max(messages) < LEAF * 4 / 10
+  assert largest[0] < LEAF * 4 and not made
+  assert list(tmp_path.iterdir())  # For the next run.
+  names = [x['name'] for x in util.list_named_actors(all_namespaces=True)]
+  assert not [name for name in names if name.startswith(profiler.NAME)]
+
+
+def test_what_fails_while_it_is_measured_is_said(tmp_path, monkeypatch):
+  monkeypatch.setenv('RLINF_JAX_CACHE', str(tmp_path))
+  flows = two_places.Flows(two_places.Initial(4))
+  inputs = [X, two_places.KEY]
+  other = state_readers.FirstState(three)
+  with pytest.raises(ValueError, match='make it with the same workflow'):
+    profiler.measure(flows, other, inputs)
+  dying = state_readers.FirstState(functools.partial(os._exit, 1))
+  with pytest.raises(ProcessDiedError, match="place 'profiler' has died"):
+    profiler.measure(flows, dying, inputs)
+
+
 def shapes_of(runtime):
   return programs.state_shapes(runtime.lowered['step'].flow)
 
@@ -165,6 +213,10 @@ def test_the_driver_of_a_state_takes_a_small_share_of_its_memory():
   found = driver_memory.measure(200 * 2**20)
   assert found['driver_mib'] < 20
   assert found['learner_mib'] > 200  # The measurement sees a state.
+  found = driver_memory.measure_planning(200 * 2**20)
+  assert found['driver_mib'] < 40
+  # Stages were measured: no processor adds 150 MiB in so little.
+  assert found['learn_seconds'] > 0.01
 
 
 @stages.stage('judge', 'row', unbatched=(0,))
