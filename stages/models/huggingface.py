@@ -16,7 +16,7 @@ from stages import base, kernels, ranges
 from stages import remat as remat_lib
 from stages.language import language_model, sample, tokens
 from stages.models import config as config_lib
-from stages.models import families, transformer
+from stages.models import families, lora_merge, transformer
 from stages.models import lora as lora_lib
 from stages.models.files import adapters, config_check, naming, weights
 from stages.models.vision import vision_files
@@ -381,10 +381,7 @@ def export(
     if lora_lib.is_adapted(params) and not merge_lora:
       adapters.write(part, params, source)
     else:
-      if lora_lib.is_adapted(params):
-        arrays = jax.tree.map(jnp.asarray, params)  # They may be in files.
-        params = jax.jit(lora_lib.merge)(arrays)
-      _export_model(part, params, source)
+      _export_model(part, lora_merge.merge(params), source)
     for name in COMPANIONS:
       if (source / name).is_file():
         shutil.copy(source / name, part / name)

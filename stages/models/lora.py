@@ -227,7 +227,7 @@ def pairs(params):
       yield p, adapter[a], adapter[b] * scale.astype(adapter[b].dtype)
 
 
-def _with_layers(params, layers):
+def with_layers(params, layers):
   """The model's parameters with `layers` replaced, and those of a critic."""
   own = params[base.FROZEN][PARAMS]
   rest = {k: v for k, v in params.items() if k not in (ADAPTER, base.FROZEN)}
@@ -242,7 +242,7 @@ def join(params):
   layers = {}
   for p, *pair in pairs(params):
     layers |= zip(pair_names(p), pair, strict=True)
-  return _with_layers(params, layers)
+  return with_layers(params, layers)
 
 
 def merge(params):
@@ -256,7 +256,7 @@ def merge(params):
     ins, outs = split(p)
     delta = jnp.einsum(f'L{ins}I,LI{outs}->L{ins}{outs}', a, b)
     layers[p] = (own[p].astype(delta.dtype) + delta).astype(own[p].dtype)
-  return _with_layers(params, layers)
+  return with_layers(params, layers)
 
 
 def _expanded(params):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base
-from stages.models import lora
+from stages.models import lora, lora_merge
 
 
 def wrap(
@@ -71,11 +71,13 @@ def merge(params, *, part: str):
 
 
 def merge_if_adapted(params, *, part: str):
-  """The whole model, as `merge`; the given parameters if nothing is adapted."""
+  """The whole model, as `merge`; the given parameters if nothing is adapted.
+
+  They may be in files, from which each array is read when it is used.
+  """
   if not lora.is_adapted(params):
     return params
-  arrays = jax.tree.map(jnp.asarray, params)  # They may be in files.
-  return jax.jit(functools.partial(merge, part=part))(arrays)
+  return _whole(lora_merge.merge, params, part=part)
 
 
 def _whole(prepare: Callable, params, *, part: str):

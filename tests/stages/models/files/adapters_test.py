@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ import pytest
 from safetensors import numpy as st
 import transformers
 
+from stages import base
 from stages.models import huggingface, lora, transformer
-from stages.models.files import weights
+from stages.models.files import lazy_array, weights
 import torch_reference
 from torch_reference import prompts, to_torch
 
@@ -146,6 +148,44 @@ def test_a_merged_export_has_the_same_logits(model, trained, tmp_path):
   with torch.no_grad():
     theirs = torch_reference.logits(merged, *to_torch(prompt)).numpy()
   assert_close(theirs, got, prompt)
+
+
+@pytest.mark.parametrize('quantize', [None, 'int8'])
+def test_a_merged_export_holds_the_arrays_of_one_matrix(
+  quantize, model, trained, tmp_path
+):
+  if quantize:
+    settings = lora.Lora(rank=3, quantize=quantize)
+    frozen = trained[base.FROZEN]
+    own = lora.quantized(frozen[lora.PARAMS], settings)
+    trained = trained | {base.FROZEN: frozen | {lora.PARAMS: own}}
+  # What one program makes of the whole model, as a checkpoint.
+  whole = jax.jit(lora.merge)(trained)
+  huggingface.export(tmp_path / 'whole', whole, model[1])
+  matrices, alive, most = {*lora.LETTERS.values()}, [], []
+
+  def lazy(path, x):
+    name = path[-1].key
+    matrix = any(name in (p, *lora.pair_names(p)) for p in matrices)
+
+    def read():
+      copy = np.array(x)
+      if matrix:
+        alive.append(weakref.ref(copy))
+        most.append(sum(found() is not None for found in alive))
+      return copy
+
+    return lazy_array.LazyArray(x.shape, x.dtype, read) if x.ndim else x
+
+  params = jax.tree_util.tree_map_with_path(lazy, trained)
+  huggingface.export(tmp_path / 'merged', params, model[1], merge_lora=True)
+  # The matrix, its A and its B, each once.
+  assert len(most) == 3 * len(matrices) and max(most) <= 3
+  files = [
+    (tmp_path / name / 'model.safetensors').read_bytes()
+    for name in ('whole', 'merged')
+  ]
+  assert files[0] == files[1]
 
 
 def test_an_export_is_read_back_to_the_bit(model, trained, adapter):
