@@ -293,7 +293,7 @@ class Search:
     if seconds is not None:
       opened = self.open[choice.pieces]
       at = self.choices.place_of[choice.part][opened.cut.group][:, None]
-      delays, waits, more = timing.moves(self.choices, choice)
+      delays, waits, more = timing.moves(self.choices, choice, self.share)
       bound = self.bound(opened, seconds + more, at, delays, waits)[0]
       if bound < self.enough:
         self._push(choice, bound, None)

@@ -10,6 +10,8 @@ and each node counts with the least seconds that the open choices allow.
 Arrays are [N, K]: one row a node, one column a plan or a set of plans.
 """
 
+import functools
+
 import numpy as np
 
 from planner.ir import graph
@@ -172,7 +174,6 @@ class LowerBounds:
   Attributes:
     edges: pairs of indices of nodes, of which the second reads the first.
     step: the section that depends on the inputs of a step.
-    loops: the sections that depend on what an earlier step carries over.
     outside: the worker of each node, [N]: zero for its place, else an index of
       the stage. Calls of an asynchronous stage run one after another on a
       background worker of their own.
@@ -191,7 +192,17 @@ class LowerBounds:
     self.outside = np.array([stages.index(name) for name in names])
     begins = {i for v in flow.inputs for i in flow.readers.get(v, ())}
     self.step = Section(flow, self.edges, self._after(begins))
-    self.loops, visited, ends = [], set(), dict(flow.carry)
+    self._flow = flow
+
+  @functools.cached_property
+  def loops(self) -> list[Section]:
+    """The sections that depend on what an earlier step carries over.
+
+    A long flow takes seconds to divide into them, and only bounds of steps that
+    overlap read them.
+    """
+    flow, visited, ends = self._flow, set(), dict(self._flow.carry)
+    loops = []
     for start in ends:
       readers, end, steps = flow.readers.get(start, ()), ends[start], 1
       while end in ends and ends[end] != end and steps <= len(ends):
@@ -200,10 +211,20 @@ class LowerBounds:
       nodes = self._after(readers)
       if maker in nodes and (readers, maker, steps) not in visited:
         visited.add((readers, maker, steps))
-        nodes = {i for i in nodes if maker in self._after([i])}
-        self.loops.append(
+        nodes &= self._before(maker)
+        loops.append(
           Section(flow, self.edges, nodes, maker, steps, end, readers)
         )
+    return loops
+
+  def loops_beside(self, share: float) -> list[Section]:
+    """Returns the loops that bound a step besides its own section.
+
+    Args:
+      share: share of a step that passes before the next one begins.
+    """
+    # If it passes whole, loops are part of the step.
+    return self.loops if share < 1 or not self.step.nodes else []
 
   def _after(self, nodes) -> set[int]:
     """Returns nodes and everything that depends on them."""
@@ -211,6 +232,14 @@ class LowerBounds:
     for j, i in self.edges:  # Earlier ones first.
       if j in found:
         found.add(i)
+    return found
+
+  def _before(self, node: int) -> set[int]:
+    """Returns a node and everything that it depends on."""
+    found = {node}
+    for j, i in reversed(self.edges):  # Later ones first.
+      if i in found:
+        found.add(j)
     return found
 
   def period(self, seconds, at, share, delays=None, waits=None, enough=np.inf):
@@ -222,18 +251,19 @@ class LowerBounds:
       share: share of a step that passes before the next one begins.
       delays: transfer time along each of `edges`, [E, K].
       waits: time after every node before a step ends, [N, K]; then for each
-        loop, time before every node after the loop has started, [N, K].
+        of `loops_beside(share)`, time before every node after the loop has
+        started, [N, K].
       enough: bounds that reach this are not refined further.
     """
     at = at + (at.max() + 1) * self.outside[:, None]
     bound = busiest(seconds, at)
-    waits = waits or [None] * (1 + len(self.loops))
+    loops = self.loops_beside(share)
+    waits = waits or [None] * (1 + len(loops))
     sections = [(self.step, share, waits[0])]
-    if share < 1 or not self.step.nodes:  # Else loops are part of the step.
-      sections += [
-        (loop, 1 / loop.steps, wait)
-        for loop, wait in zip(self.loops, waits[1:], strict=True)
-      ]
+    sections += [
+      (loop, 1 / loop.steps, wait)
+      for loop, wait in zip(loops, waits[1:], strict=True)
+    ]
     for section, times, wait in sections:
       some = np.flatnonzero(bound < enough)
       if len(some) and times and section.nodes:

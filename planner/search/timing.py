@@ -22,8 +22,13 @@ def simulate(
   ).seconds
 
 
-def moves(choices, choice):
+def moves(choices, choice, share: float):
   """Returns lower bounds on the time that moves add to a plan.
+
+  Args:
+    choices: that the plan is one of.
+    choice: the plan.
+    share: share of a step that passes before the next one begins.
 
   Returns:
     Seconds added to each edge, [E, 1]; seconds to wait after each node before
@@ -56,7 +61,7 @@ def moves(choices, choice):
     if start in own and here and not flow.nodes[maker].asynchronous:
       more[maker] += costs.switch(flow, end, places[at[maker]])
   waits = [last]
-  for loop in cut.bounds.loops:
+  for loop in cut.bounds.loops_beside(share):
     first = np.zeros((len(flow.nodes), 1))
     for i in loop.readers if loop.steps == 1 else ():
       if at[i] != at[loop.end]:
