@@ -4,16 +4,19 @@
 
 OpenVLA writes its tokens one after the other, with keys and values kept;
 OpenVLA-OFT writes all in one pass. Prints the median seconds of both, without
-compilation, and their ratio.
+compilation, and their ratio; with `--counted`, their arithmetic and their
+traffic with memory in place of seconds, without running either.
 """
 
 import statistics
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from planner.counting import count
 from stages import base
 from stages.models import transformer
 from stages.models.vision import vit
@@ -71,8 +74,24 @@ def seconds(policy: base.Policy, obs) -> float:
   return statistics.median(spent[1:])  # The first one compiles.
 
 
-def main():
-  """Prints a line for each size."""
+def counted(policy: base.Policy, obs) -> tuple[float, float]:
+  """Operations and bytes of a call of `act`, 10⁹ of each.
+
+  The bytes are those of products and loops, where elementwise arithmetic is
+  fused: each token that is decoded alone reads the weights again.
+  """
+  params = jax.eval_shape(policy.init, jax.random.key(0))
+  keys = jax.random.split(jax.random.key(0), obs.prompt.token.shape[0])
+  work = count.work(policy.act, params, obs, keys)
+  return work.flops / 1e9, work.bytes_moved / 1e9
+
+
+def main(measure):
+  """Prints a line for each size.
+
+  Args:
+    measure: `seconds` or `counted`.
+  """
   for size, width, layers in (56, 256, 4), (56, 512, 8), (224, 512, 8):
     small = config(size, width, layers)
     oft = openvla_oft.Config(small, Z=Z, A=A)
@@ -80,20 +99,31 @@ def main():
       token = jnp.full((rows, PROMPT), 7)
       prompt = base.Prompt(token, jnp.ones_like(token))
       image = jnp.zeros((rows, size, size, 3), jnp.uint8)
-      slow = seconds(
+      slow = measure(
         openvla_policy.policy(small, stats(Z * A), critic=False),
         openvla_policy.Observation(image, prompt),
       )
-      fast = seconds(
+      fast = measure(
         openvla_oft_policy.policy(oft, stats(A), critic=False),
         openvla_oft.Observation((image,), prompt),
       )
       print(
-        f'{size} pixels, width {width}, {layers} layers, {rows} rows: one by '
-        f'one {slow:.3f} s, in one pass {fast:.3f} s, ratio {slow / fast:.1f}',
+        f'{size} pixels, width {width}, {layers} layers, {rows} rows: '
+        + compared(slow, fast),
         flush=True,
       )
 
 
+def compared(slow, fast) -> str:
+  """One way beside the other, in seconds or counted."""
+  if isinstance(slow, float):
+    return (
+      f'one by one {slow:.3f} s, in one pass {fast:.3f} s, '
+      f'ratio {slow / fast:.1f}'
+    )
+  words = '{:.2f} GFLOP and {:.2f} GB'.format
+  return f'one by one {words(*slow)}, in one pass {words(*fast)}'
+
+
 if __name__ == '__main__':
-  main()
+  main(counted if '--counted' in sys.argv[1:] else seconds)
