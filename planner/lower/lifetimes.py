@@ -134,8 +134,7 @@ def add_drops(program, flow, place, resident):
     *flow.inputs
   }
   used = held - starts  # Constant carried values are never dropped.
-  outputs = set(flow.outputs)
-  backwards = []
+  owned, backwards = exclusive - set(flow.outputs), []
   for op in reversed(program):
     reads, writes = _uses(op, flow)
     last = {*reads, *writes} - used
@@ -143,9 +142,9 @@ def add_drops(program, flow, place, resident):
       continue  # It is dropped instead.
     used |= last
     if isinstance(op, Run | Repeat):
-      donate = tuple(v for v in reads if v in last & exclusive - outputs)
-      donate = tuple(v for v in donate if donate.count(v) == 1)
-      op = op._replace(donate=donate)
+      times = collections.Counter(reads)
+      once = (v for v in reads if v in last and v in owned and times[v] == 1)
+      op = op._replace(donate=tuple(once))
       last -= set(op.donate)
     backwards += [Drop(v) for v in sorted(last, reverse=True)]
     backwards.append(op)

@@ -24,7 +24,10 @@ class Paths:
     before: for each node, pairs `(earlier node, index of the edge)`.
     after: for each node, pairs `(later node, index of the edge)`.
     order: the nodes, earlier ones first.
-    meets: for each node at which several paths meet, all nodes before it.
+    meets: for each node at which several paths meet, all nodes before it. Left
+      out are nodes with one edge from a node that all their others are before:
+      no bound at them is above that of the path along this edge, unless a value
+      takes long along another.
     meet: the number of each of these nodes.
     calls: for each of these, the calls of each stage that is called more than
       once. All calls of a stage are at one place.
@@ -36,10 +39,15 @@ class Paths:
     for i in order:
       ancestors[i] = set().union(*(ancestors[j] | {j} for j, _ in before[i]))
     rank = {i: at for at, i in enumerate(order)}
+
+    def joins(i):
+      made = {j for j, _ in before[i]}
+      return made - ancestors[max(made, key=rank.get)] if made else made
+
     self.meets = {
       i: np.array(sorted(ancestors[i], key=rank.get))
       for i in order
-      if len(before[i]) > 1 and i not in chained
+      if len(joins(i)) > 1 and i not in chained
     }
     self.meet = {i: number for number, i in enumerate(self.meets)}
     self.calls = {i: _calls(names, there) for i, there in self.meets.items()}

@@ -70,6 +70,48 @@ def test_a_state_computed_from_itself_bounds_the_period():
   assert bound(loop, spent, where, share=0.0) == pytest.approx(5.0)
 
 
+def starts(before, names, spent, at):
+  """Earliest starts, with the one-machine bound at every node."""
+  head, ancestors = np.zeros(len(before)), []
+  for i, made in enumerate(before):
+    there = set().union(*({j} | ancestors[j] for j in made))
+    ancestors.append(there)
+    # Seconds from the end of each node before this one to its start.
+    left = {}
+    for j in sorted(there, reverse=True):
+      paths = [left[k] + spent[k] for k in there if j in before[k]]
+      left[j] = max(paths + [0.0] * (j in made))
+    head[i] = max((head[j] + spent[j] for j in made), default=0.0)
+    sets = [[j for j in there if at[j] == place] for place in set(at)]
+    calls = [[j for j in there if names[j] == name] for name in set(names)]
+    for some in sets + [nodes for nodes in calls if len(nodes) > 1]:
+      if some:
+        work = min(head[some]) + sum(spent[some]) + min(left[j] for j in some)
+        head[i] = max(head[i], work)
+  return head
+
+
+def test_nodes_after_one_that_all_others_are_before_need_no_bound():
+  few = 0
+  for seed in range(40):
+    rng, n = np.random.default_rng(seed), 12
+    before = [
+      [int(j) for j in np.flatnonzero(rng.random(i) < 0.3)] for i in range(n)
+    ]
+    after = [[(k, 0) for k in range(n) if j in before[k]] for j in range(n)]
+    names, at = list(rng.choice([*'abc'], n)), rng.integers(3, size=n)
+    spent = rng.uniform(0, 1, n)
+    edges = [[(j, 0) for j in made] for made in before]
+    paths = lower_bounds.Paths(edges, after, range(n), names, set())
+    few += len(paths.meets) < sum(len(made) > 1 for made in before)
+    here = (at == np.arange(3)[:, None])[:, :, None]
+    own, absent = np.where(here, spent[:, None], 0), np.where(here, 0, np.inf)
+    heads = paths.heads(spent[:, None], own, absent, 0.0, None)
+    want = starts(before, names, spent, at)
+    np.testing.assert_allclose(heads[:, 0], want, rtol=1e-12)
+  assert few > 20
+
+
 @pytest.mark.parametrize('seed', range(100))
 def test_no_plan_is_faster_than_the_bound_of_its_sizes(seed):
   flow, model, space, staleness = toys.random_instance(seed)
