@@ -176,7 +176,11 @@ def _subject(
       f'see its config.gin and {EVALUATED}: give the same, or choose another '
       '--workdir.'
     )
-  steps = _checkpoints(run).steps() if run else [None]
+  if run:
+    with contextlib.closing(_checkpoints(run)) as saved:
+      steps = saved.steps()
+  else:
+    steps = [None]
   step = began['step'] if began else max(steps, default=None)
   if run and step not in steps:
     raise FileNotFoundError(
@@ -224,9 +228,9 @@ def _state(
   shapes = jax.eval_shape(
     functools.partial(flows_lib.initial_state, workflow, source, seed)
   )
-  step = subject['step']
-  saved = _checkpoints(run).load(shapes, first, source.init(seed), step)
-  return saved.state
+  source_state, step = source.init(seed), subject['step']
+  with contextlib.closing(_checkpoints(run)) as saved:
+    return saved.load(shapes, first, source_state, step).state
 
 
 def _run(
