@@ -130,7 +130,7 @@ def evaluate(
         print(
           f'The checkpoint of step {subject["step"]} of {run} is evaluated.'
         )
-      parts = _run(folder, runtime, source, held_out, key, flows[0].gives)
+      parts = _run(folder, runtime, source, held_out, key, flows[0].out_tree)
       return _finish(folder, parts, held_out, subject)
     finally:
       runtime.close()

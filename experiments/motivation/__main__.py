@@ -49,7 +49,7 @@ def calls(checkpoint: str, prompts: int):
   calls_by_stage = {}
   for node in flow.nodes:
     leaves = [memory[v] for v in node.reads]
-    args = jax.tree.unflatten(node.takes, leaves)
+    args = jax.tree.unflatten(node.in_tree, leaves)
     calls_by_stage[node.name] = lambda run=node.stage.run, args=args: run(*args)
     out = node.stage.run(*args)
     memory |= zip(node.writes, jax.tree.leaves(out), strict=True)

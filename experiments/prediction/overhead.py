@@ -39,7 +39,7 @@ def by_hand(flow, state):
 
   def run(nodes, memory):
     for node in nodes:
-      args = jax.tree.unflatten(node.takes, [memory[v] for v in node.reads])
+      args = jax.tree.unflatten(node.in_tree, [memory[v] for v in node.reads])
       memory |= zip(
         node.writes, jax.tree.leaves(node.stage.fn(*args)), strict=True
       )
@@ -64,7 +64,7 @@ def by_hand(flow, state):
     inputs = dict(zip(flow.inputs, jax.tree.leaves((batch, key)), strict=True))
     handed = before(carry, inputs)
     known = inputs | handed
-    args = jax.tree.unflatten(judge.takes, [known[v] for v in judge.reads])
+    args = jax.tree.unflatten(judge.in_tree, [known[v] for v in judge.reads])
     verdict = jax.tree.leaves(judge.stage.run(*args))
     verdict = dict(zip(judge.writes, verdict, strict=True))
     carry, info = after(carry, inputs | handed, verdict)

@@ -233,7 +233,7 @@ def _arguments(flow, node, rows: int):
     if rows and v in node.rows:
       shape = (rows, *shape[1:])
     leaves.append(jax.ShapeDtypeStruct(shape, value.dtype))
-  return jax.tree.unflatten(node.takes, leaves)
+  return jax.tree.unflatten(node.in_tree, leaves)
 
 
 def _with_choices(flow, node, counted, how) -> StageWork:

@@ -82,7 +82,7 @@ def _rows(flow, made_by, indent='') -> list[tuple[str, ...]]:
     (name, *rest), *more = _row(node, flow.values, made_by)
     lines = [(indent + name, *rest), *more]
     if node.body:
-      inner = {v: made_by[x] for v, x in node.enters.items()}
+      inner = {v: made_by[x] for v, x in node.ids_before.items()}
       inner |= dict.fromkeys((start for start, _ in node.body.carry), node.name)
       lines += _rows(node.body, inner, f'{indent}  ')
     calls.append(lines)

@@ -85,7 +85,7 @@ class Recorder:
     )
 
   def call(self, stage, args):
-    reads, takes = jax.tree.flatten(args)
+    reads, in_tree = jax.tree.flatten(args)
     for leaf in reads:
       if not isinstance(leaf, Ref):
         raise TypeError(
@@ -95,7 +95,7 @@ class Recorder:
         )
       if leaf.recorder is not self:
         raise TypeError(f'Stage {stage.name} was given a value of {FOREIGN}')
-    likes, body = jax.tree.unflatten(takes, shapes(reads)), None
+    likes, body = jax.tree.unflatten(in_tree, shapes(reads)), None
     try:
       if hasattr(stage, 'body'):
         body, made = trace_body(stage, *likes), likes[0]
@@ -105,22 +105,22 @@ class Recorder:
       error.add_note(f'This happened in stage {stage.name}, while recorded.')
       raise
     made = self.tree(f'{stage.name}.', made)
-    writes, gives = jax.tree.flatten(made)
+    writes, out_tree = jax.tree.flatten(made)
     reads = ids(reads)
-    args = jax.tree.unflatten(takes, reads)
+    args = jax.tree.unflatten(in_tree, reads)
     node = graph.Node(
       stage,
       reads,
       ids(writes),
       with_rows(stage, args),
-      takes,
-      gives,
+      in_tree,
+      out_tree,
       consumes=used_up(stage, args),
       body=body,
     )
     if body:
       used = {v for inner in body.nodes for v in inner.consumes}
-      used = frozenset(v for x, v in node.enters.items() if x in used)
+      used = frozenset(v for x, v in node.ids_before.items() if x in used)
       node = dataclasses.replace(node, consumes=used)
     self.check(node)
     self.reads.add(stage.name, reads, node.consumes, self.name)
@@ -202,7 +202,7 @@ def trace(step: Callable, carry, *inputs) -> graph.Flow:
   inputs = recorder.tree('input.', shapes(inputs))
   end, outputs = _recorded(step, carry, *inputs)
   _check_state(recorder, carry, end)
-  leaves, gives = jax.tree.flatten(outputs)
+  leaves, out_tree = jax.tree.flatten(outputs)
   _check_made(recorder, leaves)
   kept = tuple(
     zip(ids(jax.tree.leaves(carry)), ids(jax.tree.leaves(end)), strict=True)
@@ -214,8 +214,8 @@ def trace(step: Callable, carry, *inputs) -> graph.Flow:
     inputs=ids(jax.tree.leaves(inputs)),
     outputs=ids(leaves),
     carry=kept,
-    gives=gives,
-    carries=jax.tree.structure(carry),
+    out_tree=out_tree,
+    carry_tree=jax.tree.structure(carry),
   )
 
 

@@ -41,8 +41,8 @@ class Node:
     reads: ids of the values that it reads.
     writes: ids of the values that it computes.
     rows: ids of those values of `reads` that have rows.
-    takes: the tree structure of the arguments; None if they are `reads`.
-    gives: the tree structure of the result.
+    in_tree: the tree structure of the arguments; None if they are `reads`.
+    out_tree: the tree structure of the result.
     piece: index of the piece of the batch, and the number of pieces.
     consumes: ids of those values of `reads` that are used up. No other node
       reads them.
@@ -53,8 +53,8 @@ class Node:
   reads: tuple[int, ...]
   writes: tuple[int, ...]
   rows: frozenset[int] = frozenset()
-  takes: Any = None
-  gives: Any = None
+  in_tree: Any = None
+  out_tree: Any = None
   piece: tuple[int, int] = (0, 1)
   consumes: frozenset[int] = frozenset()
   body: 'Flow | None' = None
@@ -69,13 +69,13 @@ class Node:
     return getattr(self.stage, 'asynchronous', False)
 
   @property
-  def enters(self) -> dict[int, int]:
+  def ids_before(self) -> dict[int, int]:
     """Maps values of a loop's body to their ids before the first round."""
     starts = (start for start, _ in self.body.carry)
     return dict(zip((*starts, *self.body.inputs), self.reads, strict=True))
 
   @property
-  def leaves(self) -> dict[int, int]:
+  def ids_after(self) -> dict[int, int]:
     """Maps values that a loop carries to their ids after the last round."""
     starts = (start for start, _ in self.body.carry)
     return dict(zip(starts, self.writes, strict=True))
@@ -90,10 +90,10 @@ class Flow:
     values: descriptions of the values, by id.
     inputs: ids of values that arrive each step.
     outputs: ids of values that each step returns.
-    carry: pairs of ids, at the start and at the end of a step, of carried
-      values.
-    gives: the tree structure of what the step returns.
-    carries: the tree structure of the carried values.
+    carry: pairs of ids of each carried value, at the start and at the end of a
+      step.
+    out_tree: the tree structure of the outputs.
+    carry_tree: the tree structure of the carried values.
   """
 
   nodes: tuple[Node, ...]
@@ -101,8 +101,8 @@ class Flow:
   inputs: tuple[int, ...]
   outputs: tuple[int, ...]
   carry: tuple[tuple[int, int], ...]
-  gives: Any = None
-  carries: Any = None
+  out_tree: Any = None
+  carry_tree: Any = None
 
   @functools.cached_property
   def stages(self) -> tuple[str, ...]:

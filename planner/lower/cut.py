@@ -34,13 +34,14 @@ JOIN = graph.Plumbing('join', _join)
 
 
 @functools.cache
-def totals(stage, gives) -> graph.Plumbing:
+def totals(stage, out_tree) -> graph.Plumbing:
   """Returns the stage that adds the sums of two pieces, given their leaves."""
 
   def total(*leaves):
     half = len(leaves) // 2
-    one, other = gives.unflatten(leaves[:half]), gives.unflatten(leaves[half:])
-    return gives.flatten_up_to(stage.merge(one, other))
+    one = out_tree.unflatten(leaves[:half])
+    other = out_tree.unflatten(leaves[half:])
+    return out_tree.flatten_up_to(stage.merge(one, other))
 
   return graph.Plumbing('total', total, 'sum')
 
@@ -134,7 +135,7 @@ class _Cutter:
 
   def add_up(self, node: graph.Node, made: list[tuple[int, ...]]):
     """Adds the sums of pieces one after another, in the order of their rows."""
-    total = totals(node.stage, node.gives)
+    total = totals(node.stage, node.out_tree)
     so_far = made[0]
     for i, sums in enumerate(made[1:], 2):
       writes = node.writes

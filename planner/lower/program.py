@@ -120,15 +120,15 @@ def parts(flow: graph.Flow, plan) -> list[dict[str, Part]]:
 def _of_loop(node: graph.Node, plan) -> dict[str, Part]:
   """Returns the parts of places that run a loop's body or hold its carry."""
   body = node.body
-  takes, makes = node.enters, node.leaves
+  before, after = node.ids_before, node.ids_after
   reads, writes = collections.defaultdict(dict), collections.defaultdict(dict)
   for start, places in homes(body, plan).items():
     for place in places:
-      reads[place][takes[start]] = None
-      writes[place][makes[start]] = None
+      reads[place][before[start]] = None
+      writes[place][after[start]] = None
   for part in parts(body, plan):
     for place, (values, _) in part.items():
-      given = [takes[v] for v in values if v in body.inputs]
+      given = [before[v] for v in values if v in body.inputs]
       reads[place].update(dict.fromkeys(given))
   return {
     place: Part(tuple(reads[place]), tuple(writes[place])) for place in reads
@@ -314,15 +314,15 @@ def repeats(i: int, node: graph.Node, plan) -> dict[str, Repeat]:
 
   Offloaded values stay on the device between rounds.
   """
-  body, takes, makes = node.body, node.enters, node.leaves
+  body, before, after = node.body, node.ids_before, node.ids_after
   plan = dataclasses.replace(plan, offload=())
   held = homes(body, plan)
   return {
     place: Repeat(
       i,
       program,
-      tuple((takes[v], v, makes[v]) for v in held if place in held[v]),
-      tuple((takes[v], v) for v in body.inputs if Recv(v, SOURCE) in program),
+      tuple((before[v], v, after[v]) for v in held if place in held[v]),
+      tuple((before[v], v) for v in body.inputs if Recv(v, SOURCE) in program),
     )
     for place, program in lower(body, plan, held, loop=True).items()
   }

@@ -44,14 +44,14 @@ class _Writer:
       self.nodes.append(renamed(node, known))
       return
     body, starts = node.body, [start for start, _ in node.body.carry]
-    inner = {v: known.get(x, x) for v, x in node.enters.items()}
+    inner = {v: known.get(x, x) for v, x in node.ids_before.items()}
     for _ in range(graph.rounds(node)):
       for made in body.nodes:
         inner |= {v: self.new(body.values[v]) for v in made.writes}
         self.add(made, inner)
       ends = [inner[end] for _, end in body.carry]
       inner |= dict(zip(starts, ends, strict=True))
-    known |= {made: inner[start] for start, made in node.leaves.items()}
+    known |= {made: inner[start] for start, made in node.ids_after.items()}
 
   def new(self, value: graph.Value) -> int:
     self.values.append(value)

@@ -48,7 +48,7 @@ def info_of(flow: graph_lib.Flow, outputs: futures.Future) -> futures.Future:
       info.set_exception(error)
       return
     leaves = [outputs.result()[v] for v in flow.outputs]
-    info.set_result(jax.tree.unflatten(flow.gives, leaves))
+    info.set_result(jax.tree.unflatten(flow.out_tree, leaves))
 
   outputs.add_done_callback(resolve)
   return info

@@ -111,7 +111,7 @@ class Executor:
     return frozen_weights.checksums(frozen)
 
   def _owned(self) -> list[tuple[state_files.Leaf, jax.Array]]:
-    leaves = state_files.leaves(self.lowered['step'].flow.carries)
+    leaves = state_files.leaves(self.lowered['step'].flow.carry_tree)
     return [(leaves[i], x) for i, x in self.leaves().items()]
 
   def leaves(self) -> dict[int, jax.Array]:

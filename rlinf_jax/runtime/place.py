@@ -226,7 +226,7 @@ class Place:
     }
     key = (
       stage,
-      node.takes,
+      node.in_tree,
       tuple((v.shape, v.dtype, v.letters) for v in reads + writes),
       donated,
       tuple(pairs.items()),
@@ -263,8 +263,8 @@ class Place:
     stage = node.stage
 
     def call(*leaves):
-      if node.takes is not None:
-        leaves = jax.tree.unflatten(node.takes, leaves)
+      if node.in_tree is not None:
+        leaves = jax.tree.unflatten(node.in_tree, leaves)
       return jax.tree.leaves(fn(*leaves))
 
     layouts = [
@@ -366,11 +366,11 @@ class HostCall(NamedTuple):
 
   def start(self, *leaves):
     """Starts the call."""
-    return self.node.stage.start(*jax.tree.unflatten(self.node.takes, leaves))
+    return self.node.stage.start(*jax.tree.unflatten(self.node.in_tree, leaves))
 
   def finish(self, started, *leaves):
     """Waits for a call that was started; returns the leaves of its results."""
-    args = jax.tree.unflatten(self.node.takes, leaves)
+    args = jax.tree.unflatten(self.node.in_tree, leaves)
     results = jax.tree.leaves(self.node.stage.finish(started, *args))
     return [
       x

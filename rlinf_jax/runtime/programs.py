@@ -126,7 +126,7 @@ def state_shapes(flow: graph_lib.Flow) -> Any:
   """A tree of the shapes and types of the carried values of a step."""
   values = (flow.values[start] for start, _ in flow.carry)
   shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
-  return jax.tree.unflatten(flow.carries, shapes)
+  return jax.tree.unflatten(flow.carry_tree, shapes)
 
 
 def outputs(program) -> set[int]:

@@ -352,7 +352,7 @@ def test_the_settings_of_experts_are_read_after_a_recipe_of_grpo(tmp_path):
   files = 'gin_configs/grpo_math.gin', 'gin_configs/models/experts.gin'
   config.parse(files, bindings, str(tmp_path))
   step, _ = config.call(flows_lib.trace_flows, bindings_of=train.train)
-  assert 'train/expert_load' in str(step.gives)
+  assert 'train/expert_load' in str(step.out_tree)
   assert any(value.dtype == 'uint8' for value in step.values)
 
 

@@ -150,7 +150,7 @@ def _call(flow, node, rows: int, most: int) -> float:
   """Returns the seconds of a call on random numbers."""
   rng = np.random.default_rng(0)
   given = [_random(rng, flow.values[v], rows, most) for v in node.reads]
-  arguments = jax.tree.unflatten(node.takes, given)
+  arguments = jax.tree.unflatten(node.in_tree, given)
   start = time.perf_counter()
   node.stage.fn(*arguments)
   return time.perf_counter() - start

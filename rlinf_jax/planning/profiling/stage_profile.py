@@ -182,7 +182,7 @@ def _program(flow, node) -> str:
     jax.ShapeDtypeStruct(flow.values[v].shape, flow.values[v].dtype)
     for v in node.reads
   ]
-  traced = stage.run.trace(*jax.tree.unflatten(node.takes, like))
+  traced = stage.run.trace(*jax.tree.unflatten(node.in_tree, like))
   return ADDRESS.sub('', str(traced.jaxpr))
 
 

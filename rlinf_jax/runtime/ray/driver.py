@@ -133,7 +133,7 @@ class RayRuntime(calls.Calls):
         what checkpoints hold.
     """
     step = self.lowered['step']
-    leaves = state_files.leaves(step.flow.carries)
+    leaves = state_files.leaves(step.flow.carry_tree)
     places = {
       first
       for leaf, (first, *_) in zip(leaves, step.resident, strict=True)

@@ -90,7 +90,7 @@ def test_a_flow_has_the_shapes_and_types_of_eager_outputs():
   )
   values = [graph.values[v] for v in graph.outputs]
   recorded = jax.tree.unflatten(
-    graph.gives, [(v.shape, v.dtype) for v in values]
+    graph.out_tree, [(v.shape, v.dtype) for v in values]
   )
   assert recorded == jax.tree.map(lambda x: (x.shape, x.dtype), info)
 

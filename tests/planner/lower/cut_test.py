@@ -21,8 +21,8 @@ def play(recorded: graph.Flow, state, inputs):
   known |= zip(recorded.inputs, jax.tree.leaves(inputs), strict=True)
   for node in recorded.nodes:
     args = [known[v] for v in node.reads]
-    if node.takes is not None:
-      args = jax.tree.unflatten(node.takes, args)
+    if node.in_tree is not None:
+      args = jax.tree.unflatten(node.in_tree, args)
     known |= zip(
       node.writes, jax.tree.leaves(node.stage.run(*args)), strict=True
     )

@@ -88,8 +88,8 @@ class ModelPlace:
     buffers = [frame.memory[v] for v in node.reads]
     assert not any(buffer.overwritten for buffer in buffers)
     args = [buffer.x for buffer in buffers]
-    if node.takes is not None:
-      args = jax.tree.unflatten(node.takes, args)
+    if node.in_tree is not None:
+      args = jax.tree.unflatten(node.in_tree, args)
     outputs = jax.tree.leaves(node.stage.fn(*args))
     for v in donate:
       frame.memory.pop(v).overwritten = True
