@@ -101,12 +101,3 @@ class RepeatedReader:
   def of_constants(self) -> StateReader:
     """As `StateReader`."""
     return self
-
-
-def arrays(state: StateReader, shapes: Any) -> Any:
-  """The whole state, as a tree of arrays on the first device."""
-  layout = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  leaves, structure = jax.tree.flatten(shapes)
-  layouts = {i: {'': layout} for i in range(len(leaves))}
-  found = {i: x for i, _, x in state.read(shapes, layouts)}
-  return jax.tree.unflatten(structure, [found[i] for i in layouts])

@@ -55,7 +55,7 @@ def write(folder, step=1):
 
 
 def test_a_state_in_parts_is_read_to_the_bit(tmp_path):
-  got = state_readers.arrays(write(tmp_path), SHAPES)
+  got = saved.whole(write(tmp_path), SHAPES)
   for x, y in zip(*map(jax.tree.leaves, (got, state())), strict=True):
     assert jax.typeof(x) == jax.typeof(y)
     np.testing.assert_array_equal(bits(x), bits(y))
@@ -113,7 +113,7 @@ def test_a_folder_that_a_machine_lacks_is_named(tmp_path):
   reader = write(tmp_path)
   (tmp_path / '1').rename(tmp_path / '2')
   with pytest.raises(FileNotFoundError, match='that all machines share'):
-    state_readers.arrays(reader, SHAPES)
+    saved.whole(reader, SHAPES)
   with pytest.raises(FileNotFoundError, match='that all machines share'):
     state_files.start_writing(tmp_path / '1/state/0', {'x': jnp.ones(2)})
 
