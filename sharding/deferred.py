@@ -65,7 +65,9 @@ class _DeferringTrace(core.Trace):
   def stage_value(self, val):
     if isinstance(val, jax.Array):
       return val
-    return self.process_primitive(core.stage_p, [val], {})
+    # Of this operation, JAX 0.11.2 cannot tell the result without executing it.
+    call = _Call(core.stage_p, [val], {})
+    return Deferred(self, core.typeof(val), call, 0)
 
   def process_primitive(self, primitive, tracers, params, /):
     avals = [core.typeof(x) for x in tracers]
