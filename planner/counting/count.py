@@ -28,7 +28,6 @@ from planner.lower import offloading
 from sharding import elementwise
 from sharding import mesh as mesh_lib
 
-ROUTING = ('split', 'slice')  # Grains that only move rows.
 PARTS = (1, 2, 8, 64)  # Fractions of a batch whose work is counted.
 
 
@@ -112,7 +111,7 @@ def of_node(
   It is interpolated between a full batch, a half, an eighth and a 64th of it. A
   stage whose remat is a choice of the plan is counted under each policy.
   """
-  if graph.is_plumbing(node) or node.stage.grain in ROUTING:
+  if graph.is_plumbing(node) or graph.is_routing(node):
     taken = sum(flow.values[v].bytes for v in node.reads)
     made = sum(flow.values[v].bytes for v in node.writes)
     return StageWork(

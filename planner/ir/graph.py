@@ -150,6 +150,11 @@ def is_plumbing(node: Node) -> bool:
   return isinstance(node.stage, Plumbing)
 
 
+def is_routing(node: Node) -> bool:
+  """Whether a stage of a workflow only moves rows, such as to minibatches."""
+  return node.stage.grain in ('split', 'slice')
+
+
 def rounds(node: Node) -> int:
   """Returns the expected number of rounds of a loop."""
   stage = node.stage

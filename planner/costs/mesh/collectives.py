@@ -4,6 +4,7 @@ Parameters that are sharded over an axis of rows are gathered before use, and
 their gradients are reduce-scattered; other gradients are all-reduced among the
 devices that hold copies; partial sums over a sharded dimension are all-reduced
 at once. Collectives are rings: to gather n shards, a device receives n - 1.
+Rows that change devices, as those of minibatches do, are counted in `routing`.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import re
 
 from planner import cluster as cluster_lib
 from planner.costs.mesh import layout as layout_lib
+from planner.costs.mesh import routing
 from planner.costs.work import StageWork, Work
 from planner.ir import graph
 from planner.ir import plan as plan_lib
@@ -64,6 +66,8 @@ class Parameters:
     updated: those of them that may differ from step to step.
     gradients: sums that the node writes and that are laid out as parameters.
     depth: number of stacked layers, at least one.
+    moved: `axes, scatters_sums -> bytes, messages` of rows that change devices;
+      None if the node does not only move rows.
   """
 
   def __init__(self, flow: graph.Flow, node: graph.Node, layout):
@@ -79,6 +83,9 @@ class Parameters:
       v.shape[0] for v in self.read if v.letters[:1] == ('',) and any(v.letters)
     ]
     self.depth = max(stacked, default=1)
+    self.moved = None
+    if graph.is_routing(node):
+      self.moved = functools.partial(routing.sent, flow, node, layout)
     # A search asks for many micro-batches of every mesh.
     self.ways = functools.cache(self._ways)
     self.gathered = functools.cache(self._gathered)
@@ -176,6 +183,13 @@ def communication(
     cluster: the devices.
   """
   layout = parameters.layout
+  if parameters.moved:
+    size, messages = parameters.moved(axes, cluster.scatters_sums)
+    if size:
+      # All axes of rows take part; groups along the first are the widest.
+      axis = next(axis for axis, _ in axes if axis in layout.of_rows)
+      yield Collective('move rows', axis, size, messages, True)
+    return
   for axis, n in axes:
     if axis in layout.of_rows:
       yield from _gathers(parameters, done, axes, axis, cluster)
