@@ -170,14 +170,15 @@ def _shares(rows: int, stage, cluster) -> list[int]:
 
   Halves of halves, and one group for each of 1, 2, 4, … devices, which are no
   such part where the rows are not a power of two. Or one row for each, where
-  groups may be divided.
+  groups may be divided: of a large model and long rows, a device may have
+  memory for no more.
   """
   halves = [rows // n for n in FRACTIONS if not rows % n]
-  least, ways, small = rows / FRACTIONS[-1], 1, []
+  ways, small = 1, []
   while ways <= cluster.num_devices:
     small += [ways, stage.group_size * ways]
     ways *= 2
-  possible = halves + [n for n in small if least <= n < rows and not rows % n]
+  possible = halves + [n for n in small if n < rows and not rows % n]
   taken = {n for n in possible if groups.can_take(stage, n)}
   return sorted(taken, reverse=True)
 
