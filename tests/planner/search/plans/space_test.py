@@ -63,9 +63,7 @@ def test_parts_of_rows_are_whole_groups_down_to_one_a_device(
   halves = {rows // 2**i for i in range(1, 9) if not rows % (2**i * group)}
   ways = {2**i for i in range(11) if 2**i <= devices}
   one_a_device = {
-    group * n
-    for n in ways
-    if not rows % (group * n) and group * n < rows
+    group * n for n in ways if not rows % (group * n) and group * n < rows
   }
   assert parts == sorted(halves | one_a_device, reverse=True)
 
