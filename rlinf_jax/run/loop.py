@@ -79,7 +79,7 @@ class Schedule:
     return step % self.checkpoint_every == 0
 
   def is_video(self, step: int) -> bool:
-    """Whether the evaluation after `step` leaves a video, if not the last."""
+    """Whether the evaluation after `step`, if not the last, records a video."""
     every = self.video_every_evals
     return every > 0 and step // self.evaluate_every % every == 0
 
@@ -199,7 +199,7 @@ class Loop:
     raise KeyboardInterrupt
 
   def step(self, pause: int) -> dict[str, Any]:
-    """Finishes one update.
+    """Waits for the oldest submitted update, and logs its metrics.
 
     Args:
       pause: the update after which no later step may be in progress.

@@ -95,7 +95,7 @@ class Executor:
       self.interpreters[name].state[i] = x
 
   def start_writing(self, folder: pathlib.Path) -> Callable[[], None]:
-    """Starts to write the carried values whose first home is here.
+    """Starts to write the carried values that these places own.
 
     Args:
       folder: of this part of the state, see `state_files.start_writing`.
@@ -105,7 +105,7 @@ class Executor:
     return state_files.start_writing(folder, arrays)
 
   def checksums(self) -> dict[str, int]:
-    """As `Runtime`, of the values whose first home is here."""
+    """As `Runtime`, of the values that these places own."""
     self.wait()
     frozen = {leaf.key: x for leaf, x in self._owned() if leaf.is_frozen}
     return frozen_weights.checksums(frozen)
@@ -115,7 +115,10 @@ class Executor:
     return [(leaves[i], x) for i, x in self.leaves().items()]
 
   def leaves(self) -> dict[int, jax.Array]:
-    """Carried values whose first home is here; a step overwrites them."""
+    """Carried values that these places own, by number in the carry.
+
+    The first place that holds a value owns it. A step overwrites these arrays.
+    """
     return {
       i: self.interpreters[first].state[i]
       for i, (first, *_) in enumerate(self.lowered['step'].resident)
@@ -180,7 +183,8 @@ class Executor:
       name: of the flow.
       step: number of the update.
       inputs: arrays, in the order of the flow's inputs.
-      remaining: what there is to do, if another process has done some of it.
+      remaining: the instructions left to execute, if another process has
+        executed some of the call.
 
     Returns:
       The future of the outputs that these places send, by value.
@@ -208,7 +212,7 @@ class Executor:
   # The interpreters' side.
 
   def put_output(self, call: StepCall, v: int, x):
-    """Takes an output of a call from a place."""
+    """Stores an output of a call; the last one completes its future."""
     with self._lock:
       call.outputs[v] = x
       call.missing.discard(v)

@@ -283,7 +283,7 @@ class Interpreter:
     lease.release()
 
   def _memories(self) -> list[dict[int, Any]]:
-    """All arrays that this place owns during a call, by value.
+    """All arrays that this place holds during a call, by value.
 
     The inputs of the outermost frame belong to the caller.
     """
@@ -291,7 +291,7 @@ class Interpreter:
     return own + [frame.inputs for frame in self._frames[1:]]
 
   def _release_all(self):
-    """After a failure: frees device memory that is shared, and the devices."""
+    """Deletes all arrays and releases shared devices, after a failure."""
     lease = self.place.lease
     if not lease:
       return
@@ -304,12 +304,12 @@ class Interpreter:
     lease.release()
 
   def _unleased(self, x):
-    """`x` in memory that stays its own after the program has ended."""
+    """`x`; in host memory if this place shares its devices."""
     return offload.to_host([x])[0] if self.place.lease else x
 
 
 def _is_done(frame: StackFrame, op) -> bool:
-  """Whether another process has executed an instruction already."""
+  """Whether a process that this one replaces has executed an instruction."""
   remaining = frame.call.remaining
   if frame.loop or remaining is recovery.EVERYTHING:
     return False

@@ -116,8 +116,8 @@ class Place:
   def check_node(self, flow: graph_lib.Flow, node: graph_lib.Node):
     """Raises ValueError if devices cannot share a node's rows or its model.
 
-    Each gets as many rows, see `planner.ir.groups.ways`, and an engine's model
-    is divided evenly, on devices of this process.
+    Devices need equally many rows each, see `planner.ir.groups.ways`. An
+    engine's model is divided evenly, on devices of this process.
     """
     if self.mesh is None:
       return
@@ -145,7 +145,7 @@ class Place:
 
   @property
   def _row_ways(self) -> int:
-    """The devices over which rows are sharded."""
+    """The number of devices over which rows are sharded."""
     axes = rules_lib.mesh_axes(self.mesh, 'B', self.rules) if self.mesh else ()
     return math.prod(self.mesh.shape[axis] for axis in axes)
 
@@ -172,7 +172,7 @@ class Place:
       )
 
   def ambient(self):
-    """The context of this mesh, in which checkpoints are read to it."""
+    """A context in which this mesh is JAX's current one."""
     return jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext()
 
   def put(self, value: graph_lib.Value, x):
@@ -365,7 +365,7 @@ class HostCall(NamedTuple):
     return self.finish(self.start(*leaves), *leaves)
 
   def start(self, *leaves):
-    """Starts the call."""
+    """Starts the call, which `finish` waits for."""
     return self.node.stage.start(*jax.tree.unflatten(self.node.in_tree, leaves))
 
   def finish(self, started, *leaves):

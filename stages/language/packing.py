@@ -54,7 +54,7 @@ class PackedRows(NamedTuple):
   Attributes:
     token: tokens to read.
     position: position of each in its own prompt and completion.
-    segment: what each belongs to.
+    segment: group and completion of each, which attention keeps apart.
     action: the completion token that is predicted after each.
     expert: the experts of each that are replayed, [..., S, L, k], or None.
   """

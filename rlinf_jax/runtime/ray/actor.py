@@ -101,17 +101,19 @@ class Actor:
 
   @ray.method(concurrency_group='control')
   def address(self, interface: str | None) -> str:
-    """A free address at which the processes of this place can meet.
+    """A free address for the coordinator of `jax.distributed` of this place.
 
     Args:
-      interface: on which they listen, as `network.address`.
+      interface: on which processes listen, as `network.address`.
     """
     address = network.address(interface)
     return network.with_port(address, network.free_port(address))
 
   @ray.method(concurrency_group='control')
   def join(self, address: str, process: Process, interface: str | None):
-    """Joins the devices of a place's processes, before JAX starts.
+    """Initializes `jax.distributed` for the processes of a place.
+
+    JAX must not have started its backend.
 
     Args:
       address: of the first process.
@@ -197,7 +199,7 @@ class Actor:
 
   @ray.method(concurrency_group='control')
   def connect(self, peers: Mapping[str, Sequence[Any]], same_machine: Set[str]):
-    """Tells it the actors of all places, and which share its memory."""
+    """Stores the actors of all places, and which places share this memory."""
     self._executor.peers, self._executor.same_machine = (
       dict(peers),
       same_machine,
@@ -205,7 +207,7 @@ class Actor:
 
   @ray.method(concurrency_group='control')
   def describe(self) -> dict[str, Any]:
-    """Process id, node, device, and the epoch of its timeline."""
+    """The id, node and device of this process, and its timeline's epoch."""
     device = jax.local_devices()[0]
     return {
       'pid': os.getpid(),
@@ -222,7 +224,7 @@ class Actor:
     sent: Mapping[base.Channel, int] | None,
     state: state_readers.StateReader,
   ):
-    """Reads its carried values, and discards all that was on its way.
+    """Reads the carried values of this process, and discards those in transit.
 
     Args:
       generation: how often the driver has loaded a state.
@@ -242,14 +244,14 @@ class Actor:
 
   @ray.method(concurrency_group='control')
   def check_resend(self, place: str, call: int):
-    """Raises LookupError if `resend`, which raises it too, would."""
+    """Raises LookupError if `resend` would; sends nothing."""
     self._executor.check_resend(place, call)
 
   @ray.method(concurrency_group='control')
   def resend(
     self, place: str, actors: Sequence[Any], call: int
   ) -> dict[base.Channel, int]:
-    """Sends a replacement what it needs.
+    """Sends a replacement of a dead process the values that it needs.
 
     Args:
       place: whose process died.
@@ -266,7 +268,7 @@ class Actor:
 
   @ray.method(concurrency_group='calls')
   def receive_carry(self, carried: Mapping[int, base.Channel]):
-    """Receives carried values from those that log them, by their numbers."""
+    """Receives carried values from their senders, by number in the carry."""
     try:
       self._executor.receive_carry(carried)
     except Exception as error:  # noqa: BLE001 (the next call must report it)
@@ -274,23 +276,23 @@ class Actor:
 
   @ray.method(concurrency_group='calls')
   def checksums(self) -> dict[str, int]:
-    """As `Runtime.checksums`, of the values whose first home is here."""
+    """As `Runtime.checksums`, of the values that this process owns."""
     return self._executor.checksums()
 
   @ray.method(concurrency_group='calls')
   def start_writing(self, folder: pathlib.Path):
-    """Starts to write the carried values whose first home is here."""
+    """Starts to write the carried values that this process owns."""
     self._finish_writing = lambda: None  # Until it has started.
     self._finish_writing = self._executor.start_writing(folder)
 
   @ray.method(concurrency_group='files')
   def finish_writing(self):
-    """Blocks until they are written."""
+    """Blocks until what `start_writing` began to write is written."""
     self._finish_writing()
 
   @ray.method(concurrency_group='control')
   def compile(self, name: str):
-    """Starts compiling its stages of a flow."""
+    """Starts compiling the stages of a flow that this process runs."""
     self._executor.compile(name)
 
   @ray.method(concurrency_group='calls')
@@ -304,7 +306,7 @@ class Actor:
     finished: Mapping[str, int],
     remaining: recovery.Left = recovery.EVERYTHING,
   ):
-    """Executes one call of a flow; returns when it is done here.
+    """Executes one call of a flow; returns when this process has finished it.
 
     Args:
       flow: its name.
@@ -313,7 +315,8 @@ class Actor:
       number: of the call, since a state was loaded.
       flow_call: number of the call among those of the same flow.
       finished: how many calls each place has finished for sure.
-      remaining: what there is to do, if another process has begun it.
+      remaining: the instructions left to execute, if this process replaces
+        one that had begun the call.
 
     Returns:
       Outputs that were made here, by value; spans of the timeline; how many

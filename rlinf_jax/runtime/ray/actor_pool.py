@@ -40,7 +40,7 @@ class ActorPool:
     receive_timeout: float | None,
     network_interface: str | None = None,
   ):
-    """Starts nothing.
+    """Checks the plan; starts no process.
 
     Args:
       plan: with the places.
@@ -90,7 +90,7 @@ class ActorPool:
   def restart(self, name: str):
     """Replaces a process that has died; returns the new actor.
 
-    It knows the other actors. They learn of it by `Actor.resend`.
+    It is given the other actors, and they are given it by `Actor.resend`.
     """
     ray.kill(self.actors.pop(name))
     self._start([name])
@@ -158,7 +158,7 @@ class ActorPool:
     return actor.options(**options).remote()
 
   def _join(self, actors):
-    """Has processes of one place make their devices one list."""
+    """Initializes `jax.distributed` for the processes of one place."""
     spanning = {
       name: actors[name] for name in self._spanning() if name in actors
     }
@@ -182,7 +182,7 @@ class ActorPool:
     self.call_all(join, spanning)
 
   def _connect(self, actors):
-    """Tells some actors of all others."""
+    """Sends some actors the handles of all others."""
     peers = {
       place: [self.actors[name] for name in self._of(place)]
       for place in self._plan.places

@@ -146,7 +146,7 @@ class RayRuntime(calls.Calls):
     }
 
   def _finish_writing(self, owners):
-    """Blocks until no process writes; raises the first failure of one."""
+    """Blocks until all processes have written; raises their first failure."""
     failure = self._first_failure(
       {actor.finish_writing.remote(): name for name, actor in owners.items()}
     )

@@ -93,7 +93,7 @@ class Recovery:
     )
 
   def _check_senders(self, place: str, first: pending.PendingCall):
-    """Refuses, if another replacement lacks the log of what is needed."""
+    """Raises LookupError if a process that is to send again is new itself."""
     if any(
       name != place and first.number <= number + 1
       for name, number in self._log.replaced.items()
