@@ -18,7 +18,6 @@ import jax.numpy as jnp
 
 from planner.costs import measured as measured_lib
 from planner.costs import roofline
-from planner.counting import count
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning.profiling import call_timing, machine_profile
@@ -100,7 +99,7 @@ def worth(
   placement = plan_lib.Placement()
   spent, calls = {}, {}
   for node in flow.nodes:
-    if graph_lib.is_plumbing(node) or node.stage.grain in count.ROUTING:
+    if graph_lib.is_plumbing(node) or graph_lib.is_routing(node):
       continue
     if uses_up(node) and len(successors(flow, node)) < len(node.consumes):
       continue  # It could be called only once.
