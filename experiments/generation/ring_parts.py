@@ -1,4 +1,4 @@
-r"""What slots would save if their ring of keys and values were read in parts.
+r"""Counts what slots would save by reading their keys and values in parts.
 
   python -m experiments.generation.ring_parts
   python -m experiments.generation.ring_parts --compile h100:1x1x1

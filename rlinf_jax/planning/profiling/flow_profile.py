@@ -20,7 +20,7 @@ from sharding import rules as rules_lib
 
 
 class Profile(NamedTuple):
-  """What plans are priced by.
+  """Rates of a machine, and seconds and work of stages, to price plans by.
 
   Attributes:
     cluster: rates of the devices and links.

@@ -193,10 +193,12 @@ def attention(
 def _obstacle(q_BTHW, k_BCKW, mask: Mask, softcap, kernel: str) -> str | None:
   """Why a kernel cannot compute a call; None if it can."""
   reason = _masked_otherwise(mask) or _uneven(q_BTHW, k_BCKW)
-  if reason or kernel == kernels.SPLASH:
-    return reason or splash.obstacle(q_BTHW)
-  if mask.segment_BT is not None:
+  if reason:
+    return reason
+  if mask.segment_BT is not None and kernel not in kernels.OF_PACKED_ROWS:
     return 'rows are packed'
+  if kernel == kernels.SPLASH:
+    return splash.obstacle(q_BTHW)
   return cudnn.obstacle(q_BTHW, k_BCKW, softcap)
 
 
