@@ -8,7 +8,7 @@ import pathlib
 
 import jax
 
-from planner.explain import formatting
+from planner import formatting
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import monitor as monitor_lib
 from rlinf_jax.report import trace

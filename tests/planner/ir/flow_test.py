@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from planner.explain import formatting
+from planner import formatting
 from planner.ir import flow
 import stages
 from stages import workflows

@@ -1,4 +1,4 @@
-"""Protocols of costs: of a model, of a model under a plan, and of decoding."""
+"""Protocols of a cost model, and of stages whose time is not linear in rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -83,35 +83,6 @@ class Model(Protocol):
     """
 
 
-class Cost(Protocol):
-  """The costs of a flow's nodes and values under one plan.
-
-  `order` and `simulate` use it.
-  """
-
-  def seconds(self, flow: graph.Flow, node: graph.Node, place: str) -> float:
-    """Returns the time of a call of a stage."""
-
-  def transfer(
-    self, flow: graph.Flow, value: int, source: str, target: str
-  ) -> float:
-    """Returns the time of moving a value from place to place."""
-
-  def switch(self, flow: graph.Flow, value: int, place: str) -> float:
-    """Returns the time of moving a value between device and host memory."""
-
-  def contention(
-    self, node: graph.Node, place: str, beside: tuple[str, ...]
-  ) -> float:
-    """Returns how many times as long a call takes while others run.
-
-    Args:
-      node: the call.
-      place: where it runs.
-      beside: the other places that run a call.
-    """
-
-
 class Process(Protocol):
   """Work that is not linear in its rows, such as `decode.DecodeWork`."""
 
@@ -135,26 +106,3 @@ class Process(Protocol):
     rows: int | None,
   ) -> Mapping[str, measured.Estimate]:
     """Returns the bytes on a device of a mesh meanwhile, by component."""
-
-
-class UnitCost:
-  """Every stage takes one second in all, and moves take no time."""
-
-  def seconds(self, flow, node, place):
-    del flow, place
-    return 0.0 if graph.is_plumbing(node) else 1.0 / node.piece[1]
-
-  def transfer(self, flow, value, source, target):
-    del flow, value, source, target
-    return 0.0
-
-  def switch(self, flow, value, place):
-    del flow, value, place
-    return 0.0
-
-  def contention(self, node, place, beside):
-    del node, place, beside
-    return 1.0
-
-
-UNIT = UnitCost()

@@ -2,7 +2,7 @@
 
 import collections
 
-from planner.explain import formatting
+from planner import formatting
 
 COLUMNS = ('stage', 'grain', 'reads from', 'makes', 'bytes')
 LONGEST = 6  # Calls of a run whose repetitions are looked for.
