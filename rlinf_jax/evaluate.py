@@ -17,7 +17,7 @@ from rlinf_jax.planning import autoplan
 from rlinf_jax.report import report, video
 from rlinf_jax.report.html import evaluation_table
 from rlinf_jax.run import evaluation, setup
-from rlinf_jax.run.folder import checkpoint, run_lock, writers
+from rlinf_jax.run_files import checkpoint, run_lock, writers
 from rlinf_jax.runtime import base as runtime_base
 from rlinf_jax.runtime import flows as flows_lib
 from rlinf_jax.runtime.ray import launch

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from rlinf_jax.config import config, config_changes
 from rlinf_jax.run import loop, setup, supervise
-from rlinf_jax.run.folder import checkpoint, result, run_lock
+from rlinf_jax.run_files import checkpoint, result, run_lock
 from rlinf_jax.runtime import flows as flows_lib
 from rlinf_jax.runtime.ray import launch
 from stages import base, ranges

@@ -11,7 +11,7 @@ from rlinf_jax.config import config
 from rlinf_jax.planning import autoplan
 from rlinf_jax.planning import monitor as monitor_lib
 from rlinf_jax.planning.profiling import flow_profile
-from rlinf_jax.run.folder import checkpoint as checkpoint_lib
+from rlinf_jax.run_files import checkpoint as checkpoint_lib
 from rlinf_jax.runtime import base as runtime_base
 from rlinf_jax.runtime import flows as flows_lib
 from rlinf_jax.runtime import local, programs

@@ -12,10 +12,10 @@ from planner import formatting
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import monitor as monitor_lib
 from rlinf_jax.report import trace
-from rlinf_jax.run import console, setup
+from rlinf_jax.run import console, run_log, setup
 from rlinf_jax.run import loop as loop_lib
-from rlinf_jax.run.folder import checkpoint as checkpoint_lib
-from rlinf_jax.run.folder import result, run_log
+from rlinf_jax.run_files import checkpoint as checkpoint_lib
+from rlinf_jax.run_files import result
 from rlinf_jax.runtime import base as runtime_base
 from rlinf_jax.runtime import flows, programs
 from rlinf_jax.state import file_arrays, state_readers

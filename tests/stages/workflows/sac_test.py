@@ -11,7 +11,7 @@ import in_memory
 import jax_envs
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.run.folder import checkpoint
+from rlinf_jax.run_files import checkpoint
 from rlinf_jax.runtime import local
 import saved
 from stages import base, metrics, workflows

@@ -11,7 +11,7 @@ from PIL import Image
 import pytest
 
 import lerobot_folder
-from rlinf_jax.data.episodes import base as episodes_base
+from rlinf_jax.data.episode_files import base as episodes_base
 from rlinf_jax.data.episodes import folders, source, statistics, windows
 from rlinf_jax.data.lerobot import layout, pictures, write
 from stages import base

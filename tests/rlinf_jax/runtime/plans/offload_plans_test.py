@@ -6,7 +6,7 @@ import pytest
 
 import in_memory
 from planner.ir import plan as plan_lib
-from rlinf_jax.run.folder import checkpoint
+from rlinf_jax.run_files import checkpoint
 from rlinf_jax.runtime import local
 import saved
 from sharding import offload, slices

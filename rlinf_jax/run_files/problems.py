@@ -9,8 +9,7 @@ import os
 import pathlib
 from typing import Any
 
-from rlinf_jax.run import skipped
-from rlinf_jax.run.folder import run_folder
+from rlinf_jax.run_files import run_folder
 
 FILE = 'notices.jsonl'  # Lines that the console printed, by step.
 ENVIRONMENTS = 'env/failed'
@@ -26,9 +25,19 @@ def read(folder: str | os.PathLike) -> list[str]:
   return [*_of_metrics(metrics), *_of_notices(notices)]
 
 
+def skipped_share(values: Mapping[str, float]) -> float:
+  """The largest share of skipped updates among the networks of a step."""
+  of_each = (
+    x
+    for name, x in values.items()
+    if name.startswith('train/') and name.endswith('skipped')
+  )
+  return max(of_each, default=0.0)
+
+
 def _of_metrics(lines: Iterable[Mapping[str, Any]]) -> Iterable[str]:
   lines = list(lines)
-  if count := skipped.steps(lines):
+  if count := sum(skipped_share(values) > 0 for values in lines):
     steps = 'step' if count == 1 else 'steps'
     yield (
       f'In {count:,} {steps} an update was skipped, as its gradient was not '

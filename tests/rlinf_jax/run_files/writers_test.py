@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from rlinf_jax.run.folder import writers
+from rlinf_jax.run_files import writers
 
 
 def write_steps(path, steps, resume_step=None):
@@ -140,7 +140,7 @@ def test_resuming_hides_only_the_later_steps_from_tensorboard(tmp_path):
 
 FULL = """
 import resource, sys, threading
-from rlinf_jax.run.folder import writers
+from rlinf_jax.run_files import writers
 
 writer = writers.tensorboard(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))

@@ -10,8 +10,8 @@ import numpy as np
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import autoplan
 from rlinf_jax.report import video
-from rlinf_jax.run import console, problems
-from rlinf_jax.run.folder import writers
+from rlinf_jax.run import console
+from rlinf_jax.run_files import problems, writers
 from rlinf_jax.runtime import timeline
 from rlinf_jax.system import whole_file
 from stages import base

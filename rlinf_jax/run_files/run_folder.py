@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf_jax.run.folder import writers
+from rlinf_jax.run_files import writers
 
 _TEXTS = {'prompt': str, 'completion': str}
 # Fields that records have, by file, with their types. There may be others.

@@ -66,7 +66,7 @@ class Checkpoints:
     # Imported here because it takes half a second.
     import orbax.checkpoint as ocp
 
-    from rlinf_jax.run.folder import state_item
+    from rlinf_jax.run_files import state_item
 
     self._ocp, self._state_item = ocp, state_item
     self.folder = pathlib.Path(folder).absolute()

@@ -9,6 +9,7 @@ import numpy as np
 from rlinf_jax.config import config_errors
 
 PICTURES = ('video', 'image')  # Types of the features that are pictures.
+ACTION, STATE = 'action', 'observation.state'  # Names of features.
 
 
 class Feature(NamedTuple):

@@ -9,12 +9,12 @@ import sys
 import pytest
 
 import core_only
-from rlinf_jax.run.folder import run_lock
+from rlinf_jax.run_files import run_lock
 
 ROOT = pathlib.Path(__file__).parents[4]
 CHILD = """
 import os, sys, time
-from rlinf_jax.run.folder import run_lock
+from rlinf_jax.run_files import run_lock
 try:
   with run_lock.hold(sys.argv[1]):
     exec(sys.argv[2])

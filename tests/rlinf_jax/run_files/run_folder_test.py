@@ -3,7 +3,7 @@ import json
 import pytest
 
 import fake_run
-from rlinf_jax.run.folder import run_folder
+from rlinf_jax.run_files import run_folder
 
 
 def test_all_seconds_of_a_finished_run_are_listed(tmp_path):

@@ -1,7 +1,7 @@
 import pytest
 
 import front_door
-from rlinf_jax.config import gin_flags
+from rlinf_jax import gin_flags
 
 
 @pytest.mark.parametrize(
