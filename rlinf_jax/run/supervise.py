@@ -4,6 +4,7 @@ import collections
 from collections.abc import Callable
 import contextlib
 import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -135,7 +136,9 @@ def _params(run: Run, runtime: runtime_base.Runtime):
   shapes = programs.state_shapes(runtime.lowered['step'].flow)
   # Of this process: that of a run with Ray would read the recipe once more.
   state = first = state_readers.RepeatedReader(
-    setup.first_state_reader(run.workflow, run.source, run.seed)
+    state_readers.FirstState(
+      functools.partial(flows.initial_state, run.workflow, run.source, run.seed)
+    )
   )
   # Those of the run were closed when training ended.
   saved = checkpoint_lib.Checkpoints(

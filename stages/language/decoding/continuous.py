@@ -24,9 +24,13 @@ from jaxtyping import Array
 from sharding import rules
 from stages import base
 from stages.language import sample
-from stages.language.decoding import decode_layer, kv_cache, prefill
+from stages.language.decoding import (
+  decode_layer,
+  kv_cache,
+  prefill,
+  routing_replay,
+)
 from stages.language.decoding import generate as static
-from stages.language.experts import routing_replay
 from stages.models import transformer
 from stages.models.layers import attention, rope
 

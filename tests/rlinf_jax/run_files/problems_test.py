@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rlinf_jax.report import report, summary
-from rlinf_jax.run import console
-from rlinf_jax.run_files import problems, run_folder, run_log, writers
+from rlinf_jax.run import console, run_log
+from rlinf_jax.run_files import problems, run_folder, writers
 
 
 def write(folder, *records):

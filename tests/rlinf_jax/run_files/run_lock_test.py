@@ -11,7 +11,7 @@ import pytest
 import core_only
 from rlinf_jax.run_files import run_lock
 
-ROOT = pathlib.Path(__file__).parents[4]
+ROOT = pathlib.Path(__file__).parents[3]
 CHILD = """
 import os, sys, time
 from rlinf_jax.run_files import run_lock

@@ -17,8 +17,8 @@ import saved
 from stages import base, metrics, workflows
 from stages.envs import env as env_lib
 from stages.envs import push, reach, replay
+from stages.envs.rollouts import policy_file
 from stages.learn import optimizers, soft_actor_critic
-from stages.models import policy_file
 from stages.models.control import critics as critics_lib
 from stages.models.control import gaussian_policy
 from stages.workflows.sac import (

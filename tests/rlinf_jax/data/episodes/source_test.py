@@ -16,7 +16,7 @@ from rlinf_jax.data.episodes import folders, source, statistics, windows
 from rlinf_jax.data.lerobot import layout, pictures, write
 from stages import base
 from stages.envs import seed_source
-from stages.models.vla.openvla import action_tokens
+from stages.vla.openvla import action_tokens
 
 pyarrow = pytest.importorskip(
   'pyarrow', reason='LeRobot folders are parquet files.'

@@ -14,8 +14,9 @@ from rlinf_jax import train
 from rlinf_jax.data import questions
 from rlinf_jax.rewards import functions, verifier
 from stages import base, workflows
+from stages.language import huggingface
 from stages.learn import optimizers
-from stages.models import huggingface, lora, quantization
+from stages.models import lora, quantization
 
 pytestmark = pytest.mark.slow
 

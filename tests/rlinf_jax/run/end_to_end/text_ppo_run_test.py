@@ -13,8 +13,8 @@ from rlinf_jax.data import questions
 from rlinf_jax.rewards import functions, verifier
 from rlinf_jax.rewards import model as reward_model
 from stages import workflows
+from stages.language import classifier, huggingface
 from stages.learn import optimizers
-from stages.models import classifier, huggingface
 from tests.rlinf_jax.rewards import model_test
 
 pytestmark = pytest.mark.slow
