@@ -1,5 +1,7 @@
 """An optimizer's moments in host memory change no number of a run."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ def small_slices(monkeypatch):
   monkeypatch.setattr(slices, 'SLICE', 1)
 
 
+@functools.cache
 def grpo(**kwargs):
   adamw = optimizers.adamw(3e-2, weight_decay=0.1, warmup_steps=2)
   return workflows.grpo(tiny.policy(), tiny.even, adamw, group_size=4, **kwargs)
