@@ -49,6 +49,9 @@ XLA_FLAGS.append(os.environ.get('XLA_FLAGS', ''))
 os.environ['XLA_FLAGS'] = ' '.join(XLA_FLAGS).strip()
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
+# Ray gives its processes a thirtieth of the share of a processor that others
+# have (nice 15): beside two processes of tests they would hardly go on.
+os.environ.setdefault('RAY_worker_niceness', '0')
 
 # Compiled programs are kept for the next run, bit for bit the same. JAX's key
 # knows neither the instruction set nor the cores, so the folder's name does.
