@@ -116,6 +116,40 @@ def map_heads(
   )(q_BTHW, k_BCKW, v_BCKW, x_BC)
 
 
+def map_key_heads(
+  fn: Callable,
+  of_heads: tuple,
+  other: Any,
+  rules: rules_lib.Rules = rules_lib.DEFAULT,
+):
+  """Returns `fn(*of_heads, other)`, by each device for its own key heads.
+
+  Without a mesh, or if devices cannot share the heads evenly, this only calls
+  `fn`.
+
+  Args:
+    fn: returns arrays [B, K, ...], computed for each head alone.
+    of_heads: arrays [B, K, ...], whose rows all devices have, or their own in a
+      `jax.shard_map` over rows.
+    other: a tree of arrays that all heads read.
+    rules: mesh axes of each letter.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  axes = {*mesh.axis_names} - {*mesh.manual_axes}
+  if not axes or not rules_lib.is_even('K', of_heads[0].shape[1], rules):
+    return fn(*of_heads, other)
+  heads = rules_lib.ambient_axes('K', rules) or None
+  mesh_lib.devices_along(mesh, heads or ())
+  by_head = PartitionSpec(None, heads)
+  return jax.shard_map(
+    fn,
+    in_specs=(*(by_head for _ in of_heads), PartitionSpec()),
+    out_specs=by_head,
+    axis_names=axes,
+    check_vma=False,  # Kernels do not say how their results vary.
+  )(*of_heads, other)
+
+
 def _gather_leaf(axes, dtype, leaf, spec, others):
   """Gathers a parameter over the axes of rows.
 

@@ -47,6 +47,28 @@ class Deferred(NamedTuple):
     return getattr(self.future, 'elsewhere', ())
 
 
+# The scope in which an equivalent of slots attends to keys and values.
+ATTENTION_SCOPE = 'attention_to_caches'
+
+
+class ColumnWork(NamedTuple):
+  """The work of a kernel that reads of a slot its filled columns alone.
+
+  Attributes:
+    prompt: columns that a prompt fills, if it is as long as prompts may be.
+    flops: operations of matrix products, in a step, for each column of a row.
+    dtype: of their operands.
+    bytes: bytes that are read, likewise.
+    kernels: kernels that are launched in a step.
+  """
+
+  prompt: int
+  flops: float
+  dtype: str
+  bytes: float
+  kernels: int
+
+
 class EngineCost(NamedTuple):
   """The costs of continuous batching, as a cost model reads them.
 
@@ -68,6 +90,9 @@ class EngineCost(NamedTuple):
       hold copies.
     calls: calls with the same parameters, as planners count on, such as the
       rounds of a loop. The first of them takes the parameters over.
+    columns: with the arguments of the stage, the work of the kernel that reads
+      keys and values on the platform traced for, in place of what `equivalent`
+      computes in the scope `ATTENTION_SCOPE`; None if there is no such kernel.
   """
 
   equivalent: Callable[..., Any]
@@ -77,14 +102,17 @@ class EngineCost(NamedTuple):
   ranks: tuple[int, ...] | None = None
   cache_shards: float = math.inf
   calls: int = 1
+  columns: Callable[..., ColumnWork | None] | None = None
 
 
-def slots_cost(equivalent: Callable[..., Any], slots: int) -> EngineCost:
+def slots_cost(
+  equivalent: Callable[..., Any], slots: int, columns: Callable
+) -> EngineCost:
   """The cost of a loop in JAX that decodes in `slots`.
 
   Its keys and values count with its other arrays.
   """
-  return EngineCost(equivalent, math.inf, 0.0, slots)
+  return EngineCost(equivalent, math.inf, 0.0, slots, columns=columns)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -184,6 +212,11 @@ class Stage:
   def axes_read(self) -> set[str]:
     """Axes of meshes whose sizes its program read where this was traced."""
     return set()
+
+  def column_work(self, *args) -> ColumnWork | None:
+    """`EngineCost.columns`, given shapes of the inputs; None without it."""
+    columns = self.engine and self.engine.columns
+    return columns and kernels.recorded(columns, self.attention)(*args)
 
   def remat_policies(self, *args) -> tuple[str, ...]:
     """Policies that a plan may choose from, given shapes of the inputs.

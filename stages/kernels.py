@@ -16,8 +16,15 @@ AUTO = 'auto'
 SPLASH = 'splash'  # JAX's kernel for TPUs, in Pallas.
 CUDNN = 'cudnn'  # NVIDIA's kernel, by `jax.nn`.
 CHUNKED = 'chunked'  # Written in JAX, some queries at a time.
+DECODE_ATTENTION = 'decode_attention'  # JAX's kernel for GPUs, in Triton.
+PAGED_ATTENTION = 'paged_attention'  # JAX's kernel for TPUs, in Mosaic.
+BLOCKS = 'blocks of the cache'  # In JAX, as far as the longest row needs.
+WHOLE = 'the whole cache'  # In JAX.
 SETTINGS = (AUTO, SPLASH, CUDNN, CHUNKED)
 KERNELS = {'tpu': SPLASH, 'gpu': CUDNN}  # By platform.
+# By platform, what reads the columns of rows in slots.
+DECODING = {'tpu': PAGED_ATTENTION, 'gpu': DECODE_ATTENTION, 'cpu': BLOCKS}
+OF_DECODING = (DECODE_ATTENTION, PAGED_ATTENTION)
 # Kernels that know rows of several sequences, as long as they share no prompt.
 OF_PACKED_ROWS = (SPLASH,)
 
@@ -26,7 +33,7 @@ class Choice(NamedTuple):
   """An implementation of attention.
 
   Attributes:
-    name: one of `SETTINGS`.
+    name: one of `SETTINGS`, or of what `DECODING` may choose.
     why: what rules out the kernel of the hardware; empty if there is none.
   """
 
@@ -74,8 +81,31 @@ def choose(
     )
   if setting == AUTO and kernel and is_short:
     why = 'sequences are short'
-  choice = Choice(CHUNKED, why) if why else Choice(kernel or CHUNKED)
-  found = _chosen.get()
+  return _record(Choice(CHUNKED, why) if why else Choice(kernel or CHUNKED))
+
+
+def choose_for_decoding(
+  setting: str, obstacle: Callable[[str], str | None], is_short: bool
+) -> Choice:
+  """What reads the cache of rows in slots, on the platform traced for.
+
+  Args:
+    setting: a member of `SETTINGS`; `CHUNKED` for no kernel.
+    obstacle: says why a kernel cannot compute this model; None if it can.
+    is_short: whether there are too few columns for a kernel.
+  """
+  name = DECODING.get(mesh_lib.platform(), WHOLE)
+  if name not in OF_DECODING:
+    return _record(Choice(name))
+  if setting == CHUNKED:
+    return _record(Choice(WHOLE, f'attention is {CHUNKED!r}'))
+  why = 'completions are short' if is_short else obstacle(name)
+  return _record(Choice(WHOLE, why) if why else Choice(name))
+
+
+def _record(choice: Choice) -> Choice:
+  """Adds a choice to those of the stage that is traced."""
+  platform, found = mesh_lib.platform(), _chosen.get()
   if found is not None:
     found.setdefault(platform, set()).add(choice)
   return choice

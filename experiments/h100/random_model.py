@@ -14,8 +14,7 @@ import sys
 
 import jax
 
-from stages.language import huggingface
-from stages.models import transformer
+from stages.models import huggingface, transformer
 from stages.models.files import weights
 
 

@@ -28,6 +28,8 @@ from planner.lower import offloading
 from sharding import elementwise
 from sharding import mesh as mesh_lib
 
+# The scope in which decoding attends to keys and values.
+SCOPE = 'attention_to_caches'
 PARTS = (1, 2, 8, 64)  # Fractions of a batch whose work is counted.
 
 
@@ -65,12 +67,14 @@ def _traced(fn, shapes, division, platform):
     return run.trace(*shapes).jaxpr
 
 
-def _work_of(jaxpr, trips, letters, division, platform) -> Work:
-  """Counts the work of a program; see `work`."""
+def _work_of(
+  jaxpr, trips, letters, division, platform, without: str | None = None
+) -> Work:
+  """Counts the work of a program but for that in a scope; see `work`."""
   if letters is None:
     letters = [None] * len(jaxpr.jaxpr.invars)
   frame = jaxpr_walk.WorkCounter(trips, division)
-  frame.platform = platform
+  frame.platform, frame.without = platform, without
   frame.parameters = frozenset(
     var.aval.shape
     for var, some in zip(jaxpr.jaxpr.invars, letters, strict=True)
@@ -124,15 +128,24 @@ def of_node(
   try:
     how = {'trips': trips, 'platform': platform}
     traced = _programs(flow, node, run, platform)
-    counted = _counted(_counter(flow, node, traced, **how), _sizes(flow, node))
+    columns = engine and _columns(flow, node, platform)
+    counter = _counter(flow, node, traced, **how, without=columns and SCOPE)
+    counted = _counted(counter, _sizes(flow, node))
     if engine is None:
       found = _with_choices(flow, node, counted, how)
       return dataclasses.replace(found, elementwise=_elementwise(flow, node))
-    price = decode.of_engine if node.stage.host else decode.of_slots
-    return price(_interpolated(counted), engine)
+    if node.stage.host:
+      return decode.of_engine(_interpolated(counted), engine)
+    return decode.of_slots(_interpolated(counted), engine, columns)
   except (NotImplementedError, ValueError) as error:
     error.add_note(f'This happened in stage {node.name}, while counted.')
     raise
+
+
+def _columns(flow, node, platform):
+  """Returns the work of the kernel that reads keys and values, if any."""
+  with _ambient(None, platform):
+    return node.stage.column_work(*_arguments(flow, node, flow.rows_of(node)))
 
 
 def _elementwise(flow, node) -> tuple[tuple[int, ...], ...]:
@@ -164,7 +177,7 @@ def _sizes(flow, node) -> list[int]:
 
 
 def _counter(
-  flow, node, traced, on=None, *, trips, platform
+  flow, node, traced, on=None, *, trips, platform, without=None
 ) -> Callable[[int], Work]:
   """Returns a memoized count of a function of a stage's arguments, by rows.
 
@@ -176,6 +189,7 @@ def _counter(
       work of one device alone.
     trips: as in `work`.
     platform: as in `work`.
+    without: as in `_work_of`.
   """
   letters = [flow.values[v].letters for v in node.reads]
 
@@ -183,7 +197,7 @@ def _counter(
   def at(rows):
     division = divisions.Division(*on) if on else None
     jaxpr = traced(rows, division)
-    return _work_of(jaxpr, trips, letters, division, platform)
+    return _work_of(jaxpr, trips, letters, division, platform, without)
 
   return at
 

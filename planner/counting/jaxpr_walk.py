@@ -91,6 +91,8 @@ class WorkCounter(loops.LoopCounter):
 
   def _in_scope(self, eqn, args) -> list[variables.Variable]:
     """Takes a step, and gathers parameters in full where a scope says so."""
+    if self.without and self.without in str(eqn.source_info.name_stack):
+      return [variables.NOTHING for _ in eqn.outvars]
     if self.whole or SCOPE not in str(eqn.source_info.name_stack):
       return self.step(eqn, args)
     self.whole = True

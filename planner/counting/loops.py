@@ -19,6 +19,7 @@ class LoopCounter(allocation.Allocation):
     turns: as `work.Work.turns`, so far.
     matmul: operations of products so far, by type of the operands.
     partial: partial sums so far, as `work.Work.partial`.
+    without: name of a scope whose equations count as nothing; None for none.
     unread: positions of results of the equation under way that nothing reads.
     readers: in its program, how often equations read each variable, by `id`.
   """
@@ -30,6 +31,7 @@ class LoopCounter(allocation.Allocation):
     self.trips = trips
     self.flops, self.turns = 0.0, 0.0
     self.matmul, self.partial = {}, {}
+    self.without = None
     self.unread, self.readers = frozenset(), {}
 
   def _body(
@@ -46,7 +48,7 @@ class LoopCounter(allocation.Allocation):
     """
     frame = type(self)(self.trips, self.division)
     frame.parameters, frame.whole = self.parameters, self.whole
-    frame.platform = self.platform
+    frame.platform, frame.without = self.platform, self.without
     given = []
     for i, (var, variable) in enumerate(
       zip(jaxpr.jaxpr.invars, args, strict=True)

@@ -8,8 +8,7 @@ import html
 import json
 from typing import Any
 
-from planner import formatting
-from planner.explain import report_text
+from planner.explain import formatting, report_text
 from planner.simulation import simulate
 from rlinf_jax.report.html import compiled_table, page, terms, timeline_svg
 

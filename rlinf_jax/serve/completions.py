@@ -8,8 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rlinf_jax.agents import formats, replies
-from rlinf_jax.serve import batches, engine_decoder, requests, sessions
+from rlinf_jax.agents import formats
+from rlinf_jax.serve import (
+  batches,
+  engine_decoder,
+  replies,
+  requests,
+  sessions,
+)
 
 
 class Served(NamedTuple):

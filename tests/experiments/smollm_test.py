@@ -6,8 +6,7 @@ import re
 import shlex
 
 from experiments.smollm import gsm8k, two_steps, word_problems
-from rlinf_jax import gin_flags
-from rlinf_jax.config import config
+from rlinf_jax.config import config, gin_flags
 
 ROOT = pathlib.Path(__file__).parents[2]
 

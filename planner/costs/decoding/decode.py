@@ -109,7 +109,7 @@ class DecodeWork:
     else:
       again = there / rows
       last = longest(self.lengths, rows)
-      context = self.context + last / 2  # The mean over all steps.
+      context = self._mean_context(last)
       steps = again * last * speed(rows / copies, context)
       prompts = again * speed.read(rows / copies)
     tag = 'assumed' if self.known == 'assumed' else 'modeled'
@@ -118,6 +118,14 @@ class DecodeWork:
       'prompts': Estimate(prompts, 'modeled'),
       'steps until rows end': Estimate(float(steps), tag),
     }
+
+  def _mean_context(self, steps: float) -> float:
+    """Returns the context of a row in a static batch, as a mean of its steps.
+
+    A row that has ended has none.
+    """
+    length = np.minimum(self.lengths, steps)
+    return float(np.mean(length * (self.context + length / 2)) / steps)
 
   def at(self, rows: float) -> Work:
     """Returns the work of a step with `rows` rows."""
@@ -271,17 +279,41 @@ def of_engine(call: StageWork, cost) -> DecodeWork:
   )
 
 
-def of_slots(call: StageWork, cost) -> DecodeWork:
+def of_slots(call: StageWork, cost, columns) -> DecodeWork:
   """Returns the work of a loop in JAX that decodes rows in slots.
 
   Every row has the maximum length, until lengths are given.
 
   Args:
-    call: counted work of decoding all rows at once.
+    call: counted work of decoding all rows at once, without their attention
+      where a kernel computes it.
     cost: what the stage says of its slots, `stages.EngineCost`.
+    columns: the work of that kernel, `stages.ColumnWork`; None without it.
   """
   found = with_lengths(call, [round(max_tokens(call))], 'assumed')
-  return dataclasses.replace(found, max_rows=cost.max_rows)
+  found = dataclasses.replace(found, max_rows=cost.max_rows)
+  if columns is None:
+    return found
+  launched = Work(kernels=columns.kernels)
+
+  def with_launches(line):
+    return dataclasses.replace(
+      line,
+      fixed=line.fixed + launched,
+      below=tuple(map(with_launches, line.below)),
+    )
+
+  token = Work(
+    flops=columns.flops,
+    matmul={columns.dtype: columns.flops},
+    bytes_moved=columns.bytes,
+  )
+  return dataclasses.replace(
+    found,
+    step=with_launches(found.step),
+    token=token,
+    context=float(columns.prompt),
+  )
 
 
 def _alive(work, plain):
@@ -299,9 +331,13 @@ def longest(lengths, rows: float) -> float:
 
 
 def _slots_step(speed: speed_lib.DecodeSpeed, slots: int, rows: int, context):
-  """Seconds of a step; the last quarter of the slots have a smaller loop."""
+  """Seconds of a step; the last quarter of the slots have a smaller loop.
+
+  Empty slots are computed, but have no context.
+  """
   few = slots // 4
-  return speed(few if rows <= few else slots, context)
+  computed = few if rows <= few else slots
+  return speed(computed, context * rows / computed)
 
 
 @functools.lru_cache(1024)

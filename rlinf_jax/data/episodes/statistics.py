@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from rlinf_jax.data.episode_files import base
 from rlinf_jax.data.episodes import folders
+
+ACTION, STATE = 'action', 'observation.state'
 
 
 @functools.cache
@@ -19,8 +20,8 @@ def norm_stats(
   folder: str,
   *,
   name: str | None = None,
-  action: str = base.ACTION,
-  state: str | None = base.STATE,
+  action: str = ACTION,
+  state: str | None = STATE,
 ) -> dict[str, Any]:
   """Statistics by data set, as dataset_statistics.json has them.
 
@@ -58,7 +59,7 @@ def norm_stats(
 
 
 def openpi(
-  folder: str, *, action: str = base.ACTION, state: str | None = base.STATE
+  folder: str, *, action: str = ACTION, state: str | None = STATE
 ) -> dict[str, Any]:
   """The same statistics as norm_stats.json of π0 and π0.5 has them.
 

@@ -81,15 +81,17 @@ def leave_accelerators():
   jax.config.update('jax_platforms', 'cpu')
 
 
-def connect(address: str):
+def connect(address: str, is_measured: bool = False):
   """Connects to Ray, as a driver. Call it before JAX starts threads.
 
   Args:
     address: as `connection.connect`.
+    is_measured: whether stages are to be measured in the cluster.
 
   Raises:
     ConnectionError: if there is no cluster at that address.
-    ValueError: if this process uses accelerators already.
+    ValueError: if this process uses accelerators already, or the cluster cannot
+      be measured.
   """
   from rlinf_jax.runtime.ray import connection
 
@@ -101,6 +103,8 @@ def connect(address: str):
       f'accelerators, but JAX has started on the {kind} in it: set '
       'JAX_PLATFORMS=cpu for it.'
     )
+  if is_measured:
+    check_measurable()
 
 
 def check_measurable():

@@ -5,26 +5,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import stages
 from stages import base
 from stages.envs import env as env_lib
 from stages.envs import episode_stats
-from stages.envs.rollouts import evaluate, obs_stats, policy_file, rollout
+from stages.envs.rollouts import evaluate, obs_stats, rollout
+from stages.learn import train_step
+from stages.models import policy_file
 
 
-def init(
+def init_actor(
   policy: base.Policy,
   env: env_lib.Env,
+  optimizer: optax.GradientTransformation,
   key: base.Key,
   normalize_obs: bool,
   init_from: str | None = None,
-) -> tuple[Any, Any]:
-  """Returns a policy's first parameters, and its observation statistics.
+) -> tuple[base.TrainState, Any]:
+  """Returns a policy's state before the first update, and its obs statistics.
 
   Args:
     policy: the policy to train.
     env: environments whose observations it reads.
+    optimizer: optimizer of the parameters.
     key: key of the initial parameters.
     normalize_obs: whether observations are normalized; else statistics are
       `()`.
@@ -33,7 +38,8 @@ def init(
   """
   initial = evaluate.init(policy, env, normalize_obs, key)
   initial = policy_file.start(init_from, initial)
-  return initial['policy'], initial['obs_stats']
+  actor = train_step.init(initial['policy'], optimizer)
+  return actor, initial['obs_stats']
 
 
 def reset(

@@ -5,12 +5,9 @@ earlier are still computed. Here a fixed number of slots decodes in one compiled
 loop. When a row ends, its tokens are written to the output and the next waiting
 row takes its slot. This is the iteration-level scheduling of Orca (OSDI '22).
 
-Every iteration writes the keys, values and tokens of all slots to one column,
-the same for all. The next iteration takes the next column, and the first one
-follows the last: a ring of T columns or more. A row has at most T tokens, so it
-never overwrites its own. Older columns of a slot belong to its earlier rows and
-are masked. Writing one column is an update in place; a different column in each
-slot would be a scatter, which is slow.
+A slot holds the keys and values of its row's prompt and of its completion, in
+columns that are filled from the first one on. So the columns that an iteration
+writes differ by slot, and so do those that it has to read.
 """
 
 import functools
@@ -28,11 +25,12 @@ from stages.language.decoding import (
   decode_layer,
   kv_cache,
   prefill,
-  routing_replay,
+  slot_cache,
 )
 from stages.language.decoding import generate as static
+from stages.language.experts import routing_replay
 from stages.models import transformer
-from stages.models.layers import attention, rope
+from stages.models.layers import rope
 
 # When no row is waiting and at most 1 / SHRINK of the slots hold a row, the
 # loop continues with 1 / SHRINK of the slots.
@@ -45,26 +43,24 @@ class Slots(NamedTuple):
   Attributes:
     row_M: index of the row; B, the number of rows, where a slot is empty.
     is_open_M: whether the row has not ended.
-    start_M: iteration that decodes the row's first token.
+    length_M: tokens that have been sampled of it.
+    prompt_M: columns of its prompt: tokens but for the last.
     position_M: position of the last token of its prompt.
     token_M: latest token.
-    mask_MP: 1 on the tokens of its prompt except the last.
-    prompts: keys and values of the prompts by layer, [M, K, P, W].
-    rings: keys and values of the completions by layer, [M, K, C, W]. C is
-      `kv_cache.ring_columns(T)`.
-    action_MT: sampled tokens, in a ring.
-    logp_MT: their log-probabilities, in a ring.
-    expert: experts of the tokens read, in a ring, [M, T, L, k]; or None.
+    caches: keys and values by layer, [M, K, C, W]. C is
+      `slot_cache.columns(P + T)`.
+    action_MT: sampled tokens.
+    logp_MT: their log-probabilities.
+    expert: experts of the tokens read, [M, T, L, k]; or None.
   """
 
   row_M: Array
   is_open_M: Array
-  start_M: Array
+  length_M: Array
+  prompt_M: Array
   position_M: Array
   token_M: Array
-  mask_MP: Array
-  prompts: tuple[kv_cache.LayerCache, ...]
-  rings: tuple[kv_cache.LayerCache, ...]
+  caches: tuple[kv_cache.LayerCache, ...]
   action_MT: Array
   logp_MT: Array
   expert: Array | None = None
@@ -74,14 +70,12 @@ class LoopState(NamedTuple):
   """State of the decoding loop.
 
   Attributes:
-    t: number of iterations so far.
     next_row: index of the next row to enter a slot.
     slots: the rows that are being decoded.
     completions: the rows that have ended.
     expert: their experts, [B, T, L, k]; or None.
   """
 
-  t: Array
   next_row: Array
   slots: Slots
   completions: base.Completions
@@ -166,21 +160,23 @@ def _generate(
   replace = functools.partial(_replace_ended, layers, split, group_size, stop)
 
   def extend(state: LoopState) -> LoopState:
-    t, now = state.t, state.slots
-    logit_M1V, now = _decode(model, params, layers, t, now)
+    now = state.slots
+    logit_M1V, now = _decode(model, params, layers, now)
     key_M = key_B[jnp.minimum(now.row_M, B - 1)]
     token_M, logit_M1V = sample.next_token(
-      logit_M1V, key_M, t - now.start_M, sampling, greedy
+      logit_M1V, key_M, now.length_M, sampling, greedy
     )
     logp_M = sample.logp(logit_M1V, token_M[:, None])[:, 0]
-    is_full_M = t + 1 - now.start_M >= length
+    is_full_M = now.length_M + 1 >= length
     now = now._replace(
       is_open_M=now.is_open_M & ~is_full_M & ~_is_stop(token_M, stop),
+      # An empty slot stays empty.
+      length_M=now.length_M + now.is_open_M,
       token_M=token_M,
-      action_MT=_put_column(now.action_MT, t, token_M),
-      logp_MT=_put_column(now.logp_MT, t, logp_M),
+      action_MT=_put(now.action_MT, now.length_M, token_M),
+      logp_MT=_put(now.logp_MT, now.length_M, logp_M),
     )
-    return replace(state._replace(t=t + 1, slots=now))
+    return replace(state._replace(slots=now))
 
   def run(state: LoopState, at_least: int) -> LoopState:
     # While rows are waiting, all slots hold an unfinished row, so the loop
@@ -212,26 +208,22 @@ def _initial_state(
   length: int,
 ) -> tuple[list, LoopState]:
   """Layers with prompts that were read; empty slots, and all rows waiting."""
-  P, columns = split.mask_NP.shape[1], kv_cache.ring_columns(length)
-  layers, prompts, rings = kv_cache.empty_after(
-    layers, config, (slots, P), (slots, columns)
-  )
+  columns = slot_cache.columns(split.mask_NP.shape[1] + length)
+  layers, caches = kv_cache.empty_after(layers, config, (slots, columns))
 
   def zeros(*shape, dtype=jnp.int32):
     return jnp.zeros((slots, *shape), dtype)
 
   return layers, LoopState(
-    t=jnp.zeros((), jnp.int32),
     next_row=jnp.zeros((), jnp.int32),
     slots=Slots(
       row_M=jnp.full(slots, rows, jnp.int32),
       is_open_M=zeros(dtype=bool),
-      start_M=zeros(),
+      length_M=zeros(),
+      prompt_M=zeros(),
       position_M=zeros(),
       token_M=zeros(),
-      mask_MP=zeros(P, dtype=split.mask_NP.dtype),
-      prompts=prompts,
-      rings=rings,
+      caches=caches,
       action_MT=zeros(length),
       logp_MT=zeros(length, dtype=config.param_dtype),
     ),
@@ -250,10 +242,14 @@ def _is_stop(token, stop: tuple[int, ...]):
   return jnp.isin(token, jnp.array(stop, jnp.int32))
 
 
-def _put_column(x_MT, t, x_M):
-  """Writes one column of a ring."""
-  x_M1 = x_M[:, None].astype(x_MT.dtype)
-  return jax.lax.dynamic_update_slice_in_dim(x_MT, x_M1, t % x_MT.shape[1], 1)
+def _put(x, t_M, new):
+  """Writes token `t_M` of each row of `x`, [M, T, ...], in place."""
+  return x.at[jnp.arange(len(t_M)), t_M].set(
+    new.astype(x.dtype),
+    indices_are_sorted=True,
+    unique_indices=True,
+    mode='promise_in_bounds',
+  )
 
 
 def _put_row(x, i, row):
@@ -284,9 +280,7 @@ def _replace_ended(
     written = _write_row(state, m, stop)
     slots = _enter(layers, split, group_size, state, m, B)
     enters = (state.next_row < B).astype(jnp.int32)
-    return count + 1, LoopState(
-      state.t, state.next_row + enters, slots, *written
-    )
+    return count + 1, LoopState(state.next_row + enters, slots, *written)
 
   zero = jnp.zeros((), jnp.int32)
   return jax.lax.while_loop(condition, replace, (zero, state))[1]
@@ -298,12 +292,10 @@ def _write_row(
   """The output, with the row of slot `m` written to it unless `m` is empty."""
   now, old = state.slots, state.completions
   B, T = old.mask.shape
-  row, start = now.row_M[m], now.start_M[m]
-  length = state.t - start
-  order_T = (start + jnp.arange(T)) % T
+  row, length = now.row_M[m], now.length_M[m]
   mask_T = jnp.arange(T) < length
-  action_T = jnp.where(mask_T, now.action_MT[m, order_T], 0)
-  logp_T = jnp.where(mask_T, now.logp_MT[m, order_T], 0)
+  action_T = jnp.where(mask_T, now.action_MT[m], 0)
+  logp_T = jnp.where(mask_T, now.logp_MT[m], 0)
   is_stopped = _is_stop(action_T[length - 1], stop)
 
   def put(x, new):
@@ -319,7 +311,7 @@ def _write_row(
   )
   if state.expert is None:
     return completions, None
-  return completions, put(state.expert, now.expert[m, order_T])
+  return completions, put(state.expert, now.expert[m])
 
 
 def _enter(
@@ -329,75 +321,59 @@ def _enter(
   now, row = state.slots, state.next_row
   n = jnp.minimum(row, B - 1) // group_size
 
-  def put_prompt(cache_MKCW, prompt_NKPW):
-    prompt_1KPW = jax.lax.dynamic_slice_in_dim(prompt_NKPW, n, 1, axis=0)
-    return jax.lax.dynamic_update_slice(
-      cache_MKCW, prompt_1KPW.astype(cache_MKCW.dtype), (m, 0, 0, 0)
-    )
-
-  prompts = tuple(
-    kv_cache.LayerCache(put_prompt(cache.key, key), put_prompt(cache.value, v))
-    for cache, (_, key, v) in zip(now.prompts, layers, strict=True)
+  # Of an empty slot, one column is read.
+  tokens = split.mask_NP[n].sum(dtype=jnp.int32) * (row < B)
+  caches = tuple(
+    slot_cache.enter(cache, kv_cache.LayerCache(*prompt), split.mask_NP, n, m)
+    for cache, (_, *prompt) in zip(now.caches, layers, strict=True)
   )
   return now._replace(
     row_M=_put_row(now.row_M, m, jnp.minimum(row, B)),
     is_open_M=_put_row(now.is_open_M, m, row < B),
-    start_M=_put_row(now.start_M, m, state.t),
+    length_M=_put_row(now.length_M, m, jnp.zeros((), jnp.int32)),
+    prompt_M=_put_row(now.prompt_M, m, tokens),
     position_M=_put_row(now.position_M, m, split.position_B[n * group_size]),
     token_M=_put_row(now.token_M, m, split.token_B[n * group_size]),
-    mask_MP=_put_row(now.mask_MP, m, split.mask_NP[n]),
-    prompts=prompts,
+    caches=caches,
   )
 
 
-def _decode(model, params, layers, t, now: Slots):
+def _decode(model, params, layers, now: Slots):
   """Logits [M, 1, V] of the next token, and slots with the current one."""
   c = model.config
   variables = {'params': params}
-  contexts = _contexts(c, t, now)
+  contexts = _contexts(c, now)
   x_M1D = model.apply(variables, now.token_M[:, None], method='embed')
-  rings, record = [], None if now.expert is None else []
-  for i, (own, _, _) in enumerate(layers):
-    (cos_M1R, sin_M1R), *where = contexts[c.is_local(i)]
-    q_M1HW, k_M1KW, v_M1KW = decode_layer.project(
-      c, own, x_M1D, cos_M1R, sin_M1R
-    )
-    column = t % now.rings[i].key.shape[2]
-    ring = kv_cache.update(now.rings[i], column, k_M1KW, v_M1KW)
-    seen_M1HW = kv_cache.ring_attention(c, q_M1HW, now.prompts[i], ring, *where)
+  caches, record = [], None if now.expert is None else []
+  for i, ((own, _, _), cache) in enumerate(
+    zip(layers, now.caches, strict=True)
+  ):
+    (cos_M1R, sin_M1R), span, kernel = contexts[c.is_local(i)]
+    qkv = decode_layer.project(c, own, x_M1D, cos_M1R, sin_M1R)
+    cache, seen_M1HW = slot_cache.extend(c, kernel, cache, *qkv, span)
     x_M1D = decode_layer.finish(c, own, x_M1D, seen_M1HW, record)
-    rings.append(ring)
-  column = t % now.action_MT.shape[1]
-  expert = routing_replay.put(now.expert, column, record)
-  now = now._replace(rings=tuple(rings), expert=expert)
+    caches.append(cache)
+  if record is not None:
+    expert = jnp.stack([x[:, 0] for x in record], axis=1)
+    now = now._replace(expert=_put(now.expert, now.length_M, expert))
+  now = now._replace(caches=tuple(caches))
   return model.apply(variables, x_M1D, method='logits'), now
 
 
-def _contexts(c: transformer.Config, t, now: Slots):
-  """Rotary angles and arguments of attention, for layers of each kind.
+def _contexts(c: transformer.Config, now: Slots):
+  """Angles, columns and what reads them, by whether layers have a window."""
+  C = now.caches[0].key.shape[2]
+  position_M1 = (now.position_M + now.length_M)[:, None]
+  size_M = now.prompt_M + now.length_M
 
-  The key says whether a layer has a window. The arguments are the last four of
-  `kv_cache.ring_attention`: the masks [M, P] of the prompt and [M, C] of the
-  ring, the iteration, and the age of the oldest column to read.
-  """
-  C = now.rings[0].key.shape[2]
-  length_M = t - now.start_M
-  position_M1 = (now.position_M + length_M)[:, None]
-  is_prompt_MP = now.mask_MP > 0
-  age_C = (t - jnp.arange(C)) % C
-  is_own_MC = age_C[None] <= length_M[:, None]
-  # Of unfinished rows only; empty slots would count as old ones.
-  reach = jnp.where(now.is_open_M, length_M, 0).max()
-  angles = rope.angles(c.rope, c.W, position_M1)
-  contexts = {False: (angles, is_prompt_MP, is_own_MC, t, reach)}
-  if c.window is not None:
-    position_MP = transformer.positions(now.mask_MP)
-    is_near_M1P = attention.within_window(position_M1, position_MP, c.window)
-    contexts[True] = (
-      rope.angles(c.local_rope or c.rope, c.W, position_M1),
-      is_prompt_MP & is_near_M1P[:, 0],
-      is_own_MC & (age_C < c.window)[None],
-      t,
-      jnp.minimum(reach, c.window - 1),
+  def context(settings, window: int | None):
+    return (
+      rope.angles(settings, c.W, position_M1),
+      slot_cache.span(size_M, now.is_open_M, window),
+      slot_cache.choose_kernel(c, C, window is not None).name,
     )
+
+  contexts = {False: context(c.rope, None)}
+  if c.window is not None:
+    contexts[True] = context(c.local_rope or c.rope, c.window)
   return contexts

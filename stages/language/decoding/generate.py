@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from sharding import rules
-from stages import base
+from stages import base, core
 from stages.language import sample
 from stages.language.decoding import (
   decode_layer,
@@ -16,9 +16,9 @@ from stages.language.decoding import (
   kv_cache,
   parts,
   prefill,
-  routing_replay,
   unfinished,
 )
+from stages.language.experts import routing_replay
 from stages.models import transformer
 from stages.models.layers import attention, rope
 
@@ -109,17 +109,19 @@ def decode_states(
       c, own, x_B1D, cos_B1R, sin_B1R
     )
     cache = kv_cache.update(cache, t - start, k_B1KW, v_B1KW, open_B)
-    seen_B1HW = kv_cache.attention(
-      c,
-      q_B1HW,
-      cache,
-      key_NKPW,
-      value_NKPW,
-      split.mask_NP,
-      past_BS,
-      near_BC,
-      [part[i] for part in earlier],
-    )
+    # The planner counts a kernel in its place, where slots have one.
+    with jax.named_scope(core.ATTENTION_SCOPE):
+      seen_B1HW = kv_cache.attention(
+        c,
+        q_B1HW,
+        cache,
+        key_NKPW,
+        value_NKPW,
+        split.mask_NP,
+        past_BS,
+        near_BC,
+        [part[i] for part in earlier],
+      )
     x_B1D = decode_layer.finish(c, own, x_B1D, seen_B1HW, record)
     caches.append(cache)
   expert = routing_replay.put(state.expert, t, record)

@@ -17,9 +17,6 @@ from stages.models import transformer
 from stages.models.layers import attention as attention_lib
 from stages.models.layers import mixed_precision
 
-# Columns of a ring that are read together.
-BLOCK = 128
-
 
 class LayerCache(NamedTuple):
   """Keys and values of the completions in one layer."""
@@ -60,11 +57,6 @@ def empty_after(before, config: transformer.Config, *sizes: tuple[int, int]):
   zero = jnp.zeros((), jnp.dtype(config.dtype))
   before, zero = jax.lax.optimization_barrier((before, zero))
   return before, *(empty(config, *some, fill=zero) for some in sizes)
-
-
-def ring_columns(length: int) -> int:
-  """Columns of a ring for rows of `length` tokens: whole blocks, if several."""
-  return length if length <= BLOCK else -(-length // BLOCK) * BLOCK
 
 
 def update(cache: LayerCache, t, k_B1KW, v_B1KW, open_B=None) -> LayerCache:
@@ -157,111 +149,3 @@ def attention(
     seen_BKJW += einsum('BKJT,BKTW->BKJW', own_BKJT, part.value)
     start += T
   return seen_BKJW.astype(q_B1HW.dtype).reshape(B, 1, H, W)
-
-
-class Softmax(NamedTuple):
-  """A softmax over the keys that have been read, and the values that it sees.
-
-  Attributes:
-    largest: the largest score.
-    total: the sum of exp(score - largest).
-    seen: the sum of values, weighted by exp(score - largest).
-  """
-
-  largest: Float[Array, 'B K J']
-  total: Float[Array, 'B K J']
-  seen: Float[Array, 'B K J W']
-
-
-@decode_layer.traced_once
-def ring_attention(
-  config: transformer.Config,
-  q_B1HW,
-  prompt: LayerCache,
-  ring: LayerCache,
-  mask_BP,
-  mask_BC,
-  t,
-  reach,
-):
-  """Attention of one query a row to its copy of the prompt, and to a ring.
-
-  On a CPU, only the blocks of the ring are read that hold tokens. Accelerators
-  read all of it: a loop whose length they compute waits for the host in each of
-  its turns. Scores are in float32 or wider.
-
-  Args:
-    config: dimensions and settings of the model.
-    q_B1HW: queries.
-    prompt: keys and values of the prompts.
-    ring: those of the completions, in a ring of columns.
-    mask_BP: columns of the prompt to attend to.
-    mask_BC: columns of the ring to attend to.
-    t: iteration, which has written column t modulo C.
-    reach: age in iterations of the oldest column of any row.
-  """
-  B, _, H, W = q_B1HW.shape
-  K = ring.key.shape[1]
-  wide = mixed_precision.wide_dtype(q_B1HW.dtype)
-  q_BKJW = q_B1HW.reshape(B, K, H // K, W)
-  # Finite: a difference of infinite scores is NaN.
-  least = jnp.full((B, K, H // K), jnp.finfo(wide).min / 2, wide)
-  start = Softmax(least, jnp.zeros_like(least), jnp.zeros_like(q_BKJW, wide))
-  read = functools.partial(_read, config, q_BKJW)
-
-  def whole(softmax, ring, mask_BC, t, reach):
-    del t, reach
-    return read(softmax, ring, mask_BC)
-
-  def in_blocks(softmax, ring, mask_BC, t, reach):
-    count = mask_BC.shape[1] // BLOCK
-    column = t % mask_BC.shape[1]
-    # The newest block is full up to `column`; older ones precede it.
-    older = -(-jnp.maximum(reach - column % BLOCK, 0) // BLOCK)
-
-    def body(i, softmax):
-      at = (column // BLOCK - i) % count * BLOCK
-      block = [
-        jax.lax.dynamic_slice_in_dim(x, at, BLOCK, axis)
-        for x, axis in ((ring.key, 2), (ring.value, 2), (mask_BC, 1))
-      ]
-      return read(softmax, LayerCache(*block[:2]), block[2])
-
-    return jax.lax.fori_loop(0, jnp.minimum(older + 1, count), body, softmax)
-
-  softmax = read(start, prompt, mask_BP)
-  args = softmax, ring, mask_BC, t, reach
-  if mask_BC.shape[1] <= BLOCK:
-    softmax = whole(*args)
-  else:
-    softmax = jax.lax.platform_dependent(*args, cpu=in_blocks, default=whole)
-  seen_BKJW = softmax.seen / softmax.total[..., None]
-  return seen_BKJW.astype(q_B1HW.dtype).reshape(B, 1, H, W)
-
-
-def _read(
-  config: transformer.Config,
-  q_BKJW,
-  softmax: Softmax,
-  cache: LayerCache,
-  mask_BC,
-) -> Softmax:
-  """Adds some keys and values to a softmax, arXiv:1805.02867 algorithm 3."""
-  scale = q_BKJW.shape[-1] ** -0.5
-  scale = scale if config.query_scale is None else config.query_scale
-  wide = softmax.total.dtype
-  einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
-  score_BKJC = einsum('BKJW,BKCW->BKJC', q_BKJW, cache.key) * scale
-  score_BKJC = attention_lib.soft_cap(score_BKJC, config.score_softcap)
-  least = jnp.finfo(wide).min / 2
-  score_BKJC = jnp.where(mask_BC[:, None, None], score_BKJC, least)
-  largest = jnp.maximum(softmax.largest, score_BKJC.max(-1))
-  weight_BKJC = jnp.exp(score_BKJC - largest[..., None])
-  factor = jnp.exp(softmax.largest - largest)
-  weight = weight_BKJC.astype(cache.value.dtype)
-  seen_BKJW = einsum('BKJC,BKCW->BKJW', weight, cache.value)
-  return Softmax(
-    largest,
-    softmax.total * factor + weight_BKJC.sum(-1),
-    softmax.seen * factor[..., None] + seen_BKJW,
-  )

@@ -1,7 +1,6 @@
 """The modeled cost of an inference engine outside JAX."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -11,12 +10,15 @@ import pytest
 
 from planner import cluster as cluster_lib
 from planner.costs import roofline
+from planner.costs import work as work_lib
 from planner.costs.decoding import decode
 from planner.counting import count
 from planner.ir import plan as plan_lib
 from sharding import rules
 import stages
 from stages import base, workflows
+from stages.language import language_model
+from stages.models import transformer
 import tiny
 
 LENGTH, CACHE, GROUP = 24, 1e9, 4
@@ -38,7 +40,6 @@ def shapes(params, prompt, key_B):
   )
 
 
-@functools.cache
 def model(max_rows=64, engine=True, devices=2, groups=8, ranks=None):
   """The flow of GRPO whose prompts an engine completes, and its costs."""
   policy = tiny.policy(length=LENGTH)
@@ -216,3 +217,47 @@ def test_slots_need_memory_for_their_own_rows_alone():
     return parts['activations'].value
 
   assert live(4) < live(16) < live(None) == live(64)
+
+
+def counted(length, platform, **changes):
+  """Work of slots, of a model whose heads the kernel for GPUs can read."""
+  config = transformer.Config(
+    V=32, D=32, L=2, H=4, K=2, W=16, F=64, dtype='bfloat16', **changes
+  )
+  policy = language_model.policy(config, response_length=length, slots=4)
+  workflow = workflows.grpo(policy, tiny.even, optax.sgd(0.1), group_size=GROUP)
+  flow = tiny.trace(workflow, tiny.problem())
+  return count.of_node(flow, generate(flow), platform=platform)
+
+
+def test_with_a_kernel_a_step_costs_what_its_rows_have_filled():
+  short, long = counted(512, 'gpu'), counted(2048, 'gpu')
+  assert short.token == long.token
+  # Keys and values of two layers with two heads of 16 numbers of two bytes.
+  assert short.token.bytes_moved == 2 * 2 * 2 * 16 * 2
+  assert short.token.matmul == {'bfloat16': 4 * 2 * 4 * 16}
+  assert short.context == tiny.problem().prompt.token.shape[1]
+
+  def step(work):
+    return work.step.at(4).bytes_moved
+
+  # Without context, steps are alike, but for tokens as they are written.
+  assert step(long) == pytest.approx(step(short), rel=0.1)
+  whole = counted(2048, None)
+  assert whole.token == work_lib.NONE
+  columns = short.context + 1280  # The mean of four parts.
+  assert step(whole) > step(long) + 4 * columns * short.token.bytes_moved
+  assert whole.step.full_batch.partial == long.step.full_batch.partial
+
+
+def test_where_slots_have_no_kernel_all_columns_count():
+  refused = counted(512, 'gpu', score_softcap=2.0)
+  assert refused.token == work_lib.NONE and not refused.context
+
+
+def test_rows_that_have_ended_have_no_context():
+  ends = decode.DecodeWork(
+    [1, 3], work_lib.StageWork(work_lib.NONE), context=2.0
+  )
+  # One step with a mean of 2.5 columns, and three with 3.5.
+  assert ends._mean_context(3.0) == pytest.approx((2.5 + 3 * 3.5) / 2 / 3)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from planner.ir import cost, flow, graph, plan
+from planner.costs import cost
+from planner.ir import flow, graph, plan
 from planner.lower import cut, order
 import stages
 from stages import workflows

@@ -20,10 +20,9 @@ from rlinf_jax.planning import autoplan, monitor
 from rlinf_jax.planning.profiling import machine_profile
 from rlinf_jax.planning.profiling import stage_profile as profile
 from rlinf_jax.report import predicted
-from rlinf_jax.run import setup
 from rlinf_jax.runtime import flows as flows_lib
 from rlinf_jax.runtime import programs
-from rlinf_jax.runtime.ray import connection, resources
+from rlinf_jax.runtime.ray import connection, launch, resources
 from sharding import rules
 import stages
 from stages import base, metrics
@@ -320,8 +319,8 @@ def test_what_fits_nowhere_is_told():
 def test_stages_are_measured_with_ray_on_cpus_alone(monkeypatch):
   monkeypatch.setattr(connection, 'connect', lambda address: None)
   monkeypatch.setattr(resources, 'device_kind', lambda: 'CPU')
-  setup.connect('local', 'auto')
+  launch.connect('local', is_measured=True)
   monkeypatch.setattr(resources, 'device_kind', lambda: 'GPU')
-  setup.connect('local', None)  # One place needs no measurements.
+  launch.connect('local')  # With a plan.
   with pytest.raises(ValueError, match='on CPUs alone.* a GPU: bind a plan'):
-    setup.connect('local', 'auto')
+    launch.connect('local', is_measured=True)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from planner.costs.decoding import completions
-from stages.language import huggingface, language_model, sample
-from stages.language.decoding import kv_cache, prefill
+from stages.language import language_model, sample
+from stages.language.decoding import prefill, slot_cache
 from stages.language.partial_rollout import carried as carried_lib
-from stages.models import transformer
+from stages.models import huggingface, transformer
 from tests.stages.language.decoding.generate_test import (
   act,
   alike,
@@ -90,8 +90,8 @@ def test_blocks_of_the_cache_see_what_the_whole_of_it_sees(monkeypatch, model):
     return jitted(policy)(*args)
 
   want = run(None)
-  monkeypatch.setattr(kv_cache, 'BLOCK', 4)
-  assert kv_cache.ring_columns(21) == 24
+  monkeypatch.setattr(slot_cache, 'BLOCK', 4)
+  assert slot_cache.columns(21 + 7) == 28
   same(run(3), want)
   assert 4 * 3 < want.mask.sum(1).max()
 
@@ -172,7 +172,7 @@ def test_no_iteration_copies_the_cache():
   run = jitted(policy).lower(params(), prompts(), keys())
   compiled = run.compile()
   P = prompts().token.shape[1]
-  shape = f'f32[{slots},{config.K},{kv_cache.ring_columns(length)},{config.W}]'
+  shape = f'f32[{slots},{config.K},{slot_cache.columns(P + length)},{config.W}]'
   text = compiled.as_text()
   bodies = set(re.findall(r'body=(%[\w.-]+)', text))
   updates = 0
@@ -182,7 +182,7 @@ def test_no_iteration_copies_the_cache():
       assert not [x for x in made if ' copy(' in x]
       updates += len(made)
   assert updates
-  columns = P + kv_cache.ring_columns(length)
+  columns = slot_cache.columns(P + length)
   cache = 2 * config.L * slots * config.K * columns * config.W * 4
   assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * cache
 

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from stages.language import huggingface
-from stages.models import families
+from stages.models import families, huggingface
 from stages.models.files import config_check, weights
 
 SMALL = {

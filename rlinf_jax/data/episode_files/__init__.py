@@ -1,1 +1,0 @@
-"""What every format of episodes has: its interface, and stored pictures."""

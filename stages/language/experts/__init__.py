@@ -1,0 +1,1 @@
+"""Mixtures of experts in language models: balance, and replay of routes."""

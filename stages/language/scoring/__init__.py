@@ -1,1 +1,0 @@
-"""Scores of completions: padded or packed, and the balance of experts."""
