@@ -19,8 +19,7 @@ import numpy as np
 from rlinf_jax import command_line, startup
 from rlinf_jax.data import chat_template
 from stages import base
-from stages.language import sample, tokens
-from stages.models import huggingface
+from stages.language import huggingface, sample, tokens
 
 LONGEST = 1 << 17  # Tokens of an answer.
 SYSTEM = flags.DEFINE_string('system', None, 'System message.')

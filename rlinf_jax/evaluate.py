@@ -17,10 +17,9 @@ from rlinf_jax.planning import autoplan
 from rlinf_jax.report import report, video
 from rlinf_jax.report.html import evaluation_table
 from rlinf_jax.run import evaluation, setup
-from rlinf_jax.run.folder import checkpoint, run_lock, writers
+from rlinf_jax.run_files import checkpoint, run_lock, writers
 from rlinf_jax.runtime import base as runtime_base
 from rlinf_jax.runtime import flows as flows_lib
-from rlinf_jax.runtime.ray import launch
 from rlinf_jax.state import state_readers
 from rlinf_jax.system import whole_file
 from stages import base, ranges
@@ -91,27 +90,23 @@ def evaluate(
       record = json.loads(finished.read_text())
       print(evaluation_table.text(record['sets']))
       return record
-    if ray_address:
-      launch.connect(ray_address, is_measured=plan == flows_lib.AUTO)
+    setup.connect(ray_address, plan)
     flows = flows_lib.trace_evaluation(workflow, source, seed)
     given_plan = flows_lib.read_plan(plan, flows, ignore_others=True)
     config.refuse_unused()
     _start_folder(folder, subject)
     key = jax.random.key(seed)
     held_out = evaluation.HeldOut.of(source)
-    use_ray = bool(ray_address)
-    make = flows_lib.initial_evaluated
-    first = setup.first_state_reader(workflow, source, seed, make)
-    if use_ray:
-      first = launch.first_state_reader(recipe_of, folder, make)
-    state = _state(workflow, source, seed, subject, first)
     recipe = {
-      'flows': flows,
       'train': recipe_of,
       'folder': folder,
-      'use_ray': use_ray,
-      'trace': flows_lib.trace_evaluation,
+      'use_ray': bool(ray_address),
     }
+    first = setup.first_state_reader(
+      workflow, source, seed, **recipe, make=flows_lib.initial_evaluated
+    )
+    state = _state(workflow, source, seed, subject, first)
+    recipe |= {'flows': flows, 'trace': flows_lib.trace_evaluation}
     if given_plan is None:
       inputs = jax.tree.leaves((held_out.batches[0], key))
       measure = functools.partial(

@@ -19,10 +19,10 @@ import tempfile
 from absl import app, flags, logging
 
 from planner import cluster
-from rlinf_jax import command_line, startup, train
-from rlinf_jax.config import config, config_errors, gin_flags
+from rlinf_jax import command_line, gin_flags, startup, train
+from rlinf_jax.config import config, config_errors
 from rlinf_jax.envs import simulator
-from rlinf_jax.run.folder import checkpoint, result, run_lock
+from rlinf_jax.run_files import checkpoint, result, run_lock
 from rlinf_jax.runtime import base
 from rlinf_jax.runtime.ray import launch
 from rlinf_jax.system import allocator, exit_watcher

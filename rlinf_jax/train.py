@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 from rlinf_jax.config import config, config_changes
 from rlinf_jax.run import loop, setup, supervise
-from rlinf_jax.run.folder import checkpoint, result, run_lock
+from rlinf_jax.run_files import checkpoint, result, run_lock
 from rlinf_jax.runtime import flows as flows_lib
-from rlinf_jax.runtime.ray import launch
 from stages import base, ranges
 
 
@@ -110,8 +109,7 @@ def train(
     ):
       return finished
     config_changes.show(changes)
-    if ray_address:
-      launch.connect(ray_address, is_measured=plan == flows_lib.AUTO)
+    setup.connect(ray_address, plan)
     flows = flows_lib.trace_flows(workflow, source, seed)
     recipe = {'train': train, 'folder': folder, 'use_ray': bool(ray_address)}
     make_runtime = functools.partial(
@@ -128,10 +126,7 @@ def train(
     config.save(folder / 'config.gin')
     if pretrain:
       pretrain(seed=seed)
-    saver = checkpoint.Checkpoints(folder / 'checkpoints', keep_checkpoints)
-    first = setup.first_state_reader(workflow, source, seed)
-    if ray_address:
-      first = launch.first_state_reader(train, folder)
+    first = setup.first_state_reader(workflow, source, seed, **recipe)
     runtime, monitor = setup.choose_plan(
       workflow,
       source,
@@ -141,8 +136,8 @@ def train(
       first=first,
       runtime=runtime,
       make_runtime=make_runtime,
-      earlier_plan=flows_lib.read_earlier_plan(folder, flows),
     )
+    saver = checkpoint.Checkpoints(folder / 'checkpoints', keep_checkpoints)
     run = supervise.Run(
       workflow=workflow,
       source=source,

@@ -120,7 +120,7 @@ class Experience(NamedTuple):
       policy sampled; None where it equals `logp` to float32's rounding.
     arrival: rank by which rows finished; None where it follows from their
       lengths, as all started together.
-    routing: a `language.experts.routing_replay.Routing`; None unless it is
+    routing: a `language.decoding.routing_replay.Routing`; None unless it is
       replayed.
   """
 
@@ -196,7 +196,7 @@ class Evaluation(NamedTuple):
     logp: log-probability of each action.
     entropy: entropy of the distribution at each action, in nats.
     value: critic's estimate before each action; None without a critic.
-    balance: a `language.experts.balance.Balance`; None unless it was asked for.
+    balance: a `language.scoring.balance.Balance`; None unless it was asked for.
   """
 
   logp: Float[Array, 'B T']
@@ -261,7 +261,7 @@ class Policy(NamedTuple):
     round_params: `params -> params`, rounded as `evaluate` rounds them before
       it uses them; None where it rounds none.
     packed_tokens: room of a packed row in tokens, see
-      `stages.language.packing`; None without packing.
+      `stages.language.scoring.packing`; None without packing.
     imitation_loss: `params, obs, action, keys -> loss`, one number a row: what
       behavior cloning minimizes of demonstrated actions, in units where −1 … 1
       is the environment's range. None where it is the negative log-probability.

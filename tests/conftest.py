@@ -49,6 +49,9 @@ XLA_FLAGS.append(os.environ.get('XLA_FLAGS', ''))
 os.environ['XLA_FLAGS'] = ' '.join(XLA_FLAGS).strip()
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
+# Ray gives its processes a thirtieth of the share of a processor that others
+# have (nice 15): beside two processes of tests they would hardly go on.
+os.environ.setdefault('RAY_worker_niceness', '0')
 
 # Compiled programs are kept for the next run, bit for bit the same. JAX's key
 # knows neither the instruction set nor the cores, so the folder's name does.
@@ -66,6 +69,7 @@ if CPUINFO.exists():
 
 import jax  # noqa: E402
 from jax._src import compilation_cache, compiler  # noqa: E402
+import psutil  # noqa: E402
 import pytest  # noqa: E402
 
 # Most programs are compiled once: to write them fast is worth more than space.
@@ -97,17 +101,30 @@ def no_recipe():
     sys.modules['gin'].clear_config()
 
 
-@pytest.fixture(autouse=True, scope='module')
-def no_programs():
-  """Frees what a module has compiled, which no other module calls again.
+# Resident bytes of a process from which on compiled programs are freed.
+MEMORY = 2 * 2**30
 
-  A process that keeps the programs of all its modules ends with 9 GB.
+
+@pytest.fixture(autouse=True, scope='module')
+def few_programs():
+  """Frees what was compiled once it takes much memory.
+
+  A process that keeps the programs of all its modules ends with 9 GB. To free
+  them after each module has the next one trace again what many use, such as a
+  tiny model and NumPy's functions, for up to 1.4 CPU-seconds.
   """
   yield
-  jax.clear_caches()
-  gc.collect()
+  trim()
+  if psutil.Process().memory_info().rss > MEMORY:
+    jax.clear_caches()
+    gc.collect()
+    trim()
+
+
+def trim():
+  """Returns freed memory to the system; glibc keeps most of it."""
   if TRIM is not None:
-    TRIM(0)  # Else glibc keeps most of what was freed.
+    TRIM(0)
 
 
 @pytest.fixture(scope='module')
@@ -238,15 +255,11 @@ COSTS = pathlib.Path(__file__).parent / 'costs.json'
 def taken(items, folder):
   """Yields the tests of one module after the other, each taken once by a file.
 
-  Long modules come first: a long one at the end would run alone. All that
-  start Ray are taken together: their tests count its processes.
+  Long modules come first: a long one at the end would run alone.
   """
   modules = {}
   for item in items:
-    name = item.nodeid.partition('::')[0]
-    module = getattr(item, 'module', None)
-    starts_ray = '/ray/' in name or hasattr(module, 'ray')
-    modules.setdefault('ray' if starts_ray else name, []).append(item)
+    modules.setdefault(item.nodeid.partition('::')[0], []).append(item)
   known = json.loads(COSTS.read_text())
 
   def seconds(name):

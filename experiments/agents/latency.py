@@ -26,8 +26,7 @@ from rlinf_jax.agents import base as agents_base
 from rlinf_jax.agents import episodes, problems
 from rlinf_jax.recipes import products, warm_start
 from stages import base
-from stages.language import conversation, policy_stages
-from stages.models import huggingface
+from stages.language import conversation, huggingface, policy_stages
 
 ANSWER = 'error'  # The answer to every turn.
 

@@ -10,7 +10,7 @@ import pathlib
 import sys
 
 from experiments.algorithms import algorithms, table
-from rlinf_jax.run.folder import run_folder
+from rlinf_jax.run_files import run_folder
 
 GROUPS = {'GRPO': 56, 'DAPO': 64}  # In a batch; of DAPO, in a round, too.
 HEADER = (

@@ -11,7 +11,7 @@ from matplotlib import pyplot as plt
 import numpy as np
 
 from experiments.algorithms import algorithms
-from rlinf_jax.run.folder import run_folder
+from rlinf_jax.run_files import run_folder
 
 GOAL = 0.85  # Held-out accuracy that the policy gradients are to reach.
 COLUMNS = (

@@ -9,7 +9,7 @@ import sys
 
 from matplotlib import pyplot as plt
 
-from rlinf_jax.run.folder import run_folder
+from rlinf_jax.run_files import run_folder
 
 
 def row(name: str, run: run_folder.Run) -> dict:

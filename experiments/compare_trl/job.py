@@ -57,7 +57,7 @@ def write(folder: pathlib.Path, groups: int) -> None:
   import tokenizers
   import transformers
 
-  from stages.models import huggingface
+  from stages.language import huggingface
 
   folder.mkdir(parents=True, exist_ok=True)
   huggingface.save(

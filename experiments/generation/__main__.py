@@ -21,8 +21,7 @@ import numpy as np
 
 from experiments.generation import long_tail
 from stages import base
-from stages.language import language_model
-from stages.models import huggingface
+from stages.language import huggingface, language_model
 
 
 def static_batches(act, params, prompt, key_B, slots: int):

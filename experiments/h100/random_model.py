@@ -14,7 +14,8 @@ import sys
 
 import jax
 
-from stages.models import huggingface, transformer
+from stages.language import huggingface
+from stages.models import transformer
 from stages.models.files import weights
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from experiments.prediction import setting as setting_lib
 from planner.ir import flow as flow_lib
 from rlinf_jax.planning.profiling import call_timing
-from rlinf_jax.run.folder import run_folder
+from rlinf_jax.run_files import run_folder
 
 PROMPTS = 1, 2, 4, 8, 16, 32, 64
 HERE = pathlib.Path(__file__).parent

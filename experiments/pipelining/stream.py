@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from planner.costs import cost
+from planner.ir import cost
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.lower import passes

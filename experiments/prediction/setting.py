@@ -21,8 +21,8 @@ from rlinf_jax.state import state_readers
 from rlinf_jax.system import allocator as allocator_lib
 from sharding import rules
 from stages import workflows
+from stages.language import huggingface
 from stages.learn import losses, optimizers
-from stages.models import huggingface
 from stages.tasks import arithmetic
 
 PROBLEMS, GROUP = 16, 8

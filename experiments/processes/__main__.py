@@ -21,7 +21,7 @@ import tempfile
 import jax
 import numpy as np
 
-from rlinf_jax.run.folder import writers
+from rlinf_jax.run_files import writers
 from rlinf_jax.state import saved_state, state_files
 
 STEPS = 20

@@ -21,7 +21,7 @@ import psutil
 from experiments.processes import two_places
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import autoplan
-from rlinf_jax.run.folder import checkpoint
+from rlinf_jax.run_files import checkpoint
 from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.ray import launch
 from rlinf_jax.state import state_readers

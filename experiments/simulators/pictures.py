@@ -23,8 +23,8 @@ from stages.envs import env as env_lib
 from stages.envs.rollouts import obs_stats, rollout
 from stages.models import transformer
 from stages.models.vision import vit
-from stages.models.vla import pictures
-from stages.models.vla.openvla import openvla, openvla_oft, openvla_oft_env
+from stages.vla import pictures
+from stages.vla.openvla import openvla, openvla_oft, openvla_oft_env
 
 PIXELS, CHUNK, ENVS, CHUNKS, TURNS = 32, 2, 256, 25, 5
 TOWER = {'image_size': PIXELS, 'D': 32, 'L': 2, 'H': 2, 'F': 64}

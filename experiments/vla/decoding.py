@@ -20,8 +20,8 @@ from planner.counting import count
 from stages import base
 from stages.models import transformer
 from stages.models.vision import vit
-from stages.models.vla import pictures
-from stages.models.vla.openvla import (
+from stages.vla import pictures
+from stages.vla.openvla import (
   action_tokens,
   openvla,
   openvla_oft,

@@ -19,8 +19,7 @@ import numpy as np
 from rlinf_jax.engines import vllm, vllm_engine, vllm_start
 import stages
 from stages import base
-from stages.language import policy_stages
-from stages.models import huggingface
+from stages.language import huggingface, policy_stages
 from stages.tasks import arithmetic
 
 PROMPTS, GROUP, LENGTH, PROMPT = 56, 8, 40, 10  # Of the arithmetic job.

@@ -8,7 +8,7 @@ class CostTable:
   """Implements `cost.Cost`: the plan sets placements and micro-batches."""
 
   def __init__(self, model, plan: plan_lib.Plan):
-    """Takes a `cost.Model` and a plan."""
+    """Takes a `cost_model.Model` and a plan."""
     self._model, self._places, self._plan = model, plan.places, plan
 
   def seconds(self, flow: graph.Flow, node: graph.Node, place: str) -> float:

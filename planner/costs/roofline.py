@@ -11,8 +11,7 @@ import functools
 import math
 
 from planner import cluster as cluster_lib
-from planner.costs import breakdown, host_stage
-from planner.costs import cost as cost_lib
+from planner.costs import breakdown, cost_model, host_stage
 from planner.costs import measured as measured_lib
 from planner.costs.measured import Estimate
 from planner.costs.mesh import collectives, memory, menu
@@ -43,7 +42,7 @@ class Assumptions:
 
 
 class Roofline:
-  """A cost model of stages, transfers and memory, a `cost.Model`.
+  """A cost model of stages, transfers and memory, a `cost_model.Model`.
 
   Attributes:
     capacity: bytes of a device that plans may use.
@@ -52,7 +51,7 @@ class Roofline:
   def __init__(
     self,
     flow: graph.Flow,
-    works: Mapping[str, StageWork | cost_lib.Process | None],
+    works: Mapping[str, StageWork | cost_model.Process | None],
     cluster: cluster_lib.Cluster,
     rules: layout_lib.Rules,
     measured: measured_lib.Measurements = measured_lib.Measurements(),

@@ -6,7 +6,7 @@ from planner.ir import graph
 
 
 class ScaledCosts:
-  """Multiplies some costs of a `cost.Model`, or of a `cost.Cost`.
+  """Multiplies some costs of a `cost_model.Model`, or of a `cost.Cost`.
 
   Calls are passed on unchanged, so the result is of the same kind.
   """
@@ -21,7 +21,7 @@ class ScaledCosts:
     """Takes costs and factors.
 
     Args:
-      costs: a `cost.Model` or a `cost.Cost`.
+      costs: a `cost_model.Model` or a `cost.Cost`.
       stages: factors of the seconds of stages, by name; 1 if not named.
       transfers: factor of transfers between places.
       switches: factor of moves between device and host memory.

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from planner import formatting
 from planner.costs.mesh import slices
-from planner.explain import formatting
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import offloading

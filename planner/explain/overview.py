@@ -6,7 +6,7 @@ import json
 import string
 from typing import Any
 
-from planner.explain import formatting
+from planner import formatting
 from planner.ir import graph
 from planner.simulation import clock
 

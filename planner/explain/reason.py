@@ -9,8 +9,9 @@ place would wait for others if moves took no time, and those that moves add:
 import collections
 from typing import NamedTuple
 
+from planner import formatting
 from planner.costs import scaled
-from planner.explain import formatting, overview
+from planner.explain import overview
 from planner.simulation import evaluate_plan
 
 SAME = 5e-4  # Of the seconds: less is not worth a reason.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
-from planner.explain import formatting
+from planner import formatting
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 

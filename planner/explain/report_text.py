@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planner.explain import formatting
+from planner import formatting
 from planner.explain import sensitivity as sensitivity_lib
 
 FAR = sensitivity_lib.ASSUMED_FACTORS

@@ -8,7 +8,7 @@ import functools
 import math
 from typing import Any
 
-from planner.explain import flow_table
+from planner.ir import flow_table
 
 
 @dataclasses.dataclass(frozen=True)

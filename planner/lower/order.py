@@ -29,7 +29,7 @@ def order(flow: graph.Flow, plan, cost) -> graph.Flow:
   Args:
     flow: a flow, cut as the plan says.
     plan: the plan.
-    cost: a `costs.cost.Cost`; only `seconds` and `transfer` are used.
+    cost: a `ir.cost.Cost`; only `seconds` and `transfer` are used.
   """
   return _permuted(flow, numbers(flow, plan, cost))
 

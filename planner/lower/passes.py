@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from planner.costs import cost as cost_lib
+from planner.ir import cost as cost_lib
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import cut, order, program

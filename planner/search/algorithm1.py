@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.costs import cost as cost_lib
+from planner.costs import cost_model
 from planner.ir import graph
 from planner.lower import offloading
 from planner.search import deadline as deadline_lib
@@ -48,7 +48,7 @@ class _Schedule(NamedTuple):
 
 def algorithm1(
   flow: graph.Flow,
-  model: cost_lib.Model,
+  model: cost_model.Model,
   space: space_lib.Space,
   *,
   staleness: int = 0,

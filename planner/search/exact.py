@@ -18,7 +18,7 @@ import itertools
 
 import numpy as np
 
-from planner.costs import cost as cost_lib
+from planner.costs import cost_model
 from planner.ir import graph
 from planner.search import algorithm1, branch_and_bound, timing
 from planner.search import deadline as deadline_lib
@@ -35,7 +35,7 @@ SHARE = 1 / 2  # Largest share of the time left then that Algorithm 1 takes.
 
 def search(
   flow: graph.Flow,
-  model: cost_lib.Model,
+  model: cost_model.Model,
   space: space_lib.Space,
   *,
   staleness: int = 0,

@@ -3,8 +3,8 @@
 import collections
 from typing import NamedTuple
 
-from planner.costs import cost as cost_lib
 from planner.costs import cost_table
+from planner.ir import cost as cost_lib
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import passes, program
@@ -62,7 +62,7 @@ def evaluate(
 
   Args:
     flow: as recorded.
-    model: the cost model, a `cost.Model`.
+    model: the cost model, a `cost_model.Model`.
     plan: places the stages and cuts the batch.
     staleness: number of steps that may begin before an earlier one has ended.
 

@@ -17,8 +17,7 @@ import weakref
 
 import numpy as np
 
-from rlinf_jax.agents import base, formats
-from rlinf_jax.serve import replies
+from rlinf_jax.agents import base, formats, replies
 
 # One row in so many is held out if an environment has no rows for evaluation.
 HELD_OUT = 8

@@ -10,9 +10,8 @@ import numpy as np
 
 from rlinf_jax.data import pictures
 from stages import base
-from stages.language import tokens
+from stages.language import huggingface, tokens
 from stages.models import config as config_lib
-from stages.models import huggingface
 from stages.models.vision import patches, vision_files
 
 MOST_PIXELS = 2**26  # Of a file, before it is resized.

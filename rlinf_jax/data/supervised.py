@@ -8,8 +8,7 @@ import numpy as np
 
 from rlinf_jax.data import completions, mixtures, picture_files
 from stages import base, ranges
-from stages.language import tokens
-from stages.models import huggingface
+from stages.language import huggingface, tokens
 
 
 def examples(

@@ -28,8 +28,8 @@ from rlinf_jax.engines import (
 )
 import stages
 from stages import base, ranges
-from stages.language import sample
-from stages.models import huggingface, lora, transformer
+from stages.language import huggingface, sample
+from stages.models import lora, transformer
 from stages.models.files import naming
 
 # Read by vLLM and by torch, which a tokenizer may import first: so they are set

@@ -11,8 +11,8 @@ import jax
 
 from rlinf_jax.engines import vllm_start
 from stages import base
-from stages.models import lora
-from stages.models.files import adapters, naming
+from stages.models import adapters, lora
+from stages.models.files import naming
 
 _in_process = weakref.WeakSet()  # Open instances that compute in this process.
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from rlinf_jax.sweep import capacity
+from rlinf_jax.system import memory
 from stages.models import transformer
 
 BLOCK = 128  # Tokens; vLLM reserves keys and values in blocks of 16 to 128.
@@ -72,7 +72,7 @@ def free_bytes(devices: tuple[int, ...], processes: int) -> float:
     processes: processes of the place that are about to start, or 0.
   """
   if jax.default_backend() == 'cpu':
-    return capacity.available_memory() / max(1, processes)
+    return memory.available() / max(1, processes)
   import torch
 
   return min(torch.cuda.mem_get_info(i)[0] for i in devices or (0,))

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from rlinf_jax.envs import settings as settings_lib
 from rlinf_jax.envs import simulator
 
 MAX_SIZE = 200  # Pixels along an edge of a frame for people.
 
 
-@simulator.passes_settings_to(lambda: make)
+@settings_lib.passes_settings_to(lambda: make)
 def env(
   name: str,
   num_envs: simulator.PositiveInt,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlinf_jax.envs import settings as settings_lib
 from rlinf_jax.envs import simulator
 
 ASSETS = 'LIBERO_ASSETS'  # Environment variable: the folder of meshes.
@@ -26,7 +27,7 @@ VIDEO_SIZE = 160  # Pixels along each edge of a frame for people.
 HOLD = np.array([0, 0, 0, 0, 0, 0, -1.0])  # No motion; the gripper open.
 
 
-@simulator.passes_settings_to(lambda: make)
+@settings_lib.passes_settings_to(lambda: make)
 def env(
   suite: str,
   num_envs: simulator.PositiveInt,

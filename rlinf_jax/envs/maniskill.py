@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from rlinf_jax.envs import settings as settings_lib
 from rlinf_jax.envs import simulator
 
 VIDEO_SIZE = 160  # Pixels along each edge of a frame for people.
 
 
-@simulator.passes_settings_to(lambda: make)
+@settings_lib.passes_settings_to(lambda: make)
 def env(
   task: str,
   num_envs: simulator.PositiveInt,

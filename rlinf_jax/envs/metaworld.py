@@ -9,12 +9,13 @@ episode of a seed is in the scene of that number, modulo fifty.
 import difflib
 
 from rlinf_jax.envs import gymnasium, simulator
+from rlinf_jax.envs import settings as settings_lib
 
 SCENES_SEED = 0  # Of the fifty scenes, the same ones in all environments.
 NEEDED = '{!r} needs Meta-World ({}): pip install "rlinf-jax[metaworld]".'
 
 
-@simulator.passes_settings_to(lambda: make)
+@settings_lib.passes_settings_to(lambda: make)
 def env(
   task: str,
   num_envs: simulator.PositiveInt,

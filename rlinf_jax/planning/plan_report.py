@@ -13,19 +13,13 @@ import types
 import jax
 
 from planner import cluster as cluster_lib
+from planner import formatting
 from planner.costs import cost_table, roofline
 from planner.costs import measured as measured_lib
 from planner.costs.decoding import decode
 from planner.costs.work import StageWork
 from planner.counting import count
-from planner.explain import (
-  formatting,
-  offload,
-  overview,
-  plan_data,
-  remat,
-  report_text,
-)
+from planner.explain import offload, overview, plan_data, remat, report_text
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import passes, unroll

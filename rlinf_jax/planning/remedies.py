@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 import dataclasses
 
+from planner import formatting
 from planner.costs import roofline
-from planner.explain import formatting, plan_data
+from planner.explain import plan_data
 from planner.ir import graph, groups
 from planner.ir import plan as plan_lib
 from rlinf_jax.config import config_values

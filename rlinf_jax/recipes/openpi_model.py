@@ -14,7 +14,8 @@ import numpy as np
 
 from rlinf_jax import command_line, startup
 from stages.models.files import weights
-from stages.models.vla import normalization, pi0, pi0_files, pi0_openpi
+from stages.vla import normalization
+from stages.vla.pi0 import pi0, pi0_files, pi0_openpi
 
 PARAMS = 'params'
 ADAPTIVE = 'time_mlp_in'  # A layer that π0.5 alone has.

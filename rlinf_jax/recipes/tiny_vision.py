@@ -19,9 +19,9 @@ import numpy as np
 
 from rlinf_jax import command_line, startup
 from stages import ranges
-from stages.language import tokens
+from stages.language import huggingface, tokens
 from stages.models import config as config_lib
-from stages.models import huggingface, transformer
+from stages.models import transformer
 from stages.models.layers import rope
 
 # Other programs have a flag of this name, and tests import several of them.

@@ -21,7 +21,8 @@ from stages import base, ranges
 from stages.envs import demonstrations, push
 from stages.language import tokens
 from stages.models.files import weights
-from stages.models.vla.openvla import openvla, openvla_files
+from stages.vla import instructions
+from stages.vla.openvla import openvla, openvla_files
 
 # Other programs have a flag of this name, and tests import several of them.
 OUT = flags.DEFINE_string(
@@ -68,7 +69,7 @@ def model(
     tasks: instructions whose characters and words the tokenizer knows.
     actions: numbers of an action, −1 … 1.
   """
-  texts = [openvla.prompt_text(task) for task in tasks]
+  texts = [instructions.openvla_text(task) for task in tasks]
   bounds = {'q01': [-1.0] * actions, 'q99': [1.0] * actions}
   vocabulary = len(tokens.train_tokenizer(folder, texts, 256))
   config = {

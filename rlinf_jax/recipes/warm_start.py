@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import jax
 
 from stages import ranges
-from stages.language import tokens
-from stages.models import huggingface, transformer
+from stages.language import huggingface, tokens
+from stages.models import transformer
 
 
 def checkpoint(

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlinf_jax.report import summary
 from rlinf_jax.report.html import charts, curves, evaluation_table, page
-from rlinf_jax.run.folder import run_folder
+from rlinf_jax.run_files import run_folder
 
 THIRD, WHOLE = 325, 1082  # Pixels inside of cards.
 EXAMPLES = 6  # Completions shown of those that only one of two runs got right.

@@ -8,7 +8,8 @@ import html
 import json
 from typing import Any
 
-from planner.explain import formatting, report_text
+from planner import formatting
+from planner.explain import report_text
 from planner.simulation import simulate
 from rlinf_jax.report.html import compiled_table, page, terms, timeline_svg
 

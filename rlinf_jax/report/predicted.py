@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlinf_jax.run.folder import run_folder
+from rlinf_jax.run_files import run_folder
 
 
 class Row(NamedTuple):

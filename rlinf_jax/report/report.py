@@ -26,7 +26,7 @@ from rlinf_jax.report.html import (
   page,
   samples_html,
 )
-from rlinf_jax.run.folder import run_folder
+from rlinf_jax.run_files import run_folder
 from rlinf_jax.system import whole_file
 
 THROUGHPUT = {

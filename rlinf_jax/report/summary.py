@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlinf_jax.run import problems
-from rlinf_jax.run.folder import run_folder
+from rlinf_jax.run_files import problems, run_folder
 
 
 class Headline(NamedTuple):

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from rlinf_jax.data import chat_template, text_arrays
 import stages
 from stages import base, ranges
-from stages.language import tokens, value_model, verifiers
-from stages.models import classifier
+from stages.language import classifier, tokens, value_model, verifiers
 
 
 class RewardModel(NamedTuple):

@@ -12,8 +12,7 @@ import sys
 from typing import NamedTuple, TextIO
 
 from rlinf_jax.report import predicted
-from rlinf_jax.run import problems
-from rlinf_jax.run.folder import writers
+from rlinf_jax.run_files import problems, writers
 
 # Fields of the line of a step and of an evaluation, in order; a field whose
 # metric is missing is left out.

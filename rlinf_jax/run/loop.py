@@ -11,10 +11,9 @@ import jax
 
 from rlinf_jax.config import config
 from rlinf_jax.planning import monitor as monitor_lib
-from rlinf_jax.run import evaluation, interrupt, profile
+from rlinf_jax.run import evaluation, interrupt, profile, run_log
 from rlinf_jax.run import skipped as skipped_lib
-from rlinf_jax.run.folder import checkpoint as checkpoint_lib
-from rlinf_jax.run.folder import run_log
+from rlinf_jax.run_files import checkpoint as checkpoint_lib
 from rlinf_jax.runtime import base as runtime_base
 from rlinf_jax.runtime import programs
 from rlinf_jax.runtime import timeline as timeline_lib

@@ -11,7 +11,7 @@ from rlinf_jax.config import config
 from rlinf_jax.planning import autoplan
 from rlinf_jax.planning import monitor as monitor_lib
 from rlinf_jax.planning.profiling import flow_profile
-from rlinf_jax.run.folder import checkpoint as checkpoint_lib
+from rlinf_jax.run_files import checkpoint as checkpoint_lib
 from rlinf_jax.runtime import base as runtime_base
 from rlinf_jax.runtime import flows as flows_lib
 from rlinf_jax.runtime import local, programs
@@ -53,20 +53,47 @@ def make_runtime(
   return local.LocalRuntime(plan, step=step, evaluate=evaluate, retrace=retrace)
 
 
+def connect(address: str | None, plan: Any):
+  """Connects to Ray, if a run uses it; its plan must be one that can be found.
+
+  Args:
+    address: as `launch.connect`; None without Ray.
+    plan: of the recipe; with 'auto', stages are measured in the cluster.
+
+  Raises:
+    ConnectionError: if there is no cluster at that address.
+    ValueError: if this process uses accelerators already, or the cluster cannot
+      be measured.
+  """
+  if address:
+    launch.connect(address)
+    if plan == flows_lib.AUTO:
+      launch.check_measurable()
+
+
 def first_state_reader(
   workflow: base.Workflow,
   source: base.Source,
   seed: int,
+  *,
+  train: Callable[..., Any],
+  folder: pathlib.Path,
+  use_ray: bool,
   make: Callable[..., Any] = flows_lib.initial_state,
 ) -> state_readers.FirstState:
-  """A reader, for this process, of the state before the first step.
+  """A reader of the state before the first step, for the processes of a run.
 
   Args:
     workflow: the workflow to run.
     source: its batches.
     seed: of the parameters.
+    train: as `make_runtime`.
+    folder: likewise.
+    use_ray: likewise; processes of Ray read the recipe again.
     make: `workflow, source, seed -> state`.
   """
+  if use_ray:
+    return launch.first_state_reader(train, folder, make)
   return state_readers.FirstState(
     functools.partial(make, workflow, source, seed)
   )
@@ -110,10 +137,11 @@ def choose_plan(
   first: state_readers.StateReader,
   runtime: runtime_base.Runtime | None,
   make_runtime: Callable[..., runtime_base.Runtime],
-  earlier_plan: plan_lib.Plan | None,
   **recipe,
 ):
   """Makes the runtime of a run, without a state; finds its plan if needed.
+
+  A run that is resumed keeps the plan that was found for it.
 
   Args:
     workflow: the workflow to run.
@@ -123,8 +151,6 @@ def choose_plan(
     first: reads the first state.
     runtime: the runtime, or None to search for a plan and make its runtime.
     make_runtime: `plan -> runtime`.
-    earlier_plan: the plan of the run that is resumed, if one was found; it is
-      used instead of a search.
     **recipe: `train`, `folder` and `use_ray`, as `make_runtime` of this module.
 
   Returns:
@@ -139,7 +165,7 @@ def choose_plan(
       functools.partial(
         measure, **recipe, flows=flows, state=first, inputs=inputs
       ),
-      earlier_plan,
+      flows_lib.read_earlier_plan(recipe['folder'], flows),
     )
     monitor = monitor_lib.PlanMonitor(flows, staleness, chosen, make_runtime)
     runtime = monitor.runtime()

@@ -1,26 +1,13 @@
 """Updates that were skipped because their gradient was not finite."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 import os
+
+from rlinf_jax.run_files import problems
 
 
 class NotFiniteError(ValueError):
   """No update has had a finite gradient for many steps in a row."""
-
-
-def share(values: Mapping[str, float]) -> float:
-  """The largest share of skipped updates among the networks of a step."""
-  of_each = (
-    x
-    for name, x in values.items()
-    if name.startswith('train/') and name.endswith('skipped')
-  )
-  return max(of_each, default=0.0)
-
-
-def steps(records: Iterable[Mapping[str, float]]) -> int:
-  """The number of steps that skipped an update, by their metrics."""
-  return sum(share(values) > 0 for values in records)
 
 
 class SkippedUpdates:
@@ -54,7 +41,7 @@ class SkippedUpdates:
     Raises:
       NotFiniteError: if this was the last of `limit` steps.
     """
-    skipped = share(values)
+    skipped = problems.skipped_share(values)
     if not skipped:
       self._in_a_row = 0
       return None

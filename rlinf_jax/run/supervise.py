@@ -4,18 +4,19 @@ import collections
 from collections.abc import Callable
 import contextlib
 import dataclasses
+import functools
 import pathlib
 
 import jax
 
-from planner.explain import formatting
+from planner import formatting
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import monitor as monitor_lib
 from rlinf_jax.report import trace
-from rlinf_jax.run import console, setup
+from rlinf_jax.run import console, run_log, setup
 from rlinf_jax.run import loop as loop_lib
-from rlinf_jax.run.folder import checkpoint as checkpoint_lib
-from rlinf_jax.run.folder import result, run_log
+from rlinf_jax.run_files import checkpoint as checkpoint_lib
+from rlinf_jax.run_files import result
 from rlinf_jax.runtime import base as runtime_base
 from rlinf_jax.runtime import flows, programs
 from rlinf_jax.state import file_arrays, state_readers
@@ -135,7 +136,9 @@ def _params(run: Run, runtime: runtime_base.Runtime):
   shapes = programs.state_shapes(runtime.lowered['step'].flow)
   # Of this process: that of a run with Ray would read the recipe once more.
   state = first = state_readers.RepeatedReader(
-    setup.first_state_reader(run.workflow, run.source, run.seed)
+    state_readers.FirstState(
+      functools.partial(flows.initial_state, run.workflow, run.source, run.seed)
+    )
   )
   # Those of the run were closed when training ended.
   saved = checkpoint_lib.Checkpoints(

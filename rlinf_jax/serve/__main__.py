@@ -21,8 +21,7 @@ import jax
 from rlinf_jax import command_line, startup
 from rlinf_jax.agents import formats
 from rlinf_jax.serve import batches, completions, engine_decoder
-from stages.language import tokens
-from stages.models import huggingface
+from stages.language import huggingface, tokens
 
 FORMATS = {
   'hermes': formats.hermes,

@@ -8,14 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rlinf_jax.agents import formats
-from rlinf_jax.serve import (
-  batches,
-  engine_decoder,
-  replies,
-  requests,
-  sessions,
-)
+from rlinf_jax.agents import formats, replies
+from rlinf_jax.serve import batches, engine_decoder, requests, sessions
 
 
 class Served(NamedTuple):

@@ -30,8 +30,7 @@ from rlinf_jax.serve import (
 )
 import stages
 from stages import base, ranges
-from stages.language import conversation, tokens
-from stages.models import huggingface
+from stages.language import conversation, huggingface, tokens
 
 MODEL = 'policy'  # Name of the model, as agents say it.
 TERMS = ('turns', 'env_failed', 'unused_trajectories')

@@ -2,8 +2,7 @@
 
 from absl import app
 
-from rlinf_jax import startup
-from rlinf_jax.config import gin_flags
+from rlinf_jax import gin_flags, startup
 from rlinf_jax.sweep import sweep
 
 if __name__ == '__main__':

@@ -14,6 +14,7 @@ import time
 import psutil
 
 from rlinf_jax.sweep import process
+from rlinf_jax.system import memory
 
 CORES = 2  # Of a point: JAX computes on several, Python on one.
 SPARE = 1.25  # A point may need this many times the memory of another.
@@ -45,7 +46,7 @@ class Capacity:
     """
     self.most = most_by_cores() if most is None else most
     self.peak = 0.0
-    self._available = available or available_memory
+    self._available = available or memory.available
     self._used = used or used_memory
     self._measured_at = -INTERVAL
 
@@ -71,17 +72,6 @@ def most_by_cores() -> int:
   if not on_cpu and any(list(folder.glob(form)) for form in ACCELERATORS):
     return 1
   return max(1, len(os.sched_getaffinity(0)) // CORES)
-
-
-def available_memory() -> float:
-  """Bytes that are free on this machine, or in the container around it."""
-  free = psutil.virtual_memory().available
-  group = pathlib.Path('/sys/fs/cgroup')
-  # Without a limit there is no file, or it says 'max'.
-  with contextlib.suppress(OSError, ValueError):
-    limit = int((group / 'memory.max').read_text())
-    free = min(free, limit - int((group / 'memory.current').read_text()))
-  return free
 
 
 def used_memory(job: process.RunningPoint) -> float:

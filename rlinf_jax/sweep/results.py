@@ -12,7 +12,7 @@ import numpy as np
 
 from rlinf_jax.config import config_errors
 from rlinf_jax.run import console
-from rlinf_jax.run.folder import run_folder
+from rlinf_jax.run_files import run_folder
 from rlinf_jax.sweep import grid
 from rlinf_jax.system import whole_file
 

@@ -18,10 +18,9 @@ import numpy as np
 
 import stages
 from stages import base, ranges, tree_paths
+from stages.envs import action_range, episode_stats, seed_source
 from stages.envs import env as env_lib
-from stages.envs import episode_stats, seed_source
 from stages.envs.rollouts import rollout
-from stages.models.control import action_range
 
 # `obs_O -> action_A`: a scripted policy for one environment, where −1 … 1 is
 # the environment's action range. It is vmapped, so it is written in JAX.

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 
 from sharding import row_map, rules
 from stages import base, core, ranges
-from stages.language import sample, scoring, value_model
+from stages.language import sample, value_model
 from stages.language.decoding import (
   continuous,
   generate,
   kept_cache,
+  routing_replay,
   slot_cache,
 )
-from stages.language.experts import routing_replay
+from stages.language.scoring import scorer
 from stages.models import transformer
 
 # Logits on a device at once while scoring: 2^26 are 256 MiB in float32.
@@ -92,7 +93,7 @@ def policy(
   )
 
   within = functools.partial(_within_positions, config, response_length)
-  evaluate = within(scoring.scorer(model, score_states, packed_tokens))
+  evaluate = within(scorer.scorer(model, score_states, packed_tokens))
   random = functools.partial(transformer.init_params, config)
   # Decoding and scoring add in another order. Below float32, the sums are
   # rounded apart, by up to some tenths of a nat for unlikely tokens.

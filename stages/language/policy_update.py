@@ -11,7 +11,7 @@ import optax
 
 from stages import base
 from stages.language import policy_stages, rollout_metrics
-from stages.language.experts import balance
+from stages.language.scoring import balance
 from stages.learn import loss_terms, train_step
 
 

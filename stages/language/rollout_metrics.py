@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import stages
 from stages import base, metrics
 from stages.language import evaluate as evaluate_lib
-from stages.language import packing, policy_stages
+from stages.language import policy_stages
+from stages.language.scoring import packing
 
 
 def measure(group_size: int, updates_per_step: int) -> stages.Stage:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base, ranges
-from stages.language import packing, scoring
+from stages.language.scoring import packing, scorer
 from stages.models import lora, transformer
 from stages.models.layers import mixed_precision
 
@@ -69,7 +69,7 @@ def own_trunk(
     return score(config, params['norm_D'], params['value_D'], x_BTD)
 
   model = transformer.Transformer(config)
-  value = scoring.scorer(model, score_states, packed_tokens)
+  value = scorer.scorer(model, score_states, packed_tokens)
   return ValueModel(init or random, value, packed_tokens=packed_tokens)
 
 
@@ -90,7 +90,7 @@ def head(
     return head_values(config, params, x_BTD)
 
   model = transformer.Transformer(config)
-  of_params = scoring.scorer(model, score_states, packed_tokens)
+  of_params = scorer.scorer(model, score_states, packed_tokens)
 
   def value(params, *args, **kwargs):
     if lora.is_adapted(params):

@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from sharding import row_map, rules
+from stages.models import block as block_lib
 from stages.models import config as config_lib
-from stages.models.layers import attention, initialize, mixed_precision, stack
-from stages.models.layers import block as block_lib
+from stages.models import stack
+from stages.models.layers import attention, initialize, mixed_precision
 from stages.models.layers import rope as rope_lib
 from stages.models.vision import patches, window_vit
 

@@ -10,11 +10,11 @@ import optax
 
 import stages
 from stages import base, metrics, tree_paths
+from stages.envs import action_range
 from stages.envs import env as env_lib
 from stages.envs.rollouts import embodied, obs_stats
 from stages.envs.rollouts import evaluate as evaluate_lib
 from stages.learn import train_step
-from stages.models.control import action_range
 
 
 class State(NamedTuple):
@@ -91,9 +91,8 @@ def behavior_cloning(
     return (stages.keys(key, obs),)
 
   def init(key):
-    return State(
-      *embodied.init_actor(policy, env, optimizer, key, normalize_obs)
-    )
+    params, stats = embodied.init(policy, env, key, normalize_obs)
+    return State(train_step.init(params, optimizer), stats)
 
   def step(state: State, batch: base.Demonstration, key):
     if env is not None:

@@ -11,7 +11,7 @@ import stages
 from stages import base, metrics, ranges, repeat
 from stages.language import evaluate as evaluate_lib
 from stages.language import policy_stages, rollout_metrics, verifiers
-from stages.language.experts import balance
+from stages.language.scoring import balance
 from stages.learn import (
   advantages,
   loss_terms,

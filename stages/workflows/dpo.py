@@ -9,7 +9,7 @@ import optax
 import stages
 from stages import base, metrics, ranges
 from stages.language import policy_stages, rollout_metrics
-from stages.language.experts import balance
+from stages.language.scoring import balance
 from stages.learn import losses, objectives, train_step
 
 PAIR = 2  # Adjacent rows: the preferred completion, then the rejected one.
@@ -52,7 +52,7 @@ def dpo(
     beta: β; a larger β keeps the policy closer to the reference.
     label_smoothing: as in `losses.preference`.
     balance_coef: weight of the loss that balances experts, a mean over the two
-      completions of a pair; see `stages.language.experts.balance`.
+      completions of a pair; see `stages.language.scoring.balance`.
   """
   balance.check(policy, balance_coef)
   loss = objective(policy, beta, label_smoothing, balance_coef)

@@ -147,10 +147,9 @@ def embodied_grpo(
   )
 
   def init(key):
-    actor, stats = embodied.init_actor(
-      policy, env, optimizer, key, normalize_obs, init_from
-    )
-    return State(actor, stats, (actor.params, stats) if kl_coef else ())
+    params, stats = embodied.init(policy, env, key, normalize_obs, init_from)
+    actor = train_step.init(params, optimizer)
+    return State(actor, stats, (params, stats) if kl_coef else ())
 
   def step(state: State, batch, key):
     del batch  # The environments are the data.

@@ -10,7 +10,7 @@ import stages
 from stages import base, metrics, ranges
 from stages.language import evaluate as evaluate_lib
 from stages.language import policy_stages, rollout_metrics, verifiers
-from stages.language.experts import balance
+from stages.language.scoring import balance
 from stages.learn import (
   loss_terms,
   losses,

@@ -126,7 +126,7 @@ def grpo(
       it, rather than over the whole completion.
     entropy_coef: weight of the entropy bonus.
     balance_coef: weight of the loss that balances experts, see
-      `stages.language.experts.balance`; 0 without it.
+      `stages.language.scoring.balance`; 0 without it.
     num_minibatches: minibatches of a batch, one update each.
     num_epochs: passes over each batch.
     minibatch_by: 'row', 'shuffled' or 'arrival', see `minibatches`.

@@ -125,9 +125,10 @@ def ppo(
 
   def init(key):
     policy_key, env_key = jax.random.split(key)
-    actor, stats = embodied.init_actor(
-      policy, env, optimizer, policy_key, normalize_obs, init_from
+    params, stats = embodied.init(
+      policy, env, policy_key, normalize_obs, init_from
     )
+    actor = train_step.init(params, optimizer)
     return State(actor, stats, *embodied.reset(env, num_envs, env_key))
 
   def step(state: State, batch, key):

@@ -7,7 +7,7 @@ import stages
 from stages import base, metrics, ranges
 from stages.language import evaluate as evaluate_lib
 from stages.language import policy_stages, rollout_metrics, verifiers
-from stages.language.experts import balance
+from stages.language.scoring import balance
 from stages.learn import losses, objectives, train_step
 
 
@@ -23,7 +23,7 @@ def sft(
 
     L = −Σ m lp / Σ m + c Σ m b / Σ m
 
-  b is the balance of experts, see `stages.language.experts.balance`.
+  b is the balance of experts, see `stages.language.scoring.balance`.
 
   Args:
     policy: the language model to train.

@@ -22,7 +22,7 @@ from stages.language import (
   value_model,
   verifiers,
 )
-from stages.language.experts import balance
+from stages.language.scoring import balance
 from stages.learn import (
   actor_critic,
   advantages,

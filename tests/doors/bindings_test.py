@@ -188,7 +188,7 @@ WRONG = [
   (
     OFT,
     'openvla_oft_env.pretrained.critc = False',
-    '`stages.models.vla.openvla.openvla_oft_env.pretrained` has no parameter '
+    '`stages.vla.openvla.openvla_oft_env.pretrained` has no parameter '
     '`critc`; did you mean `critic`?',
   ),
   (

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors import numpy as st
 
-from stages.language import language_model, tokens
-from stages.models import huggingface, lora, transformer
-from stages.models.files import adapters, weights
+from stages.language import huggingface, language_model, tokens
+from stages.models import adapters, lora, transformer
+from stages.models.files import weights
 from stages.models.layers import rope
 
 KEY = jax.random.key(0)

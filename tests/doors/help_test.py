@@ -10,8 +10,7 @@ from absl import flags
 import pytest
 
 import claims
-from rlinf_jax import main
-from rlinf_jax.config import gin_flags
+from rlinf_jax import gin_flags, main
 from rlinf_jax.sweep import grid, sweep
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -11,9 +11,8 @@ import pytest
 
 import claims
 import hostile
-from stages.language import tokens
-from stages.models import huggingface, lora
-from stages.models.files import adapters
+from stages.language import huggingface, tokens
+from stages.models import adapters, lora
 from tests.doors import checkpoints_test
 
 KEY = jax.random.key(0)

@@ -9,7 +9,8 @@ import pytest
 import front_door
 import own_data
 from rlinf_jax.recipes import warm_start
-from stages.models import huggingface, lora
+from stages.language import huggingface
+from stages.models import lora
 
 RIGHT = {'prompt': '1+1=?', 'answer': '2'}
 FILES = {

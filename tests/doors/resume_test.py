@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlinf_jax.config import config, config_changes
-from rlinf_jax.run.folder import checkpoint
+from rlinf_jax.run_files import checkpoint
 import saved
 
 ROOT = pathlib.Path(__file__).parents[2]

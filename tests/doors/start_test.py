@@ -33,9 +33,9 @@ sys.meta_path.insert(0, Finder())
 STOPPED = 'Stopped while the program was starting.\n'
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = [
-  ('main', 'rlinf_jax.run.folder.checkpoint'),
+  ('main', 'rlinf_jax.run_files.checkpoint'),
   ('serve', 'rlinf_jax.serve.completions'),
-  ('chat', 'stages.models.huggingface'),
+  ('chat', 'stages.language.huggingface'),
   ('sweep', 'rlinf_jax.sweep.grid'),
   ('report', 'rlinf_jax.report.report'),
 ]

@@ -7,8 +7,9 @@ import pytest
 
 from experiments.algorithms import __main__ as experiment
 from experiments.algorithms import algorithms, informative, table
-from rlinf_jax.config import config, gin_flags
-from rlinf_jax.run.folder import run_folder
+from rlinf_jax import gin_flags
+from rlinf_jax.config import config
+from rlinf_jax.run_files import run_folder
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -22,6 +22,19 @@ def test_commands_name_files_that_exist():
       assert path.with_suffix('.py').exists() or path.is_dir(), module
 
 
+def test_every_instance_that_make_test_leaves_out_is_in_a_command():
+  commands = ' '.join(' '.join(one.commands) for one in claims_main.read())
+  named = {*re.findall(r'tests/[\w/]+\.py\b', commands)}
+  # This module only names the marks.
+  for path in {*(ROOT / 'tests').rglob('*_test.py')} - {pathlib.Path(__file__)}:
+    text = path.read_text()
+    if 'mark.claims' in text or 'claims.some(' in text:
+      assert str(path.relative_to(ROOT)) in named, (
+        f'{path} has instances for `make claims`, and no command of '
+        'experiments/claims/claims.toml runs it.'
+      )
+
+
 def test_the_page_has_every_claim():
   page = (ROOT / 'docs/claims.md').read_text()
   for claim in claims_main.read():

@@ -6,7 +6,8 @@ import re
 import shlex
 
 from experiments.smollm import gsm8k, two_steps, word_problems
-from rlinf_jax.config import config, gin_flags
+from rlinf_jax import gin_flags
+from rlinf_jax.config import config
 
 ROOT = pathlib.Path(__file__).parents[2]
 

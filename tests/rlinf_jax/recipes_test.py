@@ -23,8 +23,8 @@ from stages import workflows
 from stages.envs import push
 from stages.language import tokens
 from stages.learn import advantages, losses
-from stages.models.vla import normalization, pi0
 from stages.tasks import arithmetic
+from stages.vla import instructions, normalization
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Environments are made to find the shapes of observations, and what they log.
@@ -115,7 +115,8 @@ def tiny_vla_bindings(folder) -> list[str]:
 def pi0_tokenizer(folder) -> list[str]:
   """The binding of a tokenizer with the characters of π0's prompts."""
   texts = [
-    pi0.prompt(task, np.linspace(-1.1, 1.0, 64)) for task in push.INSTRUCTIONS
+    instructions.pi05_text(task, np.linspace(-1.1, 1.0, 64))
+    for task in push.INSTRUCTIONS
   ]
   tokens.train_tokenizer(folder, texts, 160)
   return [f'TOKENIZER = {str(folder)!r}']

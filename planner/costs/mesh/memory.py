@@ -157,7 +157,7 @@ class MemoryModel:
   def needs(
     self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
   ) -> dict[str, float]:
-    """Returns the bytes while each node runs, as `cost.Model.memory`."""
+    """Returns the bytes while each node runs, as `cost_model.Model.memory`."""
     found = {}
     for name, parts in self._nodes(flow, chosen, place):
       found[name] = max(found.get(name, 0.0), _total(parts))

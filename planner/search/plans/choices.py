@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.explain import formatting
+from planner import formatting
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import program

@@ -64,7 +64,7 @@ def merge_small_stages(
 
   Args:
     flow: as recorded.
-    model: a `cost.Model`.
+    model: a `cost_model.Model`.
     devices: number of devices.
     share: stages below this share of all stages' seconds are very short.
     most: largest number of groups, as far as merges are possible; None for

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlinf_jax.data.episodes import base as base_lib
-from rlinf_jax.data.episodes import folders, statistics, windows
+from rlinf_jax.data.episode_files import base as base_lib
+from rlinf_jax.data.episodes import folders, windows
 from stages import base, ranges
 from stages.envs import demonstrations
 
@@ -54,8 +54,8 @@ def source(
   instructions: Callable[[Sequence[str]], base.Prompt],
   normalize: Callable[[np.ndarray], Any],
   camera_names: Sequence[str] | None = None,
-  action: str = statistics.ACTION,
-  state: str | None = statistics.STATE,
+  action: str = base_lib.ACTION,
+  state: str | None = base_lib.STATE,
   chunk: ranges.PositiveInt = 8,
   window_rows: ranges.PositiveInt = 1024,
   held_out_episodes: ranges.PositiveInt = 1,

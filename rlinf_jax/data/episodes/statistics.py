@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from rlinf_jax.data.episode_files import base
 from rlinf_jax.data.episodes import folders
-
-ACTION, STATE = 'action', 'observation.state'
 
 
 @functools.cache
@@ -20,8 +19,8 @@ def norm_stats(
   folder: str,
   *,
   name: str | None = None,
-  action: str = ACTION,
-  state: str | None = STATE,
+  action: str = base.ACTION,
+  state: str | None = base.STATE,
 ) -> dict[str, Any]:
   """Statistics by data set, as dataset_statistics.json has them.
 
@@ -59,7 +58,7 @@ def norm_stats(
 
 
 def openpi(
-  folder: str, *, action: str = ACTION, state: str | None = STATE
+  folder: str, *, action: str = base.ACTION, state: str | None = base.STATE
 ) -> dict[str, Any]:
   """The same statistics as norm_stats.json of π0 and π0.5 has them.
 

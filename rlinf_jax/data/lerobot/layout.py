@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf_jax.data.episodes import base
+from rlinf_jax.data.episode_files import base
 from rlinf_jax.data.lerobot import extra
 from stages.models.files import weights
 

@@ -3,7 +3,7 @@
 import functools
 import pathlib
 
-from rlinf_jax.data.episodes import base
+from rlinf_jax.data.episode_files import base
 from rlinf_jax.data.lerobot import layout, pictures
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rlinf_jax.data.episodes import stored_picture
+from rlinf_jax.data.episode_files import stored_picture
 from rlinf_jax.data.lerobot import extra, layout
 
 

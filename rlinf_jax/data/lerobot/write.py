@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf_jax.data.episodes import statistics
+from rlinf_jax.data.episode_files import base
 from rlinf_jax.data.lerobot import extra, layout
 
 CODECS = {'libsvtav1': 'av1', 'libx264': 'h264'}  # Encoders and their formats.
@@ -94,8 +94,8 @@ def _numbers(
   """Columns of an episode in the parquet file."""
   T = len(x.action)
   return {
-    statistics.ACTION: x.action.astype(np.float32),
-    statistics.STATE: x.state.astype(np.float32),
+    base.ACTION: x.action.astype(np.float32),
+    base.STATE: x.state.astype(np.float32),
     'timestamp': (np.arange(T) / fps).astype(np.float32),
     'frame_index': np.arange(T),
     'episode_index': np.full(T, index),
@@ -190,8 +190,8 @@ def _write_info(root, episodes, tasks: int, frames: int, fps: int, codec: str):
   """Writes meta/info.json."""
   first = episodes[0]
   features = {
-    statistics.ACTION: _vector('float32', first.action.shape[1]),
-    statistics.STATE: _vector('float32', first.state.shape[1]),
+    base.ACTION: _vector('float32', first.action.shape[1]),
+    base.STATE: _vector('float32', first.state.shape[1]),
   }
   for camera, x in first.images.items():
     features[camera] = {

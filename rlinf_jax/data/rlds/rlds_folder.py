@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf_jax.data.episodes import base, stored_picture
+from rlinf_jax.data.episode_files import base, stored_picture
 from rlinf_jax.data.rlds import records, schema
 from stages.models.files import weights
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 import pathlib
 from typing import Any, NamedTuple
 
-from rlinf_jax.data.episodes import base
+from rlinf_jax.data.episode_files import base
 from stages.models.files import weights
 
 STEPS = 'steps'

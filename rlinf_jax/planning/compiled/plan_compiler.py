@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from planner import formatting
 from planner.costs.mesh import per_device
-from planner.explain import formatting
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import passes

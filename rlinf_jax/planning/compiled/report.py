@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 import re
 from typing import Any
 
-from planner.explain import formatting
+from planner import formatting
 from rlinf_jax.planning.compiled import plan_compiler
 from rlinf_jax.planning.compiled import topology as topology_lib
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from planner.explain import formatting
+from planner import formatting
 from planner.ir import graph
 from rlinf_jax.isolation import pool
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 import html
 from typing import Any
 
-from planner.explain import formatting
+from planner import formatting
 from rlinf_jax.report.html import page
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlinf_jax.report import summary, video
 from rlinf_jax.report.html import page
-from rlinf_jax.run.folder import run_folder
+from rlinf_jax.run_files import run_folder
 
 SAMPLES = 8  # Shown per evaluation.
 LONGEST = 600  # Characters shown of a prompt or of a completion.

@@ -81,17 +81,15 @@ def leave_accelerators():
   jax.config.update('jax_platforms', 'cpu')
 
 
-def connect(address: str, is_measured: bool = False):
+def connect(address: str):
   """Connects to Ray, as a driver. Call it before JAX starts threads.
 
   Args:
     address: as `connection.connect`.
-    is_measured: whether stages are to be measured in the cluster.
 
   Raises:
     ConnectionError: if there is no cluster at that address.
-    ValueError: if this process uses accelerators already, or the cluster cannot
-      be measured.
+    ValueError: if this process uses accelerators already.
   """
   from rlinf_jax.runtime.ray import connection
 
@@ -103,8 +101,6 @@ def connect(address: str, is_measured: bool = False):
       f'accelerators, but JAX has started on the {kind} in it: set '
       'JAX_PLATFORMS=cpu for it.'
     )
-  if is_measured:
-    check_measurable()
 
 
 def check_measurable():

@@ -5,31 +5,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 import stages
 from stages import base
 from stages.envs import env as env_lib
 from stages.envs import episode_stats
-from stages.envs.rollouts import evaluate, obs_stats, rollout
-from stages.learn import train_step
-from stages.models import policy_file
+from stages.envs.rollouts import evaluate, obs_stats, policy_file, rollout
 
 
-def init_actor(
+def init(
   policy: base.Policy,
   env: env_lib.Env,
-  optimizer: optax.GradientTransformation,
   key: base.Key,
   normalize_obs: bool,
   init_from: str | None = None,
-) -> tuple[base.TrainState, Any]:
-  """Returns a policy's state before the first update, and its obs statistics.
+) -> tuple[Any, Any]:
+  """Returns a policy's first parameters, and its observation statistics.
 
   Args:
     policy: the policy to train.
     env: environments whose observations it reads.
-    optimizer: optimizer of the parameters.
     key: key of the initial parameters.
     normalize_obs: whether observations are normalized; else statistics are
       `()`.
@@ -38,8 +33,7 @@ def init_actor(
   """
   initial = evaluate.init(policy, env, normalize_obs, key)
   initial = policy_file.start(init_from, initial)
-  actor = train_step.init(initial['policy'], optimizer)
-  return actor, initial['obs_stats']
+  return initial['policy'], initial['obs_stats']
 
 
 def reset(

@@ -1,7 +1,7 @@
 """Initialization, export and evaluation for workflows in environments.
 
 `init` and `policy_state` return trees of one structure, which
-`stages.models.policy_file` writes and reads.
+`stages.envs.rollouts.policy_file` writes and reads.
 """
 
 from collections.abc import Callable

@@ -25,10 +25,10 @@ from stages.language.decoding import (
   decode_layer,
   kv_cache,
   prefill,
+  routing_replay,
   slot_cache,
 )
 from stages.language.decoding import generate as static
-from stages.language.experts import routing_replay
 from stages.models import transformer
 from stages.models.layers import rope
 

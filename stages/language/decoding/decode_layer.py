@@ -9,8 +9,8 @@ import functools
 import jax
 
 from sharding import mesh as mesh_lib
-from stages.models import transformer
-from stages.models.layers import block, mixture
+from stages.models import block, transformer
+from stages.models.layers import mixture
 
 # For functions whose first argument is the model's config. They are inlined, so
 # the program is that of calling them for each layer.

@@ -16,9 +16,9 @@ from stages.language.decoding import (
   kv_cache,
   parts,
   prefill,
+  routing_replay,
   unfinished,
 )
-from stages.language.experts import routing_replay
 from stages.models import transformer
 from stages.models.layers import attention, rope
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from stages import base
-from stages.language.decoding import kv_cache
-from stages.language.experts import routing_replay
+from stages.language.decoding import kv_cache, routing_replay
 from stages.models import transformer
 from stages.models.layers import attention, mixture
 from stages.models.vision import patches

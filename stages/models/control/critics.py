@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from stages import base, ranges
+from stages.envs import action_range
 from stages.envs import env as env_lib
-from stages.models.control import action_range
 
 
 class Critic(NamedTuple):

@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 import numpy as np
 
 from stages import base, ranges
+from stages.envs import action_range
 from stages.envs import env as env_lib
 from stages.models.control import (
-  action_range,
   cnn,
   flow_matching,
   gaussian_policy,

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from stages import base, ranges
+from stages.envs import action_range
 from stages.envs import env as env_lib
-from stages.models.control import action_range, cnn, mlp, shared_encoder
+from stages.models.control import cnn, mlp, shared_encoder
 
 
 def policy(

@@ -25,8 +25,9 @@ import jax.numpy as jnp
 
 from sharding import rules
 from stages import remat as remat_lib
-from stages.models.layers import attention, initialize, mixed_precision, stack
-from stages.models.layers import block as block_lib
+from stages.models import block as block_lib
+from stages.models import stack
+from stages.models.layers import attention, initialize, mixed_precision
 from stages.models.vision import resample
 
 Activation = Literal['gelu', 'gelu_tanh']

@@ -12,9 +12,10 @@ masks, too: a layer computes the scores of all pairs of patches of a row.
 from flax import linen as nn
 import jax.numpy as jnp
 
+from stages.models import block as block_lib
 from stages.models import config as config_lib
-from stages.models.layers import attention, mixed_precision, stack
-from stages.models.layers import block as block_lib
+from stages.models import stack
+from stages.models.layers import attention, mixed_precision
 from stages.models.layers import rope as rope_lib
 from stages.models.vision import patches
 

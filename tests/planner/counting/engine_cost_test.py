@@ -1,6 +1,7 @@
 """The modeled cost of an inference engine outside JAX."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -40,6 +41,7 @@ def shapes(params, prompt, key_B):
   )
 
 
+@functools.cache
 def model(max_rows=64, engine=True, devices=2, groups=8, ranks=None):
   """The flow of GRPO whose prompts an engine completes, and its costs."""
   policy = tiny.policy(length=LENGTH)

@@ -1,3 +1,4 @@
+import functools
 import re
 import types
 
@@ -7,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from planner.explain import formatting
+from planner import formatting
 from planner.ir import flow
 import stages
 from stages import workflows
@@ -36,6 +37,7 @@ def trace(step, state=STATE, batch=BATCH):
   return flow.trace(step, state, batch)
 
 
+@functools.cache
 def grpo(**kwargs):
   return workflows.grpo(
     tiny.policy(), tiny.even, optax.sgd(1.0), group_size=4, **kwargs

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from planner.costs import cost
-from planner.ir import flow, graph, plan
+from planner.ir import cost, flow, graph, plan
 from planner.lower import cut, order
 import stages
 from stages import workflows

@@ -1,5 +1,7 @@
 """Shuffled minibatches: any rows in any order, dealt before they are made."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,6 +105,7 @@ def test_minibatches_that_would_split_a_group_are_refused(n, group_size):
     minibatches.shuffle(n, 1, group_size)(KEY, ROWS)
 
 
+@functools.cache
 def grpo(**kwargs):
   workflow = workflows.grpo(
     tiny.policy(), tiny.even, optimizers.adamw(1e-2), group_size=4, **kwargs

@@ -15,7 +15,8 @@ from rlinf_jax.agents import deadline, episodes, problems, stepping
 from rlinf_jax.planning import answers
 from rlinf_jax.recipes import products
 from stages import base
-from stages.language import conversation, packing, tokens
+from stages.language import conversation, tokens
+from stages.language.scoring import packing
 import tools_of_mine
 
 LENGTH = 40

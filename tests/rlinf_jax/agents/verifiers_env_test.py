@@ -24,9 +24,8 @@ from rlinf_jax.data import text_arrays
 from rlinf_jax.recipes import products, warm_start
 import stages
 from stages import workflows
-from stages.language import conversation, policy_stages, tokens
+from stages.language import conversation, huggingface, policy_stages, tokens
 from stages.learn import optimizers
-from stages.models import huggingface
 import verifiers_envs
 
 SCRIPTS = {

@@ -13,9 +13,8 @@ from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pil
 import own_data
 from rlinf_jax.data import files, picture_files, questions, supervised
 from rlinf_jax.recipes import tiny_vision
-from stages.language import tokens
+from stages.language import huggingface, tokens
 from stages.models import config as config_lib
-from stages.models import huggingface
 from stages.models.vision import patches
 
 SIZES = [(28, 28), (56, 84), (1, 90), (300, 17), (31, 64), (480, 640), (9, 9)]

@@ -10,8 +10,7 @@ import pytest
 import own_data
 from rlinf_jax.data import completions, supervised
 from stages import base
-from stages.language import tokens
-from stages.models import huggingface
+from stages.language import huggingface, tokens
 
 USER = {'role': 'user', 'content': '1+1=?'}
 

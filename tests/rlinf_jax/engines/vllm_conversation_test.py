@@ -12,9 +12,8 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.engines import vllm, vllm_engine, vllm_rows
 from rlinf_jax.runtime import local
 from stages import base, workflows
-from stages.language import conversation, policy_stages
+from stages.language import conversation, huggingface, policy_stages
 from stages.learn import optimizers
-from stages.models import huggingface
 import tiny
 import toy_conversation
 import vllm_models

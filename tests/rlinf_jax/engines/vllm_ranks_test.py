@@ -22,8 +22,8 @@ from rlinf_jax.runtime import local
 from sharding import mesh as mesh_lib
 from sharding import rules
 from stages import workflows
+from stages.language import huggingface
 from stages.learn import optimizers
-from stages.models import huggingface
 from stages.models import lora as lora_lib
 from stages.models.files import weights
 from stages.tasks import arithmetic

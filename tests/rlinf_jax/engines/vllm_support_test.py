@@ -13,7 +13,7 @@ import pytest
 from planner.ir import plan as plan_lib
 from rlinf_jax.engines import vllm, vllm_memory, vllm_place
 from rlinf_jax.runtime import place as place_lib
-from rlinf_jax.sweep import capacity
+from rlinf_jax.system import memory
 from sharding import mesh as mesh_lib
 import stages
 from stages import workflows
@@ -113,7 +113,7 @@ def test_engines_reserve_what_rows_need_or_what_is_left(monkeypatch):
 
 
 def test_processes_of_a_place_share_the_free_memory(monkeypatch):
-  monkeypatch.setattr(capacity, 'available_memory', lambda: 12e9)
+  monkeypatch.setattr(memory, 'available', lambda: 12e9)
   found = [vllm_memory.free_bytes((0,), n) for n in (0, 1, 3)]
   assert found == [12e9, 12e9, 4e9]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rlinf_jax.engines import vllm_engine, vllm_instance, vllm_memory
-from stages.language import sample
-from stages.models import huggingface, lora
+from stages.language import huggingface, sample
+from stages.models import lora
 import tiny
 import vllm_models
 

@@ -15,10 +15,10 @@ from rlinf_jax.engines import vllm, vllm_engine, vllm_instance, vllm_start
 from rlinf_jax.runtime import local
 import stages
 from stages import base, workflows
-from stages.language import partial_rollout, sample
+from stages.language import huggingface, partial_rollout, sample
 from stages.language.partial_rollout import completions as partial_completions
 from stages.learn import optimizers
-from stages.models import huggingface, lora
+from stages.models import lora
 import tiny
 import vllm_models
 

@@ -17,7 +17,14 @@ import tiny
 import toy_conversation
 
 
-def reported(tmp_path, seconds):
+@pytest.fixture(scope='module')
+def reported(tmp_path_factory):
+  """Plans and what is said of them, by the seconds of answers."""
+  folder = tmp_path_factory.mktemp('reported')
+  return {seconds: report(folder, seconds) for seconds in ((), (0.0, 2.0))}
+
+
+def report(folder, seconds):
   converse = toy_conversation.converse(3)
   grpo = workflows.grpo(
     tiny.policy(length=10),
@@ -36,18 +43,18 @@ def reported(tmp_path, seconds):
     cluster=plan_report_test.cluster(devices=1, node=1),
     answer_seconds=seconds,
     seconds=30.0,
-    output=tmp_path / 'plan.json',
+    output=folder / 'plan.json',
     print_text=printed.append,
   )
-  data = json.loads((tmp_path / 'plan.json').read_text())
+  data = json.loads((folder / 'plan.json').read_text())
   return found, '\n'.join(printed), data
 
 
 @pytest.mark.slow
-def test_a_plan_shows_how_long_tools_are_waited_for(tmp_path):
-  without, text, _ = reported(tmp_path, ())
+def test_a_plan_shows_how_long_tools_are_waited_for(reported):
+  without, text, _ = reported[()]
   assert 'How long environment waits for tools is not known' in text
-  found, text, data = reported(tmp_path, (0.0, 2.0))
+  found, text, data = reported[0.0, 2.0]
   assert 'Answers took 1 s on average and 2 s at most, of 2 measured.' in text
   assert 'environment on 32 rows waits 2 s, until 32 answers have come' in text
   # Three turns, one after the other.
@@ -60,9 +67,9 @@ def test_a_plan_shows_how_long_tools_are_waited_for(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_page_of_a_plan_names_the_waiting_for_tools(tmp_path):
-  _, _, without = reported(tmp_path, ())
-  _, text, data = reported(tmp_path, (0.0, 2.0))
+def test_the_page_of_a_plan_names_the_waiting_for_tools(reported):
+  _, _, without = reported[()]
+  _, text, data = reported[0.0, 2.0]
   pages = [html.unescape(plan_page.text(x)) for x in (without, data)]
   waits = 'all of it waiting for answers of tools, and no work'
   assert [page.count(waits) for page in pages] == [0, 1]

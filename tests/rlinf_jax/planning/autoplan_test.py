@@ -20,9 +20,10 @@ from rlinf_jax.planning import autoplan, monitor
 from rlinf_jax.planning.profiling import machine_profile
 from rlinf_jax.planning.profiling import stage_profile as profile
 from rlinf_jax.report import predicted
+from rlinf_jax.run import setup
 from rlinf_jax.runtime import flows as flows_lib
 from rlinf_jax.runtime import programs
-from rlinf_jax.runtime.ray import connection, launch, resources
+from rlinf_jax.runtime.ray import connection, resources
 from sharding import rules
 import stages
 from stages import base, metrics
@@ -319,8 +320,8 @@ def test_what_fits_nowhere_is_told():
 def test_stages_are_measured_with_ray_on_cpus_alone(monkeypatch):
   monkeypatch.setattr(connection, 'connect', lambda address: None)
   monkeypatch.setattr(resources, 'device_kind', lambda: 'CPU')
-  launch.connect('local', is_measured=True)
+  setup.connect('local', 'auto')
   monkeypatch.setattr(resources, 'device_kind', lambda: 'GPU')
-  launch.connect('local')  # With a plan.
+  setup.connect('local', None)  # One place needs no measurements.
   with pytest.raises(ValueError, match='on CPUs alone.* a GPU: bind a plan'):
-    launch.connect('local', is_measured=True)
+    setup.connect('local', 'auto')

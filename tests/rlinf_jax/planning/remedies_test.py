@@ -3,9 +3,9 @@ import functools
 
 import pytest
 
+from planner import formatting
 from planner.costs import roofline
 from planner.counting import count
-from planner.explain import formatting
 from planner.ir import plan as plan_lib
 from rlinf_jax import train
 from rlinf_jax.config import config, config_values

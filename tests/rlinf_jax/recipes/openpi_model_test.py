@@ -8,7 +8,8 @@ import pytest
 import openpi_reference
 from rlinf_jax.recipes import openpi_model
 from stages.models.files import weights
-from stages.models.vla import normalization, pi0, pi0_files
+from stages.vla import normalization
+from stages.vla.pi0 import pi0, pi0_files
 
 B = 2
 STATS = {'state': {'mean': [0.0], 'std': [1.0]}}

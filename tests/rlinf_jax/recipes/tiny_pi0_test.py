@@ -16,7 +16,8 @@ from rlinf_jax.recipes import tiny_vla
 from stages.envs import action_chunks, push
 from stages.language import tokens
 from stages.models.vision import vit
-from stages.models.vla import instructions, normalization, pi0, pi0_policy
+from stages.vla import instructions, normalization
+from stages.vla.pi0 import pi0, pi0_policy
 
 pytest.importorskip('pyarrow', reason='LeRobot folders are parquet files.')
 pytest.importorskip('av', reason='LeRobot folders are videos.')
@@ -28,7 +29,8 @@ def folder(tmp_path_factory):
   out = tmp_path_factory.mktemp('tiny')
   write.write(out / 'data', tiny_vla.episodes(16, 16), fps=tiny_vla.FPS)
   texts = [
-    pi0.prompt(task, np.linspace(-1.1, 1.0, 64)) for task in push.INSTRUCTIONS
+    instructions.pi05_text(task, np.linspace(-1.1, 1.0, 64))
+    for task in push.INSTRUCTIONS
   ]
   tokens.train_tokenizer(out / 'words', texts, 160)
   return out

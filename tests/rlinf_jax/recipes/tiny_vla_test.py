@@ -17,8 +17,8 @@ from stages import workflows
 from stages.envs import action_chunks, push, seed_source
 from stages.learn import optimizers
 from stages.models.files import weights
-from stages.models.vla import instructions
-from stages.models.vla.openvla import (
+from stages.vla import instructions
+from stages.vla.openvla import (
   action_tokens,
   openvla_files,
   openvla_oft_env,

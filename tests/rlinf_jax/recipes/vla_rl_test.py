@@ -17,8 +17,9 @@ from rlinf_jax.envs import env_pool, libero, maniskill, simulator
 from rlinf_jax.recipes import tiny_vla
 from stages.language import tokens
 from stages.models.vision import vit
-from stages.models.vla import normalization, pi0, pi0_files
-from stages.models.vla.openvla import openvla_oft_files
+from stages.vla import normalization
+from stages.vla.openvla import openvla_oft_files
+from stages.vla.pi0 import pi0, pi0_files
 
 pytestmark = pytest.mark.slow
 LETTERS = f'{string.ascii_letters} 1234567890,.:?\n'

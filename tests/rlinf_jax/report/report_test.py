@@ -10,7 +10,7 @@ import pytest
 import fake_run
 from rlinf_jax.report import report
 from rlinf_jax.report.html import charts, samples_html
-from rlinf_jax.run.folder import writers
+from rlinf_jax.run_files import writers
 
 VOID = {'meta', 'link', 'br'}
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlinf_jax.report import summary
-from rlinf_jax.run.folder import run_folder
+from rlinf_jax.run_files import run_folder
 
 
 def make(seconds=372.0, **series):

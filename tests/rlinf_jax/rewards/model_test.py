@@ -18,8 +18,14 @@ from rlinf_jax.data import text_arrays
 from rlinf_jax.rewards import functions, model, verifier
 from rlinf_jax.runtime import local
 from stages import base, workflows
-from stages.language import tokens, value_model, verifiers
-from stages.models import classifier, huggingface, transformer
+from stages.language import (
+  classifier,
+  huggingface,
+  tokens,
+  value_model,
+  verifiers,
+)
+from stages.models import transformer
 from stages.models.files import weights
 import tiny
 

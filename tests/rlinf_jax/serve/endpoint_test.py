@@ -13,8 +13,7 @@ import pytest
 from rlinf_jax.serve import __main__ as serve
 from rlinf_jax.serve import endpoint, server
 import served_models
-from stages.language import tokens
-from stages.models import huggingface
+from stages.language import huggingface, tokens
 
 TOKEN = 'a-token-of-the-test'
 LENGTH = 24

@@ -14,7 +14,7 @@ from rlinf_jax.serve import batches, engine_decoder
 import served_models
 import stages
 from stages import base
-from stages.models import huggingface
+from stages.language import huggingface
 from tests.rlinf_jax.serve import rollouts_test
 import tiny
 import vllm_models

@@ -13,8 +13,7 @@ from rlinf_jax.data import text_arrays
 from rlinf_jax.serve import rollouts
 import served_models
 from stages import base
-from stages.language import tokens
-from stages.models import huggingface
+from stages.language import huggingface, tokens
 
 LENGTH, GROUP = 64, 3
 PROBLEMS = [{'say': 'hello'}, {'say': 'vary'}]

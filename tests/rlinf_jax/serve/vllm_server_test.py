@@ -14,8 +14,7 @@ from rlinf_jax.engines import vllm_engine
 from rlinf_jax.serve import __main__ as serve
 from rlinf_jax.serve import endpoint, server
 import served_models
-from stages.language import sample, tokens
-from stages.models import huggingface
+from stages.language import huggingface, sample, tokens
 from tests.rlinf_jax.serve import endpoint_test
 import vllm_models
 

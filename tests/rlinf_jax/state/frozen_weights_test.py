@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlinf_jax.run.folder import checkpoint
+from rlinf_jax.run_files import checkpoint
 from rlinf_jax.state import frozen_weights
 import saved
 from stages import base

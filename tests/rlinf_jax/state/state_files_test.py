@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 import numpy as np
 import pytest
 
-from rlinf_jax.run.folder import checkpoint
+from rlinf_jax.run_files import checkpoint
 from rlinf_jax.state import file_arrays, saved_state, state_files, state_readers
 import saved
 from sharding import deferred

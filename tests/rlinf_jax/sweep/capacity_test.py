@@ -7,6 +7,7 @@ import time
 import pytest
 
 from rlinf_jax.sweep import capacity, grid, process
+from rlinf_jax.system import memory
 
 
 def job(folder, stepped=True):
@@ -61,4 +62,4 @@ def test_memory_of_a_point_is_that_of_its_processes():
     time.sleep(0.02)
   parent.communicate(b'\n')
   assert capacity.used_memory(one) == 0
-  assert capacity.available_memory() > 0
+  assert memory.available() > 0

@@ -10,7 +10,7 @@ import pytest
 
 import claims
 from planner.ir import plan as plan_lib
-from rlinf_jax.run.folder import checkpoint
+from rlinf_jax.run_files import checkpoint
 from rlinf_jax.runtime import flows
 import saved
 from sharding import mesh as mesh_lib

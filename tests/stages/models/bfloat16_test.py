@@ -18,8 +18,8 @@ import pytest
 
 import claims
 from stages import base
-from stages.language import language_model
-from stages.models import huggingface, transformer
+from stages.language import huggingface, language_model
+from stages.models import transformer
 from tests.stages.models import families_test
 import torch_reference
 

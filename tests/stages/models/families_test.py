@@ -14,8 +14,8 @@ import pytest
 import transformers
 
 from stages import base
-from stages.language import language_model, sample
-from stages.models import families, huggingface, transformer
+from stages.language import huggingface, language_model, sample
+from stages.models import families, transformer
 from stages.models.files import weights
 import torch_reference
 from torch_reference import decode, keys, prompts, repeat, to_torch

@@ -13,8 +13,8 @@ import transformers
 
 import stages
 from stages import base, workflows
-from stages.language import language_model, sample
-from stages.models import huggingface, transformer
+from stages.language import huggingface, language_model, sample
+from stages.models import transformer
 from stages.models.files import decoder_names, weights
 import torch_reference
 from torch_reference import decode, keys, prompts, repeat, to_torch

@@ -9,9 +9,8 @@ import pytest
 
 from stages import base, workflows
 from stages.envs import demonstrations, drawing, push
-from stages.envs.rollouts import obs_stats
+from stages.envs.rollouts import obs_stats, policy_file
 from stages.learn import optimizers
-from stages.models import policy_file
 from stages.models.control import cnn, critics, gaussian_policy
 
 ENV = push.push(image_size=12, horizon=2)

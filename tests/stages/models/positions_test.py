@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from stages import base
-from stages.language import language_model
-from stages.models import families, huggingface, transformer
+from stages.language import huggingface, language_model
+from stages.models import families, transformer
 
 SMALL = transformer.Config(
   V=23, D=12, L=2, H=2, K=1, W=6, F=17, max_positions=16

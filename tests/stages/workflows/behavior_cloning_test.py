@@ -9,8 +9,8 @@ import pytest
 
 from stages import base, workflows
 from stages.envs import demonstrations, push, seed_source
+from stages.envs.rollouts import policy_file
 from stages.learn import optimizers
-from stages.models import policy_file
 from stages.models.control import gaussian_policy
 from tiny import read
 

@@ -8,9 +8,8 @@ import pytest
 import own_data
 from rlinf_jax.config import config
 from stages import base, workflows
-from stages.language import sample, tokens
+from stages.language import huggingface, sample, tokens
 from stages.learn import optimizers
-from stages.models import huggingface
 from stages.workflows.distillation import teacher_advantage, teacher_gap
 import tiny
 from tiny import read

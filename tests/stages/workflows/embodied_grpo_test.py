@@ -15,10 +15,9 @@ import stages
 from stages import workflows
 from stages.envs import env as env_lib
 from stages.envs import episode_stats, push
-from stages.envs.rollouts import rollout
+from stages.envs.rollouts import policy_file, rollout
 from stages.envs.rollouts import rollout as rollout_lib
 from stages.learn import advantages, optimizers, turn_advantages
-from stages.models import policy_file
 from stages.models.control import gaussian_policy
 from stages.workflows.embodied_grpo import describe, group_advantage
 from tiny import read

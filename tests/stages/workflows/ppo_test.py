@@ -199,11 +199,16 @@ def learn(env, steps):
 
 
 @pytest.mark.slow
-def test_ppo_learns_to_reach_and_not_from_rewards_of_chance():
+def test_ppo_learns_to_reach():
   before, after = learn(reach.reach(), 60)
-  _, control = learn(jax_envs.with_random_reward(reach.reach()), 60)
   assert before['eval/success_at_end'] < 0.1
   assert after['eval/success_at_end'] > 0.5
+
+
+@pytest.mark.claims
+@pytest.mark.slow
+def test_ppo_does_not_learn_to_reach_from_rewards_of_chance():
+  _, control = learn(jax_envs.with_random_reward(reach.reach()), 60)
   assert control['eval/success_at_end'] < 0.2
 
 

@@ -11,14 +11,14 @@ import in_memory
 import jax_envs
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.run.folder import checkpoint
+from rlinf_jax.run_files import checkpoint
 from rlinf_jax.runtime import local
 import saved
 from stages import base, metrics, workflows
 from stages.envs import env as env_lib
 from stages.envs import push, reach, replay
+from stages.envs.rollouts import policy_file
 from stages.learn import optimizers, soft_actor_critic
-from stages.models import policy_file
 from stages.models.control import critics as critics_lib
 from stages.models.control import gaussian_policy
 from stages.workflows.sac import (

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from rlinf_jax.run.folder import checkpoint
+from rlinf_jax.run_files import checkpoint
 import saved
 from stages import base, workflows
 from stages.language import value_model

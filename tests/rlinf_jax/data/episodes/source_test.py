@@ -11,12 +11,12 @@ from PIL import Image
 import pytest
 
 import lerobot_folder
-from rlinf_jax.data.episodes import base as episodes_base
+from rlinf_jax.data.episode_files import base as episodes_base
 from rlinf_jax.data.episodes import folders, source, statistics, windows
 from rlinf_jax.data.lerobot import layout, pictures, write
 from stages import base
 from stages.envs import seed_source
-from stages.models.vla.openvla import action_tokens
+from stages.vla.openvla import action_tokens
 
 pyarrow = pytest.importorskip(
   'pyarrow', reason='LeRobot folders are parquet files.'

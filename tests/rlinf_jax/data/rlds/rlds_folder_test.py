@@ -16,7 +16,7 @@ import lerobot_folder
 from rlinf_jax.data.episodes import folders, source, statistics
 from rlinf_jax.data.rlds import extra
 from stages import base
-from stages.models.vla.openvla import action_tokens
+from stages.vla.openvla import action_tokens
 
 pytest.importorskip('google_crc32c', reason='Checksums of TFRecord files.')
 

@@ -16,6 +16,7 @@ from rlinf_jax import train
 from rlinf_jax.envs import env_pool, simulator
 from rlinf_jax.envs.processes import episode_log
 from rlinf_jax.runtime import local
+import saved
 import stages
 from stages import workflows
 from stages.envs import seed_source
@@ -221,7 +222,7 @@ def test_a_resumed_run_continues_to_the_bit(make, tmp_path, capsys):
 
   straight, output = run('straight', 4)
   assert RESTORED not in output
-  run('broken', 2)
+  saved.stopped_after(2, straight, tmp_path / 'broken')
   resumed, output = run('broken', 4, resume=True)
   assert output.count(RESTORED) == 2  # Of each piece.
   assert language_run_test.lines(resumed) == language_run_test.lines(straight)

@@ -3,7 +3,6 @@
 import json
 import pathlib
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -211,7 +210,7 @@ def test_a_run_killed_while_saving_resumes_from_the_last_complete_checkpoint(
     )
 
   killed(folder, model, writing, often)
-  done = run(folder, model, often, resume=True)
+  done = here(folder, model, often, resume=True)
   assert done.returncode == 0, done.stderr
   start = int(re.search(r'10, resumed after (\d+)', done.stdout)[1])
   assert start >= 3
@@ -286,17 +285,14 @@ def test_a_refused_recipe_leaves_no_warm_start_behind(tmp_path):
 def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(
   uninterrupted, model, tmp_path
 ):
-  folder = tmp_path / 'run'
-  shutil.copytree(uninterrupted[0], folder)
-  shutil.rmtree(folder / 'checkpoints' / '10')  # As if it had ended there.
-  (folder / 'result.json').unlink()
+  folder = saved.stopped_after(5, uninterrupted[0], tmp_path / 'run')
   done = run(folder, model, resume=True, kilobytes=20)
   assert done.returncode == 1, done.stdout
   # Threads of tensorstore may print tracebacks before it, but not after it.
   sentence = done.stderr.splitlines()[-1]
   assert 'A checkpoint could not be written' in sentence
   assert 'The checkpoint of step 5 is intact' in sentence
-  again = run(folder, model, resume=True)
+  again = here(folder, model, resume=True)
   assert again.returncode == 0 and '10, resumed after 5' in again.stdout
   # The steps after the checkpoint are taken again.
   assert lines(folder) == lines(uninterrupted[0])

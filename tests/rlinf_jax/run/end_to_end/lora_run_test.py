@@ -13,9 +13,11 @@ import own_data
 from rlinf_jax import train
 from rlinf_jax.data import questions
 from rlinf_jax.rewards import functions, verifier
+import saved
 from stages import base, workflows
+from stages.language import huggingface
 from stages.learn import optimizers
-from stages.models import huggingface, lora, quantization
+from stages.models import lora, quantization
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +69,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_goes_on_elsewhere(tmp_path):
   own_data.write(tmp_path / 'train.jsonl', range(8))
   straight = run(tmp_path, tmp_path / 'straight', 3)
   assert straight[0] == 0 < straight[1]
-  run(tmp_path, tmp_path / 'resumed', 2)
+  saved.stopped_after(2, tmp_path / 'straight', tmp_path / 'resumed')
   assert run(tmp_path, tmp_path / 'resumed', 3, resume=True) == straight
   exported = tmp_path / 'straight/model'
   assert_same(tensors(tmp_path / 'resumed/model'), tensors(exported))
@@ -106,7 +108,7 @@ def test_a_run_beside_quantized_weights_is_resumed_and_merged(tmp_path):
   adapters = lora.Lora(rank=3, quantize='nf4')
   straight = run(tmp_path, tmp_path / 'straight', 2, adapters)
   assert straight[0] == 0 < straight[1]
-  run(tmp_path, tmp_path / 'resumed', 1, adapters)
+  saved.stopped_after(1, tmp_path / 'straight', tmp_path / 'resumed')
   resumed = run(tmp_path, tmp_path / 'resumed', 2, adapters, resume=True)
   assert resumed == straight
   exported = tmp_path / 'straight/model'

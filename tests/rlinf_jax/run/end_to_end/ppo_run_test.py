@@ -5,6 +5,7 @@ import json
 import pytest
 
 import front_door
+import saved
 from tests.rlinf_jax.run.end_to_end.language_run_test import (
   equal_states,
   lines,
@@ -63,7 +64,7 @@ def test_a_run_prints_success_and_writes_a_report(uninterrupted):
 def test_a_resumed_run_has_the_same_bits(uninterrupted, tmp_path):
   """Running episodes continue from the checkpoint."""
   folder, _ = uninterrupted
-  run(tmp_path / 'run', 'STEPS = 2')
+  saved.stopped_after(2, folder, tmp_path / 'run')
   run(tmp_path / 'run', 'STEPS = 4', resume=True)
   equal_states(state(tmp_path / 'run', 4), state(folder, 4))
   assert lines(tmp_path / 'run') == lines(folder)

@@ -12,9 +12,10 @@ from rlinf_jax import train
 from rlinf_jax.data import questions
 from rlinf_jax.rewards import functions, verifier
 from rlinf_jax.rewards import model as reward_model
+import saved
 from stages import workflows
+from stages.language import classifier, huggingface
 from stages.learn import optimizers
-from stages.models import classifier, huggingface
 from tests.rlinf_jax.rewards import model_test
 
 pytestmark = pytest.mark.slow
@@ -72,7 +73,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
   own_data.write(tmp_path / 'train.jsonl', range(8))
   model_test.classifier_of(model, tmp_path / 'judge')
   straight = run(tmp_path, tmp_path / 'straight', 3)
-  run(tmp_path, tmp_path / 'resumed', 2)
+  saved.stopped_after(2, tmp_path / 'straight', tmp_path / 'resumed')
   assert run(tmp_path, tmp_path / 'resumed', 3, resume=True) == straight
   assert len({x['train/value_loss'] for x in straight}) == 3
   assert len({x['rollout/reward/reward_model'] for x in straight}) == 3

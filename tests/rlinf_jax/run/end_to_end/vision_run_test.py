@@ -14,8 +14,8 @@ from rlinf_jax.data import questions
 from rlinf_jax.recipes import tiny_vision
 import stages
 from stages import workflows
+from stages.language import huggingface
 from stages.learn import optimizers
-from stages.models import huggingface
 
 pytestmark = pytest.mark.slow
 

@@ -1,12 +1,14 @@
 """An optimizer's moments in host memory change no number of a run."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 
 import in_memory
 from planner.ir import plan as plan_lib
-from rlinf_jax.run.folder import checkpoint
+from rlinf_jax.run_files import checkpoint
 from rlinf_jax.runtime import local
 import saved
 from sharding import offload, slices
@@ -23,6 +25,7 @@ def small_slices(monkeypatch):
   monkeypatch.setattr(slices, 'SLICE', 1)
 
 
+@functools.cache
 def grpo(**kwargs):
   adamw = optimizers.adamw(3e-2, weight_decay=0.1, warmup_steps=2)
   return workflows.grpo(tiny.policy(), tiny.even, adamw, group_size=4, **kwargs)

@@ -12,13 +12,14 @@ from stages import workflows
 from stages.envs import action_chunks, episode_stats, push
 from stages.models import transformer
 from stages.models.vision import vit
-from stages.models.vla import pi0, pi0_policy, pictures
-from stages.models.vla.openvla import (
+from stages.vla import pictures
+from stages.vla.openvla import (
   openvla,
   openvla_env,
   openvla_oft,
   openvla_oft_env,
 )
+from stages.vla.pi0 import pi0, pi0_policy
 from tests.rlinf_jax.runtime.plans import random_plans_test
 import tiny
 

@@ -19,7 +19,7 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import autoplan
 from rlinf_jax.planning.profiling import profiler
-from rlinf_jax.run.folder import checkpoint
+from rlinf_jax.run_files import checkpoint
 from rlinf_jax.runtime import executor, local, programs
 from rlinf_jax.runtime.base import ProcessDiedError, StageError
 from rlinf_jax.runtime.ray import connection, driver

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import ray
 
-from rlinf_jax.run.folder import checkpoint
+from rlinf_jax.run_files import checkpoint
 from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.runtime.ray import connection

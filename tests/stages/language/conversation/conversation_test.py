@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from stages import base, workflows
-from stages.language import conversation, evaluate, packing, policy_stages
+from stages.language import conversation, evaluate, policy_stages
 from stages.language.conversation import conversation_state
+from stages.language.scoring import packing
 from stages.learn import objectives, optimizers
 import tiny
 import toy_conversation

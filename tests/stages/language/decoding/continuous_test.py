@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from planner.costs.decoding import completions
-from stages.language import language_model, sample
+from stages.language import huggingface, language_model, sample
 from stages.language.decoding import prefill, slot_cache
 from stages.language.partial_rollout import carried as carried_lib
-from stages.models import huggingface, transformer
+from stages.models import transformer
 from tests.stages.language.decoding.generate_test import (
   act,
   alike,

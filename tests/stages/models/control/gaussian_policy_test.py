@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stages.envs import action_range, push
 from stages.envs import env as env_lib
-from stages.envs import push
-from stages.models.control import action_range, gaussian_policy
+from stages.models.control import gaussian_policy
 
 torch = pytest.importorskip('torch', reason='Reference densities need torch.')
 distributions = torch.distributions

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from stages.models import families, huggingface
+from stages.language import huggingface
+from stages.models import families
 from stages.models.files import config_check, weights
 
 SMALL = {

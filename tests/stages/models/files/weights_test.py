@@ -12,7 +12,7 @@ from safetensors import torch as st
 import transformers
 
 from sharding import mesh as meshes
-from stages.models import huggingface
+from stages.language import huggingface
 from stages.models.files import decoder_names, weights
 import torch_reference
 

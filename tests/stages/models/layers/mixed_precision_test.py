@@ -13,9 +13,9 @@ import claims
 from stages import base
 from stages.language import language_model
 from stages.language.decoding import kv_cache
+from stages.models import block as block_lib
 from stages.models import transformer
 from stages.models.layers import attention, mixed_precision
-from stages.models.layers import block as block_lib
 
 CONFIG = transformer.Config(V=64, D=32, L=2, H=4, K=2, W=8, F=64)
 OFTEN = 5  # A token that is half of all tokens.

@@ -13,10 +13,9 @@ from transformers import vision_utils
 
 from sharding import mesh as mesh_lib
 from sharding import rules
-from stages.language import language_model, sample
-from stages.models import huggingface, transformer
+from stages.language import huggingface, language_model, sample
+from stages.models import block, transformer
 from stages.models.files import weights
-from stages.models.layers import block
 from stages.models.vision import patches, window_vit
 import torch_reference
 import vision_reference

@@ -7,6 +7,7 @@ import re
 import secrets
 import subprocess
 import sys
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,13 +54,24 @@ def listening(process):
   }
 
 
-def ports(run):
-  """Of each process of a run, and of its Ray, where it listens."""
-  places = [psutil.Process(one['pid']) for one in run.processes().values()]
+def ports(*others):
+  """Where this process, its children and some others listen, by process."""
   this, found = psutil.Process(), {}
-  for process in {this, *this.children(recursive=True), *places}:
+  for process in {this, *this.children(recursive=True), *others}:
     with contextlib.suppress(psutil.NoSuchProcess):  # It has just ended.
       found[process] = listening(process)
+  return found
+
+
+def ports_of(run, earlier):
+  """Of each process of a run, and of its Ray, where it listens.
+
+  Without `earlier`, where other tests have this process listen.
+  """
+  places = [psutil.Process(one['pid']) for one in run.processes().values()]
+  found = {
+    process: opened - earlier for process, opened in ports(*places).items()
+  }
   assert all(found[place] for place in places)
   return found
 
@@ -67,22 +79,29 @@ def ports(run):
 ROWS = 1 << 19  # Too many to be sent in calls.
 
 
-@pytest.fixture
-def run(monkeypatch):
+@pytest.fixture(scope='module')
+def earlier():
+  """Where this process and its children listen before the run starts."""
+  return set().union(*ports().values())
+
+
+@pytest.fixture(scope='module')
+def run(earlier):
   """A run with a place of two processes and one of one, which pulls values."""
-  # As between accelerators.
-  monkeypatch.setattr(
-    actor_pool.ActorPool, 'same_machine', lambda pool, place: set()
-  )
-  connection.connect()
   record = functools.partial(driver_test.simple, rows=ROWS)
   step, evaluate = record()
   plan = plan_lib.parse(SPLIT, dict.fromkeys(step.stages + evaluate.stages))
-  runtime = driver.RayRuntime(plan, record, step=step, evaluate=evaluate)
-  runtime.start(state_readers.FirstState(functools.partial(jnp.zeros, ())))
-  yield runtime
-  runtime.close()
-  ray.shutdown()
+  # As between accelerators.
+  apart = mock.patch.object(
+    actor_pool.ActorPool, 'same_machine', lambda pool, place: set()
+  )
+  with apart:
+    connection.connect()
+    runtime = driver.RayRuntime(plan, record, step=step, evaluate=evaluate)
+    runtime.start(state_readers.FirstState(functools.partial(jnp.zeros, ())))
+    yield runtime
+    runtime.close()
+    ray.shutdown()
 
 
 STRANGER = """
@@ -107,14 +126,14 @@ def stranger(token):
 
 
 @pytest.mark.slow
-def test_all_processes_of_a_run_on_one_machine_listen_on_loopback(run):
+def test_all_processes_of_a_run_on_one_machine_listen_on_loopback(run, earlier):
   for i in range(1, 3):
     batch = np.full(ROWS, i, np.float32)
     assert run.step(batch, driver_test.KEY) == 2 * i * ROWS
   lowered = run.lowered['step']
   edges = programs.traffic(lowered, run.transport)
   assert 'by a connection' in {how for *_, how, _ in edges}
-  for process, opened in ports(run).items():
+  for process, opened in ports_of(run, earlier).items():
     assert {ip for ip, _ in opened} <= {'127.0.0.1'}, process.cmdline()
   # Ray admits who has the token of the run.
   assert 'True' in stranger(os.environ['RAY_AUTH_TOKEN']).stdout
@@ -135,9 +154,11 @@ def run_stranger(module, *arguments):
   ).stdout.splitlines()
 
 
-def addresses_of(run):
+def addresses_of(run, earlier):
   """All addresses of the processes of a run, and of its Ray."""
-  return sorted({at for opened in ports(run).values() for at in opened})
+  return sorted(
+    {at for opened in ports_of(run, earlier).values() for at in opened}
+  )
 
 
 def contains_a_value(answer):
@@ -147,11 +168,13 @@ def contains_a_value(answer):
 
 
 @pytest.mark.slow
-def test_a_process_with_another_secret_obtains_nothing_from_any_port(run):
+def test_a_process_with_another_secret_obtains_nothing_from_any_port(
+  run, earlier
+):
   # The sums of these numbers are exact.
   batch = np.full(ROWS, 1.75, np.float32)
   assert run.step(batch, driver_test.KEY) == 3.5 * ROWS
-  opened = addresses_of(run)
+  opened = addresses_of(run, earlier)
   answers = run_stranger('stranger', *(f'{ip}:{port}' for ip, port in opened))
   received = [*map(bytes.fromhex, answers)]
   assert len(received) > 8 * len(opened)
@@ -164,11 +187,13 @@ def test_a_process_with_another_secret_obtains_nothing_from_any_port(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('n', claims.some((40, 10_000), keep=(40,)))
-def test_random_messages_on_all_ports_stop_nothing(n, run):
+def test_random_messages_on_all_ports_stop_nothing(n, run, earlier):
   batch = np.full(ROWS, 1.75, np.float32)
   assert run.step(batch, driver_test.KEY) == 3.5 * ROWS
-  before = {process: opened for process, opened in ports(run).items() if opened}
-  opened = addresses_of(run)
+  before = {
+    process for process, opened in ports_of(run, earlier).items() if opened
+  }
+  opened = addresses_of(run, earlier)
   assert len(opened) > 8
   for answer in fuzz.answers(opened, n):
     assert not contains_a_value(answer)

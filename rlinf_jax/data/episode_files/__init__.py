@@ -1,0 +1,1 @@
+"""What every format of episodes has: its interface, and stored pictures."""

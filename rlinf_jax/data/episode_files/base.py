@@ -1,0 +1,84 @@
+"""A folder of episodes of a robot, whichever format it has."""
+
+from collections.abc import Callable, Sequence
+import pathlib
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from rlinf_jax.config import config_errors
+
+PICTURES = ('video', 'image')  # Types of the features that are pictures.
+ACTION, STATE = 'action', 'observation.state'  # Names of features.
+
+
+class Feature(NamedTuple):
+  """A feature that is recorded at each step.
+
+  Attributes:
+    dtype: 'video' or 'image' for pictures, or a type of numbers.
+    shape: of pictures, rows, columns and colors.
+  """
+
+  dtype: str
+  shape: tuple[int, ...]
+
+
+class Episode(Protocol):
+  """An episode; each format also knows where it is stored.
+
+  Attributes:
+    index: its number.
+    length: its steps.
+  """
+
+  index: int
+  length: int
+
+
+class Folder(NamedTuple):
+  """Episodes on disk.
+
+  Attributes:
+    path: the folder.
+    features: by name.
+    episodes: in the order of their numbers.
+    tasks: instructions by their number.
+    numbers: `episodes, names -> columns`, a dictionary for each episode, of
+      arrays [T, …] by name. The column 'task_index' has the number of each
+      step's instruction.
+    pictures: `episode, camera -> pictures`, uint8 [T, rows, columns, 3].
+  """
+
+  path: pathlib.Path
+  features: dict[str, Feature]
+  episodes: Sequence[Episode]
+  tasks: dict[int, str]
+  numbers: Callable[
+    [Sequence[Episode], Sequence[str]], list[dict[str, np.ndarray]]
+  ]
+  pictures: Callable[[Episode, str], np.ndarray]
+
+  @property
+  def cameras(self) -> tuple[str, ...]:
+    """Names of the features that are pictures, as the folder orders them."""
+    return tuple(
+      name for name, x in self.features.items() if x.dtype in PICTURES
+    )
+
+  def check_feature(self, name: str, what: str, *, pictures: bool):
+    """Refuses the name of a feature that the folder does not have.
+
+    Raises:
+      ValueError: names those that it has.
+    """
+    known = [
+      key
+      for key, x in self.features.items()
+      if (x.dtype in PICTURES) == pictures and len(x.shape) == 1 + 2 * pictures
+    ]
+    if name not in known:
+      raise ValueError(
+        f'{self.path} has no {what} {name!r}, but '
+        f'{config_errors.join_names(known) or "none"}: name one of these.'
+      )

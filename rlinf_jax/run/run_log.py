@@ -1,0 +1,141 @@
+"""The log of a run: metrics, timeline, samples, predictions and videos."""
+
+from collections.abc import Iterable
+import functools
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from planner.ir import plan as plan_lib
+from rlinf_jax.planning import autoplan
+from rlinf_jax.report import video
+from rlinf_jax.run import console
+from rlinf_jax.run_files import problems, writers
+from rlinf_jax.runtime import timeline
+from rlinf_jax.system import whole_file
+from stages import base
+from stages.language import tokens
+
+
+class RunLog:
+  """The open files of a run folder, and the console.
+
+  Attributes:
+    print: `text -> None`, prints lines on the console.
+  """
+
+  def __init__(
+    self,
+    folder: pathlib.Path,
+    source: base.Source,
+    steps: int,
+    start: int,
+    wandb: str | None,
+  ):
+    """Opens the files, and removes their records of steps after `start`.
+
+    Args:
+      folder: the run folder.
+      source: decodes the tokens of samples by its `text`.
+      steps: updates of the whole run.
+      start: updates finished before.
+      wandb: project at Weights & Biases, if metrics go there too.
+    """
+    self._source, self._folder = source, folder
+    # A run that starts at step 0 repeats its first evaluation.
+    last_kept = start or -1
+    self._timeline = writers.json_lines(folder / 'timeline.jsonl', last_kept)
+    self._samples = writers.json_lines(folder / 'samples.jsonl', last_kept)
+    video.truncate(folder, last_kept)
+    self._predictions = writers.json_lines(
+      folder / 'predictions.jsonl', last_kept
+    )
+    if (folder / problems.FILE).exists():
+      writers.truncate(folder / problems.FILE, last_kept)
+    self._metric_writers = [
+      writers.json_lines(folder / 'metrics.jsonl', last_kept),
+      writers.tensorboard(folder / 'events', start),
+    ]
+    if wandb:
+      self._metric_writers.append(writers.wandb(wandb, folder))
+    self._console = console.create(steps, start)
+    self.print = self._console.print
+
+  def write_metrics(self, step: int, values: dict[str, float]):
+    for writer in [*self._metric_writers, self._console]:
+      writer.write(step, values)
+
+  def notice(self, step: int, text: str):
+    """Prints and writes that something went wrong, or is not as usual."""
+    self.print(text)
+    # Most runs have none, and no file for them.
+    writer = writers.json_lines(self._folder / problems.FILE)
+    writer.write(step, {'text': text})
+    writer.close()
+
+  def write_timeline(self, step: int, spans: Iterable[timeline.Span]):
+    for span in spans:
+      values = {
+        'place': span.place,
+        'what': span.what,
+        'stage': span.stage,
+        'piece': span.piece,
+        'start': round(span.start, 6),
+        'end': round(span.end, 6),
+        'cpu': round(span.cpu, 6),
+      }
+      self._timeline.write(step, values)
+
+  def write_plan(self, plan: plan_lib.Plan):
+    """Replaces plan.json by the plan of the next steps."""
+    whole_file.write_text(self._folder / 'plan.json', plan.to_json())
+
+  def write_prediction(self, step: int, prediction: autoplan.Prediction):
+    """Writes the seconds predicted for each step after `step`."""
+    stages = {name: list(n) for name, n in prediction.stages.items()}
+    self._predictions.write(
+      step, {'seconds': prediction.step, 'stages': stages}
+    )
+
+  def write_video(self, step: int, frames: dict[str, np.ndarray] | None):
+    """Writes the frames of an evaluation as a video, if there are any."""
+    if frames:
+      notify = functools.partial(self.notice, step)
+      video.try_write(self._folder, step, frames, notify)
+
+  def write_samples(self, step: int, split: str, rows: dict[str, Any]):
+    """Writes prompts, completions and rewards as text.
+
+    Args:
+      step: updates finished.
+      split: 'train' or 'eval'.
+      rows: token ids and masks of prompts and completions, and rewards.
+    """
+    prompts = self._source.text(rows['prompt'], rows['prompt_mask'])
+    completions = self._source.text(
+      rows['completion'], tokens.through_last(rows['completion_mask'])
+    )
+    for prompt, completion, reward in zip(
+      prompts, completions, np.asarray(rows['reward']).tolist(), strict=True
+    ):
+      self._samples.write(
+        step,
+        {
+          'split': split,
+          'prompt': prompt,
+          'completion': completion,
+          'reward': reward,
+        },
+      )
+
+  def close(self):
+    """Closes all files and removes the progress bar."""
+    for writer in [
+      self._console,
+      *self._metric_writers,
+      self._timeline,
+      self._samples,
+      self._predictions,
+    ]:
+      writer.close()

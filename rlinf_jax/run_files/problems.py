@@ -1,0 +1,60 @@
+"""Problems of a run that went on: of simulators, rewards, videos and links.
+
+The console prints each when it happens. The summary of a run and its report
+count them, so that a run which ends well does not hide them.
+"""
+
+from collections.abc import Iterable, Mapping
+import os
+import pathlib
+from typing import Any
+
+from rlinf_jax.run_files import run_folder
+
+FILE = 'notices.jsonl'  # Lines that the console printed, by step.
+ENVIRONMENTS = 'env/failed'
+REWARDS = 'rollout/reward/failed'
+
+
+def read(folder: str | os.PathLike) -> list[str]:
+  """The problems of a run, each in a sentence, from the files in its folder."""
+  metrics, notices = (
+    run_folder.records(pathlib.Path(folder), name)
+    for name in ('metrics.jsonl', FILE)
+  )
+  return [*_of_metrics(metrics), *_of_notices(notices)]
+
+
+def skipped_share(values: Mapping[str, float]) -> float:
+  """The largest share of skipped updates among the networks of a step."""
+  of_each = (
+    x
+    for name, x in values.items()
+    if name.startswith('train/') and name.endswith('skipped')
+  )
+  return max(of_each, default=0.0)
+
+
+def _of_metrics(lines: Iterable[Mapping[str, Any]]) -> Iterable[str]:
+  lines = list(lines)
+  if count := sum(skipped_share(values) > 0 for values in lines):
+    steps = 'step' if count == 1 else 'steps'
+    yield (
+      f'In {count:,} {steps} an update was skipped, as its gradient was not '
+      'finite.'
+    )
+  lost = [float(x.get(ENVIRONMENTS, 0)) for x in lines]
+  if sum(lost) > 0:
+    yield f'{sum(lost):,.0f} episodes were lost, as a simulator failed.'
+  if count := sum(float(x.get(REWARDS, 0)) > 0 for x in lines):
+    yield f'In {count:,} of the steps and evaluations a reward failed.'
+
+
+def _of_notices(lines: list[Mapping[str, Any]]) -> Iterable[str]:
+  if lines:
+    last = lines[-1]
+    number = 'One notice' if len(lines) == 1 else f'{len(lines):,} notices'
+    yield (
+      f'{number} of the run: see {FILE}. The last, at step {last["step"]}: '
+      f'{last["text"]}'
+    )

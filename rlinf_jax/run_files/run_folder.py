@@ -1,0 +1,219 @@
+"""Reads run folders, also of runs that crashed or are still running.
+
+A file that is not written yet reads as empty. Records are checked for what
+reports read of them, as files may be damaged, or of another program.
+"""
+
+import json
+import os
+import pathlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlinf_jax.run_files import writers
+
+_TEXTS = {'prompt': str, 'completion': str}
+# Fields that records have, by file, with their types. There may be others.
+FIELDS = {
+  'metrics.jsonl': {'step': int},
+  'timeline.jsonl': {
+    **dict.fromkeys(('place', 'what', 'stage'), str),
+    **dict.fromkeys(('start', 'end'), float),
+    'step': int,
+  },
+  'notices.jsonl': {'step': int, 'text': str},
+  'predictions.jsonl': {'step': int, 'seconds': float, 'stages': dict},
+  'samples.jsonl': {'step': int, 'split': str, 'reward': float, **_TEXTS},
+  'completions.jsonl': {'set': str, 'problem': int, 'correct': float, **_TEXTS},
+  'result.json': {'seconds': float},
+  'evaluation.json': {'seconds': float, 'sets': dict},
+}
+# Names for seconds that belong to no stage.
+NO_STAGE = ('between stages', 'outside steps')
+
+
+class Series(NamedTuple):
+  """A metric over time: `value` after `step` updates, in ascending order."""
+
+  step: np.ndarray
+  value: np.ndarray
+
+
+class Run(NamedTuple):
+  """The contents of a run folder.
+
+  Attributes:
+    folder: its path.
+    series: every metric, by name.
+    runs: the records of timeline.jsonl in which a stage ran.
+    samples: the records of samples.jsonl.
+    result: the contents of result.json; None unless the run finished.
+    warm_start: the run of the folder's warm_start folder, if there is one.
+    evaluation: the contents of evaluation.json, which --eval_only writes; None
+      if there is none.
+  """
+
+  folder: pathlib.Path
+  series: dict[str, Series]
+  runs: list[dict[str, Any]]
+  samples: list[dict[str, Any]]
+  result: dict[str, Any] | None
+  warm_start: 'Run | None'
+  evaluation: dict[str, Any] | None = None
+
+
+def read(folder: str | os.PathLike) -> Run:
+  """Reads a run folder.
+
+  Raises:
+    FileNotFoundError: if it has no metrics.
+    ValueError: if a file holds something else than runs write.
+  """
+  folder = pathlib.Path(folder)
+  series: dict[str, dict[int, float]] = {}
+  for record in records(folder, 'metrics.jsonl'):
+    for name, value in record.items():
+      if name != 'step':
+        number = _number(value, name, folder / 'metrics.jsonl')
+        series.setdefault(name, {})[record['step']] = number
+  if not series:
+    raise FileNotFoundError(
+      f'{folder} has no metrics to report: its metrics.jsonl is missing or '
+      'empty. Give the --workdir of a run that finished at least one step.'
+    )
+  inside = folder / 'warm_start'
+  return Run(
+    folder,
+    {name: _series(values) for name, values in series.items()},
+    [
+      record
+      for record in records(folder, 'timeline.jsonl')
+      if record['what'] == 'run'
+    ],
+    records(folder, 'samples.jsonl'),
+    _read_json(folder / 'result.json'),
+    read(inside) if records(inside, 'metrics.jsonl') else None,
+    _evaluation(folder / 'evaluation.json'),
+  )
+
+
+def completions(folder: str | os.PathLike) -> list[dict[str, Any]]:
+  """The records of completions.jsonl, which --eval_only writes."""
+  return records(pathlib.Path(folder), 'completions.jsonl')
+
+
+def records(folder: pathlib.Path, name: str) -> list[dict[str, Any]]:
+  """The records of a file of JSON lines in a run folder.
+
+  Raises:
+    ValueError: if the file holds something else than runs write.
+  """
+  path = folder / name
+  found = list(writers.records(path)) if path.exists() else []
+  for record in found:
+    _check(record, path)
+  return found
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
+  try:
+    content = json.loads(path.read_text(encoding='utf-8', errors='replace'))
+  except (FileNotFoundError, json.JSONDecodeError):
+    return None  # Missing or half-written: the run did not finish.
+  _check(content, path)
+  return content
+
+
+def _evaluation(path: pathlib.Path) -> dict[str, Any] | None:
+  """The contents of evaluation.json: sets of metrics, each with its value."""
+  content = _read_json(path)
+  for values in content['sets'].values() if content else ():
+    if not isinstance(values, dict):
+      raise _damaged(path, f'a set {values!r:.50}')
+    for name, score in values.items():
+      if not isinstance(score, dict) or 'value' not in score:
+        raise _damaged(path, f'{name!r:.50} without a value')
+      _number(score['value'], name, path)
+  return content
+
+
+def _check(record: Any, path: pathlib.Path):
+  """Raises ValueError unless a record has the `FIELDS` of its file."""
+  if not isinstance(record, dict):
+    raise _damaged(path, f'{record!r:.50} in place of an object')
+  for name, kind in FIELDS[path.name].items():
+    value = record.get(name)
+    if kind is float:
+      _number(value, name, path)
+    elif not isinstance(value, kind):
+      raise _damaged(path, _binding(name, value))
+
+
+def _number(value: Any, name: str, path: pathlib.Path) -> float:
+  """A metric, which may be written as 'NaN'."""
+  try:
+    return float(value)
+  except (TypeError, ValueError, OverflowError):
+    raise _damaged(path, _binding(name, value)) from None
+
+
+def _binding(name: str, value: Any) -> str:
+  return f'{name!r:.50} = {value!r:.50}'
+
+
+def _damaged(path: pathlib.Path, what: str) -> ValueError:
+  return ValueError(
+    f'{path} holds {what}, which no run writes: restore the file, or remove it.'
+  )
+
+
+def _series(values: dict[int, float]) -> Series:
+  steps = sorted(values)
+  return Series(np.array(steps), np.array([values[step] for step in steps]))
+
+
+def steps(run: Run) -> int:
+  """The number of finished updates."""
+  return max(int(series.step[-1]) for series in run.series.values())
+
+
+def seconds(run: Run) -> float:
+  """The duration of a run; estimated if the run did not finish."""
+  if record := run.result or run.evaluation:
+    return float(record['seconds'])
+  ends = [record['end'] for record in run.runs]
+  sums = [
+    np.nansum(run.series[name].value)
+    for name in ('time/step', 'time/evaluate')
+    if name in run.series
+  ]
+  return float(max([sum(sums), *ends]))
+
+
+def stage_seconds(run: Run) -> dict[str, float]:
+  """Seconds of each stage over the whole run, the longest first.
+
+  Seconds of steps that belong to no stage, and seconds of the run that belong
+  to no step, are listed under the names `NO_STAGE`.
+  """
+  total = {
+    name.removeprefix('time/'): float(np.nansum(series.value))
+    for name, series in run.series.items()
+    if name.startswith('time/') and name != 'time/step'
+  }
+  if 'time/step' in run.series:
+    in_steps = float(np.nansum(run.series['time/step'].value))
+    evaluating = total.get('evaluate', 0.0)
+    between, outside = NO_STAGE
+    total[between] = in_steps + evaluating - sum(total.values())
+    total[outside] = seconds(run) - in_steps - evaluating
+  # Stages of several places overlap: their sum may exceed the duration, and
+  # the rest is then negative.
+  least = 1e-3 * sum(total.values())
+  total = {
+    name: value
+    for name, value in total.items()
+    if value > (least if name in NO_STAGE else 0)
+  }
+  return dict(sorted(total.items(), key=lambda item: item[1], reverse=True))

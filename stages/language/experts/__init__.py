@@ -1,1 +1,0 @@
-"""Mixtures of experts in language models: balance, and replay of routes."""

@@ -1,0 +1,1 @@
+"""Scores of completions: padded or packed, and the balance of experts."""

@@ -1,0 +1,220 @@
+"""OpenVLA in environments that return a picture."""
+
+from collections.abc import Callable, Mapping
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stages import base, ranges, tree_paths
+from stages import settings as settings_lib
+from stages.envs import action_range
+from stages.envs import env as env_lib
+from stages.models import lora as lora_lib
+from stages.vla import instructions, trunk_lora
+from stages.vla.openvla import (
+  action_tokens,
+  openvla,
+  openvla_files,
+  openvla_policy,
+)
+
+LLAMA = 'llama'
+FROZEN_PARTS = ('dino', 'siglip', 'projector', LLAMA)
+
+
+@settings_lib.passed_to(openvla_policy.policy)
+def policy(
+  env: env_lib.Env,
+  *,
+  config: openvla.Config,
+  prompt: tuple[int, ...] | None = None,
+  camera: str = 'image/table',
+  chunk: ranges.PositiveInt = 1,
+  **settings,
+) -> base.Policy:
+  """A policy for an environment whose observations contain a picture.
+
+  It has an `imitation_loss`, so that `behavior_cloning` trains it by
+  demonstrated actions: the negative log-likelihood of their tokens.
+
+  Args:
+    env: the environment. The bounds of its actions are −1 and 1 of the model.
+    config: the model.
+    prompt: tokens of one instruction for all environments, the beginning of the
+      text first; None for those of observations, see `instructions`.
+    camera: path of the picture in observations.
+    chunk: Z, steps of the environment that are decided at a time, one token
+      after the other. The environment's action is [Z, A] if Z > 1.
+    **settings: of `openvla_policy.policy`, but `logp_of`.
+
+  Raises:
+    ValueError: if observations have no such picture, or no instruction.
+  """
+  check_camera(env, camera)
+  instructions.check(env, prompt)
+  low, high = map(np.asarray, action_range.bounds(env, chunk))
+  stats = action_tokens.ActionStats(low, high, np.ones(low.shape, bool))
+  own = openvla_policy.policy(config, stats, **settings)
+  own = adapt(own, functools.partial(_observe, camera, prompt), camera, chunk)
+
+  def to_env_action(action):
+    action_BA = own.to_env_action(action)
+    if chunk == 1:
+      return action_BA
+    return action_BA.reshape(*action_BA.shape[:-1], chunk, -1)
+
+  return own._replace(to_env_action=to_env_action)
+
+
+@settings_lib.passed_to(openvla_files.policy_and_stats)
+def pretrained(
+  env: env_lib.Env,
+  *,
+  checkpoint: str,
+  prompt: tuple[int, ...] | None = None,
+  camera: str = 'image/table',
+  lora: lora_lib.Lora | None = None,
+  **settings,
+) -> base.Policy:
+  """A policy from a checkpoint, one action at a time.
+
+  Actions are in the units of the checkpoint's data set, within the bounds of
+  the environment; demonstrated ones are −1 … 1 between its quantiles.
+
+  Args:
+    env: the environment.
+    checkpoint: folder of a model.
+    prompt: as for `policy`.
+    camera: likewise.
+    lora: adapters that are trained in place of the weights; None to train the
+      weights.
+    **settings: of `openvla_files.policy_and_stats`.
+
+  Raises:
+    ValueError: if the model does not fit the observations or the actions.
+  """
+  check_camera(env, camera)
+  instructions.check(env, prompt)
+  own, stats = openvla_files.policy_and_stats(checkpoint, **settings)
+  check_actions(env, len(stats.q01))
+  if lora:
+    own = adapted(own, lora)
+  own = adapt(own, functools.partial(_observe, camera, prompt), camera, 1)
+  return within_bounds(own, env)
+
+
+@settings_lib.passed_to(openvla_files.export)
+def export(
+  folder: str | pathlib.Path,
+  params: Mapping[str, Any],
+  *,
+  checkpoint: str,
+  **settings,
+):
+  """Writes what a workflow has trained as a checkpoint, adapters added.
+
+  Args:
+    folder: folder to write.
+    params: what `Workflow.params` returns.
+    checkpoint: the original model.
+    **settings: of `openvla_files.export`.
+  """
+  own = trunk_lora.merge_if_adapted(params['policy'], part=LLAMA)
+  openvla_files.export(folder, own, checkpoint, **settings)
+
+
+def adapted(own: base.Policy, lora: lora_lib.Lora) -> base.Policy:
+  """The policy with adapters in its language model, see `trunk_lora`."""
+  return trunk_lora.wrap(own, lora, FROZEN_PARTS, LLAMA)
+
+
+def within_bounds(own: base.Policy, env: env_lib.Env) -> base.Policy:
+  """The policy with actions that the environment accepts."""
+  low, high = map(np.asarray, action_range.bounds(env))
+
+  def to_env_action(action):
+    numbers = own.to_env_action(action)
+    return jnp.clip(
+      numbers,
+      action_range.broadcast(low, numbers),
+      action_range.broadcast(high, numbers),
+    )
+
+  return own._replace(to_env_action=to_env_action)
+
+
+def adapt(
+  own: base.Policy, observe: Callable, camera: str, chunk: int
+) -> base.Policy:
+  """A policy of the model's observations, as one of an environment's.
+
+  Args:
+    own: a policy of [B] rows, with an `imitation_loss` of actions [B, Z A].
+    observe: observations of an environment, with any leading dimensions, to
+      those of the model, with one.
+    camera: path of a picture in the environment's observations.
+    chunk: Z, actions of a demonstration.
+  """
+
+  def act(params, obs, key_B, *, group_size=1, greedy=False):
+    x = own.act(
+      params, observe(obs), key_B, group_size=group_size, greedy=greedy
+    )
+    return x._replace(obs=obs)
+
+  def evaluate(params, obs, action, *, group_size=1):
+    rows = action.reshape(-1, action.shape[-1])
+    now = own.evaluate(params, observe(obs), rows, group_size=group_size)
+    return jax.tree.map(lambda x: x.reshape(action.shape[:-1]), now)
+
+  def value(params, obs):
+    leading = tree_paths.flatten(obs)[camera].shape[:-3]
+    return own.value(params, observe(obs)).reshape(leading)
+
+  def imitation_loss(params, obs, action, key_B):
+    action_range.check_chunk(action, chunk)
+    action_BA = action.reshape(*action.shape[:1], -1)
+    return own.imitation_loss(params, observe(obs), action_BA, key_B)
+
+  return own._replace(
+    act=act,
+    evaluate=evaluate,
+    value=value if own.value else None,
+    imitation_loss=imitation_loss,
+  )
+
+
+def check_camera(env: env_lib.Env, camera: str):
+  """Refuses an environment that does not return such a picture."""
+  found = tree_paths.flatten(env.obs_spec)
+  spec = found.get(camera)
+  if spec is None or spec.dtype != jnp.uint8 or len(spec.shape) != 3:
+    raise ValueError(
+      f'OpenVLA reads the picture {camera!r}, uint8 [rows, columns, colors], '
+      f'and the environment returns {[*found]}: give `camera` the path of a '
+      'picture, or configure the environment to return one.'
+    )
+
+
+def check_actions(env: env_lib.Env, A: int):
+  """Refuses an environment whose actions are not `A` numbers."""
+  action_range.check_continuous(env)
+  if len(env.action_low) != A:
+    raise ValueError(
+      f'The environment takes actions of {len(env.action_low)} numbers, and '
+      f'the model writes {A}: set A of its config, or take a checkpoint of a '
+      'robot with such actions.'
+    )
+
+
+def _observe(camera: str, prompt: tuple[int, ...] | None, obs):
+  """The observations of OpenVLA, with all leading dimensions as one."""
+  found = tree_paths.flatten(obs)
+  image = found[camera].reshape(-1, *found[camera].shape[-3:])
+  return openvla_policy.Observation(
+    image, instructions.of_observation(found, prompt, len(image))
+  )

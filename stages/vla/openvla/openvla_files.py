@@ -1,0 +1,391 @@
+"""OpenVLA's published checkpoints in Hugging Face format.
+
+A folder has the tensors in one or several safetensors files, config.json with
+the statistics of actions by data set, or these in dataset_statistics.json.
+Vision towers have the names of timm. Their last layers, norms and pooling are
+stored and read by nothing; an export copies them.
+"""
+
+from collections.abc import Callable, Mapping
+import contextlib
+import dataclasses
+import json
+import pathlib
+import shutil
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sharding import deferred
+from stages import base
+from stages import remat as remat_lib
+from stages import settings as settings_lib
+from stages.language import huggingface
+from stages.models import families
+from stages.models.files import config_check, weights
+from stages.models.files.naming import Names, Tensor
+from stages.models.vision import names as vision_names
+from stages.models.vision import vit
+from stages.vla import picture_files
+from stages.vla.openvla import action_tokens, openvla, openvla_policy
+
+STATISTICS = 'dataset_statistics.json'
+COMPANIONS = (
+  *huggingface.COMPANIONS,
+  STATISTICS,
+  'tokenizer.model',
+  picture_files.FILE,
+  'processor_config.json',
+  'configuration_prismatic.py',
+  'modeling_prismatic.py',
+  'processing_prismatic.py',
+)
+PREFIXES = {
+  'dino': 'vision_backbone.featurizer.',
+  'siglip': 'vision_backbone.fused_featurizer.',
+}
+# Vision towers with FiLM, which are OpenVLA-OFT's, see `film_files`.
+FILM_FILES = 'vision_backbone--*_checkpoint.pt'
+_DINO = vit.Config(
+  image_size=224,
+  patch_size=14,
+  D=1024,
+  L=24,
+  H=16,
+  F=4096,
+  has_class=True,
+  registers=4,
+  layer_scale=True,
+  activation='gelu',
+)
+_SIGLIP = vit.Config(
+  image_size=224, patch_size=14, D=1152, L=27, H=16, F=4304, activation='gelu'
+)
+# Vision towers by their names in timm.
+TOWERS = {
+  'vit_large_patch14_reg4_dinov2.lvd142m': _DINO,
+  'vit_so400m_patch14_siglip_224': _SIGLIP,
+  'vit_so400m_patch14_siglip_384': _SIGLIP,
+}
+# Sizes of towers in the arguments of timm. They are for small models alone: no
+# published folder has them.
+TOWER_ARGS = 'timm_model_args'
+TIMM_SIZES = {
+  'embed_dim': 'D',
+  'depth': 'L',
+  'num_heads': 'H',
+  'mlp_ratio': 'F',
+  'patch_size': 'patch_size',
+}
+SETTINGS = {
+  'text_config': config_check.OBJECT,
+  'norm_stats': config_check.OBJECT,
+  'use_fused_vision_backbone': config_check.FLAG,
+  'image_resize_strategy': config_check.TEXT,
+  'pad_to_multiple_of': config_check.size(2**16),
+  'n_action_bins': config_check.size(2**16, 2),
+  'torch_dtype': config_check.DTYPE,
+  'dtype': config_check.DTYPE,
+}
+
+
+class Model(NamedTuple):
+  """A published model, but for its parameters.
+
+  Attributes:
+    config: its parts.
+    norm_stats: statistics by data set, see `action_tokens.action_stats`.
+  """
+
+  config: openvla.Config
+  norm_stats: Any
+
+
+def read(
+  checkpoint: str | pathlib.Path,
+  *,
+  dtype: str | None = None,
+  remat: str = remat_lib.AUTO,
+  towers: Mapping[str, vit.Config] = TOWERS,
+) -> Model:
+  """The model that a folder describes.
+
+  Args:
+    checkpoint: folder of a model of type 'openvla'.
+    dtype: type of the arithmetic; that of the checkpoint if None.
+    remat: as in `transformer.Config`.
+    towers: vision towers by their names in timm.
+
+  Raises:
+    CheckpointError: names all settings that are wrong or not supported.
+  """
+  raw, path = huggingface.raw_config(checkpoint)
+  config_check.check_identity(raw, path)
+  if raw.get('model_type') != 'openvla':
+    raise weights.CheckpointError(
+      f'{path} describes a model of type {raw.get("model_type")!r}, expected '
+      "'openvla'."
+    )
+  faults = [*config_check.wrong(raw, SETTINGS)] or [*_unsupported(raw, towers)]
+  if faults:
+    raise weights.CheckpointError(
+      f'{path} cannot describe an OpenVLA: {"; ".join(faults)}.'
+    )
+  stored = raw.get('dtype') or raw.get('torch_dtype')
+  text = {'model_type': 'llama'} | raw['text_config']
+  llama = families.read(text, path, dtype=dtype or stored, remat=remat)
+  sizes = tuple(raw['image_sizes'])
+  own = {'dtype': llama.dtype, 'remat': remat}
+  try:
+    dino, siglip = (
+      dataclasses.replace(_tower(towers[name], args), image_size=size, **own)
+      for name, size, args in zip(
+        raw['timm_model_ids'],
+        sizes,
+        raw.get(TOWER_ARGS) or ({}, {}),
+        strict=True,
+      )
+    )
+    config = openvla.Config(
+      dino,
+      siglip,
+      llama,
+      raw.get('pad_to_multiple_of', 64),
+      raw.get('n_action_bins', 256),
+      picture_files.read(
+        checkpoint, sizes, raw.get('image_resize_strategy', 'letterbox')
+      ),
+    )
+  except weights.CheckpointError:
+    raise
+  except ValueError as error:
+    raise weights.CheckpointError(
+      f'{path} cannot describe an OpenVLA: {error}'
+    ) from error
+  return Model(config, _statistics(checkpoint, raw))
+
+
+def _tower(published: vit.Config, args: Mapping[str, Any]) -> vit.Config:
+  """A tower with other sizes than the published one."""
+  sizes = {TIMM_SIZES[key]: x for key, x in args.items()}
+  if 'F' in sizes:
+    sizes['F'] = round(sizes['F'] * sizes.get('D', published.D))
+  return dataclasses.replace(published, **sizes)
+
+
+def _unsupported(raw: Mapping[str, Any], towers: Mapping[str, vit.Config]):
+  """Yields what the settings of a config.json describe that is not here."""
+  text = raw.get('text_config')
+  if text is None:
+    yield 'text_config is missing'
+  elif text.get('model_type', 'llama') != 'llama':
+    yield f'its language model is {text["model_type"]!r:.40}, expected llama'
+  if raw.get('use_fused_vision_backbone') is False:
+    yield 'use_fused_vision_backbone is false, expected two vision towers'
+  ids, sizes = raw.get('timm_model_ids'), raw.get('image_sizes')
+  if not (
+    isinstance(ids, list)
+    and len(ids) == 2
+    and all(isinstance(name, str) and name in towers for name in ids)
+  ):
+    known = ', '.join(towers)
+    yield f'timm_model_ids is {ids!r:.120}, expected two of {known}'
+  if not (
+    isinstance(sizes, list)
+    and len(sizes) == 2
+    and all(type(x) is int and 1 <= x <= 2**16 for x in sizes)
+  ):
+    yield f'image_sizes is {sizes!r:.40}, expected two numbers of pixels'
+  args = raw.get(TOWER_ARGS)
+  if args is not None and not (
+    isinstance(args, list)
+    and len(args) == 2
+    and all(isinstance(x, dict) and {*x} <= {*TIMM_SIZES} for x in args)
+    and all(
+      isinstance(n, int | float) and 0 < n <= 2**16
+      for x in args
+      for n in x.values()
+    )
+  ):
+    known = ', '.join(TIMM_SIZES)
+    yield f'{TOWER_ARGS} is {args!r:.80}, expected two objects of {known}'
+  overrides = raw.get('timm_override_act_layers')
+  if overrides not in (None, [None, None]):
+    yield f'timm_override_act_layers is {overrides!r:.40}, expected nulls'
+
+
+def _statistics(checkpoint, raw: Mapping[str, Any]) -> Any:
+  """Statistics of actions: of fine-tuning, or else those in config.json."""
+  path = pathlib.Path(checkpoint) / STATISTICS
+  return weights.read_json(path) if path.exists() else raw.get('norm_stats')
+
+
+def names(config: openvla.Config) -> Names:
+  """The tensor of a checkpoint that holds each parameter, by part."""
+  del config  # Sizes alone differ.
+  projector = {}
+  for i, name, letters in (
+    (1, 'in', 'OF'),
+    (2, 'middle', 'FD'),
+    (3, 'out', 'OD'),
+  ):
+    stem = f'projector.fc{i}'
+    projector[f'{name}_{letters}'] = Tensor(f'{stem}.weight', 1)
+    projector[f'{name}_bias_{letters[1]}'] = Tensor(f'{stem}.bias')
+  # transformers would rename a parameter called gamma, so OpenVLA did.
+  renamed = {'gamma': 'scale_factor'}
+  towers = {
+    part: vision_names.prefixed(vision_names.TIMM, prefix, **renamed)
+    for part, prefix in PREFIXES.items()
+  }
+  llama = vision_names.prefixed(
+    families.FAMILIES['llama'].names, 'language_model.'
+  )
+  return towers | {'projector': projector, 'llama': llama}
+
+
+def unread_stems(config: openvla.Config) -> tuple[str, ...]:
+  """First parts of the names of tensors that no part of the model reads."""
+  stems = []
+  for part, prefix in PREFIXES.items():
+    last = getattr(config, part).L - 1
+    stems += [f'{prefix}{x}.' for x in (f'blocks.{last}', 'norm', 'attn_pool')]
+  return tuple(stems)
+
+
+def _unread(
+  folder: str | pathlib.Path, config: openvla.Config, *, with_towers: bool
+) -> frozenset:
+  """Names of stored tensors that are not read.
+
+  Args:
+    folder: of the model.
+    config: the model.
+    with_towers: whether the towers are read from this folder's safetensors.
+  """
+  stems = unread_stems(config) if with_towers else tuple(PREFIXES.values())
+  with contextlib.ExitStack() as stack:
+    files = weights.TensorFiles(pathlib.Path(folder), stack)
+    return frozenset(name for name in files.file_of if name.startswith(stems))
+
+
+def load_params(
+  checkpoint: str | pathlib.Path,
+  config: openvla.Config,
+  *,
+  with_towers: bool = True,
+):
+  """The parameters of a checkpoint, each onto its devices.
+
+  Args:
+    checkpoint: folder of a model.
+    config: the model.
+    with_towers: whether those of the vision towers are among them.
+
+  Raises:
+    CheckpointError: names all missing, extra and wrongly shaped tensors.
+  """
+  shapes = openvla.param_shapes(config)
+  if not with_towers:
+    shapes = {k: x for k, x in shapes.items() if k not in PREFIXES}
+  ignored = _unread(checkpoint, config, with_towers=with_towers)
+  return weights.load(checkpoint, shapes, names(config), ignored=ignored)
+
+
+@settings_lib.passed_to(openvla_policy.policy)
+def policy_and_stats(
+  checkpoint: str,
+  *,
+  data_set: str | None = None,
+  dtype: str | None = None,
+  remat: str = remat_lib.AUTO,
+  towers: Mapping[str, vit.Config] = TOWERS,
+  **settings,
+) -> tuple[base.Policy, action_tokens.ActionStats]:
+  """A policy from a checkpoint, and the statistics of its actions.
+
+  Args:
+    checkpoint: folder of a model of type 'openvla'.
+    data_set: whose statistics actions are un-normalized by; None if the model
+      has those of one alone.
+    dtype: as for `read`.
+    remat: likewise.
+    towers: likewise.
+    **settings: of `openvla_policy.policy`.
+
+  Raises:
+    CheckpointError: for a folder of another model, or one with FiLM.
+  """
+  if found := [*pathlib.Path(checkpoint).glob(FILM_FILES)]:
+    raise weights.CheckpointError(
+      f'{checkpoint} has vision towers with FiLM ({found[0].name}), which '
+      'OpenVLA does not have: read it as an OpenVLA-OFT.'
+    )
+  config, norm_stats = read(checkpoint, dtype=dtype, remat=remat, towers=towers)
+  stats = action_tokens.action_stats(norm_stats, data_set)
+  own = openvla_policy.policy(config, stats, **settings)
+
+  def init(key):
+    params = own.init(key)
+    if deferred.only_shapes(key):  # Only shapes are needed.
+      return params
+    return params | load_params(checkpoint, config)
+
+  return own._replace(init=init), stats
+
+
+@settings_lib.passed_to(policy_and_stats)
+def policy(checkpoint: str, **settings) -> base.Policy:
+  """A policy from a checkpoint, see `policy_and_stats`."""
+  return policy_and_stats(checkpoint, **settings)[0]
+
+
+def export(
+  folder: str | pathlib.Path,
+  params,
+  checkpoint: str | pathlib.Path,
+  *,
+  towers: Mapping[str, vit.Config] = TOWERS,
+  shard_bytes: int = 5 * 2**30,
+  finish: Callable[[pathlib.Path], None] = lambda part: None,
+):
+  """Writes trained parameters as a checkpoint in the published format.
+
+  Args:
+    folder: folder to write.
+    params: parameters of the policy; its critic is left out. Towers that are
+      not among them are copied from the original.
+    checkpoint: the original model, for its type, and for all that is not
+      trained.
+    towers: as for `read`.
+    shard_bytes: maximum bytes of tensors in one file.
+    finish: writes further files into the folder before it is complete.
+  """
+  source = pathlib.Path(checkpoint)
+  raw, _ = huggingface.raw_config(source)
+  config = read(source, towers=towers).config
+  unread = _unread(source, config, with_towers='dino' in params)
+  copied = tensors(source, lambda name: name in unread)
+  own = {k: v for k, v in params.items() if k != base.CRITIC}
+  with weights.new_folder(pathlib.Path(folder)) as part:
+    weights.save(
+      part,
+      own | {'copied': copied},
+      {**names(config), 'copied': {name: Tensor(name) for name in copied}},
+      dtype=raw.get('dtype') or raw.get('torch_dtype') or 'float32',
+      shard_bytes=shard_bytes,
+    )
+    (part / 'config.json').write_text(json.dumps(raw, indent=2))
+    for name in COMPANIONS:
+      if (source / name).is_file():
+        shutil.copy(source / name, part / name)
+    finish(part)
+
+
+def tensors(
+  folder: pathlib.Path, wanted: Callable[[str], bool]
+) -> dict[str, np.ndarray]:
+  """Tensors of a checkpoint as they are stored, those with wanted names."""
+  with contextlib.ExitStack() as stack:
+    files = weights.TensorFiles(folder, stack)
+    return {x: files.slice(x)[:] for x in sorted(files.file_of) if wanted(x)}

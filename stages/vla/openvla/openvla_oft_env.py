@@ -1,0 +1,181 @@
+"""OpenVLA-OFT in environments that return pictures."""
+
+from collections.abc import Mapping
+import functools
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from stages import base, ranges, tree_paths
+from stages import settings as settings_lib
+from stages.envs import action_range
+from stages.envs import env as env_lib
+from stages.models import lora as lora_lib
+from stages.vla import instructions, trunk_lora
+from stages.vla.openvla import (
+  action_tokens,
+  openvla_env,
+  openvla_oft,
+  openvla_oft_files,
+  openvla_oft_policy,
+)
+
+
+@settings_lib.passed_to(openvla_oft_policy.policy)
+def policy(
+  env: env_lib.Env,
+  *,
+  config: openvla_oft.Config,
+  prompt: tuple[int, ...] | None = None,
+  cameras: tuple[str, ...] = ('image/table',),
+  state: str | None = None,
+  **settings,
+) -> base.Policy:
+  """A policy for an environment whose observations contain pictures.
+
+  It decides `config.Z` actions at a time, and has an `imitation_loss`: of the
+  tokens' negative log-likelihood, or of the L1 head's mean error.
+
+  Args:
+    env: the environment. The bounds of its actions are −1 and 1 of the model.
+    config: the model.
+    prompt: tokens of one instruction for all environments, the beginning of the
+      text first; None for those of observations, see `instructions`.
+    cameras: paths of the pictures in observations, the main one first.
+    state: path of the robot's state, which is read as it is; None for none.
+    **settings: of `openvla_oft_policy.policy`, but `logp_of`.
+
+  Raises:
+    ValueError: if the model does not fit the observations or the actions.
+  """
+  for camera in cameras:
+    openvla_env.check_camera(env, camera)
+  instructions.check(env, prompt)
+  _check(env, config, cameras, state)
+  low, high = map(np.asarray, action_range.bounds(env))
+  stats = action_tokens.ActionStats(low, high, np.ones(low.shape, bool))
+  own = openvla_oft_policy.policy(config, stats, **settings)
+  observe = functools.partial(_observe, cameras, prompt, state)
+  own = openvla_env.adapt(own, observe, cameras[0], config.Z)
+  return _within_bounds(own, env, config.Z)
+
+
+@settings_lib.passed_to(openvla_oft_files.policy_and_config)
+def pretrained(
+  env: env_lib.Env | None,
+  *,
+  checkpoint: str,
+  prompt: tuple[int, ...] | None = None,
+  cameras: tuple[str, ...] = ('image/table',),
+  state: str = 'state',
+  chunk: ranges.PositiveInt = 8,
+  lora: lora_lib.Lora | None = None,
+  **settings,
+) -> base.Policy:
+  """A policy from a checkpoint, for an environment or for data of a robot.
+
+  Actions are in the units of the checkpoint's data set, or of `norm_stats`;
+  demonstrated ones are −1 … 1 between its quantiles.
+
+  Args:
+    env: the environment; None without one.
+    checkpoint: folder of a model.
+    prompt: as for `policy`.
+    cameras: likewise.
+    state: path of the robot's state, in the units of the data set; read by
+      models with a projector of the state alone.
+    chunk: Z, which no file says.
+    lora: adapters that are trained in place of the weights; None to train the
+      weights.
+    **settings: of `openvla_oft_files.policy`.
+
+  Raises:
+    ValueError: if the model does not fit the observations or the actions.
+  """
+  own, config = openvla_oft_files.policy_and_config(
+    checkpoint, chunk=chunk, cameras=len(cameras), **settings
+  )
+  if lora:
+    own = openvla_env.adapted(own, lora)
+  read_state = state if config.O else None
+  if env is not None:
+    for camera in cameras:
+      openvla_env.check_camera(env, camera)
+    instructions.check(env, prompt)
+    _check(env, config, cameras, read_state)
+  observe = functools.partial(_observe, cameras, prompt, read_state)
+  own = openvla_env.adapt(own, observe, cameras[0], config.Z)
+  return own if env is None else _within_bounds(own, env, config.Z)
+
+
+@settings_lib.passed_to(openvla_oft_files.export)
+def export(
+  folder: str | pathlib.Path,
+  params: Mapping[str, Any],
+  *,
+  checkpoint: str,
+  **settings,
+):
+  """Writes what a workflow has trained as a checkpoint, adapters added.
+
+  Args:
+    folder: folder to write.
+    params: what `Workflow.params` returns.
+    checkpoint: the original model.
+    **settings: of `openvla_oft_files.export`.
+  """
+  own = trunk_lora.merge_if_adapted(params['policy'], part=openvla_env.LLAMA)
+  openvla_oft_files.export(folder, own, checkpoint, **settings)
+
+
+def _within_bounds(own: base.Policy, env: env_lib.Env, Z: int) -> base.Policy:
+  """The policy with actions that the environment accepts."""
+  # The L1 head may leave the range, and a data set may exceed it.
+  own = openvla_env.within_bounds(own, env)
+  if Z > 1:
+    return own
+  return own._replace(
+    to_env_action=lambda action: own.to_env_action(action)[..., 0, :]
+  )
+
+
+def _check(
+  env: env_lib.Env,
+  config: openvla_oft.Config,
+  cameras: tuple[str, ...],
+  state: str | None,
+):
+  openvla_env.check_actions(env, config.A)
+  if len(cameras) != config.cameras:
+    raise ValueError(
+      f'The model reads {config.cameras} pictures, and {[*cameras]} are named: '
+      'name as many cameras, the main one first.'
+    )
+  found = tree_paths.flatten(env.obs_spec)
+  got = 0
+  if state is not None:
+    if state not in found or len(found[state].shape) != 1:
+      raise ValueError(
+        f'The environment returns {[*found]}, and no vector {state!r}: give '
+        '`state` the path of one, or None.'
+      )
+    got = found[state].shape[0]
+  if got != config.O:
+    raise ValueError(
+      f'The model reads a state of {config.O} numbers, and {state!r} has '
+      f'{got}: set O of its config.'
+    )
+
+
+def _observe(cameras, prompt, state, obs) -> openvla_oft.Observation:
+  """The observations of the model, with all leading dimensions as one."""
+  found = tree_paths.flatten(obs)
+  images = tuple(
+    found[name].reshape(-1, *found[name].shape[-3:]) for name in cameras
+  )
+  return openvla_oft.Observation(
+    images,
+    instructions.of_observation(found, prompt, len(images[0])),
+    () if state is None else found[state].reshape(-1, found[state].shape[-1]),
+  )

@@ -1,0 +1,364 @@
+"""OpenVLA-OFT's published checkpoints.
+
+A folder has the files of an OpenVLA, whose statistics are in
+dataset_statistics.json. The parts that OpenVLA does not have are files of torch
+beside them: `proprio_projector--STEP_checkpoint.pt` projects the state, and
+`action_head--STEP_checkpoint.pt` is the L1 head. A model that writes tokens has
+no such head. Towers with FiLM are in a file, too, see `film_files`.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import json
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from sharding import deferred
+from stages import base
+from stages import remat as remat_lib
+from stages import settings as settings_lib
+from stages.models.files import torch_file, weights
+from stages.models.vision import vit
+from stages.vla.openvla import (
+  action_tokens,
+  film_files,
+  openvla_files,
+  openvla_oft,
+  openvla_oft_policy,
+)
+from stages.vla.openvla import film as film_lib
+
+PARALLEL = 'module.'  # Before all names, as torch trained on several devices.
+CROP = 0.9  # Share of a picture's area that evaluations show.
+FILES = {'state_projector': 'proprio_projector', 'l1_head': 'action_head'}
+
+
+def _pair(ours: str, letters: str, theirs: str) -> dict[str, str]:
+  bias = f'{ours}_bias_{letters[-1]}'
+  return {f'{ours}_{letters}': f'{theirs}.weight', bias: f'{theirs}.bias'}
+
+
+_BLOCK = 'model.mlp_resnet_blocks'
+NAMES = {
+  'state_projector': _pair('in', 'OF', 'fc1') | _pair('out', 'FD', 'fc2'),
+  'l1_head': _pair('in_norm', 'O', 'model.layer_norm1')
+  | _pair('in', 'OD', 'model.fc1')
+  | _pair('block0_norm', 'D', f'{_BLOCK}.0.ffn.0')
+  | _pair('block0', 'DF', f'{_BLOCK}.0.ffn.1')
+  | _pair('block1_norm', 'D', f'{_BLOCK}.1.ffn.0')
+  | _pair('block1', 'DF', f'{_BLOCK}.1.ffn.1')
+  | _pair('out_norm', 'D', 'model.layer_norm2')
+  | _pair('out', 'DA', 'model.fc2'),
+}
+
+
+class Stored(NamedTuple):
+  """A head's file.
+
+  Attributes:
+    name: of the file.
+    tensors: as they are stored, by their names without `PARALLEL`.
+    prefix: `PARALLEL`, or nothing.
+  """
+
+  name: str
+  tensors: dict[str, np.ndarray]
+  prefix: str
+
+
+def heads(checkpoint: str | pathlib.Path) -> dict[str, Stored]:
+  """The heads of a folder, by their names among the parameters.
+
+  Raises:
+    CheckpointError: for several files of one head, or one that is damaged.
+  """
+  found = {}
+  for part, stem in FILES.items():
+    paths = sorted(pathlib.Path(checkpoint).glob(f'{stem}--*_checkpoint.pt'))
+    if len(paths) > 1:
+      raise weights.CheckpointError(
+        f'{checkpoint} has several files {stem} ({[x.name for x in paths]}): '
+        'keep that of the step whose other files these are.'
+      )
+    for path in paths:
+      tensors = torch_file.read(path)
+      prefix = PARALLEL if all(k.startswith(PARALLEL) for k in tensors) else ''
+      plain = {k.removeprefix(prefix): x for k, x in tensors.items()}
+      found[part] = Stored(path.name, plain, prefix)
+  return found
+
+
+def read(
+  checkpoint: str | pathlib.Path,
+  *,
+  chunk: int = 8,
+  cameras: int = 1,
+  data_set: str | None = None,
+  norm_stats: Mapping[str, Any] | None = None,
+  dtype: str | None = None,
+  remat: str = remat_lib.AUTO,
+  towers: Mapping[str, vit.Config] = openvla_files.TOWERS,
+  center_crop: bool = False,
+) -> tuple[openvla_oft.Config, Any]:
+  """The model that a folder describes, and its statistics by data set.
+
+  Args:
+    checkpoint: folder of a model.
+    chunk: Z, which no file says: 8 for LIBERO.
+    cameras: number of pictures, which no file says either.
+    data_set: whose actions it takes; None if it was trained on one.
+    norm_stats: statistics by data set; None for those of the folder.
+    dtype: as for `openvla_files.read`.
+    remat: likewise.
+    towers: likewise.
+    center_crop: whether the model sees the central 90 % of pictures, as in
+      evaluations of models that were trained on random crops of this size.
+
+  Raises:
+    CheckpointError: if the folder describes no such model.
+  """
+  own, stored = openvla_files.read(
+    checkpoint, dtype=dtype, remat=remat, towers=towers
+  )
+  if center_crop:
+    seen = dataclasses.replace(own.pictures, crop=CROP)
+    own = dataclasses.replace(own, pictures=seen)
+  norm_stats = stored if norm_stats is None else norm_stats
+  found = heads(checkpoint)
+  O = 0
+  if 'state_projector' in found:
+    first = found['state_projector'].tensors.get('fc1.weight')
+    O = first.shape[1] if first is not None and first.ndim == 2 else 1
+  A = len(action_tokens.action_stats(norm_stats, data_set).q01)
+  config = openvla_oft.Config(
+    own,
+    Z=chunk,
+    A=A,
+    O=O,
+    cameras=cameras,
+    head='l1' if 'l1_head' in found else 'token',
+    film=film_files.file(checkpoint) is not None,
+  )
+  return config, norm_stats
+
+
+def load_params(
+  checkpoint: str | pathlib.Path,
+  config: openvla_oft.Config,
+  *,
+  new_heads: bool = False,
+) -> base.Params:
+  """The parameters of a checkpoint.
+
+  Args:
+    checkpoint: folder of a model.
+    config: the model.
+    new_heads: whether heads without a file are left out. FiLM without a file
+      always is.
+
+  Raises:
+    CheckpointError: names all tensors of the heads, or all others, that are
+      missing, extra or of another shape.
+  """
+  shapes, found = openvla_oft.param_shapes(config), heads(checkpoint)
+  faults, own = [], {}
+  for part in openvla_oft.heads(config):
+    if part not in found and new_heads:
+      continue
+    if part not in found:
+      faults.append(f'missing {FILES[part]}--STEP_checkpoint.pt')
+      continue
+    stored, names = found[part], NAMES[part]
+    own[part] = {}
+    for extra in sorted(stored.tensors.keys() - {*names.values()}):
+      faults.append(f'extra {extra}')
+    for key, leaf in shapes[part].items():
+      tensor = stored.tensors.get(names[key])
+      if tensor is None:
+        faults.append(f'missing {names[key]}')
+      elif tensor.T.shape != leaf.shape:
+        want = [*leaf.shape[::-1]]
+        faults.append(f'{names[key]} is {[*tensor.shape]}, expected {want}')
+      else:
+        tensor = np.asarray(tensor.T, leaf.dtype)
+        weights.check_finite(f'{stored.name}: {names[key]}', tensor)
+        own[part][key] = jax.device_put(tensor)
+  if faults:
+    raise weights.CheckpointError(
+      f'{checkpoint} does not hold the heads of this model, whose actions have '
+      f'{config.A} numbers: {"; ".join(faults)}.'
+    )
+  towers = film_files.file(checkpoint)
+  if towers:
+    own |= film_files.load_params(towers, config.openvla)
+  return own | openvla_files.load_params(
+    checkpoint, config.openvla, with_towers=towers is None
+  )
+
+
+@settings_lib.passed_to(openvla_oft_policy.policy)
+def policy_and_config(
+  checkpoint: str,
+  *,
+  chunk: int = 8,
+  cameras: int = 1,
+  data_set: str | None = None,
+  head: openvla_oft.Head | None = None,
+  norm_stats: Mapping[str, Any] | None = None,
+  new_heads: bool = False,
+  film: bool = False,
+  dtype: str | None = None,
+  remat: str = remat_lib.AUTO,
+  towers: Mapping[str, vit.Config] = openvla_files.TOWERS,
+  center_crop: bool = False,
+  **settings,
+) -> tuple[base.Policy, openvla_oft.Config]:
+  """A policy from a checkpoint, and the model.
+
+  The robot's state is normalized by the statistics.
+
+  Args:
+    checkpoint: folder of a model.
+    chunk: as for `read`.
+    cameras: likewise.
+    data_set: likewise.
+    head: 'token' to leave an L1 head aside; None for what the folder has.
+    norm_stats: statistics by data set of a robot for which the model is
+      trained further; None for those of the folder.
+    new_heads: whether heads that the folder does not have get random values, to
+      be trained: a projector of the state, if the statistics have a state, and
+      an L1 head, if `head` asks for it.
+    film: whether a model without FiLM gets one, to be trained, with which the
+      towers see at first what they saw before. One that has it is read with it.
+    dtype: as for `openvla_files.read`.
+    remat: likewise.
+    towers: likewise.
+    center_crop: as for `read`.
+    **settings: of `openvla_oft_policy.policy`.
+  """
+  config, norm_stats = read(
+    checkpoint,
+    chunk=chunk,
+    cameras=cameras,
+    data_set=data_set,
+    norm_stats=norm_stats,
+    dtype=dtype,
+    remat=remat,
+    towers=towers,
+    center_crop=center_crop,
+  )
+  config = dataclasses.replace(
+    config, head=head or config.head, film=film or config.film
+  )
+  stats = action_tokens.action_stats(norm_stats, data_set)
+  state_stats = None
+  if config.O or (new_heads and _has_state(norm_stats, data_set)):
+    state_stats = action_tokens.action_stats(norm_stats, data_set, 'proprio')
+    if new_heads and not config.O:
+      config = dataclasses.replace(config, O=len(state_stats.q01))
+  own = openvla_oft_policy.policy(
+    config, stats, state_stats=state_stats, **settings
+  )
+
+  def init(key):
+    params = own.init(key)
+    if deferred.only_shapes(key):  # Only shapes are needed.
+      return params
+    own_params = load_params(checkpoint, config, new_heads=new_heads)
+    return params | own_params
+
+  return own._replace(init=init), config
+
+
+@settings_lib.passed_to(policy_and_config)
+def policy(checkpoint: str, **settings) -> base.Policy:
+  """A policy from a checkpoint, see `policy_and_config`."""
+  return policy_and_config(checkpoint, **settings)[0]
+
+
+def _has_state(norm_stats: Any, data_set: str | None) -> bool:
+  name = next(iter(norm_stats)) if data_set is None else data_set
+  return 'proprio' in norm_stats[name]
+
+
+def export(
+  folder: str | pathlib.Path,
+  params: base.Params,
+  checkpoint: str | pathlib.Path,
+  *,
+  norm_stats: Mapping[str, Any] | None = None,
+  towers: Mapping[str, vit.Config] = openvla_files.TOWERS,
+  shard_bytes: int = 5 * 2**30,
+):
+  """Writes trained parameters as a checkpoint in the published layout.
+
+  Args:
+    folder: folder to write.
+    params: parameters of the policy; its critic is left out.
+    checkpoint: the original model, for its types and names, and for all that
+      the policy does not have.
+    norm_stats: statistics by data set of what it was trained on; None for those
+      of the original.
+    towers: as for `read`.
+    shard_bytes: maximum bytes of tensors in one file.
+  """
+  found = heads(checkpoint)
+
+  def finish(part: pathlib.Path):
+    for name in FILES:
+      if name in found or name in params:
+        file, tensors = _head_file(name, found.get(name), params)
+        torch_file.write(part / file, tensors)
+    if norm_stats is not None:
+      text = json.dumps(norm_stats, indent=2)
+      (part / openvla_files.STATISTICS).write_text(text)
+    if openvla_oft.FILM in params:
+      file, tensors = _film_file(checkpoint, params, towers)
+      torch_file.write(part / file, tensors)
+
+  elsewhere = {*FILES}
+  if openvla_oft.FILM in params:
+    elsewhere |= {openvla_oft.FILM, *film_lib.TOWERS}
+  own = {k: x for k, x in params.items() if k not in elsewhere}
+  openvla_files.export(
+    folder,
+    own,
+    checkpoint,
+    towers=towers,
+    shard_bytes=shard_bytes,
+    finish=finish,
+  )
+
+
+def _head_file(
+  part: str, stored: Stored | None, params: base.Params
+) -> tuple[str, dict[str, np.ndarray]]:
+  """The name and the tensors of a head's file: those stored, or trained."""
+  if part not in params:
+    return stored.name, {
+      f'{stored.prefix}{key}': x for key, x in stored.tensors.items()
+    }
+  tensors = {}
+  for key, theirs in NAMES[part].items():
+    leaf = np.asarray(params[part][key]).T
+    dtype = stored.tensors[theirs].dtype if stored else leaf.dtype
+    tensors[theirs] = np.ascontiguousarray(leaf.astype(dtype))
+  order = [*(stored.tensors if stored else tensors)]
+  prefix = stored.prefix if stored else PARALLEL
+  name = stored.name if stored else f'{FILES[part]}--0_checkpoint.pt'
+  return name, {f'{prefix}{key}': tensors[key] for key in order}
+
+
+def _film_file(
+  checkpoint: str | pathlib.Path,
+  params: base.Params,
+  towers: Mapping[str, vit.Config],
+) -> tuple[str, dict[str, np.ndarray]]:
+  """The name and the tensors of the file of towers with FiLM."""
+  config = openvla_files.read(checkpoint, towers=towers).config
+  path = film_files.file(checkpoint)
+  stored = film_files.read(path) if path else film_files.new(checkpoint, config)
+  return stored.path.name, film_files.trained(stored, params, config)

@@ -1,0 +1,49 @@
+"""Checkpoints that cannot be written, and what is reported of them."""
+
+import errno
+import os
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlinf_jax.run_files import checkpoint
+from rlinf_jax.runtime.base import ProcessDiedError
+import saved
+
+SOURCE = {'at': np.zeros(1)}
+
+
+class Failing(saved.Tree):
+  """Writes a state; then an error is raised."""
+
+  def __init__(self, error):
+    super().__init__({'w': jnp.ones(3)})
+    self.error = error
+
+  def start_writing(self, folder):
+    finish = super().start_writing(folder)
+
+    def fail():
+      finish()
+      raise self.error
+
+    return fail
+
+
+def test_an_abandoned_checkpoint_hides_a_death_and_no_other_failure(tmp_path):
+  """A process that ended because a disk was full is not the news."""
+  files = checkpoint.Checkpoints(tmp_path, 2)
+  files.save(1, saved.Tree({'w': jnp.ones(3)}), SOURCE, {})
+  files.save(2, Failing(ProcessDiedError('It has died.')), SOURCE, {})
+  files.abandon()
+  full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+  files.save(2, Failing(full), SOURCE, {})
+  with pytest.raises(
+    checkpoint.CheckpointError, match='No space left.*step 1 is intact'
+  ) as info:
+    files.abandon()
+  assert info.value.__cause__ is full
+  files.abandon()  # Nothing is being written any more.
+  assert files.steps() == [1]
+  files.close()
