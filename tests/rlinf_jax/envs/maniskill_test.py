@@ -56,6 +56,14 @@ def pool():
 
 
 @pytest.fixture(scope='module')
+def filmed():
+  """A pool of one process that can film, and what it says."""
+  messages = []
+  with makes() as make_pool:
+    yield make_pool(processes=1, video=True, say=messages.append), messages
+
+
+@pytest.fixture(scope='module')
 def reference(pool):
   """A trajectory in two processes, which nothing disturbs."""
   timesteps = play(pool)
@@ -149,13 +157,13 @@ def test_a_killed_process_brings_its_environments_back_to_the_bit(
   assert (pool.failed_episodes, len(pool.failures)) == (failed, failures)
 
 
-def test_another_process_continues_from_a_snapshot_to_the_bit(make):
-  pool, other = make(2, 1), make(2, 1)
-  token, _ = pool.init([100, 101])
-  for action_NA in actions(20, 2):
+def test_another_process_continues_from_a_snapshot_to_the_bit(pool, filmed):
+  other, _ = filmed
+  token, _ = pool.init(np.arange(N) + 100)
+  for action_NA in actions(20):
     token, _ = pool.step(token, action_NA)
   after = other.load(token, pool.save(token))
-  for action_NA in actions(40, 2):  # Beyond the end of the episode.
+  for action_NA in actions(40):  # Beyond the end of the episode.
     token, want = pool.step(token, action_NA)
     after, timestep = other.step(after, action_NA)
     assert same(want, timestep)
@@ -218,12 +226,14 @@ def test_images_without_a_vulkan_device_are_refused(make, monkeypatch):
 
 @pytest.mark.parametrize('sees', claims.some([True, False], keep=[True]))
 def test_recording_video_in_one_process_changes_no_time_step(
-  make, reference, monkeypatch, sees
+  make, reference, monkeypatch, filmed, sees
 ):
+  filmed, messages = filmed
   if not sees:
     monkeypatch.setenv('VK_ICD_FILENAMES', os.devnull)
-  messages = []
-  filmed = make(processes=1, video=True, say=messages.append)
+    messages = []
+    filmed = make(processes=1, video=True, say=messages.append)
+  messages.clear()  # Of snapshots that it has loaded.
   assert same(reference, play(filmed, rows=2, every=10))
   token = np.stack([np.arange(2)] * 3, 1)
   time_2M = np.tile(np.arange(0, 51, 10), (2, 1))
