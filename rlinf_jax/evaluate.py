@@ -97,27 +97,27 @@ def evaluate(
     _start_folder(folder, subject)
     key = jax.random.key(seed)
     held_out = evaluation.HeldOut.of(source)
-    recipe = {
+    processes = {
       'train': recipe_of,
       'folder': folder,
       'use_ray': bool(ray_address),
     }
     first = setup.first_state_reader(
-      workflow, source, seed, **recipe, make=flows_lib.initial_evaluated
+      workflow, source, seed, **processes, make=flows_lib.initial_evaluated
     )
     state = _state(workflow, source, seed, subject, first)
-    recipe |= {'flows': flows, 'trace': flows_lib.trace_evaluation}
+    processes |= {'flows': flows, 'trace': flows_lib.trace_evaluation}
     if given_plan is None:
       inputs = jax.tree.leaves((held_out.batches[0], key))
       measure = functools.partial(
-        setup.measure, **recipe, state=state, inputs=inputs
+        setup.measure, **processes, state=state, inputs=inputs
       )
       given_plan = autoplan.find_plan(flows, 0, measure).plan
     runtime = setup.make_runtime(
       given_plan,
       receive_timeout=receive_timeout,
       network_interface=network_interface,
-      **recipe,
+      **processes,
     )
     try:
       runtime.start(state)

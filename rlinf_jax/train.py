@@ -111,10 +111,10 @@ def train(
     config_changes.show(changes)
     setup.connect(ray_address, plan)
     flows = flows_lib.trace_flows(workflow, source, seed)
-    recipe = {'train': train, 'folder': folder, 'use_ray': bool(ray_address)}
+    processes = {'train': train, 'folder': folder, 'use_ray': bool(ray_address)}
     make_runtime = functools.partial(
       setup.make_runtime,
-      **recipe,
+      **processes,
       flows=flows,
       receive_timeout=receive_timeout,
       network_interface=network_interface,
@@ -126,12 +126,12 @@ def train(
     config.save(folder / 'config.gin')
     if pretrain:
       pretrain(seed=seed)
-    first = setup.first_state_reader(workflow, source, seed, **recipe)
-    runtime, monitor = setup.choose_plan(
+    first = setup.first_state_reader(workflow, source, seed, **processes)
+    runtime, monitor = setup.prepare_runtime(
       workflow,
       source,
       seed,
-      **recipe,
+      **processes,
       flows=flows,
       first=first,
       runtime=runtime,

@@ -87,7 +87,7 @@ def choose(
 def choose_for_decoding(
   setting: str, obstacle: Callable[[str], str | None], is_short: bool
 ) -> Choice:
-  """What reads the cache of rows in slots, on the platform traced for.
+  """Chooses what reads the cache of rows in slots, on the platform traced for.
 
   Args:
     setting: a member of `SETTINGS`; `CHUNKED` for no kernel.

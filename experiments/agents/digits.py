@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import openai
 
-from rlinf_jax.recipes import warm_start
+from rlinf_jax.prepare import warm_start
 from stages.language import tokens
 
 DIGITS = '37'

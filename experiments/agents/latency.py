@@ -24,7 +24,7 @@ import numpy as np
 
 from rlinf_jax.agents import base as agents_base
 from rlinf_jax.agents import episodes, problems
-from rlinf_jax.recipes import products, warm_start
+from rlinf_jax.prepare import products, warm_start
 from stages import base
 from stages.language import conversation, huggingface, policy_stages
 

@@ -65,7 +65,7 @@ MARK = 'RLINF_JAX_CHAOS'  # Environment variable of the processes of a trial.
 def model(kind: str, folder: pathlib.Path) -> str:
   """The folder of a small language model for a kind, which is made once."""
   # Imported here: it imports JAX, and a trial is watched without.
-  from rlinf_jax.recipes import warm_start
+  from rlinf_jax.prepare import warm_start
   from stages.tasks import arithmetic
 
   # vLLM has no attention for heads that are narrower than 32 on CPUs.

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from rlinf_jax.envs import libero
-from rlinf_jax.recipes import libero_script
+from rlinf_jax.prepare import libero_script
 from rlinf_jax.report import video
 from stages import metrics
 from stages.envs import demonstrations

@@ -16,7 +16,7 @@ from rlinf_jax.planning.profiling import (
   profile_store,
   stage_profile,
 )
-from rlinf_jax.recipes import warm_start
+from rlinf_jax.prepare import warm_start
 from rlinf_jax.state import state_readers
 from rlinf_jax.system import allocator as allocator_lib
 from sharding import rules

@@ -1,4 +1,4 @@
-"""Protocols of a cost model, and of stages whose time is not linear in rows."""
+"""Protocols of a cost model, and of work whose time is not linear in rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -53,18 +53,18 @@ class Model(Protocol):
     """Returns the time of moving a value between device and host memory."""
 
   def contention(self, stage: str, devices: int, beside: int) -> float:
-    """Returns how many times as long a call on `devices` devices takes.
+    """Returns the slowdown of a call on `devices` devices, at least 1.
 
-    It takes 1 or more times as long while `beside` other devices are busy.
+    Meanwhile `beside` other devices are busy.
     """
 
   def memory(
     self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
   ) -> Mapping[str, float]:
-    """Returns the bytes on a device of a place while each of its nodes runs.
+    """Returns the most bytes on a device of a place while each node runs.
 
-    They are by the node's name, and the most of all its calls. Those of a stage
-    must not depend on the micro-batches and remat of others. The flow is as
+    They are by the node's name, over all its calls. Those of a stage must not
+    depend on the micro-batches and remat of others. The flow is as
     recorded: `chosen.pieces` says how it is cut.
     """
 
@@ -83,8 +83,8 @@ class Model(Protocol):
     """
 
 
-class Process(Protocol):
-  """Work that is not linear in its rows, such as `decode.DecodeWork`."""
+class NonlinearWork(Protocol):
+  """Work whose time is not proportional to its rows, such as decoding."""
 
   def seconds(
     self,
@@ -105,4 +105,4 @@ class Process(Protocol):
     pieces: int,
     rows: int | None,
   ) -> Mapping[str, measured.Estimate]:
-    """Returns the bytes on a device of a mesh meanwhile, by component."""
+    """Returns the bytes on a device of a mesh during the call, by component."""

@@ -51,7 +51,7 @@ class Roofline:
   def __init__(
     self,
     flow: graph.Flow,
-    works: Mapping[str, StageWork | cost_model.Process | None],
+    works: Mapping[str, StageWork | cost_model.NonlinearWork | None],
     cluster: cluster_lib.Cluster,
     rules: layout_lib.Rules,
     measured: measured_lib.Measurements = measured_lib.Measurements(),

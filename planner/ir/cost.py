@@ -1,4 +1,8 @@
-"""The costs of a flow's nodes and values under one plan."""
+"""The costs of a flow's nodes and values under one plan.
+
+A cost model knows placements; `costs.cost_table` is a cost of it and of a plan,
+which knows places by name.
+"""
 
 from typing import Protocol
 
@@ -35,7 +39,7 @@ class Cost(Protocol):
 
 
 class UnitCost:
-  """Every stage takes one second in all, and moves take no time."""
+  """One second for each stage, shared by its pieces; moves take no time."""
 
   def seconds(self, flow, node, place):
     del flow, place

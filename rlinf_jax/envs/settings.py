@@ -1,4 +1,4 @@
-"""Settings that a simulator's environments pass on, to check recipes by."""
+"""Marks functions of environments that pass `**settings` on to a simulator."""
 
 from collections.abc import Callable
 
@@ -23,6 +23,7 @@ def passes_settings_to(
 
 
 def _pool() -> Callable:
-  from rlinf_jax.envs.processes import pool  # Not in a worker: it imports JAX.
+  # Here, as workers import this module and need no JAX.
+  from rlinf_jax.envs.processes import pool
 
   return pool.EnvPool.__init__

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlinf_jax.run_files import problems, run_folder
+from rlinf_jax.run_files import failures, run_folder
 
 
 class Headline(NamedTuple):
@@ -60,7 +60,7 @@ def describe(run: run_folder.Run) -> str:
       'The run is not finished: it is still running, or it stopped after step '
       f'{run_folder.steps(run):,}.'
     )
-  sentences += problems.read(run.folder)
+  sentences += failures.read(run.folder)
   not_finite = {
     name: series.step[~np.isfinite(series.value)]
     for name, series in run.series.items()

@@ -12,7 +12,7 @@ import sys
 from typing import NamedTuple, TextIO
 
 from rlinf_jax.report import predicted
-from rlinf_jax.run_files import problems, writers
+from rlinf_jax.run_files import failures, writers
 
 # Fields of the line of a step and of an evaluation, in order; a field whose
 # metric is missing is left out.
@@ -213,6 +213,6 @@ def format_summary(
     facts['step time'] = prediction
   facts['folder'] = str(folder)
   facts['report'] = str(report)
-  if found := problems.read(folder):
+  if found := failures.read(folder):
     facts['problems'] = ' '.join(found)
   return format_facts(f'Finished {step} steps.', facts)

@@ -11,7 +11,7 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.planning import autoplan
 from rlinf_jax.report import video
 from rlinf_jax.run import console
-from rlinf_jax.run_files import problems, writers
+from rlinf_jax.run_files import failures, writers
 from rlinf_jax.runtime import timeline
 from rlinf_jax.system import whole_file
 from stages import base
@@ -51,8 +51,8 @@ class RunLog:
     self._predictions = writers.json_lines(
       folder / 'predictions.jsonl', last_kept
     )
-    if (folder / problems.FILE).exists():
-      writers.truncate(folder / problems.FILE, last_kept)
+    if (folder / failures.FILE).exists():
+      writers.truncate(folder / failures.FILE, last_kept)
     self._metric_writers = [
       writers.json_lines(folder / 'metrics.jsonl', last_kept),
       writers.tensorboard(folder / 'events', start),
@@ -70,7 +70,7 @@ class RunLog:
     """Prints and writes that something went wrong, or is not as usual."""
     self.print(text)
     # Most runs have none, and no file for them.
-    writer = writers.json_lines(self._folder / problems.FILE)
+    writer = writers.json_lines(self._folder / failures.FILE)
     writer.write(step, {'text': text})
     writer.close()
 

@@ -54,11 +54,13 @@ def make_runtime(
 
 
 def connect(address: str | None, plan: Any):
-  """Connects to Ray, if a run uses it; its plan must be one that can be found.
+  """Connects to Ray if an address is given.
+
+  With plan 'auto', also checks that stages can be measured in the cluster.
 
   Args:
     address: as `launch.connect`; None without Ray.
-    plan: of the recipe; with 'auto', stages are measured in the cluster.
+    plan: of the recipe.
 
   Raises:
     ConnectionError: if there is no cluster at that address.
@@ -128,7 +130,7 @@ def measure(
   return flow_profile.measure(flows[0], state, inputs)
 
 
-def choose_plan(
+def prepare_runtime(
   workflow: base.Workflow,
   source: base.Source,
   seed: int,
@@ -137,11 +139,12 @@ def choose_plan(
   first: state_readers.StateReader,
   runtime: runtime_base.Runtime | None,
   make_runtime: Callable[..., runtime_base.Runtime],
-  **recipe,
+  **processes,
 ):
-  """Makes the runtime of a run, without a state; finds its plan if needed.
+  """Returns the runtime of a run, without a state, and the monitor of its plan.
 
-  A run that is resumed keeps the plan that was found for it.
+  Without a `runtime`, its plan is that of the run folder, which a run that is
+  resumed has found before, or is searched for.
 
   Args:
     workflow: the workflow to run.
@@ -151,7 +154,7 @@ def choose_plan(
     first: reads the first state.
     runtime: the runtime, or None to search for a plan and make its runtime.
     make_runtime: `plan -> runtime`.
-    **recipe: `train`, `folder` and `use_ray`, as `make_runtime` of this module.
+    **processes: `train`, `folder` and `use_ray`, as for `make_runtime` above.
 
   Returns:
     The runtime, and the monitor of a plan that was searched for, else None.
@@ -163,9 +166,9 @@ def choose_plan(
       flows,
       staleness,
       functools.partial(
-        measure, **recipe, flows=flows, state=first, inputs=inputs
+        measure, **processes, flows=flows, state=first, inputs=inputs
       ),
-      flows_lib.read_earlier_plan(recipe['folder'], flows),
+      flows_lib.read_earlier_plan(processes['folder'], flows),
     )
     monitor = monitor_lib.PlanMonitor(flows, staleness, chosen, make_runtime)
     runtime = monitor.runtime()
@@ -173,7 +176,7 @@ def choose_plan(
   return runtime, monitor
 
 
-def restore(
+def start_runtime(
   runtime: runtime_base.Runtime,
   first: state_readers.FirstState,
   source_state,

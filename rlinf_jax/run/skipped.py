@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 import os
 
-from rlinf_jax.run_files import problems
+from rlinf_jax.run_files import failures
 
 
 class NotFiniteError(ValueError):
@@ -41,7 +41,7 @@ class SkippedUpdates:
     Raises:
       NotFiniteError: if this was the last of `limit` steps.
     """
-    skipped = problems.skipped_share(values)
+    skipped = failures.skipped_share(values)
     if not skipped:
       self._in_a_row = 0
       return None

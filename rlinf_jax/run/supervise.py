@@ -88,7 +88,7 @@ def _attempt(run: Run, resume: bool) -> result.Result:
   """Trains from the newest checkpoint, or from the first state, to the end."""
   source_state = run.source.init(run.seed)
   with contextlib.ExitStack() as stack:
-    start = setup.restore(
+    start = setup.start_runtime(
       run.runtime, run.first, source_state, run.checkpoints, resume
     )
     steps = run.schedule.steps

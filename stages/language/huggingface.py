@@ -27,6 +27,7 @@ COMPANIONS = (
   'tokenizer_config.json',
   'special_tokens_map.json',
   'added_tokens.json',
+  'tokenizer.model',
   'vocab.json',
   'merges.txt',
   'chat_template.jinja',
@@ -69,7 +70,7 @@ def model_type(checkpoint: str | pathlib.Path) -> str:
 
 
 def names(checkpoint: str | pathlib.Path) -> naming.Names:
-  """The tensor of a checkpoint that holds each parameter."""
+  """The names of a checkpoint's tensors, by parameter."""
   return families.family_of(*raw_config(checkpoint)).names
 
 
@@ -105,7 +106,7 @@ def load_config(
 def vision(checkpoint: str | pathlib.Path) -> config_lib.VisionConfig | None:
   """The vision tower of a checkpoint; None for a model that reads text alone.
 
-  A folder without config.json, of a tokenizer, has none.
+  A folder that holds only a tokenizer has none.
   """
   if not (pathlib.Path(checkpoint) / 'config.json').is_file():
     return None
@@ -148,7 +149,7 @@ def stop_tokens(checkpoint: str | pathlib.Path) -> tuple[int, ...]:
 
 
 def check_params(checkpoint: str | pathlib.Path, config: transformer.Config):
-  """Refuses a folder without the tensors of a model, whose values are not read.
+  """Checks names and shapes of a checkpoint's tensors, without their values.
 
   Raises:
     CheckpointError: names all missing, extra and wrongly shaped tensors.
@@ -164,7 +165,7 @@ def check_params(checkpoint: str | pathlib.Path, config: transformer.Config):
 def load_params(
   checkpoint: str | pathlib.Path, config: transformer.Config, shapes=None
 ):
-  """The parameters of a checkpoint, in the types of `shapes` if given."""
+  """The parameters of a checkpoint, in the dtypes of `shapes` if given."""
   return weights.load(
     checkpoint,
     shapes or transformer.param_shapes(config),
@@ -372,7 +373,7 @@ def export(
 
   Args:
     folder: folder to write.
-    params: parameters of the model; written in the type of `checkpoint`.
+    params: parameters of the model; written in the dtype of `checkpoint`.
     checkpoint: the original model, for its configuration and tokenizer.
     merge_lora: whether adapters are added to the weights.
   """

@@ -17,7 +17,7 @@ from stages import base, ranges, tree_paths
 from stages.envs import env as env_lib
 from stages.language import tokens
 
-SPACE = '▁'  # A space of its own among Llama's tokens, 29871.
+SPACE = '▁'  # Llama's token of a single space, id 29871.
 END = ';\nAction: '  # Of π0.5's prompts, behind the state.
 NAMES = tuple(f'{base.PROMPT}/{name}' for name in base.Prompt._fields)
 
@@ -27,9 +27,8 @@ def openvla(
 ) -> base.Prompt:
   """Prompts of OpenVLA and OpenVLA-OFT.
 
-  The text is `openvla_text`. Its first token is the beginning of the
-  text. The last one is a space of its own, if the tokenizer has such a token,
-  as actions followed one in training.
+  Tokens are BOS and those of `openvla_text`. The token of a single space is
+  appended if the tokenizer has one, as actions followed it in training.
 
   Args:
     tasks: what is to be done, one text a row.
@@ -80,12 +79,12 @@ def pi0(
 
 
 class StateTokens(NamedTuple):
-  """Tokens of π0.5's instruction behind the task: numbers, then an end.
+  """Tokens by which π0.5's instruction tells the state, behind the task.
 
   Attributes:
-    number: of each bin of a number, −1 … 255, padded on the right.
-    is_token: false on that padding.
-    end: behind the last number.
+    number: token ids of each bin, −1 … 255, padded on the right.
+    is_token: 1 on token ids, 0 on that padding.
+    end: token ids behind the last number.
   """
 
   number: Int[Array, 'bins tokens']
@@ -240,14 +239,14 @@ def _padded(
   return base.Prompt(token_NP, mask_NP)
 
 
-def check(env: env_lib.Env, prompt: tuple[int, ...] | None):
+def check_env(env: env_lib.Env, instruction: tuple[int, ...] | None):
   """Refuses an environment without instructions, where none is given.
 
   Raises:
     ValueError: for observations without `base.PROMPT`.
   """
   found = tree_paths.flatten(env.obs_spec)
-  if prompt is None and not {*NAMES} <= {*found}:
+  if instruction is None and not {*NAMES} <= {*found}:
     raise ValueError(
       f'The environment returns {[*found]}, and no instruction '
       f'({", ".join(NAMES)}): configure it to return one, or give the policy '
@@ -255,21 +254,21 @@ def check(env: env_lib.Env, prompt: tuple[int, ...] | None):
     )
 
 
-def of_observation(
-  found: dict, prompt: tuple[int, ...] | None, rows: int
+def from_observation(
+  found: dict, instruction: tuple[int, ...] | None, rows: int
 ) -> base.Prompt:
   """The instruction of each row.
 
   Args:
     found: observations by path, with any leading dimensions.
-    prompt: tokens of the same instruction for all; None for those of `found`.
+    instruction: tokens of the same one for all; None for those of `found`.
     rows: the product of the leading dimensions.
   """
-  if prompt is None:
+  if instruction is None:
     return base.Prompt(
       *(found[name].reshape(rows, found[name].shape[-1]) for name in NAMES)
     )
   token = jnp.broadcast_to(
-    jnp.array(prompt, jnp.int32)[None], (rows, len(prompt))
+    jnp.array(instruction, jnp.int32)[None], (rows, len(instruction))
   )
   return base.Prompt(token, jnp.ones_like(token))

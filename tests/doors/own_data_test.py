@@ -8,7 +8,7 @@ import pytest
 
 import front_door
 import own_data
-from rlinf_jax.recipes import warm_start
+from rlinf_jax.prepare import warm_start
 from stages.language import huggingface
 from stages.models import lora
 

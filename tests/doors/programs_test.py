@@ -12,7 +12,7 @@ import pytest
 
 from rlinf_jax import chat, command_line
 from rlinf_jax.data import chat_template
-from rlinf_jax.recipes import gguf_model, openpi_model, tiny_vision, tiny_vla
+from rlinf_jax.prepare import gguf_model, openpi_model, tiny_vision, tiny_vla
 from rlinf_jax.report import report
 from rlinf_jax.serve import __main__ as serve
 import served_models
@@ -123,8 +123,8 @@ WRONG = [
   ('serve', ['x', '--prompt_length=5'], 'flag --prompt_length=5: '),
   ('serve', ['x', f'--prompt_length={10**9}'], 'flag --prompt_length=1000'),
   ('serve', ['x', '--tool_format=json'], 'flag --tool_format=json: '),
-  ('gguf_model', ['{here}/file'], 'Usage: python -m rlinf_jax.recipes.gguf_mo'),
-  ('gguf_model', ['', ''], 'Usage: python -m rlinf_jax.recipes.gguf_model'),
+  ('gguf_model', ['{here}/file'], 'Usage: python -m rlinf_jax.prepare.gguf_mo'),
+  ('gguf_model', ['', ''], 'Usage: python -m rlinf_jax.prepare.gguf_model'),
   ('gguf_model', ['/none', '{here}/new'], 'There is no file /none.'),
   ('gguf_model', ['{here}', '{here}/new'], 'There is no file {here}.'),
   ('gguf_model', ['no_such', '{here}/new'], 'The package no_such is not insta'),
@@ -132,7 +132,7 @@ WRONG = [
   ('gguf_model', ['{here}/file', '{here}/new'], '{here}/file cannot be read'),
   ('gguf_model', ['{here}/empty', '{here}/new'], '{here}/empty cannot be read'),
   ('gguf_model', ['{here}/large', '{here}/new'], '{here}/large cannot be read'),
-  ('tiny_vla', ['x', '--out={here}/new'], 'Usage: python -m rlinf_jax.recipes'),
+  ('tiny_vla', ['x', '--out={here}/new'], 'Usage: python -m rlinf_jax.prepare'),
   ('tiny_vla', ['--episodes=0', '--out={here}/new'], 'flag --episodes=0: '),
   ('tiny_vla', ['--episodes=x', '--out={here}/new'], 'flag --episodes=x: '),
   ('tiny_vla', ['--out={here}'], '{here} exists: let --out name a new one.'),
@@ -142,7 +142,7 @@ WRONG = [
   ('tiny_vision', ['--rows=0', '--out={here}/new'], 'flag --rows=0: '),
   ('tiny_vision', ['--held_out=x', '--out={here}/new'], 'flag --held_out=x: '),
   ('tiny_vision', ['--out={here}'], '{here} exists: let --out name a new one.'),
-  ('openpi_model', ['{here}/file'], 'Usage: python -m rlinf_jax.recipes.openp'),
+  ('openpi_model', ['{here}/file'], 'Usage: python -m rlinf_jax.prepare.openp'),
   ('openpi_model', ['/none', '{here}/new'], "/none has no folder 'params'"),
   ('report', ['/none'], '/none has no metrics to report'),
   ('report', ['{here}/file'], '{here}/file has no metrics to report'),

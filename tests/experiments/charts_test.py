@@ -5,7 +5,7 @@ import pytest
 from experiments.charts import rewards
 from rlinf_jax import train
 from rlinf_jax.config import config
-from rlinf_jax.recipes import tiny_vision
+from rlinf_jax.prepare import tiny_vision
 from rlinf_jax.rewards import base
 from rlinf_jax.runtime import flows as flows_lib
 

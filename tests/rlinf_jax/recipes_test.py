@@ -17,7 +17,7 @@ from rlinf_jax import train
 from rlinf_jax.config import config
 from rlinf_jax.data.lerobot import write
 from rlinf_jax.envs import env_pool, simulator
-from rlinf_jax.recipes import tiny_vla, warm_start
+from rlinf_jax.prepare import tiny_vla, warm_start
 from rlinf_jax.runtime import flows as flows_lib
 from stages import workflows
 from stages.envs import push

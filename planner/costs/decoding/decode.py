@@ -288,7 +288,7 @@ def of_slots(call: StageWork, cost, columns) -> DecodeWork:
     call: counted work of decoding all rows at once, without their attention
       where a kernel computes it.
     cost: what the stage says of its slots, `stages.EngineCost`.
-    columns: the work of that kernel, `stages.ColumnWork`; None without it.
+    columns: the work of that kernel, `stages.core.ColumnWork`; None without it.
   """
   found = with_lengths(call, [round(max_tokens(call))], 'assumed')
   found = dataclasses.replace(found, max_rows=cost.max_rows)

@@ -1,1 +1,1 @@
-"""What every format of episodes has: its interface, and stored pictures."""
+"""The interface of every format of episodes, and stored pictures."""

@@ -43,21 +43,21 @@ class Folder(NamedTuple):
     path: the folder.
     features: by name.
     episodes: in the order of their numbers.
-    tasks: instructions by their number.
-    numbers: `episodes, names -> columns`, a dictionary for each episode, of
+    tasks: instruction of each task index.
+    read_numbers: `episodes, names -> columns`, for each episode a dictionary of
       arrays [T, …] by name. The column 'task_index' has the number of each
       step's instruction.
-    pictures: `episode, camera -> pictures`, uint8 [T, rows, columns, 3].
+    read_pictures: `episode, camera -> pictures`, uint8 [T, rows, columns, 3].
   """
 
   path: pathlib.Path
   features: dict[str, Feature]
   episodes: Sequence[Episode]
   tasks: dict[int, str]
-  numbers: Callable[
+  read_numbers: Callable[
     [Sequence[Episode], Sequence[str]], list[dict[str, np.ndarray]]
   ]
-  pictures: Callable[[Episode, str], np.ndarray]
+  read_pictures: Callable[[Episode, str], np.ndarray]
 
   @property
   def cameras(self) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ class Folder(NamedTuple):
     )
 
   def check_feature(self, name: str, what: str, *, pictures: bool):
-    """Refuses the name of a feature that the folder does not have.
+    """Refuses a feature that is missing, of the other kind or of another rank.
 
     Raises:
       ValueError: names those that it has.

@@ -180,7 +180,9 @@ def _load(
   """All steps of episodes, one after the other."""
   names = ['task_index', action, *([state] if state else ())]
   found = []
-  for episode, x in zip(episodes, data.numbers(episodes, names), strict=True):
+  for episode, x in zip(
+    episodes, data.read_numbers(episodes, names), strict=True
+  ):
     tasks = x['task_index'].tolist()
     unknown = sorted({*tasks} - {*prompts})
     if unknown:
@@ -190,7 +192,7 @@ def _load(
       )
     obs = {
       'image': {
-        _short(camera): data.pictures(episode, camera) for camera in shown
+        _short(camera): data.read_pictures(episode, camera) for camera in shown
       },
       base.PROMPT: jax.tree.map(
         lambda *rows: np.stack(rows), *(prompts[task] for task in tasks)

@@ -38,7 +38,7 @@ def norm_stats(
   parts = {'action': action} | ({'proprio': state} if state else {})
   for part, key in parts.items():
     data.check_feature(key, 'vector', pictures=False)
-    columns = data.numbers(data.episodes, [key])
+    columns = data.read_numbers(data.episodes, [key])
     x = np.concatenate([column[key] for column in columns])
     # A vector of one number is stored as a number.
     x = x.reshape(len(x), -1).astype(np.float64)

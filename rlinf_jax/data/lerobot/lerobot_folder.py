@@ -15,6 +15,6 @@ def read(path: pathlib.Path) -> base.Folder:
     data.features,
     data.episodes,
     data.tasks,
-    numbers=functools.partial(layout.numbers, data),
-    pictures=functools.partial(pictures.read, data),
+    read_numbers=functools.partial(layout.numbers, data),
+    read_pictures=functools.partial(pictures.read, data),
   )

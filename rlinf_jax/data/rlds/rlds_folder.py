@@ -65,8 +65,8 @@ def read(root: pathlib.Path) -> base.Folder:
     described.features,
     tuple(found),
     {number: text for text, number in tasks.items()},
-    numbers=_numbers,
-    pictures=functools.partial(_pictures, described),
+    read_numbers=_numbers,
+    read_pictures=functools.partial(_pictures, described),
   )
 
 

@@ -79,12 +79,12 @@ def span(size_M, is_open_M, window: int | None) -> Span:
 def choose_kernel(
   config: transformer.Config, count: int, is_local: bool
 ) -> kernels.Choice:
-  """What reads the cache in a kind of layers, and why it is not a kernel.
+  """Chooses what reads the cache in some layers, and says why no kernel does.
 
   Args:
     config: the model.
     count: columns of a slot.
-    is_local: whether the layers have a sliding window.
+    is_local: whether these layers have a sliding window.
   """
   obstacle = functools.partial(decode_kernels.obstacle, config, is_local)
   is_short = count < SHORTEST
@@ -94,7 +94,7 @@ def choose_kernel(
 def column_work(
   config: transformer.Config, length: int, params, prompt, *_
 ) -> core.ColumnWork | None:
-  """What the kernel of the platform traced for reads; None without a kernel.
+  """The work of the kernel on the platform traced for; None without a kernel.
 
   Also None for layers with a sliding window, which read no more columns than
   that: they count as without a kernel.

@@ -3,8 +3,8 @@
 A packed row has room for a fixed number of tokens. Each completion is put into
 one of them, after the prompt that it continues; completions of a group that
 share a packed row share the prompt, or have copies of it (see `sharing`).
-Attention separates what does not belong together, so that every log-probability
-is the same as without packing.
+Attention separates what does not belong together, so that log-probabilities
+equal those without packing, up to rounding.
 
 Shapes are those of the worst case, in which all prompts and completions have
 their maximum length. The loop over packed rows ends after the last one that is
@@ -66,11 +66,11 @@ class PackedRows(NamedTuple):
 
 
 def sharing(group_size: int, P: int, T: int) -> int:
-  """Adjacent completions that share their prompt in a packed row.
+  """The number of adjacent completions that share a prompt in a packed row.
 
-  That is a group, except where a kernel computes attention of packed rows. As
-  it knows no shared prompts, short ones are then repeated, one for each
-  completion: `SHORT_PROMPT` says how many tokens that may add.
+  It is `group_size`, or 1 where the kernel of attention knows packed rows but
+  no shared prompts, and prompts are short (`SHORT_PROMPT`). Each completion
+  then has its own copy.
 
   Args:
     group_size: adjacent rows that have the same prompt.
@@ -82,28 +82,28 @@ def sharing(group_size: int, P: int, T: int) -> int:
   return group_size
 
 
-def num_rows(B: int, most: int, capacity: int) -> int:
+def num_rows(B: int, max_tokens: int, capacity: int) -> int:
   """The packed rows that `assign` may need for `B` completions.
 
   A packed row is opened only if the others have no room. Then each of them has
-  more than `capacity` − `most` tokens, so at least ⌊`capacity` / `most`⌋
-  completions.
+  more than `capacity` − `max_tokens` tokens, so at least
+  ⌊`capacity` / `max_tokens`⌋ completions.
 
   Args:
     B: number of completions.
-    most: maximum tokens of a prompt and its completion together.
+    max_tokens: of a prompt and its completion together.
     capacity: tokens that a packed row has room for.
 
   Raises:
     ValueError: if there is no room for the longest completion.
   """
-  if capacity < most:
+  if capacity < max_tokens:
     raise ValueError(
       f'A packed row has room for {capacity} tokens, and a prompt and its '
-      f'completion may have {most} together: set packed_tokens (PACKED in gin) '
-      f'to {most} or more, or to None.'
+      f'completion may have {max_tokens} together: set packed_tokens '
+      f'(PACKED in gin) to {max_tokens} or more, or to None.'
     )
-  return -(-B // (capacity // most))
+  return -(-B // (capacity // max_tokens))
 
 
 def assign(prompt_N, length_B, capacity: int, M: int) -> Assignment:
@@ -258,7 +258,7 @@ def evaluate(
   group_size: int,
   capacity: int,
 ) -> tuple[Any, Any]:
-  """Scores completions in packed rows; 0 where the mask is.
+  """Scores completions in packed rows; 0 where the mask is 0.
 
   Args:
     score: `params, rows -> scores, totals`: trees of the scores of every

@@ -20,17 +20,18 @@ def scorer(
 ) -> Callable:
   """Returns `params, prompt, action, *, group_size=1, … -> scores`.
 
-  It also takes `mask=None` and `balance=False`: whether to measure the use of
-  experts, for the field `balance` of a `base.Evaluation`. For packed rows and
-  for the balance a mask is needed, which is 1 where scores are read. With
-  `routing=None`, a `routing_replay.Routing`, tokens use its experts.
+  With `balance=True`, `balance` of a `base.Evaluation` says how evenly experts
+  were used. A mask, 1 on tokens whose scores are read, is needed for it
+  and for packed rows. `routing`, a `routing_replay.Routing`, replays recorded
+  experts.
 
   Args:
     model: the transformer.
     score_states: `params, x_BTD, action_BT -> scores`, of hidden states and the
       tokens that they predict: an array, or a tree of arrays.
     packed_tokens: tokens that a packed row has room for; completions are then
-      read in packed rows, see `packing`, and scores are 0 where the mask is.
+      read in packed rows, see `packing`, and scores are 0 where the
+      mask is 0.
       None to read all completions together, padded to the longest possible.
   """
 

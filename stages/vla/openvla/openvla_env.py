@@ -31,7 +31,7 @@ def policy(
   env: env_lib.Env,
   *,
   config: openvla.Config,
-  prompt: tuple[int, ...] | None = None,
+  instruction: tuple[int, ...] | None = None,
   camera: str = 'image/table',
   chunk: ranges.PositiveInt = 1,
   **settings,
@@ -44,8 +44,8 @@ def policy(
   Args:
     env: the environment. The bounds of its actions are −1 and 1 of the model.
     config: the model.
-    prompt: tokens of one instruction for all environments, the beginning of the
-      text first; None for those of observations, see `instructions`.
+    instruction: tokens of the one of all environments, BOS first; None for
+      those of observations, see `instructions`.
     camera: path of the picture in observations.
     chunk: Z, steps of the environment that are decided at a time, one token
       after the other. The environment's action is [Z, A] if Z > 1.
@@ -55,11 +55,13 @@ def policy(
     ValueError: if observations have no such picture, or no instruction.
   """
   check_camera(env, camera)
-  instructions.check(env, prompt)
+  instructions.check_env(env, instruction)
   low, high = map(np.asarray, action_range.bounds(env, chunk))
   stats = action_tokens.ActionStats(low, high, np.ones(low.shape, bool))
   own = openvla_policy.policy(config, stats, **settings)
-  own = adapt(own, functools.partial(_observe, camera, prompt), camera, chunk)
+  own = adapt(
+    own, functools.partial(_observe, camera, instruction), camera, chunk
+  )
 
   def to_env_action(action):
     action_BA = own.to_env_action(action)
@@ -75,7 +77,7 @@ def pretrained(
   env: env_lib.Env,
   *,
   checkpoint: str,
-  prompt: tuple[int, ...] | None = None,
+  instruction: tuple[int, ...] | None = None,
   camera: str = 'image/table',
   lora: lora_lib.Lora | None = None,
   **settings,
@@ -88,7 +90,7 @@ def pretrained(
   Args:
     env: the environment.
     checkpoint: folder of a model.
-    prompt: as for `policy`.
+    instruction: as for `policy`.
     camera: likewise.
     lora: adapters that are trained in place of the weights; None to train the
       weights.
@@ -98,12 +100,12 @@ def pretrained(
     ValueError: if the model does not fit the observations or the actions.
   """
   check_camera(env, camera)
-  instructions.check(env, prompt)
+  instructions.check_env(env, instruction)
   own, stats = openvla_files.policy_and_stats(checkpoint, **settings)
   check_actions(env, len(stats.q01))
   if lora:
     own = adapted(own, lora)
-  own = adapt(own, functools.partial(_observe, camera, prompt), camera, 1)
+  own = adapt(own, functools.partial(_observe, camera, instruction), camera, 1)
   return within_bounds(own, env)
 
 
@@ -211,10 +213,10 @@ def check_actions(env: env_lib.Env, A: int):
     )
 
 
-def _observe(camera: str, prompt: tuple[int, ...] | None, obs):
+def _observe(camera: str, instruction: tuple[int, ...] | None, obs):
   """The observations of OpenVLA, with all leading dimensions as one."""
   found = tree_paths.flatten(obs)
   image = found[camera].reshape(-1, *found[camera].shape[-3:])
   return openvla_policy.Observation(
-    image, instructions.of_observation(found, prompt, len(image))
+    image, instructions.from_observation(found, instruction, len(image))
   )

@@ -33,7 +33,6 @@ STATISTICS = 'dataset_statistics.json'
 COMPANIONS = (
   *huggingface.COMPANIONS,
   STATISTICS,
-  'tokenizer.model',
   picture_files.FILE,
   'processor_config.json',
   'configuration_prismatic.py',

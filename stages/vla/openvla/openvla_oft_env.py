@@ -27,7 +27,7 @@ def policy(
   env: env_lib.Env,
   *,
   config: openvla_oft.Config,
-  prompt: tuple[int, ...] | None = None,
+  instruction: tuple[int, ...] | None = None,
   cameras: tuple[str, ...] = ('image/table',),
   state: str | None = None,
   **settings,
@@ -40,8 +40,8 @@ def policy(
   Args:
     env: the environment. The bounds of its actions are −1 and 1 of the model.
     config: the model.
-    prompt: tokens of one instruction for all environments, the beginning of the
-      text first; None for those of observations, see `instructions`.
+    instruction: tokens of the one of all environments, BOS first; None for
+      those of observations, see `instructions`.
     cameras: paths of the pictures in observations, the main one first.
     state: path of the robot's state, which is read as it is; None for none.
     **settings: of `openvla_oft_policy.policy`, but `logp_of`.
@@ -51,12 +51,12 @@ def policy(
   """
   for camera in cameras:
     openvla_env.check_camera(env, camera)
-  instructions.check(env, prompt)
+  instructions.check_env(env, instruction)
   _check(env, config, cameras, state)
   low, high = map(np.asarray, action_range.bounds(env))
   stats = action_tokens.ActionStats(low, high, np.ones(low.shape, bool))
   own = openvla_oft_policy.policy(config, stats, **settings)
-  observe = functools.partial(_observe, cameras, prompt, state)
+  observe = functools.partial(_observe, cameras, instruction, state)
   own = openvla_env.adapt(own, observe, cameras[0], config.Z)
   return _within_bounds(own, env, config.Z)
 
@@ -66,7 +66,7 @@ def pretrained(
   env: env_lib.Env | None,
   *,
   checkpoint: str,
-  prompt: tuple[int, ...] | None = None,
+  instruction: tuple[int, ...] | None = None,
   cameras: tuple[str, ...] = ('image/table',),
   state: str = 'state',
   chunk: ranges.PositiveInt = 8,
@@ -81,7 +81,7 @@ def pretrained(
   Args:
     env: the environment; None without one.
     checkpoint: folder of a model.
-    prompt: as for `policy`.
+    instruction: as for `policy`.
     cameras: likewise.
     state: path of the robot's state, in the units of the data set; read by
       models with a projector of the state alone.
@@ -102,9 +102,9 @@ def pretrained(
   if env is not None:
     for camera in cameras:
       openvla_env.check_camera(env, camera)
-    instructions.check(env, prompt)
+    instructions.check_env(env, instruction)
     _check(env, config, cameras, read_state)
-  observe = functools.partial(_observe, cameras, prompt, read_state)
+  observe = functools.partial(_observe, cameras, instruction, read_state)
   own = openvla_env.adapt(own, observe, cameras[0], config.Z)
   return own if env is None else _within_bounds(own, env, config.Z)
 
@@ -168,7 +168,7 @@ def _check(
     )
 
 
-def _observe(cameras, prompt, state, obs) -> openvla_oft.Observation:
+def _observe(cameras, instruction, state, obs) -> openvla_oft.Observation:
   """The observations of the model, with all leading dimensions as one."""
   found = tree_paths.flatten(obs)
   images = tuple(
@@ -176,6 +176,6 @@ def _observe(cameras, prompt, state, obs) -> openvla_oft.Observation:
   )
   return openvla_oft.Observation(
     images,
-    instructions.of_observation(found, prompt, len(images[0])),
+    instructions.from_observation(found, instruction, len(images[0])),
     () if state is None else found[state].reshape(-1, found[state].shape[-1]),
   )

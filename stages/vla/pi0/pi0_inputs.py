@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
   def prompt(self, obs) -> base.Prompt:
     """The tokens of each row; of π0.5, with its state."""
     leaves, rows = tree_paths.flatten(obs), math.prod(self.leading(obs))
-    prompt = instructions.of_observation(leaves, self.instruction, rows)
+    prompt = instructions.from_observation(leaves, self.instruction, rows)
     if self.state_tokens is None:
       return prompt
     width = sum(leaves[name].shape[-1] for name in self.vectors)
@@ -80,7 +80,7 @@ def of(
         '`cameras`, `vectors` and `norm_stats`.'
       )
   else:
-    instructions.check(env, instruction)
+    instructions.check_env(env, instruction)
     cameras, vectors = _found(env, cameras, vectors, ignored)
   if not cameras:
     raise ValueError(

@@ -10,7 +10,7 @@ import pytest
 from rlinf_jax import evaluate, train
 from rlinf_jax.agents import role_models
 from rlinf_jax.config import config
-from rlinf_jax.recipes import warm_start
+from rlinf_jax.prepare import warm_start
 
 
 def test_each_role_has_a_folder(tmp_path):

@@ -12,7 +12,7 @@ from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pil
 
 import own_data
 from rlinf_jax.data import files, picture_files, questions, supervised
-from rlinf_jax.recipes import tiny_vision
+from rlinf_jax.prepare import tiny_vision
 from stages.language import huggingface, tokens
 from stages.models import config as config_lib
 from stages.models.vision import patches

@@ -17,7 +17,7 @@ import pytest
 import in_memory
 from planner.ir import plan as plan_lib
 from rlinf_jax.engines import vllm_engine
-from rlinf_jax.recipes import warm_start
+from rlinf_jax.prepare import warm_start
 from rlinf_jax.runtime import local
 from sharding import mesh as mesh_lib
 from sharding import rules

@@ -8,7 +8,7 @@ import pytest
 
 import claims
 from rlinf_jax.envs import env_pool, libero, simulator
-from rlinf_jax.recipes import libero_script
+from rlinf_jax.prepare import libero_script
 from stages.envs import demonstrations
 
 pytest.importorskip(

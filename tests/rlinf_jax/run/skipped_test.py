@@ -3,7 +3,7 @@
 import pytest
 
 from rlinf_jax.run import skipped
-from rlinf_jax.run_files import problems
+from rlinf_jax.run_files import failures
 
 
 def updates(*shares, limit=3):
@@ -33,4 +33,4 @@ def test_steps_without_good_updates_end_the_run():
 
 def test_the_updates_of_a_critic_count_too():
   values = {'train/skipped': 0.0, 'train/critic_skipped': 0.5}
-  assert problems.skipped_share(values) == 0.5
+  assert failures.skipped_share(values) == 0.5

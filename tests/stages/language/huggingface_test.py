@@ -305,6 +305,15 @@ def test_an_exported_model_can_be_loaded_by_transformers(
   assert model.dtype == getattr(torch, dtype)
 
 
+@pytest.mark.parametrize('name', huggingface.TOKENIZERS)
+def test_an_export_has_every_file_of_a_tokenizer(name, tmp_path):
+  source, folder = tmp_path / 'source', tmp_path / 'model'
+  params = make(source)
+  (source / name).write_bytes(b'some tokenizer')
+  huggingface.export(folder, params, source)
+  assert (folder / name).read_bytes() == b'some tokenizer'
+
+
 def test_a_model_may_replace_the_one_it_came_from(tmp_path):
   folder = tmp_path / 'model'
   params = make(folder)

@@ -62,7 +62,7 @@ def test_pictures_come_back_at_their_steps(tmp_path, codec):
   for episode in data.episodes:
     written = lerobot_folder.episode(episode.index)
     for camera in data.cameras:
-      got = data.pictures(episode, camera).astype(int)
+      got = data.read_pictures(episode, camera).astype(int)
       # A video has other colors than red, green and blue: ±1 grey level.
       assert np.abs(got - written.images[camera]).max() <= 1
 

@@ -22,9 +22,9 @@ def test_what_lerobot_writes_is_read(tmp_path, kind):
   assert data.cameras == (lerobot_own.TOP,)
   assert [x.length for x in data.episodes] == [*lerobot_own.LENGTHS]
   names = ['action', 'observation.state', 'task_index']
-  found = data.numbers(data.episodes, names)
+  found = data.read_numbers(data.episodes, names)
   for episode, numbers in zip(data.episodes, found, strict=True):
-    shown = data.pictures(episode, lerobot_own.TOP).astype(int)
+    shown = data.read_pictures(episode, lerobot_own.TOP).astype(int)
     for t in range(episode.length):
       want = lerobot_own.frame(episode.index, t)
       for name in names[:2]:

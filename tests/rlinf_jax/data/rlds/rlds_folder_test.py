@@ -48,7 +48,7 @@ def test_episodes_are_those_that_tensorflow_reads(want):
   assert data.cameras == (CAMERA, WRIST)
   names = ['action', 'observation.state', 'is_last', 'task_index']
   for i, x in enumerate(data.episodes):
-    (found,) = data.numbers([x], names)
+    (found,) = data.read_numbers([x], names)
     np.testing.assert_array_equal(found['action'], want[f'{i}/action'])
     np.testing.assert_array_equal(
       found['observation.state'], want[f'{i}/state']
@@ -56,9 +56,11 @@ def test_episodes_are_those_that_tensorflow_reads(want):
     np.testing.assert_array_equal(found['is_last'][:, 0], want[f'{i}/last'])
     texts = [data.tasks[task] for task in found['task_index'].tolist()]
     assert texts == want[f'{i}/text'].tolist()
-    np.testing.assert_array_equal(data.pictures(x, WRIST), want[f'{i}/wrist'])
+    np.testing.assert_array_equal(
+      data.read_pictures(x, WRIST), want[f'{i}/wrist']
+    )
     # JPEG leaves open how colors are interpolated and cosines are rounded.
-    image = data.pictures(x, CAMERA).astype(int)
+    image = data.read_pictures(x, CAMERA).astype(int)
     assert np.abs(image - want[f'{i}/image']).max() <= 6
 
 
@@ -192,7 +194,7 @@ def test_a_picture_of_another_size_is_refused(tmp_path):
   edit(folder / 'features.json', wider)
   data = folders.read(str(folder))
   with pytest.raises(ValueError, match=r'is of \[16, 16, 3\], and of \[16, 20'):
-    data.pictures(data.episodes[0], CAMERA)
+    data.read_pictures(data.episodes[0], CAMERA)
 
 
 def test_a_feature_that_is_not_there_is_refused_with_those_that_are():

@@ -14,7 +14,7 @@ import pytest
 import claims
 import core_only
 import front_door
-from rlinf_jax.recipes import warm_start
+from rlinf_jax.prepare import warm_start
 import saved
 from stages.tasks import arithmetic
 

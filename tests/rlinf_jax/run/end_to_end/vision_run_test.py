@@ -11,7 +11,7 @@ import transformers
 
 from rlinf_jax import train
 from rlinf_jax.data import questions
-from rlinf_jax.recipes import tiny_vision
+from rlinf_jax.prepare import tiny_vision
 import stages
 from stages import workflows
 from stages.language import huggingface

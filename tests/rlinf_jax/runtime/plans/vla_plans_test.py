@@ -64,14 +64,17 @@ def openvla_config():
 
 def openvla_policy():
   return functools.partial(
-    openvla_env.policy, config=openvla_config(), prompt=(1, 5, 3), chunk=CHUNK
+    openvla_env.policy,
+    config=openvla_config(),
+    instruction=(1, 5, 3),
+    chunk=CHUNK,
   )
 
 
 def openvla_oft_policy():
   config = openvla_oft.Config(openvla_config(), Z=CHUNK, A=2, O=2)
   return functools.partial(
-    openvla_oft_env.policy, config=config, prompt=(1, 5, 3), state='state'
+    openvla_oft_env.policy, config=config, instruction=(1, 5, 3), state='state'
   )
 
 

@@ -16,7 +16,7 @@ import pytest
 import claims
 import core_only
 import front_door
-from rlinf_jax.recipes import warm_start
+from rlinf_jax.prepare import warm_start
 from stages.tasks import arithmetic
 from tests.rlinf_jax.run.end_to_end import language_run_test
 

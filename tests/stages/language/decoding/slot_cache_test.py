@@ -1,4 +1,4 @@
-"""What a query in a slot sees, by kernels that are interpreted and without."""
+"""Attention of a query in a slot, by interpreted kernels and without."""
 
 import dataclasses
 import functools

@@ -27,7 +27,9 @@ CONFIG = openvla.Config(
   bins=16,
   pictures=pictures.Pictures(sizes=(8, 8)),
 )
-POLICY = functools.partial(openvla_env.policy, config=CONFIG, prompt=(1, 5, 3))
+POLICY = functools.partial(
+  openvla_env.policy, config=CONFIG, instruction=(1, 5, 3)
+)
 
 
 @pytest.mark.slow

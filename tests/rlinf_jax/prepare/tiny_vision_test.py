@@ -5,7 +5,7 @@ import json
 import numpy as np
 from PIL import Image
 
-from rlinf_jax.recipes import tiny_vision
+from rlinf_jax.prepare import tiny_vision
 
 
 def rows(folder, shuffled):

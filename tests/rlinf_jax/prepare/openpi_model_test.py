@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import openpi_reference
-from rlinf_jax.recipes import openpi_model
+from rlinf_jax.prepare import openpi_model
 from stages.models.files import weights
 from stages.vla import normalization
 from stages.vla.pi0 import pi0, pi0_files

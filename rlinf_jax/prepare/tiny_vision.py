@@ -1,6 +1,6 @@
 r"""A tiny Qwen2.5-VL with random weights, and questions about bar charts.
 
-  python -m rlinf_jax.recipes.tiny_vision --out tiny
+  python -m rlinf_jax.prepare.tiny_vision --out tiny
 
 writes tiny/model, tiny/train.jsonl and tiny/test.jsonl with the pictures that
 they name. A chart has a red, a green and a blue bar, 1 to 5 units high, and a

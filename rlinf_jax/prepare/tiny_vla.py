@@ -1,6 +1,6 @@
 r"""A tiny OpenVLA in the published layout, and episodes in LeRobot's format.
 
-  python -m rlinf_jax.recipes.tiny_vla --out tiny
+  python -m rlinf_jax.prepare.tiny_vla --out tiny
 
 writes tiny/model, with random weights, and tiny/data: episodes in which a
 scripted controller pushes the puck to the disc that an instruction names. With

@@ -12,7 +12,7 @@ from rlinf_jax import train
 from rlinf_jax.config import config
 from rlinf_jax.data.episodes import source, statistics
 from rlinf_jax.data.lerobot import layout, write
-from rlinf_jax.recipes import tiny_vla
+from rlinf_jax.prepare import tiny_vla
 from stages import workflows
 from stages.envs import action_chunks, push, seed_source
 from stages.learn import optimizers

@@ -1,6 +1,6 @@
 """Models in GGUF, the format of llama.cpp, as Hugging Face checkpoints.
 
-  python -m rlinf_jax.recipes.gguf_model MODEL FOLDER
+  python -m rlinf_jax.prepare.gguf_model MODEL FOLDER
 
 MODEL is a file, or an installed Python package that brings one. Quantized
 weights are expanded once. Everything else reads the folder: training, a chat,
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlinf_jax import command_line, startup
-from rlinf_jax.recipes import gguf_tokenizer
+from rlinf_jax.prepare import gguf_tokenizer
 from stages.models import families
 from stages.models.files import weights
 

@@ -1,6 +1,6 @@
 r"""π0 and π0.5 of openpi's JAX checkpoints, as folders of safetensors.
 
-  python -m rlinf_jax.recipes.openpi_model CHECKPOINT FOLDER
+  python -m rlinf_jax.prepare.openpi_model CHECKPOINT FOLDER
 
 CHECKPOINT is a folder with `params`, which orbax has written, and usually
 `assets`, statistics of data sets. Its arrays are converted once; everything

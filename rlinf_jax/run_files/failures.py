@@ -1,4 +1,7 @@
-"""Problems of a run that went on: of simulators, rewards, videos and links.
+"""Failures from which a run recovered, in sentences.
+
+They are skipped updates, lost episodes, failed rewards and the notices that the
+console printed.
 
 The console prints each when it happens. The summary of a run and its report
 count them, so that a run which ends well does not hide them.
@@ -17,7 +20,7 @@ REWARDS = 'rollout/reward/failed'
 
 
 def read(folder: str | os.PathLike) -> list[str]:
-  """The problems of a run, each in a sentence, from the files in its folder."""
+  """The failures of a run, each in a sentence, from the files in its folder."""
   metrics, notices = (
     run_folder.records(pathlib.Path(folder), name)
     for name in ('metrics.jsonl', FILE)

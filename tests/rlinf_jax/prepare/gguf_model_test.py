@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from rlinf_jax import chat
-from rlinf_jax.recipes import gguf_model
+from rlinf_jax.prepare import gguf_model
 from stages.language import tokens
 from stages.models.files import weights
 

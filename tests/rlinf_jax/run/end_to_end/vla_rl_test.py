@@ -14,7 +14,7 @@ import pictured_push
 from rlinf_jax import train
 from rlinf_jax.config import config
 from rlinf_jax.envs import env_pool, libero, maniskill, simulator
-from rlinf_jax.recipes import tiny_vla
+from rlinf_jax.prepare import tiny_vla
 from stages.language import tokens
 from stages.models.vision import vit
 from stages.vla import normalization

@@ -7,7 +7,7 @@ import pytest
 
 from rlinf_jax.report import report, summary
 from rlinf_jax.run import console, run_log
-from rlinf_jax.run_files import problems, run_folder, writers
+from rlinf_jax.run_files import failures, run_folder, writers
 
 
 def write(folder, *records):
@@ -39,7 +39,7 @@ def test_a_failure_in_the_metrics_is_told_at_the_end(values, words, tmp_path):
 
 def test_a_run_without_failures_has_no_such_line(tmp_path):
   write(tmp_path, {'env/failed': 0.0, 'train/skipped': 0.0, 'train/loss': 1.0})
-  assert problems.read(tmp_path) == []
+  assert failures.read(tmp_path) == []
   assert 'problems' not in last_lines(tmp_path)
 
 
@@ -51,7 +51,7 @@ def test_a_video_that_cannot_be_written_is_told_at_the_end(tmp_path, capsys):
   log.write_metrics(4, {'train/loss': 1.0})
   log.close()
   assert 'There is no video of step 2' in capsys.readouterr().out
-  lines = (tmp_path / problems.FILE).read_text().splitlines()
+  lines = (tmp_path / failures.FILE).read_text().splitlines()
   assert [json.loads(x)['step'] for x in lines] == [2, 4]
   text = '2 notices of the run: see notices.jsonl. The last, at step 4: Process'
   assert text in last_lines(tmp_path)

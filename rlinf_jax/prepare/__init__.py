@@ -1,0 +1,1 @@
+"""Makes what recipes start from: converted and tiny models, demonstrations."""

@@ -1,1 +1,0 @@
-"""Small starting models and demonstration data, made on the spot."""
