@@ -10,13 +10,20 @@ class CostTable:
   def __init__(self, model, plan: plan_lib.Plan):
     """Takes a `cost_model.Model` and a plan."""
     self._model, self._places, self._plan = model, plan.places, plan
+    self._seconds = {}
 
   def seconds(self, flow: graph.Flow, node: graph.Node, place: str) -> float:
     """Returns the time of a call of a node in the planned micro-batches."""
-    where = flow, node, self._places[place]
-    if graph.is_plumbing(node):
-      return self._model.seconds(*where, None)
-    return self._model.seconds(*where, *self._plan.execution(node.name))
+    key = id(node), place
+    if key not in self._seconds:
+      where = flow, node, self._places[place]
+      execution = (None,)
+      if not graph.is_plumbing(node):
+        execution = self._plan.execution(node.name)
+      found = self._model.seconds(*where, *execution)
+      # With the node, so that no other node gets its id.
+      self._seconds[key] = node, found
+    return self._seconds[key][1]
 
   def transfer(
     self, flow: graph.Flow, value: int, source: str, target: str

@@ -137,6 +137,41 @@ class Flow:
     """Carried values that a step returns as they were, such as frozen ones."""
     return frozenset(start for start, end in self.carry if start == end)
 
+  def alike(self, node: Node) -> Node:
+    """Returns the first node that costs as much as this one on any placement.
+
+    Both call the same stage, for the same piece, with values of the same
+    shapes, types and letters. A step of a robot's policy has hundreds of such
+    calls, and a search asks for the cost of each.
+    """
+    return self._alike[id(node)]
+
+  @functools.cached_property
+  def _alike(self) -> dict[int, Node]:
+    """The first node of each kind, by the identity of a node."""
+    kinds, values = {}, {}
+    of = [
+      values.setdefault(
+        (value.shape, value.dtype, value.letters, v in self.constants),
+        len(values),
+      )
+      for v, value in enumerate(self.values)
+    ]
+
+    def kind(node):
+      ids = {}  # A value that a node reads twice counts once.
+      names = [ids.setdefault(v, len(ids)) for v in (*node.reads, *node.writes)]
+      return (
+        node.name if is_plumbing(node) else id(node.stage),
+        node.piece,
+        id(node.body),
+        len(node.reads),
+        tuple(names),
+        tuple((of[v], v in node.rows) for v in ids),
+      )
+
+    return {id(node): kinds.setdefault(kind(node), node) for node in self.nodes}
+
   def rows_of(self, node: Node) -> int:
     """Returns the number of rows that a node reads; 0 if none."""
     return max((self.values[v].shape[0] for v in node.rows), default=0)

@@ -8,14 +8,15 @@ class MemoizedModel:
   """Memoizes a cost model on places of consecutive devices.
 
   The cost of a call depends on the number of devices only; the cost of a
-  transfer also depends on which devices they are. Nodes and flows are compared
-  by identity, so they must live as long as this object.
+  transfer also depends on which devices they are. Calls that are alike cost the
+  same (`graph.Flow.alike`). Nodes and flows are compared by identity, so they
+  must live as long as this object.
   """
 
   def __init__(self, model):
     self._model = model
     self._seconds, self._moves, self._switches = {}, {}, {}
-    self._contention = {}
+    self._contention, self._alike = {}, {}
 
   def seconds(
     self,
@@ -25,6 +26,10 @@ class MemoizedModel:
     rows: int | None,
     remat: str = plan_lib.STORE_ALL,
   ) -> float:
+    # A flow whose nodes are reordered has the same nodes.
+    if id(node) not in self._alike:
+      self._alike[id(node)] = flow.alike(node)
+    node = self._alike[id(node)]
     key = id(node), len(placement.devices), placement.axes, rows, remat
     if key not in self._seconds:
       seconds = self._model.seconds(flow, node, placement, rows, remat)

@@ -16,7 +16,10 @@ class CutFlow:
     flow: the cut flow.
     group: the group of stages at whose place each node runs, [N].
     executions: the micro-batches and the remat that each stage may have.
-    calls: the nodes of each stage.
+    kind: the kind of each node, [N]. Nodes of a kind cost the same and run at
+      the place of the same group.
+    first: the first node of each kind.
+    calls: the kinds of the nodes of each stage, and how many nodes each has.
     floating: for nodes that only move rows, the groups at whose places they may
       run, if there are several; such a node runs where its first reader does.
     bounds: lower bounds on the time of the flow.
@@ -38,10 +41,23 @@ class CutFlow:
       )
       for stage in flow.stages
     }
+    kinds = {}
+    self.kind = np.array(
+      [
+        kinds.setdefault(
+          (id(self.flow.alike(node)), self.group[i], *self.floating.get(i, ())),
+          len(kinds),
+        )
+        for i, node in enumerate(self.flow.nodes)
+      ],
+      int,
+    )
+    self.first = np.unique(self.kind, return_index=True)[1]
     self.calls = {stage: [] for stage in flow.stages}
-    for i, node in enumerate(self.flow.nodes):
+    for k, times in enumerate(np.bincount(self.kind)):
+      node = self.flow.nodes[self.first[k]]
       if not graph.is_plumbing(node):
-        self.calls[node.name].append(i)
+        self.calls[node.name].append((k, times))
     self.bounds = lower_bounds.LowerBounds(self.flow)
     self.carried = [
       set(self.flow.nodes[j].writes).intersection(self.flow.nodes[i].reads)

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 import functools
-import itertools
+
+import numpy as np
 
 from planner.costs.measured import Estimate
 from planner.costs.mesh import call_memory, slices
@@ -58,9 +59,17 @@ class PlaceValues:
       [v for v, (first, last) in spans.items() if first <= i <= last]
       for i in self.here
     ]
+    kinds = {}
+    self._kind = [
+      kinds.setdefault((v.shape, v.dtype, v.letters), len(kinds))
+      for v in flow.values
+    ]
+    # A value of each kind; those of a kind are equally large on any mesh.
+    found = np.unique(self._kind, return_index=True)[1]
+    self._kinds = [flow.values[v] for v in found]
     self.away = functools.cache(self._away)
     self.streamed = functools.cache(self._streamed)
-    self.sums = functools.cache(self._sums)
+    self.counts = functools.cache(self._counts)
 
   def _away(self, offload: tuple[str, ...]) -> set[int]:
     """Returns carried values that are in host memory while unused."""
@@ -99,21 +108,37 @@ class PlaceValues:
       for i in self.here
     ]
 
-  def _sums(self, offload, axes, layout) -> tuple[float, list]:
+  def _counts(self, offload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns how many values of each kind there are.
+
+    Returns:
+      Resident values, [K]; and for each of the nodes, restored values and
+      values between stages, [N, K].
+    """
+
+    def count(values):
+      kinds = [self._kind[v] for v in values]
+      return np.bincount(kinds, minlength=len(self._kinds))
+
+    def count_each(lists):
+      each = [count(values) for values in lists]
+      return np.array(each).reshape(len(each), len(self._kinds))
+
+    return (
+      count(self.carried - self.away(offload)),
+      count_each(self.restored(offload)),
+      count_each(self.between(offload)),
+    )
+
+  def sums(self, offload, axes, layout) -> tuple[float, list]:
     """Returns bytes of resident values, and those of each node.
 
     The latter are pairs: restored values, and values between stages.
     """
-    between = self.between(offload)
-    local = {
-      v: layout.local(self.flow.values[v], axes)
-      for v in {*self.carried, *itertools.chain(*between)}
-    }
-    away = self.away(offload)
-    return sum(local[v] for v in self.carried - away), [
-      (sum(local[v] for v in back), sum(local[v] for v in values))
-      for back, values in zip(self.restored(offload), between, strict=True)
-    ]
+    local = np.array([layout.local(value, axes) for value in self._kinds])
+    resident, *each = (n @ local for n in self.counts(offload))
+    pairs = zip(*(some.tolist() for some in each), strict=True)
+    return float(resident), list(pairs)
 
 
 class MemoryModel:
@@ -137,6 +162,7 @@ class MemoryModel:
     """
     self.works, self.layout, self.platform = works, layout, platform
     self._places, self._needs, self._reads = {}, {}, {}
+    self._beside = {}
 
   def parts(
     self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
@@ -164,30 +190,44 @@ class MemoryModel:
     return found
 
   def _nodes(self, flow, chosen, place):
-    """Yields the name of each node of a place, and bytes by component."""
+    """Yields the name of nodes of a place, and bytes by component.
+
+    Of calls that are alike, the one beside which other values take most memory
+    stands for all.
+    """
     axes, values = chosen.places[place].axes, self._values(flow, chosen, place)
-    resident, sums = values.sums(chosen.offload, axes, self.layout)
+    key = id(values), chosen.offload, axes
+    if key not in self._beside:
+      self._beside[key] = self._largest(flow, values, chosen.offload, axes)
+    for node, parts in self._beside[key]:
+      if node is None:
+        yield '', parts
+        continue
+      execution = chosen.execution(node.name)
+      own = self._within(flow, node, axes, execution, chosen.pieces)
+      yield node.name, {**parts, **own}
+
+  def _largest(self, flow, values, offload, axes) -> list:
+    """Returns a node of each kind, with the bytes of values beside its call.
+
+    A place without nodes has None with those of its carried values.
+    """
+    resident, sums = values.sums(offload, axes, self.layout)
     found = {'carried values': Estimate(resident, 'modeled')}
-    streamed = values.streamed(chosen.offload)
     if not values.here:
-      yield '', found
+      return [(None, found)]
+    streamed, most = values.streamed(offload), {}
     for i, (back, between) in zip(values.here, sums, strict=True):
-      yield (
-        flow.nodes[i].name,
-        {
-          **found,
-          'restored values': Estimate(back, 'modeled'),
-          'values between stages': Estimate(between, 'modeled'),
-          **self.sliced(flow, i, streamed.get(i, {}), axes),
-          **self._within(
-            flow,
-            flow.nodes[i],
-            axes,
-            chosen.execution(flow.nodes[i].name),
-            chosen.pieces,
-          ),
-        },
-      )
+      parts = {
+        **found,
+        'restored values': Estimate(back, 'modeled'),
+        'values between stages': Estimate(between, 'modeled'),
+        **self.sliced(flow, i, streamed.get(i, {}), axes),
+      }
+      kind, total = id(flow.alike(flow.nodes[i])), _total(parts)
+      if kind not in most or total > most[kind][0]:
+        most[kind] = total, flow.nodes[i], parts
+    return [(node, parts) for _, node, parts in most.values()]
 
   def sliced(self, flow, i: int, streamed, axes) -> dict[str, Estimate]:
     """Returns the bytes of slices of values that a node updates elsewhere."""
@@ -219,6 +259,7 @@ class MemoryModel:
     self, flow, node, axes, execution, pieces
   ) -> Mapping[str, Estimate]:
     """Returns the bytes that a stage itself needs, memoized."""
+    node = flow.alike(node)
     key = id(node), axes, execution, pieces
     if key not in self._needs:
       found = call_memory.within(

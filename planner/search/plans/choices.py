@@ -103,6 +103,7 @@ class Choices:
     self.menu = functools.cache(self._menu)
     self.smallest = functools.cache(self._smallest)
     self.group_axes = functools.cache(self._group_axes)
+    self.largest = functools.cache(self._largest)
     self._fits, self._possible, self._sizes, self._homes = {}, {}, {}, {}
     self._placements, self._columns, self._executions = {}, {}, {}
 
@@ -144,9 +145,10 @@ class Choices:
 
   # Costs.
 
-  def seconds(self, cut, i: int, units: int, axes, execution) -> float:
-    """Returns the seconds of a node."""
-    where = cut.flow, cut.flow.nodes[i], self.placement(0, units, axes)
+  def seconds(self, cut, kind: int, units: int, axes, execution) -> float:
+    """Returns the seconds of a node of a kind."""
+    node = cut.flow.nodes[cut.first[kind]]
+    where = cut.flow, node, self.placement(0, units, axes)
     return self.costs.seconds(*where, *execution)
 
   def executions(self, cut, stage: str, units: int, axes):
@@ -169,14 +171,15 @@ class Choices:
 
   def least_memory(self, cut, stage: str, units: int, axes, execution) -> float:
     """Returns the bytes of a device that a stage needs in every plan."""
-    node = max(
-      (node for node in self.flow.nodes if node.name == stage),
-      key=self.flow.rows_of,
-    )
     placement = self.placement(0, units, axes)
     return self.model.least_memory(
-      self.flow, node, placement, execution, cut.pieces
+      self.flow, self.largest(stage), placement, execution, cut.pieces
     )
+
+  def _largest(self, stage: str) -> graph.Node:
+    """Returns the call of a stage with the most rows."""
+    calls = (node for node in self.flow.nodes if node.name == stage)
+    return max(calls, key=self.flow.rows_of)
 
   def column(self, cut, *option) -> np.ndarray:
     """Returns seconds of nodes on `(block, units, axes, executions)`, [N].
@@ -190,33 +193,34 @@ class Choices:
     return self._columns[key]
 
   def _column(self, cut, block: int, units: int, axes, some) -> np.ndarray:
-    some, out = dict(some), np.zeros(len(cut.flow.nodes))
-    for i, g in enumerate(cut.group):
-      if block >> int(g) & 1 and i not in cut.floating:
+    some, out = dict(some), np.zeros(len(cut.first))
+    for k, i in enumerate(cut.first):
+      if block >> int(cut.group[i]) & 1 and i not in cut.floating:
         name = cut.flow.nodes[i].name
         plumbing = graph.is_plumbing(cut.flow.nodes[i])
         execution = plan_lib.Execution() if plumbing else some[name]
-        out[i] = self.seconds(cut, i, units, axes, execution)
-    return out
+        out[k] = self.seconds(cut, k, units, axes, execution)
+    return out[cut.kind]
 
   def table(self, cut) -> np.ndarray:
     """Returns the least seconds of every node by its units, [N, units + 1]."""
-    least = np.full((len(cut.flow.nodes), self.units + 1), np.inf)
+    least = np.full((len(cut.first), self.units + 1), np.inf)
     for units in range(1, self.units + 1):
       self.deadline.check()
       axes = self.group_axes(units)
-      for i, node in enumerate(cut.flow.nodes):
+      for k, i in enumerate(cut.first):
+        node = cut.flow.nodes[i]
         if i in cut.floating:
-          least[i, units] = 0.0
+          least[k, units] = 0.0
           continue
         for mesh in axes[cut.group[i]]:
           some = (plan_lib.Execution(),)
           if not graph.is_plumbing(node):
             some = self.executions(cut, node.name, units, mesh)
           for execution in some:
-            spent = self.seconds(cut, i, units, mesh, execution)
-            least[i, units] = min(least[i, units], spent)
-    return least
+            spent = self.seconds(cut, k, units, mesh, execution)
+            least[k, units] = min(least[k, units], spent)
+    return least[cut.kind]
 
   def _group_axes(self, units: int) -> list[set]:
     """Returns the meshes that the place of each group of stages may have."""

@@ -90,7 +90,8 @@ def _by_seconds(choices, cut, choice, b, stage) -> list[plan_lib.Execution]:
 
   def seconds(execution):
     return sum(
-      choices.seconds(cut, i, *where, execution) for i in cut.calls[stage]
+      times * choices.seconds(cut, kind, *where, execution)
+      for kind, times in cut.calls[stage]
     )
 
   def possible(some):

@@ -162,8 +162,11 @@ def _seconds(model, cut, placement, stage) -> dict[plan_lib.Execution, float]:
   """Returns the seconds of all calls of a stage, by execution."""
   found = {
     execution: sum(
-      model.seconds(cut.flow, cut.flow.nodes[i], placement, *execution)
-      for i in cut.calls[stage]
+      times
+      * model.seconds(
+        cut.flow, cut.flow.nodes[cut.first[kind]], placement, *execution
+      )
+      for kind, times in cut.calls[stage]
     )
     for execution in cut.executions[stage]
   }
