@@ -26,7 +26,13 @@ from planner.lower import passes, unroll
 from planner.search import deadline as deadline_lib
 from planner.search import result as result_lib
 from planner.simulation import evaluate_plan
-from rlinf_jax.planning import answers, evaluation_rows, remedies, searches
+from rlinf_jax.planning import (
+  answers,
+  collector,
+  evaluation_rows,
+  remedies,
+  searches,
+)
 from rlinf_jax.planning.compiled import less_memory, plan_compiler
 from rlinf_jax.planning.compiled import report as compiled_report
 from rlinf_jax.planning.compiled import topology as topology_lib
@@ -39,6 +45,7 @@ TOO_LARGE = 'Plans that do not fit in memory, as it is modeled or compiled:'
 ALGORITHM1 = "The plan of RLinf's Algorithm 1"
 
 
+@collector.only_young()
 def report_plan(
   flows: tuple[graph.Flow, graph.Flow],
   staleness: int,

@@ -2,6 +2,7 @@
 
 import functools
 
+from flax import errors
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,17 @@ def parameter(module, name, *shape):
   Its gradient is summed in that dtype. A cast before use would sum the
   gradients of all tokens in the narrow dtype.
   """
-  # `transformer.init_params` draws the values; flax declares names and shapes.
-  zeros = nn.initializers.zeros
-  return module.param(name, zeros, shape, module.config.param_dtype)
+  if not module.has_variable('params', name):
+    # `transformer.init_params` draws the values; flax declares the shapes.
+    zeros = nn.initializers.zeros
+    return module.param(name, zeros, shape, module.config.param_dtype)
+  # `module.param` would trace `zeros` for its shape, a quarter of all tracing.
+  value = module.get_variable('params', name)
+  if value.shape != shape:
+    raise errors.ScopeParamShapeError(
+      name, module.scope.path_text, value.shape, shape
+    )
+  return value
 
 
 def matrix(module, name, *shape):
