@@ -41,6 +41,7 @@ class Case:
     length: tokens of a completion.
     rows: rows of a micro-batch of `gradient`; None for all.
     packed: tokens of a packed row; None without packing.
+    slots: rows that a device decodes at once; None for all together.
     remat: activations that `gradient` stores, as in `stages.remat`.
     offload: stages whose own carried values are in host memory.
     stages: names of the stages to compile.
@@ -59,6 +60,7 @@ class Case:
   length: int = 1024
   rows: int | None = None
   packed: int | None = None
+  slots: int | None = None
   remat: str = 'nothing_saveable'
   offload: tuple[str, ...] = ()
   stages: tuple[str, ...] = ('gradient', 'apply')
@@ -152,6 +154,7 @@ def _read(case: Case, topology, checkpoint: str):
     'PROMPT': case.prompt,
     'LENGTH': case.length,
     'PACKED': case.packed,
+    'SLOTS': case.slots,
     'cluster.Cluster.num_devices': topology.num_devices,
     'cluster.Cluster.topology': case.topology,
     **case.bindings,
