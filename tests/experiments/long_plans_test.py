@@ -11,7 +11,9 @@ import pytest
 import claims
 
 ROOT = pathlib.Path(__file__).parents[2]
-CLUSTERS = ['h100', 'tpu_v5p_8']
+# Clusters, and CPU-seconds of the search: by default a minute, and fewer in
+# `make test`.
+SEARCHES = [('h100', 60), ('tpu_v5p_8', 60), ('h100', 5)]
 
 
 def planned(cluster, tmp_path, *flags):
@@ -41,12 +43,14 @@ def planned(cluster, tmp_path, *flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('cluster', claims.some(CLUSTERS, CLUSTERS[:1]))
+@pytest.mark.parametrize(
+  'cluster, seconds', claims.some(SEARCHES, SEARCHES[-1:])
+)
 def test_7b_at_512_and_8192_tokens_has_a_plan_for_eight_devices(
-  cluster, tmp_path
+  cluster, seconds, tmp_path
 ):
   """`v5p-16` is a box of eight chips of two cores."""
-  planned(cluster, tmp_path)
+  planned(cluster, tmp_path, '--plan_seconds', str(seconds))
 
 
 @pytest.mark.slow

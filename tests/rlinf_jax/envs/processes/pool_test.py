@@ -15,6 +15,7 @@ from planner.ir import plan as plan_lib
 from rlinf_jax import train
 from rlinf_jax.envs import env_pool, simulator
 from rlinf_jax.envs.processes import episode_log
+from rlinf_jax.planning import autoplan
 from rlinf_jax.runtime import local
 import saved
 import stages
@@ -192,6 +193,7 @@ def ppo(pools, num_envs=4):
 @pytest.mark.slow
 def test_a_run_measures_simulators_and_resets_them(make, tmp_path, monkeypatch):
   monkeypatch.setenv('RLINF_JAX_CACHE', str(tmp_path / 'cache'))
+  monkeypatch.setattr(autoplan, 'SECONDS', 1.0)  # Any plan will do.
 
   def run(name, **kwargs):
     pools = [make(2, 1)[0] for _ in range(2)]
