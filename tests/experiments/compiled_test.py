@@ -91,6 +91,8 @@ def test_recorded_costs_are_within_a_tenth_of_the_model():
       where, memory = (name, stage['name']), stage['memory']
       modeled = memory['modeled']
       assert modeled == pytest.approx(memory['total'], rel=0.1), where
+      if case_lib.read(name).slots:
+        continue  # Compilers do not know how long rows of slots are.
       sent = stage['collective_bytes']
       if sent > 1000:  # Otherwise the norm of the gradient alone.
         modeled = stage['modeled_collective_bytes']
