@@ -20,7 +20,7 @@ from planner.lower import program, unroll
 from planner.search import deadline as deadline_lib
 from planner.search.plans import second_mesh
 from planner.simulation import evaluate_plan
-from rlinf_jax.planning import collector, evaluation_rows, remedies, searches
+from rlinf_jax.planning import evaluation_rows, remedies, searches
 from rlinf_jax.planning.profiling import flow_profile
 from sharding import rules as rules_lib
 
@@ -105,7 +105,6 @@ def find_plan(
   return chosen
 
 
-@collector.only_young()
 def search(step, evaluate, staleness, model) -> ChosenPlan:
   """Searches for the fastest plan that evaluations can run by, too.
 

@@ -45,7 +45,6 @@ TOO_LARGE = 'Plans that do not fit in memory, as it is modeled or compiled:'
 ALGORITHM1 = "The plan of RLinf's Algorithm 1"
 
 
-@collector.only_young()
 def report_plan(
   flows: tuple[graph.Flow, graph.Flow],
   staleness: int,
@@ -88,7 +87,8 @@ def report_plan(
   """
   deadline = deadline_lib.Deadline(seconds)
   table, (flow, evaluation) = str(flows[0]), map(unroll.unroll, flows)
-  works = count.of_flow(flow, platform=cluster.device.platform)
+  with collector.only_young():
+    works = count.of_flow(flow, platform=cluster.device.platform)
   works, assumption = _completion_work(works, lengths)
   host_timing.check(flow, host_seconds)
   timed = host_timing.seconds_per_row(flow)

@@ -14,6 +14,7 @@ from planner.search import deadline as deadline_lib
 from planner.search import result as result_lib
 from planner.search.plans import second_mesh
 from planner.search.plans import space as space_lib
+from rlinf_jax.planning import collector
 
 KEPT = 25  # Fastest plans that a search returns.
 SEARCH = 0.8  # Of the time that is left, for the fastest plan.
@@ -22,6 +23,7 @@ SHARE = 1 / 3  # Likewise for each of the next searches of a report.
 Ranked = list[tuple[plan_lib.Plan, float]]
 
 
+@collector.only_young()
 def search(
   flow,
   model,
@@ -45,6 +47,7 @@ def search(
   return result
 
 
+@collector.only_young()
 def compare(
   flow, model, staleness: int, deadline: deadline_lib.Deadline
 ) -> tuple[result_lib.SearchResult, Ranked, result_lib.SearchResult | None]:
