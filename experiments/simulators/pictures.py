@@ -101,7 +101,7 @@ def main():
   )
   for patch in 8, 16:
     policy = openvla_oft_env.policy(
-      env, config=model(patch), prompt=(1, 3), state='state', critic=True
+      env, config=model(patch), instruction=(1, 3), state='state', critic=True
     )
     cases = [seconds(env, some) for some in (at_random(env), policy)]
     took = [[case(turn) for case in cases] for turn in range(TURNS + 1)]

@@ -54,7 +54,7 @@ def pretrained(env, folder, **settings):
   return openvla_oft_env.pretrained(
     env,
     checkpoint=str(folder),
-    prompt=(1, 5, 7),
+    instruction=(1, 5, 7),
     chunk=Z,
     towers=plain.TOWERS,
     **{'norm_stats': STATS, 'new_heads': True, 'critic': False} | settings,
