@@ -117,7 +117,8 @@ def bottleneck(flow: graph.Flow, simulation) -> str:
   longest = max(stages, key=stages.get)
   line = (
     f'{place} is busy {100 * shares[place]:.0f} % of the time, mostly with '
-    f'{longest} ({stages[longest]:.3g} s of {period:.3g} s).'
+    f'{longest} ({formatting.digits(stages[longest])} s of '
+    f'{formatting.digits(period)} s).'
   )
   idle = [
     f'{name} waits {100 * (1 - share):.0f} %'

@@ -60,7 +60,8 @@ def comparisons(data: Mapping[str, Any]) -> list[str]:
       continue
     slowdown = 100 * entry['relative_slowdown']
     lines.append(
-      f'{entry["title"]} takes {entry["seconds"]:.3g} s, {slowdown:+.1f} %: '
+      f'{entry["title"]} takes {formatting.digits(entry["seconds"])} s, '
+      f'{slowdown:+.1f} %: '
       f'{entry["reason"]}.'
     )
   return lines

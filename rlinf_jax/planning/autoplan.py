@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import dataclasses
 import typing
 
+from planner import formatting
 from planner.costs import cost_table, roofline
 from planner.costs import measured as measured_lib
 from planner.costs.mesh import menu
@@ -234,4 +235,6 @@ def summary(step: graph.Flow, chosen: ChosenPlan) -> str:
   for spent in calls:
     shares[spent.tag] += spent.value / total if total else 0.0
   known = report_text.known(shares)
-  return f'Plan: {line}; {seconds:.3g} s a step, {proof}. {known}'
+  return (
+    f'Plan: {line}; {formatting.digits(seconds)} s a step, {proof}. {known}'
+  )

@@ -260,7 +260,7 @@ def _fastest(flow, model, result, staleness, data) -> list[str | None]:
     data['waiting'] = waiting
   which = 'This plan' if result.gap == 1 else 'The fastest plan'
   return [
-    f'{which} takes {result.seconds:.3g} s a step. '
+    f'{which} takes {formatting.digits(result.seconds)} s a step. '
     f'{report_text.known(data["known"])}',
     *report_text.guess(data),
     overview.places(best.flow, result.best),

@@ -378,6 +378,20 @@ def test_byte_sizes_are_formatted_with_units(n, text):
   assert formatting.byte_size(n) == text
 
 
+@pytest.mark.parametrize(
+  ('n', 'text'),
+  [
+    (0.01234, '12.3 ms'),
+    (12.34, '12.3 s'),
+    (999.6, '1,000 s'),
+    (119972.0, '119,972 s'),
+  ],
+)
+def test_seconds_are_never_written_with_an_exponent(n, text):
+  assert formatting.seconds(n) == text
+  assert n < 1 or formatting.digits(n) == text.removesuffix(' s')
+
+
 def test_a_listing_counts_all_bytes():
   graph = tiny.trace(grpo(kl_coef=0.1), tiny.problem())
   params = jax.eval_shape(tiny.policy().init, jax.random.key(0))
