@@ -82,8 +82,7 @@ def evaluate(
     ValueError: if the recipe binds a parameter that nothing reads, or an
       evaluation of something else, or with other bindings, is resumed.
   """
-  folder = pathlib.Path(workdir)
-  with run_lock.hold(folder):
+  with run_lock.hold(folder := pathlib.Path(workdir)):
     check_folder(folder, resume)
     subject = _subject(folder, checkpoint_of, seed)
     if (finished := folder / 'evaluation.json').exists():

@@ -60,6 +60,7 @@ class ColumnWork(NamedTuple):
     dtype: of their operands.
     bytes: bytes that are read, likewise.
     kernels: kernels that are launched in a step.
+    scope: name of the scope in which `EngineCost.equivalent` computes the same.
   """
 
   prompt: int
@@ -67,6 +68,7 @@ class ColumnWork(NamedTuple):
   dtype: str
   bytes: float
   kernels: int
+  scope: str = ATTENTION_SCOPE
 
 
 class EngineCost(NamedTuple):
@@ -92,7 +94,7 @@ class EngineCost(NamedTuple):
       rounds of a loop. The first of them takes the parameters over.
     columns: with the arguments of the stage, the work of the kernel that reads
       keys and values on the platform traced for, in place of what `equivalent`
-      computes in the scope `ATTENTION_SCOPE`; None if there is no such kernel.
+      computes in its `scope`; None if there is no such kernel.
   """
 
   equivalent: Callable[..., Any]

@@ -72,7 +72,7 @@ def copies(text: str, size: int) -> int:
 
 
 def compiled(on, kernel: str) -> dict:
-  """What the compiler says of a loop with a kernel."""
+  """Compiles a loop with a kernel, and returns its memory and its copies."""
 
   def like(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=on)

@@ -28,8 +28,6 @@ from planner.lower import offloading
 from sharding import elementwise
 from sharding import mesh as mesh_lib
 
-# The scope in which decoding attends to keys and values.
-SCOPE = 'attention_to_caches'
 PARTS = (1, 2, 8, 64)  # Fractions of a batch whose work is counted.
 
 
@@ -129,7 +127,8 @@ def of_node(
     how = {'trips': trips, 'platform': platform}
     traced = _programs(flow, node, run, platform)
     columns = engine and _columns(flow, node, platform)
-    counter = _counter(flow, node, traced, **how, without=columns and SCOPE)
+    without = columns and columns.scope
+    counter = _counter(flow, node, traced, **how, without=without)
     counted = _counted(counter, _sizes(flow, node))
     if engine is None:
       found = _with_choices(flow, node, counted, how)

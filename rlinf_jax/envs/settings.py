@@ -9,7 +9,8 @@ def passes_settings_to(
   """Marks a function that passes its `**settings` to `make()`, or to a pool.
 
   Recipes are then checked by the parameters of both (`rlinf_jax.config`),
-  before a simulator is imported.
+  before a simulator is imported. It is `stages.settings.passed_to` without
+  JAX, which that package imports and workers do not.
 
   Args:
     make: returns the function, which may be defined later.
