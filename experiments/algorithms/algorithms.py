@@ -54,7 +54,7 @@ POLICY_GRADIENT = (
   # In groups of four: twice the prompts, for as many completions.
   _variant('RLOO', 'rloo', ('arithmetic.problems.batch_size', 112)),
   _variant('ReMax', 'remax', ('arithmetic.problems.batch_size', 112)),
-  Algorithm('PPO', 'ppo_arithmetic', 'text_ppo'),
+  Algorithm('PPO', 'ppo_arithmetic', 'ppo'),
 )
 OTHERS = (
   Algorithm('DAPO', 'dapo_arithmetic', 'dapo'),

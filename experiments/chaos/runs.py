@@ -34,7 +34,7 @@ KINDS = {
     'ppo_push',
     (
       'STEPS = 8',
-      'workflows.ppo.num_envs = 16',
+      'workflows.embodied_ppo.num_envs = 16',
       'UPDATES = 2',
       'train.train.evaluate_every = 4',
       'train.train.checkpoint_every = 2',
@@ -48,7 +48,7 @@ KINDS = {
       'STEPS = 6',
       'ENVS = 4',
       'gymnasium.env.num_processes = 2',
-      'workflows.ppo.num_steps = 32',
+      'workflows.embodied_ppo.num_steps = 32',
       'train.train.evaluate_every = 3',
       'train.train.checkpoint_every = 2',
       'seed_source.seeds.held_out = 4',

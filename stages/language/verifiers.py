@@ -116,7 +116,7 @@ def refuse_learned(verify: stages.Stage | LearnedVerifier | None):
   if isinstance(verify, LearnedVerifier):
     raise ValueError(
       'A learned reward has parameters, and this workflow calls its verifier '
-      'without any: use another, such as grpo or text_ppo, or leave reward '
+      'without any: use another, such as grpo or ppo, or leave reward '
       'models out.'
     )
 

@@ -5,6 +5,7 @@ from stages.workflows.dapo import dapo
 from stages.workflows.distillation import distillation
 from stages.workflows.dpo import dpo
 from stages.workflows.embodied_grpo import embodied_grpo
+from stages.workflows.embodied_ppo import embodied_ppo
 from stages.workflows.expert_iteration import expert_iteration
 from stages.workflows.grpo import grpo
 from stages.workflows.ppo import ppo
@@ -12,7 +13,6 @@ from stages.workflows.reinforce import reinforce
 from stages.workflows.role_grpo import role_grpo
 from stages.workflows.sac import sac
 from stages.workflows.sft import sft
-from stages.workflows.text_ppo import text_ppo
 
 __all__ = [
   'behavior_cloning',
@@ -20,6 +20,7 @@ __all__ = [
   'distillation',
   'dpo',
   'embodied_grpo',
+  'embodied_ppo',
   'expert_iteration',
   'grpo',
   'ppo',
@@ -27,5 +28,4 @@ __all__ = [
   'role_grpo',
   'sac',
   'sft',
-  'text_ppo',
 ]

@@ -31,26 +31,26 @@ HELD += ['--workdir={here}/held']
 OTHER_FUNCTIONS = [
   (
     'train.train.source',
-    '@workflows.ppo()',
-    '@ppo()',
+    '@workflows.embodied_ppo()',
+    '@embodied_ppo()',
     'a Source, which a function returns (@name()), and the function returns '
     'Workflow.',
   ),
   (
-    'workflows.ppo.env',
+    'workflows.embodied_ppo.env',
     '@optimizers.adamw()',
     '@adamw()',
     'an Env, which a function returns (@name()), and the function returns '
     'GradientTransformation.',
   ),
   (
-    'workflows.ppo.policy',
+    'workflows.embodied_ppo.policy',
     '@gaussian_policy.policy()',
     '@policy()',
     'a function (@name), and the function returns Policy.',
   ),
   (
-    'workflows.ppo.policy',
+    'workflows.embodied_ppo.policy',
     '@optimizers.adamw',
     '@adamw',
     'a function (@name), and the function returns GradientTransformation.',
@@ -138,7 +138,7 @@ WRONG = [
   ([f'--gin_file={"z" * 5000}'], f'{"z" * 200}… cannot be used (File name too'),
   ([PUSH, f'--gin_bindings={"x" * 9999}'], f"--gin_bindings '{'x' * 200}…': "),
   (
-    [PUSH, '--gin_bindings=workflows.ppo.num_envs = 2147483647'],
+    [PUSH, '--gin_bindings=workflows.embodied_ppo.num_envs = 2147483647'],
     'A number of the recipe is too large: ',
   ),
 ]

@@ -344,7 +344,7 @@ def test_ppo_takes_the_lambda_that_it_recommends(tmp_path):
   config.parse(
     ['gin_configs/ppo_math.gin'], [*files, length_adaptive], str(tmp_path)
   )
-  assert callable(config.binding(workflows.text_ppo, 'gae_lambda'))
+  assert callable(config.binding(workflows.ppo, 'gae_lambda'))
 
 
 @pytest.mark.slow

@@ -197,7 +197,7 @@ def test_another_process_starts_new_episodes_and_reports_it():
 
 @pytest.mark.slow
 def test_ppo_is_the_same_in_a_pool_a_vector_environment_and_pieces(pool):
-  make = lambda env: workflows.ppo(
+  make = lambda env: workflows.embodied_ppo(
     env,
     functools.partial(gaussian_policy.policy, width=8),
     optimizers.adamw(1e-2),

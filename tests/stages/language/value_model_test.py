@@ -100,7 +100,7 @@ def test_a_value_model_that_packs_needs_a_mask():
 def test_a_step_of_ppo_with_packing_learns_the_same(trunk):
   infos, states = [], []
   for packed_tokens in None, 15:
-    ppo = workflows.text_ppo(
+    ppo = workflows.ppo(
       tiny.policy('float64', packed_tokens=packed_tokens),
       invariance_test.even,
       MODELS[trunk](CONFIG, packed_tokens=packed_tokens),

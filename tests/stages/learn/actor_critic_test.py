@@ -12,7 +12,7 @@ from stages.envs import push
 from stages.envs.rollouts import obs_stats
 from stages.learn import loss_terms, train_step
 from stages.models.control import gaussian_policy
-from stages.workflows.ppo import objective
+from stages.workflows.embodied_ppo import objective
 from tests.stages.learn import ppo_cases
 
 KEY = jax.random.key(0)

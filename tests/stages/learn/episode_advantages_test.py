@@ -8,7 +8,7 @@ import pytest
 import claims
 from stages import base
 from stages.envs import env as env_lib
-from stages.workflows.ppo import compute_advantages
+from stages.workflows.embodied_ppo import compute_advantages
 from tests.stages.learn import ppo_cases
 
 GAMMA, LAMBDA = 0.9, 0.8

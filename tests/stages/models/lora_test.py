@@ -180,7 +180,7 @@ def test_every_workflow_carries_frozen_weights_once(name):
     workflow = workflows.dapo(policy, tiny.even, adamw, **sizes)
     batch = tiny.problem()
   else:
-    workflow = workflows.text_ppo(
+    workflow = workflows.ppo(
       policy,
       tiny.even,
       critics[name](tiny.CONFIG),

@@ -33,7 +33,9 @@ def shapes(workflow, batch=()):
 def test_a_step_in_pictures_leaves_a_state_of_the_same_shapes(name):
   optimizer, batch = optimizers.adamw(1e-3), ()
   if name == 'ppo':
-    workflow = workflows.ppo(ENV, policy, optimizer, num_minibatches=2, **ROWS)
+    workflow = workflows.embodied_ppo(
+      ENV, policy, optimizer, num_minibatches=2, **ROWS
+    )
   elif name == 'grpo':
     workflow = workflows.embodied_grpo(
       ENV, policy, optimizer, group_size=2, kl_coef=0.1, **ROWS

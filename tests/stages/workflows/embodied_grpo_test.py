@@ -358,7 +358,7 @@ def test_it_starts_from_an_exported_policy_and_keeps_its_statistics(tmp_path):
 
 
 def ppo(**kwargs):
-  return workflows.ppo(
+  return workflows.embodied_ppo(
     jax_envs.line(),
     functools.partial(gaussian_policy.policy, width=8),
     optimizers.adamw(1e-3),

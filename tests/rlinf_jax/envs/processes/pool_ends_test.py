@@ -113,7 +113,7 @@ def test_a_parent_that_is_killed_leaves_nothing():
 def test_memory_does_not_grow_in_five_hundred_iterations():
   """Of PPO: simulators, policy and what is carried."""
   pool = env_pool.make_pool(gymnasium.make, 6, 2, name=TOY)
-  workflow = workflows.ppo(
+  workflow = workflows.embodied_ppo(
     env_pool.from_pool(pool),
     functools.partial(gaussian_policy.policy, width=8),
     optimizers.adamw(1e-3),

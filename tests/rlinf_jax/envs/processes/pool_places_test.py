@@ -38,7 +38,7 @@ SEED = np.arange(2, dtype=np.int32)
 
 def ppo(**settings):
   env = gymnasium.env(num_envs=ROWS, num_processes=2, **settings)
-  return workflows.ppo(
+  return workflows.embodied_ppo(
     env,
     functools.partial(gaussian_policy.policy, width=8),
     optimizers.adamw(1e-3),

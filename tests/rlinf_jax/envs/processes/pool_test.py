@@ -176,7 +176,7 @@ def test_a_planned_step_equals_a_plain_loop(make, sketch):
 def ppo(pools, num_envs=4):
   """A workflow that trains in one pool and is judged in the other."""
   env, eval_env = map(env_pool.from_pool, pools)
-  workflow = workflows.ppo(
+  workflow = workflows.embodied_ppo(
     env,
     gaussian_policy.policy,
     optimizers_lib.adamw(1e-3),

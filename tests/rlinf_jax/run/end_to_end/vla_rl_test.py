@@ -128,7 +128,7 @@ def test_ppo_of_pi05_acts_by_pictures_and_a_constant_instruction(
       'ENVIRONMENTS = 4',
       'PROCESSES = 1',
       'HORIZON = 10',
-      'workflows.ppo.num_steps = 4',
+      'workflows.embodied_ppo.num_steps = 4',
       'maniskill.env.image_size = 32',
       # So that the step is seen in weights of float32.
       'actor/optimizers.adamw.learning_rate = 1e-2',
@@ -171,9 +171,9 @@ def test_ppo_of_openvla_trains_adapters_and_exports_them_merged(
       'ENVIRONMENTS = 4',
       'PROCESSES = 1',
       'HORIZON = 4',
-      'workflows.ppo.num_minibatches = 2',
+      'workflows.embodied_ppo.num_minibatches = 2',
       # No episode succeeds, so that advantages are zero.
-      'workflows.ppo.entropy_coef = 0.01',
+      'workflows.embodied_ppo.entropy_coef = 0.01',
       'maniskill.env.image_size = 32',
       'instructions.openvla.length = 192',  # A token is a character.
     ],

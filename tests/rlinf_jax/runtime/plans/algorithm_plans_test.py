@@ -116,7 +116,7 @@ WORKFLOWS = {
     num_minibatches=2,
     minibatch_by='shuffled',
   ),
-  'conversation_ppo': lambda: workflows.text_ppo(
+  'conversation_ppo': lambda: workflows.ppo(
     tiny.policy('float64', length=10),
     conversation.episode_return(),
     value_model.own_trunk(dataclasses.replace(tiny.CONFIG, dtype='float64')),

@@ -227,7 +227,7 @@ MAKERS = {
     ADAM,
     group_size=GROUP,
   ),
-  'text_ppo': lambda policy: workflows.text_ppo(
+  'ppo': lambda policy: workflows.ppo(
     policy, tiny.even, value_model.own_trunk(tiny.CONFIG), ADAM, ADAM
   ),
   'grpo': lambda policy: workflows.grpo(
@@ -267,9 +267,7 @@ def test_what_cannot_be_replayed_is_refused():
     tiny.policy(replay_routing=True)
   policy = replaying()
   with pytest.raises(ValueError, match='or replay_routing to False'):
-    workflows.text_ppo(
-      policy, tiny.even, value_model.head(tiny.EXPERTS), ADAM, ADAM
-    )
+    workflows.ppo(policy, tiny.even, value_model.head(tiny.EXPERTS), ADAM, ADAM)
   with pytest.raises(ValueError, match='or replays routing: set slots'):
     carried_lib.check(policy, 1, 1)
   with pytest.raises(ValueError, match='and replay_routing, and use a lang'):

@@ -115,7 +115,7 @@ def test_policies_refuse_actions_of_the_other_kind():
 
 def test_ppo_learns_to_choose():
   env = jax_envs.line_of_choices()
-  workflow = workflows.ppo(
+  workflow = workflows.embodied_ppo(
     env,
     functools.partial(categorical_policy.policy, width=8),
     optimizers.adamw(1e-2),

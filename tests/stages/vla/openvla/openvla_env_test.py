@@ -58,7 +58,7 @@ def test_grpo_learns_from_log_probabilities_that_are_those_of_sampling():
 @pytest.mark.slow
 def test_ppo_learns_with_the_value_of_the_same_model():
   env = push.push(image_size=8, horizon=3)
-  workflow = workflows.ppo(
+  workflow = workflows.embodied_ppo(
     env,
     POLICY,
     optax.sgd(0.1),
