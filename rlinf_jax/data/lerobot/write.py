@@ -1,6 +1,7 @@
 """Writes episodes as a LeRobot folder of version 3."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+import contextlib
 import json
 import os
 import pathlib
@@ -173,7 +174,7 @@ def _encode(path: pathlib.Path, frames: Iterable[np.ndarray], fps, codec: str):
   av = extra.av()
   os.environ.setdefault('SVT_LOG', '1')  # The encoder of AV1 is talkative.
   path.parent.mkdir(parents=True, exist_ok=True)
-  with av.open(str(path), 'w') as container:
+  with _own_scheduling(), av.open(str(path), 'w') as container:
     stream = None
     for i, picture in enumerate(frames):
       if stream is None:
@@ -184,6 +185,21 @@ def _encode(path: pathlib.Path, frames: Iterable[np.ndarray], fps, codec: str):
       frame.pts = i  # Else a file may refuse the packets of a busy encoder.
       container.mux(stream.encode(frame))
     container.mux(stream.encode())
+
+
+@contextlib.contextmanager
+def _own_scheduling() -> Iterator[None]:
+  """Gives this thread its scheduling policy back.
+
+  Run by root, SVT-AV1 makes the thread that calls it a real-time one, and
+  leaves it so. That thread, and those that it then starts, would run before
+  all other processes of the machine.
+  """
+  policy, param = os.sched_getscheduler(0), os.sched_getparam(0)
+  try:
+    yield
+  finally:
+    os.sched_setscheduler(0, policy, param)
 
 
 def _write_info(root, episodes, tasks: int, frames: int, fps: int, codec: str):

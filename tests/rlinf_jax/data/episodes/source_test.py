@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pathlib
 import shutil
 
@@ -65,6 +66,13 @@ def test_pictures_come_back_at_their_steps(tmp_path, codec):
       got = data.read_pictures(episode, camera).astype(int)
       # A video has other colors than red, green and blue: ±1 grey level.
       assert np.abs(got - written.images[camera]).max() <= 1
+
+
+def test_an_encoder_leaves_the_scheduling_of_its_caller(tmp_path):
+  before = os.sched_getscheduler(0), os.sched_getparam(0).sched_priority
+  lerobot_folder.make(tmp_path / 'written', 'libsvtav1')
+  after = os.sched_getscheduler(0), os.sched_getparam(0).sched_priority
+  assert before == after
 
 
 def test_a_row_is_a_step_with_the_actions_after_it(folder):
