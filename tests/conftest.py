@@ -23,6 +23,7 @@ import os
 import pathlib
 import re
 import sys
+import threading
 import time
 import types
 import zlib
@@ -119,6 +120,23 @@ def few_programs():
     jax.clear_caches()
     gc.collect()
     trim()
+
+
+@pytest.fixture(autouse=True, scope='module')
+def no_busy_thread():
+  """Fails a module that leaves a thread which computes on.
+
+  It would slow down all tests that follow in this process.
+  """
+  import busy_threads
+
+  before = {*threading.enumerate()}
+  yield
+  left = busy_threads.busy(before, seconds=2.0)
+  assert not left, (
+    f'Threads {left} compute on when the tests of the module have ended: end '
+    'them, or what they run.'
+  )
 
 
 def trim():

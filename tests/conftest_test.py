@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import busy_threads
 from rlinf_jax.config import config
 from tests import conftest
 
@@ -204,6 +205,27 @@ def test_processes_share_modules_and_each_test_runs_once(
       i for turn in turns for i, x in enumerate(turn) if x and name in x[0]
     }
     assert len(of_name) == 1, name
+
+
+def test_a_thread_that_computes_on_is_named_until_it_ends():
+  before = {*threading.enumerate()}
+  ended, waits = threading.Event(), threading.Event()
+
+  def compute():
+    while not ended.is_set():
+      pass
+
+  threads = [
+    threading.Thread(target=compute, name='computes'),
+    threading.Thread(target=waits.wait, name='waits'),
+  ]
+  for thread in threads:
+    thread.start()
+  assert busy_threads.busy(before, seconds=0.5) == ['computes']
+  ended.set()
+  threads[0].join()
+  assert busy_threads.busy(before, seconds=60) == []
+  waits.set()
 
 
 @pytest.mark.parametrize('order', ['first', 'second'])

@@ -7,6 +7,7 @@ has a limit of time and one of length, and every error is a sentence.
 """
 
 from collections.abc import Mapping, Sequence
+import ctypes
 import queue
 import threading
 from typing import Any
@@ -39,13 +40,16 @@ def render(
       )
     except Exception as error:  # noqa: BLE001 (Foreign code: any may come.)
       done.put(error)
+    except SystemExit:  # By `_end`.
+      pass
 
-  # A thread cannot be ended, but a daemon ends with the process.
-  threading.Thread(target=run, name='chat_template', daemon=True).start()
+  thread = threading.Thread(target=run, name='chat_template', daemon=True)
+  thread.start()
   try:
     text = done.get(timeout=SECONDS)
   except queue.Empty:
     text = TimeoutError(f'it takes more than {SECONDS:g} s')
+    _end(thread)
   if isinstance(text, str):
     text = _fault(text) or text
   if isinstance(text, Exception):
@@ -54,6 +58,18 @@ def render(
       f'{" ".join(str(text).split())[:300].rstrip(".")}.'
     ) from text
   return text
+
+
+def _end(thread: threading.Thread):
+  """Ends a thread by a SystemExit that is raised in it.
+
+  A template that loops would otherwise take a core for as long as the process
+  lives. What is computed outside Python, such as a long product of texts, ends
+  first.
+  """
+  ctypes.pythonapi.PyThreadState_SetAsyncExc(
+    ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
+  )
 
 
 def _fault(text: str) -> ValueError | None:
