@@ -52,22 +52,48 @@ ATTENTION_SCOPE = 'attention_to_caches'
 
 
 class ColumnWork(NamedTuple):
-  """The work of a kernel that reads of a slot its filled columns alone.
+  """The work of attention in layers of one kind, for slots.
+
+  Attributes:
+    reads: the columns of keys and values that are read of each slot: 'own',
+      those that its row has filled; 'longest', as many as the longest row has
+      filled; 'all', also those that no row has.
+    most: the largest number of columns that is read of a slot.
+    window: the latest tokens that a row attends to. Where 'longest' is read,
+      columns before those of all rows are not.
+    beyond: columns that are read beyond those of rows, in a mean slot, as
+      whole blocks are read.
+    matmul_flops: operations of matrix products, in a step, for each column.
+    other_flops: other operations, likewise.
+    dtype: of the operands of products.
+    bytes: bytes that are read and written, likewise.
+    kernels: kernels that are launched in a step.
+  """
+
+  reads: Literal['own', 'longest', 'all']
+  most: float
+  window: float
+  beyond: float
+  matmul_flops: float
+  other_flops: float
+  dtype: str
+  bytes: float
+  kernels: int
+
+
+class AttentionWork(NamedTuple):
+  """The work of attention to the keys and values of rows in slots.
 
   Attributes:
     prompt: columns that a prompt fills, if it is as long as prompts may be.
-    flops: operations of matrix products, in a step, for each column of a row.
-    dtype: of their operands.
-    bytes: bytes that are read, likewise.
-    kernels: kernels that are launched in a step.
+    layers: the work of all layers, by their kind.
+    writes_scores: whether some layers write scores to memory.
     scope: name of the scope in which `EngineCost.equivalent` computes the same.
   """
 
   prompt: int
-  flops: float
-  dtype: str
-  bytes: float
-  kernels: int
+  layers: tuple[ColumnWork, ...]
+  writes_scores: bool
   scope: str = ATTENTION_SCOPE
 
 
@@ -92,9 +118,9 @@ class EngineCost(NamedTuple):
       hold copies.
     calls: calls with the same parameters, as planners count on, such as the
       rounds of a loop. The first of them takes the parameters over.
-    columns: with the arguments of the stage, the work of the kernel that reads
-      keys and values on the platform traced for, in place of what `equivalent`
-      computes in its `scope`; None if there is no such kernel.
+    attention: of slots: with the arguments of the stage, the work of attention
+      on the platform traced for, in place of what `equivalent` computes in its
+      `scope`; None if the stage has no slots.
   """
 
   equivalent: Callable[..., Any]
@@ -104,17 +130,17 @@ class EngineCost(NamedTuple):
   ranks: tuple[int, ...] | None = None
   cache_shards: float = math.inf
   calls: int = 1
-  columns: Callable[..., ColumnWork | None] | None = None
+  attention: Callable[..., AttentionWork] | None = None
 
 
 def slots_cost(
-  equivalent: Callable[..., Any], slots: int, columns: Callable
+  equivalent: Callable[..., Any], slots: int, attention: Callable
 ) -> EngineCost:
   """The cost of a loop in JAX that decodes in `slots`.
 
   Its keys and values count with its other arrays.
   """
-  return EngineCost(equivalent, math.inf, 0.0, slots, columns=columns)
+  return EngineCost(equivalent, math.inf, 0.0, slots, attention=attention)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -215,10 +241,10 @@ class Stage:
     """Axes of meshes whose sizes its program read where this was traced."""
     return set()
 
-  def column_work(self, *args) -> ColumnWork | None:
-    """`EngineCost.columns`, given shapes of the inputs; None without it."""
-    columns = self.engine and self.engine.columns
-    return columns and kernels.recorded(columns, self.attention)(*args)
+  def attention_work(self, *args) -> AttentionWork | None:
+    """`EngineCost.attention`, given shapes of the inputs; None without it."""
+    work = self.engine and self.engine.attention
+    return work and kernels.recorded(work, self.attention)(*args)
 
   def remat_policies(self, *args) -> tuple[str, ...]:
     """Policies that a plan may choose from, given shapes of the inputs.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.modes import published
-from planner.costs.decoding import decode
+from planner.costs.decoding import contexts, decode
 from planner.costs.measured import Estimate
 from planner.costs.work import NONE, StageWork, Work
 from planner.ir import graph
@@ -210,7 +210,7 @@ def generation(model, lengths, group: int, memory: float) -> decode.DecodeWork:
   return decode.DecodeWork(
     np.maximum(lengths - PROMPT, 1),
     step,
-    token,
+    [contexts.ColumnReads(token)],
     # A prompt is read once a group.
     dataclasses.replace(prompts, per_row=prompts.per_row.times(1 / group)),
     context=PROMPT,

@@ -126,25 +126,25 @@ def of_node(
   try:
     how = {'trips': trips, 'platform': platform}
     traced = _programs(flow, node, run, platform)
-    columns = engine and _columns(flow, node, platform)
-    without = columns and columns.scope
-    counter = _counter(flow, node, traced, **how, without=without)
+    attention = engine and _attention(flow, node, platform)
+    counter = _counter(flow, node, traced, **how, slots=attention)
     counted = _counted(counter, _sizes(flow, node))
     if engine is None:
       found = _with_choices(flow, node, counted, how)
       return dataclasses.replace(found, elementwise=_elementwise(flow, node))
     if node.stage.host:
       return decode.of_engine(_interpolated(counted), engine)
-    return decode.of_slots(_interpolated(counted), engine, columns)
+    return decode.of_slots(_interpolated(counted), engine, attention)
   except (NotImplementedError, ValueError) as error:
     error.add_note(f'This happened in stage {node.name}, while counted.')
     raise
 
 
-def _columns(flow, node, platform):
-  """Returns the work of the kernel that reads keys and values, if any."""
+def _attention(flow, node, platform):
+  """Returns the work of attention in slots; None for an engine."""
   with _ambient(None, platform):
-    return node.stage.column_work(*_arguments(flow, node, flow.rows_of(node)))
+    arguments = _arguments(flow, node, flow.rows_of(node))
+    return node.stage.attention_work(*arguments)
 
 
 def _elementwise(flow, node) -> tuple[tuple[int, ...], ...]:
@@ -176,7 +176,7 @@ def _sizes(flow, node) -> list[int]:
 
 
 def _counter(
-  flow, node, traced, on=None, *, trips, platform, without=None
+  flow, node, traced, on=None, *, trips, platform, slots=None
 ) -> Callable[[int], Work]:
   """Returns a memoized count of a function of a stage's arguments, by rows.
 
@@ -188,15 +188,23 @@ def _counter(
       work of one device alone.
     trips: as in `work`.
     platform: as in `work`.
-    without: as in `_work_of`.
+    slots: the work of attention in slots, which counts by itself; None if the
+      function computes its attention as it is.
   """
   letters = [flow.values[v].letters for v in node.reads]
 
   @functools.cache
   def at(rows):
     division = divisions.Division(*on) if on else None
-    jaxpr = traced(rows, division)
-    return _work_of(jaxpr, trips, letters, division, platform, without)
+    run = functools.partial(
+      _work_of, traced(rows, division), trips, letters, division, platform
+    )
+    if slots is None:
+      return run()
+    if not slots.writes_scores:
+      return run(slots.scope)
+    # Scores of as many columns are in memory.
+    return dataclasses.replace(run(slots.scope), bytes_alive=run().bytes_alive)
 
   return at
 

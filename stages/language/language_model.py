@@ -127,8 +127,8 @@ def _decoders(
     resume = functools.partial(generate.resume, model, **settings)
     empty = functools.partial(kept_cache.empty, model.config, length=length)
     return act, resume, empty, None
-  columns = functools.partial(slot_cache.column_work, model.config, length)
-  engine = core.slots_cost(act, slots, columns)
+  work = functools.partial(slot_cache.attention_work, model.config, length)
+  engine = core.slots_cost(act, slots, work)
   act = functools.partial(
     continuous.generate, model, slots=slots, length=length, **settings
   )

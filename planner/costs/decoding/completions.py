@@ -5,8 +5,8 @@ one by one. The number of unfinished rows over time, and the time at which the
 first groups are complete, decide whether learning should overlap with decoding.
 
 Lengths are tokens of each row; the rows of a group are adjacent. A step decodes
-one token of every active row in `step(batch, context)` seconds, where `context`
-is the mean number of context tokens of these rows, a NumPy array.
+one token of every active row. `step(batch, contexts)` returns the seconds of
+each step of `contexts`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-Step = Callable[[int, np.ndarray], np.ndarray]
+from planner.costs.decoding import contexts as contexts_lib
+
+Step = Callable[[int, contexts_lib.Contexts], np.ndarray]
 
 
 class CompletionCurve(NamedTuple):
@@ -63,7 +65,7 @@ def curve(
   takes = np.zeros(T)
   for batch in np.unique(batches):
     some = np.flatnonzero(batches == batch)
-    takes[some] = step(int(batch), prompt + some)
+    takes[some] = step(int(batch), contexts_lib.Contexts([0], some, prompt))
   seconds = np.concatenate([[0.0], np.cumsum(takes)]) + before
   return CompletionCurve(seconds, unfinished)
 
@@ -111,20 +113,22 @@ def refill(
   active = [(int(n), i) for i, n in enumerate(lengths[:first])]
   heapq.heapify(active)
   waiting = iter(range(first, len(lengths)))
-  # `starts` is the sum of the steps in which the active rows started.
-  now, clock, starts = 0, first * before, 0
+  # The steps in which the active rows started, the first first.
+  starts = dict.fromkeys(range(first), 0)
+  now, clock = 0, first * before
   while active:
     end, batch = active[0][0], len(active)
-    context = prompt + np.arange(now, end) - starts / batch
-    clock += float(np.sum(np.broadcast_to(step(batch, context), end - now)))
+    some = np.arange(now, end)
+    contexts = contexts_lib.Contexts([*starts.values()], some, prompt)
+    clock += float(np.sum(np.broadcast_to(step(batch, contexts), end - now)))
     now = end
     while active and active[0][0] == now:
       _, i = heapq.heappop(active)
       done[i] = clock
-      starts -= now - int(lengths[i])
+      del starts[i]
     for i in waiting:
       heapq.heappush(active, (now + int(lengths[i]), i))
-      starts += now
+      starts[i] = now
       clock += before
       if len(active) == slots:
         break

@@ -15,6 +15,7 @@ import math
 import numpy as np
 
 from planner.costs.decoding import completions
+from planner.costs.decoding import contexts as contexts_lib
 from planner.costs.decoding import speed as speed_lib
 from planner.costs.measured import Estimate, Tag
 from planner.costs.mesh import collectives
@@ -30,7 +31,8 @@ class DecodeWork:
   Attributes:
     lengths: tokens of each row of the batch, or of similar rows, [N].
     step: the work of decoding one token of each row.
-    token: additional work of a step for each token of context.
+    attention: additional work of a step that depends on the contexts of its
+      rows, of layers of one kind each; only of an engine and of slots.
     prompt: the work of prefilling the prompts; none if `step` includes it.
     context: tokens of a prompt.
     kept: bytes of the keys and values of an active row.
@@ -43,7 +45,8 @@ class DecodeWork:
       reserves as it starts; infinite if it reserves those of `max_rows` rows.
     max_rows: maximum number of active rows, on the devices that hold one copy
       of the parameters. Without an engine, each call decodes its rows in so
-      many slots, which take as long where they are empty.
+      many slots, which take as long where they are empty; infinite if it
+      decodes all rows at once.
     cache_shards: most devices that divide the keys and values of an engine.
     is_separate: whether the engine is a program of its own, which holds its own
       copies of the parameters, as many and divided as its place's mesh says.
@@ -53,7 +56,7 @@ class DecodeWork:
 
   lengths: Sequence[int]
   step: StageWork
-  token: Work = NONE
+  attention: Sequence[contexts_lib.ColumnReads] = ()
   prompt: StageWork = StageWork(NONE)
   context: float = 0.0
   kept: float = 0.0
@@ -73,6 +76,16 @@ class DecodeWork:
         f'Lengths are tokens of rows, at least one of each; got {lengths}.'
       )
     object.__setattr__(self, 'lengths', lengths)
+    if self.attention and not (self.engine or self.has_slots):
+      raise ValueError(
+        'A loop that decodes all rows at once counts its attention in `step`: '
+        'give it max_rows, or no `attention`.'
+      )
+
+  @property
+  def has_slots(self) -> bool:
+    """Whether it is a loop in JAX that decodes rows in slots."""
+    return not self.engine and math.isfinite(self.max_rows)
 
   def seconds(self, model, flow, node, placement, rows: int) -> Parts:
     """Returns the seconds of a call, by component.
@@ -90,7 +103,6 @@ class DecodeWork:
     copies, ways = model.layout.row_ways(axes), parameters.ways(axes)
     speed = speed_lib.decode_speed(self, rows, model, parameters, placement)
     once, again = speed.gather + model.cluster.device.launch_seconds, 0
-    slotted = not self.engine and self.max_rows * copies < rows
     if self.engine:
       each = there * pieces // copies
       ends = _ends(self, speed, each, self.slots(each, ways), copies)
@@ -102,15 +114,13 @@ class DecodeWork:
         sent = self._sent(parameters, axes, model.cluster.device)
         once += sent / self.calls
       once = 0.0 if at else once
-    elif slotted:
-      again, each = there / rows, rows // copies
-      ends = _ends(self, speed, each, int(self.max_rows), copies)
+    elif self.has_slots:
+      again, each = there / rows, max(1, rows // copies)
+      ends = _ends(self, speed, each, int(min(self.max_rows, each)), copies)
       steps, prompts = again * ends[-1], again * speed.read(each)
     else:
       again = there / rows
-      last = longest(self.lengths, rows)
-      context = self._mean_context(last)
-      steps = again * last * speed(rows / copies, context)
+      steps = again * longest(self.lengths, rows) * speed(rows / copies)
       prompts = again * speed.read(rows / copies)
     tag = 'assumed' if self.known == 'assumed' else 'modeled'
     return {
@@ -118,14 +128,6 @@ class DecodeWork:
       'prompts': Estimate(prompts, 'modeled'),
       'steps until rows end': Estimate(float(steps), tag),
     }
-
-  def _mean_context(self, steps: float) -> float:
-    """Returns the context of a row in a static batch, as a mean of its steps.
-
-    A row that has ended has none.
-    """
-    length = np.minimum(self.lengths, steps)
-    return float(np.mean(length * (self.context + length / 2)) / steps)
 
   def at(self, rows: float) -> Work:
     """Returns the work of a step with `rows` rows."""
@@ -279,40 +281,49 @@ def of_engine(call: StageWork, cost) -> DecodeWork:
   )
 
 
-def of_slots(call: StageWork, cost, columns) -> DecodeWork:
+def of_slots(call: StageWork, cost, attention) -> DecodeWork:
   """Returns the work of a loop in JAX that decodes rows in slots.
 
   Every row has the maximum length, until lengths are given.
 
   Args:
-    call: counted work of decoding all rows at once, without their attention
-      where a kernel computes it.
+    call: counted work of decoding all rows at once, without their attention.
     cost: what the stage says of its slots, `stages.EngineCost`.
-    columns: the work of that kernel, `stages.core.ColumnWork`; None without it.
+    attention: the work of attention in slots, `stages.core.AttentionWork`.
   """
   found = with_lengths(call, [round(max_tokens(call))], 'assumed')
-  found = dataclasses.replace(found, max_rows=cost.max_rows)
-  if columns is None:
-    return found
-  launched = Work(kernels=columns.kernels)
+  launched, whole, reads = NONE, NONE, []
+  for layers in attention.layers:
+    launched += Work(kernels=layers.kernels)
+    column = Work(
+      flops=layers.matmul_flops + layers.other_flops,
+      matmul={layers.dtype: layers.matmul_flops},
+      bytes_moved=layers.bytes,
+    )
+    if layers.reads == 'all':
+      whole += column.times(layers.most)
+    else:
+      whole += column.times(layers.beyond)
+      reads.append(
+        contexts_lib.ColumnReads(
+          column, layers.reads, layers.most, layers.window
+        )
+      )
 
-  def with_launches(line):
+  def with_attention(line):
     return dataclasses.replace(
       line,
       fixed=line.fixed + launched,
-      below=tuple(map(with_launches, line.below)),
+      per_row=line.per_row + whole,
+      below=tuple(map(with_attention, line.below)),
     )
 
-  token = Work(
-    flops=columns.flops,
-    matmul={columns.dtype: columns.flops},
-    bytes_moved=columns.bytes,
-  )
   return dataclasses.replace(
     found,
-    step=with_launches(found.step),
-    token=token,
-    context=float(columns.prompt),
+    step=with_attention(found.step),
+    attention=reads,
+    context=float(attention.prompt),
+    max_rows=cost.max_rows,
   )
 
 
@@ -330,14 +341,25 @@ def longest(lengths, rows: float) -> float:
   return float(np.sum(1 - np.minimum(share, 1.0) ** rows))
 
 
-def _slots_step(speed: speed_lib.DecodeSpeed, slots: int, rows: int, context):
-  """Seconds of a step; the last quarter of the slots have a smaller loop.
+def _seconds(
+  decode: DecodeWork,
+  speed: speed_lib.DecodeSpeed,
+  slots: int,
+  rows: int,
+  contexts: contexts_lib.Contexts,
+):
+  """Seconds of steps with `rows` active rows, a `completions.Step`.
 
-  Empty slots are computed, but have no context.
+  A loop also computes its empty slots. A quarter of the slots has a smaller
+  loop, in which the last rows are decoded.
   """
-  few = slots // 4
-  computed = few if rows <= few else slots
-  return speed(computed, context * rows / computed)
+  computed = rows
+  if not decode.engine:
+    few = slots // 4
+    computed = few if rows <= few else slots
+  empty = 1 - rows / computed
+  columns = [x.columns(contexts, empty) for x in decode.attention]
+  return speed(computed, columns)
 
 
 @functools.lru_cache(1024)
@@ -359,8 +381,6 @@ def _ends(
   last = longest(decode.lengths, rows * copies)
   lengths[-1] = max(lengths[-1], round(last))
   lengths = np.random.default_rng(0).permutation(lengths).astype(int)
-  step = speed
-  if not decode.engine:  # A loop also computes its empty slots.
-    step = functools.partial(_slots_step, speed, slots)
+  step = functools.partial(_seconds, decode, speed, slots)
   done = completions.finish(lengths, step, slots=slots, prompt=decode.context)
   return completions.finished_groups(done, decode.group_size)

@@ -1,26 +1,39 @@
 """Models the seconds of one step of decoding, as a function of its rows."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from planner.costs.mesh import collectives
-from planner.costs.work import NONE
 
 
 class LinearTime(NamedTuple):
-  """Seconds of a step: fixed, for each row, and for each token of context."""
+  """Seconds of a step: fixed, for each row, and for each column of a row.
+
+  Attributes:
+    fixed: seconds of a step without rows.
+    row: more seconds for each row.
+    column: more seconds for each column of a row, by kind of layers.
+  """
 
   fixed: float
   row: float
-  token: float = 0.0
+  column: tuple[float, ...] = ()
 
-  def at(self, rows, context=0.0):
-    return self.fixed + rows * (self.row + self.token * context)
+  def at(self, rows, columns: Sequence = ()):
+    """Returns the seconds of a step.
+
+    Args:
+      rows: number of rows.
+      columns: those that are read of a row, as a mean, by kind of layers.
+    """
+    of_columns = zip(self.column, columns, strict=True)
+    return self.fixed + rows * (self.row + sum(a * b for a, b in of_columns))
 
 
 class DecodeSpeed(NamedTuple):
-  """Seconds of a step on devices that share one copy, a `completions.Step`.
+  """Seconds of a step on devices that share one copy of the parameters.
 
   Attributes:
     arithmetic: seconds of arithmetic, which overlap with `traffic`.
@@ -37,9 +50,10 @@ class DecodeSpeed(NamedTuple):
   prompts: tuple[LinearTime, LinearTime]
   gather: float
 
-  def __call__(self, rows, context=0.0):
+  def __call__(self, rows, columns: Sequence = ()):
+    """Returns the seconds of a step; see `LinearTime.at`."""
     longer = np.maximum(
-      self.arithmetic.at(rows, context), self.traffic.at(rows, context)
+      self.arithmetic.at(rows, columns), self.traffic.at(rows, columns)
     )
     return longer + self.communication.at(rows)
 
@@ -61,8 +75,8 @@ def decode_speed(decode, rows, model, parameters, placement) -> DecodeSpeed:
   axes = placement.axes
   ways = parameters.ways(axes)
 
-  def lines(call, token=NONE):
-    some = call.fixed, call.per_row, token
+  def lines(call, columns=()):
+    some = call.fixed, call.per_row, *columns
     arithmetic, traffic = [], []
     for work in some:
       other = work.other_flops / (
@@ -77,7 +91,10 @@ def decode_speed(decode, rows, model, parameters, placement) -> DecodeSpeed:
         device.memory_bandwidth * assumed.memory_efficiency
       )
       traffic.append(moved / ways)
-    return LinearTime(*arithmetic), LinearTime(*traffic)
+    return tuple(
+      LinearTime(fixed, row, tuple(column))
+      for fixed, row, *column in (arithmetic, traffic)
+    )
 
   def communication_seconds(rows, gather):
     spent = 0.0
@@ -95,7 +112,7 @@ def decode_speed(decode, rows, model, parameters, placement) -> DecodeSpeed:
   gaps = step.at(rows).kernels * device.kernel_gap_seconds
   one = communication_seconds(1, False)
   more = communication_seconds(2, False) - one
-  arithmetic, traffic = lines(step, decode.token)
+  arithmetic, traffic = lines(step, [x.work for x in decode.attention])
   prompts = lines(decode.prompt.near(rows))
   return DecodeSpeed(
     arithmetic,

@@ -57,6 +57,17 @@ def obstacle(
   return None
 
 
+def block(kernel: str, C: int) -> int:
+  """Columns that a kernel reads at once, of caches with C columns."""
+  most = BLOCK if kernel == kernels.DECODE_ATTENTION else PAGE
+  return math.gcd(most, C)
+
+
+def splits(C: int) -> int:
+  """Programs of `decode_attention` that share C columns of a row."""
+  return math.gcd(SPLITS, -(-C // BLOCK))
+
+
 def attention(
   kernel: str,
   q_MKJW,
@@ -94,8 +105,8 @@ def attention(
       jnp.repeat(start_M, K),
       stop,
       sm_scale=scale,
-      block_k=math.gcd(BLOCK, C),
-      k_splits=math.gcd(SPLITS, -(-C // BLOCK)),
+      block_k=block(kernel, C),
+      k_splits=splits(C),
       interpret=mesh_lib.platform() != 'gpu',
     )
   else:
@@ -106,7 +117,7 @@ def attention(
 def _paged(q_RJW, key_RCW, value_RCW, stop_R, scale, softcap):
   """The call of `paged_attention`, for rows of one key head."""
   R, C, W = key_RCW.shape
-  page = math.gcd(PAGE, C)
+  page = block(kernels.PAGED_ATTENTION, C)
   index = jnp.arange(R * C // page, dtype=jnp.int32).reshape(R, C // page)
   # In float32, as the kernel rounds its sums to the type of the queries after
   # each page.

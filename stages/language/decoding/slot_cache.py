@@ -7,6 +7,7 @@ needs on a CPU, and whole elsewhere.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -26,6 +27,9 @@ from stages.models.layers import mixed_precision
 BLOCK = decode_kernels.BLOCK
 # Launches in a layer: the kernel, and what joins its programs' results.
 KERNELS = 5
+# Without a kernel: two products, the maximum, the weights and their sum.
+XLA_KERNELS = 6
+OPERATIONS = 5  # On each score: scaled, masked, subtracted, exp, added.
 SHORTEST = 2 * BLOCK  # Columns from which on a kernel is worth its launch.
 
 
@@ -91,13 +95,10 @@ def choose_kernel(
   return kernels.choose_for_decoding(config.attention, obstacle, is_short)
 
 
-def column_work(
+def attention_work(
   config: transformer.Config, length: int, params, prompt, *_
-) -> core.ColumnWork | None:
-  """The work of the kernel on the platform traced for; None without a kernel.
-
-  Also None for layers with a sliding window, which read no more columns than
-  that: they count as without a kernel.
+) -> core.AttentionWork:
+  """The work of attention in slots, on the platform traced for.
 
   Args:
     config: the model.
@@ -107,16 +108,51 @@ def column_work(
   """
   del params
   P = prompt.token.shape[1]
-  kernel = choose_kernel(config, columns(P + length), False).name
-  if kernel not in kernels.OF_DECODING or config.window is not None:
-    return None
+  C = columns(P + length)
+  local = sum(config.is_local(i) for i in range(config.L))
+  kinds = {True: local, False: config.L - local}
+  work = tuple(
+    _column_work(config, C, layers, is_local)
+    for is_local, layers in kinds.items()
+    if layers
+  )
+  writes_scores = any(some.reads != 'own' for some in work)
+  return core.AttentionWork(P, work, writes_scores)
+
+
+def _column_work(
+  config: transformer.Config, C: int, layers: int, is_local: bool
+) -> core.ColumnWork:
+  """The work of some layers, for caches of `C` columns."""
+  kernel = choose_kernel(config, C, is_local).name
   item = jnp.dtype(config.dtype).itemsize
+  wide = jnp.dtype(mixed_precision.wide_dtype(config.dtype)).itemsize
+  window = config.window if is_local else math.inf
+  reads, most, block = 'all', C, 1
+  bytes_, operations, kernels_ = 2 * config.K * config.W * item, 0, KERNELS
+  if kernel in kernels.OF_DECODING:
+    reads, block = 'own', decode_kernels.block(kernel, C)
+    # A program reads its part of the columns from the first one on.
+    most = window + (C // decode_kernels.splits(C) - 1) / 2
+  else:
+    if kernel == kernels.BLOCKS and C > BLOCK:
+      reads, most, block = 'longest', math.inf, BLOCK
+    # Scores are written, and read for their maximum, their sum and the weights,
+    # which are written and read.
+    bytes_ += config.H * (4 * wide + 2 * item)
+    operations = config.H * OPERATIONS
+    kernels_ = XLA_KERNELS
+  starts = is_local and reads == 'longest'  # These are rounded, too.
   return core.ColumnWork(
-    prompt=P,
-    flops=4 * config.L * config.H * config.W,
+    reads=reads,
+    most=most,
+    window=window,
+    beyond=(block - 1) / 2 * (1 + starts),
+    matmul_flops=4 * layers * config.H * config.W,
+    other_flops=layers * operations,
     dtype=config.dtype,
-    bytes=2 * config.L * config.K * config.W * item,
-    kernels=KERNELS * config.L,
+    bytes=layers * bytes_,
+    kernels=layers * kernels_,
   )
 
 

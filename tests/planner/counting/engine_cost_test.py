@@ -11,14 +11,15 @@ import pytest
 
 from planner import cluster as cluster_lib
 from planner.costs import roofline
-from planner.costs import work as work_lib
 from planner.costs.decoding import decode
 from planner.counting import count
 from planner.ir import plan as plan_lib
+from sharding import mesh as mesh_lib
 from sharding import rules
 import stages
-from stages import base, workflows
+from stages import base, kernels, workflows
 from stages.language import language_model
+from stages.language.decoding import kv_cache, slot_cache
 from stages.models import transformer
 import tiny
 
@@ -198,15 +199,15 @@ def test_slots_of_our_own_loop_are_priced_as_rows_enter_them():
   _, few = slotted(4)
   # Of equal rows, four at a time take eight times the steps of them all.
   equal = seconds(flow, few)
-  turns = seconds(flow, static, rows=4)
-  assert equal == pytest.approx(turns, rel=0.05)
+  turns = seconds(flow, few, rows=4)
+  assert equal == pytest.approx(turns, rel=1e-3)
   # Of rows with a long tail, slots take fewer steps than micro-batches.
   tail = seconds(flow, with_lengths(flow, few, long_tail))
   batches = seconds(flow, with_lengths(flow, static, long_tail), rows=4)
   assert 0.3 * batches < tail < 0.7 * batches
-  # As many slots as rows are a static batch.
+  # More slots than rows stay empty, and are not computed.
   whole = seconds(*slotted(rows))
-  assert whole == pytest.approx(seconds(flow, static), rel=1e-3)
+  assert whole == seconds(*slotted(2 * rows)) < equal
 
 
 def test_slots_need_memory_for_their_own_rows_alone():
@@ -221,6 +222,7 @@ def test_slots_need_memory_for_their_own_rows_alone():
   assert live(4) < live(16) < live(None) == live(64)
 
 
+@functools.cache
 def counted(length, platform, **changes):
   """Work of slots, of a model whose heads the kernel for GPUs can read."""
   config = transformer.Config(
@@ -232,34 +234,98 @@ def counted(length, platform, **changes):
   return count.of_node(flow, generate(flow), platform=platform)
 
 
+PROMPT = tiny.problem().prompt.token.shape[1]
+# Keys and values of two layers with two heads of 16 numbers of two bytes.
+COLUMN = 2 * 2 * 2 * 16 * 2
+# Scores of two layers with four heads, in float32 and as weights in bfloat16:
+# written, read for their maximum, their sum and their weights; written, read.
+SCORES = 2 * 4 * (4 * 4 + 2 * 2)
+
+
+def step_bytes(work):
+  """Bytes that a step moves for four rows, without context."""
+  return work.step.at(4).bytes_moved
+
+
 def test_with_a_kernel_a_step_costs_what_its_rows_have_filled():
   short, long = counted(512, 'gpu'), counted(2048, 'gpu')
-  assert short.token == long.token
-  # Keys and values of two layers with two heads of 16 numbers of two bytes.
-  assert short.token.bytes_moved == 2 * 2 * 2 * 16 * 2
-  assert short.token.matmul == {'bfloat16': 4 * 2 * 4 * 16}
-  assert short.context == tiny.problem().prompt.token.shape[1]
-
-  def step(work):
-    return work.step.at(4).bytes_moved
-
+  (own,), (other,) = short.attention, long.attention
+  assert own == other and own.of == 'own'
+  assert own.work.bytes_moved == COLUMN
+  assert own.work.matmul == {'bfloat16': 4 * 2 * 4 * 16}
+  assert short.context == PROMPT
   # Without context, steps are alike, but for tokens as they are written.
-  assert step(long) == pytest.approx(step(short), rel=0.1)
+  assert step_bytes(long) == pytest.approx(step_bytes(short), rel=0.1)
   whole = counted(2048, None)
-  assert whole.token == work_lib.NONE
-  columns = short.context + 1280  # The mean of four parts.
-  assert step(whole) > step(long) + 4 * columns * short.token.bytes_moved
   assert whole.step.full_batch.partial == long.step.full_batch.partial
 
 
-def test_where_slots_have_no_kernel_all_columns_count():
-  refused = counted(512, 'gpu', score_softcap=2.0)
-  assert refused.token == work_lib.NONE and not refused.context
+def test_without_a_kernel_an_accelerator_reads_all_columns_of_all_slots():
+  refused = {'score_softcap': 2.0}
+  at = {n: counted(n, 'gpu', **refused) for n in (512, 2048)}
+  assert not at[512].attention and not at[2048].attention
+  columns = [slot_cache.columns(PROMPT + n) for n in at]
+  read = step_bytes(at[2048]) - step_bytes(at[512])
+  kept = step_bytes(counted(2048, 'gpu')) - step_bytes(counted(512, 'gpu'))
+  each = 4 * (COLUMN + SCORES)
+  assert read - kept == pytest.approx(each * (columns[1] - columns[0]))
+  # Scores are in memory, of which a kernel has none.
+  alive = at[2048].step.at(4).bytes_alive
+  assert alive > counted(2048, 'gpu').step.at(4).bytes_alive
 
 
-def test_rows_that_have_ended_have_no_context():
-  ends = decode.DecodeWork(
-    [1, 3], work_lib.StageWork(work_lib.NONE), context=2.0
+def test_a_cpu_reads_of_all_slots_as_much_as_the_longest_row_needs():
+  (read,) = counted(2048, 'cpu').attention
+  assert read.of == 'longest'
+  assert read.work.bytes_moved == COLUMN + SCORES
+
+
+def test_layers_with_a_window_read_their_own_columns():
+  window = {'windows': (128, None)}
+  local, whole = counted(2048 - PROMPT, 'gpu', **window).attention
+  assert local.work == whole.work
+  assert local.work.bytes_moved == COLUMN / 2
+  # Sixteen programs share 2,048 columns, and one begins with its first.
+  assert local.most == 128 + (2048 / 16 - 1) / 2
+  assert math.isinf(whole.most)
+  # On TPUs no kernel reads such layers, on a CPU a loop from the first needed.
+  assert not counted(2048, 'tpu', **window).attention
+  local, whole = counted(2048, 'cpu', **window).attention
+  assert (local.of, local.window) == ('longest', 128)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_attention_without_a_kernel_counts_as_its_program(dtype):
+  config = transformer.Config(
+    V=32, D=32, L=1, H=14, K=2, W=128, F=64, dtype=dtype
   )
-  # One step with a mean of 2.5 columns, and three with 3.5.
-  assert ends._mean_context(3.0) == pytest.approx((2.5 + 3 * 3.5) / 2 / 3)
+
+  def of_program(C, M=4):
+    size = jax.ShapeDtypeStruct((M,), jnp.int32)
+    end = jax.ShapeDtypeStruct((), jnp.int32)
+    cache = kv_cache.empty(config, M, C)[0]
+    query = jax.ShapeDtypeStruct((M, 2, 7, 128), dtype)
+    return count.work(
+      functools.partial(slot_cache._attend, config, kernels.WHOLE),
+      query,
+      cache,
+      slot_cache.Span(size, size, end, end),
+      platform='gpu',
+    )
+
+  near, far = of_program(1024), of_program(2048)
+  (ours,) = attention_of(config)
+  columns = 4 * 1024
+  assert ours.kernels == near.kernels
+  for name in ('matmul_flops', 'bytes_moved', 'other_flops'):
+    per_column = (getattr(far, name) - getattr(near, name)) / columns
+    mine = ours.bytes if name == 'bytes_moved' else getattr(ours, name)
+    assert mine == pytest.approx(per_column, rel=0.05)
+
+
+def attention_of(config):
+  prompt = tiny.problem().prompt
+  gpu = mesh_lib.abstract({}, 'gpu')
+  config = dataclasses.replace(config, attention='chunked')
+  with jax.sharding.use_abstract_mesh(gpu):
+    return slot_cache.attention_work(config, 2048, None, prompt).layers

@@ -4,10 +4,29 @@ import numpy as np
 import pytest
 
 from planner.costs.decoding import completions
+from planner.costs.decoding import contexts as contexts_lib
+from planner.costs.work import NONE
+
+MOST, WINDOW = 9, 4
+LATEST = contexts_lib.ColumnReads(NONE, most=MOST)
+LONGEST = contexts_lib.ColumnReads(NONE, 'longest')
+NEAR = contexts_lib.ColumnReads(NONE, 'longest', window=WINDOW)
 
 
-def step(batch, context):
-  return 1.0 + 0.1 * batch + 0.01 * batch * np.asarray(context)
+def step(batch, contexts):
+  """Seconds by the columns that every kind of layers reads."""
+  each = contexts.mean + 2 * LATEST.columns(contexts)
+  each += 3 * LONGEST.columns(contexts) + 5 * NEAR.columns(contexts)
+  return 1.0 + 0.1 * batch + 0.01 * batch * each
+
+
+def step_by_hand(batch, contexts):
+  """The same for one step, given the context of each row."""
+  contexts = np.array(contexts)
+  each = contexts.mean() + 2 * np.minimum(contexts, MOST).mean()
+  last, first = contexts.max(), np.maximum(contexts - WINDOW, 0).min()
+  each += 3 * last + 5 * (last - first)
+  return 1.0 + 0.1 * batch + 0.01 * batch * each
 
 
 def by_hand(lengths, slots, prompt=0.0, before=0.0, shrinks=True):
@@ -18,8 +37,8 @@ def by_hand(lengths, slots, prompt=0.0, before=0.0, shrinks=True):
     while queue and len(written) < slots:
       written[queue.pop(0)] = 0
       clock += before
-    context = prompt + np.mean(list(written.values()))
-    clock += step(len(written), context)
+    contexts = [prompt + n for n in written.values()]
+    clock += step_by_hand(len(written), contexts)
     for i in list(written):
       written[i] += 1
       if written[i] == lengths[i]:
@@ -70,12 +89,10 @@ def test_the_curve_counts_unfinished_rows(lengths):
 
 
 def test_a_curve_of_two_rows_by_hand():
-  found = completions.curve([1, 3], lambda batch, context: batch + 0 * context)
+  found = completions.curve([1, 3], lambda batch, _: batch)
   np.testing.assert_array_equal(found.seconds, [0, 2, 3, 4])
   np.testing.assert_array_equal(found.unfinished, [2, 1, 1, 0])
-  stays = completions.curve(
-    [1, 3], lambda batch, context: batch + 0 * context, shrinks=False
-  )
+  stays = completions.curve([1, 3], lambda batch, _: batch, shrinks=False)
   np.testing.assert_array_equal(stays.seconds, [0, 2, 4, 6])
 
 
@@ -90,10 +107,10 @@ def test_groups_are_complete_with_their_last_row(lengths):
   )
 
 
-def flat(batch, context):
+def flat(batch, contexts):
   """A step that always takes a second."""
   del batch
-  return np.ones_like(context, float)
+  return np.ones_like(contexts.steps, float)
 
 
 def test_refilling_beats_waves_where_lengths_differ():
@@ -111,6 +128,18 @@ def test_refilling_beats_waves_where_lengths_differ():
 
 def test_equal_lengths_gain_nothing_from_refilling():
   assert completions.refill([7] * 64, flat, slots=32).max() == 14
+
+
+def test_empty_slots_read_what_the_longest_row_needs_or_nothing():
+  contexts = contexts_lib.Contexts([0, 6], np.array([6, 8]), prompt=5)
+  np.testing.assert_array_equal(contexts.longest, [11, 13])
+  np.testing.assert_array_equal(contexts.shortest, [5, 7])
+  np.testing.assert_array_equal(contexts.mean, [8, 10])
+  # Of 11 and 5, then of 13 and 7 columns; one of two slots is empty.
+  np.testing.assert_array_equal(contexts.latest(MOST), [7, 8])
+  np.testing.assert_array_equal(LATEST.columns(contexts, 0.5), [3.5, 4])
+  np.testing.assert_array_equal(LONGEST.columns(contexts, 0.5), [11, 13])
+  np.testing.assert_array_equal(NEAR.columns(contexts, 0.5), [10, 10])
 
 
 @pytest.mark.parametrize(

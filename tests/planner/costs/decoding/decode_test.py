@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from planner.costs import roofline
-from planner.costs.decoding import completions, decode
-from planner.costs.work import StageWork, Work
+from planner.costs.decoding import completions, contexts, decode
+from planner.costs.work import NONE, StageWork, Work
 from planner.ir import plan as plan_lib
 from planner.lower import cut
 from tests.planner.costs import toy_costs as toys
@@ -40,7 +40,7 @@ def test_an_engine_ends_with_its_longest_row():
   longest = decode.longest(LENGTHS, 32)
   curve = completions.curve(
     np.sort([*LENGTHS[:-1], max(100, round(longest))]),
-    lambda batch, context: 1e-3 + 1e-4 * batch + 0 * context,
+    lambda batch, _: 1e-3 + 1e-4 * batch,
   )
   assert spent == pytest.approx(curve.seconds[-1])
   assert spent < 100 * (1e-3 + 32 * 1e-4)  # As if all were as long.
@@ -123,8 +123,60 @@ def test_an_engine_takes_over_what_an_update_changes_alone():
 
 def test_a_longer_context_costs_more():
   near = seconds(engine=True)
-  far = seconds(engine=True, token=Work(bytes_moved=1e6), context=50)
+  reads = contexts.ColumnReads(Work(bytes_moved=1e6))
+  far = seconds(engine=True, attention=[reads], context=50)
   assert far[0] > near[0]
+
+
+def slotted(lengths, slots, **reads):
+  """Columns that slots read, in steps of which nothing else takes time."""
+  second = Work(bytes_moved=toys.TOYS.device.memory_bandwidth)
+  read = contexts.ColumnReads(second, **reads)
+  some = decode.DecodeWork(
+    lengths,
+    StageWork(NONE),
+    attention=[read],
+    context=2.0,
+    max_rows=slots,
+    known='measured',
+  )
+  model = roofline.Roofline(
+    toys.toy_flow(),
+    toys.WORKS | {'act': some},
+    toys.TOYS,
+    toys.rules.DEFAULT,
+    assumed=toys.SURE,
+  )
+  found = model.explain(toys.toy_flow(), toys.node('act'), SPOT)
+  return found['steps until rows end'].value
+
+
+def test_slots_read_the_columns_of_their_rows():
+  """All 32 rows at once: each token has a column more."""
+  columns = 2 + 3 + 4
+  assert slotted([3], 32) == pytest.approx(32 * columns)
+  assert slotted([3], 32, most=3.0) == pytest.approx(32 * (2 + 3 + 3))
+  # Eight at a time.
+  assert slotted([3], 8) == pytest.approx(32 * columns)
+  of = {'of': 'longest'}
+  assert slotted([3], 8, **of) == pytest.approx(32 * columns)
+  assert slotted([3], 8, window=2.0, **of) == pytest.approx(32 * 3 * 2)
+
+
+def test_empty_slots_read_as_much_as_the_longest_row_or_nothing():
+  lengths = 31 * [1] + [5]
+  # A step with two columns of all rows, and four of the row that is left, for
+  # which eight slots stay.
+  columns = 3 + 4 + 5 + 6
+  assert slotted(lengths, 32) == pytest.approx(32 * 2 + columns)
+  longest = slotted(lengths, 32, of='longest')
+  assert longest == pytest.approx(32 * 2 + 8 * columns)
+
+
+def test_rows_that_are_decoded_at_once_have_no_attention_of_their_own():
+  reads = contexts.ColumnReads(Work(bytes_moved=1e6))
+  with pytest.raises(ValueError, match='counts its attention in `step`'):
+    decode.DecodeWork(LENGTHS, STEP, attention=[reads])
 
 
 def test_costs_of_assumed_lengths_are_tagged_assumed():
