@@ -86,8 +86,7 @@ def collect(
     The steps of successful episodes, and how many episodes succeeded.
 
   Raises:
-    ValueError: if the controller's observations are not vectors, or a simulator
-      is to play its actions again.
+    ValueError: if the controller's observations are not vectors.
   """
   kept, succeeded = [], 0
   for rows, kept_BT in episodes(
@@ -128,7 +127,7 @@ def episodes(
   policy = scripted_policy(acting_env, controller, noise_std)
   reset = rollout.reset(acting_env)
   act = rollout.rollout(policy, acting_env, acting_env.horizon)
-  play = None if controller_env is None else jax.jit(_playback(policy, env))
+  play = None if controller_env is None else _playback(policy, env)
   for start in range(0, num_episodes, num_envs):
     end = min(start + num_envs, num_episodes)
     seed_B = np.arange(start, end, dtype=np.int32)
@@ -151,11 +150,6 @@ def _check(env: env_lib.Env, acting_env: env_lib.Env):
       f'Controllers read vectors, and this environment returns {spec}: give as '
       '`controller_env` the same environment with its state as a vector.'
     )
-  if acting_env is not env and env.host:
-    raise ValueError(
-      'Actions can be played again in JAX environments only, and `env` is a '
-      'simulator: let it return vectors, and leave out `controller_env`.'
-    )
 
 
 def _playback(policy: base.Policy, env: env_lib.Env) -> Callable:
@@ -172,7 +166,19 @@ def _playback(policy: base.Policy, env: env_lib.Env) -> Callable:
     _, steps = jax.lax.scan(step, env.init(seed_B), action_TBA)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), steps)
 
-  return play
+  def play_on_host(seed_B, action_BTA):
+    state, obs = env.init(seed_B)
+    seen, steps = [], []
+    for action_BA in jnp.moveaxis(action_BTA, 1, 0):
+      seen.append(obs)
+      action = np.asarray(policy.to_env_action(action_BA))
+      state, timestep = env.step(state, action)
+      obs = timestep.obs
+      steps.append(timestep._replace(obs=(), final_obs=()))
+    stack = lambda *xs: np.stack(xs, 1)
+    return jax.tree.map(stack, *seen), jax.tree.map(stack, *steps)
+
+  return play_on_host if env.host else jax.jit(play)
 
 
 def following(action_BTA, length_B, chunk: int):

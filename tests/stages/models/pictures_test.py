@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stages import base, workflows
+import jax_envs
+from stages import base, tree_paths, workflows
 from stages.envs import demonstrations, drawing, push
 from stages.envs.rollouts import obs_stats, policy_file
 from stages.learn import optimizers
@@ -145,6 +146,11 @@ def test_pictures_are_written_and_read_as_bytes(demonstrated, tmp_path):
       jax.eval_shape(workflow.step, state, batch, jax.random.key(0))
 
 
-def test_a_simulator_cannot_play_actions_again():
-  with pytest.raises(ValueError, match='played again in JAX environments only'):
-    shown(ENV._replace(host=True), push.push())
+def test_a_simulator_plays_the_actions_as_an_environment_does(demonstrated):
+  env, (x, succeeded) = demonstrated
+  again, as_many = shown(jax_envs.on_host(env), push.push())
+  assert succeeded == as_many
+  np.testing.assert_array_equal(again.action, x.action)
+  for name in ('state', 'image/table'):
+    one, other = (tree_paths.flatten(y.obs)[name] for y in (x, again))
+    np.testing.assert_allclose(one, other, atol=1e-6)
