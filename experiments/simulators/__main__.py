@@ -1,11 +1,12 @@
 """Compares the speed of a complete rollout with that of bare simulators.
 
   python -m experiments.simulators --task PushCube-v1 --n 32 --processes 2
+  python -m experiments.simulators --suite libero_object --n 8 --processes 2
 
 Bare simulators are as many processes, each a plain loop over its share of the
-environments that waits for nothing. The rollout is PPO's, with its policy, as
-the runtime runs it in one piece and in two. All take turns; the rollouts
-continue in the same environments.
+environments that waits for nothing. The rollout is that of training, with a
+policy, as the runtime runs it in one piece and in two. All take turns; the
+rollouts continue in the same environments.
 """
 
 import json
@@ -17,20 +18,22 @@ import jax
 import numpy as np
 
 from experiments.simulators import bare as bare_lib
+from experiments.simulators import worlds
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.envs import maniskill
 from rlinf_jax.runtime import local
 from rlinf_jax.runtime import timeline as timeline_lib
 from rlinf_jax.state import state_readers
 import stages
 from stages.envs.rollouts import obs_stats, rollout
-from stages.models.control import gaussian_policy
 
 TASK = flags.DEFINE_string('task', 'PushCube-v1', 'A task of ManiSkill.')
+SUITE = flags.DEFINE_string(
+  'suite', None, 'A suite of LIBERO, by pictures, in place of the task.'
+)
 N = flags.DEFINE_integer('n', 32, 'Environments.')
 PROCESSES = flags.DEFINE_integer('processes', 2, 'Worker processes.')
-CALLS = flags.DEFINE_integer('calls', 64, 'Steps of each case in a turn.')
+CALLS = flags.DEFINE_integer('calls', 64, 'Decisions of each case in a turn.')
 TURNS = flags.DEFINE_integer('turns', 7, 'Turns of each case.')
 PIECES = (1, 2)
 
@@ -38,25 +41,29 @@ PIECES = (1, 2)
 def main(_):
   """Prints a line of JSON."""
   n, P = N.value, PROCESSES.value
-  env = maniskill.env(TASK.value, n, P)
-  shape = CALLS.value, n, len(env.action_low)
+  if SUITE.value:
+    world = worlds.pictures(SUITE.value, n, P)
+  else:
+    world = worlds.states(TASK.value, n, P)
+  steps = CALLS.value * world.chunk
+  shape = steps, n, len(world.env.action_low)
   action = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
-  cases = {'bare': bare_lib.Bare(TASK.value, action, P).run}
-  env_states = [rollout.init(env, np.arange(n, dtype=np.int32))]
+  cases = {'bare': bare_lib.Bare(world.make, action, P, world.chunk).run}
+  env_states = [rollout.init(world.env, np.arange(n, dtype=np.int32))]
   waits = {f'rollout in {pieces}': [] for pieces in PIECES}
   for pieces, (name, kept) in zip(PIECES, waits.items(), strict=True):
-    cases[name] = rollout_case(env, pieces, env_states, kept)
+    cases[name] = rollout_case(world, pieces, env_states, kept)
   seconds = {name: [] for name in cases}
   for _ in range(TURNS.value + 1):
     for name, run in cases.items():
       seconds[name].append(run())
   seconds = {name: times[1:] for name, times in seconds.items()}  # Warm.
   median = lambda some: round(statistics.median(some), 3)
-  result = {'task': TASK.value, 'n': n, 'processes': P}
+  result = {'task': SUITE.value or TASK.value, 'n': n, 'processes': P}
   for name, times in seconds.items():
     ratio = [b / s for b, s in zip(seconds['bare'], times, strict=True)]
     result[name] = {
-      'steps a second': median([CALLS.value * n / s for s in times]),
+      'steps a second': median([steps * n / s for s in times]),
       'of bare': median(ratio),
       'from': [round(x, 3) for x in (min(ratio), max(ratio))],
     }
@@ -66,9 +73,9 @@ def main(_):
   print(json.dumps(result, indent=2))
 
 
-def rollout_case(env, pieces: int, env_states: list, waits: list):
+def rollout_case(world, pieces: int, env_states: list, waits: list):
   """Makes a case that continues `env_states[0]`; appends idle shares."""
-  policy = gaussian_policy.policy(env, width=128)
+  env, policy = world.env, world.policy
   act = rollout.rollout(policy, env, CALLS.value)
   given = policy.init(jax.random.key(0)), obs_stats.init(env.obs_spec)
 

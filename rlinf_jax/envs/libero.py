@@ -6,18 +6,15 @@ many there are: seeds 0 … 49 are the benchmark's own fifty attempts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-import importlib.util
-import os
+import functools
 import pathlib
-import tempfile
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlinf_jax.envs import libero_files, simulator
 from rlinf_jax.envs import settings as settings_lib
-from rlinf_jax.envs import simulator
 
-ASSETS = 'LIBERO_ASSETS'  # Environment variable: the folder of meshes.
 CAMERAS = {'front': 'agentview', 'wrist': 'robot0_eye_in_hand'}
 ARM = 'robot0_proprio-state'
 OBJECTS = 'object-state'
@@ -51,8 +48,8 @@ def env(
   from rlinf_jax.envs import env_pool  # Not in a worker: it imports JAX.
 
   if instructions is not None:
-    names = _installed(suite)
-    prompt = instructions([_instruction(name) for name in names])
+    names = libero_files.tasks(suite)
+    prompt = instructions([libero_files.instruction(name) for name in names])
     settings['prompts'] = {
       k: np.asarray(x) for k, x in prompt._asdict().items()
     }
@@ -66,7 +63,7 @@ def make(
   task_ids: Sequence[int] = (0,),
   group_size: simulator.PositiveInt = 1,
   horizon: simulator.PositiveInt = 300,
-  images: bool = False,
+  cameras: Sequence[str] = (),
   image_size: simulator.PositiveInt = 128,
   fast_rendering: bool = True,
   as_published: bool = False,
@@ -77,8 +74,9 @@ def make(
 
   The observation is one vector, the state of the arm and of all objects. Its
   length depends on the number of objects, so tasks can be mixed only where that
-  agrees. With `images` it is a dict: 'state' of the arm alone, 'image' by
-  camera, and 'instruction', UTF-8 bytes padded with zeros.
+  agrees. With `cameras` it is a dict: 'state' of the arm alone, 'image' by
+  camera, and 'instruction', UTF-8 bytes padded with zeros. Images are drawn
+  where they are read: of a chunk of actions, after the last one.
 
   Args:
     index: of the environment; it selects the task.
@@ -86,8 +84,8 @@ def make(
     task_ids: numbers of the suite's tasks.
     group_size: adjacent environments of one task, such as GRPO's groups.
     horizon: steps after which an episode is truncated.
-    images: whether observations have camera images.
-    image_size: their edge, in pixels.
+    cameras: of 'front' and 'wrist', those whose images are observed.
+    image_size: the edge of images, in pixels.
     fast_rendering: whether to leave out shadows and reflections.
     as_published: whether images and state are as in the data sets on which
       OpenVLA-OFT and π0 were trained: images are turned by 180°, also left to
@@ -99,14 +97,18 @@ def make(
     prompts: tokens of the suite's tasks and their mask, one a row, which
       replace 'instruction'; None for none.
   """
-  names = _installed(suite)
+  names = libero_files.tasks(suite)
   task = task_ids[index // group_size % len(task_ids)]
   if not 0 <= task < len(names):
     raise simulator.UnavailableError(
       f'{suite!r} has tasks 0 … {len(names) - 1}, and no task {task}.'
     )
   prompt = {key: x[task] for key, x in (prompts or {}).items()}
-  view = View(images, image_size, fast_rendering, as_published, prompt)
+  if unknown := sorted({*cameras} - CAMERAS.keys()):
+    raise simulator.UnavailableError(
+      f'LIBERO has the cameras {" and ".join(CAMERAS)}, and no {unknown[0]!r}.'
+    )
+  view = View(tuple(cameras), image_size, fast_rendering, as_published, prompt)
   return Libero(suite, names[task], horizon, view, gripper_opens)
 
 
@@ -114,14 +116,14 @@ class View(NamedTuple):
   """Contents of an observation; fields are arguments of `make`.
 
   Attributes:
-    images: whether it has camera images.
-    image_size: their edge, in pixels.
+    cameras: that it has images of; with none, it is the state of all objects.
+    image_size: the edge of images, in pixels.
     fast_rendering: whether shadows and reflections are left out.
     as_published: whether it is as in published data sets.
     prompt: tokens of the task and their mask; empty for its text.
   """
 
-  images: bool
+  cameras: tuple[str, ...]
   image_size: int
   fast_rendering: bool
   as_published: bool
@@ -150,16 +152,18 @@ class Libero:
     self._states = torch.load(states, weights_only=False)
     self._env = envs.env_wrapper.ControlEnv(
       str(root / 'bddl_files' / suite / f'{name}.bddl'),
-      use_camera_obs=view.images,
-      has_offscreen_renderer=view.images,
-      camera_names=list(CAMERAS.values()),
+      use_camera_obs=bool(view.cameras),
+      has_offscreen_renderer=bool(view.cameras),
+      camera_names=[CAMERAS[name] for name in view.cameras],
       camera_heights=view.image_size,
       camera_widths=view.image_size,
       ignore_done=True,  # `step` ends episodes.
       hard_reset=False,  # Build the scene once; only its state is reset.
     )
-    self._view, self._time = view, 0
-    text = _instruction(name).encode()[:INSTRUCTION_SIZE]
+    self._view, self._time, self._draws = view, 0, True
+    for camera in view.cameras:
+      self._draw_when_read(f'{CAMERAS[camera]}_image')
+    text = libero_files.instruction(name).encode()[:INSTRUCTION_SIZE]
     self._text = np.frombuffer(text.ljust(INSTRUCTION_SIZE, b'\0'), np.uint8)
     low, high = map(np.float32, self._env.env.action_spec)
     self._gripper_opens = gripper_opens
@@ -175,17 +179,25 @@ class Libero:
     )
 
   def reset(self, seed: int) -> simulator.Tree:
-    self._time = 0
+    self._time, self._draws = 0, False
     np.random.seed(seed)  # LIBERO samples from the global generator.
     self._env.reset()
     obs = self._env.set_init_state(self._states[seed % len(self._states)])
-    if self._view.images and self._view.fast_rendering:
+    if self._view.cameras and self._view.fast_rendering:
       _leave_out_shadows(self._env.sim._render_context_offscreen.scn)
-    for _ in range(SETTLE_STEPS):
+    for left in reversed(range(SETTLE_STEPS)):
+      self._draws = left == 0
       obs, *_ = self._env.step(HOLD)
     return self._obs(obs)
 
   def step(self, action_A: np.ndarray) -> simulator.Step:
+    return self._step(action_A, draws=True)
+
+  def advance(self, action_A: np.ndarray) -> simulator.Step:
+    return self._step(action_A, draws=self._time + 1 == self.spec.horizon)
+
+  def _step(self, action_A: np.ndarray, draws: bool) -> simulator.Step:
+    self._draws = draws
     if self._gripper_opens:
       closes = -np.sign(2.0 * action_A[-1:] - 1.0)
       action_A = np.concatenate([action_A[:-1], closes])
@@ -193,7 +205,12 @@ class Libero:
     self._time += 1
     success = bool(self._env.check_success())
     truncated = self._time >= self.spec.horizon
-    return simulator.Step(self._obs(obs), reward, success, truncated, success)
+    if success and not draws:  # The episode ends sooner than it was to.
+      self._draws = True
+      obs = self._env.env._get_observations(force_update=True)
+    ended = success or truncated
+    seen = self._obs(obs) if draws or ended else None
+    return simulator.Step(seen, reward, success, truncated, success)
 
   def render(self) -> np.ndarray:
     import mujoco
@@ -220,7 +237,7 @@ class Libero:
     self._env.close()
 
   def _obs(self, obs: Mapping[str, np.ndarray]) -> simulator.Tree:
-    if not self._view.images:
+    if not self._view.cameras:
       return np.concatenate([obs[ARM], obs[OBJECTS]]).astype(np.float32)
     published = self._view.as_published
     state = _published_state(obs) if published else obs[ARM]
@@ -232,9 +249,24 @@ class Libero:
     return {
       'state': state.astype(np.float32),
       'image': {
-        name: obs[f'{camera}_image'][turned] for name, camera in CAMERAS.items()
+        name: obs[f'{CAMERAS[name]}_image'][turned]
+        for name in self._view.cameras
       },
     } | words
+
+  def _draw_when_read(self, name: str):
+    """Has a camera draw only while `_draws`, at the moments that it would."""
+    draw = self._env.env._observables[name]._sensor
+    last = None
+
+    @functools.wraps(draw)
+    def seen(cache):
+      nonlocal last
+      if self._draws or last is None:
+        last = draw(cache)
+      return last
+
+    self._env.env.modify_observable(name, 'sensor', seen)
 
 
 def _published_state(obs: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -253,13 +285,6 @@ def _published_state(obs: Mapping[str, np.ndarray]) -> np.ndarray:
       obs['robot0_gripper_qpos'],
     ]
   )
-
-
-def _instruction(name: str) -> str:
-  """The file's name as words, not the scene's own wording."""
-  from libero.libero import benchmark
-
-  return benchmark.grab_language_from_filename(f'{name}.bddl')
 
 
 def _leave_out_shadows(scene):
@@ -296,72 +321,3 @@ def _obs_arrays(obs) -> simulator.Tree:
       for path, x in by_path.items()
     }
   )
-
-
-def _installed(suite: str) -> list[str]:
-  """Task names of a suite; prepares LIBERO for building them.
-
-  Raises:
-    UnavailableError: if LIBERO, its assets or the suite are missing.
-  """
-  # Renders without a screen; only cameras use it.
-  os.environ.setdefault('MUJOCO_GL', 'egl')
-  if importlib.util.find_spec('libero') is None:
-    raise simulator.UnavailableError(
-      f'{suite!r} needs LIBERO, which is not installed: run `make robots` in a '
-      'checkout, or pip install "rlinf-jax[libero]" and then pip install '
-      '--no-deps hf-libero==0.1.4.'
-    )
-  try:
-    package = _imported()
-    from libero.libero.benchmark import libero_suite_task_map as suites
-  except ImportError as error:
-    raise simulator.UnavailableError(
-      f'LIBERO is installed without what it needs ({error}): pip install '
-      '"rlinf-jax[libero]".'
-    ) from None
-  package._assets_path_cache = str(_assets(pathlib.Path(package.__file__)))
-  if suite not in suites.libero_task_map:
-    raise simulator.UnavailableError(
-      f'LIBERO has no suite {suite!r}, but {", ".join(suites.libero_task_map)}.'
-    )
-  return suites.libero_task_map[suite]
-
-
-def _imported():
-  """Imports LIBERO, which would ask for paths when first imported."""
-  if 'LIBERO_CONFIG_PATH' in os.environ:
-    import libero.libero as package
-
-    return package
-  (folder,) = importlib.util.find_spec('libero').submodule_search_locations
-  root = pathlib.Path(folder) / 'libero'
-  paths = {
-    'benchmark_root': root,
-    'bddl_files': root / 'bddl_files',
-    'init_states': root / 'init_files',
-    'datasets': root.parent / 'datasets',
-    'assets': root / 'assets',
-  }
-  with tempfile.TemporaryDirectory() as config:
-    lines = [f'{name}: {str(path)!r}\n' for name, path in paths.items()]
-    (pathlib.Path(config) / 'config.yaml').write_text(''.join(lines))
-    os.environ['LIBERO_CONFIG_PATH'] = config
-    try:
-      import libero.libero as package
-    finally:
-      del os.environ['LIBERO_CONFIG_PATH']
-  return package
-
-
-def _assets(package: pathlib.Path) -> pathlib.Path:
-  """The folder of meshes and textures."""
-  given = os.environ.get(ASSETS)
-  folder = pathlib.Path(given) if given else package.parent / 'assets'
-  if not (folder / 'scenes').is_dir():
-    raise simulator.UnavailableError(
-      f'There are no assets of LIBERO in {folder}: it has no `scenes`. '
-      'They are the data set lerobot/libero-assets of the Hugging Face '
-      f'hub: download it, and set {ASSETS} to its folder.'
-    )
-  return folder.resolve()

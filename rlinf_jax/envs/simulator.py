@@ -46,7 +46,7 @@ class Step(NamedTuple):
   """Result of one action.
 
   Attributes:
-    obs: a tree of arrays.
+    obs: a tree of arrays; of `advance`, None unless the episode has ended.
     reward: a number.
     terminated: the task has ended, in success or failure.
     truncated: something else ended the episode, such as a time limit.
@@ -69,6 +69,10 @@ class Environment(Protocol):
   It may have `render() -> uint8 [H, W, 3]`, a frame for people, if its spec has
   an `image`. It is called between steps and must change nothing; if it raises,
   there is no video, and the run continues.
+
+  It may have `advance(action_A) -> Step`, which is `step` without an
+  observation. It takes the steps of a chunk of actions before the last one, so
+  that pictures that no policy reads need not be drawn.
   """
 
   spec: Spec
@@ -89,6 +93,11 @@ class UnavailableError(RuntimeError):
 
 # `index, **settings -> Environment`: builds the environment of an index.
 Make = Callable[..., Environment]
+
+
+def advance(env: Environment, action_A: np.ndarray) -> Step:
+  """Takes an action after which no policy looks, unless it ends the episode."""
+  return getattr(env, 'advance', env.step)(action_A)
 
 
 def episode_seed(seed: int, call: int, attempt: int = 0) -> int:

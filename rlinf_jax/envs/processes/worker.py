@@ -123,6 +123,7 @@ class Worker:
     """Takes the steps of a chunk; returns whether the episode ended."""
     m = self._memory
     obs = {path: x[i].copy() for path, x in m.obs.items()}
+    last = len(m.action_NCA[i]) - 1
     m.reward_NC[i] = m.terminated_N[i] = m.truncated_N[i] = 0
     m.success_N[i] = m.env_failed_N[i] = m.steps_N[i] = 0
     if m.abandoned_N[i]:
@@ -131,8 +132,8 @@ class Worker:
     for c, action_A in enumerate(m.action_NCA[i]):
       try:
         env = self._env(i, shared_memory_lib.STEPPING)
-        result = env.step(action_A.copy())
-        new_obs = self._check_obs(result.obs)
+        result = self._take(env, action_A, c == last)
+        ended = bool(result.terminated or result.truncated)
         if not np.isfinite(result.reward):
           raise ValueError(f'its reward is {result.reward}')
       except FOREIGN_ERRORS as error:
@@ -141,20 +142,30 @@ class Worker:
         )
         self._fail_episode(i, obs)
         return True
-      obs = new_obs
+      obs = obs if result.obs is None else result.obs
       m.reward_NC[i, c] = result.reward
       m.steps_N[i] = c + 1
       m.terminated_N[i] = result.terminated
       m.truncated_N[i] = result.truncated and not result.terminated
       m.success_N[i] = max(m.success_N[i], result.success)
       m.heartbeat_P[self._rank] += 1
-      if result.terminated or result.truncated:
+      if ended:
         break
-    ended = bool(result.terminated or result.truncated)
     if m.record_N[i] == shared_memory_lib.YES or (ended and m.record_N[i]):
       self._render(i, int(m.call_N[i]) + 1)
     self._write(m.final if ended else m.obs, i, obs)
     return ended
+
+  def _take(self, env, action_A, observed: bool) -> simulator.Step:
+    """A step, whose observation is by path and checked, or None if unread."""
+    if observed:
+      result = env.step(action_A.copy())
+    else:
+      result = simulator.advance(env, action_A.copy())
+    ended = result.terminated or result.truncated
+    if result.obs is None and not (observed or ended):
+      return result
+    return result._replace(obs=self._check_obs(result.obs))
 
   def _render(self, i: int, call: int):
     """Renders an environment, which must change nothing."""
@@ -223,8 +234,10 @@ class Worker:
       try:
         env = self._env(i, shared_memory_lib.STEPPING)
         obs = self._check_obs(env.reset(int(m.episode_seed_N[i])))
-        for action_A in action_nCA.reshape(-1, action_nCA.shape[-1]):
-          obs = self._check_obs(env.step(action_A.copy()).obs)
+        actions = action_nCA.reshape(-1, action_nCA.shape[-1])
+        for number, action_A in enumerate(actions, 1):
+          result = self._take(env, action_A, number == len(actions))
+          obs = obs if result.obs is None else result.obs
           m.heartbeat_P[self._rank] += 1
         problem = next(
           (

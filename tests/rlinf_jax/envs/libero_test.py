@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import claims
-from rlinf_jax.envs import env_pool, libero, simulator
+from rlinf_jax.envs import env_pool, libero, libero_files, simulator
 from rlinf_jax.prepare import libero_script
 from stages.envs import demonstrations
 
@@ -17,8 +17,8 @@ pytest.importorskip(
 pytestmark = pytest.mark.slow
 SUITES = 'libero_spatial', 'libero_object'
 needs_meshes = pytest.mark.skipif(
-  not os.environ.get(libero.ASSETS),
-  reason=f'{libero.ASSETS} does not say where the meshes of LIBERO are.',
+  not os.environ.get(libero_files.ASSETS),
+  reason=f'{libero_files.ASSETS} does not say where the meshes of LIBERO are.',
 )
 HOLD = np.array([0, 0, 0, 0, 0, 0, -1], np.float32)
 
@@ -72,7 +72,11 @@ def test_an_episode_replays_to_the_bit_in_one_process_or_two(make):
 @needs_meshes
 def test_observations_hold_images_by_camera_and_the_instruction(make):
   tasks = (0, 1)
-  setting = {'suite': SUITES[1], 'images': True, 'image_size': 64}
+  setting = {
+    'suite': SUITES[1],
+    'cameras': ('front', 'wrist'),
+    'image_size': 64,
+  }
   pool = make(2, task_ids=tasks, step_timeout=300.0, **setting)
   token, obs = pool.init([0, 0])
   instructions = [bytes(x).rstrip(b'\0').decode() for x in obs['instruction']]
@@ -88,8 +92,64 @@ def test_observations_hold_images_by_camera_and_the_instruction(make):
 
 
 @needs_meshes
+def test_images_are_those_that_the_simulator_itself_observes():
+  setting = {'suite': SUITES[1], 'task_ids': (1,), 'image_size': 48}
+  env = libero.make(0, cameras=('wrist',), fast_rendering=False, **setting)
+  own = control_env(SUITES[1], 1, 48)
+  for seed in (0, 2):  # The first episode of `env` was of seed 0, too.
+    env.reset(seed)
+    np.random.seed(seed)
+    own.reset()
+    own.set_init_state(env._states[seed])
+    for _ in range(libero.SETTLE_STEPS):
+      own.step(libero.HOLD)
+  drawn = 0
+  for t, action_A in enumerate(np.random.default_rng(0).uniform(-1, 1, (6, 7))):
+    want, *_ = own.step(action_A)
+    if t % 3 < 2:
+      assert env.advance(action_A).obs is None
+      continue
+    obs = env.step(action_A).obs
+    image = want['robot0_eye_in_hand_image'][::-1]
+    np.testing.assert_array_equal(obs['image']['wrist'], image)
+    np.testing.assert_array_equal(
+      obs['state'], want['robot0_proprio-state'].astype(np.float32)
+    )
+    drawn += image.std() > 10
+  assert drawn == 2
+  env.close()
+  own.close()
+
+
+def control_env(suite, task, pixels):
+  """LIBERO's own environment of a task, which observes its camera."""
+  import libero.libero as package
+  from libero.libero import envs
+
+  scenes = pathlib.Path(package.__file__).parent / 'bddl_files' / suite
+  return envs.env_wrapper.ControlEnv(
+    str(scenes / f'{libero_files.tasks(suite)[task]}.bddl'),
+    camera_names=['robot0_eye_in_hand'],
+    camera_heights=pixels,
+    camera_widths=pixels,
+    ignore_done=True,
+    hard_reset=False,
+  )
+
+
+@needs_meshes
+def test_a_camera_that_there_is_not_is_refused():
+  with pytest.raises(simulator.UnavailableError, match='front and wrist.*side'):
+    libero.make(0, SUITES[1], cameras=('front', 'side'))
+
+
+@needs_meshes
 def test_observations_are_as_in_published_data_sets(make):
-  setting = {'suite': SUITES[1], 'images': True, 'image_size': 64}
+  setting = {
+    'suite': SUITES[1],
+    'cameras': ('front', 'wrist'),
+    'image_size': 64,
+  }
   prompts = {
     'token': np.arange(30, dtype=np.int32).reshape(10, 3),
     'mask': np.ones((10, 3), np.int32),
@@ -169,16 +229,16 @@ def test_video_changes_no_bit_and_shows_the_arm_move(make):
 def test_missing_meshes_are_reported_before_anything_is_downloaded(
   make, tmp_path, monkeypatch
 ):
-  monkeypatch.setenv(libero.ASSETS, str(tmp_path))
+  monkeypatch.setenv(libero_files.ASSETS, str(tmp_path))
   with pytest.raises(simulator.UnavailableError) as error:
     make(1, suite=SUITES[0])
-  for part in (str(tmp_path), 'lerobot/libero-assets', libero.ASSETS):
+  for part in (str(tmp_path), 'lerobot/libero-assets', libero_files.ASSETS):
     assert part in str(error.value)
   assert not list(pathlib.Path(tmp_path).iterdir())
 
 
 def test_adjacent_environments_of_a_group_have_one_task(monkeypatch):
-  monkeypatch.setattr(libero, '_installed', lambda suite: ['a', 'b', 'c'])
+  monkeypatch.setattr(libero_files, 'tasks', lambda suite: ['a', 'b', 'c'])
   monkeypatch.setattr(libero, 'Libero', lambda suite, name, *_: name)
   names = [libero.make(i, 's', task_ids=(0, 2), group_size=2) for i in range(6)]
   assert names == ['a', 'a', 'c', 'c', 'a', 'a']

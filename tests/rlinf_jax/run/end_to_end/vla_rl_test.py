@@ -13,7 +13,7 @@ from safetensors import numpy as files
 import pictured_push
 from rlinf_jax import train
 from rlinf_jax.config import config
-from rlinf_jax.envs import env_pool, libero, maniskill, simulator
+from rlinf_jax.envs import env_pool, libero_files, maniskill, simulator
 from rlinf_jax.prepare import tiny_vla
 from stages.language import tokens
 from stages.models.vision import vit
@@ -41,9 +41,9 @@ def run(recipe, bindings, workdir):
 
 @pytest.mark.skipif(
   importlib.util.find_spec('libero') is None
-  or not os.environ.get(libero.ASSETS),
-  reason=f'LIBERO is not installed, or {libero.ASSETS} does not say where its '
-  'meshes are.',
+  or not os.environ.get(libero_files.ASSETS),
+  reason=f'LIBERO is not installed, or {libero_files.ASSETS} does not say '
+  'where its meshes are.',
 )
 def test_grpo_of_openvla_oft_acts_in_libero_by_pictures_and_words(tmp_path):
   model = tmp_path / 'given'
