@@ -16,7 +16,7 @@ from planner.costs import measured as measured_lib
 from planner.costs.measured import Estimate
 from planner.costs.mesh import collectives, memory, menu
 from planner.costs.mesh import layout as layout_lib
-from planner.costs.work import StageWork
+from planner.costs.work import NONE, StageWork
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 
@@ -224,13 +224,19 @@ class Roofline:
     values = [flow.values[v] for v in (*node.reads, *node.writes)]
     size = sum(self.layout.local(value, placement.axes) for value in values)
     spent = size / (device.memory_bandwidth * self.assumed.memory_efficiency)
-    return breakdown.CostBreakdown(
-      Estimate(device.launch_seconds + spent, 'modeled'),
-      {
-        'launch': Estimate(device.launch_seconds, 'assumed'),
-        'traffic': Estimate(spent, 'modeled'),
-      },
-    )
+    parts = {
+      'launch': Estimate(device.launch_seconds, 'assumed'),
+      'traffic': Estimate(spent, 'modeled'),
+    }
+    parts |= self._sent(self._parameters_of(flow, node), NONE, placement)
+    total = sum(number.value for number in parts.values())
+    return breakdown.CostBreakdown(Estimate(total, 'modeled'), parts)
+
+  def _sent(self, parameters, done, placement, passes=1.0, turns=1.0):
+    """Returns the exposed seconds of each kind of communication of a call."""
+    spent = self.axis_links.seconds(parameters, done, placement, passes, turns)
+    exposed = self.assumed.exposed_communication
+    return {what: Estimate(exposed * t, 'modeled') for what, t in spent.items()}
 
   def _modeled(
     self, flow, node, placement, rows, turns, remat=plan_lib.STORE_ALL
@@ -287,14 +293,9 @@ class Roofline:
     }
     total = device.launch_seconds + turns * (gaps + max(arithmetic, traffic))
     passes = max(1.0, call.at(local_rows).passes)
-    for part in collectives.communication(parameters, done, axes, self.cluster):
-      link = self.axis_links.link(placement, part.axis)
-      exposed = part.times(passes, turns) * assumed.exposed_communication
-      spent = exposed * link.seconds(part.size, part.messages)
-      name = f'{part.what} ({part.axis})'
-      parts[name] = Estimate(spent, 'modeled')
-      total += spent
-    return breakdown.CostBreakdown(Estimate(total, 'modeled'), parts)
+    sent = self._sent(parameters, done, placement, passes, turns)
+    total += sum(number.value for number in sent.values())
+    return breakdown.CostBreakdown(Estimate(total, 'modeled'), parts | sent)
 
   def _parameters_of(self, flow, node) -> collectives.Parameters:
     """Returns the parameters of a node, memoized by the node's identity."""

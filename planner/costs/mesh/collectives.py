@@ -84,7 +84,7 @@ class Parameters:
     ]
     self.depth = max(stacked, default=1)
     self.moved = None
-    if graph.is_routing(node):
+    if graph.is_plumbing(node) or graph.is_routing(node):
       self.moved = functools.partial(routing.sent, flow, node, layout)
     # A search asks for many micro-batches of every mesh.
     self.ways = functools.cache(self._ways)
@@ -275,6 +275,24 @@ class AxisLinks:
   def __init__(self, cluster: cluster_lib.Cluster):
     self.cluster = cluster
     self.link = functools.lru_cache(None)(self._link)
+
+  def seconds(
+    self, parameters: Parameters, done: Work, placement, passes=1.0, turns=1.0
+  ) -> dict[str, float]:
+    """Returns the seconds of each kind of communication during a node.
+
+    Args:
+      parameters: as in `communication`.
+      done: likewise.
+      placement: the devices and their mesh.
+      passes: as in `Collective.times`.
+      turns: likewise.
+    """
+    return {
+      f'{part.what} ({part.axis})': part.times(passes, turns)
+      * self.link(placement, part.axis).seconds(part.size, part.messages)
+      for part in communication(parameters, done, placement.axes, self.cluster)
+    }
 
   def _link(self, placement: plan_lib.Placement, axis: str):
     """Returns the link of the slowest group of devices along an axis.
