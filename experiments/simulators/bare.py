@@ -60,4 +60,5 @@ def _loop(end, make, action, chunk):
             env.reset(0)
       end.send(True)
   except EOFError:
-    pass
+    for env in envs:
+      env.close()
