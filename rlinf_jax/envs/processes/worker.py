@@ -104,6 +104,13 @@ class Worker:
     for i in list(self._envs):
       self._discard(i)
 
+  def rest(self, idle_timeout: float):
+    """Exits a process without steps; the next request starts it again."""
+    self.close()
+    # Last: a simulator that is torn down with its interpreter may write, too.
+    print(f'it was idle for {idle_timeout:g} seconds', flush=True)
+    os._exit(0)
+
   def _reset(self, rows):
     """Starts episodes at the environments' call counts."""
     for i in rows:
@@ -336,7 +343,7 @@ def main():
       parent.send(unavailable(error))
       return
     stepped = False  # Only a process that has stepped keeps idle simulators.
-    while stepped or parent.poll(idle_timeout) or exit_idle(idle_timeout):
+    while stepped or parent.poll(idle_timeout) or worker.rest(idle_timeout):
       if (request := parent.recv()) is None:
         break
       stepped |= request[0] == 'step'
@@ -347,12 +354,6 @@ def main():
       except BrokenError as error:
         parent.send(error)
     worker.close()
-
-
-def exit_idle(idle_timeout: float):
-  """Exits a process without steps; the next request starts it again."""
-  print(f'it was idle for {idle_timeout:g} seconds')
-  sys.exit()
 
 
 def unavailable(error: BaseException) -> simulator.UnavailableError:
