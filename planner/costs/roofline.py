@@ -269,12 +269,9 @@ class Roofline:
     local_rows = rows / menu.row_ways(*where, rows)
     call = call.near(local_rows).under(remat)
     done = collectives.divided_work(call, local_rows, axes, self.layout)
-    if rows:
-      ways = parameters.ways(axes)
-      share = 1 / ways, local_rows / ways
-    else:
-      share = self._share(flow, node, axes), 0.0
-    own = call.fixed.weighted(share[0], call.per_row, share[1])
+    whole = call.exactly(local_rows)
+    share = 1 / parameters.ways(axes) if rows else self._share(flow, node, axes)
+    own = whole.times(share)
     products = sum(x / device.peak(kind) for kind, x in own.matmul.items())
     arithmetic = products / assumed.matmul_efficiency
     arithmetic += own.other_flops / (
@@ -284,7 +281,7 @@ class Roofline:
       device.memory_bandwidth * assumed.memory_efficiency
     )
     # Each device launches every kernel, on its share of the numbers.
-    gaps = call.at(local_rows).kernels * device.kernel_gap_seconds
+    gaps = whole.kernels * device.kernel_gap_seconds
     parts = {
       'launch': Estimate(device.launch_seconds, 'assumed'),
       'gaps between kernels': Estimate(turns * gaps, 'assumed'),
@@ -292,7 +289,7 @@ class Roofline:
       'traffic': Estimate(turns * traffic, 'modeled'),
     }
     total = device.launch_seconds + turns * (gaps + max(arithmetic, traffic))
-    passes = max(1.0, call.at(local_rows).passes)
+    passes = max(1.0, whole.passes)
     sent = self._sent(parameters, done, placement, passes, turns)
     total += sum(number.value for number in sent.values())
     return breakdown.CostBreakdown(Estimate(total, 'modeled'), parts | sent)

@@ -3,9 +3,12 @@
 `counting.count` counts it with JAX; cost models read it without.
 """
 
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import itertools
+import math
 
 from planner.ir import plan as plan_lib
 
@@ -108,6 +111,7 @@ SCALARS = tuple(
   if field.name not in ('matmul', 'partial', 'turns')
 )
 NONE = Work()
+STRAIGHT = 0.005  # The largest relative distance of a line from a count.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +127,8 @@ class StageWork:
       that computes logits in chunks has fewer chunks then.
     remat: this segment where the backward pass computes activations again, by
       the policies that a plan may name.
+    count: counts a call with some rows, as `count_at_any_size`; None if the
+      segments are all that is known.
     divide: counts this segment again for devices that divide its arrays, see
       `on`; None if they divide none.
     elementwise: positions of arguments that the stage may update in host
@@ -135,6 +141,9 @@ class StageWork:
   rows: int = 0
   below: tuple['StageWork', ...] = ()
   remat: Mapping[str, 'StageWork'] = dataclasses.field(default_factory=dict)
+  count: Callable[[int], Work] | None = dataclasses.field(
+    default=None, compare=False
+  )
   divide: Callable[..., 'StageWork'] | None = dataclasses.field(
     default=None, compare=False
   )
@@ -172,14 +181,77 @@ class StageWork:
     return next((call for call in self.below if rows <= call.rows), self)
 
   def at(self, rows: float) -> Work:
-    """Returns the work of a call with `rows` rows."""
+    """Returns the work of a call with `rows` rows, interpolated."""
     line = self.near(rows)
     return line.fixed.weighted(1.0, line.per_row, rows)
+
+  def exactly(self, rows: float) -> Work:
+    """Returns the work of a call with `rows` rows, counted where it can be."""
+    if self.count is None or rows % 1:
+      return self.at(rows)
+    return self.count(int(rows))
 
   @property
   def full_batch(self) -> Work:
     """The work of a call with the full batch."""
     return self.at(self.rows)
+
+
+def count_at_any_size(
+  count: Callable[[int], Work], sizes: Sequence[int]
+) -> Callable[[int], Work]:
+  """Returns `rows -> work`, which counts as few sizes as it needs to.
+
+  Work is a line between two of `sizes` if about as many kernels are launched at
+  both, or if one of them lies on the line between its neighbors. Else each
+  number of rows is counted by itself. So are chunks of queries, each of which
+  reads all keys: there are more of them if there are more rows. What is
+  returned does not depend on what was asked before.
+
+  Args:
+    count: counts a call with some rows, memoized.
+    sizes: numbers of rows to begin with, the fewest first.
+  """
+
+  @functools.cache
+  def is_on_line(i):
+    """Whether a size lies on the line between its neighbors."""
+    if not 0 < i < len(sizes) - 1:
+      return False
+    one, this, other = map(count, sizes[i - 1 : i + 2])
+    ends = sizes[i - 1 : i + 2 : 2]
+    return _is_close(_between(sizes[i], ends, one, other), this)
+
+  @functools.cache
+  def is_line(i):
+    """Whether work is a line between a size and the next one."""
+    kernels = [count(n).kernels for n in sizes[i : i + 2]]
+    alike = math.isclose(*kernels, rel_tol=STRAIGHT)
+    return alike or is_on_line(i + 1) or is_on_line(i)
+
+  def at(rows):
+    i = bisect.bisect_left(sizes, rows)
+    if not 0 < i < len(sizes) or rows == sizes[i] or not is_line(i - 1):
+      return count(rows)
+    ends = sizes[i - 1 : i + 1]
+    return _between(rows, ends, *map(count, ends))
+
+  return functools.cache(at)
+
+
+def _between(rows: int, ends: Sequence[int], one: Work, other: Work) -> Work:
+  """Returns the work at `rows` on the line between two sizes."""
+  low, high = ends
+  share = (rows - low) / (high - low)
+  return one.weighted(1 - share, other, share)
+
+
+def _is_close(one: Work, other: Work) -> bool:
+  """Whether seconds of two works would differ by half a percent at most."""
+  return all(
+    math.isclose(getattr(one, field), getattr(other, field), rel_tol=STRAIGHT)
+    for field in ('flops', 'matmul_flops', 'bytes_moved', 'kernels', 'passes')
+  )
 
 
 def piecewise_linear(points: Sequence[tuple[int, Work]]) -> StageWork:

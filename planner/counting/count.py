@@ -29,6 +29,8 @@ from sharding import elementwise
 from sharding import mesh as mesh_lib
 
 PARTS = (1, 2, 8, 64)  # Fractions of a batch whose work is counted.
+# Those between which work may be a line, with smaller ones for many devices.
+ALL_PARTS = (*PARTS, *(8**k for k in range(3, 8)))
 
 
 def work(
@@ -110,8 +112,10 @@ def of_node(
 
   Continuous batching, in an engine or in slots, counts as its equivalent.
 
-  It is interpolated between a full batch, a half, an eighth and a 64th of it. A
-  stage whose remat is a choice of the plan is counted under each policy.
+  It is counted for a full batch, a half, an eighth and a 64th of it, and for
+  other sizes when they are asked for; bytes in memory, and on devices that
+  divide arrays, are interpolated. A stage whose remat is a choice of the plan
+  is counted under each policy.
   """
   if graph.is_plumbing(node) or graph.is_routing(node):
     taken = sum(flow.values[v].bytes for v in node.reads)
@@ -130,7 +134,7 @@ def of_node(
     counter = _counter(flow, node, traced, **how, slots=attention)
     counted = _counted(counter, _sizes(flow, node))
     if engine is None:
-      found = _with_choices(flow, node, counted, how)
+      found = _with_choices(flow, node, counter, counted, how)
       return dataclasses.replace(found, elementwise=_elementwise(flow, node))
     if node.stage.host:
       return decode.of_engine(_interpolated(counted), engine)
@@ -161,7 +165,7 @@ def _elementwise(flow, node) -> tuple[tuple[int, ...], ...]:
   return tuple(part.reads for part in parts if part.elementwise)
 
 
-def _sizes(flow, node) -> list[int]:
+def _sizes(flow, node, parts=PARTS) -> list[int]:
   """Returns the rows to count a node for, the fewest first; 0 for no rows.
 
   Parts of a group read what its rows share as often as a whole group does, so
@@ -169,7 +173,7 @@ def _sizes(flow, node) -> list[int]:
   """
   group_size = node.stage.group_size
   groups = flow.rows_of(node) // group_size
-  some = {group_size * (groups // part) for part in PARTS} - {0}
+  some = {group_size * (groups // part) for part in parts} - {0}
   if some and group_size > 1 and node.stage.divisible_groups:
     some |= {1, group_size}
   return sorted(some) or [0]
@@ -256,11 +260,12 @@ def _arguments(flow, node, rows: int):
   return jax.tree.unflatten(node.in_tree, leaves)
 
 
-def _with_choices(flow, node, counted, how) -> StageWork:
+def _with_choices(flow, node, counter, counted, how) -> StageWork:
   """Interpolates the work; its segments can be counted again.
 
   Each is counted again, at its own ends, for the policies that a plan may name
-  and for devices that divide its arrays.
+  and for devices that divide its arrays. For one device's work, so is any other
+  number of rows.
   """
   stage = node.stage
   work, policies = _interpolated(counted), ()
@@ -275,23 +280,33 @@ def _with_choices(flow, node, counted, how) -> StageWork:
     run = stage.run if policy is None else stage.run_with_remat(policy)
     return _programs(flow, node, run, how['platform'])
 
+  def as_passes(one):
+    return _turns_as_passes(one) if counted[-1][1].passes else one
+
   @functools.cache
-  def counter(policy, *on):  # Segments share their ends.
+  def counter_of(policy, *on):  # Segments share their ends.
     return _counter(flow, node, programs(policy), on, **how)
 
   def again(sizes, policy, *on):
-    some = _counted(counter(policy, *on), sizes)
-    if counted[-1][1].passes:
-      some = [(n, _turns_as_passes(one)) for n, one in some]
-    return _interpolated(some)
+    some = _counted(counter_of(policy, *on), sizes)
+    return _interpolated([(n, as_passes(one)) for n, one in some])
+
+  @functools.cache
+  def count(policy):
+    at = counter_of(policy) if policy else counter
+    some = sorted({stage.group_size, *_sizes(flow, node, ALL_PARTS)})
+    return work_lib.count_at_any_size(lambda n: as_passes(at(n)), some)
 
   def with_choices(segment, sizes):
     def work_under(policy):
       divide = functools.partial(again, sizes, policy)
-      return dataclasses.replace(divide(), divide=functools.cache(divide))
+      return dataclasses.replace(
+        divide(), count=count(policy), divide=functools.cache(divide)
+      )
 
     return dataclasses.replace(
       segment,
+      count=count(None) if sizes[0] else None,
       divide=functools.cache(functools.partial(again, sizes, None)),
       remat=_Policies(policies, work_under),
     )

@@ -36,7 +36,7 @@ def to_data(
     rows = chosen.micro_batch.get(name) or work.rows / chosen.pieces
     rows /= model.layout.row_ways(chosen.places[place].axes)
     work = work.near(rows)
-    flops = work.under(policy).at(rows).flops / work.at(rows).flops
+    flops = work.under(policy).exactly(rows).flops / work.exactly(rows).flops
     found.append(
       {
         'stage': name,

@@ -108,10 +108,11 @@ def _work(flow, chosen, model, node, rows) -> dict[str, float]:
   own_rows = at_once / menu.row_ways(model.layout, flow, node, axes, at_once)
   call = call.near(own_rows).under(chosen.execution(node.name).remat)
   done = collectives.divided_work(call, own_rows, axes, model.layout)
-  own = call.fixed.weighted(1 / ways, call.per_row, own_rows / ways)
-  passes = max(1.0, call.at(own_rows).passes)
+  whole = call.exactly(own_rows)
+  passes = max(1.0, whole.passes)
   sent = sum(
     part.size * part.times(passes, turns)
     for part in collectives.communication(parameters, done, axes, model.cluster)
   )
-  return {'matmul_flops': turns * own.matmul_flops, 'collective_bytes': sent}
+  flops = turns * whole.matmul_flops / ways
+  return {'matmul_flops': flops, 'collective_bytes': sent}
