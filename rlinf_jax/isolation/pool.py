@@ -4,7 +4,7 @@ What a model writes may keep a parser or a tool busy forever, fill the memory or
 crash the interpreter. Here, only its own call is lost.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import concurrent.futures
 import contextlib
 import functools
@@ -176,12 +176,16 @@ class _Process:
         stdout=subprocess.DEVNULL,
         stderr=self._log,
       )
-    self._connection = connection.Connection(ours.detach())
-    error = 'it did not start in time'
-    with contextlib.suppress(OSError, EOFError):
-      self._connection.send(self._request)
-      if self._connection.poll(START_TIMEOUT):
-        error = self._connection.recv_bytes().decode(errors='replace')
+    self._socket = ours
+    self._connection = connection.Connection(os.dup(ours.fileno()))
+    try:
+      with self._deadline(START_TIMEOUT):
+        self._connection.send(self._request)
+        error = self._connection.recv_bytes(MAX_REPLY).decode(errors='replace')
+    except TimeoutError:
+      error = 'it did not start in time'
+    except (OSError, EOFError):
+      error = 'its process ended'
     if error:
       self._log.seek(0)
       last = self._log.read().decode(errors='replace').strip().splitlines()[-1:]
@@ -201,20 +205,49 @@ class _Process:
     if self._child is None or self._child.poll() is not None:
       self.kill()
       self._start()
-    error = f'it took more than {self._limits.seconds:g} s'
     try:
-      self._connection.send((args, kwargs))
-      if self._connection.poll(self._limits.seconds + GRACE):
-        error = 'its process ended'
+      with self._deadline(self._limits.seconds + GRACE):
+        self._connection.send((args, kwargs))
         reply = json.loads(self._connection.recv_bytes(MAX_REPLY))
-        if 'error' not in reply:
-          return reply['value']
-        raise CallError(str(reply['error']))
+      if 'error' not in reply:
+        return reply['value']
+      raise CallError(str(reply['error']))
+    except TimeoutError:
+      error = f'it took more than {self._limits.seconds:g} s'
     # It ended, such as by a crash of the interpreter, or is not itself.
     except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError):
-      pass
+      error = 'its process ended'
     self.kill()
     raise CallError(error)
+
+  @contextlib.contextmanager
+  def _deadline(self, seconds: float) -> Iterator[None]:
+    """Ends what waits on the connection after a time.
+
+    The process may take nothing of a message, or stop in the middle of its
+    reply. Shutting the socket down ends both waits, even where a process that
+    it started holds the other end too.
+
+    Raises:
+      TimeoutError: if the time has passed; the connection is of no more use.
+    """
+    is_late = threading.Event()
+
+    def end():
+      is_late.set()
+      with contextlib.suppress(OSError):  # The other end may be gone.
+        self._socket.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+      yield
+    finally:
+      timer.cancel()
+      timer.join()  # From here on, the socket stays as it is.
+      if is_late.is_set():
+        raise TimeoutError
 
   def kill(self):
     """Ends the process, if there is one."""
@@ -222,5 +255,6 @@ class _Process:
       self._child.kill()
       self._child.wait()
       self._connection.close()
+      self._socket.close()
       self._log.close()
       self._child = None

@@ -38,7 +38,9 @@ def main():
     module, name, limits = pipe.recv()
     try:
       function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    # A module may raise anything as it is imported, such as for a key that the
+    # environment lacks, or end the process.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
       pipe.send_bytes(f'{type(error).__name__}: {error}'.encode())
       return
     _, most = resource.getrlimit(resource.RLIMIT_AS)

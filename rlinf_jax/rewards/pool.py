@@ -68,5 +68,5 @@ def _number(value) -> float:
   """A reward as a number; NaN where it is none."""
   try:
     return float(value)
-  except (TypeError, ValueError):
+  except (OverflowError, TypeError, ValueError):  # Such as 10**400, or a text.
     return math.nan

@@ -18,7 +18,7 @@ def misbehave():
   return pool.isolated(rewards_of_mine.misbehave, seconds=0.5, processes=2)
 
 
-FAILURES = 'raise sleep swallow hold fill crash exit text'.split()
+FAILURES = 'raise sleep swallow hold fill crash exit text far header'.split()
 
 
 def test_a_failure_costs_its_own_reward_only(misbehave):
@@ -43,6 +43,15 @@ def test_a_late_call_ends_soon_after_its_limit(misbehave):
   assert time.perf_counter() - start < 30  # It would take a minute.
 
 
+def test_a_process_that_reads_nothing_costs_the_next_call_its_limit():
+  one = pool.isolated(rewards_of_mine.misbehave, seconds=0.5, processes=1)
+  start = time.perf_counter()
+  # What the socket itself cannot hold.
+  deaf, lost, fine = one.score(completions('deaf', 'x' * 2**24, 'fine'))
+  assert deaf == 0.25 and math.isnan(lost) and fine == 0.5
+  assert time.perf_counter() - start < 30  # It would take a minute.
+
+
 def test_what_cannot_be_imported_is_refused_at_once():
   for function in (lambda completion: 1.0, print_nothing()):
     with pytest.raises(ValueError, match='put a function into a module'):
@@ -60,6 +69,24 @@ def test_a_module_that_does_not_import_is_named(monkeypatch):
   monkeypatch.setattr(rewards_of_mine.shout, '__module__', 'no_such_module')
   made = pool.isolated(rewards_of_mine.shout, processes=1)
   with pytest.raises(ImportError, match='shout of no_such_module.*No module'):
+    made.score(completions('A'))
+
+
+@pytest.mark.parametrize(
+  'name, line, cause',
+  [
+    ('raises', 'raise KeyError("API_KEY")', "KeyError: 'API_KEY'"),
+    ('exits', 'raise SystemExit(3)', 'SystemExit: 3'),
+    ('ends', 'import os; os._exit(3)', 'its process ended'),
+  ],
+)
+def test_a_module_that_fails_as_it_is_imported_says_why(
+  tmp_path, monkeypatch, name, line, cause
+):
+  (tmp_path / f'rewards_that_{name}.py').write_text(f'{line}\n')
+  monkeypatch.syspath_prepend(tmp_path)
+  made = pool.named(f'rewards_that_{name}', 'score', processes=1)
+  with pytest.raises(ImportError, match=f'of rewards_that_{name}: {cause}'):
     made.score(completions('A'))
 
 
