@@ -42,6 +42,10 @@ def begin():
     return
   if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _stop)
+  for stream in (sys.stdout, sys.stderr):
+    # In a locale without them, signs such as → are written by their numbers.
+    if stream is not None:
+      stream.reconfigure(errors='backslashreplace')
   if f'{__package__}.main' in names:
     exit_watcher.start()
 

@@ -268,7 +268,7 @@ def _predicted_card(rows: Sequence[predicted.Row]) -> str:
     f'<tr><td>{html.escape(row.name)}</td><td>{row.predicted:.3g} s</td>'
     f'<td>{"" if row.measured is None else f"{row.measured:.3g} s"}</td>'
     f'<td>{"" if row.ratio is None else f"{row.ratio:.2f}"}</td>'
-    f'<td>{row.source}</td></tr>'
+    f'<td>{html.escape(row.source)}</td></tr>'
     for row in rows
   )
   table = (

@@ -77,8 +77,17 @@ def create(steps: int, start: int = 0, stream: TextIO | None = None) -> Console:
 
 
 def _plain(steps: int, stream: TextIO) -> Console:
+  read = True
+
   def print_line(text: str) -> None:
-    print(text, file=stream, flush=True)
+    nonlocal read
+    if read:
+      try:
+        print(text, file=stream, flush=True)
+      except BrokenPipeError:
+        # Whoever read the lines has ended, as `tee` by Ctrl-C. The run goes on,
+        # or stops with a checkpoint.
+        read = False
 
   def write(step: int, values: Mapping[str, float]) -> None:
     text = format_step(step, steps, values)

@@ -2,10 +2,15 @@
 
 from collections.abc import Iterator
 import contextlib
+import os
 import signal
+import sys
 import threading
 
+from rlinf_jax.system import exit_watcher
+
 SIGNALS = signal.SIGINT, signal.SIGTERM
+SHOW_CURSOR = '\x1b[?25h'  # A progress bar hides it.
 
 
 class Interrupt:
@@ -19,28 +24,35 @@ class Interrupt:
     self.requested = False
 
   def __call__(self, number, frame):
-    """Records the first signal; the second stops the process at once."""
+    """Records the first signal; the second ends the process at once."""
     if self.requested:
-      signal.default_int_handler(number, frame)
+      # Python would wait for the thread of the stage that runs.
+      _say(SHOW_CURSOR * sys.stderr.isatty() + 'Stopped.')
+      exit_watcher.announce()
+      os._exit(128 + number)
     self.requested = True
-    print(
+    _say(
       '\nStopping after this step, with a checkpoint. Press Ctrl-C again to '
-      'stop at once.',
-      flush=True,
+      'stop at once.'
     )
 
 
+def _say(line: str):
+  """Writes a line if somebody reads: Ctrl-C also ends `tee` behind a pipe."""
+  with contextlib.suppress(OSError):
+    os.write(2, f'{line}\n'.encode())
+
+
 @contextlib.contextmanager
-def handle_signals() -> Iterator[Interrupt]:
+def handle_signals(interrupt: Interrupt) -> Iterator[None]:
   """Handles `SIGNALS`; those that are ignored, as under nohup, stay ignored."""
-  interrupt = Interrupt()
   previous = {}
   if threading.current_thread() is threading.main_thread():
     for number in SIGNALS:
       if signal.getsignal(number) is not signal.SIG_IGN:
         previous[number] = signal.signal(number, interrupt)
   try:
-    yield interrupt
+    yield
   finally:
     for number, handler in previous.items():
       signal.signal(number, handler)

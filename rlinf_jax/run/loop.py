@@ -105,6 +105,7 @@ class Loop:
     seed: int,
     first: state_readers.FirstState,
     start: checkpoint_lib.CheckpointState,
+    stop: interrupt.Interrupt,
     monitor: monitor_lib.PlanMonitor | None = None,
   ):
     self.runtime, self._source = runtime, source
@@ -116,7 +117,7 @@ class Loop:
     self._held_out = evaluation.HeldOut.of(source)
     self._source_state, self._first = start.source, first
     self.steps = self._submitted = start.step
-    self._interrupt = interrupt.Interrupt()
+    self._interrupt = stop
     self._metrics = dict(start.metrics)  # By updates finished.
     self._pending = collections.deque()  # Steps submitted and not finished.
     self._start_time = time.perf_counter() - self.metrics.get(
@@ -142,7 +143,7 @@ class Loop:
     Raises:
       KeyboardInterrupt: if the run was asked to stop; a checkpoint is written.
     """
-    with interrupt.handle_signals() as self._interrupt:
+    with interrupt.handle_signals(self._interrupt):
       if not self.steps and schedule.evaluate_every:
         self.evaluate()
         if schedule.video_every_evals:

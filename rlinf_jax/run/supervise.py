@@ -13,7 +13,7 @@ from planner import formatting
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import monitor as monitor_lib
 from rlinf_jax.report import trace
-from rlinf_jax.run import console, run_log, setup
+from rlinf_jax.run import console, interrupt, run_log, setup
 from rlinf_jax.run import loop as loop_lib
 from rlinf_jax.run_files import checkpoint as checkpoint_lib
 from rlinf_jax.run_files import result
@@ -65,17 +65,22 @@ def run_to_end(run: Run) -> result.Result:
     CheckpointError: if a checkpoint cannot be written.
     ProcessDiedError: if processes die `ATTEMPTS` times in a row after the same
       checkpoint.
+    KeyboardInterrupt: if the run was asked to stop.
   """
   failures = collections.Counter()  # By step of the checkpoint.
+  stop = interrupt.Interrupt()
   while True:
     try:
-      return _attempt(run, resume=bool(run.resume or failures))
+      return _attempt(run, stop, resume=bool(run.resume or failures))
     except runtime_base.ProcessDiedError as error:
       try:
         run.checkpoints.abandon()  # It may have died while it wrote one.
       except checkpoint_lib.CheckpointError:
         run.runtime.close()
         raise
+      if stop.requested:  # What ends a whole job ends other processes, too.
+        run.runtime.close()
+        raise KeyboardInterrupt from error
       step = run.checkpoints.latest() or 0
       failures[step] += 1
       if failures[step] == ATTEMPTS:
@@ -84,7 +89,9 @@ def run_to_end(run: Run) -> result.Result:
       print(f'{error} The run continues from step {step}.', flush=True)
 
 
-def _attempt(run: Run, resume: bool) -> result.Result:
+def _attempt(
+  run: Run, stop: interrupt.Interrupt, resume: bool
+) -> result.Result:
   """Trains from the newest checkpoint, or from the first state, to the end."""
   source_state = run.source.init(run.seed)
   with contextlib.ExitStack() as stack:
@@ -113,6 +120,7 @@ def _attempt(run: Run, resume: bool) -> result.Result:
         seed=run.seed,
         first=run.first,
         start=start,
+        stop=stop,
         monitor=run.monitor,
       )
     )

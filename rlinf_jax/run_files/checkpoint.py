@@ -222,8 +222,12 @@ class Checkpoints:
     try:
       call()
     except ProcessDiedError:
-      raise  # The run goes on from the newest complete checkpoint.
+      # The run goes on from the newest complete checkpoint. Orbax forgot those
+      # that the new one was to replace, which are still there.
+      self._manager.reload()
+      raise
     except Exception as error:
+      self._manager.reload()
       newest = self._manager.latest_step()
       advice = (
         f'The checkpoint of step {newest} is intact: mend that, such as a full '
@@ -234,5 +238,5 @@ class Checkpoints:
       )
       raise CheckpointError(
         f'A checkpoint could not be written to {self.folder} '
-        f'({str(error).splitlines()[0]}). {advice}'
+        f'({(str(error) or repr(error)).splitlines()[0]}). {advice}'
       ) from error

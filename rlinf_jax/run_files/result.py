@@ -70,7 +70,7 @@ def read_finished(
   record = json.loads((folder / 'result.json').read_text())
   reached = (
     stop_at_score is not None
-    and record['metrics'].get(score, 0.0) >= stop_at_score
+    and record['metrics'].get(score, -math.inf) >= stop_at_score
   )
   if record['steps'] < steps and not reached:
     return None

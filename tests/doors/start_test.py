@@ -166,3 +166,22 @@ def test_programs_of_others_keep_the_interrupts_of_python(arguments, tmp_path):
 def test_every_program_hears_interrupts_again(file):
   _, ending = (ROOT / file).read_text().split("if __name__ == '__main__':\n")
   assert '  with startup.ended():\n    ' in ending
+
+
+def test_signs_that_a_locale_lacks_are_written_by_their_numbers(tmp_path):
+  script = tmp_path / 'says.py'
+  script.write_text(
+    'import sys\n'
+    "sys.orig_argv, sys.argv[:] = ['-m', 'rlinf_jax.chat'], ['-m']\n"
+    'from rlinf_jax import startup\n'
+    'startup.begin()\n'
+    "print('act → learn')\n"
+  )
+  done = subprocess.run(
+    [sys.executable, script],
+    env=os.environ | {'PYTHONIOENCODING': 'latin-1', 'PYTHONPATH': str(ROOT)},
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert done.stdout == 'act \\u2192 learn\n', done.stderr

@@ -115,9 +115,13 @@ def test_text_from_the_run_is_escaped(full, tmp_path):
   sample = {'step': 9, 'split': 'eval', 'prompt': '<script>', 'reward': 0.0}
   with (folder / 'samples.jsonl').open('a') as file:
     file.write(json.dumps({**sample, 'completion': '</pre>' * 500}) + '\n')
+  stages = {'generate': [0.5, '<script>x']}
+  with (folder / 'predictions.jsonl').open('a') as file:
+    line = {'step': 0, 'seconds': 1.0, 'stages': stages}
+    file.write(json.dumps(line) + '\n')
   page = report.write(folder).read_text(encoding='utf-8')
   assert Page(page).open == []
-  assert '&lt;script&gt;' in page
+  assert '&lt;script&gt;' in page and '<td>&lt;script&gt;x</td>' in page
   assert '&lt;b&gt;run' in page
   assert page.count('&lt;/pre&gt;') == samples_html.LONGEST // len('</pre>')
 

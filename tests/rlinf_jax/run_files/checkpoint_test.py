@@ -31,12 +31,16 @@ class Failing(saved.Tree):
     return fail
 
 
-def test_an_abandoned_checkpoint_hides_a_death_and_no_other_failure(tmp_path):
+@pytest.mark.parametrize('keep', [1, 2])
+def test_an_abandoned_checkpoint_hides_a_death_and_no_other_failure(
+  tmp_path, keep
+):
   """A process that ended because a disk was full is not the news."""
-  files = checkpoint.Checkpoints(tmp_path, 2)
+  files = checkpoint.Checkpoints(tmp_path, keep)
   files.save(1, saved.Tree({'w': jnp.ones(3)}), SOURCE, {})
   files.save(2, Failing(ProcessDiedError('It has died.')), SOURCE, {})
   files.abandon()
+  assert files.latest() == 1
   full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
   files.save(2, Failing(full), SOURCE, {})
   with pytest.raises(
@@ -46,4 +50,12 @@ def test_an_abandoned_checkpoint_hides_a_death_and_no_other_failure(tmp_path):
   assert info.value.__cause__ is full
   files.abandon()  # Nothing is being written any more.
   assert files.steps() == [1]
+  files.close()
+
+
+def test_an_error_without_words_is_named(tmp_path):
+  files = checkpoint.Checkpoints(tmp_path, 1)
+  files.save(1, Failing(MemoryError()), SOURCE, {})
+  with pytest.raises(checkpoint.CheckpointError, match=r'\(MemoryError\(\)\)'):
+    files.wait()
   files.close()
