@@ -1,4 +1,4 @@
-"""What is simulated: environments, how one is built, and a policy for them."""
+"""Environments to simulate, how one is built, and a policy for them."""
 
 from collections.abc import Callable
 import functools

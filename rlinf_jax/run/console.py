@@ -85,8 +85,8 @@ def _plain(steps: int, stream: TextIO) -> Console:
       try:
         print(text, file=stream, flush=True)
       except BrokenPipeError:
-        # Whoever read the lines has ended, as `tee` by Ctrl-C. The run goes on,
-        # or stops with a checkpoint.
+        # The reader has ended, as Ctrl-C ends `tee`. The run goes on, or stops
+        # with a checkpoint.
         read = False
 
   def write(step: int, values: Mapping[str, float]) -> None:

@@ -38,7 +38,7 @@ class Interrupt:
 
 
 def _say(line: str):
-  """Writes a line if somebody reads: Ctrl-C also ends `tee` behind a pipe."""
+  """Writes a line, if standard error is open: Ctrl-C also ends `tee`."""
   with contextlib.suppress(OSError):
     os.write(2, f'{line}\n'.encode())
 

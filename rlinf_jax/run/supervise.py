@@ -78,7 +78,7 @@ def run_to_end(run: Run) -> result.Result:
       except checkpoint_lib.CheckpointError:
         run.runtime.close()
         raise
-      if stop.requested:  # What ends a whole job ends other processes, too.
+      if stop.requested:  # A scheduler ends all processes of a job.
         run.runtime.close()
         raise KeyboardInterrupt from error
       step = run.checkpoints.latest() or 0

@@ -1,4 +1,4 @@
-"""Requests to stop: none is forgotten, whoever else has ended meanwhile."""
+"""Requests to stop, of which none is forgotten."""
 
 import os
 import signal
@@ -58,7 +58,7 @@ def test_the_second_signal_does_not_wait_for_a_stage():
 
 
 def test_a_death_in_the_same_step_does_not_hide_a_request(monkeypatch):
-  """What ends a job ends its processes, too."""
+  """A scheduler ends all processes of a job."""
   attempts, closed = [], []
 
   def attempt(run, stop, resume):
